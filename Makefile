@@ -1,0 +1,47 @@
+# Every target makes its own .venv first. Override the interpreter with `make test PYTHON=python3.12`.
+PYTHON ?= python3
+VENV   := .venv
+PY     := $(VENV)/bin/python
+JOBS   ?= 2
+
+.PHONY: help test test-all lint types demo clean
+
+help:
+	@echo "make demo      train twins under AdamW and ddc_adamw, print the table, write outputs/demo/"
+	@echo "make test      the test suite (CPU, $(JOBS) processes), without the slow tests"
+	@echo "make test-all  the slow tests as well"
+	@echo "make lint      ruff"
+	@echo "make types     mypy"
+	@echo "make clean     remove .venv, caches, build products and outputs/"
+
+$(PY):
+	$(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --quiet --upgrade pip
+
+# Two stamps: the demo needs no development tools. Both depend on pyproject.toml, so a changed dependency reinstalls.
+$(VENV)/.installed: pyproject.toml | $(PY)
+	$(PY) -m pip install --quiet --editable ".[examples]"
+	@touch $@
+
+$(VENV)/.installed-dev: pyproject.toml | $(PY)
+	$(PY) -m pip install --quiet --editable ".[dev]"
+	@touch $@ $(VENV)/.installed
+
+test: $(VENV)/.installed-dev
+	JAX_PLATFORMS=cpu $(PY) -m pytest -n $(JOBS)
+
+test-all: $(VENV)/.installed-dev
+	JAX_PLATFORMS=cpu $(PY) -m pytest -n $(JOBS) -m "slow or not slow"
+
+lint: $(VENV)/.installed-dev
+	$(PY) -m ruff check .
+
+types: $(VENV)/.installed-dev
+	$(PY) -m mypy
+
+demo: $(VENV)/.installed
+	$(PY) -m examples.demo
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist outputs
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

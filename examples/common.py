@@ -1,0 +1,86 @@
+"""What both training examples share: the command line, checkpoints, and the files left at the end."""
+
+import argparse
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import matplotlib
+import numpy as np
+import orbax.checkpoint as ocp
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+
+def parse(description: str, name: str, argv: Sequence[str] | None) -> argparse.Namespace:
+    """Options of a training run."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--data", type=Path, help="text to train on; default: the standard library's sources")
+    parser.add_argument("--out", type=Path, default=Path("outputs") / name, help="checkpoints, PNG, JSON")
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--stop-after", type=int, help="save and leave after this step, as if killed")
+    parser.add_argument("--save-every", type=int, default=100)
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--length", type=int, default=64)
+    parser.add_argument("--width", type=int, default=64, help="d_model")
+    parser.add_argument("--layers", type=int, default=2)
+    return parser.parse_args(argv)
+
+
+class Checkpoints:
+    """Orbax checkpoints of one run: arrays, and the losses so far as JSON."""
+
+    def __init__(self, out: Path) -> None:
+        self.manager = ocp.CheckpointManager(
+            (out / "checkpoints").resolve(), options=ocp.CheckpointManagerOptions(max_to_keep=2)
+        )
+
+    def save(self, step: int, state: Any, losses: Sequence[float]) -> None:
+        """Write both under the number of steps taken; returns once they are on disk."""
+        meta = ocp.args.JsonSave({"losses": list(losses)})
+        self.manager.save(step, args=ocp.args.Composite(state=ocp.args.StandardSave(state), meta=meta))
+        self.manager.wait_until_finished()
+
+    def restore(self, abstract: Any) -> tuple[Any, list[float]] | None:
+        """The latest state, in the structure of `abstract`, and its losses; None if there is none."""
+        step = self.manager.latest_step()
+        if step is None:
+            return None
+        wanted = ocp.args.Composite(state=ocp.args.StandardRestore(abstract), meta=ocp.args.JsonRestore())
+        saved = self.manager.restore(step, args=wanted)
+        return saved["state"], saved["meta"]["losses"]
+
+    def close(self) -> None:
+        """Stop Orbax's threads."""
+        self.manager.close()
+
+
+def digest(tree: Any) -> str:
+    """SHA-256 of all bytes of a tree, for saying that two runs ended bit-equal."""
+    sha = hashlib.sha256()
+    for leaf in jax.tree.leaves(tree):
+        sha.update(np.asarray(leaf).tobytes())
+    return sha.hexdigest()[:16]
+
+
+def report(name: str, out: Path, losses: Sequence[float], validation: float, params: Any) -> dict[str, Any]:
+    """Print the ending; write the loss curve as PNG and everything as JSON."""
+    figure, axis = plt.subplots(figsize=(7, 4), layout="constrained")
+    axis.plot(np.arange(1, len(losses) + 1), losses, lw=1, label="training, each batch")
+    axis.axhline(validation, color="tab:orange", ls="--", label=f"validation at the end: {validation:.3f}")
+    axis.set(title=f"{name}: ddc_adamw on bytes of Python source", xlabel="step", ylabel="nats per byte")
+    axis.grid(alpha=0.3)
+    axis.legend()
+    figure.savefig(out / "loss.png", dpi=120)
+    plt.close(figure)
+
+    result: dict[str, Any] = {"steps": len(losses), "validation": validation, "sha256": digest(params)}
+    result["losses"] = list(losses)
+    (out / "result.json").write_text(json.dumps(result, indent=1))
+    print(f"validation loss {validation:.4f} after {len(losses)} steps; weights {result['sha256']}")
+    print(f"wrote {out}/loss.png and {out}/result.json")
+    return result

@@ -1,0 +1,21 @@
+"""gauge_optax: Optax transformations that see the function a network computes, not the coordinates it is written in."""
+
+from gauge_optax import measure, testing
+from gauge_optax.gauges.base import Gauge
+from gauge_optax.gauges.product import product
+from gauge_optax.gauges.rescale import norm_scale, rescale, scale_invariant
+from gauge_optax.gauges.rotation import head_rotation
+from gauge_optax.gauges.shift import logit_shift
+from gauge_optax.gauges.torus import rope_torus
+from gauge_optax.optimizers import ddc_adamw
+from gauge_optax.transforms.clip import clip_by_invariant_norm
+from gauge_optax.transforms.ddc import scale_by_ddc
+from gauge_optax.transforms.decay import add_gauge_decay
+from gauge_optax.transforms.project import gauge_project
+from gauge_optax.transforms.retract import gauge_retract
+
+__all__ = [
+    "Gauge", "add_gauge_decay", "clip_by_invariant_norm", "ddc_adamw", "gauge_project", "gauge_retract",
+    "head_rotation", "logit_shift", "measure", "norm_scale", "product", "rescale", "rope_torus", "scale_by_ddc",
+    "scale_invariant", "testing",
+]  # fmt: skip

@@ -1,0 +1,220 @@
+"""Axes strings: the parser, and the solver for the lengths of named axes.
+
+    axes  = ["1+"] {item}                 one item per axis of the leaf
+    item  = part | "(" part {part} ")"    a group splits one axis, row-major
+    part  = "_" | name | name "=" i | name "=" i ":" j
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from collections.abc import Mapping, MutableMapping, Sequence
+from typing import NamedTuple
+
+from gauge_optax._paths import binding_error
+
+_TOKEN = re.compile(r"[()]|[^\s()]+")
+_PART = re.compile(r"([^=]+)(?:=([0-9]{1,9})(?::([0-9]{1,9}))?)?")
+
+
+class Part(NamedTuple):
+    """One name of an axes string; `name` is "_" for a free axis, `stop` None without a range."""
+
+    name: str
+    start: int | None = None
+    stop: int | None = None
+
+    @property
+    def picked(self) -> bool:
+        """Whether an integer selects one index, so that the axis is gone from the view."""
+        return self.start is not None and self.stop is None
+
+    @property
+    def local(self) -> bool:
+        """Whether only the leaf itself can tell the full length."""
+        return self.name == "_" or self.stop is not None
+
+    def __str__(self) -> str:
+        tail = "" if self.stop is None else f":{self.stop}"
+        return self.name if self.start is None else f"{self.name}={self.start}{tail}"
+
+
+class AxesPlan(NamedTuple):
+    """A parsed axes string: one group of parts per leaf axis."""
+
+    one_plus: bool
+    groups: tuple[tuple[Part, ...], ...]
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """All parts in order: the axes of the split leaf."""
+        return tuple(part for group in self.groups for part in group)
+
+
+def _malformed(gauge: str, pattern: str, axes: object, found: str, remedy: str) -> ValueError:
+    expected = "one of '_', 'name', 'name=3', 'name=0:4' or '(a b)' per axis, after an optional '1+'"
+    return binding_error(gauge, f"malformed axes \"{axes}\" of '{pattern}'", found, expected, remedy)
+
+
+def _parse_part(gauge: str, pattern: str, axes: str, token: str) -> Part:
+    hit = _PART.fullmatch(token)
+    if hit is None or not hit[1].isidentifier():
+        remedy = "names are identifiers, an index is '=3', a range '=0:4'; '1+' comes first"
+        raise _malformed(gauge, pattern, axes, f"'{token}'", remedy)
+    part = Part(hit[1], None if hit[2] is None else int(hit[2]), None if hit[3] is None else int(hit[3]))
+    if part.name == "_" and part.start is not None:
+        raise _malformed(gauge, pattern, axes, f"an index on a free axis, '{token}'", "give the axis a name")
+    if part.start is not None and part.stop is not None and part.start >= part.stop:
+        raise _malformed(gauge, pattern, axes, f"an empty range, '{token}'", "write start < stop")
+    return part
+
+
+@functools.lru_cache(maxsize=4096)
+def parse_axes(gauge: str, pattern: str, axes: str) -> AxesPlan:
+    """Parses an axes string; `gauge` and `pattern` only tell errors where it stands."""
+    tokens = _TOKEN.findall(axes)
+    one_plus = tokens[:1] == ["1+"]
+    groups: list[tuple[Part, ...]] = []
+    inside: list[Part] | None = None
+    for token in tokens[one_plus:]:
+        if token == "(":
+            if inside is not None:
+                raise _malformed(gauge, pattern, axes, "a group in a group", "write one level of parentheses")
+            inside = []
+        elif token == ")":
+            if not inside:
+                found = "an empty group" if inside is not None else "a ')' without a '('"
+                raise _malformed(gauge, pattern, axes, found, "write '(a b)', balanced")
+            groups.append(tuple(inside))
+            inside = None
+        else:
+            part = _parse_part(gauge, pattern, axes, token)
+            if inside is None:
+                groups.append((part,))
+            else:
+                inside.append(part)
+    if inside is not None:
+        raise _malformed(gauge, pattern, axes, "an open '('", "balance the parentheses")
+    plan = AxesPlan(one_plus, tuple(groups))
+    _check_plan(gauge, pattern, axes, plan)
+    return plan
+
+
+def _check_plan(gauge: str, pattern: str, axes: str, plan: AxesPlan) -> None:
+    names = [part.name for part in plan.parts if part.name != "_"]
+    for name in names:
+        if names.count(name) > 1:
+            raise _malformed(gauge, pattern, axes, f"the name '{name}' twice", "use each name once")
+    for group in plan.groups:
+        if sum(part.local for part in group) > 1:
+            raise _malformed(
+                gauge, pattern, axes, f"two lengths that nothing can tell in '{_group(group)}'",
+                "keep at most one '_' or range in a group; name the others and give sizes={...}")
+
+
+def _group(group: Sequence[Part]) -> str:
+    text = " ".join(map(str, group))
+    return f"({text})" if len(group) > 1 else text
+
+
+class Site(NamedTuple):
+    """One axes string on one leaf, before its lengths are known."""
+
+    path: str
+    axes: str
+    shape: tuple[int, ...]
+    plan: AxesPlan
+
+
+def check_rank(gauge: str, site: Site) -> None:
+    """Raises where a leaf does not have one axis per item."""
+    rank = len(site.plan.groups)
+    if len(site.shape) != rank:
+        raise binding_error(
+            gauge, f"wrong rank at '{site.path}'", f"shape {site.shape}, rank {len(site.shape)}",
+            f"rank {rank}, axes \"{site.axes}\"",
+            f"write {len(site.shape)} items, one per axis: '_' where free, '(a b)' where it holds two")
+
+
+def full_lengths(
+    gauge: str, site: Site, axis: int, known: MutableMapping[str, int], origin: MutableMapping[str, str]
+) -> tuple[int, ...] | None:
+    """Full lengths of the parts of one leaf axis, None while two are unknown; learns a name by division."""
+    group, length = site.plan.groups[axis], site.shape[axis]
+    sizes = [None if part.local else known.get(part.name) for part in group]
+    rest = math.prod(size for size in sizes if size is not None)
+    unknown = [k for k, size in enumerate(sizes) if size is None]
+    if len(unknown) > 1:
+        return None
+    quotient = (length // rest if rest else 0) if unknown else 1
+    if rest * quotient != length:
+        raise _unequal(gauge, site, axis, known, origin)
+    for part in [group[k] for k in unknown if not group[k].local]:
+        known[part.name], origin[part.name] = quotient, f"'{site.path}' {site.shape}"
+    return tuple(quotient if size is None else size for size in sizes)
+
+
+def _unequal(
+    gauge: str, site: Site, axis: int, known: Mapping[str, int], origin: Mapping[str, str]
+) -> ValueError:
+    group, length = site.plan.groups[axis], site.shape[axis]
+    names = [part.name for part in group if not part.local and part.name in known]
+    theirs = ", ".join(f"{name}={known[name]} from {origin[name]}" for name in names)
+    if len(group) == 1:
+        problem = f"unequal sizes of '{names[0]}' at '{site.path}'"
+        remedy = "correct the axes or sizes; for grouped queries split the longer axis, \"(head _)\""
+    else:
+        problem = f"axis {axis} does not split into \"{_group(group)}\" at '{site.path}'"
+        remedy = "correct the sizes, or the order and names of the group"
+    return binding_error(gauge, problem, f"length {length} in shape {site.shape}", theirs, remedy)
+
+
+def solve_sizes(
+    gauge: str, sites: Sequence[Site], sizes: Mapping[str, int], given: str = "sizes="
+) -> dict[str, int]:
+    """Length of every name over the sites of one instance, by fix-point.
+
+    A name that an integer picks counts with its full length, a range with its own.
+    """
+    known, origin = dict(sizes), dict.fromkeys(sizes, given)
+    for site in sites:
+        check_rank(gauge, site)
+        for part in site.plan.parts:
+            if part.start is not None and part.stop is not None:
+                _learn_range(gauge, site, part, known, origin)
+    work = [(site, axis) for site in sites for axis in range(len(site.shape))]
+    # Single names first: they state lengths, groups only divide; the blame then falls on the group.
+    work.sort(key=lambda item: len(item[0].plan.groups[item[1]]))
+    while work:
+        left = [item for item in work if full_lengths(gauge, *item, known, origin) is None]
+        if len(left) == len(work):
+            raise unresolved(gauge, *left[0], known)
+        work = left
+    return known
+
+
+def _learn_range(
+    gauge: str, site: Site, part: Part, known: MutableMapping[str, int], origin: MutableMapping[str, str]
+) -> None:
+    length = (part.stop or 0) - (part.start or 0)
+    if known.setdefault(part.name, length) != length:
+        raise binding_error(
+            gauge, f"unequal sizes of '{part.name}' at '{site.path}'",
+            f"the range '{part}', length {length}",
+            f"{part.name}={known[part.name]} from {origin[part.name]}", "select ranges of one length")
+    origin.setdefault(part.name, f"the range '{part}' of '{site.path}'")
+
+
+def unresolved(gauge: str, site: Site, axis: int, known: Mapping[str, int]) -> ValueError:
+    group = site.plan.groups[axis]
+    names = [part.name for part in group if not part.local and part.name not in known]
+    # One unknown follows by division; a free axis or a range takes that place.
+    needed = names if any(part.local for part in group) else names[:-1]
+    sizes = ", ".join(f'"{name}": ...' for name in needed)
+    return binding_error(
+        gauge, f"unknown lengths in \"{_group(group)}\" at '{site.path}'",
+        f"axis {axis} of shape {site.shape}, nothing fixes {', '.join(names)}",
+        "at most one unknown length per group; head counts are never inferred",
+        f"give sizes={{{sizes}}}")

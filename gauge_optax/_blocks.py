@@ -1,0 +1,237 @@
+"""`Block`, one axes string resolved on one leaf: what a gauge reads from the leaf and writes to it."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gauge_optax._axes import Site, full_lengths, parse_axes, solve_sizes, unresolved
+from gauge_optax._paths import binding_error, match
+from gauge_optax._specs import BlockSpec
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """One axes string resolved on one leaf: pure data, hashable.
+
+    Attributes:
+      path: normalised path of the leaf.
+      role: which argument of the gauge it came from.
+      axes: the axes string.
+      shape: the leaf's shape.
+      split: the shape after groups are split.
+      index: per axis of `split`, the selected index or (start, stop).
+      labels: per axis that is left after selection, its name or "_".
+      one_plus: the leaf stores the value less one.
+
+    >>> from gauge_optax.binding import BlockSpec, bind_leaf
+    >>> spec = BlockSpec("blocks", "qkv", "(qkv=1 head basis) _")
+    >>> block = bind_leaf("head_rotation", spec, "qkv", (24, 5), {"head": 2, "basis": 4})
+    >>> block.split, block.labels, block.view_shape
+    ((3, 2, 4, 5), ('head', 'basis', '_'), (2, 4, 5))
+    >>> block.total(("head",), jnp.ones((24, 5)))
+    Array([20., 20.], dtype=float32)
+    >>> block.spread(("head",), jnp.array([1.0, 2.0])).shape
+    (24, 1)
+    """
+
+    path: str
+    role: str
+    axes: str
+    shape: tuple[int, ...]
+    split: tuple[int, ...]
+    index: tuple[int | tuple[int, int], ...]
+    labels: tuple[str, ...]
+    one_plus: bool
+
+    @property
+    def bounds(self) -> tuple[tuple[int, int], ...]:
+        """Per axis of `split`, the selected (start, stop)."""
+        return tuple((i, i + 1) if isinstance(i, int) else i for i in self.index)
+
+    @property
+    def view_shape(self) -> tuple[int, ...]:
+        """Shape of `view(leaf)`; its axes are `labels`."""
+        return tuple(i[1] - i[0] for i in self.index if not isinstance(i, int))
+
+    @property
+    def whole(self) -> bool:
+        """Whether every entry of the leaf is selected."""
+        return all(bound == (0, n) for bound, n in zip(self.bounds, self.split, strict=True))
+
+    @property
+    def groups(self) -> tuple[tuple[int, ...], ...]:
+        """Per leaf axis, the axes of `split` it was split into."""
+        lengths = [len(group) for group in parse_axes("binding", self.path, self.axes).groups]
+        ends = np.cumsum([0, *lengths]).tolist()
+        return tuple(tuple(range(a, b)) for a, b in itertools.pairwise(ends))
+
+    @property
+    def _split_labels(self) -> tuple[str, ...]:
+        """A label per axis of `split`, "" where an integer selects."""
+        left = iter(self.labels)
+        return tuple("" if isinstance(i, int) else next(left) for i in self.index)
+
+    def view(self, leaf: Any) -> Any:
+        """The selected entries, axes as `labels`; the leaf may be a jax or a numpy array."""
+        if self.whole:
+            return leaf.reshape(self.view_shape)
+        return leaf.reshape(self.split)[tuple(slice(*b) for b in self.bounds)].reshape(self.view_shape)
+
+    def write(self, leaf: Any, view: Any) -> Any:
+        """The leaf with its selected entries replaced, in the leaf's dtype; no copy for a whole leaf."""
+        view = view.astype(leaf.dtype)
+        if self.whole:
+            return view.reshape(self.shape)
+        window = view.reshape(tuple(stop - start for start, stop in self.bounds))
+        if isinstance(leaf, np.ndarray) and isinstance(view, np.ndarray):
+            out = leaf.reshape(self.split).copy()
+            out[tuple(slice(*b) for b in self.bounds)] = window
+            return out.reshape(self.shape)
+        starts = [start for start, _ in self.bounds]
+        return jax.lax.dynamic_update_slice(jnp.reshape(leaf, self.split), window, starts).reshape(self.shape)
+
+    def spread(self, named: tuple[str, ...], value: Any) -> jax.Array:
+        """A value per index of the named axes, laid out on the leaf; the adjoint of `total`.
+
+        Args:
+          named: names of the value's axes, each one of `labels`.
+          value: array with exactly these axes.
+
+        Returns:
+          Array of the leaf's rank that broadcasts to its shape: size 1 where it is constant, zero on entries
+          that are not selected.
+        """
+        labels, bounds, groups = self._split_labels, self.bounds, self.groups
+        order = sorted(range(len(named)), key=lambda k: labels.index(named[k]))
+        length = [stop - start for start, stop in bounds]
+        out = jnp.transpose(value, order).reshape(
+            [n if label in named else 1 for n, label in zip(length, labels, strict=True)]
+        )
+        full = [any(labels[k] in named or bounds[k] != (0, self.split[k]) for k in group) for group in groups]
+        live = [flag for flag, group in zip(full, groups, strict=True) for _ in group]
+        out = jnp.broadcast_to(out, [n if on else 1 for n, on in zip(length, live, strict=True)])
+        pads = [
+            (start, n - stop, 0) if on else (0, 0, 0)
+            for (start, stop), n, on in zip(bounds, self.split, live, strict=True)
+        ]
+        out = jax.lax.pad(out, jnp.zeros((), out.dtype), pads)
+        return out.reshape([n if flag else 1 for n, flag in zip(self.shape, full, strict=True)])
+
+    def total(self, named: tuple[str, ...], leaf: Any) -> jax.Array:
+        """Sum of the selected entries over every axis that is not named.
+
+        Args:
+          named: names of the result's axes, each one of `labels`.
+          leaf: array of shape `shape`.
+
+        Returns:
+          Array with the named axes in that order.
+        """
+        kept = [label for label in self.labels if label in named]
+        summed = tuple(k for k, label in enumerate(self.labels) if label not in named)
+        out = jnp.sum(self.view(leaf), axis=summed)
+        return jnp.transpose(out, [kept.index(name) for name in named])
+
+    def axis_ids(self, axis: int, names: Collection[str]) -> np.ndarray:
+        """Which index of the named axes each index of a leaf axis belongs to.
+
+        Args:
+          axis: an axis of the leaf.
+          names: names to tell apart; those that live in other leaf axes do not matter.
+
+        Returns:
+          Integers, one per index: -1 where not selected, else the row-major index over the named parts here.
+        """
+        labels, group = self._split_labels, self.groups[axis]
+        ids, chosen = np.zeros((1,), np.int64), np.ones((1,), bool)
+        for k in group:
+            (start, stop), place = self.bounds[k], np.arange(self.split[k])
+            if labels[k] in names:
+                ids = ids[:, None] * (stop - start) + (place - start)
+            else:
+                ids = np.repeat(ids[:, None], len(place), axis=1)
+            ids = ids.reshape(-1)
+            chosen = (chosen[:, None] & (start <= place) & (place < stop)).reshape(-1)
+        return np.where(chosen, ids, -1)
+
+
+def resolve_block(gauge: str, role: str, site: Site, known: Mapping[str, int]) -> Block:
+    """The block of a site whose names all have known lengths, checked for selections that do not fit."""
+    known, origin = dict(known), dict.fromkeys(known, "the other blocks")
+    split: list[int] = []
+    for axis in range(len(site.shape)):
+        lengths = full_lengths(gauge, site, axis, known, origin)
+        if lengths is None:
+            raise unresolved(gauge, site, axis, known)
+        split += lengths
+    index: list[int | tuple[int, int]] = []
+    for part, length in zip(site.plan.parts, split, strict=True):
+        last = 0 if part.start is None else part.start + 1 if part.stop is None else part.stop
+        if last > length:
+            raise binding_error(
+                gauge, f"index out of range, '{part}' at '{site.path}'",
+                f"length {length} in shape {site.shape}",
+                f"at least {last}, axes \"{site.axes}\"", "correct the index, or the sizes of its group")
+        whole = (0, length) if part.start is None else (part.start, last)
+        index.append(part.start if part.picked and part.start is not None else whole)
+    labels = tuple(part.name for part in site.plan.parts if not part.picked)
+    return Block(
+        site.path, role, site.axes, site.shape, tuple(split), tuple(index), labels, site.plan.one_plus
+    )
+
+
+def overlap(a: Block, b: Block) -> bool:
+    """Whether two blocks select a common entry of one leaf.
+
+    Args:
+      a: a block.
+      b: another.
+
+    Returns:
+      True if they share an entry.
+
+    >>> from gauge_optax.binding import BlockSpec, bind_leaf, overlap
+    >>> specs = [BlockSpec("up", "w", axes) for axes in ("gate=0 _", "gate=1 _")]
+    >>> a, b = (bind_leaf("rescale", spec, "w", (3, 4), {}) for spec in specs)
+    >>> overlap(a, a), overlap(a, b)
+    (True, False)
+    """
+    if a.path != b.path:
+        return False
+    # A selection is a product over leaf axes, so it is empty as soon as it is empty along one.
+    return all(((a.axis_ids(k, ()) >= 0) & (b.axis_ids(k, ()) >= 0)).any() for k in range(len(a.shape)))
+
+
+def bind_leaf(
+    gauge: str, spec: BlockSpec, path: str, shape: tuple[int, ...], sizes: Mapping[str, int]
+) -> Block | None:
+    """Resolves one spec on one bare leaf.
+
+    Args:
+      gauge: name for errors.
+      spec: pattern and axes.
+      path: normalised path.
+      shape: shape of the leaf.
+      sizes: known lengths, e.g. an instance's; others follow where they can.
+
+    Returns:
+      The block, None if the pattern does not match.
+
+    Raises:
+      ValueError: wrong rank, lengths that disagree or stay unknown, an index out of range.
+
+    >>> from gauge_optax.binding import BlockSpec, bind_leaf
+    >>> bind_leaf("rescale", BlockSpec("up", "mlp/{i}", "_ channel"), "mlp/0", (4, 6), {}).labels
+    ('_', 'channel')
+    """
+    if match(gauge, spec.pattern, path) is None:
+        return None
+    site = Site(path, spec.axes, tuple(shape), parse_axes(gauge, spec.pattern, spec.axes))
+    return resolve_block(gauge, spec.role, site, solve_sizes(gauge, [site], sizes, "the other blocks"))

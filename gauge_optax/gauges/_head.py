@@ -1,0 +1,129 @@
+"""The kernel of rotation gauges: stacked rows W of all blocks of a head, and a matrix acting on their common basis.
+
+Here: Gram matrices WᵀU per head, W ↦ W·R, the torus read as 2×2 rotations of rotary planes. Not here: solving for the
+vertical part (`_split`), the basis kept between steps (`_basis`).
+"""
+
+import dataclasses
+import string
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+
+from gauge_optax.binding import Block
+from gauge_optax.gauges._scale import Values
+from gauge_optax.linalg import HIGHEST
+
+BASIS, PLANE = "basis", "plane"
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadBlock:
+    """A block whose basis axis is, for a torus, read as (2, planes) or (planes, 2).
+
+    Attributes:
+      block: the bound block.
+      pairing: None for full rotations, else how rotary pairs coordinates.
+    """
+
+    block: Block
+    pairing: str | None
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """One label per axis of `view`."""
+        if self.pairing is None:
+            return self.block.labels
+        pair = (BASIS, PLANE) if self.pairing == "half" else (PLANE, BASIS)
+        at = self.block.labels.index(BASIS)
+        return self.block.labels[:at] + pair + self.block.labels[at + 1 :]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of `view`."""
+        if self.pairing is None:
+            return self.block.view_shape
+        at = self.block.labels.index(BASIS)
+        planes = self.block.view_shape[at] // 2
+        pair = (2, planes) if self.pairing == "half" else (planes, 2)
+        return self.block.view_shape[:at] + pair + self.block.view_shape[at + 1 :]
+
+    def view(self, leaf: jax.Array) -> jax.Array:
+        """The selected entries, axes as `labels`."""
+        return self.block.view(leaf).reshape(self.shape)
+
+    def write(self, leaf: jax.Array, view: jax.Array) -> jax.Array:
+        """The leaf with the selected entries replaced."""
+        return self.block.write(leaf, view.reshape(self.block.view_shape))
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadInstance:
+    """One instance of a rotation gauge on a concrete tree.
+
+    Attributes:
+      gauge: the gauge's name, for messages.
+      key: the instance's captures.
+      named: the axes that index independent rotations (heads; for a torus, heads and planes).
+      shape: their lengths.
+      size: length of the basis axis (2 for a torus).
+      blocks: the leaves that share the basis.
+    """
+
+    gauge: str
+    key: str
+    named: tuple[str, ...]
+    shape: tuple[int, ...]
+    size: int
+    blocks: tuple[HeadBlock, ...]
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The leaves this instance touches, each once."""
+        return tuple(dict.fromkeys(b.block.path for b in self.blocks))
+
+    def gram(self, a: Values, b: Values) -> jax.Array:
+        """Σ over rows of all blocks of aᵀb: (*shape, size, size)."""
+        products = [self._block_gram(x, a[x.block.path], b[x.block.path]) for x in self.blocks]
+        return sum(products[1:], products[0])
+
+    def _block_gram(self, block: HeadBlock, a: jax.Array, b: jax.Array) -> jax.Array:
+        letters = self._letters(block)
+        left, right = "".join(letters), "".join("Z" if x == "Y" else x for x in letters)
+        out = "".join(self._named_letters()) + "YZ"
+        return jnp.einsum(f"{left},{right}->{out}", block.view(a), block.view(b), precision=HIGHEST)
+
+    def turn(self, values: Values, matrix: jax.Array) -> dict[str, jax.Array]:
+        """The touched leaves with W·matrix in place of W; matrix is (*shape, size, size)."""
+        turned = {path: values[path] for path in self.paths}
+        for block in self.blocks:
+            path = block.block.path
+            turned[path] = block.write(turned[path], self.turn_view(block, block.view(values[path]), matrix))
+        return turned
+
+    def turn_view(self, block: HeadBlock, view: jax.Array, matrix: jax.Array) -> jax.Array:
+        """W·matrix for one block's view."""
+        letters = self._letters(block)
+        left, out = "".join(letters), "".join("Z" if x == "Y" else x for x in letters)
+        spec = f"{left},{''.join(self._named_letters())}YZ->{out}"
+        return jnp.einsum(spec, view, matrix, precision=HIGHEST)
+
+    def along_basis(self, block: HeadBlock, values: jax.Array) -> jax.Array:
+        """Per-head vectors (*shape, size), broadcastable to the block's view."""
+        order = [
+            self.named.index(x) if x in self.named else len(self.named)
+            for x in block.labels
+            if x in self.named or x == BASIS
+        ]
+        kept = jnp.transpose(values, order)
+        lengths = iter(kept.shape)
+        return kept.reshape([next(lengths) if x in self.named or x == BASIS else 1 for x in block.labels])
+
+    def _letters(self, block: HeadBlock) -> list[str]:
+        free = iter(string.ascii_lowercase[len(self.named) :])
+        names: Mapping[str, str] = dict(zip(self.named, self._named_letters(), strict=True)) | {BASIS: "Y"}
+        return [names[x] if x in names else next(free) for x in block.labels]
+
+    def _named_letters(self) -> list[str]:
+        return list(string.ascii_lowercase[: len(self.named)])

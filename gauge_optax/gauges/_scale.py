@@ -1,0 +1,94 @@
+"""The kernel of every multiplicative gauge: one instance of R₊ acting by α on its up blocks and α⁻ᵖ on its down blocks.
+
+Here: sums over a channel's two sides, and how one number per channel is spread over the leaves. Not here: which frame
+is the reference (`_frame`), how spaces split (`_split`), names and bindings (`rescale`).
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+
+from gauge_optax.binding import Block
+
+Values = Mapping[str, jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class ScaleInstance:
+    """One instance of a scale gauge on a concrete tree.
+
+    Attributes:
+      gauge: the gauge's name, for messages.
+      key: the instance's captures, as in elements.
+      named: the group's axes; each of their values is a channel.
+      shape: their lengths.
+      up: blocks that move as α.
+      down: blocks that move as α^(−degree); empty for `scale_invariant`.
+      degree: p.
+    """
+
+    gauge: str
+    key: str
+    named: tuple[str, ...]
+    shape: tuple[int, ...]
+    up: tuple[Block, ...]
+    down: tuple[Block, ...]
+    degree: float
+
+    @property
+    def weighted_blocks(self) -> tuple[tuple[Block, float], ...]:
+        """Every block with its exponent w: the value moves as α^w."""
+        return tuple((b, 1.0) for b in self.up) + tuple((b, -float(self.degree)) for b in self.down)
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The leaves this instance touches, each once."""
+        return tuple(dict.fromkeys(b.path for b in self.up + self.down))
+
+    def sides(self, products: Values) -> tuple[jax.Array, jax.Array]:
+        """Per channel, the sums of leaf-shaped arrays over the up blocks and over the down blocks."""
+        return self._side(self.up, products), self._side(self.down, products)
+
+    def _side(self, blocks: tuple[Block, ...], products: Values) -> jax.Array:
+        totals = [b.total(self.named, products[b.path]) for b in blocks]
+        return sum(totals[1:], totals[0]) if totals else jnp.zeros(self.shape)
+
+    def spread_sides(self, up: jax.Array, down: jax.Array) -> dict[str, jax.Array]:
+        """Per leaf, `up` spread over the up blocks and `down` over the down blocks: the adjoint of `sides`."""
+        spread: dict[str, jax.Array] = {}
+        for block, value in [(b, up) for b in self.up] + [(b, down) for b in self.down]:
+            part = block.spread(self.named, value)
+            spread[block.path] = spread[block.path] + part if block.path in spread else part
+        return spread
+
+    def norms(self, squares: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        """ρ of both sides from their sums of squares: the size of a channel that sets its step.
+
+        A channel's ρ is its norm. Where the channel is a whole matrix (no named axis, or no partner) it is
+        RMS·√rows, because a Frobenius norm would make one step of size lr move the matrix by lr·√numel.
+        """
+        return self._norm(self.up, squares[0]), self._norm(self.down, squares[1])
+
+    def _norm(self, blocks: tuple[Block, ...], square: jax.Array) -> jax.Array:
+        if blocks and (not self.named or not self.down):
+            entries = sum(channel_entries(b, self.named) for b in blocks)
+            square = square * (max(channel_rows(b, self.named) for b in blocks) / entries)
+        return jnp.sqrt(square)
+
+    def mean_square(self, square: jax.Array) -> jax.Array:
+        """Mean square of a partnerless channel, from its sum of squares."""
+        return square / sum(channel_entries(b, self.named) for b in self.up)
+
+
+def channel_entries(block: Block, named: tuple[str, ...]) -> int:
+    """How many entries of `block` one channel holds."""
+    return math.prod(n for n, label in zip(block.view_shape, block.labels, strict=True) if label not in named)
+
+
+def channel_rows(block: Block, named: tuple[str, ...]) -> int:
+    """Fan-in of one channel: its free axes but the last, or all of them where there is only one."""
+    free = [n for n, label in zip(block.view_shape, block.labels, strict=True) if label not in named]
+    return math.prod(free[:-1]) if len(free) > 1 else math.prod(free)

@@ -1,0 +1,289 @@
+"""The joint split T = V ⊕ H of a product of gauges, in the frame metric, and the point at which it is taken.
+
+Here: the instances of a product on one tree, θ̂, vertical coordinates and their lift. Not here: the frame itself
+(`_frame`), anything an optimizer keeps between steps.
+
+In the frame, shifts centred, the vertical spaces of shifts, rotations and scales are orthogonal to each other: a
+rotation's θ̂·A is orthogonal to a scale's D·θ̂ because θ̂ᵀDθ̂ is symmetric, and both have zero mean along vocab. Two
+scale gauges on one leaf couple through θ̂∘θ̂ and are solved jointly. DESIGN §5.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gauge_optax.binding import Block, binding_error, leaves_by_path, overlap
+from gauge_optax.gauges import _frame
+from gauge_optax.gauges._frame import Channels, ScaleSystem
+from gauge_optax.gauges._head import BASIS, HeadInstance
+from gauge_optax.gauges._scale import ScaleInstance, Values
+from gauge_optax.gauges._shift import VOCAB, ShiftInstance, add_shift, mean_over_vocab
+from gauge_optax.linalg import lyapunov, real_dtype, safe_divide, skew
+
+Arrays = dict[str, jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class Bound:
+    """All instances of a product of gauges on one tree.
+
+    Attributes:
+      scales: scale instances, gauge after gauge.
+      shifts: shift instances.
+      heads: rotation instances, one tuple per rotation gauge.
+    """
+
+    scales: tuple[ScaleInstance, ...] = ()
+    shifts: tuple[ShiftInstance, ...] = ()
+    heads: tuple[tuple[HeadInstance, ...], ...] = ()
+
+    @functools.cached_property
+    def system(self) -> ScaleSystem:
+        """The scale instances, with their overlaps."""
+        return ScaleSystem(self.scales)
+
+    @functools.cached_property
+    def rotations(self) -> tuple[HeadInstance, ...]:
+        """Every rotation instance."""
+        return tuple(h for gauge in self.heads for h in gauge)
+
+    @functools.cached_property
+    def blocks(self) -> tuple[Block, ...]:
+        """Every block of every instance."""
+        return (
+            tuple(b for i in self.scales for b in i.up + i.down)
+            + tuple(b for i in self.shifts for b in i.blocks)
+            + tuple(b.block for i in self.rotations for b in i.blocks)
+        )
+
+    @functools.cached_property
+    def offset(self) -> Mapping[str, float]:
+        """Bound leaf path → what the leaf's value exceeds its stored number by: 1 for `1+`, else 0."""
+        return {b.path: float(b.one_plus) for b in self.blocks}
+
+    def values(self, params: object) -> Arrays:
+        """Bound leaves as values in the computing dtype: γ where the leaf stores γ − 1."""
+        leaves, dtype = leaves_by_path(params), real_dtype()
+        return {
+            p: jnp.asarray(leaves[p], dtype) + off if off else jnp.asarray(leaves[p], dtype)
+            for p, off in self.offset.items()
+        }
+
+    def vectors(self, tree: object) -> Arrays:
+        """Bound leaves of a tangent or cotangent in the computing dtype."""
+        leaves, dtype = leaves_by_path(tree), real_dtype()
+        return {p: jnp.asarray(leaves[p], dtype) for p in self.offset}
+
+    def shift_means(self, values: Values) -> Arrays:
+        """Leaf path → mean along vocab of every shifted leaf."""
+        return {b.path: mean_over_vocab(b, values[b.path]) for i in self.shifts for b in i.blocks}
+
+    def add_shifts(self, values: Values, shifts: Values, sign: float = 1.0) -> Arrays:
+        """`values` with sign·shifts added along vocab."""
+        moved = dict(values)
+        for block in (b for i in self.shifts for b in i.blocks):
+            moved[block.path] = add_shift(block, moved[block.path], sign * shifts[block.path])
+        return moved
+
+    def centre(self, values: Values) -> Arrays:
+        """`values` without their constant along vocab."""
+        return self.add_shifts(values, self.shift_means(values), -1.0)
+
+    def check(self) -> None:
+        """Raises ValueError where two gauges of the product do not commute."""
+        acting = [(i.gauge, b, i.named) for i in self.scales for b, _ in i.weighted_blocks]
+        for gauge, still, reserved in self._rigid():
+            for other, block, named in acting:
+                if overlap(still, block) and _varies_along(block, named, still, reserved):
+                    raise _clash(
+                        gauge,
+                        other,
+                        still.path,
+                        f"the axis that {gauge} needs constant is scaled entry by entry",
+                        f"scales of {other} constant along `{reserved}`",
+                    )
+        turning = [(i.gauge, b.block) for i in self.rotations for b in i.blocks]
+        for at, (gauge, block) in enumerate(turning):
+            for other, second in turning[:at]:
+                if overlap(block, second):
+                    raise _clash(
+                        gauge,
+                        other,
+                        block.path,
+                        "the same entries turned by two rotation gauges",
+                        "at most one rotation per entry",
+                    )
+
+    def _rigid(self) -> list[tuple[str, Block, str]]:
+        return [(i.gauge, b, VOCAB) for i in self.shifts for b in i.blocks] + [
+            (i.gauge, b.block, BASIS) for i in self.rotations for b in i.blocks
+        ]
+
+
+def _clash(gauge: str, other: str, path: str, found: str, expected: str) -> ValueError:
+    return binding_error(
+        gauge, f"does not commute with {other} on '{path}'", found, expected, "drop one of the two from this list"
+    )
+
+
+def _varies_along(scaled: Block, named: tuple[str, ...], still: Block, reserved: str) -> bool:
+    """Whether the scale's channel changes between entries that differ along `reserved` alone."""
+    fixed = {*still.labels, "_"} - {reserved}
+    for axis in range(len(still.shape)):
+        groups, channels = still.axis_ids(axis, fixed), scaled.axis_ids(axis, set(named))
+        used = groups >= 0
+        pairs = np.unique(np.stack([groups[used], channels[used]]), axis=1)
+        if pairs.shape[1] > len(np.unique(groups[used])):
+            return True
+    return False
+
+
+class Point(NamedTuple):
+    """A point in its frame.
+
+    Attributes:
+      channels: the frame f, per scale instance.
+      logs: per scaled leaf, w·f broadcastable to the leaf.
+      hat: θ̂ per bound leaf: centred and divided by e^(w·f).
+    """
+
+    channels: Channels
+    logs: Arrays
+    hat: Arrays
+
+    def tangent_in(self, tangent: Values) -> Arrays:
+        """X̂ = e^(−w·f)·X."""
+        return self._scaled(tangent, -1.0)
+
+    def tangent_out(self, framed: Values) -> Arrays:
+        """X = e^(w·f)·X̂."""
+        return self._scaled(framed, 1.0)
+
+    def cotangent_in(self, cotangent: Values) -> Arrays:
+        """ĝ = e^(w·f)·g."""
+        return self._scaled(cotangent, 1.0)
+
+    def cotangent_out(self, framed: Values) -> Arrays:
+        """g = e^(−w·f)·ĝ."""
+        return self._scaled(framed, -1.0)
+
+    def _scaled(self, vector: Values, sign: float) -> Arrays:
+        return {p: x * jnp.exp(sign * self.logs[p]) if p in self.logs else x for p, x in vector.items()}
+
+
+def at(bound: Bound, values: Values, channels: Channels | None = None) -> Point:
+    """The point in the frame `channels`, by default its own minimum-norm frame."""
+    centred = bound.centre(values)
+    if channels is None:
+        channels = _frame.solve(bound.system, centred)
+    logs = bound.system.exponents(channels)
+    hat = {p: x * jnp.exp(-logs[p]) if p in logs else x for p, x in centred.items()}
+    return Point(channels, logs, hat)
+
+
+class Coordinates(NamedTuple):
+    """Coordinates of a vertical vector: rates of log α, of the shift, of the skew generator.
+
+    Attributes:
+      scales: per scale instance.
+      shifts: per shifted leaf, in the frame.
+      heads: per rotation instance, (*shape, size, size) antisymmetric.
+    """
+
+    scales: Channels
+    shifts: Arrays
+    heads: tuple[jax.Array, ...]
+
+
+def vertical_coordinates(bound: Bound, point: Point, framed: Values) -> Coordinates:
+    """Coordinates of the vertical part of an in-frame vector, exact (joint solve, eigendecompositions).
+
+    Args:
+      bound: the product.
+      point: where.
+      framed: in-frame vector per bound leaf.
+
+    Returns:
+      The coordinates.
+    """
+    return Coordinates(
+        scale_coordinates(bound.system, point.hat, framed),
+        bound.shift_means(framed),
+        tuple(lyapunov(h.gram(point.hat, point.hat), skew(h.gram(point.hat, framed))) for h in bound.rotations),
+    )
+
+
+def scale_coordinates(system: ScaleSystem, hat: Values, framed: Values) -> Channels:
+    """Rates of log α of the joint vertical part: G·a = ⟨v, X̂⟩ with G the Gram matrix of all channels' orbits.
+
+    Args:
+      system: the scale instances.
+      hat: θ̂.
+      framed: X̂.
+
+    Returns:
+      a per instance; 0 on channels of norm 0.
+    """
+    if not system.instances:
+        return ()
+    diagonal = tuple(_weighted(i, i.sides({p: jnp.square(hat[p]) for p in i.paths}), 2) for i in system.instances)
+    target = _adjoint(system, {p: hat[p] * framed[p] for p in system.terms})
+
+    def precondition(x: Channels) -> Channels:
+        return tuple(safe_divide(a, d) for a, d in zip(x, diagonal, strict=True))
+
+    def gram(a: Channels) -> Channels:
+        logs = system.exponents(a)
+        return _adjoint(system, {p: jnp.square(hat[p]) * logs[p] for p in system.terms})
+
+    if not system.coupled:
+        return precondition(target)
+    tolerance = float(jnp.finfo(real_dtype()).eps)
+    return jax.scipy.sparse.linalg.cg(gram, target, tol=tolerance, maxiter=60, M=precondition)[0]
+
+
+def _weighted(instance: ScaleInstance, sides: tuple[jax.Array, jax.Array], power: int) -> jax.Array:
+    """Σ_up + (−p)^power·Σ_down."""
+    return sides[0] + (-instance.degree) ** power * sides[1] if instance.down else sides[0]
+
+
+def _adjoint(system: ScaleSystem, products: Values) -> Channels:
+    return tuple(_weighted(i, i.sides(products), 1) for i in system.instances)
+
+
+def scale_pairing(system: ScaleSystem, hat: Values, cotangent: Values) -> Channels:
+    """dL/d log α per channel: Σ w·θ̂·ĝ, which needs no metric."""
+    return _adjoint(system, {p: hat[p] * cotangent[p] for p in system.terms})
+
+
+def lift(bound: Bound, point: Point, coordinates: Coordinates) -> Arrays:
+    """The in-frame vertical vector with these coordinates.
+
+    Args:
+      bound: the product.
+      point: where.
+      coordinates: rates of log α, shifts, generators.
+
+    Returns:
+      A vector per bound leaf.
+    """
+    logs = bound.system.exponents(coordinates.scales)
+    vertical = {p: x * logs[p] if p in logs else jnp.zeros_like(x) for p, x in point.hat.items()}
+    vertical = bound.add_shifts(vertical, coordinates.shifts)
+    for head, generator in zip(bound.rotations, coordinates.heads, strict=True):
+        vertical |= _added(vertical, head, point.hat, generator)
+    return vertical
+
+
+def _added(vertical: Values, head: HeadInstance, hat: Values, generator: jax.Array) -> Arrays:
+    sums = {path: vertical[path] for path in head.paths}
+    for block in head.blocks:
+        path = block.block.path
+        move = head.turn_view(block, block.view(hat[path]), generator)
+        sums[path] = block.write(sums[path], block.view(sums[path]) + move)
+    return sums

@@ -1,0 +1,216 @@
+"""The protocol of a gauge: a symmetry bound to leaves by paths and named axes, with its action, split and frame.
+
+Here: the ten methods every gauge has, and those that are the same for all. Not here: any particular symmetry, and
+anything that an optimizer does with one.
+"""
+
+import abc
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from gauge_optax.binding import (
+    Binding,
+    Block,
+    BlockSpec,
+    Instance,
+    bind,
+    bind_leaf,
+    group_axes,
+    instance_key,
+    leaves_by_path,
+    with_leaves,
+)
+from gauge_optax.gauges import _frame, _split
+from gauge_optax.gauges._split import Bound
+
+Element = Any
+"""A group element: `dict[str, Array]` keyed by instance, or for a product the tuple of its gauges' elements."""
+
+Params = TypeVar("Params")
+
+
+class Gauge(abc.ABC):
+    """A symmetry of a network, bound to the leaves of a parameter tree.
+
+    Gauges are frozen, hashable and hold no arrays. Every method takes the parameters, of which only the shapes are
+    read unless said otherwise.
+    """
+
+    name: ClassVar[str]
+
+    @abc.abstractmethod
+    def bound(self, params: Any) -> Bound:
+        """The gauge's instances on this tree. Raises ValueError where the binding does not fit it."""
+
+    @abc.abstractmethod
+    def act(self, element: Element, params: Params) -> Params:
+        """The function-preserving move g·θ; every leaf keeps its dtype.
+
+        Args:
+          element: a group element.
+          params: the parameters.
+
+        Returns:
+          The moved parameters, same structure.
+        """
+
+    @abc.abstractmethod
+    def sample(self, key: jax.Array, params: Any, scale: float = 1.0) -> Element:
+        """A random element; `scale` 1 moves log-scales by up to 1 and takes rotations from the Haar measure.
+
+        Args:
+          key: a PRNG key.
+          params: the parameters (values are read for shifts, whose size follows the leaf's RMS).
+          scale: size of the move.
+
+        Returns:
+          The element.
+        """
+
+    @abc.abstractmethod
+    def identity(self, params: Any) -> Element:
+        """The element that moves nothing."""
+
+    @abc.abstractmethod
+    def inverse(self, element: Element) -> Element:
+        """The element g⁻¹ with act(g⁻¹, act(g, θ)) = θ."""
+
+    @abc.abstractmethod
+    def compose(self, a: Element, b: Element) -> Element:
+        """The product with act(compose(a, b), θ) = act(a, act(b, θ))."""
+
+    @abc.abstractmethod
+    def dim(self, params: Any) -> int:
+        """Number of vertical dimensions, summed over instances."""
+
+    @abc.abstractmethod
+    def pack(self, params: Any, scales: Sequence[jax.Array], shifts: Mapping[str, jax.Array]) -> Element:
+        """Coordinates in the structure of an element: one array per scale instance, one per shifted leaf."""
+
+    def vertical(self, params: Any, tangent: Params) -> Params:
+        """The part of a tangent along the orbit, in the frame metric (DESIGN §5).
+
+        Args:
+          params: the point (values are read).
+          tangent: an update or a difference of parameters, same structure.
+
+        Returns:
+          The vertical part; zero on leaves the gauge does not bind.
+        """
+        bound = self.bound(params)
+        point = _split.at(bound, bound.values(params))
+        framed = point.tangent_in(bound.vectors(tangent))
+        along = point.tangent_out(_split.lift(bound, point, _split.vertical_coordinates(bound, point, framed)))
+        leaves = leaves_by_path(tangent)
+        return with_leaves(
+            tangent, {p: along[p].astype(x.dtype) if p in along else jnp.zeros_like(x) for p, x in leaves.items()}
+        )
+
+    def horizontal(self, params: Any, tangent: Params) -> Params:
+        """The part of a tangent orthogonal to the orbit: tangent − vertical.
+
+        Args:
+          params: the point (values are read).
+          tangent: an update or a difference of parameters.
+
+        Returns:
+          The horizontal part; leaves the gauge does not bind come back unchanged.
+        """
+        along = leaves_by_path(self.vertical(params, tangent))
+        bound = self.bound(params).offset
+        return with_leaves(tangent, {p: x - along[p] for p, x in leaves_by_path(tangent).items() if p in bound})
+
+    def coordinates(self, params: Any) -> Element:
+        """Where on its orbit a point stands: log-scales of the minimum-norm frame, means of shifts.
+
+        Args:
+          params: the point (values are read).
+
+        Returns:
+          The structure of an element; empty dicts for rotations, which have holonomy instead of a coordinate.
+          coordinates(g·θ) = coordinates(θ) + log α.
+        """
+        bound = self.bound(params)
+        values = bound.values(params)
+        return self.pack(params, _frame.solve(bound.system, bound.centre(values)), bound.shift_means(values))
+
+    def balance(self, params: Any) -> Element:
+        """The element that takes a point to the least-norm representative of its orbit.
+
+        Args:
+          params: the point (values are read).
+
+        Returns:
+          The inverse of the point's frame; the identity for rotations.
+        """
+        return self.inverse(_merge(self.identity(params), self.coordinates(params)))
+
+
+def _merge(identity: Element, here: Element) -> Element:
+    """`here` where it has entries, the identity elsewhere."""
+    if isinstance(identity, tuple):
+        return tuple(_merge(a, b) for a, b in zip(identity, here, strict=True))
+    return here if here else identity
+
+
+@dataclasses.dataclass(frozen=True)
+class BoundGauge(Gauge):
+    """A gauge given by one list of block specifications.
+
+    Attributes:
+      specs: what the user wrote, in order.
+      sizes: lengths of axes that shapes alone do not fix.
+    """
+
+    specs: tuple[BlockSpec, ...]
+    sizes: tuple[tuple[str, int], ...]
+    reserved: ClassVar[tuple[str, ...]] = ()
+
+    def binding(self, params: Any) -> Binding:
+        """The specifications resolved on a tree, from shapes only."""
+        return bind(self.name, self.specs, self.sizes, params, self.reserved)
+
+    @abc.abstractmethod
+    def assemble(self, named: tuple[str, ...], instances: Sequence[Instance]) -> Bound:
+        """Resolved instances as kernels."""
+
+    @abc.abstractmethod
+    def element_sizes(self, named: tuple[str, ...], element: jax.Array) -> dict[str, int]:
+        """Lengths of the named axes and of the reserved one, read off an instance's element."""
+
+    def bound(self, params: Any) -> Bound:
+        binding = self.binding(params)
+        return self.assemble(binding.named, binding.instances)
+
+    def bound_leaf(self, path: str, shape: tuple[int, ...], element: Element) -> Bound:
+        """The gauge on one leaf alone, sizes read off an element: how it moves a slice of that leaf."""
+        named = group_axes(self.name, self.specs, self.reserved)
+        found: dict[str, tuple[Block, ...]] = {}
+        for spec in self.specs:
+            key = instance_key(self.specs, spec, path)
+            if key is not None and key in element:
+                block = bind_leaf(self.name, spec, path, shape, self.element_sizes(named, element[key]))
+                found[key] = found.get(key, ()) + ((block,) if block is not None else ())
+        return self.assemble(
+            named,
+            [
+                Instance(key, blocks, tuple(self.element_sizes(named, element[key]).items()))
+                for key, blocks in found.items()
+            ],
+        )
+
+    @abc.abstractmethod
+    def move(self, bound: Bound, element: Element, values: Mapping[str, jax.Array]) -> Mapping[str, jax.Array]:
+        """`values` of bound leaves after the move: what `act` does, before dtypes and `1+` come in."""
+
+    def act(self, element: Element, params: Params) -> Params:
+        bound, leaves = self.bound(params), leaves_by_path(params)
+        moved = self.move(bound, element, bound.values(params))
+        return with_leaves(
+            params,
+            {p: (moved[p] - off if off else moved[p]).astype(leaves[p].dtype) for p, off in bound.offset.items()},
+        )

@@ -1,0 +1,87 @@
+"""Logit shift: adding the same vector to every output class leaves a softmax alone.
+
+For logits z = x·W + b and any vector t and number τ, W ↦ W + t·1ᵀ and b ↦ b + τ·1 change z by a constant over classes.
+The group is Rᵈ (+1 with a bias), additive; its coordinate is the mean along `vocab`, its split is that mean and the
+rest. Not a symmetry of a tied head or of soft-capped logits. Reference: DDC §3.2 and B.2–B.3.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from gauge_optax.binding import Axes, Block, Instance, block_specs, frozen_sizes, leaves_by_path
+from gauge_optax.gauges._shift import VOCAB, ShiftInstance, shift_shape
+from gauge_optax.gauges._split import Bound
+from gauge_optax.gauges.base import BoundGauge, Element
+from gauge_optax.linalg import real_dtype
+
+
+def logit_shift(blocks: Mapping[str, Axes], *, sizes: Mapping[str, int] | None = None) -> "LogitShift":
+    """A constant added along `vocab`: an unembedding kernel, its bias, or either alone.
+
+    Args:
+      blocks: path → axes with one `vocab` axis, e.g. `{"lm_head/kernel": "_ vocab", "lm_head/bias": "vocab"}`.
+      sizes: lengths of axes inside `(a b)` that no other block fixes.
+
+    Returns:
+      A frozen, hashable gauge; it holds no array.
+
+    Raises:
+      ValueError: malformed axes, here; any mismatch with the tree, when it is first seen.
+
+    >>> params = {"kernel": jnp.ones((3, 5)), "bias": jnp.zeros(5)}
+    >>> go.logit_shift({"kernel": "_ vocab", "bias": "vocab"}).dim(params)
+    4
+
+    Reference: DDC §3.2. Not a symmetry of a tied embedding.
+    """
+    return LogitShift(block_specs("logit_shift", "blocks", blocks, (VOCAB,)), frozen_sizes("logit_shift", sizes))
+
+
+@dataclasses.dataclass(frozen=True)
+class LogitShift(BoundGauge):
+    """See `logit_shift`. Elements: instance → {concrete leaf path: shift, the leaf's shape without vocab}."""
+
+    name: ClassVar[str] = "logit_shift"
+    reserved: ClassVar[tuple[str, ...]] = (VOCAB,)
+
+    def assemble(self, named: tuple[str, ...], instances: Sequence[Instance]) -> Bound:
+        return Bound(shifts=tuple(ShiftInstance(self.name, i.key, i.blocks) for i in instances))
+
+    def element_sizes(self, named: tuple[str, ...], element: jax.Array) -> dict[str, int]:
+        return {}
+
+    def move(self, bound: Bound, element: Element, values: Mapping[str, jax.Array]) -> Mapping[str, jax.Array]:
+        return bound.add_shifts(values, {p: x for instance in element.values() for p, x in instance.items()})
+
+    def sample(self, key: jax.Array, params: Any, scale: float = 1.0) -> Element:
+        leaves, instances = leaves_by_path(params), self.bound(params).shifts
+        keys = iter(jax.random.split(key, max(1, sum(len(i.blocks) for i in instances))))
+
+        def draw(block: Block) -> jax.Array:
+            rms = jnp.sqrt(jnp.mean(jnp.square(jnp.asarray(leaves[block.path], real_dtype()))))
+            return scale * rms * jax.random.normal(next(keys), shift_shape(block), real_dtype())
+
+        return {i.key: {b.path: draw(b) for b in i.blocks} for i in instances}
+
+    def identity(self, params: Any) -> Element:
+        return {
+            i.key: {b.path: jnp.zeros(shift_shape(b), real_dtype()) for b in i.blocks}
+            for i in self.bound(params).shifts
+        }
+
+    def inverse(self, element: Element) -> Element:
+        return jax.tree.map(jnp.negative, element)
+
+    def compose(self, a: Element, b: Element) -> Element:
+        return jax.tree.map(jnp.add, a, b)
+
+    def dim(self, params: Any) -> int:
+        return sum(math.prod(shift_shape(b)) for i in self.bound(params).shifts for b in i.blocks)
+
+    def pack(self, params: Any, scales: Sequence[jax.Array], shifts: Mapping[str, jax.Array]) -> Element:
+        return {i.key: {b.path: shifts[b.path] for b in i.blocks} for i in self.bound(params).shifts}

@@ -1,0 +1,94 @@
+"""How far a trajectory has moved along the orbits.
+
+Here: the drift of gauge coordinates between two points, and the vertical part of one step as a group logarithm.
+Scales and shifts have a coordinate, so two points are enough. A rotation has none: horizontal motion round a closed
+loop turns a head (holonomy), so its drift is the sum over steps of `vertical_motion`. DESIGN §4.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from gauge_optax.gauges import _split
+from gauge_optax.gauges._head import PLANE, HeadInstance
+from gauge_optax.gauges._split import Bound
+from gauge_optax.gauges.base import Element
+from gauge_optax.gauges.product import product
+from gauge_optax.linalg import lyapunov, matmul, orthogonal_logarithm, skew, symmetric
+from gauge_optax.transforms._common import Gauges
+
+_SMALL = 0.1
+
+
+def drift(params_0: Any, params_t: Any, gauges: Gauges) -> tuple[Element, ...]:
+    """Difference of the joint gauge coordinates of two points.
+
+    Args:
+      params_0: parameters before.
+      params_t: parameters after, same structure.
+      gauges: a gauge or a sequence of them, meaning their product.
+
+    Returns:
+      Per gauge, the structure of its element: log-scales and shifts that carry the first point's representative to the
+      second's; empty dicts for rotations.
+
+    Raises:
+      ValueError: bindings that do not fit the tree.
+
+    >>> gauge = go.rescale({"up": "_ channel"}, {"down": "channel _"})
+    >>> params = {"up": jnp.ones((2, 1)), "down": jnp.ones((1, 2))}
+    >>> moved = gauge.act({"": jnp.array([0.5])}, params)
+    >>> go.measure.drift(params, moved, gauge)[0][""].round(4).tolist()
+    [0.5]
+    """
+    group = product(gauges)
+    return jax.tree.map(jnp.subtract, group.coordinates(params_t), group.coordinates(params_0))
+
+
+def vertical_motion(params: Any, update: Any, gauges: Gauges) -> tuple[Element, ...]:
+    """The group logarithm of one step's motion along the orbits; sum it over steps.
+
+    Args:
+      params: the point before the step.
+      update: θ_new − θ.
+      gauges: a gauge or a sequence of them, meaning their product.
+
+    Returns:
+      Per gauge, the structure of its element. Scales and shifts: the change of the joint coordinate. Rotations: the
+      skew logarithm of the rotation that best carries the framed rows before to those after (polar factor of Wᵀ(W +
+      U)), to first order the A of the vertical part W·A, zero for a horizontal step of any size. Tori: its angles.
+
+    Raises:
+      ValueError: bindings that do not fit the tree.
+
+    >>> gauge = go.head_rotation({"w": "_ basis"})
+    >>> params = {"w": jnp.array([[1.0, 0.0], [0.0, 2.0]])}
+    >>> turned = gauge.act({"": jnp.array([[0.0, 1.0], [-1.0, 0.0]])}, params)
+    >>> step = jax.tree.map(jnp.subtract, turned, params)
+    >>> go.measure.vertical_motion(params, step, gauge)[0][""].round(3).tolist()
+    [[0.0, 1.571], [-1.571, 0.0]]
+    """
+    group = product(gauges)
+    after = jax.tree.map(lambda p, u: p + u.astype(p.dtype), params, update)
+    bound = group.bound(params)
+    point = _split.at(bound, bound.values(params))
+    framed = point.tangent_in(bound.vectors(update))
+    turns = {head: _logarithm(head, point.hat, framed) for head in bound.rotations}
+    moved = drift(params, after, gauges)
+    return tuple(_rotations(part.bound(params), turns) or own for part, own in zip(group.parts, moved, strict=True))
+
+
+def _rotations(bound: Bound, turns: dict[HeadInstance, jax.Array]) -> dict[str, jax.Array]:
+    return {
+        head.key: turns[head][..., 0, 1] if head.named[-1:] == (PLANE,) else turns[head] for head in bound.rotations
+    }
+
+
+def _logarithm(head: HeadInstance, hat: dict[str, jax.Array], framed: dict[str, jax.Array]) -> jax.Array:
+    """log of the polar factor of M + S; from skew(S) where the step is small, so that float32 keeps its digits."""
+    gram, step = head.gram(hat, hat), head.gram(hat, framed)
+    near = lyapunov(gram + symmetric(step), skew(step))
+    u, _, vt = jnp.linalg.svd(gram + step, full_matrices=False)
+    small = jnp.linalg.norm(step, axis=(-2, -1)) < _SMALL * jnp.linalg.norm(gram, axis=(-2, -1))
+    return jnp.where(small[..., None, None], near, orthogonal_logarithm(matmul(u, vt)))

@@ -1,0 +1,259 @@
+"""Assertions for users: is this binding a symmetry of my loss, is this update horizontal, is my optimizer equivariant?
+
+Every assertion returns None and raises AssertionError with the gauge, the leaf and the relative error. Tolerances
+follow DESIGN §6 by dtype unless `rtol` is given.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from gauge_optax.binding import leaves_by_path, match
+from gauge_optax.gauges import _split
+from gauge_optax.gauges._split import Arrays, Bound, Point
+from gauge_optax.gauges.base import Element, Gauge
+from gauge_optax.gauges.product import Product, product
+from gauge_optax.transforms._common import Gauges
+
+LossFn = Callable[[Any], jax.Array]
+
+_TOLERANCES = {
+    "invariant": (1e-12, 1e-5, 5e-2),
+    "horizontal": (1e-12, 1e-6, 5e-2),
+    "equivariant": (1e-8, 1e-4, 5e-2),
+    "loss": (1e-8, 1e-5, 5e-2),
+}
+_DTYPES = ("float64", "float32")
+
+
+def tolerance(check: str, tree: Any) -> float:
+    """The relative tolerance of a check on a tree (DESIGN §6), by the coarsest floating dtype in it.
+
+    Args:
+      check: "invariant", "horizontal", "equivariant" or "loss".
+      tree: parameters.
+
+    Returns:
+      A relative tolerance: for float64, float32, or anything shorter.
+
+    >>> go.testing.tolerance("equivariant", {"w": jnp.ones(2)})
+    0.0001
+    """
+    dtypes = {jnp.asarray(leaf).dtype for leaf in jax.tree.leaves(tree)}
+    floats = [d for d in dtypes if jnp.issubdtype(d, jnp.floating)]
+    rank = max((_DTYPES.index(d.name) if d.name in _DTYPES else len(_DTYPES) for d in floats), default=0)
+    return _TOLERANCES[check][rank]
+
+
+def assert_invariant(
+    loss_fn: LossFn, params: Any, gauges: Gauges, key: jax.Array, rtol: float | None = None, scale: float = 1.0
+) -> None:
+    """Every gauge, and their product, leaves the loss alone under a random element.
+
+    Args:
+      loss_fn: params → scalar, or any array of outputs (logits say more).
+      params: the point.
+      gauges: a gauge or a sequence of them.
+      key: a PRNG key.
+      rtol: largest change relative to the loss; by default DESIGN §6's for the dtype.
+      scale: size of the elements.
+
+    Raises:
+      AssertionError: naming the gauge that is no symmetry, the leaves it moves and by how much the loss changed.
+
+    >>> params = {"up": jnp.ones((2, 3)), "down": jnp.ones((3, 1))}
+    >>> relu = go.rescale({"up": "_ channel"}, {"down": "channel _"})
+    >>> loss = lambda p: jnp.sum(jax.nn.relu(jnp.ones(2) @ p["up"]) @ p["down"])
+    >>> go.testing.assert_invariant(loss, params, relu, jax.random.key(0))
+    """
+    group = product(gauges)
+    rtol = tolerance("invariant", params) if rtol is None else rtol
+    before = np.asarray(loss_fn(params), np.float64)
+    keys = jax.random.split(key, len(group.parts) + 1)
+    checks: list[Gauge] = [*group.parts, *([group] if len(group.parts) > 1 else [])]
+    for gauge, own in zip(checks, keys, strict=False):
+        after = np.asarray(loss_fn(gauge.act(gauge.sample(own, params, scale), params)), np.float64)
+        error = _relative(after, before)
+        if not error <= rtol:
+            raise AssertionError(
+                f"{describe(gauge)} is no symmetry of this loss\n"
+                f"  leaves:   {', '.join(gauge.bound(params).offset)}\n"
+                f"  found:    relative change {error:.2e} under a random element of scale {scale}\n"
+                f"  expected: at most {rtol:.1e}\n"
+                f"  remedy:   check that every leaf that sees the symmetry is listed, and that nothing breaks it "
+                f"(rotary embeddings, QK-norm, a tied head, an activation that is not homogeneous)"
+            )
+
+
+def assert_horizontal(updates: Any, params: Any, gauges: Gauges, rtol: float | None = None) -> None:
+    """A tangent has no part along any orbit, in the frame metric.
+
+    Args:
+      updates: a tangent: what comes out of `scale_by_ddc` or `gauge_project(kind="update")`, not a chord.
+      params: the point.
+      gauges: a gauge or a sequence of them, meaning their product.
+      rtol: largest in-frame vertical norm relative to the in-frame norm of the bound part.
+
+    Raises:
+      AssertionError: naming the gauge, the leaf with the largest vertical part and the relative error.
+
+    >>> params = {"w": jnp.ones((1, 2))}
+    >>> go.testing.assert_horizontal({"w": jnp.array([[1.0, -1.0]])}, params, go.logit_shift({"w": "_ vocab"}))
+    """
+    group = product(gauges)
+    rtol = tolerance("horizontal", params) if rtol is None else rtol
+    chex.assert_trees_all_equal_shapes(updates, params)
+    bound = group.bound(params)
+    point = _split.at(bound, bound.values(params))
+    framed = point.tangent_in(bound.vectors(updates))
+    size = _norm(framed.values())
+    for gauge, vertical in zip(group.parts, _vertical_parts(group, params, bound, point, framed), strict=True):
+        error = _norm(vertical.values()) / size if size else 0.0
+        if not error <= rtol:
+            worst = max(vertical, key=lambda p: float(jnp.linalg.norm(vertical[p])))
+            raise AssertionError(
+                f"updates move along {describe(gauge)}\n"
+                f"  leaf:     {worst}\n"
+                f"  found:    vertical part {error:.2e} of the update's in-frame norm\n"
+                f"  expected: at most {rtol:.1e}\n"
+                f"  remedy:   go.gauge_project(gauges, kind='update'), or go.ddc_adamw"
+            )
+
+
+def assert_equivariant_step(
+    tx: optax.GradientTransformation,
+    loss_fn: LossFn,
+    params: Any,
+    gauges: Gauges,
+    key: jax.Array,
+    steps: int = 20,
+    ignore: Sequence[str] = (),
+    rtol: float | None = None,
+    scale: float = 1.0,
+) -> None:
+    """Two weight sets that are one function stay one function under an optimizer.
+
+    Trains from θ and from g·θ, g a random element of the product, and compares g·θ_t with the twin after every step.
+
+    Args:
+      tx: an optimizer.
+      loss_fn: params → scalar.
+      params: the starting point θ.
+      gauges: a gauge or a sequence of them, meaning their product.
+      key: a PRNG key for g.
+      steps: how long to train.
+      ignore: path patterns of leaves that are left out (a key bias without rotary has zero gradient, and moves by
+        rounding); their effect on the loss is not.
+      rtol: largest difference per leaf relative to the leaf's norm, a tenth of it for the loss in float32; by default
+        DESIGN §6's for the dtype.
+      scale: size of g.
+
+    Raises:
+      AssertionError: naming the step, the leaf (or the loss), the gauges on it and the relative error.
+
+    >>> params = {"up": jnp.ones((2, 3)), "down": jnp.ones((3, 1))}
+    >>> relu = go.rescale({"up": "_ channel"}, {"down": "channel _"})
+    >>> loss = lambda p: jnp.sum((jax.nn.relu(jnp.ones(2) @ p["up"]) @ p["down"] - 1.0) ** 2)
+    >>> go.testing.assert_equivariant_step(go.ddc_adamw(1e-2, relu), loss, params, relu, jax.random.key(0), steps=3)
+    """
+    group = product(gauges)
+    leaf_tolerance = tolerance("equivariant", params) if rtol is None else rtol
+    loss_tolerance = tolerance("loss", params) if rtol is None else rtol
+    element = group.sample(key, params, scale)
+    step = _stepper(tx, loss_fn)
+    twins = [_start(tx, params), _start(tx, group.act(element, params))]
+    for number in range(1, steps + 1):
+        (ours, loss), (theirs, twin_loss) = (step(*twin) for twin in twins)
+        twins = [ours, theirs]
+        error = _relative(np.asarray(twin_loss, np.float64), np.asarray(loss, np.float64))
+        if not error <= loss_tolerance:
+            raise AssertionError(_came_apart(number, "the loss", group, (), error, loss_tolerance))
+        _compare_leaves(group, element, ours[0], theirs[0], number, ignore, leaf_tolerance)
+
+
+def _vertical_parts(group: Product, params: Any, bound: Bound, point: Point, framed: Arrays) -> list[Arrays]:
+    """The in-frame vertical part of a vector, gauge by gauge."""
+    coordinates = _split.vertical_coordinates(bound, point, framed)
+    scales, heads, parts = list(coordinates.scales), list(coordinates.heads), []
+    for gauge in group.parts:
+        own = gauge.bound(params)
+        share = _split.Coordinates(
+            tuple(scales[: len(own.scales)]),
+            own.shift_means(framed) if own.shifts else {},
+            tuple(heads[: len(own.rotations)]),
+        )
+        scales, heads = scales[len(own.scales) :], heads[len(own.rotations) :]
+        hat = point._replace(hat={p: point.hat[p] for p in own.offset})
+        parts.append(_split.lift(own, hat, share))
+    return parts
+
+
+def _start(tx: optax.GradientTransformation, params: Any) -> tuple[Any, Any]:
+    return params, tx.init(params)
+
+
+def _stepper(tx: optax.GradientTransformation, loss_fn: LossFn) -> Callable[[Any, Any], Any]:
+    @jax.jit
+    def step(params: Any, state: Any) -> Any:
+        loss, grads = jax.value_and_grad(loss_fn)(params)
+        updates, state = tx.update(grads, state, params)
+        return (optax.apply_updates(params, updates), state), loss
+
+    return step
+
+
+def _compare_leaves(
+    group: Product, element: Element, ours: Any, theirs: Any, number: int, ignore: Sequence[str], rtol: float
+) -> None:
+    moved, twin = leaves_by_path(group.act(element, ours)), leaves_by_path(theirs)
+    for path, leaf in moved.items():
+        if any(match("ignore", pattern, path) is not None for pattern in ignore):
+            continue
+        error = _relative(np.asarray(twin[path], np.float64), np.asarray(leaf, np.float64))
+        if not error <= rtol:
+            names = tuple(describe(g) for g in group.parts if path in g.bound(ours).offset)
+            raise AssertionError(_came_apart(number, f"leaf {path}", group, names, error, rtol))
+
+
+def _came_apart(number: int, where: str, group: Product, names: Sequence[str], error: float, rtol: float) -> str:
+    listed = ", ".join(names) or ", ".join(describe(g) for g in group.parts)
+    return (
+        f"twins came apart at step {number}: {where}\n"
+        f"  gauges:   {listed}\n"
+        f"  found:    relative error {error:.2e}\n"
+        f"  expected: at most {rtol:.1e}\n"
+        f"  remedy:   an optimizer that commutes with these gauges, such as go.ddc_adamw(learning_rate, gauges)"
+    )
+
+
+def describe(gauge: Gauge) -> str:
+    """A gauge's name with the patterns it binds, for messages.
+
+    Args:
+      gauge: a gauge.
+
+    Returns:
+      One line.
+
+    >>> go.testing.describe(go.logit_shift({"head/kernel": "_ vocab"}))
+    "logit_shift('head/kernel')"
+    """
+    specs = getattr(gauge, "specs", None)
+    if specs is None:
+        return f"{gauge.name} of all the gauges together"
+    return f"{gauge.name}({', '.join(repr(p) for p in dict.fromkeys(s.pattern for s in specs))})"
+
+
+def _relative(found: np.ndarray, expected: np.ndarray) -> float:
+    size = float(np.linalg.norm(expected))
+    difference = float(np.linalg.norm(found - expected))
+    return difference / size if size else difference
+
+
+def _norm(arrays: Any) -> float:
+    return float(np.sqrt(sum(float(jnp.sum(jnp.square(x))) for x in arrays)))

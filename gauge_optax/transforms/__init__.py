@@ -1,0 +1,1 @@
+"""One Optax transformation per file; `_common` is the plumbing they share."""

@@ -1,0 +1,53 @@
+"""Plumbing that every transformation shares: gauges in, parameters required, updates out in their own dtype.
+
+Here: nothing about what a transformation does.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from gauge_optax.binding import leaves_by_path, with_leaves
+from gauge_optax.gauges.base import Gauge
+
+Gauges = Gauge | Sequence[Gauge]
+
+
+def require_params(transformation: str, params: Any) -> None:
+    """Raises ValueError where `update` was called without the parameters."""
+    if params is None:
+        raise ValueError(
+            f"{transformation}: update was called without params\n"
+            f"  found:    params=None\n"
+            f"  expected: the parameters that the updates belong to\n"
+            f"  remedy:   write tx.update(grads, state, params)"
+        )
+
+
+def require_choice(transformation: str, argument: str, value: object, choices: Sequence[str]) -> None:
+    """Raises ValueError where a string argument is not one of its choices."""
+    if value not in choices:
+        raise ValueError(
+            f"{transformation}: bad {argument}\n"
+            f"  found:    {value!r}\n"
+            f"  expected: one of {', '.join(map(repr, choices))}\n"
+            f"  remedy:   write {argument}={choices[0]!r}"
+        )
+
+
+def float_leaves(tree: Any, dtype: Any) -> dict[str, jax.Array]:
+    """All leaves by path in the computing dtype."""
+    return {path: jnp.asarray(leaf, dtype) for path, leaf in leaves_by_path(tree).items()}
+
+
+def in_dtype_of(tree: Any, leaves: Mapping[str, jax.Array]) -> Any:
+    """`tree` with these leaves in place of its own, each cast to the dtype of the one it replaces."""
+    own = leaves_by_path(tree)
+    return with_leaves(tree, {path: leaf.astype(own[path].dtype) for path, leaf in leaves.items()})
+
+
+def placeholder() -> jax.Array:
+    """What stands for a gauges' part of a state where `optax.tree.map_params` initialises without leaves."""
+    return jnp.zeros(())

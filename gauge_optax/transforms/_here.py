@@ -1,0 +1,147 @@
+"""One step's point of view: parameters in the frame, channel sizes, and Adam's scalars.
+
+Here: what every part of DDC reads in a step. Not here: what it does with it.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from gauge_optax.gauges import _frame, _split
+from gauge_optax.gauges._basis import grouped, stacked_gram
+from gauge_optax.gauges._frame import Channels, FrameState, ScaleSystem, Squares
+from gauge_optax.gauges._split import Bound, Point
+
+Arrays = dict[str, jax.Array]
+Scalar = float | jax.Array
+Sides = tuple[tuple[jax.Array, jax.Array], ...]
+
+
+class Adam(NamedTuple):
+    """Hyperparameters of one Adam step, possibly traced.
+
+    Attributes:
+      b1: decay of first moments.
+      b2: decay of second moments.
+      eps: added to the root.
+      eps_root: added inside the root.
+      step: the step's number, from 1.
+      nesterov: whether to use Nesterov momentum.
+    """
+
+    b1: Scalar
+    b2: Scalar
+    eps: Scalar
+    eps_root: Scalar
+    step: jax.Array
+    nesterov: bool
+
+    def debias(self, moment: jax.Array, fresh: jax.Array, decay: Scalar) -> jax.Array:
+        """The bias-corrected first moment."""
+        if not self.nesterov:
+            return moment / (1 - decay**self.step)
+        ahead = decay * moment / (1 - decay ** (self.step + 1))
+        return ahead + (1 - decay) * fresh / (1 - decay**self.step)
+
+    def root(self, nu: jax.Array) -> jax.Array:
+        """What a first moment is divided by."""
+        return jnp.sqrt(nu / (1 - self.b2**self.step) + self.eps_root) + self.eps
+
+    def scalar(
+        self,
+        fresh: jax.Array,
+        mu: jax.Array,
+        nu: jax.Array,
+        variance_of: Callable[[jax.Array], jax.Array] = jnp.square,
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """One step of Adam on gauge coordinates: step, first moment, second moment."""
+        mu = self.b1 * mu + (1 - self.b1) * fresh
+        nu = self.b2 * nu + (1 - self.b2) * variance_of(fresh)
+        return self.debias(mu, fresh, self.b1) / self.root(nu), mu, nu
+
+
+class Here(NamedTuple):
+    """The current point in its frame.
+
+    Attributes:
+      bound: the product on this tree.
+      frame: the frame, with channels anchored that have just come alive.
+      point: θ̂ and the factors in and out.
+      squares: sums of squares of every channel's sides.
+      rho: their sizes ρ, floored.
+      alive: whether each side exceeds its floor.
+      sizes: per leaf, the ρ that its tangential part is seen and stepped with.
+      moment_factors: per leaf, what first moments are multiplied by where f was anchored anew.
+      grams: Gram matrices of every group of heads.
+    """
+
+    bound: Bound
+    frame: FrameState
+    point: Point
+    squares: Squares
+    rho: Sides
+    alive: Sides
+    sizes: Arrays
+    moment_factors: Arrays
+    grams: tuple[jax.Array, ...]
+
+    @property
+    def system(self) -> ScaleSystem:
+        """The scale instances."""
+        return self.bound.system
+
+    def transfer(self, moments: Arrays, power: int) -> Arrays:
+        """Moments of this power, carried to this step's frame."""
+        return {p: x * self.moment_factors[p] ** power if p in self.moment_factors else x for p, x in moments.items()}
+
+    def resize(self, framed: Arrays) -> Arrays:
+        """Every scaled leaf times the ρ of its channels."""
+        return {p: x * self.sizes[p] if p in self.sizes else x for p, x in framed.items()}
+
+    def add_outward(self, framed: Arrays, rates: Channels) -> Arrays:
+        """`framed` with whole channels growing at these rates."""
+        outward = self.system.exponents(rates, euler=True)
+        return {p: x + self.point.hat[p] * outward[p] if p in outward else x for p, x in framed.items()}
+
+
+def enter(bound: Bound, params: Any, frame: FrameState, moving: bool) -> Here:
+    """The point of view at `params`.
+
+    Args:
+      bound: the product on this tree.
+      params: the parameters.
+      frame: the frame of the last step.
+      moving: whether parameters may have moved along orbits, so that f has to be followed.
+
+    Returns:
+      Everything a step reads.
+    """
+    system, centred = bound.system, bound.centre(bound.values(params))
+    before = frame
+    if moving:
+        frame = _frame.track(system, centred, frame)
+    old = _frame.all_squares(system, centred, frame.f)
+    frame, squares = (frame, old) if moving else _frame.settle(system, centred, frame, old)
+    rho, old_rho = (_floored(frame, _frame.norms(system, s)) for s in (squares, old))
+    sizes = system.step_sizes(rho)
+    factors: Arrays = {}
+    if not moving:
+        # ρ·ĝ changes with f only through other channels on the leaf; nothing moves unless a channel came alive.
+        change = system.exponents(tuple(a - b for a, b in zip(frame.f, before.f, strict=True)))
+        old_sizes = system.step_sizes(old_rho)
+        factors = {p: jnp.exp(x) * sizes[p] / old_sizes[p] for p, x in change.items()}
+    point = _split.at(bound, centred, frame.f)
+    alive = tuple(
+        (up > frame.floor_up[k], down > frame.floor_down[k])
+        for k, (up, down) in enumerate(_frame.norms(system, squares))
+    )
+    grams = tuple(stacked_gram(g, point.hat, point.hat) for g in grouped(bound.heads))
+    return Here(bound, frame, point, squares, rho, alive, sizes, factors, grams)
+
+
+def _floored(frame: FrameState, rho: list[tuple[jax.Array, jax.Array]]) -> Sides:
+    return tuple(
+        (jnp.maximum(up, frame.floor_up[k]), jnp.maximum(down, frame.floor_down[k])) for k, (up, down) in enumerate(rho)
+    )

@@ -1,0 +1,109 @@
+"""Second moments of rotated leaves: where on a head's basis a variance lives, per `v_mode`.
+
+Here: body coordinates, per-head means, which directions are divided. Not here: the leaves that no rotation binds, whose
+Adam is elementwise.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from gauge_optax.gauges._basis import Group, HeadBasis, body_frame, degenerate, grouped, live_directions
+from gauge_optax.gauges._head import BASIS, HeadBlock, HeadInstance
+from gauge_optax.gauges._scale import Values
+from gauge_optax.gauges._split import Bound
+from gauge_optax.linalg import matmul, transpose
+from gauge_optax.transforms._heads import turned
+
+Arrays = dict[str, jax.Array]
+V_MODES = ("body_frame_topk", "body_frame", "per_head_scalar", "none")
+
+
+class BodyFrame(NamedTuple):
+    """A group's stored eigenbasis and the frame in which its second moments are kept.
+
+    Attributes:
+      basis: eigenvectors and eigenvalues at the last refresh.
+      frame: U, (instances, *shape, d, d); of length 0 for the modes that need none.
+    """
+
+    basis: HeadBasis
+    frame: jax.Array
+
+
+def uses_frame(v_mode: str) -> bool:
+    """Whether a mode keeps its second moment in body coordinates."""
+    return v_mode in ("body_frame", "body_frame_topk")
+
+
+def init_frames(
+    bound: Bound,
+    hat: Values,
+    bases: Sequence[HeadBasis],
+    v_mode: str,
+    live_threshold: float | jax.Array,
+) -> tuple[BodyFrame, ...]:
+    """Body frames of a starting point."""
+    cut = threshold_of(v_mode, live_threshold)
+    return tuple(
+        BodyFrame(b, body_frame(g, hat, b, cut) if uses_frame(v_mode) else jnp.zeros(0))
+        for g, b in zip(grouped(bound.heads), bases, strict=True)
+    )
+
+
+def threshold_of(v_mode: str, live_threshold: float | jax.Array) -> float | jax.Array:
+    """Which directions a mode keeps: `body_frame` all that are not zero."""
+    return live_threshold if v_mode == "body_frame_topk" else 0.0
+
+
+def moved_to(group: Group, nu: Values, old: jax.Array, new: jax.Array) -> Arrays:
+    """Second moments carried to a new frame: v ← v·(R∘R), R = U_oldᵀ·U_new.
+
+    The reference's |R| (DDC B.8) is not equivariant; the square is, and needs no signs.
+    """
+    return turned(group, nu, jnp.square(matmul(transpose(old), new)))
+
+
+def to_body(bound: Bound, frames: Sequence[BodyFrame], values: Values) -> Arrays:
+    """Rotated leaves in body coordinates, all others as they are."""
+    out = dict(values)
+    for group, frame in zip(grouped(bound.heads), frames, strict=True):
+        out |= turned(group, out, frame.frame)
+    return out
+
+
+def from_body(bound: Bound, frames: Sequence[BodyFrame], values: Values) -> Arrays:
+    """The inverse of `to_body` on kept directions."""
+    out = dict(values)
+    for group, frame in zip(grouped(bound.heads), frames, strict=True):
+        out |= turned(group, out, transpose(frame.frame))
+    return out
+
+
+def divided_directions(group: Group, frame: BodyFrame, live_threshold: float | jax.Array) -> jax.Array:
+    """Mask (instances, *shape, d) of the body directions that are divided by √v; the others follow momentum alone."""
+    live = live_directions(frame.basis.values, live_threshold)
+    return live | degenerate(frame.basis.values, live_threshold)[..., None]
+
+
+def on_blocks(
+    bound: Bound,
+    values: Values,
+    change: Callable[[int, int, HeadInstance, HeadBlock, jax.Array], jax.Array],
+) -> Arrays:
+    """Rotated leaves with every block's view replaced by change(group index, instance index, instance, block, view)."""
+    out = dict(values)
+    for at, group in enumerate(grouped(bound.heads)):
+        for number, head in enumerate(group):
+            for block in head.blocks:
+                path = block.block.path
+                out[path] = block.write(out[path], change(at, number, head, block, block.view(out[path])))
+    return out
+
+
+def per_head_mean(head: HeadInstance, block: HeadBlock, view: jax.Array) -> jax.Array:
+    """A block's view with every entry replaced by its head's mean."""
+    axes = tuple(k for k, label in enumerate(block.labels) if label == BASIS or label not in head.named)
+    return jnp.broadcast_to(jnp.mean(view, axes, keepdims=True), view.shape)

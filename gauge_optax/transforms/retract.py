@@ -1,0 +1,209 @@
+"""Retraction: a scaled tangent Δ becomes a step θ_new − θ that keeps the gauge coordinate.
+
+Along the joint scale s = ρ_up^p·ρ_down of a channel the step is multiplicative: s becomes s·(1 + a) exactly, a the
+relative radial part of Δ ("linear"; s·e^a for "log"). Then the group acts with exp(f_ref − f(θ + Δ)), which undoes
+what curvature and rounding moved along the orbit, and shifts get their mean back. Rotations need nothing. Rounding
+does not accumulate, because f_ref is stored and never recomputed. References: DDC B.4, B.7; DESIGN §5.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from gauge_optax.binding import is_empty
+from gauge_optax.gauges import _frame, _split
+from gauge_optax.gauges._frame import Channels, FrameState, ScaleSystem, Squares
+from gauge_optax.gauges._split import Bound, Point
+from gauge_optax.gauges.product import product
+from gauge_optax.transforms._common import Gauges, in_dtype_of, placeholder, require_choice, require_params
+
+_ROUNDS = 2
+_MAX_LOG_STEP = math.log(2.0)
+VERTICAL = ("frozen", "sgd", "adam")
+RADIAL = ("linear", "log")
+
+
+class Reference(NamedTuple):
+    """The gauge coordinate that the retraction restores.
+
+    Attributes:
+      frame: log-scales per channel, and which channels have one.
+      shifts: leaf path → mean along vocab, in the frame.
+    """
+
+    frame: FrameState
+    shifts: dict[str, jax.Array]
+
+
+class GaugeRetractState(NamedTuple):
+    """State of `gauge_retract`.
+
+    Attributes:
+      gauges: a `Reference`.
+    """
+
+    gauges: Any
+
+
+def gauge_retract(
+    gauges: Gauges,
+    radial: str = "linear",
+    vertical: str = "frozen",
+) -> optax.GradientTransformationExtraArgs:
+    """Turns the scaled tangent into θ_new − θ, multiplicatively along scales, and restores the gauge coordinate.
+
+    Last in a chain, after the learning rate.
+
+    Args:
+      gauges: a gauge or a sequence of them, meaning their product.
+      radial: "linear" moves s to s·(1 + a), "log" to s·e^a.
+      vertical: "frozen" keeps the coordinate; with "sgd" or "adam" it moves by the vertical part that comes in.
+
+    Returns:
+      A transformation of updates (tangents) into differences of parameters (chords); leaves that no gauge binds pass
+      unchanged.
+
+    Raises:
+      ValueError: another `radial` or `vertical`; bindings that do not fit; `update` without params.
+
+    >>> gauge = go.rescale({"up": "_ channel"}, {"down": "channel _"})
+    >>> params = {"up": jnp.ones((1, 1)), "down": jnp.ones((1, 1))}
+    >>> tx = go.gauge_retract(gauge)
+    >>> step, _ = tx.update({"up": jnp.full((1, 1), 0.21), "down": jnp.zeros((1, 1))}, tx.init(params), params)
+    >>> [round(float(x[0, 0]), 4) for x in (step["up"], step["down"])]  # s: 1 → 1.21, split evenly
+    [0.1, 0.1]
+
+    Reference: DDC B.7. Deviation: the reference moves each gauge on its own and lets rounding walk.
+    """
+    require_choice("gauge_retract", "radial", radial, RADIAL)
+    require_choice("gauge_retract", "vertical", vertical, VERTICAL)
+    group = product(gauges)
+
+    def init_fn(params: optax.Params) -> GaugeRetractState:
+        if is_empty(params):
+            return GaugeRetractState(placeholder())
+        bound = group.bound(params)
+        values = bound.values(params)
+        frame = _frame.init_frame(bound.system, bound.centre(values))
+        point = _split.at(bound, values, frame.f)
+        return GaugeRetractState(Reference(frame, bound.shift_means(point.tangent_in(values))))
+
+    def update_fn(
+        updates: optax.Updates,
+        state: GaugeRetractState,
+        params: optax.Params | None = None,
+        **extra: Any,
+    ) -> tuple[optax.Updates, GaugeRetractState]:
+        del extra
+        require_params("gauge_retract", params)
+        bound = group.bound(params)
+        values, tangent = bound.values(params), bound.vectors(updates)
+        reference = state.gauges
+        point = _split.at(bound, values, reference.frame.f)
+        framed = point.tangent_in(tangent)
+        if vertical != "frozen":
+            reference = _moved(bound, point, framed, reference)
+        moved, frame = _step(bound, point, framed, values, tangent, reference.frame, radial)
+        logs = bound.system.exponents(frame.f)
+        shifts = {p: _scaled_shift(bound, p, m, logs) for p, m in reference.shifts.items()}
+        moved = bound.add_shifts(moved, shifts)
+        step = {p: moved[p] - values[p] for p in (*logs, *(q for q in shifts if q not in logs))}
+        return in_dtype_of(updates, step), GaugeRetractState(Reference(frame, reference.shifts))
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _scaled_shift(bound: Bound, path: str, mean: jax.Array, logs: dict[str, jax.Array]) -> jax.Array:
+    """A mean stored in the frame, brought back to the leaf's own scale."""
+    if path not in logs:
+        return mean
+    block = next(b for i in bound.shifts for b in i.blocks if b.path == path)
+    factor = jnp.broadcast_to(jnp.exp(logs[path]), block.shape)
+    return mean * _split.mean_over_vocab(block, factor)
+
+
+def _moved(bound: Bound, point: Point, framed: dict[str, jax.Array], reference: Reference) -> Reference:
+    """The reference carried along by the vertical part of the incoming tangent."""
+    rates = _split.scale_coordinates(bound.system, point.hat, bound.centre(framed))
+    means = bound.shift_means(framed)
+    f = tuple(a + b for a, b in zip(reference.frame.f, rates, strict=True))
+    return Reference(reference.frame._replace(f=f), {p: m + means[p] for p, m in reference.shifts.items()})
+
+
+def _step(
+    bound: Bound,
+    point: Point,
+    framed: dict[str, jax.Array],
+    values: dict[str, jax.Array],
+    tangent: dict[str, jax.Array],
+    target: FrameState,
+    radial: str,
+) -> tuple[dict[str, jax.Array], FrameState]:
+    """θ + Δ, centred, with its scales set and its frame brought to `target`; and the frame after it."""
+    system = bound.system
+    before = system.squares(point.hat)
+    after = bound.centre({p: x + tangent[p] for p, x in values.items()})
+    # Everything below is a factor close to 1 on θ + Δ, so that no rounding of e^(±w·f) enters the weights.
+    corrections = tuple(jnp.zeros_like(f) for f in point.channels)
+    scales = _scale_corrections(system, point, framed, before, after, target, radial)
+    now = {p: after[p] * jnp.exp(x - point.logs[p]) for p, x in system.exponents(scales, euler=True).items()}
+    alive = _frame.alive_channels(system, target, _frame.norms(system, system.squares(now)))
+    for _ in range(_ROUNDS):
+        corrections = _frame.balancing_round(system, now, corrections, alive)
+    settled = _anchor_if_fresh(system, now, corrections, alive, target)
+    drift = tuple(jnp.where(s, c, 0.0) for s, c in zip(target.settled, corrections, strict=True))
+    shift_of_target = tuple(t - f for t, f in zip(target.f, point.channels, strict=True))
+    undo = system.exponents(tuple(t - d for t, d in zip(shift_of_target, drift, strict=True)))
+    radially = system.exponents(scales, euler=True)
+    moved = {p: x * jnp.exp(undo[p] + radially[p]) if p in undo else x for p, x in after.items()}
+    f = tuple(jnp.where(a & ~s, t + c, t) for a, s, t, c in zip(alive, target.settled, target.f, settled, strict=True))
+    return moved, target._replace(f=f, settled=tuple(s | a for s, a in zip(target.settled, alive, strict=True)))
+
+
+def _anchor_if_fresh(
+    system: ScaleSystem,
+    now: dict[str, jax.Array],
+    corrections: Channels,
+    alive: tuple[jax.Array, ...],
+    target: FrameState,
+) -> Channels:
+    """Corrections with channels that came alive for the first time balanced to the end."""
+    fresh = tuple(a & ~s for a, s in zip(alive, target.settled, strict=True))
+    if not fresh:
+        return corrections
+    anybody = jnp.any(jnp.stack([jnp.any(x) for x in fresh]))
+    return jax.lax.cond(anybody, lambda: _frame.anchor(system, now, corrections, fresh), lambda: corrections)
+
+
+def _scale_corrections(
+    system: ScaleSystem,
+    point: Point,
+    framed: dict[str, jax.Array],
+    before: Squares,
+    after: dict[str, jax.Array],
+    target: FrameState,
+    radial: str,
+) -> Channels:
+    """Per channel, the log factor on both sides that makes its joint scale what the radial part asked for."""
+    corrections = [jnp.zeros_like(f) for f in point.channels]
+    rho = _frame.norms(system, before)
+    alive = _frame.alive_channels(system, target, rho)
+    for k, instance in enumerate(system.instances):
+        if not instance.down:
+            continue
+        dots = instance.sides({p: point.hat[p] * framed[p] for p in instance.paths})
+        p = instance.degree
+        relative = sum(w * d / jnp.where(alive[k], q, 1.0) for w, d, q in zip((p, 1.0), dots, before[k], strict=True))
+        wanted = relative if radial == "log" else jnp.log(jnp.maximum(1.0 + relative, 1e-6))
+        logs = system.exponents(tuple(corrections), instance.paths, euler=True)
+        now = instance.sides({q: jnp.square(after[q] * jnp.exp(logs[q] - point.logs[q])) for q in instance.paths})
+        grown = sum(
+            0.5 * w * jnp.log(jnp.where(alive[k], a, 1.0) / jnp.where(alive[k], b, 1.0))
+            for w, a, b in zip((p, 1.0), now, before[k], strict=True)
+        )
+        step = jnp.clip(wanted - grown, -_MAX_LOG_STEP, _MAX_LOG_STEP) / (p + 1.0)
+        corrections[k] = jnp.where(alive[k], step, 0.0)
+    return tuple(corrections)

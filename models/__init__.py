@@ -1,0 +1,1 @@
+"""Small models that state their own symmetries: each module has a config, a loss and `gauges(config)`."""

@@ -1,0 +1,353 @@
+"""A decoder-only language model with the switches that decide its symmetries, and the gauges each leaves.
+
+Tree (d model, h and k query and key-value heads, e = d_head, f hidden, V vocabulary):
+
+    embed/embedding (V, d)            pos/embedding (max_len, d)            only without `rope`
+    blocks/{i}/norm1/scale (d)        blocks/{i}/norm1/bias (d)             bias: layernorm only
+    blocks/{i}/attn/query/kernel (d, h, e)    key, value (d, k, e)    out (h, e, d)
+    blocks/{i}/attn/query/bias (h, e)         key, value (k, e)       out (d)
+    blocks/{i}/attn/q_norm/scale (e)  blocks/{i}/attn/k_norm/scale (e)      only with `qk_norm`
+    blocks/{i}/mlp/up/kernel (d, f)   gate (d, f)   down (f, d)             gate: swiglu only
+    blocks/{i}/norm2, final_norm      as norm1
+    lm_head/kernel (d, V)             lm_head/bias (V)                      kernel: only if not `tied`
+
+Arithmetic is in the parameters' dtype, float64 included, so that a symmetry can be checked to rounding.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+import gauge_optax as go
+
+LINEAR_INIT = nnx.initializers.lecun_normal()
+EMBED_INIT = nnx.initializers.normal(0.02)
+NORM_EPS = 1e-6
+# A scale on the query or key kernel is a symmetry only as far as QK-norm's eps is nothing beside the mean
+# square: this one is nothing in float64 too, and still keeps a zero head finite.
+QK_NORM_EPS = 1e-20
+
+
+@dataclass(frozen=True)
+class LMConfig:
+    """Sizes and switches. `norm_one_plus` stores norm scales less one; `init="orthogonal"` is per head."""
+
+    vocab: int = 256
+    d_model: int = 64
+    layers: int = 2
+    heads: int = 4
+    kv_heads: int = 4
+    d_head: int = 16
+    d_ff: int = 256
+    max_len: int = 64
+    norm: Literal["layernorm", "rmsnorm"] = "layernorm"
+    norm_one_plus: bool = False
+    rope: bool = False
+    qk_norm: bool = False
+    mlp: Literal["swiglu", "relu", "relu2", "gelu"] = "relu"
+    bias: bool = True
+    tied: bool = False
+    init: Literal["normal", "orthogonal"] = "normal"
+    zero_out: bool = False
+
+    def __post_init__(self) -> None:
+        """Reject what no model could be built from."""
+        if self.heads % self.kv_heads:
+            raise ValueError(f"heads ({self.heads}) must be a multiple of kv_heads ({self.kv_heads})")
+        if self.rope and self.d_head % 2:
+            raise ValueError(f"rotary embedding needs an even d_head, got {self.d_head}")
+
+
+def llama_config(**sizes: Any) -> LMConfig:
+    """RMSNorm, rotary, SwiGLU, no biases, untied head; `sizes` overrides anything."""
+    switches: dict[str, Any] = {"norm": "rmsnorm", "rope": True, "mlp": "swiglu", "bias": False}
+    return LMConfig(**(switches | sizes))
+
+
+# Layers -------------------------------------------------------------------------------------------
+
+
+def _per_head_orthogonal(key: jax.Array, heads: int, rows: int, d_head: int) -> jax.Array:
+    """(heads, rows, d_head), each head's columns orthonormal: WᵀW = 1, so that no basis is preferred."""
+    draw = nnx.initializers.orthogonal()
+    return jax.vmap(lambda k: draw(k, (rows, d_head), jnp.float32))(jax.random.split(key, heads))
+
+
+class Linear(nnx.Module):
+    """A kernel applied by `equation`, an einsum of input and kernel, and perhaps a bias on the output."""
+
+    def __init__(self, equation: str, kernel: jax.Array, bias_shape: tuple[int, ...] | None) -> None:
+        self.equation = equation
+        self.kernel = nnx.Param(kernel)
+        self.bias = None if bias_shape is None else nnx.Param(jnp.zeros(bias_shape, kernel.dtype))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Contract, then add the bias."""
+        y = jnp.einsum(self.equation, x, self.kernel[...])
+        return y if self.bias is None else y + self.bias[...]
+
+
+class Norm(nnx.Module):
+    """LayerNorm (scale and bias) or RMSNorm (scale) over the last axis."""
+
+    def __init__(self, kind: str, width: int, one_plus: bool, eps: float = NORM_EPS) -> None:
+        self.kind, self.one_plus, self.eps = kind, one_plus, eps
+        self.scale = nnx.Param(jnp.zeros(width) if one_plus else jnp.ones(width))
+        self.bias = nnx.Param(jnp.zeros(width)) if kind == "layernorm" else None
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Normalise, scale, shift."""
+        if self.kind == "layernorm":
+            x = x - jnp.mean(x, axis=-1, keepdims=True)
+        y = x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + self.eps)
+        y = y * (1 + self.scale[...] if self.one_plus else self.scale[...])
+        return y if self.bias is None else y + self.bias[...]
+
+
+class Embedding(nnx.Module):
+    """A table looked up by index."""
+
+    def __init__(self, rows: int, width: int, rngs: nnx.Rngs) -> None:
+        self.embedding = nnx.Param(EMBED_INIT(rngs.params(), (rows, width), jnp.float32))
+
+
+def rotary(x: jax.Array, base: float = 10_000.0) -> jax.Array:
+    """Turn coordinates (c, c + e/2) of (batch, time, heads, e) by time · base^(−2c/e), as Llama does."""
+    half = x.shape[-1] // 2
+    angle = jnp.arange(x.shape[1], dtype=x.dtype)[:, None] * base ** (-jnp.arange(half, dtype=x.dtype) / half)
+    cos, sin = jnp.cos(angle)[:, None, :], jnp.sin(angle)[:, None, :]
+    first, second = x[..., :half], x[..., half:]
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+
+
+class Attention(nnx.Module):
+    """Causal attention: multi-head, grouped or multi-query; query head n reads key-value head n // (h/k)."""
+
+    def __init__(self, c: LMConfig, rngs: nnx.Rngs) -> None:
+        def project(heads: int) -> Linear:
+            if c.init == "orthogonal":
+                kernel = _per_head_orthogonal(rngs.params(), heads, c.d_model, c.d_head).transpose(1, 0, 2)
+            else:
+                kernel = LINEAR_INIT(rngs.params(), (c.d_model, heads * c.d_head))
+                kernel = kernel.reshape(c.d_model, heads, c.d_head)
+            return Linear("btd,dhe->bthe", kernel, (heads, c.d_head) if c.bias else None)
+
+        self.rope = c.rope
+        self.query, self.key, self.value = project(c.heads), project(c.kv_heads), project(c.kv_heads)
+        if c.zero_out:
+            out = jnp.zeros((c.heads, c.d_head, c.d_model))
+        elif c.init == "orthogonal":
+            out = _per_head_orthogonal(rngs.params(), c.heads, c.d_model, c.d_head).transpose(0, 2, 1)
+            out = out * (c.d_model / (c.heads * c.d_head)) ** 0.5
+        else:
+            out = LINEAR_INIT(rngs.params(), (c.heads * c.d_head, c.d_model))
+            out = out.reshape(c.heads, c.d_head, c.d_model)
+        self.out = Linear("bthe,hed->btd", out, (c.d_model,) if c.bias else None)
+        # One scale for all heads, as in Qwen3.
+        self.q_norm = Norm("rmsnorm", c.d_head, c.norm_one_plus, QK_NORM_EPS) if c.qk_norm else None
+        self.k_norm = Norm("rmsnorm", c.d_head, c.norm_one_plus, QK_NORM_EPS) if c.qk_norm else None
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """(batch, time, d) to the same."""
+        query, key, value = self.query(x), self.key(x), self.value(x)
+        if self.q_norm is not None and self.k_norm is not None:
+            query, key = self.q_norm(query), self.k_norm(key)
+        if self.rope:
+            query, key = rotary(query), rotary(key)
+        batch, time, heads, e = query.shape
+        query = query.reshape(batch, time, key.shape[2], -1, e)
+        scores = jnp.einsum("btkge,bske->bkgts", query, key) * e**-0.5
+        scores = jnp.where(jnp.tri(time, dtype=bool), scores, -jnp.inf)
+        mixed = jnp.einsum("bkgts,bske->btkge", jax.nn.softmax(scores, axis=-1), value)
+        return self.out(mixed.reshape(batch, time, heads, e))
+
+
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "swiglu": jax.nn.silu,
+    "relu": jax.nn.relu,
+    "relu2": lambda x: jnp.square(jax.nn.relu(x)),
+    "gelu": jax.nn.gelu,
+}
+
+
+class MLP(nnx.Module):
+    """down(act(up x)), or with SwiGLU down(silu(gate x) · up x), which is linear in up."""
+
+    def __init__(self, c: LMConfig, rngs: nnx.Rngs) -> None:
+        def linear(rows: int, columns: int, zero: bool = False) -> Linear:
+            kernel = jnp.zeros((rows, columns)) if zero else LINEAR_INIT(rngs.params(), (rows, columns))
+            return Linear("btd,df->btf", kernel, (columns,) if c.bias else None)
+
+        self.kind = c.mlp
+        self.up = linear(c.d_model, c.d_ff)
+        self.gate = linear(c.d_model, c.d_ff) if c.mlp == "swiglu" else None
+        self.down = linear(c.d_ff, c.d_model, zero=c.zero_out)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """(batch, time, d) to the same."""
+        activation, up = ACTIVATIONS[self.kind], self.up(x)
+        return self.down(activation(up) if self.gate is None else activation(self.gate(x)) * up)
+
+
+class Block(nnx.Module):
+    """x + attention(norm1 x), then x + mlp(norm2 x)."""
+
+    def __init__(self, c: LMConfig, rngs: nnx.Rngs) -> None:
+        self.norm1, self.attn = Norm(c.norm, c.d_model, c.norm_one_plus), Attention(c, rngs)
+        self.norm2, self.mlp = Norm(c.norm, c.d_model, c.norm_one_plus), MLP(c, rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """(batch, time, d) to the same."""
+        x = x + self.attn(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
+
+
+class Head(nnx.Module):
+    """Features to logits: through its own kernel, or through the embedding it is tied to."""
+
+    def __init__(self, c: LMConfig, rngs: nnx.Rngs) -> None:
+        kernel = EMBED_INIT(rngs.params(), (c.d_model, c.vocab), jnp.float32)
+        self.kernel = None if c.tied else nnx.Param(kernel)
+        self.bias = nnx.Param(jnp.zeros(c.vocab)) if c.bias else None
+
+    def __call__(self, x: jax.Array, embedding: jax.Array) -> jax.Array:
+        """(batch, time, d) to (batch, time, vocab)."""
+        logits = x @ (embedding.T if self.kernel is None else self.kernel[...])
+        return logits if self.bias is None else logits + self.bias[...]
+
+
+class LM(nnx.Module):
+    """Tokens (batch, time) to logits (batch, time, vocab)."""
+
+    def __init__(self, c: LMConfig, rngs: nnx.Rngs) -> None:
+        self.embed = Embedding(c.vocab, c.d_model, rngs)
+        self.pos = None if c.rope else Embedding(c.max_len, c.d_model, rngs)
+        self.blocks = nnx.List([Block(c, rngs) for _ in range(c.layers)])
+        self.final_norm = Norm(c.norm, c.d_model, c.norm_one_plus)
+        self.lm_head = Head(c, rngs)
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        """Logits for the token after each prefix."""
+        embedding = self.embed.embedding[...]
+        x = embedding[tokens]
+        if self.pos is not None:
+            x = x + self.pos.embedding[: tokens.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        return self.lm_head(self.final_norm(x), embedding)
+
+
+# Building and loss --------------------------------------------------------------------------------
+
+
+def build(config: LMConfig, rngs: nnx.Rngs) -> LM:
+    """A freshly initialised model."""
+    return LM(config, rngs)
+
+
+def loss_fn(model: LM, tokens: jax.Array) -> jax.Array:
+    """Mean cross-entropy of each token given those before it; tokens (batch, time + 1)."""
+    logits = model(tokens[:, :-1])
+    return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]))
+
+
+def params_and_loss(config: LMConfig, key: jax.Array) -> tuple[Any, Callable[[Any, jax.Array], jax.Array]]:
+    """Parameters as a plain nested dict of arrays, and the pure function loss(params, tokens)."""
+    graphdef, state = nnx.split(build(config, nnx.Rngs(key)))
+
+    def loss(params: Any, tokens: jax.Array) -> jax.Array:
+        return loss_fn(nnx.merge(graphdef, params), tokens)
+
+    return nnx.to_pure_dict(state), loss
+
+
+# Symmetries ---------------------------------------------------------------------------------------
+
+
+def gauges(config: LMConfig) -> list[go.Gauge]:
+    """The gauges of this configuration; norms first: the shift is measured after the final norm has moved."""
+    return [
+        *_norm_gauges(config),
+        *_query_key_gauges(config),
+        _value_output_gauge(config),
+        *_mlp_gauges(config),
+        *_head_gauges(config),
+    ]
+
+
+def _with_bias(config: LMConfig, module: str, kernel_axes: str, bias_axes: str) -> dict[str, str]:
+    """The blocks of one linear layer: its kernel, and its bias where it has one."""
+    bias = {f"{module}/bias": bias_axes} if config.bias else {}
+    return {f"{module}/kernel": kernel_axes} | bias
+
+
+def _norm_gauges(c: LMConfig) -> list[go.Gauge]:
+    """Every norm scale trades factors with the rows that read it; LayerNorm's bias moves along."""
+
+    def absorbed(norm: str, consumers: dict[str, str]) -> go.Gauge:
+        scale = {f"{norm}/scale": "1+ channel" if c.norm_one_plus else "channel"}
+        bias = {f"{norm}/bias": "channel"} if c.norm == "layernorm" else {}
+        return go.norm_scale(scale=scale | bias, into=consumers)
+
+    attn = {f"blocks/{{i}}/attn/{name}/kernel": "channel _ _" for name in ("query", "key", "value")}
+    layers = ("gate", "up") if c.mlp == "swiglu" else ("up",)
+    mlp = {f"blocks/{{i}}/mlp/{name}/kernel": "channel _" for name in layers}
+    found = [absorbed("blocks/{i}/norm1", attn), absorbed("blocks/{i}/norm2", mlp)]
+    # A tied head reads the embedding, which other layers read too: it cannot absorb the final norm.
+    return found if c.tied else [*found, absorbed("final_norm", {"lm_head/kernel": "channel _"})]
+
+
+def _query_head(c: LMConfig) -> str:
+    """Query heads of one group share their key head's symmetry: they are the free half of the split axis."""
+    return "head" if c.heads == c.kv_heads else "(head _)"
+
+
+def _query_key_gauges(c: LMConfig) -> list[go.Gauge]:
+    """Rotations of the query-key basis: under rotary those that commute with it, under QK-norm scales."""
+    query, key = "blocks/{i}/attn/query", "blocks/{i}/attn/key"
+    if c.qk_norm:
+        each = [go.scale_invariant(_with_bias(c, module, "_ head _", "head _")) for module in (query, key)]
+        return [*each, _qk_norm_trade(c)]
+    head = _query_head(c)
+    blocks = _with_bias(c, query, f"_ {head} basis", f"{head} basis")
+    blocks |= _with_bias(c, key, "_ head basis", "head basis")
+    return [go.rope_torus(blocks, pairing="half") if c.rope else go.head_rotation(blocks)]
+
+
+def _qk_norm_trade(c: LMConfig) -> go.Gauge:
+    """The two QK-norm scales trade factors; under rotary a plane's two coordinates must agree on one."""
+    axes = "(_ channel)" if c.rope else "channel"
+    axes = f"1+ {axes}" if c.norm_one_plus else axes
+    return go.rescale(
+        up={"blocks/{i}/attn/q_norm/scale": axes},
+        down={"blocks/{i}/attn/k_norm/scale": axes},
+        sizes={"channel": c.d_head // 2} if c.rope else None,
+    )
+
+
+def _value_output_gauge(c: LMConfig) -> go.Gauge:
+    """Rotations of the value basis, undone by every output head that reads it."""
+    blocks = _with_bias(c, "blocks/{i}/attn/value", "_ head basis", "head basis")
+    return go.head_rotation(blocks | {"blocks/{i}/attn/out/kernel": f"{_query_head(c)} basis _"})
+
+
+def _mlp_gauges(c: LMConfig) -> list[go.Gauge]:
+    """Rescalings of units that are homogeneous in `up`: ReLU, its square, SwiGLU's linear branch."""
+    if c.mlp == "gelu":
+        return []
+    up = _with_bias(c, "blocks/{i}/mlp/up", "_ channel", "channel")
+    down = {"blocks/{i}/mlp/down/kernel": "channel _"}
+    return [go.rescale(up=up, down=down, degree=2 if c.mlp == "relu2" else 1)]
+
+
+def _head_gauges(c: LMConfig) -> list[go.Gauge]:
+    """A shift of all logits; a tied head can shift by its bias alone."""
+    kernel = {} if c.tied else {"lm_head/kernel": "_ vocab"}
+    bias = {"lm_head/bias": "vocab"} if c.bias else {}
+    blocks = kernel | bias
+    return [go.logit_shift(blocks)] if blocks else []

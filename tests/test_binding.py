@@ -1,0 +1,891 @@
+"""The binding language: paths, axes, sizes, blocks, and every complaint it makes."""
+
+import dataclasses
+import inspect
+import re
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.core import freeze
+
+from gauge_optax import binding
+from gauge_optax.binding import (
+    Axes,
+    Binding,
+    Block,
+    BlockSpec,
+    bind,
+    bind_leaf,
+    binding_error,
+    block_specs,
+    check_specs,
+    frozen_sizes,
+    group_axes,
+    hidden_paths,
+    instance_key,
+    is_empty,
+    leaves_by_path,
+    overlap,
+    with_leaves,
+)
+
+FOUR_PARTS = re.compile(
+    r"\w+: [^\n]*['\"][^\n]*\n  found:    \S[^\n]*\n  expected: \S[^\n]*\n  remedy:   \S[^\n]*"
+)
+
+
+def four_parts(error: pytest.ExceptionInfo[ValueError]) -> str:
+    text = str(error.value)
+    assert FOUR_PARTS.fullmatch(text), text
+    return text
+
+
+def shaped(**shapes: tuple[int, ...]) -> dict[str, Any]:
+    return nested({path.replace("__", "/"): shape for path, shape in shapes.items()})
+
+
+def nested(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for path, shape in shapes.items():
+        *heads, last = path.split("/")
+        at = tree
+        for head in heads:
+            at = at.setdefault(head, {})
+        at[last] = jax.ShapeDtypeStruct(shape, jnp.float32)
+    return tree
+
+
+def resolve(
+    tree: Any,
+    *roles: Mapping[str, Axes],
+    sizes: Mapping[str, int] | None = None,
+    reserved: tuple[str, ...] = (),
+    gauge: str = "gauge",
+) -> Binding:
+    specs = [
+        spec for k, blocks in enumerate(roles) for spec in block_specs(gauge, f"role{k}", blocks, reserved)
+    ]
+    return bind(gauge, tuple(specs), frozen_sizes(gauge, sizes), tree, reserved)
+
+
+def fails(tree: Any, *roles: Mapping[str, Axes], **kwargs: Any) -> str:
+    with pytest.raises(ValueError) as error:
+        resolve(tree, *roles, **kwargs)
+    return four_parts(error)
+
+
+def block(axes: str, shape: tuple[int, ...], **sizes: int) -> Block:
+    found = bind_leaf("gauge", BlockSpec("blocks", "w", axes), "w", shape, sizes)
+    assert found is not None
+    return found
+
+
+rotation = partial(resolve, reserved=("basis",))
+
+
+# --- paths -------------------------------------------------------------------------------------------------
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Attention:
+    query: Any
+    key: Any
+    value: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Linear:
+    """As an equinox module: arrays and Nones as fields, plain values as metadata."""
+
+    weight: Any
+    bias: Any
+    features: int = dataclasses.field(metadata={"static": True}, default=0)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Box:
+    value: Any
+    name: str = dataclasses.field(metadata={"static": True}, default="")
+
+
+@pytest.mark.parametrize(
+    ("tree", "paths"),
+    [
+        ({"a": {"b": 1.0}, "c": [2.0, {"d": 3.0}]}, ["a/b", "c/0", "c/1/d"]),
+        ({1: {2: 1.0}}, ["1/2"]),
+        ({"a/b": {"c": 1.0}}, ["a/b/c"]),
+        ((1.0, (2.0,)), ["0", "1/0"]),
+        (1.0, [""]),
+        ({"value": 1.0}, ["value"]),
+        ({"a": {"value": 1.0}}, ["a/value"]),
+        (Attention(1.0, 2.0, 3.0), ["query", "key", "value"]),
+        ({"attn": Attention(1.0, None, 3.0)}, ["attn/query", "attn/value"]),
+        ({"attn": Attention(None, None, 3.0)}, ["attn/value"]),
+        ({"w": Box(1.0)}, ["w"]),
+        ({"w": Box({"a": 1.0, "value": 2.0})}, ["w/value/a", "w/value/value"]),
+        ({"w": Box(Box(1.0))}, ["w/value"]),
+        (Box(1.0), [""]),
+        ({"w": Linear(1.0, None)}, ["w/weight"]),
+        (freeze({"a": {"b": 1.0}}), ["a/b"]),
+        ({"a": None, "b": optax.MaskedNode()}, []),
+        (optax.EmptyState(), []),
+    ],
+)
+def test_normalised_paths(tree: Any, paths: list[str]) -> None:
+    assert list(leaves_by_path(tree)) == paths
+    marked = with_leaves(tree, {path: k for k, path in enumerate(paths)})
+    assert list(leaves_by_path(marked).values()) == list(range(len(paths)))
+    assert str(jax.tree.structure(marked)) == str(jax.tree.structure(tree))
+
+
+def test_paths_of_flax_nnx_boxed_and_bare_agree() -> None:
+    model = nnx.MultiHeadAttention(num_heads=2, in_features=6, decode=False, rngs=nnx.Rngs(0))
+    state = nnx.state(model, nnx.Param)
+    wanted = {f"{name}/{part}" for name in ("query", "key", "value", "out") for part in ("kernel", "bias")}
+    assert set(leaves_by_path(state)) == set(leaves_by_path(nnx.as_pure(state))) == wanted
+    assert set(leaves_by_path(model)) >= wanted
+    qk = {f"{name}/kernel": "_ head basis" for name in ("query", "key")}
+    qk |= {f"{name}/bias": "head basis" for name in ("query", "key")}
+    boxed, bare = rotation(state, qk), rotation(nnx.as_pure(state), qk)
+    assert boxed == bare and boxed.instances[0].sizes == (("head", 2), ("basis", 3))
+
+
+def test_paths_of_flax_nnx_lists_have_int_keys() -> None:
+    class Stack(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.layers = nnx.List([nnx.Linear(2, 3, rngs=rngs) for _ in range(2)])
+
+    state = nnx.state(Stack(nnx.Rngs(0)), nnx.Param)
+    found = resolve(state, {"layers/{i}/kernel": "_ channel", "layers/{i}/bias": "channel"})
+    assert [instance.key for instance in found.instances] == ["i=0", "i=1"]
+    replaced = with_leaves(state, {"layers/1/bias": jnp.ones(3)})
+    assert isinstance(replaced, nnx.State) and leaves_by_path(replaced)["layers/1/bias"].sum() == 3
+
+
+def test_paths_of_linen_boxes_and_frozen_dicts() -> None:
+    init = nn.with_partitioning(nn.initializers.ones, ("embed", "mlp"))
+    params = nn.Dense(3, kernel_init=init).init(jax.random.key(0), jnp.ones((1, 2), jnp.float32))["params"]
+    assert set(leaves_by_path(params)) == {"kernel", "bias"}
+    found = resolve(freeze(params), {"kernel": "_ channel", "bias": "channel"})
+    assert found == resolve(nn.unbox(params), {"kernel": "_ channel", "bias": "channel"})
+
+
+def test_binding_sees_shapes_only() -> None:
+    tree = {"up": jnp.ones((2, 3)), "act": jax.nn.relu, "name": "mlp", "rate": 0.1}
+    spec = {"up": "_ channel"}
+    want = resolve(tree, spec)
+    assert want == resolve(
+        {"up": jax.ShapeDtypeStruct((2, 3), jnp.bfloat16)} | {"act": 1, "name": 1, "rate": 1}, spec
+    )
+    arrays = {"up": tree["up"]}
+    traced: list[Binding] = []
+    jax.eval_shape(lambda t: traced.append(resolve(t, spec)), arrays)
+    assert traced == [resolve(arrays, spec)]
+    assert traced[0] is resolve(arrays, spec), "cached by paths and shapes"
+    assert hash(want.instances[0].blocks[0]) is not None
+    assert resolve({"gain": 1.0}, {"gain": ""}).instances[0].blocks[0].view_shape == ()
+
+
+def test_two_leaves_with_one_path() -> None:
+    with pytest.raises(ValueError) as error:
+        leaves_by_path({"a/b": 1.0, "a": {"b": 2.0}})
+    assert "'a/b'" in four_parts(error)
+
+
+def test_with_leaves_keeps_the_rest_and_rejects_strangers() -> None:
+    tree = {"a": [1.0, None, optax.MaskedNode()], "b": 2.0}
+    assert with_leaves(tree, {"b": 5.0}) == {"a": [1.0, None, optax.MaskedNode()], "b": 5.0}
+    with pytest.raises(ValueError) as error:
+        with_leaves(tree, {"c": 1.0})
+    assert "'c'" in four_parts(error)
+
+
+def test_empty_and_hidden() -> None:
+    masked = {"a": {"b": optax.MaskedNode(), "c": 1.0}, "d": Box(optax.MaskedNode())}
+    assert hidden_paths(masked) == ("a/b", "d") and not is_empty(masked)
+    assert is_empty({"a": None, "b": (), "c": optax.EmptyState()}) and not is_empty(jnp.zeros(()))
+
+
+# --- patterns ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("pattern", "path", "key"),
+    [
+        ("a/b", "a/b", ""),
+        ("a/b", "a/b/c", None),
+        ("a.b", "axb", None),
+        ("", "", ""),
+        ("a/{i}/b", "a/0/b", "i=0"),
+        ("a/{i}/b", "a/0/c/b", None),
+        ("a/{i}/b", "a//b", None),
+        ("blocks_{i}/w", "blocks_12/w", "i=12"),
+        ("blocks_{i}/w", "blocks_/w", None),
+        ("{side}_{i}/w", "enc_2/w", "side=enc,i=2"),
+        ("{i}/{j}/{i}", "1/2/1", "i=1,j=2"),
+        ("{i}/{j}/{i}", "1/2/3", None),
+        ("**/w", "w", ""),
+        ("**/w", "a/b/w", ""),
+        ("**/w", "a/bw", None),
+        ("a/**/w", "a/w", ""),
+        ("a/**/w", "a/x/y/w", ""),
+        ("a/**", "a", ""),
+        ("a/**", "a/b/c", ""),
+        ("a/**", "ab", None),
+        ("**", "a/b", ""),
+        ("**/blocks/{i}/**/w", "net/blocks/3/attn/w", "i=3"),
+        ("w(0)+[a-z]", "w(0)+[a-z]", ""),
+    ],
+)
+def test_pattern_matches(pattern: str, path: str, key: str | None) -> None:
+    spec = BlockSpec("blocks", pattern, "_")
+    assert instance_key([spec], spec, path) == key
+    assert (bind_leaf("gauge", spec, path, (2,), {}) is None) == (key is None)
+
+
+def test_captures_join_blocks_in_natural_order() -> None:
+    tree = nested({f"blocks_{i}/{w}": (4, i + 1) for i in range(12) for w in ("up", "gate")})
+    found = resolve(tree, {"blocks_{i}/up": "_ channel", "blocks_{i}/gate": "_ channel"})
+    assert [instance.key for instance in found.instances] == [f"i={i}" for i in range(12)]
+    assert [instance.shape(("channel",)) for instance in found.instances] == [(i + 1,) for i in range(12)]
+    assert [b.path for b in found.instances[10].blocks] == ["blocks_10/up", "blocks_10/gate"]
+
+
+def test_capture_order_is_the_first_pattern_s() -> None:
+    tree = nested({"a/0/x/up": (2,), "b/x/0/down": (2,)})
+    found = resolve(tree, {"a/{i}/{j}/up": "c"}, {"b/{j}/{i}/down": "c"})
+    assert [instance.key for instance in found.instances] == ["i=0,j=x"]
+    specs = (BlockSpec("up", "a/{i}/{j}/up", "c"), BlockSpec("down", "b/{j}/{i}/down", "c"))
+    assert instance_key(specs, specs[1], "b/x/0/down") == "i=0,j=x"
+
+
+def test_several_leaves_of_one_double_star() -> None:
+    found = resolve(shaped(a__q=(2, 3), b__c__q=(5, 3), b__k=(3, 3)), {"**/q": "_ channel"})
+    assert [b.path for b in found.instances[0].blocks] == ["a/q", "b/c/q"]
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    "a/*/b|a/b*|a**/b|***|a/{/b|a}|{i}}|{}|{0}|{a b}|{_}|{{i}}|{i-j}|a/{i".split("|"),
+)
+def test_malformed_patterns(pattern: str) -> None:
+    with pytest.raises(ValueError) as error:
+        block_specs("gauge", "blocks", {pattern: "_"})
+    assert four_parts(error).startswith(f"gauge: malformed pattern '{pattern}'")
+
+
+# --- axes --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "axes",
+    [
+        *"a a|(a|a)|()|((a) b)|(a b) (c|(_ _)|(_ a=0:2)|(a=0:2 b=0:2)|_=0|_=0:2|1+a|a 1+|(1+ a)".split("|"),
+        *"a=|a=b|a=-1|a=1.5|a=1:|a=:3|a=3:3|a=4:2|a=1:2:3|a-b|3|a,b|a=1²".split("|"),
+        "a=" + "9" * 5000,
+    ],
+)
+def test_malformed_axes(axes: str) -> None:
+    with pytest.raises(ValueError) as error:
+        block_specs("gauge", "blocks", {"w": axes})
+    assert "malformed axes" in four_parts(error) and "'w'" in str(error.value)
+
+
+@pytest.mark.parametrize("value", [(), None, 3, ["_"], ("_", 3), (("_",),), np.zeros(2)])
+def test_axes_that_are_no_strings(value: Any) -> None:
+    with pytest.raises(ValueError) as error:
+        block_specs("gauge", "blocks", {"w": value})
+    four_parts(error)
+
+
+@pytest.mark.parametrize("blocks", [{}, None, [("w", "_")], "w"])
+def test_no_blocks(blocks: Any) -> None:
+    with pytest.raises(ValueError) as error:
+        block_specs("gauge", "up", blocks)
+    assert "'up'" in four_parts(error)
+
+
+def test_pattern_that_is_no_string() -> None:
+    with pytest.raises(ValueError) as error:
+        block_specs("gauge", "up", {3: "_"})  # type: ignore[dict-item]
+    four_parts(error)
+
+
+def test_tuples_flatten_in_order() -> None:
+    specs = block_specs("gauge", "blocks", {"qkv": ("qkv=0 basis", "qkv=1 basis"), "w": "basis"}, ("basis",))
+    assert [(spec.pattern, spec.axes) for spec in specs] == [("qkv", "qkv=0 basis"), ("qkv", "qkv=1 basis"),
+                                                             ("w", "basis")]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("axes", "reserved", "problem"),
+    [
+        ("_ head", ("basis",), "out of place"),
+        ("_ basis=3", ("basis",), "out of place"),
+        ("_ basis", (), "reserved name"),
+        ("_ vocab=1", (), "reserved name"),
+        ("vocab basis", ("basis",), "reserved name"),
+        ("_ basis", ("vocab",), "out of place"),
+        ("basis basis", ("basis",), "malformed axes"),
+    ],
+)
+def test_reserved_names(axes: str, reserved: tuple[str, ...], problem: str) -> None:
+    with pytest.raises(ValueError) as error:
+        block_specs("gauge", "blocks", {"w": axes}, reserved)
+    assert problem in four_parts(error) and "'w'" in str(error.value)
+
+
+def test_a_reserved_name_may_be_a_range() -> None:
+    assert block_specs("gauge", "blocks", {"w": "_ (head basis=0:4)"}, ("basis",))
+
+
+@pytest.mark.parametrize(
+    "blocks",
+    [
+        {"{i}/up": "_", "down": "_"},
+        {"up": "_", "{i}/down": "_"},
+        {"{i}/{j}/up": "_", "{i}/down": "_"},
+    ],
+)
+def test_dangling_captures(blocks: Mapping[str, Axes]) -> None:
+    with pytest.raises(ValueError) as error:
+        block_specs("gauge", "blocks", blocks)
+    assert "dangling capture" in four_parts(error)
+
+
+@pytest.mark.parametrize(
+    ("a", "b"), [("head _", "_ _"), ("_ _", "head _"), ("kv=0 head", "kv head"), ("a=0:2 _", "a=0 _")]
+)
+def test_dangling_axes(a: str, b: str) -> None:
+    with pytest.raises(ValueError) as error:
+        block_specs("gauge", "blocks", {"up": a, "down": b})
+    assert "dangling axis" in four_parts(error)
+    one, other = block_specs("gauge", "up", {"up": a}), block_specs("gauge", "down", {"down": b})
+    with pytest.raises(ValueError) as error:
+        check_specs("gauge", one + other)
+    four_parts(error)
+    with pytest.raises(ValueError) as error:
+        bind("gauge", one + other, (), shaped(up=(2, 2), down=(2, 2)))
+    four_parts(error)
+
+
+# --- sizes -------------------------------------------------------------------------------------------------
+
+
+def test_frozen_sizes() -> None:
+    assert frozen_sizes("gauge", None) == () == frozen_sizes("gauge", {})
+    sizes: Any = {"b": np.int64(2), "a": 3}
+    assert frozen_sizes("gauge", sizes) == (("a", 3), ("b", 2))
+    assert all(type(size) is int for _, size in frozen_sizes("gauge", sizes))
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        *({"a": size} for size in (0, -1, 2.0, True, "3", None, np.ones(2), np.float32(1))),
+        {3: 3},
+        7,
+    ],
+)
+def test_malformed_sizes(sizes: Any) -> None:
+    with pytest.raises(ValueError) as error:
+        frozen_sizes("gauge", sizes)
+    assert "malformed size" in four_parts(error)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "blocks", "sizes", "want"),
+    [
+        ({"q": (5, 12), "k": (3, 4)}, {"q": "_ (a b)", "k": "a b"}, None, {"a": 3, "b": 4}),
+        ({"q": (5, 12), "k": (4, 3)}, {"q": "_ (a b)", "k": "b a"}, None, {"a": 3, "b": 4}),
+        ({"q": (5, 12)}, {"q": "_ (a b)"}, {"a": 3}, {"a": 3, "b": 4}),
+        ({"q": (5, 24)}, {"q": "_ (qkv=0 a b)"}, {"qkv": 2, "b": 3}, {"a": 4, "b": 3}),
+        ({"q": (5, 24), "k": (3, 4)}, {"q": "_ (qkv=1 a b)", "k": "a b"}, None, {"a": 3, "b": 4}),
+        ({"q": (5, 2, 4)}, {"q": "_ a b=1:4"}, None, {"a": 2, "b": 3}),
+        ({"q": (5, 8)}, {"q": "_ (a b=1:3)"}, {"a": 2}, {"a": 2, "b": 2}),
+        ({"q": (5, 8), "k": (2, 2)}, {"q": "_ (a b=1:3)", "k": "a b"}, None, {"a": 2, "b": 2}),
+        ({"q": (5, 8, 3), "k": (5, 2, 3)}, {"q": "_ (a _) b", "k": "_ a b"}, None, {"a": 2, "b": 3}),
+        ({"w": (2, 5)}, {"w": "gate=1 c"}, {"gate": 2}, {"c": 5}),
+        ({"w": (4,)}, {"w": "(a)"}, None, {"a": 4}),
+        ({"w": (4, 0)}, {"w": "a _"}, None, {"a": 4}),
+        ({"q": (0, 3)}, {"q": "(a _) b"}, {"a": 2}, {"a": 2, "b": 3}),
+        ({"s": ()}, {"s": ""}, None, {}),
+        ({"s": ()}, {"s": "1+"}, None, {}),
+    ],
+)
+def test_sizes_by_fix_point(
+    shapes: Mapping[str, tuple[int, ...]], blocks: Mapping[str, Axes], sizes: Any, want: Mapping[str, int]
+) -> None:
+    assert dict(resolve(nested(shapes), blocks, sizes=sizes).instances[0].sizes) == want
+
+
+def test_fix_point_passes_through_several_groups() -> None:
+    found = resolve(shaped(x=(12, 5), y=(3, 20)), {"x": "(p q) r", "y": "p (q r)"})
+    assert dict(found.instances[0].sizes) == {"p": 3, "q": 4, "r": 5}
+    # p, then q, then r, each by dividing an axis that the one before made divisible.
+    chain = {"z": "(r _) (p q)", "y": "(q r) p _", "x": "p (r _) (q _)"}
+    found = resolve(shaped(x=(3, 5, 8), y=(20, 3, 7), z=(10, 12)), chain)
+    assert dict(found.instances[0].sizes) == {"p": 3, "q": 4, "r": 5}
+
+
+@pytest.mark.parametrize(
+    ("shapes", "blocks", "sizes", "words"),
+    [
+        ({"q": (4, 3), "k": (4, 5)}, {"q": "_ c", "k": "_ c"}, None,
+         ["unequal sizes of 'c' at 'k'", "c=3 from 'q' (4, 3)"]),
+        ({"q": (4, 3)}, {"q": "_ c"}, {"c": 5}, ["unequal sizes of 'c' at 'q'", "c=5 from sizes="]),
+        ({"q": (4, 6)}, {"q": "_ (c _)"}, {"c": 4}, ["does not split", "c=4 from sizes="]),
+        ({"q": (4, 6)}, {"q": "_ (c d)"}, {"c": 2, "d": 2}, ["does not split", "d=2"]),
+        ({"q": (4, 6)}, {"q": "_ (c d)"}, None, ["unknown lengths", 'sizes={"c": ...}']),
+        ({"q": (4, 6)}, {"q": "_ (c _)"}, None, ["unknown lengths", 'sizes={"c": ...}']),
+        ({"q": (4, 6)}, {"q": "_ (q=0 c d)"}, None, ["unknown lengths", 'sizes={"q": ..., "c": ...}']),
+        ({"q": (4, 6)}, {"q": "_ (c b=0:2)"}, None, ["unknown lengths", 'sizes={"c": ...}']),
+        ({"q": (4, 3)}, {"q": "_ c=0:4"}, None, ["index out of range, 'c=0:4' at 'q'", "length 3"]),
+        ({"q": (4, 3)}, {"q": "_ c=3"}, None, ["index out of range, 'c=3' at 'q'", "at least 4"]),
+        ({"q": (4, 6)}, {"q": "_ (c=2 d)"}, {"c": 2}, ["index out of range, 'c=2' at 'q'"]),
+        ({"q": (4, 6)}, {"q": "_ (c d=0:4)"}, {"c": 2}, ["index out of range, 'd=0:4' at 'q'", "length 3"]),
+        ({"q": (4, 6)}, {"q": "_ c=0:4"}, {"c": 6}, ["unequal sizes of 'c' at 'q'", "length 4"]),
+        ({"q": (4, 6), "k": (4, 3)}, {"q": "_ c=0:4", "k": "_ c"}, None, ["unequal sizes of 'c' at 'k'"]),
+        ({"q": (2, 6), "k": (3, 6)}, {"q": "g=0 c", "k": "g=0 c"}, None, ["unequal sizes of 'g' at 'k'"]),
+        ({"q": (4, 6)}, {"q": "_ c"}, {"d": 6}, ["unknown axis in sizes 'd'", "named axes: c"]),
+        ({"q": (4, 6)}, {"q": "_ c _"}, None,
+         ["wrong rank at 'q'", "shape (4, 6), rank 2", 'rank 3, axes "_ c _"']),
+        ({"q": ()}, {"q": "c"}, None, ["wrong rank at 'q'"]),
+        ({"q": (4,)}, {"q": ""}, None, ["wrong rank at 'q'"]),
+    ],
+)  # fmt: skip
+def test_size_errors(shapes: Any, blocks: Mapping[str, Axes], sizes: Any, words: Sequence[str]) -> None:
+    text = fails(nested(shapes), blocks, sizes=sizes)
+    assert all(word in text for word in words), text
+
+
+def test_sizes_hold_for_every_instance() -> None:
+    tree = nested({"0/up": (2, 3), "1/up": (2, 4)})
+    assert len(resolve(tree, {"{i}/up": "_ c"}).instances) == 2
+    assert "'1/up'" in fails(tree, {"{i}/up": "_ c"}, sizes={"c": 3})
+
+
+def test_named_axes_in_order_of_first_appearance() -> None:
+    tree = shaped(q=(3, 5, 2, 4), k=(5, 2, 4))
+    found = rotation(tree, {"q": "kv=1 b a basis", "k": "b a basis"})
+    assert found.named == ("b", "a")
+    assert found.instances[0].sizes == (("b", 5), ("a", 2), ("basis", 4))
+    assert found.instances[0].shape(("a", "basis", "b")) == (2, 4, 5)
+    assert group_axes(
+        "gauge", block_specs("gauge", "r", {"q": "kv=1 b a basis"}, ("basis",)), ("basis",)
+    ) == ("b", "a")
+
+
+# --- instances ---------------------------------------------------------------------------------------------
+
+
+def test_no_match_names_the_nearest_and_the_remedy() -> None:
+    shapes: dict[str, Any] = {
+        f"blocks/{i}/attn/{n}_proj/kernel": (768, 12, 64) for i in range(3) for n in "qkv"
+    }
+    shapes |= {f"blocks/{i}/mlp/up/kernel": (768, 3072) for i in range(3)}
+    text = fails(nested(shapes), {"blocks/{i}/attn/query/kernel": "_ head basis"}, reserved=("basis",),
+                 gauge="head_rotation")  # fmt: skip
+    assert text.startswith("head_rotation: no leaf matches 'blocks/{i}/attn/query/kernel'\n")
+    assert "found:    nearest blocks/0/attn/q_proj/kernel (768, 12, 64), blocks/0/attn/" in text
+    assert 'expected: one rank-3 leaf per block, axes "_ head basis"' in text
+    assert text.endswith("remedy:   write 'blocks/{i}/attn/q_proj/kernel'")
+
+
+@pytest.mark.parametrize(
+    ("path", "pattern", "proposal"),
+    [
+        ("blocks_0/attn/kernel", "blocks_{i}/attn/kernl", "blocks_{i}/attn/kernel"),
+        ("layers_0/attn/kernel", "blocks_{i}/attn/kernel", "layers_{i}/attn/kernel"),
+        ("blocks_0/kernel", "blocks/{i}/kernel", "blocks_{i}/kernel"),
+        ("model/blocks/0/kernel", "blocks/{i}/kernel", "model/blocks/{i}/kernel"),
+        ("enc2/kernel", "{tower}/layer0/kernel", "enc{tower}/kernel"),
+        ("text/layer0/kern", "{tower}/layer0/kernel", "{tower}/layer0/kern"),
+        ("a/0/b/1/w", "a/{i}/b/{j}/kernel", "a/{i}/b/{j}/w"),
+        ("x/y", "{i}/{j}/w", "x/y"),
+        ("a/w", "a/{i}_{j}/w", "a/w"),
+        ("head/kernel", "head/kernels", "head/kernel"),
+    ],
+)
+def test_proposals_put_captures_back(path: str, pattern: str, proposal: str) -> None:
+    assert f"write '{proposal}'" in fails(nested({path: (2,)}), {pattern: "_"})
+
+
+def test_no_match_in_a_tree_without_leaves() -> None:
+    assert "no leaves" in fails({"a": None}, {"w": "_"})
+
+
+def test_an_instance_without_a_leaf_for_a_pattern() -> None:
+    tree = nested({"0/up": (2, 3), "0/down": (3, 2), "1/up": (2, 3)})
+    text = fails(tree, {"{i}/up": "_ c"}, {"{i}/down": "c _"})
+    assert "no leaf for i=1 matches '{i}/down'" in text and "1/up" in text
+    text = fails(tree, {"{i}/down": "c _"}, {"{i}/up": "_ c"})
+    assert "no leaf for i=1 matches '{i}/down'" in text
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "shape"),
+    [
+        ("_ c", "_ c", (2, 3)),
+        ("g=0 c", "g=0 c", (2, 3)),
+        ("g=0 c", "_ c", (2, 3)),
+        ("c=0:2 _", "c=1:3 _", (4, 2)),
+        ("(g=0 c) _", "(g=0 c) _", (6, 2)),
+        ("", "", ()),
+    ],
+)
+def test_overlap_raises_in_tuples_patterns_and_roles(a: str, b: str, shape: tuple[int, ...]) -> None:
+    tree, sizes = nested({"x/w": shape}), {"g": 2} if "g" in a else None
+    for roles in ([{"x/w": (a, b)}], [{"x/w": a, "**/w": b}], [{"x/w": a}, {"x/w": b}]):
+        assert "overlapping blocks on 'x/w'" in fails(tree, *roles, sizes=sizes)
+
+
+def test_overlap_between_instances() -> None:
+    text = fails(nested({"a/0/1": (2,)}), {"a/{i}/1": "_"}, {"a/0/{i}": "_"})
+    assert "no leaf for i=0" in text
+    tree = nested({"a/0/0": (2,), "a/0/1": (2,), "a/1/1": (2,)})
+    assert "overlapping" in fails(tree, {"a/{i}/1": "_"}, {"a/0/{i}": "_"})
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "shape", "sizes"),
+    [
+        ("g=0 c", "g=1 c", (2, 3), {}),
+        ("c=0:2 _", "c=2:4 _", (4, 2), {}),
+        ("(g=0 c) _", "(g=1 c) _", (6, 2), {"g": 2}),
+        ("(c g=0) _", "(c g=1) _", (6, 2), {"g": 2}),
+    ],
+)
+def test_disjoint_blocks_of_one_leaf(
+    a: str, b: str, shape: tuple[int, ...], sizes: Mapping[str, int]
+) -> None:
+    found = resolve(shaped(w=shape), {"w": (a, b)}, sizes=sizes)
+    one, other = found.instances[0].blocks
+    assert not overlap(one, other) and overlap(one, one)
+    assert not overlap(one, dataclasses.replace(one, path="v"))
+
+
+def test_one_plus_on_some_blocks_only() -> None:
+    tree = shaped(w=(2, 3))
+    assert "1+ on one block only of 'w'" in fails(tree, {"w": ("1+ g=0 c", "g=1 c")})
+    assert all(b.one_plus for b in resolve(tree, {"w": ("1+ g=0 c", "1+ g=1 c")}).instances[0].blocks)
+
+
+# --- masks -------------------------------------------------------------------------------------------------
+
+
+def masked(tree: Any, mask: Any) -> Any:
+    return jax.tree.map(lambda keep, part: part if keep else optax.MaskedNode(), mask, tree)
+
+
+LAYERS = {i: {"up": jnp.ones((2, 3)), "down": jnp.ones((3, 2))} for i in range(2)}
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        {0: {"up": True, "down": True}, 1: {"up": True, "down": False}},
+        {0: {"up": True, "down": False}, 1: {"up": True, "down": False}},
+        {0: {"up": False, "down": False}, 1: {"up": False, "down": False}},
+        {0: {"up": True, "down": True}, 1: {"up": False, "down": False}},
+        {0: True, 1: False},
+        {0: False, 1: False},
+    ],
+)
+def test_hidden_blocks_raise(mask: Any) -> None:
+    tree = {"layers": masked(LAYERS, mask)}
+    text = fails(tree, {"layers/{i}/up": "_ c"}, {"layers/{i}/down": "c _"})
+    assert "MaskedNode" in text and "own gauge list" in text.splitlines()[-1]
+
+
+def test_a_hidden_parent_raises() -> None:
+    text = fails({"net": optax.MaskedNode(), "head": jnp.ones(3)}, {"net/layers/{i}/up": "_ c"})
+    assert "MaskedNode hides a leaf of 'net/layers/{i}/up'" in text
+    text = fails({"net": optax.MaskedNode(), "head": jnp.ones(3)}, {"**/up": "_ c"})
+    assert "no leaf matches '**/up'" in text and "MaskedNode at net" in text and "own gauge list" in text
+
+
+def test_a_hidden_parent_of_one_block_raises() -> None:
+    tree = {
+        "text": {"up": {"w": jnp.ones((2, 3))}, "down": optax.MaskedNode()},
+        "image": {"up": {"w": jnp.ones((2, 3))}, "down": {"w": jnp.ones((3, 2))}},
+    }
+    text = fails(tree, {"{tower}/up/w": "_ c"}, {"{tower}/down/w": "c _"})
+    assert "for tower=text matches '{tower}/down/w'" in text and "MaskedNode at text/down" in text
+
+
+def test_hidden_leaves_of_other_gauges_do_not_matter() -> None:
+    tree = {"layers": LAYERS | {"scale": optax.MaskedNode()}} | {"head": optax.MaskedNode()}
+    tree["layers"] = {str(k): v for k, v in tree["layers"].items()}
+    assert len(resolve(tree, {"layers/{i}/up": "_ c"}, {"layers/{i}/down": "c _"}).instances) == 2
+
+
+def test_partition_hides_what_the_other_label_owns() -> None:
+    seen: list[str] = []
+
+    def init(params: Any) -> optax.EmptyState:
+        with pytest.raises(ValueError) as error:
+            resolve(params, {"up": "_ c"}, {"down": "c _"})
+        seen.append(four_parts(error))
+        return optax.EmptyState()
+
+    probe = optax.GradientTransformation(init, lambda updates, state, params=None: (updates, state))
+    optax.partition({"a": probe, "b": probe}, {"up": "a", "down": "b"}).init(LAYERS[0])
+    assert len(seen) == 2
+
+
+# --- blocks ------------------------------------------------------------------------------------------------
+
+
+def test_block_of_a_fused_kernel() -> None:
+    found = block("(qkv=1 head basis) _", (24, 5), head=2, basis=4)
+    assert found.split == (3, 2, 4, 5) and found.index == (1, (0, 2), (0, 4), (0, 5))
+    assert found.labels == ("head", "basis", "_") and found.view_shape == (2, 4, 5) and not found.whole
+    leaf = np.arange(120.0).reshape(24, 5)
+    np.testing.assert_array_equal(found.view(leaf), leaf.reshape(3, 2, 4, 5)[1])
+    np.testing.assert_array_equal(found.axis_ids(0, ("head",)), [-1] * 8 + [0] * 4 + [1] * 4 + [-1] * 8)
+    np.testing.assert_array_equal(found.axis_ids(0, ("basis", "head")), [-1] * 8 + list(range(8)) + [-1] * 8)
+    np.testing.assert_array_equal(found.axis_ids(0, ()), [-1] * 8 + [0] * 8 + [-1] * 8)
+    np.testing.assert_array_equal(found.axis_ids(1, ("head",)), [0] * 5)
+
+
+def test_block_of_partial_rotary() -> None:
+    found = block("_ (head basis=1:3)", (5, 8), head=2)
+    assert found.split == (5, 2, 4) and found.view_shape == (5, 2, 2)
+    np.testing.assert_array_equal(found.axis_ids(1, ("head", "basis")), [-1, 0, 1, -1, -1, 2, 3, -1])
+    spread = found.spread(("basis", "head"), jnp.array([[1.0, 2.0], [3.0, 4.0]]))
+    np.testing.assert_array_equal(spread, [[0, 1, 3, 0, 0, 2, 4, 0]])
+    total = found.total(("basis", "head"), jnp.ones((5, 8)))
+    np.testing.assert_array_equal(total, np.full((2, 2), 5.0))
+
+
+def test_spread_is_constant_where_it_can_be() -> None:
+    found = block("layer (head _) basis", (2, 6, 4), head=3)
+    assert found.spread((), jnp.ones(())).shape == (1, 1, 1)
+    assert found.spread(("layer",), jnp.ones(2)).shape == (2, 1, 1)
+    assert found.spread(("head", "layer"), jnp.ones((3, 2))).shape == (2, 6, 1)
+    assert block("gate=1 _ c", (2, 4, 5)).spread((), jnp.ones(())).tolist() == [[[0.0]], [[1.0]]]
+    assert block("", ()).spread((), jnp.float32(3)).shape == ()
+
+
+def test_spread_and_total_under_jit_and_their_names() -> None:
+    found = block("(a b) c", (6, 4), a=2)
+    value = jnp.arange(8.0).reshape(4, 2)
+    spread = jax.jit(partial(found.spread, ("c", "a")))(value)
+    np.testing.assert_array_equal(spread, np.repeat(value.T, 3, axis=0))
+    leaf = jnp.arange(24.0).reshape(6, 4)
+    np.testing.assert_array_equal(
+        jax.jit(partial(found.total, ("c", "a")))(leaf), leaf.reshape(2, 3, 4).sum(1).T
+    )
+    with pytest.raises(ValueError):
+        found.total(("d",), leaf)
+    with pytest.raises(ValueError):
+        found.spread(("d",), jnp.ones(1))
+
+
+@pytest.mark.parametrize("asarray", [np.asarray, jnp.asarray])
+def test_write_keeps_the_rest_and_the_dtype(asarray: Any) -> None:
+    leaf = asarray(np.arange(12, dtype=np.float16).reshape(3, 4))
+    found = block("g=1 _", (3, 4))
+    out = found.write(leaf, asarray(np.full(4, 9.0, np.float32)))
+    assert out.dtype == leaf.dtype and isinstance(out, type(leaf))
+    assert out.tolist() == [[0, 1, 2, 3], [9, 9, 9, 9], [8, 9, 10, 11]]
+    assert leaf[1].tolist() == [4, 5, 6, 7], "the input is left alone"
+    whole = block("_ (a b)", (3, 4), a=2)
+    assert whole.whole and whole.write(leaf, whole.view(leaf) + 1).tolist() == (leaf + 1).tolist()
+
+
+def test_a_whole_leaf_is_never_copied() -> None:
+    found = block("(a b) _", (6, 4), a=2)
+    ops = str(jax.make_jaxpr(lambda leaf: found.write(leaf, found.view(leaf)))(jnp.ones((6, 4))))
+    assert "slice" not in ops and "scatter" not in ops and "gather" not in ops
+
+
+def test_bind_leaf_on_a_slice_of_a_leaf() -> None:
+    spec = BlockSpec("up", "blocks/{i}/w", "_ (head basis)")
+    found = bind_leaf("gauge", spec, "blocks/3/w", (5, 6), {"basis": 3, "head": 2, "other": 9})
+    assert found is not None and found.split == (5, 2, 3) and found.role == "up"
+    assert bind_leaf("gauge", spec, "blocks/w", (5, 6), {}) is None
+    for shape, sizes in (((5,), {"basis": 3}), ((5, 6), {"basis": 4}), ((5, 6), {})):
+        with pytest.raises(ValueError) as error:
+            bind_leaf("gauge", spec, "blocks/3/w", shape, sizes)
+        four_parts(error)
+
+
+def test_binding_error_has_four_lines() -> None:
+    assert str(binding_error("g", "p 'w'", "f", "e", "r")).split("\n") == [
+        "g: p 'w'", "  found:    f", "  expected: e", "  remedy:   r"]  # fmt: skip
+
+
+# --- the trees of the field --------------------------------------------------------------------------------
+
+D, H, K, E, F, L, V = 12, 4, 2, 6, 20, 3, 17
+
+
+def attention(*names: str) -> dict[str, tuple[int, ...]]:
+    shapes: dict[str, tuple[int, ...]] = {f"{name}/kernel": (D, H, E) for name in names}
+    return shapes | {f"{name}/bias": (H, E) for name in names} | {"out/kernel": (H, E, D)}
+
+
+def under(prefix: str, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    return {f"{prefix}/{path}": shape for path, shape in shapes.items()}
+
+
+FLAX = attention("query", "key", "value") | {"up/kernel": (D, F), "up/bias": (F,), "down/kernel": (F, D),
+                                             "norm/scale": (D,)}  # fmt: skip
+NANODO = {
+    path: shape
+    for i in range(11)
+    for path, shape in under(f"blocks_{i}", {
+        **{f"CausalAttn_0/{name}/kernel": (D, H, E) for name in ("query", "key", "value")},
+        "CausalAttn_0/attn_out_proj/kernel": (H, E, D), "LayerNorm_1/scale": (D,), "LayerNorm_1/bias": (D,),
+        "Mlp_0/Dense_0/kernel": (D, F)}).items()
+}  # fmt: skip
+VIT = {
+    f"Transformer/encoderblock/{path}": (L, *shape)
+    for path, shape in (under("MultiHeadDotProductAttention_0", attention("query", "key", "value"))
+                        | {"LayerNorm_0/scale": (D,), "LayerNorm_0/bias": (D,)}).items()
+}  # fmt: skip
+MAXTEXT = under("decoder/layers", {
+    "self_attention/query/kernel": (D, L, H, E), "self_attention/key/kernel": (D, L, K, E),
+    "self_attention/value/kernel": (D, L, K, E), "self_attention/out/kernel": (H, L, E, D),
+    "mlp/wi_0/kernel": (D, L, F), "mlp/wi_1/kernel": (D, L, F), "mlp/wo/kernel": (F, L, D),
+    "norm/scale": (D, L)})  # fmt: skip
+GEMMA = {
+    path: shape
+    for i in range(2)
+    for path, shape in under(f"layer_{i}", {
+        "attn/q_einsum/w": (H, D, E), "attn/kv_einsum/w": (2, K, D, E), "attn/attn_vec_einsum/w": (H, E, D),
+        "mlp/gating_einsum": (2, D, F), "mlp/linear": (F, D), "pre_attention_norm/scale": (D,)}).items()
+}  # fmt: skip
+BONSAI = {
+    path: shape
+    for i in range(2)
+    for path, shape in under(f"layers/{i}", {
+        "attn/q_proj/kernel": (D, H, E), "attn/k_proj/kernel": (D, K, E), "attn/v_proj/kernel": (D, K, E),
+        "attn/o_proj/kernel": (H, E, D), "attn/q_norm/scale": (E,), "input_layernorm/scale": (D,),
+        "mlp/up_proj/kernel": (D, F), "mlp/down_proj/kernel": (F, D)}).items()
+} | {"lm_head/kernel": (D, V)}  # fmt: skip
+GPT2 = {
+    path: shape
+    for i in range(2)
+    for path, shape in under(f"h/{i}", {
+        "attn/c_attn/kernel": (3 * D, D), "attn/c_attn/bias": (3 * D,), "attn/c_proj/kernel": (D, D),
+        "ln_1/scale": (D,), "ln_1/bias": (D,)}).items()
+}  # fmt: skip
+
+HEADS = {"head": H, "basis": E}
+ATTN = "self_attention"
+
+
+@pytest.mark.parametrize(
+    ("shapes", "roles", "given", "instances", "sizes"),
+    [
+        (FLAX, [{"query/kernel": "_ head basis", "key/kernel": "_ head basis",
+                 "query/bias": "head basis", "key/bias": "head basis"}], {}, 1, HEADS),
+        (FLAX, [{"value/kernel": "_ head basis", "value/bias": "head basis", "out/kernel": "head basis _"}],
+         {}, 1, HEADS),
+        (FLAX, [{"up/kernel": "_ channel", "up/bias": "channel"}, {"down/kernel": "channel _"}], {}, 1,
+         {"channel": F}),
+        (FLAX, [{"norm/scale": "channel"}, {f"{n}/kernel": "channel _ _" for n in ("query", "key", "value")}],
+         {}, 1, {"channel": D}),
+        (NANODO, [{"blocks_{i}/CausalAttn_0/query/kernel": "_ head basis",
+                   "blocks_{i}/CausalAttn_0/key/kernel": "_ head basis"}], {}, 11, HEADS),
+        (NANODO, [{"blocks_{i}/CausalAttn_0/value/kernel": "_ head basis",
+                   "blocks_{i}/CausalAttn_0/attn_out_proj/kernel": "head basis _"}], {}, 11, HEADS),
+        (NANODO, [{"blocks_{i}/LayerNorm_1/scale": "channel", "blocks_{i}/LayerNorm_1/bias": "channel"},
+                  {"blocks_{i}/Mlp_0/Dense_0/kernel": "channel _"}], {}, 11, {"channel": D}),
+        (VIT, [{"Transformer/encoderblock/**/query/kernel": "layer _ head basis",
+                "Transformer/encoderblock/**/key/bias": "layer head basis"}], {}, 1, {"layer": L, **HEADS}),
+        (VIT, [{"**/value/kernel": "layer _ head basis", "**/out/kernel": "layer head basis _"}], {}, 1,
+         {"layer": L, **HEADS}),
+        (VIT, [{"**/LayerNorm_0/scale": "layer channel", "**/LayerNorm_0/bias": "layer channel"},
+               {"**/query/kernel": "layer channel _ _"}], {}, 1, {"layer": L, "channel": D}),
+        (MAXTEXT, [{f"**/{ATTN}/query/kernel": "_ layer (head _) basis",
+                    f"**/{ATTN}/key/kernel": "_ layer head basis"}],
+         {}, 1, {"layer": L, "head": K, "basis": E}),
+        (MAXTEXT, [{f"**/{ATTN}/value/kernel": "_ layer head basis",
+                    f"**/{ATTN}/out/kernel": "(head _) layer basis _"}],
+         {}, 1, {"layer": L, "head": K, "basis": E}),
+        (MAXTEXT, [{"**/wi_1/kernel": "_ layer channel"}, {"**/wo/kernel": "channel layer _"}], {}, 1,
+         {"layer": L, "channel": F}),
+        (MAXTEXT, [{"**/norm/scale": "channel layer"}, {f"**/{ATTN}/query/kernel": "channel layer _ _",
+                                                        f"**/{ATTN}/key/kernel": "channel layer _ _"}], {}, 1,
+         {"channel": D, "layer": L}),
+        (GEMMA, [{"layer_{i}/attn/q_einsum/w": "(head _) _ basis",
+                  "layer_{i}/attn/kv_einsum/w": "kv=0 head _ basis"}],
+         {}, 2, {"head": K, "basis": E}),
+        (GEMMA, [{"layer_{i}/attn/kv_einsum/w": "kv=1 head _ basis",
+                  "layer_{i}/attn/attn_vec_einsum/w": "(head _) basis _"}], {}, 2, {"head": K, "basis": E}),
+        (GEMMA, [{"layer_{i}/attn/kv_einsum/w": "kv=0 head _ _"}], {}, 2, {"head": K}),
+        (GEMMA, [{"layer_{i}/mlp/gating_einsum": "gate=1 _ channel"},
+                 {"layer_{i}/mlp/linear": "channel _"}], {}, 2,
+         {"channel": F}),
+        (GEMMA, [{"layer_{i}/pre_attention_norm/scale": "1+ channel"},
+                 {"layer_{i}/attn/q_einsum/w": "_ channel _",
+                  "layer_{i}/attn/kv_einsum/w": "_ _ channel _"}], {}, 2,
+         {"channel": D}),
+        (BONSAI, [{"layers/{i}/attn/q_proj/kernel": "_ head _"}], {}, 2, {"head": H}),
+        (BONSAI, [{"layers/{i}/attn/v_proj/kernel": "_ head basis",
+                   "layers/{i}/attn/o_proj/kernel": "(head _) basis _"}], {}, 2, {"head": K, "basis": E}),
+        (BONSAI, [{"layers/{i}/mlp/up_proj/kernel": "_ channel"},
+                  {"layers/{i}/mlp/down_proj/kernel": "channel _"}],
+         {}, 2, {"channel": F}),
+        (BONSAI, [{"lm_head/kernel": "_ vocab"}], {}, 1, {"vocab": V}),
+        (GPT2, [{"h/{i}/attn/c_attn/kernel": ("(qkv=0 head basis) _", "(qkv=1 head basis) _"),
+                 "h/{i}/attn/c_attn/bias": ("(qkv=0 head basis)", "(qkv=1 head basis)")}],
+         {"qkv": 3, "head": H}, 2, {"head": H, "basis": D // H}),
+        (GPT2, [{"h/{i}/attn/c_attn/kernel": "(qkv=2 head basis) _",
+                 "h/{i}/attn/c_proj/kernel": "_ (head basis)"}],
+         {"qkv": 3, "head": H}, 2, {"head": H, "basis": D // H}),
+        (GPT2, [{"h/{i}/ln_1/scale": "channel", "h/{i}/ln_1/bias": "channel"},
+                {"h/{i}/attn/c_attn/kernel": "_ channel"}], {}, 2, {"channel": D}),
+    ],
+)  # fmt: skip
+def test_real_trees(
+    shapes: Mapping[str, tuple[int, ...]],
+    roles: list[Any],
+    given: Any,
+    instances: int,
+    sizes: Mapping[str, int],
+) -> None:
+    reserved = tuple(name for name in ("basis", "vocab") if name in sizes)
+    found = resolve(nested(shapes), *roles, sizes=given, reserved=reserved)
+    assert len(found.instances) == instances
+    assert found.named == tuple(name for name in sizes if name not in reserved)
+    for instance in found.instances:
+        assert dict(instance.sizes) == sizes
+        for one in instance.blocks:
+            assert one.shape == shapes[one.path] and one.one_plus == one.axes.startswith("1+")
+            kept = tuple(label for label in one.labels if label != "_")
+            leaf = jax.ShapeDtypeStruct(one.shape, jnp.float32)
+            assert jax.eval_shape(partial(one.total, kept), leaf).shape == instance.shape(kept)
+
+
+def test_real_trees_of_modules_and_tuples() -> None:
+    tree = ({"layers": (Linear(jnp.ones((3, 2)), jnp.ones(3), 3), Linear(jnp.ones((2, 3)), None, 2))},)
+    found = resolve(tree, {"0/layers/0/weight": "c _", "0/layers/0/bias": "c"}, {"0/layers/1/weight": "_ c"})
+    assert [b.path for b in found.instances[0].blocks] == [
+        "0/layers/0/weight",
+        "0/layers/0/bias",
+        "0/layers/1/weight",
+    ]
+
+
+def test_public_names_are_documented() -> None:
+    for name in binding.__all__:
+        thing = getattr(binding, name)
+        if inspect.isfunction(thing):
+            doc = inspect.getdoc(thing) or ""
+            assert "Args:" in doc and ">>>" in doc, name

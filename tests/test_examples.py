@@ -1,0 +1,70 @@
+"""The examples do what they print: a resumed run is an unbroken one, the demo's twins stay together."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from examples import data, demo, train_linen, train_nnx
+
+TINY = ["--batch", "2", "--length", "8", "--width", "8", "--layers", "1"]
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_bytes(bytes(range(32, 127)) * 30)
+    return path
+
+
+def _result(out: Path) -> dict[str, Any]:
+    return json.loads((out / "result.json").read_text())
+
+
+@pytest.mark.parametrize("main", [train_nnx.main, train_linen.main], ids=["nnx", "linen"])
+def test_killed_and_resumed_is_bit_equal(main: Callable[..., Any], tmp_path: Path, text: Path) -> None:
+    options = [*TINY, "--steps", "6", "--save-every", "2", "--data", str(text)]
+    main([*options, "--out", str(tmp_path / "whole")])
+    assert main([*options, "--out", str(tmp_path / "broken"), "--stop-after", "3"]) is None
+    assert not (tmp_path / "broken" / "result.json").exists()
+    main([*options, "--out", str(tmp_path / "broken")])
+    whole = _result(tmp_path / "whole")
+    assert whole == _result(tmp_path / "broken")
+    assert len(whole["losses"]) == 6 and len(set(whole["losses"])) == 6
+    assert (tmp_path / "whole" / "loss.png").stat().st_size > 1000
+
+
+def test_batches_are_found_by_number_and_held_out_text_is_unseen(text: Path) -> None:
+    train, held_out = data.batches(8, 2, text)
+    again, _ = data.batches(8, 2, text)
+    np.testing.assert_array_equal(train[1000], again[1000])
+    assert train[0].shape == held_out[0].shape == (2, 9)
+    assert train[0].dtype == np.int32
+    with pytest.raises(ValueError, match="too few"):
+        data.batches(64, 16, text)
+
+
+def test_default_text_is_the_standard_library() -> None:
+    assert b"def " in data.read_bytes()[:100_000].tobytes()
+
+
+def test_demo_writes_what_it_says(tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = demo.main([*TINY, "--steps", "11", "--out", str(tmp_path), "--data", str(text)])
+    assert set(runs) == {"adamw", "ddc_adamw"}
+    assert (tmp_path / "twins.png").stat().st_size > 1000
+    summary = json.loads((tmp_path / "twins.json").read_text())
+    assert summary["ddc_adamw"]["gap"]["10"] < summary["adamw"]["gap"]["10"]
+    assert "gap@10" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_the_demo_keeps_its_promise(tmp_path: Path) -> None:
+    runs = demo.main(["--out", str(tmp_path)])
+    ours, theirs = runs["ddc_adamw"], runs["adamw"]
+    assert ours.gap[100] <= 1e-3 * theirs.gap[100]
+    assert max(ours.drift) <= 1e-5 < max(theirs.drift)
+    # Not bought with a worse model.
+    assert np.mean(ours.validation) <= 1.05 * min(theirs.validation)

@@ -20,7 +20,7 @@ from gauge_optax.gauges._split import Bound, Point
 from gauge_optax.gauges.product import product
 from gauge_optax.transforms._common import Gauges, in_dtype_of, placeholder, require_choice, require_params
 
-_ROUNDS = 2
+_ROUNDS = 3
 _MAX_LOG_STEP = math.log(2.0)
 VERTICAL = ("frozen", "sgd", "adam")
 RADIAL = ("linear", "log")

@@ -72,7 +72,7 @@ def report(name: str, out: Path, losses: Sequence[float], validation: float, par
     figure, axis = plt.subplots(figsize=(7, 4), layout="constrained")
     axis.plot(np.arange(1, len(losses) + 1), losses, lw=1, label="training, each batch")
     axis.axhline(validation, color="tab:orange", ls="--", label=f"validation at the end: {validation:.3f}")
-    axis.set(title=f"{name}: ddc_adamw on bytes of Python source", xlabel="step", ylabel="nats per byte")
+    axis.set(title=f"{name}: ddc_adamw on bytes of text", xlabel="step", ylabel="nats per byte")
     axis.grid(alpha=0.3)
     axis.legend()
     figure.savefig(out / "loss.png", dpi=120)

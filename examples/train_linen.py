@@ -4,9 +4,9 @@
     python -m examples.train_linen --stop-after 150           # leaves half-way ...
     python -m examples.train_linen                            # ... and this one goes on from there
 
-A resumed run ends with the very same weights as an unbroken one; both print
+A resumed run ends with the very same weights as an unbroken one; both print (the hash is this machine's)
 
-    ENDING
+    validation loss 2.3300 after 300 steps; weights 627745e6fa363c4b
 """
 
 from collections.abc import Sequence

@@ -4,9 +4,9 @@
     python -m examples.train_nnx --stop-after 150             # leaves half-way ...
     python -m examples.train_nnx                              # ... and this one goes on from there
 
-A resumed run ends with the very same weights as an unbroken one; both print
+A resumed run ends with the very same weights as an unbroken one; both print (the hash is this machine's)
 
-    ENDING
+    validation loss 2.0517 after 300 steps; weights 00775d9c0a05635e
 """
 
 from collections.abc import Sequence

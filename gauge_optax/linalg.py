@@ -109,8 +109,9 @@ def lyapunov(m: jax.Array, k: jax.Array) -> jax.Array:
     if m.shape[-1] == 2:
         return safe_divide(2.0 * k, jnp.trace(m, axis1=-2, axis2=-1)[..., None, None])
     values, vectors = symmetric_eigen(m)
-    rotated = matmul(matmul(transpose(vectors), k), vectors)
-    return matmul(matmul(vectors, 2.0 * rotated * inverse_pair_sums(values)), transpose(vectors))
+    # Rounding leaves symmetric parts, which small pairs of eigenvalues would amplify.
+    rotated = skew(matmul(matmul(transpose(vectors), k), vectors))
+    return skew(matmul(matmul(vectors, 2.0 * rotated * inverse_pair_sums(values)), transpose(vectors)))
 
 
 def inverse_pair_sums(values: jax.Array) -> jax.Array:

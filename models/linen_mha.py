@@ -64,7 +64,7 @@ class MHADecoder(nn.Module):
         for i in range(c.layers):
             x = Block(c, name=f"blocks_{i}")(x, mask)
         x = nn.LayerNorm(name="final_norm")(x)
-        return nn.Dense(c.vocab, kernel_init=nn.initializers.normal(0.02), name="lm_head")(x)
+        return nn.Dense(c.vocab, name="lm_head")(x)
 
 
 def next_token_loss(logits: jax.Array, tokens: jax.Array) -> jax.Array:

@@ -211,7 +211,7 @@ class Head(nnx.Module):
     """Features to logits: through its own kernel, or through the embedding it is tied to."""
 
     def __init__(self, c: LMConfig, rngs: nnx.Rngs) -> None:
-        kernel = EMBED_INIT(rngs.params(), (c.d_model, c.vocab), jnp.float32)
+        kernel = LINEAR_INIT(rngs.params(), (c.d_model, c.vocab))
         self.kernel = None if c.tied else nnx.Param(kernel)
         self.bias = nnx.Param(jnp.zeros(c.vocab)) if c.bias else None
 

@@ -1,16 +1,35 @@
 """The examples do what they print: a resumed run is an unbroken one, the demo's twins stay together."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 from examples import data, demo, train_linen, train_nnx
 
 TINY = ["--batch", "2", "--length", "8", "--width", "8", "--layers", "1"]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _compile_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """The three runs of one example compile the same programs: keep these on disk for the length of this file."""
+    compilation_cache.reset_cache()
+    settings = {
+        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("compiled")),
+        "jax_persistent_cache_min_compile_time_secs": 0.3,
+    }
+    before = {name: getattr(jax.config, name) for name in settings}
+    for name, value in settings.items():
+        jax.config.update(name, value)
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
 
 
 @pytest.fixture
@@ -55,8 +74,9 @@ def test_demo_writes_what_it_says(tmp_path: Path, text: Path, capsys: pytest.Cap
     runs = demo.main([*TINY, "--steps", "11", "--out", str(tmp_path), "--data", str(text)])
     assert set(runs) == {"adamw", "ddc_adamw"}
     assert (tmp_path / "twins.png").stat().st_size > 1000
-    summary = json.loads((tmp_path / "twins.json").read_text())
-    assert summary["ddc_adamw"]["gap"]["10"] < summary["adamw"]["gap"]["10"]
+    written = json.loads((tmp_path / "twins.json").read_text())
+    assert written["ddc_adamw"]["gap"] == runs["ddc_adamw"]["gap"]
+    assert written["ddc_adamw"]["gap"][10] < written["adamw"]["gap"][10]
     assert "gap@10" in capsys.readouterr().out
 
 
@@ -64,7 +84,7 @@ def test_demo_writes_what_it_says(tmp_path: Path, text: Path, capsys: pytest.Cap
 def test_the_demo_keeps_its_promise(tmp_path: Path) -> None:
     runs = demo.main(["--out", str(tmp_path)])
     ours, theirs = runs["ddc_adamw"], runs["adamw"]
-    assert ours.gap[100] <= 1e-3 * theirs.gap[100]
-    assert max(ours.drift) <= 1e-5 < max(theirs.drift)
+    assert ours["gap"][100] <= 1e-3 * theirs["gap"][100]
+    assert max(ours["drift"].values()) <= 1e-5 < max(theirs["drift"].values())
     # Not bought with a worse model.
-    assert np.mean(ours.validation) <= 1.05 * min(theirs.validation)
+    assert max(ours["validation"]) <= 1.02 * min(theirs["validation"])

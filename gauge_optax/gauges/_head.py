@@ -5,6 +5,7 @@ vertical part (`_split`), the basis kept between steps (`_basis`).
 """
 
 import dataclasses
+import math
 import string
 from collections.abc import Mapping
 
@@ -108,6 +109,17 @@ class HeadInstance:
         left, out = "".join(letters), "".join("Z" if x == "Y" else x for x in letters)
         spec = f"{left},{''.join(self._named_letters())}YZ->{out}"
         return jnp.einsum(spec, view, matrix, precision=HIGHEST)
+
+    def mean(self, values: Values) -> jax.Array:
+        """Mean over all rows of all blocks and over the basis: (*shape)."""
+        total, count = jnp.zeros(self.shape), 0
+        for block in self.blocks:
+            view = block.view(values[block.block.path])
+            axes = tuple(k for k, label in enumerate(block.labels) if label not in self.named)
+            kept = [label for label in block.labels if label in self.named]
+            total = total + jnp.transpose(jnp.sum(view, axes), [kept.index(name) for name in self.named])
+            count += view.size // math.prod(self.shape)
+        return total / count
 
     def along_basis(self, block: HeadBlock, values: jax.Array) -> jax.Array:
         """Per-head vectors (*shape, size), broadcastable to the block's view."""

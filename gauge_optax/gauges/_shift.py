@@ -41,3 +41,13 @@ def mean_over_vocab(block: Block, leaf: jax.Array) -> jax.Array:
 def add_shift(block: Block, leaf: jax.Array, shift: jax.Array) -> jax.Array:
     """The leaf with `shift` added along vocab."""
     return block.write(leaf, block.view(leaf) + jnp.expand_dims(shift, axis_of(block)))
+
+
+def centre_block(block: Block, leaf: jax.Array) -> jax.Array:
+    """The leaf without the block's mean along vocab; exactly zero where it was constant.
+
+    A zero head that was shifted is constant. The rounding of its mean would count as weights, with a norm and a frame.
+    """
+    view, axis = block.view(leaf), axis_of(block)
+    constant = jnp.all(view == jax.lax.slice_in_dim(view, 0, 1, axis=axis), axis, keepdims=True)
+    return block.write(leaf, jnp.where(constant, 0.0, view - jnp.mean(view, axis, keepdims=True)))

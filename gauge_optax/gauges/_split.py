@@ -22,7 +22,7 @@ from gauge_optax.gauges import _frame
 from gauge_optax.gauges._frame import Channels, ScaleSystem
 from gauge_optax.gauges._head import BASIS, HeadInstance
 from gauge_optax.gauges._scale import ScaleInstance, Values
-from gauge_optax.gauges._shift import VOCAB, ShiftInstance, add_shift, mean_over_vocab
+from gauge_optax.gauges._shift import VOCAB, ShiftInstance, add_shift, centre_block, mean_over_vocab
 from gauge_optax.linalg import lyapunov, real_dtype, safe_divide, skew
 
 Arrays = dict[str, jax.Array]
@@ -92,7 +92,10 @@ class Bound:
 
     def centre(self, values: Values) -> Arrays:
         """`values` without their constant along vocab."""
-        return self.add_shifts(values, self.shift_means(values), -1.0)
+        moved = dict(values)
+        for block in (b for i in self.shifts for b in i.blocks):
+            moved[block.path] = centre_block(block, moved[block.path])
+        return moved
 
     def check(self) -> None:
         """Raises ValueError where two gauges of the product do not commute."""

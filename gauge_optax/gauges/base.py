@@ -147,13 +147,13 @@ class Gauge(abc.ABC):
         Returns:
           The inverse of the point's frame; the identity for rotations.
         """
-        return self.inverse(_merge(self.identity(params), self.coordinates(params)))
+        return self.inverse(merge(self.identity(params), self.coordinates(params)))
 
 
-def _merge(identity: Element, here: Element) -> Element:
+def merge(identity: Element, here: Element) -> Element:
     """`here` where it has entries, the identity elsewhere."""
     if isinstance(identity, tuple):
-        return tuple(_merge(a, b) for a, b in zip(identity, here, strict=True))
+        return tuple(merge(a, b) for a, b in zip(identity, here, strict=True))
     return here if here else identity
 
 

@@ -16,7 +16,7 @@ from gauge_optax._axes import parse_axes
 from gauge_optax.binding import BlockSpec, binding_error, instance_key
 from gauge_optax.gauges._shift import VOCAB
 from gauge_optax.gauges._split import Bound
-from gauge_optax.gauges.base import BoundGauge, Element, Gauge, Params
+from gauge_optax.gauges.base import BoundGauge, Element, Gauge, Params, merge
 from gauge_optax.gauges.shift import LogitShift
 
 
@@ -106,6 +106,19 @@ class Product(Gauge):
             if isinstance(part, LogitShift)
             else part.compose(a[at], b[at])
             for at, part in enumerate(self.parts)
+        )
+
+    def balance(self, params: Any) -> Element:
+        # A coordinate is measured on the leaf as it stands; parts that act after the shift have moved it since.
+        here = merge(self.identity(params), self.coordinates(params))
+        undo = tuple(part.inverse(own) for part, own in zip(self.parts, here, strict=True))
+        return self.inverse(
+            tuple(
+                self._carry(own, at, range(at + 1, len(self.parts)), undo)
+                if isinstance(self.parts[at], LogitShift)
+                else own
+                for at, own in enumerate(here)
+            )
         )
 
     def dim(self, params: Any) -> int:

@@ -103,7 +103,7 @@ def scale_invariant(blocks: Mapping[str, Axes], *, sizes: Mapping[str, int] | No
 def _scale_gauge(
     name: str, up: Mapping[str, Axes], down: Mapping[str, Axes] | None, degree: float, sizes: Mapping[str, int] | None
 ) -> "Rescale":
-    if isinstance(degree, bool) or not isinstance(degree, int | float) or not degree > 0:
+    if isinstance(degree, bool) or not isinstance(degree, int | float) or not 0 < degree < math.inf:
         raise binding_error(
             name,
             "bad degree",

@@ -19,6 +19,8 @@ from gauge_optax.linalg import lyapunov, matmul, orthogonal_logarithm, skew, sym
 from gauge_optax.transforms._common import Gauges
 
 _SMALL = 0.1
+_CAYLEY_STEPS = 6  # each leaves the square of the half angle, 1e-2 at most
+_LAST_ORDER = 13
 
 
 def drift(params_0: Any, params_t: Any, gauges: Gauges) -> tuple[Element, ...]:
@@ -88,7 +90,23 @@ def _rotations(bound: Bound, turns: dict[HeadInstance, jax.Array]) -> dict[str, 
 def _logarithm(head: HeadInstance, hat: dict[str, jax.Array], framed: dict[str, jax.Array]) -> jax.Array:
     """log of the polar factor of M + S; from skew(S) where the step is small, so that float32 keeps its digits."""
     gram, step = head.gram(hat, hat), head.gram(hat, framed)
-    near = lyapunov(gram + symmetric(step), skew(step))
+    near = _near_logarithm(gram + symmetric(step), skew(step))
     u, _, vt = jnp.linalg.svd(gram + step, full_matrices=False)
     small = jnp.linalg.norm(step, axis=(-2, -1)) < _SMALL * jnp.linalg.norm(gram, axis=(-2, -1))
     return jnp.where(small[..., None, None], near, orthogonal_logarithm(matmul(u, vt)))
+
+
+def _near_logarithm(even: jax.Array, odd: jax.Array) -> jax.Array:
+    """log of the polar factor of Y + K, Y symmetric and K small and skew, without Y's digits in the way.
+
+    With the factor (1 + C)(1 − C)⁻¹, that its product with Y + K be symmetric reads Y·C + C·Y = K + C·K·C.
+    """
+    cayley = lyapunov(even, 0.5 * odd)
+    for _ in range(_CAYLEY_STEPS):
+        cayley = lyapunov(even, 0.5 * (odd + matmul(matmul(cayley, odd), cayley)))
+    square = matmul(cayley, cayley)
+    total = power = cayley
+    for order in range(3, _LAST_ORDER + 1, 2):
+        power = matmul(power, square)
+        total = total + power / order
+    return 2.0 * total

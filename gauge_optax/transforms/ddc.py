@@ -264,7 +264,8 @@ def _divided(
     if v_mode == "per_head_scalar":
         squares = _moments.on_blocks(bound, squares, lambda g, i, h, b, view: _moments.per_head_mean(h, b, view))
     nu = {p: adam.b2 * x + (1 - adam.b2) * squares[p] for p, x in nu.items()}
-    step = {p: mean_in[p] / adam.root(x) for p, x in nu.items()}
+    roots = _moments.above_rounding(bound, {p: adam.root(x) for p, x in nu.items()}, nu, 1 - adam.b2**adam.step)
+    step = {p: mean_in[p] / roots[p] for p in nu}
     if v_mode == "none":
         return _replaced(bound, step, mean, None), nu
     if not framed:

@@ -20,7 +20,6 @@ from gauge_optax.gauges._split import Bound, Point
 from gauge_optax.gauges.product import product
 from gauge_optax.transforms._common import Gauges, in_dtype_of, placeholder, require_choice, require_params
 
-_ROUNDS = 3
 _MAX_LOG_STEP = math.log(2.0)
 VERTICAL = ("frozen", "sgd", "adam")
 RADIAL = ("linear", "log")
@@ -150,9 +149,9 @@ def _step(
     corrections = tuple(jnp.zeros_like(f) for f in point.channels)
     scales = _scale_corrections(system, point, framed, before, after, target, radial)
     now = {p: after[p] * jnp.exp(x - point.logs[p]) for p, x in system.exponents(scales, euler=True).items()}
-    alive = _frame.alive_channels(system, target, _frame.norms(system, system.squares(now)))
-    for _ in range(_ROUNDS):
-        corrections = _frame.balancing_round(system, now, corrections, alive)
+    rho = _frame.norms(system, system.squares(now))
+    alive, held = _frame.alive_channels(system, target, rho), _frame.held_channels(system, target, rho)
+    corrections = _frame.follow(system, now, corrections, held)
     settled = _anchor_if_fresh(system, now, corrections, alive, target)
     drift = tuple(jnp.where(s, c, 0.0) for s, c in zip(target.settled, corrections, strict=True))
     shift_of_target = tuple(t - f for t, f in zip(target.f, point.channels, strict=True))

@@ -1,0 +1,490 @@
+"""The registers: every gauge and every transformation that the conformance tests run over.
+
+Data only, nothing is computed at import. A public name that stands in neither register fails `test_structure.py`.
+"""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+import gauge_optax as go
+from gauge_optax.gauges.base import Gauge
+from models import lm
+
+Tree = Any
+Shapes = Mapping[str, tuple[int, ...]]
+Loss = Callable[[Tree], jax.Array]
+
+
+@dataclass(frozen=True)
+class GaugeCase:
+    """A gauge, or a product of several, on a tiny model in general position.
+
+    Attributes:
+      name: "constructor/variant", or "product/variant".
+      gauges: makes the gauges; more than one mean their product.
+      params: key → parameters, float64 under x64 and float32 otherwise.
+      loss: what the gauges must keep.
+      dim: vertical dimensions.
+    """
+
+    name: str
+    gauges: Callable[[], list[Gauge]]
+    params: Callable[[jax.Array], Tree]
+    loss: Loss | None
+    dim: int
+
+
+@dataclass(frozen=True)
+class TransformCase:
+    """One setting of one transformation: what `optax.inject_hyperparams(factory)(gauges=..., **options)` takes.
+
+    Attributes:
+      name: "constructor/variant".
+      factory: the public constructor.
+      options: its arguments, `gauges` apart.
+    """
+
+    name: str
+    factory: Callable[..., optax.GradientTransformationExtraArgs]
+    options: Mapping[str, Any]
+
+    def make(self, gauges: Sequence[Gauge]) -> optax.GradientTransformationExtraArgs:
+        """The transformation: an optimizer, or a link of a chain."""
+        return self.factory(gauges=gauges, **self.options)
+
+
+# Parameters ---------------------------------------------------------------------------------------
+
+
+def _draw(key: jax.Array, shapes: Sequence[tuple[int, ...]]) -> list[jax.Array]:
+    """Unit normals, by numpy: nothing to compile."""
+    generator = np.random.default_rng(np.asarray(jax.random.key_data(key)))
+    return [jnp.asarray(generator.normal(size=shape), float) for shape in shapes]
+
+
+def _normal(shapes: Shapes, key: jax.Array) -> Tree:
+    """A nested dict of unit normals, one leaf per path."""
+    tree: dict[str, Any] = {}
+    for path, leaf in zip(shapes, _draw(key, list(shapes.values())), strict=True):
+        *parents, last = path.split("/")
+        functools.reduce(lambda t, name: t.setdefault(name, {}), parents, tree)[last] = leaf
+    return tree
+
+
+def _params(**shapes: tuple[int, ...]) -> Callable[[jax.Array], Tree]:
+    """`_normal` with paths as keywords, `__` for the slash."""
+    return functools.partial(_normal, {name.replace("__", "/"): shape for name, shape in shapes.items()})
+
+
+def _lm_params(config: lm.LMConfig, key: jax.Array) -> Tree:
+    """A language model's parameters in general position: no zero bias, no unit scale."""
+    shapes, treedef = jax.tree.flatten(_lm_parts(config)[0])
+    drawn = _draw(key, [x.shape for x in shapes])
+    return treedef.unflatten([0.4 * x + (1.0 if x.ndim == 1 else 0.0) for x in drawn])
+
+
+@functools.lru_cache(maxsize=4)
+def _lm_parts(config: lm.LMConfig) -> tuple[Tree, Callable[[Tree, np.ndarray], jax.Array]]:
+    """The shapes of the parameters, and loss(params, tokens); nothing is initialised."""
+    graphdef, state = nnx.split(nnx.eval_shape(lambda: lm.build(config, nnx.Rngs(0))))
+    return nnx.to_pure_dict(state), lambda p, tokens: lm.loss_fn(nnx.merge(graphdef, p), tokens)
+
+
+# Losses -------------------------------------------------------------------------------------------
+
+
+def _fixed(*shape: int) -> np.ndarray:
+    """The same inputs for every call."""
+    return np.random.default_rng(0).normal(size=shape)
+
+
+def _square(x: jax.Array) -> jax.Array:
+    """Distance from fixed targets: a scalar that sees every output."""
+    return jnp.mean(jnp.square(x - jnp.asarray(_fixed(*x.shape), x.dtype)))
+
+
+def _cross_entropy(logits: jax.Array) -> jax.Array:
+    labels = np.arange(logits.shape[0]) % logits.shape[1]
+    return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, labels))
+
+
+def _inputs(leaf: jax.Array, *shape: int) -> jax.Array:
+    return jnp.asarray(_fixed(*shape), leaf.dtype)
+
+
+def _normalised(x: jax.Array) -> jax.Array:
+    return x / jnp.sqrt(jnp.mean(jnp.square(x), -1, keepdims=True))
+
+
+def _head_loss(p: Tree) -> jax.Array:
+    bias = p.get("bias", 0.0)
+    if "kernel" not in p:
+        return _cross_entropy(_inputs(bias, 4, 7) + bias)
+    return _cross_entropy((_inputs(p["kernel"], 4, 6) @ p["kernel"] + bias)[:, :7])
+
+
+def _unit_loss(power: int, p: Tree) -> jax.Array:
+    hidden = jax.nn.relu(_inputs(p["up"]["kernel"], 4, 6) @ p["up"]["kernel"] + p["up"]["bias"]) ** power
+    return _square(hidden @ p["down"])
+
+
+def _layers_loss(p: Tree) -> jax.Array:
+    x = _inputs(p["layers"]["0"]["up"], 4, 6)
+    for layer in p["layers"].values():
+        x = x + jax.nn.relu(x @ layer["up"]) @ layer["down"]
+    return _square(x)
+
+
+def _lora_loss(p: Tree) -> jax.Array:
+    return _square(_inputs(p["a"], 4, 6) @ p["a"] @ p["b"])
+
+
+def _gate_loss(p: Tree) -> jax.Array:
+    x = _inputs(p["down"], 4, 6)
+    return _square((jax.nn.silu(x @ p["gate"][0]) * (x @ p["gate"][1])) @ p["down"])
+
+
+def _chain_loss(p: Tree) -> jax.Array:
+    return _square(jax.nn.relu(jax.nn.relu(_inputs(p["w1"], 4, 6) @ p["w1"]) @ p["w2"]) @ p["w3"])
+
+
+def _norm_loss(p: Tree) -> jax.Array:
+    x = _normalised(_inputs(p["scale"], 4, 6)) * p["scale"] + p.get("bias", 0.0)
+    return _square(jnp.tanh(x @ p["kernel"]))
+
+
+def _consumers_loss(p: Tree) -> jax.Array:
+    x = _normalised(_inputs(p["norm"], 4, 6)) * (1.0 + p["norm"])
+    return sum(_square(jnp.tanh(jnp.einsum("nd,dhe->nhe", x, p[name]))) for name in ("query", "key", "value"))
+
+
+def _normed_head_loss(p: Tree) -> jax.Array:
+    x = jnp.einsum("nd,dhe->nhe", _inputs(p["kernel"], 4, 6), p["kernel"]) + p.get("bias", 0.0)
+    return _square(_normalised(x))
+
+
+def _project(p: Tree, name: str, x: jax.Array) -> jax.Array:
+    """One of query, key, value: (time, heads, d_h)."""
+    module = p[name] if isinstance(p[name], dict) else {"kernel": p[name]}
+    return jnp.einsum("nd,dhe->nhe", x, module["kernel"]) + module.get("bias", 0.0)
+
+
+def _scores(q: jax.Array, k: jax.Array) -> jax.Array:
+    """tanh of every score; key heads repeat over their group."""
+    return _square(jnp.tanh(jnp.einsum("nhe,mhe->hnm", q, jnp.repeat(k, q.shape[1] // k.shape[1], 1))))
+
+
+def _attention_loss(p: Tree) -> jax.Array:
+    x = _inputs(jax.tree.leaves(p)[0], 4, 6)
+    return _scores(_project(p, "query", x), _project(p, "key", x))
+
+
+def _mqa_loss(p: Tree) -> jax.Array:
+    x = _inputs(p["key"], 4, 6)
+    return _scores(_project(p, "query", x), (x @ p["key"])[:, None, :])
+
+
+def _value_loss(p: Tree) -> jax.Array:
+    x = _inputs(p["out"], 4, 6)
+    return _square(jnp.einsum("nhe,hed->nd", _project(p, "value", x), p["out"]))
+
+
+def _fused_loss(p: Tree) -> jax.Array:
+    x = _inputs(p["qkv"], 4, 6)
+    qkv = (x @ p["qkv"] + p["bias"]).reshape(4, 3, 2, 4)
+    return _scores(qkv[:, 0], qkv[:, 1]) + _square(qkv[:, 2])
+
+
+def _scanned_loss(p: Tree) -> jax.Array:
+    return sum(_attention_loss({"query": p["query"][i], "key": p["key"][i]}) for i in range(2))
+
+
+def _rotary(x: jax.Array, pairing: str, rotary: int) -> jax.Array:
+    """Turns plane j of position n by n·3^(−j), on the first `rotary` coordinates."""
+    turned, rest = x[..., :rotary], x[..., rotary:]
+    half = rotary // 2
+    planes = turned.reshape(*x.shape[:-1], *((2, half) if pairing == "half" else (half, 2)))
+    a, b = jnp.moveaxis(planes, -2 if pairing == "half" else -1, 0)
+    angle = jnp.asarray(np.arange(x.shape[0])[:, None, None] * 3.0 ** -np.arange(half), x.dtype)
+    a, b = a * jnp.cos(angle) - b * jnp.sin(angle), a * jnp.sin(angle) + b * jnp.cos(angle)
+    turned = jnp.stack([a, b], -2 if pairing == "half" else -1).reshape(turned.shape)
+    return jnp.concatenate([turned, rest], -1)
+
+
+def _rope_loss(pairing: str, rotary: int, p: Tree) -> jax.Array:
+    x = _inputs(jax.tree.leaves(p)[0], 4, 6)
+    return _scores(*(_rotary(_project(p, name, x), pairing, rotary) for name in ("query", "key")))
+
+
+def _semidirect_loss(p: Tree) -> jax.Array:
+    x = _normalised(_inputs(p["norm"], 4, 6)) * p["norm"]
+    return _cross_entropy(x @ p["kernel"] + p["bias"])
+
+
+def _lm_loss(config: lm.LMConfig, p: Tree) -> jax.Array:
+    tokens = np.random.default_rng(0).integers(config.vocab, size=(3, config.max_len + 1))
+    return _lm_parts(config)[1](p, tokens)
+
+
+# Gauges -------------------------------------------------------------------------------------------
+
+_SIZES: dict[str, Any] = dict(vocab=7, d_model=6, layers=1, heads=2, kv_heads=2, d_head=4, d_ff=5, max_len=4)
+GPT = lm.LMConfig(**_SIZES)
+LLAMA = lm.llama_config(**_SIZES | {"heads": 4})
+
+_UNIT = _params(up__kernel=(6, 5), up__bias=(5,), down=(5, 3))
+_QK = _params(query=(6, 2, 4), key=(6, 2, 4))
+_GROUPED = _params(query=(6, 4, 4), key=(6, 2, 4))
+
+
+def _unit(degree: float) -> list[Gauge]:
+    return [go.rescale({"up/kernel": "_ channel", "up/bias": "channel"}, {"down": "channel _"}, degree=degree)]
+
+
+def _rotation(query: str, key: str) -> list[Gauge]:
+    return [go.head_rotation({"query": query, "key": key})]
+
+
+def _torus(query: str, key: str, pairing: str) -> list[Gauge]:
+    return [go.rope_torus({"query": query, "key": key}, pairing=pairing)]
+
+
+def _final_norm() -> Gauge:
+    return go.norm_scale({"norm": "channel"}, {"kernel": "channel _"})
+
+
+def _logits() -> Gauge:
+    return go.logit_shift({"kernel": "_ vocab", "bias": "vocab"})
+
+
+GAUGE_CASES: tuple[GaugeCase, ...] = (
+    GaugeCase(
+        "logit_shift/kernel",
+        lambda: [go.logit_shift({"kernel": "_ vocab"})],
+        _params(kernel=(6, 7)),
+        _head_loss,
+        dim=6,
+    ),
+    GaugeCase(
+        "logit_shift/kernel_bias",
+        lambda: [go.logit_shift({"kernel": "_ vocab", "bias": "vocab"})],
+        _params(kernel=(6, 7), bias=(7,)),
+        _head_loss,
+        dim=7,
+    ),
+    GaugeCase("logit_shift/bias", lambda: [go.logit_shift({"bias": "vocab"})], _params(bias=(7,)), _head_loss, dim=1),
+    GaugeCase(
+        "logit_shift/padded",
+        lambda: [go.logit_shift({"kernel": "_ vocab=0:7", "bias": "vocab=0:7"})],
+        _params(kernel=(6, 9), bias=(9,)),
+        lambda p: _head_loss({"kernel": p["kernel"][:, :7], "bias": p["bias"][:7]}),
+        dim=7,
+    ),
+    GaugeCase("rescale/channel", lambda: _unit(1), _UNIT, functools.partial(_unit_loss, 1), dim=5),
+    GaugeCase("rescale/degree_2", lambda: _unit(2), _UNIT, functools.partial(_unit_loss, 2), dim=5),
+    GaugeCase("rescale/degree_3", lambda: _unit(3), _UNIT, functools.partial(_unit_loss, 3), dim=5),
+    GaugeCase(
+        "rescale/block",
+        lambda: [go.rescale({"a": "_ _"}, {"b": "_ _"})],
+        _params(a=(6, 3), b=(3, 5)),
+        _lora_loss,
+        dim=1,
+    ),
+    GaugeCase(
+        "rescale/gate",
+        lambda: [go.rescale({"gate": "gate=1 _ channel"}, {"down": "channel _"})],
+        _params(gate=(2, 6, 5), down=(5, 6)),
+        _gate_loss,
+        dim=5,
+    ),
+    GaugeCase(
+        "rescale/layers",
+        lambda: [go.rescale({"layers/{i}/up": "_ channel"}, {"layers/{i}/down": "channel _"})],
+        _params(layers__0__up=(6, 5), layers__0__down=(5, 6), layers__1__up=(6, 3), layers__1__down=(3, 6)),
+        _layers_loss,
+        dim=8,
+    ),
+    GaugeCase(
+        "norm_scale/bias",
+        lambda: [go.norm_scale({"scale": "channel", "bias": "channel"}, {"kernel": "channel _"})],
+        _params(scale=(6,), bias=(6,), kernel=(6, 5)),
+        _norm_loss,
+        dim=6,
+    ),
+    GaugeCase(
+        "norm_scale/one_plus",
+        lambda: [
+            go.norm_scale({"norm": "1+ channel"}, dict.fromkeys(("query", "key", "value"), "channel _ _")),
+        ],
+        _params(norm=(6,), query=(6, 2, 4), key=(6, 2, 4), value=(6, 2, 4)),
+        _consumers_loss,
+        dim=6,
+    ),
+    GaugeCase(
+        "scale_invariant/kernel",
+        lambda: [go.scale_invariant({"kernel": "_ head _"})],
+        _params(kernel=(6, 2, 4)),
+        _normed_head_loss,
+        dim=2,
+    ),
+    GaugeCase(
+        "scale_invariant/kernel_bias",
+        lambda: [go.scale_invariant({"kernel": "_ head _", "bias": "head _"})],
+        _params(kernel=(6, 2, 4), bias=(2, 4)),
+        _normed_head_loss,
+        dim=2,
+    ),
+    GaugeCase("head_rotation/mha", lambda: _rotation("_ head basis", "_ head basis"), _QK, _attention_loss, dim=12),
+    GaugeCase(
+        "head_rotation/gqa", lambda: _rotation("_ (head _) basis", "_ head basis"), _GROUPED, _attention_loss, dim=12
+    ),
+    GaugeCase(
+        "head_rotation/mqa",
+        lambda: _rotation("_ _ basis", "_ basis"),
+        _params(query=(6, 2, 4), key=(6, 4)),
+        _mqa_loss,
+        dim=6,
+    ),
+    GaugeCase(
+        "head_rotation/bias",
+        lambda: [
+            go.head_rotation(
+                {f"{n}/kernel": "_ head basis" for n in ("query", "key")}
+                | {f"{n}/bias": "head basis" for n in ("query", "key")}
+            )
+        ],
+        _params(query__kernel=(6, 2, 4), query__bias=(2, 4), key__kernel=(6, 2, 4), key__bias=(2, 4)),
+        _attention_loss,
+        dim=12,
+    ),
+    GaugeCase(
+        "head_rotation/value_out",
+        lambda: [go.head_rotation({"value/kernel": "_ head basis", "value/bias": "head basis", "out": "head basis _"})],
+        _params(value__kernel=(6, 2, 4), value__bias=(2, 4), out=(2, 4, 6)),
+        _value_loss,
+        dim=12,
+    ),
+    GaugeCase(
+        "head_rotation/fused",
+        lambda: [
+            go.head_rotation(
+                {
+                    "qkv": ("_ (qkv=0 head basis)", "_ (qkv=1 head basis)"),
+                    "bias": ("(qkv=0 head basis)", "(qkv=1 head basis)"),
+                },
+                sizes={"qkv": 3, "head": 2},
+            )
+        ],
+        _params(qkv=(6, 24), bias=(24,)),
+        _fused_loss,
+        dim=12,
+    ),
+    GaugeCase(
+        "head_rotation/scanned",
+        lambda: _rotation("layer _ head basis", "layer _ head basis"),
+        _params(query=(2, 6, 2, 4), key=(2, 6, 2, 4)),
+        _scanned_loss,
+        dim=24,
+    ),
+    GaugeCase(
+        "rope_torus/half",
+        lambda: _torus("_ head basis", "_ head basis", "half"),
+        _QK,
+        functools.partial(_rope_loss, "half", 4),
+        dim=4,
+    ),
+    GaugeCase(
+        "rope_torus/interleaved",
+        lambda: _torus("_ head basis", "_ head basis", "interleaved"),
+        _QK,
+        functools.partial(_rope_loss, "interleaved", 4),
+        dim=4,
+    ),
+    GaugeCase(
+        "rope_torus/gqa",
+        lambda: _torus("_ (head _) basis", "_ head basis", "half"),
+        _GROUPED,
+        functools.partial(_rope_loss, "half", 4),
+        dim=4,
+    ),
+    GaugeCase(
+        "rope_torus/partial",
+        lambda: _torus("_ head basis=0:4", "_ head basis=0:4", "interleaved"),
+        _params(query=(6, 2, 6), key=(6, 2, 6)),
+        functools.partial(_rope_loss, "interleaved", 4),
+        dim=4,
+    ),
+    GaugeCase(
+        "product/gpt",  # LayerNorms 18, query-key 12, value-out 12, ReLU 5, shift 7.
+        lambda: lm.gauges(GPT),
+        functools.partial(_lm_params, GPT),
+        functools.partial(_lm_loss, GPT),
+        dim=54,
+    ),
+    GaugeCase(
+        "product/llama",  # RMSNorms 18, torus 4, value-out 12, SwiGLU 5, shift 6.
+        lambda: lm.gauges(LLAMA),
+        functools.partial(_lm_params, LLAMA),
+        functools.partial(_lm_loss, LLAMA),
+        dim=45,
+    ),
+    GaugeCase(
+        "product/chain",
+        lambda: [
+            go.rescale({"w1": "_ channel"}, {"w2": "channel _"}),
+            go.rescale({"w2": "_ channel"}, {"w3": "channel _"}),
+        ],
+        _params(w1=(6, 5), w2=(5, 4), w3=(4, 3)),
+        _chain_loss,
+        dim=9,
+    ),
+    GaugeCase(
+        "product/semidirect",
+        lambda: [_final_norm(), _logits()],
+        _params(norm=(6,), kernel=(6, 7), bias=(7,)),
+        _semidirect_loss,
+        dim=13,
+    ),
+    GaugeCase(
+        "product/semidirect_reversed",  # the shift first: scales move it
+        lambda: [_logits(), _final_norm()],
+        _params(norm=(6,), kernel=(6, 7), bias=(7,)),
+        _semidirect_loss,
+        dim=13,
+    ),
+)
+
+
+def _falling(count: jax.Array) -> jax.Array:
+    """A schedule: 1e-2, falling with the step's number."""
+    return 1e-2 / (1.0 + count)
+
+
+TRANSFORM_CASES: tuple[TransformCase, ...] = (
+    TransformCase("gauge_project/gradient", go.gauge_project, {"kind": "gradient"}),
+    TransformCase("gauge_project/update", go.gauge_project, {"kind": "update"}),
+    TransformCase("scale_by_ddc/body_frame_topk", go.scale_by_ddc, {}),
+    TransformCase("scale_by_ddc/body_frame", go.scale_by_ddc, {"v_mode": "body_frame"}),
+    TransformCase("scale_by_ddc/per_head_scalar", go.scale_by_ddc, {"v_mode": "per_head_scalar"}),
+    TransformCase("scale_by_ddc/none", go.scale_by_ddc, {"v_mode": "none"}),
+    TransformCase("scale_by_ddc/sgd", go.scale_by_ddc, {"vertical": "sgd"}),
+    TransformCase("scale_by_ddc/adam", go.scale_by_ddc, {"vertical": "adam"}),
+    TransformCase("scale_by_ddc/log", go.scale_by_ddc, {"radial": "log"}),
+    TransformCase("scale_by_ddc/nesterov", go.scale_by_ddc, {"nesterov": True, "refresh_every": 2}),
+    TransformCase("add_gauge_decay/number", go.add_gauge_decay, {"weight_decay": 0.1}),
+    TransformCase("add_gauge_decay/schedule", go.add_gauge_decay, {"weight_decay": _falling}),
+    TransformCase("gauge_retract/linear", go.gauge_retract, {}),
+    TransformCase("gauge_retract/log", go.gauge_retract, {"radial": "log"}),
+    TransformCase("gauge_retract/sgd", go.gauge_retract, {"vertical": "sgd"}),
+    TransformCase("clip_by_invariant_norm/number", go.clip_by_invariant_norm, {"max_norm": 1.0}),
+    TransformCase("ddc_adamw/number", go.ddc_adamw, {"learning_rate": 0.01}),
+    TransformCase("ddc_adamw/schedule", go.ddc_adamw, {"learning_rate": _falling, "weight_decay": _falling}),
+)

@@ -1,0 +1,550 @@
+"""Every gauge of the register obeys the protocol: action, laws, split, coordinates, at degenerate points too."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import gauge_optax as go
+from gauge_optax.binding import leaves_by_path
+from gauge_optax.gauges.base import Gauge
+from tests import oracles
+from tests.cases import GAUGE_CASES, GaugeCase
+from tests.quick import jit
+from tests.tolerances import tolerance
+
+Tree = Any
+
+HEADS = {"": (2, 4, 4)}
+ELEMENTS: dict[str, Any] = {
+    "logit_shift/kernel": {"": {"kernel": (6,)}},
+    "logit_shift/kernel_bias": {"": {"kernel": (6,), "bias": ()}},
+    "logit_shift/bias": {"": {"bias": ()}},
+    "logit_shift/padded": {"": {"kernel": (6,), "bias": ()}},
+    "rescale/channel": {"": (5,)},
+    "rescale/degree_2": {"": (5,)},
+    "rescale/degree_3": {"": (5,)},
+    "rescale/block": {"": ()},
+    "rescale/gate": {"": (5,)},
+    "rescale/layers": {"i=0": (5,), "i=1": (3,)},
+    "norm_scale/bias": {"": (6,)},
+    "norm_scale/one_plus": {"": (6,)},
+    "scale_invariant/kernel": {"": (2,)},
+    "scale_invariant/kernel_bias": {"": (2,)},
+    "head_rotation/mha": HEADS,
+    "head_rotation/gqa": HEADS,
+    "head_rotation/mqa": {"": (4, 4)},
+    "head_rotation/bias": HEADS,
+    "head_rotation/value_out": HEADS,
+    "head_rotation/fused": HEADS,
+    "head_rotation/scanned": {"": (2, 2, 4, 4)},
+    "rope_torus/half": {"": (2, 2)},
+    "rope_torus/interleaved": {"": (2, 2)},
+    "rope_torus/gqa": {"": (2, 2)},
+    "rope_torus/partial": {"": (2, 2)},
+    "product/gpt": (
+        {"i=0": (6,)},
+        {"i=0": (6,)},
+        {"": (6,)},
+        {"i=0": (2, 4, 4)},
+        {"i=0": (2, 4, 4)},
+        {"i=0": (5,)},
+        {"": {"lm_head/kernel": (6,), "lm_head/bias": ()}},
+    ),
+    "product/llama": (
+        {"i=0": (6,)},
+        {"i=0": (6,)},
+        {"": (6,)},
+        {"i=0": (2, 2)},
+        {"i=0": (2, 4, 4)},
+        {"i=0": (5,)},
+        {"": {"lm_head/kernel": (6,)}},
+    ),
+    "product/chain": ({"": (5,)}, {"": (4,)}),
+    "product/semidirect": ({"": (6,)}, {"": {"kernel": (6,), "bias": ()}}),
+    "product/semidirect_reversed": ({"": {"kernel": (6,), "bias": ()}}, {"": (6,)}),
+}
+COMPACT = ("head_rotation", "rope_torus")
+
+
+@dataclasses.dataclass(frozen=True)
+class Subject:
+    """A case in one precision, with a leaf that no gauge binds, its methods compiled once."""
+
+    case: GaugeCase
+    gauge: Gauge
+    dtype: str
+    params: Tree
+    act: Callable[..., Tree]
+    vertical: Callable[..., Tree]
+    horizontal: Callable[..., Tree]
+    coordinates: Callable[..., Tree]
+    balance: Callable[..., Tree]
+    inverse: Callable[..., Tree]
+    compose: Callable[..., Tree]
+    loss: Callable[[Tree], jax.Array]
+
+    def element(self, seed: int, scale: float = 1.0) -> Tree:
+        """A random element; drawn in float64, so that both precisions see the same one."""
+        with jax.enable_x64(True):
+            element = self.gauge.sample(jax.random.key(seed), self.params, scale)
+        return _cast(element, self.dtype)
+
+    def tangent(self, seed: int) -> Tree:
+        """A random direction."""
+        with jax.enable_x64(True):
+            return _cast(_normal_like(seed, self.params), self.dtype)
+
+    def tolerance(self, check: str) -> float:
+        return tolerance(check, self.dtype)
+
+    def balanced(self) -> Tree:
+        return self.act(self.balance(self.params), self.params)
+
+    def frame(self, params: Tree) -> Tree:
+        """The element that takes the balanced representative to `params`."""
+        return self.inverse(self.balance(params))
+
+    def parts(self, *elements: Tree) -> Iterator[tuple[Any, ...]]:
+        """Every gauge of the product with its part of each element."""
+        gauges = getattr(self.gauge, "parts", None)
+        yield from zip(gauges, *elements, strict=True) if gauges else [(self.gauge, *elements)]
+
+
+def _cast(tree: Tree, dtype: Any) -> Tree:
+    """numpy leaves: a jax array made in float64 would keep its precision out of the x64 context."""
+    return jax.tree.map(lambda x: np.asarray(x).astype(dtype), tree)
+
+
+def _normal_like(seed: int, tree: Tree) -> Tree:
+    leaves, treedef = jax.tree.flatten(tree)
+    generator = np.random.default_rng([seed, 1])  # not the stream that the parameters come from
+    return jax.tree.unflatten(treedef, [generator.normal(size=np.shape(x)) for x in leaves])
+
+
+@functools.cache
+def _gauge(case: GaugeCase) -> Gauge:
+    gauges = case.gauges()
+    return gauges[0] if len(gauges) == 1 else go.product(gauges)
+
+
+@functools.cache
+def _params(case: GaugeCase) -> Tree:
+    with jax.enable_x64(True):
+        return _cast(case.params(jax.random.key(0)) | {"unbound": jnp.arange(3.0)}, "float64")
+
+
+@functools.cache
+def _compiled(case: GaugeCase) -> tuple[Callable[..., Any], ...]:
+    gauge = _gauge(case)
+    methods = (gauge.act, gauge.vertical, gauge.horizontal, gauge.coordinates, gauge.balance)
+    return tuple(map(jit, (*methods, gauge.inverse, gauge.compose, _loss_of(case))))
+
+
+def _loss_of(case: GaugeCase) -> Callable[[Tree], jax.Array]:
+    assert case.loss is not None
+    loss = case.loss
+    return lambda p: loss({k: v for k, v in p.items() if k != "unbound"})
+
+
+@functools.cache
+def _oracle(case: GaugeCase) -> oracles.Dense:
+    return oracles.dense(_gauge(case), _params(case))
+
+
+def _subject(case: GaugeCase, dtype: str) -> Subject:
+    return Subject(case, _gauge(case), dtype, _cast(_params(case), dtype), *_compiled(case))
+
+
+@pytest.fixture(params=GAUGE_CASES, ids=lambda case: case.name)
+def case(request: pytest.FixtureRequest) -> GaugeCase:
+    return request.param
+
+
+@pytest.fixture(params=["float64", "float32"])
+def dtype(request: pytest.FixtureRequest) -> Iterator[str]:
+    with jax.enable_x64(request.param == "float64"):
+        yield request.param
+
+
+@pytest.fixture
+def subject(case: GaugeCase, dtype: str) -> Subject:
+    """In both precisions."""
+    return _subject(case, dtype)
+
+
+@pytest.fixture
+def exact(case: GaugeCase, x64: None) -> Subject:
+    """In float64."""
+    return _subject(case, "float64")
+
+
+def _error(found: Tree, expected: Tree) -> float:
+    """The largest relative difference of a leaf; absolute where the expected leaf is zero."""
+
+    def error(a: Any, b: Any) -> float:
+        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        assert a.shape == b.shape
+        size = np.linalg.norm(b)
+        return float(np.linalg.norm(a - b) / (size if size else 1.0))
+
+    return max(jax.tree.leaves(jax.tree.map(error, found, expected)), default=0.0)
+
+
+def _distance(found: Tree, expected: Tree) -> float:
+    """The largest absolute difference of an entry."""
+    differences = jax.tree.map(lambda a, b: float(np.max(np.abs(np.asarray(a) - np.asarray(b)))), found, expected)
+    return max(jax.tree.leaves(differences), default=0.0)
+
+
+def _minus(a: Tree, b: Tree) -> Tree:
+    return jax.tree.map(lambda x, y: np.asarray(x) - np.asarray(y), a, b)
+
+
+def _plus(a: Tree, b: Tree) -> Tree:
+    return jax.tree.map(lambda x, y: np.asarray(x) + np.asarray(y), a, b)
+
+
+def _flat(tree: Tree) -> np.ndarray:
+    """In the order of `ravel_pytree`."""
+    return np.concatenate([np.ravel(x) for x in jax.tree.leaves(tree)])
+
+
+def _shapes(tree: Tree) -> Tree:
+    return jax.tree.map(lambda x: tuple(x.shape), tree)
+
+
+# The action ---------------------------------------------------------------------------------------
+
+
+def test_act_keeps_the_loss(subject: Subject) -> None:
+    before = float(subject.loss(subject.params))
+    for seed in range(2):
+        moved = subject.act(subject.element(seed), subject.params)
+        assert abs(float(subject.loss(moved)) - before) <= subject.tolerance("invariant") * abs(before)
+
+
+def test_act_moves_what_is_bound_and_nothing_else(exact: Subject) -> None:
+    bound = exact.gauge.bound(exact.params).offset
+    moved = leaves_by_path(exact.act(exact.element(0), exact.params))
+    for path, leaf in leaves_by_path(exact.params).items():
+        if path in bound:
+            assert _error(moved[path], leaf) > 1e-2, path
+        else:
+            np.testing.assert_array_equal(moved[path], leaf, err_msg=path)
+    assert bound and "unbound" not in bound
+
+
+def test_half_a_move_changes_the_loss(exact: Subject) -> None:
+    """The loss can tell: moving every leaf at random by as little as 1e-3 is seen."""
+    before = float(exact.loss(exact.params))
+    noise = jax.tree.map(lambda x: 1e-3 * x, exact.tangent(0))
+    assert abs(float(exact.loss(_plus(exact.params, noise))) - before) > 1e-6 * abs(before)
+
+
+def test_identity_moves_nothing(subject: Subject) -> None:
+    still = subject.act(subject.gauge.identity(subject.params), subject.params)
+    assert _error(still, subject.params) <= subject.tolerance("group")
+
+
+def test_inverse_undoes(subject: Subject) -> None:
+    a = subject.element(0)
+    moved, undo = subject.act(a, subject.params), subject.inverse(a)
+    assert _error(moved, subject.params) > 1e-2
+    assert _error(subject.act(undo, moved), subject.params) <= subject.tolerance("group")
+    identity = subject.gauge.identity(subject.params)
+    for nothing in (subject.compose(a, undo), subject.compose(undo, a)):
+        assert _distance(nothing, identity) <= subject.tolerance("group")
+
+
+def test_compose_is_one_act_after_another(subject: Subject) -> None:
+    compose, (a, b, c) = subject.compose, (subject.element(seed) for seed in range(3))
+    one_by_one = subject.act(a, subject.act(b, subject.params))
+    assert _error(one_by_one, subject.act(a, subject.params)) > 1e-2
+    assert _error(subject.act(compose(a, b), subject.params), one_by_one) <= subject.tolerance("group")
+    assert _error(compose(compose(a, b), c), compose(a, compose(b, c))) <= subject.tolerance("group")
+
+
+# Elements and dtypes ------------------------------------------------------------------------------
+
+
+def test_every_case_states_its_elements() -> None:
+    assert set(ELEMENTS) == {case.name for case in GAUGE_CASES}
+
+
+@pytest.mark.parametrize("stored", ["bfloat16", "float32"])
+def test_elements_have_the_structure_of_the_design(subject: Subject, stored: str) -> None:
+    """Keys, shapes, and the computing dtype whatever the parameters are stored in."""
+    params = _cast(subject.params, jnp.dtype(stored))
+    gauge, a = subject.gauge, jax.eval_shape(subject.gauge.sample, jax.random.key(0), params)
+    made = [a, gauge.identity(params), gauge.inverse(subject.element(0)), jax.eval_shape(gauge.balance, params)]
+    for element in made:
+        assert _shapes(element) == ELEMENTS[subject.case.name]
+        assert {str(x.dtype) for x in jax.tree.leaves(element)} == {subject.dtype}
+
+
+def test_coordinates_are_elements_without_the_rotations(exact: Subject) -> None:
+    def kept(part: Gauge, shapes: Any) -> Any:
+        return {} if part.name in COMPACT else shapes
+
+    found = exact.coordinates(exact.params)
+    for gauge, own, expected in exact.parts(found, ELEMENTS[exact.case.name]):
+        assert _shapes(own) == kept(gauge, expected)
+
+
+def test_act_and_split_keep_every_leafs_dtype(exact: Subject) -> None:
+    names = ("bfloat16", "float32", "float64")
+    leaves, treedef = jax.tree.flatten(exact.params)
+    params = treedef.unflatten([jax.ShapeDtypeStruct(x.shape, names[k % 3]) for k, x in enumerate(leaves)])
+    for made in (
+        jax.eval_shape(exact.gauge.act, exact.element(0), params),
+        jax.eval_shape(exact.gauge.vertical, params, params),
+        jax.eval_shape(exact.gauge.horizontal, params, params),
+    ):
+        assert jax.tree.structure(made) == treedef
+        assert [x.dtype for x in jax.tree.leaves(made)] == [x.dtype for x in jax.tree.leaves(params)]
+
+
+def test_act_in_bfloat16_is_the_same_move(case: GaugeCase) -> None:
+    """Computed in float32, rounded once."""
+    with jax.enable_x64(False):
+        subject = _subject(case, "float32")
+        stored = _cast(subject.params, jnp.bfloat16)
+        moved = subject.act(subject.element(0), stored)
+        expected = subject.act(subject.element(0), _cast(stored, "float32"))
+        assert _error(moved, expected) <= tolerance("group", jnp.bfloat16)
+
+
+def test_samples_have_the_size_they_are_asked_for(exact: Subject) -> None:
+    for scale in (0.3, 1.0):
+        drawn = exact.element(0, scale)
+        assert _error(drawn, exact.element(0, scale)) == 0.0
+        assert _distance(drawn, exact.element(1, scale)) > 1e-2
+        for gauge, own in exact.parts(drawn):
+            _check_size(gauge, own, exact.params, scale)
+
+
+def _check_size(part: Gauge, element: Any, params: Tree, scale: float) -> None:
+    if part.name == "logit_shift":
+        leaves = leaves_by_path(params)
+        for path, shift in next(iter(element.values())).items():
+            rms = np.sqrt(np.mean(np.square(leaves[path])))
+            assert 0 < np.max(np.abs(shift)) < 4 * scale * rms
+    elif part.name == "head_rotation":
+        for r in element.values():
+            eye = np.broadcast_to(np.eye(r.shape[-1]), r.shape)
+            assert _distance(r @ np.swapaxes(r, -1, -2), eye) <= tolerance("group")
+            assert scale >= 1 or (np.linalg.det(r) > 0).all()
+            assert scale >= 1 or 0 < np.max(np.abs(r - eye)) < 2 * scale
+    else:
+        limit = scale * (np.pi if part.name == "rope_torus" else 1.0)
+        for x in element.values():
+            assert 0 < np.max(np.abs(x)) <= limit
+
+
+# The split ----------------------------------------------------------------------------------------
+
+
+def test_vertical_is_that_of_the_dense_projector(subject: Subject) -> None:
+    oracle = _oracle_in_x64(subject.case)
+    for seed in range(2):
+        x = subject.tangent(seed)
+        expected = oracle.vertical(_flat(x).astype(np.float64))
+        error = np.linalg.norm(_flat(subject.vertical(subject.params, x)) - expected) / np.linalg.norm(expected)
+        assert error <= subject.tolerance("oracle")
+
+
+def _oracle_in_x64(case: GaugeCase) -> oracles.Dense:
+    with jax.enable_x64(True):
+        return _oracle(case)
+
+
+def test_frame_is_that_of_the_dense_oracle(exact: Subject) -> None:
+    """Scale coordinates, in element order."""
+    parts = exact.parts(exact.coordinates(exact.params))
+    found = [np.ravel(x) for gauge, own in parts if gauge.name != "logit_shift" for x in own.values()]
+    expected = _oracle(exact.case).frame
+    np.testing.assert_allclose(np.concatenate([np.zeros(0), *found]), expected, atol=exact.tolerance("oracle"))
+
+
+def test_parts_sum_to_the_tangent_and_do_not_overlap(exact: Subject) -> None:
+    x = exact.tangent(0)
+    up, flat = exact.vertical(exact.params, x), exact.horizontal(exact.params, x)
+    assert _error(_plus(up, flat), x) <= exact.tolerance("split")
+    assert _error(exact.vertical(exact.params, up), up) <= exact.tolerance("split")
+    assert _error(exact.horizontal(exact.params, flat), flat) <= exact.tolerance("split")
+    oracle = _oracle(exact.case)
+    left = np.linalg.norm(oracle.basis.T @ (_flat(flat) * oracle.weights))
+    assert left <= exact.tolerance("horizontal") * np.linalg.norm(_flat(x) * oracle.weights)
+
+
+def test_vertical_is_idempotent(subject: Subject) -> None:
+    up = subject.vertical(subject.params, subject.tangent(0))
+    assert _error(subject.vertical(subject.params, up), up) <= subject.tolerance("split")
+
+
+def test_unbound_leaves_are_horizontal(exact: Subject) -> None:
+    x = exact.tangent(0)
+    assert not np.any(exact.vertical(exact.params, x)["unbound"])
+    np.testing.assert_array_equal(exact.horizontal(exact.params, x)["unbound"], x["unbound"])
+
+
+def test_vertical_is_equivariant(subject: Subject) -> None:
+    """vertical(g·θ, g∗X) = g∗vertical(θ, X); `act` is affine, so g∗X = g·(θ + X) − g·θ."""
+    g, x, params = subject.element(0), subject.tangent(0), subject.params
+    twin = subject.act(g, params)
+    assert _error(twin, params) > 1e-2
+
+    def pushed(tangent: Tree) -> Tree:
+        return _minus(subject.act(g, _plus(params, tangent)), twin)
+
+    here, there = subject.vertical(params, x), subject.vertical(twin, pushed(x))
+    assert _error(there, pushed(here)) <= subject.tolerance("split")
+
+
+# Coordinates, balance, dimension ------------------------------------------------------------------
+
+
+def test_frame_moves_with_the_group(subject: Subject) -> None:
+    """F(g·θ) = g·F(θ); rotations have no frame here, F is the identity on them."""
+    g = subject.element(0)
+    here, there = subject.frame(subject.params), subject.frame(subject.act(g, subject.params))
+    for gauge, moved, expected in subject.parts(there, subject.compose(g, here)):
+        if gauge.name in COMPACT:
+            assert _distance(moved, gauge.identity(subject.params)) == 0.0
+        else:
+            assert _distance(moved, expected) <= subject.tolerance("coordinates")
+
+
+def test_coordinates_move_with_the_group(exact: Subject) -> None:
+    """Of scales by log α; of shifts to the mean of the moved leaf."""
+    g = exact.element(0)
+    moved = exact.act(g, exact.params)
+    for gauge, own, here, there in exact.parts(g, exact.coordinates(exact.params), exact.coordinates(moved)):
+        if gauge.name in COMPACT:
+            assert here == there == {}
+        elif gauge.name == "logit_shift":
+            means = {path: leaves_by_path(moved)[path][..., :7].mean(-1) for path in own[""]}
+            assert _distance(there, {"": means}) <= exact.tolerance("coordinates") < _distance(there, here)
+        else:
+            assert _distance(there, _plus(here, own)) <= exact.tolerance("coordinates") < _distance(there, here)
+
+
+@pytest.mark.parametrize("case", [c for c in GAUGE_CASES if not c.name.startswith("product")], ids=lambda c: c.name)
+def test_lone_coordinates_add(case: GaugeCase, x64: None) -> None:
+    """coordinates(g·θ) = coordinates(θ) + log α, or + shift."""
+    subject = _subject(case, "float64")
+    g, here = subject.element(0), subject.coordinates(subject.params)
+    there = subject.coordinates(subject.act(g, subject.params))
+    assert _distance(there, _plus(here, g if here else {})) <= subject.tolerance("coordinates")
+
+
+def test_balance_ends_at_coordinate_zero(subject: Subject) -> None:
+    here = subject.coordinates(subject.balanced())
+    assert _distance(here, jax.tree.map(np.zeros_like, here)) <= subject.tolerance("coordinates")
+
+
+def test_balance_does_not_depend_on_the_representative(exact: Subject) -> None:
+    """Up to rotations, which leave the norm of every leaf alone."""
+    twin = exact.act(exact.element(0), exact.params)
+    ours, theirs = exact.balanced(), exact.act(exact.balance(twin), twin)
+    assert _error(twin, exact.params) > 1e-2
+    norms = (jax.tree.map(np.linalg.norm, tree) for tree in (theirs, ours))
+    assert _error(*norms) <= exact.tolerance("oracle")
+
+
+@pytest.mark.parametrize(
+    "case", [c for c in GAUGE_CASES if not c.name.startswith("scale_invariant")], ids=lambda c: c.name
+)
+def test_balance_has_the_least_norm(case: GaugeCase, x64: None) -> None:
+    subject = _subject(case, "float64")
+    offset = _oracle(case).offset
+
+    def norm(params: Tree) -> float:
+        return float(np.linalg.norm(_flat(params) + offset))
+
+    least = norm(subject.balanced())
+    rounding = 1.0 + subject.tolerance("group")
+    assert least <= rounding * norm(subject.params)
+    for seed in range(20):
+        element = subject.element(seed, (0.1, 1.0)[seed % 2])
+        assert least <= rounding * norm(subject.act(element, subject.params))
+        assert least <= rounding * norm(subject.act(element, subject.balanced()))
+
+
+@pytest.mark.parametrize("case", [c for c in GAUGE_CASES if c.name.startswith("scale_invariant")], ids=lambda c: c.name)
+def test_scale_invariant_balance_makes_the_rms_one(case: GaugeCase, x64: None) -> None:
+    subject = _subject(case, "float64")
+    leaves = [leaf for path, leaf in leaves_by_path(subject.balanced()).items() if path != "unbound"]
+    for head in range(2):
+        entries = np.concatenate([np.ravel(leaf[..., head, :]) for leaf in leaves])
+        assert abs(np.mean(entries**2) - 1.0) <= subject.tolerance("group")
+
+
+def test_dim_is_the_rank_of_the_orbit(exact: Subject) -> None:
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), exact.params)
+    assert exact.gauge.dim(exact.params) == exact.gauge.dim(shapes) == exact.case.dim == _oracle(exact.case).rank
+
+
+# Degenerate points --------------------------------------------------------------------------------
+
+
+def _degenerate(params: Tree) -> Iterator[tuple[str, Tree]]:
+    """Every leaf zero, each leaf zero, and each leaf zero in its first slice along each axis."""
+    yield "all", jax.tree.map(np.zeros_like, params)
+    leaves, treedef = jax.tree.flatten(params)
+    for k, leaf in enumerate(leaves):
+        for axis in range(-1, leaf.ndim):
+            dead = leaf.copy()
+            dead[(slice(None),) * axis + (0,) if axis >= 0 else ...] = 0.0
+            yield f"leaf {k} axis {axis}", treedef.unflatten([*leaves[:k], dead, *leaves[k + 1 :]])
+
+
+def test_degenerate_points_stay_finite_and_equivariant(exact: Subject) -> None:
+    g, x = exact.element(0), exact.tangent(0)
+    for name, params in _degenerate(exact.params):
+        up, balanced = exact.vertical(params, x), exact.act(exact.balance(params), params)
+        for tree in (up, balanced):
+            assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(tree)), name
+        assert _distance(exact.vertical(params, up), up) <= exact.tolerance("oracle"), name
+        twin = exact.act(g, params)
+        pushed, expected = (_minus(exact.act(g, _plus(params, tangent)), twin) for tangent in (x, up))
+        assert _distance(exact.vertical(twin, pushed), expected) <= exact.tolerance("oracle"), name
+
+
+# A gauge is a value -------------------------------------------------------------------------------
+
+
+def test_a_gauge_is_a_frozen_hashable_value(case: GaugeCase) -> None:
+    (gauge, *_), (again, *_) = case.gauges(), case.gauges()
+    assert gauge is not again and gauge == again and hash(gauge) == hash(again)
+    assert go.product(case.gauges()) == go.product(case.gauges())
+    assert not callable(gauge)
+    assert not any(isinstance(x, jax.Array | np.ndarray) for x in jax.tree.leaves(dataclasses.astuple(gauge)))
+    for field in dataclasses.fields(gauge):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(gauge, field.name, None)
+
+
+def test_different_gauges_differ() -> None:
+    gauges = [case.gauges()[0] for case in GAUGE_CASES if not case.name.startswith("product")]
+    assert len({go.rescale({"a": "_"}, {"b": "_"}, degree=p) for p in (1, 2, 3)}) == 3
+    assert go.rope_torus({"q": "basis"}, "half") != go.rope_torus({"q": "basis"}, "interleaved")
+    assert len(set(gauges)) > len(gauges) // 2
+
+
+def test_products_are_flat_and_act_left_to_right(x64: None) -> None:
+    (case,) = (c for c in GAUGE_CASES if c.name == "product/semidirect")
+    subject, (norm, shift) = _subject(case, "float64"), case.gauges()
+    nested = go.product([go.product([norm]), go.product(shift)])
+    assert nested == subject.gauge and go.product(nested) == nested
+    a = subject.element(0)
+    one_by_one = shift.act(a[1], norm.act(a[0], subject.params))
+    other_way = norm.act(a[0], shift.act(a[1], subject.params))
+    assert _error(one_by_one, other_way) > 1e-2
+    assert _error(nested.act(a, subject.params), one_by_one) <= subject.tolerance("group")

@@ -1,0 +1,29 @@
+"""`jit` for functions that a test calls a few times: the compiler, where most of a test's time goes, need not try."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+# Four times faster to compile on CPU; two times without the last.
+_OPTIONS = {
+    "xla_backend_optimization_level": 0,
+    "xla_llvm_disable_expensive_passes": True,
+    "xla_cpu_use_fusion_emitters": False,
+}
+
+
+@functools.cache
+def _known_options() -> dict[str, Any]:
+    """XLA's names are no promise: where one is unknown, compile as usual."""
+    try:
+        jax.jit(lambda x: x, compiler_options=_OPTIONS)(0.0)
+    except (RuntimeError, ValueError):
+        return {}
+    return _OPTIONS
+
+
+def jit(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    """`jax.jit`, without the passes that only long runs repay."""
+    return jax.jit(function, compiler_options=_known_options(), **options)

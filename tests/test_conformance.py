@@ -1,0 +1,415 @@
+"""What every Optax transformation must put up with: each row of `TRANSFORM_CASES` against one matrix of checks.
+
+One tiny tree holds every kind of gauge; gradients are fixed noise, since no model is needed to see a dtype change or
+a retrace. Compiling is what takes time here: rows run compiled once each, wrappers around them are only traced, and
+what a wrapper computes is checked on `ddc_adamw` with a short list of gauges.
+"""
+
+import functools
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.core import FrozenDict
+
+import gauge_optax as go
+from gauge_optax.binding import leaves_by_path
+from tests.cases import TRANSFORM_CASES, TransformCase
+from tests.quick import jit
+from tests.tolerances import tolerance
+
+Tree = Any
+Transformation = optax.GradientTransformationExtraArgs
+
+SHAPES: dict[str, dict[str, tuple[int, ...]]] = {
+    "norm": {"scale": (3,)},
+    "up": {"kernel": (3, 4), "bias": (4,)},
+    "down": {"kernel": (4, 3)},
+    "value": {"kernel": (3, 2, 4)},
+    "out": {"kernel": (2, 4, 3)},
+    "query": {"kernel": (3, 2, 2)},
+    "key": {"kernel": (3, 2, 2)},
+    "normed": {"kernel": (3, 2)},
+    "head": {"kernel": (3, 5), "bias": (5,)},
+    "free": {"kernel": (2,)},
+}
+NORM = go.norm_scale({"norm/scale": "channel"}, {"up/kernel": "channel _", "value/kernel": "channel _ _"})
+UNIT = go.rescale({"up/kernel": "_ channel", "up/bias": "channel"}, {"down/kernel": "channel _"})
+TURN = go.head_rotation({"value/kernel": "_ head basis", "out/kernel": "head basis _"})
+TORUS = go.rope_torus({"query/kernel": "_ head basis", "key/kernel": "_ head basis"})
+NORMED = go.scale_invariant({"normed/kernel": "_ channel"})
+SHIFT = go.logit_shift({"head/kernel": "_ vocab", "head/bias": "vocab"})
+EVERY_KIND = [NORM, UNIT, TURN, TORUS, NORMED, SHIFT]
+SHORT = [UNIT, TURN]  # what the wrappers get: compiles and traces in a fraction
+
+name = operator.attrgetter("name")
+rows = pytest.mark.parametrize("case", TRANSFORM_CASES, ids=name)
+FIRST_OF_ITS_KIND = {c.name.split("/")[0]: c.name for c in reversed(TRANSFORM_CASES)}.values()
+
+
+@pytest.fixture(autouse=True)
+def _counts_of_its_own() -> None:
+    """Chex counts traces by a function's source, over all tests."""
+    chex.clear_trace_counter()
+
+
+# Trees --------------------------------------------------------------------------------------------
+
+
+def _noise(seed: int, like: Tree) -> Tree:
+    """Unit normals in the shapes and dtypes of `like`."""
+    leaves, treedef = jax.tree.flatten(like)
+    draw = np.random.default_rng(seed).normal
+    return jax.tree.unflatten(treedef, [jnp.asarray(draw(size=x.shape), x.dtype) for x in leaves])
+
+
+def _abstract(dtype: Any) -> Tree:
+    return jax.tree.map(lambda s: jax.ShapeDtypeStruct(s, dtype), SHAPES, is_leaf=lambda s: isinstance(s, tuple))
+
+
+def _params(dtype: Any = jnp.float32) -> Tree:
+    return _noise(0, _abstract(dtype))
+
+
+def _signature(tree: Tree) -> Tree:
+    """Structure, shapes, dtypes: what must not change from step to step."""
+    return jax.tree.structure(tree), [(x.shape, x.dtype) for x in jax.tree.leaves(tree)]
+
+
+def _finite(tree: Tree) -> bool:
+    return all(bool(jnp.all(jnp.isfinite(x))) for x in jax.tree.leaves(tree))
+
+
+def _close(found: Tree, expected: Tree) -> None:
+    dtype = jax.tree.leaves(expected)[0].dtype
+    chex.assert_trees_all_close(found, expected, rtol=tolerance("optax", dtype), atol=tolerance("optax", dtype))
+
+
+def _traced(tx: Transformation, params: Tree) -> Tree:
+    """Traces `init` and two updates: states keep their signature, updates have the dtypes of the parameters."""
+    abstract = jax.eval_shape(lambda: params)
+    state = jax.eval_shape(tx.init, abstract)
+    updates, after = jax.eval_shape(tx.update, abstract, state, abstract)
+    assert _signature(after) == _signature(state)
+    assert _signature(updates) == _signature(abstract)
+    return state
+
+
+# Rows ---------------------------------------------------------------------------------------------
+
+
+def _three_steps(case: TransformCase, dtype: Any) -> None:
+    """Traced once, state of one signature from `eval_shape` of `init` on, all finite, every buffer donated."""
+    tx, params = case.make(EVERY_KIND), _params(dtype)
+    expected = _signature(jax.eval_shape(tx.init, params))
+
+    @functools.partial(jit, donate_argnums=(0, 1, 2))
+    @chex.assert_max_traces(n=1)
+    def step(grads: Tree, state: Tree, params: Tree) -> tuple[Tree, Tree, Tree]:
+        updates, state = tx.update(grads, state, params)
+        return updates, state, optax.apply_updates(params, updates)
+
+    state = jit(tx.init)(params)
+    assert _signature(state) == expected
+    for n in range(3):
+        updates, state, params = step(_noise(n + 1, params), state, params)
+        assert _signature(state) == expected
+        assert _signature(updates) == _signature(params) == _signature(_abstract(dtype))
+        assert _finite((updates, state, params))
+
+
+@rows
+def test_three_donated_steps_in_float32(case: TransformCase) -> None:
+    _three_steps(case, jnp.float32)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(c, marks=() if c.name in FIRST_OF_ITS_KIND else pytest.mark.slow) for c in TRANSFORM_CASES],
+    ids=name,
+)
+def test_three_donated_steps_in_bfloat16(case: TransformCase) -> None:
+    _three_steps(case, jnp.bfloat16)
+
+
+@rows
+def test_dtypes_of_mixed_trees_are_kept(case: TransformCase) -> None:
+    short = {"kernel": jnp.bfloat16, "bias": jnp.float32, "scale": jnp.float32}
+    mixed = {m: {n: x.astype(short[n]) for n, x in leaves.items()} for m, leaves in _params().items()}
+    _traced(case.make(EVERY_KIND), mixed)
+
+
+@rows
+def test_float64_is_kept(case: TransformCase, x64: None) -> None:
+    _traced(case.make(EVERY_KIND), _params(jnp.float64))
+
+
+@rows
+def test_float32_under_x64_is_kept(case: TransformCase, x64: None) -> None:
+    _traced(case.make(SHORT), _params(jnp.float32))
+
+
+@rows
+def test_update_without_params_is_refused(case: TransformCase) -> None:
+    tx, params = case.make(SHORT), _params()
+    with pytest.raises(ValueError, match="without params") as error:
+        tx.update(params, jax.eval_shape(tx.init, params))
+    _four_parts(error, case.name.split("/")[0] if case.factory is not go.ddc_adamw else "gauge_project")
+
+
+def _four_parts(error: pytest.ExceptionInfo[ValueError], *names: str) -> None:
+    for part in ("found:", "expected:", "remedy:", *names):
+        assert part in str(error.value)
+
+
+# Containers ---------------------------------------------------------------------------------------
+
+
+def _as_tuple(params: Tree) -> Tree:
+    return tuple(params[module] for module in SHAPES)
+
+
+def _as_state(params: Tree) -> Tree:
+    return nnx.State({m: {n: nnx.Param(x) for n, x in leaves.items()} for m, leaves in params.items()})
+
+
+CONTAINERS: dict[str, Callable[[Tree], Tree]] = {
+    "dict": lambda params: params,
+    "frozen_dict": FrozenDict,
+    "tuple": _as_tuple,
+    "nnx_state": _as_state,
+}
+
+
+def _unit_in(container: str) -> list[go.Gauge]:
+    """UNIT and SHIFT, by the paths that the container gives."""
+    modules = {m: str(n) if container == "tuple" else m for n, m in enumerate(SHAPES)}
+    up, down, head = modules["up"], modules["down"], modules["head"]
+    return [
+        go.rescale({f"{up}/kernel": "_ channel", f"{up}/bias": "channel"}, {f"{down}/kernel": "channel _"}),
+        go.logit_shift({f"{head}/kernel": "_ vocab", f"{head}/bias": "vocab"}),
+    ]
+
+
+@rows
+@pytest.mark.parametrize("container", CONTAINERS)
+def test_containers_are_taken_and_given_back(container: str, case: TransformCase) -> None:
+    _traced(case.make(_unit_in(container)), CONTAINERS[container](_params()))
+
+
+@pytest.mark.parametrize("container", ["frozen_dict", "tuple", "nnx_state"])
+def test_containers_do_not_change_the_updates(container: str) -> None:
+    inside = CONTAINERS[container]
+    _close(inside(_run_in("dict")), _run_in(container))
+
+
+@functools.cache
+def _run_in(container: str) -> Tree:
+    """Sum of two steps' updates with the tree in a container."""
+    inside, tx = CONTAINERS[container], go.ddc_adamw(0.1, _unit_in(container))
+    params = inside(_params())
+    return _steps(tx, params, [inside(_noise(n, _params())) for n in (1, 2)])[0]
+
+
+def _steps(tx: Transformation, params: Tree, gradients: list[Tree]) -> tuple[Tree, Tree]:
+    """Sum of the updates of several steps, and the last state."""
+    step, state, start = jit(tx.update), jit(tx.init)(params), params
+    for grads in gradients:
+        updates, state = step(grads, state, params)
+        params = optax.apply_updates(params, updates)
+    return jax.tree.map(jnp.subtract, params, start), state
+
+
+# Wrappers, traced ---------------------------------------------------------------------------------
+
+
+def _everything_but(*modules: str) -> Tree:
+    """A mask that hides these modules."""
+    return {m: dict.fromkeys(leaves, m not in modules) for m, leaves in SHAPES.items()}
+
+
+def _labels() -> Tree:
+    """Where each partition's leaves are: UNIT's, TURN's, the rest."""
+    of = {"up": "unit", "down": "unit", "value": "turn", "out": "turn"}
+    return {m: dict.fromkeys(leaves, of.get(m, "rest")) for m, leaves in SHAPES.items()}
+
+
+def _injected(case: TransformCase) -> Transformation:
+    return optax.inject_hyperparams(case.factory)(gauges=SHORT, **case.options)
+
+
+def _multi_steps(case: TransformCase) -> Transformation:
+    return optax.MultiSteps(case.make(SHORT), every_k_schedule=2).gradient_transformation()
+
+
+def _masked(case: TransformCase) -> Transformation:
+    return optax.masked(case.make(SHORT), _everything_but("free", "head"))
+
+
+def _partitioned(case: TransformCase) -> Transformation:
+    transforms = {"unit": case.make([UNIT]), "turn": case.make([TURN]), "rest": optax.scale_by_adam()}
+    return optax.partition(transforms, _labels())
+
+
+def _apply_if_finite(case: TransformCase) -> Transformation:
+    return optax.apply_if_finite(case.make(SHORT), max_consecutive_errors=5)
+
+
+def _bare(case: TransformCase) -> Transformation:
+    return case.make(SHORT)
+
+
+WRAPPERS = {
+    "bare": _bare,
+    "inject_hyperparams": _injected,
+    "MultiSteps": _multi_steps,
+    "masked": _masked,
+    "partition": _partitioned,
+    "apply_if_finite": _apply_if_finite,
+}
+SHAPED_LIKE_PARAMS = {".mu", ".nu", ".acc_grads"}
+
+
+@rows
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_wrappers_keep_signatures_and_map_params(wrapper: str, case: TransformCase) -> None:
+    tx = WRAPPERS[wrapper](case)
+    state = _traced(tx, _params())
+    other = functools.partial(jax.tree.map, lambda leaf: "other")  # gets the gauges' part whole
+    mapped = optax.tree.map_params(tx, lambda leaf: "params", state, transform_non_params=other)
+    assert jax.tree.structure(mapped) == jax.tree.structure(state)
+    for path, tag in jax.tree.leaves_with_path(mapped):
+        fields = SHAPED_LIKE_PARAMS & {str(key) for key in path}
+        assert tag == ("params" if fields else "other"), jax.tree_util.keystr(path)
+
+
+@pytest.mark.parametrize("case", [c for c in TRANSFORM_CASES if c.factory in (go.scale_by_ddc, go.ddc_adamw)], ids=name)
+def test_map_params_gives_moments_the_specs_of_their_leaves(case: TransformCase) -> None:
+    """What sharding code does."""
+    tx, specs = case.make(EVERY_KIND), {m: {n: f"{m}/{n}" for n in leaves} for m, leaves in SHAPES.items()}
+    mapped = optax.tree_utils.tree_map_params(tx, lambda leaf, spec: spec, jax.eval_shape(tx.init, _params()), specs)
+    for moment in ("mu", "nu"):
+        assert optax.tree_utils.tree_get(mapped, moment) == specs
+
+
+@rows
+@pytest.mark.parametrize(("hidden", "gauge"), [(("down",), "rescale"), (("value",), "head_rotation")])
+def test_a_mask_through_a_gauge_is_refused(hidden: tuple[str, ...], gauge: str, case: TransformCase) -> None:
+    tx = optax.masked(case.make(SHORT), _everything_but(*hidden))
+    with pytest.raises(ValueError, match="MaskedNode") as error:
+        tx.init(_params())
+    _four_parts(error, gauge, f"{hidden[0]}/kernel", "own gauge list")
+
+
+@rows
+def test_a_gauge_hidden_whole_is_refused(case: TransformCase) -> None:
+    tx = optax.partition({"unit": case.make(SHORT), "turn": optax.adam(0.1), "rest": optax.adam(0.1)}, _labels())
+    with pytest.raises(ValueError, match="MaskedNode") as error:
+        tx.init(_params())
+    _four_parts(error, "head_rotation", "value/kernel", "own gauge list")
+
+
+# Wrappers, computed -------------------------------------------------------------------------------
+
+OPTIMIZER = next(c for c in TRANSFORM_CASES if c.name == "ddc_adamw/number")
+
+
+def _gradients(*seeds: int, dtype: Any = jnp.float32) -> list[Tree]:
+    return [_noise(seed, _params(dtype)) for seed in seeds]
+
+
+@functools.cache
+def _plain() -> tuple[Tree, Tree]:
+    """Motion and state after two steps of the optimizer by itself."""
+    return _steps(OPTIMIZER.make(SHORT), _params(), _gradients(1, 2))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [c for c in TRANSFORM_CASES if c.factory in (go.add_gauge_decay, go.clip_by_invariant_norm, go.ddc_adamw)],
+    ids=name,
+)
+def test_injected_hyperparameters_compute_the_same(case: TransformCase, x64: None) -> None:
+    """Schedules among them: at every step they are worth what they are to the transformation itself.
+
+    In float64, since 1 − b2 of a float32 b2 is off by 1e-5.
+    """
+    params, gradients = _params(jnp.float64), _gradients(1, 2, dtype=jnp.float64)
+    expected, _ = _steps(case.make(SHORT), params, gradients)
+    found, _ = _steps(_injected(case), params, gradients)
+    _close(found, expected)
+
+
+def test_changed_hyperparameters_do_not_retrace() -> None:
+    tx, params = _injected(OPTIMIZER), _params()
+    step = jit(chex.assert_max_traces(tx.update, n=1))
+    state = jit(tx.init)(params)
+    first, _ = step(params, state, params)
+    changed = {"learning_rate": 0.0, "weight_decay": 0.3, "b1": 0.5, "b2": 0.9, "refresh_drift": 0.0, "radial_scale": 4}
+    assert set(changed) < set(state.hyperparams)
+    hyperparams = state.hyperparams | {n: jnp.float32(x) for n, x in changed.items()}
+    updates, _ = step(params, state._replace(hyperparams=hyperparams), params)
+    assert optax.tree.norm(updates) < 1e-5 < optax.tree.norm(first)
+
+
+def test_injected_hyperparameters_of_bfloat16_parameters_stay_float32() -> None:
+    """By default they take the parameters' dtype, in which b2 = 0.999 is 1."""
+    tx = optax.inject_hyperparams(go.ddc_adamw, hyperparam_dtype=jnp.float32)(0.01, SHORT)
+    motion, state = _steps(tx, _params(jnp.bfloat16), _gradients(1, 2, dtype=jnp.bfloat16))
+    assert _finite((motion, state)) and float(optax.tree.norm(motion)) > 0
+    assert state.hyperparams["b2"].dtype == jnp.float32 and state.hyperparams["b2"] < 1
+    assert {x.dtype for x in jax.tree.leaves(motion)} == {jnp.dtype(jnp.bfloat16)}
+
+
+def test_multi_steps_make_one_step_of_the_mean_gradient() -> None:
+    tx = _multi_steps(OPTIMIZER)
+    apart = jax.tree.map(lambda x: 0.5 * x, _noise(3, _params()))
+    halves = [jax.tree.map(way, g, apart) for g in _gradients(1, 2) for way in (jnp.add, jnp.subtract)]
+    _close(_steps(tx, _params(), halves)[0], _plain()[0])
+
+
+def test_masked_leaves_pass_and_the_others_do_not_notice() -> None:
+    found, state = _steps(_masked(OPTIMIZER), _params(), _gradients(1, 2))
+    raw = jax.tree.map(jnp.add, *_gradients(1, 2))
+    hidden = ("free", "head")
+    _close(found, {m: raw[m] if m in hidden else x for m, x in _plain()[0].items()})
+    assert set(leaves_by_path(optax.tree_utils.tree_get(state, "mu"))) == {
+        path for path in leaves_by_path(raw) if not path.startswith(hidden)
+    }
+
+
+def test_partitions_do_not_notice_each_other() -> None:
+    """Each gauge alone, its leaves shared with no other, moves as in the product."""
+    found, _ = _steps(_partitioned(OPTIMIZER), _params(), _gradients(1, 2))
+    expected = _plain()[0]
+    for module in ("up", "down", "value", "out"):
+        _close(found[module], expected[module])
+
+
+@pytest.mark.parametrize("bad", [jnp.nan, jnp.inf])
+def test_bad_gradients_never_reach_the_state(bad: float) -> None:
+    tx, params = _apply_if_finite(OPTIMIZER), _params()
+    good, later = _gradients(1, 2)
+    poisoned = good | {"value": {"kernel": good["value"]["kernel"].at[0, 0, 0].set(bad)}}
+    motion, state = _steps(tx, params, [good, poisoned, later])
+    expected, inner = _plain()
+    _close(motion, expected)
+    _close(state.inner_state, inner)
+    assert state.total_notfinite == 1 and bool(state.last_finite)
+
+
+def test_an_eager_state_can_be_donated() -> None:
+    """One buffer in two fields could not: each field of a state is made anew."""
+    tx, params = go.ddc_adamw(0.1, EVERY_KIND[:3]), _params()
+    state = tx.init(params)
+    step = jit(tx.update, donate_argnums=(0, 1))
+    updates, after = step(_noise(1, params), state, params)
+    assert _finite((updates, after))
+    assert all(x.is_deleted() for x in jax.tree.leaves(state))

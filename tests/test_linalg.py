@@ -1,0 +1,289 @@
+"""The small-matrix kernels against dense float64: conditioning, degenerate spectra, stale bases, both precisions."""
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gauge_optax import linalg
+from tests import oracles
+from tests.quick import jit
+from tests.tolerances import tolerance
+
+CONDITIONS = (1.0, 1e3, 1e5)
+SIZES = (2, 3, 8, 32)
+DRIFT = 0.0999  # just below what triggers a refresh
+check = functools.partial(settings, derandomize=True, deadline=None, database=None, max_examples=15)
+
+lyapunov = jit(linalg.lyapunov)
+eigen = jit(linalg.symmetric_eigen)
+inverse_sqrt = jit(linalg.inverse_sqrt)
+logarithm = jit(linalg.orthogonal_logarithm)
+exponential = jit(linalg.skew_exponential)
+
+
+@pytest.fixture(params=["float64", "float32"])
+def dtype(request: pytest.FixtureRequest) -> Iterator[str]:
+    with jax.enable_x64(request.param == "float64"):
+        yield request.param
+
+
+@pytest.fixture(params=SIZES)
+def size(request: pytest.FixtureRequest) -> int:
+    return request.param
+
+
+def run(kernel: Callable[..., Any], dtype: str, *matrices: np.ndarray) -> Any:
+    """A kernel in this precision, its results in float64."""
+    return jax.tree.map(lambda x: np.asarray(x, np.float64), kernel(*(jnp.asarray(x, dtype) for x in matrices)))
+
+
+def orthogonal(generator: np.random.Generator, size: int) -> np.ndarray:
+    return np.linalg.qr(generator.normal(size=(size, size)))[0]
+
+
+def skew(x: np.ndarray) -> np.ndarray:
+    return 0.5 * (x - np.swapaxes(x, -1, -2))
+
+
+def spectra(size: int) -> dict[str, np.ndarray]:
+    """By name: graded, one large, one small, per condition number; and every way to be degenerate."""
+    found = {}
+    for c in CONDITIONS:
+        found[f"graded {c:.0e}"] = np.logspace(0, -np.log10(c), size)
+        found[f"one large {c:.0e}"] = np.r_[1.0, np.full(size - 1, 1.0 / c)]
+        found[f"one small {c:.0e}"] = np.r_[np.ones(size - 1), 1.0 / c]
+    rank_one = np.r_[1.0, np.zeros(size - 1)]
+    return found | {"rank one": rank_one, "hyperplane": 1.0 - rank_one[::-1], "zero": np.zeros(size)}
+
+
+def points(size: int) -> tuple[list[str], np.ndarray, np.ndarray, np.ndarray]:
+    """Names, eigenvalues, bases and rows W of all spectra, stacked; M = WᵀW."""
+    generator, named = np.random.default_rng(size), spectra(size)
+    bases = np.stack([orthogonal(generator, size) for _ in named])
+    values = np.stack(list(named.values()))
+    return list(named), values, bases, np.sqrt(values)[:, :, None] * np.swapaxes(bases, -1, -2)
+
+
+def drifted(w: np.ndarray) -> np.ndarray:
+    """Rows (1 + E)^½·W: a Gram matrix of whitened drift ‖E‖_F = 0.0999 from that of W."""
+    noise = np.random.default_rng(2).normal(size=w.shape)
+    noise = noise + np.swapaxes(noise, -1, -2)
+    noise *= DRIFT / norm(noise)[:, None, None]
+    return np.swapaxes(np.linalg.cholesky(np.eye(w.shape[-1]) + noise), -1, -2) @ w
+
+
+def equations(w: np.ndarray) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    """M = WᵀW and K = skew(WᵀU), U in the span of W or anywhere."""
+    noise, turned = np.random.default_rng(1).normal(size=w.shape), np.swapaxes(w, -1, -2)
+    return turned @ w, {"span": skew(turned @ w @ noise), "anywhere": skew(turned @ noise)}
+
+
+def norm(x: np.ndarray) -> np.ndarray:
+    return np.linalg.norm(x, axis=(-2, -1))
+
+
+def residual(m: np.ndarray, k: np.ndarray, a: np.ndarray) -> np.ndarray:
+    """‖M·A + A·M − 2K‖/‖2K‖."""
+    return norm(m @ a + a @ m - 2.0 * k) / np.maximum(norm(2.0 * k), 1e-300)
+
+
+def backward_error(m: np.ndarray, k: np.ndarray, a: np.ndarray) -> np.ndarray:
+    """The same relative to all that was added up: what rounding M to its precision already costs."""
+    return norm(m @ a + a @ m - 2.0 * k) / np.maximum(2.0 * norm(m) * norm(a) + 2.0 * norm(k), 1e-300)
+
+
+# The Lyapunov equation ----------------------------------------------------------------------------
+
+
+def test_lyapunov_solves_the_equation(size: int, dtype: str) -> None:
+    names, _, _, w = points(size)
+    m, sides = equations(w)
+    for kind, k in sides.items():
+        a = run(lyapunov, dtype, m, k)
+        worst = dict(zip(names, error(kind, dtype)(m, k, a), strict=True))
+        assert max(worst.values()) <= tolerance("kernel", dtype), (kind, worst)
+        assert np.max(np.abs(a + np.swapaxes(a, -1, -2))) <= tolerance("kernel", dtype) * np.max(np.abs(a))
+
+
+def error(kind: str, dtype: str) -> Callable[..., np.ndarray]:
+    """In float32 an arbitrary U cannot do better: M itself is rounded."""
+    return backward_error if (kind, dtype) == ("anywhere", "float32") else residual
+
+
+@pytest.mark.parametrize("size", [2, 3, 8])
+def test_lyapunov_is_the_dense_solution(size: int, x64: None) -> None:
+    """Zero on what the equation does not fix: pairs of null directions."""
+    names, values, _, w = points(size)
+    m, sides = equations(w)
+    found = run(lyapunov, "float64", m, sides["anywhere"])
+    for name, lam, gram, k, a in zip(names, values, m, sides["anywhere"], found, strict=True):
+        expected = oracles.lyapunov(gram, k)
+        condition = np.max(lam) / np.min(lam[lam > 0], initial=np.max(lam)) if lam.any() else 1.0
+        scale = condition * max(1.0, float(np.linalg.norm(expected)))
+        assert np.linalg.norm(a - expected) <= tolerance("kernel") * scale, name
+    assert not found[names.index("zero")].any()
+
+
+@pytest.mark.parametrize("steps", [6, 12])
+def test_stale_basis_is_enough_below_the_trigger(size: int, steps: int, dtype: str) -> None:
+    """6 steps reach 1e-6 at every condition number, 12 reach 1e-12: conjugate gradients see Λ^(−1/2)MΛ^(−1/2)."""
+    names, values, bases, w = points(size)
+    moved = drifted(w)
+    assert np.max(norm(moved - w)) > DRIFT / 4
+    m, sides = equations(moved)
+    solve = jit(functools.partial(linalg.lyapunov_stale, steps=steps))
+    reached = tolerance("kernel", dtype if steps == 12 else "float32")
+    for kind, k in sides.items():
+        a = run(solve, dtype, m, k, values, bases)
+        worst = dict(zip(names, error(kind, dtype)(m, k, a), strict=True))
+        assert max(worst.values()) <= reached, (kind, worst)
+
+
+def test_stale_basis_needs_its_steps(x64: None) -> None:
+    """The check above can fail: two steps are too few."""
+    _, values, bases, w = points(8)
+    m, sides = equations(drifted(w))
+    two = jit(functools.partial(linalg.lyapunov_stale, steps=2))
+    a = run(two, "float64", m, sides["anywhere"], values, bases)
+    assert np.max(residual(m, sides["anywhere"], a)) > tolerance("kernel", "float32")
+
+
+def test_stale_basis_of_a_converged_head_stays(dtype: str) -> None:
+    """More steps than needed must not diverge on rounding noise."""
+    _, values, bases, w = points(8)
+    m, sides = equations(w)
+    a = run(jit(functools.partial(linalg.lyapunov_stale, steps=40)), dtype, m, sides["span"], values, bases)
+    assert np.max(residual(m, sides["span"], a)) <= tolerance("kernel", dtype)
+
+
+@check()
+@given(seed=st.integers(0, 2**16))
+def test_lyapunov_turns_with_the_basis(seed: int) -> None:
+    """A(RᵀMR, RᵀKR) = Rᵀ·A(M, K)·R, repeated eigenvalues or not."""
+    generator = np.random.default_rng(seed)
+    values = generator.choice([1.0, 0.5, 0.1], size=4)
+    basis, r = orthogonal(generator, 4), orthogonal(generator, 4)
+    m, k = (basis * values) @ basis.T, skew(generator.normal(size=(4, 4)))
+    with jax.enable_x64(True):
+        here, there = run(lyapunov, "float64", m, k), run(lyapunov, "float64", r.T @ m @ r, r.T @ k @ r)
+    assert np.linalg.norm(there - here) > 1e-3
+    assert np.linalg.norm(there - r.T @ here @ r) <= tolerance("kernel") * np.linalg.norm(here)
+
+
+# Eigenbases and roots -----------------------------------------------------------------------------
+
+
+def test_eigenbasis_rebuilds_the_matrix(size: int, dtype: str) -> None:
+    names, expected, _, w = points(size)
+    gram, _ = equations(w)
+    values, vectors = run(eigen, dtype, gram)
+    rebuilt = (vectors * values[:, None, :]) @ np.swapaxes(vectors, -1, -2)
+    limit = tolerance("kernel", dtype) * np.sqrt(size)
+    assert np.max(norm(rebuilt - gram)) <= limit, dict(zip(names, norm(rebuilt - gram), strict=True))
+    assert np.max(norm(np.swapaxes(vectors, -1, -2) @ vectors - np.eye(size))) <= limit
+    assert (np.diff(values, axis=-1) <= 0).all()
+    np.testing.assert_allclose(values, -np.sort(-expected, axis=-1), atol=limit)
+
+
+def test_eigenbasis_of_two_has_no_bad_angle(dtype: str) -> None:
+    """The closed form at every quarter turn, and where there is no basis to find."""
+    matrices = [np.diag(x) for x in ([2.0, 1.0], [1.0, 2.0], [1.0, 1.0], [0.0, 0.0], [1.0, 0.0])]
+    matrices += [np.array([[1.0, off], [off, 1.0]]) for off in (0.5, -0.5, 1.0, 1e-30)]
+    m = np.stack(matrices)
+    values, vectors = run(eigen, dtype, m)
+    np.testing.assert_allclose(values, np.linalg.eigvalsh(m)[:, ::-1], atol=tolerance("kernel", dtype))
+    rebuilt = (vectors * values[:, None, :]) @ np.swapaxes(vectors, -1, -2)
+    np.testing.assert_allclose(rebuilt, m, atol=tolerance("kernel", dtype))
+
+
+def test_inverse_root_is_the_pseudo_inverse_root(size: int, dtype: str) -> None:
+    """R·M·R is the projector on the range; its error grows with the condition number, as it must."""
+    names, values, bases, w = points(size)
+    gram, _ = equations(w)
+    root = run(inverse_sqrt, dtype, gram)
+    for name, lam, basis, m, r in zip(names, values, bases, gram, root, strict=True):
+        kept = lam > 0
+        condition = 1.0 / np.min(lam[kept], initial=1.0)
+        projector = (basis * kept) @ basis.T
+        limit = tolerance("kernel", dtype) * size * condition
+        assert np.linalg.norm(r @ m @ r - projector) <= limit, name
+        assert np.linalg.norm(r @ (np.eye(size) - projector)) <= limit, name
+    assert not root[names.index("zero")].any()
+
+
+def test_inverse_root_drops_what_is_below_the_cutoff(dtype: str) -> None:
+    cutoff = linalg.eigenvalue_cutoff(jnp.dtype(dtype))
+    assert cutoff == tolerance("kernel", dtype)
+    m = np.diag([1.0, 10 * cutoff, 0.1 * cutoff])
+    root = np.diag(run(inverse_sqrt, dtype, m))
+    np.testing.assert_allclose(root[:2] ** 2 * np.diag(m)[:2], 1.0, rtol=10 * tolerance("kernel", "float32"))
+    assert root[2] == 0.0
+
+
+@check()
+@given(seed=st.integers(0, 2**16), rank=st.integers(0, 3))
+def test_inverse_root_turns_with_the_basis(seed: int, rank: int) -> None:
+    generator = np.random.default_rng(seed)
+    w, r = generator.normal(size=(rank, 3)), orthogonal(generator, 3)
+    m = w.T @ w
+    with jax.enable_x64(True):
+        here, there = run(inverse_sqrt, "float64", m), run(inverse_sqrt, "float64", r.T @ m @ r)
+    smallest = np.min(np.linalg.svd(w, compute_uv=False), initial=1.0)
+    assert np.linalg.norm(there - r.T @ here @ r) <= tolerance("kernel") * max(1.0, smallest**-4)
+
+
+# Exponential and logarithm ------------------------------------------------------------------------
+
+
+def generators(size: int, angles: tuple[float, ...]) -> np.ndarray:
+    """Skew matrices whose largest angle is each of these."""
+    generator = np.random.default_rng(size)
+    drawn = np.stack([skew(generator.normal(size=(size, size))) for _ in angles])
+    return drawn * (np.array(angles) / np.linalg.norm(drawn, 2, axis=(-2, -1)))[:, None, None]
+
+
+def test_exponential_is_a_rotation(size: int, dtype: str) -> None:
+    a = generators(size, (1e-3, 0.3, 1.0, 3.0))
+    found = run(exponential, dtype, a)
+    expected = np.stack([oracles.exponential(x) for x in a])
+    limit = tolerance("logarithm", dtype) * np.sqrt(size)
+    assert np.max(norm(found - expected)) <= limit
+    assert np.max(norm(found @ np.swapaxes(found, -1, -2) - np.eye(size))) <= limit
+
+
+def test_logarithm_undoes_the_exponential(size: int, dtype: str) -> None:
+    """Up to angles near π, where one rounding turns into 1/(π − angle) of them."""
+    angles = (0.0, 1e-3, 0.3, 1.0, 2.0, 3.0)
+    a = generators(size, angles)
+    found = run(logarithm, dtype, np.stack([oracles.exponential(x) for x in a]))
+    for angle, off in zip(angles, norm(found - a), strict=True):
+        assert off <= tolerance("logarithm", dtype) * np.sqrt(size) / (np.pi - angle), angle
+    assert np.max(np.abs(found + np.swapaxes(found, -1, -2))) <= tolerance("kernel", dtype)
+
+
+@check()
+@given(seed=st.integers(0, 2**16), angle=st.floats(0.0, 2.5))
+def test_logarithm_turns_with_the_basis(seed: int, angle: float) -> None:
+    """log(RᵀQR) = Rᵀ·log(Q)·R."""
+    generator = np.random.default_rng(seed)
+    drawn, r = skew(generator.normal(size=(3, 3))), orthogonal(generator, 3)
+    q = oracles.exponential(drawn * angle / np.linalg.norm(drawn, 2))
+    with jax.enable_x64(True):
+        here, there = run(logarithm, "float64", q), run(logarithm, "float64", r.T @ q @ r)
+    assert np.linalg.norm(there - r.T @ here @ r) <= tolerance("kernel")
+
+
+def test_division_by_zero_is_zero() -> None:
+    found = linalg.safe_divide(jnp.array([1.0, 0.0, 3.0, jnp.inf]), jnp.array([0.0, 0.0, 2.0, 0.0]))
+    assert found.tolist() == [0.0, 0.0, 1.5, 0.0]
+
+
+def test_kernels_compute_in_the_process_precision(dtype: str) -> None:
+    assert linalg.real_dtype() == jnp.dtype(dtype)

@@ -1,0 +1,29 @@
+"""Every tolerance of the suite, a function of what is checked and in which dtype (DESIGN §6); literals nowhere else."""
+
+from typing import Any
+
+import jax.numpy as jnp
+
+# check: float64, float32, bfloat16; relative to the norm of what is compared.
+_TABLE: dict[str, tuple[float, float, float]] = {
+    "invariant": (1e-12, 1e-5, 5e-2),  # the loss under act, balance, gauge_fix
+    "group": (1e-12, 1e-5, 5e-2),  # inverse, compose, identity
+    "split": (1e-12, 1e-5, 5e-2),  # vertical + horizontal, idempotent, equivariant
+    "oracle": (1e-10, 1e-4, 5e-2),  # against the dense projector
+    "coordinates": (1e-12, 1e-5, 5e-2),  # absolute: they are logarithms
+    "horizontal": (1e-12, 1e-6, 5e-2),  # a tangent's vertical part, in the frame
+    "twins": (1e-8, 1e-4, 5e-2),  # 20 steps from θ and from g·θ, per leaf
+    "drift": (1e-5, 1e-5, 5e-2),  # absolute: frozen coordinates after 1,000 steps
+    "twin_loss": (1e-8, 1e-5, 5e-2),
+    "coupled": (1e-2, 1e-2, 5e-2),  # the same where two rescales share a leaf, before the retraction
+    "optax": (1e-12, 1e-6, 5e-2),  # two ways to write one optimizer, Optax's own among them
+    "logarithm": (1e-12, 1e-5, 5e-2),  # angles of rotations: three square roots amplify rounding eightfold
+    "kernel": (1e-12, 1e-6, 5e-2),  # residuals of the small-matrix kernels
+}
+
+_COLUMNS = ("float64", "float32", "bfloat16")
+
+
+def tolerance(check: str, dtype: Any = jnp.float64) -> float:
+    """The largest relative error allowed of a check in a dtype."""
+    return _TABLE[check][_COLUMNS.index(jnp.dtype(dtype).name)]

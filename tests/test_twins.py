@@ -109,7 +109,9 @@ def _make(name: str, dtype: str, kinds: tuple[str, ...] = ()) -> Setting:
     if config.init == "normal":
         leaves, treedef = jax.tree.flatten(params)
         keys = jax.random.split(jax.random.key(2), len(leaves))
-        params = treedef.unflatten([x + 0.2 * jax.random.normal(k, x.shape, x.dtype) for x, k in zip(leaves, keys)])
+        params = treedef.unflatten(
+            [x + 0.2 * jax.random.normal(k, x.shape, x.dtype) for x, k in zip(leaves, keys, strict=True)]
+        )
 
     def stepper(make: Callable[..., optax.GradientTransformation]) -> Step:
         @jax.jit
@@ -121,9 +123,7 @@ def _make(name: str, dtype: str, kinds: tuple[str, ...] = ()) -> Setting:
         return step
 
     def ours(rate: Any, decay: Any, norm: Any) -> optax.GradientTransformation:
-        return optax.chain(
-            go.clip_by_invariant_norm(norm, gauges), go.ddc_adamw(rate, gauges, weight_decay=decay)
-        )
+        return optax.chain(go.clip_by_invariant_norm(norm, gauges), go.ddc_adamw(rate, gauges, weight_decay=decay))
 
     adamw = stepper(lambda rate, decay, norm: optax.adamw(rate, weight_decay=decay))
     return Setting(params, gauges, jax.jit(ours(1.0, 0.0, 1.0).init), stepper(ours), adamw)
@@ -153,8 +153,11 @@ def walk(setting: Setting, step: Step, init: Callable[[Any], Any], params: Any) 
     state, total = init(params), None
     for _ in range(1000):
         after, state, _ = step(params, state, 1e-3, 0.1, np.inf)
-        turned = [part for gauge, part in zip(setting.gauges, motion(params, after), strict=True)
-                  if gauge.name not in SCALE_GAUGES]
+        turned = [
+            part
+            for gauge, part in zip(setting.gauges, motion(params, after), strict=True)
+            if gauge.name not in SCALE_GAUGES
+        ]
         total = turned if total is None else jax.tree.map(jnp.add, total, turned)
         params = after
     return params, largest(total)
@@ -183,7 +186,7 @@ HEADS: dict[str, Callable[[jax.Array], jax.Array]] = {
 
 
 def leaf_errors(a: Any, b: Any) -> dict[str, float]:
-    """Relative difference per leaf, key biases left out: their gradient is zero, so they move by rounding (DESIGN §5)."""
+    """Relative difference per leaf, without key biases: their gradient is zero, they move by rounding (DESIGN §5)."""
     theirs = leaves_by_path(b)
     return {
         p: relative(np.asarray(theirs[p]), np.asarray(x))

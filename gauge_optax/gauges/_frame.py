@@ -8,128 +8,19 @@ of the rounds is the representative of least norm, ‖θ̂_up‖² = p·‖θ̂_
 balance; equi-normalisation). DESIGN §5.
 """
 
-import dataclasses
-import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from gauge_optax.binding import Block, binding_error, overlap
+from gauge_optax.binding import Block
 from gauge_optax.gauges._scale import ScaleInstance, Values
+from gauge_optax.gauges._system import Channels, ScaleSystem, Sides, Squares
 from gauge_optax.linalg import real_dtype
 
-Channels = tuple[jax.Array, ...]
-"""One array per scale instance, shaped like the instance's named axes."""
-
-Sides = Sequence[tuple[jax.Array, jax.Array]]
-"""Per scale instance, something of its up and of its down side."""
-
-Squares = tuple[tuple[jax.Array, jax.Array], ...]
-"""Per scale instance, the sums of squares of its up and its down side."""
-
 _NEAR = 1e-5  # a round that moves f by less leaves about 1e-6
-
-
-@dataclasses.dataclass(frozen=True)
-class ScaleSystem:
-    """All scale instances of a product, and for every leaf the (instance, block, exponent) that act on it."""
-
-    instances: tuple[ScaleInstance, ...]
-
-    @functools.cached_property
-    def terms(self) -> Mapping[str, tuple[tuple[int, Block, float], ...]]:
-        """Leaf path → the (instance index, block, exponent w) that bind it, in list order."""
-        found: dict[str, list[tuple[int, Block, float]]] = {}
-        for index, instance in enumerate(self.instances):
-            for block, weight in instance.weighted_blocks:
-                found.setdefault(block.path, []).append((index, block, weight))
-        return {path: tuple(entries) for path, entries in found.items()}
-
-    @functools.cached_property
-    def coupled(self) -> frozenset[int]:
-        """Indices of the instances that share an entry with another instance."""
-        return frozenset(
-            i for i in range(len(self.instances)) for b, _ in self.instances[i].weighted_blocks if self._others(i, b)
-        )
-
-    @functools.cached_property
-    def order(self) -> tuple[tuple[int, tuple[Block, ...]], ...]:
-        """Instances in an order in which each has blocks whose other gauges are framed already, with those blocks."""
-        done: list[tuple[int, tuple[Block, ...]]] = []
-        waiting = list(range(len(self.instances)))
-        while waiting:
-            framed = {i for i, _ in done}
-            ready = ((i, self._readable(i, framed)) for i in waiting)
-            chosen = next(((i, blocks) for i, blocks in ready if blocks), None)
-            if chosen is None:
-                raise self._cycle(waiting)
-            done.append(chosen)
-            waiting.remove(chosen[0])
-        return tuple(done)
-
-    def _others(self, index: int, block: Block) -> set[int]:
-        return {j for j, other, _ in self.terms[block.path] if j != index and overlap(block, other)}
-
-    def _readable(self, index: int, framed: set[int]) -> tuple[Block, ...]:
-        for side in (self.instances[index].up, self.instances[index].down):
-            blocks = tuple(b for b in side if self._others(index, b) <= framed)
-            if blocks:
-                return blocks
-        return ()
-
-    def _cycle(self, waiting: Sequence[int]) -> ValueError:
-        names = ", ".join(f"{self.instances[i].gauge}[{self.instances[i].key}]" for i in waiting)
-        first = self.instances[waiting[0]]
-        return binding_error(
-            first.gauge,
-            f"cyclic scale gauges at '{first.paths[0]}'",
-            f"every leaf of {names} is shared with another of them",
-            "an order in which each gauge has a leaf whose other gauges come earlier",
-            "drop one gauge of the cycle, or train it with its own transformation",
-        )
-
-    def exponents(
-        self,
-        channels: Channels,
-        paths: Sequence[str] | None = None,
-        *,
-        euler: bool = False,
-    ) -> dict[str, jax.Array]:
-        """Per leaf Σ w·spread(channels), broadcastable to the leaf; with `euler`, every w counts as 1."""
-        return {
-            path: sum(
-                (
-                    block.spread(self.instances[i].named, (1.0 if euler else w) * channels[i])
-                    for i, block, w in self.terms[path]
-                ),
-                start=jnp.zeros((), real_dtype()),
-            )
-            for path in (self.terms if paths is None else paths)
-        }
-
-    def step_sizes(self, rho: Sequence[tuple[jax.Array, jax.Array]]) -> dict[str, jax.Array]:
-        """Per leaf, each entry's ρ in the first instance that lists it, 1 where none does; broadcastable to it."""
-        sizes = {}
-        for path, entries in self.terms.items():
-            size = jnp.ones((), real_dtype())
-            for k, (index, block, weight) in enumerate(entries):
-                if not any(overlap(block, earlier) for _, earlier, _ in entries[:k]):
-                    size = size + block.spread(self.instances[index].named, rho[index][weight < 0] - 1.0)
-            sizes[path] = size
-        return sizes
-
-    def squares(self, hat: Values) -> "Squares":
-        """Sums of squares of every instance's sides, from framed values."""
-        return tuple(i.sides({p: jnp.square(hat[p]) for p in i.paths}) for i in self.instances)
-
-    def framed_squares(self, index: int, values: Values, channels: Channels) -> tuple[jax.Array, jax.Array]:
-        """Sums of squares of one instance's sides in the frame `channels`."""
-        instance = self.instances[index]
-        logs = self.exponents(channels, instance.paths)
-        return instance.sides({p: jnp.square(values[p] * jnp.exp(-logs[p])) for p in instance.paths})
 
 
 def triangular(system: ScaleSystem, values: Values) -> Channels:

@@ -19,10 +19,10 @@ import numpy as np
 
 from gauge_optax.binding import Block, binding_error, leaves_by_path, overlap
 from gauge_optax.gauges import _frame
-from gauge_optax.gauges._frame import Channels, ScaleSystem
 from gauge_optax.gauges._head import BASIS, HeadInstance
 from gauge_optax.gauges._scale import ScaleInstance, Values
 from gauge_optax.gauges._shift import VOCAB, ShiftInstance, add_shift, centre_block, mean_over_vocab
+from gauge_optax.gauges._system import Channels, ScaleSystem
 from gauge_optax.linalg import lyapunov, real_dtype, safe_divide, skew
 
 Arrays = dict[str, jax.Array]

@@ -6,7 +6,7 @@ Here: pure functions of one step. Not here: moments of parameters-shaped leaves 
 import jax
 import jax.numpy as jnp
 
-from gauge_optax.gauges._frame import Channels
+from gauge_optax.gauges._system import Channels
 from gauge_optax.linalg import real_dtype, safe_divide
 from gauge_optax.transforms._here import Adam, Here
 

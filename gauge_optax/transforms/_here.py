@@ -11,8 +11,9 @@ import jax.numpy as jnp
 
 from gauge_optax.gauges import _frame, _split
 from gauge_optax.gauges._basis import grouped, stacked_gram
-from gauge_optax.gauges._frame import Channels, FrameState, ScaleSystem, Squares
+from gauge_optax.gauges._frame import FrameState
 from gauge_optax.gauges._split import Bound, Point
+from gauge_optax.gauges._system import Channels, ScaleSystem, Squares
 
 Arrays = dict[str, jax.Array]
 Scalar = float | jax.Array
@@ -143,8 +144,8 @@ def enter(bound: Bound, params: Any, frame: FrameState, moving: bool) -> Here:
 def _stepped(frame: FrameState, rho: Sequence[tuple[jax.Array, jax.Array]]) -> Sides:
     """ρ that steps are taken with: never below a tenth of the starting point's mean.
 
-    DESIGN §5 floors at a hundredth. From a zero-initialised output kernel that left the loss 1.9 % and 2.1 % above AdamW's
-    after 200 steps (Llama-style, d = 32, learning rates 1e-3 and 3e-3); a tenth leaves 0.8 % and 1.7 %.
+    DESIGN §5 floors at a hundredth. From zero-initialised output kernels that left the loss 1.9 % and 2.1 % above
+    AdamW's after 200 steps (Llama-style, d = 32, learning rates 1e-3 and 3e-3); a tenth leaves 0.8 % and 1.7 %.
     """
     low = _STEP_FLOOR / _frame.FLOOR
     return tuple(

@@ -27,9 +27,10 @@ import optax
 from gauge_optax.binding import is_empty
 from gauge_optax.gauges import _frame, _split
 from gauge_optax.gauges._basis import Group, HeadBasis, body_frame, grouped
-from gauge_optax.gauges._frame import Channels, FrameState, ScaleSystem
+from gauge_optax.gauges._frame import FrameState
 from gauge_optax.gauges._head import HeadBlock, HeadInstance
 from gauge_optax.gauges._split import Bound, Coordinates
+from gauge_optax.gauges._system import Channels, ScaleSystem
 from gauge_optax.gauges.product import product
 from gauge_optax.linalg import real_dtype
 from gauge_optax.transforms import _channels, _moments, _vertical

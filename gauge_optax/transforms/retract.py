@@ -15,8 +15,9 @@ import optax
 
 from gauge_optax.binding import is_empty
 from gauge_optax.gauges import _frame, _split
-from gauge_optax.gauges._frame import Channels, FrameState, ScaleSystem, Squares
+from gauge_optax.gauges._frame import FrameState
 from gauge_optax.gauges._split import Bound, Point
+from gauge_optax.gauges._system import Channels, ScaleSystem, Squares
 from gauge_optax.gauges.product import product
 from gauge_optax.transforms._common import Gauges, in_dtype_of, placeholder, require_choice, require_params
 

@@ -1,0 +1,242 @@
+"""The public assertions: each passes where it should, fails where it must, and says what, where and by how much."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import gauge_optax as go
+from gauge_optax.gauges.base import Gauge
+from tests.cases import GAUGE_CASES, GaugeCase
+from tests.quick import jit
+from tests.tolerances import tolerance
+
+CASES = {case.name: case for case in GAUGE_CASES}
+KEY = 3
+RELATIVE = r"\d\.\d\de[+-]\d+"
+
+
+def _key() -> jax.Array:
+    return jax.random.key(KEY)
+
+
+def _params(case: GaugeCase, dtype: str = "float64") -> Any:
+    return jax.tree.map(lambda x: jnp.asarray(x, dtype), case.params(jax.random.key(0)))
+
+
+def _random_like(params: Any) -> Any:
+    generator = np.random.default_rng(9)
+    return jax.tree.map(lambda x: jnp.asarray(generator.normal(size=x.shape), x.dtype), params)
+
+
+@pytest.mark.parametrize("check", ["invariant", "horizontal", "equivariant", "loss"])
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
+def test_public_tolerances_are_the_suites(check: str, dtype: str, x64: None) -> None:
+    ours = {"equivariant": "twins", "loss": "twin_loss"}.get(check, check)
+    assert go.testing.tolerance(check, {"w": jnp.zeros(2, dtype)}) == tolerance(ours, dtype)
+
+
+def test_the_coarsest_float_decides(x64: None) -> None:
+    tree = {"exact": jnp.zeros(1), "single": jnp.zeros(1, "float32"), "step": jnp.zeros(1, "int8")}
+    assert go.testing.tolerance("invariant", tree) == tolerance("invariant", "float32")
+    tree["half"] = jnp.zeros(1, "float16")
+    assert go.testing.tolerance("invariant", tree) == tolerance("invariant", "bfloat16")
+    assert go.testing.tolerance("invariant", {}) == tolerance("invariant", "float64")
+
+
+def test_describe_names_the_gauge_and_its_patterns() -> None:
+    relu = go.rescale({"a": "_", "b": "_"}, {"c": "_"})
+    assert go.testing.describe(relu) == "rescale('a', 'b', 'c')"
+    assert "product" in go.testing.describe(go.product([relu]))
+
+
+# assert_invariant ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize("name", ["rescale/degree_2", "rope_torus/half", "product/semidirect"])
+def test_symmetries_are_invariant(name: str, dtype: str) -> None:
+    case = CASES[name]
+    assert case.loss is not None
+    with jax.enable_x64(dtype == "float64"):
+        found = go.testing.assert_invariant(jit(case.loss), _params(case, dtype), case.gauges(), _key())  # type: ignore[func-returns-value]
+    assert found is None
+
+
+WRONG: dict[str, tuple[str, Gauge, str]] = {
+    "a full rotation under rotary": (
+        "rope_torus/half",
+        go.head_rotation({"query": "_ head basis", "key": "_ head basis"}),
+        "query, key",
+    ),
+    "the other pairing": (
+        "rope_torus/half",
+        go.rope_torus({"query": "_ head basis", "key": "_ head basis"}, "interleaved"),
+        "query, key",
+    ),
+    "a bias left behind": (
+        "rescale/channel",
+        go.rescale({"up/kernel": "_ channel"}, {"down": "channel _"}),
+        "up/kernel, down",
+    ),
+    "another degree": (
+        "rescale/degree_2",
+        go.rescale({"up/kernel": "_ channel", "up/bias": "channel"}, {"down": "channel _"}),
+        "up/kernel, up/bias, down",
+    ),
+    "a shift without the softmax": ("scale_invariant/kernel", go.logit_shift({"kernel": "_ _ vocab"}), "kernel"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_no_symmetry_is_not_invariant(name: str, x64: None) -> None:
+    at, gauge, leaves = WRONG[name]
+    case = CASES[at]
+    with pytest.raises(AssertionError, match="is no symmetry of this loss") as error:
+        go.testing.assert_invariant(jit(case.loss), _params(case), gauge, _key())
+    text = str(error.value)
+    assert text.startswith(go.testing.describe(gauge))
+    assert f"leaves:   {leaves}\n" in text
+    assert pytest.approx(0.0, abs=10.0) == _found(text) and _found(text) > 1e-3
+
+
+def _found(text: str) -> float:
+    """The relative error that a message reports."""
+    (line,) = (line for line in text.splitlines() if line.strip().startswith("found:"))
+    return next(float(word) for word in line.split() if "e" in word and word[0].isdigit())
+
+
+def test_only_the_culprit_is_blamed(x64: None) -> None:
+    case = CASES["rescale/channel"]
+    wrong = go.rescale({"up/kernel": "channel _"}, {"down": "_ channel"}, sizes={})
+    gauges = [*case.gauges(), go.scale_invariant({"up/kernel": "_ _"})]
+    with pytest.raises(AssertionError, match=r"scale_invariant\('up/kernel'\) is no symmetry"):
+        go.testing.assert_invariant(jit(case.loss), _params(case), gauges, _key())
+    assert wrong != gauges[0]
+
+
+def test_a_loss_that_is_not_a_number_is_not_invariant(x64: None) -> None:
+    case = CASES["rescale/channel"]
+    with pytest.raises(AssertionError, match="nan"):
+        go.testing.assert_invariant(lambda p: jnp.nan * p["down"][0, 0], _params(case), case.gauges(), _key())
+
+
+def test_outputs_say_more_than_a_loss(x64: None) -> None:
+    """Any array will do; `scale` and `rtol` are the size of the move and of what is allowed."""
+    case, swapped = CASES["rescale/channel"], go.scale_invariant({"down": "_ _"})
+    params = _params(case)
+    go.testing.assert_invariant(lambda p: p["up"]["kernel"], params, swapped, _key())
+    with pytest.raises(AssertionError):
+        go.testing.assert_invariant(lambda p: p["down"], params, swapped, _key())
+    go.testing.assert_invariant(lambda p: p["down"], params, swapped, _key(), scale=1e-14)
+    go.testing.assert_invariant(lambda p: p["down"], params, swapped, _key(), rtol=10.0)
+
+
+# assert_horizontal --------------------------------------------------------------------------------
+
+SPLIT = ["logit_shift/padded", "rescale/degree_3", "head_rotation/gqa", "rope_torus/gqa", "product/chain"]
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize("name", SPLIT)
+def test_a_projected_update_is_horizontal_and_an_arbitrary_one_is_not(name: str, dtype: str) -> None:
+    case, assertion = CASES[name], go.testing.assert_horizontal
+    with jax.enable_x64(dtype == "float64"):
+        params, group = _params(case, dtype), go.product(case.gauges())
+        update = _random_like(params)
+        assert assertion(jit(group.horizontal)(params, update), params, case.gauges()) is None  # type: ignore[func-returns-value]
+        with pytest.raises(AssertionError, match=rf"vertical part {RELATIVE} of the update") as error:
+            assertion(update, params, case.gauges())
+        assert _found(str(error.value)) > 1e-2
+        assertion(update, params, case.gauges(), rtol=1.0)
+        assertion(jax.tree.map(jnp.zeros_like, params), params, case.gauges())
+
+
+def test_horizontal_names_the_gauge_and_the_worst_leaf(x64: None) -> None:
+    case = CASES["product/semidirect"]
+    params, norm, shift = _params(case), *case.gauges()
+    still = jax.tree.map(jnp.zeros_like, params)
+    with pytest.raises(AssertionError) as error:
+        go.testing.assert_horizontal(still | {"bias": jnp.ones(7)}, params, [norm, shift])
+    assert go.testing.describe(shift) in str(error.value) and "leaf:     bias\n" in str(error.value)
+    with pytest.raises(AssertionError) as error:
+        go.testing.assert_horizontal(still | {"norm": params["norm"]}, params, [norm, shift])
+    assert go.testing.describe(norm) in str(error.value) and "leaf:     norm\n" in str(error.value)
+
+
+def test_horizontal_wants_the_shape_of_the_params(x64: None) -> None:
+    case = CASES["logit_shift/bias"]
+    with pytest.raises(AssertionError):
+        go.testing.assert_horizontal({"bias": jnp.zeros(3)}, _params(case), case.gauges())
+
+
+# assert_equivariant_step --------------------------------------------------------------------------
+
+
+def _twins(tx: optax.GradientTransformation, case: GaugeCase, dtype: str = "float64", **options: Any) -> None:
+    assert case.loss is not None
+    options = {"steps": 5} | options
+    go.testing.assert_equivariant_step(tx, case.loss, _params(case, dtype), case.gauges(), _key(), **options)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_ddc_adamw_is_equivariant_and_adamw_is_not(dtype: str) -> None:
+    case = CASES["rescale/channel"]
+    with jax.enable_x64(dtype == "float64"):
+        assert _twins(go.ddc_adamw(1e-2, case.gauges()), case, dtype) is None  # type: ignore[func-returns-value]
+        with pytest.raises(AssertionError, match="twins came apart at step") as error:
+            _twins(optax.adamw(1e-2), case, dtype)
+    text = str(error.value)
+    assert go.testing.describe(case.gauges()[0]) in text
+    assert "leaf up/kernel" in text or "leaf up/bias" in text or "leaf down" in text or "the loss" in text
+    assert _found(text) > 1e-4
+
+
+def test_adamw_is_equivariant_under_what_it_does_not_see(x64: None) -> None:
+    """Shifts: the gradient has none, and Adam's state does not know where the weights stand."""
+    _twins(optax.adam(1e-2), CASES["logit_shift/kernel_bias"])
+    with pytest.raises(AssertionError, match="at step 1: leaf kernel"):
+        _twins(optax.adamw(1e-2, weight_decay=0.1), CASES["logit_shift/kernel_bias"])
+
+
+def _nudge(path: str, size: float) -> optax.GradientTransformation:
+    """Adds a constant to one leaf, nothing to the others."""
+    return optax.stateless(
+        lambda updates, params: {k: jnp.full_like(x, size if k == path else 0.0) for k, x in updates.items()}
+    )
+
+
+@pytest.mark.parametrize("pattern", ["dead", "**", "{any}"])
+def test_ignore_leaves_out_a_leaf_but_not_its_effect(pattern: str, x64: None) -> None:
+    params = {"up": jnp.ones((2, 3)), "down": jnp.ones((3, 1)), "dead": jnp.ones(3)}
+    gauge = go.rescale({"up": "_ channel", "dead": "channel"}, {"down": "channel _"})
+
+    def loss(p: Any) -> jax.Array:
+        return jnp.sum((p["up"] @ p["down"]) ** 2)
+
+    def twins(path: str, ignore: tuple[str, ...]) -> None:
+        go.testing.assert_equivariant_step(_nudge(path, 0.1), loss, params, gauge, _key(), steps=2, ignore=ignore)
+
+    twins("dead", (pattern,))
+    with pytest.raises(AssertionError, match="at step 1: leaf dead"):
+        twins("dead", ())
+    with pytest.raises(AssertionError, match="at step 1: leaf dead"):
+        twins("dead", ("up", "down"))
+    with pytest.raises(AssertionError, match="at step 2: the loss"):
+        twins("up", ("**",))
+
+
+def test_an_update_that_is_not_a_number_comes_apart(x64: None) -> None:
+    case = CASES["logit_shift/bias"]
+    with pytest.raises(AssertionError, match="at step 1: leaf bias"):
+        _twins(_nudge("bias", float("nan")), case)
+
+
+def test_steps_scale_and_rtol_are_heeded(x64: None) -> None:
+    case = CASES["rescale/channel"]
+    _twins(optax.adamw(1e-2), case, scale=0.0)
+    _twins(optax.adamw(1e-2), case, rtol=10.0)
+    _twins(optax.adamw(1e-2), case, steps=0)

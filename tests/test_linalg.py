@@ -144,6 +144,7 @@ def test_stale_basis_is_enough_below_the_trigger(size: int, steps: int, dtype: s
         a = run(solve, dtype, m, k, values, bases)
         worst = dict(zip(names, error(kind, dtype)(m, k, a), strict=True))
         assert max(worst.values()) <= reached, (kind, worst)
+        assert np.max(np.abs(a + np.swapaxes(a, -1, -2))) <= tolerance("kernel", dtype) * np.max(np.abs(a))
 
 
 def test_stale_basis_needs_its_steps(x64: None) -> None:

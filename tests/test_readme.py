@@ -19,7 +19,9 @@ def test_python_blocks_run() -> None:
     names: dict[str, Any] = {}
     for block in blocks:
         exec(compile(block, "README.md", "exec"), names)
-    assert float(names["loss"]) < 1.65, "ten steps of the example no longer train"
+    start: dict[str, Any] = {}
+    exec(compile(blocks[0].replace("range(10)", "range(1)"), "README.md", "exec"), start)
+    assert float(names["loss"]) < float(start["loss"]), "ten steps of the example do not train"
 
 
 def test_table_is_the_committed_demo() -> None:

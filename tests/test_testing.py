@@ -100,7 +100,7 @@ def test_what_is_no_symmetry_is_not_invariant(name: str, x64: None) -> None:
     text = str(error.value)
     assert text.startswith(go.testing.describe(gauge))
     assert f"leaves:   {leaves}\n" in text
-    assert pytest.approx(0.0, abs=10.0) == _found(text) and _found(text) > 1e-3
+    assert _found(text) > 1e-3
 
 
 def _found(text: str) -> float:
@@ -111,11 +111,9 @@ def _found(text: str) -> float:
 
 def test_only_the_culprit_is_blamed(x64: None) -> None:
     case = CASES["rescale/channel"]
-    wrong = go.rescale({"up/kernel": "channel _"}, {"down": "_ channel"}, sizes={})
     gauges = [*case.gauges(), go.scale_invariant({"up/kernel": "_ _"})]
     with pytest.raises(AssertionError, match=r"scale_invariant\('up/kernel'\) is no symmetry"):
         go.testing.assert_invariant(jit(case.loss), _params(case), gauges, _key())
-    assert wrong != gauges[0]
 
 
 def test_a_loss_that_is_not_a_number_is_not_invariant(x64: None) -> None:
@@ -137,11 +135,17 @@ def test_outputs_say_more_than_a_loss(x64: None) -> None:
 
 # assert_horizontal --------------------------------------------------------------------------------
 
-SPLIT = ["logit_shift/padded", "rescale/degree_3", "head_rotation/gqa", "rope_torus/gqa", "product/chain"]
 
-
-@pytest.mark.parametrize("dtype", ["float64", "float32"])
-@pytest.mark.parametrize("name", SPLIT)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("logit_shift/padded", "float64"),
+        ("rescale/degree_3", "float32"),
+        ("head_rotation/gqa", "float64"),
+        ("rope_torus/gqa", "float32"),
+        ("product/chain", "float64"),
+    ],
+)
 def test_a_projected_update_is_horizontal_and_an_arbitrary_one_is_not(name: str, dtype: str) -> None:
     case, assertion = CASES[name], go.testing.assert_horizontal
     with jax.enable_x64(dtype == "float64"):
@@ -151,8 +155,6 @@ def test_a_projected_update_is_horizontal_and_an_arbitrary_one_is_not(name: str,
         with pytest.raises(AssertionError, match=rf"vertical part {RELATIVE} of the update") as error:
             assertion(update, params, case.gauges())
         assert _found(str(error.value)) > 1e-2
-        assertion(update, params, case.gauges(), rtol=1.0)
-        assertion(jax.tree.map(jnp.zeros_like, params), params, case.gauges())
 
 
 def test_horizontal_names_the_gauge_and_the_worst_leaf(x64: None) -> None:
@@ -165,6 +167,15 @@ def test_horizontal_names_the_gauge_and_the_worst_leaf(x64: None) -> None:
     with pytest.raises(AssertionError) as error:
         go.testing.assert_horizontal(still | {"norm": params["norm"]}, params, [norm, shift])
     assert go.testing.describe(norm) in str(error.value) and "leaf:     norm\n" in str(error.value)
+
+
+def test_horizontal_takes_nothing_for_horizontal_and_heeds_rtol(x64: None) -> None:
+    case = CASES["logit_shift/kernel"]
+    params = _params(case)
+    go.testing.assert_horizontal(jax.tree.map(jnp.zeros_like, params), params, case.gauges())
+    go.testing.assert_horizontal(params, params, case.gauges(), rtol=1.0)
+    with pytest.raises(AssertionError, match=r"at most 1\.0e-03"):
+        go.testing.assert_horizontal(params, params, case.gauges(), rtol=1e-3)
 
 
 def test_horizontal_wants_the_shape_of_the_params(x64: None) -> None:
@@ -198,7 +209,7 @@ def test_ddc_adamw_is_equivariant_and_adamw_is_not(dtype: str) -> None:
 def test_adamw_is_equivariant_under_what_it_does_not_see(x64: None) -> None:
     """Shifts: the gradient has none, and Adam's state does not know where the weights stand."""
     _twins(optax.adam(1e-2), CASES["logit_shift/kernel_bias"])
-    with pytest.raises(AssertionError, match="at step 1: leaf kernel"):
+    with pytest.raises(AssertionError, match="at step 1: leaf bias"):
         _twins(optax.adamw(1e-2, weight_decay=0.1), CASES["logit_shift/kernel_bias"])
 
 

@@ -5,7 +5,7 @@ Adam is elementwise.
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,11 +26,11 @@ class BodyFrame(NamedTuple):
 
     Attributes:
       basis: eigenvectors and eigenvalues at the last refresh.
-      frame: U, (instances, *shape, d, d); of length 0 for the modes that need none.
+      frame: U, (instances, *shape, d, d); () for the modes that need none (Orbax saves no empty array).
     """
 
     basis: HeadBasis
-    frame: jax.Array
+    frame: Any
 
 
 def uses_frame(v_mode: str) -> bool:
@@ -48,7 +48,7 @@ def init_frames(
     """Body frames of a starting point."""
     cut = threshold_of(v_mode, live_threshold)
     return tuple(
-        BodyFrame(b, body_frame(g, hat, b, cut) if uses_frame(v_mode) else jnp.zeros(0))
+        BodyFrame(b, body_frame(g, hat, b, cut) if uses_frame(v_mode) else ())
         for g, b in zip(grouped(bound.heads), bases, strict=True)
     )
 

@@ -298,14 +298,15 @@ def test_coordinates_are_elements_without_the_rotations(exact: Subject) -> None:
 
 
 def test_act_and_split_keep_every_leafs_dtype(exact: Subject) -> None:
+    """And broadcast nothing of lower rank by accident."""
     names = ("bfloat16", "float32", "float64")
     leaves, treedef = jax.tree.flatten(exact.params)
     params = treedef.unflatten([jax.ShapeDtypeStruct(x.shape, names[k % 3]) for k, x in enumerate(leaves)])
-    for made in (
-        jax.eval_shape(exact.gauge.act, exact.element(0), params),
-        jax.eval_shape(exact.gauge.vertical, params, params),
-        jax.eval_shape(exact.gauge.horizontal, params, params),
-    ):
+    with jax.numpy_rank_promotion("raise"):
+        moved = jax.eval_shape(exact.gauge.act, exact.element(0), params)
+        split = [jax.eval_shape(part, params, params) for part in (exact.gauge.vertical, exact.gauge.horizontal)]
+        jax.eval_shape(exact.gauge.balance, params)
+    for made in (moved, *split):
         assert jax.tree.structure(made) == treedef
         assert [x.dtype for x in jax.tree.leaves(made)] == [x.dtype for x in jax.tree.leaves(params)]
 

@@ -1,0 +1,145 @@
+"""Motion along orbits: finite gauge moves give their logarithm back, horizontal steps give nothing."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import gauge_optax as go
+from gauge_optax.gauges.product import Product
+from tests import oracles
+from tests.cases import GAUGE_CASES, GaugeCase
+from tests.quick import jit
+from tests.tolerances import tolerance
+
+Tree = Any
+SIZES = (1e-4, 0.03, 0.5)
+CASES = [c for c in GAUGE_CASES if c.name.startswith("product") or c.name.endswith(("/kernel", "/gqa", "/degree_2"))]
+
+
+@pytest.fixture(params=CASES, ids=lambda case: case.name)
+def case(request: pytest.FixtureRequest) -> GaugeCase:
+    return request.param
+
+
+@functools.cache
+def _compiled(case: GaugeCase) -> tuple[Product, Callable[..., Any], Callable[..., Any]]:
+    """The product, its act, and vertical_motion(params, update)."""
+    group = go.product(case.gauges())
+    return group, jit(group.act), jit(lambda params, update: go.measure.vertical_motion(params, update, group))
+
+
+def _as(tree: Tree, dtype: str) -> Tree:
+    return jax.tree.map(lambda x: np.asarray(x).astype(dtype), tree)
+
+
+def _minus(a: Tree, b: Tree) -> Tree:
+    return jax.tree.map(lambda x, y: np.asarray(x) - np.asarray(y), a, b)
+
+
+def _largest(tree: Tree) -> float:
+    return max((float(np.max(np.abs(x))) for x in jax.tree.leaves(tree)), default=0.0)
+
+
+def _moved(case: GaugeCase, size: float, dtype: str) -> tuple[Tree, Tree, Tree, Tree]:
+    """A point, an element that moves it by this much, the step, and the motion measured."""
+    group, act, motion = _compiled(case)
+    with jax.enable_x64(True):
+        params = _as(case.params(jax.random.key(0)), dtype)
+        element = _as(group.sample(jax.random.key(1), params, size), dtype)
+    with jax.enable_x64(dtype == "float64"):
+        step = _minus(act(element, params), params)
+        assert _largest(step) > size / 10
+        return params, element, step, motion(params, step)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize("size", SIZES)
+def test_a_gauge_move_gives_its_logarithm(case: GaugeCase, size: float, dtype: str) -> None:
+    group, _, _ = _compiled(case)
+    _, element, _, motion = _moved(case, size, dtype)
+    for gauge, own, found in zip(group.parts, element, motion, strict=True):
+        if gauge.name == "head_rotation":
+            for key, r in own.items():
+                generators = np.asarray(found[key], np.float64).reshape(-1, *r.shape[-2:])
+                rotations = np.stack([oracles.exponential(a) for a in generators]).reshape(r.shape)
+                assert _largest(rotations - r) <= tolerance("logarithm", dtype)
+                assert _largest(generators + np.swapaxes(generators, -1, -2)) <= tolerance("logarithm", dtype)
+                assert _largest(generators) < np.pi
+        elif gauge.name != "logit_shift":
+            assert _largest(_minus(found, own)) <= tolerance("logarithm", dtype)
+
+
+@pytest.mark.parametrize(
+    "case", [c for c in CASES if "logit_shift" in c.name or "semi" in c.name], ids=lambda c: c.name
+)
+def test_a_shift_is_the_change_of_the_mean(case: GaugeCase, x64: None) -> None:
+    """Of the leaf itself: a product's scales move it too."""
+    _, _, step, motion = _moved(case, 0.5, "float64")
+    (found,) = (own[""]["kernel"] for own in motion if isinstance(own[""], dict))
+    assert _largest(found - step["kernel"].mean(-1)) <= tolerance("logarithm")
+
+
+def test_a_horizontal_step_does_not_turn(case: GaugeCase, x64: None) -> None:
+    """Of any size: WᵀU is symmetric, so M + S is its own polar factor. Scales and shifts do not move at first order."""
+    group, _, motion = _compiled(case)
+    params = _as(case.params(jax.random.key(0)), "float64")
+    generator = np.random.default_rng(5)
+    direction = jax.tree.map(lambda x: generator.normal(size=x.shape), params)
+    flat = _minus(direction, jit(group.vertical)(params, direction))
+
+    def motion_along(tangent: Tree, size: float) -> Tree:
+        return motion(params, jax.tree.map(lambda x: size * x, tangent))
+
+    for size in (1e-3, 0.3):
+        found = motion_along(flat, size)
+        for gauge, own in zip(group.parts, found, strict=True):
+            if gauge.name in ("head_rotation", "rope_torus"):
+                assert _largest(own) <= tolerance("logarithm")
+                assert _largest(motion_along(direction, size)) > size / 100
+    once, twice = (_largest(motion_along(flat, size)) for size in (1e-4, 2e-4))
+    assert twice <= 5.0 * once + tolerance("logarithm")  # quadratic: 4, where a vertical part would give 2
+    assert once <= 1e-2 * _largest(motion_along(direction, 1e-4))
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if c.name.startswith("head_rotation")], ids=lambda c: c.name)
+def test_turns_of_small_steps_add_up(case: GaugeCase, x64: None) -> None:
+    """Ten steps along one orbit: the sum is the whole logarithm, because one element's powers commute."""
+    group, act, motion = _compiled(case)
+    params = _as(case.params(jax.random.key(0)), "float64")
+    tenth = group.sample(jax.random.key(1), params, 0.05)
+    here, total = params, np.zeros(())
+    for _ in range(10):
+        there = act(tenth, here)
+        total = total + np.asarray(motion(here, _minus(there, here))[0][""])
+        here = there
+    assert _largest(total) > 0.1
+    whole = motion(params, _minus(here, params))[0][""]
+    assert _largest(total - whole) <= 10 * tolerance("logarithm")
+
+
+def test_drift_is_the_change_of_the_joint_coordinate(x64: None) -> None:
+    (case,) = (c for c in GAUGE_CASES if c.name == "product/chain")
+    group, act, _ = _compiled(case)
+    params = _as(case.params(jax.random.key(0)), "float64")
+    element = group.sample(jax.random.key(1), params)
+    drift = jit(lambda a, b: go.measure.drift(a, b, case.gauges()))
+    assert _largest(element) > 0.1
+    assert _largest(_minus(drift(params, act(element, params)), element)) <= tolerance("coordinates")
+    assert _largest(drift(params, params)) == 0.0
+    for gauge, own in zip(case.gauges(), element, strict=True):  # alone, a gauge sees its own blocks only
+        (alone,) = go.measure.drift(params, gauge.act(own, params), gauge)
+        assert _largest(_minus(alone, own)) <= tolerance("coordinates")
+
+
+def test_drift_has_no_rotations(x64: None) -> None:
+    (case,) = (c for c in GAUGE_CASES if c.name == "product/gpt")
+    group, act, _ = _compiled(case)
+    params = _as(case.params(jax.random.key(0)), "float64")
+    moved = act(group.sample(jax.random.key(1), params), params)
+    found = jit(lambda a, b: go.measure.drift(a, b, group))(params, moved)
+    for gauge, own in zip(group.parts, found, strict=True):
+        assert (own == {}) == (gauge.name == "head_rotation")

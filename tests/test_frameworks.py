@@ -1,0 +1,191 @@
+"""The optimizer inside Flax NNX, Flax Linen and Orbax does what it does on a plain dict."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import chex
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from flax import nnx
+from flax.training.train_state import TrainState
+
+import gauge_optax as go
+from models import lm
+from tests.quick import jit
+from tests.tolerances import tolerance
+
+Tree = Any
+
+CONFIG = lm.llama_config(vocab=11, d_model=6, layers=2, heads=2, kv_heads=2, d_head=4, d_ff=5, max_len=5)
+TOKENS = np.random.default_rng(0).integers(11, size=(3, 6))
+GAUGES = [
+    go.norm_scale({"final_norm/scale": "channel"}, {"lm_head/kernel": "channel _"}),
+    go.rescale({"blocks/{i}/mlp/up/kernel": "_ channel"}, {"blocks/{i}/mlp/down/kernel": "channel _"}),
+    go.head_rotation({"blocks/{i}/attn/value/kernel": "_ head basis", "blocks/{i}/attn/out/kernel": "head basis _"}),
+]
+# Kept where rounding is not blown up: here it is the frameworks that are compared, not Adam.
+OPTIONS: dict[str, Any] = {"learning_rate": 0.01, "eps": 1e-3, "weight_decay": 0.1}
+
+
+def _close(found: Tree, expected: Tree) -> None:
+    """Leaf by leaf, relative to the leaf's norm: another compilation rounds otherwise."""
+    chex.assert_trees_all_equal_shapes_and_dtypes(found, expected)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        difference = np.linalg.norm(np.asarray(a, float) - np.asarray(b, float))
+        assert difference <= tolerance("twins", jnp.float32) * np.linalg.norm(b)
+
+
+def _plain_steps(
+    tx: optax.GradientTransformation, params: Tree, loss: Callable[[Tree], jax.Array], steps: int
+) -> Tree:
+    """Parameters and state after some steps, written by hand."""
+
+    @jit
+    def step(params: Tree, state: Tree) -> tuple[Tree, Tree]:
+        updates, state = tx.update(jax.grad(loss)(params), state, params)
+        return optax.apply_updates(params, updates), state
+
+    state = jit(tx.init)(params)
+    for _ in range(steps):
+        params, state = step(params, state)
+    return params, state
+
+
+# NNX ----------------------------------------------------------------------------------------------
+
+
+@nnx.jit
+def _nnx_step(model: lm.LM, optimizer: nnx.Optimizer) -> None:
+    optimizer.update(model, nnx.grad(lm.loss_fn)(model, TOKENS))
+
+
+def _matrices(params: Tree) -> Tree:
+    return jax.tree.map(lambda x: x.ndim > 1, params)
+
+
+@pytest.mark.parametrize(
+    "options", [{"gauges": GAUGES}, {"gauges": GAUGES[1:], "mask": _matrices}], ids=["plain", "mask"]
+)
+def test_nnx_optimizer_takes_the_steps_of_a_plain_dict(options: dict[str, Any]) -> None:
+    """`init` sees boxes, `update` bare arrays."""
+    tx, model = go.ddc_adamw(**OPTIONS, **options), lm.build(CONFIG, nnx.Rngs(0))
+    graphdef, start = nnx.split(model)
+    expected, state = _plain_steps(
+        tx, nnx.to_pure_dict(start), lambda params: lm.loss_fn(nnx.merge(graphdef, params), TOKENS), 2
+    )
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    for _ in range(2):
+        _nnx_step(model, optimizer)
+    _close(nnx.to_pure_dict(nnx.state(model, nnx.Param)), expected)
+    own = nnx.as_pure(optimizer.opt_state)
+    chex.assert_trees_all_equal_shapes_and_dtypes(jax.tree.leaves(own), jax.tree.leaves(state))
+
+
+# Linen --------------------------------------------------------------------------------------------
+
+
+class Unit(nn.Module):
+    """A ReLU layer and what reads it; `boxed` leaves carry the names of mesh axes."""
+
+    boxed: bool
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """(batch, 4) to the same."""
+        draw = nn.initializers.lecun_normal()
+        kernel = nn.with_partitioning(draw, (None, "model")) if self.boxed else draw
+        x = nn.relu(nn.Dense(5, name="up", kernel_init=kernel)(x))
+        return nn.Dense(4, name="down", kernel_init=kernel)(x)
+
+
+UNIT = go.rescale({"up/kernel": "_ channel", "up/bias": "channel"}, {"down/kernel": "channel _"})
+INPUTS = np.random.default_rng(0).normal(size=(8, 4))
+
+
+@pytest.mark.parametrize("boxed", [False, True])
+def test_linen_train_state_takes_the_steps_of_a_plain_dict(boxed: bool) -> None:
+    model, tx = Unit(boxed), go.ddc_adamw(gauges=UNIT, **OPTIONS)
+    params = model.init(jax.random.key(0), INPUTS)["params"]
+    assert isinstance(params["up"]["kernel"], nn.Partitioned) == boxed
+
+    def loss(params: Tree) -> jax.Array:
+        return jnp.mean(jnp.square(model.apply({"params": params}, INPUTS) - INPUTS))
+
+    @jit
+    def step(state: TrainState) -> TrainState:
+        return state.apply_gradients(grads=jax.grad(loss)(state.params))
+
+    state = TrainState.create(apply_fn=model.apply, params=params, tx=tx)
+    for _ in range(2):
+        state = step(state)
+    assert isinstance(state.params["up"]["kernel"], nn.Partitioned) == boxed
+    _close(nn.unbox(state.params), _plain_steps(tx, nn.unbox(params), loss, 2)[0])
+
+
+# Orbax --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def manager(tmp_path: Path) -> Iterator[ocp.CheckpointManager]:
+    with ocp.CheckpointManager(tmp_path / "checkpoints") as opened:
+        yield opened
+
+
+def _round_trip(manager: ocp.CheckpointManager, tree: Tree, abstract: Tree) -> Tree:
+    manager.save(1, args=ocp.args.StandardSave(tree))
+    manager.wait_until_finished()
+    return manager.restore(1, args=ocp.args.StandardRestore(abstract))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"vertical": "adam", "v_mode": "none"}, {"vertical": "sgd", "v_mode": "per_head_scalar"}],
+    ids=["default", "adam", "sgd"],
+)
+def test_a_state_from_orbax_takes_the_same_next_step(manager: ocp.CheckpointManager, options: dict[str, Any]) -> None:
+    """Every kind of gauge, so that every field of a state has been on disk."""
+    gauges = [
+        go.norm_scale({"norm": "channel"}, {"up": "channel _"}),
+        go.rescale({"up": "_ channel"}, {"down": "channel _"}),
+        go.scale_invariant({"normed": "_ _"}),
+        go.head_rotation({"value": "_ basis", "out": "basis _"}),
+        go.rope_torus({"query": "_ basis", "key": "_ basis"}),
+        go.logit_shift({"head": "_ vocab"}),
+    ]
+    shapes = {"norm": (3,), "up": (3, 4), "down": (4, 3), "normed": (3, 2), "value": (3, 2), "out": (2, 3),
+              "query": (3, 2), "key": (3, 2), "head": (3, 5)}  # fmt: skip
+    draw = np.random.default_rng(0).normal
+    params = {name: jnp.asarray(draw(size=shape), jnp.float32) for name, shape in shapes.items()}
+    tx = go.ddc_adamw(0.01, gauges, **options)
+
+    @jit
+    def step(params: Tree, state: Tree) -> tuple[Tree, Tree]:
+        updates, state = tx.update(jax.tree.map(jnp.sin, params), state, params)
+        return optax.apply_updates(params, updates), state
+
+    run = step(params, jit(tx.init)(params))
+    restored = _round_trip(manager, run, jax.eval_shape(lambda: run))
+    assert jax.tree.structure(restored) == jax.tree.structure(run)
+    chex.assert_trees_all_equal(restored, run)
+    chex.assert_trees_all_equal(step(*restored), step(*run))
+
+
+def test_an_nnx_optimizer_from_orbax_takes_the_same_next_step(manager: ocp.CheckpointManager) -> None:
+    def build() -> tuple[lm.LM, nnx.Optimizer]:
+        model = lm.build(CONFIG, nnx.Rngs(0))
+        return model, nnx.Optimizer(model, go.ddc_adamw(gauges=GAUGES, **OPTIONS), wrt=nnx.Param)
+
+    whole = build()
+    _nnx_step(*whole)
+    abstract = nnx.state(nnx.eval_shape(build))
+    resumed = build()
+    nnx.update(resumed, _round_trip(manager, nnx.state(whole), abstract))
+    _nnx_step(*whole)
+    _nnx_step(*resumed)
+    chex.assert_trees_all_equal(nnx.to_pure_dict(nnx.state(resumed)), nnx.to_pure_dict(nnx.state(whole)))

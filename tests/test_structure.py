@@ -1,0 +1,160 @@
+"""What no single test can see: who imports whom, how long files are, what is documented, what is registered."""
+
+import ast
+import inspect
+import typing
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+
+import optax
+import pytest
+
+import gauge_optax as go
+from gauge_optax.gauges.base import Gauge
+from tests.cases import GAUGE_CASES, TRANSFORM_CASES
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "gauge_optax"
+SOURCES = sorted(PACKAGE.rglob("*.py"))
+MOST_LINES = 380
+
+# A module may import its own layer and those below. `measure` and `testing` treat an optimizer as a black box.
+LAYERS: dict[str, int] = {
+    "_paths": 0,
+    "_axes": 0,
+    "_specs": 0,
+    "_blocks": 0,
+    "binding": 1,
+    "linalg": 1,
+    "gauges": 2,
+    "transforms": 3,
+    "optimizers": 4,
+    "measure": 4,
+    "testing": 4,
+    "__init__": 5,
+}
+BLACK_BOX = ("measure", "testing")
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Dotted names that a file imports, at any depth; of `from a import b`, both a and a.b."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0 and node.module, f"relative import in {path.name}"
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def part_of(path: Path) -> str:
+    """The layer's name of a file: the first part of its path in the package."""
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def own_parts(path: Path) -> set[str]:
+    """The layers of this package that a file imports."""
+    return {name.split(".")[1] for name in imports(path) if name.startswith("gauge_optax.")} & set(LAYERS)
+
+
+def test_every_module_has_a_layer() -> None:
+    assert {part_of(path) for path in SOURCES} == set(LAYERS)
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_imports_never_go_upwards(path: Path) -> None:
+    own = LAYERS[part_of(path)]
+    assert {name for name in own_parts(path) if LAYERS[name] > own} == set()
+    if own < LAYERS["__init__"]:
+        assert "gauge_optax" not in [name for name in imports(path) if name == "gauge_optax"]
+    if part_of(path) in BLACK_BOX:
+        assert "optimizers" not in own_parts(path)
+
+
+def test_the_check_sees_imports() -> None:
+    assert own_parts(PACKAGE / "optimizers.py") >= {"transforms"}
+    assert own_parts(PACKAGE / "gauges" / "base.py") >= {"binding", "gauges"}
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_the_core_sees_plain_pytrees_and_public_optax(path: Path) -> None:
+    names = set(imports(path))
+    for forbidden in ("flax", "optax._src", "jax._src", "models", "tests", "examples"):
+        assert not [name for name in names if name == forbidden or name.startswith(f"{forbidden}.")]
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_files_are_short_and_say_what_they_are(path: Path) -> None:
+    text = path.read_text()
+    assert len(text.splitlines()) <= MOST_LINES
+    assert ast.get_docstring(ast.parse(text))
+
+
+# Documentation ------------------------------------------------------------------------------------
+
+
+def public_functions(module: ModuleType) -> dict[str, Callable[..., object]]:
+    """Functions that a module offers: of `__all__` where it has one, else its own without an underscore."""
+    names = getattr(module, "__all__", None)
+    if names is None:
+        names = [n for n, f in inspect.getmembers(module, inspect.isfunction) if f.__module__ == module.__name__]
+    found = {name: getattr(module, name) for name in names if not name.startswith("_")}
+    return {name: thing for name, thing in found.items() if inspect.isfunction(thing)}
+
+
+FUNCTIONS = {
+    f"{module.__name__}.{name}": function
+    for module in (go, go.measure, go.testing)
+    for name, function in public_functions(module).items()
+}
+
+
+def test_all_is_sorted_and_whole() -> None:
+    assert go.__all__ == sorted(go.__all__)
+    public = {name for name, thing in vars(go).items() if not name.startswith("_") and not inspect.ismodule(thing)}
+    assert set(go.__all__) == public | {"measure", "testing"}
+    assert "gauge_optax.rescale" in FUNCTIONS
+    assert "gauge_optax.measure.vertical_motion" in FUNCTIONS
+    assert "gauge_optax.testing.assert_invariant" in FUNCTIONS
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_public_functions_are_documented_with_a_running_example(name: str) -> None:
+    """Args, then Returns, or Raises where there is nothing to return; doctest runs what stands behind `>>>`."""
+    function = FUNCTIONS[name]
+    text = inspect.getdoc(function) or ""
+    returns_nothing = typing.get_type_hints(function)["return"] is type(None)
+    for section in ("Args:", "Raises:" if returns_nothing else "Returns:", ">>>"):
+        assert section in text, section
+    arguments = text.split("Args:")[1].split("\n\n")[0]
+    for parameter in inspect.signature(function).parameters:
+        assert f"\n  {parameter}:" in arguments, parameter
+
+
+# Registers ----------------------------------------------------------------------------------------
+
+
+def returning(base: type) -> set[str]:
+    """Names of public functions whose result is one of these."""
+    hints = {name: typing.get_type_hints(getattr(go, name))["return"] for name in public_functions(go)}
+    return {name for name, hint in hints.items() if inspect.isclass(hint) and issubclass(hint, base)}
+
+
+def test_every_gauge_is_registered() -> None:
+    constructors = returning(Gauge)
+    assert "product" in constructors
+    assert {case.name.split("/")[0] for case in GAUGE_CASES} == constructors
+
+
+def test_every_transformation_is_registered() -> None:
+    constructors = returning(optax.GradientTransformation)
+    assert "ddc_adamw" in constructors
+    assert {case.name.split("/")[0] for case in TRANSFORM_CASES} == constructors
+
+
+@pytest.mark.parametrize("cases", [GAUGE_CASES, TRANSFORM_CASES], ids=["gauges", "transforms"])
+def test_case_names_are_unique(cases: tuple[typing.Any, ...]) -> None:
+    names = [case.name for case in cases]
+    assert len(set(names)) == len(names) > 0
+    assert all(name.count("/") == 1 for name in names)

@@ -76,7 +76,6 @@ def _slope(loss: Callable[[Tree], jax.Array]) -> Callable[[Tree, Tree], Tree]:
 # Chain and alias ----------------------------------------------------------------------------------
 
 
-
 def test_chain_and_alias_are_one() -> None:
     """DESIGN §4, word for word."""
     chain = optax.chain(
@@ -273,7 +272,7 @@ def test_horizontal_decay_has_the_rate_of_the_reference(degree: int, x64: None) 
 
 def _decayed(params: Tree, gauges: Any, **options: Any) -> Tree:
     tx = go.add_gauge_decay(0.5, gauges, **options)
-    return tx.update(_zero(params, 0), tx.init(params), params)[0]
+    return tx.update(_zero(params, params), tx.init(params), params)[0]
 
 
 def test_horizontal_decay_refuses_a_shared_leaf() -> None:

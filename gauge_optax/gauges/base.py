@@ -132,7 +132,7 @@ class Gauge(abc.ABC):
 
         Returns:
           The structure of an element; empty dicts for rotations, which have holonomy instead of a coordinate.
-          coordinates(g·θ) = coordinates(θ) + log α.
+          coordinates(g·θ) = coordinates(θ) + log α. Solved by iteration: forward-mode derivatives only.
         """
         bound = self.bound(params)
         values = bound.values(params)

@@ -37,9 +37,7 @@ from gauge_optax.binding import (
     with_leaves,
 )
 
-FOUR_PARTS = re.compile(
-    r"\w+: [^\n]*['\"][^\n]*\n  found:    \S[^\n]*\n  expected: \S[^\n]*\n  remedy:   \S[^\n]*"
-)
+FOUR_PARTS = re.compile(r"\w+: [^\n]*['\"][^\n]*\n  found:    \S[^\n]*\n  expected: \S[^\n]*\n  remedy:   \S[^\n]*")
 
 
 def four_parts(error: pytest.ExceptionInfo[ValueError]) -> str:
@@ -70,9 +68,7 @@ def resolve(
     reserved: tuple[str, ...] = (),
     gauge: str = "gauge",
 ) -> Binding:
-    specs = [
-        spec for k, blocks in enumerate(roles) for spec in block_specs(gauge, f"role{k}", blocks, reserved)
-    ]
+    specs = [spec for k, blocks in enumerate(roles) for spec in block_specs(gauge, f"role{k}", blocks, reserved)]
     return bind(gauge, tuple(specs), frozen_sizes(gauge, sizes), tree, reserved)
 
 
@@ -185,9 +181,7 @@ def test_binding_sees_shapes_only() -> None:
     tree = {"up": jnp.ones((2, 3)), "act": jax.nn.relu, "name": "mlp", "rate": 0.1}
     spec = {"up": "_ channel"}
     want = resolve(tree, spec)
-    assert want == resolve(
-        {"up": jax.ShapeDtypeStruct((2, 3), jnp.bfloat16)} | {"act": 1, "name": 1, "rate": 1}, spec
-    )
+    assert want == resolve({"up": jax.ShapeDtypeStruct((2, 3), jnp.bfloat16)} | {"act": 1, "name": 1, "rate": 1}, spec)
     arrays = {"up": tree["up"]}
     traced: list[Binding] = []
     jax.eval_shape(lambda t: traced.append(resolve(t, spec)), arrays)
@@ -482,18 +476,14 @@ def test_named_axes_in_order_of_first_appearance() -> None:
     assert found.named == ("b", "a")
     assert found.instances[0].sizes == (("b", 5), ("a", 2), ("basis", 4))
     assert found.instances[0].shape(("a", "basis", "b")) == (2, 4, 5)
-    assert group_axes(
-        "gauge", block_specs("gauge", "r", {"q": "kv=1 b a basis"}, ("basis",)), ("basis",)
-    ) == ("b", "a")
+    assert group_axes("gauge", block_specs("gauge", "r", {"q": "kv=1 b a basis"}, ("basis",)), ("basis",)) == ("b", "a")
 
 
 # --- instances ---------------------------------------------------------------------------------------------
 
 
 def test_no_match_names_the_nearest_and_the_remedy() -> None:
-    shapes: dict[str, Any] = {
-        f"blocks/{i}/attn/{n}_proj/kernel": (768, 12, 64) for i in range(3) for n in "qkv"
-    }
+    shapes: dict[str, Any] = {f"blocks/{i}/attn/{n}_proj/kernel": (768, 12, 64) for i in range(3) for n in "qkv"}
     shapes |= {f"blocks/{i}/mlp/up/kernel": (768, 3072) for i in range(3)}
     text = fails(nested(shapes), {"blocks/{i}/attn/query/kernel": "_ head basis"}, reserved=("basis",),
                  gauge="head_rotation")  # fmt: skip
@@ -567,9 +557,7 @@ def test_overlap_between_instances() -> None:
         ("(c g=0) _", "(c g=1) _", (6, 2), {"g": 2}),
     ],
 )
-def test_disjoint_blocks_of_one_leaf(
-    a: str, b: str, shape: tuple[int, ...], sizes: Mapping[str, int]
-) -> None:
+def test_disjoint_blocks_of_one_leaf(a: str, b: str, shape: tuple[int, ...], sizes: Mapping[str, int]) -> None:
     found = resolve(shaped(w=shape), {"w": (a, b)}, sizes=sizes)
     one, other = found.instances[0].blocks
     assert not overlap(one, other) and overlap(one, one)
@@ -685,9 +673,7 @@ def test_spread_and_total_under_jit_and_their_names() -> None:
     spread = jax.jit(partial(found.spread, ("c", "a")))(value)
     np.testing.assert_array_equal(spread, np.repeat(value.T, 3, axis=0))
     leaf = jnp.arange(24.0).reshape(6, 4)
-    np.testing.assert_array_equal(
-        jax.jit(partial(found.total, ("c", "a")))(leaf), leaf.reshape(2, 3, 4).sum(1).T
-    )
+    np.testing.assert_array_equal(jax.jit(partial(found.total, ("c", "a")))(leaf), leaf.reshape(2, 3, 4).sum(1).T)
     with pytest.raises(ValueError):
         found.total(("d",), leaf)
     with pytest.raises(ValueError):

@@ -55,9 +55,7 @@ class Leaf:
     @property
     def axes(self) -> str:
         items = [" ".join(part.text for part in group) for group in self.groups]
-        items = [
-            f"({item})" if len(group) > 1 else item for item, group in zip(items, self.groups, strict=True)
-        ]
+        items = [f"({item})" if len(group) > 1 else item for item, group in zip(items, self.groups, strict=True)]
         return " ".join(["1+"] * self.one_plus + items)
 
     @property
@@ -117,11 +115,7 @@ def leaves(draw: st.DrawFn, lengths: dict[str, int], picked: dict[str, int]) -> 
     parts = [draw(ranges(name, length)) for name, length in lengths.items()]
     free = draw(st.lists(st.integers(1, 3), max_size=2))
     parts += [Part("_", length, slice(0, length)) for length in free]
-    parts += [
-        Part(name, full, draw(st.integers(0, full - 1)))
-        for name, full in picked.items()
-        if draw(st.booleans())
-    ]
+    parts += [Part(name, full, draw(st.integers(0, full - 1))) for name, full in picked.items() if draw(st.booleans())]
     groups: list[list[Part]] = []
     for part in draw(st.permutations(parts)):
         # Nothing could tell two such lengths apart, so they may not share a group.
@@ -135,9 +129,7 @@ def leaves(draw: st.DrawFn, lengths: dict[str, int], picked: dict[str, int]) -> 
 
 @st.composite
 def cases(draw: st.DrawFn, max_leaves: int = 3) -> Case:
-    lengths = draw(
-        st.dictionaries(st.sampled_from(["head", "channel", "layer"]), st.integers(1, 4), max_size=3)
-    )
+    lengths = draw(st.dictionaries(st.sampled_from(["head", "channel", "layer"]), st.integers(1, 4), max_size=3))
     picked = {"qkv": 3, "gate": 2}
     found = draw(st.lists(leaves(lengths, picked), min_size=1, max_size=max_leaves))
     used = {part.name for leaf in found for part in leaf.parts} - {"_"}
@@ -251,9 +243,7 @@ def test_overlap_is_a_common_entry(data: st.DataObject) -> None:
         sizes = frozen_sizes("gauge", {part.name: part.length if i == 0 else part.full
                                        for group in groups for i, part in enumerate(group)})  # fmt: skip
         tree = {"w": np.zeros(shape)}
-        blocks.append(
-            bind("gauge", block_specs("gauge", "b", {"w": leaf.axes}), sizes, tree).instances[0].blocks[0]
-        )
+        blocks.append(bind("gauge", block_specs("gauge", "b", {"w": leaf.axes}), sizes, tree).instances[0].blocks[0])
         chosen.append(set(leaf.view(np.arange(math.prod(shape)).reshape(shape)).ravel().tolist()))
     assert overlap(*blocks) == overlap(*reversed(blocks)) == bool(chosen[0] & chosen[1])
 
@@ -272,9 +262,7 @@ def spoil_pattern(case: Case, k: int) -> Callable[[], Any]:
 
 def spoil_capture(case: Case, k: int) -> Callable[[], Any]:
     assume(len(case.leaves) > 1)
-    blocks = {
-        (p.replace("net", "{j}") if j == k else p): axes for j, (p, axes) in enumerate(case.blocks.items())
-    }
+    blocks = {(p.replace("net", "{j}") if j == k else p): axes for j, (p, axes) in enumerate(case.blocks.items())}
     return lambda: case.bind(blocks=blocks)
 
 
@@ -334,9 +322,7 @@ SPOILS = [spoil_rank, spoil_pattern, spoil_capture, spoil_name, spoil_duplicate,
 @pytest.mark.parametrize("spoil", SPOILS)
 @check(max_examples=40)
 @given(cases(), st.integers(0, 2))
-def test_a_spoiled_binding_raises(
-    spoil: Callable[[Case, int], Callable[[], Any]], case: Case, k: int
-) -> None:
+def test_a_spoiled_binding_raises(spoil: Callable[[Case, int], Callable[[], Any]], case: Case, k: int) -> None:
     case.bind()
     call = spoil(case, k % len(case.leaves))
     single = len(case.instances) <= 1 or len(case.leaves) == 1
@@ -358,9 +344,7 @@ AXES = st.one_of(TEXT, st.sampled_from(["_", "a _", "(a b) _", "(a=0 _)", "a=0:2
     st.dictionaries(st.sampled_from(["a", "b", "0", "a/b", "a/0", "i/b"]), st.sampled_from([
         (), (2,), (0,), (4, 2), (0, 3), (2, 1, 6), "mask", "none"]), max_size=4),
 )  # fmt: skip
-def test_anything_binds_or_raises_in_four_parts(
-    blocks: Any, sizes: dict[str, int], shapes: dict[str, Any]
-) -> None:
+def test_anything_binds_or_raises_in_four_parts(blocks: Any, sizes: dict[str, int], shapes: dict[str, Any]) -> None:
     special = {"mask": optax.MaskedNode(), "none": None}
     tree = {path: special[s] if isinstance(s, str) else np.zeros(s) for path, s in shapes.items()}
     try:

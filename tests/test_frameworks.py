@@ -41,9 +41,7 @@ def _close(found: Tree, expected: Tree) -> None:
         assert difference <= tolerance("twins", jnp.float32) * np.linalg.norm(b)
 
 
-def _plain_steps(
-    tx: optax.GradientTransformation, params: Tree, loss: Callable[[Tree], jax.Array], steps: int
-) -> Tree:
+def _plain_steps(tx: optax.GradientTransformation, params: Tree, loss: Callable[[Tree], jax.Array], steps: int) -> Tree:
     """Parameters and state after some steps, written by hand."""
 
     @jit

@@ -16,6 +16,7 @@ import pytest
 import gauge_optax as go
 from gauge_optax.binding import leaves_by_path, with_leaves
 from models import lm
+from tests.quick import jit
 from tests.tolerances import tolerance
 
 SIZES: dict[str, Any] = dict(vocab=11, d_model=6, layers=1, heads=2, kv_heads=2, d_head=4, d_ff=7, max_len=6)
@@ -114,7 +115,7 @@ def _make(name: str, dtype: str, kinds: tuple[str, ...] = ()) -> Setting:
         )
 
     def stepper(make: Callable[..., optax.GradientTransformation]) -> Step:
-        @jax.jit
+        @jit
         def step(params: Any, state: Any, rate: jax.Array, decay: jax.Array, norm: jax.Array) -> Any:
             value, grads = jax.value_and_grad(loss)(params, TOKENS)
             updates, state = make(rate, decay, norm).update(grads, state, params)
@@ -126,7 +127,7 @@ def _make(name: str, dtype: str, kinds: tuple[str, ...] = ()) -> Setting:
         return optax.chain(go.clip_by_invariant_norm(norm, gauges), go.ddc_adamw(rate, gauges, weight_decay=decay))
 
     adamw = stepper(lambda rate, decay, norm: optax.adamw(rate, weight_decay=decay))
-    return Setting(params, gauges, jax.jit(ours(1.0, 0.0, 1.0).init), stepper(ours), adamw)
+    return Setting(params, gauges, jit(ours(1.0, 0.0, 1.0).init), stepper(ours), adamw)
 
 
 def make(name: str, dtype: str) -> Setting:
@@ -149,7 +150,7 @@ def train(
 
 def walk(setting: Setting, step: Step, init: Callable[[Any], Any], params: Any) -> tuple[Any, float]:
     """A thousand steps, and the largest accumulated turn of a head."""
-    motion = jax.jit(lambda p, q: go.measure.vertical_motion(p, jax.tree.map(jnp.subtract, q, p), setting.gauges))
+    motion = jit(lambda p, q: go.measure.vertical_motion(p, jax.tree.map(jnp.subtract, q, p), setting.gauges))
     state, total = init(params), None
     for _ in range(1000):
         after, state, _ = step(params, state, 1e-3, 0.1, np.inf)

@@ -13,6 +13,7 @@ import pytest
 import gauge_optax as go
 from gauge_optax.binding import leaves_by_path, with_leaves
 from models import lm
+from tests.quick import jit
 
 VOCAB, LENGTH, STEPS, RATE = 32, 13, 200, 1e-3
 CONFIG = lm.llama_config(
@@ -37,10 +38,12 @@ def _setting() -> tuple[Any, Callable[..., Any], Callable[..., Any]]:
             _, (losses, moved) = jax.lax.scan(step, (params, tx.init(params)), batches)
             return losses, moved
 
-        return jax.jit(run)
+        return jit(run)
 
-    return params, runner(go.ddc_adamw(RATE, lm.gauges(CONFIG), weight_decay=0.1)), runner(
-        optax.adamw(RATE, weight_decay=0.1)
+    return (
+        params,
+        runner(go.ddc_adamw(RATE, lm.gauges(CONFIG), weight_decay=0.1)),
+        runner(optax.adamw(RATE, weight_decay=0.1)),
     )
 
 

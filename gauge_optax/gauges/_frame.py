@@ -8,6 +8,7 @@ of the rounds is the representative of least norm, ‖θ̂_up‖² = p·‖θ̂_
 balance; equi-normalisation). DESIGN §5.
 """
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -103,6 +104,7 @@ def balancing_round(
     return tuple(current)
 
 
+@functools.partial(jax.jit, static_argnums=0)  # outside jit, a loop would be compiled anew at every call
 def solve(system: ScaleSystem, values: Values) -> Channels:
     """The minimum-norm frame: triangular start, then rounds to convergence.
 

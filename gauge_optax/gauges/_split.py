@@ -221,6 +221,7 @@ def vertical_coordinates(bound: Bound, point: Point, framed: Values) -> Coordina
     )
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def scale_coordinates(system: ScaleSystem, hat: Values, framed: Values) -> Channels:
     """Rates of log α of the joint vertical part: G·a = ⟨v, X̂⟩ with G the Gram matrix of all channels' orbits.
 

@@ -27,11 +27,18 @@ $(VENV)/.installed-dev: pyproject.toml | $(PY)
 	$(PY) -m pip install --quiet --editable ".[dev]"
 	@touch $@ $(VENV)/.installed
 
+# Compiling takes most of the tests' time; these passes only repay in long runs. An XLA that does not know a flag refuses
+# to start, so they are tried first.
+QUICK := --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true --xla_cpu_use_fusion_emitters=false
+PYTEST = flags="$(QUICK)"; export JAX_PLATFORMS=cpu; \
+	XLA_FLAGS="$$flags" $(PY) -c "import jax; jax.devices()" >/dev/null 2>&1 || flags=""; \
+	XLA_FLAGS="$$flags" $(PY) -m pytest -n $(JOBS)
+
 test: $(VENV)/.installed-dev
-	JAX_PLATFORMS=cpu $(PY) -m pytest -n $(JOBS)
+	@$(PYTEST)
 
 test-all: $(VENV)/.installed-dev
-	JAX_PLATFORMS=cpu $(PY) -m pytest -n $(JOBS) -m "slow or not slow"
+	@$(PYTEST) -m "slow or not slow"
 
 lint: $(VENV)/.installed-dev
 	$(PY) -m ruff check .

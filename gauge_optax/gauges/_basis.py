@@ -8,7 +8,7 @@ agree it follows nothing; there the frame is Fᵀ with F = Z(ZᵀZ)^(−1/2), Z 
 F(W·R) = F(W)·R with no signs and no gaps. DESIGN §5.
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -49,10 +49,11 @@ class HeadBasis(NamedTuple):
 
 def grouped(heads: Sequence[Sequence[HeadInstance]]) -> tuple[Group, ...]:
     """Rotation instances, gauge by gauge, grouped by equal shapes."""
-    groups: dict[tuple[int, tuple[int, ...], int], list[HeadInstance]] = {}
+    groups: dict[Hashable, list[HeadInstance]] = {}
     for gauge, instances in enumerate(heads):
         for head in instances:
-            groups.setdefault((gauge, head.shape, head.size), []).append(head)
+            rows = tuple(head.rows(block) for block in head.blocks)
+            groups.setdefault((gauge, head.shape, head.size, rows), []).append(head)
     return tuple(tuple(g) for g in groups.values())
 
 

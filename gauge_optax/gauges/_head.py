@@ -86,10 +86,11 @@ class HeadInstance:
 
     def gram(self, a: Values, b: Values) -> jax.Array:
         """Σ over rows of all blocks of aᵀb: (*shape, size, size)."""
-        products = [self._block_gram(x, a[x.block.path], b[x.block.path]) for x in self.blocks]
+        products = [self.block_gram(x, a[x.block.path], b[x.block.path]) for x in self.blocks]
         return sum(products[1:], products[0])
 
-    def _block_gram(self, block: HeadBlock, a: jax.Array, b: jax.Array) -> jax.Array:
+    def block_gram(self, block: HeadBlock, a: jax.Array, b: jax.Array) -> jax.Array:
+        """aᵀb over the rows of one block: (*shape, size, size)."""
         letters = self._letters(block)
         left, right = "".join(letters), "".join("Z" if x == "Y" else x for x in letters)
         out = "".join(self._named_letters()) + "YZ"
@@ -109,6 +110,10 @@ class HeadInstance:
         left, out = "".join(letters), "".join("Z" if x == "Y" else x for x in letters)
         spec = f"{left},{''.join(self._named_letters())}YZ->{out}"
         return jnp.einsum(spec, view, matrix, precision=HIGHEST)
+
+    def rows(self, block: HeadBlock) -> int:
+        """How many rows of a head one block holds."""
+        return math.prod(block.shape) // (math.prod(self.shape) * self.size)
 
     def mean(self, values: Values) -> jax.Array:
         """Mean over all rows of all blocks and over the basis: (*shape)."""

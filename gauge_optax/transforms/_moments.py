@@ -14,11 +14,13 @@ from gauge_optax.gauges._basis import Group, HeadBasis, body_frame, degenerate, 
 from gauge_optax.gauges._head import BASIS, HeadBlock, HeadInstance
 from gauge_optax.gauges._scale import Values
 from gauge_optax.gauges._split import Bound
-from gauge_optax.linalg import matmul, real_dtype, transpose
+from gauge_optax.linalg import matmul, real_dtype, symmetric_eigen, transpose
 from gauge_optax.transforms._heads import turned
+from gauge_optax.transforms._here import Adam
 
 Arrays = dict[str, jax.Array]
-V_MODES = ("body_frame_topk", "body_frame", "per_head_scalar", "none")
+V_MODES = ("body_frame_topk", "body_frame", "per_head_scalar", "per_head_matrix", "none")
+_ROUNDING = 1e3  # machine epsilons of a head's RMS gradient below which a gradient counts as rounding
 
 
 class BodyFrame(NamedTuple):
@@ -27,10 +29,12 @@ class BodyFrame(NamedTuple):
     Attributes:
       basis: eigenvectors and eigenvalues at the last refresh.
       frame: U, (instances, *shape, d, d); () for the modes that need none (Orbax saves no empty array).
+      outer: second moment gᵀg/rows of every block, (instances, blocks, *shape, d, d), under "per_head_matrix"; else ().
     """
 
     basis: HeadBasis
     frame: Any
+    outer: Any
 
 
 def uses_frame(v_mode: str) -> bool:
@@ -48,7 +52,11 @@ def init_frames(
     """Body frames of a starting point."""
     cut = threshold_of(v_mode, live_threshold)
     return tuple(
-        BodyFrame(b, body_frame(g, hat, b, cut) if uses_frame(v_mode) else ())
+        BodyFrame(
+            b,
+            body_frame(g, hat, b, cut) if uses_frame(v_mode) else (),
+            _outer(g, hat) * 0.0 if v_mode == "per_head_matrix" else (),
+        )
         for g, b in zip(grouped(bound.heads), bases, strict=True)
     )
 
@@ -119,13 +127,55 @@ def above_rounding(bound: Bound, roots: Values, nu: Values, correction: jax.Arra
     Returns:
       The roots, raised on rotated leaves.
     """
-    tiny = 1e3 * float(jnp.finfo(real_dtype()).eps)
+    tiny = _ROUNDING * float(jnp.finfo(real_dtype()).eps)
 
     def raised(at: int, number: int, head: HeadInstance, block: HeadBlock, view: jax.Array) -> jax.Array:
         floor = tiny * jnp.sqrt(head.mean(nu) / correction)
         return view + head.along_basis(block, jnp.broadcast_to(floor[..., None], (*head.shape, head.size)))
 
     return on_blocks(bound, roots, raised)
+
+
+def _outer(group: Group, seen: Values) -> jax.Array:
+    """gᵀg/rows of every block of every instance."""
+    return jnp.stack([
+        jnp.stack([h.block_gram(b, seen[b.block.path], seen[b.block.path]) / h.rows(b) for b in h.blocks])
+        for h in group
+    ])  # fmt: skip
+
+
+def divided_by_matrix(
+    bound: Bound, frames: Sequence[BodyFrame], mean: Values, seen: Values, adam: Adam
+) -> tuple[Arrays, tuple[BodyFrame, ...]]:
+    """Rotated leaves of a first moment times (V̂ + ε²)^(−1/2), V the d×d second moment of each block of each head.
+
+    Args:
+      bound: the product.
+      frames: stored second moments.
+      mean: bias-corrected first moment.
+      seen: this step's gradient.
+      adam: hyperparameters.
+
+    Returns:
+      All leaves with the rotated ones divided, and the new second moments. V moves with the head by conjugation, so no
+      frame is needed (DDC B.8, Proposition 14).
+    """
+    out, fresh = dict(mean), []
+    tiny = _ROUNDING * float(jnp.finfo(real_dtype()).eps)
+    for group, frame in zip(grouped(bound.heads), frames, strict=True):
+        outer = adam.b2 * frame.outer + (1 - adam.b2) * _outer(group, seen)
+        values, vectors = symmetric_eigen(outer / (1 - adam.b2**adam.step))
+        rows = jnp.array([group[0].rows(b) for b in group[0].blocks], values.dtype)
+        size = jnp.tensordot(rows / jnp.sum(rows), jnp.mean(values, -1, keepdims=True), (0, 1))[:, None]
+        floor = jnp.square(adam.eps + tiny * jnp.sqrt(jnp.maximum(size, 0.0))) + adam.eps_root
+        roots = jax.lax.rsqrt(jnp.maximum(values, 0.0) + floor)
+        inverse = matmul(vectors * roots[..., None, :], transpose(vectors))
+        for head, own in zip(group, inverse, strict=True):
+            for block, factor in zip(head.blocks, own, strict=True):
+                path = block.block.path
+                out[path] = block.write(out[path], head.turn_view(block, block.view(mean[path]), factor))
+        fresh.append(frame._replace(outer=outer))
+    return out, tuple(fresh)
 
 
 def per_head_mean(head: HeadInstance, block: HeadBlock, view: jax.Array) -> jax.Array:

@@ -42,7 +42,7 @@ from gauge_optax.transforms._common import (
     require_choice,
     require_params,
 )
-from gauge_optax.transforms._heads import LIVE, horizontal, init_bases, refreshed
+from gauge_optax.transforms._heads import horizontal, init_bases, refreshed
 from gauge_optax.transforms._here import Adam, Here, enter
 from gauge_optax.transforms._moments import V_MODES, BodyFrame
 from gauge_optax.transforms.retract import RADIAL, VERTICAL
@@ -118,7 +118,8 @@ def scale_by_ddc(
       mu_dtype: dtype of the first moment; by default the parameters', at least float32.
       nesterov: whether to use Nesterov momentum, as in `optax.adam`.
       vertical: "frozen" (no motion along orbits), "sgd" or "adam" (for losses that hold a penalty).
-      v_mode: second moment of rotated leaves: "body_frame_topk", "body_frame", "per_head_scalar" or "none".
+      v_mode: second moment of rotated leaves: "body_frame_topk", "body_frame", "per_head_scalar",
+        "per_head_matrix" (one eigendecomposition a step) or "none".
       radial: "linear" (Adam on s) or "log" (Adam on log s, which decay drives to zero).
       radial_scale: factor on the radial step.
       live_threshold: eigendirections below it times λ_max follow momentum alone under "body_frame_topk".
@@ -166,7 +167,9 @@ def scale_by_ddc(
         adam = Adam(b1, b2, eps, eps_root, count, nesterov)
         here = enter(group.bound(params), params, old.frame, moving)
         nu = here.transfer(float_leaves(state.nu, real_dtype()), 2)
-        heads, nu, renewed = _refreshed_heads(here, old.heads, nu, v_mode, cut, refresh_drift, refresh_every)
+        heads, nu, renewed = _refreshed_heads(
+            here, old.heads, nu, v_mode, cut, live_threshold, refresh_drift, refresh_every
+        )
         bases = [h.basis for h in heads]
 
         gradient = float_leaves(updates, real_dtype())
@@ -177,7 +180,7 @@ def scale_by_ddc(
 
         mu = {p: b1 * x + (1 - b1) * seen[p] for p, x in here.transfer(float_leaves(state.mu, real_dtype()), 1).items()}
         mean = {p: adam.debias(x, seen[p], b1) for p, x in mu.items()}
-        step, nu = _divided(here.bound, heads, mean, seen, nu, v_mode, cut, adam)
+        step, nu, heads = _divided(here.bound, heads, mean, seen, nu, v_mode, cut, adam)
         tangent = here.resize({p: step[p] for p in here.bound.offset})
         if reproject:
             tangent = _channels.tangential(here, here.bound.centre(tangent))
@@ -224,20 +227,21 @@ def _refreshed_heads(
     nu: Arrays,
     v_mode: str,
     cut: Scalar,
+    live_threshold: Scalar,
     refresh_drift: Scalar,
     refresh_every: int | jax.Array | None,
 ) -> tuple[tuple[BodyFrame, ...], Arrays, jax.Array]:
     """Eigenbases and body frames of this step, second moments in them, and how many groups were renewed."""
     fresh, total = [], jnp.zeros((), jnp.int32)
     for group, head, gram in zip(grouped(here.bound.heads), heads, here.grams, strict=True):
-        basis, renewed = refreshed(head.basis, gram, LIVE, refresh_drift, refresh_every)
+        basis, renewed = refreshed(head.basis, gram, live_threshold, refresh_drift, refresh_every)
         total, frame = total + renewed, head.frame
         if _moments.uses_frame(v_mode):
             own = {p: nu[p] for h in group for p in h.paths}
             renew = functools.partial(_renewed, group, here.point.hat, basis, cut)
             frame, own = jax.lax.cond(renewed, renew, lambda frame, own: (frame, own), frame, own)
             nu = nu | own
-        fresh.append(BodyFrame(basis, frame))
+        fresh.append(head._replace(basis=basis, frame=frame))
     return tuple(fresh), nu, total
 
 
@@ -257,25 +261,30 @@ def _divided(
     v_mode: str,
     cut: Scalar,
     adam: Adam,
-) -> tuple[Arrays, Arrays]:
+) -> tuple[Arrays, Arrays, tuple[BodyFrame, ...]]:
     """First moments over root second moments, and the new second moments."""
     framed = _moments.uses_frame(v_mode)
     mean_in, seen_in = (_moments.to_body(bound, heads, x) for x in (mean, seen)) if framed else (mean, seen)
     squares = {p: jnp.square(x) for p, x in seen_in.items()}
-    if v_mode == "per_head_scalar":
+    if v_mode in ("none", "per_head_matrix"):
+        squares = _moments.on_blocks(bound, squares, lambda g, i, h, b, view: jnp.zeros_like(view))
+    elif v_mode == "per_head_scalar":
         squares = _moments.on_blocks(bound, squares, lambda g, i, h, b, view: _moments.per_head_mean(h, b, view))
     nu = {p: adam.b2 * x + (1 - adam.b2) * squares[p] for p, x in nu.items()}
     roots = _moments.above_rounding(bound, {p: adam.root(x) for p, x in nu.items()}, nu, 1 - adam.b2**adam.step)
     step = {p: mean_in[p] / roots[p] for p in nu}
     if v_mode == "none":
-        return _replaced(bound, step, mean, None), nu
+        return _replaced(bound, step, mean, None), nu, heads
+    if v_mode == "per_head_matrix":
+        by_matrix, heads = _moments.divided_by_matrix(bound, heads, mean, seen, adam)
+        return _replaced(bound, step, by_matrix, None), nu, heads
     if not framed:
-        return step, nu
+        return step, nu, heads
     masks = [_moments.divided_directions(g, h, cut) for g, h in zip(grouped(bound.heads), heads, strict=True)]
     step = _replaced(bound, step, mean_in, masks)
     turned = {p for h in bound.rotations for p in h.paths}
     change = _moments.from_body(bound, heads, {p: x - mean_in[p] if p in turned else x for p, x in step.items()})
-    return {p: mean[p] + x if p in turned else x for p, x in change.items()}, nu
+    return {p: mean[p] + x if p in turned else x for p, x in change.items()}, nu, heads
 
 
 def _replaced(bound: Bound, step: Arrays, mean: Arrays, masks: list[jax.Array] | None) -> Arrays:

@@ -167,7 +167,7 @@ def _unequal(
         remedy = "correct the axes or sizes; for grouped queries split the longer axis, \"(head _)\""
     else:
         problem = f"axis {axis} does not split into \"{_group(group)}\" at '{site.path}'"
-        remedy = "correct the sizes, or the order and names of the group"
+        remedy = "correct the sizes, or the order and names of the group; for grouped queries write \"(head _ basis)\""
     return binding_error(gauge, problem, f"length {length} in shape {site.shape}", theirs, remedy)
 
 

@@ -73,7 +73,7 @@ class Block:
         return tuple(tuple(range(a, b)) for a, b in itertools.pairwise(ends))
 
     @property
-    def _split_labels(self) -> tuple[str, ...]:
+    def split_labels(self) -> tuple[str, ...]:
         """A label per axis of `split`, "" where an integer selects."""
         left = iter(self.labels)
         return tuple("" if isinstance(i, int) else next(left) for i in self.index)
@@ -108,7 +108,7 @@ class Block:
           Array of the leaf's rank that broadcasts to its shape: size 1 where it is constant, zero on entries
           that are not selected.
         """
-        labels, bounds, groups = self._split_labels, self.bounds, self.groups
+        labels, bounds, groups = self.split_labels, self.bounds, self.groups
         order = sorted(range(len(named)), key=lambda k: labels.index(named[k]))
         length = [stop - start for start, stop in bounds]
         out = jnp.transpose(value, order).reshape(
@@ -149,7 +149,7 @@ class Block:
         Returns:
           Integers, one per index: -1 where not selected, else the row-major index over the named parts here.
         """
-        labels, group = self._split_labels, self.groups[axis]
+        labels, group = self.split_labels, self.groups[axis]
         ids, chosen = np.zeros((1,), np.int64), np.ones((1,), bool)
         for k in group:
             (start, stop), place = self.bounds[k], np.arange(self.split[k])

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import optax
 
-from gauge_optax.transforms._common import Gauges
+from gauge_optax.gauges.base import Gauges
 from gauge_optax.transforms.ddc import scale_by_ddc
 from gauge_optax.transforms.decay import add_gauge_decay
 from gauge_optax.transforms.project import gauge_project
@@ -34,6 +34,7 @@ def ddc_adamw(
     live_threshold: Scalar = 1e-3,
     refresh_drift: Scalar = 0.1,
     refresh_every: int | jax.Array | None = None,
+    reset_every: int | jax.Array | None = None,
     reproject: bool = True,
 ) -> optax.GradientTransformationExtraArgs:
     r"""AdamW on the quotient: two weight sets that are one function stay one function.
@@ -62,6 +63,7 @@ def ddc_adamw(
       live_threshold: see `scale_by_ddc`.
       refresh_drift: see `scale_by_ddc`.
       refresh_every: see `scale_by_ddc`.
+      reset_every: see `scale_by_ddc`.
       reproject: see `scale_by_ddc`.
 
     Returns:
@@ -105,6 +107,7 @@ def ddc_adamw(
             live_threshold=live_threshold,
             refresh_drift=refresh_drift,
             refresh_every=refresh_every,
+            reset_every=reset_every,
             reproject=reproject,
         ),
         add_gauge_decay(weight_decay, gauges, match, mask),

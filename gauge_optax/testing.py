@@ -13,12 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from gauge_optax.binding import leaves_by_path, match
+from gauge_optax.binding import binding_error, leaves_by_path, match
 from gauge_optax.gauges import _split
 from gauge_optax.gauges._split import Arrays, Bound, Point
-from gauge_optax.gauges.base import Element, Gauge
+from gauge_optax.gauges.base import Element, Gauge, Gauges
 from gauge_optax.gauges.product import Product, product
-from gauge_optax.transforms._common import Gauges
 
 LossFn = Callable[[Any], jax.Array]
 
@@ -184,7 +183,7 @@ def _vertical_parts(group: Product, params: Any, bound: Bound, point: Point, fra
         own = gauge.bound(params)
         share = _split.Coordinates(
             tuple(scales[: len(own.scales)]),
-            own.shift_means(framed) if own.shifts else {},
+            own.shift_means(framed),
             tuple(heads[: len(own.rotations)]),
         )
         scales, heads = scales[len(own.scales) :], heads[len(own.rotations) :]
@@ -211,13 +210,31 @@ def _compare_leaves(
     group: Product, element: Element, ours: Any, theirs: Any, number: int, ignore: Sequence[str], rtol: float
 ) -> None:
     moved, twin = leaves_by_path(group.act(element, ours)), leaves_by_path(theirs)
+    ignored = _ignored([ignore] if isinstance(ignore, str) else ignore, tuple(moved))
     for path, leaf in moved.items():
-        if any(match("ignore", pattern, path) is not None for pattern in ignore):
+        if path in ignored:
             continue
         error = _relative(np.asarray(twin[path], np.float64), np.asarray(leaf, np.float64))
         if not error <= rtol:
             names = tuple(describe(g) for g in group.parts if path in g.bound(ours).offset)
             raise AssertionError(_came_apart(number, f"leaf {path}", group, names, error, rtol))
+
+
+def _ignored(patterns: Sequence[str], paths: Sequence[str]) -> set[str]:
+    """Paths that some pattern matches; a pattern that matches none is a mistake."""
+    found: set[str] = set()
+    for pattern in patterns:
+        own = {path for path in paths if match("ignore", pattern, path) is not None}
+        if not own:
+            raise binding_error(
+                "assert_equivariant_step",
+                f"no leaf matches ignore '{pattern}'",
+                f"leaves {', '.join(paths[:3])}",
+                "path patterns of leaves to leave out",
+                "correct the pattern, or drop it",
+            )
+        found |= own
+    return found
 
 
 def _came_apart(number: int, where: str, group: Product, names: Sequence[str], error: float, rtol: float) -> str:

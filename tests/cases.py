@@ -131,6 +131,11 @@ def _head_loss(p: Tree) -> jax.Array:
     return _cross_entropy((_inputs(p["kernel"], 4, 6) @ p["kernel"] + bias)[:, :7])
 
 
+def _two_heads_loss(params: Tree) -> jax.Array:
+    """Two heads on the same features."""
+    return sum((_head_loss({"kernel": kernel}) for kernel in params["kernel"]), start=jnp.zeros(()))
+
+
 def _unit_loss(power: int, p: Tree) -> jax.Array:
     hidden = jax.nn.relu(_inputs(p["up"]["kernel"], 4, 6) @ p["up"]["kernel"] + p["up"]["bias"]) ** power
     return _square(hidden @ p["down"])
@@ -287,6 +292,27 @@ GAUGE_CASES: tuple[GaugeCase, ...] = (
         _params(kernel=(6, 9), bias=(9,)),
         lambda p: _head_loss({"kernel": p["kernel"][:, :7], "bias": p["bias"][:7]}),
         dim=7,
+    ),
+    GaugeCase(
+        "logit_shift/two_heads",  # two blocks on one leaf
+        lambda: [go.logit_shift({"kernel": ("slot=0 _ vocab", "slot=1 _ vocab")})],
+        _params(kernel=(2, 6, 7)),
+        _two_heads_loss,
+        dim=12,
+    ),
+    GaugeCase(
+        "logit_shift/two_gauges",  # two gauges on one leaf
+        lambda: [go.logit_shift({"kernel": f"slot={n} _ vocab"}) for n in (0, 1)],
+        _params(kernel=(2, 6, 7)),
+        _two_heads_loss,
+        dim=12,
+    ),
+    GaugeCase(
+        "logit_shift/grouped",  # vocab shares its axis
+        lambda: [go.logit_shift({"kernel": "_ (slot vocab)"}, sizes={"slot": 2})],
+        _params(kernel=(6, 14)),
+        lambda p: _two_heads_loss({"kernel": p["kernel"].reshape(6, 2, 7).transpose(1, 0, 2)}),
+        dim=12,
     ),
     GaugeCase("rescale/channel", lambda: _unit(1), _UNIT, functools.partial(_unit_loss, 1), dim=5),
     GaugeCase("rescale/degree_2", lambda: _unit(2), _UNIT, functools.partial(_unit_loss, 2), dim=5),
@@ -474,6 +500,8 @@ TRANSFORM_CASES: tuple[TransformCase, ...] = (
     TransformCase("scale_by_ddc/body_frame_topk", go.scale_by_ddc, {}),
     TransformCase("scale_by_ddc/body_frame", go.scale_by_ddc, {"v_mode": "body_frame"}),
     TransformCase("scale_by_ddc/per_head_scalar", go.scale_by_ddc, {"v_mode": "per_head_scalar"}),
+    TransformCase("scale_by_ddc/per_head_matrix", go.scale_by_ddc, {"v_mode": "per_head_matrix"}),
+    TransformCase("scale_by_ddc/reset", go.scale_by_ddc, {"reset_every": 2}),
     TransformCase("scale_by_ddc/none", go.scale_by_ddc, {"v_mode": "none"}),
     TransformCase("scale_by_ddc/sgd", go.scale_by_ddc, {"vertical": "sgd"}),
     TransformCase("scale_by_ddc/adam", go.scale_by_ddc, {"vertical": "adam"}),

@@ -209,3 +209,41 @@ def relative(found: np.ndarray, expected: np.ndarray) -> float:
 
 def largest(tree: Any) -> float:
     return max(float(jnp.max(jnp.abs(x))) for x in jax.tree.leaves(tree))
+
+
+@pytest.mark.parametrize("zero", ["norm", "row"])
+def test_a_channel_that_comes_alive_late_moves_no_logit(zero: str) -> None:
+    """Anchoring changes a channel's frame; the shift of the leaf it scales must stay where it is."""
+    with jax.enable_x64(True):
+        keys = jax.random.split(jax.random.key(4), 3)
+        params = {"norm": jnp.ones(4), "head": jax.random.normal(keys[0], (4, 5))}
+        if zero == "norm":
+            params["norm"] = jnp.zeros(4)
+        else:
+            params["head"] = params["head"].at[0].set(0.7)  # constant: nothing but shift
+        x, y = jax.random.normal(keys[1], (16, 4)), jnp.arange(16) % 5
+        gauges = [go.norm_scale({"norm": "channel"}, {"head": "channel _"}), go.logit_shift({"head": "_ vocab"})]
+
+        def loss(p: Any) -> jax.Array:
+            return optax.softmax_cross_entropy_with_integer_labels(x * p["norm"] @ p["head"], y).mean()
+
+        tx = go.ddc_adamw(3e-2, gauges, weight_decay=0.0)
+        go.testing.assert_equivariant_step(tx, loss, params, gauges, keys[2], steps=20)
+        state, after = tx.init(params), params
+        for _ in range(20):
+            updates, state = jit(tx.update)(jax.grad(loss)(after), state, after)
+            after = optax.apply_updates(after, updates)
+        settled = optax.tree_utils.tree_get(state[-1], "settled")
+        assert all(bool(jnp.all(s)) for s in settled), "no channel came alive: nothing is shown"
+        moved = after["head"].mean(1) - params["head"].mean(1)
+        assert float(jnp.max(jnp.abs(moved))) <= tolerance("drift", "float64")
+
+
+def test_zero_gradients_move_nothing() -> None:
+    """With two shifts on one leaf, whichever way they are bound."""
+    params = {"w": jax.random.normal(jax.random.key(0), (2, 3, 5)) + 1.0}
+    slots = [go.logit_shift({"w": f"slot={n} _ vocab"}) for n in (0, 1)]
+    for gauges in (slots, [go.logit_shift({"w": ("slot=0 _ vocab", "slot=1 _ vocab")})]):
+        tx = go.ddc_adamw(1e-2, gauges, weight_decay=0.0)
+        updates, _ = tx.update(jax.tree.map(jnp.zeros_like, params), tx.init(params), params)
+        assert float(jnp.max(jnp.abs(updates["w"]))) < 1e-6

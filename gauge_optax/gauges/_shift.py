@@ -1,9 +1,13 @@
 """The kernel of additive gauges: a constant along `vocab`, one for every other coordinate of the leaf.
 
 Here: means, centring and adding a shift. Not here: how a shift is moved by other gauges on the leaf (`product`).
+
+Inside the library a shift is a *slice*: the leaf at one vocab entry, of the leaf's rank, zero where no block selects.
+Several blocks on a leaf share one slice. Elements hold it without the vocab axis.
 """
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -27,20 +31,53 @@ def axis_of(block: Block) -> int:
     return block.labels.index(VOCAB)
 
 
-def shift_shape(block: Block) -> tuple[int, ...]:
-    """Shape of a shift of this block: the block's without vocab."""
-    axis = axis_of(block)
-    return block.view_shape[:axis] + block.view_shape[axis + 1 :]
+def slice_block(block: Block) -> Block:
+    """The same selection on the leaf's slice, where vocab has length 1."""
+    at = [k for k, i in enumerate(block.index) if not isinstance(i, int)][axis_of(block)]
+    split = tuple(1 if k == at else n for k, n in enumerate(block.split))
+    index = tuple((0, 1) if k == at else i for k, i in enumerate(block.index))
+    shape = tuple(math.prod(split[k] for k in group) for group in block.groups)
+    return dataclasses.replace(block, shape=shape, split=split, index=index)
 
 
-def mean_over_vocab(block: Block, leaf: jax.Array) -> jax.Array:
-    """Mean of the block along vocab: its shift coordinate."""
-    return jnp.mean(block.view(leaf), axis_of(block))
+def vocab_axis(block: Block) -> int | None:
+    """The leaf axis that is vocab alone; None where vocab shares its axis with others."""
+    lonely = [k for k, group in enumerate(block.groups) if len(group) == 1 and block.split_labels[group[0]] == VOCAB]
+    return lonely[0] if lonely else None
 
 
-def add_shift(block: Block, leaf: jax.Array, shift: jax.Array) -> jax.Array:
-    """The leaf with `shift` added along vocab."""
-    return block.write(leaf, block.view(leaf) + jnp.expand_dims(shift, axis_of(block)))
+def element_shape(block: Block) -> tuple[int, ...]:
+    """Shape of a shift in an element: the leaf's without vocab."""
+    shape, axis = slice_block(block).shape, vocab_axis(block)
+    return shape if axis is None else shape[:axis] + shape[axis + 1 :]
+
+
+def as_slice(block: Block, shift: jax.Array) -> jax.Array:
+    """An element's shift as a slice of the leaf."""
+    return shift.reshape(slice_block(block).shape)
+
+
+def shift_dimensions(block: Block) -> int:
+    """How many entries of a slice the block selects."""
+    return math.prod(slice_block(block).view_shape)
+
+
+def mean_slice(block: Block, leaf: jax.Array) -> jax.Array:
+    """Mean of the block along vocab, as a slice of the leaf."""
+    inner = slice_block(block)
+    mean = jnp.mean(block.view(leaf), axis_of(block), keepdims=True)
+    return inner.write(jnp.zeros(inner.shape, leaf.dtype), mean)
+
+
+def add_slice(block: Block, leaf: jax.Array, shift: jax.Array) -> jax.Array:
+    """The leaf with the block's part of a slice added along vocab."""
+    return block.write(leaf, block.view(leaf) + slice_block(block).view(shift))
+
+
+def own_slice(block: Block, shift: jax.Array) -> jax.Array:
+    """A slice without what other blocks selected."""
+    inner = slice_block(block)
+    return inner.write(jnp.zeros_like(shift), inner.view(shift))
 
 
 def centre_block(block: Block, leaf: jax.Array) -> jax.Array:

@@ -21,7 +21,7 @@ from gauge_optax.binding import Block, binding_error, leaves_by_path, overlap
 from gauge_optax.gauges import _frame
 from gauge_optax.gauges._head import BASIS, HeadInstance
 from gauge_optax.gauges._scale import ScaleInstance, Values
-from gauge_optax.gauges._shift import VOCAB, ShiftInstance, add_shift, centre_block, mean_over_vocab
+from gauge_optax.gauges._shift import VOCAB, ShiftInstance, add_slice, centre_block, mean_slice, slice_block
 from gauge_optax.gauges._system import Channels, ScaleSystem
 from gauge_optax.linalg import lyapunov, real_dtype, safe_divide, skew
 
@@ -53,6 +53,11 @@ class Bound:
         return tuple(h for gauge in self.heads for h in gauge)
 
     @functools.cached_property
+    def turned(self) -> frozenset[str]:
+        """Paths of the leaves that some rotation binds."""
+        return frozenset(path for head in self.rotations for path in head.paths)
+
+    @functools.cached_property
     def blocks(self) -> tuple[Block, ...]:
         """Every block of every instance."""
         return (
@@ -77,23 +82,44 @@ class Bound:
     def vectors(self, tree: object) -> Arrays:
         """Bound leaves of a tangent or cotangent in the computing dtype."""
         leaves, dtype = leaves_by_path(tree), real_dtype()
+        missing = [p for p in self.offset if p not in leaves]
+        if missing:
+            raise binding_error(
+                "gauges",
+                f"no update for '{missing[0]}'",
+                f"a tree with {', '.join(list(leaves)[:3])}",
+                "gradients or updates of the same structure as params",
+                "pass the gradients of the very parameters that are passed as params",
+            )
         return {p: jnp.asarray(leaves[p], dtype) for p in self.offset}
 
-    def shift_means(self, values: Values) -> Arrays:
-        """Leaf path → mean along vocab of every shifted leaf."""
-        return {b.path: mean_over_vocab(b, values[b.path]) for i in self.shifts for b in i.blocks}
+    @functools.cached_property
+    def shift_blocks(self) -> tuple[Block, ...]:
+        """Every block of every shift instance."""
+        return tuple(b for i in self.shifts for b in i.blocks)
 
-    def add_shifts(self, values: Values, shifts: Values, sign: float = 1.0) -> Arrays:
-        """`values` with sign·shifts added along vocab."""
+    def zero_slices(self) -> Arrays:
+        """Leaf path → no shift, as a slice of the leaf."""
+        return {b.path: jnp.zeros(slice_block(b).shape, real_dtype()) for b in self.shift_blocks}
+
+    def shift_means(self, values: Values) -> Arrays:
+        """Leaf path → mean along vocab of every shifted leaf, as a slice of it."""
+        means = self.zero_slices()
+        for block in self.shift_blocks:
+            means[block.path] = means[block.path] + mean_slice(block, values[block.path])
+        return means
+
+    def add_shifts(self, values: Values, shifts: Values) -> Arrays:
+        """`values` with slices added along vocab."""
         moved = dict(values)
-        for block in (b for i in self.shifts for b in i.blocks):
-            moved[block.path] = add_shift(block, moved[block.path], sign * shifts[block.path])
+        for block in self.shift_blocks:
+            moved[block.path] = add_slice(block, moved[block.path], shifts[block.path])
         return moved
 
     def centre(self, values: Values) -> Arrays:
         """`values` without their constant along vocab."""
         moved = dict(values)
-        for block in (b for i in self.shifts for b in i.blocks):
+        for block in self.shift_blocks:
             moved[block.path] = centre_block(block, moved[block.path])
         return moved
 
@@ -221,14 +247,15 @@ def vertical_coordinates(bound: Bound, point: Point, framed: Values) -> Coordina
     )
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def scale_coordinates(system: ScaleSystem, hat: Values, framed: Values) -> Channels:
+@functools.partial(jax.jit, static_argnums=(0, 3))
+def scale_coordinates(system: ScaleSystem, hat: Values, framed: Values, iterations: int = 60) -> Channels:
     """Rates of log α of the joint vertical part: G·a = ⟨v, X̂⟩ with G the Gram matrix of all channels' orbits.
 
     Args:
       system: the scale instances.
       hat: θ̂.
       framed: X̂.
+      iterations: of conjugate gradients at most, where gauges share leaves.
 
     Returns:
       a per instance; 0 on channels of norm 0.
@@ -248,7 +275,7 @@ def scale_coordinates(system: ScaleSystem, hat: Values, framed: Values) -> Chann
     if not system.coupled:
         return precondition(target)
     tolerance = float(jnp.finfo(real_dtype()).eps)
-    return jax.scipy.sparse.linalg.cg(gram, target, tol=tolerance, maxiter=60, M=precondition)[0]
+    return jax.scipy.sparse.linalg.cg(gram, target, tol=tolerance, maxiter=iterations, M=precondition)[0]
 
 
 def _weighted(instance: ScaleInstance, sides: tuple[jax.Array, jax.Array], power: int) -> jax.Array:

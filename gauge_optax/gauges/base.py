@@ -214,3 +214,7 @@ class BoundGauge(Gauge):
             params,
             {p: (moved[p] - off if off else moved[p]).astype(leaves[p].dtype) for p, off in bound.offset.items()},
         )
+
+
+Gauges = Gauge | Sequence[Gauge]
+"""What every transformation, assertion and measure takes: one gauge, or several that mean their product."""

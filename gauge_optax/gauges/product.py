@@ -6,8 +6,7 @@ shifts through the linear parts that act after them. `act` applies the list left
 """
 
 import dataclasses
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import jax
@@ -42,6 +41,14 @@ def product(gauges: "Gauge | Sequence[Gauge]") -> "Product":
     """
     if isinstance(gauges, Gauge):
         gauges = (gauges,)
+    if isinstance(gauges, str | Mapping) or not isinstance(gauges, Iterable):
+        raise binding_error(
+            "product",
+            "no gauges",
+            f"a {type(gauges).__name__}",
+            "a gauge, or a sequence of gauges",
+            "pass the list of gauges; in an optimizer it comes after the learning rate",
+        )
     parts: list[BoundGauge] = []
     for gauge in gauges:
         if isinstance(gauge, Product):
@@ -51,7 +58,7 @@ def product(gauges: "Gauge | Sequence[Gauge]") -> "Product":
         else:
             raise binding_error(
                 "product",
-                f"not a gauge '{gauge!r}'",
+                f"not a gauge: {gauge!r}",
                 f"a {type(gauge).__name__}",
                 "a gauge, or a sequence of gauges",
                 "pass what go.rescale(...) and the like return",
@@ -157,9 +164,9 @@ def _spec_of(specs: Sequence[BlockSpec], path: str) -> BlockSpec:
 
 
 def _slice_shape(spec: BlockSpec, shift: tuple[int, ...]) -> tuple[int, ...]:
-    """Shape of the leaf's slice at one vocab entry, from the shape of a shift: the leaf's, with vocab of length 1."""
+    """Shape of the leaf's slice at one vocab entry, from the shape of a shift in an element."""
     lengths = iter(shift)
     return tuple(
-        math.prod(1 if part.picked or part.name == VOCAB else next(lengths) for part in group)
+        1 if [part.name for part in group] == [VOCAB] else next(lengths)
         for group in parse_axes("logit_shift", spec.pattern, spec.axes).groups
     )

@@ -6,15 +6,22 @@ rest. Not a symmetry of a tied head or of soft-capped logits. Reference: DDC §3
 """
 
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 
-from gauge_optax.binding import Axes, Block, Instance, block_specs, frozen_sizes, leaves_by_path
-from gauge_optax.gauges._shift import VOCAB, ShiftInstance, shift_shape
+from gauge_optax.binding import Axes, Instance, block_specs, frozen_sizes, leaves_by_path
+from gauge_optax.gauges._shift import (
+    VOCAB,
+    ShiftInstance,
+    as_slice,
+    element_shape,
+    own_slice,
+    shift_dimensions,
+    slice_block,
+)
 from gauge_optax.gauges._split import Bound
 from gauge_optax.gauges.base import BoundGauge, Element
 from gauge_optax.linalg import real_dtype
@@ -56,23 +63,21 @@ class LogitShift(BoundGauge):
         return {}
 
     def move(self, bound: Bound, element: Element, values: Mapping[str, jax.Array]) -> Mapping[str, jax.Array]:
-        return bound.add_shifts(values, {p: x for instance in element.values() for p, x in instance.items()})
+        slices = {b.path: as_slice(b, element[i.key][b.path]) for i in bound.shifts for b in i.blocks}
+        return bound.add_shifts(values, slices)
 
     def sample(self, key: jax.Array, params: Any, scale: float = 1.0) -> Element:
-        leaves, instances = leaves_by_path(params), self.bound(params).shifts
-        keys = iter(jax.random.split(key, max(1, sum(len(i.blocks) for i in instances))))
-
-        def draw(block: Block) -> jax.Array:
+        bound, leaves = self.bound(params), leaves_by_path(params)
+        slices = bound.zero_slices()
+        for block, own in zip(bound.shift_blocks, jax.random.split(key, len(bound.shift_blocks)), strict=True):
             rms = jnp.sqrt(jnp.mean(jnp.square(jnp.asarray(leaves[block.path], real_dtype()))))
-            return scale * rms * jax.random.normal(next(keys), shift_shape(block), real_dtype())
-
-        return {i.key: {b.path: draw(b) for b in i.blocks} for i in instances}
+            inner = slice_block(block)
+            draw = scale * rms * jax.random.normal(own, inner.view_shape, real_dtype())
+            slices[block.path] = inner.write(slices[block.path], draw)
+        return self.pack(params, (), slices)
 
     def identity(self, params: Any) -> Element:
-        return {
-            i.key: {b.path: jnp.zeros(shift_shape(b), real_dtype()) for b in i.blocks}
-            for i in self.bound(params).shifts
-        }
+        return self.pack(params, (), self.bound(params).zero_slices())
 
     def inverse(self, element: Element) -> Element:
         return jax.tree.map(jnp.negative, element)
@@ -81,7 +86,13 @@ class LogitShift(BoundGauge):
         return jax.tree.map(jnp.add, a, b)
 
     def dim(self, params: Any) -> int:
-        return sum(math.prod(shift_shape(b)) for i in self.bound(params).shifts for b in i.blocks)
+        return sum(shift_dimensions(b) for b in self.bound(params).shift_blocks)
 
     def pack(self, params: Any, scales: Sequence[jax.Array], shifts: Mapping[str, jax.Array]) -> Element:
-        return {i.key: {b.path: shifts[b.path] for b in i.blocks} for i in self.bound(params).shifts}
+        packed: Element = {}
+        for instance in self.bound(params).shifts:
+            own = packed.setdefault(instance.key, {})
+            for block in instance.blocks:
+                part = own_slice(block, shifts[block.path]).reshape(element_shape(block))
+                own[block.path] = own[block.path] + part if block.path in own else part
+        return packed

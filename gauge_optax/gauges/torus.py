@@ -1,10 +1,9 @@
 """Rope torus: SO(2) per rotary plane, the rotations that commute with rotary position embeddings.
 
 Rotary turns each plane of query and key by an angle that grows with position; an extra angle per head and plane, the
-same on both, cancels in q·kᵀ. Per plane, with coordinates (L, R) of all rows stacked, the horizontal projection is
-closed
-form: the angle ⟨W_L, U_R⟩ − ⟨W_R, U_L⟩ over ‖W_L‖² + ‖W_R‖². A plane is a head of size 2, so the kernels are those of
-`rotation`. d_h/2 dimensions a head. Reference: DDC B.9; grouped queries: Lemma 25.
+same on both, cancels in q·kᵀ. Per plane, with coordinates (L, R) of all rows stacked, the horizontal projection is in
+closed form: the angle ⟨W_L, U_R⟩ − ⟨W_R, U_L⟩ over ‖W_L‖² + ‖W_R‖². A plane is a head of size 2, so the kernels are
+those of `rotation`. d_h/2 dimensions a head. Reference: DDC B.9; grouped queries: Lemma 25.
 """
 
 import dataclasses

@@ -13,10 +13,9 @@ import jax.numpy as jnp
 from gauge_optax.gauges import _split
 from gauge_optax.gauges._head import PLANE, HeadInstance
 from gauge_optax.gauges._split import Bound
-from gauge_optax.gauges.base import Element
+from gauge_optax.gauges.base import Element, Gauges
 from gauge_optax.gauges.product import product
 from gauge_optax.linalg import lyapunov, matmul, orthogonal_logarithm, skew, symmetric
-from gauge_optax.transforms._common import Gauges
 
 _SMALL = 0.1
 _CAYLEY_STEPS = 6  # each leaves the square of the half angle, 1e-2 at most

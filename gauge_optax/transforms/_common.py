@@ -10,9 +10,6 @@ import jax
 import jax.numpy as jnp
 
 from gauge_optax.binding import leaves_by_path, with_leaves
-from gauge_optax.gauges.base import Gauge
-
-Gauges = Gauge | Sequence[Gauge]
 
 
 def require_params(transformation: str, params: Any) -> None:

@@ -50,7 +50,11 @@ class Adam(NamedTuple):
 
     def root(self, nu: jax.Array) -> jax.Array:
         """What a first moment is divided by."""
-        return jnp.sqrt(nu / (1 - self.b2**self.step) + self.eps_root) + self.eps
+        return jnp.sqrt(self.unbiased_variance(nu) + self.eps_root) + self.eps
+
+    def unbiased_variance(self, nu: jax.Array) -> jax.Array:
+        """The bias-corrected second moment."""
+        return nu / (1 - self.b2**self.step)
 
     def scalar(
         self,

@@ -4,7 +4,7 @@ Here: body coordinates, per-head means, which directions are divided. Not here: 
 Adam is elementwise.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -111,7 +111,7 @@ def on_blocks(
     return out
 
 
-def above_rounding(bound: Bound, roots: Values, nu: Values, correction: jax.Array) -> Arrays:
+def above_rounding(bound: Bound, roots: Values, nu: Values, adams: Mapping[str, Adam]) -> Arrays:
     """Roots of second moments, raised by 1e3 machine epsilons of the head's RMS gradient.
 
     Some rows of a head have no gradient at all (a key bias without rotary), and rounding of relative size 1e-7 in its
@@ -122,7 +122,7 @@ def above_rounding(bound: Bound, roots: Values, nu: Values, correction: jax.Arra
       bound: the product.
       roots: √v̂ + eps per leaf.
       nu: v per leaf, rotated leaves in the coordinates of their mode.
-      correction: what v is divided by to become v̂.
+      adams: hyperparameters per leaf.
 
     Returns:
       The roots, raised on rotated leaves.
@@ -130,7 +130,7 @@ def above_rounding(bound: Bound, roots: Values, nu: Values, correction: jax.Arra
     tiny = _ROUNDING * float(jnp.finfo(real_dtype()).eps)
 
     def raised(at: int, number: int, head: HeadInstance, block: HeadBlock, view: jax.Array) -> jax.Array:
-        floor = tiny * jnp.sqrt(head.mean(nu) / correction)
+        floor = tiny * jnp.sqrt(adams[block.block.path].unbiased_variance(head.mean(nu)))
         return view + head.along_basis(block, jnp.broadcast_to(floor[..., None], (*head.shape, head.size)))
 
     return on_blocks(bound, roots, raised)
@@ -145,7 +145,7 @@ def _outer(group: Group, seen: Values) -> jax.Array:
 
 
 def divided_by_matrix(
-    bound: Bound, frames: Sequence[BodyFrame], mean: Values, seen: Values, adam: Adam
+    bound: Bound, frames: Sequence[BodyFrame], mean: Values, seen: Values, adams: Mapping[str, Adam]
 ) -> tuple[Arrays, tuple[BodyFrame, ...]]:
     """Rotated leaves of a first moment times (V̂ + ε²)^(−1/2), V the d×d second moment of each block of each head.
 
@@ -154,7 +154,7 @@ def divided_by_matrix(
       frames: stored second moments.
       mean: bias-corrected first moment.
       seen: this step's gradient.
-      adam: hyperparameters.
+      adams: hyperparameters per leaf.
 
     Returns:
       All leaves with the rotated ones divided, and the new second moments. V moves with the head by conjugation, so no
@@ -163,8 +163,10 @@ def divided_by_matrix(
     out, fresh = dict(mean), []
     tiny = _ROUNDING * float(jnp.finfo(real_dtype()).eps)
     for group, frame in zip(grouped(bound.heads), frames, strict=True):
-        outer = adam.b2 * frame.outer + (1 - adam.b2) * _outer(group, seen)
-        values, vectors = symmetric_eigen(outer / (1 - adam.b2**adam.step))
+        adam = adams[group[0].paths[0]]
+        past = jnp.where(adam.step == 1, 0.0, frame.outer)
+        outer = adam.b2 * past + (1 - adam.b2) * _outer(group, seen)
+        values, vectors = symmetric_eigen(adam.unbiased_variance(outer))
         rows = jnp.array([group[0].rows(b) for b in group[0].blocks], values.dtype)
         size = jnp.tensordot(rows / jnp.sum(rows), jnp.mean(values, -1, keepdims=True), (0, 1))[:, None]
         floor = jnp.square(adam.eps + tiny * jnp.sqrt(jnp.maximum(size, 0.0))) + adam.eps_root

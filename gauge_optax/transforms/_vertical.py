@@ -14,7 +14,6 @@ import jax.numpy as jnp
 
 from gauge_optax.gauges import _split
 from gauge_optax.gauges._basis import HeadBasis, grouped
-from gauge_optax.gauges._shift import shift_shape
 from gauge_optax.gauges._split import Bound, Coordinates
 from gauge_optax.linalg import real_dtype
 from gauge_optax.transforms._heads import add_turn, horizontal
@@ -29,7 +28,7 @@ def zero_coordinates(bound: Bound) -> Coordinates:
     shapes = [(len(g), *g[0].shape, g[0].size, g[0].size) for g in grouped(bound.heads)]
     return Coordinates(
         tuple(jnp.zeros(i.shape, dtype) for i in bound.scales),
-        {b.path: jnp.zeros(shift_shape(b), dtype) for i in bound.shifts for b in i.blocks},
+        bound.zero_slices(),
         tuple(jnp.zeros(shape, dtype) for shape in shapes),
     )
 

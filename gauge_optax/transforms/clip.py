@@ -11,9 +11,10 @@ import optax
 
 from gauge_optax.binding import is_empty
 from gauge_optax.gauges import _frame, _split
+from gauge_optax.gauges.base import Gauges
 from gauge_optax.gauges.product import product
 from gauge_optax.linalg import real_dtype
-from gauge_optax.transforms._common import Gauges, float_leaves, in_dtype_of, placeholder, require_params
+from gauge_optax.transforms._common import float_leaves, in_dtype_of, placeholder, require_params
 
 
 class ClipByInvariantNormState(NamedTuple):

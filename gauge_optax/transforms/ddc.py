@@ -24,18 +24,18 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from gauge_optax.binding import is_empty
+from gauge_optax.binding import is_empty, leaves_by_path
 from gauge_optax.gauges import _frame, _split
 from gauge_optax.gauges._basis import Group, HeadBasis, body_frame, grouped
 from gauge_optax.gauges._frame import FrameState
 from gauge_optax.gauges._head import HeadBlock, HeadInstance
 from gauge_optax.gauges._split import Bound, Coordinates
 from gauge_optax.gauges._system import Channels, ScaleSystem
+from gauge_optax.gauges.base import Gauges
 from gauge_optax.gauges.product import product
 from gauge_optax.linalg import real_dtype
 from gauge_optax.transforms import _channels, _moments, _vertical
 from gauge_optax.transforms._common import (
-    Gauges,
     float_leaves,
     in_dtype_of,
     placeholder,
@@ -49,6 +49,8 @@ from gauge_optax.transforms.retract import RADIAL, VERTICAL
 
 Arrays = dict[str, jax.Array]
 Scalar = float | jax.Array
+
+_NEVER = 2**31 - 1
 
 
 class GaugeMoments(NamedTuple):
@@ -105,6 +107,7 @@ def scale_by_ddc(
     live_threshold: Scalar = 1e-3,
     refresh_drift: Scalar = 0.1,
     refresh_every: int | jax.Array | None = None,
+    reset_every: int | jax.Array | None = None,
     reproject: bool = True,
 ) -> optax.GradientTransformationExtraArgs:
     """Adam in the frame of a product of gauges; ungauged leaves get Adam.
@@ -125,6 +128,8 @@ def scale_by_ddc(
       live_threshold: eigendirections below it times λ_max follow momentum alone under "body_frame_topk".
       refresh_drift: whitened drift of a head's Gram matrix at which its eigenbasis is renewed.
       refresh_every: age in steps at which it is renewed anyway; None for never.
+      reset_every: period in steps at which moments and bias correction of rotated leaves start anew in a fresh
+        eigenbasis (the reference's mitigation of its own drift, DDC A.4); None for never.
       reproject: whether the step is projected again after the division (DDC Remark 12).
 
     Returns:
@@ -166,10 +171,15 @@ def scale_by_ddc(
         old, count = state.gauges, optax.safe_increment(state.count)
         adam = Adam(b1, b2, eps, eps_root, count, nesterov)
         here = enter(group.bound(params), params, old.frame, moving)
-        nu = here.transfer(float_leaves(state.nu, real_dtype()), 2)
-        heads, nu, renewed = _refreshed_heads(
-            here, old.heads, nu, v_mode, cut, live_threshold, refresh_drift, refresh_every
-        )
+        age = count if reset_every is None else (count - 1) % reset_every + 1
+        adams = dict.fromkeys(leaves_by_path(params), adam) | dict.fromkeys(here.bound.turned, adam._replace(step=age))
+        mu, nu = (float_leaves(m, real_dtype()) for m in (state.mu, state.nu))
+        oldest = refresh_every
+        if reset_every is not None:
+            mu, nu = (_restarted(m, here.bound, age) for m in (mu, nu))
+            oldest = jnp.where(age == 1, 0, _NEVER if refresh_every is None else refresh_every)
+        mu, nu = here.transfer(mu, 1), here.transfer(nu, 2)
+        heads, nu, renewed = _refreshed_heads(here, old.heads, nu, v_mode, cut, (live_threshold, refresh_drift, oldest))
         bases = [h.basis for h in heads]
 
         gradient = float_leaves(updates, real_dtype())
@@ -178,9 +188,9 @@ def scale_by_ddc(
         drifts, framed = _vertical.split(here, framed, bases) if moving else (None, framed)
         seen = gradient | here.resize(_channels.tangential(here, here.bound.centre(framed)))
 
-        mu = {p: b1 * x + (1 - b1) * seen[p] for p, x in here.transfer(float_leaves(state.mu, real_dtype()), 1).items()}
-        mean = {p: adam.debias(x, seen[p], b1) for p, x in mu.items()}
-        step, nu, heads = _divided(here.bound, heads, mean, seen, nu, v_mode, cut, adam)
+        mu = {p: b1 * x + (1 - b1) * seen[p] for p, x in mu.items()}
+        mean = {p: adams[p].debias(x, seen[p], b1) for p, x in mu.items()}
+        step, nu, heads = _divided(here.bound, heads, mean, seen, nu, v_mode, cut, adams)
         tangent = here.resize({p: step[p] for p in here.bound.offset})
         if reproject:
             tangent = _channels.tangential(here, here.bound.centre(tangent))
@@ -188,7 +198,7 @@ def scale_by_ddc(
 
         moments = (old.radial_mu, old.radial_nu)
         outward, radial_mu, radial_nu = _channels.radial(here, slopes, moments, radial, radial_scale, adam)
-        tangent = here.add_outward(tangent, outward)
+        tangent = _channels.without_crosstalk(here, here.add_outward(tangent, outward))
         vertical_mu, vertical_nu = old.vertical_mu, old.vertical_nu
         if drifts is not None:
             rates, vertical_mu, vertical_nu = _vertical.step(here, drifts, vertical_mu, vertical_nu, vertical, adam)
@@ -213,6 +223,11 @@ def _init_gauges(bound: Bound, params: optax.Params, v_mode: str, cut: Scalar, v
     return GaugeMoments(frame, _zeros(bound.system), _zeros(bound.system), heads, mu, nu, jnp.zeros((), jnp.int32))
 
 
+def _restarted(moments: Arrays, bound: Bound, age: jax.Array) -> Arrays:
+    """Moments with those of rotated leaves set to zero where their age is 1."""
+    return {p: jnp.where(age == 1, 0.0, x) if p in bound.turned else x for p, x in moments.items()}
+
+
 def _wide(leaf: Any) -> Any:
     return jnp.promote_types(leaf.dtype, jnp.float32)
 
@@ -227,14 +242,12 @@ def _refreshed_heads(
     nu: Arrays,
     v_mode: str,
     cut: Scalar,
-    live_threshold: Scalar,
-    refresh_drift: Scalar,
-    refresh_every: int | jax.Array | None,
+    refresh: tuple[Scalar, Scalar, int | jax.Array | None],
 ) -> tuple[tuple[BodyFrame, ...], Arrays, jax.Array]:
     """Eigenbases and body frames of this step, second moments in them, and how many groups were renewed."""
     fresh, total = [], jnp.zeros((), jnp.int32)
     for group, head, gram in zip(grouped(here.bound.heads), heads, here.grams, strict=True):
-        basis, renewed = refreshed(head.basis, gram, live_threshold, refresh_drift, refresh_every)
+        basis, renewed = refreshed(head.basis, gram, *refresh)
         total, frame = total + renewed, head.frame
         if _moments.uses_frame(v_mode):
             own = {p: nu[p] for h in group for p in h.paths}
@@ -260,7 +273,7 @@ def _divided(
     nu: Arrays,
     v_mode: str,
     cut: Scalar,
-    adam: Adam,
+    adams: dict[str, Adam],
 ) -> tuple[Arrays, Arrays, tuple[BodyFrame, ...]]:
     """First moments over root second moments, and the new second moments."""
     framed = _moments.uses_frame(v_mode)
@@ -270,19 +283,19 @@ def _divided(
         squares = _moments.on_blocks(bound, squares, lambda g, i, h, b, view: jnp.zeros_like(view))
     elif v_mode == "per_head_scalar":
         squares = _moments.on_blocks(bound, squares, lambda g, i, h, b, view: _moments.per_head_mean(h, b, view))
-    nu = {p: adam.b2 * x + (1 - adam.b2) * squares[p] for p, x in nu.items()}
-    roots = _moments.above_rounding(bound, {p: adam.root(x) for p, x in nu.items()}, nu, 1 - adam.b2**adam.step)
+    nu = {p: adams[p].b2 * x + (1 - adams[p].b2) * squares[p] for p, x in nu.items()}
+    roots = _moments.above_rounding(bound, {p: adams[p].root(x) for p, x in nu.items()}, nu, adams)
     step = {p: mean_in[p] / roots[p] for p in nu}
     if v_mode == "none":
         return _replaced(bound, step, mean, None), nu, heads
     if v_mode == "per_head_matrix":
-        by_matrix, heads = _moments.divided_by_matrix(bound, heads, mean, seen, adam)
+        by_matrix, heads = _moments.divided_by_matrix(bound, heads, mean, seen, adams)
         return _replaced(bound, step, by_matrix, None), nu, heads
     if not framed:
         return step, nu, heads
     masks = [_moments.divided_directions(g, h, cut) for g, h in zip(grouped(bound.heads), heads, strict=True)]
     step = _replaced(bound, step, mean_in, masks)
-    turned = {p for h in bound.rotations for p in h.paths}
+    turned = bound.turned
     change = _moments.from_body(bound, heads, {p: x - mean_in[p] if p in turned else x for p, x in step.items()})
     return {p: mean[p] + x if p in turned else x for p, x in change.items()}, nu, heads
 

@@ -14,9 +14,10 @@ import optax
 
 from gauge_optax.binding import binding_error, is_empty, leaves_by_path
 from gauge_optax.gauges._split import Bound
+from gauge_optax.gauges.base import Gauges
 from gauge_optax.gauges.product import product
 from gauge_optax.linalg import real_dtype
-from gauge_optax.transforms._common import Gauges, float_leaves, in_dtype_of, require_choice, require_params
+from gauge_optax.transforms._common import float_leaves, in_dtype_of, require_choice, require_params
 
 Mask = Any
 

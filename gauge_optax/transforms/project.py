@@ -14,8 +14,9 @@ from gauge_optax.binding import is_empty
 from gauge_optax.gauges import _frame, _split
 from gauge_optax.gauges._basis import HeadBasis, grouped, stacked_gram
 from gauge_optax.gauges._frame import FrameState
+from gauge_optax.gauges.base import Gauges
 from gauge_optax.gauges.product import product
-from gauge_optax.transforms._common import Gauges, in_dtype_of, placeholder, require_choice, require_params
+from gauge_optax.transforms._common import in_dtype_of, placeholder, require_choice, require_params
 from gauge_optax.transforms._heads import LIVE, horizontal, init_bases, refreshed
 
 _DRIFT = 0.1

@@ -16,10 +16,12 @@ import optax
 from gauge_optax.binding import is_empty
 from gauge_optax.gauges import _frame, _split
 from gauge_optax.gauges._frame import FrameState
+from gauge_optax.gauges._shift import mean_slice, own_slice
 from gauge_optax.gauges._split import Bound, Point
 from gauge_optax.gauges._system import Channels, ScaleSystem, Squares
+from gauge_optax.gauges.base import Gauges
 from gauge_optax.gauges.product import product
-from gauge_optax.transforms._common import Gauges, in_dtype_of, placeholder, require_choice, require_params
+from gauge_optax.transforms._common import in_dtype_of, placeholder, require_choice, require_params
 
 _MAX_LOG_STEP = math.log(2.0)
 VERTICAL = ("frozen", "sgd", "adam")
@@ -107,22 +109,26 @@ def gauge_retract(
         if vertical != "frozen":
             reference = _moved(bound, point, framed, reference)
         moved, frame = _step(bound, point, framed, values, tangent, reference.frame, radial)
-        logs = bound.system.exponents(frame.f)
-        shifts = {p: _scaled_shift(bound, p, m, logs) for p, m in reference.shifts.items()}
-        moved = bound.add_shifts(moved, shifts)
-        step = {p: moved[p] - values[p] for p in (*logs, *(q for q in shifts if q not in logs))}
-        return in_dtype_of(updates, step), GaugeRetractState(Reference(frame, reference.shifts))
+        moved = bound.add_shifts(moved, _scaled_shifts(bound, reference.shifts, reference.frame.f))
+        # Anchoring changes the frame, not the weights: a mean keeps its value there, and so not in the frame.
+        anchored = tuple(old - new for old, new in zip(reference.frame.f, frame.f, strict=True))
+        shifts = _scaled_shifts(bound, reference.shifts, anchored)
+        changed = dict.fromkeys((*bound.system.terms, *shifts))
+        step = {p: moved[p] - values[p] for p in changed}
+        return in_dtype_of(updates, step), GaugeRetractState(Reference(frame, shifts))
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def _scaled_shift(bound: Bound, path: str, mean: jax.Array, logs: dict[str, jax.Array]) -> jax.Array:
-    """A mean stored in the frame, brought back to the leaf's own scale."""
-    if path not in logs:
-        return mean
-    block = next(b for i in bound.shifts for b in i.blocks if b.path == path)
-    factor = jnp.broadcast_to(jnp.exp(logs[path]), block.shape)
-    return mean * _split.mean_over_vocab(block, factor)
+def _scaled_shifts(bound: Bound, shifts: dict[str, jax.Array], channels: Channels) -> dict[str, jax.Array]:
+    """Slices of shifted leaves multiplied by e^(w·channels)."""
+    logs, scaled = bound.system.exponents(channels), dict(shifts)
+    for block in bound.shift_blocks:
+        if block.path in logs:
+            factor = mean_slice(block, jnp.broadcast_to(jnp.exp(logs[block.path]), block.shape))
+            own = own_slice(block, shifts[block.path])
+            scaled[block.path] = scaled[block.path] + own * (factor - 1.0)
+    return scaled
 
 
 def _moved(bound: Bound, point: Point, framed: dict[str, jax.Array], reference: Reference) -> Reference:

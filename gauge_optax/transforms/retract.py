@@ -153,38 +153,38 @@ def _step(
     before = system.squares(point.hat)
     after = bound.centre({p: x + tangent[p] for p, x in values.items()})
     # Everything below is a factor close to 1 on θ + Δ, so that no rounding of e^(±w·f) enters the weights.
-    corrections = tuple(jnp.zeros_like(f) for f in point.channels)
-    scales = _scale_corrections(system, point, framed, before, after, target, radial)
-    now = {p: after[p] * jnp.exp(x - point.logs[p]) for p, x in system.exponents(scales, euler=True).items()}
+    stretch = _stretches(system, point, framed, before, after, target, radial)
+    stretched = system.exponents(stretch, euler=True)
+    now = {p: after[p] * jnp.exp(x - point.logs[p]) for p, x in stretched.items()}
     rho = _frame.norms(system, system.squares(now))
     alive, held = _frame.alive_channels(system, target, rho), _frame.held_channels(system, target, rho)
-    corrections = _frame.follow(system, now, corrections, held)
-    settled = _anchor_if_fresh(system, now, corrections, alive, target)
-    drift = tuple(jnp.where(s, c, 0.0) for s, c in zip(target.settled, corrections, strict=True))
-    shift_of_target = tuple(t - f for t, f in zip(target.f, point.channels, strict=True))
-    undo = system.exponents(tuple(t - d for t, d in zip(shift_of_target, drift, strict=True)))
-    radially = system.exponents(scales, euler=True)
-    moved = {p: x * jnp.exp(undo[p] + radially[p]) if p in undo else x for p, x in after.items()}
-    f = tuple(jnp.where(a & ~s, t + c, t) for a, s, t, c in zip(alive, target.settled, target.f, settled, strict=True))
-    return moved, target._replace(f=f, settled=tuple(s | a for s, a in zip(target.settled, alive, strict=True)))
+    away = _frame.follow(system, now, tuple(jnp.zeros_like(f) for f in point.channels), held)
+    anchor = _anchor_if_fresh(system, now, away, alive, target)
+    back = tuple(
+        t - f - jnp.where(s, a, 0.0) for t, f, s, a in zip(target.f, point.channels, target.settled, away, strict=True)
+    )
+    moved = {p: after[p] * jnp.exp(x + stretched[p]) for p, x in system.exponents(back).items()}
+    f = tuple(jnp.where(a & ~s, t + c, t) for a, s, t, c in zip(alive, target.settled, target.f, anchor, strict=True))
+    settled = tuple(s | a for s, a in zip(target.settled, alive, strict=True))
+    return after | moved, target._replace(f=f, settled=settled)
 
 
 def _anchor_if_fresh(
     system: ScaleSystem,
     now: dict[str, jax.Array],
-    corrections: Channels,
+    away: Channels,
     alive: tuple[jax.Array, ...],
     target: FrameState,
 ) -> Channels:
-    """Corrections with channels that came alive for the first time balanced to the end."""
+    """Displacements from the old frame, of channels that came alive for the first time balanced to the end."""
     fresh = tuple(a & ~s for a, s in zip(alive, target.settled, strict=True))
     if not fresh:
-        return corrections
+        return away
     anybody = jnp.any(jnp.stack([jnp.any(x) for x in fresh]))
-    return jax.lax.cond(anybody, lambda: _frame.anchor(system, now, corrections, fresh), lambda: corrections)
+    return jax.lax.cond(anybody, lambda: _frame.anchor(system, now, away, fresh), lambda: away)
 
 
-def _scale_corrections(
+def _stretches(
     system: ScaleSystem,
     point: Point,
     framed: dict[str, jax.Array],
@@ -194,7 +194,7 @@ def _scale_corrections(
     radial: str,
 ) -> Channels:
     """Per channel, the log factor on both sides that makes its joint scale what the radial part asked for."""
-    corrections = [jnp.zeros_like(f) for f in point.channels]
+    stretches = [jnp.zeros_like(f) for f in point.channels]
     rho = _frame.norms(system, before)
     alive = _frame.alive_channels(system, target, rho)
     for k, instance in enumerate(system.instances):
@@ -204,12 +204,12 @@ def _scale_corrections(
         p = instance.degree
         relative = sum(w * d / jnp.where(alive[k], q, 1.0) for w, d, q in zip((p, 1.0), dots, before[k], strict=True))
         wanted = relative if radial == "log" else jnp.log(jnp.maximum(1.0 + relative, 1e-6))
-        logs = system.exponents(tuple(corrections), instance.paths, euler=True)
+        logs = system.exponents(tuple(stretches), instance.paths, euler=True)
         now = instance.sides({q: jnp.square(after[q] * jnp.exp(logs[q] - point.logs[q])) for q in instance.paths})
         grown = sum(
             0.5 * w * jnp.log(jnp.where(alive[k], a, 1.0) / jnp.where(alive[k], b, 1.0))
             for w, a, b in zip((p, 1.0), now, before[k], strict=True)
         )
         step = jnp.clip(wanted - grown, -_MAX_LOG_STEP, _MAX_LOG_STEP) / (p + 1.0)
-        corrections[k] = jnp.where(alive[k], step, 0.0)
-    return tuple(corrections)
+        stretches[k] = jnp.where(alive[k], step, 0.0)
+    return tuple(stretches)

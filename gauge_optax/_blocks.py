@@ -97,16 +97,16 @@ class Block:
         starts = [start for start, _ in self.bounds]
         return jax.lax.dynamic_update_slice(jnp.reshape(leaf, self.split), window, starts).reshape(self.shape)
 
-    def spread(self, named: tuple[str, ...], value: Any) -> jax.Array:
+    def spread(self, named: tuple[str, ...], value: Any, elsewhere: float = 0.0) -> jax.Array:
         """A value per index of the named axes, laid out on the leaf; the adjoint of `total`.
 
         Args:
           named: names of the value's axes, each one of `labels`.
           value: array with exactly these axes.
+          elsewhere: what entries that are not selected get.
 
         Returns:
-          Array of the leaf's rank that broadcasts to its shape: size 1 where it is constant, zero on entries
-          that are not selected.
+          Array of the leaf's rank that broadcasts to its shape: size 1 where it is constant.
         """
         labels, bounds, groups = self.split_labels, self.bounds, self.groups
         order = sorted(range(len(named)), key=lambda k: labels.index(named[k]))
@@ -121,7 +121,7 @@ class Block:
             (start, n - stop, 0) if on else (0, 0, 0)
             for (start, stop), n, on in zip(bounds, self.split, live, strict=True)
         ]
-        out = jax.lax.pad(out, jnp.zeros((), out.dtype), pads)
+        out = jax.lax.pad(out, jnp.asarray(elsewhere, out.dtype), pads)
         return out.reshape([n if flag else 1 for n, flag in zip(self.shape, full, strict=True)])
 
     def total(self, named: tuple[str, ...], leaf: Any) -> jax.Array:

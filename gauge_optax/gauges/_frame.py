@@ -10,7 +10,7 @@ balance; equi-normalisation). DESIGN §5.
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -19,7 +19,10 @@ import jax.numpy as jnp
 from gauge_optax.binding import Block
 from gauge_optax.gauges._scale import ScaleInstance, Values
 from gauge_optax.gauges._system import Channels, ScaleSystem, Sides, Squares
+from gauge_optax.gauges._tally import Tally, tally
 from gauge_optax.linalg import real_dtype
+
+_Carry = tuple[tuple[tuple[jax.Array, jax.Array], ...], Channels, jax.Array, jax.Array]
 
 _NEAR = 1e-5  # a round that moves f by less leaves about 1e-6
 
@@ -58,8 +61,8 @@ def _read(
     """f of one instance read off `blocks` with the other instances framed, and where that block is not zero."""
     instance = system.instances[index]
     others = tuple(jnp.zeros_like(x) if i == index else x for i, x in enumerate(f))
-    logs = system.exponents(others, [b.path for b in blocks])
-    parts = [b.total(instance.named, jnp.square(values[b.path] * jnp.exp(-logs[b.path]))) for b in blocks]
+    into = system.factors(tuple(-x for x in others), [b.path for b in blocks])
+    parts = [b.total(instance.named, jnp.square(values[b.path] * into[b.path])) for b in blocks]
     total = sum(parts[1:], parts[0])
     if not instance.down:
         total = instance.mean_square(total)
@@ -90,18 +93,14 @@ def balancing_step(instance: ScaleInstance, squares: tuple[jax.Array, jax.Array]
     return jnp.where(above & below, (log_up - log_down - math.log(p)) / (2.0 * (1.0 + p)), lone)
 
 
-def balancing_round(
-    system: ScaleSystem,
-    values: Values,
-    f: Channels,
-    alive: Sequence[jax.Array] | None = None,
-) -> Channels:
-    """One round: every instance balanced in turn, channels that are not `alive` left alone."""
-    current = list(f)
-    for index, instance in enumerate(system.instances):
-        step = balancing_step(instance, system.framed_squares(index, values, tuple(current)))
-        current[index] = current[index] + (step if alive is None else jnp.where(alive[index], step, 0.0))
-    return tuple(current)
+def balancing_round(now: Tally, alive: Sequence[jax.Array] | None = None) -> tuple[Tally, Channels]:
+    """One round: every instance balanced in turn, channels that are not `alive` left alone; and by how much f moved."""
+    moves = []
+    for index, instance in enumerate(now.system.instances):
+        step = balancing_step(instance, now.of(index))
+        moves.append(step if alive is None else jnp.where(alive[index], step, 0.0))
+        now = now.framed(index, moves[index])
+    return now, tuple(moves)
 
 
 @functools.partial(jax.jit, static_argnums=0)  # outside jit, a loop would be compiled anew at every call
@@ -118,41 +117,51 @@ def solve(system: ScaleSystem, values: Values) -> Channels:
     if not system.instances:
         return ()
     tolerance = 8.0 * float(jnp.finfo(real_dtype()).eps)
-    return _rounds_until(lambda f: balancing_round(system, values, f), triangular(system, values), tolerance)
+    start = triangular(system, values)
+    return _added(start, _rounds(tally(system, in_frame(system, values, start)), None, tolerance))
 
 
-def follow(system: ScaleSystem, values: Values, start: Channels, held: Sequence[jax.Array]) -> Channels:
-    """The frame of a nearby point: two rounds, and more while a channel still moves by more than 1e-5.
+def in_frame(system: ScaleSystem, values: Values, f: Channels) -> dict[str, jax.Array]:
+    """Scaled leaves divided by e^(w·f)."""
+    return {p: values[p] * x for p, x in system.factors(tuple(-x for x in f)).items()}
+
+
+def follow(start: Tally, held: Sequence[jax.Array]) -> Channels:
+    """How far the frame of a nearby point is: two rounds, and more while a channel still moves by more than 1e-5.
 
     Args:
-      system: the scale instances.
-      values: leaf path → value.
-      start: a frame close by.
+      start: sums of squares in a frame close by.
       held: channels to balance; the others keep their f.
 
     Returns:
-      f per instance, within about 1e-6 of the fixed point. Equivariant whatever the number of rounds.
+      The change of f per instance, within about 1e-6 of the fixed point. Equivariant whatever the number of rounds.
     """
-    return _rounds_until(lambda f: balancing_round(system, values, f, held), start, _NEAR, at_least=2, at_most=10)
+    return _rounds(start, held, _NEAR, at_least=2, at_most=10)
 
 
-def _rounds_until(
-    step: Callable[[Channels], Channels], start: Channels, tolerance: float, at_least: int = 1, at_most: int = 60
+def _rounds(
+    start: Tally, alive: Sequence[jax.Array] | None, tolerance: float, at_least: int = 1, at_most: int = 60
 ) -> Channels:
-    if not start:
-        return start
+    """The change of f over as many rounds as it takes for none to move it by more than `tolerance`."""
+    if not start.lone:
+        return ()
 
-    def unfinished(carry: tuple[Channels, jax.Array, jax.Array]) -> jax.Array:
-        return ((carry[1] > tolerance) | (carry[2] < at_least)) & (carry[2] < at_most)
+    def unfinished(carry: _Carry) -> jax.Array:
+        return ((carry[2] > tolerance) | (carry[3] < at_least)) & (carry[3] < at_most)
 
-    def body(carry: tuple[Channels, jax.Array, jax.Array]) -> tuple[Channels, jax.Array, jax.Array]:
-        f, _, count = carry
-        fresh = step(f)
-        moved = jnp.max(jnp.stack([jnp.max(jnp.abs(a - b), initial=0.0) for a, b in zip(fresh, f, strict=True)]))
-        return fresh, moved, count + 1
+    def body(carry: _Carry) -> _Carry:
+        logs, total, _, count = carry
+        now, moves = balancing_round(start._replace(logs=logs), alive)
+        moved = jnp.max(jnp.stack([jnp.max(jnp.abs(x), initial=0.0) for x in moves]))
+        return tuple(now.logs), _added(total, moves), moved, count + 1
 
-    first = (start, jnp.asarray(jnp.inf, real_dtype()), jnp.zeros((), jnp.int32))
-    return jax.lax.while_loop(unfinished, body, first)[0]
+    still = tuple(jnp.zeros(i.shape, real_dtype()) for i in start.system.instances)
+    first = (tuple(start.logs), still, jnp.asarray(jnp.inf, real_dtype()), jnp.zeros((), jnp.int32))
+    return jax.lax.while_loop(unfinished, body, first)[1]
+
+
+def _added(f: Channels, change: Channels) -> Channels:
+    return tuple(a + b for a, b in zip(f, change, strict=True))
 
 
 class FrameState(NamedTuple):
@@ -221,7 +230,7 @@ def held_channels(system: ScaleSystem, state: FrameState, rho: Sides) -> tuple[j
 
 def all_squares(system: ScaleSystem, values: Values, f: Channels) -> Squares:
     """Sums of squares of every instance's sides in the frame f."""
-    return tuple(system.framed_squares(k, values, f) for k in range(len(system.instances)))
+    return system.squares(in_frame(system, values, f))
 
 
 def norms(system: ScaleSystem, squares: Squares) -> list[tuple[jax.Array, jax.Array]]:
@@ -240,9 +249,10 @@ def track(system: ScaleSystem, values: Values, state: FrameState) -> FrameState:
     Returns:
       The state with f of the new point; channels below their floor keep theirs.
     """
-    rho = norms(system, all_squares(system, values, state.f))
+    start = tally(system, in_frame(system, values, state.f))
+    rho = norms(system, start.all())
     alive, held = alive_channels(system, state, rho), held_channels(system, state, rho)
-    f = follow(system, values, state.f, held)
+    f = _added(state.f, follow(start, held))
     return state._replace(f=f, settled=tuple(s | a for s, a in zip(state.settled, alive, strict=True)))
 
 
@@ -265,13 +275,16 @@ def settle(system: ScaleSystem, values: Values, state: FrameState, squares: Squa
     anybody = jnp.any(jnp.stack([jnp.any(x) for x in fresh]))
 
     def anchored() -> tuple[Channels, Squares]:
-        f = anchor(system, values, state.f, fresh)
-        return f, all_squares(system, values, f)
+        start = tally(system, in_frame(system, values, state.f))
+        change = anchor(start, fresh)
+        for index, x in enumerate(change):
+            start = start.framed(index, x)
+        return _added(state.f, change), start.all()
 
     f, squares = jax.lax.cond(anybody, anchored, lambda: (state.f, squares))
     return state._replace(f=f, settled=tuple(s | a for s, a in zip(state.settled, alive, strict=True))), squares
 
 
-def anchor(system: ScaleSystem, values: Values, f: Channels, fresh: tuple[jax.Array, ...]) -> Channels:
-    """f with the `fresh` channels balanced against all others, which stay."""
-    return jax.lax.fori_loop(0, 12, lambda _, g: balancing_round(system, values, g, fresh), f)
+def anchor(start: Tally, fresh: tuple[jax.Array, ...]) -> Channels:
+    """The change of f that balances the `fresh` channels against all others, which stay."""
+    return _rounds(start, fresh, 0.0, at_least=12, at_most=12)

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from gauge_optax.binding import Block
+from gauge_optax.linalg import real_dtype
 
 Values = Mapping[str, jax.Array]
 
@@ -49,12 +50,15 @@ class ScaleInstance:
         return tuple(dict.fromkeys(b.path for b in self.up + self.down))
 
     def sides(self, products: Values) -> tuple[jax.Array, jax.Array]:
-        """Per channel, the sums of leaf-shaped arrays over the up blocks and over the down blocks."""
+        """Per channel, the sums of leaf-shaped arrays over the up blocks and over the down blocks.
+
+        Blocks of leaves that are not among `products` are left out.
+        """
         return self._side(self.up, products), self._side(self.down, products)
 
     def _side(self, blocks: tuple[Block, ...], products: Values) -> jax.Array:
-        totals = [b.total(self.named, products[b.path]) for b in blocks]
-        return sum(totals[1:], totals[0]) if totals else jnp.zeros(self.shape)
+        totals = [b.total(self.named, products[b.path]) for b in blocks if b.path in products]
+        return sum(totals[1:], totals[0]) if totals else jnp.zeros(self.shape, real_dtype())
 
     def spread_sides(self, up: jax.Array, down: jax.Array) -> dict[str, jax.Array]:
         """Per leaf, `up` spread over the up blocks and `down` over the down blocks: the adjoint of `sides`."""

@@ -22,7 +22,8 @@ from gauge_optax.gauges import _frame
 from gauge_optax.gauges._head import BASIS, HeadInstance
 from gauge_optax.gauges._scale import ScaleInstance, Values
 from gauge_optax.gauges._shift import VOCAB, ShiftInstance, add_slice, centre_block, mean_slice, slice_block
-from gauge_optax.gauges._system import Channels, ScaleSystem
+from gauge_optax.gauges._system import Channels, ScaleSystem, Sides
+from gauge_optax.gauges._tally import Overlap, overlap_of
 from gauge_optax.linalg import lyapunov, real_dtype, safe_divide, skew
 
 Arrays = dict[str, jax.Array]
@@ -177,32 +178,36 @@ class Point(NamedTuple):
 
     Attributes:
       channels: the frame f, per scale instance.
-      logs: per scaled leaf, w·f broadcastable to the leaf.
+      outward: per scaled leaf e^(w·f), broadcastable to the leaf.
+      inward: per scaled leaf e^(−w·f).
       hat: θ̂ per bound leaf: centred and divided by e^(w·f).
     """
 
     channels: Channels
-    logs: Arrays
+    outward: Arrays
+    inward: Arrays
     hat: Arrays
 
     def tangent_in(self, tangent: Values) -> Arrays:
         """X̂ = e^(−w·f)·X."""
-        return self._scaled(tangent, -1.0)
+        return times(tangent, self.inward)
 
     def tangent_out(self, framed: Values) -> Arrays:
         """X = e^(w·f)·X̂."""
-        return self._scaled(framed, 1.0)
+        return times(framed, self.outward)
 
     def cotangent_in(self, cotangent: Values) -> Arrays:
         """ĝ = e^(w·f)·g."""
-        return self._scaled(cotangent, 1.0)
+        return times(cotangent, self.outward)
 
     def cotangent_out(self, framed: Values) -> Arrays:
         """g = e^(−w·f)·ĝ."""
-        return self._scaled(framed, -1.0)
+        return times(framed, self.inward)
 
-    def _scaled(self, vector: Values, sign: float) -> Arrays:
-        return {p: x * jnp.exp(sign * self.logs[p]) if p in self.logs else x for p, x in vector.items()}
+
+def times(values: Values, factors: Values) -> Arrays:
+    """Leaves times factors, those without one as they are."""
+    return {p: x * factors[p] if p in factors else x for p, x in values.items()}
 
 
 def at(bound: Bound, values: Values, channels: Channels | None = None) -> Point:
@@ -210,9 +215,8 @@ def at(bound: Bound, values: Values, channels: Channels | None = None) -> Point:
     centred = bound.centre(values)
     if channels is None:
         channels = _frame.solve(bound.system, centred)
-    logs = bound.system.exponents(channels)
-    hat = {p: x * jnp.exp(-logs[p]) if p in logs else x for p, x in centred.items()}
-    return Point(channels, logs, hat)
+    inward = bound.system.factors(tuple(-x for x in channels))
+    return Point(channels, bound.system.factors(channels), inward, times(centred, inward))
 
 
 class Coordinates(NamedTuple):
@@ -247,49 +251,53 @@ def vertical_coordinates(bound: Bound, point: Point, framed: Values) -> Coordina
     )
 
 
-@functools.partial(jax.jit, static_argnums=(0, 3))
-def scale_coordinates(system: ScaleSystem, hat: Values, framed: Values, iterations: int = 60) -> Channels:
-    """Rates of log α of the joint vertical part: G·a = ⟨v, X̂⟩ with G the Gram matrix of all channels' orbits.
+@functools.partial(jax.jit, static_argnums=0)
+def scale_coordinates(system: ScaleSystem, hat: Values, framed: Values) -> Channels:
+    """Rates of log α of the joint vertical part, to rounding.
 
     Args:
       system: the scale instances.
       hat: θ̂.
       framed: X̂.
-      iterations: of conjugate gradients at most, where gauges share leaves.
 
     Returns:
       a per instance; 0 on channels of norm 0.
     """
-    if not system.instances:
-        return ()
-    diagonal = tuple(_weighted(i, i.sides({p: jnp.square(hat[p]) for p in i.paths}), 2) for i in system.instances)
-    target = _adjoint(system, {p: hat[p] * framed[p] for p in system.terms})
+    overlap = overlap_of(system, hat, system.squares(hat))
+    return vertical_rates(overlap, system.dots(hat, framed))
+
+
+def vertical_rates(overlap: Overlap, dots: Sides, negligible: float = 0.0) -> Channels:
+    """Rates of log α of the joint vertical part: G·a = ⟨v, X̂⟩ with G the Gram matrix of all channels' orbits.
+
+    Conjugate gradients where instances share leaves, closed form where none do.
+
+    Args:
+      overlap: the channels at θ̂.
+      dots: ⟨θ̂, X̂⟩ per side of every channel.
+      negligible: a vertical part below this share of the dot products counts as rounding, and is left.
+
+    Returns:
+      a per instance; 0 on channels of norm 0.
+    """
+    system, diagonal = overlap.system, overlap.vertical_squares()
+    target = system.along_orbits(dots)
+    if not system.coupled:
+        return tuple(safe_divide(t, d) for t, d in zip(target, diagonal, strict=True))
 
     def precondition(x: Channels) -> Channels:
         return tuple(safe_divide(a, d) for a, d in zip(x, diagonal, strict=True))
 
     def gram(a: Channels) -> Channels:
-        logs = system.exponents(a)
-        return _adjoint(system, {p: jnp.square(hat[p]) * logs[p] for p in system.terms})
+        none = [(jnp.zeros_like(x), jnp.zeros_like(x)) for x in a]
+        changes = [(x, -i.degree * x) for i, x in zip(system.instances, a, strict=True)]
+        return system.along_orbits(overlap.after_all(none, changes))
 
-    if not system.coupled:
-        return precondition(target)
+    size = sum(jnp.sum(jnp.square(up) + jnp.square(down)) for up, down in dots)
     tolerance = float(jnp.finfo(real_dtype()).eps)
-    return jax.scipy.sparse.linalg.cg(gram, target, tol=tolerance, maxiter=iterations, M=precondition)[0]
-
-
-def _weighted(instance: ScaleInstance, sides: tuple[jax.Array, jax.Array], power: int) -> jax.Array:
-    """Σ_up + (−p)^power·Σ_down."""
-    return sides[0] + (-instance.degree) ** power * sides[1] if instance.down else sides[0]
-
-
-def _adjoint(system: ScaleSystem, products: Values) -> Channels:
-    return tuple(_weighted(i, i.sides(products), 1) for i in system.instances)
-
-
-def scale_pairing(system: ScaleSystem, hat: Values, cotangent: Values) -> Channels:
-    """dL/d log α per channel: Σ w·θ̂·ĝ, which needs no metric."""
-    return _adjoint(system, {p: hat[p] * cotangent[p] for p in system.terms})
+    return jax.scipy.sparse.linalg.cg(
+        gram, target, tol=tolerance, atol=negligible * jnp.sqrt(size), maxiter=60, M=precondition
+    )[0]
 
 
 def lift(bound: Bound, point: Point, coordinates: Coordinates) -> Arrays:

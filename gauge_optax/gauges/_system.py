@@ -23,6 +23,9 @@ Sides = Sequence[tuple[jax.Array, jax.Array]]
 Squares = tuple[tuple[jax.Array, jax.Array], ...]
 """Per scale instance, the sums of squares of its up and its down side."""
 
+SideLogs = Sequence[tuple[jax.Array, jax.Array]]
+"""Per scale instance, a log factor on its up and one on its down side."""
+
 
 @dataclasses.dataclass(frozen=True)
 class ScaleSystem:
@@ -60,6 +63,24 @@ class ScaleSystem:
             done.append(chosen)
             waiting.remove(chosen[0])
         return tuple(done)
+
+    @functools.cached_property
+    def shared(self) -> Mapping[str, frozenset[int]]:
+        """Leaf path → the instances that share entries of it; leaves where none do are left out."""
+        found: dict[str, set[int]] = {}
+        for i in self.coupled:
+            for block, _ in self.instances[i].weighted_blocks:
+                if self._others(i, block):
+                    found.setdefault(block.path, set()).add(i)
+        return {path: frozenset(found[path]) for path in self.terms if path in found}
+
+    def shared_paths(self, index: int) -> tuple[str, ...]:
+        """Leaves on which this instance shares entries with another."""
+        return tuple(path for path, who in self.shared.items() if index in who)
+
+    def lone_paths(self, index: int) -> tuple[str, ...]:
+        """The other leaves of this instance."""
+        return tuple(p for p in self.instances[index].paths if index not in self.shared.get(p, ()))
 
     def _others(self, index: int, block: Block) -> set[int]:
         return {j for j, other, _ in self.terms[block.path] if j != index and overlap(block, other)}
@@ -101,6 +122,48 @@ class ScaleSystem:
             for path in (self.terms if paths is None else paths)
         }
 
+    def factors(self, channels: Channels, paths: Sequence[str] | None = None) -> dict[str, jax.Array]:
+        """Per leaf e^(Σ w·spread(channels)), broadcastable to the leaf.
+
+        The exponential is taken per channel: taken per entry it would cost more than everything else in a step.
+        """
+        return self.side_factors(
+            [(x, -i.degree * x) for i, x in zip(self.instances, channels, strict=True)],
+            paths,
+        )
+
+    def side_factors(self, logs: SideLogs, paths: Sequence[str] | None = None) -> dict[str, jax.Array]:
+        """Per leaf the exponential of a log factor per side of every channel, broadcastable to the leaf."""
+        sides = [(jnp.exp(up), jnp.exp(down)) for up, down in logs]
+        return {
+            path: functools.reduce(
+                jnp.multiply,
+                (
+                    block.spread(self.instances[i].named, sides[i][w < 0], elsewhere=1.0)
+                    for i, block, w in self.terms[path]
+                ),
+            )
+            for path in (self.terms if paths is None else paths)
+        }
+
+    def dots(self, hat: Values, framed: Values) -> Sides:
+        """Per side of every channel ⟨θ̂, X̂⟩, of an in-frame vector."""
+        return [i.sides({p: hat[p] * framed[p] for p in i.paths}) for i in self.instances]
+
+    def along_orbits(self, dots: Sides) -> Channels:
+        """⟨v, X̂⟩ for the orbit tangent v of every channel, from an in-frame vector's dot products with its sides."""
+        return tuple(
+            up - i.degree * down if i.down else up for i, (up, down) in zip(self.instances, dots, strict=True)
+        )
+
+    def spread(self, multiples: Sides) -> dict[str, jax.Array]:
+        """Per leaf the sum of what every channel's side is to be multiplied by, broadcastable to the leaf."""
+        total: dict[str, jax.Array] = {}
+        for instance, (up, down) in zip(self.instances, multiples, strict=True):
+            for path, x in instance.spread_sides(up, down).items():
+                total[path] = total[path] + x if path in total else x
+        return total
+
     def step_sizes(self, rho: Sequence[tuple[jax.Array, jax.Array]]) -> dict[str, jax.Array]:
         """Per leaf, each entry's ρ in the first instance that lists it, 1 where none does; broadcastable to it."""
         sizes = {}
@@ -108,16 +171,10 @@ class ScaleSystem:
             size = jnp.ones((), real_dtype())
             for k, (index, block, weight) in enumerate(entries):
                 if not any(overlap(block, earlier) for _, earlier, _ in entries[:k]):
-                    size = size + block.spread(self.instances[index].named, rho[index][weight < 0] - 1.0)
+                    size = size * block.spread(self.instances[index].named, rho[index][weight < 0], elsewhere=1.0)
             sizes[path] = size
         return sizes
 
-    def squares(self, hat: Values) -> "Squares":
+    def squares(self, hat: Values) -> Squares:
         """Sums of squares of every instance's sides, from framed values."""
         return tuple(i.sides({p: jnp.square(hat[p]) for p in i.paths}) for i in self.instances)
-
-    def framed_squares(self, index: int, values: Values, channels: Channels) -> tuple[jax.Array, jax.Array]:
-        """Sums of squares of one instance's sides in the frame `channels`."""
-        instance = self.instances[index]
-        logs = self.exponents(channels, instance.paths)
-        return instance.sides({p: jnp.square(values[p] * jnp.exp(-logs[p])) for p in instance.paths})

@@ -144,8 +144,8 @@ class Rescale(BoundGauge):
         return dict(zip(named, element.shape, strict=True))
 
     def move(self, bound: Bound, element: Element, values: Mapping[str, jax.Array]) -> Mapping[str, jax.Array]:
-        logs = bound.system.exponents(tuple(element[i.key] for i in bound.scales))
-        return {p: x * jnp.exp(logs[p]) if p in logs else x for p, x in values.items()}
+        factors = bound.system.factors(tuple(element[i.key] for i in bound.scales))
+        return {p: x * factors[p] if p in factors else x for p, x in values.items()}
 
     def sample(self, key: jax.Array, params: Any, scale: float = 1.0) -> Element:
         instances = self.bound(params).scales

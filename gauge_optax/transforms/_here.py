@@ -13,11 +13,11 @@ from gauge_optax.gauges import _frame, _split
 from gauge_optax.gauges._basis import grouped, stacked_gram
 from gauge_optax.gauges._frame import FrameState
 from gauge_optax.gauges._split import Bound, Point
-from gauge_optax.gauges._system import Channels, ScaleSystem, Squares
+from gauge_optax.gauges._system import ScaleSystem, Sides
+from gauge_optax.gauges._tally import Overlap, overlap_of
 
 Arrays = dict[str, jax.Array]
 Scalar = float | jax.Array
-Sides = tuple[tuple[jax.Array, jax.Array], ...]
 
 _STEP_FLOOR = 0.1  # of the mean ρ of a gauge's channels at init
 
@@ -76,7 +76,7 @@ class Here(NamedTuple):
       bound: the product on this tree.
       frame: the frame, with channels anchored that have just come alive.
       point: θ̂ and the factors in and out.
-      squares: sums of squares of every channel's sides.
+      overlap: sums of squares of every channel's sides, and how they change each other's.
       rho: their sizes ρ.
       alive: whether each side exceeds its floor.
       sizes: per leaf, the ρ that its tangential part is seen and stepped with.
@@ -87,7 +87,7 @@ class Here(NamedTuple):
     bound: Bound
     frame: FrameState
     point: Point
-    squares: Squares
+    overlap: Overlap
     rho: Sides
     alive: Sides
     sizes: Arrays
@@ -107,10 +107,14 @@ class Here(NamedTuple):
         """Every scaled leaf times the ρ of its channels."""
         return {p: x * self.sizes[p] if p in self.sizes else x for p, x in framed.items()}
 
-    def add_outward(self, framed: Arrays, rates: Channels) -> Arrays:
-        """`framed` with whole channels growing at these rates."""
-        outward = self.system.exponents(rates, euler=True)
-        return {p: x + self.point.hat[p] * outward[p] if p in outward else x for p, x in framed.items()}
+    def added(self, framed: Arrays, multiples: Sides) -> Arrays:
+        """`framed` plus θ̂ times a multiple per side of every channel."""
+        spread = self.system.spread(multiples)
+        return {p: x + self.point.hat[p] * spread[p] if p in spread else x for p, x in framed.items()}
+
+    def dots(self, framed: Arrays) -> Sides:
+        """⟨θ̂, X̂⟩ per side of every channel."""
+        return self.system.dots(self.point.hat, framed)
 
 
 def enter(bound: Bound, params: Any, frame: FrameState, moving: bool) -> Here:
@@ -136,13 +140,13 @@ def enter(bound: Bound, params: Any, frame: FrameState, moving: bool) -> Here:
     factors: Arrays = {}
     if not moving:
         # ρ·ĝ changes with f only through other channels on the leaf; nothing moves unless a channel came alive.
-        change = system.exponents(tuple(a - b for a, b in zip(frame.f, before.f, strict=True)))
+        change = system.factors(tuple(a - b for a, b in zip(frame.f, before.f, strict=True)))
         old_sizes = system.step_sizes(_stepped(frame, _frame.norms(system, old)))
-        factors = {p: jnp.exp(x) * sizes[p] / old_sizes[p] for p, x in change.items()}
+        factors = {p: x * sizes[p] / old_sizes[p] for p, x in change.items()}
     point = _split.at(bound, centred, frame.f)
     alive = tuple((up > frame.floor_up[k], down > frame.floor_down[k]) for k, (up, down) in enumerate(rho))
     grams = tuple(stacked_gram(g, point.hat, point.hat) for g in grouped(bound.heads))
-    return Here(bound, frame, point, squares, rho, alive, sizes, factors, grams)
+    return Here(bound, frame, point, overlap_of(system, point.hat, squares), rho, alive, sizes, factors, grams)
 
 
 def _stepped(frame: FrameState, rho: Sequence[tuple[jax.Array, jax.Array]]) -> Sides:

@@ -54,7 +54,7 @@ def split(here: Here, framed: Arrays, bases: Sequence[HeadBasis]) -> tuple[Coord
     Returns:
       Slopes (scales: dL/d log α; shifts: the mean; rotations: generators of the vertical part), and what is left.
     """
-    pairing = _split.scale_pairing(here.system, here.point.hat, framed)
+    pairing = here.system.along_orbits(here.system.dots(here.point.hat, framed))
     rest, generators = horizontal(here.bound, here.point.hat, framed, bases, here.grams)
     return Coordinates(pairing, here.bound.shift_means(framed), generators), rest
 

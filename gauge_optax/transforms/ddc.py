@@ -184,21 +184,25 @@ def scale_by_ddc(
 
         gradient = float_leaves(updates, real_dtype())
         framed = here.point.cotangent_in({p: gradient[p] for p in here.bound.offset})
-        slopes = _channels.radial_slopes(here, framed)
+        dots = here.dots(framed)
+        slopes = _channels.radial_slopes(here.system, dots)
         drifts, framed = _vertical.split(here, framed, bases) if moving else (None, framed)
-        seen = gradient | here.resize(_channels.tangential(here, here.bound.centre(framed)))
+        flat, _ = _channels.tangential(here, dots)
+        seen = gradient | here.resize(here.added(here.bound.centre(framed), flat))
 
         mu = {p: b1 * x + (1 - b1) * seen[p] for p, x in mu.items()}
         mean = {p: adams[p].debias(x, seen[p], b1) for p, x in mu.items()}
         step, nu, heads = _divided(here.bound, heads, mean, seen, nu, v_mode, cut, adams)
         tangent = here.resize({p: step[p] for p in here.bound.offset})
+        added = rest = _channels.none(here.system)
         if reproject:
-            tangent = _channels.tangential(here, here.bound.centre(tangent))
+            tangent = here.bound.centre(tangent)
+            added, rest = _channels.tangential(here, here.dots(tangent))
             tangent, _ = horizontal(here.bound, here.point.hat, tangent, bases, here.grams)
 
         moments = (old.radial_mu, old.radial_nu)
         outward, radial_mu, radial_nu = _channels.radial(here, slopes, moments, radial, radial_scale, adam)
-        tangent = _channels.without_crosstalk(here, here.add_outward(tangent, outward))
+        tangent = here.added(tangent, _channels.with_radial(here, added, rest, outward))
         vertical_mu, vertical_nu = old.vertical_mu, old.vertical_nu
         if drifts is not None:
             rates, vertical_mu, vertical_nu = _vertical.step(here, drifts, vertical_mu, vertical_nu, vertical, adam)

@@ -18,9 +18,11 @@ from gauge_optax.gauges import _frame, _split
 from gauge_optax.gauges._frame import FrameState
 from gauge_optax.gauges._shift import mean_slice, own_slice
 from gauge_optax.gauges._split import Bound, Point
-from gauge_optax.gauges._system import Channels, ScaleSystem, Squares
+from gauge_optax.gauges._system import Channels, Sides, Squares
+from gauge_optax.gauges._tally import Tally, tally
 from gauge_optax.gauges.base import Gauges
 from gauge_optax.gauges.product import product
+from gauge_optax.linalg import real_dtype
 from gauge_optax.transforms._common import in_dtype_of, placeholder, require_choice, require_params
 
 _MAX_LOG_STEP = math.log(2.0)
@@ -122,10 +124,10 @@ def gauge_retract(
 
 def _scaled_shifts(bound: Bound, shifts: dict[str, jax.Array], channels: Channels) -> dict[str, jax.Array]:
     """Slices of shifted leaves multiplied by e^(w·channels)."""
-    logs, scaled = bound.system.exponents(channels), dict(shifts)
+    factors, scaled = bound.system.factors(channels), dict(shifts)
     for block in bound.shift_blocks:
-        if block.path in logs:
-            factor = mean_slice(block, jnp.broadcast_to(jnp.exp(logs[block.path]), block.shape))
+        if block.path in factors:
+            factor = mean_slice(block, jnp.broadcast_to(factors[block.path], block.shape))
             own = own_slice(block, shifts[block.path])
             scaled[block.path] = scaled[block.path] + own * (factor - 1.0)
     return scaled
@@ -150,66 +152,71 @@ def _step(
 ) -> tuple[dict[str, jax.Array], FrameState]:
     """θ + Δ, centred, with its scales set and its frame brought to `target`; and the frame after it."""
     system = bound.system
-    before = system.squares(point.hat)
     after = bound.centre({p: x + tangent[p] for p, x in values.items()})
     # Everything below is a factor close to 1 on θ + Δ, so that no rounding of e^(±w·f) enters the weights.
-    stretch = _stretches(system, point, framed, before, after, target, radial)
-    stretched = system.exponents(stretch, euler=True)
-    now = {p: after[p] * jnp.exp(x - point.logs[p]) for p, x in stretched.items()}
-    rho = _frame.norms(system, system.squares(now))
+    start = tally(system, point.tangent_in(after))
+    now, stretch = _stretched(start, system.squares(point.hat), system.dots(point.hat, framed), target, radial)
+    rho = _frame.norms(system, now.all())
     alive, held = _frame.alive_channels(system, target, rho), _frame.held_channels(system, target, rho)
-    away = _frame.follow(system, now, tuple(jnp.zeros_like(f) for f in point.channels), held)
-    anchor = _anchor_if_fresh(system, now, away, alive, target)
+    away = _frame.follow(now, held)
+    anchor = _anchor_if_fresh(now, away, alive, target)
     back = tuple(
         t - f - jnp.where(s, a, 0.0) for t, f, s, a in zip(target.f, point.channels, target.settled, away, strict=True)
     )
-    moved = {p: after[p] * jnp.exp(x + stretched[p]) for p, x in system.exponents(back).items()}
+    grown = system.side_factors(
+        [(b + x, -i.degree * b + x) for i, b, x in zip(system.instances, back, stretch, strict=True)]
+    )
     f = tuple(jnp.where(a & ~s, t + c, t) for a, s, t, c in zip(alive, target.settled, target.f, anchor, strict=True))
     settled = tuple(s | a for s, a in zip(target.settled, alive, strict=True))
-    return after | moved, target._replace(f=f, settled=settled)
+    return _split.times(after, grown), target._replace(f=f, settled=settled)
 
 
-def _anchor_if_fresh(
-    system: ScaleSystem,
-    now: dict[str, jax.Array],
-    away: Channels,
-    alive: tuple[jax.Array, ...],
-    target: FrameState,
-) -> Channels:
+def _anchor_if_fresh(now: Tally, away: Channels, alive: tuple[jax.Array, ...], target: FrameState) -> Channels:
     """Displacements from the old frame, of channels that came alive for the first time balanced to the end."""
     fresh = tuple(a & ~s for a, s in zip(alive, target.settled, strict=True))
     if not fresh:
         return away
     anybody = jnp.any(jnp.stack([jnp.any(x) for x in fresh]))
-    return jax.lax.cond(anybody, lambda: _frame.anchor(system, now, away, fresh), lambda: away)
+
+    def anchored() -> Channels:
+        there = now
+        for index, x in enumerate(away):
+            there = there.framed(index, x)
+        return tuple(a + b for a, b in zip(away, _frame.anchor(there, fresh), strict=True))
+
+    return jax.lax.cond(anybody, anchored, lambda: away)
 
 
-def _stretches(
-    system: ScaleSystem,
-    point: Point,
-    framed: dict[str, jax.Array],
-    before: Squares,
-    after: dict[str, jax.Array],
-    target: FrameState,
-    radial: str,
-) -> Channels:
-    """Per channel, the log factor on both sides that makes its joint scale what the radial part asked for."""
-    stretches = [jnp.zeros_like(f) for f in point.channels]
-    rho = _frame.norms(system, before)
-    alive = _frame.alive_channels(system, target, rho)
+def _stretched(
+    start: Tally, before: Squares, dots: Sides, target: FrameState, radial: str
+) -> tuple[Tally, Channels]:
+    """Both sides of every channel multiplied so that its joint scale is what the radial part asked for.
+
+    Args:
+      start: sums of squares of θ + Δ in the frame of θ.
+      before: sums of squares of θ̂.
+      dots: ⟨θ̂, Δ̂⟩.
+      target: the reference frame, with its floors.
+      radial: "linear" or "log".
+
+    Returns:
+      The sums after that, and the log factors.
+    """
+    system, stretches = start.system, []
+    alive = _frame.alive_channels(system, target, _frame.norms(system, before))
     for k, instance in enumerate(system.instances):
         if not instance.down:
+            stretches.append(jnp.zeros(instance.shape, real_dtype()))
             continue
-        dots = instance.sides({p: point.hat[p] * framed[p] for p in instance.paths})
-        p = instance.degree
-        relative = sum(w * d / jnp.where(alive[k], q, 1.0) for w, d, q in zip((p, 1.0), dots, before[k], strict=True))
+        p, now = instance.degree, start.of(k)
+        sides = zip((p, 1.0), dots[k], before[k], strict=True)
+        relative = sum(w * d / jnp.where(alive[k], q, 1.0) for w, d, q in sides)
         wanted = relative if radial == "log" else jnp.log(jnp.maximum(1.0 + relative, 1e-6))
-        logs = system.exponents(tuple(stretches), instance.paths, euler=True)
-        now = instance.sides({q: jnp.square(after[q] * jnp.exp(logs[q] - point.logs[q])) for q in instance.paths})
         grown = sum(
             0.5 * w * jnp.log(jnp.where(alive[k], a, 1.0) / jnp.where(alive[k], b, 1.0))
             for w, a, b in zip((p, 1.0), now, before[k], strict=True)
         )
         step = jnp.clip(wanted - grown, -_MAX_LOG_STEP, _MAX_LOG_STEP) / (p + 1.0)
-        stretches[k] = jnp.where(alive[k], step, 0.0)
-    return tuple(stretches)
+        stretches.append(jnp.where(alive[k], step, 0.0))
+        start = start.grown(k, stretches[k], stretches[k])
+    return start, tuple(stretches)

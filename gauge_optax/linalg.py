@@ -1,9 +1,11 @@
 """Batched small-matrix kernels: everything a gauge needs of linear algebra, on stacks of d×d matrices.
 
 Here: symmetric eigenbases (closed form at d = 2), the Lyapunov equation M·A + A·M = 2K by an eigenbasis or by
-conjugate gradients in a stale one, the pseudo-inverse square root, the orthogonal logarithm. Not here: anything that
-knows what a head, a leaf or a gauge is.
+conjugate gradients in a stale one, the pseudo-inverse square root, the inverse square root by products alone, the
+orthogonal logarithm. Not here: anything that knows what a head, a leaf or a gauge is.
 """
+
+import math
 
 import jax
 import jax.numpy as jnp
@@ -189,6 +191,54 @@ def inverse_sqrt(m: jax.Array) -> jax.Array:
     kept = values > eigenvalue_cutoff(m.dtype) * jnp.maximum(values[..., :1], 0.0)
     roots = jnp.where(kept, jax.lax.rsqrt(jnp.where(kept, values, 1.0)), 0.0)
     return matmul(vectors * roots[..., None, :], transpose(vectors))
+
+
+def inverse_sqrt_by_products(m: jax.Array, least: float) -> jax.Array:
+    """Inverse square root M^{−1/2} of positive definite matrices by matrix products alone (closed form at d = 2).
+
+    Args:
+      m: (…, d, d), symmetric positive semi-definite.
+      least: λ_min/‖M‖_F down to which the result is exact; it sets the number of iterations (7 at 1e-3, float32).
+
+    Returns:
+      (…, d, d), finite on every spectrum: directions below `least` get less than λ^{−1/2}, M = 0 gives 0.
+
+    Every iterate is a polynomial in M over an invariant of M, so that RᵀMR gives RᵀM^{−1/2}R after any number of
+    iterations, up to rounding: ε·‖M‖/λ_min, as rounding M itself would cost.
+
+    Reference: Higham, Functions of Matrices (2008), Eq. (6.35), the coupled Newton–Schulz iteration. Deviation: the
+    scaling of Chen & Chow (2014) for the known interval, which halves the number of iterations.
+
+    >>> m = jnp.diag(jnp.array([4.0, 1.0, 0.25]))
+    >>> inverse_sqrt_by_products(m, 1e-2).round(4).tolist()
+    [[0.5, 0.0, 0.0], [0.0, 1.0, 0.0], [0.0, 0.0, 2.0]]
+    """
+    if m.shape[-1] == 2:
+        return _inverse_sqrt_2x2(m, least)
+    size = jnp.linalg.norm(m, axis=(-2, -1), keepdims=True)
+    eye = jnp.broadcast_to(jnp.eye(m.shape[-1], dtype=m.dtype), m.shape)
+    root, inverse = safe_divide(m, size), eye
+    for scale in _newton_scales(least, float(jnp.finfo(m.dtype).eps)):
+        step = scale * (1.5 * eye - 0.5 * scale**2 * matmul(inverse, root))
+        root, inverse = matmul(root, step), matmul(step, inverse)
+    return safe_divide(inverse, jnp.sqrt(size))
+
+
+def _newton_scales(least: float, eps: float) -> list[float]:
+    """Factors c with which x ↦ cx(3 − c²x²)/2 takes the interval from √least to 1, round after round, nearest to 1."""
+    low, scales = math.sqrt(least), []
+    while 1.0 - low > eps:
+        scales.append(math.sqrt(3.0 / (1.0 + low + low * low)))
+        low = 0.5 * scales[-1] * low * (3.0 - (scales[-1] * low) ** 2)
+    return scales
+
+
+def _inverse_sqrt_2x2(m: jax.Array, least: float) -> jax.Array:
+    """(adj M + √det)/(√det·√(tr + 2√det)), by Cayley–Hamilton on M^{1/2}."""
+    trace, det = (x[..., None, None] for x in (jnp.trace(m, axis1=-2, axis2=-1), jnp.linalg.det(m)))
+    eye, root = jnp.eye(2, dtype=m.dtype), jnp.sqrt(jnp.maximum(det, 0.0))
+    divisor = jnp.maximum(root, 0.5 * math.sqrt(least) * trace)
+    return safe_divide((trace + divisor) * eye - m, divisor * jnp.sqrt(trace + 2.0 * root))
 
 
 def skew_exponential(a: jax.Array) -> jax.Array:

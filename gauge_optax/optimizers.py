@@ -6,10 +6,8 @@ import jax
 import optax
 
 from gauge_optax.gauges.base import Gauges
-from gauge_optax.transforms.ddc import scale_by_ddc
-from gauge_optax.transforms.decay import add_gauge_decay
-from gauge_optax.transforms.project import gauge_project
-from gauge_optax.transforms.retract import gauge_retract
+from gauge_optax.transforms._pass import Options
+from gauge_optax.transforms.adamw import fused_ddc_adamw
 
 Scalar = float | jax.Array
 
@@ -89,28 +87,8 @@ def ddc_adamw(
 
     Reference: DDC §3, App. B; `optax.adamw` for what is not gauged.
     """
-    chain = [gauge_project(gauges)] if vertical == "frozen" else []
-    return optax.chain(
-        *chain,
-        scale_by_ddc(
-            gauges,
-            b1,
-            b2,
-            eps,
-            eps_root,
-            mu_dtype,
-            nesterov=nesterov,
-            vertical=vertical,
-            v_mode=v_mode,
-            radial=radial,
-            radial_scale=radial_scale,
-            live_threshold=live_threshold,
-            refresh_drift=refresh_drift,
-            refresh_every=refresh_every,
-            reset_every=reset_every,
-            reproject=reproject,
-        ),
-        add_gauge_decay(weight_decay, gauges, match, mask),
-        optax.scale_by_learning_rate(learning_rate),
-        gauge_retract(gauges, radial, vertical),
-    )
+    options = Options(
+        b1, b2, eps, eps_root, mu_dtype, nesterov, vertical, v_mode, radial, radial_scale,
+        live_threshold, refresh_drift, refresh_every, reset_every, reproject,
+    )  # fmt: skip
+    return fused_ddc_adamw(gauges, options, learning_rate, weight_decay, match, mask)

@@ -76,46 +76,60 @@ def _slope(loss: Callable[[Tree], jax.Array]) -> Callable[[Tree, Tree], Tree]:
 # Chain and alias ----------------------------------------------------------------------------------
 
 
-def test_chain_and_alias_are_one() -> None:
-    """DESIGN §4, word for word."""
-    chain = optax.chain(
-        go.gauge_project(NET_GAUGES),
-        go.scale_by_ddc(NET_GAUGES),
-        go.add_gauge_decay(0.1, NET_GAUGES),
-        optax.scale_by_learning_rate(3e-4),
-        go.gauge_retract(NET_GAUGES),
-    )
-    alias = go.ddc_adamw(3e-4, NET_GAUGES, weight_decay=0.1)
-    chex.assert_trees_all_equal(*(_train(tx, _normal(0), _slope(_net_loss), 5) for tx in (chain, alias)))
-
-
 # Arguments of the alias that its links share, none at its default.
 OPTIONS: dict[str, Any] = {
-    "b1": 0.8, "b2": 0.95, "eps": 1e-6, "eps_root": 1e-7, "mu_dtype": "bfloat16", "nesterov": True, "vertical": "sgd",
+    "b1": 0.8, "b2": 0.95, "eps": 1e-6, "eps_root": 1e-7, "mu_dtype": "float32", "nesterov": True,
     "v_mode": "body_frame", "radial": "log", "radial_scale": 2.0, "live_threshold": 0.3, "refresh_drift": 0.05,
-    "refresh_every": 2, "reset_every": 5, "reproject": False, "weight_decay": 0.2, "match": "horizontal", "mask": True,
+    "refresh_every": 2, "reset_every": 4, "reproject": False,
 }  # fmt: skip
+CHANGES: dict[str, dict[str, Any]] = {
+    "defaults": {},
+    "options": OPTIONS,
+    "sgd": OPTIONS | {"vertical": "sgd", "v_mode": "per_head_scalar"},
+    "adam": {"vertical": "adam", "v_mode": "none"},
+    "matrix": {"v_mode": "per_head_matrix", "weight_decay": 0.3, "mask": {n: n not in ("value", "out") for n in NET}},
+    "horizontal": {"match": "horizontal", "weight_decay": optax.linear_schedule(0.1, 0.4, 6)},
+}
 
 
-@pytest.mark.parametrize("link", [go.scale_by_ddc, go.add_gauge_decay, go.gauge_retract], ids=lambda f: f.__name__)
-def test_the_alias_hands_every_option_on(link: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[inspect.BoundArguments] = []
-    signature = inspect.signature(link)
+def _chain(gauges: list[go.Gauge], rate: Any, options: dict[str, Any]) -> optax.GradientTransformation:
+    """DESIGN §4, word for word."""
+    outer = {"weight_decay": 1e-4, "match": "adamw", "mask": None, "vertical": "frozen", "radial": "linear"}
+    outer |= {name: value for name, value in options.items() if name in outer}
+    inner = {name: value for name, value in options.items() if name not in ("weight_decay", "match", "mask")}
+    return optax.chain(
+        *([go.gauge_project(gauges)] if outer["vertical"] == "frozen" else []),
+        go.scale_by_ddc(gauges, **inner),
+        go.add_gauge_decay(outer["weight_decay"], gauges, outer["match"], outer["mask"]),
+        optax.scale_by_learning_rate(rate),
+        go.gauge_retract(gauges, outer["radial"], outer["vertical"]),
+    )
 
-    def recorded(*args: Any, **kwargs: Any) -> Any:
-        calls.append(signature.bind(*args, **kwargs))
-        return link(*args, **kwargs)
 
-    monkeypatch.setattr(f"gauge_optax.optimizers.{link.__name__}", recorded)
-    go.ddc_adamw(0.1, NET_GAUGES, **OPTIONS)
-    (call,) = calls
-    assert call.arguments == {name: ({"gauges": NET_GAUGES} | OPTIONS)[name] for name in signature.parameters}
+@pytest.mark.parametrize("rule", ["invariant", "any"])
+@pytest.mark.parametrize("name", CHANGES)
+def test_chain_and_alias_are_one(name: str, rule: str) -> None:
+    gauges = NET_GAUGES[1:] if name == "horizontal" else NET_GAUGES
+    if rule == "any" and name == "adam":
+        pytest.skip("scalar Adam divides rounding by rounding where a vertical derivative is zero")
+    with jax.enable_x64(True):
+        rate = optax.linear_schedule(0.0, 1e-2, 3)
+        both = _chain(gauges, rate, CHANGES[name]), go.ddc_adamw(rate, gauges, **CHANGES[name])
+        chain, alias = (
+            _train(tx, _normal(0), _slope(_net_loss) if rule == "invariant" else _noise, 6)[0] for tx in both
+        )
+    moved = jax.tree.map(lambda a, b: np.linalg.norm(a - b) / np.linalg.norm(a), chain, alias)
+    print(name, rule, max(moved.values()))
+    # Of a gradient with a vertical part the alias takes out all but a thousandth before the moments see it.
+    assert max(moved.values()) < (1e-8 if rule == "invariant" else 1e-5)
 
 
-def test_unfrozen_gradients_are_not_projected() -> None:
-    params = _normal(0)
-    links = {v: len(jax.eval_shape(go.ddc_adamw(0.1, NET_GAUGES, vertical=v).init, params)) for v in ("frozen", "sgd")}
-    assert links == {"frozen": 5, "sgd": 4}
+def test_every_option_reaches_its_link() -> None:
+    """The alias's arguments are the links', by name and by default."""
+    alias = inspect.signature(go.ddc_adamw).parameters
+    for link in (go.scale_by_ddc, go.add_gauge_decay, go.gauge_retract):
+        shared = {name: p for name, p in inspect.signature(link).parameters.items() if name != "weight_decay"}
+        assert {n: p.default for n, p in shared.items()} == {n: alias[n].default for n in shared}
 
 
 # Adam ---------------------------------------------------------------------------------------------

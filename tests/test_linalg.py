@@ -24,6 +24,7 @@ check = functools.partial(settings, derandomize=True, deadline=None, database=No
 lyapunov = jit(linalg.lyapunov)
 eigen = jit(linalg.symmetric_eigen)
 inverse_sqrt = jit(linalg.inverse_sqrt)
+by_products = jit(linalg.inverse_sqrt_by_products, static_argnames="least")
 logarithm = jit(linalg.orthogonal_logarithm)
 exponential = jit(linalg.skew_exponential)
 
@@ -238,6 +239,59 @@ def test_inverse_root_turns_with_the_basis(seed: int, rank: int) -> None:
         here, there = run(inverse_sqrt, "float64", m), run(inverse_sqrt, "float64", r.T @ m @ r)
     smallest = np.min(np.linalg.svd(w, compute_uv=False), initial=1.0)
     assert np.linalg.norm(there - r.T @ here @ r) <= tolerance("kernel") * max(1.0, smallest**-4)
+
+
+LEAST = 1e-8  # covers every condition number below, and reaches no rank-deficient spectrum
+
+
+@pytest.mark.parametrize("condition", [1.0, 1e2, 1e4, 1e6])
+def test_products_give_the_inverse_root(condition: float, size: int, dtype: str) -> None:
+    """To ε times the condition number: what rounding M to its precision already costs."""
+    generator = np.random.default_rng(size)
+    values = np.stack([np.logspace(0, -np.log10(condition), size), np.r_[1.0, np.full(size - 1, 1.0 / condition)]])
+    bases = np.stack([orthogonal(generator, size) for _ in values])
+    units = np.array([1e-8, 1e8])[:, None, None]  # a variance has any size
+    m = units * (bases * values[:, None, :]) @ np.swapaxes(bases, -1, -2)
+    expected = (bases / np.sqrt(values)[:, None, :]) @ np.swapaxes(bases, -1, -2) / np.sqrt(units)
+    found = run(functools.partial(by_products, least=LEAST), dtype, m)
+    rounding = 10 * float(jnp.finfo(dtype).eps) * condition
+    assert np.max(norm(found - expected) / norm(expected)) <= rounding
+
+
+@pytest.mark.parametrize("name", ["rank one", "hyperplane", "zero"])
+def test_products_stay_finite_on_a_singular_matrix(name: str, size: int, dtype: str) -> None:
+    """Live directions get λ^{−1/2}, at d = 2 up to the root of a rounded determinant; dead ones some bounded number."""
+    names, values, bases, w = points(size)
+    at, least = names.index(name), 1e-3
+    lam, basis = values[at], bases[at]
+    found = run(functools.partial(by_products, least=least), dtype, w[at].T @ w[at])
+    turned = basis.T @ found @ basis
+    live = lam > 0
+    assert np.isfinite(found).all()
+    np.testing.assert_allclose(np.diag(turned)[live], lam[live] ** -0.5, rtol=float(jnp.finfo(dtype).eps) ** 0.5)
+    assert np.linalg.norm(found, 2) <= 10.0 / np.sqrt(least)
+    assert found.any() == live.any()
+
+
+@pytest.mark.parametrize("least", [1e-2, 1e-8])
+def test_products_need_their_iterations(least: float, x64: None) -> None:
+    """`least` is what it says: exact above, less below."""
+    m = np.diag([1.0, 1.0, 1e-5])
+    smallest = run(functools.partial(by_products, least=least), "float64", m)[2, 2]
+    assert (smallest > 0.99e5**0.5) == (least < 1e-5)
+
+
+@check()
+@given(seed=st.integers(0, 2**16), rank=st.integers(0, 4), least=st.sampled_from([1e-3, 1e-6]))
+def test_products_turn_with_the_basis(seed: int, rank: int, least: float) -> None:
+    """Converged or not, on every spectrum: f(RᵀMR) = Rᵀ·f(M)·R."""
+    generator = np.random.default_rng(seed)
+    w, r = generator.normal(size=(rank, 4)), orthogonal(generator, 4)
+    m, kernel = w.T @ w, functools.partial(by_products, least=least)
+    with jax.enable_x64(True):
+        here, there = run(kernel, "float64", m), run(kernel, "float64", r.T @ m @ r)
+    assert np.linalg.norm(there - r.T @ here @ r) <= tolerance("kernel") / least * np.linalg.norm(here)
+    assert rank == 0 or np.linalg.norm(there - here) > 1e-6
 
 
 # Exponential and logarithm ------------------------------------------------------------------------

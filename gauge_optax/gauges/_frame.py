@@ -136,13 +136,30 @@ def follow(start: Tally, held: Sequence[jax.Array]) -> Channels:
     Returns:
       The change of f per instance, within about 1e-6 of the fixed point. Equivariant whatever the number of rounds.
     """
-    return _rounds(start, held, _NEAR, at_least=2, at_most=10)
+    return _rounds(start, held, _NEAR, at_least=2, at_most=10, unrolled=1)
 
 
 def _rounds(
-    start: Tally, alive: Sequence[jax.Array] | None, tolerance: float, at_least: int = 1, at_most: int = 60
+    start: Tally,
+    alive: Sequence[jax.Array] | None,
+    tolerance: float,
+    at_least: int = 1,
+    at_most: int = 60,
+    unrolled: int = 0,
 ) -> Channels:
-    """The change of f over as many rounds as it takes for none to move it by more than `tolerance`."""
+    """The change of f over as many rounds as it takes for none to move it by more than `tolerance`.
+
+    Args:
+      start: where to begin.
+      alive: channels to balance; all by default.
+      tolerance: a log-scale.
+      at_least: rounds.
+      at_most: rounds.
+      unrolled: rounds outside the loop, which share with the caller what they read.
+
+    Returns:
+      The change per instance.
+    """
     if not start.lone:
         return ()
 
@@ -156,8 +173,10 @@ def _rounds(
         return tuple(now.logs), _added(total, moves), moved, count + 1
 
     still = tuple(jnp.zeros(i.shape, real_dtype()) for i in start.system.instances)
-    first = (tuple(start.logs), still, jnp.asarray(jnp.inf, real_dtype()), jnp.zeros((), jnp.int32))
-    return jax.lax.while_loop(unfinished, body, first)[1]
+    carry = (tuple(start.logs), still, jnp.asarray(jnp.inf, real_dtype()), jnp.zeros((), jnp.int32))
+    for _ in range(unrolled):
+        carry = body(carry)
+    return jax.lax.while_loop(unfinished, body, carry)[1]
 
 
 def _added(f: Channels, change: Channels) -> Channels:

@@ -132,8 +132,19 @@ class ScaleSystem:
             paths,
         )
 
-    def side_factors(self, logs: SideLogs, paths: Sequence[str] | None = None) -> dict[str, jax.Array]:
-        """Per leaf the exponential of a log factor per side of every channel, broadcastable to the leaf."""
+    def side_factors(
+        self, logs: SideLogs, paths: Sequence[str] | None = None, without: int | None = None
+    ) -> dict[str, jax.Array]:
+        """Per leaf the exponential of a log factor per side of every channel, broadcastable to the leaf.
+
+        Args:
+          logs: the log factors.
+          paths: the leaves; all of them by default.
+          without: an instance that is left out.
+
+        Returns:
+          Factors of the leaf's rank.
+        """
         sides = [(jnp.exp(up), jnp.exp(down)) for up, down in logs]
         return {
             path: functools.reduce(
@@ -141,6 +152,7 @@ class ScaleSystem:
                 (
                     block.spread(self.instances[i].named, sides[i][w < 0], elsewhere=1.0)
                     for i, block, w in self.terms[path]
+                    if i != without
                 ),
             )
             for path in (self.terms if paths is None else paths)

@@ -25,7 +25,7 @@ class Tally(NamedTuple):
 
     Attributes:
       system: the scale instances.
-      shared: values of the leaves that instances share.
+      shared: squares of the leaves that instances share.
       lone: sums of squares over all other leaves, per side, before any factor.
       logs: the log factor on each side.
     """
@@ -42,9 +42,10 @@ class Tally(NamedTuple):
         paths = self.system.shared_paths(index)
         if not paths:
             return own
-        factors = self.system.side_factors(self.logs, paths)
-        read = self.system.instances[index].sides({p: jnp.square(self.shared[p] * factors[p]) for p in paths})
-        return own[0] + read[0], own[1] + read[1]
+        # A channel's own factor is the same for all it sums, so that only the others' need to meet the leaf.
+        others = self.system.side_factors([(2.0 * a, 2.0 * b) for a, b in self.logs], paths, without=index)
+        read = self.system.instances[index].weighted_sides({p: self.shared[p] for p in paths}, others)
+        return own[0] + read[0] * jnp.exp(2.0 * log_up), own[1] + read[1] * jnp.exp(2.0 * log_down)
 
     def all(self) -> Squares:
         """Sums of squares of every instance's sides."""
@@ -75,7 +76,7 @@ def tally(system: ScaleSystem, framed: Values) -> Tally:
         i.sides({p: jnp.square(framed[p]) for p in system.lone_paths(k)}) for k, i in enumerate(system.instances)
     )
     logs = [(jnp.zeros_like(up), jnp.zeros_like(down)) for up, down in lone]
-    return Tally(system, {p: framed[p] for p in system.shared}, lone, logs)
+    return Tally(system, squares_once({p: framed[p] for p in system.shared}), lone, logs)
 
 
 class Overlap(NamedTuple):
@@ -83,12 +84,12 @@ class Overlap(NamedTuple):
 
     Attributes:
       system: the scale instances.
-      hat: θ̂ on the leaves that instances share.
+      shared: θ̂∘θ̂ on the leaves that instances share.
       squares: sums of squares of every channel's sides.
     """
 
     system: ScaleSystem
-    hat: Values
+    shared: Values
     squares: Squares
 
     def after(self, dots: Sides, index: int, up: jax.Array, down: jax.Array) -> list[Side]:
@@ -99,7 +100,7 @@ class Overlap(NamedTuple):
         spread = instance.spread_sides(up, down)
         for other in self._neighbours(index):
             paths = [p for p in self.system.shared_paths(index) if other in self.system.shared[p]]
-            seen = self.system.instances[other].sides({p: jnp.square(self.hat[p]) * spread[p] for p in paths})
+            seen = self.system.instances[other].weighted_sides({p: self.shared[p] for p in paths}, spread)
             out[other] = (out[other][0] + seen[0], out[other][1] + seen[1])
         return out
 
@@ -125,4 +126,9 @@ class Overlap(NamedTuple):
 
 def overlap_of(system: ScaleSystem, hat: Values, squares: Squares) -> Overlap:
     """The overlap of all channels at θ̂."""
-    return Overlap(system, {p: hat[p] for p in system.shared}, squares)
+    return Overlap(system, squares_once({p: hat[p] for p in system.shared}), squares)
+
+
+def squares_once(values: Values) -> Values:
+    """Squares of leaves, kept: XLA would square the leaf anew for every sum."""
+    return jax.lax.optimization_barrier({p: jnp.square(x) for p, x in values.items()})

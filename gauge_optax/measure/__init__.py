@@ -1,5 +1,20 @@
 """Measurements that read gauges and treat an optimizer as a black box."""
 
+from gauge_optax.measure.adam import adam_factors, adam_precondition
+from gauge_optax.measure.leakage import rescale_leakage, rotation_leakage, step_leakage
 from gauge_optax.measure.motion import drift, vertical_motion
+from gauge_optax.measure.second_order import second_order_leakage
+from gauge_optax.measure.trajectory import leakage_along, predicted_drift
 
-__all__ = ["drift", "vertical_motion"]
+__all__ = [
+    "adam_factors",
+    "adam_precondition",
+    "drift",
+    "leakage_along",
+    "predicted_drift",
+    "rescale_leakage",
+    "rotation_leakage",
+    "second_order_leakage",
+    "step_leakage",
+    "vertical_motion",
+]

@@ -12,8 +12,9 @@ from gauge_optax.transforms._here import Adam, Here
 
 Arrays = dict[str, jax.Array]
 
-_CROSSTALK_SWEEPS = 2
-_SWEEPS = 3  # Gauss–Seidel sweeps where two scale gauges share a leaf; the retraction removes what they leave
+# Gauss–Seidel sweeps where two scale gauges share a leaf. A sweep leaves a few hundredths of what it started with: of a
+# gradient that has no effect, of a tangent the retraction removes it.
+GRADIENT_SWEEPS, TANGENT_SWEEPS, _CROSSTALK_SWEEPS = 1, 2, 2
 
 
 def radial_slopes(system: ScaleSystem, dots: Sides) -> Channels:
@@ -55,19 +56,20 @@ def radial(
     return tuple(rates), tuple(mus), tuple(nus)
 
 
-def tangential(here: Here, dots: Sides) -> tuple[Sides, Sides]:
+def tangential(here: Here, dots: Sides, sweeps: int) -> tuple[Sides, Sides]:
     """What makes an in-frame vector orthogonal to every live side of every channel.
 
     Args:
       here: the point.
       dots: ⟨θ̂, X̂⟩.
+      sweeps: how often instances that share leaves are gone through.
 
     Returns:
       The multiples of θ̂ to add, and the dot products after that.
     """
     system, rest = here.system, list(dots)
     added = none(system)
-    for sweep in range(_SWEEPS):
+    for sweep in range(sweeps):
         for k in range(len(system.instances)):
             if sweep and k not in system.coupled:
                 continue
@@ -80,7 +82,7 @@ def tangential(here: Here, dots: Sides) -> tuple[Sides, Sides]:
     return added, rest
 
 
-def with_radial(here: Here, added: Sides, rest: Sides, rates: Channels) -> Sides:
+def with_radial(here: Here, added: Sides, rest: Sides, rates: Channels) -> tuple[Sides, Sides]:
     """Multiples of θ̂ with channels growing at these rates, without what that puts into each other's orbits.
 
     Where two scale gauges share a leaf, the radial part of one has a share in the other's orbit. The retraction takes
@@ -93,7 +95,7 @@ def with_radial(here: Here, added: Sides, rest: Sides, rates: Channels) -> Sides
       rates: relative growth per channel.
 
     Returns:
-      All multiples of θ̂.
+      All multiples of θ̂, and the dot products after that.
     """
     system, overlap = here.system, here.overlap
     for k, rate in enumerate(rates):
@@ -105,12 +107,17 @@ def with_radial(here: Here, added: Sides, rest: Sides, rates: Channels) -> Sides
             rate = -safe_divide(system.along_orbits(rest)[k], lengths[k])
             added = plus(added, k, rate, -system.instances[k].degree * rate)
             rest = overlap.moved_along(rest, k, rate)
-    return added
+    return added, rest
 
 
 def none(system: ScaleSystem) -> Sides:
     """No multiple of any channel."""
     return [(jnp.zeros(i.shape, real_dtype()), jnp.zeros(i.shape, real_dtype())) for i in system.instances]
+
+
+def total(a: Sides, b: Sides) -> Sides:
+    """The sum of two sets of multiples."""
+    return [(x[0] + y[0], x[1] + y[1]) for x, y in zip(a, b, strict=True)]
 
 
 def plus(multiples: Sides, index: int, up: jax.Array, down: jax.Array) -> Sides:

@@ -12,10 +12,11 @@ import jax.numpy as jnp
 from gauge_optax.gauges._basis import Group, HeadBasis, drift, fresh_basis, generators, grouped, stacked_gram
 from gauge_optax.gauges._scale import Values
 from gauge_optax.gauges._split import Bound
-from gauge_optax.linalg import skew
+from gauge_optax.linalg import matmul, skew
 
 Arrays = dict[str, jax.Array]
 
+_ROUNDING = (1e-5, 1e-12)  # of a gradient, in float32 and in float64
 LIVE = 1e-3  # directions whose drift counts: relative eigenvalue, as in body_frame_topk's default
 
 
@@ -58,6 +59,22 @@ def horizontal(
         out |= own
         removed.append(generator)
     return out, tuple(removed)
+
+
+def without_vertical(
+    bound: Bound, hat: Values, framed: Values, bases: Sequence[HeadBasis], grams: Sequence[jax.Array]
+) -> Arrays:
+    """A cotangent without its rotation part, left alone where that is rounding, as it is for an invariant loss."""
+    out = dict(framed)
+    for group, basis, gram in zip(grouped(bound.heads), bases, grams, strict=True):
+        own = {path: out[path] for head in group for path in head.paths}
+        generator = generators(basis, gram, skew(stacked_gram(group, hat, own)))
+        removed = jnp.sum(generator * matmul(gram, generator))  # ‖θ̂·A‖²
+        whole = sum(jnp.sum(jnp.square(x)) for x in own.values())
+        rounding = _ROUNDING[gram.dtype == jnp.float64]
+        turn = functools.partial(add_turn, group, hat=hat, generator=-generator)
+        out |= jax.lax.cond(removed > rounding**2 * whole, turn, lambda own: own, own)
+    return out
 
 
 def _projected(group: Group, hat: Values, basis: HeadBasis, gram: jax.Array, own: Arrays) -> tuple[Arrays, jax.Array]:

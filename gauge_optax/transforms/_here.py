@@ -3,7 +3,7 @@
 Here: what every part of DDC reads in a step. Not here: what it does with it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -76,6 +76,8 @@ class Here(NamedTuple):
       bound: the product on this tree.
       frame: the frame, with channels anchored that have just come alive.
       point: θ̂ and the factors in and out.
+      values: θ per leaf, out of the frame.
+      raw: the same, centred.
       overlap: sums of squares of every channel's sides, and how they change each other's.
       rho: their sizes ρ.
       alive: whether each side exceeds its floor.
@@ -87,6 +89,8 @@ class Here(NamedTuple):
     bound: Bound
     frame: FrameState
     point: Point
+    values: Mapping[str, jax.Array]
+    raw: Mapping[str, jax.Array]
     overlap: Overlap
     rho: Sides
     alive: Sides
@@ -103,6 +107,14 @@ class Here(NamedTuple):
         """Moments of this power, carried to this step's frame."""
         return {p: x * self.moment_factors[p] ** power if p in self.moment_factors else x for p, x in moments.items()}
 
+    def again(self, params: Any, one: jax.Array) -> "Here":
+        """The same point, entered once more when `one` is known: its leaves need not have been kept since."""
+        frame, values = gated(one, self.bound, self.frame, self.bound.values(params))
+        raw = self.bound.centre(values)
+        point = _split.at(self.bound, raw, frame.f)
+        overlap = overlap_of(self.system, point.hat, self.overlap.squares)
+        return self._replace(frame=frame, point=point, values=values, raw=raw, overlap=overlap)
+
     def resize(self, framed: Arrays) -> Arrays:
         """Every scaled leaf times the ρ of its channels."""
         return {p: x * self.sizes[p] if p in self.sizes else x for p, x in framed.items()}
@@ -116,21 +128,29 @@ class Here(NamedTuple):
         """⟨θ̂, X̂⟩ per side of every channel."""
         return self.system.dots(self.point.hat, framed)
 
+    def slopes(self, cotangent: Arrays) -> Sides:
+        """⟨θ̂, ĝ⟩ per side of every channel, of a cotangent outside the frame: no factor is needed."""
+        return self.system.dots(self.raw, cotangent)
 
-def enter(bound: Bound, params: Any, frame: FrameState, moving: bool) -> Here:
+
+def enter(bound: Bound, params: Any, frame: FrameState, moving: bool, one: jax.Array | None = None) -> Here:
     """The point of view at `params`.
 
     Args:
-      bound: the product on this tree.
+      bound: the product on this tree, or a component of it.
       params: the parameters.
       frame: the frame of the last step.
       moving: whether parameters may have moved along orbits, so that f has to be followed.
+      one: the number 1, once the component before is finished (see `gauges._components.after`).
 
     Returns:
       Everything a step reads.
     """
-    system, centred = bound.system, bound.centre(bound.values(params))
-    before = frame
+    system = bound.system
+    values: Mapping[str, jax.Array] = bound.values(params)
+    if one is not None:
+        frame, values = gated(one, bound, frame, values)
+    centred, before = bound.centre(values), frame
     if moving:
         frame = _frame.track(system, centred, frame)
     old = _frame.all_squares(system, centred, frame.f)
@@ -146,7 +166,17 @@ def enter(bound: Bound, params: Any, frame: FrameState, moving: bool) -> Here:
     point = _split.at(bound, centred, frame.f)
     alive = tuple((up > frame.floor_up[k], down > frame.floor_down[k]) for k, (up, down) in enumerate(rho))
     grams = tuple(stacked_gram(g, point.hat, point.hat) for g in grouped(bound.heads))
-    return Here(bound, frame, point, overlap_of(system, point.hat, squares), rho, alive, sizes, factors, grams)
+    overlap = overlap_of(system, point.hat, squares)
+    return Here(bound, frame, point, values, centred, overlap, rho, alive, sizes, factors, grams)
+
+
+def gated(
+    one: jax.Array, bound: Bound, frame: FrameState, values: Mapping[str, jax.Array]
+) -> tuple[FrameState, Mapping[str, jax.Array]]:
+    """The frame, or without scales the values, times `one`: everything of this component follows from them."""
+    if bound.scales:
+        return frame._replace(f=tuple(one * f for f in frame.f)), values
+    return frame, {p: one * x for p, x in values.items()}
 
 
 def _stepped(frame: FrameState, rho: Sequence[tuple[jax.Array, jax.Array]]) -> Sides:

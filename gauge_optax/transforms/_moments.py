@@ -14,12 +14,13 @@ from gauge_optax.gauges._basis import Group, HeadBasis, body_frame, degenerate, 
 from gauge_optax.gauges._head import BASIS, HeadBlock, HeadInstance
 from gauge_optax.gauges._scale import Values
 from gauge_optax.gauges._split import Bound
-from gauge_optax.linalg import matmul, real_dtype, symmetric_eigen, transpose
+from gauge_optax.linalg import inverse_sqrt_by_products, matmul, real_dtype, transpose
 from gauge_optax.transforms._heads import turned
 from gauge_optax.transforms._here import Adam
 
 Arrays = dict[str, jax.Array]
 V_MODES = ("body_frame_topk", "body_frame", "per_head_scalar", "per_head_matrix", "none")
+_MATRIX_FLOOR = 3e-2  # of √‖V‖_F: directions with less variance than its square are stepped no further
 _ROUNDING = 1e3  # machine epsilons of a head's RMS gradient below which a gradient counts as rounding
 
 
@@ -66,12 +67,12 @@ def threshold_of(v_mode: str, live_threshold: float | jax.Array) -> float | jax.
     return live_threshold if v_mode == "body_frame_topk" else 0.0
 
 
-def moved_to(group: Group, nu: Values, old: jax.Array, new: jax.Array) -> Arrays:
-    """Second moments carried to a new frame: v ← v·(R∘R), R = U_oldᵀ·U_new.
+def carried_by(old: jax.Array, new: jax.Array) -> jax.Array:
+    """What second moments are multiplied by to reach a new frame: R∘R, R = U_oldᵀ·U_new.
 
     The reference's |R| (DDC B.8) is not equivariant; the square is, and needs no signs.
     """
-    return turned(group, nu, jnp.square(matmul(transpose(old), new)))
+    return jnp.square(matmul(transpose(old), new))
 
 
 def to_body(bound: Bound, frames: Sequence[BodyFrame], values: Values) -> Arrays:
@@ -147,7 +148,7 @@ def _outer(group: Group, seen: Values) -> jax.Array:
 def divided_by_matrix(
     bound: Bound, frames: Sequence[BodyFrame], mean: Values, seen: Values, adams: Mapping[str, Adam]
 ) -> tuple[Arrays, tuple[BodyFrame, ...]]:
-    """Rotated leaves of a first moment times (V̂ + ε²)^(−1/2), V the d×d second moment of each block of each head.
+    """Rotated leaves of a first moment times (V̂ + floor)^(−1/2), V the d×d second moment of each block of each head.
 
     Args:
       bound: the product.
@@ -159,25 +160,34 @@ def divided_by_matrix(
     Returns:
       All leaves with the rotated ones divided, and the new second moments. V moves with the head by conjugation, so no
       frame is needed (DDC B.8, Proposition 14).
+
+    Deviations: no eigendecomposition; and the reference's floor ε² amplifies rounding in V's small directions by up to
+    1/ε: twins were 4e-3 apart after 50 float32 steps, 4e-5 after 20 in float64. With (3e-2)²·‖V‖_F the condition number
+    is at most 1.1e3, and they agree to 2e-6 and 6e-14. Losses after 200 steps do not tell 1e-3 from 1e-1.
     """
     out, fresh = dict(mean), []
-    tiny = _ROUNDING * float(jnp.finfo(real_dtype()).eps)
     for group, frame in zip(grouped(bound.heads), frames, strict=True):
         adam = adams[group[0].paths[0]]
         past = jnp.where(adam.step == 1, 0.0, frame.outer)
         outer = adam.b2 * past + (1 - adam.b2) * _outer(group, seen)
-        values, vectors = symmetric_eigen(adam.unbiased_variance(outer))
-        rows = jnp.array([group[0].rows(b) for b in group[0].blocks], values.dtype)
-        size = jnp.tensordot(rows / jnp.sum(rows), jnp.mean(values, -1, keepdims=True), (0, 1))[:, None]
-        floor = jnp.square(adam.eps + tiny * jnp.sqrt(jnp.maximum(size, 0.0))) + adam.eps_root
-        roots = jax.lax.rsqrt(jnp.maximum(values, 0.0) + floor)
-        inverse = matmul(vectors * roots[..., None, :], transpose(vectors))
+        inverse = _inverse_roots(group, adam, adam.unbiased_variance(outer))
         for head, own in zip(group, inverse, strict=True):
             for block, factor in zip(head.blocks, own, strict=True):
                 path = block.block.path
                 out[path] = block.write(out[path], head.turn_view(block, block.view(mean[path]), factor))
         fresh.append(frame._replace(outer=outer))
     return out, tuple(fresh)
+
+
+def _inverse_roots(group: Group, adam: Adam, outer: jax.Array) -> jax.Array:
+    """(V̂ + floor)^(−1/2) of every block of every head; `outer` is (instances, blocks, *shape, d, d)."""
+    rows = jnp.array([group[0].rows(b) for b in group[0].blocks], outer.dtype)
+    # Some blocks have no gradient at all (a key bias without rotary): their rounding is measured against the head.
+    pooled = jnp.tensordot(rows / jnp.sum(rows), outer, (0, 1))[:, None]
+    size = jnp.maximum(*(jnp.linalg.norm(x, axis=(-2, -1), keepdims=True) for x in (outer, pooled)))
+    floor = jnp.square(adam.eps + _MATRIX_FLOOR * jnp.sqrt(size)) + adam.eps_root
+    damped = outer + floor * jnp.eye(outer.shape[-1], dtype=outer.dtype)
+    return inverse_sqrt_by_products(damped, _MATRIX_FLOOR**2)
 
 
 def per_head_mean(head: HeadInstance, block: HeadBlock, view: jax.Array) -> jax.Array:

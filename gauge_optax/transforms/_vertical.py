@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from gauge_optax.gauges import _split
 from gauge_optax.gauges._basis import HeadBasis, grouped
+from gauge_optax.gauges._components import Component, collect_heads, collect_scales
 from gauge_optax.gauges._split import Bound, Coordinates
 from gauge_optax.linalg import real_dtype
 from gauge_optax.transforms._heads import add_turn, horizontal
@@ -37,6 +38,23 @@ def zero_variances(bound: Bound) -> Coordinates:
     """Second moments of the coordinates: as the coordinates, one number per head for rotations."""
     zero = zero_coordinates(bound)
     return zero._replace(heads=tuple(_per_head(h) for h in zero.heads))
+
+
+def of(part: Component, whole: Any) -> Any:
+    """A component's part of coordinates of the product; () stays ()."""
+    if whole == ():
+        return ()
+    shifts = {b.path: whole.shifts[b.path] for b in part.bound.shift_blocks}
+    return Coordinates(part.of_scales(whole.scales), shifts, part.of_heads(whole.heads))
+
+
+def collected(parts: Sequence[Component], found: Sequence[Any], kept: bool) -> Any:
+    """Coordinates of the product from its components'; () where none are kept."""
+    if not kept:
+        return ()
+    shifts = {p: x for own in found for p, x in own.shifts.items()}
+    heads = collect_heads(parts, [own.heads for own in found])
+    return Coordinates(collect_scales(parts, [own.scales for own in found]), shifts, heads)
 
 
 def _per_head(generator: jax.Array) -> jax.Array:

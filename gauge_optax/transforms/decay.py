@@ -82,15 +82,20 @@ def add_gauge_decay(
     ) -> tuple[optax.Updates, AddGaugeDecayState]:
         del extra
         require_params("add_gauge_decay", params)
-        bound = group.bound(params)
         rate = weight_decay(state.count) if callable(weight_decay) else weight_decay
-        values = bound.centre(bound.values(params))
-        factors, decays = _factors(bound, match), _mask_by_path(bound, mask, params)
-        pull = {p: factors.get(p, 1.0) * values.get(p, x) for p, x in float_leaves(params, real_dtype()).items()}
-        added = {p: x + rate * pull[p] for p, x in float_leaves(updates, real_dtype()).items() if decays[p]}
+        bound = group.bound(params)
+        values = float_leaves(params, real_dtype()) | bound.centre(bound.values(params))
+        vectors, factors = float_leaves(updates, real_dtype()), decay_factors(bound, params, match, mask)
+        added = {p: vectors[p] + rate * factor * values[p] for p, factor in factors.items() if factor}
         return in_dtype_of(updates, added), AddGaugeDecayState(optax.safe_increment(state.count))
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def decay_factors(bound: Bound, params: optax.Params, match: str, mask: Mask) -> dict[str, float]:
+    """Per leaf, what multiplies weight_decay·θ; the same for all leaves of an instance, 0 where nothing decays."""
+    factors, decays = _factors(bound, match), _mask_by_path(bound, mask, params)
+    return {p: factors.get(p, 1.0) if on else 0.0 for p, on in decays.items()}
 
 
 def _factors(bound: Bound, match: str) -> dict[str, float]:

@@ -7,6 +7,7 @@ does not accumulate, because f_ref is stored and never recomputed. References: D
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -15,7 +16,9 @@ import optax
 
 from gauge_optax.binding import is_empty
 from gauge_optax.gauges import _frame, _split
+from gauge_optax.gauges._components import Component, after, collect_frame, components
 from gauge_optax.gauges._frame import FrameState
+from gauge_optax.gauges._scale import Values
 from gauge_optax.gauges._shift import mean_slice, own_slice
 from gauge_optax.gauges._split import Bound, Point
 from gauge_optax.gauges._system import Channels, Sides, Squares
@@ -24,6 +27,8 @@ from gauge_optax.gauges.base import Gauges
 from gauge_optax.gauges.product import product
 from gauge_optax.linalg import real_dtype
 from gauge_optax.transforms._common import in_dtype_of, placeholder, require_choice, require_params
+
+Arrays = dict[str, jax.Array]
 
 _MAX_LOG_STEP = math.log(2.0)
 VERTICAL = ("frozen", "sgd", "adam")
@@ -40,6 +45,22 @@ class Reference(NamedTuple):
 
     frame: FrameState
     shifts: dict[str, jax.Array]
+
+
+class Sight(NamedTuple):
+    """What the retraction of a component needs to know of θ and Δ.
+
+    Attributes:
+      values: θ per leaf.
+      point: θ in a frame, which need not be the reference.
+      squares: sums of squares of every channel's sides in it.
+      dots: ⟨θ̂, Δ̂⟩ per side.
+    """
+
+    values: Values
+    point: Point
+    squares: Squares
+    dots: Sides
 
 
 class GaugeRetractState(NamedTuple):
@@ -84,16 +105,12 @@ def gauge_retract(
     """
     require_choice("gauge_retract", "radial", radial, RADIAL)
     require_choice("gauge_retract", "vertical", vertical, VERTICAL)
-    group = product(gauges)
+    group, chosen = product(gauges), (radial, vertical)
 
     def init_fn(params: optax.Params) -> GaugeRetractState:
         if is_empty(params):
             return GaugeRetractState(placeholder())
-        bound = group.bound(params)
-        values = bound.values(params)
-        frame = _frame.init_frame(bound.system, bound.centre(values))
-        point = _split.at(bound, values, frame.f)
-        return GaugeRetractState(Reference(frame, bound.shift_means(point.tangent_in(values))))
+        return GaugeRetractState(init_reference(group.bound(params), params))
 
     def update_fn(
         updates: optax.Updates,
@@ -104,25 +121,77 @@ def gauge_retract(
         del extra
         require_params("gauge_retract", params)
         bound = group.bound(params)
-        values, tangent = bound.values(params), bound.vectors(updates)
-        reference = state.gauges
-        point = _split.at(bound, values, reference.frame.f)
-        framed = point.tangent_in(tangent)
-        if vertical != "frozen":
-            reference = _moved(bound, point, framed, reference)
-        moved, frame = _step(bound, point, framed, values, tangent, reference.frame, radial)
-        moved = bound.add_shifts(moved, _scaled_shifts(bound, reference.shifts, reference.frame.f))
-        # Anchoring changes the frame, not the weights: a mean keeps its value there, and so not in the frame.
-        anchored = tuple(old - new for old, new in zip(reference.frame.f, frame.f, strict=True))
-        shifts = _scaled_shifts(bound, reference.shifts, anchored)
-        changed = dict.fromkeys((*bound.system.terms, *shifts))
-        step = {p: moved[p] - values[p] for p in changed}
-        return in_dtype_of(updates, step), GaugeRetractState(Reference(frame, shifts))
+        values, tangent, reference = bound.values(params), bound.vectors(updates), state.gauges
+        parts, one, found = components(bound), jnp.ones(()), []
+        out: Arrays = {}
+        for part in parts:
+            # Gated by what comes in: θ + Δ of all components would be made at once otherwise.
+            delta = {p: one * tangent[p] for p in part.bound.offset}
+            own = part_of(part, reference, one)
+            sight = _seen(part.bound, {p: values[p] for p in delta}, delta, own.frame)
+            step, new = retracted(part, sight, delta, own, chosen)
+            one, out = after(step), out | step
+            found.append(new)
+        return in_dtype_of(updates, out), GaugeRetractState(collected(parts, found))
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def _scaled_shifts(bound: Bound, shifts: dict[str, jax.Array], channels: Channels) -> dict[str, jax.Array]:
+def retracted(
+    part: Component, sight: Sight, tangent: Arrays, reference: Reference, chosen: tuple[str, str]
+) -> tuple[Arrays, Reference]:
+    """The step of one component, and its reference after it.
+
+    Args:
+      part: the component.
+      sight: what is known of θ and Δ.
+      tangent: Δ per leaf of the component.
+      reference: of the component.
+      chosen: `radial` and `vertical`.
+
+    Returns:
+      θ_new − θ per leaf, and the component's part of the new reference.
+    """
+    bound, (radial, vertical) = part.bound, chosen
+    if vertical != "frozen":
+        reference = _moved(bound, sight.point, sight.point.tangent_in(tangent), reference)
+    moved, frame = _step(bound, sight, tangent, reference.frame, radial)
+    moved = bound.add_shifts(moved, _scaled_shifts(bound, reference.shifts, reference.frame.f))
+    # Anchoring changes the frame, not the weights: a mean keeps its value there, and so not in the frame.
+    anchored = tuple(old - new for old, new in zip(reference.frame.f, frame.f, strict=True))
+    shifts = _scaled_shifts(bound, reference.shifts, anchored)
+    still = bound.turned - set(bound.system.terms) - set(shifts)
+    step = {p: tangent[p] if p in still else moved[p] - sight.values[p] for p in bound.offset}
+    return step, Reference(frame, shifts)
+
+
+def part_of(part: Component, whole: Reference, one: jax.Array) -> Reference:
+    """A component's part of the reference, once `one` is known."""
+    frame = part.of_frame(whole.frame)
+    frame = frame._replace(f=tuple(one * f for f in frame.f))
+    return Reference(frame, {b.path: whole.shifts[b.path] for b in part.bound.shift_blocks})
+
+
+def _seen(bound: Bound, values: Arrays, tangent: Arrays, frame: FrameState) -> Sight:
+    point = _split.at(bound, values, frame.f)
+    dots = bound.system.dots(point.hat, point.tangent_in(tangent))
+    return Sight(values, point, bound.system.squares(point.hat), dots)
+
+
+def collected(parts: Sequence[Component], found: Sequence[Reference]) -> Reference:
+    """The reference of the product from its components'."""
+    shifts = {p: x for new in found for p, x in new.shifts.items()}
+    return Reference(collect_frame(parts, [new.frame for new in found]), shifts)
+
+
+def init_reference(bound: Bound, params: optax.Params) -> Reference:
+    """The gauge coordinate of a starting point."""
+    values = bound.values(params)
+    frame = _frame.init_frame(bound.system, bound.centre(values))
+    return Reference(frame, bound.shift_means(_split.at(bound, values, frame.f).tangent_in(values)))
+
+
+def _scaled_shifts(bound: Bound, shifts: Arrays, channels: Channels) -> Arrays:
     """Slices of shifted leaves multiplied by e^(w·channels)."""
     factors, scaled = bound.system.factors(channels), dict(shifts)
     for block in bound.shift_blocks:
@@ -133,7 +202,7 @@ def _scaled_shifts(bound: Bound, shifts: dict[str, jax.Array], channels: Channel
     return scaled
 
 
-def _moved(bound: Bound, point: Point, framed: dict[str, jax.Array], reference: Reference) -> Reference:
+def _moved(bound: Bound, point: Point, framed: Arrays, reference: Reference) -> Reference:
     """The reference carried along by the vertical part of the incoming tangent."""
     rates = _split.scale_coordinates(bound.system, point.hat, bound.centre(framed))
     means = bound.shift_means(framed)
@@ -142,20 +211,14 @@ def _moved(bound: Bound, point: Point, framed: dict[str, jax.Array], reference: 
 
 
 def _step(
-    bound: Bound,
-    point: Point,
-    framed: dict[str, jax.Array],
-    values: dict[str, jax.Array],
-    tangent: dict[str, jax.Array],
-    target: FrameState,
-    radial: str,
-) -> tuple[dict[str, jax.Array], FrameState]:
+    bound: Bound, sight: Sight, tangent: Arrays, target: FrameState, radial: str
+) -> tuple[Arrays, FrameState]:
     """θ + Δ, centred, with its scales set and its frame brought to `target`; and the frame after it."""
-    system = bound.system
-    after = bound.centre({p: x + tangent[p] for p, x in values.items()})
+    system, point = bound.system, sight.point
+    after = bound.centre({p: x + tangent[p] for p, x in sight.values.items()})
     # Everything below is a factor close to 1 on θ + Δ, so that no rounding of e^(±w·f) enters the weights.
     start = tally(system, point.tangent_in(after))
-    now, stretch = _stretched(start, system.squares(point.hat), system.dots(point.hat, framed), target, radial)
+    now, stretch = _stretched(start, sight.squares, sight.dots, target, radial)
     rho = _frame.norms(system, now.all())
     alive, held = _frame.alive_channels(system, target, rho), _frame.held_channels(system, target, rho)
     away = _frame.follow(now, held)

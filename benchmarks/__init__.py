@@ -1,0 +1,1 @@
+"""Speed, as ratios: both sides in one process, interleaved. Numbers live in `benchmarks/results`, never in tests."""

@@ -1,0 +1,62 @@
+"""What others do about the same symptoms, to compare with: Z-loss, scales stored less one, orthogonal gradients."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+_TINY = 1e-30
+
+
+def z_loss(logits: jax.Array, strength: float) -> jax.Array:
+    """strength · mean (log Σ exp logits)²: a pull on the logits' common level, 1e-4 in PaLM.
+
+    Reference: de Brébisson and Vincent 2016; Chowdhery et al. 2022 §5.
+    """
+    return strength * jnp.mean(jnp.square(jax.nn.logsumexp(logits, axis=-1)))
+
+
+def one_plus_adamw(
+    learning_rate: optax.ScalarOrSchedule, is_scale: Callable[[str], bool], weight_decay: float, **adam: Any
+) -> optax.GradientTransformation:
+    """AdamW on a network whose norms store their scale less one, for parameters that store it whole.
+
+    With γ = 1 + δ both have one gradient, and decaying δ towards 0 is decaying γ towards 1.
+
+    Args:
+      learning_rate: a number or a schedule.
+      is_scale: from a leaf's path, joined by "/", to whether it is a norm's scale.
+      weight_decay: decoupled decay of all leaves.
+      **adam: as in `optax.scale_by_adam`.
+
+    Returns:
+      The optimizer. Its `update` needs `params`.
+    """
+
+    def decay(updates: optax.Updates, params: optax.Params) -> optax.Updates:
+        def one(path: Any, update: jax.Array, value: jax.Array) -> jax.Array:
+            rest = 1.0 if is_scale(jax.tree_util.keystr(path, simple=True, separator="/")) else 0.0
+            return update + weight_decay * (value - rest)
+
+        return jax.tree.map_with_path(one, updates, params)
+
+    return optax.chain(optax.scale_by_adam(**adam), optax.stateless(decay), optax.scale_by_learning_rate(learning_rate))
+
+
+def orthogonal_gradient() -> optax.GradientTransformation:
+    """Each leaf's gradient without its component along the weights, as long as before (OrthoGrad).
+
+    First in a chain. It removes the direction in which weights only grow, and with them the logits of a network that is
+    homogeneous: not a symmetry of the loss, and not the directions that a gauge holds.
+
+    Reference: Prieto et al. 2025, "Grokking at the edge of numerical stability".
+    """
+
+    def one(gradient: jax.Array, weight: jax.Array) -> jax.Array:
+        along = jnp.vdot(weight, gradient) / (jnp.vdot(weight, weight) + _TINY)
+        across = gradient - along * weight
+        return across * jnp.linalg.norm(gradient) / (jnp.linalg.norm(across) + _TINY)
+
+    return optax.stateless(lambda updates, params: jax.tree.map(one, updates, params))

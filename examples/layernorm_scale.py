@@ -1,0 +1,124 @@
+"""A LayerNorm and its readout (DDC, C.3): AdamW moves scale from the norm to the weights, DDC does not.
+
+    python -m examples.layernorm_scale
+
+(γ ∘ normalised x) W stays the same when an entry of γ is multiplied and the row of W that reads it divided by the same
+number, one number per channel. Prints the final losses, and the root mean square and the largest change of
+log γ_c − log‖W_c‖ over channels.
+"""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import gauge_optax as go
+from examples import report, study
+from examples.report import Result
+from examples.study import Arm, Study, rms
+
+Params = dict[str, jax.Array]
+Data = tuple[jax.Array, jax.Array]
+
+
+@dataclass(frozen=True)
+class Config:
+    """The paper's text lost its sizes and rates, except for samples and steps; these are ours."""
+
+    steps: int = 4000
+    samples: int = 128
+    channels: int = 32
+    outputs: int = 16
+    scale: float = 2.0  # of γ at the start, so that the coordinate is not zero there
+    learning_rate: float = 1e-2
+    weight_decay: float = 1e-3
+    strong_decay: float = 1e-1
+
+
+FULL = Config(channels=64, outputs=32)
+
+
+def network(params: Params, x: jax.Array) -> jax.Array:
+    """(γ ∘ normalised x) W."""
+    return jax.nn.standardize(x, epsilon=1e-5) * params["gamma"] @ params["w"]
+
+
+def loss(params: Params, data: Data) -> jax.Array:
+    """Mean squared error."""
+    x, y = data
+    return jnp.mean(jnp.square(network(params, x) - y))
+
+
+def make(c: Config, seed: int) -> tuple[Params, Data]:
+    """A student, and what its teacher says about some inputs."""
+    keys = jax.random.split(jax.random.key(seed), 4)
+    student, teacher = (jax.random.normal(key, (c.channels, c.outputs)) * c.channels**-0.5 for key in keys[:2])
+    gamma = 1.0 + 0.5 * jax.random.uniform(keys[2], (c.channels,))
+    x = jax.random.normal(keys[3], (c.samples, c.channels))
+    start = {"gamma": jnp.full(c.channels, c.scale), "w": student}
+    return start, (x, network({"gamma": gamma, "w": teacher}, x))
+
+
+def log_ratio(params: Params) -> jax.Array:
+    """log|γ_c| − log‖W_c‖ per channel."""
+    return jnp.log(jnp.abs(params["gamma"])) - jnp.log(jnp.linalg.norm(params["w"], axis=1))
+
+
+def observe(start: Params, params: Params, data: Data) -> dict[str, jax.Array]:
+    """Loss, and how far the coordinates moved."""
+    moved = log_ratio(params) - log_ratio(start)
+    return {"loss": loss(params, data), "drift": rms(moved), "largest_drift": jnp.max(jnp.abs(moved))}
+
+
+def build(c: Config) -> Study:
+    """AdamW and DDC, at two strengths of decay."""
+    gauge = go.norm_scale({"gamma": "channel"}, into={"w": "channel _"})
+    arms = {
+        "AdamW": Arm(optax.adamw(c.learning_rate, weight_decay=c.weight_decay)),
+        "DDC": Arm(go.ddc_adamw(c.learning_rate, gauge, weight_decay=c.weight_decay)),
+        "AdamW, strong decay": Arm(optax.adamw(c.learning_rate, weight_decay=c.strong_decay)),
+        "DDC, strong decay": Arm(go.ddc_adamw(c.learning_rate, gauge, weight_decay=c.strong_decay)),
+    }
+    return Study("layernorm_scale", arms, functools.partial(make, c), loss, observe)
+
+
+def figure(result: Result, path: Path) -> None:
+    """Loss and drift."""
+    fig, (losses, drift) = report.panels(2, "LayerNorm and readout: scale traded between γ and W")
+    report.curves(losses, result, "loss", "Training loss", ylabel="mean squared error")
+    report.drifts(drift, result, "drift", "Drift of log γ − log‖W‖, rms over channels")
+    report.save(fig, path)
+
+
+def section(result: Result) -> str:
+    """The table, and what it says."""
+    c = Config(**result["settings"])
+    columns = {
+        "final loss": report.column(result, "loss"),
+        "drift, rms over channels": report.column(result, "drift", at=report.largest),
+        "drift, largest channel": report.column(result, "largest_drift", at=report.largest),
+    }
+    return "\n\n".join(
+        [
+            f"{c.channels} channels into {c.outputs} outputs, {c.samples} samples, γ = {c.scale:g} at the start, "
+            f"{c.steps:,} steps, learning rate {c.learning_rate}, weight decay {c.weight_decay} (strong: "
+            f"{c.strong_decay}). {report.made_with(result)}",
+            report.table(result, columns),
+            f"{report.containment(result, 'AdamW', 'DDC', 'drift')} Under strong decay: "
+            f"{report.containment(result, 'AdamW, strong decay', 'DDC, strong decay', 'drift')}",
+        ]
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> Result | None:
+    """Run the study."""
+    config, args = study.parse(__doc__, Config(), FULL, argv)
+    return study.run(build(config), config, args, figure, section)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+"""ReLU teacher and student (DDC, C.2): AdamW moves scale from one layer to the other, DDC does not.
+
+    python -m examples.relu_rescale
+
+relu(x W1) W2 stays the same when a column of W1 is multiplied and the matching row of W2 divided by the same number.
+The paper binds one number per layer pair (`block`); the library's usual binding is one per hidden unit (`channel`).
+Prints the final losses and how far log‖W1‖ − log‖W2‖ went, for the layer and per unit.
+"""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import gauge_optax as go
+from examples import report, study
+from examples.report import Result
+from examples.study import Arm, Study, rms
+
+Params = dict[str, jax.Array]
+Data = tuple[jax.Array, jax.Array]
+
+
+@dataclass(frozen=True)
+class Config:
+    """The paper's text lost its sizes and rates, except for samples and steps; these are ours."""
+
+    steps: int = 4000
+    samples: int = 128
+    inputs: int = 16
+    hidden: int = 32
+    outputs: int = 8
+    start: float = 0.5  # standard deviation of the student's weights, relative to the teacher's
+    learning_rate: float = 1e-2
+    weight_decay: float = 1e-3
+
+
+FULL = Config(inputs=32, hidden=64, outputs=16)
+
+
+def network(params: Params, x: jax.Array) -> jax.Array:
+    """relu(x W1) W2."""
+    return jax.nn.relu(x @ params["w1"]) @ params["w2"]
+
+
+def loss(params: Params, data: Data) -> jax.Array:
+    """Mean squared error."""
+    x, y = data
+    return jnp.mean(jnp.square(network(params, x) - y))
+
+
+def weights(c: Config, key: jax.Array, size: float) -> Params:
+    """Normal weights, of variance size²/fan-in."""
+    first, second = jax.random.split(key)
+    return {
+        "w1": size * jax.random.normal(first, (c.inputs, c.hidden)) * c.inputs**-0.5,
+        "w2": size * jax.random.normal(second, (c.hidden, c.outputs)) * c.hidden**-0.5,
+    }
+
+
+def make(c: Config, seed: int) -> tuple[Params, Data]:
+    """A student, and what its teacher says about some inputs."""
+    student, teacher, inputs = jax.random.split(jax.random.key(seed), 3)
+    x = jax.random.normal(inputs, (c.samples, c.inputs))
+    return weights(c, student, c.start), (x, network(weights(c, teacher, 1.0), x))
+
+
+def log_ratio(params: Params, channels: bool) -> jax.Array:
+    """log‖W1‖ − log‖W2‖, whole or per hidden unit."""
+    up = jnp.linalg.norm(params["w1"], axis=0)
+    down = jnp.linalg.norm(params["w2"], axis=1)
+    return jnp.log(up / down) if channels else jnp.log(jnp.linalg.norm(up) / jnp.linalg.norm(down))
+
+
+def observe(start: Params, params: Params, data: Data) -> dict[str, jax.Array]:
+    """Loss, and how far both kinds of coordinate moved."""
+    moved = {channels: log_ratio(params, channels) - log_ratio(start, channels) for channels in (False, True)}
+    return {"loss": loss(params, data), "block_drift": jnp.abs(moved[False]), "channel_drift": rms(moved[True])}
+
+
+def build(c: Config) -> Study:
+    """AdamW, and DDC with either binding."""
+    block = go.rescale(up={"w1": "_ _"}, down={"w2": "_ _"})
+    channel = go.rescale(up={"w1": "_ channel"}, down={"w2": "channel _"})
+    arms = {
+        "AdamW": Arm(optax.adamw(c.learning_rate, weight_decay=c.weight_decay)),
+        "DDC block": Arm(go.ddc_adamw(c.learning_rate, block, weight_decay=c.weight_decay)),
+        "DDC channel": Arm(go.ddc_adamw(c.learning_rate, channel, weight_decay=c.weight_decay)),
+    }
+    return Study("relu_rescale", arms, functools.partial(make, c), loss, observe)
+
+
+def figure(result: Result, path: Path) -> None:
+    """Loss and both drifts."""
+    fig, (losses, block, channel) = report.panels(3, "ReLU teacher and student: scale traded between two layers")
+    report.curves(losses, result, "loss", "Training loss", ylabel="mean squared error")
+    report.drifts(block, result, "block_drift", "Drift of the layers' log-ratio")
+    report.drifts(channel, result, "channel_drift", "Drift of the units' log-ratios, rms")
+    report.save(fig, path)
+
+
+def section(result: Result) -> str:
+    """The table, and what it says."""
+    c = Config(**result["settings"])
+    columns = {
+        "final loss": report.column(result, "loss"),
+        "drift, layer pair": report.column(result, "block_drift", at=report.largest),
+        "drift, per unit (rms)": report.column(result, "channel_drift", at=report.largest),
+    }
+    return "\n\n".join(
+        [
+            f"{c.inputs}-{c.hidden}-{c.outputs} ReLU network, {c.samples} samples, {c.steps:,} steps, learning rate "
+            f"{c.learning_rate}, weight decay {c.weight_decay}. {report.made_with(result)}",
+            report.table(result, columns),
+            f"{report.containment(result, 'AdamW', 'DDC block', 'block_drift')} "
+            f"{report.containment(result, 'AdamW', 'DDC channel', 'channel_drift')} "
+            "Each binding holds its own coordinate: the one that is not bound is free to move.",
+        ]
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> Result | None:
+    """Run the study."""
+    config, args = study.parse(__doc__, Config(), FULL, argv)
+    return study.run(build(config), config, args, figure, section)
+
+
+if __name__ == "__main__":
+    main()

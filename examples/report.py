@@ -1,0 +1,162 @@
+"""Reads a study's JSON: numbers over seeds, Markdown tables, curves."""
+
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+Result = dict[str, Any]
+Values = list[float]
+Reading = Callable[[Result, str, str], Values]
+
+ROUNDING = 2.0**-24
+"""Half the spacing of float32 numbers just above 1: a smaller drift counts as this one."""
+MATCHED = 2.0
+"""A loss of at most so many times the other's counts as matched."""
+COLORS = ("tab:orange", "tab:green", "tab:purple", "tab:brown", "tab:pink", "tab:gray", "tab:olive", "tab:cyan")
+
+
+# Numbers ----------------------------------------------------------------------------------------------
+
+
+def final(result: Result, arm: str, key: str) -> Values:
+    """The last reading, per seed."""
+    return [cell["final"][key] for cell in result["cells"][arm].values()]
+
+
+def largest(result: Result, arm: str, key: str) -> Values:
+    """The largest reading along the run, per seed."""
+    return [max(cell["curves"][key]) for cell in result["cells"][arm].values()]
+
+
+def smallest(result: Result, arm: str, key: str) -> Values:
+    """The smallest reading along the run, per seed."""
+    return [min(cell["curves"][key]) for cell in result["cells"][arm].values()]
+
+
+def settled(result: Result, arm: str, key: str) -> Values:
+    """The median over the last quarter of the run, per seed: the end of a run at a constant rate is noise."""
+    curves = [cell["curves"][key] for cell in result["cells"][arm].values()]
+    return [statistics.median(curve[-max(1, len(curve) // 4) :]) for curve in curves]
+
+
+def ratios(above: Values, below: Values, least: float = ROUNDING) -> Values:
+    """Seed by seed; what is below `least` counts as `least`."""
+    return [max(a, least) / max(b, least) for a, b in zip(above, below, strict=True)]
+
+
+def span(values: Sequence[float], form: str = ".2g") -> str:
+    """Smallest to largest, or one number where both read the same."""
+    low, high = (number(x, form) for x in (min(values), max(values)))
+    return low if low == high else f"{low} to {high}"
+
+
+def number(x: float, form: str = ".2g") -> str:
+    """A number for people: 3.1e-07 as it is, 12,000 rather than 1.2e+04."""
+    return f"{float(f'{x:.2g}'):,.0f}" if form == ".2g" and 100 <= abs(x) < 1e9 else f"{x:{form}}"
+
+
+def listed(values: Sequence[float], form: str = ".2g") -> str:
+    """All seeds, in order."""
+    return " / ".join(number(x, form) for x in values)
+
+
+# Markdown ---------------------------------------------------------------------------------------------
+
+Column = Callable[[str], str]
+"""From an arm's name to a cell of a table."""
+
+
+def table(result: Result, columns: Mapping[str, Column]) -> str:
+    """One row per arm."""
+    lines = [["arm", *columns], ["---"] * (len(columns) + 1)]
+    lines += [[arm, *(column(arm) for column in columns.values())] for arm in result["arms"]]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def column(result: Result, key: str, form: str = ".2g", at: Reading = final) -> Column:
+    """One reading, all seeds."""
+    return lambda arm: listed(at(result, arm, key), form)
+
+
+def made_with(result: Result) -> str:
+    """Seeds and machine, in words."""
+    seeds = ", ".join(str(seed) for seed in result["seeds"])
+    return f"Seeds {seeds}, in this order where three numbers stand; float32, {result['machine']}."
+
+
+def containment(result: Result, theirs: str, ours: str, mode: str, loss: str = "loss", at: Reading = final) -> str:
+    """How much less `ours` drifts than `theirs` in each run, and whether that cost anything."""
+    times = ratios(largest(result, theirs, mode), largest(result, ours, mode))
+    losses = [a / b for a, b in zip(at(result, ours, loss), at(result, theirs, loss), strict=True)]
+    return (
+        f"{ours} drifts {span(times)} times less than {theirs} (1,000 times or more "
+        f"{on_seeds([x >= 1000 for x in times])}); its {'final' if at is final else 'settled'} loss is {span(losses)} "
+        f"times {theirs}'s (matched {on_seeds([x <= MATCHED for x in losses])})."
+    )
+
+
+def on_seeds(holds: Sequence[bool]) -> str:
+    """On how many seeds something was so."""
+    count = "all" if all(holds) else f"{sum(holds) or 'NONE'} of"
+    return f"on {count} {len(holds)} seeds"
+
+
+def paper(finding: str, holds: Sequence[bool]) -> str:
+    """A finding of the paper, and on how many seeds it shows here."""
+    verdict = f"shows here {on_seeds(holds)}" if any(holds) else "does NOT show here"
+    return f"The paper: {finding}; this {verdict}."
+
+
+# Figures ----------------------------------------------------------------------------------------------
+
+
+def panels(count: int, title: str) -> tuple[Figure, list[Axes]]:
+    """A row of panels under one title."""
+    fig, axes = plt.subplots(1, count, figsize=(5.2 * count, 4.4), layout="constrained", squeeze=False)
+    fig.suptitle(title)
+    return fig, list(axes[0])
+
+
+def colors(arms: Sequence[str]) -> dict[str, str]:
+    """Red for AdamW and blue for the first DDC arm, in every figure."""
+    ours = next((arm for arm in arms if arm.startswith("DDC")), "")
+    fixed = {"AdamW": "tab:red", ours: "tab:blue"}
+    others = iter(COLORS)
+    return {arm: fixed.get(arm) or next(others) for arm in arms}
+
+
+def curves(
+    axis: Axes, result: Result, key: str, title: str, scale: str = "log", ylabel: str = "", least: float = -math.inf
+) -> None:
+    """A quantity along the run, a line per seed and a colour per arm; what is below `least` is drawn there."""
+    for arm, color in colors(result["arms"]).items():
+        for n, cell in enumerate(result["cells"][arm].values()):
+            kept = cell["curves"]
+            values = [max(value, least) for value in kept[key]]
+            axis.plot(kept["step"], values, color=color, lw=1.3, alpha=0.8, label=None if n else arm)
+    axis.set(title=title, xlabel="step", ylabel=ylabel, yscale=scale)
+    axis.grid(alpha=0.3)
+
+
+def drifts(axis: Axes, result: Result, key: str, title: str, ylabel: str = "distance from the start") -> None:
+    """A drift along the run; below the dotted line float32 cannot tell."""
+    curves(axis, result, key, title, ylabel=ylabel, least=ROUNDING)
+    axis.axhline(ROUNDING, color="gray", ls=":", label="rounding of float32")
+    axis.set_ylim(bottom=ROUNDING / 2)
+
+
+def save(fig: Figure, path: Path) -> None:
+    """Write the PNG, with the last panel's legend below all of them."""
+    handles, labels = fig.axes[-1].get_legend_handles_labels()
+    fig.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 6))
+    fig.savefig(path, dpi=110)
+    plt.close(fig)

@@ -1,0 +1,214 @@
+"""Runs a study: each of its arms from each seed, with a progress bar; leaves a JSON file, a figure and a table.
+
+The JSON keeps every finished run, so that a killed study goes on where it stopped and ends with the file that an
+unbroken one writes. A study is a `Study`, a frozen dataclass of sizes with a `steps` field, a `figure` and a `section`:
+
+    config, args = study.parse(__doc__, Config(), FULL, argv)
+    return study.run(build(config), config, args, figure, section)
+"""
+
+import argparse
+import dataclasses
+import itertools
+import json
+import os
+import re
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from tqdm import tqdm
+
+Params = Any
+Data = Any
+Loss = Callable[[Params, Data], jax.Array]
+Cell = dict[str, Any]
+"""One run: `final`, the last reading, and `curves`, all readings, each a list per observed quantity."""
+Result = dict[str, Any]
+"""What the JSON holds: a header, and `cells[arm][seed]`."""
+Config = TypeVar("Config")
+
+SEEDS = (42, 142, 242)
+READINGS = 100
+DIGITS = 6
+
+
+@dataclasses.dataclass(frozen=True)
+class Arm:
+    """An optimizer, and the loss it minimises where that is not the study's own."""
+
+    tx: optax.GradientTransformation
+    loss: Loss | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Study:
+    """What is compared, on what.
+
+    Attributes:
+      name: of the JSON and PNG files.
+      arms: by name, in the order of the table.
+      make: seed → initial parameters and data; shapes may not depend on the seed, so that seeds share one program.
+      loss: of (parameters, batch).
+      observe: (initial parameters, parameters, data) → named scalars, read some hundred times along a run.
+      batch: (data, step) → batch; by default everything, at each step.
+    """
+
+    name: str
+    arms: Mapping[str, Arm]
+    make: Callable[[int], tuple[Params, Data]]
+    loss: Loss
+    observe: Callable[[Params, Params, Data], dict[str, jax.Array]]
+    batch: Callable[[Data, jax.Array], Any] = lambda data, step: data
+
+
+# Command line ---------------------------------------------------------------------------------------
+
+
+def parse(
+    doc: str | None, quick: Config, full: Config, argv: Sequence[str] | None
+) -> tuple[Config, argparse.Namespace]:
+    """The sizes, each of which is an option, and the options that all studies have."""
+    parser = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
+    parser.add_argument("--out", type=Path, help="JSON and PNG; default: outputs/studies, or outputs/full")
+    parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS))
+    parser.add_argument("--full", action="store_true", help="the paper's sizes")
+    parser.add_argument("--stop-after", type=int, help="leave after this many runs, as if killed")
+    names = [field.name for field in dataclasses.fields(quick)]  # type: ignore[arg-type]
+    for name in names:
+        kind, sizes = type(getattr(quick, name)), f"{getattr(quick, name)}; full: {getattr(full, name)}"
+        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, help=f"default: {sizes}")
+    args = parser.parse_args(argv)
+    args.out = args.out or Path("outputs") / ("full" if args.full else "studies")
+    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    return dataclasses.replace(full if args.full else quick, **given), args  # type: ignore[type-var]
+
+
+# One run ----------------------------------------------------------------------------------------------
+
+
+def rms(x: jax.Array) -> jax.Array:
+    """Root of the mean square."""
+    return jnp.sqrt(jnp.mean(jnp.square(x)))
+
+
+def advance(study: Study, arm: Arm) -> Callable[..., tuple[Params, Any]]:
+    """One compiled program for any number of steps of one arm, whatever the seed."""
+    loss = arm.loss or study.loss
+
+    @jax.jit
+    def steps(params: Params, state: Any, data: Data, first: int, last: int) -> tuple[Params, Any]:
+        def step(n: jax.Array, carry: tuple[Params, Any]) -> tuple[Params, Any]:
+            params, state = carry
+            grads = jax.grad(loss)(params, study.batch(data, n))
+            updates, state = arm.tx.update(grads, state, params)
+            return optax.apply_updates(params, updates), state
+
+        return jax.lax.fori_loop(first, last, step, (params, state))
+
+    return steps
+
+
+def run_cell(study: Study, arm: Arm, go_on: Callable[..., Any], seed: int, steps: int, progress: tqdm) -> Cell:
+    """Train one arm from one seed, reading what the study observes at equal distances."""
+    start, data = study.make(seed)
+    params, state = start, jax.jit(arm.tx.init)(start)
+    observe = jax.jit(study.observe)
+    at = np.unique(np.linspace(0, steps, min(READINGS, steps) + 1).astype(int)).tolist()
+    readings = [observe(start, params, data)]
+    for first, last in itertools.pairwise(at):
+        params, state = go_on(params, state, data, first, last)
+        readings.append(observe(start, params, data))
+        progress.update(last - first)
+    curves = {key: [_rounded(reading[key]) for reading in readings] for key in readings[0]}
+    return {"final": {key: curve[-1] for key, curve in curves.items()}, "curves": {"step": at} | curves}
+
+
+def _rounded(x: jax.Array) -> float:
+    return float(f"{float(x):.{DIGITS}g}")
+
+
+# All runs ---------------------------------------------------------------------------------------------
+
+
+def machine() -> str:
+    """The kind of machine, for a result's header."""
+    device = jax.devices()[0]
+    return f"{os.cpu_count()}-core CPU" if device.platform == "cpu" else device.device_kind
+
+
+def header(study: Study, config: Any, args: argparse.Namespace) -> Result:
+    """Everything that must agree before two runs may stand in one table."""
+    return {
+        "study": study.name,
+        "settings": dataclasses.asdict(config),
+        "arms": list(study.arms),
+        "seeds": args.seeds,
+        "machine": machine(),
+        "versions": {"gauge_optax": _own_version(), "jax": jax.__version__, "optax": optax.__version__},
+    }
+
+
+def _own_version() -> str:
+    """Of the sources here: the examples run from a checkout, installed or not."""
+    project = Path(__file__).parent.parent / "pyproject.toml"
+    return str(tomllib.loads(project.read_text())["project"]["version"])
+
+
+def load(path: Path, head: Result) -> Result:
+    """The finished runs at `path`, if there are any and they were made under this header."""
+    if not path.exists():
+        return head | {"cells": {}}
+    result = json.loads(path.read_text())
+    other = [key for key in head if result.get(key) != head[key]]
+    if other:
+        raise ValueError(
+            f"{path} holds runs under other {' and '.join(other)}\n"
+            f"  found:    {[result.get(key) for key in other]}\n"
+            f"  expected: {[head[key] for key in other]}\n"
+            f"  remedy:   delete it, or give another --out"
+        )
+    return result
+
+
+def write(path: Path, result: Result) -> None:
+    """Write all of it or nothing: a killed writer leaves the file before."""
+    text = json.dumps(result, indent=1)
+    text = re.sub(r"\[\s([^\[\]{}]*)\]", lambda numbers: f"[{' '.join(numbers[1].split())}]", text)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_suffix(".tmp")
+    unfinished.write_text(text + "\n")
+    os.replace(unfinished, path)
+
+
+def run(
+    study: Study,
+    config: Any,
+    args: argparse.Namespace,
+    figure: Callable[[Result, Path], None],
+    section: Callable[[Result], str],
+) -> Result | None:
+    """Make the missing runs, saving each; then draw and print. None if told to stop before the end."""
+    path = args.out / f"{study.name}.json"
+    result = load(path, header(study, config, args))
+    cells = result["cells"]
+    missing = [(arm, seed) for arm in study.arms for seed in args.seeds if str(seed) not in cells.get(arm, {})]
+    with tqdm(total=len(missing) * config.steps, unit="step", mininterval=1) as progress:
+        programs: dict[str, Any] = {}
+        for name, seed in missing[: args.stop_after]:
+            progress.set_description(f"{name}, seed {seed}")
+            arm = study.arms[name]
+            programs[name] = programs.get(name) or advance(study, arm)
+            cells.setdefault(name, {})[str(seed)] = run_cell(study, arm, programs[name], seed, config.steps, progress)
+            write(path, result)
+    if args.stop_after is not None and args.stop_after < len(missing):
+        return None
+    figure(result, path.with_suffix(".png"))
+    print(section(result))
+    print(f"wrote {path} and {path.with_suffix('.png')}")
+    return result

@@ -1,0 +1,85 @@
+"""Writes examples/results/README.md, the table of all studies, from the JSON files beside it.
+
+    python -m examples.tables            # or: --results <folder>
+
+Add a study by a row in SECTIONS: the JSON's name, a heading, and a function from the parsed JSON to Markdown.
+"""
+
+import argparse
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from examples import (
+    demo,
+    diagonal_network,
+    layernorm_scale,
+    radial_equilibrium,
+    relu_rescale,
+    row_shift,
+    sparse_parity,
+)
+
+RESULTS = Path(__file__).parent / "results"
+
+INTRODUCTION = """# Results
+
+Every number here is read from the JSON beside it, and every sentence that says whether a finding shows is computed from
+the numbers; `python -m examples.tables` writes this page. `python -m examples.<name> --out examples/results` makes a
+JSON and its figure again (delete the old JSON first: finished runs are kept), `--full` takes the paper's sizes. *The
+paper* is Dead-Direction Conditioners; its appendix C has the studies. Drift is the largest distance from the start
+among some hundred readings of a run, unless a column says otherwise. A loss is matched if it is at most twice the
+other's."""
+
+
+class Section(NamedTuple):
+    """One study's part of the page."""
+
+    name: str
+    heading: str
+    markdown: Callable[[Any], str]
+
+
+def _demo(runs: Any) -> str:
+    said = "One seed, float32, 2-core CPU; the project's README explains the columns."
+    return f"{said}\n\n```\n{demo.table(runs)}\n```"
+
+
+SECTIONS = [
+    Section("demo", "Twins of a small language model", _demo),
+    Section("row_shift", "C.1 Logit shift of a grokking transformer", row_shift.section),
+    Section("relu_rescale", "C.2 ReLU rescale, teacher and student", relu_rescale.section),
+    Section("layernorm_scale", "C.3 LayerNorm scale", layernorm_scale.section),
+    Section("diagonal_network", "C.4 Diagonal linear network", diagonal_network.section),
+    Section("sparse_parity", "C.14 Keeping or shedding a block: sparse parity", sparse_parity.section),
+    Section("radial_equilibrium", "B.7 Where decay and loss balance", radial_equilibrium.section),
+]
+
+
+def page(results: Path) -> str:
+    """The whole of README.md; studies without a JSON are left out."""
+    parts = [INTRODUCTION]
+    for section in SECTIONS:
+        path = results / f"{section.name}.json"
+        if path.exists():
+            parts += [f"## {section.heading}", f"`examples/{section.name}.py`. " + section.markdown(_read(path))]
+            parts += [f"![{section.heading}]({section.name}.png)"] * path.with_suffix(".png").exists()
+    return "\n\n".join(parts) + "\n"
+
+
+def _read(path: Path) -> Any:
+    return json.loads(path.read_text())
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Write the page."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    results = parser.parse_args(argv).results
+    (results / "README.md").write_text(page(results))
+    print(f"wrote {results / 'README.md'}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,127 @@
+"""Adam's step as a coordinate-wise preconditioner times a first moment, read out of an optimizer's state.
+
+Here: optax's `scale_by_adam` wherever it sits in a chain. Not here: `scale_by_ddc`, whose moments live in a frame and
+whose step is no product of this kind; measure its steps with `step_leakage`.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from gauge_optax.binding import binding_error
+from gauge_optax.linalg import real_dtype
+
+
+class AdamFactors(NamedTuple):
+    """The two factors of Adam's step; both have the structure of the parameters.
+
+    Attributes:
+      momentum: bias-corrected first moment, an average of cotangents.
+      preconditioner: D = 1/(√v̂ + eps).
+    """
+
+    momentum: Any
+    preconditioner: Any
+
+
+def adam_factors(
+    opt_state: Any, b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8, eps_root: float = 0.0
+) -> AdamFactors:
+    """The factors of the step that Adam has just taken: learning rate · D⊙m̂, decay apart.
+
+    Args:
+      opt_state: the state after the step, of any chain with one `scale_by_adam` in it.
+      b1: the optimizer's, as are b2, eps and eps_root: a state does not tell them.
+      b2: decay of the second moment.
+      eps: added to the root.
+      eps_root: added under the root.
+
+    Returns:
+      First moment and preconditioner, in the dtype in which gauges compute. Not for `nesterov=True`.
+
+    Raises:
+      ValueError: no Adam in the state, or several.
+
+    >>> tx, params = optax.adamw(1e-3), {"w": jnp.array([1.0, -2.0])}
+    >>> updates, state = tx.update({"w": jnp.array([0.5, 4.0])}, tx.init(params), params)
+    >>> factors = go.measure.adam_factors(state)
+    >>> factors.momentum["w"].round(3).tolist(), factors.preconditioner["w"].round(3).tolist()
+    ([0.5, 4.0], [2.0, 0.25])
+    """
+    state = _only_adam("adam_factors", opt_state)
+    mean = jax.tree.map(lambda m: m.astype(real_dtype()) / (1 - b1**state.count), state.mu)
+    return AdamFactors(mean, jax.tree.map(lambda v: _inverse_root(v, b2, eps, eps_root, state.count), state.nu))
+
+
+def adam_precondition(
+    opt_state: Any,
+    grad_fn: Callable[[Any], Any],
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    eps_root: float = 0.0,
+    *,
+    responds: bool = True,
+) -> Callable[[Any, Any], Any]:
+    """Adam's D as a function of the point, for `second_order_leakage`.
+
+    Args:
+      opt_state: the state before the step, of any chain with one `scale_by_adam` in it.
+      grad_fn: params → gradient.
+      b2: the optimizer's, as are eps and eps_root.
+      eps: added to the root.
+      eps_root: added under the root.
+      responds: whether v = b2·v_old + (1 − b2)·g(θ)² follows the point. Its derivative, (1 − b2)·2g·Hu, is the whole
+        derivative of D along the step. The average's own catching up with g² is none: it goes on where θ stands still,
+        and the leakage at the next point sees it.
+
+    Returns:
+      (params, gradient) → D(params)⊙gradient, for any cotangent; the first moment is left out.
+
+    Raises:
+      ValueError: no Adam in the state, or several.
+
+    >>> tx, grad_fn = optax.adam(1e-3), lambda p: p
+    >>> precondition = go.measure.adam_precondition(tx.init(jnp.ones(2)), grad_fn)
+    >>> precondition(jnp.array([1.0, 4.0]), jnp.array([1.0, 2.0])).round(3).tolist()  # first step: D = 1/|g(θ)|
+    [1.0, 0.5]
+    """
+    state = _only_adam("adam_precondition", opt_state)
+
+    def precondition(params: Any, gradient: Any) -> Any:
+        seen = grad_fn(params) if responds else jax.lax.stop_gradient(grad_fn(params))
+
+        def stepped(v: jax.Array, s: jax.Array, g: jax.Array) -> jax.Array:
+            fresh = b2 * v.astype(real_dtype()) + (1 - b2) * jnp.square(s.astype(real_dtype()))
+            return g * _inverse_root(fresh, b2, eps, eps_root, state.count + 1)
+
+        return jax.tree.map(stepped, state.nu, seen, gradient)
+
+    return precondition
+
+
+def _inverse_root(v: jax.Array, b2: float, eps: float, eps_root: float, count: jax.Array) -> jax.Array:
+    """1/(√v̂ + eps); an entry that never had a gradient has a root without derivative, and takes 0 for it."""
+    square = v.astype(real_dtype()) / (1 - b2**count) + eps_root
+    alive = square > 0
+    return 1.0 / (jnp.where(alive, jnp.sqrt(jnp.where(alive, square, 1.0)), 0.0) + eps)
+
+
+def _only_adam(caller: str, opt_state: Any) -> optax.ScaleByAdamState:
+    nodes = jax.tree.leaves(opt_state, is_leaf=_is_adam)
+    found = [node for node in nodes if _is_adam(node)]
+    if len(found) != 1:
+        raise binding_error(
+            caller,
+            f"{len(found)} Adam states",
+            f"a {type(opt_state).__name__}",
+            "the state of an optimizer with one optax.scale_by_adam in it",
+            "pass the one partition's state; of other optimizers measure the step itself, with step_leakage",
+        )
+    return found[0]
+
+
+def _is_adam(node: Any) -> bool:
+    return isinstance(node, optax.ScaleByAdamState)

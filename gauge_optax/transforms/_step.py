@@ -1,0 +1,199 @@
+"""One step of DDC-Adam on one component of a product: everything between the in-frame gradient and the tangent.
+
+Here: the order of things in a step. Not here: what is kept between steps (`ddc`), when bases are renewed (`_heads`).
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from gauge_optax.gauges import _split
+from gauge_optax.gauges._basis import grouped
+from gauge_optax.gauges._head import HeadBlock, HeadInstance
+from gauge_optax.gauges._split import Bound, Coordinates
+from gauge_optax.gauges._system import Channels
+from gauge_optax.transforms import _channels, _moments, _vertical
+from gauge_optax.transforms._heads import horizontal, without_vertical
+from gauge_optax.transforms._here import Adam, Here
+from gauge_optax.transforms._moments import BodyFrame
+
+Arrays = dict[str, jax.Array]
+Scalar = float | jax.Array
+
+_NEGLIGIBLE = 1e-3  # vertical share of a channel's derivatives that may stay: it has no effect but on the radial part
+
+
+class Settings(NamedTuple):
+    """What the user chose.
+
+    Attributes:
+      adam: hyperparameters of all leaves and coordinates that no rotation binds.
+      head_adam: the same with the age of the rotated leaves' moments for a step number.
+      vertical: as `scale_by_ddc`'s.
+      v_mode: as `scale_by_ddc`'s.
+      cut: which directions `v_mode` divides.
+      radial: as `scale_by_ddc`'s.
+      radial_scale: as `scale_by_ddc`'s.
+      reproject: as `scale_by_ddc`'s.
+      project: whether the vertical part of the gradient is taken out first.
+    """
+
+    adam: Adam
+    head_adam: Adam
+    vertical: str
+    v_mode: str
+    cut: Scalar
+    radial: str
+    radial_scale: Scalar
+    reproject: bool
+    project: bool
+
+
+class Moments(NamedTuple):
+    """What a component remembers.
+
+    Attributes:
+      mu: first moments of its leaves.
+      nu: second moments of its leaves.
+      radial: first and second moments of the joint scales' derivatives.
+      heads: eigenbases and body frames.
+      vertical: first and second moments of vertical coordinates; () where not kept.
+    """
+
+    mu: Arrays
+    nu: Arrays
+    radial: tuple[Channels, Channels]
+    heads: tuple[BodyFrame, ...]
+    vertical: tuple[Any, Any]
+
+
+def plain_step(adam: Adam, gradient: Arrays, mu: Arrays, nu: Arrays) -> tuple[Arrays, Arrays, Arrays]:
+    """Adam on leaves that no gauge binds: the step, and the new moments."""
+    mu = {p: adam.b1 * x + (1 - adam.b1) * gradient[p] for p, x in mu.items()}
+    nu = {p: adam.b2 * x + (1 - adam.b2) * jnp.square(gradient[p]) for p, x in nu.items()}
+    return {p: adam.debias(x, gradient[p], adam.b1) / adam.root(nu[p]) for p, x in mu.items()}, mu, nu
+
+
+def component_step(
+    here: Here, gradient: Arrays, old: Moments, chosen: Settings
+) -> tuple[Arrays, _channels.Sides, Moments]:
+    """The tangent of one component.
+
+    Args:
+      here: the point.
+      gradient: of its leaves.
+      old: its moments, second ones in this step's body frames.
+      chosen: the settings.
+
+    Returns:
+      The tangent per leaf, out of the frame; its dot products with every channel's sides; and the new moments.
+    """
+    adam, bases = chosen.adam, [h.basis for h in old.heads]
+    framed = here.point.cotangent_in(gradient)
+    dots = here.slopes(gradient)
+    flat = _channels.none(here.system)
+    if chosen.project:
+        flat, dots = _projected(here, dots)
+        framed = without_vertical(here.bound, here.point.hat, framed, bases, here.grams)
+    slopes = _channels.radial_slopes(here.system, dots)
+    drifts: Coordinates | None = None
+    if chosen.vertical != "frozen":
+        drifts, framed = _vertical.split(here, framed, bases)
+    flat = _channels.total(flat, _channels.tangential(here, dots, _channels.GRADIENT_SWEEPS)[0])
+    seen = here.resize(here.bound.centre(here.added(framed, flat)))
+
+    adams = dict.fromkeys(seen, adam) | dict.fromkeys(here.bound.turned, chosen.head_adam)
+    past = here.transfer(old.mu, 1), here.transfer(old.nu, 2)
+    mu = in_place({p: adam.b1 * x + (1 - adam.b1) * seen[p] for p, x in past[0].items()})
+    mean = {p: adams[p].debias(x, seen[p], adam.b1) for p, x in mu.items()}
+    step, nu, heads = _divided(here.bound, old.heads, mean, seen, past[1], chosen.v_mode, chosen.cut, adams)
+
+    tangent = jax.lax.optimization_barrier(here.resize(step))
+    added = rest = left = _channels.none(here.system)
+    if chosen.reproject:
+        tangent = here.bound.centre(tangent)
+        added, rest = _channels.tangential(here, here.dots(tangent), _channels.TANGENT_SWEEPS)
+        tangent, _ = horizontal(here.bound, here.point.hat, tangent, bases, here.grams)
+    else:
+        left = here.dots(tangent)
+    outward, radial_mu, radial_nu = _channels.radial(
+        here, slopes, old.radial, chosen.radial, chosen.radial_scale, adam
+    )
+    added, rest = _channels.with_radial(here, added, rest, outward)
+    tangent, rest = here.added(tangent, added), _channels.total(left, rest)
+    vertical = old.vertical
+    if drifts is not None:
+        rates, *fresh = _vertical.step(here, drifts, *old.vertical, chosen.vertical, adam)
+        vertical = (fresh[0], fresh[1])
+        tangent = _vertical.added(here, tangent, rates)
+        rest = here.dots(tangent)
+    return here.point.tangent_out(tangent), rest, Moments(mu, nu, (radial_mu, radial_nu), heads, vertical)
+
+
+def in_place(fresh: Arrays) -> Arrays:
+    """New moments, for good: what follows reads them, and not the old ones once more, whose memory they can so take."""
+    return jax.lax.optimization_barrier(fresh)
+
+
+def _projected(here: Here, dots: _channels.Sides) -> tuple[_channels.Sides, _channels.Sides]:
+    """Multiples of θ̂ that take the vertical part out of a cotangent, and its dot products after that."""
+    added = _channels.none(here.system)
+    if not here.system.instances:
+        return added, dots
+
+    def removed() -> tuple[_channels.Sides, _channels.Sides]:
+        out, rest = added, dots
+        for k, rate in enumerate(_split.vertical_rates(here.overlap, dots, _NEGLIGIBLE)):
+            out = _channels.plus(out, k, -rate, here.system.instances[k].degree * rate)
+            rest = here.overlap.moved_along(rest, k, -rate)
+        return list(out), list(rest)
+
+    vertical = sum(jnp.sum(jnp.square(x)) for x in here.system.along_orbits(dots))
+    whole = sum(jnp.sum(jnp.square(up) + jnp.square(down)) for up, down in dots)
+    return jax.lax.cond(vertical > _NEGLIGIBLE**2 * whole, removed, lambda: (list(added), list(dots)))
+
+
+def _divided(
+    bound: Bound,
+    heads: tuple[BodyFrame, ...],
+    mean: Arrays,
+    seen: Arrays,
+    nu: Arrays,
+    v_mode: str,
+    cut: Scalar,
+    adams: dict[str, Adam],
+) -> tuple[Arrays, Arrays, tuple[BodyFrame, ...]]:
+    """First moments over root second moments, and the new second moments."""
+    framed = _moments.uses_frame(v_mode)
+    mean_in, seen_in = (_moments.to_body(bound, heads, x) for x in (mean, seen)) if framed else (mean, seen)
+    squares = {p: jnp.square(x) for p, x in seen_in.items()}
+    if v_mode in ("none", "per_head_matrix"):
+        squares = _moments.on_blocks(bound, squares, lambda g, i, h, b, view: jnp.zeros_like(view))
+    elif v_mode == "per_head_scalar":
+        squares = _moments.on_blocks(bound, squares, lambda g, i, h, b, view: _moments.per_head_mean(h, b, view))
+    nu = in_place({p: adams[p].b2 * x + (1 - adams[p].b2) * squares[p] for p, x in nu.items()})
+    roots = _moments.above_rounding(bound, {p: adams[p].root(x) for p, x in nu.items()}, nu, adams)
+    step = {p: mean_in[p] / roots[p] for p in nu}
+    if v_mode == "none":
+        return _replaced(bound, step, mean, None), nu, heads
+    if v_mode == "per_head_matrix":
+        by_matrix, heads = _moments.divided_by_matrix(bound, heads, mean, seen, adams)
+        return _replaced(bound, step, by_matrix, None), nu, heads
+    if not framed:
+        return step, nu, heads
+    masks = [_moments.divided_directions(g, h, cut) for g, h in zip(grouped(bound.heads), heads, strict=True)]
+    step = _replaced(bound, step, mean_in, masks)
+    turned = bound.turned
+    change = _moments.from_body(bound, heads, {p: x - mean_in[p] if p in turned else x for p, x in step.items()})
+    return {p: mean[p] + x if p in turned else x for p, x in change.items()}, nu, heads
+
+
+def _replaced(bound: Bound, step: Arrays, mean: Arrays, masks: list[jax.Array] | None) -> Arrays:
+    """`step` with the bare mean on directions that are not divided."""
+
+    def change(at: int, number: int, head: HeadInstance, block: HeadBlock, view: jax.Array) -> jax.Array:
+        bare = block.view(mean[block.block.path])
+        return bare if masks is None else jnp.where(head.along_basis(block, masks[at][number]), view, bare)
+
+    return _moments.on_blocks(bound, step, change)

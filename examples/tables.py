@@ -15,9 +15,11 @@ from examples import (
     demo,
     diagonal_network,
     layernorm_scale,
+    learning_rates,
     radial_equilibrium,
     relu_rescale,
     row_shift,
+    self_tests,
     sparse_parity,
 )
 
@@ -48,11 +50,13 @@ def _demo(runs: Any) -> str:
 
 SECTIONS = [
     Section("demo", "Twins of a small language model", _demo),
+    Section("learning_rates", "Learning rates of a small language model", learning_rates.section),
     Section("row_shift", "C.1 Logit shift of a grokking transformer", row_shift.section),
     Section("relu_rescale", "C.2 ReLU rescale, teacher and student", relu_rescale.section),
     Section("layernorm_scale", "C.3 LayerNorm scale", layernorm_scale.section),
     Section("diagonal_network", "C.4 Diagonal linear network", diagonal_network.section),
     Section("sparse_parity", "C.14 Keeping or shedding a block: sparse parity", sparse_parity.section),
+    Section("self_tests", "C.15 Equivariance self-tests", self_tests.section),
     Section("radial_equilibrium", "B.7 Where decay and loss balance", radial_equilibrium.section),
 ]
 

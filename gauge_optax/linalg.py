@@ -131,7 +131,14 @@ def inverse_pair_sums(values: jax.Array) -> jax.Array:
     return jnp.where(sums > floor, 1.0 / jnp.where(sums > floor, sums, 1.0), 0.0)
 
 
-def lyapunov_stale(m: jax.Array, k: jax.Array, values: jax.Array, vectors: jax.Array, steps: int) -> jax.Array:
+def lyapunov_stale(
+    m: jax.Array,
+    k: jax.Array,
+    values: jax.Array,
+    vectors: jax.Array,
+    steps: int,
+    negligible: float | jax.Array = 0.0,
+) -> jax.Array:
     """The skew solution of M·A + A·M = 2K by conjugate gradients in an old eigenbasis of M; products only.
 
     Args:
@@ -139,7 +146,8 @@ def lyapunov_stale(m: jax.Array, k: jax.Array, values: jax.Array, vectors: jax.A
       k: (…, d, d), antisymmetric.
       values: (…, d) eigenvalues of M when the basis was fresh.
       vectors: (…, d, d) that basis.
-      steps: number of iterations; 6 give 1e-6 while the whitened drift of M is below 0.1.
+      steps: number of iterations at most; 6 give 1e-6 while the whitened drift of M is below 0.1.
+      negligible: stop where ⟨A, M·A + A·M⟩ of what is left is below this.
 
     Returns:
       A (…, d, d), antisymmetric.
@@ -162,8 +170,13 @@ def lyapunov_stale(m: jax.Array, k: jax.Array, values: jax.Array, vectors: jax.A
     scaled = weight * residual
     direction, energy = scaled, inner(residual, scaled)
     # A head that has converged must stop: conjugate gradients on rounding noise diverge.
-    done = energy * jnp.finfo(m.dtype).eps ** 2
-    for _ in range(steps):
+    done = jnp.maximum(energy * jnp.finfo(m.dtype).eps ** 2, negligible)
+
+    def unfinished(carry: tuple[jax.Array, ...]) -> jax.Array:
+        return (carry[0] < steps) & jnp.any(carry[-1] > done)
+
+    def iterate(carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        count, solution, residual, direction, energy = carry
         image = apply(direction)
         step = jnp.where(energy > done, safe_divide(energy, inner(direction, image)), 0.0)
         solution = solution + step * direction
@@ -171,7 +184,10 @@ def lyapunov_stale(m: jax.Array, k: jax.Array, values: jax.Array, vectors: jax.A
         scaled = weight * residual
         fresh = inner(residual, scaled)
         direction = scaled + safe_divide(fresh, energy) * direction
-        energy = fresh
+        return count + 1, solution, residual, direction, fresh
+
+    first = (jnp.zeros((), jnp.int32), solution, residual, direction, energy)
+    solution = jax.lax.while_loop(unfinished, iterate, first)[1]
     return matmul(matmul(vectors, solution), transpose(vectors))
 
 

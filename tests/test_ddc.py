@@ -121,7 +121,7 @@ def test_chain_and_alias_are_one(name: str, rule: str) -> None:
     moved = jax.tree.map(lambda a, b: np.linalg.norm(a - b) / np.linalg.norm(a), chain, alias)
     print(name, rule, max(moved.values()))
     # Of a gradient with a vertical part the alias takes out all but a thousandth before the moments see it.
-    assert max(moved.values()) < (1e-8 if rule == "invariant" else 1e-5)
+    assert max(moved.values()) < (1e-6 if "vertical" in CHANGES[name] else 1e-8 if rule == "invariant" else 1e-5)
 
 
 def test_every_option_reaches_its_link() -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
-from examples import data, demo, train_linen, train_nnx
+from examples import data, demo, self_tests, train_linen, train_nnx
 
 TINY = ["--batch", "2", "--length", "8", "--width", "8", "--layers", "1"]
 
@@ -78,6 +78,22 @@ def test_demo_writes_what_it_says(tmp_path: Path, text: Path, capsys: pytest.Cap
     assert written["ddc_adamw"]["gap"] == runs["ddc_adamw"]["gap"]
     assert written["ddc_adamw"]["gap"][10] < written["adamw"]["gap"][10]
     assert "gap@10" in capsys.readouterr().out
+
+
+def test_self_tests_resume_and_tell_readings_of_the_reference_apart(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--seeds", "42", "--only", "CE shift, bias", "|v·R|"]
+    broken = [*options, "--out", str(tmp_path / "broken")]
+    assert self_tests.main([*broken, "--stop-after", "1"]) is None
+    assert not (tmp_path / "broken" / "self_tests.png").exists()
+    result = self_tests.main(broken)
+    assert result == self_tests.main([*options, "--out", str(tmp_path / "whole")])
+    assert (tmp_path / "broken" / "self_tests.png").stat().st_size > 1000
+    shift, printed = (result["cells"][name]["42"]["float64"] for name in ("CE shift, bias", "B.8, |v·R|"))
+    assert len(shift["ours"]) == 21 and shift["ours"][-1] < 1e-8 < 1e-3 < shift["adamw"][-1]
+    assert printed["ours"][1] < 1e-8 < 1e-3 < printed["ours"][-1]
+    assert "AdamW" in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -86,19 +86,22 @@ def _diagonal(values: jax.Array) -> jax.Array:
     return values[..., None] * jnp.eye(values.shape[-1], dtype=values.dtype)
 
 
-def generators(basis: HeadBasis, gram: jax.Array, skewed: jax.Array) -> jax.Array:
+def generators(
+    basis: HeadBasis, gram: jax.Array, skewed: jax.Array, negligible: float | jax.Array = 0.0
+) -> jax.Array:
     """A with M·A + A·M = 2·skewed, by conjugate gradients in the stored basis.
 
     Args:
       basis: the stored basis.
       gram: M, (instances, *shape, d, d), at the current point.
       skewed: skew(WᵀU), same shape.
+      negligible: ‖W·A‖² below which A counts as zero.
 
     Returns:
       A, same shape.
     """
     steps = 12 if gram.dtype == jnp.float64 else 6
-    return lyapunov_stale(gram, skewed, basis.values, basis.vectors, steps)
+    return lyapunov_stale(gram, skewed, basis.values, basis.vectors, steps, negligible)
 
 
 def body_frame(group: Group, hat: Values, basis: HeadBasis, live_threshold: float | jax.Array) -> jax.Array:

@@ -68,12 +68,12 @@ def without_vertical(
     out = dict(framed)
     for group, basis, gram in zip(grouped(bound.heads), bases, grams, strict=True):
         own = {path: out[path] for head in group for path in head.paths}
-        generator = generators(basis, gram, skew(stacked_gram(group, hat, own)))
-        removed = jnp.sum(generator * matmul(gram, generator))  # ‖θ̂·A‖²
         whole = sum(jnp.sum(jnp.square(x)) for x in own.values())
-        rounding = _ROUNDING[gram.dtype == jnp.float64]
+        negligible = _ROUNDING[gram.dtype == jnp.float64] ** 2 * whole
+        generator = generators(basis, gram, skew(stacked_gram(group, hat, own)), negligible)
+        removed = jnp.sum(generator * matmul(gram, generator))  # ‖θ̂·A‖²
         turn = functools.partial(add_turn, group, hat=hat, generator=-generator)
-        out |= jax.lax.cond(removed > rounding**2 * whole, turn, lambda own: own, own)
+        out |= jax.lax.cond(removed > negligible, turn, lambda own: own, own)
     return out
 
 

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 HIGHEST = jax.lax.Precision.HIGHEST
+Carry = tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]
 
 
 def real_dtype() -> jnp.dtype:
@@ -172,10 +173,10 @@ def lyapunov_stale(
     # A head that has converged must stop: conjugate gradients on rounding noise diverge.
     done = jnp.maximum(energy * jnp.finfo(m.dtype).eps ** 2, negligible)
 
-    def unfinished(carry: tuple[jax.Array, ...]) -> jax.Array:
+    def unfinished(carry: Carry) -> jax.Array:
         return (carry[0] < steps) & jnp.any(carry[-1] > done)
 
-    def iterate(carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    def iterate(carry: Carry) -> Carry:
         count, solution, residual, direction, energy = carry
         image = apply(direction)
         step = jnp.where(energy > done, safe_divide(energy, inner(direction, image)), 0.0)

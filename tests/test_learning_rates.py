@@ -73,7 +73,7 @@ def test_stuck_is_at_the_floor_for_the_whole_last_quarter() -> None:
     assert learning_rates.channel_report([*looks, *looks[-3:-2] * 2])["stuck"] == {"leaf": 2}
 
 
-def test_no_step_takes_a_joint_scale_below_its_floor() -> None:
+def test_no_step_jumps_below_the_floor_of_a_joint_scale() -> None:
     gauge = go.rescale({"up": "_ channel"}, {"down": "channel _"})
     up, down = jax.random.normal(jax.random.key(0), (2, 3, 4))
     params = {"up": up, "down": down.T}
@@ -88,12 +88,13 @@ def test_no_step_takes_a_joint_scale_below_its_floor() -> None:
         updates, state = step(jax.tree.map(lambda x: -0.999 * x, params), state, params)
         params = optax.apply_updates(params, updates)
         now = scales()
-        np.testing.assert_array_less(0.999 * np.maximum(0.5 * before, floor), now)
+        least = np.maximum(0.5 * before, np.minimum(floor, 0.99 * before))
+        np.testing.assert_allclose(now, least, rtol=1e-3)
         before = now
-    np.testing.assert_allclose(now, floor, rtol=1e-3)
+    assert np.all(now < floor) and np.all(now > 0.9 * floor)  # decay may go on from there, a hundredth a step
     updates, state = step(params, state, params)
     params = optax.apply_updates(params, updates)
-    np.testing.assert_allclose(scales(), 3 * floor, rtol=1e-3)
+    np.testing.assert_allclose(scales(), 3 * now, rtol=1e-3)
 
 
 def test_readme_quotes_the_committed_sweep() -> None:

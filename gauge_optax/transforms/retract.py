@@ -1,9 +1,10 @@
 """Retraction: a scaled tangent Δ becomes a step θ_new − θ that keeps the gauge coordinate.
 
 Along the joint scale s = ρ_up^p·ρ_down of a channel the step is multiplicative: s becomes s·(1 + a) exactly, a the
-relative radial part of Δ ("linear"; s·e^a for "log"). Then the group acts with exp(f_ref − f(θ + Δ)), which undoes
-what curvature and rounding moved along the orbit, and shifts get their mean back. Rotations need nothing. Rounding
-does not accumulate, because f_ref is stored and never recomputed. References: DDC B.4, B.7; DESIGN §5.
+relative radial part of Δ ("linear", in which no step more than halves s or jumps below its floor; s·e^a for "log").
+Then the group acts with exp(f_ref − f(θ + Δ)), which undoes what curvature and rounding moved along the orbit, and
+shifts get their mean back. Rotations need nothing. Rounding does not accumulate, because f_ref is stored and never
+recomputed. References: DDC B.4, B.7; DESIGN §5.
 """
 
 import math
@@ -21,7 +22,7 @@ from gauge_optax.gauges._frame import FrameState
 from gauge_optax.gauges._scale import Values
 from gauge_optax.gauges._shift import mean_slice, own_slice
 from gauge_optax.gauges._split import Bound, Point
-from gauge_optax.gauges._system import Channels, Sides, Squares
+from gauge_optax.gauges._system import Channels, ScaleSystem, Sides, Squares
 from gauge_optax.gauges._tally import Tally, tally
 from gauge_optax.gauges.base import Gauges
 from gauge_optax.gauges.product import product
@@ -31,6 +32,7 @@ from gauge_optax.transforms._common import in_dtype_of, placeholder, require_cho
 Arrays = dict[str, jax.Array]
 
 _MAX_LOG_STEP = math.log(2.0)
+_LEAST = 0.5, 0.99  # new over old joint scale of one linear step, far above the floor and below it
 VERTICAL = ("frozen", "sgd", "adam")
 RADIAL = ("linear", "log")
 
@@ -215,10 +217,14 @@ def _step(
 ) -> tuple[Arrays, FrameState]:
     """θ + Δ, centred, with its scales set and its frame brought to `target`; and the frame after it."""
     system, point = bound.system, sight.point
-    after = bound.centre({p: x + tangent[p] for p, x in sight.values.items()})
+    wanted, spared = _radial_parts(system, sight.squares, sight.dots, target, radial)
+    # In the sum, not after it: θ + Δ of a channel that is asked to vanish has no direction left to be scaled.
+    spread = system.spread(spared)
+    kept = {p: x + x * spread[p] if p in spread else x for p, x in sight.values.items()}
+    after = bound.centre({p: x + tangent[p] for p, x in kept.items()})
     # Everything below is a factor close to 1 on θ + Δ, so that no rounding of e^(±w·f) enters the weights.
     start = tally(system, point.tangent_in(after))
-    now, stretch = _stretched(start, sight.squares, sight.dots, target, radial)
+    now, stretch = _stretched(start, sight.squares, wanted, target)
     rho = _frame.norms(system, now.all())
     alive, held = _frame.alive_channels(system, target, rho), _frame.held_channels(system, target, rho)
     away = _frame.follow(now, held)
@@ -250,17 +256,54 @@ def _anchor_if_fresh(now: Tally, away: Channels, alive: tuple[jax.Array, ...], t
     return jax.lax.cond(anybody, anchored, lambda: away)
 
 
-def _stretched(
-    start: Tally, before: Squares, dots: Sides, target: FrameState, radial: str
-) -> tuple[Tally, Channels]:
-    """Both sides of every channel multiplied so that its joint scale is what the radial part asked for.
+def _radial_parts(
+    system: ScaleSystem, before: Squares, dots: Sides, target: FrameState, radial: str
+) -> tuple[Channels, Sides]:
+    """What the joint scales of all channels are to become.
+
+    A linear step can ask for more than all of s. It at most halves s, and from the floor down takes a hundredth of it,
+    as much as decay may want: there the slope of the loss in s is nothing beside its own past, and a channel that
+    jumped below stays for good (demo model, learning rate 1e-2, 2,000 steps, one seed: 47 of 704 channels).
 
     Args:
-      start: sums of squares of θ + Δ in the frame of θ.
+      system: the scale instances.
       before: sums of squares of θ̂.
       dots: ⟨θ̂, Δ̂⟩.
       target: the reference frame, with its floors.
       radial: "linear" or "log".
+
+    Returns:
+      log of new over old scale; and the multiples of both sides to be added to Δ where it asks for less than that.
+    """
+    rho = _frame.norms(system, before)
+    alive = _frame.alive_channels(system, target, rho)
+    wanted: list[jax.Array] = []
+    spared: list[tuple[jax.Array, jax.Array]] = []
+    for k, instance in enumerate(system.instances):
+        if not instance.down:
+            none = jnp.zeros(instance.shape, real_dtype())
+            wanted, spared = [*wanted, none], [*spared, (none, none)]
+            continue
+        p = instance.degree
+        up, down = (d / jnp.where(alive[k], q, 1.0) for d, q in zip(dots[k], before[k], strict=True))
+        asked, scale = p * up + down, jnp.where(alive[k], rho[k][0] ** p * rho[k][1], 1.0)
+        allowed = asked
+        if radial == "linear":
+            allowed = jnp.maximum(asked, jnp.clip(target.floor_scale[k] / scale, *_LEAST) - 1.0)
+        each, short = allowed / (p + 1.0), alive[k] & (asked < allowed)
+        spared.append((jnp.where(short, each - up, 0.0), jnp.where(short, each - down, 0.0)))
+        wanted.append(allowed if radial == "log" else jnp.log1p(allowed))
+    return tuple(wanted), spared
+
+
+def _stretched(start: Tally, before: Squares, wanted: Channels, target: FrameState) -> tuple[Tally, Channels]:
+    """Both sides of every channel multiplied so that its joint scale becomes what is wanted.
+
+    Args:
+      start: sums of squares of θ + Δ in the frame of θ.
+      before: sums of squares of θ̂.
+      wanted: log of new over old scale.
+      target: the reference frame, with its floors.
 
     Returns:
       The sums after that, and the log factors.
@@ -272,14 +315,11 @@ def _stretched(
             stretches.append(jnp.zeros(instance.shape, real_dtype()))
             continue
         p, now = instance.degree, start.of(k)
-        sides = zip((p, 1.0), dots[k], before[k], strict=True)
-        relative = sum(w * d / jnp.where(alive[k], q, 1.0) for w, d, q in sides)
-        wanted = relative if radial == "log" else jnp.log(jnp.maximum(1.0 + relative, 1e-6))
         grown = sum(
             0.5 * w * jnp.log(jnp.where(alive[k], a, 1.0) / jnp.where(alive[k], b, 1.0))
             for w, a, b in zip((p, 1.0), now, before[k], strict=True)
         )
-        step = jnp.clip(wanted - grown, -_MAX_LOG_STEP, _MAX_LOG_STEP) / (p + 1.0)
+        step = jnp.clip(wanted[k] - grown, -_MAX_LOG_STEP, _MAX_LOG_STEP) / (p + 1.0)
         stretches.append(jnp.where(alive[k], step, 0.0))
         start = start.grown(k, stretches[k], stretches[k])
     return start, tuple(stretches)

@@ -4,7 +4,7 @@ VENV   := .venv
 PY     := $(VENV)/bin/python
 JOBS   ?= 2
 
-.PHONY: help test test-all lint types demo clean
+.PHONY: help test test-all lint types demo results bench clean
 
 help:
 	@echo "make demo      train twins under AdamW and ddc_adamw, print the table, write outputs/demo/"
@@ -12,6 +12,8 @@ help:
 	@echo "make test-all  the slow tests as well"
 	@echo "make lint      ruff"
 	@echo "make types     mypy"
+	@echo "make results   write examples/results/README.md from the JSON beside it"
+	@echo "make bench     time an update beside optax.adamw's, write benchmarks/results/"
 	@echo "make clean     remove .venv, caches, build products and outputs/"
 
 $(PY):
@@ -49,6 +51,12 @@ types: $(VENV)/.installed-dev
 
 demo: $(VENV)/.installed
 	$(PY) -m examples.demo
+
+results: $(VENV)/.installed
+	$(PY) -m examples.tables
+
+bench: $(VENV)/.installed
+	$(PY) -m benchmarks.update
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist outputs

@@ -50,10 +50,22 @@ def radial(
         scale = jnp.maximum(up**instance.degree * down, here.frame.floor_scale[k])
         unit = scale if mode == "linear" else jnp.ones((), real_dtype())
         move, mu, nu = adam.scalar(jnp.where(live, slopes[k] / unit, 0.0), moments[0][k], moments[1][k])
+        move = _above_rounding(adam, nu) * move
         rates.append(jnp.where(live, factor * move / ((instance.degree + 1.0) * unit), 0.0))
         mus.append(mu)
         nus.append(nu)
     return tuple(rates), tuple(mus), tuple(nus)
+
+
+def _above_rounding(adam: Adam, nu: jax.Array) -> jax.Array:
+    """1, but less where a channel's root is within 1e3 machine epsilons of its gauge's RMS.
+
+    A dead ReLU unit has rounding for a slope; divided by its own root it would be a full step: float32 twins of a small
+    GPT were 1.5e-3 apart in a leaf after 50 steps at learning rate 3e-3, and are 1.1e-5.
+    """
+    root = adam.root(nu)
+    size = jnp.sqrt(jnp.mean(adam.unbiased_variance(nu)))
+    return root / (root + 1e3 * float(jnp.finfo(nu.dtype).eps) * size)
 
 
 def tangential(here: Here, dots: Sides, sweeps: int) -> tuple[Sides, Sides]:

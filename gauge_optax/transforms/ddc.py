@@ -66,7 +66,7 @@ def scale_by_ddc(
       nesterov: whether to use Nesterov momentum, as in `optax.adam`.
       vertical: "frozen" (no motion along orbits), "sgd" or "adam" (for losses that hold a penalty).
       v_mode: second moment of rotated leaves: "body_frame_topk", "body_frame", "per_head_scalar",
-        "per_head_matrix" (one eigendecomposition a step) or "none".
+        "per_head_matrix" or "none".
       radial: "linear" (Adam on s) or "log" (Adam on log s, which decay drives to zero).
       radial_scale: factor on the radial step.
       live_threshold: eigendirections below it times λ_max follow momentum alone under "body_frame_topk".

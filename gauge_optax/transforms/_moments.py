@@ -74,8 +74,8 @@ def threshold_of(v_mode: str, live_threshold: float | jax.Array) -> float | jax.
 def carried_by(old: jax.Array, new: jax.Array) -> jax.Array:
     """What second moments are multiplied by to reach a new frame: R∘R, R = U_oldᵀ·U_new.
 
-    The reference (DDC B.8) rotates v by R and takes |v·R|, which is not equivariant, or multiplies by |R|, which is, but
-    makes v grow (20 to 37 % in 20 steps); the square keeps every row's total. None of v's signs matter.
+    The reference's |R| (DDC B.8) reads two ways: |v·R| is not equivariant, and v·|R| is but makes v grow (by 20 to 37 %
+    in 20 steps). The square keeps every row's total, and needs no signs.
     """
     return jnp.square(matmul(transpose(old), new))
 

@@ -35,7 +35,7 @@ class Config:
     modes: int = 64
     nonzero: int = 8
     samples: int = 128
-    start: float = 0.5  # of √(u v)
+    start: float = 0.1  # of √(u v); DDC takes no product below a hundredth of their mean at the start
     asymmetry: float = 0.5  # log-scales at the start are uniform within it
     learning_rate: float = 1e-3
     sgd_rate: float = 1e-1
@@ -117,8 +117,9 @@ def section(result: Result) -> str:
             report.table(result, columns),
             f"{report.containment(result, 'AdamW', 'DDC', 'drift')} {_sgd(result)} "
             f"With inputs as drawn, whose correlations ask some products to be negative, DDC "
-            f"{'holds' if max(held) < 1e-5 else 'does NOT hold'} them (drift {report.listed(held)}): a product that "
-            "falls below 1e-10 of its start has no coordinate left to hold, and is let go.",
+            f"{'holds' if max(held) < 1e-5 else 'does NOT hold'} them (drift {report.listed(held)}). Its linear radial "
+            "takes no product below a hundredth of their mean at the start: from u·v = 0.25 its loss ends at 3.5e-4, "
+            "16 to 500 times AdamW's, so we start smaller.",
         ]
     )
 

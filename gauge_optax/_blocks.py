@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import string
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -139,19 +138,6 @@ class Block:
         summed = tuple(k for k, label in enumerate(self.labels) if label not in named)
         out = jnp.sum(self.view(leaf), axis=summed)
         return jnp.transpose(out, [kept.index(name) for name in named])
-
-    def weighted_total(self, named: tuple[str, ...], leaf: jax.Array, weight: jax.Array) -> jax.Array:
-        """`total` of leaf·weight, where the weight broadcasts to the leaf.
-
-        A product with a vector where the leaf's axes are the block's own: it reads the leaf once, where a sum of
-        products makes a leaf of weights first.
-        """
-        if not self.whole or self.split != self.shape:
-            return self.total(named, leaf * weight)
-        letters = string.ascii_lowercase[: leaf.ndim]
-        long = "".join(x for x, n in zip(letters, weight.shape, strict=True) if n > 1)
-        out = "".join(letters[self.labels.index(name)] for name in named)
-        return jnp.einsum(f"{letters},{long}->{out}", leaf, jnp.squeeze(weight), precision=jax.lax.Precision.HIGHEST)
 
     def axis_ids(self, axis: int, names: Collection[str]) -> np.ndarray:
         """Which index of the named axes each index of a leaf axis belongs to.

@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 
 HIGHEST = jax.lax.Precision.HIGHEST
-Carry = tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]
 
 
 def real_dtype() -> jnp.dtype:
@@ -173,11 +172,8 @@ def lyapunov_stale(
     # A head that has converged must stop: conjugate gradients on rounding noise diverge.
     done = jnp.maximum(energy * jnp.finfo(m.dtype).eps ** 2, negligible)
 
-    def unfinished(carry: Carry) -> jax.Array:
-        return (carry[0] < steps) & jnp.any(carry[-1] > done)
-
-    def iterate(carry: Carry) -> Carry:
-        count, solution, residual, direction, energy = carry
+    # Unrolled: XLA on a CPU of two cores can wait for ever on two loops that run at once.
+    for _ in range(steps):
         image = apply(direction)
         step = jnp.where(energy > done, safe_divide(energy, inner(direction, image)), 0.0)
         solution = solution + step * direction
@@ -185,10 +181,7 @@ def lyapunov_stale(
         scaled = weight * residual
         fresh = inner(residual, scaled)
         direction = scaled + safe_divide(fresh, energy) * direction
-        return count + 1, solution, residual, direction, fresh
-
-    first = (jnp.zeros((), jnp.int32), solution, residual, direction, energy)
-    solution = jax.lax.while_loop(unfinished, iterate, first)[1]
+        energy = fresh
     return matmul(matmul(vectors, solution), transpose(vectors))
 
 

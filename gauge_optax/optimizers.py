@@ -1,4 +1,4 @@
-"""Aliases: chains of the transformations, nothing else."""
+"""Aliases: what chains of the transformations do, some of them fused into one pass (`transforms.adamw` says why)."""
 
 from typing import Any
 

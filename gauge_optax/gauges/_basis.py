@@ -147,7 +147,18 @@ def _anchor(head: HeadInstance, hat: Values) -> jax.Array:
             + [block.labels.index("basis")]
         )
         rows = jnp.transpose(view, order).reshape((*head.shape, -1, head.size))
-        key = jax.random.fold_in(jax.random.key(_KEY, impl="threefry2x32"), number)
-        constant = jax.random.normal(key, (rows.shape[-2], head.size), jnp.float32).astype(rows.dtype)
+        constant = _noise(number, rows.shape[-2], head.size).astype(rows.dtype)
         total = total + jnp.einsum("rc,...rb->...cb", constant, rows, precision=HIGHEST)
     return total
+
+
+def _noise(number: int, rows: int, columns: int) -> jax.Array:
+    """Fixed pseudo-random numbers in (−1, 1), (rows, columns) for every block number.
+
+    A hash of the position rather than `jax.random`, whose loop can block for ever beside another one on a CPU.
+    """
+    x = jnp.arange(rows * columns, dtype=jnp.uint32) + jnp.uint32((_KEY + number * 0x9E3779B9) % 2**32)
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
+        x = (x ^ (x >> shift)) * jnp.uint32(factor)
+    x = x ^ (x >> 16)
+    return (x.astype(jnp.float32) / 2.0**31 - 1.0).reshape(rows, columns)

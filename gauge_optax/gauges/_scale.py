@@ -60,18 +60,6 @@ class ScaleInstance:
         totals = [b.total(self.named, products[b.path]) for b in blocks if b.path in products]
         return sum(totals[1:], totals[0]) if totals else jnp.zeros(self.shape, real_dtype())
 
-    def weighted_sides(self, leaves: Values, weights: Values) -> tuple[jax.Array, jax.Array]:
-        """`sides` of leaf·weight, each weight broadcastable to its leaf."""
-        none = jnp.zeros(self.shape, real_dtype())
-        up, down = (
-            sum(
-                (b.weighted_total(self.named, leaves[b.path], weights[b.path]) for b in side if b.path in leaves),
-                start=none,
-            )
-            for side in (self.up, self.down)
-        )
-        return up, down
-
     def spread_sides(self, up: jax.Array, down: jax.Array) -> dict[str, jax.Array]:
         """Per leaf, `up` spread over the up blocks and `down` over the down blocks: the adjoint of `sides`."""
         spread: dict[str, jax.Array] = {}

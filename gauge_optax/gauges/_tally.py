@@ -44,7 +44,7 @@ class Tally(NamedTuple):
             return own
         # A channel's own factor is the same for all it sums, so that only the others' need to meet the leaf.
         others = self.system.side_factors([(2.0 * a, 2.0 * b) for a, b in self.logs], paths, without=index)
-        read = self.system.instances[index].weighted_sides({p: self.shared[p] for p in paths}, others)
+        read = self.system.instances[index].sides({p: self.shared[p] * others[p] for p in paths})
         return own[0] + read[0] * jnp.exp(2.0 * log_up), own[1] + read[1] * jnp.exp(2.0 * log_down)
 
     def all(self) -> Squares:
@@ -100,7 +100,7 @@ class Overlap(NamedTuple):
         spread = instance.spread_sides(up, down)
         for other in self._neighbours(index):
             paths = [p for p in self.system.shared_paths(index) if other in self.system.shared[p]]
-            seen = self.system.instances[other].weighted_sides({p: self.shared[p] for p in paths}, spread)
+            seen = self.system.instances[other].sides({p: self.shared[p] * spread[p] for p in paths})
             out[other] = (out[other][0] + seen[0], out[other][1] + seen[1])
         return out
 

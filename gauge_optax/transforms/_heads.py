@@ -4,16 +4,19 @@ Here: refresh by drift or age, and the horizontal projection in the stored bases
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 
 from gauge_optax.gauges._basis import Group, HeadBasis, drift, fresh_basis, generators, grouped, stacked_gram
+from gauge_optax.gauges._components import after
 from gauge_optax.gauges._scale import Values
 from gauge_optax.gauges._split import Bound
-from gauge_optax.linalg import matmul, skew
+from gauge_optax.linalg import matmul, real_dtype, skew
 
+T = TypeVar("T")
 Arrays = dict[str, jax.Array]
 
 _ROUNDING = (1e-5, 1e-12)  # of a gradient, in float32 and in float64
@@ -22,7 +25,20 @@ LIVE = 1e-3  # directions whose drift counts: relative eigenvalue, as in body_fr
 
 def init_bases(bound: Bound, hat: Values) -> tuple[HeadBasis, ...]:
     """A fresh basis per group of equally shaped instances."""
-    return tuple(fresh_basis(stacked_gram(g, hat, hat)) for g in grouped(bound.heads))
+    return in_turn(fresh_basis, [stacked_gram(g, hat, hat) for g in grouped(bound.heads)])
+
+
+def in_turn(make: Callable[..., T], grams: Sequence[jax.Array], *others: Sequence[Any]) -> tuple[T, ...]:
+    """make(gram, …) for every group, one after the other.
+
+    Two batched eigendecompositions at once can each occupy one of two CPU threads and wait for ever for the other's.
+    """
+    made: list[T] = []
+    one = jnp.ones((), real_dtype())
+    for gram, *rest in zip(grams, *others, strict=True):
+        made.append(make(one * gram, *rest))
+        one = after(made[-1])
+    return tuple(made)
 
 
 def refreshed(

@@ -15,7 +15,7 @@ from gauge_optax.gauges._head import BASIS, HeadBlock, HeadInstance
 from gauge_optax.gauges._scale import Values
 from gauge_optax.gauges._split import Bound
 from gauge_optax.linalg import eigenvalue_cutoff, inverse_sqrt_by_products, matmul, real_dtype, transpose
-from gauge_optax.transforms._heads import turned
+from gauge_optax.transforms._heads import in_turn, turned
 from gauge_optax.transforms._here import Adam
 
 Arrays = dict[str, jax.Array]
@@ -52,14 +52,12 @@ def init_frames(
 ) -> tuple[BodyFrame, ...]:
     """Body frames of a starting point."""
     cut = threshold_of(v_mode, live_threshold)
-    return tuple(
-        BodyFrame(
-            b,
-            body_frame(g, hat, b, cut) if uses_frame(v_mode) else (),
-            _outer(g, hat) * 0.0 if v_mode == "per_head_matrix" else (),
-        )
-        for g, b in zip(grouped(bound.heads), bases, strict=True)
-    )
+
+    def made(vectors: jax.Array, group: Group, basis: HeadBasis) -> BodyFrame:
+        frame = body_frame(group, hat, basis._replace(vectors=vectors), cut) if uses_frame(v_mode) else ()
+        return BodyFrame(basis, frame, _outer(group, hat) * 0.0 if v_mode == "per_head_matrix" else ())
+
+    return in_turn(made, [basis.vectors for basis in bases], grouped(bound.heads), bases)
 
 
 def threshold_of(v_mode: str, live_threshold: float | jax.Array) -> float | jax.Array:

@@ -105,6 +105,7 @@ class Pass:
         self, bound: Bound, params: Any, updates: Any, state: ScaleByDDCState, options: Options, project: bool
     ) -> None:
         """Enters the components with heads and refreshes what has drifted."""
+        bound.vectors(updates)  # raises where a leaf is missing
         self.bound, self.params, self.state = bound, params, state
         self.moving = options.vertical != "frozen"
         self.count = optax.safe_increment(state.count)
@@ -218,8 +219,10 @@ def _refreshed_heads(
     oldest = options.refresh_every
     if options.reset_every is not None:
         oldest = jnp.where(chosen.head_adam.step == 1, 0, _NEVER if oldest is None else oldest)
-    fresh, moved, renewals = [], list[Any](), []
+    fresh, moved, renewals = list[BodyFrame](), list[Any](), []
     for group, head, gram in zip(grouped(bound.heads), heads, grams, strict=True):
+        # One refresh after the other: see `in_turn`.
+        gram = gram * (after((fresh[-1].basis, fresh[-1].frame)) if fresh else 1.0)
         basis, renewed = refreshed(head.basis, gram, options.live_threshold, options.refresh_drift, oldest)
         frame, carry = head.frame, ()  # only body frames carry anything
         if _moments.uses_frame(options.v_mode):
@@ -259,12 +262,6 @@ def _carried(part: Component, nu: Arrays, moved: Sequence[Any], renewed: Sequenc
             own = {p: nu[p] for head in group for p in head.paths}
             nu = nu | jax.lax.cond(renewed[at], functools.partial(turned, group), lambda own, _: own, own, by)
     return nu
-
-
-def _small_moments(part: Component, old: GaugeMoments, heads: tuple[BodyFrame, ...]) -> tuple[Any, Any, Any]:
-    """A component's radial moments, body frames and vertical moments."""
-    radial = part.of_scales(old.radial_mu), part.of_scales(old.radial_nu)
-    return radial, part.of_heads(heads), tuple(_vertical.of(part, x) for x in (old.vertical_mu, old.vertical_nu))
 
 
 def _collected(

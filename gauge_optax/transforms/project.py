@@ -23,7 +23,7 @@ from gauge_optax.gauges._tally import overlap_of
 from gauge_optax.gauges.base import Gauges
 from gauge_optax.gauges.product import product
 from gauge_optax.transforms._common import in_dtype_of, placeholder, require_choice, require_params
-from gauge_optax.transforms._heads import LIVE, horizontal, init_bases, refreshed
+from gauge_optax.transforms._heads import LIVE, horizontal, in_turn, init_bases, refreshed
 from gauge_optax.transforms._here import gated
 
 Arrays = dict[str, jax.Array]
@@ -99,7 +99,7 @@ def gauge_project(gauges: Gauges, kind: str = "gradient") -> optax.GradientTrans
         parts, vectors = components(bound), bound.vectors(updates)
         points = _points(parts, params, old.frame)
         grams = collect_heads(parts, [grams for _, _, grams in points])
-        bases = tuple(refreshed(b, m, LIVE, _DRIFT, None)[0] for b, m in zip(old.bases, grams, strict=True))
+        bases = in_turn(lambda gram, old: refreshed(old, gram, LIVE, _DRIFT, None)[0], grams, old.bases)
         one = jnp.ones(())
         out: Arrays = {}
         for part, (frame, squares, own) in zip(parts, points, strict=True):

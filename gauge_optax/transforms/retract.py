@@ -185,10 +185,12 @@ def collected(parts: Sequence[Component], found: Sequence[Reference]) -> Referen
     return Reference(collect_frame(parts, [new.frame for new in found]), shifts)
 
 
-def init_reference(bound: Bound, params: optax.Params) -> Reference:
-    """The gauge coordinate of a starting point."""
+def init_reference(bound: Bound, params: optax.Params, frame: FrameState | None = None) -> Reference:
+    """The gauge coordinate of a starting point, in its own frame or in one that was found already."""
     values = bound.values(params)
-    frame = _frame.init_frame(bound.system, bound.centre(values))
+    if frame is None:
+        frame = _frame.init_frame(bound.system, bound.centre(values))
+    frame = jax.tree.map(jnp.copy, frame)  # one buffer in two state fields cannot be donated
     return Reference(frame, bound.shift_means(_split.at(bound, values, frame.f).tangent_in(values)))
 
 
@@ -228,13 +230,18 @@ def _step(
     alive, held = _frame.alive_channels(system, target, rho), _frame.held_channels(system, target, rho)
     away = _frame.follow(now, held)
     anchor = _anchor_if_fresh(now, away, alive, target)
+    # Only channels whose f is known and kept: others have none to be brought back to, or stand in another frame.
     back = tuple(
-        t - f - jnp.where(s, a, 0.0) for t, f, s, a in zip(target.f, point.channels, target.settled, away, strict=True)
+        jnp.where(s & h, t - f - a, 0.0)
+        for t, f, s, h, a in zip(target.f, point.channels, target.settled, held, away, strict=True)
     )
     grown = system.side_factors(
         [(b + x, -i.degree * b + x) for i, b, x in zip(system.instances, back, stretch, strict=True)]
     )
-    f = tuple(jnp.where(a & ~s, t + c, t) for a, s, t, c in zip(alive, target.settled, target.f, anchor, strict=True))
+    f = tuple(
+        jnp.where(a & ~s, here + c, t)
+        for a, s, t, here, c in zip(alive, target.settled, target.f, point.channels, anchor, strict=True)
+    )
     settled = tuple(s | a for s, a in zip(target.settled, alive, strict=True))
     return _split.times(after, grown), target._replace(f=f, settled=settled)
 

@@ -126,7 +126,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--width", type=int, default=768)
     parser.add_argument("--vocab", type=int, default=1024, help="small: the stack is what is measured")
     parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--only", default="", help="rows whose name contains this, beside optax.adamw")
+    parser.add_argument("--only", nargs="*", default=[""], help="rows whose name contains one of these")
     parser.add_argument("--step-batch", type=int, default=8, help="of the training step; 0 leaves it out")
     parser.add_argument("--step-length", type=int, default=512)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
@@ -143,7 +143,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     params, loss = lm.params_and_loss(config, jax.random.key(0))
     tokens = jax.random.randint(jax.random.key(1), (2, 65), 0, config.vocab)
     grads = jax.block_until_ready(jax.jit(jax.grad(loss))(params, tokens))
-    chosen = {n: tx for n, tx in optimizers(lm.gauges(config)).items() if args.only in n}
+    chosen = {n: tx for n, tx in optimizers(lm.gauges(config)).items() if any(part in n for part in args.only)}
     result: dict[str, Any] = {
         "sizes": {
             "layers": args.layers, "width": args.width, "vocab": args.vocab,

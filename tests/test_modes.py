@@ -254,7 +254,8 @@ def _compare(setting: Setting, twins: Sequence[tuple[Tree, Move, Tree]], *only: 
         assert start > 0.02, f"{name}: the twins are the same weights"
         assert beside > 30 * tolerance("twins", setting.dtype), f"{name}: AdamW keeps these twins together too"
         assert leaf <= tolerance("twins", setting.dtype), name
-        assert loss <= tolerance("twin_loss", setting.dtype), name
+        # DESIGN's 1e-5 for the loss is of 20 steps; of 50 in float32 the issue asks 1e-4, and this is half of it.
+        assert loss <= (5e-5 if setting.dtype == "float32" else tolerance("twin_loss", setting.dtype)), name
 
 
 def _gaps(run: Run, dtype: str, params: Tree, move: Move, twin: Tree) -> dict[str, tuple[float, float]]:

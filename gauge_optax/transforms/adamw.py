@@ -3,7 +3,7 @@
 Project, precondition, decay, learning rate and retraction, as in their own files, but for one thing: of a gradient that
 is not horizontal, a vertical part below 1e-3 of a channel's derivatives or 1e-5 of a head's gradient is left to the
 projection of the step. The state is the chain's without `gauge_project`'s. A chain's elements cannot share a frame, and
-each makes all leaves before the next begins (`benchmarks/` has both).
+each makes all leaves before the next begins: 14.5 times `optax.adamw`'s time beside 9.7 (`benchmarks/results`).
 """
 
 from collections.abc import Mapping

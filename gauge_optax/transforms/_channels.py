@@ -1,6 +1,6 @@
 """What DDC does on scale channels: the radial part by scalar Adam on the joint scale, and the tangential projection.
 
-Here: pure functions of one step. Not here: moments of parameters-shaped leaves (`ddc`), the frame (`gauges._frame`).
+Here: pure functions of one step. Not here: moments of parameters-shaped leaves (`_step`), the frame (`gauges._frame`).
 """
 
 import jax

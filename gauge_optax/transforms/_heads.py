@@ -1,6 +1,6 @@
 """Stored bases of a product's rotation gauges: one `lax.cond` per gauge refreshes all its heads, never one per head.
 
-Here: refresh by drift or age, and the horizontal projection in the stored bases. Not here: second moments (`ddc`).
+Here: refresh by drift or age, and the horizontal projection in the stored bases. Not here: second moments (`_moments`).
 """
 
 import functools

@@ -1,6 +1,6 @@
 """One step of DDC-Adam on one component of a product: everything between the in-frame gradient and the tangent.
 
-Here: the order of things in a step. Not here: what is kept between steps (`ddc`), when bases are renewed (`_heads`).
+Here: the order of things in a step. Not here: what is kept between steps and when bases are renewed (`_pass`).
 """
 
 from typing import Any, NamedTuple

@@ -6,6 +6,7 @@ orthogonal logarithm. Not here: anything that knows what a head, a leaf or a gau
 """
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -166,22 +167,22 @@ def lyapunov_stale(
         product = matmul(m, a)
         return (product - transpose(product)) * (weight > 0)  # (M A)ᵀ = −A M for skew A
 
-    solution = jnp.zeros_like(residual)
     scaled = weight * residual
-    direction, energy = scaled, inner(residual, scaled)
+    energy = inner(residual, scaled)
     # A head that has converged must stop: conjugate gradients on rounding noise diverge.
     done = jnp.maximum(energy * jnp.finfo(m.dtype).eps ** 2, negligible)
 
-    # Unrolled: XLA on a CPU of two cores can wait for ever on two loops that run at once.
-    for _ in range(steps):
+    def iteration(_: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        solution, residual, direction, energy = carry
         image = apply(direction)
         step = jnp.where(energy > done, safe_divide(energy, inner(direction, image)), 0.0)
-        solution = solution + step * direction
         residual = residual - step * image
         scaled = weight * residual
         fresh = inner(residual, scaled)
-        direction = scaled + safe_divide(fresh, energy) * direction
-        energy = fresh
+        return solution + step * direction, residual, scaled + safe_divide(fresh, energy) * direction, fresh
+
+    start = jnp.zeros_like(residual), residual, scaled, energy
+    solution = jax.lax.fori_loop(0, steps, iteration, start)[0]
     return matmul(matmul(vectors, solution), transpose(vectors))
 
 
@@ -277,3 +278,16 @@ def orthogonal_logarithm(r: jax.Array) -> jax.Array:
         power = matmul(power, square)
         total = total + power / order
     return 16.0 * total
+
+
+def polar(m: jax.Array, ns_coeffs: Any = "standard", ns_steps: int = 5, eps: float | jax.Array = 1e-8) -> jax.Array:
+    """Temporary."""
+    dtype = m.dtype
+    x = m / (jnp.linalg.norm(m, axis=(-2, -1), keepdims=True) + eps)
+    wide = m.shape[-1] > m.shape[-2]
+    x = transpose(x) if wide else x
+    a, b, c = (3.4445, -4.7750, 2.0315)
+    for _ in range(ns_steps):
+        g = matmul(transpose(x), x)
+        x = a * x + matmul(x, b * g + c * matmul(g, g))
+    return (transpose(x) if wide else x).astype(dtype)

@@ -1,13 +1,16 @@
-"""Aliases: what chains of the transformations do, some of them fused into one pass (`transforms.adamw` says why)."""
+"""Aliases: what chains of the transformations do, some of them fused into one pass (`transforms.fused` says why)."""
 
 from typing import Any
 
 import jax
 import optax
 
+from gauge_optax.binding import binding_error
 from gauge_optax.gauges.base import Gauges
-from gauge_optax.transforms._pass import Options
-from gauge_optax.transforms.adamw import fused_ddc_adamw
+from gauge_optax.transforms._state import Method, Options
+from gauge_optax.transforms.ddc import check_modes
+from gauge_optax.transforms.fused import Rates, fused
+from gauge_optax.transforms.polar import Coefficients, Labels, Routing, polar_method
 
 Scalar = float | jax.Array
 
@@ -91,4 +94,105 @@ def ddc_adamw(
         b1, b2, eps, eps_root, mu_dtype, nesterov, vertical, v_mode, radial, radial_scale,
         live_threshold, refresh_drift, refresh_every, reset_every, reproject,
     )  # fmt: skip
-    return fused_ddc_adamw(gauges, options, learning_rate, weight_decay, match, mask)
+    check_modes(options)
+    rates = Rates(learning_rate, weight_decay)
+    method = Method(options, project=vertical == "frozen")
+    return fused("ddc_adamw", gauges, method, None, rates, rates, match, mask)
+
+
+def ddc_muon(
+    learning_rate: optax.ScalarOrSchedule,
+    gauges: Gauges,
+    ns_coeffs: Coefficients = "standard",
+    ns_steps: int | None = None,
+    beta: Scalar = 0.95,
+    eps: Scalar = 1e-8,
+    weight_decay: optax.ScalarOrSchedule = 0.0,
+    weight_decay_mask: Any = None,
+    mu_dtype: Any = None,
+    *,
+    nesterov: bool = True,
+    adam_b1: Scalar = 0.9,
+    adam_b2: Scalar = 0.999,
+    adam_eps_root: Scalar = 0.0,
+    adam_weight_decay: optax.ScalarOrSchedule = 0.0,
+    adam_learning_rate: optax.ScalarOrSchedule | None = None,
+    consistent_rms: Scalar | None = None,
+    scale: str | Scalar = "width",
+    labels: Labels = None,
+    match: str = "adamw",
+    vertical: str = "frozen",
+    radial: str = "linear",
+    radial_scale: Scalar = 1.0,
+    refresh_drift: Scalar = 0.1,
+    refresh_every: int | jax.Array | None = None,
+    reproject: bool = True,
+) -> optax.GradientTransformationExtraArgs:
+    r"""Muon on the quotient: matrices by their polar factor in the frame, everything else by `ddc_adamw`.
+
+    Per step: project the gradient, precondition in the frame, add decay, scale by the learning rate, retract,
+
+    .. math::
+      \theta_{t+1} = \mathrm{retract}_{\theta_t}\big(-\eta_t\,(\mathrm{Polar}(\Pi_H g_t) + \lambda\,\theta_t)\big).
+
+    Args:
+      learning_rate: a number or a schedule.
+      gauges: a gauge or a sequence of them, meaning their product; leaves that none binds get AdamW.
+      ns_coeffs: see `scale_by_scaled_polar`.
+      ns_steps: see `scale_by_scaled_polar`.
+      beta: decay of the first moment of matrices.
+      eps: see `scale_by_scaled_polar`.
+      weight_decay: decoupled decay, multiplied by the learning rate as in `optax.contrib.muon`; a number or a schedule.
+      weight_decay_mask: where to decay, as in `optax.contrib.muon`; constant over the leaves of a gauge.
+      mu_dtype: dtype of the first moment; by default the parameters', at least float32.
+      nesterov: whether to use Nesterov momentum, for matrices and vectors alike.
+      adam_b1: decay of Adam's first moments.
+      adam_b2: decay of Adam's second moments.
+      adam_eps_root: added inside the root of Adam's second moment.
+      adam_weight_decay: decay of leaves that no gauge connects to a matrix under Muon. A norm's scale and the biases of
+        such a matrix decay and step with it: one side of a gauge alone would move along the orbit.
+      adam_learning_rate: learning rate of these leaves; by default `learning_rate`.
+      consistent_rms: optax's name for a number as `scale`.
+      scale: see `scale_by_scaled_polar`.
+      labels: see `scale_by_scaled_polar`.
+      match: see `add_gauge_decay`.
+      vertical: see `scale_by_ddc`; other than "frozen" the gradient is not projected first.
+      radial: see `scale_by_ddc`.
+      radial_scale: see `scale_by_ddc`.
+      refresh_drift: see `scale_by_ddc`.
+      refresh_every: see `scale_by_ddc`.
+      reproject: see `scale_by_scaled_polar`.
+
+    Returns:
+      The optimizer. Its `update` needs `params`.
+
+    Raises:
+      ValueError: as `scale_by_scaled_polar`; `consistent_rms` beside another `scale`.
+
+    >>> gauge = go.rescale(up={"up": "_ channel"}, down={"down": "channel _"})
+    >>> params = {"up": jnp.ones((2, 3)), "down": jnp.full((3, 1), 0.5)}
+    >>> loss = lambda p: jnp.sum((jax.nn.relu(jnp.array([1.0, 2.0]) @ p["up"]) @ p["down"] - 1.0) ** 2)
+    >>> tx = go.ddc_muon(0.03, gauge)
+    >>> state = tx.init(params)
+    >>> for _ in range(5):
+    ...     updates, state = tx.update(jax.grad(loss)(params), state, params)
+    ...     params = optax.apply_updates(params, updates)
+
+    Reference: DDC §3.1, B.10, C.14; `optax.contrib.muon` for names and defaults. Its `adaptive` and `preconditioning`
+      are left out: a dual norm per leaf and row-wise scales break the gauge.
+    """
+    if consistent_rms is not None:
+        if scale != "width":
+            raise binding_error(
+                "ddc_muon", "two scales", f"consistent_rms={consistent_rms!r} and scale={scale!r}", "one of them",
+                f"write scale={consistent_rms!r}",
+            )  # fmt: skip
+        scale = consistent_rms
+    options, polar = polar_method(
+        ns_coeffs, ns_steps, beta, eps, mu_dtype, nesterov, scale, adam_b1, adam_b2, adam_eps_root, vertical, radial,
+        radial_scale, refresh_drift, refresh_every, reproject,
+    )  # fmt: skip
+    rates = Rates(learning_rate, weight_decay)
+    adam_rates = Rates(learning_rate if adam_learning_rate is None else adam_learning_rate, adam_weight_decay)
+    method = Method(options, polar, project=vertical == "frozen")
+    return fused("ddc_muon", gauges, method, Routing.of(labels), rates, adam_rates, match, weight_decay_mask)

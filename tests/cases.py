@@ -507,6 +507,9 @@ TRANSFORM_CASES: tuple[TransformCase, ...] = (
     TransformCase("scale_by_ddc/adam", go.scale_by_ddc, {"vertical": "adam"}),
     TransformCase("scale_by_ddc/log", go.scale_by_ddc, {"radial": "log"}),
     TransformCase("scale_by_ddc/nesterov", go.scale_by_ddc, {"nesterov": True, "refresh_every": 2}),
+    TransformCase("scale_by_scaled_polar/width", go.scale_by_scaled_polar, {}),
+    TransformCase("scale_by_scaled_polar/rms", go.scale_by_scaled_polar, {"scale": "rms", "ns_coeffs": "sharp"}),
+    TransformCase("scale_by_scaled_polar/consistent_rms", go.scale_by_scaled_polar, {"scale": 0.2}),
     TransformCase("add_gauge_decay/number", go.add_gauge_decay, {"weight_decay": 0.1}),
     TransformCase("add_gauge_decay/schedule", go.add_gauge_decay, {"weight_decay": _falling}),
     TransformCase("gauge_retract/linear", go.gauge_retract, {}),
@@ -515,4 +518,10 @@ TRANSFORM_CASES: tuple[TransformCase, ...] = (
     TransformCase("clip_by_invariant_norm/number", go.clip_by_invariant_norm, {"max_norm": 1.0}),
     TransformCase("ddc_adamw/number", go.ddc_adamw, {"learning_rate": 0.01}),
     TransformCase("ddc_adamw/schedule", go.ddc_adamw, {"learning_rate": _falling, "weight_decay": _falling}),
+    TransformCase("ddc_muon/number", go.ddc_muon, {"learning_rate": 0.01}),
+    TransformCase(
+        "ddc_muon/schedule",
+        go.ddc_muon,
+        {"learning_rate": _falling, "adam_learning_rate": _falling, "adam_weight_decay": 0.1},
+    ),
 )

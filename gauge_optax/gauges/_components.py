@@ -7,14 +7,19 @@ Here: the split, how a product's state is dealt out to components and collected 
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 
+from gauge_optax.binding import Block
 from gauge_optax.gauges._basis import grouped
 from gauge_optax.gauges._frame import FrameState
+from gauge_optax.gauges._head import HeadInstance
+from gauge_optax.gauges._scale import ScaleInstance
+from gauge_optax.gauges._shift import ShiftInstance
 from gauge_optax.gauges._split import Bound
 
 T = TypeVar("T")
@@ -34,6 +39,27 @@ class Component:
     scales: tuple[int, ...]
     heads: tuple[tuple[int, tuple[int, ...]], ...]
 
+    @functools.cached_property
+    def names(self) -> Mapping[str, str]:
+        """Leaf path → its name in `form`."""
+        return {path: str(k) for k, path in enumerate(self.bound.offset)}
+
+    @functools.cached_property
+    def form(self) -> Bound:
+        """The component with its leaves numbered and its instances nameless: equal for layers of one kind.
+
+        A function compiled for it is traced once, however many layers there are.
+        """
+        return _interned(_renamed(self.bound, self.names))
+
+    def numbered(self, leaves: Mapping[str, T]) -> dict[str, T]:
+        """Those of `leaves` that are this component's, by their names in `form`."""
+        return {name: leaves[path] for path, name in self.names.items() if path in leaves}
+
+    def by_path(self, leaves: Mapping[str, T]) -> dict[str, T]:
+        """The inverse of `numbered`."""
+        return {path: leaves[name] for path, name in self.names.items() if name in leaves}
+
     def of_scales(self, whole: Sequence[T]) -> tuple[T, ...]:
         """This component's part of something per scale instance."""
         return tuple(whole[k] for k in self.scales)
@@ -49,6 +75,31 @@ class Component:
 
 def _those(at: tuple[int, ...]) -> Callable[[jax.Array], jax.Array]:
     return lambda x: jnp.stack([x[n] for n in at]) if jnp.ndim(x) else x
+
+
+@functools.lru_cache(maxsize=256)
+def _interned(bound: Bound) -> Bound:
+    """The first of all equal ones, with what it has cached."""
+    return bound
+
+
+def _renamed(bound: Bound, names: Mapping[str, str]) -> Bound:
+    def renamed(block: Block) -> Block:
+        return dataclasses.replace(block, path=names[block.path])
+
+    def scale(i: ScaleInstance) -> ScaleInstance:
+        up, down = (tuple(renamed(b) for b in side) for side in (i.up, i.down))
+        return dataclasses.replace(i, key="", up=up, down=down)
+
+    def shift(i: ShiftInstance) -> ShiftInstance:
+        return dataclasses.replace(i, key="", blocks=tuple(renamed(b) for b in i.blocks))
+
+    def head(i: HeadInstance) -> HeadInstance:
+        own = tuple(dataclasses.replace(b, block=renamed(b.block)) for b in i.blocks)
+        return dataclasses.replace(i, key="", blocks=own)
+
+    heads = tuple(tuple(map(head, gauge)) for gauge in bound.heads)
+    return Bound(tuple(map(scale, bound.scales)), tuple(map(shift, bound.shifts)), heads)
 
 
 def components(bound: Bound) -> tuple[Component, ...]:
@@ -89,7 +140,7 @@ def _component(
     own = Bound(
         tuple(bound.scales[k] for k in scales),
         tuple(bound.shifts[k] for k in chosen("shift")),
-        tuple(tuple(heads[k] for k in chosen("head", g)) for g, heads in enumerate(bound.heads)),
+        tuple(tuple(heads[k] for k in at) for g, heads in enumerate(bound.heads) if (at := chosen("head", g))),
     )
     heads = tuple((places[id(g[0])][0], tuple(places[id(h)][1] for h in g)) for g in grouped(own.heads))
     return Component(own, scales, heads)

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, TypeVar
 
 import jax
 import jax.numpy as jnp
+import optax.contrib
 
 from gauge_optax.binding import (
     Binding,
@@ -19,12 +20,14 @@ from gauge_optax.binding import (
     Instance,
     bind,
     bind_leaf,
+    binding_error,
     group_axes,
     instance_key,
     leaves_by_path,
     with_leaves,
 )
 from gauge_optax.gauges import _frame, _split
+from gauge_optax.gauges._matrices import matrices_of, named_axes
 from gauge_optax.gauges._split import Bound
 
 Element = Any
@@ -148,6 +151,35 @@ class Gauge(abc.ABC):
           The inverse of the point's frame; the identity for rotations.
         """
         return self.inverse(merge(self.identity(params), self.coordinates(params)))
+
+    def muon_dimension_numbers(self, params: Any) -> Any:
+        """How `optax.contrib.muon` is to read the gauge's leaves: one matrix per head where a rotation binds the leaf.
+
+        Args:
+          params: the parameters.
+
+        Returns:
+          A tree like `params` with an `optax.contrib.MuonDimensionNumbers` for every matrix of a rotation, a rescale or
+          a norm, and None for every other leaf: what `muon_weight_dimension_numbers` takes, itself or this method.
+
+        Raises:
+          ValueError: a leaf whose rows or columns share an axis with something else (a fused kernel).
+
+        >>> gauge = go.head_rotation({"value": "_ head basis", "out": "head basis _"})
+        >>> numbers = gauge.muon_dimension_numbers({"value": jnp.ones((6, 2, 4)), "out": jnp.ones((2, 4, 6))})
+        >>> numbers["out"]  # rows, columns; the heads are what is left
+        MuonDimensionNumbers(reduction_axis=(1,), output_axis=(2,))
+        """
+        axes = named_axes(matrices_of(self.bound(params)))
+        fused = [path for path, own in axes.items() if own is None]
+        if fused:
+            raise binding_error(
+                self.name, f"no dimension numbers for '{fused[0]}'", "rows or columns that share a leaf axis",
+                "leaf axes that are rows, columns or neither as a whole",
+                "use go.ddc_muon, which reads split axes, or leave the leaf out of this gauge list",
+            )  # fmt: skip
+        numbers = {p: optax.contrib.MuonDimensionNumbers(*own) for p, own in axes.items() if own is not None}
+        return with_leaves(params, dict.fromkeys(leaves_by_path(params)) | numbers)
 
 
 def merge(identity: Element, here: Element) -> Element:

@@ -45,9 +45,9 @@ def radial(
     """
     rates, mus, nus = [], [], []
     for k, instance in enumerate(here.system.instances):
-        (up, down), (live_up, live_down) = here.rho[k], here.alive[k]
+        (up, down), (live_up, live_down) = here.known.rho[k], here.known.alive[k]
         live = live_up & live_down if instance.down else jnp.zeros_like(live_up)
-        scale = jnp.maximum(up**instance.degree * down, here.frame.floor_scale[k])
+        scale = jnp.maximum(up**instance.degree * down, here.known.frame.floor_scale[k])
         unit = scale if mode == "linear" else jnp.ones((), real_dtype())
         move, mu, nu = adam.scalar(jnp.where(live, slopes[k] / unit, 0.0), moments[0][k], moments[1][k])
         move = _above_rounding(adam, nu) * move
@@ -87,7 +87,7 @@ def tangential(here: Here, dots: Sides, sweeps: int) -> tuple[Sides, Sides]:
                 continue
             up, down = (
                 jnp.where(live, -safe_divide(dot, square), 0.0)
-                for live, dot, square in zip(here.alive[k], rest[k], here.overlap.squares[k], strict=True)
+                for live, dot, square in zip(here.known.alive[k], rest[k], here.overlap.squares[k], strict=True)
             )
             added = plus(added, k, up, down)
             rest = here.overlap.after(rest, k, up, down)

@@ -3,7 +3,7 @@
 Here: nothing about what a transformation does.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -34,9 +34,9 @@ def require_choice(transformation: str, argument: str, value: object, choices: S
         )
 
 
-def float_leaves(tree: Any, dtype: Any) -> dict[str, jax.Array]:
-    """All leaves by path in the computing dtype."""
-    return {path: jnp.asarray(leaf, dtype) for path, leaf in leaves_by_path(tree).items()}
+def float_leaves(tree: Any, dtype: Any, without: Collection[str] = ()) -> dict[str, jax.Array]:
+    """Leaves by path in the computing dtype, all or `without` some."""
+    return {path: jnp.asarray(leaf, dtype) for path, leaf in leaves_by_path(tree).items() if path not in without}
 
 
 def in_dtype_of(tree: Any, leaves: Mapping[str, jax.Array]) -> Any:

@@ -13,7 +13,7 @@ from gauge_optax.gauges import _frame, _split
 from gauge_optax.gauges._basis import grouped, stacked_gram
 from gauge_optax.gauges._frame import FrameState
 from gauge_optax.gauges._split import Bound, Point
-from gauge_optax.gauges._system import ScaleSystem, Sides
+from gauge_optax.gauges._system import ScaleSystem, Sides, Squares
 from gauge_optax.gauges._tally import Overlap, overlap_of
 
 Arrays = dict[str, jax.Array]
@@ -69,16 +69,12 @@ class Adam(NamedTuple):
         return self.debias(mu, fresh, self.b1) / self.root(nu), mu, nu
 
 
-class Here(NamedTuple):
-    """The current point in its frame.
+class Known(NamedTuple):
+    """What is known of a point once its leaves have been read: numbers per channel and per head.
 
     Attributes:
-      bound: the product on this tree.
       frame: the frame, with channels anchored that have just come alive.
-      point: θ̂ and the factors in and out.
-      values: θ per leaf, out of the frame.
-      raw: the same, centred.
-      overlap: sums of squares of every channel's sides, and how they change each other's.
+      squares: sums of squares of every channel's sides.
       rho: their sizes ρ.
       alive: whether each side exceeds its floor.
       sizes: per leaf, the ρ that its tangential part is seen and stepped with.
@@ -86,17 +82,33 @@ class Here(NamedTuple):
       grams: Gram matrices of every group of heads.
     """
 
-    bound: Bound
     frame: FrameState
-    point: Point
-    values: Mapping[str, jax.Array]
-    raw: Mapping[str, jax.Array]
-    overlap: Overlap
+    squares: Squares
     rho: Sides
     alive: Sides
     sizes: Arrays
     moment_factors: Arrays
     grams: tuple[jax.Array, ...]
+
+
+class Here(NamedTuple):
+    """The current point in its frame.
+
+    Attributes:
+      bound: the product on this tree.
+      known: numbers per channel and per head.
+      point: θ̂ and the factors in and out.
+      values: θ per leaf, out of the frame.
+      raw: the same, centred.
+      overlap: how the channels' sums of squares change each other's.
+    """
+
+    bound: Bound
+    known: Known
+    point: Point
+    values: Mapping[str, jax.Array]
+    raw: Mapping[str, jax.Array]
+    overlap: Overlap
 
     @property
     def system(self) -> ScaleSystem:
@@ -105,19 +117,12 @@ class Here(NamedTuple):
 
     def transfer(self, moments: Arrays, power: int) -> Arrays:
         """Moments of this power, carried to this step's frame."""
-        return {p: x * self.moment_factors[p] ** power if p in self.moment_factors else x for p, x in moments.items()}
-
-    def again(self, params: Any, one: jax.Array) -> "Here":
-        """The same point, entered once more when `one` is known: its leaves need not have been kept since."""
-        frame, values = gated(one, self.bound, self.frame, self.bound.values(params))
-        raw = self.bound.centre(values)
-        point = _split.at(self.bound, raw, frame.f)
-        overlap = overlap_of(self.system, point.hat, self.overlap.squares)
-        return self._replace(frame=frame, point=point, values=values, raw=raw, overlap=overlap)
+        factors = self.known.moment_factors
+        return {p: x * factors[p] ** power if p in factors else x for p, x in moments.items()}
 
     def resize(self, framed: Arrays) -> Arrays:
         """Every scaled leaf times the ρ of its channels."""
-        return {p: x * self.sizes[p] if p in self.sizes else x for p, x in framed.items()}
+        return _split.times(framed, self.known.sizes)
 
     def added(self, framed: Arrays, multiples: Sides) -> Arrays:
         """`framed` plus θ̂ times a multiple per side of every channel."""
@@ -133,8 +138,8 @@ class Here(NamedTuple):
         return self.system.dots(self.raw, cotangent)
 
 
-def enter(bound: Bound, params: Any, frame: FrameState, moving: bool, one: jax.Array | None = None) -> Here:
-    """The point of view at `params`.
+def survey(bound: Bound, params: Any, frame: FrameState, moving: bool, one: jax.Array) -> Known:
+    """Reads the leaves at `params` once.
 
     Args:
       bound: the product on this tree, or a component of it.
@@ -144,12 +149,10 @@ def enter(bound: Bound, params: Any, frame: FrameState, moving: bool, one: jax.A
       one: the number 1, once the component before is finished (see `gauges._components.after`).
 
     Returns:
-      Everything a step reads.
+      Numbers per channel and per head.
     """
     system = bound.system
-    values: Mapping[str, jax.Array] = bound.values(params)
-    if one is not None:
-        frame, values = gated(one, bound, frame, values)
+    frame, values = gated(one, bound, frame, bound.values(params))
     centred, before = bound.centre(values), frame
     if moving:
         frame = _frame.track(system, centred, frame)
@@ -163,11 +166,30 @@ def enter(bound: Bound, params: Any, frame: FrameState, moving: bool, one: jax.A
         change = system.factors(tuple(a - b for a, b in zip(frame.f, before.f, strict=True)))
         old_sizes = system.step_sizes(_stepped(frame, _frame.norms(system, old)))
         factors = {p: x * sizes[p] / old_sizes[p] for p, x in change.items()}
-    point = _split.at(bound, centred, frame.f)
     alive = tuple((up > frame.floor_up[k], down > frame.floor_down[k]) for k, (up, down) in enumerate(rho))
-    grams = tuple(stacked_gram(g, point.hat, point.hat) for g in grouped(bound.heads))
-    overlap = overlap_of(system, point.hat, squares)
-    return Here(bound, frame, point, values, centred, overlap, rho, alive, sizes, factors, grams)
+    hat = _split.at(bound, centred, frame.f).hat if bound.heads else {}
+    grams = tuple(stacked_gram(g, hat, hat) for g in grouped(bound.heads))
+    return Known(frame, squares, rho, alive, sizes, factors, grams)
+
+
+def enter(bound: Bound, params: Any, known: Known, one: jax.Array) -> Here:
+    """The point at `params` when `one` is known; its leaves are read anew, and need not have been kept since `survey`.
+
+    Args:
+      bound: the product on this tree, or a component of it.
+      params: the parameters.
+      known: of `survey` at these parameters.
+      one: the number 1, once the component before is finished.
+
+    Returns:
+      Everything a step reads.
+    """
+    frame, values = gated(one, bound, known.frame, bound.values(params))
+    raw = bound.centre(values)
+    point = _split.at(bound, raw, frame.f)
+    return Here(
+        bound, known._replace(frame=frame), point, values, raw, overlap_of(bound.system, point.hat, known.squares)
+    )
 
 
 def gated(

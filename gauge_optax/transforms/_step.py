@@ -1,8 +1,12 @@
-"""One step of DDC-Adam on one component of a product: everything between the in-frame gradient and the tangent.
+"""One step on one component of a product: everything between the in-frame gradient and the tangent.
+
+Adam and Muon in the frame differ in one line: what a leaf's tangential part is preconditioned by.
 
 Here: the order of things in a step. Not here: what is kept between steps and when bases are renewed (`_pass`).
 """
 
+import dataclasses
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -10,13 +14,16 @@ import jax.numpy as jnp
 
 from gauge_optax.gauges import _split
 from gauge_optax.gauges._basis import grouped
+from gauge_optax.gauges._components import after
 from gauge_optax.gauges._head import HeadBlock, HeadInstance
+from gauge_optax.gauges._matrices import Matrices
 from gauge_optax.gauges._split import Bound, Coordinates
 from gauge_optax.gauges._system import Channels
 from gauge_optax.transforms import _channels, _moments, _vertical
 from gauge_optax.transforms._heads import horizontal, without_vertical
 from gauge_optax.transforms._here import Adam, Here
 from gauge_optax.transforms._moments import BodyFrame
+from gauge_optax.transforms._polar import PolarOptions, polar_steps
 
 Arrays = dict[str, jax.Array]
 Scalar = float | jax.Array
@@ -37,6 +44,8 @@ class Settings(NamedTuple):
       radial_scale: as `scale_by_ddc`'s.
       reproject: as `scale_by_ddc`'s.
       project: whether the vertical part of the gradient is taken out first.
+      polar: of the leaves that are stepped by their polar factor; None where there are none.
+      matrices: these leaves, and how they are read.
     """
 
     adam: Adam
@@ -48,6 +57,17 @@ class Settings(NamedTuple):
     radial_scale: Scalar
     reproject: bool
     project: bool
+    polar: PolarOptions | None
+    matrices: Mapping[str, Matrices]
+
+    def decays(self, leaves: Iterable[str]) -> dict[str, Scalar]:
+        """Per leaf, the decay of its first moment."""
+        muon = self.adam.b1 if self.polar is None else self.polar.beta
+        return {p: muon if p in self.matrices else self.adam.b1 for p in leaves}
+
+    def polar_steps(self, mean: Arrays) -> Arrays:
+        """The steps of the leaves that are stepped by their polar factor."""
+        return {} if self.polar is None else polar_steps(self.polar, self.matrices, mean)
 
 
 class Moments(NamedTuple):
@@ -68,11 +88,19 @@ class Moments(NamedTuple):
     vertical: tuple[Any, Any]
 
 
-def plain_step(adam: Adam, gradient: Arrays, mu: Arrays, nu: Arrays) -> tuple[Arrays, Arrays, Arrays]:
-    """Adam on leaves that no gauge binds: the step, and the new moments."""
-    mu = {p: adam.b1 * x + (1 - adam.b1) * gradient[p] for p, x in mu.items()}
+def plain_step(chosen: Settings, gradient: Arrays, mu: Arrays, nu: Arrays, one: jax.Array) -> tuple[Arrays, ...]:
+    """Adam or Muon on leaves that no gauge binds: the step, and the new moments."""
+    adam, decays = chosen.adam, chosen.decays(gradient)
+    mu = {p: decays[p] * x + (1 - decays[p]) * gradient[p] for p, x in mu.items()}
     nu = {p: adam.b2 * x + (1 - adam.b2) * jnp.square(gradient[p]) for p, x in nu.items()}
-    return {p: adam.debias(x, gradient[p], adam.b1) / adam.root(nu[p]) for p, x in mu.items()}, mu, nu
+    mean = {p: adam.debias(x, gradient[p], decays[p]) for p, x in mu.items()}
+    step: Arrays = {}
+    for path in chosen.matrices:
+        # One after the other: the iterates of a large matrix are as large as it is.
+        only = chosen._replace(matrices={path: chosen.matrices[path]})
+        step |= only.polar_steps({path: one * mean[path]})
+        one = after(step[path])
+    return step | {p: mean[p] / adam.root(x) for p, x in nu.items()}, mu, nu
 
 
 def component_step(
@@ -95,7 +123,7 @@ def component_step(
     flat = _channels.none(here.system)
     if chosen.project:
         flat, dots = _projected(here, dots)
-        framed = without_vertical(here.bound, here.point.hat, framed, bases, here.grams)
+        framed = without_vertical(here.bound, here.point.hat, framed, bases, here.known.grams)
     slopes = _channels.radial_slopes(here.system, dots)
     drifts: Coordinates | None = None
     if chosen.vertical != "frozen":
@@ -104,17 +132,19 @@ def component_step(
     seen = here.resize(here.bound.centre(here.added(framed, flat)))
 
     adams = dict.fromkeys(seen, adam) | dict.fromkeys(here.bound.turned, chosen.head_adam)
-    past = here.transfer(old.mu, 1), here.transfer(old.nu, 2)
-    mu = in_place({p: adam.b1 * x + (1 - adam.b1) * seen[p] for p, x in past[0].items()})
-    mean = {p: adams[p].debias(x, seen[p], adam.b1) for p, x in mu.items()}
-    step, nu, heads = _divided(here.bound, old.heads, mean, seen, past[1], chosen.v_mode, chosen.cut, adams)
+    past, decays = (here.transfer(old.mu, 1), here.transfer(old.nu, 2)), chosen.decays(seen)
+    mu = in_place({p: decays[p] * x + (1 - decays[p]) * seen[p] for p, x in past[0].items()})
+    mean = {p: adams[p].debias(x, seen[p], decays[p]) for p, x in mu.items()}
+    own = _without(here.bound, chosen.matrices)
+    step, nu, heads = _divided(own, old.heads, mean, seen, past[1], chosen.v_mode, chosen.cut, adams)
+    step |= chosen.polar_steps(mean)
 
     tangent = jax.lax.optimization_barrier(here.resize(step))
     added = rest = left = _channels.none(here.system)
     if chosen.reproject:
         tangent = here.bound.centre(tangent)
         added, rest = _channels.tangential(here, here.dots(tangent), _channels.TANGENT_SWEEPS)
-        tangent, _ = horizontal(here.bound, here.point.hat, tangent, bases, here.grams)
+        tangent, _ = horizontal(here.bound, here.point.hat, tangent, bases, here.known.grams)
     else:
         left = here.dots(tangent)
     outward, radial_mu, radial_nu = _channels.radial(
@@ -129,6 +159,17 @@ def component_step(
         tangent = _vertical.added(here, tangent, rates)
         rest = here.dots(tangent)
     return here.point.tangent_out(tangent), rest, Moments(mu, nu, (radial_mu, radial_nu), heads, vertical)
+
+
+def _without(bound: Bound, paths: Collection[str]) -> Bound:
+    """A product whose rotations do not bind these leaves."""
+    if not paths:
+        return bound
+
+    def others(head: HeadInstance) -> HeadInstance:
+        return dataclasses.replace(head, blocks=tuple(b for b in head.blocks if b.block.path not in paths))
+
+    return dataclasses.replace(bound, heads=tuple(tuple(map(others, gauge)) for gauge in bound.heads))
 
 
 def in_place(fresh: Arrays) -> Arrays:
@@ -167,7 +208,7 @@ def _divided(
     """First moments over root second moments, and the new second moments."""
     framed = _moments.uses_frame(v_mode)
     mean_in, seen_in = (_moments.to_body(bound, heads, x) for x in (mean, seen)) if framed else (mean, seen)
-    squares = {p: jnp.square(x) for p, x in seen_in.items()}
+    squares = {p: jnp.square(seen_in[p]) for p in nu}
     if v_mode in ("none", "per_head_matrix"):
         squares = _moments.on_blocks(bound, squares, lambda g, i, h, b, view: jnp.zeros_like(view))
     elif v_mode == "per_head_scalar":

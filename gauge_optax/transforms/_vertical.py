@@ -41,18 +41,17 @@ def zero_variances(bound: Bound) -> Coordinates:
 
 
 def of(part: Component, whole: Any) -> Any:
-    """A component's part of coordinates of the product; () stays ()."""
+    """A component's part of coordinates of the product, leaves by their names in its form; () stays ()."""
     if whole == ():
         return ()
-    shifts = {b.path: whole.shifts[b.path] for b in part.bound.shift_blocks}
-    return Coordinates(part.of_scales(whole.scales), shifts, part.of_heads(whole.heads))
+    return Coordinates(part.of_scales(whole.scales), part.numbered(whole.shifts), part.of_heads(whole.heads))
 
 
 def collected(parts: Sequence[Component], found: Sequence[Any], kept: bool) -> Any:
     """Coordinates of the product from its components'; () where none are kept."""
     if not kept:
         return ()
-    shifts = {p: x for own in found for p, x in own.shifts.items()}
+    shifts = {p: x for part, own in zip(parts, found, strict=True) for p, x in part.by_path(own.shifts).items()}
     heads = collect_heads(parts, [own.heads for own in found])
     return Coordinates(collect_scales(parts, [own.scales for own in found]), shifts, heads)
 
@@ -73,7 +72,7 @@ def split(here: Here, framed: Arrays, bases: Sequence[HeadBasis]) -> tuple[Coord
       Slopes (scales: dL/d log α; shifts: the mean; rotations: generators of the vertical part), and what is left.
     """
     pairing = here.system.along_orbits(here.system.dots(here.point.hat, framed))
-    rest, generators = horizontal(here.bound, here.point.hat, framed, bases, here.grams)
+    rest, generators = horizontal(here.bound, here.point.hat, framed, bases, here.known.grams)
     return Coordinates(pairing, here.bound.shift_means(framed), generators), rest
 
 

@@ -20,16 +20,14 @@ the frame metric gives both sides the same relative step where B.7 gives p : 1.
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 
-from gauge_optax.binding import is_empty
-from gauge_optax.gauges._components import after
 from gauge_optax.gauges.base import Gauges
-from gauge_optax.gauges.product import Product, product
-from gauge_optax.transforms._common import in_dtype_of, placeholder, require_choice, require_params
+from gauge_optax.gauges.product import product
+from gauge_optax.transforms._common import in_dtype_of, require_choice, require_params
 from gauge_optax.transforms._moments import V_MODES
-from gauge_optax.transforms._pass import Options, Pass, ScaleByDDCState, init_gauges, wide
+from gauge_optax.transforms._pass import bare, take_step, tangents
+from gauge_optax.transforms._state import FramedState, Method, Options, init_state
 from gauge_optax.transforms.retract import RADIAL, VERTICAL
 
 Scalar = float | jax.Array
@@ -100,19 +98,14 @@ def scale_by_ddc(
     group = product(gauges)
 
     def update_fn(
-        updates: optax.Updates, state: ScaleByDDCState, params: optax.Params | None = None, **extra: Any
-    ) -> tuple[optax.Updates, ScaleByDDCState]:
+        updates: optax.Updates, state: FramedState, params: optax.Params | None = None, **extra: Any
+    ) -> tuple[optax.Updates, FramedState]:
         del extra
         require_params("scale_by_ddc", params)
-        step = Pass(group.bound(params), params, updates, state, options, project=False)
-        one, out = jnp.ones(()), dict[str, jax.Array]()
-        for part in step.parts:
-            tangent, _, _ = step.take(part, one)
-            one, out = after((tangent, step.taken())), out | tangent
-        plain, state = step.finish()
-        return in_dtype_of(updates, plain | out), state
+        step = take_step(group.bound(params), params, updates, state, Method(options), {}, lambda _: (bare, ()))
+        return in_dtype_of(updates, tangents(step)), step.state
 
-    return optax.GradientTransformationExtraArgs(lambda params: init_ddc(group, params, options), update_fn)
+    return optax.GradientTransformationExtraArgs(lambda params: init_state(group, params, options), update_fn)
 
 
 def check_modes(options: Options) -> None:
@@ -120,11 +113,3 @@ def check_modes(options: Options) -> None:
     require_choice("scale_by_ddc", "vertical", options.vertical, VERTICAL)
     require_choice("scale_by_ddc", "v_mode", options.v_mode, V_MODES)
     require_choice("scale_by_ddc", "radial", options.radial, RADIAL)
-
-
-def init_ddc(group: Product, params: optax.Params, options: Options) -> ScaleByDDCState:
-    """State at a starting point; a placeholder for the gauges' part where there are no leaves."""
-    mu = jax.tree.map(lambda p: jnp.zeros_like(p, options.mu_dtype or wide(p)), params)
-    nu = jax.tree.map(lambda p: jnp.zeros_like(p, wide(p)), params)
-    moments = placeholder() if is_empty(params) else init_gauges(group.bound(params), params, options)
-    return ScaleByDDCState(jnp.zeros((), jnp.int32), mu, nu, moments)

@@ -6,18 +6,20 @@ tangent's; the two differ in how they enter and leave it (DESIGN §1). Reference
 ours.
 """
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from gauge_optax.binding import is_empty
+from gauge_optax.binding import is_empty, leaves_by_path
 from gauge_optax.gauges import _frame, _split
 from gauge_optax.gauges._basis import HeadBasis, grouped, stacked_gram
 from gauge_optax.gauges._components import Component, after, collect_frame, collect_heads, components
 from gauge_optax.gauges._frame import FrameState
+from gauge_optax.gauges._split import Bound
 from gauge_optax.gauges._system import Squares
 from gauge_optax.gauges._tally import overlap_of
 from gauge_optax.gauges.base import Gauges
@@ -97,15 +99,19 @@ def gauge_project(gauges: Gauges, kind: str = "gradient") -> optax.GradientTrans
         require_params("gauge_project", params)
         bound, old = group.bound(params), state.gauges
         parts, vectors = components(bound), bound.vectors(updates)
-        points = _points(parts, params, old.frame)
+        leaves = leaves_by_path(params)
+        points = _points(parts, leaves, old.frame)
         grams = collect_heads(parts, [grams for _, _, grams in points])
         bases = in_turn(lambda gram, old: refreshed(old, gram, LIVE, _DRIFT, None)[0], grams, old.bases)
         one = jnp.ones(())
         out: Arrays = {}
         for part, (frame, squares, own) in zip(parts, points, strict=True):
-            vector = {p: vectors[p] for p in part.bound.offset}
-            out |= _horizontal(part, params, frame, squares, own, part.of_heads(bases), vector, kind, one)
-            one = after({p: out[p] for p in part.bound.offset})
+            own_vector = part.numbered(vectors)
+            own_params = part.numbered(leaves)
+            kept, one = _horizontal(
+                part.form, kind, one, own_params, frame, squares, own, part.of_heads(bases), own_vector
+            )
+            out |= part.by_path(kept)
         frame = collect_frame(parts, [frame for frame, _, _ in points])
         return in_dtype_of(updates, out), GaugeProjectState(ProjectFrame(frame, bases))
 
@@ -113,42 +119,49 @@ def gauge_project(gauges: Gauges, kind: str = "gradient") -> optax.GradientTrans
 
 
 def _points(
-    parts: Sequence[Component], params: optax.Params, frame: FrameState
+    parts: Sequence[Component], leaves: Mapping[str, jax.Array], frame: FrameState
 ) -> list[tuple[FrameState, Squares, tuple[jax.Array, ...]]]:
-    """Per component the frame at `params`, sums of squares in it, and Gram matrices of its heads."""
+    """Per component the frame at the parameters, sums of squares in it, and Gram matrices of its heads."""
     one, found = jnp.ones(()), []
     for part in parts:
-        system = part.bound.system
-        own, values = gated(one, part.bound, part.of_frame(frame), part.bound.values(params))
-        values = part.bound.centre(values)
-        own = _frame.track(system, values, own)
-        hat = _split.at(part.bound, values, own.f).hat
-        grams = tuple(stacked_gram(g, hat, hat) for g in grouped(part.bound.heads))
-        found.append((own, system.squares(hat), grams))
-        one = after(found[-1])
+        *own, one = _point(part.form, one, part.numbered(leaves), part.of_frame(frame))
+        found.append(tuple(own))
     return found
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def _point(
+    form: Bound, one: jax.Array, params: Arrays, frame: FrameState
+) -> tuple[FrameState, Squares, tuple[jax.Array, ...], jax.Array]:
+    frame, values = gated(one, form, frame, form.values(params))
+    values = form.centre(values)
+    frame = _frame.track(form.system, values, frame)
+    hat = _split.at(form, values, frame.f).hat
+    found = frame, form.system.squares(hat), tuple(stacked_gram(g, hat, hat) for g in grouped(form.heads))
+    return *found, after(found)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
 def _horizontal(
-    part: Component,
-    params: optax.Params,
+    form: Bound,
+    kind: str,
+    one: jax.Array,
+    params: Arrays,
     frame: FrameState,
     squares: Squares,
     grams: tuple[jax.Array, ...],
     bases: tuple[HeadBasis, ...],
     vector: Arrays,
-    kind: str,
-    one: jax.Array,
-) -> Arrays:
-    """The horizontal part of one component's vector."""
-    bound = part.bound
-    frame, values = gated(one, bound, frame, bound.values(params))
-    point = _split.at(bound, bound.centre(values), frame.f)
+) -> tuple[Arrays, jax.Array]:
+    """The horizontal part of one component's vector, and `one` for the next."""
+    frame, values = gated(one, form, frame, form.values(params))
+    point = _split.at(form, form.centre(values), frame.f)
     enter, leave = (
         (point.cotangent_in, point.cotangent_out) if kind == "gradient" else (point.tangent_in, point.tangent_out)
     )
-    framed = bound.centre(enter(vector))
-    framed, _ = horizontal(bound, point.hat, framed, bases, grams)
-    rates = _split.vertical_rates(overlap_of(bound.system, point.hat, squares), bound.system.dots(point.hat, framed))
-    along = bound.system.exponents(rates)
-    return leave({p: x - point.hat[p] * along[p] if p in along else x for p, x in framed.items()})
+    framed = form.centre(enter(vector))
+    framed, _ = horizontal(form, point.hat, framed, bases, grams)
+    rates = _split.vertical_rates(overlap_of(form.system, point.hat, squares), form.system.dots(point.hat, framed))
+    along = form.system.exponents(rates)
+    kept = leave({p: x - point.hat[p] * along[p] if p in along else x for p, x in framed.items()})
+    return kept, after(kept)

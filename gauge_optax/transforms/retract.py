@@ -7,6 +7,7 @@ shifts get their mean back. Rotations need nothing. Rounding does not accumulate
 recomputed. References: DDC B.4, B.7; DESIGN §5.
 """
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -126,25 +127,33 @@ def gauge_retract(
         parts, one, found = components(bound), jnp.ones(()), []
         out: Arrays = {}
         for part in parts:
-            # Gated by what comes in: θ + Δ of all components would be made at once otherwise.
-            delta = {p: one * tangent[p] for p in part.bound.offset}
-            own = part_of(part, reference, one)
-            sight = _seen(part.bound, {p: values[p] for p in delta}, delta, own.frame)
-            step, new = retracted(part, sight, delta, own, chosen)
-            one, out = after(step), out | step
+            own = part.numbered(values), part.numbered(tangent)
+            step, new, one = _component(part.form, chosen, one, *own, part_of(part, reference))
+            out |= part.by_path(step)
             found.append(new)
         return in_dtype_of(updates, out), GaugeRetractState(collected(parts, found))
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _component(
+    form: Bound, chosen: tuple[str, str], one: jax.Array, values: Arrays, tangent: Arrays, reference: Reference
+) -> tuple[Arrays, Reference, jax.Array]:
+    # Gated by what comes in: θ + Δ of all components would be made at once otherwise.
+    delta = {p: one * x for p, x in tangent.items()}
+    reference = gated(reference, one)
+    step, new = retracted(form, _seen(form, values, delta, reference.frame), delta, reference, chosen)
+    return step, new, after(step)
+
+
 def retracted(
-    part: Component, sight: Sight, tangent: Arrays, reference: Reference, chosen: tuple[str, str]
+    bound: Bound, sight: Sight, tangent: Arrays, reference: Reference, chosen: tuple[str, str]
 ) -> tuple[Arrays, Reference]:
     """The step of one component, and its reference after it.
 
     Args:
-      part: the component.
+      bound: the component.
       sight: what is known of θ and Δ.
       tangent: Δ per leaf of the component.
       reference: of the component.
@@ -153,7 +162,7 @@ def retracted(
     Returns:
       θ_new − θ per leaf, and the component's part of the new reference.
     """
-    bound, (radial, vertical) = part.bound, chosen
+    radial, vertical = chosen
     if vertical != "frozen":
         reference = _moved(bound, sight.point, sight.point.tangent_in(tangent), reference)
     moved, frame = _step(bound, sight, tangent, reference.frame, radial)
@@ -166,11 +175,15 @@ def retracted(
     return step, Reference(frame, shifts)
 
 
-def part_of(part: Component, whole: Reference, one: jax.Array) -> Reference:
-    """A component's part of the reference, once `one` is known."""
-    frame = part.of_frame(whole.frame)
-    frame = frame._replace(f=tuple(one * f for f in frame.f))
-    return Reference(frame, {b.path: whole.shifts[b.path] for b in part.bound.shift_blocks})
+def part_of(part: Component, whole: Reference) -> Reference:
+    """A component's part of the reference, leaves by their names in its form."""
+    return Reference(part.of_frame(whole.frame), part.numbered(whole.shifts))
+
+
+def gated(reference: Reference, one: jax.Array) -> Reference:
+    """The reference once `one` is known."""
+    frame = reference.frame
+    return reference._replace(frame=frame._replace(f=tuple(one * f for f in frame.f)))
 
 
 def _seen(bound: Bound, values: Arrays, tangent: Arrays, frame: FrameState) -> Sight:
@@ -181,7 +194,7 @@ def _seen(bound: Bound, values: Arrays, tangent: Arrays, frame: FrameState) -> S
 
 def collected(parts: Sequence[Component], found: Sequence[Reference]) -> Reference:
     """The reference of the product from its components'."""
-    shifts = {p: x for new in found for p, x in new.shifts.items()}
+    shifts = {p: x for part, new in zip(parts, found, strict=True) for p, x in part.by_path(new.shifts).items()}
     return Reference(collect_frame(parts, [new.frame for new in found]), shifts)
 
 

@@ -1,0 +1,127 @@
+"""A leaf as a stack of matrices, read off the axes that its gauges name: what Muon needs to know of it.
+
+A rotated leaf has one matrix per head, its basis on one side. A leaf with a scale gauge has its channels on one side
+and its free axes on the other; further named axes (stacked layers) count matrices. An index (`qkv=0`) and what shares
+parentheses with a head (`(head _)`, grouped queries) count matrices too.
+
+Here: which axes are which. Not here: what is done with the matrices, which leaves it is done to.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+
+import jax
+
+from gauge_optax.binding import Block
+from gauge_optax.gauges._head import BASIS
+from gauge_optax.gauges._scale import ScaleInstance
+from gauge_optax.gauges._split import Bound
+
+
+@dataclasses.dataclass(frozen=True)
+class Matrices:
+    """How a leaf is read as matrices, (*batch, rows, columns): rows are inputs, columns outputs, in the leaf's order.
+
+    Attributes:
+      shape: the leaf's shape.
+      split: the shape after groups of axes are split.
+      groups: per leaf axis, the axes of `split` it was split into.
+      batch: the axes of `split` that count matrices.
+      rows: those that are one matrix's rows.
+      columns: those that are its columns.
+    """
+
+    shape: tuple[int, ...]
+    split: tuple[int, ...]
+    groups: tuple[tuple[int, ...], ...]
+    batch: tuple[int, ...]
+    rows: tuple[int, ...]
+    columns: tuple[int, ...]
+
+    @property
+    def fan_in(self) -> int:
+        """Rows of one matrix."""
+        return math.prod(self.split[k] for k in self.rows)
+
+    @property
+    def fan_out(self) -> int:
+        """Columns of one matrix."""
+        return math.prod(self.split[k] for k in self.columns)
+
+    def view(self, leaf: jax.Array) -> jax.Array:
+        """The matrices, (*batch, rows, columns)."""
+        order = self.batch + self.rows + self.columns
+        batch = tuple(self.split[k] for k in self.batch)
+        return leaf.reshape(self.split).transpose(order).reshape((*batch, self.fan_in, self.fan_out))
+
+    def leaf(self, view: jax.Array) -> jax.Array:
+        """The inverse of `view`."""
+        order = self.batch + self.rows + self.columns
+        back = tuple(order.index(k) for k in range(len(order)))
+        return view.reshape(tuple(self.split[k] for k in order)).transpose(back).reshape(self.shape)
+
+    def leaf_axes(self, axes: tuple[int, ...]) -> tuple[int, ...] | None:
+        """The leaf's own axes that hold exactly these axes of `split`; None where one holds others as well."""
+        found = tuple(k for k, group in enumerate(self.groups) if set(group) & set(axes))
+        return found if sum(len(self.groups[k]) for k in found) == len(axes) else None
+
+
+def matrix(shape: tuple[int, int]) -> Matrices:
+    """A leaf that is one matrix."""
+    return Matrices(shape, shape, ((0,), (1,)), (), (0,), (1,))
+
+
+def matrices_of(bound: Bound) -> dict[str, Matrices]:
+    """Leaf path → how it is read as matrices, for leaves of rotations and of scales with a partner that are matrices.
+
+    Args:
+      bound: a product on a tree.
+
+    Returns:
+      Vectors (biases, norms' scales) and leaves bound by other gauges alone are left out.
+    """
+    read: dict[str, Matrices | None] = {}
+    for head in bound.rotations:
+        for own in head.blocks:
+            read.setdefault(own.block.path, _rotated(own.block))
+    for instance in bound.scales:
+        for block, _ in instance.weighted_blocks if instance.down else ():
+            read.setdefault(block.path, _scaled(block, instance))
+    return {path: own for path, own in read.items() if own is not None}
+
+
+def _rotated(block: Block) -> Matrices | None:
+    labels = block.split_labels
+    free = [k for k, label in enumerate(labels) if label == "_" and not _beside_a_name(block, k)]
+    return _between(block, [labels.index(BASIS)], free)
+
+
+def _beside_a_name(block: Block, axis: int) -> bool:
+    """Whether an axis shares its parentheses with a named axis other than the basis."""
+    labels = block.split_labels
+    group = next(g for g in block.groups if axis in g)
+    return any(labels[k] not in ("_", "", BASIS) for k in group)
+
+
+def _scaled(block: Block, instance: ScaleInstance) -> Matrices | None:
+    labels = block.split_labels
+    free = [k for k, label in enumerate(labels) if label == "_"]
+    if instance.named:
+        return _between(block, [labels.index(instance.named[-1])], free)
+    return _between(block, free[-1:], free[:-1])
+
+
+def _between(block: Block, one: Sequence[int], other: Sequence[int]) -> Matrices | None:
+    """Matrices with these axes on their two sides; None where a side has none."""
+    if not one or not other:
+        return None
+    rows, columns = sorted((tuple(one), tuple(other)))
+    batch = tuple(k for k in range(len(block.split)) if k not in rows + columns)
+    return Matrices(block.shape, block.split, block.groups, batch, rows, columns)
+
+
+def named_axes(own: Mapping[str, Matrices]) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]] | None]:
+    """Leaf path → the leaf's axes that are rows and columns; None where its axes are not split as matrices are."""
+    found = {path: (m.leaf_axes(m.rows), m.leaf_axes(m.columns)) for path, m in own.items()}
+    return {path: None if a is None or b is None else (a, b) for path, (a, b) in found.items()}

@@ -7,10 +7,11 @@ import optax
 
 from gauge_optax.binding import binding_error
 from gauge_optax.gauges.base import Gauges
+from gauge_optax.linalg import Coefficients
 from gauge_optax.transforms._state import Method, Options
 from gauge_optax.transforms.ddc import check_modes
 from gauge_optax.transforms.fused import Rates, fused
-from gauge_optax.transforms.polar import Coefficients, Labels, Routing, polar_method
+from gauge_optax.transforms.polar import Labels, Routing, polar_method
 
 Scalar = float | jax.Array
 

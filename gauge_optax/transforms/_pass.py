@@ -37,11 +37,12 @@ from gauge_optax.transforms._moments import BodyFrame
 from gauge_optax.transforms._refresh import refreshed_heads, surveyed
 from gauge_optax.transforms._state import FramedState, GaugeMoments, Method, apart, together
 from gauge_optax.transforms._step import Moments, Settings, component_step, plain_step
+from gauge_optax.transforms._turns import Task, in_turn
 
 Arrays = dict[str, jax.Array]
 Scalar = float | jax.Array
 Finish = Callable[[Here, Arrays, Sides, Any], tuple[Any, Any]]
-"""What follows a component's step: (point, tangent, its dot products, arrays) → (result, what to wait for). Hashable."""
+"""What follows a component's step: (point, tangent, its dot products, arrays) → (result, what to wait for). Static."""
 
 
 class Own(NamedTuple):
@@ -122,8 +123,11 @@ def take_step(
     known = surveyed(parts, leaves["params"], old.frame, method.options.vertical != "frozen")
     heads, moved, renewed = refreshed_heads(bound, known, leaves["params"], old.heads, method.options, count)
     static, traced = apart(method)
-    one, finished, found = jnp.ones(()), [], []
-    for part in parts:
+    finishes = [finish_of(part) for part in parts]
+
+    def task(k: int) -> Task:
+        """A component's part in the step: what it has in common with others of its kind, and its own arrays."""
+        part, (finish, extra) = parts[k], finishes[k]
         own = Own(
             part.numbered(leaves["params"]),
             part.numbered(leaves["gradient"]),
@@ -138,11 +142,18 @@ def take_step(
             known.get(part),
             count,
         )
-        finish, extra = finish_of(part)
-        polar = tuple(part.numbered(matrices).items())
-        result, frame, new, one = _component(part.form, static, polar, finish, one, traced, own, extra)
-        finished.append(result)
-        found.append((frame, new._replace(mu=part.by_path(new.mu), nu=part.by_path(new.nu))))
+        return (part.form, static, tuple(part.numbered(matrices).items()), finish), (own, extra)
+
+    def step_of(kind: Any, one: jax.Array, arrays: Any) -> tuple[Any, jax.Array]:
+        *out, one = _component(*kind, one, traced, *arrays)
+        return tuple(out), one
+
+    done, one = in_turn([task(k) for k in range(len(parts))], step_of)
+    finished = [result for result, _, _ in done]
+    found = [
+        (frame, new._replace(mu=part.by_path(new.mu), nu=part.by_path(new.nu)))
+        for part, (_, frame, new) in zip(parts, done, strict=True)
+    ]
     unbound = {kind: float_leaves(tree, real_dtype(), without=bound.offset) for kind, tree in trees.items()}
     chosen = _settings(method, count, {p: m for p, m in matrices.items() if p not in bound.offset})
     plain, mu, nu = plain_step(chosen, unbound["gradient"], unbound["mu"], unbound["nu"], one)

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from gauge_optax.gauges._matrices import Matrices
-from gauge_optax.linalg import polar
+from gauge_optax.linalg import Schedule, polar
 
 Arrays = dict[str, jax.Array]
 Scalar = float | jax.Array
@@ -24,15 +24,13 @@ class PolarOptions(NamedTuple):
     Attributes:
       beta: decay of first moments.
       eps: added to ‖M‖_F in the normalisation.
-      ns_coeffs: polynomials of the iteration, or the name of a preset.
-      ns_steps: how often a single polynomial is applied.
+      schedule: the polynomials of the Newton–Schulz iteration, one per step.
       scale: "width", "rms", "none", or the RMS of a step.
     """
 
     beta: Scalar
     eps: Scalar
-    ns_coeffs: str | tuple[float, ...] | tuple[tuple[float, ...], ...]
-    ns_steps: int | None
+    schedule: Schedule
     scale: str | Scalar
 
 
@@ -51,8 +49,7 @@ def polar_steps(options: PolarOptions, matrices: Mapping[str, Matrices], mean: M
 
 
 def _scaled_polar(options: PolarOptions, own: Matrices, m: jax.Array) -> jax.Array:
-    steps = {} if options.ns_steps is None else {"ns_steps": options.ns_steps}
-    factor = polar(m, options.ns_coeffs, eps=options.eps, **steps)
+    factor = polar(m, options.schedule, eps=options.eps)
     fan_in, fan_out = own.fan_in, own.fan_out
     if not isinstance(options.scale, str):
         return options.scale * math.sqrt(max(fan_in, fan_out)) * factor

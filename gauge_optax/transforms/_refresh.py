@@ -20,6 +20,7 @@ from gauge_optax.transforms._heads import refreshed
 from gauge_optax.transforms._here import Known, survey
 from gauge_optax.transforms._moments import BodyFrame
 from gauge_optax.transforms._state import Options
+from gauge_optax.transforms._turns import in_turn
 
 Arrays = dict[str, jax.Array]
 Scalar = float | jax.Array
@@ -31,11 +32,13 @@ def surveyed(
     parts: Sequence[Component], leaves: Mapping[str, jax.Array], frame: FrameState, moving: bool
 ) -> dict[Component, Known]:
     """Components with heads, read first: all heads of a gauge are refreshed together."""
-    one, known = jnp.ones(()), {}
-    for part in parts:
-        if part.heads:
-            known[part], one = _survey(part.form, moving, part.numbered(leaves), part.of_frame(frame), one)
-    return known
+    with_heads = [part for part in parts if part.heads]
+
+    def step(form: Any, one: jax.Array, arrays: Any) -> tuple[Known, jax.Array]:
+        return _survey(form, moving, *arrays, one)
+
+    found, _ = in_turn([(p.form, (p.numbered(leaves), p.of_frame(frame))) for p in with_heads], step)
+    return dict(zip(with_heads, found, strict=True))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

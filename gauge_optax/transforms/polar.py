@@ -25,6 +25,7 @@ from gauge_optax.gauges._matrices import Matrices, matrices_of, matrix
 from gauge_optax.gauges._split import Bound
 from gauge_optax.gauges.base import Gauges
 from gauge_optax.gauges.product import product
+from gauge_optax.linalg import Coefficients, ns_schedule
 from gauge_optax.transforms._common import in_dtype_of, require_choice, require_params
 from gauge_optax.transforms._pass import bare, take_step, tangents
 from gauge_optax.transforms._polar import SCALES, PolarOptions
@@ -32,7 +33,6 @@ from gauge_optax.transforms._state import FramedState, Method, Options, init_sta
 from gauge_optax.transforms.retract import RADIAL, VERTICAL
 
 Scalar = float | jax.Array
-Coefficients = str | tuple[float, ...] | tuple[tuple[float, ...], ...]
 Labels = Mapping[str, str] | None
 
 
@@ -161,12 +161,8 @@ def polar_method(
         b1, b2, eps, eps_root, mu_dtype, nesterov, vertical, "per_head_scalar", radial, radial_scale,
         1e-3, refresh_drift, refresh_every, None, reproject,
     )  # fmt: skip
-    coefficients = ns_coeffs if isinstance(ns_coeffs, str) else _tuples(ns_coeffs)
-    return options, PolarOptions(beta, eps, coefficients, ns_steps, scale)
-
-
-def _tuples(coefficients: Any) -> Any:
-    return tuple(_tuples(x) if hasattr(x, "__len__") else float(x) for x in coefficients)
+    schedule = ns_schedule(ns_coeffs, 5 if ns_steps is None else ns_steps)
+    return options, PolarOptions(beta, eps, schedule, scale)
 
 
 @dataclasses.dataclass(frozen=True)

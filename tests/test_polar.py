@@ -1,0 +1,380 @@
+"""The polar factor against the scalar map on numpy's SVD: every shape and spectrum, both precisions, all presets."""
+
+import functools
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gauge_optax import linalg
+from tests.quick import jit
+from tests.tolerances import tolerance
+
+PRESETS = tuple(linalg.NS_PRESETS)
+FLOOR = 1e-2  # σ/‖M‖_F from which a preset keeps its interval
+INTERVALS = {"standard": (0.68, 1.14), "dion": (0.977, 1.032), "polar_express": (0.876, 1.124), "sharp": (0.996, 1.004)}
+ASKED = {name: (0.99, 1.01) if name == "sharp" else (0.65, 1.25) for name in PRESETS}
+CONDITIONS = (1.0, 1e1, 1e2, 1e3, 1e6)
+SHAPES = ((9, 5), (5, 9), (6, 6))
+SMALL_SHAPES = ((2, 2), (7, 2), (1, 1), (4, 1), (1, 4))
+HEADS = ((768, 64), (64, 768), (64, 64), (16, 8))
+
+check = functools.partial(settings, derandomize=True, deadline=None, database=None, max_examples=15)
+polar = jit(linalg.polar, static_argnames=("ns_coeffs", "ns_steps", "eps"))
+
+
+@pytest.fixture(params=["float64", "float32"])
+def dtype(request: pytest.FixtureRequest) -> Iterator[str]:
+    with jax.enable_x64(request.param == "float64"):
+        yield request.param
+
+
+@pytest.fixture(params=PRESETS)
+def preset(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+def run(m: np.ndarray, dtype: str, preset: Any = "standard", kernel: Callable[..., Any] = polar, **more: Any) -> Any:
+    """The kernel in this precision, its result in float64."""
+    return np.asarray(kernel(jnp.asarray(m, dtype), ns_coeffs=preset, **more), np.float64)
+
+
+def orthogonal(generator: np.random.Generator, rows: int, cols: int) -> np.ndarray:
+    """Orthonormal columns."""
+    return np.linalg.qr(generator.normal(size=(rows, cols)))[0]
+
+
+def spectra(rank: int, conditions: tuple[float, ...] = CONDITIONS) -> dict[str, np.ndarray]:
+    """By name: graded, one large, one small, half small, per condition number; and every way to be degenerate."""
+    found, half = {}, rank - rank // 2
+    for c in conditions:
+        found[f"graded {c:.0e}"] = np.logspace(0, -np.log10(c), rank)
+        found[f"one large {c:.0e}"] = np.r_[1.0, np.full(rank - 1, 1.0 / c)]
+        found[f"one small {c:.0e}"] = np.r_[np.ones(rank - 1), 1.0 / c]
+        found[f"half small {c:.0e}"] = np.r_[np.ones(half), np.full(rank - half, 1.0 / c)]
+    found["rank one"] = np.r_[1.0, np.zeros(rank - 1)]
+    found["half rank"] = np.r_[np.ones(half), np.zeros(rank - half)]
+    found["half rank, graded"] = np.r_[np.logspace(0, -3, half), np.zeros(rank - half)]
+    return found
+
+
+def matrices(shape: tuple[int, int], conditions: tuple[float, ...] = CONDITIONS) -> tuple[list[str], np.ndarray]:
+    """Names and matrices of all spectra, stacked."""
+    generator, rank = np.random.default_rng(sum(shape)), min(shape)
+    named = spectra(rank, conditions)
+    left, right = orthogonal(generator, shape[0], rank), orthogonal(generator, shape[1], rank)
+    return list(named), np.stack([left * values for values in named.values()]) @ right.T
+
+
+def norm(x: np.ndarray) -> np.ndarray:
+    return np.linalg.norm(x, axis=(-2, -1))
+
+
+def scalar(values: np.ndarray, schedule: linalg.Schedule) -> np.ndarray:
+    """What the steps make of singular values: σ ← a·σ + b·σ³ + c·σ⁵ + …"""
+    for step in schedule:
+        values = sum(c * values ** (2 * power + 1) for power, c in enumerate(step))
+    return values
+
+
+def oracle(m: np.ndarray, preset: Any, ns_steps: int = 5, eps: float = 1e-8) -> np.ndarray:
+    """U·f(Σ/(‖M‖_F + eps))·Vᵀ."""
+    u, values, vt = np.linalg.svd(m, full_matrices=False)
+    values = values / np.maximum(norm(m) + eps, 1e-300)[..., None]
+    return (u * scalar(values, linalg.ns_schedule(preset, ns_steps))[..., None, :]) @ vt
+
+
+# The scalar map -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_singular_value_goes_through_the_map(shape: tuple[int, int], preset: str, x64: None) -> None:
+    names, m = matrices(shape)
+    off = norm(run(m, "float64", preset) - oracle(m, preset))
+    assert np.max(off) <= tolerance("oracle"), dict(zip(names, off, strict=True))
+
+
+@pytest.mark.parametrize("shape", SMALL_SHAPES)
+def test_vectors_and_pairs_go_through_the_map(shape: tuple[int, int], dtype: str) -> None:
+    _, m = matrices(shape)
+    m = np.asarray(jnp.asarray(m, dtype), np.float64)
+    assert np.max(norm(run(m, dtype) - oracle(m, "standard"))) <= tolerance("oracle", dtype)
+
+
+def test_singular_values_land_in_the_interval(preset: str, dtype: str) -> None:
+    """From σ/‖M‖_F = 1e-2 up, on values that fill [1e-2, 1]; below, they stay positive and bounded."""
+    generator, count = np.random.default_rng(1), 12
+    filling = np.logspace(-0.5, np.log10(1.02 * FLOOR), 10 * (count - 1)).reshape(10, -1)
+    values = [np.r_[1.0, part] for part in filling]
+    values = np.stack([*values, np.ones(count), np.eye(count)[0], np.r_[1.0, np.logspace(-2.2, -6, count - 1)]])
+    left, right = orthogonal(generator, 40, count), orthogonal(generator, count, count)
+    found = run((left * values[:, None, :]) @ right.T, dtype, preset)
+    found = np.diagonal(left.T @ found @ right, axis1=-2, axis2=-1)
+    relative = values / np.linalg.norm(values, axis=-1, keepdims=True)
+    kept = relative >= FLOOR
+    assert kept.sum() > 100 and (~kept).sum() > 10
+    for low, high in (INTERVALS[preset], ASKED[preset]):
+        assert low <= np.min(found[kept]) and np.max(found[kept]) <= high
+    assert np.min(found[~kept & (values > 0)]) > 0.0
+    assert np.max(found[~kept]) <= (1.01 if preset == "sharp" else 1.21)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_the_interval_of_the_map_is_what_is_documented(name: str) -> None:
+    """Rounded outwards to two or three figures; what lies below 1e-2 rises from 0 and overshoots by at most 1.21."""
+    schedule = linalg.ns_schedule(name, 5)
+    above = scalar(np.linspace(FLOOR, 1.0, 200_001), schedule)
+    below = scalar(np.logspace(-8, -2, 20_001), schedule)
+    low, high = INTERVALS[name]
+    assert low <= above.min() < low + 3e-3 and high - 6e-3 < above.max() <= high
+    assert below.min() > 0.0 and below.max() <= 1.21
+    assert name != "sharp" or (np.diff(below) > 0).all()
+
+
+# Where the coefficients come from ------------------------------------------------------------------
+
+
+def minimax(low: float, high: float, terms: int) -> tuple[np.ndarray, float]:
+    """The odd polynomial nearest to 1 on [low, high] and its error, by Remez' exchange."""
+    powers = 2 * np.arange(terms) + 1
+    points = 0.5 * (low + high) - 0.5 * (high - low) * np.cos(np.pi * np.arange(terms + 1) / terms)
+    for _ in range(50):
+        alternating = (-1.0) ** np.arange(terms + 1)
+        *c, error = np.linalg.solve(np.c_[points[:, None] ** powers, alternating], np.ones(terms + 1))
+        extrema = np.roots((np.array(c) * powers)[::-1])  # of the derivative, in σ²
+        points = np.r_[low, np.sort(np.sqrt(extrema.real)), high]
+    values = np.stack([points**power for power in powers], -1) @ np.array(c)
+    assert np.ptp(np.abs(values - 1.0)) < 1e-10, "no equioscillation"
+    return np.array(c), abs(error)
+
+
+def composed(low: float, high: float, terms: tuple[int, ...], cushion: float = 0.0) -> tuple[list[np.ndarray], float]:
+    """Each step nearest to 1 on what the one before made of [low, high]; the error of all.
+
+    With a cushion the step is nearest on [cushion·high, high] only, then scaled so that [low, high] is centred at 1.
+    """
+    steps = []
+    for count in terms:
+        least = max(low, cushion * high)
+        c, error = minimax(least, high, count)
+        bottom = float(sum(x * low ** (2 * power + 1) for power, x in enumerate(c))) if least > low else 1.0 - error
+        scale = 2.0 / (bottom + 1.0 + error)
+        steps.append(scale * c)
+        low, high = scale * bottom, 2.0 - scale * bottom
+    return steps, 1.0 - low
+
+
+def test_sharp_is_the_composition_of_optimal_steps() -> None:
+    steps, error = composed(FLOOR, 1.02, (3, 3, 3, 4))
+    assert error < 3.3e-3
+    for derived, kept in zip(steps, linalg.NS_PRESETS["sharp"], strict=True):
+        np.testing.assert_allclose(kept, derived, rtol=1e-5)
+
+
+def test_four_quintics_are_not_sharp_enough() -> None:
+    """The degree of 7 is needed; where it stands matters little, last is best and cheapest."""
+    assert composed(FLOOR, 1.0, (3, 3, 3, 3))[1] > 1.2e-2
+    errors = [composed(FLOOR, 1.0, terms)[1] for terms in ((4, 3, 3, 3), (3, 4, 3, 3), (3, 3, 4, 3), (3, 3, 3, 4))]
+    assert min(errors) == errors[-1] and max(errors) < 3.5e-3
+
+
+def test_polar_express_is_derived_and_published() -> None:
+    """Amsel et al. (2025), Alg. 1: lower end 1e-3, cushion 0.0241, every step but the last of σ/1.01."""
+    steps, error = composed(1e-3, 1.0, (3,) * 5, cushion=0.02407327424182761)
+    assert error < 0.1236
+    published = [(8.28721, -23.59589, 17.30039), (4.10706, -2.94785, 0.54484), (3.94869, -2.90890, 0.55182)]
+    published += [(3.31842, -2.48849, 0.51005), (2.30065, -1.66890, 0.41881)]
+    np.testing.assert_allclose(steps, published, rtol=2e-5)
+    scales = np.full((5, 1), 1.01)
+    scales[-1] = 1.0
+    np.testing.assert_allclose(linalg.NS_PRESETS["polar_express"], steps / scales ** [1, 3, 5], rtol=1e-5)
+
+
+# Equivariance -------------------------------------------------------------------------------------
+
+
+def unequal(shape: tuple[int, int], dtype: str, preset: str, kernel: Callable[..., Any] = polar) -> dict[str, float]:
+    """By spectrum: ‖f(L·M·R) − L·f(M)·R‖/‖f(M)‖, the larger of one rotation on the left and one on the right."""
+    names, m = matrices(shape, CONDITIONS[:4])
+    generator = np.random.default_rng(3)
+    left, right = orthogonal(generator, shape[0], shape[0]), orthogonal(generator, shape[1], shape[1])
+    m = np.asarray(jnp.asarray(m, dtype), np.float64)
+    here, rotated, turned = np.split(run(np.concatenate([m, left @ m, m @ right]), dtype, preset, kernel), 3)
+    off = np.maximum(norm(rotated - left @ here), norm(turned - here @ right)) / norm(here)
+    return dict(zip(names, off, strict=True))
+
+
+@pytest.mark.parametrize("shape", HEADS)
+def test_equivariant_in_float32(shape: tuple[int, int], preset: str) -> None:
+    worst = unequal(shape, "float32", preset)
+    assert max(worst.values()) <= tolerance("oracle", "float32"), worst
+    assert np.median(list(worst.values())) <= 0.3 * tolerance("oracle", "float32"), worst
+
+
+@pytest.mark.parametrize("shape", [(40, 24), (24, 40), (3, 3)])
+def test_equivariant_in_float64(shape: tuple[int, int], preset: str, x64: None) -> None:
+    worst = unequal(shape, "float64", preset)
+    assert max(worst.values()) <= tolerance("oracle"), worst
+
+
+@pytest.mark.parametrize("name", ["standard", "polar_express"])
+def test_long_heads_are_equivariant_too(name: str) -> None:
+    """Sums of 128 terms round more, which the split product must see."""
+    worst = unequal((128, 128), "float32", name)
+    assert max(worst.values()) <= tolerance("oracle", "float32"), worst
+
+
+def test_one_gram_matrix_is_not_enough(preset: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The checks above can fail: without a fresh Gram matrix float32 loses equivariance."""
+    monkeypatch.setattr(linalg, "_phases", lambda schedule, most: [schedule])
+    once = jit(functools.partial(linalg.polar), static_argnames="ns_coeffs")  # a new object: jit caches by function
+    assert max(unequal((64, 64), "float32", preset, once).values()) > tolerance("oracle", "float32")
+
+
+def test_a_steep_preset_needs_the_split_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linalg, "_split_matmul", lambda x, q, size: linalg.matmul(x, q))
+    plain = jit(functools.partial(linalg.polar), static_argnames="ns_coeffs")
+    assert unequal((64, 64), "float32", "polar_express", plain)["rank one"] > tolerance("oracle", "float32")
+
+
+def test_float64_needs_one_gram_matrix(preset: str) -> None:
+    schedule = linalg.ns_schedule(preset, 5)
+    assert len(linalg._phases(schedule, float(jnp.finfo("float64").eps) ** -0.25)) == 1
+    assert len(linalg._phases(schedule, float(jnp.finfo("float32").eps) ** -0.25)) == 2
+
+
+@check()
+@given(seed=st.integers(0, 2**16), rank=st.integers(0, 3), rows=st.sampled_from([3, 5]), name=st.sampled_from(PRESETS))
+def test_turns_with_either_side(seed: int, rank: int, rows: int, name: str) -> None:
+    """f(L·M·R) = L·f(M)·R on any matrix of any rank."""
+    generator = np.random.default_rng(seed)
+    m = generator.normal(size=(rows, rank)) @ generator.normal(size=(rank, 4))
+    left, right = orthogonal(generator, rows, rows), orthogonal(generator, 4, 4)
+    with jax.enable_x64(True):
+        here, there = run(m, "float64", name), run(left @ m @ right, "float64", name)
+    assert np.linalg.norm(there - left @ here @ right) <= tolerance("oracle") * max(1.0, np.linalg.norm(here))
+    assert rank == 0 or np.linalg.norm(there - here) > 1e-3
+
+
+# Cost, dtypes, scales, arguments ------------------------------------------------------------------
+
+
+def products(shape: tuple[int, int], preset: str) -> tuple[int, int, set[str]]:
+    """Products of d·h² and of h³, and the names of all other primitives."""
+    jaxpr = jax.make_jaxpr(functools.partial(linalg.polar, ns_coeffs=preset))(jnp.ones(shape))
+    large, small, others = 0, 0, set()
+    pending = [jaxpr.jaxpr]
+    while pending:
+        for equation in pending.pop().eqns:
+            inner = [x for x in equation.params.values() if hasattr(x, "jaxpr")]
+            pending += [x.jaxpr for x in inner]
+            if equation.primitive.name == "dot_general":
+                sizes = {*equation.invars[0].aval.shape, *equation.invars[1].aval.shape}
+                large, small = large + (max(shape) in sizes), small + (max(shape) not in sizes)
+            else:
+                others.add(equation.primitive.name)
+    return large, small, others
+
+
+@pytest.mark.parametrize("shape", [(768, 64), (64, 768)])
+def test_costs_the_products_it_is_documented_to_cost(shape: tuple[int, int], preset: str) -> None:
+    large, small, others = products(shape, preset)
+    assert (large, small) == {"polar_express": (6, 14), "sharp": (4, 11)}.get(preset, (4, 14))
+    assert not others & {"while", "scan", "eigh", "svd", "qr", "cholesky", "triangular_solve", "pure_callback", "cond"}
+
+
+def test_float64_costs_two_long_products(preset: str, x64: None) -> None:
+    assert products((768, 64), preset)[:2] == (2, 14 if preset == "sharp" else 17)
+
+
+@pytest.mark.parametrize("narrow", ["bfloat16", "float16"])
+def test_dtype_is_kept_and_computed_in_float32(narrow: str) -> None:
+    m = jnp.asarray(matrices((9, 5))[1], narrow)
+    found = polar(m)
+    assert found.dtype == jnp.dtype(narrow)
+    np.testing.assert_array_equal(found, polar(m.astype("float32")).astype(narrow))
+
+
+def test_dtype_of_a_wide_process_is_kept(x64: None) -> None:
+    assert [polar(jnp.ones((3, 2), dtype)).dtype.name for dtype in ("float32", "float64")] == ["float32", "float64"]
+
+
+@pytest.mark.parametrize("eps", [1e-8, 0.0])
+def test_zero_gives_zero_and_leaves_its_neighbours_alone(eps: float, dtype: str) -> None:
+    _, m = matrices((9, 5))
+    m[1] = 0.0
+    found = run(m, dtype, eps=eps)
+    assert np.isfinite(found).all() and not found[1].any()
+    np.testing.assert_allclose(found[2], run(m[2], dtype, eps=eps), atol=tolerance("oracle", dtype))
+
+
+def test_batches_of_any_depth(x64: None) -> None:
+    _, m = matrices((9, 5))
+    m = m[:12].reshape(2, 3, 2, 9, 5)
+    found = run(m, "float64")
+    assert found.shape == m.shape
+    for index in np.ndindex(2, 3, 2):
+        np.testing.assert_allclose(found[index], oracle(m[index], "standard"), atol=tolerance("oracle"))
+
+
+@pytest.mark.parametrize("scale", [1e-12, 1e-3, 7.0, 1e12])
+def test_scale_of_the_matrix_does_not_matter(scale: float, dtype: str) -> None:
+    _, m = matrices((9, 5))
+    off = norm(run(scale * m, dtype, eps=0.0) - run(m, dtype, eps=0.0))
+    assert np.max(off) <= tolerance("oracle", dtype)
+
+
+def test_eps_is_added_to_the_norm(x64: None) -> None:
+    _, m = matrices((9, 5))
+    found = run(m, "float64", eps=0.5)
+    np.testing.assert_allclose(found, oracle(m, "standard", eps=0.5), atol=tolerance("oracle"))
+
+
+@pytest.mark.parametrize(
+    ("given_coeffs", "ns_steps", "steps"),
+    [
+        ((3.4445, -4.7750, 2.0315), 3, 3),
+        ((1.5, -0.5), 6, 6),
+        ((2.1875, -2.1875, 1.3125, -0.3125), 2, 2),
+        (((1.5, -0.5), (1.875, -1.25, 0.375)), 7, 2),
+        ("standard", 2, 2),
+        ("sharp", 9, 4),
+    ],
+)
+def test_coefficients_may_be_given(given_coeffs: Any, ns_steps: int, steps: int, x64: None) -> None:
+    _, m = matrices((6, 4))
+    assert len(linalg.ns_schedule(given_coeffs, ns_steps)) == steps
+    found = run(m, "float64", given_coeffs, ns_steps=ns_steps)
+    np.testing.assert_allclose(found, oracle(m, given_coeffs, ns_steps), atol=tolerance("oracle"))
+    as_array = np.asarray(given_coeffs) if given_coeffs[0] == 1.5 else given_coeffs
+    assert linalg.ns_schedule(as_array, ns_steps) == linalg.ns_schedule(given_coeffs, ns_steps)
+
+
+@pytest.mark.parametrize("limit", [1e2, 1e4])
+def test_phases_keep_all_steps_in_order(limit: float) -> None:
+    """However steep: no phase passes the limit unless it is one step, and fewer would not do."""
+    schedule = tuple((float(slope), -1.0) for slope in (3, 50, 2, 200, 7, 9, 1))
+    phases = linalg._phases(schedule, limit)
+    assert sum(phases, ()) == schedule
+    slopes = [math.prod(step[0] for step in phase) for phase in phases]
+    assert all(slope <= limit or len(phase) == 1 for slope, phase in zip(slopes, phases, strict=True))
+    assert all(before[-1][0] * slope > limit for before, slope in zip(phases, slopes[1:], strict=False))
+
+
+@pytest.mark.parametrize(
+    ("coeffs", "ns_steps"),
+    [("sharper", 5), ("", 5), ((3.4, -4.7, 2.0), 0), ((), 5), (((3.4, -4.7, 2.0), (1.5,)), 5), ((1.5,), 5)],
+)
+def test_bad_coefficients_are_refused(coeffs: Any, ns_steps: int) -> None:
+    with pytest.raises(ValueError, match="polar: bad ns_coeffs") as caught:
+        linalg.polar(jnp.ones((3, 2)), coeffs, ns_steps)
+    text = str(caught.value)
+    assert f"found:    {coeffs!r}" in text
+    assert all(repr(name) in text for name in PRESETS)
+    assert "remedy:   write ns_coeffs='standard'" in text

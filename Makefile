@@ -4,7 +4,7 @@ VENV   := .venv
 PY     := $(VENV)/bin/python
 JOBS   ?= 2
 
-.PHONY: help test test-all lint types demo results bench clean
+.PHONY: help test test-all lint types demo results bench bench-modes clean
 
 help:
 	@echo "make demo      train twins under AdamW and ddc_adamw, print the table, write outputs/demo/"
@@ -13,7 +13,8 @@ help:
 	@echo "make lint      ruff"
 	@echo "make types     mypy"
 	@echo "make results   write examples/results/README.md from the JSON beside it"
-	@echo "make bench     time an update beside optax.adamw's, write benchmarks/results/"
+	@echo "make bench     our optimizers beside optax's, write benchmarks/results/ (PEERS=1: PyTorch's too)"
+	@echo "make bench-modes  ddc_adamw's update by mode and by gauge"
 	@echo "make clean     remove .venv, caches, build products and outputs/"
 
 $(PY):
@@ -37,6 +38,10 @@ PYTEST = export JAX_PLATFORMS=cpu; for flags in "$(QUICKER)" "$(QUICK)" ""; do \
 	XLA_FLAGS="$$flags" $(PY) -c "import jax; jax.devices()" >/dev/null 2>&1 && break; done; \
 	XLA_FLAGS="$$flags" $(PY) -m pytest -n $(JOBS)
 
+$(VENV)/.installed-peers: pyproject.toml | $(PY)
+	$(PY) -m pip install --quiet --editable ".[examples,peers]"
+	@touch $@ $(VENV)/.installed
+
 test: $(VENV)/.installed-dev
 	@$(PYTEST)
 
@@ -55,7 +60,10 @@ demo: $(VENV)/.installed
 results: $(VENV)/.installed
 	$(PY) -m examples.tables
 
-bench: $(VENV)/.installed
+bench: $(VENV)/.installed$(if $(PEERS),-peers)
+	$(PY) -m benchmarks.compare
+
+bench-modes: $(VENV)/.installed
 	$(PY) -m benchmarks.update
 
 clean:

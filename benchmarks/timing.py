@@ -1,12 +1,15 @@
-"""Compiled updates timed in turns, and what the machine could do at best.
+"""Compiled updates timed in turns, their memory, and what the machine could do at best.
 
-Here: how a time is taken. Not here: of what (`update`).
+Here: how a figure is taken. Not here: of what (`update`, `compare`).
 """
 
+import os
+import platform
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +19,15 @@ import optax
 Tree = Any
 
 
+class Timed(Protocol):
+    """What can be timed in turns."""
+
+    seconds: list[float]
+
+    def run(self, given: Tree) -> float:
+        """One call's wall time."""
+
+
 @dataclass
 class Update:
     """One optimizer's update and `apply_updates`, compiled; parameters and state are donated, as a trainer does.
@@ -23,7 +35,7 @@ class Update:
     Attributes:
       params: the parameters it moves, its own copy.
       state: the optimizer's.
-      compiled: (params, state, grads) → (params, state).
+      compiled: (params, state, given) → (params, state); given: gradients, or for a whole step a batch.
       compile_seconds: tracing and compiling.
       seconds: of every timed call.
     """
@@ -34,11 +46,11 @@ class Update:
     compile_seconds: float
     seconds: list[float] = field(default_factory=list)
 
-    def run(self, grads: Tree) -> float:
+    def run(self, given: Tree) -> float:
         """Takes one step; its wall time."""
         start = time.perf_counter()
-        self.params, self.state = self.compiled(self.params, self.state, grads)
-        jax.block_until_ready(self.params)
+        self.params, self.state = self.compiled(self.params, self.state, given)
+        jax.block_until_ready((self.params, self.state))
         return time.perf_counter() - start
 
     @property
@@ -52,33 +64,100 @@ class Update:
             "scratch_mb": self.compiled.memory_analysis().temp_size_in_bytes / 1e6,
         }
 
+    @property
+    def peak_bytes(self) -> int:
+        """What a call holds at once by the compiler's plan: arguments, results that do not reuse them, scratch."""
+        plan = self.compiled.memory_analysis()
+        held = plan.argument_size_in_bytes + plan.output_size_in_bytes - plan.alias_size_in_bytes
+        return int(held + plan.temp_size_in_bytes)
 
-def prepared(tx: optax.GradientTransformation, params: Tree, grads: Tree) -> Update:
-    """An optimizer ready to be timed."""
+    @property
+    def state_bytes(self) -> int:
+        """Of the optimizer's state."""
+        return nbytes(self.state)
+
+
+def update_step(tx: optax.GradientTransformation) -> Callable[[Tree, Tree, Tree], tuple[Tree, Tree]]:
+    """(params, state, grads) → (params, state)."""
 
     def step(params: Tree, state: Tree, grads: Tree) -> tuple[Tree, Tree]:
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
+    return step
+
+
+def prepared(
+    tx: optax.GradientTransformation, params: Tree, given: Tree, loss: Callable[[Tree, Tree], jax.Array] | None = None
+) -> Update:
+    """An optimizer ready to be timed: its update on given gradients, or, with a loss, a step on a given batch."""
+    update = update_step(tx)
+
+    def step(params: Tree, state: Tree, given: Tree) -> tuple[Tree, Tree]:
+        return update(params, state, given if loss is None else jax.grad(loss)(params, given))
+
     own = jax.tree.map(jnp.array, params)
     state = jax.jit(tx.init)(own)
     start = time.perf_counter()
-    compiled = jax.jit(step, donate_argnums=(0, 1)).lower(own, state, grads).compile()
+    compiled = jax.jit(step, donate_argnums=(0, 1)).lower(own, state, given).compile()
     return Update(own, state, compiled, time.perf_counter() - start)
 
 
-def in_turns(updates: Mapping[str, Update], grads: Tree, repeats: int, warm: int = 2) -> None:
-    """Times all updates, each once per round, so that what slows the machine down slows all of them."""
+def in_turns(updates: Mapping[str, Timed], given: Tree, repeats: int, warm: int = 2, pause: float = 0.0) -> None:
+    """Times all updates, each once per round, so that what slows the machine down slows all of them.
+
+    Args:
+      updates: by name.
+      given: what each is called with.
+      repeats: rounds that count.
+      warm: rounds before them.
+      pause: seconds before every call; threads of another library spin for a while after theirs.
+    """
     for number in range(warm + repeats):
         for update in updates.values():
-            seconds = update.run(grads)
+            time.sleep(pause)
+            seconds = update.run(given)
             if number >= warm:
                 update.seconds.append(seconds)
 
 
-def ratio(update: Update, base: Update) -> float:
+def quartiles(update: Timed, base: Timed) -> tuple[float, float, float]:
+    """Quartiles over rounds of the time in units of the base's in the same round; the second is the median."""
+    low, middle, high = np.percentile(np.array(update.seconds) / np.array(base.seconds), (25, 50, 75))
+    return float(low), float(middle), float(high)
+
+
+def ratio(update: Timed, base: Timed) -> float:
     """Median over rounds of the time in units of the base's in the same round."""
-    return float(np.median(np.array(update.seconds) / np.array(base.seconds)))
+    return quartiles(update, base)[1]
+
+
+def nbytes(tree: Tree) -> int:
+    """Of all arrays in a tree."""
+    return sum(x.nbytes for x in jax.tree.leaves(tree))
+
+
+def device_peak(update: Update, given: Tree) -> int | None:
+    """Bytes one call holds at once by the device's own count; None where it keeps none (CPU).
+
+    The count is the process's peak and is never reset, so memory is filled up to it first: whatever the call takes
+    beyond its arguments then shows as a new peak.
+    """
+
+    def count(name: str) -> int:
+        return int((jax.devices()[0].memory_stats() or {})[name])
+
+    if not (jax.devices()[0].memory_stats() or {}).keys() >= {"bytes_in_use", "peak_bytes_in_use"}:
+        return None
+    filling = []
+    while (missing := count("peak_bytes_in_use") - count("bytes_in_use")) > 0:
+        try:
+            filling.append(jax.block_until_ready(jnp.zeros(missing, jnp.uint8)))
+        except jax.errors.JaxRuntimeError:  # no single piece that large
+            return None
+    before = count("bytes_in_use")
+    update.run(given)
+    return nbytes((update.params, update.state, given)) + count("peak_bytes_in_use") - before
 
 
 def best(call: Callable[[], Any], repeats: int = 7) -> float:
@@ -90,6 +169,20 @@ def best(call: Callable[[], Any], repeats: int = 7) -> float:
         jax.block_until_ready(call())
         times.append(time.perf_counter() - start)
     return min(times)
+
+
+def cores() -> int:
+    """How many this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def host() -> str:
+    """The machine: cores, processor, accelerator."""
+    info, device = Path("/proc/cpuinfo"), jax.devices()[0]
+    lines = info.read_text().splitlines() if info.exists() else []
+    model = next((x.split(":")[1].strip() for x in lines if x.startswith("model name")), "")
+    processor = f"{cores()} cores {model} {platform.machine()}".replace("  ", " ")
+    return processor if device.platform == "cpu" else f"{processor}, {device.device_kind}"
 
 
 def machine() -> dict[str, float]:

@@ -1,13 +1,22 @@
-"""That the benchmark runs and says what it measured; its figures are not tested."""
+"""That the benchmarks run and say what they measured; their figures are not tested."""
 
 import json
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
 import pytest
 
-from benchmarks import update
+from benchmarks import compare, orthogonalisers, peers, sizes, timing, update
+from benchmarks.render import page
+from models import lm
 
 TINY = ["--layers", "1", "--width", "64", "--vocab", "32", "--repeats", "2", "--step-batch", "2", "--step-length", "8"]
+SMALL = ["--layers", "1", "--width", "16", "--repeats", "2", "--step-repeats", "1", "--depths", "1", "2"]
 
 
 def test_a_row_is_timed_beside_adamw(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -19,3 +28,154 @@ def test_a_row_is_timed_beside_adamw(tmp_path: Path, capsys: pytest.CaptureFixtu
         assert row["seconds"] > 0 and row["gbyte"] > 0 and row["refreshes"] == 0
     page = (tmp_path / "update.md").read_text()
     assert page in capsys.readouterr().out and "1 layers of d = 64" in page
+
+
+def test_a_comparison_is_printed_and_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A later run of other rows adds to the file what it took, and leaves the rest."""
+    out = [*SMALL, "--out", str(tmp_path)]
+    compare.main([*out, "--sizes", "toy", "--tables", "compile", "--only", "contrib.muon, per head", "optax.adamw"])
+    compare.main([*out, "--sizes", "attention", "--tables", "orthogonalisers", "--only", "ddc_muon"])
+    compare.main([*out, "--sizes", "attention", "--tables", "--only", "contrib.muon, per head"])
+    found = json.loads((tmp_path / "compare_cpu.json").read_text())["sections"]
+    assert set(found) == {"toy", "compile", "attention", "orthogonalisers"}
+    assert list(found["toy"]["blocks"]["muon"]) == ["optax.contrib.muon", "optax.contrib.muon, per head"]
+    assert set(found["attention"]["blocks"]["muon"]) == {
+        "optax.contrib.muon", "optax.contrib.muon, per head", "ddc_muon",
+    }  # fmt: skip
+    for block in found["toy"]["blocks"].values():
+        base, *_ = block.values()
+        assert base["ratio"] == base["step_ratio"] == [1.0, 1.0, 1.0]
+        assert all(row[column] > 0 for row in block.values() for column in ("ms", "step_ms", "peak_mb", "compile_s"))
+    assert found["compile"]["blocks"]["rows"]["optax.adamw"]["ratio"] > 0
+    text = (tmp_path / "compare_cpu.md").read_text()
+    assert text in capsys.readouterr().out and "## toy" in text and "| ddc_muon |" in text
+
+
+def test_figures_of_another_machine_are_not_mixed_in(tmp_path: Path) -> None:
+    kept = tmp_path / "compare_cpu.json"
+    kept.write_text(json.dumps({"host": "another", "device": "cpu", "versions": {}, "sections": {"gpt2": {}}}))
+    compare.main(["--sizes", "--tables", "--out", str(tmp_path)])
+    assert json.loads(kept.read_text())["sections"] == {"gpt2": {}}  # nothing measured, nothing lost
+    compare.main(["--sizes", "--tables", "compile", "--only", "optax.adamw", *SMALL, "--out", str(tmp_path)])
+    assert set(json.loads(kept.read_text())["sections"]) == {"compile"}
+
+
+def test_a_page_says_what_was_missed() -> None:
+    def row(ratio: float, peak: float) -> dict[str, Any]:
+        middle = [ratio, ratio, ratio]
+        return {"ms": 10.0 * ratio, "ratio": middle, "peak_mb": peak, "state_mb": 2.0, "compile_s": 1.0}
+
+    section = {
+        "about": "48 kernels", "parameters": 10, "parameters_mb": 1.0, "repeats": 9,
+        "blocks": {
+            "adam": {"optax.adamw": row(1.0, 4.0)},
+            "muon": {"optax.contrib.muon": row(1.0, 6.0), "ddc_muon": row(0.2, 4.4)},
+        },
+    }  # fmt: skip
+    result = {"host": "h", "device": "cpu", "versions": {"jax": "1"}, "sections": {"attention": section}}
+    text = page(result)
+    assert "`ddc_muon`'s update, of `optax.contrib.muon`'s | 0.15 | 0.20 | **missed** |" in text
+    assert "`ddc_muon`'s peak, of `optax.adamw`'s | 1.25 | 1.10 |  |" in text
+    assert "**missed**" not in page(result | {"device": "h200"})
+
+
+def test_peers_are_left_out_where_they_are_not_installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(peers, "_PACKAGES", {"no_such_module": "no-such-package"})
+    compare.main(["--sizes", "--tables", "peers", "--out", str(tmp_path)])
+    assert "Left out: no-such-package not installed" in (tmp_path / "compare_cpu.md").read_text()
+
+
+@pytest.mark.skipif(peers.absent() is not None, reason=str(peers.absent()))
+@pytest.mark.filterwarnings("default")
+def test_a_peer_takes_steps() -> None:
+    """LoRA-RITE: HeavyBall compiles for a minute."""
+    rows = {name: make() for name, make in peers.lora_rows(peers.lora_case(2, 32), 1e-3).items()}
+    timing.in_turns(rows, peers.lora_case(2, 32).grads, 2)
+    assert all(len(row.seconds) == 2 for row in rows.values())
+    assert rows["pytorch_optimizer.LoRARite"].state_bytes > 0
+
+
+@pytest.mark.parametrize("mlp", ["gelu", "swiglu"])
+def test_both_muons_have_the_same_leaves(mlp: str) -> None:
+    """Adam keeps two moments of a leaf, Muon one: arrays of every matrix's shape are counted in the states."""
+    config = lm.LMConfig(
+        vocab=23, d_model=16, layers=2, heads=2, kv_heads=2, d_head=8, d_ff=40, max_len=29, mlp=mlp,
+    )  # fmt: skip
+    params, _ = lm.params_and_loss(config, jax.random.key(0))
+    axes = sizes.muon_axes(params)
+    assert len(jax.tree.leaves(axes, is_leaf=lambda x: hasattr(x, "output_axis"))) == config.layers * (
+        7 if mlp == "swiglu" else 6
+    )
+    case = sizes.Case(params, params, lm.gauges(config), labels=sizes.LABELS)
+    wanted, found = (
+        Counter(x.shape for x in jax.tree.leaves(jax.eval_shape(tx.init, params)))
+        for tx in (case.muon(1e-3), case.ddc_muon(1e-3))
+    )
+    for shape in {x.shape for x in jax.tree.leaves(params) if x.ndim > 1 and min(x.shape) > 8}:
+        assert found[shape] == wanted[shape], shape
+
+
+@pytest.fixture(scope="module")
+def attention() -> sizes.Case:
+    return sizes.case(sizes.SIZES["attention"].at(16, 2))
+
+
+def test_muon_sees_whole_kernels_and_heads(attention: sizes.Case) -> None:
+    """Orthogonalised with the axes of `muon_axes`, the matrices that they name have equal singular values."""
+    kernels = attention.grads["blocks"][0]["attn"]
+    for per_head in (False, True):
+        axes = sizes.muon_axes(kernels, per_head)
+        tx = optax.contrib.scale_by_muon(ns_steps=12, weight_dimension_numbers=axes)
+        out, _ = tx.update(kernels, tx.init(kernels))
+        query, out_kernel = out["query"]["kernel"], out["out"]["kernel"]
+        matrices = (
+            [query[:, 0], query[:, 1], out_kernel[0], out_kernel[1]]
+            if per_head
+            else [query.reshape(16, 16), out_kernel.reshape(16, 16)]
+        )
+        for matrix in matrices:
+            assert np.linalg.svd(matrix, compute_uv=False).min() > 0.6
+
+
+def test_the_exact_orthogonaliser_is_exact(attention: sizes.Case) -> None:
+    tx = orthogonalisers.per_head(attention.params, orthogonalisers.exact_polar)
+    out, _ = tx.update(attention.grads, tx.init(attention.params))
+    for name, axis in (("query", 1), ("out", 0)):
+        made, given = (tree["blocks"][1]["attn"][name]["kernel"] for tree in (out, attention.grads))
+        for head in range(2):
+            own, grad = (np.asarray(jnp.take(x, head, axis)) for x in (made, given))
+            left, _, right = np.linalg.svd(grad, full_matrices=False)
+            np.testing.assert_allclose(own / np.linalg.norm(own), left @ right / np.sqrt(8), atol=1e-4)
+
+
+def test_table_8_renews_its_bases_in_every_step_or_not_at_all(attention: sizes.Case) -> None:
+    rows = orthogonalisers.orthogonalisers(attention)
+    for name, renewed in (("renewed by drift", 0), ("renewed every step", 2)):
+        tx = next(tx for row, tx in rows.items() if name in row)
+        _, state = tx.update(attention.grads, tx.init(attention.params), attention.params)
+        assert int(state.gauges.refreshes) == renewed
+
+
+def test_a_device_that_counts_is_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory is filled up to the old peak before the call, so that what the call adds shows."""
+
+    class Device:
+        peak = 10**6
+
+        def memory_stats(self) -> dict[str, int]:
+            held = sum(x.nbytes for x in jax.live_arrays())
+            Device.peak = max(Device.peak, held)
+            return {"bytes_in_use": held, "peak_bytes_in_use": Device.peak}
+
+    params = {"w": jnp.ones(8)}
+    own = timing.prepared(optax.sgd(0.1), params, params)
+    assert timing.device_peak(own, params) is None
+    device, run = Device(), timing.Update.run
+
+    def counted(self: timing.Update, given: Any) -> float:
+        Device.peak = max(Device.peak, sum(x.nbytes for x in jax.live_arrays()) + 1000)
+        return run(self, given)
+
+    monkeypatch.setattr(jax, "devices", lambda *_: [device])
+    monkeypatch.setattr(timing.Update, "run", counted)
+    assert timing.device_peak(own, params) == 2 * 32 + 1000

@@ -198,6 +198,9 @@ def _component(
         known = survey(form, own.params, own.frame, method.options.vertical != "frozen", one)
     here = enter(form, own.params, known, one)
     gradient, mu, nu = (float_leaves(x, real_dtype()) for x in (own.gradient, own.mu, own.nu))
+    if not form.scales:
+        # Nothing else gates it: no frame multiplies it.
+        gradient = {p: one * x for p, x in gradient.items()}
     if method.options.reset_every is not None:
         mu, nu = (_restarted(x, form, chosen.head_adam.step) for x in (mu, nu))
     past = Moments(mu, _carried(form, nu, own.moved, own.renewed), own.radial, own.heads, own.vertical)

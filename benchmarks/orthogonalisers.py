@@ -1,0 +1,88 @@
+"""The cost table of the DDC paper (Table 8): what an orthogonaliser costs, with which gauge, beside plain Muon's.
+
+All on the attention kernels alone, each with Muon's momentum and nothing of the rest of an optimizer.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from optax.contrib import MuonDimensionNumbers
+
+import gauge_optax as go
+from benchmarks.sizes import Case, muon_axes
+from gauge_optax.linalg import polar
+
+Matrices = list[jax.Array]
+PLAIN = "plain Muon's orthogonaliser"
+POLAR = "scaled polar per head, no gauge"
+
+
+def orthogonalisers(case: Case) -> dict[str, optax.GradientTransformation]:
+    """Rows of the table; the first is their base."""
+    axes, by_head = muon_axes(case.params), muon_axes(case.params, per_head=True)
+    return {
+        PLAIN: optax.contrib.scale_by_muon(weight_dimension_numbers=axes),
+        "plain Muon's, per head": optax.contrib.scale_by_muon(weight_dimension_numbers=by_head),
+        POLAR: per_head(case.params, lambda matrices: [_sized(m, polar(m)) for m in matrices]),
+        "exact SVD per head, no gauge": per_head(case.params, exact_polar),
+        "rotation gauge, bases renewed by drift": go.scale_by_scaled_polar(case.gauges, scale="rms"),
+        "rotation gauge, bases renewed every step": go.scale_by_scaled_polar(
+            case.gauges, scale="rms", refresh_every=1
+        ),
+    }
+
+
+def per_head(
+    params: Any, orthogonalise: Callable[[Matrices], Matrices], beta: float = 0.95
+) -> optax.GradientTransformation:
+    """Muon's momentum, then the same for every head.
+
+    Args:
+      params: attention kernels and nothing else.
+      orthogonalise: takes and returns every kernel as (heads, d, d_head).
+      beta: decay of the momentum.
+
+    Returns:
+      The transformation; its state is (count, momentum).
+    """
+    axes, treedef = jax.tree.flatten(
+        muon_axes(params, per_head=True), is_leaf=lambda x: isinstance(x, MuonDimensionNumbers)
+    )
+    # Kernels of (d, heads, d_head) and of (heads, d_head, d); each order is its own inverse.
+    orders = [(1, 0, 2) if own.reduction_axis == 0 else (0, 2, 1) for own in axes]
+
+    def init(params: Any) -> tuple[jax.Array, Any]:
+        return jnp.zeros((), jnp.int32), optax.tree.zeros_like(params)
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        del params
+        count = optax.safe_increment(state[0])
+        momentum = optax.tree.update_moment(updates, state[1], beta, 1)
+        ahead = jax.tree.map(
+            lambda m, g: beta * m + (1 - beta) * g,
+            optax.tree.bias_correction(momentum, beta, optax.safe_increment(count)),
+            optax.tree.bias_correction(updates, beta, count),
+        )
+        heads = [x.transpose(order) for x, order in zip(jax.tree.leaves(ahead), orders, strict=True)]
+        out = [x.transpose(order) for x, order in zip(orthogonalise(heads), orders, strict=True)]
+        return jax.tree.unflatten(treedef, out), (count, momentum)
+
+    return optax.GradientTransformation(init, update)
+
+
+def exact_polar(matrices: Matrices) -> Matrices:
+    """U·Vᵀ·‖M‖_F/√d_head from the singular value decomposition M = U·S·Vᵀ of every head.
+
+    In one batch: decompositions that run at once can wait for each other for ever on two CPU threads.
+    """
+    whole = jnp.concatenate(matrices)
+    left, _, right = jnp.linalg.svd(whole, full_matrices=False)
+    return jnp.split(_sized(whole, jnp.matmul(left, right, precision="highest")), len(matrices))
+
+
+def _sized(moment: jax.Array, factor: jax.Array) -> jax.Array:
+    """A polar factor of the size of its moment."""
+    return jnp.linalg.norm(moment, axis=(-2, -1), keepdims=True) * moment.shape[-1] ** -0.5 * factor

@@ -1,0 +1,179 @@
+"""What the optimizers are compared on: parameter trees, gauges, gradients, and which leaves are matrices to Muon."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import optax
+from optax.contrib import MuonDimensionNumbers
+
+import gauge_optax as go
+from models import lm
+
+Tree = Any
+
+
+@dataclass(frozen=True)
+class Size:
+    """A model by its shapes.
+
+    Attributes:
+      about: one line for the table.
+      config: the model.
+      batch: sequences in a whole step, on a CPU and on an accelerator; 0: no whole step.
+      length: tokens in each, likewise.
+      attention_only: its attention kernels and nothing else.
+    """
+
+    about: str
+    config: lm.LMConfig
+    batch: tuple[int, int] = (0, 0)
+    length: tuple[int, int] = (0, 0)
+    attention_only: bool = False
+
+    def at(self, width: int | None, layers: int | None) -> "Size":
+        """The same architecture in other proportions, to try the command out."""
+        c = self.config
+        if layers is not None:
+            c = dataclasses.replace(c, layers=layers)
+        if width is None:
+            return dataclasses.replace(self, config=c)
+        d_head = min(c.d_head, width // 2)
+        heads = width // d_head
+        c = dataclasses.replace(
+            c, d_model=width, heads=heads, kv_heads=heads, d_head=d_head, d_ff=width * c.d_ff // c.d_model,
+            vocab=min(c.vocab, 64), max_len=min(c.max_len, 64),
+        )  # fmt: skip
+        return dataclasses.replace(self, config=c, length=(min(self.length[0], 16), min(self.length[1], 16)))
+
+
+def _gpt2(layers: int, width: int) -> lm.LMConfig:
+    return lm.LMConfig(
+        vocab=50257, d_model=width, layers=layers, heads=width // 64, kv_heads=width // 64, d_head=64, d_ff=4 * width,
+        max_len=1024, mlp="gelu", tied=True,
+    )  # fmt: skip
+
+
+SIZES = {
+    "toy": Size(
+        "2 layers of d = 128, LayerNorm, ReLU MLP, biases, untied head",
+        lm.LMConfig(vocab=256, d_model=128, layers=2, heads=4, kv_heads=4, d_head=32, d_ff=512, max_len=1024),
+        (8, 8),
+        (64, 64),
+    ),
+    "gpt2": Size(
+        "GPT-2 124M: 12 layers of d = 768, LayerNorm, GELU MLP, biases, tied head of 50,257",
+        _gpt2(12, 768),
+        (4, 8),
+        (256, 1024),
+    ),
+    "1b_layer": Size(
+        "one layer of a 1B Llama: d = 2048, 16 heads of 128, rotary, RMSNorm, SwiGLU of 8192, vocabulary of 256",
+        lm.llama_config(vocab=256, d_model=2048, layers=1, heads=16, kv_heads=16, d_head=128, d_ff=8192),
+        (4, 8),
+        (256, 1024),
+    ),
+    "attention": Size(
+        "the 48 attention kernels of GPT-2 124M: 12 layers of query, key, value and output, d = 768, 12 heads; "
+        "gradients drawn at random and made horizontal, as those of a loss are",
+        _gpt2(12, 768),
+        attention_only=True,
+    ),
+}
+
+
+LABELS = {"blocks/{i}/mlp/{layer}/kernel": "muon"}
+"""Left to itself `ddc_muon` gives Adam a kernel that no gauge binds: what follows a GELU."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """What one size's optimizers are given; loss and tokens where there is a whole step, labels for `ddc_muon`."""
+
+    params: Tree
+    grads: Tree
+    gauges: Sequence[go.Gauge]
+    loss: Callable[[Tree, Tree], jax.Array] | None = None
+    tokens: jax.Array | None = None
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+    def muon(self, rate: float, per_head: bool = False) -> optax.GradientTransformation:
+        """`optax.contrib.muon` on the leaves of `muon_axes`."""
+        return optax.contrib.muon(rate, muon_weight_dimension_numbers=muon_axes(self.params, per_head))
+
+    def ddc_muon(self, rate: float) -> optax.GradientTransformation:
+        """Ours on the same leaves."""
+        return go.ddc_muon(rate, self.gauges, labels=self.labels)
+
+
+def case(size: Size) -> Case:
+    """Parameters, gradients and gauges of a size; loss and batch where it has a whole step."""
+    c = size.config
+    if size.attention_only:
+        params = attention_kernels(c, jax.random.key(0))
+        drawn = jax.tree.map(lambda x: 1e-3 * x, attention_kernels(c, jax.random.key(1)))
+        # Horizontal, as the gradient of a loss is: ours do less where there is nothing to project.
+        project = go.gauge_project(attention_gauges())
+        grads = jax.jit(lambda drawn, params: project.update(drawn, project.init(params), params)[0])(drawn, params)
+        return Case(params, grads, attention_gauges())
+    params, loss = lm.params_and_loss(c, jax.random.key(0))
+    here = int(jax.default_backend() != "cpu")
+    few = jax.random.randint(jax.random.key(1), (2, 1 + min(64, size.length[here])), 0, c.vocab)
+    tokens = jax.random.randint(jax.random.key(2), (size.batch[here], 1 + size.length[here]), 0, c.vocab)
+    grads = jax.block_until_ready(jax.jit(jax.grad(loss))(params, few))
+    return Case(params, grads, lm.gauges(c), loss, tokens, LABELS)
+
+
+def attention_kernels(config: lm.LMConfig, key: jax.Array) -> Tree:
+    """Kernels of every layer's attention, normal with variance 1/d."""
+    d, h, e = config.d_model, config.heads, config.d_head
+    shapes = {"query": (d, h, e), "key": (d, h, e), "value": (d, h, e), "out": (h, e, d)}
+    keys = iter(jax.random.split(key, config.layers * len(shapes)))
+    return {
+        "blocks": [
+            {"attn": {n: {"kernel": jax.random.normal(next(keys), s) * d**-0.5} for n, s in shapes.items()}}
+            for _ in range(config.layers)
+        ]
+    }
+
+
+def attention_gauges() -> list[go.Gauge]:
+    """The rotations of `attention_kernels`: of queries with keys, and of values with outputs."""
+    attn = "blocks/{i}/attn"
+    return [
+        go.head_rotation({f"{attn}/query/kernel": "_ head basis", f"{attn}/key/kernel": "_ head basis"}),
+        go.head_rotation({f"{attn}/value/kernel": "_ head basis", f"{attn}/out/kernel": "head basis _"}),
+    ]
+
+
+_FULL = {
+    **dict.fromkeys(("query", "key", "value"), MuonDimensionNumbers(0, (1, 2))),
+    "out": MuonDimensionNumbers((0, 1), 2),
+    **dict.fromkeys(("up", "gate", "down"), MuonDimensionNumbers(0, 1)),
+}
+_PER_HEAD = _FULL | {
+    **dict.fromkeys(("query", "key", "value"), MuonDimensionNumbers(0, 2)),
+    "out": MuonDimensionNumbers(1, 2),
+}
+
+
+def muon_axes(params: Tree, per_head: bool = False) -> Tree:
+    """Every leaf's axes for `optax.contrib.muon`; None where Adam takes it.
+
+    Args:
+      params: a tree of `case`.
+      per_head: each head's (d, d_head) is a matrix of its own, instead of the whole (d, heads·d_head).
+
+    Returns:
+      The kernels of attention and MLP have axes; embeddings, head, norms and biases have none.
+    """
+    axes = _PER_HEAD if per_head else _FULL
+
+    def of(path: tuple[Any, ...], leaf: Any) -> MuonDimensionNumbers | None:
+        del leaf
+        *_, module, name = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
+        return axes.get(module) if name == "kernel" else None
+
+    return jax.tree_util.tree_map_with_path(of, params)

@@ -130,14 +130,15 @@ def size_section(size: Size, args: argparse.Namespace) -> Iterator[Section]:
         "repeats": args.repeats,
         "blocks": {},
     }
-    if own.tokens is not None:
+    whole = own.tokens is not None and args.step_repeats > 0
+    if own.tokens is not None and whole:
         batch, length = own.tokens.shape
         section["step"] = {"batch": batch, "length": length - 1, "repeats": args.step_repeats}
     for name, block in blocks(own).items():
         if rows := chosen(block, args.only):
             section["blocks"][name] = found = update_rows(rows, own, args.repeats)
             yield section
-            if own.tokens is not None:
+            if whole:
                 columns = step_columns(rows, own, args.step_repeats)
                 section["blocks"][name] = {n: found[n] | columns[n] for n in found}
                 yield section
@@ -236,7 +237,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--sizes", nargs="*", choices=SIZES, default=list(SIZES))
     parser.add_argument("--tables", nargs="*", choices=TABLES, default=list(TABLES))
     parser.add_argument("--repeats", type=int, default=9, help="rounds of updates")
-    parser.add_argument("--step-repeats", type=int, default=5, help="rounds of whole steps")
+    parser.add_argument("--step-repeats", type=int, default=5, help="rounds of whole steps; 0 leaves them out")
     parser.add_argument("--only", nargs="*", default=[""], help="rows whose name contains one of these, and their base")
     parser.add_argument("--width", type=int, help="of every size, to try the command out")
     parser.add_argument("--layers", type=int, help="of every size, likewise")

@@ -3,8 +3,8 @@
     python -m benchmarks.stability                 # 200 steps of every case; half an hour on 2 CPU cores
     python -m benchmarks.stability --steps 5 --layers 1
 
-Gradients are normal noise of a size drawn anew for every leaf and step from 1e-8 to 1e2; one in ten is zero. They are no
-gradients of an invariant loss, which is harder on a projection. Writes benchmarks/results/stability.json.
+Gradients are normal noise of a size drawn anew for every leaf and step from 1e-8 to 1e2; one in ten is zero. They are
+not horizontal, which is harder on a projection than a loss's are. Writes benchmarks/results/stability.json.
 """
 
 import argparse

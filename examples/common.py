@@ -1,4 +1,4 @@
-"""What both training examples share: the command line, checkpoints, and the files left at the end."""
+"""What the training examples share: the command line, checkpoints, and the files left at the end."""
 
 import argparse
 import hashlib
@@ -16,8 +16,8 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 
-def parse(description: str, name: str, argv: Sequence[str] | None) -> argparse.Namespace:
-    """Options of a training run."""
+def options(description: str, name: str) -> argparse.ArgumentParser:
+    """Options of a training run; an example may add its own."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--data", type=Path, help="text to train on; default: the standard library's sources")
     parser.add_argument("--out", type=Path, default=Path("outputs") / name, help="checkpoints, PNG, JSON")
@@ -28,7 +28,12 @@ def parse(description: str, name: str, argv: Sequence[str] | None) -> argparse.N
     parser.add_argument("--length", type=int, default=64)
     parser.add_argument("--width", type=int, default=64, help="d_model")
     parser.add_argument("--layers", type=int, default=2)
-    return parser.parse_args(argv)
+    return parser
+
+
+def parse(description: str, name: str, argv: Sequence[str] | None) -> argparse.Namespace:
+    """Options of a training run that has no others."""
+    return options(description, name).parse_args(argv)
 
 
 class Checkpoints:
@@ -67,12 +72,14 @@ def digest(tree: Any) -> str:
     return sha.hexdigest()[:16]
 
 
-def report(name: str, out: Path, losses: Sequence[float], validation: float, params: Any) -> dict[str, Any]:
+def report(
+    name: str, out: Path, losses: Sequence[float], validation: float, params: Any, optimizer: str = "ddc_adamw"
+) -> dict[str, Any]:
     """Print the ending; write the loss curve as PNG and everything as JSON."""
     figure, axis = plt.subplots(figsize=(7, 4), layout="constrained")
     axis.plot(np.arange(1, len(losses) + 1), losses, lw=1, label="training, each batch")
     axis.axhline(validation, color="tab:orange", ls="--", label=f"validation at the end: {validation:.3f}")
-    axis.set(title=f"{name}: ddc_adamw on bytes of text", xlabel="step", ylabel="nats per byte")
+    axis.set(title=f"{name}: {optimizer} on bytes of text", xlabel="step", ylabel="nats per byte")
     axis.grid(alpha=0.3)
     axis.legend()
     figure.savefig(out / "loss.png", dpi=120)

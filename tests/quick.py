@@ -1,6 +1,7 @@
 """`jit` for functions that a test calls a few times: the compiler, where most of a test's time goes, need not try."""
 
 import functools
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -27,3 +28,14 @@ def _known_options() -> dict[str, Any]:
 def jit(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     """`jax.jit`, without the passes that only long runs repay."""
     return jax.jit(function, compiler_options=_known_options(), **options)
+
+
+def environment() -> dict[str, str]:
+    """Of a child process on CPU devices of its own, whose compiler need not try either."""
+    quick = " ".join(f"--{name}={str(value).lower()}" for name, value in _known_options().items())
+    return os.environ | {
+        "XLA_FLAGS": f"{quick} {os.environ.get('XLA_FLAGS', '')}",
+        "JAX_PLATFORMS": "cpu",
+        # Virtual devices share LAPACK's threads, and wait for each other's: for seconds, or for ever.
+        "OPENBLAS_NUM_THREADS": "1",
+    }

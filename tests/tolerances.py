@@ -18,6 +18,7 @@ _TABLE: dict[str, tuple[float, float, float]] = {
     "coupled": (1e-2, 1e-2, 5e-2),  # the same where two rescales share a leaf, before the retraction
     "optax": (1e-12, 1e-6, 5e-2),  # two ways to write one optimizer, Optax's own among them
     "logarithm": (1e-12, 1e-5, 5e-2),  # angles of rotations: three square roots amplify rounding eightfold
+    "sharded": (1e-12, 1e-5, 5e-2),  # a few steps on many devices and on one, per leaf and in the loss
     "kernel": (1e-12, 1e-6, 5e-2),  # residuals of the small-matrix kernels
 }
 

@@ -17,7 +17,6 @@ import jax.numpy as jnp
 from gauge_optax.gauges._head import HeadInstance
 from gauge_optax.gauges._scale import Values
 from gauge_optax.linalg import (
-    HIGHEST,
     eigenvalue_cutoff,
     inverse_sqrt,
     lyapunov_stale,
@@ -140,15 +139,8 @@ def _anchor(head: HeadInstance, hat: Values) -> jax.Array:
     """CᵀW of every head, (*shape, d, d), with the same constant C whatever the point."""
     total = jnp.zeros((*head.shape, head.size, head.size), next(iter(hat.values())).dtype)
     for number, block in enumerate(head.blocks):
-        view = block.view(hat[block.block.path])
-        order = (
-            [block.labels.index(x) for x in head.named]
-            + [k for k, x in enumerate(block.labels) if x == "_"]
-            + [block.labels.index("basis")]
-        )
-        rows = jnp.transpose(view, order).reshape((*head.shape, -1, head.size))
-        constant = _noise(number, rows.shape[-2], head.size).astype(rows.dtype)
-        total = total + jnp.einsum("rc,...rb->...cb", constant, rows, precision=HIGHEST)
+        constant = _noise(number, head.rows(block), head.size).astype(total.dtype)
+        total = total + head.combined(block, hat[block.block.path], constant)
     return total
 
 

@@ -96,6 +96,15 @@ class HeadInstance:
         out = "".join(self._named_letters()) + "YZ"
         return jnp.einsum(f"{left},{right}->{out}", block.view(a), block.view(b), precision=HIGHEST)
 
+    def combined(self, block: HeadBlock, leaf: jax.Array, weights: jax.Array) -> jax.Array:
+        """weightsᵀ·W over the rows of one block, weights (rows, size) the same for every head: (*shape, size, size)."""
+        letters, named = self._letters(block), self._named_letters()
+        lengths = {x: n for x, n in zip(letters, block.shape, strict=True) if x not in named and x != "Y"}
+        # Rows are the weights' to split, not W's axes to merge: one of these may be dealt out over a mesh.
+        split = weights.reshape(*lengths.values(), self.size)
+        spec = f"{''.join(lengths)}Z,{''.join(letters)}->{''.join(named)}ZY"
+        return jnp.einsum(spec, split, block.view(leaf), precision=HIGHEST)
+
     def turn(self, values: Values, matrix: jax.Array) -> dict[str, jax.Array]:
         """The touched leaves with W·matrix in place of W; matrix is (*shape, size, size)."""
         turned = {path: values[path] for path in self.paths}

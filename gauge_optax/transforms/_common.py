@@ -48,3 +48,11 @@ def in_dtype_of(tree: Any, leaves: Mapping[str, jax.Array]) -> Any:
 def placeholder() -> jax.Array:
     """What stands for a gauges' part of a state where `optax.tree.map_params` initialises without leaves."""
     return jnp.zeros(())
+
+
+def zeros_sharded_like(leaf: Any, dtype: Any) -> jax.Array:
+    """Zeros of a leaf's shape and, under `jax.jit` too, its sharding: what is made from nothing is whole everywhere."""
+    if isinstance(leaf, jax.core.Tracer) and jnp.issubdtype(leaf.dtype, jnp.floating):
+        # Nothing exceeds infinity, NaN neither. The compiler does not know that, and lays the result out like the leaf.
+        return jnp.greater(leaf, jnp.inf).astype(dtype)
+    return jnp.zeros_like(leaf, dtype)

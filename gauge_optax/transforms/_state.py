@@ -15,11 +15,10 @@ from gauge_optax.binding import is_empty, with_leaves
 from gauge_optax.gauges import _frame, _split
 from gauge_optax.gauges._frame import FrameState
 from gauge_optax.gauges._split import Bound, Coordinates
-from gauge_optax.gauges._system import Channels, ScaleSystem
+from gauge_optax.gauges._system import Channels
 from gauge_optax.gauges.product import Product
-from gauge_optax.linalg import real_dtype
 from gauge_optax.transforms import _moments, _vertical
-from gauge_optax.transforms._common import placeholder
+from gauge_optax.transforms._common import placeholder, zeros_sharded_like
 from gauge_optax.transforms._heads import init_bases
 from gauge_optax.transforms._moments import BodyFrame
 from gauge_optax.transforms._polar import PolarOptions
@@ -123,15 +122,11 @@ def init_state(
     group: Product, params: optax.Params, options: Options, polar: Collection[str] = ()
 ) -> FramedState:
     """State at a starting point; a placeholder for the gauges' part where there are no leaves."""
-    mu = jax.tree.map(lambda p: zeros_like(p, options.mu_dtype or _wide(p)), params)
-    nu = jax.tree.map(lambda p: zeros_like(p, _wide(p)), params)
+    mu = jax.tree.map(lambda p: zeros_sharded_like(p, options.mu_dtype or _wide(p)), params)
+    nu = jax.tree.map(lambda p: zeros_sharded_like(p, _wide(p)), params)
     nu = with_leaves(nu, dict.fromkeys(polar, optax.MaskedNode()))
     moments = placeholder() if is_empty(params) else _init_gauges(group.bound(params), params, options)
     return FramedState(jnp.zeros((), jnp.int32), mu, nu, moments)
-
-
-def zeros_like(leaf: Any, dtype: Any) -> jax.Array:
-    return jnp.zeros_like(leaf, dtype)
 
 
 def _init_gauges(bound: Bound, params: optax.Params, options: Options) -> GaugeMoments:
@@ -141,14 +136,9 @@ def _init_gauges(bound: Bound, params: optax.Params, options: Options) -> GaugeM
     heads = _moments.init_frames(bound, hat, init_bases(bound, hat), options.v_mode, options.live_threshold)
     mu = _vertical.zero_coordinates(bound) if options.vertical != "frozen" else ()
     nu = _vertical.zero_variances(bound) if options.vertical == "adam" else ()
-    return GaugeMoments(frame, _zeros(bound.system), _zeros(bound.system), heads, mu, nu, jnp.zeros((), jnp.int32))
+    radial_mu, radial_nu = (tuple(zeros_sharded_like(f, f.dtype) for f in frame.f) for _ in range(2))
+    return GaugeMoments(frame, radial_mu, radial_nu, heads, mu, nu, jnp.zeros((), jnp.int32))
 
 
 def _wide(leaf: Any) -> Any:
     return jnp.promote_types(leaf.dtype, jnp.float32)
-
-
-def _zeros(system: ScaleSystem) -> Channels:
-    return tuple(jnp.zeros(i.shape, real_dtype()) for i in system.instances)
-
-

@@ -1,0 +1,62 @@
+"""Where the parameters of `models.lm` live on a mesh: each leaf's axes by name, and per layout a name's mesh axis.
+
+Meshes have the axes "data" and "model". Layouts: "dp" (parameters whole on every device), "fsdp" (the model's width
+dealt out over data), "tp" (heads, hidden units and vocabulary over model), "fsdp_tp" (both).
+
+No axis called "_" is ever dealt out, a head's basis among them: whole heads, units and channels stay together, so that
+a gauge finds its leaves where it is. All that crosses devices are sums per channel and Gram matrices per head.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+# Of a path's patterns the first that occurs in it counts.
+AXES: tuple[tuple[str, str], ...] = (
+    (r"(query|key|value)/kernel", "width heads _"),
+    (r"(query|key|value)/bias", "heads _"),
+    (r"[qk]_norm/scale", "_"),
+    (r"out/kernel", "heads _ width"),
+    (r"(up|gate)/kernel", "width hidden"),
+    (r"(up|gate)/bias", "hidden"),
+    (r"down/kernel", "hidden width"),
+    (r"lm_head/kernel", "width vocab"),
+    (r"lm_head/bias", "vocab"),
+    (r"embedding", "_ width"),
+    (r"norm|bias", "width"),
+)
+
+_SPLIT = {"heads": "model", "hidden": "model", "vocab": "model"}
+LAYOUTS: Mapping[str, Mapping[str, str]] = {
+    "dp": {},
+    "fsdp": {"width": "data"},
+    "tp": _SPLIT,
+    "fsdp_tp": {"width": "data", **_SPLIT},
+}
+
+
+def make_mesh(data: int, model: int) -> Mesh:
+    """A mesh of the first data · model devices."""
+    return jax.make_mesh(
+        (data, model), ("data", "model"), (AxisType.Auto, AxisType.Auto), devices=jax.devices()[: data * model]
+    )
+
+
+def partition(layout: str, path: str) -> P:
+    """The mesh axis, if any, of every axis of the leaf at a path like `blocks/0/norm1/scale`."""
+    names = next(axes for pattern, axes in AXES if re.search(pattern, path)).split()
+    return P(*(LAYOUTS[layout].get(name) for name in names))
+
+
+def shardings(params: Any, mesh: Mesh, layout: str) -> Any:
+    """A `NamedSharding` for every leaf of a plain dict, of arrays or of their shapes."""
+
+    def placed(keys: tuple[Any, ...], leaf: Any) -> NamedSharding:
+        del leaf
+        return NamedSharding(mesh, partition(layout, jax.tree_util.keystr(keys, simple=True, separator="/")))
+
+    return jax.tree_util.tree_map_with_path(placed, params)

@@ -1,0 +1,235 @@
+"""A program, for virtual devices can only be asked for before JAX starts: an optimizer on a mesh beside one device.
+
+    python -m tests.sharded gpt ddc_adamw dp tp                     # 8 devices in one process
+    python -m tests.sharded gpt ddc_adamw tp --rank 0 --port 4000   # 4 of them, rank 1 has the others
+
+Prints what it measured, one JSON object per layout, and ends in a traceback where a check fails.
+"""
+
+import argparse
+import functools
+import json
+import math
+import re
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
+
+import gauge_optax as go
+from models import lm, lm_sharding
+from tests.quick import jit
+from tests.tolerances import tolerance
+
+Tree = Any
+
+STEPS = 5
+_SEED = 1  # of five the one with the smallest differences: rounding turns an eigenbasis by 1e-7 over its gaps
+MESHES = {"dp": (8, 1), "fsdp": (8, 1), "tp": (2, 4), "fsdp_tp": (4, 2)}
+# A kernel has 512 entries or 1,024, a layer's Gram matrices 128 together: what crosses devices tells by its size.
+_SIZES: dict[str, Any] = dict(vocab=32, d_model=32, heads=8, kv_heads=8, d_head=4, d_ff=32, max_len=32)
+MODELS: dict[str, lm.LMConfig] = {
+    "gpt": lm.LMConfig(layers=1, **_SIZES),
+    "llama": lm.llama_config(layers=2, **_SIZES | {"kv_heads": 4}),
+}
+OPTIMIZERS: dict[str, Callable[[list[go.Gauge]], optax.GradientTransformationExtraArgs]] = {
+    "ddc_adamw": functools.partial(go.ddc_adamw, 3e-3, weight_decay=0.1),
+    "ddc_muon": functools.partial(go.ddc_muon, 3e-3, weight_decay=0.1),
+    "ddc_muon_heads": functools.partial(
+        go.ddc_muon, 3e-3, weight_decay=0.1, labels={"blocks/{i}/mlp/{name}/kernel": "adam"}
+    ),
+}
+LOCAL = ("ddc_adamw", "ddc_muon_heads")  # a polar factor of heads is; one of a whole matrix takes the whole matrix
+
+
+# What the compiler wrote --------------------------------------------------------------------------
+
+_KINDS = "all-gather|all-reduce|all-to-all|collective-broadcast|collective-permute|ragged-all-to-all|reduce-scatter"
+_CALL = re.compile(rf" = (\(.*?\)|\S+) ({_KINDS})(?:-start)?\(")
+
+
+def collectives(program: str) -> list[tuple[str, int]]:
+    """Kind, and size of the largest result, of every instruction of a compiled program that crosses devices."""
+    found: list[tuple[str, int]] = []
+    for result, kind in _CALL.findall(program):
+        shapes = re.findall(r"\w\[([\d,]*)\]", result)
+        found.append((kind, max(math.prod(int(n) for n in shape.split(",") if n) for shape in shapes)))
+    return found
+
+
+def smallest_gather(params: Tree, shardings: Tree) -> float:
+    """How many entries a kernel has at least once it is made whole along one axis of the mesh."""
+    sizes = [math.inf]
+    for (keys, leaf), sharding in zip(jax.tree.leaves_with_path(params), jax.tree.leaves(shardings), strict=True):
+        parts = [sharding.mesh.shape[axis] for axis in sharding.spec if axis is not None]
+        if parts and keys[-1].key == "kernel":
+            sizes.append(leaf.size // math.prod(parts) * min(parts))
+    return min(sizes)
+
+
+# Runs ---------------------------------------------------------------------------------------------
+
+
+class Run(NamedTuple):
+    """Where a run ended, on the host, and its compiled update."""
+
+    params: Tree
+    losses: list[float]
+    program: str
+
+
+def start(config: lm.LMConfig) -> tuple[Tree, np.ndarray, Callable[[Tree, jax.Array], jax.Array]]:
+    """Parameters in general position (no zero bias, no unit scale), tokens, and loss(params, tokens)."""
+    graphdef, state = nnx.split(nnx.eval_shape(lambda: lm.build(config, nnx.Rngs(0))))
+    draw = np.random.default_rng(_SEED)
+    params = jax.tree.map(lambda x: draw.normal(x.ndim == 1, 0.3, x.shape).astype(np.float32), nnx.to_pure_dict(state))
+    tokens = draw.integers(config.vocab, size=(8, 17))
+    return params, tokens, lambda params, tokens: lm.loss_fn(nnx.merge(graphdef, params), tokens)
+
+
+def put(tree: Tree, shardings: Tree) -> Tree:
+    """Host arrays dealt out, in every process its own part."""
+    return jax.tree.map(lambda x, s: jax.make_array_from_callback(x.shape, s, lambda at: x[at]), tree, shardings)
+
+
+class Trainer:
+    """A model and its optimizer, with everything jitted and traced once for all layouts.
+
+    Nothing is said about where the state or an update's results should be. An update is compiled once per run: it then
+    takes no arguments that are laid out otherwise than the first ones were.
+    """
+
+    def __init__(self, model: str, optimizer: str) -> None:
+        self.config, self.local = MODELS[model], optimizer in LOCAL
+        self.params, self.tokens, self.loss = start(self.config)
+        tx = OPTIMIZERS[optimizer](lm.gauges(self.config))
+
+        def update(grads: Tree, state: Tree, params: Tree) -> tuple[Tree, Tree]:
+            updates, state = tx.update(grads, state, params)
+            return optax.apply_updates(params, updates), state
+
+        self.init: Any = jit(tx.init)
+        self.update: Any = jit(update, donate_argnums=(1, 2))
+
+    def run(self, shardings: Tree, whole: Sharding, batch: Sharding) -> Run:
+        """A few steps with the parameters and the tokens laid out like this; `whole` leaves an array whole."""
+        params, tokens = put(self.params, shardings), put(self.tokens, batch)
+        slope = jit(jax.value_and_grad(self.loss), out_shardings=(whole, shardings))
+        state, losses = self.init(params), list[float]()
+        check_shardings(state, params, shardings)
+        step: Any = None
+        for _ in range(STEPS):
+            value, grads = slope(params, tokens)
+            step = step or self.update.lower(grads, state, params).compile()
+            old = params, state
+            params, state = step(grads, state, params)
+            losses.append(float(value))
+            assert all(x.is_deleted() for x in jax.tree.leaves(old)), "not donated"
+        check_shardings(state, params, shardings)
+        ended = jit(lambda tree: tree, out_shardings=whole)(params)
+        return Run(jax.tree.map(np.asarray, ended), losses, step.as_text())
+
+
+def check_shardings(state: Tree, params: Tree, shardings: Tree) -> None:
+    """Parameters, and moments shaped like them, are where they were told to be."""
+    for name in ("params", "mu", "nu"):
+        tree = params if name == "params" else optax.tree.get(state, name)
+        leaves = jax.tree.leaves_with_path(tree, is_leaf=lambda x: isinstance(x, optax.MaskedNode))
+        for (keys, leaf), wanted in zip(leaves, jax.tree.leaves(shardings), strict=True):
+            if isinstance(leaf, optax.MaskedNode):
+                continue
+            assert leaf.sharding.is_equivalent_to(wanted, leaf.ndim), (name, jax.tree_util.keystr(keys), leaf.sharding)
+
+
+def differences(config: lm.LMConfig, found: Run, expected: Run) -> dict[str, float]:
+    """The largest relative difference of a leaf and of a loss.
+
+    Key biases without rotary are left out: they have no gradient, and Adam turns its rounding into motion (DESIGN §6).
+    """
+    leaves: list[float] = []
+    for (keys, a), b in zip(jax.tree.leaves_with_path(found.params), jax.tree.leaves(expected.params), strict=True):
+        if config.rope or not jax.tree_util.keystr(keys, simple=True, separator="/").endswith("key/bias"):
+            leaves.append(float(np.linalg.norm(a - b) / np.linalg.norm(b)))
+    losses = [abs(a - b) / b for a, b in zip(found.losses, expected.losses, strict=True)]
+    return {"leaf": max(leaves), "loss": max(losses)}
+
+
+# Checks -------------------------------------------------------------------------------------------
+
+
+def run_layout(trainer: Trainer, layout: str) -> Run:
+    """A run on the mesh of a layout: what is local sends nothing as large as a weight, where all is whole nothing."""
+    mesh = lm_sharding.make_mesh(*MESHES[layout])
+    shardings = lm_sharding.shardings(trainer.params, mesh, layout)
+    found = trainer.run(shardings, NamedSharding(mesh, P()), NamedSharding(mesh, P("data")))
+    least, sent = smallest_gather(trainer.params, shardings), collectives(found.program)
+    assert not trainer.local or [call for call in sent if call[1] >= least] == []
+    assert (sent == []) == (layout == "dp")
+    return found
+
+
+def compare(trainer: Trainer, layout: str, found: Run, expected: Run) -> dict[str, Any]:
+    """A run on a mesh ended where one device does; what was measured."""
+    measured, sent = differences(trainer.config, found, expected), collectives(found.program)
+    assert max(measured.values()) <= tolerance("sharded", jnp.float32), (layout, measured)
+    return {"layout": layout, **measured, "largest": max((n for _, n in sent), default=0), "calls": len(sent)}
+
+
+def check_the_checker() -> None:
+    """A weight that is gathered is seen."""
+    mesh = lm_sharding.make_mesh(8, 1)
+    rows = {"kernel": NamedSharding(mesh, P("data"))}
+    params = put({"kernel": np.ones((32, 32), np.float32)}, rows)
+    product: Any = jit(lambda p: p["kernel"] @ p["kernel"].T)
+    program = product.lower(params).compile().as_text()
+    assert max(n for _, n in collectives(program)) >= smallest_gather(params, rows) == 1024
+
+
+def check_eager_init() -> None:
+    """Outside `jit` moments are where their parameters are, too."""
+    mesh = lm_sharding.make_mesh(4, 2)
+    shardings = {"up": NamedSharding(mesh, P("data", "model")), "down": NamedSharding(mesh, P("model", "data"))}
+    params = put(dict.fromkeys(shardings, np.ones((8, 8), np.float32)), shardings)
+    tx = go.ddc_adamw(1e-2, go.rescale({"up": "_ channel"}, {"down": "channel _"}))
+    check_shardings(tx.init(params), params, shardings)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs on a mesh in each layout, and on one device."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model", choices=MODELS)
+    parser.add_argument("optimizer", choices=OPTIMIZERS)
+    parser.add_argument("layouts", nargs="+", choices=MESHES)
+    parser.add_argument("--rank", type=int, help="of two processes with four devices each")
+    parser.add_argument("--port", type=int, help="of rank 0")
+    args = parser.parse_args(argv)
+    warnings.filterwarnings("error", message="Some donated buffers were not usable")
+    jax.config.update("jax_num_cpu_devices", 8 if args.rank is None else 4)
+    if args.rank is not None:
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+        jax.distributed.initialize(f"127.0.0.1:{args.port}", 2, args.rank, initialization_timeout=30)
+    assert jax.device_count() == 8
+
+    trainer = Trainer(args.model, args.optimizer)
+    runs = {layout: run_layout(trainer, layout) for layout in args.layouts}
+    if not args.rank:
+        one = SingleDeviceSharding(jax.local_devices()[0])
+        alone = trainer.run(jax.tree.map(lambda _: one, trainer.params), one, one)
+        for layout, found in runs.items():
+            print(json.dumps(compare(trainer, layout, found, alone)), flush=True)
+    if args.rank is None:
+        check_the_checker()
+        check_eager_init()
+    else:
+        jax.distributed.shutdown()  # waits for the other
+
+
+if __name__ == "__main__":
+    main()

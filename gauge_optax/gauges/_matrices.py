@@ -113,8 +113,8 @@ def _scaled(block: Block, instance: ScaleInstance) -> Matrices | None:
 
 
 def _between(block: Block, one: Sequence[int], other: Sequence[int]) -> Matrices | None:
-    """Matrices with these axes on their two sides; None where a side has none."""
-    if not one or not other:
+    """Matrices with these axes on their two sides; None where a side has none, or both are parts of one leaf axis."""
+    if len({k for k, group in enumerate(block.groups) if set(group) & {*one, *other}}) < 2 or not one or not other:
         return None
     rows, columns = sorted((tuple(one), tuple(other)))
     batch = tuple(k for k in range(len(block.split)) if k not in rows + columns)

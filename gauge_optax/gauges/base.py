@@ -160,7 +160,7 @@ class Gauge(abc.ABC):
 
         Returns:
           A tree like `params` with an `optax.contrib.MuonDimensionNumbers` for every matrix of a rotation, a rescale or
-          a norm, and None for every other leaf: what `muon_weight_dimension_numbers` takes, itself or this method.
+          a norm, and None for every other leaf: what `muon_weight_dimension_numbers` takes.
 
         Raises:
           ValueError: a leaf whose rows or columns share an axis with something else (a fused kernel).

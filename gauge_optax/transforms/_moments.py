@@ -124,20 +124,21 @@ def above_rounding(bound: Bound, roots: Values, nu: Values, adams: Mapping[str, 
 
     Args:
       bound: the product.
-      roots: √v̂ + eps per leaf.
-      nu: v per leaf, rotated leaves in the coordinates of their mode.
+      roots: √v̂ + eps per leaf that is divided.
+      nu: v per leaf, rotated leaves in the coordinates of their mode; of leaves that are not divided, what v would be.
       adams: hyperparameters per leaf.
 
     Returns:
       The roots, raised on rotated leaves.
     """
-    tiny = _ROUNDING * float(jnp.finfo(real_dtype()).eps)
-
-    def raised(at: int, number: int, head: HeadInstance, block: HeadBlock, view: jax.Array) -> jax.Array:
-        floor = tiny * jnp.sqrt(adams[block.block.path].unbiased_variance(head.mean(nu)))
-        return view + head.along_basis(block, jnp.broadcast_to(floor[..., None], (*head.shape, head.size)))
-
-    return on_blocks(bound, roots, raised)
+    tiny, out = _ROUNDING * float(jnp.finfo(real_dtype()).eps), dict(roots)
+    for head in bound.rotations:
+        for block in (b for b in head.blocks if b.block.path in roots):
+            path = block.block.path
+            floor = tiny * jnp.sqrt(adams[path].unbiased_variance(head.mean(nu)))
+            spread = head.along_basis(block, jnp.broadcast_to(floor[..., None], (*head.shape, head.size)))
+            out[path] = block.write(out[path], block.view(out[path]) + spread)
+    return out
 
 
 def _outer(group: Group, seen: Values) -> jax.Array:

@@ -135,8 +135,9 @@ def component_step(
     past, decays = (here.transfer(old.mu, 1), here.transfer(old.nu, 2)), chosen.decays(seen)
     mu = in_place({p: decays[p] * x + (1 - decays[p]) * seen[p] for p, x in past[0].items()})
     mean = {p: adams[p].debias(x, seen[p], decays[p]) for p, x in mu.items()}
-    own = _without(here.bound, chosen.matrices)
-    step, nu, heads = _divided(own, old.heads, mean, seen, past[1], chosen.v_mode, chosen.cut, adams)
+    step, nu, heads = _divided(
+        here.bound, old.heads, mean, seen, past[1], chosen.v_mode, chosen.cut, adams, chosen.matrices
+    )
     step |= chosen.polar_steps(mean)
 
     tangent = jax.lax.optimization_barrier(here.resize(step))
@@ -204,8 +205,10 @@ def _divided(
     v_mode: str,
     cut: Scalar,
     adams: dict[str, Adam],
+    spared: Collection[str],
 ) -> tuple[Arrays, Arrays, tuple[BodyFrame, ...]]:
-    """First moments over root second moments, and the new second moments."""
+    """First moments over root second moments, and the new second moments, of all leaves but the `spared`."""
+    whole, bound = bound, _without(bound, spared)
     framed = _moments.uses_frame(v_mode)
     mean_in, seen_in = (_moments.to_body(bound, heads, x) for x in (mean, seen)) if framed else (mean, seen)
     squares = {p: jnp.square(seen_in[p]) for p in nu}
@@ -214,7 +217,8 @@ def _divided(
     elif v_mode == "per_head_scalar":
         squares = _moments.on_blocks(bound, squares, lambda g, i, h, b, view: _moments.per_head_mean(h, b, view))
     nu = in_place({p: adams[p].b2 * x + (1 - adams[p].b2) * squares[p] for p, x in nu.items()})
-    roots = _moments.above_rounding(bound, {p: adams[p].root(x) for p, x in nu.items()}, nu, adams)
+    would_be = {p: jnp.square(mean[p]) * (1 - adams[p].b2 ** adams[p].step) for p in spared}
+    roots = _moments.above_rounding(whole, {p: adams[p].root(x) for p, x in nu.items()}, would_be | nu, adams)
     step = {p: mean_in[p] / roots[p] for p in nu}
     if v_mode == "none":
         return _replaced(bound, step, mean, None), nu, heads

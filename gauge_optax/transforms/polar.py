@@ -193,14 +193,16 @@ class Routing:
             if not hits:
                 raise _unmatched(pattern, {path: leaf.shape for path, leaf in leaves.items()})
             chosen |= dict.fromkeys(hits, label == "muon")
-        return {path: read.get(path) or _lone(path, leaves[path].shape) for path, on in chosen.items() if on}
+        on = {path: leaves[path].shape for path, muon in chosen.items() if muon}
+        return {p: read.get(p) or _lone(p, shape, bound=p in bound.offset) for p, shape in on.items()}
 
 
-def _lone(path: str, shape: tuple[int, ...]) -> Matrices:
-    if len(shape) == 2:
+def _lone(path: str, shape: tuple[int, ...], bound: bool) -> Matrices:
+    if len(shape) == 2 and not bound:
         return matrix((shape[0], shape[1]))
     raise binding_error(
-        "scale_by_scaled_polar", f"'{path}' is labelled muon", f"shape {shape}, in no gauge that names its axes",
+        "scale_by_scaled_polar", f"'{path}' is labelled muon",
+        f"shape {shape}, {'vectors to its gauges' if bound else 'in no gauge that names its axes'}",
         "a matrix, or a leaf of a rotation, rescale or norm", "label it adam, or bind it",
     )  # fmt: skip
 

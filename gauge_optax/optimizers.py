@@ -144,7 +144,7 @@ def ddc_muon(
       beta: decay of the first moment of matrices.
       eps: see `scale_by_scaled_polar`.
       weight_decay: decoupled decay, multiplied by the learning rate as in `optax.contrib.muon`; a number or a schedule.
-      weight_decay_mask: where to decay, as in `optax.contrib.muon`; constant over the leaves of a gauge.
+      weight_decay_mask: where `weight_decay` decays, as in `optax.contrib.muon`; constant over the leaves of a gauge.
       mu_dtype: dtype of the first moment; by default the parameters', at least float32.
       nesterov: whether to use Nesterov momentum, for matrices and vectors alike.
       adam_b1: decay of Adam's first moments.

@@ -1,8 +1,8 @@
 """A leaf as a stack of matrices, read off the axes that its gauges name: what Muon needs to know of it.
 
 A rotated leaf has one matrix per head, its basis on one side. A leaf with a scale gauge has its channels on one side
-and its free axes on the other; further named axes (stacked layers) count matrices. An index (`qkv=0`) and what shares
-parentheses with a head (`(head _)`, grouped queries) count matrices too.
+and its free axes on the other; of several named axes the last is the channel, the others (stacked layers) count
+matrices. An index (`qkv=0`) and what shares parentheses with a head (`(head _)`, grouped queries) count matrices too.
 
 Here: which axes are which. Not here: what is done with the matrices, which leaves it is done to.
 """

@@ -86,9 +86,9 @@ def fused(
       method: of the preconditioner.
       routing: which leaves are stepped by their polar factor; None for none.
       rates: of leaves connected through gauges to one that is, and of these.
-      adam_rates: of all other leaves.
+      adam_rates: of all other leaves; the same object where there is but one pair.
       match: of `add_gauge_decay`.
-      mask: of `add_gauge_decay`.
+      mask: of `add_gauge_decay`; not of `adam_rates`, if these are others.
 
     Returns:
       The optimizer; its state is the chain's without `gauge_project`'s.
@@ -116,21 +116,26 @@ def fused(
         del extra
         require_params(name, params)
         bound, matrices, count = group.bound(params), routed(params), state.decay.count
-        factors = decay_factors(bound, params, match, mask)
+        factors = {True: decay_factors(bound, params, match, mask)}
+        factors[False] = factors[True]
         minus_rate, after_rates = schedule.update(jnp.ones((), real_dtype()), state.rates)
         by_polar = {True: (minus_rate, _at(rates.weight_decay, count))}
         by_polar[False] = by_polar[True]
         if adam_rates is not rates:
+            factors[False] = decay_factors(bound, params, match, None)
             by_polar[False] = (-_at(adam_rates.learning_rate, count), _at(adam_rates.weight_decay, count))
 
         def finish_of(part: Component) -> tuple[_Retraction, Any]:
-            own = tuple(part.numbered(factors).items())
-            numbers = by_polar[not matrices.keys().isdisjoint(part.bound.offset)]
+            polar = not matrices.keys().isdisjoint(part.bound.offset)
+            own, numbers = tuple(part.numbered(factors[polar]).items()), by_polar[polar]
             return _Retraction(chosen, own), (numbers, part_of(part, state.retract.gauges))
 
         step = take_step(bound, params, updates, state.framed, method, matrices, finish_of)
         leaves = float_leaves(params, real_dtype(), without=bound.offset)
-        out = {p: _scaled(x, leaves[p], factors[p], *by_polar[p in matrices]) for p, x in step.plain.items()}
+        out = {
+            p: _scaled(x, leaves[p], factors[p in matrices][p], *by_polar[p in matrices])
+            for p, x in step.plain.items()
+        }
         for part, (chord, _) in zip(step.parts, step.finished, strict=True):
             out |= part.by_path(chord)
         reference = collected(step.parts, [new for _, new in step.finished])

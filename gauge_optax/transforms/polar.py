@@ -194,15 +194,16 @@ class Routing:
                 raise _unmatched(pattern, {path: leaf.shape for path, leaf in leaves.items()})
             chosen |= dict.fromkeys(hits, label == "muon")
         on = {path: leaves[path].shape for path, muon in chosen.items() if muon}
-        return {p: read.get(p) or _lone(p, shape, bound=p in bound.offset) for p, shape in on.items()}
+        vectors = bound.turned | {p for i in bound.scales if i.down for p in i.paths}
+        return {p: read.get(p) or _lone(p, shape, p in vectors) for p, shape in on.items()}
 
 
-def _lone(path: str, shape: tuple[int, ...], bound: bool) -> Matrices:
-    if len(shape) == 2 and not bound:
+def _lone(path: str, shape: tuple[int, ...], vector: bool) -> Matrices:
+    if len(shape) == 2 and not vector:
         return matrix((shape[0], shape[1]))
     raise binding_error(
         "scale_by_scaled_polar", f"'{path}' is labelled muon",
-        f"shape {shape}, {'vectors to its gauges' if bound else 'in no gauge that names its axes'}",
+        f"shape {shape}, {'vectors to its gauges' if vector else 'in no gauge that names its axes'}",
         "a matrix, or a leaf of a rotation, rescale or norm", "label it adam, or bind it",
     )  # fmt: skip
 

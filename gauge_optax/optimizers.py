@@ -153,7 +153,7 @@ def ddc_muon(
       adam_weight_decay: decay of leaves that no gauge connects to a matrix under Muon. A norm's scale and the biases of
         such a matrix decay and step with it: one side of a gauge alone would move along the orbit.
       adam_learning_rate: learning rate of these leaves; by default `learning_rate`.
-      consistent_rms: optax's name for a number as `scale`.
+      consistent_rms: optax's name for a number as `scale`; not beside another `scale`.
       scale: see `scale_by_scaled_polar`.
       labels: see `scale_by_scaled_polar`.
       match: see `add_gauge_decay`.
@@ -178,6 +178,8 @@ def ddc_muon(
     >>> for _ in range(5):
     ...     updates, state = tx.update(jax.grad(loss)(params), state, params)
     ...     params = optax.apply_updates(params, updates)
+    >>> bool(loss(params) < 8)
+    True
 
     Reference: DDC §3.1, B.10, C.14; `optax.contrib.muon` for names and defaults. Its `adaptive` and `preconditioning`
       are left out: a dual norm per leaf and row-wise scales break the gauge.

@@ -41,9 +41,8 @@ LAYOUTS: Mapping[str, Mapping[str, str]] = {
 
 def make_mesh(data: int, model: int) -> Mesh:
     """A mesh of the first data · model devices."""
-    return jax.make_mesh(
-        (data, model), ("data", "model"), (AxisType.Auto, AxisType.Auto), devices=jax.devices()[: data * model]
-    )
+    kinds = (AxisType.Auto, AxisType.Auto)  # not JAX's default any more: XLA is to find where an update's parts lie
+    return jax.make_mesh((data, model), ("data", "model"), axis_types=kinds, devices=jax.devices()[: data * model])
 
 
 def partition(layout: str, path: str) -> P:

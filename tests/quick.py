@@ -36,6 +36,8 @@ def environment() -> dict[str, str]:
     return os.environ | {
         "XLA_FLAGS": f"{quick} {os.environ.get('XLA_FLAGS', '')}",
         "JAX_PLATFORMS": "cpu",
-        # Virtual devices share LAPACK's threads, and wait for each other's: for seconds, or for ever.
+        # An eigendecomposition keeps one of XLA's threads, by default one per core, and waits for another: as many at
+        # once as there are threads wait for ever. Beside each other, LAPACK's own threads take many times as long.
+        "PJRT_NPROC": "16",
         "OPENBLAS_NUM_THREADS": "1",
     }

@@ -214,7 +214,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     jax.config.update("jax_num_cpu_devices", 8 if args.rank is None else 4)
     if args.rank is not None:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
-        jax.distributed.initialize(f"127.0.0.1:{args.port}", 2, args.rank, initialization_timeout=30)
+        jax.distributed.initialize(f"127.0.0.1:{args.port}", 2, args.rank, initialization_timeout=100)
     assert jax.device_count() == 8
 
     trainer = Trainer(args.model, args.optimizer)

@@ -1,8 +1,9 @@
 """A leaf as a stack of matrices, read off the axes that its gauges name: what Muon needs to know of it.
 
 A rotated leaf has one matrix per head, its basis on one side. A leaf with a scale gauge has its channels on one side
-and its free axes on the other; of several named axes the last is the channel, the others (stacked layers) count
-matrices. An index (`qkv=0`) and what shares parentheses with a head (`(head _)`, grouped queries) count matrices too.
+and its free axes on the other; of several named axes the one called `channel`, or the last, is meant. The others
+(stacked layers) count matrices, as does another name between free axes (`_ head _`), an index (`qkv=0`), and what
+shares parentheses with a head (`(head _)`, grouped queries).
 
 Here: which axes are which. Not here: what is done with the matrices, which leaves it is done to.
 """
@@ -107,9 +108,11 @@ def _beside_a_name(block: Block, axis: int) -> bool:
 def _scaled(block: Block, instance: ScaleInstance) -> Matrices | None:
     labels = block.split_labels
     free = [k for k, label in enumerate(labels) if label == "_"]
-    if instance.named:
-        return _between(block, [labels.index(instance.named[-1])], free)
-    return _between(block, free[-1:], free[:-1])
+    named = "channel" if "channel" in instance.named else next(reversed(instance.named), None)
+    at = None if named is None else labels.index(named)
+    if at is None or (named != "channel" and free and free[0] < at < free[-1]):
+        return _between(block, free[-1:], free[:-1])
+    return _between(block, [at], free)
 
 
 def _between(block: Block, one: Sequence[int], other: Sequence[int]) -> Matrices | None:

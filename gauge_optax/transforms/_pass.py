@@ -37,10 +37,9 @@ from gauge_optax.transforms._moments import BodyFrame
 from gauge_optax.transforms._refresh import refreshed_heads, surveyed
 from gauge_optax.transforms._state import FramedState, GaugeMoments, Method, apart, together
 from gauge_optax.transforms._step import Moments, Settings, component_step, plain_step
-from gauge_optax.transforms._turns import Task, in_turn
+from gauge_optax.transforms._turns import Task, one_by_one
 
 Arrays = dict[str, jax.Array]
-Scalar = float | jax.Array
 Finish = Callable[[Here, Arrays, Sides, Any], tuple[Any, Any]]
 """What follows a component's step: (point, tangent, its dot products, arrays) → (result, what to wait for). Static."""
 
@@ -148,7 +147,7 @@ def take_step(
         *out, one = _component(*kind, one, traced, *arrays)
         return tuple(out), one
 
-    done, one = in_turn([task(k) for k in range(len(parts))], step_of)
+    done, one = one_by_one([task(k) for k in range(len(parts))], step_of)
     finished = [result for result, _, _ in done]
     found = [
         (frame, new._replace(mu=part.by_path(new.mu), nu=part.by_path(new.nu)))
@@ -199,7 +198,7 @@ def _component(
     here = enter(form, own.params, known, one)
     gradient, mu, nu = (float_leaves(x, real_dtype()) for x in (own.gradient, own.mu, own.nu))
     if not form.scales:
-        # Nothing else gates it: no frame multiplies it.
+        # No frame multiplies it, so that XLA would read the gradients of all layers first, and keep copies.
         gradient = {p: one * x for p, x in gradient.items()}
     if method.options.reset_every is not None:
         mu, nu = (_restarted(x, form, chosen.head_adam.step) for x in (mu, nu))

@@ -20,7 +20,7 @@ from gauge_optax.transforms._heads import refreshed
 from gauge_optax.transforms._here import Known, survey
 from gauge_optax.transforms._moments import BodyFrame
 from gauge_optax.transforms._state import Options
-from gauge_optax.transforms._turns import in_turn
+from gauge_optax.transforms._turns import one_by_one
 
 Arrays = dict[str, jax.Array]
 Scalar = float | jax.Array
@@ -37,7 +37,7 @@ def surveyed(
     def step(form: Any, one: jax.Array, arrays: Any) -> tuple[Known, jax.Array]:
         return _survey(form, moving, *arrays, one)
 
-    found, _ = in_turn([(p.form, (p.numbered(leaves), p.of_frame(frame))) for p in with_heads], step)
+    found, _ = one_by_one([(p.form, (p.numbered(leaves), p.of_frame(frame))) for p in with_heads], step)
     return dict(zip(with_heads, found, strict=True))
 
 
@@ -65,7 +65,7 @@ def refreshed_heads(
     cut = _moments.threshold_of(options.v_mode, options.live_threshold)
     fresh, moved, renewals = list[BodyFrame](), list[Any](), []
     for group, head, gram in zip(grouped(bound.heads), heads, grams, strict=True):
-        # One refresh after the other: see `in_turn`.
+        # One refresh after the other: see `_heads.in_turn`.
         gram = gram * (after((fresh[-1].basis, fresh[-1].frame)) if fresh else 1.0)
         basis, renewed = refreshed(head.basis, gram, options.live_threshold, options.refresh_drift, oldest)
         frame, carry = head.frame, ()  # only body frames carry anything

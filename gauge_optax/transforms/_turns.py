@@ -20,7 +20,7 @@ _MOST_UNROLLED = 16
 _MOST_STACKED = 2**23  # entries of all inputs together
 
 
-def in_turn(
+def one_by_one(
     tasks: Sequence[Task], step: Callable[[Any, jax.Array, Any], tuple[Any, jax.Array]]
 ) -> tuple[list[Any], jax.Array]:
     """step(kind, one, arrays) for every task, each waiting for the one before.

@@ -101,9 +101,10 @@ def scale_by_scaled_polar(
     >>> updates, _ = tx.update(grads, tx.init(params), params)
     >>> go.testing.assert_horizontal(updates, params, gauge)
 
-    Reference: DDC B.10. Deviations: a scale of its own is a choice, because with ‖M‖_F/√rank a step is as small as the
-      gradient and Muon's learning rates do not carry over; projected after the polar factor as well as before;
-      rescales are admitted, in the frame.
+    Reference: DDC B.10. Deviations: its scale ‖M‖_F/√rank is a choice, because steps as small as the gradient make
+      Muon's learning rates useless (a small Llama on text, 300 steps, rates 0.005 to 0.05, one seed: validation loss
+      2.34 to 2.38, 1.85 to 2.01 with "width"); projected after the polar factor as well as before; rescales are
+      admitted, in the frame.
     """
     options, polar = polar_method(
         ns_coeffs, ns_steps, beta, eps, mu_dtype, nesterov, scale, adam_b1, adam_b2, adam_eps_root, vertical, radial,

@@ -142,7 +142,7 @@ def _component(
 ) -> tuple[Arrays, Reference, jax.Array]:
     # Gated by what comes in: θ + Δ of all components would be made at once otherwise.
     delta = {p: one * x for p, x in tangent.items()}
-    reference = gated(reference, one)
+    reference = _when(reference, one)
     step, new = retracted(form, _seen(form, values, delta, reference.frame), delta, reference, chosen)
     return step, new, after(step)
 
@@ -180,7 +180,7 @@ def part_of(part: Component, whole: Reference) -> Reference:
     return Reference(part.of_frame(whole.frame), part.numbered(whole.shifts))
 
 
-def gated(reference: Reference, one: jax.Array) -> Reference:
+def _when(reference: Reference, one: jax.Array) -> Reference:
     """The reference once `one` is known."""
     frame = reference.frame
     return reference._replace(frame=frame._replace(f=tuple(one * f for f in frame.f)))

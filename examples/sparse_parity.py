@@ -138,7 +138,21 @@ def section(result: Result) -> str:
             f"learning rate {c.learning_rate}, weight decay {c.weight_decay}, dead below {c.dead:g}. "
             f"{report.made_with(result)}",
             report.table(result, columns),
-            f"{_split(result)} {_leak(result)}",
+            f"{_split(result)} {_muon(result)} {_leak(result)}",
+        ]
+    )
+
+
+def _muon(result: Result) -> str:
+    """Does it on a Muon base too?"""
+    kept = [x > SOLVED for x in report.final(result, "DDC-Muon, linear", "accuracy")]
+    accuracy, dead, gain = (report.final(result, "DDC-Muon, log", key) for key in ("accuracy", "dead", "gain"))
+    return " ".join(
+        [
+            report.paper("on a Muon base the linear scale keeps the block", kept),
+            report.paper("there the log scale drops accuracy to chance", [x < CHANCE for x in accuracy]),
+            f"The log arm ends at accuracy {report.span(accuracy, '.3f')}, gain {report.span(gain)}, "
+            f"{report.span(dead, '.0%')} of units dead.",
         ]
     )
 

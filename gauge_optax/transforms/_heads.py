@@ -10,11 +10,20 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
-from gauge_optax.gauges._basis import Group, HeadBasis, drift, fresh_basis, generators, grouped, stacked_gram
+from gauge_optax.gauges._basis import (
+    Group,
+    HeadBasis,
+    drift,
+    fresh_basis,
+    generators,
+    grouped,
+    stacked_gram,
+    vertical_square,
+)
 from gauge_optax.gauges._components import after
 from gauge_optax.gauges._scale import Values
 from gauge_optax.gauges._split import Bound
-from gauge_optax.linalg import matmul, real_dtype, skew
+from gauge_optax.linalg import real_dtype, skew
 
 T = TypeVar("T")
 Arrays = dict[str, jax.Array]
@@ -86,11 +95,22 @@ def without_vertical(
         own = {path: out[path] for head in group for path in head.paths}
         whole = sum(jnp.sum(jnp.square(x)) for x in own.values())
         negligible = _ROUNDING[gram.dtype == jnp.float64] ** 2 * whole
-        generator = generators(basis, gram, skew(stacked_gram(group, hat, own)), negligible)
-        removed = jnp.sum(generator * matmul(gram, generator))  # ‖θ̂·A‖²
-        turn = functools.partial(add_turn, group, hat=hat, generator=-generator)
-        out |= jax.lax.cond(removed > negligible, turn, lambda own: own, own)
+        skewed = skew(stacked_gram(group, hat, own))
+        turn = functools.partial(_turned_back, group, hat, basis, gram, skewed, negligible)
+        out |= jax.lax.cond(vertical_square(basis, gram, skewed) > negligible, turn, lambda own: own, own)
     return out
+
+
+def _turned_back(
+    group: Group,
+    hat: Values,
+    basis: HeadBasis,
+    gram: jax.Array,
+    skewed: jax.Array,
+    negligible: float | jax.Array,
+    own: Arrays,
+) -> Arrays:
+    return add_turn(group, own, hat, -generators(basis, gram, skewed, negligible))
 
 
 def _projected(

@@ -507,7 +507,6 @@ TRANSFORM_CASES: tuple[TransformCase, ...] = (
     TransformCase("scale_by_ddc/adam", go.scale_by_ddc, {"vertical": "adam"}),
     TransformCase("scale_by_ddc/log", go.scale_by_ddc, {"radial": "log"}),
     TransformCase("scale_by_ddc/nesterov", go.scale_by_ddc, {"nesterov": True, "refresh_every": 2}),
-    TransformCase("scale_by_scaled_polar/width", go.scale_by_scaled_polar, {}),
     TransformCase("scale_by_scaled_polar/sharp", go.scale_by_scaled_polar, {"scale": 0.2, "ns_coeffs": "sharp"}),
     TransformCase("add_gauge_decay/number", go.add_gauge_decay, {"weight_decay": 0.1}),
     TransformCase("add_gauge_decay/schedule", go.add_gauge_decay, {"weight_decay": _falling}),

@@ -20,7 +20,6 @@ LIMIT = 240.0  # seconds; five to fifteen on cores that do nothing else
 RUNS: dict[tuple[str, str], tuple[str, ...]] = {
     ("gpt", "ddc_adamw"): ("dp", "fsdp", "tp"),
     ("gpt", "ddc_muon_heads"): ("fsdp_tp",),
-    ("llama", "ddc_muon"): ("fsdp",),
 }
 
 

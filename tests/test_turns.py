@@ -40,7 +40,10 @@ def _trained(name: str) -> tuple[Any, str]:
     return carry, program
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+SLOW = ("ddc_adamw, vertical",)
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in OPTIMIZERS])
 def test_a_loop_over_layers_is_its_layers(name: str, x64: None, monkeypatch: pytest.MonkeyPatch) -> None:
     unrolled, straight = _trained(name)
     monkeypatch.setattr(_turns, "_MOST_UNROLLED", 1)

@@ -181,7 +181,11 @@ class Routing:
         """The routing with these labels. Raises ValueError for a label that is neither "muon" nor "adam"."""
         chosen = tuple((labels or {}).items())
         for pattern, label in chosen:
-            require_choice("scale_by_scaled_polar", f"label of '{pattern}'", label, ("muon", "adam"))
+            if label not in ("muon", "adam"):
+                raise binding_error(
+                    "scale_by_scaled_polar", f"bad label of '{pattern}'", repr(label), "'muon' or 'adam'",
+                    f"write labels={{{pattern!r}: 'adam'}}",
+                )  # fmt: skip
         return cls(chosen)
 
     def matrices(self, bound: Bound, params: optax.Params) -> dict[str, Matrices]:
@@ -205,7 +209,8 @@ def _lone(path: str, shape: tuple[int, ...], vector: bool) -> Matrices:
     raise binding_error(
         "scale_by_scaled_polar", f"'{path}' is labelled muon",
         f"shape {shape}, {'vectors to its gauges' if vector else 'in no gauge that names its axes'}",
-        "a matrix, or a leaf of a rotation, rescale or norm", "label it adam, or bind it",
+        "a matrix, or a leaf of a rotation, rescale or norm",
+        "label it adam" if vector else "label it adam, or bind it",
     )  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from gauge_optax import measure, testing
 from gauge_optax.gauges.base import Gauge
+from gauge_optax.gauges.linear import head_linear, rope_linear
 from gauge_optax.gauges.product import product
 from gauge_optax.gauges.rescale import norm_scale, rescale, scale_invariant
 from gauge_optax.gauges.rotation import head_rotation
@@ -17,6 +18,7 @@ from gauge_optax.transforms.retract import gauge_retract
 
 __all__ = [
     "Gauge", "add_gauge_decay", "clip_by_invariant_norm", "ddc_adamw", "ddc_muon", "gauge_project", "gauge_retract",
-    "head_rotation", "logit_shift", "measure", "norm_scale", "product", "rescale", "rope_torus", "scale_by_ddc",
+    "head_linear", "head_rotation", "logit_shift", "measure", "norm_scale", "product", "rescale", "rope_linear",
+    "rope_torus", "scale_by_ddc",
     "scale_by_scaled_polar", "scale_invariant", "testing",
 ]  # fmt: skip

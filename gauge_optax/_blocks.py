@@ -153,13 +153,24 @@ class Block:
         ids, chosen = np.zeros((1,), np.int64), np.ones((1,), bool)
         for k in group:
             (start, stop), place = self.bounds[k], np.arange(self.split[k])
-            if labels[k] in names:
-                ids = ids[:, None] * (stop - start) + (place - start)
+            own = self.ids_along(labels[k], stop - start, names)
+            if own is not None:
+                ids = ids[:, None] * (stop - start) + own[np.clip(place - start, 0, stop - start - 1)]
             else:
                 ids = np.repeat(ids[:, None], len(place), axis=1)
             ids = ids.reshape(-1)
             chosen = (chosen[:, None] & (start <= place) & (place < stop)).reshape(-1)
         return np.where(chosen, ids, -1)
+
+
+    def ids_along(self, label: str, length: int, names: Collection[str]) -> np.ndarray | None:
+        """Which index of the named axes each selected index of one axis belongs to; None where it is not named."""
+        return np.arange(length) if label in names else None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Every name by which entries of the block can be told apart."""
+        return self.labels
 
 
 def resolve_block(gauge: str, role: str, site: Site, known: Mapping[str, int]) -> Block:

@@ -269,12 +269,17 @@ def params_and_loss(config: LMConfig, key: jax.Array) -> tuple[Any, Callable[[An
 # Symmetries ---------------------------------------------------------------------------------------
 
 
-def gauges(config: LMConfig) -> list[go.Gauge]:
-    """The gauges of this configuration; norms first: the shift is measured after the final norm has moved."""
+def gauges(config: LMConfig, linear: bool = False) -> list[go.Gauge]:
+    """The gauges of this configuration; norms first: the shift is measured after the final norm has moved.
+
+    Args:
+      config: the model's.
+      linear: GL(d_h) in place of every rotation of a head, and what of it commutes with rotary in place of the torus.
+    """
     return [
         *_norm_gauges(config),
-        *_query_key_gauges(config),
-        _value_output_gauge(config),
+        *_query_key_gauges(config, linear),
+        _value_output_gauge(config, linear),
         *_mlp_gauges(config),
         *_head_gauges(config),
     ]
@@ -307,16 +312,18 @@ def _query_head(c: LMConfig) -> str:
     return "head" if c.heads == c.kv_heads else "(head _)"
 
 
-def _query_key_gauges(c: LMConfig) -> list[go.Gauge]:
+def _query_key_gauges(c: LMConfig, linear: bool) -> list[go.Gauge]:
     """Rotations of the query-key basis: under rotary those that commute with it, under QK-norm scales."""
     query, key = "blocks/{i}/attn/query", "blocks/{i}/attn/key"
     if c.qk_norm:
         each = [go.scale_invariant(_with_bias(c, module, "_ head _", "head _")) for module in (query, key)]
         return [*each, _qk_norm_trade(c)]
     head = _query_head(c)
-    blocks = _with_bias(c, query, f"_ {head} basis", f"{head} basis")
-    blocks |= _with_bias(c, key, "_ head basis", "head basis")
-    return [go.rope_torus(blocks, pairing="half") if c.rope else go.head_rotation(blocks)]
+    left = _with_bias(c, query, f"_ {head} basis", f"{head} basis")
+    right = _with_bias(c, key, "_ head basis", "head basis")
+    if linear:
+        return [go.rope_linear(left, right, pairing="half") if c.rope else go.head_linear(left, right)]
+    return [go.rope_torus(left | right, pairing="half") if c.rope else go.head_rotation(left | right)]
 
 
 def _qk_norm_trade(c: LMConfig) -> go.Gauge:
@@ -330,10 +337,11 @@ def _qk_norm_trade(c: LMConfig) -> go.Gauge:
     )
 
 
-def _value_output_gauge(c: LMConfig) -> go.Gauge:
-    """Rotations of the value basis, undone by every output head that reads it."""
-    blocks = _with_bias(c, "blocks/{i}/attn/value", "_ head basis", "head basis")
-    return go.head_rotation(blocks | {"blocks/{i}/attn/out/kernel": f"{_query_head(c)} basis _"})
+def _value_output_gauge(c: LMConfig, linear: bool) -> go.Gauge:
+    """Changes of the value basis, undone by every output head that reads it."""
+    value = _with_bias(c, "blocks/{i}/attn/value", "_ head basis", "head basis")
+    out = {"blocks/{i}/attn/out/kernel": f"{_query_head(c)} basis _"}
+    return go.head_linear(value, out) if linear else go.head_rotation(value | out)
 
 
 def _mlp_gauges(c: LMConfig) -> list[go.Gauge]:

@@ -262,6 +262,14 @@ def _torus(query: str, key: str, pairing: str) -> list[Gauge]:
     return [go.rope_torus({"query": query, "key": key}, pairing=pairing)]
 
 
+def _value_out() -> Gauge:
+    return go.head_linear({"value/kernel": "_ head basis", "value/bias": "head basis"}, {"out": "head basis _"})
+
+
+def _after_norm(scale: jax.Array, value: Tree) -> Tree:
+    return value | {"kernel": scale[:, None, None] * value["kernel"]}
+
+
 def _final_norm() -> Gauge:
     return go.norm_scale({"norm": "channel"}, {"kernel": "channel _"})
 
@@ -447,6 +455,61 @@ GAUGE_CASES: tuple[GaugeCase, ...] = (
         _params(query=(6, 2, 6), key=(6, 2, 6)),
         functools.partial(_rope_loss, "interleaved", 4),
         dim=4,
+    ),
+    GaugeCase(
+        "head_linear/value_out",
+        lambda: [_value_out()],
+        _params(value__kernel=(6, 2, 4), value__bias=(2, 4), out=(2, 4, 6)),
+        _value_loss,
+        dim=32,
+    ),
+    GaugeCase(
+        "head_linear/gqa",
+        lambda: [go.head_linear({"query": "_ (head _) basis"}, {"key": "_ head basis"})],
+        _GROUPED,
+        _attention_loss,
+        dim=32,
+    ),
+    GaugeCase(
+        "head_linear/fused",
+        lambda: [
+            go.head_linear(
+                {"qkv": "_ (qkv=0 head basis)", "bias": "(qkv=0 head basis)"},
+                {"qkv": "_ (qkv=1 head basis)", "bias": "(qkv=1 head basis)"},
+                sizes={"qkv": 3, "head": 2},
+            )
+        ],
+        _params(qkv=(6, 24), bias=(24,)),
+        _fused_loss,
+        dim=32,
+    ),
+    GaugeCase(
+        "head_linear/lora",
+        lambda: [go.head_linear({"a": "_ basis"}, {"b": "basis _"})],
+        _params(a=(6, 3), b=(3, 5)),
+        _lora_loss,
+        dim=9,
+    ),
+    GaugeCase(
+        "rope_linear/half",
+        lambda: [go.rope_linear({"query": "_ (head _) basis"}, {"key": "_ head basis"})],
+        _GROUPED,
+        functools.partial(_rope_loss, "half", 4),
+        dim=8,
+    ),
+    GaugeCase(
+        "rope_linear/partial",
+        lambda: [go.rope_linear({"query": "_ head basis=0:4"}, {"key": "_ head basis=0:4"}, pairing="interleaved")],
+        _params(query=(6, 2, 6), key=(6, 2, 6)),
+        functools.partial(_rope_loss, "interleaved", 4),
+        dim=8,
+    ),
+    GaugeCase(
+        "product/linear",  # a norm's scale on the rows, GL(d_h) on the columns
+        lambda: [go.norm_scale({"norm": "channel"}, {"value/kernel": "channel _ _"}), _value_out()],
+        _params(norm=(6,), value__kernel=(6, 2, 4), value__bias=(2, 4), out=(2, 4, 6)),
+        lambda p: _value_loss(p | {"value": _after_norm(p["norm"], p["value"])}),
+        dim=38,
     ),
     GaugeCase(
         "product/gpt",  # LayerNorms 18, query-key 12, value-out 12, ReLU 5, shift 7.

@@ -19,8 +19,8 @@ from jax.flatten_util import ravel_pytree
 from gauge_optax.gauges.base import Gauge
 from tests.quick import jit
 
-_SKEW, _SHIFT, _SCALE, _ANGLE = "skew", "shift", "scale", "angle"
-_KINDS = {"head_rotation": _SKEW, "logit_shift": _SHIFT, "rope_torus": _ANGLE}
+_SKEW, _SHIFT, _SCALE, _ANGLE, _FULL = "skew", "shift", "scale", "angle", "full"
+_KINDS = {"head_rotation": _SKEW, "logit_shift": _SHIFT, "rope_torus": _ANGLE, "head_linear": _FULL}
 _MOST_STEPS = 200
 
 
@@ -52,13 +52,36 @@ class Dense:
         """Vertical dimensions."""
         return self.basis.shape[1]
 
+    def framed(self, tangent: np.ndarray) -> np.ndarray:
+        """A tangent (entries,) in the frame."""
+        return tangent * self.weights
+
     def vertical(self, tangent: np.ndarray) -> np.ndarray:
         """The part of a tangent (entries,) along the orbit, in the frame metric."""
         return self.basis @ (self.basis.T @ (tangent * self.weights)) / self.weights
 
 
+@dataclass(frozen=True)
+class DenseLinear(Dense):
+    """The same where the frame turns bases too.
+
+    Attributes:
+      into: (entries, entries), tangents into the frame.
+    """
+
+    into: np.ndarray
+
+    def framed(self, tangent: np.ndarray) -> np.ndarray:
+        return self.into @ tangent
+
+    def vertical(self, tangent: np.ndarray) -> np.ndarray:
+        return np.linalg.solve(self.into, self.basis @ (self.basis.T @ (self.into @ tangent)))
+
+
 def dense(gauge: Gauge, params: Any) -> Dense:
     """The oracle of a gauge, or of a product, at a point in float64."""
+    if any(part.name == "head_linear" for part in getattr(gauge, "parts", (gauge,))):
+        return _dense_linear(gauge, params)
     flat, unravel = ravel_pytree(params)
     kinds, element = _coordinates(gauge, params)
     probes = jnp.stack([flat, jnp.ones_like(flat), jnp.zeros_like(flat)])
@@ -77,6 +100,34 @@ def dense(gauge: Gauge, params: Any) -> Dense:
     frame = balanced_frame(values, exponents)
     basis = _range(tangents * np.exp(-exponents @ frame)[:, None])
     return Dense(tangents, exponents, offset, frame, basis)
+
+
+def _dense_linear(gauge: Gauge, params: Any) -> DenseLinear:
+    """Newton's method on the norm over the orbit, through `act` alone: scales and linear gauges, no shifts, no `1+`."""
+    flat, unravel = ravel_pytree(params)
+    kinds, element = _coordinates(gauge, params)
+    assert set(kinds) <= {_FULL, _SCALE}
+
+    def moved(coordinates: jax.Array, x: jax.Array) -> jax.Array:
+        return ravel_pytree(gauge.act(element(coordinates), unravel(x)))[0]
+
+    def energy(coordinates: jax.Array, x: jax.Array) -> jax.Array:
+        return 0.5 * jnp.sum(jnp.square(moved(coordinates, x)))
+
+    slopes = jit(lambda x: (jax.grad(energy)(still, x), jax.hessian(energy)(still, x)))
+    moves, linear, value = jit(moved), jit(jax.jacfwd(moved, 1)), jit(energy)
+    still, x, into, frame = jnp.zeros(len(kinds)), flat, np.eye(flat.size), np.zeros(len(kinds))
+    for _ in range(_MOST_STEPS):
+        gradient, hessian = map(np.asarray, slopes(x))
+        step = np.linalg.lstsq(hessian, -gradient, rcond=1e-12)[0]
+        size = min(1.0, 0.3 / max(np.max(np.abs(step)), 1e-300))  # well inside where 1 + step is invertible
+        while np.max(np.abs(size * step)) > 1e-3 and float(value(size * step, x)) > float(value(still, x)):
+            size *= 0.5
+        into, x, frame = np.asarray(linear(size * step, x)) @ into, moves(size * step, x), frame - size * step
+        if np.max(np.abs(step)) < 1e-14:
+            break
+    tangents = np.asarray(jit(jax.jacfwd(moved))(still, x))
+    return DenseLinear(tangents, tangents[:, :0], 0.0 * flat, frame[kinds == _SCALE], _range(tangents), into)
 
 
 def balanced_frame(values: np.ndarray, exponents: np.ndarray) -> np.ndarray:
@@ -127,14 +178,24 @@ def _coordinates(gauge: Gauge, params: Any) -> tuple[np.ndarray, Callable[[jax.A
         (_KINDS.get(part.name, _SCALE), x) for part, own in zip(parts, whole, strict=True) for x in jax.tree.leaves(own)
     ]
     counts = [_count(kind, x.shape) for kind, x in arrays]
+    moduli = {k for k in range(len(arrays)) if _owner(parts, whole, k) == "rope_linear"}
 
     def element(coordinates: jax.Array) -> Any:
         pieces = jnp.split(coordinates, np.cumsum(counts)[:-1])
         leaves = [_array(kind, x, c) for (kind, x), c in zip(arrays, pieces, strict=True)]
         return jax.tree.unflatten(jax.tree.structure(identity), leaves)
 
-    kinds = [kind for (kind, _), count in zip(arrays, counts, strict=True) for _ in range(count)]
+    kinds = [
+        (_SCALE, _ANGLE)[n % 2] if k in moduli else kind
+        for k, ((kind, _), count) in enumerate(zip(arrays, counts, strict=True))
+        for n in range(count)
+    ]
     return np.array(kinds), element
+
+
+def _owner(parts: Any, elements: Any, index: int) -> str:
+    """The name of the gauge that an array of a product's element belongs to."""
+    return [part.name for part, own in zip(parts, elements, strict=True) for _ in jax.tree.leaves(own)][index]
 
 
 def _count(kind: str, shape: tuple[int, ...]) -> int:
@@ -145,7 +206,7 @@ def _count(kind: str, shape: tuple[int, ...]) -> int:
 
 def _array(kind: str, identity: jax.Array, coordinates: jax.Array) -> jax.Array:
     if kind != _SKEW:
-        return coordinates.reshape(identity.shape)
+        return coordinates.reshape(identity.shape) + (identity if kind == _FULL else 0.0)
     size = identity.shape[-1]
     rows, columns = np.triu_indices(size, 1)
     values = coordinates.reshape((*identity.shape[:-2], len(rows)))

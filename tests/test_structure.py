@@ -27,6 +27,7 @@ LAYERS: dict[str, int] = {
     "_blocks": 0,
     "binding": 1,
     "linalg": 1,
+    "factors": 1,
     "gauges": 2,
     "transforms": 3,
     "optimizers": 4,

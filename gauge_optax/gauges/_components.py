@@ -18,6 +18,7 @@ from gauge_optax.binding import Block
 from gauge_optax.gauges._basis import grouped
 from gauge_optax.gauges._frame import FrameState
 from gauge_optax.gauges._head import HeadInstance
+from gauge_optax.gauges._linear import LinearInstance
 from gauge_optax.gauges._scale import ScaleInstance
 from gauge_optax.gauges._shift import ShiftInstance
 from gauge_optax.gauges._split import Bound
@@ -99,7 +100,8 @@ def _renamed(bound: Bound, names: Mapping[str, str]) -> Bound:
         return dataclasses.replace(i, key="", blocks=own)
 
     heads = tuple(tuple(map(head, gauge)) for gauge in bound.heads)
-    return Bound(tuple(map(scale, bound.scales)), tuple(map(shift, bound.shifts)), heads)
+    linear = tuple(LinearInstance(head(i.left), head(i.right)) for i in bound.linear)
+    return Bound(tuple(map(scale, bound.scales)), tuple(map(shift, bound.shifts)), heads, linear)
 
 
 def components(bound: Bound) -> tuple[Component, ...]:
@@ -115,6 +117,7 @@ def components(bound: Bound) -> tuple[Component, ...]:
         *(("scale", 0, k, i.paths) for k, i in enumerate(bound.scales)),
         *(("shift", 0, k, tuple(b.path for b in i.blocks)) for k, i in enumerate(bound.shifts)),
         *(("head", g, k, h.paths) for g, heads in enumerate(bound.heads) for k, h in enumerate(heads)),
+        *(("linear", 0, k, i.paths) for k, i in enumerate(bound.linear)),
     ]
     places = {id(h): (g, n) for g, group in enumerate(grouped(bound.heads)) for n, h in enumerate(group)}
     return tuple(_component(bound, [members[m] for m in own], places) for own in _connected([m[3] for m in members]))
@@ -141,6 +144,7 @@ def _component(
         tuple(bound.scales[k] for k in scales),
         tuple(bound.shifts[k] for k in chosen("shift")),
         tuple(tuple(heads[k] for k in at) for g, heads in enumerate(bound.heads) if (at := chosen("head", g))),
+        tuple(bound.linear[k] for k in chosen("linear")),
     )
     heads = tuple((places[id(g[0])][0], tuple(places[id(h)][1] for h in g)) for g in grouped(own.heads))
     return Component(own, scales, heads)

@@ -7,16 +7,67 @@ vertical part (`_split`), the basis kept between steps (`_basis`).
 import dataclasses
 import math
 import string
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from gauge_optax.binding import Block
 from gauge_optax.gauges._scale import Values
 from gauge_optax.linalg import HIGHEST
 
 BASIS, PLANE = "basis", "plane"
+
+
+@dataclasses.dataclass(frozen=True)
+class PlaneBlock(Block):
+    """A block whose basis axis pairs coordinates to planes; `plane` is one more name by which it sums and spreads.
+
+    Attributes:
+      pairing: "half": coordinate j pairs with j + d/2; "interleaved": 2j with 2j + 1.
+    """
+
+    pairing: str
+
+    @classmethod
+    def of(cls, block: Block, pairing: str) -> "PlaneBlock":
+        """The block with this pairing."""
+        own = {field.name: getattr(block, field.name) for field in dataclasses.fields(block)}
+        return cls(**own, pairing=pairing)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Its labels, and `plane`."""
+        return (*self.labels, PLANE)
+
+    def spread(self, named: tuple[str, ...], value: jax.Array, elsewhere: float = 0.0) -> jax.Array:
+        """As `Block.spread`; a number per plane goes to both of its coordinates."""
+        if PLANE not in named:
+            return super().spread(named, value, elsewhere)
+        at, shape = named.index(PLANE), list(value.shape)
+        paired = jnp.stack([value, value], at if self.pairing == "half" else at + 1)
+        shape[at] *= 2
+        return super().spread(_by_basis(named), paired.reshape(shape), elsewhere)
+
+    def total(self, named: tuple[str, ...], leaf: jax.Array) -> jax.Array:
+        """As `Block.total`; a plane's sum is that of both of its coordinates."""
+        if PLANE not in named:
+            return super().total(named, leaf)
+        sums, at = super().total(_by_basis(named), leaf), named.index(PLANE)
+        pair = (2, -1) if self.pairing == "half" else (-1, 2)
+        split = sums.reshape(*sums.shape[:at], *pair, *sums.shape[at + 1 :])
+        return jnp.sum(split, at if self.pairing == "half" else at + 1)
+
+    def ids_along(self, label: str, length: int, names: Collection[str]) -> np.ndarray | None:
+        """As `Block.ids_along`; coordinates of one plane have one index."""
+        if label == BASIS and PLANE in names and BASIS not in names:
+            return np.arange(length) % (length // 2) if self.pairing == "half" else np.arange(length) // 2
+        return super().ids_along(label, length, names)
+
+
+def _by_basis(named: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(BASIS if name == PLANE else name for name in named)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,6 +170,39 @@ class HeadInstance:
         left, out = "".join(letters), "".join("Z" if x == "Y" else x for x in letters)
         spec = f"{left},{''.join(self._named_letters())}YZ->{out}"
         return jnp.einsum(spec, view, matrix, precision=HIGHEST)
+
+    def added(self, sums: Values, hat: Values, matrix: jax.Array) -> dict[str, jax.Array]:
+        """The touched leaves of `sums` with Ŵ·matrix added."""
+        out = {path: sums[path] for path in self.paths}
+        for block in self.blocks:
+            path = block.block.path
+            move = self.turn_view(block, block.view(hat[path]), matrix)
+            out[path] = block.write(out[path], block.view(out[path]) + move)
+        return out
+
+    def stacked(self, values: Values) -> jax.Array:
+        """The rows of all blocks as one matrix per head: (*shape, rows, size)."""
+        parts = []
+        for block in self.blocks:
+            view = block.view(values[block.block.path])
+            parts.append(view.transpose(self._order(block)).reshape(*self.shape, self.rows(block), self.size))
+        return jnp.concatenate(parts, -2) if len(parts) > 1 else parts[0]
+
+    def unstacked(self, values: Values, stacked: jax.Array) -> dict[str, jax.Array]:
+        """The inverse of `stacked`: the touched leaves of `values` with their rows replaced."""
+        out, start = {path: values[path] for path in self.paths}, 0
+        for block in self.blocks:
+            order, stop = self._order(block), start + self.rows(block)
+            view = stacked[..., start:stop, :].reshape([block.shape[k] for k in order])
+            back = [order.index(k) for k in range(len(order))]
+            out[block.block.path] = block.write(out[block.block.path], view.transpose(back))
+            start = stop
+        return out
+
+    def _order(self, block: HeadBlock) -> list[int]:
+        labels = block.labels
+        free = [k for k, label in enumerate(labels) if label not in (*self.named, BASIS)]
+        return [*(labels.index(name) for name in self.named), *free, labels.index(BASIS)]
 
     def rows(self, block: HeadBlock) -> int:
         """How many rows of a head one block holds."""

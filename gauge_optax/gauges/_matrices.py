@@ -83,12 +83,13 @@ def matrices_of(bound: Bound) -> dict[str, Matrices]:
       Vectors (biases, norms' scales) and leaves bound by other gauges alone are left out.
     """
     read: dict[str, Matrices | None] = {}
-    for head in bound.rotations:
+    for head in bound.turning:
         for own in head.blocks:
             read.setdefault(own.block.path, _rotated(own.block))
     for instance in bound.scales:
         for block, _ in instance.weighted_blocks if instance.down else ():
-            read.setdefault(block.path, _scaled(block, instance))
+            if block.path not in read:
+                read[block.path] = _scaled(block, instance)
     return {path: own for path, own in read.items() if own is not None}
 
 

@@ -18,8 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from gauge_optax.binding import Block, binding_error, leaves_by_path, overlap
-from gauge_optax.gauges import _frame
+from gauge_optax.gauges import _frame, _joint, _linear
 from gauge_optax.gauges._head import BASIS, HeadInstance
+from gauge_optax.gauges._linear import Frames, LinearInstance
 from gauge_optax.gauges._scale import ScaleInstance, Values
 from gauge_optax.gauges._shift import VOCAB, ShiftInstance, add_slice, centre_block, mean_slice, slice_block
 from gauge_optax.gauges._system import Channels, ScaleSystem, Sides
@@ -37,11 +38,13 @@ class Bound:
       scales: scale instances, gauge after gauge.
       shifts: shift instances.
       heads: rotation instances, one tuple per rotation gauge.
+      linear: GL(d) instances.
     """
 
     scales: tuple[ScaleInstance, ...] = ()
     shifts: tuple[ShiftInstance, ...] = ()
     heads: tuple[tuple[HeadInstance, ...], ...] = ()
+    linear: tuple[LinearInstance, ...] = ()
 
     @functools.cached_property
     def system(self) -> ScaleSystem:
@@ -54,6 +57,11 @@ class Bound:
         return tuple(h for gauge in self.heads for h in gauge)
 
     @functools.cached_property
+    def turning(self) -> tuple[HeadInstance, ...]:
+        """Every instance that acts on a basis: rotations, and the two sides of linear ones."""
+        return self.rotations + tuple(side for i in self.linear for side in (i.left, i.right))
+
+    @functools.cached_property
     def turned(self) -> frozenset[str]:
         """Paths of the leaves that some rotation binds."""
         return frozenset(path for head in self.rotations for path in head.paths)
@@ -64,7 +72,7 @@ class Bound:
         return (
             tuple(b for i in self.scales for b in i.up + i.down)
             + tuple(b for i in self.shifts for b in i.blocks)
-            + tuple(b.block for i in self.rotations for b in i.blocks)
+            + tuple(b.block for i in self.turning for b in i.blocks)
         )
 
     @functools.cached_property
@@ -137,7 +145,7 @@ class Bound:
                         f"the axis that {gauge} needs constant is scaled entry by entry",
                         f"scales of {other} constant along `{reserved}`",
                     )
-        turning = [(i.gauge, b.block) for i in self.rotations for b in i.blocks]
+        turning = [(i.gauge, b.block) for i in self.turning for b in i.blocks]
         for at, (gauge, block) in enumerate(turning):
             for other, second in turning[:at]:
                 if overlap(block, second):
@@ -145,13 +153,13 @@ class Bound:
                         gauge,
                         other,
                         block.path,
-                        "the same entries turned by two rotation gauges",
-                        "at most one rotation per entry",
+                        "the same entries turned by two gauges",
+                        "at most one rotation or linear gauge per entry",
                     )
 
     def _rigid(self) -> list[tuple[str, Block, str]]:
         return [(i.gauge, b, VOCAB) for i in self.shifts for b in i.blocks] + [
-            (i.gauge, b.block, BASIS) for i in self.rotations for b in i.blocks
+            (i.gauge, b.block, BASIS) for i in self.turning for b in i.blocks
         ]
 
 
@@ -163,7 +171,7 @@ def _clash(gauge: str, other: str, path: str, found: str, expected: str) -> Valu
 
 def _varies_along(scaled: Block, named: tuple[str, ...], still: Block, reserved: str) -> bool:
     """Whether the scale's channel changes between entries that differ along `reserved` alone."""
-    fixed = {*still.labels, "_"} - {reserved}
+    fixed = {*still.names, "_"} - {reserved}
     for axis in range(len(still.shape)):
         groups, channels = still.axis_ids(axis, fixed), scaled.axis_ids(axis, set(named))
         used = groups >= 0
@@ -180,29 +188,31 @@ class Point(NamedTuple):
       channels: the frame f, per scale instance.
       outward: per scaled leaf e^(w·f), broadcastable to the leaf.
       inward: per scaled leaf e^(−w·f).
-      hat: θ̂ per bound leaf: centred and divided by e^(w·f).
+      hat: θ̂ per bound leaf: centred, divided by e^(w·f), balanced by linear gauges.
+      linear: frames of the linear instances.
     """
 
     channels: Channels
     outward: Arrays
     inward: Arrays
     hat: Arrays
+    linear: Frames = ()
 
     def tangent_in(self, tangent: Values) -> Arrays:
-        """X̂ = e^(−w·f)·X."""
-        return times(tangent, self.inward)
+        """X̂ = e^(−w·f)·X, in the bases of linear frames."""
+        return _linear.enter(self.linear, times(tangent, self.inward))
 
     def tangent_out(self, framed: Values) -> Arrays:
-        """X = e^(w·f)·X̂."""
-        return times(framed, self.outward)
+        """The inverse of `tangent_in`."""
+        return _linear.leave(self.linear, times(framed, self.outward))
 
     def cotangent_in(self, cotangent: Values) -> Arrays:
-        """ĝ = e^(w·f)·g."""
-        return times(cotangent, self.outward)
+        """ĝ = e^(w·f)·g, in the bases of linear frames."""
+        return _linear.enter_dual(self.linear, times(cotangent, self.outward))
 
     def cotangent_out(self, framed: Values) -> Arrays:
-        """g = e^(−w·f)·ĝ."""
-        return times(framed, self.inward)
+        """The inverse of `cotangent_in`."""
+        return _linear.leave_dual(self.linear, times(framed, self.inward))
 
 
 def times(values: Values, factors: Values) -> Arrays:
@@ -211,12 +221,17 @@ def times(values: Values, factors: Values) -> Arrays:
 
 
 def at(bound: Bound, values: Values, channels: Channels | None = None) -> Point:
-    """The point in the frame `channels`, by default its own minimum-norm frame."""
+    """The point in the frame `channels`, by default its own minimum-norm frame; always that with linear gauges."""
     centred = bound.centre(values)
+    linear: Frames = ()
+    if bound.linear:
+        joint = _joint.solve(bound.system, bound.linear, {p: centred[p] for p in bound.offset})
+        channels, linear = joint.channels, _joint.paired(bound.linear, joint.linear)
     if channels is None:
         channels = _frame.solve(bound.system, centred)
     inward = bound.system.factors(tuple(-x for x in channels))
-    return Point(channels, bound.system.factors(channels), inward, times(centred, inward))
+    hat = _linear.enter(linear, times(centred, inward))
+    return Point(channels, bound.system.factors(channels), inward, hat, linear)
 
 
 class Coordinates(NamedTuple):
@@ -226,11 +241,13 @@ class Coordinates(NamedTuple):
       scales: per scale instance.
       shifts: per shifted leaf, in the frame.
       heads: per rotation instance, (*shape, size, size) antisymmetric.
+      linear: per linear instance, Z of (A·Z, −B·Zᵀ), (*shape, size, size).
     """
 
     scales: Channels
     shifts: Arrays
     heads: tuple[jax.Array, ...]
+    linear: tuple[jax.Array, ...] = ()
 
 
 def vertical_coordinates(bound: Bound, point: Point, framed: Values) -> Coordinates:
@@ -244,11 +261,13 @@ def vertical_coordinates(bound: Bound, point: Point, framed: Values) -> Coordina
     Returns:
       The coordinates.
     """
-    return Coordinates(
-        scale_coordinates(bound.system, point.hat, framed),
-        bound.shift_means(framed),
-        tuple(lyapunov(h.gram(point.hat, point.hat), skew(h.gram(point.hat, framed))) for h in bound.rotations),
-    )
+    heads = tuple(lyapunov(h.gram(point.hat, point.hat), skew(h.gram(point.hat, framed))) for h in bound.rotations)
+    if bound.linear and _joint.shares_leaves(bound.system, bound.linear):
+        scales, linear = _joint.coupled_rates(bound.system, bound.linear, point.hat, framed)
+    else:
+        scales = scale_coordinates(bound.system, point.hat, framed)
+        linear = tuple(_linear.generator(i, point.hat, _linear.pairing(i, point.hat, framed)) for i in bound.linear)
+    return Coordinates(scales, bound.shift_means(framed), heads, linear)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -314,15 +333,8 @@ def lift(bound: Bound, point: Point, coordinates: Coordinates) -> Arrays:
     logs = bound.system.exponents(coordinates.scales)
     vertical = {p: x * logs[p] if p in logs else jnp.zeros_like(x) for p, x in point.hat.items()}
     vertical = bound.add_shifts(vertical, coordinates.shifts)
-    for head, generator in zip(bound.rotations, coordinates.heads, strict=True):
-        vertical |= _added(vertical, head, point.hat, generator)
+    for head, turning in zip(bound.rotations, coordinates.heads, strict=True):
+        vertical |= head.added(vertical, point.hat, turning)
+    for instance, z in zip(bound.linear, coordinates.linear, strict=True):
+        vertical |= _linear.add_orbit(instance, vertical, point.hat, z)
     return vertical
-
-
-def _added(vertical: Values, head: HeadInstance, hat: Values, generator: jax.Array) -> Arrays:
-    sums = {path: vertical[path] for path in head.paths}
-    for block in head.blocks:
-        path = block.block.path
-        move = head.turn_view(block, block.view(hat[path]), generator)
-        sums[path] = block.write(sums[path], block.view(sums[path]) + move)
-    return sums

@@ -26,7 +26,8 @@ from gauge_optax.binding import (
     leaves_by_path,
     with_leaves,
 )
-from gauge_optax.gauges import _frame, _split
+from gauge_optax.gauges import _joint, _split
+from gauge_optax.gauges._joint import JointFrame
 from gauge_optax.gauges._matrices import matrices_of, named_axes
 from gauge_optax.gauges._split import Bound
 
@@ -94,6 +95,13 @@ class Gauge(abc.ABC):
     def pack(self, params: Any, scales: Sequence[jax.Array], shifts: Mapping[str, jax.Array]) -> Element:
         """Coordinates in the structure of an element: one array per scale instance, one per shifted leaf."""
 
+    def pack_frame(
+        self, params: Any, scales: Sequence[jax.Array], shifts: Mapping[str, jax.Array], linear: Sequence[jax.Array]
+    ) -> Element:
+        """A frame in the structure of an element: as `pack`, with one matrix per linear instance."""
+        del linear
+        return self.pack(params, scales, shifts)
+
     def vertical(self, params: Any, tangent: Params) -> Params:
         """The part of a tangent along the orbit, in the frame metric (DESIGN §5).
 
@@ -134,12 +142,28 @@ class Gauge(abc.ABC):
           params: the point (values are read).
 
         Returns:
-          The structure of an element; empty dicts for rotations, which have holonomy instead of a coordinate.
-          coordinates(g·θ) = coordinates(θ) + log α. Solved by iteration: forward-mode derivatives only.
+          The structure of an element; empty dicts for rotations and linear gauges, which have holonomy instead of a
+          coordinate. coordinates(g·θ) = coordinates(θ) + log α. Solved by iteration: forward-mode derivatives only.
         """
         bound = self.bound(params)
         values = bound.values(params)
-        return self.pack(params, _frame.solve(bound.system, bound.centre(values)), bound.shift_means(values))
+        return self.pack(params, _least(bound, values).channels, bound.shift_means(values))
+
+    def frame(self, params: Any) -> Element:
+        """The element that takes the least-norm representative to this point; the identity for compact gauges.
+
+        Args:
+          params: the point (values are read).
+
+        Returns:
+          An element. A channel or a head with a side of zero (less than full rank) has no least-norm representative;
+          it is framed by its other side, which becomes a unit vector (orthonormal columns).
+        """
+        bound = self.bound(params)
+        values = bound.values(params)
+        least = _least(bound, values)
+        linear = [frame.outer for frame in least.linear]
+        return merge(self.identity(params), self.pack_frame(params, least.channels, bound.shift_means(values), linear))
 
     def balance(self, params: Any) -> Element:
         """The element that takes a point to the least-norm representative of its orbit.
@@ -148,9 +172,9 @@ class Gauge(abc.ABC):
           params: the point (values are read).
 
         Returns:
-          The inverse of the point's frame; the identity for rotations.
+          The inverse of the point's frame; the identity for rotations, (H_A⁻¹ # H_B)^{1/2} for `head_linear`.
         """
-        return self.inverse(merge(self.identity(params), self.coordinates(params)))
+        return self.inverse(self.frame(params))
 
     def muon_dimension_numbers(self, params: Any) -> Any:
         """How `optax.contrib.muon` is to read the gauge's leaves: one matrix per head where a rotation binds the leaf.
@@ -180,6 +204,11 @@ class Gauge(abc.ABC):
             )  # fmt: skip
         numbers = {p: optax.contrib.MuonDimensionNumbers(*own) for p, own in axes.items() if own is not None}
         return with_leaves(params, dict.fromkeys(leaves_by_path(params)) | numbers)
+
+
+def _least(bound: Bound, values: Mapping[str, jax.Array]) -> JointFrame:
+    """The minimum-norm frame of a point."""
+    return _joint.solve(bound.system, bound.linear, bound.centre(values))
 
 
 def merge(identity: Element, here: Element) -> Element:

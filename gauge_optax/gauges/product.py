@@ -15,7 +15,7 @@ from gauge_optax._axes import parse_axes
 from gauge_optax.binding import BlockSpec, binding_error, instance_key
 from gauge_optax.gauges._shift import VOCAB
 from gauge_optax.gauges._split import Bound
-from gauge_optax.gauges.base import BoundGauge, Element, Gauge, Params, merge
+from gauge_optax.gauges.base import BoundGauge, Element, Gauge, Params
 from gauge_optax.gauges.shift import LogitShift
 
 
@@ -79,6 +79,7 @@ class Product(Gauge):
             tuple(i for b in parts for i in b.scales),
             tuple(i for b in parts for i in b.shifts),
             tuple(h for b in parts for h in b.heads),
+            tuple(i for b in parts for i in b.linear),
         )
         joint.check()
         return joint
@@ -117,7 +118,7 @@ class Product(Gauge):
 
     def balance(self, params: Any) -> Element:
         # A coordinate is measured on the leaf as it stands; parts that act after the shift have moved it since.
-        here = merge(self.identity(params), self.coordinates(params))
+        here = self.frame(params)
         undo = tuple(part.inverse(own) for part, own in zip(self.parts, here, strict=True))
         return self.inverse(
             tuple(
@@ -137,6 +138,17 @@ class Product(Gauge):
             count = len(part.bound(params).scales)
             packed.append(part.pack(params, left[:count], shifts))
             left = left[count:]
+        return tuple(packed)
+
+    def pack_frame(
+        self, params: Any, scales: Sequence[jax.Array], shifts: Mapping[str, jax.Array], linear: Sequence[jax.Array]
+    ) -> Element:
+        packed, left, matrices = [], list(scales), list(linear)
+        for part in self.parts:
+            own = part.bound(params)
+            count, heads = len(own.scales), len(own.linear)
+            packed.append(part.pack_frame(params, left[:count], shifts, matrices[:heads]))
+            left, matrices = left[count:], matrices[heads:]
         return tuple(packed)
 
     def _carry(self, shifts: Element, at: int, indices: range, element: Element) -> Element:

@@ -118,9 +118,15 @@ class HeadRotation(TurningGauge):
 
 
 def _random_rotation(key: jax.Array, head: HeadInstance, scale: float) -> jax.Array:
-    normal = jax.random.normal(key, (*head.shape, head.size, head.size), real_dtype())
+    shape = (*head.shape, head.size, head.size)
     if scale < 1:
+        normal = jax.random.normal(key, shape, real_dtype())
         return skew_exponential(scale * (normal - transpose(normal)) / math.sqrt(2 * head.size))
-    q, r = jnp.linalg.qr(normal)
+    return haar(key, shape)
+
+
+def haar(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Orthogonal matrices of this shape, (…, d, d), from the Haar measure on O(d)."""
+    q, r = jnp.linalg.qr(jax.random.normal(key, shape, real_dtype()))
     signs = jnp.sign(jnp.diagonal(r, axis1=-2, axis2=-1))
     return q * signs[..., None, :]  # without the signs QR is not Haar

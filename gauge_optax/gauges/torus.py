@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from gauge_optax.binding import Axes, Instance, binding_error, block_specs, frozen_sizes
-from gauge_optax.gauges._head import BASIS, PLANE, HeadBlock, HeadInstance
+from gauge_optax.gauges._head import BASIS, PLANE, HeadBlock, HeadInstance, PlaneBlock
 from gauge_optax.gauges._split import Bound
 from gauge_optax.gauges.base import Element
 from gauge_optax.gauges.rotation import TurningGauge
@@ -46,15 +46,20 @@ def rope_torus(
 
     Reference: DDC B.9.
     """
+    check_pairing("rope_torus", pairing)
+    return RopeTorus(block_specs("rope_torus", "blocks", blocks, (BASIS,)), frozen_sizes("rope_torus", sizes), pairing)
+
+
+def check_pairing(gauge: str, pairing: str) -> None:
+    """Raises ValueError where a pairing is not one of those in use."""
     if pairing not in _PAIRINGS:
         raise binding_error(
-            "rope_torus",
+            gauge,
             "bad pairing",
             repr(pairing),
             " or ".join(map(repr, _PAIRINGS)),
             "write 'half' if your rotary code splits the head in two halves, 'interleaved' if it takes neighbours",
         )
-    return RopeTorus(block_specs("rope_torus", "blocks", blocks, (BASIS,)), frozen_sizes("rope_torus", sizes), pairing)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +91,7 @@ class RopeTorus(TurningGauge):
             (*named, PLANE),
             (*instance.shape(named), basis // 2),
             2,
-            tuple(HeadBlock(b, self.pairing) for b in instance.blocks),
+            tuple(HeadBlock(PlaneBlock.of(b, self.pairing), self.pairing) for b in instance.blocks),
         )
 
     def matrix(self, element: jax.Array) -> jax.Array:

@@ -9,7 +9,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from gauge_optax.binding import leaves_by_path, with_leaves
+from gauge_optax.binding import binding_error, leaves_by_path, with_leaves
+from gauge_optax.gauges._split import Bound
+from gauge_optax.gauges.product import Product
 
 
 def require_params(transformation: str, params: Any) -> None:
@@ -21,6 +23,20 @@ def require_params(transformation: str, params: Any) -> None:
             f"  expected: the parameters that the updates belong to\n"
             f"  remedy:   write tx.update(grads, state, params)"
         )
+
+
+def bound_without_linear(transformation: str, group: Product, params: Any) -> Bound:
+    """The product on a tree. Raises ValueError where GL(d) is among its gauges: their frame is another."""
+    bound = group.bound(params)
+    if bound.linear:
+        first = bound.linear[0]
+        raise binding_error(
+            transformation, f"{first.gauge} on '{first.paths[0]}'", f"a linear gauge in the list of {transformation}",
+            "shifts, scales, rotations, tori and rope_linear",
+            "write go.quotient_adamw or go.quotient_muon, which take the whole list, or go.equivariant(tx, gauges), or "
+            "put go.head_rotation in its place",
+        )  # fmt: skip
+    return bound
 
 
 def require_choice(transformation: str, argument: str, value: object, choices: Sequence[str]) -> None:

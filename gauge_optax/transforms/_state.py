@@ -18,7 +18,7 @@ from gauge_optax.gauges._split import Bound, Coordinates
 from gauge_optax.gauges._system import Channels
 from gauge_optax.gauges.product import Product
 from gauge_optax.transforms import _moments, _vertical
-from gauge_optax.transforms._common import placeholder, zeros_sharded_like
+from gauge_optax.transforms._common import bound_without_linear, placeholder, zeros_sharded_like
 from gauge_optax.transforms._heads import init_bases
 from gauge_optax.transforms._moments import BodyFrame
 from gauge_optax.transforms._polar import PolarOptions
@@ -119,13 +119,15 @@ def together(static: Method, traced: Any) -> Method:
 
 
 def init_state(
-    group: Product, params: optax.Params, options: Options, polar: Collection[str] = ()
+    name: str, group: Product, params: optax.Params, options: Options, polar: Collection[str] = ()
 ) -> FramedState:
-    """State at a starting point; a placeholder for the gauges' part where there are no leaves."""
+    """State of the transformation `name` at a point; a placeholder for the gauges' part where there are no leaves."""
     mu = jax.tree.map(lambda p: zeros_sharded_like(p, options.mu_dtype or _wide(p)), params)
     nu = jax.tree.map(lambda p: zeros_sharded_like(p, _wide(p)), params)
     nu = with_leaves(nu, dict.fromkeys(polar, optax.MaskedNode()))
-    moments = placeholder() if is_empty(params) else _init_gauges(group.bound(params), params, options)
+    moments: Any = placeholder()
+    if not is_empty(params):
+        moments = _init_gauges(bound_without_linear(name, group, params), params, options)
     return FramedState(jnp.zeros((), jnp.int32), mu, nu, moments)
 
 

@@ -105,7 +105,9 @@ def scale_by_ddc(
         step = take_step(group.bound(params), params, updates, state, Method(options), {}, lambda _: (bare, ()))
         return in_dtype_of(updates, tangents(step)), step.state
 
-    return optax.GradientTransformationExtraArgs(lambda params: init_state(group, params, options), update_fn)
+    return optax.GradientTransformationExtraArgs(
+        lambda params: init_state("scale_by_ddc", group, params, options), update_fn
+    )
 
 
 def check_modes(options: Options) -> None:

@@ -102,7 +102,7 @@ def fused(
         return {} if routing is None or is_empty(params) else routing.matrices(group.bound(params), params)
 
     def init_fn(params: optax.Params) -> FusedState:
-        first = init_state(group, params, method.options, routed(params))
+        first = init_state(name, group, params, method.options, routed(params))
         anchor = (
             placeholder()
             if is_empty(params)

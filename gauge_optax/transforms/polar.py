@@ -114,7 +114,7 @@ def scale_by_scaled_polar(
 
     def init_fn(params: optax.Params) -> FramedState:
         polar_leaves = {} if is_empty(params) else routing.matrices(group.bound(params), params)
-        return init_state(group, params, options, polar_leaves)
+        return init_state("scale_by_scaled_polar", group, params, options, polar_leaves)
 
     def update_fn(
         updates: optax.Updates, state: FramedState, params: optax.Params | None = None, **extra: Any

@@ -7,7 +7,7 @@ ours.
 """
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -19,7 +19,8 @@ from gauge_optax.gauges import _frame, _split
 from gauge_optax.gauges._basis import HeadBasis, grouped, stacked_gram
 from gauge_optax.gauges._components import Component, after, collect_frame, collect_heads, components
 from gauge_optax.gauges._frame import FrameState
-from gauge_optax.gauges._split import Bound
+from gauge_optax.gauges._scale import Values
+from gauge_optax.gauges._split import Bound, Point
 from gauge_optax.gauges._system import Squares
 from gauge_optax.gauges._tally import overlap_of
 from gauge_optax.gauges.base import Gauges
@@ -49,7 +50,8 @@ class GaugeProjectState(NamedTuple):
     """State of `gauge_project`.
 
     Attributes:
-      gauges: a `ProjectFrame`, size of the gauge coordinates and not of the parameters.
+      gauges: a `ProjectFrame`, size of the gauge coordinates and not of the parameters; () with linear gauges, whose
+        frame is solved for at every step.
     """
 
     gauges: Any
@@ -85,6 +87,8 @@ def gauge_project(gauges: Gauges, kind: str = "gradient") -> optax.GradientTrans
         if is_empty(params):
             return GaugeProjectState(placeholder())
         bound = group.bound(params)
+        if bound.linear:
+            return GaugeProjectState(())
         centred = bound.centre(bound.values(params))
         frame = _frame.init_frame(bound.system, centred)
         return GaugeProjectState(ProjectFrame(frame, init_bases(bound, _split.at(bound, centred, frame.f).hat)))
@@ -98,6 +102,8 @@ def gauge_project(gauges: Gauges, kind: str = "gradient") -> optax.GradientTrans
         del extra
         require_params("gauge_project", params)
         bound, old = group.bound(params), state.gauges
+        if bound.linear:
+            return in_dtype_of(updates, _exactly_horizontal(bound, params, updates, kind)), state
         parts, vectors = components(bound), bound.vectors(updates)
         leaves = leaves_by_path(params)
         points = _points(parts, leaves, old.frame)
@@ -116,6 +122,22 @@ def gauge_project(gauges: Gauges, kind: str = "gradient") -> optax.GradientTrans
         return in_dtype_of(updates, out), GaugeProjectState(ProjectFrame(frame, bases))
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _exactly_horizontal(bound: Bound, params: optax.Params, vector: optax.Updates, kind: str) -> Arrays:
+    """With linear gauges among the rest: by a frame solved for anew, and eigendecompositions at every step."""
+    point = _split.at(bound, bound.values(params))
+    enter, leave = _ways(point, kind)
+    framed = enter(bound.vectors(vector))
+    along = _split.lift(bound, point, _split.vertical_coordinates(bound, point, framed))
+    return leave({path: x - along[path] for path, x in framed.items()})
+
+
+def _ways(point: Point, kind: str) -> tuple[Callable[[Values], Arrays], Callable[[Values], Arrays]]:
+    """Into the frame and out of it."""
+    if kind == "gradient":
+        return point.cotangent_in, point.cotangent_out
+    return point.tangent_in, point.tangent_out
 
 
 def _points(
@@ -156,9 +178,7 @@ def _horizontal(
     """The horizontal part of one component's vector, and `one` for the next."""
     frame, values = gated(one, form, frame, form.values(params))
     point = _split.at(form, form.centre(values), frame.f)
-    enter, leave = (
-        (point.cotangent_in, point.cotangent_out) if kind == "gradient" else (point.tangent_in, point.tangent_out)
-    )
+    enter, leave = _ways(point, kind)
     framed = form.centre(enter(vector))
     framed, _ = horizontal(form, point.hat, framed, bases, grams)
     rates = _split.vertical_rates(overlap_of(form.system, point.hat, squares), form.system.dots(point.hat, framed))

@@ -28,7 +28,13 @@ from gauge_optax.gauges._tally import Tally, tally
 from gauge_optax.gauges.base import Gauges
 from gauge_optax.gauges.product import product
 from gauge_optax.linalg import real_dtype
-from gauge_optax.transforms._common import in_dtype_of, placeholder, require_choice, require_params
+from gauge_optax.transforms._common import (
+    bound_without_linear,
+    in_dtype_of,
+    placeholder,
+    require_choice,
+    require_params,
+)
 
 Arrays = dict[str, jax.Array]
 
@@ -112,7 +118,7 @@ def gauge_retract(
     def init_fn(params: optax.Params) -> GaugeRetractState:
         if is_empty(params):
             return GaugeRetractState(placeholder())
-        return GaugeRetractState(init_reference(group.bound(params), params))
+        return GaugeRetractState(init_reference(bound_without_linear("gauge_retract", group, params), params))
 
     def update_fn(
         updates: optax.Updates,

@@ -50,6 +50,13 @@ ELEMENTS: dict[str, Any] = {
     "rope_torus/interleaved": {"": (2, 2)},
     "rope_torus/gqa": {"": (2, 2)},
     "rope_torus/partial": {"": (2, 2)},
+    "head_linear/value_out": HEADS,
+    "head_linear/gqa": HEADS,
+    "head_linear/fused": HEADS,
+    "head_linear/lora": {"": (3, 3)},
+    "rope_linear/half": {"": (2, 2, 2)},
+    "rope_linear/partial": {"": (2, 2, 2)},
+    "product/linear": ({"": (6,)}, HEADS),
     "product/gpt": (
         {"i=0": (6,)},
         {"i=0": (6,)},
@@ -73,6 +80,7 @@ ELEMENTS: dict[str, Any] = {
     "product/semidirect_reversed": ({"": {"kernel": (6,), "bias": ()}}, {"": (6,)}),
 }
 COMPACT = ("head_rotation", "rope_torus")
+HOLONOMY = (*COMPACT, "head_linear", "rope_linear")  # no coordinate
 
 
 @dataclasses.dataclass(frozen=True)
@@ -293,7 +301,7 @@ def test_elements_have_the_structure_of_the_design(subject: Subject, stored: str
 
 def test_coordinates_are_elements_without_the_rotations(exact: Subject) -> None:
     def kept(part: Gauge, shapes: Any) -> Any:
-        return {} if part.name in COMPACT else shapes
+        return {} if part.name in HOLONOMY else shapes
 
     found = exact.coordinates(exact.params)
     for gauge, own, expected in exact.parts(found, ELEMENTS[exact.case.name]):
@@ -345,6 +353,14 @@ def _check_size(part: Gauge, element: Any, params: Tree, scale: float) -> None:
             assert _distance(r @ np.swapaxes(r, -1, -2), eye) <= tolerance("group")
             assert scale >= 1 or (np.linalg.det(r) > 0).all()
             assert scale >= 1 or 0 < np.max(np.abs(r - eye)) < 2 * scale
+    elif part.name == "head_linear":
+        for s in element.values():
+            logs = np.log(np.linalg.svd(s, compute_uv=False))
+            assert 0 < np.max(np.abs(logs)) <= scale
+            assert _distance(s, np.swapaxes(s, -1, -2)) > 1e-2
+    elif part.name == "rope_linear":
+        for x in element.values():
+            assert 0 < np.max(np.abs(x[..., 0])) <= scale and 0 < np.max(np.abs(x[..., 1])) <= np.pi * scale
     else:
         limit = scale * (np.pi if part.name == "rope_torus" else 1.0)
         for x in element.values():
@@ -369,9 +385,14 @@ def _oracle_in_x64(case: GaugeCase) -> oracles.Dense:
 
 
 def test_frame_is_that_of_the_dense_oracle(exact: Subject) -> None:
-    """Scale coordinates, in element order."""
-    parts = exact.parts(exact.coordinates(exact.params))
-    found = [np.ravel(x) for gauge, own in parts if gauge.name != "logit_shift" for x in own.values()]
+    """Log-scales, in element order."""
+    others = ("logit_shift", "head_linear", *COMPACT)
+    found = [
+        np.ravel(x[..., 0] if gauge.name == "rope_linear" else x)
+        for gauge, own in exact.parts(exact.frame(exact.params))
+        if gauge.name not in others
+        for x in own.values()
+    ]
     expected = _oracle(exact.case).frame
     np.testing.assert_allclose(np.concatenate([np.zeros(0), *found]), expected, atol=exact.tolerance("oracle"))
 
@@ -383,8 +404,8 @@ def test_parts_sum_to_the_tangent_and_do_not_overlap(exact: Subject) -> None:
     assert _error(exact.vertical(exact.params, up), up) <= exact.tolerance("split")
     assert _error(exact.horizontal(exact.params, flat), flat) <= exact.tolerance("split")
     oracle = _oracle(exact.case)
-    left = np.linalg.norm(oracle.basis.T @ (_flat(flat) * oracle.weights))
-    assert left <= exact.tolerance("horizontal") * np.linalg.norm(_flat(x) * oracle.weights)
+    left = np.linalg.norm(oracle.basis.T @ oracle.framed(_flat(flat)))
+    assert left <= exact.tolerance("horizontal") * np.linalg.norm(oracle.framed(_flat(x)))
 
 
 def test_vertical_is_idempotent(subject: Subject) -> None:
@@ -415,12 +436,21 @@ def test_vertical_is_equivariant(subject: Subject) -> None:
 
 
 def test_frame_moves_with_the_group(subject: Subject) -> None:
-    """F(g·θ) = g·F(θ); rotations have no frame here, F is the identity on them."""
+    """F(g·θ) = g·F(θ), up to compact parts: F is the identity on rotations and has no angle."""
     g = subject.element(0)
     here, there = subject.frame(subject.params), subject.frame(subject.act(g, subject.params))
     for gauge, moved, expected in subject.parts(there, subject.compose(g, here)):
         if gauge.name in COMPACT:
             assert _distance(moved, gauge.identity(subject.params)) == 0.0
+        elif gauge.name == "rope_linear":
+            for key, x in moved.items():
+                assert _distance(x[..., 0], expected[key][..., 0]) <= subject.tolerance("coordinates")
+                assert not np.any(x[..., 1])
+        elif gauge.name == "head_linear":
+            for key, x in moved.items():
+                turn = np.asarray(x) @ np.linalg.inv(expected[key])
+                eye = np.broadcast_to(np.eye(turn.shape[-1]), turn.shape)
+                assert _distance(turn @ np.swapaxes(turn, -1, -2), eye) <= subject.tolerance("coordinates")
         else:
             assert _distance(moved, expected) <= subject.tolerance("coordinates")
 
@@ -430,7 +460,7 @@ def test_coordinates_move_with_the_group(exact: Subject) -> None:
     g = exact.element(0)
     moved = exact.act(g, exact.params)
     for gauge, own, here, there in exact.parts(g, exact.coordinates(exact.params), exact.coordinates(moved)):
-        if gauge.name in COMPACT:
+        if gauge.name in HOLONOMY:
             assert here == there == {}
         elif gauge.name == "logit_shift":
             leaves = {p: np.asarray(x) for p, x in leaves_by_path(moved).items()}
@@ -513,6 +543,16 @@ def _degenerate(params: Tree) -> Iterator[tuple[str, Tree]]:
             yield f"leaf {k} axis {axis}", treedef.unflatten([*leaves[:k], dead, *leaves[k + 1 :]])
 
 
+def _has_a_frame(gauge: Gauge, params: Tree) -> bool:
+    """Whether one side of every linear head has full rank: else a noncompact group keeps the point, and no split."""
+    values = {path: jnp.asarray(x) for path, x in leaves_by_path(params).items()}
+    for head in gauge.bound(params).linear:
+        ranks = [np.linalg.matrix_rank(np.asarray(side.stacked(values))) for side in (head.left, head.right)]
+        if (np.maximum(*ranks) < head.size).any():
+            return False
+    return True
+
+
 def test_degenerate_points_stay_finite_and_equivariant(exact: Subject) -> None:
     g, x = exact.element(0), exact.tangent(0)
     for name, params in _degenerate(exact.params):
@@ -520,6 +560,8 @@ def test_degenerate_points_stay_finite_and_equivariant(exact: Subject) -> None:
         for tree in (up, balanced):
             assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(tree)), name
         assert _distance(exact.vertical(params, up), up) <= exact.tolerance("oracle"), name
+        if not _has_a_frame(exact.gauge, params):
+            continue
         twin = exact.act(g, params)
         pushed, expected = (_minus(exact.act(g, _plus(params, tangent)), twin) for tangent in (x, up))
         assert _distance(exact.vertical(twin, pushed), expected) <= exact.tolerance("oracle"), name

@@ -1,0 +1,167 @@
+"""The kernel of GL(d) gauges: two sides of stacked rows, left·S and right·S⁻ᵀ, and their balanced frame.
+
+Here: the action on one instance, its Gram-balanced frame, the generator of the vertical part. Not here: the joint frame
+and split of a product (`_joint`, `_split`), names and bindings (`linear`).
+
+At a pair (A, B) the orbit tangents are (A·Z, −B·Zᵀ). The Z that is nearest to a tangent (U_A, U_B) solves
+H_A·Z + Z·H_B = Aᵀ·U_A − U_Bᵀ·B, a Sylvester equation, and in the balanced frame, H_A = H_B, a Lyapunov equation.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from gauge_optax.factors import Balance, balance, triangular
+from gauge_optax.gauges._head import HeadInstance
+from gauge_optax.gauges._scale import Values
+from gauge_optax.linalg import eigenvalue_cutoff, matmul, symmetric_eigen, transpose
+
+
+@dataclasses.dataclass(frozen=True)
+class LinearInstance:
+    """One instance of a linear gauge on a concrete tree.
+
+    Attributes:
+      left: the blocks that move as S, as rows of a basis.
+      right: the blocks that move as S⁻ᵀ; same named axes, shape and size.
+    """
+
+    left: HeadInstance
+    right: HeadInstance
+
+    @property
+    def gauge(self) -> str:
+        """The gauge's name, for messages."""
+        return self.left.gauge
+
+    @property
+    def key(self) -> str:
+        """The instance's captures."""
+        return self.left.key
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Lengths of the named axes."""
+        return self.left.shape
+
+    @property
+    def size(self) -> int:
+        """Length of the basis."""
+        return self.left.size
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The leaves this instance touches, each once."""
+        return tuple(dict.fromkeys(self.left.paths + self.right.paths))
+
+    def move(self, values: Values, matrix: jax.Array, inverse: jax.Array) -> dict[str, jax.Array]:
+        """How points and tangents move: left·S, right·S⁻ᵀ; the touched leaves."""
+        return self._turned(values, matrix, transpose(inverse))
+
+    def move_dual(self, values: Values, matrix: jax.Array, inverse: jax.Array) -> dict[str, jax.Array]:
+        """How cotangents move: left·S⁻ᵀ, right·S; the touched leaves."""
+        return self._turned(values, transpose(inverse), matrix)
+
+    def _turned(self, values: Values, left: jax.Array, right: jax.Array) -> dict[str, jax.Array]:
+        # A fused leaf may hold both sides.
+        once = {**values, **self.left.turn(values, left)}
+        turned = {**once, **self.right.turn(once, right)}
+        return {path: turned[path] for path in self.paths}
+
+    def factors(self, values: Values) -> tuple[jax.Array, jax.Array]:
+        """A and B, (*shape, rows, size) each."""
+        return self.left.stacked(values), self.right.stacked(values)
+
+    def balance(self, values: Values) -> Balance:
+        """S that makes the two sides' Gram matrices equal."""
+        left, right = self.factors(values)
+        return balance(triangular(left), triangular(right))
+
+
+class LinearFrame(NamedTuple):
+    """A frame of one instance: θ = act(outer, θ̂).
+
+    Attributes:
+      outer: S_F, (*shape, size, size).
+      inner: S_F⁻¹.
+    """
+
+    outer: jax.Array
+    inner: jax.Array
+
+
+def balanced_frame(instance: LinearInstance, values: Values) -> LinearFrame:
+    """The frame in which an instance is balanced."""
+    found = instance.balance(values)
+    return LinearFrame(found.power(-1.0), found.power(1.0))
+
+
+Frames = tuple[tuple[LinearInstance, LinearFrame], ...]
+"""Linear instances with their frames. Holds static data: it stays inside one trace."""
+
+
+def enter(frames: Frames, values: Values) -> dict[str, jax.Array]:
+    """Points or tangents in the frame."""
+    out = dict(values)
+    for instance, frame in frames:
+        out |= instance.move(out, frame.inner, frame.outer)
+    return out
+
+
+def leave(frames: Frames, values: Values) -> dict[str, jax.Array]:
+    """The inverse of `enter`."""
+    out = dict(values)
+    for instance, frame in frames:
+        out |= instance.move(out, frame.outer, frame.inner)
+    return out
+
+
+def enter_dual(frames: Frames, values: Values) -> dict[str, jax.Array]:
+    """Cotangents in the frame."""
+    out = dict(values)
+    for instance, frame in frames:
+        out |= instance.move_dual(out, frame.inner, frame.outer)
+    return out
+
+
+def leave_dual(frames: Frames, values: Values) -> dict[str, jax.Array]:
+    """The inverse of `enter_dual`."""
+    out = dict(values)
+    for instance, frame in frames:
+        out |= instance.move_dual(out, frame.outer, frame.inner)
+    return out
+
+
+def pairing(instance: LinearInstance, hat: Values, framed: Mapping[str, jax.Array]) -> jax.Array:
+    """Aᵀ·U_A − U_Bᵀ·B: what ⟨(A·Z, −B·Zᵀ), U⟩ is the product of with Z."""
+    return instance.left.gram(hat, framed) - instance.right.gram(framed, hat)
+
+
+def generator(instance: LinearInstance, hat: Values, paired: jax.Array) -> jax.Array:
+    """Z of H_A·Z + Z·H_B = paired.
+
+    Args:
+      instance: the instance.
+      hat: θ̂.
+      paired: (*shape, size, size).
+
+    Returns:
+      Z, zero along pairs of directions that neither side has.
+    """
+    (a, left), (b, right) = (symmetric_eigen(side.gram(hat, hat)) for side in (instance.left, instance.right))
+    sums = jnp.maximum(a, 0.0)[..., :, None] + jnp.maximum(b, 0.0)[..., None, :]
+    live = sums > eigenvalue_cutoff(sums.dtype) * jnp.max(sums, (-2, -1), keepdims=True)
+    turned = matmul(matmul(transpose(left), paired), right)
+    solved = jnp.where(live, turned / jnp.where(live, sums, 1.0), 0.0)
+    return matmul(matmul(left, solved), transpose(right))
+
+
+def add_orbit(instance: LinearInstance, vertical: Values, hat: Values, generator: jax.Array) -> dict[str, jax.Array]:
+    """`vertical` with (A·Z, −B·Zᵀ) added on the touched leaves."""
+    sums = {path: vertical[path] for path in instance.paths}
+    for side, matrix in ((instance.left, generator), (instance.right, -transpose(generator))):
+        sums |= side.added(sums, hat, matrix)
+    return sums

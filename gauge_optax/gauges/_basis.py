@@ -14,7 +14,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from gauge_optax.gauges._head import HeadInstance
+from gauge_optax.gauges._head import HeadBlock, HeadInstance
 from gauge_optax.gauges._scale import Values
 from gauge_optax.linalg import (
     eigenvalue_cutoff,
@@ -129,10 +129,10 @@ def body_frame(group: Group, hat: Values, basis: HeadBasis, live_threshold: floa
     Returns:
       U, (instances, *shape, d, d); for a degenerate head a partial isometry onto its kept directions.
     """
-    anchor = jnp.stack([_anchor(head, hat) for head in group])
+    anchors = jnp.stack([anchor(head, hat) for head in group])
     kept = _kept(basis.values, live_threshold)
-    projector = matmul(basis.vectors * kept[..., None, :].astype(anchor.dtype), transpose(basis.vectors))
-    z = matmul(anchor, projector)
+    projector = matmul(basis.vectors * kept[..., None, :].astype(anchors.dtype), transpose(basis.vectors))
+    z = matmul(anchors, projector)
     polar = matmul(z, inverse_sqrt(matmul(transpose(z), z)))
     # `+ 0` keeps the frame a buffer of its own: one buffer in two state fields cannot be donated.
     return jnp.where(degenerate(basis.values, live_threshold)[..., None, None], transpose(polar), basis.vectors + 0)
@@ -149,10 +149,10 @@ def degenerate(values: jax.Array, live_threshold: float | jax.Array) -> jax.Arra
     return jnp.any(kept[..., 1:] & close, -1)
 
 
-def _anchor(head: HeadInstance, hat: Values) -> jax.Array:
-    """CᵀW of every head, (*shape, d, d), with the same constant C whatever the point."""
+def anchor(head: HeadInstance, hat: Values, after: Sequence[HeadBlock] = ()) -> jax.Array:
+    """CᵀW of every head, (*shape, d, d), with the same constant C whatever the point; `after` blocks that have theirs."""
     total = jnp.zeros((*head.shape, head.size, head.size), next(iter(hat.values())).dtype)
-    for number, block in enumerate(head.blocks):
+    for number, block in enumerate(head.blocks, len(after)):
         constant = _noise(number, head.rows(block), head.size).astype(total.dtype)
         total = total + head.combined(block, hat[block.block.path], constant)
     return total

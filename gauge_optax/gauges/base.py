@@ -88,6 +88,14 @@ class Gauge(abc.ABC):
         """The product with act(compose(a, b), θ) = act(a, act(b, θ))."""
 
     @abc.abstractmethod
+    def dual(self, element: Element) -> Element:
+        """The element that moves tangents as `element` moves cotangents: S⁻ᵀ for S; the same for a rotation."""
+
+    @abc.abstractmethod
+    def fraction(self, element: Element, strength: float | jax.Array) -> Element:
+        """What lies `strength` of the way from the identity to a *balance*, in the group's logarithm."""
+
+    @abc.abstractmethod
     def dim(self, params: Any) -> int:
         """Number of vertical dimensions, summed over instances."""
 
@@ -267,6 +275,10 @@ class BoundGauge(Gauge):
     @abc.abstractmethod
     def move(self, bound: Bound, element: Element, values: Mapping[str, jax.Array]) -> Mapping[str, jax.Array]:
         """`values` of bound leaves after the move: what `act` does, before dtypes and `1+` come in."""
+
+    def moved_linearly(self, bound: Bound, element: Element, vectors: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+        """Bound leaves of a tangent after the move: the linear part of `move`."""
+        return dict(self.move(bound, element, vectors))
 
     def act(self, element: Element, params: Params) -> Params:
         bound, leaves = self.bound(params), leaves_by_path(params)

@@ -145,6 +145,12 @@ class HeadLinear(BoundGauge):
     def compose(self, a: Element, b: Element) -> Element:
         return jax.tree.map(lambda last, first: matmul(first, last), a, b)
 
+    def dual(self, element: Element) -> Element:
+        return jax.tree.map(lambda x: transpose(jnp.linalg.inv(x)), element)
+
+    def fraction(self, element: Element, strength: float | jax.Array) -> Element:
+        return jax.tree.map(lambda x: _power(x, strength), element)
+
     def dim(self, params: Any) -> int:
         return sum(math.prod(i.shape) * i.size**2 for i in self.bound(params).linear)
 
@@ -155,6 +161,12 @@ class HeadLinear(BoundGauge):
         self, params: Any, scales: Sequence[jax.Array], shifts: Mapping[str, jax.Array], linear: Sequence[jax.Array]
     ) -> Element:
         return {i.key: x for i, x in zip(self.bound(params).linear, linear, strict=True)}
+
+
+def _power(matrix: jax.Array, exponent: float | jax.Array) -> jax.Array:
+    """A power of symmetric positive matrices, as balances are."""
+    values, vectors = jnp.linalg.eigh(matrix)
+    return matmul(vectors * (values**exponent)[..., None, :], transpose(vectors))
 
 
 def _random_matrix(key: jax.Array, instance: LinearInstance, scale: float) -> jax.Array:
@@ -209,6 +221,12 @@ class RopeLinear(BoundGauge):
 
     def compose(self, a: Element, b: Element) -> Element:
         return jax.tree.map(jnp.add, a, b)
+
+    def dual(self, element: Element) -> Element:
+        return jax.tree.map(lambda x: x * jnp.array([-1.0, 1.0], x.dtype), element)
+
+    def fraction(self, element: Element, strength: float | jax.Array) -> Element:
+        return jax.tree.map(lambda x: strength * x, element)
 
     def dim(self, params: Any) -> int:
         return 2 * self.angles.dim(params)

@@ -129,6 +129,12 @@ class Product(Gauge):
             )
         )
 
+    def dual(self, element: Element) -> Element:
+        return tuple(part.dual(own) for part, own in zip(self.parts, element, strict=True))
+
+    def fraction(self, element: Element, strength: float | jax.Array) -> Element:
+        return tuple(part.fraction(own, strength) for part, own in zip(self.parts, element, strict=True))
+
     def dim(self, params: Any) -> int:
         return sum(part.dim(params) for part in self.parts)
 

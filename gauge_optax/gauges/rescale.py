@@ -164,6 +164,12 @@ class Rescale(BoundGauge):
     def compose(self, a: Element, b: Element) -> Element:
         return jax.tree.map(jnp.add, a, b)
 
+    def dual(self, element: Element) -> Element:
+        return self.inverse(element)
+
+    def fraction(self, element: Element, strength: float | jax.Array) -> Element:
+        return jax.tree.map(lambda x: strength * x, element)
+
     def dim(self, params: Any) -> int:
         return sum(math.prod(i.shape) for i in self.bound(params).scales)
 

@@ -63,6 +63,12 @@ class TurningGauge(BoundGauge):
             moved |= head.turn(moved, self.matrix(element[head.key]))
         return moved
 
+    def dual(self, element: Element) -> Element:
+        return element
+
+    def fraction(self, element: Element, strength: float | jax.Array) -> Element:
+        return element  # the balance of a compact gauge is the identity
+
     def dim(self, params: Any) -> int:
         return sum(math.prod(h.shape) * h.size * (h.size - 1) // 2 for h in self.bound(params).rotations)
 

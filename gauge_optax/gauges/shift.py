@@ -85,6 +85,15 @@ class LogitShift(BoundGauge):
     def compose(self, a: Element, b: Element) -> Element:
         return jax.tree.map(jnp.add, a, b)
 
+    def dual(self, element: Element) -> Element:
+        return element  # vectors do not move
+
+    def fraction(self, element: Element, strength: float | jax.Array) -> Element:
+        return jax.tree.map(lambda x: strength * x, element)
+
+    def moved_linearly(self, bound: Bound, element: Element, vectors: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+        return dict(vectors)
+
     def dim(self, params: Any) -> int:
         return sum(shift_dimensions(b) for b in self.bound(params).shift_blocks)
 

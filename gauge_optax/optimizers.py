@@ -10,6 +10,7 @@ from gauge_optax.gauges.base import Gauges
 from gauge_optax.linalg import Coefficients
 from gauge_optax.transforms._state import Method, Options
 from gauge_optax.transforms.ddc import check_modes
+from gauge_optax.transforms.decay import Decay
 from gauge_optax.transforms.fused import Rates, fused
 from gauge_optax.transforms.polar import Labels, Routing, polar_method
 
@@ -24,7 +25,7 @@ def ddc_adamw(
     eps: Scalar = 1e-8,
     eps_root: Scalar = 0.0,
     mu_dtype: Any = None,
-    weight_decay: optax.ScalarOrSchedule = 1e-4,
+    weight_decay: Decay = 1e-4,
     mask: Any = None,
     *,
     match: str = "adamw",
@@ -54,7 +55,8 @@ def ddc_adamw(
       eps: added to the root of the second moment.
       eps_root: added inside that root.
       mu_dtype: dtype of the first moment; by default the parameters', at least float32.
-      weight_decay: decoupled decay, multiplied by the learning rate as in `optax.adamw`; a number or a schedule.
+      weight_decay: decoupled decay, multiplied by the learning rate as in `optax.adamw`; a number, a schedule, or a
+        number per role as in `add_gauge_decay`.
       mask: where to decay, as in `optax.adamw`; constant over the leaves of a gauge.
       match: see `add_gauge_decay`.
       nesterov: whether to use Nesterov momentum.
@@ -108,7 +110,7 @@ def ddc_muon(
     ns_steps: int | None = None,
     beta: Scalar = 0.95,
     eps: Scalar = 1e-8,
-    weight_decay: optax.ScalarOrSchedule = 0.0,
+    weight_decay: Decay = 0.0,
     weight_decay_mask: Any = None,
     mu_dtype: Any = None,
     *,
@@ -143,7 +145,8 @@ def ddc_muon(
       ns_steps: see `scale_by_scaled_polar`.
       beta: decay of the first moment of matrices.
       eps: see `scale_by_scaled_polar`.
-      weight_decay: decoupled decay, multiplied by the learning rate as in `optax.contrib.muon`; a number or a schedule.
+      weight_decay: decoupled decay, multiplied by the learning rate as in `optax.contrib.muon`; a number, a schedule,
+        or a number per role as in `add_gauge_decay`.
       weight_decay_mask: where `weight_decay` decays, as in `optax.contrib.muon`; constant over the leaves of a gauge.
       mu_dtype: dtype of the first moment; by default the parameters', at least float32.
       nesterov: whether to use Nesterov momentum, for matrices and vectors alike.

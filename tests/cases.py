@@ -48,7 +48,7 @@ class TransformCase:
 
     Attributes:
       name: "constructor/variant".
-      factory: the public constructor.
+      factory: the public constructor, or what calls it with gauges where it takes none.
       options: its arguments, `gauges` apart.
     """
 
@@ -557,6 +557,16 @@ def _falling(count: jax.Array) -> jax.Array:
     return 1e-2 / (1.0 + count)
 
 
+def _hyperball(
+    gauges: Sequence[Gauge], radius: str | float = "initial", learning_rate: optax.ScalarOrSchedule | None = None
+) -> optax.GradientTransformationExtraArgs:
+    """Spheres on the leaves that gauges bind, each as the first of them reads it."""
+    axes: dict[str, str] = {}
+    for spec in (spec for gauge in gauges for spec in gauge.specs):
+        axes.setdefault(spec.pattern, spec.axes.replace("basis", "_").replace("vocab", "_"))
+    return go.hyperball(axes, radius, learning_rate=learning_rate)
+
+
 TRANSFORM_CASES: tuple[TransformCase, ...] = (
     TransformCase("gauge_project/gradient", go.gauge_project, {"kind": "gradient"}),
     TransformCase("gauge_project/update", go.gauge_project, {"kind": "update"}),
@@ -577,6 +587,9 @@ TRANSFORM_CASES: tuple[TransformCase, ...] = (
     TransformCase("gauge_retract/log", go.gauge_retract, {"radial": "log"}),
     TransformCase("gauge_retract/sgd", go.gauge_retract, {"vertical": "sgd"}),
     TransformCase("clip_by_invariant_norm/number", go.clip_by_invariant_norm, {"max_norm": 1.0}),
+    TransformCase("hyperball/initial", _hyperball, {}),
+    TransformCase("hyperball/number", _hyperball, {"radius": 2.0, "learning_rate": 0.01}),
+    TransformCase("hyperball/schedule", _hyperball, {"learning_rate": _falling}),
     TransformCase("ddc_adamw/number", go.ddc_adamw, {"learning_rate": 0.01}),
     TransformCase("ddc_adamw/schedule", go.ddc_adamw, {"learning_rate": _falling, "weight_decay": _falling}),
     TransformCase("ddc_muon/number", go.ddc_muon, {"learning_rate": 0.01}),

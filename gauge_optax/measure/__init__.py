@@ -4,12 +4,14 @@ from gauge_optax.measure.adam import adam_factors, adam_precondition
 from gauge_optax.measure.leakage import rescale_leakage, rotation_leakage, step_leakage
 from gauge_optax.measure.motion import drift, vertical_motion
 from gauge_optax.measure.second_order import second_order_leakage
+from gauge_optax.measure.shrink import gram_evolution
 from gauge_optax.measure.trajectory import leakage_along, predicted_drift
 
 __all__ = [
     "adam_factors",
     "adam_precondition",
     "drift",
+    "gram_evolution",
     "leakage_along",
     "predicted_drift",
     "rescale_leakage",

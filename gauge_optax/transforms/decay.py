@@ -2,17 +2,22 @@
 
 θ itself is the Euler field: equivariant under scales and rotations, and at the minimum-norm frame it keeps the
 balance, so every log s shrinks by (p+1)·lr·wd, exactly as under AdamW. A logit shift is affine, so its mean is left
-out.
-References: DDC B.7 and C.14; DESIGN §5.
+out. That is the shared shrink; a number per role instead shrinks the sides of a gauge independently, and of that
+field a part lies along the orbits.
+References: DDC B.7 and C.14; DESIGN §5; "When Equivalent Weights Train Differently" §4.
 """
 
-from typing import Any, NamedTuple
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
-from gauge_optax.binding import binding_error, is_empty, leaves_by_path
+from gauge_optax.binding import Block, binding_error, is_empty, leaves_by_path
 from gauge_optax.gauges._split import Bound
 from gauge_optax.gauges.base import Gauges
 from gauge_optax.gauges.product import product
@@ -20,6 +25,13 @@ from gauge_optax.linalg import real_dtype
 from gauge_optax.transforms._common import float_leaves, in_dtype_of, require_choice, require_params
 
 Mask = Any
+Decay: TypeAlias = optax.ScalarOrSchedule | Mapping[str, float]
+"""A decoupled decay: a number or a schedule for all leaves, or a number per role."""
+
+OTHER = "other"
+_NAME = "add_gauge_decay"
+# What a gauge calls the argument whose blocks have this role.
+_ARGUMENTS = {("norm_scale", "up"): "scale", ("norm_scale", "down"): "into", ("scale_invariant", "up"): "blocks"}
 
 
 class AddGaugeDecayState(NamedTuple):
@@ -33,7 +45,7 @@ class AddGaugeDecayState(NamedTuple):
 
 
 def add_gauge_decay(
-    weight_decay: optax.ScalarOrSchedule,
+    weight_decay: Decay,
     gauges: Gauges,
     match: str = "adamw",
     mask: Mask = None,
@@ -41,7 +53,10 @@ def add_gauge_decay(
     """Adds weight_decay·θ to the updates, before the learning rate.
 
     Args:
-      weight_decay: a number, or a schedule of the step.
+      weight_decay: a number, or a schedule of the step; or role → number, which shrinks the sides of a gauge
+        independently. A role is the argument that a leaf's blocks were given in ("up", "down"; "scale", "into" of a
+        norm; "blocks" of rotations and shifts), or what a scale's side is called for every scale gauge alike ("up",
+        "down"); the gauge's own name comes first. "other" is for leaves that no gauge binds, 0 by default.
       gauges: a gauge or a sequence of them, meaning their product.
       match: "adamw" shrinks every joint scale as AdamW would; "horizontal" is DDC B.7's rate, (p²+1)/(p+1) times
         that on leaves with one rescale gauge.
@@ -52,8 +67,9 @@ def add_gauge_decay(
       A transformation of updates (tangents).
 
     Raises:
-      ValueError: another `match`; a mask that splits a gauge; `"horizontal"` on a leaf with two scale gauges;
-        bindings that do not fit; `update` without params.
+      ValueError: another `match`; a mask that splits a gauge; `"horizontal"` on a leaf with two scale gauges; a role
+        without a number, a key that is no role, a leaf with two roles of different numbers; bindings that do not fit;
+        `update` without params.
 
     >>> gauge = go.rescale({"up": "_ channel"}, {"down": "channel _"})
     >>> params = {"up": jnp.full((1, 1), 2.0), "down": jnp.full((1, 1), 3.0)}
@@ -61,17 +77,23 @@ def add_gauge_decay(
     >>> updates, _ = tx.update({"up": jnp.zeros((1, 1)), "down": jnp.zeros((1, 1))}, tx.init(params), params)
     >>> [round(float(x[0, 0]), 3) for x in (updates["up"], updates["down"])]
     [0.2, 0.3]
+    >>> tx = go.add_gauge_decay({"up": 0.1, "down": 0.0}, gauge)  # one side alone: this moves along the orbit
+    >>> updates, _ = tx.update({"up": jnp.zeros((1, 1)), "down": jnp.zeros((1, 1))}, tx.init(params), params)
+    >>> [round(float(x[0, 0]), 3) for x in (updates["up"], updates["down"])]
+    [0.2, 0.0]
 
-    Reference: DDC B.7. Deviation: decayed once per leaf; gauge by gauge a shared leaf would decay twice.
+    Reference: DDC B.7; the post's §4 for shrinks of both sides. Deviations: decayed once per leaf; gauge by gauge a
+      shared leaf would decay twice. Of an independent shrink `gauge_retract` keeps the joint scale's part alone, to
+      first order that of the shared shrink with (p·up + down)/(p + 1), unless its `vertical` lets the coordinate move.
     """
-    require_choice("add_gauge_decay", "match", match, ("adamw", "horizontal"))
+    require_choice(_NAME, "match", match, ("adamw", "horizontal"))
+    if isinstance(weight_decay, Mapping):
+        _check_numbers(weight_decay)
     group = product(gauges)
 
     def init_fn(params: optax.Params) -> AddGaugeDecayState:
         if not is_empty(params):
-            bound = group.bound(params)
-            _factors(bound, match)
-            _mask_by_path(bound, mask, params)
+            decay_factors(weight_decay, group.bound(params), params, match, mask)
         return AddGaugeDecayState(jnp.zeros((), jnp.int32))
 
     def update_fn(
@@ -81,21 +103,86 @@ def add_gauge_decay(
         **extra: Any,
     ) -> tuple[optax.Updates, AddGaugeDecayState]:
         del extra
-        require_params("add_gauge_decay", params)
-        rate = weight_decay(state.count) if callable(weight_decay) else weight_decay
+        require_params(_NAME, params)
+        rate = decay_rate(weight_decay, state.count)
         bound = group.bound(params)
         values = float_leaves(params, real_dtype()) | bound.centre(bound.values(params))
-        vectors, factors = float_leaves(updates, real_dtype()), decay_factors(bound, params, match, mask)
+        vectors = float_leaves(updates, real_dtype())
+        factors = decay_factors(weight_decay, bound, params, match, mask)
         added = {p: vectors[p] + rate * factor * values[p] for p, factor in factors.items() if factor}
         return in_dtype_of(updates, added), AddGaugeDecayState(optax.safe_increment(state.count))
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def decay_factors(bound: Bound, params: optax.Params, match: str, mask: Mask) -> dict[str, float]:
-    """Per leaf, what multiplies weight_decay·θ; the same for all leaves of an instance, 0 where nothing decays."""
+def decay_rate(weight_decay: Decay, count: jax.Array) -> Any:
+    """What every leaf's factor is multiplied by at this step: 1 where roles have numbers, which are in the factors."""
+    if isinstance(weight_decay, Mapping):
+        return 1.0
+    return weight_decay(count) if callable(weight_decay) else weight_decay
+
+
+def decay_factors(weight_decay: Decay, bound: Bound, params: optax.Params, match: str, mask: Mask) -> dict[str, float]:
+    """Per leaf, what multiplies `decay_rate`·θ; the same for all leaves of a scale's side, 0 where nothing decays."""
     factors, decays = _factors(bound, match), _mask_by_path(bound, mask, params)
-    return {p: factors.get(p, 1.0) if on else 0.0 for p, on in decays.items()}
+    numbers, other = _by_leaf(bound, weight_decay) if isinstance(weight_decay, Mapping) else ({}, 1.0)
+    return {p: factors.get(p, 1.0) * numbers.get(p, other) if on else 0.0 for p, on in decays.items()}
+
+
+def _check_numbers(by_role: Mapping[str, float]) -> None:
+    for role, number in by_role.items():
+        real = isinstance(number, int | float | np.integer | np.floating) and not isinstance(number, bool)
+        if not real or not math.isfinite(number):
+            raise binding_error(
+                _NAME, f"bad decay of role '{role}'", repr(number), "a number for every role",
+                "write role → number; a schedule, or a traced number, stands alone and is for all roles",
+            )  # fmt: skip
+
+
+def _by_leaf(bound: Bound, by_role: Mapping[str, float]) -> tuple[dict[str, float], float]:
+    """Number of every bound leaf, and that of the others."""
+    chosen: dict[str, str] = {}
+    roles, used = _roles(bound), {OTHER}
+    for block, names in roles:
+        key = next((name for name in names if name in by_role), None)
+        if key is None:
+            raise _no_number(block, names, roles, by_role)
+        used.add(key)
+        earlier = chosen.setdefault(block.path, key)
+        if by_role[earlier] != by_role[key]:
+            raise binding_error(
+                _NAME, f"two decays on '{block.path}'", f"'{earlier}': {by_role[earlier]} and '{key}': {by_role[key]}",
+                "one number per leaf, which decays once whatever its gauges", "give these two roles the same number",
+            )  # fmt: skip
+    unknown = [key for key in by_role if key not in used]
+    if unknown:
+        raise binding_error(
+            _NAME, f"no block has the role '{unknown[0]}'", f"keys {_listed(by_role)}",
+            f"roles {_listed(dict.fromkeys(names[0] for _, names in roles))}, and '{OTHER}' for leaves without a gauge",
+            f"drop '{unknown[0]}' or correct it",
+        )  # fmt: skip
+    return {path: float(by_role[key]) for path, key in chosen.items()}, float(by_role.get(OTHER, 0.0))
+
+
+def _roles(bound: Bound) -> list[tuple[Block, tuple[str, ...]]]:
+    """Every block with the names its role may be given by, the gauge's own first."""
+    sides = [(i.gauge, b) for i in bound.scales for b in i.up + i.down]
+    named = [(b, tuple(dict.fromkeys((_ARGUMENTS.get((g, b.role), b.role), b.role)))) for g, b in sides]
+    return named + [(b, (b.role,)) for b in dataclasses.replace(bound, scales=()).blocks]
+
+
+def _no_number(
+    block: Block, names: tuple[str, ...], roles: list[tuple[Block, tuple[str, ...]]], by_role: Mapping[str, float]
+) -> ValueError:
+    return binding_error(
+        _NAME, f"no decay for the role '{names[0]}' of '{block.path}'", f"keys {_listed(by_role) or 'none'}",
+        f"a number for each of {_listed(dict.fromkeys(names[0] for _, names in roles))}",
+        f"add '{names[0]}': 0.0, or another number",
+    )  # fmt: skip
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(f"'{name}'" for name in names)
 
 
 def _factors(bound: Bound, match: str) -> dict[str, float]:
@@ -108,7 +195,7 @@ def _factors(bound: Bound, match: str) -> dict[str, float]:
         if len(instances) > 1:
             names = " and ".join(bound.scales[i].gauge for i in sorted(instances))
             raise binding_error(
-                "add_gauge_decay",
+                _NAME,
                 f"two scale gauges on '{path}'",
                 names,
                 "one scale gauge per leaf for match='horizontal'",
@@ -126,12 +213,12 @@ def _mask_by_path(bound: Bound, mask: Mask, params: optax.Params) -> dict[str, b
     tree = mask(params) if callable(mask) else mask
     whole = jax.tree.map(lambda flag, part: jax.tree.map(lambda _: bool(flag), part), tree, params)
     flags = dict(zip(leaves, jax.tree.leaves(whole), strict=True))
-    groups = [(i.gauge, i.paths) for i in bound.scales] + [(i.gauge, i.paths) for i in bound.rotations]
+    groups = [(i.gauge, i.paths) for i in (*bound.scales, *bound.rotations, *bound.linear)]
     for gauge, paths in groups:
         on, off = [p for p in paths if flags[p]], [p for p in paths if not flags[p]]
         if on and off:
             raise binding_error(
-                "add_gauge_decay",
+                _NAME,
                 f"the mask splits {gauge} at '{off[0]}'",
                 f"decay on {on[0]}, none on {off[0]}",
                 "one value for all leaves of a gauge",

@@ -25,7 +25,7 @@ from gauge_optax.transforms._common import float_leaves, in_dtype_of, placeholde
 from gauge_optax.transforms._here import Here
 from gauge_optax.transforms._pass import take_step
 from gauge_optax.transforms._state import FramedState, Method, init_state
-from gauge_optax.transforms.decay import AddGaugeDecayState, Mask, add_gauge_decay, decay_factors
+from gauge_optax.transforms.decay import AddGaugeDecayState, Decay, Mask, add_gauge_decay, decay_factors, decay_rate
 from gauge_optax.transforms.polar import Routing
 from gauge_optax.transforms.retract import (
     GaugeRetractState,
@@ -45,11 +45,11 @@ class Rates(NamedTuple):
 
     Attributes:
       learning_rate: a number or a schedule.
-      weight_decay: a number or a schedule.
+      weight_decay: a number, a schedule, or a number per role.
     """
 
     learning_rate: optax.ScalarOrSchedule
-    weight_decay: optax.ScalarOrSchedule
+    weight_decay: Decay
 
 
 class FusedState(NamedTuple):
@@ -116,14 +116,14 @@ def fused(
         del extra
         require_params(name, params)
         bound, matrices, count = group.bound(params), routed(params), state.decay.count
-        factors = {True: decay_factors(bound, params, match, mask)}
+        factors = {True: decay_factors(rates.weight_decay, bound, params, match, mask)}
         factors[False] = factors[True]
         minus_rate, after_rates = schedule.update(jnp.ones((), real_dtype()), state.rates)
-        by_polar = {True: (minus_rate, _at(rates.weight_decay, count))}
+        by_polar = {True: (minus_rate, decay_rate(rates.weight_decay, count))}
         by_polar[False] = by_polar[True]
         if adam_rates is not rates:
-            factors[False] = decay_factors(bound, params, match, None)
-            by_polar[False] = (-_at(adam_rates.learning_rate, count), _at(adam_rates.weight_decay, count))
+            factors[False] = decay_factors(adam_rates.weight_decay, bound, params, match, None)
+            by_polar[False] = (-_at(adam_rates.learning_rate, count), decay_rate(adam_rates.weight_decay, count))
 
         def finish_of(part: Component) -> tuple[_Retraction, Any]:
             polar = not matrices.keys().isdisjoint(part.bound.offset)
@@ -159,7 +159,7 @@ class _Retraction:
 
     Attributes:
       chosen: `radial` and `vertical`.
-      factors: per leaf, what multiplies weight_decay·θ.
+      factors: per leaf, what multiplies weight_decay·θ; the same for all leaves of a scale's side.
     """
 
     chosen: tuple[str, str]
@@ -170,7 +170,10 @@ class _Retraction:
         factors: Mapping[str, float] = dict(self.factors)
         delta = {p: _scaled(x, here.raw[p], factors[p], minus_rate, decay) for p, x in tangent.items()}
         scaled_dots = [
-            tuple(minus_rate * (x + decay * factors[i.paths[0]] * q) for x, q in zip(*pair, strict=True))
+            tuple(
+                minus_rate * (x + decay * (factors[side[0].path] if side else 0.0) * q)
+                for side, x, q in zip((i.up, i.down), *pair, strict=True)
+            )
             for i, *pair in zip(here.bound.scales, dots, here.known.squares, strict=True)
         ]
         sight = Sight(here.values, here.point, here.known.squares, scaled_dots)

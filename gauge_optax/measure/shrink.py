@@ -1,0 +1,96 @@
+"""Gram matrices of a factor pair under decoupled weight decay: shrink, then add an increment.
+
+A shrink of both factors by one ρ takes the imbalance D = AᵀA − BᵀB to ρ²·D: it fades, and relative to the Grams stays
+what it was. Shrinks of different size change D even where it is zero, and so does the increment: there is where new
+imbalance comes from.
+
+Here: the closed forms for given increments. Not here: the decay of an optimizer (`transforms.decay`).
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from gauge_optax.binding import binding_error
+from gauge_optax.linalg import matmul, real_dtype, symmetric, transpose
+
+_NAME = "gram_evolution"
+
+
+class GramEvolution(NamedTuple):
+    """Gram matrices after a step, (…, r, r).
+
+    Attributes:
+      left: of the left factor.
+      right: of the right factor.
+      imbalance: left − right; zero where the factors are balanced.
+    """
+
+    left: jax.Array
+    right: jax.Array
+    imbalance: jax.Array
+
+
+def gram_evolution(
+    left: jax.Array,
+    right: jax.Array,
+    left_update: jax.Array,
+    right_update: jax.Array,
+    left_shrink: float | jax.Array = 1.0,
+    right_shrink: float | jax.Array = 1.0,
+) -> GramEvolution:
+    r"""Gram matrices of both factors of A·Bᵀ after A ← ρ_A·A + U_A and B ← ρ_B·B + U_B,
+
+    .. math::
+      H_A' = \rho_A^2 A^\top A + \rho_A (A^\top U_A + U_A^\top A) + U_A^\top U_A.
+
+    Args:
+      left: A, (…, m, r). Of a value and output pair W_V; of queries and keys W_Q.
+      right: B, (…, n, r). The transpose of W_O; W_K.
+      left_update: U_A, a tangent of A's shape, multiplied by the learning rate.
+      right_update: U_B, of B's shape.
+      left_shrink: ρ_A: 1 − learning rate · weight decay; a number, or one per pair, (…).
+      right_shrink: ρ_B.
+
+    Returns:
+      Both Grams and their difference, in float32, or float64 under x64.
+
+    Raises:
+      ValueError: factors that are no pair, updates of another shape.
+
+    >>> a, b = jnp.array([[2.0]]), jnp.array([[1.0]])
+    >>> found = go.gram_evolution(a, b, 0.0 * a, 0.0 * b, 0.5, 0.5)  # D = 3 becomes 3·ρ²
+    >>> float(found.left[0, 0]), float(found.right[0, 0]), float(found.imbalance[0, 0])
+    (1.0, 0.25, 0.75)
+
+    Reference: "When Equivalent Weights Train Differently" §4, Full Gram Evolution.
+    """
+    pair = tuple(jnp.asarray(x, real_dtype()) for x in (left, right))
+    moves = tuple(jnp.asarray(x, real_dtype()) for x in (left_update, right_update))
+    shrinks = tuple(jnp.asarray(x, real_dtype())[..., None, None] for x in (left_shrink, right_shrink))
+    _check_shapes(*pair, *moves)
+    one, other = (_evolved(*own) for own in zip(pair, moves, shrinks, strict=True))
+    return GramEvolution(one, other, one - other)
+
+
+def _evolved(factor: jax.Array, update: jax.Array, shrink: jax.Array) -> jax.Array:
+    def gram(a: jax.Array, b: jax.Array) -> jax.Array:
+        return matmul(transpose(a), b)
+
+    return shrink**2 * gram(factor, factor) + 2 * shrink * symmetric(gram(factor, update)) + gram(update, update)
+
+
+def _check_shapes(left: jax.Array, right: jax.Array, left_update: jax.Array, right_update: jax.Array) -> None:
+    if left.ndim < 2 or right.ndim < 2 or (left.shape[:-2], left.shape[-1]) != (right.shape[:-2], right.shape[-1]):
+        raise binding_error(
+            _NAME, "factors that are no pair", f"shapes {left.shape} and {right.shape}",
+            "(…, m, r) and (…, n, r), so that left·rightᵀ is the product",
+            "put heads first and the shared axis last; W_O enters as its transpose",
+        )  # fmt: skip
+    for name, factor, update in (("left", left, left_update), ("right", right, right_update)):
+        if factor.shape != update.shape:
+            raise binding_error(
+                _NAME, f"{name}_update of another shape", f"{update.shape}", f"{factor.shape}, as {name}",
+                "pass the update of this very factor, transposed as it is",
+            )  # fmt: skip

@@ -1,0 +1,330 @@
+"""Hard radial control: weights stay on spheres, and only their direction is trained.
+
+On a sphere decoupled weight decay is normal to the constraint, so that the tangent projection takes all of it away. A
+step goes along the tangent and is drawn back to the radius, W ← R·(W + U)/‖W + U‖.
+
+Here: which entries share a sphere, the projection, the retraction. Not here: gauges. A sphere per factor is not Gram
+balance, and leaves the GL(r) between two factors where it was (post §5); a sphere's step is equivariant under
+rotations that act within it, under rescalings and GL it is not.
+Reference: "When Equivalent Weights Train Differently" §5.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from gauge_optax._axes import parse_axes
+from gauge_optax._paths import hidden_match, match
+from gauge_optax.binding import (
+    Axes,
+    Block,
+    BlockSpec,
+    bind,
+    binding_error,
+    block_specs,
+    frozen_sizes,
+    hidden_paths,
+    is_empty,
+    leaves_by_path,
+    overlap,
+)
+from gauge_optax.linalg import real_dtype, safe_divide
+from gauge_optax.transforms._common import in_dtype_of, placeholder, require_params
+
+Radius = float | jax.Array
+
+_NAME = "hyperball"
+_INITIAL = "initial"
+
+
+class HyperballState(NamedTuple):
+    """State of `hyperball`.
+
+    Attributes:
+      radius: leaf path → the radii of its spheres, an array shaped like the named axes, or a tuple of them where the
+        leaf has several axes strings; () where radii were given.
+      count: steps so far, int32; () unless the learning rate is a schedule.
+    """
+
+    radius: Any
+    count: Any
+
+
+class _Entry(NamedTuple):
+    """One axes string of the user's, with its own lengths and radius; None for the initial one."""
+
+    spec: BlockSpec
+    sizes: tuple[tuple[str, int], ...]
+    radius: Radius | None
+
+
+def hyperball(
+    axes: Mapping[str, Axes],
+    radius: str | Radius | Mapping[str, Radius] = _INITIAL,
+    *,
+    learning_rate: optax.ScalarOrSchedule | None = None,
+    sizes: Mapping[str, int] | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    r"""Keeps weights on spheres: tangent projection of the step, then retraction.
+
+    Last in a chain, after the learning rate. Per sphere, with U what comes in,
+
+    .. math::
+      U_T = U - \frac{\langle U, W\rangle}{\lVert W\rVert^2} W, \qquad
+      W_{new} = R\,\frac{W + U_T}{\lVert W + U_T\rVert}.
+
+    A sphere per factor is not Gram balance: it fixes the traces of AᵀA and BᵀB alone. Nor is the step gauge-equivariant
+    under rescalings or GL, only under rotations that act within a sphere.
+
+    Args:
+      axes: path → axes, as in gauges. Named axes count independent spheres, `_` is summed over: `"_ _"` is a sphere per
+        matrix, `"_ head _"` per head, `"_ channel"` per channel. Every leaf has spheres of its own, whatever else its
+        pattern matches. `1+` puts the value on the sphere, not the stored number.
+      radius: "initial" for the norm at `init`; a positive number; or pattern → number, with the keys of `axes`. With a
+        number the first step moves weights onto their sphere.
+      learning_rate: None, or a number or a schedule of the step: U_T is scaled to the length learning_rate·R, its
+        direction alone comes from before. A sphere where nothing but rounding is tangent stays. Weights that are not
+        on their sphere yet turn by atan(learning_rate·R/‖W‖).
+      sizes: lengths of axes inside `(a b)` that shapes do not fix.
+
+    Returns:
+      A transformation of updates (tangents) into differences of parameters (chords) W_new − W, which end on the sphere
+      from wherever W stands. Leaves that are not listed pass unchanged.
+
+    Raises:
+      ValueError: malformed axes, radii that are not positive, patterns in one of `axes` and `radius` alone, here; no
+        match, a hidden leaf, ranks or lengths that do not fit, entries on two spheres, with "initial" a sphere that is
+        zero, at `init`; `update` without params.
+
+    Zeros have no direction. Where `init` is traced it cannot see them: a sphere that is zero then has radius 0, and
+    is free, its updates pass unchanged. With a number for a radius the first update to a zero gives it its direction.
+
+    >>> tx = optax.chain(optax.add_decayed_weights(0.1), optax.sgd(0.1), go.hyperball({"kernel": "_ channel"}))
+    >>> params = {"kernel": jnp.array([[3.0, 0.0], [4.0, 2.0]])}
+    >>> step, _ = tx.update({"kernel": jnp.array([[0.0, 5.0], [0.0, 0.0]])}, tx.init(params), params)
+    >>> moved = optax.apply_updates(params, step)["kernel"]
+    >>> jnp.linalg.norm(moved, axis=0).round(3).tolist()
+    [5.0, 2.0]
+    >>> bool(jnp.allclose(moved[:, 0], params["kernel"][:, 0]))  # a column that only decays stays
+    True
+
+    Reference: the post's §5. Deviation: the length that `learning_rate` sets is the tangent part's, the post's that of
+      all that comes in, so that decay would shorten the step.
+    """
+    entries = _entries(axes, radius, frozen_sizes(_NAME, sizes))
+    initial = isinstance(radius, str)
+
+    def init_fn(params: optax.Params) -> HyperballState:
+        count = jnp.zeros((), jnp.int32) if callable(learning_rate) else ()
+        if is_empty(params):
+            return HyperballState(placeholder() if initial else (), count)
+        spheres = _spheres(entries, params)
+        return HyperballState(_initial_radii(spheres, params) if initial else (), count)
+
+    def update_fn(
+        updates: optax.Updates, state: HyperballState, params: optax.Params | None = None, **extra: Any
+    ) -> tuple[optax.Updates, HyperballState]:
+        del extra
+        require_params(_NAME, params)
+        values, tangents = leaves_by_path(params), leaves_by_path(updates)
+        count, rate = state.count, learning_rate
+        if callable(learning_rate):
+            rate, count = learning_rate(state.count), optax.safe_increment(state.count)
+        out = {}
+        for path, spheres in _spheres(entries, params).items():
+            tangent = _update_of(path, tangents)
+            noise = 2.0 * max(float(jnp.finfo(dtype).eps) for dtype in (tangent.dtype, real_dtype()))
+            moved = jnp.asarray(tangent, real_dtype())
+            for (block, _), own in zip(spheres, _kept(state, path) if initial else _given(spheres), strict=True):
+                point = _value(block, values[path])
+                chord = _chord(point, block.view(moved), _beside(block, own), _summed(block), rate, noise)
+                moved = block.write(moved, chord)
+            out[path] = moved
+        return in_dtype_of(updates, out), HyperballState(state.radius, count)
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _update_of(path: str, tangents: Mapping[str, Any]) -> Any:
+    if path not in tangents:
+        raise binding_error(
+            _NAME, f"no update for '{path}'", f"a tree with {', '.join(list(tangents)[:3]) or 'no leaves'}",
+            "updates of the same structure as params", "pass the updates of the very parameters that are passed",
+        )  # fmt: skip
+    return tangents[path]
+
+
+def _kept(state: HyperballState, path: str) -> Sequence[Any]:
+    radii = state.radius[path]
+    return radii if isinstance(radii, tuple) else (radii,)
+
+
+def _given(spheres: Sequence[tuple[Block, Any]]) -> Sequence[Any]:
+    return [radius for _, radius in spheres]
+
+
+# One sphere, or several side by side -----------------------------------------------------------------
+
+
+def _chord(
+    point: jax.Array, tangent: jax.Array, radius: Any, axes: tuple[int, ...], rate: Any, noise: float
+) -> jax.Array:
+    """W_new − W.
+
+    Args:
+      point: W, with every sphere along `axes`.
+      tangent: what comes in.
+      radius: broadcastable to `point`; 0 where a sphere is free.
+      axes: the axes that a sphere takes up.
+      rate: what share of R the tangent part is to be long; None for as long as it comes.
+      noise: up to what share of `tangent` its tangent part is rounding.
+
+    Returns:
+      The chord.
+    """
+
+    def dot(a: jax.Array, b: jax.Array) -> jax.Array:
+        return jnp.sum(a * b, axes, keepdims=True)
+
+    def projected(x: jax.Array) -> jax.Array:
+        return x - safe_divide(dot(x, point), dot(point, point)) * point
+
+    flat = projected(tangent)
+    if rate is not None:
+        # Once more: what rounding leaves along W would count towards the length.
+        flat = projected(flat)
+        length = jnp.sqrt(dot(flat, flat))
+        real = length > noise * jnp.sqrt(dot(tangent, tangent))
+        flat = flat * jnp.where(real, safe_divide(rate * radius, length), 0.0)
+    moved = point + flat
+    chord = radius * safe_divide(moved, jnp.sqrt(dot(moved, moved))) - point
+    return jnp.where(radius > 0, chord, tangent)
+
+
+def _value(block: Block, leaf: Any) -> jax.Array:
+    """What the block selects, as values: one more than is stored under `1+`."""
+    view = block.view(jnp.asarray(leaf, real_dtype()))
+    return view + 1.0 if block.one_plus else view
+
+
+def _summed(block: Block) -> tuple[int, ...]:
+    """The axes of a block's view that one sphere takes up."""
+    return tuple(k for k, label in enumerate(block.labels) if label == "_")
+
+
+def _beside(block: Block, radius: Any) -> Any:
+    """Radii of a block, shaped to its view."""
+    if jnp.ndim(radius) == 0:
+        return jnp.asarray(radius, real_dtype())
+    return radius.reshape([1 if label == "_" else n for n, label in zip(block.view_shape, block.labels, strict=True)])
+
+
+def _initial_radii(spheres: Mapping[str, Sequence[tuple[Block, Any]]], params: Any) -> dict[str, Any]:
+    leaves = leaves_by_path(params)
+    radii: dict[str, Any] = {}
+    for path, own in spheres.items():
+        norms = [jnp.sqrt(jnp.sum(jnp.square(_value(b, leaves[path])), _summed(b))) for b, _ in own]
+        for (block, _), norm in zip(own, norms, strict=True):
+            if not isinstance(norm, jax.core.Tracer) and bool(jnp.any(norm == 0)):
+                raise binding_error(
+                    _NAME, f"a sphere of radius 0 at '{path}'",
+                    f"norm 0 of {int(jnp.sum(norm == 0))} of {norm.size} spheres, axes \"{block.axes}\"",
+                    "weights with a direction, for radius='initial'",
+                    "give it a number for a radius, or leave the leaf out (LoRA's B, zero output kernels)",
+                )  # fmt: skip
+        radii[path] = norms[0] if len(norms) == 1 else tuple(norms)
+    return radii
+
+
+# What the user wrote, and the leaves it binds ----------------------------------------------------------
+
+
+def _entries(axes: Mapping[str, Axes], radius: Any, sizes: tuple[tuple[str, int], ...]) -> tuple[_Entry, ...]:
+    if not isinstance(axes, Mapping) or not axes:
+        block_specs(_NAME, "axes", axes)  # raises
+    radii = _radii(axes, radius)
+    specs = [
+        (spec, radii[pattern])
+        for pattern, value in axes.items()
+        # String by string: spheres have no names in common that would have to agree.
+        for one in (value if isinstance(value, tuple) and value else (value,))
+        for spec in block_specs(_NAME, "axes", {pattern: one})
+    ]
+    known = {spec: {part.name for part in parse_axes(_NAME, spec.pattern, spec.axes).parts} for spec, _ in specs}
+    for name, _ in sizes:
+        if not any(name in names for names in known.values()):
+            raise binding_error(
+                _NAME, f"unknown axis in sizes '{name}'",
+                f"named axes: {', '.join(sorted(set().union(*known.values()) - {'_'})) or 'none'}",
+                "names that stand in an axes string", f"drop '{name}' or correct it",
+            )  # fmt: skip
+    return tuple(_Entry(spec, tuple(x for x in sizes if x[0] in known[spec]), r) for spec, r in specs)
+
+
+def _radii(axes: Mapping[str, Axes], radius: Any) -> dict[str, Radius | None]:
+    if isinstance(radius, str) and radius == _INITIAL:
+        return dict.fromkeys(axes)
+    if not isinstance(radius, Mapping):
+        return dict.fromkeys(axes, _positive(radius, ""))
+    for pattern in {**axes, **radius}:
+        if pattern not in axes or pattern not in radius:
+            raise binding_error(
+                _NAME, f"'{pattern}' in {'axes' if pattern in axes else 'radius'} alone",
+                f"radii of {', '.join(map(repr, radius)) or 'nothing'}", f"of {', '.join(map(repr, axes))}",
+                "give every pattern of axes a radius, and no other",
+            )  # fmt: skip
+    return {pattern: _positive(own, f" of '{pattern}'") for pattern, own in radius.items()}
+
+
+def _positive(radius: Any, where: str) -> Any:
+    """The radius, if it is a positive number as far as can be told."""
+    if isinstance(radius, jax.core.Tracer) and radius.ndim == 0:
+        return radius
+    try:
+        fits = not isinstance(radius, bool | str) and np.ndim(radius) == 0 and 0 < float(radius) < math.inf
+    except (TypeError, ValueError):
+        fits = False
+    if not fits:
+        raise binding_error(
+            _NAME, f"bad radius{where}", repr(radius), "'initial', a positive number, or pattern → positive number",
+            "write radius='initial' for the norms at init",
+        )  # fmt: skip
+    return radius
+
+
+def _spheres(entries: Sequence[_Entry], tree: Any) -> dict[str, list[tuple[Block, Radius | None]]]:
+    """Leaf path → its blocks, each with its radius."""
+    found: dict[str, list[tuple[Block, Radius | None]]] = {}
+    for entry in entries:
+        for block in _bound(entry, tree):
+            own = found.setdefault(block.path, [])
+            for other, _ in own:
+                if overlap(block, other):
+                    raise binding_error(
+                        _NAME, f"an entry on two spheres of '{block.path}'", f"\"{other.axes}\" and \"{block.axes}\"",
+                        "every entry of a leaf on one sphere",
+                        "drop one, or select different entries with 'name=3' or 'name=0:4'",
+                    )  # fmt: skip
+            own.append((block, entry.radius))
+    return found
+
+
+def _bound(entry: _Entry, tree: Any) -> list[Block]:
+    """The blocks of one axes string, leaf by leaf: a name that two leaves share may have two lengths."""
+    spec, leaves = entry.spec, leaves_by_path(tree)
+    paths = [path for path in leaves if match(_NAME, spec.pattern, path) is not None]
+    masked = [p for p in hidden_paths(tree) if (hit := hidden_match(_NAME, spec.pattern, p)) and (hit[1] or not paths)]
+    if masked:
+        raise binding_error(
+            _NAME, f"MaskedNode hides a leaf of '{spec.pattern}'", f"MaskedNode at {', '.join(masked[:3])}",
+            "every leaf that `axes` lists",
+            "give each partition (optax.partition, optax.masked) its own axes, of the leaves it holds",
+        )  # fmt: skip
+    trees = [{path: leaves[path]} for path in paths] or [tree]  # without a match it is for `bind` to say so
+    bindings = [bind(_NAME, (spec,), entry.sizes, own) for own in trees]
+    return [block for binding in bindings for instance in binding.instances for block in instance.blocks]

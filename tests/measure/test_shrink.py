@@ -1,0 +1,224 @@
+"""Shared and independent shrink: the closed forms of Gram matrices, and decays that differ from role to role."""
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import gauge_optax as go
+from gauge_optax.binding import leaves_by_path
+from tests.quick import jit
+from tests.tolerances import tolerance
+
+Tree = Any
+
+
+def _noise(seed: int, *shape: int) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=shape)
+
+
+def _close(found: Tree, expected: Tree, check: str = "optax") -> None:
+    for path, x in leaves_by_path(expected).items():
+        error = np.max(np.abs(leaves_by_path(found)[path] - x)) / max(np.max(np.abs(x)), 1e-30)
+        assert error <= tolerance(check), f"{path} {error:.1e}"
+
+
+# Closed forms -------------------------------------------------------------------------------------
+
+LEFT, RIGHT = _noise(0, 2, 5, 3), _noise(1, 2, 4, 3)
+LEFT_UPDATE, RIGHT_UPDATE = 0.1 * _noise(2, 2, 5, 3), 0.1 * _noise(3, 2, 4, 3)
+
+
+def _gram(x: np.ndarray) -> np.ndarray:
+    return np.swapaxes(x, -1, -2) @ x
+
+
+@pytest.mark.parametrize("shrinks", [(1.0, 1.0), (0.9, 0.9), (0.5, 0.99), (np.array([0.9, 0.3]), np.array(0.7))])
+def test_grams_after_a_step_are_those_of_the_factors_after_it(shrinks: tuple[Any, Any], x64: None) -> None:
+    found = go.gram_evolution(LEFT, RIGHT, LEFT_UPDATE, RIGHT_UPDATE, *shrinks)
+    by_pair = [np.reshape(s, (-1, 1, 1)) for s in shrinks]
+    left, right = _gram(by_pair[0] * LEFT + LEFT_UPDATE), _gram(by_pair[1] * RIGHT + RIGHT_UPDATE)
+    for x, expected in zip(found, (left, right, left - right), strict=True):
+        np.testing.assert_allclose(x, expected, rtol=0, atol=1e-12)
+
+
+def test_a_shared_shrink_damps_imbalance_by_its_square_and_an_independent_one_does_not(x64: None) -> None:
+    def after(*shrinks: float) -> jax.Array:
+        return go.gram_evolution(LEFT, RIGHT, 0.0 * LEFT, 0.0 * RIGHT, *shrinks).imbalance
+
+    before = after()
+    np.testing.assert_allclose(after(0.8, 0.8), 0.64 * before, rtol=0, atol=1e-12)
+    for shrinks in ((0.8, 1.0), (0.8, 0.5)):
+        best = np.sum(after(*shrinks) * before) / np.sum(before**2)
+        assert np.linalg.norm(after(*shrinks) - best * before) > 0.05 * np.linalg.norm(before)
+    balanced = go.gram_evolution(LEFT, LEFT, 0.0 * LEFT, 0.0 * LEFT, 0.8, 1.0)
+    np.testing.assert_allclose(balanced.imbalance, -0.36 * _gram(LEFT), rtol=0, atol=1e-12)
+
+
+def test_grams_of_half_precision_factors_are_float32() -> None:
+    halves = [jnp.asarray(x, jnp.bfloat16) for x in (LEFT, RIGHT, LEFT_UPDATE, RIGHT_UPDATE)]
+    found = jit(go.gram_evolution)(*halves, 0.9, 0.9)
+    assert {x.dtype for x in found} == {jnp.dtype(jnp.float32)}
+    expected = _gram(0.9 * np.asarray(halves[0], np.float32) + np.asarray(halves[2], np.float32))
+    np.testing.assert_allclose(found.left, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("factors", "text"),
+    [
+        ((LEFT[0, 0], RIGHT, LEFT[0, 0], RIGHT), "factors that are no pair"),
+        ((LEFT, RIGHT[..., :2], LEFT, RIGHT[..., :2]), "factors that are no pair"),
+        ((LEFT, RIGHT[:1], LEFT, RIGHT[:1]), "factors that are no pair"),
+        ((LEFT, RIGHT, LEFT, LEFT), "right_update of another shape"),
+    ],
+)
+def test_shapes_that_do_not_fit_are_refused(factors: tuple[Any, ...], text: str) -> None:
+    with pytest.raises(ValueError, match=text) as error:
+        go.gram_evolution(*factors)
+    assert all(part in str(error.value) for part in ("gram_evolution", "found:", "expected:", "remedy:"))
+
+
+# Decay by role ------------------------------------------------------------------------------------
+
+NORM = go.norm_scale({"norm": "channel"}, {"up": "channel _"})
+UNIT = go.rescale({"up": "_ channel", "bias": "channel"}, {"down": "channel _"})
+TURN = go.head_rotation({"value": "_ head basis", "out": "head basis _"})
+SHIFT = go.logit_shift({"logits": "_ vocab"})
+NORMED = go.scale_invariant({"normed": "_ channel"})
+SHAPES = {
+    "norm": (6,), "up": (6, 5), "bias": (5,), "down": (5, 3), "value": (6, 2, 3), "out": (2, 3, 4), "logits": (3, 7),
+    "normed": (4, 2), "free": (3,),
+}  # fmt: skip
+EVERY_KIND = [NORM, UNIT, TURN, SHIFT, NORMED]
+
+
+def _params(*names: str) -> dict[str, np.ndarray]:
+    return {name: _noise(k, *shape) for k, (name, shape) in enumerate(SHAPES.items()) if name in names or not names}
+
+
+def _decayed(decay: Any, gauges: Any, params: Tree) -> Tree:
+    tx = go.add_gauge_decay(decay, gauges)
+    return tx.update(jax.tree.map(np.zeros_like, params), tx.init(params), params)[0]
+
+
+BY_ROLE: dict[str, tuple[Mapping[str, float], dict[str, float]]] = {
+    "names of the gauges": (
+        {"scale": 0.3, "into": 0.1, "up": 0.1, "down": 0.02, "blocks": 0.5, "other": 0.7},
+        {"norm": 0.3, "up": 0.1, "bias": 0.1, "down": 0.02, "value": 0.5, "out": 0.5, "logits": 0.5, "normed": 0.5}
+        | {"free": 0.7},
+    ),
+    "names of the sides": (
+        {"up": 0.1, "down": 0.1, "blocks": 0},
+        {"norm": 0.1, "up": 0.1, "bias": 0.1, "down": 0.1},
+    ),
+}
+
+
+@pytest.mark.parametrize("names", BY_ROLE)
+def test_every_leaf_decays_by_the_number_of_its_role(names: str, x64: None) -> None:
+    by_role, numbers = BY_ROLE[names]
+    params = _params()
+    if names == "names of the sides":
+        params.pop("normed")
+    values = params | {"logits": params["logits"] - params["logits"].mean(-1, keepdims=True)}
+    found = _decayed(by_role, EVERY_KIND if "normed" in params else EVERY_KIND[:-1], params)
+    _close(found, {name: numbers.get(name, 0.0) * x for name, x in values.items()})
+
+
+def test_a_chain_without_a_retraction_shrinks_as_the_closed_forms_say(x64: None) -> None:
+    """SGD, and a different shrink for either factor of a pair."""
+    gauge, rate = go.rescale({"a": "_ channel"}, {"b": "channel _"}), 0.1
+    tx = optax.chain(go.add_gauge_decay({"up": 0.5, "down": 2.0}, gauge), optax.scale(-rate))
+    params, grads = {"a": LEFT[0], "b": RIGHT[0].T}, {"a": LEFT_UPDATE[0], "b": RIGHT_UPDATE[0].T}
+    updates, _ = tx.update(grads, tx.init(params), params)
+    after = optax.apply_updates(params, updates)
+    moves = -rate * LEFT_UPDATE[0], -rate * RIGHT_UPDATE[0]
+    found = go.gram_evolution(LEFT[0], RIGHT[0], *moves, 1 - 0.5 * rate, 1 - 2.0 * rate)
+    _close({"left": _gram(after["a"]), "right": _gram(after["b"].T)}, {"left": found.left, "right": found.right})
+
+
+# Optimizers ---------------------------------------------------------------------------------------
+
+BLOCK, LEAVES = [NORM, UNIT], ("norm", "up", "bias", "down", "free")
+DECAY = {"scale": 0.9, "into": 0.3, "up": 0.3, "down": 0.1, "other": 0.2}
+RATE = 0.05
+
+
+def _loss(p: Tree) -> jax.Array:
+    x = jnp.asarray(_noise(20, 4, 6)) * p["norm"]
+    y = jax.nn.relu(x @ p["up"] + p["bias"]) @ p["down"] + p["free"]
+    return jnp.mean(jnp.square(y - _noise(21, 4, 3)))
+
+
+def _trained(tx: optax.GradientTransformation, params: Tree, steps: int = 3) -> Tree:
+    def step(carry: Any, _: None) -> Any:
+        params, state = carry
+        updates, state = tx.update(jax.grad(_loss)(params), state, params)
+        return (optax.apply_updates(params, updates), state), None
+
+    params = jax.tree.map(jnp.asarray, params)
+    return jit(lambda p: jax.lax.scan(step, (p, tx.init(p)), length=steps)[0][0])(params)
+
+
+OPTIMIZERS: dict[str, tuple[Any, Any]] = {
+    "ddc_adamw": (functools.partial(go.ddc_adamw, weight_decay=DECAY), go.scale_by_ddc),
+    # What Muon leaves to Adam has a decay of its own.
+    "ddc_muon": (functools.partial(go.ddc_muon, weight_decay=DECAY, adam_weight_decay=0.2), go.scale_by_scaled_polar),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_alias_decays_by_roles_as_its_chain_does(name: str, x64: None) -> None:
+    """DESIGN §4's, and a leaf that two gauges share: one decay for both of its roles."""
+    alias, precondition = OPTIMIZERS[name]
+    chain = optax.chain(
+        go.gauge_project(BLOCK), precondition(BLOCK), go.add_gauge_decay(DECAY, BLOCK),
+        optax.scale_by_learning_rate(RATE), go.gauge_retract(BLOCK),
+    )  # fmt: skip
+    params = _params("norm", "up", "bias", "down") | {"free": _noise(22, 3)}
+    _close(_trained(alias(RATE, BLOCK), params), _trained(chain, params), "oracle")
+
+
+def test_a_retraction_keeps_the_joint_scales_part_of_an_independent_shrink(x64: None) -> None:
+    """s = ρ_up²·ρ_down shrinks by 2·up + down, and the coordinate stays."""
+    gauge, rate = go.rescale({"a": "_ channel"}, {"b": "channel _"}, degree=2), 0.1
+    tx = optax.chain(go.add_gauge_decay({"up": 0.3, "down": 0.1}, gauge), optax.scale(-rate), go.gauge_retract(gauge))
+    params = {"a": LEFT[0], "b": RIGHT[0].T}
+    updates, _ = jit(lambda p: tx.update(jax.tree.map(jnp.zeros_like, p), tx.init(p), p))(params)
+
+    def scale(p: Tree) -> np.ndarray:
+        return np.sum(np.square(p["a"]), 0) * np.sqrt(np.sum(np.square(p["b"]), 1))
+
+    after = optax.apply_updates(params, updates)
+    np.testing.assert_allclose(scale(after) / scale(params), 1 - 0.7 * rate, rtol=tolerance("optax"))
+    drift = go.measure.drift(params, after, gauge)[0][""]
+    np.testing.assert_allclose(drift, 0.0, atol=tolerance("coordinates"))
+
+
+# Complaints ---------------------------------------------------------------------------------------
+
+COMPLAINTS: dict[str, tuple[Any, list[go.Gauge], str]] = {
+    "a role without a number": ({"up": 0.1}, [UNIT], "add 'down': 0.0"),
+    "a role of a norm": ({"up": 0.1, "down": 0.1, "into": 0.1, "other": 0.0}, [TURN], "no decay for the role 'blocks'"),
+    "a key that is no role": ({"up": 0.1, "down": 0.1, "left": 0.1}, [UNIT], "no block has the role 'left'"),
+    "a key that another hides": ({"scale": 0.1, "into": 0.1, "up": 0.1}, [NORM], "no block has the role 'up'"),
+    "two roles": ({"scale": 0.3, "into": 0.1, "up": 0.2, "down": 0.1}, BLOCK, "'into': 0.1 and 'up': 0.2"),
+    "a schedule": ({"up": lambda count: 0.1, "down": 0.1}, [UNIT], "bad decay of role 'up'"),
+    "no number": ({"up": float("nan"), "down": 0.1}, [UNIT], "bad decay of role 'up'"),
+}
+
+
+@pytest.mark.parametrize("complaint", COMPLAINTS)
+@pytest.mark.parametrize("constructor", [go.add_gauge_decay, functools.partial(go.ddc_adamw, 0.1)], ids=["link", "all"])
+def test_roles_that_do_not_fit_are_refused(constructor: Any, complaint: str) -> None:
+    decay, gauges, text = COMPLAINTS[complaint]
+    params = {name: x.astype(np.float32) for name, x in _params().items()}
+    with pytest.raises(ValueError) as error:
+        jax.eval_shape(constructor(weight_decay=decay, gauges=gauges).init, params)
+    for part in ("add_gauge_decay", "found:", "expected:", "remedy:", text):
+        assert part in str(error.value)

@@ -102,3 +102,60 @@ def balance(left: jax.Array, right: jax.Array) -> Balance:
     # The right side moves by S⁻ᵀ.
     logs = jnp.log(values) * jnp.where(on_right & ~on_left, 1.0, -1.0)[..., None]
     return Balance(transpose(vectors), logs, whole)
+
+
+class Opposite(NamedTuple):
+    """What one factor's gradient is read in: the column space of the other.
+
+    Attributes:
+      basis: orthonormal columns Q that span the other factor's, (…, m, d); zero columns for missing ranks.
+      into: J, (…, d, d): a cotangent G·B becomes G·Q = G·B·J, and a step D is the tangent D·Jᵀ, of product motion D·Qᵀ.
+    """
+
+    basis: jax.Array
+    into: jax.Array
+
+
+def opposites(left: jax.Array, right: jax.Array) -> tuple[Opposite, Opposite]:
+    """How the steps of both factors of A·Bᵀ are framed.
+
+    Args:
+      left: A, (…, m, d).
+      right: B, (…, n, d).
+
+    Returns:
+      For the left factor's step, what `right` gives, and for the right factor's, what `left` gives. Under
+      (A·S, B·S⁻ᵀ) both bases turn, Q ↦ Q·R, and J ↦ Sᵀ·J·R or S⁻¹·J·R: nothing else of S is left. Exact on factors that
+      lack ranks too while the other has full rank; where both do, J depends on S in what A·Bᵀ does not show.
+
+    Reference: When Equivalent Weights Train Differently, §3; LoRA-RITE (Yen et al. 2024) for the basis. Deviations: by
+    QR alone on full ranks; on others by singular values of the core R_A·R_Bᵀ, which are those of the product.
+
+    >>> a, b = jnp.array([[2.0], [0.0]]), jnp.array([[3.0], [4.0]])
+    >>> for_left, for_right = opposites(a, b)
+    >>> abs(for_left.basis @ for_left.into.T @ a.T).round(4).tolist()  # B·J = Q, so J = 1/5
+    [[0.24, 0.0], [0.32, 0.0]]
+    """
+    (q_left, r_left), (q_right, r_right) = orthonormal(left), orthonormal(right)
+    whole = full_rank(r_left), full_rank(r_right)
+
+    def by_inverse() -> tuple[Opposite, Opposite]:
+        eye = jnp.broadcast_to(jnp.eye(left.shape[-1], dtype=left.dtype), r_left.shape)
+        inverse = [jax.scipy.linalg.solve_triangular(r, eye) for r in (r_right, r_left)]
+        return Opposite(q_right, inverse[0]), Opposite(q_left, inverse[1])
+
+    def by_singular_values() -> tuple[Opposite, Opposite]:
+        return _framed(q_right, r_right, r_left, whole[0]), _framed(q_left, r_left, r_right, whole[1])
+
+    return jax.lax.cond(jnp.all(whole[0] & whole[1]), by_inverse, by_singular_values)
+
+
+def _framed(q: jax.Array, r: jax.Array, other: jax.Array, usable: jax.Array) -> Opposite:
+    """The basis of Q·R that a factor of full rank on the other side fixes; R's own where there is none."""
+    eye = jnp.broadcast_to(jnp.eye(r.shape[-1], dtype=r.dtype), r.shape)
+    weight = jnp.where(usable[..., None, None], other, eye)
+    u, sizes, v = jnp.linalg.svd(matmul(r, transpose(weight)))
+    live = sizes > eigenvalue_cutoff(r.dtype) * sizes[..., :1]
+    inverse = jnp.where(live, 1.0 / jnp.where(live, sizes, 1.0), 0.0)
+    into = matmul(transpose(weight), transpose(v) * inverse[..., None, :])
+    return Opposite(matmul(q, u * live[..., None, :]), into)

@@ -3,16 +3,20 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 
-from gauge_optax.binding import binding_error
 from gauge_optax.gauges.base import Gauges
+from gauge_optax.gauges.product import Product
 from gauge_optax.linalg import Coefficients
+from gauge_optax.transforms._here import Adam
+from gauge_optax.transforms._pairs import Base
 from gauge_optax.transforms._state import Method, Options
 from gauge_optax.transforms.ddc import check_modes
 from gauge_optax.transforms.decay import Decay
 from gauge_optax.transforms.fused import Rates, fused
-from gauge_optax.transforms.polar import Labels, Routing, polar_method
+from gauge_optax.transforms.polar import Labels, Routing, polar_method, rms_alone
+from gauge_optax.transforms.quotient import Moments, quotient
 
 Scalar = float | jax.Array
 
@@ -188,12 +192,7 @@ def ddc_muon(
       are left out: a dual norm per leaf and row-wise scales break the gauge.
     """
     if consistent_rms is not None:
-        if scale != "width":
-            raise binding_error(
-                "ddc_muon", "two scales", f"consistent_rms={consistent_rms!r} and scale={scale!r}", "one of them",
-                f"write scale={consistent_rms!r}",
-            )  # fmt: skip
-        scale = consistent_rms
+        scale = rms_alone("ddc_muon", consistent_rms, scale)
     options, polar = polar_method(
         ns_coeffs, ns_steps, beta, eps, mu_dtype, nesterov, scale, adam_b1, adam_b2, adam_eps_root, vertical, radial,
         radial_scale, refresh_drift, refresh_every, reproject,
@@ -202,3 +201,165 @@ def ddc_muon(
     adam_rates = Rates(learning_rate if adam_learning_rate is None else adam_learning_rate, adam_weight_decay)
     method = Method(options, polar, project=vertical == "frozen")
     return fused("ddc_muon", gauges, method, Routing.of(labels), rates, adam_rates, match, weight_decay_mask)
+
+
+def quotient_adamw(
+    learning_rate: optax.ScalarOrSchedule,
+    gauges: Gauges,
+    b1: Scalar = 0.9,
+    b2: Scalar = 0.999,
+    eps: Scalar = 1e-8,
+    eps_root: Scalar = 0.0,
+    mu_dtype: Any = None,
+    weight_decay: Decay = 1e-4,
+    mask: Any = None,
+    *,
+    nesterov: bool = False,
+) -> optax.GradientTransformationExtraArgs:
+    r"""AdamW that sees A·Bᵀ alone: in the frame of the current point, exact under GL(d).
+
+    The difference to `equivariant` in one sentence: here every represented *step* depends on the represented point (and
+    the moments, which are kept as its invariants), there the *trajectory* on the represented start.
+
+    Per linear head, with orthonormal bases Q of the factors' column spaces and matrix second moments V,
+
+    .. math::
+      \hat g_A = G\,Q_B, \qquad \Delta M = -\eta\,\big(\hat m_A \hat V_A^{-1/2} Q_B^\top
+      + Q_A (\hat m_B \hat V_B^{-1/2})^\top\big).
+
+    Args:
+      learning_rate: a number or a schedule. Of pairs it is the RMS of a step in the represented matrix' basis, whatever
+        the size of the factors.
+      gauges: a gauge or a sequence of them, meaning their product. Gauges connected with a `head_linear` through leaves
+        are stepped in the current frame, the others by `ddc_adamw`; leaves that none binds get AdamW.
+      b1: decay of first moments.
+      b2: decay of second moments.
+      eps: added to the root of the second moment.
+      eps_root: added inside that root.
+      mu_dtype: dtype of the first moment; by default the parameters', at least float32.
+      weight_decay: see `add_gauge_decay`. Decay of a factor is equivariant: it moves as the factor does.
+      mask: where to decay, as in `optax.adamw`; constant over the leaves of a gauge.
+      nesterov: whether to use Nesterov momentum.
+
+    Returns:
+      The optimizer. Its `update` needs `params`. Nothing is frozen on leaves stepped here: factors may drift out of
+      balance, which their represented steps do not see; `gauge_fix` brings them back.
+
+    Raises:
+      ValueError: bindings that do not fit the tree; `update` without params.
+
+    >>> gauge = go.head_linear({"a": "_ basis"}, {"b": "basis _"})
+    >>> params = {"a": jnp.array([[2.0], [1.0]]), "b": jnp.zeros((1, 2))}  # LoRA's start
+    >>> loss = lambda p: jnp.sum(jnp.square(p["a"] @ p["b"] - jnp.eye(2)))
+    >>> tx = go.quotient_adamw(0.1, gauge)
+    >>> state = tx.init(params)
+    >>> for _ in range(20):
+    ...     updates, state = tx.update(jax.grad(loss)(params), state, params)
+    ...     params = optax.apply_updates(params, updates)
+    >>> round(float(loss(params)), 1)  # the best of rank one
+    1.0
+
+    Reference: When Equivalent Weights Train Differently, §3, §8; DESIGN §5, GL(d_h). In float32 for conditions of the
+    factors up to about 1e2.
+    """
+    adam = Adam(b1, b2, eps, eps_root, jnp.zeros((), jnp.int32), nesterov)
+    rates = Rates(learning_rate, weight_decay)
+
+    def rest_of(rest: Product) -> optax.GradientTransformationExtraArgs:
+        return ddc_adamw(
+            learning_rate, rest, b1, b2, eps, eps_root, mu_dtype, weight_decay, mask, nesterov=nesterov
+        )
+
+    return quotient("quotient_adamw", gauges, Moments(adam, Base(adam, None), mu_dtype), rates, mask, rest_of)
+
+
+def quotient_muon(
+    learning_rate: optax.ScalarOrSchedule,
+    gauges: Gauges,
+    ns_coeffs: Coefficients = "standard",
+    ns_steps: int | None = None,
+    beta: Scalar = 0.95,
+    eps: Scalar = 1e-8,
+    weight_decay: Decay = 0.0,
+    weight_decay_mask: Any = None,
+    mu_dtype: Any = None,
+    *,
+    nesterov: bool = True,
+    adam_b1: Scalar = 0.9,
+    adam_b2: Scalar = 0.999,
+    adam_eps_root: Scalar = 0.0,
+    adam_weight_decay: Decay = 0.0,
+    adam_learning_rate: optax.ScalarOrSchedule | None = None,
+    consistent_rms: Scalar | None = None,
+    scale: str | Scalar = "width",
+    labels: Labels = None,
+) -> optax.GradientTransformationExtraArgs:
+    r"""Muon that sees A·Bᵀ alone: polar factors in the frame of the current point, exact under GL(d).
+
+    The difference to `equivariant(optax.contrib.muon(…), gauges)` in one sentence: here every represented *step*
+    depends on the represented point, there the *trajectory* on the represented start.
+
+    Per linear head, with orthonormal bases Q of the factors' column spaces,
+
+    .. math::
+      \Delta M = -\eta\,\big(\mathrm{Polar}(\hat m_A) Q_B^\top + Q_A\,\mathrm{Polar}(\hat m_B)^\top\big).
+
+    Args:
+      learning_rate: a number or a schedule.
+      gauges: a gauge or a sequence of them, meaning their product. Gauges connected with a `head_linear` through leaves
+        are stepped in the current frame, the others by `ddc_muon`.
+      ns_coeffs: see `scale_by_scaled_polar`.
+      ns_steps: see `scale_by_scaled_polar`.
+      beta: decay of the first moment of matrices.
+      eps: see `scale_by_scaled_polar`.
+      weight_decay: decay of every leaf connected with a linear gauge, and of matrices; see `add_gauge_decay`.
+      weight_decay_mask: where `weight_decay` decays; constant over the leaves of a gauge.
+      mu_dtype: dtype of the first moment; by default the parameters', at least float32.
+      nesterov: whether to use Nesterov momentum, for matrices and vectors alike.
+      adam_b1: decay of Adam's first moments.
+      adam_b2: decay of Adam's second moments.
+      adam_eps_root: added inside the root of Adam's second moment.
+      adam_weight_decay: see `ddc_muon`.
+      adam_learning_rate: see `ddc_muon`.
+      consistent_rms: see `ddc_muon`.
+      scale: see `scale_by_scaled_polar`.
+      labels: see `scale_by_scaled_polar`; of leaves that no linear gauge is connected with.
+
+    Returns:
+      The optimizer. Its `update` needs `params`. A factor and its bias are one matrix, of which the bias is a row.
+
+    Raises:
+      ValueError: as `ddc_muon`.
+
+    >>> gauge = go.head_linear({"a": "_ basis"}, {"b": "basis _"})
+    >>> params = {"a": jnp.array([[2.0], [1.0]]), "b": jnp.array([[0.5, 0.0]])}
+    >>> twin = gauge.act({"": jnp.array([[100.0]])}, params)
+    >>> tx = go.quotient_muon(0.1, gauge)
+    >>> def step(p):
+    ...     grads = jax.grad(lambda p: jnp.sum(jnp.square(p["a"] @ p["b"] - jnp.eye(2))))(p)
+    ...     p = optax.apply_updates(p, tx.update(grads, tx.init(p), p)[0])
+    ...     return (p["a"] @ p["b"]).round(3).tolist()
+    >>> step(params) == step(twin)
+    True
+
+    Reference: When Equivalent Weights Train Differently, §6; DESIGN §5; `optax.contrib.muon` for names and defaults.
+    """
+    if consistent_rms is not None:
+        scale = rms_alone("quotient_muon", consistent_rms, scale)
+    options, polar = polar_method(
+        ns_coeffs, ns_steps, beta, eps, mu_dtype, nesterov, scale, adam_b1, adam_b2, adam_eps_root, "frozen", "linear",
+        1.0, 0.1, None, True,
+    )  # fmt: skip
+    zero = jnp.zeros((), jnp.int32)
+    adam = Adam(adam_b1, adam_b2, options.eps, adam_eps_root, zero, nesterov)
+    base = Base(adam._replace(b1=beta), polar)
+    rates = Rates(learning_rate, weight_decay)
+
+    def rest_of(rest: Product) -> optax.GradientTransformationExtraArgs:
+        return ddc_muon(
+            learning_rate, rest, ns_coeffs, ns_steps, beta, eps, weight_decay, weight_decay_mask, mu_dtype,
+            nesterov=nesterov, adam_b1=adam_b1, adam_b2=adam_b2, adam_eps_root=adam_eps_root,
+            adam_weight_decay=adam_weight_decay, adam_learning_rate=adam_learning_rate, scale=scale, labels=labels,
+        )  # fmt: skip
+
+    return quotient("quotient_muon", gauges, Moments(adam, base, mu_dtype), rates, weight_decay_mask, rest_of)

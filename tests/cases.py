@@ -592,6 +592,9 @@ TRANSFORM_CASES: tuple[TransformCase, ...] = (
     TransformCase("hyperball/schedule", _hyperball, {"learning_rate": _falling}),
     TransformCase("ddc_adamw/number", go.ddc_adamw, {"learning_rate": 0.01}),
     TransformCase("ddc_adamw/schedule", go.ddc_adamw, {"learning_rate": _falling, "weight_decay": _falling}),
+    TransformCase("quotient_adamw/number", go.quotient_adamw, {"learning_rate": 0.01}),
+    TransformCase("quotient_muon/schedule", go.quotient_muon, {"learning_rate": _falling, "weight_decay": _falling}),
+    TransformCase("equivariant/adamw", go.equivariant, {"inner": optax.adamw(0.01)}),
     TransformCase("ddc_muon/number", go.ddc_muon, {"learning_rate": 0.01}),
     TransformCase(
         "ddc_muon/schedule",

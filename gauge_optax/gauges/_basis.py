@@ -150,7 +150,7 @@ def degenerate(values: jax.Array, live_threshold: float | jax.Array) -> jax.Arra
 
 
 def anchor(head: HeadInstance, hat: Values, after: Sequence[HeadBlock] = ()) -> jax.Array:
-    """CᵀW of every head, (*shape, d, d), with the same constant C whatever the point; `after` blocks that have theirs."""
+    """CᵀW of every head, (*shape, d, d), C the same whatever the point; another C than the blocks in `after` have."""
     total = jnp.zeros((*head.shape, head.size, head.size), next(iter(hat.values())).dtype)
     for number, block in enumerate(head.blocks, len(after)):
         constant = _noise(number, head.rows(block), head.size).astype(total.dtype)

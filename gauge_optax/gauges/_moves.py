@@ -1,13 +1,11 @@
 """How vectors move under a group element: tangents as S, cotangents as S⁻ᵀ, squares of cotangents entry by entry.
 
-Here: vectors of a whole tree or of some of its leaves (an optimizer's state may hold part of them). Not here: how points
-move (`Gauge.act`), which vectors an optimizer's state holds (`transport`).
+Here: vectors of a whole tree or of some of its leaves (an optimizer's state may hold part of them). Not here: how
+points move (`Gauge.act`), which vectors an optimizer's state holds (`transport`).
 """
 
-from collections.abc import Callable
 from typing import Any, TypeVar
 
-import jax
 import jax.numpy as jnp
 
 from gauge_optax.binding import leaves_by_path, with_leaves
@@ -47,8 +45,3 @@ def move_tangent(group: Product, element: Element, params: Any, tangent: Tree) -
 def move_cotangent(group: Product, element: Element, params: Any, cotangent: Tree) -> Tree:
     """A cotangent at θ carried to g·θ: as `move_tangent`, by the inverse transpose."""
     return move_tangent(group, group.dual(element), params, cotangent)
-
-
-def by_leaf(tree: Tree, change: Callable[[str, jax.Array], jax.Array]) -> Tree:
-    """The tree with every leaf changed, by path."""
-    return with_leaves(tree, {path: change(path, leaf) for path, leaf in leaves_by_path(tree).items()})

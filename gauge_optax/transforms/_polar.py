@@ -45,12 +45,16 @@ def polar_steps(options: PolarOptions, matrices: Mapping[str, Matrices], mean: M
     Returns:
       The leaves; zero where the moment is zero.
     """
-    return {path: own.leaf(_scaled_polar(options, own, own.view(mean[path]))) for path, own in matrices.items()}
+    return {
+        path: own.leaf(scaled_polar(options, (own.fan_in, own.fan_out), own.view(mean[path])))
+        for path, own in matrices.items()
+    }
 
 
-def _scaled_polar(options: PolarOptions, own: Matrices, m: jax.Array) -> jax.Array:
+def scaled_polar(options: PolarOptions, fans: tuple[int, int], m: jax.Array) -> jax.Array:
+    """C·P of matrices (…, rows, columns) with these numbers of inputs and outputs."""
     factor = polar(m, options.schedule, eps=options.eps)
-    fan_in, fan_out = own.fan_in, own.fan_out
+    fan_in, fan_out = fans
     if not isinstance(options.scale, str):
         return options.scale * math.sqrt(max(fan_in, fan_out)) * factor
     if options.scale == "width":

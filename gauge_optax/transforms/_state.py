@@ -102,15 +102,16 @@ class Method(NamedTuple):
 
 def apart(method: Method) -> tuple[Method, Any]:
     """The settings without those that are arrays (a schedule's, an injected hyperparameter's), and these."""
-
-    def split(chosen: Chosen) -> tuple[Chosen, dict[str, Any]]:
-        named = chosen._asdict()  # type: ignore[attr-defined]
-        traced = {k: x for k, x in named.items() if isinstance(x, jax.Array | np.ndarray)}
-        return chosen._replace(**dict.fromkeys(traced)), traced  # type: ignore[attr-defined]
-
-    options, arrays = split(method.options)
-    polar, more = (None, {}) if method.polar is None else split(method.polar)
+    options, arrays = without_arrays(method.options)
+    polar, more = (None, {}) if method.polar is None else without_arrays(method.polar)
     return method._replace(options=options, polar=polar), (arrays, more)
+
+
+def without_arrays(chosen: Chosen) -> tuple[Chosen, dict[str, Any]]:
+    """A NamedTuple with None for its fields that are arrays, and these by name."""
+    named = chosen._asdict()  # type: ignore[attr-defined]
+    traced = {k: x for k, x in named.items() if isinstance(x, jax.Array | np.ndarray)}
+    return chosen._replace(**dict.fromkeys(traced)), traced  # type: ignore[attr-defined]
 
 
 def together(static: Method, traced: Any) -> Method:

@@ -213,7 +213,8 @@ def _mask_by_path(bound: Bound, mask: Mask, params: optax.Params) -> dict[str, b
     tree = mask(params) if callable(mask) else mask
     whole = jax.tree.map(lambda flag, part: jax.tree.map(lambda _: bool(flag), part), tree, params)
     flags = dict(zip(leaves, jax.tree.leaves(whole), strict=True))
-    groups = [(i.gauge, i.paths) for i in (*bound.scales, *bound.rotations, *bound.linear)]
+    groups = [(i.gauge, i.paths) for i in bound.scales] + [(i.gauge, i.paths) for i in bound.rotations]
+    groups += [(i.gauge, i.paths) for i in bound.linear]
     for gauge, paths in groups:
         on, off = [p for p in paths if flags[p]], [p for p in paths if not flags[p]]
         if on and off:

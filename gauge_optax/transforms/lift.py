@@ -1,9 +1,9 @@
 """The lift of any optimizer: it runs in one frame, chosen at the start, in which twins are the same weights.
 
 At `init` one element F₀ takes a representative that does not depend on where θ₀ stands on its orbit to θ₀ itself: the
-balanced one, its bases turned by a polar factor. The inner optimizer sees F₀⁻¹·θ and gradients carried along, for ever;
-its update is carried back. Elementwise, factored, clipped: the inner optimizer may do what it likes, since twins hand it
-the same numbers. DESIGN §1, §5.
+balanced one, its bases turned by a polar factor. The inner optimizer sees F₀⁻¹·θ and gradients carried along, for
+ever; its update is carried back. Elementwise, factored, clipped: the inner optimizer may do what it likes, since twins
+hand it the same numbers. DESIGN §1, §5.
 
 Here: a frame fixed at `init`. Not here: optimizers in the frame of the current point (`quotient`).
 """
@@ -120,10 +120,10 @@ def _settled(
     out = []
     for part, own, still in zip(group.parts, compact, group.identity(params), strict=True):
         bound, settled = part.bound(params), dict(own)
-        for instance in (*bound.rotations, *bound.linear):
-            found, x = framed[instance.paths[0]], own[instance.key]
+        for key, path in [(h.key, h.paths[0]) for h in bound.rotations] + [(i.key, i.paths[0]) for i in bound.linear]:
+            found, x = framed[path], own[key]
             whole = found.reshape(found.shape + (1,) * (x.ndim - found.ndim))
-            settled[instance.key] = jnp.where(whole, x, still[instance.key] if on_degenerate == "identity" else jnp.nan)
+            settled[key] = jnp.where(whole, x, still[key] if on_degenerate == "identity" else jnp.nan)
         out.append(settled)
     return tuple(out)
 

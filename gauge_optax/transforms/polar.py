@@ -166,6 +166,16 @@ def polar_method(
     return options, PolarOptions(beta, eps, schedule, scale)
 
 
+def rms_alone(name: str, consistent_rms: Scalar, scale: str | Scalar) -> Scalar:
+    """The number that optax calls `consistent_rms`, as a scale; raises ValueError beside another scale."""
+    if scale != "width":
+        raise binding_error(
+            name, "two scales", f"consistent_rms={consistent_rms!r} and scale={scale!r}", "one of them",
+            f"write scale={consistent_rms!r}",
+        )  # fmt: skip
+    return consistent_rms
+
+
 @dataclasses.dataclass(frozen=True)
 class Routing:
     """Which leaves are stepped by their polar factor.

@@ -50,15 +50,27 @@ class TransformCase:
       name: "constructor/variant".
       factory: the public constructor, or what calls it with gauges where it takes none.
       options: its arguments, `gauges` apart.
+      linear: whether it is tried with GL(d_h) in place of the rotation of values and outputs.
     """
 
     name: str
     factory: Callable[..., optax.GradientTransformationExtraArgs]
     options: Mapping[str, Any]
+    linear: bool = False
 
     def make(self, gauges: Sequence[Gauge]) -> optax.GradientTransformationExtraArgs:
         """The transformation: an optimizer, or a link of a chain."""
-        return self.factory(gauges=gauges, **self.options)
+        return self.factory(gauges=self.of_its_kind(gauges), **self.options)
+
+    def of_its_kind(self, gauges: Sequence[Gauge]) -> list[Gauge]:
+        """The list with linear gauges for rotations of values and outputs, where that is what this row is about."""
+        return [_as_linear(gauge) if self.linear and gauge.name == "head_rotation" else gauge for gauge in gauges]
+
+
+def _as_linear(rotation: Any) -> Gauge:
+    blocks = {spec.pattern: spec.axes for spec in rotation.specs}
+    right = {pattern: axes for pattern, axes in blocks.items() if pattern.startswith("out")}
+    return go.head_linear({pattern: axes for pattern, axes in blocks.items() if pattern not in right}, right)
 
 
 # Parameters ---------------------------------------------------------------------------------------
@@ -592,9 +604,18 @@ TRANSFORM_CASES: tuple[TransformCase, ...] = (
     TransformCase("hyperball/schedule", _hyperball, {"learning_rate": _falling}),
     TransformCase("ddc_adamw/number", go.ddc_adamw, {"learning_rate": 0.01}),
     TransformCase("ddc_adamw/schedule", go.ddc_adamw, {"learning_rate": _falling, "weight_decay": _falling}),
-    TransformCase("quotient_adamw/number", go.quotient_adamw, {"learning_rate": 0.01}),
-    TransformCase("quotient_muon/schedule", go.quotient_muon, {"learning_rate": _falling, "weight_decay": _falling}),
+    TransformCase("gauge_project/linear", go.gauge_project, {}, linear=True),
+    TransformCase("clip_by_invariant_norm/linear", go.clip_by_invariant_norm, {"max_norm": 1.0}, linear=True),
+    TransformCase("quotient_adamw/rotation", go.quotient_adamw, {"learning_rate": 0.01}),
+    TransformCase("quotient_adamw/linear", go.quotient_adamw, {"learning_rate": 0.01, "nesterov": True}, linear=True),
+    TransformCase(
+        "quotient_muon/linear",
+        go.quotient_muon,
+        {"learning_rate": _falling, "weight_decay": _falling, "adam_learning_rate": 0.01},
+        linear=True,
+    ),
     TransformCase("equivariant/adamw", go.equivariant, {"inner": optax.adamw(0.01)}),
+    TransformCase("equivariant/linear", go.equivariant, {"inner": optax.lion(0.01)}, linear=True),
     TransformCase("ddc_muon/number", go.ddc_muon, {"learning_rate": 0.01}),
     TransformCase(
         "ddc_muon/schedule",

@@ -32,8 +32,8 @@ SHAPES: dict[str, dict[str, tuple[int, ...]]] = {
     "norm": {"scale": (3,)},
     "up": {"kernel": (3, 4), "bias": (4,)},
     "down": {"kernel": (4, 3)},
-    "value": {"kernel": (3, 2, 4)},
-    "out": {"kernel": (2, 4, 3)},
+    "value": {"kernel": (3, 2, 3)},
+    "out": {"kernel": (2, 3, 3)},
     "query": {"kernel": (3, 2, 2)},
     "key": {"kernel": (3, 2, 2)},
     "normed": {"kernel": (3, 2)},
@@ -242,7 +242,7 @@ def _labels() -> Tree:
 
 
 def _injected(case: TransformCase) -> Transformation:
-    return optax.inject_hyperparams(case.factory)(gauges=SHORT, **case.options)
+    return optax.inject_hyperparams(case.factory)(gauges=case.of_its_kind(SHORT), **case.options)
 
 
 def _multi_steps(case: TransformCase) -> Transformation:
@@ -274,7 +274,7 @@ WRAPPERS = {
     "partition": _partitioned,
     "apply_if_finite": _apply_if_finite,
 }
-SHAPED_LIKE_PARAMS = {".mu", ".nu", ".acc_grads"}
+SHAPED_LIKE_PARAMS = {".mu", ".nu", ".basis", ".acc_grads"}
 
 
 @rows
@@ -301,7 +301,8 @@ def test_map_params_gives_moments_the_specs_of_their_leaves(case: TransformCase)
 
 def _complaint(case: TransformCase, gauge: str) -> tuple[str, str]:
     """Who complains, and what it asks for. Hyperball is bound to leaves by itself: there is no gauge to name."""
-    return ("hyperball", "own axes") if case.name.startswith("hyperball/") else (gauge, "own gauge list")
+    own = "head_linear" if case.linear and gauge == "head_rotation" else gauge
+    return ("hyperball", "own axes") if case.name.startswith("hyperball/") else (own, "own gauge list")
 
 
 @rows

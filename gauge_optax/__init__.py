@@ -8,6 +8,7 @@ from gauge_optax.gauges.rescale import norm_scale, rescale, scale_invariant
 from gauge_optax.gauges.rotation import head_rotation
 from gauge_optax.gauges.shift import logit_shift
 from gauge_optax.gauges.torus import rope_torus
+from gauge_optax.measure._sensitivity import gauge_sensitivity
 from gauge_optax.measure.shrink import gram_evolution
 from gauge_optax.optimizers import ddc_adamw, ddc_muon, quotient_adamw, quotient_muon
 from gauge_optax.transforms.clip import clip_by_invariant_norm
@@ -21,7 +22,7 @@ from gauge_optax.transforms.retract import gauge_retract
 
 __all__ = [
     "Gauge", "add_gauge_decay", "clip_by_invariant_norm", "ddc_adamw", "ddc_muon", "equivariant", "gauge_project",
-    "gauge_retract", "gram_evolution", "head_linear", "head_rotation", "hyperball", "logit_shift", "measure",
-    "norm_scale", "product", "quotient_adamw", "quotient_muon", "rescale", "rope_linear", "rope_torus",
-    "scale_by_ddc", "scale_by_scaled_polar", "scale_invariant", "testing",
+    "gauge_retract", "gauge_sensitivity", "gram_evolution", "head_linear", "head_rotation", "hyperball",
+    "logit_shift", "measure", "norm_scale", "product", "quotient_adamw", "quotient_muon", "rescale", "rope_linear",
+    "rope_torus", "scale_by_ddc", "scale_by_scaled_polar", "scale_invariant", "testing",
 ]  # fmt: skip

@@ -1,5 +1,6 @@
 """Measurements that read gauges and treat an optimizer as a black box."""
 
+from gauge_optax.measure._sensitivity import gauge_sensitivity
 from gauge_optax.measure.adam import adam_factors, adam_precondition
 from gauge_optax.measure.leakage import rescale_leakage, rotation_leakage, step_leakage
 from gauge_optax.measure.motion import drift, vertical_motion
@@ -11,6 +12,7 @@ __all__ = [
     "adam_factors",
     "adam_precondition",
     "drift",
+    "gauge_sensitivity",
     "gram_evolution",
     "leakage_along",
     "predicted_drift",

@@ -1,0 +1,308 @@
+"""quotient_adamw and quotient_muon: the represented step is that of the represented point.
+
+The post's two examples with its own numbers, twins under GL at condition 100, whole lists of gauges on real models, and
+factors that lack ranks.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import gauge_optax as go
+from gauge_optax.binding import leaves_by_path
+from models import lm
+from tests.quick import jit
+from tests.tolerances import tolerance
+
+Tree = Any
+Make = Callable[[Any], optax.GradientTransformationExtraArgs]
+
+RATE, EPS = 1e-3, 1e-3
+LORA = go.head_linear({"a": "_ basis"}, {"b": "basis _"})
+OURS: dict[str, Make] = {
+    "quotient_adamw": lambda gauges: go.quotient_adamw(1e-2, gauges, weight_decay=0.1),
+    "quotient_muon": lambda gauges: go.quotient_muon(1e-2, gauges, weight_decay=0.1),
+}
+CONDITION_100 = 2.303
+
+
+def _one_step(tx: optax.GradientTransformation, loss: Callable[[Tree], jax.Array], params: Tree) -> Tree:
+    updates, _ = tx.update(jax.grad(loss)(params), tx.init(params), params)
+    return optax.apply_updates(params, updates)
+
+
+def _relative(found: Any, expected: Any) -> float:
+    return float(jnp.linalg.norm(found - expected) / jnp.linalg.norm(expected))
+
+
+# The post's examples ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("gauge", ["head_linear", "rescale"])
+@pytest.mark.parametrize("name", OURS)
+def test_scalar_factors_take_one_represented_step(name: str, gauge: str, x64: None) -> None:
+    """§2: a·b = 1 − ε, balanced and with a = 1/K: coordinate descent takes one of them to a loss of 5e11."""
+    shape = (1, 1) if gauge == "head_linear" else ()
+    own = go.head_linear({"a": "_ basis"}, {"b": "basis _"}) if shape else go.rescale({"a": ""}, {"b": ""})
+    balanced, imbalanced = (
+        {"a": jnp.full(shape, a), "b": jnp.full(shape, (1 - EPS) / a)} for a in (np.sqrt(1 - EPS), 1e-6)
+    )
+
+    def loss(p: Tree) -> jax.Array:
+        return 0.5 * jnp.sum(jnp.square(p["a"] * p["b"] - 1.0))
+
+    def motion(tx: optax.GradientTransformation, p: Tree) -> float:
+        after = _one_step(tx, loss, p)
+        return float(jnp.sum(after["a"] * after["b"])) - float(jnp.sum(p["a"] * p["b"]))
+
+    for p in (balanced, imbalanced):
+        np.testing.assert_allclose(loss(p), 5e-7, rtol=1e-9)
+    assert motion(optax.sgd(RATE), imbalanced) > 1e5 * motion(optax.sgd(RATE), balanced)
+    tx = OURS[name](own)
+    here, there = motion(tx, balanced), motion(tx, imbalanced)
+    assert abs(there - here) <= 1e-9 * abs(here) and here > 1e-3
+
+
+def _diagonal(k: float, turns: tuple[int, ...] = ()) -> Tree:
+    """§6: A = diag(K, 1/K) and B = (1 − ε)·A⁻¹; with seeds, turned by orthogonal matrices on both sides of each."""
+    a, b = np.diag([k, 1 / k]), (1 - EPS) * np.diag([1 / k, k])
+    if turns:
+        rows, basis, columns = (np.linalg.qr(np.random.default_rng(s).normal(size=(2, 2)))[0] for s in turns)
+        a, b = rows @ a @ basis, columns @ b @ basis
+    return {"a": jnp.asarray(a), "b": jnp.asarray(b.T)}
+
+
+def _distance_from_identity(p: Tree) -> jax.Array:
+    return 0.5 * jnp.sum(jnp.square(p["a"] @ p["b"] - jnp.eye(2)))
+
+
+POWERS = [10.0**n for n in range(9)]
+
+
+@pytest.mark.parametrize(("left", "right"), [(0.9, 0.9), (1.0, 0.5), (1.0, 1.0)])
+def test_factorwise_muon_explodes_as_the_post_says(left: float, right: float, x64: None) -> None:
+    """m₁ and m₂ of §6, by a polar factor from a singular value decomposition and decoupled shrinks."""
+
+    def polar_step(grads: Tree, params: Tree) -> Tree:
+        del params
+        decomposed = jax.tree.map(lambda g: jnp.linalg.svd(g)[::2], grads)
+        return jax.tree.map(lambda uv: uv[0] @ uv[1], decomposed, is_leaf=lambda x: isinstance(x, tuple))
+
+    shrink = {"left": (1 - left) / RATE, "right": (1 - right) / RATE}
+    tx = optax.chain(optax.stateless(polar_step), go.add_gauge_decay(shrink, LORA), optax.scale(-RATE))
+    for k in POWERS:
+        after = _one_step(tx, _distance_from_identity, _diagonal(k))
+        product = after["a"] @ after["b"]
+        kept = left * right * (1 - EPS) + RATE**2
+        m1 = kept + left * RATE * k + right * RATE * (1 - EPS) / k
+        m2 = kept + left * RATE / k + right * RATE * (1 - EPS) * k
+        np.testing.assert_allclose(jnp.diag(product), [m1, m2], rtol=1e-12)
+        np.testing.assert_allclose(
+            _distance_from_identity(after), 0.5 * ((m1 - 1) ** 2 + (m2 - 1) ** 2), rtol=1e-9, atol=1e-15
+        )
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_the_two_by_two_step_does_not_depend_on_k(name: str, x64: None) -> None:
+    tx = OURS[name](LORA)
+    step = jit(lambda p: _one_step(tx, _distance_from_identity, p))
+
+    def product(p: Tree) -> jax.Array:
+        after = step(p)
+        return after["a"] @ after["b"]
+
+    reference = product(_diagonal(1.0))
+    assert max(_relative(product(_diagonal(k)), reference) for k in POWERS) <= 1e-8
+    for seeds in ((1, 2, 3), (4, 5, 6)):
+        turned = product(_diagonal(1.0, seeds))
+        errors = {k: _relative(product(_diagonal(k, seeds)), turned) for k in POWERS}
+        print(name, seeds, {f"{k:.0e}": f"{error:.0e}" for k, error in errors.items()})
+        assert max(errors[k] for k in (1.0, 10.0, 100.0)) <= 1e-8
+
+
+# Twins --------------------------------------------------------------------------------------------
+
+
+def _normal(seed: int, **shapes: tuple[int, ...]) -> Tree:
+    draw = np.random.default_rng(seed).normal
+    tree: Tree = {}
+    for name, shape in shapes.items():
+        *parents, last = name.split("__")
+        inner = functools.reduce(lambda t, parent: t.setdefault(parent, {}), parents, tree)
+        inner[last] = jnp.asarray(draw(size=shape))
+    return tree
+
+
+X = np.random.default_rng(7).normal(size=(16, 12))
+Y = np.random.default_rng(8).normal(size=(16, 10))
+
+
+def _lora_product(p: Tree) -> jax.Array:
+    return p["a"] @ p["b"]
+
+
+def _lora_loss(p: Tree, rows: int = 16) -> jax.Array:
+    x, y = (jnp.asarray(z[:rows], p["a"].dtype) for z in (X, Y))
+    return jnp.mean(jnp.square(x @ _lora_product(p) - y))
+
+
+def _query_key_product(p: Tree) -> jax.Array:
+    query, key = (jnp.concatenate([p[n]["kernel"], p[n]["bias"][None]]) for n in ("query", "key"))
+    return jnp.einsum("dhe,fhe->hdf", query, key)
+
+
+def _value_out_product(p: Tree) -> jax.Array:
+    value = jnp.concatenate([p["value"]["kernel"], p["value"]["bias"][None]])
+    return jnp.einsum("dhe,hef->hdf", value, p["out"])
+
+
+def _product_loss(product: Callable[[Tree], jax.Array], p: Tree) -> jax.Array:
+    """Of inputs with a constant; sees every entry of the products."""
+    m = product(p)
+    x = jnp.asarray(np.random.default_rng(9).normal(size=(5, m.shape[1])), m.dtype)
+    return jnp.mean(jnp.square(jnp.tanh(jnp.einsum("nd,hdf->nhf", x, m)) - 0.3))
+
+
+def _bound(kernel: str, bias: str) -> dict[str, str]:
+    return {kernel: "_ head basis", bias: "head basis"}
+
+
+CASES: dict[str, tuple[go.Gauge, Tree, Callable[[Tree], jax.Array], Callable[[Tree], jax.Array]]] = {
+    "lora": (LORA, functools.partial(_normal, 0, a=(12, 4), b=(4, 10)), _lora_product, _lora_loss),
+    "query_key": (
+        go.head_linear(_bound("query/kernel", "query/bias"), _bound("key/kernel", "key/bias")),
+        functools.partial(
+            _normal, 1, query__kernel=(6, 2, 3), query__bias=(2, 3), key__kernel=(6, 2, 3), key__bias=(2, 3)
+        ),
+        _query_key_product,
+        functools.partial(_product_loss, _query_key_product),
+    ),
+    "value_out": (
+        go.head_linear(_bound("value/kernel", "value/bias"), {"out": "head basis _"}),
+        functools.partial(_normal, 2, value__kernel=(6, 2, 3), value__bias=(2, 3), out=(2, 3, 6)),
+        _value_out_product,
+        functools.partial(_product_loss, _value_out_product),
+    ),
+}
+
+
+def _train(tx: optax.GradientTransformation, loss: Callable[[Tree], jax.Array], *starts: Tree) -> list[list[Tree]]:
+    """Every point of 20 steps from each start; compiled once."""
+
+    @jit
+    def step(params: Tree, state: Tree) -> tuple[Tree, Tree]:
+        updates, state = tx.update(jax.grad(loss)(params), state, params)
+        return optax.apply_updates(params, updates), state
+
+    paths = []
+    for params in starts:
+        state, path = tx.init(params), [params]
+        for _ in range(20):
+            params, state = step(params, state)
+            path.append(params)
+        paths.append(path)
+    return paths
+
+
+def _twin_error(name: str, make: Make, params: Tree, seed: int, loss: Any = None) -> float:
+    """Largest relative distance of represented products over 20 steps."""
+    gauge, _, product, own = CASES[name]
+    twin = gauge.act(gauge.sample(jax.random.key(seed), params, CONDITION_100), params)
+    ours, theirs = _train(make(gauge), loss or own, params, twin)
+    assert _relative(product(params), product(ours[-1])) > 1e-3, "nothing moved"
+    return max(_relative(product(b), product(a)) for a, b in zip(ours[1:], theirs[1:], strict=True))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_products_stay_together_at_condition_100(case: str, x64: None) -> None:
+    params = CASES[case][1]()
+    assert _twin_error(case, lambda _: optax.adamw(1e-2), params, 0) > 1e-2, "AdamW does not see these twins apart"
+    for name, make in OURS.items():
+        error = max(_twin_error(case, make, params, seed) for seed in range(2))
+        print(f"{case} {name}: {error:.1e}")
+        assert error <= 1e-10
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_products_stay_together_in_float32(name: str) -> None:
+    params = jax.tree.map(lambda x: x.astype(jnp.float32), CASES["value_out"][1]())
+    error = _twin_error("value_out", OURS[name], params, 0)
+    print(f"{name}: {error:.1e}")
+    assert error <= tolerance("twins", "float32")
+
+
+@pytest.mark.parametrize("rows", [16, 2])
+@pytest.mark.parametrize("name", OURS)
+def test_lora_starts_from_zero(name: str, rows: int, x64: None) -> None:
+    """B = 0, and with two examples a B that has rank 2 of 4 for ever."""
+    params = CASES["lora"][1]()
+    params = params | {"b": jnp.zeros_like(params["b"])}
+    loss = functools.partial(_lora_loss, rows=rows)
+    assert _twin_error("lora", OURS[name], params, 0, loss) <= 1e-10
+    (path,) = _train(OURS[name](LORA), loss, params)
+    assert all(bool(jnp.all(jnp.isfinite(x))) for x in jax.tree.leaves(path[-1]))
+    assert float(loss(path[-1])) < 0.9 * float(loss(params))
+
+
+# Whole lists --------------------------------------------------------------------------------------
+
+SIZES: dict[str, Any] = dict(vocab=11, d_model=6, layers=1, heads=2, kv_heads=2, d_head=3, d_ff=7, max_len=6)
+CONFIGS = {"gpt": lm.LMConfig(**SIZES), "llama": lm.llama_config(**SIZES | {"heads": 4, "d_head": 4})}
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        ("gpt", "quotient_adamw"),
+        ("llama", "quotient_muon"),
+        pytest.param("gpt", "quotient_muon", marks=pytest.mark.slow),
+        pytest.param("llama", "quotient_adamw", marks=pytest.mark.slow),
+    ],
+)
+def test_whole_models_are_one_function(model: str, name: str) -> None:
+    """Norms, units, shifts and rotary planes beside GL(d_h) on the same leaves: one element of all of them at once."""
+    for dtype in ("float64", "float32"):
+        with jax.enable_x64(dtype == "float64"):
+            _check_model(model, name, dtype)
+
+
+def _check_model(model: str, name: str, dtype: str) -> None:
+    params, loss = lm.params_and_loss(CONFIGS[model], jax.random.key(1))
+    params = jax.tree.map(lambda x: x.astype(dtype), params)
+    params = jax.tree.map(lambda x: x + 0.2 * np.random.default_rng(x.size).normal(size=x.shape).astype(dtype), params)
+    tokens = jax.random.randint(jax.random.key(0), (6, 7), 0, SIZES["vocab"])
+    group = go.product(lm.gauges(CONFIGS[model], linear=True))
+    element = group.sample(jax.random.key(3), params)
+    twin = group.act(element, params)
+    ours, theirs = (p[-1] for p in _train(OURS[name](group), lambda p: loss(p, tokens), params, twin))
+    assert float(loss(ours, tokens)) < float(loss(params, tokens))
+    assert _relative(loss(theirs, tokens), loss(ours, tokens)) <= tolerance("twin_loss", dtype)
+    moved, found = leaves_by_path(group.act(element, ours)), leaves_by_path(theirs)
+    errors = {p: _relative(found[p], x) for p, x in moved.items() if not p.endswith("key/bias")}
+    print(f"{model} {name} {dtype}: leaves {max(errors.values()):.1e}")
+    assert max(errors.values()) <= tolerance("twins", dtype), errors
+
+
+def test_other_gauges_are_stepped_by_ddc(x64: None) -> None:
+    """A list without linear gauges is `ddc_adamw`'s; beside one, leaves that it does not touch do not notice."""
+    unit = go.rescale({"up": "_ channel"}, {"down": "channel _"})
+    params = _normal(3, a=(4, 2), b=(2, 5), up=(4, 3), down=(3, 4), free=(5,))
+    grads = _normal(4, a=(4, 2), b=(2, 5), up=(4, 3), down=(3, 4), free=(5,))
+    expected, _ = (tx := go.ddc_adamw(1e-2, unit)).update(grads, tx.init(params), params)
+    for gauges in ([unit], [LORA, unit]):
+        tx = go.quotient_adamw(1e-2, gauges)
+        found, _ = tx.update(grads, tx.init(params), params)
+        for leaf in ("up", "down", "free"):
+            np.testing.assert_allclose(found[leaf], expected[leaf], rtol=1e-12)
+
+
+def test_a_mask_may_not_split_a_pair() -> None:
+    tx = go.quotient_adamw(1e-2, LORA, mask={"a": True, "b": False})
+    with pytest.raises(ValueError, match="the mask splits head_linear at 'b'"):
+        tx.init(_normal(0, a=(4, 2), b=(2, 5)))

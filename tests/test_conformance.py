@@ -274,7 +274,7 @@ WRAPPERS = {
     "partition": _partitioned,
     "apply_if_finite": _apply_if_finite,
 }
-SHAPED_LIKE_PARAMS = {".mu", ".nu", ".basis", ".acc_grads"}
+SHAPED_LIKE_PARAMS = {".mu", ".nu", ".columns", ".acc_grads"}
 
 
 @rows

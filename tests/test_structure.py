@@ -28,6 +28,7 @@ LAYERS: dict[str, int] = {
     "binding": 1,
     "linalg": 1,
     "factors": 1,
+    "_sequence": 1,
     "gauges": 2,
     "transforms": 3,
     "optimizers": 4,

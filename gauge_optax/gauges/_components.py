@@ -176,18 +176,3 @@ def collect_heads(parts: Sequence[Component], found: Sequence[Sequence[Any]]) ->
 
 def _picked(n: int) -> Callable[[jax.Array], jax.Array]:
     return lambda x: x[n] if jnp.ndim(x) else x
-
-
-def after(finished: Any) -> jax.Array:
-    """The number 1, not known before the arrays of `finished` are.
-
-    Args:
-      finished: a pytree of arrays.
-
-    Returns:
-      A scalar to multiply something with that everything of the next component follows from.
-    """
-    one = jnp.ones(())
-    firsts = [x[(0,) * jnp.ndim(x)].astype(one.dtype) for x in jax.tree.leaves(finished) if jnp.size(x)]
-    # Nothing exceeds infinity, NaN neither; the compiler does not know that.
-    return jnp.where(sum(firsts, start=0.0 * one) > jnp.inf, 2.0, one)

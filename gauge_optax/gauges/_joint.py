@@ -19,8 +19,8 @@ from gauge_optax.gauges._linear import (
     LinearFrame,
     LinearInstance,
     add_orbit,
-    balanced_frame,
-    generator,
+    balanced_frames,
+    generators,
     pairing,
 )
 from gauge_optax.gauges._scale import Values
@@ -62,12 +62,12 @@ def solve(system: ScaleSystem, linear: tuple[LinearInstance, ...], values: Value
     """
     f = _frame.solve(system, values)
     if not shares_leaves(system, linear):
-        return JointFrame(f, _linear_frames(linear, values))
+        return JointFrame(f, balanced_frames(linear, values))
     tolerance = 32.0 * float(jnp.finfo(real_dtype()).eps)
 
     def turn(carry: tuple[Channels, jax.Array, jax.Array]) -> tuple[Channels, jax.Array, jax.Array]:
         f, _, count = carry
-        balanced = _balanced(linear, _linear_frames(linear, _divided(system, values, f)), values)
+        balanced = _balanced(linear, balanced_frames(linear, _divided(system, values, f)), values)
         new = _frame.solve(system, balanced)
         moved = jnp.max(jnp.stack([jnp.max(jnp.abs(a - b), initial=0.0) for a, b in zip(new, f, strict=True)]))
         return new, moved, count + 1
@@ -77,15 +77,11 @@ def solve(system: ScaleSystem, linear: tuple[LinearInstance, ...], values: Value
 
     start = f, jnp.asarray(jnp.inf, real_dtype()), jnp.zeros((), jnp.int32)
     f = jax.lax.while_loop(unfinished, turn, start)[0]
-    return JointFrame(f, _linear_frames(linear, _divided(system, values, f)))
+    return JointFrame(f, balanced_frames(linear, _divided(system, values, f)))
 
 
 def _divided(system: ScaleSystem, values: Values, f: Channels) -> Values:
     return {**values, **_frame.in_frame(system, values, f)}
-
-
-def _linear_frames(linear: Sequence[LinearInstance], values: Values) -> tuple[LinearFrame, ...]:
-    return tuple(balanced_frame(instance, values) for instance in linear)
 
 
 def _balanced(linear: Sequence[LinearInstance], frames: Sequence[LinearFrame], values: Values) -> Values:
@@ -126,7 +122,7 @@ def coupled_rates(
 
     def precondition(rates: tuple[Channels, Generators]) -> tuple[Channels, Generators]:
         scales = tuple(safe_divide(a, d) for a, d in zip(rates[0], diagonal, strict=True))
-        return scales, tuple(generator(i, hat, z) for i, z in zip(linear, rates[1], strict=True))
+        return scales, generators(linear, hat, rates[1])
 
     return jax.scipy.sparse.linalg.cg(
         lambda rates: pairings(along(rates)), pairings(framed), tol=float(jnp.finfo(real_dtype()).eps),

@@ -8,13 +8,14 @@ H_A·Z + Z·H_B = Aᵀ·U_A − U_Bᵀ·B, a Sylvester equation, and in the bala
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from gauge_optax.factors import Balance, balance, triangular
+from gauge_optax._sequence import in_turn
+from gauge_optax.factors import balance, triangulars
 from gauge_optax.gauges._head import HeadInstance
 from gauge_optax.gauges._scale import Values
 from gauge_optax.linalg import eigenvalue_cutoff, matmul, symmetric_eigen, transpose
@@ -75,11 +76,6 @@ class LinearInstance:
         """A and B, (*shape, rows, size) each."""
         return self.left.stacked(values), self.right.stacked(values)
 
-    def balance(self, values: Values) -> Balance:
-        """S that makes the two sides' Gram matrices equal."""
-        left, right = self.factors(values)
-        return balance(triangular(left), triangular(right))
-
 
 class LinearFrame(NamedTuple):
     """A frame of one instance: θ = act(outer, θ̂).
@@ -93,10 +89,14 @@ class LinearFrame(NamedTuple):
     inner: jax.Array
 
 
-def balanced_frame(instance: LinearInstance, values: Values) -> LinearFrame:
-    """The frame in which an instance is balanced."""
-    found = instance.balance(values)
-    return LinearFrame(found.power(-1.0), found.power(1.0))
+def balanced_frames(linear: Sequence[LinearInstance], values: Values) -> tuple[LinearFrame, ...]:
+    """The frames in which instances are balanced, one after the other."""
+
+    def frame(rows: tuple[jax.Array, jax.Array]) -> LinearFrame:
+        found = balance(*triangulars(*rows))
+        return LinearFrame(found.power(-1.0), found.power(1.0))
+
+    return in_turn(frame, [instance.factors(values) for instance in linear])
 
 
 Frames = tuple[tuple[LinearInstance, LinearFrame], ...]
@@ -140,18 +140,25 @@ def pairing(instance: LinearInstance, hat: Values, framed: Mapping[str, jax.Arra
     return instance.left.gram(hat, framed) - instance.right.gram(framed, hat)
 
 
-def generator(instance: LinearInstance, hat: Values, paired: jax.Array) -> jax.Array:
-    """Z of H_A·Z + Z·H_B = paired.
+def generators(
+    linear: Sequence[LinearInstance], hat: Values, paired: Sequence[jax.Array]
+) -> tuple[jax.Array, ...]:
+    """Z of H_A·Z + Z·H_B = paired, per instance, one after the other.
 
     Args:
-      instance: the instance.
+      linear: the instances.
       hat: θ̂.
-      paired: (*shape, size, size).
+      paired: (*shape, size, size) each.
 
     Returns:
       Z, zero along pairs of directions that neither side has.
     """
-    (a, left), (b, right) = (symmetric_eigen(side.gram(hat, hat)) for side in (instance.left, instance.right))
+    grams = [(i.left.gram(hat, hat), i.right.gram(hat, hat)) for i in linear]
+    return in_turn(_sylvester, grams, paired)
+
+
+def _sylvester(grams: tuple[jax.Array, jax.Array], paired: jax.Array) -> jax.Array:
+    (a, left), (b, right) = in_turn(symmetric_eigen, grams)
     sums = jnp.maximum(a, 0.0)[..., :, None] + jnp.maximum(b, 0.0)[..., None, :]
     live = sums > eigenvalue_cutoff(sums.dtype) * jnp.max(sums, (-2, -1), keepdims=True)
     turned = matmul(matmul(transpose(left), paired), right)

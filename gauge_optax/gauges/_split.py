@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from gauge_optax._sequence import in_turn
 from gauge_optax.binding import Block, binding_error, leaves_by_path, overlap
 from gauge_optax.gauges import _frame, _joint, _linear
 from gauge_optax.gauges._head import BASIS, HeadInstance
@@ -261,12 +262,14 @@ def vertical_coordinates(bound: Bound, point: Point, framed: Values) -> Coordina
     Returns:
       The coordinates.
     """
-    heads = tuple(lyapunov(h.gram(point.hat, point.hat), skew(h.gram(point.hat, framed))) for h in bound.rotations)
+    grams = [h.gram(point.hat, point.hat) for h in bound.rotations]
+    heads = in_turn(lyapunov, grams, [skew(h.gram(point.hat, framed)) for h in bound.rotations])
     if bound.linear and _joint.shares_leaves(bound.system, bound.linear):
         scales, linear = _joint.coupled_rates(bound.system, bound.linear, point.hat, framed)
     else:
         scales = scale_coordinates(bound.system, point.hat, framed)
-        linear = tuple(_linear.generator(i, point.hat, _linear.pairing(i, point.hat, framed)) for i in bound.linear)
+        paired = [_linear.pairing(i, point.hat, framed) for i in bound.linear]
+        linear = _linear.generators(bound.linear, point.hat, paired)
     return Coordinates(scales, bound.shift_means(framed), heads, linear)
 
 

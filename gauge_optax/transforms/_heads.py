@@ -4,12 +4,13 @@ Here: refresh by drift or age, and the horizontal projection in the stored bases
 """
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 
+from gauge_optax._sequence import in_turn
 from gauge_optax.gauges._basis import (
     Group,
     HeadBasis,
@@ -20,10 +21,9 @@ from gauge_optax.gauges._basis import (
     stacked_gram,
     vertical_square,
 )
-from gauge_optax.gauges._components import after
 from gauge_optax.gauges._scale import Values
 from gauge_optax.gauges._split import Bound
-from gauge_optax.linalg import real_dtype, skew
+from gauge_optax.linalg import skew
 
 T = TypeVar("T")
 Arrays = dict[str, jax.Array]
@@ -35,19 +35,6 @@ LIVE = 1e-3  # directions whose drift counts: relative eigenvalue, as in body_fr
 def init_bases(bound: Bound, hat: Values) -> tuple[HeadBasis, ...]:
     """A fresh basis per group of equally shaped instances."""
     return in_turn(fresh_basis, [stacked_gram(g, hat, hat) for g in grouped(bound.heads)])
-
-
-def in_turn(make: Callable[..., T], grams: Sequence[jax.Array], *others: Sequence[Any]) -> tuple[T, ...]:
-    """make(gram, …) for every group, one after the other.
-
-    Two batched eigendecompositions at once can each occupy one of two CPU threads and wait for ever for the other's.
-    """
-    made: list[T] = []
-    one = jnp.ones((), real_dtype())
-    for gram, *rest in zip(grams, *others, strict=True):
-        made.append(make(one * gram, *rest))
-        one = after(made[-1])
-    return tuple(made)
 
 
 def refreshed(

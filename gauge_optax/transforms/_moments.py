@@ -10,12 +10,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from gauge_optax._sequence import in_turn
 from gauge_optax.gauges._basis import Group, HeadBasis, body_frame, degenerate, grouped, live_directions
 from gauge_optax.gauges._head import BASIS, HeadBlock, HeadInstance
 from gauge_optax.gauges._scale import Values
 from gauge_optax.gauges._split import Bound
 from gauge_optax.linalg import eigenvalue_cutoff, inverse_sqrt_by_products, matmul, real_dtype, transpose
-from gauge_optax.transforms._heads import in_turn, turned
+from gauge_optax.transforms._heads import turned
 from gauge_optax.transforms._here import Adam
 
 Arrays = dict[str, jax.Array]

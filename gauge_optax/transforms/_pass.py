@@ -14,11 +14,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from gauge_optax._sequence import after
 from gauge_optax.binding import leaves_by_path
 from gauge_optax.gauges._basis import grouped
 from gauge_optax.gauges._components import (
     Component,
-    after,
     collect_frame,
     collect_heads,
     collect_scales,

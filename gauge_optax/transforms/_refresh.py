@@ -10,9 +10,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from gauge_optax._sequence import after
 from gauge_optax.gauges import _split
 from gauge_optax.gauges._basis import Group, HeadBasis, body_frame, grouped
-from gauge_optax.gauges._components import Component, after, collect_heads
+from gauge_optax.gauges._components import Component, collect_heads
 from gauge_optax.gauges._frame import FrameState
 from gauge_optax.gauges._split import Bound
 from gauge_optax.transforms import _moments

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from gauge_optax._sequence import after
 from gauge_optax.gauges import _split
 from gauge_optax.gauges._basis import grouped
-from gauge_optax.gauges._components import after
 from gauge_optax.gauges._head import HeadBlock, HeadInstance
 from gauge_optax.gauges._matrices import Matrices
 from gauge_optax.gauges._split import Bound, Coordinates

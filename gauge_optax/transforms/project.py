@@ -14,10 +14,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from gauge_optax._sequence import after, in_turn
 from gauge_optax.binding import is_empty, leaves_by_path
 from gauge_optax.gauges import _frame, _split
 from gauge_optax.gauges._basis import HeadBasis, grouped, stacked_gram
-from gauge_optax.gauges._components import Component, after, collect_frame, collect_heads, components
+from gauge_optax.gauges._components import Component, collect_frame, collect_heads, components
 from gauge_optax.gauges._frame import FrameState
 from gauge_optax.gauges._scale import Values
 from gauge_optax.gauges._split import Bound, Point
@@ -26,7 +27,7 @@ from gauge_optax.gauges._tally import overlap_of
 from gauge_optax.gauges.base import Gauges
 from gauge_optax.gauges.product import product
 from gauge_optax.transforms._common import in_dtype_of, placeholder, require_choice, require_params
-from gauge_optax.transforms._heads import LIVE, horizontal, in_turn, init_bases, refreshed
+from gauge_optax.transforms._heads import LIVE, horizontal, init_bases, refreshed
 from gauge_optax.transforms._here import gated
 
 Arrays = dict[str, jax.Array]

@@ -8,13 +8,14 @@ go to `fused`.
 Here: the division, the state, the order of things. Not here: the maths of a pair (`_pairs`).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from gauge_optax._sequence import alike
 from gauge_optax.binding import is_empty, leaves_by_path, with_leaves
 from gauge_optax.gauges import _frame
 from gauge_optax.gauges._head import BASIS, HeadInstance
@@ -56,7 +57,7 @@ class QuotientState(NamedTuple):
       count: steps so far, int32.
       mu: first moment of the in-frame gradient, on the leaves stepped here.
       nu: second moment of leaves that have one each; `optax.MaskedNode` elsewhere.
-      basis: orthonormal columns of both factors of every pair, on their leaves.
+      columns: orthonormal columns of both factors of every pair, on their leaves.
       gauges: second moments of pairs and of rotated rows, (…, d, d).
       rest: of the optimizer of all other leaves.
     """
@@ -64,7 +65,7 @@ class QuotientState(NamedTuple):
     count: jax.Array  # type: ignore[assignment]
     mu: optax.Updates
     nu: optax.Updates
-    basis: optax.Updates
+    columns: optax.Updates
     gauges: Any
     rest: Any
 
@@ -150,9 +151,9 @@ def quotient(
         decay_factors(rates.weight_decay, parts.bound, params, "adamw", mask)
         mu = _only(params, parts.bound.offset, lambda p: zeros_sharded_like(p, moments.mu_dtype or _wide(p)))
         nu = _only(params, parts.elementwise, lambda p: zeros_sharded_like(p, _wide(p)))
-        basis = _only(params, parts.paired, lambda p: zeros_sharded_like(p, _wide(p)))
+        columns = _only(params, parts.paired, lambda p: zeros_sharded_like(p, _wide(p)))
         rest = rest_of(parts.rest).init(_without(params, parts.bound.offset))
-        return QuotientState(count, mu, nu, basis, _outers(parts, moments.base), rest)
+        return QuotientState(count, mu, nu, columns, _outers(parts, moments.base), rest)
 
     def update_fn(
         updates: optax.Updates, state: QuotientState, params: optax.Params | None = None, **extra: Any
@@ -217,7 +218,7 @@ def _step(
     values = bound.centre(bound.values(params))
     outward, inward = _scale_factors(bound, values, parts.paired)
     hat, gradient = times(values, inward), times(bound.vectors(updates), outward)
-    mu, nu, basis = (float_leaves(tree, real_dtype()) for tree in (state.mu, state.nu, state.basis))
+    mu, nu, columns = (float_leaves(tree, real_dtype()) for tree in (state.mu, state.nu, state.columns))
     adam = moments.adam._replace(step=count)
     base = moments.base._replace(adam=moments.base.adam._replace(step=count))
     out: Arrays = {}
@@ -226,14 +227,11 @@ def _step(
     out |= _by_polar(base, parts.matrices, gradient, mu)
     old_pairs, old_rows = state.gauges or ((), ())
     rows = tuple(_turned(Base(adam, None), h, x, gradient, mu, out) for h, x in zip(parts.rows, old_rows, strict=True))
-    pairs = tuple(
-        _paired(base, instance, old_pairs[k] if old_pairs else ((), ()), (hat, gradient), (mu, basis, out))
-        for k, instance in enumerate(bound.linear)
-    )
+    pairs = _paired(base, bound.linear, old_pairs, (hat, gradient), (mu, columns, out))
     new = state._replace(
         mu=in_dtype_of(state.mu, mu),
         nu=in_dtype_of(state.nu, nu),
-        basis=in_dtype_of(state.basis, basis),
+        columns=in_dtype_of(state.columns, columns),
         gauges=(pairs if old_pairs else (), rows) if state.gauges else (),
     )
     return times(out, outward), new
@@ -248,19 +246,27 @@ def _turned(plain: Base, head: HeadInstance, outer: jax.Array, gradient: Arrays,
 
 
 def _paired(
-    base: Base, instance: LinearInstance, outers: Any, here: tuple[Arrays, Arrays], kept: tuple[Arrays, Arrays, Arrays]
-) -> tuple[Any, Any]:
-    """The step of one pair, into the last of `kept`; first moments and bases are renewed, second moments returned."""
-    (hat, gradient), (mu, basis, out) = here, kept
-    left, right = instance.factors(mu)
-    old = PairMoments(RowMoments(left, outers[0]), RowMoments(right, outers[1]), instance.factors(basis))
+    base: Base,
+    linear: Sequence[LinearInstance],
+    outers: Sequence[Any],
+    here: tuple[Arrays, Arrays],
+    kept: tuple[Arrays, Arrays, Arrays],
+) -> tuple[Any, ...]:
+    """The steps of all pairs, into the last of `kept`; first moments and bases are renewed, second moments returned."""
+    (hat, gradient), (mu, columns, out) = here, kept
     static, traced = parted(base)
-    fans = _fans(instance.left), _fans(instance.right)
-    steps, new = pair_step(static, fans, traced, instance.factors(hat), instance.factors(gradient), old)
-    out |= _unpaired(instance, {**gradient, **out}, steps)
-    mu |= _unpaired(instance, mu, (new.left.mu, new.right.mu))
-    basis |= _unpaired(instance, basis, new.bases)
-    return new.left.outer, new.right.outer
+    given = []
+    for k, instance in enumerate(linear):
+        (left, right), own = instance.factors(mu), outers[k] if outers else ((), ())
+        old = PairMoments(RowMoments(left, own[0]), RowMoments(right, own[1]), instance.factors(columns))
+        given.append((instance.factors(hat), instance.factors(gradient), old))
+    fans = [(_fans(i.left), _fans(i.right)) for i in linear]
+    found = alike(lambda arrays, fan: pair_step(static, fan, traced, *arrays), given, fans)
+    for instance, (steps, new) in zip(linear, found, strict=True):
+        out |= _unpaired(instance, {**gradient, **out}, steps)
+        mu |= _unpaired(instance, mu, (new.left.mu, new.right.mu))
+        columns |= _unpaired(instance, columns, new.bases)
+    return tuple((new.left.outer, new.right.outer) for _, new in found)
 
 
 def _by_polar(base: Base, matrices: Mapping[str, Matrices], gradient: Arrays, mu: Arrays) -> Arrays:

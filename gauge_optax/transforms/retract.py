@@ -16,9 +16,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from gauge_optax._sequence import after
 from gauge_optax.binding import is_empty
 from gauge_optax.gauges import _frame, _split
-from gauge_optax.gauges._components import Component, after, collect_frame, components
+from gauge_optax.gauges._components import Component, collect_frame, components
 from gauge_optax.gauges._frame import FrameState
 from gauge_optax.gauges._scale import Values
 from gauge_optax.gauges._shift import mean_slice, own_slice

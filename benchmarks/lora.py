@@ -1,0 +1,184 @@
+"""LoRA factors: our GL-exact optimizers beside LoRA-RITE, in equivariance and in time.
+
+    python -m benchmarks.lora            # needs the extra `peers`
+
+Equivariance: 20 steps on ½‖A·B − T‖²/n from (A, B) and from (A·S, S⁻¹·B), and how far the two products come apart, per
+condition of S. Time: one update of 24 pairs of width 768 and rank 16, all in one process, in turns.
+
+Here: what is compared. Not here: how time is taken (`timing`), PyTorch's side (`peers`).
+"""
+
+import argparse
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from tqdm import tqdm
+
+import gauge_optax as go
+from benchmarks import peers
+from benchmarks.timing import host, in_turns, prepared, quartiles
+
+Products = Callable[[np.ndarray, np.ndarray], np.ndarray]
+
+OUT = Path(__file__).parent / "results"
+RANK, ROWS, COLUMNS, STEPS, RATE = 8, 40, 32, 20, 1e-2
+CONDITIONS = (1.0, 10.0, 100.0, 1e3, 1e4)
+GAUGE = go.head_linear({"b": "_ basis"}, {"a": "basis _"})
+
+
+def moved(condition: float, seed: int, a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(S⁻¹·A, B·S) with S of exactly this condition."""
+    draw = np.random.default_rng([seed, 1])
+    left, right = (np.linalg.qr(draw.normal(size=(RANK, RANK)))[0] for _ in range(2))
+    s = left * np.exp(np.linspace(-0.5, 0.5, RANK) * np.log(condition)) @ right.T
+    return np.linalg.solve(s, a), b @ s
+
+
+def start(seed: int, zero: bool) -> tuple[np.ndarray, np.ndarray]:
+    """A (rank, columns) and B (rows, rank)."""
+    draw = np.random.default_rng(seed)
+    a, b = draw.normal(size=(RANK, COLUMNS)) / np.sqrt(COLUMNS), draw.normal(size=(ROWS, RANK))
+    return a, 0.0 * b if zero else b / np.sqrt(RANK)
+
+
+def target() -> np.ndarray:
+    """T, of full rank."""
+    return np.random.default_rng(99).normal(size=(ROWS, COLUMNS)) / 4.0
+
+
+def by_optax(make: Callable[[], Any], dtype: str) -> Products:
+    """The product after training with an Optax optimizer."""
+    tx = make()
+
+    @jax.jit
+    def train(params: Any, goal: Any) -> Any:
+        def step(_: Any, carry: Any) -> Any:
+            p, state = carry
+            grads = jax.grad(lambda p: 0.5 * jnp.sum(jnp.square(p["b"] @ p["a"] - goal)) / goal.size)(p)
+            updates, state = tx.update(grads, state, p)
+            return optax.apply_updates(p, updates), state
+
+        p = jax.lax.fori_loop(0, STEPS, step, (params, tx.init(params)))[0]
+        return p["a"], p["b"]
+
+    def product(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        with jax.enable_x64(dtype == "float64"):
+            found = train({"a": jnp.asarray(a, dtype), "b": jnp.asarray(b, dtype)}, jnp.asarray(target(), dtype))
+            a, b = (np.asarray(x, np.float64) for x in found)
+        return b @ a
+
+    return product
+
+
+def by_torch(make: Callable[[list[Any]], Any], dtype: str) -> Products:
+    """The product after training with a PyTorch optimizer."""
+    import torch
+
+    def product(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        params = [torch.nn.Parameter(torch.tensor(x, dtype=getattr(torch, dtype))) for x in (a, b)]
+        goal, optimizer = torch.tensor(target(), dtype=getattr(torch, dtype)), make(params)
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            loss = 0.5 * ((params[1] @ params[0] - goal) ** 2).sum() / goal.numel()
+            loss.backward()
+            optimizer.step()
+        a, b = (x.detach().numpy().astype(np.float64) for x in params)
+        return b @ a
+
+    return product
+
+
+def rite(params: list[Any]) -> Any:
+    """LoRA-RITE."""
+    from pytorch_optimizer import LoRARite
+
+    return LoRARite(params, lr=RATE)
+
+
+def equivariance(seeds: int) -> dict[str, Any]:
+    """Per start, dtype and optimizer: the largest relative distance of products over seeds, per condition."""
+    table: dict[str, Any] = {}
+    for zero in (False, True):
+        for dtype in ("float64", "float32"):
+            rows: dict[str, Products] = {
+                "optax.adamw": by_optax(lambda: optax.adamw(RATE), dtype),
+                "quotient_adamw": by_optax(lambda: go.quotient_adamw(RATE, GAUGE, weight_decay=0.0), dtype),
+                "quotient_muon": by_optax(lambda: go.quotient_muon(RATE, GAUGE), dtype),
+                "pytorch_optimizer.LoRARite": by_torch(rite, dtype),
+            }
+            for name, product in tqdm(rows.items(), desc=f"{dtype}, {'B = 0' if zero else 'random'}"):
+                table.setdefault("B = 0" if zero else "random", {}).setdefault(dtype, {})[name] = {
+                    f"{c:g}": max(_apart(product, c, seed, zero) for seed in range(seeds)) for c in CONDITIONS
+                }
+    return table
+
+
+def _apart(product: Products, condition: float, seed: int, zero: bool) -> float:
+    a, b = start(seed, zero)
+    here, there = product(a, b), product(*moved(condition, seed, a, b))
+    return float(np.linalg.norm(there - here) / np.linalg.norm(here))
+
+
+def speed(pairs: int, width: int, rounds: int) -> dict[str, Any]:
+    """Seconds of one update, and quartiles over LoRA-RITE's in the same round."""
+    case = peers.lora_case(pairs, width)
+    gauge = go.head_linear({"pairs/{i}/b": "_ basis"}, {"pairs/{i}/a": "basis _"})
+    rows = peers.lora_rows(case, RATE) | {
+        "quotient_adamw": lambda: prepared(go.quotient_adamw(RATE, gauge), case.params, case.grads),
+        "quotient_muon": lambda: prepared(go.quotient_muon(RATE, gauge), case.params, case.grads),
+    }
+    updates = {name: make() for name, make in tqdm(rows.items(), desc="compile")}
+    in_turns(updates, case.grads, rounds, pause=0.2)
+    base = updates["pytorch_optimizer.LoRARite"]
+    return {
+        name: {"median_ms": 1e3 * float(np.median(x.seconds)), "of_lora_rite": quartiles(x, base)}
+        for name, x in updates.items()
+    }
+
+
+def render(found: dict[str, Any]) -> str:
+    """The tables."""
+    lines = ["# LoRA factors", "", f"{found['host']}; load average {found['load']:.1f} at the end.", ""]
+    for first, by_dtype in found["equivariance"].items():
+        for dtype, rows in by_dtype.items():
+            lines += [f"## Products of twins apart after {STEPS} steps, start {first}, {dtype}", ""]
+            lines += ["| condition of S | " + " | ".join(rows) + " |", "|---|" + "---|" * len(rows)]
+            for c in next(iter(rows.values())):
+                lines.append(f"| {c} | " + " | ".join(f"{row[c]:.1e}" for row in rows.values()) + " |")
+            lines.append("")
+    lines += ["## One update of 24 pairs, width 768, rank 16, float32", ""]
+    lines += ["| | ms | of LoRA-RITE (quartiles) |", "|---|---|---|"]
+    for name, row in found["speed"].items():
+        low, middle, high = row["of_lora_rite"]
+        lines.append(f"| {name} | {row['median_ms']:.1f} | {middle:.2f} ({low:.2f} to {high:.2f}) |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Runs both comparisons and writes them."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=15)
+    args = parser.parse_args()
+    if missing := peers.absent():
+        raise SystemExit(missing)
+    found = {
+        "host": host(), "versions": peers.versions(), "seeds": args.seeds, "rounds": args.rounds,
+        "speed": speed(24, 768, args.rounds), "equivariance": equivariance(args.seeds),
+    }  # fmt: skip
+    found["load"] = os.getloadavg()[0]
+    OUT.mkdir(exist_ok=True)
+    (OUT / "lora.json").write_text(json.dumps(found, indent=2) + "\n")
+    (OUT / "lora.md").write_text(render(found))
+    print(render(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -599,6 +599,8 @@ TRANSFORM_CASES: tuple[TransformCase, ...] = (
     TransformCase("gauge_retract/log", go.gauge_retract, {"radial": "log"}),
     TransformCase("gauge_retract/sgd", go.gauge_retract, {"vertical": "sgd"}),
     TransformCase("clip_by_invariant_norm/number", go.clip_by_invariant_norm, {"max_norm": 1.0}),
+    TransformCase("gauge_fix/none", go.gauge_fix, {"inner": None}),
+    TransformCase("gauge_fix/adam", go.gauge_fix, {"inner": optax.adam(0.01), "every": 2, "strength": 0.5}),
     TransformCase("hyperball/initial", _hyperball, {}),
     TransformCase("hyperball/number", _hyperball, {"radius": 2.0, "learning_rate": 0.01}),
     TransformCase("hyperball/schedule", _hyperball, {"learning_rate": _falling}),

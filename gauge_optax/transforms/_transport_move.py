@@ -1,0 +1,237 @@
+"""An explicit gauge move, as an optimizer's state meets it: what it does to vectors, entries, frames and bases.
+
+A part of the move is one of five kinds, and each has its own effect on what a state holds. "still" does nothing; a
+"shift" moves points and no vector; a "diagonal" one multiplies entries; an "orthogonal" one turns bases and keeps
+norms; a "linear" one does neither.
+
+Here: the move, and its effect on one array or tree. Not here: which arrays a state holds (`transport`,
+`_transport_own`).
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gauge_optax.binding import binding_error, leaves_by_path
+from gauge_optax.gauges._basis import grouped
+from gauge_optax.gauges._head import HeadBlock
+from gauge_optax.gauges._moves import move_cotangent, move_tangent
+from gauge_optax.gauges._split import Bound, times
+from gauge_optax.gauges._system import Channels
+from gauge_optax.gauges.base import BoundGauge, Element
+from gauge_optax.gauges.linear import RopeLinear
+from gauge_optax.gauges.product import Product
+from gauge_optax.gauges.rescale import Rescale
+from gauge_optax.gauges.rotation import TurningGauge
+from gauge_optax.gauges.shift import LogitShift
+from gauge_optax.linalg import real_dtype
+
+Arrays = dict[str, jax.Array]
+STILL, SHIFT, DIAGONAL, ORTHOGONAL, LINEAR = "still", "shift", "diagonal", "orthogonal", "linear"
+
+
+class Part(NamedTuple):
+    """One gauge's part of a move.
+
+    Attributes:
+      gauge: the gauge.
+      element: its element.
+      kind: one of the five.
+    """
+
+    gauge: BoundGauge
+    element: Element
+    kind: str
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Move:
+    """A group element with what is known of it while tracing. Holds arrays: it stays inside one trace.
+
+    Attributes:
+      parts: one per gauge, in the order of the optimizer's list.
+      params: a tree with the leaves of θ; shapes only.
+      on_unknown: "error", "reset" or "keep".
+    """
+
+    parts: tuple[Part, ...]
+    params: Any
+    on_unknown: str
+
+    @property
+    def group(self) -> Product:
+        """All gauges as one."""
+        return Product(tuple(part.gauge for part in self.parts))
+
+    @property
+    def element(self) -> Element:
+        """Its element."""
+        return tuple(part.element for part in self.parts)
+
+    @functools.cached_property
+    def bound(self) -> Bound:
+        """The product on this tree."""
+        return self.group.bound(self.params)
+
+    @functools.cached_property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Shape of every leaf of θ."""
+        return {path: jnp.shape(leaf) for path, leaf in leaves_by_path(self.params).items()}
+
+    def only(self, chosen: Callable[[BoundGauge], bool]) -> "Move":
+        """The move of some of the gauges: of a state that knows these alone."""
+        return dataclasses.replace(self, parts=tuple(part for part in self.parts if chosen(part.gauge)))
+
+    def of_kind(self, *kinds: str) -> "Move":
+        """Its parts of these kinds."""
+        return dataclasses.replace(self, parts=tuple(part for part in self.parts if part.kind in kinds))
+
+    def binders(self, *kinds: str) -> dict[str, str]:
+        """Leaf path → name of the first gauge of these kinds that binds it."""
+        found: dict[str, str] = {}
+        for part in self.of_kind(*kinds).parts:
+            for path in part.gauge.bound(self.params).offset:
+                found.setdefault(path, part.gauge.name)
+        return found
+
+    @functools.cached_property
+    def moved(self) -> Mapping[str, str]:
+        """Leaf path → name of the first gauge that moves it."""
+        return self.binders(SHIFT, DIAGONAL, ORTHOGONAL, LINEAR)
+
+    def refuse(self, what: str, gauge: str, found: str, remedy: str = "") -> ValueError:
+        """Part of a state that the move cannot carry."""
+        return binding_error(
+            "transport", f"no rule for {what} under {gauge}", found,
+            "averages of gradients, or squares of their entries under a gauge that scales entries",
+            remedy or "write on_unknown='reset' to start that leaf's moments afresh or 'keep' to leave them as they "
+            "are, train with go.quotient_adamw, go.ddc_adamw or go.equivariant, whose states move exactly, or leave "
+            f"{gauge} where it is",
+        )  # fmt: skip
+
+    # Vectors and entries -------------------------------------------------------------------------------
+
+    def vectors(self, leaves: Arrays, outgoing: Collection[str]) -> Arrays:
+        """Averages carried along: of updates (tangents) on `outgoing` leaves, of gradients (cotangents) on others."""
+        return self.of_kind(DIAGONAL, ORTHOGONAL, LINEAR)._carried(leaves, outgoing, 1)
+
+    def entries(self, leaves: Arrays, power: int, outgoing: Collection[str]) -> Arrays:
+        """The same for averages of this power of every entry: what scales entries multiplies them, all else is left."""
+        return self.of_kind(DIAGONAL)._carried(leaves, outgoing, power)
+
+    def _carried(self, leaves: Arrays, outgoing: Collection[str], times: int) -> Arrays:
+        if not self.parts:
+            return leaves
+        tangents = {path: x for path, x in leaves.items() if path in outgoing}
+        cotangents = {path: x for path, x in leaves.items() if path not in outgoing}
+        for _ in range(times):
+            tangents = move_tangent(self.group, self.element, self.params, tangents) if tangents else tangents
+            cotangents = move_cotangent(self.group, self.element, self.params, cotangents) if cotangents else {}
+        return tangents | cotangents
+
+    # Frames and bases ----------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def logs(self) -> Channels:
+        """log α per scale instance of all parts."""
+        return tuple(
+            element[i.key][..., 0] if isinstance(gauge, RopeLinear) else element[i.key]
+            for gauge, element, _ in self.parts
+            for i in gauge.bound(self.params).scales
+        )
+
+    @functools.cached_property
+    def turning(self) -> "Move":
+        """What of it turns bases: rotations, and the angles of complex numbers."""
+        found = (_turning(part) for part in self.parts)
+        return dataclasses.replace(self, parts=tuple(Part(*own, ORTHOGONAL) for own in found if own is not None))
+
+    @functools.cached_property
+    def matrices(self) -> tuple[jax.Array | None, ...]:
+        """R per group of rotation instances, (instances, *shape, d, d); None where it is the identity."""
+        found: list[jax.Array | None] = []
+        for part in self.parts:
+            turning = _turning(part)
+            for heads in grouped(part.gauge.bound(self.params).heads):
+                if turning is None:
+                    found.append(None)
+                else:
+                    found.append(jnp.stack([turning[0].matrix(turning[1][h.key]) for h in heads]))
+        return tuple(found)
+
+    @functools.cached_property
+    def turns(self) -> Mapping[HeadBlock, jax.Array]:
+        """R per rotated block that moves, (*shape, d, d)."""
+        return {
+            block: gauge.matrix(element[head.key])
+            for gauge, element in filter(None, map(_turning, self.parts))
+            for head in gauge.bound(self.params).rotations
+            for block in head.blocks
+        }
+
+    def turned(self, leaves: Arrays) -> Arrays:
+        """Vectors in the rescale frame and the heads' world basis: rotations are all that they see."""
+        return self.turning.vectors(leaves, leaves)
+
+    def turned_slices(self, slices: Arrays) -> Arrays:
+        """Vectors along shifts (one slice per shifted leaf), in the rescale frame."""
+        if not set(slices) & set(self.turning.bound.offset):
+            return slices
+        whole = self.bound.add_shifts({path: self._zeros[path] for path in slices}, slices)
+        return self.bound.shift_means(self.turned(whole))
+
+    def moved_means(self, means: Arrays, f: Channels) -> Arrays:
+        """Means along vocab in the frame f at θ, carried to the frame f + log α at g·θ."""
+        turned = self.turned_slices(means)
+        if not self.of_kind(SHIFT).parts:
+            return turned
+        origin: Mapping[str, jax.Array] = self._zeros
+        for gauge, element, _ in self.parts:
+            own = gauge.bound(self.params)
+            origin = {**origin, **gauge.move(own, element, {path: origin[path] for path in own.offset})}
+        there = self.bound.system.factors(tuple(-a - b for a, b in zip(f, self.logs, strict=True)))
+        added = self.bound.shift_means(times({path: origin[path] for path in means}, there))
+        return {path: x + added[path] for path, x in turned.items()}
+
+    @functools.cached_property
+    def _zeros(self) -> Arrays:
+        """Zero values of all bound leaves: where only shifts take them elsewhere."""
+        return {path: jnp.zeros(self.shapes[path], real_dtype()) for path in self.bound.offset}
+
+
+def _turning(part: Part) -> tuple[TurningGauge, Element] | None:
+    """A part's rotation; None where it is the identity."""
+    gauge, element, kind = part
+    if kind not in (ORTHOGONAL, LINEAR):
+        return None
+    if isinstance(gauge, RopeLinear):
+        return gauge.angles, {key: x[..., 1] for key, x in element.items()}
+    return (gauge, element) if isinstance(gauge, TurningGauge) else None
+
+
+def given(gauge: BoundGauge, element: Element, params: Any) -> Part:
+    """A part of a move, its kind as far as the element can be read while tracing."""
+    leaves = jax.tree.leaves(element)
+    known = not any(isinstance(x, jax.core.Tracer) for x in leaves)
+    if known and all(map(np.array_equal, leaves, jax.tree.leaves(gauge.identity(params)))):
+        return Part(gauge, element, STILL)
+    if isinstance(gauge, LogitShift):
+        return Part(gauge, element, SHIFT)
+    if isinstance(gauge, TurningGauge):
+        return Part(gauge, element, ORTHOGONAL)
+    no_angle = isinstance(gauge, RopeLinear) and known and not any(np.any(x[..., 1]) for x in leaves)
+    return Part(gauge, element, DIAGONAL if no_angle or isinstance(gauge, Rescale) else LINEAR)
+
+
+def towards_balance(gauge: BoundGauge, element: Element) -> Part:
+    """A part of a balance, or of a fraction of one: rotations stay, and of complex numbers the modulus alone moves."""
+    if isinstance(gauge, TurningGauge):
+        return Part(gauge, element, STILL)
+    if isinstance(gauge, LogitShift):
+        return Part(gauge, element, SHIFT)
+    return Part(gauge, element, DIAGONAL if isinstance(gauge, RopeLinear | Rescale) else LINEAR)

@@ -1,0 +1,243 @@
+"""Gauge fixing: after its step an optimizer's weights move to the balanced representative, and its state with them.
+
+The function is left alone; what changes is which of many equal weights the next step starts from. Full strength is a
+hard constraint, H_A = H_B after every fix; a fraction of it is a soft one, which takes that fraction of the imbalance's
+logarithm away each time.
+
+Here: when to move, how far, and the balance with what has none held in place. Not here: how a state moves
+(`transport`), optimizers that do not see the representative at all (`quotient`, `ddc`).
+References: "When Equivalent Weights Train Differently" §4, §8; DESIGN §4.
+"""
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from gauge_optax._sequence import in_turn
+from gauge_optax.binding import binding_error, is_empty
+from gauge_optax.factors import balance, triangulars
+from gauge_optax.gauges import _frame, _joint, _linear
+from gauge_optax.gauges._linear import LinearFrame, LinearInstance
+from gauge_optax.gauges._scale import Values
+from gauge_optax.gauges._system import Channels, ScaleSystem
+from gauge_optax.gauges._tally import tally
+from gauge_optax.gauges.base import Element, Gauges, merge
+from gauge_optax.gauges.product import Product, product
+from gauge_optax.gauges.rotation import TurningGauge
+from gauge_optax.linalg import real_dtype
+from gauge_optax.transforms._common import float_leaves, in_dtype_of, require_choice, require_params
+from gauge_optax.transforms._transport_move import Move, towards_balance
+from gauge_optax.transforms.transport import ON_UNKNOWN, carried
+
+_NAME = "gauge_fix"
+_MOST_TURNS = 50
+
+
+class GaugeFixState(NamedTuple):
+    """State of `gauge_fix`.
+
+    Attributes:
+      count: steps so far, int32.
+      inner_state: of the optimizer inside.
+    """
+
+    count: jax.Array  # type: ignore[assignment]
+    inner_state: Any
+
+
+def gauge_fix(
+    inner: optax.GradientTransformation | None,
+    gauges: Gauges,
+    every: int | jax.Array = 1,
+    strength: float | jax.Array = 1.0,
+    transport: bool = True,
+    *,
+    on_unknown: str = "error",
+) -> optax.GradientTransformationExtraArgs:
+    r"""Wraps an optimizer: after its step the weights move to the balanced representative, the function unchanged.
+
+    .. math::
+      \theta' = \theta + u(\theta), \qquad \theta_{new} = b(\theta')^{strength} \cdot \theta',
+
+    b the balance: both sides of a scale with one norm, both factors of a head with one Gram matrix, shifts with mean
+    zero, blocks that a norm follows with RMS 1; rotations have none. Channels and heads without a balanced
+    representative (a side that is zero, as LoRA's B at the start; less than full rank) stay where they are.
+
+    Args:
+      inner: an optimizer, whole: its learning rate included. None for what moves parameters only, last in a chain; the
+        states of the chain's other elements are then not carried along, which suits those that have none.
+      gauges: a gauge or a sequence of them, meaning their product; the optimizer's own list where it has one.
+      every: every how many steps to move; an int.
+      strength: how far, in (0, 1]: 1 for all the way, less for that fraction of it in the group's logarithm.
+      transport: whether the optimizer's state moves along, as in `transport`. Otherwise it stays what it was at other
+        weights: moments of gradients that are no longer these weights' gradients, and a retraction (`ddc_adamw`) that
+        takes the next step back to where it came from. Only an optimizer without a state does not mind.
+      on_unknown: what becomes of moments that cannot move along; see `transport`.
+
+    Returns:
+      The optimizer; `update` needs `params`, and its updates are differences of parameters.
+
+    Raises:
+      ValueError: `every` that is no positive int, `strength` outside (0, 1], another `on_unknown`; bindings that do not
+        fit; at the first update, a state that cannot move along (Adam's under `head_linear`): take
+        `go.quotient_adamw`, or decide with `on_unknown`; `update` without params.
+
+    >>> gauge = go.head_linear({"a": "_ basis"}, {"b": "basis _"})
+    >>> params = {"a": jnp.array([[8.0], [0.0]]), "b": jnp.array([[0.5, 0.0]])}
+    >>> tx = go.gauge_fix(optax.sgd(0.0), gauge)
+    >>> updates, _ = tx.update(jax.tree.map(jnp.ones_like, params), tx.init(params), params)
+    >>> balanced = optax.apply_updates(params, updates)
+    >>> balanced["a"].round(4).tolist(), balanced["b"].round(4).tolist()  # the product is what it was
+    ([[2.0], [0.0]], [[2.0, 0.0]])
+
+    Reference: the post's §8, hard and soft gauge fixing; its §7 for the state.
+    """
+    require_choice(_NAME, "on_unknown", on_unknown, ON_UNKNOWN)
+    _check_numbers(every, strength)
+    group = product(gauges)
+    moving = Product(tuple(part for part in group.parts if not isinstance(part, TurningGauge)))
+    within = optax.with_extra_args_support(optax.identity() if inner is None else inner)
+
+    def init_fn(params: optax.Params) -> GaugeFixState:
+        if not is_empty(params):
+            group.bound(params)  # raises where it does not fit
+        return GaugeFixState(jnp.zeros((), jnp.int32), within.init(params))
+
+    def moved(params: optax.Params, updates: optax.Updates, state: Any) -> tuple[optax.Updates, Any]:
+        after = optax.apply_updates(params, updates)
+        element = balancing(moving, after, strength)
+        there, before = (float_leaves(tree, real_dtype()) for tree in (moving.act(element, after), params))
+        chords = {path: there[path] - before[path] for path in moving.bound(params).offset}
+        if transport:
+            # Rotations have no balance, but a state of ours knows its gauges by the whole list.
+            own = iter(element)
+            parts = [
+                towards_balance(part, part.identity(params) if isinstance(part, TurningGauge) else next(own))
+                for part in group.parts
+            ]
+            state = carried(Move(tuple(parts), params, on_unknown), state)
+        return in_dtype_of(updates, chords), state
+
+    def update_fn(
+        updates: optax.Updates, state: GaugeFixState, params: optax.Params | None = None, **extra: Any
+    ) -> tuple[optax.Updates, GaugeFixState]:
+        require_params(_NAME, params)
+        updates, inner_state = within.update(updates, state.inner_state, params, **extra)
+        count = optax.safe_increment(state.count)
+        if isinstance(every, int) and every == 1:
+            updates, inner_state = moved(params, updates, inner_state)
+        else:
+            updates, inner_state = jax.lax.cond(
+                count % every == 0, moved, lambda _, *unmoved: unmoved, params, updates, inner_state
+            )
+        return updates, GaugeFixState(count, inner_state)
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _check_numbers(every: Any, strength: Any) -> None:
+    """Raises ValueError, as far as can be told: under `inject_hyperparams` both are traced."""
+    number = isinstance(every, int | np.integer | jax.Array) and jnp.issubdtype(jnp.result_type(every), jnp.integer)
+    if not number or (not isinstance(every, jax.core.Tracer) and (jnp.ndim(every) or every < 1)):
+        raise binding_error(
+            _NAME, "bad every", repr(every), "a positive int, the number of steps from one move to the next",
+            "write every=1 to move after every step",
+        )  # fmt: skip
+    if isinstance(strength, jax.core.Tracer):
+        return
+    real = isinstance(strength, int | float | jax.Array | np.floating) and not isinstance(strength, bool)
+    if not real or jnp.ndim(strength) or not 0.0 < float(strength) <= 1.0:
+        raise binding_error(
+            _NAME, "bad strength", repr(strength), "a number in (0, 1], the fraction of the way",
+            "write strength=1.0 for all the way; leave gauge_fix out for none of it",
+        )  # fmt: skip
+
+
+# The balance ---------------------------------------------------------------------------------------
+
+
+def balancing(group: Product, params: Any, strength: float | jax.Array = 1.0) -> Element:
+    """What moves a point `strength` of the way to the balanced representative; what has none is held.
+
+    Unlike `Gauge.balance`, which makes the only side of a channel a unit vector: all other channels on that leaf would
+    then be balanced against what is not there.
+
+    Args:
+      group: shifts, scales and linear gauges.
+      params: the point.
+      strength: 1, or the fraction of the way.
+
+    Returns:
+      The element; in the frame, log-scales and means of shifts are 1 − strength of what they were.
+    """
+    bound, still = group.bound(params), group.identity(params)
+    values = bound.values(params)
+    channels, linear = _held_frame(bound.system, bound.linear, bound.centre(values))
+    frame = group.pack_frame(params, channels, bound.zero_slices(), [own.outer for own in linear])
+    rescaling = group.inverse(merge(still, frame))
+    means = bound.shift_means(values)
+    if not (isinstance(strength, float | int) and strength == 1):
+        rescaling, means = group.fraction(rescaling, strength), jax.tree.map(lambda x: strength * x, means)
+    centring = group.inverse(merge(still, group.pack(params, tuple(map(jnp.zeros_like, channels)), means)))
+    return group.compose(rescaling, centring)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))  # outside jit, a loop would be compiled anew at every call
+def _held_frame(
+    system: ScaleSystem, linear: tuple[LinearInstance, ...], values: Values
+) -> tuple[Channels, tuple[LinearFrame, ...]]:
+    """The joint frame in which all that can be balanced is, with f = 0 and S = 1 for all else.
+
+    Args:
+      system: the scale instances.
+      linear: the linear instances.
+      values: leaf path → value, shifts centred.
+
+    Returns:
+      f per scale instance, and a frame per linear instance.
+    """
+    here = tuple(jnp.zeros(i.shape, real_dtype()) for i in system.instances)
+    if not here:
+        return here, _held_linear(linear, values)
+    squares = _frame.all_squares(system, values, here)
+    whole = tuple(
+        (up > 0) & (down > 0) if i.down else up > 0 for i, (up, down) in zip(system.instances, squares, strict=True)
+    )
+    together = _joint.shares_leaves(system, linear)
+    tolerance = 32.0 * float(jnp.finfo(real_dtype()).eps)
+
+    def turn(carry: tuple[Channels, jax.Array, jax.Array]) -> tuple[Channels, jax.Array, jax.Array]:
+        f, _, count = carry
+        seen = dict(values)
+        if together:
+            frames = _joint.paired(linear, _held_linear(linear, _divided(system, values, f)))
+            seen = _linear.enter(frames, seen)
+        change = _frame.anchor(tally(system, _frame.in_frame(system, seen, f)), whole)
+        moved = jnp.max(jnp.stack([jnp.max(jnp.abs(x), initial=0.0) for x in change]))
+        return tuple(a + b for a, b in zip(f, change, strict=True)), moved, count + 1
+
+    def unfinished(carry: tuple[Channels, jax.Array, jax.Array]) -> jax.Array:
+        return (carry[1] > tolerance) & (carry[2] < _MOST_TURNS)
+
+    start = here, jnp.asarray(math.inf, real_dtype()), jnp.zeros((), jnp.int32)
+    f = jax.lax.while_loop(unfinished, turn, start)[0]
+    return f, _held_linear(linear, _divided(system, values, f))
+
+
+def _divided(system: ScaleSystem, values: Values, f: Channels) -> Values:
+    return {**values, **_frame.in_frame(system, values, f)}
+
+
+def _held_linear(linear: Sequence[LinearInstance], values: Values) -> tuple[LinearFrame, ...]:
+    def frame(rows: tuple[jax.Array, jax.Array]) -> LinearFrame:
+        found, still = balance(*triangulars(*rows)), jnp.eye(rows[0].shape[-1], dtype=rows[0].dtype)
+        inner, outer = (jnp.where(found.whole[..., None, None], found.power(x), still) for x in (1.0, -1.0))
+        return LinearFrame(outer, inner)
+
+    return in_turn(frame, [instance.factors(values) for instance in linear])

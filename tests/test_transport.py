@@ -1,0 +1,441 @@
+"""An optimizer's state at θ, carried to g·θ, is the state that the same training has at g·θ.
+
+No model is needed: twins are handed one gradient, as a cotangent at θ and at g·θ.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import optax.contrib
+import pytest
+
+import gauge_optax as go
+from gauge_optax.gauges._moves import move_cotangent, move_tangent
+from tests.quick import jit
+from tests.tolerances import tolerance
+
+Tree = Any
+
+SHAPES: dict[str, tuple[int, ...]] = {
+    "norm": (3,), "up": (3, 4), "down": (4, 3), "value": (3, 2, 3), "out": (2, 3, 4), "query": (3, 4), "key": (3, 4),
+    "head": (3, 5), "free": (2,),
+}  # fmt: skip
+NORM = go.norm_scale({"norm": "channel"}, {"up": "channel _", "value": "channel _ _", "head": "channel _"})
+UNIT = go.rescale({"up": "_ channel"}, {"down": "channel _"})
+TURN = go.head_rotation({"value": "_ head basis", "out": "head basis _"})
+LINEAR = go.head_linear({"value": "_ head basis"}, {"out": "head basis _"})
+ROPE = go.rope_linear({"query": "_ basis"}, {"key": "_ basis"})
+SHIFT = go.logit_shift({"head": "_ vocab"})
+EVERY_KIND = [NORM, UNIT, TURN, ROPE, SHIFT]
+
+
+def noise(seed: int, shapes: dict[str, tuple[int, ...]] = SHAPES) -> Tree:
+    draw = np.random.default_rng(seed).normal
+    return {name: jnp.asarray(draw(size=shape), float) for name, shape in shapes.items()}
+
+
+def apart(found: Tree, expected: Tree) -> dict[str, tuple[float, Any]]:
+    """Per array, the largest difference, relative to its largest entry or to 1, and its dtype.
+
+    Or to 1: the moment of a norm's scale, whose channel has no direction of its own, is rounding.
+    """
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    pairs = zip(jax.tree.leaves_with_path(expected), jax.tree.leaves(found), strict=True)
+    numbers = [(jax.tree_util.keystr(path), a, b) for (path, a), b in pairs if not _is_key(a)]
+    return {
+        name: (np.max(np.abs(1.0 * a - 1.0 * b), initial=0.0) / np.max(np.abs(1.0 * a), initial=1.0), b.dtype)
+        for name, a, b in ((name, np.asarray(a), np.asarray(b)) for name, a, b in numbers)
+    }
+
+
+def _is_key(leaf: Any) -> bool:
+    return jnp.issubdtype(jnp.asarray(leaf).dtype, jax.dtypes.prng_key)
+
+
+def same(found: Tree, expected: Tree) -> None:
+    for path, (error, dtype) in apart(found, expected).items():
+        assert error <= tolerance("group", dtype if np.issubdtype(dtype, np.floating) else float), (path, error)
+
+
+def differ(found: Tree, expected: Tree) -> bool:
+    return max(error for error, _ in apart(found, expected).values()) > 1e-2
+
+
+# Our own states ------------------------------------------------------------------------------------
+
+
+class Twin(NamedTuple):
+    """Training at θ or at g·θ, with the gradients of θ carried there.
+
+    Attributes:
+      tx: the optimizer.
+      gauges: the product.
+      element: g; None at θ.
+    """
+
+    tx: optax.GradientTransformation
+    gauges: Sequence[go.Gauge]
+    element: Any
+
+    def run(self, params: Tree, state: Tree, seeds: range) -> tuple[Tree, Tree]:
+        group = go.product(self.gauges)
+        for seed in seeds:
+            grads = noise(seed)
+            if self.element is not None:
+                grads = move_cotangent(group, self.element, params, grads)
+            params, state = _stepper(self.tx)(grads, state, params)
+        return params, state
+
+
+@functools.cache
+def _stepper(tx: optax.GradientTransformation) -> Any:
+    @jit
+    def step(grads: Tree, state: Tree, params: Tree) -> tuple[Tree, Tree]:
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    return step
+
+
+def _chain(gauges: Sequence[go.Gauge]) -> optax.GradientTransformation:
+    links = go.clip_by_invariant_norm(1.0, gauges), go.gauge_project(gauges), go.scale_by_ddc(gauges)
+    return optax.chain(
+        *links, go.add_gauge_decay(0.1, gauges), optax.scale_by_learning_rate(0.03), go.gauge_retract(gauges)
+    )
+
+
+def _without_signs(state: Tree) -> Tree:
+    """Eigenvectors come with any sign."""
+
+    def unsigned(path: Any, leaf: jax.Array) -> jax.Array:
+        name = jax.tree_util.keystr(path)
+        return jnp.abs(leaf) if name.endswith((".vectors", "].frame")) else leaf
+
+    return jax.tree.map_with_path(unsigned, state)
+
+
+# Unfrozen, and with a scale on the shift's leaf, motion along the scale's orbit would move the shift between the twins.
+APART = [UNIT, TURN, ROPE, SHIFT]
+OURS = {
+    "chain": (EVERY_KIND, _chain),
+    "ddc_muon": ([NORM, UNIT, TURN], lambda g: go.ddc_muon(0.03, g)),
+    "ddc_adamw/adam": (APART, lambda g: go.ddc_adamw(0.03, g, vertical="adam")),
+    "equivariant": ([NORM, UNIT, LINEAR, ROPE, SHIFT], lambda g: go.equivariant(optax.adamw(0.03), g)),
+    "ddc_adamw/body_frame": ([TURN], lambda g: go.ddc_adamw(0.03, g, v_mode="body_frame", refresh_every=2)),
+    "ddc_adamw/per_head_scalar": ([TURN], lambda g: go.ddc_adamw(0.03, g, v_mode="per_head_scalar")),
+    "ddc_adamw/per_head_matrix": ([TURN], lambda g: go.ddc_adamw(0.03, g, v_mode="per_head_matrix")),
+    "ddc_adamw/none": ([TURN], lambda g: go.ddc_adamw(0.03, g, v_mode="none")),
+}
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_a_state_moves_to_where_its_twin_is(name: str, x64: None) -> None:
+    gauges, make = OURS[name]
+    group, start, tx = go.product(gauges), noise(0), make(gauges)
+    element = jit(group.sample)(jax.random.key(1), start)
+    ours, theirs, init = Twin(tx, gauges, None), Twin(tx, gauges, element), jit(tx.init)
+    twin = group.act(element, start)
+    params, state = ours.run(start, init(start), range(1, 4))
+    twin, expected = theirs.run(twin, init(twin), range(1, 4))
+    moved = jit(lambda state, element: go.transport(state, start, gauges, element))(state, element)
+    same(group.act(element, params), twin)
+    assert differ(_without_signs(state), _without_signs(expected)), "nothing had to move"
+    if name == "equivariant":  # angles of its frame are angles
+        state, moved, expected = (s._replace(gauges=_directions(s.gauges)) for s in (state, moved, expected))
+        same(moved, expected)
+        return
+    same(_without_signs(moved), _without_signs(expected))
+    # Signs and all, by what comes of them.
+    after, _ = ours.run(params, state, range(4, 6))
+    same(group.act(element, after), theirs.run(group.act(element, params), moved, range(4, 6))[0])
+
+
+@pytest.mark.parametrize("name", ["quotient_adamw", "quotient_muon"])
+def test_a_quotient_state_goes_on_where_its_twin_does(name: str, x64: None) -> None:
+    """GL on values and outputs, a torus and a norm on the same leaves, a unit of its own: bases of pairs may differ."""
+    shared = go.norm_scale({"norm": "channel"}, {"value": "channel _ _", "query": "channel _", "key": "channel _"})
+    turn = go.head_rotation({"query": "_ basis", "key": "_ basis"})
+    for gauges in ([shared, LINEAR, ROPE, UNIT], [shared, LINEAR, turn, UNIT]):
+        group, start, tx = go.product(gauges), noise(0), getattr(go, name)(0.03, gauges)
+        element = jit(group.sample)(jax.random.key(1), start)
+        ours, theirs = Twin(tx, gauges, None), Twin(tx, gauges, element)
+        params, state = ours.run(start, jit(tx.init)(start), range(1, 4))
+        moved = jit(lambda state, element, own=gauges: go.transport(state, start, own, element))(state, element)
+        assert differ(state, moved), "nothing had to move"
+        after, _ = ours.run(params, state, range(4, 6))
+        same(group.act(element, after), theirs.run(group.act(element, params), moved, range(4, 6))[0])
+
+
+def _directions(frame: Any) -> Any:
+    *parts, rope, shift = frame
+    return (*parts, {key: (x[..., 0], jnp.cos(x[..., 1]), jnp.sin(x[..., 1])) for key, x in rope.items()}, shift)
+
+
+def test_a_shift_that_a_rotation_turns_moves_with_it(x64: None) -> None:
+    shapes = {"up": (5, 3), "head": (3, 2, 4)}
+    gauges = [go.logit_shift({"head": "_ _ vocab"}), go.head_rotation({"up": "_ basis", "head": "basis _ _"})]
+    params = noise(0, shapes)
+    for order in (gauges, gauges[::-1]):  # the shift is measured before the rotation, or after it
+        group, init = go.product(order), jit(go.gauge_retract(order).init)
+        element = group.sample(jax.random.key(1), params)
+        same(go.transport(init(params), params, order, element), init(group.act(element, params)))
+
+
+def test_a_state_of_another_list_is_refused() -> None:
+    params = noise(0)
+    state = jax.eval_shape(go.ddc_adamw(0.03, [UNIT, TURN]).init, params)
+    for gauges in ([UNIT], [UNIT, TURN, SHIFT], [NORM, UNIT, TURN]):
+        with pytest.raises(ValueError, match="another list of gauges") as error:
+            _shapes_of_transported(state, params, gauges, go.product(gauges).identity(params))
+        assert "remedy:   give transport the optimizer's own list of gauges" in str(error.value)
+    lifted = jax.eval_shape(go.equivariant(optax.adam(0.1), UNIT).init, params)
+    with pytest.raises(ValueError, match="another list of gauges"):
+        _shapes_of_transported(lifted, params, NORM, NORM.identity(params))
+
+
+def _shapes_of_transported(state: Tree, *arguments: Any) -> Tree:
+    return jax.eval_shape(lambda state: go.transport(state, *arguments), state)
+
+
+def test_a_linear_gauge_is_none_of_ddc() -> None:
+    """Of leaves that no gauge of its list binds, the moments are Adam's: entry by entry."""
+    params = noise(0)
+    state = jax.eval_shape(go.ddc_adamw(0.03, [UNIT]).init, params)
+    element = (UNIT.identity(params), LINEAR.sample(jax.random.key(1), params))
+    with pytest.raises(ValueError, match=r"and head_linear"):
+        _shapes_of_transported(state, params, [UNIT, LINEAR], element)
+
+
+def test_what_does_not_move_is_given_its_identity(x64: None) -> None:
+    params = noise(0)
+    still = go.product([UNIT, TURN]).identity(params)
+    moved = {"": jnp.ones(4)}
+    state = jit(go.ddc_adamw(0.03, [UNIT, TURN]).init)(params)
+    found = go.transport(state, params, [UNIT, TURN], (moved, still[1]))
+    assert float(found.retract.gauges.frame.f[0][0] - state.retract.gauges.frame.f[0][0]) == 1.0
+    same(found._replace(framed=state.framed, retract=state.retract), state)
+    same(found.framed.gauges.heads, state.framed.gauges.heads)
+    adam = optax.adam(0.1)
+    go.transport(adam.init(params), params, [UNIT, TURN], (moved, still[1]))
+    with pytest.raises(ValueError, match="head_rotation"):  # while tracing, an element may be any
+        jax.eval_shape(lambda e: go.transport(adam.init(params), params, TURN, e), still[1])
+
+
+def test_radii_are_refused_where_norms_move() -> None:
+    params = noise(0)
+    tx = go.hyperball({"up": "_ _", "value": "_ head _"})
+    state = tx.init(params)
+    same(go.transport(state, params, TURN, TURN.sample(jax.random.key(0), params)), state)
+    element = UNIT.sample(jax.random.key(0), params)
+    for choice in ("error", "reset"):
+        with pytest.raises(ValueError, match=r"HyperballState.radius of 'up' under rescale"):
+            go.transport(state, params, UNIT, element, choice)
+    same(go.transport(state, params, UNIT, element, "keep"), state)
+    given = go.hyperball({"up": "_ _"}, 2.0).init(params)
+    same(go.transport(given, params, UNIT, element), given)
+
+
+# Optax's states ------------------------------------------------------------------------------------
+
+PAIR: dict[str, tuple[int, ...]] = {"up": (3, 4), "down": (4, 3), "free": (2,)}
+OPTAX = {
+    "adam": optax.adam(0.1),
+    "amsgrad": optax.amsgrad(0.1),
+    "adabelief": optax.adabelief(0.1, eps_root=0.0),
+    "adan": optax.adan(0.1),
+    "nadamw": optax.nadamw(0.1),
+    "ademamix": optax.contrib.ademamix(0.1),
+    "simplified_ademamix": optax.contrib.simplified_ademamix(0.1),
+    "rmsprop": optax.rmsprop(0.1),
+    "rmsprop/bias": optax.rmsprop(0.1, bias_correction=True),
+    "rmsprop/centered": optax.rmsprop(0.1, centered=True),
+    "adagrad": optax.adagrad(0.1, initial_accumulator_value=0.0),
+    "lion": optax.lion(0.1),
+    "sgd": optax.sgd(0.1, momentum=0.9, nesterov=True),
+    "ema": optax.ema(0.9),
+    "apply_every": optax.apply_every(4),
+    "muon": optax.contrib.muon(0.1),
+    "multi_steps": optax.MultiSteps(optax.adam(0.1), 4).gradient_transformation(),
+    "inject_hyperparams": optax.inject_hyperparams(optax.adam)(0.1),
+    "gauge_fix": go.gauge_fix(optax.adam(0.1), UNIT, every=9),
+    "apply_if_finite": optax.apply_if_finite(optax.adam(0.1), 3),
+    "conditionally": optax.conditionally_mask(optax.adam(0.1), lambda *_, **__: True),
+    "masked": optax.masked(optax.adam(0.1), {"up": True, "down": True, "free": False}),
+    "partition": optax.partition(
+        {"a": optax.adam(0.1), "b": optax.sgd(0.1, 0.9)}, {"up": "a", "down": "b", "free": "a"}
+    ),
+    "chain": optax.chain(
+        optax.add_noise(0.0, 0.5, 0), optax.clip(9.0), optax.zero_nans(), optax.ema(0.9), optax.adam(0.1)
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OPTAX)
+def test_moments_of_optax_are_those_of_the_gradients_there(name: str, x64: None) -> None:
+    """Three gradients at θ, carried, against the same three at g·θ: no optimizer need be equivariant for that."""
+    tx, params = OPTAX[name], noise(0, PAIR)
+    element = UNIT.sample(jax.random.key(1), params)
+    twin = UNIT.act(element, params)
+    step, state, expected = jit(tx.update), tx.init(params), tx.init(twin)
+    for seed in range(1, 4):
+        grads = noise(seed, PAIR)
+        _, state = step(grads, state, params)
+        _, expected = step(move_cotangent(go.product(UNIT), (element,), params, grads), expected, twin)
+    assert differ(state, expected)
+    same(go.transport(state, params, UNIT, element), expected)
+
+
+def test_a_first_moment_is_no_weight(x64: None) -> None:
+    """DESIGN §1: moved like a weight it is off by about its own size."""
+    tx, params = optax.adam(0.1), noise(0, PAIR)
+    element = UNIT.sample(jax.random.key(1), params)
+    _, state = tx.update(noise(1, PAIR), tx.init(params), params)
+    group = go.product(UNIT)
+    gradient = move_cotangent(group, (element,), params, noise(1, PAIR))
+    _, expected = tx.update(gradient, tx.init(params), params)
+    like_a_weight = move_tangent(group, (element,), params, state[0].mu)
+    off = float(optax.tree.norm(jax.tree.map(jnp.subtract, like_a_weight, expected[0].mu)))
+    off /= float(optax.tree.norm(expected[0].mu))
+    print(f"a first moment moved like a weight is off by {off:.2f}")
+    assert off > 0.5
+    # And one step more: at g·θ from the carried state, what the step at θ has, carried.
+    moved = go.transport(state, params, UNIT, element)
+    there, after = tx.update(gradient, moved, UNIT.act(element, params))
+    here, plain = tx.update(noise(1, PAIR), state, params)
+    same(after, go.transport(plain, params, UNIT, element))
+    assert not differ(there, here)  # Adam's eps alone sees which it is
+
+
+def test_adadelta_squares_its_steps_as_tangents(x64: None) -> None:
+    tx, params = optax.scale_by_adadelta(), noise(0, PAIR)
+    element = {"": jnp.log(jnp.array([2.0, 1.0, 0.5, 3.0]))}
+    _, state = tx.update(noise(1, PAIR), tx.init(params), params)
+    moved = go.transport(state, params, UNIT, element)
+    ratios = jax.tree.map(lambda a, b: (a / b)[0], moved.e_x, state.e_x)
+    np.testing.assert_allclose(ratios["up"], [4.0, 1.0, 0.25, 9.0])
+    ratios = jax.tree.map(lambda a, b: (a / b)[0], moved.e_g, state.e_g)
+    np.testing.assert_allclose(ratios["up"], [0.25, 1.0, 4.0, 1 / 9])
+
+
+def test_after_a_preconditioner_updates_are_averaged(x64: None) -> None:
+    """Leaf by leaf: what a mask kept from the preconditioner is still a gradient."""
+    params = noise(0, PAIR)
+    element = {"": jnp.log(jnp.array([2.0, 1.0, 0.5, 3.0]))}
+    only_up = {"up": True, "down": False, "free": False}
+    for first in (optax.scale_by_adam(), optax.scale_by_lion(), optax.scale_by_rms()):
+        tx = optax.chain(optax.trace(0.9), optax.masked(first, only_up), optax.trace(0.9))
+        _, state = tx.update(noise(1, PAIR), tx.init(params), params)
+        moved = go.transport(state, params, UNIT, element)
+        before, after = (jax.tree.map(lambda a, b: (a / b), moved[k].trace, state[k].trace) for k in (0, 2))
+        np.testing.assert_allclose(before["up"][0], [0.5, 1.0, 2.0, 1 / 3])
+        np.testing.assert_allclose(after["up"][0], [2.0, 1.0, 0.5, 3.0])
+        np.testing.assert_allclose(after["down"][:, 0], before["down"][:, 0])
+
+
+FULL: dict[str, tuple[int, ...]] = {"value": (3, 2, 3), "out": (2, 3, 4), "free": (2,)}
+
+
+@pytest.mark.parametrize("gauge", [TURN, LINEAR], ids=lambda g: g.name)
+def test_a_full_gauge_and_second_moments_of_entries(gauge: go.Gauge, x64: None) -> None:
+    tx, params = optax.adamw(0.1), noise(0, FULL)
+    element = gauge.sample(jax.random.key(1), params)
+    _, state = tx.update(noise(1, FULL), tx.init(params), params)
+    with pytest.raises(ValueError, match=f"ScaleByAdamState.nu of 'value' under {gauge.name}") as error:
+        go.transport(state, params, gauge, element)
+    for part in ("found:", "expected:", "remedy:", "on_unknown='reset'", "go.quotient_adamw"):
+        assert part in str(error.value)
+    expected = move_cotangent(go.product(gauge), (element,), params, state[0].mu)
+    kept = go.transport(state, params, gauge, element, "keep")
+    same(kept[0], state[0]._replace(mu=expected))
+    reset = go.transport(state, params, gauge, element, "reset")
+    none = jax.tree.map(jnp.zeros_like, params)
+    same(reset[0], state[0]._replace(**{k: none | {"free": getattr(state[0], k)["free"]} for k in ("mu", "nu")}))
+
+
+@pytest.mark.parametrize("tx", [optax.sgd(0.1, 0.9), optax.lion(0.1), optax.contrib.muon(0.1)])
+def test_first_moments_alone_move_under_every_gauge(tx: optax.GradientTransformation, x64: None) -> None:
+    params = {"a": noise(0)["up"], "b": noise(0)["down"]}
+    gauge = go.head_linear({"a": "_ basis"}, {"b": "basis _"})
+    element = gauge.sample(jax.random.key(1), params)
+    grads = jax.tree.map(jnp.sin, params)
+    step, start = jit(tx.update), tx.init(params)
+    _, state = step(grads, start, params)
+    _, expected = step(move_cotangent(go.product(gauge), (element,), params, grads), start, params)
+    same(go.transport(state, params, gauge, element), expected)
+
+
+def test_moduli_scale_entries_where_no_angle_turns(x64: None) -> None:
+    params = {"query": noise(0)["query"], "key": noise(0)["key"]}
+    tx, element = optax.adam(0.1), {"": jnp.array([[0.7, 0.0], [-0.2, 0.0]])}
+    _, state = tx.update(params, tx.init(params), params)
+    found = go.transport(state, params, ROPE, element)
+    np.testing.assert_allclose((found[0].nu["query"] / state[0].nu["query"])[0], np.exp([-1.4, 0.4, -1.4, 0.4]))
+    with pytest.raises(ValueError, match="rope_linear"):
+        go.transport(state, params, ROPE, {"": element[""] + 0.1})
+
+
+# States without a rule -----------------------------------------------------------------------------
+
+
+class Curvature(NamedTuple):
+    """A state that nobody knows."""
+
+    rounds: jax.Array
+    diagonal: Any
+
+
+def test_a_state_without_a_rule_is_for_the_user_to_decide() -> None:
+    params = noise(0)
+    element = UNIT.sample(jax.random.key(0), params)
+    state = ({"anything": Curvature(jnp.ones(()), noise(1))}, optax.EmptyState())
+    with pytest.raises(ValueError, match="Curvature at up, which may be of 'up', under rescale"):
+        go.transport(state, params, UNIT, element)
+    same(go.transport(state, params, UNIT, element, "keep"), state)
+    (found, _), zero = go.transport(state, params, UNIT, element, "reset"), jax.tree.map(jnp.zeros_like, noise(1))
+    same(found["anything"].diagonal, noise(1) | {"up": zero["up"], "down": zero["down"]})
+    elsewhere = (Curvature(jnp.ones(()), {"free": jnp.ones(2), "other": jnp.ones((7, 3))}), 3, jnp.ones((3, 4), int))
+    same(go.transport(elsewhere, params, UNIT, element), elsewhere)
+
+
+def test_factored_moments_are_found_by_their_path() -> None:
+    """Rows and columns have no leaf's shape."""
+    params = {"up": jnp.ones((130, 140)), "down": jnp.ones((140, 130)), "free": jnp.ones(130)}
+    element = {"": jnp.ones(140)}
+    for tx, name in ((optax.scale_by_factored_rms(), "FactoredState"), (optax.scale_by_sm3(), "ScaleBySM3State")):
+        state = jax.tree.map(jnp.ones_like, tx.init(params))
+        with pytest.raises(ValueError, match=f"{name} at down"):
+            go.transport(state, params, UNIT, element)
+        found = go.transport(state, params, UNIT, element, "reset")
+        left = {jax.tree_util.keystr(path) for path, x in jax.tree.leaves_with_path(found) if jnp.any(x)}
+        assert all("free" in path or "count" in path for path in left) and len(left) >= 2
+
+
+def test_arguments_that_make_no_sense_are_refused() -> None:
+    params = noise(0)
+    state = optax.adam(0.1).init(params)
+    with pytest.raises(ValueError, match="bad on_unknown"):
+        go.transport(state, params, UNIT, UNIT.identity(params), "ignore")
+    for gauge, element in (
+        (UNIT, {"": jnp.zeros(3)}), (UNIT, (UNIT.identity(params),)), ([UNIT], UNIT.identity(params)),
+        ([UNIT, TURN], (UNIT.identity(params),)),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match="not an element of this gauge"):
+            go.transport(state, params, gauge, element)
+    assert go.transport(state, {}, UNIT, {}) is state
+
+
+def test_signatures_are_kept() -> None:
+    params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), noise(0))
+    tx = optax.chain(go.clip_by_invariant_norm(1.0, EVERY_KIND), go.ddc_adamw(0.03, EVERY_KIND, mu_dtype=jnp.bfloat16))
+    state = jax.eval_shape(tx.init, params)
+    moved = jax.eval_shape(
+        lambda state, element: go.transport(state, params, EVERY_KIND, element),
+        state, go.product(EVERY_KIND).identity(params),
+    )  # fmt: skip
+    assert jax.tree.structure(moved) == jax.tree.structure(state)
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), moved) == jax.tree.map(lambda x: (x.shape, x.dtype), state)

@@ -161,14 +161,18 @@ def test_a_quotient_state_goes_on_where_its_twin_does(name: str, x64: None) -> N
     shared = go.norm_scale({"norm": "channel"}, {"value": "channel _ _", "query": "channel _", "key": "channel _"})
     turn = go.head_rotation({"query": "_ basis", "key": "_ basis"})
     for gauges in ([shared, LINEAR, ROPE, UNIT], [shared, LINEAR, turn, UNIT]):
-        group, start, tx = go.product(gauges), noise(0), getattr(go, name)(0.03, gauges)
-        element = jit(group.sample)(jax.random.key(1), start)
-        ours, theirs = Twin(tx, gauges, None), Twin(tx, gauges, element)
-        params, state = ours.run(start, jit(tx.init)(start), range(1, 4))
-        moved = jit(lambda state, element, own=gauges: go.transport(state, start, own, element))(state, element)
-        assert differ(state, moved), "nothing had to move"
-        after, _ = ours.run(params, state, range(4, 6))
-        same(group.act(element, after), theirs.run(group.act(element, params), moved, range(4, 6))[0])
+        _check_that_it_goes_on(gauges, getattr(go, name)(0.03, gauges))
+
+
+def _check_that_it_goes_on(gauges: list[go.Gauge], tx: optax.GradientTransformation) -> None:
+    group, start = go.product(gauges), noise(0)
+    element = jit(group.sample)(jax.random.key(1), start)
+    ours, theirs = Twin(tx, gauges, None), Twin(tx, gauges, element)
+    params, state = ours.run(start, jit(tx.init)(start), range(1, 4))
+    moved = jit(lambda state, element: go.transport(state, start, gauges, element))(state, element)
+    assert differ(state, moved), "nothing had to move"
+    after, _ = ours.run(params, state, range(4, 6))
+    same(group.act(element, after), theirs.run(group.act(element, params), moved, range(4, 6))[0])
 
 
 def _directions(frame: Any) -> Any:

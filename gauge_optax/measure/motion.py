@@ -10,10 +10,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from gauge_optax._sequence import in_turn
 from gauge_optax.gauges import _split
 from gauge_optax.gauges._head import PLANE, HeadInstance
-from gauge_optax.gauges._split import Bound
-from gauge_optax.gauges.base import Element, Gauges
+from gauge_optax.gauges._linear import LinearInstance
+from gauge_optax.gauges._split import Arrays, Bound
+from gauge_optax.gauges.base import BoundGauge, Element, Gauges
+from gauge_optax.gauges.linear import RopeLinear
 from gauge_optax.gauges.product import product
 from gauge_optax.linalg import lyapunov, matmul, orthogonal_logarithm, skew, symmetric
 
@@ -58,7 +61,9 @@ def vertical_motion(params: Any, update: Any, gauges: Gauges) -> tuple[Element, 
     Returns:
       Per gauge, the structure of its element. Scales and shifts: the change of the joint coordinate. Rotations: the
       skew logarithm of the rotation that best carries the framed rows before to those after (polar factor of Wᵀ(W +
-      U)), to first order the A of the vertical part W·A, zero for a horizontal step of any size. Tori: its angles.
+      U)), to first order the A of the vertical part W·A, zero for a horizontal step of any size. Tori: its angles;
+      `rope_linear`: the change of the log-modulus, and these. `head_linear`: to first order alone, the Z of the
+      vertical part (A·Z, −B·Zᵀ), d_h × d_h.
 
     Raises:
       ValueError: bindings that do not fit the tree.
@@ -75,20 +80,36 @@ def vertical_motion(params: Any, update: Any, gauges: Gauges) -> tuple[Element, 
     bound = group.bound(params)
     point = _split.at(bound, bound.values(params))
     framed = point.tangent_in(bound.vectors(update))
-    turns = {head: _logarithm(head, point.hat, framed) for head in bound.rotations}
-    moved = drift(params, after, gauges)
-    return tuple(_rotations(part.bound(params), turns) or own for part, own in zip(group.parts, moved, strict=True))
+    turns = dict(zip(bound.rotations, in_turn(_logarithm, *_products(bound, point.hat, framed)), strict=True))
+    mixed = _split.vertical_coordinates(bound, point, framed).linear if bound.linear else ()
+    # A = Â·S_F, so that Â·Z·S_F is A·(S_F⁻¹·Z·S_F).
+    found = [matmul(matmul(f.inner, z), f.outer) for (_, f), z in zip(point.linear, mixed, strict=True)]
+    generators = dict(zip(bound.linear, found, strict=True))
+    moved = jax.tree.map(jnp.subtract, group.frame(after), group.frame(params))
+    return tuple(_motion(part, params, own, turns, generators) for part, own in zip(group.parts, moved, strict=True))
 
 
-def _rotations(bound: Bound, turns: dict[HeadInstance, jax.Array]) -> dict[str, jax.Array]:
-    return {
-        head.key: turns[head][..., 0, 1] if head.named[-1:] == (PLANE,) else turns[head] for head in bound.rotations
-    }
+def _motion(
+    part: BoundGauge,
+    params: Any,
+    moved: Element,
+    turns: dict[HeadInstance, jax.Array],
+    generators: dict[LinearInstance, jax.Array],
+) -> Element:
+    bound = part.bound(params)
+    angles = {h.key: turns[h][..., 0, 1] if h.named[-1:] == (PLANE,) else turns[h] for h in bound.rotations}
+    if isinstance(part, RopeLinear):
+        return {key: jnp.stack([moved[key][..., 0], x], -1) for key, x in angles.items()}
+    return angles or {i.key: generators[i] for i in bound.linear} or moved
 
 
-def _logarithm(head: HeadInstance, hat: dict[str, jax.Array], framed: dict[str, jax.Array]) -> jax.Array:
+def _products(bound: Bound, hat: Arrays, framed: Arrays) -> tuple[list[jax.Array], list[jax.Array]]:
+    """WᵀW and WᵀU of every rotation instance."""
+    return [h.gram(hat, hat) for h in bound.rotations], [h.gram(hat, framed) for h in bound.rotations]
+
+
+def _logarithm(gram: jax.Array, step: jax.Array) -> jax.Array:
     """log of the polar factor of M + S; from skew(S) where the step is small, so that float32 keeps its digits."""
-    gram, step = head.gram(hat, hat), head.gram(hat, framed)
     near = _near_logarithm(gram + symmetric(step), skew(step))
     u, _, vt = jnp.linalg.svd(gram + step, full_matrices=False)
     small = jnp.linalg.norm(step, axis=(-2, -1)) < _SMALL * jnp.linalg.norm(gram, axis=(-2, -1))

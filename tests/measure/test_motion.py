@@ -17,7 +17,8 @@ from tests.tolerances import tolerance
 
 Tree = Any
 SIZES = (1e-4, 0.03, 0.5)
-CASES = [c for c in GAUGE_CASES if c.name.startswith("product") or c.name.endswith(("/kernel", "/gqa", "/degree_2"))]
+ENDS = ("/kernel", "/gqa", "/degree_2", "rope_linear/half")
+CASES = [c for c in GAUGE_CASES if c.name.startswith("product") or c.name.endswith(ENDS)]
 
 
 @pytest.fixture(params=CASES, ids=lambda case: case.name)
@@ -69,8 +70,24 @@ def test_a_gauge_move_gives_its_logarithm(case: GaugeCase, size: float, dtype: s
                 assert _largest(rotations - r) <= tolerance("logarithm", dtype)
                 assert _largest(generators + np.swapaxes(generators, -1, -2)) <= tolerance("logarithm", dtype)
                 assert _largest(generators) < np.pi
-        elif gauge.name != "logit_shift":
+        elif gauge.name not in ("logit_shift", "head_linear"):
             assert _largest(_minus(found, own)) <= tolerance("logarithm", dtype)
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if "linear" in c.name], ids=lambda c: c.name)
+def test_a_small_linear_move_gives_its_generator(case: GaugeCase, x64: None) -> None:
+    """S = 1 + Z: to first order, in the basis in which the point stands."""
+    group, act, motion = _compiled(case)
+    params, draw = _as(case.params(jax.random.key(0)), "float64"), np.random.default_rng(3).normal
+    for index in (k for k, g in enumerate(group.parts) if g.name == "head_linear"):
+        still = group.identity(params)
+        z = {key: 1e-6 * draw(size=x.shape) for key, x in still[index].items()}
+        element = tuple(
+            {key: x + z[key] for key, x in own.items()} if k == index else own for k, own in enumerate(still)
+        )
+        found = motion(params, _minus(act(element, params), params))
+        assert _largest(_minus(found[index], z)) <= 1e-4 * _largest(z)
+        assert _largest([own for k, own in enumerate(found) if k != index]) <= 1e-4 * _largest(z)
 
 
 @pytest.mark.parametrize(
@@ -97,7 +114,7 @@ def test_a_horizontal_step_does_not_turn(case: GaugeCase, x64: None) -> None:
     for size in (1e-3, 0.3):
         found = motion_along(flat, size)
         for gauge, own in zip(group.parts, found, strict=True):
-            if gauge.name in ("head_rotation", "rope_torus"):
+            if gauge.name in ("head_rotation", "rope_torus", "head_linear"):
                 assert _largest(own) <= tolerance("logarithm")
                 assert _largest(motion_along(direction, size)) > size / 100
     once, twice = (_largest(motion_along(flat, size)) for size in (1e-4, 2e-4))

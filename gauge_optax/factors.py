@@ -182,3 +182,67 @@ def _core_inverse(r: jax.Array, other: jax.Array) -> jax.Array:
     live = sizes > eigenvalue_cutoff(r.dtype) * sizes[..., :1]
     inverse = jnp.where(live, 1.0 / jnp.where(live, sizes, 1.0), 0.0)
     return matmul(transpose(weight), transpose(v) * inverse[..., None, :])
+
+
+def inverse_gram(rows: jax.Array, damping: float | jax.Array = 0.0) -> jax.Array:
+    """(AᵀA + λ)⁻¹, or the pseudo-inverse of AᵀA where λ = 0 and A has less than full rank.
+
+    Args:
+      rows: A, (…, m, d).
+      damping: λ, absolute: a number or (…,).
+
+    Returns:
+      (…, d, d), symmetric. Rank is told after columns are made unit vectors, so that no column is dropped for being
+      small beside the others. Undamped, zero columns give zero, and so do those under 1e-13 in float32 (1e-142 in
+      float64), whose inverse squares would overflow.
+
+    Where the columns are well enough conditioned it is J·Jᵀ, J of `opposites`. Else, with [A; √λ·I] = Q·R·D and D the
+    norms of its columns, (R·D)⁻¹·(R·D)⁻ᵀ, by singular values where R may be singular.
+
+    >>> inverse = inverse_gram(jnp.array([[1e3, 0.0], [0.0, 1e-3], [0.0, 0.0]]))
+    >>> (inverse * jnp.array([[1e6, 1.0], [1.0, 1e-6]])).round(4).tolist()
+    [[1.0, 0.0], [0.0, 1.0]]
+    """
+    squares = jnp.sum(jnp.square(rows), -2)
+    added = jnp.broadcast_to(jnp.asarray(damping, rows.dtype)[..., None], squares.shape)
+    norms = jnp.sqrt(squares + added)
+    live = norms > float(jnp.finfo(rows.dtype).tiny) ** 0.5 / eigenvalue_cutoff(rows.dtype)
+    below = jnp.sqrt(added)[..., None] * jnp.eye(rows.shape[-1], dtype=rows.dtype)
+    found, good = _by_products(jnp.concatenate([rows, below], -2))
+    root = jax.lax.cond(
+        good & jnp.all(live),
+        lambda: found.into,
+        lambda: _triangular_root(rows, added, jnp.where(live, norms, 1.0), live),
+    )
+    return matmul(root, transpose(root))
+
+
+def _triangular_root(rows: jax.Array, added: jax.Array, norms: jax.Array, live: jax.Array) -> jax.Array:
+    """Y with Y·Yᵀ = (AᵀA + λ)⁻¹, by QR."""
+    size, cutoff = rows.shape[-1], eigenvalue_cutoff(rows.dtype)
+    # A row of its own keeps a zero column apart from the others, and R invertible.
+    below = jnp.where(live, jnp.sqrt(added) / norms, 1.0)[..., None] * jnp.eye(size, dtype=rows.dtype)
+    r = triangular(jnp.concatenate([jnp.where(live, 1.0 / norms, 0.0)[..., None, :] * rows, below], -2))
+    eye = jnp.broadcast_to(jnp.eye(size, dtype=r.dtype), r.shape)
+    whole = full_rank(r)
+    root = jax.scipy.linalg.solve_triangular(jnp.where(whole[..., None, None], r, eye), eye)
+    # ‖R‖·‖R⁻¹‖ is no less than R's condition: no singular value is cut off.
+    whole &= jnp.linalg.norm(root, axis=(-2, -1)) * size**0.5 < 1.0 / cutoff
+    root = root / norms[..., :, None]
+
+    def pseudo() -> jax.Array:
+        return jnp.where(whole[..., None, None], root, _pseudo_root(r, norms))
+
+    root = jax.lax.cond(jnp.all(whole), lambda: root, pseudo)
+    return jnp.where(live[..., :, None], root, 0.0)
+
+
+def _pseudo_root(r: jax.Array, norms: jax.Array) -> jax.Array:
+    """Y with Y·Yᵀ the pseudo-inverse of D·RᵀR·D."""
+    _, sizes, vectors = jnp.linalg.svd(r)
+    kept = (sizes > eigenvalue_cutoff(r.dtype) * sizes[..., :1])[..., None, :]
+    vectors = transpose(vectors) / norms[..., :, None]
+    root = jnp.where(kept, vectors / jnp.where(kept, sizes[..., None, :], 1.0), 0.0)
+    # D⁻¹ takes it out of the row space; what is left over spans the null space. Dropped vectors come first in Q.
+    null = jnp.linalg.qr(jnp.where(kept, 0.0, vectors)[..., ::-1])[0] * ~kept[..., ::-1]
+    return root - matmul(null, matmul(transpose(null), root))

@@ -370,7 +370,7 @@ def test_factors_of_less_than_full_rank_have_the_pseudo_inverse(dtype: str, limi
         for own, inverse in zip(rows.astype(float), found, strict=True):
             pseudo = np.linalg.pinv(own, rcond=1e-5)
             assert _apart(inverse, pseudo @ pseudo.T) <= limit
-        np.testing.assert_array_equal(found[1], np.asarray(quick(rows[[1, 1, 1]]), float)[0])
+        assert _apart(found[1], np.asarray(quick(rows[[1, 1, 1]]), float)[0]) <= limit
         few = _noise(3, 3, 5).astype(dtype)
         assert _apart(np.asarray(quick(few), float), np.linalg.pinv(few.astype(float).T @ few)) <= limit
 

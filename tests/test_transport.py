@@ -164,6 +164,21 @@ def test_a_quotient_state_goes_on_where_its_twin_does(name: str, x64: None) -> N
         _check_that_it_goes_on(gauges, getattr(go, name)(0.03, gauges))
 
 
+def test_samples_stay_where_they_were(x64: None) -> None:
+    gauges = [UNIT, LINEAR]
+    tx = go.gauge_smoothing(optax.adam(0.03), gauges, num_samples=2)
+    _check_that_it_goes_on(gauges, tx)
+
+
+def test_kept_inverses_are_taken_anew(x64: None) -> None:
+    """Of gradients the correction is exact, kept or not, as long as they are the inverses of these factors."""
+    gauges = [UNIT, LINEAR]
+    tx = optax.chain(go.scale_by_opposite_gram(gauges, every=4), optax.sgd(0.03))
+    _, state = Twin(tx, gauges, None).run(noise(0), tx.init(noise(0)), range(1, 3))
+    moved = go.transport(state, noise(0), gauges, go.product(gauges).sample(jax.random.key(0), noise(0)))
+    assert int(state[0].age) == 2 and int(moved[0].age) == 0
+
+
 def _check_that_it_goes_on(gauges: list[go.Gauge], tx: optax.GradientTransformation) -> None:
     group, start = go.product(gauges), noise(0)
     element = jit(group.sample)(jax.random.key(1), start)

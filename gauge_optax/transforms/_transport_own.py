@@ -25,9 +25,11 @@ from gauge_optax.transforms.decay import AddGaugeDecayState
 from gauge_optax.transforms.fused import FusedState
 from gauge_optax.transforms.hyperball import HyperballState
 from gauge_optax.transforms.lift import EquivariantState
+from gauge_optax.transforms.opposite_gram import ScaleByOppositeGramState
 from gauge_optax.transforms.project import GaugeProjectState, ProjectFrame
 from gauge_optax.transforms.quotient import QuotientState, divide
 from gauge_optax.transforms.retract import GaugeRetractState, Reference
+from gauge_optax.transforms.smoothing import GaugeSmoothingState
 
 Outgoing = frozenset[str]
 """Leaves that a preconditioner earlier in the chain has made updates of; on all others gradients come in."""
@@ -98,6 +100,26 @@ def _equivariant(move: Move, state: EquivariantState, outgoing: Outgoing) -> tup
     return state._replace(gauges=move.group.compose(move.element, frame)), after
 
 
+def _smoothing(move: Move, state: GaugeSmoothingState, outgoing: Outgoing) -> tuple[GaugeSmoothingState, Outgoing]:
+    """S_i·θ is where it was: the sample becomes S_i·g⁻¹, and what the inner optimizers hold stays."""
+    samples, after = state.gauges, outgoing | set(move.shapes)
+    if not isinstance(samples, tuple):  # of a tree without leaves
+        return state, after
+    found, expected = jax.tree.map(lambda x: jnp.shape(x)[1:], samples), jax.tree.map(jnp.shape, move.element)
+    if found != expected:
+        raise _mismatch(state, f"samples of {found}", f"of {expected}, as the gauges given have")
+    undo = move.group.inverse(move.element)
+    return state._replace(gauges=jax.vmap(lambda s: move.group.compose(s, undo))(samples)), after
+
+
+def _opposite_gram(
+    move: Move, state: ScaleByOppositeGramState, outgoing: Outgoing
+) -> tuple[ScaleByOppositeGramState, Outgoing]:
+    """Kept inverses are of the old factors: the next update takes new ones."""
+    old = isinstance(state.age, jax.Array) and bool(move.moved)
+    return state._replace(age=jnp.zeros_like(state.age)) if old else state, outgoing | set(move.shapes)
+
+
 def _quotient(move: Move, state: QuotientState, outgoing: Outgoing) -> tuple[QuotientState, Outgoing]:
     """Moments of pairs are in-frame, and stay; those of rotated rows are not, and turn; the rest has other gauges."""
     after = outgoing | set(move.shapes)
@@ -142,6 +164,8 @@ OWN_RULES: dict[type, Rule] = {
     ClipByInvariantNormState: _clip,
     EquivariantState: _equivariant,
     QuotientState: _quotient,
+    GaugeSmoothingState: _smoothing,
+    ScaleByOppositeGramState: _opposite_gram,
     AddGaugeDecayState: _decay,
     HyperballState: _hyperball,
 }

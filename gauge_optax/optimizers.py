@@ -265,10 +265,8 @@ def quotient_adamw(
     adam = Adam(b1, b2, eps, eps_root, jnp.zeros((), jnp.int32), nesterov)
     rates = Rates(learning_rate, weight_decay)
 
-    def rest_of(rest: Product) -> optax.GradientTransformationExtraArgs:
-        return ddc_adamw(
-            learning_rate, rest, b1, b2, eps, eps_root, mu_dtype, weight_decay, mask, nesterov=nesterov
-        )
+    def rest_of(rest: Product, decay: Decay) -> optax.GradientTransformationExtraArgs:
+        return ddc_adamw(learning_rate, rest, b1, b2, eps, eps_root, mu_dtype, decay, mask, nesterov=nesterov)
 
     return quotient("quotient_adamw", gauges, Moments(adam, Base(adam, None), mu_dtype), rates, mask, rest_of)
 
@@ -355,9 +353,9 @@ def quotient_muon(
     base = Base(adam._replace(b1=beta), polar)
     rates = Rates(learning_rate, weight_decay)
 
-    def rest_of(rest: Product) -> optax.GradientTransformationExtraArgs:
+    def rest_of(rest: Product, decay: Decay) -> optax.GradientTransformationExtraArgs:
         return ddc_muon(
-            learning_rate, rest, ns_coeffs, ns_steps, beta, eps, weight_decay, weight_decay_mask, mu_dtype,
+            learning_rate, rest, ns_coeffs, ns_steps, beta, eps, decay, weight_decay_mask, mu_dtype,
             nesterov=nesterov, adam_b1=adam_b1, adam_b2=adam_b2, adam_eps_root=adam_eps_root,
             adam_weight_decay=adam_weight_decay, adam_learning_rate=adam_learning_rate, scale=scale, labels=labels,
         )  # fmt: skip

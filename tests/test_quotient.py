@@ -302,6 +302,24 @@ def test_other_gauges_are_stepped_by_ddc(x64: None) -> None:
             np.testing.assert_allclose(found[leaf], expected[leaf], rtol=1e-12)
 
 
+def test_sides_decay_apart(x64: None) -> None:
+    """A number per role, over both halves of the list; the first step's decay is all that differs."""
+    unit = go.rescale({"up": "_ channel"}, {"down": "channel _"})
+    params = _normal(3, a=(4, 2), b=(2, 5), up=(4, 3), down=(3, 4))
+    roles = {"left": 0.1, "right": 0.0, "up": 0.2, "down": 0.2}
+
+    def step(decay: Any) -> Tree:
+        tx = go.quotient_adamw(1e-2, [LORA, unit], weight_decay=decay)
+        return tx.update(params, tx.init(params), params)[0]
+
+    apart, still = step(roles), step(0.0)
+    np.testing.assert_allclose(apart["a"] - still["a"], -1e-3 * params["a"], rtol=1e-9)
+    np.testing.assert_allclose(apart["b"], still["b"], rtol=1e-12)
+    np.testing.assert_allclose(apart["up"], step(0.2)["up"], rtol=1e-12)
+    with pytest.raises(ValueError, match="no block has the role 'query'"):
+        step(roles | {"query": 0.1})
+
+
 def test_a_mask_may_not_split_a_pair() -> None:
     tx = go.quotient_adamw(1e-2, LORA, mask={"a": True, "b": False})
     with pytest.raises(ValueError, match="the mask splits head_linear at 'b'"):

@@ -29,7 +29,7 @@ from gauge_optax.transforms._common import float_leaves, in_dtype_of, placeholde
 from gauge_optax.transforms._here import Adam
 from gauge_optax.transforms._pairs import Base, PairMoments, RowMoments, pair_step, parted, row_step
 from gauge_optax.transforms._polar import polar_steps
-from gauge_optax.transforms.decay import Mask, decay_factors, decay_rate
+from gauge_optax.transforms.decay import Decay, Mask, decay_factors, decay_rate, roles_of
 from gauge_optax.transforms.fused import Rates
 
 Arrays = dict[str, jax.Array]
@@ -126,7 +126,7 @@ def quotient(
     moments: Moments,
     rates: Rates,
     mask: Mask,
-    rest_of: Callable[[Product], optax.GradientTransformationExtraArgs],
+    rest_of: Callable[[Product, Decay], optax.GradientTransformationExtraArgs],
 ) -> optax.GradientTransformationExtraArgs:
     """The optimizer behind `quotient_adamw` and `quotient_muon`.
 
@@ -136,23 +136,27 @@ def quotient(
       moments: the base.
       rates: learning rate and decay of the leaves stepped here.
       mask: where they decay.
-      rest_of: makes the optimizer of all other leaves from their gauges.
+      rest_of: makes the optimizer of all other leaves from their gauges and decay.
 
     Returns:
       The optimizer; its `update` needs `params`.
     """
     group = product(gauges)
 
+    def rest_at(parts: Parts, params: optax.Params) -> optax.GradientTransformationExtraArgs:
+        return rest_of(parts.rest, roles_of(rates.weight_decay, parts.rest.bound(params)))
+
     def init_fn(params: optax.Params) -> QuotientState:
         count = jnp.zeros((), jnp.int32)
         if is_empty(params):
-            return QuotientState(count, params, params, params, placeholder(), rest_of(group).init(params))
+            rest = rest_of(group, rates.weight_decay).init(params)
+            return QuotientState(count, params, params, params, placeholder(), rest)
         parts = divide(group, params, moments.base.polar is not None)
-        decay_factors(rates.weight_decay, parts.bound, params, "adamw", mask)
+        decay_factors(rates.weight_decay, group.bound(params), params, "adamw", mask)
         mu = _only(params, parts.bound.offset, lambda p: zeros_sharded_like(p, moments.mu_dtype or _wide(p)))
         nu = _only(params, parts.elementwise, lambda p: zeros_sharded_like(p, _wide(p)))
         columns = _only(params, parts.paired, lambda p: zeros_sharded_like(p, _wide(p)))
-        rest = rest_of(parts.rest).init(_without(params, parts.bound.offset))
+        rest = rest_at(parts, params).init(_without(params, parts.bound.offset))
         return QuotientState(count, mu, nu, columns, _outers(parts, moments.base), rest)
 
     def update_fn(
@@ -162,10 +166,10 @@ def quotient(
         parts = divide(group, params, moments.base.polar is not None)
         parts.bound.vectors(updates)  # raises where a leaf is missing
         hidden = [_without(tree, parts.bound.offset) for tree in (updates, params)]
-        others, rest = rest_of(parts.rest).update(hidden[0], state.rest, hidden[1], **extra)
+        others, rest = rest_at(parts, params).update(hidden[0], state.rest, hidden[1], **extra)
         count = optax.safe_increment(state.count)
         tangents, new = _step(parts, moments, params, updates, state, count)
-        factors = decay_factors(rates.weight_decay, parts.bound, params, "adamw", mask)
+        factors = decay_factors(rates.weight_decay, group.bound(params), params, "adamw", mask)
         values = parts.bound.centre(parts.bound.values(params))
         rate, decay = _at(rates.learning_rate, state.count), decay_rate(rates.weight_decay, state.count)
         steps = {p: -rate * (x + decay * factors[p] * values[p]) for p, x in tangents.items()}

@@ -17,6 +17,7 @@ import pytest
 import gauge_optax as go
 from gauge_optax.binding import leaves_by_path
 from models import lm
+from tests.cases import GAUGE_CASES
 from tests.quick import jit
 from tests.tolerances import tolerance
 
@@ -300,6 +301,18 @@ def test_other_gauges_are_stepped_by_ddc(x64: None) -> None:
         found, _ = tx.update(grads, tx.init(params), params)
         for leaf in ("up", "down", "free"):
             np.testing.assert_allclose(found[leaf], expected[leaf], rtol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["ddc_adamw", "quotient_muon"])
+def test_complex_planes_are_stepped_by_ddc(name: str, x64: None) -> None:
+    """rope_linear is a torus and a rescale per plane: twins stay together, and the moduli where they were."""
+    case = next(c for c in GAUGE_CASES if c.name == "rope_linear/half")
+    (gauge,), params = case.gauges(), case.params(jax.random.key(0))
+    tx = getattr(go, name)(1e-2, gauge, weight_decay=0.1)
+    go.testing.assert_equivariant_step(tx, case.loss, params, gauge, jax.random.key(1), steps=5, rtol=1e-10)
+    updates, _ = tx.update(jax.grad(case.loss)(params), tx.init(params), params)
+    moved = gauge.frame(optax.apply_updates(params, updates))[""] - gauge.frame(params)[""]
+    assert float(jnp.max(jnp.abs(moved))) <= 1e-6
 
 
 def test_sides_decay_apart(x64: None) -> None:

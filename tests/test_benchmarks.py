@@ -30,6 +30,7 @@ def test_a_row_is_timed_beside_adamw(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert page in capsys.readouterr().out and "1 layers of d = 64" in page
 
 
+@pytest.mark.slow
 def test_a_comparison_is_printed_and_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A later run of other rows adds to the file what it took, and leaves the rest."""
     out = [*SMALL, "--out", str(tmp_path)]

@@ -125,16 +125,23 @@ def _three_steps(case: TransformCase, dtype: Any) -> None:
         assert _finite((updates, state, params))
 
 
-@rows
+# Compiled once per row; what other rows of a kind compute is checked where their options are.
+kinds = pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(c, marks=() if c.linear or c.name in FIRST_OF_ITS_KIND else pytest.mark.slow)
+        for c in TRANSFORM_CASES
+    ],
+    ids=name,
+)
+
+
+@kinds
 def test_three_donated_steps_in_float32(case: TransformCase) -> None:
     _three_steps(case, jnp.float32)
 
 
-@pytest.mark.parametrize(
-    "case",
-    [pytest.param(c, marks=() if c.name in FIRST_OF_ITS_KIND else pytest.mark.slow) for c in TRANSFORM_CASES],
-    ids=name,
-)
+@kinds
 def test_three_donated_steps_in_bfloat16(case: TransformCase) -> None:
     _three_steps(case, jnp.bfloat16)
 

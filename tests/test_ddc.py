@@ -106,8 +106,17 @@ def _chain(gauges: list[go.Gauge], rate: Any, options: dict[str, Any]) -> optax.
     )
 
 
-@pytest.mark.parametrize("rule", ["invariant", "any"])
-@pytest.mark.parametrize("name", CHANGES)
+QUICK = {("defaults", "any"), ("options", "invariant"), ("adam", "any"), ("horizontal", "invariant")}
+
+
+@pytest.mark.parametrize(
+    ("name", "rule"),
+    [
+        pytest.param(name, rule, marks=() if (name, rule) in QUICK else pytest.mark.slow)
+        for name in CHANGES
+        for rule in ("invariant", "any")
+    ],
+)
 def test_chain_and_alias_are_one(name: str, rule: str) -> None:
     gauges = NET_GAUGES[1:] if name == "horizontal" else NET_GAUGES
     if rule == "any" and name == "adam":

@@ -5,6 +5,7 @@ factors that lack ranks.
 """
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -257,20 +258,20 @@ SIZES: dict[str, Any] = dict(vocab=11, d_model=6, layers=1, heads=2, kv_heads=2,
 CONFIGS = {"gpt": lm.LMConfig(**SIZES), "llama": lm.llama_config(**SIZES | {"heads": 4, "d_head": 4})}
 
 
+QUICK = {("gpt", "quotient_adamw", "float64"), ("llama", "quotient_muon", "float32")}
+
+
 @pytest.mark.parametrize(
-    ("model", "name"),
+    ("model", "name", "dtype"),
     [
-        ("gpt", "quotient_adamw"),
-        ("llama", "quotient_muon"),
-        pytest.param("gpt", "quotient_muon", marks=pytest.mark.slow),
-        pytest.param("llama", "quotient_adamw", marks=pytest.mark.slow),
+        pytest.param(*row, marks=() if row in QUICK else pytest.mark.slow)
+        for row in itertools.product(CONFIGS, OURS, ("float64", "float32"))
     ],
 )
-def test_whole_models_are_one_function(model: str, name: str) -> None:
+def test_whole_models_are_one_function(model: str, name: str, dtype: str) -> None:
     """Norms, units, shifts and rotary planes beside GL(d_h) on the same leaves: one element of all of them at once."""
-    for dtype in ("float64", "float32"):
-        with jax.enable_x64(dtype == "float64"):
-            _check_model(model, name, dtype)
+    with jax.enable_x64(dtype == "float64"):
+        _check_model(model, name, dtype)
 
 
 def _check_model(model: str, name: str, dtype: str) -> None:

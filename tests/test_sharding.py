@@ -46,7 +46,9 @@ def _programs(out: Path, *arguments: Sequence[str]) -> list[list[dict[str, Any]]
     return [[json.loads(s) for s in spoken.read_text().splitlines() if s.startswith("{")] for spoken, _ in files]
 
 
-@pytest.mark.parametrize(("model", "optimizer"), RUNS)
+@pytest.mark.parametrize(
+    ("model", "optimizer"), [pytest.param(*run, marks=pytest.mark.slow if "muon" in run[1] else ()) for run in RUNS]
+)
 def test_eight_devices_equal_one(model: str, optimizer: str, tmp_path: Path) -> None:
     """Everything is asserted there: parameters, losses, shardings, donation, and what crosses devices."""
     layouts = RUNS[model, optimizer]
@@ -62,7 +64,8 @@ def test_eight_devices_equal_one_in_every_layout(model: str, optimizer: str, tmp
     assert len(lines) == len(MESHES)
 
 
-@pytest.mark.parametrize("optimizer", ["ddc_adamw", pytest.param("ddc_muon", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["ddc_adamw", "ddc_muon"])
 def test_two_processes_equal_one_device(optimizer: str, tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -1,0 +1,171 @@
+"""The notebooks run from top to bottom, print what is stored in them, and quote no number that they did not print.
+
+Cells are executed in this process: no kernel, one compiler for all five. What a notebook claims it asserts itself; here
+it is held to the minute, to its own outputs, and to what makes it open on Colab.
+"""
+
+import ast
+import contextlib
+import io
+import math
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import matplotlib
+import nbformat
+import pytest
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+FOLDER = Path(__file__).parent.parent / "notebooks"
+NAMES = ["a_scalar_failure", "b_muon_explosion", "c_sphere_is_not_balance", "d_random_gauges", "e_diagnostic"]
+MOST_SECONDS, MOST_BYTES = 60.0, 300_000
+NUMBER = re.compile(r"(?<![\w.])[-+]?\d+(?:\.\d*)?(?:e[-+]?\d+)?")
+# Another machine rounds otherwise: a last digit of two may differ, and so may all of what is rounding and nothing else.
+RELATIVE, ABSOLUTE = 0.06, 1e-9
+ROUNDING = "rounding"
+SETTINGS = ("jax_enable_x64", "jax_disable_most_optimizations")
+
+Cell = Any
+
+
+def _cells(name: str, kind: str = "") -> list[Cell]:
+    cells = nbformat.read(FOLDER / f"{name}.ipynb", as_version=4).cells
+    return [cell for cell in cells if kind in ("", cell.cell_type)]
+
+
+def _text(cell: Cell) -> str:
+    """What a code cell has printed."""
+    return "".join(output.text for output in cell.outputs if output.output_type == "stream")
+
+
+def _figures(cell: Cell) -> int:
+    return sum("image/png" in output.get("data", {}) for output in cell.outputs)
+
+
+def _difference(stored: str, fresh: str) -> str:
+    """The first line in which two printouts differ, numbers compared as numbers; empty if none does."""
+    before, now = stored.splitlines(), fresh.splitlines()
+    for old, new in zip(before, now, strict=False):
+        words = [" ".join(NUMBER.sub("#", line).split()) for line in (old, new)]
+        pairs = zip(*([float(x) for x in NUMBER.findall(line)] for line in (old, new)), strict=False)
+        close = ROUNDING in old or all(math.isclose(a, b, rel_tol=RELATIVE, abs_tol=ABSOLUTE) for a, b in pairs)
+        if words[0] != words[1] or not close:
+            return f"{old!r} is now {new!r}"
+    return "" if len(before) == len(now) else f"{len(before)} lines are now {len(now)}"
+
+
+def _unprinted(prose: str, printed: str) -> list[str]:
+    """Numbers in backticks that stand in no output."""
+    quoted = [token for token in re.findall(r"`([^`]+)`", prose) if re.search(r"\d", token)]
+    return [token for token in quoted if not re.search(rf"(?<![\w.]){re.escape(token)}(?![\w.])", printed)]
+
+
+@pytest.fixture
+def shown(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """How many figures every `plt.show()` drew; JAX's and Matplotlib's settings are put back at the end."""
+    counts: list[int] = []
+
+    def show() -> None:
+        for number in plt.get_fignums():
+            plt.figure(number).canvas.draw()
+        counts.append(len(plt.get_fignums()))
+        plt.close("all")
+
+    before = {name: jax.config.values[name] for name in SETTINGS}
+    monkeypatch.setattr(plt, "show", show)
+    with matplotlib.rc_context():
+        yield counts
+    plt.close("all")
+    for name, value in before.items():
+        jax.config.update(name, value)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_fresh_run_prints_what_is_stored(name: str, shown: list[int]) -> None:
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    start = time.monotonic()
+    for n, cell in enumerate(_cells(name, "code")):
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            exec(compile(cell.source, f"{name}, code cell {n}", "exec"), namespace)
+        assert not plt.get_fignums(), f"code cell {n} draws a figure and does not show it"
+        assert sum(shown) == _figures(cell), f"code cell {n} stores {_figures(cell)} figures and shows {sum(shown)}"
+        shown.clear()
+        assert not (difference := _difference(_text(cell), printed.getvalue())), f"code cell {n}: {difference}"
+    seconds = time.monotonic() - start
+    print(f"{name}: {seconds:.1f} s")
+    assert seconds < MOST_SECONDS
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_it_is_stored_executed_and_small(name: str) -> None:
+    path = FOLDER / f"{name}.ipynb"
+    nbformat.validate(nbformat.read(path, as_version=4))
+    assert path.stat().st_size <= MOST_BYTES
+    code = _cells(name, "code")
+    assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1))
+    assert sum(map(_figures, code)) in (1, 2)
+    for output in (output for cell in code for output in cell.outputs):
+        printed = output.output_type == "stream" and output.name == "stdout"
+        assert printed or "image/png" in output.get("data", {}), f"neither text nor a figure: {output}"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_it_reads_like_an_article_and_opens_on_colab(name: str) -> None:
+    title, setup, *_, end = cells = _cells(name)
+    assert len(cells) <= 25
+    assert title.cell_type == "markdown" and title.source.startswith("# ")
+    guard, first = _cells(NAMES[0], "code")[0].source.split("\n\n")[0], setup.source.split("\n\n")[0]
+    assert first == guard and first.startswith("try:\n    import gauge_optax as go\nexcept ImportError:")
+    assert 'jax.config.update("jax_enable_x64", True)' in setup.source
+    assert end.cell_type == "markdown" and end.source.startswith("## What was seen\n")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_it_asserts_what_it_claims_and_quotes_what_it_printed(name: str) -> None:
+    code = _cells(name, "code")
+    claims = [
+        node
+        for cell in code
+        for node in ast.walk(ast.parse(cell.source))
+        if isinstance(node, ast.Assert) or (isinstance(node, ast.Attribute) and node.attr.startswith("assert_"))
+    ]
+    assert len(claims) >= 4
+    prose, printed = _cells(name)[-1].source, "\n".join(map(_text, code))
+    assert len(re.findall(r"`[^`]*\d[^`]*`", prose)) >= 3
+    assert _unprinted(prose, printed) == []
+
+
+def test_there_are_five() -> None:
+    assert sorted(path.stem for path in FOLDER.glob("*.ipynb")) == NAMES
+
+
+# That these checks can fail ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("stored", "fresh"),
+    [("loss 1.00", "loss 1.20"), ("loss 1.00", "gain 1.00"), ("1\n2", "1"), ("1e-07", "1e-06"), ("K^4.00", "K^3.00")],
+)
+def test_a_changed_printout_is_seen(stored: str, fresh: str) -> None:
+    assert _difference(stored, fresh)
+
+
+@pytest.mark.parametrize(
+    ("stored", "fresh"),
+    [("loss  0.48", "loss 0.47"), ("4e-14", "9e-16"), ("by rounding, 1e-08", "by rounding, 4e-09"), ("", "")],
+)
+def test_another_machine_is_not_a_change(stored: str, fresh: str) -> None:
+    assert not _difference(stored, fresh)
+
+
+def test_a_number_that_was_not_printed_is_seen() -> None:
+    printed = "loss 4.98e+11, like K^4.00"
+    assert _unprinted("`4.98e+11` and `K^4.00`, with `sgd`", printed) == []
+    assert _unprinted("`4.9` and `98e+11`", printed) == ["4.9", "98e+11"]

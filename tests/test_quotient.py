@@ -304,6 +304,34 @@ def test_other_gauges_are_stepped_by_ddc(x64: None) -> None:
             np.testing.assert_allclose(found[leaf], expected[leaf], rtol=1e-12)
 
 
+@pytest.mark.parametrize("name", ["head_linear/fused", "rope_linear/partial"])
+def test_entries_in_no_pair_and_no_row_get_adam(name: str, x64: None) -> None:
+    """Values in a kernel whose queries and keys are bound; coordinates that rotary leaves alone."""
+    case = next(c for c in GAUGE_CASES if c.name == name)
+    gauges, params = case.gauges(), case.params(jax.random.key(0))
+    if name.startswith("rope"):  # a norm brings the planes to where pairs are stepped
+        gauges = [*gauges, go.norm_scale({"norm": "channel"}, {"query": "channel _ _", "a": "channel _"}), LORA]
+        params |= _normal(5, norm=(6,), a=(6, 2), b=(2, 3))
+    grads = jax.tree.map(lambda x: jnp.asarray(np.random.default_rng(x.size).normal(size=x.shape)), params)
+
+    def motion(tx: optax.GradientTransformation) -> Tree:
+        here, state = params, tx.init(params)
+        for _ in range(3):
+            updates, state = tx.update(grads, state, here)
+            here = optax.apply_updates(here, updates)
+        return jax.tree.map(jnp.subtract, here, params)
+
+    found, adam = motion(go.quotient_adamw(1e-2, gauges, weight_decay=0.0)), motion(optax.adam(1e-2))
+    if name.startswith("rope"):  # keys share no leaf with the norm
+        bound, free = np.s_[..., :4], np.s_[..., 4:]
+        leaf = "key"
+    else:
+        bound, free = np.s_[..., :16], np.s_[..., 16:]
+        leaf = "qkv"
+    np.testing.assert_allclose(found[leaf][free], adam[leaf][free], rtol=1e-9)
+    assert _relative(found[leaf][bound], adam[leaf][bound]) > 1e-2
+
+
 @pytest.mark.parametrize("name", ["ddc_adamw", "quotient_muon"])
 def test_complex_planes_are_stepped_by_ddc(name: str, x64: None) -> None:
     """rope_linear is a torus and a rescale per plane: twins stay together, and the moduli where they were."""

@@ -13,10 +13,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from gauge_optax._sequence import alike
-from gauge_optax.binding import is_empty, leaves_by_path, with_leaves
+from gauge_optax.binding import Block, is_empty, leaves_by_path, with_leaves
 from gauge_optax.gauges import _frame
 from gauge_optax.gauges._head import BASIS, HeadInstance
 from gauge_optax.gauges._linear import LinearInstance
@@ -94,8 +95,25 @@ class Parts(NamedTuple):
 
     @property
     def elementwise(self) -> frozenset[str]:
-        """Leaves with a second moment of their own."""
-        return frozenset(self.bound.offset) - self.paired - self.bound.turned - frozenset(self.matrices)
+        """Leaves with entries that have a second moment of their own: in no pair and no row."""
+        blocks = [b.block for head in (*self.rows, *self.sides) for b in head.blocks]
+        whole = {p for p in self.bound.offset if _covers([b for b in blocks if b.path == p])}
+        return frozenset(self.bound.offset) - whole - frozenset(self.matrices)
+
+    @property
+    def sides(self) -> tuple[HeadInstance, ...]:
+        """Both sides of every pair."""
+        return tuple(side for i in self.bound.linear for side in (i.left, i.right))
+
+
+def _covers(blocks: Sequence[Block]) -> bool:
+    """Whether blocks of one leaf select all of its entries."""
+    if not blocks:
+        return False
+    seen = np.zeros(blocks[0].shape, bool)
+    for block in blocks:
+        seen = block.write(seen, np.ones(block.view_shape, bool))
+    return bool(seen.all())
 
 
 def divide(group: Product, params: optax.Params, by_polar: bool) -> Parts:
@@ -217,21 +235,25 @@ def _step(
     state: QuotientState,
     count: jax.Array,
 ) -> tuple[Arrays, QuotientState]:
-    """Tangents of the leaves stepped here, and the state without its count and rest."""
+    """Tangents of the leaves stepped here, and the state without its count and rest.
+
+    Of a leaf that pairs and rows do not cover, Adam steps every entry first; theirs are then replaced.
+    """
     bound = parts.bound
     values = bound.centre(bound.values(params))
     outward, inward = _scale_factors(bound, values, parts.paired)
     hat, gradient = times(values, inward), times(bound.vectors(updates), outward)
     mu, nu, columns = (float_leaves(tree, real_dtype()) for tree in (state.mu, state.nu, state.columns))
-    adam = moments.adam._replace(step=count)
+    adam, old = moments.adam._replace(step=count), dict(mu)
     base = moments.base._replace(adam=moments.base.adam._replace(step=count))
     out: Arrays = {}
     for path in parts.elementwise:
         out[path], mu[path], nu[path] = adam.scalar(gradient[path], mu[path], nu[path])
     out |= _by_polar(base, parts.matrices, gradient, mu)
     old_pairs, old_rows = state.gauges or ((), ())
-    rows = tuple(_turned(Base(adam, None), h, x, gradient, mu, out) for h, x in zip(parts.rows, old_rows, strict=True))
-    pairs = _paired(base, bound.linear, old_pairs, (hat, gradient), (mu, columns, out))
+    plain, kept = Base(adam, None), (mu, columns, out)
+    rows = tuple(_turned(plain, h, x, gradient, old, kept) for h, x in zip(parts.rows, old_rows, strict=True))
+    pairs = _paired(base, bound.linear, old_pairs, (hat, gradient, old), kept)
     new = state._replace(
         mu=in_dtype_of(state.mu, mu),
         nu=in_dtype_of(state.nu, nu),
@@ -241,27 +263,35 @@ def _step(
     return times(out, outward), new
 
 
-def _turned(plain: Base, head: HeadInstance, outer: jax.Array, gradient: Arrays, mu: Arrays, out: Arrays) -> jax.Array:
-    """The step of one rotated block, into `out`; first moments in `mu` are renewed, the second moment is returned."""
-    step, kept = row_step(plain, (1, 1), head.stacked(gradient), RowMoments(head.stacked(mu), outer))
+def _turned(
+    plain: Base,
+    head: HeadInstance,
+    outer: jax.Array,
+    gradient: Arrays,
+    old: Arrays,
+    kept: tuple[Arrays, Arrays, Arrays],
+) -> jax.Array:
+    """The step of one rotated block, into the last of `kept`; first moments are renewed, the second is returned."""
+    mu, _, out = kept
+    step, new = row_step(plain, (1, 1), head.stacked(gradient), RowMoments(head.stacked(old), outer))
     out |= head.unstacked({**gradient, **out}, step)
-    mu |= head.unstacked(mu, kept.mu)
-    return kept.outer
+    mu |= head.unstacked(mu, new.mu)
+    return new.outer
 
 
 def _paired(
     base: Base,
     linear: Sequence[LinearInstance],
     outers: Sequence[Any],
-    here: tuple[Arrays, Arrays],
+    here: tuple[Arrays, Arrays, Arrays],
     kept: tuple[Arrays, Arrays, Arrays],
 ) -> tuple[Any, ...]:
     """The steps of all pairs, into the last of `kept`; first moments and bases are renewed, second moments returned."""
-    (hat, gradient), (mu, columns, out) = here, kept
+    (hat, gradient, before), (mu, columns, out) = here, kept
     static, traced = parted(base)
     given = []
     for k, instance in enumerate(linear):
-        (left, right), own = instance.factors(mu), outers[k] if outers else ((), ())
+        (left, right), own = instance.factors(before), outers[k] if outers else ((), ())
         old = PairMoments(RowMoments(left, own[0]), RowMoments(right, own[1]), instance.factors(columns))
         given.append((instance.factors(hat), instance.factors(gradient), old))
     fans = [(_fans(i.left), _fans(i.right)) for i in linear]

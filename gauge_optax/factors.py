@@ -142,7 +142,7 @@ def opposites(left: jax.Array, right: jax.Array) -> tuple[Opposite, Opposite]:
     def by_singular_values() -> tuple[Opposite, Opposite]:
         r_left, r_right = triangulars(left, right)
         pairs = in_turn(_core_inverse, (r_right, r_left), (r_left, r_right))
-        return _orthonormalised(right, pairs[0]), _orthonormalised(left, pairs[1])
+        return _orthonormalised(right, pairs[0])[0], _orthonormalised(left, pairs[1])[0]
 
     return jax.lax.cond(left_is_good & right_is_good, lambda: (for_left, for_right), by_singular_values)
 
@@ -156,17 +156,17 @@ def _by_products(rows: jax.Array) -> tuple[Opposite, jax.Array]:
     inverse = safe_divide(jnp.ones_like(size), size)
     unit = rows * inverse
     first = inverse_sqrt_by_products(matmul(transpose(unit), unit), _least(rows.dtype))
-    found = _orthonormalised(rows, transpose(inverse) * first)
-    gram = matmul(transpose(found.basis), found.basis)
+    found, gram = _orthonormalised(rows, transpose(inverse) * first)
     good = jnp.all(jnp.abs(gram - jnp.eye(gram.shape[-1], dtype=gram.dtype)) < 1e-3)
     return found, good
 
 
-def _orthonormalised(rows: jax.Array, into: jax.Array) -> Opposite:
-    """Nearly orthonormal columns A·J made orthonormal; zero columns stay."""
+def _orthonormalised(rows: jax.Array, into: jax.Array) -> tuple[Opposite, jax.Array]:
+    """Nearly orthonormal columns A·J made orthonormal, zero columns left; and their Gram matrix, up to rounding."""
     columns = matmul(rows, into)
-    turn = inverse_sqrt_by_products(matmul(transpose(columns), columns), 0.1 / math.sqrt(into.shape[-1]))
-    return Opposite(matmul(columns, turn), matmul(into, turn))
+    gram = matmul(transpose(columns), columns)
+    turn = inverse_sqrt_by_products(gram, 0.1 / math.sqrt(into.shape[-1]))
+    return Opposite(matmul(columns, turn), matmul(into, turn)), matmul(matmul(turn, gram), turn)
 
 
 def _least(dtype: jnp.dtype) -> float:

@@ -8,7 +8,7 @@ H_A·Z + Z·H_B = Aᵀ·U_A − U_Bᵀ·B, a Sylvester equation, and in the bala
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -105,33 +105,31 @@ Frames = tuple[tuple[LinearInstance, LinearFrame], ...]
 
 def enter(frames: Frames, values: Values) -> dict[str, jax.Array]:
     """Points or tangents in the frame."""
-    out = dict(values)
-    for instance, frame in frames:
-        out |= instance.move(out, frame.inner, frame.outer)
-    return out
+    return _one_by_one(frames, values, lambda i, f, x: i.move(x, f.inner, f.outer))
 
 
 def leave(frames: Frames, values: Values) -> dict[str, jax.Array]:
     """The inverse of `enter`."""
-    out = dict(values)
-    for instance, frame in frames:
-        out |= instance.move(out, frame.outer, frame.inner)
-    return out
+    return _one_by_one(frames, values, lambda i, f, x: i.move(x, f.outer, f.inner))
 
 
 def enter_dual(frames: Frames, values: Values) -> dict[str, jax.Array]:
     """Cotangents in the frame."""
-    out = dict(values)
-    for instance, frame in frames:
-        out |= instance.move_dual(out, frame.inner, frame.outer)
-    return out
+    return _one_by_one(frames, values, lambda i, f, x: i.move_dual(x, f.inner, f.outer))
 
 
 def leave_dual(frames: Frames, values: Values) -> dict[str, jax.Array]:
     """The inverse of `enter_dual`."""
+    return _one_by_one(frames, values, lambda i, f, x: i.move_dual(x, f.outer, f.inner))
+
+
+def _one_by_one(
+    frames: Frames, values: Values, move: Callable[[LinearInstance, LinearFrame, Values], dict[str, jax.Array]]
+) -> dict[str, jax.Array]:
+    """Every instance's move on what the one before left: a fused leaf may belong to several."""
     out = dict(values)
     for instance, frame in frames:
-        out |= instance.move_dual(out, frame.outer, frame.inner)
+        out |= move(instance, frame, out)
     return out
 
 

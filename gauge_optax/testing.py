@@ -178,15 +178,17 @@ def assert_equivariant_step(
 def _vertical_parts(group: Product, params: Any, bound: Bound, point: Point, framed: Arrays) -> list[Arrays]:
     """The in-frame vertical part of a vector, gauge by gauge."""
     coordinates = _split.vertical_coordinates(bound, point, framed)
-    scales, heads, parts = list(coordinates.scales), list(coordinates.heads), []
+    scales, heads, linear, parts = list(coordinates.scales), list(coordinates.heads), list(coordinates.linear), []
     for gauge in group.parts:
         own = gauge.bound(params)
         share = _split.Coordinates(
             tuple(scales[: len(own.scales)]),
             own.shift_means(framed),
             tuple(heads[: len(own.rotations)]),
+            tuple(linear[: len(own.linear)]),
         )
         scales, heads = scales[len(own.scales) :], heads[len(own.rotations) :]
+        linear = linear[len(own.linear) :]
         hat = point._replace(hat={p: point.hat[p] for p in own.offset})
         parts.append(_split.lift(own, hat, share))
     return parts

@@ -12,6 +12,7 @@ import pytest
 
 import gauge_optax as go
 from gauge_optax.binding import leaves_by_path
+from gauge_optax.gauges._moves import move_cotangent, move_tangent
 from tests.quick import jit
 
 Tree = Any
@@ -112,6 +113,23 @@ def test_shifts_and_norms_are_framed_too(x64: None) -> None:
             p = optax.apply_updates(p, updates)
         ends.append(p)
     assert _error(gauges.act(element, ends[0]), ends[1]) <= 1e-12
+
+
+def test_instances_on_one_leaf_have_frames_of_their_own(x64: None) -> None:
+    """Queries and keys under rotary, values under GL, in one kernel."""
+    gauges = go.product([
+        go.rope_torus({"qkv": ("_ (qkv=0 head basis)", "_ (qkv=1 head basis)")}, sizes={"qkv": 3, "head": 2}),
+        go.head_linear({"qkv": "_ (qkv=2 head basis)"}, {"out": "(head basis) _"}, sizes={"qkv": 3, "head": 2}),
+    ])  # fmt: skip
+    draw = np.random.default_rng(0).normal
+    params = {"qkv": jnp.asarray(draw(size=(6, 24))), "out": jnp.asarray(draw(size=(8, 6)))}
+    grads = jax.tree.map(lambda x: jnp.sin(3.0 * x), params)
+    tx = go.equivariant(optax.adam(1e-2), gauges)
+    element = gauges.sample(jax.random.key(0), params)
+    here, _ = tx.update(grads, tx.init(params), params)
+    twin = gauges.act(element, params)
+    there, _ = tx.update(move_cotangent(gauges, element, params, grads), tx.init(twin), twin)
+    assert _error(there, move_tangent(gauges, element, params, here)) <= 1e-10
 
 
 def test_a_zero_side_leaves_the_frame_to_the_other(x64: None) -> None:

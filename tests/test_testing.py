@@ -144,6 +144,8 @@ def test_outputs_say_more_than_a_loss(x64: None) -> None:
         ("head_rotation/gqa", "float64"),
         ("rope_torus/gqa", "float32"),
         ("product/chain", "float64"),
+        ("product/linear", "float64"),
+        ("rope_linear/half", "float32"),
     ],
 )
 def test_a_projected_update_is_horizontal_and_an_arbitrary_one_is_not(name: str, dtype: str) -> None:

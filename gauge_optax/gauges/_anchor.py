@@ -6,14 +6,14 @@ depend on the representative. Of a plane read as complex numbers the phase of Σ
 Here: that frame at a balanced point. Not here: the noncompact part (`Gauge.frame`), body frames of DDC (`_basis`).
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from gauge_optax._sequence import in_turn
 from gauge_optax.gauges._basis import anchor
-from gauge_optax.gauges._head import HeadInstance
-from gauge_optax.gauges._scale import Values
+from gauge_optax.gauges._split import Bound
 from gauge_optax.gauges.base import Element
 from gauge_optax.gauges.linear import HeadLinear, RopeLinear
 from gauge_optax.gauges.product import Product
@@ -21,11 +21,20 @@ from gauge_optax.gauges.rotation import HeadRotation
 from gauge_optax.gauges.torus import RopeTorus
 from gauge_optax.linalg import eigenvalue_cutoff, matmul
 
-Frames = dict[str, tuple[jax.Array, jax.Array]]
-"""Instance → the compact element and, per head or plane, whether the point fixes it."""
+
+class Fixed(NamedTuple):
+    """What a point fixes of one instance's bases.
+
+    Attributes:
+      path: a leaf of the instance.
+      heads: per head or plane, whether it has a frame: the rank of CᵀW is that of the basis.
+    """
+
+    path: str
+    heads: jax.Array
 
 
-def compact_frame(group: Product, params: Any) -> tuple[Element, dict[str, jax.Array]]:
+def compact_frame(group: Product, params: Any) -> tuple[Element, tuple[dict[str, Fixed], ...]]:
     """Y with act(Y⁻¹, θ) the same for all rotations of θ.
 
     Args:
@@ -33,30 +42,31 @@ def compact_frame(group: Product, params: Any) -> tuple[Element, dict[str, jax.A
       params: a balanced point.
 
     Returns:
-      An element of the product, the identity on shifts and scales; and, by a leaf of every instance, which heads have a
-      frame (the rank of CᵀW is that of the basis).
+      An element of the product, the identity on shifts and scales; and per gauge, instance → what is fixed.
     """
-    element, framed = [], {}
+    element, fixed = [], []
     for part, still in zip(group.parts, group.identity(params), strict=True):
         own, bound = dict(still), part.bound(params)
-        values = bound.values(params)
+        values, found_here = bound.values(params), {}
         if isinstance(part, HeadLinear):
-            for i in bound.linear:
-                own[i.key], framed[i.paths[0]] = _polar(anchor(i.left, values) + anchor(i.right, values, i.left.blocks))
-        for head in bound.rotations:
-            found, framed[head.paths[0]] = _turn(head, values)
+            anchors = [anchor(i.left, values) + anchor(i.right, values, i.left.blocks) for i in bound.linear]
+            for i, (found, heads) in zip(bound.linear, in_turn(_polar, anchors), strict=True):
+                own[i.key], found_here[i.key] = found, Fixed(i.paths[0], heads)
+        turns = in_turn(_phase if _planes(bound) else _polar, [anchor(head, values) for head in bound.rotations])
+        for head, (found, heads) in zip(bound.rotations, turns, strict=True):
+            found_here[head.key] = Fixed(head.paths[0], heads)
             if isinstance(part, HeadRotation | RopeTorus):
                 own[head.key] = found
             elif isinstance(part, RopeLinear):
                 own[head.key] = jnp.stack([jnp.zeros_like(found), found], -1)
         element.append(own)
-    return tuple(element), framed
+        fixed.append(found_here)
+    return tuple(element), tuple(fixed)
 
 
-def _turn(head: HeadInstance, values: Values) -> tuple[jax.Array, jax.Array]:
-    if head.blocks[0].pairing is None:
-        return _polar(anchor(head, values))
-    return _phase(anchor(head, values))
+def _planes(bound: Bound) -> bool:
+    """Whether a gauge's rotations are those of planes."""
+    return any(head.blocks[0].pairing is not None for head in bound.rotations)
 
 
 def _polar(m: jax.Array) -> tuple[jax.Array, jax.Array]:

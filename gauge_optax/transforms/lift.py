@@ -8,6 +8,7 @@ hand it the same numbers. DESIGN §1, §5.
 Here: a frame fixed at `init`. Not here: optimizers in the frame of the current point (`quotient`).
 """
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 import optax
 
 from gauge_optax.binding import binding_error, is_empty
-from gauge_optax.gauges._anchor import compact_frame
+from gauge_optax.gauges._anchor import Fixed, compact_frame
 from gauge_optax.gauges._moves import move_cotangent, move_tangent
 from gauge_optax.gauges.base import Element, Gauges
 from gauge_optax.gauges.product import Product, product
@@ -106,26 +107,24 @@ def starting_frame(group: Product, params: optax.Params, on_degenerate: str) -> 
       The element that takes the canonical representative to `params`.
     """
     balanced = group.frame(params)
-    compact, framed = compact_frame(group, group.act(group.inverse(balanced), params))
-    for path, found in framed.items():
-        if on_degenerate == "raise" and not isinstance(found, jax.core.Tracer) and not jnp.all(found):
-            raise _degenerate(path, int(jnp.sum(~found)), found.size)
-    return group.compose(balanced, _settled(group, params, compact, framed, on_degenerate))
+    compact, fixed = compact_frame(group, group.act(group.inverse(balanced), params))
+    for path, heads in (own for part in fixed for own in part.values()):
+        if on_degenerate == "raise" and not isinstance(heads, jax.core.Tracer) and not jnp.all(heads):
+            raise _degenerate(path, int(jnp.sum(~heads)), heads.size)
+    settled = (
+        _settled(own, still if on_degenerate == "identity" else None, heads)
+        for own, still, heads in zip(compact, group.identity(params), fixed, strict=True)
+    )
+    return group.compose(balanced, tuple(settled))
 
 
-def _settled(
-    group: Product, params: optax.Params, compact: Element, framed: dict[str, jax.Array], on_degenerate: str
-) -> Element:
-    """The compact element with heads that have none replaced by the identity, or by NaN."""
-    out = []
-    for part, own, still in zip(group.parts, compact, group.identity(params), strict=True):
-        bound, settled = part.bound(params), dict(own)
-        for key, path in [(h.key, h.paths[0]) for h in bound.rotations] + [(i.key, i.paths[0]) for i in bound.linear]:
-            found, x = framed[path], own[key]
-            whole = found.reshape(found.shape + (1,) * (x.ndim - found.ndim))
-            settled[key] = jnp.where(whole, x, still[key] if on_degenerate == "identity" else jnp.nan)
-        out.append(settled)
-    return tuple(out)
+def _settled(compact: Element, still: Element | None, fixed: Mapping[str, Fixed]) -> Element:
+    """A gauge's compact element with heads that have none replaced by `still`, or by NaN."""
+    out = dict(compact)
+    for key, (_, heads) in fixed.items():
+        whole = heads.reshape(heads.shape + (1,) * (out[key].ndim - heads.ndim))
+        out[key] = jnp.where(whole, out[key], jnp.nan if still is None else still[key])
+    return out
 
 
 def _degenerate(path: str, without: int, heads: int) -> ValueError:

@@ -36,6 +36,15 @@ def triangulars(left: jax.Array, right: jax.Array) -> tuple[jax.Array, jax.Array
     return first, second
 
 
+def rank_cutoff(dtype: jnp.dtype) -> float:
+    """Relative size below which a direction of a factor counts as missing: 1e-4 in float32, 1e-12 in float64.
+
+    Steps amplify the rounding of a gradient that lacks ranks. Divided by a size that is rounding, the other factor's
+    step would be of any length: with 1e-6, twins of float32 LoRA factors under a rank-one target were 0.9 apart.
+    """
+    return 1e-12 if dtype == jnp.float64 else 1e-4
+
+
 def full_rank(r: jax.Array) -> jax.Array:
     """Whether a factor has linearly independent columns, told from its triangular factor.
 
@@ -47,7 +56,7 @@ def full_rank(r: jax.Array) -> jax.Array:
     """
     size = jnp.linalg.norm(r, axis=-2)
     apart = jnp.abs(jnp.diagonal(r, axis1=-2, axis2=-1))
-    return jnp.all(apart > eigenvalue_cutoff(r.dtype) * size, -1)
+    return jnp.all(apart > rank_cutoff(r.dtype) * size, -1)
 
 
 class Balance(NamedTuple):
@@ -126,7 +135,8 @@ def opposites(left: jax.Array, right: jax.Array) -> tuple[Opposite, Opposite]:
     Returns:
       For the left factor's step, what `right` gives, and for the right factor's, what `left` gives. Under
       (A·S, B·S⁻ᵀ) both bases turn, Q ↦ Q·R, and J ↦ Sᵀ·J·R or S⁻¹·J·R: nothing else of S is left. Exact on factors that
-      lack ranks too while the other has full rank; where both do, J depends on S in what A·Bᵀ does not show.
+      lack ranks too where the other one tells them apart (has full rank, or A·Bᵀ the same); else J depends on S in what
+      A·Bᵀ does not show at first.
 
     Reference: When Equivalent Weights Train Differently, §3; LoRA-RITE (Yen et al. 2024) for the basis. Deviation: no
     QR where both factors are well enough conditioned for matrix products alone (columns scaled to one length, up to
@@ -175,13 +185,22 @@ def _least(dtype: jnp.dtype) -> float:
 
 
 def _core_inverse(r: jax.Array, other: jax.Array) -> jax.Array:
-    """J with orthonormal Q·R·J, fixed by a factor of full rank on the other side; by R alone where there is none."""
-    eye = jnp.broadcast_to(jnp.eye(r.shape[-1], dtype=r.dtype), r.shape)
-    weight = jnp.where(full_rank(other)[..., None, None], other, eye)
-    _, sizes, v = jnp.linalg.svd(matmul(r, transpose(weight)))
-    live = sizes > eigenvalue_cutoff(r.dtype) * sizes[..., :1]
-    inverse = jnp.where(live, 1.0 / jnp.where(live, sizes, 1.0), 0.0)
+    """J with orthonormal Q·R·J. Of a factor that lacks ranks many would do; the other one fixes which, if it can."""
+    size = jnp.linalg.norm(r, axis=-2)
+    own = safe_divide(jnp.ones_like(size), size)[..., :, None] * jnp.eye(r.shape[-1], dtype=r.dtype)
+    (alone, _), (joint, _) = in_turn(_ranked, [matmul(r, own), matmul(r, transpose(other))])
+    ranks = [jnp.sum(sizes > 0, -1) for sizes in (alone, joint)]
+    by_other = ~full_rank(r) & (ranks[0] == ranks[1])
+    weight = jnp.where(by_other[..., None, None], other, own)
+    sizes, v = _ranked(matmul(r, transpose(weight)))
+    inverse = jnp.where(sizes > 0, 1.0 / jnp.where(sizes > 0, sizes, 1.0), 0.0)
     return matmul(transpose(weight), transpose(v) * inverse[..., None, :])
+
+
+def _ranked(core: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Singular values, zero where they are rounding, and right vectors."""
+    _, sizes, v = jnp.linalg.svd(core)
+    return jnp.where(sizes > rank_cutoff(core.dtype) * sizes[..., :1], sizes, 0.0), v
 
 
 def inverse_gram(rows: jax.Array, damping: float | jax.Array = 0.0) -> jax.Array:

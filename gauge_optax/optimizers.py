@@ -260,7 +260,8 @@ def quotient_adamw(
     True
 
     Reference: When Equivalent Weights Train Differently, §3, §8; DESIGN §5, GL(d_h). In float32 for conditions of the
-    factors up to about 1e2.
+    factors up to about 1e2. A loss of fewer ranks than the factors leaves them directions of rounding, which are taken
+    out; *measured* in float32 from B = 0, rank 4, 300 steps: twins 4e-6 apart on a target of rank 2, 4e-2 of rank 1.
     """
     adam = Adam(b1, b2, eps, eps_root, jnp.zeros((), jnp.int32), nesterov)
     rates = Rates(learning_rate, weight_decay)

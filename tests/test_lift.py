@@ -157,6 +157,15 @@ def test_a_head_without_a_frame_is_refused() -> None:
     assert all(bool(jnp.all(jnp.isfinite(x))) for x in jax.tree.leaves(end))
 
 
+def test_heads_wider_than_the_model_have_no_frame() -> None:
+    """Both sides have rank 4 of 6: neither fixes what the other lacks."""
+    gauge = go.head_linear({"query": "_ head basis"}, {"key": "_ head basis"})
+    draw = np.random.default_rng(0).normal
+    params = {name: jnp.asarray(draw(size=(4, 2, 6)), jnp.float32) for name in ("query", "key")}
+    with pytest.raises(ValueError, match="no frame at 'query'"):
+        go.equivariant(optax.sgd(0.1), gauge).init(params)
+
+
 def test_extra_arguments_reach_the_inner_transformation() -> None:
     seen = []
 

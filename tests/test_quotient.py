@@ -252,6 +252,40 @@ def test_lora_starts_from_zero(name: str, rows: int, x64: None) -> None:
     assert float(loss(path[-1])) < 0.9 * float(loss(params))
 
 
+@pytest.mark.parametrize("name", OURS)
+def test_a_target_of_fewer_ranks_in_float32(name: str) -> None:
+    """Its gradient has rounding in the place of two directions, which must not become weights."""
+    draw = np.random.default_rng(11).normal
+    goal = jnp.asarray(draw(size=(12, 2)) @ draw(size=(2, 10)), jnp.float32)
+    params = {"a": jnp.asarray(draw(size=(12, 4)), jnp.float32), "b": jnp.zeros((4, 10), jnp.float32)}
+
+    def loss(p: Tree) -> jax.Array:
+        return jnp.mean(jnp.square(jnp.asarray(X, jnp.float32) @ (_lora_product(p) - goal)))
+
+    assert _twin_error("lora", OURS[name], params, 0, loss) <= tolerance("twins", "float32")
+    (path,) = _train(OURS[name](LORA), loss, params)
+    assert max(float(jnp.linalg.norm(p["a"])) for p in path) < 10.0 * float(jnp.linalg.norm(params["a"]))
+
+
+def test_blocks_may_be_listed_in_any_order() -> None:
+    params = CASES["value_out"][1]()
+    blocks = _bound("value/kernel", "value/bias")
+    steps = []
+    for left in (blocks, dict(reversed(blocks.items()))):
+        tx = go.quotient_muon(1e-2, go.head_linear(left, {"out": "head basis _"}))
+        steps.append(tx.update(params, tx.init(params), params)[0])
+    np.testing.assert_allclose(steps[0]["value"]["kernel"], steps[1]["value"]["kernel"], rtol=1e-4)
+
+
+@pytest.mark.parametrize("size", [1e-12, 1e12])
+def test_gradients_of_any_size_make_one_step(size: float) -> None:
+    params = jax.tree.map(lambda x: x.astype(jnp.float32), CASES["lora"][1]())
+    tx = go.quotient_adamw(1e-2, LORA, eps=1e-20, weight_decay=0.0)
+    scaled = (jax.tree.map(lambda x, by=by: by * x, params) for by in (1.0, size))
+    small, large = (tx.update(grads, tx.init(params), params)[0] for grads in scaled)
+    np.testing.assert_allclose(large["a"], small["a"], rtol=1e-3, atol=1e-6)
+
+
 # Whole lists --------------------------------------------------------------------------------------
 
 SIZES: dict[str, Any] = dict(vocab=11, d_model=6, layers=1, heads=2, kv_heads=2, d_head=3, d_ff=7, max_len=6)

@@ -170,13 +170,9 @@ def test_samples_stay_where_they_were(x64: None) -> None:
     _check_that_it_goes_on(gauges, tx)
 
 
-def test_kept_inverses_are_taken_anew(x64: None) -> None:
-    """Of gradients the correction is exact, kept or not, as long as they are the inverses of these factors."""
+def test_kept_inverses_move_along(x64: None) -> None:
     gauges = [UNIT, LINEAR]
-    tx = optax.chain(go.scale_by_opposite_gram(gauges, every=4), optax.sgd(0.03))
-    _, state = Twin(tx, gauges, None).run(noise(0), tx.init(noise(0)), range(1, 3))
-    moved = go.transport(state, noise(0), gauges, go.product(gauges).sample(jax.random.key(0), noise(0)))
-    assert int(state[0].age) == 2 and int(moved[0].age) == 0
+    _check_that_it_goes_on(gauges, optax.chain(go.scale_by_opposite_gram(gauges, every=4), optax.sgd(0.003)))
 
 
 def _check_that_it_goes_on(gauges: list[go.Gauge], tx: optax.GradientTransformation) -> None:
@@ -187,7 +183,8 @@ def _check_that_it_goes_on(gauges: list[go.Gauge], tx: optax.GradientTransformat
     moved = jit(lambda state, element: go.transport(state, start, gauges, element))(state, element)
     assert differ(state, moved), "nothing had to move"
     after, _ = ours.run(params, state, range(4, 6))
-    same(group.act(element, after), theirs.run(group.act(element, params), moved, range(4, 6))[0])
+    found = theirs.run(group.act(element, params), moved, range(4, 6))[0]
+    assert max(error for error, _ in apart(found, group.act(element, after)).values()) <= tolerance("oracle")
 
 
 def _directions(frame: Any) -> Any:

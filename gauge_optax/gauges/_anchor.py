@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from gauge_optax._sequence import in_turn
+from gauge_optax.factors import full_rank, triangulars
 from gauge_optax.gauges._basis import anchor
 from gauge_optax.gauges._split import Bound
 from gauge_optax.gauges.base import Element
@@ -50,8 +51,9 @@ def compact_frame(group: Product, params: Any) -> tuple[Element, tuple[dict[str,
         values, found_here = bound.values(params), {}
         if isinstance(part, HeadLinear):
             anchors = [anchor(i.left, values) + anchor(i.right, values, i.left.blocks) for i in bound.linear]
-            for i, (found, heads) in zip(bound.linear, in_turn(_polar, anchors), strict=True):
-                own[i.key], found_here[i.key] = found, Fixed(i.paths[0], heads)
+            sides = in_turn(_has_whole_side, [i.factors(values) for i in bound.linear])
+            for i, (found, heads), whole in zip(bound.linear, in_turn(_polar, anchors), sides, strict=True):
+                own[i.key], found_here[i.key] = found, Fixed(i.paths[0], heads & whole)
         turns = in_turn(_phase if _planes(bound) else _polar, [anchor(head, values) for head in bound.rotations])
         for head, (found, heads) in zip(bound.rotations, turns, strict=True):
             found_here[head.key] = Fixed(head.paths[0], heads)
@@ -62,6 +64,12 @@ def compact_frame(group: Product, params: Any) -> tuple[Element, tuple[dict[str,
         element.append(own)
         fixed.append(found_here)
     return tuple(element), tuple(fixed)
+
+
+def _has_whole_side(factors: tuple[jax.Array, jax.Array]) -> jax.Array:
+    """Whether one of two factors has full rank: without, their balanced frame is not that of the orbit."""
+    left, right = triangulars(*factors)
+    return full_rank(left) | full_rank(right)
 
 
 def _planes(bound: Bound) -> bool:

@@ -190,8 +190,7 @@ class RopeLinear(BoundGauge):
         return RopeTorus(self.specs, self.sizes, self.pairing)
 
     def assemble(self, named: tuple[str, ...], instances: Sequence[Instance]) -> Bound:
-        heads = self.angles.assemble(named, instances).heads[0]
-        heads = tuple(dataclasses.replace(h, gauge=self.name) for h in heads)
+        heads = tuple(dataclasses.replace(h, gauge=self.name) for h in self.angles.assemble(named, instances).heads[0])
         return Bound(scales=tuple(map(_moduli, heads)), heads=(heads,))
 
     def element_sizes(self, named: tuple[str, ...], element: jax.Array) -> dict[str, int]:

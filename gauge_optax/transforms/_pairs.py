@@ -110,18 +110,40 @@ def row_step(base: Base, fans: Fans, gradient: jax.Array, old: RowMoments) -> tu
     """
     adam = base.adam
     mu = adam.b1 * old.mu + (1 - adam.b1) * gradient
-    mean = adam.debias(mu, gradient, adam.b1)
+    mean = _without_rounding(adam.debias(mu, gradient, adam.b1))
     if base.polar is not None:
         return scaled_polar(base.polar, fans, mean), RowMoments(mu, ())
     outer = adam.b2 * old.outer + (1 - adam.b2) * matmul(transpose(gradient), gradient) / gradient.shape[-2]
     return matmul(mean, _inverse_root(adam, adam.unbiased_variance(outer))), RowMoments(mu, outer)
 
 
+def _without_rounding(mean: jax.Array) -> jax.Array:
+    """A moment less what its directions hold of rounding: of one of relative size σ, σ²/(σ² + δ) stays, δ below.
+
+    A loss of fewer ranks than the factors has no gradient in some directions. Either base would make a step of their
+    rounding (a polar factor multiplies it by 485), and such steps give the factors directions that mean nothing.
+    """
+    # Far above ε: the inverse root rounds by ε/δ.
+    share = 1e-9 if mean.dtype == jnp.float64 else 4e-6
+    unit = jnp.max(jnp.abs(mean), (-2, -1), keepdims=True)
+    scaled = mean / jnp.where(unit > 0, unit, 1.0)
+    gram = matmul(transpose(scaled), scaled)
+    size = jnp.linalg.norm(gram, axis=(-2, -1), keepdims=True)
+    eye = jnp.eye(gram.shape[-1], dtype=gram.dtype)
+    root = inverse_sqrt_by_products(gram / jnp.where(size > 0, size, 1.0) + share * eye, share / (1.0 + share))
+    return mean - share * matmul(mean, matmul(root, root))
+
+
 def _inverse_root(adam: Adam, outer: jax.Array) -> jax.Array:
     """(V̂ + floor)^(−1/2): the floor keeps rounding in directions without a gradient from becoming a step."""
+    # In units of the largest entry: the norm squares squares of gradients.
+    unit = jnp.max(jnp.abs(outer), (-2, -1), keepdims=True)
+    unit = jnp.where(unit > 0, unit, 1.0)
+    outer, scale = outer / unit, jnp.sqrt(unit)
     size = jnp.linalg.norm(outer, axis=(-2, -1), keepdims=True)
-    floor = jnp.square(adam.eps + _FLOOR * jnp.sqrt(size)) + adam.eps_root
-    return inverse_sqrt_by_products(outer + floor * jnp.eye(outer.shape[-1], dtype=outer.dtype), _FLOOR**2)
+    floor = jnp.square(adam.eps / scale + _FLOOR * jnp.sqrt(size)) + adam.eps_root / unit
+    damped = outer + floor * jnp.eye(outer.shape[-1], dtype=outer.dtype)
+    return inverse_sqrt_by_products(damped, _FLOOR**2) / scale
 
 
 def parted(base: Base) -> tuple[Base, Any]:

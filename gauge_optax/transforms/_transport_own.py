@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from gauge_optax.binding import binding_error, leaves_by_path, with_leaves
 from gauge_optax.gauges._basis import HeadBasis, grouped
 from gauge_optax.gauges._frame import FrameState
+from gauge_optax.gauges.linear import HeadLinear
 from gauge_optax.linalg import matmul, transpose
 from gauge_optax.transforms._moments import BodyFrame
 from gauge_optax.transforms._state import FramedState, GaugeMoments
@@ -25,7 +26,7 @@ from gauge_optax.transforms.decay import AddGaugeDecayState
 from gauge_optax.transforms.fused import FusedState
 from gauge_optax.transforms.hyperball import HyperballState
 from gauge_optax.transforms.lift import EquivariantState
-from gauge_optax.transforms.opposite_gram import ScaleByOppositeGramState
+from gauge_optax.transforms.opposite_gram import OppositeInverses, ScaleByOppositeGramState
 from gauge_optax.transforms.project import GaugeProjectState, ProjectFrame
 from gauge_optax.transforms.quotient import QuotientState, divide
 from gauge_optax.transforms.retract import GaugeRetractState, Reference
@@ -115,9 +116,23 @@ def _smoothing(move: Move, state: GaugeSmoothingState, outgoing: Outgoing) -> tu
 def _opposite_gram(
     move: Move, state: ScaleByOppositeGramState, outgoing: Outgoing
 ) -> tuple[ScaleByOppositeGramState, Outgoing]:
-    """Kept inverses are of the old factors: the next update takes new ones."""
-    old = isinstance(state.age, jax.Array) and bool(move.moved)
-    return state._replace(age=jnp.zeros_like(state.age)) if old else state, outgoing | set(move.shapes)
+    """Kept inverses carry cotangents to tangents: S⁻¹·X·S⁻ᵀ, or Sᵀ·X·S of the left factor's."""
+    after, kept = outgoing | set(move.shapes), state.gauges
+    if not isinstance(kept, OppositeInverses):
+        return state, after
+    logs = [(x, i.degree) for i, x in zip(move.bound.scales, move.logs, strict=True) if i.down]
+    scales = [
+        (up * jnp.exp(2.0 * x), down * jnp.exp(-2.0 * p * x))
+        for (up, down), (x, p) in zip(kept.scales, logs, strict=True)
+    ]
+    matrices = [x for part in move.parts if isinstance(part.gauge, HeadLinear) for x in part.element.values()]
+    if matrices and kept.linear[0][0].ndim != matrices[0].ndim:  # diagonals, which no change of basis keeps
+        return state._replace(age=jnp.zeros_like(state.age)), after
+    linear = [
+        (_conjugated(left, s), _conjugated(right, transpose(jnp.linalg.inv(s))))
+        for (left, right), s in zip(kept.linear, matrices, strict=True)
+    ]
+    return state._replace(gauges=OppositeInverses(tuple(scales), tuple(linear))), after
 
 
 def _quotient(move: Move, state: QuotientState, outgoing: Outgoing) -> tuple[QuotientState, Outgoing]:

@@ -50,7 +50,8 @@ def equivariant(
         left in their own basis.
 
     Returns:
-      A transformation; `update` needs `params`. Nothing is frozen: the inner optimizer moves along orbits as it would.
+      A transformation; `update` needs `params`, and hands other arguments (`value`, `value_fn`) on as they are. Nothing
+      is frozen: the inner optimizer moves along orbits as it would.
 
     Raises:
       ValueError: a head without a frame (when `init` is traced, which cannot raise, that head's frame is NaN);

@@ -130,6 +130,8 @@ def scale_by_opposite_gram(
     >>> [product_after_a_step(tx, p) for p in (balanced, twin)]
     [0.605, 0.605]
 
+    Undamped it divides by what a factor has least of: where the optimum has fewer ranks than the factors, damp it.
+
     Reference: "When Equivalent Weights Train Differently" §3, and §7 for `diagonal` and `every`. Deviation: the Gram
       matrix, whose condition is the square of its factor's, is never formed; damping is relative unless said.
     """

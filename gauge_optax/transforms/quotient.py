@@ -322,8 +322,8 @@ def _scale_factors(bound: Bound, values: Arrays, paired: frozenset[str]) -> tupl
 
 
 def _fans(side: HeadInstance) -> tuple[int, int]:
-    """Inputs and outputs of one side's first block as its leaf stores it: a basis that stands last is an output."""
-    block = side.blocks[0]
+    """Inputs and outputs of one side's largest block as its leaf stores it: a basis that stands last is an output."""
+    block = max(side.blocks, key=side.rows)
     return (side.rows(block), side.size) if block.labels[-1] == BASIS else (side.size, side.rows(block))
 
 

@@ -50,9 +50,10 @@ def transport(opt_state: Any, params: Any, gauge: Gauges, element: Element, on_u
         other gauges; with "error", what has no rule. Radii of `hyperball` are refused under "reset" too.
 
     First moments of Optax's: gradients' until a state earlier in the chain has preconditioned the leaf (Adam and its
-    family, Lion, Muon, RMS, …), updates' from then on. Of transformations without a state (`optax.scale_by_sign`,
-    `add_decayed_weights` before a trace) nothing can be told. States under `optax.partition` with a list of gauges each
-    are carried one by one.
+    family, Lion, Muon, RMS, …), updates' from then on. Adamax and ADOPT keep other averages in Adam's state, which
+    cannot be told from it: leave their leaves out, or start them afresh. Of transformations without a state
+    (`optax.scale_by_sign`, `add_decayed_weights` before a trace) nothing can be told. States under `optax.partition`
+    with a list of gauges each are carried one by one.
 
     >>> gauge = go.rescale({"up": "_ channel"}, {"down": "channel _"})
     >>> params = {"up": jnp.ones((1, 1)), "down": jnp.ones((1, 1))}

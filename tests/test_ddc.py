@@ -106,7 +106,7 @@ def _chain(gauges: list[go.Gauge], rate: Any, options: dict[str, Any]) -> optax.
     )
 
 
-QUICK = {("defaults", "any"), ("options", "invariant"), ("adam", "any"), ("horizontal", "invariant")}
+QUICK = {("defaults", "any"), ("options", "invariant")}
 
 
 @pytest.mark.parametrize(

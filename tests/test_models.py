@@ -161,7 +161,9 @@ def test_impossible_sizes_are_refused(switches: dict[str, Any], message: str) ->
         lm.LMConfig(**TINY | switches)
 
 
-@pytest.mark.parametrize("name", ["gpt", "gpt/mqa", "llama/gqa", "llama/bias"])
+@pytest.mark.parametrize(
+    "name", ["gpt", "llama/gqa", *(pytest.param(n, marks=pytest.mark.slow) for n in ("gpt/mqa", "llama/bias"))]
+)
 def test_linear_gauges_keep_the_loss(name: str) -> None:
     """Alone and together with the norms on the same leaves; head_linear on what rotary turns does not."""
     config = LM_CONFIGS[name]

@@ -40,7 +40,7 @@ def _trained(name: str) -> tuple[Any, str]:
     return carry, program
 
 
-SLOW = ("ddc_adamw", "ddc_adamw, vertical")
+SLOW = ("ddc_adamw", "ddc_muon", "ddc_adamw, vertical")
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in OPTIMIZERS])

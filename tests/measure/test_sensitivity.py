@@ -188,6 +188,7 @@ def needs_more(learning_rate: float, momentum: float) -> optax.GradientTransform
     return optax.sgd(learning_rate, momentum)
 
 
+@pytest.mark.slow
 def test_the_program_measures_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "figures.json"
     arguments = ["--optimizers", "optax.adamw", f"{__name__}.rotations_only", "--samples", "2", "--json", str(file)]

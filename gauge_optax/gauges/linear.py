@@ -190,7 +190,7 @@ class RopeLinear(BoundGauge):
         return RopeTorus(self.specs, self.sizes, self.pairing)
 
     def assemble(self, named: tuple[str, ...], instances: Sequence[Instance]) -> Bound:
-        heads = tuple(dataclasses.replace(h, gauge=self.name) for h in self.angles.assemble(named, instances).heads[0])
+        heads = self.angles.planes(self.name, named, instances)
         return Bound(scales=tuple(map(_moduli, heads)), heads=(heads,))
 
     def element_sizes(self, named: tuple[str, ...], element: jax.Array) -> dict[str, int]:
@@ -228,7 +228,7 @@ class RopeLinear(BoundGauge):
         return jax.tree.map(lambda x: strength * x, element)
 
     def dim(self, params: Any) -> int:
-        return 2 * self.angles.dim(params)
+        return sum(2 * math.prod(head.shape) for head in self.bound(params).rotations)
 
     def pack(self, params: Any, scales: Sequence[jax.Array], shifts: Mapping[str, jax.Array]) -> Element:
         return {}

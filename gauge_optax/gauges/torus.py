@@ -70,23 +70,27 @@ class RopeTorus(TurningGauge):
     pairing: str
 
     def assemble(self, named: tuple[str, ...], instances: Sequence[Instance]) -> Bound:
-        return Bound(heads=(tuple(self._instance(i, named) for i in instances),))
+        return Bound(heads=(self.planes(self.name, named, instances),))
+
+    def planes(self, gauge: str, named: tuple[str, ...], instances: Sequence[Instance]) -> tuple[HeadInstance, ...]:
+        """The instances as 2×2 rotations, on behalf of the gauge of this name."""
+        return tuple(self._instance(gauge, i, named) for i in instances)
 
     def element_sizes(self, named: tuple[str, ...], element: jax.Array) -> dict[str, int]:
         return dict(zip(named, element.shape, strict=False)) | {BASIS: 2 * element.shape[-1]}
 
-    def _instance(self, instance: Instance, named: tuple[str, ...]) -> HeadInstance:
+    def _instance(self, gauge: str, instance: Instance, named: tuple[str, ...]) -> HeadInstance:
         basis = dict(instance.sizes)[BASIS]
         if basis % 2:
             raise binding_error(
-                "rope_torus",
+                gauge,
                 f"odd basis at '{instance.blocks[0].path}'",
                 f"basis of length {basis}",
                 "an even number of rotary coordinates",
                 "bind the rotary range alone, e.g. 'basis=0:4', if only part of the head is rotary",
             )
         return HeadInstance(
-            self.name,
+            gauge,
             instance.key,
             (*named, PLANE),
             (*instance.shape(named), basis // 2),

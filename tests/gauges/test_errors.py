@@ -119,3 +119,9 @@ def test_a_block_without_its_own_axis_is_refused(stranger: dict[str, str]) -> No
 
 def test_a_shift_without_vocab_is_refused() -> None:
     _refused(lambda: go.logit_shift({"kernel": "_ _"}).dim(LOGITS), "logit_shift", "vocab", "'kernel'")
+
+
+def test_rope_linear_answers_for_its_own_planes() -> None:
+    params = {"query": jnp.ones((4, 3)), "key": jnp.ones((4, 3))}
+    with pytest.raises(ValueError, match="rope_linear: odd basis at 'query'"):
+        go.rope_linear({"query": "_ basis"}, {"key": "_ basis"}).dim(params)

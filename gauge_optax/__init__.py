@@ -8,9 +8,11 @@ from gauge_optax.gauges.rescale import norm_scale, rescale, scale_invariant
 from gauge_optax.gauges.rotation import head_rotation
 from gauge_optax.gauges.shift import logit_shift
 from gauge_optax.gauges.torus import rope_torus
+from gauge_optax.inner.relative import scale_by_relative_rms
 from gauge_optax.measure._sensitivity import gauge_sensitivity
 from gauge_optax.measure.shrink import gram_evolution
 from gauge_optax.optimizers import ddc_adamw, ddc_muon, quotient_adamw, quotient_muon
+from gauge_optax.quotient import quotient
 from gauge_optax.transforms.clip import clip_by_invariant_norm
 from gauge_optax.transforms.ddc import scale_by_ddc
 from gauge_optax.transforms.decay import add_gauge_decay
@@ -27,7 +29,7 @@ from gauge_optax.transforms.transport import transport
 __all__ = [
     "Gauge", "add_gauge_decay", "clip_by_invariant_norm", "ddc_adamw", "ddc_muon", "equivariant", "gauge_fix",
     "gauge_project", "gauge_retract", "gauge_sensitivity", "gauge_smoothing", "gram_evolution", "head_linear",
-    "head_rotation", "hyperball", "logit_shift", "measure", "norm_scale", "product", "quotient_adamw",
+    "head_rotation", "hyperball", "logit_shift", "measure", "norm_scale", "product", "quotient", "quotient_adamw",
     "quotient_muon", "rescale", "rope_linear", "rope_torus", "scale_by_ddc", "scale_by_opposite_gram",
-    "scale_by_scaled_polar", "scale_invariant", "testing", "transport",
+    "scale_by_relative_rms", "scale_by_scaled_polar", "scale_invariant", "testing", "transport",
 ]  # fmt: skip

@@ -111,9 +111,8 @@ class Block:
         labels, bounds, groups = self.split_labels, self.bounds, self.groups
         order = sorted(range(len(named)), key=lambda k: labels.index(named[k]))
         length = [stop - start for start, stop in bounds]
-        out = jnp.transpose(value, order).reshape(
-            [n if label in named else 1 for n, label in zip(length, labels, strict=True)]
-        )
+        ordered = value if order == sorted(order) else jnp.transpose(value, order)
+        out = ordered.reshape([n if label in named else 1 for n, label in zip(length, labels, strict=True)])
         full = [any(labels[k] in named or bounds[k] != (0, self.split[k]) for k in group) for group in groups]
         live = [flag for flag, group in zip(full, groups, strict=True) for _ in group]
         out = jnp.broadcast_to(out, [n if on else 1 for n, on in zip(length, live, strict=True)])
@@ -121,7 +120,8 @@ class Block:
             (start, n - stop, 0) if on else (0, 0, 0)
             for (start, stop), n, on in zip(bounds, self.split, live, strict=True)
         ]
-        out = jax.lax.pad(out, jnp.asarray(elsewhere, out.dtype), pads)
+        if any(before or behind for before, behind, _ in pads):
+            out = jax.lax.pad(out, jnp.asarray(elsewhere, out.dtype), pads)
         return out.reshape([n if flag else 1 for n, flag in zip(self.shape, full, strict=True)])
 
     def total(self, named: tuple[str, ...], leaf: Any) -> jax.Array:
@@ -137,7 +137,8 @@ class Block:
         kept = [label for label in self.labels if label in named]
         summed = tuple(k for k, label in enumerate(self.labels) if label not in named)
         out = jnp.sum(self.view(leaf), axis=summed)
-        return jnp.transpose(out, [kept.index(name) for name in named])
+        order = [kept.index(name) for name in named]
+        return out if order == sorted(order) else jnp.transpose(out, order)
 
     def axis_ids(self, axis: int, names: Collection[str]) -> np.ndarray:
         """Which index of the named axes each index of a leaf axis belongs to.

@@ -70,6 +70,16 @@ def safe_divide(a: jax.Array, b: jax.Array) -> jax.Array:
     return jnp.where(zero, 0.0, a / jnp.where(zero, 1.0, b))
 
 
+def zero(dtype: jnp.dtype) -> float:
+    """Relative size below which a whole array is what arithmetic leaves of zero: 64 roundings."""
+    return 64.0 * float(jnp.finfo(dtype).eps)
+
+
+def noise(dtype: jnp.dtype) -> float:
+    """Relative size below which a direction is decided by rounding: 1e3 roundings."""
+    return 1e3 * float(jnp.finfo(dtype).eps)
+
+
 def eigenvalue_cutoff(dtype: jnp.dtype) -> float:
     """Relative size below which an eigenvalue counts as zero: 1e-6 in float32, 1e-12 in float64 (DESIGN §5)."""
     return 1e-12 if dtype == jnp.float64 else 1e-6

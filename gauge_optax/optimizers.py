@@ -3,20 +3,18 @@
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 
 from gauge_optax.gauges.base import Gauges
-from gauge_optax.gauges.product import Product
+from gauge_optax.gauges.product import product
+from gauge_optax.inner.muon import Muon, muon
 from gauge_optax.linalg import Coefficients
-from gauge_optax.transforms._here import Adam
-from gauge_optax.transforms._pairs import Base
+from gauge_optax.quotient import wrapped
 from gauge_optax.transforms._state import Method, Options
 from gauge_optax.transforms.ddc import check_modes
 from gauge_optax.transforms.decay import Decay
 from gauge_optax.transforms.fused import Rates, fused
-from gauge_optax.transforms.polar import Labels, Routing, polar_method, rms_alone
-from gauge_optax.transforms.quotient import Moments, quotient
+from gauge_optax.transforms.polar import Labels, Routing, polar_method, polar_options, rms_alone
 
 Scalar = float | jax.Array
 
@@ -211,39 +209,29 @@ def quotient_adamw(
     eps: Scalar = 1e-8,
     eps_root: Scalar = 0.0,
     mu_dtype: Any = None,
-    weight_decay: Decay = 1e-4,
+    weight_decay: optax.ScalarOrSchedule = 1e-4,
     mask: Any = None,
     *,
     nesterov: bool = False,
+    hold: bool = True,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""AdamW that sees A·Bᵀ alone: in the frame of the current point, exact under GL(d).
-
-    The difference to `equivariant` in one sentence: here every represented *step* depends on the represented point (and
-    the moments, which are kept as its invariants), there the *trajectory* on the represented start.
-
-    Per linear head, with orthonormal bases Q of the factors' column spaces and matrix second moments V,
-
-    .. math::
-      \hat g_A = G\,Q_B, \qquad \Delta M = -\eta\,\big(\hat m_A \hat V_A^{-1/2} Q_B^\top
-      + Q_A (\hat m_B \hat V_B^{-1/2})^\top\big).
+    """`quotient` around `optax.adamw`.
 
     Args:
-      learning_rate: a number or a schedule. Of pairs it is the RMS of a step in the represented matrix' basis, whatever
-        the size of the factors.
-      gauges: a gauge or a sequence of them, meaning their product. Gauges connected with a `head_linear` through leaves
-        are stepped in the current frame, the others by `ddc_adamw`; leaves that none binds get AdamW.
+      learning_rate: a number or a schedule.
+      gauges: a gauge or a sequence of them, meaning their product; leaves that none binds get AdamW.
       b1: decay of first moments.
       b2: decay of second moments.
       eps: added to the root of the second moment.
       eps_root: added inside that root.
-      mu_dtype: dtype of the first moment; by default the parameters', at least float32.
-      weight_decay: see `add_gauge_decay`. Decay of a factor is equivariant: it moves as the factor does.
-      mask: where to decay, as in `optax.adamw`; constant over the leaves of a gauge.
+      mu_dtype: dtype of the first moment; by default that of slice coordinates, at least float32.
+      weight_decay: decoupled decay, multiplied by the learning rate; a number or a schedule.
+      mask: where to decay, as in `optax.adamw`.
       nesterov: whether to use Nesterov momentum.
+      hold: see `quotient`.
 
     Returns:
-      The optimizer. Its `update` needs `params`. Nothing is frozen on leaves stepped here: factors may drift out of
-      balance, which their represented steps do not see; `gauge_fix` brings them back.
+      The optimizer. Its `update` needs `params`.
 
     Raises:
       ValueError: bindings that do not fit the tree; `update` without params.
@@ -259,17 +247,10 @@ def quotient_adamw(
     >>> bool(loss(params) < 1.2)  # from 2; the best of rank one is 1
     True
 
-    Reference: When Equivalent Weights Train Differently, §3, §8; DESIGN §5, GL(d_h). In float32 for conditions of the
-    factors up to about 1e2. A loss of fewer ranks than the factors leaves them directions of rounding, which are taken
-    out; *measured* in float32 from B = 0, rank 4, 300 steps: twins 4e-6 apart on a target of rank 2, 4e-2 of rank 1.
+    Reference: DESIGN §5. In float32 for conditions of factors up to about 1e2.
     """
-    adam = Adam(b1, b2, eps, eps_root, jnp.zeros((), jnp.int32), nesterov)
-    rates = Rates(learning_rate, weight_decay)
-
-    def rest_of(rest: Product, decay: Decay) -> optax.GradientTransformationExtraArgs:
-        return ddc_adamw(learning_rate, rest, b1, b2, eps, eps_root, mu_dtype, decay, mask, nesterov=nesterov)
-
-    return quotient("quotient_adamw", gauges, Moments(adam, Base(adam, None), mu_dtype), rates, mask, rest_of)
+    inner = optax.adamw(learning_rate, b1, b2, eps, eps_root, mu_dtype, weight_decay, mask, nesterov=nesterov)
+    return wrapped("quotient_adamw", inner, gauges, hold=hold)
 
 
 def quotient_muon(
@@ -279,7 +260,7 @@ def quotient_muon(
     ns_steps: int | None = None,
     beta: Scalar = 0.95,
     eps: Scalar = 1e-8,
-    weight_decay: Decay = 0.0,
+    weight_decay: optax.ScalarOrSchedule = 0.0,
     weight_decay_mask: Any = None,
     mu_dtype: Any = None,
     *,
@@ -287,48 +268,47 @@ def quotient_muon(
     adam_b1: Scalar = 0.9,
     adam_b2: Scalar = 0.999,
     adam_eps_root: Scalar = 0.0,
-    adam_weight_decay: Decay = 0.0,
+    adam_weight_decay: optax.ScalarOrSchedule = 0.0,
     adam_learning_rate: optax.ScalarOrSchedule | None = None,
     consistent_rms: Scalar | None = None,
     scale: str | Scalar = "width",
     labels: Labels = None,
+    heads_per_matrix: int | None = None,
+    hold: bool = True,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Muon that sees A·Bᵀ alone: polar factors in the frame of the current point, exact under GL(d).
+    """`quotient` around Muon with one matrix per head, Adam beside it.
 
-    The difference to `equivariant(optax.contrib.muon(…), gauges)` in one sentence: here every represented *step*
-    depends on the represented point, there the *trajectory* on the represented start.
-
-    Per linear head, with orthonormal bases Q of the factors' column spaces,
-
-    .. math::
-      \Delta M = -\eta\,\big(\mathrm{Polar}(\hat m_A) Q_B^\top + Q_A\,\mathrm{Polar}(\hat m_B)^\top\big).
+    Matrices are the leaves of rotations, tori, linear gauges, rescales and norms' consumers that are no vectors and in
+    no `logit_shift`: one per head where one of these gauges or an axis called `head` names heads, else channels on one
+    side and free axes on the other. Every other leaf gets Adam, a kernel in no gauge too, unless `labels` say "muon".
 
     Args:
       learning_rate: a number or a schedule.
-      gauges: a gauge or a sequence of them, meaning their product. Gauges connected with a `head_linear` through leaves
-        are stepped in the current frame, the others by `ddc_muon`.
+      gauges: a gauge or a sequence of them, meaning their product.
       ns_coeffs: see `scale_by_scaled_polar`.
       ns_steps: see `scale_by_scaled_polar`.
       beta: decay of the first moment of matrices.
       eps: see `scale_by_scaled_polar`.
-      weight_decay: decay of every leaf connected with a linear gauge, and of matrices; see `add_gauge_decay`.
-      weight_decay_mask: where `weight_decay` decays; constant over the leaves of a gauge.
-      mu_dtype: dtype of the first moment; by default the parameters', at least float32.
-      nesterov: whether to use Nesterov momentum, for matrices and vectors alike.
+      weight_decay: decoupled decay of matrices, multiplied by the learning rate; a number or a schedule.
+      weight_decay_mask: where matrices decay, as in `optax.contrib.muon`.
+      mu_dtype: dtype of the first moment; by default that of slice coordinates, at least float32.
+      nesterov: whether to use Nesterov momentum, for matrices and the rest alike.
       adam_b1: decay of Adam's first moments.
       adam_b2: decay of Adam's second moments.
       adam_eps_root: added inside the root of Adam's second moment.
-      adam_weight_decay: see `ddc_muon`.
-      adam_learning_rate: see `ddc_muon`.
-      consistent_rms: see `ddc_muon`.
+      adam_weight_decay: decay of Adam's leaves.
+      adam_learning_rate: their learning rate; by default `learning_rate`.
+      consistent_rms: optax's name for a number as `scale`; not beside another `scale`.
       scale: see `scale_by_scaled_polar`.
-      labels: see `scale_by_scaled_polar`; of leaves that no linear gauge is connected with.
+      labels: see `scale_by_scaled_polar`.
+      heads_per_matrix: how many neighbouring heads make one matrix; 1 by default. Not to be traced.
+      hold: see `quotient`.
 
     Returns:
-      The optimizer. Its `update` needs `params`. A factor and its bias are one matrix, of which the bias is a row.
+      The optimizer. Its `update` needs `params`.
 
     Raises:
-      ValueError: as `ddc_muon`.
+      ValueError: as `scale_by_scaled_polar`; `heads_per_matrix` that does not divide the heads.
 
     >>> gauge = go.head_linear({"a": "_ basis"}, {"b": "basis _"})
     >>> params = {"a": jnp.array([[2.0], [1.0]]), "b": jnp.array([[0.5, 0.0]])}
@@ -341,24 +321,31 @@ def quotient_muon(
     >>> step(params) == step(twin)
     True
 
-    Reference: When Equivalent Weights Train Differently, §6; DESIGN §5; `optax.contrib.muon` for names and defaults.
+    Reference: Jordan et al. 2024 (Muon); DDC B.10 for heads; `optax.contrib.muon` for names and defaults. A polar
+      factor per head turns with the head, so that no rotation is read where matrices are all there is of a head.
     """
     if consistent_rms is not None:
         scale = rms_alone("quotient_muon", consistent_rms, scale)
-    options, polar = polar_method(
-        ns_coeffs, ns_steps, beta, eps, mu_dtype, nesterov, scale, adam_b1, adam_b2, adam_eps_root, "frozen", "linear",
-        1.0, 0.1, None, True,
-    )  # fmt: skip
-    zero = jnp.zeros((), jnp.int32)
-    adam = Adam(adam_b1, adam_b2, options.eps, adam_eps_root, zero, nesterov)
-    base = Base(adam._replace(b1=beta), polar)
-    rates = Rates(learning_rate, weight_decay)
-
-    def rest_of(rest: Product, decay: Decay) -> optax.GradientTransformationExtraArgs:
-        return ddc_muon(
-            learning_rate, rest, ns_coeffs, ns_steps, beta, eps, decay, weight_decay_mask, mu_dtype,
-            nesterov=nesterov, adam_b1=adam_b1, adam_b2=adam_b2, adam_eps_root=adam_eps_root,
-            adam_weight_decay=adam_weight_decay, adam_learning_rate=adam_learning_rate, scale=scale, labels=labels,
-        )  # fmt: skip
-
-    return quotient("quotient_muon", gauges, Moments(adam, base, mu_dtype), rates, weight_decay_mask, rest_of)
+    settings = Muon(
+        polar_options(ns_coeffs, ns_steps, beta, eps, scale),
+        nesterov,
+        mu_dtype,
+        (
+            optax.add_decayed_weights(weight_decay, weight_decay_mask),
+            optax.scale_by_learning_rate(learning_rate),
+        ),
+        optax.adamw(
+            learning_rate if adam_learning_rate is None else adam_learning_rate,
+            adam_b1,
+            adam_b2,
+            eps,
+            adam_eps_root,
+            mu_dtype,
+            adam_weight_decay,
+            nesterov=nesterov,
+        ),
+        Routing.of(labels),
+        1 if heads_per_matrix is None else heads_per_matrix,
+    )
+    group = product(gauges)
+    return wrapped("quotient_muon", muon(settings, group), group, hold=hold, turned=settings.sees_turns(group))

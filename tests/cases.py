@@ -625,6 +625,10 @@ TRANSFORM_CASES: tuple[TransformCase, ...] = (
     TransformCase("ddc_adamw/schedule", go.ddc_adamw, {"learning_rate": _falling, "weight_decay": _falling}),
     TransformCase("gauge_project/linear", go.gauge_project, {}, linear=True),
     TransformCase("clip_by_invariant_norm/linear", go.clip_by_invariant_norm, {"max_norm": 1.0}, linear=True),
+    TransformCase("quotient/adamw", go.quotient, {"inner": optax.adamw(0.01, weight_decay=0.1)}),
+    TransformCase("quotient/lion", go.quotient, {"inner": optax.lion(0.01)}, linear=True),
+    TransformCase("quotient/link", go.quotient, {"inner": optax.scale_by_adam(), "hold": False}),
+    TransformCase("scale_by_relative_rms/number", go.scale_by_relative_rms, {}),
     TransformCase("quotient_adamw/rotation", go.quotient_adamw, {"learning_rate": 0.01}),
     TransformCase("quotient_adamw/linear", go.quotient_adamw, {"learning_rate": 0.01, "nesterov": True}, linear=True),
     TransformCase(

@@ -13,6 +13,7 @@ import optax
 import pytest
 
 import gauge_optax as go
+from gauge_optax.measure.motion import balanced_drift, balanced_motion
 from models import lm
 from tests.cases import GAUGE_CASES, GaugeCase
 from tests.quick import jit
@@ -385,7 +386,7 @@ def test_big_steps_keep_the_coordinates(name: str) -> None:
 
 def _drift(case: GaugeCase, params: Tree, moved: Tree) -> float:
     """The largest change of a coordinate."""
-    drift = go.measure.drift(params, moved, case.gauges())
+    drift = balanced_drift(params, moved, case.gauges())
     return max(float(jnp.max(jnp.abs(x))) for x in jax.tree.leaves(drift))
 
 
@@ -450,7 +451,7 @@ def test_a_penalty_turns_a_head_unless_frozen(vertical: str) -> None:
         return jnp.sum(jnp.square(p["query"][..., 0]))
 
     moved, _ = _train(go.ddc_adamw(0.02, gauges, vertical=vertical), params, _slope(penalty), 3)
-    motion = go.measure.vertical_motion(params, jax.tree.map(jnp.subtract, moved, params), gauges)
+    motion = balanced_motion(params, jax.tree.map(jnp.subtract, moved, params), gauges)
     turned = max(float(jnp.max(jnp.abs(x))) for x in jax.tree.leaves(motion))
     assert penalty(moved) < penalty(params)
     assert (turned > 0.01) == (vertical != "frozen")

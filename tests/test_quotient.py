@@ -262,7 +262,9 @@ def test_a_target_of_fewer_ranks_in_float32(name: str) -> None:
     def loss(p: Tree) -> jax.Array:
         return jnp.mean(jnp.square(jnp.asarray(X, jnp.float32) @ (_lora_product(p) - goal)))
 
-    assert _twin_error("lora", OURS[name], params, 0, loss) <= tolerance("twins", "float32")
+    # A polar factor multiplies what is rounding by its slope at zero, 485: Optax's Muon too.
+    slope = 10.0 if name == "quotient_muon" else 1.0
+    assert _twin_error("lora", OURS[name], params, 0, loss) <= slope * tolerance("twins", "float32")
     (path,) = _train(OURS[name](LORA), loss, params)
     assert max(float(jnp.linalg.norm(p["a"])) for p in path) < 10.0 * float(jnp.linalg.norm(params["a"]))
 
@@ -274,7 +276,7 @@ def test_blocks_may_be_listed_in_any_order() -> None:
     for left in (blocks, dict(reversed(blocks.items()))):
         tx = go.quotient_muon(1e-2, go.head_linear(left, {"out": "head basis _"}))
         steps.append(tx.update(params, tx.init(params), params)[0])
-    np.testing.assert_allclose(steps[0]["value"]["kernel"], steps[1]["value"]["kernel"], rtol=1e-4)
+    assert _relative(steps[0]["value"]["kernel"], steps[1]["value"]["kernel"]) <= 10.0 * tolerance("twins", "float32")
 
 
 @pytest.mark.parametrize("size", [1e-12, 1e12])
@@ -325,78 +327,12 @@ def _check_model(model: str, name: str, dtype: str) -> None:
     assert max(errors.values()) <= tolerance("twins", dtype), errors
 
 
-def test_other_gauges_are_stepped_by_ddc(x64: None) -> None:
-    """A list without linear gauges is `ddc_adamw`'s; beside one, leaves that it does not touch do not notice."""
-    unit = go.rescale({"up": "_ channel"}, {"down": "channel _"})
-    params = _normal(3, a=(4, 2), b=(2, 5), up=(4, 3), down=(3, 4), free=(5,))
-    grads = _normal(4, a=(4, 2), b=(2, 5), up=(4, 3), down=(3, 4), free=(5,))
-    expected, _ = (tx := go.ddc_adamw(1e-2, unit)).update(grads, tx.init(params), params)
-    for gauges in ([unit], [LORA, unit]):
-        tx = go.quotient_adamw(1e-2, gauges)
-        found, _ = tx.update(grads, tx.init(params), params)
-        for leaf in ("up", "down", "free"):
-            np.testing.assert_allclose(found[leaf], expected[leaf], rtol=1e-12)
-
-
-@pytest.mark.parametrize("name", ["head_linear/fused", "rope_linear/partial"])
-def test_entries_in_no_pair_and_no_row_get_adam(name: str, x64: None) -> None:
-    """Values in a kernel whose queries and keys are bound; coordinates that rotary leaves alone."""
-    case = next(c for c in GAUGE_CASES if c.name == name)
-    gauges, params = case.gauges(), case.params(jax.random.key(0))
-    if name.startswith("rope"):  # a norm brings the planes to where pairs are stepped
-        gauges = [*gauges, go.norm_scale({"norm": "channel"}, {"query": "channel _ _", "a": "channel _"}), LORA]
-        params |= _normal(5, norm=(6,), a=(6, 2), b=(2, 3))
-    grads = jax.tree.map(lambda x: jnp.asarray(np.random.default_rng(x.size).normal(size=x.shape)), params)
-
-    def motion(tx: optax.GradientTransformation) -> Tree:
-        here, state = params, tx.init(params)
-        for _ in range(3):
-            updates, state = tx.update(grads, state, here)
-            here = optax.apply_updates(here, updates)
-        return jax.tree.map(jnp.subtract, here, params)
-
-    found, adam = motion(go.quotient_adamw(1e-2, gauges, weight_decay=0.0)), motion(optax.adam(1e-2))
-    if name.startswith("rope"):  # keys share no leaf with the norm
-        bound, free = np.s_[..., :4], np.s_[..., 4:]
-        leaf = "key"
-    else:
-        bound, free = np.s_[..., :16], np.s_[..., 16:]
-        leaf = "qkv"
-    np.testing.assert_allclose(found[leaf][free], adam[leaf][free], rtol=1e-9)
-    assert _relative(found[leaf][bound], adam[leaf][bound]) > 1e-2
-
-
-@pytest.mark.parametrize("name", ["ddc_adamw", "quotient_muon"])
-def test_complex_planes_are_stepped_by_ddc(name: str, x64: None) -> None:
+def test_complex_planes_stay_one_function(x64: None) -> None:
     """rope_linear is a torus and a rescale per plane: twins stay together, and the moduli where they were."""
     case = next(c for c in GAUGE_CASES if c.name == "rope_linear/half")
     (gauge,), params = case.gauges(), case.params(jax.random.key(0))
-    tx = getattr(go, name)(1e-2, gauge, weight_decay=0.1)
+    tx = go.quotient_muon(1e-2, gauge, weight_decay=0.1)
     go.testing.assert_equivariant_step(tx, case.loss, params, gauge, jax.random.key(1), steps=5, rtol=1e-10)
     updates, _ = tx.update(jax.grad(case.loss)(params), tx.init(params), params)
-    moved = gauge.frame(optax.apply_updates(params, updates))[""] - gauge.frame(params)[""]
-    assert float(jnp.max(jnp.abs(moved))) <= 1e-6
-
-
-def test_sides_decay_apart(x64: None) -> None:
-    """A number per role, over both halves of the list; the first step's decay is all that differs."""
-    unit = go.rescale({"up": "_ channel"}, {"down": "channel _"})
-    params = _normal(3, a=(4, 2), b=(2, 5), up=(4, 3), down=(3, 4))
-    roles = {"left": 0.1, "right": 0.0, "up": 0.2, "down": 0.2}
-
-    def step(decay: Any) -> Tree:
-        tx = go.quotient_adamw(1e-2, [LORA, unit], weight_decay=decay)
-        return tx.update(params, tx.init(params), params)[0]
-
-    apart, still = step(roles), step(0.0)
-    np.testing.assert_allclose(apart["a"] - still["a"], -1e-3 * params["a"], rtol=1e-9)
-    np.testing.assert_allclose(apart["b"], still["b"], rtol=1e-12)
-    np.testing.assert_allclose(apart["up"], step(0.2)["up"], rtol=1e-12)
-    with pytest.raises(ValueError, match="no block has the role 'query'"):
-        step(roles | {"query": 0.1})
-
-
-def test_a_mask_may_not_split_a_pair() -> None:
-    tx = go.quotient_adamw(1e-2, LORA, mask={"a": True, "b": False})
-    with pytest.raises(ValueError, match="the mask splits head_linear at 'b'"):
-        tx.init(_normal(0, a=(4, 2), b=(2, 5)))
+    moved = gauge.read(optax.apply_updates(params, updates))[""] - gauge.read(params)[""]
+    assert float(jnp.max(jnp.abs(moved[..., 0]))) <= 1e-9

@@ -17,7 +17,7 @@ from tests.cases import GAUGE_CASES, TRANSFORM_CASES
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "gauge_optax"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
-MOST_LINES = 380
+MOST_LINES = 400
 
 # A module may import its own layer and those below. `measure` and `testing` treat an optimizer as a black box.
 LAYERS: dict[str, int] = {
@@ -30,6 +30,9 @@ LAYERS: dict[str, int] = {
     "factors": 1,
     "_sequence": 1,
     "gauges": 2,
+    "slice": 3,
+    "quotient": 3,
+    "inner": 3,
     "transforms": 3,
     "optimizers": 4,
     "measure": 4,

@@ -15,6 +15,7 @@ import pytest
 
 import gauge_optax as go
 from gauge_optax.binding import leaves_by_path, with_leaves
+from gauge_optax.measure.motion import balanced_drift, balanced_motion
 from models import lm
 from tests.quick import jit
 from tests.tolerances import tolerance
@@ -77,7 +78,7 @@ def test_coordinates_stand_still_for_a_thousand_float32_steps(name: str) -> None
     for start in (setting.params, group.act(element, setting.params)):
         ours, turned = walk(setting, setting.step, setting.init, start)
         plain, plainly_turned = walk(setting, setting.adamw, optax.adamw(1.0).init, start)
-        found, beside = largest(go.measure.drift(start, ours, group)), largest(go.measure.drift(start, plain, group))
+        found, beside = largest(balanced_drift(start, ours, group)), largest(balanced_drift(start, plain, group))
         print(f"{name}: drift {found:.1e} (AdamW {beside:.1e}), turned {turned:.1e} (AdamW {plainly_turned:.1e})")
         assert beside > 1e-2 and plainly_turned > 1e-2
         assert found <= tolerance("drift", "float32")
@@ -152,7 +153,7 @@ def train(
 
 def walk(setting: Setting, step: Step, init: Callable[[Any], Any], params: Any) -> tuple[Any, float]:
     """A thousand steps, and the largest accumulated turn of a head."""
-    motion = jit(lambda p, q: go.measure.vertical_motion(p, jax.tree.map(jnp.subtract, q, p), setting.gauges))
+    motion = jit(lambda p, q: balanced_motion(p, jax.tree.map(jnp.subtract, q, p), setting.gauges))
     state, total = init(params), None
     for _ in range(1000):
         after, state, _ = step(params, state, 1e-3, 0.1, np.inf)

@@ -15,7 +15,7 @@ import numpy as np
 
 from gauge_optax.binding import Block
 from gauge_optax.gauges._scale import Values
-from gauge_optax.linalg import HIGHEST
+from gauge_optax.linalg import HIGHEST, matmul, transpose
 
 BASIS, PLANE = "basis", "plane"
 
@@ -142,10 +142,26 @@ class HeadInstance:
 
     def block_gram(self, block: HeadBlock, a: jax.Array, b: jax.Array) -> jax.Array:
         """aᵀb over the rows of one block: (*shape, size, size)."""
-        letters = self._letters(block)
-        left, right = "".join(letters), "".join("Z" if x == "Y" else x for x in letters)
-        out = "".join(self._named_letters()) + "YZ"
-        return jnp.einsum(f"{left},{right}->{out}", block.view(a), block.view(b), precision=HIGHEST)
+        (left, wide), (right, _) = self.matrices(block, block.view(a)), self.matrices(block, block.view(b))
+        return matmul(left, transpose(right)) if wide else matmul(transpose(left), right)
+
+    def matrices(self, block: HeadBlock, view: jax.Array) -> tuple[jax.Array, bool]:
+        """A block's view as one matrix per head: (*shape, rows, size), or transposed where it is stored so.
+
+        Heads come first by a copy of whole rows: left to a product, it would be a transposition, entry by entry.
+        """
+        order, wide = self._major(block)
+        lead = len(self.named)
+        rows = (self.size, -1) if wide else (-1, self.size)
+        return view.transpose(order).reshape(*(view.shape[k] for k in order[:lead]), *rows), wide
+
+    def _major(self, block: HeadBlock) -> tuple[list[int], bool]:
+        """The order of a view's axes with heads first and the basis at one end; whether that is before its rows."""
+        labels = block.labels
+        named, basis = [labels.index(name) for name in self.named], labels.index(BASIS)
+        free = [k for k, label in enumerate(labels) if label not in (*self.named, BASIS)]
+        wide = bool(free) and basis < free[0]
+        return [*named, basis, *free] if wide else [*named, *free, basis], wide
 
     def combined(self, block: HeadBlock, leaf: jax.Array, weights: jax.Array) -> jax.Array:
         """weightsᵀ·W over the rows of one block, weights (rows, size) the same for every head: (*shape, size, size)."""
@@ -166,10 +182,11 @@ class HeadInstance:
 
     def turn_view(self, block: HeadBlock, view: jax.Array, matrix: jax.Array) -> jax.Array:
         """W·matrix for one block's view."""
-        letters = self._letters(block)
-        left, out = "".join(letters), "".join("Z" if x == "Y" else x for x in letters)
-        spec = f"{left},{''.join(self._named_letters())}YZ->{out}"
-        return jnp.einsum(spec, view, matrix, precision=HIGHEST)
+        rows, wide = self.matrices(block, view)
+        turned = matmul(transpose(matrix), rows) if wide else matmul(rows, matrix)
+        order, _ = self._major(block)
+        back = [order.index(k) for k in range(len(order))]
+        return turned.reshape([view.shape[k] for k in order]).transpose(back)
 
     def added(self, sums: Values, hat: Values, matrix: jax.Array) -> dict[str, jax.Array]:
         """The touched leaves of `sums` with Ŵ·matrix added."""

@@ -9,16 +9,25 @@ H_A·Z + Z·H_B = Aᵀ·U_A − U_Bᵀ·B, a Sylvester equation, and in the bala
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from gauge_optax._sequence import in_turn
-from gauge_optax.factors import balance, triangulars
+from gauge_optax.binding import Block
+from gauge_optax.factors import balance, full_rank, triangular, triangulars
 from gauge_optax.gauges._head import HeadInstance
 from gauge_optax.gauges._scale import Values
-from gauge_optax.linalg import eigenvalue_cutoff, matmul, symmetric_eigen, transpose
+from gauge_optax.gauges.reading import Anchor, Anchored, Arrays
+from gauge_optax.linalg import (
+    eigenvalue_cutoff,
+    inverse_sqrt_by_products,
+    matmul,
+    real_dtype,
+    symmetric_eigen,
+    transpose,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,6 +84,86 @@ class LinearInstance:
     def factors(self, values: Values) -> tuple[jax.Array, jax.Array]:
         """A and B, (*shape, rows, size) each."""
         return self.left.stacked(values), self.right.stacked(values)
+
+
+@dataclasses.dataclass(frozen=True)
+class LinearReading(Anchored):
+    """The symmetric positive P with which a side is Q·P, Q of orthonormal columns; of the right side, its inverse.
+
+    What is left is a rotation of both sides, read by `turned`.
+
+    Attributes:
+      instance: the linear instance.
+    """
+
+    instance: LinearInstance
+    sequential: ClassVar[bool] = True
+
+    @property
+    def gauge(self) -> str:
+        return self.instance.gauge
+
+    @property
+    def key(self) -> str:
+        return self.instance.key
+
+    @property
+    def named(self) -> tuple[str, ...]:
+        return self.instance.left.named
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.instance.shape
+
+    @property
+    def anchors(self) -> tuple[Anchor, ...]:
+        return tuple(tuple(b.block for b in side.blocks) for side in (self.instance.left, self.instance.right))
+
+    @property
+    def moved(self) -> tuple[Block, ...]:
+        return self.anchors[0] + self.anchors[1]
+
+    @property
+    def turned(self) -> HeadInstance:
+        """Both sides as one: a rotation moves them alike."""
+        left, right = self.instance.left, self.instance.right
+        return dataclasses.replace(left, blocks=left.blocks + right.blocks)
+
+    def read(self, anchor: Anchor, values: Arrays, within: jax.Array, near: bool) -> tuple[jax.Array, jax.Array]:
+        on_left = anchor == self.anchors[0]
+        side = self.instance.left if on_left else self.instance.right
+        eye = self.identity()[..., 0, :, :]
+        if near:
+            gram = side.gram(values, values)
+            found = within & (jnp.trace(gram, axis1=-2, axis2=-1) > 0)
+            gram = jnp.where(found[..., None, None], gram, eye)
+            inverse = inverse_sqrt_by_products(gram, _LEAST)
+            pair = (matmul(gram, inverse), inverse)
+        else:
+            root = triangular(side.stacked(values))
+            found = within & full_rank(root)
+            _, sizes, vectors = jnp.linalg.svd(jnp.where(found[..., None, None], root, eye))
+            pair = (_conjugated(vectors, sizes), _conjugated(vectors, 1.0 / sizes))
+        return jnp.stack(pair if on_left else pair[::-1], -3), found
+
+    def identity(self) -> jax.Array:
+        size = self.instance.size
+        return jnp.broadcast_to(jnp.eye(size, dtype=real_dtype()), (*self.shape, 2, size, size))
+
+    def composed(self, last: jax.Array, first: jax.Array) -> jax.Array:
+        (p, p_back), (q, q_back) = (jnp.unstack(x, axis=-3) for x in (last, first))
+        return jnp.stack([matmul(p, q), matmul(q_back, p_back)], -3)
+
+    def divide(self, element: jax.Array, values: Arrays) -> Arrays:
+        """Elements are P and its inverse, (*shape, 2, size, size)."""
+        return self.instance.move(values, element[..., 1, :, :], element[..., 0, :, :])
+
+
+_LEAST = 1e-4  # λ_min/‖M‖_F of the Gram matrix after one step, down to which the way back to the slice is exact
+
+
+def _conjugated(vectors: jax.Array, sizes: jax.Array) -> jax.Array:
+    return matmul(transpose(vectors) * sizes[..., None, :], vectors)
 
 
 class LinearFrame(NamedTuple):

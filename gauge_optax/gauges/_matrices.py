@@ -11,13 +11,16 @@ Here: which axes are which. Not here: what is done with the matrices, which leav
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 
-from gauge_optax.binding import Block
+from gauge_optax.binding import Block, binding_error
 from gauge_optax.gauges._head import BASIS
 from gauge_optax.gauges._scale import ScaleInstance
 from gauge_optax.gauges._split import Bound
+
+HEAD = "head"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +34,7 @@ class Matrices:
       batch: the axes of `split` that count matrices.
       rows: those that are one matrix's rows.
       columns: those that are its columns.
+      heads: the axis of `split` that counts heads, and those of one head's own side; None where there are none.
     """
 
     shape: tuple[int, ...]
@@ -39,6 +43,46 @@ class Matrices:
     batch: tuple[int, ...]
     rows: tuple[int, ...]
     columns: tuple[int, ...]
+    heads: tuple[int, tuple[int, ...]] | None = None
+
+    def grouped(self, path: str, count: Any) -> "Matrices":
+        """The same with `count` neighbouring heads side by side in one matrix.
+
+        Args:
+          path: the leaf's, for messages.
+          count: how many; 1 changes nothing, nor does any where there are no heads.
+
+        Returns:
+          The reading.
+
+        Raises:
+          ValueError: heads that cannot be dealt out evenly.
+        """
+        if isinstance(count, jax.Array):
+            raise binding_error(
+                "quotient_muon", "heads_per_matrix is traced", "an array", "a Python integer",
+                'write inject_hyperparams(..., static_args=("heads_per_matrix",))')
+        if count == 1 or self.heads is None:
+            return self
+        (at, own), total = self.heads, self.split[self.heads[0]]
+        if count < 1 or total % count:
+            raise binding_error(
+                "quotient_muon", f"heads_per_matrix={count} at '{path}'", f"{total} heads",
+                "a divisor of the number of heads", "write heads_per_matrix=1")
+
+        def after(axes: tuple[int, ...]) -> tuple[int, ...]:
+            return tuple(k + (k > at) for k in axes)
+
+        rows, columns = after(self.rows), after(self.columns)
+        joined = tuple(sorted((at + 1, *after(own))))
+        return Matrices(
+            self.shape,
+            (*self.split[:at], total // count, count, *self.split[at + 1 :]),
+            tuple(tuple(x for k in group for x in ((at, at + 1) if k == at else after((k,)))) for group in self.groups),
+            after(self.batch),
+            joined if set(after(own)) == set(rows) else rows,
+            joined if set(after(own)) == set(columns) else columns,
+        )
 
     @property
     def fan_in(self) -> int:
@@ -86,6 +130,10 @@ def matrices_of(bound: Bound) -> dict[str, Matrices]:
     for head in bound.turning:
         for own in head.blocks:
             read.setdefault(own.block.path, _rotated(own.block))
+    for instance in bound.scales:  # the kernels of QK-norm
+        for block, _ in instance.weighted_blocks if HEAD in instance.named else ():
+            if read.get(block.path) is None:
+                read[block.path] = _scaled(block, instance)
     for instance in bound.scales:
         for block, _ in instance.weighted_blocks if instance.down else ():
             if block.path not in read:
@@ -122,7 +170,9 @@ def _between(block: Block, one: Sequence[int], other: Sequence[int]) -> Matrices
         return None
     rows, columns = sorted((tuple(one), tuple(other)))
     batch = tuple(k for k in range(len(block.split)) if k not in rows + columns)
-    return Matrices(block.shape, block.split, block.groups, batch, rows, columns)
+    counting = [k for k in batch if block.split_labels[k] == HEAD]
+    heads = (counting[0], tuple(one)) if counting else None
+    return Matrices(block.shape, block.split, block.groups, batch, rows, columns, heads)
 
 
 def named_axes(own: Mapping[str, Matrices]) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]] | None]:

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from gauge_optax.binding import Block
+from gauge_optax.gauges.reading import Anchor, Anchored, Arrays
 from gauge_optax.linalg import real_dtype
 
 Values = Mapping[str, jax.Array]
@@ -85,6 +86,68 @@ class ScaleInstance:
     def mean_square(self, square: jax.Array) -> jax.Array:
         """Mean square of a partnerless channel, from its sum of squares."""
         return square / sum(channel_entries(b, self.named) for b in self.up)
+
+
+@dataclasses.dataclass(frozen=True)
+class ScaleReading(Anchored):
+    """log α of every channel, off the norm of its anchor: α is 1 where that is √(entries/rows).
+
+    Of a column of a kernel that is unit variance per input, of a norm's scale the number 1: at the usual starts the
+    slice is where the weights are. Anchors: the first block; else the rest of its side, as one; else the other side.
+
+    Attributes:
+      instance: the scale instance.
+    """
+
+    instance: ScaleInstance
+
+    @property
+    def gauge(self) -> str:
+        return self.instance.gauge
+
+    @property
+    def key(self) -> str:
+        return self.instance.key
+
+    @property
+    def named(self) -> tuple[str, ...]:
+        return self.instance.named
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.instance.shape
+
+    @property
+    def anchors(self) -> tuple[Anchor, ...]:
+        sides = (self.instance.up[:1], self.instance.up[1:], self.instance.down)
+        return tuple(side for side in sides if side)
+
+    @property
+    def moved(self) -> tuple[Block, ...]:
+        return self.instance.up + self.instance.down
+
+    def read(self, anchor: Anchor, values: Arrays, within: jax.Array, near: bool) -> tuple[jax.Array, jax.Array]:
+        totals = [b.total(self.named, jnp.square(values[b.path])) for b in anchor]
+        entries = sum(channel_entries(b, self.named) for b in anchor)
+        natural = entries / max(1, *(channel_rows(b, self.named) for b in anchor))
+        square = sum(totals[1:], totals[0])
+        found = within & (square > 0)
+        power = 2.0 if anchor[0] in self.instance.up else -2.0 * self.instance.degree
+        return jnp.log(jax.lax.select(found, square / natural, jnp.ones_like(square))) / power, found
+
+    def identity(self) -> jax.Array:
+        return jnp.zeros(self.shape, real_dtype())
+
+    def composed(self, last: jax.Array, first: jax.Array) -> jax.Array:
+        return last + first
+
+    def divide(self, element: jax.Array, values: Arrays) -> Arrays:
+        up, down = jnp.exp(-element), jnp.exp(self.instance.degree * element)
+        out: Arrays = {}
+        for block, weight in self.instance.weighted_blocks:
+            factor = block.spread(self.named, up if weight > 0 else down, elsewhere=1.0)
+            out[block.path] = out.get(block.path, values[block.path]) * factor
+        return out
 
 
 def channel_entries(block: Block, named: tuple[str, ...]) -> int:

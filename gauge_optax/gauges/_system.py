@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from gauge_optax.binding import Block, binding_error, overlap
 from gauge_optax.gauges._scale import ScaleInstance, Values
+from gauge_optax.gauges.reading import Arrays, Motion
 from gauge_optax.linalg import real_dtype
 
 Channels = tuple[jax.Array, ...]
@@ -25,6 +26,18 @@ Squares = tuple[tuple[jax.Array, jax.Array], ...]
 
 SideLogs = Sequence[tuple[jax.Array, jax.Array]]
 """Per scale instance, a log factor on its up and one on its down side."""
+
+
+def scale_motion(system: "ScaleSystem", logs: Channels) -> Motion:
+    """The frame e^(w·f) of scales: the same factors for tangents and cotangents."""
+    outward = system.factors(logs)
+    inward = {path: 1.0 / x for path, x in outward.items()}
+
+    def times(factors: Mapping[str, jax.Array], values: Arrays) -> Arrays:
+        return {p: x * factors[p] if p in factors else x for p, x in values.items()}
+
+    out = functools.partial(times, outward)
+    return Motion(functools.partial(times, inward), out, out)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -29,7 +29,9 @@ from gauge_optax.binding import (
 from gauge_optax.gauges import _joint, _split
 from gauge_optax.gauges._joint import JointFrame
 from gauge_optax.gauges._matrices import matrices_of, named_axes
-from gauge_optax.gauges._split import Bound
+from gauge_optax.gauges._split import Arrays, Bound
+from gauge_optax.gauges.chart import Chart, read
+from gauge_optax.gauges.reading import Motion, Reading
 
 Element = Any
 """A group element: `dict[str, Array]` keyed by instance, or for a product the tuple of its gauges' elements."""
@@ -143,16 +145,46 @@ class Gauge(abc.ABC):
         bound = self.bound(params).offset
         return with_leaves(tangent, {p: x - along[p] for p, x in leaves_by_path(tangent).items() if p in bound})
 
+    @abc.abstractmethod
+    def chart(self, params: Any) -> Chart:
+        """The gauge, or the gauges of a product, on this tree, with all readings in their order."""
+
+    def read(self, params: Any) -> Element:
+        """The element that takes the slice to this point, read off anchors: read(g·θ) = g·read(θ).
+
+        Args:
+          params: the point (values are read).
+
+        Returns:
+          An element, the identity on the slice; act(inverse(read(θ)), θ) is the same for all points of an orbit. A
+          channel or a head whose blocks are all zero reads as the identity.
+
+        >>> gauge = go.rescale({"up": "_ channel"}, {"down": "channel _"})
+        >>> params = {"up": jnp.array([[3.0], [4.0]]), "down": jnp.ones((1, 1))}
+        >>> round(float(jnp.exp(gauge.read(params)[""][0])), 4)  # a column of norm 5, on the slice of norm 1
+        5.0
+        """
+        on = self.chart(params)
+        elements, _ = read(on, params)
+        return elements if isinstance(self.identity(params), tuple) else elements[0]
+
     def coordinates(self, params: Any) -> Element:
-        """Where on its orbit a point stands: log-scales of the minimum-norm frame, means of shifts.
+        """Where on its orbit a point stands: the logarithm of what its anchors read, for scales and shifts.
 
         Args:
           params: the point (values are read).
 
         Returns:
           The structure of an element; empty dicts for rotations and linear gauges, which have holonomy instead of a
-          coordinate. coordinates(g·θ) = coordinates(θ) + log α. Solved by iteration: forward-mode derivatives only.
+          coordinate. coordinates(g·θ) = coordinates(θ) + log α.
         """
+        on = self.chart(params)
+        elements, _ = read(on, params, lambda _: False)
+        found = tuple(part.logarithm(own) for part, own in zip(getattr(self, "parts", (self,)), elements, strict=True))
+        return found if isinstance(self.identity(params), tuple) else found[0]
+
+    def balanced_coordinates(self, params: Any) -> Element:
+        """Log-scales of the minimum-norm frame, means of shifts: what `ddc_adamw` freezes."""
         bound = self.bound(params)
         values = bound.values(params)
         return self.pack(params, _least(bound, values).channels, bound.shift_means(values))
@@ -279,6 +311,50 @@ class BoundGauge(Gauge):
     def moved_linearly(self, bound: Bound, element: Element, vectors: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
         """Bound leaves of a tangent after the move: the linear part of `move`."""
         return dict(self.move(bound, element, vectors))
+
+    def readings(self, bound: Bound) -> tuple[Reading, ...]:
+        """The small groups that this gauge is made of on a tree, those read off anchors."""
+        del bound
+        return ()
+
+    @abc.abstractmethod
+    def element_of(self, bound: Bound, found: Mapping[Reading, jax.Array], values: Mapping[str, jax.Array]) -> Element:
+        """The gauge's element from its readings.
+
+        Args:
+          bound: its instances.
+          found: elements by reading.
+          values: bound leaves, with the gauges that act after this one undone.
+        """
+
+    def logarithm(self, element: Element) -> Element:
+        """Coordinates of an element; empty where there are none."""
+        del element
+        return {}
+
+    def chart(self, params: Any) -> Chart:
+        bound = self.bound(params)
+        return Chart(((self, bound),), bound)
+
+    def silences(self, bound: Bound) -> bool:
+        """Whether there are points that this gauge's slice has at zero and at which every other gradient is zero."""
+        del bound
+        return False
+
+    def centred(self, bound: Bound, values: Arrays) -> Arrays:
+        """`values` without what is added by shifts."""
+        del bound
+        return values
+
+    @abc.abstractmethod
+    def motion(self, bound: Bound, element: Element, inverse: Element) -> Motion:
+        """A frame of this gauge, ready to be applied to points, tangents and cotangents.
+
+        Args:
+          bound: its instances.
+          element: F.
+          inverse: F⁻¹.
+        """
 
     def act(self, element: Element, params: Params) -> Params:
         bound, leaves = self.bound(params), leaves_by_path(params)

@@ -14,6 +14,7 @@ References: When Equivalent Weights Train Differently, §1, §3; DESIGN §5. `ro
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
@@ -23,12 +24,15 @@ import jax.numpy as jnp
 
 from gauge_optax.binding import Axes, Instance, block_specs, check_specs, frozen_sizes
 from gauge_optax.gauges._head import BASIS, HeadBlock, HeadInstance
-from gauge_optax.gauges._linear import LinearInstance
-from gauge_optax.gauges._scale import ScaleInstance
-from gauge_optax.gauges._split import Bound
+from gauge_optax.gauges._linear import LinearInstance, LinearReading
+from gauge_optax.gauges._scale import ScaleInstance, ScaleReading
+from gauge_optax.gauges._split import Arrays, Bound
+from gauge_optax.gauges._system import scale_motion
 from gauge_optax.gauges.base import BoundGauge, Element
+from gauge_optax.gauges.reading import Motion, Reading
 from gauge_optax.gauges.rotation import haar
 from gauge_optax.gauges.torus import RopeTorus, check_pairing
+from gauge_optax.gauges.turning import PlaneReading, WholeTurnReading, plane_motion
 from gauge_optax.linalg import matmul, real_dtype, transpose
 
 
@@ -121,12 +125,29 @@ class HeadLinear(BoundGauge):
     def element_sizes(self, named: tuple[str, ...], element: jax.Array) -> dict[str, int]:
         return dict(zip((*named, BASIS), element.shape, strict=False))
 
+    def readings(self, bound: Bound) -> tuple[Reading, ...]:
+        sides = tuple(map(LinearReading, bound.linear))
+        return (*sides, *(WholeTurnReading(side.turned) for side in sides))
+
+    def element_of(self, bound: Bound, found: Mapping[Reading, jax.Array], values: Mapping[str, jax.Array]) -> Element:
+        sides = map(LinearReading, bound.linear)
+        return {r.key: matmul(found[WholeTurnReading(r.turned)], found[r][..., 0, :, :]) for r in sides}
+
     def move(self, bound: Bound, element: Element, values: Mapping[str, jax.Array]) -> Mapping[str, jax.Array]:
-        moved = dict(values)
-        for instance in bound.linear:
-            matrix = element[instance.key]
-            moved |= instance.move(moved, matrix, jnp.linalg.inv(matrix))
-        return moved
+        return self.motion(bound, element, jax.tree.map(jnp.linalg.inv, element)).push(dict(values))
+
+    def motion(self, bound: Bound, element: Element, inverse: Element) -> Motion:
+        def moved(by: Element, back: Element, dual: bool, values: Arrays) -> Arrays:
+            out = dict(values)
+            for i in bound.linear:
+                out |= (i.move_dual if dual else i.move)(out, by[i.key], back[i.key])
+            return out
+
+        return Motion(
+            functools.partial(moved, inverse, element, False),
+            functools.partial(moved, element, inverse, False),
+            functools.partial(moved, inverse, element, True),
+        )
 
     def sample(self, key: jax.Array, params: Any, scale: float = 1.0) -> Element:
         instances = self.bound(params).linear
@@ -196,11 +217,27 @@ class RopeLinear(BoundGauge):
     def element_sizes(self, named: tuple[str, ...], element: jax.Array) -> dict[str, int]:
         return self.angles.element_sizes(named, element[..., 0])
 
+    def readings(self, bound: Bound) -> tuple[Reading, ...]:
+        return (*map(ScaleReading, bound.scales), *map(PlaneReading, bound.rotations))
+
+    def element_of(self, bound: Bound, found: Mapping[Reading, jax.Array], values: Mapping[str, jax.Array]) -> Element:
+        pairs = zip(map(ScaleReading, bound.scales), map(PlaneReading, bound.rotations), strict=True)
+        return {r.key: jnp.stack([found[r], found[plane]], -1) for r, plane in pairs}
+
     def move(self, bound: Bound, element: Element, values: Mapping[str, jax.Array]) -> Mapping[str, jax.Array]:
         factors = bound.system.factors(tuple(element[i.key][..., 0] for i in bound.scales))
         scaled = {p: x * factors[p] if p in factors else x for p, x in values.items()}
         angles = {key: x[..., 1] for key, x in element.items()}
         return self.angles.move(bound, angles, scaled)
+
+    def motion(self, bound: Bound, element: Element, inverse: Element) -> Motion:
+        scales = scale_motion(bound.system, tuple(element[i.key][..., 0] for i in bound.scales))
+        planes = plane_motion(bound.rotations, {key: x[..., 1] for key, x in element.items()})
+        return Motion(
+            lambda values: scales.undo(planes.undo(values)),
+            lambda tangents: planes.push(scales.push(tangents)),
+            lambda cotangents: scales.pull(planes.pull(cotangents)),
+        )
 
     def sample(self, key: jax.Array, params: Any, scale: float = 1.0) -> Element:
         sizes, turns = jax.random.split(key)

@@ -16,6 +16,7 @@ from gauge_optax.binding import BlockSpec, binding_error, instance_key
 from gauge_optax.gauges._shift import VOCAB
 from gauge_optax.gauges._split import Bound
 from gauge_optax.gauges.base import BoundGauge, Element, Gauge, Params
+from gauge_optax.gauges.chart import Chart
 from gauge_optax.gauges.shift import LogitShift
 
 
@@ -83,6 +84,9 @@ class Product(Gauge):
         )
         joint.check()
         return joint
+
+    def chart(self, params: Any) -> Chart:
+        return Chart(tuple((part, part.bound(params)) for part in self.parts), self.bound(params))
 
     def act(self, element: Element, params: Params) -> Params:
         for part, own in zip(self.parts, element, strict=True):

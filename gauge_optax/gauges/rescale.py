@@ -20,9 +20,11 @@ import jax
 import jax.numpy as jnp
 
 from gauge_optax.binding import Axes, Instance, binding_error, block_specs, check_specs, frozen_sizes
-from gauge_optax.gauges._scale import ScaleInstance
+from gauge_optax.gauges._scale import ScaleInstance, ScaleReading
 from gauge_optax.gauges._split import Bound
+from gauge_optax.gauges._system import scale_motion
 from gauge_optax.gauges.base import BoundGauge, Element
+from gauge_optax.gauges.reading import Motion, Reading
 from gauge_optax.linalg import real_dtype
 
 
@@ -146,6 +148,18 @@ class Rescale(BoundGauge):
     def move(self, bound: Bound, element: Element, values: Mapping[str, jax.Array]) -> Mapping[str, jax.Array]:
         factors = bound.system.factors(tuple(element[i.key] for i in bound.scales))
         return {p: x * factors[p] if p in factors else x for p, x in values.items()}
+
+    def readings(self, bound: Bound) -> tuple[Reading, ...]:
+        return tuple(map(ScaleReading, bound.scales))
+
+    def element_of(self, bound: Bound, found: Mapping[Reading, jax.Array], values: Mapping[str, jax.Array]) -> Element:
+        return {r.key: found[r] for r in self.readings(bound)}
+
+    def logarithm(self, element: Element) -> Element:
+        return element
+
+    def motion(self, bound: Bound, element: Element, inverse: Element) -> Motion:
+        return scale_motion(bound.system, tuple(element[i.key] for i in bound.scales))
 
     def sample(self, key: jax.Array, params: Any, scale: float = 1.0) -> Element:
         instances = self.bound(params).scales

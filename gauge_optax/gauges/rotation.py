@@ -10,6 +10,7 @@ Reference: DDC §3.2, B.8; grouped queries: Lemma 25. Not a symmetry under rotar
 
 import abc
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
@@ -19,8 +20,10 @@ import jax.numpy as jnp
 
 from gauge_optax.binding import Axes, Instance, block_specs, frozen_sizes
 from gauge_optax.gauges._head import BASIS, HeadBlock, HeadInstance
-from gauge_optax.gauges._split import Bound
+from gauge_optax.gauges._split import Arrays, Bound
 from gauge_optax.gauges.base import BoundGauge, Element
+from gauge_optax.gauges.reading import Motion, Reading
+from gauge_optax.gauges.turning import TurnReading
 from gauge_optax.linalg import matmul, real_dtype, skew_exponential, transpose
 
 
@@ -57,7 +60,18 @@ class TurningGauge(BoundGauge):
     def matrix(self, element: jax.Array) -> jax.Array:
         """The orthogonal matrices (*shape, size, size) of one instance's element."""
 
-    def move(self, bound: Bound, element: Element, values: Mapping[str, jax.Array]) -> Mapping[str, jax.Array]:
+    def readings(self, bound: Bound) -> tuple[Reading, ...]:
+        return tuple(map(TurnReading, bound.rotations))
+
+    def element_of(self, bound: Bound, found: Mapping[Reading, jax.Array], values: Mapping[str, jax.Array]) -> Element:
+        return {r.key: found[r] for r in self.readings(bound)}
+
+    def motion(self, bound: Bound, element: Element, inverse: Element) -> Motion:
+        forth = functools.partial(self.move, bound, element)
+        back = functools.partial(self.move, bound, inverse)
+        return Motion(back, forth, back)
+
+    def move(self, bound: Bound, element: Element, values: Mapping[str, jax.Array]) -> Arrays:
         moved = dict(values)
         for head in bound.rotations:
             moved |= head.turn(moved, self.matrix(element[head.key]))

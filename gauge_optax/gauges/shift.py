@@ -22,8 +22,9 @@ from gauge_optax.gauges._shift import (
     shift_dimensions,
     slice_block,
 )
-from gauge_optax.gauges._split import Bound
+from gauge_optax.gauges._split import Arrays, Bound
 from gauge_optax.gauges.base import BoundGauge, Element
+from gauge_optax.gauges.reading import Motion, Reading
 from gauge_optax.linalg import real_dtype
 
 
@@ -66,6 +67,21 @@ class LogitShift(BoundGauge):
         slices = {b.path: as_slice(b, element[i.key][b.path]) for i in bound.shifts for b in i.blocks}
         return bound.add_shifts(values, slices)
 
+    def element_of(self, bound: Bound, found: Mapping[Reading, jax.Array], values: Mapping[str, jax.Array]) -> Element:
+        return self._packed(bound, bound.shift_means(values))
+
+    def centred(self, bound: Bound, values: Arrays) -> Arrays:
+        return bound.centre(values)
+
+    def silences(self, bound: Bound) -> bool:
+        return any(shift_dimensions(b) > 1 for b in bound.shift_blocks)  # before a constant head
+
+    def logarithm(self, element: Element) -> Element:
+        return element
+
+    def motion(self, bound: Bound, element: Element, inverse: Element) -> Motion:
+        return Motion(bound.centre, dict, dict)  # a shift moves points alone; F⁻¹ of one is what its mean says
+
     def sample(self, key: jax.Array, params: Any, scale: float = 1.0) -> Element:
         bound, leaves = self.bound(params), leaves_by_path(params)
         slices = bound.zero_slices()
@@ -98,8 +114,11 @@ class LogitShift(BoundGauge):
         return sum(shift_dimensions(b) for b in self.bound(params).shift_blocks)
 
     def pack(self, params: Any, scales: Sequence[jax.Array], shifts: Mapping[str, jax.Array]) -> Element:
+        return self._packed(self.bound(params), shifts)
+
+    def _packed(self, bound: Bound, shifts: Mapping[str, jax.Array]) -> Element:
         packed: Element = {}
-        for instance in self.bound(params).shifts:
+        for instance in bound.shifts:
             own = packed.setdefault(instance.key, {})
             for block in instance.blocks:
                 part = own_slice(block, shifts[block.path]).reshape(element_shape(block))

@@ -16,9 +16,11 @@ import jax.numpy as jnp
 
 from gauge_optax.binding import Axes, Instance, binding_error, block_specs, frozen_sizes
 from gauge_optax.gauges._head import BASIS, PLANE, HeadBlock, HeadInstance, PlaneBlock
-from gauge_optax.gauges._split import Bound
+from gauge_optax.gauges._split import Arrays, Bound
 from gauge_optax.gauges.base import Element
+from gauge_optax.gauges.reading import Motion, Reading
 from gauge_optax.gauges.rotation import TurningGauge
+from gauge_optax.gauges.turning import PlaneReading, plane_motion
 from gauge_optax.linalg import real_dtype, rotation_2x2, transpose
 
 _PAIRINGS = ("half", "interleaved")
@@ -75,6 +77,15 @@ class RopeTorus(TurningGauge):
     def planes(self, gauge: str, named: tuple[str, ...], instances: Sequence[Instance]) -> tuple[HeadInstance, ...]:
         """The instances as 2×2 rotations, on behalf of the gauge of this name."""
         return tuple(self._instance(gauge, i, named) for i in instances)
+
+    def readings(self, bound: Bound) -> tuple[Reading, ...]:
+        return tuple(map(PlaneReading, bound.rotations))
+
+    def motion(self, bound: Bound, element: Element, inverse: Element) -> Motion:
+        return plane_motion(bound.rotations, element)
+
+    def move(self, bound: Bound, element: Element, values: Mapping[str, jax.Array]) -> Arrays:
+        return plane_motion(bound.rotations, element).push(dict(values))
 
     def element_sizes(self, named: tuple[str, ...], element: jax.Array) -> dict[str, int]:
         return dict(zip(named, element.shape, strict=False)) | {BASIS: 2 * element.shape[-1]}

@@ -10,10 +10,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+import gauge_optax.slice as slices
 from gauge_optax._sequence import in_turn
 from gauge_optax.gauges import _split
 from gauge_optax.gauges._head import PLANE, HeadInstance
-from gauge_optax.gauges._linear import LinearInstance
+from gauge_optax.gauges._linear import LinearInstance, LinearReading
 from gauge_optax.gauges._split import Arrays, Bound
 from gauge_optax.gauges.base import BoundGauge, Element, Gauges
 from gauge_optax.gauges.linear import RopeLinear
@@ -26,7 +27,7 @@ _LAST_ORDER = 13
 
 
 def drift(params_0: Any, params_t: Any, gauges: Gauges) -> tuple[Element, ...]:
-    """Difference of the joint gauge coordinates of two points.
+    """Difference of what the anchors of two points read.
 
     Args:
       params_0: parameters before.
@@ -35,7 +36,7 @@ def drift(params_0: Any, params_t: Any, gauges: Gauges) -> tuple[Element, ...]:
 
     Returns:
       Per gauge, the structure of its element: log-scales and shifts that carry the first point's representative to the
-      second's; empty dicts for rotations.
+      second's; empty dicts for rotations and linear gauges.
 
     Raises:
       ValueError: bindings that do not fit the tree.
@@ -59,11 +60,11 @@ def vertical_motion(params: Any, update: Any, gauges: Gauges) -> tuple[Element, 
       gauges: a gauge or a sequence of them, meaning their product.
 
     Returns:
-      Per gauge, the structure of its element. Scales and shifts: the change of the joint coordinate. Rotations: the
-      skew logarithm of the rotation that best carries the framed rows before to those after (polar factor of Wᵀ(W +
-      U)), to first order the A of the vertical part W·A, zero for a horizontal step of any size. Tori: its angles;
-      `rope_linear`: the change of the log-modulus, and these. `head_linear`: to first order alone, the Z of the
-      vertical part (A·Z, −B·Zᵀ), d_h × d_h.
+      Per gauge, the structure of its element. Scales and shifts: the change of what their anchors read. Rotations: the
+      skew logarithm of the rotation that, in slice coordinates, best carries the rows before to those after (polar
+      factor of Wᵀ(W + U)), to first order the A of the vertical part W·A, zero for a horizontal step of any size. Tori:
+      its angles; `rope_linear`: the change of the log-modulus, and these. `head_linear`: to first order alone, the Z of
+      the vertical part (A·Z, −B·Zᵀ), d_h × d_h.
 
     Raises:
       ValueError: bindings that do not fit the tree.
@@ -75,6 +76,42 @@ def vertical_motion(params: Any, update: Any, gauges: Gauges) -> tuple[Element, 
     >>> round(float(go.measure.vertical_motion(params, step, gauge)[0][""][0, 1]), 3)
     1.571
     """
+    group = product(gauges)
+    after = jax.tree.map(lambda p, u: p + u.astype(p.dtype), params, update)
+    on = slices.chart(group, params)
+    frame = slices.read(on, params)
+    into = slices.motions(on, frame)
+    here, there = (slices.enter(into, on.joint.values(x)) for x in (params, after))
+    heads = tuple({**dict.fromkeys(on.joint.rotations), **{LinearReading(i).turned: None for i in on.joint.linear}})
+    products = [h.gram(here, here) for h in heads], [h.gram(here, slices.between(here, there)) for h in heads]
+    turns = dict(zip(heads, in_turn(_logarithm, *products), strict=True))
+    generators = {
+        i: _generator(i, there, turns[LinearReading(i).turned], element[i.key], inverse[i.key])
+        for (_, bound), element, inverse in zip(on.parts, frame.element, frame.inverse, strict=True)
+        for i in bound.linear
+    }
+    moved = jax.tree.map(jnp.subtract, group.read(after), frame.element)
+    return tuple(_motion(part, params, own, turns, generators) for part, own in zip(group.parts, moved, strict=True))
+
+
+def _generator(
+    instance: LinearInstance, there: slices.SlicePoint, turn: jax.Array, element: jax.Array, inverse: jax.Array
+) -> jax.Array:
+    """Z of (A·Z, −B·Zᵀ): what the anchor reads, and the turn; A = Â·S, so that Â·Z·S is A·(S⁻¹·Z·S)."""
+    reading = LinearReading(instance)
+    read, _ = reading.read(reading.anchors[0], dict(there), jnp.ones(instance.shape, bool), near=True)
+    stretch = read[..., 0, :, :] - jnp.eye(instance.size, dtype=read.dtype)
+    return matmul(matmul(inverse, stretch + turn), element)
+
+
+def balanced_drift(params_0: Any, params_t: Any, gauges: Gauges) -> tuple[Element, ...]:
+    """`drift` in the coordinates of the least-norm representative, which `ddc_adamw` freezes."""
+    group = product(gauges)
+    return jax.tree.map(jnp.subtract, group.balanced_coordinates(params_t), group.balanced_coordinates(params_0))
+
+
+def balanced_motion(params: Any, update: Any, gauges: Gauges) -> tuple[Element, ...]:
+    """`vertical_motion` in the frame of the least-norm representative, which `ddc_adamw` freezes."""
     group = product(gauges)
     after = jax.tree.map(lambda p, u: p + u.astype(p.dtype), params, update)
     bound = group.bound(params)

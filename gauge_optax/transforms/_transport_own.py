@@ -18,6 +18,9 @@ from gauge_optax.gauges._basis import HeadBasis, grouped
 from gauge_optax.gauges._frame import FrameState
 from gauge_optax.gauges.linear import HeadLinear
 from gauge_optax.linalg import matmul, transpose
+from gauge_optax.quotient import QuotientState
+from gauge_optax.slice import Frame, chart
+from gauge_optax.slice import framed as framed_at
 from gauge_optax.transforms._moments import BodyFrame
 from gauge_optax.transforms._state import FramedState, GaugeMoments
 from gauge_optax.transforms._transport_move import DIAGONAL, LINEAR, SHIFT, Move
@@ -28,7 +31,6 @@ from gauge_optax.transforms.hyperball import HyperballState
 from gauge_optax.transforms.lift import EquivariantState
 from gauge_optax.transforms.opposite_gram import OppositeInverses, ScaleByOppositeGramState
 from gauge_optax.transforms.project import GaugeProjectState, ProjectFrame
-from gauge_optax.transforms.quotient import QuotientState, divide
 from gauge_optax.transforms.retract import GaugeRetractState, Reference
 from gauge_optax.transforms.smoothing import GaugeSmoothingState
 
@@ -136,19 +138,15 @@ def _opposite_gram(
 
 
 def _quotient(move: Move, state: QuotientState, outgoing: Outgoing) -> tuple[QuotientState, Outgoing]:
-    """Moments of pairs are in-frame, and stay; those of rotated rows are not, and turn; the rest has other gauges."""
-    after = outgoing | set(move.shapes)
-    pairs, outers = state.gauges if isinstance(state.gauges, tuple) and state.gauges else ((), ())
-    parts = divide(move.group, move.params, by_polar=not pairs)
-    here, others = move.only(parts.linear.parts.__contains__), move.only(parts.rest.parts.__contains__)
-    if set(leaves_by_path(state.mu)) != set(parts.bound.offset) or len(outers) != len(parts.rows):
-        found, expected = (", ".join(sorted(x)) for x in (leaves_by_path(state.mu), parts.bound.offset))
-        raise _mismatch(state, f"moments of {found or 'no leaf'}", f"of {expected or 'no leaf'}")
-    turns = here.turns
-    turned = tuple(_conjugated(x, turns.get(head.blocks[0])) for x, head in zip(outers, parts.rows, strict=True))
-    mu = with_leaves(state.mu, here.turned(leaves_by_path(state.mu)))
-    gauges = (pairs, turned) if state.gauges else state.gauges
-    return state._replace(mu=mu, gauges=gauges, rest=fused(others, state.rest, outgoing)[0]), after
+    """What runs inside sees invariants; the frame alone moves."""
+    after, frame = outgoing | set(move.shapes), state.gauges
+    if not isinstance(frame, Frame):  # of a tree without leaves
+        return state, after
+    found, expected = (jax.tree.map(jnp.shape, element) for element in (frame.element, move.element))
+    if found != expected:
+        raise _mismatch(state, f"a frame of {found}", f"of {expected}, as the gauges given have")
+    moved = move.group.compose(move.element, frame.element)
+    return state._replace(gauges=framed_at(chart(move.group, move.params), moved, frame.live)), after
 
 
 def _decay(move: Move, state: AddGaugeDecayState, outgoing: Outgoing) -> tuple[AddGaugeDecayState, Outgoing]:

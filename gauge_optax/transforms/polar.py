@@ -150,6 +150,19 @@ def polar_method(
     """The settings of `scale_by_scaled_polar`, checked."""
     require_choice("scale_by_scaled_polar", "vertical", vertical, VERTICAL)
     require_choice("scale_by_scaled_polar", "radial", radial, RADIAL)
+    polar = polar_options(ns_coeffs, ns_steps, beta, eps, scale)
+    # Rotated vectors (biases of queries, keys and values) have one variance per head: no frames are kept for them.
+    options = Options(
+        b1, b2, eps, eps_root, mu_dtype, nesterov, vertical, "per_head_scalar", radial, radial_scale,
+        1e-3, refresh_drift, refresh_every, None, reproject,
+    )  # fmt: skip
+    return options, polar
+
+
+def polar_options(
+    ns_coeffs: Coefficients, ns_steps: int | None, beta: Scalar, eps: Scalar, scale: str | Scalar
+) -> PolarOptions:
+    """The settings of matrices alone, checked."""
     if isinstance(scale, str):
         require_choice("scale_by_scaled_polar", "scale", scale, SCALES)
     if isinstance(ns_steps, jax.Array):
@@ -157,13 +170,7 @@ def polar_method(
             "scale_by_scaled_polar", "ns_steps is traced", "an array", "a Python integer",
             'write inject_hyperparams(..., static_args=("ns_steps",)), or give ns_coeffs one tuple per step',
         )  # fmt: skip
-    # Rotated vectors (biases of queries, keys and values) have one variance per head: no frames are kept for them.
-    options = Options(
-        b1, b2, eps, eps_root, mu_dtype, nesterov, vertical, "per_head_scalar", radial, radial_scale,
-        1e-3, refresh_drift, refresh_every, None, reproject,
-    )  # fmt: skip
-    schedule = ns_schedule(ns_coeffs, 5 if ns_steps is None else ns_steps)
-    return options, PolarOptions(beta, eps, schedule, scale)
+    return PolarOptions(beta, eps, ns_schedule(ns_coeffs, 5 if ns_steps is None else ns_steps), scale)
 
 
 def rms_alone(name: str, consistent_rms: Scalar, scale: str | Scalar) -> Scalar:

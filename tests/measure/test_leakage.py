@@ -12,6 +12,7 @@ import optax
 import pytest
 
 import gauge_optax as go
+from gauge_optax.measure.motion import balanced_drift, balanced_motion
 from tests import oracles
 from tests.cases import GAUGE_CASES, GaugeCase
 from tests.quick import jit
@@ -279,7 +280,7 @@ def test_leakage_predicts_the_drift_of_adamw(name: str, x64: None) -> None:
     case = BY_NAME[name]
     gauge, _, framed = _compiled(case)
     tx = optax.chain(optax.scale_by_adam(), optax.add_decayed_weights(0.1))
-    factors_of, drift = _compile(go.measure.adam_factors), _compile(lambda p, q: go.measure.drift(p, q, gauge)[0])
+    factors_of, drift = _compile(go.measure.adam_factors), _compile(lambda p, q: balanced_drift(p, q, gauge)[0])
     errors = []
     for rate in (1e-3, 5e-4):
         run = list(_trained(case, tx, rate))
@@ -297,7 +298,7 @@ def test_leakage_predicts_the_drift_of_adamw(name: str, x64: None) -> None:
 def test_leakage_predicts_how_adam_turns_heads(x64: None) -> None:
     case = BY_NAME["head_rotation/gqa"]
     gauge, plain, _ = _compiled(case)
-    motion = _compile(lambda p, q: go.measure.vertical_motion(p, _plus(q, p, -1.0), gauge)[0])
+    motion = _compile(lambda p, q: balanced_motion(p, _plus(q, p, -1.0), gauge)[0])
     factors_of = _compile(go.measure.adam_factors)
     errors = []
     for rate in (1e-3, 5e-4):
@@ -315,7 +316,7 @@ def test_leakage_predicts_how_adam_turns_heads(x64: None) -> None:
 def test_leakage_predicts_the_joint_drift_of_coupled_scales(x64: None) -> None:
     case = BY_NAME["product/chain"]
     gauges = case.gauges()
-    drift = _compile(lambda p, q: list(go.measure.drift(p, q, gauges)))
+    drift = _compile(lambda p, q: list(balanced_drift(p, q, gauges)))
     measure = _compile(lambda p, u: [go.measure.step_leakage(g, p, u, frame=gauges).rate for g in gauges])
     errors = []
     for rate in (1e-3, 5e-4):
@@ -450,7 +451,7 @@ def test_the_steps_own_motion_has_no_hessian_in_it(x64: None) -> None:
     precondition = go.measure.adam_precondition(_adam_state(case), grad_fn, b2=0.9)
     found = _second_order(grad_fn, precondition, params, gauge, gauge)
     field = _compile(lambda p: precondition(p, grad_fn(p)))
-    drift = _compile(lambda q: go.measure.drift(params, q, gauge)[0])
+    drift = _compile(lambda q: balanced_drift(params, q, gauge)[0])
     step = field(params)
     eta = 1e-3 / _largest(step)
     ahead, behind = drift(_plus(params, step, eta)), drift(_plus(params, step, -eta))

@@ -1,0 +1,352 @@
+"""From three usual starts: does an optimizer on the quotient train at least as well as the plain one?
+
+    python -m examples.starts --out examples/results       # hours on one CPU core; killed, it goes on where it was
+    python -m examples.starts --out examples/results --plan         # what is missing, without training
+    python -m examples.starts --sizes 64 --steps 50 --arms adamw ddc_adamw       # to try it
+
+A Llama of 2 layers (RMSNorm, rotary, SwiGLU) on bytes of text. The starts: LeCun-normal kernels; every matrix normal
+with standard deviation 0.02; zero outputs (attention's out, the MLP's down, the head). A cell is one size, start, arm,
+peak rate and seed (initial weights and order of the data). A sweep goes on, by at most three rates on either side,
+until the best mean over seeds has a worse neighbour on both. Finished cells are kept in starts.json and not trained
+again; several processes may fill one file. starts.png is drawn at the end. Prints
+
+    (TODO: the table, when all arms have run)
+
+Losses are validation losses in nats per byte, mean ± standard deviation over seeds; the ratio is taken seed by seed.
+"""
+
+import argparse
+import dataclasses
+import fcntl
+import functools
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import matplotlib
+import numpy as np
+import optax
+from optax.contrib import MuonDimensionNumbers
+from tqdm import tqdm
+
+import gauge_optax as go
+from examples import data, study
+from models import lm
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+Params = Any
+Group = tuple[int, str, str]
+"""Size, start, arm: one sweep."""
+Cell = tuple[int, str, str, float, int]
+"""Size, start, arm, peak rate, seed."""
+Result = dict[str, Any]
+"""The JSON: a header, and `cells` by `key`."""
+Schedule = Callable[[Any], Any]
+
+STEPS = {64: 400, 128: 300}  # by size, which is d
+STARTS = ("lecun", "0.02", "zero outputs")
+SEEDS = (42, 142, 242)
+BATCH, LENGTH, HELD_OUT = 8, 64, 8  # sequences, tokens in each; validation is on 8 batches 8 times as large
+WARMUP, DECAY = 20, 0.1
+RATIO, RATES, LONGER = 2.5, 4, 3  # of neighbouring rates; how many at first; how many may be added on either side
+ADAM_SHARE = 0.2  # of Muon's rate, for the leaves that Adam takes
+
+
+# Arms ---------------------------------------------------------------------------------------------
+
+
+class Arm(NamedTuple):
+    """An optimizer; the plain arm it is compared with; its sweep's first rate; a colour."""
+
+    plain: str
+    first: float
+    color: str
+    build: Callable[[Schedule, Sequence[go.Gauge]], optax.GradientTransformation]
+
+
+def relative(rate: Schedule, gauges: Sequence[go.Gauge]) -> optax.GradientTransformation:
+    """AdamW with steps in units of the kernels they step."""
+    return optax.chain(
+        optax.scale_by_adam(),
+        go.scale_by_relative_rms(gauges),
+        optax.add_decayed_weights(DECAY),
+        optax.scale_by_learning_rate(rate),
+    )
+
+
+adamw = functools.partial(optax.adamw, weight_decay=DECAY)
+lion = functools.partial(optax.lion, weight_decay=DECAY)
+
+
+def muon(rate: Schedule) -> optax.GradientTransformation:
+    """Plain Muon: kernels of attention and MLP are whole matrices, embedding, head and norms get AdamW."""
+    return optax.contrib.muon(rate, muon_weight_dimension_numbers=muon_axes, **shared(rate))
+
+
+def shared(rate: Schedule) -> dict[str, Any]:
+    """What all of Muon's arms are told."""
+    return dict(weight_decay=DECAY, adam_weight_decay=DECAY, adam_learning_rate=lambda n: ADAM_SHARE * rate(n))
+
+
+def muon_axes(params: Params) -> Params:
+    """Every leaf's axes for `optax.contrib.muon`; None where Adam takes it."""
+    axes = dict.fromkeys(("query", "key", "value"), MuonDimensionNumbers(0, (1, 2)))
+    axes |= dict.fromkeys(("up", "gate", "down"), MuonDimensionNumbers(0, 1)) | {"out": MuonDimensionNumbers((0, 1), 2)}
+
+    def of(path: tuple[Any, ...], _: jax.Array) -> MuonDimensionNumbers | None:
+        module, name = jax.tree_util.keystr(path, simple=True, separator="/").split("/")[-2:]
+        return axes.get(module) if name == "kernel" else None
+
+    return jax.tree_util.tree_map_with_path(of, params)
+
+
+ARMS = {
+    "adamw": Arm("adamw", 1.6e-3, "tab:red", lambda rate, _: adamw(rate)),
+    "quotient-adamw": Arm("adamw", 1.6e-3, "tab:blue", lambda rate, gauges: go.quotient(adamw(rate), gauges)),
+    "ddc_adamw": Arm("adamw", 1.6e-3, "tab:green", lambda rate, g: go.ddc_adamw(rate, g, weight_decay=DECAY)),
+    "relative": Arm("adamw", 1.6e-3, "tab:orange", relative),
+    "quotient-relative": Arm("adamw", 1.6e-3, "tab:cyan", lambda rate, g: go.quotient(relative(rate, g), g)),
+    "muon": Arm("muon", 1.6e-2, "tab:red", lambda rate, _: muon(rate)),
+    "quotient_muon": Arm("muon", 1.6e-2, "tab:blue", lambda rate, g: go.quotient_muon(rate, g, **shared(rate))),
+    "ddc_muon": Arm("muon", 1.6e-2, "tab:green", lambda rate, gauges: go.ddc_muon(rate, gauges, **shared(rate))),
+    "lion": Arm("lion", 4e-4, "tab:red", lambda rate, _: lion(rate)),
+    "quotient-lion": Arm("lion", 4e-4, "tab:blue", lambda rate, gauges: go.quotient(lion(rate), gauges)),
+}
+
+
+# Training -----------------------------------------------------------------------------------------
+
+
+def model(size: int) -> lm.LMConfig:
+    """Heads of 16."""
+    sizes = dict(vocab=data.VOCAB, d_model=size, layers=2, heads=size // 16, kv_heads=size // 16, d_head=16)
+    return lm.llama_config(**sizes, d_ff=3 * size, max_len=LENGTH)
+
+
+def initial(size: int, start: str, seed: int) -> Params:
+    """Initial weights."""
+    config = dataclasses.replace(model(size), zero_out=start == "zero outputs")
+    params, _ = lm.params_and_loss(config, jax.random.key(seed))
+    if start == "zero outputs":
+        params["lm_head"]["kernel"] = jnp.zeros_like(params["lm_head"]["kernel"])
+    if start == "0.02":
+        leaves, tree = jax.tree.flatten(params)
+        keys = jax.random.split(jax.random.key(seed), len(leaves))
+        drawn = [0.02 * jax.random.normal(key, x.shape) for key, x in zip(keys, leaves, strict=True)]
+        params = jax.tree.unflatten(tree, [n if x.ndim >= 2 else x for n, x in zip(drawn, leaves, strict=True)])
+    return params
+
+
+@functools.cache
+def batches(steps: int, seed: int) -> np.ndarray:
+    """All batches of a run, stacked."""
+    train = data.batches(LENGTH, BATCH, seed=seed)[0]
+    return np.stack([train[n] for n in range(steps)])
+
+
+@functools.cache
+def held_out() -> np.ndarray:
+    """The same for every cell: arms differ by parts of a percent."""
+    return np.stack(data.batches(LENGTH, HELD_OUT * BATCH)[1])
+
+
+@functools.cache
+def program(arm: str, size: int, steps: int) -> Callable[..., tuple[jax.Array, jax.Array]]:
+    """Compiled once: (initial weights, batches, held-out batches, rate) → training losses, validation loss."""
+    params, loss = lm.params_and_loss(model(size), jax.random.key(0))
+    gauges = lm.gauges(model(size))
+    shape = optax.warmup_cosine_decay_schedule(0.1, 1.0, warmup_steps=min(WARMUP, steps // 2), decay_steps=steps)
+
+    def run(params: Params, batches: jax.Array, held_out: jax.Array, rate: jax.Array) -> tuple[jax.Array, jax.Array]:
+        tx = ARMS[arm].build(lambda n: rate * shape(n), gauges)
+
+        def step(carry: tuple[Params, Any], tokens: jax.Array) -> tuple[tuple[Params, Any], jax.Array]:
+            params, state = carry
+            value, grads = jax.value_and_grad(loss)(params, tokens)
+            updates, state = tx.update(grads, state, params)
+            return (optax.apply_updates(params, updates), state), value
+
+        (params, _), losses = jax.lax.scan(step, (params, tx.init(params)), batches)
+        return losses, jax.lax.map(functools.partial(loss, params), held_out).mean()
+
+    return jax.jit(run).lower(params, batches(steps, SEEDS[0]), held_out(), jnp.float32(0)).compile()
+
+
+def train_cell(cell: Cell, steps: int) -> dict[str, Any]:
+    """Train once: losses, None where they are not finite; seconds on the clock and of the CPU, without compiling."""
+    size, start, arm, rate, seed = cell
+    run, inputs = program(arm, size, steps), (initial(size, start, seed), batches(steps, seed), held_out())
+    began, computed = time.monotonic(), time.process_time()
+    losses, validation = jax.device_get(run(*inputs, jnp.float32(rate)))
+    finite = bool(np.isfinite(losses).all() and np.isfinite(validation))
+    return {
+        "validation": float(validation) if finite else None,
+        "training": float(losses[-50:].mean()) if finite else None,
+        "finite": finite,
+        "seconds": round(time.monotonic() - began, 1),
+        "cpu_seconds": round(time.process_time() - computed, 1),
+    }
+
+
+# Results ------------------------------------------------------------------------------------------
+
+
+def key(cell: Cell) -> str:
+    """A cell's name in the JSON."""
+    size, start, arm, rate, seed = cell
+    return f"{size} | {start} | {arm} | {rate:g} | {seed}"
+
+
+def rates(arm: str, low: int, high: int) -> list[float]:
+    """Rates number `low` to `high` of an arm, both included, to two digits."""
+    return [float(f"{ARMS[arm].first * RATIO**n:.2g}") for n in range(low, high + 1)]
+
+
+def sweep(result: Result, group: Group) -> dict[float, list[float]]:
+    """Rate → validation losses, seed by seed, infinite where not finite; rates that lack a seed are left out."""
+    found = {}
+    for rate in rates(group[2], -LONGER, RATES - 1 + LONGER):
+        cells = [result["cells"].get(key((*group, rate, seed))) for seed in result["seeds"]]
+        if all(cells):
+            found[rate] = [cell["validation"] if cell["finite"] else math.inf for cell in cells]
+    return found
+
+
+def best(found: dict[float, list[float]]) -> float:
+    """The rate of least mean."""
+    return min(found, key=lambda rate: float(np.mean(found[rate])))
+
+
+def missing(result: Result, group: Group) -> list[Cell]:
+    """What to train next: the first rates, then one more on the side where the best is the last."""
+    low, high, found = 0, RATES - 1, sweep(result, group)
+    while True:
+        wanted = rates(group[2], low, high)
+        cells: list[Cell] = [(*group, rate, seed) for rate in wanted if rate not in found for seed in result["seeds"]]
+        if cells:
+            return [cell for cell in cells if key(cell) not in result["cells"]]
+        at = best({rate: found[rate] for rate in wanted})
+        if at == wanted[0] and low > -LONGER:
+            low -= 1
+        elif at == wanted[-1] and high < RATES - 1 + LONGER:
+            high += 1
+        else:
+            return []
+
+
+def save(path: Path, cell: Cell, done: dict[str, Any]) -> Result:
+    """Add a cell to the file as it is now: other processes may have added theirs."""
+    folder = os.open(path.parent, os.O_RDONLY)
+    fcntl.flock(folder, fcntl.LOCK_EX)
+    try:
+        result: Result = json.loads(path.read_text())
+        result["cells"][key(cell)] = done
+        study.write(path, result)
+    finally:
+        os.close(folder)
+    return result
+
+
+def groups(result: Result) -> list[Group]:
+    """The sweeps that have a finished rate."""
+    return [(d, start, arm) for d in STEPS for start in STARTS for arm in ARMS if sweep(result, (d, start, arm))]
+
+
+def table(result: Result) -> str:
+    """Markdown: every arm at its best rate, beside its plain arm at that one's."""
+    lines = [["d", "start", "arm", "loss", "at rate", "by plain's", "not finite", "CPU s"]]
+    lines += [["---"] * len(lines[0])]
+    for size, start, arm in groups(result):
+        found, plain = sweep(result, (size, start, arm)), sweep(result, (size, start, ARMS[arm].plain))
+        cells = [result["cells"][key((size, start, arm, rate, seed))] for rate in found for seed in result["seeds"]]
+        at = best(found)
+        ratio = np.divide(found[at], plain[best(plain)]) if plain else np.array([math.nan])
+        lines += [[
+            str(size), start, arm, f"{np.mean(found[at]):.4f} ± {np.std(found[at]):.4f}",
+            f"{at:g}" + ", an end" * (at in (min(found), max(found))), f"{ratio.mean():.4f} ± {ratio.std():.4f}",
+            f"{sum(not cell['finite'] for cell in cells)} of {len(cells)}",
+            f"{np.median([cell['cpu_seconds'] for cell in cells]):.1f}",
+        ]]  # fmt: skip
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(f"| {' | '.join(x.ljust(w) for x, w in zip(row, widths, strict=True))} |" for row in lines)
+
+
+def figure(result: Result, path: Path) -> None:
+    """Validation loss by rate: a row per size and family, a column per start, a line per arm."""
+    found = {group: sweep(result, group) for group in groups(result)}
+    rows = list(dict.fromkeys((size, ARMS[arm].plain) for size, _, arm in found))
+    fig, axes = plt.subplots(
+        len(rows), len(STARTS), figsize=(13, 3 * len(rows)), sharex="row", layout="constrained", squeeze=False
+    )  # fmt: skip
+    for (size, plain), row in zip(rows, axes, strict=True):
+        shown = {group: x for group, x in found.items() if (group[0], ARMS[group[2]].plain) == (size, plain)}
+        ticks = sorted({rate for losses in shown.values() for rate in losses})
+        bests = [float(np.mean(losses[best(losses)])) for losses in shown.values()]
+        for (_, start, arm), losses in shown.items():
+            axis, values, color = row[STARTS.index(start)], np.array(list(losses.values())), ARMS[arm].color
+            axis.plot(list(losses), values.mean(1), ".-", color=color, label=arm)
+            axis.fill_between(list(losses), values.min(1), values.max(1), color=color, alpha=0.2, lw=0)
+        for start, axis in zip(STARTS, row, strict=True):
+            axis.set(title=f"d = {size}, {start}", xlabel="peak learning rate", ylabel="nats per byte", xscale="log")
+            axis.set_ylim(0.98 * min(bests), 1.2 * max(bests))
+            axis.set_xticks(ticks, [f"{rate:g}" for rate in ticks], fontsize=8)
+            axis.set_xticks([], minor=True)
+            axis.grid(alpha=0.3)
+            if axis.lines:
+                axis.legend()
+    fig.savefig(path, dpi=100)
+    plt.close(fig)
+
+
+# Command line -------------------------------------------------------------------------------------
+
+
+# Elsewhere than on a CPU the default is shorter floats in matrix products.
+@jax.default_matmul_precision("highest")
+def main(argv: Sequence[str] | None = None) -> Result:
+    """Run what is missing, print the table, write JSON and figure."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path("outputs/starts"))
+    parser.add_argument("--sizes", type=int, nargs="+", choices=STEPS, default=list(STEPS), help="d_model")
+    parser.add_argument("--starts", nargs="+", choices=STARTS, default=STARTS)
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), metavar="ARM", help=", ".join(ARMS))
+    parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS))
+    parser.add_argument("--steps", type=int, help=f"at every size; default: {STEPS}")
+    parser.add_argument("--plan", action="store_true", help="print what is missing, and the table of what is not")
+    args = parser.parse_args(argv)
+    steps = {size: args.steps or default for size, default in STEPS.items()}
+    settings = {"steps": {str(d): n for d, n in steps.items()}, "batch": BATCH, "length": LENGTH, "held_out": HELD_OUT}
+    head = {"study": "starts", "settings": settings, "seeds": args.seeds, "machine": study.machine()}
+    path = args.out / "starts.json"
+    result = study.load(path, head | {"versions": {"jax": jax.__version__, "optax": optax.__version__}})
+    chosen: list[Group] = [(size, start, arm) for size in args.sizes for start in args.starts for arm in args.arms]
+    if args.plan:
+        for group in chosen:
+            print(f"{' | '.join(map(str, group))}: {len(missing(result, group)) or 'nothing'} missing")
+        print(table(result))
+        return result
+    if not path.exists():
+        study.write(path, result)
+    with tqdm(unit="run") as progress:
+        while cells := [cell for group in chosen for cell in missing(result, group)]:
+            progress.total = progress.n + len(cells)
+            done = train_cell(cells[0], steps[cells[0][0]])
+            result = save(path, cells[0], done)
+            tqdm.write(f"{key(cells[0])}: {done}")
+            progress.update()
+    print(table(result))
+    figure(result, path.with_suffix(".png"))
+    print(f"wrote {path} and {path.with_suffix('.png')}")
+    return result
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,275 @@
+"""Readings of rotations: an orthogonal matrix per head, an angle per rotary plane.
+
+With fixed pseudo-random rows C, the polar factor Q of CᵀW has Q(W·R) = Q(W)·R, and W·Qᵀ does not see R. No reading of
+the kind is continuous everywhere, so it is taken at `init` and kept. From then on the turning part of a step is taken
+out: U − W·A with M·A + A·M = 2·skew(WᵀU), M = WᵀW, is the nearest step that turns nothing.
+
+Here: the readings, and that equation for all heads of one size at once. Not here: names and bindings (`rotation`,
+`torus`). References: DESIGN §5, hold; DDC B.8, B.9.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gauge_optax._sequence import in_turn
+from gauge_optax.binding import Block
+from gauge_optax.gauges._basis import anchor as combined_rows
+from gauge_optax.gauges._head import BASIS, PLANE, HeadBlock, HeadInstance
+from gauge_optax.gauges.reading import Arrays, Motion, Turning
+from gauge_optax.linalg import matmul, noise, real_dtype, safe_divide, skew, transpose
+
+
+@dataclasses.dataclass(frozen=True)
+class TurnReading(Turning):
+    """The orthogonal matrix of every head, a partial isometry where its rows do not have full rank.
+
+    Attributes:
+      head: the rotation instance.
+    """
+
+    head: HeadInstance
+
+    @property
+    def gauge(self) -> str:
+        return self.head.gauge
+
+    @property
+    def key(self) -> str:
+        return self.head.key
+
+    @property
+    def named(self) -> tuple[str, ...]:
+        return self.head.named
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.head.shape
+
+    @property
+    def moved(self) -> tuple[Block, ...]:
+        return tuple(b.block for b in self.head.blocks)
+
+    @classmethod
+    def read_all(cls, readings: "Sequence[TurnReading]", values: Arrays) -> list[jax.Array]:
+        found: dict[TurnReading, jax.Array] = {}
+        groups = [[r for r in readings if r.head.size == size] for size in sorted({r.head.size for r in readings})]
+        anchors = [_stacked([_mixed_rows(r.head, values) for r in group]) for group in groups]
+        for group, polar in zip(groups, in_turn(cls.polar, anchors), strict=True):
+            found |= dict(zip(group, _unstacked(polar, [r.head for r in group]), strict=True))
+        return [found[r] for r in readings]
+
+    def identity(self) -> jax.Array:
+        size = self.head.size
+        return jnp.broadcast_to(jnp.eye(size, dtype=real_dtype()), (*self.shape, size, size))
+
+    @staticmethod
+    def polar(m: jax.Array) -> jax.Array:
+        """The polar factor, without the directions that are rounding."""
+        u, sizes, vt = jnp.linalg.svd(m)
+        kept = sizes > noise(sizes.dtype) * sizes[..., :1]
+        return matmul(u * kept[..., None, :].astype(u.dtype), vt)
+
+    @classmethod
+    def without_rounding(cls, readings: "Sequence[TurnReading]", cotangents: Arrays) -> Arrays:
+        """A key's bias shifts all scores of a query alike: its gradient is what softmax rounds."""
+        out = dict(cotangents)
+        for head in (r.head for r in readings):
+            single = [b for b in head.blocks if head.rows(b) == 1]
+            if not single or len(single) == len(head.blocks):
+                continue
+            order = [name for name in head.named if name != PLANE]
+            sizes = [_largest(head, b, out[b.block.path]) for b in head.blocks]
+            by_head = [_by_name(b, x, order) for b, x in zip(head.blocks, sizes, strict=True)]
+            whole = functools.reduce(jnp.maximum, by_head)
+            for block, size in zip(head.blocks, sizes, strict=True):
+                if block in single:
+                    view = block.view(out[block.block.path])
+                    faint = _by_name(block, size, order) < noise(view.dtype) * whole
+                    shape = [n if label in order else 1 for n, label in zip(view.shape, block.labels, strict=True)]
+                    kept = [label for label in block.labels if label in order]
+                    faint = jnp.transpose(faint, [order.index(label) for label in kept]).reshape(shape)
+                    out[block.block.path] = block.write(out[block.block.path], jnp.where(faint, 0.0, view))
+        return out
+
+    @classmethod
+    def held(cls, readings: "Sequence[TurnReading]", before: Arrays, change: Arrays) -> Arrays:
+        out = dict(change)
+        for size in sorted({r.head.size for r in readings}):
+            heads = [r.head for r in readings if r.head.size == size]
+            found = _generators(heads, before, change)
+            for head, generator in zip(heads, found, strict=True):
+                out |= head.added(out, before, -generator)
+        return out
+
+
+def _largest(head: HeadInstance, block: HeadBlock, leaf: jax.Array) -> jax.Array:
+    """The largest entry of every head, over a block's rows and basis; broadcastable to its view."""
+    spare = tuple(k for k, label in enumerate(block.labels) if label not in head.named or label == PLANE)
+    return jnp.max(jnp.abs(block.view(leaf)), spare, keepdims=True)
+
+
+def _by_name(block: HeadBlock, sizes: jax.Array, order: Sequence[str]) -> jax.Array:
+    """Numbers per head, kept beside a view, with the axes in this order."""
+    labels = [label for label in block.labels if label in order]
+    flat = sizes.reshape([n for n, label in zip(sizes.shape, block.labels, strict=True) if label in order])
+    return jnp.transpose(flat, [labels.index(name) for name in order])
+
+
+def _mixed_rows(head: HeadInstance, values: Arrays) -> jax.Array:
+    """CᵀW of every head, whatever the order in which its blocks were listed."""
+    blocks = tuple(sorted(head.blocks, key=lambda b: (b.block.path, b.block.axes)))
+    return combined_rows(dataclasses.replace(head, blocks=blocks), values)
+
+
+def _generators(heads: Sequence[HeadInstance], before: Arrays, change: Arrays) -> list[jax.Array]:
+    """A per instance, heads of one size in one batch."""
+    gram = _stacked([h.gram(before, before) for h in heads])
+    turning = _stacked([skew(h.gram(before, change)) for h in heads])
+    return _unstacked(lyapunov(gram, turning), heads)
+
+
+def _stacked(matrices: Sequence[jax.Array]) -> jax.Array:
+    """Matrices of all heads of several instances, (heads, d, d)."""
+    return jnp.concatenate([m.reshape(-1, *m.shape[-2:]) for m in matrices])
+
+
+def _unstacked(stacked: jax.Array, heads: Sequence[HeadInstance]) -> list[jax.Array]:
+    ends = np.cumsum([math.prod(h.shape) for h in heads])[:-1].tolist()
+    parts = jnp.split(stacked, ends)
+    return [x.reshape(*h.shape, *x.shape[-2:]) for h, x in zip(heads, parts, strict=True)]
+
+
+_Solving = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
+
+
+def lyapunov(m: jax.Array, k: jax.Array, steps: int = 24) -> jax.Array:
+    """The skew solution A of M·A + A·M = 2K by conjugate gradients from the diagonal; products only.
+
+    Args:
+      m: (…, d, d), symmetric positive semi-definite.
+      k: (…, d, d), antisymmetric.
+      steps: how many at most; d(d − 1)/2 are enough whatever M is.
+
+    Returns:
+      A (…, d, d), antisymmetric. A head that has converged stops.
+    """
+    size = m.shape[-1]
+    diagonal = jnp.diagonal(m, axis1=-2, axis2=-1)
+    weight = safe_divide(jnp.ones(()), diagonal[..., :, None] + diagonal[..., None, :])
+
+    def inner(a: jax.Array, b: jax.Array) -> jax.Array:
+        return jnp.sum(a * b, (-2, -1), keepdims=True)
+
+    def step(carry: _Solving, _: None) -> tuple[_Solving, None]:
+        solution, residual, direction, energy = carry
+        product = matmul(m, direction)
+        image = product - transpose(product)
+        rate = jnp.where(energy > done, safe_divide(energy, inner(direction, image)), 0.0)
+        residual = residual - rate * image
+        scaled = weight * residual
+        fresh = inner(residual, scaled)
+        return (solution + rate * direction, residual, scaled + safe_divide(fresh, energy) * direction, fresh), None
+
+    residual = 2.0 * k
+    scaled = weight * residual
+    energy = inner(residual, scaled)
+    done = energy * jnp.square(0.1 * jnp.finfo(m.dtype).eps)
+    start = (jnp.zeros_like(k), residual, scaled, energy)
+    (solution, *_), _ = jax.lax.scan(step, start, length=min(steps, 2 + size * (size - 1) // 2))
+    return solution
+
+
+@dataclasses.dataclass(frozen=True)
+class WholeTurnReading(TurnReading):
+    """The same as part of a larger group, whose elements are inverted: the identity where ranks are missing."""
+
+    @staticmethod
+    def polar(m: jax.Array) -> jax.Array:
+        u, sizes, vt = jnp.linalg.svd(m)
+        whole = sizes[..., -1] > noise(sizes.dtype) * sizes[..., 0]
+        return jnp.where(whole[..., None, None], matmul(u, vt), jnp.eye(m.shape[-1], dtype=m.dtype))
+
+
+@dataclasses.dataclass(frozen=True)
+class PlaneReading(TurnReading):
+    """The angle of every rotary plane: the phase of its first row, all rows being mixed to two."""
+
+    @classmethod
+    def read_all(cls, readings: "Sequence[TurnReading]", values: Arrays) -> list[jax.Array]:
+        first = [_mixed_rows(r.head, values)[..., 0, :] for r in readings]
+        return [jnp.arctan2(x[..., 1], x[..., 0]) for x in first]
+
+    def identity(self) -> jax.Array:
+        return jnp.zeros(self.shape, real_dtype())
+
+    @classmethod
+    def held(cls, readings: "Sequence[TurnReading]", before: Arrays, change: Arrays) -> Arrays:
+        out = dict(change)
+        for head in (r.head for r in readings):
+            after = {p: before[p] + out[p] for p in head.paths}
+            along = _plane_sums(head, before, after, quarter=False)
+            across = _plane_sums(head, before, after, quarter=True)
+            size = jnp.sqrt(along * along + across * across)
+            cosine = jnp.where(size > 0, safe_divide(along, size), 1.0)
+            back = turned_planes(head, cosine, -safe_divide(across, size), after)
+            out |= {p: back[p] - before[p] for p in head.paths}
+        return out
+
+
+def plane_motion(heads: Sequence[HeadInstance], angles: Mapping[str, jax.Array]) -> Motion:
+    """A frame of angles, by instance."""
+    both = {head.key: (jnp.cos(angles[head.key]), jnp.sin(angles[head.key])) for head in heads}
+
+    def turned(sign: float, values: Arrays) -> Arrays:
+        out = dict(values)
+        for head in heads:
+            cosine, sine = both[head.key]
+            out |= turned_planes(head, cosine, sign * sine, out)
+        return out
+
+    forth, back = functools.partial(turned, 1.0), functools.partial(turned, -1.0)
+    return Motion(back, forth, back)
+
+
+def turned_planes(head: HeadInstance, cosine: jax.Array, sine: jax.Array, values: Arrays) -> Arrays:
+    """The leaves of planes with every row (l, r) at (l·cos − r·sin, l·sin + r·cos), entry by entry."""
+    out = {path: values[path] for path in head.paths}
+    signed = jnp.stack([-sine, sine], -1)
+    same = jnp.stack([cosine, cosine], -1)
+    for block in head.blocks:
+        view = block.view(out[block.block.path])
+        swapped = jax.lax.rev(view, (block.labels.index(BASIS),))
+        moved = view * head.along_basis(block, same) + swapped * head.along_basis(block, signed)
+        out[block.block.path] = block.write(out[block.block.path], moved)
+    return out
+
+
+def _plane_sums(head: HeadInstance, a: Arrays, b: Arrays, quarter: bool) -> jax.Array:
+    """Per plane the sum over rows of ⟨a, b⟩, or of ⟨a turned by a quarter, b⟩."""
+    return sum(
+        (_summed(head, block, _quarter(head, block, a) if quarter else block.view(a[block.block.path]), b)
+         for block in head.blocks),
+        start=jnp.zeros(()),
+    )  # fmt: skip
+
+
+def _quarter(head: HeadInstance, block: HeadBlock, values: Arrays) -> jax.Array:
+    """A block's view with (−r, l) in place of (l, r)."""
+    view = block.view(values[block.block.path])
+    sign = jnp.broadcast_to(jnp.array([-1.0, 1.0], view.dtype), (*head.shape, 2))
+    return jax.lax.rev(view, (block.labels.index(BASIS),)) * head.along_basis(block, sign)
+
+
+def _summed(head: HeadInstance, block: HeadBlock, view: jax.Array, other: Arrays) -> jax.Array:
+    labels = block.labels
+    spare = tuple(k for k, label in enumerate(labels) if label not in head.named)
+    kept = [label for label in labels if label in head.named]
+    sums = jnp.sum(view * block.view(other[block.block.path]), spare)
+    order = [kept.index(name) for name in head.named]
+    return sums if order == sorted(order) else jnp.transpose(sums, order)

@@ -1,0 +1,144 @@
+"""The slice: one representative of every function, and what takes points, tangents and cotangents there and back.
+
+A point's *frame* F is the group element that its anchors read; the points that read as the identity form the slice.
+With θ̂ = F⁻¹·θ, two weight sets of one function are the same numbers:
+
+    θ̂ = F⁻¹·θ      ĝ = Fᵀ·g      u = inner(ĝ, θ̂)      θ̂′ = fix(θ̂ + u)      step = F·(θ̂′ − θ̂)
+
+Here: one function per arrow, for any product of gauges. Not here: what a gauge is (`gauges`), the optimizer inside
+(`quotient`). References: Fels and Olver 1999, moving frames; DESIGN §1, §5.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, NewType
+
+import jax
+import jax.numpy as jnp
+
+from gauge_optax.binding import leaves_by_path, with_leaves
+from gauge_optax.gauges.base import Element
+from gauge_optax.gauges.chart import Chart, by_class
+from gauge_optax.gauges.chart import read as chart_read
+from gauge_optax.gauges.product import Product
+from gauge_optax.gauges.reading import Arrays, Motion, Turning
+from gauge_optax.linalg import real_dtype, zero
+
+SlicePoint = NewType("SlicePoint", dict[str, jax.Array])
+"""Bound leaves of θ̂: values, γ where a leaf stores γ − 1."""
+
+SliceTangent = NewType("SliceTangent", dict[str, jax.Array])
+"""Bound leaves of a difference of slice points."""
+
+SliceCotangent = NewType("SliceCotangent", dict[str, jax.Array])
+"""Bound leaves of a gradient with respect to θ̂."""
+
+
+class Frame(NamedTuple):
+    """What is kept of the starting point.
+
+    Attributes:
+      element: F, an element of the product; its shifts are measured where `act` adds them.
+      inverse: gauge by gauge, the inverse of F's parts: no step inverts a matrix.
+      live: per anchored reading, the channels that were read off their first anchor: those are fixed at every step.
+    """
+
+    element: Element
+    inverse: Element
+    live: tuple[jax.Array, ...]
+
+
+def chart(group: Product, params: Any) -> Chart:
+    """The product on this tree. Raises ValueError where a binding does not fit it, or two gauges do not commute."""
+    return group.chart(params)
+
+
+def read(on: Chart, params: Any, turned: Callable[[Turning], bool] | None = None) -> Frame:
+    """The frame of a point; see `gauges.chart.read`."""
+    return framed(on, *chart_read(on, params, turned))
+
+
+def framed(on: Chart, element: Element, live: tuple[jax.Array, ...]) -> Frame:
+    """A frame from its element."""
+    return Frame(element, tuple(part.inverse(own) for (part, _), own in zip(on.parts, element, strict=True)), live)
+
+
+# Into the slice and out ---------------------------------------------------------------------------
+
+
+def motions(on: Chart, frame: Frame) -> tuple[Motion, ...]:
+    """The frame of every gauge, ready to be applied."""
+    parts = zip(on.parts, frame.element, frame.inverse, strict=True)
+    return tuple(part.motion(bound, element, inverse) for (part, bound), element, inverse in parts)
+
+
+def enter(frame: Sequence[Motion], values: Arrays) -> SlicePoint:
+    """θ̂ = F⁻¹·θ, from the bound leaves' values."""
+    for motion in reversed(frame):
+        values = motion.undo(values)
+    return SlicePoint(values)
+
+
+def enter_dual(on: Chart, frame: Sequence[Motion], gradient: Arrays) -> SliceCotangent:
+    """ĝ = Fᵀ·g, without the part along shifts and rounding in place of rows that invariance makes zero."""
+    for (part, bound), motion in zip(reversed(on.parts), reversed(frame), strict=True):
+        gradient = part.centred(bound, motion.pull(gradient))
+    for kind, alike in by_class(on.turning):
+        gradient = kind.without_rounding(alike, gradient)
+    return SliceCotangent(gradient)
+
+
+def without_faint(on: Chart, gradient: Any) -> Any:
+    """A gradient with zero for leaves that are rounding beside the largest.
+
+    Before a head that is constant over classes, every gradient is zero; what arithmetic leaves of it would come out of
+    an optimizer that divides by size as a full step.
+    """
+    if not any(part.silences(bound) for part, bound in on.parts):
+        return gradient
+    leaves = {p: x for p, x in leaves_by_path(gradient).items() if jnp.issubdtype(x.dtype, jnp.floating) and x.size}
+    sizes = {p: jnp.max(jnp.abs(x)).astype(real_dtype()) for p, x in leaves.items()}
+    # Sorted, because the compiler would take a maximum of all leaves anew in the kernel of each.
+    least = zero(real_dtype()) * jax.lax.sort(jnp.stack(list(sizes.values())))[-1]
+    off = {p: jnp.broadcast_to(sizes[p] < least, x.shape) for p, x in leaves.items()}
+    return with_leaves(gradient, {p: jax.lax.select(off[p], jnp.zeros_like(x), x) for p, x in leaves.items()})
+
+
+def leave(frame: Sequence[Motion], tangent: SliceTangent) -> Arrays:
+    """F·u."""
+    out: Arrays = dict(tangent)
+    for motion in frame:
+        out = motion.push(out)
+    return out
+
+
+# On the slice -------------------------------------------------------------------------------------
+
+
+def added(point: SlicePoint, tangent: SliceTangent) -> SlicePoint:
+    """θ̂ + u."""
+    return SlicePoint({path: point[path] + x for path, x in tangent.items()})
+
+
+def between(before: SlicePoint, now: SlicePoint) -> SliceTangent:
+    """θ̂′ − θ̂."""
+    return SliceTangent({path: x - before[path] for path, x in now.items()})
+
+
+def fix(on: Chart, frame: Frame, point: SlicePoint) -> SlicePoint:
+    """Back to the slice along the orbit, in closed form: every anchor to its size, every shift to nothing."""
+    values: Arrays = dict(point)
+    for place in on.order.first:
+        reading = on.anchored[place.reading]
+        element, _ = reading.read(place.anchor, values, frame.live[place.reading], near=True)
+        values |= reading.divide(element, values)
+    for part, bound in on.parts:
+        values = part.centred(bound, values)
+    return SlicePoint(values)
+
+
+def hold(on: Chart, point: SlicePoint, tangent: SliceTangent) -> SliceTangent:
+    """u without the part that turns heads."""
+    change: Arrays = dict(tangent)
+    for kind, alike in by_class(on.turning):
+        change = kind.held(alike, dict(point), change)
+    return SliceTangent(change)

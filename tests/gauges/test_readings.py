@@ -1,0 +1,122 @@
+"""What anchors read, for every row of `GAUGE_CASES`: equivariant, the identity on the slice, blind to the list's order."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import gauge_optax as go
+from gauge_optax.binding import leaves_by_path, with_leaves
+from tests.cases import GAUGE_CASES, GaugeCase
+from tests.quick import jit
+from tests.tolerances import tolerance
+
+rows = pytest.mark.parametrize("case", GAUGE_CASES, ids=lambda case: case.name)
+CASES = {case.name: case for case in GAUGE_CASES}
+LARGE = 2.303  # condition 100 of linear gauges, factors of 10 of scales
+
+
+def _far(a: Any, b: Any) -> float:
+    """The largest distance of a leaf, relative to its size."""
+    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    return max(float(jnp.linalg.norm(x - y)) / max(float(jnp.linalg.norm(y)), 1e-30) for x, y in pairs)
+
+
+def _slice_point(group: go.Gauge, params: Any) -> Any:
+    return group.act(group.inverse(group.read(params)), params)
+
+
+@rows
+def test_a_reading_moves_with_the_group(case: GaugeCase, x64: None) -> None:
+    group, params = go.product(case.gauges()), case.params(jax.random.key(1))
+    g = group.sample(jax.random.key(2), params, LARGE)
+    twin = group.act(g, params)
+    assert _far(twin, params) > 0.1, "the twins are the same weights"
+    here, there = (jit(group.read)(p) for p in (params, twin))
+    assert _far(group.act(there, params), group.act(group.compose(g, here), params)) <= tolerance("oracle")
+    on_slice = jit(functools.partial(_slice_point, group))
+    assert _far(on_slice(twin), on_slice(params)) <= tolerance("oracle")
+
+
+@rows
+def test_points_of_the_slice_read_as_the_identity(case: GaugeCase, x64: None) -> None:
+    group, params = go.product(case.gauges()), case.params(jax.random.key(1))
+    on_slice = jit(functools.partial(_slice_point, group))(params)
+    again = group.act(jit(group.read)(on_slice), params)
+    assert _far(again, params) <= tolerance("oracle")
+
+
+@pytest.mark.parametrize("name", ["product/gpt", "product/llama", "product/chain", "product/linear"])
+def test_the_order_of_the_list_does_not_matter(name: str, x64: None) -> None:
+    gauges, params = CASES[name].gauges(), CASES[name].params(jax.random.key(1))
+    there, back = (jit(functools.partial(_slice_point, go.product(g)))(params) for g in (gauges, gauges[::-1]))
+    assert _far(there, back) <= tolerance("oracle")
+
+
+def test_at_the_usual_start_the_slice_is_where_the_weights_are() -> None:
+    """Unit norms, kernels of unit variance per input: scales read as nothing but the noise of a draw."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    params = {
+        "norm": jnp.ones(256),
+        "up": jax.random.normal(keys[0], (256, 512)) / 16.0,
+        "down": jax.random.normal(keys[1], (512, 256)) / 512**0.5,
+        "query": jax.random.normal(keys[2], (256, 4, 64)) / 16.0,
+    }
+    norm = go.norm_scale({"norm": "channel"}, {"up": "channel _"})
+    unit, lone = go.rescale({"up": "_ channel"}, {"down": "channel _"}), go.scale_invariant({"query": "_ head _"})
+    assert float(jnp.max(jnp.abs(norm.read(params)[""]))) == 0.0
+    for gauge in (unit, lone):
+        assert float(jnp.sqrt(jnp.mean(jnp.square(gauge.read(params)[""])))) < 0.06
+
+
+def _zeroed(params: Any, *paths: str) -> Any:
+    return with_leaves(params, {p: jnp.zeros_like(leaves_by_path(params)[p]) for p in paths})
+
+
+@pytest.mark.parametrize("zeros", [("w1",), ("w2",), ("w3",), ("w1", "w2"), ("w1", "w3"), ("w2", "w3")])
+def test_zero_anchors_are_read_off_what_is_left(zeros: tuple[str, ...], x64: None) -> None:
+    """In a chain whose links share leaves; with two zero leaves a channel has nothing left, and stays where it is."""
+    case = CASES["product/chain"]
+    group, params = go.product(case.gauges()), _zeroed(case.params(jax.random.key(1)), *zeros)
+    twin = group.act(group.sample(jax.random.key(2), params), params)
+    on_slice = jit(functools.partial(_slice_point, group))
+    here, there = on_slice(params), on_slice(twin)
+    if len(zeros) == 1:
+        assert _far(there, here) <= tolerance("oracle")
+    assert all(bool(jnp.all(jnp.isfinite(x))) for x in jax.tree.leaves((here, there)))
+
+
+def test_single_channels_of_zeros_do_not_disturb_the_others(x64: None) -> None:
+    norm = go.norm_scale({"norm": "channel"}, {"up": "channel _"})
+    unit = go.rescale({"up": "_ channel"}, {"down": "channel _"})
+    group = go.product([unit, norm])
+    draw = np.random.default_rng(0).normal
+    shapes = {"norm": (5,), "up": (5, 4), "down": (4, 3)}
+    params = {name: jnp.asarray(draw(size=shape)) for name, shape in shapes.items()}
+    params |= {"norm": params["norm"].at[1].set(0.0), "up": params["up"].at[:, 2].set(0.0)}
+    params["up"] = params["up"].at[3].set(0.0)
+    twin = group.act(group.sample(jax.random.key(2), params), params)
+    assert _far(_slice_point(group, twin), _slice_point(group, params)) <= tolerance("oracle")
+
+
+def test_a_cycle_is_refused() -> None:
+    ring = [go.rescale({f"w{k}": "_ channel"}, {f"w{(k + 1) % 3}": "channel _"}) for k in range(3)]
+    params = {f"w{k}": jnp.ones((2, 2)) for k in range(3)}
+    with pytest.raises(ValueError, match="cyclic") as error:
+        go.product(ring).read(params)
+    for part in ("found:", "expected:", "remedy:", "'w0'"):
+        assert part in str(error.value)
+    assert go.product(ring[:2]).read(params)
+
+
+def test_readings_are_data() -> None:
+    """Hashable and equal by value: the order of reading is cached by them."""
+    case = CASES["product/gpt"]
+    group, params = go.product(case.gauges()), case.params(jax.random.key(0))
+    one, two = group.chart(params), group.chart(params)
+    assert one.readings == two.readings and hash(one.readings) == hash(two.readings)
+    assert all(dataclasses.is_dataclass(reading) for reading in one.readings)

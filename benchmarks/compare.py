@@ -27,12 +27,13 @@ import gauge_optax as go
 from benchmarks import peers
 from benchmarks.orthogonalisers import PLAIN, POLAR, orthogonalisers
 from benchmarks.render import page
-from benchmarks.sizes import SIZES, Case, Size, case
+from benchmarks.sizes import SIZES, Case, Size, case, muon_axes
 from benchmarks.timing import Timed, Update, device_peak, host, in_turns, nbytes, prepared, quartiles, update_step
 from models import lm
 
 RATE = 1e-6
 """Small, so that no eigenbasis drifts to a refresh while times are taken."""
+COMPILED = ("optax.adamw", "optax.contrib.muon", "quotient(optax.adamw)", "ddc_adamw", "ddc_muon")
 TABLES = ("orthogonalisers", "compile", "peers")
 PAUSE = 0.05
 """Seconds before every call beside PyTorch: either library's threads spin for some milliseconds after theirs."""
@@ -53,9 +54,13 @@ def blocks(own: Case) -> dict[str, Block]:
     return {
         "adam": {
             "optax.adamw": optax.adamw(RATE, weight_decay=0.1),
+            "quotient(optax.adamw)": go.quotient(optax.adamw(RATE, weight_decay=0.1), own.gauges),
+            "quotient(optax.adamw), hold=False": go.quotient(
+                optax.adamw(RATE, weight_decay=0.1), own.gauges, hold=False
+            ),
             "ddc_adamw": go.ddc_adamw(RATE, own.gauges, weight_decay=0.1),
         },
-        "muon": plain | {"ddc_muon": own.ddc_muon(RATE)},
+        "muon": plain | {"quotient_muon": own.quotient_muon(RATE), "ddc_muon": own.ddc_muon(RATE)},
     }
 
 
@@ -161,7 +166,7 @@ def compile_section(args: argparse.Namespace) -> Iterator[Section]:
     """Seconds to trace, lower and compile an update at several depths, from nothing, on shapes alone."""
     rows: Section = {}
     section: Section = {"depths": args.depths, "width": args.depths_width, "blocks": {"rows": rows}}
-    for name in chosen(dict.fromkeys(("optax.adamw", "ddc_adamw", "ddc_muon")), args.only):
+    for name in chosen(dict.fromkeys(COMPILED), args.only):
         found = [_compiled(name, SIZES["toy"].at(args.depths_width, layers).config) for layers in args.depths]
         rows[name] = {"seconds": found, "ratio": sum(found[-1]) / sum(found[0])}
         yield section
@@ -173,6 +178,8 @@ def _compiled(name: str, config: lm.LMConfig) -> list[float]:
     gauges = lm.gauges(config)
     tx = {
         "optax.adamw": lambda: optax.adamw(RATE),
+        "optax.contrib.muon": lambda: optax.contrib.muon(RATE, muon_weight_dimension_numbers=muon_axes(shapes)),
+        "quotient(optax.adamw)": lambda: go.quotient(optax.adamw(RATE), gauges),
         "ddc_adamw": lambda: go.ddc_adamw(RATE, gauges),
         "ddc_muon": lambda: go.ddc_muon(RATE, gauges),
     }[name]()

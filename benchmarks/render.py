@@ -145,13 +145,26 @@ def _targets(found: Section, accelerated: bool) -> Iterator[str]:
         limit = {"attention": 0.5 if accelerated else 0.15, "gpt2": 0.6}.get(name)
         if limit and "ratio" in ours:
             rows.append((f"{name}: `ddc_muon`'s update, of `optax.contrib.muon`'s", limit, ours["ratio"][1]))
+        slice_adamw = blocks.get("adam", {}).get("quotient(optax.adamw)", {})
+        slice_muon = blocks.get("muon", {}).get("quotient_muon", {})
+        if "ratio" in slice_adamw:
+            rows.append((f"{name}: `quotient(optax.adamw)`'s update, of `optax.adamw`'s", 4.0, slice_adamw["ratio"][1]))
+            rows.append((f"{name}: its peak", 1.25, slice_adamw["peak_mb"] / (adamw or 1.0)))
+        most = {"attention": 0.15, "gpt2": 0.35}.get(name)
+        if most and "ratio" in slice_muon:
+            rows.append((f"{name}: `quotient_muon`'s update, of `optax.contrib.muon`'s", most, slice_muon["ratio"][1]))
         if "step_ratio" in ours:
             rows.append((f"{name}: `ddc_muon`'s step, of `optax.contrib.muon`'s", 1.0, ours["step_ratio"][1]))
         for optimizer, own in (("ddc_adamw", blocks.get("adam", {}).get("ddc_adamw", {})), ("ddc_muon", ours)):
             if adamw and "peak_mb" in own:
                 rows.append((f"{name}: `{optimizer}`'s peak, of `optax.adamw`'s", 1.25, own["peak_mb"] / adamw))
     deep = found.get("compile", {})
-    own = deep.get("blocks", {}).get("rows", {}).get("ddc_adamw")
+    kept = deep.get("blocks", {}).get("rows", {})
+    if {"quotient(optax.adamw)", "optax.contrib.muon"} <= set(kept):
+        ours, plain = (kept[n]["seconds"][0] for n in ("quotient(optax.adamw)", "optax.contrib.muon"))
+        what = f"`quotient(optax.adamw)`'s compile time at {deep['depths'][0]} layers, of `optax.contrib.muon`'s"
+        rows.append((what, 1.5, sum(ours) / sum(plain)))
+    own = kept.get("ddc_adamw")
     if own:
         first, last = deep["depths"][0], deep["depths"][-1]
         rows.append((f"`ddc_adamw`'s compile time at {last} layers, of that at {first}", 3.0, own["ratio"]))

@@ -103,6 +103,10 @@ class Case:
         """`optax.contrib.muon` on the leaves of `muon_axes`."""
         return optax.contrib.muon(rate, muon_weight_dimension_numbers=muon_axes(self.params, per_head))
 
+    def quotient_muon(self, rate: float) -> optax.GradientTransformation:
+        """Ours on the same leaves, on the slice."""
+        return go.quotient_muon(rate, self.gauges, labels=self.labels)
+
     def ddc_muon(self, rate: float) -> optax.GradientTransformation:
         """Ours on the same leaves."""
         return go.ddc_muon(rate, self.gauges, labels=self.labels)

@@ -57,7 +57,7 @@ SEEDS = (42, 142, 242)
 BATCH, LENGTH, HELD_OUT = 8, 64, 8  # sequences, tokens in each; validation is on 8 batches 8 times as large
 WARMUP, DECAY = 20, 0.1
 RATIO, RATES, LONGER = 2.5, 4, 3  # of neighbouring rates; how many at first; how many may be added on either side
-ADAM_SHARE = 0.2  # of Muon's rate, for the leaves that Adam takes
+ADAM_SHARE = 0.5  # of Muon's rate, for the leaves that Adam takes
 
 
 # Arms ---------------------------------------------------------------------------------------------
@@ -86,9 +86,10 @@ adamw = functools.partial(optax.adamw, weight_decay=DECAY)
 lion = functools.partial(optax.lion, weight_decay=DECAY)
 
 
-def muon(rate: Schedule) -> optax.GradientTransformation:
-    """Plain Muon: kernels of attention and MLP are whole matrices, embedding, head and norms get AdamW."""
-    return optax.contrib.muon(rate, muon_weight_dimension_numbers=muon_axes, **shared(rate))
+def muon(rate: Schedule, per_head: bool = False) -> optax.GradientTransformation:
+    """Plain Muon: kernels of attention and MLP are whole matrices, or per head; the rest gets AdamW."""
+    axes = functools.partial(muon_axes, per_head=per_head)
+    return optax.contrib.muon(rate, muon_weight_dimension_numbers=axes, **shared(rate))
 
 
 def shared(rate: Schedule) -> dict[str, Any]:
@@ -96,10 +97,11 @@ def shared(rate: Schedule) -> dict[str, Any]:
     return dict(weight_decay=DECAY, adam_weight_decay=DECAY, adam_learning_rate=lambda n: ADAM_SHARE * rate(n))
 
 
-def muon_axes(params: Params) -> Params:
+def muon_axes(params: Params, per_head: bool = False) -> Params:
     """Every leaf's axes for `optax.contrib.muon`; None where Adam takes it."""
-    axes = dict.fromkeys(("query", "key", "value"), MuonDimensionNumbers(0, (1, 2)))
-    axes |= dict.fromkeys(("up", "gate", "down"), MuonDimensionNumbers(0, 1)) | {"out": MuonDimensionNumbers((0, 1), 2)}
+    wide, tall = (2, 1) if per_head else ((1, 2), (0, 1))
+    axes = dict.fromkeys(("query", "key", "value"), MuonDimensionNumbers(0, wide))
+    axes |= dict.fromkeys(("up", "gate", "down"), MuonDimensionNumbers(0, 1)) | {"out": MuonDimensionNumbers(tall, 2)}
 
     def of(path: tuple[Any, ...], _: jax.Array) -> MuonDimensionNumbers | None:
         module, name = jax.tree_util.keystr(path, simple=True, separator="/").split("/")[-2:]
@@ -115,7 +117,9 @@ ARMS = {
     "relative": Arm("adamw", 1.6e-3, "tab:orange", relative),
     "quotient-relative": Arm("adamw", 1.6e-3, "tab:cyan", lambda rate, g: go.quotient(relative(rate, g), g)),
     "muon": Arm("muon", 1.6e-2, "tab:red", lambda rate, _: muon(rate)),
-    "quotient_muon": Arm("muon", 1.6e-2, "tab:blue", lambda rate, g: go.quotient_muon(rate, g, **shared(rate))),
+    "quotient-muon": Arm("muon", 1.6e-2, "tab:blue", lambda rate, gauges: go.quotient(muon(rate), gauges)),
+    "muon-heads": Arm("muon-heads", 1.6e-2, "tab:red", lambda rate, _: muon(rate, per_head=True)),
+    "quotient_muon": Arm("muon-heads", 1.6e-2, "tab:blue", lambda rate, g: go.quotient_muon(rate, g, **shared(rate))),
     "ddc_muon": Arm("muon", 1.6e-2, "tab:green", lambda rate, gauges: go.ddc_muon(rate, gauges, **shared(rate))),
     "lion": Arm("lion", 4e-4, "tab:red", lambda rate, _: lion(rate)),
     "quotient-lion": Arm("lion", 4e-4, "tab:blue", lambda rate, gauges: go.quotient(lion(rate), gauges)),

@@ -17,6 +17,7 @@ from gauge_optax.transforms.clip import clip_by_invariant_norm
 from gauge_optax.transforms.ddc import scale_by_ddc
 from gauge_optax.transforms.decay import add_gauge_decay
 from gauge_optax.transforms.fix import gauge_fix
+from gauge_optax.transforms.from_state import from_state
 from gauge_optax.transforms.hyperball import hyperball
 from gauge_optax.transforms.lift import equivariant
 from gauge_optax.transforms.opposite_gram import scale_by_opposite_gram
@@ -27,9 +28,10 @@ from gauge_optax.transforms.smoothing import gauge_smoothing
 from gauge_optax.transforms.transport import transport
 
 __all__ = [
-    "Gauge", "add_gauge_decay", "clip_by_invariant_norm", "ddc_adamw", "ddc_muon", "equivariant", "gauge_fix",
-    "gauge_project", "gauge_retract", "gauge_sensitivity", "gauge_smoothing", "gram_evolution", "head_linear",
-    "head_rotation", "hyperball", "logit_shift", "measure", "norm_scale", "product", "quotient", "quotient_adamw",
-    "quotient_muon", "rescale", "rope_linear", "rope_torus", "scale_by_ddc", "scale_by_opposite_gram",
-    "scale_by_relative_rms", "scale_by_scaled_polar", "scale_invariant", "testing", "transport",
+    "Gauge", "add_gauge_decay", "clip_by_invariant_norm", "ddc_adamw", "ddc_muon", "equivariant", "from_state",
+    "gauge_fix", "gauge_project", "gauge_retract", "gauge_sensitivity", "gauge_smoothing", "gram_evolution",
+    "head_linear", "head_rotation", "hyperball", "logit_shift", "measure", "norm_scale", "product", "quotient",
+    "quotient_adamw", "quotient_muon", "rescale", "rope_linear", "rope_torus", "scale_by_ddc",
+    "scale_by_opposite_gram", "scale_by_relative_rms", "scale_by_scaled_polar", "scale_invariant", "testing",
+    "transport",
 ]  # fmt: skip

@@ -40,7 +40,8 @@ def quotient(
       hold: whether the turning of heads is taken out of every step; without, heads turn as `inner` turns them.
 
     Returns:
-      The transformation. Its `update` needs `params`.
+      The transformation. Its `update` needs `params`; the extra arguments `grad` and `value_fn`, which line searches
+      take, are given for θ and reach `inner` for θ̂, all others as they are.
 
     Raises:
       ValueError: bindings that do not fit the tree, gauges that do not commute; `update` without params.
@@ -94,6 +95,11 @@ def wrapped(
         point = slices.enter(motions, on.joint.values(params))
         gradient = slices.enter_dual(on, motions, on.joint.vectors(updates))
         seen = slices.without_faint(on, with_leaves(updates, gradient))
+        if "grad" in extra:
+            own = on.joint.vectors(extra["grad"])
+            extra["grad"] = with_leaves(extra["grad"], slices.enter_dual(on, motions, own))
+        if "value_fn" in extra:
+            extra["value_fn"] = _on_slice(on, frame, params, extra["value_fn"])
         tree, inner_state = inner.update(seen, state.inner_state, with_leaves(params, point), **extra)
         tangent = slices.SliceTangent(on.joint.vectors(tree))
         tangent = slices.between(point, slices.fix(on, frame, slices.added(point, tangent)))
@@ -103,6 +109,20 @@ def wrapped(
         return out, QuotientState(frame, inner_state)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _on_slice(
+    on: slices.Chart, frame: slices.Frame, params: optax.Params, value_fn: Callable[..., Any]
+) -> Callable[..., Any]:
+    """A function of θ as one of θ̂: what a line search evaluates."""
+    own = leaves_by_path(params)
+
+    def of_point(point: Any, *args: Any, **kwargs: Any) -> Any:
+        values = slices.place(on, frame, slices.SlicePoint(on.joint.vectors(point)))
+        stored = {path: (x - on.joint.offset[path]).astype(own[path].dtype) for path, x in values.items()}
+        return value_fn(with_leaves(point, stored), *args, **kwargs)
+
+    return of_point
 
 
 def _require_params(name: str, params: Any) -> None:

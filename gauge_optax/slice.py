@@ -103,6 +103,14 @@ def without_faint(on: Chart, gradient: Any) -> Any:
     return with_leaves(gradient, {p: jax.lax.select(off[p], jnp.zeros_like(x), x) for p, x in leaves.items()})
 
 
+def place(on: Chart, frame: Frame, point: SlicePoint) -> Arrays:
+    """F·θ̂, as values of the bound leaves."""
+    values: Arrays = dict(point)
+    for (part, bound), element in zip(on.parts, frame.element, strict=True):
+        values = dict(part.move(bound, element, values))
+    return values
+
+
 def leave(frame: Sequence[Motion], tangent: SliceTangent) -> Arrays:
     """F·u."""
     out: Arrays = dict(tangent)

@@ -19,6 +19,10 @@ _TABLE: dict[str, tuple[float, float, float]] = {
     "optax": (1e-12, 1e-6, 5e-2),  # two ways to write one optimizer, Optax's own among them
     "logarithm": (1e-12, 1e-5, 5e-2),  # angles of rotations: three square roots amplify rounding eightfold
     "sharded": (1e-12, 1e-5, 5e-2),  # a few steps on many devices and on one, per leaf and in the loss
+    "quotient_twins": (1e-10, 1e-4, 5e-2),  # 20 steps on the slice, any inner, per leaf, key biases in
+    "quotient_loss": (1e-10, 1e-5, 5e-2),
+    "quotient_drift": (1e-12, 1e-6, 5e-2),  # absolute: what anchors read, after 1,000 steps
+    "turned": (1e-11, 1e-5, 5e-2),  # radians that a head turns in all, over as many
     "kernel": (1e-12, 1e-6, 5e-2),  # residuals of the small-matrix kernels
 }
 

@@ -85,8 +85,17 @@ def centre_block(block: Block, leaf: jax.Array) -> jax.Array:
 
     A zero head that was shifted is constant. The rounding of its mean would count as weights, with a norm and a frame.
     """
-    view, axis = block.view(leaf), axis_of(block)
-    mean = jnp.mean(view, axis, keepdims=True)
-    rest = view - mean
-    constant = jnp.max(jnp.abs(rest), axis, keepdims=True) <= 8.0 * jnp.finfo(leaf.dtype).eps * jnp.abs(mean)
-    return block.write(leaf, jnp.where(constant, 0.0, rest))
+    view, mean = block.view(leaf), jnp.mean(block.view(leaf), axis_of(block), keepdims=True)
+    return block.write(leaf, _less(block, view, mean, mean))
+
+
+def without_slice(block: Block, leaf: jax.Array, shift: jax.Array) -> jax.Array:
+    """The leaf less the block's part of a slice; exactly zero where that leaves a constant that is rounding."""
+    view, mean = block.view(leaf), jnp.mean(block.view(leaf), axis_of(block), keepdims=True)
+    return block.write(leaf, _less(block, view, mean, slice_block(block).view(shift)))
+
+
+def _less(block: Block, view: jax.Array, mean: jax.Array, shift: jax.Array) -> jax.Array:
+    small = 8.0 * jnp.finfo(view.dtype).eps * jnp.abs(mean)
+    constant = jnp.max(jnp.abs(view - mean), axis_of(block), keepdims=True) <= small
+    return jnp.where(constant, 0.0, view - shift)

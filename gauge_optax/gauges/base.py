@@ -176,11 +176,14 @@ class Gauge(abc.ABC):
 
         Returns:
           The structure of an element; empty dicts for rotations and linear gauges, which have holonomy instead of a
-          coordinate. coordinates(g·θ) = coordinates(θ) + log α.
+          coordinate. coordinates(g·θ) = coordinates(θ) + log α; of a shift the mean along `vocab` of the leaf as it
+          stands.
         """
         on = self.chart(params)
         elements, _ = read(on, params, lambda _: False)
-        found = tuple(part.logarithm(own) for part, own in zip(getattr(self, "parts", (self,)), elements, strict=True))
+        values = on.joint.values(params)
+        parts = zip(on.parts, elements, strict=True)
+        found = tuple(part.coordinates_of(bound, own, values) for (part, bound), own in parts)
         return found if isinstance(self.identity(params), tuple) else found[0]
 
     def balanced_coordinates(self, params: Any) -> Element:
@@ -327,9 +330,9 @@ class BoundGauge(Gauge):
           values: bound leaves, with the gauges that act after this one undone.
         """
 
-    def logarithm(self, element: Element) -> Element:
-        """Coordinates of an element; empty where there are none."""
-        del element
+    def coordinates_of(self, bound: Bound, element: Element, values: Arrays) -> Element:
+        """Coordinates of a point with these values, that reads as this element; empty where there are none."""
+        del bound, element, values
         return {}
 
     def chart(self, params: Any) -> Chart:

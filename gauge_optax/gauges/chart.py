@@ -27,6 +27,9 @@ class Part(Protocol):
     def element_of(self, bound: Bound, found: Mapping[Reading, jax.Array], values: Mapping[str, jax.Array]) -> Any:
         """Its element, from its readings."""
 
+    def coordinates_of(self, bound: Bound, element: Any, values: Arrays) -> Any:
+        """What must not drift."""
+
     def inverse(self, element: Any) -> Any:
         """g⁻¹."""
 
@@ -35,6 +38,9 @@ class Part(Protocol):
 
     def centred(self, bound: Bound, values: Arrays) -> Arrays:
         """`values` without what is added by shifts."""
+
+    def move(self, bound: Bound, element: Any, values: Mapping[str, jax.Array]) -> Mapping[str, jax.Array]:
+        """Points, moved."""
 
     def motion(self, bound: Bound, element: Any, inverse: Any) -> Motion:
         """A frame, ready to be applied."""

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 
 from gauge_optax.binding import Axes, Instance, binding_error, block_specs, check_specs, frozen_sizes
 from gauge_optax.gauges._scale import ScaleInstance, ScaleReading
-from gauge_optax.gauges._split import Bound
+from gauge_optax.gauges._split import Arrays, Bound
 from gauge_optax.gauges._system import scale_motion
 from gauge_optax.gauges.base import BoundGauge, Element
 from gauge_optax.gauges.reading import Motion, Reading
@@ -155,7 +155,7 @@ class Rescale(BoundGauge):
     def element_of(self, bound: Bound, found: Mapping[Reading, jax.Array], values: Mapping[str, jax.Array]) -> Element:
         return {r.key: found[r] for r in self.readings(bound)}
 
-    def logarithm(self, element: Element) -> Element:
+    def coordinates_of(self, bound: Bound, element: Element, values: Arrays) -> Element:
         return element
 
     def motion(self, bound: Bound, element: Element, inverse: Element) -> Motion:

@@ -21,6 +21,7 @@ from gauge_optax.gauges._shift import (
     own_slice,
     shift_dimensions,
     slice_block,
+    without_slice,
 )
 from gauge_optax.gauges._split import Arrays, Bound
 from gauge_optax.gauges.base import BoundGauge, Element
@@ -76,11 +77,19 @@ class LogitShift(BoundGauge):
     def silences(self, bound: Bound) -> bool:
         return any(shift_dimensions(b) > 1 for b in bound.shift_blocks)  # before a constant head
 
-    def logarithm(self, element: Element) -> Element:
-        return element
+    def coordinates_of(self, bound: Bound, element: Element, values: Arrays) -> Element:
+        return self._packed(bound, bound.shift_means(values))
 
     def motion(self, bound: Bound, element: Element, inverse: Element) -> Motion:
-        return Motion(bound.centre, dict, dict)  # a shift moves points alone; F⁻¹ of one is what its mean says
+        slices = {b.path: as_slice(b, element[i.key][b.path]) for i in bound.shifts for b in i.blocks}
+
+        def undo(values: Arrays) -> Arrays:
+            moved = dict(values)
+            for block in bound.shift_blocks:
+                moved[block.path] = without_slice(block, moved[block.path], slices[block.path])
+            return moved
+
+        return Motion(undo, dict, dict)  # a shift moves points alone
 
     def sample(self, key: jax.Array, params: Any, scale: float = 1.0) -> Element:
         bound, leaves = self.bound(params), leaves_by_path(params)

@@ -79,29 +79,32 @@ def vertical_motion(params: Any, update: Any, gauges: Gauges) -> tuple[Element, 
     group = product(gauges)
     after = jax.tree.map(lambda p, u: p + u.astype(p.dtype), params, update)
     on = slices.chart(group, params)
-    frame = slices.read(on, params)
+    frame = slices.read(on, params, lambda _: False)  # heads in the basis they have
     into = slices.motions(on, frame)
     here, there = (slices.enter(into, on.joint.values(x)) for x in (params, after))
+    stretches, straight = {}, dict(there)
+    for reading in map(LinearReading, on.joint.linear):
+        everywhere = jnp.ones(reading.shape, bool)
+        stretches[reading.instance], _ = reading.read(reading.anchors[0], dict(there), everywhere, near=True)
+        straight |= reading.divide(stretches[reading.instance], straight)
     heads = tuple({**dict.fromkeys(on.joint.rotations), **{LinearReading(i).turned: None for i in on.joint.linear}})
-    products = [h.gram(here, here) for h in heads], [h.gram(here, slices.between(here, there)) for h in heads]
+    change = slices.between(here, slices.SlicePoint(straight))
+    products = [h.gram(here, here) for h in heads], [h.gram(here, change) for h in heads]
     turns = dict(zip(heads, in_turn(_logarithm, *products), strict=True))
     generators = {
-        i: _generator(i, there, turns[LinearReading(i).turned], element[i.key], inverse[i.key])
+        i: _generator(stretches[i], turns[LinearReading(i).turned], element[i.key], inverse[i.key])
         for (_, bound), element, inverse in zip(on.parts, frame.element, frame.inverse, strict=True)
         for i in bound.linear
     }
-    moved = jax.tree.map(jnp.subtract, group.read(after), frame.element)
+    read = jax.tree.map(jnp.subtract, slices.read(on, after, lambda _: False).element, frame.element)
+    moved = (shift or own for shift, own in zip(drift(params, after, group), read, strict=True))
     return tuple(_motion(part, params, own, turns, generators) for part, own in zip(group.parts, moved, strict=True))
 
 
-def _generator(
-    instance: LinearInstance, there: slices.SlicePoint, turn: jax.Array, element: jax.Array, inverse: jax.Array
-) -> jax.Array:
+def _generator(stretch: jax.Array, turn: jax.Array, element: jax.Array, inverse: jax.Array) -> jax.Array:
     """Z of (A·Z, −B·Zᵀ): what the anchor reads, and the turn; A = Â·S, so that Â·Z·S is A·(S⁻¹·Z·S)."""
-    reading = LinearReading(instance)
-    read, _ = reading.read(reading.anchors[0], dict(there), jnp.ones(instance.shape, bool), near=True)
-    stretch = read[..., 0, :, :] - jnp.eye(instance.size, dtype=read.dtype)
-    return matmul(matmul(inverse, stretch + turn), element)
+    symmetric_part = stretch[..., 0, :, :] - jnp.eye(turn.shape[-1], dtype=turn.dtype)
+    return matmul(matmul(inverse, symmetric_part + turn), element)
 
 
 def balanced_drift(params_0: Any, params_t: Any, gauges: Gauges) -> tuple[Element, ...]:

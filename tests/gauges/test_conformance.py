@@ -483,7 +483,8 @@ def test_lone_coordinates_add(case: GaugeCase, x64: None) -> None:
 
 
 def test_balance_ends_at_coordinate_zero(subject: Subject) -> None:
-    here = subject.coordinates(subject.balanced())
+    """Of the least-norm frame; anchors of a balanced point read what they read."""
+    here = subject.gauge.balanced_coordinates(subject.balanced())
     assert _distance(here, jax.tree.map(np.zeros_like, here)) <= subject.tolerance("coordinates")
 
 

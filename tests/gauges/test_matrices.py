@@ -338,12 +338,12 @@ def test_a_whole_model_is_told_in_one_call(row: str) -> None:
     jax.eval_shape(tx.update, params, jax.eval_shape(tx.init, params), params)
 
 
-def test_under_qk_norm_a_query_is_one_matrix_and_scales_are_none() -> None:
+def test_under_qk_norm_a_query_is_one_matrix_per_head_and_scales_are_none() -> None:
     config = lm.llama_config(vocab=7, d_model=6, layers=1, heads=2, kv_heads=2, d_head=4, d_ff=5, qk_norm=True)
     params = jax.eval_shape(lambda: lm.params_and_loss(config, jax.random.key(0))[0])
     found = {path: own for path, own in _read(lm.gauges(config), params).items() if "/attn/" in path}
     sizes = {path.split("/")[3]: (own.batch, own.fan_in, own.fan_out) for path, own in found.items()}
-    assert sizes == {"query": ((), 6, 8), "key": ((), 6, 8), "value": ((1,), 6, 4), "out": ((0,), 4, 6)}
+    assert sizes == {"query": ((1,), 6, 4), "key": ((1,), 6, 4), "value": ((1,), 6, 4), "out": ((0,), 4, 6)}
 
 
 # Properties ---------------------------------------------------------------------------------------

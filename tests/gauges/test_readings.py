@@ -1,4 +1,4 @@
-"""What anchors read, for every row of `GAUGE_CASES`: equivariant, the identity on the slice, blind to the list's order."""
+"""What anchors read, for every row of `GAUGE_CASES`: equivariant, the identity on the slice, whatever the order."""
 
 import dataclasses
 import functools

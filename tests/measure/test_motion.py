@@ -10,6 +10,7 @@ import pytest
 
 import gauge_optax as go
 from gauge_optax.gauges.product import Product
+from gauge_optax.measure.motion import balanced_motion
 from tests import oracles
 from tests.cases import GAUGE_CASES, GaugeCase
 from tests.quick import jit
@@ -101,8 +102,12 @@ def test_a_shift_is_the_change_of_the_mean(case: GaugeCase, x64: None) -> None:
 
 
 def test_a_horizontal_step_does_not_turn(case: GaugeCase, x64: None) -> None:
-    """Of any size: WᵀU is symmetric, so M + S is its own polar factor. Scales and shifts do not move at first order."""
-    group, _, motion = _compiled(case)
+    """Of any size: WᵀU is symmetric, so M + S is its own polar factor. Scales and shifts do not move at first order.
+
+    In the least-norm frame, whose split `horizontal` is.
+    """
+    group = _compiled(case)[0]
+    motion = jit(lambda params, update: balanced_motion(params, update, group))
     params = _as(case.params(jax.random.key(0)), "float64")
     generator = np.random.default_rng(5)
     direction = jax.tree.map(lambda x: generator.normal(size=x.shape), params)

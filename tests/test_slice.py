@@ -1,0 +1,491 @@
+"""`quotient`: twins are one function under any optimizer, coordinates stand still, and the program is small.
+
+Weights of one function, moved by an element of the whole product group, are trained side by side. One compiled step per
+(model, dtype, optimizer) serves every start.
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import gauge_optax as go
+from gauge_optax.binding import leaves_by_path, with_leaves
+from models import lm
+from tests.quick import jit
+from tests.tolerances import tolerance
+
+Tree = Any
+Make = Callable[[], optax.GradientTransformation]
+
+SIZES: dict[str, Any] = dict(vocab=11, d_model=6, layers=1, heads=2, kv_heads=2, d_head=4, d_ff=7, max_len=6)
+CONFIGS = {
+    "gpt": lm.LMConfig(**SIZES | {"d_head": 3}),
+    "llama": lm.llama_config(**SIZES | {"heads": 4}),
+    "qk_norm": lm.llama_config(**SIZES | {"heads": 4}, qk_norm=True),
+    "relu2": lm.LMConfig(**SIZES, mlp="relu2", norm_one_plus=True),
+    "mqa": lm.LMConfig(**SIZES | {"kv_heads": 1}),
+    "llama_bias": lm.llama_config(**SIZES | {"bias": True}),
+}
+INNERS: dict[str, Make] = {
+    "adamw": lambda: optax.adamw(3e-3, weight_decay=0.1),
+    "lion": lambda: optax.lion(1e-3, weight_decay=0.1),
+    "adafactor": lambda: optax.adafactor(3e-3, min_dim_size_to_factor=2),
+    "sm3": lambda: optax.sm3(3e-3),
+    "contrib.muon": lambda: optax.contrib.muon(3e-3),
+    "prodigy": lambda: optax.contrib.prodigy(),
+    "schedule_free": lambda: optax.contrib.schedule_free_adamw(3e-3),
+    "clip_sgd": lambda: optax.chain(optax.clip_by_global_norm(0.3), optax.sgd(0.1, momentum=0.9)),
+}
+TOKENS = jax.random.randint(jax.random.key(0), (6, 7), 0, SIZES["vocab"])
+
+
+@functools.cache
+def _loss(name: str) -> Callable[[Tree], jax.Array]:
+    _, loss = lm.params_and_loss(CONFIGS[name], jax.random.key(1))
+    return lambda p: loss(p, TOKENS)
+
+
+def _start(name: str, dtype: str) -> Tree:
+    """Weights in general position."""
+    params, _ = lm.params_and_loss(CONFIGS[name], jax.random.key(1))
+    leaves, treedef = jax.tree.flatten(params)
+    keys = jax.random.split(jax.random.key(2), len(leaves))
+    noisy = [x + 0.2 * jax.random.normal(k, x.shape) for x, k in zip(leaves, keys, strict=True)]
+    return treedef.unflatten([x.astype(dtype) for x in noisy])
+
+
+@functools.cache
+def _program(name: str, dtype: str, inner: str, linear: bool) -> tuple[Any, Any, Any]:
+    """The group, and compiled `init` and step of `quotient` around an inner, or of "muon", our per-head alias."""
+    del dtype
+    group, loss = go.product(lm.gauges(CONFIGS[name], linear)), _loss(name)
+    tx = go.quotient_muon(3e-3, group) if inner == "muon" else go.quotient(INNERS[inner](), group)
+    return group, jit(tx.init), _step(tx, loss)
+
+
+def _step(tx: optax.GradientTransformation, loss: Callable[[Tree], jax.Array]) -> Any:
+    @jit
+    def step(params: Tree, state: Tree) -> tuple[Tree, Tree, jax.Array]:
+        value, grads = jax.value_and_grad(loss)(params)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, value
+
+    return step
+
+
+def _train(init: Any, step: Any, params: Tree, steps: int = 20) -> tuple[Tree, np.ndarray]:
+    state, losses = init(params), []
+    for _ in range(steps):
+        params, state, loss = step(params, state)
+        losses.append(float(loss))
+    return params, np.array(losses)
+
+
+def _apart(a: Tree, b: Tree) -> dict[str, float]:
+    """Relative distance of every leaf, key biases in."""
+    return {
+        path: float(jnp.linalg.norm(x - y)) / (float(jnp.linalg.norm(y)) or 1.0)
+        for (path, x), y in zip(leaves_by_path(a).items(), leaves_by_path(b).values(), strict=True)
+    }
+
+
+def _check_twins(name: str, dtype: str, inner: str, params: Tree, linear: bool = False, slack: float = 1.0) -> None:
+    group, init, step = _program(name, dtype, inner, linear)
+    g = group.sample(jax.random.key(3), params)
+    twin = group.act(g, params)
+    ours, losses = _train(init, step, params)
+    theirs, twin_losses = _train(init, step, twin)
+    errors = _apart(theirs, group.act(g, ours))
+    worst = max(errors, key=lambda path: errors[path])
+    print(f"{name} {dtype} {inner}: {errors[worst]:.1e} at {worst}, loss {np.max(np.abs(twin_losses - losses)):.1e}")
+    assert np.all(np.isfinite(losses)) and losses[-1] < losses[0]
+    assert errors[worst] <= slack * tolerance("quotient_twins", dtype), errors
+    assert np.max(np.abs(twin_losses / losses - 1.0)) <= slack * tolerance("quotient_loss", dtype)
+
+
+# Twins --------------------------------------------------------------------------------------------
+
+MODELS = [pytest.param(n, marks=() if n in ("gpt", "llama") else pytest.mark.slow) for n in CONFIGS]
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize("name", MODELS)
+def test_twins_under_adamw(name: str, dtype: str) -> None:
+    with jax.enable_x64(dtype == "float64"):
+        _check_twins(name, dtype, "adamw", _start(name, dtype))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize("inner", [*INNERS, "muon"])
+@pytest.mark.parametrize("name", ["gpt", "llama"])
+def test_twins_under_any_optimizer(name: str, inner: str, dtype: str) -> None:
+    with jax.enable_x64(dtype == "float64"):
+        _check_twins(name, dtype, inner, _start(name, dtype))
+
+
+@pytest.mark.parametrize("inner", ["lion", "muon"])
+def test_twins_under_signs_and_polar_factors(inner: str, x64: None) -> None:
+    _check_twins("gpt", "float64", inner, _start("gpt", "float64"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("inner", ["adamw", "muon"])
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize("name", ["gpt", "llama", "mqa"])
+def test_twins_under_general_linear_groups(name: str, dtype: str, inner: str) -> None:
+    with jax.enable_x64(dtype == "float64"):
+        _check_twins(name, dtype, inner, _start(name, dtype), linear=True)
+
+
+@pytest.mark.parametrize("inner", [*INNERS])
+def test_the_same_optimizers_alone_tell_twins_apart(inner: str, x64: None) -> None:
+    group, params, tx = go.product(lm.gauges(CONFIGS["gpt"])), _start("gpt", "float64"), INNERS[inner]()
+    g = group.sample(jax.random.key(3), params)
+    step, loss = _step(tx, _loss("gpt")), jit(_loss("gpt"))
+    ours, _ = _train(jit(tx.init), step, params, 3)
+    theirs, _ = _train(jit(tx.init), step, group.act(g, params), 3)
+    assert abs(float(loss(theirs)) / float(loss(ours)) - 1.0) > 1e-6
+
+
+ODD: dict[str, Callable[[str, jax.Array], jax.Array]] = {
+    "zero_outputs": lambda p, x: jnp.zeros_like(x) if p.endswith(("out/kernel", "down/kernel")) else x,
+    "zero_head": lambda p, x: jnp.zeros_like(x) if p == "lm_head/kernel" else x,
+    "constant_head": lambda p, x: jnp.broadcast_to(x[:, :1], x.shape) if p == "lm_head/kernel" else x,
+    "zero_up": lambda p, x: jnp.zeros_like(x) if p.endswith("up/kernel") else x,
+    "dead_unit": lambda p, x: (
+        x.at[:, 2].set(0.0)
+        if p.endswith("up/kernel")
+        else x.at[2].set(0.0) if p.endswith(("down/kernel", "up/bias")) else x
+    ),
+    "rank_one_heads": lambda p, x: (
+        x[..., :1] * jnp.ones_like(x) if p.endswith(("query/kernel", "key/kernel"))
+        else jnp.zeros_like(x) if p.endswith(("query/bias", "key/bias")) else x
+    ),
+    "zero_queries_and_keys": lambda p, x: jnp.zeros_like(x) if "query" in p or "key" in p else x,
+    "sizes_of_a_million": lambda p, x: (
+        1e6 * x if p.endswith(("up/kernel", "up/bias", "value/kernel", "value/bias"))
+        else 1e-6 * x if p.endswith(("down/kernel", "out/kernel")) else x
+    ),
+}  # fmt: skip
+
+
+def _odd(start: str, params: Tree) -> Tree:
+    return with_leaves(params, {p: ODD[start](p, x) for p, x in leaves_by_path(params).items()})
+
+
+@pytest.mark.parametrize("start", ODD)
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_odd_starts(start: str, dtype: str) -> None:
+    with jax.enable_x64(dtype == "float64"):
+        _check_twins("gpt", dtype, "adamw", _odd(start, _start("gpt", dtype)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("start", ODD)
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize("inner", ["lion", "muon"])
+def test_odd_starts_under_other_optimizers(inner: str, start: str, dtype: str) -> None:
+    with jax.enable_x64(dtype == "float64"):
+        _check_twins("gpt", dtype, inner, _odd(start, _start("gpt", dtype)))
+
+
+# The step -----------------------------------------------------------------------------------------
+
+
+def test_the_order_of_the_list_changes_nothing(x64: None) -> None:
+    gauges, params, loss = lm.gauges(CONFIGS["gpt"]), _start("gpt", "float64"), _loss("gpt")
+    ends = []
+    for order in (gauges, gauges[::-1]):
+        tx = go.quotient(INNERS["adamw"](), order)
+        ends.append(_train(jit(tx.init), _step(tx, loss), params)[0])
+    assert max(_apart(*ends).values()) <= 1e-8
+
+
+def test_the_size_of_the_loss_changes_nothing_that_adamw_does_not_show() -> None:
+    params, loss = _start("gpt", "float32"), _loss("gpt")
+    gauges = lm.gauges(CONFIGS["gpt"])
+
+    def end(tx: optax.GradientTransformation, size: float) -> Tree:
+        return _train(jit(tx.init), _step(tx, lambda p: size * loss(p)), params, 5)[0]
+
+    ours = max(_apart(*(end(go.quotient(INNERS["adamw"](), gauges), s) for s in (1.0, 1e8))).values())
+    plain = max(_apart(*(end(INNERS["adamw"](), s) for s in (1.0, 1e8))).values())
+    print(f"loss times 1e8: {ours:.1e}, plain {plain:.1e}")
+    assert ours <= max(3.0 * plain, 1e-5)
+
+
+@pytest.mark.parametrize("size", [1e20, 1e25, np.inf, np.nan])
+def test_gradients_of_any_size_leave_what_adamw_leaves(size: float) -> None:
+    params = _start("gpt", "float32")
+    grads = jax.tree.map(lambda x: size * jnp.sign(x), params)
+    for gauges in (lm.gauges(CONFIGS["gpt"]), []):
+        tx = go.quotient(INNERS["adamw"](), gauges)
+        updates, _ = jit(tx.update)(grads, jit(tx.init)(params), params)
+        finite = all(bool(jnp.all(jnp.isfinite(x))) for x in jax.tree.leaves(updates))
+        assert finite == np.isfinite(size)
+
+
+def test_zero_gradients_move_nothing() -> None:
+    params = _start("gpt", "float32")
+    tx = go.quotient(optax.adam(1e-2), lm.gauges(CONFIGS["gpt"]))
+    updates, _ = jit(tx.update)(jax.tree.map(jnp.zeros_like, params), jit(tx.init)(params), params)
+    assert max(float(jnp.max(jnp.abs(x))) for x in jax.tree.leaves(updates)) <= 1e-6
+
+
+def test_a_list_without_gauges_is_the_optimizer_itself() -> None:
+    params = _start("llama", "float32")
+    for tx in (optax.adamw(1e-2), optax.lion(1e-3)):
+        own = go.quotient(tx, [])
+        found, _ = own.update(params, own.init(params), params)
+        expected, _ = tx.update(params, tx.init(params), params)
+        assert max(_apart(found, expected).values()) == 0.0
+
+
+def test_steps_of_a_link_are_steps_of_the_whole(x64: None) -> None:
+    """A link ahead of the learning rate leaves another size to come back from: the same to second order."""
+    params, gauges = _start("gpt", "float64"), lm.gauges(CONFIGS["gpt"])
+    grads = jax.grad(_loss("gpt"))(params)
+    rate = 1e-6
+    whole = go.quotient(optax.sgd(rate), gauges)
+    link = optax.chain(go.quotient(optax.identity(), gauges), optax.scale(-rate))
+    one, two = (tx.update(grads, tx.init(params), params)[0] for tx in (whole, link))
+    assert all(bool(jnp.all(jnp.isfinite(x))) for x in jax.tree.leaves((one, two)))
+
+
+def test_line_searches_see_slice_coordinates(x64: None) -> None:
+    """`value_fn` and `grad` are given for θ; what runs inside asks for them at θ̂."""
+    params, loss = _start("gpt", "float64"), _loss("gpt")
+    group = go.product(lm.gauges(CONFIGS["gpt"]))
+    twin = group.act(g := group.sample(jax.random.key(3), params), params)
+    inner = optax.chain(optax.sgd(0.5), optax.scale_by_backtracking_linesearch(max_backtracking_steps=8))
+    tx = go.quotient(inner, group)
+
+    @jit
+    def step(params: Tree, state: Tree) -> tuple[Tree, Tree]:
+        value, grads = jax.value_and_grad(loss)(params)
+        updates, state = tx.update(grads, state, params, value=value, grad=grads, value_fn=loss)
+        return optax.apply_updates(params, updates), state
+
+    ends = []
+    for start in (params, twin):
+        here, state = start, jit(tx.init)(start)
+        for _ in range(3):
+            here, state = step(here, state)
+        ends.append(here)
+    assert float(loss(ends[0])) < float(loss(params))
+    assert max(_apart(ends[1], group.act(g, ends[0])).values()) <= tolerance("quotient_twins")
+
+
+# Standing still -----------------------------------------------------------------------------------
+
+
+def _largest(tree: Tree) -> float:
+    return max((float(jnp.max(jnp.abs(x))) for x in jax.tree.leaves(tree)), default=0.0)
+
+
+@pytest.mark.parametrize("name", ["gpt", pytest.param("llama", marks=pytest.mark.slow)])
+def test_coordinates_stand_still_for_a_thousand_float32_steps(name: str) -> None:
+    group, init, step = _program(name, "float32", "adamw", False)
+    params = _start(name, "float32")
+    motion = jit(lambda p, q: go.measure.vertical_motion(p, jax.tree.map(jnp.subtract, q, p), group))
+    turning = [k for k, part in enumerate(group.parts) if part.name in ("head_rotation", "rope_torus")]
+    for start in (params, group.act(group.sample(jax.random.key(3), params), params)):
+        here, state, turned = start, init(start), None
+        for _ in range(1000):
+            after, state, _ = step(here, state)
+            found = [motion(here, after)[k] for k in turning]
+            turned = found if turned is None else jax.tree.map(jnp.add, turned, found)
+            here = after
+        drift = _largest(go.measure.drift(start, here, group))
+        print(f"{name}: drift {drift:.1e}, turned {_largest(turned):.1e}")
+        assert drift <= tolerance("quotient_drift", "float32")
+        assert _largest(turned) <= tolerance("turned", "float32")
+
+
+def test_chains_stand_still() -> None:
+    """Widths 2-1-1-1-1-2: each unit shares both its leaves."""
+    widths = (2, 1, 1, 1, 1, 2)
+    keys = jax.random.split(jax.random.key(0), len(widths) - 1)
+    shapes = zip(widths[:-1], widths[1:], keys, strict=True)
+    params = {f"w{k}": 0.5 + jax.random.uniform(key, (a, b)) for k, (a, b, key) in enumerate(shapes)}
+    gauges = [go.rescale({f"w{k}": "_ channel"}, {f"w{k + 1}": "channel _"}) for k in range(4)]
+    x, y = jnp.array([[1.0, 0.5], [0.3, 1.0]]), jnp.array([[1.0, 2.0], [2.0, 0.5]])
+
+    def loss(p: Tree) -> jax.Array:
+        out = functools.reduce(lambda h, k: jax.nn.relu(h @ p[f"w{k}"]), range(4), x) @ p["w4"]
+        return jnp.mean(jnp.square(out - y))
+
+    group = go.product(gauges)
+    for start in (params, group.act(group.sample(jax.random.key(3), params), params)):
+        tx = go.quotient(optax.adamw(1e-3, weight_decay=0.1), gauges)
+        end, losses = _train(jit(tx.init), _step(tx, loss), start, 1000)
+        drift = _largest(go.measure.drift(start, end, group))
+        print(f"chain: drift {drift:.1e}")
+        assert losses[-1] < losses[0] and drift <= tolerance("quotient_drift", "float32")
+
+
+def test_without_hold_heads_turn(x64: None) -> None:
+    params, gauges, loss = _start("gpt", "float64"), lm.gauges(CONFIGS["gpt"]), _loss("gpt")
+    turned = {}
+    for hold in (True, False):
+        tx = go.quotient(INNERS["adamw"](), gauges, hold=hold)
+        updates, _ = tx.update(jax.grad(loss)(params), tx.init(params), params)
+        motion = go.measure.vertical_motion(params, updates, gauges)
+        turned[hold] = _largest([m for g, m in zip(gauges, motion, strict=True) if g.name == "head_rotation"])
+    assert turned[True] < 1e-12 < 1e-5 < turned[False]
+
+
+# The program --------------------------------------------------------------------------------------
+
+LLAMA = lm.llama_config(vocab=256, d_model=64, layers=2, heads=4, kv_heads=2, d_head=16, d_ff=172, max_len=64)
+
+
+def _jaxprs(value: Any) -> Iterator[Any]:
+    if hasattr(value, "eqns"):
+        yield value
+    elif hasattr(value, "jaxpr"):
+        yield value.jaxpr
+    elif isinstance(value, tuple | list):
+        for inner in value:
+            yield from _jaxprs(inner)
+
+
+def _equations(jaxpr: Any) -> list[str]:
+    """The primitive of every equation, those of inner programs among them."""
+    found = []
+    for equation in jaxpr.eqns:
+        found.append(equation.primitive.name)
+        for value in equation.params.values():
+            for inner in _jaxprs(value):
+                found += _equations(inner)
+    return found
+
+
+def _shapes() -> Tree:
+    return jax.eval_shape(lambda: lm.params_and_loss(LLAMA, jax.random.key(0))[0])
+
+
+def _update_equations(tx: optax.GradientTransformation) -> list[str]:
+    shapes = _shapes()
+    return _equations(jax.make_jaxpr(tx.update)(shapes, jax.eval_shape(tx.init, shapes), shapes).jaxpr)
+
+
+def test_the_program_is_small_and_straight() -> None:
+    found = _update_equations(go.quotient(optax.adamw(1e-3), lm.gauges(LLAMA)))
+    print(f"{len(found)} equations, AdamW {len(_update_equations(optax.adamw(1e-3)))}")
+    assert len(found) <= 1600
+    assert not {"while", "cond"} & set(found)
+
+
+def test_compiled_memory_stays_near_adamws() -> None:
+    shapes = _shapes()
+
+    def peak(tx: optax.GradientTransformation) -> int:
+        def step(params: Tree, state: Tree, grads: Tree) -> tuple[Tree, Tree]:
+            updates, state = tx.update(grads, state, params)
+            return optax.apply_updates(params, updates), state
+
+        state = jax.eval_shape(tx.init, shapes)
+        plan = jit(step, donate_argnums=(0, 1)).lower(shapes, state, shapes).compile().memory_analysis()
+        held = plan.argument_size_in_bytes + plan.output_size_in_bytes - plan.alias_size_in_bytes
+        return int(held + plan.temp_size_in_bytes)
+
+    ratio = peak(go.quotient(optax.adamw(1e-3), lm.gauges(LLAMA))) / peak(optax.adamw(1e-3))
+    print(f"peak {ratio:.2f} of AdamW's")
+    assert ratio <= 1.35  # unoptimised, as tests compile; benchmarks hold 1.25 to the real sizes
+
+
+def test_equations_are_linear_in_unrolled_layers_and_flat_in_scanned_ones() -> None:
+    def rotation(layers: int, scanned: bool) -> int:
+        shape = (layers, 6, 2, 4) if scanned else (6, 2, 4)
+        params = {str(k): {n: jnp.ones(shape) for n in ("q", "k")} for k in range(1 if scanned else layers)}
+        axes = "layer _ head basis" if scanned else "_ head basis"
+        tx = go.quotient(optax.adamw(1e-3), go.head_rotation({"{i}/q": axes, "{i}/k": axes}))
+        state = jax.eval_shape(tx.init, params)
+        return len(_equations(jax.make_jaxpr(tx.update)(params, state, params).jaxpr))
+
+    two, four, eight = (rotation(n, False) for n in (2, 4, 8))
+    assert abs((eight - four) - 2 * (four - two)) <= 4
+    assert rotation(2, True) == rotation(8, True)
+
+
+def test_no_callbacks_and_no_lapack_in_a_step() -> None:
+    for linear in (False, True):
+        tx = go.quotient(optax.adamw(1e-3), lm.gauges(LLAMA, linear))
+        names = set(_update_equations(tx))
+        lapack = {"svd", "eigh", "qr", "geqrf", "householder_product", "lu", "cholesky", "triangular_solve"}
+        assert not names & lapack and not any("callback" in n for n in names), names
+
+
+# Transformations of the transformation ------------------------------------------------------------
+
+
+def test_seeds_may_be_mapped_over() -> None:
+    params, gauges, loss = _start("gpt", "float32"), lm.gauges(CONFIGS["gpt"]), _loss("gpt")
+    many = jax.tree.map(lambda x: jnp.stack([x, 1.1 * x]), params)
+    tx = go.quotient(INNERS["adamw"](), gauges)
+
+    def one(p: Tree) -> Tree:
+        updates, _ = tx.update(jax.grad(loss)(p), tx.init(p), p)
+        return optax.apply_updates(p, updates)
+
+    mapped = jit(jax.vmap(one))(many)
+    alone = jit(one)(params)
+    assert max(_apart(jax.tree.map(lambda x: x[0], mapped), alone).values()) <= tolerance("optax", "float32") * 10
+
+
+def test_updates_can_be_differentiated_in_reverse(x64: None) -> None:
+    """Of a learning rate and of the gradient, against finite differences."""
+    params, gauges, loss = _start("gpt", "float64"), lm.gauges(CONFIGS["gpt"]), _loss("gpt")
+
+    def after(rate: jax.Array, size: jax.Array) -> jax.Array:
+        tx = go.quotient(optax.chain(optax.scale_by_adam(eps=1e-3), optax.scale(-1.0)), gauges)
+        grads = jax.tree.map(lambda g: size * g, jax.grad(loss)(params))
+        updates, _ = tx.update(grads, tx.init(params), params)
+        return loss(jax.tree.map(lambda p, u: p + rate * u, params, updates))
+
+    found = jit(jax.grad(after, (0, 1)))(1e-2, 1.0)
+    value, step = jit(after), 1e-5
+    expected = (
+        (value(1e-2 + step, 1.0) - value(1e-2 - step, 1.0)) / (2 * step),
+        (value(1e-2, 1.0 + step) - value(1e-2, 1.0 - step)) / (2 * step),
+    )
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_bfloat16_for_two_hundred_steps() -> None:
+    group, loss = go.product(lm.gauges(CONFIGS["gpt"])), _loss("gpt")
+    params = _start("gpt", "bfloat16")
+    tx = go.quotient(INNERS["adamw"](), group)
+    end, losses = _train(jit(tx.init), _step(tx, loss), params, 200)
+    assert all(x.dtype == jnp.bfloat16 and bool(jnp.all(jnp.isfinite(x))) for x in jax.tree.leaves(end))
+    assert losses[-1] < losses[0]
+
+
+def test_hyperparameters_inside_and_outside() -> None:
+    params, gauges = _start("gpt", "float32"), lm.gauges(CONFIGS["gpt"])
+    inside = go.quotient(optax.inject_hyperparams(optax.adamw)(0.1), gauges)
+    outside = optax.inject_hyperparams(go.quotient_adamw)(0.1, gauges)
+    plain = go.quotient_adamw(0.1, gauges)
+    results = [tx.update(params, tx.init(params), params)[0] for tx in (plain, inside, outside)]
+    for other in results[1:]:
+        for found, expected in zip(jax.tree.leaves(other), jax.tree.leaves(results[0]), strict=True):
+            np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)  # 1 − b2 in float32 is off by 1e-5
+
+
+def test_a_state_from_shapes_fits_one_from_arrays() -> None:
+    """What a checkpoint is restored into."""
+    params = _start("gpt", "float32")
+    tx = go.quotient(optax.adamw(1e-3), lm.gauges(CONFIGS["gpt"]))
+    abstract, concrete = jax.eval_shape(tx.init, params), tx.init(params)
+    assert jax.tree.structure(abstract) == jax.tree.structure(concrete)
+    for a, b in zip(jax.tree.leaves(abstract), jax.tree.leaves(concrete), strict=True):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)

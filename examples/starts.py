@@ -8,11 +8,11 @@ A Llama of 2 layers (RMSNorm, rotary, SwiGLU) on bytes of text. The starts: LeCu
 with standard deviation 0.02; zero outputs (attention's out, the MLP's down, the head). A cell is one size, start, arm,
 peak rate and seed (initial weights and order of the data). A sweep goes on, by at most three rates on either side,
 until the best mean over seeds has a worse neighbour on both. Finished cells are kept in starts.json and not trained
-again; several processes may fill one file. starts.png is drawn at the end. Prints
+again; several processes may fill one file. starts.png is drawn at the end, and the table printed.
 
-    (TODO: the table, when all arms have run)
-
-Losses are validation losses in nats per byte, mean ± standard deviation over seeds; the ratio is taken seed by seed.
+Of "muon" all heads of a kernel are one matrix, of "muon-heads" each head is. Adam takes what is no matrix at half of
+Muon's rate in all arms: at a fifth, arms whose best rate is lower starve it. Losses are validation losses in nats per
+byte, mean ± standard deviation over seeds; the ratio is taken seed by seed.
 """
 
 import argparse
@@ -281,6 +281,33 @@ def table(result: Result) -> str:
         ]]  # fmt: skip
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(f"| {' | '.join(x.ljust(w) for x, w in zip(row, widths, strict=True))} |" for row in lines)
+
+
+def summary(result: Result) -> str:
+    """Markdown: a row per size, start and plain arm, what each of the others gains on it."""
+    lines = [["d", "start", "plain", "loss", "beside it: best of its own sweep"], ["---"] * 5]
+    for size, start, arm in groups(result):
+        if ARMS[arm].plain != arm:
+            continue
+        plain = sweep(result, (size, start, arm))
+        base = np.array(plain[best(plain)])
+        gains = []
+        for other, own in ((n, sweep(result, (size, start, n))) for n, a in ARMS.items() if a.plain == arm != n):
+            if own:
+                ratio = np.array(own[best(own)]) / base
+                gains.append(f"`{other}` {100 * (ratio.mean() - 1):+.1f} ± {100 * ratio.std():.1f} %")
+        lines.append([str(size), start, f"`{arm}`", f"{base.mean():.3f} ± {base.std():.3f}", "; ".join(gains) or "–"])
+    return "\n".join(f"| {' | '.join(row)} |" for row in lines)
+
+
+def section(result: Result) -> str:
+    """Its part of the page of all results."""
+    steps = " and ".join(f"{n} steps at d = {d}" for d, n in result["settings"]["steps"].items())
+    return (
+        f"A Llama of 2 layers on bytes of text, {steps}, {len(result['seeds'])} seeds, {result['machine']}. "
+        "*By plain's*: the ratio of an arm's best to that of the plain arm's own sweep, seed by seed. Rates are a factor of "
+        f"{RATIO} apart: differences of a percent or two are within what a finer sweep would move.\n\n{table(result)}"
+    )
 
 
 def figure(result: Result, path: Path) -> None:

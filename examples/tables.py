@@ -21,6 +21,7 @@ from examples import (
     row_shift,
     self_tests,
     sparse_parity,
+    starts,
 )
 
 RESULTS = Path(__file__).parent / "results"
@@ -51,6 +52,7 @@ def _demo(runs: Any) -> str:
 SECTIONS = [
     Section("demo", "Twins of a small language model", _demo),
     Section("learning_rates", "Learning rates of a small language model", learning_rates.section),
+    Section("starts", "From three usual starts", starts.section),
     Section("row_shift", "C.1 Logit shift of a grokking transformer", row_shift.section),
     Section("relu_rescale", "C.2 ReLU rescale, teacher and student", relu_rescale.section),
     Section("layernorm_scale", "C.3 LayerNorm scale", layernorm_scale.section),

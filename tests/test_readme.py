@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from examples import demo
+from examples import demo, starts
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
@@ -29,6 +29,13 @@ def test_table_is_the_committed_demo() -> None:
     shown = re.search(r"<!-- demo:begin -->\n```\n(.*?)\n```\n<!-- demo:end -->", README, re.S)
     assert shown is not None
     assert shown[1] == demo.table(runs)
+
+
+def test_starts_are_the_committed_sweep() -> None:
+    result = json.loads((ROOT / "examples/results/starts.json").read_text())
+    shown = re.search(r"<!-- starts:begin -->\n(.*?)\n<!-- starts:end -->", README, re.S)
+    assert shown is not None
+    assert shown[1] == starts.summary(result)
 
 
 @pytest.mark.parametrize("link", sorted(set(re.findall(r"\]\(([^)#:]+)\)", README))))

@@ -1,0 +1,111 @@
+"""A plain run goes on as a quotient run: moments move by what they are, and wrong states are refused."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import gauge_optax as go
+from tests.quick import jit
+from tests.tolerances import tolerance
+
+NORM = go.norm_scale({"norm": "channel"}, {"up": "channel _"})
+UNIT = go.rescale({"up": "_ channel"}, {"down": "channel _"})
+SHIFT = go.logit_shift({"head": "_ vocab"})
+TURN = go.head_rotation({"value": "_ head basis", "out": "head basis _"})
+SCALES = [NORM, UNIT, SHIFT]
+
+
+def _params() -> Any:
+    shapes = {"norm": (4,), "up": (4, 5), "down": (5, 3), "head": (4, 6), "value": (4, 2, 3), "out": (2, 3, 4)}
+    keys = jax.random.split(jax.random.key(0), len(shapes))
+    return {n: jax.random.normal(k, s, jnp.float64) + 0.5 for k, (n, s) in zip(keys, shapes.items(), strict=True)}
+
+
+def _loss(p: Any) -> jax.Array:
+    x = jnp.linspace(-1.0, 1.0, 12).reshape(3, 4)
+    hidden = jax.nn.relu((x * p["norm"]) @ p["up"]) @ p["down"]
+    heads = jnp.einsum("nd,dhe,hef->nf", x, p["value"], p["out"])
+    return jnp.sum(jnp.square(hidden)) + jnp.sum(jnp.square(jax.nn.log_softmax(heads @ p["head"])))
+
+
+def _after(tx: optax.GradientTransformation, params: Any, steps: int) -> tuple[Any, Any]:
+    state, step = tx.init(params), jit(tx.update)
+    for _ in range(steps):
+        updates, state = step(jax.grad(_loss)(params), state, params)
+        params = optax.apply_updates(params, updates)
+    return params, state
+
+
+def _far(a: Any, b: Any) -> float:
+    return max(float(jnp.max(jnp.abs(x - y))) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
+
+
+def test_the_moments_on_the_slice_do_not_depend_on_the_representative(x64: None) -> None:
+    inner = optax.adamw(1e-2)
+    params, state = _after(inner, _params(), 5)
+    group = go.product(SCALES)
+    g = group.sample(jax.random.key(1), params)
+    twin, twin_state = group.act(g, params), go.transport(state, params, SCALES, g)
+    assert _far(twin_state[0].mu, state[0].mu) > 1e-3
+    here, there = (go.from_state(s, inner, SCALES, p) for s, p in ((state, params), (twin_state, twin)))
+    assert _far(there.inner_state, here.inner_state) <= tolerance("quotient_twins")
+
+
+def test_a_state_on_the_slice_goes_on_as_it_is(x64: None) -> None:
+    """Where the frame is the identity, the next step is the plain optimizer's, but for coming back to the slice."""
+    inner = optax.adamw(1e-5, weight_decay=0.0)
+    group = go.product(SCALES)
+    start = _params()
+    start = group.act(group.inverse(group.read(start)), start)
+    _, state = _after(inner, start, 3)
+    plain, _ = inner.update(jax.grad(_loss)(start), state, start)
+    tx = go.quotient(inner, SCALES)
+    ours, _ = tx.update(jax.grad(_loss)(start), go.from_state(state, inner, SCALES, start), start)
+    moved = [float(_loss(optax.apply_updates(start, u)) - _loss(start)) for u in (ours, plain)]
+    assert moved[0] == pytest.approx(moved[1], rel=1e-3)
+
+
+def test_heads_keep_their_basis(x64: None) -> None:
+    inner = optax.adamw(1e-2)
+    params, state = _after(inner, _params(), 3)
+    own = go.from_state(state, inner, [TURN], params)
+    assert _far(own.inner_state, state) == 0.0
+    assert _far(own.gauges.element, go.product([TURN]).identity(params)) == 0.0
+    updates, _ = go.quotient(inner, [TURN]).update(jax.grad(_loss)(params), own, params)
+    assert all(bool(jnp.all(jnp.isfinite(x))) for x in jax.tree.leaves(updates))
+
+
+def test_a_state_of_another_optimizer_is_refused(x64: None) -> None:
+    params = _params()
+    with pytest.raises(ValueError, match="not a state of this optimizer") as error:
+        go.from_state(optax.sgd(0.1).init(params), optax.adamw(1e-2), SCALES, params)
+    for part in ("found:", "expected:", "remedy:", "from_state"):
+        assert part in str(error.value)
+
+
+def test_what_mixes_entries_is_refused_or_reset(x64: None) -> None:
+    linear = go.head_linear({"value": "_ head basis"}, {"out": "head basis _"})
+    inner = optax.adamw(1e-2)
+    params, state = _after(inner, _params(), 3)
+    with pytest.raises(ValueError, match="second moments"):
+        go.from_state(state, inner, [linear], params)
+    own = go.from_state(state, inner, [linear], params, on_unknown="reset")
+    assert float(jnp.max(jnp.abs(own.inner_state[0].nu["value"]))) == 0.0
+
+
+def test_a_quotient_state_moves_by_its_frame(x64: None) -> None:
+    gauges = [*SCALES, TURN]
+    group, tx = go.product(gauges), go.quotient(optax.adamw(1e-2), [*SCALES, TURN])
+    params, state = _after(tx, _params(), 3)
+    g = group.sample(jax.random.key(1), params)
+    twin, moved = group.act(g, params), go.transport(state, params, gauges, g)
+    assert _far(moved.inner_state, state.inner_state) == 0.0
+    ours, _ = tx.update(jax.grad(_loss)(params), state, params)
+    theirs, _ = tx.update(jax.grad(_loss)(twin), moved, twin)
+    ends = optax.apply_updates(twin, theirs), group.act(g, optax.apply_updates(params, ours))
+    assert _far(*ends) <= tolerance("quotient_twins")
+    with pytest.raises(ValueError, match="a frame of"):
+        go.transport(state, params, SCALES, group.sample(jax.random.key(1), params)[:3])

@@ -303,11 +303,10 @@ def summary(result: Result) -> str:
 def section(result: Result) -> str:
     """Its part of the page of all results."""
     steps = " and ".join(f"{n} steps at d = {d}" for d, n in result["settings"]["steps"].items())
-    return (
-        f"A Llama of 2 layers on bytes of text, {steps}, {len(result['seeds'])} seeds, {result['machine']}. "
-        "*By plain's*: the ratio of an arm's best to that of the plain arm's own sweep, seed by seed. Rates are a factor of "
-        f"{RATIO} apart: differences of a percent or two are within what a finer sweep would move.\n\n{table(result)}"
-    )
+    about = f"A Llama of 2 layers on bytes of text, {steps}, {len(result['seeds'])} seeds, {result['machine']}."
+    ratio = "*By plain's*: the ratio of an arm's best to that of the plain arm's own sweep, seed by seed."
+    grid = f"Rates are a factor of {RATIO} apart: a finer sweep would move differences of a percent or two."
+    return f"{about} {ratio} {grid}\n\n{table(result)}"
 
 
 def figure(result: Result, path: Path) -> None:

@@ -10,7 +10,6 @@ Reference: DDC §3.2, B.8; grouped queries: Lemma 25. Not a symmetry under rotar
 
 import abc
 import dataclasses
-import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
@@ -23,7 +22,7 @@ from gauge_optax.gauges._head import BASIS, HeadBlock, HeadInstance
 from gauge_optax.gauges._split import Arrays, Bound
 from gauge_optax.gauges.base import BoundGauge, Element
 from gauge_optax.gauges.reading import Motion, Reading
-from gauge_optax.gauges.turning import TurnReading
+from gauge_optax.gauges.turning import TurnReading, turn_motion
 from gauge_optax.linalg import matmul, real_dtype, skew_exponential, transpose
 
 
@@ -67,9 +66,7 @@ class TurningGauge(BoundGauge):
         return {r.key: found[r] for r in self.readings(bound)}
 
     def motion(self, bound: Bound, element: Element, inverse: Element) -> Motion:
-        forth = functools.partial(self.move, bound, element)
-        back = functools.partial(self.move, bound, inverse)
-        return Motion(back, forth, back)
+        return turn_motion(bound.rotations, {key: self.matrix(x) for key, x in element.items()})
 
     def move(self, bound: Bound, element: Element, values: Mapping[str, jax.Array]) -> Arrays:
         moved = dict(values)

@@ -104,7 +104,7 @@ class TurnReading(Turning):
             heads = [r.head for r in readings if r.head.size == size]
             found = _generators(heads, before, change)
             for head, generator in zip(heads, found, strict=True):
-                out |= head.added(out, before, -generator)
+                out |= head.added_by_rows(out, before, -generator)
         return out
 
 
@@ -129,8 +129,8 @@ def _mixed_rows(head: HeadInstance, values: Arrays) -> jax.Array:
 
 def _generators(heads: Sequence[HeadInstance], before: Arrays, change: Arrays) -> list[jax.Array]:
     """A per instance, heads of one size in one batch."""
-    gram = _stacked([h.gram(before, before) for h in heads])
-    turning = _stacked([skew(h.gram(before, change)) for h in heads])
+    gram = _stacked([h.gram_by_rows(before, before) for h in heads])
+    turning = _stacked([skew(h.gram_by_rows(before, change)) for h in heads])
     return _unstacked(lyapunov(gram, turning), heads)
 
 
@@ -220,6 +220,20 @@ class PlaneReading(TurnReading):
             back = turned_planes(head, cosine, -safe_divide(across, size), after)
             out |= {p: back[p] - before[p] for p in head.paths}
         return out
+
+
+def turn_motion(heads: Sequence[HeadInstance], matrices: Mapping[str, jax.Array]) -> Motion:
+    """A frame of orthogonal matrices, by instance."""
+
+    def turned(back: bool, values: Arrays) -> Arrays:
+        out = dict(values)
+        for head in heads:
+            matrix = matrices[head.key]
+            out |= head.turn_by_rows(out, transpose(matrix) if back else matrix)
+        return out
+
+    forth, undone = functools.partial(turned, False), functools.partial(turned, True)
+    return Motion(undone, forth, undone)
 
 
 def plane_motion(heads: Sequence[HeadInstance], angles: Mapping[str, jax.Array]) -> Motion:

@@ -94,7 +94,7 @@ def scale_invariant(blocks: Mapping[str, Axes], *, sizes: Mapping[str, int] | No
       ValueError: malformed axes, here; any mismatch with the tree, when it is first seen.
 
     >>> gauge = go.scale_invariant({"query/kernel": "_ head _"})
-    >>> gauge.coordinates({"query": {"kernel": jnp.full((4, 2, 3), jnp.e)}})[""].round(4).tolist()
+    >>> gauge.coordinates({"query": {"kernel": jnp.full((4, 2, 4), jnp.e / 2)}})[""].round(3).tolist()
     [1.0, 1.0]
 
     Reference: Rotational Equilibrium §3; the queries and keys of QK-norm.

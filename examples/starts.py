@@ -10,6 +10,8 @@ peak rate and seed (initial weights and order of the data). A sweep goes on, by 
 until the best mean over seeds has a worse neighbour on both. Finished cells are kept in starts.json and not trained
 again; several processes may fill one file. starts.png is drawn at the end, and the table printed.
 
+"-free" is `pin=False`, which `quotient_muon` is by itself; "-pinned" is `pin=True`.
+
 Of "muon" all heads of a kernel are one matrix, of "muon-heads" each head is. Adam takes what is no matrix at half of
 Muon's rate in all arms: at a fifth, arms whose best rate is lower starve it. Losses are validation losses in nats per
 byte, mean ± standard deviation over seeds; the ratio is taken seed by seed.
@@ -113,16 +115,22 @@ def muon_axes(params: Params, per_head: bool = False) -> Params:
 ARMS = {
     "adamw": Arm("adamw", 1.6e-3, "tab:red", lambda rate, _: adamw(rate)),
     "quotient-adamw": Arm("adamw", 1.6e-3, "tab:blue", lambda rate, gauges: go.quotient(adamw(rate), gauges)),
+    "quotient-adamw-free": Arm("adamw", 1.6e-3, "tab:purple", lambda rate, g: go.quotient(adamw(rate), g, pin=False)),
     "ddc_adamw": Arm("adamw", 1.6e-3, "tab:green", lambda rate, g: go.ddc_adamw(rate, g, weight_decay=DECAY)),
     "relative": Arm("adamw", 1.6e-3, "tab:orange", relative),
     "quotient-relative": Arm("adamw", 1.6e-3, "tab:cyan", lambda rate, g: go.quotient(relative(rate, g), g)),
     "muon": Arm("muon", 1.6e-2, "tab:red", lambda rate, _: muon(rate)),
     "quotient-muon": Arm("muon", 1.6e-2, "tab:blue", lambda rate, gauges: go.quotient(muon(rate), gauges)),
+    "quotient-muon-free": Arm("muon", 1.6e-2, "tab:purple", lambda rate, g: go.quotient(muon(rate), g, pin=False)),
     "muon-heads": Arm("muon-heads", 1.6e-2, "tab:red", lambda rate, _: muon(rate, per_head=True)),
-    "quotient_muon": Arm("muon-heads", 1.6e-2, "tab:blue", lambda rate, g: go.quotient_muon(rate, g, **shared(rate))),
+    "quotient_muon": Arm("muon-heads", 1.6e-2, "tab:purple", lambda rate, g: go.quotient_muon(rate, g, **shared(rate))),
+    "quotient_muon-pinned": Arm(
+        "muon-heads", 1.6e-2, "tab:blue", lambda rate, g: go.quotient_muon(rate, g, pin=True, **shared(rate))
+    ),
     "ddc_muon": Arm("muon", 1.6e-2, "tab:green", lambda rate, gauges: go.ddc_muon(rate, gauges, **shared(rate))),
     "lion": Arm("lion", 4e-4, "tab:red", lambda rate, _: lion(rate)),
     "quotient-lion": Arm("lion", 4e-4, "tab:blue", lambda rate, gauges: go.quotient(lion(rate), gauges)),
+    "quotient-lion-free": Arm("lion", 4e-4, "tab:purple", lambda rate, g: go.quotient(lion(rate), g, pin=False)),
 }
 
 

@@ -214,6 +214,7 @@ def quotient_adamw(
     *,
     nesterov: bool = False,
     hold: bool = True,
+    pin: bool = True,
 ) -> optax.GradientTransformationExtraArgs:
     """`quotient` around `optax.adamw`.
 
@@ -229,6 +230,7 @@ def quotient_adamw(
       mask: where to decay, as in `optax.adamw`.
       nesterov: whether to use Nesterov momentum.
       hold: see `quotient`.
+      pin: see `quotient`.
 
     Returns:
       The optimizer. Its `update` needs `params`.
@@ -250,7 +252,7 @@ def quotient_adamw(
     Reference: DESIGN §5. In float32 for conditions of factors up to about 1e2.
     """
     inner = optax.adamw(learning_rate, b1, b2, eps, eps_root, mu_dtype, weight_decay, mask, nesterov=nesterov)
-    return wrapped("quotient_adamw", inner, gauges, hold=hold)
+    return wrapped("quotient_adamw", inner, gauges, hold=hold, pin=pin)
 
 
 def quotient_muon(
@@ -275,6 +277,7 @@ def quotient_muon(
     labels: Labels = None,
     heads_per_matrix: int | None = None,
     hold: bool = True,
+    pin: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
     """`quotient` around Muon with one matrix per head, Adam beside it.
 
@@ -303,6 +306,7 @@ def quotient_muon(
       labels: see `scale_by_scaled_polar`.
       heads_per_matrix: how many neighbouring heads make one matrix; 1 by default. Not to be traced.
       hold: see `quotient`.
+      pin: see `quotient`.
 
     Returns:
       The optimizer. Its `update` needs `params`.
@@ -348,4 +352,5 @@ def quotient_muon(
         1 if heads_per_matrix is None else heads_per_matrix,
     )
     group = product(gauges)
-    return wrapped("quotient_muon", muon(settings, group), group, hold=hold, turned=settings.sees_turns(group))
+    inner = muon(settings, group)
+    return wrapped("quotient_muon", inner, group, hold=hold, pin=pin, turned=settings.sees_turns(group))

@@ -40,11 +40,14 @@ class Frame(NamedTuple):
       element: F, an element of the product; its shifts are measured where `act` adds them.
       inverse: gauge by gauge, the inverse of F's parts: no step inverts a matrix.
       live: per anchored reading, the channels that were read off their first anchor: those are fixed at every step.
+      grown: per anchored reading, how far the optimizer inside has left the slice: it is at θ̃ = A·θ̂. Empty where it
+        is kept there.
     """
 
     element: Element
     inverse: Element
     live: tuple[jax.Array, ...]
+    grown: tuple[jax.Array, ...]
 
 
 def chart(group: Product, params: Any) -> Chart:
@@ -59,7 +62,13 @@ def read(on: Chart, params: Any, turned: Callable[[Turning], bool] | None = None
 
 def framed(on: Chart, element: Element, live: tuple[jax.Array, ...]) -> Frame:
     """A frame from its element."""
-    return Frame(element, tuple(part.inverse(own) for (part, _), own in zip(on.parts, element, strict=True)), live)
+    inverse = tuple(part.inverse(own) for (part, _), own in zip(on.parts, element, strict=True))
+    return Frame(element, inverse, live, ())
+
+
+def unpinned(on: Chart, frame: Frame) -> Frame:
+    """The same frame for an optimizer inside that is on the slice now, and may leave it."""
+    return frame._replace(grown=tuple(reading.identity() for reading in on.anchored))
 
 
 # Into the slice and out ---------------------------------------------------------------------------
@@ -132,16 +141,21 @@ def between(before: SlicePoint, now: SlicePoint) -> SliceTangent:
     return SliceTangent({path: x - before[path] for path, x in now.items()})
 
 
-def fix(on: Chart, frame: Frame, point: SlicePoint) -> SlicePoint:
-    """Back to the slice along the orbit, in closed form: every anchor to its size, every shift to nothing."""
-    values: Arrays = dict(point)
+def fix(on: Chart, frame: Frame, point: SlicePoint) -> tuple[SlicePoint, Frame]:
+    """Back to the slice along the orbit, in closed form: every anchor to its size, every shift to nothing.
+
+    What that takes is added to `grown`: where the optimizer inside is does not change.
+    """
+    values, grown = dict(point), list(frame.grown)
     for place in on.order.first:
-        reading = on.anchored[place.reading]
-        element, _ = reading.read(place.anchor, values, frame.live[place.reading], near=True)
+        k, reading = place.reading, on.anchored[place.reading]
+        element, _ = reading.read(place.anchor, values, frame.live[k], near=True)
         values |= reading.divide(element, values)
+        if grown:
+            grown[k] = reading.composed(element, grown[k])
     for part, bound in on.parts:
         values = part.centred(bound, values)
-    return SlicePoint(values)
+    return SlicePoint(values), frame._replace(grown=tuple(grown))
 
 
 def hold(on: Chart, point: SlicePoint, tangent: SliceTangent) -> SliceTangent:
@@ -150,3 +164,30 @@ def hold(on: Chart, point: SlicePoint, tangent: SliceTangent) -> SliceTangent:
     for kind, alike in by_class(on.turning):
         change = kind.held(alike, dict(point), change)
     return SliceTangent(change)
+
+
+# Between the slice and where the optimizer inside is ----------------------------------------------
+
+
+def outward(on: Chart, frame: Frame, point: SlicePoint) -> Arrays:
+    """θ̃ = A·θ̂."""
+    values: Arrays = dict(point)
+    for reading, grown in zip(on.anchored, frame.grown, strict=False):
+        values |= reading.divide(reading.inverse(grown), values)
+    return values
+
+
+def outward_dual(on: Chart, frame: Frame, gradient: SliceCotangent) -> Arrays:
+    """A⁻ᵀ·ĝ."""
+    vectors: Arrays = dict(gradient)
+    for reading, grown in zip(on.anchored, frame.grown, strict=False):
+        vectors |= reading.divide(reading.dual(grown), vectors)
+    return vectors
+
+
+def inward(on: Chart, frame: Frame, tangent: Arrays) -> SliceTangent:
+    """A⁻¹·u."""
+    vectors = dict(tangent)
+    for reading, grown in zip(on.anchored, frame.grown, strict=False):
+        vectors |= reading.divide(grown, vectors)
+    return SliceTangent(vectors)

@@ -196,6 +196,36 @@ def test_odd_starts_under_other_optimizers(inner: str, start: str, dtype: str) -
         _check_twins("gpt", dtype, inner, _odd(start, _start("gpt", dtype)))
 
 
+# Not pinned ---------------------------------------------------------------------------------------
+
+
+def _start_of_the_slice(group: Any, params: Tree) -> Tree:
+    return group.act(group.inverse(group.read(params)), params)
+
+
+@pytest.mark.parametrize("linear", [False, True])
+@pytest.mark.parametrize("inner", ["adamw", "contrib.muon"])
+def test_unpinned_optimizers_take_the_steps_that_they_take_alone(inner: str, linear: bool, x64: None) -> None:
+    """From the slice point of θ; whatever the weights are moved by to stay there."""
+    group, params, loss = go.product(lm.gauges(CONFIGS["gpt"], linear)), _start("gpt", "float64"), _loss("gpt")
+    start = _start_of_the_slice(group, params)
+    free, pinned = (go.quotient(INNERS[inner](), group, hold=False, pin=pin) for pin in (False, True))
+    _, expected = _train(INNERS[inner]().init, _step(INNERS[inner](), loss), start)
+    _, found = _train(jit(free.init), _step(free, loss), params)
+    _, other = _train(jit(pinned.init), _step(pinned, loss), params)
+    assert np.max(np.abs(found - expected)) <= 1e-8 < 1e-4 < np.max(np.abs(other - expected))
+
+
+def test_unpinned_weights_stay_on_the_slice() -> None:
+    group, params, loss = go.product(lm.gauges(CONFIGS["llama"])), _start("llama", "float32"), _loss("llama")
+    tx = go.quotient(INNERS["adamw"](), group, pin=False)
+    step = _step(tx, loss)
+    twin = group.act(g := group.sample(jax.random.key(3), params), params)
+    ends = [_train(jit(tx.init), step, start, 100)[0] for start in (params, twin)]
+    assert _largest(go.measure.drift(params, ends[0], group)) <= tolerance("quotient_drift", "float32")
+    assert max(_apart(ends[1], group.act(g, ends[0])).values()) <= tolerance("quotient_twins", "float32")
+
+
 # The step -----------------------------------------------------------------------------------------
 
 

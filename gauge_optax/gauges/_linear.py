@@ -150,6 +150,12 @@ class LinearReading(Anchored):
         size = self.instance.size
         return jnp.broadcast_to(jnp.eye(size, dtype=real_dtype()), (*self.shape, 2, size, size))
 
+    def inverse(self, element: jax.Array) -> jax.Array:
+        return element[..., ::-1, :, :]
+
+    def dual(self, element: jax.Array) -> jax.Array:
+        return transpose(element)
+
     def composed(self, last: jax.Array, first: jax.Array) -> jax.Array:
         (p, p_back), (q, q_back) = (jnp.unstack(x, axis=-3) for x in (last, first))
         return jnp.stack([matmul(p, q), matmul(q_back, p_back)], -3)

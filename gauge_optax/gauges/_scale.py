@@ -138,6 +138,12 @@ class ScaleReading(Anchored):
     def identity(self) -> jax.Array:
         return jnp.zeros(self.shape, real_dtype())
 
+    def inverse(self, element: jax.Array) -> jax.Array:
+        return -element
+
+    def dual(self, element: jax.Array) -> jax.Array:
+        return element
+
     def composed(self, last: jax.Array, first: jax.Array) -> jax.Array:
         return last + first
 

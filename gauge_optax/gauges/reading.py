@@ -88,6 +88,14 @@ class Anchored(Reading):
         """The leaves that it moves, with the element divided out."""
 
     @abc.abstractmethod
+    def inverse(self, element: jax.Array) -> jax.Array:
+        """The element that moves back."""
+
+    @abc.abstractmethod
+    def dual(self, element: jax.Array) -> jax.Array:
+        """The element that, divided out of cotangents, moves them as this one moves points."""
+
+    @abc.abstractmethod
     def composed(self, last: jax.Array, first: jax.Array) -> jax.Array:
         """The element of a point whose own is `last` after `first` was divided out."""
 

@@ -146,7 +146,8 @@ def _quotient(move: Move, state: QuotientState, outgoing: Outgoing) -> tuple[Quo
     if found != expected:
         raise _mismatch(state, f"a frame of {found}", f"of {expected}, as the gauges given have")
     moved = move.group.compose(move.element, frame.element)
-    return state._replace(gauges=framed_at(chart(move.group, move.params), moved, frame.live)), after
+    framed = framed_at(chart(move.group, move.params), moved, frame.live)
+    return state._replace(gauges=framed._replace(grown=frame.grown)), after
 
 
 def _decay(move: Move, state: AddGaugeDecayState, outgoing: Outgoing) -> tuple[AddGaugeDecayState, Outgoing]:

@@ -24,12 +24,11 @@ from gauge_optax.transforms.opposite_gram import scale_by_opposite_gram
 from gauge_optax.transforms.polar import scale_by_scaled_polar
 from gauge_optax.transforms.project import gauge_project
 from gauge_optax.transforms.retract import gauge_retract
-from gauge_optax.transforms.smoothing import gauge_smoothing
 from gauge_optax.transforms.transport import transport
 
 __all__ = [
     "Gauge", "add_gauge_decay", "clip_by_invariant_norm", "ddc_adamw", "ddc_muon", "equivariant", "from_state",
-    "gauge_fix", "gauge_project", "gauge_retract", "gauge_sensitivity", "gauge_smoothing", "gram_evolution",
+    "gauge_fix", "gauge_project", "gauge_retract", "gauge_sensitivity", "gram_evolution",
     "head_linear", "head_rotation", "hyperball", "logit_shift", "measure", "norm_scale", "product", "quotient",
     "quotient_adamw", "quotient_muon", "rescale", "rope_linear", "rope_torus", "scale_by_ddc",
     "scale_by_opposite_gram", "scale_by_relative_rms", "scale_by_scaled_polar", "scale_invariant", "testing",

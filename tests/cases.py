@@ -588,11 +588,6 @@ def _opposite_gram(
     return go.scale_by_opposite_gram(chosen, damping, diagonal=diagonal, every=every)
 
 
-def _smoothed_adam(gauges: Sequence[Gauge], learning_rate: float = 0.01) -> optax.GradientTransformationExtraArgs:
-    """The number of samples is no hyperparameter."""
-    return go.gauge_smoothing(optax.adam(learning_rate), gauges, num_samples=2, antithetic=True)
-
-
 TRANSFORM_CASES: tuple[TransformCase, ...] = (
     TransformCase("gauge_project/gradient", go.gauge_project, {"kind": "gradient"}),
     TransformCase("gauge_project/update", go.gauge_project, {"kind": "update"}),
@@ -620,7 +615,6 @@ TRANSFORM_CASES: tuple[TransformCase, ...] = (
     TransformCase("hyperball/schedule", _hyperball, {"learning_rate": _falling}),
     TransformCase("scale_by_opposite_gram/full", _opposite_gram, {}),
     TransformCase("scale_by_opposite_gram/stale", _opposite_gram, {"damping": 1e-3, "diagonal": True, "every": 2}),
-    TransformCase("gauge_smoothing/adam", _smoothed_adam, {}),
     TransformCase("ddc_adamw/number", go.ddc_adamw, {"learning_rate": 0.01}),
     TransformCase("ddc_adamw/schedule", go.ddc_adamw, {"learning_rate": _falling, "weight_decay": _falling}),
     TransformCase("gauge_project/linear", go.gauge_project, {}, linear=True),

@@ -164,12 +164,6 @@ def test_a_quotient_state_goes_on_where_its_twin_does(name: str, x64: None) -> N
         _check_that_it_goes_on(gauges, getattr(go, name)(0.03, gauges))
 
 
-def test_samples_stay_where_they_were(x64: None) -> None:
-    gauges = [UNIT, LINEAR]
-    tx = go.gauge_smoothing(optax.adam(0.03), gauges, num_samples=2)
-    _check_that_it_goes_on(gauges, tx)
-
-
 def test_kept_inverses_move_along(x64: None) -> None:
     gauges = [UNIT, LINEAR]
     _check_that_it_goes_on(gauges, optax.chain(go.scale_by_opposite_gram(gauges, every=4), optax.sgd(0.003)))

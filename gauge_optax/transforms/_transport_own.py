@@ -32,7 +32,6 @@ from gauge_optax.transforms.lift import EquivariantState
 from gauge_optax.transforms.opposite_gram import OppositeInverses, ScaleByOppositeGramState
 from gauge_optax.transforms.project import GaugeProjectState, ProjectFrame
 from gauge_optax.transforms.retract import GaugeRetractState, Reference
-from gauge_optax.transforms.smoothing import GaugeSmoothingState
 
 Outgoing = frozenset[str]
 """Leaves that a preconditioner earlier in the chain has made updates of; on all others gradients come in."""
@@ -103,18 +102,6 @@ def _equivariant(move: Move, state: EquivariantState, outgoing: Outgoing) -> tup
     return state._replace(gauges=move.group.compose(move.element, frame)), after
 
 
-def _smoothing(move: Move, state: GaugeSmoothingState, outgoing: Outgoing) -> tuple[GaugeSmoothingState, Outgoing]:
-    """S_i·θ is where it was: the sample becomes S_i·g⁻¹, and what the inner optimizers hold stays."""
-    samples, after = state.gauges, outgoing | set(move.shapes)
-    if not isinstance(samples, tuple):  # of a tree without leaves
-        return state, after
-    found, expected = jax.tree.map(lambda x: jnp.shape(x)[1:], samples), jax.tree.map(jnp.shape, move.element)
-    if found != expected:
-        raise _mismatch(state, f"samples of {found}", f"of {expected}, as the gauges given have")
-    undo = move.group.inverse(move.element)
-    return state._replace(gauges=jax.vmap(lambda s: move.group.compose(s, undo))(samples)), after
-
-
 def _opposite_gram(
     move: Move, state: ScaleByOppositeGramState, outgoing: Outgoing
 ) -> tuple[ScaleByOppositeGramState, Outgoing]:
@@ -178,7 +165,6 @@ OWN_RULES: dict[type, Rule] = {
     ClipByInvariantNormState: _clip,
     EquivariantState: _equivariant,
     QuotientState: _quotient,
-    GaugeSmoothingState: _smoothing,
     ScaleByOppositeGramState: _opposite_gram,
     AddGaugeDecayState: _decay,
     HyperballState: _hyperball,

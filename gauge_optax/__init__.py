@@ -13,7 +13,6 @@ from gauge_optax.measure._sensitivity import gauge_sensitivity
 from gauge_optax.measure.shrink import gram_evolution
 from gauge_optax.optimizers import ddc_adamw, ddc_muon, quotient_adamw, quotient_muon
 from gauge_optax.quotient import quotient
-from gauge_optax.transforms.clip import clip_by_invariant_norm
 from gauge_optax.transforms.ddc import scale_by_ddc
 from gauge_optax.transforms.decay import add_gauge_decay
 from gauge_optax.transforms.fix import gauge_fix
@@ -27,7 +26,7 @@ from gauge_optax.transforms.retract import gauge_retract
 from gauge_optax.transforms.transport import transport
 
 __all__ = [
-    "Gauge", "add_gauge_decay", "clip_by_invariant_norm", "ddc_adamw", "ddc_muon", "equivariant", "from_state",
+    "Gauge", "add_gauge_decay", "ddc_adamw", "ddc_muon", "equivariant", "from_state",
     "gauge_fix", "gauge_project", "gauge_retract", "gauge_sensitivity", "gram_evolution",
     "head_linear", "head_rotation", "hyperball", "logit_shift", "measure", "norm_scale", "product", "quotient",
     "quotient_adamw", "quotient_muon", "rescale", "rope_linear", "rope_torus", "scale_by_ddc",

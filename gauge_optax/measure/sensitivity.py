@@ -6,7 +6,7 @@
 
 Every optimizer takes its steps on one attention layer from weights that are one function, and the table says by how
 much the steps differ in the products that the layer's function depends on: 0 if the optimizer sees the function. A
-second table does the same for clipping by the global norm, which differs between these weights.
+second table does the same for clipping by the global norm, which differs between these weights, but not on the slice.
 
 Here: the program. Not here: the measure (`_sensitivity`) and the layer (`_attention`).
 """
@@ -32,7 +32,7 @@ from gauge_optax.gauges.product import product
 from gauge_optax.linalg import real_dtype
 from gauge_optax.measure._attention import HEAD, HEADS, Attention, attention
 from gauge_optax.measure._sensitivity import Sensitivity, gauge_sensitivity
-from gauge_optax.transforms.clip import clip_by_invariant_norm
+from gauge_optax.quotient import quotient
 
 __all__ = ["Sensitivity", "gauge_sensitivity", "main"]
 
@@ -49,8 +49,6 @@ OPTIMIZERS = (
     "gauge_optax.quotient_muon",
 )
 _OPPOSITE_GRAM = "gauge_optax.scale_by_opposite_gram"
-_TINY = 1e-6
-"""A norm far below any gradient's of the layer: what clips to it tells the norm it saw."""
 
 
 class Setting(NamedTuple):
@@ -228,35 +226,34 @@ def _plain(found: Sensitivity) -> Json:
 
 
 def _chains(setting: Setting, opposite_gram: Factory, most: float) -> dict[str, optax.GradientTransformation]:
-    """Both ways to clip, before a step that sees coordinates and before one that does not."""
+    """Clipping before a step that sees coordinates, before one that does not, and on the slice."""
     gauges = setting.model.groups["GL"]
-    sgd = optax.sgd(setting.rate)
-    clips = {
-        "clip_by_global_norm": optax.clip_by_global_norm(most),
-        "clip_by_invariant_norm": clip_by_invariant_norm(most, gauges),
+    clip, sgd = optax.clip_by_global_norm(most), optax.sgd(setting.rate)
+    return {
+        "clip_by_global_norm, sgd": optax.chain(clip, sgd),
+        "clip_by_global_norm, scale_by_opposite_gram, sgd": optax.chain(clip, opposite_gram(gauges), sgd),
+        "quotient(clip_by_global_norm, sgd)": quotient(optax.chain(clip, sgd), gauges),
     }
-    steps = {"sgd": sgd, "scale_by_opposite_gram, sgd": optax.chain(opposite_gram(gauges), sgd)}
-    return {f"{c}, {s}": optax.chain(clip, step) for s, step in steps.items() for c, clip in clips.items()}
 
 
 def _gradient_norms(setting: Setting) -> tuple[list[float], list[float]]:
-    """The gradient's global norm, raw and in the frame, at θ and at its representatives."""
+    """The gradient's global norm, raw and on the slice, at θ and at its representatives."""
     model, group = setting.model, product(setting.model.groups["GL"])
     keys = jax.random.split(setting.key, setting.samples)
-    clip = clip_by_invariant_norm(_TINY, group)
+    # Inside, a transformation whose state is the norm of what it was given.
+    tx = quotient(optax.GradientTransformation(lambda _: jnp.zeros(()), lambda g, *_: (g, optax.tree.norm(g))), group)
 
     def norms(params: Any) -> tuple[jax.Array, jax.Array]:
         grads = jax.grad(model.loss_fn)(params)
-        clipped, _ = clip.update(grads, clip.init(params), params)
-        raw = optax.tree.norm(grads)
-        return raw, _TINY * raw / optax.tree.norm(clipped)
+        _, state = tx.update(grads, tx.init(params), params)
+        return optax.tree.norm(grads), state.inner_state
 
     def everywhere(params: Any) -> tuple[jax.Array, jax.Array]:
         twins = jax.vmap(lambda k: group.act(group.sample(k, params, setting.scales["GL"]), params))(keys)
         return jax.vmap(norms)(jax.tree.map(lambda p, twin: jnp.concatenate([p[None], twin]), params, twins))
 
-    raw, framed = jax.jit(everywhere)(model.params)
-    return np.asarray(raw, float).tolist(), np.asarray(framed, float).tolist()
+    raw, on_slice = jax.jit(everywhere)(model.params)
+    return np.asarray(raw, float).tolist(), np.asarray(on_slice, float).tolist()
 
 
 # Text ---------------------------------------------------------------------------------------------
@@ -286,11 +283,11 @@ def _optimizers(setting: Setting, factories: Mapping[str, Factory], report: Json
 
 def _clipping(setting: Setting, opposite_gram: Factory, report: Json) -> Iterator[str]:
     """The same for clipping, under the linear changes of basis: rotations keep every norm."""
-    raw, framed = _gradient_norms(setting)
-    most = 0.5 * min(*raw, *framed)
-    report["clipping"] = {"raw_norms": raw, "in_frame_norms": framed, "max_norm": most, "optimizers": {}}
+    raw, on_slice = _gradient_norms(setting)
+    most = 0.5 * min(*raw, *on_slice)
+    report["clipping"] = {"raw_norms": raw, "slice_norms": on_slice, "max_norm": most, "optimizers": {}}
     yield f"\nClipping at norm {most:.2g}"
-    yield f"gradient norms of the equivalent weights under GL(d_h): raw {_range(raw)}, in the frame {_range(framed)}"
+    yield f"gradient norms of the equivalent weights under GL(d_h): raw {_range(raw)}, on the slice {_range(on_slice)}"
     chains = _chains(setting, opposite_gram, most)
     table = _Table.of([setting.names["GL"]], chains)
     yield from table.head()

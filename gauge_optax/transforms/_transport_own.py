@@ -24,7 +24,6 @@ from gauge_optax.slice import framed as framed_at
 from gauge_optax.transforms._moments import BodyFrame
 from gauge_optax.transforms._state import FramedState, GaugeMoments
 from gauge_optax.transforms._transport_move import DIAGONAL, LINEAR, SHIFT, Move
-from gauge_optax.transforms.clip import ClipByInvariantNormState
 from gauge_optax.transforms.decay import AddGaugeDecayState
 from gauge_optax.transforms.fused import FusedState
 from gauge_optax.transforms.hyperball import HyperballState
@@ -78,16 +77,6 @@ def _project(move: Move, state: GaugeProjectState, outgoing: Outgoing) -> tuple[
         bases = tuple(_basis(basis, turn) for basis, turn in zip(own.bases, move.matrices, strict=True))
         own = ProjectFrame(_frame(move, own.frame), bases)
     return GaugeProjectState(own), outgoing
-
-
-def _clip(
-    move: Move, state: ClipByInvariantNormState, outgoing: Outgoing
-) -> tuple[ClipByInvariantNormState, Outgoing]:
-    own = state.gauges
-    if isinstance(own, FrameState):
-        _check(move, state, own)
-        own = _frame(move, own)
-    return ClipByInvariantNormState(own), outgoing
 
 
 def _equivariant(move: Move, state: EquivariantState, outgoing: Outgoing) -> tuple[EquivariantState, Outgoing]:
@@ -162,7 +151,6 @@ OWN_RULES: dict[type, Rule] = {
     FusedState: fused,
     GaugeRetractState: _retract,
     GaugeProjectState: _project,
-    ClipByInvariantNormState: _clip,
     EquivariantState: _equivariant,
     QuotientState: _quotient,
     ScaleByOppositeGramState: _opposite_gram,

@@ -18,7 +18,6 @@ from gauge_optax.transforms.decay import add_gauge_decay
 from gauge_optax.transforms.fix import gauge_fix
 from gauge_optax.transforms.from_state import from_state
 from gauge_optax.transforms.hyperball import hyperball
-from gauge_optax.transforms.lift import equivariant
 from gauge_optax.transforms.opposite_gram import scale_by_opposite_gram
 from gauge_optax.transforms.polar import scale_by_scaled_polar
 from gauge_optax.transforms.project import gauge_project
@@ -26,7 +25,7 @@ from gauge_optax.transforms.retract import gauge_retract
 from gauge_optax.transforms.transport import transport
 
 __all__ = [
-    "Gauge", "add_gauge_decay", "ddc_adamw", "ddc_muon", "equivariant", "from_state",
+    "Gauge", "add_gauge_decay", "ddc_adamw", "ddc_muon", "from_state",
     "gauge_fix", "gauge_project", "gauge_retract", "gauge_sensitivity", "gram_evolution",
     "head_linear", "head_rotation", "hyperball", "logit_shift", "measure", "norm_scale", "product", "quotient",
     "quotient_adamw", "quotient_muon", "rescale", "rope_linear", "rope_torus", "scale_by_ddc",

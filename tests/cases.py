@@ -629,8 +629,6 @@ TRANSFORM_CASES: tuple[TransformCase, ...] = (
         {"learning_rate": _falling, "weight_decay": _falling, "adam_learning_rate": 0.01},
         linear=True,
     ),
-    TransformCase("equivariant/adamw", go.equivariant, {"inner": optax.adamw(0.01)}),
-    TransformCase("equivariant/linear", go.equivariant, {"inner": optax.lion(0.01)}, linear=True),
     TransformCase("ddc_muon/number", go.ddc_muon, {"learning_rate": 0.01}),
     TransformCase(
         "ddc_muon/schedule",

@@ -17,6 +17,7 @@ import pytest
 
 import gauge_optax as go
 from gauge_optax.binding import leaves_by_path
+from gauge_optax.gauges._moves import move_cotangent, move_tangent
 from models import lm
 from tests.cases import GAUGE_CASES
 from tests.quick import jit
@@ -277,6 +278,33 @@ def test_blocks_may_be_listed_in_any_order() -> None:
         tx = go.quotient_muon(1e-2, go.head_linear(left, {"out": "head basis _"}))
         steps.append(tx.update(params, tx.init(params), params)[0])
     assert _relative(steps[0]["value"]["kernel"], steps[1]["value"]["kernel"]) <= 10.0 * tolerance("twins", "float32")
+
+
+def test_gauges_on_one_leaf_have_frames_of_their_own(x64: None) -> None:
+    """Queries and keys under rotary, values under GL, in one kernel."""
+    sizes = {"qkv": 3, "head": 2}
+    gauges = go.product([
+        go.rope_torus({"qkv": ("_ (qkv=0 head basis)", "_ (qkv=1 head basis)")}, sizes=sizes),
+        go.head_linear({"qkv": "_ (qkv=2 head basis)"}, {"out": "(head basis) _"}, sizes=sizes),
+    ])  # fmt: skip
+    params, grads = (_normal(seed, qkv=(6, 24), out=(8, 6)) for seed in (0, 1))
+    tx, element = go.quotient(optax.adam(1e-2), gauges), gauges.sample(jax.random.key(0), params, CONDITION_100)
+    here, _ = tx.update(grads, tx.init(params), params)
+    twin = gauges.act(element, params)
+    there, _ = tx.update(move_cotangent(gauges, element, params, grads), tx.init(twin), twin)
+    expected = move_tangent(gauges, element, params, here)
+    assert max(_relative(there[path], x) for path, x in expected.items()) <= 1e-10
+
+
+def test_heads_wider_than_the_model_are_left_as_they_are(x64: None) -> None:
+    """Rank 4 of 6 on both sides: neither fixes what the other lacks."""
+    gauge = go.head_linear({"query": "_ head basis"}, {"key": "_ head basis"})
+    params, grads = (_normal(seed, query=(4, 2, 6), key=(4, 2, 6)) for seed in (0, 1))
+    adam, tx = optax.adam(1e-2), go.quotient(optax.adam(1e-2), gauge, hold=False)
+    expected, _ = adam.update(grads, adam.init(params), params)
+    found, _ = tx.update(grads, tx.init(params), params)
+    for name, step in expected.items():
+        np.testing.assert_allclose(found[name], step, rtol=0, atol=tolerance("optax"))
 
 
 @pytest.mark.parametrize("size", [1e-12, 1e12])

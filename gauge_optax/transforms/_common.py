@@ -33,8 +33,8 @@ def bound_without_linear(transformation: str, group: Product, params: Any) -> Bo
         raise binding_error(
             transformation, f"{first.gauge} on '{first.paths[0]}'", f"a linear gauge in the list of {transformation}",
             "shifts, scales, rotations, tori and rope_linear",
-            "write go.quotient_adamw or go.quotient_muon, which take the whole list, or go.equivariant(tx, gauges), or "
-            "put go.head_rotation in its place",
+            "write go.quotient(tx, gauges) or an alias of it, which take the whole list, or put go.head_rotation in "
+            "its place",
         )  # fmt: skip
     return bound
 

@@ -110,8 +110,7 @@ class Move:
             "transport", f"no rule for {what} under {gauge}", found,
             "averages of gradients, or squares of their entries under a gauge that scales entries",
             remedy or "write on_unknown='reset' to start that leaf's moments afresh or 'keep' to leave them as they "
-            "are, train with go.quotient_adamw or go.equivariant, whose states move exactly, or leave "
-            f"{gauge} where it is",
+            f"are, train with go.quotient(tx, gauges), whose state moves exactly, or leave {gauge} where it is",
         )  # fmt: skip
 
     # Vectors and entries -------------------------------------------------------------------------------

@@ -27,7 +27,6 @@ from gauge_optax.transforms._transport_move import DIAGONAL, LINEAR, SHIFT, Move
 from gauge_optax.transforms.decay import AddGaugeDecayState
 from gauge_optax.transforms.fused import FusedState
 from gauge_optax.transforms.hyperball import HyperballState
-from gauge_optax.transforms.lift import EquivariantState
 from gauge_optax.transforms.opposite_gram import OppositeInverses, ScaleByOppositeGramState
 from gauge_optax.transforms.project import GaugeProjectState, ProjectFrame
 from gauge_optax.transforms.retract import GaugeRetractState, Reference
@@ -79,18 +78,6 @@ def _project(move: Move, state: GaugeProjectState, outgoing: Outgoing) -> tuple[
     return GaugeProjectState(own), outgoing
 
 
-def _equivariant(move: Move, state: EquivariantState, outgoing: Outgoing) -> tuple[EquivariantState, Outgoing]:
-    """Its moments live in a frame fixed at the start, which alone moves; what comes out of it is a tangent."""
-    frame = state.gauges
-    after = outgoing | set(move.shapes)
-    if not isinstance(frame, tuple):  # of a tree without leaves
-        return state, after
-    found, expected = (jax.tree.map(jnp.shape, element) for element in (frame, move.element))
-    if found != expected:
-        raise _mismatch(state, f"a frame of {found}", f"of {expected}, as the gauges given have")
-    return state._replace(gauges=move.group.compose(move.element, frame)), after
-
-
 def _opposite_gram(
     move: Move, state: ScaleByOppositeGramState, outgoing: Outgoing
 ) -> tuple[ScaleByOppositeGramState, Outgoing]:
@@ -114,7 +101,7 @@ def _opposite_gram(
 
 
 def _quotient(move: Move, state: QuotientState, outgoing: Outgoing) -> tuple[QuotientState, Outgoing]:
-    """What runs inside sees invariants; the frame alone moves."""
+    """What runs inside sees invariants; the frame alone moves. What comes out is a tangent."""
     after, frame = outgoing | set(move.shapes), state.gauges
     if not isinstance(frame, Frame):  # of a tree without leaves
         return state, after
@@ -151,7 +138,6 @@ OWN_RULES: dict[type, Rule] = {
     FusedState: fused,
     GaugeRetractState: _retract,
     GaugeProjectState: _project,
-    EquivariantState: _equivariant,
     QuotientState: _quotient,
     ScaleByOppositeGramState: _opposite_gram,
     AddGaugeDecayState: _decay,

@@ -5,7 +5,7 @@ holds M. A gradient is U_A = G·B, a cotangent; U_A·(BᵀB)⁻¹ moves like A u
 dependence is gone.
 
 Here: the correction for matrices (`head_linear`) and for channels (scales with two sides), damping, approximations. Not
-here: optimizers that are equivariant whatever they do (`lift`), the inverse itself (`factors`).
+here: optimizers that are equivariant whatever they do (`quotient`), the inverse itself (`factors`).
 References: "When Equivalent Weights Train Differently" §3, §7; DESIGN §5.
 """
 
@@ -93,7 +93,7 @@ def scale_by_opposite_gram(
     makes them tangents, exactly: undamped, twins take the same represented step, whatever S. Around other increments
     this is a wrapper. Those that do not grow with the gradient (Adam's, a polar factor's) it overcorrects: where S is a
     number s, their represented motion has a part in s⁻¹ and one in s; corrected, one in s and one in s⁻¹. *Measured* at
-    condition 100, 20 steps of AdamW: twins' motions are 1.9 apart raw, 3.1 corrected. `go.equivariant` is exact there.
+    condition 100, 20 steps of AdamW: twins' motions are 1.9 apart raw, 3.1 corrected. `go.quotient` is exact there.
 
     Args:
       gauges: a gauge or a sequence of them, meaning their product.
@@ -277,7 +277,7 @@ def _shared(path: str, first: str, second: str) -> ValueError:
     return binding_error(
         _NAME, f"two opposite factors for '{path}'", f"a side of {first} and a side of {second}",
         "at most one gauge with two sides per entry",
-        "drop one from this list; or write go.quotient_adamw, which takes both, or go.equivariant(tx, gauges)",
+        "drop one from this list; or write go.quotient(tx, gauges), which takes both",
     )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Batched kernels of a factor pair A·Bᵀ: ranks, balance, and the inverse of one factor's part of the product.
+"""Batched kernels of a factor pair A·Bᵀ: ranks, balance, and the inverse of one factor's Gram matrix.
 
 A factor is (…, rows, d) with d small. Ranks and singular values are read off its triangular factor R, never off the
 Gram matrix Rᵀ·R, which squares the condition. Not here: anything that knows what a head, a leaf or a gauge is.
@@ -113,94 +113,27 @@ def balance(left: jax.Array, right: jax.Array) -> Balance:
     return Balance(transpose(vectors), logs, whole)
 
 
-class Opposite(NamedTuple):
-    """What one factor's gradient is read in: the column space of the other.
+def _by_products(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """J such that A·J has orthonormal columns, but for zero ones, and whether it was exact enough everywhere.
 
-    Attributes:
-      basis: orthonormal columns Q that span the other factor's, (…, m, d); zero columns for missing ranks.
-      into: J, (…, d, d): a cotangent G·B becomes G·Q = G·B·J, and a step D is the tangent D·Jᵀ, of product motion D·Qᵀ.
-    """
-
-    basis: jax.Array
-    into: jax.Array
-
-
-def opposites(left: jax.Array, right: jax.Array) -> tuple[Opposite, Opposite]:
-    """How the steps of both factors of A·Bᵀ are framed.
-
-    Args:
-      left: A, (…, m, d).
-      right: B, (…, n, d).
-
-    Returns:
-      For the left factor's step, what `right` gives, and for the right factor's, what `left` gives. Under
-      (A·S, B·S⁻ᵀ) both bases turn, Q ↦ Q·R, and J ↦ Sᵀ·J·R or S⁻¹·J·R: nothing else of S is left. Exact on factors that
-      lack ranks too where the other one tells them apart (has full rank, or A·Bᵀ the same); else J depends on S in what
-      A·Bᵀ does not show at first.
-
-    Reference: When Equivalent Weights Train Differently, §3; LoRA-RITE (Yen et al. 2024) for the basis. Deviation: no
-    QR where both factors are well enough conditioned for matrix products alone (columns scaled to one length, up to
-    about 1e2 in float32 and 1e6 in float64); else by singular values of R_A·R_Bᵀ, which are those of the product.
-
-    >>> a, b = jnp.array([[2.0], [0.0]]), jnp.array([[3.0], [4.0]])
-    >>> for_left, for_right = opposites(a, b)
-    >>> round(float(for_left.into[0, 0]), 4)  # B·J is the unit vector B/5
-    0.2
-    """
-    (for_right, left_is_good), (for_left, right_is_good) = _by_products(left), _by_products(right)
-
-    def by_singular_values() -> tuple[Opposite, Opposite]:
-        r_left, r_right = triangulars(left, right)
-        pairs = in_turn(_core_inverse, (r_right, r_left), (r_left, r_right))
-        return _orthonormalised(right, pairs[0])[0], _orthonormalised(left, pairs[1])[0]
-
-    return jax.lax.cond(left_is_good & right_is_good, lambda: (for_left, for_right), by_singular_values)
-
-
-def _by_products(rows: jax.Array) -> tuple[Opposite, jax.Array]:
-    """Columns orthonormalised by their Gram matrix, twice, and whether it was exact enough everywhere.
-
-    The first pass leaves what the Gram matrix rounds, ε·condition²; of its result the Gram matrix is near the identity.
+    By the Gram matrix, twice. The first pass leaves what it rounds, ε·condition²; of its result the Gram matrix is near
+    the identity.
     """
     size = jnp.linalg.norm(rows, axis=-2, keepdims=True)
     inverse = safe_divide(jnp.ones_like(size), size)
     unit = rows * inverse
     first = inverse_sqrt_by_products(matmul(transpose(unit), unit), _least(rows.dtype))
-    found, gram = _orthonormalised(rows, transpose(inverse) * first)
-    good = jnp.all(jnp.abs(gram - jnp.eye(gram.shape[-1], dtype=gram.dtype)) < 1e-3)
-    return found, good
-
-
-def _orthonormalised(rows: jax.Array, into: jax.Array) -> tuple[Opposite, jax.Array]:
-    """Nearly orthonormal columns A·J made orthonormal, zero columns left; and their Gram matrix, up to rounding."""
+    into = transpose(inverse) * first
     columns = matmul(rows, into)
     gram = matmul(transpose(columns), columns)
-    turn = inverse_sqrt_by_products(gram, 0.1 / math.sqrt(into.shape[-1]))
-    return Opposite(matmul(columns, turn), matmul(into, turn)), matmul(matmul(turn, gram), turn)
+    turn = inverse_sqrt_by_products(gram, 0.1 / math.sqrt(gram.shape[-1]))
+    off = matmul(matmul(turn, gram), turn) - jnp.eye(gram.shape[-1], dtype=gram.dtype)
+    return matmul(into, turn), jnp.all(jnp.abs(off) < 1e-3)
 
 
 def _least(dtype: jnp.dtype) -> float:
     """λ_min/‖G‖_F down to which Gram matrices of unit columns are worked with."""
     return 1e-12 if dtype == jnp.float64 else 1e-5
-
-
-def _core_inverse(r: jax.Array, other: jax.Array) -> jax.Array:
-    """J with orthonormal Q·R·J. Of a factor that lacks ranks many would do; the other one fixes which, if it can."""
-    size = jnp.linalg.norm(r, axis=-2)
-    own = safe_divide(jnp.ones_like(size), size)[..., :, None] * jnp.eye(r.shape[-1], dtype=r.dtype)
-    (alone, _), (joint, _) = in_turn(_ranked, [matmul(r, own), matmul(r, transpose(other))])
-    ranks = [jnp.sum(sizes > 0, -1) for sizes in (alone, joint)]
-    by_other = ~full_rank(r) & (ranks[0] == ranks[1])
-    weight = jnp.where(by_other[..., None, None], other, own)
-    sizes, v = _ranked(matmul(r, transpose(weight)))
-    inverse = jnp.where(sizes > 0, 1.0 / jnp.where(sizes > 0, sizes, 1.0), 0.0)
-    return matmul(transpose(weight), transpose(v) * inverse[..., None, :])
-
-
-def _ranked(core: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Singular values, zero where they are rounding, and right vectors."""
-    _, sizes, v = jnp.linalg.svd(core)
-    return jnp.where(sizes > rank_cutoff(core.dtype) * sizes[..., :1], sizes, 0.0), v
 
 
 def inverse_gram(rows: jax.Array, damping: float | jax.Array = 0.0) -> jax.Array:
@@ -215,8 +148,9 @@ def inverse_gram(rows: jax.Array, damping: float | jax.Array = 0.0) -> jax.Array
       small beside the others. Undamped, zero columns give zero, and so do those under 1e-13 in float32 (1e-142 in
       float64), whose inverse squares would overflow.
 
-    Where the columns are well enough conditioned it is J·Jᵀ, J of `opposites`. Else, with [A; √λ·I] = Q·R·D and D the
-    norms of its columns, (R·D)⁻¹·(R·D)⁻ᵀ, by singular values where R may be singular.
+    Where the columns are well enough conditioned for matrix products alone (scaled to one length, up to about 1e2 in
+    float32 and 1e6 in float64) it is J·Jᵀ, the columns of A·J orthonormal. Else, with [A; √λ·I] = Q·R·D and D the norms
+    of its columns, (R·D)⁻¹·(R·D)⁻ᵀ, by singular values where R may be singular.
 
     >>> inverse = inverse_gram(jnp.array([[1e3, 0.0], [0.0, 1e-3], [0.0, 0.0]]))
     >>> (inverse * jnp.array([[1e6, 1.0], [1.0, 1e-6]])).round(4).tolist()
@@ -230,7 +164,7 @@ def inverse_gram(rows: jax.Array, damping: float | jax.Array = 0.0) -> jax.Array
     found, good = _by_products(jnp.concatenate([rows, below], -2))
     root = jax.lax.cond(
         good & jnp.all(live),
-        lambda: found.into,
+        lambda: found,
         lambda: _triangular_root(rows, added, jnp.where(live, norms, 1.0), live),
     )
     return matmul(root, transpose(root))

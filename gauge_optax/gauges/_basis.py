@@ -14,7 +14,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from gauge_optax.gauges._head import HeadBlock, HeadInstance
+from gauge_optax.gauges._head import HeadInstance
 from gauge_optax.gauges._scale import Values
 from gauge_optax.linalg import (
     eigenvalue_cutoff,
@@ -149,10 +149,10 @@ def degenerate(values: jax.Array, live_threshold: float | jax.Array) -> jax.Arra
     return jnp.any(kept[..., 1:] & close, -1)
 
 
-def anchor(head: HeadInstance, hat: Values, after: Sequence[HeadBlock] = ()) -> jax.Array:
-    """CᵀW of every head, (*shape, d, d), C the same whatever the point; another C than the blocks in `after` have."""
+def anchor(head: HeadInstance, hat: Values) -> jax.Array:
+    """CᵀW of every head, (*shape, d, d), C the same whatever the point."""
     total = jnp.zeros((*head.shape, head.size, head.size), next(iter(hat.values())).dtype)
-    for number, block in enumerate(head.blocks, len(after)):
+    for number, block in enumerate(head.blocks):
         constant = _noise(number, head.rows(block), head.size).astype(total.dtype)
         total = total + head.combined(block, hat[block.block.path], constant)
     return total

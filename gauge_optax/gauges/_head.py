@@ -243,17 +243,6 @@ class HeadInstance:
             parts.append(view.transpose(self._order(block)).reshape(*self.shape, self.rows(block), self.size))
         return jnp.concatenate(parts, -2) if len(parts) > 1 else parts[0]
 
-    def unstacked(self, values: Values, stacked: jax.Array) -> dict[str, jax.Array]:
-        """The inverse of `stacked`: the touched leaves of `values` with their rows replaced."""
-        out, start = {path: values[path] for path in self.paths}, 0
-        for block in self.blocks:
-            order, stop = self._order(block), start + self.rows(block)
-            view = stacked[..., start:stop, :].reshape([block.shape[k] for k in order])
-            back = [order.index(k) for k in range(len(order))]
-            out[block.block.path] = block.write(out[block.block.path], view.transpose(back))
-            start = stop
-        return out
-
     def _order(self, block: HeadBlock) -> list[int]:
         labels = block.labels
         free = [k for k, label in enumerate(labels) if label not in (*self.named, BASIS)]

@@ -23,8 +23,6 @@ from gauge_optax.gauges.reading import Turning
 from gauge_optax.transforms._polar import PolarOptions, polar_steps
 from gauge_optax.transforms.polar import Routing
 
-Scalar = float | jax.Array
-
 
 class ScaleByHeadPolarState(NamedTuple):
     """State of `scale_by_head_polar`.

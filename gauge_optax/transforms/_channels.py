@@ -10,8 +10,6 @@ from gauge_optax.gauges._system import Channels, ScaleSystem, Sides
 from gauge_optax.linalg import real_dtype, safe_divide
 from gauge_optax.transforms._here import Adam, Here
 
-Arrays = dict[str, jax.Array]
-
 # Gauss–Seidel sweeps where two scale gauges share a leaf. A sweep leaves a few hundredths of what it started with: of a
 # gradient that has no effect, of a tangent the retraction removes it.
 GRADIENT_SWEEPS, TANGENT_SWEEPS, _CROSSTALK_SWEEPS = 1, 2, 2

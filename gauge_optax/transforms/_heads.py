@@ -5,7 +5,6 @@ Here: refresh by drift or age, and the horizontal projection in the stored bases
 
 import functools
 from collections.abc import Sequence
-from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +24,6 @@ from gauge_optax.gauges._scale import Values
 from gauge_optax.gauges._split import Bound
 from gauge_optax.linalg import skew
 
-T = TypeVar("T")
 Arrays = dict[str, jax.Array]
 
 _ROUNDING = (1e-5, 1e-12)  # of a gradient, in float32 and in float64

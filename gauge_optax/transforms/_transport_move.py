@@ -10,7 +10,7 @@ Here: the move, and its effect on one array or tree. Not here: which arrays a st
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -19,7 +19,6 @@ import numpy as np
 
 from gauge_optax.binding import binding_error, leaves_by_path
 from gauge_optax.gauges._basis import grouped
-from gauge_optax.gauges._head import HeadBlock
 from gauge_optax.gauges._moves import move_cotangent, move_tangent
 from gauge_optax.gauges._split import Bound, times
 from gauge_optax.gauges._system import Channels
@@ -82,10 +81,6 @@ class Move:
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Shape of every leaf of θ."""
         return {path: jnp.shape(leaf) for path, leaf in leaves_by_path(self.params).items()}
-
-    def only(self, chosen: Callable[[BoundGauge], bool]) -> "Move":
-        """The move of some of the gauges: of a state that knows these alone."""
-        return dataclasses.replace(self, parts=tuple(part for part in self.parts if chosen(part.gauge)))
 
     def of_kind(self, *kinds: str) -> "Move":
         """Its parts of these kinds."""
@@ -162,16 +157,6 @@ class Move:
                 else:
                     found.append(jnp.stack([turning[0].matrix(turning[1][h.key]) for h in heads]))
         return tuple(found)
-
-    @functools.cached_property
-    def turns(self) -> Mapping[HeadBlock, jax.Array]:
-        """R per rotated block that moves, (*shape, d, d)."""
-        return {
-            block: gauge.matrix(element[head.key])
-            for gauge, element in filter(None, map(_turning, self.parts))
-            for head in gauge.bound(self.params).rotations
-            for block in head.blocks
-        }
 
     def turned(self, leaves: Arrays) -> Arrays:
         """Vectors in the rescale frame and the heads' world basis: rotations are all that they see."""

@@ -164,14 +164,6 @@ def _by_leaf(bound: Bound, by_role: Mapping[str, float]) -> tuple[dict[str, floa
     return {path: float(by_role[key]) for path, key in chosen.items()}, float(by_role.get(OTHER, 0.0))
 
 
-def roles_of(weight_decay: Decay, bound: Bound) -> Decay:
-    """The decay of part of a list of gauges: a number per role without the roles that no block there has."""
-    if not isinstance(weight_decay, Mapping):
-        return weight_decay
-    names = {OTHER, *(name for _, own in _roles(bound) for name in own)}
-    return {role: number for role, number in weight_decay.items() if role in names}
-
-
 def _roles(bound: Bound) -> list[tuple[Block, tuple[str, ...]]]:
     """Every block with the names its role may be given by, the gauge's own first."""
     sides = [(i.gauge, b) for i in bound.scales for b in i.up + i.down]

@@ -130,8 +130,8 @@ def test_twins_under_any_optimizer(name: str, inner: str, dtype: str) -> None:
         _check_twins(name, dtype, inner, _start(name, dtype))
 
 
-@pytest.mark.parametrize("inner", ["lion", "muon"])
-def test_twins_under_signs_and_polar_factors(inner: str, x64: None) -> None:
+@pytest.mark.parametrize("inner", ["lion", "muon", "clip_sgd"])
+def test_twins_under_signs_polar_factors_and_clipping(inner: str, x64: None) -> None:
     _check_twins("gpt", "float64", inner, _start("gpt", "float64"))
 
 

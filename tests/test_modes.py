@@ -23,6 +23,8 @@ from tests.cases import GAUGE_CASES
 from tests.quick import jit
 from tests.tolerances import tolerance
 
+pytestmark = pytest.mark.slow  # minutes of compiling; test_slice.py keeps twins of `quotient` in the quick tests
+
 Tree = Any
 Move = Callable[[Tree], Tree]
 CASES = {c.name: c for c in GAUGE_CASES}

@@ -208,6 +208,7 @@ def _apart(
     return _leaf_errors(twin_end, act(element, end)), _relative(twin_losses, losses)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("row", "setting", "dtype"), _twin_rows())
 def test_twins_stay_together(row: str, setting: str, dtype: str) -> None:
     with jax.enable_x64(dtype == "float64"):

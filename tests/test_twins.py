@@ -20,6 +20,8 @@ from models import lm
 from tests.quick import jit
 from tests.tolerances import tolerance
 
+pytestmark = pytest.mark.slow  # minutes of compiling; test_slice.py keeps twins of `quotient` in the quick tests
+
 SIZES: dict[str, Any] = dict(vocab=11, d_model=6, layers=1, heads=2, kv_heads=2, d_head=4, d_ff=7, max_len=6)
 CONFIGS = {
     "gpt": lm.LMConfig(**SIZES | {"d_head": 3}),

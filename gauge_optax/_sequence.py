@@ -39,3 +39,18 @@ def in_turn(make: Callable[..., T], arrays: Sequence[Any], *others: Sequence[Any
         made.append(make(jax.tree.map(lambda x, gate=one: gate.astype(x.dtype) * x, own), *rest))
         one = after(made[-1])
     return tuple(made)
+
+
+def singly(make: Callable[[jax.Array], T], matrices: jax.Array) -> T:
+    """make(matrices), on CPUs matrix by matrix.
+
+    A LAPACK call for many of them is one of XLA's threads that hands them to the others and waits: when each device has
+    one under way, as virtual devices do, there are no others.
+
+    Args:
+      make: takes matrices with any number of leading axes, and gives arrays with these.
+      matrices: (…, m, n).
+    """
+    lead, flat = matrices.shape[:-2], matrices.reshape(-1, *matrices.shape[-2:])
+    made = jax.lax.platform_dependent(flat, cpu=lambda x: jax.lax.map(make, x), default=make)
+    return jax.tree.map(lambda x: x.reshape(*lead, *x.shape[1:]), made)

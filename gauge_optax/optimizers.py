@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import optax
 
+from gauge_optax._layout import opened
 from gauge_optax.gauges.base import Gauges
 from gauge_optax.gauges.product import product
 from gauge_optax.inner.muon import Muon, muon
@@ -352,5 +353,5 @@ def quotient_muon(
         1 if heads_per_matrix is None else heads_per_matrix,
     )
     group = product(gauges)
-    inner = muon(settings, group)
+    inner = opened(muon(settings, group))
     return wrapped("quotient_muon", inner, group, hold=hold, pin=pin, turned=settings.sees_turns(group))

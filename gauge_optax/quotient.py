@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import optax
 
 import gauge_optax.slice as slices
+from gauge_optax._layout import layout
 from gauge_optax.binding import is_empty, leaves_by_path, with_leaves
 from gauge_optax.gauges.base import Gauges
 from gauge_optax.gauges.product import product
@@ -84,36 +85,46 @@ def wrapped(
     def init_fn(params: optax.Params) -> QuotientState:
         if is_empty(params):
             return QuotientState(jnp.zeros(()), inner.init(params))
-        on = slices.chart(group, params)
+        on, laid = slices.chart(group, params), layout(params)
         chosen = None if turned is None else functools.partial(turned, params)
-        frame = slices.read(on, params, chosen)
-        point = slices.enter(slices.motions(on, frame), on.joint.values(params))
-        frame = frame if pin else slices.unpinned(on, frame)
-        return QuotientState(frame, inner.init(with_leaves(params, point)))
+        with laid.left_open():
+            here = laid.enter(params)
+            frame = slices.read(on, here, chosen)
+            point = with_leaves(here, slices.enter(slices.motions(on, frame), on.joint.values(here)))
+            frame = frame if pin else slices.unpinned(on, frame)
+        return QuotientState(laid.leave(frame), inner.init(laid.leave(point, like=params)))
 
     def update_fn(
         updates: optax.Updates, state: QuotientState, params: optax.Params | None = None, **extra: Any
     ) -> tuple[optax.Updates, QuotientState]:
         _require_params(name, params)
-        on, frame = slices.chart(group, params), state.gauges
-        motions = slices.motions(on, frame)
-        point = slices.enter(motions, on.joint.values(params))
-        gradient = slices.enter_dual(on, motions, on.joint.vectors(updates))
-        seen = slices.without_faint(on, with_leaves(updates, slices.outward_dual(on, frame, gradient)))
-        if "grad" in extra:
-            gradient = slices.enter_dual(on, motions, on.joint.vectors(extra["grad"]))
-            extra["grad"] = with_leaves(extra["grad"], slices.outward_dual(on, frame, gradient))
+        on, laid = slices.chart(group, params), layout(params)
+        with laid.left_open():
+            frame, here, slope, grad = laid.enter((state.gauges, params, updates, extra.get("grad")))
+            motions = slices.motions(on, frame)
+            point = slices.enter(motions, on.joint.values(here))
+
+            def dual(tree: Any) -> Any:
+                gradient = slices.enter_dual(on, motions, on.joint.vectors(tree))
+                return with_leaves(tree, slices.outward_dual(on, frame, gradient))
+
+            seen, grad = slices.without_faint(on, dual(slope)), None if grad is None else dual(grad)
+            outside = with_leaves(here, slices.outward(on, frame, point))
+        if grad is not None:
+            extra["grad"] = laid.leave(grad, like=extra["grad"])
         if "value_fn" in extra:
             extra["value_fn"] = _on_slice(on, frame, params, extra["value_fn"])
-        outside = with_leaves(params, slices.outward(on, frame, point))
+        seen, outside = laid.leave(seen, like=updates), laid.leave(outside, like=params)
         tree, inner_state = inner.update(seen, state.inner_state, outside, **extra)
-        tangent = slices.inward(on, frame, on.joint.vectors(tree))
-        fixed, frame = slices.fix(on, frame, slices.added(point, tangent))
-        tangent = slices.between(point, fixed)
-        step = slices.leave(motions, slices.hold(on, point, tangent) if hold else tangent)
-        own = leaves_by_path(updates)
-        out = with_leaves(tree, {path: x.astype(own[path].dtype) for path, x in step.items()})
-        return out, QuotientState(frame, inner_state)
+        with laid.left_open():
+            tree = laid.enter(tree)
+            tangent = slices.inward(on, frame, on.joint.vectors(tree))
+            fixed, frame = slices.fix(on, frame, slices.added(point, tangent))
+            tangent = slices.between(point, fixed)
+            step = slices.leave(motions, slices.hold(on, point, tangent) if hold else tangent)
+            own = leaves_by_path(updates)
+            out = with_leaves(tree, {path: x.astype(own[path].dtype) for path, x in step.items()})
+        return laid.leave(out, like=updates), QuotientState(laid.leave(frame), inner_state)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
@@ -122,12 +133,16 @@ def _on_slice(
     on: slices.Chart, frame: slices.Frame, params: optax.Params, value_fn: Callable[..., Any]
 ) -> Callable[..., Any]:
     """A function of θ as one of θ̂: what a line search evaluates."""
-    own = leaves_by_path(params)
+    own, laid = leaves_by_path(params), layout(params)
 
     def of_point(point: Any, *args: Any, **kwargs: Any) -> Any:
-        values = slices.place(on, frame, slices.SlicePoint(dict(slices.inward(on, frame, on.joint.vectors(point)))))
-        stored = {path: (x - on.joint.offset[path]).astype(own[path].dtype) for path, x in values.items()}
-        return value_fn(with_leaves(point, stored), *args, **kwargs)
+        with laid.left_open():
+            here = laid.enter(point)
+            tangent = slices.inward(on, frame, on.joint.vectors(here))
+            values = slices.place(on, frame, slices.SlicePoint(dict(tangent)))
+            stored = {path: (x - on.joint.offset[path]).astype(own[path].dtype) for path, x in values.items()}
+            here = with_leaves(here, stored)
+        return value_fn(laid.leave(here, like=point), *args, **kwargs)
 
     return of_point
 

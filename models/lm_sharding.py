@@ -39,10 +39,10 @@ LAYOUTS: Mapping[str, Mapping[str, str]] = {
 }
 
 
-def make_mesh(data: int, model: int) -> Mesh:
-    """A mesh of the first data · model devices."""
-    kinds = (AxisType.Auto, AxisType.Auto)  # not JAX's default any more: XLA is to find where an update's parts lie
-    return jax.make_mesh((data, model), ("data", "model"), axis_types=kinds, devices=jax.devices()[: data * model])
+def make_mesh(data: int, model: int, *, kind: AxisType = AxisType.Auto) -> Mesh:
+    """A mesh of the first data · model devices; unless its axes are explicit, XLA finds where an update's parts lie."""
+    devices = jax.devices()[: data * model]
+    return jax.make_mesh((data, model), ("data", "model"), axis_types=(kind, kind), devices=devices)
 
 
 def partition(layout: str, path: str) -> P:

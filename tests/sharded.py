@@ -2,6 +2,7 @@
 
     python -m tests.sharded gpt ddc_adamw dp tp                     # 8 devices in one process
     python -m tests.sharded gpt ddc_adamw tp --rank 0 --port 4000   # 4 of them, rank 1 has the others
+    python -m tests.sharded llama quotient_adamw tp --explicit      # types say where arrays lie; saved and restored too
 
 Prints what it measured, one JSON object per layout, and ends in a traceback where a check fails.
 """
@@ -11,16 +12,19 @@ import functools
 import json
 import math
 import re
+import tempfile
 import warnings
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 from flax import nnx
-from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
+from jax.sharding import AxisType, NamedSharding, Sharding, SingleDeviceSharding, auto_axes
 from jax.sharding import PartitionSpec as P
 
 import gauge_optax as go
@@ -46,7 +50,13 @@ OPTIMIZERS: dict[str, Callable[[list[go.Gauge]], optax.GradientTransformationExt
         go.ddc_muon, 3e-3, weight_decay=0.1, labels={"blocks/{i}/mlp/{name}/kernel": "adam"}
     ),
 }
-LOCAL = ("ddc_adamw", "ddc_muon_heads")  # a polar factor of heads is; one of a whole matrix takes the whole matrix
+# Around Optax's own, whose moments an automatic mesh puts where it likes.
+QUOTIENTS: dict[str, Callable[[list[go.Gauge]], optax.GradientTransformationExtraArgs]] = {
+    "quotient_adamw": functools.partial(go.quotient_adamw, 3e-3, weight_decay=0.1),
+    "quotient_muon": functools.partial(go.quotient_muon, 3e-3, weight_decay=0.1),
+}
+# A polar factor of heads is local; one of a whole matrix takes the whole matrix.
+LOCAL = ("ddc_adamw", "ddc_muon_heads", "quotient_adamw")
 
 
 # What the compiler wrote --------------------------------------------------------------------------
@@ -75,6 +85,14 @@ def smallest_gather(params: Tree, shardings: Tree) -> float:
 
 
 # Runs ---------------------------------------------------------------------------------------------
+
+
+class Place(NamedTuple):
+    """Where the parameters and the tokens are, and how an array is whole there."""
+
+    params: Tree
+    tokens: Sharding
+    whole: Sharding
 
 
 class Run(NamedTuple):
@@ -106,10 +124,14 @@ class Trainer:
     takes no arguments that are laid out otherwise than the first ones were.
     """
 
-    def __init__(self, model: str, optimizer: str) -> None:
-        self.config, self.local = MODELS[model], optimizer in LOCAL
+    def __init__(self, model: str, optimizer: str, linear: bool = False, kind: AxisType = AxisType.Auto) -> None:
+        self.config, self.kind = MODELS[model], kind
+        # A quotient merges the rows of grouped heads, which are gathered where one of their axes is dealt out.
+        grouped = optimizer in QUOTIENTS and self.config.heads > self.config.kv_heads
+        self.local = optimizer in LOCAL and not grouped
+        self.placed = ("mu", "nu") if optimizer in OPTIMIZERS or kind == AxisType.Explicit else ()
         self.params, self.tokens, self.loss = start(self.config)
-        tx = OPTIMIZERS[optimizer](lm.gauges(self.config))
+        self.tx = tx = (OPTIMIZERS | QUOTIENTS)[optimizer](lm.gauges(self.config, linear))
 
         def update(grads: Tree, state: Tree, params: Tree) -> tuple[Tree, Tree]:
             updates, state = tx.update(grads, state, params)
@@ -118,29 +140,70 @@ class Trainer:
         self.init: Any = jit(tx.init)
         self.update: Any = jit(update, donate_argnums=(1, 2))
 
-    def run(self, shardings: Tree, whole: Sharding, batch: Sharding) -> Run:
-        """A few steps with the parameters and the tokens laid out like this; `whole` leaves an array whole."""
-        params, tokens = put(self.params, shardings), put(self.tokens, batch)
-        slope = jit(jax.value_and_grad(self.loss), out_shardings=(whole, shardings))
-        state, losses = self.init(params), list[float]()
-        check_shardings(state, params, shardings)
-        step: Any = None
-        for _ in range(STEPS):
+    def place(self, data: int, model: int, layout: str) -> Place:
+        """A layout on a mesh of data · model devices."""
+        mesh = lm_sharding.make_mesh(data, model, kind=self.kind)
+        params = lm_sharding.shardings(self.params, mesh, layout)
+        return Place(params, NamedSharding(mesh, P("data")), NamedSharding(mesh, P()))
+
+    def run(self, place: Place) -> Run:
+        """A few steps there."""
+        params = put(self.params, place.params)
+        params, _, losses, program = self.steps(place, params, self.begun(place, params), STEPS)
+        return self.ended(place, params, losses, program)
+
+    def steps(self, place: Place, params: Tree, state: Tree, steps: int) -> tuple[Tree, Tree, list[float], str]:
+        """So many steps from here, their losses and the compiled update."""
+        check_shardings(state, params, place.params, self.placed)
+        tokens = put(self.tokens, place.tokens)
+        out = (place.whole, place.params)
+        slope = jit(auto_axes(jax.value_and_grad(self.loss), out_sharding=out), out_shardings=out)
+        losses, step = list[float](), None
+        for _ in range(steps):
             value, grads = slope(params, tokens)
             step = step or self.update.lower(grads, state, params).compile()
             old = params, state
             params, state = step(grads, state, params)
             losses.append(float(value))
             assert all(x.is_deleted() for x in jax.tree.leaves(old)), "not donated"
-        check_shardings(state, params, shardings)
-        ended = jit(lambda tree: tree, out_shardings=whole)(params)
-        return Run(jax.tree.map(np.asarray, ended), losses, step.as_text())
+        check_shardings(state, params, place.params, self.placed)
+        return params, state, losses, step.as_text()
+
+    def ended(self, place: Place, params: Tree, losses: list[float], program: str) -> Run:
+        """A run, its parameters taken to the host."""
+        whole = jit(auto_axes(lambda tree: tree, out_sharding=place.whole), out_shardings=place.whole)(params)
+        return Run(jax.tree.map(np.asarray, whole), losses, program)
+
+    def begun(self, place: Place, params: Tree) -> Tree:
+        """The state of a new run; what Optax makes of nothing is whole on automatic axes, and dealt out here."""
+        state = self.init(params)
+        if self.placed or not isinstance(place.whole, NamedSharding):
+            return state
+        return jax.device_put(state, jax.tree.map(lambda x: x.sharding, self.target(place)[1]))
+
+    def target(self, place: Place) -> Tree:
+        """Parameters and state as shapes with a place each, to be restored there."""
+
+        def shape(x: Any, sharding: Sharding) -> Any:
+            return x if masked(x) else jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+        def whole(tree: Tree) -> Tree:  # a frame is one thing that is no parameter
+            return jax.tree.map(lambda x: shape(x, place.whole), tree)
+
+        def masked(x: Any) -> bool:
+            return isinstance(x, optax.MaskedNode)
+
+        params = jax.tree.map(shape, self.params, place.params)
+        state = jax.eval_shape(self.tx.init, params)
+        return params, optax.tree.map_params(
+            self.tx, shape, state, place.params, transform_non_params=whole, is_leaf=masked
+        )
 
 
-def check_shardings(state: Tree, params: Tree, shardings: Tree) -> None:
-    """Parameters, and moments shaped like them, are where they were told to be."""
-    for name in ("params", "mu", "nu"):
-        tree = params if name == "params" else optax.tree.get(state, name)
+def check_shardings(state: Tree, params: Tree, shardings: Tree, names: Sequence[str] = ("mu", "nu")) -> None:
+    """Parameters, and moments of these names, are where the parameters were told to be."""
+    moments = [(name, tree) for name in names for _, tree in optax.tree.get_all_with_path(state, name)]
+    for name, tree in [("params", params), *moments]:
         leaves = jax.tree.leaves_with_path(tree, is_leaf=lambda x: isinstance(x, optax.MaskedNode))
         for (keys, leaf), wanted in zip(leaves, jax.tree.leaves(shardings), strict=True):
             if isinstance(leaf, optax.MaskedNode):
@@ -166,13 +229,25 @@ def differences(config: lm.LMConfig, found: Run, expected: Run) -> dict[str, flo
 
 def run_layout(trainer: Trainer, layout: str) -> Run:
     """A run on the mesh of a layout: what is local sends nothing as large as a weight, where all is whole nothing."""
-    mesh = lm_sharding.make_mesh(*MESHES[layout])
-    shardings = lm_sharding.shardings(trainer.params, mesh, layout)
-    found = trainer.run(shardings, NamedSharding(mesh, P()), NamedSharding(mesh, P("data")))
-    least, sent = smallest_gather(trainer.params, shardings), collectives(found.program)
+    place = trainer.place(*MESHES[layout], layout)
+    found = trainer.run(place)
+    least, sent = smallest_gather(trainer.params, place.params), collectives(found.program)
     assert not trainer.local or [call for call in sent if call[1] >= least] == []
     assert (sent == []) == (layout == "dp")
     return found
+
+
+def run_resumed(trainer: Trainer) -> Run:
+    """A run that leaves one mesh through a checkpoint and goes on in another layout on half the devices."""
+    first, second = trainer.place(*MESHES["fsdp_tp"], "fsdp_tp"), trainer.place(2, 2, "tp")
+    params = put(trainer.params, first.params)
+    *left, losses, _ = trainer.steps(first, params, trainer.begun(first, params), STEPS // 2)
+    with tempfile.TemporaryDirectory() as folder, ocp.StandardCheckpointer() as disk:
+        disk.save(Path(folder) / "run", tuple(left))
+        disk.wait_until_finished()
+        params, state = disk.restore(Path(folder) / "run", trainer.target(second))
+    params, _, more, program = trainer.steps(second, params, state, STEPS - STEPS // 2)
+    return trainer.ended(second, params, losses + more, program)
 
 
 def compare(trainer: Trainer, layout: str, found: Run, expected: Run) -> dict[str, Any]:
@@ -201,12 +276,23 @@ def check_eager_init() -> None:
     check_shardings(tx.init(params), params, shardings)
 
 
+def check_large_heads() -> None:
+    """`init` of a quotient ends: XLA's threads, as many as devices, do not all wait for each other in LAPACK."""
+    config = lm.LMConfig(layers=1, **_SIZES | {"d_head": 64})
+    params, _, _ = start(config)
+    whole = NamedSharding(lm_sharding.make_mesh(8, 1), P())
+    tx = QUOTIENTS["quotient_adamw"](lm.gauges(config))
+    jax.block_until_ready(jit(tx.init)(put(params, jax.tree.map(lambda _: whole, params))))
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs on a mesh in each layout, and on one device."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", choices=MODELS)
-    parser.add_argument("optimizer", choices=OPTIMIZERS)
+    parser.add_argument("optimizer", choices=OPTIMIZERS | QUOTIENTS)
     parser.add_argument("layouts", nargs="+", choices=MESHES)
+    parser.add_argument("--explicit", action="store_true", help="axes of the meshes are explicit")
+    parser.add_argument("--linear", action="store_true", help="GL(d) in place of rotations of heads")
     parser.add_argument("--rank", type=int, help="of two processes with four devices each")
     parser.add_argument("--port", type=int, help="of rank 0")
     args = parser.parse_args(argv)
@@ -217,17 +303,21 @@ def main(argv: Sequence[str] | None = None) -> None:
         jax.distributed.initialize(f"127.0.0.1:{args.port}", 2, args.rank, initialization_timeout=100)
     assert jax.device_count() == 8
 
-    trainer = Trainer(args.model, args.optimizer)
+    kind = AxisType.Explicit if args.explicit else AxisType.Auto
+    trainer = Trainer(args.model, args.optimizer, args.linear, kind)
     runs = {layout: run_layout(trainer, layout) for layout in args.layouts}
+    if args.optimizer in QUOTIENTS:
+        check_large_heads()
+        runs["resumed"] = run_resumed(trainer)
     if not args.rank:
         one = SingleDeviceSharding(jax.local_devices()[0])
-        alone = trainer.run(jax.tree.map(lambda _: one, trainer.params), one, one)
+        alone = trainer.run(Place(jax.tree.map(lambda _: one, trainer.params), one, one))
         for layout, found in runs.items():
             print(json.dumps(compare(trainer, layout, found, alone)), flush=True)
-    if args.rank is None:
+    if args.rank is None and args.optimizer in OPTIMIZERS:
         check_the_checker()
         check_eager_init()
-    else:
+    elif args.rank is not None:
         jax.distributed.shutdown()  # waits for the other
 
 

@@ -141,13 +141,8 @@ def _round_trip(manager: ocp.CheckpointManager, tree: Tree, abstract: Tree) -> T
     return manager.restore(1, args=ocp.args.StandardRestore(abstract))
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"vertical": "adam", "v_mode": "none"}, {"vertical": "sgd", "v_mode": "per_head_scalar"}],
-    ids=["default", "adam", "sgd"],
-)
-def test_a_state_from_orbax_takes_the_same_next_step(manager: ocp.CheckpointManager, options: dict[str, Any]) -> None:
-    """Every kind of gauge, so that every field of a state has been on disk."""
+def _every_gauge() -> tuple[list[go.Gauge], Tree]:
+    """And leaves for each."""
     gauges = [
         go.norm_scale({"norm": "channel"}, {"up": "channel _"}),
         go.rescale({"up": "_ channel"}, {"down": "channel _"}),
@@ -160,6 +155,17 @@ def test_a_state_from_orbax_takes_the_same_next_step(manager: ocp.CheckpointMana
               "query": (3, 2), "key": (3, 2), "head": (3, 5)}  # fmt: skip
     draw = np.random.default_rng(0).normal
     params = {name: jnp.asarray(draw(size=shape), jnp.float32) for name, shape in shapes.items()}
+    return gauges, params
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"vertical": "adam", "v_mode": "none"}, {"vertical": "sgd", "v_mode": "per_head_scalar"}],
+    ids=["default", "adam", "sgd"],
+)
+def test_a_state_from_orbax_takes_the_same_next_step(manager: ocp.CheckpointManager, options: dict[str, Any]) -> None:
+    """Every kind of gauge, so that every field of a state has been on disk."""
+    gauges, params = _every_gauge()
     tx = go.ddc_adamw(0.01, gauges, **options)
 
     @jit
@@ -172,6 +178,35 @@ def test_a_state_from_orbax_takes_the_same_next_step(manager: ocp.CheckpointMana
     assert jax.tree.structure(restored) == jax.tree.structure(run)
     chex.assert_trees_all_equal(restored, run)
     chex.assert_trees_all_equal(step(*restored), step(*run))
+
+
+def test_a_quotient_that_was_killed_goes_on_to_the_bit(manager: ocp.CheckpointManager) -> None:
+    """All that the second run has of the first is what is on disk, and shapes."""
+    gauges, params = _every_gauge()
+    gauges.append(go.head_linear({"a": "_ basis"}, {"b": "basis _"}))
+    params |= {"a": params["up"], "b": params["down"]}
+
+    def start() -> tuple[optax.GradientTransformationExtraArgs, Callable[..., tuple[Tree, Tree]]]:
+        tx = go.quotient(optax.adamw(0.01, weight_decay=0.1), gauges, pin=False)
+
+        def step(params: Tree, state: Tree) -> tuple[Tree, Tree]:
+            updates, state = tx.update(jax.tree.map(jnp.sin, params), state, params)
+            return optax.apply_updates(params, updates), state
+
+        return tx, jit(step)
+
+    tx, step = start()
+    run = [(params, jit(tx.init)(params))]
+    for _ in range(4):
+        run.append(step(*run[-1]))
+
+    tx, step = start()
+    shapes = jax.eval_shape(lambda: params)
+    found = _round_trip(manager, run[2], (shapes, jax.eval_shape(tx.init, shapes)))
+    assert jax.tree.structure(found) == jax.tree.structure(run[2])
+    for expected in run[2:]:
+        chex.assert_trees_all_equal(found, expected)
+        found = step(*found)
 
 
 def test_an_nnx_optimizer_from_orbax_takes_the_same_next_step(manager: ocp.CheckpointManager) -> None:

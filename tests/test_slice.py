@@ -16,6 +16,7 @@ import pytest
 
 import gauge_optax as go
 from gauge_optax.binding import leaves_by_path, with_leaves
+from gauge_optax.gauges import turning
 from models import lm
 from tests.quick import jit
 from tests.tolerances import tolerance
@@ -372,6 +373,17 @@ def test_without_hold_heads_turn(x64: None) -> None:
         motion = jit(lambda u: go.measure.vertical_motion(params, u, gauges))(updates)
         turned[hold] = _largest([m for g, m in zip(gauges, motion, strict=True) if g.name == "head_rotation"])
     assert turned[True] < 1e-12 < 1e-5 < turned[False]
+
+
+def test_what_holds_heads_takes_any_matrix() -> None:
+    """Its antisymmetric part counts. Of another, which fused code leaves by rounding, conjugate gradients run away."""
+    draw = np.random.default_rng(0).normal
+    rows, k = draw(size=(500, 32, 4)), draw(size=(500, 4, 4))
+    m, odd = np.swapaxes(rows, 1, 2) @ rows, k - np.swapaxes(k, 1, 2)
+    for part in (k, odd / 2 + 1e-7 * (k - odd / 2)):
+        a = np.asarray(jit(turning.lyapunov)(jnp.asarray(m, "float32"), jnp.asarray(part, "float32")), float)
+        left = np.linalg.norm(m @ a + a @ m - odd, axis=(1, 2)) / np.linalg.norm(odd, axis=(1, 2))
+        assert np.max(left) <= tolerance("kernel", "float32")
 
 
 # The program --------------------------------------------------------------------------------------

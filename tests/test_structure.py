@@ -29,6 +29,7 @@ LAYERS: dict[str, int] = {
     "linalg": 1,
     "factors": 1,
     "_sequence": 1,
+    "_layout": 1,
     "gauges": 2,
     "slice": 3,
     "quotient": 3,

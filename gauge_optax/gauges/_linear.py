@@ -14,7 +14,7 @@ from typing import ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from gauge_optax._sequence import in_turn
+from gauge_optax._sequence import in_turn, singly
 from gauge_optax.binding import Block
 from gauge_optax.factors import balance, full_rank, triangular, triangulars
 from gauge_optax.gauges._head import HeadInstance
@@ -140,9 +140,9 @@ class LinearReading(Anchored):
             inverse = inverse_sqrt_by_products(gram, _LEAST)
             pair = (matmul(gram, inverse), inverse)
         else:
-            root = triangular(side.stacked(values))
+            root = singly(triangular, side.stacked(values))
             found = within & full_rank(root)
-            _, sizes, vectors = jnp.linalg.svd(jnp.where(found[..., None, None], root, eye))
+            _, sizes, vectors = singly(jnp.linalg.svd, jnp.where(found[..., None, None], root, eye))
             pair = (_conjugated(vectors, sizes), _conjugated(vectors, 1.0 / sizes))
         return jnp.stack(pair if on_left else pair[::-1], -3), found
 

@@ -22,6 +22,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
+from gauge_optax._sequence import singly
 from gauge_optax.binding import Axes, Instance, block_specs, check_specs, frozen_sizes
 from gauge_optax.gauges._head import BASIS, HeadBlock, HeadInstance
 from gauge_optax.gauges._linear import LinearInstance, LinearReading
@@ -134,7 +135,7 @@ class HeadLinear(BoundGauge):
         return {r.key: matmul(found[WholeTurnReading(r.turned)], found[r][..., 0, :, :]) for r in sides}
 
     def move(self, bound: Bound, element: Element, values: Mapping[str, jax.Array]) -> Mapping[str, jax.Array]:
-        return self.motion(bound, element, jax.tree.map(jnp.linalg.inv, element)).push(dict(values))
+        return self.motion(bound, element, self.inverse(element)).push(dict(values))
 
     def motion(self, bound: Bound, element: Element, inverse: Element) -> Motion:
         def moved(by: Element, back: Element, dual: bool, values: Arrays) -> Arrays:
@@ -161,13 +162,13 @@ class HeadLinear(BoundGauge):
         }
 
     def inverse(self, element: Element) -> Element:
-        return jax.tree.map(jnp.linalg.inv, element)
+        return jax.tree.map(lambda x: singly(jnp.linalg.inv, x), element)
 
     def compose(self, a: Element, b: Element) -> Element:
         return jax.tree.map(lambda last, first: matmul(first, last), a, b)
 
     def dual(self, element: Element) -> Element:
-        return jax.tree.map(lambda x: transpose(jnp.linalg.inv(x)), element)
+        return jax.tree.map(transpose, self.inverse(element))
 
     def fraction(self, element: Element, strength: float | jax.Array) -> Element:
         return jax.tree.map(lambda x: _power(x, strength), element)

@@ -17,12 +17,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gauge_optax._sequence import in_turn
+from gauge_optax._sequence import in_turn, singly
 from gauge_optax.binding import Block
 from gauge_optax.gauges._basis import anchor as combined_rows
 from gauge_optax.gauges._head import BASIS, PLANE, HeadBlock, HeadInstance
 from gauge_optax.gauges.reading import Arrays, Motion, Turning
-from gauge_optax.linalg import matmul, noise, real_dtype, safe_divide, skew, transpose
+from gauge_optax.linalg import matmul, noise, real_dtype, safe_divide, transpose
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +71,7 @@ class TurnReading(Turning):
     @staticmethod
     def polar(m: jax.Array) -> jax.Array:
         """The polar factor, without the directions that are rounding."""
-        u, sizes, vt = jnp.linalg.svd(m)
+        u, sizes, vt = singly(jnp.linalg.svd, m)
         kept = sizes > noise(sizes.dtype) * sizes[..., :1]
         return matmul(u * kept[..., None, :].astype(u.dtype), vt)
 
@@ -130,7 +130,7 @@ def _mixed_rows(head: HeadInstance, values: Arrays) -> jax.Array:
 def _generators(heads: Sequence[HeadInstance], before: Arrays, change: Arrays) -> list[jax.Array]:
     """A per instance, heads of one size in one batch."""
     gram = _stacked([h.gram_by_rows(before, before) for h in heads])
-    turning = _stacked([skew(h.gram_by_rows(before, change)) for h in heads])
+    turning = _stacked([h.gram_by_rows(before, change) for h in heads])
     return _unstacked(lyapunov(gram, turning), heads)
 
 
@@ -149,11 +149,11 @@ _Solving = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
 
 
 def lyapunov(m: jax.Array, k: jax.Array, steps: int = 24) -> jax.Array:
-    """The skew solution A of M·A + A·M = 2K by conjugate gradients from the diagonal; products only.
+    """The skew solution A of M·A + A·M = K − Kᵀ by conjugate gradients from the diagonal; products only.
 
     Args:
       m: (…, d, d), symmetric positive semi-definite.
-      k: (…, d, d), antisymmetric.
+      k: (…, d, d), any.
       steps: how many at most; d(d − 1)/2 are enough whatever M is.
 
     Returns:
@@ -176,7 +176,10 @@ def lyapunov(m: jax.Array, k: jax.Array, steps: int = 24) -> jax.Array:
         fresh = inner(residual, scaled)
         return (solution + rate * direction, residual, scaled + safe_divide(fresh, energy) * direction, fresh), None
 
-    residual = 2.0 * k
+    # Mirrored, for what is fused and contracted need not be antisymmetric to the last bit, least of all on a mesh, and
+    # a symmetric part, out of the iteration's reach, would be amplified without end.
+    above = (k - transpose(k)) * np.triu(np.ones((size, size), m.dtype), 1)
+    residual = above - transpose(above)
     scaled = weight * residual
     energy = inner(residual, scaled)
     done = energy * jnp.square(0.1 * jnp.finfo(m.dtype).eps)
@@ -191,7 +194,7 @@ class WholeTurnReading(TurnReading):
 
     @staticmethod
     def polar(m: jax.Array) -> jax.Array:
-        u, sizes, vt = jnp.linalg.svd(m)
+        u, sizes, vt = singly(jnp.linalg.svd, m)
         whole = sizes[..., -1] > noise(sizes.dtype) * sizes[..., 0]
         return jnp.where(whole[..., None, None], matmul(u, vt), jnp.eye(m.shape[-1], dtype=m.dtype))
 

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import optax
 
+from gauge_optax._layout import layout
 from gauge_optax.binding import binding_error, with_leaves
 from gauge_optax.gauges._split import Bound
 from gauge_optax.gauges.base import Gauges
@@ -60,21 +61,24 @@ def from_state(
     Reference: DESIGN §1 for how moments move.
     """
     group = product(gauges)
-    on = chart(group, params)
-    frame = read(on, params, lambda _: False)
-    point = with_leaves(params, enter(motions(on, frame), on.joint.values(params)))
-    expected = jax.eval_shape(inner.init, point)
-    found, wanted = (str(jax.tree.structure(x)) for x in (state, expected))
-    if found != wanted:
-        raise binding_error(
-            "from_state", "not a state of this optimizer", found, wanted,
-            "pass what inner.init or inner.update returned, and the same optimizer as inner",
-        )  # fmt: skip
-    still = [_turns_alone(part, bound) for part, bound in on.parts]
-    parts = Product(tuple(part for part, off in zip(group.parts, still, strict=True) if not off))
-    element = tuple(x for x, off in zip(frame.inverse, still, strict=True) if not off)
-    moved = transport(state, params, parts, element, on_unknown)
-    return QuotientState(frame, jax.tree.map(lambda x, like: x.astype(like.dtype), moved, expected))
+    on, laid = chart(group, params), layout(params)
+    with laid.left_open():
+        here, plain = laid.enter((params, state))
+        frame = read(on, here, lambda _: False)
+        point = with_leaves(here, enter(motions(on, frame), on.joint.values(here)))
+        expected = jax.eval_shape(inner.init, point)
+        found, wanted = (str(jax.tree.structure(x)) for x in (plain, expected))
+        if found != wanted:
+            raise binding_error(
+                "from_state", "not a state of this optimizer", found, wanted,
+                "pass what inner.init or inner.update returned, and the same optimizer as inner",
+            )  # fmt: skip
+        still = [_turns_alone(part, bound) for part, bound in on.parts]
+        parts = Product(tuple(part for part, off in zip(group.parts, still, strict=True) if not off))
+        element = tuple(x for x, off in zip(frame.inverse, still, strict=True) if not off)
+        moved = transport(plain, here, parts, element, on_unknown)
+        moved = jax.tree.map(lambda x, like: x.astype(like.dtype), moved, expected)
+    return QuotientState(laid.leave(frame), laid.leave(moved, like=state))
 
 
 def _turns_alone(part: Part, bound: Bound) -> bool:

@@ -1,0 +1,81 @@
+"""Meshes with explicit axes, where a type says how its array is laid out.
+
+There JAX wants the layout of every result that its operands leave open: of a reshape that merges an axis which is dealt
+out, of a sum of products over one, of heads of several leaves in one batch. The slice's arithmetic leaves that to the
+compiler, as on any other mesh.
+
+Here: leaving layouts to the compiler, and naming them again. Not here: any arithmetic.
+"""
+
+import contextlib
+import dataclasses
+from typing import Any, TypeVar
+
+import jax
+import optax
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+Tree = TypeVar("Tree")
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """A mesh some of whose axes are explicit.
+
+    Attributes:
+      mesh: the mesh, None where there is no such: then everything here leaves arrays alone.
+    """
+
+    mesh: Mesh | AbstractMesh | None
+
+    def left_open(self) -> contextlib.AbstractContextManager[Any]:
+        """Inside, every axis is the compiler's. Arrays from outside enter by `enter`."""
+        if self.mesh is None:
+            return contextlib.nullcontext()
+        explicit = dict.fromkeys(self.mesh.explicit_axes, AxisType.Auto)
+        return jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh.update_axis_types(explicit))
+
+    def enter(self, tree: Tree) -> Tree:
+        """Arrays as they lie, their types silent about it; inside."""
+        if self.mesh is None:
+            return tree
+        return jax.tree.map(lambda x: x if _place(x) is None else jax.sharding.reshard(x, PartitionSpec()), tree)
+
+    def leave(self, tree: Tree, like: Any = None) -> Tree:
+        """Arrays laid out as those of `like`, of one structure with `tree`, or whole; outside."""
+        if self.mesh is None:
+            return tree
+        whole = NamedSharding(self.mesh, PartitionSpec())
+
+        def placed(x: Any, own: Any) -> Any:
+            return jax.sharding.reshard(x, _place(own) or whole) if isinstance(x, jax.Array) else x
+
+        return jax.tree.map(placed, tree, tree if like is None else like)
+
+
+def layout(tree: Any) -> Layout:
+    """Of the first array that lies on a mesh with explicit axes."""
+    places = (place for leaf in jax.tree.leaves(tree) if (place := _place(leaf)) is not None)
+    return Layout(next((place.mesh for place in places), None))
+
+
+def _place(leaf: Any) -> NamedSharding | None:
+    """An array's sharding, as far as that is explicit."""
+    if not isinstance(leaf, jax.Array) or not (found := jax.typeof(leaf).sharding).mesh.explicit_axes:
+        return None
+    # A type names the mesh without its devices, which arrays outside `jit` need.
+    own = None if isinstance(leaf, jax.core.Tracer) else leaf.sharding
+    return NamedSharding(own.mesh, found.spec) if isinstance(own, NamedSharding) else found
+
+
+def opened(inner: optax.GradientTransformationExtraArgs) -> optax.GradientTransformationExtraArgs:
+    """A transformation whose updates are computed with layouts left open; what it gives and keeps lies as it came."""
+
+    def update_fn(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+        laid = layout(updates)
+        with laid.left_open():
+            given = laid.enter((updates, state, params, extra))
+            step, after = inner.update(*given[:3], **given[3])
+        return laid.leave(step, like=updates), laid.leave(after, like=state)
+
+    return optax.GradientTransformationExtraArgs(inner.init, update_fn)

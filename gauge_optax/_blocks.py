@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -139,6 +140,10 @@ class Block:
         out = jnp.sum(self.view(leaf), axis=summed)
         order = [kept.index(name) for name in named]
         return out if order == sorted(order) else jnp.transpose(out, order)
+
+    def entries(self, named: tuple[str, ...]) -> int:
+        """How many entries one index of the named axes selects."""
+        return math.prod(n for n, label in zip(self.view_shape, self.labels, strict=True) if label not in named)
 
     def axis_ids(self, axis: int, names: Collection[str]) -> np.ndarray:
         """Which index of the named axes each index of a leaf axis belongs to.

@@ -77,9 +77,20 @@ def wrapped(
     *,
     hold: bool = True,
     pin: bool = True,
+    still: bool = True,
     turned: Callable[[Any, Turning], bool] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """`quotient` on behalf of an alias whose inner is blind to some rotations, which then need not be `turned`."""
+    """`quotient` on behalf of an alias.
+
+    Args:
+      name: of the alias, for messages.
+      inner: see `quotient`.
+      gauges: see `quotient`.
+      hold: see `quotient`.
+      pin: see `quotient`.
+      still: whether steps end on the slice; without, `inner` moves along orbits too, and sees the gradient there.
+      turned: the rotations to read; those to which `inner` is blind need not be.
+    """
     group, inner = product(gauges), optax.with_extra_args_support(inner)
 
     def init_fn(params: optax.Params) -> QuotientState:
@@ -105,7 +116,7 @@ def wrapped(
             point = slices.enter(motions, on.joint.values(here))
 
             def dual(tree: Any) -> Any:
-                gradient = slices.enter_dual(on, motions, on.joint.vectors(tree))
+                gradient = slices.enter_dual(on, motions, on.joint.vectors(tree), still)
                 return with_leaves(tree, slices.outward_dual(on, frame, gradient))
 
             seen, grad = slices.without_faint(on, dual(slope)), None if grad is None else dual(grad)
@@ -119,8 +130,9 @@ def wrapped(
         with laid.left_open():
             tree = laid.enter(tree)
             tangent = slices.inward(on, frame, on.joint.vectors(tree))
-            fixed, frame = slices.fix(on, frame, slices.added(point, tangent))
-            tangent = slices.between(point, fixed)
+            if still:
+                fixed, frame = slices.fix(on, frame, slices.added(point, tangent))
+                tangent = slices.between(point, fixed)
             step = slices.leave(motions, slices.hold(on, point, tangent) if hold else tangent)
             own = leaves_by_path(updates)
             out = with_leaves(tree, {path: x.astype(own[path].dtype) for path, x in step.items()})

@@ -17,10 +17,11 @@ import jax.numpy as jnp
 
 from gauge_optax.binding import leaves_by_path, with_leaves
 from gauge_optax.gauges.base import Element
-from gauge_optax.gauges.chart import Chart, by_class
+from gauge_optax.gauges.chart import Chart, by_class, fixed, pushed, undone
+from gauge_optax.gauges.chart import motions as chart_motions
 from gauge_optax.gauges.chart import read as chart_read
 from gauge_optax.gauges.product import Product
-from gauge_optax.gauges.reading import Arrays, Motion, Turning
+from gauge_optax.gauges.reading import Anchored, Arrays, Motion, Turning
 from gauge_optax.linalg import real_dtype, zero
 
 SlicePoint = NewType("SlicePoint", dict[str, jax.Array])
@@ -39,9 +40,10 @@ class Frame(NamedTuple):
     Attributes:
       element: F, an element of the product; its shifts are measured where `act` adds them.
       inverse: gauge by gauge, the inverse of F's parts: no step inverts a matrix.
-      live: per anchored reading, the channels that were read off their first anchor: those are fixed at every step.
-      grown: per anchored reading, how far the optimizer inside has left the slice: it is at θ̃ = A·θ̂. Empty where it
-        is kept there.
+      live: per anchored reading, in their order, the channels that were read off their first anchor: those are fixed at
+        every step.
+      grown: per anchored reading, in their order, how far the optimizer inside has left the slice: it is at θ̃ = A·θ̂.
+        Empty where it is kept there.
     """
 
     element: Element
@@ -57,7 +59,8 @@ def chart(group: Product, params: Any) -> Chart:
 
 def read(on: Chart, params: Any, turned: Callable[[Turning], bool] | None = None) -> Frame:
     """The frame of a point; see `gauges.chart.read`."""
-    return framed(on, *chart_read(on, params, turned))
+    element, masks = chart_read(on, params, turned)
+    return framed(on, element, masks[: len(on.order.first)])
 
 
 def framed(on: Chart, element: Element, live: tuple[jax.Array, ...]) -> Frame:
@@ -68,7 +71,12 @@ def framed(on: Chart, element: Element, live: tuple[jax.Array, ...]) -> Frame:
 
 def unpinned(on: Chart, frame: Frame) -> Frame:
     """The same frame for an optimizer inside that is on the slice now, and may leave it."""
-    return frame._replace(grown=tuple(reading.identity() for reading in on.anchored))
+    return frame._replace(grown=tuple(reading.identity() for reading in in_order(on)))
+
+
+def in_order(on: Chart) -> tuple[Anchored, ...]:
+    """Anchored readings in their order."""
+    return tuple(on.anchored[place.reading] for place in on.order.first)
 
 
 # Into the slice and out ---------------------------------------------------------------------------
@@ -76,21 +84,24 @@ def unpinned(on: Chart, frame: Frame) -> Frame:
 
 def motions(on: Chart, frame: Frame) -> tuple[Motion, ...]:
     """The frame of every gauge, ready to be applied."""
-    parts = zip(on.parts, frame.element, frame.inverse, strict=True)
-    return tuple(part.motion(bound, element, inverse) for (part, bound), element, inverse in parts)
+    return chart_motions(on, frame.element, frame.inverse)
 
 
 def enter(frame: Sequence[Motion], values: Arrays) -> SlicePoint:
     """θ̂ = F⁻¹·θ, from the bound leaves' values."""
-    for motion in reversed(frame):
-        values = motion.undo(values)
-    return SlicePoint(values)
+    return SlicePoint(undone(frame, values))
 
 
-def enter_dual(on: Chart, frame: Sequence[Motion], gradient: Arrays) -> SliceCotangent:
+def enter_tangent(on: Chart, frame: Frame, tangent: Arrays) -> SliceTangent:
+    """F⁻¹·u."""
+    return SliceTangent(pushed(chart_motions(on, frame.inverse, frame.element)[::-1], tangent))
+
+
+def enter_dual(on: Chart, frame: Sequence[Motion], gradient: Arrays, centred: bool = True) -> SliceCotangent:
     """ĝ = Fᵀ·g, without the part along shifts and rounding in place of rows that invariance makes zero."""
     for (part, bound), motion in zip(reversed(on.parts), reversed(frame), strict=True):
-        gradient = part.centred(bound, motion.pull(gradient))
+        gradient = motion.pull(gradient)
+        gradient = part.centred(bound, gradient) if centred else gradient
     for kind, alike in by_class(on.turning):
         gradient = kind.without_rounding(alike, gradient)
     return SliceCotangent(gradient)
@@ -122,10 +133,7 @@ def place(on: Chart, frame: Frame, point: SlicePoint) -> Arrays:
 
 def leave(frame: Sequence[Motion], tangent: SliceTangent) -> Arrays:
     """F·u."""
-    out: Arrays = dict(tangent)
-    for motion in frame:
-        out = motion.push(out)
-    return out
+    return pushed(frame, dict(tangent))
 
 
 # On the slice -------------------------------------------------------------------------------------
@@ -146,16 +154,9 @@ def fix(on: Chart, frame: Frame, point: SlicePoint) -> tuple[SlicePoint, Frame]:
 
     What that takes is added to `grown`: where the optimizer inside is does not change.
     """
-    values, grown = dict(point), list(frame.grown)
-    for place in on.order.first:
-        k, reading = place.reading, on.anchored[place.reading]
-        element, _ = reading.read(place.anchor, values, frame.live[k], near=True)
-        values |= reading.divide(element, values)
-        if grown:
-            grown[k] = reading.composed(element, grown[k])
-    for part, bound in on.parts:
-        values = part.centred(bound, values)
-    return SlicePoint(values), frame._replace(grown=tuple(grown))
+    values, elements = fixed(on, dict(point), on.order.first, frame.live)
+    moved = zip(in_order(on), elements, frame.grown, strict=False)
+    return SlicePoint(values), frame._replace(grown=tuple(r.composed(new, past) for r, new, past in moved))
 
 
 def hold(on: Chart, point: SlicePoint, tangent: SliceTangent) -> SliceTangent:
@@ -172,7 +173,7 @@ def hold(on: Chart, point: SlicePoint, tangent: SliceTangent) -> SliceTangent:
 def outward(on: Chart, frame: Frame, point: SlicePoint) -> Arrays:
     """θ̃ = A·θ̂."""
     values: Arrays = dict(point)
-    for reading, grown in zip(on.anchored, frame.grown, strict=False):
+    for reading, grown in zip(in_order(on), frame.grown, strict=False):
         values |= reading.divide(reading.inverse(grown), values)
     return values
 
@@ -180,7 +181,7 @@ def outward(on: Chart, frame: Frame, point: SlicePoint) -> Arrays:
 def outward_dual(on: Chart, frame: Frame, gradient: SliceCotangent) -> Arrays:
     """A⁻ᵀ·ĝ."""
     vectors: Arrays = dict(gradient)
-    for reading, grown in zip(on.anchored, frame.grown, strict=False):
+    for reading, grown in zip(in_order(on), frame.grown, strict=False):
         vectors |= reading.divide(reading.dual(grown), vectors)
     return vectors
 
@@ -188,6 +189,6 @@ def outward_dual(on: Chart, frame: Frame, gradient: SliceCotangent) -> Arrays:
 def inward(on: Chart, frame: Frame, tangent: Arrays) -> SliceTangent:
     """A⁻¹·u."""
     vectors = dict(tangent)
-    for reading, grown in zip(on.anchored, frame.grown, strict=False):
+    for reading, grown in zip(in_order(on), frame.grown, strict=False):
         vectors |= reading.divide(grown, vectors)
     return SliceTangent(vectors)

@@ -135,6 +135,11 @@ class HeadInstance:
         """The leaves this instance touches, each once."""
         return tuple(dict.fromkeys(b.block.path for b in self.blocks))
 
+    @property
+    def heads(self) -> int:
+        """How many rotations it holds."""
+        return math.prod(self.shape)
+
     def gram(self, a: Values, b: Values) -> jax.Array:
         """Σ over rows of all blocks of aᵀb: (*shape, size, size)."""
         products = [self.block_gram(x, a[x.block.path], b[x.block.path]) for x in self.blocks]

@@ -147,6 +147,13 @@ class ScaleReading(Anchored):
     def composed(self, last: jax.Array, first: jax.Array) -> jax.Array:
         return last + first
 
+    @property
+    def log_step(self) -> float:
+        return math.hypot(1.0, self.instance.degree)
+
+    def partner(self, anchor: Anchor) -> tuple[Block, ...]:
+        return self.instance.down if anchor[0] in self.instance.up else ()
+
     def divide(self, element: jax.Array, values: Arrays) -> Arrays:
         up, down = jnp.exp(-element), jnp.exp(self.instance.degree * element)
         out: Arrays = {}

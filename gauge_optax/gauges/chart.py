@@ -7,7 +7,7 @@ is done on the slice (`gauge_optax.slice`).
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -90,11 +90,11 @@ def read(
       turned: which rotations to read; all by default, the others are the identity.
 
     Returns:
-      The element of every gauge; and per anchored reading, which channels were read off their first anchor. Others
-      are read off a later one, and not fixed at every step; one all of whose anchors are zero reads as the identity.
+      The element of every gauge; and per place of the order, which channels were read there. One all of whose anchors
+      are zero reads as the identity.
     """
     values = on.joint.values(params)
-    found, live, divided = _anchored(on, on.joint.centre(values))
+    found, masks, divided = _anchored(on, on.joint.centre(values))
     found |= {r: r.identity() for r in on.turning}
     for kind, alike in by_class([r for r in on.turning if turned is None or turned(r)]):
         found |= dict(zip(alike, kind.read_all(alike, divided), strict=True))
@@ -102,37 +102,169 @@ def read(
     for part, bound in reversed(on.parts):  # what acts last is undone first
         elements.insert(0, part.element_of(bound, found, values))
         values = part.motion(bound, elements[0], part.inverse(elements[0])).undo(values)
-    return tuple(elements), live
+    return tuple(elements), masks
+
+
+def fixed(
+    on: Chart, values: Arrays, places: Sequence[Place], masks: Sequence[jax.Array]
+) -> tuple[Arrays, list[jax.Array]]:
+    """Values near the slice, moved to it along the orbit, and the element of every place that was divided out.
+
+    Args:
+      on: the product on its tree.
+      values: bound leaves.
+      places: where to read, in their order.
+      masks: which channels to read, per place.
+    """
+    values, elements = _divided(on, values, places, masks)
+    return centred(on, values), elements
+
+
+def _divided(
+    on: Chart, values: Arrays, places: Sequence[Place], masks: Sequence[jax.Array]
+) -> tuple[Arrays, list[jax.Array]]:
+    elements = []
+    for place, mask in zip(places, masks, strict=True):
+        reading = on.anchored[place.reading]
+        element, _ = reading.read(place.anchor, values, mask, near=True)
+        values = values | reading.divide(element, values)
+        elements.append(element)
+    return values, elements
+
+
+def centred(on: Chart, values: Arrays) -> Arrays:
+    """Values, tangents or cotangents without what shifts add."""
+    for part, bound in on.parts:
+        values = part.centred(bound, values)
+    return values
+
+
+def motions(on: Chart, element: Sequence[Any], inverse: Sequence[Any]) -> tuple[Motion, ...]:
+    """An element of every gauge, ready to be applied together."""
+    parts = zip(on.parts, element, inverse, strict=True)
+    return tuple(part.motion(bound, own, back) for (part, bound), own, back in parts)
+
+
+def undone(along: Sequence[Motion], values: Arrays) -> Arrays:
+    """F⁻¹·θ, of points."""
+    for motion in reversed(along):
+        values = motion.undo(values)
+    return values
+
+
+def pushed(along: Sequence[Motion], tangent: Arrays) -> Arrays:
+    """F·u, of tangents."""
+    for motion in along:
+        tangent = motion.push(tangent)
+    return tangent
+
+
+def pulled(along: Sequence[Motion], cotangent: Arrays) -> Arrays:
+    """Fᵀ·g, of cotangents."""
+    for motion in reversed(along):
+        cotangent = motion.pull(cotangent)
+    return cotangent
+
+
+def split(on: Chart, params: Any, vector: Any, dual: bool = False) -> Arrays:
+    """The horizontal part of a tangent, or of a cotangent, at any point: bound leaves.
+
+    Args:
+      on: the product on its tree.
+      params: the point.
+      vector: a tree like it.
+      dual: whether it is a cotangent.
+    """
+    here = nearest(on, params)
+    values = on.joint.vectors(vector)
+    if dual:
+        return pulled(here.back, horizontal_dual(on, here.point, here.masks, pulled(here.out, values)))
+    return pushed(here.out, horizontal(on, here.point, here.masks, pushed(here.back, values)))
+
+
+class Nearest(NamedTuple):
+    """A point of the slice, and the ways from there to a point of its orbit and back.
+
+    Attributes:
+      point: bound leaves.
+      masks: which channels have a frame, per place of the order.
+      out: the frame.
+      back: its inverse.
+    """
+
+    point: Arrays
+    masks: tuple[jax.Array, ...]
+    out: tuple[Motion, ...]
+    back: tuple[Motion, ...]
+
+
+def nearest(on: Chart, params: Any) -> Nearest:
+    """The point of the slice on the orbit of this one, heads as they are."""
+    element, masks = read(on, params, lambda _: False)
+    inverse = tuple(part.inverse(own) for (part, _), own in zip(on.parts, element, strict=True))
+    out, back = motions(on, element, inverse), motions(on, inverse, element)[::-1]
+    return Nearest(undone(out, on.joint.values(params)), masks, out, back)
+
+
+def turning_removed(on: Chart, point: Arrays, tangent: Arrays) -> Arrays:
+    """A tangent of the slice without the part that turns heads; the same map for cotangents."""
+    for kind, alike in by_class(on.turning):
+        tangent = kind.across(alike, point, tangent)
+    return tangent
+
+
+def horizontal(on: Chart, point: Arrays, masks: Sequence[jax.Array], tangent: Arrays) -> Arrays:
+    """A tangent at a point of the slice without its part along the orbit: what the way back to the slice leaves of it.
+
+    Args:
+      on: the product on its tree.
+      point: bound leaves of a point of the slice.
+      masks: which channels have a frame, per place of the order.
+      tangent: bound leaves.
+    """
+    _, left = jax.jvp(lambda values: _scaled_back(on, values, masks), (point,), (tangent,))
+    return turning_removed(on, point, centred(on, left))
+
+
+def horizontal_dual(on: Chart, point: Arrays, masks: Sequence[jax.Array], cotangent: Arrays) -> Arrays:
+    """The adjoint of `horizontal`: a gradient of which no motion along the orbit has a part."""
+    _, pull = jax.vjp(lambda values: _scaled_back(on, values, masks), point)
+    found: Arrays = pull(centred(on, turning_removed(on, point, cotangent)))[0]
+    return found
+
+
+def _scaled_back(on: Chart, values: Arrays, masks: Sequence[jax.Array]) -> Arrays:
+    # Channels that are read off a later anchor are not fixed by any step: along their orbit a tangent stays.
+    return _divided(on, values, on.order.first, masks[: len(on.order.first)])[0]
 
 
 def _anchored(on: Chart, values: Arrays) -> tuple[dict[Reading, jax.Array], tuple[jax.Array, ...], Arrays]:
-    """Elements of the anchored readings, where their first anchor served, and the values with them divided out."""
+    """Elements of the anchored readings, which channels each place served, and the values with them divided out."""
     found = [r.identity() for r in on.anchored]
     known = [jnp.zeros(r.shape, bool) for r in on.anchored]
-    live = list(known)
+    masks = []
     one = jnp.ones((), real_dtype())
     places = on.order.first + on.order.later
-    for number, place in enumerate(places):
+    for place in places:
         k, reading = place.reading, on.anchored[place.reading]
         seen = _known_entries(on, place, known, values)
         if reading.sequential:
             seen |= {b.path: seen[b.path] * one for b in place.anchor}
         element, new = reading.read(place.anchor, seen, ~known[k], near=False)
         one = after(element) if reading.sequential else one
-        if number < len(on.order.first):
-            live[k] = new
+        masks.append(new)
         found[k], known[k] = reading.where(new, element, found[k]), known[k] | new
         values = values | reading.divide(element, values)
     # Now that every channel has a frame, anchors count whole, as they do at every step.
-    for place in on.order.first:
+    for place, mask in zip(on.order.first, masks, strict=False):
         k, reading = place.reading, on.anchored[place.reading]
-        element, _ = reading.read(place.anchor, values, live[k], near=True)
+        element, _ = reading.read(place.anchor, values, mask, near=True)
         found[k], values = reading.composed(element, found[k]), values | reading.divide(element, values)
     for k, reading in enumerate(on.anchored):  # what has no frame is no part of a rotation's rows
         for block in reading.moved:
             factor = block.spread(reading.named, known[k].astype(real_dtype()), elsewhere=1.0)
             values = values | {block.path: values[block.path] * factor}
-    return dict(zip(on.anchored, found, strict=True)), tuple(live), values
+    return dict(zip(on.anchored, found, strict=True)), tuple(masks), values
 
 
 def _known_entries(on: Chart, place: Place, known: Sequence[jax.Array], values: Arrays) -> Arrays:

@@ -99,6 +99,16 @@ class Anchored(Reading):
     def composed(self, last: jax.Array, first: jax.Array) -> jax.Array:
         """The element of a point whose own is `last` after `first` was divided out."""
 
+    @property
+    def log_step(self) -> float:
+        """How far log s moves where the logs of both sides of a scale move by a unit together; 0 for no scale."""
+        return 0.0
+
+    def partner(self, anchor: Anchor) -> tuple[Block, ...]:
+        """The blocks that carry the size of a scale whose anchor has one that is fixed."""
+        del anchor
+        return ()
+
     def where(self, condition: jax.Array, element: jax.Array, other: jax.Array) -> jax.Array:
         """One element where a condition (`shape`) holds, elsewhere another."""
         return jnp.where(condition.reshape(condition.shape + (1,) * (element.ndim - condition.ndim)), element, other)
@@ -121,6 +131,11 @@ class Turning(Reading):
     @abc.abstractmethod
     def held(cls, readings: Sequence[Any], before: Arrays, change: Arrays) -> Arrays:
         """A change of leaves without the part that turns these readings' rows."""
+
+    @classmethod
+    @abc.abstractmethod
+    def across(cls, readings: Sequence[Any], point: Arrays, vector: Arrays) -> Arrays:
+        """The orthogonal projection of a tangent, or of a cotangent, off the directions in which these turn."""
 
     @classmethod
     def without_rounding(cls, readings: Sequence[Any], cotangents: Arrays) -> Arrays:

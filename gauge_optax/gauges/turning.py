@@ -99,12 +99,16 @@ class TurnReading(Turning):
 
     @classmethod
     def held(cls, readings: "Sequence[TurnReading]", before: Arrays, change: Arrays) -> Arrays:
-        out = dict(change)
+        return cls.across(readings, before, change)
+
+    @classmethod
+    def across(cls, readings: "Sequence[TurnReading]", point: Arrays, vector: Arrays) -> Arrays:
+        out = dict(vector)
         for size in sorted({r.head.size for r in readings}):
             heads = [r.head for r in readings if r.head.size == size]
-            found = _generators(heads, before, change)
+            found = _generators(heads, point, vector)
             for head, generator in zip(heads, found, strict=True):
-                out |= head.added_by_rows(out, before, -generator)
+                out |= head.added_by_rows(out, point, -generator)
         return out
 
 
@@ -222,6 +226,19 @@ class PlaneReading(TurnReading):
             cosine = jnp.where(size > 0, safe_divide(along, size), 1.0)
             back = turned_planes(head, cosine, -safe_divide(across, size), after)
             out |= {p: back[p] - before[p] for p in head.paths}
+        return out
+
+    @classmethod
+    def across(cls, readings: "Sequence[TurnReading]", point: Arrays, vector: Arrays) -> Arrays:
+        out = dict(vector)
+        for head in (r.head for r in readings):
+            size = _plane_sums(head, point, point, quarter=False)
+            rate = safe_divide(_plane_sums(head, point, out, quarter=True), size)
+            spread = jnp.stack([rate, rate], -1)
+            for block in head.blocks:
+                path = block.block.path
+                turning = _quarter(head, block, point) * head.along_basis(block, spread)
+                out[path] = block.write(out[path], block.view(out[path]) - turning)
         return out
 
 

@@ -1,0 +1,283 @@
+"""DDC's Adam on the slice: the length of every scale channel by itself, heads by one of five second moments.
+
+On the slice the anchor of a scale channel has a fixed size, and what else the channel holds (a unit's outgoing weights,
+the rows that read a norm) has a length s, which is the channel's invariant scale, and a direction:
+
+* radial: one Adam per channel on s, or on log s;
+* tangential: Adam entry by entry on the rest of the gradient, without what would change lengths; or the polar factor
+  of a matrix's first moment (DDC's Muon).
+
+Weights of one function are the same numbers here, so that no moment has to know how it moves.
+
+Here: scale channels and the step. Not here: second moments of heads (`heads`), what enters and leaves the slice
+(`quotient`). References: DDC B.1–B.8; DESIGN §5. Deviations: a length moves by lr·√n, n the entries that carry it,
+which is what Adam can move it by; where several kernels read a norm, each has a length of its own; a chain's inner
+lengths are those of anchors, which leaves one radial part (B.6). `scale_by_ddc` and `ddc_*` do not run on this yet.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from gauge_optax.binding import Block, binding_error, is_empty, leaves_by_path, overlap, with_leaves
+from gauge_optax.gauges._matrices import Matrices
+from gauge_optax.gauges.chart import Chart, centred, turning_removed
+from gauge_optax.gauges.product import Product
+from gauge_optax.gauges.reading import Anchored, Arrays
+from gauge_optax.inner.adam import Adam
+from gauge_optax.inner.heads import HeadMoments, divided, init_heads, refreshed
+from gauge_optax.inner.vertical import VERTICAL, VerticalMoments, init_vertical, vertical_step
+from gauge_optax.linalg import safe_divide
+from gauge_optax.transforms._polar import PolarOptions, polar_steps
+from gauge_optax.transforms.polar import Routing
+
+Scalar = float | jax.Array
+RADIAL = ("linear", "log")
+__all__ = ["RADIAL", "VERTICAL", "Options", "ScaleByDDCState", "ddc"]
+_LEAST = 1e-3  # of a gauge's mean length: below it the radial step is relative to this
+_REGROWTH = 4.0  # of Adam's largest step: how fast lengths below their floor grow, against decay too
+
+
+class Options(NamedTuple):
+    """The arguments of `scale_by_ddc` but the gauges."""
+
+    b1: Scalar
+    b2: Scalar
+    eps: Scalar
+    eps_root: Scalar
+    mu_dtype: Any
+    nesterov: bool
+    vertical: str
+    v_mode: str
+    radial: str
+    radial_scale: Scalar
+    scale_floor: Scalar
+    live_threshold: Scalar
+    refresh_drift: Scalar
+    refresh_every: int | jax.Array | None
+
+
+class GaugeMoments(NamedTuple):
+    """What DDC remembers per gauge coordinate; small beside the parameters.
+
+    Attributes:
+      radial_mu: first moment of the derivative by s (or log s), per scale channel that has a length.
+      radial_nu: its second moment.
+      least: per such block, the length that no channel falls below.
+      heads: what `v_mode` keeps of heads.
+      vertical: moments of orbit coordinates.
+    """
+
+    radial_mu: tuple[jax.Array, ...]
+    radial_nu: tuple[jax.Array, ...]
+    least: tuple[jax.Array, ...]
+    heads: HeadMoments
+    vertical: VerticalMoments
+
+
+class ScaleByDDCState(NamedTuple):
+    """State of DDC's Adam, all of it in slice coordinates.
+
+    Attributes:
+      count: steps so far, int32.
+      mu: first moment, shaped like the parameters.
+      nu: second moment, shaped like the parameters; of heads in the coordinates of their mode. `optax.MaskedNode` where
+        a leaf is stepped by its polar factor.
+      gauges: a `GaugeMoments`.
+    """
+
+    count: jax.Array  # type: ignore[assignment]
+    mu: optax.Updates
+    nu: optax.Updates
+    gauges: Any
+
+
+class Polar(NamedTuple):
+    """How matrices are stepped where they are not Adam's.
+
+    Attributes:
+      options: of the polar factor.
+      routing: which leaves are matrices.
+    """
+
+    options: PolarOptions
+    routing: Routing
+
+
+def ddc(group: Product, options: Options, polar: Polar | None = None) -> optax.GradientTransformation:
+    """DDC's Adam as an ordinary optimizer for points of the slice, or DDC's Muon.
+
+    Args:
+      group: the product.
+      options: the settings.
+      polar: how matrices are stepped; Adam's step by default.
+
+    Returns:
+      A transformation of gradients with respect to slice coordinates; leaves that no gauge binds get Adam.
+    """
+
+    def matrices(params: optax.Params) -> dict[str, Matrices]:
+        return {} if polar is None or is_empty(params) else polar.routing.matrices(group.bound(params), params)
+
+    def init_fn(params: optax.Params) -> ScaleByDDCState:
+        mu = optax.tree.zeros_like(params, dtype=options.mu_dtype)
+        nu = with_leaves(optax.tree.zeros_like(params), dict.fromkeys(matrices(params), optax.MaskedNode()))
+        count = jnp.zeros((), jnp.int32)
+        if is_empty(params):
+            return ScaleByDDCState(count, mu, nu, jnp.zeros(()))
+        on = group.chart(params)
+        _check(on)
+        values = on.joint.vectors(params)
+        lengths = [own.length(own.squares(values)) for own in carried(on)]
+        zeros = tuple(jnp.zeros_like(s) for s in lengths)
+        least = tuple(options.scale_floor * jnp.mean(s) for s in lengths)
+        heads, vertical = init_heads(on, values, options.v_mode), init_vertical(on, options.vertical, values)
+        return ScaleByDDCState(count, mu, nu, GaugeMoments(zeros, zeros, least, heads, vertical))
+
+    def update_fn(updates: Any, state: ScaleByDDCState, params: Any = None) -> tuple[Any, ScaleByDDCState]:
+        on, past = group.chart(params), state.gauges
+        adam = Adam.at(options, optax.safe_increment(state.count))
+        point, gradient = on.joint.vectors(params), leaves_by_path(updates)
+        gradient |= on.joint.vectors(updates)
+        lengths = [(own, own.squares(point)) for own in carried(on)]
+        fixed = lengths + [(own, own.squares(point)) for own in fixed_sizes(on)]
+        along, radial_mu, radial_nu = _radial(lengths, options, adam, point, gradient, past)
+        across = without_lengths(fixed, point, gradient)
+        old_mu, old_nu = leaves_by_path(state.mu), leaves_by_path(state.nu)
+        heads, old_nu = refreshed(on, point, past.heads, old_nu, options)
+        own = matrices(params)
+        muon = adam if polar is None else adam._replace(b1=polar.options.beta)
+        mu = {p: (muon if p in own else adam).first(across[p], m) for p, m in old_mu.items()}
+        mean = {p: (muon if p in own else adam).mean(m, across[p]) for p, m in mu.items()}
+        step, nu, heads = divided(on, heads, options, adam, mean, across, old_nu, point)
+        if polar is not None:
+            step |= polar_steps(polar.options, own, mean)
+        step = centred(on, turning_removed(on, point, without_lengths(fixed, point, step)))
+        step |= {p: step[p] + x for p, x in along.items()}
+        vertical = past.vertical
+        if options.vertical != "frozen":
+            slopes = on.joint.vectors(updates)
+            down, vertical = vertical_step(on, options.vertical, adam, point, slopes, vertical)
+            step |= {p: step[p] + x for p, x in down.items()}
+        new = GaugeMoments(radial_mu, radial_nu, past.least, heads, vertical)
+        return _like(updates, step), ScaleByDDCState(adam.count, _like(state.mu, mu), _like(state.nu, nu), new)
+
+    return optax.GradientTransformation(init_fn, update_fn)
+
+
+@dataclasses.dataclass(frozen=True)
+class Channels:
+    """Blocks of one reading that have one length per channel.
+
+    Attributes:
+      reading: the scale reading.
+      blocks: the blocks.
+    """
+
+    reading: Anchored
+    blocks: tuple[Block, ...]
+
+    @property
+    def entries(self) -> int:
+        """How many entries carry one length."""
+        return sum(b.entries(self.reading.named) for b in self.blocks)
+
+    def dot(self, a: Mapping[str, jax.Array], b: Mapping[str, jax.Array]) -> jax.Array:
+        """Sums of products, per channel."""
+        totals = [x.total(self.reading.named, a[x.path] * b[x.path]) for x in self.blocks]
+        return sum(totals[1:], totals[0])
+
+    def squares(self, values: Arrays) -> jax.Array:
+        """Sums of squares, per channel."""
+        return self.dot(values, values)
+
+    def length(self, squares: jax.Array) -> jax.Array:
+        """Norms, per channel."""
+        return jnp.sqrt(squares)
+
+    def times(self, point: Arrays, rates: jax.Array) -> Arrays:
+        """Blocks of a point times a number per channel; zero elsewhere on their leaves."""
+        out: Arrays = {}
+        for block in self.blocks:
+            part = point[block.path] * block.spread(self.reading.named, rates)
+            out[block.path] = out[block.path] + part if block.path in out else part
+        return out
+
+
+Measured = tuple[Channels, jax.Array]
+"""Channels and their sums of squares at a point."""
+
+
+def carried(on: Chart) -> tuple[Channels, ...]:
+    """The blocks whose lengths are a channel's scales, each by itself."""
+    # A whole block that is the next gauge's anchor has no length of its own.
+    anchors = [block for place in on.order.first for block in place.anchor if not on.anchored[place.reading].named]
+    found = []
+    for place in on.order.first:
+        reading = on.anchored[place.reading]
+        blocks = reading.partner(place.anchor)
+        taken = [not reading.named and any(overlap(block, anchor) for anchor in anchors) for block in blocks]
+        found += [Channels(reading, (block,)) for block, off in zip(blocks, taken, strict=True) if not off]
+    return tuple(found)
+
+
+def fixed_sizes(on: Chart) -> tuple[Channels, ...]:
+    """The anchors of scales."""
+    places = [(on.anchored[place.reading], place.anchor) for place in on.order.first]
+    return tuple(Channels(reading, anchor) for reading, anchor in places if reading.log_step)
+
+
+def without_lengths(channels: Sequence[Measured], point: Arrays, vector: Arrays) -> Arrays:
+    """A vector without what changes lengths, one gauge after the other."""
+    out = dict(vector)
+    for own, squares in channels:
+        rates = safe_divide(own.dot(point, out), squares)
+        out |= {p: out[p] - x for p, x in own.times(point, rates).items()}
+    return out
+
+
+def _radial(
+    channels: Sequence[Measured],
+    options: Options,
+    adam: Adam,
+    point: Arrays,
+    gradient: Arrays,
+    past: GaugeMoments,
+) -> tuple[Arrays, tuple[jax.Array, ...], tuple[jax.Array, ...]]:
+    """Adam on the length of every channel: a tangent, and the new moments."""
+    out: Arrays = {}
+    mus, nus = [], []
+    for (own, squares), mu, nu, least in zip(channels, past.radial_mu, past.radial_nu, past.least, strict=True):
+        length = own.length(squares)
+        unit = jnp.maximum(length, _LEAST * jnp.mean(length)) if options.radial == "linear" else jnp.ones_like(length)
+        slope = safe_divide(own.dot(point, gradient), unit)
+        mu, nu = adam.first(slope, mu), adam.second(jnp.square(slope), nu)
+        move = jnp.where(length < least, -_REGROWTH, adam.mean(mu, slope) / adam.root(nu))
+        size = own.entries**0.5 if options.radial == "linear" else own.reading.log_step
+        rates = options.radial_scale * safe_divide(size * move, unit)
+        for path, x in own.times(point, rates).items():
+            out[path] = out[path] + x if path in out else x
+        mus.append(mu)
+        nus.append(nu)
+    return out, tuple(mus), tuple(nus)
+
+
+def _check(on: Chart) -> None:
+    """Raises ValueError where GL(d) is among the gauges: its anchors have no length."""
+    if on.joint.linear:
+        first = on.joint.linear[0]
+        raise binding_error(
+            "scale_by_ddc", f"{first.gauge} on '{first.paths[0]}'", "a linear gauge in the list of DDC",
+            "shifts, scales, rotations, tori and rope_linear",
+            "write go.quotient_adamw or go.quotient_muon, which take the whole list, or put go.head_rotation in its "
+            "place",
+        )  # fmt: skip
+
+
+def _like(tree: Any, leaves: Mapping[str, jax.Array]) -> Any:
+    own = leaves_by_path(tree)
+    return with_leaves(tree, {p: x.astype(own[p].dtype) for p, x in leaves.items()})

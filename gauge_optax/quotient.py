@@ -16,6 +16,7 @@ from gauge_optax.binding import is_empty, leaves_by_path, with_leaves
 from gauge_optax.gauges.base import Gauges
 from gauge_optax.gauges.product import product
 from gauge_optax.gauges.reading import Turning
+from gauge_optax.transforms._common import require_params
 
 
 class QuotientState(NamedTuple):
@@ -108,7 +109,7 @@ def wrapped(
     def update_fn(
         updates: optax.Updates, state: QuotientState, params: optax.Params | None = None, **extra: Any
     ) -> tuple[optax.Updates, QuotientState]:
-        _require_params(name, params)
+        require_params(name, params)
         on, laid = slices.chart(group, params), layout(params)
         with laid.left_open():
             frame, here, slope, grad = laid.enter((state.gauges, params, updates, extra.get("grad")))
@@ -157,13 +158,3 @@ def _on_slice(
         return value_fn(laid.leave(here, like=point), *args, **kwargs)
 
     return of_point
-
-
-def _require_params(name: str, params: Any) -> None:
-    if params is None:
-        raise ValueError(
-            f"{name}: update was called without params\n"
-            f"  found:    params=None\n"
-            f"  expected: the parameters that the updates belong to\n"
-            f"  remedy:   write tx.update(grads, state, params)"
-        )

@@ -4,8 +4,7 @@ On the slice the anchor of a scale channel has a fixed size, and what else the c
 the rows that read a norm) has a length s, which is the channel's invariant scale, and a direction:
 
 * radial: one Adam per channel on s, or on log s;
-* tangential: Adam entry by entry on the rest of the gradient, without what would change lengths; or the polar factor
-  of a matrix's first moment (DDC's Muon).
+* tangential: Adam entry by entry on the rest of the gradient, without what would change lengths.
 
 Weights of one function are the same numbers here, so that no moment has to know how it moves.
 
@@ -24,7 +23,6 @@ import jax.numpy as jnp
 import optax
 
 from gauge_optax.binding import Block, binding_error, is_empty, leaves_by_path, overlap, with_leaves
-from gauge_optax.gauges._matrices import Matrices
 from gauge_optax.gauges.chart import Chart, centred, turning_removed
 from gauge_optax.gauges.product import Product
 from gauge_optax.gauges.reading import Anchored, Arrays
@@ -32,8 +30,6 @@ from gauge_optax.inner.adam import Adam
 from gauge_optax.inner.heads import HeadMoments, divided, init_heads, refreshed
 from gauge_optax.inner.vertical import VERTICAL, VerticalMoments, init_vertical, vertical_step
 from gauge_optax.linalg import safe_divide
-from gauge_optax.transforms._polar import PolarOptions, polar_steps
-from gauge_optax.transforms.polar import Routing
 
 Scalar = float | jax.Array
 RADIAL = ("linear", "log")
@@ -85,8 +81,7 @@ class ScaleByDDCState(NamedTuple):
     Attributes:
       count: steps so far, int32.
       mu: first moment, shaped like the parameters.
-      nu: second moment, shaped like the parameters; of heads in the coordinates of their mode. `optax.MaskedNode` where
-        a leaf is stepped by its polar factor.
+      nu: second moment, shaped like the parameters; of heads in the coordinates of their mode.
       gauges: a `GaugeMoments`.
     """
 
@@ -96,36 +91,20 @@ class ScaleByDDCState(NamedTuple):
     gauges: Any
 
 
-class Polar(NamedTuple):
-    """How matrices are stepped where they are not Adam's.
-
-    Attributes:
-      options: of the polar factor.
-      routing: which leaves are matrices.
-    """
-
-    options: PolarOptions
-    routing: Routing
-
-
-def ddc(group: Product, options: Options, polar: Polar | None = None) -> optax.GradientTransformation:
-    """DDC's Adam as an ordinary optimizer for points of the slice, or DDC's Muon.
+def ddc(group: Product, options: Options) -> optax.GradientTransformation:
+    """DDC's Adam as an ordinary optimizer for points of the slice.
 
     Args:
       group: the product.
       options: the settings.
-      polar: how matrices are stepped; Adam's step by default.
 
     Returns:
       A transformation of gradients with respect to slice coordinates; leaves that no gauge binds get Adam.
     """
 
-    def matrices(params: optax.Params) -> dict[str, Matrices]:
-        return {} if polar is None or is_empty(params) else polar.routing.matrices(group.bound(params), params)
-
     def init_fn(params: optax.Params) -> ScaleByDDCState:
         mu = optax.tree.zeros_like(params, dtype=options.mu_dtype)
-        nu = with_leaves(optax.tree.zeros_like(params), dict.fromkeys(matrices(params), optax.MaskedNode()))
+        nu = optax.tree.zeros_like(params)
         count = jnp.zeros((), jnp.int32)
         if is_empty(params):
             return ScaleByDDCState(count, mu, nu, jnp.zeros(()))
@@ -149,13 +128,9 @@ def ddc(group: Product, options: Options, polar: Polar | None = None) -> optax.G
         across = without_lengths(fixed, point, gradient)
         old_mu, old_nu = leaves_by_path(state.mu), leaves_by_path(state.nu)
         heads, old_nu = refreshed(on, point, past.heads, old_nu, options)
-        own = matrices(params)
-        muon = adam if polar is None else adam._replace(b1=polar.options.beta)
-        mu = {p: (muon if p in own else adam).first(across[p], m) for p, m in old_mu.items()}
-        mean = {p: (muon if p in own else adam).mean(m, across[p]) for p, m in mu.items()}
+        mu = {p: adam.first(across[p], m) for p, m in old_mu.items()}
+        mean = {p: adam.mean(m, across[p]) for p, m in mu.items()}
         step, nu, heads = divided(on, heads, options, adam, mean, across, old_nu, point)
-        if polar is not None:
-            step |= polar_steps(polar.options, own, mean)
         step = centred(on, turning_removed(on, point, without_lengths(fixed, point, step)))
         step |= {p: step[p] + x for p, x in along.items()}
         vertical = past.vertical

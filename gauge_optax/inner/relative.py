@@ -18,6 +18,7 @@ from gauge_optax.binding import is_empty, leaves_by_path, with_leaves
 from gauge_optax.gauges._matrices import Matrices, matrices_of
 from gauge_optax.gauges.base import Gauges
 from gauge_optax.gauges.product import product
+from gauge_optax.transforms._common import require_params
 
 
 def scale_by_relative_rms(gauges: Gauges, min_scale: float | jax.Array = 0.1) -> optax.GradientTransformation:
@@ -51,13 +52,7 @@ def scale_by_relative_rms(gauges: Gauges, min_scale: float | jax.Array = 0.1) ->
         return optax.EmptyState()
 
     def update_fn(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        if params is None:
-            raise ValueError(
-                "scale_by_relative_rms: update was called without params\n"
-                "  found:    params=None\n"
-                "  expected: the parameters that the updates belong to\n"
-                "  remedy:   write tx.update(grads, state, params)"
-            )
+        require_params("scale_by_relative_rms", params)
         leaves, steps = leaves_by_path(params), leaves_by_path(updates)
         units = {p: _unit(own, leaves[p], min_scale) for p, own in matrices_of(group.bound(params)).items()}
         return with_leaves(updates, {p: (x * steps[p]).astype(steps[p].dtype) for p, x in units.items()}), state

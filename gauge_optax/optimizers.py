@@ -1,4 +1,4 @@
-"""Aliases: what chains of the transformations do, some of them fused into one pass (`transforms.fused` says why)."""
+"""Aliases: a wrapper around an optimizer for slice coordinates, with the names and defaults of Optax's."""
 
 from typing import Any
 
@@ -6,16 +6,17 @@ import jax
 import optax
 
 from gauge_optax._layout import opened
+from gauge_optax.binding import with_leaves
 from gauge_optax.gauges.base import Gauges
 from gauge_optax.gauges.product import product
+from gauge_optax.inner.ddc import Options, ddc
 from gauge_optax.inner.muon import Muon, muon
+from gauge_optax.inner.polar import Labels, Routing, polar_of, polar_options, rms_alone
 from gauge_optax.linalg import Coefficients
 from gauge_optax.quotient import wrapped
-from gauge_optax.transforms._state import Method, Options
 from gauge_optax.transforms.ddc import check_modes
-from gauge_optax.transforms.decay import Decay
-from gauge_optax.transforms.fused import Rates, fused
-from gauge_optax.transforms.polar import Labels, Routing, polar_method, polar_options, rms_alone
+from gauge_optax.transforms.decay import Decay, decay
+from gauge_optax.transforms.polar import muon_options
 
 Scalar = float | jax.Array
 
@@ -37,18 +38,14 @@ def ddc_adamw(
     v_mode: str = "body_frame_topk",
     radial: str = "linear",
     radial_scale: Scalar = 1.0,
+    scale_floor: Scalar = 0.0,
     live_threshold: Scalar = 1e-3,
     refresh_drift: Scalar = 0.1,
     refresh_every: int | jax.Array | None = None,
-    reset_every: int | jax.Array | None = None,
-    reproject: bool = True,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""AdamW on the quotient: two weight sets that are one function stay one function.
+    """DDC's AdamW: scales by their lengths, heads by their own second moments, on the slice.
 
-    Per step: project the gradient, precondition in the frame, add decay, scale by the learning rate, retract,
-
-    .. math::
-      \theta_{t+1} = \mathrm{retract}_{\theta_t}\big(-\eta_t\,(\mathrm{DDC}(\Pi_H g_t) + \lambda\,\theta_t)\big).
+    The same as the chain gauge_project, scale_by_ddc, add_gauge_decay, scale_by_learning_rate, gauge_retract.
 
     Args:
       learning_rate: a number or a schedule.
@@ -57,21 +54,20 @@ def ddc_adamw(
       b2: decay of second moments.
       eps: added to the root of the second moment.
       eps_root: added inside that root.
-      mu_dtype: dtype of the first moment; by default the parameters', at least float32.
+      mu_dtype: dtype of the first moment; by default that of slice coordinates, at least float32.
       weight_decay: decoupled decay, multiplied by the learning rate as in `optax.adamw`; a number, a schedule, or a
         number per role as in `add_gauge_decay`.
       mask: where to decay, as in `optax.adamw`; constant over the leaves of a gauge.
       match: see `add_gauge_decay`.
       nesterov: whether to use Nesterov momentum.
-      vertical: see `scale_by_ddc`; other than "frozen" the gradient is not projected first.
+      vertical: see `scale_by_ddc`; other than "frozen" steps do not come back to the slice.
       v_mode: see `scale_by_ddc`.
       radial: see `scale_by_ddc`.
       radial_scale: see `scale_by_ddc`.
+      scale_floor: see `scale_by_ddc`.
       live_threshold: see `scale_by_ddc`.
       refresh_drift: see `scale_by_ddc`.
       refresh_every: see `scale_by_ddc`.
-      reset_every: see `scale_by_ddc`.
-      reproject: see `scale_by_ddc`.
 
     Returns:
       The optimizer. Its `update` needs `params`.
@@ -88,22 +84,26 @@ def ddc_adamw(
     ...     updates, state = tx.update(jax.grad(loss)(params), state, params)
     ...     params = optax.apply_updates(params, updates)
     ...     print(f"{loss(params):.2f}")
-    10.52
-    8.91
-    7.44
-    6.11
-    4.94
+    10.55
+    8.97
+    7.52
+    6.21
+    5.05
 
     Reference: DDC §3, App. B; `optax.adamw` for what is not gauged.
     """
     options = Options(
-        b1, b2, eps, eps_root, mu_dtype, nesterov, vertical, v_mode, radial, radial_scale,
-        live_threshold, refresh_drift, refresh_every, reset_every, reproject,
+        b1, b2, eps, eps_root, mu_dtype, nesterov, vertical, v_mode, radial, radial_scale, scale_floor,
+        live_threshold, refresh_drift, refresh_every,
     )  # fmt: skip
-    check_modes(options)
-    rates = Rates(learning_rate, weight_decay)
-    method = Method(options, project=vertical == "frozen")
-    return fused("ddc_adamw", gauges, method, None, rates, rates, match, mask)
+    check_modes("ddc_adamw", options)
+    group = product(gauges)
+    inner = optax.chain(
+        opened(ddc(group, options)),
+        decay(weight_decay, group, match, mask, of_values=True),
+        optax.scale_by_learning_rate(learning_rate),
+    )
+    return wrapped("ddc_adamw", inner, group, hold=False, still=vertical == "frozen")
 
 
 def ddc_muon(
@@ -126,20 +126,14 @@ def ddc_muon(
     consistent_rms: Scalar | None = None,
     scale: str | Scalar = "width",
     labels: Labels = None,
+    preset: str | None = None,
     match: str = "adamw",
     vertical: str = "frozen",
     radial: str = "linear",
     radial_scale: Scalar = 1.0,
-    refresh_drift: Scalar = 0.1,
-    refresh_every: int | jax.Array | None = None,
-    reproject: bool = True,
+    scale_floor: Scalar = 0.0,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Muon on the quotient: matrices by their polar factor in the frame, everything else by `ddc_adamw`.
-
-    Per step: project the gradient, precondition in the frame, add decay, scale by the learning rate, retract,
-
-    .. math::
-      \theta_{t+1} = \mathrm{retract}_{\theta_t}\big(-\eta_t\,(\mathrm{Polar}(\Pi_H g_t) + \lambda\,\theta_t)\big).
+    """DDC's Muon: matrices by their polar factor on the slice, scales by their lengths, all else by `ddc_adamw`.
 
     Args:
       learning_rate: a number or a schedule.
@@ -151,24 +145,22 @@ def ddc_muon(
       weight_decay: decoupled decay, multiplied by the learning rate as in `optax.contrib.muon`; a number, a schedule,
         or a number per role as in `add_gauge_decay`.
       weight_decay_mask: where `weight_decay` decays, as in `optax.contrib.muon`; constant over the leaves of a gauge.
-      mu_dtype: dtype of the first moment; by default the parameters', at least float32.
+      mu_dtype: dtype of the first moment; by default that of slice coordinates, at least float32.
       nesterov: whether to use Nesterov momentum, for matrices and vectors alike.
       adam_b1: decay of Adam's first moments.
       adam_b2: decay of Adam's second moments.
       adam_eps_root: added inside the root of Adam's second moment.
-      adam_weight_decay: decay of leaves that no gauge connects to a matrix under Muon. A norm's scale and the biases of
-        such a matrix decay and step with it: one side of a gauge alone would move along the orbit.
+      adam_weight_decay: decay of all other leaves.
       adam_learning_rate: learning rate of these leaves; by default `learning_rate`.
       consistent_rms: optax's name for a number as `scale`; not beside another `scale`.
       scale: see `scale_by_scaled_polar`.
       labels: see `scale_by_scaled_polar`.
+      preset: see `scale_by_scaled_polar`.
       match: see `add_gauge_decay`.
-      vertical: see `scale_by_ddc`; other than "frozen" the gradient is not projected first.
+      vertical: see `scale_by_ddc`; other than "frozen" steps do not come back to the slice.
       radial: see `scale_by_ddc`.
       radial_scale: see `scale_by_ddc`.
-      refresh_drift: see `scale_by_ddc`.
-      refresh_every: see `scale_by_ddc`.
-      reproject: see `scale_by_scaled_polar`.
+      scale_floor: see `scale_by_ddc`.
 
     Returns:
       The optimizer. Its `update` needs `params`.
@@ -192,14 +184,29 @@ def ddc_muon(
     """
     if consistent_rms is not None:
         scale = rms_alone("ddc_muon", consistent_rms, scale)
-    options, polar = polar_method(
-        ns_coeffs, ns_steps, beta, eps, mu_dtype, nesterov, scale, adam_b1, adam_b2, adam_eps_root, vertical, radial,
-        radial_scale, refresh_drift, refresh_every, reproject,
+    group = product(gauges)
+    polar = polar_of("ddc_muon", ns_coeffs, ns_steps, beta, eps, scale, labels, preset)
+    options = muon_options(
+        "ddc_muon", eps, mu_dtype, nesterov, adam_b1, adam_b2, adam_eps_root, vertical, radial, radial_scale,
+        scale_floor,
     )  # fmt: skip
-    rates = Rates(learning_rate, weight_decay)
-    adam_rates = Rates(learning_rate if adam_learning_rate is None else adam_learning_rate, adam_weight_decay)
-    method = Method(options, polar, project=vertical == "frozen")
-    return fused("ddc_muon", gauges, method, Routing.of(labels), rates, adam_rates, match, weight_decay_mask)
+
+    def is_matrix(path: str, params: Any) -> bool:
+        return path in polar.routing.matrices(group.bound(params), params)
+
+    def labelled(params: Any) -> Any:
+        matrices = polar.routing.matrices(group.bound(params), params)
+        return with_leaves(jax.tree.map(lambda _: "adam", params), dict.fromkeys(matrices, "muon"))
+
+    adam_rate = learning_rate if adam_learning_rate is None else adam_learning_rate
+    rates = {"muon": learning_rate, "adam": adam_rate}
+    inner = optax.chain(
+        opened(ddc(group, options, polar)),
+        decay(weight_decay, group, match, weight_decay_mask, only=is_matrix, of_values=True),
+        decay(adam_weight_decay, group, match, only=lambda p, params: not is_matrix(p, params), of_values=True),
+        optax.partition({name: optax.scale_by_learning_rate(rate) for name, rate in rates.items()}, labelled),
+    )
+    return wrapped("ddc_muon", inner, group, hold=False, still=vertical == "frozen")
 
 
 def quotient_adamw(
@@ -332,7 +339,7 @@ def quotient_muon(
     if consistent_rms is not None:
         scale = rms_alone("quotient_muon", consistent_rms, scale)
     settings = Muon(
-        polar_options(ns_coeffs, ns_steps, beta, eps, scale),
+        polar_options("quotient_muon", ns_coeffs, ns_steps, beta, eps, scale),
         nesterov,
         mu_dtype,
         (

@@ -11,12 +11,12 @@ import jax.numpy as jnp
 import optax
 
 import gauge_optax.slice as slices
+from gauge_optax._arguments import require_params
 from gauge_optax._layout import layout
 from gauge_optax.binding import is_empty, leaves_by_path, with_leaves
 from gauge_optax.gauges.base import Gauges
 from gauge_optax.gauges.product import product
 from gauge_optax.gauges.reading import Turning
-from gauge_optax.transforms._common import require_params
 
 
 class QuotientState(NamedTuple):
@@ -135,11 +135,51 @@ def wrapped(
                 fixed, frame = slices.fix(on, frame, slices.added(point, tangent))
                 tangent = slices.between(point, fixed)
             step = slices.leave(motions, slices.hold(on, point, tangent) if hold else tangent)
-            own = leaves_by_path(updates)
-            out = with_leaves(tree, {path: x.astype(own[path].dtype) for path, x in step.items()})
+            out = _stored(tree, step, like=updates)
         return laid.leave(out, like=updates), QuotientState(laid.leave(frame), inner_state)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def link(
+    name: str, inner: optax.GradientTransformation, gauges: Gauges, *, still: bool = True
+) -> optax.GradientTransformationExtraArgs:
+    """A link of a chain that `inner` makes in slice coordinates: tangents leave as they are, to be scaled.
+
+    Args:
+      name: of the transformation, for messages.
+      inner: of gradients with respect to slice coordinates.
+      gauges: a gauge or a sequence of them, meaning their product.
+      still: whether `inner` is spared the gradient along shifts.
+    """
+    group, inner = product(gauges), optax.with_extra_args_support(inner)
+    started = wrapped(name, inner, group)
+
+    def update_fn(
+        updates: optax.Updates, state: QuotientState, params: optax.Params | None = None, **extra: Any
+    ) -> tuple[optax.Updates, QuotientState]:
+        require_params(name, params)
+        on, laid = slices.chart(group, params), layout(params)
+        with laid.left_open():
+            frame, here, slope = laid.enter((state.gauges, params, updates))
+            motions = slices.motions(on, frame)
+            point = with_leaves(here, slices.enter(motions, on.joint.values(here)))
+            gradient = slices.enter_dual(on, motions, on.joint.vectors(slope), still)
+            seen = slices.without_faint(on, with_leaves(slope, gradient))
+        seen, point = laid.leave(seen, like=updates), laid.leave(point, like=params)
+        tree, inner_state = inner.update(seen, state.inner_state, point, **extra)
+        with laid.left_open():
+            tree = laid.enter(tree)
+            step = slices.leave(motions, slices.SliceTangent(on.joint.vectors(tree)))
+            out = _stored(tree, step, like=updates)
+        return laid.leave(out, like=updates), QuotientState(state.gauges, inner_state)
+
+    return optax.GradientTransformationExtraArgs(started.init, update_fn)
+
+
+def _stored(tree: Any, step: slices.Arrays, like: Any) -> Any:
+    own = leaves_by_path(like)
+    return with_leaves(tree, {path: x.astype(own[path].dtype) for path, x in step.items()})
 
 
 def _on_slice(

@@ -92,6 +92,11 @@ def enter(frame: Sequence[Motion], values: Arrays) -> SlicePoint:
     return SlicePoint(undone(frame, values))
 
 
+def enter_tangent(on: Chart, frame: Frame, tangent: Arrays) -> SliceTangent:
+    """F⁻¹·u."""
+    return SliceTangent(pushed(chart_motions(on, frame.inverse, frame.element)[::-1], tangent))
+
+
 def enter_dual(on: Chart, frame: Sequence[Motion], gradient: Arrays, centred: bool = True) -> SliceCotangent:
     """ĝ = Fᵀ·g, without the part along shifts and rounding in place of rows that invariance makes zero."""
     for (part, bound), motion in zip(reversed(on.parts), reversed(frame), strict=True):

@@ -1,4 +1,4 @@
-"""What DDC does to functions: Adam where nothing is gauged, no motion along orbits, and the right speed across them."""
+"""DDC on the slice: twins of every mode, lengths, heads, decay, vertical motion, the chain and its alias."""
 
 import functools
 import inspect
@@ -13,518 +13,367 @@ import optax
 import pytest
 
 import gauge_optax as go
-from gauge_optax.measure.motion import balanced_drift, balanced_motion
+from gauge_optax.binding import leaves_by_path
 from models import lm
-from tests.cases import GAUGE_CASES, GaugeCase
+from tests.cases import GAUGE_CASES
 from tests.quick import jit
 from tests.tolerances import tolerance
+from tests.twins import CONFIGS, ODD, Tree, apart, check_twins, loss_of, odd, start_of, stepper, train
 
-Tree = Any
-CASES = {c.name: c for c in GAUGE_CASES}
-
-# A net whose leaves hold a norm's scale, ReLU channels (one leaf in both), a head, a logit shift, and nothing at all.
-NET: dict[str, tuple[int, ...]] = {
-    "norm": (6,), "up": (6, 5), "bias": (5,), "down": (5, 6), "value": (6, 2, 3), "out": (2, 3, 6), "head": (6, 7),
-    "free": (6,),
-}  # fmt: skip
-NET_GAUGES = [
-    go.norm_scale({"norm": "channel"}, {"up": "channel _"}),
-    go.rescale({"up": "_ channel", "bias": "channel"}, {"down": "channel _"}),
-    go.head_rotation({"value": "_ head basis", "out": "head basis _"}),
-    go.logit_shift({"head": "_ vocab"}),
-]
-
-
-def _normal(seed: int, shapes: dict[str, tuple[int, ...]] = NET) -> Tree:
-    draw = np.random.default_rng(seed).normal
-    return {name: jnp.asarray(draw(size=shape), float) for name, shape in shapes.items()}
-
-
-def _net_loss(p: Tree) -> jax.Array:
-    x = jnp.asarray(np.random.default_rng(9).normal(size=(8, 6)), p["free"].dtype) + p["free"]
-    x = x + jnp.einsum("nd,dhe,hec->nc", x, p["value"], p["out"])
-    normed = x * jax.lax.rsqrt(jnp.mean(jnp.square(x), -1, keepdims=True)) * p["norm"]
-    x = x + jax.nn.relu(normed @ p["up"] + p["bias"]) @ p["down"]
-    return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(x @ p["head"], np.arange(8) % 7))
-
-
-def _train(tx: optax.GradientTransformation, params: Tree, rule: Callable[[Tree, Tree], Tree], steps: int) -> Tree:
-    """Parameters after some steps, and the last state; the rule makes gradients of parameters and noise."""
-
-    @jit
-    def step(noise: Tree, state: Tree, params: Tree) -> tuple[Tree, Tree]:
-        updates, state = tx.update(rule(params, noise), state, params)
-        return optax.apply_updates(params, updates), state
-
-    state, draw = jit(tx.init)(params), np.random.default_rng(1).normal
-    for _ in range(steps):
-        params, state = step(jax.tree.map(lambda x: draw(size=x.shape).astype(x.dtype), params), state, params)
-    return params, state
-
-
-def _noise(params: Tree, noise: Tree) -> Tree:
-    return noise
-
-
-def _zero(params: Tree, noise: Tree) -> Tree:
-    return jax.tree.map(jnp.zeros_like, params)
-
-
-def _slope(loss: Callable[[Tree], jax.Array]) -> Callable[[Tree, Tree], Tree]:
-    return lambda params, noise: jax.grad(loss)(params)
-
-
-# Chain and alias ----------------------------------------------------------------------------------
-
-
-# Arguments of the alias that its links share, none at its default.
-OPTIONS: dict[str, Any] = {
-    "b1": 0.8, "b2": 0.95, "eps": 1e-6, "eps_root": 1e-7, "mu_dtype": "float32", "nesterov": True,
-    "v_mode": "body_frame", "radial": "log", "radial_scale": 2.0, "live_threshold": 0.3, "refresh_drift": 0.05,
-    "refresh_every": 2, "reset_every": 4, "reproject": False,
-}  # fmt: skip
-CHANGES: dict[str, dict[str, Any]] = {
-    "defaults": {},
-    "options": OPTIONS,
-    "sgd": OPTIONS | {"vertical": "sgd", "v_mode": "per_head_scalar"},
-    "adam": {"vertical": "adam", "v_mode": "none"},
-    "matrix": {"v_mode": "per_head_matrix", "weight_decay": 0.3, "mask": {n: n not in ("value", "out") for n in NET}},
-    "horizontal": {"match": "horizontal", "weight_decay": optax.linear_schedule(0.1, 0.4, 6)},
+CASES = {case.name: case for case in GAUGE_CASES}
+MODES: dict[str, dict[str, Any]] = {
+    "body_frame_topk": {},
+    "body_frame": {"v_mode": "body_frame"},
+    "per_head_scalar": {"v_mode": "per_head_scalar"},
+    "per_head_matrix": {"v_mode": "per_head_matrix"},
+    "none": {"v_mode": "none"},
+    "log": {"radial": "log", "nesterov": True},
+    "refreshed": {"refresh_every": 3},
+    "sgd": {"vertical": "sgd"},
+    "adam": {"vertical": "adam"},
+    "muon": {"beta": 0.9},
+    "paper": {"preset": "paper"},
 }
 
 
-def _chain(gauges: list[go.Gauge], rate: Any, options: dict[str, Any]) -> optax.GradientTransformation:
-    """DESIGN §4, word for word."""
-    outer = {"weight_decay": 1e-4, "match": "adamw", "mask": None, "vertical": "frozen", "radial": "linear"}
-    outer |= {name: value for name, value in options.items() if name in outer}
-    inner = {name: value for name, value in options.items() if name not in ("weight_decay", "match", "mask")}
-    return optax.chain(
-        *([go.gauge_project(gauges)] if outer["vertical"] == "frozen" else []),
-        go.scale_by_ddc(gauges, **inner),
-        go.add_gauge_decay(outer["weight_decay"], gauges, outer["match"], outer["mask"]),
-        optax.scale_by_learning_rate(rate),
-        go.gauge_retract(gauges, outer["radial"], outer["vertical"]),
+def _tx(mode: str, gauges: Any, rate: float = 1e-2) -> optax.GradientTransformation:
+    if mode in ("muon", "paper"):
+        return go.ddc_muon(rate, gauges, weight_decay=0.1, **MODES[mode])
+    return go.ddc_adamw(rate, gauges, weight_decay=0.1, **MODES[mode])
+
+
+@functools.cache
+def _program(name: str, dtype: str, mode: str) -> tuple[Any, Any, Any]:
+    del dtype
+    group = go.product(lm.gauges(CONFIGS[name]))
+    tx = _tx(mode, group)
+    return group, jit(tx.init), stepper(tx, loss_of(name))
+
+
+def _check(name: str, dtype: str, mode: str, params: Tree) -> None:
+    with jax.enable_x64(dtype == "float64"):
+        check_twins(f"{name} {mode}", *_program(name, dtype, mode), params, dtype)
+
+
+# Twins --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("name", "dtype"), [
+    ("gpt", "float64"), *(pytest.param(name, dtype, marks=pytest.mark.slow) for name, dtype in
+                          [("gpt", "float32"), *((n, d) for n in list(CONFIGS)[1:] for d in ("float64", "float32"))])
+])  # fmt: skip
+def test_twins_of_every_mode(name: str, dtype: str, mode: str) -> None:
+    with jax.enable_x64(dtype == "float64"):
+        params = start_of(name, dtype)
+    _check(name, dtype, mode, params)
+
+
+@pytest.mark.parametrize("start", ODD)
+@pytest.mark.parametrize(("mode", "dtype"), [
+    ("body_frame_topk", "float32"),
+    *(pytest.param(mode, "float64", marks=pytest.mark.slow) for mode in ("body_frame_topk", "muon")),
+])  # fmt: skip
+def test_odd_starts(start: str, mode: str, dtype: str) -> None:
+    with jax.enable_x64(dtype == "float64"):
+        params = odd(start, start_of("gpt", dtype))
+    _check("gpt", dtype, mode, params)
+
+
+SPECTRA = {
+    "orthogonal": (1.0, 1.0, 1.0, 1.0),
+    "equal_pair": (1.0, 1.0, 2.0, 0.5),
+    "rank_one": (1.0, 0.0, 0.0, 0.0),
+    "faint": (2.0, 3e-2, 2e-2, 1e-2),  # eigenvalues below the 1e-3 that body_frame_topk divides
+}
+
+
+@pytest.mark.parametrize("spectrum", SPECTRA)
+@pytest.mark.parametrize(("mode", "dtype"), [
+    ("body_frame_topk", "float64"),
+    ("body_frame_topk", "float32"),
+    *(pytest.param(mode, dtype, marks=pytest.mark.slow)
+      for mode in ("body_frame", "per_head_matrix") for dtype in ("float64", "float32")),
+])  # fmt: skip
+def test_degenerate_heads(spectrum: str, mode: str, dtype: str) -> None:
+    """Heads whose Gram matrix has these eigenvalues, squared: an eigenbasis is what rounding makes of them."""
+    with jax.enable_x64(dtype == "float64"):
+        keys = jax.random.split(jax.random.key(5), 4)
+        shapes = {"query": (8, 2, 4), "key": (8, 2, 4), "value": (8, 2, 4), "out": (2, 4, 8)}
+        drawn = {n: jax.random.normal(k, s) for k, (n, s) in zip(keys, shapes.items(), strict=True)}
+        params = {n: _with_spectrum(x, SPECTRA[spectrum], n == "out") for n, x in drawn.items()}
+        gauges = [
+            go.head_rotation({"query": "_ head basis", "key": "_ head basis"}),
+            go.head_rotation({"value": "_ head basis", "out": "head basis _"}),
+        ]
+        x = jax.random.normal(jax.random.key(6), (3, 5, 8))
+        group, tx = go.product(gauges), _tx(mode, gauges)
+
+        def loss(p: Tree) -> jax.Array:
+            q, k, v = (jnp.einsum("btd,dhe->bhte", x, p[n]) for n in ("query", "key", "value"))
+            weights = jax.nn.softmax(jnp.einsum("bhte,bhse->bhts", q, k), -1)
+            out = jnp.einsum("bhts,bhse,hed->btd", weights, v, p["out"])
+            return jnp.mean(jnp.square(out - jnp.roll(x, 1, -1)))
+
+        check_twins(f"{spectrum} {mode}", group, jit(tx.init), stepper(tx, loss), params, dtype)
+
+
+def _with_spectrum(leaf: jax.Array, sizes: tuple[float, ...], wide: bool) -> jax.Array:
+    rows = jnp.moveaxis(leaf, -1, -2) if wide else jnp.moveaxis(leaf, 1, 0)  # (heads, rows, 4)
+    u, _, vt = jnp.linalg.svd(rows, full_matrices=False)
+    made = (u * jnp.array(sizes)) @ vt
+    return jnp.moveaxis(made, -1, -2) if wide else jnp.moveaxis(made, 0, 1)
+
+
+def test_adamw_parts_these_twins(x64: None) -> None:
+    group, params, tx = go.product(lm.gauges(CONFIGS["gpt"])), start_of("gpt", "float64"), optax.adamw(1e-2)
+    g = group.sample(jax.random.key(3), params)
+    step, loss = stepper(tx, loss_of("gpt")), jit(loss_of("gpt"))
+    ours, theirs = (train(jit(tx.init), step, start, 3)[0] for start in (params, group.act(g, params)))
+    assert abs(float(loss(theirs)) / float(loss(ours)) - 1.0) > 1e-3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt", "llama"])
+def test_coordinates_stand_still_for_a_thousand_float32_steps(name: str) -> None:
+    group, init, step = _program(name, "float32", "body_frame_topk")
+    params = start_of(name, "float32")
+    for start in (params, group.act(group.sample(jax.random.key(3), params), params)):
+        here, state = start, init(start)
+        turned: Any = None
+        motion = jit(lambda p, q: go.measure.vertical_motion(p, jax.tree.map(jnp.subtract, q, p), group))
+        for _ in range(1000):
+            after, state, _ = step(here, state)
+            found = motion(here, after)
+            turned = found if turned is None else jax.tree.map(jnp.add, turned, found)
+            here = after
+        heads = [turned[k] for k, part in enumerate(group.parts) if part.name in ("head_rotation", "rope_torus")]
+        drift, angle = (max(float(jnp.max(jnp.abs(x))) for x in jax.tree.leaves(t))
+                        for t in (go.measure.drift(start, here, group), heads))  # fmt: skip
+        print(f"{name}: drift {drift:.1e}, turned {angle:.1e}")
+        assert drift <= tolerance("quotient_drift", "float32")
+        assert angle <= 1e-3
+
+
+# The chain and its alias --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["gpt", pytest.param("llama", marks=pytest.mark.slow)])
+def test_the_chain_of_five_links_is_the_alias(name: str, x64: None) -> None:
+    gauges, params, loss = lm.gauges(CONFIGS[name]), start_of(name, "float64"), loss_of(name)
+    chain = optax.chain(
+        go.gauge_project(gauges),
+        go.scale_by_ddc(gauges),
+        go.add_gauge_decay(0.1, gauges),
+        optax.scale_by_learning_rate(1e-2),
+        go.gauge_retract(gauges),
     )
+    ends = [train(jit(tx.init), stepper(tx, loss), params, 5)[0] for tx in (chain, _tx("body_frame_topk", gauges))]
+    error = max(apart(*ends).values())
+    print(f"{name}: {error:.1e}")
+    assert error <= 1e-10
 
 
-QUICK = {("defaults", "any"), ("options", "invariant")}
-
-
-@pytest.mark.parametrize(
-    ("name", "rule"),
-    [
-        pytest.param(name, rule, marks=() if (name, rule) in QUICK else pytest.mark.slow)
-        for name in CHANGES
-        for rule in ("invariant", "any")
-    ],
-)
-def test_chain_and_alias_are_one(name: str, rule: str) -> None:
-    gauges = NET_GAUGES[1:] if name == "horizontal" else NET_GAUGES
-    if rule == "any" and name == "adam":
-        pytest.skip("scalar Adam divides rounding by rounding where a vertical derivative is zero")
-    with jax.enable_x64(True):
-        rate = optax.linear_schedule(0.0, 1e-2, 3)
-        both = _chain(gauges, rate, CHANGES[name]), go.ddc_adamw(rate, gauges, **CHANGES[name])
-        chain, alias = (
-            _train(tx, _normal(0), _slope(_net_loss) if rule == "invariant" else _noise, 6)[0] for tx in both
-        )
-    moved = jax.tree.map(lambda a, b: np.linalg.norm(a - b) / np.linalg.norm(a), chain, alias)
-    print(name, rule, max(moved.values()))
-    # Of a gradient with a vertical part the alias takes out all but a thousandth before the moments see it.
-    assert max(moved.values()) < (1e-6 if "vertical" in CHANGES[name] else 1e-8 if rule == "invariant" else 1e-5)
-
-
-def test_every_option_reaches_its_link() -> None:
-    """The alias's arguments are the links', by name and by default."""
-    alias = inspect.signature(go.ddc_adamw).parameters
-    for link in (go.scale_by_ddc, go.add_gauge_decay, go.gauge_retract):
-        shared = {name: p for name, p in inspect.signature(link).parameters.items() if name != "weight_decay"}
-        assert {n: p.default for n, p in shared.items()} == {n: alias[n].default for n in shared}
-
-
-# Adam ---------------------------------------------------------------------------------------------
+def test_the_size_of_the_loss_changes_nothing() -> None:
+    """Of 1e8 times the loss, and of gradients of 1e25, nothing is left but what Adam's eps makes of it."""
+    params, gauges, loss = start_of("gpt", "float32"), lm.gauges(CONFIGS["gpt"]), loss_of("gpt")
+    ends = [train(jit(tx.init), stepper(tx, lambda p, s=s: s * loss(p)), params, 5)[0]
+            for s in (1.0, 1e8) for tx in [_tx("body_frame_topk", gauges)]]  # fmt: skip
+    assert max(apart(*ends).values()) <= 1e-4
+    tx = _tx("body_frame_topk", gauges)
+    grads = jax.tree.map(lambda x: 1e25 * jnp.sign(x), params)
+    updates, _ = jit(tx.update)(grads, jit(tx.init)(params), params)
+    plain, _ = optax.adamw(1e-2).update(grads, optax.adamw(1e-2).init(params), params)
+    finite = [all(bool(jnp.all(jnp.isfinite(x))) for x in jax.tree.leaves(tree)) for tree in (updates, plain)]
+    assert finite[0] == finite[1]
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_leaves_without_a_gauge_get_adamw(nesterov: bool) -> None:
-    options: dict[str, Any] = {"eps": 1e-3, "eps_root": 1e-4, "weight_decay": 0.1, "nesterov": nesterov}
-    ours, _ = _train(go.ddc_adamw(0.01, NET_GAUGES, **options), _normal(0), _noise, 5)
-    theirs, _ = _train(optax.adamw(0.01, **options), _normal(0), _noise, 5)
-    _close(ours["free"], theirs["free"])
-    for name in set(NET) - {"free"}:
-        assert jnp.max(jnp.abs(ours[name] - theirs[name])) > 1e-3
-
-
-@pytest.mark.parametrize("nesterov", [False, True])
-def test_without_gauges_it_is_adamw(nesterov: bool) -> None:
-    mask = {name: name != "up" for name in NET}
-    options: dict[str, Any] = {"weight_decay": 0.1, "mask": mask, "nesterov": nesterov}
-    ours, _ = _train(go.ddc_adamw(0.01, [], **options), _normal(0), _noise, 5)
-    theirs, _ = _train(optax.adamw(0.01, **options), _normal(0), _noise, 5)
-    _close(ours, theirs)
-
-
-def _close(found: Tree, expected: Tree) -> None:
-    chex.assert_trees_all_close(found, expected, rtol=tolerance("optax", jax.tree.leaves(expected)[0].dtype))
+    case = CASES["rescale/channel"]
+    params = {"own": case.params(jax.random.key(0)), "free": jnp.arange(6.0).reshape(2, 3) - 2.0}
+    gauge = go.rescale({"own/up/kernel": "_ channel", "own/up/bias": "channel"}, {"own/down": "channel _"})
+    options: dict[str, Any] = {"weight_decay": 0.1, "nesterov": nesterov}
+    ends = []
+    for tx in (go.ddc_adamw(0.01, gauge, **options), optax.adamw(0.01, **options)):
+        here, state = params, tx.init(params)
+        for seed in range(4):
+            grads = jax.tree.map(lambda x, s=seed: jax.random.normal(jax.random.key(s), x.shape), here)
+            updates, state = tx.update(grads, state, here)
+            here = optax.apply_updates(here, updates)
+        ends.append(here["free"])
+    chex.assert_trees_all_close(*ends, rtol=tolerance("optax", jnp.float32), atol=1e-6)
 
 
 def test_arguments_are_those_of_adamw() -> None:
     ours, theirs = (inspect.signature(f).parameters for f in (go.ddc_adamw, optax.adamw))
     shared = [name for name in ours if name in theirs]
     assert shared == list(theirs)
-    assert [name for name in ours if name != "gauges"][: len(theirs) - 1] == list(theirs)[:-1]
     for name in shared:
         assert (ours[name].default, ours[name].kind) == (theirs[name].default, theirs[name].kind), name
 
 
+@pytest.mark.parametrize("options", [{"v_mode": "diagonal"}, {"radial": "cubic"}, {"vertical": "free"}])
+@pytest.mark.parametrize("make", [go.scale_by_ddc, functools.partial(go.ddc_adamw, 0.1)])
+def test_a_choice_that_does_not_exist_is_refused(make: Callable[..., Any], options: dict[str, str]) -> None:
+    (name, value), = options.items()
+    with pytest.raises(ValueError, match=f"bad {name}") as error:
+        make([], **options)
+    for part in ("found:", "expected:", "remedy:", value):
+        assert part in str(error.value)
+
+
+def test_linear_gauges_are_refused() -> None:
+    gauge = go.head_linear({"a": "_ basis"}, {"b": "basis _"})
+    params = {"a": jnp.ones((3, 2)), "b": jnp.ones((2, 3))}
+    for tx in (go.ddc_adamw(0.1, gauge), go.scale_by_ddc(gauge), go.ddc_muon(0.1, gauge)):
+        with pytest.raises(ValueError, match=r"head_linear on 'a'") as error:
+            tx.init(params)
+        assert "go.quotient" in str(error.value)
+
+
 # Tangents -----------------------------------------------------------------------------------------
 
-ONE_GAUGE_A_LEAF = [
-    "logit_shift/kernel_bias", "rescale/degree_2", "rescale/gate", "norm_scale/one_plus", "scale_invariant/kernel_bias",
-    "head_rotation/gqa", "head_rotation/value_out", "head_rotation/fused", "rope_torus/partial",
-]  # fmt: skip
 
-
-def _tangents(case: GaugeCase, **options: Any) -> list[tuple[Tree, Tree]]:
-    """What `scale_by_ddc` emits, and where: at the first step of a run and at its last, in a frame gone stale."""
+@pytest.mark.parametrize("name", ["logit_shift/kernel_bias", "rescale/degree_2", "norm_scale/one_plus",
+                                  "head_rotation/gqa", "head_rotation/value_out", "rope_torus/partial"])  # fmt: skip
+def test_tangents_are_horizontal(name: str, x64: None) -> None:
+    case = CASES[name]
     gauges, params = case.gauges(), case.params(jax.random.key(0))
-    first = optax.chain(go.gauge_project(gauges), go.scale_by_ddc(gauges, **options))
-    second = optax.chain(optax.scale_by_learning_rate(0.02), go.gauge_retract(gauges))
-
-    @jit
-    def step(params: Tree, states: Tree) -> tuple[Tree, Tree, Tree]:
-        tangent, one = first.update(jax.grad(case.loss)(params), states[0], params)
-        chord, two = second.update(tangent, states[1], params)
-        return tangent, optax.apply_updates(params, chord), (one, two)
-
-    states, seen = jit(lambda p: (first.init(p), second.init(p)))(params), []
-    for _ in range(4):
-        tangent, moved, states = step(params, states)
-        seen.append((tangent, params))
-        params = moved
-    return [seen[0], seen[-1]]
+    tx = go.scale_by_ddc(gauges)
+    updates, _ = jit(tx.update)(jax.grad(case.loss)(params), tx.init(params), params)
+    assert optax.tree.norm(updates) > 0.1
+    go.testing.assert_horizontal(updates, params, gauges, tolerance("horizontal", jnp.float64))
 
 
-@pytest.mark.parametrize("name", ONE_GAUGE_A_LEAF)
-def test_tangents_are_horizontal_in_float64(name: str, x64: None) -> None:
-    for tangent, params in _tangents(CASES[name]):
-        assert optax.tree.norm(tangent) > 0.1
-        go.testing.assert_horizontal(tangent, params, CASES[name].gauges(), tolerance("horizontal", jnp.float64))
+# Lengths ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["logit_shift/kernel_bias", "rescale/degree_2", "head_rotation/value_out"])
-def test_tangents_are_horizontal_in_float32(name: str) -> None:
-    for tangent, params in _tangents(CASES[name]):
-        go.testing.assert_horizontal(tangent, params, CASES[name].gauges(), tolerance("horizontal", jnp.float32))
-
-
-def test_division_alone_leaks() -> None:
-    """Lemma 10: without the second projection the checks above fail."""
-    case = CASES["head_rotation/value_out"]
-    with pytest.raises(AssertionError, match="head_rotation"):
-        go.testing.assert_horizontal(*_tangents(case, reproject=False)[0], case.gauges())
-
-
-@pytest.mark.parametrize("name", ["product/chain", "product/gpt", "product/llama"])
-def test_two_rescales_on_a_narrow_leaf_leave_little(name: str, x64: None) -> None:
-    """Radial parts cross by one over the width, here 4 to 6, before that crosstalk is taken out."""
-    for tangent, params in _tangents(CASES[name]):
-        go.testing.assert_horizontal(tangent, params, CASES[name].gauges(), tolerance("coupled"))
-
-
-def test_two_rescales_on_a_leaf_leave_little(x64: None) -> None:
-    """After a fixed few sweeps; the retraction ends it."""
-    shapes = {"norm": (32,), "up": (32, 64), "bias": (64,), "down": (64, 32)}
-
-    def loss(p: Tree) -> jax.Array:
-        x = np.random.default_rng(0).normal(size=(16, 32))
-        return jnp.mean(jnp.square(jax.nn.relu(x * p["norm"] @ p["up"] + p["bias"]) @ p["down"] / 32 - x))
-
-    case = GaugeCase("norm_and_unit", lambda: NET_GAUGES[:2], lambda key: _normal(0, shapes), loss, dim=96)
-    for tangent, params in _tangents(case):
-        go.testing.assert_horizontal(tangent, params, case.gauges(), tolerance("coupled"))
-
-
-# Radial steps and decay ---------------------------------------------------------------------------
-
-
-def _joint_scale(params: Tree, degree: float) -> jax.Array:
-    """s = ρ_up^p·ρ_down of the unit's channels."""
-    up = jnp.sqrt(jnp.sum(jnp.square(params["up"]["kernel"]), 0) + jnp.square(params["up"]["bias"]))
-    return up**degree * jnp.linalg.norm(params["down"], axis=1)
-
-
-def _unit(degree: int) -> tuple[GaugeCase, Tree]:
-    case = CASES[{1: "rescale/channel", 2: "rescale/degree_2"}[degree]]
-    return case, case.params(jax.random.key(1))
+def _unit(degree: int) -> tuple[Any, Tree]:
+    """One channel on the slice: an anchor of norm 1, and what it feeds, of length 3 in 4 entries."""
+    gauge = go.rescale({"up": "_ channel"}, {"down": "channel _"}, degree=degree)
+    return gauge, {"up": jnp.array([[0.6], [0.8]]), "down": jnp.full((1, 4), 1.5)}
 
 
 @pytest.mark.parametrize("degree", [1, 2])
-@pytest.mark.parametrize("factor", [1.0, 4.0])
-def test_the_first_linear_step_moves_s_by_the_learning_rate(degree: int, factor: float, x64: None) -> None:
-    case, params = _unit(degree)
-    tx = go.ddc_adamw(1e-3, case.gauges(), weight_decay=0.0, radial_scale=factor, eps=1e-20)
-    moved, _ = _train(tx, params, _slope(case.loss), 1)
-    step = _joint_scale(moved, degree) - _joint_scale(params, degree)
-    np.testing.assert_allclose(jnp.abs(step), factor * 1e-3, rtol=tolerance("oracle"))
-
-
-@pytest.mark.parametrize("degree", [1, 2])
-def test_the_first_log_step_moves_log_s_by_the_learning_rate(degree: int, x64: None) -> None:
-    case, params = _unit(degree)
-    tx = go.ddc_adamw(1e-3, case.gauges(), weight_decay=0.0, radial="log", eps=1e-20)
-    moved, _ = _train(tx, params, _slope(case.loss), 1)
-    step = jnp.log(_joint_scale(moved, degree) / _joint_scale(params, degree))
-    np.testing.assert_allclose(jnp.abs(step), 1e-3, rtol=tolerance("oracle"))
-
-
-def _shrink(tx: optax.GradientTransformation, params: Tree, degree: float) -> jax.Array:
-    """How far log s falls in one step without a gradient."""
-    moved, _ = _train(tx, params, _zero, 1)
-    return -jnp.log(_joint_scale(moved, degree) / _joint_scale(params, degree))
+@pytest.mark.parametrize("radial", ["linear", "log"])
+def test_the_first_step_of_a_length(radial: str, degree: int, x64: None) -> None:
+    """√n·lr in s, which is what Adam moves it by; √(p² + 1)·lr in log s (DDC B.4)."""
+    gauge, params = _unit(degree)
+    tx, rate = go.ddc_adamw(1e-3, gauge, radial=radial, weight_decay=0.0), 1e-3
+    grads = {"up": jnp.zeros((2, 1)), "down": params["down"]}
+    updates, _ = tx.update(grads, tx.init(params), params)
+    moved = jnp.linalg.norm(params["down"] + updates["down"]) - 3.0
+    expected = -2.0 * rate if radial == "linear" else -3.0 * np.hypot(1.0, degree) * rate
+    np.testing.assert_allclose(moved, expected, rtol=1e-6)
 
 
 @pytest.mark.parametrize("degree", [1, 2])
 def test_decay_shrinks_log_s_as_adamw_does(degree: int, x64: None) -> None:
-    """With lr·wd = 1e-7 its square is nothing."""
-    case, params = _unit(degree)
-    ours = _shrink(go.ddc_adamw(1e-6, case.gauges(), weight_decay=0.1), params, degree)
-    theirs = _shrink(optax.adamw(1e-6, weight_decay=0.1), params, degree)
-    np.testing.assert_allclose(ours, (degree + 1) * 1e-7, rtol=tolerance("optax", jnp.float32))
-    np.testing.assert_allclose(ours, theirs, rtol=tolerance("optax", jnp.float32))
+    """The anchor hands its share on: (p + 1)·lr·wd."""
+    gauge, params = _unit(degree)
+    tx = go.ddc_adamw(1e-4, gauge, weight_decay=0.1)
+    updates, _ = tx.update(jax.tree.map(jnp.zeros_like, params), tx.init(params), params)
+    moved = jnp.log(jnp.linalg.norm(params["down"] + updates["down"]) / 3.0)
+    np.testing.assert_allclose(moved, -(degree + 1) * 1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("degree", [1, 2])
-def test_horizontal_decay_has_the_rate_of_the_reference(degree: int, x64: None) -> None:
-    case, params = _unit(degree)
-    ours = _shrink(go.ddc_adamw(1e-6, case.gauges(), weight_decay=0.1, match="horizontal"), params, degree)
-    np.testing.assert_allclose(ours, (degree**2 + 1) * 1e-7, rtol=tolerance("optax", jnp.float32))
+def test_a_floor_keeps_lengths_and_none_lets_them_die(x64: None) -> None:
+    gauge, params = _unit(1)
+    lengths = {}
+    for floor in (0.0, 0.5):
+        tx = go.ddc_adamw(0.02, gauge, scale_floor=floor, weight_decay=1.0)
+        here, state = params, tx.init(params)
+        for _ in range(150):
+            updates, state = tx.update(jax.tree.map(jnp.zeros_like, here), state, here)
+            here = optax.apply_updates(here, updates)
+        lengths[floor] = float(jnp.linalg.norm(here["down"]))
+    print(lengths)
+    assert lengths[0.0] < 0.05 and 1.4 < lengths[0.5] < 1.7
 
 
-def _decayed(params: Tree, gauges: Any, **options: Any) -> Tree:
-    tx = go.add_gauge_decay(0.5, gauges, **options)
-    return tx.update(_zero(params, params), tx.init(params), params)[0]
+def test_kernels_that_read_one_norm_have_lengths_of_their_own(x64: None) -> None:
+    gauge = go.norm_scale({"scale": "channel"}, {"a": "channel _", "b": "channel _"})
+    params = {"scale": jnp.ones(1), "a": jnp.ones((1, 4)), "b": jnp.ones((1, 9))}
+    tx = go.scale_by_ddc(gauge)
+    updates, state = tx.update({"scale": jnp.zeros(1), "a": params["a"], "b": -params["b"]}, tx.init(params), params)
+    assert len(state.inner_state.gauges.radial_mu) == 2
+    np.testing.assert_allclose(updates["a"], 1.0, rtol=1e-6)
+    np.testing.assert_allclose(updates["b"], -1.0, rtol=1e-6)
 
 
-def test_horizontal_decay_refuses_a_shared_leaf() -> None:
-    case = CASES["product/chain"]
-    with pytest.raises(ValueError, match="two scale gauges on 'w2'") as error:
-        _decayed(case.params(jax.random.key(0)), case.gauges(), match="horizontal")
-    _four_parts(error, "rescale")
-
-
-def _four_parts(error: pytest.ExceptionInfo[ValueError], *names: str) -> None:
-    for part in ("found:", "expected:", "remedy:", *names):
-        assert part in str(error.value)
-
-
-def test_a_shared_leaf_decays_once() -> None:
-    case = CASES["product/chain"]
-    params = case.params(jax.random.key(0))
-    _close(_decayed(params, case.gauges()), jax.tree.map(lambda x: 0.5 * x, params))
-
-
-def test_decay_leaves_the_mean_over_the_vocabulary_alone() -> None:
-    case = CASES["product/semidirect"]
-    params = case.params(jax.random.key(0))
-    centred = params | {name: params[name] - jnp.mean(params[name], -1, keepdims=True) for name in ("kernel", "bias")}
-    _close(_decayed(params, case.gauges()), jax.tree.map(lambda x: 0.5 * x, centred))
-
-
-MASKS = {
-    "tree": {name: name in ("up", "bias", "down") for name in NET},
-    "callable": lambda params: {name: name in ("up", "bias", "down") for name in params},
-}
-
-
-@pytest.mark.parametrize("mask", MASKS)
-def test_masked_leaves_do_not_decay(mask: str) -> None:
-    params = _normal(0)
-    decayed = _decayed(params, NET_GAUGES[1:], mask=MASKS[mask])
-    _close(decayed, {name: (0.5 if name in ("up", "bias", "down") else 0.0) * x for name, x in params.items()})
-
-
-def test_a_mask_may_be_a_prefix() -> None:
-    case, params = _unit(1)
-    assert optax.tree.norm(_decayed(params, case.gauges(), mask=False)) == 0
-    _close(_decayed(params, case.gauges(), mask={"up": True, "down": True}), jax.tree.map(lambda x: 0.5 * x, params))
-
-
-@pytest.mark.parametrize(("leaf", "gauge"), [("bias", "rescale"), ("down", "rescale"), ("out", "head_rotation")])
-def test_a_mask_that_splits_a_gauge_is_refused(leaf: str, gauge: str) -> None:
-    tx = go.add_gauge_decay(0.1, NET_GAUGES, mask={name: name != leaf for name in NET})
-    with pytest.raises(ValueError, match=f"the mask splits {gauge}") as error:
-        tx.init(_normal(0))
-    _four_parts(error, leaf)
+def test_inner_blocks_of_a_scalar_chain_have_no_length(x64: None) -> None:
+    """The group of a chain leaves one joint scale (DDC B.6): that of its last block."""
+    params = {f"w{k}": jax.random.normal(jax.random.key(k), (3, 3)) for k in range(4)}
+    gauges = [go.rescale({f"w{k}": "_ _"}, {f"w{k + 1}": "_ _"}) for k in range(3)]
+    state = go.scale_by_ddc(gauges).init(params)
+    assert len(state.inner_state.gauges.radial_mu) == 1
 
 
 @pytest.mark.parametrize("gradient", ["zero", "loss"])
 def test_scale_invariant_leaves_keep_their_norm(gradient: str) -> None:
     case = CASES["scale_invariant/kernel_bias"]
     params = case.params(jax.random.key(0))
-    rule = {"zero": _zero, "loss": _slope(case.loss)}[gradient]
-    moved, _ = _train(go.ddc_adamw(0.1, case.gauges(), weight_decay=0.5), params, rule, 3)
-    before, after = (
-        jnp.sum(jnp.square(p["kernel"]), (0, 2)) + jnp.sum(jnp.square(p["bias"]), 1) for p in (params, moved)
-    )
-    np.testing.assert_allclose(after, before, rtol=tolerance("coordinates", jnp.float32))
-
-
-# Retraction ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["rescale/degree_2", "norm_scale/bias", "logit_shift/kernel_bias", "product/chain"])
-def test_big_steps_keep_the_coordinates(name: str) -> None:
-    case = CASES[name]
-    params = case.params(jax.random.key(0))
-    moved, _ = _train(go.ddc_adamw(0.3, case.gauges()), params, _noise, 1)
-    assert optax.tree.norm(jax.tree.map(jnp.subtract, moved, params)) > 0.3
-    assert _drift(case, params, moved) < tolerance("coordinates", jnp.float32)
-    thrown, _ = _train(optax.adamw(0.3), params, _noise, 1)
-    assert _drift(case, params, thrown) > 0.01
-
-
-def _drift(case: GaugeCase, params: Tree, moved: Tree) -> float:
-    """The largest change of a coordinate."""
-    drift = balanced_drift(params, moved, case.gauges())
-    return max(float(jnp.max(jnp.abs(x))) for x in jax.tree.leaves(drift))
-
-
-@pytest.mark.parametrize("radial", ["linear", "log"])
-@pytest.mark.parametrize(("inward", "sideways"), [(0.0, 10.0), (-0.999, 3.0), (-5.0, 0.0)])
-def test_one_step_corrects_s_by_a_factor_of_two_at_most(radial: str, inward: float, sideways: float) -> None:
-    """A linear step at most halves s; where the chord gives much more than was asked, the log-ratio stops at −ln 2."""
-    gauge = go.rescale({"up": "_ channel"}, {"down": "channel _"})
-    params = {"up": jnp.array([[1.0], [0.0]]), "down": jnp.ones((1, 1))}
-    tangent = {"up": jnp.array([[inward], [sideways]]), "down": jnp.zeros((1, 1))}
-    moved, _ = _train(go.gauge_retract(gauge, radial=radial), params, lambda p, noise: tangent, 1)
-    s = jnp.linalg.norm(moved["up"]) * jnp.abs(moved["down"][0, 0])
-    asked = inward if radial == "log" else max(inward, -0.5)
-    # A radial part that is cut short is shared by both sides.
-    raw = np.hypot(1 + inward, sideways) if asked == inward else np.hypot(1 + asked / 2, sideways) * (1 + asked / 2)
-    wanted = np.exp(asked) if radial == "log" else 1.0 + asked
-    np.testing.assert_allclose(s, max(wanted, raw / 2), rtol=tolerance("coordinates", jnp.float32))
+    tx = go.ddc_adamw(0.1, case.gauges(), weight_decay=0.5)
+    loss = case.loss if gradient == "loss" else lambda p: jnp.zeros(())
+    moved, _ = train(tx.init, stepper(tx, loss), params, 3)
+    before, after = go.product(case.gauges()).coordinates(params), go.product(case.gauges()).coordinates(moved)
+    chex.assert_trees_all_close(before, after, atol=tolerance("coordinates", jnp.float32))
 
 
 # Vertical motion ----------------------------------------------------------------------------------
 
 
-def _imbalance(degree: int, p: Tree) -> jax.Array:
-    """The unit's coordinates, in closed form: `coordinates` itself solves for them and has no reverse derivative."""
-    up = jnp.sum(jnp.square(p["up"]["kernel"]), 0) + jnp.square(p["up"]["bias"])
-    return jnp.log(up / (degree * jnp.sum(jnp.square(p["down"]), 1))) / (2 * (1 + degree))
-
-
-COORDINATES = {
-    "rescale/channel": functools.partial(_imbalance, 1),
-    "rescale/degree_2": functools.partial(_imbalance, 2),
-    "logit_shift/kernel": lambda p: jnp.mean(p["kernel"], 1),
-}
-
-
-@pytest.mark.parametrize("name", COORDINATES)
+@pytest.mark.parametrize("name", ["rescale/channel", "rescale/degree_2", "logit_shift/kernel"])
 @pytest.mark.parametrize("vertical", ["frozen", "sgd", "adam"])
 def test_a_penalty_moves_the_coordinates_unless_frozen(vertical: str, name: str) -> None:
-    """Each is pulled towards 0, downhill; frozen, none moves."""
-    case, coordinates = CASES[name], COORDINATES[name]
+    """A penalty on coordinates: they go down it, and stand still where they are frozen."""
+    case = CASES[name]
+    group, params = go.product(case.gauges()), case.params(jax.random.key(0))
 
-    def loss(p: Tree) -> jax.Array:
-        return case.loss(p) + jnp.sum(jnp.square(coordinates(p)))
+    def penalty(p: Tree) -> jax.Array:
+        return sum(jnp.sum(jnp.square(x)) for x in jax.tree.leaves(group.coordinates(p)))
 
-    params = case.params(jax.random.key(0))
-    moved, _ = _train(go.ddc_adamw(0.02, case.gauges(), vertical=vertical), params, _slope(loss), 5)
-    before, after = coordinates(params), coordinates(moved)
-    if vertical == "frozen":
-        np.testing.assert_allclose(after, before, atol=tolerance("coordinates", jnp.float32))
-    else:
-        far = jnp.abs(before) > 0.15
-        assert jnp.any(far) and jnp.all(jnp.where(far, jnp.abs(after) < 0.98 * jnp.abs(before), True))
+    tx = go.ddc_adamw(0.02, group, vertical=vertical, weight_decay=0.0)
+    moved, _ = train(tx.init, stepper(tx, lambda p: case.loss(p) + penalty(p)), params, 5)
+    change = float(penalty(moved) / penalty(params))
+    print(f"{name} {vertical}: {change:.3f}")
+    assert change < 0.98 if vertical != "frozen" else abs(change - 1.0) < 1e-4
 
 
 @pytest.mark.parametrize("vertical", ["frozen", "sgd", "adam"])
 def test_a_penalty_turns_a_head_unless_frozen(vertical: str) -> None:
-    """A rotation has no coordinate: what moves is the accumulated vertical part, and the penalty falls faster."""
+    """A rotation has no coordinate: what moves is the accumulated vertical part."""
     case = CASES["head_rotation/mha"]
     gauges, params = case.gauges(), case.params(jax.random.key(0))
-
-    def penalty(p: Tree) -> jax.Array:
-        return jnp.sum(jnp.square(p["query"][..., 0]))
-
-    moved, _ = _train(go.ddc_adamw(0.02, gauges, vertical=vertical), params, _slope(penalty), 3)
-    motion = balanced_motion(params, jax.tree.map(jnp.subtract, moved, params), gauges)
+    tx = go.ddc_adamw(0.02, gauges, vertical=vertical)
+    moved, _ = train(tx.init, stepper(tx, lambda p: jnp.sum(jnp.square(p["query"][..., 0]))), params, 3)
+    motion = go.measure.vertical_motion(params, jax.tree.map(jnp.subtract, moved, params), gauges)
     turned = max(float(jnp.max(jnp.abs(x))) for x in jax.tree.leaves(motion))
-    assert penalty(moved) < penalty(params)
-    assert (turned > 0.01) == (vertical != "frozen")
+    assert (turned > 0.005) == (vertical != "frozen"), turned
 
 
-# State --------------------------------------------------------------------------------------------
+# The program --------------------------------------------------------------------------------------
 
 
-def test_the_state_is_as_large_as_adamws() -> None:
-    """GPT-2, 124M parameters, shapes only."""
-    config = lm.LMConfig(
-        vocab=50257, d_model=768, layers=12, heads=12, kv_heads=12, d_head=64, d_ff=3072, max_len=1024, tied=True
-    )
-    params = jax.eval_shape(lambda key: lm.params_and_loss(config, key)[0], jax.random.key(0))
-    assert 124e6 < sum(x.size for x in jax.tree.leaves(params)) < 125e6
-    ours, theirs = (
-        sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(jax.eval_shape(tx.init, params)))
-        for tx in (go.ddc_adamw(1e-3, lm.gauges(config)), optax.adamw(1e-3))
-    )
-    assert ours <= 1.05 * theirs
+def test_the_program_has_one_conditional_at_most() -> None:
+    from tests.test_slice import LLAMA, _equations, _shapes
+
+    def equations(tx: optax.GradientTransformation) -> list[str]:
+        shapes = _shapes()
+        return _equations(jax.make_jaxpr(tx.update)(shapes, jax.eval_shape(tx.init, shapes), shapes).jaxpr)
+
+    found, plain = equations(go.ddc_adamw(1e-3, lm.gauges(LLAMA))), equations(optax.adamw(1e-3))
+    print(f"{len(found)} equations, AdamW {len(plain)}")
+    assert len(found) <= 9 * len(plain)
+    assert found.count("cond") <= 1 and "while" not in found
 
 
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        ({"refresh_drift": 1e9}, 0),
-        ({"refresh_drift": 1e9, "refresh_every": 2}, 2),
-        ({"refresh_drift": 1e9, "refresh_every": 1}, 4),
-        ({"refresh_drift": 0.0}, 4),
-    ],
-)
-def test_refreshes_are_counted(options: dict[str, Any], expected: int) -> None:
-    gauges = CASES["head_rotation/mha"].gauges()
-    params = CASES["head_rotation/mha"].params(jax.random.key(0))
-    _, state = _train(go.ddc_adamw(0.01, gauges, **options), params, _noise, 4)
-    assert int(optax.tree_utils.tree_get(state, "refreshes")) == expected
-
-
-# Errors -------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("make", "argument", "choices"),
-    [
-        (go.scale_by_ddc, "v_mode", ("body_frame_topk", "body_frame", "per_head_scalar", "none")),
-        (go.scale_by_ddc, "vertical", ("frozen", "sgd", "adam")),
-        (go.scale_by_ddc, "radial", ("linear", "log")),
-        (go.gauge_retract, "vertical", ("frozen", "sgd", "adam")),
-        (go.gauge_retract, "radial", ("linear", "log")),
-        (go.gauge_project, "kind", ("gradient", "update")),
-        (functools.partial(go.add_gauge_decay, 0.1), "match", ("adamw", "horizontal")),
-        (functools.partial(go.ddc_adamw, 0.1), "v_mode", ("body_frame_topk",)),
-        (functools.partial(go.ddc_adamw, 0.1), "vertical", ("frozen",)),
-        (functools.partial(go.ddc_adamw, 0.1), "match", ("adamw",)),
-    ],
-)
-def test_a_choice_that_does_not_exist_is_refused(
-    make: Callable[..., Any], argument: str, choices: tuple[str, ...]
-) -> None:
-    with pytest.raises(ValueError, match=argument) as error:
-        make(gauges=NET_GAUGES, **{argument: "newton"})
-    _four_parts(error, "'newton'", *map(repr, choices))
-
-
-@pytest.mark.parametrize("v_mode", ["body_frame_topk", "per_head_matrix"])
-def test_reset_heads_forget(v_mode: str, x64: None) -> None:
-    """A step right after a reset is a first step, for rotated leaves; the others keep their moments."""
-    params, grads = _normal(0), [_normal(n) for n in (1, 2)]
-    tx = go.scale_by_ddc(NET_GAUGES[2:3], v_mode=v_mode, reset_every=1)
-    update = jit(tx.update)
-    first, _ = update(grads[1], tx.init(params), params)
-    _, state = update(grads[0], tx.init(params), params)
-    second, _ = update(grads[1], state, params)
-    for name in ("value", "out"):
-        np.testing.assert_allclose(second[name], first[name], rtol=tolerance("optax"))
-    assert not np.allclose(second["free"], first["free"])
+def test_matrices_keep_no_second_moment() -> None:
+    case = CASES["product/gpt"]
+    params = case.params(jax.random.key(0))
+    states = [jax.eval_shape(f(0.1, case.gauges()).init, params) for f in (go.ddc_muon, go.ddc_adamw)]
+    sizes = [sum(x.size for x in jax.tree.leaves(state.inner_state[0].nu)) for state in states]
+    kernels = {path: x for path, x in leaves_by_path(params).items() if path.endswith("kernel") and "blocks" in path}
+    matrices = sum(x.size for x in kernels.values())
+    assert sizes[1] - sizes[0] == matrices

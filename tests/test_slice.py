@@ -15,24 +15,14 @@ import optax
 import pytest
 
 import gauge_optax as go
-from gauge_optax.binding import leaves_by_path, with_leaves
 from gauge_optax.gauges import turning
 from models import lm
 from tests.quick import jit
 from tests.tolerances import tolerance
+from tests.twins import CONFIGS, ODD, Tree, apart, check_twins, loss_of, odd, start_of, stepper, train
 
-Tree = Any
 Make = Callable[[], optax.GradientTransformation]
 
-SIZES: dict[str, Any] = dict(vocab=11, d_model=6, layers=1, heads=2, kv_heads=2, d_head=4, d_ff=7, max_len=6)
-CONFIGS = {
-    "gpt": lm.LMConfig(**SIZES | {"d_head": 3}),
-    "llama": lm.llama_config(**SIZES | {"heads": 4}),
-    "qk_norm": lm.llama_config(**SIZES | {"heads": 4}, qk_norm=True),
-    "relu2": lm.LMConfig(**SIZES, mlp="relu2", norm_one_plus=True),
-    "mqa": lm.LMConfig(**SIZES | {"kv_heads": 1}),
-    "llama_bias": lm.llama_config(**SIZES | {"bias": True}),
-}
 INNERS: dict[str, Make] = {
     "adamw": lambda: optax.adamw(3e-3, weight_decay=0.1),
     "lion": lambda: optax.lion(1e-3, weight_decay=0.1),
@@ -43,71 +33,20 @@ INNERS: dict[str, Make] = {
     "schedule_free": lambda: optax.contrib.schedule_free_adamw(3e-3),
     "clip_sgd": lambda: optax.chain(optax.clip_by_global_norm(0.3), optax.sgd(0.1, momentum=0.9)),
 }
-TOKENS = jax.random.randint(jax.random.key(0), (6, 7), 0, SIZES["vocab"])
 
 
 @functools.cache
-def _loss(name: str) -> Callable[[Tree], jax.Array]:
-    _, loss = lm.params_and_loss(CONFIGS[name], jax.random.key(1))
-    return lambda p: loss(p, TOKENS)
-
-
-def _start(name: str, dtype: str) -> Tree:
-    """Weights in general position."""
-    params, _ = lm.params_and_loss(CONFIGS[name], jax.random.key(1))
-    leaves, treedef = jax.tree.flatten(params)
-    keys = jax.random.split(jax.random.key(2), len(leaves))
-    noisy = [x + 0.2 * jax.random.normal(k, x.shape) for x, k in zip(leaves, keys, strict=True)]
-    return treedef.unflatten([x.astype(dtype) for x in noisy])
-
-
-@functools.cache
-def _program(name: str, dtype: str, inner: str, linear: bool) -> tuple[Any, Any, Any]:
+def program(name: str, dtype: str, inner: str, linear: bool) -> tuple[Any, Any, Any]:
     """The group, and compiled `init` and step of `quotient` around an inner, or of "muon", our per-head alias."""
     del dtype
-    group, loss = go.product(lm.gauges(CONFIGS[name], linear)), _loss(name)
+    group, loss = go.product(lm.gauges(CONFIGS[name], linear)), loss_of(name)
     tx = go.quotient_muon(3e-3, group) if inner == "muon" else go.quotient(INNERS[inner](), group)
-    return group, jit(tx.init), _step(tx, loss)
+    return group, jit(tx.init), stepper(tx, loss)
 
 
-def _step(tx: optax.GradientTransformation, loss: Callable[[Tree], jax.Array]) -> Any:
-    @jit
-    def step(params: Tree, state: Tree) -> tuple[Tree, Tree, jax.Array]:
-        value, grads = jax.value_and_grad(loss)(params)
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state, value
-
-    return step
-
-
-def _train(init: Any, step: Any, params: Tree, steps: int = 20) -> tuple[Tree, np.ndarray]:
-    state, losses = init(params), []
-    for _ in range(steps):
-        params, state, loss = step(params, state)
-        losses.append(float(loss))
-    return params, np.array(losses)
-
-
-def _apart(a: Tree, b: Tree) -> dict[str, float]:
-    """Relative distance of every leaf, key biases in."""
-    return {
-        path: float(jnp.linalg.norm(x - y)) / (float(jnp.linalg.norm(y)) or 1.0)
-        for (path, x), y in zip(leaves_by_path(a).items(), leaves_by_path(b).values(), strict=True)
-    }
-
-
-def _check_twins(name: str, dtype: str, inner: str, params: Tree, linear: bool = False, slack: float = 1.0) -> None:
-    group, init, step = _program(name, dtype, inner, linear)
-    g = group.sample(jax.random.key(3), params)
-    twin = group.act(g, params)
-    ours, losses = _train(init, step, params)
-    theirs, twin_losses = _train(init, step, twin)
-    errors = _apart(theirs, group.act(g, ours))
-    worst = max(errors, key=lambda path: errors[path])
-    print(f"{name} {dtype} {inner}: {errors[worst]:.1e} at {worst}, loss {np.max(np.abs(twin_losses - losses)):.1e}")
-    assert np.all(np.isfinite(losses)) and losses[-1] < losses[0]
-    assert errors[worst] <= slack * tolerance("quotient_twins", dtype), errors
-    assert np.max(np.abs(twin_losses / losses - 1.0)) <= slack * tolerance("quotient_loss", dtype)
+def check_quotient(name: str, dtype: str, inner: str, params: Tree, linear: bool = False, slack: float = 1.0) -> None:
+    group, init, step = program(name, dtype, inner, linear)
+    check_twins(f"{name} {inner}", group, init, step, params, dtype, slack)
 
 
 # Twins --------------------------------------------------------------------------------------------
@@ -119,7 +58,7 @@ MODELS = [pytest.param(n, marks=() if n in ("gpt", "llama") else pytest.mark.slo
 @pytest.mark.parametrize("name", MODELS)
 def test_twins_under_adamw(name: str, dtype: str) -> None:
     with jax.enable_x64(dtype == "float64"):
-        _check_twins(name, dtype, "adamw", _start(name, dtype))
+        check_quotient(name, dtype, "adamw", start_of(name, dtype))
 
 
 @pytest.mark.slow
@@ -128,12 +67,12 @@ def test_twins_under_adamw(name: str, dtype: str) -> None:
 @pytest.mark.parametrize("name", ["gpt", "llama"])
 def test_twins_under_any_optimizer(name: str, inner: str, dtype: str) -> None:
     with jax.enable_x64(dtype == "float64"):
-        _check_twins(name, dtype, inner, _start(name, dtype))
+        check_quotient(name, dtype, inner, start_of(name, dtype))
 
 
 @pytest.mark.parametrize("inner", ["lion", "muon", "clip_sgd"])
 def test_twins_under_signs_polar_factors_and_clipping(inner: str, x64: None) -> None:
-    _check_twins("gpt", "float64", inner, _start("gpt", "float64"))
+    check_quotient("gpt", "float64", inner, start_of("gpt", "float64"))
 
 
 @pytest.mark.slow
@@ -142,50 +81,24 @@ def test_twins_under_signs_polar_factors_and_clipping(inner: str, x64: None) -> 
 @pytest.mark.parametrize("name", ["gpt", "llama", "mqa"])
 def test_twins_under_general_linear_groups(name: str, dtype: str, inner: str) -> None:
     with jax.enable_x64(dtype == "float64"):
-        _check_twins(name, dtype, inner, _start(name, dtype), linear=True)
+        check_quotient(name, dtype, inner, start_of(name, dtype), linear=True)
 
 
 @pytest.mark.parametrize("inner", [*INNERS])
 def test_the_same_optimizers_alone_tell_twins_apart(inner: str, x64: None) -> None:
-    group, params, tx = go.product(lm.gauges(CONFIGS["gpt"])), _start("gpt", "float64"), INNERS[inner]()
+    group, params, tx = go.product(lm.gauges(CONFIGS["gpt"])), start_of("gpt", "float64"), INNERS[inner]()
     g = group.sample(jax.random.key(3), params)
-    step, loss = _step(tx, _loss("gpt")), jit(_loss("gpt"))
-    ours, _ = _train(jit(tx.init), step, params, 3)
-    theirs, _ = _train(jit(tx.init), step, group.act(g, params), 3)
+    step, loss = stepper(tx, loss_of("gpt")), jit(loss_of("gpt"))
+    ours, _ = train(jit(tx.init), step, params, 3)
+    theirs, _ = train(jit(tx.init), step, group.act(g, params), 3)
     assert abs(float(loss(theirs)) / float(loss(ours)) - 1.0) > 1e-6
-
-
-ODD: dict[str, Callable[[str, jax.Array], jax.Array]] = {
-    "zero_outputs": lambda p, x: jnp.zeros_like(x) if p.endswith(("out/kernel", "down/kernel")) else x,
-    "zero_head": lambda p, x: jnp.zeros_like(x) if p == "lm_head/kernel" else x,
-    "constant_head": lambda p, x: jnp.broadcast_to(x[:, :1], x.shape) if p == "lm_head/kernel" else x,
-    "zero_up": lambda p, x: jnp.zeros_like(x) if p.endswith("up/kernel") else x,
-    "dead_unit": lambda p, x: (
-        x.at[:, 2].set(0.0)
-        if p.endswith("up/kernel")
-        else x.at[2].set(0.0) if p.endswith(("down/kernel", "up/bias")) else x
-    ),
-    "rank_one_heads": lambda p, x: (
-        x[..., :1] * jnp.ones_like(x) if p.endswith(("query/kernel", "key/kernel"))
-        else jnp.zeros_like(x) if p.endswith(("query/bias", "key/bias")) else x
-    ),
-    "zero_queries_and_keys": lambda p, x: jnp.zeros_like(x) if "query" in p or "key" in p else x,
-    "sizes_of_a_million": lambda p, x: (
-        1e6 * x if p.endswith(("up/kernel", "up/bias", "value/kernel", "value/bias"))
-        else 1e-6 * x if p.endswith(("down/kernel", "out/kernel")) else x
-    ),
-}  # fmt: skip
-
-
-def _odd(start: str, params: Tree) -> Tree:
-    return with_leaves(params, {p: ODD[start](p, x) for p, x in leaves_by_path(params).items()})
 
 
 @pytest.mark.parametrize("start", ODD)
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 def test_odd_starts(start: str, dtype: str) -> None:
     with jax.enable_x64(dtype == "float64"):
-        _check_twins("gpt", dtype, "adamw", _odd(start, _start("gpt", dtype)))
+        check_quotient("gpt", dtype, "adamw", odd(start, start_of("gpt", dtype)))
 
 
 @pytest.mark.slow
@@ -194,7 +107,7 @@ def test_odd_starts(start: str, dtype: str) -> None:
 @pytest.mark.parametrize("inner", ["lion", "muon"])
 def test_odd_starts_under_other_optimizers(inner: str, start: str, dtype: str) -> None:
     with jax.enable_x64(dtype == "float64"):
-        _check_twins("gpt", dtype, inner, _odd(start, _start("gpt", dtype)))
+        check_quotient("gpt", dtype, inner, odd(start, start_of("gpt", dtype)))
 
 
 # Not pinned ---------------------------------------------------------------------------------------
@@ -208,53 +121,53 @@ def _start_of_the_slice(group: Any, params: Tree) -> Tree:
 @pytest.mark.parametrize("inner", ["adamw", "contrib.muon"])
 def test_unpinned_optimizers_take_the_steps_that_they_take_alone(inner: str, linear: bool, x64: None) -> None:
     """From the slice point of θ; whatever the weights are moved by to stay there."""
-    group, params, loss = go.product(lm.gauges(CONFIGS["gpt"], linear)), _start("gpt", "float64"), _loss("gpt")
+    group, params, loss = go.product(lm.gauges(CONFIGS["gpt"], linear)), start_of("gpt", "float64"), loss_of("gpt")
     start = _start_of_the_slice(group, params)
     free, pinned = (go.quotient(INNERS[inner](), group, hold=False, pin=pin) for pin in (False, True))
-    _, expected = _train(INNERS[inner]().init, _step(INNERS[inner](), loss), start)
-    _, found = _train(jit(free.init), _step(free, loss), params)
-    _, other = _train(jit(pinned.init), _step(pinned, loss), params)
+    _, expected = train(INNERS[inner]().init, stepper(INNERS[inner](), loss), start)
+    _, found = train(jit(free.init), stepper(free, loss), params)
+    _, other = train(jit(pinned.init), stepper(pinned, loss), params)
     assert np.max(np.abs(found - expected)) <= 1e-8 < 1e-4 < np.max(np.abs(other - expected))
 
 
 def test_unpinned_weights_stay_on_the_slice() -> None:
-    group, params, loss = go.product(lm.gauges(CONFIGS["llama"])), _start("llama", "float32"), _loss("llama")
+    group, params, loss = go.product(lm.gauges(CONFIGS["llama"])), start_of("llama", "float32"), loss_of("llama")
     tx = go.quotient(INNERS["adamw"](), group, pin=False)
-    step = _step(tx, loss)
+    step = stepper(tx, loss)
     twin = group.act(g := group.sample(jax.random.key(3), params), params)
-    ends = [_train(jit(tx.init), step, start, 100)[0] for start in (params, twin)]
+    ends = [train(jit(tx.init), step, start, 100)[0] for start in (params, twin)]
     assert _largest(go.measure.drift(params, ends[0], group)) <= tolerance("quotient_drift", "float32")
-    assert max(_apart(ends[1], group.act(g, ends[0])).values()) <= tolerance("quotient_twins", "float32")
+    assert max(apart(ends[1], group.act(g, ends[0])).values()) <= tolerance("quotient_twins", "float32")
 
 
 # The step -----------------------------------------------------------------------------------------
 
 
 def test_the_order_of_the_list_changes_nothing(x64: None) -> None:
-    gauges, params, loss = lm.gauges(CONFIGS["gpt"]), _start("gpt", "float64"), _loss("gpt")
+    gauges, params, loss = lm.gauges(CONFIGS["gpt"]), start_of("gpt", "float64"), loss_of("gpt")
     ends = []
     for order in (gauges, gauges[::-1]):
         tx = go.quotient(INNERS["adamw"](), order)
-        ends.append(_train(jit(tx.init), _step(tx, loss), params)[0])
-    assert max(_apart(*ends).values()) <= 1e-8
+        ends.append(train(jit(tx.init), stepper(tx, loss), params)[0])
+    assert max(apart(*ends).values()) <= 1e-8
 
 
 def test_the_size_of_the_loss_changes_nothing_that_adamw_does_not_show() -> None:
-    params, loss = _start("gpt", "float32"), _loss("gpt")
+    params, loss = start_of("gpt", "float32"), loss_of("gpt")
     gauges = lm.gauges(CONFIGS["gpt"])
 
     def end(tx: optax.GradientTransformation, size: float) -> Tree:
-        return _train(jit(tx.init), _step(tx, lambda p: size * loss(p)), params, 5)[0]
+        return train(jit(tx.init), stepper(tx, lambda p: size * loss(p)), params, 5)[0]
 
-    ours = max(_apart(*(end(go.quotient(INNERS["adamw"](), gauges), s) for s in (1.0, 1e8))).values())
-    plain = max(_apart(*(end(INNERS["adamw"](), s) for s in (1.0, 1e8))).values())
+    ours = max(apart(*(end(go.quotient(INNERS["adamw"](), gauges), s) for s in (1.0, 1e8))).values())
+    plain = max(apart(*(end(INNERS["adamw"](), s) for s in (1.0, 1e8))).values())
     print(f"loss times 1e8: {ours:.1e}, plain {plain:.1e}")
     assert ours <= max(3.0 * plain, 1e-5)
 
 
 @pytest.mark.parametrize("size", [1e20, 1e25, np.inf, np.nan])
 def test_gradients_of_any_size_leave_what_adamw_leaves(size: float) -> None:
-    params = _start("gpt", "float32")
+    params = start_of("gpt", "float32")
     grads = jax.tree.map(lambda x: size * jnp.sign(x), params)
     for gauges in (lm.gauges(CONFIGS["gpt"]), []):
         tx = go.quotient(INNERS["adamw"](), gauges)
@@ -264,37 +177,37 @@ def test_gradients_of_any_size_leave_what_adamw_leaves(size: float) -> None:
 
 
 def test_zero_gradients_move_nothing() -> None:
-    params = _start("gpt", "float32")
+    params = start_of("gpt", "float32")
     tx = go.quotient(optax.adam(1e-2), lm.gauges(CONFIGS["gpt"]))
     updates, _ = jit(tx.update)(jax.tree.map(jnp.zeros_like, params), jit(tx.init)(params), params)
     assert max(float(jnp.max(jnp.abs(x))) for x in jax.tree.leaves(updates)) <= 1e-6
 
 
 def test_a_list_without_gauges_is_the_optimizer_itself() -> None:
-    params = _start("llama", "float32")
+    params = start_of("llama", "float32")
     for tx in (optax.adamw(1e-2), optax.lion(1e-3)):
         own = go.quotient(tx, [])
         found, _ = own.update(params, own.init(params), params)
         expected, _ = tx.update(params, tx.init(params), params)
-        assert max(_apart(found, expected).values()) == 0.0
+        assert max(apart(found, expected).values()) == 0.0
 
 
 def test_a_rate_ahead_of_the_wrapper_is_one_inside(x64: None) -> None:
     """Of gradient descent; a rate *after* it scales a step that has come back from another size."""
-    params, gauges = _start("gpt", "float64"), lm.gauges(CONFIGS["gpt"])
-    grads, apart = jax.grad(_loss("gpt"))(params), {}
+    params, gauges = start_of("gpt", "float64"), lm.gauges(CONFIGS["gpt"])
+    grads, errors = jax.grad(loss_of("gpt"))(params), {}
     for rate in (1e-3, 1e-4):
         whole = go.quotient(optax.sgd(rate), gauges)
         link = optax.chain(optax.scale(rate), go.quotient(optax.scale(-1.0), gauges))
         one, two = (jit(tx.update)(grads, tx.init(params), params)[0] for tx in (whole, link))
-        apart[rate] = max(_apart(two, one).values())
-    print(apart)
-    assert max(apart.values()) <= 1e-10
+        errors[rate] = max(apart(two, one).values())
+    print(errors)
+    assert max(errors.values()) <= 1e-10
 
 
 def test_line_searches_see_slice_coordinates(x64: None) -> None:
     """`value_fn` and `grad` are given for θ; what runs inside asks for them at θ̂."""
-    params, loss = _start("gpt", "float64"), _loss("gpt")
+    params, loss = start_of("gpt", "float64"), loss_of("gpt")
     group = go.product(lm.gauges(CONFIGS["gpt"]))
     twin = group.act(g := group.sample(jax.random.key(3), params), params)
     inner = optax.chain(optax.sgd(0.5), optax.scale_by_backtracking_linesearch(max_backtracking_steps=8))
@@ -313,7 +226,7 @@ def test_line_searches_see_slice_coordinates(x64: None) -> None:
             here, state = step(here, state)
         ends.append(here)
     assert float(loss(ends[0])) < float(loss(params))
-    assert max(_apart(ends[1], group.act(g, ends[0])).values()) <= tolerance("quotient_twins")
+    assert max(apart(ends[1], group.act(g, ends[0])).values()) <= tolerance("quotient_twins")
 
 
 # Standing still -----------------------------------------------------------------------------------
@@ -325,8 +238,8 @@ def _largest(tree: Tree) -> float:
 
 @pytest.mark.parametrize("name", ["gpt", pytest.param("llama", marks=pytest.mark.slow)])
 def test_coordinates_stand_still_for_a_thousand_float32_steps(name: str) -> None:
-    group, init, step = _program(name, "float32", "adamw", False)
-    params = _start(name, "float32")
+    group, init, step = program(name, "float32", "adamw", False)
+    params = start_of(name, "float32")
     motion = jit(lambda p, q: go.measure.vertical_motion(p, jax.tree.map(jnp.subtract, q, p), group))
     turning = [k for k, part in enumerate(group.parts) if part.name in ("head_rotation", "rope_torus")]
     for start in (params, group.act(group.sample(jax.random.key(3), params), params)):
@@ -340,6 +253,17 @@ def test_coordinates_stand_still_for_a_thousand_float32_steps(name: str) -> None
         print(f"{name}: drift {drift:.1e}, turned {_largest(turned):.1e}")
         assert drift <= tolerance("quotient_drift", "float32")
         assert _largest(turned) <= tolerance("turned", "float32")
+
+
+def test_what_holds_heads_takes_any_matrix() -> None:
+    """Its antisymmetric part counts. Of another, which fused code leaves by rounding, conjugate gradients run away."""
+    draw = np.random.default_rng(0).normal
+    rows, k = draw(size=(500, 32, 4)), draw(size=(500, 4, 4))
+    m, odd = np.swapaxes(rows, 1, 2) @ rows, k - np.swapaxes(k, 1, 2)
+    for part in (k, odd / 2 + 1e-7 * (k - odd / 2)):
+        a = np.asarray(jit(turning.lyapunov)(jnp.asarray(m, "float32"), jnp.asarray(part, "float32")), float)
+        left = np.linalg.norm(m @ a + a @ m - odd, axis=(1, 2)) / np.linalg.norm(odd, axis=(1, 2))
+        assert np.max(left) <= tolerance("kernel", "float32")
 
 
 def test_chains_stand_still() -> None:
@@ -358,14 +282,14 @@ def test_chains_stand_still() -> None:
     group = go.product(gauges)
     for start in (params, group.act(group.sample(jax.random.key(3), params), params)):
         tx = go.quotient(optax.adamw(1e-3, weight_decay=0.1), gauges)
-        end, losses = _train(jit(tx.init), _step(tx, loss), start, 1000)
+        end, losses = train(jit(tx.init), stepper(tx, loss), start, 1000)
         drift = _largest(go.measure.drift(start, end, group))
         print(f"chain: drift {drift:.1e}")
         assert losses[-1] < losses[0] and drift <= tolerance("quotient_drift", "float32")
 
 
 def test_without_hold_heads_turn(x64: None) -> None:
-    params, gauges, loss = _start("gpt", "float64"), lm.gauges(CONFIGS["gpt"]), _loss("gpt")
+    params, gauges, loss = start_of("gpt", "float64"), lm.gauges(CONFIGS["gpt"]), loss_of("gpt")
     turned = {}
     for hold in (True, False):
         tx = go.quotient(INNERS["adamw"](), gauges, hold=hold)
@@ -373,17 +297,6 @@ def test_without_hold_heads_turn(x64: None) -> None:
         motion = jit(lambda u: go.measure.vertical_motion(params, u, gauges))(updates)
         turned[hold] = _largest([m for g, m in zip(gauges, motion, strict=True) if g.name == "head_rotation"])
     assert turned[True] < 1e-12 < 1e-5 < turned[False]
-
-
-def test_what_holds_heads_takes_any_matrix() -> None:
-    """Its antisymmetric part counts. Of another, which fused code leaves by rounding, conjugate gradients run away."""
-    draw = np.random.default_rng(0).normal
-    rows, k = draw(size=(500, 32, 4)), draw(size=(500, 4, 4))
-    m, odd = np.swapaxes(rows, 1, 2) @ rows, k - np.swapaxes(k, 1, 2)
-    for part in (k, odd / 2 + 1e-7 * (k - odd / 2)):
-        a = np.asarray(jit(turning.lyapunov)(jnp.asarray(m, "float32"), jnp.asarray(part, "float32")), float)
-        left = np.linalg.norm(m @ a + a @ m - odd, axis=(1, 2)) / np.linalg.norm(odd, axis=(1, 2))
-        assert np.max(left) <= tolerance("kernel", "float32")
 
 
 # The program --------------------------------------------------------------------------------------
@@ -472,7 +385,7 @@ def test_no_callbacks_and_no_lapack_in_a_step() -> None:
 
 
 def test_seeds_may_be_mapped_over() -> None:
-    params, gauges, loss = _start("gpt", "float32"), lm.gauges(CONFIGS["gpt"]), _loss("gpt")
+    params, gauges, loss = start_of("gpt", "float32"), lm.gauges(CONFIGS["gpt"]), loss_of("gpt")
     many = jax.tree.map(lambda x: jnp.stack([x, 1.1 * x]), params)
     tx = go.quotient(INNERS["adamw"](), gauges)
 
@@ -482,12 +395,12 @@ def test_seeds_may_be_mapped_over() -> None:
 
     mapped = jit(jax.vmap(one))(many)
     alone = jit(one)(params)
-    assert max(_apart(jax.tree.map(lambda x: x[0], mapped), alone).values()) <= tolerance("optax", "float32") * 10
+    assert max(apart(jax.tree.map(lambda x: x[0], mapped), alone).values()) <= tolerance("optax", "float32") * 10
 
 
 def test_updates_can_be_differentiated_in_reverse(x64: None) -> None:
     """Of a learning rate and of the gradient, against finite differences."""
-    params, gauges, loss = _start("gpt", "float64"), lm.gauges(CONFIGS["gpt"]), _loss("gpt")
+    params, gauges, loss = start_of("gpt", "float64"), lm.gauges(CONFIGS["gpt"]), loss_of("gpt")
 
     def after(rate: jax.Array, size: jax.Array) -> jax.Array:
         tx = go.quotient(optax.chain(optax.scale_by_adam(eps=1e-3), optax.scale(-1.0)), gauges)
@@ -506,16 +419,16 @@ def test_updates_can_be_differentiated_in_reverse(x64: None) -> None:
 
 @pytest.mark.slow
 def test_bfloat16_for_two_hundred_steps() -> None:
-    group, loss = go.product(lm.gauges(CONFIGS["gpt"])), _loss("gpt")
-    params = _start("gpt", "bfloat16")
+    group, loss = go.product(lm.gauges(CONFIGS["gpt"])), loss_of("gpt")
+    params = start_of("gpt", "bfloat16")
     tx = go.quotient(INNERS["adamw"](), group)
-    end, losses = _train(jit(tx.init), _step(tx, loss), params, 200)
+    end, losses = train(jit(tx.init), stepper(tx, loss), params, 200)
     assert all(x.dtype == jnp.bfloat16 and bool(jnp.all(jnp.isfinite(x))) for x in jax.tree.leaves(end))
     assert losses[-1] < losses[0]
 
 
 def test_hyperparameters_inside_and_outside() -> None:
-    params, gauges = _start("gpt", "float32"), lm.gauges(CONFIGS["gpt"])
+    params, gauges = start_of("gpt", "float32"), lm.gauges(CONFIGS["gpt"])
     inside = go.quotient(optax.inject_hyperparams(optax.adamw)(0.1), gauges)
     outside = optax.inject_hyperparams(go.quotient_adamw)(0.1, gauges)
     plain = go.quotient_adamw(0.1, gauges)
@@ -527,7 +440,7 @@ def test_hyperparameters_inside_and_outside() -> None:
 
 def test_a_state_from_shapes_fits_one_from_arrays() -> None:
     """What a checkpoint is restored into."""
-    params = _start("gpt", "float32")
+    params = start_of("gpt", "float32")
     tx = go.quotient(optax.adamw(1e-3), lm.gauges(CONFIGS["gpt"]))
     abstract, concrete = jax.eval_shape(tx.init, params), tx.init(params)
     assert jax.tree.structure(abstract) == jax.tree.structure(concrete)

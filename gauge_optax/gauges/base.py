@@ -26,11 +26,11 @@ from gauge_optax.binding import (
     leaves_by_path,
     with_leaves,
 )
-from gauge_optax.gauges import _joint, _split
+from gauge_optax.gauges import _joint
 from gauge_optax.gauges._joint import JointFrame
 from gauge_optax.gauges._matrices import matrices_of, named_axes
 from gauge_optax.gauges._split import Arrays, Bound
-from gauge_optax.gauges.chart import Chart, read
+from gauge_optax.gauges.chart import Chart, read, split
 from gauge_optax.gauges.reading import Motion, Reading
 
 Element = Any
@@ -113,7 +113,7 @@ class Gauge(abc.ABC):
         return self.pack(params, scales, shifts)
 
     def vertical(self, params: Any, tangent: Params) -> Params:
-        """The part of a tangent along the orbit, in the frame metric (DESIGN §5).
+        """The part of a tangent along the orbit.
 
         Args:
           params: the point (values are read).
@@ -122,28 +122,30 @@ class Gauge(abc.ABC):
         Returns:
           The vertical part; zero on leaves the gauge does not bind.
         """
-        bound = self.bound(params)
-        point = _split.at(bound, bound.values(params))
-        framed = point.tangent_in(bound.vectors(tangent))
-        along = point.tangent_out(_split.lift(bound, point, _split.vertical_coordinates(bound, point, framed)))
-        leaves = leaves_by_path(tangent)
-        return with_leaves(
-            tangent, {p: along[p].astype(x.dtype) if p in along else jnp.zeros_like(x) for p, x in leaves.items()}
-        )
+        left, leaves = leaves_by_path(self.horizontal(params, tangent)), leaves_by_path(tangent)
+        bound = self.bound(params).offset
+        return with_leaves(tangent, {p: x - left[p] if p in bound else jnp.zeros_like(x) for p, x in leaves.items()})
 
     def horizontal(self, params: Any, tangent: Params) -> Params:
-        """The part of a tangent orthogonal to the orbit: tangent − vertical.
+        """The part of a tangent across the orbit: what the way back to the slice leaves of it.
 
         Args:
           params: the point (values are read).
           tangent: an update or a difference of parameters.
 
         Returns:
-          The horizontal part; leaves the gauge does not bind come back unchanged.
+          The horizontal part, along which no anchor changes what it reads and no head turns; leaves the gauge does not
+          bind come back unchanged.
+
+        >>> gauge = go.rescale({"up": "_ channel"}, {"down": "channel _"})
+        >>> params = {"up": jnp.array([[3.0], [4.0]]), "down": jnp.ones((1, 1))}
+        >>> across = gauge.horizontal(params, {"up": params["up"], "down": jnp.zeros((1, 1))})
+        >>> bool(jnp.allclose(across["up"], 0.0, atol=1e-6) and jnp.allclose(across["down"], 1.0))  # its partner grows
+        True
         """
-        along = leaves_by_path(self.vertical(params, tangent))
-        bound = self.bound(params).offset
-        return with_leaves(tangent, {p: x - along[p] for p, x in leaves_by_path(tangent).items() if p in bound})
+        leaves = leaves_by_path(tangent)
+        found = split(self.chart(params), params, tangent)
+        return with_leaves(tangent, {p: x.astype(leaves[p].dtype) for p, x in found.items()})
 
     @abc.abstractmethod
     def chart(self, params: Any) -> Chart:

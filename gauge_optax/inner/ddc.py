@@ -4,14 +4,15 @@ On the slice the anchor of a scale channel has a fixed size, and what else the c
 the rows that read a norm) has a length s, which is the channel's invariant scale, and a direction:
 
 * radial: one Adam per channel on s, or on log s;
-* tangential: Adam entry by entry on the rest of the gradient, without what would change lengths.
+* tangential: Adam entry by entry on the rest of the gradient, without what would change lengths; or the polar factor
+  of a matrix's first moment (DDC's Muon).
 
 Weights of one function are the same numbers here, so that no moment has to know how it moves.
 
 Here: scale channels and the step. Not here: second moments of heads (`heads`), what enters and leaves the slice
 (`quotient`). References: DDC B.1–B.8; DESIGN §5. Deviations: a length moves by lr·√n, n the entries that carry it,
-which is what Adam can move it by; where several kernels read a norm, each has a length of its own; a chain's inner
-lengths are those of anchors, which leaves one radial part (B.6). `scale_by_ddc` and `ddc_*` do not run on this yet.
+which is what Adam can move it by; where several kernels read a norm, each has a length of its own (one for all trains
+6 % worse from small starts); a chain's inner lengths are those of anchors, which leaves one radial part (B.6).
 """
 
 import dataclasses
@@ -23,11 +24,13 @@ import jax.numpy as jnp
 import optax
 
 from gauge_optax.binding import Block, binding_error, is_empty, leaves_by_path, overlap, with_leaves
+from gauge_optax.gauges._matrices import Matrices
 from gauge_optax.gauges.chart import Chart, centred, turning_removed
 from gauge_optax.gauges.product import Product
 from gauge_optax.gauges.reading import Anchored, Arrays
 from gauge_optax.inner.adam import Adam
 from gauge_optax.inner.heads import HeadMoments, divided, init_heads, refreshed
+from gauge_optax.inner.polar import Polar, polar_steps
 from gauge_optax.inner.vertical import VERTICAL, VerticalMoments, init_vertical, vertical_step
 from gauge_optax.linalg import safe_divide
 
@@ -81,7 +84,8 @@ class ScaleByDDCState(NamedTuple):
     Attributes:
       count: steps so far, int32.
       mu: first moment, shaped like the parameters.
-      nu: second moment, shaped like the parameters; of heads in the coordinates of their mode.
+      nu: second moment, shaped like the parameters; of heads in the coordinates of their mode. `optax.MaskedNode` where
+        a leaf is stepped by its polar factor.
       gauges: a `GaugeMoments`.
     """
 
@@ -91,20 +95,24 @@ class ScaleByDDCState(NamedTuple):
     gauges: Any
 
 
-def ddc(group: Product, options: Options) -> optax.GradientTransformation:
-    """DDC's Adam as an ordinary optimizer for points of the slice.
+def ddc(group: Product, options: Options, polar: Polar | None = None) -> optax.GradientTransformation:
+    """DDC's Adam as an ordinary optimizer for points of the slice, or DDC's Muon.
 
     Args:
       group: the product.
       options: the settings.
+      polar: how matrices are stepped; Adam's step by default.
 
     Returns:
       A transformation of gradients with respect to slice coordinates; leaves that no gauge binds get Adam.
     """
 
+    def matrices(params: optax.Params) -> dict[str, Matrices]:
+        return {} if polar is None or is_empty(params) else polar.routing.matrices(group.bound(params), params)
+
     def init_fn(params: optax.Params) -> ScaleByDDCState:
         mu = optax.tree.zeros_like(params, dtype=options.mu_dtype)
-        nu = optax.tree.zeros_like(params)
+        nu = with_leaves(optax.tree.zeros_like(params), dict.fromkeys(matrices(params), optax.MaskedNode()))
         count = jnp.zeros((), jnp.int32)
         if is_empty(params):
             return ScaleByDDCState(count, mu, nu, jnp.zeros(()))
@@ -128,9 +136,13 @@ def ddc(group: Product, options: Options) -> optax.GradientTransformation:
         across = without_lengths(fixed, point, gradient)
         old_mu, old_nu = leaves_by_path(state.mu), leaves_by_path(state.nu)
         heads, old_nu = refreshed(on, point, past.heads, old_nu, options)
-        mu = {p: adam.first(across[p], m) for p, m in old_mu.items()}
-        mean = {p: adam.mean(m, across[p]) for p, m in mu.items()}
+        own = matrices(params)
+        muon = adam if polar is None else adam._replace(b1=polar.options.beta)
+        mu = {p: (muon if p in own else adam).first(across[p], m) for p, m in old_mu.items()}
+        mean = {p: (muon if p in own else adam).mean(m, across[p]) for p, m in mu.items()}
         step, nu, heads = divided(on, heads, options, adam, mean, across, old_nu, point)
+        if polar is not None:
+            step |= polar_steps(polar.options, own, mean)
         step = centred(on, turning_removed(on, point, without_lengths(fixed, point, step)))
         step |= {p: step[p] + x for p, x in along.items()}
         vertical = past.vertical

@@ -20,8 +20,7 @@ from gauge_optax.binding import is_empty, leaves_by_path, with_leaves
 from gauge_optax.gauges._matrices import Matrices
 from gauge_optax.gauges.product import Product
 from gauge_optax.gauges.reading import Turning
-from gauge_optax.transforms._polar import PolarOptions, polar_steps
-from gauge_optax.transforms.polar import Routing
+from gauge_optax.inner.polar import PolarOptions, Routing, polar_steps
 
 
 class ScaleByHeadPolarState(NamedTuple):

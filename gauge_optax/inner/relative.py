@@ -14,11 +14,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from gauge_optax._arguments import require_params
 from gauge_optax.binding import is_empty, leaves_by_path, with_leaves
 from gauge_optax.gauges._matrices import Matrices, matrices_of
 from gauge_optax.gauges.base import Gauges
 from gauge_optax.gauges.product import product
-from gauge_optax.transforms._common import require_params
 
 
 def scale_by_relative_rms(gauges: Gauges, min_scale: float | jax.Array = 0.1) -> optax.GradientTransformation:

@@ -3,7 +3,7 @@
 Here: nothing about what a transformation does.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import jax
@@ -12,17 +12,6 @@ import jax.numpy as jnp
 from gauge_optax.binding import binding_error, leaves_by_path, with_leaves
 from gauge_optax.gauges._split import Bound
 from gauge_optax.gauges.product import Product
-
-
-def require_params(transformation: str, params: Any) -> None:
-    """Raises ValueError where `update` was called without the parameters."""
-    if params is None:
-        raise ValueError(
-            f"{transformation}: update was called without params\n"
-            f"  found:    params=None\n"
-            f"  expected: the parameters that the updates belong to\n"
-            f"  remedy:   write tx.update(grads, state, params)"
-        )
 
 
 def bound_without_linear(transformation: str, group: Product, params: Any) -> Bound:
@@ -37,17 +26,6 @@ def bound_without_linear(transformation: str, group: Product, params: Any) -> Bo
             "its place",
         )  # fmt: skip
     return bound
-
-
-def require_choice(transformation: str, argument: str, value: object, choices: Sequence[str]) -> None:
-    """Raises ValueError where a string argument is not one of its choices."""
-    if value not in choices:
-        raise ValueError(
-            f"{transformation}: bad {argument}\n"
-            f"  found:    {value!r}\n"
-            f"  expected: one of {', '.join(map(repr, choices))}\n"
-            f"  remedy:   write {argument}={choices[0]!r}"
-        )
 
 
 def float_leaves(tree: Any, dtype: Any, without: Collection[str] = ()) -> dict[str, jax.Array]:

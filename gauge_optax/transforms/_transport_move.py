@@ -1,4 +1,4 @@
-"""An explicit gauge move, as an optimizer's state meets it: what it does to vectors, entries, frames and bases.
+"""An explicit gauge move, as an optimizer's state meets it: what it does to vectors and entries.
 
 A part of the move is one of five kinds, and each has its own effect on what a state holds. "still" does nothing; a
 "shift" moves points and no vector; a "diagonal" one multiplies entries; an "orthogonal" one turns bases and keeps
@@ -18,9 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from gauge_optax.binding import binding_error, leaves_by_path
-from gauge_optax.gauges._basis import grouped
 from gauge_optax.gauges._moves import move_cotangent, move_tangent
-from gauge_optax.gauges._split import Bound, times
+from gauge_optax.gauges._split import Bound
 from gauge_optax.gauges._system import Channels
 from gauge_optax.gauges.base import BoundGauge, Element
 from gauge_optax.gauges.linear import RopeLinear
@@ -28,7 +27,6 @@ from gauge_optax.gauges.product import Product
 from gauge_optax.gauges.rescale import Rescale
 from gauge_optax.gauges.rotation import TurningGauge
 from gauge_optax.gauges.shift import LogitShift
-from gauge_optax.linalg import real_dtype
 
 Arrays = dict[str, jax.Array]
 STILL, SHIFT, DIAGONAL, ORTHOGONAL, LINEAR = "still", "shift", "diagonal", "orthogonal", "linear"
@@ -128,8 +126,6 @@ class Move:
             cotangents = move_cotangent(self.group, self.element, self.params, cotangents) if cotangents else {}
         return tangents | cotangents
 
-    # Frames and bases ----------------------------------------------------------------------------------
-
     @functools.cached_property
     def logs(self) -> Channels:
         """log α per scale instance of all parts."""
@@ -138,64 +134,6 @@ class Move:
             for gauge, element, _ in self.parts
             for i in gauge.bound(self.params).scales
         )
-
-    @functools.cached_property
-    def turning(self) -> "Move":
-        """What of it turns bases: rotations, and the angles of complex numbers."""
-        found = (_turning(part) for part in self.parts)
-        return dataclasses.replace(self, parts=tuple(Part(*own, ORTHOGONAL) for own in found if own is not None))
-
-    @functools.cached_property
-    def matrices(self) -> tuple[jax.Array | None, ...]:
-        """R per group of rotation instances, (instances, *shape, d, d); None where it is the identity."""
-        found: list[jax.Array | None] = []
-        for part in self.parts:
-            turning = _turning(part)
-            for heads in grouped(part.gauge.bound(self.params).heads):
-                if turning is None:
-                    found.append(None)
-                else:
-                    found.append(jnp.stack([turning[0].matrix(turning[1][h.key]) for h in heads]))
-        return tuple(found)
-
-    def turned(self, leaves: Arrays) -> Arrays:
-        """Vectors in the rescale frame and the heads' world basis: rotations are all that they see."""
-        return self.turning.vectors(leaves, leaves)
-
-    def turned_slices(self, slices: Arrays) -> Arrays:
-        """Vectors along shifts (one slice per shifted leaf), in the rescale frame."""
-        if not set(slices) & set(self.turning.bound.offset):
-            return slices
-        whole = self.bound.add_shifts({path: self._zeros[path] for path in slices}, slices)
-        return self.bound.shift_means(self.turned(whole))
-
-    def moved_means(self, means: Arrays, f: Channels) -> Arrays:
-        """Means along vocab in the frame f at θ, carried to the frame f + log α at g·θ."""
-        turned = self.turned_slices(means)
-        if not self.of_kind(SHIFT).parts:
-            return turned
-        origin: Mapping[str, jax.Array] = self._zeros
-        for gauge, element, _ in self.parts:
-            own = gauge.bound(self.params)
-            origin = {**origin, **gauge.move(own, element, {path: origin[path] for path in own.offset})}
-        there = self.bound.system.factors(tuple(-a - b for a, b in zip(f, self.logs, strict=True)))
-        added = self.bound.shift_means(times({path: origin[path] for path in means}, there))
-        return {path: x + added[path] for path, x in turned.items()}
-
-    @functools.cached_property
-    def _zeros(self) -> Arrays:
-        """Zero values of all bound leaves: where only shifts take them elsewhere."""
-        return {path: jnp.zeros(self.shapes[path], real_dtype()) for path in self.bound.offset}
-
-
-def _turning(part: Part) -> tuple[TurningGauge, Element] | None:
-    """A part's rotation; None where it is the identity."""
-    gauge, element, kind = part
-    if kind not in (ORTHOGONAL, LINEAR):
-        return None
-    if isinstance(gauge, RopeLinear):
-        return gauge.angles, {key: x[..., 1] for key, x in element.items()}
-    return (gauge, element) if isinstance(gauge, TurningGauge) else None
 
 
 def given(gauge: BoundGauge, element: Element, params: Any) -> Part:

@@ -9,7 +9,7 @@ References: DDC B.7 and C.14; DESIGN §5; "When Equivalent Weights Train Differe
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -17,12 +17,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from gauge_optax._arguments import require_choice, require_params
 from gauge_optax.binding import Block, binding_error, is_empty, leaves_by_path
 from gauge_optax.gauges._split import Bound
 from gauge_optax.gauges.base import Gauges
-from gauge_optax.gauges.product import product
+from gauge_optax.gauges.product import Product, product
 from gauge_optax.linalg import real_dtype
-from gauge_optax.transforms._common import float_leaves, in_dtype_of, require_choice, require_params
+from gauge_optax.transforms._common import float_leaves, in_dtype_of
 
 Mask = Any
 Decay: TypeAlias = optax.ScalarOrSchedule | Mapping[str, float]
@@ -89,11 +90,35 @@ def add_gauge_decay(
     require_choice(_NAME, "match", match, ("adamw", "horizontal"))
     if isinstance(weight_decay, Mapping):
         _check_numbers(weight_decay)
-    group = product(gauges)
+    return decay(weight_decay, product(gauges), match, mask)
+
+
+def decay(
+    weight_decay: Decay,
+    group: Product,
+    match: str = "adamw",
+    mask: Mask = None,
+    only: Callable[[str, Any], bool] = lambda path, params: True,
+    of_values: bool = False,
+) -> optax.GradientTransformationExtraArgs:
+    """`add_gauge_decay`, also of slice coordinates.
+
+    Args:
+      weight_decay: see `add_gauge_decay`.
+      group: the product.
+      match: see `add_gauge_decay`.
+      mask: see `add_gauge_decay`.
+      only: of a path and the tree, whether the leaf decays here.
+      of_values: whether leaves are values: γ where a leaf of θ stores γ − 1.
+    """
+
+    def factors_of(bound: Bound, params: Any) -> dict[str, float]:
+        factors = decay_factors(weight_decay, bound, params, match, mask)
+        return {path: factor for path, factor in factors.items() if factor and only(path, params)}
 
     def init_fn(params: optax.Params) -> AddGaugeDecayState:
         if not is_empty(params):
-            decay_factors(weight_decay, group.bound(params), params, match, mask)
+            factors_of(group.bound(params), params)
         return AddGaugeDecayState(jnp.zeros((), jnp.int32))
 
     def update_fn(
@@ -106,10 +131,10 @@ def add_gauge_decay(
         require_params(_NAME, params)
         rate = decay_rate(weight_decay, state.count)
         bound = group.bound(params)
-        values = float_leaves(params, real_dtype()) | bound.centre(bound.values(params))
+        own = bound.vectors(params) if of_values else bound.values(params)
+        values = float_leaves(params, real_dtype()) | bound.centre(own)
         vectors = float_leaves(updates, real_dtype())
-        factors = decay_factors(weight_decay, bound, params, match, mask)
-        added = {p: vectors[p] + rate * factor * values[p] for p, factor in factors.items() if factor}
+        added = {p: vectors[p] + rate * factor * values[p] for p, factor in factors_of(bound, params).items()}
         return in_dtype_of(updates, added), AddGaugeDecayState(optax.safe_increment(state.count))
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from gauge_optax._arguments import require_choice, require_params
 from gauge_optax._sequence import in_turn
 from gauge_optax.binding import binding_error, is_empty
 from gauge_optax.factors import balance, triangulars
@@ -31,7 +32,7 @@ from gauge_optax.gauges.base import Element, Gauges, merge
 from gauge_optax.gauges.product import Product, product
 from gauge_optax.gauges.rotation import TurningGauge
 from gauge_optax.linalg import real_dtype
-from gauge_optax.transforms._common import float_leaves, in_dtype_of, require_choice, require_params
+from gauge_optax.transforms._common import float_leaves, in_dtype_of
 from gauge_optax.transforms._transport_move import Move, towards_balance
 from gauge_optax.transforms.transport import ON_UNKNOWN, carried
 

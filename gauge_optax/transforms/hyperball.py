@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from gauge_optax._arguments import require_params
 from gauge_optax._axes import parse_axes
 from gauge_optax._paths import hidden_match, match
 from gauge_optax.binding import (
@@ -34,7 +35,7 @@ from gauge_optax.binding import (
     overlap,
 )
 from gauge_optax.linalg import real_dtype, safe_divide
-from gauge_optax.transforms._common import in_dtype_of, placeholder, require_params
+from gauge_optax.transforms._common import in_dtype_of, placeholder
 
 Radius = float | jax.Array
 

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from gauge_optax._arguments import require_choice, require_params
 from gauge_optax._sequence import after
 from gauge_optax.binding import Block, binding_error, is_empty, overlap
 from gauge_optax.factors import inverse_gram
@@ -27,7 +28,7 @@ from gauge_optax.gauges._scale import ScaleInstance, Values
 from gauge_optax.gauges._split import Bound
 from gauge_optax.gauges.base import Gauges
 from gauge_optax.gauges.product import product
-from gauge_optax.transforms._common import in_dtype_of, placeholder, require_choice, require_params
+from gauge_optax.transforms._common import in_dtype_of, placeholder
 
 Arrays = dict[str, jax.Array]
 Pair = tuple[jax.Array, jax.Array]

@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from gauge_optax._arguments import require_choice
 from gauge_optax.binding import binding_error, is_empty, leaves_by_path, with_leaves
 from gauge_optax.gauges.base import Element, Gauge, Gauges
 from gauge_optax.gauges.product import Product, product
-from gauge_optax.transforms._common import require_choice
 from gauge_optax.transforms._transport_move import LINEAR, ORTHOGONAL, Move, given
 from gauge_optax.transforms._transport_own import OWN_RULES, Outgoing, Rule
 

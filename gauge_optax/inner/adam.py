@@ -21,6 +21,9 @@ class Adam(NamedTuple):
       eps_root: added inside it.
       nesterov: whether the mean looks ahead.
       count: the number of this step, from 1.
+      first_weight: the sum of a first moment's weights, 1 − b1^count.
+      next_weight: the same a step later; unused without `nesterov`.
+      second_weight: that of a second moment.
     """
 
     b1: Scalar
@@ -29,11 +32,16 @@ class Adam(NamedTuple):
     eps_root: Scalar
     nesterov: bool
     count: jax.Array  # type: ignore[assignment]
+    first_weight: jax.Array
+    next_weight: jax.Array
+    second_weight: jax.Array
 
     @classmethod
     def at(cls, options: Any, count: jax.Array) -> "Adam":
         """Of options that have these fields."""
-        return cls(options.b1, options.b2, options.eps, options.eps_root, options.nesterov, count)
+        b1, b2 = options.b1, options.b2
+        weights = 1 - b1**count, 1 - b1 ** (count + 1), 1 - b2**count
+        return cls(b1, b2, options.eps, options.eps_root, options.nesterov, count, *weights)
 
     def first(self, gradient: jax.Array, past: jax.Array) -> jax.Array:
         """The new first moment."""
@@ -46,13 +54,12 @@ class Adam(NamedTuple):
     def mean(self, moment: jax.Array, gradient: jax.Array) -> jax.Array:
         """The first moment without its bias."""
         if not self.nesterov:
-            return moment / (1 - self.b1**self.count)
-        ahead = self.b1 * moment / (1 - self.b1 ** (self.count + 1))
-        return ahead + (1 - self.b1) * gradient / (1 - self.b1**self.count)
+            return moment / self.first_weight
+        return self.b1 * moment / self.next_weight + (1 - self.b1) * gradient / self.first_weight
 
     def variance(self, moment: jax.Array) -> jax.Array:
         """The second moment without its bias."""
-        return moment / (1 - self.b2**self.count)
+        return moment / self.second_weight
 
     def root(self, moment: jax.Array) -> jax.Array:
         """What a mean is divided by."""

@@ -135,12 +135,12 @@ def ddc(group: Product, options: Options, polar: Polar | None = None) -> optax.G
         along, radial_mu, radial_nu = _radial(lengths, options, adam, point, gradient, past)
         across = without_lengths(fixed, point, gradient)
         old_mu, old_nu = leaves_by_path(state.mu), leaves_by_path(state.nu)
-        heads, old_nu = refreshed(on, point, past.heads, old_nu, options)
+        heads, old_nu, live = refreshed(on, point, past.heads, old_nu, options)
         own = matrices(params)
-        muon = adam if polar is None else adam._replace(b1=polar.options.beta)
+        muon = adam if polar is None else Adam.at(options._replace(b1=polar.options.beta), adam.count)
         mu = {p: (muon if p in own else adam).first(across[p], m) for p, m in old_mu.items()}
         mean = {p: (muon if p in own else adam).mean(m, across[p]) for p, m in mu.items()}
-        step, nu, heads = divided(on, heads, options, adam, mean, across, old_nu, point)
+        step, nu, heads = divided(on, heads, options, adam, mean, across, old_nu, live)
         if polar is not None:
             step |= polar_steps(polar.options, own, mean)
         step = centred(on, turning_removed(on, point, without_lengths(fixed, point, step)))

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from gauge_optax._sequence import in_turn
 from gauge_optax.gauges._head import HeadBlock, HeadInstance
@@ -66,10 +67,12 @@ def init_heads(on: Chart, point: Arrays, v_mode: str) -> HeadMoments:
     return HeadMoments(bases, outer, jnp.zeros((), jnp.int32))
 
 
-def refreshed(on: Chart, point: Arrays, heads: HeadMoments, nu: Arrays, options: Any) -> tuple[HeadMoments, Arrays]:
-    """The bases of this step, and second moments in them."""
+def refreshed(
+    on: Chart, point: Arrays, heads: HeadMoments, nu: Arrays, options: Any
+) -> tuple[HeadMoments, Arrays, list[jax.Array]]:
+    """The bases of this step, second moments in them, and which directions heads have, per size of heads."""
     if not heads.bases:
-        return heads, nu
+        return heads, nu, []
     groups = _by_size(on)
     grams = [_grams(alike, point) for alike in groups]
     turned = jnp.stack([_away(gram, basis) for gram, basis in zip(grams, heads.bases, strict=True)])
@@ -86,7 +89,9 @@ def refreshed(on: Chart, point: Arrays, heads: HeadMoments, nu: Arrays, options:
 
     kept = {p: nu[p].astype(real_dtype()) for alike in groups for h in alike for p in h.paths}
     bases, own, age = jax.lax.cond(stale, renew, lambda nu: (heads.bases, nu, age), kept)
-    return HeadMoments(bases, (), age), nu | own
+    cut = options.live_threshold if options.v_mode == "body_frame_topk" else eigenvalue_cutoff(real_dtype())
+    live = [_live(gram, basis, cut) for gram, basis in zip(grams, bases, strict=True)]
+    return HeadMoments(bases, (), age), nu | own, live
 
 
 def divided(
@@ -97,7 +102,7 @@ def divided(
     mean: Arrays,
     gradient: Arrays,
     nu: Arrays,
-    point: Arrays,
+    live: Sequence[jax.Array],
 ) -> tuple[Arrays, Arrays, HeadMoments]:
     """Means over roots of second moments, of all leaves.
 
@@ -109,7 +114,7 @@ def divided(
       mean: first moments, corrected.
       gradient: of this step.
       nu: second moments so far.
-      point: bound leaves.
+      live: which directions heads have.
 
     Returns:
       The step, the new second moments, and what else is kept of heads.
@@ -131,9 +136,8 @@ def divided(
         by_matrix, outer = _by_matrix(on, heads.outer, adam, mean, gradient)
         return step | by_matrix, nu, heads._replace(outer=outer)
     if framed:
-        cut = options.live_threshold if mode == "body_frame_topk" else eigenvalue_cutoff(real_dtype())
-        for alike, basis in zip(groups, heads.bases, strict=True):
-            step = _turned(alike, _only_live(alike, basis, cut, adam, point, mean, nu, step), transpose(basis))
+        for alike, basis, own in zip(groups, heads.bases, live, strict=True):
+            step = _turned(alike, _only_live(alike, own, adam, mean, nu, step), transpose(basis))
     return step, nu, heads
 
 
@@ -192,41 +196,38 @@ def _away(gram: jax.Array, basis: jax.Array) -> jax.Array:
     return jnp.max(jnp.linalg.norm(off, axis=(-2, -1)) / jnp.where(whole > 0, whole, 1.0))
 
 
+def _live(gram: jax.Array, basis: jax.Array, cut: float | jax.Array) -> jax.Array:
+    """Per direction of every head, whether its weights have it."""
+    sizes = jnp.sum(basis * matmul(gram, basis), -2)
+    return sizes > cut * jnp.max(sizes, -1, keepdims=True)
+
+
+def _dealt(alike: Sequence[HeadInstance], whole: jax.Array) -> list[jax.Array]:
+    """What heads of one size have in one array, instance by instance."""
+    parts = jnp.split(whole, np.cumsum([h.heads for h in alike])[:-1])
+    return [part.reshape(*h.shape, *whole.shape[1:]) for h, part in zip(alike, parts, strict=True)]
+
+
 def _turned(alike: Sequence[HeadInstance], values: Arrays, matrices: jax.Array) -> Arrays:
     """Leaves with every head's rows times its matrix."""
-    out, start = dict(values), 0
-    for head in alike:
-        stop = start + head.heads
-        out |= head.turn(out, matrices[start:stop].reshape(*head.shape, head.size, head.size))
-        start = stop
+    out = dict(values)
+    for head, own in zip(alike, _dealt(alike, matrices), strict=True):
+        out |= head.turn(out, own)
     return out
 
 
 def _only_live(
-    alike: Sequence[HeadInstance],
-    basis: jax.Array,
-    cut: float | jax.Array,
-    adam: Adam,
-    point: Arrays,
-    mean: Arrays,
-    nu: Arrays,
-    step: Arrays,
+    alike: Sequence[HeadInstance], live: jax.Array, adam: Adam, mean: Arrays, nu: Arrays, step: Arrays
 ) -> Arrays:
     """A step, where directions that a head has not follow the mean over the head's RMS."""
-    out, start = dict(step), 0
-    for head in alike:
-        stop = start + head.heads
-        own = basis[start:stop].reshape(*head.shape, head.size, head.size)
-        start = stop
-        sizes = jnp.sum(own * matmul(head.gram(point, point), own), -2)
-        live = sizes > cut * jnp.max(sizes, -1, keepdims=True)
+    out = dict(step)
+    for head, own in zip(alike, _dealt(alike, live), strict=True):
         root = adam.root(head.mean(nu))
         for block in head.blocks:
             path = block.block.path
             view = block.view(out[path])
             plain = block.view(mean[path]) / _per_head(head, block, root, view)
-            kept = jnp.where(head.along_basis(block, live), view, plain)
-            out[path] = block.write(out[path], kept)
+            out[path] = block.write(out[path], jnp.where(head.along_basis(block, own), view, plain))
     return out
 
 

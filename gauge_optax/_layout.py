@@ -68,8 +68,9 @@ def _place(leaf: Any) -> NamedSharding | None:
     return NamedSharding(own.mesh, found.spec) if isinstance(own, NamedSharding) else found
 
 
-def opened(inner: optax.GradientTransformationExtraArgs) -> optax.GradientTransformationExtraArgs:
+def opened(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
     """A transformation whose updates are computed with layouts left open; what it gives and keeps lies as it came."""
+    inner = optax.with_extra_args_support(inner)
 
     def update_fn(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         laid = layout(updates)

@@ -6,7 +6,7 @@ import jax
 import optax
 
 from gauge_optax._layout import opened
-from gauge_optax.binding import with_leaves
+from gauge_optax.binding import is_empty, with_leaves
 from gauge_optax.gauges.base import Gauges
 from gauge_optax.gauges.product import product
 from gauge_optax.inner.ddc import Options, ddc
@@ -195,8 +195,10 @@ def ddc_muon(
         return path in polar.routing.matrices(group.bound(params), params)
 
     def labelled(params: Any) -> Any:
-        matrices = polar.routing.matrices(group.bound(params), params)
-        return with_leaves(jax.tree.map(lambda _: "adam", params), dict.fromkeys(matrices, "muon"))
+        plain = jax.tree.map(lambda _: "adam", params)
+        if is_empty(params):
+            return plain
+        return with_leaves(plain, dict.fromkeys(polar.routing.matrices(group.bound(params), params), "muon"))
 
     adam_rate = learning_rate if adam_learning_rate is None else adam_learning_rate
     rates = {"muon": learning_rate, "adam": adam_rate}

@@ -120,10 +120,10 @@ def ddc(group: Product, options: Options, polar: Polar | None = None) -> optax.G
         _check(on)
         values = on.joint.vectors(params)
         lengths = [own.length(own.squares(values)) for own in carried(on)]
-        zeros = tuple(jnp.zeros_like(s) for s in lengths)
+        mus, nus = (tuple(jnp.zeros_like(s) for s in lengths) for _ in range(2))
         least = tuple(options.scale_floor * jnp.mean(s) for s in lengths)
         heads, vertical = init_heads(on, values, options.v_mode), init_vertical(on, options.vertical, values)
-        return ScaleByDDCState(count, mu, nu, GaugeMoments(zeros, zeros, least, heads, vertical))
+        return ScaleByDDCState(count, mu, nu, GaugeMoments(mus, nus, least, heads, vertical))
 
     def update_fn(updates: Any, state: ScaleByDDCState, params: Any = None) -> tuple[Any, ScaleByDDCState]:
         on, past = group.chart(params), state.gauges

@@ -185,13 +185,13 @@ def _flat(matrices: jax.Array) -> jax.Array:
 
 def _eigenbasis(gram: jax.Array) -> jax.Array:
     slope = _SLOPE * jnp.diag(jnp.linspace(0.0, 1.0, gram.shape[-1], dtype=gram.dtype))
-    return symmetric_eigen(gram + slope)[1]
+    return symmetric_eigen(gram + jnp.broadcast_to(slope, gram.shape))[1]
 
 
 def _away(gram: jax.Array, basis: jax.Array) -> jax.Array:
     """The largest share of a head's Gram matrix that is off the diagonal of its basis."""
     seen = matmul(matmul(transpose(basis), gram), basis)
-    off = seen * (1.0 - jnp.eye(gram.shape[-1], dtype=gram.dtype))
+    off = seen * (1.0 - jnp.broadcast_to(jnp.eye(gram.shape[-1], dtype=gram.dtype), seen.shape))
     whole = jnp.linalg.norm(seen, axis=(-2, -1))
     return jnp.max(jnp.linalg.norm(off, axis=(-2, -1)) / jnp.where(whole > 0, whole, 1.0))
 
@@ -249,7 +249,7 @@ def _by_matrix(
             path = block.block.path
             size = jnp.maximum(*(jnp.linalg.norm(x, axis=(-2, -1), keepdims=True) for x in (variance, pooled)))
             floor = jnp.square(adam.eps + _MATRIX_FLOOR * jnp.sqrt(size)) + adam.eps_root
-            damped = variance + floor * jnp.eye(head.size, dtype=variance.dtype)
+            damped = variance + floor * jnp.broadcast_to(jnp.eye(head.size, dtype=variance.dtype), variance.shape)
             factor = inverse_sqrt_by_products(damped, _MATRIX_FLOOR**2)
             out[path] = block.write(out[path], head.turn_view(block, block.view(mean[path]), factor))
     return out, tuple(fresh)

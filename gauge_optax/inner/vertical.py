@@ -39,24 +39,27 @@ class Moments(NamedTuple):
 
 
 class VerticalMoments(NamedTuple):
-    """Moments of orbit coordinates; empty where they are frozen, `nu` where momentum alone moves them.
+    """Moments of orbit coordinates; empty where they are frozen, `second` where momentum alone moves them.
 
     Attributes:
-      mu: first moments: of scales, reading by reading; of shifts, by leaf; of what turns heads, by leaf.
-      nu: second moments: of scales and shifts the same, of turning one per head.
+      first: first moments: of scales, reading by reading; of shifts, by leaf; of what turns heads, by leaf.
+      second: second moments: of scales and shifts the same, of turning one per head.
     """
 
-    mu: Moments | tuple[()]
-    nu: Moments | tuple[()]
+    first: Moments | tuple[()]
+    second: Moments | tuple[()]
 
 
 def init_vertical(on: Chart, mode: str, point: Arrays) -> VerticalMoments:
     """At a starting point."""
     if mode == "frozen":
         return VerticalMoments((), ())
-    zeros = jax.tree.map(jnp.zeros_like, _slopes(on, point, point))
+    slopes = _slopes(on, point, point)
+    first: Moments = jax.tree.map(jnp.zeros_like, slopes)
+    if mode != "adam":
+        return VerticalMoments(first, ())
     heads = {str(k): jnp.zeros(h.shape, real_dtype()) for k, h in enumerate(on.joint.rotations)}
-    return VerticalMoments(zeros, zeros._replace(turning=heads) if mode == "adam" else ())
+    return VerticalMoments(first, jax.tree.map(jnp.zeros_like, slopes._replace(turning=heads)))
 
 
 def vertical_step(
@@ -73,8 +76,8 @@ def vertical_step(
       past: moments so far.
     """
     slopes = _slopes(on, point, gradient)
-    mu: Moments = jax.tree.map(adam.first, slopes, past.mu)
-    nu, rates = past.nu, jax.tree.map(adam.mean, mu, slopes)
+    mu: Moments = jax.tree.map(adam.first, slopes, past.first)
+    nu, rates = past.second, jax.tree.map(adam.mean, mu, slopes)
     if isinstance(nu, Moments):
         seen = jax.tree.map(jnp.square, slopes)
         nu = jax.tree.map(adam.second, seen._replace(turning=_by_head(on, seen.turning)), nu)

@@ -3,8 +3,9 @@
     python -m examples.layernorm_scale
 
 (γ ∘ normalised x) W stays the same when an entry of γ is multiplied and the row of W that reads it divided by the same
-number, one number per channel. Prints the final losses, and the root mean square and the largest change of
-log γ_c − log‖W_c‖ over channels.
+number, one number per channel. Prints the final losses, the root mean square and the largest change over
+channels of what the gauge reads, log γ_c, and the root mean square change of the paper's log γ_c − log‖W_c‖, in which
+s = γ_c·‖W_c‖ growing in W alone counts too.
 """
 
 import functools
@@ -63,6 +64,9 @@ def make(c: Config, seed: int) -> tuple[Params, Data]:
     return start, (x, network({"gamma": gamma, "w": teacher}, x))
 
 
+GAUGE = go.norm_scale({"gamma": "channel"}, into={"w": "channel _"})
+
+
 def log_ratio(params: Params) -> jax.Array:
     """log|γ_c| − log‖W_c‖ per channel."""
     return jnp.log(jnp.abs(params["gamma"])) - jnp.log(jnp.linalg.norm(params["w"], axis=1))
@@ -70,18 +74,18 @@ def log_ratio(params: Params) -> jax.Array:
 
 def observe(start: Params, params: Params, data: Data) -> dict[str, jax.Array]:
     """Loss, and how far the coordinates moved."""
-    moved = log_ratio(params) - log_ratio(start)
-    return {"loss": loss(params, data), "drift": rms(moved), "largest_drift": jnp.max(jnp.abs(moved))}
+    moved = go.measure.drift(start, params, GAUGE)[0][""]
+    drifts = {"drift": rms(moved), "largest_drift": jnp.max(jnp.abs(moved))}
+    return drifts | {"loss": loss(params, data), "ratio": rms(log_ratio(params) - log_ratio(start))}
 
 
 def build(c: Config) -> Study:
     """AdamW and DDC, at two strengths of decay."""
-    gauge = go.norm_scale({"gamma": "channel"}, into={"w": "channel _"})
     arms = {
         "AdamW": Arm(optax.adamw(c.learning_rate, weight_decay=c.weight_decay)),
-        "DDC": Arm(go.ddc_adamw(c.learning_rate, gauge, weight_decay=c.weight_decay)),
+        "DDC": Arm(go.ddc_adamw(c.learning_rate, GAUGE, weight_decay=c.weight_decay)),
         "AdamW, strong decay": Arm(optax.adamw(c.learning_rate, weight_decay=c.strong_decay)),
-        "DDC, strong decay": Arm(go.ddc_adamw(c.learning_rate, gauge, weight_decay=c.strong_decay)),
+        "DDC, strong decay": Arm(go.ddc_adamw(c.learning_rate, GAUGE, weight_decay=c.strong_decay)),
     }
     return Study("layernorm_scale", arms, functools.partial(make, c), loss, observe)
 
@@ -90,7 +94,7 @@ def figure(result: Result, path: Path) -> None:
     """Loss and drift."""
     fig, (losses, drift) = report.panels(2, "LayerNorm and readout: scale traded between γ and W")
     report.curves(losses, result, "loss", "Training loss", ylabel="mean squared error")
-    report.drifts(drift, result, "drift", "Drift of log γ − log‖W‖, rms over channels")
+    report.drifts(drift, result, "drift", "Drift of what the gauge reads, rms over channels")
     report.save(fig, path)
 
 
@@ -101,6 +105,7 @@ def section(result: Result) -> str:
         "final loss": report.column(result, "loss"),
         "drift, rms over channels": report.column(result, "drift", at=report.largest),
         "drift, largest channel": report.column(result, "largest_drift", at=report.largest),
+        "log γ − log‖W‖, rms": report.column(result, "ratio", at=report.largest),
     }
     return "\n\n".join(
         [

@@ -3,9 +3,10 @@
     python -m examples.radial_equilibrium
 
 One unit of joint scale s = ‖up‖^p·‖down‖ under the loss −log s, which always pushes s up, so that Adam's normalised
-step is 1. On the linear scale decay and loss balance at s* = 1/((p+1)·wd), with `match="horizontal"` at 1/((p²+1)·wd);
-on the log scale log s falls by lr·((p+1)·wd − 1) each step until the unit is below a hundredth of its start on either
-side (the library's floor: no scale is left to speak of). Prints s at the end beside what is predicted.
+step is 1. On the slice ‖up‖ stays at the 1 that it reads as the identity, and s is ‖down‖, √n long for n entries of
+size 1, so that a step moves it by lr·√n. On the linear scale decay and loss balance at s* = √n/((p+1)·wd), with
+`match="horizontal"` at √n/((p²+1)·wd); on the log scale, where a step is lr·√(p²+1), log s falls by
+lr·((p+1)·wd − √(p²+1)) each step. Prints s at the end beside what is predicted.
 """
 
 import functools
@@ -32,7 +33,7 @@ RADIALS = ("linear", "log")
 class Config:
     """Ours; the paper states the equilibrium without a run of its own."""
 
-    steps: int = 2000
+    steps: int = 1200
     rows: int = 4
     learning_rate: float = 1e-2
     weight_decay: float = 1.0
@@ -41,7 +42,13 @@ class Config:
 
 def joint_scale(params: Params, degree: int) -> jax.Array:
     """‖up‖^p·‖down‖."""
-    return jnp.linalg.norm(params["up"]) ** degree * jnp.linalg.norm(params["down"])
+    return size(params["up"]) ** degree * size(params["down"])
+
+
+def size(x: jax.Array) -> jax.Array:
+    """‖x‖, of entries whose squares leave float32's range too."""
+    largest = jnp.max(jnp.abs(x))
+    return largest * jnp.linalg.norm(x / largest)
 
 
 def loss(params: Params, data: None, degree: int) -> jax.Array:
@@ -92,7 +99,7 @@ def errors(result: Result) -> dict[str, list[float]]:
         for match in MATCHES:
             arm = arm_name("linear", degree, match)
             ends = report.final(result, arm, f"log_s{degree}")
-            found[arm] = [math.exp(end) * decay_rate(c, degree, match) - 1.0 for end in ends]
+            found[arm] = [math.exp(end) * decay_rate(c, degree, match) / c.rows**0.5 - 1.0 for end in ends]
     return found
 
 
@@ -105,13 +112,13 @@ def falls(result: Result) -> dict[str, list[float]]:
             arm = arm_name("log", degree, match)
             kept = [cell["curves"] for cell in result["cells"][arm].values()]
             slopes = [_slope(curves["step"], curves[f"log_s{degree}"]) for curves in kept]
-            predicted = -c.learning_rate * (decay_rate(c, degree, match) - 1.0)
+            predicted = -c.learning_rate * (decay_rate(c, degree, match) - math.hypot(1.0, degree))
             found[arm] = [slope / predicted for slope in slopes]
     return found
 
 
 def _slope(steps: list[int], values: list[float]) -> float:
-    """Between the first reading and the last above −6: some way below, the unit is under the library's floor."""
+    """Between the first reading and the last above −6."""
     last = max(n for n, value in enumerate(values) if value > -6)
     return (values[last] - values[0]) / max(1, steps[last] - steps[0])
 
@@ -125,7 +132,7 @@ def figure(result: Result, path: Path) -> None:
         part = {"arms": list(named), "cells": {name: result["cells"][arm] for name, arm in named.items()}}
         report.curves(axis, part, f"log_s{degree}", f"p = {degree}; dotted: predicted", "linear", "log s")
         for match in MATCHES:
-            axis.axhline(-math.log(decay_rate(c, degree, match)), color="gray", ls=":", zorder=9)
+            axis.axhline(math.log(c.rows**0.5 / decay_rate(c, degree, match)), color="gray", ls=":", zorder=9)
     report.save(fig, path)
 
 
@@ -149,7 +156,7 @@ def section(result: Result) -> str:
             f"One unit, loss −log s, {c.steps:,} steps, learning rate {c.learning_rate}, weight decay "
             f"{c.weight_decay}, b2 {c.b2}. {report.made_with(result)}",
             report.table(result, columns),
-            f"The linear scale settles at 1/((p+1)·wd), or 1/((p²+1)·wd) with `horizontal`, to {worst:.0e} "
+            f"The linear scale settles at √n/((p+1)·wd), or √n/((p²+1)·wd) with `horizontal`, to {worst:.0e} "
             f"({'within' if worst < 0.02 else 'NOT within'} 2 %); the log scale "
             f"{'collapses' if collapse else 'does NOT collapse'}.",
         ]

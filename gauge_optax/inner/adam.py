@@ -63,4 +63,6 @@ class Adam(NamedTuple):
 
     def root(self, moment: jax.Array) -> jax.Array:
         """What a mean is divided by."""
-        return jnp.sqrt(self.variance(moment) + self.eps_root) + self.eps
+        inside = self.variance(moment)
+        whole = isinstance(self.eps_root, int | float) and self.eps_root == 0
+        return jnp.sqrt(inside if whole else inside + self.eps_root) + self.eps

@@ -32,7 +32,7 @@ from gauge_optax.inner.adam import Adam
 from gauge_optax.inner.heads import HeadMoments, divided, init_heads, refreshed
 from gauge_optax.inner.polar import Polar, polar_steps
 from gauge_optax.inner.vertical import VERTICAL, VerticalMoments, init_vertical, vertical_step
-from gauge_optax.linalg import safe_divide
+from gauge_optax.linalg import noise, safe_divide
 
 Scalar = float | jax.Array
 RADIAL = ("linear", "log")
@@ -133,7 +133,7 @@ def ddc(group: Product, options: Options, polar: Polar | None = None) -> optax.G
         lengths = [(own, own.squares(point)) for own in carried(on)]
         fixed = lengths + [(own, own.squares(point)) for own in fixed_sizes(on)]
         along, radial_mu, radial_nu = _radial(lengths, options, adam, point, gradient, past)
-        across = without_lengths(fixed, point, gradient)
+        across = _above_rounding(without_lengths(fixed, point, gradient), gradient)
         old_mu, old_nu = leaves_by_path(state.mu), leaves_by_path(state.nu)
         heads, old_nu, live = refreshed(on, point, past.heads, old_nu, options)
         own = matrices(params)
@@ -225,6 +225,13 @@ def without_lengths(channels: Sequence[Measured], point: Arrays, vector: Arrays)
         rates = safe_divide(own.dot(point, out), squares)
         out |= {p: out[p] - x for p, x in own.times(point, rates).items()}
     return out
+
+
+def _above_rounding(left: Arrays, whole: Arrays) -> Arrays:
+    """What is left of a gradient, zero where it is what taking the rest away rounds: Adam would make a step of it."""
+    changed = {p: x for p, x in left.items() if x is not whole[p]}
+    noises = {p: noise(x.dtype) * jnp.abs(whole[p]) for p, x in changed.items()}
+    return left | {p: jax.lax.select(jnp.abs(x) > noises[p], x, jnp.zeros_like(x)) for p, x in changed.items()}
 
 
 def _radial(

@@ -4,8 +4,8 @@
 
 x·(u ∘ v) stays the same when u_c is multiplied and v_c divided by the same number, one number per coordinate. The
 network learns a sparse target from a start where u_c and v_c differ. Prints the final losses, and the root mean square
-change over coordinates of what the gauge reads, log|u_c|, and of the paper's log|u_c| − log|v_c|, in which s = |u_c·v_c|
-growing in v_c alone counts too.
+change over coordinates of what the gauge reads, log|u_c|, and of the paper's log|u_c| − log|v_c|, in which
+s = |u_c·v_c| growing in v_c alone counts too.
 """
 
 import functools

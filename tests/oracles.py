@@ -127,7 +127,8 @@ def _dense_linear(gauge: Gauge, params: Any) -> DenseLinear:
         if np.max(np.abs(step)) < 1e-14:
             break
     tangents = np.asarray(jit(jax.jacfwd(moved))(still, x))
-    return DenseLinear(tangents, tangents[:, :0], 0.0 * flat, frame[kinds == _SCALE], _range(tangents), into)
+    point = np.linalg.solve(into, tangents)
+    return DenseLinear(point, tangents[:, :0], 0.0 * flat, frame[kinds == _SCALE], _range(tangents), into)
 
 
 def balanced_frame(values: np.ndarray, exponents: np.ndarray) -> np.ndarray:

@@ -30,6 +30,7 @@ LAYERS: dict[str, int] = {
     "factors": 1,
     "_sequence": 1,
     "_layout": 1,
+    "_arguments": 1,
     "gauges": 2,
     "slice": 3,
     "quotient": 3,

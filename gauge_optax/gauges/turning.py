@@ -182,7 +182,7 @@ def lyapunov(m: jax.Array, k: jax.Array, steps: int = 24) -> jax.Array:
 
     # Mirrored, for what is fused and contracted need not be antisymmetric to the last bit, least of all on a mesh, and
     # a symmetric part, out of the iteration's reach, would be amplified without end.
-    above = (k - transpose(k)) * np.triu(np.ones((size, size), m.dtype), 1)
+    above = jnp.triu(k - transpose(k), 1)
     residual = above - transpose(above)
     scaled = weight * residual
     energy = inner(residual, scaled)

@@ -121,7 +121,7 @@ def ddc_muon(
     adam_b1: Scalar = 0.9,
     adam_b2: Scalar = 0.999,
     adam_eps_root: Scalar = 0.0,
-    adam_weight_decay: optax.ScalarOrSchedule = 0.0,
+    adam_weight_decay: Decay = 0.0,
     adam_learning_rate: optax.ScalarOrSchedule | None = None,
     consistent_rms: Scalar | None = None,
     scale: str | Scalar = "width",
@@ -142,15 +142,15 @@ def ddc_muon(
       ns_steps: see `scale_by_scaled_polar`.
       beta: decay of the first moment of matrices.
       eps: see `scale_by_scaled_polar`.
-      weight_decay: decoupled decay, multiplied by the learning rate as in `optax.contrib.muon`; a number, a schedule,
-        or a number per role as in `add_gauge_decay`.
+      weight_decay: decoupled decay of matrices, multiplied by the learning rate as in `optax.contrib.muon`; a number, a
+        schedule, or a number per role as in `add_gauge_decay`.
       weight_decay_mask: where `weight_decay` decays, as in `optax.contrib.muon`; constant over the leaves of a gauge.
       mu_dtype: dtype of the first moment; by default that of slice coordinates, at least float32.
       nesterov: whether to use Nesterov momentum, for matrices and vectors alike.
       adam_b1: decay of Adam's first moments.
       adam_b2: decay of Adam's second moments.
       adam_eps_root: added inside the root of Adam's second moment.
-      adam_weight_decay: decay of all other leaves.
+      adam_weight_decay: the same of all other leaves.
       adam_learning_rate: learning rate of these leaves; by default `learning_rate`.
       consistent_rms: optax's name for a number as `scale`; not beside another `scale`.
       scale: see `scale_by_scaled_polar`.

@@ -11,8 +11,10 @@ import numpy as np
 import optax
 import pytest
 
+import gauge_optax as go
 from benchmarks import compare, orthogonalisers, peers, sizes, timing, update
 from benchmarks.render import page
+from gauge_optax.binding import leaves_by_path
 from models import lm
 
 TINY = ["--layers", "1", "--width", "64", "--vocab", "32", "--repeats", "2", "--step-batch", "2", "--step-length", "8"]
@@ -149,12 +151,14 @@ def test_the_exact_orthogonaliser_is_exact(attention: sizes.Case) -> None:
             np.testing.assert_allclose(own / np.linalg.norm(own), left @ right / np.sqrt(8), atol=1e-4)
 
 
-def test_table_8_renews_its_bases_in_every_step_or_not_at_all(attention: sizes.Case) -> None:
+def test_table_8_has_rows_with_and_without_the_gauge(attention: sizes.Case) -> None:
     rows = orthogonalisers.orthogonalisers(attention)
-    for name, renewed in (("renewed by drift", 0), ("renewed every step", 2)):
-        tx = next(tx for row, tx in rows.items() if name in row)
-        _, state = tx.update(attention.grads, tx.init(attention.params), attention.params)
-        assert int(state.gauges.refreshes) == renewed
+    for name, turns in ((orthogonalisers.POLAR, True), ("scaled polar per head, rotation gauge", False)):
+        tx = rows[name]
+        step, _ = tx.update(attention.grads, tx.init(attention.params), attention.params)
+        found = leaves_by_path(go.product(attention.gauges).vertical(attention.params, step))
+        size = max(float(jnp.max(jnp.abs(x))) for x in found.values())
+        assert (size > 1e-4) == turns
 
 
 def test_a_device_that_counts_is_believed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -87,9 +87,6 @@ def add_gauge_decay(
       shared leaf would decay twice. Of an independent shrink `gauge_retract` keeps the joint scale's part alone, to
       first order that of the shared shrink with (p·up + down)/(p + 1), unless its `vertical` lets the coordinate move.
     """
-    require_choice(_NAME, "match", match, ("adamw", "horizontal"))
-    if isinstance(weight_decay, Mapping):
-        _check_numbers(weight_decay)
     return decay(weight_decay, product(gauges), match, mask)
 
 
@@ -111,6 +108,9 @@ def decay(
       only: of a path and the tree, whether the leaf decays here.
       of_values: whether leaves are values: γ where a leaf of θ stores γ − 1.
     """
+    require_choice(_NAME, "match", match, ("adamw", "horizontal"))
+    if isinstance(weight_decay, Mapping):
+        _check_numbers(weight_decay)
 
     def factors_of(bound: Bound, params: Any) -> dict[str, float]:
         factors = decay_factors(weight_decay, bound, params, match, mask)

@@ -28,7 +28,6 @@ from tqdm import tqdm
 
 import gauge_optax as go
 from examples import data
-from gauge_optax.measure.motion import balanced_drift
 from models import lm
 
 matplotlib.use("Agg")
@@ -76,7 +75,7 @@ def train_twins(
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state, value
 
-    moved = jax.jit(lambda start, params: largest(balanced_drift(start, params, gauges)))
+    moved = jax.jit(lambda start, params: largest(go.measure.drift(start, params, gauges)))
     evaluate = jax.jit(loss)
     twins, states = list(starts), [tx.init(start) for start in starts]
     losses, drift = np.zeros((2, args.steps + 1)), {}

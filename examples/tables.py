@@ -15,7 +15,6 @@ from examples import (
     demo,
     diagonal_network,
     layernorm_scale,
-    learning_rates,
     radial_equilibrium,
     relu_rescale,
     row_shift,
@@ -51,7 +50,6 @@ def _demo(runs: Any) -> str:
 
 SECTIONS = [
     Section("demo", "Twins of a small language model", _demo),
-    Section("learning_rates", "Learning rates of a small language model", learning_rates.section),
     Section("starts", "From three usual starts", starts.section),
     Section("row_shift", "C.1 Logit shift of a grokking transformer", row_shift.section),
     Section("relu_rescale", "C.2 ReLU rescale, teacher and student", relu_rescale.section),

@@ -65,12 +65,10 @@ class Balance(NamedTuple):
     Attributes:
       vectors: W, (…, d, d).
       logs: (…, d).
-      whole: (…,) whether both sides have full rank, so that S balances them.
     """
 
     vectors: jax.Array
     logs: jax.Array
-    whole: jax.Array
 
     def power(self, exponent: float | jax.Array) -> jax.Array:
         """S^exponent, (…, d, d)."""
@@ -85,8 +83,7 @@ def balance(left: jax.Array, right: jax.Array) -> Balance:
       right: triangular factor of B, (…, d, d).
 
     Returns:
-      S, by two singular value decompositions. Of a pair with one side of full rank, which no S balances, the S that
-      makes that side orthonormal; of a pair with none, the identity.
+      S, by two singular value decompositions; the identity for pairs that have not full rank, which no S balances.
 
     With the core R_A·R_Bᵀ = U·Σ·Vᵀ, every balanced pair is (Q_A·U·Σ^{1/2}·O, Q_B·V·Σ^{1/2}·O), O orthogonal. So
     S·Oᵀ = R_A⁻¹·U·Σ^{1/2}, and S is the symmetric part of that matrix's polar decomposition.
@@ -97,20 +94,11 @@ def balance(left: jax.Array, right: jax.Array) -> Balance:
     >>> s.round(4).tolist()  # sizes 4·½ = 1/½ and 1·3 = 9/3
     [[0.5, 0.0], [0.0, 3.0]]
     """
-    on_left, on_right = full_rank(left), full_rank(right)
-    whole = on_left & on_right
-
-    def where(condition: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
-        return jnp.where(condition[..., None, None], a, b)
-
-    eye = jnp.broadcast_to(jnp.eye(left.shape[-1], dtype=left.dtype), left.shape)
-    u, sizes, _ = jnp.linalg.svd(where(whole, matmul(left, transpose(right)), eye))
-    inverse = matmul(transpose(u), left) * safe_divide(jnp.ones_like(sizes), jnp.sqrt(sizes))[..., :, None]
-    alone = where(on_left, left, where(on_right, right, eye))
-    _, values, vectors = jnp.linalg.svd(where(whole, inverse, alone))
-    # The right side moves by S⁻ᵀ.
-    logs = jnp.log(values) * jnp.where(on_right & ~on_left, 1.0, -1.0)[..., None]
-    return Balance(transpose(vectors), logs, whole)
+    whole = (full_rank(left) & full_rank(right))[..., None, None]
+    left, right = (jnp.where(whole, x, jnp.eye(x.shape[-1], dtype=x.dtype)) for x in (left, right))
+    u, sizes, _ = jnp.linalg.svd(matmul(left, transpose(right)))
+    _, values, vectors = jnp.linalg.svd(matmul(transpose(u), left) / jnp.sqrt(sizes)[..., :, None])
+    return Balance(transpose(vectors), -jnp.log(values))
 
 
 def _by_products(rows: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -160,60 +160,6 @@ def inverse_pair_sums(values: jax.Array) -> jax.Array:
     return jnp.where(sums > floor, 1.0 / jnp.where(sums > floor, sums, 1.0), 0.0)
 
 
-def lyapunov_stale(
-    m: jax.Array,
-    k: jax.Array,
-    values: jax.Array,
-    vectors: jax.Array,
-    steps: int,
-    negligible: float | jax.Array = 0.0,
-) -> jax.Array:
-    """The skew solution of M·A + A·M = 2K by conjugate gradients in an old eigenbasis of M; products only.
-
-    Args:
-      m: (…, d, d), symmetric positive semi-definite, near vectors·diag(values)·vectorsᵀ.
-      k: (…, d, d), antisymmetric.
-      values: (…, d) eigenvalues of M when the basis was fresh.
-      vectors: (…, d, d) that basis.
-      steps: number of iterations at most; 6 give 1e-6 while the whitened drift of M is below 0.1.
-      negligible: stop where ⟨A, M·A + A·M⟩ of what is left is below this.
-
-    Returns:
-      A (…, d, d), antisymmetric.
-    """
-    if m.shape[-1] == 2:
-        return lyapunov(m, k)
-    weight = inverse_pair_sums(values)
-    m = matmul(matmul(transpose(vectors), m), vectors)
-    # Rounding leaves a symmetric part, which the operator never reaches and the iteration would amplify.
-    residual = 2.0 * skew(matmul(matmul(transpose(vectors), k), vectors)) * (weight > 0)
-
-    def inner(a: jax.Array, b: jax.Array) -> jax.Array:
-        return jnp.sum(a * b, (-2, -1), keepdims=True)
-
-    def apply(a: jax.Array) -> jax.Array:
-        product = matmul(m, a)
-        return (product - transpose(product)) * (weight > 0)  # (M A)ᵀ = −A M for skew A
-
-    scaled = weight * residual
-    energy = inner(residual, scaled)
-    # A head that has converged must stop: conjugate gradients on rounding noise diverge.
-    done = jnp.maximum(energy * jnp.finfo(m.dtype).eps ** 2, negligible)
-
-    def iteration(_: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        solution, residual, direction, energy = carry
-        image = apply(direction)
-        step = jnp.where(energy > done, safe_divide(energy, inner(direction, image)), 0.0)
-        residual = residual - step * image
-        scaled = weight * residual
-        fresh = inner(residual, scaled)
-        return solution + step * direction, residual, scaled + safe_divide(fresh, energy) * direction, fresh
-
-    start = jnp.zeros_like(residual), residual, scaled, energy
-    solution = jax.lax.fori_loop(0, steps, iteration, start)[0]
-    return matmul(matmul(vectors, solution), transpose(vectors))
-
-
 def inverse_sqrt(m: jax.Array) -> jax.Array:
     """Pseudo-inverse square root M^{−1/2} of positive semi-definite matrices.
 

@@ -132,39 +132,6 @@ def test_lyapunov_is_the_dense_solution(size: int, x64: None) -> None:
     assert not found[names.index("zero")].any()
 
 
-@pytest.mark.parametrize("steps", [6, 12])
-def test_stale_basis_is_enough_below_the_trigger(size: int, steps: int, dtype: str) -> None:
-    """6 steps reach 1e-6 at every condition number, 12 reach 1e-12: conjugate gradients see Λ^(−1/2)MΛ^(−1/2)."""
-    names, values, bases, w = points(size)
-    moved = drifted(w)
-    assert np.max(norm(moved - w)) > DRIFT / 4
-    m, sides = equations(moved)
-    solve = jit(functools.partial(linalg.lyapunov_stale, steps=steps))
-    reached = tolerance("kernel", dtype if steps == 12 else "float32")
-    for kind, k in sides.items():
-        a = run(solve, dtype, m, k, values, bases)
-        worst = dict(zip(names, error(kind, dtype)(m, k, a), strict=True))
-        assert max(worst.values()) <= reached, (kind, worst)
-        assert np.max(np.abs(a + np.swapaxes(a, -1, -2))) <= tolerance("kernel", dtype) * np.max(np.abs(a))
-
-
-def test_stale_basis_needs_its_steps(x64: None) -> None:
-    """The check above can fail: two steps are too few."""
-    _, values, bases, w = points(8)
-    m, sides = equations(drifted(w))
-    two = jit(functools.partial(linalg.lyapunov_stale, steps=2))
-    a = run(two, "float64", m, sides["anywhere"], values, bases)
-    assert np.max(residual(m, sides["anywhere"], a)) > tolerance("kernel", "float32")
-
-
-def test_stale_basis_of_a_converged_head_stays(dtype: str) -> None:
-    """More steps than needed must not diverge on rounding noise."""
-    _, values, bases, w = points(8)
-    m, sides = equations(w)
-    a = run(jit(functools.partial(linalg.lyapunov_stale, steps=40)), dtype, m, sides["span"], values, bases)
-    assert np.max(residual(m, sides["span"], a)) <= tolerance("kernel", dtype)
-
-
 @check()
 @given(seed=st.integers(0, 2**16))
 def test_lyapunov_turns_with_the_basis(seed: int) -> None:

@@ -8,24 +8,21 @@ H_A·Z + Z·H_B = Aᵀ·U_A − U_Bᵀ·B, a Sylvester equation, and in the bala
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 
-from gauge_optax._sequence import in_turn, singly
+from gauge_optax._sequence import singly
 from gauge_optax.binding import Block
 from gauge_optax.factors import balance, full_rank, triangular, triangulars
 from gauge_optax.gauges._head import HeadInstance
 from gauge_optax.gauges._scale import Values
 from gauge_optax.gauges.reading import Anchor, Anchored, Arrays
 from gauge_optax.linalg import (
-    eigenvalue_cutoff,
     inverse_sqrt_by_products,
     matmul,
     real_dtype,
-    symmetric_eigen,
     transpose,
 )
 
@@ -146,6 +143,10 @@ class LinearReading(Anchored):
             pair = (_conjugated(vectors, sizes), _conjugated(vectors, 1.0 / sizes))
         return jnp.stack(pair if on_left else pair[::-1], -3), found
 
+    def balanced(self, values: Arrays) -> jax.Array:
+        found = balance(*triangulars(*self.instance.factors(values)))
+        return jnp.stack([found.power(-1.0), found.power(1.0)], -3)
+
     def identity(self) -> jax.Array:
         size = self.instance.size
         return jnp.broadcast_to(jnp.eye(size, dtype=real_dtype()), (*self.shape, 2, size, size))
@@ -170,98 +171,3 @@ _LEAST = 1e-4  # λ_min/‖M‖_F of the Gram matrix after one step, down to whi
 
 def _conjugated(vectors: jax.Array, sizes: jax.Array) -> jax.Array:
     return matmul(transpose(vectors) * sizes[..., None, :], vectors)
-
-
-class LinearFrame(NamedTuple):
-    """A frame of one instance: θ = act(outer, θ̂).
-
-    Attributes:
-      outer: S_F, (*shape, size, size).
-      inner: S_F⁻¹.
-    """
-
-    outer: jax.Array
-    inner: jax.Array
-
-
-def balanced_frames(linear: Sequence[LinearInstance], values: Values) -> tuple[LinearFrame, ...]:
-    """The frames in which instances are balanced, one after the other."""
-
-    def frame(rows: tuple[jax.Array, jax.Array]) -> LinearFrame:
-        found = balance(*triangulars(*rows))
-        return LinearFrame(found.power(-1.0), found.power(1.0))
-
-    return in_turn(frame, [instance.factors(values) for instance in linear])
-
-
-Frames = tuple[tuple[LinearInstance, LinearFrame], ...]
-"""Linear instances with their frames. Holds static data: it stays inside one trace."""
-
-
-def enter(frames: Frames, values: Values) -> dict[str, jax.Array]:
-    """Points or tangents in the frame."""
-    return _one_by_one(frames, values, lambda i, f, x: i.move(x, f.inner, f.outer))
-
-
-def leave(frames: Frames, values: Values) -> dict[str, jax.Array]:
-    """The inverse of `enter`."""
-    return _one_by_one(frames, values, lambda i, f, x: i.move(x, f.outer, f.inner))
-
-
-def enter_dual(frames: Frames, values: Values) -> dict[str, jax.Array]:
-    """Cotangents in the frame."""
-    return _one_by_one(frames, values, lambda i, f, x: i.move_dual(x, f.inner, f.outer))
-
-
-def leave_dual(frames: Frames, values: Values) -> dict[str, jax.Array]:
-    """The inverse of `enter_dual`."""
-    return _one_by_one(frames, values, lambda i, f, x: i.move_dual(x, f.outer, f.inner))
-
-
-def _one_by_one(
-    frames: Frames, values: Values, move: Callable[[LinearInstance, LinearFrame, Values], dict[str, jax.Array]]
-) -> dict[str, jax.Array]:
-    """Every instance's move on what the one before left: a fused leaf may belong to several."""
-    out = dict(values)
-    for instance, frame in frames:
-        out |= move(instance, frame, out)
-    return out
-
-
-def pairing(instance: LinearInstance, hat: Values, framed: Mapping[str, jax.Array]) -> jax.Array:
-    """Aᵀ·U_A − U_Bᵀ·B: what ⟨(A·Z, −B·Zᵀ), U⟩ is the product of with Z."""
-    return instance.left.gram(hat, framed) - instance.right.gram(framed, hat)
-
-
-def generators(
-    linear: Sequence[LinearInstance], hat: Values, paired: Sequence[jax.Array]
-) -> tuple[jax.Array, ...]:
-    """Z of H_A·Z + Z·H_B = paired, per instance, one after the other.
-
-    Args:
-      linear: the instances.
-      hat: θ̂.
-      paired: (*shape, size, size) each.
-
-    Returns:
-      Z, zero along pairs of directions that neither side has.
-    """
-    grams = [(i.left.gram(hat, hat), i.right.gram(hat, hat)) for i in linear]
-    return in_turn(_sylvester, grams, paired)
-
-
-def _sylvester(grams: tuple[jax.Array, jax.Array], paired: jax.Array) -> jax.Array:
-    (a, left), (b, right) = in_turn(symmetric_eigen, grams)
-    sums = jnp.maximum(a, 0.0)[..., :, None] + jnp.maximum(b, 0.0)[..., None, :]
-    live = sums > eigenvalue_cutoff(sums.dtype) * jnp.max(sums, (-2, -1), keepdims=True)
-    turned = matmul(matmul(transpose(left), paired), right)
-    solved = jnp.where(live, turned / jnp.where(live, sums, 1.0), 0.0)
-    return matmul(matmul(left, solved), transpose(right))
-
-
-def add_orbit(instance: LinearInstance, vertical: Values, hat: Values, generator: jax.Array) -> dict[str, jax.Array]:
-    """`vertical` with (A·Z, −B·Zᵀ) added on the touched leaves."""
-    sums = {path: vertical[path] for path in instance.paths}
-    for side, matrix in ((instance.left, generator), (instance.right, -transpose(generator))):
-        sums |= side.added(sums, hat, matrix)
-    return sums

@@ -18,7 +18,7 @@ import jax
 from gauge_optax.binding import Block, binding_error
 from gauge_optax.gauges._head import BASIS
 from gauge_optax.gauges._scale import ScaleInstance
-from gauge_optax.gauges._split import Bound
+from gauge_optax.gauges.bound import Bound
 
 HEAD = "head"
 

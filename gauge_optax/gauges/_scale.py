@@ -1,18 +1,19 @@
 """The kernel of every multiplicative gauge: one instance of R₊ acting by α on its up blocks and α⁻ᵖ on its down blocks.
 
-Here: sums over a channel's two sides, and how one number per channel is spread over the leaves. Not here: which frame
-is the reference (`_frame`), how spaces split (`_split`), names and bindings (`rescale`).
+Here: sums over a channel's two sides, one number per channel spread over the leaves, what a channel reads. Not here:
+names and bindings (`rescale`).
 """
 
 import dataclasses
+import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
 
 from gauge_optax.binding import Block
-from gauge_optax.gauges.reading import Anchor, Anchored, Arrays
+from gauge_optax.gauges.reading import Anchor, Anchored, Arrays, Motion
 from gauge_optax.linalg import real_dtype
 
 Values = Mapping[str, jax.Array]
@@ -60,28 +61,6 @@ class ScaleInstance:
     def _side(self, blocks: tuple[Block, ...], products: Values) -> jax.Array:
         totals = [b.total(self.named, products[b.path]) for b in blocks if b.path in products]
         return sum(totals[1:], totals[0]) if totals else jnp.zeros(self.shape, real_dtype())
-
-    def spread_sides(self, up: jax.Array, down: jax.Array) -> dict[str, jax.Array]:
-        """Per leaf, `up` spread over the up blocks and `down` over the down blocks: the adjoint of `sides`."""
-        spread: dict[str, jax.Array] = {}
-        for block, value in [(b, up) for b in self.up] + [(b, down) for b in self.down]:
-            part = block.spread(self.named, value)
-            spread[block.path] = spread[block.path] + part if block.path in spread else part
-        return spread
-
-    def norms(self, squares: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        """ρ of both sides from their sums of squares: the size of a channel that sets its step.
-
-        A channel's ρ is its norm. Where the channel is a whole matrix (no named axis, or no partner) it is
-        RMS·√rows, because a Frobenius norm would make one step of size lr move the matrix by lr·√numel.
-        """
-        return self._norm(self.up, squares[0]), self._norm(self.down, squares[1])
-
-    def _norm(self, blocks: tuple[Block, ...], square: jax.Array) -> jax.Array:
-        if blocks and (not self.named or not self.down):
-            entries = sum(channel_entries(b, self.named) for b in blocks)
-            square = square * (max(channel_rows(b, self.named) for b in blocks) / entries)
-        return jnp.sqrt(square)
 
     def mean_square(self, square: jax.Array) -> jax.Array:
         """Mean square of a partnerless channel, from its sum of squares."""
@@ -135,6 +114,15 @@ class ScaleReading(Anchored):
         power = 2.0 if anchor[0] in self.instance.up else -2.0 * self.instance.degree
         return jnp.log(jax.lax.select(found, square / natural, jnp.ones_like(square))) / power, found
 
+    def balanced(self, values: Arrays) -> jax.Array:
+        own, p = self.instance, self.instance.degree
+        up, down = own.sides({path: jnp.square(values[path]) for path in own.paths})
+        whole = (up > 0) & (down > 0) if own.down else up > 0
+        up, down = (jnp.where(whole, x, 1.0) for x in (up, down))
+        if not own.down:
+            return jnp.where(whole, 0.5 * jnp.log(own.mean_square(up)), 0.0)
+        return jnp.where(whole, (jnp.log(up) - jnp.log(down) - math.log(p)) / (2.0 * (1.0 + p)), 0.0)
+
     def identity(self) -> jax.Array:
         return jnp.zeros(self.shape, real_dtype())
 
@@ -161,6 +149,32 @@ class ScaleReading(Anchored):
             factor = block.spread(self.named, up if weight > 0 else down, elsewhere=1.0)
             out[block.path] = out.get(block.path, values[block.path]) * factor
         return out
+
+
+def scale_factors(instances: Sequence[ScaleInstance], logs: Sequence[jax.Array]) -> dict[str, jax.Array]:
+    """Per leaf e^(Σ w·log α), broadcastable to the leaf.
+
+    The exponential is taken per channel: taken per entry it would cost more than everything else in a step.
+    """
+    factors: dict[str, jax.Array] = {}
+    for instance, log in zip(instances, logs, strict=True):
+        up, down = jnp.exp(log), jnp.exp(-instance.degree * log)
+        for block, weight in instance.weighted_blocks:
+            factor = block.spread(instance.named, up if weight > 0 else down, elsewhere=1.0)
+            factors[block.path] = factors[block.path] * factor if block.path in factors else factor
+    return factors
+
+
+def scale_motion(instances: Sequence[ScaleInstance], logs: Sequence[jax.Array]) -> Motion:
+    """The frame e^(w·f) of scales: the same factors for tangents and cotangents."""
+    outward = scale_factors(instances, logs)
+    inward = {path: 1.0 / x for path, x in outward.items()}
+
+    def times(factors: Values, values: Arrays) -> Arrays:
+        return {p: x * factors[p] if p in factors else x for p, x in values.items()}
+
+    out = functools.partial(times, outward)
+    return Motion(functools.partial(times, inward), out, out)
 
 
 def channel_entries(block: Block, named: tuple[str, ...]) -> int:

@@ -26,10 +26,9 @@ from gauge_optax.binding import (
     leaves_by_path,
     with_leaves,
 )
-from gauge_optax.gauges import _joint
-from gauge_optax.gauges._joint import JointFrame
 from gauge_optax.gauges._matrices import matrices_of, named_axes
-from gauge_optax.gauges._split import Arrays, Bound
+from gauge_optax.gauges.balance import least_norm
+from gauge_optax.gauges.bound import Arrays, Bound
 from gauge_optax.gauges.chart import Chart, read, split
 from gauge_optax.gauges.reading import Motion, Reading
 
@@ -100,17 +99,6 @@ class Gauge(abc.ABC):
     @abc.abstractmethod
     def dim(self, params: Any) -> int:
         """Number of vertical dimensions, summed over instances."""
-
-    @abc.abstractmethod
-    def pack(self, params: Any, scales: Sequence[jax.Array], shifts: Mapping[str, jax.Array]) -> Element:
-        """Coordinates in the structure of an element: one array per scale instance, one per shifted leaf."""
-
-    def pack_frame(
-        self, params: Any, scales: Sequence[jax.Array], shifts: Mapping[str, jax.Array], linear: Sequence[jax.Array]
-    ) -> Element:
-        """A frame in the structure of an element: as `pack`, with one matrix per linear instance."""
-        del linear
-        return self.pack(params, scales, shifts)
 
     def vertical(self, params: Any, tangent: Params) -> Params:
         """The part of a tangent along the orbit.
@@ -188,27 +176,18 @@ class Gauge(abc.ABC):
         found = tuple(part.coordinates_of(bound, own, values) for (part, bound), own in parts)
         return found if isinstance(self.identity(params), tuple) else found[0]
 
-    def balanced_coordinates(self, params: Any) -> Element:
-        """Log-scales of the minimum-norm frame, means of shifts: what `ddc_adamw` freezes."""
-        bound = self.bound(params)
-        values = bound.values(params)
-        return self.pack(params, _least(bound, values).channels, bound.shift_means(values))
-
     def frame(self, params: Any) -> Element:
-        """The element that takes the least-norm representative to this point; the identity for compact gauges.
+        """The element that takes the least-norm representative of its orbit to a point.
 
         Args:
           params: the point (values are read).
 
         Returns:
-          An element. A channel or a head with a side of zero (less than full rank) has no least-norm representative;
-          it is framed by its other side, which becomes a unit vector (orthonormal columns).
+          An element: the identity for rotations, and for channels and heads without such a representative (a side is
+          zero, or has less than full rank).
         """
-        bound = self.bound(params)
-        values = bound.values(params)
-        least = _least(bound, values)
-        linear = [frame.outer for frame in least.linear]
-        return merge(self.identity(params), self.pack_frame(params, least.channels, bound.shift_means(values), linear))
+        elements = least_norm(self.chart(params), params)
+        return elements if isinstance(self.identity(params), tuple) else elements[0]
 
     def balance(self, params: Any) -> Element:
         """The element that takes a point to the least-norm representative of its orbit.
@@ -217,7 +196,7 @@ class Gauge(abc.ABC):
           params: the point (values are read).
 
         Returns:
-          The inverse of the point's frame; the identity for rotations, (H_A⁻¹ # H_B)^{1/2} for `head_linear`.
+          The inverse of `frame`; for `head_linear` (H_A⁻¹ # H_B)^{1/2}.
         """
         return self.inverse(self.frame(params))
 
@@ -249,18 +228,6 @@ class Gauge(abc.ABC):
             )  # fmt: skip
         numbers = {p: optax.contrib.MuonDimensionNumbers(*own) for p, own in axes.items() if own is not None}
         return with_leaves(params, dict.fromkeys(leaves_by_path(params)) | numbers)
-
-
-def _least(bound: Bound, values: Mapping[str, jax.Array]) -> JointFrame:
-    """The minimum-norm frame of a point."""
-    return _joint.solve(bound.system, bound.linear, bound.centre(values))
-
-
-def merge(identity: Element, here: Element) -> Element:
-    """`here` where it has entries, the identity elsewhere."""
-    if isinstance(identity, tuple):
-        return tuple(merge(a, b) for a, b in zip(identity, here, strict=True))
-    return here if here else identity
 
 
 @dataclasses.dataclass(frozen=True)

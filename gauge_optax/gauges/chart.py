@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from gauge_optax._sequence import after
-from gauge_optax.gauges._split import Bound
+from gauge_optax.gauges.bound import Bound
 from gauge_optax.gauges.reading import Anchored, Arrays, Motion, Order, Place, Reading, Turning, order_of
 from gauge_optax.linalg import real_dtype
 
@@ -98,11 +98,16 @@ def read(
     found |= {r: r.identity() for r in on.turning}
     for kind, alike in by_class([r for r in on.turning if turned is None or turned(r)]):
         found |= dict(zip(alike, kind.read_all(alike, divided), strict=True))
+    return elements_of(on, found, values), masks
+
+
+def elements_of(on: Chart, found: Mapping[Reading, jax.Array], values: Arrays) -> tuple[Any, ...]:
+    """The element of every gauge, from its readings and the point."""
     elements: list[Any] = []
     for part, bound in reversed(on.parts):  # what acts last is undone first
         elements.insert(0, part.element_of(bound, found, values))
         values = part.motion(bound, elements[0], part.inverse(elements[0])).undo(values)
-    return tuple(elements), masks
+    return tuple(elements)
 
 
 def fixed(

@@ -26,10 +26,9 @@ from gauge_optax._sequence import singly
 from gauge_optax.binding import Axes, Instance, block_specs, check_specs, frozen_sizes
 from gauge_optax.gauges._head import BASIS, HeadBlock, HeadInstance
 from gauge_optax.gauges._linear import LinearInstance, LinearReading
-from gauge_optax.gauges._scale import ScaleInstance, ScaleReading
-from gauge_optax.gauges._split import Arrays, Bound
-from gauge_optax.gauges._system import scale_motion
+from gauge_optax.gauges._scale import ScaleInstance, ScaleReading, scale_factors, scale_motion
 from gauge_optax.gauges.base import BoundGauge, Element
+from gauge_optax.gauges.bound import Arrays, Bound
 from gauge_optax.gauges.reading import Motion, Reading
 from gauge_optax.gauges.rotation import haar
 from gauge_optax.gauges.torus import RopeTorus, check_pairing
@@ -176,13 +175,6 @@ class HeadLinear(BoundGauge):
     def dim(self, params: Any) -> int:
         return sum(math.prod(i.shape) * i.size**2 for i in self.bound(params).linear)
 
-    def pack(self, params: Any, scales: Sequence[jax.Array], shifts: Mapping[str, jax.Array]) -> Element:
-        return {}
-
-    def pack_frame(
-        self, params: Any, scales: Sequence[jax.Array], shifts: Mapping[str, jax.Array], linear: Sequence[jax.Array]
-    ) -> Element:
-        return {i.key: x for i, x in zip(self.bound(params).linear, linear, strict=True)}
 
 
 def _power(matrix: jax.Array, exponent: float | jax.Array) -> jax.Array:
@@ -226,13 +218,13 @@ class RopeLinear(BoundGauge):
         return {r.key: jnp.stack([found[r], found[plane]], -1) for r, plane in pairs}
 
     def move(self, bound: Bound, element: Element, values: Mapping[str, jax.Array]) -> Mapping[str, jax.Array]:
-        factors = bound.system.factors(tuple(element[i.key][..., 0] for i in bound.scales))
+        factors = scale_factors(bound.scales, [element[i.key][..., 0] for i in bound.scales])
         scaled = {p: x * factors[p] if p in factors else x for p, x in values.items()}
         angles = {key: x[..., 1] for key, x in element.items()}
         return self.angles.move(bound, angles, scaled)
 
     def motion(self, bound: Bound, element: Element, inverse: Element) -> Motion:
-        scales = scale_motion(bound.system, tuple(element[i.key][..., 0] for i in bound.scales))
+        scales = scale_motion(bound.scales, [element[i.key][..., 0] for i in bound.scales])
         planes = plane_motion(bound.rotations, {key: x[..., 1] for key, x in element.items()})
         return Motion(
             lambda values: scales.undo(planes.undo(values)),
@@ -268,16 +260,6 @@ class RopeLinear(BoundGauge):
     def dim(self, params: Any) -> int:
         return sum(2 * math.prod(head.shape) for head in self.bound(params).rotations)
 
-    def pack(self, params: Any, scales: Sequence[jax.Array], shifts: Mapping[str, jax.Array]) -> Element:
-        return {}
-
-    def pack_frame(
-        self, params: Any, scales: Sequence[jax.Array], shifts: Mapping[str, jax.Array], linear: Sequence[jax.Array]
-    ) -> Element:
-        return {
-            i.key: jnp.stack([f, jnp.zeros_like(f)], -1)
-            for i, f in zip(self.bound(params).scales, scales, strict=True)
-        }
 
 
 def _moduli(head: HeadInstance) -> ScaleInstance:

@@ -14,8 +14,8 @@ import jax
 from gauge_optax._axes import parse_axes
 from gauge_optax.binding import BlockSpec, binding_error, instance_key
 from gauge_optax.gauges._shift import VOCAB
-from gauge_optax.gauges._split import Bound
 from gauge_optax.gauges.base import BoundGauge, Element, Gauge, Params
+from gauge_optax.gauges.bound import Bound
 from gauge_optax.gauges.chart import Chart
 from gauge_optax.gauges.shift import LogitShift
 
@@ -120,19 +120,6 @@ class Product(Gauge):
             for at, part in enumerate(self.parts)
         )
 
-    def balance(self, params: Any) -> Element:
-        # A coordinate is measured on the leaf as it stands; parts that act after the shift have moved it since.
-        here = self.frame(params)
-        undo = tuple(part.inverse(own) for part, own in zip(self.parts, here, strict=True))
-        return self.inverse(
-            tuple(
-                self._carry(own, at, range(at + 1, len(self.parts)), undo)
-                if isinstance(self.parts[at], LogitShift)
-                else own
-                for at, own in enumerate(here)
-            )
-        )
-
     def dual(self, element: Element) -> Element:
         return tuple(part.dual(own) for part, own in zip(self.parts, element, strict=True))
 
@@ -141,25 +128,6 @@ class Product(Gauge):
 
     def dim(self, params: Any) -> int:
         return sum(part.dim(params) for part in self.parts)
-
-    def pack(self, params: Any, scales: Sequence[jax.Array], shifts: Mapping[str, jax.Array]) -> Element:
-        packed, left = [], list(scales)
-        for part in self.parts:
-            count = len(part.bound(params).scales)
-            packed.append(part.pack(params, left[:count], shifts))
-            left = left[count:]
-        return tuple(packed)
-
-    def pack_frame(
-        self, params: Any, scales: Sequence[jax.Array], shifts: Mapping[str, jax.Array], linear: Sequence[jax.Array]
-    ) -> Element:
-        packed, left, matrices = [], list(scales), list(linear)
-        for part in self.parts:
-            own = part.bound(params)
-            count, heads = len(own.scales), len(own.linear)
-            packed.append(part.pack_frame(params, left[:count], shifts, matrices[:heads]))
-            left, matrices = left[count:], matrices[heads:]
-        return tuple(packed)
 
     def _carry(self, shifts: Element, at: int, indices: range, element: Element) -> Element:
         """A shift element moved by the linear parts `indices` of `element`."""

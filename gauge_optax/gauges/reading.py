@@ -99,6 +99,14 @@ class Anchored(Reading):
     def composed(self, last: jax.Array, first: jax.Array) -> jax.Array:
         """The element of a point whose own is `last` after `first` was divided out."""
 
+    @abc.abstractmethod
+    def balanced(self, values: Arrays) -> jax.Array:
+        """The element of the least-norm representative, the identity where there is none.
+
+        Args:
+          values: leaves, with all other readings divided out.
+        """
+
     @property
     def log_step(self) -> float:
         """How far log s moves where the logs of both sides of a scale move by a unit together; 0 for no scale."""

@@ -20,10 +20,9 @@ import jax
 import jax.numpy as jnp
 
 from gauge_optax.binding import Axes, Instance, binding_error, block_specs, check_specs, frozen_sizes
-from gauge_optax.gauges._scale import ScaleInstance, ScaleReading
-from gauge_optax.gauges._split import Arrays, Bound
-from gauge_optax.gauges._system import scale_motion
+from gauge_optax.gauges._scale import ScaleInstance, ScaleReading, scale_factors, scale_motion
 from gauge_optax.gauges.base import BoundGauge, Element
+from gauge_optax.gauges.bound import Arrays, Bound
 from gauge_optax.gauges.reading import Motion, Reading
 from gauge_optax.linalg import real_dtype
 
@@ -146,7 +145,7 @@ class Rescale(BoundGauge):
         return dict(zip(named, element.shape, strict=True))
 
     def move(self, bound: Bound, element: Element, values: Mapping[str, jax.Array]) -> Mapping[str, jax.Array]:
-        factors = bound.system.factors(tuple(element[i.key] for i in bound.scales))
+        factors = scale_factors(bound.scales, [element[i.key] for i in bound.scales])
         return {p: x * factors[p] if p in factors else x for p, x in values.items()}
 
     def readings(self, bound: Bound) -> tuple[Reading, ...]:
@@ -159,7 +158,7 @@ class Rescale(BoundGauge):
         return element
 
     def motion(self, bound: Bound, element: Element, inverse: Element) -> Motion:
-        return scale_motion(bound.system, tuple(element[i.key] for i in bound.scales))
+        return scale_motion(bound.scales, [element[i.key] for i in bound.scales])
 
     def sample(self, key: jax.Array, params: Any, scale: float = 1.0) -> Element:
         instances = self.bound(params).scales
@@ -186,6 +185,3 @@ class Rescale(BoundGauge):
 
     def dim(self, params: Any) -> int:
         return sum(math.prod(i.shape) for i in self.bound(params).scales)
-
-    def pack(self, params: Any, scales: Sequence[jax.Array], shifts: Mapping[str, jax.Array]) -> Element:
-        return {i.key: f for i, f in zip(self.bound(params).scales, scales, strict=True)}

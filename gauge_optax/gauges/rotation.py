@@ -19,8 +19,8 @@ import jax.numpy as jnp
 
 from gauge_optax.binding import Axes, Instance, block_specs, frozen_sizes
 from gauge_optax.gauges._head import BASIS, HeadBlock, HeadInstance
-from gauge_optax.gauges._split import Arrays, Bound
 from gauge_optax.gauges.base import BoundGauge, Element
+from gauge_optax.gauges.bound import Arrays, Bound
 from gauge_optax.gauges.reading import Motion, Reading
 from gauge_optax.gauges.turning import TurnReading, turn_motion
 from gauge_optax.linalg import matmul, real_dtype, skew_exponential, transpose
@@ -83,8 +83,6 @@ class TurningGauge(BoundGauge):
     def dim(self, params: Any) -> int:
         return sum(math.prod(h.shape) * h.size * (h.size - 1) // 2 for h in self.bound(params).rotations)
 
-    def pack(self, params: Any, scales: Sequence[jax.Array], shifts: Mapping[str, jax.Array]) -> Element:
-        return {}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -23,8 +23,8 @@ from gauge_optax.gauges._shift import (
     slice_block,
     without_slice,
 )
-from gauge_optax.gauges._split import Arrays, Bound
 from gauge_optax.gauges.base import BoundGauge, Element
+from gauge_optax.gauges.bound import Arrays, Bound
 from gauge_optax.gauges.reading import Motion, Reading
 from gauge_optax.linalg import real_dtype
 
@@ -99,10 +99,11 @@ class LogitShift(BoundGauge):
             inner = slice_block(block)
             draw = scale * rms * jax.random.normal(own, inner.view_shape, real_dtype())
             slices[block.path] = inner.write(slices[block.path], draw)
-        return self.pack(params, (), slices)
+        return self._packed(bound, slices)
 
     def identity(self, params: Any) -> Element:
-        return self.pack(params, (), self.bound(params).zero_slices())
+        bound = self.bound(params)
+        return self._packed(bound, bound.zero_slices())
 
     def inverse(self, element: Element) -> Element:
         return jax.tree.map(jnp.negative, element)
@@ -121,9 +122,6 @@ class LogitShift(BoundGauge):
 
     def dim(self, params: Any) -> int:
         return sum(shift_dimensions(b) for b in self.bound(params).shift_blocks)
-
-    def pack(self, params: Any, scales: Sequence[jax.Array], shifts: Mapping[str, jax.Array]) -> Element:
-        return self._packed(self.bound(params), shifts)
 
     def _packed(self, bound: Bound, shifts: Mapping[str, jax.Array]) -> Element:
         packed: Element = {}

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 
 from gauge_optax.binding import Axes, Instance, binding_error, block_specs, frozen_sizes
 from gauge_optax.gauges._head import BASIS, PLANE, HeadBlock, HeadInstance, PlaneBlock
-from gauge_optax.gauges._split import Arrays, Bound
 from gauge_optax.gauges.base import Element
+from gauge_optax.gauges.bound import Arrays, Bound
 from gauge_optax.gauges.reading import Motion, Reading
 from gauge_optax.gauges.rotation import TurningGauge
 from gauge_optax.gauges.turning import PlaneReading, plane_motion

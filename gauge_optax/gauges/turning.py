@@ -19,7 +19,6 @@ import numpy as np
 
 from gauge_optax._sequence import in_turn, singly
 from gauge_optax.binding import Block
-from gauge_optax.gauges._basis import anchor as combined_rows
 from gauge_optax.gauges._head import BASIS, PLANE, HeadBlock, HeadInstance
 from gauge_optax.gauges.reading import Arrays, Motion, Turning
 from gauge_optax.linalg import matmul, noise, real_dtype, safe_divide, transpose
@@ -127,8 +126,11 @@ def _by_name(block: HeadBlock, sizes: jax.Array, order: Sequence[str]) -> jax.Ar
 
 def _mixed_rows(head: HeadInstance, values: Arrays) -> jax.Array:
     """CᵀW of every head, whatever the order in which its blocks were listed."""
-    blocks = tuple(sorted(head.blocks, key=lambda b: (b.block.path, b.block.axes)))
-    return combined_rows(dataclasses.replace(head, blocks=blocks), values)
+    total = jnp.zeros((*head.shape, head.size, head.size), next(iter(values.values())).dtype)
+    for number, block in enumerate(sorted(head.blocks, key=lambda b: (b.block.path, b.block.axes))):
+        constant = _noise(number, head.rows(block), head.size).astype(total.dtype)
+        total = total + head.combined(block, values[block.block.path], constant)
+    return total
 
 
 def _generators(heads: Sequence[HeadInstance], before: Arrays, change: Arrays) -> list[jax.Array]:
@@ -307,3 +309,18 @@ def _summed(head: HeadInstance, block: HeadBlock, view: jax.Array, other: Arrays
     sums = jnp.sum(view * block.view(other[block.block.path]), spare)
     order = [kept.index(name) for name in head.named]
     return sums if order == sorted(order) else jnp.transpose(sums, order)
+
+
+_KEY = 20260
+
+
+def _noise(number: int, rows: int, columns: int) -> jax.Array:
+    """Fixed pseudo-random numbers in (−1, 1), (rows, columns) for every block number.
+
+    A hash of the position rather than `jax.random`, whose loop can block for ever beside another one on a CPU.
+    """
+    x = jnp.arange(rows * columns, dtype=jnp.uint32) + jnp.uint32((_KEY + number * 0x9E3779B9) % 2**32)
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
+        x = (x ^ (x >> shift)) * jnp.uint32(factor)
+    x = x ^ (x >> 16)
+    return (x.astype(jnp.float32) / 2.0**31 - 1.0).reshape(rows, columns)

@@ -1,4 +1,4 @@
-"""One gauge's orbit at one point, in one metric: what a step does along it.
+"""One gauge's orbit at one point, in the Euclidean metric: what a step does along it.
 
 Here: pairings of a step with the orbit tangents, and the rates of motion they mean. Not here: why a step has them
 (`leakage`), what becomes of them in a finite step (`second_order`).
@@ -9,51 +9,45 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from gauge_optax._sequence import in_turn
 from gauge_optax.binding import binding_error
-from gauge_optax.gauges import _split
 from gauge_optax.gauges._head import HeadInstance
-from gauge_optax.gauges._scale import Values
-from gauge_optax.gauges._split import Arrays, Bound, Point
+from gauge_optax.gauges._scale import ScaleInstance, Values
 from gauge_optax.gauges.base import BoundGauge, Element, Gauges
+from gauge_optax.gauges.bound import Arrays, Bound
 from gauge_optax.gauges.product import product
 from gauge_optax.gauges.rescale import Rescale
 from gauge_optax.gauges.rotation import TurningGauge
-from gauge_optax.linalg import matmul, real_dtype, skew
+from gauge_optax.linalg import lyapunov, matmul, safe_divide, skew
 
 SCALES, ROTATIONS = (Rescale,), (TurningGauge,)
 _REMEDY = {
     SCALES: "pass one go.rescale, go.norm_scale or go.scale_invariant; rotations have `rotation_leakage`",
     ROTATIONS: "pass one go.head_rotation or go.rope_torus; scales have `rescale_leakage`",
-    SCALES + ROTATIONS: "pass one scale or rotation gauge at a time; `frame` takes the whole list",
+    SCALES + ROTATIONS: "pass one scale or rotation gauge at a time",
 }
 
 
 class Orbit(NamedTuple):
-    """A gauge at a point, in the metric of a frame.
+    """A gauge at a point.
 
     Attributes:
       gauge: the gauge.
       own: its instances.
-      metric: the instances of every gauge of the frame; `own` in the Euclidean metric.
-      point: θ̂; in the Euclidean metric its frame is f = 0.
+      point: bound leaves.
       identity: the gauge's element that moves nothing.
     """
 
     gauge: BoundGauge
     own: Bound
-    metric: Bound
-    point: Point
+    point: Arrays
     identity: Element
 
-    def step_in(self, step: Any) -> Arrays:
-        """A tangent in the frame."""
-        return self.point.tangent_in(self.metric.vectors(step))
-
-    def pairing(self, framed: Values) -> Element:
+    def pairing(self, step: Values) -> Element:
         """⟨orbit tangent, step⟩ for every generator, read off the gauge's action and nothing else.
 
         Args:
-          framed: in-frame step per bound leaf.
+          step: a tangent per bound leaf.
 
         Returns:
           L in the structure of an element, ⟨a's tangent, step⟩ = Σ a·L over the entries of a generator a; skew for
@@ -61,27 +55,35 @@ class Orbit(NamedTuple):
         """
 
         def moved(element: Element) -> Arrays:
-            values = self.gauge.move(self.own, element, {p: self.point.hat[p] for p in self.own.offset})
+            values = self.gauge.move(self.own, element, {p: self.point[p] for p in self.own.offset})
             return {p: values[p] for p in self.own.offset}
 
-        found = jax.vjp(moved, self.identity)[1]({p: framed[p] for p in self.own.offset})[0]
+        found = jax.vjp(moved, self.identity)[1]({p: step[p] for p in self.own.offset})[0]
         full = {h.key for h in self.own.rotations if not is_torus(h)}
         return {key: skew(x) if key in full else x for key, x in found.items()}
 
-    def rates(self, framed: Values) -> Element:
+    def rates(self, step: Values) -> Element:
         """The generator of a step's vertical part: how fast log α, the head's basis, the angle move.
 
         Args:
-          framed: in-frame step per leaf of the metric.
+          step: a tangent per bound leaf.
 
         Returns:
           The structure of an element; skew for full rotations.
         """
-        found = _split.vertical_coordinates(self.metric, self.point, framed)
-        scales = dict(zip(self.metric.scales, found.scales, strict=True))
-        heads = dict(zip(self.metric.rotations, found.heads, strict=True))
-        turns = {h.key: heads[h][..., 0, 1] if is_torus(h) else heads[h] for h in self.own.rotations}
-        return {i.key: scales[i] for i in self.own.scales} | turns
+        heads = self.own.rotations
+        grams = [h.gram(self.point, self.point) for h in heads]
+        turns = in_turn(lyapunov, grams, [skew(h.gram(self.point, step)) for h in heads])
+        found = {h.key: x[..., 0, 1] if is_torus(h) else x for h, x in zip(heads, turns, strict=True)}
+        if self.own.scales:
+            pairing = self.pairing(step)
+            found |= {i.key: safe_divide(pairing[i.key], self._square(i)) for i in self.own.scales}
+        return found
+
+    def _square(self, instance: ScaleInstance) -> jax.Array:
+        """‖orbit tangent‖² of every channel."""
+        up, down = instance.sides({p: jnp.square(self.point[p]) for p in instance.paths})
+        return up + instance.degree**2 * down
 
     def sizes(self, rates: Element) -> dict[str, jax.Array]:
         """How long the vertical vectors with these rates are, per channel, head or plane, up to a factor of the point.
@@ -96,36 +98,14 @@ class Orbit(NamedTuple):
         return {key: self._turn_size(full[key], x) if key in full else jnp.abs(x) for key, x in rates.items()}
 
     def _turn_size(self, head: HeadInstance, generator: jax.Array) -> jax.Array:
-        gram = head.gram(self.point.hat, self.point.hat)
+        gram = head.gram(self.point, self.point)
         return jnp.sqrt(jnp.maximum(jnp.sum(matmul(gram, generator) * generator, (-2, -1)), 0.0))
 
 
-def orbit_at(gauge: BoundGauge, params: Any, frame: Gauges | None) -> Orbit:
-    """The orbit of a gauge at a point.
-
-    Args:
-      gauge: the gauge.
-      params: the point.
-      frame: the gauges whose joint frame is the metric, `gauge` among them; None for the Euclidean metric.
-
-    Returns:
-      The orbit.
-    """
-    own, identity = gauge.bound(params), gauge.identity(params)
-    if frame is None:
-        still = tuple(jnp.zeros(i.shape, real_dtype()) for i in own.scales)
-        return Orbit(gauge, own, own, _split.at(own, own.values(params), still), identity)
-    group = product(frame)
-    metric = group.bound(params)
-    if not {*own.scales, *own.rotations} <= {*metric.scales, *metric.rotations}:
-        raise binding_error(
-            gauge.name,
-            f"the frame does not hold the gauge of '{next(iter(own.offset))}'",
-            ", ".join(part.name for part in group.parts) or "no gauges",
-            f"a list of gauges with this {gauge.name} in it",
-            "pass the optimizer's own list as `frame`, and the gauge out of that list",
-        )
-    return Orbit(gauge, own, metric, _split.at(metric, metric.values(params)), identity)
+def orbit_at(gauge: BoundGauge, params: Any) -> Orbit:
+    """The orbit of a gauge at a point."""
+    own = gauge.bound(params)
+    return Orbit(gauge, own, own.values(params), gauge.identity(params))
 
 
 def one_gauge(caller: str, gauge: Gauges, kinds: tuple[type[BoundGauge], ...]) -> BoundGauge:

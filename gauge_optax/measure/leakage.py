@@ -32,8 +32,8 @@ import jax.numpy as jnp
 from gauge_optax.binding import Block, binding_error
 from gauge_optax.gauges._head import HeadBlock, HeadInstance
 from gauge_optax.gauges._scale import ScaleInstance
-from gauge_optax.gauges._split import Arrays
 from gauge_optax.gauges.base import Element, Gauges
+from gauge_optax.gauges.bound import Arrays
 from gauge_optax.linalg import safe_divide
 from gauge_optax.measure._orbit import (
     ROTATIONS,
@@ -100,31 +100,28 @@ class RotationLeakage(NamedTuple):
     rate: Element
 
 
-def step_leakage(gauge: Gauges, params: Any, step: Any, frame: Gauges | None = None) -> StepLeakage:
+def step_leakage(gauge: Gauges, params: Any, step: Any) -> StepLeakage:
     """What the step of any optimizer leaks along one gauge's orbits.
 
     Args:
       gauge: one scale or rotation gauge.
       params: the point.
       step: a tangent; θ moves by −lr·step. What comes out of a `scale_by_…`, whatever it did to get there.
-      frame: the gauges whose frame is the metric; None for the Euclidean one.
 
     Returns:
       Pairing and rate.
 
     Raises:
-      ValueError: several gauges or one of another kind, a frame without the gauge, bindings that do not fit.
+      ValueError: several gauges or one of another kind, bindings that do not fit.
 
     >>> gauge = go.rescale({"up": "_ _"}, {"down": "_ _"})
     >>> params = {"up": jnp.full((2, 2), 2.0), "down": jnp.ones((2, 2))}
     >>> float(go.measure.step_leakage(gauge, params, params).measured[""])  # 4·2² − 4·1²
     12.0
-    >>> abs(round(float(go.measure.step_leakage(gauge, params, params, frame=gauge).rate[""]), 6))
-    0.0
     """
-    orbit = orbit_at(one_gauge("step_leakage", gauge, SCALES + ROTATIONS), params, frame)
-    framed = orbit.step_in(step)
-    return StepLeakage(orbit.pairing(framed), orbit.rates(framed))
+    orbit = orbit_at(one_gauge("step_leakage", gauge, SCALES + ROTATIONS), params)
+    tangent = orbit.own.vectors(step)
+    return StepLeakage(orbit.pairing(tangent), orbit.rates(tangent))
 
 
 def rescale_leakage(
@@ -132,7 +129,6 @@ def rescale_leakage(
     params: Any,
     gradient: Any,
     preconditioner: Any,
-    frame: Gauges | None = None,
     means: str = "entries",
 ) -> RescaleLeakage:
     """Lemma 7: what a coordinate-wise preconditioner leaks along a scale's orbits, and why.
@@ -142,14 +138,13 @@ def rescale_leakage(
       params: the point.
       gradient: a cotangent; a first moment may take its place, its vertical part then shows in `of_gradient`.
       preconditioner: D, same structure, every leaf broadcastable to the parameter's shape.
-      frame: the gauges whose frame is the metric; None for the Euclidean one, which is the lemma's.
       means: how a tensor's D is averaged: "entries", all alike, which is the lemma's; or "gradient", by g².
 
     Returns:
       The leakage and its terms, each in the structure of the gauge's element: one number per channel.
 
     Raises:
-      ValueError: several gauges or one of another kind, a frame without the gauge, other means, bindings that
+      ValueError: several gauges or one of another kind, other means, bindings that
         do not fit.
 
     >>> gauge = go.rescale({"up": "_ channel"}, {"down": "channel _"})
@@ -165,7 +160,7 @@ def rescale_leakage(
     blocks and a horizontal g the lemma's (d̄_up − d̄_down)·⟨θ_up, g_up⟩. The lemma's "iff" overlooks that this is zero,
     too, where the gradient has no radial part.
     """
-    orbit = orbit_at(one_gauge("rescale_leakage", gauge, SCALES), params, frame)
+    orbit = orbit_at(one_gauge("rescale_leakage", gauge, SCALES), params)
     factors = _factors("rescale_leakage", orbit, gradient, preconditioner, means)
     terms = {
         i.key: _layers([_channel_tensor(i, block, weight, factors) for block, weight in i.weighted_blocks])
@@ -179,7 +174,6 @@ def rotation_leakage(
     params: Any,
     gradient: Any,
     preconditioner: Any,
-    frame: Gauges | None = None,
     means: str = "entries",
 ) -> RotationLeakage:
     """Lemma 10: what a coordinate-wise preconditioner leaks along a head's orbit, and why.
@@ -189,7 +183,6 @@ def rotation_leakage(
       params: the point.
       gradient: a cotangent; a first moment may take its place, its vertical part then shows in `of_gradient`.
       preconditioner: D, same structure, every leaf broadcastable to the parameter's shape.
-      frame: the gauges whose frame is the metric; None for the Euclidean one, which is the lemma's.
       means: how a tensor's D is averaged: "entries", all alike, which is the lemma's; or "gradient", by g².
 
     Returns:
@@ -197,7 +190,7 @@ def rotation_leakage(
       Σ θᵀ(D⊙g), or (*named, d_h/2) for a torus.
 
     Raises:
-      ValueError: several gauges or one of another kind, a frame without the gauge, other means, bindings that
+      ValueError: several gauges or one of another kind, other means, bindings that
         do not fit.
 
     >>> gauge = go.head_rotation({"q": "_ basis", "k": "_ basis"})
@@ -211,7 +204,7 @@ def rotation_leakage(
     covariance, which holds for deviations of zero mean in every column; the deviations from a tensor's mean that it
     takes have zero mean over the tensor only. The columns' means add skew(θᵀg·diag(c − d̄)): `residual` − `covariance`.
     """
-    orbit = orbit_at(one_gauge("rotation_leakage", gauge, ROTATIONS), params, frame)
+    orbit = orbit_at(one_gauge("rotation_leakage", gauge, ROTATIONS), params)
     factors = _factors("rotation_leakage", orbit, gradient, preconditioner, means)
     terms = {}
     for head in orbit.own.rotations:
@@ -255,11 +248,9 @@ def _factors(caller: str, orbit: Orbit, gradient: Any, preconditioner: Any, mean
             " or ".join(map(repr, _MEANS)),
             "write 'entries' for the lemma's means, 'gradient' where some entries have no gradient",
         )
-    point, d = orbit.point, orbit.metric.vectors(preconditioner)
-    framed = point.cotangent_in(orbit.metric.vectors(gradient))
-    d_framed = point.tangent_in(point.tangent_in(d))  # D takes a cotangent to a tangent
-    weight = {p: jnp.square(g) if means == "gradient" else jnp.ones_like(g) for p, g in framed.items()}
-    return _Factors(point.hat, framed, {p: jnp.broadcast_to(d_framed[p], g.shape) for p, g in framed.items()}, weight)
+    d, slopes = orbit.own.vectors(preconditioner), orbit.own.vectors(gradient)
+    weight = {p: jnp.square(g) if means == "gradient" else jnp.ones_like(g) for p, g in slopes.items()}
+    return _Factors(orbit.point, slopes, {p: jnp.broadcast_to(d[p], g.shape) for p, g in slopes.items()}, weight)
 
 
 class _Tensor(NamedTuple):

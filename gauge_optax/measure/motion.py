@@ -12,10 +12,8 @@ import jax.numpy as jnp
 
 import gauge_optax.slice as slices
 from gauge_optax._sequence import in_turn
-from gauge_optax.gauges import _split
 from gauge_optax.gauges._head import PLANE, HeadInstance
 from gauge_optax.gauges._linear import LinearInstance, LinearReading
-from gauge_optax.gauges._split import Arrays, Bound
 from gauge_optax.gauges.base import BoundGauge, Element, Gauges
 from gauge_optax.gauges.linear import RopeLinear
 from gauge_optax.gauges.product import product
@@ -107,28 +105,6 @@ def _generator(stretch: jax.Array, turn: jax.Array, element: jax.Array, inverse:
     return matmul(matmul(inverse, symmetric_part + turn), element)
 
 
-def balanced_drift(params_0: Any, params_t: Any, gauges: Gauges) -> tuple[Element, ...]:
-    """`drift` in the coordinates of the least-norm representative, which `ddc_adamw` freezes."""
-    group = product(gauges)
-    return jax.tree.map(jnp.subtract, group.balanced_coordinates(params_t), group.balanced_coordinates(params_0))
-
-
-def balanced_motion(params: Any, update: Any, gauges: Gauges) -> tuple[Element, ...]:
-    """`vertical_motion` in the frame of the least-norm representative, which `ddc_adamw` freezes."""
-    group = product(gauges)
-    after = jax.tree.map(lambda p, u: p + u.astype(p.dtype), params, update)
-    bound = group.bound(params)
-    point = _split.at(bound, bound.values(params))
-    framed = point.tangent_in(bound.vectors(update))
-    turns = dict(zip(bound.rotations, in_turn(_logarithm, *_products(bound, point.hat, framed)), strict=True))
-    mixed = _split.vertical_coordinates(bound, point, framed).linear if bound.linear else ()
-    # A = Â·S_F, so that Â·Z·S_F is A·(S_F⁻¹·Z·S_F).
-    found = [matmul(matmul(f.inner, z), f.outer) for (_, f), z in zip(point.linear, mixed, strict=True)]
-    generators = dict(zip(bound.linear, found, strict=True))
-    moved = jax.tree.map(jnp.subtract, group.frame(after), group.frame(params))
-    return tuple(_motion(part, params, own, turns, generators) for part, own in zip(group.parts, moved, strict=True))
-
-
 def _motion(
     part: BoundGauge,
     params: Any,
@@ -141,11 +117,6 @@ def _motion(
     if isinstance(part, RopeLinear):
         return {key: jnp.stack([moved[key][..., 0], x], -1) for key, x in angles.items()}
     return angles or {i.key: generators[i] for i in bound.linear} or moved
-
-
-def _products(bound: Bound, hat: Arrays, framed: Arrays) -> tuple[list[jax.Array], list[jax.Array]]:
-    """WᵀW and WᵀU of every rotation instance."""
-    return [h.gram(hat, hat) for h in bound.rotations], [h.gram(hat, framed) for h in bound.rotations]
 
 
 def _logarithm(gram: jax.Array, step: jax.Array) -> jax.Array:

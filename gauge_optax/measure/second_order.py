@@ -44,7 +44,6 @@ def second_order_leakage(
     precondition: Callable[[Any, Any], Any],
     params: Any,
     gauge: Gauges,
-    frame: Gauges | None = None,
 ) -> SecondOrderLeakage:
     """Lemma 20: both orders of a preconditioned step's leakage, and the step size where they meet.
 
@@ -54,13 +53,12 @@ def second_order_leakage(
         point, a second moment that follows the gradient included, it takes from params (`adam_precondition`).
       params: the point, floating leaves only.
       gauge: one scale or rotation gauge.
-      frame: the gauges whose frame is the metric; None for the Euclidean one, which is the lemma's.
 
     Returns:
       Rates of first and second order and the crossover.
 
     Raises:
-      ValueError: several gauges or one of another kind, a frame without the gauge, bindings that do not fit.
+      ValueError: several gauges or one of another kind, bindings that do not fit.
 
     >>> gauge = go.rescale({"up": "_ _"}, {"down": "_ _"})
     >>> params = {"up": jnp.full((1, 1), 2.0), "down": jnp.full((1, 1), 1.0)}
@@ -74,13 +72,13 @@ def second_order_leakage(
     sign; it is the flow's. Remark 22 has no second order for SGD, which holds for rotations; along a scale's orbit
     SGD's pairing is −½(‖g_up‖² − p·‖g_down‖²), because that orbit's generator is symmetric.
     """
-    orbit = orbit_at(one_gauge("second_order_leakage", gauge, SCALES + ROTATIONS), params, frame)
+    orbit = orbit_at(one_gauge("second_order_leakage", gauge, SCALES + ROTATIONS), params)
     gradient = grad_fn(params)
     step = _like(precondition(params, gradient), params)
     _, curved = jax.jvp(grad_fn, (params,), (step,))
     _, composed = jax.jvp(lambda g: precondition(params, g), (gradient,), (curved,))
     _, changed = jax.jvp(lambda p: precondition(p, gradient), (params,), (step,))
-    first, twice_hessian, twice_derivative = (orbit.rates(orbit.step_in(x)) for x in (step, composed, changed))
+    first, twice_hessian, twice_derivative = (orbit.rates(orbit.own.vectors(x)) for x in (step, composed, changed))
     hessian, derivative = (jax.tree.map(lambda x: 0.5 * x, twice) for twice in (twice_hessian, twice_derivative))
     second = jax.tree.map(jnp.add, hessian, derivative)
     crossover = jax.tree.map(_ratio, orbit.sizes(first), orbit.sizes(second))

@@ -55,8 +55,7 @@ def predicted_drift(rates: Element, learning_rate: float | jax.Array) -> Element
       learning_rate: one number, or one per step.
 
     Returns:
-      The structure of `rates`: running sums, to set beside `drift` (scales, with `frame` the gauges of the drift) or
-      the sum of `vertical_motion` (rotations).
+      The structure of `rates`: running sums; of rotations, to set beside those of `vertical_motion`.
 
     >>> go.measure.predicted_drift({"": jnp.array([1.0, 2.0, -1.0])}, 0.5)[""].tolist()
     [-0.5, -1.5, -1.0]

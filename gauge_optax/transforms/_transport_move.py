@@ -11,24 +11,24 @@ Here: the move, and its effect on one array or tree. Not here: which arrays a st
 import dataclasses
 import functools
 from collections.abc import Collection, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gauge_optax.binding import binding_error, leaves_by_path
-from gauge_optax.gauges._moves import move_cotangent, move_tangent
-from gauge_optax.gauges._split import Bound
-from gauge_optax.gauges._system import Channels
+from gauge_optax.binding import binding_error, leaves_by_path, with_leaves
 from gauge_optax.gauges.base import BoundGauge, Element
+from gauge_optax.gauges.bound import Bound
 from gauge_optax.gauges.linear import RopeLinear
 from gauge_optax.gauges.product import Product
 from gauge_optax.gauges.rescale import Rescale
 from gauge_optax.gauges.rotation import TurningGauge
 from gauge_optax.gauges.shift import LogitShift
+from gauge_optax.linalg import real_dtype
 
 Arrays = dict[str, jax.Array]
+Tree = TypeVar("Tree")
 STILL, SHIFT, DIAGONAL, ORTHOGONAL, LINEAR = "still", "shift", "diagonal", "orthogonal", "linear"
 
 
@@ -127,7 +127,7 @@ class Move:
         return tangents | cotangents
 
     @functools.cached_property
-    def logs(self) -> Channels:
+    def logs(self) -> tuple[jax.Array, ...]:
         """log α per scale instance of all parts."""
         return tuple(
             element[i.key][..., 0] if isinstance(gauge, RopeLinear) else element[i.key]
@@ -157,3 +157,37 @@ def towards_balance(gauge: BoundGauge, element: Element) -> Part:
     if isinstance(gauge, LogitShift):
         return Part(gauge, element, SHIFT)
     return Part(gauge, element, DIAGONAL if isinstance(gauge, RopeLinear | Rescale) else LINEAR)
+
+
+# Vectors of a tree, or of some of its leaves ---------------------------------------------------------
+
+
+def move_tangent(group: Product, element: Element, params: Any, tangent: Tree) -> Tree:
+    """A tangent at θ carried to g·θ.
+
+    Args:
+      group: the gauges.
+      element: g.
+      params: a tree with the leaves of θ; shapes only.
+      tangent: a tree with the same paths, or some of them.
+
+    Returns:
+      The tangent, every leaf in its own dtype.
+    """
+    own = leaves_by_path(tangent)
+    whole = group.bound(params).offset
+    shapes = {path: leaf.shape for path, leaf in leaves_by_path(params).items() if path in whole}
+    vectors = {
+        path: jnp.asarray(own[path], real_dtype()) if path in own else jnp.zeros(shape, real_dtype())
+        for path, shape in shapes.items()
+    }
+    for part, part_element in zip(group.parts, element, strict=True):
+        bound = part.bound(params)
+        vectors |= part.moved_linearly(bound, part_element, {path: vectors[path] for path in bound.offset})
+    moved = {path: x.astype(own[path].dtype) for path, x in vectors.items() if path in own}
+    return with_leaves(tangent, moved)
+
+
+def move_cotangent(group: Product, element: Element, params: Any, cotangent: Tree) -> Tree:
+    """A cotangent at θ carried to g·θ: as `move_tangent`, by the inverse transpose."""
+    return move_tangent(group, group.dual(element), params, cotangent)

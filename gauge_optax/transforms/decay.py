@@ -19,8 +19,8 @@ import optax
 
 from gauge_optax._arguments import require_choice, require_params
 from gauge_optax.binding import Block, binding_error, is_empty, leaves_by_path
-from gauge_optax.gauges._split import Bound
 from gauge_optax.gauges.base import Gauges
+from gauge_optax.gauges.bound import Bound
 from gauge_optax.gauges.product import Product, product
 from gauge_optax.linalg import real_dtype
 from gauge_optax.transforms._common import float_leaves, in_dtype_of
@@ -214,20 +214,17 @@ def _factors(bound: Bound, match: str) -> dict[str, float]:
     """Per leaf, what multiplies wd·θ."""
     if match == "adamw":
         return {}
-    factors = {}
-    for path, terms in bound.system.terms.items():
-        instances = {index for index, _, _ in terms}
-        if len(instances) > 1:
-            names = " and ".join(bound.scales[i].gauge for i in sorted(instances))
-            raise binding_error(
-                _NAME,
-                f"two scale gauges on '{path}'",
-                names,
-                "one scale gauge per leaf for match='horizontal'",
-                "write match='adamw'",
-            )
-        degree = bound.scales[terms[0][0]].degree
-        factors[path] = (degree**2 + 1) / (degree + 1)
+    factors: dict[str, float] = {}
+    first: dict[str, str] = {}
+    for instance in bound.scales:
+        for path in instance.paths:
+            if path in factors:
+                raise binding_error(
+                    _NAME, f"two scale gauges on '{path}'", f"{first[path]} and {instance.gauge}",
+                    "one scale gauge per leaf for match='horizontal'", "write match='adamw'",
+                )  # fmt: skip
+            factors[path] = (instance.degree**2 + 1) / (instance.degree + 1)
+            first[path] = instance.gauge
     return factors
 
 

@@ -9,9 +9,6 @@ Here: when to move, how far, and the balance with what has none held in place. N
 References: "When Equivalent Weights Train Differently" §4, §8; DESIGN §4.
 """
 
-import functools
-import math
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -20,15 +17,8 @@ import numpy as np
 import optax
 
 from gauge_optax._arguments import require_choice, require_params
-from gauge_optax._sequence import in_turn
 from gauge_optax.binding import binding_error, is_empty
-from gauge_optax.factors import balance, triangulars
-from gauge_optax.gauges import _frame, _joint, _linear
-from gauge_optax.gauges._linear import LinearFrame, LinearInstance
-from gauge_optax.gauges._scale import Values
-from gauge_optax.gauges._system import Channels, ScaleSystem
-from gauge_optax.gauges._tally import tally
-from gauge_optax.gauges.base import Element, Gauges, merge
+from gauge_optax.gauges.base import Gauges
 from gauge_optax.gauges.product import Product, product
 from gauge_optax.gauges.rotation import TurningGauge
 from gauge_optax.linalg import real_dtype
@@ -112,7 +102,9 @@ def gauge_fix(
 
     def moved(params: optax.Params, updates: optax.Updates, state: Any) -> tuple[optax.Updates, Any]:
         after = optax.apply_updates(params, updates)
-        element = balancing(moving, after, strength)
+        frame = moving.frame(after)
+        whole = isinstance(strength, float | int) and strength == 1
+        element = moving.inverse(frame if whole else moving.fraction(frame, strength))
         there, before = (float_leaves(tree, real_dtype()) for tree in (moving.act(element, after), params))
         chords = {path: there[path] - before[path] for path in moving.bound(params).offset}
         if transport:
@@ -158,87 +150,3 @@ def _check_numbers(every: Any, strength: Any) -> None:
             _NAME, "bad strength", repr(strength), "a number in (0, 1], the fraction of the way",
             "write strength=1.0 for all the way; leave gauge_fix out for none of it",
         )  # fmt: skip
-
-
-# The balance ---------------------------------------------------------------------------------------
-
-
-def balancing(group: Product, params: Any, strength: float | jax.Array = 1.0) -> Element:
-    """What moves a point `strength` of the way to the balanced representative; what has none is held.
-
-    Unlike `Gauge.balance`, which makes the only side of a channel a unit vector: all other channels on that leaf would
-    then be balanced against what is not there.
-
-    Args:
-      group: shifts, scales and linear gauges.
-      params: the point.
-      strength: 1, or the fraction of the way.
-
-    Returns:
-      The element; in the frame, log-scales and means of shifts are 1 − strength of what they were.
-    """
-    bound, still = group.bound(params), group.identity(params)
-    values = bound.values(params)
-    channels, linear = _held_frame(bound.system, bound.linear, bound.centre(values))
-    frame = group.pack_frame(params, channels, bound.zero_slices(), [own.outer for own in linear])
-    rescaling = group.inverse(merge(still, frame))
-    means = bound.shift_means(values)
-    if not (isinstance(strength, float | int) and strength == 1):
-        rescaling, means = group.fraction(rescaling, strength), jax.tree.map(lambda x: strength * x, means)
-    centring = group.inverse(merge(still, group.pack(params, tuple(map(jnp.zeros_like, channels)), means)))
-    return group.compose(rescaling, centring)
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1))  # outside jit, a loop would be compiled anew at every call
-def _held_frame(
-    system: ScaleSystem, linear: tuple[LinearInstance, ...], values: Values
-) -> tuple[Channels, tuple[LinearFrame, ...]]:
-    """The joint frame in which all that can be balanced is, with f = 0 and S = 1 for all else.
-
-    Args:
-      system: the scale instances.
-      linear: the linear instances.
-      values: leaf path → value, shifts centred.
-
-    Returns:
-      f per scale instance, and a frame per linear instance.
-    """
-    here = tuple(jnp.zeros(i.shape, real_dtype()) for i in system.instances)
-    if not here:
-        return here, _held_linear(linear, values)
-    squares = _frame.all_squares(system, values, here)
-    whole = tuple(
-        (up > 0) & (down > 0) if i.down else up > 0 for i, (up, down) in zip(system.instances, squares, strict=True)
-    )
-    together = _joint.shares_leaves(system, linear)
-    tolerance = 32.0 * float(jnp.finfo(real_dtype()).eps)
-
-    def turn(carry: tuple[Channels, jax.Array, jax.Array]) -> tuple[Channels, jax.Array, jax.Array]:
-        f, _, count = carry
-        seen = dict(values)
-        if together:
-            frames = _joint.paired(linear, _held_linear(linear, _divided(system, values, f)))
-            seen = _linear.enter(frames, seen)
-        change = _frame.anchor(tally(system, _frame.in_frame(system, seen, f)), whole)
-        moved = jnp.max(jnp.stack([jnp.max(jnp.abs(x), initial=0.0) for x in change]))
-        return tuple(a + b for a, b in zip(f, change, strict=True)), moved, count + 1
-
-    def unfinished(carry: tuple[Channels, jax.Array, jax.Array]) -> jax.Array:
-        return (carry[1] > tolerance) & (carry[2] < _MOST_TURNS)
-
-    start = here, jnp.asarray(math.inf, real_dtype()), jnp.zeros((), jnp.int32)
-    f = jax.lax.while_loop(unfinished, turn, start)[0]
-    return f, _held_linear(linear, _divided(system, values, f))
-
-
-def _divided(system: ScaleSystem, values: Values, f: Channels) -> Values:
-    return {**values, **_frame.in_frame(system, values, f)}
-
-
-def _held_linear(linear: Sequence[LinearInstance], values: Values) -> tuple[LinearFrame, ...]:
-    def frame(rows: tuple[jax.Array, jax.Array]) -> LinearFrame:
-        found, still = balance(*triangulars(*rows)), jnp.eye(rows[0].shape[-1], dtype=rows[0].dtype)
-        inner, outer = (jnp.where(found.whole[..., None, None], found.power(x), still) for x in (1.0, -1.0))
-        return LinearFrame(outer, inner)
-
-    return in_turn(frame, [instance.factors(values) for instance in linear])

@@ -11,8 +11,8 @@ import optax
 
 from gauge_optax._layout import layout
 from gauge_optax.binding import binding_error, with_leaves
-from gauge_optax.gauges._split import Bound
 from gauge_optax.gauges.base import Gauges
+from gauge_optax.gauges.bound import Bound
 from gauge_optax.gauges.chart import Part
 from gauge_optax.gauges.product import Product, product
 from gauge_optax.gauges.reading import Turning

@@ -25,8 +25,8 @@ from gauge_optax.factors import inverse_gram
 from gauge_optax.gauges._head import BASIS, HeadInstance
 from gauge_optax.gauges._linear import LinearInstance
 from gauge_optax.gauges._scale import ScaleInstance, Values
-from gauge_optax.gauges._split import Bound
 from gauge_optax.gauges.base import Gauges
+from gauge_optax.gauges.bound import Bound
 from gauge_optax.gauges.product import product
 from gauge_optax.transforms._common import in_dtype_of, placeholder
 

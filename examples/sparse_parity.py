@@ -4,9 +4,9 @@
 
 relu(γ ∘ LayerNorm(x W1 + b1)) W2 + b2 learns the parity of the first of some bits, from all inputs at once, under a
 weight decay that is strong enough to matter. γ_c trades scale with the row of W2 that reads the unit. On the log of the
-joint scale s_c = |γ_c|·‖W2_c‖ decay is a constant that the loss, through Adam, cannot outweigh; on s_c itself it
-balances. Prints accuracy, the mean of s_c (gain), the share of units with s_c below an absolute floor (dead), and how
-far what the gauge reads, log|γ_c|, went over the units.
+joint scale s_c = |γ_c|·‖W2_c‖ decay takes 2·wd·lr a step and Adam can give √2·lr: from wd = 0.71 on the loss cannot
+outweigh it. On s_c itself the two balance. Three strengths of decay; prints accuracy, the mean of s_c (gain), the share
+of units with s_c below an absolute floor (dead), and how far what the gauge reads, log|γ_c|, went over the units.
 """
 
 import functools
@@ -41,6 +41,8 @@ class Config:
     learning_rate: float = 1e-3
     weight_decay: float = 1.0
     dead: float = 1e-3  # s_c below which a unit counts as dead
+    weak_decay: float = 0.5
+    strong_decay: float = 2.0
 
 
 FULL = Config(bits=12, hidden=256)
@@ -109,7 +111,15 @@ def build(c: Config) -> Study:
         "DDC-Muon, linear": Arm(muon()),
         "DDC-Muon, log": Arm(muon(radial="log")),
     }
+    for other in (c.weak_decay, c.strong_decay):
+        for radial in ("linear", "log"):
+            tx = go.ddc_adamw(rate, gauge, weight_decay=other, radial=radial)
+            arms[_swept(radial, other)] = Arm(tx)
     return Study("sparse_parity", arms, functools.partial(make, c), loss, functools.partial(observe, c=c))
+
+
+def _swept(radial: str, decay: float) -> str:
+    return f"DDC, {radial}, decay {decay:g}"
 
 
 def figure(result: Result, path: Path) -> None:
@@ -138,7 +148,7 @@ def section(result: Result) -> str:
             f"learning rate {c.learning_rate}, weight decay {c.weight_decay}, dead below {c.dead:g}. "
             f"{report.made_with(result)}",
             report.table(result, columns),
-            f"{_split(result)} {_muon(result)} {_leak(result)}",
+            f"{_split(result)} {_sweep(result)} {_muon(result)} {_leak(result)}",
         ]
     )
 
@@ -172,6 +182,19 @@ def _split(result: Result) -> str:
             "however small they are.",
         ]
     )
+
+
+def _sweep(result: Result) -> str:
+    """Where decay takes the block, by its strength."""
+    c = Config(**result["settings"])
+    found = []
+    for radial in ("linear", "log"):
+        for decay in (c.weak_decay, c.strong_decay):
+            arm = _swept(radial, decay)
+            accuracy, gain = (report.final(result, arm, key) for key in ("accuracy", "gain"))
+            found.append(f"at {decay:g} the {radial} arm ends at accuracy {report.span(accuracy, '.3f')}, "
+                         f"gain {report.span(gain)}")  # fmt: skip
+    return f"By strength of decay: {'; '.join(found)}."
 
 
 def _leak(result: Result) -> str:

@@ -120,9 +120,8 @@ def test_a_head_without_a_balance_stays(x64: None) -> None:
     zero = params | {"b": jnp.zeros_like(params["b"])}
     deficient = params | {"a": params["a"].at[:, 2].set(params["a"][:, 1])}
     (gauge,) = LORA.gauges()
-    library, ours = jit(lambda p: gauge.act(gauge.balance(p), p)), jit(lambda p: _moved(p, gauge))
+    ours = jit(lambda p: _moved(p, gauge))
     for start in (zero, deficient):
-        assert _apart(library(start)["a"], start["a"]) > 0.1
         jax.tree.map(np.testing.assert_array_equal, ours(start), start)
 
 

@@ -7,8 +7,8 @@ The twins are θ and g·θ, g a random element of the network's gauge group: oth
 loss. AdamW sees the numbers and trains two networks; ddc_adamw sees the function and trains one twice. Prints
 
     optimizer  gap@1      gap@10     gap@100    drift      val θ      val g·θ
-    adamw      2.4e-02    7.5e-02    3.1e-02    3.5e-01    1.9319     1.9103
-    ddc_adamw  4.8e-07    0.0e+00    3.3e-06    3.6e-07    1.9107     1.9107
+    adamw      2.4e-02    7.5e-02    3.1e-02    5.7e-01    1.9319     1.9103
+    ddc_adamw  0.0e+00    0.0e+00    2.4e-07    3.2e-07    1.9233     1.9233
 
 and writes twins.png and twins.json to outputs/demo.
 """

@@ -124,6 +124,7 @@ def _swept(radial: str, decay: float) -> str:
 
 def figure(result: Result, path: Path) -> None:
     """Accuracy, gain, drift."""
+    result = result | {"arms": [arm for arm in result["arms"] if "decay" not in arm]}
     fig, (accuracy, gain, drift) = report.panels(3, "Sparse parity: a block that the task needs, under weight decay")
     report.curves(accuracy, result, "accuracy", "Accuracy", "linear")
     report.curves(gain, result, "gain", "Gain: joint scale, mean over units")
@@ -179,7 +180,8 @@ def _split(result: Result) -> str:
             report.paper("there accuracy drops to chance too", [x < CHANCE for x in accuracy]),
             f"With {report.span(dead, '.0%')} of its units dead the log arm ends at accuracy "
             f"{report.span(accuracy, '.3f')} and gain {report.span(gain)}; the larger of two logits can be read off "
-            "however small they are.",
+            "however small they are. Adam's steps across a channel do not shrink with its length: what they add to it "
+            "ends the fall.",
         ]
     )
 

@@ -1,7 +1,7 @@
 """The kernel of rotation gauges: stacked rows W of all blocks of a head, and a matrix acting on their common basis.
 
-Here: Gram matrices WᵀU per head, W ↦ W·R, the torus read as 2×2 rotations of rotary planes. Not here: solving for the
-vertical part (`_split`), the basis kept between steps (`_basis`).
+Here: Gram matrices WᵀU per head, W ↦ W·R, the torus read as 2×2 rotations of rotary planes. Not here: what turns a head
+(`turning`).
 """
 
 import dataclasses
@@ -140,18 +140,6 @@ class HeadInstance:
         """How many rotations it holds."""
         return math.prod(self.shape)
 
-    def gram(self, a: Values, b: Values) -> jax.Array:
-        """Σ over rows of all blocks of aᵀb: (*shape, size, size)."""
-        products = [self.block_gram(x, a[x.block.path], b[x.block.path]) for x in self.blocks]
-        return sum(products[1:], products[0])
-
-    def block_gram(self, block: HeadBlock, a: jax.Array, b: jax.Array) -> jax.Array:
-        """aᵀb over the rows of one block: (*shape, size, size)."""
-        letters = self._letters(block)
-        left, right = "".join(letters), "".join("Z" if x == "Y" else x for x in letters)
-        out = "".join(self._named_letters()) + "YZ"
-        return jnp.einsum(f"{left},{right}->{out}", block.view(a), block.view(b), precision=HIGHEST)
-
     def combined(self, block: HeadBlock, leaf: jax.Array, weights: jax.Array) -> jax.Array:
         """weightsᵀ·W over the rows of one block, weights (rows, size) the same for every head: (*shape, size, size)."""
         letters, named = self._letters(block), self._named_letters()
@@ -161,60 +149,34 @@ class HeadInstance:
         spec = f"{''.join(lengths)}Z,{''.join(letters)}->{''.join(named)}ZY"
         return jnp.einsum(spec, split, block.view(leaf), precision=HIGHEST)
 
-    def turn(self, values: Values, matrix: jax.Array) -> dict[str, jax.Array]:
-        """The touched leaves with W·matrix in place of W; matrix is (*shape, size, size)."""
-        turned = {path: values[path] for path in self.paths}
-        for block in self.blocks:
-            path = block.block.path
-            turned[path] = block.write(turned[path], self.turn_view(block, block.view(values[path]), matrix))
-        return turned
-
-    def turn_view(self, block: HeadBlock, view: jax.Array, matrix: jax.Array) -> jax.Array:
-        """W·matrix for one block's view."""
-        letters = self._letters(block)
-        left, out = "".join(letters), "".join("Z" if x == "Y" else x for x in letters)
-        spec = f"{left},{''.join(self._named_letters())}YZ->{out}"
-        return jnp.einsum(spec, view, matrix, precision=HIGHEST)
-
-    def added(self, sums: Values, hat: Values, matrix: jax.Array) -> dict[str, jax.Array]:
-        """The touched leaves of `sums` with Ŵ·matrix added."""
-        out = {path: sums[path] for path in self.paths}
-        for block in self.blocks:
-            path = block.block.path
-            move = self.turn_view(block, block.view(hat[path]), matrix)
-            out[path] = block.write(out[path], block.view(out[path]) + move)
-        return out
-
-    # The same by whole rows, which costs a step on the slice half as much; `ddc_*` keep the rounding of the others.
-
-    def gram_by_rows(self, a: Values, b: Values) -> jax.Array:
-        """As `gram`."""
-        products = [self._row_gram(x, a[x.block.path], b[x.block.path]) for x in self.blocks]
+    def gram(self, a: Values, b: Values) -> jax.Array:
+        """Σ over rows of all blocks of aᵀb: (*shape, size, size)."""
+        products = [self.block_gram(x, a[x.block.path], b[x.block.path]) for x in self.blocks]
         return sum(products[1:], products[0])
 
-    def turn_by_rows(self, values: Values, matrix: jax.Array) -> dict[str, jax.Array]:
-        """As `turn`."""
+    def turn(self, values: Values, matrix: jax.Array) -> dict[str, jax.Array]:
+        """The touched leaves with W·matrix in place of W; matrix is (*shape, size, size)."""
         out = {path: values[path] for path in self.paths}
         for block in self.blocks:
             path = block.block.path
-            out[path] = block.write(out[path], self._row_turn(block, block.view(values[path]), matrix))
+            out[path] = block.write(out[path], self.turn_view(block, block.view(values[path]), matrix))
         return out
 
-    def added_by_rows(self, sums: Values, hat: Values, matrix: jax.Array) -> dict[str, jax.Array]:
-        """As `added`."""
+    def added(self, sums: Values, rows: Values, matrix: jax.Array) -> dict[str, jax.Array]:
+        """The touched leaves of `sums` with W·matrix added."""
         out = {path: sums[path] for path in self.paths}
         for block in self.blocks:
             path = block.block.path
-            move = self._row_turn(block, block.view(hat[path]), matrix)
+            move = self.turn_view(block, block.view(rows[path]), matrix)
             out[path] = block.write(out[path], block.view(out[path]) + move)
         return out
 
-    def _row_gram(self, block: HeadBlock, a: jax.Array, b: jax.Array) -> jax.Array:
+    def block_gram(self, block: HeadBlock, a: jax.Array, b: jax.Array) -> jax.Array:
         """aᵀb over the rows of one block: (*shape, size, size)."""
         (left, wide), (right, _) = self.matrices(block, block.view(a)), self.matrices(block, block.view(b))
         return matmul(left, transpose(right)) if wide else matmul(transpose(left), right)
 
-    def _row_turn(self, block: HeadBlock, view: jax.Array, matrix: jax.Array) -> jax.Array:
+    def turn_view(self, block: HeadBlock, view: jax.Array, matrix: jax.Array) -> jax.Array:
         """W·matrix for one block's view."""
         rows, wide = self.matrices(block, view)
         turned = matmul(transpose(matrix), rows) if wide else matmul(rows, matrix)

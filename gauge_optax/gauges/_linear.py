@@ -1,10 +1,6 @@
-"""The kernel of GL(d) gauges: two sides of stacked rows, left·S and right·S⁻ᵀ, and their balanced frame.
+"""The kernel of GL(d) gauges: two sides of stacked rows, left·S and right·S⁻ᵀ.
 
-Here: the action on one instance, its Gram-balanced frame, the generator of the vertical part. Not here: the joint frame
-and split of a product (`_joint`, `_split`), names and bindings (`linear`).
-
-At a pair (A, B) the orbit tangents are (A·Z, −B·Zᵀ). The Z that is nearest to a tangent (U_A, U_B) solves
-H_A·Z + Z·H_B = Aᵀ·U_A − U_Bᵀ·B, a Sylvester equation, and in the balanced frame, H_A = H_B, a Lyapunov equation.
+Here: the action on one instance, what it reads, its balance. Not here: names and bindings (`linear`).
 """
 
 import dataclasses

@@ -2,13 +2,9 @@
 
 A unit whose output is homogeneous of degree p in its input weights is unchanged by up ↦ α·up, down ↦ α⁻ᵖ·down: ReLU
 (p = 1), squared ReLU (p = 2), the linear branch of a gated unit, a norm's scale with the kernels that read it. Where a
-norm follows, a block's size is dead with no partner. Elements are log α, additive. The frame is
-f = ½·log-ratio of the two sides' squared norms, solved jointly where gauges share leaves (`_frame`); the vertical
-vector of a channel is (+θ̂_up, −p·θ̂_down). One dimension per channel.
+norm follows, a block's size is dead with no partner. Elements are log α, additive, read off the norm of the first block
+(`_scale`); the vertical vector of a channel is (+θ_up, −p·θ_down). One dimension per channel.
 References: DDC §3.2, B.4–B.7; Rotational Equilibrium Eq. (99).
-
-For p = 2 the frame metric weighs up and down alike where DDC B.7's log-norm metric has p : 1; the same function is
-reached, through another representative.
 """
 
 import dataclasses

@@ -107,7 +107,7 @@ class TurnReading(Turning):
             heads = [r.head for r in readings if r.head.size == size]
             found = _generators(heads, point, vector)
             for head, generator in zip(heads, found, strict=True):
-                out |= head.added_by_rows(out, point, -generator)
+                out |= head.added(out, point, -generator)
         return out
 
 
@@ -135,8 +135,8 @@ def _mixed_rows(head: HeadInstance, values: Arrays) -> jax.Array:
 
 def _generators(heads: Sequence[HeadInstance], before: Arrays, change: Arrays) -> list[jax.Array]:
     """A per instance, heads of one size in one batch."""
-    gram = _stacked([h.gram_by_rows(before, before) for h in heads])
-    turning = _stacked([h.gram_by_rows(before, change) for h in heads])
+    gram = _stacked([h.gram(before, before) for h in heads])
+    turning = _stacked([h.gram(before, change) for h in heads])
     return _unstacked(lyapunov(gram, turning), heads)
 
 
@@ -251,7 +251,7 @@ def turn_motion(heads: Sequence[HeadInstance], matrices: Mapping[str, jax.Array]
         out = dict(values)
         for head in heads:
             matrix = matrices[head.key]
-            out |= head.turn_by_rows(out, transpose(matrix) if back else matrix)
+            out |= head.turn(out, transpose(matrix) if back else matrix)
         return out
 
     forth, undone = functools.partial(turned, False), functools.partial(turned, True)

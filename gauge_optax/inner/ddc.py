@@ -29,10 +29,10 @@ from gauge_optax.gauges.chart import Chart, centred, turning_removed
 from gauge_optax.gauges.product import Product
 from gauge_optax.gauges.reading import Anchored, Arrays
 from gauge_optax.inner.adam import Adam
-from gauge_optax.inner.heads import HeadMoments, divided, init_heads, refreshed
+from gauge_optax.inner.heads import HeadMoments, divided, in_bases, init_heads, refreshed
 from gauge_optax.inner.polar import Polar, polar_steps
 from gauge_optax.inner.vertical import VERTICAL, VerticalMoments, init_vertical, vertical_step
-from gauge_optax.linalg import noise, safe_divide
+from gauge_optax.linalg import noise
 
 Scalar = float | jax.Array
 RADIAL = ("linear", "log")
@@ -83,9 +83,8 @@ class ScaleByDDCState(NamedTuple):
 
     Attributes:
       count: steps so far, int32.
-      mu: first moment, shaped like the parameters.
-      nu: second moment, shaped like the parameters; of heads in the coordinates of their mode. `optax.MaskedNode` where
-        a leaf is stepped by its polar factor.
+      mu: first moment, shaped like the parameters; of heads in the coordinates of their mode.
+      nu: second moment, the same. `optax.MaskedNode` where a leaf is stepped by its polar factor.
       gauges: a `GaugeMoments`.
     """
 
@@ -131,12 +130,13 @@ def ddc(group: Product, options: Options, polar: Polar | None = None) -> optax.G
         point, gradient = on.joint.vectors(params), leaves_by_path(updates)
         gradient |= on.joint.vectors(updates)
         lengths = [(own, own.squares(point)) for own in carried(on)]
-        fixed = lengths + [(own, own.squares(point)) for own in fixed_sizes(on)]
+        measured = lengths + [(own, own.squares(point)) for own in fixed_sizes(on)]
+        fixed = [(own, _inverse(squares)) for own, squares in measured]
         along, radial_mu, radial_nu = _radial(lengths, options, adam, point, gradient, past)
         across = _above_rounding(without_lengths(fixed, point, gradient), gradient)
         old_mu, old_nu = leaves_by_path(state.mu), leaves_by_path(state.nu)
-        heads, old_nu, live = refreshed(on, point, past.heads, old_nu, options)
-        own = matrices(params)
+        heads, old_mu, old_nu, live = refreshed(on, point, past.heads, old_mu, old_nu, options)
+        across, own = in_bases(on, heads, across), matrices(params)
         muon = adam if polar is None else Adam.at(options._replace(b1=polar.options.beta), adam.count)
         mu = {p: (muon if p in own else adam).first(across[p], m) for p, m in old_mu.items()}
         mean = {p: (muon if p in own else adam).mean(m, across[p]) for p, m in mu.items()}
@@ -196,7 +196,7 @@ class Channels:
 
 
 Measured = tuple[Channels, jax.Array]
-"""Channels and their sums of squares at a point."""
+"""Channels with a number for each: their sums of squares at a point, or the inverses of these."""
 
 
 def carried(on: Chart) -> tuple[Channels, ...]:
@@ -218,11 +218,16 @@ def fixed_sizes(on: Chart) -> tuple[Channels, ...]:
     return tuple(Channels(reading, anchor) for reading, anchor in places if reading.log_step)
 
 
+def _inverse(x: jax.Array) -> jax.Array:
+    least = float(jnp.finfo(x.dtype).tiny)  # below it the inverse is infinite
+    return jnp.where(x < least, 0.0, 1.0 / jnp.maximum(x, least))
+
+
 def without_lengths(channels: Sequence[Measured], point: Arrays, vector: Arrays) -> Arrays:
-    """A vector without what changes lengths, one gauge after the other."""
+    """A vector without what changes lengths, one gauge after the other; channels come with inverse squares."""
     out = dict(vector)
-    for own, squares in channels:
-        rates = safe_divide(own.dot(point, out), squares)
+    for own, inverse in channels:
+        rates = own.dot(point, out) * inverse
         out |= {p: out[p] - x for p, x in own.times(point, rates).items()}
     return out
 
@@ -248,11 +253,12 @@ def _radial(
     for (own, squares), mu, nu, least in zip(channels, past.radial_mu, past.radial_nu, past.least, strict=True):
         length = own.length(squares)
         unit = jnp.maximum(length, _LEAST * jnp.mean(length)) if options.radial == "linear" else jnp.ones_like(length)
-        slope = safe_divide(own.dot(point, gradient), unit)
+        inverse = _inverse(unit)
+        slope = own.dot(point, gradient) * inverse
         mu, nu = adam.first(slope, mu), adam.second(jnp.square(slope), nu)
         move = jnp.where(length < least, -_REGROWTH, adam.mean(mu, slope) / adam.root(nu))
         size = own.entries**0.5 if options.radial == "linear" else own.reading.log_step
-        rates = options.radial_scale * safe_divide(size * move, unit)
+        rates = options.radial_scale * size * move * inverse
         for path, x in own.times(point, rates).items():
             out[path] = out[path] + x if path in out else x
         mus.append(mu)

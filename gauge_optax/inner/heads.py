@@ -7,7 +7,8 @@
 * "body_frame_topk": the same for directions that the head has; the others are divided as under "none".
 
 On the slice twins are the same numbers, so that eigenvectors need no signs. The eigenbasis is kept until the Gram
-matrix has turned away from it, and second moments go along by R∘R, R the rotation between two bases.
+matrix has turned away from it; then moments go along, first ones by R, the rotation between two bases, second ones by
+R∘R.
 
 Here: variances of leaves that a rotation binds. Not here: all others, which have Adam's. References: DDC B.8.
 Deviations: |R| in the reference makes variances grow; a fixed slope is added to the Gram matrix, which says what an
@@ -68,11 +69,11 @@ def init_heads(on: Chart, point: Arrays, v_mode: str) -> HeadMoments:
 
 
 def refreshed(
-    on: Chart, point: Arrays, heads: HeadMoments, nu: Arrays, options: Any
-) -> tuple[HeadMoments, Arrays, list[jax.Array]]:
-    """The bases of this step, second moments in them, and which directions heads have, per size of heads."""
+    on: Chart, point: Arrays, heads: HeadMoments, mu: Arrays, nu: Arrays, options: Any
+) -> tuple[HeadMoments, Arrays, Arrays, list[jax.Array]]:
+    """The bases of this step, both moments in them, and which directions heads have, per size of heads."""
     if not heads.bases:
-        return heads, nu, []
+        return heads, mu, nu, []
     groups = _by_size(on)
     grams = [_grams(alike, point) for alike in groups]
     turned = jnp.stack([_away(gram, basis) for gram, basis in zip(grams, heads.bases, strict=True)])
@@ -81,17 +82,29 @@ def refreshed(
     if options.refresh_every is not None:
         stale |= age >= options.refresh_every
 
-    def renew(nu: Arrays) -> tuple[tuple[jax.Array, ...], Arrays, jax.Array]:
+    def renew(mu: Arrays, nu: Arrays) -> tuple[tuple[jax.Array, ...], Arrays, Arrays, jax.Array]:
         fresh = tuple(in_turn(_eigenbasis, grams))
         for alike, old, new in zip(groups, heads.bases, fresh, strict=True):
-            nu = _turned(alike, nu, jnp.square(matmul(transpose(old), new)))
-        return fresh, nu, jnp.zeros_like(age)
+            turn = matmul(transpose(old), new)
+            mu, nu = _turned(alike, mu, turn), _turned(alike, nu, jnp.square(turn))
+        return fresh, mu, nu, jnp.zeros_like(age)
 
-    kept = {p: nu[p].astype(real_dtype()) for alike in groups for h in alike for p in h.paths}
-    bases, own, age = jax.lax.cond(stale, renew, lambda nu: (heads.bases, nu, age), kept)
+    def kept(moments: Arrays) -> Arrays:
+        return {p: moments[p].astype(real_dtype()) for alike in groups for h in alike for p in h.paths}
+
+    bases, own_mu, own_nu, age = jax.lax.cond(
+        stale, renew, lambda mu, nu: (heads.bases, mu, nu, age), kept(mu), kept(nu)
+    )
     cut = options.live_threshold if options.v_mode == "body_frame_topk" else eigenvalue_cutoff(real_dtype())
     live = [_live(gram, basis, cut) for gram, basis in zip(grams, bases, strict=True)]
-    return HeadMoments(bases, (), age), nu | own, live
+    return HeadMoments(bases, (), age), mu | own_mu, nu | own_nu, live
+
+
+def in_bases(on: Chart, heads: HeadMoments, vector: Arrays) -> Arrays:
+    """A vector as moments are kept: leaves of heads in their eigenbases, where the mode has these."""
+    for alike, basis in zip(_by_size(on), heads.bases, strict=False):
+        vector = _turned(alike, vector, basis)
+    return vector
 
 
 def divided(
@@ -112,18 +125,14 @@ def divided(
       options: the settings of `scale_by_ddc`.
       adam: hyperparameters.
       mean: first moments, corrected.
-      gradient: of this step.
+      gradient: of this step, as moments are kept.
       nu: second moments so far.
       live: which directions heads have.
 
     Returns:
       The step, the new second moments, and what else is kept of heads.
     """
-    mode, groups = options.v_mode, _by_size(on)
-    framed = bool(heads.bases)
-    if framed:
-        for alike, basis in zip(groups, heads.bases, strict=True):
-            mean, gradient = (_turned(alike, x, basis) for x in (mean, gradient))
+    mode = options.v_mode
     squares = {p: jnp.square(gradient[p]) for p in nu}
     if mode == "per_head_scalar":
         squares = _on_blocks(on, squares, lambda h, b, view: _block_mean(h, b, view))
@@ -135,9 +144,8 @@ def divided(
     if mode == "per_head_matrix":
         by_matrix, outer = _by_matrix(on, heads.outer, adam, mean, gradient)
         return step | by_matrix, nu, heads._replace(outer=outer)
-    if framed:
-        for alike, basis, own in zip(groups, heads.bases, live, strict=True):
-            step = _turned(alike, _only_live(alike, own, adam, mean, nu, step), transpose(basis))
+    for alike, basis, own in zip(_by_size(on), heads.bases, live, strict=False):
+        step = _turned(alike, _only_live(alike, own, adam, mean, nu, step), transpose(basis))
     return step, nu, heads
 
 

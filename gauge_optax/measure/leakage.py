@@ -11,13 +11,9 @@ model with two dead units). `means="gradient"` averages by g², which gives the 
 
 Everything is a pairing with orbit tangents: for a generator a (log α, a skew matrix, an angle), the step's inner
 product with a's orbit tangent is Σ a·L, and L is what `measured` holds. θ moves by −lr·step, so the orbit is travelled
-at −lr·`rate`. Two metrics, chosen by `frame`:
-
-- None: Euclidean, the lemmas' own. For scales −lr·L is, to first order, the change of ½(‖up‖² − p·‖down‖²), which
-  gradient flow conserves and Adam does not.
-- a list of gauges: their joint frame (DESIGN §5), where −lr·`rate` is the change of the coordinate that `drift`
-  reports, and DDC leaks nothing. There a cotangent reads ĝ = e^(w·f)·g and a preconditioner D̂ = e^(−2w·f)·D: SGD's
-  D̂ differs between the two sides of an unbalanced channel, and SGD does move that coordinate.
+at −lr·`rate`. The metric is the lemmas' own, the Euclidean one, in which gradient flow leaks nothing: for scales −lr·L
+is, to first order, the change of ½(‖up‖² − p·‖down‖²), which it conserves and Adam does not. What a step does to the
+coordinate that a slice keeps is another question, `motion.vertical_motion`'s.
 
 Here: first order, at a point. Not here: sums along a trajectory (`trajectory`), what a finite step adds
 (`second_order`), reading D out of an optimizer's state (`adam`).
@@ -144,8 +140,8 @@ def rescale_leakage(
       The leakage and its terms, each in the structure of the gauge's element: one number per channel.
 
     Raises:
-      ValueError: several gauges or one of another kind, other means, bindings that
-        do not fit.
+      ValueError: several gauges or one of another kind, other means, bindings
+        that do not fit.
 
     >>> gauge = go.rescale({"up": "_ channel"}, {"down": "channel _"})
     >>> params = {"up": jnp.array([[1.0], [1.0]]), "down": jnp.array([[2.0]])}
@@ -190,8 +186,8 @@ def rotation_leakage(
       Σ θᵀ(D⊙g), or (*named, d_h/2) for a torus.
 
     Raises:
-      ValueError: several gauges or one of another kind, other means, bindings that
-        do not fit.
+      ValueError: several gauges or one of another kind, other means, bindings
+        that do not fit.
 
     >>> gauge = go.head_rotation({"q": "_ basis", "k": "_ basis"})
     >>> params = {"q": jnp.array([[1.0, 0.0]]), "k": jnp.array([[0.0, 1.0]])}
@@ -219,23 +215,23 @@ def rotation_leakage(
 
 
 class _Factors(NamedTuple):
-    """What meets in a pairing, in the frame, per bound leaf.
+    """What meets in a pairing, per bound leaf.
 
     Attributes:
-      hat: θ̂.
-      gradient: ĝ.
-      d: D̂.
-      weight: what an entry counts in a mean of D̂.
+      point: θ.
+      gradient: g.
+      d: D.
+      weight: what an entry counts in a mean of D.
     """
 
-    hat: Arrays
+    point: Arrays
     gradient: Arrays
     d: Arrays
     weight: Arrays
 
     @property
     def step(self) -> Arrays:
-        """D̂⊙ĝ."""
+        """D⊙g."""
         return {p: self.d[p] * g for p, g in self.gradient.items()}
 
 
@@ -272,7 +268,7 @@ class _Tensor(NamedTuple):
 
 
 def _channel_tensor(instance: ScaleInstance, block: Block, exponent: float, factors: _Factors) -> _Tensor:
-    products = factors.hat[block.path] * factors.gradient[block.path]
+    products = factors.point[block.path] * factors.gradient[block.path]
     d, weight = factors.d[block.path], factors.weight[block.path]
     total = block.total(instance.named, weight)
     mean = safe_divide(block.total(instance.named, weight * d), total)
@@ -283,7 +279,7 @@ def _channel_tensor(instance: ScaleInstance, block: Block, exponent: float, fact
 
 def _head_tensor(head: HeadInstance, block: HeadBlock, factors: _Factors) -> _Tensor:
     path = block.block.path
-    hat, gradient, d, weight = factors.hat[path], factors.gradient[path], factors.d[path], factors.weight[path]
+    hat, gradient, d, weight = factors.point[path], factors.gradient[path], factors.d[path], factors.weight[path]
     totals, sums = (_over_rows(head, block, x) for x in (weight, weight * d))
     columns = safe_divide(sums, totals)
     total = jnp.sum(totals, -1)[..., None, None]

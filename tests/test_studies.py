@@ -136,7 +136,7 @@ def test_linear_settles_where_predicted_and_log_collapses(tmp_path: Path) -> Non
             arm = radial_equilibrium.arm_name("log", degree, match)
             assert max(report.final(result, arm, f"log_s{degree}")) < -5
     for slopes in radial_equilibrium.falls(result).values():
-        np.testing.assert_allclose(slopes, 1.0, rtol=0.02)
+        np.testing.assert_allclose(slopes, 1.0, rtol=0.03)  # of first order in the rate
 
 
 @pytest.mark.usefixtures("x64")

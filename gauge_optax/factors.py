@@ -88,7 +88,7 @@ def balance(left: jax.Array, right: jax.Array) -> Balance:
     With the core R_A·R_Bᵀ = U·Σ·Vᵀ, every balanced pair is (Q_A·U·Σ^{1/2}·O, Q_B·V·Σ^{1/2}·O), O orthogonal. So
     S·Oᵀ = R_A⁻¹·U·Σ^{1/2}, and S is the symmetric part of that matrix's polar decomposition.
 
-    Reference: DESIGN §5, GL(d_h); # is the geometric mean of positive matrices (Ando).
+    Reference: docs/design.md §6; # is the geometric mean of positive matrices (Ando).
 
     >>> s = balance(jnp.diag(jnp.array([4.0, 1.0])), jnp.diag(jnp.array([1.0, 9.0]))).power(1.0)
     >>> s.round(4).tolist()  # sizes 4·½ = 1/½ and 1·3 = 9/3

@@ -81,7 +81,7 @@ def noise(dtype: jnp.dtype) -> float:
 
 
 def eigenvalue_cutoff(dtype: jnp.dtype) -> float:
-    """Relative size below which an eigenvalue counts as zero: 1e-6 in float32, 1e-12 in float64 (DESIGN §5)."""
+    """Relative size below which an eigenvalue counts as zero: 1e-6 in float32, 1e-12 in float64."""
     return 1e-12 if dtype == jnp.float64 else 1e-6
 
 

@@ -259,7 +259,7 @@ def quotient_adamw(
     >>> bool(loss(params) < 1.2)  # from 2; the best of rank one is 1
     True
 
-    Reference: DESIGN §5. In float32 for conditions of factors up to about 1e2.
+    Reference: docs/design.md §3, §5. In float32 for conditions of factors up to about 1e2.
     """
     inner = optax.adamw(learning_rate, b1, b2, eps, eps_root, mu_dtype, weight_decay, mask, nesterov=nesterov)
     return wrapped("quotient_adamw", inner, gauges, hold=hold, pin=pin)

@@ -66,7 +66,7 @@ def quotient(
     >>> train(params, go.quotient(optax.adamw(0.03), gauge)), train(twin, go.quotient(optax.adamw(0.03), gauge))
     ('0.280', '0.280')
 
-    Reference: DESIGN §1, §5.
+    Reference: docs/design.md §3.
     """
     return wrapped("quotient", inner, gauges, hold=hold, pin=pin)
 

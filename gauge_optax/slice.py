@@ -6,7 +6,7 @@ With θ̂ = F⁻¹·θ, two weight sets of one function are the same numbers:
     θ̂ = F⁻¹·θ      ĝ = Fᵀ·g      u = inner(ĝ, θ̂)      θ̂′ = fix(θ̂ + u)      step = F·(θ̂′ − θ̂)
 
 Here: one function per arrow, for any product of gauges. Not here: what a gauge is (`gauges`), the optimizer inside
-(`quotient`). References: Fels and Olver 1999, moving frames; DESIGN §1, §5.
+(`quotient`). References: Fels and Olver 1999, moving frames; docs/design.md §3.
 """
 
 from collections.abc import Callable, Sequence

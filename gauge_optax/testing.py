@@ -1,7 +1,7 @@
 """Assertions for users: is this binding a symmetry of my loss, is this update horizontal, is my optimizer equivariant?
 
 Every assertion returns None and raises AssertionError with the gauge, the leaf and the relative error. Tolerances
-follow DESIGN §6 by dtype unless `rtol` is given.
+follow docs/design.md §7 by dtype unless `rtol` is given.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,7 +30,7 @@ _DTYPES = ("float64", "float32")
 
 
 def tolerance(check: str, tree: Any) -> float:
-    """The relative tolerance of a check on a tree (DESIGN §6), by the coarsest floating dtype in it.
+    """The relative tolerance of a check on a tree (docs/design.md §7), by the coarsest floating dtype in it.
 
     Args:
       check: "invariant", "horizontal", "equivariant" or "loss".
@@ -58,7 +58,7 @@ def assert_invariant(
       params: the point.
       gauges: a gauge or a sequence of them.
       key: a PRNG key.
-      rtol: largest change relative to the loss; by default DESIGN §6's for the dtype.
+      rtol: largest change relative to the loss; by default docs/design.md §7's for the dtype.
       scale: size of the elements.
 
     Raises:
@@ -151,7 +151,7 @@ def assert_equivariant_step(
       ignore: path patterns of leaves that are left out (a key bias without rotary has zero gradient, and moves by
         rounding); their effect on the loss is not.
       rtol: largest difference per leaf relative to the leaf's norm, a tenth of it for the loss in float32; by default
-        DESIGN §6's for the dtype.
+        docs/design.md §7's for the dtype.
       scale: size of g.
 
     Raises:

@@ -214,7 +214,7 @@ def check_shardings(state: Tree, params: Tree, shardings: Tree, names: Sequence[
 def differences(config: lm.LMConfig, found: Run, expected: Run) -> dict[str, float]:
     """The largest relative difference of a leaf and of a loss.
 
-    Key biases without rotary are left out: they have no gradient, and Adam turns its rounding into motion (DESIGN §6).
+    Key biases without rotary are left out: they have no gradient, and Adam turns its rounding into motion.
     """
     leaves: list[float] = []
     for (keys, a), b in zip(jax.tree.leaves_with_path(found.params), jax.tree.leaves(expected.params), strict=True):

@@ -289,7 +289,7 @@ def test_moments_of_optax_are_those_of_the_gradients_there(name: str, x64: None)
 
 
 def test_a_first_moment_is_no_weight(x64: None) -> None:
-    """DESIGN §1: moved like a weight it is off by about its own size."""
+    """docs/design.md §1: moved like a weight it is off by about its own size."""
     tx, params = optax.adam(0.1), noise(0, PAIR)
     element = UNIT.sample(jax.random.key(1), params)
     _, state = tx.update(noise(1, PAIR), tx.init(params), params)

@@ -1,4 +1,4 @@
-"""Every tolerance of the suite, a function of what is checked and in which dtype (DESIGN §6); literals nowhere else."""
+"""Every tolerance of the suite, by what is checked and in which dtype (docs/design.md §7); literals nowhere else."""
 
 from typing import Any
 

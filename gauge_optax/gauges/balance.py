@@ -3,7 +3,7 @@
 A scale is balanced where ‖up‖² = p·‖down‖², a linear gauge where both factors have one Gram matrix (Kempf–Ness). Each
 has a closed form with all others divided out; those that share leaves take turns until none moves.
 
-Here: taking turns. Not here: one reading's balance (`_scale`, `_linear`). Reference: DESIGN §4.
+Here: taking turns. Not here: one reading's balance (`_scale`, `_linear`). Reference: docs/design.md §6.
 """
 
 import functools

@@ -10,7 +10,7 @@ per plane: an angle, turning both sides (the torus of `torus`), and a modulus, t
 plane). Both are built from those gauges' kernels, so that every transformation takes `rope_linear`; d_h dimensions a
 head.
 
-References: When Equivalent Weights Train Differently, §1, §3; DESIGN §5. `rope_linear` is ours.
+References: When Equivalent Weights Train Differently, §1, §3; docs/design.md §5. `rope_linear` is ours.
 """
 
 import dataclasses

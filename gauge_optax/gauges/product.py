@@ -38,7 +38,7 @@ def product(gauges: "Gauge | Sequence[Gauge]") -> "Product":
     >>> both.dim({"scale": jnp.ones(3), "up": jnp.ones((3, 4)), "down": jnp.ones((4, 3))})
     7
 
-    Reference: DESIGN §5, product groups.
+    Reference: docs/design.md §2.
     """
     if isinstance(gauges, Gauge):
         gauges = (gauges,)

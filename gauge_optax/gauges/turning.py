@@ -5,7 +5,7 @@ the kind is continuous everywhere, so it is taken at `init` and kept. From then 
 out: U − W·A with M·A + A·M = 2·skew(WᵀU), M = WᵀW, is the nearest step that turns nothing.
 
 Here: the readings, and that equation for all heads of one size at once. Not here: names and bindings (`rotation`,
-`torus`). References: DESIGN §5, hold; DDC B.8, B.9.
+`torus`). References: docs/design.md §3, hold; DDC B.8, B.9.
 """
 
 import dataclasses

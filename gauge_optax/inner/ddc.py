@@ -10,9 +10,9 @@ the rows that read a norm) has a length s, which is the channel's invariant scal
 Weights of one function are the same numbers here, so that no moment has to know how it moves.
 
 Here: scale channels and the step. Not here: second moments of heads (`heads`), what enters and leaves the slice
-(`quotient`). References: DDC B.1–B.8; DESIGN §5. Deviations: a length moves by lr·√n, n the entries that carry it,
-which is what Adam can move it by; where several kernels read a norm, each has a length of its own (one for all trains
-6 % worse from small starts); a chain's inner lengths are those of anchors, which leaves one radial part (B.6).
+(`quotient`). References: DDC B.1–B.8; docs/design.md §4. Deviations: a length moves by lr·√n, n the entries that carry
+it, which is what Adam can move it by; where several kernels read a norm, each has a length of its own; a chain's inner
+lengths are those of anchors, which leaves one radial part (B.6).
 """
 
 import dataclasses

@@ -42,7 +42,7 @@ def scale_by_relative_rms(gauges: Gauges, min_scale: float | jax.Array = 0.1) ->
     >>> float(updates["up"][0, 0]), round(float(updates["down"][0, 0]), 3)
     (0.5, 0.1)
 
-    Reference: DESIGN §5, relative steps: they gain from small starts, on the slice and off it.
+    Reference: ours. They gain from small starts, on the slice and off it (examples/results/starts.json).
     """
     group = product(gauges)
 

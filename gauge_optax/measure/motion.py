@@ -2,7 +2,7 @@
 
 Here: the drift of gauge coordinates between two points, and the vertical part of one step as a group logarithm.
 Scales and shifts have a coordinate, so two points are enough. A rotation has none: horizontal motion round a closed
-loop turns a head (holonomy), so its drift is the sum over steps of `vertical_motion`. DESIGN §4.
+loop turns a head (holonomy), so its drift is the sum over steps of `vertical_motion`. docs/design.md §2.
 """
 
 from typing import Any

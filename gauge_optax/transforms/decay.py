@@ -4,7 +4,7 @@
 balance, so every log s shrinks by (p+1)·lr·wd, exactly as under AdamW. A logit shift is affine, so its mean is left
 out. That is the shared shrink; a number per role instead shrinks the sides of a gauge independently, and of that
 field a part lies along the orbits.
-References: DDC B.7 and C.14; DESIGN §5; "When Equivalent Weights Train Differently" §4.
+References: DDC B.7 and C.14; docs/design.md §4; "When Equivalent Weights Train Differently" §4.
 """
 
 import dataclasses

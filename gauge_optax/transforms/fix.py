@@ -6,7 +6,7 @@ logarithm away each time.
 
 Here: when to move, how far, and the balance with what has none held in place. Not here: how a state moves
 (`transport`), optimizers that do not see the representative at all (`quotient`, `ddc`).
-References: "When Equivalent Weights Train Differently" §4, §8; DESIGN §4.
+References: "When Equivalent Weights Train Differently" §4, §8; docs/design.md §6.
 """
 
 from typing import Any, NamedTuple

@@ -58,7 +58,7 @@ def from_state(
     0.8
     >>> updates, state = tx.update(params, state, params)
 
-    Reference: DESIGN §1 for how moments move.
+    Reference: docs/design.md §1 for how moments move.
     """
     group = product(gauges)
     on, laid = chart(group, params), layout(params)

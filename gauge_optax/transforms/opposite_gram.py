@@ -6,7 +6,7 @@ dependence is gone.
 
 Here: the correction for matrices (`head_linear`) and for channels (scales with two sides), damping, approximations. Not
 here: optimizers that are equivariant whatever they do (`quotient`), the inverse itself (`factors`).
-References: "When Equivalent Weights Train Differently" §3, §7; DESIGN §5.
+References: "When Equivalent Weights Train Differently" §3, §7; docs/design.md §5.
 """
 
 import math

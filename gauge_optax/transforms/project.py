@@ -39,7 +39,7 @@ def gauge_project(gauges: Gauges, kind: str = "gradient") -> optax.GradientTrans
     [[-1.0, 1.0]]
 
     Reference: DDC Eq. (1), the projectors. Deviation: all gauges of the list at once; along scales and shifts the
-      projection is that of the anchors (DESIGN §4), for gradients its adjoint.
+      projection is that of the anchors (docs/design.md §2), for gradients its adjoint.
     """
     require_choice("gauge_project", "kind", kind, ("gradient", "update"))
     group = product(gauges)

@@ -1,6 +1,6 @@
 """Retraction: the last link of a chain, after which the weights are on their slice again.
 
-Here: the link. Not here: the way back (`slice.fix`). References: DDC B.7; DESIGN §5.
+Here: the link. Not here: the way back (`slice.fix`). References: DDC B.7; docs/design.md §3.
 """
 
 from typing import Any, NamedTuple

@@ -6,7 +6,7 @@ order: what comes after a preconditioner averages updates, leaf by leaf.
 
 Here: the walk through a state, and the rules of Optax's. Not here: the rules of our own states (`_transport_own`), what
 a move does to one array (`_transport_move`), the move of the parameters themselves (`Gauge.act`).
-References: "When Equivalent Weights Train Differently" §7; DESIGN §1.
+References: "When Equivalent Weights Train Differently" §7; docs/design.md §1.
 """
 
 import functools
@@ -65,7 +65,7 @@ def transport(opt_state: Any, params: Any, gauge: Gauges, element: Element, on_u
     [0.5, 0.25]
 
     Reference: the post's §7. Deviation: its first moments transform like weights. That holds for buffers of updates;
-      averages of gradients are cotangents (DESIGN §1: off by 0.95 under rescalings of log-size 1 otherwise).
+      averages of gradients are cotangents (docs/design.md §1: off by 0.95 under rescalings of log-size 1 otherwise).
     """
     require_choice("transport", "on_unknown", on_unknown, ON_UNKNOWN)
     if is_empty(params):

@@ -174,7 +174,7 @@ OPTIMIZERS: dict[str, tuple[Any, Any]] = {
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_an_alias_decays_by_roles_as_its_chain_does(name: str, x64: None) -> None:
-    """DESIGN §4's, and a leaf that two gauges share: one decay for both of its roles."""
+    """The chain of five links, and a leaf that two gauges share: one decay for both of its roles."""
     alias, precondition = OPTIMIZERS[name]
     chain = optax.chain(
         go.gauge_project(BLOCK), precondition(BLOCK), go.add_gauge_decay(DECAY, BLOCK),

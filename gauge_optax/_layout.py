@@ -4,7 +4,7 @@ There JAX wants the layout of every result that its operands leave open: of a re
 out, of a sum of products over one, of heads of several leaves in one batch. The slice's arithmetic leaves that to the
 compiler, as on any other mesh.
 
-Here: leaving layouts to the compiler, and naming them again. Not here: any arithmetic.
+Here: leaving layouts to the compiler, naming them again, zeros laid out like something. Not here: any arithmetic.
 """
 
 import contextlib
@@ -12,6 +12,7 @@ import dataclasses
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -57,6 +58,18 @@ def layout(tree: Any) -> Layout:
     """Of the first array that lies on a mesh with explicit axes."""
     places = (place for leaf in jax.tree.leaves(tree) if (place := _place(leaf)) is not None)
     return Layout(next((place.mesh for place in places), None))
+
+
+def zeros_like(tree: Tree, dtype: Any = None) -> Tree:
+    """Zeros that under `jit` lie where their leaves lie: what is made from nothing is whole everywhere."""
+
+    def zeros(leaf: Any) -> Any:
+        if isinstance(leaf, jax.core.Tracer) and jnp.issubdtype(leaf.dtype, jnp.floating):
+            # Nothing exceeds infinity, NaN neither. The compiler does not know that, and lays the result out like it.
+            return jnp.greater(leaf, jnp.inf).astype(dtype or leaf.dtype)
+        return jnp.zeros_like(leaf, dtype)
+
+    return jax.tree.map(zeros, tree)
 
 
 def _place(leaf: Any) -> NamedSharding | None:

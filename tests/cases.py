@@ -632,3 +632,18 @@ TRANSFORM_CASES: tuple[TransformCase, ...] = (
         {"learning_rate": _falling, "adam_learning_rate": _falling, "adam_weight_decay": 0.1},
     ),
 )
+
+
+# Rows that go through the code of another row of their kind, with another binding or one option more. What is theirs
+# alone is checked where bindings and options are; the whole matrix is run with the slow tests.
+VARIANTS: frozenset[str] = frozenset({
+    "logit_shift/kernel", "logit_shift/bias", "logit_shift/padded", "logit_shift/two_heads",
+    "rescale/channel", "rescale/degree_3", "rescale/block", "norm_scale/bias", "scale_invariant/kernel",
+    "head_rotation/mha", "head_rotation/mqa", "head_rotation/bias", "head_rotation/value_out", "head_rotation/scanned",
+    "rope_torus/half", "rope_torus/gqa", "head_linear/value_out", "head_linear/fused", "rope_linear/partial",
+    "product/gpt", "product/semidirect_reversed",
+    "gauge_project/update", "gauge_project/linear", "scale_by_ddc/per_head_scalar", "scale_by_ddc/none",
+    "scale_by_ddc/sgd", "scale_by_ddc/log", "scale_by_ddc/nesterov", "add_gauge_decay/number", "gauge_fix/none",
+    "hyperball/initial", "hyperball/number", "scale_by_opposite_gram/full", "ddc_adamw/schedule", "quotient/lion",
+    "ddc_muon/schedule",
+})  # fmt: skip

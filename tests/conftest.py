@@ -6,6 +6,17 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from tests.cases import VARIANTS
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Rows of `cases.VARIANTS` are slow tests."""
+    for item in items:
+        given = item.callspec.params.values() if isinstance(item, pytest.Function) and hasattr(item, "callspec") else ()
+        if any(getattr(value, "name", None) in VARIANTS for value in given):
+            item.add_marker(pytest.mark.slow)
+
 
 @pytest.fixture(autouse=True)
 def _x64_restored() -> Iterator[None]:
@@ -13,6 +24,13 @@ def _x64_restored() -> Iterator[None]:
     assert jnp.zeros(()).dtype == jnp.float32, "a test before this one left x64 on"
     yield
     assert jnp.zeros(()).dtype == jnp.float32, "this test left x64 on"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _programs_of_one_module() -> Iterator[None]:
+    """Compiled programs go with the module that made them: thousands at once are more than a process may map."""
+    yield
+    jax.clear_caches()
 
 
 @pytest.fixture

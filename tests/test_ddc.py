@@ -34,6 +34,7 @@ MODES: dict[str, dict[str, Any]] = {
     "muon": {"beta": 0.9},
     "paper": {"preset": "paper"},
 }
+QUICK = ("body_frame_topk", "per_head_matrix", "refreshed", "adam", "muon")  # the others are a branch of one of these
 
 
 def _tx(mode: str, gauges: Any, rate: float = 1e-2) -> optax.GradientTransformation:
@@ -58,7 +59,7 @@ def _check(name: str, dtype: str, mode: str, params: Tree) -> None:
 # Twins --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", [pytest.param(m, marks=() if m in QUICK else pytest.mark.slow) for m in MODES])
 @pytest.mark.parametrize(("name", "dtype"), [
     ("gpt", "float64"), *(pytest.param(name, dtype, marks=pytest.mark.slow) for name, dtype in
                           [("gpt", "float32"), *((n, d) for n in list(CONFIGS)[1:] for d in ("float64", "float32"))])
@@ -69,7 +70,9 @@ def test_twins_of_every_mode(name: str, dtype: str, mode: str) -> None:
     _check(name, dtype, mode, params)
 
 
-@pytest.mark.parametrize("start", ODD)
+@pytest.mark.parametrize("start", [
+    pytest.param(s, marks=() if s in ("zero_outputs", "dead_unit", "rank_one_heads") else pytest.mark.slow) for s in ODD
+])
 @pytest.mark.parametrize(("mode", "dtype"), [
     ("body_frame_topk", "float32"),
     *(pytest.param(mode, "float64", marks=pytest.mark.slow) for mode in ("body_frame_topk", "muon")),
@@ -228,7 +231,7 @@ def test_linear_gauges_are_refused() -> None:
     params = {"a": jnp.ones((3, 2)), "b": jnp.ones((2, 3))}
     for tx in (go.ddc_adamw(0.1, gauge), go.scale_by_ddc(gauge), go.ddc_muon(0.1, gauge)):
         with pytest.raises(ValueError, match=r"head_linear on 'a'") as error:
-            tx.init(params)
+            jax.eval_shape(tx.init, params)
         assert "go.quotient" in str(error.value)
 
 
@@ -283,9 +286,9 @@ def test_a_floor_keeps_lengths_and_none_lets_them_die(x64: None) -> None:
     lengths = {}
     for floor in (0.0, 0.5):
         tx = go.ddc_adamw(0.02, gauge, scale_floor=floor, weight_decay=1.0)
-        here, state = params, tx.init(params)
+        here, state, update = params, tx.init(params), jit(tx.update)
         for _ in range(150):
-            updates, state = tx.update(jax.tree.map(jnp.zeros_like, here), state, here)
+            updates, state = update(jax.tree.map(jnp.zeros_like, here), state, here)
             here = optax.apply_updates(here, updates)
         lengths[floor] = float(jnp.linalg.norm(here["down"]))
     print(lengths)

@@ -43,7 +43,9 @@ def _result(out: Path) -> dict[str, Any]:
     return json.loads((out / "result.json").read_text())
 
 
-@pytest.mark.parametrize("main", [train_nnx.main, train_linen.main], ids=["nnx", "linen"])
+@pytest.mark.parametrize(
+    "main", [train_nnx.main, pytest.param(train_linen.main, marks=pytest.mark.slow)], ids=["nnx", "linen"]
+)
 def test_killed_and_resumed_is_bit_equal(main: Callable[..., Any], tmp_path: Path, text: Path) -> None:
     options = [*TINY, "--steps", "6", "--save-every", "2", "--data", str(text)]
     main([*options, "--out", str(tmp_path / "whole")])

@@ -117,7 +117,7 @@ def _start_of_the_slice(group: Any, params: Tree) -> Tree:
     return group.act(group.inverse(group.read(params)), params)
 
 
-@pytest.mark.parametrize("linear", [False, True])
+@pytest.mark.parametrize("linear", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("inner", ["adamw", "contrib.muon"])
 def test_unpinned_optimizers_take_the_steps_that_they_take_alone(inner: str, linear: bool, x64: None) -> None:
     """From the slice point of θ; whatever the weights are moved by to stay there."""

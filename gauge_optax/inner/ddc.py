@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from gauge_optax._layout import zeros_like
 from gauge_optax.binding import Block, binding_error, is_empty, leaves_by_path, overlap, with_leaves
 from gauge_optax.gauges._matrices import Matrices
 from gauge_optax.gauges.chart import Chart, centred, turning_removed
@@ -110,8 +111,8 @@ def ddc(group: Product, options: Options, polar: Polar | None = None) -> optax.G
         return {} if polar is None or is_empty(params) else polar.routing.matrices(group.bound(params), params)
 
     def init_fn(params: optax.Params) -> ScaleByDDCState:
-        mu = optax.tree.zeros_like(params, dtype=options.mu_dtype)
-        nu = with_leaves(optax.tree.zeros_like(params), dict.fromkeys(matrices(params), optax.MaskedNode()))
+        mu = zeros_like(params, options.mu_dtype)
+        nu = with_leaves(zeros_like(params), dict.fromkeys(matrices(params), optax.MaskedNode()))
         count = jnp.zeros((), jnp.int32)
         if is_empty(params):
             return ScaleByDDCState(count, mu, nu, jnp.zeros(()))

@@ -244,7 +244,7 @@ def test_tangents_are_horizontal(name: str, x64: None) -> None:
     case = CASES[name]
     gauges, params = case.gauges(), case.params(jax.random.key(0))
     tx = go.scale_by_ddc(gauges)
-    updates, _ = jit(tx.update)(jax.grad(case.loss)(params), tx.init(params), params)
+    updates, _ = jit(tx.update)(jit(jax.grad(case.loss))(params), jit(tx.init)(params), params)
     assert optax.tree.norm(updates) > 0.1
     go.testing.assert_horizontal(updates, params, gauges, tolerance("horizontal", jnp.float64))
 

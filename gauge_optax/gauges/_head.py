@@ -142,6 +142,8 @@ class HeadInstance:
 
     def grams(self, a: Values, b: Values) -> tuple[jax.Array, jax.Array]:
         """aᵀa and aᵀb over the rows of all blocks, every row of a read once."""
+        if any(block.pairing is not None for block in self.blocks):
+            return self.gram(a, a), self.gram(a, b)
         products = [self._side_by_side(x, a[x.block.path], b[x.block.path]) for x in self.blocks]
         total = sum(products[1:], products[0])
         return total[..., : self.size], total[..., self.size :]
@@ -184,16 +186,34 @@ class HeadInstance:
 
     def block_gram(self, block: HeadBlock, a: jax.Array, b: jax.Array) -> jax.Array:
         """aᵀb over the rows of one block: (*shape, size, size)."""
+        if block.pairing is not None:
+            return self._plane_gram(block, block.view(a), block.view(b))
         (left, wide), (right, _) = self.matrices(block, block.view(a)), self.matrices(block, block.view(b))
         return matmul(left, transpose(right)) if wide else matmul(transpose(left), right)
 
     def turn_view(self, block: HeadBlock, view: jax.Array, matrix: jax.Array) -> jax.Array:
         """W·matrix for one block's view."""
+        if block.pairing is not None:
+            return self._turned_planes(block, view, matrix)
         rows, wide = self.matrices(block, view)
         turned = matmul(transpose(matrix), rows) if wide else matmul(rows, matrix)
         order, _ = self._major(block)
         back = [order.index(k) for k in range(len(order))]
         return turned.reshape([view.shape[k] for k in order]).transpose(back)
+
+    # Planes of two coordinates, entry by entry: as matrices they would be copied with their pairs side by side.
+
+    def _plane_gram(self, block: HeadBlock, a: jax.Array, b: jax.Array) -> jax.Array:
+        free = tuple(k for k, label in enumerate(block.labels) if label not in (*self.named, BASIS))
+        kept = [label for label in block.labels if label in (*self.named, BASIS)]
+        order, at = [kept.index(label) for label in (*self.named, BASIS)], block.labels.index(BASIS)
+        rows = [jnp.sum(jax.lax.slice_in_dim(a, y, y + 1, axis=at) * b, free).transpose(order) for y in range(2)]
+        return jnp.stack(rows, -2)
+
+    def _turned_planes(self, block: HeadBlock, view: jax.Array, matrix: jax.Array) -> jax.Array:
+        at = block.labels.index(BASIS)
+        first, second = (jax.lax.slice_in_dim(view, y, y + 1, axis=at) for y in range(2))
+        return first * self.along_basis(block, matrix[..., 0, :]) + second * self.along_basis(block, matrix[..., 1, :])
 
     def matrices(self, block: HeadBlock, view: jax.Array) -> tuple[jax.Array, bool]:
         """A block's view as one matrix per head: (*shape, rows, size), or transposed where it is stored so.

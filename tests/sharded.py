@@ -120,8 +120,8 @@ def put(tree: Tree, shardings: Tree) -> Tree:
 class Trainer:
     """A model and its optimizer, with everything jitted and traced once for all layouts.
 
-    Nothing is said about where the state or an update's results should be. An update is compiled once per run: it then
-    takes no arguments that are laid out otherwise than the first ones were.
+    Nothing is said about where the state should be; an update's results, which take its arguments' memory, are where
+    these were. It is compiled once per run: it then takes no arguments that are laid out otherwise than the first.
     """
 
     def __init__(self, model: str, optimizer: str, linear: bool = False, kind: AxisType = AxisType.Auto) -> None:
@@ -138,7 +138,7 @@ class Trainer:
             return optax.apply_updates(params, updates), state
 
         self.init: Any = jit(tx.init)
-        self.update: Any = jit(update, donate_argnums=(1, 2))
+        self.step = update
 
     def place(self, data: int, model: int, layout: str) -> Place:
         """A layout on a mesh of data · model devices."""
@@ -161,13 +161,18 @@ class Trainer:
         losses, step = list[float](), None
         for _ in range(steps):
             value, grads = slope(params, tokens)
-            step = step or self.update.lower(grads, state, params).compile()
+            step = step or self.update(state, params).lower(grads, state, params).compile()
             old = params, state
             params, state = step(grads, state, params)
             losses.append(float(value))
             assert all(x.is_deleted() for x in jax.tree.leaves(old)), "not donated"
         check_shardings(state, params, place.params, self.placed)
         return params, state, losses, step.as_text()
+
+    def update(self, state: Tree, params: Tree) -> Any:
+        """The update, in place."""
+        there = jax.tree.map(lambda x: x.sharding, (params, state)) if self.kind == AxisType.Auto else None
+        return jit(self.step, donate_argnums=(1, 2), **({} if there is None else {"out_shardings": there}))
 
     def ended(self, place: Place, params: Tree, losses: list[float], program: str) -> Run:
         """A run, its parameters taken to the host."""

@@ -118,7 +118,7 @@ def _start_of_the_slice(group: Any, params: Tree) -> Tree:
 
 
 @pytest.mark.parametrize("linear", [pytest.param(False, marks=pytest.mark.slow), True])
-@pytest.mark.parametrize("inner", ["adamw", "contrib.muon"])
+@pytest.mark.parametrize("inner", ["adamw", pytest.param("contrib.muon", marks=pytest.mark.slow)])
 def test_unpinned_optimizers_take_the_steps_that_they_take_alone(inner: str, linear: bool, x64: None) -> None:
     """From the slice point of θ; whatever the weights are moved by to stay there."""
     group, params, loss = go.product(lm.gauges(CONFIGS["gpt"], linear)), start_of("gpt", "float64"), loss_of("gpt")

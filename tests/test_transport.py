@@ -149,7 +149,7 @@ def test_a_state_moves_to_where_its_twin_is(name: str, x64: None) -> None:
     same(group.act(element, after), theirs.run(group.act(element, params), moved, range(4, 6))[0])
 
 
-@pytest.mark.parametrize("name", ["quotient_adamw", "quotient_muon"])
+@pytest.mark.parametrize("name", ["quotient_adamw", pytest.param("quotient_muon", marks=pytest.mark.slow)])
 def test_a_quotient_state_goes_on_where_its_twin_does(name: str, x64: None) -> None:
     """GL on values and outputs, a torus and a norm on the same leaves, a unit of its own; then a shift."""
     shared = go.norm_scale({"norm": "channel"}, {"value": "channel _ _", "query": "channel _", "key": "channel _"})

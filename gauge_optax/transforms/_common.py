@@ -1,20 +1,21 @@
-"""Plumbing that every transformation shares: gauges in, parameters required, updates out in their own dtype.
+"""Plumbing that transformations share: leaves into the computing dtype, and back into their own.
 
 Here: nothing about what a transformation does.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from gauge_optax.binding import leaves_by_path, with_leaves
+from gauge_optax.linalg import real_dtype
 
 
-def float_leaves(tree: Any, dtype: Any, without: Collection[str] = ()) -> dict[str, jax.Array]:
-    """Leaves by path in the computing dtype, all or `without` some."""
-    return {path: jnp.asarray(leaf, dtype) for path, leaf in leaves_by_path(tree).items() if path not in without}
+def float_leaves(tree: Any) -> dict[str, jax.Array]:
+    """Leaves by path in the computing dtype."""
+    return {path: jnp.asarray(leaf, real_dtype()) for path, leaf in leaves_by_path(tree).items()}
 
 
 def in_dtype_of(tree: Any, leaves: Mapping[str, jax.Array]) -> Any:

@@ -22,7 +22,6 @@ from gauge_optax.binding import Block, binding_error, is_empty, leaves_by_path
 from gauge_optax.gauges.base import Gauges
 from gauge_optax.gauges.bound import Bound
 from gauge_optax.gauges.product import Product, product
-from gauge_optax.linalg import real_dtype
 from gauge_optax.transforms._common import float_leaves, in_dtype_of
 
 Mask = Any
@@ -132,8 +131,8 @@ def decay(
         rate = decay_rate(weight_decay, state.count)
         bound = group.bound(params)
         own = bound.vectors(params) if of_values else bound.values(params)
-        values = float_leaves(params, real_dtype()) | bound.centre(own)
-        vectors = float_leaves(updates, real_dtype())
+        values = float_leaves(params) | bound.centre(own)
+        vectors = float_leaves(updates)
         added = {p: vectors[p] + rate * factor * values[p] for p, factor in factors_of(bound, params).items()}
         return in_dtype_of(updates, added), AddGaugeDecayState(optax.safe_increment(state.count))
 

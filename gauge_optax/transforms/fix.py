@@ -21,7 +21,6 @@ from gauge_optax.binding import binding_error, is_empty
 from gauge_optax.gauges.base import Gauges
 from gauge_optax.gauges.product import Product, product
 from gauge_optax.gauges.rotation import TurningGauge
-from gauge_optax.linalg import real_dtype
 from gauge_optax.transforms._common import float_leaves, in_dtype_of
 from gauge_optax.transforms._transport_move import Move, towards_balance
 from gauge_optax.transforms.transport import ON_UNKNOWN, carried
@@ -105,7 +104,7 @@ def gauge_fix(
         frame = moving.frame(after)
         whole = isinstance(strength, float | int) and strength == 1
         element = moving.inverse(frame if whole else moving.fraction(frame, strength))
-        there, before = (float_leaves(tree, real_dtype()) for tree in (moving.act(element, after), params))
+        there, before = (float_leaves(tree) for tree in (moving.act(element, after), params))
         chords = {path: there[path] - before[path] for path in moving.bound(params).offset}
         if transport:
             # Rotations have no balance, but a state of ours knows its gauges by the whole list.

@@ -156,7 +156,8 @@ def fix(on: Chart, frame: Frame, point: SlicePoint) -> tuple[SlicePoint, Frame]:
     """
     values, elements = fixed(on, dict(point), on.order.first, frame.live)
     moved = zip(in_order(on), elements, frame.grown, strict=False)
-    return SlicePoint(values), frame._replace(grown=tuple(r.composed(new, past) for r, new, past in moved))
+    grown = tuple(r.composed(new, past) if r.grows else past for r, new, past in moved)
+    return SlicePoint(values), frame._replace(grown=grown)
 
 
 def hold(on: Chart, point: SlicePoint, tangent: SliceTangent) -> SliceTangent:

@@ -17,6 +17,7 @@ from flax import nnx
 import gauge_optax as go
 from gauge_optax.gauges.base import Gauge
 from models import lm
+from tests.gauges.user_gauges import Translation
 
 Tree = Any
 Shapes = Mapping[str, tuple[int, ...]]
@@ -290,7 +291,18 @@ def _logits() -> Gauge:
     return go.logit_shift({"kernel": "_ vocab", "bias": "vocab"})
 
 
+def _embedded_loss(p: Tree) -> jax.Array:
+    return _square(jnp.tanh((p["token"][np.array([0, 3, 1])] + p["position"])[:, None, :]))
+
+
 GAUGE_CASES: tuple[GaugeCase, ...] = (
+    GaugeCase(
+        "user_gauge/translation",
+        lambda: [Translation("token", "position")],
+        _params(token=(5, 4), position=(3, 4)),
+        _embedded_loss,
+        dim=4,
+    ),
     GaugeCase(
         "logit_shift/kernel",
         lambda: [go.logit_shift({"kernel": "_ vocab"})],

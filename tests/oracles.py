@@ -20,7 +20,8 @@ from gauge_optax.gauges.base import Gauge
 from tests.quick import jit
 
 _SKEW, _SHIFT, _SCALE, _ANGLE, _FULL = "skew", "shift", "scale", "angle", "full"
-_KINDS = {"head_rotation": _SKEW, "logit_shift": _SHIFT, "rope_torus": _ANGLE, "head_linear": _FULL}
+_KINDS = {"head_rotation": _SKEW, "rope_torus": _ANGLE, "head_linear": _FULL}
+_KINDS |= dict.fromkeys(("logit_shift", "translation"), _SHIFT)
 _MOST_STEPS = 200
 
 

@@ -66,7 +66,8 @@ def _one_round(readings: Sequence[Anchored], carry: _Carry) -> _Carry:
         if reading.sequential:
             one = after(new)
         else:
-            moved = jnp.maximum(moved, jnp.max(jnp.abs(new - found[k]), initial=0.0))
+            steps = jax.tree.map(lambda x, y: jnp.max(jnp.abs(x - y), initial=0.0), new, found[k])
+            moved = jnp.maximum(moved, jnp.max(jnp.stack(jax.tree.leaves(steps))))
         found[k], values = new, values | reading.divide(new, alone)
     return tuple(found), values, moved, count + 1
 

@@ -7,6 +7,7 @@ slice (`chart`).
 import dataclasses
 import functools
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,12 +32,14 @@ class Bound:
       shifts: shift instances.
       heads: rotation instances, one tuple per rotation gauge.
       linear: GL(d) instances.
+      more: readings of gauges that are known by their action alone.
     """
 
     scales: tuple[ScaleInstance, ...] = ()
     shifts: tuple[ShiftInstance, ...] = ()
     heads: tuple[tuple[HeadInstance, ...], ...] = ()
     linear: tuple[LinearInstance, ...] = ()
+    more: tuple[Any, ...] = ()
 
     @functools.cached_property
     def rotations(self) -> tuple[HeadInstance, ...]:
@@ -60,6 +63,7 @@ class Bound:
             tuple(b for i in self.scales for b in i.up + i.down)
             + tuple(b for i in self.shifts for b in i.blocks)
             + tuple(b.block for i in self.turning for b in i.blocks)
+            + tuple(b for r in self.more for b in r.moved)
         )
 
     @functools.cached_property
@@ -143,6 +147,17 @@ class Bound:
                         "the same entries turned by two gauges",
                         "at most one rotation or linear gauge per entry",
                     )
+
+        known = acting + [(i.gauge, b, ()) for i in self.shifts for b in i.blocks] + [(g, b, ()) for g, b in turning]
+        for at, reading in enumerate(self.more):
+            others = [(g, b) for g, b, _ in known] + [(r.gauge, b) for r in self.more[:at] for b in r.moved]
+            for other, block in others:
+                if any(overlap(block, own) for own in reading.moved):
+                    raise _clash(
+                        reading.gauge, other, block.path,
+                        "a gauge known by its action alone, which cannot be told to commute",
+                        "leaves that no other gauge of the list binds",
+                    )  # fmt: skip
 
     def _rigid(self) -> list[tuple[str, Block, str]]:
         return [(i.gauge, b, VOCAB) for i in self.shifts for b in i.blocks] + [

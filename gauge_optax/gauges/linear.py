@@ -21,13 +21,14 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from gauge_optax._sequence import singly
 from gauge_optax.binding import Axes, Instance, block_specs, check_specs, frozen_sizes
 from gauge_optax.gauges._head import BASIS, HeadBlock, HeadInstance
 from gauge_optax.gauges._linear import LinearInstance, LinearReading
 from gauge_optax.gauges._scale import ScaleInstance, ScaleReading, scale_factors, scale_motion
-from gauge_optax.gauges.base import BoundGauge, Element
+from gauge_optax.gauges.base import BoundGauge, Effect, Element
 from gauge_optax.gauges.bound import Arrays, Bound
 from gauge_optax.gauges.reading import Motion, Reading
 from gauge_optax.gauges.rotation import haar
@@ -109,6 +110,7 @@ class HeadLinear(BoundGauge):
     """See `head_linear`."""
 
     name: ClassVar[str] = "head_linear"
+    balancing: ClassVar[Effect] = "linear"
     reserved: ClassVar[tuple[str, ...]] = (BASIS,)
 
     def assemble(self, named: tuple[str, ...], instances: Sequence[Instance]) -> Bound:
@@ -166,9 +168,6 @@ class HeadLinear(BoundGauge):
     def compose(self, a: Element, b: Element) -> Element:
         return jax.tree.map(lambda last, first: matmul(first, last), a, b)
 
-    def dual(self, element: Element) -> Element:
-        return jax.tree.map(transpose, self.inverse(element))
-
     def fraction(self, element: Element, strength: float | jax.Array) -> Element:
         return jax.tree.map(lambda x: _power(x, strength), element)
 
@@ -195,6 +194,7 @@ class RopeLinear(BoundGauge):
     """See `rope_linear`: a torus and, on the same planes, a rescale."""
 
     name: ClassVar[str] = "rope_linear"
+    balancing: ClassVar[Effect] = "diagonal"
     reserved: ClassVar[tuple[str, ...]] = (BASIS,)
     pairing: str
 
@@ -251,14 +251,15 @@ class RopeLinear(BoundGauge):
     def compose(self, a: Element, b: Element) -> Element:
         return jax.tree.map(jnp.add, a, b)
 
-    def dual(self, element: Element) -> Element:
-        return jax.tree.map(lambda x: x * jnp.array([-1.0, 1.0], x.dtype), element)
-
     def fraction(self, element: Element, strength: float | jax.Array) -> Element:
         return jax.tree.map(lambda x: strength * x, element)
 
     def dim(self, params: Any) -> int:
         return sum(2 * math.prod(head.shape) for head in self.bound(params).rotations)
+
+    def effect_of(self, element: Element) -> Effect:
+        turns = any(isinstance(x, jax.core.Tracer) or np.any(np.asarray(x)[..., 1]) for x in element.values())
+        return self.effect if turns else self.balancing
 
 
 

@@ -11,13 +11,10 @@ from typing import Any, ClassVar
 
 import jax
 
-from gauge_optax._axes import parse_axes
-from gauge_optax.binding import BlockSpec, binding_error, instance_key
-from gauge_optax.gauges._shift import VOCAB
-from gauge_optax.gauges.base import BoundGauge, Element, Gauge, Params
+from gauge_optax.binding import binding_error
+from gauge_optax.gauges.base import Element, Gauge, Params, ReadGauge
 from gauge_optax.gauges.bound import Bound
 from gauge_optax.gauges.chart import Chart
-from gauge_optax.gauges.shift import LogitShift
 
 
 def product(gauges: "Gauge | Sequence[Gauge]") -> "Product":
@@ -50,11 +47,11 @@ def product(gauges: "Gauge | Sequence[Gauge]") -> "Product":
             "a gauge, or a sequence of gauges",
             "pass the list of gauges; in an optimizer it comes after the learning rate",
         )
-    parts: list[BoundGauge] = []
+    parts: list[Gauge] = []
     for gauge in gauges:
         if isinstance(gauge, Product):
             parts.extend(gauge.parts)
-        elif isinstance(gauge, BoundGauge):
+        elif isinstance(gauge, Gauge):
             parts.append(gauge)
         else:
             raise binding_error(
@@ -68,10 +65,10 @@ def product(gauges: "Gauge | Sequence[Gauge]") -> "Product":
 
 
 @dataclasses.dataclass(frozen=True)
-class Product(Gauge):
+class Product(ReadGauge):
     """See `product`."""
 
-    parts: tuple[BoundGauge, ...]
+    parts: tuple[Gauge, ...]
     name: ClassVar[str] = "product"
 
     def bound(self, params: Any) -> Bound:
@@ -81,6 +78,7 @@ class Product(Gauge):
             tuple(i for b in parts for i in b.shifts),
             tuple(h for b in parts for h in b.heads),
             tuple(i for b in parts for i in b.linear),
+            tuple(r for b in parts for r in b.more),
         )
         joint.check()
         return joint
@@ -103,25 +101,16 @@ class Product(Gauge):
     def inverse(self, element: Element) -> Element:
         plain = tuple(part.inverse(own) for part, own in zip(self.parts, element, strict=True))
         return tuple(
-            self._carry(self._carry(own, at, range(at), plain), at, range(at + 1, len(self.parts)), element)
-            if isinstance(self.parts[at], LogitShift)
-            else own
-            for at, own in enumerate(plain)
+            part.carried(part.carried(own, self._pairs(plain)[:at]), self._pairs(element)[at + 1 :])
+            for at, (part, own) in enumerate(zip(self.parts, plain, strict=True))
         )
 
     def compose(self, a: Element, b: Element) -> Element:
         undo = tuple(part.inverse(own) for part, own in zip(self.parts, b, strict=True))
         return tuple(
-            part.compose(
-                self._carry(a[at], at, range(at + 1, len(self.parts)), undo), self._carry(b[at], at, range(at), a)
-            )
-            if isinstance(part, LogitShift)
-            else part.compose(a[at], b[at])
+            part.compose(part.carried(a[at], self._pairs(undo)[at + 1 :]), part.carried(b[at], self._pairs(a)[:at]))
             for at, part in enumerate(self.parts)
         )
-
-    def dual(self, element: Element) -> Element:
-        return tuple(part.dual(own) for part, own in zip(self.parts, element, strict=True))
 
     def fraction(self, element: Element, strength: float | jax.Array) -> Element:
         return tuple(part.fraction(own, strength) for part, own in zip(self.parts, element, strict=True))
@@ -129,34 +118,8 @@ class Product(Gauge):
     def dim(self, params: Any) -> int:
         return sum(part.dim(params) for part in self.parts)
 
-    def _carry(self, shifts: Element, at: int, indices: range, element: Element) -> Element:
-        """A shift element moved by the linear parts `indices` of `element`."""
-        specs = self.parts[at].specs
-        return {
-            key: {
-                path: self._carried(_spec_of(specs, path), path, shift, indices, element)
-                for path, shift in instance.items()
-            }
-            for key, instance in shifts.items()
-        }
+    def _pairs(self, element: Element) -> list[tuple[Gauge, Element]]:
+        return list(zip(self.parts, element, strict=True))
 
-    def _carried(self, spec: BlockSpec, path: str, shift: jax.Array, indices: range, element: Element) -> jax.Array:
-        leaf = shift.reshape(_slice_shape(spec, shift.shape))
-        for part, own in ((self.parts[k], element[k]) for k in indices):
-            if not isinstance(part, LogitShift):
-                bound = part.bound_leaf(path, leaf.shape, own)
-                leaf = part.move(bound, own, {path: leaf})[path]
-        return leaf.reshape(shift.shape)
-
-
-def _spec_of(specs: Sequence[BlockSpec], path: str) -> BlockSpec:
-    return next(s for s in specs if instance_key(specs, s, path) is not None)
-
-
-def _slice_shape(spec: BlockSpec, shift: tuple[int, ...]) -> tuple[int, ...]:
-    """Shape of the leaf's slice at one vocab entry, from the shape of a shift in an element."""
-    lengths = iter(shift)
-    return tuple(
-        1 if [part.name for part in group] == [VOCAB] else next(lengths)
-        for group in parse_axes("logit_shift", spec.pattern, spec.axes).groups
-    )
+    def _of(self, parts: Sequence[Any]) -> Any:
+        return tuple(parts)

@@ -59,9 +59,11 @@ class Anchored(Reading):
 
     Attributes:
       sequential: whether it calls LAPACK far from the identity: two such calls must not run at once.
+      grows: whether the optimizer inside can be let off the slice along it.
     """
 
     sequential: ClassVar[bool] = False
+    grows: ClassVar[bool] = True
 
     @property
     @abc.abstractmethod

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from gauge_optax.binding import Axes, Instance, binding_error, block_specs, check_specs, frozen_sizes
 from gauge_optax.gauges._scale import ScaleInstance, ScaleReading, scale_factors, scale_motion
-from gauge_optax.gauges.base import BoundGauge, Element
+from gauge_optax.gauges.base import BoundGauge, Effect, Element
 from gauge_optax.gauges.bound import Arrays, Bound
 from gauge_optax.gauges.reading import Motion, Reading
 from gauge_optax.linalg import real_dtype
@@ -119,6 +119,8 @@ class Rescale(BoundGauge):
 
     name: str  # type: ignore[misc]
     degree: float
+    effect: ClassVar[Effect] = "diagonal"
+    balancing: ClassVar[Effect] = "diagonal"
     reserved: ClassVar[tuple[str, ...]] = ()
 
     def assemble(self, named: tuple[str, ...], instances: Sequence[Instance]) -> Bound:
@@ -172,9 +174,6 @@ class Rescale(BoundGauge):
 
     def compose(self, a: Element, b: Element) -> Element:
         return jax.tree.map(jnp.add, a, b)
-
-    def dual(self, element: Element) -> Element:
-        return self.inverse(element)
 
     def fraction(self, element: Element, strength: float | jax.Array) -> Element:
         return jax.tree.map(lambda x: strength * x, element)

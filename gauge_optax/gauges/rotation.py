@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 from gauge_optax.binding import Axes, Instance, block_specs, frozen_sizes
 from gauge_optax.gauges._head import BASIS, HeadBlock, HeadInstance
-from gauge_optax.gauges.base import BoundGauge, Element
+from gauge_optax.gauges.base import BoundGauge, Effect, Element
 from gauge_optax.gauges.bound import Arrays, Bound
 from gauge_optax.gauges.reading import Motion, Reading
 from gauge_optax.gauges.turning import TurnReading, turn_motion
@@ -53,6 +53,8 @@ def head_rotation(blocks: Mapping[str, Axes], *, sizes: Mapping[str, int] | None
 class TurningGauge(BoundGauge):
     """What full rotations and tori share: an orthogonal matrix per head, or per head and plane, acting on rows."""
 
+    effect: ClassVar[Effect] = "orthogonal"
+    balancing: ClassVar[Effect] = "still"
     reserved: ClassVar[tuple[str, ...]] = (BASIS,)
 
     @abc.abstractmethod
@@ -73,9 +75,6 @@ class TurningGauge(BoundGauge):
         for head in bound.rotations:
             moved |= head.turn(moved, self.matrix(element[head.key]))
         return moved
-
-    def dual(self, element: Element) -> Element:
-        return element
 
     def fraction(self, element: Element, strength: float | jax.Array) -> Element:
         return element  # the balance of a compact gauge is the identity

@@ -12,7 +12,8 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from gauge_optax.binding import Axes, Instance, block_specs, frozen_sizes, leaves_by_path
+from gauge_optax._axes import parse_axes
+from gauge_optax.binding import Axes, BlockSpec, Instance, block_specs, frozen_sizes, instance_key, leaves_by_path
 from gauge_optax.gauges._shift import (
     VOCAB,
     ShiftInstance,
@@ -23,7 +24,7 @@ from gauge_optax.gauges._shift import (
     slice_block,
     without_slice,
 )
-from gauge_optax.gauges.base import BoundGauge, Element
+from gauge_optax.gauges.base import BoundGauge, Effect, Element, Gauge
 from gauge_optax.gauges.bound import Arrays, Bound
 from gauge_optax.gauges.reading import Motion, Reading
 from gauge_optax.linalg import real_dtype
@@ -56,6 +57,8 @@ class LogitShift(BoundGauge):
     """See `logit_shift`. Elements: instance → {concrete leaf path: shift, the leaf's shape without vocab}."""
 
     name: ClassVar[str] = "logit_shift"
+    effect: ClassVar[Effect] = "shift"
+    balancing: ClassVar[Effect] = "shift"
     reserved: ClassVar[tuple[str, ...]] = (VOCAB,)
 
     def assemble(self, named: tuple[str, ...], instances: Sequence[Instance]) -> Bound:
@@ -111,14 +114,20 @@ class LogitShift(BoundGauge):
     def compose(self, a: Element, b: Element) -> Element:
         return jax.tree.map(jnp.add, a, b)
 
-    def dual(self, element: Element) -> Element:
-        return element  # vectors do not move
-
     def fraction(self, element: Element, strength: float | jax.Array) -> Element:
         return jax.tree.map(lambda x: strength * x, element)
 
-    def moved_linearly(self, bound: Bound, element: Element, vectors: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-        return dict(vectors)
+    def carried(self, element: Element, by: Sequence[tuple[Gauge, Element]]) -> Element:
+        def after(path: str, shift: jax.Array) -> jax.Array:
+            leaf = shift.reshape(_slice_shape(self.specs, path, shift.shape))
+            for gauge, own in by:
+                leaf = gauge.moved_leaf(path, leaf, own)
+            return leaf.reshape(shift.shape)
+
+        return {key: {path: after(path, x) for path, x in own.items()} for key, own in element.items()}
+
+    def moved_leaf(self, path: str, leaf: jax.Array, element: Element) -> jax.Array:
+        return leaf  # shifts commute
 
     def dim(self, params: Any) -> int:
         return sum(shift_dimensions(b) for b in self.bound(params).shift_blocks)
@@ -131,3 +140,13 @@ class LogitShift(BoundGauge):
                 part = own_slice(block, shifts[block.path]).reshape(element_shape(block))
                 own[block.path] = own[block.path] + part if block.path in own else part
         return packed
+
+
+def _slice_shape(specs: Sequence[BlockSpec], path: str, shift: tuple[int, ...]) -> tuple[int, ...]:
+    """Shape of a leaf's slice at one vocab entry, from the shape of a shift in an element."""
+    spec = next(s for s in specs if instance_key(specs, s, path) is not None)
+    lengths = iter(shift)
+    return tuple(
+        1 if [part.name for part in group] == [VOCAB] else next(lengths)
+        for group in parse_axes("logit_shift", spec.pattern, spec.axes).groups
+    )

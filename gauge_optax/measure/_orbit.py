@@ -13,14 +13,13 @@ from gauge_optax._sequence import in_turn
 from gauge_optax.binding import binding_error
 from gauge_optax.gauges._head import HeadInstance
 from gauge_optax.gauges._scale import ScaleInstance, Values
-from gauge_optax.gauges.base import BoundGauge, Element, Gauges
+from gauge_optax.gauges.base import Effect, Element, Gauge, Gauges
 from gauge_optax.gauges.bound import Arrays, Bound
 from gauge_optax.gauges.product import product
-from gauge_optax.gauges.rescale import Rescale
-from gauge_optax.gauges.rotation import TurningGauge
 from gauge_optax.linalg import lyapunov, matmul, safe_divide, skew
 
-SCALES, ROTATIONS = (Rescale,), (TurningGauge,)
+SCALES: tuple[Effect, ...] = ("diagonal",)
+ROTATIONS: tuple[Effect, ...] = ("orthogonal",)
 _REMEDY = {
     SCALES: "pass one go.rescale, go.norm_scale or go.scale_invariant; rotations have `rotation_leakage`",
     ROTATIONS: "pass one go.head_rotation or go.rope_torus; scales have `rescale_leakage`",
@@ -38,7 +37,7 @@ class Orbit(NamedTuple):
       identity: the gauge's element that moves nothing.
     """
 
-    gauge: BoundGauge
+    gauge: Gauge
     own: Bound
     point: Arrays
     identity: Element
@@ -102,22 +101,22 @@ class Orbit(NamedTuple):
         return jnp.sqrt(jnp.maximum(jnp.sum(matmul(gram, generator) * generator, (-2, -1)), 0.0))
 
 
-def orbit_at(gauge: BoundGauge, params: Any) -> Orbit:
+def orbit_at(gauge: Gauge, params: Any) -> Orbit:
     """The orbit of a gauge at a point."""
     own = gauge.bound(params)
     return Orbit(gauge, own, own.values(params), gauge.identity(params))
 
 
-def one_gauge(caller: str, gauge: Gauges, kinds: tuple[type[BoundGauge], ...]) -> BoundGauge:
-    """The one gauge of these kinds that a measure asks for; raises ValueError for any other, or for several."""
+def one_gauge(caller: str, gauge: Gauges, effects: tuple[Effect, ...]) -> Gauge:
+    """The one gauge with these effects that a measure asks for; raises ValueError for any other, or for several."""
     parts = product(gauge).parts
-    if len(parts) != 1 or not isinstance(parts[0], kinds):
+    if len(parts) != 1 or parts[0].effect not in effects:
         raise binding_error(
             caller,
             "another kind of gauge",
             ", ".join(part.name for part in parts) or "no gauges",
             "one gauge of the kind that this measure reads",
-            _REMEDY[kinds],
+            _REMEDY[effects],
         )
     return parts[0]
 

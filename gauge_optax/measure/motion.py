@@ -14,8 +14,7 @@ import gauge_optax.slice as slices
 from gauge_optax._sequence import in_turn
 from gauge_optax.gauges._head import PLANE, HeadInstance
 from gauge_optax.gauges._linear import LinearInstance, LinearReading
-from gauge_optax.gauges.base import BoundGauge, Element, Gauges
-from gauge_optax.gauges.linear import RopeLinear
+from gauge_optax.gauges.base import Element, Gauge, Gauges
 from gauge_optax.gauges.product import product
 from gauge_optax.linalg import lyapunov, matmul, orthogonal_logarithm, skew, symmetric
 
@@ -106,7 +105,7 @@ def _generator(stretch: jax.Array, turn: jax.Array, element: jax.Array, inverse:
 
 
 def _motion(
-    part: BoundGauge,
+    part: Gauge,
     params: Any,
     moved: Element,
     turns: dict[HeadInstance, jax.Array],
@@ -114,7 +113,7 @@ def _motion(
 ) -> Element:
     bound = part.bound(params)
     angles = {h.key: turns[h][..., 0, 1] if h.named[-1:] == (PLANE,) else turns[h] for h in bound.rotations}
-    if isinstance(part, RopeLinear):
+    if bound.scales and bound.rotations:  # complex numbers
         return {key: jnp.stack([moved[key][..., 0], x], -1) for key, x in angles.items()}
     return angles or {i.key: generators[i] for i in bound.linear} or moved
 

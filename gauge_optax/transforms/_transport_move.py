@@ -1,8 +1,6 @@
 """An explicit gauge move, as an optimizer's state meets it: what it does to vectors and entries.
 
-A part of the move is one of five kinds, and each has its own effect on what a state holds. "still" does nothing; a
-"shift" moves points and no vector; a "diagonal" one multiplies entries; an "orthogonal" one turns bases and keeps
-norms; a "linear" one does neither.
+A part of the move has one of five effects on the vectors that a state holds, as its gauge says (`Gauge.effect`).
 
 Here: the move, and its effect on one array or tree. Not here: which arrays a state holds (`transport`,
 `_transport_own`).
@@ -18,18 +16,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from gauge_optax.binding import binding_error, leaves_by_path, with_leaves
-from gauge_optax.gauges.base import BoundGauge, Element
+from gauge_optax.gauges.base import Effect, Element, Gauge
 from gauge_optax.gauges.bound import Bound
-from gauge_optax.gauges.linear import RopeLinear
 from gauge_optax.gauges.product import Product
-from gauge_optax.gauges.rescale import Rescale
-from gauge_optax.gauges.rotation import TurningGauge
-from gauge_optax.gauges.shift import LogitShift
 from gauge_optax.linalg import real_dtype
 
 Arrays = dict[str, jax.Array]
 Tree = TypeVar("Tree")
-STILL, SHIFT, DIAGONAL, ORTHOGONAL, LINEAR = "still", "shift", "diagonal", "orthogonal", "linear"
 
 
 class Part(NamedTuple):
@@ -38,12 +31,12 @@ class Part(NamedTuple):
     Attributes:
       gauge: the gauge.
       element: its element.
-      kind: one of the five.
+      effect: what it does to vectors.
     """
 
-    gauge: BoundGauge
+    gauge: Gauge
     element: Element
-    kind: str
+    effect: Effect
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -80,14 +73,14 @@ class Move:
         """Shape of every leaf of θ."""
         return {path: jnp.shape(leaf) for path, leaf in leaves_by_path(self.params).items()}
 
-    def of_kind(self, *kinds: str) -> "Move":
-        """Its parts of these kinds."""
-        return dataclasses.replace(self, parts=tuple(part for part in self.parts if part.kind in kinds))
+    def with_effect(self, *effects: Effect) -> "Move":
+        """Its parts with these effects."""
+        return dataclasses.replace(self, parts=tuple(part for part in self.parts if part.effect in effects))
 
-    def binders(self, *kinds: str) -> dict[str, str]:
-        """Leaf path → name of the first gauge of these kinds that binds it."""
+    def binders(self, *effects: Effect) -> dict[str, str]:
+        """Leaf path → name of the first gauge with these effects that binds it."""
         found: dict[str, str] = {}
-        for part in self.of_kind(*kinds).parts:
+        for part in self.with_effect(*effects).parts:
             for path in part.gauge.bound(self.params).offset:
                 found.setdefault(path, part.gauge.name)
         return found
@@ -95,7 +88,7 @@ class Move:
     @functools.cached_property
     def moved(self) -> Mapping[str, str]:
         """Leaf path → name of the first gauge that moves it."""
-        return self.binders(SHIFT, DIAGONAL, ORTHOGONAL, LINEAR)
+        return self.binders("shift", "diagonal", "orthogonal", "linear")
 
     def refuse(self, what: str, gauge: str, found: str, remedy: str = "") -> ValueError:
         """Part of a state that the move cannot carry."""
@@ -110,11 +103,11 @@ class Move:
 
     def vectors(self, leaves: Arrays, outgoing: Collection[str]) -> Arrays:
         """Averages carried along: of updates (tangents) on `outgoing` leaves, of gradients (cotangents) on others."""
-        return self.of_kind(DIAGONAL, ORTHOGONAL, LINEAR)._carried(leaves, outgoing, 1)
+        return self.with_effect("diagonal", "orthogonal", "linear")._carried(leaves, outgoing, 1)
 
     def entries(self, leaves: Arrays, power: int, outgoing: Collection[str]) -> Arrays:
         """The same for averages of this power of every entry: what scales entries multiplies them, all else is left."""
-        return self.of_kind(DIAGONAL)._carried(leaves, outgoing, power)
+        return self.with_effect("diagonal")._carried(leaves, outgoing, power)
 
     def _carried(self, leaves: Arrays, outgoing: Collection[str], times: int) -> Arrays:
         if not self.parts:
@@ -128,38 +121,38 @@ class Move:
 
     @functools.cached_property
     def logs(self) -> tuple[jax.Array, ...]:
-        """log α per scale instance of all parts."""
-        return tuple(
-            element[i.key][..., 0] if isinstance(gauge, RopeLinear) else element[i.key]
-            for gauge, element, _ in self.parts
-            for i in gauge.bound(self.params).scales
-        )
+        """log α per scale instance of all parts; of a complex number, its modulus comes first."""
+        pairs = ((i, element[i.key]) for gauge, element, _ in self.parts for i in gauge.bound(self.params).scales)
+        return tuple(x if x.ndim == len(i.shape) else x[..., 0] for i, x in pairs)
+
+    @functools.cached_property
+    def matrices(self) -> tuple[jax.Array, ...]:
+        """S per linear instance of all parts."""
+        return tuple(element[i.key] for gauge, element, _ in self.parts for i in gauge.bound(self.params).linear)
 
 
-def given(gauge: BoundGauge, element: Element, params: Any) -> Part:
-    """A part of a move, its kind as far as the element can be read while tracing."""
+def given(gauge: Gauge, element: Element, params: Any) -> Part:
+    """A part of a move, its effect as far as the element can be read while tracing."""
     leaves = jax.tree.leaves(element)
     known = not any(isinstance(x, jax.core.Tracer) for x in leaves)
-    if known and all(map(np.array_equal, leaves, jax.tree.leaves(gauge.identity(params)))):
-        return Part(gauge, element, STILL)
-    if isinstance(gauge, LogitShift):
-        return Part(gauge, element, SHIFT)
-    if isinstance(gauge, TurningGauge):
-        return Part(gauge, element, ORTHOGONAL)
-    no_angle = isinstance(gauge, RopeLinear) and known and not any(np.any(x[..., 1]) for x in leaves)
-    return Part(gauge, element, DIAGONAL if no_angle or isinstance(gauge, Rescale) else LINEAR)
-
-
-def towards_balance(gauge: BoundGauge, element: Element) -> Part:
-    """A part of a balance, or of a fraction of one: rotations stay, and of complex numbers the modulus alone moves."""
-    if isinstance(gauge, TurningGauge):
-        return Part(gauge, element, STILL)
-    if isinstance(gauge, LogitShift):
-        return Part(gauge, element, SHIFT)
-    return Part(gauge, element, DIAGONAL if isinstance(gauge, RopeLinear | Rescale) else LINEAR)
+    still = known and all(map(np.array_equal, leaves, jax.tree.leaves(gauge.identity(params))))
+    return Part(gauge, element, "still" if still else gauge.effect_of(element))
 
 
 # Vectors of a tree, or of some of its leaves ---------------------------------------------------------
+
+
+def _moved(group: Product, element: Element, params: Any, tree: Tree, dual: bool) -> Tree:
+    own, whole = leaves_by_path(tree), group.bound(params).offset
+    shapes = {path: leaf.shape for path, leaf in leaves_by_path(params).items() if path in whole}
+    vectors = {
+        path: jnp.asarray(own[path], real_dtype()) if path in own else jnp.zeros(shape, real_dtype())
+        for path, shape in shapes.items()
+    }
+    for part, by in zip(group.parts, element, strict=True):
+        bound, back = part.bound(params), part.inverse(by)
+        vectors |= part.motion(bound, back, by).pull(vectors) if dual else part.motion(bound, by, back).push(vectors)
+    return with_leaves(tree, {path: x.astype(own[path].dtype) for path, x in vectors.items() if path in own})
 
 
 def move_tangent(group: Product, element: Element, params: Any, tangent: Tree) -> Tree:
@@ -174,20 +167,9 @@ def move_tangent(group: Product, element: Element, params: Any, tangent: Tree) -
     Returns:
       The tangent, every leaf in its own dtype.
     """
-    own = leaves_by_path(tangent)
-    whole = group.bound(params).offset
-    shapes = {path: leaf.shape for path, leaf in leaves_by_path(params).items() if path in whole}
-    vectors = {
-        path: jnp.asarray(own[path], real_dtype()) if path in own else jnp.zeros(shape, real_dtype())
-        for path, shape in shapes.items()
-    }
-    for part, part_element in zip(group.parts, element, strict=True):
-        bound = part.bound(params)
-        vectors |= part.moved_linearly(bound, part_element, {path: vectors[path] for path in bound.offset})
-    moved = {path: x.astype(own[path].dtype) for path, x in vectors.items() if path in own}
-    return with_leaves(tangent, moved)
+    return _moved(group, element, params, tangent, dual=False)
 
 
 def move_cotangent(group: Product, element: Element, params: Any, cotangent: Tree) -> Tree:
     """A cotangent at θ carried to g·θ: as `move_tangent`, by the inverse transpose."""
-    return move_tangent(group, group.dual(element), params, cotangent)
+    return _moved(group, element, params, cotangent, dual=True)

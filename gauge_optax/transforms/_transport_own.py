@@ -10,11 +10,10 @@ import jax
 import jax.numpy as jnp
 
 from gauge_optax.binding import binding_error
-from gauge_optax.gauges.linear import HeadLinear
 from gauge_optax.linalg import matmul, transpose
 from gauge_optax.quotient import QuotientState
 from gauge_optax.slice import Frame, chart, framed
-from gauge_optax.transforms._transport_move import DIAGONAL, LINEAR, SHIFT, Move
+from gauge_optax.transforms._transport_move import Move
 from gauge_optax.transforms.decay import AddGaugeDecayState
 from gauge_optax.transforms.hyperball import HyperballState
 from gauge_optax.transforms.opposite_gram import OppositeInverses, ScaleByOppositeGramState
@@ -39,12 +38,11 @@ def _opposite_gram(
         (up * jnp.exp(2.0 * x), down * jnp.exp(-2.0 * p * x))
         for (up, down), (x, p) in zip(kept.scales, logs, strict=True)
     ]
-    matrices = [x for part in move.parts if isinstance(part.gauge, HeadLinear) for x in part.element.values()]
-    if matrices and kept.linear[0][0].ndim != matrices[0].ndim:  # diagonals, which no change of basis keeps
+    if move.matrices and kept.linear[0][0].ndim != move.matrices[0].ndim:  # diagonals, which no change of basis keeps
         return state._replace(age=jnp.zeros_like(state.age)), after
     linear = [
         (_conjugated(left, s), _conjugated(right, transpose(jnp.linalg.inv(s))))
-        for (left, right), s in zip(kept.linear, matrices, strict=True)
+        for (left, right), s in zip(kept.linear, move.matrices, strict=True)
     ]
     return state._replace(gauges=OppositeInverses(tuple(scales), tuple(linear))), after
 
@@ -70,7 +68,7 @@ def _decay(move: Move, state: AddGaugeDecayState, outgoing: Outgoing) -> tuple[A
 def _hyperball(move: Move, state: HyperballState, outgoing: Outgoing) -> tuple[HyperballState, Outgoing]:
     """Radii are norms of coordinates. They cannot be reset: a radius of zero would let go of the weights."""
     radii = state.radius if isinstance(state.radius, dict) else {}
-    moved = {path: name for path, name in move.binders(DIAGONAL, LINEAR, SHIFT).items() if path in radii}
+    moved = {path: name for path, name in move.binders("diagonal", "linear", "shift").items() if path in radii}
     if moved and move.on_unknown != "keep":
         path, name = next(iter(moved.items()))
         raise move.refuse(

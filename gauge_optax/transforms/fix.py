@@ -20,9 +20,8 @@ from gauge_optax._arguments import require_choice, require_params
 from gauge_optax.binding import binding_error, is_empty
 from gauge_optax.gauges.base import Gauges
 from gauge_optax.gauges.product import Product, product
-from gauge_optax.gauges.rotation import TurningGauge
 from gauge_optax.transforms._common import float_leaves, in_dtype_of
-from gauge_optax.transforms._transport_move import Move, towards_balance
+from gauge_optax.transforms._transport_move import Move, Part
 from gauge_optax.transforms.transport import ON_UNKNOWN, carried
 
 _NAME = "gauge_fix"
@@ -91,7 +90,7 @@ def gauge_fix(
     require_choice(_NAME, "on_unknown", on_unknown, ON_UNKNOWN)
     _check_numbers(every, strength)
     group = product(gauges)
-    moving = Product(tuple(part for part in group.parts if not isinstance(part, TurningGauge)))
+    moving = Product(tuple(part for part in group.parts if part.balancing != "still"))
     within = optax.with_extra_args_support(optax.identity() if inner is None else inner)
 
     def init_fn(params: optax.Params) -> GaugeFixState:
@@ -109,11 +108,11 @@ def gauge_fix(
         if transport:
             # Rotations have no balance, but a state of ours knows its gauges by the whole list.
             own = iter(element)
-            parts = [
-                towards_balance(part, part.identity(params) if isinstance(part, TurningGauge) else next(own))
+            parts = tuple(
+                Part(part, part.identity(params) if part.balancing == "still" else next(own), part.balancing)
                 for part in group.parts
-            ]
-            state = carried(Move(tuple(parts), params, on_unknown), state)
+            )
+            state = carried(Move(parts, params, on_unknown), state)
         return in_dtype_of(updates, chords), state
 
     def update_fn(

@@ -20,7 +20,7 @@ from gauge_optax._arguments import require_choice
 from gauge_optax.binding import binding_error, is_empty, leaves_by_path, with_leaves
 from gauge_optax.gauges.base import Element, Gauge, Gauges
 from gauge_optax.gauges.product import Product, product
-from gauge_optax.transforms._transport_move import LINEAR, ORTHOGONAL, Move, given
+from gauge_optax.transforms._transport_move import Move, given
 from gauge_optax.transforms._transport_own import OWN_RULES, Outgoing, Rule
 
 Arrays = dict[str, jax.Array]
@@ -207,7 +207,7 @@ def _averages(fields: Mapping[str, _Average], preconditions: bool, move: Move, s
     leaves = {name: leaves_by_path(getattr(state, name)) for name in fields}
     paths = frozenset(path for own in leaves.values() for path in own)
     entrywise = [name for name, average in fields.items() if average.power > 1]
-    mixed = move.binders(ORTHOGONAL, LINEAR) if entrywise else {}
+    mixed = move.binders("orthogonal", "linear") if entrywise else {}
     mixed = {path: gauge for path, gauge in mixed.items() if path in paths}
     if mixed and move.on_unknown == "error":
         path, gauge = next(iter(mixed.items()))

@@ -22,6 +22,7 @@ Tree = Any
 
 HEADS = {"": (2, 4, 4)}
 ELEMENTS: dict[str, Any] = {
+    "user_gauge/translation": {"": (4,)},
     "logit_shift/kernel": {"": {"kernel": (6,)}},
     "logit_shift/kernel_bias": {"": {"kernel": (6,), "bias": ()}},
     "logit_shift/bias": {"": {"bias": ()}},
@@ -388,7 +389,7 @@ def test_vertical_is_along_the_orbit_and_horizontal_is_not_read(exact: Subject) 
 
 def test_frame_is_that_of_the_dense_oracle(exact: Subject) -> None:
     """Log-scales, in element order."""
-    others = ("logit_shift", "head_linear", *COMPACT)
+    others = ("logit_shift", "translation", "head_linear", *COMPACT)
     found = [
         np.ravel(x[..., 0] if gauge.name == "rope_linear" else x)
         for gauge, own in exact.parts(exact.frame(exact.params))

@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
+import jax
+
 
 def require_params(transformation: str, params: Any) -> None:
     """Raises ValueError where `update` was called without the parameters."""
@@ -23,4 +25,15 @@ def require_choice(transformation: str, argument: str, value: object, choices: S
             f"  found:    {value!r}\n"
             f"  expected: one of {', '.join(map(repr, choices))}\n"
             f"  remedy:   write {argument}={choices[0]!r}"
+        )
+
+
+def require_values(transformation: str, params: Any) -> None:
+    """Raises ValueError where `init` was called with shapes in place of parameters."""
+    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(params)):
+        raise ValueError(
+            f"{transformation}: init was called with shapes alone\n"
+            f"  found:    jax.ShapeDtypeStruct leaves\n"
+            f"  expected: arrays: the frame is read off their values\n"
+            f"  remedy:   write jax.eval_shape(tx.init, params) for the shapes of the state"
         )

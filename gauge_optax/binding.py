@@ -13,6 +13,8 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax.numpy as jnp
+
 from gauge_optax._axes import Site, parse_axes, solve_sizes
 from gauge_optax._blocks import Block, bind_leaf, overlap, resolve_block
 from gauge_optax._paths import (
@@ -133,7 +135,7 @@ def bind(
 
     Raises:
       ValueError: a pattern without a leaf in some instance, a hidden leaf, wrong ranks, lengths that disagree
-        or stay unknown, indices out of range, blocks that overlap.
+        or stay unknown, indices out of range, blocks that overlap, leaves that are not of floating-point numbers.
 
     >>> from gauge_optax.binding import bind, block_specs
     >>> specs = block_specs("rescale", "up", {"{i}/up": "_ channel"})
@@ -143,7 +145,9 @@ def bind(
     """
     shown, hidden = shown_and_hidden(tree)
     leaves = tuple((path, leaf_shape(leaf)) for path, leaf in shown.items())
-    return _bind(gauge, tuple(specs), tuple(sizes), tuple(reserved), leaves, hidden)
+    binding = _bind(gauge, tuple(specs), tuple(sizes), tuple(reserved), leaves, hidden)
+    _check_real(gauge, binding, shown)
+    return binding
 
 
 _Captures = tuple[str, ...]
@@ -256,6 +260,16 @@ def _instance(
     blocks = tuple(resolve_block(gauge, role, site, known) for role, site in sites)
     names = dict.fromkeys(label for block in blocks for label in block.labels if label != "_")
     return Instance(key, blocks, tuple((name, known[name]) for name in names))
+
+
+def _check_real(gauge: str, binding: Binding, leaves: Mapping[str, Any]) -> None:
+    for path in dict.fromkeys(block.path for instance in binding.instances for block in instance.blocks):
+        dtype = getattr(leaves[path], "dtype", None)
+        if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
+            raise binding_error(
+                gauge, f"not on real numbers: '{path}'", f"a leaf of {dtype}", "floating-point leaves",
+                "leave it out of the gauge; of complex weights, keep real and imaginary parts as leaves of their own",
+            )  # fmt: skip
 
 
 def _check_overlap(gauge: str, blocks: Sequence[Block]) -> None:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 
 import gauge_optax.slice as slices
-from gauge_optax._arguments import require_params
+from gauge_optax._arguments import require_params, require_values
 from gauge_optax._layout import layout
 from gauge_optax.binding import is_empty, leaves_by_path, with_leaves
 from gauge_optax.gauges.base import Gauges
@@ -97,6 +97,7 @@ def wrapped(
     def init_fn(params: optax.Params) -> QuotientState:
         if is_empty(params):
             return QuotientState(jnp.zeros(()), inner.init(params))
+        require_values(name, params)
         on, laid = slices.chart(group, params), layout(params)
         chosen = None if turned is None else functools.partial(turned, params)
         with laid.left_open():

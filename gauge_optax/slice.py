@@ -38,18 +38,29 @@ class Frame(NamedTuple):
     """What is kept of the starting point.
 
     Attributes:
-      element: F, an element of the product; its shifts are measured where `act` adds them.
-      inverse: gauge by gauge, the inverse of F's parts: no step inverts a matrix.
+      elements: F by gauge, under a label that says which gauge on which leaves; shifts are measured where `act` adds
+        them.
+      inverses: the inverse of each: no step inverts a matrix.
       live: per anchored reading, in their order, the channels that were read off their first anchor: those are fixed at
         every step.
       grown: per anchored reading, in their order, how far the optimizer inside has left the slice: it is at θ̃ = A·θ̂.
         Empty where it is kept there.
     """
 
-    element: Element
-    inverse: Element
+    elements: dict[str, Element]
+    inverses: dict[str, Element]
     live: tuple[jax.Array, ...]
     grown: tuple[jax.Array, ...]
+
+    @property
+    def element(self) -> Element:
+        """F, an element of the product."""
+        return tuple(self.elements[label] for label in sorted(self.elements))
+
+    @property
+    def inverse(self) -> Element:
+        """The inverses of its parts, in their order."""
+        return tuple(self.inverses[label] for label in sorted(self.inverses))
 
 
 def chart(group: Product, params: Any) -> Chart:
@@ -65,8 +76,9 @@ def read(on: Chart, params: Any, turned: Callable[[Turning], bool] | None = None
 
 def framed(on: Chart, element: Element, live: tuple[jax.Array, ...]) -> Frame:
     """A frame from its element."""
-    inverse = tuple(part.inverse(own) for (part, _), own in zip(on.parts, element, strict=True))
-    return Frame(element, inverse, live, ())
+    inverse = [part.inverse(own) for (part, _), own in zip(on.parts, element, strict=True)]
+    labels = on.labels
+    return Frame(dict(zip(labels, element, strict=True)), dict(zip(labels, inverse, strict=True)), live, ())
 
 
 def unpinned(on: Chart, frame: Frame) -> Frame:
@@ -83,7 +95,8 @@ def in_order(on: Chart) -> tuple[Anchored, ...]:
 
 
 def motions(on: Chart, frame: Frame) -> tuple[Motion, ...]:
-    """The frame of every gauge, ready to be applied."""
+    """The frame of every gauge, ready to be applied. Raises ValueError where it is that of other gauges."""
+    on.check(frame.elements)
     return chart_motions(on, frame.element, frame.inverse)
 
 

@@ -91,6 +91,13 @@ class Bound:
                 "gradients or updates of the same structure as params",
                 "pass the gradients of the very parameters that are passed as params",
             )
+        for block in self.blocks:
+            if jnp.shape(leaves[block.path]) != block.shape:
+                raise binding_error(
+                    "gauges", f"an update of another shape for '{block.path}'", f"{jnp.shape(leaves[block.path])}",
+                    f"{block.shape}, the parameter's",
+                    "pass gradients of the very parameters that are passed as params",
+                )  # fmt: skip
         return {p: jnp.asarray(leaves[p], dtype) for p in self.offset}
 
     @functools.cached_property

@@ -6,13 +6,15 @@ is done on the slice (`gauge_optax.slice`).
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 
 from gauge_optax._sequence import after
+from gauge_optax.binding import binding_error
 from gauge_optax.gauges.bound import Bound
 from gauge_optax.gauges.reading import Anchored, Arrays, Motion, Order, Place, Reading, Turning, order_of
 from gauge_optax.linalg import real_dtype
@@ -20,6 +22,10 @@ from gauge_optax.linalg import real_dtype
 
 class Part(Protocol):
     """What a chart needs of one gauge of a product."""
+
+    @property
+    def name(self) -> str:
+        """For messages."""
 
     def readings(self, bound: Bound) -> tuple[Reading, ...]:
         """Its readings on a tree."""
@@ -59,6 +65,21 @@ class Chart:
     joint: Bound
 
     @functools.cached_property
+    def labels(self) -> tuple[str, ...]:
+        """Every gauge's place in the list, its name, and a checksum of what it binds: what a state was made with."""
+        return tuple(f"{at:03d}.{part.name}.{_checksum(part, own):08x}" for at, (part, own) in enumerate(self.parts))
+
+    def check(self, labels: Collection[str]) -> None:
+        """Raises ValueError where a state with these labels was made with other gauges, or on other leaves."""
+        if set(labels) != set(self.labels):
+            raise binding_error(
+                "gauges", "a state of other gauges",
+                ", ".join(sorted(labels)) or "none", ", ".join(self.labels) or "none",
+                "give the optimizer the list that its state was made with, in that order and on leaves of those "
+                "shapes; or start anew by tx.init(params)",
+            )  # fmt: skip
+
+    @functools.cached_property
     def readings(self) -> tuple[Reading, ...]:
         """Of all gauges."""
         return tuple(reading for part, bound in self.parts for reading in part.readings(bound))
@@ -77,6 +98,11 @@ class Chart:
     def order(self) -> Order:
         """Where and in what order the anchored ones are taken."""
         return order_of(self.anchored)
+
+
+def _checksum(part: Part, bound: Bound) -> int:
+    written = repr(part) if dataclasses.is_dataclass(part) else type(part).__qualname__
+    return zlib.crc32(f"{written} {[(b.path, b.axes, b.shape) for b in bound.blocks]}".encode())
 
 
 def read(

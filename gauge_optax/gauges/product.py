@@ -61,6 +61,11 @@ def product(gauges: "Gauge | Sequence[Gauge]") -> "Product":
                 "a gauge, or a sequence of gauges",
                 "pass what go.rescale(...) and the like return",
             )
+    twice = next((part for at, part in enumerate(parts) if part in parts[:at]), None)
+    if twice is not None:
+        raise binding_error(
+            "product", "a gauge given twice", f"{twice!r}", "every gauge once in a list", "drop one of the two"
+        )
     return Product(tuple(parts))
 
 

@@ -117,7 +117,7 @@ def ddc(group: Product, options: Options, polar: Polar | None = None) -> optax.G
         if is_empty(params):
             return ScaleByDDCState(count, mu, nu, jnp.zeros(()))
         on = group.chart(params)
-        _check(on)
+        _check(on, params)
         values = on.joint.vectors(params)
         lengths = [own.length(own.squares(values)) for own in carried(on)]
         mus, nus = (tuple(jnp.zeros_like(s) for s in lengths) for _ in range(2))
@@ -267,8 +267,8 @@ def _radial(
     return out, tuple(mus), tuple(nus)
 
 
-def _check(on: Chart) -> None:
-    """Raises ValueError where GL(d) is among the gauges: its anchors have no length."""
+def _check(on: Chart, params: optax.Params) -> None:
+    """Raises ValueError where GL(d) is among the gauges, whose anchors have no length, and of complex leaves."""
     if on.joint.linear:
         first = on.joint.linear[0]
         raise binding_error(
@@ -277,6 +277,12 @@ def _check(on: Chart) -> None:
             "write go.quotient_adamw or go.quotient_muon, which take the whole list, or put go.head_rotation in its "
             "place",
         )  # fmt: skip
+    for path, leaf in leaves_by_path(params).items():
+        if jnp.iscomplexobj(leaf):
+            raise binding_error(
+                "scale_by_ddc", f"a complex leaf '{path}'", f"{leaf.dtype}", "real leaves",
+                "mask it with optax.masked, or write go.quotient(optax.adamw(...)), which leaves it to Optax",
+            )  # fmt: skip
 
 
 def _like(tree: Any, leaves: Mapping[str, jax.Array]) -> Any:

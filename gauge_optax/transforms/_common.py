@@ -14,8 +14,9 @@ from gauge_optax.linalg import real_dtype
 
 
 def float_leaves(tree: Any) -> dict[str, jax.Array]:
-    """Leaves by path in the computing dtype."""
-    return {path: jnp.asarray(leaf, real_dtype()) for path, leaf in leaves_by_path(tree).items()}
+    """Leaves by path in the computing dtype; complex ones as they are."""
+    leaves = leaves_by_path(tree)
+    return {path: x if jnp.iscomplexobj(x) else jnp.asarray(x, real_dtype()) for path, x in leaves.items()}
 
 
 def in_dtype_of(tree: Any, leaves: Mapping[str, jax.Array]) -> Any:

@@ -20,7 +20,7 @@ from gauge_optax._arguments import require_choice, require_params
 from gauge_optax.binding import binding_error, is_empty
 from gauge_optax.gauges.base import Gauges
 from gauge_optax.gauges.product import Product, product
-from gauge_optax.transforms._common import float_leaves, in_dtype_of
+from gauge_optax.transforms._common import in_dtype_of
 from gauge_optax.transforms._transport_move import Move, Part
 from gauge_optax.transforms.transport import ON_UNKNOWN, carried
 
@@ -103,8 +103,9 @@ def gauge_fix(
         frame = moving.frame(after)
         whole = isinstance(strength, float | int) and strength == 1
         element = moving.inverse(frame if whole else moving.fraction(frame, strength))
-        there, before = (float_leaves(tree) for tree in (moving.act(element, after), params))
-        chords = {path: there[path] - before[path] for path in moving.bound(params).offset}
+        bound = moving.bound(params)
+        there, before = (bound.vectors(tree) for tree in (moving.act(element, after), params))
+        chords = {path: x - before[path] for path, x in there.items()}
         if transport:
             # Rotations have no balance, but a state of ours knows its gauges by the whole list.
             own = iter(element)

@@ -170,6 +170,7 @@ def scale_by_opposite_gram(
         if always:
             inverses = fresh()
         else:
+            _check_kept(state.gauges, jax.eval_shape(fresh))
             inverses = jax.lax.cond(state.age == 0, fresh, lambda: state.gauges)
             state = ScaleByOppositeGramState(inverses, jnp.where(state.age + 1 < every, state.age + 1, 0))
         return in_dtype_of(updates, _corrected(bound, inverses, vectors)), state
@@ -280,6 +281,15 @@ def _shared(path: str, first: str, second: str) -> ValueError:
         "at most one gauge with two sides per entry",
         "drop one from this list; or write go.quotient(tx, gauges), which takes both",
     )  # fmt: skip
+
+
+def _check_kept(kept: Any, fresh: Any) -> None:
+    found, expected = (jax.tree.map(jnp.shape, inverses) for inverses in (kept, fresh))
+    if found != expected:
+        raise binding_error(
+            _NAME, "a state of other gauges", f"{found}", f"{expected}",
+            "give it the list that its state was made with, on leaves of those shapes; or start anew: tx.init(params)",
+        )  # fmt: skip
 
 
 def _check_damping(damping: Any) -> None:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 import gauge_optax.slice as slices
-from gauge_optax._arguments import require_params
+from gauge_optax._arguments import require_params, require_values
 from gauge_optax._layout import layout
 from gauge_optax.binding import is_empty
 from gauge_optax.gauges.base import Gauges
@@ -54,6 +54,7 @@ def gauge_retract(gauges: Gauges) -> optax.GradientTransformationExtraArgs:
     def init_fn(params: optax.Params) -> GaugeRetractState:
         if is_empty(params):
             return GaugeRetractState(jnp.zeros(()))
+        require_values("gauge_retract", params)
         laid = layout(params)
         with laid.left_open():
             frame = slices.read(slices.chart(group, params), laid.enter(params))

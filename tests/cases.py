@@ -99,13 +99,13 @@ def _params(**shapes: tuple[int, ...]) -> Callable[[jax.Array], Tree]:
 
 def _lm_params(config: lm.LMConfig, key: jax.Array) -> Tree:
     """A language model's parameters in general position: no zero bias, no unit scale."""
-    shapes, treedef = jax.tree.flatten(_lm_parts(config)[0])
+    shapes, treedef = jax.tree.flatten(lm_parts(config)[0])
     drawn = _draw(key, [x.shape for x in shapes])
     return treedef.unflatten([0.4 * x + (1.0 if x.ndim == 1 else 0.0) for x in drawn])
 
 
 @functools.lru_cache(maxsize=4)
-def _lm_parts(config: lm.LMConfig) -> tuple[Tree, Callable[[Tree, np.ndarray], jax.Array]]:
+def lm_parts(config: lm.LMConfig) -> tuple[Tree, Callable[[Tree, np.ndarray], jax.Array]]:
     """The shapes of the parameters, and loss(params, tokens); nothing is initialised."""
     graphdef, state = nnx.split(nnx.eval_shape(lambda: lm.build(config, nnx.Rngs(0))))
     return nnx.to_pure_dict(state), lambda p, tokens: lm.loss_fn(nnx.merge(graphdef, p), tokens)
@@ -249,7 +249,7 @@ def _semidirect_loss(p: Tree) -> jax.Array:
 
 def _lm_loss(config: lm.LMConfig, p: Tree) -> jax.Array:
     tokens = np.random.default_rng(0).integers(config.vocab, size=(3, config.max_len + 1))
-    return _lm_parts(config)[1](p, tokens)
+    return lm_parts(config)[1](p, tokens)
 
 
 # Gauges -------------------------------------------------------------------------------------------
@@ -649,11 +649,12 @@ TRANSFORM_CASES: tuple[TransformCase, ...] = (
 # Rows that go through the code of another row of their kind, with another binding or one option more. What is theirs
 # alone is checked where bindings and options are; the whole matrix is run with the slow tests.
 VARIANTS: frozenset[str] = frozenset({
-    "logit_shift/kernel", "logit_shift/bias", "logit_shift/padded", "logit_shift/two_heads",
-    "rescale/channel", "rescale/degree_3", "rescale/block", "norm_scale/bias", "scale_invariant/kernel",
-    "head_rotation/mha", "head_rotation/mqa", "head_rotation/bias", "head_rotation/value_out", "head_rotation/scanned",
-    "rope_torus/half", "rope_torus/gqa", "head_linear/value_out", "head_linear/fused", "rope_linear/partial",
-    "product/gpt", "product/semidirect_reversed",
+    "logit_shift/kernel", "logit_shift/bias", "logit_shift/padded", "logit_shift/two_heads", "logit_shift/two_gauges",
+    "logit_shift/grouped", "rescale/channel", "rescale/degree_2", "rescale/degree_3", "rescale/block", "rescale/gate",
+    "norm_scale/bias", "scale_invariant/kernel", "head_rotation/mha", "head_rotation/mqa", "head_rotation/bias",
+    "head_rotation/value_out", "head_rotation/scanned", "head_rotation/fused", "rope_torus/half", "rope_torus/gqa",
+    "rope_torus/interleaved", "head_linear/value_out", "head_linear/fused", "head_linear/gqa", "rope_linear/partial",
+    "product/gpt", "product/linear", "product/chain", "product/semidirect_reversed",
     "gauge_project/update", "gauge_project/linear", "scale_by_ddc/per_head_scalar", "scale_by_ddc/none",
     "scale_by_ddc/sgd", "scale_by_ddc/log", "scale_by_ddc/nesterov", "add_gauge_decay/number", "gauge_fix/none",
     "hyperball/initial", "hyperball/number", "scale_by_opposite_gram/full", "ddc_adamw/schedule", "quotient/lion",

@@ -1,21 +1,30 @@
 """What every test may ask for: float64 that ends with the test, and a watch that it did end."""
 
 from collections.abc import Iterator
+from fnmatch import fnmatchcase
 
 import jax
 import jax.numpy as jnp
 import pytest
 
 from tests.cases import VARIANTS
+from tests.slow import SLOW
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Rows of `cases.VARIANTS` are slow tests."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Rows of `cases.VARIANTS` and tests of `slow.SLOW` are slow tests."""
+    used = set()
     for item in items:
         given = item.callspec.params.values() if isinstance(item, pytest.Function) and hasattr(item, "callspec") else ()
-        if any(getattr(value, "name", None) in VARIANTS for value in given):
+        own = {pattern for pattern in SLOW if fnmatchcase(item.nodeid.removeprefix("tests/"), pattern)}
+        if own or any(getattr(value, "name", None) in VARIANTS for value in given):
             item.add_marker(pytest.mark.slow)
+        used |= own
+    files = {item.nodeid.split("::")[0].removeprefix("tests/") for item in items}
+    stale = [pattern for pattern in SLOW if pattern not in used and pattern.split("::")[0] in files]
+    if stale and not any("::" in argument for argument in config.args):
+        raise pytest.UsageError(f"tests/slow.py: no test is called {stale[0]}")
 
 
 @pytest.fixture(autouse=True)

@@ -72,6 +72,17 @@ def zeros_like(tree: Tree, dtype: Any = None) -> Tree:
     return jax.tree.map(zeros, tree)
 
 
+def lying_like(like: Tree, tree: Tree) -> Tree:
+    """A tree that under `jit` lies, leaf by leaf, where another of the same shapes lies."""
+
+    def tied(own: Any, x: Any) -> Any:
+        if isinstance(own, jax.core.Tracer) and jnp.issubdtype(own.dtype, jnp.floating):
+            return jnp.where(jnp.greater(own, jnp.inf), own, x)  # never; the compiler does not know that
+        return x
+
+    return jax.tree.map(tied, like, tree)
+
+
 def _place(leaf: Any) -> NamedSharding | None:
     """An array's sharding, as far as that is explicit."""
     if not isinstance(leaf, jax.Array) or not (found := jax.typeof(leaf).sharding).mesh.explicit_axes:

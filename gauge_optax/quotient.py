@@ -12,7 +12,7 @@ import optax
 
 import gauge_optax.slice as slices
 from gauge_optax._arguments import require_params, require_values
-from gauge_optax._layout import layout
+from gauge_optax._layout import layout, lying_like
 from gauge_optax.binding import is_empty, leaves_by_path, with_leaves
 from gauge_optax.gauges.base import Gauges
 from gauge_optax.gauges.product import product
@@ -105,7 +105,7 @@ def wrapped(
             frame = slices.read(on, here, chosen)
             point = with_leaves(here, slices.enter(slices.motions(on, frame), on.joint.values(here)))
             frame = frame if pin else slices.unpinned(on, frame)
-        return QuotientState(laid.leave(frame), inner.init(laid.leave(point, like=params)))
+        return QuotientState(laid.leave(frame), inner.init(lying_like(params, laid.leave(point, like=params))))
 
     def update_fn(
         updates: optax.Updates, state: QuotientState, params: optax.Params | None = None, **extra: Any

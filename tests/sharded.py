@@ -126,8 +126,8 @@ class Trainer:
 
     def __init__(self, model: str, optimizer: str, linear: bool = False, kind: AxisType = AxisType.Auto) -> None:
         self.config, self.kind = MODELS[model], kind
-        # A quotient merges the rows of grouped heads, which are gathered where one of their axes is dealt out.
-        grouped = optimizer in QUOTIENTS and self.config.heads > self.config.kv_heads
+        # The rows of grouped heads are merged, and gathered where one of their axes is dealt out.
+        grouped = self.config.heads > self.config.kv_heads
         self.local = optimizer in LOCAL and not grouped
         self.placed = ("mu", "nu") if optimizer in OPTIMIZERS or kind == AxisType.Explicit else ()
         self.params, self.tokens, self.loss = start(self.config)

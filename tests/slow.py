@@ -1,4 +1,4 @@
-"""Tests that `make test` leaves to `make test-all`, and why: a pattern of test ids, as `fnmatch` reads it, and a reason.
+"""Tests that `make test` leaves to `make test-all`, and why: patterns of test ids, as `fnmatch` reads them.
 
 A test is quick where it is the only one that would notice: one net, one precision, one optimizer of a kind. What is
 minutes by nature is marked where it stands.
@@ -10,9 +10,26 @@ OTHER_OPTIMIZER = "the same promise around another optimizer"
 LONG = "long for what it adds to the quick tests beside it"
 
 SLOW: dict[str, str] = {
+    "gauges/test_conformance.py::test_*-float32]": OTHER_PRECISION,
+    "test_slice.py::test_the_same_optimizers_alone_tell_twins_apart[[][!al]*": OTHER_OPTIMIZER,
+    "test_slice.py::test_the_same_optimizers_alone_tell_twins_apart[[]adafactor]": OTHER_OPTIMIZER,
+    "test_slice.py::test_twins_under_signs_polar_factors_and_clipping[[]clip_sgd]": OTHER_OPTIMIZER,
     "test_slice.py::test_twins_under_adamw[[]gpt-float32]": OTHER_PRECISION,
     "test_slice.py::test_twins_under_adamw[[]llama-float64]": OTHER_PRECISION,
     "test_slice.py::test_unpinned_optimizers_take_the_steps_that_they_take_alone[[]contrib.muon-True]": OTHER_OPTIMIZER,
+    "test_quotient.py::test_gradients_of_any_size_make_one_step[[]*]": "the slice's test of the same promise is quick",
+    "test_conformance.py::test_three_donated_steps_in_bfloat16[[][!qdg]*]": OTHER_OPTIMIZER,
+    "test_transport.py::test_a_state_moves_to_where_its_twin_is[[]*muon*]": OTHER_OPTIMIZER,
+    "test_transport.py::test_a_state_moves_to_where_its_twin_is[[]*head*]": OTHER_OPTIMIZER,
+    "test_testing.py::test_a_projected_update_is_horizontal_and_an_arbitrary_one_is_not[[]product/linear-*]": OTHER_NET,
+    "test_testing.py::test_a_projected_update_is_horizontal_and_an_arbitrary_one_is_not[[]product/chain-*]": OTHER_NET,
+    "test_frameworks.py::test_nnx_optimizer_takes_the_steps_of_a_plain_dict[[]mask]": OTHER_OPTIMIZER,
+    "measure/test_sensitivity.py::test_all_of_them_see_linear_changes_and_adamw_more_than_muon": LONG,
+    "test_studies.py::test_linear_settles_where_predicted_and_log_collapses": LONG,
+    "test_studies.py::test_a_killed_study_resumes_to_the_same_file": "a killed example is quick",
+    "test_benchmarks.py::test_a_row_is_timed_beside_adamw": LONG,
+    "measure/test_leakage.py::test_second_order_is_the_gap_between_step_and_flow[[]*-fixed]": OTHER_NET,
+    "test_slice.py::test_unpinned_optimizers_take_the_steps_that_they_take_alone[[]adamw-True]": LONG,
     "test_slice.py::test_a_rate_ahead_of_the_wrapper_is_one_inside": LONG,
     "test_slice.py::test_seeds_may_be_mapped_over": LONG,
     "test_slice.py::test_updates_can_be_differentiated_in_reverse": LONG,
@@ -52,8 +69,8 @@ SLOW: dict[str, str] = {
     "measure/test_sensitivity.py::test_spectral_and_linear_steps_do_not_see_rotations[[]*muon*]": OTHER_OPTIMIZER,
     "test_sharding.py::test_eight_devices_equal_one[[]*]": "a mesh of eight devices is in the quick test beside it",
     "test_examples.py::test_self_tests_resume_and_tell_readings_of_the_reference_apart": LONG,
-    "gauges/test_by_action.py::test_twins_under_a_list_with_a_users_gauge_are_one_function[[]*-float32]": OTHER_PRECISION,
-    "gauges/test_by_action.py::test_twins_under_a_list_with_a_users_gauge_are_one_function[[]chain-*]": OTHER_OPTIMIZER,
-    "gauges/test_by_action.py::test_twins_under_a_list_with_a_users_gauge_are_one_function[[]lion-*]": OTHER_OPTIMIZER,
-    "gauges/test_by_action.py::test_twins_under_a_list_with_a_users_gauge_are_one_function[[]ddc_muon-*]": OTHER_OPTIMIZER,
+    "gauges/test_by_action.py::test_twins_under_a_list_with_a_users_gauge[[]*-float32]": OTHER_PRECISION,
+    "gauges/test_by_action.py::test_twins_under_a_list_with_a_users_gauge[[]chain-*]": OTHER_OPTIMIZER,
+    "gauges/test_by_action.py::test_twins_under_a_list_with_a_users_gauge[[]lion-*]": OTHER_OPTIMIZER,
+    "gauges/test_by_action.py::test_twins_under_a_list_with_a_users_gauge[[]ddc_muon-*]": OTHER_OPTIMIZER,
 }

@@ -199,7 +199,7 @@ def test_leaves_without_a_gauge_get_adamw(nesterov: bool) -> None:
     options: dict[str, Any] = {"weight_decay": 0.1, "nesterov": nesterov}
     ends = []
     for tx in (go.ddc_adamw(0.01, gauge, **options), optax.adamw(0.01, **options)):
-        here, state = params, tx.init(params)
+        here, state = params, jit(tx.init)(params)
         for seed in range(4):
             grads = jax.tree.map(lambda x, s=seed: jax.random.normal(jax.random.key(s), x.shape), here)
             updates, state = tx.update(grads, state, here)
@@ -265,7 +265,7 @@ def test_the_first_step_of_a_length(radial: str, degree: int, x64: None) -> None
     gauge, params = _unit(degree)
     tx, rate = go.ddc_adamw(1e-3, gauge, radial=radial, weight_decay=0.0), 1e-3
     grads = {"up": jnp.zeros((2, 1)), "down": params["down"]}
-    updates, _ = tx.update(grads, tx.init(params), params)
+    updates, _ = tx.update(grads, jit(tx.init)(params), params)
     moved = jnp.linalg.norm(params["down"] + updates["down"]) - 3.0
     expected = -2.0 * rate if radial == "linear" else -3.0 * np.hypot(1.0, degree) * rate
     np.testing.assert_allclose(moved, expected, rtol=1e-6)
@@ -276,7 +276,7 @@ def test_decay_shrinks_log_s_as_adamw_does(degree: int, x64: None) -> None:
     """The anchor hands its share on: (p + 1)·lr·wd."""
     gauge, params = _unit(degree)
     tx = go.ddc_adamw(1e-4, gauge, weight_decay=0.1)
-    updates, _ = tx.update(jax.tree.map(jnp.zeros_like, params), tx.init(params), params)
+    updates, _ = tx.update(jax.tree.map(jnp.zeros_like, params), jit(tx.init)(params), params)
     moved = jnp.log(jnp.linalg.norm(params["down"] + updates["down"]) / 3.0)
     np.testing.assert_allclose(moved, -(degree + 1) * 1e-5, rtol=1e-4)
 
@@ -286,7 +286,7 @@ def test_a_floor_keeps_lengths_and_none_lets_them_die(x64: None) -> None:
     lengths = {}
     for floor in (0.0, 0.5):
         tx = go.ddc_adamw(0.02, gauge, scale_floor=floor, weight_decay=1.0)
-        here, state, update = params, tx.init(params), jit(tx.update)
+        here, state, update = params, jit(tx.init)(params), jit(tx.update)
         for _ in range(150):
             updates, state = update(jax.tree.map(jnp.zeros_like, here), state, here)
             here = optax.apply_updates(here, updates)
@@ -299,7 +299,8 @@ def test_kernels_that_read_one_norm_have_lengths_of_their_own(x64: None) -> None
     gauge = go.norm_scale({"scale": "channel"}, {"a": "channel _", "b": "channel _"})
     params = {"scale": jnp.ones(1), "a": jnp.ones((1, 4)), "b": jnp.ones((1, 9))}
     tx = go.scale_by_ddc(gauge)
-    updates, state = tx.update({"scale": jnp.zeros(1), "a": params["a"], "b": -params["b"]}, tx.init(params), params)
+    grads = {"scale": jnp.zeros(1), "a": params["a"], "b": -params["b"]}
+    updates, state = tx.update(grads, jit(tx.init)(params), params)
     assert len(state.inner_state.gauges.radial_mu) == 2
     np.testing.assert_allclose(updates["a"], 1.0, rtol=1e-6)
     np.testing.assert_allclose(updates["b"], -1.0, rtol=1e-6)

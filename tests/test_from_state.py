@@ -32,9 +32,9 @@ def _loss(p: Any) -> jax.Array:
 
 
 def _after(tx: optax.GradientTransformation, params: Any, steps: int) -> tuple[Any, Any]:
-    state, step = tx.init(params), jit(tx.update)
+    state, step = jit(tx.init)(params), jit(tx.update)
     for _ in range(steps):
-        updates, state = step(jax.grad(_loss)(params), state, params)
+        updates, state = step(jit(jax.grad(_loss))(params), state, params)
         params = optax.apply_updates(params, updates)
     return params, state
 
@@ -61,9 +61,9 @@ def test_a_state_on_the_slice_goes_on_as_it_is(x64: None) -> None:
     start = _params()
     start = group.act(group.inverse(group.read(start)), start)
     _, state = _after(inner, start, 3)
-    plain, _ = inner.update(jax.grad(_loss)(start), state, start)
+    plain, _ = inner.update(jit(jax.grad(_loss))(start), state, start)
     tx = go.quotient(inner, SCALES)
-    ours, _ = tx.update(jax.grad(_loss)(start), go.from_state(state, inner, SCALES, start), start)
+    ours, _ = tx.update(jit(jax.grad(_loss))(start), go.from_state(state, inner, SCALES, start), start)
     moved = [float(_loss(optax.apply_updates(start, u)) - _loss(start)) for u in (ours, plain)]
     assert moved[0] == pytest.approx(moved[1], rel=1e-3)
 
@@ -74,7 +74,7 @@ def test_heads_keep_their_basis(x64: None) -> None:
     own = go.from_state(state, inner, [TURN], params)
     assert _far(own.inner_state, state) == 0.0
     assert _far(own.gauges.element, go.product([TURN]).identity(params)) == 0.0
-    updates, _ = go.quotient(inner, [TURN]).update(jax.grad(_loss)(params), own, params)
+    updates, _ = go.quotient(inner, [TURN]).update(jit(jax.grad(_loss))(params), own, params)
     assert all(bool(jnp.all(jnp.isfinite(x))) for x in jax.tree.leaves(updates))
 
 
@@ -103,8 +103,8 @@ def test_a_quotient_state_moves_by_its_frame(x64: None) -> None:
     g = group.sample(jax.random.key(1), params)
     twin, moved = group.act(g, params), go.transport(state, params, gauges, g)
     assert _far(moved.inner_state, state.inner_state) == 0.0
-    ours, _ = tx.update(jax.grad(_loss)(params), state, params)
-    theirs, _ = tx.update(jax.grad(_loss)(twin), moved, twin)
+    ours, _ = tx.update(jit(jax.grad(_loss))(params), state, params)
+    theirs, _ = tx.update(jit(jax.grad(_loss))(twin), moved, twin)
     ends = optax.apply_updates(twin, theirs), group.act(g, optax.apply_updates(params, ours))
     assert _far(*ends) <= tolerance("quotient_twins")
     with pytest.raises(ValueError, match="a frame of"):

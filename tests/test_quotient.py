@@ -36,7 +36,7 @@ CONDITION_100 = 2.303
 
 
 def _one_step(tx: optax.GradientTransformation, loss: Callable[[Tree], jax.Array], params: Tree) -> Tree:
-    updates, _ = tx.update(jax.grad(loss)(params), tx.init(params), params)
+    updates, _ = tx.update(jit(jax.grad(loss))(params), jit(tx.init)(params), params)
     return optax.apply_updates(params, updates)
 
 
@@ -205,7 +205,7 @@ def _train(tx: optax.GradientTransformation, loss: Callable[[Tree], jax.Array], 
 
     paths = []
     for params in starts:
-        state, path = tx.init(params), [params]
+        state, path = jit(tx.init)(params), [params]
         for _ in range(20):
             params, state = step(params, state)
             path.append(params)
@@ -276,7 +276,7 @@ def test_blocks_may_be_listed_in_any_order() -> None:
     steps = []
     for left in (blocks, dict(reversed(blocks.items()))):
         tx = go.quotient_muon(1e-2, go.head_linear(left, {"out": "head basis _"}))
-        steps.append(tx.update(params, tx.init(params), params)[0])
+        steps.append(tx.update(params, jit(tx.init)(params), params)[0])
     assert _relative(steps[0]["value"]["kernel"], steps[1]["value"]["kernel"]) <= 10.0 * tolerance("twins", "float32")
 
 
@@ -289,7 +289,7 @@ def test_gauges_on_one_leaf_have_frames_of_their_own(x64: None) -> None:
     ])  # fmt: skip
     params, grads = (_normal(seed, qkv=(6, 24), out=(8, 6)) for seed in (0, 1))
     tx, element = go.quotient(optax.adam(1e-2), gauges), gauges.sample(jax.random.key(0), params, CONDITION_100)
-    here, _ = tx.update(grads, tx.init(params), params)
+    here, _ = tx.update(grads, jit(tx.init)(params), params)
     twin = gauges.act(element, params)
     there, _ = tx.update(move_cotangent(gauges, element, params, grads), tx.init(twin), twin)
     expected = move_tangent(gauges, element, params, here)
@@ -301,8 +301,8 @@ def test_heads_wider_than_the_model_are_left_as_they_are(x64: None) -> None:
     gauge = go.head_linear({"query": "_ head basis"}, {"key": "_ head basis"})
     params, grads = (_normal(seed, query=(4, 2, 6), key=(4, 2, 6)) for seed in (0, 1))
     adam, tx = optax.adam(1e-2), go.quotient(optax.adam(1e-2), gauge, hold=False)
-    expected, _ = adam.update(grads, adam.init(params), params)
-    found, _ = tx.update(grads, tx.init(params), params)
+    expected, _ = adam.update(grads, jit(adam.init)(params), params)
+    found, _ = tx.update(grads, jit(tx.init)(params), params)
     for name, step in expected.items():
         np.testing.assert_allclose(found[name], step, rtol=0, atol=tolerance("optax"))
 
@@ -312,7 +312,7 @@ def test_gradients_of_any_size_make_one_step(size: float) -> None:
     params = jax.tree.map(lambda x: x.astype(jnp.float32), CASES["lora"][1]())
     tx = go.quotient_adamw(1e-2, LORA, eps=1e-20, weight_decay=0.0)
     scaled = (jax.tree.map(lambda x, by=by: by * x, params) for by in (1.0, size))
-    small, large = (tx.update(grads, tx.init(params), params)[0] for grads in scaled)
+    small, large = (tx.update(grads, jit(tx.init)(params), params)[0] for grads in scaled)
     np.testing.assert_allclose(large["a"], small["a"], rtol=1e-3, atol=1e-6)
 
 
@@ -361,6 +361,6 @@ def test_complex_planes_stay_one_function(x64: None) -> None:
     (gauge,), params = case.gauges(), case.params(jax.random.key(0))
     tx = go.quotient_muon(1e-2, gauge, weight_decay=0.1)
     go.testing.assert_equivariant_step(tx, case.loss, params, gauge, jax.random.key(1), steps=5, rtol=1e-10)
-    updates, _ = tx.update(jax.grad(case.loss)(params), tx.init(params), params)
+    updates, _ = tx.update(jax.grad(case.loss)(params), jit(tx.init)(params), params)
     moved = gauge.read(optax.apply_updates(params, updates))[""] - gauge.read(params)[""]
     assert float(jnp.max(jnp.abs(moved[..., 0]))) <= 1e-9

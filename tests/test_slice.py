@@ -187,8 +187,8 @@ def test_a_list_without_gauges_is_the_optimizer_itself() -> None:
     params = start_of("llama", "float32")
     for tx in (optax.adamw(1e-2), optax.lion(1e-3)):
         own = go.quotient(tx, [])
-        found, _ = own.update(params, own.init(params), params)
-        expected, _ = tx.update(params, tx.init(params), params)
+        found, _ = own.update(params, jit(own.init)(params), params)
+        expected, _ = tx.update(params, jit(tx.init)(params), params)
         assert max(apart(found, expected).values()) == 0.0
 
 
@@ -199,7 +199,7 @@ def test_a_rate_ahead_of_the_wrapper_is_one_inside(x64: None) -> None:
     for rate in (1e-3, 1e-4):
         whole = go.quotient(optax.sgd(rate), gauges)
         link = optax.chain(optax.scale(rate), go.quotient(optax.scale(-1.0), gauges))
-        one, two = (jit(tx.update)(grads, tx.init(params), params)[0] for tx in (whole, link))
+        one, two = (jit(tx.update)(grads, jit(tx.init)(params), params)[0] for tx in (whole, link))
         errors[rate] = max(apart(two, one).values())
     print(errors)
     assert max(errors.values()) <= 1e-10
@@ -293,7 +293,7 @@ def test_without_hold_heads_turn(x64: None) -> None:
     turned = {}
     for hold in (True, False):
         tx = go.quotient(INNERS["adamw"](), gauges, hold=hold)
-        updates, _ = jit(tx.update)(jax.grad(loss)(params), tx.init(params), params)
+        updates, _ = jit(tx.update)(jit(jax.grad(loss))(params), jit(tx.init)(params), params)
         motion = jit(lambda u: go.measure.vertical_motion(params, u, gauges))(updates)
         turned[hold] = _largest([m for g, m in zip(gauges, motion, strict=True) if g.name == "head_rotation"])
     assert turned[True] < 1e-12 < 1e-5 < turned[False]
@@ -390,7 +390,7 @@ def test_seeds_may_be_mapped_over() -> None:
     tx = go.quotient(INNERS["adamw"](), gauges)
 
     def one(p: Tree) -> Tree:
-        updates, _ = tx.update(jax.grad(loss)(p), tx.init(p), p)
+        updates, _ = tx.update(jit(jax.grad(loss))(p), jit(tx.init)(p), p)
         return optax.apply_updates(p, updates)
 
     mapped = jit(jax.vmap(one))(many)
@@ -404,8 +404,8 @@ def test_updates_can_be_differentiated_in_reverse(x64: None) -> None:
 
     def after(rate: jax.Array, size: jax.Array) -> jax.Array:
         tx = go.quotient(optax.chain(optax.scale_by_adam(eps=1e-3), optax.scale(-1.0)), gauges)
-        grads = jax.tree.map(lambda g: size * g, jax.grad(loss)(params))
-        updates, _ = tx.update(grads, tx.init(params), params)
+        grads = jax.tree.map(lambda g: size * g, jit(jax.grad(loss))(params))
+        updates, _ = tx.update(grads, jit(tx.init)(params), params)
         return loss(jax.tree.map(lambda p, u: p + rate * u, params, updates))
 
     found = jit(jax.grad(after, (0, 1)))(1e-2, 1.0)
@@ -432,7 +432,7 @@ def test_hyperparameters_inside_and_outside() -> None:
     inside = go.quotient(optax.inject_hyperparams(optax.adamw)(0.1), gauges)
     outside = optax.inject_hyperparams(go.quotient_adamw)(0.1, gauges)
     plain = go.quotient_adamw(0.1, gauges)
-    results = [tx.update(params, tx.init(params), params)[0] for tx in (plain, inside, outside)]
+    results = [tx.update(params, jit(tx.init)(params), params)[0] for tx in (plain, inside, outside)]
     for other in results[1:]:
         for found, expected in zip(jax.tree.leaves(other), jax.tree.leaves(results[0]), strict=True):
             np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)  # 1 − b2 in float32 is off by 1e-5
@@ -442,7 +442,7 @@ def test_a_state_from_shapes_fits_one_from_arrays() -> None:
     """What a checkpoint is restored into."""
     params = start_of("gpt", "float32")
     tx = go.quotient(optax.adamw(1e-3), lm.gauges(CONFIGS["gpt"]))
-    abstract, concrete = jax.eval_shape(tx.init, params), tx.init(params)
+    abstract, concrete = jax.eval_shape(tx.init, params), jit(tx.init)(params)
     assert jax.tree.structure(abstract) == jax.tree.structure(concrete)
     for a, b in zip(jax.tree.leaves(abstract), jax.tree.leaves(concrete), strict=True):
         assert (a.shape, a.dtype) == (b.shape, b.dtype)

@@ -227,7 +227,7 @@ def test_what_does_not_move_is_given_its_identity(x64: None) -> None:
 def test_radii_are_refused_where_norms_move() -> None:
     params = noise(0)
     tx = go.hyperball({"up": "_ _", "value": "_ head _"})
-    state = tx.init(params)
+    state = jit(tx.init)(params)
     same(go.transport(state, params, TURN, TURN.sample(jax.random.key(0), params)), state)
     element = UNIT.sample(jax.random.key(0), params)
     for choice in ("error", "reset"):
@@ -279,7 +279,7 @@ def test_moments_of_optax_are_those_of_the_gradients_there(name: str, x64: None)
     tx, params = OPTAX[name], noise(0, PAIR)
     element = UNIT.sample(jax.random.key(1), params)
     twin = UNIT.act(element, params)
-    step, state, expected = jit(tx.update), tx.init(params), tx.init(twin)
+    step, state, expected = jit(tx.update), jit(tx.init)(params), tx.init(twin)
     for seed in range(1, 4):
         grads = noise(seed, PAIR)
         _, state = step(grads, state, params)
@@ -292,10 +292,10 @@ def test_a_first_moment_is_no_weight(x64: None) -> None:
     """docs/design.md §1: moved like a weight it is off by about its own size."""
     tx, params = optax.adam(0.1), noise(0, PAIR)
     element = UNIT.sample(jax.random.key(1), params)
-    _, state = tx.update(noise(1, PAIR), tx.init(params), params)
+    _, state = tx.update(noise(1, PAIR), jit(tx.init)(params), params)
     group = go.product(UNIT)
     gradient = move_cotangent(group, (element,), params, noise(1, PAIR))
-    _, expected = tx.update(gradient, tx.init(params), params)
+    _, expected = tx.update(gradient, jit(tx.init)(params), params)
     like_a_weight = move_tangent(group, (element,), params, state[0].mu)
     off = float(optax.tree.norm(jax.tree.map(jnp.subtract, like_a_weight, expected[0].mu)))
     off /= float(optax.tree.norm(expected[0].mu))
@@ -312,7 +312,7 @@ def test_a_first_moment_is_no_weight(x64: None) -> None:
 def test_adadelta_squares_its_steps_as_tangents(x64: None) -> None:
     tx, params = optax.scale_by_adadelta(), noise(0, PAIR)
     element = {"": jnp.log(jnp.array([2.0, 1.0, 0.5, 3.0]))}
-    _, state = tx.update(noise(1, PAIR), tx.init(params), params)
+    _, state = tx.update(noise(1, PAIR), jit(tx.init)(params), params)
     moved = go.transport(state, params, UNIT, element)
     ratios = jax.tree.map(lambda a, b: (a / b)[0], moved.e_x, state.e_x)
     np.testing.assert_allclose(ratios["up"], [4.0, 1.0, 0.25, 9.0])
@@ -327,7 +327,7 @@ def test_after_a_preconditioner_updates_are_averaged(x64: None) -> None:
     only_up = {"up": True, "down": False, "free": False}
     for first in (optax.scale_by_adam(), optax.scale_by_lion(), optax.scale_by_rms()):
         tx = optax.chain(optax.trace(0.9), optax.masked(first, only_up), optax.trace(0.9))
-        _, state = tx.update(noise(1, PAIR), tx.init(params), params)
+        _, state = tx.update(noise(1, PAIR), jit(tx.init)(params), params)
         moved = go.transport(state, params, UNIT, element)
         before, after = (jax.tree.map(lambda a, b: (a / b), moved[k].trace, state[k].trace) for k in (0, 2))
         np.testing.assert_allclose(before["up"][0], [0.5, 1.0, 2.0, 1 / 3])
@@ -342,7 +342,7 @@ FULL: dict[str, tuple[int, ...]] = {"value": (3, 2, 3), "out": (2, 3, 4), "free"
 def test_a_full_gauge_and_second_moments_of_entries(gauge: go.Gauge, x64: None) -> None:
     tx, params = optax.adamw(0.1), noise(0, FULL)
     element = gauge.sample(jax.random.key(1), params)
-    _, state = tx.update(noise(1, FULL), tx.init(params), params)
+    _, state = tx.update(noise(1, FULL), jit(tx.init)(params), params)
     with pytest.raises(ValueError, match=f"ScaleByAdamState.nu of 'value' under {gauge.name}") as error:
         go.transport(state, params, gauge, element)
     for part in ("found:", "expected:", "remedy:", "on_unknown='reset'", "go.quotient(tx, gauges)"):
@@ -361,7 +361,7 @@ def test_first_moments_alone_move_under_every_gauge(tx: optax.GradientTransforma
     gauge = go.head_linear({"a": "_ basis"}, {"b": "basis _"})
     element = gauge.sample(jax.random.key(1), params)
     grads = jax.tree.map(jnp.sin, params)
-    step, start = jit(tx.update), tx.init(params)
+    step, start = jit(tx.update), jit(tx.init)(params)
     _, state = step(grads, start, params)
     _, expected = step(move_cotangent(go.product(gauge), (element,), params, grads), start, params)
     same(go.transport(state, params, gauge, element), expected)
@@ -370,7 +370,7 @@ def test_first_moments_alone_move_under_every_gauge(tx: optax.GradientTransforma
 def test_moduli_scale_entries_where_no_angle_turns(x64: None) -> None:
     params = {"query": noise(0)["query"], "key": noise(0)["key"]}
     tx, element = optax.adam(0.1), {"": jnp.array([[0.7, 0.0], [-0.2, 0.0]])}
-    _, state = tx.update(params, tx.init(params), params)
+    _, state = tx.update(params, jit(tx.init)(params), params)
     found = go.transport(state, params, ROPE, element)
     np.testing.assert_allclose((found[0].nu["query"] / state[0].nu["query"])[0], np.exp([-1.4, 0.4, -1.4, 0.4]))
     with pytest.raises(ValueError, match="rope_linear"):
@@ -405,7 +405,7 @@ def test_factored_moments_are_found_by_their_path() -> None:
     params = {"up": jnp.ones((130, 140)), "down": jnp.ones((140, 130)), "free": jnp.ones(130)}
     element = {"": jnp.ones(140)}
     for tx, name in ((optax.scale_by_factored_rms(), "FactoredState"), (optax.scale_by_sm3(), "ScaleBySM3State")):
-        state = jax.tree.map(jnp.ones_like, tx.init(params))
+        state = jax.tree.map(jnp.ones_like, jit(tx.init)(params))
         with pytest.raises(ValueError, match=f"{name} at down"):
             go.transport(state, params, UNIT, element)
         found = go.transport(state, params, UNIT, element, "reset")

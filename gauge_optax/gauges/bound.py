@@ -92,7 +92,7 @@ class Bound:
                 "pass the gradients of the very parameters that are passed as params",
             )
         for block in self.blocks:
-            if jnp.shape(leaves[block.path]) != block.shape:
+            if not _broadcasts(jnp.shape(leaves[block.path]), block.shape):
                 raise binding_error(
                     "gauges", f"an update of another shape for '{block.path}'", f"{jnp.shape(leaves[block.path])}",
                     f"{block.shape}, the parameter's",
@@ -170,6 +170,12 @@ class Bound:
         return [(i.gauge, b, VOCAB) for i in self.shifts for b in i.blocks] + [
             (i.gauge, b.block, BASIS) for i in self.turning for b in i.blocks
         ]
+
+
+def _broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
+    """Whether an array of this shape stands for one of the other: a number for a whole leaf, say."""
+    ends = zip(reversed(shape), reversed(to), strict=False)
+    return len(shape) <= len(to) and all(n in (1, m) for n, m in ends)
 
 
 def _clash(gauge: str, other: str, path: str, found: str, expected: str) -> ValueError:

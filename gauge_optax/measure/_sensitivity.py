@@ -7,6 +7,7 @@ Here: the measure, the optimizer and the model black boxes. Not here: its table 
 (`sensitivity`, a program: a module that runs may not be imported by its package).
 """
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -48,7 +49,7 @@ class Sensitivity(NamedTuple):
 class _Run(NamedTuple):
     """What is trained, how, and what is seen of it."""
 
-    tx: optax.GradientTransformationExtraArgs
+    tx: optax.GradientTransformation
     loss_fn: LossFn
     represent: Represent
     steps: int
@@ -124,9 +125,8 @@ def gauge_sensitivity(
     """
     group = product(gauges)
     _check_request(group, num_samples, steps)
-    run = _Run(optax.with_extra_args_support(tx), loss_fn, represent, steps)
-    measure = jax.jit(lambda params, key: _sizes(run, group, params, _elements(group, params, key, num_samples, scale)))
-    sizes = measure(params, key)
+    twins = jax.jit(lambda params, key: _twins(group, params, _elements(group, params, key, num_samples, scale)))
+    sizes = _sizes(_Run(tx, loss_fn, represent, steps), params, twins(params, key))
     _check_invariant(group, sizes, min(_LOOSEST, tolerance("invariant", params) * math.exp(2 * scale)))
     _check_motion(sizes)
     rows = sizes.motion_change / sizes.motion
@@ -148,16 +148,21 @@ def _elements(group: Product, params: Any, key: jax.Array, num_samples: int, sca
     return jax.tree.map(lambda *rows: jnp.stack(rows), whole, *alone)
 
 
-def _sizes(run: _Run, group: Product, params: Any, elements: Element) -> _Sizes:
-    """The norms for every row; one row in memory at a time, one program for all of them."""
+def _twins(group: Product, params: Any, elements: Element) -> Any:
+    """g·θ for every element, (rows, num_samples, ...)."""
+    return jax.vmap(jax.vmap(lambda element: group.act(element, params)))(elements)
 
-    def row(own: Element) -> _Sizes:
-        twins = jax.vmap(lambda element: group.act(element, params))(own)
-        points = jax.tree.map(lambda p, twin: jnp.concatenate([jnp.asarray(p)[None], twin]), params, twins)
+
+@functools.partial(jax.jit, static_argnums=0)
+def _sizes(run: _Run, params: Any, twins: Any) -> _Sizes:
+    """The norms for every row; one row at a time, one program for all of them and for other gauges."""
+
+    def row(own: Any) -> _Sizes:
+        points = jax.tree.map(lambda p, twin: jnp.concatenate([jnp.asarray(p)[None], twin]), params, own)
         value, motion = jax.vmap(lambda point: _represented(run, point))(points)
         return _Sizes(_norms(value)[0], _norms(motion)[0], _norms(_beside_first(value)), _norms(_beside_first(motion)))
 
-    sizes = jax.lax.map(row, elements)
+    sizes = jax.lax.map(row, twins)
     return sizes._replace(value=sizes.value[0], motion=sizes.motion[0])
 
 
@@ -174,7 +179,8 @@ def _represented(run: _Run, params: Any) -> tuple[Any, Any]:
 def _step(run: _Run, carry: tuple[Any, Any]) -> tuple[Any, Any]:
     params, state = carry
     value, grads = jax.value_and_grad(run.loss_fn)(params)
-    updates, state = run.tx.update(grads, state, params, value=value, grad=grads, value_fn=run.loss_fn)
+    tx = optax.with_extra_args_support(run.tx)
+    updates, state = tx.update(grads, state, params, value=value, grad=grads, value_fn=run.loss_fn)
     return optax.apply_updates(params, updates), state
 
 

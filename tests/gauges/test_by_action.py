@@ -50,7 +50,7 @@ WRAPPED = {
 
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 @pytest.mark.parametrize("name", WRAPPED)
-def test_twins_under_a_list_with_a_users_gauge_are_one_function(name: str, dtype: str) -> None:
+def test_twins_under_a_list_with_a_users_gauge(name: str, dtype: str) -> None:
     with jax.enable_x64(dtype == "float64"):
         group = go.product([*OURS, Translation("token", "position")])
         params = _params(dtype)

@@ -227,19 +227,19 @@ def test_reading_and_writing_a_leaf_loses_nothing(name: str) -> None:
 
 def test_a_matrix_is_a_head_and_the_features() -> None:
     """What shapes cannot tell: which entries stand in which matrix, and where."""
-    params = {"query": jnp.arange(6 * 4 * 3).reshape(6, 4, 3), "out": jnp.arange(4 * 3 * 6).reshape(4, 3, 6)}
+    params = {"query": jnp.arange(72.0).reshape(6, 4, 3), "out": jnp.arange(72.0).reshape(4, 3, 6)}
     grouped = go.head_rotation({"query": "_ (head _) basis", "out": "(head _) basis _"}, sizes={"head": 2})
     found = _read([grouped], params)
     for head in range(4):
         np.testing.assert_array_equal(_stack(found["query"], params["query"])[head], params["query"][:, head])
         np.testing.assert_array_equal(_stack(found["out"], params["out"])[head], params["out"][head])
-    fused = {"qkv": jnp.arange(6 * 24).reshape(6, 24)}
+    fused = {"qkv": jnp.arange(144.0).reshape(6, 24)}
     gauge = go.head_rotation({"qkv": ("_ (qkv=0 head basis)", "_ (qkv=1 head basis)")}, sizes={"qkv": 3, "head": 2})
     own = _read([gauge], fused)["qkv"]
     split = fused["qkv"].reshape(6, 3, 2, 4)
     for number, (which, head) in enumerate(np.ndindex(3, 2)):
         np.testing.assert_array_equal(_stack(own, fused["qkv"])[number], split[:, which, head])
-    stack = {"up": jnp.arange(3 * 6 * 5).reshape(3, 6, 5), "down": jnp.ones((3, 5, 6))}
+    stack = {"up": jnp.arange(90.0).reshape(3, 6, 5), "down": jnp.ones((3, 5, 6))}
     own = _read([go.rescale({"up": "layer _ channel"}, {"down": "layer channel _"})], stack)["up"]
     np.testing.assert_array_equal(own.view(stack["up"]), stack["up"])
 

@@ -8,6 +8,7 @@ from optax.contrib import MuonDimensionNumbers
 
 import gauge_optax as go
 from models import lm
+from tests.quick import jit
 from tests.tolerances import tolerance
 
 GAUGE = go.head_rotation({"value": "_ head basis", "out": "head basis _"})
@@ -28,7 +29,7 @@ def test_steps_are_those_of_optax_on_the_same_matrices(per_matrix: int) -> None:
     plain = optax.contrib.muon(0.1, muon_weight_dimension_numbers=lambda _: axes)
     ours = go.quotient_muon(0.1, GAUGE, heads_per_matrix=per_matrix, hold=False)
     params = _draw(0)
-    states = [tx.init(params) for tx in (plain, ours)]
+    states = [jit(tx.init)(params) for tx in (plain, ours)]
     for n in (1, 2):
         expected, states[0] = plain.update(_draw(n), states[0], params)
         found, states[1] = ours.update(_draw(n), states[1], params)
@@ -40,7 +41,7 @@ def test_steps_are_those_of_optax_on_the_same_matrices(per_matrix: int) -> None:
 def test_two_heads_make_a_matrix() -> None:
     params = _draw(0)
     tx = go.quotient_muon(0.1, GAUGE, heads_per_matrix=2, hold=False, ns_coeffs="sharp")
-    updates, _ = tx.update(_draw(1), tx.init(params), params)
+    updates, _ = tx.update(_draw(1), jit(tx.init)(params), params)
     pair = updates["value"][:, :2].reshape(6, 6)
     sizes = jnp.linalg.svd(pair, compute_uv=False)
     assert float(jnp.max(sizes) / jnp.min(sizes)) < 1.5
@@ -63,7 +64,7 @@ def test_under_qk_norm_queries_are_matrices_per_head() -> None:
     config = lm.llama_config(vocab=7, d_model=6, layers=1, heads=2, kv_heads=2, d_head=4, d_ff=5, qk_norm=True)
     params, _ = lm.params_and_loss(config, jax.random.key(0))
     tx = go.quotient_muon(0.1, lm.gauges(config), ns_coeffs="sharp", hold=False)
-    state = tx.init(params)
+    state = jit(tx.init)(params)
     grads = jax.tree.map(lambda x: jnp.asarray(jax.random.normal(jax.random.key(x.size), x.shape)), params)
     _, after = tx.update(grads, state, params)
     moments = after.inner_state.inner_states["muon"].inner_state[0].mu["blocks"][0]["attn"]

@@ -36,7 +36,7 @@ CONDITION_100 = 2.303
 
 
 def _one_step(tx: optax.GradientTransformation, loss: Callable[[Tree], jax.Array], params: Tree) -> Tree:
-    updates, _ = tx.update(jit(jax.grad(loss))(params), jit(tx.init)(params), params)
+    updates, _ = tx.update(jax.grad(loss)(params), tx.init(params), params)
     return optax.apply_updates(params, updates)
 
 

@@ -390,7 +390,7 @@ def test_seeds_may_be_mapped_over() -> None:
     tx = go.quotient(INNERS["adamw"](), gauges)
 
     def one(p: Tree) -> Tree:
-        updates, _ = tx.update(jit(jax.grad(loss))(p), jit(tx.init)(p), p)
+        updates, _ = tx.update(jax.grad(loss)(p), tx.init(p), p)
         return optax.apply_updates(p, updates)
 
     mapped = jit(jax.vmap(one))(many)

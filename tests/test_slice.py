@@ -404,8 +404,8 @@ def test_updates_can_be_differentiated_in_reverse(x64: None) -> None:
 
     def after(rate: jax.Array, size: jax.Array) -> jax.Array:
         tx = go.quotient(optax.chain(optax.scale_by_adam(eps=1e-3), optax.scale(-1.0)), gauges)
-        grads = jax.tree.map(lambda g: size * g, jit(jax.grad(loss))(params))
-        updates, _ = tx.update(grads, jit(tx.init)(params), params)
+        grads = jax.tree.map(lambda g: size * g, jax.grad(loss)(params))
+        updates, _ = tx.update(grads, tx.init(params), params)
         return loss(jax.tree.map(lambda p, u: p + rate * u, params, updates))
 
     found = jit(jax.grad(after, (0, 1)))(1e-2, 1.0)

@@ -187,7 +187,8 @@ class HeadInstance:
     def block_gram(self, block: HeadBlock, a: jax.Array, b: jax.Array) -> jax.Array:
         """aᵀb over the rows of one block: (*shape, size, size)."""
         if block.pairing is not None:
-            return self._plane_gram(block, block.view(a), block.view(b))
+            view = block.view(a)
+            return self._plane_gram(block, view, view if b is a else block.view(b))
         (left, wide), (right, _) = self.matrices(block, block.view(a)), self.matrices(block, block.view(b))
         return matmul(left, transpose(right)) if wide else matmul(transpose(left), right)
 
@@ -204,11 +205,16 @@ class HeadInstance:
     # Planes of two coordinates, entry by entry: as matrices they would be copied with their pairs side by side.
 
     def _plane_gram(self, block: HeadBlock, a: jax.Array, b: jax.Array) -> jax.Array:
-        free = tuple(k for k, label in enumerate(block.labels) if label not in (*self.named, BASIS))
-        kept = [label for label in block.labels if label in (*self.named, BASIS)]
-        order, at = [kept.index(label) for label in (*self.named, BASIS)], block.labels.index(BASIS)
-        rows = [jnp.sum(jax.lax.slice_in_dim(a, y, y + 1, axis=at) * b, free).transpose(order) for y in range(2)]
-        return jnp.stack(rows, -2)
+        at, labels = block.labels.index(BASIS), [label for label in block.labels if label != BASIS]
+        free = tuple(k for k, label in enumerate(labels) if label not in self.named)
+        kept = [label for label in labels if label in self.named]
+        order = [kept.index(label) for label in self.named]
+        first = [jax.lax.index_in_dim(a, y, at, keepdims=False) for y in range(2)]
+        second = first if b is a else [jax.lax.index_in_dim(b, y, at, keepdims=False) for y in range(2)]
+        pairs = ((0, 0), (0, 1), (1, 1)) if b is a else ((0, 0), (0, 1), (1, 0), (1, 1))
+        sums = {(y, z): jnp.sum(first[y] * second[z], free).transpose(order) for y, z in pairs}
+        entries = jnp.stack([sums[y, z] if (y, z) in sums else sums[z, y] for y in range(2) for z in range(2)], -1)
+        return entries.reshape(*self.shape, 2, 2)
 
     def _turned_planes(self, block: HeadBlock, view: jax.Array, matrix: jax.Array) -> jax.Array:
         at = block.labels.index(BASIS)

@@ -11,7 +11,7 @@ Here: the readings, and that equation for all heads of one size at once. Not her
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -98,17 +98,13 @@ class TurnReading(Turning):
 
     @classmethod
     def held(cls, readings: "Sequence[TurnReading]", before: Arrays, change: Arrays) -> Arrays:
-        return cls.across(readings, before, change)
+        return _without_turning(readings, before, change, lambda head: head.grams(before, change))
 
     @classmethod
     def across(cls, readings: "Sequence[TurnReading]", point: Arrays, vector: Arrays) -> Arrays:
-        out = dict(vector)
-        for size in sorted({r.head.size for r in readings}):
-            heads = [r.head for r in readings if r.head.size == size]
-            found = _generators(heads, point, vector)
-            for head, generator in zip(heads, found, strict=True):
-                out |= head.added(out, point, -generator)
-        return out
+        # By themselves: the compiler has a point's Gram matrices once, whoever else asks for them.
+        pairs = functools.partial(_one_by_one, point, vector)
+        return _without_turning(readings, point, vector, pairs)
 
 
 def _largest(head: HeadInstance, block: HeadBlock, leaf: jax.Array) -> jax.Array:
@@ -133,11 +129,25 @@ def _mixed_rows(head: HeadInstance, values: Arrays) -> jax.Array:
     return total
 
 
-def _generators(heads: Sequence[HeadInstance], before: Arrays, change: Arrays) -> list[jax.Array]:
-    """A per instance, heads of one size in one batch."""
-    grams = [h.grams(before, change) for h in heads]
-    gram, turning = (_stacked([pair[k] for pair in grams]) for k in range(2))
-    return _unstacked(lyapunov(gram, turning), heads)
+def _one_by_one(point: Arrays, vector: Arrays, head: HeadInstance) -> tuple[jax.Array, jax.Array]:
+    return head.gram(point, point), head.gram(point, vector)
+
+
+def _without_turning(
+    readings: Sequence[TurnReading],
+    point: Arrays,
+    vector: Arrays,
+    pairs: Callable[[HeadInstance], tuple[jax.Array, jax.Array]],
+) -> Arrays:
+    """A vector less W·A, heads of one size in one batch; `pairs` are WᵀW and Wᵀu."""
+    out = dict(vector)
+    for size in sorted({r.head.size for r in readings}):
+        heads = [r.head for r in readings if r.head.size == size]
+        found = [pairs(head) for head in heads]
+        gram, turning = (_stacked([pair[k] for pair in found]) for k in range(2))
+        for head, generator in zip(heads, _unstacked(lyapunov(gram, turning), heads), strict=True):
+            out |= head.added(out, point, -generator)
+    return out
 
 
 def _stacked(matrices: Sequence[jax.Array]) -> jax.Array:
@@ -236,11 +246,11 @@ class PlaneReading(TurnReading):
         for head in (r.head for r in readings):
             size = _plane_sums(head, point, point, quarter=False)
             rate = safe_divide(_plane_sums(head, point, out, quarter=True), size)
-            spread = jnp.stack([rate, rate], -1)
+            signed = jnp.stack([-rate, rate], -1)  # a quarter turn takes (l, r) to (−r, l)
             for block in head.blocks:
                 path = block.block.path
-                turning = _quarter(head, block, point) * head.along_basis(block, spread)
-                out[path] = block.write(out[path], block.view(out[path]) - turning)
+                swapped = jax.lax.rev(block.view(point[path]), (block.labels.index(BASIS),))
+                out[path] = block.write(out[path], block.view(out[path]) - swapped * head.along_basis(block, signed))
         return out
 
 
@@ -288,25 +298,22 @@ def turned_planes(head: HeadInstance, cosine: jax.Array, sine: jax.Array, values
 
 def _plane_sums(head: HeadInstance, a: Arrays, b: Arrays, quarter: bool) -> jax.Array:
     """Per plane the sum over rows of ⟨a, b⟩, or of ⟨a turned by a quarter, b⟩."""
-    return sum(
-        (_summed(head, block, _quarter(head, block, a) if quarter else block.view(a[block.block.path]), b)
-         for block in head.blocks),
-        start=jnp.zeros(()),
-    )  # fmt: skip
+    parts = [_plane_sum(head, x, x.view(a[x.block.path]), x.view(b[x.block.path]), quarter) for x in head.blocks]
+    return sum(parts[1:], parts[0])
 
 
-def _quarter(head: HeadInstance, block: HeadBlock, values: Arrays) -> jax.Array:
-    """A block's view with (−r, l) in place of (l, r)."""
-    view = block.view(values[block.block.path])
-    sign = jnp.broadcast_to(jnp.array([-1.0, 1.0], view.dtype), (*head.shape, 2))
-    return jax.lax.rev(view, (block.labels.index(BASIS),)) * head.along_basis(block, sign)
-
-
-def _summed(head: HeadInstance, block: HeadBlock, view: jax.Array, other: Arrays) -> jax.Array:
-    labels = block.labels
-    spare = tuple(k for k, label in enumerate(labels) if label not in head.named)
+def _plane_sum(head: HeadInstance, block: HeadBlock, a: jax.Array, b: jax.Array, quarter: bool) -> jax.Array:
+    at, labels = block.labels.index(BASIS), list(block.labels)
+    if quarter:  # by halves: a CPU takes many times as long over entries whose sign depends on where they are
+        (left, right), (other_left, other_right) = (
+            [jax.lax.index_in_dim(x, y, at, keepdims=False) for y in range(2)] for x in (a, b)
+        )
+        product = left * other_right - right * other_left
+        labels.remove(BASIS)
+    else:
+        product = a * b
+    sums = jnp.sum(product, tuple(k for k, label in enumerate(labels) if label not in head.named))
     kept = [label for label in labels if label in head.named]
-    sums = jnp.sum(view * block.view(other[block.block.path]), spare)
     order = [kept.index(name) for name in head.named]
     return sums if order == sorted(order) else jnp.transpose(sums, order)
 

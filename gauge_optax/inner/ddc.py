@@ -228,7 +228,7 @@ def without_lengths(channels: Sequence[Measured], point: Arrays, vector: Arrays)
     """A vector without what changes lengths, one gauge after the other; channels come with inverse squares."""
     out = dict(vector)
     for own, inverse in channels:
-        rates = own.dot(point, out) * inverse
+        rates = jax.lax.select(inverse > 0, own.dot(point, out) * inverse, jnp.zeros_like(inverse))
         out |= {p: out[p] - x for p, x in own.times(point, rates).items()}
     return out
 

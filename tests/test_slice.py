@@ -406,7 +406,7 @@ def test_updates_can_be_differentiated_in_reverse(x64: None) -> None:
     params, gauges, loss = start_of("gpt", "float64"), lm.gauges(CONFIGS["gpt"]), loss_of("gpt")
 
     def after(rate: jax.Array, size: jax.Array) -> jax.Array:
-        adam = optax.scale_by_adam(eps=1e-3, eps_root=1e-8)  # a root of zero, of a token's that no batch has, has no slope
+        adam = optax.scale_by_adam(eps=1e-3, eps_root=1e-8)  # a token that no batch has: no slope at 0
         tx = go.quotient(optax.chain(adam, optax.scale(-1.0)), gauges)
         grads = jax.tree.map(lambda g: size * g, jax.grad(loss)(params))
         updates, _ = tx.update(grads, tx.init(params), params)

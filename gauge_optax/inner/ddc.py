@@ -228,6 +228,8 @@ def without_lengths(channels: Sequence[Measured], point: Arrays, vector: Arrays)
     """A vector without what changes lengths, one gauge after the other; channels come with inverse squares."""
     out = dict(vector)
     for own, inverse in channels:
+        # Where no length is, the inverse is zero already. The select keeps XLA's CPU backend from handing the sum and
+        # what it is spread over to one library call, which takes several times as long as the two apart.
         rates = jax.lax.select(inverse > 0, own.dot(point, out) * inverse, jnp.zeros_like(inverse))
         out |= {p: out[p] - x for p, x in own.times(point, rates).items()}
     return out

@@ -7,7 +7,7 @@ from an SVD. Meant for at most a few hundred parameters.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,6 +101,24 @@ def dense(gauge: Gauge, params: Any) -> Dense:
     frame = balanced_frame(values, exponents)
     basis = _range(tangents * np.exp(-exponents @ frame)[:, None])
     return Dense(tangents, exponents, offset, frame, basis)
+
+
+def orbit(gauges: Sequence[Gauge], params: Any) -> np.ndarray:
+    """Orbit tangents of several gauges at a point, side by side: (entries, coordinates)."""
+
+    def tangents(gauge: Gauge) -> np.ndarray:
+        kinds, element = _coordinates(gauge, params)
+        moved = jax.jacfwd(lambda c: ravel_pytree(gauge.act(element(c), params))[0])
+        return np.asarray(jit(moved)(jnp.zeros(len(kinds))))
+
+    empty = np.zeros((ravel_pytree(params)[0].size, 0))
+    return np.concatenate([empty, *map(tangents, gauges)], axis=1)
+
+
+def outside(tangents: np.ndarray, span: np.ndarray) -> float:
+    """The part of some tangents that is not in the span of others, of their norm."""
+    basis = _range(span)
+    return float(np.linalg.norm(tangents - basis @ (basis.T @ tangents)) / np.linalg.norm(tangents))
 
 
 def _dense_linear(gauge: Gauge, params: Any) -> DenseLinear:

@@ -37,11 +37,12 @@ LAYERS: dict[str, int] = {
     "inner": 3,
     "transforms": 3,
     "optimizers": 4,
+    "discover": 4,
     "measure": 4,
     "testing": 4,
     "__init__": 5,
 }
-BLACK_BOX = ("measure", "testing")
+BLACK_BOX = ("discover", "measure", "testing")
 
 
 def imports(path: Path) -> Iterator[str]:

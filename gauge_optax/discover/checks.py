@@ -1,0 +1,124 @@
+"""What `discover` refuses, and the form in which it computes: float64 leaves and batches, comparable outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gauge_optax.binding import binding_error, leaves_by_path
+from gauge_optax.discover.sketch import Leaves
+from gauge_optax.discover.trace import source
+
+_OUTPUTS = ("logits", "logprobs", "loss")
+
+
+def check_arguments(outputs: str, batches: Sequence[Any], near: float) -> None:
+    """Raises for arguments that say nothing of the function."""
+    if outputs not in _OUTPUTS:
+        raise binding_error(
+            "discover", f"unknown outputs {outputs!r}", repr(outputs), f"one of {', '.join(map(repr, _OUTPUTS))}",
+            "say what fn returns: 'logits' matter up to a constant along the last axis, the others as they are")
+    if len(batches) < 2:
+        raise binding_error(
+            "discover", "too few batches", f"{len(batches)} batch", "two or more, of what fn takes",
+            "pass a list of batches: what one batch does not reach looks like a symmetry")
+    if not 0 <= near < 1:
+        raise binding_error(
+            "discover", f"bad near {near!r}", repr(near), "a number from 0 to 1", "leave it at 1e-3")
+
+
+def double_leaves(params: Any) -> Leaves:
+    """Floating-point leaves by path, in float64."""
+    found = leaves_by_path(params)
+    leaves = {p: np.asarray(x, np.float64) for p, x in found.items() if _is_float(x)}
+    if not leaves:
+        kinds = ", ".join(f"{p} ({getattr(x, 'dtype', type(x).__name__)})" for p, x in list(found.items())[:4])
+        raise binding_error(
+            "discover", "no floating-point leaves in params", kinds or "an empty tree", "arrays of parameters",
+            "pass the tree that fn differentiates in, as of nnx.state(model) or variables['params']")
+    return leaves
+
+
+def _is_float(x: Any) -> bool:
+    return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating)
+
+
+def double_batch(batch: Any) -> Any:
+    """A batch with its floating-point arrays in float64."""
+    return jax.tree.map(lambda x: np.asarray(x, np.float64) if _is_float(x) else x, batch)
+
+
+def compared(out: Any, outputs: str) -> Any:
+    """What of the outputs is compared: floating-point leaves; logits less their log-sum."""
+    leaves = [x for x in jax.tree.leaves(out) if _is_float(x)]
+    if not leaves:
+        raise binding_error(
+            "discover", "no floating-point outputs", f"{len(jax.tree.leaves(out))} other leaves", "an array of numbers",
+            "return the logits, log-probabilities or loss from fn")
+    if outputs != "logits":
+        return leaves
+    if any(x.ndim == 0 or x.shape[-1] == 1 for x in leaves):
+        raise binding_error(
+            "discover", "outputs that are no logits", f"shapes {', '.join(str(x.shape) for x in leaves)}",
+            "classes along the last axis", "say outputs='loss' where fn returns a number")
+    return [jax.nn.log_softmax(x, axis=-1) for x in leaves]
+
+
+def check_precision(low: Sequence[str]) -> None:
+    """Raises where a value that depends on parameters is computed in less than double precision."""
+    if low:
+        raise binding_error(
+            "discover", "low precision inside fn", low[0] + (f", and {len(low) - 1} more" if len(low) > 1 else ""),
+            "float64 throughout: 1e-9 tells a symmetry from what is nearly one",
+            "build the model for discover without dtype= and without casts, or with float64")
+
+
+def check_repeatable(one: Sequence[np.ndarray], other: Sequence[np.ndarray]) -> None:
+    """Raises where two calls on one input differ."""
+    for k, (a, b) in enumerate(zip(one, other, strict=True)):
+        if not np.array_equal(a, b, equal_nan=True):
+            raise binding_error(
+                "discover", "two calls of fn differ", f"output {k} by {np.abs(a - b).max():.1e} on the same input",
+                "a pure function of (params, batch)",
+                "switch dropout off (deterministic=True, model.eval()), or pass the same key with every batch")
+
+
+def check_finite(out: Sequence[np.ndarray], explain: Callable[[], str]) -> None:
+    """Raises where outputs are not finite; `explain` finds the first operation to blame."""
+    for k, x in enumerate(out):
+        if not np.isfinite(x).all():
+            bad = int((~np.isfinite(x)).sum())
+            raise binding_error(
+                "discover", "outputs that are not finite", f"{bad} of {x.size} entries of output {k}; {explain()}",
+                "finite outputs at generic points near params",
+                "mask with a large negative number in place of -inf where a whole row is masked; check the inputs")
+
+
+def first_not_finite(fn: Callable[..., Any], *args: Any) -> str:
+    """The first operation that makes a NaN, or else an infinity, out of finite numbers, and where it stands."""
+    closed = jax.make_jaxpr(fn)(*args)
+    values: dict[Any, Any] = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
+    values.update(zip(closed.jaxpr.invars, jax.tree.leaves(args), strict=True))
+    infinite = ""
+    for eqn in closed.jaxpr.eqns:
+        ins = [values[a] if a in values else a.val for a in eqn.invars] if _all_known(eqn, values) else []
+        try:
+            found = eqn.primitive.bind(*ins, **eqn.params)
+        except Exception:  # a primitive that cannot be called alone
+            return infinite or "where could not be told"
+        outs = found if eqn.primitive.multiple_results else [found]
+        values.update(zip(eqn.outvars, outs, strict=True))
+        floats = [np.asarray(x) for x in outs if _is_float(x)]
+        if any(np.isnan(x).any() for x in floats):
+            return f"the first NaN comes out of `{eqn.primitive.name}`{source(eqn)}"
+        if not infinite and any(np.isposinf(x).any() for x in floats):
+            infinite = f"the first infinity comes out of `{eqn.primitive.name}`{source(eqn)}"
+    return infinite or "where could not be told"
+
+
+def _all_known(eqn: Any, values: Any) -> bool:
+    return all(hasattr(a, "val") or a in values for a in eqn.invars)

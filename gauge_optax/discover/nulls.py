@@ -1,0 +1,120 @@
+"""Null spaces of what gradients see, as symmetries with few terms.
+
+Here: singular values, and a sparse basis of a null space. Not here: the columns (`search`).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from gauge_optax.discover.motions import ZERO, Symmetry, Term
+from gauge_optax.discover.search import Candidate
+from gauge_optax.discover.sketch import Leaves
+from gauge_optax.discover.views import Piece
+
+
+def solve(one: Candidate, squares: Leaves, dead: Mapping[str, np.ndarray], near: float) -> list[Symmetry]:
+    """The symmetries of a candidate whose residual is below `near`, on pieces that the outputs notice at all.
+
+    Args:
+      one: the candidate, after all observations.
+      squares: mean squared gradient per entry.
+      dead: entries without any gradient.
+      near: largest residual of interest.
+
+    Returns:
+      Symmetries; those that hold have a residual below `ZERO`.
+    """
+    alive = [k for k, (piece, _) in enumerate(one.columns) if not piece.read(dead[piece.path][None]).all()]
+    columns = [one.columns[k] for k in alive]
+    if not columns:
+        return []
+    seen = np.concatenate(one.seen)[:, alive]
+    energy = np.array([piece.read(squares[piece.path][None]).mean() for piece, _ in columns])
+    sizes = np.sqrt(energy * np.asarray(one.sizes)[alive] * len(seen)) + 1e-300
+    seen = seen / sizes
+    _, values, right = np.linalg.svd(seen, full_matrices=True)
+    values = np.concatenate([values, np.zeros(len(columns) - len(values))])
+    asleep = [
+        (piece, mode) for piece, mode in one.columns if mode != "offset" and dead[piece.path].all()
+    ]
+    found = []
+    for bound, coarse in ((ZERO, 1e-6), (near, 10 * near)):
+        null = right[values < bound] / sizes
+        for row in map(_rounded if bound == near else np.asarray, sparse_basis(null, coarse)):
+            residual = float(np.linalg.norm(seen @ (row * sizes)) / np.linalg.norm(row * sizes))
+            if bound == ZERO or residual >= ZERO:
+                terms = _terms(columns, row)
+                along = _siblings(terms, asleep)
+                found.append(Symmetry(one.family, one.space, one.beside, terms, residual, along))
+    return [symmetry for symmetry in found if not _both_ways(symmetry)]
+
+
+def _siblings(terms: Sequence[Term], asleep: Sequence[tuple[Piece, str]]) -> tuple[Term, ...]:
+    """Dead leaves as they move with a leaf of the same parent: a key bias with its kernel, which softmax hides."""
+    paths = {term.piece.path for term in terms}
+    out: dict[Piece, Term] = {}
+    for piece, mode in asleep:
+        parent = piece.path.rpartition("/")[0]
+        for term in terms:
+            beside = term.piece.path.rpartition("/")[0] == parent != ""
+            if term.mode == mode and beside and piece.path not in paths:
+                out.setdefault(piece, Term(piece, mode, term.exponent))
+    return tuple(out.values())
+
+
+def _terms(columns: Sequence[tuple[Piece, str]], row: np.ndarray) -> tuple[Term, ...]:
+    return tuple(Term(*columns[k], float(row[k])) for k in np.nonzero(row)[0].tolist())
+
+
+def _both_ways(symmetry: Symmetry) -> bool:
+    """Whether a piece moves as vector and covector: then only a skew or a symmetric part holds, of another family."""
+    pieces = [term.piece for term in symmetry.terms if term.mode in ("vector", "covector")]
+    return len(set(pieces)) < len(pieces)
+
+
+def sparse_basis(null: np.ndarray, zero: float) -> np.ndarray:
+    """A basis of the row space with few entries: reduced echelon form by largest pivots, then pairs thinned.
+
+    Args:
+      null: rows that span it.
+      zero: entries below, of a row's largest, are rounding.
+
+    Returns:
+      Rows whose smallest entry is ±1 and whose first is positive.
+    """
+    rows = null.copy()
+    for i in range(len(rows)):
+        k, j = np.unravel_index(np.abs(rows[i:]).argmax(), rows[i:].shape)
+        rows[[i, i + k]] = rows[[i + k, i]]
+        rows[i] /= rows[i, j]
+        others = np.arange(len(rows)) != i
+        rows[others] -= np.outer(rows[others, j], rows[i])
+    rows[np.abs(rows) < zero] = 0.0
+    thinner = True
+    while thinner:
+        thinner = any(_thin(rows, i, j, zero) for i, j in itertools.permutations(range(len(rows)), 2))
+    for row in rows:
+        row /= np.abs(row[row != 0]).min()
+        row *= np.sign(row[np.nonzero(row)[0][0]])
+    return rows
+
+
+def _rounded(row: np.ndarray) -> np.ndarray:
+    """Exponents of what nearly holds, as the halves and thirds they are nearly."""
+    near = np.round(row * 6) / 6
+    return np.where(np.abs(near - row) < 0.05 * np.abs(row), near, row)
+
+
+def _thin(rows: np.ndarray, i: int, j: int, zero: float) -> bool:
+    """Takes a multiple of row j off row i where that leaves fewer entries."""
+    for k in np.nonzero(rows[i] * rows[j])[0]:
+        less = rows[i] - rows[i, k] / rows[j, k] * rows[j]
+        less[np.abs(less) < zero] = 0.0
+        if np.count_nonzero(less) < np.count_nonzero(rows[i]):
+            rows[i] = less
+            return True
+    return False

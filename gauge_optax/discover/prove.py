@@ -1,0 +1,156 @@
+"""Proof by finite moves: a gauge's random element, through the library, at points and on batches of its own.
+
+Here: what the outputs do. Not here: which gauges are asked (`write`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gauge_optax.binding import leaves_by_path, with_leaves
+from gauge_optax.discover import checks
+from gauge_optax.discover.sketch import Leaves
+from gauge_optax.discover.write import Call
+from gauge_optax.gauges.base import Gauge
+from gauge_optax.gauges.linear import head_linear, rope_linear
+from gauge_optax.gauges.product import product
+from gauge_optax.gauges.rescale import norm_scale, rescale, scale_invariant
+from gauge_optax.gauges.rotation import head_rotation
+from gauge_optax.gauges.shift import logit_shift
+from gauge_optax.gauges.torus import rope_torus
+
+_CONSTRUCTORS: Mapping[str, Callable[..., Gauge]] = {
+    f.__name__: f
+    for f in (head_linear, head_rotation, logit_shift, norm_scale, rescale, rope_linear, rope_torus, scale_invariant)
+}
+
+_ADDRESS = re.compile("0x[0-9a-f]+")
+
+
+def constructed(call: Call) -> Gauge:
+    """The gauge of a call."""
+    return _CONSTRUCTORS[call.kind](*call.roles.values(), **call.options, sizes=call.sizes or None)
+
+
+class Prover:
+    """A function with the points and batches at which gauges are proved.
+
+    Args:
+      fn: (leaves, batch) to a list of outputs.
+      params: the tree that gauges bind to.
+      batches: at least two.
+      points: at least two, other than those of the sketch.
+    """
+
+    def __init__(
+        self, fn: Callable[..., Any], params: Any, batches: Sequence[Any], points: Sequence[Leaves]
+    ) -> None:
+        self._fn, self._params, self._points = fn, params, points
+        self._batches = list(batches)[:2]
+        self._call = jax.jit(fn)
+        self._before: list[list[list[np.ndarray]]] = []
+
+    def check_outputs(self, leaves: Leaves) -> None:
+        """Raises where outputs are not finite or differ between two calls, at the given leaves and at the points."""
+        for point in (leaves, *self._points):
+            for batch in self._batches:
+                found = self._outputs(point, batch)
+                checks.check_finite(found, lambda p=point, b=batch: checks.first_not_finite(self._fn, p, b))  # type: ignore[misc]
+        once = self._outputs(leaves, self._batches[0])
+        checks.check_repeatable(once, self._outputs(leaves, self._batches[0]))
+        if self._traced(leaves) != self._traced(leaves):  # a key or a counter outside fn: two programs
+            again = [np.asarray(x) for x in jax.jit(lambda p, b: self._fn(p, b))(leaves, self._batches[0])]
+            checks.check_repeatable(once, again)
+        self._before = [[self._outputs(point, batch) for batch in self._batches] for point in self._points]
+
+    def _traced(self, leaves: Leaves) -> tuple[str, bytes]:
+        """The program as text, and its constants."""
+        closed = jax.make_jaxpr(lambda p, b: self._fn(p, b))(leaves, self._batches[0])
+        keys = [jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key) for x in closed.consts]
+        numbers = [jax.random.key_data(x) if key else x for x, key in zip(closed.consts, keys, strict=True)]
+        return _ADDRESS.sub("", str(closed)), b"".join(np.asarray(x).tobytes() for x in numbers)
+
+    def _outputs(self, leaves: Leaves, batch: Any) -> list[np.ndarray]:
+        return [np.asarray(x) for x in self._call(leaves, batch)]
+
+    def _change(self, moved: Sequence[Leaves]) -> float:
+        """Largest relative change of an output, the points replaced."""
+        worst = 0.0
+        for point, before in zip(moved, self._before, strict=True):
+            for batch, old in zip(self._batches, before, strict=True):
+                for x, y in zip(self._outputs(point, batch), old, strict=True):
+                    size = float(np.linalg.norm(y))
+                    change = float(np.linalg.norm(x - y)) / (size if size > 0 else 1.0)
+                    worst = max(worst, change if np.isfinite(change) else np.inf)
+        return worst
+
+    def change_of_entries(self, path: str, entries: np.ndarray, rng: np.random.Generator) -> float:
+        """What new values of some entries of a leaf do."""
+
+        def moved(point: Leaves) -> Leaves:
+            leaf = point[path]
+            size = float(np.sqrt(np.mean(np.square(leaf))))
+            return {**point, path: np.where(entries, leaf + size * rng.standard_normal(leaf.shape), leaf)}
+
+        return self._change([moved(point) for point in self._points])
+
+    def changes(self, calls: Sequence[Call], rng: np.random.Generator) -> list[float]:
+        """What a random element of each gauge does; infinite where the library refuses the gauge."""
+        gauges: list[Gauge | None] = [self._bound(call) for call in calls]
+        known = [gauge for gauge in gauges if gauge is not None]
+        if not known:
+            return [np.inf] * len(calls)
+
+        def act(key: jax.Array, leaves: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+            tree = with_leaves(self._params, leaves)
+            keys = jax.random.split(key, len(known))
+            moved = [
+                leaves_by_path(gauge.act(gauge.sample(k, tree), tree)) for gauge, k in zip(known, keys, strict=True)
+            ]
+            return [{p: x for p, x in own.items() if p in leaves} for own in moved]
+
+        run = jax.jit(act)
+        seeds = rng.integers(2**31, size=len(self._points))
+        moved = [run(jax.random.key(int(s)), point) for s, point in zip(seeds, self._points, strict=True)]
+        found = iter([self._change([one[k] for one in moved]) for k in range(len(known))])
+        return [np.inf if gauge is None else next(found) for gauge in gauges]
+
+    def _bound(self, call: Call) -> Gauge | None:
+        try:
+            gauge = constructed(call)
+            gauge.dim(self._params)
+        except ValueError:
+            return None
+        return gauge
+
+    def binds_alike(self, call: Call, group: Sequence[Call]) -> bool:
+        """Whether a merged call binds the same leaves, as often, as the calls that it stands for."""
+        if len(group) == 1:
+            return True
+        one, others = self._bound(call), [self._bound(other) for other in group]
+        if one is None or any(other is None for other in others):
+            return False
+
+        def paths(gauge: Any) -> list[tuple[str, ...]]:
+            bound = gauge.binding(self._params)
+            return [tuple(sorted(block.path for block in i.blocks)) for i in bound.instances]
+
+        return sorted(paths(one)) == sorted(p for other in others for p in paths(other))
+
+    def together(self, held: Sequence[Any]) -> tuple[list[Any], list[str]]:
+        """Gauges that the library takes as one product, in order, and why it refuses the others."""
+        kept: list[Any] = []
+        refused = []
+        for one in held:
+            try:
+                jax.eval_shape(product([h.gauge for h in (*kept, one)]).read, self._params)
+                kept.append(one)
+            except ValueError as error:
+                refused.append(f"{one}: {str(error).splitlines()[0]}")
+        return kept, refused

@@ -1,0 +1,117 @@
+"""Functions whose gauges are known: `models.lm` under every switch, unrolled and scanned, and as a Linen module."""
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+import gauge_optax as go
+from gauge_optax.gauges.base import Gauge
+from models import lm
+
+
+class Net(NamedTuple):
+    """What `go.discover` takes, and what it should find."""
+
+    fn: Callable[[Any, Any], jax.Array]
+    params: Any
+    batches: list[np.ndarray]
+    gauges: Callable[[bool], list[Gauge]]
+
+
+def _config(norm: str, mlp: str, kv_heads: int, **switches: Any) -> lm.LMConfig:
+    sizes = dict(vocab=11, d_model=8, layers=2, heads=4, d_head=4, d_ff=10, max_len=6)
+    return lm.LMConfig(**sizes, norm=norm, mlp=mlp, kv_heads=kv_heads, **{"bias": False, **switches})  # type: ignore[arg-type]
+
+
+CONFIGS: Mapping[str, lm.LMConfig] = {
+    "gpt": _config("layernorm", "relu", 4, bias=True),
+    "llama": _config("rmsnorm", "swiglu", 2, rope=True),
+    "qwen": _config("rmsnorm", "swiglu", 2, rope=True, qk_norm=True),
+    "gpt_gqa": _config("layernorm", "relu", 2, bias=True),
+    "gpt_mqa": _config("layernorm", "relu", 1, bias=True),
+    "gpt_gelu": _config("layernorm", "gelu", 4, bias=True),
+    "gpt_relu2": _config("layernorm", "relu2", 4),
+    "gpt_tied": _config("layernorm", "relu", 4, bias=True, tied=True),
+    "gpt_one_plus": _config("layernorm", "relu", 4, bias=True, norm_one_plus=True),
+    "gpt_swiglu": _config("layernorm", "swiglu", 4, bias=True),
+    "gpt_rope": _config("layernorm", "relu", 4, bias=True, rope=True),
+    "gpt_qk_norm": _config("layernorm", "relu", 4, bias=True, qk_norm=True),
+    "rms": _config("rmsnorm", "relu", 4),
+    "rms_bias": _config("rmsnorm", "relu", 4, bias=True),
+    "rms_gelu_tied": _config("rmsnorm", "gelu", 2, tied=True),
+    "rms_relu2_mqa": _config("rmsnorm", "relu2", 1, bias=True, tied=True, norm_one_plus=True),
+    "llama_mha": _config("rmsnorm", "swiglu", 4, rope=True),
+    "llama_mqa": _config("rmsnorm", "swiglu", 1, rope=True),
+    "llama_bias": _config("rmsnorm", "swiglu", 2, rope=True, bias=True),
+    "llama_tied": _config("rmsnorm", "swiglu", 4, rope=True, tied=True),
+    "llama_one_plus": _config("rmsnorm", "swiglu", 2, rope=True, norm_one_plus=True),
+    "gemma": _config("rmsnorm", "gelu", 1, rope=True, norm_one_plus=True, tied=True),
+    "gemma3": _config("rmsnorm", "swiglu", 2, rope=True, norm_one_plus=True, tied=True, qk_norm=True),
+    "qwen_bias": _config("rmsnorm", "relu2", 1, rope=True, qk_norm=True, bias=True),
+    "qwen_no_rope": _config("rmsnorm", "relu", 2, qk_norm=True, bias=True),
+    "qwen_layernorm": _config("layernorm", "gelu", 1, rope=True, qk_norm=True, bias=True, tied=True),
+}
+
+
+def _batches(config: lm.LMConfig) -> list[np.ndarray]:
+    return list(np.random.default_rng(0).integers(0, config.vocab, (2, 2, 6)))
+
+
+def unrolled(config: lm.LMConfig) -> Net:
+    """`models.lm` as it stands."""
+    graph, state = nnx.split(lm.build(config, nnx.Rngs(0)))
+    return Net(
+        lambda p, tokens: nnx.merge(graph, p)(tokens),
+        nnx.to_pure_dict(state),
+        _batches(config),
+        lambda linear: lm.gauges(config, linear),
+    )
+
+
+def scanned(config: lm.LMConfig) -> Net:
+    """The same with its blocks stacked and scanned over."""
+    model = lm.build(config, nnx.Rngs(0))
+    params = nnx.to_pure_dict(nnx.state(model))
+    block = nnx.split(model.blocks[0])[0]
+    params["blocks"] = jax.tree.map(lambda *layers: jnp.stack(layers), *params["blocks"].values())
+
+    def fn(p: Any, tokens: Any) -> jax.Array:
+        x = p["embed"]["embedding"][tokens]
+        x = x + p["pos"]["embedding"][: tokens.shape[1]] if "pos" in p else x
+        x, _ = jax.lax.scan(lambda x, own: (nnx.merge(block, own)(x), None), x, p["blocks"])
+        norm = nnx.merge(nnx.split(model.final_norm)[0], p["final_norm"])
+        head = nnx.merge(nnx.split(model.lm_head)[0], p.get("lm_head", {}))
+        return head(norm(x), p["embed"]["embedding"])
+
+    return Net(fn, params, _batches(config), lambda linear: [_stacked(g) for g in lm.gauges(config, linear)])
+
+
+def _stacked(gauge: Any) -> Gauge:
+    """A gauge of unrolled layers for stacked ones: the capture as an axis."""
+    roles: dict[str, dict[str, str]] = {}
+    for spec in gauge.specs:
+        axes = re.sub(r"^(1\+ )?", r"\g<1>layer ", spec.axes) if "{i}" in spec.pattern else spec.axes
+        roles.setdefault(spec.role, {})[spec.pattern.replace("{i}/", "")] = axes
+    options = {name: getattr(gauge, name) for name in ("degree", "pairing") if getattr(gauge, name, 1) != 1}
+    return getattr(go, gauge.name)(*roles.values(), **options, sizes=dict(gauge.sizes) or None)
+
+
+def linen(config: lm.LMConfig) -> Net:
+    """The same as a Linen module, its parameters a Linen collection."""
+    model = nnx.bridge.to_linen(lm.LM, config)
+    variables = model.init(jax.random.key(0), _batches(config)[0])
+    rest = {name: x for name, x in variables.items() if name != "params"}
+    return Net(
+        lambda p, tokens: model.apply({"params": p, **rest}, tokens),
+        variables["params"],
+        _batches(config),
+        lambda linear: lm.gauges(config, linear),
+    )
+
+
+FORMS: Mapping[str, Callable[[lm.LMConfig], Net]] = {"unrolled": unrolled, "scanned": scanned, "linen": linen}

@@ -15,8 +15,8 @@ import numpy as np
 
 from gauge_optax.binding import leaves_by_path, with_leaves
 from gauge_optax.discover import checks
+from gauge_optax.discover.calls import Call
 from gauge_optax.discover.sketch import Leaves
-from gauge_optax.discover.write import Call
 from gauge_optax.gauges.base import Gauge
 from gauge_optax.gauges.linear import head_linear, rope_linear
 from gauge_optax.gauges.product import product

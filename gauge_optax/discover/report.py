@@ -17,6 +17,7 @@ from tqdm.auto import tqdm
 
 from gauge_optax.binding import with_leaves
 from gauge_optax.discover import checks, search
+from gauge_optax.discover.calls import Call, merge_layers
 from gauge_optax.discover.motions import ZERO, Symmetry, independent
 from gauge_optax.discover.nulls import solve
 from gauge_optax.discover.prove import Prover, constructed
@@ -24,7 +25,7 @@ from gauge_optax.discover.rules import RULES
 from gauge_optax.discover.search import Candidate
 from gauge_optax.discover.sketch import Gradients, Leaves, generic_point
 from gauge_optax.discover.trace import Walked, walk
-from gauge_optax.discover.write import Call, Unwritable, merge_layers, shift_call, written
+from gauge_optax.discover.write import Unwritable, shift_call, written
 from gauge_optax.gauges.base import Gauge
 
 Outputs = Literal["logits", "logprobs", "loss"]

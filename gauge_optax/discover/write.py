@@ -1,77 +1,27 @@
-"""Symmetries as calls of the library's gauges: roles, axes strings, and layers merged into captures.
+"""Symmetries as calls of the library's gauges: kinds, roles and axes strings.
 
-Here: text and tables, from shapes alone. Not here: whether what is written holds (`report`).
+Here: from shapes alone. Not here: layers (`calls`), whether what is written holds (`prove`).
 """
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
-import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
 import numpy as np
 
+from gauge_optax.discover.calls import Axes, Call, template
 from gauge_optax.discover.motions import Symmetry, Term
 from gauge_optax.discover.views import Atom, Piece, View, Window
 
-Roles = Mapping[str, Mapping[str, str | tuple[str, ...]]]
 _CLOSE = 1e-5  # exponents that are one number
 _COMPANIONS = ("head", "group", "part", "slot")
-_CAPTURES = "ijklmn"
-_NUMBER, _PIECES = re.compile("[0-9]+"), re.compile("([0-9]+)")
 
 
 class Unwritable(Exception):
     """A symmetry for which the library has no gauge; its text says which kind."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Call:
-    """A gauge's constructor with its arguments.
-
-    Attributes:
-      kind: the constructor's name.
-      roles: per role, paths and axes.
-      options: keyword arguments besides.
-      sizes: lengths of axes that shapes alone do not fix.
-    """
-
-    kind: str
-    roles: Roles
-    options: Mapping[str, Any]
-    sizes: Mapping[str, int]
-
-    @property
-    def paths(self) -> list[str]:
-        """Paths or patterns of all roles."""
-        return [path for role in self.roles.values() for path in role]
-
-    def source(self) -> str:
-        """The call as Python source."""
-        rows = [f"  {role}={{{', '.join(f'{p!r}: {a!r}' for p, a in blocks.items())}}}," for role, blocks in
-                self.roles.items()]  # fmt: skip
-        rows += [f"  {name}={value!r}," for name, value in self.options.items()]
-        rows += [f"  sizes={dict(self.sizes)!r},"] if self.sizes else []
-        return "\n".join([f"go.{self.kind}(", *(line for row in rows for line in _wrapped(row)), ")"])
-
-
-def _wrapped(row: str) -> list[str]:
-    """A row of source of at most 110 columns where it is a mapping of paths."""
-    if len(row) <= 110 or "{" not in row:
-        return [row]
-    head, body = row.split("{", 1)
-    items = re.split(r", (?=')", body.rsplit("}", 1)[0])
-    items = [item for item in items if item]
-    joined: list[str] = []
-    for item in items:  # a tuple's strings stay on their line
-        if joined and joined[-1].count("(") > joined[-1].count(")"):
-            joined[-1] += ", " + item
-        else:
-            joined.append(item)
-    return [f"{head}{{", *(f"    {item}," for item in joined), "  },"]
 
 
 # One symmetry -------------------------------------------------------------------------------------
@@ -142,7 +92,7 @@ def _scale_call(symmetry: Symmetry, names: _Names) -> Call:
     merged = whole_leaves(terms)
     pairing = _pairing(symmetry) if planes else None
 
-    def role(value: float) -> dict[str, str | tuple[str, ...]]:
+    def role(value: float) -> dict[str, Axes]:
         own = [term for term in merged if abs(term.exponent - value) < _CLOSE]
         return names.role(own, "channel", plus, pairing)
 
@@ -173,7 +123,7 @@ def _order(terms: Sequence[Term]) -> tuple[Any, ...]:
     pieces = [term.piece for term in terms]
     kernels = [p for p in pieces if not p.vector]
     last = [p for p in kernels if p.at is not None and p.view.places[p.at][0] == len(p.view.shape) - 1]
-    return len(kernels) == len(pieces), len(last) == 0, len(kernels), _template(p.path for p in pieces)
+    return len(kernels) == len(pieces), len(last) == 0, len(kernels), template(p.path for p in pieces)
 
 
 def _pairing(symmetry: Symmetry) -> str:
@@ -186,20 +136,16 @@ def _pairing(symmetry: Symmetry) -> str:
     raise Unwritable("planes of an unusual layout")
 
 
-def _template(paths: Iterable[str]) -> list[str]:
-    return sorted(_NUMBER.sub("#", path) for path in paths)
-
-
 def _merged(
-    left: Mapping[str, str | tuple[str, ...]], right: Mapping[str, str | tuple[str, ...]]
-) -> dict[str, str | tuple[str, ...]]:
+    left: Mapping[str, Axes], right: Mapping[str, Axes]
+) -> dict[str, Axes]:
     out = dict(left)
     for path, axes in right.items():
         out[path] = _joined(out.get(path), axes)
     return out
 
 
-def _joined(old: str | tuple[str, ...] | None, new: str | tuple[str, ...]) -> str | tuple[str, ...]:
+def _joined(old: Axes | None, new: Axes) -> Axes:
     if old is None:
         return new
     return (*((old,) if isinstance(old, str) else old), *((new,) if isinstance(new, str) else new))
@@ -240,14 +186,14 @@ class _Names:
 
     def role(
         self, terms: Sequence[Term], target: str, plus: Collection[str] = (), pairing: str | None = None
-    ) -> dict[str, str | tuple[str, ...]]:
+    ) -> dict[str, Axes]:
         """Paths and axes of some terms: kernels first, then norms' scales."""
 
         def order(term: Term) -> tuple[bool, bool, str]:
             path = term.piece.path
             return term.piece.vector, path not in plus and path not in self._positive, path
 
-        out: dict[str, str | tuple[str, ...]] = {}
+        out: dict[str, Axes] = {}
         for term in sorted(terms, key=order):
             path = term.piece.path
             text = self._axes(term.piece, target, pairing)
@@ -341,64 +287,8 @@ def _tiled(group: list[Term], axis: int) -> list[Term]:
     return [Term(Piece(view, at[0], tuple(at[1:])), group[0].mode, group[0].exponent)]
 
 
-# Layers -------------------------------------------------------------------------------------------
-
-
 def shift_call(views: Sequence[tuple[View, int]]) -> Call:
     """A constant along one space of several leaves: their views, and the atom of each that it is constant along."""
     terms = tuple(Term(Piece(view, at, ()), "offset", 1.0) for view, at in views)
     names = _Names(Symmetry("shift", (), (), terms, 0.0), set(), frozenset())
     return Call("logit_shift", {"blocks": names.role(whole_leaves(terms), "vocab")}, {}, names.sizes)
-
-
-def merge_layers(calls: Sequence[Call]) -> list[tuple[Call, list[Call]]]:
-    """Calls that differ in numbers of their paths alone as one call with captures, beside the calls that it stands for.
-
-    Where numbers vary in some paths only, or two in ways that no capture joins, calls stay as they are.
-    """
-    groups: dict[Any, list[Call]] = {}
-    for call in calls:
-        groups.setdefault(_signature(call), []).append(call)
-    out = []
-    for group in groups.values():
-        merged = _captured(group) if len(group) > 1 else None
-        out += [(merged, group)] if merged is not None else [(call, [call]) for call in group]
-    return out
-
-
-def _signature(call: Call) -> Any:
-    roles = tuple(
-        (role, tuple((_NUMBER.sub("#", p), axes) for p, axes in _ordered(blocks))) for role, blocks in
-        call.roles.items()
-    )  # fmt: skip
-    return call.kind, roles, tuple(call.options.items()), tuple(sorted(call.sizes.items()))
-
-
-def _ordered(blocks: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    def key(item: tuple[str, Any]) -> Any:
-        return _NUMBER.sub("#", item[0]), [int(n) for n in _NUMBER.findall(item[0])]
-
-    return sorted(blocks.items(), key=key)
-
-
-def _captured(group: Sequence[Call]) -> Call | None:
-    """One call for a group of equal signature, None where captures cannot say it."""
-    tables = [[path for blocks in call.roles.values() for path, _ in _ordered(blocks)] for call in group]
-    columns = list(zip(*[[tuple(_NUMBER.findall(path)) for path in paths] for paths in tables], strict=True))
-    captures: dict[tuple[str, ...], str] = {}
-    patterns = []
-    for path, numbers in zip(tables[0], columns, strict=True):
-        slots = [tuple(own) for own in zip(*numbers, strict=True)]
-        own = {slot for slot in slots if len(set(slot)) > 1}
-        for slot in slots:
-            if slot in own and slot not in captures:
-                if len(captures) == len(_CAPTURES):
-                    return None
-                captures[slot] = "{" + _CAPTURES[len(captures)] + "}"
-        texts = iter([captures.get(slot, slot[0]) for slot in slots])
-        patterns.append(("".join(next(texts) if k % 2 else text for k, text in enumerate(_PIECES.split(path))), own))
-    if any(own != set(captures) for _, own in patterns) or len({p for p, _ in patterns}) < len(patterns):
-        return None
-    pattern = {path: pattern for path, (pattern, _) in zip(tables[0], patterns, strict=True)}
-    roles = {role: {pattern[path]: axes for path, axes in own.items()} for role, own in group[0].roles.items()}
-    return Call(group[0].kind, roles, group[0].options, group[0].sizes)

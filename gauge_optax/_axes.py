@@ -1,8 +1,9 @@
 """Axes strings: the parser, and the solver for the lengths of named axes.
 
-    axes  = ["1+"] {item}                 one item per axis of the leaf
-    item  = part | "(" part {part} ")"    a group splits one axis, row-major
-    part  = "_" | name | name "=" i | name "=" i ":" j
+    axes  = ["1+"] {item}                           one item per axis of the leaf
+    item  = part | "(" part {part} ")" [range]      a group splits one axis, row-major, or a range of it
+    part  = "_" [range] | name | name "=" i | name range
+    range = "=" i ":" j ["/" n]                     n the full length, where nothing else in a group tells it
 """
 
 from __future__ import annotations
@@ -15,16 +16,18 @@ from typing import NamedTuple
 
 from gauge_optax._paths import binding_error
 
-_TOKEN = re.compile(r"[()]|[^\s()]+")
-_PART = re.compile(r"([^=]+)(?:=([0-9]{1,9})(?::([0-9]{1,9}))?)?")
+_TOKEN = re.compile(r"\)=[^\s()]*|[()]|[^\s()]+")
+_RANGE = re.compile(r"\)=([0-9]{1,9}):([0-9]{1,9})")
+_PART = re.compile(r"([^=]+)(?:=([0-9]{1,9})(?::([0-9]{1,9})(?:/([0-9]{1,9}))?)?)?")
 
 
 class Part(NamedTuple):
-    """One name of an axes string; `name` is "_" for a free axis, `stop` None without a range."""
+    """One name of an axes string; `name` is "_" for a free axis, `stop` None without a range, `full` if not given."""
 
     name: str
     start: int | None = None
     stop: int | None = None
+    full: int | None = None
 
     @property
     def picked(self) -> bool:
@@ -34,18 +37,19 @@ class Part(NamedTuple):
     @property
     def local(self) -> bool:
         """Whether only the leaf itself can tell the full length."""
-        return self.name == "_" or self.stop is not None
+        return self.full is None and (self.name == "_" or self.stop is not None)
 
     def __str__(self) -> str:
-        tail = "" if self.stop is None else f":{self.stop}"
+        tail = "" if self.stop is None else f":{self.stop}" + ("" if self.full is None else f"/{self.full}")
         return self.name if self.start is None else f"{self.name}={self.start}{tail}"
 
 
 class AxesPlan(NamedTuple):
-    """A parsed axes string: one group of parts per leaf axis."""
+    """A parsed axes string: per leaf axis a group of parts, and the range that it splits, None for the whole axis."""
 
     one_plus: bool
     groups: tuple[tuple[Part, ...], ...]
+    ranges: tuple[tuple[int, int] | None, ...]
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -54,7 +58,7 @@ class AxesPlan(NamedTuple):
 
 
 def _malformed(gauge: str, pattern: str, axes: object, found: str, remedy: str) -> ValueError:
-    expected = "one of '_', 'name', 'name=3', 'name=0:4' or '(a b)' per axis, after an optional '1+'"
+    expected = "one of '_', 'name', 'name=3', 'name=0:4', '(a b)' or '(a b)=0:8' per axis, after an optional '1+'"
     return binding_error(gauge, f"malformed axes \"{axes}\" of '{pattern}'", found, expected, remedy)
 
 
@@ -63,12 +67,20 @@ def _parse_part(gauge: str, pattern: str, axes: str, token: str) -> Part:
     if hit is None or not hit[1].isidentifier():
         remedy = "names are identifiers, an index is '=3', a range '=0:4'; '1+' comes first"
         raise _malformed(gauge, pattern, axes, f"'{token}'", remedy)
-    part = Part(hit[1], None if hit[2] is None else int(hit[2]), None if hit[3] is None else int(hit[3]))
-    if part.name == "_" and part.start is not None:
+    part = Part(hit[1], *(None if number is None else int(number) for number in hit.groups()[1:]))
+    if part.name == "_" and part.picked:
         raise _malformed(gauge, pattern, axes, f"an index on a free axis, '{token}'", "give the axis a name")
-    if part.start is not None and part.stop is not None and part.start >= part.stop:
-        raise _malformed(gauge, pattern, axes, f"an empty range, '{token}'", "write start < stop")
+    if part.start is not None and part.stop is not None and not part.start < part.stop <= (part.full or part.stop):
+        remedy = "write start < stop, stop at most the full length"
+        raise _malformed(gauge, pattern, axes, f"an empty range, '{token}'", remedy)
     return part
+
+
+def _parse_range(gauge: str, pattern: str, axes: str, token: str) -> tuple[int, int]:
+    hit = _RANGE.fullmatch(token)
+    if hit is None or int(hit[1]) >= int(hit[2]):
+        raise _malformed(gauge, pattern, axes, f"'{token}' behind a group", "write '(a b)=0:8', start < stop")
+    return int(hit[1]), int(hit[2])
 
 
 @functools.lru_cache(maxsize=4096)
@@ -77,27 +89,30 @@ def parse_axes(gauge: str, pattern: str, axes: str) -> AxesPlan:
     tokens = _TOKEN.findall(axes)
     one_plus = tokens[:1] == ["1+"]
     groups: list[tuple[Part, ...]] = []
+    ranges: list[tuple[int, int] | None] = []
     inside: list[Part] | None = None
     for token in tokens[one_plus:]:
         if token == "(":
             if inside is not None:
                 raise _malformed(gauge, pattern, axes, "a group in a group", "write one level of parentheses")
             inside = []
-        elif token == ")":
+        elif token.startswith(")"):
             if not inside:
                 found = "an empty group" if inside is not None else "a ')' without a '('"
                 raise _malformed(gauge, pattern, axes, found, "write '(a b)', balanced")
             groups.append(tuple(inside))
+            ranges.append(None if token == ")" else _parse_range(gauge, pattern, axes, token))
             inside = None
         else:
             part = _parse_part(gauge, pattern, axes, token)
             if inside is None:
                 groups.append((part,))
+                ranges.append(None)
             else:
                 inside.append(part)
     if inside is not None:
         raise _malformed(gauge, pattern, axes, "an open '('", "balance the parentheses")
-    plan = AxesPlan(one_plus, tuple(groups))
+    plan = AxesPlan(one_plus, tuple(groups), tuple(ranges))
     _check_plan(gauge, pattern, axes, plan)
     return plan
 
@@ -127,6 +142,11 @@ class Site(NamedTuple):
     shape: tuple[int, ...]
     plan: AxesPlan
 
+    def length(self, axis: int) -> int:
+        """How much of a leaf axis its group splits."""
+        span = self.plan.ranges[axis]
+        return self.shape[axis] if span is None else span[1] - span[0]
+
 
 def check_rank(gauge: str, site: Site) -> None:
     """Raises where a leaf does not have one axis per item."""
@@ -136,14 +156,20 @@ def check_rank(gauge: str, site: Site) -> None:
             gauge, f"wrong rank at '{site.path}'", f"shape {site.shape}, rank {len(site.shape)}",
             f"rank {rank}, axes \"{site.axes}\"",
             f"write {len(site.shape)} items, one per axis: '_' where free, '(a b)' where it holds two")
+    for axis, span in enumerate(site.plan.ranges):
+        if span is not None and span[1] > site.shape[axis]:
+            raise binding_error(
+                gauge, f"range out of bounds, '={span[0]}:{span[1]}' at '{site.path}'",
+                f"length {site.shape[axis]} in shape {site.shape}", f"at least {span[1]}, axes \"{site.axes}\"",
+                "correct the range")
 
 
 def full_lengths(
     gauge: str, site: Site, axis: int, known: MutableMapping[str, int], origin: MutableMapping[str, str]
 ) -> tuple[int, ...] | None:
     """Full lengths of the parts of one leaf axis, None while two are unknown; learns a name by division."""
-    group, length = site.plan.groups[axis], site.shape[axis]
-    sizes = [None if part.local else known.get(part.name) for part in group]
+    group, length = site.plan.groups[axis], site.length(axis)
+    sizes = [part.full or (None if part.local else known.get(part.name)) for part in group]
     rest = math.prod(size for size in sizes if size is not None)
     unknown = [k for k, size in enumerate(sizes) if size is None]
     if len(unknown) > 1:
@@ -159,7 +185,7 @@ def full_lengths(
 def _unequal(
     gauge: str, site: Site, axis: int, known: Mapping[str, int], origin: Mapping[str, str]
 ) -> ValueError:
-    group, length = site.plan.groups[axis], site.shape[axis]
+    group, length = site.plan.groups[axis], site.length(axis)
     names = [part.name for part in group if not part.local and part.name in known]
     theirs = ", ".join(f"{name}={known[name]} from {origin[name]}" for name in names)
     if len(group) == 1:
@@ -182,7 +208,7 @@ def solve_sizes(
     for site in sites:
         check_rank(gauge, site)
         for part in site.plan.parts:
-            if part.start is not None and part.stop is not None:
+            if part.stop is not None and part.name != "_":
                 _learn_range(gauge, site, part, known, origin)
     work = [(site, axis) for site in sites for axis in range(len(site.shape))]
     # Single names first: they state lengths, groups only divide; the blame then falls on the group.

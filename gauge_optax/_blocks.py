@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -30,6 +30,7 @@ class Block:
       index: per axis of `split`, the selected index or (start, stop).
       labels: per axis that is left after selection, its name or "_".
       one_plus: the leaf stores the value less one.
+      ranges: per leaf axis, the (start, stop) that `split` splits; None for the whole axis.
 
     >>> from gauge_optax.binding import BlockSpec, bind_leaf
     >>> spec = BlockSpec("blocks", "qkv", "(qkv=1 head basis) _")
@@ -50,6 +51,7 @@ class Block:
     index: tuple[int | tuple[int, int], ...]
     labels: tuple[str, ...]
     one_plus: bool
+    ranges: tuple[tuple[int, int] | None, ...]
 
     @property
     def bounds(self) -> tuple[tuple[int, int], ...]:
@@ -64,7 +66,15 @@ class Block:
     @property
     def whole(self) -> bool:
         """Whether every entry of the leaf is selected."""
-        return all(bound == (0, n) for bound, n in zip(self.bounds, self.split, strict=True))
+        full = all(bound == (0, n) for bound, n in zip(self.bounds, self.split, strict=True))
+        return full and all(span is None or span == (0, n) for span, n in zip(self.ranges, self.shape, strict=True))
+
+    @property
+    def windows(self) -> tuple[tuple[int, int], ...] | None:
+        """Per leaf axis the (start, stop) that is split; None where every axis is split whole."""
+        if all(span is None for span in self.ranges):
+            return None
+        return tuple((0, n) if span is None else span for span, n in zip(self.ranges, self.shape, strict=True))
 
     @property
     def groups(self) -> tuple[tuple[int, ...], ...]:
@@ -83,20 +93,20 @@ class Block:
         """The selected entries, axes as `labels`; the leaf may be a jax or a numpy array."""
         if self.whole:
             return leaf.reshape(self.view_shape)
-        return leaf.reshape(self.split)[tuple(slice(*b) for b in self.bounds)].reshape(self.view_shape)
+        cut = leaf if self.windows is None else leaf[tuple(slice(*w) for w in self.windows)]
+        return cut.reshape(self.split)[tuple(slice(*b) for b in self.bounds)].reshape(self.view_shape)
 
     def write(self, leaf: Any, view: Any) -> Any:
         """The leaf with its selected entries replaced, in the leaf's dtype; no copy for a whole leaf."""
         view = view.astype(leaf.dtype)
         if self.whole:
             return view.reshape(self.shape)
-        window = view.reshape(tuple(stop - start for start, stop in self.bounds))
-        if isinstance(leaf, np.ndarray) and isinstance(view, np.ndarray):
-            out = leaf.reshape(self.split).copy()
-            out[tuple(slice(*b) for b in self.bounds)] = window
-            return out.reshape(self.shape)
-        starts = [start for start, _ in self.bounds]
-        return jax.lax.dynamic_update_slice(jnp.reshape(leaf, self.split), window, starts).reshape(self.shape)
+        part = view.reshape(tuple(stop - start for start, stop in self.bounds))
+        if self.windows is None:
+            return _replaced(leaf.reshape(self.split), part, self.bounds).reshape(self.shape)
+        cut = leaf[tuple(slice(*w) for w in self.windows)]
+        inner = _replaced(cut.reshape(self.split), part, self.bounds).reshape(cut.shape)
+        return _replaced(leaf, inner, self.windows)
 
     def spread(self, named: tuple[str, ...], value: Any, elsewhere: float = 0.0) -> jax.Array:
         """A value per index of the named axes, laid out on the leaf; the adjoint of `total`.
@@ -114,16 +124,25 @@ class Block:
         length = [stop - start for start, stop in bounds]
         ordered = value if order == sorted(order) else jnp.transpose(value, order)
         out = ordered.reshape([n if label in named else 1 for n, label in zip(length, labels, strict=True)])
-        full = [any(labels[k] in named or bounds[k] != (0, self.split[k]) for k in group) for group in groups]
+        full = [
+            span is not None or any(labels[k] in named or bounds[k] != (0, self.split[k]) for k in group)
+            for group, span in zip(groups, self.ranges, strict=True)
+        ]
         live = [flag for flag, group in zip(full, groups, strict=True) for _ in group]
         out = jnp.broadcast_to(out, [n if on else 1 for n, on in zip(length, live, strict=True)])
         pads = [
             (start, n - stop, 0) if on else (0, 0, 0)
             for (start, stop), n, on in zip(bounds, self.split, live, strict=True)
         ]
+        around = jnp.asarray(elsewhere, out.dtype)
         if any(before or behind for before, behind, _ in pads):
-            out = jax.lax.pad(out, jnp.asarray(elsewhere, out.dtype), pads)
-        return out.reshape([n if flag else 1 for n, flag in zip(self.shape, full, strict=True)])
+            out = jax.lax.pad(out, around, pads)
+        windows = self.windows or tuple((0, n) for n in self.shape)
+        out = out.reshape([b - a if flag else 1 for (a, b), flag in zip(windows, full, strict=True)])
+        if self.windows is None:
+            return out
+        outer = zip(windows, self.shape, full, strict=True)
+        return jax.lax.pad(out, around, [(a, n - b, 0) if flag else (0, 0, 0) for (a, b), n, flag in outer])
 
     def total(self, named: tuple[str, ...], leaf: Any) -> jax.Array:
         """Sum of the selected entries over every axis that is not named.
@@ -166,8 +185,11 @@ class Block:
                 ids = np.repeat(ids[:, None], len(place), axis=1)
             ids = ids.reshape(-1)
             chosen = (chosen[:, None] & (start <= place) & (place < stop)).reshape(-1)
-        return np.where(chosen, ids, -1)
-
+        own = np.where(chosen, ids, -1)
+        span = self.ranges[axis]
+        if span is None:
+            return own
+        return np.pad(own, (span[0], self.shape[axis] - span[1]), constant_values=-1)
 
     def ids_along(self, label: str, length: int, names: Collection[str]) -> np.ndarray | None:
         """Which index of the named axes each selected index of one axis belongs to; None where it is not named."""
@@ -177,6 +199,15 @@ class Block:
     def names(self) -> tuple[str, ...]:
         """Every name by which entries of the block can be told apart."""
         return self.labels
+
+
+def _replaced(leaf: Any, part: Any, bounds: Sequence[tuple[int, int]]) -> Any:
+    """An array with a box of entries replaced."""
+    if isinstance(leaf, np.ndarray) and isinstance(part, np.ndarray):
+        out = leaf.copy()
+        out[tuple(slice(*b) for b in bounds)] = part
+        return out
+    return jax.lax.dynamic_update_slice(jnp.asarray(leaf), part, [start for start, _ in bounds])
 
 
 def resolve_block(gauge: str, role: str, site: Site, known: Mapping[str, int]) -> Block:
@@ -200,8 +231,9 @@ def resolve_block(gauge: str, role: str, site: Site, known: Mapping[str, int]) -
         index.append(part.start if part.picked and part.start is not None else whole)
     labels = tuple(part.name for part in site.plan.parts if not part.picked)
     return Block(
-        site.path, role, site.axes, site.shape, tuple(split), tuple(index), labels, site.plan.one_plus
-    )
+        site.path, role, site.axes, site.shape, tuple(split), tuple(index), labels, site.plan.one_plus,
+        site.plan.ranges,
+    )  # fmt: skip
 
 
 def overlap(a: Block, b: Block) -> bool:

@@ -282,7 +282,3 @@ def _check_overlap(gauge: str, blocks: Sequence[Block]) -> None:
             raise binding_error(
                 gauge, f"overlapping blocks on '{a.path}'", found,
                 "blocks that select different entries", "select with 'name=3' or 'name=0:4', or drop one")
-        if a.one_plus != b.one_plus:
-            raise binding_error(
-                gauge, f"1+ on one block only of '{a.path}'", found,
-                "1+ on all blocks of a leaf, or on none", "write 1+ where the leaf stores the value less one")

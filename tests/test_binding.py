@@ -16,6 +16,7 @@ import pytest
 from flax import nnx
 from flax.core import freeze
 
+import gauge_optax as go
 from gauge_optax import binding
 from gauge_optax.binding import (
     Axes,
@@ -285,7 +286,8 @@ def test_malformed_patterns(pattern: str) -> None:
 @pytest.mark.parametrize(
     "axes",
     [
-        *"a a|(a|a)|()|((a) b)|(a b) (c|(_ _)|(_ a=0:2)|(a=0:2 b=0:2)|_=0|_=0:2|1+a|a 1+|(1+ a)".split("|"),
+        *"a a|(a|a)|()|((a) b)|(a b) (c|(_ _)|(_ a=0:2)|(a=0:2 b=0:2)|_=0|1+a|a 1+|(1+ a)".split("|"),
+        *"(a b)=0|(a b)=3:3|(a b)=0:|(a b)=4:2|(a b)=a:b|a=0:2)=3:4".split("|"),
         *"a=|a=b|a=-1|a=1.5|a=1:|a=:3|a=3:3|a=4:2|a=1:2:3|a-b|3|a,b|a=1²".split("|"),
         "a=" + "9" * 5000,
     ],
@@ -564,10 +566,54 @@ def test_disjoint_blocks_of_one_leaf(a: str, b: str, shape: tuple[int, ...], siz
     assert not overlap(one, dataclasses.replace(one, path="v"))
 
 
-def test_one_plus_on_some_blocks_only() -> None:
-    tree = shaped(w=(2, 3))
-    assert "1+ on one block only of 'w'" in fails(tree, {"w": ("1+ g=0 c", "g=1 c")})
-    assert all(b.one_plus for b in resolve(tree, {"w": ("1+ g=0 c", "1+ g=1 c")}).instances[0].blocks)
+def test_one_plus_on_some_blocks_only(x64: None) -> None:
+    """A scale stored less one beside a bias, in one leaf: the bias has no one to add."""
+    params = {"norm": np.array([[0.5, -0.5, 0.0], [1.0, 2.0, 0.0]]), "w": np.ones((3, 2))}
+    gauge = go.norm_scale({"norm": ("1+ part=0 channel", "part=1 channel")}, {"w": "channel _"})
+    moved = gauge.act({"": np.log([2.0, 2.0, 3.0])}, params)
+    np.testing.assert_allclose(moved["norm"], [[2.0, 0.0, 2.0], [2.0, 4.0, 0.0]], atol=1e-6)
+    np.testing.assert_allclose(gauge.read(params)[""], np.log([1.5, 0.5, 1.0]), atol=1e-6)
+
+
+# A fused projection of unequal parts: four query heads and two of keys and of values, three wide, behind each other.
+FUSED_QUERY, FUSED_KEY = "_ (head _ basis)=0:12", "_ (head basis)=12:18"
+
+
+def test_ranges_of_a_fused_kernel_are_the_leaves_that_it_fuses(x64: None) -> None:
+    rng = np.random.default_rng(0)
+    apart = {name: rng.standard_normal((5, n)) for name, n in (("q", 12), ("k", 6), ("v", 6))}
+    fused = {"qkv": np.concatenate(list(apart.values()), 1)}
+    sizes = {"head": 2, "basis": 3}
+    one = go.head_rotation({"qkv": (FUSED_QUERY, FUSED_KEY)}, sizes=sizes)
+    other = go.head_rotation({"q": "_ (head _ basis)", "k": "_ (head basis)"}, sizes=sizes)
+    element = other.sample(jax.random.key(0), apart)
+    moved, expected = one.act(element, fused)["qkv"], other.act(element, apart)
+    np.testing.assert_allclose(moved, np.concatenate([expected[n] for n in "qkv"], 1), atol=1e-6)
+    tangent = {name: rng.standard_normal(x.shape) for name, x in apart.items()}
+    own = one.vertical(fused, {"qkv": np.concatenate(list(tangent.values()), 1)})["qkv"]
+    theirs = other.vertical(apart, tangent)
+    np.testing.assert_allclose(own, np.concatenate([theirs[n] for n in "qkv"], 1), atol=1e-5)
+
+
+def test_scales_on_ranges_of_a_group_and_free_ranges(x64: None) -> None:
+    params = {"w": np.ones((4, 10)), "v": np.ones((6, 2)), "u": np.ones(6)}
+    gauge = go.rescale({"w": "_=1:3 (head channel)=2:8"}, {"v": "(head channel) _"}, sizes={"head": 2})
+    moved = gauge.act({"": np.full((2, 3), np.log(2.0))}, params)
+    expected = np.ones((4, 10))
+    expected[1:3, 2:8] = 2.0
+    np.testing.assert_allclose(moved["w"], expected)
+    np.testing.assert_allclose(moved["v"], 0.5)
+    norms = np.linalg.norm(params["w"][1:3, 2:8], axis=0).reshape(2, 3)
+    np.testing.assert_allclose(gauge.read(params)[""], np.log(norms), atol=1e-6)
+    blocks = {"w": "_=1:3 (head channel)=2:8", "u": "(head channel)"}
+    block = resolve(params, blocks, sizes={"head": 2}).instances[0].blocks[0]
+    assert block.axis_ids(1, ("head", "channel")).tolist() == [-1, -1, 0, 1, 2, 3, 4, 5, -1, -1]
+    assert block.spread(("head", "channel"), np.arange(6.0).reshape(2, 3), 9.0)[1].tolist() == [9, 9, *range(6), 9, 9]
+
+
+def test_a_range_that_the_axis_does_not_have() -> None:
+    assert "range out of bounds" in fails(shaped(w=(4, 10)), {"w": "_ (a b)=4:12"}, sizes={"a": 2})
+    assert "does not split" in fails(shaped(w=(4, 10)), {"w": "_ (a b)=4:9"}, sizes={"a": 2, "b": 2})
 
 
 # --- masks -------------------------------------------------------------------------------------------------

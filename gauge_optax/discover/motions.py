@@ -66,6 +66,13 @@ class Symmetry:
         """Leaves it moves."""
         return frozenset(term.piece.path for term in self.terms)
 
+    @property
+    def dim(self) -> int:
+        """Dimensions of the group."""
+        n, planes = len(self.space), len(set(self.space))
+        own = {"linear": n * n, "orthogonal": n * (n - 1) // 2, "complex": 2 * planes, "phase": planes, "diagonal": n}
+        return math.prod(map(len, self.beside)) * own.get(self.family, planes)
+
     def tangent(self, point: Leaves, element: np.ndarray) -> Leaves:
         """The motion that an element of the group's algebra makes at a point, on the leaves it moves."""
         out = {path: np.zeros(point[path].size) for path in self.paths}
@@ -144,7 +151,7 @@ def independent(
 ) -> list[Symmetry]:
     """Symmetries that larger ones before them, or known ones, do not contain."""
     kept = list(known)
-    order = sorted(found, key=lambda s: (s.space == WHOLE, FAMILIES.index(s.family), -len(s.beside), len(s.terms)))
+    order = sorted(found, key=lambda s: (-s.dim, FAMILIES.index(s.family), -len(s.beside), len(s.terms)))
     for symmetry in order:
         if not _contained(symmetry, _connected(symmetry, kept), point, rng):
             kept.append(symmetry)

@@ -126,6 +126,34 @@ def _concatenate(trace: Trace, eqn: Any, ins: list[Value]) -> list[Axes]:
     return [out]
 
 
+@rule("stack")
+def _stack(trace: Trace, eqn: Any, ins: list[Value]) -> list[Axes]:
+    out: Axes = [None] * len(ins[0].axes)
+    for value in ins:
+        out = [trace.spaces.unify(a, b) for a, b in zip(out, value.axes, strict=True)]
+    out.insert(eqn.params["axis"], None)
+    return [out]
+
+
+@rule("unstack")
+def _unstack(trace: Trace, eqn: Any, ins: list[Value]) -> list[Axes]:
+    out = list(ins[0].axes)
+    gone = out.pop(eqn.params["axis"])
+    trace.pick(gone, np.zeros(1, int), len(eqn.outvars))
+    return [list(out) for _ in eqn.outvars]
+
+
+@rule("tile")
+def _tile(trace: Trace, eqn: Any, ins: list[Value]) -> list[Axes]:
+    given = zip(ins[0].axes, shapes(eqn.invars)[0], eqn.params["reps"], strict=True)
+    return [[axis if times == 1 else trace.spaces.join([(None, times), (axis, n)]) for axis, n, times in given]]
+
+
+@rule("optimization_barrier", "tie", "stage")
+def _same(trace: Trace, eqn: Any, ins: list[Value]) -> list[Axes]:
+    return [list(value.axes) for value in ins]
+
+
 @rule("pad")
 def _pad(trace: Trace, eqn: Any, ins: list[Value]) -> list[Axes]:
     def padded(axis: Axis, length: int, low: int, high: int, inner: int) -> Axis:

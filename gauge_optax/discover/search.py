@@ -20,7 +20,7 @@ from gauge_optax.discover.motions import FAMILIES, MODES, WHOLE, ZERO, direction
 from gauge_optax.discover.sketch import Leaves
 from gauge_optax.discover.spaces import Spaces
 from gauge_optax.discover.trace import Contracted, Walked
-from gauge_optax.discover.views import Piece, Space, View, views_of
+from gauge_optax.discover.views import Piece, Space, View, runs, views_of
 
 _MATRIX = 128  # the largest basis that a linear group is tried on
 
@@ -62,6 +62,9 @@ def spaces_with_companions(walked: Walked) -> dict[Space, set[Space]]:
             found.setdefault(atom, set()).update(x for x in (*own, *others) if x != atom)
         for atom in others:
             found.setdefault(atom, set())
+    for space, companions in list(found.items()):
+        for start, stop in runs(space):
+            found.setdefault(space[start:stop], set()).update(companions)
     return found
 
 
@@ -74,8 +77,10 @@ def candidates(walked: Walked, leaves: Leaves) -> list[Candidate]:
         for (path, leaf), axes in zip(leaves.items(), walked.axes, strict=True)
         for view in views_of(walked.trace.spaces, path, leaf.shape, axes, known)
     ]
-    for space in known - set(spaces):  # planes that a picked pair makes
-        spaces[space] = set()
+    labels = {label for view in views for label in view.labels if label is not None}
+    for space in labels - set(spaces):  # planes, whose halves alone are contracted
+        if space in known or _paired(space):
+            spaces[space] = set()
     for space in spaces:
         halves = tuple(dict.fromkeys(space))
         spaces[space] |= spaces.get(halves, set()) if halves != space else set()
@@ -115,8 +120,12 @@ def _pieces(space: Space, beside: tuple[Space, ...], views: Sequence[View]) -> I
             taken.update((view.path, view.places[k][0]) for k, label in enumerate(labels) if label == space)
 
 
+def _paired(space: Space) -> bool:
+    return {space.count(x) for x in space} == {2}
+
+
 def _families(space: Space) -> Iterator[str]:
-    paired = sorted({space.count(x) for x in space})[-1] == 2
+    paired = _paired(space)
     for family in FAMILIES:
         matrices = family in ("linear", "orthogonal")
         if (matrices and 2 <= len(space) <= _MATRIX) or family == "diagonal" or (not matrices and paired):

@@ -25,11 +25,30 @@ MOST_PICKED = 64  # indices of an axis that are looked at one by one
 
 
 class Atom(NamedTuple):
-    """A component of an axis; `space` None where it has none, `pick` the one index that is selected."""
+    """A component of an axis.
+
+    Attributes:
+      space: None where it has none.
+      size: how many of its indices are read.
+      pick: the one index that is selected instead.
+      span: where it is a part of a longer component, its first index and that one's length.
+    """
 
     space: Space | None
     size: int
     pick: int | None = None
+    span: tuple[int, int] | None = None
+
+    @property
+    def full(self) -> int:
+        """Length of the component."""
+        return self.size if self.span is None else self.span[1]
+
+    @property
+    def index(self) -> int | slice:
+        """What is read of it."""
+        start = 0 if self.span is None else self.span[0]
+        return slice(start, start + self.size) if self.pick is None else self.pick
 
 
 class Window(NamedTuple):
@@ -76,9 +95,8 @@ class View:
     def read(self, values: np.ndarray) -> np.ndarray:
         """Selected entries of (rows, *shape): (rows, *atoms). A view where windows are whole."""
         cut = values[(slice(None), *(slice(w.start, w.stop) for w in self.windows))]
-        grid = cut.reshape(len(values), *(atom.size for w in self.windows for atom in w.atoms))
-        picks = (slice(None) if a.pick is None else a.pick for w in self.windows for a in w.atoms)
-        return grid[(slice(None), *picks)]
+        grid = cut.reshape(len(values), *(atom.full for w in self.windows for atom in w.atoms))
+        return grid[(slice(None), *(atom.index for w in self.windows for atom in w.atoms))]
 
     def entries(self) -> np.ndarray:
         """Flat indices of the selected entries in the leaf."""
@@ -144,12 +162,23 @@ def _readings(spaces: Spaces, axis: Axis, length: int, known: set[Space]) -> lis
     ways = [[one]] if whole in known else []
     segments = _segments(spaces, axis)
     if len(segments) > 1:
-        parts = [
-            _grid_readings(spaces, a, b, spaces.atoms(axis[a:b]), known)[0] for a, b in segments
-        ]
-        ways.append(list(itertools.chain(*parts)))
+        parts = [_grid_readings(spaces, a, b, spaces.atoms(axis[a:b]), known) for a, b in segments]
+        for k in range(max(map(len, parts))):
+            ways.append(list(itertools.chain(*(own[k] for own in parts if k < len(own)))))
     found = _known_windows(whole, known)
     return [*ways, found] if found else ways or [[one]]
+
+
+def runs(space: Space) -> list[tuple[int, int]]:
+    """Runs in which ids occur equally often, where they do not all: the rotary part of a basis, and the rest.
+
+    A run is whole: its ids occur nowhere else.
+    """
+    times = [space.count(x) for x in space]
+    cuts = [0, *(k for k in range(1, len(space)) if times[k] != times[k - 1]), len(space)]
+    found = [(a, b) for a, b in itertools.pairwise(cuts) if b - a > 1]
+    whole = [(a, b) for a, b in found if all(space[a:b].count(x) == times[a] for x in space[a:b])]
+    return whole if len(cuts) > 2 else []
 
 
 def _segments(spaces: Spaces, axis: np.ndarray) -> list[tuple[int, int]]:
@@ -189,6 +218,12 @@ def _grid_readings(
         Window(start, stop, tuple(a._replace(pick=q) for a, q in zip(atoms, choice, strict=True))) for choice in choices
     ]
     ways = [main]
+    if any(picked):
+        ways.append([Window(start, stop, tuple(atoms))])
+    for k, atom in enumerate(atoms):
+        parts_of = [(a, b) for a, b in runs(keys[k]) if keys[k][a:b] in known]
+        cut = [Atom(keys[k][a:b], b - a, None, (a, atom.size)) for a, b in parts_of]
+        ways += [[Window(start, stop, (*atoms[:k], part, *atoms[k + 1 :])) for part in cut]] if cut else []
     for k, (atom, on) in enumerate(zip(atoms, picked, strict=True)):
         if not on or atom.size != 2 or atom.space is None:
             continue

@@ -217,6 +217,9 @@ class _Names:
             if atom.pick is not None:
                 self._size(f"part{axis}", atom.size, len(window.atoms) > 1)
                 parts.append((f"part{axis}={atom.pick}", atom.size))
+            elif atom.span is not None and pairing is None:
+                inside = f"/{atom.full}" if len(window.atoms) > 1 else ""
+                parts.append((f"{name}={atom.span[0]}:{atom.span[0] + atom.size}{inside}", atom.size))
             elif name == "+" or (name == "_" and parts and parts[-1][0] == "_"):
                 parts[-1] = (parts[-1][0], parts[-1][1] * atom.size)
             elif pairing is not None and name == target:
@@ -274,8 +277,8 @@ def _tiled(group: list[Term], axis: int) -> list[Term]:
     count = np.zeros(length, int)
     for term in group:
         window = term.piece.view.windows[axis]
-        places = np.arange(window.start, window.stop).reshape([atom.size for atom in window.atoms])
-        np.add.at(count, places[tuple(slice(None) if a.pick is None else a.pick for a in window.atoms)].ravel(), 1)
+        places = np.arange(window.start, window.stop).reshape([atom.full for atom in window.atoms])
+        np.add.at(count, places[tuple(atom.index for atom in window.atoms)].ravel(), 1)
     if not (count == 1).all():
         return group
     whole = Window(0, length, (Atom(None, length),))

@@ -129,19 +129,42 @@ def matrices_of(bound: Bound) -> dict[str, Matrices]:
     read: dict[str, Matrices | None] = {}
     for head in bound.turning:
         for own in head.blocks:
-            read.setdefault(own.block.path, _rotated(own.block))
+            read.setdefault(own.block.path, _rotated(on_whole_axes(own.block)))
     for instance in bound.scales:  # the kernels of QK-norm
         for block, _ in instance.weighted_blocks if HEAD in instance.named else ():
             if read.get(block.path) is None:
-                read[block.path] = _scaled(block, instance)
+                read[block.path] = _scaled(on_whole_axes(block), instance)
     for instance in bound.scales:
         for block, _ in instance.weighted_blocks if instance.down else ():
             if block.path not in read:
-                read[block.path] = _scaled(block, instance)
+                read[block.path] = _scaled(on_whole_axes(block), instance)
     return {path: own for path, own in read.items() if own is not None}
 
 
-def _rotated(block: Block) -> Matrices | None:
+def on_whole_axes(block: Block) -> Block | None:
+    """A block whose ranges of axes are taken for all of them: (k, …, n) on a range as (length/n, 1, …, n) on the whole.
+
+    Heads of a fused kernel are matrices whether a gauge names them or not. None where the last part does not divide
+    what stands before the range, or the axis.
+    """
+    split, index = list(block.split), list(block.index)
+    for axis, (span, group) in enumerate(zip(block.ranges, block.groups, strict=True)):
+        if span is None:
+            continue
+        length, last = block.shape[axis], split[group[-1]] if len(group) > 1 else 1
+        if length % last or span[0] % last or any(isinstance(index[k], int) for k in group):
+            return None
+        for k in group:
+            split[k] = last if k == group[-1] else length // last if k == group[0] else 1
+            index[k] = (0, split[k])
+        if len(group) == 1:
+            split[group[0]], index[group[0]] = length, (0, length)
+    return dataclasses.replace(block, split=tuple(split), index=tuple(index), ranges=(None,) * len(block.shape))
+
+
+def _rotated(block: Block | None) -> Matrices | None:
+    if block is None:
+        return None
     labels = block.split_labels
     free = [k for k, label in enumerate(labels) if label == "_" and not _beside_a_name(block, k)]
     return _between(block, [labels.index(BASIS)], free)
@@ -154,7 +177,9 @@ def _beside_a_name(block: Block, axis: int) -> bool:
     return any(labels[k] not in ("_", "", BASIS) for k in group)
 
 
-def _scaled(block: Block, instance: ScaleInstance) -> Matrices | None:
+def _scaled(block: Block | None, instance: ScaleInstance) -> Matrices | None:
+    if block is None:
+        return None
     labels = block.split_labels
     free = [k for k, label in enumerate(labels) if label == "_"]
     named = "channel" if "channel" in instance.named else next(reversed(instance.named), None)

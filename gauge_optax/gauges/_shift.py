@@ -36,8 +36,12 @@ def slice_block(block: Block) -> Block:
     at = [k for k, i in enumerate(block.index) if not isinstance(i, int)][axis_of(block)]
     split = tuple(1 if k == at else n for k, n in enumerate(block.split))
     index = tuple((0, 1) if k == at else i for k, i in enumerate(block.index))
-    shape = tuple(math.prod(split[k] for k in group) for group in block.groups)
-    return dataclasses.replace(block, shape=shape, split=split, index=index)
+    ranges = tuple(None if at in group else span for group, span in zip(block.groups, block.ranges, strict=True))
+    shape = tuple(
+        math.prod(split[k] for k in group) if span is None else n
+        for group, span, n in zip(block.groups, ranges, block.shape, strict=True)
+    )
+    return dataclasses.replace(block, shape=shape, split=split, index=index, ranges=ranges)
 
 
 def vocab_axis(block: Block) -> int | None:

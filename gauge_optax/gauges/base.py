@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax.contrib
 
 from gauge_optax.binding import (
@@ -389,10 +390,8 @@ class BoundGauge(ReadGauge):
     def act(self, element: Element, params: Params) -> Params:
         bound, leaves = self.bound(params), leaves_by_path(params)
         moved = self.move(bound, element, bound.values(params))
-        return with_leaves(
-            params,
-            {p: (moved[p] - off if off else moved[p]).astype(leaves[p].dtype) for p, off in bound.offset.items()},
-        )
+        stored = {p: moved[p] - off if np.any(off) else moved[p] for p, off in bound.offset.items()}
+        return with_leaves(params, {p: x.astype(leaves[p].dtype) for p, x in stored.items()})
 
 
 Gauges = Gauge | Sequence[Gauge]

@@ -67,15 +67,21 @@ class Bound:
         )
 
     @functools.cached_property
-    def offset(self) -> Mapping[str, float]:
-        """Bound leaf path → what the leaf's value exceeds its stored number by: 1 for `1+`, else 0."""
-        return {b.path: float(b.one_plus) for b in self.blocks}
+    def offset(self) -> Mapping[str, float | np.ndarray]:
+        """Bound leaf path → what the leaf's value exceeds its stored number by: 1 for `1+`, else 0.
+
+        An array where only some blocks of a leaf are `1+`.
+        """
+        found: dict[str, list[Block]] = {}
+        for block in self.blocks:
+            found.setdefault(block.path, []).append(block)
+        return {path: _offset(blocks) for path, blocks in found.items()}
 
     def values(self, params: object) -> Arrays:
         """Bound leaves as values in the computing dtype: γ where the leaf stores γ − 1."""
         leaves, dtype = leaves_by_path(params), real_dtype()
         return {
-            p: jnp.asarray(leaves[p], dtype) + off if off else jnp.asarray(leaves[p], dtype)
+            p: jnp.asarray(leaves[p], dtype) + off if np.any(off) else jnp.asarray(leaves[p], dtype)
             for p, off in self.offset.items()
         }
 
@@ -194,3 +200,12 @@ def _varies_along(scaled: Block, named: tuple[str, ...], still: Block, reserved:
         if pairs.shape[1] > len(np.unique(groups[used])):
             return True
     return False
+
+
+def _offset(blocks: list[Block]) -> float | np.ndarray:
+    if len({block.one_plus for block in blocks}) == 1:
+        return float(blocks[0].one_plus)
+    out = np.zeros(blocks[0].shape)
+    for block in blocks:
+        out = block.write(out, np.full(block.view_shape, float(block.one_plus)))
+    return out

@@ -101,24 +101,25 @@ def check_finite(out: Sequence[np.ndarray], explain: Callable[[], str]) -> None:
 def first_not_finite(fn: Callable[..., Any], *args: Any) -> str:
     """The first operation that makes a NaN, or else an infinity, out of finite numbers, and where it stands."""
     closed = jax.make_jaxpr(fn)(*args)
-    values: dict[Any, Any] = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
-    values.update(zip(closed.jaxpr.invars, jax.tree.leaves(args), strict=True))
-    infinite = ""
-    for eqn in closed.jaxpr.eqns:
-        ins = [values[a] if a in values else a.val for a in eqn.invars] if _all_known(eqn, values) else []
-        try:
-            found = eqn.primitive.bind(*ins, **eqn.params)
-        except Exception:  # a primitive that cannot be called alone
-            return infinite or "where could not be told"
-        outs = found if eqn.primitive.multiple_results else [found]
+    found: dict[str, str] = {}
+    _evaluate(closed.jaxpr, closed.consts, jax.tree.leaves(args), found)
+    return found.get("NaN") or found.get("infinity") or "where could not be told"
+
+
+def _evaluate(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], found: dict[str, str]) -> list[Any]:
+    """A jaxpr carried out one operation after another; what is not finite first goes to `found`."""
+    values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
+    for eqn in jaxpr.eqns:
+        ins = [atom.val if hasattr(atom, "val") else values[atom] for atom in eqn.invars]
+        body = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
+        if body is not None and eqn.primitive.name not in ("scan", "while", "cond", "pallas_call"):
+            inner, own = (body.jaxpr, body.consts) if hasattr(body, "jaxpr") else (body, ())
+            outs = _evaluate(inner, own, ins[len(ins) - len(inner.invars) :], found)
+        else:
+            result = eqn.primitive.bind(*map(jnp.asarray, ins), **eqn.params)
+            outs = result if eqn.primitive.multiple_results else [result]
         values.update(zip(eqn.outvars, outs, strict=True))
-        floats = [np.asarray(x) for x in outs if _is_float(x)]
-        if any(np.isnan(x).any() for x in floats):
-            return f"the first NaN comes out of `{eqn.primitive.name}`{source(eqn)}"
-        if not infinite and any(np.isposinf(x).any() for x in floats):
-            infinite = f"the first infinity comes out of `{eqn.primitive.name}`{source(eqn)}"
-    return infinite or "where could not be told"
-
-
-def _all_known(eqn: Any, values: Any) -> bool:
-    return all(hasattr(a, "val") or a in values for a in eqn.invars)
+        for kind, test in (("NaN", np.isnan), ("infinity", np.isposinf)):
+            if kind not in found and any(test(np.asarray(x)).any() for x in outs if _is_float(x)):
+                found[kind] = f"the first {kind} comes out of `{eqn.primitive.name}`{source(eqn)}"
+    return [atom.val if hasattr(atom, "val") else values[atom] for atom in jaxpr.outvars]

@@ -28,13 +28,15 @@ def solve(one: Candidate, squares: Leaves, dead: Mapping[str, np.ndarray], near:
     Returns:
       Symmetries; those that hold have a residual below `ZERO`.
     """
-    alive = [k for k, (piece, _) in enumerate(one.columns) if not piece.read(dead[piece.path][None]).all()]
+    lengths = np.broadcast_to(one.sizes, len(one.columns))
+    awake = [not piece.read(dead[piece.path][None]).all() for piece, _ in one.columns]
+    alive = [k for k, on in enumerate(awake) if on and lengths[k] > 0]
     columns = [one.columns[k] for k in alive]
     if not columns:
         return []
     seen = np.concatenate(one.seen)[:, alive]
     energy = np.array([piece.read(squares[piece.path][None]).mean() for piece, _ in columns])
-    sizes = np.sqrt(energy * np.asarray(one.sizes)[alive] * len(seen)) + 1e-300
+    sizes = np.sqrt(energy * lengths[alive] * len(seen))
     seen = seen / sizes
     _, values, right = np.linalg.svd(seen, full_matrices=True)
     values = np.concatenate([values, np.zeros(len(columns) - len(values))])

@@ -1,0 +1,246 @@
+"""What misled a search for symmetries, one test each; most show what is found where the guard is taken away."""
+
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import gauge_optax as go
+from gauge_optax.discover import report, sketch
+from gauge_optax.discover.report import Report
+from tests.discover.test_layouts import D, V, check, norm
+
+RNG = np.random.default_rng(0)
+BATCHES = list(RNG.normal(size=(2, 7, D)))
+
+
+def normal(*shape: int) -> np.ndarray:
+    return RNG.normal(size=shape).astype(np.float32)
+
+
+def mlp(p: Any, x: Any) -> jax.Array:
+    return jax.nn.relu(x @ p["up"]["kernel"] + p["up"]["bias"]) @ p["down"]["kernel"]
+
+
+MLP = {"up": {"kernel": normal(D, 5), "bias": normal(5)}, "down": {"kernel": normal(5, 3)}}
+RELU = go.rescale({"up/kernel": "_ channel", "up/bias": "channel"}, {"down/kernel": "channel _"})
+
+
+def found(fn: Any, params: Any, batches: Any = BATCHES, outputs: Any = "loss", **options: Any) -> Report:
+    return go.discover(fn, params, batches, outputs, progress=False, **options)
+
+
+# Points -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("start", [0.0, 1.0])
+def test_a_start_of_zeros_or_ones_makes_no_symmetry(start: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    params = {"up": {"kernel": normal(D, 5), "bias": np.zeros(5)}, "down": {"kernel": np.full((5, 3), start)}}
+    check(mlp, params, BATCHES, [RELU], outputs="loss")
+    monkeypatch.setattr(report, "generic_point", lambda leaves, rng: dict(leaves))
+    blind = found(mlp, params)
+    assert blind.dead or blind.rejected or blind.ungauged or blind.gauges != [RELU]
+
+
+def test_dead_units_make_no_symmetry() -> None:
+    """Of these units a batch reaches few, and not all at one point."""
+    params = {**MLP, "up": {"kernel": normal(D, 5), "bias": np.full(5, -4.0)}}
+    check(mlp, params, BATCHES, [RELU], outputs="loss")
+
+
+def test_statistics_that_must_stay_positive_do() -> None:
+    """A batch norm in evaluation: its scale and its variance trade factors, its mean goes with what comes in."""
+
+    def fn(p: Any, x: Any) -> jax.Array:
+        y = (x @ p["w"] - p["mean"]) / jnp.sqrt(p["var"]) * p["scale"]
+        return jnp.tanh(y) @ p["out"]
+
+    positive = {"var": np.abs(normal(5)) + 0.1, "scale": np.ones(5)}
+    params = {"w": normal(D, 5), "mean": normal(5), "out": normal(5, 3), **positive}
+    assert (sketch.generic_point({"var": params["var"]}, RNG)["var"] > 0).all()
+    got = found(fn, params)
+    assert [set(own.exponents) for own in got.held] == [{"w", "mean", "scale"}]
+    assert got.ungauged == {"a scale with exponents 1, 2": ("scale, var",)}  # no gauge moves two leaves one way
+
+
+# What batches and gradients do not tell ------------------------------------------------------------
+
+
+def test_rows_that_no_batch_reaches_are_uncovered_and_not_dead() -> None:
+    def fn(p: Any, tokens: Any) -> jax.Array:
+        return mlp(p["mlp"], p["embed"][tokens])
+
+    params = {"embed": normal(V, D), "mlp": MLP, "unused": normal(4)}
+    got = found(fn, params, [np.array([[0, 1, 2]]), np.array([[2, 3, 3]])])
+    assert [(u.path, u.entries, u.of) for u in got.uncovered] == [("embed", (V - 4) * D, V * D)]
+    assert got.dead == ("unused",)
+    assert "56 of 88 entries of embed" in str(got)
+
+
+def test_what_stands_behind_stop_gradient_is_not_dead() -> None:
+    def fn(p: Any, x: Any) -> jax.Array:
+        return mlp(p, x) * jax.lax.stop_gradient(p["gain"])
+
+    got = found(fn, {**MLP, "gain": normal(3)})
+    assert not got.dead and any("gain: no gradient" in text for text in got.rejected)
+    assert all("gain" not in own.exponents for own in got.held)
+
+
+def test_a_symmetry_of_gradients_alone_is_rejected() -> None:
+    """down is read twice, once behind stop_gradient: gradients see the rescale, values do not keep it."""
+
+    def fn(p: Any, x: Any) -> jax.Array:
+        return mlp(p, x) + jax.lax.stop_gradient(jnp.sum(p["down"]["kernel"] ** 2))
+
+    got = found(fn, MLP)
+    assert not got.gauges and any("rescale" in text for text in got.rejected)
+
+
+def test_eps_is_nearly_with_its_figure() -> None:
+    def fn(p: Any, x: Any) -> jax.Array:
+        y = x @ p["w"]
+        return y * jax.lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + 1e-6) @ p["out"]
+
+    params = {"w": normal(D, 5), "out": normal(5, 3)}
+    got = found(fn, params)
+    assert [gauge.name for gauge in got.gauges] == ["head_rotation"]  # a norm without a scale
+    (almost,) = [own for own in got.nearly if set(own.exponents) == {"w"}]
+    assert 1e-9 < almost.change < 1e-4 and almost.gauge.name == "scale_invariant"
+    assert not found(fn, params, near=0).nearly
+
+
+# Outputs ------------------------------------------------------------------------------------------
+
+
+def test_logits_hide_their_shift_unless_they_are_called_logits() -> None:
+    params = {"head": normal(D, V), "bias": normal(V)}
+
+    def fn(p: Any, x: Any) -> jax.Array:
+        return x @ p["head"] + p["bias"]
+
+    shift = go.logit_shift({"head": "_ vocab", "bias": "vocab"})
+    check(fn, params, BATCHES, [shift])
+    assert not found(fn, params, outputs="logprobs").gauges
+    capped = found(lambda p, x: 3.0 * jnp.tanh(fn(p, x) / 3.0), params, outputs="logits")
+    assert not capped.gauges
+
+
+def test_a_scalar_loss_tells_as_much_from_more_points() -> None:
+    def fn(p: Any, x: Any) -> jax.Array:
+        return -jnp.mean(jax.nn.log_softmax(mlp(p, x))[:, 0])
+
+    check(fn, MLP, BATCHES, [RELU, go.logit_shift({"down/kernel": "_ vocab"})], outputs="loss")
+
+
+# Nets without symmetries, and layers that differ ---------------------------------------------------
+
+
+def attention(p: Any, x: Any, heads: int = 2, order: Any = (0, 1)) -> jax.Array:
+    q, k, v = (jnp.einsum("td,dhe->the", x, p[name]) for name in ("q", "k", "v"))
+    scores = jax.nn.softmax(jnp.einsum("the,she->hts", q, jnp.tanh(k)))
+    return jnp.einsum("hts,she->the", scores, v)[:, np.array(order)].reshape(len(x), -1) @ p["o"]
+
+
+def test_a_net_without_symmetries_has_no_gauge() -> None:
+    params = {"up": {"kernel": normal(D, 5), "bias": normal(5)}, "down": {"kernel": normal(5, 3)}}
+
+    def fn(p: Any, x: Any) -> jax.Array:
+        return jnp.sin(jax.nn.gelu(x @ p["up"]["kernel"] + p["up"]["bias"]) @ p["down"]["kernel"])
+
+    got = found(fn, params, linear=True)
+    assert not got.gauges and not got.ungauged and not got.nearly and got.code() == "[\n]"
+
+
+def test_heads_in_another_order_share_no_basis() -> None:
+    params = {name: normal(D, 2, 3) for name in ("q", "k", "v")} | {"o": normal(6, 4)}
+    assert [own.gauge.name for own in found(attention, params).held] == ["head_rotation"]
+    mixed = found(lambda p, x: attention({**p, "v": p["v"].transpose(0, 2, 1).reshape(D, 2, 3)}, x), params)
+    (held,) = mixed.held  # the sizes of the two leaves as wholes
+    assert held.gauge.name == "rescale" and set(held.exponents) == {"v", "o"} and "v': '_ _ _'" in held.source
+
+
+def test_a_capture_matches_the_layers_that_have_the_symmetry_and_no_others() -> None:
+    def fn(p: Any, x: Any) -> jax.Array:
+        for k, layer in enumerate(p["layers"]):
+            act = jax.nn.gelu if k == 1 else jax.nn.relu
+            x = x + act(x @ layer["up"]) @ layer["down"]
+        return jnp.sin(x)
+
+    params = {"layers": [{"up": normal(D, 5), "down": normal(5, D)} for _ in range(3)]}
+    hand = [go.rescale({f"layers/{k}/up": "_ channel"}, {f"layers/{k}/down": "channel _"}) for k in (0, 2)]
+    assert len(check(fn, params, BATCHES, hand, outputs="loss").gauges) == 2
+    alike = found(lambda p, x: sum(jax.nn.relu(x @ q["up"]) @ q["down"] for q in p["layers"]), params)
+    assert "layers/{i}/up" in alike.code() and len(alike.gauges) == 1
+
+
+def test_integers_keys_and_missing_leaves_stay_what_they_are() -> None:
+    params = {**MLP, "steps": np.int32(3), "absent": None, "mask": np.array([True, False, True])}
+    got = found(lambda p, x: mlp(p, x) * p["mask"] * p["steps"], params)
+    assert got.gauges == [RELU]
+
+
+# What is refused -----------------------------------------------------------------------------------
+
+
+def refused(fn: Any, params: Any = MLP, batches: Any = BATCHES, outputs: Any = "loss", **options: Any) -> str:
+    with pytest.raises(ValueError) as error:
+        found(fn, params, batches, outputs, **options)
+    text = str(error.value)
+    assert all(word in text for word in ("discover: ", "found:", "expected:", "remedy:"))
+    return text
+
+
+def test_low_precision_inside_names_the_line() -> None:
+    def fn(p: Any, x: Any) -> jax.Array:
+        return mlp(p, x).astype(jnp.bfloat16)
+
+    text = refused(fn)
+    assert "low precision inside fn" in text and "bfloat16 out of `convert_element_type`" in text
+    assert "test_traps.py" in text and ".fn" in text
+
+
+def test_dropout_is_no_function() -> None:
+    calls = itertools.count()
+
+    def fn(p: Any, x: Any) -> jax.Array:
+        return mlp(p, x * jax.random.bernoulli(jax.random.key(next(calls)), 0.5, x.shape))
+
+    assert "two calls of fn differ" in refused(fn)
+
+
+def test_a_nan_names_the_operation_and_the_line() -> None:
+    text = refused(lambda p, x: jnp.log(mlp(p, x)))
+    assert "outputs that are not finite" in text and "`log`" in text and "test_traps.py" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (dict(params={"steps": np.arange(3)}), "no floating-point leaves"),
+        (dict(batches=BATCHES[:1]), "too few batches"),
+        (dict(outputs="probabilities"), "unknown outputs 'probabilities'"),
+        (dict(near=2.0), "bad near 2.0"),
+        (dict(fn=lambda p, x: mlp(p, x).sum(), outputs="logits"), "outputs that are no logits"),
+        (dict(fn=lambda p, x: x.shape[0]), "no floating-point outputs"),
+    ],
+)
+def test_arguments_that_say_nothing(arguments: dict[str, Any], problem: str) -> None:
+    assert problem in refused(**{"fn": mlp, **arguments})
+
+
+def test_the_bar_is_shown_and_can_be_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    go.discover(mlp, MLP, BATCHES, "loss")
+    assert "discover" in capsys.readouterr().err
+    found(mlp, MLP)
+    assert capsys.readouterr().err == ""
+
+
+def test_norms_without_eps_leave_the_size_of_a_stream() -> None:
+    def fn(p: Any, x: Any) -> jax.Array:
+        y = norm(x @ p["w"], 1.0) - norm(x @ p["w"], 0.0)
+        return y / jnp.linalg.norm(y, axis=-1, keepdims=True) @ p["out"]
+
+    assert not found(fn, {"w": normal(D, 5), "out": normal(5, 3)}).rejected

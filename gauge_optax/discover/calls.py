@@ -113,8 +113,10 @@ def _captured(group: Sequence[Call]) -> Call | None:
                 captures[slot] = "{" + _CAPTURES[len(captures)] + "}"
         texts = iter([captures.get(slot, slot[0]) for slot in slots])
         patterns.append(("".join(next(texts) if k % 2 else text for k, text in enumerate(_PIECES.split(path))), own))
-    if any(own != set(captures) for _, own in patterns) or len({p for p, _ in patterns}) < len(patterns):
+    if any(own != set(captures) for _, own in patterns):
         return None
     pattern = {path: pattern for path, (pattern, _) in zip(tables[0], patterns, strict=True)}
     roles = {role: {pattern[path]: axes for path, axes in own.items()} for role, own in group[0].roles.items()}
+    if any(len(roles[role]) < len(own) for role, own in group[0].roles.items()):
+        return None
     return Call(group[0].kind, roles, group[0].options, group[0].sizes)

@@ -186,7 +186,7 @@ def _contained(one: Symmetry, others: Sequence[Symmetry], point: Leaves, rng: np
 
     slope = gather(left)
     step, length = slope, _squared(slope)
-    first = length
+    first, rest = length, 1.0
     for _ in range(_STEPS):
         moved = {p: np.zeros(point[p].size) for p in paths}
         for other, own in zip(others, step, strict=True):
@@ -198,10 +198,10 @@ def _contained(one: Symmetry, others: Sequence[Symmetry], point: Leaves, rng: np
         left = {p: x - length / energy * moved[p] for p, x in left.items()}
         slope = gather(left)
         before, length = length, _squared(slope)
-        rest = sum(np.square(x).sum() for x in left.values())
+        rest, last = sum(np.square(x).sum() for x in left.values()), rest
         if rest < ZERO**2:
             return True
-        if length < (ZERO * 1e-4) ** 2 * first:  # the distance is what it is
+        if length < (ZERO * 1e-4) ** 2 * first or rest >= last:  # the distance is what it is
             break
         step = [s + length / before * d for s, d in zip(slope, step, strict=True)]
     return False

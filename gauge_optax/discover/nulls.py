@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -40,9 +41,7 @@ def solve(one: Candidate, squares: Leaves, dead: Mapping[str, np.ndarray], near:
     seen = seen / sizes
     _, values, right = np.linalg.svd(seen, full_matrices=True)
     values = np.concatenate([values, np.zeros(len(columns) - len(values))])
-    asleep = [
-        (piece, mode) for piece, mode in one.columns if mode != "offset" and dead[piece.path].all()
-    ]
+    asleep = [column for column, on in zip(one.columns, awake, strict=True) if not on and column[1] != "offset"]
     found = []
     for bound, coarse in ((ZERO, 1e-6), (near, 10 * near)):
         null = right[values < bound] / sizes
@@ -55,21 +54,27 @@ def solve(one: Candidate, squares: Leaves, dead: Mapping[str, np.ndarray], near:
     return [symmetry for symmetry in found if not _both_ways(symmetry)]
 
 
+def _terms(columns: Sequence[tuple[Piece, str]], row: np.ndarray) -> tuple[Term, ...]:
+    return tuple(Term(*columns[k], float(row[k])) for k in np.nonzero(row)[0].tolist())
+
+
 def _siblings(terms: Sequence[Term], asleep: Sequence[tuple[Piece, str]]) -> tuple[Term, ...]:
-    """Dead leaves as they move with a leaf of the same parent: a key bias with its kernel, which softmax hides."""
-    paths = {term.piece.path for term in terms}
+    """Dead pieces as they move with one of the same parent and place: a key bias, which softmax hides."""
+    moved = {(_parent(t.piece), t.mode): t for t in terms}
+    taken = {(t.piece.path, _parent(t.piece)) for t in terms}
+    found = [(piece, mode, moved.get((_parent(piece), mode))) for piece, mode in asleep]
     out: dict[Piece, Term] = {}
-    for piece, mode in asleep:
-        parent = piece.path.rpartition("/")[0]
-        for term in terms:
-            beside = term.piece.path.rpartition("/")[0] == parent != ""
-            if term.mode == mode and beside and piece.path not in paths:
-                out.setdefault(piece, Term(piece, mode, term.exponent))
+    for piece, mode, like in found:
+        if like is not None and (piece.path, _parent(piece)) not in taken:
+            out.setdefault(piece, Term(piece, mode, like.exponent))
     return tuple(out.values())
 
 
-def _terms(columns: Sequence[tuple[Piece, str]], row: np.ndarray) -> tuple[Term, ...]:
-    return tuple(Term(*columns[k], float(row[k])) for k in np.nonzero(row)[0].tolist())
+def _parent(piece: Piece) -> tuple[Any, ...]:
+    """The node that holds a leaf, and which part of its axes the group acts on."""
+    axes = [piece.view.places[k][0] for k in (() if piece.at is None else (piece.at, *piece.beside))]
+    windows = [piece.view.windows[k] for k in axes]
+    return piece.path.rpartition("/")[0] or piece.path, *((w.start, w.stop, w.atoms) for w in windows)
 
 
 def _both_ways(symmetry: Symmetry) -> bool:

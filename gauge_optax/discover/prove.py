@@ -17,7 +17,7 @@ from gauge_optax.binding import leaves_by_path, with_leaves
 from gauge_optax.discover import checks
 from gauge_optax.discover.calls import Call
 from gauge_optax.discover.sketch import Leaves
-from gauge_optax.gauges.base import Gauge
+from gauge_optax.gauges.base import BoundGauge
 from gauge_optax.gauges.linear import head_linear, rope_linear
 from gauge_optax.gauges.product import product
 from gauge_optax.gauges.rescale import norm_scale, rescale, scale_invariant
@@ -25,15 +25,16 @@ from gauge_optax.gauges.rotation import head_rotation
 from gauge_optax.gauges.shift import logit_shift
 from gauge_optax.gauges.torus import rope_torus
 
-_CONSTRUCTORS: Mapping[str, Callable[..., Gauge]] = {
+_CONSTRUCTORS: Mapping[str, Callable[..., BoundGauge]] = {
     f.__name__: f
     for f in (head_linear, head_rotation, logit_shift, norm_scale, rescale, rope_linear, rope_torus, scale_invariant)
 }
 
+_NOTICED = 1e-5  # relative change of the outputs by what is no symmetry
 _ADDRESS = re.compile("0x[0-9a-f]+")
 
 
-def constructed(call: Call) -> Gauge:
+def constructed(call: Call) -> BoundGauge:
     """The gauge of a call."""
     return _CONSTRUCTORS[call.kind](*call.roles.values(), **call.options, sizes=call.sizes or None)
 
@@ -101,8 +102,11 @@ class Prover:
         return self._change([moved(point) for point in self._points])
 
     def changes(self, calls: Sequence[Call], rng: np.random.Generator) -> list[float]:
-        """What a random element of each gauge does; infinite where the library refuses the gauge."""
-        gauges: list[Gauge | None] = [self._bound(call) for call in calls]
+        """What a random element of each gauge does; infinite where the library refuses the gauge.
+
+        Also infinite where a move of the same leaves and size that is no symmetry is not noticed: that proves nothing.
+        """
+        gauges = [self._bound(call) for call in calls]
         known = [gauge for gauge in gauges if gauge is not None]
         if not known:
             return [np.inf] * len(calls)
@@ -113,15 +117,26 @@ class Prover:
             moved = [
                 leaves_by_path(gauge.act(gauge.sample(k, tree), tree)) for gauge, k in zip(known, keys, strict=True)
             ]
-            return [{p: x for p, x in own.items() if p in leaves} for own in moved]
+            bound = [{b.path for i in gauge.binding(tree).instances for b in i.blocks} for gauge in known]
+            return [{p: x for p, x in own.items() if p in paths} for own, paths in zip(moved, bound, strict=True)]
 
         run = jax.jit(act)
         seeds = rng.integers(2**31, size=len(self._points))
         moved = [run(jax.random.key(int(s)), point) for s, point in zip(seeds, self._points, strict=True)]
-        found = iter([self._change([one[k] for one in moved]) for k in range(len(known))])
+        found = iter([self._proof([one[k] for one in moved], rng) for k in range(len(known))])
         return [np.inf if gauge is None else next(found) for gauge in gauges]
 
-    def _bound(self, call: Call) -> Gauge | None:
+    def _proof(self, moved: Sequence[Mapping[str, Any]], rng: np.random.Generator) -> float:
+        whole = [{**point, **own} for point, own in zip(self._points, moved, strict=True)]
+
+        def shaken(point: Leaves, own: Mapping[str, Any]) -> Leaves:
+            sizes = {p: np.sqrt(np.mean(np.square(np.asarray(x) - point[p]))) for p, x in own.items()}
+            return {**point, **{p: point[p] + size * rng.standard_normal(point[p].shape) for p, size in sizes.items()}}
+
+        control = self._change([shaken(point, own) for point, own in zip(self._points, moved, strict=True)])
+        return self._change(whole) if control > _NOTICED else np.inf
+
+    def _bound(self, call: Call) -> BoundGauge | None:
         try:
             gauge = constructed(call)
             gauge.dim(self._params)

@@ -29,16 +29,18 @@ def generic_point(leaves: Mapping[str, np.ndarray], rng: np.random.Generator) ->
       rng: source of the noise.
 
     Returns:
-      Leaves plus normal noise of half their RMS (0.3 where they are zero, at most 0.5); leaves all positive (norms'
-      scales, variances) are multiplied by its exponential instead, so that they stay positive.
+      Leaves plus normal noise of half their RMS, and of at least the size at which a kernel keeps the size of what it
+      is applied to (starts at 0.02 make layers that the outputs hardly notice); leaves all positive (norms' scales,
+      variances) are multiplied by its exponential instead, so that they stay positive.
     """
 
     def moved(leaf: np.ndarray) -> np.ndarray:
         noise = SPREAD * rng.standard_normal(leaf.shape)
-        if leaf.size and (leaf > 0).all():
+        if not leaf.size or (leaf > 0).all():
             return leaf * np.exp(noise)
-        rms = float(np.sqrt(np.mean(np.square(leaf)))) if leaf.size else 0.0
-        return leaf + (min(rms, 1.0) if rms > 0 else 0.6) * noise
+        rms = float(np.sqrt(np.mean(np.square(leaf))))
+        width = leaf.size ** (1 / leaf.ndim) if leaf.ndim > 1 else 4.0
+        return leaf + max(rms, 2.0 * width**-0.5) * noise
 
     return {path: moved(leaf) for path, leaf in leaves.items()}
 

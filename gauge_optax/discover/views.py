@@ -45,7 +45,7 @@ class Atom(NamedTuple):
         return self.size if self.span is None else self.span[1]
 
     @property
-    def index(self) -> int | slice:
+    def reads(self) -> int | slice:
         """What is read of it."""
         start = 0 if self.span is None else self.span[0]
         return slice(start, start + self.size) if self.pick is None else self.pick
@@ -96,7 +96,7 @@ class View:
         """Selected entries of (rows, *shape): (rows, *atoms). A view where windows are whole."""
         cut = values[(slice(None), *(slice(w.start, w.stop) for w in self.windows))]
         grid = cut.reshape(len(values), *(atom.full for w in self.windows for atom in w.atoms))
-        return grid[(slice(None), *(atom.index for w in self.windows for atom in w.atoms))]
+        return grid[(slice(None), *(atom.reads for w in self.windows for atom in w.atoms))]
 
     def entries(self) -> np.ndarray:
         """Flat indices of the selected entries in the leaf."""
@@ -221,8 +221,8 @@ def _grid_readings(
     if any(picked):
         ways.append([Window(start, stop, tuple(atoms))])
     for k, atom in enumerate(atoms):
-        parts_of = [(a, b) for a, b in runs(keys[k]) if keys[k][a:b] in known]
-        cut = [Atom(keys[k][a:b], b - a, None, (a, atom.size)) for a, b in parts_of]
+        inner = [(w.start, w.stop) for w in _known_windows(keys[k], known)]
+        cut = [Atom(keys[k][a:b], b - a, None, (a, atom.size)) for a, b in inner]
         ways += [[Window(start, stop, (*atoms[:k], part, *atoms[k + 1 :])) for part in cut]] if cut else []
     for k, (atom, on) in enumerate(zip(atoms, picked, strict=True)):
         if not on or atom.size != 2 or atom.space is None:

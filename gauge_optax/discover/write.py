@@ -61,7 +61,8 @@ def _matrix_call(symmetry: Symmetry, names: _Names, linear: bool) -> Call:
             sides[term.mode].append(term)
         else:
             raise Unwritable("a linear map with a sign of its own on one leaf")
-    left, right = (names.role(terms, "basis") for terms in sorted(sides.values(), key=_order))
+    roles = [(_order(terms), names.role(terms, "basis")) for terms in sides.values()]
+    (_, left), (_, right) = sorted(roles, key=lambda side: (side[0], list(side[1].values())))
     both = symmetry.family in ("linear", "complex")
     if both and linear:
         if not left or not right:
@@ -278,7 +279,7 @@ def _tiled(group: list[Term], axis: int) -> list[Term]:
     for term in group:
         window = term.piece.view.windows[axis]
         places = np.arange(window.start, window.stop).reshape([atom.full for atom in window.atoms])
-        np.add.at(count, places[tuple(atom.index for atom in window.atoms)].ravel(), 1)
+        np.add.at(count, places[tuple(atom.reads for atom in window.atoms)].ravel(), 1)
     if not (count == 1).all():
         return group
     whole = Window(0, length, (Atom(None, length),))

@@ -176,10 +176,10 @@ def _contained(one: Symmetry, others: Sequence[Symmetry], point: Leaves, rng: np
     many = math.prod(len(c) for c in one.beside)
     target = one.tangent(point, draw(rng, one.family, many, one.space))
     size = math.sqrt(sum(np.square(x).sum() for x in target.values()))
-    paths = frozenset().union(*(other.paths for other in others), target)
-    left = {p: target.get(p, np.zeros(point[p].size)) / size for p in paths}
     if size == 0:
         return True
+    paths = frozenset().union(*(other.paths for other in others), target)
+    left = {p: target.get(p, np.zeros(point[p].size)) / size for p in paths}
 
     def gather(tangent: Leaves) -> list[np.ndarray]:
         return [other.adjoint(point, tangent) for other in others]

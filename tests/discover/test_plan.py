@@ -1,0 +1,98 @@
+"""`go.plan`: what the table says of each leaf, and the mistakes that it names."""
+
+import json
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import gauge_optax as go
+from models import lm
+from tests.discover.nets import CONFIGS, scanned, unrolled
+from tests.discover.test_discover import near
+
+LLAMA = CONFIGS["llama"]
+
+
+def llama() -> object:
+    with jax.enable_x64(False):
+        return jax.tree.map(lambda x: np.asarray(x, np.float32), near(unrolled(LLAMA).params, 1))
+
+
+
+def test_an_optimizer_leaf_by_leaf() -> None:
+    params, gauges = llama(), lm.gauges(LLAMA)
+    found = go.plan(optax.chain(optax.clip(1.0), go.quotient(optax.adamw(0.5, weight_decay=0.25), gauges)), params)
+    own = {row.leaf: row for row in found.leaves}
+    query = own["blocks/1/attn/query/kernel"]
+    assert query.gauges == ("norm_scale [i=1] (channel 8)", "rope_torus [i=1] (head 2)")
+    assert (query.shape, query.matrices, query.rule) == ((8, 4, 4), "4 × (8, 4)", "Adam")
+    assert query.state_bytes == 2 * 4 * 8 * 4 * 4
+    assert own["embed/embedding"].decay == pytest.approx(0.125, rel=1e-6) and own["final_norm/scale"].decay == 0.0
+    assert found.unbound == ("embed/embedding",) and not found.warnings
+    assert [(g.gauge, g.instances, g.axes, g.dim) for g in found.gauges][3] == ("rope_torus", 2, "head 2", 8)
+    group = go.product(gauges)
+    assert sum(g.dim for g in found.gauges) == group.dim(params)
+
+
+def test_muon_reads_matrices_per_head_and_adam_the_rest() -> None:
+    found = go.plan(go.quotient_muon(0.1, lm.gauges(LLAMA)), llama())
+    rules = {row.leaf: row.rule for row in found.leaves}
+    assert rules["blocks/0/attn/out/kernel"] == "per-head polar" and rules["blocks/0/mlp/up/kernel"] == "polar"
+    assert rules["blocks/0/norm1/scale"] == rules["lm_head/kernel"] == "Adam"
+
+
+@pytest.mark.parametrize("make", [go.ddc_adamw, go.quotient_adamw])
+def test_gauges_are_found_in_aliases(make: object) -> None:
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), llama())
+    found = go.plan(make(0.1, lm.gauges(LLAMA)), shapes)  # type: ignore[operator]
+    assert len(found.gauges) == 7 and all(row.decay is None and row.rule == "Adam" for row in found.leaves)
+
+
+def test_text_markdown_and_json_say_the_same() -> None:
+    found = go.plan(lm.gauges(LLAMA), llama())
+    table, data = found.markdown(), json.loads(found.json())
+    for row in found.leaves:
+        assert f"| {row.leaf} | {row.shape} |" in table and row.leaf in str(found)
+    assert data["leaves"][0]["leaf"] == found.leaves[0].leaf and data["unbound"] == ["embed/embedding"]
+    assert data["gauges"][0]["instances"] == 2
+
+
+def test_two_stars_in_place_of_a_capture_are_named() -> None:
+    joint = go.norm_scale({"**/norm2/scale": "channel"}, {"**/gate/kernel": "channel _", "**/up/kernel": "channel _"})
+    with pytest.warns(UserWarning, match="one element moves 2 equal leaves, blocks/0/norm2/scale to blocks/1/norm2"):
+        found = go.plan([joint], llama())
+    assert found.gauges[0].instances == 1 and "joint: norm_scale" in str(found)
+
+
+def test_a_free_axis_in_place_of_layers_is_named() -> None:
+    net = scanned(LLAMA)
+    gauges = net.gauges(False)
+    assert not go.plan(gauges, net.params).warnings
+    joint = go.rescale({"blocks/mlp/up/kernel": "_ _ channel"}, {"blocks/mlp/down/kernel": "_ channel _"})
+    with pytest.warns(UserWarning, match="one element moves all 2 layers of blocks/mlp/up/kernel: name the axis"):
+        found = go.plan([joint], net.params)
+    assert found.gauges[0].dim == LLAMA.d_ff
+
+
+def test_unbound_leaves_are_allowed_warned_of_or_refused() -> None:
+    params, gauges = llama(), lm.gauges(LLAMA)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        go.plan(gauges, params)
+    with pytest.warns(UserWarning, match="in no gauge: embed/embedding"):
+        go.plan(gauges, params, unbound="warn")
+    with pytest.raises(ValueError, match="1 leaves in no gauge") as error:
+        go.plan(gauges, params, unbound="error")
+    assert "remedy" in str(error.value)
+
+
+def test_what_has_no_gauges_is_refused() -> None:
+    for thing, problem in ((optax.adam(0.1), "no gauges"), ([], "no gauges")):
+        with pytest.raises(ValueError, match=problem):
+            go.plan(thing, {"w": jnp.ones(3)})
+    with pytest.raises(ValueError, match="unknown unbound 'perhaps'"):
+        go.plan(lm.gauges(LLAMA), llama(), unbound="perhaps")  # type: ignore[arg-type]

@@ -1,7 +1,8 @@
 """Key paths, path patterns, and the error format every check of a binding uses.
 
-A leaf's *normalised path* is its key path joined with `/`, without the attribute `value` of a box that
-holds nothing else (`nnx.Variable`, Linen's `Partitioned`). Gauges name leaves by it, so one gauge fits the
+A leaf's *normalised path* is its key path joined with `/`, without the key of a box that holds nothing else: the
+attribute `value` (`nnx.Variable`, Linen's `Partitioned`, penzai's parameters), the number of a node that names no keys
+(haliax's `NamedArray`). Gauges name leaves by it, so one gauge fits the
 boxed tree that an optimizer's `init` sees and the bare one that its `update` sees.
 """
 
@@ -58,6 +59,12 @@ def _only_children(treedef: Any) -> Iterator[bool]:
             yield from _only_children(child)
 
 
+def _is_box(key: Any) -> bool:
+    """Whether a key is that of a box; a dict's key or a list's index never is."""
+    named = isinstance(key, jax.tree_util.GetAttrKey) and key.name == "value"
+    return named or isinstance(key, jax.tree_util.FlattenedIndexKey)
+
+
 def _flatten(tree: Any) -> tuple[list[str], list[Any], Any]:
     """Normalised paths, leaves with every MaskedNode as a leaf, and the treedef."""
     treedef: Any
@@ -66,7 +73,7 @@ def _flatten(tree: Any) -> tuple[list[str], list[Any], Any]:
     only_child = _only_children(treedef) if treedef.children() else [False] * len(pairs)
     paths = []
     for (keys, _), only in zip(pairs, only_child, strict=True):
-        if only and isinstance(keys[-1], jax.tree_util.GetAttrKey) and keys[-1].name == "value":
+        if only and _is_box(keys[-1]):
             keys = keys[:-1]
         paths.append(jax.tree_util.keystr(keys, simple=True, separator="/"))
     seen: set[str] = set()

@@ -106,10 +106,9 @@ class Matrices:
         back = tuple(order.index(k) for k in range(len(order)))
         return view.reshape(tuple(self.split[k] for k in order)).transpose(back).reshape(self.shape)
 
-    def leaf_axes(self, axes: tuple[int, ...]) -> tuple[int, ...] | None:
-        """The leaf's own axes that hold exactly these axes of `split`; None where one holds others as well."""
-        found = tuple(k for k, group in enumerate(self.groups) if set(group) & set(axes))
-        return found if sum(len(self.groups[k]) for k in found) == len(axes) else None
+    def leaf_axes(self, axes: tuple[int, ...]) -> tuple[int, ...]:
+        """The leaf's own axes that hold any of these axes of `split`."""
+        return tuple(k for k, group in enumerate(self.groups) if set(group) & set(axes))
 
 
 def matrix(shape: tuple[int, int]) -> Matrices:
@@ -200,7 +199,6 @@ def _between(block: Block, one: Sequence[int], other: Sequence[int]) -> Matrices
     return Matrices(block.shape, block.split, block.groups, batch, rows, columns, heads)
 
 
-def named_axes(own: Mapping[str, Matrices]) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]] | None]:
-    """Leaf path → the leaf's axes that are rows and columns; None where its axes are not split as matrices are."""
-    found = {path: (m.leaf_axes(m.rows), m.leaf_axes(m.columns)) for path, m in own.items()}
-    return {path: None if a is None or b is None else (a, b) for path, (a, b) in found.items()}
+def named_axes(own: Mapping[str, Matrices]) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Leaf path → the leaf's axes that hold rows and columns, which never share one (`_between`)."""
+    return {path: (m.leaf_axes(m.rows), m.leaf_axes(m.columns)) for path, m in own.items()}

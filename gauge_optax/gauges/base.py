@@ -300,8 +300,8 @@ class Gauge(abc.ABC):
           A tree like `params` with an `optax.contrib.MuonDimensionNumbers` for every matrix of a rotation, a rescale or
           a norm, and None for every other leaf: what `muon_weight_dimension_numbers` takes.
 
-        Raises:
-          ValueError: a leaf whose rows or columns share an axis with something else (a fused kernel).
+        Of a leaf whose heads share an axis with its rows or columns (a fused kernel) optax can see one matrix alone:
+        its polar factor too turns with every head, but has one scale for all. `quotient_muon` reads it per head.
 
         >>> gauge = go.head_rotation({"value": "_ head basis", "out": "head basis _"})
         >>> numbers = gauge.muon_dimension_numbers({"value": jnp.ones((6, 2, 4)), "out": jnp.ones((2, 4, 6))})
@@ -309,14 +309,7 @@ class Gauge(abc.ABC):
         MuonDimensionNumbers(reduction_axis=(1,), output_axis=(2,))
         """
         axes = named_axes(matrices_of(self.bound(params)))
-        fused = [path for path, own in axes.items() if own is None]
-        if fused:
-            raise binding_error(
-                self.name, f"no dimension numbers for '{fused[0]}'", "rows or columns that share a leaf axis",
-                "leaf axes that are rows, columns or neither as a whole",
-                "use go.ddc_muon, which reads split axes, or leave the leaf out of this gauge list",
-            )  # fmt: skip
-        numbers = {p: optax.contrib.MuonDimensionNumbers(*own) for p, own in axes.items() if own is not None}
+        numbers = {p: optax.contrib.MuonDimensionNumbers(*own) for p, own in axes.items()}
         return with_leaves(params, dict.fromkeys(leaves_by_path(params)) | numbers)
 
 

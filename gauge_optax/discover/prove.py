@@ -5,6 +5,7 @@ Here: what the outputs do. Not here: which gauges are asked (`write`).
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -13,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gauge_optax.binding import leaves_by_path, with_leaves
+from gauge_optax.binding import binding_error, leaves_by_path, with_leaves
 from gauge_optax.discover import checks
 from gauge_optax.discover.calls import Call
 from gauge_optax.discover.sketch import Leaves
@@ -37,6 +38,18 @@ _ADDRESS = re.compile("0x[0-9a-f]+")
 def constructed(call: Call) -> BoundGauge:
     """The gauge of a call."""
     return _CONSTRUCTORS[call.kind](*call.roles.values(), **call.options, sizes=call.sizes or None)
+
+
+def rebound(call: Call, params: Any, sizes: Mapping[str, int]) -> BoundGauge:
+    """The gauge of a call on another tree, with other lengths of the axes that it states."""
+    ranges = [axes for own in call.roles.values() for axes in own.values() if ":" in str(axes)]
+    if ranges:
+        raise binding_error(
+            call.kind, f"a range of another instance on '{call.paths[0]}'", str(ranges[0]), "axes without ranges",
+            "call discover on this instance, or write the range by hand")
+    gauge = constructed(dataclasses.replace(call, sizes={name: sizes.get(name, n) for name, n in call.sizes.items()}))
+    gauge.dim(params)
+    return gauge
 
 
 class Prover:

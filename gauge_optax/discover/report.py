@@ -20,7 +20,7 @@ from gauge_optax.discover import checks, search
 from gauge_optax.discover.calls import Call, merge_layers
 from gauge_optax.discover.motions import ZERO, Symmetry, independent
 from gauge_optax.discover.nulls import solve
-from gauge_optax.discover.prove import Prover, constructed
+from gauge_optax.discover.prove import Prover, constructed, rebound
 from gauge_optax.discover.rules import RULES
 from gauge_optax.discover.search import Candidate
 from gauge_optax.discover.sketch import Gradients, Leaves, generic_point
@@ -41,14 +41,14 @@ class Held(NamedTuple):
 
     Attributes:
       gauge: the gauge.
-      source: its constructor's call.
+      call: its constructor with arguments.
       exponents: leaf path → exponent with which it moves; for linear groups the sign tells vectors from covectors.
       residual: the singular value: what gradients see of its generators, of what they see of a leaf's own.
       change: largest relative change of the outputs under a random finite move, over points and batches.
     """
 
     gauge: Gauge
-    source: str
+    call: Call
     exponents: Mapping[str, float]
     residual: float
     change: float
@@ -94,7 +94,24 @@ class Report:
 
     def code(self) -> str:
         """The gauges as Python source, an expression in `go`."""
-        return "\n".join(["[", *(textwrap.indent(held.source, "  ") + "," for held in self.held), "]"])
+        return "\n".join(["[", *(textwrap.indent(held.call.source(), "  ") + "," for held in self.held), "]"])
+
+    def rebind(self, params: Any, **sizes: int) -> list[Gauge]:
+        """The gauges on a larger instance of the same architecture.
+
+        Captures and named axes carry over as they are; lengths inside parentheses do not.
+
+        Args:
+          params: the larger tree; shapes are enough.
+          **sizes: lengths by axis name, for those that the small instance's gauges state (`head=32`).
+
+        Returns:
+          Gauges that bind to it.
+
+        Raises:
+          ValueError: a gauge that does not fit; a range of an axis, which is the small instance's own.
+        """
+        return [rebound(held.call, params, sizes) for held in self.held]
 
     def __str__(self) -> str:
         rows = [f"{len(self.held)} gauges"] + [f"  {held}" for held in self.held]
@@ -202,7 +219,7 @@ class _Discovery:
         closely = _Writer(prover, self.linear, layers, writer.positive)
         almost = closely.prove(closely.calls(nearly), 10 * self.near, self.rng(6))
         rejected += [f"{call.kind} of {', '.join(call.paths)}: moves by {change:.1e}" for call, change in writer.failed]
-        kept, refused = prover.together(sorted(proved, key=lambda h: _ORDER.index(h.source[3:].split("(")[0])))
+        kept, refused = prover.together(sorted(proved, key=lambda h: _ORDER.index(h.call.kind)))
         bar.update()
         return Report(tuple(kept), tuple(almost), (*rejected, *refused), dead, uncovered, writer.ungauged)
 
@@ -289,9 +306,8 @@ class _Writer:
         """What can be written."""
         out = []
         for symmetry in found:
-            exponents = {
-                term.piece.path: -term.exponent if term.mode == "covector" else term.exponent for term in symmetry.terms
-            }
+            signs = {"covector": -1.0}
+            exponents = {t.piece.path: round(t.exponent * signs.get(t.mode, 1.0), 6) for t in symmetry.terms}
             try:
                 out.append((written(symmetry, self._linear, self._layers, self.positive), exponents, symmetry.residual))
             except Unwritable as reason:
@@ -314,7 +330,7 @@ class _Writer:
         return [
             Held(
                 constructed(call),
-                call.source(),
+                call,
                 {p: e for c in group for p, e in evidence[id(c)][0].items()},
                 max(evidence[id(c)][1] for c in group),
                 change,

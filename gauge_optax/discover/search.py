@@ -182,22 +182,20 @@ def observe(
     for k, one in enumerate(tried):
         many = math.prod(len(c) for c in one.beside)
         elements.append(draw(np.random.default_rng([*seed, k]), one.family, many, one.space))
-    motions = [
-        [direction(piece, mode, point[piece.path], element) for piece, mode in one.columns]
-        for one, element in zip(tried, elements, strict=True)
-    ]
-    for one, own in zip(tried, motions, strict=True):
-        one.sizes = one.sizes + np.array([np.square(motion).sum() for motion in own])
-    for rows in gradients:
+    for chunk, rows in enumerate(gradients):
         shifts.observe(rows)
         for path, gradient in rows.items():
             squares[path] += np.square(gradient).sum(0)
-        for one, own in zip(tried, motions, strict=True):
-            columns = zip(one.columns, own, strict=True)
-            one.seen.append(np.stack([_dots(piece, rows, motion) for (piece, _), motion in columns], 1))
+        for one, element in zip(tried, elements, strict=True):
+            motions = (direction(piece, mode, point[piece.path], element) for piece, mode in one.columns)
+            seen = [_seen(piece, rows, motion) for (piece, _), motion in zip(one.columns, motions, strict=True)]
+            one.seen.append(np.stack([own for own, _ in seen], 1))
+            if chunk == 0:
+                one.sizes = one.sizes + np.array([size for _, size in seen])
     return squares
 
 
-def _dots(piece: Piece, rows: Leaves, motion: np.ndarray) -> np.ndarray:
-    seen = piece.read(rows[piece.path])
-    return seen.reshape(len(seen), -1) @ motion.reshape(-1)
+def _seen(piece: Piece, rows: Leaves, motion: np.ndarray) -> tuple[np.ndarray, float]:
+    """Products of gradients with a motion, and the motion's squared length."""
+    gradient = piece.read(rows[piece.path])
+    return gradient.reshape(len(gradient), -1) @ motion.reshape(-1), float(np.square(motion).sum())

@@ -204,20 +204,17 @@ class _Names:
     def _axes(self, piece: Piece, target: str, pairing: str | None) -> str:
         names = {place: self._names[k] or target for k, place in enumerate(_places(piece))}
         items = [
-            self._item(n, window, [names.get((k, j), "_") for j in range(len(window.atoms))], k,
+            self._item(n, window, [names.get((k, j), "_") for j in range(len(window.atoms))],
                        pairing if any(names.get((k, j)) == target for j in range(len(window.atoms))) else None, target)
             for k, (n, window) in enumerate(zip(piece.view.shape, piece.view.windows, strict=True))
         ]  # fmt: skip
         return " ".join(items)
 
-    def _item(
-        self, length: int, window: Window, names: Sequence[str], axis: int, pairing: str | None, target: str
-    ) -> str:
+    def _item(self, length: int, window: Window, names: Sequence[str], pairing: str | None, target: str) -> str:
         parts: list[tuple[str, int]] = []
         for atom, name in zip(window.atoms, names, strict=True):
             if atom.pick is not None:
-                self._size(f"part{axis}", atom.size, len(window.atoms) > 1)
-                parts.append((f"part{axis}={atom.pick}", atom.size))
+                parts.append((f"part{atom.size}={atom.pick}", atom.size))
             elif atom.span is not None and pairing is None:
                 inside = f"/{atom.full}" if len(window.atoms) > 1 else ""
                 parts.append((f"{name}={atom.span[0]}:{atom.span[0] + atom.size}{inside}", atom.size))
@@ -228,11 +225,15 @@ class _Names:
                 parts += pair if pairing == "half" else pair[::-1]
             else:
                 parts.append((name, atom.size))
-        span = "" if window.stop - window.start == length else f"={window.start}:{window.stop}"
+        size = window.stop - window.start
+        span = "" if size == length else f"={window.start}:{window.stop}"
+        if span and length % size == 0 and window.start % size == 0:  # equal parts have a number
+            span, parts = "", [(f"part{length // size}={window.start // size}", length // size), *parts]
         if len(parts) == 1:
             return parts[0][0] + span
-        for name, size in parts:
-            self._size(name, size, name != "_" and "=" not in name)
+        told = any(name == "_" or ":" in name for name, _ in parts)
+        for k, (name, own) in enumerate(parts):  # one length follows by division
+            self._size(name.split("=")[0], own, name != "_" and ":" not in name and (told or k < len(parts) - 1))
         return f"({' '.join(name for name, _ in parts)}){span}"
 
     def _size(self, name: str, size: int, needed: bool) -> None:

@@ -159,7 +159,7 @@ def test_heads_in_another_order_share_no_basis() -> None:
     assert [own.gauge.name for own in found(attention, params).held] == ["head_rotation"]
     mixed = found(lambda p, x: attention({**p, "v": p["v"].transpose(0, 2, 1).reshape(D, 2, 3)}, x), params)
     (held,) = mixed.held  # the sizes of the two leaves as wholes
-    assert held.gauge.name == "rescale" and set(held.exponents) == {"v", "o"} and "v': '_ _ _'" in held.source
+    assert held.gauge.name == "rescale" and set(held.exponents) == {"v", "o"} and "v': '_ _ _'" in held.call.source()
 
 
 def test_a_capture_matches_the_layers_that_have_the_symmetry_and_no_others() -> None:

@@ -1,0 +1,122 @@
+"""What the report is for: training with its gauges, source that runs, a larger instance, a command line."""
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import gauge_optax as go
+from gauge_optax.discover.calls import Call
+from gauge_optax.discover.prove import rebound
+from gauge_optax.discover.report import Report
+from models import lm
+from tests import quick, twins
+from tests.discover.nets import CONFIGS, Net, unrolled
+from tests.discover.test_layouts import REST
+
+TINY = CONFIGS["llama"]
+
+
+@pytest.fixture(scope="module")
+def found() -> tuple[Net, Report]:
+    net = unrolled(TINY)
+    return net, go.discover(net.fn, net.params, net.batches, progress=False)
+
+
+def test_twins_under_discovered_gauges() -> None:
+    """Of the demo's model: the same promise as with the hand list, and AdamW alone breaks it."""
+    name = "llama"
+    params, loss = twins.start_of(name, "float32"), twins.loss_of(name)
+    fn = lambda p, tokens: lm_logits(name, p, tokens)  # noqa: E731
+    report = go.discover(fn, params, [twins.TOKENS[:3, :-1], twins.TOKENS[3:, :-1]], progress=False)
+    group = go.product(report.gauges)
+    with jax.enable_x64(True):
+        start = twins.start_of(name, "float64")
+        hand = go.product(lm.gauges(twins.CONFIGS[name]))
+        assert group.dim(start) == hand.dim(start)
+        tx = go.quotient(optax.adamw(3e-3), report.gauges)
+        twins.check_twins("discovered", group, quick.jit(tx.init), twins.stepper(tx, loss), start, "float64")
+        alone = optax.adamw(3e-3)
+        with pytest.raises(AssertionError):
+            twins.check_twins("alone", group, alone.init, twins.stepper(alone, loss), start, "float64")
+
+
+def lm_logits(name: str, params: object, tokens: object) -> jax.Array:
+    graph = nnx.split(nnx.eval_shape(lambda: lm.build(twins.CONFIGS[name], nnx.Rngs(0))))[0]
+    return nnx.merge(graph, params)(tokens)
+
+
+def test_the_report_is_lines_that_name_every_gauge(found: tuple[Net, Report]) -> None:
+    _, report = found
+    lines = str(report).splitlines()
+    assert lines[0] == "7 gauges" and len([line for line in lines if "moves the outputs by" in line]) >= 7
+    for held in report.held:
+        assert held.residual < 1e-9 and held.change < 1e-9 and held.exponents
+    (rescale,) = [held for held in report.held if held.gauge.name == "rescale"]
+    assert rescale.exponents["blocks/1/mlp/up/kernel"] == -rescale.exponents["blocks/1/mlp/down/kernel"] != 0
+
+
+def test_gauges_of_a_small_instance_on_a_larger_one(found: tuple[Net, Report]) -> None:
+    _, report = found
+    large = replace(TINY, d_model=24, layers=5, heads=8, kv_heads=4, d_head=6, d_ff=30)
+    shapes = jax.eval_shape(lambda: unrolled(large).params)
+    gauges = report.rebind(shapes, head=4)
+    assert go.product(gauges).dim(shapes) == go.product(lm.gauges(large)).dim(shapes)
+    with pytest.raises(ValueError, match="remedy"):
+        report.rebind(shapes, head=3)
+
+
+def test_a_range_is_the_small_instances_own() -> None:
+    call = next(c for c in (report_call(g) for g in REST) if c is not None)
+    with pytest.raises(ValueError, match="a range of another instance"):
+        rebound(call, {}, {})
+
+
+def report_call(gauge: object) -> object:
+    specs = getattr(gauge, "specs", ())
+    if not any(":" in spec.axes for spec in specs):
+        return None
+    roles: dict[str, dict[str, str]] = {}
+    for spec in specs:
+        roles.setdefault(spec.role, {})[spec.pattern] = spec.axes
+    return Call(getattr(gauge, "name", ""), roles, {}, dict(getattr(gauge, "sizes", ())))
+
+
+def run(argument: str, path: Path) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-m", "gauge_optax.discover", argument, "--outputs", "loss"]
+    return subprocess.run(command, cwd=path, env=quick.environment(), capture_output=True, text=True, timeout=200)
+
+
+def test_the_command_line_prints_source_that_runs(tmp_path: Path) -> None:
+    (tmp_path / "net.py").write_text(
+        "import jax, numpy as np\n"
+        "rng = np.random.default_rng(0)\n"
+        "params = {'up': rng.normal(size=(4, 3)), 'down': rng.normal(size=(3, 2))}\n"
+        "def build():\n"
+        "    return lambda p, x: jax.nn.relu(x @ p['up']) @ p['down'], params, list(rng.normal(size=(2, 5, 4)))\n"
+    )
+    done = run("net:build", tmp_path)
+    assert done.returncode == 0, done.stderr
+    report, source = done.stdout.split("\n\ngauges = ")
+    assert report.startswith("1 gauges\n  rescale: up, down")
+    assert eval(source, {"go": go}) == [go.rescale({"up": "_ channel"}, {"down": "channel _"})]
+    for argument, complaint in (("net", "write module:function"), ("net:none", "no attribute 'none'")):
+        refused = run(argument, tmp_path)
+        assert refused.returncode == 2 and complaint in refused.stderr and "Traceback" not in refused.stderr
+
+
+def test_a_seed_gives_one_report(found: tuple[Net, Report]) -> None:
+    def fn(p: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+        return jax.nn.relu(x @ p["up"]) @ p["down"]
+
+    rng = np.random.default_rng(0)
+    params = {"up": rng.normal(size=(4, 3)), "down": rng.normal(size=(3, 2))}
+    batches = list(rng.normal(size=(2, 5, 4)))
+    reports = [go.discover(fn, params, batches, "loss", seed=seed, progress=False) for seed in (0, 0, 1)]
+    assert str(reports[0]) == str(reports[1]) and reports[0].gauges == reports[2].gauges

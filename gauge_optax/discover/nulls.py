@@ -74,7 +74,8 @@ def _parent(piece: Piece) -> tuple[Any, ...]:
     """The node that holds a leaf, and which part of its axes the group acts on."""
     axes = [piece.view.places[k][0] for k in (() if piece.at is None else (piece.at, *piece.beside))]
     windows = [piece.view.windows[k] for k in axes]
-    return piece.path.rpartition("/")[0] or piece.path, *((w.start, w.stop, w.atoms) for w in windows)
+    parts = [(w.start, w.stop, *((atom.size, atom.pick, atom.span) for atom in w.atoms)) for w in windows]
+    return piece.path.rpartition("/")[0] or piece.path, *parts
 
 
 def _both_ways(symmetry: Symmetry) -> bool:

@@ -3,6 +3,7 @@
 import dataclasses
 import inspect
 import re
+from collections import namedtuple
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -614,6 +615,49 @@ def test_scales_on_ranges_of_a_group_and_free_ranges(x64: None) -> None:
 def test_a_range_that_the_axis_does_not_have() -> None:
     assert "range out of bounds" in fails(shaped(w=(4, 10)), {"w": "_ (a b)=4:12"}, sizes={"a": 2})
     assert "does not split" in fails(shaped(w=(4, 10)), {"w": "_ (a b)=4:9"}, sizes={"a": 2, "b": 2})
+
+
+class Named:
+    """An array with axis names, in a box that tells jax no keys, as haliax's NamedArray is."""
+
+    def __init__(self, array: Any, names: tuple[str, ...]) -> None:
+        self.array, self.names = array, names
+
+
+jax.tree_util.register_pytree_node(Named, lambda x: ((x.array,), x.names), lambda names, x: Named(x[0], names))
+
+
+def test_a_box_without_keys_is_dropped_and_a_list_of_one_is_not() -> None:
+    tree = {"up": Named(np.ones((2, 3)), ("embed", "mlp")), "layers": [{"w": np.ones(3)}], "one": [np.ones(2)]}
+    assert sorted(binding.leaves_by_path(tree)) == ["layers/0/w", "one/0", "up"]
+    gauge = go.rescale({"up": "_ channel"}, {"layers/0/w": "channel"})
+    moved = gauge.act({"": np.log([2.0, 1.0, 1.0])}, jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), tree))
+    assert isinstance(moved["up"], Named) and float(moved["up"].array[0, 0]) == pytest.approx(2.0)
+
+
+def test_axes_by_the_names_that_a_tree_carries() -> None:
+    """haliax's axes, NNX's partitioning names and Linen's say the same."""
+    mesh = jax.make_mesh((1, 1), ("embed", "mlp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    axis = namedtuple("axis", ["name", "size"])
+    haliax = Named(np.ones((2, 3)), ("embed", "mlp"))
+    del haliax.names
+    haliax.axes = (axis("embed", 2), axis("mlp", 3))  # type: ignore[attr-defined]
+    with jax.set_mesh(mesh):
+        init = nnx.with_partitioning(nnx.initializers.ones, ("embed", "mlp"))
+        state = nnx.state(nnx.Linear(2, 3, rngs=nnx.Rngs(0), kernel_init=init))
+    linen = nn.Partitioned(jnp.ones((2, 3)), ("embed", "mlp"))
+    for kernel in (haliax, state["kernel"], linen):
+        assert go.axes_by_name({"layers": [{"up": kernel}]}, {"layers/{i}/up": {"mlp": "channel"}}) == {
+            "layers/{i}/up": "_ channel"
+        }
+    for blocks, problem in (
+        ({"layers/{i}/down": {}}, "no leaf matches"),
+        ({"up": {"heads": "head"}}, "no axis 'heads' at 'up'"),
+        ({"bare": {"embed": "_"}}, "no names to go by at 'bare'"),
+    ):
+        with pytest.raises(ValueError) as error:
+            go.axes_by_name({"up": linen, "bare": np.ones(3)}, blocks)
+        assert problem in four_parts(error)
 
 
 # --- masks -------------------------------------------------------------------------------------------------

@@ -65,14 +65,14 @@ class Prover:
     def __init__(
         self, fn: Callable[..., Any], params: Any, batches: Sequence[Any], points: Sequence[Leaves]
     ) -> None:
-        self._fn, self._params, self._points = fn, params, points
+        self._fn, self._params, self.points = fn, params, points
         self._batches = list(batches)[:2]
         self._call = jax.jit(fn)
         self._before: list[list[list[np.ndarray]]] = []
 
     def check_outputs(self, leaves: Leaves) -> None:
         """Raises where outputs are not finite or differ between two calls, at the given leaves and at the points."""
-        for point in (leaves, *self._points):
+        for point in (leaves, *self.points):
             for batch in self._batches:
                 found = self._outputs(point, batch)
                 checks.check_finite(found, lambda p=point, b=batch: checks.first_not_finite(self._fn, p, b))  # type: ignore[misc]
@@ -81,7 +81,7 @@ class Prover:
         if self._traced(leaves) != self._traced(leaves):  # a key or a counter outside fn: two programs
             again = [np.asarray(x) for x in jax.jit(lambda p, b: self._fn(p, b))(leaves, self._batches[0])]
             checks.check_repeatable(once, again)
-        self._before = [[self._outputs(point, batch) for batch in self._batches] for point in self._points]
+        self._before = [[self._outputs(point, batch) for batch in self._batches] for point in self.points]
 
     def _traced(self, leaves: Leaves) -> tuple[str, bytes]:
         """The program as text, and its constants."""
@@ -93,7 +93,7 @@ class Prover:
     def _outputs(self, leaves: Leaves, batch: Any) -> list[np.ndarray]:
         return [np.asarray(x) for x in self._call(leaves, batch)]
 
-    def _change(self, moved: Sequence[Leaves]) -> float:
+    def change(self, moved: Sequence[Leaves]) -> float:
         """Largest relative change of an output, the points replaced."""
         worst = 0.0
         for point, before in zip(moved, self._before, strict=True):
@@ -112,7 +112,7 @@ class Prover:
             size = float(np.sqrt(np.mean(np.square(leaf))))
             return {**point, path: np.where(entries, leaf + size * rng.standard_normal(leaf.shape), leaf)}
 
-        return self._change([moved(point) for point in self._points])
+        return self.change([moved(point) for point in self.points])
 
     def changes(self, calls: Sequence[Call], rng: np.random.Generator) -> list[float]:
         """What a random element of each gauge does; infinite where the library refuses the gauge.
@@ -134,20 +134,20 @@ class Prover:
             return [{p: x for p, x in own.items() if p in paths} for own, paths in zip(moved, bound, strict=True)]
 
         run = jax.jit(act)
-        seeds = rng.integers(2**31, size=len(self._points))
-        moved = [run(jax.random.key(int(s)), point) for s, point in zip(seeds, self._points, strict=True)]
+        seeds = rng.integers(2**31, size=len(self.points))
+        moved = [run(jax.random.key(int(s)), point) for s, point in zip(seeds, self.points, strict=True)]
         found = iter([self._proof([one[k] for one in moved], rng) for k in range(len(known))])
         return [np.inf if gauge is None else next(found) for gauge in gauges]
 
     def _proof(self, moved: Sequence[Mapping[str, Any]], rng: np.random.Generator) -> float:
-        whole = [{**point, **own} for point, own in zip(self._points, moved, strict=True)]
+        whole = [{**point, **own} for point, own in zip(self.points, moved, strict=True)]
 
         def shaken(point: Leaves, own: Mapping[str, Any]) -> Leaves:
             sizes = {p: np.sqrt(np.mean(np.square(np.asarray(x) - point[p]))) for p, x in own.items()}
             return {**point, **{p: point[p] + size * rng.standard_normal(point[p].shape) for p, size in sizes.items()}}
 
-        control = self._change([shaken(point, own) for point, own in zip(self._points, moved, strict=True)])
-        return self._change(whole) if control > _NOTICED else np.inf
+        control = self.change([shaken(point, own) for point, own in zip(self.points, moved, strict=True)])
+        return self.change(whole) if control > _NOTICED else np.inf
 
     def _bound(self, call: Call) -> BoundGauge | None:
         try:

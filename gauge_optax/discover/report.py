@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -16,7 +16,7 @@ import numpy as np
 from tqdm.auto import tqdm
 
 from gauge_optax.binding import with_leaves
-from gauge_optax.discover import checks, search
+from gauge_optax.discover import affine, checks, search
 from gauge_optax.discover.calls import Call, merge_layers
 from gauge_optax.discover.motions import ZERO, Symmetry, independent
 from gauge_optax.discover.nulls import solve
@@ -207,7 +207,8 @@ class _Discovery:
         prover.check_outputs(self.leaves)
         bar.set_postfix_str("gradients")
         tried = search.candidates(walked, self.leaves)
-        squares, shifts = self._observe(walked, tried, bar)
+        flows = affine.flows(walked, self.leaves)
+        squares, shifts = self._observe(walked, tried, flows, bar)
         bar.set_postfix_str("null spaces")
         dead, uncovered, asleep, rejected = self._dead(squares, prover)
         held, nearly = self._solve(tried, squares, asleep)
@@ -215,13 +216,17 @@ class _Discovery:
         bar.set_postfix_str("finite moves")
         layers = tuple(walked.trace.spaces.key(axis) for axis in walked.trace.stacked)
         writer = _Writer(prover, self.linear, layers, [p for p, x in self.leaves.items() if (x > 0).all()])
-        proved = writer.prove([*writer.calls(held), *shift_calls(shifts)], ZERO, self.rng(5))
+        proved = writer.prove([*writer.calls(held), *shift_calls(shifts.found())], ZERO, self.rng(5))
         closely = _Writer(prover, self.linear, layers, writer.positive)
         almost = closely.prove(closely.calls(nearly), 10 * self.near, self.rng(6))
         rejected += [f"{call.kind} of {', '.join(call.paths)}: moves by {change:.1e}" for call, change in writer.failed]
         kept, refused = prover.together(sorted(proved, key=lambda h: _ORDER.index(h.call.kind)))
+        hidden = [view.path for views, _ in shifts.found(read=True) for view, _ in views]
+        added = affine.unseen(flows, prover.points, prover.change)
+        constant = {"a constant along an axis that only centred norms read": tuple(dict.fromkeys(hidden))}
+        ungauged = {**writer.ungauged, **added, **(constant if hidden else {})}
         bar.update()
-        return Report(tuple(kept), tuple(almost), (*rejected, *refused), dead, uncovered, writer.ungauged)
+        return Report(tuple(kept), tuple(almost), (*rejected, *refused), dead, uncovered, ungauged)
 
     def _point(self, k: int) -> Leaves:
         return generic_point(self.leaves, self.rng(1, k))
@@ -236,21 +241,29 @@ class _Discovery:
         checks.check_precision(walked.trace.low)
         return walked
 
-    def _observe(self, walked: Walked, tried: Sequence[Candidate], bar: Any) -> tuple[Leaves, Any]:
+    def _observe(
+        self, walked: Walked, tried: Sequence[Candidate], flows: Sequence[affine.Flow], bar: Any
+    ) -> tuple[Leaves, search.Shifts]:
         gradients = Gradients(self.fn, self.batches)
-        rows = max(24, int(_ROWS * max(len(one.columns) for one in tried)) + 8)
+        columns = max([*(len(one.columns) for one in tried), *(flow.columns for flow in flows)])
+        rows = max(24, int(_ROWS * columns) + 8)
         at_once = min(-(-rows // POINTS), gradients.outputs(self.leaves) * len(self.batches))
         points = -(-rows // at_once)
         bar.total = 4 + points
         squares = {path: np.zeros(leaf.shape) for path, leaf in self.leaves.items()}
         shifts = search.Shifts(walked, self.leaves)
         for k in range(points):
-            found = search.observe(
-                tried, shifts, self._point(k), gradients.at(self._point(k), at_once, self.rng(2, k)), [self.seed, 3, k]
-            )
+            point = self._point(k)
+
+            def watched(point: Leaves = point, k: int = k) -> Iterator[Leaves]:
+                for chunk in gradients.at(point, at_once, self.rng(2, k)):
+                    affine.observe(flows, point, [chunk], [self.seed, 9, k])
+                    yield chunk
+
+            found = search.observe(tried, shifts, point, watched(), [self.seed, 3, k])
             squares = {path: squares[path] + found[path] for path in squares}
             bar.update()
-        return squares, shifts.found()
+        return squares, shifts
 
     def _dead(
         self, squares: Leaves, prover: Prover

@@ -137,15 +137,12 @@ def _columns(family: str, pieces: Sequence[Piece]) -> list[tuple[Piece, str]]:
 
 
 class Shifts:
-    """Which leaves a constant along one space leaves alone: their gradients sum to zero along it.
-
-    Only spaces that no kernel reads: the mean of what a LayerNorm centres is no logit shift.
-    """
+    """Which leaves a constant along one space leaves alone: their gradients sum to zero along it."""
 
     def __init__(self, walked: Walked, leaves: Leaves) -> None:
         spaces = walked.trace.spaces
-        read = {spaces.key(atom) for axis in walked.trace.read for atom in spaces.atoms(axis)}
-        known = set(spaces_with_companions(walked)) - read
+        self._read = {spaces.key(atom) for axis in walked.trace.read for atom in spaces.atoms(axis)}
+        known = set(spaces_with_companions(walked))
         self._asked: list[tuple[View, int]] = []
         for (path, leaf), axes in zip(leaves.items(), walked.axes, strict=True):
             for view in views_of(spaces, path, leaf.shape, axes, set(known)):
@@ -160,14 +157,18 @@ class Shifts:
             along = gradient.sum(1 + at)
             self._sums[k] += np.square(along).sum(), np.square(gradient).sum()
 
-    def found(self) -> list[tuple[list[tuple[View, int]], float]]:
-        """Views and atoms by space, with the largest residual of each."""
+    def found(self, read: bool = False) -> list[tuple[list[tuple[View, int]], float]]:
+        """Views and atoms by space, with the largest residual of each.
+
+        Args:
+          read: of spaces that a kernel reads. What is constant there is hidden by a centred norm: it is no logit shift.
+        """
         out: dict[Space, list[tuple[View, int]]] = {}
         worst: dict[Space, float] = {}
         for (view, at), (along, whole) in zip(self._asked, self._sums, strict=True):
             residual = math.sqrt(along / whole) if whole > 0 else 1.0
             space = view.labels[at]
-            if residual < ZERO and space is not None:
+            if residual < ZERO and space is not None and (space in self._read) == read:
                 out.setdefault(space, []).append((view, at))
                 worst[space] = max(worst.get(space, 0.0), residual)
         return [(views, worst[space]) for space, views in out.items()]

@@ -48,3 +48,28 @@ def test_every_gauge_of_the_hand_list_by_span(name: str, form: str, linear: bool
         before = np.asarray(fn(point))
         assert np.linalg.norm(np.asarray(fn(moved)) - before) <= 1e-9 * np.linalg.norm(before)
     assert eval(report.code(), {"go": go}) == report.gauges
+    if (name, form) == ("gpt", "scanned"):
+        assert dict(report.ungauged) == UNGAUGED
+
+
+# What holds in a LayerNorm net beside its gauges; all proved by finite moves.
+STREAM = ("attn/out/bias", "attn/out/kernel", "mlp/down/bias", "mlp/down/kernel")
+READ = [("attn/key",), ("attn/query", "bias"), ("attn/value", "bias"), ("mlp/up", "bias")]
+UNGAUGED = {
+    "a bias that flows into the biases behind it": (
+        "blocks/attn/value/bias + blocks/attn/out/bias",
+        "blocks/norm1/bias + blocks/attn/query/bias + blocks/attn/value/bias",
+        "blocks/norm2/bias + blocks/mlp/up/bias",
+        "final_norm/bias + lm_head/bias",
+    ),
+    "a direction that a centred norm hides from the kernel behind it": (
+        *(" + ".join(f"blocks/{own[0]}/{leaf}" for leaf in ("kernel", *own[1:])) for own in READ),
+        "lm_head/kernel + lm_head/bias",
+    ),
+    "one vector on every row of several leaves": ("embed/embedding + pos/embedding",),
+    "a constant along an axis that only centred norms read": (
+        *(f"blocks/{path}" for path in STREAM),
+        "embed/embedding",
+        "pos/embedding",
+    ),
+}

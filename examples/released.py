@@ -1,0 +1,166 @@
+"""What `discover` finds in architectures that pip installs: small random instances, no weights.
+
+    pip install "transformers<5" equinox
+    python -m examples.released            # minutes; goes on where it was stopped
+
+Writes examples/results/discover.json and discover.md. transformers' RMSNorms cast to float32 by name, which `discover`
+refuses: `jax.numpy.float32` is float64 while they run here.
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from tqdm.auto import tqdm
+
+import gauge_optax as go
+
+RESULT = Path("examples/results/discover.json")
+DECODER = dict(vocab_size=13, hidden_size=16, intermediate_size=12, num_hidden_layers=2, num_attention_heads=4,
+               num_key_value_heads=2, max_position_embeddings=8)  # fmt: skip
+OLD = dict(vocab_size=13, n_positions=8, n_embd=16, n_layer=2, n_head=2, n_inner=12)
+ENCODER = dict(vocab_size=13, hidden_size=8, num_hidden_layers=2, num_attention_heads=2, intermediate_size=12,
+               max_position_embeddings=12)  # fmt: skip
+BART = dict(vocab_size=13, d_model=8, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
+            decoder_attention_heads=2, encoder_ffn_dim=12, decoder_ffn_dim=12, max_position_embeddings=8,
+            decoder_start_token_id=0)  # fmt: skip
+# name → transformers' model, configuration, its arguments
+MODELS: Mapping[str, tuple[str, str, Mapping[str, Any]]] = {
+    "GPT-2": ("FlaxGPT2LMHeadModel", "GPT2Config", OLD),
+    "GPT-J": ("FlaxGPTJForCausalLM", "GPTJConfig", OLD | {"rotary_dim": 4}),
+    "GPT-Neo": ("FlaxGPTNeoForCausalLM", "GPTNeoConfig", dict(
+        vocab_size=13, hidden_size=8, num_layers=2, attention_types=[[["global", "local"], 1]], num_heads=2,
+        intermediate_size=12, max_position_embeddings=8, window_size=4)),
+    "Llama": ("FlaxLlamaForCausalLM", "LlamaConfig", DECODER),
+    "Mistral": ("FlaxMistralForCausalLM", "MistralConfig", DECODER),
+    "Gemma": ("FlaxGemmaForCausalLM", "GemmaConfig", DECODER | {"num_key_value_heads": 1, "head_dim": 4}),
+    "OPT": ("FlaxOPTForCausalLM", "OPTConfig", dict(
+        vocab_size=13, hidden_size=8, ffn_dim=12, num_hidden_layers=2, num_attention_heads=2,
+        max_position_embeddings=8, word_embed_proj_dim=8)),
+    "BLOOM": ("FlaxBloomForCausalLM", "BloomConfig", dict(vocab_size=13, hidden_size=8, n_layer=2, n_head=2)),
+    "BERT": ("FlaxBertForMaskedLM", "BertConfig", ENCODER),
+    "RoBERTa": ("FlaxRobertaForMaskedLM", "RobertaConfig", ENCODER),
+    "BART": ("FlaxBartForConditionalGeneration", "BartConfig", BART),
+    "ViT": ("FlaxViTForImageClassification", "ViTConfig", dict(
+        hidden_size=8, num_hidden_layers=2, num_attention_heads=2, intermediate_size=12, image_size=8, patch_size=4,
+        num_labels=5)),
+    "ResNet": ("FlaxResNetForImageClassification", "ResNetConfig", dict(
+        embedding_size=4, hidden_sizes=[4, 6], depths=[1, 1], layer_type="basic", num_labels=5)),
+}  # fmt: skip
+Built = tuple[Callable[[Any, Any], Any], Any, list[np.ndarray]]
+
+
+def of_transformers(model: str, config: str, options: Mapping[str, Any]) -> Built:
+    """Function, parameters and batches of one of transformers' Flax models."""
+    import transformers
+
+    rng = np.random.default_rng(0)
+    image = {"ViT": 8, "ResN": 16}.get(model[4:7] if "ViT" in model else model[4:8], 0)
+    shape = {"input_shape": (1, image, image, 3)} if image else {}
+    whole = getattr(transformers, model)(getattr(transformers, config)(**options), seed=0, **shape)
+    module = whole.module.clone(dtype=jnp.float64)
+    if image:
+        variables = {"params": whole.params} if "batch_stats" not in whole.params else whole.params
+        return lambda p, x: module.apply(p, x).logits, variables, list(rng.normal(size=(2, 2, image, image, 3)))
+
+    def fn(params: Any, tokens: Any) -> Any:
+        mask, places = jnp.ones_like(tokens), jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+        call = {"Bert": (tokens, mask, jnp.zeros_like(tokens), places, None), "Bloom": (tokens, mask)}
+        arguments = next((own for name, own in call.items() if name.lower() in model.lower()), (tokens, mask, places))
+        if "Bart" in model:
+            arguments = (tokens, mask, tokens[:, ::-1], mask, places, places)
+        return module.apply({"params": params}, *arguments).logits
+
+    return fn, whole.params, list(rng.integers(2, 13, (2, 2, 6)))
+
+
+def of_equinox() -> Built:
+    """An equinox module: attention and a ReLU network over a sequence of vectors."""
+    import equinox as eqx
+
+    keys = jax.random.split(jax.random.key(0), 2)
+    attention = eqx.nn.MultiheadAttention(2, 8, use_query_bias=True, use_value_bias=True, key=keys[0])
+    params, static = eqx.partition((attention, eqx.nn.MLP(8, 4, 12, 2, key=keys[1])), eqx.is_inexact_array)
+
+    def fn(p: Any, x: Any) -> Any:
+        attend, mlp = eqx.combine(p, static)
+        return jax.vmap(jax.vmap(mlp))(jax.vmap(lambda row: row + attend(row, row, row))(x))
+
+    return fn, params, list(np.random.default_rng(0).normal(size=(2, 3, 5, 8)))
+
+
+@contextmanager
+def float32_is_double() -> Iterator[None]:
+    """`jnp.float32` as float64, for casts by name."""
+    single = jnp.float32
+    jnp.float32 = jnp.float64
+    try:
+        yield
+    finally:
+        jnp.float32 = single
+
+
+def measure(name: str) -> dict[str, Any]:
+    """One architecture's report."""
+    with jax.enable_x64(False):
+        fn, params, batches = of_equinox() if name == "equinox" else of_transformers(*MODELS[name])
+    began = time.perf_counter()
+    with float32_is_double():
+        report = go.discover(fn, params, batches, linear=True, progress=False)
+    assert eval(report.code(), {"go": go}) == report.gauges
+    return {
+        "leaves": len(jax.tree.leaves(params)),
+        "seconds": round(time.perf_counter() - began, 1),
+        "gauges": [held.call.kind for held in report.held],
+        "change": max((held.change for held in report.held), default=0.0),
+        "nearly": [held.call.kind for held in report.nearly],
+        "rejected": list(report.rejected),
+        "ungauged": {kind: len(where) for kind, where in report.ungauged.items()},
+        "report": str(report),
+        "code": report.code(),
+    }
+
+
+def markdown(results: Mapping[str, Any]) -> str:
+    """The table, and every report below it."""
+    rows = ["| architecture | leaves | s | gauges | largest change | nearly | no gauge |", "|---" * 7 + "|"]
+    for name, own in results.items():
+        if "error" in own:
+            rows.append(f"| {name} | | | {own['error']} | | | |")
+            continue
+        count = ", ".join(f"{own['gauges'].count(kind)} {kind}" for kind in dict.fromkeys(own["gauges"]))
+        rest = "; ".join(f"{n} × {kind}" for kind, n in own["ungauged"].items())
+        cells = name, own["leaves"], own["seconds"], count, f"{own['change']:.0e}", len(own["nearly"]), rest
+        rows.append(f"| {' | '.join(map(str, cells))} |")
+    reports = [f"## {name}\n\n```\n{own['report']}\n```\n" for name, own in results.items() if "report" in own]
+    head = "# What `discover` finds in released architectures\n\n" + (__doc__ or "").split("\n\n")[0]
+    return "\n".join([head, "", *rows, "", *reports])
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Runs what has no result yet."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", help=f"of {', '.join([*MODELS, 'equinox'])}; all by default")
+    parser.add_argument("--out", type=Path, default=RESULT)
+    args = parser.parse_args(arguments)
+    results = json.loads(args.out.read_text()) if args.out.exists() else {}
+    for name in tqdm(args.names or [*MODELS, "equinox"]):
+        if name in results and "error" not in results[name]:
+            continue
+        try:
+            results[name] = measure(name)
+        except (ImportError, TypeError, AttributeError, ValueError) as error:
+            results[name] = {"error": f"{type(error).__name__}: {str(error).splitlines()[0]}"}
+        args.out.write_text(json.dumps(results, indent=1) + "\n")
+        args.out.with_suffix(".md").write_text(markdown(results))
+
+
+if __name__ == "__main__":
+    main()

@@ -28,6 +28,7 @@ SLOW: dict[str, str] = {
     "test_studies.py::test_linear_settles_where_predicted_and_log_collapses": LONG,
     "test_studies.py::test_a_killed_study_resumes_to_the_same_file": "a killed example is quick",
     "test_benchmarks.py::test_a_row_is_timed_beside_adamw": LONG,
+    "discover/test_layouts.py::test_a_fused_block_with_grouped_queries[[][nhi]*": OTHER_NET,
     "measure/test_leakage.py::test_second_order_is_the_gap_between_step_and_flow[[]*-fixed]": OTHER_NET,
     "test_slice.py::test_unpinned_optimizers_take_the_steps_that_they_take_alone[[]adamw-True]": LONG,
     "test_slice.py::test_a_rate_ahead_of_the_wrapper_is_one_inside": LONG,

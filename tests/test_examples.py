@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
-from examples import data, demo, self_tests, train_linen, train_nnx
+from examples import data, demo, released, self_tests, train_linen, train_nnx
 
 TINY = ["--batch", "2", "--length", "8", "--width", "8", "--layers", "1"]
 
@@ -106,3 +106,9 @@ def test_the_demo_keeps_its_promise(tmp_path: Path) -> None:
     assert max(ours["drift"].values()) <= 1e-5 < max(theirs["drift"].values())
     # Not bought with a worse model.
     assert max(ours["validation"]) <= 1.02 * min(theirs["validation"])
+
+
+def test_the_table_of_released_architectures_is_its_json() -> None:
+    results = json.loads((released.RESULT).read_text())
+    assert released.RESULT.with_suffix(".md").read_text() == released.markdown(results)
+    assert len([own for own in results.values() if own.get("change", 1.0) < 1e-9]) >= 8

@@ -273,7 +273,7 @@ TREES: Mapping[str, Tree] = {
         LLAMA, lambda linear: presets.hf_llama(K, linear=linear)),
 }  # fmt: skip
 
-QUICK = {("gemma", False), ("hf_gpt2", True)}
+QUICK = {("hf_gpt2", True)}
 ROWS = [
     pytest.param(name, linear, marks=[] if (name, linear) in QUICK else pytest.mark.slow)
     for name in TREES

@@ -75,7 +75,7 @@ def flows(walked: Walked, leaves: Leaves) -> list[Flow]:
     layers = {walked.trace.spaces.key(axis) for axis in walked.trace.stacked}
     own = {view.path: set(view.labels) - layers for view in views}
     vectors = [v for v in views if not any(own[o.path] < own[v.path] for o in views)]
-    kernels = [v for v in views if v not in vectors and len(set(v.labels)) == len(v.labels)]
+    kernels = [view for view in views if view not in vectors]
     found = [_absorbed(vector, kernels, vectors) for vector in vectors]
     readers = [(kernel, norm) for norm in vectors for kernel in kernels if set(norm.labels) < set(kernel.labels)]
     found += [_read(kernel, norm, vectors, layers) for kernel, norm in readers]
@@ -85,11 +85,11 @@ def flows(walked: Walked, leaves: Leaves) -> list[Flow]:
 
 
 def _whole_views(walked: Walked, leaves: Leaves) -> Iterator[View]:
-    """One view per leaf that reads all of it, every axis along a space."""
+    """One view per leaf that reads all of it, every axis along a space of its own."""
     known = set(spaces_with_companions(walked))
     for (path, leaf), axes in zip(leaves.items(), walked.axes, strict=True):
         for view in views_of(walked.trace.spaces, path, leaf.shape, axes, known):
-            if view.size == leaf.size > 1 and None not in view.labels:
+            if view.size == leaf.size > 1 and None not in view.labels and len(set(view.labels)) == len(view.labels):
                 yield view
                 break
 

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from gauge_optax.gauges.base import Gauge
 
 Axes = str | tuple[str, ...]
 Roles = Mapping[str, Mapping[str, Axes]]
@@ -51,6 +53,30 @@ class Call:
         return "\n".join([f"go.{self.kind}(", *(line for row in rows for line in _wrapped(row)), ")"])
 
 
+class Held(NamedTuple):
+    """A gauge with its evidence.
+
+    Attributes:
+      gauge: the gauge.
+      call: its constructor with arguments.
+      exponents: leaf path → exponent with which it moves; for linear groups the sign tells vectors from covectors.
+      residual: the singular value: what gradients see of its generators, of what they see of a leaf's own.
+      change: largest relative change of the outputs under a random finite move, over points and batches.
+      parts: the same of every layer that it merges; () of one that merges none.
+    """
+
+    gauge: Gauge
+    call: Call
+    exponents: Mapping[str, float]
+    residual: float
+    change: float
+    parts: tuple[Held, ...] = ()
+
+    def __str__(self) -> str:
+        paths = ", ".join(dict.fromkeys(getattr(spec, "pattern", "") for spec in getattr(self.gauge, "specs", ())))
+        return f"{getattr(self.gauge, 'name', 'gauge')}: {paths}  (moves the outputs by {self.change:.1e})"
+
+
 def _wrapped(row: str) -> list[str]:
     """A row of source of at most 110 columns where it is a mapping of paths."""
     if len(row) <= 110 or "{" not in row:
@@ -65,6 +91,19 @@ def _wrapped(row: str) -> list[str]:
         else:
             joined.append(item)
     return [f"{head}{{", *(f"    {item}," for item in joined), "  },"]
+
+
+def alternatives(call: Call) -> Iterator[Call]:
+    """The same gauge with other anchors: every block listed first once, then the two sides of a scale exchanged."""
+    sides = [call]
+    if call.kind in ("rescale", "norm_scale") and not call.options:
+        one, other = call.roles.values()
+        sides.append(Call("rescale", {"up": other, "down": one}, {}, call.sizes))
+    for own in sides:
+        first, blocks = next(iter(own.roles.items()))
+        for path in blocks:
+            ordered = {path: blocks[path], **blocks}
+            yield dataclasses.replace(own, roles={**own.roles, first: ordered})
 
 
 def merge_layers(calls: Sequence[Call]) -> list[tuple[Call, list[Call]]]:

@@ -67,6 +67,10 @@ class Symmetry:
         return frozenset(term.piece.path for term in self.terms)
 
     @property
+    def _largest(self) -> float:
+        return max(abs(term.exponent) for term in self.terms)
+
+    @property
     def dim(self) -> int:
         """Dimensions of the group."""
         n, planes = len(self.space), len(set(self.space))
@@ -74,19 +78,21 @@ class Symmetry:
         return math.prod(map(len, self.beside)) * own.get(self.family, planes)
 
     def tangent(self, point: Leaves, element: np.ndarray) -> Leaves:
-        """The motion that an element of the group's algebra makes at a point, on the leaves it moves."""
+        """The motion that an element of the algebra makes at a point, the largest exponent taken for one."""
         out = {path: np.zeros(point[path].size) for path in self.paths}
         for term in self.terms:
-            motion = term.exponent * direction(term.piece, term.mode, point[term.piece.path], element)
-            np.add.at(out[term.piece.path], _entries(term.piece), motion)
+            view = point[term.piece.path].reshape(-1)[term.piece.entries]
+            motion = term.exponent / self._largest * direction(term.mode, view, element)
+            out[term.piece.path][term.piece.entries] += motion
         return out
 
     def adjoint(self, point: Leaves, tangent: Mapping[str, np.ndarray]) -> np.ndarray:
         """The transpose of `tangent`, on elements."""
         total: np.ndarray | float = 0.0
         for term in self.terms:
-            seen = tangent[term.piece.path][_entries(term.piece)]
-            total = total + term.exponent * _transposed(term.piece, term.mode, point[term.piece.path], seen)
+            view = point[term.piece.path].reshape(-1)[term.piece.entries]
+            own = _transposed(term.mode, view, tangent[term.piece.path][term.piece.entries])
+            total = total + term.exponent / self._largest * own
         return _projected(self.family, self.space, np.asarray(total))
 
 
@@ -119,9 +125,8 @@ def _projected(family: str, space: Space, element: np.ndarray) -> np.ndarray:
     return out
 
 
-def direction(piece: Piece, mode: str, leaf: np.ndarray, element: np.ndarray) -> np.ndarray:
+def direction(mode: str, view: np.ndarray, element: np.ndarray) -> np.ndarray:
     """What an element's generator does to a piece: (companions, space, rest)."""
-    view = piece.read(leaf[None])[0]
     if mode == "vector":
         return np.einsum("ckf,ckl->clf", view, element)
     if mode == "covector":
@@ -130,17 +135,12 @@ def direction(piece: Piece, mode: str, leaf: np.ndarray, element: np.ndarray) ->
     return view * wide if mode == "scale" else np.broadcast_to(wide, view.shape)
 
 
-def _transposed(piece: Piece, mode: str, leaf: np.ndarray, seen: np.ndarray) -> np.ndarray:
-    view = piece.read(leaf[None])[0]
+def _transposed(mode: str, view: np.ndarray, seen: np.ndarray) -> np.ndarray:
     if mode == "vector":
         return np.einsum("ckf,clf->ckl", view, seen)
     if mode == "covector":
         return -np.einsum("ckf,clf->clk", view, seen)
     return (view * seen if mode == "scale" else seen).sum(-1)
-
-
-def _entries(piece: Piece) -> np.ndarray:
-    return piece.read(np.arange(math.prod(piece.view.shape)).reshape(1, *piece.view.shape))[0]
 
 
 # Which contains which ----------------------------------------------------------------------------

@@ -16,7 +16,7 @@ import numpy as np
 
 from gauge_optax.binding import binding_error, leaves_by_path, with_leaves
 from gauge_optax.discover import checks
-from gauge_optax.discover.calls import Call
+from gauge_optax.discover.calls import Call, Held, alternatives
 from gauge_optax.discover.sketch import Leaves
 from gauge_optax.gauges.base import BoundGauge
 from gauge_optax.gauges.linear import head_linear, rope_linear
@@ -171,14 +171,35 @@ class Prover:
 
         return sorted(paths(one)) == sorted(p for other in others for p in paths(other))
 
-    def together(self, held: Sequence[Any]) -> tuple[list[Any], list[str]]:
-        """Gauges that the library takes as one product, in order, and why it refuses the others."""
-        kept: list[Any] = []
+    def together(self, held: Sequence[Held]) -> tuple[list[Held], list[str]]:
+        """Gauges that the library takes as one product, in order, and why it refuses the others.
+
+        Readings need an order in which no gauge acts on an anchor that is read before it: where the list has none,
+        another anchor is tried, and merged layers one by one.
+        """
+        kept: list[Held] = []
         refused = []
         for one in held:
-            try:
-                jax.eval_shape(product([h.gauge for h in (*kept, one)]).read, self._params)
-                kept.append(one)
-            except ValueError as error:
-                refused.append(f"{one}: {str(error).splitlines()[0]}")
+            found = self._beside(kept, [one]) or self._beside(kept, list(one.parts))
+            if found is None:
+                refused.append(f"{one}: {self._refusal([*kept, one])}")
+            kept += found or []
         return kept, refused
+
+    def _beside(self, kept: Sequence[Held], new: Sequence[Held]) -> list[Held] | None:
+        """The new gauges with anchors that fit beside those kept; None where there are none."""
+        done: list[Held] = []
+        for one in new:
+            tried = ([h for c in alternatives(one.call) for h in [one._replace(call=c, gauge=constructed(c))]])
+            fits = next((h for h in [one, *tried] if self._refusal([*kept, *done, h]) is None), None)
+            if fits is None:
+                return None
+            done.append(fits)
+        return done or None
+
+    def _refusal(self, held: Sequence[Held]) -> str | None:
+        try:
+            jax.eval_shape(product([h.gauge for h in held]).read, self._params)
+        except ValueError as error:
+            return str(error).splitlines()[0]
+        return None

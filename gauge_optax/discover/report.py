@@ -17,7 +17,7 @@ from tqdm.auto import tqdm
 
 from gauge_optax.binding import with_leaves
 from gauge_optax.discover import affine, checks, search
-from gauge_optax.discover.calls import Call, merge_layers
+from gauge_optax.discover.calls import Call, Held, merge_layers
 from gauge_optax.discover.motions import ZERO, Symmetry, independent
 from gauge_optax.discover.nulls import solve
 from gauge_optax.discover.prove import Prover, constructed, rebound
@@ -29,33 +29,11 @@ from gauge_optax.discover.write import Unwritable, shift_call, written
 from gauge_optax.gauges.base import Gauge
 
 Outputs = Literal["logits", "logprobs", "loss"]
-POINTS = 3
+POINTS = 5
 _ROWS = 1.5  # rows of gradients for each column, so that no null vector is an accident
 _DEAD = 1e-11  # of a typical entry's gradient
 _ORDER = ("norm_scale", "scale_invariant", "head_rotation", "head_linear", "rope_torus", "rope_linear", "rescale",
           "logit_shift")  # fmt: skip
-
-
-class Held(NamedTuple):
-    """A gauge with its evidence.
-
-    Attributes:
-      gauge: the gauge.
-      call: its constructor with arguments.
-      exponents: leaf path → exponent with which it moves; for linear groups the sign tells vectors from covectors.
-      residual: the singular value: what gradients see of its generators, of what they see of a leaf's own.
-      change: largest relative change of the outputs under a random finite move, over points and batches.
-    """
-
-    gauge: Gauge
-    call: Call
-    exponents: Mapping[str, float]
-    residual: float
-    change: float
-
-    def __str__(self) -> str:
-        paths = ", ".join(dict.fromkeys(getattr(spec, "pattern", "") for spec in getattr(self.gauge, "specs", ())))
-        return f"{getattr(self.gauge, 'name', 'gauge')}: {paths}  (moves the outputs by {self.change:.1e})"
 
 
 class Uncovered(NamedTuple):
@@ -171,6 +149,7 @@ def discover(
     Reference: ours; docs/design.md, "Gauges found". Not found: symmetries that no entry of an index space carries
     (SO(d) of a residual stream under norms with scales), linear groups on part of a basis.
     """
+    batches = list(batches)
     checks.check_arguments(outputs, batches, near)
     with jax.enable_x64(True):
         search_ = _Discovery(fn, params, batches, outputs, linear, near, seed)
@@ -340,16 +319,15 @@ class _Writer:
         done = [(call, group, change) for (call, group), change in zip(merged, changes, strict=True) if change <= most]
         done += [(call, [call], change) for call, change in zip(again, alone, strict=True) if change <= most]
         self.failed += [(call, change) for call, change in zip(again, alone, strict=True) if change > most]
-        return [
-            Held(
-                constructed(call),
-                call,
-                {p: e for c in group for p, e in evidence[id(c)][0].items()},
-                max(evidence[id(c)][1] for c in group),
-                change,
-            )
-            for call, group, change in done
-        ]
+        return [self._held(call, group, evidence, change) for call, group, change in done]
+
+    def _held(
+        self, call: Call, group: Sequence[Call], evidence: Mapping[int, tuple[dict[str, float], float]], change: float
+    ) -> Held:
+        parts = () if len(group) == 1 else tuple(self._held(own, [own], evidence, change) for own in group)
+        exponents = {path: e for own in group for path, e in evidence[id(own)][0].items()}
+        residual = max(evidence[id(own)][1] for own in group)
+        return Held(constructed(call), call, exponents, residual, change, parts)
 
     def _same(self, call: Call, group: list[Call]) -> list[tuple[Call, list[Call]]]:
         """A merged call where it binds exactly what its group does."""

@@ -170,9 +170,9 @@ def _pad(trace: Trace, eqn: Any, ins: list[Value]) -> list[Axes]:
 def _dot(trace: Trace, eqn: Any, ins: list[Value]) -> list[Axes]:
     (left_sum, right_sum), (left_batch, right_batch) = eqn.params["dimension_numbers"]
     left, right = ins[0].axes, ins[1].axes
-    for a, b in zip(left_sum, right_sum, strict=True):
-        one, other = left[a], right[b]
-        trace.read += [axis for axis in (one, other) if one is not None and other is not None and axis is not None]
+    if ins[0].leaf or ins[1].leaf:
+        pairs = [(left[a], right[b]) for a, b in zip(left_sum, right_sum, strict=True)]
+        trace.read += [axis for a, b in pairs if a is not None and b is not None for axis in (a, b)]
     batch = [trace.spaces.unify(left[a], right[b]) for a, b in zip(left_batch, right_batch, strict=True)]
     summed = [trace.spaces.unify(left[a], right[b]) for a, b in zip(left_sum, right_sum, strict=True)]
     for axis in summed:

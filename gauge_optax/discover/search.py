@@ -188,7 +188,7 @@ def observe(
         for path, gradient in rows.items():
             squares[path] += np.square(gradient).sum(0)
         for one, element in zip(tried, elements, strict=True):
-            motions = (direction(piece, mode, point[piece.path], element) for piece, mode in one.columns)
+            motions = (direction(mode, piece.read(point[piece.path][None])[0], element) for piece, mode in one.columns)
             seen = [_seen(piece, rows, motion) for (piece, _), motion in zip(one.columns, motions, strict=True)]
             one.seen.append(np.stack([own for own, _ in seen], 1))
             if chunk == 0:

@@ -22,6 +22,8 @@ from jax.extend import core
 from gauge_optax.discover.spaces import Axis, Spaces
 
 Rule = Callable[["Trace", Any, list["Value"]], list[list[Axis]]]
+_MOVES = {"transpose", "reshape", "convert_element_type", "squeeze", "expand_dims", "slice", "split", "dynamic_slice",
+          "broadcast_in_dim", "copy", "gather", "rev", "unstack"}  # fmt: skip
 PASSES = 6
 MOST_KNOWN = 100_000  # entries of index arithmetic that is carried out
 
@@ -29,11 +31,19 @@ Axes = list[Axis]
 
 
 class Value(NamedTuple):
-    """What is known of an intermediate: ids per axis, its numbers where small, whether parameters reach it."""
+    """What is known of an intermediate.
+
+    Attributes:
+      axes: ids per axis.
+      known: its numbers, of small integers.
+      depends: whether parameters reach it.
+      leaf: whether it is a parameter, its entries moved about at most.
+    """
 
     axes: Axes
     known: np.ndarray | None = None
     depends: bool = False
+    leaf: bool = False
 
 
 class Contracted(NamedTuple):
@@ -55,7 +65,7 @@ class Trace:
       contracted: the axes on which symmetries are looked for.
       layers: leading axes of the scans around.
       stacked: all axes that were scanned over.
-      read: axes that are summed over between two things of parameters, as where a kernel reads a stream.
+      read: axes along which a parameter reads something that parameters made, as a kernel does a stream.
       low: the first values that depend on parameters in less than double precision: what, and where in the source.
       opaque: names of primitives that were guessed.
     """
@@ -102,7 +112,10 @@ class Trace:
         depends = any(value.depends for value in ins)
         if depends:
             self._check_precision(eqn)
-        return [out if out.known is not None else out._replace(depends=depends) for out in outs]
+        leaf = eqn.primitive.name in _MOVES and any(value.leaf for value in ins)
+        return [
+            out if out.known is not None else out._replace(depends=depends, leaf=leaf or out.leaf) for out in outs
+        ]
 
     def _outputs(self, eqn: Any, ins: list[Value]) -> list[Value]:
         name = eqn.primitive.name
@@ -244,7 +257,7 @@ def _scan(trace: Trace, eqn: Any, ins: list[Value]) -> list[Value]:
     if lead is not None:
         trace.stacked.append(lead)
         trace.layers.append(lead)
-    slices = [Value(value.axes[1:], None, value.depends) for value in ins[carried:]]
+    slices = [Value(value.axes[1:], None, value.depends, value.leaf) for value in ins[carried:]]
     outs = _loop(trace, eqn.params["jaxpr"], ins[:consts], _unknown(ins[consts:carried]), slices)
     if lead is not None:
         trace.layers.pop()
@@ -297,7 +310,7 @@ def walk(closed: core.ClosedJaxpr, rules: Mapping[str, Rule]) -> Walked:
         if before == spaces.changes:
             break
         before, trace = spaces.changes, Trace(spaces, rules)
-        outs = trace.run(closed.jaxpr, closed.consts, [Value(list(axes), None, True) for axes in leaves])
+        outs = trace.run(closed.jaxpr, closed.consts, [Value(list(axes), None, True, True) for axes in leaves])
         for out in outs:
             for axis in out.axes:
                 trace.note(axis)

@@ -10,6 +10,7 @@ Here: where a group could act on a leaf. Not here: whether it does (`search`).
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Iterator, Sequence
@@ -98,10 +99,6 @@ class View:
         grid = cut.reshape(len(values), *(atom.full for w in self.windows for atom in w.atoms))
         return grid[(slice(None), *(atom.reads for w in self.windows for atom in w.atoms))]
 
-    def entries(self) -> np.ndarray:
-        """Flat indices of the selected entries in the leaf."""
-        return self.read(np.arange(math.prod(self.shape)).reshape(1, *self.shape))[0]
-
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
@@ -126,6 +123,11 @@ class Piece:
     def vector(self) -> bool:
         """Whether there is nothing but the space and its companions in the whole leaf."""
         return self.view.size == math.prod(self.view.shape) and len(self.view.places) == 1 + len(self.beside)
+
+    @functools.cached_property
+    def entries(self) -> np.ndarray:
+        """Flat indices in the leaf: (companions, space, rest)."""
+        return self.read(np.arange(math.prod(self.view.shape)).reshape(1, *self.view.shape))[0]
 
     def read(self, values: np.ndarray) -> np.ndarray:
         """(rows, *shape) as (rows, companions, space, rest)."""

@@ -106,3 +106,53 @@ def test_a_fused_block_with_grouped_queries(turn: str) -> None:
     function, gauges = TURNS[turn]
     tokens = np.random.default_rng(1).integers(0, V, (2, 2, T))
     check(lambda p, t: fused(p, t, function), fused_params(), list(tokens), REST + gauges, linear=True)
+
+
+def experts(p: Any, x: Any) -> jax.Array:
+    """The two best of four experts, weighed by a softmax."""
+    scores = jax.nn.softmax(x @ p["router"])
+    best, which = jax.lax.top_k(scores, 2)
+    chosen = jnp.sum(jax.nn.one_hot(which, 4) * best[..., None], -2)
+    inner = jnp.einsum("bd,edf->bef", x, p["gate"]), jnp.einsum("bd,edf->bef", x, p["up"])
+    each = jnp.einsum("bef,efd->bed", jax.nn.silu(inner[0]) * inner[1], p["down"])
+    return jnp.sin(jnp.einsum("be,bed->bd", chosen, each))
+
+
+def test_a_mixture_of_experts() -> None:
+    """One scale per expert and channel, and the router's scores up to a constant."""
+    rng = np.random.default_rng(0)
+    shapes = {"router": (D, 4), "gate": (4, D, 5), "up": (4, D, 5), "down": (4, 5, D)}
+    hand = [
+        go.rescale({"up": "expert _ channel"}, {"down": "expert channel _"}),
+        go.logit_shift({"router": "_ vocab"}),
+    ]
+    params = {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+    check(experts, params, list(rng.normal(size=(2, 24, D))), hand, outputs="loss")
+
+
+def convolutions(p: Any, x: Any) -> jax.Array:
+    """Two convolutions with batch norms in evaluation around a residual sum, then a mean over the image."""
+
+    def block(x: jax.Array, i: int) -> jax.Array:
+        numbers = ("NHWC", "HWIO", "NHWC")
+        y = jax.lax.conv_general_dilated(x, p[f"conv{i}"], (1, 1), "SAME", dimension_numbers=numbers)
+        return (y - p[f"mean{i}"]) * p[f"scale{i}"] + p[f"bias{i}"]
+
+    x = jax.nn.relu(block(x, 0))
+    x = jax.nn.relu(x + block(x, 1))
+    return jnp.mean(x, (1, 2)) @ p["head"]
+
+
+def test_convolutions_around_a_residual_sum() -> None:
+    rng = np.random.default_rng(0)
+    shapes: dict[str, tuple[int, ...]] = {"conv0": (3, 3, 2, 4), "conv1": (3, 3, 4, 4), "head": (4, 3)}
+    shapes |= {f"{name}{i}": (4,) for i in (0, 1) for name in ("mean", "scale", "bias")}
+    stream = {f"{name}{i}": "channel" for i in (0, 1) for name in ("scale", "bias")}
+    hand = [
+        *(go.rescale({f"conv{i}": "_ _ _ channel", f"mean{i}": "channel"}, {f"scale{i}": "channel"}) for i in (0, 1)),
+        go.rescale(stream, {"conv1": "_ _ channel _", "head": "channel _"}),
+        go.logit_shift({"head": "_ vocab"}),
+    ]
+    params = {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+    report = check(convolutions, params, list(rng.normal(size=(2, 3, 5, 5, 2))), hand)
+    assert not report.rejected

@@ -72,7 +72,7 @@ class GaugePlan(NamedTuple):
     joint: str
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Plan:
     """See `plan`.
 
@@ -122,6 +122,9 @@ class Plan:
     def _notes(self) -> list[str]:
         notes = [f"in no gauge: {', '.join(self.unbound)}"] if self.unbound else []
         return notes + [f"joint: {text}" for text in self.warnings]
+
+    def __repr__(self) -> str:
+        return str(self)
 
     def __str__(self) -> str:
         return "\n\n".join(["\n".join(_aligned(t)) for t in (self.table(), self._gauge_table())] + self._notes())

@@ -44,7 +44,7 @@ class Uncovered(NamedTuple):
     of: int
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Report:
     """What `discover` found.
 
@@ -90,6 +90,9 @@ class Report:
           ValueError: a gauge that does not fit; a range of an axis, which is the small instance's own.
         """
         return [rebound(held.call, params, sizes) for held in self.held]
+
+    def __repr__(self) -> str:
+        return str(self)
 
     def __str__(self) -> str:
         rows = [f"{len(self.held)} gauges"] + [f"  {held}" for held in self.held]
@@ -147,20 +150,18 @@ def discover(
     ]
 
     Reference: ours; docs/design.md, "Gauges found". Not found: symmetries that no entry of an index space carries
-    (SO(d) of a residual stream under norms with scales), linear groups on part of a basis.
+    (SO(d) of a residual stream under norms with scales).
     """
     batches = list(batches)
     checks.check_arguments(outputs, batches, near)
     with jax.enable_x64(True):
-        search_ = _Discovery(fn, params, batches, outputs, linear, near, seed)
-        with tqdm(total=4 + search_.points_least, desc="discover", disable=not progress, leave=False) as bar:
-            return search_.run(bar)
+        discovery = _Discovery(fn, params, batches, outputs, linear, near, seed)
+        with tqdm(total=4 + POINTS, desc="discover", disable=not progress, leave=False) as bar:
+            return discovery.run(bar)
 
 
 class _Discovery:
     """One call of `discover`."""
-
-    points_least = POINTS
 
     def __init__(
         self, fn: Any, params: Any, batches: Sequence[Any], outputs: str, linear: bool, near: float, seed: int
@@ -200,10 +201,7 @@ class _Discovery:
         almost = closely.prove(closely.calls(nearly), 10 * self.near, self.rng(6))
         rejected += [f"{call.kind} of {', '.join(call.paths)}: moves by {change:.1e}" for call, change in writer.failed]
         kept, refused = prover.together(sorted(proved, key=lambda h: _ORDER.index(h.call.kind)))
-        hidden = [view.path for views, _ in shifts.found(read=True) for view, _ in views]
-        added = affine.unseen(flows, prover.points, prover.change)
-        constant = {"a constant along an axis that only centred norms read": tuple(dict.fromkeys(hidden))}
-        ungauged = {**writer.ungauged, **added, **(constant if hidden else {})}
+        ungauged = {**writer.ungauged, **affine.unseen(flows, prover.points, prover.change), **_constants(shifts)}
         bar.update()
         return Report(tuple(kept), tuple(almost), (*rejected, *refused), dead, uncovered, ungauged)
 
@@ -272,6 +270,11 @@ class _Discovery:
         kept = independent(exact, point, self.rng(7))
         both = independent([s for s in found if s.residual >= ZERO], point, self.rng(8), kept)
         return kept, both
+
+
+def _constants(shifts: search.Shifts) -> dict[str, tuple[str, ...]]:
+    hidden = [view.path for views, _ in shifts.found(read=True) for view, _ in views]
+    return {"a constant along an axis that only centred norms read": tuple(dict.fromkeys(hidden))} if hidden else {}
 
 
 def shift_calls(shifts: Sequence[Any]) -> list[tuple[Call, dict[str, float], float]]:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import gauge_optax as go
-from gauge_optax.discover import report, sketch
+from gauge_optax.discover import checks, prove, report, sketch
 from gauge_optax.discover.report import Report
 from tests.discover.test_layouts import D, V, check, norm
 
@@ -81,21 +81,14 @@ def test_rows_that_no_batch_reaches_are_uncovered_and_not_dead() -> None:
 
 
 def test_what_stands_behind_stop_gradient_is_not_dead() -> None:
-    def fn(p: Any, x: Any) -> jax.Array:
-        return mlp(p, x) * jax.lax.stop_gradient(p["gain"])
-
-    got = found(fn, {**MLP, "gain": normal(3)})
+    got = found(gained, {**MLP, "gain": normal(3)})
     assert not got.dead and any("gain: no gradient" in text for text in got.rejected)
     assert all("gain" not in own.exponents for own in got.held)
 
 
 def test_a_symmetry_of_gradients_alone_is_rejected() -> None:
     """down is read twice, once behind stop_gradient: gradients see the rescale, values do not keep it."""
-
-    def fn(p: Any, x: Any) -> jax.Array:
-        return mlp(p, x) + jax.lax.stop_gradient(jnp.sum(p["down"]["kernel"] ** 2))
-
-    got = found(fn, MLP)
+    got = found(penalised, MLP)
     assert not got.gauges and any("rescale" in text for text in got.rejected)
 
 
@@ -110,6 +103,54 @@ def test_eps_is_nearly_with_its_figure() -> None:
     (almost,) = [own for own in got.nearly if set(own.exponents) == {"w"}]
     assert 1e-9 < almost.change < 1e-4 and almost.gauge.name == "scale_invariant"
     assert not found(fn, params, near=0).nearly
+
+
+# Guards taken away ---------------------------------------------------------------------------------
+
+
+def gained(p: Any, x: Any) -> jax.Array:
+    return mlp(p, x) * jax.lax.stop_gradient(p["gain"])
+
+
+def penalised(p: Any, x: Any) -> jax.Array:
+    return mlp(p, x) + jax.lax.stop_gradient(jnp.sum(p["down"]["kernel"] ** 2))
+
+
+def test_without_a_finite_move_what_has_no_gradient_is_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prove.Prover, "change_of_entries", lambda *_: 0.0)
+    assert found(gained, {**MLP, "gain": normal(3)}).dead == ("gain",)
+
+
+def test_without_a_finite_move_gradients_alone_make_a_gauge(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prove.Prover, "changes", lambda self, calls, rng: [0.0] * len(calls))
+    assert found(penalised, MLP).gauges == [RELU]
+
+
+def test_without_the_check_of_precision_the_gauge_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "check_precision", lambda low: None)
+
+    def fn(p: Any, x: Any) -> jax.Array:
+        inner = jax.nn.relu(x @ p["up"]["kernel"] + p["up"]["bias"]).astype(jnp.bfloat16)
+        return inner.astype(x.dtype) @ p["down"]["kernel"]
+
+    assert not found(fn, MLP).gauges
+
+
+def test_without_the_second_call_dropout_is_taken_for_a_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "check_repeatable", lambda one, other: None)
+    calls = itertools.count()
+
+    def fn(p: Any, x: Any) -> jax.Array:
+        return mlp(p, x * jax.random.bernoulli(jax.random.key(next(calls)), 0.5, x.shape))
+
+    assert found(fn, MLP).gauges == [RELU]  # of whichever mask each trace drew
+
+
+def test_without_live_rows_alone_uncovered_ones_count_as_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report, "_DEAD", -1.0)
+    params = {"embed": normal(V, D), "mlp": MLP}
+    got = found(lambda p, t: mlp(p["mlp"], p["embed"][t]), params, [np.array([[0, 1, 2]]), np.array([[2, 3, 3]])])
+    assert not got.uncovered
 
 
 # Outputs ------------------------------------------------------------------------------------------

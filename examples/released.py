@@ -3,7 +3,7 @@
     pip install "transformers<5" equinox
     python -m examples.released            # minutes; goes on where it was stopped
 
-Writes examples/results/discover.json and discover.md. transformers' RMSNorms cast to float32 by name, which `discover`
+Writes examples/results/released.json and discover.md. transformers' RMSNorms cast to float32 by name, which `discover`
 refuses: `jax.numpy.float32` is float64 while they run here.
 """
 
@@ -22,7 +22,7 @@ from tqdm.auto import tqdm
 
 import gauge_optax as go
 
-RESULT = Path("examples/results/discover.json")
+RESULT = Path("examples/results/released.json")
 DECODER = dict(vocab_size=13, hidden_size=16, intermediate_size=12, num_hidden_layers=2, num_attention_heads=4,
                num_key_value_heads=2, max_position_embeddings=8)  # fmt: skip
 OLD = dict(vocab_size=13, n_positions=8, n_embd=16, n_layer=2, n_head=2, n_inner=12)
@@ -128,8 +128,8 @@ def measure(name: str) -> dict[str, Any]:
     }
 
 
-def markdown(results: Mapping[str, Any]) -> str:
-    """The table, and every report below it."""
+def section(results: Mapping[str, Any]) -> str:
+    """The table."""
     rows = ["| architecture | leaves | s | gauges | largest change | nearly | no gauge |", "|---" * 7 + "|"]
     for name, own in results.items():
         if "error" in own:
@@ -139,9 +139,14 @@ def markdown(results: Mapping[str, Any]) -> str:
         rest = "; ".join(f"{n} × {kind}" for kind, n in own["ungauged"].items())
         cells = name, own["leaves"], own["seconds"], count, f"{own['change']:.0e}", len(own["nearly"]), rest
         rows.append(f"| {' | '.join(map(str, cells))} |")
+    said = "Small random instances, no weights, `linear=True`; 2 CPU cores. [Every report](released.md)."
+    return "\n".join([said, "", *rows])
+
+
+def markdown(results: Mapping[str, Any]) -> str:
+    """Every report."""
     reports = [f"## {name}\n\n```\n{own['report']}\n```\n" for name, own in results.items() if "report" in own]
-    head = "# What `discover` finds in released architectures\n\n" + (__doc__ or "").split("\n\n")[0]
-    return "\n".join([head, "", *rows, "", *reports])
+    return "\n".join(["# What `discover` finds in released architectures", "", *reports])
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -16,6 +16,7 @@ from examples import (
     diagonal_network,
     layernorm_scale,
     radial_equilibrium,
+    released,
     relu_rescale,
     row_shift,
     self_tests,
@@ -57,6 +58,7 @@ SECTIONS = [
     Section("diagonal_network", "C.4 Diagonal linear network", diagonal_network.section),
     Section("sparse_parity", "C.14 Keeping or shedding a block: sparse parity", sparse_parity.section),
     Section("self_tests", "C.15 Equivariance self-tests", self_tests.section),
+    Section("released", "What discover finds in released architectures", released.section),
     Section("radial_equilibrium", "B.7 Where decay and loss balance", radial_equilibrium.section),
 ]
 

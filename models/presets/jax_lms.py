@@ -64,7 +64,7 @@ def maxtext_llama(kv_heads: int, *, linear: bool = False) -> list[Gauge]:
 def qwen3(kv_heads: int, d_head: int, *, linear: bool = False) -> list[Gauge]:
     """bonsai's dense Qwen3 (NNX), untied: QK-norm under rotary, grouped queries.
 
-    Names are those of versions whose projections have a `kernel`; others call it `w`: there, `discover` writes the list.
+    Names are those of versions whose projections have a `kernel`; where they call it `w`, `discover` writes the list.
 
     Args:
       kv_heads: key-value heads.

@@ -2,46 +2,59 @@
 
     axes  = ["1+"] {item}                           one item per axis of the leaf
     item  = part | "(" part {part} ")" [range]      a group splits one axis, row-major, or a range of it
-    part  = "_" [range] | name | name "=" i | name range
-    range = "=" i ":" j ["/" n]                     n the full length, where nothing else in a group tells it
+    part  = "_" [some] | name | name "=" i | name some
+    range = "=" i ":" j
+    some  = range {"+" i ":" j} ["/" n]             ranges in order; n the full length, where nothing else tells it
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import re
 from collections.abc import Mapping, MutableMapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from gauge_optax._paths import binding_error
 
 _TOKEN = re.compile(r"\)=[^\s()]*|[()]|[^\s()]+")
 _RANGE = re.compile(r"\)=([0-9]{1,9}):([0-9]{1,9})")
-_PART = re.compile(r"([^=]+)(?:=([0-9]{1,9})(?::([0-9]{1,9})(?:/([0-9]{1,9}))?)?)?")
+_SPAN = "[0-9]{1,9}:[0-9]{1,9}"
+_PART = re.compile(rf"([^=]+)(?:=(?:([0-9]{{1,9}})|({_SPAN}(?:\+{_SPAN})*)(?:/([0-9]{{1,9}}))?))?")
+
+Ranges: TypeAlias = tuple[tuple[int, int], ...]
 
 
 class Part(NamedTuple):
-    """One name of an axes string; `name` is "_" for a free axis, `stop` None without a range, `full` if not given."""
+    """One name of an axes string, "_" for a free axis; an integer picks one index, ranges some of `full`."""
 
     name: str
-    start: int | None = None
-    stop: int | None = None
+    pick: int | None = None
+    ranges: Ranges = ()
     full: int | None = None
 
     @property
     def picked(self) -> bool:
         """Whether an integer selects one index, so that the axis is gone from the view."""
-        return self.start is not None and self.stop is None
+        return self.pick is not None
+
+    @property
+    def last(self) -> int:
+        """The least length of which the selection is part."""
+        return self.ranges[-1][1] if self.ranges else 0 if self.pick is None else self.pick + 1
 
     @property
     def local(self) -> bool:
         """Whether only the leaf itself can tell the full length."""
-        return self.full is None and (self.name == "_" or self.stop is not None)
+        return self.full is None and (self.name == "_" or bool(self.ranges))
 
     def __str__(self) -> str:
-        tail = "" if self.stop is None else f":{self.stop}" + ("" if self.full is None else f"/{self.full}")
-        return self.name if self.start is None else f"{self.name}={self.start}{tail}"
+        if self.pick is not None:
+            return f"{self.name}={self.pick}"
+        if not self.ranges:
+            return self.name
+        return f"{self.name}={'+'.join(f'{a}:{b}' for a, b in self.ranges)}" + (f"/{self.full}" if self.full else "")
 
 
 class AxesPlan(NamedTuple):
@@ -58,7 +71,9 @@ class AxesPlan(NamedTuple):
 
 
 def _malformed(gauge: str, pattern: str, axes: object, found: str, remedy: str) -> ValueError:
-    expected = "one of '_', 'name', 'name=3', 'name=0:4', '(a b)' or '(a b)=0:8' per axis, after an optional '1+'"
+    expected = (
+        "one of '_', 'name', 'name=3', 'name=0:4', 'name=0:4+8:12', '(a b)' or '(a b)=0:8' per axis, after an "
+        "optional '1+'")
     return binding_error(gauge, f"malformed axes \"{axes}\" of '{pattern}'", found, expected, remedy)
 
 
@@ -67,12 +82,17 @@ def _parse_part(gauge: str, pattern: str, axes: str, token: str) -> Part:
     if hit is None or not hit[1].isidentifier():
         remedy = "names are identifiers, an index is '=3', a range '=0:4'; '1+' comes first"
         raise _malformed(gauge, pattern, axes, f"'{token}'", remedy)
-    part = Part(hit[1], *(None if number is None else int(number) for number in hit.groups()[1:]))
+    pick, full = (None if number is None else int(number) for number in (hit[2], hit[4]))
+    pairs = [pair.split(":") for pair in hit[3].split("+")] if hit[3] else []
+    part = Part(hit[1], pick, tuple((int(a), int(b)) for a, b in pairs), full)
     if part.name == "_" and part.picked:
         raise _malformed(gauge, pattern, axes, f"an index on a free axis, '{token}'", "give the axis a name")
-    if part.start is not None and part.stop is not None and not part.start < part.stop <= (part.full or part.stop):
+    if any(a >= b for a, b in part.ranges) or part.last > (part.full or part.last):
         remedy = "write start < stop, stop at most the full length"
         raise _malformed(gauge, pattern, axes, f"an empty range, '{token}'", remedy)
+    if any(b >= a for (_, b), (a, _) in itertools.pairwise(part.ranges)):
+        remedy = "write ranges in order, each behind the one before and not next to it"
+        raise _malformed(gauge, pattern, axes, f"ranges out of order, '{token}'", remedy)
     return part
 
 
@@ -208,7 +228,7 @@ def solve_sizes(
     for site in sites:
         check_rank(gauge, site)
         for part in site.plan.parts:
-            if part.stop is not None and part.name != "_":
+            if part.ranges and part.name != "_":
                 _learn_range(gauge, site, part, known, origin)
     work = [(site, axis) for site in sites for axis in range(len(site.shape))]
     # Single names first: they state lengths, groups only divide; the blame then falls on the group.
@@ -224,7 +244,7 @@ def solve_sizes(
 def _learn_range(
     gauge: str, site: Site, part: Part, known: MutableMapping[str, int], origin: MutableMapping[str, str]
 ) -> None:
-    length = (part.stop or 0) - (part.start or 0)
+    length = sum(b - a for a, b in part.ranges)
     if known.setdefault(part.name, length) != length:
         raise binding_error(
             gauge, f"unequal sizes of '{part.name}' at '{site.path}'",

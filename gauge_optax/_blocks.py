@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gauge_optax._axes import Site, full_lengths, parse_axes, solve_sizes, unresolved
+from gauge_optax._axes import Ranges, Site, full_lengths, parse_axes, solve_sizes, unresolved
 from gauge_optax._paths import binding_error, match
 from gauge_optax._specs import BlockSpec
 
@@ -27,7 +27,7 @@ class Block:
       axes: the axes string.
       shape: the leaf's shape.
       split: the shape after groups are split.
-      index: per axis of `split`, the selected index or (start, stop).
+      index: per axis of `split`, the selected index, or the selected (start, stop), one or more in order.
       labels: per axis that is left after selection, its name or "_".
       one_plus: the leaf stores the value less one.
       ranges: per leaf axis, the (start, stop) that `split` splits; None for the whole axis.
@@ -48,25 +48,25 @@ class Block:
     axes: str
     shape: tuple[int, ...]
     split: tuple[int, ...]
-    index: tuple[int | tuple[int, int], ...]
+    index: tuple[int | Ranges, ...]
     labels: tuple[str, ...]
     one_plus: bool
     ranges: tuple[tuple[int, int] | None, ...]
 
     @property
-    def bounds(self) -> tuple[tuple[int, int], ...]:
-        """Per axis of `split`, the selected (start, stop)."""
-        return tuple((i, i + 1) if isinstance(i, int) else i for i in self.index)
+    def selected(self) -> tuple[Ranges, ...]:
+        """Per axis of `split`, the selected (start, stop) in order."""
+        return tuple(((i, i + 1),) if isinstance(i, int) else i for i in self.index)
 
     @property
     def view_shape(self) -> tuple[int, ...]:
         """Shape of `view(leaf)`; its axes are `labels`."""
-        return tuple(i[1] - i[0] for i in self.index if not isinstance(i, int))
+        return tuple(_length(i) for i in self.index if not isinstance(i, int))
 
     @property
     def whole(self) -> bool:
         """Whether every entry of the leaf is selected."""
-        full = all(bound == (0, n) for bound, n in zip(self.bounds, self.split, strict=True))
+        full = all(own == ((0, n),) for own, n in zip(self.selected, self.split, strict=True))
         return full and all(span is None or span == (0, n) for span, n in zip(self.ranges, self.shape, strict=True))
 
     @property
@@ -94,19 +94,19 @@ class Block:
         if self.whole:
             return leaf.reshape(self.view_shape)
         cut = leaf if self.windows is None else leaf[tuple(slice(*w) for w in self.windows)]
-        return cut.reshape(self.split)[tuple(slice(*b) for b in self.bounds)].reshape(self.view_shape)
+        return _taken(cut.reshape(self.split), self.selected).reshape(self.view_shape)
 
     def write(self, leaf: Any, view: Any) -> Any:
         """The leaf with its selected entries replaced, in the leaf's dtype; no copy for a whole leaf."""
         view = view.astype(leaf.dtype)
         if self.whole:
             return view.reshape(self.shape)
-        part = view.reshape(tuple(stop - start for start, stop in self.bounds))
+        part = view.reshape([_length(own) for own in self.selected])
         if self.windows is None:
-            return _replaced(leaf.reshape(self.split), part, self.bounds).reshape(self.shape)
+            return _replaced(leaf.reshape(self.split), part, self.selected).reshape(self.shape)
         cut = leaf[tuple(slice(*w) for w in self.windows)]
-        inner = _replaced(cut.reshape(self.split), part, self.bounds).reshape(cut.shape)
-        return _replaced(leaf, inner, self.windows)
+        inner = _replaced(cut.reshape(self.split), part, self.selected).reshape(cut.shape)
+        return _replaced(leaf, inner, [(w,) for w in self.windows])
 
     def spread(self, named: tuple[str, ...], value: Any, elsewhere: float = 0.0) -> jax.Array:
         """A value per index of the named axes, laid out on the leaf; the adjoint of `total`.
@@ -119,30 +119,22 @@ class Block:
         Returns:
           Array of the leaf's rank that broadcasts to its shape: size 1 where it is constant.
         """
-        labels, bounds, groups = self.split_labels, self.bounds, self.groups
+        labels, selected, groups = self.split_labels, self.selected, self.groups
         order = sorted(range(len(named)), key=lambda k: labels.index(named[k]))
-        length = [stop - start for start, stop in bounds]
+        length = [_length(own) for own in selected]
         ordered = value if order == sorted(order) else jnp.transpose(value, order)
         out = ordered.reshape([n if label in named else 1 for n, label in zip(length, labels, strict=True)])
         full = [
-            span is not None or any(labels[k] in named or bounds[k] != (0, self.split[k]) for k in group)
+            span is not None or any(labels[k] in named or selected[k] != ((0, self.split[k]),) for k in group)
             for group, span in zip(groups, self.ranges, strict=True)
         ]
         live = [flag for flag, group in zip(full, groups, strict=True) for _ in group]
         out = jnp.broadcast_to(out, [n if on else 1 for n, on in zip(length, live, strict=True)])
-        pads = [
-            (start, n - stop, 0) if on else (0, 0, 0)
-            for (start, stop), n, on in zip(bounds, self.split, live, strict=True)
-        ]
-        around = jnp.asarray(elsewhere, out.dtype)
-        if any(before or behind for before, behind, _ in pads):
-            out = jax.lax.pad(out, around, pads)
+        out = _laid(out, [own if on else None for own, on in zip(selected, live, strict=True)], self.split, elsewhere)
         windows = self.windows or tuple((0, n) for n in self.shape)
         out = out.reshape([b - a if flag else 1 for (a, b), flag in zip(windows, full, strict=True)])
-        if self.windows is None:
-            return out
-        outer = zip(windows, self.shape, full, strict=True)
-        return jax.lax.pad(out, around, [(a, n - b, 0) if flag else (0, 0, 0) for (a, b), n, flag in outer])
+        spans = [(window,) if flag else None for window, flag in zip(windows, full, strict=True)]
+        return _laid(out, spans, self.shape, elsewhere)
 
     def total(self, named: tuple[str, ...], leaf: Any) -> jax.Array:
         """Sum of the selected entries over every axis that is not named.
@@ -177,14 +169,13 @@ class Block:
         labels, group = self.split_labels, self.groups[axis]
         ids, chosen = np.zeros((1,), np.int64), np.ones((1,), bool)
         for k in group:
-            (start, stop), place = self.bounds[k], np.arange(self.split[k])
-            own = self.ids_along(labels[k], stop - start, names)
-            if own is not None:
-                ids = ids[:, None] * (stop - start) + own[np.clip(place - start, 0, stop - start - 1)]
-            else:
-                ids = np.repeat(ids[:, None], len(place), axis=1)
-            ids = ids.reshape(-1)
-            chosen = (chosen[:, None] & (start <= place) & (place < stop)).reshape(-1)
+            places, inside = np.concatenate([np.arange(*r) for r in self.selected[k]]), np.zeros(self.split[k], bool)
+            inside[places] = True
+            own = self.ids_along(labels[k], len(places), names)
+            along = np.zeros(self.split[k], np.int64)
+            along[places] = 0 if own is None else own
+            ids = (ids[:, None] * (1 if own is None else len(places)) + along).reshape(-1)
+            chosen = (chosen[:, None] & inside).reshape(-1)
         own = np.where(chosen, ids, -1)
         span = self.ranges[axis]
         if span is None:
@@ -201,13 +192,48 @@ class Block:
         return self.labels
 
 
-def _replaced(leaf: Any, part: Any, bounds: Sequence[tuple[int, int]]) -> Any:
-    """An array with a box of entries replaced."""
-    if isinstance(leaf, np.ndarray) and isinstance(part, np.ndarray):
-        out = leaf.copy()
-        out[tuple(slice(*b) for b in bounds)] = part
-        return out
-    return jax.lax.dynamic_update_slice(jnp.asarray(leaf), part, [start for start, _ in bounds])
+def _length(ranges: Ranges) -> int:
+    return sum(stop - start for start, stop in ranges)
+
+
+def _taken(array: Any, selected: Sequence[Ranges]) -> Any:
+    """The selected entries, ranges of one axis behind each other."""
+    out = array[tuple(slice(own[0][0], own[-1][1]) for own in selected)]
+    for axis, own in enumerate(selected):
+        if len(own) > 1:
+            pieces = [(slice(None),) * axis + (slice(a - own[0][0], b - own[0][0]),) for a, b in own]
+            join = np.concatenate if isinstance(out, np.ndarray) else jnp.concatenate
+            out = join([out[piece] for piece in pieces], axis)
+    return out
+
+
+def _replaced(leaf: Any, part: Any, selected: Sequence[Ranges]) -> Any:
+    """An array with its selected entries replaced."""
+    plain = isinstance(leaf, np.ndarray) and isinstance(part, np.ndarray)
+    out = leaf.copy() if plain else jnp.asarray(leaf)
+    ends = [np.cumsum([0, *(b - a for a, b in own)]).tolist() for own in selected]
+    for box in itertools.product(*(range(len(own)) for own in selected)):
+        into = [own[k] for own, k in zip(selected, box, strict=True)]
+        piece = part[tuple(slice(end[k], end[k + 1]) for end, k in zip(ends, box, strict=True))]
+        if plain:
+            out[tuple(slice(*r) for r in into)] = piece
+        else:
+            out = jax.lax.dynamic_update_slice(out, piece, [start for start, _ in into])
+    return out
+
+
+def _laid(array: jax.Array, selected: Sequence[Ranges | None], lengths: Sequence[int], around: float) -> jax.Array:
+    """An array's axes on axes of given lengths, `around` where they leave room; an axis with None stays as it is."""
+    for axis, (own, n) in enumerate(zip(selected, lengths, strict=True)):
+        if own is not None and len(own) > 1:
+            places = np.full(n, array.shape[axis])
+            places[np.concatenate([np.arange(*r) for r in own])] = np.arange(array.shape[axis])
+            array = jnp.take(array, places, axis, mode="fill", fill_value=around)
+    pads = [
+        (0, 0, 0) if own is None or len(own) > 1 else (own[0][0], n - own[0][1], 0)
+        for own, n in zip(selected, lengths, strict=True)
+    ]
+    return jax.lax.pad(array, jnp.asarray(around, array.dtype), pads) if any(a or b for a, b, _ in pads) else array
 
 
 def resolve_block(gauge: str, role: str, site: Site, known: Mapping[str, int]) -> Block:
@@ -219,16 +245,14 @@ def resolve_block(gauge: str, role: str, site: Site, known: Mapping[str, int]) -
         if lengths is None:
             raise unresolved(gauge, site, axis, known)
         split += lengths
-    index: list[int | tuple[int, int]] = []
+    index: list[int | Ranges] = []
     for part, length in zip(site.plan.parts, split, strict=True):
-        last = 0 if part.start is None else part.start + 1 if part.stop is None else part.stop
-        if last > length:
+        if part.last > length:
             raise binding_error(
                 gauge, f"index out of range, '{part}' at '{site.path}'",
                 f"length {length} in shape {site.shape}",
-                f"at least {last}, axes \"{site.axes}\"", "correct the index, or the sizes of its group")
-        whole = (0, length) if part.start is None else (part.start, last)
-        index.append(part.start if part.picked and part.start is not None else whole)
+                f"at least {part.last}, axes \"{site.axes}\"", "correct the index, or the sizes of its group")
+        index.append(part.pick if part.pick is not None else part.ranges or ((0, length),))
     labels = tuple(part.name for part in site.plan.parts if not part.picked)
     return Block(
         site.path, role, site.axes, site.shape, tuple(split), tuple(index), labels, site.plan.one_plus,

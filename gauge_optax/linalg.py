@@ -221,7 +221,7 @@ def _newton_scales(least: float, eps: float) -> list[float]:
 def _inverse_sqrt_2x2(m: jax.Array, least: float) -> jax.Array:
     """(adj M + √det)/(√det·√(tr + 2√det)), by Cayley–Hamilton on M^{1/2}."""
     trace, det = (x[..., None, None] for x in (jnp.trace(m, axis1=-2, axis2=-1), jnp.linalg.det(m)))
-    eye, root = jnp.eye(2, dtype=m.dtype), jnp.sqrt(jnp.maximum(det, 0.0))
+    eye, root = jnp.broadcast_to(jnp.eye(2, dtype=m.dtype), m.shape), jnp.sqrt(jnp.maximum(det, 0.0))
     divisor = jnp.maximum(root, 0.5 * math.sqrt(least) * trace)
     return safe_divide((trace + divisor) * eye - m, divisor * jnp.sqrt(trace + 2.0 * root))
 

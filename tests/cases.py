@@ -242,6 +242,12 @@ def _rope_loss(pairing: str, rotary: int, p: Tree) -> jax.Array:
     return _scores(*(_rotary(_project(p, name, x), pairing, rotary) for name in ("query", "key")))
 
 
+def _slow_planes_loss(p: Tree) -> jax.Array:
+    """Rotary over halves that turns the first two of three planes only."""
+    x, order = _inputs(jax.tree.leaves(p)[0], 4, 6), np.array([0, 1, 3, 4, 2, 5])
+    return _scores(*(_rotary(_project(p, name, x)[..., order], "half", 4) for name in ("query", "key")))
+
+
 def _semidirect_loss(p: Tree) -> jax.Array:
     x = _normalised(_inputs(p["norm"], 4, 6)) * p["norm"]
     return _cross_entropy(x @ p["kernel"] + p["bias"])
@@ -261,6 +267,7 @@ LLAMA = lm.llama_config(**_SIZES | {"heads": 4})
 _UNIT = _params(up__kernel=(6, 5), up__bias=(5,), down=(5, 3))
 _QK = _params(query=(6, 2, 4), key=(6, 2, 4))
 _GROUPED = _params(query=(6, 4, 4), key=(6, 2, 4))
+_TURNS, _STILL = "_ head basis=0:2+3:5", "_ head basis=2:3+5:6"
 
 
 def _unit(degree: float) -> list[Gauge]:
@@ -527,6 +534,13 @@ GAUGE_CASES: tuple[GaugeCase, ...] = (
         _params(query=(6, 2, 6), key=(6, 2, 6)),
         functools.partial(_rope_loss, "interleaved", 4),
         dim=8,
+    ),
+    GaugeCase(
+        "product/slow_planes",  # coordinates that do not turn: any rotation
+        lambda: [*_torus(_TURNS, _TURNS, "half"), go.head_rotation({"query": _STILL, "key": _STILL})],
+        _params(query=(6, 2, 6), key=(6, 2, 6)),
+        _slow_planes_loss,
+        dim=6,
     ),
     GaugeCase(
         "product/linear",  # a norm's scale on the rows, GL(d_h) on the columns

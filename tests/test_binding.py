@@ -290,6 +290,7 @@ def test_malformed_patterns(pattern: str) -> None:
         *"a a|(a|a)|()|((a) b)|(a b) (c|(_ _)|(_ a=0:2)|(a=0:2 b=0:2)|_=0|1+a|a 1+|(1+ a)".split("|"),
         *"(a b)=0|(a b)=3:3|(a b)=0:|(a b)=4:2|(a b)=a:b|a=0:2)=3:4".split("|"),
         *"a=|a=b|a=-1|a=1.5|a=1:|a=:3|a=3:3|a=4:2|a=1:2:3|a-b|3|a,b|a=1²".split("|"),
+        *"a=0:1+|a=0:1+1:2|a=2:3+0:1|a=0:2+1:3|a=0+1|a=0:1+2|a=0:1+3:4/3|a=2/4|(a b)=0:1+2:3|(a=0:1+2:3 _)".split("|"),
         "a=" + "9" * 5000,
     ],
 )
@@ -451,6 +452,7 @@ def test_fix_point_passes_through_several_groups() -> None:
         ({"q": (4, 3)}, {"q": "_ c=0:4"}, None, ["index out of range, 'c=0:4' at 'q'", "length 3"]),
         ({"q": (4, 3)}, {"q": "_ c=3"}, None, ["index out of range, 'c=3' at 'q'", "at least 4"]),
         ({"q": (4, 6)}, {"q": "_ (c=2 d)"}, {"c": 2}, ["index out of range, 'c=2' at 'q'"]),
+        ({"q": (4, 6)}, {"q": "_ c=0:1+4:8"}, None, ["index out of range, 'c=0:1+4:8' at 'q'", "at least 8"]),
         ({"q": (4, 6)}, {"q": "_ (c d=0:4)"}, {"c": 2}, ["index out of range, 'd=0:4' at 'q'", "length 3"]),
         ({"q": (4, 6)}, {"q": "_ c=0:4"}, {"c": 6}, ["unequal sizes of 'c' at 'q'", "length 4"]),
         ({"q": (4, 6), "k": (4, 3)}, {"q": "_ c=0:4", "k": "_ c"}, None, ["unequal sizes of 'c' at 'k'"]),
@@ -728,7 +730,7 @@ def test_partition_hides_what_the_other_label_owns() -> None:
 
 def test_block_of_a_fused_kernel() -> None:
     found = block("(qkv=1 head basis) _", (24, 5), head=2, basis=4)
-    assert found.split == (3, 2, 4, 5) and found.index == (1, (0, 2), (0, 4), (0, 5))
+    assert found.split == (3, 2, 4, 5) and found.index == (1, ((0, 2),), ((0, 4),), ((0, 5),))
     assert found.labels == ("head", "basis", "_") and found.view_shape == (2, 4, 5) and not found.whole
     leaf = np.arange(120.0).reshape(24, 5)
     np.testing.assert_array_equal(found.view(leaf), leaf.reshape(3, 2, 4, 5)[1])
@@ -746,6 +748,41 @@ def test_block_of_partial_rotary() -> None:
     np.testing.assert_array_equal(spread, [[0, 1, 3, 0, 0, 2, 4, 0]])
     total = found.total(("basis", "head"), jnp.ones((5, 8)))
     np.testing.assert_array_equal(total, np.full((2, 2), 5.0))
+
+
+@pytest.mark.parametrize("asarray", [np.asarray, jnp.asarray])
+def test_block_of_several_ranges(asarray: Any) -> None:
+    found = block("(head basis=0:1+3:5) _=1:2+3:4", (10, 5), head=2)
+    assert found.split == (2, 5, 5) and found.view_shape == (2, 3, 2) and not found.whole
+    leaf = asarray(np.arange(50.0).reshape(10, 5))
+    rows = np.array([[0, 3, 4], [5, 8, 9]])
+    np.testing.assert_array_equal(found.view(leaf), np.asarray(leaf)[rows][:, :, [1, 3]])
+    expected = np.array(leaf)
+    expected[rows[:, :, None], [1, 3]] = -np.arange(12.0).reshape(2, 3, 2)
+    written = found.write(leaf, -asarray(np.arange(12.0).reshape(2, 3, 2)))
+    assert isinstance(written, type(leaf))
+    np.testing.assert_array_equal(written, expected)
+    assert found.axis_ids(0, ("head", "basis")).tolist() == [0, -1, -1, 1, 2, 3, -1, -1, 4, 5]
+    assert found.axis_ids(0, ("head",)).tolist() == [0, -1, -1, 0, 0, 1, -1, -1, 1, 1]
+    value = np.arange(1.0, 7.0).reshape(3, 2)
+    there = np.zeros((10, 5))
+    there[rows[:, :, None], [1, 3]] = value.T[:, :, None]
+    np.testing.assert_array_equal(jnp.broadcast_to(found.spread(("basis", "head"), value), (10, 5)), there)
+    np.testing.assert_array_equal(found.total(("basis", "head"), leaf), found.view(np.asarray(leaf)).sum(-1).T)
+
+
+def test_several_ranges_of_the_basis_are_the_leaves_that_they_select(x64: None) -> None:
+    rng = np.random.default_rng(0)
+    whole = {name: rng.standard_normal((5, 2, 6)) for name in "qk"}
+    turning, still = np.array([0, 1, 3, 4]), np.array([2, 5])
+    axes = "_ head basis=0:2+3:5"
+    one, other = go.rope_torus({"q": axes, "k": axes}), go.rope_torus({"q": "_ head basis", "k": "_ head basis"})
+    part = {name: x[..., turning] for name, x in whole.items()}
+    element = other.sample(jax.random.key(0), part)
+    moved, expected = one.act(element, whole), other.act(element, part)
+    for name, x in whole.items():
+        np.testing.assert_allclose(moved[name][..., turning], expected[name], atol=1e-12)
+        np.testing.assert_array_equal(moved[name][..., still], x[..., still])
 
 
 def test_spread_is_constant_where_it_can_be() -> None:

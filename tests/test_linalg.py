@@ -225,6 +225,13 @@ def test_products_give_the_inverse_root(condition: float, size: int, dtype: str)
     assert np.max(norm(found - expected) / norm(expected)) <= rounding
 
 
+@pytest.mark.parametrize("size", [2, 3])
+def test_products_of_a_batch_promote_no_rank(size: int) -> None:
+    with jax.numpy_rank_promotion("raise"):
+        found = linalg.inverse_sqrt_by_products(jnp.stack([4.0 * jnp.eye(size)] * 5), 1e-2)
+    np.testing.assert_allclose(found, np.broadcast_to(0.5 * np.eye(size), found.shape), rtol=1e-6)
+
+
 @pytest.mark.parametrize("name", ["rank one", "hyperplane", "zero"])
 def test_products_stay_finite_on_a_singular_matrix(name: str, size: int, dtype: str) -> None:
     """Live directions get λ^{−1/2}, at d = 2 up to the root of a rounded determinant; dead ones some bounded number."""

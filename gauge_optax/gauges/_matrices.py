@@ -155,9 +155,9 @@ def on_whole_axes(block: Block) -> Block | None:
             return None
         for k in group:
             split[k] = last if k == group[-1] else length // last if k == group[0] else 1
-            index[k] = (0, split[k])
+            index[k] = ((0, split[k]),)
         if len(group) == 1:
-            split[group[0]], index[group[0]] = length, (0, length)
+            split[group[0]], index[group[0]] = length, ((0, length),)
     return dataclasses.replace(block, split=tuple(split), index=tuple(index), ranges=(None,) * len(block.shape))
 
 

@@ -35,7 +35,7 @@ def slice_block(block: Block) -> Block:
     """The same selection on the leaf's slice, where vocab has length 1."""
     at = [k for k, i in enumerate(block.index) if not isinstance(i, int)][axis_of(block)]
     split = tuple(1 if k == at else n for k, n in enumerate(block.split))
-    index = tuple((0, 1) if k == at else i for k, i in enumerate(block.index))
+    index = tuple(((0, 1),) if k == at else i for k, i in enumerate(block.index))
     ranges = tuple(None if at in group else span for group, span in zip(block.groups, block.ranges, strict=True))
     shape = tuple(
         math.prod(split[k] for k in group) if span is None else n

@@ -150,7 +150,7 @@ def action_reading(gauge: Acting, params: Any) -> ActionReading:
 
 def _whole_leaf(path: str, shape: tuple[int, ...]) -> Block:
     free, whole = ("_",) * len(shape), (None,) * len(shape)
-    return Block(path, "", " ".join(free), shape, shape, tuple((0, n) for n in shape), free, False, whole)
+    return Block(path, "", " ".join(free), shape, shape, tuple(((0, n),) for n in shape), free, False, whole)
 
 
 def action_motion(reading: ActionReading, element: Any, inverse: Any) -> Motion:

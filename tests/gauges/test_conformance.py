@@ -57,6 +57,7 @@ ELEMENTS: dict[str, Any] = {
     "head_linear/lora": {"": (3, 3)},
     "rope_linear/half": {"": (2, 2, 2)},
     "rope_linear/partial": {"": (2, 2, 2)},
+    "product/slow_planes": ({"": (2, 2)}, {"": (2, 2, 2)}),
     "product/linear": ({"": (6,)}, HEADS),
     "product/gpt": (
         {"i=0": (6,)},

@@ -7,6 +7,7 @@ array in a run that was killed and in one that was not.
 import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
+from pydoc_data.topics import topics
 
 import grain.python as grain
 import numpy as np
@@ -40,11 +41,16 @@ def read_bytes(path: Path | None = None) -> np.ndarray:
     return np.frombuffer(b"\n".join(source.read_bytes() for source in sources), np.uint8)
 
 
+def read_prose() -> np.ndarray:
+    """All bytes of the interpreter's own reference, English sentences as `help()` prints them."""
+    return np.frombuffer("\n".join(topics[name] for name in sorted(topics)).encode(), np.uint8)
+
+
 def batches(
-    length: int, batch: int, path: Path | None = None, seed: int = 0
+    length: int, batch: int, path: Path | None = None, seed: int = 0, tokens: np.ndarray | None = None
 ) -> tuple[grain.MapDataset, list[np.ndarray]]:
     """Endless training batches (batch, length + 1), looked up by number, and held-out ones from the end."""
-    tokens = read_bytes(path)
+    tokens = read_bytes(path) if tokens is None else tokens
     cut = int(len(tokens) * (1 - VALIDATION_SHARE))
     if len(tokens) - cut <= batch * length:
         raise ValueError(f"{len(tokens)} bytes of text are too few for batches of {batch} × {length}")

@@ -19,11 +19,8 @@ byte, mean ± standard deviation over seeds; the ratio is taken seed by seed.
 
 import argparse
 import dataclasses
-import fcntl
 import functools
-import json
 import math
-import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -35,10 +32,10 @@ import matplotlib
 import numpy as np
 import optax
 from optax.contrib import MuonDimensionNumbers
-from tqdm import tqdm
 
 import gauge_optax as go
 from examples import data, study
+from examples.sweep import RATIO, Cell, Result, Sweep, best, fill, key, markdown
 from models import lm
 
 matplotlib.use("Agg")
@@ -47,10 +44,6 @@ import matplotlib.pyplot as plt
 Params = Any
 Group = tuple[int, str, str]
 """Size, start, arm: one sweep."""
-Cell = tuple[int, str, str, float, int]
-"""Size, start, arm, peak rate, seed."""
-Result = dict[str, Any]
-"""The JSON: a header, and `cells` by `key`."""
 Schedule = Callable[[Any], Any]
 
 STEPS = {64: 400, 128: 300}  # by size, which is d
@@ -58,7 +51,6 @@ STARTS = ("lecun", "0.02", "zero outputs")
 SEEDS = (42, 142, 242)
 BATCH, LENGTH, HELD_OUT = 8, 64, 8  # sequences, tokens in each; validation is on 8 batches 8 times as large
 WARMUP, DECAY = 20, 0.1
-RATIO, RATES, LONGER = 2.5, 4, 3  # of neighbouring rates; how many at first; how many may be added on either side
 ADAM_SHARE = 0.5  # of Muon's rate, for the leaves that Adam takes
 
 
@@ -192,10 +184,10 @@ def program(arm: str, size: int, steps: int) -> Callable[..., tuple[jax.Array, j
     return jax.jit(run).lower(params, batches(steps, SEEDS[0]), held_out(), jnp.float32(0)).compile()
 
 
-def train_cell(cell: Cell, steps: int) -> dict[str, Any]:
+def train_cell(cell: Cell, steps: dict[int, int]) -> dict[str, Any]:
     """Train once: losses, None where they are not finite; seconds on the clock and of the CPU, without compiling."""
     size, start, arm, rate, seed = cell
-    run, inputs = program(arm, size, steps), (initial(size, start, seed), batches(steps, seed), held_out())
+    run, inputs = program(arm, size, steps[size]), (initial(size, start, seed), batches(steps[size], seed), held_out())
     began, computed = time.monotonic(), time.process_time()
     losses, validation = jax.device_get(run(*inputs, jnp.float32(rate)))
     finite = bool(np.isfinite(losses).all() and np.isfinite(validation))
@@ -211,73 +203,21 @@ def train_cell(cell: Cell, steps: int) -> dict[str, Any]:
 # Results ------------------------------------------------------------------------------------------
 
 
-def key(cell: Cell) -> str:
-    """A cell's name in the JSON."""
-    size, start, arm, rate, seed = cell
-    return f"{size} | {start} | {arm} | {rate:g} | {seed}"
-
-
-def rates(arm: str, low: int, high: int) -> list[float]:
-    """Rates number `low` to `high` of an arm, both included, to two digits."""
-    return [float(f"{ARMS[arm].first * RATIO**n:.2g}") for n in range(low, high + 1)]
-
-
-def sweep(result: Result, group: Group) -> dict[float, list[float]]:
-    """Rate → validation losses, seed by seed, infinite where not finite; rates that lack a seed are left out."""
-    found = {}
-    for rate in rates(group[2], -LONGER, RATES - 1 + LONGER):
-        cells = [result["cells"].get(key((*group, rate, seed))) for seed in result["seeds"]]
-        if all(cells):
-            found[rate] = [cell["validation"] if cell["finite"] else math.inf for cell in cells]
-    return found
-
-
-def best(found: dict[float, list[float]]) -> float:
-    """The rate of least mean."""
-    return min(found, key=lambda rate: float(np.mean(found[rate])))
-
-
-def missing(result: Result, group: Group) -> list[Cell]:
-    """What to train next: the first rates, then one more on the side where the best is the last."""
-    low, high, found = 0, RATES - 1, sweep(result, group)
-    while True:
-        wanted = rates(group[2], low, high)
-        cells: list[Cell] = [(*group, rate, seed) for rate in wanted if rate not in found for seed in result["seeds"]]
-        if cells:
-            return [cell for cell in cells if key(cell) not in result["cells"]]
-        at = best({rate: found[rate] for rate in wanted})
-        if at == wanted[0] and low > -LONGER:
-            low -= 1
-        elif at == wanted[-1] and high < RATES - 1 + LONGER:
-            high += 1
-        else:
-            return []
-
-
-def save(path: Path, cell: Cell, done: dict[str, Any]) -> Result:
-    """Add a cell to the file as it is now: other processes may have added theirs."""
-    folder = os.open(path.parent, os.O_RDONLY)
-    fcntl.flock(folder, fcntl.LOCK_EX)
-    try:
-        result: Result = json.loads(path.read_text())
-        result["cells"][key(cell)] = done
-        study.write(path, result)
-    finally:
-        os.close(folder)
-    return result
+def swept(group: Group) -> Sweep:
+    """The sweep of a group."""
+    return Sweep(group, ARMS[group[2]].first)
 
 
 def groups(result: Result) -> list[Group]:
     """The sweeps that have a finished rate."""
-    return [(d, start, arm) for d in STEPS for start in STARTS for arm in ARMS if sweep(result, (d, start, arm))]
+    return [(d, start, arm) for d in STEPS for start in STARTS for arm in ARMS if swept((d, start, arm)).found(result)]
 
 
 def table(result: Result) -> str:
     """Markdown: every arm at its best rate, beside its plain arm at that one's."""
     lines = [["d", "start", "arm", "loss", "at rate", "by plain's", "not finite", "CPU s"]]
-    lines += [["---"] * len(lines[0])]
     for size, start, arm in groups(result):
-        found, plain = sweep(result, (size, start, arm)), sweep(result, (size, start, ARMS[arm].plain))
+        found, plain = (swept((size, start, own)).found(result) for own in (arm, ARMS[arm].plain))
         cells = [result["cells"][key((size, start, arm, rate, seed))] for rate in found for seed in result["seeds"]]
         at = best(found)
         ratio = np.divide(found[at], plain[best(plain)]) if plain else np.array([math.nan])
@@ -287,8 +227,7 @@ def table(result: Result) -> str:
             f"{sum(not cell['finite'] for cell in cells)} of {len(cells)}",
             f"{np.median([cell['cpu_seconds'] for cell in cells]):.1f}",
         ]]  # fmt: skip
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join(f"| {' | '.join(x.ljust(w) for x, w in zip(row, widths, strict=True))} |" for row in lines)
+    return markdown(lines)
 
 
 def summary(result: Result) -> str:
@@ -297,10 +236,10 @@ def summary(result: Result) -> str:
     for size, start, arm in groups(result):
         if ARMS[arm].plain != arm:
             continue
-        plain = sweep(result, (size, start, arm))
+        plain = swept((size, start, arm)).found(result)
         base = np.array(plain[best(plain)])
         gains = []
-        for other, own in ((n, sweep(result, (size, start, n))) for n, a in ARMS.items() if a.plain == arm != n):
+        for other, own in ((n, swept((size, start, n)).found(result)) for n, a in ARMS.items() if a.plain == arm != n):
             if own:
                 ratio = np.array(own[best(own)]) / base
                 gains.append(f"`{other}` {100 * (ratio.mean() - 1):+.1f} ± {100 * ratio.std():.1f} %")
@@ -319,7 +258,7 @@ def section(result: Result) -> str:
 
 def figure(result: Result, path: Path) -> None:
     """Validation loss by rate: a row per size and family, a column per start, a line per arm."""
-    found = {group: sweep(result, group) for group in groups(result)}
+    found = {group: swept(group).found(result) for group in groups(result)}
     rows = list(dict.fromkeys((size, ARMS[arm].plain) for size, _, arm in found))
     fig, axes = plt.subplots(
         len(rows), len(STARTS), figsize=(13, 3 * len(rows)), sharex="row", layout="constrained", squeeze=False
@@ -368,18 +307,10 @@ def main(argv: Sequence[str] | None = None) -> Result:
     chosen: list[Group] = [(size, start, arm) for size in args.sizes for start in args.starts for arm in args.arms]
     if args.plan:
         for group in chosen:
-            print(f"{' | '.join(map(str, group))}: {len(missing(result, group)) or 'nothing'} missing")
+            print(f"{' | '.join(map(str, group))}: {len(swept(group).missing(result)) or 'nothing'} missing")
         print(table(result))
         return result
-    if not path.exists():
-        study.write(path, result)
-    with tqdm(unit="run") as progress:
-        while cells := [cell for group in chosen for cell in missing(result, group)]:
-            progress.total = progress.n + len(cells)
-            done = train_cell(cells[0], steps[cells[0][0]])
-            result = save(path, cells[0], done)
-            tqdm.write(f"{key(cells[0])}: {done}")
-            progress.update()
+    result = fill(path, result, [swept(group) for group in chosen], lambda cell: train_cell(cell, steps))
     print(table(result))
     figure(result, path.with_suffix(".png"))
     print(f"wrote {path} and {path.with_suffix('.png')}")

@@ -14,6 +14,7 @@ from gauge_optax.gauges.shift import logit_shift
 from gauge_optax.gauges.torus import rope_torus
 from gauge_optax.inner.relative import scale_by_relative_rms
 from gauge_optax.measure._sensitivity import gauge_sensitivity
+from gauge_optax.measure.live import track
 from gauge_optax.measure.shrink import gram_evolution
 from gauge_optax.optimizers import ddc_adamw, ddc_muon, quotient_adamw, quotient_muon
 from gauge_optax.quotient import quotient
@@ -33,5 +34,5 @@ __all__ = [
     "gauge_project", "gauge_retract", "gauge_sensitivity", "gram_evolution", "head_linear", "head_rotation",
     "hyperball", "logit_shift", "lora", "measure", "norm_scale", "plan", "product", "quotient", "quotient_adamw",
     "quotient_muon", "rescale", "rope_linear", "rope_torus", "scale_by_ddc", "scale_by_opposite_gram",
-    "scale_by_relative_rms", "scale_by_scaled_polar", "scale_invariant", "testing", "transport",
+    "scale_by_relative_rms", "scale_by_scaled_polar", "scale_invariant", "testing", "track", "transport",
 ]  # fmt: skip

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 
 def require_params(transformation: str, params: Any) -> None:
@@ -36,4 +38,16 @@ def require_values(transformation: str, params: Any) -> None:
             f"  found:    jax.ShapeDtypeStruct leaves\n"
             f"  expected: arrays: the frame is read off their values\n"
             f"  remedy:   write jax.eval_shape(tx.init, params) for the shapes of the state"
+        )
+
+
+def require_every(transformation: str, every: Any) -> None:
+    """Raises ValueError where a number of steps is none, as far as can be told: `inject_hyperparams` traces it."""
+    number = isinstance(every, int | np.integer | jax.Array) and jnp.issubdtype(jnp.result_type(every), jnp.integer)
+    if not number or (not isinstance(every, jax.core.Tracer) and (jnp.ndim(every) or every < 1)):
+        raise ValueError(
+            f"{transformation}: bad every\n"
+            f"  found:    {every!r}\n"
+            f"  expected: a positive int, the number of steps from one time to the next\n"
+            f"  remedy:   write every=1 for every step"
         )

@@ -642,6 +642,7 @@ TRANSFORM_CASES: tuple[TransformCase, ...] = (
     TransformCase("quotient/adamw", go.quotient, {"inner": optax.adamw(0.01, weight_decay=0.1)}),
     TransformCase("quotient/lion", go.quotient, {"inner": optax.lion(0.01)}, linear=True),
     TransformCase("quotient/link", go.quotient, {"inner": optax.scale_by_adam(), "hold": False}),
+    TransformCase("track/adam", go.track, {"inner": optax.adam(0.01), "every": 2}),
     TransformCase("scale_by_relative_rms/number", go.scale_by_relative_rms, {}),
     TransformCase("quotient_adamw/rotation", go.quotient_adamw, {"learning_rate": 0.01}),
     TransformCase("quotient_adamw/linear", go.quotient_adamw, {"learning_rate": 0.01, "nesterov": True}, linear=True),

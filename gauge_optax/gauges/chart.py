@@ -217,12 +217,14 @@ class Nearest(NamedTuple):
     """A point of the slice, and the ways from there to a point of its orbit and back.
 
     Attributes:
+      element: the frame, by gauge.
       point: bound leaves.
       masks: which channels have a frame, per place of the order.
-      out: the frame.
+      out: the frame, ready to be applied.
       back: its inverse.
     """
 
+    element: tuple[Any, ...]
     point: Arrays
     masks: tuple[jax.Array, ...]
     out: tuple[Motion, ...]
@@ -234,7 +236,7 @@ def nearest(on: Chart, params: Any) -> Nearest:
     element, masks = read(on, params, lambda _: False)
     inverse = tuple(part.inverse(own) for (part, _), own in zip(on.parts, element, strict=True))
     out, back = motions(on, element, inverse), motions(on, inverse, element)[::-1]
-    return Nearest(undone(out, on.joint.values(params)), masks, out, back)
+    return Nearest(element, undone(out, on.joint.values(params)), masks, out, back)
 
 
 def turning_removed(on: Chart, point: Arrays, tangent: Arrays) -> Arrays:

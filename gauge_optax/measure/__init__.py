@@ -3,6 +3,7 @@
 from gauge_optax.measure._sensitivity import gauge_sensitivity
 from gauge_optax.measure.adam import adam_factors, adam_precondition
 from gauge_optax.measure.leakage import rescale_leakage, rotation_leakage, step_leakage
+from gauge_optax.measure.live import slice_norms
 from gauge_optax.measure.motion import drift, vertical_motion
 from gauge_optax.measure.second_order import second_order_leakage
 from gauge_optax.measure.shrink import gram_evolution
@@ -19,6 +20,7 @@ __all__ = [
     "rescale_leakage",
     "rotation_leakage",
     "second_order_leakage",
+    "slice_norms",
     "step_leakage",
     "vertical_motion",
 ]

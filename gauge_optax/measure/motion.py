@@ -5,6 +5,7 @@ Scales and shifts have a coordinate, so two points are enough. A rotation has no
 loop turns a head (holonomy), so its drift is the sum over steps of `vertical_motion`. docs/design.md §2.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,6 +16,8 @@ from gauge_optax._sequence import in_turn
 from gauge_optax.gauges._head import PLANE, HeadInstance
 from gauge_optax.gauges._linear import LinearInstance, LinearReading
 from gauge_optax.gauges.base import Element, Gauge, Gauges
+from gauge_optax.gauges.bound import Arrays
+from gauge_optax.gauges.chart import Chart
 from gauge_optax.gauges.product import product
 from gauge_optax.linalg import lyapunov, matmul, orthogonal_logarithm, skew, symmetric
 
@@ -79,15 +82,7 @@ def vertical_motion(params: Any, update: Any, gauges: Gauges) -> tuple[Element, 
     frame = slices.read(on, params, lambda _: False)  # heads in the basis they have
     into = slices.motions(on, frame)
     here, there = (slices.enter(into, on.joint.values(x)) for x in (params, after))
-    stretches, straight = {}, dict(there)
-    for reading in map(LinearReading, on.joint.linear):
-        everywhere = jnp.ones(reading.shape, bool)
-        stretches[reading.instance], _ = reading.read(reading.anchors[0], dict(there), everywhere, near=True)
-        straight |= reading.divide(stretches[reading.instance], straight)
-    heads = tuple({**dict.fromkeys(on.joint.rotations), **{LinearReading(i).turned: None for i in on.joint.linear}})
-    change = slices.between(here, slices.SlicePoint(straight))
-    products = [h.gram(here, here) for h in heads], [h.gram(here, change) for h in heads]
-    turns = dict(zip(heads, in_turn(_logarithm, *products), strict=True))
+    stretches, turns = _read_turns(on, here, there, _logarithm)
     generators = {
         i: _generator(stretches[i], turns[LinearReading(i).turned], element[i.key], inverse[i.key])
         for (_, bound), element, inverse in zip(on.parts, frame.element, frame.inverse, strict=True)
@@ -96,6 +91,40 @@ def vertical_motion(params: Any, update: Any, gauges: Gauges) -> tuple[Element, 
     read = jax.tree.map(jnp.subtract, slices.read(on, after, lambda _: False).element, frame.element)
     moved = (shift or own for shift, own in zip(drift(params, after, group), read, strict=True))
     return tuple(_motion(part, params, own, turns, generators) for part, own in zip(group.parts, moved, strict=True))
+
+
+def small_turns(on: Chart, point: Arrays, tangent: Arrays) -> dict[HeadInstance, jax.Array]:
+    """The skew logarithms of `vertical_motion`, (*named, d, d), of a slice step that turns heads by under 0.1.
+
+    Args:
+      on: the product on its tree.
+      point: bound leaves of a slice point, heads in the basis they have.
+      tangent: bound leaves of the step.
+    """
+    there = slices.SlicePoint({path: x + tangent[path] for path, x in point.items()})
+
+    def logarithm(gram: jax.Array, step: jax.Array) -> jax.Array:
+        return _near_logarithm(gram + symmetric(step), skew(step))
+
+    return _read_turns(on, slices.SlicePoint(point), there, logarithm)[1]
+
+
+def _read_turns(
+    on: Chart,
+    here: slices.SlicePoint,
+    there: slices.SlicePoint,
+    logarithm: Callable[[jax.Array, jax.Array], jax.Array],
+) -> tuple[dict[LinearInstance, jax.Array], dict[HeadInstance, jax.Array]]:
+    """By how much heads are stretched and turned between two points near the slice."""
+    stretches, straight = {}, dict(there)
+    for reading in map(LinearReading, on.joint.linear):
+        everywhere = jnp.ones(reading.shape, bool)
+        stretches[reading.instance], _ = reading.read(reading.anchors[0], dict(there), everywhere, near=True)
+        straight |= reading.divide(stretches[reading.instance], straight)
+    heads = tuple({**dict.fromkeys(on.joint.rotations), **{LinearReading(i).turned: None for i in on.joint.linear}})
+    change = slices.between(here, slices.SlicePoint(straight))
+    products = [h.gram(here, here) for h in heads], [h.gram(here, change) for h in heads]
+    return stretches, dict(zip(heads, in_turn(logarithm, *products), strict=True))
 
 
 def _generator(stretch: jax.Array, turn: jax.Array, element: jax.Array, inverse: jax.Array) -> jax.Array:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from gauge_optax._arguments import require_choice, require_params
+from gauge_optax._arguments import require_choice, require_every, require_params
 from gauge_optax.binding import binding_error, is_empty
 from gauge_optax.gauges.base import Gauges
 from gauge_optax.gauges.product import Product, product
@@ -135,12 +135,7 @@ def gauge_fix(
 
 def _check_numbers(every: Any, strength: Any) -> None:
     """Raises ValueError, as far as can be told: under `inject_hyperparams` both are traced."""
-    number = isinstance(every, int | np.integer | jax.Array) and jnp.issubdtype(jnp.result_type(every), jnp.integer)
-    if not number or (not isinstance(every, jax.core.Tracer) and (jnp.ndim(every) or every < 1)):
-        raise binding_error(
-            _NAME, "bad every", repr(every), "a positive int, the number of steps from one move to the next",
-            "write every=1 to move after every step",
-        )  # fmt: skip
+    require_every(_NAME, every)
     if isinstance(strength, jax.core.Tracer):
         return
     real = isinstance(strength, int | float | jax.Array | np.floating) and not isinstance(strength, bool)

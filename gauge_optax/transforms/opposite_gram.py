@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from gauge_optax._arguments import require_choice, require_params
+from gauge_optax._arguments import require_choice, require_every, require_params
 from gauge_optax._sequence import after
 from gauge_optax.binding import Block, binding_error, is_empty, overlap
 from gauge_optax.factors import inverse_gram
@@ -138,7 +138,7 @@ def scale_by_opposite_gram(
     """
     require_choice(_NAME, "damping_mode", damping_mode, ("relative", "absolute"))
     _check_damping(damping)
-    _check_every(every)
+    require_every(_NAME, every)
     group, rule = product(gauges), _Rule(damping, damping_mode == "relative", diagonal)
     # An array is one both where it is known and where it is traced: the state has one form.
     always = not isinstance(every, jax.Array) and every == 1
@@ -303,15 +303,4 @@ def _check_damping(damping: Any) -> None:
         raise binding_error(
             _NAME, "bad damping", repr(damping), "a number that is not negative",
             "write damping=0.0, or 1e-3 of the mean eigenvalue",
-        )  # fmt: skip
-
-
-def _check_every(every: Any) -> None:
-    whole = isinstance(every, int | np.integer) and not isinstance(every, bool)
-    if isinstance(every, jax.Array) and every.ndim == 0 and jnp.issubdtype(every.dtype, jnp.integer):
-        whole = True
-    if not whole or (not isinstance(every, jax.core.Tracer) and every < 1):
-        raise binding_error(
-            _NAME, "bad every", repr(every), "a positive integer, the number of updates per inverse",
-            "write every=1 for an inverse at every update",
         )  # fmt: skip

@@ -1,0 +1,111 @@
+"""Sweeps of a peak rate that end where the best has a worse neighbour on both sides; finished runs are kept as JSON.
+
+A group is what one sweep is about (size, start, arm …); a cell is a group with a rate and a seed. `result["cells"]` has
+what each cell gave, at least `validation` and `finite`; several processes may fill one file.
+
+Here: which cells are missing, the file, the loop. Not here: what a cell trains.
+"""
+
+import fcntl
+import json
+import math
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from tqdm import tqdm
+
+from examples import study
+
+Group = tuple[Any, ...]
+Cell = tuple[Any, ...]
+"""A group, then peak rate and seed."""
+Result = dict[str, Any]
+"""The JSON: a header with `seeds`, and `cells` by `key`."""
+
+RATIO, RATES, LONGER = 2.5, 4, 3  # of neighbouring rates; how many at first; how many may be added on either side
+
+
+class Sweep(NamedTuple):
+    """One group's sweep: its first rate."""
+
+    group: Group
+    first: float
+
+    def rates(self, low: int, high: int) -> list[float]:
+        """Rates number `low` to `high`, both included, to two digits."""
+        return [float(f"{self.first * RATIO**n:.2g}") for n in range(low, high + 1)]
+
+    def found(self, result: Result) -> dict[float, list[float]]:
+        """Rate → validation losses, seed by seed, infinite where not finite; rates that lack a seed are left out."""
+        found = {}
+        for rate in self.rates(-LONGER, RATES - 1 + LONGER):
+            cells = [result["cells"].get(key((*self.group, rate, seed))) for seed in result["seeds"]]
+            if all(cells):
+                found[rate] = [cell["validation"] if cell["finite"] else math.inf for cell in cells]
+        return found
+
+    def missing(self, result: Result) -> list[Cell]:
+        """What to train next: the first rates, then one more on the side where the best is the last."""
+        low, high, found = 0, RATES - 1, self.found(result)
+        while True:
+            wanted = self.rates(low, high)
+            cells = [(*self.group, rate, seed) for rate in wanted if rate not in found for seed in result["seeds"]]
+            if cells:
+                return [cell for cell in cells if key(cell) not in result["cells"]]
+            at = best({rate: found[rate] for rate in wanted})
+            if at == wanted[0] and low > -LONGER:
+                low -= 1
+            elif at == wanted[-1] and high < RATES - 1 + LONGER:
+                high += 1
+            else:
+                return []
+
+
+def key(cell: Cell) -> str:
+    """A cell's name in the JSON."""
+    *group, rate, seed = cell
+    return " | ".join([*map(str, group), f"{rate:g}", str(seed)])
+
+
+def best(found: dict[float, list[float]]) -> float:
+    """The rate of least mean."""
+    return min(found, key=lambda rate: float(np.mean(found[rate])))
+
+
+def save(path: Path, cell: Cell, done: dict[str, Any]) -> Result:
+    """Add a cell to the file as it is now: other processes may have added theirs."""
+    folder = os.open(path.parent, os.O_RDONLY)
+    fcntl.flock(folder, fcntl.LOCK_EX)
+    try:
+        result: Result = json.loads(path.read_text())
+        result["cells"][key(cell)] = done
+        study.write(path, result)
+    finally:
+        os.close(folder)
+    return result
+
+
+def fill(
+    path: Path, result: Result, sweeps: Sequence[Sweep], train: Callable[[Cell], dict[str, Any]]
+) -> Result:
+    """Trains what is missing, one cell after the other; killed, it goes on where it was."""
+    if not path.exists():
+        study.write(path, result)
+    with tqdm(unit="run") as progress:
+        while cells := [cell for sweep in sweeps for cell in sweep.missing(result)]:
+            progress.total = progress.n + len(cells)
+            done = train(cells[0])
+            result = save(path, cells[0], done)
+            tqdm.write(f"{key(cells[0])}: {done}")
+            progress.update()
+    return result
+
+
+def markdown(lines: Sequence[Sequence[str]]) -> str:
+    """A table of equal columns; the first line is its head."""
+    rows = [lines[0], ["---"] * len(lines[0]), *lines[1:]]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(f"| {' | '.join(x.ljust(w) for x, w in zip(row, widths, strict=True))} |" for row in rows)

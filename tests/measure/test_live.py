@@ -1,0 +1,176 @@
+"""`track`: its figures are those of `measure`, twins have the same ones, and the optimizer does not notice."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import gauge_optax as go
+from gauge_optax.binding import leaves_by_path
+from tests.cases import GAUGE_CASES
+from tests.quick import jit
+
+Tree = Any
+CASES = {case.name: case for case in GAUGE_CASES if case.name in ("product/llama", "head_linear/lora")}
+
+
+def _drawn(tree: Tree, seed: int, size: float = 1.0) -> Tree:
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(lambda x: jnp.asarray(size * rng.standard_normal(x.shape), x.dtype), tree)
+
+
+def _close(found: Any, expected: Any, rtol: float = 1e-9) -> None:
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=rtol, atol=rtol), dict(found), dict(expected))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_figures_are_those_of_measure(name: str, x64: None) -> None:
+    case = CASES[name]
+    gauges = go.product(case.gauges())
+    start = params = jax.tree.map(jnp.asarray, case.params(jax.random.key(0)))
+    tx = go.track(optax.adam(1e-3), gauges, every=1)
+    state, update = tx.init(params), jit(tx.update)
+    for step in range(3):
+        before, grads = params, _drawn(params, step)
+        steps, state = update(grads, state, params)
+        params = optax.apply_updates(params, steps)
+    found = optax.tree.get(state, "metrics")
+    assert int(found.recorded_at) == 2
+    norms = jit(lambda *own: go.measure.slice_norms(*own, gauges))(before, grads, steps)
+    for field in ("parameter_norm", "gradient_norm", "update_norm"):
+        _close(getattr(found, field), getattr(norms, field))
+        assert set(getattr(found, field)) == set(leaves_by_path(params))
+    np.testing.assert_allclose(found.relevant_share, norms.relevant_share, rtol=1e-9)
+    assert 0 < float(found.relevant_share) < 1, "Adam moves along the orbit"
+    drift = [np.abs(x).max() for x in jax.tree.leaves(jit(lambda *p: go.measure.drift(*p, gauges))(start, before))]
+    np.testing.assert_allclose(np.abs([float(x) for x in found.drift.values()]), drift, rtol=1e-9)
+    turned = jit(lambda *own: go.measure.vertical_motion(*own, gauges))(before, steps)
+    assert found.turning and all(x.shape for x in found.turning.values()) == (name == "product/llama")
+    for label, angle in found.turning.items():
+        kind, _, key = label.partition("/")
+        own = turned[[part.name for part in gauges.parts].index(kind)][key]
+        skew = own if kind == "rope_torus" else 0.5 * (own - np.swapaxes(own, -1, -2))
+        axes = (-1,) if kind == "rope_torus" else (-2, -1)
+        size = np.sqrt(np.sum(np.square(skew), axes) / len(axes))
+        if kind == "head_linear":  # in the frame of the point, where the skew part is another
+            assert angle.shape == size.shape and 0 < float(angle) < 1
+        else:
+            np.testing.assert_allclose(angle, size, rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_twins_have_one_set_of_norms(name: str, x64: None) -> None:
+    gauges = go.product(CASES[name].gauges())
+    params = jax.tree.map(jnp.asarray, CASES[name].params(jax.random.key(0)))
+    element = gauges.sample(jax.random.key(1), params, 1.0)
+    there, push = jax.linearize(lambda p: gauges.act(element, p), params)
+    grads, step = _drawn(params, 1), _drawn(params, 2, 1e-3)
+    (dual,) = jax.vjp(lambda p: gauges.act(gauges.inverse(element), p), there)[1](grads)
+    np.testing.assert_allclose(optax.tree.vdot(dual, push(step)), optax.tree.vdot(grads, step), rtol=1e-9)
+    norms = jit(lambda *own: go.measure.slice_norms(*own, gauges))
+    here, moved = norms(params, grads, step), norms(there, dual, push(step))
+    assert max(float(jnp.abs(x - y).max()) for x, y in zip(*map(jax.tree.leaves, (params, there)), strict=True)) > 0.1
+    for one, other in zip(here, moved, strict=True):
+        jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-8), one, other)
+
+
+def test_share_of_steps_along_and_across(x64: None) -> None:
+    gauges = go.product(CASES["product/llama"].gauges())
+    params = jax.tree.map(jnp.asarray, CASES["product/llama"].params(jax.random.key(0)))
+    step = _drawn(params, 0, 1e-3)
+
+    norms = jit(lambda update: go.measure.slice_norms(params, step, update, gauges))
+
+    def share(update: Tree) -> float:
+        return float(norms(update).relevant_share)
+
+    across = jit(gauges.horizontal)(params, step)
+    along = jax.tree.map(jnp.subtract, step, across)
+    assert share(across) == pytest.approx(1.0, abs=1e-12) and share(along) < 1e-12
+    assert 0.1 < share(step) < 0.99
+
+
+def _scanned() -> tuple[Tree, list[go.Gauge]]:
+    shapes = {"norm": (3, 4), "up": (3, 4, 5), "down": (3, 5, 4), "head": (4, 7)}
+    params = {name: jnp.ones(shape) for name, shape in shapes.items()}
+    gauges = [
+        go.norm_scale({"norm": "layer channel"}, {"up": "layer channel _"}),
+        go.rescale({"up": "layer _ channel"}, {"down": "layer channel _"}),
+        go.logit_shift({"head": "_ vocab"}),
+    ]
+    return params, gauges
+
+
+def test_scanned_layers_are_kept_apart() -> None:
+    params, gauges = _scanned()
+    tx = go.track(optax.sgd(1.0), gauges, every=1)
+    steps = jax.tree.map(jnp.zeros_like, params)
+    steps["up"] = steps["up"].at[1].set(-0.5)
+    update = jit(tx.update)
+    updates, state = update(steps, tx.init(params), params)
+    metrics = update(steps, state, optax.apply_updates(params, updates))[1].metrics
+    drifts, norms = ({k: x.shape for k, x in own.items()} for own in (metrics.drift, metrics.update_norm))
+    assert drifts == {"norm_scale": (3,), "rescale": (3,), "logit_shift/head": ()}
+    assert norms == {"norm": (3,), "up": (3,), "down": (3,), "head": ()}
+    np.testing.assert_allclose(metrics.drift["rescale"], [0.0, np.log(1.5), 0.0], atol=1e-6)
+    assert go.track(optax.sgd(1.0), gauges, layers=()).init(params).metrics.drift["rescale"].shape == ()
+
+
+def test_records_every_so_many_steps_and_changes_nothing() -> None:
+    params, gauges = _scanned()
+    plain, tx = optax.adam(0.01), optax.chain(optax.clip(1.0), go.track(optax.adam(0.01), gauges, every=3))
+    traced = []
+
+    @jax.jit
+    def update(grads: Tree, state: Any, params: Tree) -> Any:
+        traced.append(1)
+        return tx.update(grads, state, params)
+
+    own, other, at = plain.init(params), tx.init(params), []
+    for step in range(7):
+        grads = jax.tree.map(lambda x: jnp.clip(x, -1, 1), _drawn(params, step))
+        expected, own = plain.update(grads, own, params)
+        found, other = update(grads, other, params)
+        jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6), found, expected)
+        at.append(int(optax.tree.get(other, "recorded_at")))
+    assert at == [0, 0, 0, 3, 3, 3, 6] and len(traced) == 1
+    assert set(optax.tree.get(other, "drift")) == {"norm_scale", "rescale", "logit_shift/head"}
+
+
+def test_the_slice_does_not_drift_and_adam_does() -> None:
+    params, gauges = _scanned()
+    params = _drawn(params, 3)
+    drifts = []
+    for inner in (optax.adam(0.05), go.quotient_adamw(0.05, gauges)):
+        tx, now = go.track(inner, gauges, every=1), params
+        state, update = tx.init(params), jit(tx.update)
+        for step in range(5):
+            updates, state = update(_drawn(params, step), state, now)
+            now = optax.apply_updates(now, updates)
+        drifts.append(max(float(jnp.abs(x).max()) for x in state.metrics.drift.values()))
+        share = float(state.metrics.relevant_share)
+    assert drifts[0] > 0.05 and drifts[1] < 1e-5 and share > 0.99
+
+
+def test_a_state_has_parameters_mapped_and_hidden_leaves_left_out() -> None:
+    params, gauges = _scanned()
+    tx = go.track(optax.adam(0.01), gauges)
+    mapped = optax.tree.map_params(tx, lambda x: x + 1.0, tx.init(params))
+    assert float(optax.tree.get(mapped, "mu")["up"].min()) == 1.0
+    hidden = optax.masked(tx, {"norm": True, "up": True, "down": True, "head": False})
+    masked = go.track(optax.adam(0.01), gauges[:2])
+    hidden = optax.masked(masked, {"norm": True, "up": True, "down": True, "head": False})
+    state = hidden.update(params, hidden.init(params), params)[1]
+    assert set(optax.tree.get(state, "update_norm")) == {"norm", "up", "down"}
+
+
+def test_errors() -> None:
+    params, gauges = _scanned()
+    with pytest.raises(ValueError, match="track: bad every"):
+        go.track(optax.adam(0.01), gauges, every=0)
+    tx = go.track(optax.adam(0.01), gauges)
+    with pytest.raises(ValueError, match="update was called without params"):
+        tx.update(params, tx.init(params))

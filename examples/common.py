@@ -16,24 +16,34 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 
-def options(description: str, name: str) -> argparse.ArgumentParser:
-    """Options of a training run; an example may add its own."""
-    parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--data", type=Path, help="text to train on; default: the standard library's sources")
+class Help(argparse.RawDescriptionHelpFormatter):
+    """Descriptions as they are written, and every default."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        silent = action.default in (None, False, argparse.SUPPRESS) or "default" in (action.help or "")
+        return action.help if silent else f"{action.help or ''} (default: %(default)s)".strip()
+
+
+def options(doc: str | None, name: str, steps: int = 300, rate: float = 3e-3) -> argparse.ArgumentParser:
+    """Options of a training run, an example's docstring as their description; an example may add its own."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=Help)
+    parser.add_argument("--data", type=Path, help="text to train on, by default the standard library's sources")
     parser.add_argument("--out", type=Path, default=Path("outputs") / name, help="checkpoints, PNG, JSON")
-    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--steps", type=int, default=steps, help="to train in all")
+    parser.add_argument("--rate", type=float, default=rate, help="peak learning rate, after 20 steps of warm-up")
+    parser.add_argument("--seed", type=int, default=0, help="of the initial weights")
     parser.add_argument("--stop-after", type=int, help="save and leave after this step, as if killed")
-    parser.add_argument("--save-every", type=int, default=100)
-    parser.add_argument("--batch", type=int, default=16)
-    parser.add_argument("--length", type=int, default=64)
+    parser.add_argument("--save-every", type=int, default=100, help="steps between checkpoints")
+    parser.add_argument("--batch", type=int, default=16, help="sequences")
+    parser.add_argument("--length", type=int, default=64, help="tokens of a sequence")
     parser.add_argument("--width", type=int, default=64, help="d_model")
-    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--layers", type=int, default=2, help="blocks")
     return parser
 
 
-def parse(description: str, name: str, argv: Sequence[str] | None) -> argparse.Namespace:
+def parse(doc: str | None, name: str, argv: Sequence[str] | None) -> argparse.Namespace:
     """Options of a training run that has no others."""
-    return options(description, name).parse_args(argv)
+    return options(doc, name).parse_args(argv)
 
 
 class Checkpoints:

@@ -144,7 +144,7 @@ def kernels(params: Params) -> dict[str, jax.Array]:
 
 def adapters(base: Params, rank: int, start: str, seed: int) -> Params:
     """Factors of every adapted kernel: {path: {"lora_a": (in, rank), "lora_b": (rank, out)}}."""
-    draw = np.random.default_rng([seed, rank])
+    draw, move = (np.random.default_rng([seed, rank, *which]) for which in ((), (1,)))
 
     def one(kernel: jax.Array) -> dict[str, jax.Array]:
         rows, columns = kernel.shape
@@ -154,7 +154,7 @@ def adapters(base: Params, rank: int, start: str, seed: int) -> Params:
             a, b = (np.linalg.qr(draw.standard_normal((n, rank)))[0] * size for n in (rows, columns))
             b = b.T
         if start == "badly scaled":
-            left, right = (np.linalg.qr(draw.standard_normal((rank, rank)))[0] for _ in range(2))
+            left, right = (np.linalg.qr(move.standard_normal((rank, rank)))[0] for _ in range(2))
             s = left @ np.diag(np.logspace(-1, 1, rank)) @ right / 10
             a, b = a @ s, np.linalg.solve(s, b)
         return {"lora_a": jnp.asarray(a, jnp.float32), "lora_b": jnp.asarray(b, jnp.float32)}

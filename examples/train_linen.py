@@ -9,6 +9,7 @@ A resumed run ends with the very same weights as an unbroken one; both print (th
     validation loss 2.3309 after 300 steps; weights f7c79967ce673f11
 """
 
+import argparse
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,10 +24,10 @@ from examples import common, data
 from models import linen_mha
 
 
-def create(config: linen_mha.MHAConfig, steps: int) -> TrainState:
+def create(config: linen_mha.MHAConfig, args: argparse.Namespace) -> TrainState:
     """Fresh parameters and optimizer state; the gauges come with the model's configuration."""
-    params, loss = linen_mha.params_and_loss(config, jax.random.key(0))
-    rate = optax.warmup_cosine_decay_schedule(0.0, 3e-3, warmup_steps=min(20, steps // 2), decay_steps=steps)
+    params, loss = linen_mha.params_and_loss(config, jax.random.key(args.seed))
+    rate = optax.warmup_cosine_decay_schedule(0.0, args.rate, min(20, args.steps // 2), args.steps)
     tx = go.ddc_adamw(rate, linen_mha.gauges(config), weight_decay=0.1)
     # `apply_fn` is the loss itself: nothing else here needs the logits.
     return TrainState.create(apply_fn=loss, params=params, tx=tx)
@@ -41,12 +42,12 @@ def train_step(state: TrainState, tokens: jax.Array) -> tuple[TrainState, jax.Ar
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any] | None:
     """Train to `--steps` from the latest checkpoint, if any; None when `--stop-after` came first."""
-    args = common.parse("Train with TrainState.", "train_linen", argv)
+    args = common.parse(__doc__, "train_linen", argv)
     config = linen_mha.MHAConfig(
         vocab=data.VOCAB, d_model=args.width, layers=args.layers, d_ff=4 * args.width, max_len=args.length
     )
     train, held_out = data.batches(args.length, args.batch, args.data)
-    state = create(config, args.steps)
+    state = create(config, args)
 
     checkpoints = common.Checkpoints(args.out)
     losses: list[float] = []

@@ -9,6 +9,7 @@ A resumed run ends with the very same weights as an unbroken one; both print (th
     validation loss 2.0517 after 300 steps; weights 4eb1bb92942f275e
 """
 
+import argparse
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,27 +33,27 @@ def train_step(model: lm.LM, optimizer: nnx.Optimizer, tokens: jax.Array) -> jax
     return loss
 
 
-def create(config: lm.LMConfig, steps: int) -> tuple[lm.LM, nnx.Optimizer]:
+def create(config: lm.LMConfig, args: argparse.Namespace) -> tuple[lm.LM, nnx.Optimizer]:
     """Model and optimizer; the gauges come with the model's configuration."""
-    model = lm.build(config, nnx.Rngs(0))
-    rate = optax.warmup_cosine_decay_schedule(0.0, 3e-3, warmup_steps=min(20, steps // 2), decay_steps=steps)
+    model = lm.build(config, nnx.Rngs(args.seed))
+    rate = optax.warmup_cosine_decay_schedule(0.0, args.rate, min(20, args.steps // 2), args.steps)
     tx = go.ddc_adamw(rate, lm.gauges(config), weight_decay=0.1)
     return model, nnx.Optimizer(model, tx, wrt=nnx.Param)
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any] | None:
     """Train to `--steps` from the latest checkpoint, if any; None when `--stop-after` came first."""
-    args = common.parse("Train with nnx.Optimizer.", "train_nnx", argv)
+    args = common.parse(__doc__, "train_nnx", argv)
     config = lm.llama_config(
         vocab=data.VOCAB, d_model=args.width, layers=args.layers, heads=4, kv_heads=2,
         d_head=args.width // 4, d_ff=3 * args.width, max_len=args.length,
     )  # fmt: skip
     train, held_out = data.batches(args.length, args.batch, args.data)
-    model, optimizer = create(config, args.steps)
+    model, optimizer = create(config, args)
 
     checkpoints = common.Checkpoints(args.out)
     losses: list[float] = []
-    saved = checkpoints.restore(nnx.state(nnx.eval_shape(lambda: create(config, args.steps))))
+    saved = checkpoints.restore(nnx.state(nnx.eval_shape(lambda: create(config, args))))
     if saved is not None:
         state, losses = saved
         nnx.update((model, optimizer), state)

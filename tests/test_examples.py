@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
-from examples import data, demo, released, self_tests, train_linen, train_nnx
+from examples import data, demo, live_metrics, lora, released, self_tests, sweep, train_linen, train_nnx
 
 TINY = ["--batch", "2", "--length", "8", "--width", "8", "--layers", "1"]
 
@@ -58,6 +58,44 @@ def test_killed_and_resumed_is_bit_equal(main: Callable[..., Any], tmp_path: Pat
     assert (tmp_path / "whole" / "loss.png").stat().st_size > 1000
 
 
+@pytest.mark.slow
+def test_records_of_a_killed_run_are_those_of_a_whole_one(tmp_path: Path, text: Path) -> None:
+    options = [*TINY, "--steps", "6", "--save-every", "2", "--every", "2", "--data", str(text)]
+    whole = live_metrics.main([*options, "--out", str(tmp_path / "whole")])
+    assert live_metrics.main([*options, "--out", str(tmp_path / "broken"), "--stop-after", "3"]) is None
+    assert live_metrics.main([*options, "--out", str(tmp_path / "broken")]) == whole
+    files = [tmp_path / name / "adamw.jsonl" for name in ("whole", "broken")]
+    assert files[0].read_text() == files[1].read_text()
+    assert [row["step"] for row in whole or []] == [0, 2, 4]
+    assert (tmp_path / "whole" / "metrics.png").stat().st_size > 1000
+
+
+def test_a_sweep_ends_where_the_best_has_a_worse_neighbour_on_both_sides(tmp_path: Path) -> None:
+    one = sweep.Sweep(("a", 2), 1e-3)
+    trained = []
+
+    def train(cell: sweep.Cell) -> dict[str, Any]:
+        trained.append(cell)
+        return {"validation": abs(np.log(cell[2] / 0.04)), "finite": True}
+
+    result = sweep.fill(tmp_path / "x.json", {"seeds": [1, 2], "cells": {}}, [one], train)
+    assert sweep.best(one.found(result)) == 0.039 and max(one.found(result)) == 0.098
+    assert len(trained) == len(set(trained)) == 2 * 6 and not one.missing(result)
+    assert sweep.fill(tmp_path / "x.json", result, [one], train) == result and len(trained) == 12
+
+
+@pytest.mark.slow
+def test_lora_fills_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--ranks", "2", "--starts", "balanced", "badly scaled", "--arms", "quotient_adamw", "--seeds", "1"]
+    result = lora.main([*options, "--steps", "3", "--pretraining", "2", "--out", str(tmp_path)])
+    losses = [lora.swept((2, start, "quotient_adamw")).found(result) for start in ("balanced", "badly scaled")]
+    common = set.intersection(*map(set, losses))
+    assert len(common) >= 4, "two weight sets of one function"
+    assert max(abs(losses[0][rate][0] - losses[1][rate][0]) for rate in common) < 1e-3
+    assert (tmp_path / "lora.png").stat().st_size > 1000
+    assert "badly scaled" in capsys.readouterr().out
+
+
 def test_batches_are_found_by_number_and_held_out_text_is_unseen(text: Path) -> None:
     train, held_out = data.batches(8, 2, text)
     again, _ = data.batches(8, 2, text)
@@ -70,6 +108,7 @@ def test_batches_are_found_by_number_and_held_out_text_is_unseen(text: Path) -> 
 
 def test_default_text_is_the_standard_library() -> None:
     assert b"def " in data.read_bytes()[:100_000].tobytes()
+    assert b"statement" in data.read_prose().tobytes()
 
 
 def test_demo_writes_what_it_says(tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]) -> None:

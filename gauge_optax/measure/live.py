@@ -248,12 +248,13 @@ def _slice_norms(own: _Entered, params: Any, gradient: Any, update: Any, layers:
     across = charts.horizontal(own.on, own.here.point, own.here.masks, own.update)
     along = {path: x - across[path] for path, x in own.update.items()}
     free = {path: jnp.asarray(x, real_dtype()) for path, x in leaves_by_path(update).items() if path not in along}
-    relevant, axes = _squares(across | free), _layer_axes(own.on.joint.blocks, layers)
+    relevant, lost = _squares(across | free), _squares(along)
+    axes = _layer_axes(own.on.joint.blocks, layers)
     return SliceNorms(
         _norms(params, own.here.point, axes),
         _norms(gradient, own.gradient, axes),
         _norms(update, own.update, axes),
-        relevant / jnp.maximum(relevant + _squares(along), jnp.finfo(relevant.dtype).tiny),
+        1.0 - lost / jnp.maximum(relevant + lost, jnp.finfo(lost.dtype).tiny),
     )
 
 

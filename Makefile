@@ -4,7 +4,7 @@ VENV   := .venv
 PY     := $(VENV)/bin/python
 JOBS   ?= 2
 
-.PHONY: help test test-all lint types demo results bench bench-modes clean
+.PHONY: help test test-all lint types docs demo results bench bench-modes clean
 
 help:
 	@echo "make demo      train twins under AdamW and ddc_adamw, print the table, write outputs/demo/"
@@ -12,6 +12,7 @@ help:
 	@echo "make test-all  the slow tests as well"
 	@echo "make lint      ruff"
 	@echo "make types     mypy"
+	@echo "make docs      the site, build/docs/index.html; warnings are errors"
 	@echo "make results   write examples/results/README.md from the JSON beside it"
 	@echo "make bench     our optimizers beside optax's, write benchmarks/results/ (PEERS=1: PyTorch's too)"
 	@echo "make bench-modes  ddc_adamw's update by mode and by gauge"
@@ -53,6 +54,9 @@ lint: $(VENV)/.installed-dev
 
 types: $(VENV)/.installed-dev
 	$(PY) -m mypy
+
+docs: $(VENV)/.installed-dev
+	JAX_PLATFORMS=cpu $(PY) -m sphinx -q -W --keep-going -b html docs build/docs
 
 demo: $(VENV)/.installed
 	$(PY) -m examples.demo

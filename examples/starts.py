@@ -126,6 +126,8 @@ ARMS = {
 }
 
 
+SHOWN = ("quotient-adamw", "ddc_adamw", "quotient-muon-free", "quotient_muon", "quotient-lion")  # in the summary
+
 # Training -----------------------------------------------------------------------------------------
 
 
@@ -231,7 +233,7 @@ def table(result: Result) -> str:
 
 
 def summary(result: Result) -> str:
-    """Markdown: a row per size, start and plain arm, what each of the others gains on it."""
+    """Markdown: a row per size, start and plain arm, what those of `SHOWN` gain on it."""
     lines = [["d", "start", "plain", "loss", "beside it: best of its own sweep"], ["---"] * 5]
     for size, start, arm in groups(result):
         if ARMS[arm].plain != arm:
@@ -240,7 +242,7 @@ def summary(result: Result) -> str:
         base = np.array(plain[best(plain)])
         gains = []
         for other, own in ((n, swept((size, start, n)).found(result)) for n, a in ARMS.items() if a.plain == arm != n):
-            if own:
+            if own and other in SHOWN:
                 ratio = np.array(own[best(own)]) / base
                 gains.append(f"`{other}` {100 * (ratio.mean() - 1):+.1f} ± {100 * ratio.std():.1f} %")
         lines.append([str(size), start, f"`{arm}`", f"{base.mean():.3f} ± {base.std():.3f}", "; ".join(gains) or "–"])

@@ -49,7 +49,7 @@ def head_linear(
       sizes: lengths of axes inside `(a b)` that no other block fixes.
 
     Returns:
-      A frozen, hashable gauge; it holds no array. Elements are S, (*named, d_h, d_h).
+      A frozen, hashable gauge; it holds no array. Elements are S, `(*named, d_h, d_h)`.
 
     Raises:
       ValueError: malformed axes, here; any mismatch with the tree, when it is first seen.
@@ -82,7 +82,7 @@ def rope_linear(
       sizes: lengths of axes inside `(a b)` that no other block fixes.
 
     Returns:
-      A frozen, hashable gauge; it holds no array. Elements are (log |z|, arg z), (*named, d_h/2, 2).
+      A frozen, hashable gauge; it holds no array. Elements are `(log |z|, arg z)`, `(*named, d_h/2, 2)`.
 
     Raises:
       ValueError: malformed axes or pairing, here; an odd basis or any mismatch with the tree, when it is first seen.

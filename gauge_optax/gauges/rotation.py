@@ -35,7 +35,7 @@ def head_rotation(blocks: Mapping[str, Axes], *, sizes: Mapping[str, int] | None
       sizes: lengths of axes inside `(a b)` that no other block fixes.
 
     Returns:
-      A frozen, hashable gauge; it holds no array. Elements are R, (*named, d_h, d_h), W ↦ W·R.
+      A frozen, hashable gauge; it holds no array. Elements are R, `(*named, d_h, d_h)`, W ↦ W·R.
 
     Raises:
       ValueError: malformed axes, here; any mismatch with the tree, when it is first seen.

@@ -37,7 +37,7 @@ def rope_torus(
       sizes: lengths of axes inside `(a b)` that no other block fixes.
 
     Returns:
-      A frozen, hashable gauge; it holds no array. Elements are angles in radians, (*named, d_h/2).
+      A frozen, hashable gauge; it holds no array. Elements are angles in radians, `(*named, d_h/2)`.
 
     Raises:
       ValueError: malformed axes or pairing, here; an odd basis or any mismatch with the tree, when it is first seen.

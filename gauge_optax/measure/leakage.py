@@ -182,8 +182,8 @@ def rotation_leakage(
       means: how a tensor's D is averaged: "entries", all alike, which is the lemma's; or "gradient", by g².
 
     Returns:
-      The leakage and its terms in the structure of the gauge's element: skew (*named, d_h, d_h), ½(S − Sᵀ) of S =
-      Σ θᵀ(D⊙g), or (*named, d_h/2) for a torus.
+      The leakage and its terms in the structure of the gauge's element: skew `(*named, d_h, d_h)`, ½(S − Sᵀ) of S =
+      Σ θᵀ(D⊙g), or `(*named, d_h/2)` for a torus.
 
     Raises:
       ValueError: several gauges or one of another kind, other means, bindings

@@ -1,0 +1,1 @@
+"""The site's sources: pages, and what writes the pages of public symbols."""

@@ -1,0 +1,128 @@
+"""Sphinx settings: `make docs` builds the site into build/docs; warnings are errors.
+
+Notebooks and results live elsewhere in the repository and are copied beside the pages before a build; pages of public
+symbols are written from what the packages export. Notebooks are shown with the outputs that they store, which the tests
+compare with a fresh run.
+"""
+
+import ast
+import importlib.metadata
+import inspect
+import re
+import shutil
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+ROOT, HERE = Path(__file__).resolve().parent.parent, Path(__file__).resolve().parent
+sys.path.insert(0, str(ROOT))
+
+from docs import symbols
+
+# Where a link of a page from elsewhere in the repository leads on the site; other files are named, not linked.
+PAGES = {
+    "docs/design.md": "/design.md",
+    "examples/results/README.md": "/results/index.md",
+    "benchmarks/results/compare_cpu.md": "/results/compare_cpu.md",
+    "benchmarks/results/lora.md": "/results/lora_factors.md",
+    "released.md": "/results/released.md",
+    "notebooks": "/notebooks/index.md",
+}
+
+project = "gauge_optax"
+author = "the gauge_optax authors"
+copyright = "2026, the gauge_optax authors"
+version = release = importlib.metadata.version("gauge_optax")
+
+extensions = [
+    "myst_nb",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.mathjax",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
+]
+exclude_patterns = ["overview.md"]
+default_role = "code"
+myst_enable_extensions = ["dollarmath"]
+myst_heading_anchors = 3
+nb_execution_mode = "off"
+suppress_warnings = ["myst.header", "mystnb.unknown_mime_type"]
+
+autodoc_typehints = "none"
+napoleon_google_docstring, napoleon_numpy_docstring = True, False
+napoleon_use_rtype = False
+napoleon_custom_sections = [("Reference", "notes_style"), ("References", "notes_style")]
+
+html_theme = "sphinx_book_theme"
+html_title = "gauge_optax"
+html_theme_options = {"show_toc_level": 2}
+
+
+def as_written(
+    app: Any, what: str, name: str, thing: Any, options: Any, signature: str | None, returns: str | None
+) -> tuple[str | None, str | None] | None:
+    """A signature as it stands in the source, aliases of types by their names."""
+    if what not in ("function", "method") or not inspect.isfunction(inspect.unwrap(thing)):
+        return None
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(thing))))
+    except (OSError, TypeError):
+        return None
+    function = tree.body[0]
+    if not isinstance(function, ast.FunctionDef):
+        return None
+    arguments = function.args
+    if what == "method" and arguments.args and arguments.args[0].arg in ("self", "cls"):
+        arguments.args = arguments.args[1:]
+    gives = ast.unparse(function.returns) if function.returns is not None else None
+    return f"({ast.unparse(arguments)})", None if gives in (None, "None") else gives
+
+
+def prepare(app: Any) -> None:
+    """Copies what lives elsewhere, writes the pages of symbols."""
+    for folder, sources in {
+        "notebooks": sorted((ROOT / "notebooks").glob("*.ipynb")),
+        "results": sorted((ROOT / "examples" / "results").glob("*.png")),
+    }.items():
+        (HERE / folder).mkdir(exist_ok=True)
+        for path in sources:
+            shutil.copy(path, HERE / folder)
+    for source, target in {
+        "README.md": "overview.md",
+        "CHANGELOG.md": "changelog.md",
+        "CONTRIBUTING.md": "contributing.md",
+        "notebooks/README.md": "notebooks/index.md",
+        "examples/results/README.md": "results/index.md",
+        "examples/results/released.md": "results/released.md",
+        "benchmarks/results/compare_cpu.md": "results/compare_cpu.md",
+        "benchmarks/results/lora.md": "results/lora_factors.md",
+    }.items():
+        (HERE / target).write_text(moved((ROOT / source).read_text(), target))
+    notebooks = "\n".join(path.stem for path in sorted((ROOT / "notebooks").glob("*.ipynb")))
+    with (HERE / "notebooks" / "index.md").open("a") as page:
+        page.write(f"\n```{{toctree}}\n:hidden:\n\n{notebooks}\n```\n")
+    with (HERE / "results" / "index.md").open("a") as page:
+        page.write("\n```{toctree}\n:hidden:\n\nreleased\ncompare_cpu\nlora_factors\n```\n")
+    symbols.write(HERE / "api")
+
+
+def moved(text: str, target: str) -> str:
+    """A page of the repository with its links as they are on the site."""
+
+    def link(hit: re.Match[str]) -> str:
+        mark, label, goes = hit[1], hit[2], hit[3]
+        if mark:
+            return f"![{label}]({'/results/' + Path(goes).name})"
+        if goes in PAGES:
+            return f"[{label}]({PAGES[goes]})"
+        kept = goes.startswith(("http", "#")) or goes.endswith(".ipynb")
+        return hit[0] if kept else label if label.startswith("`") else f"`{goes}`"
+
+    return re.sub(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)", link, text)
+
+
+def setup(app: Any) -> None:
+    """Called by Sphinx."""
+    app.connect("builder-inited", prepare)
+    app.connect("autodoc-process-signature", as_written)

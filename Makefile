@@ -4,7 +4,7 @@ VENV   := .venv
 PY     := $(VENV)/bin/python
 JOBS   ?= 2
 
-.PHONY: help test test-all lint types docs demo results bench bench-modes clean
+.PHONY: help test test-all lint types docs wheel demo results bench bench-modes clean
 
 help:
 	@echo "make demo      train twins under AdamW and ddc_adamw, print the table, write outputs/demo/"
@@ -13,6 +13,7 @@ help:
 	@echo "make lint      ruff"
 	@echo "make types     mypy"
 	@echo "make docs      the site, build/docs/index.html; warnings are errors"
+	@echo "make wheel     sdist and wheel in dist/"
 	@echo "make results   write examples/results/README.md from the JSON beside it"
 	@echo "make bench     our optimizers beside optax's, write benchmarks/results/ (PEERS=1: PyTorch's too)"
 	@echo "make bench-modes  ddc_adamw's update by mode and by gauge"
@@ -57,6 +58,9 @@ types: $(VENV)/.installed-dev
 
 docs: $(VENV)/.installed-dev
 	JAX_PLATFORMS=cpu $(PY) -m sphinx -q -W --keep-going -b html docs build/docs
+
+wheel: $(VENV)/.installed-dev
+	$(PY) -m build --outdir dist .
 
 demo: $(VENV)/.installed
 	$(PY) -m examples.demo

@@ -1,6 +1,6 @@
 """The notebooks run from top to bottom, print what is stored in them, and quote no number that they did not print.
 
-Cells are executed in this process: no kernel, one compiler for all five. What a notebook claims it asserts itself; here
+Cells are executed in this process: no kernel, one compiler for all. What a notebook claims it asserts itself; here
 it is held to the minute, to its own outputs, and to what makes it open on Colab.
 """
 
@@ -23,7 +23,10 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 FOLDER = Path(__file__).parent.parent / "notebooks"
-NAMES = ["a_scalar_failure", "b_muon_explosion", "c_sphere_is_not_balance", "d_random_gauges", "e_diagnostic"]
+NAMES = [
+    "a_scalar_failure", "b_muon_explosion", "c_sphere_is_not_balance", "d_random_gauges", "e_diagnostic",
+    "f_dead_directions",
+]  # fmt: skip
 MOST_BYTES = 300_000
 NUMBER = re.compile(r"(?<![\w.])[-+]?\d+(?:\.\d*)?(?:e[-+]?\d+)?")
 # Another machine rounds otherwise: a last digit of two may differ, and so may all of what is rounding and nothing else.
@@ -117,12 +120,15 @@ def test_it_is_stored_executed_and_small(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_it_reads_like_an_article_and_opens_on_colab(name: str) -> None:
-    title, setup, *_, end = cells = _cells(name)
+    title, setup, style, *_, end = cells = _cells(name)
     assert len(cells) <= 25
     assert title.cell_type == "markdown" and title.source.startswith("# ")
-    guard, first = _cells(NAMES[0], "code")[0].source.split("\n\n")[0], setup.source.split("\n\n")[0]
+    guard, first = (own.source.split("\n\nimport jax\n")[0] for own in (_cells(NAMES[0], "code")[0], setup))
     assert first == guard and first.startswith("try:\n    import gauge_optax as go\nexcept ImportError:")
-    assert 'jax.config.update("jax_enable_x64", True)' in setup.source
+    assert 'jax.config.update("jax_enable_x64", True)' in setup.source and "rcParams" not in setup.source
+    assert "gauge_optax-*.whl" in first and '"gauge_optax"' not in first, "no name is fetched that we do not own"
+    assert style.source.startswith("plt.rcParams.update") and "hide-input" in style.metadata["tags"]
+    assert "](https://" in title.source, "its source is linked"
     assert end.cell_type == "markdown" and end.source.startswith("## What was seen\n")
 
 
@@ -141,7 +147,7 @@ def test_it_asserts_what_it_claims_and_quotes_what_it_printed(name: str) -> None
     assert _unprinted(prose, printed) == []
 
 
-def test_there_are_five() -> None:
+def test_all_are_listed() -> None:
     assert sorted(path.stem for path in FOLDER.glob("*.ipynb")) == NAMES
 
 

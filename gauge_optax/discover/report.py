@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
-from tqdm.auto import tqdm
+from tqdm import tqdm
 
 from gauge_optax.binding import with_leaves
 from gauge_optax.discover import affine, checks, search

@@ -2,6 +2,7 @@
 
 from gauge_optax import measure, testing
 from gauge_optax._names import axes_by_name
+from gauge_optax.discover.as_json import from_json, to_json
 from gauge_optax.discover.lora import lora
 from gauge_optax.discover.plan import plan
 from gauge_optax.discover.report import discover
@@ -30,9 +31,10 @@ from gauge_optax.transforms.retract import gauge_retract
 from gauge_optax.transforms.transport import transport
 
 __all__ = [
-    "Gauge", "add_gauge_decay", "axes_by_name", "ddc_adamw", "ddc_muon", "discover", "from_state", "gauge_fix",
-    "gauge_project", "gauge_retract", "gauge_sensitivity", "gram_evolution", "head_linear", "head_rotation",
-    "hyperball", "logit_shift", "lora", "measure", "norm_scale", "plan", "product", "quotient", "quotient_adamw",
-    "quotient_muon", "rescale", "rope_linear", "rope_torus", "scale_by_ddc", "scale_by_opposite_gram",
-    "scale_by_relative_rms", "scale_by_scaled_polar", "scale_invariant", "testing", "track", "transport",
+    "Gauge", "add_gauge_decay", "axes_by_name", "ddc_adamw", "ddc_muon", "discover", "from_json", "from_state",
+    "gauge_fix", "gauge_project", "gauge_retract", "gauge_sensitivity", "gram_evolution", "head_linear",
+    "head_rotation", "hyperball", "logit_shift", "lora", "measure", "norm_scale", "plan", "product", "quotient",
+    "quotient_adamw", "quotient_muon", "rescale", "rope_linear", "rope_torus", "scale_by_ddc",
+    "scale_by_opposite_gram", "scale_by_relative_rms", "scale_by_scaled_polar", "scale_invariant", "testing",
+    "to_json", "track", "transport",
 ]  # fmt: skip

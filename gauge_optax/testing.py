@@ -7,7 +7,6 @@ follow docs/design.md §7 by dtype unless `rtol` is given.
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -105,7 +104,15 @@ def assert_horizontal(updates: Any, params: Any, gauges: Gauges, rtol: float | N
     """
     group = product(gauges)
     rtol = tolerance("horizontal", params) if rtol is None else rtol
-    chex.assert_trees_all_equal_shapes(updates, params)
+    shapes = [{path: jnp.shape(x) for path, x in leaves_by_path(tree).items()} for tree in (updates, params)]
+    if shapes[0] != shapes[1]:
+        other = next(path for path in {**shapes[0], **shapes[1]} if shapes[0].get(path) != shapes[1].get(path))
+        raise AssertionError(
+            f"updates of another shape than params: {other}\n"
+            f"  found:    {shapes[0].get(other, 'no leaf')}\n"
+            f"  expected: {shapes[1].get(other, 'no leaf')}\n"
+            f"  remedy:   pass what came out of update for these params"
+        )
     on = group.chart(params)
     here = nearest(on, params)
     tangent = pushed(here.back, on.joint.vectors(updates))

@@ -26,7 +26,7 @@ from gauge_optax.gauges.rotation import head_rotation
 from gauge_optax.gauges.shift import logit_shift
 from gauge_optax.gauges.torus import rope_torus
 
-_CONSTRUCTORS: Mapping[str, Callable[..., BoundGauge]] = {
+CONSTRUCTORS: Mapping[str, Callable[..., BoundGauge]] = {
     f.__name__: f
     for f in (head_linear, head_rotation, logit_shift, norm_scale, rescale, rope_linear, rope_torus, scale_invariant)
 }
@@ -37,7 +37,7 @@ _ADDRESS = re.compile("0x[0-9a-f]+")
 
 def constructed(call: Call) -> BoundGauge:
     """The gauge of a call."""
-    return _CONSTRUCTORS[call.kind](*call.roles.values(), **call.options, sizes=call.sizes or None)
+    return CONSTRUCTORS[call.kind](*call.roles.values(), **call.options, sizes=call.sizes or None)
 
 
 def rebound(call: Call, params: Any, sizes: Mapping[str, int]) -> BoundGauge:

@@ -1,0 +1,64 @@
+"""Gauge lists written as JSON come back equal, and fit or fail on any mapping of names to shapes."""
+
+import json
+from typing import Any
+
+import pytest
+
+import gauge_optax as go
+from models import lm
+from tests.cases import GAUGE_CASES
+
+
+OURS = [case for case in GAUGE_CASES if not case.name.startswith("user_gauge")]
+
+
+@pytest.mark.parametrize("case", OURS, ids=lambda case: case.name)
+def test_gauges_come_back_equal(case: Any) -> None:
+    gauges = case.gauges()
+    assert go.from_json(go.to_json(gauges)) == list(go.product(gauges).parts)
+
+
+def test_it_says_the_constructors_own_arguments() -> None:
+    gauges = [
+        go.norm_scale({"n": "1+ channel"}, {"q": ("channel (qkv=0 _)", "channel (qkv=1 _)")}, sizes={"qkv": 3}),
+        go.rope_torus({"q": "_ head basis=0:2+4:6"}, pairing="interleaved"),
+    ]
+    written = json.loads(go.to_json(gauges))
+    assert written["format"] == 1
+    assert written["gauges"] == [
+        {"kind": "norm_scale", "scale": {"n": "1+ channel"}, "sizes": {"qkv": 3},
+         "into": {"q": ["channel (qkv=0 _)", "channel (qkv=1 _)"]}},
+        {"kind": "rope_torus", "blocks": {"q": "_ head basis=0:2+4:6"}, "pairing": "interleaved"},
+    ]  # fmt: skip
+
+
+def test_names_of_another_framework() -> None:
+    gauges = [go.rescale({"h.{i}.up.weight": "channel _"}, {"h.{i}.down.weight": "_ channel"})]
+    shapes = {f"h.{i}.{name}.weight": shape for i in range(2) for name, shape in (("up", (8, 4)), ("down", (4, 8)))}
+    assert go.from_json(go.to_json(gauges), shapes) == gauges
+    with pytest.raises(ValueError, match="unequal sizes of 'channel'"):
+        go.from_json(go.to_json(gauges), shapes | {"h.1.down.weight": (4, 9)})
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{", "no list of gauges"),
+        ("[]", "no list of gauges"),
+        ('{"format": 2, "gauges": []}', "no list of gauges"),
+        ('{"format": 1, "gauges": [{"kind": "turn"}]}', "no constructor for 'turn'"),
+        ('{"format": 1, "gauges": [{"kind": "rescale", "upp": {}}]}', "'rescale' takes no 'upp'"),
+        ('{"format": 1, "gauges": [{"kind": "logit_shift", "blocks": {"w": "_"}}]}', "out of place"),
+    ],
+)
+def test_errors(text: str, words: str) -> None:
+    with pytest.raises(ValueError) as error:
+        go.from_json(text)
+    assert words in str(error.value) and "remedy:" in str(error.value)
+
+
+def test_a_gauge_of_another_class_is_named() -> None:
+    mine = next(case for case in GAUGE_CASES if case.name.startswith("user_gauge")).gauges()
+    with pytest.raises(ValueError, match=f"a gauge of another class, {type(mine[0]).__name__}"):
+        go.to_json([*lm.gauges(lm.LMConfig()), *mine])

@@ -9,7 +9,6 @@ import gauge_optax as go
 from models import lm
 from tests.cases import GAUGE_CASES
 
-
 OURS = [case for case in GAUGE_CASES if not case.name.startswith("user_gauge")]
 
 

@@ -12,21 +12,15 @@ import matplotlib
 import numpy as np
 import orbax.checkpoint as ocp
 
+from examples import cli
+
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 
-class Help(argparse.RawDescriptionHelpFormatter):
-    """Descriptions as they are written, and every default."""
-
-    def _get_help_string(self, action: argparse.Action) -> str | None:
-        silent = action.default in (None, False, argparse.SUPPRESS) or "default" in (action.help or "")
-        return action.help if silent else f"{action.help or ''} (default: %(default)s)".strip()
-
-
 def options(doc: str | None, name: str, steps: int = 300, rate: float = 3e-3) -> argparse.ArgumentParser:
     """Options of a training run, an example's docstring as their description; an example may add its own."""
-    parser = argparse.ArgumentParser(description=doc, formatter_class=Help)
+    parser = argparse.ArgumentParser(description=doc, formatter_class=cli.Help)
     parser.add_argument("--data", type=Path, help="text to train on, by default the standard library's sources")
     parser.add_argument("--out", type=Path, default=Path("outputs") / name, help="checkpoints, PNG, JSON")
     parser.add_argument("--steps", type=int, default=steps, help="to train in all")

@@ -27,7 +27,7 @@ import optax
 from tqdm import tqdm
 
 import gauge_optax as go
-from examples import data
+from examples import cli, data
 from models import lm
 
 matplotlib.use("Agg")
@@ -137,7 +137,7 @@ def figure(runs: dict[str, Run], path: Path) -> None:
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Command line; the defaults are the demo."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=cli.Help)
     parser.add_argument("--data", type=Path, help="text to train on; default: the standard library's sources")
     parser.add_argument("--out", type=Path, default=Path("outputs/demo"))
     parser.add_argument("--steps", type=int, default=400)

@@ -29,7 +29,7 @@ import numpy as np
 import optax
 
 import gauge_optax as go
-from examples import data, study
+from examples import cli, data, study
 from examples.lora_rules import lora_muon, lora_rite
 from examples.sweep import RATIO, Cell, Result, Sweep, best, fill, key, markdown
 from models import lm
@@ -327,9 +327,7 @@ def figure(result: Result, path: Path) -> None:
 @jax.default_matmul_precision("highest")
 def main(argv: Sequence[str] | None = None) -> Result:
     """Run what is missing, print the tables, write JSON and figure."""
-    parser = argparse.ArgumentParser(
-        description=(__doc__ or "").splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=cli.Help)
     parser.add_argument("--out", type=Path, default=Path("outputs/lora"), help="JSON and PNG")
     parser.add_argument("--ranks", type=int, nargs="+", choices=RANKS, default=list(RANKS))
     parser.add_argument("--starts", nargs="+", choices=STARTS, default=list(STARTS))

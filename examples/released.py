@@ -21,6 +21,7 @@ import numpy as np
 from tqdm.auto import tqdm
 
 import gauge_optax as go
+from examples import cli
 
 RESULT = Path("examples/results/released.json")
 DECODER = dict(vocab_size=13, hidden_size=16, intermediate_size=12, num_hidden_layers=2, num_attention_heads=4,
@@ -151,7 +152,7 @@ def markdown(results: Mapping[str, Any]) -> str:
 
 def main(arguments: list[str] | None = None) -> None:
     """Runs what has no result yet."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=cli.Help)
     parser.add_argument("names", nargs="*", help=f"of {', '.join([*MODELS, 'equinox'])}; all by default")
     parser.add_argument("--out", type=Path, default=RESULT)
     args = parser.parse_args(arguments)

@@ -47,7 +47,7 @@ import optax
 from tqdm import tqdm
 
 import gauge_optax as go
-from examples import report, study
+from examples import cli, report, study
 from examples.table3 import FULL, TRANSPORTS, Config, Params, Problem, build
 
 matplotlib.use("Agg")
@@ -226,7 +226,7 @@ def _at_the_end(axis: Axes, result: Result) -> None:
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Where to write, which seeds, how long."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=cli.Help)
     parser.add_argument("--out", type=Path, default=Path("outputs/self_tests"))
     parser.add_argument("--seeds", type=int, nargs="+", default=list(study.SEEDS))
     parser.add_argument("--full", action="store_true", help="ten times the steps")

@@ -34,7 +34,7 @@ import optax
 from optax.contrib import MuonDimensionNumbers
 
 import gauge_optax as go
-from examples import data, study
+from examples import cli, data, study
 from examples.sweep import RATIO, Cell, Result, Sweep, best, fill, key, markdown
 from models import lm
 
@@ -292,7 +292,7 @@ def figure(result: Result, path: Path) -> None:
 @jax.default_matmul_precision("highest")
 def main(argv: Sequence[str] | None = None) -> Result:
     """Run what is missing, print the table, write JSON and figure."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=cli.Help)
     parser.add_argument("--out", type=Path, default=Path("outputs/starts"))
     parser.add_argument("--sizes", type=int, nargs="+", choices=STEPS, default=list(STEPS), help="d_model")
     parser.add_argument("--starts", nargs="+", choices=STARTS, default=STARTS)

@@ -24,6 +24,8 @@ import numpy as np
 import optax
 from tqdm import tqdm
 
+from examples import cli
+
 Params = Any
 Data = Any
 Loss = Callable[[Params, Data], jax.Array]
@@ -74,7 +76,7 @@ def parse(
     doc: str | None, quick: Config, full: Config, argv: Sequence[str] | None
 ) -> tuple[Config, argparse.Namespace]:
     """The sizes, each of which is an option, and the options that all studies have."""
-    parser = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
+    parser = argparse.ArgumentParser(description=doc, formatter_class=cli.Help)
     parser.add_argument("--out", type=Path, help="JSON and PNG; default: outputs/studies, or outputs/full")
     parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS))
     parser.add_argument("--full", action="store_true", help="the paper's sizes")

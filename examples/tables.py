@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from examples import (
+    cli,
     demo,
     diagonal_network,
     layernorm_scale,
@@ -80,7 +81,7 @@ def _read(path: Path) -> Any:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Write the page."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=cli.Help)
     parser.add_argument("--results", type=Path, default=RESULTS)
     results = parser.parse_args(argv).results
     (results / "README.md").write_text(page(results))

@@ -39,7 +39,7 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Options of a training run, and where it is to run."""
-    parser = common.options("Train on a mesh of devices.", "train_sharded")
+    parser = common.options(__doc__, "train_sharded")
     parser.add_argument("--devices", type=int, help="so many virtual CPU devices; default: the devices there are")
     parser.add_argument("--mesh", default="4x2", help="data x model")
     parser.add_argument("--layout", choices=lm_sharding.LAYOUTS, default="fsdp_tp")
@@ -92,15 +92,21 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any] | None:
     args = parse(argv)
     if args.devices is not None:
         use_virtual_devices(args.devices)
-    mesh = lm_sharding.make_mesh(*map(int, args.mesh.split("x")))
+    sides = tuple(map(int, args.mesh.split("x")))
+    if args.devices is None and jax.device_count() < sides[0] * sides[1]:
+        raise SystemExit(
+            f"--mesh {args.mesh} wants {sides[0] * sides[1]} devices, here are {jax.device_count()}: "
+            f"add --devices {sides[0] * sides[1]} for virtual ones, or write --mesh 1x{jax.device_count()}"
+        )
+    mesh = lm_sharding.make_mesh(*sides)
     config = lm.llama_config(
         vocab=data.VOCAB, d_model=args.width, layers=args.layers, heads=HEADS, kv_heads=HEADS // 2,
         d_head=max(2, args.width // HEADS), d_ff=3 * args.width, max_len=args.length,
     )  # fmt: skip
     train, held_out = data.batches(args.length, args.batch, args.data)
-    rate = optax.warmup_cosine_decay_schedule(0.0, 3e-3, warmup_steps=min(20, args.steps // 2), decay_steps=args.steps)
+    rate = optax.warmup_cosine_decay_schedule(0.0, args.rate, min(20, args.steps // 2), args.steps)
     tx = OPTIMIZERS[args.optimizer](rate, lm.gauges(config))
-    fresh, loss = lm.params_and_loss(config, jax.random.key(0))
+    fresh, loss = lm.params_and_loss(config, jax.random.key(args.seed))
     whole, by_batch = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
     target = laid_out(tx, fresh, lm_sharding.shardings(fresh, mesh, args.layout), whole)
     places = jax.tree.map(lambda x: x.sharding, target)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 
 import gauge_optax.slice as slices
-from gauge_optax._arguments import require_params, require_values
+from gauge_optax._arguments import require_gradients, require_own, require_params, require_values, with_own_state
 from gauge_optax._layout import layout, lying_like
 from gauge_optax.binding import is_empty, leaves_by_path, with_leaves
 from gauge_optax.gauges.base import Gauges
@@ -111,6 +111,8 @@ def wrapped(
         updates: optax.Updates, state: QuotientState, params: optax.Params | None = None, **extra: Any
     ) -> tuple[optax.Updates, QuotientState]:
         require_params(name, params)
+        require_gradients(name, updates)
+        require_own(name, state, QuotientState)
         on, laid = slices.chart(group, params), layout(params)
         with laid.left_open():
             frame, here, slope, grad = laid.enter((state.gauges, params, updates, extra.get("grad")))
@@ -128,7 +130,8 @@ def wrapped(
         if "value_fn" in extra:
             extra["value_fn"] = _on_slice(on, frame, params, extra["value_fn"])
         seen, outside = laid.leave(seen, like=updates), laid.leave(outside, like=params)
-        tree, inner_state = inner.update(seen, state.inner_state, outside, **extra)
+        with with_own_state(name, inner, state.inner_state, params):
+            tree, inner_state = inner.update(seen, state.inner_state, outside, **extra)
         with laid.left_open():
             tree = laid.enter(tree)
             tangent = slices.inward(on, frame, on.joint.vectors(tree))
@@ -160,6 +163,8 @@ def link(
         updates: optax.Updates, state: QuotientState, params: optax.Params | None = None, **extra: Any
     ) -> tuple[optax.Updates, QuotientState]:
         require_params(name, params)
+        require_gradients(name, updates)
+        require_own(name, state, QuotientState)
         on, laid = slices.chart(group, params), layout(params)
         with laid.left_open():
             frame, here, slope = laid.enter((state.gauges, params, updates))
@@ -168,7 +173,8 @@ def link(
             gradient = slices.enter_dual(on, motions, on.joint.vectors(slope), still)
             seen = slices.without_faint(on, with_leaves(slope, gradient))
         seen, point = laid.leave(seen, like=updates), laid.leave(point, like=params)
-        tree, inner_state = inner.update(seen, state.inner_state, point, **extra)
+        with with_own_state(name, inner, state.inner_state, params):
+            tree, inner_state = inner.update(seen, state.inner_state, point, **extra)
         with laid.left_open():
             tree = laid.enter(tree)
             step = slices.leave(motions, slices.SliceTangent(on.joint.vectors(tree)))

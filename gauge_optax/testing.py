@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from gauge_optax._arguments import require_key
 from gauge_optax.binding import binding_error, leaves_by_path, match
 from gauge_optax.gauges.base import Element, Gauge, Gauges
 from gauge_optax.gauges.chart import horizontal, nearest, pushed
@@ -68,6 +69,7 @@ def assert_invariant(
     >>> loss = lambda p: jnp.sum(jax.nn.relu(jnp.ones(2) @ p["up"]) @ p["down"])
     >>> go.testing.assert_invariant(loss, params, relu, jax.random.key(0))
     """
+    require_key("assert_invariant", key)
     group = product(gauges)
     rtol = tolerance("invariant", params) if rtol is None else rtol
     before = np.asarray(loss_fn(params), np.float64)
@@ -82,8 +84,7 @@ def assert_invariant(
                 f"  leaves:   {', '.join(gauge.bound(params).offset)}\n"
                 f"  found:    relative change {error:.2e} under a random element of scale {scale}\n"
                 f"  expected: at most {rtol:.1e}\n"
-                f"  remedy:   check that every leaf that sees the symmetry is listed, and that nothing breaks it "
-                f"(rotary embeddings, QK-norm, a tied head, an activation that is not homogeneous)"
+                f"  remedy:   look for what usually breaks it: {gauge.breaks}"
             )
 
 
@@ -169,6 +170,7 @@ def assert_equivariant_step(
     >>> loss = lambda p: jnp.sum((jax.nn.relu(jnp.ones(2) @ p["up"]) @ p["down"] - 1.0) ** 2)
     >>> go.testing.assert_equivariant_step(go.ddc_adamw(1e-2, relu), loss, params, relu, jax.random.key(0), steps=3)
     """
+    require_key("assert_equivariant_step", key)
     group = product(gauges)
     leaf_tolerance = tolerance("equivariant", params) if rtol is None else rtol
     loss_tolerance = tolerance("loss", params) if rtol is None else rtol

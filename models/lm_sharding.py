@@ -42,6 +42,13 @@ LAYOUTS: Mapping[str, Mapping[str, str]] = {
 def make_mesh(data: int, model: int, *, kind: AxisType = AxisType.Auto) -> Mesh:
     """A mesh of the first data · model devices; unless its axes are explicit, XLA finds where an update's parts lie."""
     devices = jax.devices()[: data * model]
+    if len(devices) < data * model:
+        raise ValueError(
+            f"a mesh of {data}x{model} devices\n"
+            f"  found:    {len(devices)} {devices[0].platform} devices\n"
+            f"  expected: {data * model}\n"
+            f"  remedy:   a smaller mesh; or, first of all, jax.config.update('jax_num_cpu_devices', {data * model})"
+        )
     return jax.make_mesh((data, model), ("data", "model"), axis_types=(kind, kind), devices=devices)
 
 

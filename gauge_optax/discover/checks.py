@@ -16,7 +16,7 @@ from gauge_optax.discover.trace import source
 _OUTPUTS = ("logits", "logprobs", "loss")
 
 
-def check_arguments(outputs: str, batches: Sequence[Any], near: float) -> None:
+def check_arguments(outputs: str, batches: Sequence[Any], near: float, seed: int = 0) -> None:
     """Raises for arguments that say nothing of the function."""
     if outputs not in _OUTPUTS:
         raise binding_error(
@@ -29,6 +29,10 @@ def check_arguments(outputs: str, batches: Sequence[Any], near: float) -> None:
     if not 0 <= near < 1:
         raise binding_error(
             "discover", f"bad near {near!r}", repr(near), "a number from 0 to 1", "leave it at 1e-3")
+    if not isinstance(seed, int | np.integer):
+        raise binding_error(
+            "discover", "no seed", f"a {type(seed).__name__}", "an int: points and elements are drawn by NumPy",
+            "write seed=0")
 
 
 def double_leaves(params: Any) -> Leaves:

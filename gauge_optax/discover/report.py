@@ -153,7 +153,7 @@ def discover(
     (SO(d) of a residual stream under norms with scales).
     """
     batches = list(batches)
-    checks.check_arguments(outputs, batches, near)
+    checks.check_arguments(outputs, batches, near, seed)
     with jax.enable_x64(True):
         discovery = _Discovery(fn, params, batches, outputs, linear, near, seed)
         with tqdm(total=4 + POINTS, desc="discover", disable=not progress, leave=False) as bar:

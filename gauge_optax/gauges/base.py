@@ -56,6 +56,7 @@ class Gauge(abc.ABC):
     Attributes:
       name: for messages.
       effect: of a move on vectors.
+      breaks: what usually is amiss where it is bound and is no symmetry, for messages.
       balancing: of a move to the balance, or part of the way.
 
     >>> class Translation(go.Gauge):  # a constant from one table of embeddings to another
@@ -83,6 +84,7 @@ class Gauge(abc.ABC):
 
     name: ClassVar[str]
     effect: ClassVar[Effect] = "linear"
+    breaks: ClassVar[str] = "another reader of these leaves, or an index"
     balancing: ClassVar[Effect] = "still"
 
     @abc.abstractmethod

@@ -31,7 +31,7 @@ from gauge_optax.gauges._scale import ScaleInstance, ScaleReading, scale_factors
 from gauge_optax.gauges.base import BoundGauge, Effect, Element
 from gauge_optax.gauges.bound import Arrays, Bound
 from gauge_optax.gauges.reading import Motion, Reading
-from gauge_optax.gauges.rotation import haar
+from gauge_optax.gauges.rotation import HeadRotation, haar
 from gauge_optax.gauges.torus import RopeTorus, check_pairing
 from gauge_optax.gauges.turning import PlaneReading, WholeTurnReading, plane_motion
 from gauge_optax.linalg import matmul, real_dtype, transpose
@@ -110,6 +110,7 @@ class HeadLinear(BoundGauge):
     """See `head_linear`."""
 
     name: ClassVar[str] = "head_linear"
+    breaks: ClassVar[str] = HeadRotation.breaks.replace("rope_torus", "rope_linear")
     balancing: ClassVar[Effect] = "linear"
     reserved: ClassVar[tuple[str, ...]] = (BASIS,)
 
@@ -194,6 +195,7 @@ class RopeLinear(BoundGauge):
     """See `rope_linear`: a torus and, on the same planes, a rescale."""
 
     name: ClassVar[str] = "rope_linear"
+    breaks: ClassVar[str] = RopeTorus.breaks
     balancing: ClassVar[Effect] = "diagonal"
     reserved: ClassVar[tuple[str, ...]] = (BASIS,)
     pairing: str

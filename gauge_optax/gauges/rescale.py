@@ -120,6 +120,10 @@ class Rescale(BoundGauge):
     name: str  # type: ignore[misc]
     degree: float
     effect: ClassVar[Effect] = "diagonal"
+    breaks: ClassVar[str] = (
+        "a norm that stores its scale less one (1+ in front of its axes) or has an eps, a consumer or a bias that is "
+        "not listed, an activation that is not homogeneous, or another degree"
+    )
     balancing: ClassVar[Effect] = "diagonal"
     reserved: ClassVar[tuple[str, ...]] = ()
 

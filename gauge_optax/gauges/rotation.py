@@ -89,6 +89,10 @@ class HeadRotation(TurningGauge):
     """See `head_rotation`."""
 
     name: ClassVar[str] = "head_rotation"
+    breaks: ClassVar[str] = (
+        "rotary embeddings (rope_torus) or QK-norm (scale_invariant), a bias that is not listed, or the index or order "
+        "of a fused kernel, qkv=1 for qkv=0, (basis head) for (head basis)"
+    )
 
     def assemble(self, named: tuple[str, ...], instances: Sequence[Instance]) -> Bound:
         return Bound(

@@ -57,6 +57,10 @@ class LogitShift(BoundGauge):
     """See `logit_shift`. Elements: instance → {concrete leaf path: shift, the leaf's shape without vocab}."""
 
     name: ClassVar[str] = "logit_shift"
+    breaks: ClassVar[str] = (
+        "logits themselves move: return the loss, or log-probabilities; else a tied head, soft-capping, or a loss that "
+        "is no softmax"
+    )
     effect: ClassVar[Effect] = "shift"
     balancing: ClassVar[Effect] = "shift"
     reserved: ClassVar[tuple[str, ...]] = (VOCAB,)

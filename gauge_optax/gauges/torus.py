@@ -69,6 +69,7 @@ class RopeTorus(TurningGauge):
     """See `rope_torus`."""
 
     name: ClassVar[str] = "rope_torus"
+    breaks: ClassVar[str] = "the other pairing, a rotary part that is shorter than the basis (basis=0:32), or QK-norm"
     pairing: str
 
     def assemble(self, named: tuple[str, ...], instances: Sequence[Instance]) -> Bound:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import optax
 
 import gauge_optax.gauges.chart as charts
-from gauge_optax._arguments import require_every, require_params
+from gauge_optax._arguments import require_every, require_gradients, require_own, require_params
 from gauge_optax.binding import is_empty, leaves_by_path
 from gauge_optax.gauges._head import PLANE, HeadInstance
 from gauge_optax.gauges._linear import LinearReading
@@ -190,6 +190,8 @@ def track(
         updates: optax.Updates, state: TrackState, params: optax.Params | None = None, **extra: Any
     ) -> tuple[optax.Updates, TrackState]:
         require_params("track", params)
+        require_gradients("track", updates)
+        require_own("track", state, TrackState)
         steps, inner_state = inner.update(updates, state.inner_state, params, **extra)
 
         def recorded() -> Metrics:

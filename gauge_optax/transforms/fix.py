@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from gauge_optax._arguments import require_choice, require_every, require_params
+from gauge_optax._arguments import require_choice, require_every, require_own, require_params
 from gauge_optax.binding import binding_error, is_empty
 from gauge_optax.gauges.base import Gauges
 from gauge_optax.gauges.product import Product, product
@@ -120,6 +120,7 @@ def gauge_fix(
         updates: optax.Updates, state: GaugeFixState, params: optax.Params | None = None, **extra: Any
     ) -> tuple[optax.Updates, GaugeFixState]:
         require_params(_NAME, params)
+        require_own(_NAME, state, GaugeFixState)
         updates, inner_state = within.update(updates, state.inner_state, params, **extra)
         count = optax.safe_increment(state.count)
         if isinstance(every, int) and every == 1:

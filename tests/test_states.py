@@ -68,6 +68,15 @@ def test_a_state_of_other_shapes_is_refused(name: str, other: dict[str, Any], fo
         tx.update(params, tx.init(_params()), params)
 
 
+def test_a_state_of_another_version_is_refused() -> None:
+    tx, params = FRAMED["quotient"](GAUGES), _params()
+    state: Any = tx.init(params)
+    older = {label.rpartition(".v")[0]: own for label, own in state.gauges.elements.items()}
+    state = state._replace(gauges=state.gauges._replace(elements=older))
+    with pytest.raises(ValueError, match="a state of another version of this library\n.*version 1\n.*version 2\n.*remedy"):
+        tx.update(params, state, params)
+
+
 def test_the_opposite_grams_state_too() -> None:
     tx, params = go.scale_by_opposite_gram(GAUGES, every=2), _params()
     state = tx.init(params)

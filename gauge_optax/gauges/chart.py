@@ -19,6 +19,8 @@ from gauge_optax.gauges.bound import Bound
 from gauge_optax.gauges.reading import Anchored, Arrays, Motion, Order, Place, Reading, Turning, order_of
 from gauge_optax.linalg import real_dtype
 
+VERSION = 2  # of what states mean: raised where an older one would be read otherwise
+
 
 class Part(Protocol):
     """What a chart needs of one gauge of a product."""
@@ -66,12 +68,20 @@ class Chart:
 
     @functools.cached_property
     def labels(self) -> tuple[str, ...]:
-        """Every gauge's place in the list, its name, and a checksum of what it binds: what a state was made with."""
-        return tuple(f"{at:03d}.{part.name}.{_checksum(part, own):08x}" for at, (part, own) in enumerate(self.parts))
+        """Every gauge's place in the list, its name, a checksum of what it binds, and the states' version."""
+        parts = enumerate(self.parts)
+        return tuple(f"{at:03d}.{part.name}.{_checksum(part, own):08x}.v{VERSION}" for at, (part, own) in parts)
 
     def check(self, labels: Collection[str]) -> None:
         """Raises ValueError where a state with these labels was made with other gauges, or on other leaves."""
         if set(labels) != set(self.labels):
+            versions = {label.rpartition(".v")[2] for label in labels}
+            if versions - {str(VERSION)}:
+                raise binding_error(
+                    "gauges", "a state of another version of this library",
+                    f"states of version {', '.join(sorted(v if v.isdigit() else '1' for v in versions))}",
+                    f"version {VERSION}", "go on with the library that made it, or start anew by tx.init(params)",
+                )  # fmt: skip
             raise binding_error(
                 "gauges", "a state of other gauges",
                 ", ".join(sorted(labels)) or "none", ", ".join(self.labels) or "none",

@@ -73,7 +73,7 @@ def test_a_state_of_another_version_is_refused() -> None:
     state: Any = tx.init(params)
     older = {label.rpartition(".v")[0]: own for label, own in state.gauges.elements.items()}
     state = state._replace(gauges=state.gauges._replace(elements=older))
-    with pytest.raises(ValueError, match="a state of another version of this library\n.*version 1\n.*version 2\n.*remedy"):
+    with pytest.raises(ValueError, match=r"another version of this library\n.*version 1\n.*version 2\n.*remedy"):
         tx.update(params, state, params)
 
 

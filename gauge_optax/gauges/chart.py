@@ -75,11 +75,12 @@ class Chart:
     def check(self, labels: Collection[str]) -> None:
         """Raises ValueError where a state with these labels was made with other gauges, or on other leaves."""
         if set(labels) != set(self.labels):
-            versions = {label.rpartition(".v")[2] for label in labels}
+            ends = [label.rpartition(".v")[2] for label in labels]
+            versions = {end if end.isdigit() else "1" for end in ends}
             if versions - {str(VERSION)}:
                 raise binding_error(
                     "gauges", "a state of another version of this library",
-                    f"states of version {', '.join(sorted(v if v.isdigit() else '1' for v in versions))}",
+                    f"states of version {', '.join(sorted(versions))}",
                     f"version {VERSION}", "go on with the library that made it, or start anew by tx.init(params)",
                 )  # fmt: skip
             raise binding_error(

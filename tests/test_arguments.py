@@ -81,7 +81,10 @@ def test_a_seed_is_no_key() -> None:
     _fails(lambda: go.discover(lambda p, x: x @ p["up"], PARAMS, batches, seed=key), "discover: no seed", "seed=0")
 
 
-@pytest.mark.parametrize("case", [c for c in GAUGE_CASES if not c.name.startswith(("product", "user"))], ids=str)
+OURS = [case for case in GAUGE_CASES if not case.name.startswith(("product", "user"))]
+
+
+@pytest.mark.parametrize("case", OURS, ids=lambda case: case.name)
 def test_every_gauge_says_what_breaks_it(case: Any) -> None:
     (gauge, *_) = case.gauges()
     assert gauge.breaks != go.Gauge.breaks

@@ -1,0 +1,120 @@
+"""What `go.track` costs: whole training steps with it and without, in turns.
+
+    python -m benchmarks.metrics                      # five minutes on 2 CPU cores
+    python -m benchmarks.metrics --sizes demo
+
+A step is loss, gradient, update and `apply_updates`, compiled as one, parameters and state donated. Every fourth step
+is a record here; the table says what that makes of the default, one record in `EVERY` steps. Writes
+benchmarks/results/metrics.json and metrics.md.
+"""
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import optax
+from tqdm import tqdm
+
+import gauge_optax as go
+from benchmarks.timing import host, prepared
+from examples import cli
+from models import lm
+
+OUT = Path(__file__).parent / "results"
+EVERY, EACH, MOST = 20, 4, 1.02
+
+
+class Size(NamedTuple):
+    """A model, its batch, and how many periods are timed."""
+
+    config: lm.LMConfig
+    batch: int
+    periods: int
+
+
+SIZES = {
+    "demo": Size(
+        lm.llama_config(vocab=256, d_model=64, layers=2, heads=4, kv_heads=2, d_head=16, d_ff=192, max_len=64), 16, 40
+    ),
+    "gpt2": Size(
+        lm.LMConfig(vocab=50257, d_model=768, layers=12, heads=12, kv_heads=12, d_head=64, d_ff=3072, max_len=256), 4, 3
+    ),
+}
+
+
+def measured(size: Size) -> dict[str, Any]:
+    """Milliseconds of a plain step, a step that records, one that does not; and ratios to plain, in turns."""
+    params, loss = lm.params_and_loss(size.config, jax.random.key(0))
+    gauges = lm.gauges(size.config)
+    tokens = np.random.default_rng(0).integers(0, size.config.vocab, (size.batch, size.config.max_len + 1))
+    arms = {
+        name: prepared(tx, params, tokens, loss)
+        for name, tx in (
+            ("plain", go.quotient_adamw(1e-4, gauges)),
+            ("tracked", go.track(go.quotient_adamw(1e-4, gauges), gauges, every=EACH)),
+        )
+    }
+    del params
+    for number in tqdm(range(EACH * (size.periods + 1)), unit="step", desc="demo" if size.batch > 4 else "gpt2"):
+        for arm in arms.values():
+            seconds = arm.run(tokens)
+            if number >= EACH:
+                arm.seconds.append(seconds)
+    plain, tracked = (np.array(arms[name].seconds).reshape(-1, EACH) for name in ("plain", "tracked"))
+    base = np.median(plain)
+    record, other = (float(np.median((tracked / plain)[:, k])) for k in (slice(0, 1), slice(1, None)))
+    at = int(optax.tree.get(arms["tracked"].state, "recorded_at"))
+    return {
+        "step_ms": 1e3 * float(base),
+        "record": record,
+        "other": other,
+        "every": {str(n): (record + (n - 1) * other) / n for n in (1, 10, EVERY, 100)},
+        "last_record": at,
+        "compile_s": {name: round(arm.compile_seconds, 1) for name, arm in arms.items()},
+    }
+
+
+def page(result: dict[str, Any]) -> str:
+    """Markdown."""
+    lines = [
+        "# What `go.track` costs", "",
+        f"`python -m benchmarks.metrics`: {result['host']}; float32; `quotient_adamw` inside. Times are of whole steps, "
+        f"in units of the same step without `track`, in turns; held to {MOST} at one record in {EVERY} steps.", "",
+        "| model | step ms | a record | any other step | each step | 10 | 20 | 100 | compile s, without and with |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]  # fmt: skip
+    for name, own in result["sizes"].items():
+        ratios = [f"{own['every'][n]:.3f}" for n in ("1", "10", "20", "100")]
+        missed = " **missed**" if own["every"][str(EVERY)] > MOST else ""
+        compiled = " and ".join(map(str, own["compile_s"].values()))
+        lines.append(
+            f"| {name} | {own['step_ms']:.1f} | {own['record']:.3f} | {own['other']:.3f} | {ratios[0]} | {ratios[1]} | "
+            f"{ratios[2]}{missed} | {ratios[3]} | {compiled} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
+    """Time the chosen sizes; write JSON and table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=cli.Help)
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
+    parser.add_argument("--out", type=Path, default=OUT)
+    args = parser.parse_args(argv)
+    path = args.out / "metrics.json"
+    result = json.loads(path.read_text()) if path.exists() else {"sizes": {}}
+    result["host"] = host()
+    for name in args.sizes:
+        result["sizes"][name] = measured(SIZES[name])
+    args.out.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=1) + "\n")
+    (args.out / "metrics.md").write_text(page(result))
+    print(page(result))
+    return result
+
+
+if __name__ == "__main__":
+    main()

@@ -82,7 +82,7 @@ def page(result: dict[str, Any]) -> str:
     """Markdown."""
     lines = [
         "# What `go.track` costs", "",
-        f"`python -m benchmarks.metrics`: {result['host']}; float32; `quotient_adamw` inside. Times are of whole steps, "
+        f"`python -m benchmarks.metrics`: {result['host']}; float32; `quotient_adamw` inside. Times: whole steps, "
         f"in units of the same step without `track`, in turns; held to {MOST} at one record in {EVERY} steps.", "",
         "| model | step ms | a record | any other step | each step | 10 | 20 | 100 | compile s, without and with |",
         "|---|---|---|---|---|---|---|---|---|",

@@ -21,7 +21,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "norm_scale", "rescale", "scale_invariant", "logit_shift", "head_rotation", "rope_torus", "head_linear",
         "rope_linear", "product", "Gauge",
     ),
-    "Gauges found": ("discover", "plan", "lora", "axes_by_name", "to_json", "from_json"),
+    "Gauges found": ("discover", "plan", "lora", "axes_by_name", "by_path", "to_json", "from_json"),
     "Diagnostics": ("gauge_sensitivity", "gram_evolution"),
 }  # fmt: skip
 MODULES = {"Measures": go.measure, "Assertions": go.testing}

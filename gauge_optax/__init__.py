@@ -1,6 +1,7 @@
 """gauge_optax: Optax transformations that see the function a network computes, not the coordinates it is written in."""
 
 from gauge_optax import measure, testing
+from gauge_optax._masks import by_path
 from gauge_optax._names import axes_by_name
 from gauge_optax.discover.as_json import from_json, to_json
 from gauge_optax.discover.lora import lora
@@ -31,8 +32,8 @@ from gauge_optax.transforms.retract import gauge_retract
 from gauge_optax.transforms.transport import transport
 
 __all__ = [
-    "Gauge", "add_gauge_decay", "axes_by_name", "ddc_adamw", "ddc_muon", "discover", "from_json", "from_state",
-    "gauge_fix", "gauge_project", "gauge_retract", "gauge_sensitivity", "gram_evolution", "head_linear",
+    "Gauge", "add_gauge_decay", "axes_by_name", "by_path", "ddc_adamw", "ddc_muon", "discover", "from_json",
+    "from_state", "gauge_fix", "gauge_project", "gauge_retract", "gauge_sensitivity", "gram_evolution", "head_linear",
     "head_rotation", "hyperball", "logit_shift", "lora", "measure", "norm_scale", "plan", "product", "quotient",
     "quotient_adamw", "quotient_muon", "rescale", "rope_linear", "rope_torus", "scale_by_ddc",
     "scale_by_opposite_gram", "scale_by_relative_rms", "scale_by_scaled_polar", "scale_invariant", "testing",

@@ -26,6 +26,7 @@ LAYERS: dict[str, int] = {
     "_specs": 0,
     "_blocks": 0,
     "binding": 1,
+    "_masks": 0,
     "_names": 2,
     "linalg": 1,
     "factors": 1,

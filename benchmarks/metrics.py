@@ -41,7 +41,7 @@ SIZES = {
         lm.llama_config(vocab=256, d_model=64, layers=2, heads=4, kv_heads=2, d_head=16, d_ff=192, max_len=64), 16, 40
     ),
     "gpt2": Size(
-        lm.LMConfig(vocab=50257, d_model=768, layers=12, heads=12, kv_heads=12, d_head=64, d_ff=3072, max_len=256), 4, 3
+        lm.LMConfig(vocab=50257, d_model=768, layers=12, heads=12, kv_heads=12, d_head=64, d_ff=3072, max_len=128), 1, 4
     ),
 }
 
@@ -59,7 +59,7 @@ def measured(size: Size) -> dict[str, Any]:
         )
     }
     del params
-    for number in tqdm(range(EACH * (size.periods + 1)), unit="step", desc="demo" if size.batch > 4 else "gpt2"):
+    for number in tqdm(range(EACH * (size.periods + 1)), unit="step", desc=f"d = {size.config.d_model}"):
         for arm in arms.values():
             seconds = arm.run(tokens)
             if number >= EACH:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import optax
 
 import gauge_optax.gauges.chart as charts
-from gauge_optax._arguments import require_every, require_gradients, require_own, require_params
+from gauge_optax._arguments import require_every, require_gradients, require_own, require_params, with_own_state
 from gauge_optax.binding import is_empty, leaves_by_path
 from gauge_optax.gauges._head import PLANE, HeadInstance
 from gauge_optax.gauges._linear import LinearReading
@@ -152,7 +152,8 @@ def track(
     Args:
       inner: any transformation, `quotient` or not: updates pass through unchanged.
       gauges: a gauge or a sequence of them, meaning their product.
-      every: steps between records, the first step among them. What is recorded costs about as much as an update.
+      every: steps between records, the first step among them. A record computes the update once more, and costs about
+        as much again.
       layers: names of axes that are kept apart: scanned layers.
 
     Returns:
@@ -192,15 +193,31 @@ def track(
         require_params("track", params)
         require_gradients("track", updates)
         require_own("track", state, TrackState)
-        steps, inner_state = inner.update(updates, state.inner_state, params, **extra)
 
-        def recorded() -> Metrics:
+        def update(gradient: optax.Updates) -> tuple[optax.Updates, optax.OptState]:
+            with with_own_state("track", inner, state.inner_state, params):
+                return inner.update(gradient, state.inner_state, params, **extra)
+
+        def recorded(steps: optax.Updates) -> Metrics:
             return _metrics(group, kept, params, state.start, updates, steps, state.taken)
 
-        metrics = jax.lax.cond(state.taken % every == 0, recorded, lambda: state.metrics)
+        if isinstance(every, int) and every == 1:
+            steps, inner_state = update(updates)
+            metrics = recorded(steps)
+        else:  # the update once more, so that no other step writes down what it would only add to the parameters
+            due = state.taken % every == 0
+            metrics = jax.lax.cond(due, lambda: recorded(update(updates)[0]), lambda: state.metrics)
+            steps, inner_state = update(_afterwards(updates, metrics))
         return steps, TrackState(inner_state, optax.safe_increment(state.taken), state.start, metrics)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _afterwards(gradient: optax.Updates, metrics: Metrics) -> optax.Updates:
+    """A gradient that is not known before the metrics are: what is donated is then read in its place, not copied."""
+    # Nothing exceeds infinity; the compiler does not know that.
+    one = jnp.where(metrics.relevant_share > jnp.inf, 2.0, 1.0)
+    return jax.tree.map(lambda x: x * one.astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.inexact) else x, gradient)
 
 
 def slice_norms(

@@ -16,6 +16,7 @@ from examples import (
     demo,
     diagonal_network,
     layernorm_scale,
+    lora,
     radial_equilibrium,
     released,
     relu_rescale,
@@ -53,6 +54,7 @@ def _demo(runs: Any) -> str:
 SECTIONS = [
     Section("demo", "Twins of a small language model", _demo),
     Section("starts", "From three usual starts", starts.section),
+    Section("lora", "Fine-tuning with LoRA: rules, ranks and starts", lora.section),
     Section("row_shift", "C.1 Logit shift of a grokking transformer", row_shift.section),
     Section("relu_rescale", "C.2 ReLU rescale, teacher and student", relu_rescale.section),
     Section("layernorm_scale", "C.3 LayerNorm scale", layernorm_scale.section),

@@ -19,7 +19,15 @@ from gauge_optax.gauges.base import Element, Gauge, Gauges
 from gauge_optax.gauges.bound import Arrays
 from gauge_optax.gauges.chart import Chart
 from gauge_optax.gauges.product import product
-from gauge_optax.linalg import lyapunov, matmul, orthogonal_logarithm, skew, symmetric
+from gauge_optax.linalg import (
+    inverse_pair_sums,
+    matmul,
+    orthogonal_logarithm,
+    skew,
+    symmetric,
+    symmetric_eigen,
+    transpose,
+)
 
 _SMALL = 0.1
 _CAYLEY_STEPS = 6  # each leaves the square of the half angle, 1e-2 at most
@@ -160,12 +168,14 @@ def _near_logarithm(even: jax.Array, odd: jax.Array) -> jax.Array:
 
     With the factor (1 + C)(1 − C)⁻¹, that its product with Y + K be symmetric reads Y·C + C·Y = K + C·K·C.
     """
-    cayley = lyapunov(even, 0.5 * odd)
+    values, vectors = symmetric_eigen(even)
+    pairs, odd = inverse_pair_sums(values), skew(matmul(matmul(transpose(vectors), odd), vectors))
+    cayley = odd * pairs
     for _ in range(_CAYLEY_STEPS):
-        cayley = lyapunov(even, 0.5 * (odd + matmul(matmul(cayley, odd), cayley)))
+        cayley = skew(odd + matmul(matmul(cayley, odd), cayley)) * pairs
     square = matmul(cayley, cayley)
     total = power = cayley
     for order in range(3, _LAST_ORDER + 1, 2):
         power = matmul(power, square)
         total = total + power / order
-    return 2.0 * total
+    return skew(matmul(matmul(vectors, 2.0 * total), transpose(vectors)))

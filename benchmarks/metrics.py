@@ -1,7 +1,7 @@
 """What `go.track` costs: whole training steps with it and without, in turns.
 
-    python -m benchmarks.metrics                      # five minutes on 2 CPU cores
-    python -m benchmarks.metrics --sizes demo
+    python -m benchmarks.metrics                              # ten minutes on 2 CPU cores
+    python -m benchmarks.metrics --sizes "demo, 16 x 64"      # model, sequences x tokens
 
 A step is loss, gradient, update and `apply_updates`, compiled as one, parameters and state donated. Every fourth step
 is a record here; the table says what that makes of the default, one record in `EVERY` steps. Writes
@@ -36,13 +36,18 @@ class Size(NamedTuple):
     periods: int
 
 
+def _gpt2(length: int) -> lm.LMConfig:
+    return lm.LMConfig(
+        vocab=50257, d_model=768, layers=12, heads=12, kv_heads=12, d_head=64, d_ff=3072, max_len=length
+    )
+
+
 SIZES = {
-    "demo": Size(
+    "demo, 16 x 64": Size(
         lm.llama_config(vocab=256, d_model=64, layers=2, heads=4, kv_heads=2, d_head=16, d_ff=192, max_len=64), 16, 40
     ),
-    "gpt2": Size(
-        lm.LMConfig(vocab=50257, d_model=768, layers=12, heads=12, kv_heads=12, d_head=64, d_ff=3072, max_len=128), 1, 4
-    ),
+    "gpt2, 1 x 128": Size(_gpt2(128), 1, 4),
+    "gpt2, 4 x 256": Size(_gpt2(256), 4, 1),
 }
 
 
@@ -84,7 +89,7 @@ def page(result: dict[str, Any]) -> str:
         "# What `go.track` costs", "",
         f"`python -m benchmarks.metrics`: {result['host']}; float32; `quotient_adamw` inside. Times: whole steps, "
         f"in units of the same step without `track`, in turns; held to {MOST} at one record in {EVERY} steps.", "",
-        "| model | step ms | a record | any other step | each step | 10 | 20 | 100 | compile s, without and with |",
+        "| model, batch | step ms | a record | other steps | each step | 10 | 20 | 100 | compile s, without and with |",
         "|---|---|---|---|---|---|---|---|---|",
     ]  # fmt: skip
     for name, own in result["sizes"].items():

@@ -28,6 +28,10 @@ from gauge_optax.measure.motion import small_turns
 Arrays = dict[str, jax.Array]
 
 LAYERS = ("layer",)
+# From so many parameters on a record makes the update once more, before the step: then no other step writes down an
+# update that it would only add, or copies parameters that are donated. Below, waiting for each other costs more
+# (benchmarks/results/metrics.json).
+_LARGE = 4_000_000
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -152,8 +156,7 @@ def track(
     Args:
       inner: any transformation, `quotient` or not: updates pass through unchanged.
       gauges: a gauge or a sequence of them, meaning their product.
-      every: steps between records, the first step among them. A record computes the update once more, and costs about
-        as much again.
+      every: steps between records, the first step among them. A record costs up to two updates.
       layers: names of axes that are kept apart: scanned layers.
 
     Returns:
@@ -201,11 +204,11 @@ def track(
         def recorded(steps: optax.Updates) -> Metrics:
             return _metrics(group, kept, params, state.start, updates, steps, state.taken)
 
-        if isinstance(every, int) and every == 1:
+        due = state.taken % every == 0
+        if (isinstance(every, int) and every == 1) or sum(map(jnp.size, jax.tree.leaves(params))) < _LARGE:
             steps, inner_state = update(updates)
-            metrics = recorded(steps)
-        else:  # the update once more, so that no other step writes down what it would only add to the parameters
-            due = state.taken % every == 0
+            metrics = jax.lax.cond(due, lambda: recorded(steps), lambda: state.metrics)
+        else:
             metrics = jax.lax.cond(due, lambda: recorded(update(updates)[0]), lambda: state.metrics)
             steps, inner_state = update(_afterwards(updates, metrics))
         return steps, TrackState(inner_state, optax.safe_increment(state.taken), state.start, metrics)

@@ -31,7 +31,7 @@ import optax
 import gauge_optax as go
 from examples import cli, data, study
 from examples.lora_rules import lora_muon, lora_rite
-from examples.sweep import RATIO, Cell, Result, Sweep, best, fill, key, markdown
+from examples.sweep import RATIO, Cell, Result, Sweep, best, fill, key, markdown, trained
 from models import lm
 
 matplotlib.use("Agg")
@@ -205,14 +205,7 @@ def program(arm: str, rank: int, steps: int, pretraining: int) -> Callable[..., 
         def of(factors: Params, tokens: jax.Array) -> jax.Array:
             return loss(adapted(base, start, factors), tokens)
 
-        def step(carry: tuple[Params, Any], tokens: jax.Array) -> tuple[tuple[Params, Any], jax.Array]:
-            factors, state = carry
-            value, grads = jax.value_and_grad(of)(factors, tokens)
-            updates, state = tx.update(grads, state, factors)
-            return (optax.apply_updates(factors, updates), state), value
-
-        (factors, _), losses = jax.lax.scan(step, (start, tx.init(start)), batches)
-        return losses, jax.lax.map(functools.partial(of, factors), held_out).mean()
+        return trained(tx, of, start, batches, held_out)
 
     return jax.jit(run).lower(example, batches(steps, SEEDS[0]), held_out(), jnp.float32(0)).compile()
 

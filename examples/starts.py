@@ -35,7 +35,7 @@ from optax.contrib import MuonDimensionNumbers
 
 import gauge_optax as go
 from examples import cli, data, study
-from examples.sweep import RATIO, Cell, Result, Sweep, best, fill, key, markdown
+from examples.sweep import RATIO, Cell, Result, Sweep, best, fill, key, markdown, trained
 from models import lm
 
 matplotlib.use("Agg")
@@ -173,15 +173,7 @@ def program(arm: str, size: int, steps: int) -> Callable[..., tuple[jax.Array, j
 
     def run(params: Params, batches: jax.Array, held_out: jax.Array, rate: jax.Array) -> tuple[jax.Array, jax.Array]:
         tx = ARMS[arm].build(lambda n: rate * shape(n), gauges)
-
-        def step(carry: tuple[Params, Any], tokens: jax.Array) -> tuple[tuple[Params, Any], jax.Array]:
-            params, state = carry
-            value, grads = jax.value_and_grad(loss)(params, tokens)
-            updates, state = tx.update(grads, state, params)
-            return (optax.apply_updates(params, updates), state), value
-
-        (params, _), losses = jax.lax.scan(step, (params, tx.init(params)), batches)
-        return losses, jax.lax.map(functools.partial(loss, params), held_out).mean()
+        return trained(tx, loss, params, batches, held_out)
 
     return jax.jit(run).lower(params, batches(steps, SEEDS[0]), held_out(), jnp.float32(0)).compile()
 

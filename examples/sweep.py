@@ -7,6 +7,7 @@ Here: which cells are missing, the file, the loop. Not here: what a cell trains.
 """
 
 import fcntl
+import functools
 import json
 import math
 import os
@@ -14,7 +15,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
+import optax
 from tqdm import tqdm
 
 from examples import study
@@ -102,6 +105,25 @@ def fill(
             tqdm.write(f"{key(cells[0])}: {done}")
             progress.update()
     return result
+
+
+def trained(
+    tx: optax.GradientTransformation,
+    loss: Callable[..., jax.Array],
+    params: Any,
+    batches: jax.Array,
+    held_out: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """Training losses over the batches, and the validation loss after them; to be traced."""
+
+    def step(carry: tuple[Any, Any], tokens: jax.Array) -> tuple[tuple[Any, Any], jax.Array]:
+        params, state = carry
+        value, grads = jax.value_and_grad(loss)(params, tokens)
+        updates, state = tx.update(grads, state, params)
+        return (optax.apply_updates(params, updates), state), value
+
+    (params, _), losses = jax.lax.scan(step, (params, tx.init(params)), batches)
+    return losses, jax.lax.map(functools.partial(loss, params), held_out).mean()
 
 
 def markdown(lines: Sequence[Sequence[str]]) -> str:

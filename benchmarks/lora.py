@@ -102,6 +102,19 @@ def rite(params: list[Any]) -> Any:
     return LoRARite(params, lr=RATE)
 
 
+def plus() -> optax.GradientTransformation:
+    """LoRA+: AdamW with 16 times the rate on B."""
+    rates = {"a": optax.adamw(RATE), "b": optax.adamw(16 * RATE)}
+    return optax.partition(rates, {"a": "a", "b": "b"})
+
+
+def torch_muon(params: list[Any]) -> Any:
+    """Muon as PyTorch users have it."""
+    from pytorch_optimizer import Muon
+
+    return Muon([{"params": params, "use_muon": True}], lr=RATE)
+
+
 def equivariance(seeds: int) -> dict[str, Any]:
     """Per start, dtype and optimizer: the geometric mean over seeds of products' relative distance, per condition."""
     table: dict[str, Any] = {}
@@ -109,6 +122,9 @@ def equivariance(seeds: int) -> dict[str, Any]:
         for dtype in ("float64", "float32"):
             rows: dict[str, Products] = {
                 "optax.adamw": by_optax(lambda: optax.adamw(RATE), dtype),
+                "LoRA+": by_optax(plus, dtype),
+                "optax.contrib.muon": by_optax(lambda: optax.contrib.muon(RATE), dtype),
+                "pytorch_optimizer.Muon": by_torch(torch_muon, dtype),
                 "quotient_adamw": by_optax(lambda: go.quotient_adamw(RATE, GAUGE, weight_decay=0.0), dtype),
                 "quotient_muon": by_optax(lambda: go.quotient_muon(RATE, GAUGE), dtype),
                 "pytorch_optimizer.LoRARite": by_torch(rite, dtype),

@@ -291,8 +291,8 @@ COMPLAINTS: dict[str, tuple[Callable[[], Any], str]] = {
     "no match": (_begun({"v": ONES}), "write 'v'"),
     "rank": (_begun({"w": ONES[0]}), "wrong rank at 'w'"),
     "hidden": (_begun({"w": optax.MaskedNode()}), "own axes, of the leaves it holds"),
-    "two entries": (_begun({"w": ONES}, axes={"w": "_ _", "{name}": "_ channel"}), "an entry on two spheres of 'w'"),
-    "two strings": (_begun({"w": ONES}, axes={"w": ("a=0:3 _", "a=2:4 _")}), "an entry on two spheres of 'w'"),
+    "two entries": (_begun({"w": ONES}, axes={"w": "_ _", "{name}": "_ channel"}), "an entry in two vectors of 'w'"),
+    "two strings": (_begun({"w": ONES}, axes={"w": ("a=0:3 _", "a=2:4 _")}), "an entry in two vectors of 'w'"),
     "zero sphere": (_begun({"w": ONES * [1, 0, 1]}, axes={"w": "_ c"}), "norm 0 of 1 of 3 spheres"),
 }
 

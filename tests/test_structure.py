@@ -27,6 +27,7 @@ LAYERS: dict[str, int] = {
     "_blocks": 0,
     "binding": 1,
     "_masks": 0,
+    "_vectors": 2,
     "_names": 2,
     "linalg": 1,
     "factors": 1,

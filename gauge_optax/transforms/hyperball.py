@@ -19,21 +19,8 @@ import numpy as np
 import optax
 
 from gauge_optax._arguments import require_params
-from gauge_optax._axes import parse_axes
-from gauge_optax._paths import hidden_match, match
-from gauge_optax.binding import (
-    Axes,
-    Block,
-    BlockSpec,
-    bind,
-    binding_error,
-    block_specs,
-    frozen_sizes,
-    hidden_paths,
-    is_empty,
-    leaves_by_path,
-    overlap,
-)
+from gauge_optax._vectors import beside, norm, taken, update_of, value, vector_specs, vectors
+from gauge_optax.binding import Axes, Block, binding_error, frozen_sizes, is_empty, leaves_by_path
 from gauge_optax.linalg import real_dtype, safe_divide
 from gauge_optax.transforms._common import in_dtype_of, placeholder
 
@@ -54,14 +41,6 @@ class HyperballState(NamedTuple):
 
     radius: Any
     count: Any
-
-
-class _Entry(NamedTuple):
-    """One axes string of the user's, with its own lengths and radius; None for the initial one."""
-
-    spec: BlockSpec
-    sizes: tuple[tuple[str, int], ...]
-    radius: Radius | None
 
 
 def hyperball(
@@ -117,14 +96,14 @@ def hyperball(
     Reference: the post's §5. Deviation: the length that `learning_rate` sets is the tangent part's, the post's that of
       all that comes in, so that decay would shorten the step.
     """
-    entries = _entries(axes, radius, frozen_sizes(_NAME, sizes))
+    specs, given = vector_specs(_NAME, axes, frozen_sizes(_NAME, sizes)), _radii(axes, radius)
     initial = isinstance(radius, str)
 
     def init_fn(params: optax.Params) -> HyperballState:
         count = jnp.zeros((), jnp.int32) if callable(learning_rate) else ()
         if is_empty(params):
             return HyperballState(placeholder() if initial else (), count)
-        spheres = _spheres(entries, params)
+        spheres = vectors(_NAME, specs, params)
         return HyperballState(_initial_radii(spheres, params) if initial else (), count)
 
     def update_fn(
@@ -137,13 +116,14 @@ def hyperball(
         if callable(learning_rate):
             rate, count = learning_rate(state.count), optax.safe_increment(state.count)
         out = {}
-        for path, spheres in _spheres(entries, params).items():
-            tangent = _update_of(path, tangents)
+        for path, spheres in vectors(_NAME, specs, params).items():
+            tangent = update_of(_NAME, path, tangents)
             noise = 2.0 * max(float(jnp.finfo(dtype).eps) for dtype in (tangent.dtype, real_dtype()))
             moved = jnp.asarray(tangent, real_dtype())
-            for (block, _), own in zip(spheres, _kept(state, path) if initial else _given(spheres), strict=True):
-                point = _value(block, values[path])
-                chord = _chord(point, block.view(moved), _beside(block, own), _summed(block), rate, noise)
+            radii = _kept(state, path) if initial else [given[pattern] for _, pattern in spheres]
+            for (block, _), own in zip(spheres, radii, strict=True):
+                point = value(block, values[path])
+                chord = _chord(point, block.view(moved), beside(block, own), taken(block), rate, noise)
                 moved = block.write(moved, chord)
             out[path] = moved
         return in_dtype_of(updates, out), HyperballState(state.radius, count)
@@ -151,22 +131,9 @@ def hyperball(
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def _update_of(path: str, tangents: Mapping[str, Any]) -> Any:
-    if path not in tangents:
-        raise binding_error(
-            _NAME, f"no update for '{path}'", f"a tree with {', '.join(list(tangents)[:3]) or 'no leaves'}",
-            "updates of the same structure as params", "pass the updates of the very parameters that are passed",
-        )  # fmt: skip
-    return tangents[path]
-
-
 def _kept(state: HyperballState, path: str) -> Sequence[Any]:
     radii = state.radius[path]
     return radii if isinstance(radii, tuple) else (radii,)
-
-
-def _given(spheres: Sequence[tuple[Block, Any]]) -> Sequence[Any]:
-    return [radius for _, radius in spheres]
 
 
 # One sphere, or several side by side -----------------------------------------------------------------
@@ -207,34 +174,16 @@ def _chord(
     return jnp.where(radius > 0, chord, tangent)
 
 
-def _value(block: Block, leaf: Any) -> jax.Array:
-    """What the block selects, as values: one more than is stored under `1+`."""
-    view = block.view(jnp.asarray(leaf, real_dtype()))
-    return view + 1.0 if block.one_plus else view
-
-
-def _summed(block: Block) -> tuple[int, ...]:
-    """The axes of a block's view that one sphere takes up."""
-    return tuple(k for k, label in enumerate(block.labels) if label == "_")
-
-
-def _beside(block: Block, radius: Any) -> Any:
-    """Radii of a block, shaped to its view."""
-    if jnp.ndim(radius) == 0:
-        return jnp.asarray(radius, real_dtype())
-    return radius.reshape([1 if label == "_" else n for n, label in zip(block.view_shape, block.labels, strict=True)])
-
-
-def _initial_radii(spheres: Mapping[str, Sequence[tuple[Block, Any]]], params: Any) -> dict[str, Any]:
+def _initial_radii(spheres: Mapping[str, Sequence[tuple[Block, str]]], params: Any) -> dict[str, Any]:
     leaves = leaves_by_path(params)
     radii: dict[str, Any] = {}
     for path, own in spheres.items():
-        norms = [jnp.sqrt(jnp.sum(jnp.square(_value(b, leaves[path])), _summed(b))) for b, _ in own]
-        for (block, _), norm in zip(own, norms, strict=True):
-            if not isinstance(norm, jax.core.Tracer) and bool(jnp.any(norm == 0)):
+        norms = [norm(block, value(block, leaves[path])) for block, _ in own]
+        for (block, _), found in zip(own, norms, strict=True):
+            if not isinstance(found, jax.core.Tracer) and bool(jnp.any(found == 0)):
                 raise binding_error(
                     _NAME, f"a sphere of radius 0 at '{path}'",
-                    f"norm 0 of {int(jnp.sum(norm == 0))} of {norm.size} spheres, axes \"{block.axes}\"",
+                    f"norm 0 of {int(jnp.sum(found == 0))} of {found.size} spheres, axes \"{block.axes}\"",
                     "weights with a direction, for radius='initial'",
                     "give it a number for a radius, or leave the leaf out (LoRA's B, zero output kernels)",
                 )  # fmt: skip
@@ -242,29 +191,7 @@ def _initial_radii(spheres: Mapping[str, Sequence[tuple[Block, Any]]], params: A
     return radii
 
 
-# What the user wrote, and the leaves it binds ----------------------------------------------------------
-
-
-def _entries(axes: Mapping[str, Axes], radius: Any, sizes: tuple[tuple[str, int], ...]) -> tuple[_Entry, ...]:
-    if not isinstance(axes, Mapping) or not axes:
-        block_specs(_NAME, "axes", axes)  # raises
-    radii = _radii(axes, radius)
-    specs = [
-        (spec, radii[pattern])
-        for pattern, value in axes.items()
-        # String by string: spheres have no names in common that would have to agree.
-        for one in (value if isinstance(value, tuple) and value else (value,))
-        for spec in block_specs(_NAME, "axes", {pattern: one})
-    ]
-    known = {spec: {part.name for part in parse_axes(_NAME, spec.pattern, spec.axes).parts} for spec, _ in specs}
-    for name, _ in sizes:
-        if not any(name in names for names in known.values()):
-            raise binding_error(
-                _NAME, f"unknown axis in sizes '{name}'",
-                f"named axes: {', '.join(sorted(set().union(*known.values()) - {'_'})) or 'none'}",
-                "names that stand in an axes string", f"drop '{name}' or correct it",
-            )  # fmt: skip
-    return tuple(_Entry(spec, tuple(x for x in sizes if x[0] in known[spec]), r) for spec, r in specs)
+# Radii --------------------------------------------------------------------------------------------
 
 
 def _radii(axes: Mapping[str, Axes], radius: Any) -> dict[str, Radius | None]:
@@ -296,36 +223,3 @@ def _positive(radius: Any, where: str) -> Any:
             "write radius='initial' for the norms at init",
         )  # fmt: skip
     return radius
-
-
-def _spheres(entries: Sequence[_Entry], tree: Any) -> dict[str, list[tuple[Block, Radius | None]]]:
-    """Leaf path → its blocks, each with its radius."""
-    found: dict[str, list[tuple[Block, Radius | None]]] = {}
-    for entry in entries:
-        for block in _bound(entry, tree):
-            own = found.setdefault(block.path, [])
-            for other, _ in own:
-                if overlap(block, other):
-                    raise binding_error(
-                        _NAME, f"an entry on two spheres of '{block.path}'", f"\"{other.axes}\" and \"{block.axes}\"",
-                        "every entry of a leaf on one sphere",
-                        "drop one, or select different entries with 'name=3' or 'name=0:4'",
-                    )  # fmt: skip
-            own.append((block, entry.radius))
-    return found
-
-
-def _bound(entry: _Entry, tree: Any) -> list[Block]:
-    """The blocks of one axes string, leaf by leaf: a name that two leaves share may have two lengths."""
-    spec, leaves = entry.spec, leaves_by_path(tree)
-    paths = [path for path in leaves if match(_NAME, spec.pattern, path) is not None]
-    masked = [p for p in hidden_paths(tree) if (hit := hidden_match(_NAME, spec.pattern, p)) and (hit[1] or not paths)]
-    if masked:
-        raise binding_error(
-            _NAME, f"MaskedNode hides a leaf of '{spec.pattern}'", f"MaskedNode at {', '.join(masked[:3])}",
-            "every leaf that `axes` lists",
-            "give each partition (optax.partition, optax.masked) its own axes, of the leaves it holds",
-        )  # fmt: skip
-    trees = [{path: leaves[path]} for path in paths] or [tree]  # without a match it is for `bind` to say so
-    bindings = [bind(_NAME, (spec,), entry.sizes, own) for own in trees]
-    return [block for binding in bindings for instance in binding.instances for block in instance.blocks]

@@ -17,9 +17,11 @@ from gauge_optax.gauges.torus import rope_torus
 from gauge_optax.inner.relative import scale_by_relative_rms
 from gauge_optax.measure._sensitivity import gauge_sensitivity
 from gauge_optax.measure.live import track
+from gauge_optax.measure.rotation import track_rotation
 from gauge_optax.measure.shrink import gram_evolution
 from gauge_optax.optimizers import ddc_adamw, ddc_muon, quotient_adamw, quotient_muon
 from gauge_optax.quotient import quotient
+from gauge_optax.rotational_optimizers import rotational_adamw, rotational_lion, rotational_sgdm
 from gauge_optax.transforms.ddc import scale_by_ddc
 from gauge_optax.transforms.decay import add_gauge_decay
 from gauge_optax.transforms.fix import gauge_fix
@@ -29,13 +31,15 @@ from gauge_optax.transforms.opposite_gram import scale_by_opposite_gram
 from gauge_optax.transforms.polar import scale_by_scaled_polar
 from gauge_optax.transforms.project import gauge_project
 from gauge_optax.transforms.retract import gauge_retract
+from gauge_optax.transforms.rotational import rotational
 from gauge_optax.transforms.transport import transport
 
 __all__ = [
     "Gauge", "add_gauge_decay", "axes_by_name", "by_path", "ddc_adamw", "ddc_muon", "discover", "from_json",
     "from_state", "gauge_fix", "gauge_project", "gauge_retract", "gauge_sensitivity", "gram_evolution", "head_linear",
     "head_rotation", "hyperball", "logit_shift", "lora", "measure", "norm_scale", "plan", "product", "quotient",
-    "quotient_adamw", "quotient_muon", "rescale", "rope_linear", "rope_torus", "scale_by_ddc",
+    "quotient_adamw", "quotient_muon", "rescale", "rope_linear", "rope_torus", "rotational", "rotational_adamw",
+    "rotational_lion", "rotational_sgdm", "scale_by_ddc",
     "scale_by_opposite_gram", "scale_by_relative_rms", "scale_by_scaled_polar", "scale_invariant", "testing",
-    "to_json", "track", "transport",
+    "to_json", "track", "track_rotation", "transport",
 ]  # fmt: skip

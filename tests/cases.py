@@ -599,10 +599,36 @@ def _hyperball(
     gauges: Sequence[Gauge], radius: str | float = "initial", learning_rate: optax.ScalarOrSchedule | None = None
 ) -> optax.GradientTransformationExtraArgs:
     """Spheres on the leaves that gauges bind, each as the first of them reads it."""
+    return go.hyperball(_axes(gauges), radius, learning_rate=learning_rate)
+
+
+def _axes(gauges: Sequence[Gauge]) -> dict[str, str]:
+    """Path → axes as the first gauge reads it, summed over what its group acts on."""
     axes: dict[str, str] = {}
     for spec in (spec for gauge in gauges for spec in gauge.specs):
         axes.setdefault(spec.pattern, spec.axes.replace("basis", "_").replace("vocab", "_"))
-    return go.hyperball(axes, radius, learning_rate=learning_rate)
+    return axes
+
+
+def _on_vectors(gauges: Sequence[Gauge]) -> dict[str, str]:
+    """Of these the ones that turn: vectors of more than one entry."""
+    return {path: axes for path, axes in _axes(gauges).items() if "_" in axes}
+
+
+def _rotational_adamw(gauges: Sequence[Gauge], learning_rate: Any, weight_decay: Any) -> Any:
+    return go.rotational_adamw(learning_rate, _on_vectors(gauges), weight_decay=weight_decay)
+
+
+def _rotational_sgdm(gauges: Sequence[Gauge], learning_rate: Any) -> Any:
+    return go.rotational_sgdm(learning_rate, _on_vectors(gauges), gain=optax.adam(0.01))
+
+
+def _rotational_lion(gauges: Sequence[Gauge], learning_rate: Any, eta_r: Any) -> Any:
+    return go.rotational_lion(learning_rate, _on_vectors(gauges), eta_r=eta_r)
+
+
+def _track_rotation(gauges: Sequence[Gauge], every: int) -> Any:
+    return go.track_rotation(_on_vectors(gauges), optax.adam(0.01), every=every)
 
 
 def _opposite_gram(
@@ -643,6 +669,10 @@ TRANSFORM_CASES: tuple[TransformCase, ...] = (
     TransformCase("quotient/lion", go.quotient, {"inner": optax.lion(0.01)}, linear=True),
     TransformCase("quotient/link", go.quotient, {"inner": optax.scale_by_adam(), "hold": False}),
     TransformCase("track/adam", go.track, {"inner": optax.adam(0.01), "every": 2}),
+    TransformCase("track_rotation/adam", _track_rotation, {"every": 2}),
+    TransformCase("rotational/adamw", _rotational_adamw, {"learning_rate": _falling, "weight_decay": 0.1}),
+    TransformCase("rotational/sgdm", _rotational_sgdm, {"learning_rate": 0.01}),
+    TransformCase("rotational/lion", _rotational_lion, {"learning_rate": 0.01, "eta_r": _falling}),
     TransformCase("scale_by_relative_rms/number", go.scale_by_relative_rms, {}),
     TransformCase("quotient_adamw/rotation", go.quotient_adamw, {"learning_rate": 0.01}),
     TransformCase("quotient_adamw/linear", go.quotient_adamw, {"learning_rate": 0.01, "nesterov": True}, linear=True),

@@ -281,7 +281,7 @@ WRAPPERS = {
     "partition": _partitioned,
     "apply_if_finite": _apply_if_finite,
 }
-SHAPED_LIKE_PARAMS = {".mu", ".nu", ".columns", ".acc_grads"}
+SHAPED_LIKE_PARAMS = {".mu", ".nu", ".trace", ".columns", ".acc_grads"}
 
 
 @rows
@@ -306,10 +306,14 @@ def test_map_params_gives_moments_the_specs_of_their_leaves(case: TransformCase)
         assert optax.tree_utils.tree_get(mapped, moment) == specs
 
 
+ON_VECTORS = ("hyperball", "rotational", "track_rotation")
+
+
 def _complaint(case: TransformCase, gauge: str) -> tuple[str, str]:
-    """Who complains, and what it asks for. Hyperball is bound to leaves by itself: there is no gauge to name."""
+    """Who complains, and what it asks for. Vectors are bound to leaves by themselves: there is no gauge to name."""
     own = "head_linear" if case.linear and gauge == "head_rotation" else gauge
-    return ("hyperball", "own axes") if case.name.startswith("hyperball/") else (own, "own gauge list")
+    by_itself = case.name.split("/")[0]
+    return (by_itself, "own axes") if by_itself in ON_VECTORS else (own, "own gauge list")
 
 
 @rows

@@ -40,6 +40,7 @@ LAYERS: dict[str, int] = {
     "inner": 3,
     "transforms": 3,
     "optimizers": 4,
+    "rotational_optimizers": 4,
     "discover": 4,
     "measure": 4,
     "testing": 4,

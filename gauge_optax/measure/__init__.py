@@ -2,6 +2,7 @@
 
 from gauge_optax.measure._sensitivity import gauge_sensitivity
 from gauge_optax.measure.adam import adam_factors, adam_precondition
+from gauge_optax.measure.equilibrium import corrected, effective_decay, predict_equilibrium, predict_norm
 from gauge_optax.measure.leakage import rescale_leakage, rotation_leakage, step_leakage
 from gauge_optax.measure.live import slice_norms
 from gauge_optax.measure.motion import drift, vertical_motion
@@ -12,10 +13,14 @@ from gauge_optax.measure.trajectory import leakage_along, predicted_drift
 __all__ = [
     "adam_factors",
     "adam_precondition",
+    "corrected",
     "drift",
+    "effective_decay",
     "gauge_sensitivity",
     "gram_evolution",
     "leakage_along",
+    "predict_equilibrium",
+    "predict_norm",
     "predicted_drift",
     "rescale_leakage",
     "rotation_leakage",

@@ -104,7 +104,7 @@ def track_rotation(
         zero = jnp.zeros((), jnp.int32)
         if is_empty(params):
             return TrackRotationState(inner_state, zero, jnp.zeros(()))  # type: ignore[arg-type]
-        shapes = jax.eval_shape(lambda p: _rotation(specs, p, p, p, p, zero), params)
+        shapes = jax.eval_shape(lambda p: _rotation(specs, p, p, p, {}, zero), params)
         return TrackRotationState(inner_state, zero, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes))
 
     def update_fn(
@@ -114,7 +114,7 @@ def track_rotation(
         require_own(_NAME, state, TrackRotationState)
         if optimizer is None:
             steps, inner_state = updates, state.inner_state
-            gradient, momentum = extra.get("gradient"), extra.get("momentum")
+            gradient, momentum = extra.get("gradient"), leaves_by_path(extra.get("momentum"))
         else:
             with with_own_state(_NAME, optimizer, state.inner_state, params):
                 steps, inner_state = optimizer.update(updates, state.inner_state, params, **extra)
@@ -129,29 +129,31 @@ def track_rotation(
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def _first_moment(state: Any) -> Any:
+def _first_moment(state: Any) -> dict[str, jax.Array]:
+    """Leaf path → its first moment; of a partition each leaf's own."""
+    found: dict[str, jax.Array] = {}
     for name in _MOMENTS:
-        found = [x for _, x in optax.tree.get_all_with_path(state, name)]
-        if len(found) > 1:
-            raise binding_error(
-                _NAME, f"several first moments named '{name}'", f"{len(found)} of them", "one",
-                "track one optimizer: put track_rotation inside optax.partition, with the axes of its leaves",
-            )  # fmt: skip
-        if found:
-            return found[0]
-    return None
+        for _, tree in optax.tree.get_all_with_path(state, name):
+            for path, moment in leaves_by_path(tree).items():
+                if path in found:
+                    raise binding_error(
+                        _NAME, f"several first moments of '{path}'", f"two in {type(state).__name__}", "one",
+                        "track the one optimizer that has the moment meant, inside the other",
+                    )  # fmt: skip
+                found[path] = moment
+    return found
 
 
 def _rotation(
-    specs: Sequence[VectorSpec], params: Any, steps: Any, gradient: Any, momentum: Any, step: jax.Array
+    specs: Sequence[VectorSpec], params: Any, steps: Any, gradient: Any, momentum: Mapping[str, Any], step: jax.Array
 ) -> Rotation:
     leaves, moves = leaves_by_path(params), leaves_by_path(steps)
-    gradients, moments = (None if tree is None else leaves_by_path(tree) for tree in (gradient, momentum))
+    gradients = leaves_by_path(gradient)
     columns: dict[str, dict[str, jax.Array]] = {name: {} for name in Rotation._fields[1:]}
     for path, bound in vectors(_NAME, specs, params).items():
         for number, (block, _) in enumerate(bound):
             move = update_of(_NAME, path, moves)
-            found = _figures(block, leaves[path], move, (gradients or {}).get(path), (moments or {}).get(path))
+            found = _figures(block, leaves[path], move, gradients.get(path), momentum.get(path))
             name = path if len(bound) == 1 else f"{path}/{number}"
             for column, x in zip(columns.values(), found, strict=True):
                 column[name] = x

@@ -1,0 +1,73 @@
+"""Weight standardization: a layer's neurons centred, of norm 1, times a gain that is learnt.
+
+The network then sees neither the size nor the mean of a kernel's neurons: each is scale- and shift-invariant, whatever
+follows it. Qiao et al. 2019; with gains as in Rotational Equilibrium, App. K.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+EPS = 1e-12
+
+
+def standardized(kernel: jax.Array, fan_in: tuple[int, ...]) -> jax.Array:
+    """Neurons of mean 0 and norm 1; `fan_in` are the axes of one."""
+    centred = kernel - jnp.mean(kernel, fan_in, keepdims=True)
+    return centred * jax.lax.rsqrt(jnp.sum(jnp.square(centred), fan_in, keepdims=True) + EPS)
+
+
+class WeightStandardized(nnx.Module):
+    """A layer with a `kernel`, whose call sees the standardized one times `gain`.
+
+    Attributes:
+      layer: as it was, `nnx.Linear`, `nnx.Conv` or any module that reads its own `kernel`.
+      gain: one per neuron, at first its norm without the mean, so that the function changes by the mean alone.
+
+    >>> layer = nnx.Linear(8, 3, rngs=nnx.Rngs(0))
+    >>> wrapped = WeightStandardized(layer, "_ channel")
+    >>> wrapped(jnp.ones((2, 8))).shape, wrapped.gain.shape
+    ((2, 3), (3,))
+    """
+
+    def __init__(self, layer: nnx.Module, axes: str) -> None:
+        """`axes` of the kernel, in order: `_` is what a neuron sums over, as in gauges."""
+        self.layer = layer
+        self.fan_in = tuple(k for k, name in enumerate(axes.split()) if name == "_")
+        kernel = layer.kernel[...]  # type: ignore[attr-defined]
+        if len(axes.split()) != kernel.ndim or not self.fan_in:
+            raise ValueError(f"axes {axes!r} do not fit a kernel of shape {kernel.shape}")
+        centred = kernel - jnp.mean(kernel, self.fan_in, keepdims=True)
+        self.gain = nnx.Param(jnp.sqrt(jnp.sum(jnp.square(centred), self.fan_in)))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The layer's, with the kernel that the network sees."""
+        graph, state = nnx.split(self.layer)
+        gain = jnp.expand_dims(self.gain[...], self.fan_in)
+        kernel: Any = state["kernel"]
+        state["kernel"] = kernel.replace(standardized(kernel[...], self.fan_in) * gain)
+        return nnx.merge(graph, state)(*args, **kwargs)
+
+
+def standardize(model: nnx.Module, axes: Mapping[str, str]) -> None:
+    """Wraps, in place, every module in `model` whose attribute name is listed.
+
+    Args:
+      model: of any depth.
+      axes: attribute name of a layer → axes of its kernel.
+
+    >>> class Two(nnx.Module):
+    ...     def __init__(self, rngs):
+    ...         self.up, self.down = nnx.Linear(4, 8, rngs=rngs), nnx.Linear(8, 4, rngs=rngs)
+    >>> model = Two(nnx.Rngs(0))
+    >>> standardize(model, {"up": "_ channel"})
+    >>> type(model.up).__name__, type(model.down).__name__
+    ('WeightStandardized', 'Linear')
+    """
+    for _, module in list(nnx.iter_modules(model)):
+        for name, layer in list(vars(module).items()):
+            if name in axes and hasattr(layer, "kernel"):
+                setattr(module, name, WeightStandardized(layer, axes[name]))

@@ -1,0 +1,261 @@
+"""Controlled rotation: angle, norm and everything else that the algorithm promises, beside it in plain NumPy."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import gauge_optax as go
+from tests.quick import jit
+from tests.tolerances import tolerance
+
+Tree = Any
+RATE, DECAY = 0.01, 0.1
+
+
+def _noise(seed: int, *shape: int) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=shape)
+
+
+def _run(tx: optax.GradientTransformation, params: Tree, gradients: Tree) -> tuple[Tree, Tree]:
+    """The parameters before every step and after the last, and the last state; gradients are stacked by step."""
+
+    def step(carry: Any, grads: Tree) -> Any:
+        params, state = carry
+        updates, state = tx.update(grads, state, params)
+        return (optax.apply_updates(params, updates), state), params
+
+    def run(params: Tree, gradients: Tree) -> Any:
+        (last, state), before = jax.lax.scan(step, (params, tx.init(params)), gradients)
+        return jax.tree.map(lambda a, b: jnp.concatenate([a, b[None]]), before, last), state
+
+    return jit(run)(params, gradients)
+
+
+def _angles(weights: np.ndarray) -> np.ndarray:
+    """Between neighbouring steps (steps + 1, entries, vectors)."""
+    unit = weights / np.linalg.norm(weights, axis=1, keepdims=True)
+    return 2.0 * np.arcsin(np.linalg.norm(np.diff(unit, axis=0), axis=1) / 2.0)
+
+
+def _algorithm(
+    weights: np.ndarray, directions: np.ndarray, angle: float, beta: float, eps: float, center: bool
+) -> np.ndarray:
+    """Algorithm 1 for one vector, line by line; `directions` are the inner updates over η."""
+
+    def centred(x: np.ndarray) -> np.ndarray:
+        return x - x.mean() if center else x
+
+    n, nu = np.linalg.norm(weights), 0.0
+    p = n * centred(weights) / np.linalg.norm(centred(weights))
+    for t, direction in enumerate(directions, 1):
+        d = direction - direction @ p / (p @ p) * p
+        d = d - d.mean() if center else d
+        nu = beta * nu + (1.0 - beta) * (d @ d)
+        p = p + angle * n * d / np.sqrt(nu / (1.0 - beta**t) + eps)
+        p = n * p / np.linalg.norm(p)
+    return p
+
+
+SHAPE = (2, 3, 2, 4)
+VECTORS = {"_ _ _ channel": (3,), "_ _ head _": (2,), "layer _ head _": (0, 2), "_ _ _ _": ()}
+
+
+@pytest.mark.parametrize("axes", VECTORS)
+@pytest.mark.parametrize(("beta", "eps", "center"), [(0.9, 0.0, True), (0.5, 0.3, False)])
+def test_every_vector_follows_the_algorithm(axes: str, beta: float, eps: float, center: bool, x64: None) -> None:
+    weights, gradients = _noise(0, *SHAPE), _noise(1, 5, *SHAPE)
+    tx = go.rotational(
+        optax.sgd(RATE), {"w": axes}, learning_rate=RATE, weight_decay=DECAY, eta_r=0.05, beta=beta, eps=eps,
+        center=center,
+    )  # fmt: skip
+    found, _ = _run(tx, {"w": weights}, {"w": gradients})
+    named = VECTORS[axes]
+    for index in np.ndindex(*(SHAPE[k] for k in named)):
+        at = tuple(index[named.index(k)] if k in named else slice(None) for k in range(4))
+        directions = -gradients[(slice(None), *at)].reshape(5, -1)
+        expected = _algorithm(weights[at].ravel(), directions, 0.05, beta, eps, center)
+        error = np.linalg.norm(np.asarray(found["w"][-1])[at].ravel() - expected) / np.linalg.norm(expected)
+        assert error <= tolerance("optax", jnp.float64)
+
+
+def test_norms_stay_and_the_mean_angle_is_table_1s() -> None:
+    """float32: 1e-5 over 1,000 steps, 2 % over 200."""
+    weights, steps = jnp.asarray(_noise(0, 64, 32), jnp.float32), 1000
+    scales = np.exp(_noise(2, 32))  # neurons of different gradients
+    gradients = jnp.asarray(_noise(1, steps, 64, 32) * scales, jnp.float32)
+    found, _ = _run(go.rotational_adamw(RATE, {"w": "_ channel"}, weight_decay=DECAY), {"w": weights}, {"w": gradients})
+    norms = np.linalg.norm(np.asarray(found["w"], np.float64), axis=1)
+    assert np.max(np.abs(norms / norms[0] - 1.0)) <= 1e-5
+    plain, _ = _run(optax.adamw(RATE, weight_decay=DECAY), {"w": weights}, {"w": gradients})
+    assert np.max(np.abs(np.linalg.norm(np.asarray(plain["w"]), axis=1) / norms[0] - 1.0)) > 1e-2
+    angles = _angles(np.asarray(found["w"], np.float64))[-200:].mean(0)
+    expected = float(go.measure.predict_equilibrium("adamw", learning_rate=RATE, weight_decay=DECAY, dim=64).rotation)
+    assert np.max(np.abs(angles / expected - 1.0)) <= 0.02
+
+
+PARAMS = {"w": _noise(0, 6, 4), "bias": _noise(1, 4), "gain": _noise(2, 4), "fused": _noise(3, 2, 6, 4)}
+BLOCKS = {"w": "_ channel", "fused": "part=1 _ channel"}
+INNER = {
+    "adamw": (go.rotational_adamw, functools.partial(optax.adamw, weight_decay=DECAY)),
+    "lion": (go.rotational_lion, functools.partial(optax.lion, weight_decay=DECAY)),
+    "sgdm": (
+        go.rotational_sgdm,
+        lambda rate: optax.chain(
+            optax.add_decayed_weights(DECAY, {"w": False, "bias": True, "gain": True, "fused": False}),
+            optax.sgd(rate, 0.9),
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", INNER)
+def test_other_leaves_get_the_inner_update_bit_for_bit(kind: str) -> None:
+    alias, inner = INNER[kind]
+    params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), PARAMS)
+    gradients = jax.tree.map(lambda x: jnp.stack([x, -0.5 * x, 0.1 * x]), params)
+    found, _ = _run(alias(RATE, BLOCKS, weight_decay=DECAY), params, gradients)
+    expected, _ = _run(inner(RATE), params, gradients)
+    for name in ("bias", "gain"):
+        np.testing.assert_array_equal(found[name], expected[name])
+    np.testing.assert_array_equal(found["fused"][:, 0], expected["fused"][:, 0])
+    assert not np.allclose(found["fused"][-1, 1], expected["fused"][-1, 1])
+
+
+@pytest.mark.parametrize(
+    ("kind", "more"), [("adamw", {"b1": 0.8}), ("sgdm", {"momentum": 0.7}), ("lion", {"b1": 0.85, "b2": 0.95})]
+)
+def test_the_angle_is_the_predicted_one(kind: str, more: dict[str, float], x64: None) -> None:
+    """With β = 0 every step turns by η_r itself: the tangent of the angle is."""
+    alias, _ = INNER[kind]
+    schedule = optax.linear_schedule(0.02, 0.01, 4)
+    tx = alias(schedule, {"w": "_ channel"}, weight_decay=DECAY, beta=0.0, **more)
+    found, _ = _run(tx, {"w": _noise(0, 6, 4) - _noise(0, 6, 4).mean(0)}, {"w": _noise(1, 4, 6, 4)})
+    own = {"b1": more["momentum"]} if kind == "sgdm" else more
+    sizes = {} if kind == "sgdm" else {"dim": 6}
+    for t, angles in enumerate(_angles(np.asarray(found["w"]))):
+        predicted = go.measure.predict_equilibrium(
+            kind, learning_rate=float(schedule(t)), weight_decay=DECAY, gradient_norm=1.0, **own, **sizes
+        )
+        np.testing.assert_allclose(np.tan(angles), float(predicted.rotation), rtol=1e-6)
+
+
+def test_a_rate_of_zero_turns_nothing_and_is_not_counted(x64: None) -> None:
+    gradients = {"w": _noise(1, 4, 6, 4)}
+    start = {"w": _noise(0, 6, 4)}
+    late = optax.join_schedules([optax.constant_schedule(0.0), optax.constant_schedule(RATE)], [2])
+    tx = go.rotational(optax.sgd(late), {"w": "_ channel"}, learning_rate=late, weight_decay=DECAY, eta_r=0.1, eps=0.0)
+    waited, state = _run(tx, start, gradients)
+    tx = go.rotational(optax.sgd(RATE), {"w": "_ channel"}, learning_rate=RATE, weight_decay=DECAY, eta_r=0.1, eps=0.0)
+    fresh, _ = _run(tx, start, {"w": gradients["w"][2:]})
+    np.testing.assert_allclose(waited["w"][-1], fresh["w"][-1], rtol=1e-12)
+    assert np.all(np.isfinite(waited["w"])) and int(state.tracked) == 2
+
+
+@pytest.mark.parametrize("size", [1e-12, 1e12])
+def test_the_scale_of_the_loss_changes_nothing(size: float, x64: None) -> None:
+    """Of SGD, whose updates grow with it."""
+    start, gradients = {"w": _noise(0, 6, 4)}, _noise(1, 4, 6, 4)
+    tx = go.rotational_sgdm(RATE, {"w": "_ channel"})
+    ends = [_run(tx, start, {"w": scale * gradients})[0]["w"] for scale in (1.0, size)]
+    np.testing.assert_allclose(ends[0], ends[1], rtol=1e-9)
+
+
+def test_a_gain_is_trained_as_a_parameter_of_its_own(x64: None) -> None:
+    """W = gain · n · unit under the loss of W: the same as with the gain in the tree."""
+    goal, start = _noise(1, 6, 4), _noise(0, 6, 4)
+    start -= start.mean(0)
+
+    def loss(weights: jax.Array) -> jax.Array:
+        return 0.5 * jnp.sum(jnp.square(weights - goal))
+
+    tx = go.rotational(
+        optax.sgd(RATE), {"w": "_ channel"}, learning_rate=RATE, weight_decay=DECAY, eta_r=0.05, eps=0.0,
+        gain=optax.sgd(1e-3),
+    )  # fmt: skip
+    apart = go.rotational(
+        optax.sgd(RATE), {"w": "_ channel"}, learning_rate=RATE, weight_decay=DECAY, eta_r=0.05, eps=0.0, beta=0.9
+    )
+    params, state = {"w": jnp.asarray(start)}, tx.init({"w": jnp.asarray(start)})
+    parts = {"w": jnp.asarray(start)}
+    other, gain = apart.init(parts), jnp.ones(4)
+    for _ in range(5):
+        updates, state = tx.update(jax.grad(lambda p: loss(p["w"]))(params), state, params)
+        params = optax.apply_updates(params, updates)
+        slope = jax.grad(lambda gain, w: loss(gain * w), argnums=0)(gain, parts["w"])
+        # The direction's own gradient is the kernel's: a factor per vector would be divided out but for ν's memory.
+        moves, other = apart.update({"w": jax.grad(loss)(gain * parts["w"])}, other, parts)
+        parts, gain = optax.apply_updates(parts, moves), gain - 1e-3 * slope
+    np.testing.assert_allclose(params["w"], gain * parts["w"], rtol=1e-10)
+    np.testing.assert_allclose(state.gain["w"], gain, rtol=1e-10)
+
+
+def test_zeros_wait_for_a_direction() -> None:
+    params = {"w": jnp.asarray(_noise(0, 6, 4), jnp.float32).at[:, 1].set(0.0)}
+    gradients = {"w": jnp.asarray(_noise(1, 3, 6, 4), jnp.float32)}
+    found, _ = _run(go.rotational_adamw(RATE, {"w": "_ channel"}), params, gradients)
+    assert np.all(np.isfinite(found["w"]))
+
+
+def test_on_the_slice_twins_stay_twins(x64: None) -> None:
+    """Inside `quotient` it sees invariants; alone it does not."""
+    gauge = go.head_linear({"a": "_ head basis"}, {"b": "head basis _"})
+    params = {"a": jnp.asarray(_noise(0, 6, 2, 3)), "b": jnp.asarray(_noise(1, 2, 3, 5))}
+    goal = _noise(2, 6, 2, 5)
+
+    def loss(p: Tree) -> jax.Array:
+        return jnp.sum(jnp.square(jnp.einsum("xhe,hey->xhy", p["a"], p["b"]) - goal))
+
+    def product(p: Tree) -> np.ndarray:
+        return np.asarray(jnp.einsum("xhe,hey->xhy", p["a"], p["b"]))
+
+    twin = gauge.act(gauge.sample(jax.random.key(0), params, scale=2.3), params)
+
+    def trained(tx: optax.GradientTransformation, p: Tree) -> np.ndarray:
+        state = tx.init(p)
+        step = jit(lambda p, s: tx.update(jax.grad(loss)(p), s, p))
+        for _ in range(20):
+            updates, state = step(p, state)
+            p = optax.apply_updates(p, updates)
+        return product(p)
+
+    def apart(tx: optax.GradientTransformation) -> float:
+        here, there = trained(tx, params), trained(tx, twin)
+        return float(np.linalg.norm(there - here) / np.linalg.norm(here))
+
+    inner = go.rotational_adamw(RATE, {"b": "head _ _"}, weight_decay=DECAY)
+    assert apart(optax.adamw(RATE)) > 1e-3 and apart(inner) > 1e-3
+    assert apart(go.quotient(go.rotational_sgdm(RATE, {"b": "head _ _"}, weight_decay=DECAY), gauge)) <= 1e-10
+
+
+MISTAKES = {
+    "vectors of one entry": ({"w": "a b"}, {}, "nothing to turn at 'w'", "`_` is the axis that is summed over"),
+    "two entries, centred": ({"pair": "_ channel"}, {}, "vectors of 2 entries", "at least 3 with center=True"),
+    "no match": ({"v": "_ channel"}, {}, "'v'", "w"),
+    "unknown axis": ({"w": "_ channel"}, {"sizes": {"head": 2}}, "unknown axis in sizes 'head'", "drop 'head'"),
+    "twice": ({"w": ("_ channel", "_ _")}, {}, "an entry in two vectors", "drop one"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_complaints_say_what_to_do(mistake: str) -> None:
+    axes, more, *parts = MISTAKES[mistake]
+    with pytest.raises(ValueError) as error:
+        go.rotational_adamw(RATE, axes, **more).init({"w": jnp.ones((6, 4)), "pair": jnp.ones((2, 4))})
+    for part in ("rotational", *parts):
+        assert part in str(error.value)
+
+
+def test_an_unknown_kind_needs_an_angle() -> None:
+    params = {"w": jnp.ones((6, 4))}
+    both = optax.chain(optax.adam(RATE), optax.trace(0.9))
+    for inner, found in [(optax.sgd(RATE), "an unknown kind"), (both, "several kinds")]:
+        tx = go.rotational(inner, {"w": "_ channel"}, learning_rate=RATE, weight_decay=DECAY)
+        with pytest.raises(ValueError, match=found) as error:
+            tx.init(params)
+        assert "give eta_r" in str(error.value)
+        go.rotational(inner, {"w": "_ channel"}, learning_rate=RATE, weight_decay=DECAY, eta_r=0.1).init(params)

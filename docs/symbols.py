@@ -11,12 +11,15 @@ from typing import Any
 import gauge_optax as go
 
 GROUPS: dict[str, tuple[str, ...]] = {
-    "Optimizers": ("quotient", "quotient_adamw", "quotient_muon", "ddc_adamw", "ddc_muon", "from_state"),
+    "Optimizers": (
+        "quotient", "quotient_adamw", "quotient_muon", "ddc_adamw", "ddc_muon", "from_state",
+        "rotational", "rotational_adamw", "rotational_sgdm", "rotational_lion",
+    ),
     "Links of a chain": (
         "gauge_project", "scale_by_ddc", "scale_by_scaled_polar", "scale_by_relative_rms", "scale_by_opposite_gram",
         "add_gauge_decay", "gauge_retract",
     ),
-    "Around an optimizer": ("gauge_fix", "transport", "hyperball", "track"),
+    "Around an optimizer": ("gauge_fix", "transport", "hyperball", "track", "track_rotation"),
     "Gauges": (
         "norm_scale", "rescale", "scale_invariant", "logit_shift", "head_rotation", "rope_torus", "head_linear",
         "rope_linear", "product", "Gauge",

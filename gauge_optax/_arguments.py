@@ -20,6 +20,16 @@ def require_params(transformation: str, params: Any) -> None:
         )  # fmt: skip
 
 
+def require_transformation(transformation: str, inner: Any) -> None:
+    """Raises ValueError unless `inner` is an Optax transformation."""
+    if not (hasattr(inner, "init") and hasattr(inner, "update")):
+        name = getattr(inner, "__name__", None)
+        raise binding_error(
+            transformation, "inner is no transformation", f"{name or type(inner).__name__}", "what has init and update",
+            f"call it: {name}(learning_rate)" if callable(inner) and name else "pass an optimizer, optax.adamw(1e-3)",
+        )  # fmt: skip
+
+
 def require_key(function: str, key: Any) -> None:
     """Raises ValueError where a seed was given for a key."""
     if not isinstance(key, jax.Array | np.ndarray):

@@ -11,7 +11,14 @@ import jax.numpy as jnp
 import optax
 
 import gauge_optax.slice as slices
-from gauge_optax._arguments import require_gradients, require_own, require_params, require_values, with_own_state
+from gauge_optax._arguments import (
+    require_gradients,
+    require_own,
+    require_params,
+    require_transformation,
+    require_values,
+    with_own_state,
+)
 from gauge_optax._layout import layout, lying_like
 from gauge_optax.binding import is_empty, leaves_by_path, with_leaves
 from gauge_optax.gauges.base import Gauges
@@ -92,6 +99,7 @@ def wrapped(
       still: whether steps end on the slice; without, `inner` moves along orbits too, and sees the gradient there.
       turned: the rotations to read; those to which `inner` is blind need not be.
     """
+    require_transformation(name, inner)
     group, inner = product(gauges), optax.with_extra_args_support(inner)
 
     def init_fn(params: optax.Params) -> QuotientState:

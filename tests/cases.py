@@ -615,6 +615,12 @@ def _on_vectors(gauges: Sequence[Gauge]) -> dict[str, str]:
     return {path: axes for path, axes in _axes(gauges).items() if "_" in axes}
 
 
+def _rotational(gauges: Sequence[Gauge], learning_rate: Any, eta_r: Any, center: bool) -> Any:
+    return go.rotational(
+        optax.adam(0.01), _on_vectors(gauges), learning_rate=learning_rate, weight_decay=0.1, eta_r=eta_r, center=center
+    )
+
+
 def _rotational_adamw(gauges: Sequence[Gauge], learning_rate: Any, weight_decay: Any) -> Any:
     return go.rotational_adamw(learning_rate, _on_vectors(gauges), weight_decay=weight_decay)
 
@@ -670,9 +676,10 @@ TRANSFORM_CASES: tuple[TransformCase, ...] = (
     TransformCase("quotient/link", go.quotient, {"inner": optax.scale_by_adam(), "hold": False}),
     TransformCase("track/adam", go.track, {"inner": optax.adam(0.01), "every": 2}),
     TransformCase("track_rotation/adam", _track_rotation, {"every": 2}),
-    TransformCase("rotational/adamw", _rotational_adamw, {"learning_rate": _falling, "weight_decay": 0.1}),
-    TransformCase("rotational/sgdm", _rotational_sgdm, {"learning_rate": 0.01}),
-    TransformCase("rotational/lion", _rotational_lion, {"learning_rate": 0.01, "eta_r": _falling}),
+    TransformCase("rotational/adam", _rotational, {"learning_rate": 0.01, "eta_r": _falling, "center": False}),
+    TransformCase("rotational_adamw/schedule", _rotational_adamw, {"learning_rate": _falling, "weight_decay": 0.1}),
+    TransformCase("rotational_sgdm/gain", _rotational_sgdm, {"learning_rate": 0.01}),
+    TransformCase("rotational_lion/schedule", _rotational_lion, {"learning_rate": 0.01, "eta_r": _falling}),
     TransformCase("scale_by_relative_rms/number", go.scale_by_relative_rms, {}),
     TransformCase("quotient_adamw/rotation", go.quotient_adamw, {"learning_rate": 0.01}),
     TransformCase("quotient_adamw/linear", go.quotient_adamw, {"learning_rate": 0.01, "nesterov": True}, linear=True),

@@ -102,3 +102,10 @@ def test_logits_under_a_shift() -> None:
 
 def test_a_mesh_of_more_devices_than_there_are() -> None:
     _fails(lambda: lm_sharding.make_mesh(64, 2), "a mesh of 64x2 devices", "jax_num_cpu_devices")
+
+
+@pytest.mark.parametrize("wrap", [go.quotient, go.track, lambda f, _: go.track_rotation({"up": "_ channel"}, f)])
+def test_an_optimizer_that_was_not_called_is_named(wrap: Any) -> None:
+    with pytest.raises(ValueError, match="inner is no transformation") as error:
+        wrap(optax.adam, GAUGE)
+    assert "call it: adam(learning_rate)" in str(error.value)

@@ -362,6 +362,7 @@ def test_a_penalty_turns_a_head_unless_frozen(vertical: str) -> None:
 # The program --------------------------------------------------------------------------------------
 
 
+@pytest.mark.skipif(jax.__version_info__ < (0, 9), reason="older versions trace to more equations")
 def test_the_program_has_one_conditional_at_most() -> None:
     from tests.test_slice import LLAMA, _equations, _shapes
 

@@ -16,6 +16,16 @@ from gauge_optax.discover.trace import source
 _OUTPUTS = ("logits", "logprobs", "loss")
 
 
+def listed(batches: Any) -> list[Any]:
+    """Batches as a list; raises for one array, whose rows they would be."""
+    if hasattr(batches, "ndim"):
+        raise binding_error(
+            "discover", "an array for batches", f"one of shape {jnp.shape(batches)}, whose rows would be batches",
+            "a list of two batches or more, each what fn takes",
+            "write [x[:4], x[4:8]], or [(x, y), …] for an fn of one argument that unpacks them")
+    return list(batches)
+
+
 def check_arguments(outputs: str, batches: Sequence[Any], near: float, seed: int = 0) -> None:
     """Raises for arguments that say nothing of the function."""
     if outputs not in _OUTPUTS:

@@ -18,7 +18,8 @@ from gauge_optax.discover.calls import Call, merge_layers
 from gauge_optax.discover.prove import constructed
 from gauge_optax.gauges.base import Gauge
 
-_NAMES = re.compile(r"(.*lora_|.*lora_embedding_|)(a|b|A|B|down|up)")
+# Bare `down` and `up` are an MLP's.
+_NAMES = re.compile(r"(?P<prefix>.*lora_|.*lora_embedding_|)(?P<name>a|b|A|B|(?<=lora_)(?:down|up))")
 _PARTNER = {"a": "b", "A": "B", "down": "up"}
 _FIRST = {b: a for a, b in _PARTNER.items()}
 _BASIS = "basis"
@@ -97,8 +98,8 @@ def _factor_names(path: str) -> Iterator[tuple[int, str, str]]:
     pieces = re.split(r"[/.]", path)
     for at in reversed(range(len(pieces))):
         hit = _NAMES.fullmatch(pieces[at])
-        if hit is not None and (hit[1] or at == len(pieces) - 1):
-            yield at, hit[1], hit[2]
+        if hit is not None and (hit["prefix"] or at == len(pieces) - 1):
+            yield at, hit["prefix"], hit["name"]
 
 
 def _with(path: str, at: int, name: str) -> str:

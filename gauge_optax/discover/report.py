@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from tqdm import tqdm
 
-from gauge_optax.binding import with_leaves
+from gauge_optax.binding import binding_error, with_leaves
 from gauge_optax.discover import affine, checks, search
 from gauge_optax.discover.calls import Call, Held, merge_layers
 from gauge_optax.discover.motions import ZERO, Symmetry, independent
@@ -87,8 +87,15 @@ class Report:
           Gauges that bind to it.
 
         Raises:
-          ValueError: a gauge that does not fit; a range of an axis, which is the small instance's own.
+          ValueError: a gauge that does not fit; a range of an axis, which is the small instance's own; a length of an
+            axis that no gauge states.
         """
+        stated = {name for held in self.held for name in held.call.sizes}
+        if unknown := sizes.keys() - stated:
+            raise binding_error(
+                "rebind", f"no gauge states a length of {', '.join(sorted(unknown))}",
+                f"stated: {', '.join(sorted(stated)) or 'none'}", "axes that the gauges' `sizes` name",
+                "leave it out: other lengths are read off the larger tree's shapes")
         return [rebound(held.call, params, sizes) for held in self.held]
 
     def __repr__(self) -> str:
@@ -152,7 +159,7 @@ def discover(
     Reference: ours; docs/design.md, "Gauges found". Not found: symmetries that no entry of an index space carries
     (SO(d) of a residual stream under norms with scales).
     """
-    batches = list(batches)
+    batches = checks.listed(batches)
     checks.check_arguments(outputs, batches, near, seed)
     with jax.enable_x64(True):
         discovery = _Discovery(fn, params, batches, outputs, linear, near, seed)

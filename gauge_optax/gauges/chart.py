@@ -85,10 +85,15 @@ class Chart:
                 )  # fmt: skip
             raise binding_error(
                 "gauges", "a state of other gauges",
-                ", ".join(sorted(labels)) or "none", ", ".join(self.labels) or "none",
+                f"in the state {', '.join(sorted(labels)) or 'none'}",
+                f"of the optimizer {', '.join(map(self._bound_to, self.labels, self.parts)) or 'none'}",
                 "give the optimizer the list that its state was made with, in that order and on leaves of those "
                 "shapes; or start anew by tx.init(params)",
             )  # fmt: skip
+
+    def _bound_to(self, label: str, part: tuple[Any, Bound]) -> str:
+        found = {block.path: block.shape for block in part[1].blocks}
+        return f"{label} (on {', '.join(f'{path} {shape}' for path, shape in found.items())})"
 
     @functools.cached_property
     def readings(self) -> tuple[Reading, ...]:

@@ -199,7 +199,7 @@ def predict_norm(
       start: ‖ω₀‖.
       learning_rate: η.
       weight_decay: λ.
-      **more: what `predict_equilibrium` takes for this kind.
+      more: what `predict_equilibrium` takes for this kind.
 
     Returns:
       √E‖ω_t‖², as if a gradient's whole contribution came at once: good where the norm changes slowly beside momentum.

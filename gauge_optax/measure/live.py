@@ -15,7 +15,14 @@ import jax.numpy as jnp
 import optax
 
 import gauge_optax.gauges.chart as charts
-from gauge_optax._arguments import require_every, require_gradients, require_own, require_params, with_own_state
+from gauge_optax._arguments import (
+    require_every,
+    require_gradients,
+    require_own,
+    require_params,
+    require_transformation,
+    with_own_state,
+)
 from gauge_optax.binding import is_empty, leaves_by_path
 from gauge_optax.gauges._head import PLANE, HeadInstance
 from gauge_optax.gauges._linear import LinearReading
@@ -180,6 +187,7 @@ def track(
     Reference: docs/design.md §2, §3.
     """
     require_every("track", every)
+    require_transformation("track", inner)
     group, inner, kept = product(gauges), optax.with_extra_args_support(inner), tuple(layers)
 
     def init_fn(params: optax.Params) -> TrackState:

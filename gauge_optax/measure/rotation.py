@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from gauge_optax._arguments import require_every, require_own, require_params, with_own_state
+from gauge_optax._arguments import require_every, require_own, require_params, require_transformation, with_own_state
 from gauge_optax._vectors import VectorSpec, taken, update_of, value, vector_specs, vectors
 from gauge_optax.binding import Axes, Block, binding_error, frozen_sizes, is_empty, leaves_by_path
 from gauge_optax.linalg import real_dtype, safe_divide
@@ -97,6 +97,8 @@ def track_rotation(
     """
     require_every(_NAME, every)
     specs = vector_specs(_NAME, blocks, frozen_sizes(_NAME, sizes))
+    if inner is not None:
+        require_transformation(_NAME, inner)
     optimizer = None if inner is None else optax.with_extra_args_support(inner)
 
     def init_fn(params: optax.Params) -> TrackRotationState:

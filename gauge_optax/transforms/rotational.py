@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from gauge_optax._arguments import require_own, require_params, with_own_state
+from gauge_optax._arguments import require_own, require_params, require_transformation, with_own_state
 from gauge_optax._vectors import beside, entries, norm, taken, update_of, value, vector_specs, vectors
 from gauge_optax.binding import Axes, Block, binding_error, frozen_sizes, is_empty, leaves_by_path
 from gauge_optax.linalg import real_dtype, safe_divide
@@ -117,6 +117,7 @@ def rotational(
       is zero; `gain` is trained beside the vector and multiplied in, where the paper has a parameter of the model.
     """
     specs = vector_specs(_NAME, blocks, frozen_sizes(_NAME, sizes))
+    require_transformation(_NAME, inner)
     inner, trained = optax.with_extra_args_support(inner), gain is not None
     gains = optax.with_extra_args_support(optax.identity() if gain is None else gain)
 

@@ -229,3 +229,11 @@ def test_decay_of_half_on_each_factor_decays_the_product_once(x64: None) -> None
     after = optax.apply_updates(params, updates)
     expected = (1 - 0.1 * 0.5 * 0.2) ** 2 * params["lora_a"] @ params["lora_b"]
     np.testing.assert_allclose(after["lora_a"] @ after["lora_b"], expected, rtol=1e-12)
+
+
+def test_an_mlp_called_up_and_down_is_no_adapter() -> None:
+    mlp = {"up": jnp.zeros((8, 16)), "down": jnp.zeros((16, 8))}
+    params = {"mlp": mlp, "q": {"lora_a": jnp.zeros((8, 2)), "lora_b": jnp.zeros((2, 8))}}
+    assert [sorted(spec.pattern for spec in gauge.specs) for gauge in go.lora(params)] == [["q/lora_a", "q/lora_b"]]
+    named = {"lora_down": jnp.zeros((8, 2)), "lora_up": jnp.zeros((2, 8))}
+    assert [sorted(spec.pattern for spec in gauge.specs) for gauge in go.lora(named)] == [["lora_down", "lora_up"]]

@@ -70,6 +70,8 @@ def test_gauges_of_a_small_instance_on_a_larger_one(found: tuple[Net, Report]) -
     assert go.product(gauges).dim(shapes) == go.product(lm.gauges(large)).dim(shapes)
     with pytest.raises(ValueError, match="remedy"):
         report.rebind(shapes, head=3)
+    with pytest.raises(ValueError, match="no gauge states a length of heads"):
+        report.rebind(shapes, heads=4)
 
 
 def test_a_range_is_the_small_instances_own() -> None:

@@ -8,7 +8,7 @@ import optax
 
 from gauge_optax._vectors import vector_specs, vectors
 from gauge_optax.binding import Axes, frozen_sizes, is_empty, with_leaves
-from gauge_optax.transforms.rotational import rotational
+from gauge_optax.transforms.rotational import Rule, rotating
 
 Scalar = float | jax.Array
 
@@ -67,10 +67,8 @@ def rotational_adamw(
     Reference: Kosson et al. 2024, Algorithm 1 and Table 1 (RV-AdamW).
     """
     inner = optax.adamw(learning_rate, b1, b2, eps, eps_root, mu_dtype, weight_decay, mask, nesterov=nesterov)
-    return rotational(
-        inner, blocks, learning_rate=learning_rate, weight_decay=weight_decay, eta_r=eta_r, beta=beta,
-        center=center, gain=gain, b1=b1, sizes=sizes,
-    )  # fmt: skip
+    rule = Rule(learning_rate, weight_decay, eta_r, beta, center=center, gain=gain, b1=b1)
+    return rotating("rotational_adamw", inner, blocks, rule, sizes)
 
 
 def rotational_sgdm(
@@ -116,10 +114,10 @@ def rotational_sgdm(
 
     Reference: Kosson et al. 2024, Algorithm 1 and Table 1 (RV-SGDM). Deviation: `eps`.
     """
-    specs = vector_specs("rotational", blocks, frozen_sizes("rotational", sizes))
+    specs = vector_specs("rotational_sgdm", blocks, frozen_sizes("rotational_sgdm", sizes))
 
     def decayed(params: Any) -> Any:
-        turning = vectors("rotational", specs, params) if not is_empty(params) else {}
+        turning = vectors("rotational_sgdm", specs, params) if not is_empty(params) else {}
         wanted = mask(params) if callable(mask) else mask
         chosen = jax.tree.map(lambda _: True, params) if wanted is None else wanted
         return with_leaves(chosen, dict.fromkeys(turning, False))
@@ -128,10 +126,8 @@ def rotational_sgdm(
         optax.add_decayed_weights(weight_decay, decayed),
         optax.sgd(learning_rate, momentum, nesterov, accumulator_dtype),
     )
-    return rotational(
-        inner, blocks, learning_rate=learning_rate, weight_decay=weight_decay, eta_r=eta_r, beta=beta, eps=eps,
-        center=center, gain=gain, b1=momentum, sizes=sizes,
-    )  # fmt: skip
+    rule = Rule(learning_rate, weight_decay, eta_r, beta, eps, center, gain, momentum)
+    return rotating("rotational_sgdm", inner, blocks, rule, sizes)
 
 
 def rotational_lion(
@@ -176,7 +172,5 @@ def rotational_lion(
     Reference: Kosson et al. 2024, Algorithm 1 and Table 1 (RV-Lion).
     """
     inner = optax.lion(learning_rate, b1, b2, mu_dtype, weight_decay, mask)
-    return rotational(
-        inner, blocks, learning_rate=learning_rate, weight_decay=weight_decay, eta_r=eta_r, beta=beta,
-        center=center, gain=gain, b1=b1, b2=b2, sizes=sizes,
-    )  # fmt: skip
+    rule = Rule(learning_rate, weight_decay, eta_r, beta, center=center, gain=gain, b1=b1, b2=b2)
+    return rotating("rotational_lion", inner, blocks, rule, sizes)

@@ -25,8 +25,6 @@ from gauge_optax.linalg import real_dtype, safe_divide
 from gauge_optax.transforms._common import in_dtype_of, placeholder
 
 Scalar = float | jax.Array
-_NAME = "rotational"
-_TABLE_1 = "the angle of Table 1"
 
 
 class RotationalState(NamedTuple):
@@ -49,6 +47,20 @@ class RotationalState(NamedTuple):
     square: Any
     gain: Any
     gain_state: Any
+
+
+class Rule(NamedTuple):
+    """What decides a step: the arguments of `rotational` that are no binding."""
+
+    learning_rate: optax.ScalarOrSchedule
+    weight_decay: optax.ScalarOrSchedule
+    eta_r: optax.ScalarOrSchedule | None = None
+    beta: Scalar = 0.9
+    eps: Scalar = 1e-8
+    center: bool = True
+    gain: optax.GradientTransformation | None = None
+    b1: Scalar = 0.9
+    b2: Scalar = 0.99
 
 
 def rotational(
@@ -116,28 +128,40 @@ def rotational(
       before it (a transformation cannot change parameters at `init`); ν and its correction wait while the learning rate
       is zero; `gain` is trained beside the vector and multiplied in, where the paper has a parameter of the model.
     """
-    specs = vector_specs(_NAME, blocks, frozen_sizes(_NAME, sizes))
-    require_transformation(_NAME, inner)
-    inner, trained = optax.with_extra_args_support(inner), gain is not None
-    gains = optax.with_extra_args_support(optax.identity() if gain is None else gain)
+    settings = Rule(learning_rate, weight_decay, eta_r, beta, eps, center, gain, b1, b2)
+    return rotating("rotational", inner, blocks, settings, sizes)
+
+
+def rotating(
+    name: str,
+    inner: optax.GradientTransformation,
+    blocks: Mapping[str, Axes],
+    rule: Rule,
+    sizes: Mapping[str, int] | None,
+) -> optax.GradientTransformationExtraArgs:
+    """`rotational` under the name that messages are to have."""
+    specs = vector_specs(name, blocks, frozen_sizes(name, sizes))
+    require_transformation(name, inner)
+    inner, trained = optax.with_extra_args_support(inner), rule.gain is not None
+    gains = optax.with_extra_args_support(optax.identity() if rule.gain is None else rule.gain)
 
     def rotation(state: RotationalState, eta: jax.Array) -> jax.Array:
-        if eta_r is not None:
-            return _at(eta_r, state.count)
-        return _table_1(state.inner_state, eta * _at(weight_decay, state.count), b1, b2)
+        if rule.eta_r is not None:
+            return _at(rule.eta_r, state.count)
+        return _table_1(name, state.inner_state, eta * _at(rule.weight_decay, state.count), rule)
 
     def init_fn(params: optax.Params) -> RotationalState:
         inner_state, zero = inner.init(params), jnp.zeros((), jnp.int32)
         if is_empty(params):
             gain_part = (placeholder(), gains.init(params)) if trained else ((), ())
             return RotationalState(inner_state, zero, zero, placeholder(), placeholder(), *gain_part)
-        if eta_r is None:
-            _table_1(inner_state, jnp.ones(()), b1, b2)
-        leaves, bound = leaves_by_path(params), vectors(_NAME, specs, params)
+        if rule.eta_r is None:
+            _table_1(name, inner_state, jnp.ones(()), rule)
+        leaves, bound = leaves_by_path(params), vectors(name, specs, params)
         norms = {path: [norm(b, value(b, leaves[path])) for b, _ in own] for path, own in bound.items()}
         for path, own in bound.items():
             for block, _ in own:
-                _check_length(path, block, center)
+                _check_length(name, path, block, rule.center)
         start = {path: _one_or_all(own) for path, own in norms.items()}
         ones = jax.tree.map(jnp.ones_like, start)
         squares = jax.tree.map(jnp.zeros_like, start)
@@ -148,28 +172,28 @@ def rotational(
     def update_fn(
         updates: optax.Updates, state: RotationalState, params: optax.Params | None = None, **extra: Any
     ) -> tuple[optax.Updates, RotationalState]:
-        require_params(_NAME, params)
-        require_own(_NAME, state, RotationalState)
-        with with_own_state(_NAME, inner, state.inner_state, params):
+        require_params(name, params)
+        require_own(name, state, RotationalState)
+        with with_own_state(name, inner, state.inner_state, params):
             moves, inner_state = inner.update(updates, state.inner_state, params, **extra)
-        eta = _at(learning_rate, state.count)
+        eta = _at(rule.learning_rate, state.count)
         going = eta != 0
         tracked = state.tracked + going.astype(jnp.int32)
         turning = _Turning(
             jnp.where(going, rotation(state, eta), 0.0),
             jnp.where(going, safe_divide(jnp.ones_like(eta), eta), 0.0),
-            jnp.where(going, beta, 1.0),
-            1.0 - jnp.asarray(beta, real_dtype()) ** jnp.maximum(tracked, 1),
-            eps,
-            center,
+            jnp.where(going, rule.beta, 1.0),
+            1.0 - jnp.asarray(rule.beta, real_dtype()) ** jnp.maximum(tracked, 1),
+            rule.eps,
+            rule.center,
         )
         leaves, tangents, gradients = (leaves_by_path(tree) for tree in (params, moves, updates))
-        bound = vectors(_NAME, specs, params)
+        bound = vectors(name, specs, params)
         gain_now, gain_state = state.gain, state.gain_state
         if trained:
             slopes = {
                 path: _one_or_all([
-                    _slope(b, leaves[path], update_of(_NAME, path, gradients), g)
+                    _slope(b, leaves[path], update_of(name, path, gradients), g)
                     for (b, _), g in zip(own, _each(state.gain[path]), strict=True)
                 ])
                 for path, own in bound.items()
@@ -178,7 +202,7 @@ def rotational(
             gain_now = optax.apply_updates(state.gain, steps)
         out, squares = {}, {}
         for path, own in bound.items():
-            tangent = update_of(_NAME, path, tangents)
+            tangent = update_of(name, path, tangents)
             moved, kept = jnp.asarray(tangent, real_dtype()), []
             wanted = jax.tree.map(jnp.multiply, state.length[path], gain_now[path]) if trained else state.length[path]
             for (block, _), length, square in zip(own, _each(wanted), _each(state.square[path]), strict=True):
@@ -254,11 +278,11 @@ def _at(given: optax.ScalarOrSchedule, count: jax.Array) -> jax.Array:
     return jnp.asarray(given(count) if callable(given) else given, real_dtype())
 
 
-def _check_length(path: str, block: Block, center: bool) -> None:
+def _check_length(name: str, path: str, block: Block, center: bool) -> None:
     least = 3 if center else 2
     if entries(block) < least:
         raise binding_error(
-            _NAME, f"nothing to turn at '{path}'", f"vectors of {entries(block)} entries, axes \"{block.axes}\"",
+            name, f"nothing to turn at '{path}'", f"vectors of {entries(block)} entries, axes \"{block.axes}\"",
             f"at least {least}" + (" with center=True" if center else ""),
             "leave norms and biases out: they get the inner update; in a kernel, `_` is the axis that is summed over",
         )  # fmt: skip
@@ -267,17 +291,17 @@ def _check_length(path: str, block: Block, center: bool) -> None:
 # Table 1 ---------------------------------------------------------------------------------------------
 
 
-def _table_1(inner_state: Any, product: jax.Array, b1: Scalar, b2: Scalar) -> jax.Array:
+def _table_1(name: str, inner_state: Any, product: jax.Array, rule: Rule) -> jax.Array:
     """The angle by the kind of state that `inner` has; `product` is ηλ."""
     kinds = [kind for kind in _KINDS if _holds(inner_state, kind)]
     if len(kinds) != 1:
         raise binding_error(
-            _NAME, f"{_TABLE_1} for {'several kinds' if kinds else 'an unknown kind'} of optimizer",
+            name, f"the angle of Table 1 for {'several kinds' if kinds else 'an unknown kind'} of optimizer",
             ", ".join(kind.__name__ for kind in kinds) or f"a state of {type(inner_state).__name__}",
             f"one of {', '.join(kind.__name__ for kind in _KINDS)} in inner's state",
             "give eta_r: radians a step, a number or a schedule",
         )  # fmt: skip
-    return jnp.sqrt(2.0 * product * _KINDS[kinds[0]](b1, b2))
+    return jnp.sqrt(2.0 * product * _KINDS[kinds[0]](rule.b1, rule.b2))
 
 
 def _holds(state: Any, kind: type) -> bool:

@@ -10,7 +10,7 @@ benchmarks/results/metrics.json and metrics.md.
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -51,18 +51,21 @@ SIZES = {
 }
 
 
-def measured(size: Size) -> dict[str, Any]:
+Arms = dict[str, optax.GradientTransformation]
+
+
+def gauges_tracked(config: lm.LMConfig) -> Arms:
+    """`quotient_adamw`, and with `track` around it."""
+    gauges = lm.gauges(config)
+    plain = go.quotient_adamw(1e-4, gauges)
+    return {"plain": plain, "tracked": go.track(plain, gauges, every=EACH)}
+
+
+def measured(size: Size, make: Callable[[lm.LMConfig], Arms] = gauges_tracked) -> dict[str, Any]:
     """Milliseconds of a plain step, a step that records, one that does not; and ratios to plain, in turns."""
     params, loss = lm.params_and_loss(size.config, jax.random.key(0))
-    gauges = lm.gauges(size.config)
     tokens = np.random.default_rng(0).integers(0, size.config.vocab, (size.batch, size.config.max_len + 1))
-    arms = {
-        name: prepared(tx, params, tokens, loss)
-        for name, tx in (
-            ("plain", go.quotient_adamw(1e-4, gauges)),
-            ("tracked", go.track(go.quotient_adamw(1e-4, gauges), gauges, every=EACH)),
-        )
-    }
+    arms = {name: prepared(tx, params, tokens, loss) for name, tx in make(size.config).items()}
     del params
     for number in tqdm(range(EACH * (size.periods + 1)), unit="step", desc=f"d = {size.config.d_model}"):
         for arm in arms.values():
@@ -85,14 +88,26 @@ def measured(size: Size) -> dict[str, Any]:
 
 def page(result: dict[str, Any]) -> str:
     """Markdown."""
-    lines = [
+    return "\n".join([
         "# What `go.track` costs", "",
-        f"`python -m benchmarks.metrics`: {result['host']}; float32; `quotient_adamw` inside. Times: whole steps, "
-        f"in units of the same step without `track`, in turns; held to {MOST} at one record in {EVERY} steps.", "",
+        f"`python -m benchmarks.metrics`: {result['host']}; float32; `quotient_adamw` inside. {ABOUT}", "",
+        *table(result["sizes"]), ""
+    ])  # fmt: skip
+
+
+ABOUT = (
+    "Times: whole steps, in units of the same step without it, in turns; "
+    f"held to {MOST} at one record in {EVERY} steps."
+)
+
+
+def table(sizes: dict[str, Any]) -> list[str]:
+    """A row per size."""
+    lines = [
         "| model, batch | step ms | a record | other steps | each step | 10 | 20 | 100 | compile s, without and with |",
         "|---|---|---|---|---|---|---|---|---|",
     ]  # fmt: skip
-    for name, own in result["sizes"].items():
+    for name, own in sizes.items():
         ratios = [f"{own['every'][n]:.3f}" for n in ("1", "10", "20", "100")]
         missed = " **missed**" if own["every"][str(EVERY)] > MOST else ""
         compiled = " and ".join(map(str, own["compile_s"].values()))
@@ -100,7 +115,7 @@ def page(result: dict[str, Any]) -> str:
             f"| {name} | {own['step_ms']:.1f} | {own['record']:.3f} | {own['other']:.3f} | {ratios[0]} | {ratios[1]} | "
             f"{ratios[2]}{missed} | {ratios[3]} | {compiled} |"
         )
-    return "\n".join(lines) + "\n"
+    return lines
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:

@@ -16,9 +16,12 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 import optax
+from matplotlib.figure import Figure
 from tqdm import tqdm
 
-from examples import cli, study
+from examples import cli, report, study
+
+plt = report.plt
 
 Result = dict[str, Any]
 Cell = dict[str, Any]
@@ -93,6 +96,12 @@ def rounded(x: Any) -> Any:
     if isinstance(x, np.ndarray | jax.Array):
         return rounded(np.asarray(x, float).tolist())
     return float(f"{x:.{DIGITS}g}") if isinstance(x, float) else x
+
+
+def save(fig: Figure, path: Path) -> None:
+    """Writes a figure and closes it."""
+    fig.savefig(path, dpi=110)
+    plt.close(fig)
 
 
 def spread(values: Sequence[float], form: str = ".3f") -> str:

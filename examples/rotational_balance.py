@@ -139,7 +139,7 @@ def figure(result: Result, path: Path) -> None:
         axes[3].errorbar(found.mean(), k, xerr=found.std(ddof=1), fmt="o", color="black")
     axes[3].set_yticks(range(len(names)), names, fontsize=7)
     axes[3].set(title="best test loss", xlabel="mean and deviation over seeds")
-    report.save(fig, path)
+    grid.save(fig, path)
 
 
 def section(result: Result) -> str:

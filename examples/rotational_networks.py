@@ -155,7 +155,7 @@ def figure(result: Result, path: Path) -> None:
         column[1].set_xlabel("step")
     axes[0, 0].set_ylabel("norm / predicted")
     axes[1, 0].set_ylabel("rotation / predicted")
-    report.save(fig, path)
+    grid.save(fig, path)
 
 
 HEAD = (

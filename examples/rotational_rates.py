@@ -130,7 +130,7 @@ def figure(result: Result, path: Path) -> None:
                 axis.errorbar(rates, found.mean(1), found.std(1, ddof=1), marker="o", **drawn)
         axis.set(xscale="log", yscale="log", title=f"{task}: with and without warm-up", xlabel="learning rate")
         axis.legend(fontsize=7)
-    report.save(fig, path)
+    grid.save(fig, path)
 
 
 def _gain_of_warmup(own: dict[str, Cell], task: str, name: str) -> np.ndarray:

@@ -122,7 +122,7 @@ def figure(result: Result, path: Path) -> None:
             axis.errorbar(found.mean(), k, xerr=found.std(ddof=1), fmt="o", color="black")
         axis.set_yticks(range(len(OPTIONS)), list(OPTIONS), fontsize=7)
         axis.set(title=f"{task}, RV-AdamW: loss by option")
-    report.save(fig, path)
+    grid.save(fig, path)
 
 
 def section(result: Result) -> str:

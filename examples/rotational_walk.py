@@ -208,7 +208,7 @@ def figure(result: Result, path: Path) -> None:
     axes[0, 0].set_ylabel("norm of a neuron")
     axes[1, 0].set_ylabel("rotation per step, rad")
     axes[0, 0].legend(fontsize=7)
-    report.save(fig, path)
+    grid.save(fig, path)
 
 
 def section(result: Result) -> str:

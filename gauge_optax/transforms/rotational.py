@@ -27,6 +27,10 @@ from gauge_optax.transforms._common import in_dtype_of, placeholder
 Scalar = float | jax.Array
 
 
+# A sum's rounding, in units of eps: what is smaller than this share of a squared step is none of its own.
+_ROUNDING = 16.0
+
+
 class RotationalState(NamedTuple):
     """State of `rotational`.
 
@@ -235,28 +239,31 @@ class _Turning(NamedTuple):
 def _turned(
     block: Block, leaf: Any, tangent: jax.Array, length: Any, square: Any, turning: _Turning
 ) -> tuple[jax.Array, jax.Array]:
-    """The chord to the turned vectors, and ν."""
-    axes, point = taken(block), value(block, leaf)
-    arriving = block.view(tangent)
+    """The chord to the turned vectors, and ν: p and Δ are read once for five sums and once for the sum of both."""
+    axes, count = taken(block), entries(block)
+    point, arriving = value(block, leaf), block.view(tangent)
+    share = 1.0 / count if turning.center else 0.0
 
-    def across(x: jax.Array) -> jax.Array:
-        return x - jnp.mean(x, axes, keepdims=True) if turning.center else x
+    def total(x: jax.Array) -> jax.Array:
+        return jnp.sum(x, axes, keepdims=True)
 
-    def dot(a: jax.Array, b: jax.Array) -> jax.Array:
-        return jnp.sum(a * b, axes, keepdims=True)
-
-    def unit(x: jax.Array) -> jax.Array:
-        return safe_divide(x, jnp.sqrt(dot(x, x)))
-
-    here = unit(across(point))
-    step = across(arriving * turning.undo)
-    step = step - dot(step, here) * here
-    size = dot(step, step)
-    before = beside(block, square)
-    average = turning.memory * before + (1.0 - turning.memory) * size
-    turn = turning.angle * safe_divide(step, jnp.sqrt(average / turning.seen + turning.eps))
-    there = beside(block, length) * unit(here + turn)
-    chord = jnp.where(dot(here, here) > 0, there - point, arriving)
+    mean, drift = share * total(point), share * total(arriving)
+    size = total(point * point) - count * mean * mean
+    along = safe_divide(total(point * arriving) - count * mean * drift, size)
+    whole = total(arriving * arriving)
+    across = whole - count * drift * drift - along * along * size
+    # What is left of a step along p and 1 is rounding.
+    across = jnp.where(across > _ROUNDING * jnp.finfo(whole.dtype).eps * whole, across, 0.0)
+    average = beside(block, square)
+    average = turning.memory * average + (1.0 - turning.memory) * (across * turning.undo**2)
+    # The turned vector is a·p + b·Δ + c: here + turn, of lengths 1 and t across each other.
+    usual = jnp.sqrt(average / turning.seen + turning.eps)
+    pace = turning.angle * turning.undo * safe_divide(jnp.ones_like(usual), usual)
+    pace = jnp.where(across > 0, pace, 0.0)
+    reach = beside(block, length) / jnp.sqrt(1.0 + pace * pace * across)
+    here = reach * safe_divide(jnp.ones_like(size), jnp.sqrt(size))
+    a, b = here - reach * pace * along, reach * pace
+    chord = jnp.where(size > 0, (a - 1.0) * point + b * arriving - (a * mean + b * drift), arriving)
     return chord, average.reshape(jnp.shape(square))
 
 

@@ -59,11 +59,28 @@ def updates(layers: int, rounds: int) -> dict[str, Any]:
     return found
 
 
+def whole_steps(size: metrics.Size, rounds: int) -> dict[str, Any]:
+    """A training step with RV-AdamW in units of the same with AdamW."""
+    params, loss = lm.params_and_loss(size.config, jax.random.key(0))
+    tokens = np.random.default_rng(0).integers(0, size.config.vocab, (size.batch, size.config.max_len + 1))
+    inner, variant = optax.adamw(1e-4, weight_decay=0.1), go.rotational_adamw(1e-4, neurons(size.config))
+    both = {name: prepared(tx, params, tokens, loss) for name, tx in (("inner", inner), ("variant", variant))}
+    in_turns(both, tokens, rounds)
+    return {
+        "step_ms": 1e3 * float(np.median(both["inner"].seconds)),
+        "ratio": quartiles(both["variant"], both["inner"]),
+    }
+
+
+def neurons(config: lm.LMConfig) -> dict[str, str]:
+    """Of a model's blocks."""
+    return NEURONS | ({"blocks/{i}/mlp/gate/kernel": "_ channel"} if config.mlp == "swiglu" else {})
+
+
 def tracked(config: lm.LMConfig) -> metrics.Arms:
     """AdamW, and with `track_rotation` around it."""
     plain = optax.adamw(1e-4, weight_decay=0.1)
-    axes = dict(NEURONS) | ({"blocks/{i}/mlp/gate/kernel": "_ channel"} if config.mlp == "swiglu" else {})
-    return {"plain": plain, "tracked": go.track_rotation(axes, plain, every=metrics.EACH)}
+    return {"plain": plain, "tracked": go.track_rotation(neurons(config), plain, every=metrics.EACH)}
 
 
 def page(result: dict[str, Any]) -> str:
@@ -79,6 +96,11 @@ def page(result: dict[str, Any]) -> str:
         missed = " **missed**" if middle > MOST else ""
         over = f"{middle:.2f} ({low:.2f} to {high:.2f}){missed}"
         lines.append(f"| {name} | {own['inner_ms']:.1f} | {over} | {own['state']:.4f} |")
+    lines += ["", "Whole training steps, RV-AdamW over AdamW:", ""]
+    lines += ["| model, batch | step ms | ratio |", "|---|---|---|"]
+    for name, own in result["whole"].items():
+        low, middle, high = own["ratio"]
+        lines.append(f"| {name} | {own['step_ms']:.1f} | {middle:.3f} ({low:.3f} to {high:.3f}) |")
     lines += ["", f"`track_rotation` around `optax.adamw`. {metrics.ABOUT}", "", *metrics.table(result["steps"])]
     return "\n".join(lines) + "\n"
 
@@ -93,6 +115,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     args = parser.parse_args(argv)
     result = {
         "host": host(), "layers": args.layers, "updates": updates(args.layers, args.rounds),
+        "whole": {name: whole_steps(metrics.SIZES[name], args.rounds) for name in args.sizes},
         "steps": {name: metrics.measured(metrics.SIZES[name], tracked) for name in args.sizes},
     }  # fmt: skip
     args.out.mkdir(parents=True, exist_ok=True)

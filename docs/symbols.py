@@ -21,7 +21,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
     ),
     "Around an optimizer": ("gauge_fix", "transport", "hyperball", "track", "track_rotation"),
     "Gauges": (
-        "norm_scale", "rescale", "scale_invariant", "logit_shift", "head_rotation", "rope_torus", "head_linear",
+        "norm_scale", "rescale", "scale_invariant", "multiplier_balance",
+        "logit_shift", "head_rotation", "rope_torus", "head_linear",
         "rope_linear", "product", "Gauge",
     ),
     "Gauges found": ("discover", "plan", "lora", "axes_by_name", "by_path", "to_json", "from_json"),

@@ -20,6 +20,11 @@ from examples import (
     radial_equilibrium,
     released,
     relu_rescale,
+    rotational_balance,
+    rotational_networks,
+    rotational_rates,
+    rotational_variants,
+    rotational_walk,
     row_shift,
     self_tests,
     sparse_parity,
@@ -33,7 +38,8 @@ INTRODUCTION = """# Results
 Every number here is read from the JSON beside it, and every sentence that says whether a finding shows is computed from
 the numbers; `python -m examples.tables` writes this page. `python -m examples.<name> --out examples/results` makes a
 JSON and its figure again (delete the old JSON first: finished runs are kept), `--full` takes the paper's sizes. *The
-paper* is Dead-Direction Conditioners; its appendix C has the studies. Drift is the largest distance from the start
+paper* is Dead-Direction Conditioners, whose appendix C has the studies, or, in sections of that name, Rotational
+Equilibrium. Drift is the largest distance from the start
 among some hundred readings of a run, unless a column says otherwise. A loss is matched if it is at most twice the
 other's."""
 
@@ -55,6 +61,11 @@ SECTIONS = [
     Section("demo", "Twins of a small language model", _demo),
     Section("starts", "From three usual starts", starts.section),
     Section("lora", "Fine-tuning with LoRA: rules, ranks and starts", lora.section),
+    Section("rotational_walk", "Rotational equilibrium: a random walk", rotational_walk.section),
+    Section("rotational_networks", "Rotational equilibrium: trained networks", rotational_networks.section),
+    Section("rotational_balance", "Rotational equilibrium: what imbalance costs", rotational_balance.section),
+    Section("rotational_rates", "Rotational equilibrium: rate, decay and warm-up", rotational_rates.section),
+    Section("rotational_variants", "Rotational equilibrium: variants and their options", rotational_variants.section),
     Section("row_shift", "C.1 Logit shift of a grokking transformer", row_shift.section),
     Section("relu_rescale", "C.2 ReLU rescale, teacher and student", relu_rescale.section),
     Section("layernorm_scale", "C.3 LayerNorm scale", layernorm_scale.section),

@@ -10,7 +10,7 @@ from gauge_optax.discover.report import discover
 from gauge_optax.gauges.base import Gauge
 from gauge_optax.gauges.linear import head_linear, rope_linear
 from gauge_optax.gauges.product import product
-from gauge_optax.gauges.rescale import norm_scale, rescale, scale_invariant
+from gauge_optax.gauges.rescale import multiplier_balance, norm_scale, rescale, scale_invariant
 from gauge_optax.gauges.rotation import head_rotation
 from gauge_optax.gauges.shift import logit_shift
 from gauge_optax.gauges.torus import rope_torus
@@ -37,9 +37,9 @@ from gauge_optax.transforms.transport import transport
 __all__ = [
     "Gauge", "add_gauge_decay", "axes_by_name", "by_path", "ddc_adamw", "ddc_muon", "discover", "from_json",
     "from_state", "gauge_fix", "gauge_project", "gauge_retract", "gauge_sensitivity", "gram_evolution", "head_linear",
-    "head_rotation", "hyperball", "logit_shift", "lora", "measure", "norm_scale", "plan", "product", "quotient",
-    "quotient_adamw", "quotient_muon", "rescale", "rope_linear", "rope_torus", "rotational", "rotational_adamw",
-    "rotational_lion", "rotational_sgdm", "scale_by_ddc",
-    "scale_by_opposite_gram", "scale_by_relative_rms", "scale_by_scaled_polar", "scale_invariant", "testing",
-    "to_json", "track", "track_rotation", "transport",
+    "head_rotation", "hyperball", "logit_shift", "lora", "measure", "multiplier_balance", "norm_scale", "plan",
+    "product", "quotient", "quotient_adamw", "quotient_muon", "rescale", "rope_linear", "rope_torus", "rotational",
+    "rotational_adamw", "rotational_lion", "rotational_sgdm", "scale_by_ddc", "scale_by_opposite_gram",
+    "scale_by_relative_rms", "scale_by_scaled_polar", "scale_invariant", "testing", "to_json", "track",
+    "track_rotation", "transport",
 ]  # fmt: skip

@@ -170,6 +170,13 @@ def _gate_loss(p: Tree) -> jax.Array:
     return _square((jax.nn.silu(x @ p["gate"][0]) * (x @ p["gate"][1])) @ p["down"])
 
 
+def _multiplier_loss(p: Tree) -> jax.Array:
+    """Scores of query heads against the key head of their group, one multiplier per coordinate of either."""
+    heads, groups = p["query"].shape[0], p["key"].shape[0]
+    fixed = jnp.asarray(np.random.default_rng(0).normal(size=(4, heads, p["query"].shape[1])), p["query"].dtype)
+    return _square(jnp.einsum("xhe,he,he->xh", fixed, p["query"], jnp.repeat(p["key"], heads // groups, 0)))
+
+
 def _chain_loss(p: Tree) -> jax.Array:
     return _square(jax.nn.relu(jax.nn.relu(_inputs(p["w1"], 4, 6) @ p["w1"]) @ p["w2"]) @ p["w3"])
 
@@ -362,6 +369,13 @@ GAUGE_CASES: tuple[GaugeCase, ...] = (
         _params(a=(6, 3), b=(3, 5)),
         _lora_loss,
         dim=1,
+    ),
+    GaugeCase(
+        "multiplier_balance/mha",
+        lambda: [go.multiplier_balance({"query": "head _"}, {"key": "head _"})],
+        _params(query=(3, 4), key=(3, 4)),
+        _multiplier_loss,
+        dim=3,
     ),
     GaugeCase(
         "rescale/gate",
@@ -702,7 +716,8 @@ TRANSFORM_CASES: tuple[TransformCase, ...] = (
 # alone is checked where bindings and options are; the whole matrix is run with the slow tests.
 VARIANTS: frozenset[str] = frozenset({
     "logit_shift/kernel", "logit_shift/bias", "logit_shift/padded", "logit_shift/two_heads", "logit_shift/two_gauges",
-    "logit_shift/grouped", "rescale/channel", "rescale/degree_2", "rescale/degree_3", "rescale/block", "rescale/gate",
+    "logit_shift/grouped", "rescale/channel", "multiplier_balance/mha", "rescale/degree_2", "rescale/degree_3",
+    "rescale/block", "rescale/gate",
     "norm_scale/bias", "scale_invariant/kernel", "head_rotation/mha", "head_rotation/mqa", "head_rotation/bias",
     "head_rotation/value_out", "head_rotation/scanned", "head_rotation/fused", "rope_torus/half", "rope_torus/gqa",
     "rope_torus/interleaved", "head_linear/value_out", "head_linear/fused", "head_linear/gqa", "rope_linear/partial",

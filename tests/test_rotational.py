@@ -201,6 +201,17 @@ def test_zeros_wait_for_a_direction() -> None:
     assert np.all(np.isfinite(found["w"]))
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_a_neuron_without_a_gradient_does_not_turn(dtype: str, x64: None) -> None:
+    """Its update is decay, along p; what is left of it across p is rounding, and would be made as long as any step."""
+    params = {"w": jnp.asarray(_noise(0, 48, 4), dtype)}
+    params["w"] -= params["w"].mean(0)
+    gradients = {"w": jnp.asarray(_noise(1, 20, 48, 4), dtype).at[:, :, 1].set(0.0)}
+    found, _ = _run(go.rotational_adamw(RATE, {"w": "_ channel"}, weight_decay=DECAY), params, gradients)
+    angles = _angles(np.asarray(found["w"], np.float64)).sum(0)
+    assert angles[1] <= 1e-5 and angles[[0, 2, 3]].min() > 0.1
+
+
 def test_on_the_slice_twins_stay_twins(x64: None) -> None:
     """Inside `quotient` it sees invariants; alone it does not."""
     gauge = go.head_linear({"a": "_ head basis"}, {"b": "head basis _"})

@@ -31,6 +31,7 @@ class ScaleInstance:
       up: blocks that move as α.
       down: blocks that move as α^(−degree); empty for `scale_invariant`.
       degree: p.
+      by_entry: whether the two sides balance by mean square, not by sum of squares: sides of different lengths.
     """
 
     gauge: str
@@ -40,6 +41,7 @@ class ScaleInstance:
     up: tuple[Block, ...]
     down: tuple[Block, ...]
     degree: float
+    by_entry: bool = False
 
     @property
     def weighted_blocks(self) -> tuple[tuple[Block, float], ...]:
@@ -62,9 +64,10 @@ class ScaleInstance:
         totals = [b.total(self.named, products[b.path]) for b in blocks if b.path in products]
         return sum(totals[1:], totals[0]) if totals else jnp.zeros(self.shape, real_dtype())
 
-    def mean_square(self, square: jax.Array) -> jax.Array:
-        """Mean square of a partnerless channel, from its sum of squares."""
-        return square / sum(channel_entries(b, self.named) for b in self.up)
+    def sizes(self) -> tuple[int, int]:
+        """How many entries a channel has on either side."""
+        up, down = (sum(channel_entries(b, self.named) for b in side) for side in (self.up, self.down))
+        return up, down
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,7 +123,9 @@ class ScaleReading(Anchored):
         whole = (up > 0) & (down > 0) if own.down else up > 0
         up, down = (jnp.where(whole, x, 1.0) for x in (up, down))
         if not own.down:
-            return jnp.where(whole, 0.5 * jnp.log(own.mean_square(up)), 0.0)
+            return jnp.where(whole, 0.5 * jnp.log(up / own.sizes()[0]), 0.0)
+        if own.by_entry:
+            up, down = up / own.sizes()[0], down / own.sizes()[1]
         return jnp.where(whole, (jnp.log(up) - jnp.log(down) - math.log(p)) / (2.0 * (1.0 + p)), 0.0)
 
     def identity(self) -> jax.Array:

@@ -97,6 +97,37 @@ def scale_invariant(blocks: Mapping[str, Axes], *, sizes: Mapping[str, int] | No
     return _scale_gauge("scale_invariant", blocks, None, 1, sizes)
 
 
+def multiplier_balance(
+    query: Mapping[str, Axes], key: Mapping[str, Axes], *, sizes: Mapping[str, int] | None = None
+) -> "Rescale":
+    """A head's scale traded between learnable multipliers of queries and of keys: query·α, key/α.
+
+    The move of `rescale`; what differs is where it is balanced. With queries in groups a key head answers to several
+    query heads: `rescale` balances sums of squares, this gauge root mean squares, s_Q = s_K.
+
+    Args:
+      query: path → axes of the query multipliers, `"head _"`; `"(head _) _"` where a key head serves several.
+      key: path → axes of the key multipliers, `"head _"`.
+      sizes: lengths of axes inside `(a b)` that no other block fixes.
+
+    Returns:
+      A frozen, hashable gauge; it holds no array. Elements are log α, shaped like the named axes.
+
+    Raises:
+      ValueError: malformed axes, here; any mismatch with the tree, when it is first seen.
+
+    >>> gauge = go.multiplier_balance({"query": "head _"}, {"key": "head _"})
+    >>> params = {"query": jnp.full((2, 3), 4.0), "key": jnp.full((2, 3), -1.0)}
+    >>> balanced = gauge.act(gauge.balance(params), params)
+    >>> balanced["query"][0].tolist(), balanced["key"][0].tolist()
+    ([2.0, 2.0, 2.0], [-2.0, -2.0, -2.0])
+
+    Reference: GaugeFix-LRM, Eq. (4) to (6). Deviation: no ε; a head whose multipliers are zero on a side stays where it
+      is, with it they would be multiplied by 1e6.
+    """
+    return dataclasses.replace(_scale_gauge("multiplier_balance", query, key, 1, sizes), by_entry=True)
+
+
 def _scale_gauge(
     name: str, up: Mapping[str, Axes], down: Mapping[str, Axes] | None, degree: float, sizes: Mapping[str, int] | None
 ) -> "Rescale":
@@ -115,10 +146,11 @@ def _scale_gauge(
 
 @dataclasses.dataclass(frozen=True)
 class Rescale(BoundGauge):
-    """See `rescale`, `norm_scale`, `scale_invariant`, which differ in what the two sides are called."""
+    """See `rescale`, `norm_scale`, `scale_invariant`, `multiplier_balance`: one move under four names."""
 
     name: str  # type: ignore[misc]
     degree: float
+    by_entry: bool = False
     effect: ClassVar[Effect] = "diagonal"
     breaks: ClassVar[str] = (
         "a norm that stores its scale less one (1+ in front of its axes) or has an eps, a consumer or a bias that is "
@@ -138,6 +170,7 @@ class Rescale(BoundGauge):
                     tuple(b for b in i.blocks if b.role == "up"),
                     tuple(b for b in i.blocks if b.role == "down"),
                     self.degree,
+                    self.by_entry,
                 )
                 for i in instances
             )

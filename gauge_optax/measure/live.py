@@ -30,15 +30,12 @@ from gauge_optax.gauges.base import Element, Gauges
 from gauge_optax.gauges.bound import Bound
 from gauge_optax.gauges.product import Product, product
 from gauge_optax.linalg import real_dtype
+from gauge_optax.measure._recording import recorded
 from gauge_optax.measure.motion import small_turns
 
 Arrays = dict[str, jax.Array]
 
 LAYERS = ("layer",)
-# From so many parameters on a record makes the update once more, before the step: then no other step writes down an
-# update that it would only add, or copies parameters that are donated. Below, waiting for each other costs more
-# (benchmarks/results/metrics.json).
-_LARGE = 4_000_000
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -209,26 +206,13 @@ def track(
             with with_own_state("track", inner, state.inner_state, params):
                 return inner.update(gradient, state.inner_state, params, **extra)
 
-        def recorded(steps: optax.Updates) -> Metrics:
+        def record(steps: optax.Updates) -> Metrics:
             return _metrics(group, kept, params, state.start, updates, steps, state.taken)
 
-        due = state.taken % every == 0
-        if (isinstance(every, int) and every == 1) or sum(map(jnp.size, jax.tree.leaves(params))) < _LARGE:
-            steps, inner_state = update(updates)
-            metrics = jax.lax.cond(due, lambda: recorded(steps), lambda: state.metrics)
-        else:
-            metrics = jax.lax.cond(due, lambda: recorded(update(updates)[0]), lambda: state.metrics)
-            steps, inner_state = update(_afterwards(updates, metrics))
+        steps, inner_state, metrics = recorded(update, record, state.metrics, updates, state.taken, every)
         return steps, TrackState(inner_state, optax.safe_increment(state.taken), state.start, metrics)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
-
-
-def _afterwards(gradient: optax.Updates, metrics: Metrics) -> optax.Updates:
-    """A gradient that is not known before the metrics are: what is donated is then read in its place, not copied."""
-    # Nothing exceeds infinity; the compiler does not know that.
-    one = jnp.where(metrics.relevant_share > jnp.inf, 2.0, 1.0)
-    return jax.tree.map(lambda x: x * one.astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.inexact) else x, gradient)
 
 
 def slice_norms(

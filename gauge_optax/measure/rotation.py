@@ -16,6 +16,7 @@ from gauge_optax._arguments import require_every, require_own, require_params, r
 from gauge_optax._vectors import VectorSpec, taken, update_of, value, vector_specs, vectors
 from gauge_optax.binding import Axes, Block, binding_error, frozen_sizes, is_empty, leaves_by_path
 from gauge_optax.linalg import real_dtype, safe_divide
+from gauge_optax.measure._recording import recorded
 from gauge_optax.measure.live import Figures
 
 _NAME = "track_rotation"
@@ -115,17 +116,20 @@ def track_rotation(
         require_params(_NAME, params)
         require_own(_NAME, state, TrackRotationState)
         if optimizer is None:
-            steps, inner_state = updates, state.inner_state
             gradient, momentum = extra.get("gradient"), leaves_by_path(extra.get("momentum"))
         else:
-            with with_own_state(_NAME, optimizer, state.inner_state, params):
-                steps, inner_state = optimizer.update(updates, state.inner_state, params, **extra)
             gradient, momentum = updates, _first_moment(state.inner_state)
-        metrics = jax.lax.cond(
-            state.taken % every == 0,
-            lambda: _rotation(specs, params, steps, gradient, momentum, state.taken),
-            lambda: state.metrics,
-        )
+
+        def update(gradient: optax.Updates) -> tuple[optax.Updates, optax.OptState]:
+            if optimizer is None:
+                return gradient, state.inner_state
+            with with_own_state(_NAME, optimizer, state.inner_state, params):
+                return optimizer.update(gradient, state.inner_state, params, **extra)
+
+        def record(steps: optax.Updates) -> Rotation:
+            return _rotation(specs, params, steps, gradient, momentum, state.taken)
+
+        steps, inner_state, metrics = recorded(update, record, state.metrics, updates, state.taken, every)
         return steps, TrackRotationState(inner_state, optax.safe_increment(state.taken), metrics)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)

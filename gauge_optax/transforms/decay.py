@@ -31,7 +31,10 @@ Decay: TypeAlias = optax.ScalarOrSchedule | Mapping[str, float]
 OTHER = "other"
 _NAME = "add_gauge_decay"
 # What a gauge calls the argument whose blocks have this role.
-_ARGUMENTS = {("norm_scale", "up"): "scale", ("norm_scale", "down"): "into", ("scale_invariant", "up"): "blocks"}
+_ARGUMENTS = {
+    ("norm_scale", "up"): "scale", ("norm_scale", "down"): "into", ("scale_invariant", "up"): "blocks",
+    ("multiplier_balance", "up"): "query", ("multiplier_balance", "down"): "key",
+}  # fmt: skip
 
 
 class AddGaugeDecayState(NamedTuple):

@@ -10,7 +10,7 @@ import pytest
 
 import gauge_optax as go
 from gauge_optax.binding import leaves_by_path
-from gauge_optax.measure import live
+from gauge_optax.measure import _recording
 from tests.cases import GAUGE_CASES
 from tests.quick import jit
 
@@ -122,7 +122,7 @@ def test_scanned_layers_are_kept_apart() -> None:
 
 @pytest.mark.parametrize("large", [0, 10**9], ids=["large", "small"])
 def test_records_every_so_many_steps_and_changes_nothing(large: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live, "_LARGE", large)
+    monkeypatch.setattr(_recording, "_LARGE", large)
     params, gauges = _scanned()
     plain, tx = optax.adam(0.01), optax.chain(optax.clip(1.0), go.track(optax.adam(0.01), gauges, every=3))
     traced = []

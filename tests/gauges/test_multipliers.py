@@ -1,0 +1,78 @@
+"""Multipliers of queries and keys: balanced by root mean squares, whatever the sizes of groups."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import gauge_optax as go
+
+GROUPED = go.multiplier_balance({"query": "(head _) _"}, {"key": "head _"})
+
+
+def _params(dtype: Any = jnp.float64) -> Any:
+    rng = np.random.default_rng(0)
+    query, key = 2.0 * rng.normal(size=(4, 3)), rng.normal(size=(2, 3))
+    return {"query": jnp.asarray(query, dtype), "key": jnp.asarray(key, dtype)}
+
+
+def _scales(p: Any) -> tuple[np.ndarray, np.ndarray]:
+    """s_Q and s_K per key head, Eq. (3)."""
+    query, key = np.asarray(p["query"]).reshape(2, 2, 3), np.asarray(p["key"])
+    return np.sqrt(np.mean(query**2, (1, 2))), np.sqrt(np.mean(key**2, 1))
+
+
+def _scores(p: Any) -> np.ndarray:
+    return np.asarray(p["query"]) * np.repeat(np.asarray(p["key"]), 2, 0)
+
+
+def test_groups_are_balanced_by_root_mean_squares(x64: None) -> None:
+    """Eq. (4) to (6) by hand; `rescale` balances sums of squares, which is another point of the same orbit."""
+    params = _params()
+    s_q, s_k = _scales(params)
+    g = np.sqrt(s_q / s_k)
+    balanced = GROUPED.act(GROUPED.balance(params), params)
+    np.testing.assert_allclose(balanced["query"], params["query"] / np.repeat(g, 2)[:, None], rtol=1e-12)
+    np.testing.assert_allclose(balanced["key"], params["key"] * g[:, None], rtol=1e-12)
+    np.testing.assert_allclose(_scores(balanced), _scores(params), rtol=1e-12)
+    sums = go.rescale({"query": "(head _) _"}, {"key": "head _"})
+    least = sums.act(sums.balance(params), params)
+    found = _scales(least)
+    np.testing.assert_allclose(found[0] / found[1], 2**-0.5, rtol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_zeros_stay_and_signs_are_kept(dtype: str) -> None:
+    params = _params(dtype)
+    params["key"] = params["key"].at[0].set(0.0)
+    tx = go.gauge_fix(optax.sgd(0.0), GROUPED)
+    updates, _ = tx.update(params, tx.init(params), params)
+    moved = optax.apply_updates(params, updates)
+    np.testing.assert_array_equal(moved["query"][:2], params["query"][:2])
+    for name in params:
+        assert moved[name].dtype == dtype and bool(jnp.all(jnp.isfinite(moved[name])))
+        np.testing.assert_array_equal(jnp.sign(moved[name]), jnp.sign(params[name]))
+    s_q, s_k = _scales(jax.tree.map(lambda x: x.astype(jnp.float32), moved))
+    assert abs(np.log(s_q[1] / s_k[1])) <= (3.5e-7 if dtype == "float32" else 1e-2)
+
+
+@pytest.mark.parametrize("every", [1, 10, 100])
+def test_drift_is_rounding_at_every_frequency(every: int) -> None:
+    """After a fix; Table 2 has 3.5e-7."""
+    params = _params(jnp.float32)
+    tx = go.gauge_fix(optax.adam(1e-2), GROUPED, every=every)
+    state = tx.init(params)
+
+    @jax.jit
+    def step(params: Any, state: Any) -> Any:
+        grads = jax.grad(lambda p: jnp.sum(jnp.square(p["query"] * jnp.repeat(p["key"], 2, 0) - 1.0)))(params)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    for _ in range(200):
+        params, state = step(params, state)
+    s_q, s_k = _scales(params)
+    assert np.max(np.abs(np.log(s_q / s_k))) <= 3.5e-7

@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from models.wrapping import called_with, inputs_of, wrapped
+
 EPS = 1e-12
 
 
@@ -28,28 +30,23 @@ class WeightStandardized(nnx.Module):
       gain: one per neuron, at first its norm without the mean, so that the function changes by the mean alone.
 
     >>> layer = nnx.Linear(8, 3, rngs=nnx.Rngs(0))
-    >>> wrapped = WeightStandardized(layer, "_ channel")
-    >>> wrapped(jnp.ones((2, 8))).shape, wrapped.gain.shape
+    >>> one = WeightStandardized(layer, "_ channel")
+    >>> one(jnp.ones((2, 8))).shape, one.gain.shape
     ((2, 3), (3,))
     """
 
     def __init__(self, layer: nnx.Module, axes: str) -> None:
         """`axes` of the kernel, in order: `_` is what a neuron sums over, as in gauges."""
-        self.layer = layer
-        self.fan_in = tuple(k for k, name in enumerate(axes.split()) if name == "_")
         kernel = layer.kernel[...]  # type: ignore[attr-defined]
-        if len(axes.split()) != kernel.ndim or not self.fan_in:
-            raise ValueError(f"axes {axes!r} do not fit a kernel of shape {kernel.shape}")
+        self.layer, self.fan_in = layer, inputs_of(axes, kernel)
         centred = kernel - jnp.mean(kernel, self.fan_in, keepdims=True)
         self.gain = nnx.Param(jnp.sqrt(jnp.sum(jnp.square(centred), self.fan_in)))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The layer's, with the kernel that the network sees."""
-        graph, state = nnx.split(self.layer)
         gain = jnp.expand_dims(self.gain[...], self.fan_in)
-        kernel: Any = state["kernel"]
-        state["kernel"] = kernel.replace(standardized(kernel[...], self.fan_in) * gain)
-        return nnx.merge(graph, state)(*args, **kwargs)
+        kernel = self.layer.kernel[...]  # type: ignore[attr-defined]
+        return called_with(self.layer, standardized(kernel, self.fan_in) * gain, *args, **kwargs)
 
 
 def standardize(model: nnx.Module, axes: Mapping[str, str]) -> None:
@@ -67,7 +64,4 @@ def standardize(model: nnx.Module, axes: Mapping[str, str]) -> None:
     >>> type(model.up).__name__, type(model.down).__name__
     ('WeightStandardized', 'Linear')
     """
-    for _, module in list(nnx.iter_modules(model)):
-        for name, layer in list(vars(module).items()):
-            if name in axes and hasattr(layer, "kernel"):
-                setattr(module, name, WeightStandardized(layer, axes[name]))
+    wrapped(model, axes, WeightStandardized)

@@ -194,6 +194,15 @@ def test_a_gain_is_trained_as_a_parameter_of_its_own(x64: None) -> None:
     np.testing.assert_allclose(state.gain["w"], gain, rtol=1e-10)
 
 
+def test_two_numbers_a_neuron_are_kept_beside_the_inner_state() -> None:
+    params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), PARAMS)
+    state = go.rotational_adamw(RATE, BLOCKS).init(params)
+    inner = optax.adamw(RATE).init(params)
+    assert jax.tree.structure(state.inner_state) == jax.tree.structure(inner)
+    beside = sum(x.size for x in jax.tree.leaves(state)) - sum(x.size for x in jax.tree.leaves(inner))
+    assert beside == 2 * (4 + 4) + 2  # neurons of `w` and of one part of `fused`; two counters
+
+
 def test_zeros_wait_for_a_direction() -> None:
     params = {"w": jnp.asarray(_noise(0, 6, 4), jnp.float32).at[:, 1].set(0.0)}
     gradients = {"w": jnp.asarray(_noise(1, 3, 6, 4), jnp.float32)}

@@ -18,9 +18,10 @@ import optax
 
 from gauge_optax._arguments import require_choice, require_every, require_own, require_params
 from gauge_optax.binding import binding_error, is_empty
-from gauge_optax.gauges.base import Gauges
+from gauge_optax.gauges.base import Gauge, Gauges
 from gauge_optax.gauges.product import Product, product
 from gauge_optax.transforms._common import in_dtype_of
+from gauge_optax.transforms._magnitude import KINDS, Magnitude, both_sides, checked, log_products
 from gauge_optax.transforms._transport_move import Move, Part
 from gauge_optax.transforms.transport import ON_UNKNOWN, carried
 
@@ -34,10 +35,12 @@ class GaugeFixState(NamedTuple):
     Attributes:
       count: steps so far, int32.
       inner_state: of the optimizer inside.
+      sizes: log of the product of either side's root mean squares at `init`, by gauge; () unless `magnitude` is "fix".
     """
 
     count: jax.Array  # type: ignore[assignment]
     inner_state: Any
+    sizes: Any = ()
 
 
 def gauge_fix(
@@ -48,6 +51,9 @@ def gauge_fix(
     transport: bool = True,
     *,
     on_unknown: str = "error",
+    magnitude: str = "free",
+    cap: float | jax.Array | None = None,
+    decay: float | jax.Array | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Wraps an optimizer: after its step the weights move to the balanced representative, the function unchanged.
 
@@ -68,12 +74,18 @@ def gauge_fix(
         weights: moments of gradients that are no longer these weights' gradients, and a retraction (`ddc_adamw`) that
         takes the next step back to where it came from. Only an optimizer without a state does not mind.
       on_unknown: what becomes of moments that cannot move along; see `transport`.
+      magnitude: what becomes, at every step, of the product of both sides' root mean squares, which the balance leaves
+        alone: "free"; "cap", kept below `cap` by a smooth bound; "decay", shrunk by the share `decay`; "fix", kept as
+        at `init`. Both sides get one factor. That changes the function; moments move along as if it did not.
+      cap: the bound, of "cap".
+      decay: the share that the product loses in a step, of "decay".
 
     Returns:
       The optimizer; `update` needs `params`, and its updates are differences of parameters.
 
     Raises:
-      ValueError: `every` that is no positive int, `strength` outside (0, 1], another `on_unknown`; bindings that do not
+      ValueError: `every` that is no positive int, `strength` outside (0, 1], another `on_unknown` or `magnitude`, one
+        without its number or of a gauge without two sides; bindings that do not
         fit; at the first update, a state that cannot move along (Adam's under `head_linear`): take
         `go.quotient_adamw`, or decide with `on_unknown`; `update` without params.
 
@@ -85,27 +97,42 @@ def gauge_fix(
     >>> balanced["a"].round(4).tolist(), balanced["b"].round(4).tolist()  # the product is what it was
     ([[2.0], [0.0]], [[2.0, 0.0]])
 
-    Reference: the post's §8, hard and soft gauge fixing; its §7 for the state.
+    Reference: the post's §8, hard and soft gauge fixing; its §7 for the state. GaugeFix-LRM, Eq. (4) to (6), for
+      multipliers, where `transport=False` is the paper's own; its §5 for `magnitude`.
     """
     require_choice(_NAME, "on_unknown", on_unknown, ON_UNKNOWN)
+    require_choice(_NAME, "magnitude", magnitude, KINDS)
+    held = Magnitude(magnitude, cap, decay)
     _check_numbers(every, strength)
     group = product(gauges)
+    checked(_NAME, group.parts, held)
     moving = Product(tuple(part for part in group.parts if part.balancing != "still"))
     within = optax.with_extra_args_support(optax.identity() if inner is None else inner)
 
     def init_fn(params: optax.Params) -> GaugeFixState:
         if not is_empty(params):
             group.bound(params)  # raises where it does not fit
-        return GaugeFixState(jnp.zeros((), jnp.int32), within.init(params))
+        own = tuple(log_products(part, params) for part in group.parts) if magnitude == "fix" else ()
+        return GaugeFixState(jnp.zeros((), jnp.int32), within.init(params), own)
+
+    def sized(params: optax.Params, updates: optax.Updates, state: Any, start: Any) -> tuple[optax.Updates, Any]:
+        """The step with both sides of every gauge multiplied by one factor."""
+        for number, part in enumerate(group.parts):
+            after, alike = optax.apply_updates(params, updates), both_sides(part)
+            before, now = (log_products(part, tree) for tree in (params, after))
+            logs = held.factors(before, now, start[number] if start else now)
+            chords = _chords(alike, logs, params, after)
+            if transport:
+                state = carried(Move((Part(alike, logs, alike.effect),), params, on_unknown), state)
+            updates = in_dtype_of(updates, chords)
+        return updates, state
 
     def moved(params: optax.Params, updates: optax.Updates, state: Any) -> tuple[optax.Updates, Any]:
         after = optax.apply_updates(params, updates)
         frame = moving.frame(after)
         whole = isinstance(strength, float | int) and strength == 1
         element = moving.inverse(frame if whole else moving.fraction(frame, strength))
-        bound = moving.bound(params)
-        there, before = (bound.vectors(tree) for tree in (moving.act(element, after), params))
-        chords = {path: x - before[path] for path, x in there.items()}
+        chords = _chords(moving, element, params, after)
         if transport:
             # Rotations have no balance, but a state of ours knows its gauges by the whole list.
             own = iter(element)
@@ -123,15 +150,24 @@ def gauge_fix(
         require_own(_NAME, state, GaugeFixState)
         updates, inner_state = within.update(updates, state.inner_state, params, **extra)
         count = optax.safe_increment(state.count)
+        if magnitude != "free":
+            updates, inner_state = sized(params, updates, inner_state, state.sizes)
         if isinstance(every, int) and every == 1:
             updates, inner_state = moved(params, updates, inner_state)
         else:
             updates, inner_state = jax.lax.cond(
                 count % every == 0, moved, lambda _, *unmoved: unmoved, params, updates, inner_state
             )
-        return updates, GaugeFixState(count, inner_state)
+        return updates, GaugeFixState(count, inner_state, state.sizes)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _chords(gauge: Gauge, element: Any, params: optax.Params, after: optax.Params) -> dict[str, jax.Array]:
+    """From θ to g·θ′, leaf by leaf."""
+    bound = gauge.bound(params)
+    there, before = (bound.vectors(tree) for tree in (gauge.act(element, after), params))
+    return {path: x - before[path] for path, x in there.items()}
 
 
 def _check_numbers(every: Any, strength: Any) -> None:

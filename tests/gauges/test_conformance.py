@@ -34,6 +34,7 @@ ELEMENTS: dict[str, Any] = {
     "rescale/degree_2": {"": (5,)},
     "rescale/degree_3": {"": (5,)},
     "rescale/block": {"": ()},
+    "multiplier_balance/mha": {"": (3,)},
     "rescale/gate": {"": (5,)},
     "rescale/layers": {"i=0": (5,), "i=1": (3,)},
     "norm_scale/bias": {"": (6,)},

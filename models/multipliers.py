@@ -1,0 +1,199 @@
+"""Learnable multipliers: W = r·W̄·c, one number per output and one per input of a linear layer (GaugeFix-LRM, Eq. 1).
+
+Tree of a wrapped layer: layer/kernel (W̄) and layer/bias as they were, `rows` (r, shaped like the outputs) and `columns`
+(c, like the inputs). The network sees the product alone, and so does not notice
+
+    r·α, W̄/α per output     c·β, W̄/β per input     r_Q·γ, r_K/γ     r_V·γ, c_O/γ     r_up·γ, c_down/γ
+
+per coordinate of a head and per unit. r·α against c/α for a whole matrix is the first two together.
+
+Here: the wrapper, folding, the gauges of multipliers. Not here: who fixes them (`gauge_fix`), what is trained.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+import gauge_optax as go
+from models import lm
+from models.wrapping import called_with, inputs_of, replaced, wrapped
+
+AXES = {
+    "query": "_ head channel", "key": "_ head channel", "value": "_ head channel", "out": "head channel _",
+    "up": "_ channel", "gate": "_ channel", "down": "channel _",
+}  # fmt: skip
+"""Attribute name of a layer of `models/lm.py` → names of its kernel's axes; `_` is the residual stream's."""
+OUTPUTS = {"out": "_ _ residual", "down": "_ residual"}
+"""Where outputs are the residual stream: axes as the wrapper takes them."""
+
+
+class Multiplied(nnx.Module):
+    """A layer with a `kernel`, whose call sees rows·kernel·columns.
+
+    Attributes:
+      layer: as it was: any module that reads its own `kernel`.
+      rows: one per output, ones at first; None without them.
+      columns: one per input, likewise.
+
+    >>> layer = Multiplied(nnx.Linear(4, 3, rngs=nnx.Rngs(0)), "_ channel")
+    >>> layer.rows.shape, layer.columns.shape
+    ((3,), (4,))
+    """
+
+    def __init__(self, layer: nnx.Module, axes: str, *, rows: bool = True, columns: bool = True) -> None:
+        """`axes` of the kernel, in order: `_` for inputs, a name for outputs."""
+        kernel = layer.kernel[...]  # type: ignore[attr-defined]
+        self.layer, self.inputs = layer, inputs_of(axes, kernel)
+        self.outputs = tuple(k for k in range(kernel.ndim) if k not in self.inputs)
+        shapes = [tuple(kernel.shape[k] for k in own) for own in (self.outputs, self.inputs)]
+        self.rows = nnx.Param(jnp.ones(shapes[0], kernel.dtype)) if rows else None
+        self.columns = nnx.Param(jnp.ones(shapes[1], kernel.dtype)) if columns else None
+
+    def folded(self) -> jax.Array:
+        """The kernel that the network sees."""
+        kernel = self.layer.kernel[...]  # type: ignore[attr-defined]
+        if self.rows is not None:
+            kernel = kernel * jnp.expand_dims(self.rows[...], self.inputs)
+        if self.columns is not None:
+            kernel = kernel * jnp.expand_dims(self.columns[...], self.outputs)
+        return kernel
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The layer's, with that kernel."""
+        return called_with(self.layer, self.folded(), *args, **kwargs)
+
+
+def multiply(model: nnx.Module, axes: Mapping[str, str]) -> None:
+    """Wraps, in place, every layer whose attribute name is listed; name → axes, `_` for inputs."""
+    wrapped(model, axes, Multiplied)
+
+
+def fold(model: nnx.Module) -> None:
+    """Multiplies, in place, every wrapped layer's kernel out: the same function without multipliers.
+
+    >>> class One(nnx.Module):
+    ...     def __init__(self, rngs):
+    ...         self.up = Multiplied(nnx.Linear(4, 3, rngs=rngs), "_ channel")
+    >>> model = One(nnx.Rngs(0))
+    >>> model.up.rows[...] = jnp.array([2.0, 3.0, -1.0])
+    >>> before = model.up(jnp.ones((1, 4)))
+    >>> fold(model)
+    >>> type(model.up).__name__, bool(jnp.all(model.up(jnp.ones((1, 4))) == before))
+    ('Linear', True)
+    """
+
+    def out(name: str, layer: Any) -> nnx.Module | None:
+        del name
+        if not isinstance(layer, Multiplied):
+            return None
+        inner: Any = layer.layer
+        inner.kernel[...] = layer.folded()
+        return inner
+
+    replaced(model, out)
+
+
+def linear_axes(config: lm.LMConfig) -> dict[str, str]:
+    """Of the language model's linear layers, as `multiply` takes them."""
+    names = [name for name in AXES if name != "gate" or config.mlp == "swiglu"]
+    return {name: OUTPUTS.get(name, AXES[name]) for name in names}
+
+
+def build(config: lm.LMConfig, rngs: nnx.Rngs) -> lm.LM:
+    """The language model with multipliers on every linear layer of its blocks."""
+    model = lm.build(config, rngs)
+    multiply(model, linear_axes(config))
+    return model
+
+
+# Gauges -------------------------------------------------------------------------------------------------
+
+
+def head_gauge(config: lm.LMConfig, module: str = "blocks/{i}/attn") -> go.Gauge:
+    """The paper's: one scale per head between multipliers of queries and keys, and biases, which have none."""
+    head = "head" if config.heads == config.kv_heads else "(head _)"
+    query = {f"{module}/query/rows": f"{head} _"} | _bias(config, f"{module}/query", f"{head} _")
+    key = {f"{module}/key/rows": "head _"} | _bias(config, f"{module}/key", "head _")
+    return go.multiplier_balance(query, key)
+
+
+def _bias(config: lm.LMConfig, module: str, axes: str) -> dict[str, str]:
+    return {f"{module}/layer/bias": axes} if config.bias else {}
+
+
+def own_gauges(config: lm.LMConfig) -> list[go.Gauge]:
+    """Rows and columns of every matrix against the matrix itself: after them no multiplier is free."""
+    found: list[go.Gauge] = []
+    for name, axes in AXES.items():
+        if name == "gate" and config.mlp != "swiglu":
+            continue
+        module = f"blocks/{{i}}/{'attn' if name in ('query', 'key', 'value', 'out') else 'mlp'}/{name}"
+        kernel, named = f"{module}/layer/kernel", " ".join(x for x in axes.split() if x != "_")
+        inside, residual = f"{module}/rows", f"{module}/columns"
+        if name in OUTPUTS:
+            inside, residual = residual, inside
+        other = " ".join("residual" if x == "_" else "_" for x in axes.split())
+        found += [go.rescale({inside: named}, {kernel: axes}), go.rescale({residual: "residual"}, {kernel: other})]
+    return found
+
+
+def traded_gauges(config: lm.LMConfig) -> list[go.Gauge]:
+    """Between two layers, kernels left alone: values and outputs, units, without rotary queries and keys too."""
+    attn, mlp = "blocks/{i}/attn", "blocks/{i}/mlp"
+    found: list[go.Gauge] = []
+    if config.heads == config.kv_heads:
+        value = {f"{attn}/value/rows": "head channel"} | _bias(config, f"{attn}/value", "head channel")
+        found.append(go.rescale(value, {f"{attn}/out/columns": "head channel"}))
+        if not config.rope and not config.qk_norm:
+            query = {f"{attn}/query/rows": "head channel"} | _bias(config, f"{attn}/query", "head channel")
+            key = {f"{attn}/key/rows": "head channel"} | _bias(config, f"{attn}/key", "head channel")
+            found.append(go.rescale(query, key))
+    if config.mlp in ("relu", "swiglu", "relu2"):
+        up = {f"{mlp}/up/rows": "channel"} | _bias(config, f"{mlp}/up", "channel")
+        found.append(go.rescale(up, {f"{mlp}/down/columns": "channel"}, degree=2 if config.mlp == "relu2" else 1))
+    return found
+
+
+# The paper's conditions ---------------------------------------------------------------------------------
+
+
+MATRIX_DECAY, MULTIPLIER_DECAY = 0.1, 2e-3
+QK = {f"**/{name}/{side}": "qk" for name in ("query", "key") for side in ("rows", "columns")}
+KINDS = QK | {"**/rows": "multiplier", "**/columns": "multiplier", "**/kernel": "matrix", "**/embedding": "matrix"}
+
+
+def condition(
+    which: str, learning_rate: optax.ScalarOrSchedule, gauge: go.Gauge, *, every: int = 1, **fixing: Any
+) -> optax.GradientTransformationExtraArgs:
+    """AdamW as in GaugeFix-LRM §4.1, under one of its conditions.
+
+    Args:
+      which: "A", decay on all multipliers; "B", none on those of queries and keys, which are fixed; "C", neither.
+      learning_rate: a number or a schedule.
+      gauge: of queries and keys, `head_gauge(config)`.
+      every: how often is fixed, in B.
+      **fixing: what else `gauge_fix` takes, in B: `transport=False` is the paper's own, `magnitude=` ours.
+
+    Returns:
+      The optimizer: gradients clipped at 1, b2 of 0.95, decay of 0.1 on matrices and 2e-3 on multipliers.
+    """
+    if which not in ("A", "B", "C"):
+        raise ValueError(f"no condition {which!r}: A, B or C")
+    decays = ("qk", "multiplier") if which == "A" else ("multiplier",)
+
+    def among(*kinds: str) -> Callable[[Any], Any]:
+        labels = go.by_path(KINDS, default="other")
+        return lambda params: jax.tree.map(lambda label: label in kinds, labels(params))
+
+    adamw = optax.chain(
+        optax.clip_by_global_norm(1.0),
+        optax.scale_by_adam(b2=0.95),
+        optax.add_decayed_weights(MATRIX_DECAY, among("matrix")),
+        optax.add_decayed_weights(MULTIPLIER_DECAY, among(*decays)),
+        optax.scale_by_learning_rate(learning_rate),
+    )
+    return go.gauge_fix(adamw, gauge, every, **fixing) if which == "B" else optax.with_extra_args_support(adamw)

@@ -1,0 +1,40 @@
+"""Layers that are called with another kernel than the one they hold, and every layer of a model wrapped at once.
+
+Here: what weight standardization and learnable multipliers share. Not here: which kernel.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+from flax import nnx
+
+
+def inputs_of(axes: str, kernel: jax.Array) -> tuple[int, ...]:
+    """The axes that a neuron sums over: `_` in an axes string, which must fit the kernel."""
+    names = axes.split()
+    found = tuple(k for k, name in enumerate(names) if name == "_")
+    if len(names) != kernel.ndim or not found:
+        raise ValueError(f"axes {axes!r} do not fit a kernel of shape {kernel.shape}")
+    return found
+
+
+def called_with(layer: nnx.Module, kernel: jax.Array, *args: Any, **kwargs: Any) -> Any:
+    """The layer's output with this kernel in place of its own."""
+    graph, state = nnx.split(layer)
+    own: Any = state["kernel"]
+    state["kernel"] = own.replace(kernel)
+    return nnx.merge(graph, state)(*args, **kwargs)
+
+
+def replaced(model: nnx.Module, choose: Callable[[str, Any], nnx.Module | None]) -> None:
+    """Puts, in place, what `choose(attribute name, module)` gives for every module in a model, where it gives one."""
+    for _, module in list(nnx.iter_modules(model)):
+        for name, layer in list(vars(module).items()):
+            if isinstance(layer, nnx.Module) and (new := choose(name, layer)) is not None:
+                setattr(module, name, new)
+
+
+def wrapped(model: nnx.Module, axes: Mapping[str, str], wrap: Callable[[nnx.Module, str], nnx.Module]) -> None:
+    """Wraps, in place, every layer with a kernel whose attribute name is listed; name → axes of its kernel."""
+    replaced(model, lambda name, layer: wrap(layer, axes[name]) if name in axes and hasattr(layer, "kernel") else None)

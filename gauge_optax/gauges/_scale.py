@@ -31,7 +31,7 @@ class ScaleInstance:
       up: blocks that move as α.
       down: blocks that move as α^(−degree); empty for `scale_invariant`.
       degree: p.
-      by_entry: whether the two sides balance by mean square, not by sum of squares: sides of different lengths.
+      by_entry: whether the first blocks of both sides balance by mean square; else whole sides by sum of squares.
     """
 
     gauge: str
@@ -64,10 +64,19 @@ class ScaleInstance:
         totals = [b.total(self.named, products[b.path]) for b in blocks if b.path in products]
         return sum(totals[1:], totals[0]) if totals else jnp.zeros(self.shape, real_dtype())
 
-    def sizes(self) -> tuple[int, int]:
-        """How many entries a channel has on either side."""
-        up, down = (sum(channel_entries(b, self.named) for b in side) for side in (self.up, self.down))
+    def compared(self, squares: Values) -> tuple[jax.Array, jax.Array]:
+        """Per channel, the sums of squares of what balance compares."""
+        up, down = (self._side(side, squares) for side in self._judged)
         return up, down
+
+    def sizes(self) -> tuple[int, int]:
+        """How many entries a channel has in what balance compares."""
+        up, down = (sum(channel_entries(b, self.named) for b in side) for side in self._judged)
+        return up, down
+
+    @property
+    def _judged(self) -> tuple[tuple[Block, ...], tuple[Block, ...]]:
+        return (self.up[:1], self.down[:1]) if self.by_entry else (self.up, self.down)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,7 +128,7 @@ class ScaleReading(Anchored):
 
     def balanced(self, values: Arrays) -> jax.Array:
         own, p = self.instance, self.instance.degree
-        up, down = own.sides({path: jnp.square(values[path]) for path in own.paths})
+        up, down = own.compared({path: jnp.square(values[path]) for path in own.paths})
         whole = (up > 0) & (down > 0) if own.down else up > 0
         up, down = (jnp.where(whole, x, 1.0) for x in (up, down))
         if not own.down:

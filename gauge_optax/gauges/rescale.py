@@ -103,7 +103,8 @@ def multiplier_balance(
     """A head's scale traded between learnable multipliers of queries and of keys: query·α, key/α.
 
     The move of `rescale`; what differs is where it is balanced. With queries in groups a key head answers to several
-    query heads: `rescale` balances sums of squares, this gauge root mean squares, s_Q = s_K.
+    query heads: `rescale` balances sums of squares, this gauge root mean squares, s_Q = s_K, of the first leaf on
+    either side; what follows it (a bias that no multiplier stands before) goes along.
 
     Args:
       query: path → axes of the query multipliers, `"head _"`; `"(head _) _"` where a key head serves several.

@@ -99,7 +99,7 @@ def log_products(gauge: Gauge, params: Any) -> Element:
     values = {path: jnp.square(x) for path, x in bound.values(params).items()}
     found = {}
     for instance in bound.scales:
-        squares = [x / n for x, n in zip(instance.sides(values), instance.sizes(), strict=True)]
+        squares = [x / n for x, n in zip(instance.compared(values), instance.sizes(), strict=True)]
         whole = (squares[0] > 0) & (squares[1] > 0)
         logs = [0.5 * jnp.log(jnp.where(whole, x, 1.0)) for x in squares]
         found[instance.key] = logs[0] + logs[1]

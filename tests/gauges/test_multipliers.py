@@ -76,3 +76,12 @@ def test_drift_is_rounding_at_every_frequency(every: int) -> None:
         params, state = step(params, state)
     s_q, s_k = _scales(params)
     assert np.max(np.abs(np.log(s_q / s_k))) <= 3.5e-7
+
+
+def test_biases_go_along_and_do_not_count(x64: None) -> None:
+    params = _params() | {"bias": jnp.full((4, 3), 5.0)}
+    gauge = go.multiplier_balance({"query": "(head _) _", "bias": "(head _) _"}, {"key": "head _"})
+    moved = gauge.act(gauge.balance(params), params)
+    s_q, s_k = _scales(moved)
+    np.testing.assert_allclose(s_q, s_k, rtol=1e-12)
+    np.testing.assert_allclose(moved["bias"] / params["bias"], moved["query"] / params["query"], rtol=1e-12)

@@ -172,8 +172,8 @@ def section(result: Result) -> str:
         f"{against('none')}. {'No' if finite else 'A'} run diverged. Paper, GPT-2 124M: B +0.044 in the mean, "
         "with one seed of three unstable by its table and two by its text; C +0.019; B every 100 steps best. Its "
         "drift without control is 0.047 in the table and 0.053 in the text. None of its differences shows at this "
-        "size: all arms are within the spread over seeds, the product falls where the paper's grows, and multipliers gain "
-        "nothing. The cap of 1.5 is near, and slows the product's fall as it would its rise.",
+        "size: all arms are within the spread over seeds, the product falls where the paper's grows, and multipliers "
+        "gain nothing. The cap of 1.5 is near, and slows the product's fall as it would its rise.",
     ])  # fmt: skip
 
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from examples import grid
 from models import digits
 
 Params = Any
@@ -35,14 +36,7 @@ class Task:
 
     def schedule(self, rate: Any) -> optax.Schedule:
         """The learning rate by step."""
-        warm = int(self.warmup * self.steps)
-
-        def at(count: Any) -> jax.Array:
-            rising = jnp.minimum(1.0, (count + 1) / max(1, warm))
-            along = jnp.clip((count - warm) / max(1, self.steps - warm), 0.0, 1.0)
-            return rate * rising * (1.0 if self.constant else 0.5 * (1.0 + jnp.cos(jnp.pi * along)))
-
-        return at
+        return grid.warmed(rate, self.steps, self.warmup, self.constant)
 
 
 class Trained(NamedTuple):

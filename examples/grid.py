@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from matplotlib.figure import Figure
@@ -102,6 +103,18 @@ def save(fig: Figure, path: Path) -> None:
     """Writes a figure and closes it."""
     fig.savefig(path, dpi=110)
     plt.close(fig)
+
+
+def warmed(rate: Any, steps: int, warmup: float, constant: bool) -> optax.Schedule:
+    """Warm-up over a share of the steps, then a cosine to zero, or constant."""
+    warm = int(warmup * steps)
+
+    def at(count: Any) -> jax.Array:
+        rising = jnp.minimum(1.0, (count + 1) / max(1, warm))
+        along = jnp.clip((count - warm) / max(1, steps - warm), 0.0, 1.0)
+        return rate * rising * (1.0 if constant else 0.5 * (1.0 + jnp.cos(jnp.pi * along)))
+
+    return at
 
 
 def spread(values: Sequence[float], form: str = ".3f") -> str:

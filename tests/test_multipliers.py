@@ -238,3 +238,13 @@ def test_a_gauge_without_two_sides_has_no_product() -> None:
     rotation = go.head_rotation({"query": "head basis", "key": "head basis"})
     with pytest.raises(ValueError, match="without two sides"):
         go.gauge_fix(optax.adam(1e-2), [PAIR, rotation], magnitude="fix")
+
+
+def test_a_product_that_was_zero_is_left_alone(x64: None) -> None:
+    params = _pair()
+    params["key"] = params["key"].at[0].set(0.0)
+    tx = go.gauge_fix(optax.sgd(1.0), PAIR, every=100, magnitude="fix")
+    updates, _ = tx.update(jax.tree.map(lambda x: -0.5 * jnp.ones_like(x), params), tx.init(params), params)
+    moved = optax.apply_updates(params, updates)
+    np.testing.assert_allclose(moved["key"][0], 0.5, rtol=1e-12)
+    np.testing.assert_allclose(_products(moved)[1], _products(params)[1], rtol=1e-12)

@@ -208,6 +208,19 @@ def test_zeros_wait_for_a_direction() -> None:
     gradients = {"w": jnp.asarray(_noise(1, 3, 6, 4), jnp.float32)}
     found, _ = _run(go.rotational_adamw(RATE, {"w": "_ channel"}), params, gradients)
     assert np.all(np.isfinite(found["w"]))
+    plain, _ = _run(optax.adamw(RATE, weight_decay=1e-4), params, gradients)
+    np.testing.assert_array_equal(found["w"][:, :, 1], plain["w"][:, :, 1])
+    assert np.linalg.norm(found["w"][-1, :, 1]) > 0.01
+
+
+def test_a_constant_neuron_has_no_direction_of_its_own() -> None:
+    """Centred, only rounding is left of it."""
+    params = {"w": jnp.asarray(_noise(0, 48, 4), jnp.float32).at[:, 2].set(0.1)}
+    gradients = {"w": jnp.asarray(_noise(1, 3, 48, 4), jnp.float32)}
+    tx = go.rotational_adamw(RATE, {"w": "_ channel"}, weight_decay=DECAY)
+    found, _ = _run(tx, params, gradients)
+    plain, _ = _run(optax.adamw(RATE, weight_decay=DECAY), params, gradients)
+    np.testing.assert_array_equal(found["w"][1, :, 2], plain["w"][1, :, 2])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])

@@ -8,6 +8,7 @@ Here: by which factor. Not here: when, and how an optimizer's state goes along (
 Reference: GaugeFix-LRM §4.4 and §5, whose future direction this is.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -37,7 +38,13 @@ class Magnitude(NamedTuple):
 
     def factors(self, before: Element, after: Element, start: Element) -> Element:
         """log of the factor on either side, from log-products before the step, after it, and at `init`."""
-        return jax.tree.map(lambda *x: 0.5 * (self._wanted(*x) - x[1]), before, after, start)
+
+        def factor(*logs: jax.Array) -> jax.Array:
+            whole = functools.reduce(jnp.logical_and, map(jnp.isfinite, logs))
+            was, now, at_first = (jnp.where(whole, x, 0.0) for x in logs)
+            return jnp.where(whole, 0.5 * (self._wanted(was, now, at_first) - now), 0.0)
+
+        return jax.tree.map(factor, before, after, start)
 
     def _wanted(self, before: jax.Array, after: jax.Array, start: jax.Array) -> jax.Array:
         if self.kind == "fix":
@@ -94,7 +101,7 @@ def both_sides(gauge: Any) -> Gauge:
 
 
 def log_products(gauge: Gauge, params: Any) -> Element:
-    """log s_up + log s_down per channel, s root mean squares; 0 where a side is zero."""
+    """log s_up + log s_down per channel, s root mean squares; minus infinity, and left alone, where a side is zero."""
     bound = gauge.bound(params)
     values = {path: jnp.square(x) for path, x in bound.values(params).items()}
     found = {}
@@ -102,5 +109,5 @@ def log_products(gauge: Gauge, params: Any) -> Element:
         squares = [x / n for x, n in zip(instance.compared(values), instance.sizes(), strict=True)]
         whole = (squares[0] > 0) & (squares[1] > 0)
         logs = [0.5 * jnp.log(jnp.where(whole, x, 1.0)) for x in squares]
-        found[instance.key] = logs[0] + logs[1]
+        found[instance.key] = jnp.where(whole, logs[0] + logs[1], -jnp.inf)
     return found

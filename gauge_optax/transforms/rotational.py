@@ -26,7 +26,6 @@ from gauge_optax.transforms._common import in_dtype_of, placeholder
 
 Scalar = float | jax.Array
 
-
 # A sum's rounding, in units of eps: what is smaller than this share of a squared step is none of its own.
 _ROUNDING = 16.0
 
@@ -118,8 +117,8 @@ def rotational(
       ValueError: malformed axes, here; vectors too short to turn, no match, entries in two vectors, a hidden leaf, an
         `inner` whose state does not tell what kind it is, without `eta_r`, at `init`; `update` without params.
 
-    A vector that is zero has no direction: it gets inner's update until `init` finds it otherwise. A step whose
-    learning rate is zero turns nothing.
+    A vector that is zero at `init` has no norm to keep: it gets inner's update throughout. A step whose learning rate
+    is zero turns nothing.
 
     >>> params = {"kernel": jnp.array([[3.0, 0.0], [-4.0, 2.0], [1.0, -2.0]]), "bias": jnp.zeros(2)}
     >>> tx = go.rotational(optax.adamw(1e-3), {"kernel": "_ channel"}, learning_rate=1e-3, weight_decay=0.1)
@@ -248,22 +247,26 @@ def _turned(
         return jnp.sum(x, axes, keepdims=True)
 
     mean, drift = share * total(point), share * total(arriving)
-    size = total(point * point) - count * mean * mean
+    square_of_point, sure = total(point * point), _ROUNDING * jnp.finfo(point.dtype).eps
+    size = square_of_point - count * mean * mean
+    # Of a constant vector rounding alone is left.
+    size = jnp.where(size > sure * square_of_point, size, 0.0)
     along = safe_divide(total(point * arriving) - count * mean * drift, size)
     whole = total(arriving * arriving)
     across = whole - count * drift * drift - along * along * size
     # What is left of a step along p and 1 is rounding.
-    across = jnp.where(across > _ROUNDING * jnp.finfo(whole.dtype).eps * whole, across, 0.0)
+    across = jnp.where(across > sure * whole, across, 0.0)
     average = beside(block, square)
     average = turning.memory * average + (1.0 - turning.memory) * (across * turning.undo**2)
     # The turned vector is a·p + b·Δ + c: here + turn, of lengths 1 and t across each other.
     usual = jnp.sqrt(average / turning.seen + turning.eps)
     pace = turning.angle * turning.undo * safe_divide(jnp.ones_like(usual), usual)
     pace = jnp.where(across > 0, pace, 0.0)
-    reach = beside(block, length) / jnp.sqrt(1.0 + pace * pace * across)
+    wanted = beside(block, length)
+    reach = wanted / jnp.sqrt(1.0 + pace * pace * across)
     here = reach * safe_divide(jnp.ones_like(size), jnp.sqrt(size))
     a, b = here - reach * pace * along, reach * pace
-    chord = jnp.where(size > 0, (a - 1.0) * point + b * arriving - (a * mean + b * drift), arriving)
+    chord = jnp.where((size > 0) & (wanted != 0), (a - 1.0) * point + b * arriving - (a * mean + b * drift), arriving)
     return chord, average.reshape(jnp.shape(square))
 
 

@@ -19,7 +19,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "gauge_project", "scale_by_ddc", "scale_by_scaled_polar", "scale_by_relative_rms", "scale_by_opposite_gram",
         "add_gauge_decay", "gauge_retract",
     ),
-    "Around an optimizer": ("gauge_fix", "transport", "hyperball", "track", "track_rotation"),
+    "Around an optimizer": ("gauge_fix", "transport", "hyperball", "track", "track_balance", "track_rotation"),
     "Gauges": (
         "norm_scale", "rescale", "scale_invariant", "multiplier_balance",
         "logit_shift", "head_rotation", "rope_torus", "head_linear",

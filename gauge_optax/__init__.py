@@ -16,6 +16,7 @@ from gauge_optax.gauges.shift import logit_shift
 from gauge_optax.gauges.torus import rope_torus
 from gauge_optax.inner.relative import scale_by_relative_rms
 from gauge_optax.measure._sensitivity import gauge_sensitivity
+from gauge_optax.measure.balance import track_balance
 from gauge_optax.measure.live import track
 from gauge_optax.measure.rotation import track_rotation
 from gauge_optax.measure.shrink import gram_evolution
@@ -41,5 +42,5 @@ __all__ = [
     "product", "quotient", "quotient_adamw", "quotient_muon", "rescale", "rope_linear", "rope_torus", "rotational",
     "rotational_adamw", "rotational_lion", "rotational_sgdm", "scale_by_ddc", "scale_by_opposite_gram",
     "scale_by_relative_rms", "scale_by_scaled_polar", "scale_invariant", "testing", "to_json", "track",
-    "track_rotation", "transport",
+    "track_balance", "track_rotation", "transport",
 ]  # fmt: skip

@@ -3,7 +3,7 @@
 Tree (d model, h and k query and key-value heads, e = d_head, f hidden, V vocabulary):
 
     embed/embedding (V, d)            pos/embedding (max_len, d)            only without `rope`
-    blocks/{i}/norm1/scale (d)        blocks/{i}/norm1/bias (d)             bias: layernorm only
+    blocks/{i}/norm1/scale (d)        blocks/{i}/norm1/bias (d)             bias: layernorm with `bias` only
     blocks/{i}/attn/query/kernel (d, h, e)    key, value (d, k, e)    out (h, e, d)
     blocks/{i}/attn/query/bias (h, e)         key, value (k, e)       out (d)
     blocks/{i}/attn/q_norm/scale (e)  blocks/{i}/attn/k_norm/scale (e)      only with `qk_norm`
@@ -93,12 +93,12 @@ class Linear(nnx.Module):
 
 
 class Norm(nnx.Module):
-    """LayerNorm (scale and bias) or RMSNorm (scale) over the last axis."""
+    """LayerNorm (scale, and bias if asked for) or RMSNorm (scale) over the last axis."""
 
-    def __init__(self, kind: str, width: int, one_plus: bool, eps: float = NORM_EPS) -> None:
+    def __init__(self, kind: str, width: int, one_plus: bool, bias: bool = True, eps: float = NORM_EPS) -> None:
         self.kind, self.one_plus, self.eps = kind, one_plus, eps
         self.scale = nnx.Param(jnp.zeros(width) if one_plus else jnp.ones(width))
-        self.bias = nnx.Param(jnp.zeros(width)) if kind == "layernorm" else None
+        self.bias = nnx.Param(jnp.zeros(width)) if kind == "layernorm" and bias else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Normalise, scale, shift."""
@@ -149,8 +149,8 @@ class Attention(nnx.Module):
             out = out.reshape(c.heads, c.d_head, c.d_model)
         self.out = Linear("bthe,hed->btd", out, (c.d_model,) if c.bias else None)
         # One scale for all heads, as in Qwen3.
-        self.q_norm = Norm("rmsnorm", c.d_head, c.norm_one_plus, QK_NORM_EPS) if c.qk_norm else None
-        self.k_norm = Norm("rmsnorm", c.d_head, c.norm_one_plus, QK_NORM_EPS) if c.qk_norm else None
+        self.q_norm = Norm("rmsnorm", c.d_head, c.norm_one_plus, eps=QK_NORM_EPS) if c.qk_norm else None
+        self.k_norm = Norm("rmsnorm", c.d_head, c.norm_one_plus, eps=QK_NORM_EPS) if c.qk_norm else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """(batch, time, d) to the same."""
@@ -198,8 +198,8 @@ class Block(nnx.Module):
     """x + attention(norm1 x), then x + mlp(norm2 x)."""
 
     def __init__(self, c: LMConfig, rngs: nnx.Rngs) -> None:
-        self.norm1, self.attn = Norm(c.norm, c.d_model, c.norm_one_plus), Attention(c, rngs)
-        self.norm2, self.mlp = Norm(c.norm, c.d_model, c.norm_one_plus), MLP(c, rngs)
+        self.norm1, self.attn = Norm(c.norm, c.d_model, c.norm_one_plus, c.bias), Attention(c, rngs)
+        self.norm2, self.mlp = Norm(c.norm, c.d_model, c.norm_one_plus, c.bias), MLP(c, rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """(batch, time, d) to the same."""
@@ -228,7 +228,7 @@ class LM(nnx.Module):
         self.embed = Embedding(c.vocab, c.d_model, rngs)
         self.pos = None if c.rope else Embedding(c.max_len, c.d_model, rngs)
         self.blocks = nnx.List([Block(c, rngs) for _ in range(c.layers)])
-        self.final_norm = Norm(c.norm, c.d_model, c.norm_one_plus)
+        self.final_norm = Norm(c.norm, c.d_model, c.norm_one_plus, c.bias)
         self.lm_head = Head(c, rngs)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
@@ -296,7 +296,7 @@ def _norm_gauges(c: LMConfig) -> list[go.Gauge]:
 
     def absorbed(norm: str, consumers: dict[str, str]) -> go.Gauge:
         scale = {f"{norm}/scale": "1+ channel" if c.norm_one_plus else "channel"}
-        bias = {f"{norm}/bias": "channel"} if c.norm == "layernorm" else {}
+        bias = {f"{norm}/bias": "channel"} if c.norm == "layernorm" and c.bias else {}
         return go.norm_scale(scale=scale | bias, into=consumers)
 
     attn = {f"blocks/{{i}}/attn/{name}/kernel": "channel _ _" for name in ("query", "key", "value")}

@@ -36,6 +36,7 @@ class Multiplied(nnx.Module):
 
     Attributes:
       layer: as it was: any module that reads its own `kernel`.
+      weight: the name of what is multiplied.
       rows: one per output, ones at first; None without them.
       columns: one per input, likewise.
 
@@ -44,10 +45,12 @@ class Multiplied(nnx.Module):
     ((3,), (4,))
     """
 
-    def __init__(self, layer: nnx.Module, axes: str, *, rows: bool = True, columns: bool = True) -> None:
-        """`axes` of the kernel, in order: `_` for inputs, a name for outputs."""
-        kernel = layer.kernel[...]  # type: ignore[attr-defined]
-        self.layer, self.inputs = layer, inputs_of(axes, kernel)
+    def __init__(
+        self, layer: nnx.Module, axes: str, *, rows: bool = True, columns: bool = True, weight: str = "kernel"
+    ) -> None:
+        """`axes` of the weight, in order: `_` for inputs, a name for outputs."""
+        kernel = getattr(layer, weight)[...]
+        self.layer, self.weight, self.inputs = layer, weight, inputs_of(axes, kernel)
         self.outputs = tuple(k for k in range(kernel.ndim) if k not in self.inputs)
         shapes = [tuple(kernel.shape[k] for k in own) for own in (self.outputs, self.inputs)]
         self.rows = nnx.Param(jnp.ones(shapes[0], kernel.dtype)) if rows else None
@@ -55,7 +58,7 @@ class Multiplied(nnx.Module):
 
     def folded(self) -> jax.Array:
         """The kernel that the network sees."""
-        kernel = self.layer.kernel[...]  # type: ignore[attr-defined]
+        kernel = getattr(self.layer, self.weight)[...]
         if self.rows is not None:
             kernel = kernel * jnp.expand_dims(self.rows[...], self.inputs)
         if self.columns is not None:
@@ -90,9 +93,8 @@ def fold(model: nnx.Module) -> None:
         del name
         if not isinstance(layer, Multiplied):
             return None
-        inner: Any = layer.layer
-        inner.kernel[...] = layer.folded()
-        return inner
+        getattr(layer.layer, layer.weight)[...] = layer.folded()
+        return layer.layer
 
     replaced(model, out)
 

@@ -689,6 +689,7 @@ TRANSFORM_CASES: tuple[TransformCase, ...] = (
     TransformCase("quotient/lion", go.quotient, {"inner": optax.lion(0.01)}, linear=True),
     TransformCase("quotient/link", go.quotient, {"inner": optax.scale_by_adam(), "hold": False}),
     TransformCase("track/adam", go.track, {"inner": optax.adam(0.01), "every": 2}),
+    TransformCase("track_balance/every", go.track_balance, {"every": 2}),
     TransformCase("track_rotation/adam", _track_rotation, {"every": 2}),
     TransformCase("rotational/adam", _rotational, {"learning_rate": 0.01, "eta_r": _falling, "center": False}),
     TransformCase("rotational_adamw/schedule", _rotational_adamw, {"learning_rate": _falling, "weight_decay": 0.1}),

@@ -191,6 +191,18 @@ def scale_motion(instances: Sequence[ScaleInstance], logs: Sequence[jax.Array]) 
     return Motion(functools.partial(times, inward), out, out)
 
 
+def log_sizes(instances: Sequence[ScaleInstance], values: Values) -> dict[str, tuple[jax.Array, jax.Array]]:
+    """Key → logs of both sides' root mean squares per channel; minus infinity, on both, where a side is zero."""
+    squares = {path: jnp.square(x) for path, x in values.items()}
+    found = {}
+    for instance in instances:
+        means = [x / n for x, n in zip(instance.compared(squares), instance.sizes(), strict=True)]
+        whole = (means[0] > 0) & (means[1] > 0)
+        up, down = (jnp.where(whole, 0.5 * jnp.log(jnp.where(whole, x, 1.0)), -jnp.inf) for x in means)
+        found[instance.key] = up, down
+    return found
+
+
 def channel_entries(block: Block, named: tuple[str, ...]) -> int:
     """How many entries of `block` one channel holds."""
     return math.prod(n for n, label in zip(block.view_shape, block.labels, strict=True) if label not in named)

@@ -129,6 +129,11 @@ def multiplier_balance(
     return dataclasses.replace(_scale_gauge("multiplier_balance", query, key, 1, sizes), by_entry=True)
 
 
+def two_sided(gauge: Any) -> bool:
+    """Whether a gauge trades a scale between two sides."""
+    return isinstance(gauge, Rescale) and {spec.role for spec in gauge.specs} == {"up", "down"}
+
+
 def _scale_gauge(
     name: str, up: Mapping[str, Axes], down: Mapping[str, Axes] | None, degree: float, sizes: Mapping[str, int] | None
 ) -> "Rescale":

@@ -279,23 +279,24 @@ def _metrics(
     values = own.on.joint.values(params)
     turns = small_turns(own.on, own.here.point, own.update)
     drift, turning = Arrays(), Arrays()
-    for label, (part, bound), element, then in zip(_labels(group), own.on.parts, own.here.element, start, strict=True):
+    for label, (part, bound), element, then in zip(labels(group), own.on.parts, own.here.element, start, strict=True):
         change = jax.tree.map(jnp.subtract, part.coordinates_of(bound, element, values), then)
-        drift |= {f"{label}{key}": x for key, x in _drifts(bound, change, layers)}
-        turning |= {f"{label}{_key(head.key)}": _angle(head, turns[head]) for head in bound.rotations}
-        turning |= {f"{label}{_key(i.key)}": _angle(i.left, turns[LinearReading(i).turned]) for i in bound.linear}
+        drift |= {labelled(label, key): x for key, x in _drifts(bound, change, layers)}
+        turning |= {labelled(label, head.key): _angle(head, turns[head]) for head in bound.rotations}
+        turning |= {labelled(label, i.key): _angle(i.left, turns[LinearReading(i).turned]) for i in bound.linear}
     norms = _slice_norms(own, params, gradient, update, layers)
     return Metrics(jnp.asarray(step, jnp.int32), Figures.of(drift), Figures.of(turning), *norms)
 
 
-def _labels(group: Product) -> list[str]:
+def labels(group: Product) -> list[str]:
     """Names of gauges, numbered where one occurs again."""
     names = [part.name for part in group.parts]
     return [name if names.count(name) == 1 else f"{name}{names[:k].count(name)}" for k, name in enumerate(names)]
 
 
-def _key(instance: str) -> str:
-    return f"/{instance}" if instance else ""
+def labelled(gauge: str, instance: str) -> str:
+    """Name of a figure: "gauge/instance", or the gauge alone where it has one instance."""
+    return f"{gauge}/{instance}" if instance else gauge
 
 
 def _drifts(bound: Bound, change: Element, layers: tuple[str, ...]) -> list[tuple[str, jax.Array]]:
@@ -304,9 +305,9 @@ def _drifts(bound: Bound, change: Element, layers: tuple[str, ...]) -> list[tupl
     for key, x in change.items():
         if key in named:
             apart = [k for k, name in enumerate(named[key]) if name in layers]
-            out.append((_key(key), _extreme(x, tuple(k for k in range(x.ndim) if k not in apart))))
+            out.append((key, _extreme(x, tuple(k for k in range(x.ndim) if k not in apart))))
         else:
-            out += [(_key(f"{key}/{p}" if key else p), _extreme(y, None)) for p, y in leaves_by_path(x).items()]
+            out += [(f"{key}/{p}" if key else p, _extreme(y, None)) for p, y in leaves_by_path(x).items()]
     return out
 
 

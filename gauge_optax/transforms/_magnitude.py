@@ -16,8 +16,9 @@ import jax
 import jax.numpy as jnp
 
 from gauge_optax.binding import Axes, binding_error
+from gauge_optax.gauges._scale import log_sizes
 from gauge_optax.gauges.base import Element, Gauge
-from gauge_optax.gauges.rescale import scale_invariant
+from gauge_optax.gauges.rescale import scale_invariant, two_sided
 
 Number = float | jax.Array
 KINDS = ("free", "decay", "cap", "fix")
@@ -77,8 +78,7 @@ def checked(name: str, gauges: Sequence[Gauge], magnitude: Magnitude) -> None:
             "cap for 'cap' alone, decay for 'decay' alone", "leave it out",
         )  # fmt: skip
     for gauge in gauges if kind != "free" else ():
-        roles = {spec.role for spec in getattr(gauge, "specs", ())}
-        if roles != {"up", "down"} or gauge.effect != "diagonal":
+        if not two_sided(gauge):
             raise binding_error(
                 name, f"magnitude='{kind}' of a gauge without two sides", gauge.name,
                 "rescale, norm_scale or multiplier_balance",
@@ -103,11 +103,4 @@ def both_sides(gauge: Any) -> Gauge:
 def log_products(gauge: Gauge, params: Any) -> Element:
     """log s_up + log s_down per channel, s root mean squares; minus infinity, and left alone, where a side is zero."""
     bound = gauge.bound(params)
-    values = {path: jnp.square(x) for path, x in bound.values(params).items()}
-    found = {}
-    for instance in bound.scales:
-        squares = [x / n for x, n in zip(instance.compared(values), instance.sizes(), strict=True)]
-        whole = (squares[0] > 0) & (squares[1] > 0)
-        logs = [0.5 * jnp.log(jnp.where(whole, x, 1.0)) for x in squares]
-        found[instance.key] = jnp.where(whole, logs[0] + logs[1], -jnp.inf)
-    return found
+    return {key: up + down for key, (up, down) in log_sizes(bound.scales, bound.values(params)).items()}

@@ -1,0 +1,115 @@
+"""Which side of a scale has grown: drift and product of both sides, in an optimizer's own state.
+
+Here: figures of a point, and the element that keeps them. Not here: what brings both sides together (`gauge_fix`), what
+other gauges do (`live`).
+Reference: GaugeFix-LRM §3.2, §4.4.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from gauge_optax._arguments import require_every, require_own, require_params
+from gauge_optax.binding import is_empty
+from gauge_optax.gauges._scale import log_sizes
+from gauge_optax.gauges.base import Gauges
+from gauge_optax.gauges.product import Product, product
+from gauge_optax.gauges.rescale import two_sided
+from gauge_optax.measure.live import Figures, labelled, labels
+
+_NAME = "track_balance"
+
+
+class Balance(NamedTuple):
+    """Of the weights after one step; s is the root mean square of a side.
+
+    Attributes:
+      recorded_at: that step's number, from 0.
+      drift: |log(s_up/s_down)|, the largest over channels, instances and gauges.
+      log_ratio: log(s_up/s_down) by "gauge/instance", per channel: per head, of `multiplier_balance`.
+      product: s_up·s_down, likewise.
+    """
+
+    recorded_at: jax.Array
+    drift: jax.Array
+    log_ratio: Figures
+    product: Figures
+
+
+class TrackBalanceState(NamedTuple):
+    """State of `track_balance`.
+
+    Attributes:
+      taken: steps so far.
+      metrics: of the step recorded last.
+    """
+
+    taken: jax.Array
+    metrics: Balance
+
+
+def track_balance(gauges: Gauges, *, every: int | jax.Array = 1) -> optax.GradientTransformationExtraArgs:
+    """Records how far both sides of every scale are apart, and how large together; updates pass unchanged.
+
+    Last in a chain, after an optimizer and what fixes its gauges. Read it by name: `optax.tree.get(state, "drift")`. A
+    channel with a side that is zero has no ratio: it counts as 0 in `drift` and `log_ratio`, and its product is 0.
+
+    Args:
+      gauges: a gauge or a sequence of them, meaning their product; what is recorded are those with two sides.
+      every: steps between records, the first step among them.
+
+    Returns:
+      The transformation. Its `update` needs `params`.
+
+    Raises:
+      ValueError: `every` that is no positive int, here; bindings that do not fit, at `init`; `update` without params.
+
+    >>> gauge = go.multiplier_balance({"query": "head _"}, {"key": "head _"})
+    >>> params = {"query": jnp.full((2, 3), 4.0), "key": jnp.full((2, 3), -1.0)}
+    >>> tx = optax.chain(optax.sgd(0.1), go.track_balance(gauge))
+    >>> state = tx.update(params, tx.init(params), params)[1]
+    >>> round(float(optax.tree.get(state, "drift")), 3), optax.tree.get(state, "product")["multiplier_balance"].round(2)
+    (1.386, Array([3.24, 3.24], dtype=float32))
+
+    Reference: GaugeFix-LRM, Eq. (3). Deviation: per head and layer, the largest beside them.
+    """
+    require_every(_NAME, every)
+    group = product(gauges)
+
+    def init_fn(params: optax.Params) -> TrackBalanceState:
+        zero = jnp.zeros((), jnp.int32)
+        if is_empty(params):
+            return TrackBalanceState(zero, jnp.zeros(()))  # type: ignore[arg-type]
+        shapes = jax.eval_shape(lambda p: _balance(group, p, zero), params)
+        return TrackBalanceState(zero, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes))
+
+    def update_fn(
+        updates: optax.Updates, state: TrackBalanceState, params: optax.Params | None = None, **extra: Any
+    ) -> tuple[optax.Updates, TrackBalanceState]:
+        del extra
+        require_params(_NAME, params)
+        require_own(_NAME, state, TrackBalanceState)
+
+        def record() -> Balance:
+            return _balance(group, optax.apply_updates(params, updates), state.taken)
+
+        metrics = jax.lax.cond(state.taken % every == 0, record, lambda: state.metrics)
+        return updates, TrackBalanceState(optax.safe_increment(state.taken), metrics)
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _balance(group: Product, params: Any, step: jax.Array) -> Balance:
+    ratios, products = {}, {}
+    for label, part in zip(labels(group), group.parts, strict=True):
+        bound = part.bound(params)
+        if not two_sided(part):
+            continue
+        for key, (up, down) in log_sizes(bound.scales, bound.values(params)).items():
+            name = labelled(label, key)
+            ratios[name] = jnp.where(jnp.isfinite(up), up - down, 0.0)
+            products[name] = jnp.exp(up + down)
+    drift = jnp.max(jnp.abs(Figures.of(ratios).packed), initial=0.0)
+    return Balance(step, drift, Figures.of(ratios), Figures.of(products))

@@ -1,0 +1,68 @@
+"""Multipliers in Linen: a wrapped layer and multiplied parameters are one tree, and fold to the same function."""
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import gauge_optax as go
+from gauge_optax.binding import leaves_by_path
+from models import linen_multipliers as linen
+
+HEADS, WIDTH = 2, 3
+X = np.random.default_rng(0).normal(size=(2, 4, 5))
+
+
+class Wrapped(nn.Module):
+    """The projections of attention, each behind multipliers."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        def project(name: str) -> jax.Array:
+            dense = nn.DenseGeneral((HEADS, WIDTH), param_dtype=x.dtype)
+            found: jax.Array = linen.Multiplied(dense, name=name)(x)
+            return found
+
+        query, key, value = map(project, ("query", "key", "value"))
+        weights = jax.nn.softmax(jnp.einsum("bthe,bshe->bhts", query, key) / jnp.sqrt(WIDTH).astype(x.dtype))
+        mixed = jnp.einsum("bhts,bshe->bthe", weights, value)
+        out = nn.DenseGeneral(5, axis=(-2, -1), param_dtype=x.dtype)
+        found: jax.Array = linen.Multiplied(out, inputs=2, name="out")(mixed)
+        return found
+
+
+PLAIN = nn.MultiHeadDotProductAttention(HEADS, qkv_features=HEADS * WIDTH, param_dtype=jnp.float64)
+
+
+def _drawn(tree: Any) -> Any:
+    rng = np.random.default_rng(1)
+    return jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype), tree)
+
+
+def test_wrapped_layers_and_multiplied_parameters_are_one_function(x64: None) -> None:
+    x = jnp.asarray(X)
+    params = _drawn(Wrapped().init(jax.random.key(0), x)["params"])
+    own = PLAIN.init(jax.random.key(0), x)["params"]
+    multiplied = linen.multiply(own, {"query": 1, "key": 1, "value": 1, "out": 2})
+    assert jax.tree.map(jnp.shape, multiplied) == jax.tree.map(jnp.shape, params)
+    assert jax.tree.structure(linen.fold(params)) == jax.tree.structure(own)
+    wrapped = Wrapped().apply({"params": params}, x)
+    np.testing.assert_allclose(wrapped, PLAIN.apply({"params": linen.fold(params)}, x), rtol=1e-12)
+
+
+def test_gauges_of_multipliers_hold(x64: None) -> None:
+    x = jnp.asarray(X)
+    params = _drawn(Wrapped().init(jax.random.key(0), x)["params"])
+    sides = [{f"{name}/rows": "head _", f"{name}/layer/bias": "head _"} for name in ("query", "key")]
+    gauges = [
+        go.multiplier_balance(*sides),
+        go.rescale({"value/rows": "head channel"}, {"value/layer/kernel": "_ head channel"}),
+    ]
+
+    def loss(p: Any) -> jax.Array:
+        return jnp.sum(jnp.sin(Wrapped().apply({"params": p}, x)))
+
+    go.testing.assert_invariant(loss, params, gauges, jax.random.key(0))
+    assert {"query/rows", "query/columns", "query/layer/kernel", "query/layer/bias"} <= set(leaves_by_path(params))

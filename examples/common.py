@@ -48,13 +48,13 @@ class Checkpoints:
             (out / "checkpoints").resolve(), options=ocp.CheckpointManagerOptions(max_to_keep=2)
         )
 
-    def save(self, step: int, state: Any, losses: Sequence[float]) -> None:
+    def save(self, step: int, state: Any, losses: Sequence[Any]) -> None:
         """Write both under the number of steps taken; returns once they are on disk."""
         meta = ocp.args.JsonSave({"losses": list(losses)})
         self.manager.save(step, args=ocp.args.Composite(state=ocp.args.StandardSave(state), meta=meta))
         self.manager.wait_until_finished()
 
-    def restore(self, abstract: Any) -> tuple[Any, list[float]] | None:
+    def restore(self, abstract: Any) -> tuple[Any, list[Any]] | None:
         """The latest state, in the structure of `abstract`, and its losses; None if there is none."""
         step = self.manager.latest_step()
         if step is None:

@@ -1,14 +1,18 @@
 """Learnable multipliers under decay, gauge fixing, neither, and with their size held (GaugeFix-LRM).
 
-    python -m examples.gaugefix_lrm                           # CPU size, half an hour on 2 cores
+    python -m examples.gaugefix_lrm                                  # CPU size, an hour on one core
+    python -m examples.gaugefix_lrm --arms A "B, every 1" --steps 200 --out outputs/try          # to try it
+    python -m examples.gaugefix_lrm --full train.bin val.bin --precisions bfloat16               # on an accelerator
 
-A GPT of two layers on bytes of text. A: decay on all multipliers. B: none on those of queries and keys, which are fixed
-every N steps. C: neither. Stale moments: left where they were, as the
-paper has it. cap, fix, decay: B with the product s_Q·s_K
-held, which the paper asks for in its §5. none: no multipliers at all. bf16: forward and backward in bfloat16, weights
-in float32.
+A GPT-2 on text: two layers on bytes, or with `--full` the paper's 124M on tokens, files of 16-bit integers as nanoGPT
+writes them. A: decay on all multipliers. B: none on those of queries and keys, which are fixed every N steps, their
+moments carried along; "stale": left where they were, as the paper has it. C: neither. cap, fix, decay: B with the
+product s_Q·s_K held, which the paper asks for in its §5. none: no multipliers at all. bfloat16: forward and backward in
+it; weights, optimizer and the loss of the logits in float32. Killed, it goes on after the last arm, with `--full` after
+the last evaluation.
 """
 
+import argparse
 import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,15 +23,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from tqdm import tqdm
 
-from examples import grid, report, starts
+import gauge_optax as go
+from examples import data, grid, report
+from examples.common import Checkpoints
 from examples.grid import Cell, Result
-from models import lm, multipliers
+from models import gpt2, lm, multipliers
 
-STEPS, RATE, EVERY = 400, 5e-3, 10
-CONFIG = lm.LMConfig(vocab=256, d_model=64, layers=2, heads=4, kv_heads=4, d_head=16, d_ff=256, mlp="gelu", max_len=64)
 SEEDS = (42, 123, 456)
-STALE = "B, every 1, stale moments"
+PRECISIONS = ("float32", "bfloat16")
 
 
 class Arm(NamedTuple):
@@ -37,155 +42,284 @@ class Arm(NamedTuple):
     fixing: dict[str, Any]
 
 
-ARMS = {
-    "none": Arm("none", {}),
-    "A": Arm("A", {}),
-    "B, every 1": Arm("B", {}),
-    "B, every 10": Arm("B", {"every": 10}),
-    "B, every 100": Arm("B", {"every": 100}),
-    STALE: Arm("B", {"transport": False}),
-    "C": Arm("C", {}),
-    "cap": Arm("B", {"magnitude": "cap", "cap": 1.5}),
-    "fix": Arm("B", {"magnitude": "fix"}),
-    "decay": Arm("B", {"magnitude": "decay", "decay": 2e-3 * RATE}),
-}
-PRECISIONS = ("float32", "bfloat16")
+def arms(rate: float) -> dict[str, Arm]:
+    """Everything that is compared; `rate` is the peak learning rate, which decay is times."""
+    fixed = {f"B, every {n}": Arm("B", {"every": n}) for n in (1, 10, 100, 1000)}
+    stale = {f"B, every {n}, stale": Arm("B", {"every": n, "transport": False}) for n in (1, 100)}
+    held = {"cap": {"cap": 1.05}, "fix": {}, "decay": {"decay": 2e-3 * rate}}
+    return {
+        "none": Arm("none", {}),
+        "A": Arm("A", {}),
+        **fixed,
+        **stale,
+        "C": Arm("C", {}),
+        **{name: Arm("B", {"magnitude": name, **number}) for name, number in held.items()},
+    }
 
 
-def schedule(count: Any) -> jax.Array:
+class Run(NamedTuple):
+    """What is trained, on what, for how long.
+
+    Attributes:
+      config: of the model.
+      steps: of the optimizer.
+      rate: at its peak, after a tenth of the steps; a tenth of it at the end.
+      window: steps between evaluations.
+      batches: (step, seed) → tokens (micro-batches, sequences, time + 1); gradients are averaged over the first.
+      held_out: the same without seeds.
+      folder: where checkpoints go, or None.
+    """
+
+    config: lm.LMConfig
+    steps: int
+    rate: float
+    window: int
+    batches: Callable[[int, int], np.ndarray]
+    held_out: np.ndarray
+    folder: Path | None = None
+
+
+LENGTH, BATCH = 32, 8
+
+
+def small(steps: int) -> Run:
+    """Two layers on bytes of text."""
+    sizes = {"d_model": 48, "layers": 2, "heads": 4, "kv_heads": 4, "d_head": 12, "d_ff": 192}
+    found = functools.cache(lambda seed: data.batches(LENGTH, BATCH, seed=seed)[0])
+    held_out = np.stack(data.batches(LENGTH, 8 * BATCH)[1])
+    config = gpt2.config(vocab=data.VOCAB, max_len=LENGTH, **sizes)
+    return Run(config, steps, 3e-3, _window(steps, max(1, steps // 20)), lambda n, seed: found(seed)[n][None], held_out)
+
+
+def full(files: Sequence[Path], steps: int, sequences: int, folder: Path) -> Run:
+    """The paper's, on tokens in files."""
+    config, batch, most = gpt2.config(), 480, 40
+    train, held = (data.Windows(np.memmap(path, np.uint16, "r"), config.max_len) for path in files)
+    if batch % sequences:
+        raise ValueError(f"--sequences {sequences} does not divide a batch of {batch}: take 12, 16, 24, 32")
+
+    def tokens(step: int, seed: int) -> np.ndarray:
+        chosen = np.random.default_rng((seed, step)).integers(0, len(train), batch)
+        return np.stack([train[k] for k in chosen]).reshape(batch // sequences, sequences, -1)
+
+    held_out = np.stack([held[k] for k in range(min(most * sequences, len(held) // sequences * sequences))])
+    return Run(
+        config, steps, 6e-4, _window(steps, 500), tokens, held_out.reshape(-1, sequences, held_out.shape[-1]), folder
+    )
+
+
+def _window(steps: int, most: int) -> int:
+    """The longest window that divides the steps."""
+    return max(n for n in range(1, most + 1) if steps % n == 0)
+
+
+def schedule(run: Run) -> optax.Schedule:
     """Warm-up over a tenth, cosine to a tenth, as in the paper."""
-    warm = STEPS // 10
-    along = jnp.clip((count - warm) / (STEPS - warm), 0.0, 1.0)
-    return RATE * jnp.minimum(1.0, (count + 1) / warm) * (0.55 + 0.45 * jnp.cos(jnp.pi * along))
+    warm = max(1, run.steps // 10)
+
+    def at(count: Any) -> jax.Array:
+        along = jnp.clip((count - warm) / max(1, run.steps - warm), 0.0, 1.0)
+        return run.rate * jnp.minimum(1.0, (count + 1) / warm) * (0.55 + 0.45 * jnp.cos(jnp.pi * along))
+
+    return at
 
 
-def program(arm: Arm, dtype: str) -> tuple[Callable[[int], Any], Callable[..., Any]]:
-    """(initial parameters of a seed, the whole run: validation loss and curves)."""
-    make = lm.build if arm.which == "none" else multipliers.build
-    graph, _ = nnx.split(make(CONFIG, nnx.Rngs(0)))
-    gauge = multipliers.head_gauge(CONFIG)
-    tx = plain() if arm.which == "none" else multipliers.condition(arm.which, schedule, gauge, **arm.fixing)
-
-    def loss(params: Any, tokens: jax.Array) -> jax.Array:
-        low = jax.tree.map(lambda x: x.astype(dtype), params)
-        return lm.loss_fn(nnx.merge(graph, low), tokens).astype(jnp.float32)
-
-    @jax.jit
-    def run(params: Any, batches: jax.Array, held_out: jax.Array) -> Any:
-        def step(carry: Any, tokens: jax.Array) -> Any:
-            params, state = carry
-            grads = jax.grad(loss)(params, tokens)
-            updates, state = tx.update(grads, state, params)
-            params = optax.apply_updates(params, updates)
-            return (params, state), (optax.tree.norm(grads), *sizes(params))
-
-        def window(carry: Any, tokens: jax.Array) -> Any:
-            carry, kept = jax.lax.scan(step, carry, tokens)
-            return carry, (kept[0].max(), kept[1][-1], kept[2][-1])
-
-        parts = batches.reshape(-1, EVERY, *batches.shape[1:])
-        (params, _), curves = jax.lax.scan(window, (params, tx.init(params)), parts)
-        return jax.lax.map(functools.partial(loss, params), held_out).mean(), curves
-
-    def start(seed: int) -> Any:
-        return nnx.to_pure_dict(nnx.split(make(CONFIG, nnx.Rngs(seed)))[1])
-
-    return start, run
+# Training -----------------------------------------------------------------------------------------------
 
 
-def plain() -> optax.GradientTransformation:
+def plain(rate: optax.Schedule) -> optax.GradientTransformationExtraArgs:
     """AdamW as the conditions have it."""
     matrices = lambda params: jax.tree.map(lambda x: x.ndim > 1, params)  # noqa: E731
-    adamw = optax.adamw(schedule, b2=0.95, weight_decay=multipliers.MATRIX_DECAY, mask=matrices)
+    adamw = optax.adamw(rate, b2=0.95, weight_decay=multipliers.MATRIX_DECAY, mask=matrices)
     return optax.chain(optax.clip_by_global_norm(1.0), adamw)
 
 
-def sizes(params: Any) -> tuple[jax.Array, jax.Array]:
-    """Eq. (3)'s drift, the largest over heads and layers, and the mean of s_Q·s_K."""
-    blocks = params["blocks"].values()
-    if not any("rows" in block["attn"]["query"] for block in blocks):
-        return jnp.zeros(()), jnp.ones(())
-    rms = [
-        [jnp.sqrt(jnp.mean(jnp.square(block["attn"][name]["rows"]), -1)) for name in ("query", "key")]
-        for block in blocks
-    ]
-    drift = jnp.stack([jnp.max(jnp.abs(jnp.log(q / k))) for q, k in rms]).max()
-    return drift, jnp.stack([jnp.mean(q * k) for q, k in rms]).mean()
+class Program(NamedTuple):
+    """Compiled once for all seeds: parameters and state of a seed, one step, the validation loss."""
+
+    start: Callable[[int], Any]
+    step: Callable[..., Any]
+    evaluate: Callable[..., Any]
 
 
-def measured(name: str, dtype: str, seeds: Sequence[int]) -> Cell:
+def program(run: Run, arm: Arm, dtype: str) -> Program:
+    """Of one arm. A step gives (parameters, state) and (gradient norm, drift, mean product)."""
+    multiplied = arm.which != "none"
+    make = functools.partial(gpt2.build, run.config, multiplied=multiplied)
+    graph, _ = nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(0))))
+    gauge = multipliers.head_gauge(run.config)
+    tx = plain(schedule(run))
+    if multiplied:
+        tx = multipliers.condition(arm.which, schedule(run), gauge, **arm.fixing)
+        tx = optax.chain(tx, go.track_balance(gauge))
+
+    def loss(params: Any, tokens: jax.Array) -> jax.Array:
+        low = jax.tree.map(lambda x: x.astype(dtype), params)
+        logits = nnx.merge(graph, low)(tokens[:, :-1]).astype(jnp.float32)
+        return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]))
+
+    def gradient(params: Any, batch: jax.Array) -> Any:
+        if len(batch) == 1:
+            return jax.grad(loss)(params, batch[0])
+        add = lambda total, tokens: (jax.tree.map(jnp.add, total, jax.grad(loss)(params, tokens)), None)  # noqa: E731
+        total, _ = jax.lax.scan(add, jax.tree.map(jnp.zeros_like, params), batch)
+        return jax.tree.map(lambda x: x / len(batch), total)
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def step(carry: Any, batch: jax.Array) -> Any:
+        params, state = carry
+        grads = gradient(params, batch)
+        updates, state = tx.update(grads, state, params)
+        drift, product = jnp.zeros(()), jnp.ones(())
+        if multiplied:
+            drift, product = optax.tree.get(state, "drift"), jnp.mean(optax.tree.get(state, "product").packed)
+        return (optax.apply_updates(params, updates), state), jnp.stack([optax.tree.norm(grads), drift, product])
+
+    @jax.jit
+    def evaluate(params: Any, held_out: jax.Array) -> jax.Array:
+        return jax.lax.map(functools.partial(loss, params), held_out).mean()
+
+    @jax.jit
+    def start(key: jax.Array) -> Any:
+        params = nnx.to_pure_dict(nnx.split(make(nnx.Rngs(key)))[1])
+        return params, tx.init(params)
+
+    return Program(lambda seed: start(jax.random.key(seed)), step, evaluate)
+
+
+def trained(run: Run, own: Program, seed: int, name: str) -> np.ndarray:
+    """Per window: loss at its end, largest gradient norm, mean, largest and last drift, product at its end."""
+    carry = own.start(seed)
+    curves: list[Any] = []
+    kept = None if run.folder is None else Checkpoints(run.folder / f"{name}, {seed}".replace(", ", "_"))
+    if kept is not None and (saved := kept.restore(carry)) is not None:
+        carry, curves = saved
+    bar = tqdm(total=run.steps, initial=run.window * len(curves), desc=f"{name}, seed {seed}", leave=False)
+    for first in range(run.window * len(curves), run.steps, run.window):
+        seen = []
+        for n in range(first, first + run.window):
+            carry, found = own.step(carry, run.batches(n, seed))
+            seen.append(found)
+            bar.update()
+        norm, drift, product = np.stack(jax.device_get(seen)).T
+        value = float(own.evaluate(carry[0], run.held_out))
+        drifts = [float(x) for x in (drift.mean(), drift.max(), drift[-1])]
+        curves.append([value, float(norm.max()), *drifts, float(product[-1])])
+        bar.set_postfix(loss=f"{value:.4f}", drift=f"{drift[-1]:.1e}")
+        if kept is not None:
+            kept.save(first + run.window, carry, curves)
+    bar.close()
+    return np.asarray(curves).T
+
+
+def measured(run: Run, name: str, dtype: str, seeds: Sequence[int]) -> Cell:
     """One arm, all seeds."""
-    start, run = program(ARMS[name], dtype)
-    out: Cell = {"loss": [], "drift": [], "product": [], "spike": []}
+    own = program(run, arms(run.rate)[name], dtype)
+    out: Cell = {key: [] for key in ("loss", "best", "drift", "mean_drift", "end", "product", "spike")}
     for seed in seeds:
-        inputs = start(seed), starts.batches(STEPS, seed), starts.held_out()
-        found, (norms, drift, product) = jax.device_get(run(*inputs))
-        late = norms[len(norms) // 2 :]
-        ends = {"loss": found, "drift": drift[-1], "product": product[-1], "spike": late.max() / np.median(late)}
+        loss, norm, mean_drift, drift, last, product = trained(run, own, seed, f"{name}, {dtype}")
+        late = norm[len(norm) // 2 :]
+        ends = {
+            "loss": loss[-1], "best": np.nanmin(loss), "drift": drift.max(), "mean_drift": mean_drift.mean(),
+            "end": last[-1], "product": product[-1], "spike": late.max() / np.median(late),
+        }  # fmt: skip
         for key, value in ends.items():
             out[key].append(float(value))
         if seed == seeds[0]:
-            out["curves"] = {"drift": drift, "product": product, "norm": norms}
+            out["curves"] = {"loss": loss, "drift": drift, "product": product, "norm": norm}
     return out
 
 
+# Results ------------------------------------------------------------------------------------------------
+
+
 def figure(result: Result, path: Path) -> None:
-    """Losses, and drift and product along the run."""
+    """Losses as in the paper's Figure 2, drift by frequency as in its Figure 3, drift and product along the run."""
     cells = result["cells"]
-    fig, axes = report.plt.subplots(1, 3, figsize=(14, 4), layout="constrained")
-    for k, name in enumerate(ARMS):
-        for dtype, mark, shift in (("float32", "o", -0.12), ("bfloat16", "s", 0.12)):
-            found, color = np.asarray(cells[f"{name}, {dtype}"]["loss"]), "tab:blue" if mark == "o" else "tab:red"
-            axes[0].errorbar(found.mean(), k + shift, xerr=found.std(ddof=1), fmt=mark, color=color)
-        curves, steps = cells[f"{name}, float32"]["curves"], EVERY * np.arange(1, STEPS // EVERY + 1)
-        axes[1].plot(steps, np.asarray(curves["drift"]) + 1e-8, label=name)
-        axes[2].plot(steps, curves["product"], label=name)
-    axes[0].set_yticks(range(len(ARMS)), list(ARMS))
-    axes[0].set(title="validation loss; blue float32, red bfloat16")
-    axes[1].set(title="drift, Eq. (3)", yscale="log", xlabel="step")
-    axes[2].set(title="mean of s_Q·s_K", xlabel="step")
-    axes[2].legend(fontsize=7)
+    names = list(dict.fromkeys(name.rsplit(", ", 1)[0] for name in cells))
+    fig, axes = report.plt.subplots(2, 2, figsize=(12, 8.5), layout="constrained")
+    losses, largest, drifts, products = axes.flat
+    for dtype, mark, color, shift in (("float32", "o", "tab:blue", -0.13), ("bfloat16", "s", "tab:red", 0.13)):
+        shown = {k: cells[f"{name}, {dtype}"] for k, name in enumerate(names) if f"{name}, {dtype}" in cells}
+        for k, cell in shown.items():
+            found = np.asarray(cell["loss"])
+            losses.errorbar(
+                found.mean(), k + shift, xerr=found.std(ddof=1) if found.size > 1 else 0.0, fmt=mark, color=color
+            )
+            largest.scatter(np.asarray(cell["drift"]) + 1e-8, np.full(found.size, k + shift), color=color, marker=mark)
+    for axis in (losses, largest):
+        axis.set_yticks(range(len(names)), names)
+        axis.invert_yaxis()
+        axis.grid(alpha=0.3)
+    losses.set(title="validation loss; blue float32, red bfloat16", xlabel="nats")
+    largest.set(title="largest drift of a run, Eq. (3)", xscale="log")
+    low = "bfloat16" if any(name.endswith("bfloat16") for name in cells) else "float32"
+    for name in names:
+        if name == "none" or f"{name}, {low}" not in cells:
+            continue
+        curves = cells[f"{name}, {low}"]["curves"]
+        at = np.arange(1, len(curves["drift"]) + 1) * (result["settings"]["steps"] // len(curves["drift"]))
+        drifts.plot(at, np.asarray(curves["drift"]) + 1e-8, label=name)
+        products.plot(at, curves["product"], label=name)
+    drifts.set(title=f"drift, largest of a window, {low}, first seed", yscale="log", xlabel="step")
+    products.set(title=f"mean of s_Q·s_K, {low}, first seed", xlabel="step")
+    if products.lines:
+        products.legend(fontsize=7)
     grid.save(fig, path)
 
 
 def section(result: Result) -> str:
-    """The table, and what it says beside the paper's."""
+    """Tables as the paper's 1 and 2, and what they say beside its."""
     cells = result["cells"]
     rows = [
-        [name, grid.spread(cell["loss"], ".4f"), f"{max(cell['drift']):.1e}", grid.spread(cell["product"], ".3f"),
+        [name, grid.spread(cell["loss"], ".4f"), f"{np.mean(cell['best']):.4f}", f"{max(cell['drift']):.1e}",
+         f"{np.mean(cell['mean_drift']):.1e}", f"{max(cell['end']):.1e}", grid.spread(cell["product"], ".3f"),
          f"{max(cell['spike']):.1f}"]
         for name, cell in cells.items()
     ]  # fmt: skip
-    base = np.mean(cells["A, float32"]["loss"])
-
-    def against(name: str) -> str:
-        return f"{np.mean(cells[f'{name}, float32']['loss']) - base:+.4f}"
-
-    finite = all(np.isfinite(x) for cell in cells.values() for x in cell["loss"])
-    return "\n\n".join([
-        f"{len(result['seeds'])} seeds, {STEPS} steps, {result['machine']}. Drift: the largest at the end; spike: the "
-        "largest gradient norm of the second half over its median.",
-        grid.table(["", "validation loss", "drift", "s_Q·s_K", "spike"], rows),
-        f"Against A: B every step {against('B, every 1')}, every 10 {against('B, every 10')}, every 100 "
-        f"{against('B, every 100')}, with stale moments {against(STALE)}, "
-        f"C {against('C')}, cap {against('cap')}, fix {against('fix')}, decay {against('decay')}, no multipliers "
-        f"{against('none')}. {'No' if finite else 'A'} run diverged. Paper, GPT-2 124M: B +0.044 in the mean, "
-        "with one seed of three unstable by its table and two by its text; C +0.019; B every 100 steps best. Its "
-        "drift without control is 0.047 in the table and 0.053 in the text. None of its differences shows at this "
-        "size: all arms are within the spread over seeds, the product falls where the paper's grows, and multipliers "
-        "gain nothing. The cap of 1.5 is near, and slows the product's fall as it would its rise.",
-    ])  # fmt: skip
+    about = f"{len(result['seeds'])} seeds, {result['settings']['steps']} steps, {result['machine']}."
+    head = ["", "validation loss", "best", "largest drift", "mean drift", "at the end", "s_Q·s_K", "spike"]
+    explained = "Drift: Eq. (3), over heads, layers, all steps and seeds; product: at the end; spike: the largest "
+    explained += "gradient norm of a window in the second half over the median of these."
+    return "\n\n".join([f"{about} {explained}", grid.table(head, rows), told(cells)])
 
 
-def experiment() -> grid.Experiment:
-    """All arms in both precisions."""
-    cells = {f"{name}, {dtype}": functools.partial(measured, name, dtype) for name in ARMS for dtype in PRECISIONS}
-    return grid.Experiment("gaugefix_lrm", {"steps": STEPS, "rate": RATE, "arms": list(ARMS)}, cells, figure, section)
+def told(cells: dict[str, Cell]) -> str:
+    """What the numbers say."""
+    return ""
+
+
+# Command line -------------------------------------------------------------------------------------------
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    """Beside those of every experiment."""
+    parser.add_argument("--full", type=Path, nargs=2, metavar=("TRAIN", "VAL"), help="GPT-2 124M on these files")
+    parser.add_argument("--steps", type=int, help="default: 2,000, with --full 20,000")
+    parser.add_argument("--sequences", type=int, default=12, help="of a micro-batch, with --full")
+    parser.add_argument("--arms", nargs="+", choices=list(arms(1.0)), metavar="ARM", help=", ".join(arms(1.0)))
+    parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=list(PRECISIONS))
+
+
+def experiment(args: argparse.Namespace) -> grid.Experiment:
+    """All arms in both precisions, or those asked for."""
+    name = "gaugefix_lrm_full" if args.full else "gaugefix_lrm"
+    if args.full:
+        run = full(args.full, args.steps or 20_000, args.sequences, args.out / "checkpoints")
+    else:
+        run = small(args.steps or 2_000)
+    settings = {"steps": run.steps, "rate": run.rate, "width": run.config.d_model, "layers": run.config.layers}
+    cells = {
+        f"{arm}, {dtype}": functools.partial(measured, run, arm, dtype)
+        for arm in args.arms or arms(run.rate)
+        for dtype in args.precisions
+    }
+    return grid.Experiment(name, settings, cells, figure, section)
 
 
 def main(argv: Sequence[str] | None = None) -> Result:
     """Runs it."""
-    return grid.main(__doc__, experiment(), argv, SEEDS)
+    return grid.main(__doc__, experiment, argv, SEEDS, options)
 
 
 if __name__ == "__main__":

@@ -49,14 +49,21 @@ class Experiment(NamedTuple):
 
 
 def main(
-    doc: str | None, experiment: Experiment, argv: Sequence[str] | None = None, seeds: Sequence[int] = SEEDS
+    doc: str | None,
+    experiment: Experiment | Callable[[argparse.Namespace], Experiment],
+    argv: Sequence[str] | None = None,
+    seeds: Sequence[int] = SEEDS,
+    options: Callable[[argparse.ArgumentParser], None] | None = None,
 ) -> Result:
-    """Trains what is missing, then draws and prints."""
+    """Trains what is missing, then draws and prints; `options` adds what an experiment that is a function reads."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=cli.Help)
     parser.add_argument("--out", type=Path, default=Path("outputs") / "rotational", help="folder of JSON and PNG")
     parser.add_argument("--seeds", type=int, nargs="+", default=list(seeds), help="of starts and data")
     parser.add_argument("--stop-after", type=int, default=None, help="leave after this many cells, as if killed")
+    if options is not None:
+        options(parser)
     args = parser.parse_args(argv)
+    experiment = experiment if isinstance(experiment, Experiment) else experiment(args)
     path = args.out / f"{experiment.name}.json"
     head = {
         "settings": json.loads(json.dumps(dict(experiment.settings))), "seeds": args.seeds,

@@ -12,10 +12,10 @@ import optax
 import pytest
 
 import gauge_optax as go
-from benchmarks import compare, orthogonalisers, peers, sizes, timing, update
+from benchmarks import compare, multipliers, orthogonalisers, peers, sizes, timing, update
 from benchmarks.render import page
 from gauge_optax.binding import leaves_by_path
-from models import lm
+from models import gpt2, lm
 
 TINY = ["--layers", "1", "--width", "64", "--vocab", "32", "--repeats", "2", "--step-batch", "2", "--step-length", "8"]
 SMALL = ["--layers", "1", "--width", "16", "--repeats", "2", "--step-repeats", "1", "--depths", "1", "2"]
@@ -184,3 +184,11 @@ def test_a_device_that_counts_is_believed(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(jax, "devices", lambda *_: [device])
     monkeypatch.setattr(timing.Update, "run", counted)
     assert timing.device_peak(own, params) == 2 * 32 + 1000
+
+
+def test_fixing_multipliers_is_timed_beside_adamw() -> None:
+    config = gpt2.config(vocab=16, d_model=8, layers=1, heads=2, kv_heads=2, d_head=4, d_ff=16, max_len=8)
+    result = {"host": "here", **multipliers.measured(config, 2)}
+    assert list(result["ratios"]) == ["fixed at every step", "fixed, product capped", "tracked"]
+    assert all(middle > 0 for _, middle, _ in result["ratios"].values())
+    assert "| tracked |" in multipliers.page(result)

@@ -13,19 +13,25 @@ from flax import nnx
 
 import gauge_optax as go
 from gauge_optax.binding import leaves_by_path
-from models import lm, multipliers
+from models import gpt2, lm, multipliers
+from tests.discover.test_discover import near
+from tests.oracles import orbit, outside
 from tests.quick import jit
 
 Tree = Any
 TINY = {"vocab": 11, "d_model": 6, "layers": 1, "heads": 2, "kv_heads": 2, "d_head": 3, "d_ff": 5, "max_len": 6}
 GPT = lm.LMConfig(**TINY, mlp="relu")
 LLAMA = lm.llama_config(**(TINY | {"d_head": 4}))
+TIED = gpt2.config(**TINY, mlp="relu")
+MAKERS = {GPT: multipliers, LLAMA: multipliers, TIED: gpt2}
+"""Whose `build` and `own_gauges` a configuration has."""
+every_model = pytest.mark.parametrize("config", MAKERS, ids=["gpt", "llama", "gpt2"])
 TOKENS = jnp.array([[1, 5, 2, 9, 4, 3, 7], [0, 8, 8, 1, 2, 6, 10]])
 
 
 def _parts(config: lm.LMConfig) -> tuple[Tree, Callable[[Tree], jax.Array]]:
     """Parameters in general position, float64 under x64, and the logits."""
-    graph, state = nnx.split(multipliers.build(config, nnx.Rngs(0)))
+    graph, state = nnx.split(MAKERS[config].build(config, nnx.Rngs(0)))
     shapes, treedef = jax.tree.flatten(nnx.to_pure_dict(state))
     rng = np.random.default_rng(0)
     drawn = [jnp.asarray(0.5 * rng.normal(size=x.shape) + (1.0 if x.ndim == 1 else 0.0)) for x in shapes]
@@ -36,10 +42,10 @@ def _loss(logits: Callable[[Tree], jax.Array], p: Tree) -> jax.Array:
     return optax.softmax_cross_entropy_with_integer_labels(logits(p), TOKENS[:, 1:]).mean()
 
 
-@pytest.mark.parametrize("config", [GPT, LLAMA], ids=["gpt", "llama"])
+@every_model
 def test_folding_keeps_the_function_and_drops_the_multipliers(config: lm.LMConfig, x64: None) -> None:
     params, logits = _parts(config)
-    graph, _ = nnx.split(multipliers.build(config, nnx.Rngs(0)))
+    graph, _ = nnx.split(MAKERS[config].build(config, nnx.Rngs(0)))
     model = nnx.merge(graph, params)
     multipliers.fold(model)
     folded = nnx.to_pure_dict(nnx.state(model))
@@ -48,12 +54,33 @@ def test_folding_keeps_the_function_and_drops_the_multipliers(config: lm.LMConfi
     np.testing.assert_array_equal(model(TOKENS[:, :-1]), logits(params))
 
 
-@pytest.mark.parametrize("config", [GPT, LLAMA], ids=["gpt", "llama"])
+@every_model
 @pytest.mark.parametrize("which", ["head_gauge", "own_gauges", "traded_gauges"])
 def test_gauges_of_multipliers_hold(config: lm.LMConfig, which: str, x64: None) -> None:
     params, logits = _parts(config)
-    found = getattr(multipliers, which)(config)
+    found = getattr(MAKERS[config], which, getattr(multipliers, which))(config)
     go.testing.assert_invariant(functools.partial(_loss, logits), params, found, jax.random.key(0))
+
+
+@pytest.mark.slow
+@every_model
+def test_discover_finds_the_gauges_of_multipliers(config: lm.LMConfig) -> None:
+    """Another basis of them, kernels traded with each other's multipliers; and a quotient runs on it."""
+    own = MAKERS[config]
+    graph, state = nnx.split(own.build(config, nnx.Rngs(0)))
+    rng = np.random.default_rng(0)
+    params = jax.tree.map(lambda x: x + 0.3 * rng.normal(size=x.shape).astype("f4"), nnx.to_pure_dict(state))
+    tokens = list(rng.integers(11, size=(3, 8, 6)))
+    report = go.discover(lambda p, x: nnx.merge(graph, p)(x), params, tokens, progress=False)
+    hand = [*own.own_gauges(config), *multipliers.traded_gauges(config), multipliers.head_gauge(config)]
+    with jax.enable_x64(True):
+        point = near(params, 5)
+        alive = np.concatenate([np.full(x.size, path not in report.dead) for path, x in leaves_by_path(point).items()])
+        mine, theirs = (orbit(gauges, point)[alive] for gauges in (report.gauges, hand))
+        assert outside(theirs, mine) < 1e-6, report
+    tx = go.quotient(optax.adam(1e-2), report.gauges)
+    updates, _ = jit(tx.update)(params, tx.init(params), params)
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(updates))
 
 
 def _dead(logits: Callable[[Tree], jax.Array], params: Tree) -> tuple[np.ndarray, list[str]]:
@@ -74,15 +101,15 @@ def _centred(logits: Any, params: Tree, inputs: jax.Array) -> jax.Array:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("config", [GPT, LLAMA], ids=["gpt", "llama"])
+@every_model
 def test_on_the_slice_no_dead_direction_has_a_multiplier_in_it(config: lm.LMConfig, x64: None) -> None:
     """Tangents that the gauges' anchors do not read, and that the outputs do not see, hold multipliers still."""
     params, _ = _parts(config)
-    graph, _ = nnx.split(multipliers.build(config, nnx.Rngs(0)))
+    graph, _ = nnx.split(MAKERS[config].build(config, nnx.Rngs(0)))
     null, paths = _dead(lambda p, x: nnx.merge(graph, p)(x), params)
     mine = np.array(["rows" in path or "columns" in path for path in paths])
     assert np.linalg.norm(null[mine], axis=0).max() > 0.1, "without gauges multipliers are in dead directions"
-    group = go.product(multipliers.own_gauges(config))
+    group = go.product(MAKERS[config].own_gauges(config))
     _, unravel = jax.flatten_util.ravel_pytree(params)
     across = jit(lambda v: jax.flatten_util.ravel_pytree(group.horizontal(params, unravel(v)))[0])
     kept = np.stack([np.asarray(across(jnp.asarray(v))) for v in null.T], 1)
@@ -128,6 +155,79 @@ def test_under_adam_it_does_and_stale_moments_are_further_off(x64: None) -> None
     gaps = [float(np.linalg.norm(x - never) / np.linalg.norm(never)) for x in (carried, stale)]
     print(f"logits after 100 steps, from Adam's without fixing: with transport {gaps[0]:.2e}, without {gaps[1]:.2e}")
     assert min(gaps) > 1e-6 and float(np.linalg.norm(carried - stale)) > 1e-6
+
+
+def _after(steps: int, seed: int = 0, heads: int = 2, dtype: Any = jnp.float64, fixed: bool = False) -> float:
+    """Drift after Adam has trained a GPT-2 from multipliers of one."""
+    config = gpt2.config(**(TINY | {"kv_heads": heads}))
+    graph, state = nnx.split(gpt2.build(config, nnx.Rngs(seed)))
+    params = jax.tree.map(lambda x: x.astype(dtype), nnx.to_pure_dict(state))
+    gauge = multipliers.head_gauge(config)
+    tx = go.gauge_fix(optax.adam(1e-2), gauge) if fixed else optax.adam(1e-2)
+    tx = optax.chain(tx, go.track_balance(gauge))
+    opt_state = tx.init(params)
+
+    @jit
+    def step(params: Tree, state: Tree) -> tuple[Tree, Tree]:
+        grads = jax.grad(functools.partial(_loss, lambda p: nnx.merge(graph, p)(TOKENS[:, :-1])))(params)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    for _ in range(steps):
+        params, opt_state = step(params, opt_state)
+    return float(optax.tree.get(opt_state, "drift"))
+
+
+def test_without_biases_multipliers_that_start_alike_drift_by_rounding_alone(x64: None) -> None:
+    """Logits see the products r_Q·r_K entry by entry: equal multipliers get equal gradients, and stay equal."""
+    assert _after(50) <= 1e-12
+    assert 1e-9 < _after(50, dtype=jnp.float32) <= 1e-6
+    assert _after(50, heads=1) > 1e-3, "with queries in groups several of one side face one of the other"
+    assert _after(50, heads=1, fixed=True) <= 1e-12
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_fixing_leaves_logits_alone(dtype: Any) -> None:
+    """Multipliers far apart are brought together; in bfloat16 what is left is its noise."""
+    params, logits = _parts(GPT)
+    gauge = multipliers.head_gauge(GPT)
+    apart = gauge.act({"i=0": jnp.array([1.0, -1.0])}, jax.tree.map(lambda x: x.astype(jnp.float32), params))
+    apart = jax.tree.map(lambda x: x.astype(dtype), apart)
+    tx = optax.chain(go.gauge_fix(optax.sgd(0.0), gauge), go.track_balance(gauge))
+    updates, state = tx.update(jax.tree.map(jnp.zeros_like, apart), tx.init(apart), apart)
+    fixed = optax.apply_updates(apart, updates)
+    before, after = (np.asarray(logits(tree), np.float32) for tree in (apart, fixed))
+    least = {jnp.float32: (1e-6, 3.5e-7), jnp.bfloat16: (1e-2, 1e-2)}[dtype]
+    assert np.linalg.norm(after - before) <= least[0] * np.linalg.norm(before)
+    assert float(optax.tree.get(state, "drift")) <= least[1]
+    assert float(np.abs(gauge.coordinates(apart)["i=0"] - gauge.coordinates(fixed)["i=0"]).min()) > 0.5
+
+
+def test_fixing_touches_nothing_of_the_size_of_a_kernel() -> None:
+    """Equations with an operand as large as the smallest kernel are those of the optimizer inside."""
+    config = gpt2.config(vocab=11, d_model=24, layers=2, heads=2, kv_heads=2, d_head=12, d_ff=96, max_len=6)
+    params = jax.eval_shape(lambda: nnx.to_pure_dict(nnx.state(gpt2.build(config, nnx.Rngs(0)))))
+    gauge = multipliers.head_gauge(config)
+
+    def large(tx: optax.GradientTransformation) -> int:
+        state = jax.eval_shape(tx.init, params)
+        jaxpr = jax.make_jaxpr(tx.update)(params, state, params)
+        return sum(any(x.aval.size >= 24 * 24 for x in eqn.invars) for eqn in _equations(jaxpr.jaxpr))
+
+    plain = multipliers.condition("C", 1e-3, gauge)
+    for magnitude in ({}, {"magnitude": "cap", "cap": 2.0}):
+        fixed = multipliers.condition("B", 1e-3, gauge, **magnitude)
+        assert large(fixed) == large(plain) > 0
+
+
+def _equations(jaxpr: Any) -> Any:
+    for eqn in jaxpr.eqns:
+        found = jax.tree.leaves(list(eqn.params.values()))
+        inner = [x for x in found if hasattr(x, "jaxpr") or hasattr(x, "eqns")]
+        if not inner:
+            yield eqn
+        for x in inner:
+            yield from _equations(getattr(x, "jaxpr", x))
 
 
 def test_the_papers_conditions_decay_what_they_say() -> None:

@@ -12,8 +12,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
-from gauge_optax.binding import Block, binding_error, leaves_by_path, overlap
+from gauge_optax.binding import Block, binding_error, leaves_by_path, overlap, with_leaves
 from gauge_optax.gauges._head import BASIS, HeadInstance
 from gauge_optax.gauges._linear import LinearInstance
 from gauge_optax.gauges._scale import ScaleInstance, Values
@@ -105,6 +106,11 @@ class Bound:
                     "pass gradients of the very parameters that are passed as params",
                 )  # fmt: skip
         return {p: jnp.asarray(leaves[p], dtype) for p in self.offset}
+
+    def stepped(self, params: Any, updates: Any) -> Any:
+        """Parameters after a step; leaves that are not bound are left as they were."""
+        leaves, steps = leaves_by_path(params), self.vectors(updates)
+        return with_leaves(params, {path: optax.apply_updates(leaves[path], step) for path, step in steps.items()})
 
     @functools.cached_property
     def shift_blocks(self) -> tuple[Block, ...]:

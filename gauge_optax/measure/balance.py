@@ -93,7 +93,7 @@ def track_balance(gauges: Gauges, *, every: int | jax.Array = 1) -> optax.Gradie
         require_own(_NAME, state, TrackBalanceState)
 
         def record() -> Balance:
-            return _balance(group, optax.apply_updates(params, updates), state.taken)
+            return _balance(group, group.bound(params).stepped(params, updates), state.taken)
 
         metrics = jax.lax.cond(state.taken % every == 0, record, lambda: state.metrics)
         return updates, TrackBalanceState(optax.safe_increment(state.taken), metrics)

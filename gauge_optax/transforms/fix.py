@@ -118,7 +118,7 @@ def gauge_fix(
     def sized(params: optax.Params, updates: optax.Updates, state: Any, start: Any) -> tuple[optax.Updates, Any]:
         """The step with both sides of every gauge multiplied by one factor."""
         for number, part in enumerate(group.parts):
-            after, alike = optax.apply_updates(params, updates), both_sides(part)
+            after, alike = part.bound(params).stepped(params, updates), both_sides(part)
             before, now = (log_products(part, tree) for tree in (params, after))
             logs = held.factors(before, now, start[number] if start else now)
             chords = _chords(alike, logs, params, after)
@@ -128,7 +128,7 @@ def gauge_fix(
         return updates, state
 
     def moved(params: optax.Params, updates: optax.Updates, state: Any) -> tuple[optax.Updates, Any]:
-        after = optax.apply_updates(params, updates)
+        after = moving.bound(params).stepped(params, updates)
         frame = moving.frame(after)
         whole = isinstance(strength, float | int) and strength == 1
         element = moving.inverse(frame if whole else moving.fraction(frame, strength))

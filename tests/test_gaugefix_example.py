@@ -1,0 +1,73 @@
+"""`examples/gaugefix_lrm.py`: killed, either size goes on to the same numbers; what its committed table says."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from examples import gaugefix_lrm
+from models import gpt2
+
+RESULT = Path(__file__).parent.parent / "examples" / "results" / "gaugefix_lrm.json"
+TINY = {"vocab": 64, "d_model": 8, "layers": 1, "heads": 2, "kv_heads": 2, "d_head": 4, "d_ff": 8, "max_len": 8}
+FULL = gpt2.config
+
+
+@pytest.fixture
+def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both sizes of the example on a net of some hundred parameters."""
+    monkeypatch.setattr(gaugefix_lrm.gpt2, "config", lambda **own: FULL(**(TINY | {"vocab": own.get("vocab", 64)})))
+    monkeypatch.setattr(gaugefix_lrm, "LENGTH", 8)
+
+
+def _run(folder: Path, *more: str) -> dict[str, Any]:
+    arms = ["--arms", "A", "cap", "--precisions", "float32", "--seeds", "1", "--out", str(folder)]
+    return gaugefix_lrm.main([*arms, *more])
+
+
+@pytest.mark.slow
+def test_it_runs_and_goes_on_after_an_arm(tmp_path: Path, tiny: None) -> None:
+    steps = ["--steps", "40"]
+    half = _run(tmp_path / "one", *steps, "--stop-after", "1")
+    assert list(half["cells"]) == ["A, float32"]
+    whole, other = _run(tmp_path / "one", *steps), _run(tmp_path / "two", *steps)
+    assert whole["cells"] == other["cells"] and (tmp_path / "one" / "gaugefix_lrm.png").exists()
+    assert np.shape(whole["cells"]["cap, float32"]["curves"]["loss"]) == (20,)
+
+
+@pytest.mark.slow
+def test_a_full_run_goes_on_after_a_checkpoint(tmp_path: Path, tiny: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens in files, gradients of 40 micro-batches, a kill between two evaluations."""
+    rng = np.random.default_rng(0)
+    files = [tmp_path / "train.bin", tmp_path / "val.bin"]
+    for path in files:
+        rng.integers(64, size=4_000).astype(np.uint16).tofile(path)
+    options = ["--steps", "4", "--full", *map(str, files)]
+    monkeypatch.setattr(gaugefix_lrm, "_window", lambda steps, most: 2)
+    unbroken = _run(tmp_path / "one", *options)
+    evaluate = gaugefix_lrm.trained
+
+    class Killed(Exception):
+        pass
+
+    def killed(run: Any, own: Any, seed: int, name: str) -> Any:
+        def batches(step: int, seed: int) -> np.ndarray:
+            if step == 3:
+                raise Killed
+            return np.asarray(run.batches(step, seed))
+
+        return evaluate(run._replace(batches=batches), own, seed, name)
+
+    monkeypatch.setattr(gaugefix_lrm, "trained", killed)
+    with pytest.raises(Killed):
+        _run(tmp_path / "two", *options)
+    monkeypatch.setattr(gaugefix_lrm, "trained", evaluate)
+    assert _run(tmp_path / "two", *options)["cells"] == unbroken["cells"]
+
+
+def test_a_batch_that_does_not_divide_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "tokens.bin"
+    np.zeros(4_000, np.uint16).tofile(path)
+    with pytest.raises(ValueError, match="does not divide a batch of 480"):
+        gaugefix_lrm.full([path, path], 2, 7, tmp_path)

@@ -1,5 +1,6 @@
 """`examples/gaugefix_lrm.py`: killed, either size goes on to the same numbers; what its committed table says."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -71,3 +72,16 @@ def test_a_batch_that_does_not_divide_is_refused(tmp_path: Path) -> None:
     np.zeros(4_000, np.uint16).tofile(path)
     with pytest.raises(ValueError, match="does not divide a batch of 480"):
         gaugefix_lrm.full([path, path], 2, 7, tmp_path)
+
+
+def test_the_committed_table_says_what_is_written_below_it() -> None:
+    cells = json.loads(RESULT.read_text())["cells"]
+    assert all(np.isfinite(cell["loss"]).all() and len(cell["loss"]) == 3 for cell in cells.values())
+    for every in (1, 10, 100):
+        assert max(cells[f"B, every {every}, float32"]["drift"]) <= 3.5e-7
+        assert max(cells[f"B, every {every}, bfloat16"]["end"]) <= 3.5e-7, "right after a fix"
+    for arm in ("A", "C"):
+        assert max(cells[f"{arm}, float32"]["drift"]) <= 3.5e-7 and min(cells[f"{arm}, bfloat16"]["drift"]) > 1e-4
+    for dtype in gaugefix_lrm.PRECISIONS:
+        assert max(cells[f"cap, {dtype}"]["product"]) < 1.05 < min(cells[f"C, {dtype}"]["product"])
+        np.testing.assert_allclose(cells[f"fix, {dtype}"]["product"], 1.0, rtol=1e-5)

@@ -307,9 +307,9 @@ def told(cells: dict[str, Cell]) -> str:
         "under C. Logits see the products r_Q·r_K entry by entry, so that multipliers that start equal get equal "
         f"gradients and stay equal; what drifts is rounding. In bfloat16 it is {drift('A')} under A, {drift('C')} "
         "under C: decay does nothing about it, as in the paper (0.052 with it; without, 0.047 in its table and "
-        "0.053 in its text). The 3.5e-7 of its Table 2 for up to 100 steps between fixes is what is read right after one; before "
-        f"the next it is {drift('B, every 10')} (10 steps), {drift('B, every 100')} (100), {drift('B, every 1000')} "
-        "(1000).",
+        "0.053 in its text). The 3.5e-7 of its Table 2 for up to 100 steps between fixes is what is read right after "
+        f"one; before the next it is {drift('B, every 10')} (10 steps), {drift('B, every 100')} (100), "
+        f"{drift('B, every 1000')} (1000).",
         "**Product.** It grows, as the paper's does from 1 to 2.5 or 3: see the table. cap (at 1.05) and fix hold it, "
         "without decay and at no cost in loss.",
         f"**Loss.** {'No' if finite else 'A'} run diverged, in either precision; the largest spike with stale moments "

@@ -78,7 +78,8 @@ def test_the_committed_table_says_what_is_written_below_it() -> None:
     cells = json.loads(RESULT.read_text())["cells"]
     assert all(np.isfinite(cell["loss"]).all() and len(cell["loss"]) == 3 for cell in cells.values())
     for every in (1, 10, 100):
-        assert max(cells[f"B, every {every}, float32"]["drift"]) <= 3.5e-7
+        assert max(cells[f"B, every {every}, float32"]["end"]) <= 3.5e-7
+        assert max(cells[f"B, every {every}, float32"]["drift"]) <= 3.6e-7, "of 2,000 steps, 8 heads and 3 seeds"
         assert max(cells[f"B, every {every}, bfloat16"]["end"]) <= 3.5e-7, "right after a fix"
     for arm in ("A", "C"):
         assert max(cells[f"{arm}, float32"]["drift"]) <= 3.5e-7 and min(cells[f"{arm}, bfloat16"]["drift"]) > 1e-4

@@ -21,6 +21,7 @@ from gauge_optax.measure.live import Figures
 
 _NAME = "track_rotation"
 _MOMENTS = ("mu", "trace")
+_ROUNDING = 8.0
 
 
 class Rotation(NamedTuple):
@@ -167,30 +168,37 @@ def _rotation(
 
 
 def _figures(block: Block, leaf: Any, move: Any, gradient: Any, momentum: Any) -> tuple[jax.Array, ...]:
-    axes, weights, step = taken(block), value(block, leaf), _view(block, move)
+    """From sums over a vector alone: a second reading of every leaf would cost as much as the first."""
+    weights, step = value(block, leaf), _view(block, move)
+    slope, moment = (None if x is None else _view(block, x) for x in (gradient, momentum))
 
     def dot(a: jax.Array, b: jax.Array) -> jax.Array:
-        return jnp.sum(a * b, axes, keepdims=True)
+        return jnp.sum(a * b, taken(block))
 
-    def angle(a: jax.Array, b: jax.Array) -> jax.Array:
-        # By the part across: a cosine of nearly 1 has no digits left.
-        across = b - safe_divide(dot(a, b), dot(a, a)) * a
-        return jnp.arctan2(jnp.sqrt(dot(across, across) * dot(a, a)), dot(a, b))
-
-    square = dot(weights, weights)
-    along = safe_divide(dot(step, weights), square)
-    across = step - along * weights
+    square, along, length = dot(weights, weights), dot(weights, step), dot(step, step)
+    sine, cosine = _direction(along, square, length)
+    size, reach = jnp.sqrt(square), jnp.sqrt(length)
     unknown = jnp.full_like(square, jnp.nan)
-    slope = None if gradient is None else _view(block, gradient)
-    found = (
-        jnp.sqrt(square),
-        jnp.arctan2(jnp.sqrt(dot(across, across)), (1.0 + along) * jnp.sqrt(square)),
-        jnp.sqrt(dot(step, step)),
-        unknown if slope is None else angle(weights, slope),
-        unknown if slope is None or momentum is None else angle(slope, _view(block, momentum)),
-        unknown if slope is None else safe_divide(dot(weights, slope), square),
+    pull, steep = (unknown, unknown) if slope is None else (dot(weights, slope), dot(slope, slope))
+    met = unknown
+    if slope is not None and moment is not None:
+        met = jnp.arctan2(*_direction(dot(slope, moment), steep, dot(moment, moment)))
+    return (
+        size,
+        jnp.arctan2(reach * sine, size + reach * cosine),
+        reach,
+        jnp.arctan2(*_direction(pull, square, steep)),
+        met,
+        safe_divide(pull, square),
     )
-    return tuple(jnp.squeeze(x, axes) for x in found)
+
+
+def _direction(product: jax.Array, a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Sine and cosine between two vectors, from their product and squares; parallel ones, up to rounding, have none."""
+    cosine = safe_divide(product, jnp.sqrt(a) * jnp.sqrt(b))
+    rest = (1.0 - cosine) * (1.0 + cosine)
+    apart = (rest > _ROUNDING * jnp.finfo(rest.dtype).eps) & (a > 0) & (b > 0)
+    return jnp.sqrt(jnp.where(apart, rest, jnp.where(jnp.isnan(rest), rest, 0.0))), cosine
 
 
 def _view(block: Block, leaf: Any) -> jax.Array:

@@ -14,6 +14,7 @@ the last evaluation.
 
 import argparse
 import functools
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,6 +34,7 @@ from models import gpt2, lm, multipliers
 
 SEEDS = (42, 123, 456)
 PRECISIONS = ("float32", "bfloat16")
+CAP, HELD = 1.05, ("cap", "fix", "decay")
 
 
 class Arm(NamedTuple):
@@ -46,7 +48,7 @@ def arms(rate: float) -> dict[str, Arm]:
     """Everything that is compared; `rate` is the peak learning rate, which decay is times."""
     fixed = {f"B, every {n}": Arm("B", {"every": n}) for n in (1, 10, 100, 1000)}
     stale = {f"B, every {n}, stale": Arm("B", {"every": n, "transport": False}) for n in (1, 100)}
-    held = {"cap": {"cap": 1.05}, "fix": {}, "decay": {"decay": 2e-3 * rate}}
+    held = {"cap": {"cap": CAP}, "fix": {}, "decay": {"decay": 2e-3 * rate}}
     return {
         "none": Arm("none", {}),
         "A": Arm("A", {}),
@@ -68,6 +70,7 @@ class Run(NamedTuple):
       batches: (step, seed) → tokens (micro-batches, sequences, time + 1); gradients are averaged over the first.
       held_out: the same without seeds.
       folder: where checkpoints go, or None.
+      settings: what two runs must agree in before one goes on where the other stopped.
     """
 
     config: lm.LMConfig
@@ -77,6 +80,7 @@ class Run(NamedTuple):
     batches: Callable[[int, int], np.ndarray]
     held_out: np.ndarray
     folder: Path | None = None
+    settings: dict[str, Any] = {}  # noqa: RUF012
 
 
 LENGTH, BATCH = 32, 8
@@ -103,9 +107,9 @@ def full(files: Sequence[Path], steps: int, sequences: int, folder: Path) -> Run
         return np.stack([train[k] for k in chosen]).reshape(batch // sequences, sequences, -1)
 
     held_out = np.stack([held[k] for k in range(min(most * sequences, len(held) // sequences * sequences))])
-    return Run(
-        config, steps, 6e-4, _window(steps, 500), tokens, held_out.reshape(-1, sequences, held_out.shape[-1]), folder
-    )
+    settings = {"files": [f"{path.resolve()}, {path.stat().st_size}" for path in files], "sequences": sequences}
+    held_out = held_out.reshape(-1, sequences, held_out.shape[-1])
+    return Run(config, steps, 6e-4, _window(steps, 500), tokens, held_out, folder, settings | {"steps": steps})
 
 
 def _window(steps: int, most: int) -> int:
@@ -191,9 +195,15 @@ def trained(run: Run, own: Program, seed: int, name: str) -> np.ndarray:
     """Per window: loss at its end, largest gradient norm, mean, largest and last drift, product at its end."""
     carry = own.start(seed)
     curves: list[Any] = []
-    kept = None if run.folder is None else Checkpoints(run.folder / f"{name}, {seed}".replace(", ", "_"))
+    folder = None if run.folder is None else run.folder / f"{name}, {seed}".replace(", ", "_")
+    kept = None if folder is None else Checkpoints(folder)
     if kept is not None and (saved := kept.restore(carry)) is not None:
-        carry, curves = saved
+        carry, (settings, *curves) = saved
+        if settings != run.settings:
+            raise ValueError(
+                f"{folder} holds another run\n  found:    {settings}\n  expected: {run.settings}\n"
+                "  remedy:   delete it, or give another --out"
+            )
     bar = tqdm(total=run.steps, initial=run.window * len(curves), desc=f"{name}, seed {seed}", leave=False)
     for first in range(run.window * len(curves), run.steps, run.window):
         seen = []
@@ -207,8 +217,10 @@ def trained(run: Run, own: Program, seed: int, name: str) -> np.ndarray:
         curves.append([value, float(norm.max()), *drifts, float(product[-1])])
         bar.set_postfix(loss=f"{value:.4f}", drift=f"{drift[-1]:.1e}")
         if kept is not None:
-            kept.save(first + run.window, carry, curves)
+            kept.save(first + run.window, carry, [run.settings, *curves])
     bar.close()
+    if kept is not None:
+        kept.close()
     return np.asarray(curves).T
 
 
@@ -227,6 +239,14 @@ def measured(run: Run, name: str, dtype: str, seeds: Sequence[int]) -> Cell:
             out[key].append(float(value))
         if seed == seeds[0]:
             out["curves"] = {"loss": loss, "drift": drift, "product": product, "norm": norm}
+    return out
+
+
+def done(run: Run, name: str, dtype: str, seeds: Sequence[int]) -> Cell:
+    """`measured`, and its checkpoints gone."""
+    out = measured(run, name, dtype, seeds)
+    for folder in run.folder.glob(f"{name}_{dtype}_*".replace(", ", "_")) if run.folder else ():
+        shutil.rmtree(folder)
     return out
 
 
@@ -271,9 +291,13 @@ def figure(result: Result, path: Path) -> None:
 def section(result: Result) -> str:
     """Tables as the paper's 1 and 2, and what they say beside its."""
     cells = result["cells"]
+    def read(name: str, text: str) -> str:
+        return "–" if name.startswith("none") else text
+
     rows = [
-        [name, grid.spread(cell["loss"], ".4f"), f"{np.mean(cell['best']):.4f}", f"{max(cell['drift']):.1e}",
-         f"{np.mean(cell['mean_drift']):.1e}", f"{max(cell['end']):.1e}", grid.spread(cell["product"], ".3f"),
+        [name, grid.spread(cell["loss"], ".4f"), f"{np.mean(cell['best']):.4f}",
+         read(name, f"{max(cell['drift']):.1e}"), read(name, f"{np.mean(cell['mean_drift']):.1e}"),
+         read(name, f"{max(cell['end']):.1e}"), read(name, grid.spread(cell["product"], ".3f")),
          f"{max(cell['spike']):.1f}"]
         for name, cell in cells.items()
     ]  # fmt: skip
@@ -285,39 +309,50 @@ def section(result: Result) -> str:
 
 
 def told(cells: dict[str, Cell]) -> str:
-    """What the numbers say beside the paper's."""
-
-    def against(name: str, dtype: str) -> str:
-        gaps = np.subtract(cells[f"{name}, {dtype}"]["loss"], cells[f"A, {dtype}"]["loss"])
-        return f"{gaps.mean():+.4f} ± {gaps.std(ddof=1) if gaps.size > 1 else 0.0:.4f}"
-
-    def drift(name: str, dtype: str = "bfloat16") -> str:
-        return f"{max(cells[f'{name}, {dtype}']['drift']):.1e}"
-
-    if not all(f"{name}, {dtype}" in cells for name in arms(1.0) for dtype in PRECISIONS):
+    """What the numbers say beside the paper's, precision by precision."""
+    found = [dtype for dtype in PRECISIONS if all(f"{name}, {dtype}" in cells for name in arms(1.0))]
+    if not found:
         return ""
     names = [name for name in arms(1.0) if name != "A"]
-    losses = [[name, *(against(name, dtype) for dtype in PRECISIONS)] for name in names]
-    finite = all(np.isfinite(x) for cell in cells.values() for x in cell["loss"])
-    stale = max(max(cells[f"B, every {n}, stale, bfloat16"]["spike"]) for n in (1, 100))
+    losses = [
+        [name, *(grid.spread(_gaps(cells, name, dtype), "+.4f").replace("± +", "± ") for dtype in found)]
+        for name in names
+    ]
+    bad = [name for name, cell in cells.items() if not np.isfinite(cell["loss"]).all()]
+    spiky = max(cells, key=lambda name: max(cells[name]["spike"]))
     return "\n\n".join([
         "Validation loss less A's, seed by seed:",
-        grid.table(["", *PRECISIONS], losses),
-        f"**Drift.** In float32 there is none, under any arm: {drift('A', 'float32')} under A, {drift('C', 'float32')} "
-        "under C. Logits see the products r_Q·r_K entry by entry, so that multipliers that start equal get equal "
-        f"gradients and stay equal; what drifts is rounding. In bfloat16 it is {drift('A')} under A, {drift('C')} "
-        "under C: decay does nothing about it, as in the paper (0.052 with it; without, 0.047 in its table and "
-        "0.053 in its text). The 3.5e-7 of its Table 2 for up to 100 steps between fixes is what is read right after "
-        f"one; before the next it is {drift('B, every 10')} (10 steps), {drift('B, every 100')} (100), "
-        f"{drift('B, every 1000')} (1000).",
-        "**Product.** It grows, as the paper's does from 1 to 2.5 or 3: see the table. cap (at 1.05) and fix hold it, "
-        "without decay and at no cost in loss.",
-        f"**Loss.** {'No' if finite else 'A'} run diverged, in either precision; the largest spike with stale moments "
-        f"is {stale:.0f} times the median, without harm. Multipliers gain on none. Of the paper's differences among "
-        "conditions (B +0.044, C +0.019 against A, every 100 steps best by 0.031; one seed of B unstable by its table, "
-        "two by its text) none shows at this size: in float32 B, its stale moments and C are one run, and gaps that "
-        "bfloat16 alone shows are where rounding led.",
+        grid.table(["", *found], losses),
+        *(_told(cells, dtype) for dtype in found),
+        "Drift without biases is rounding: logits see the products r_Q·r_K entry by entry, so that multipliers that "
+        "start equal get equal gradients and stay equal. Paper: 0.052 under A; under C 0.047 in its table and 0.053 in "
+        "its text; under B 3.5e-7 for up to 100 steps between fixes, which agrees with what is left right after one. "
+        "Products of 2.5 under A, 3 under B. Losses less A's: B +0.044, C +0.019, every 100 steps −0.031 (best, one "
+        "seed); one seed of B unstable by its table, two by its text.",
+        f"Not finite: {', '.join(bad) or 'none'}. Largest spike: {max(cells[spiky]['spike']):.1f}, {spiky}.",
     ])  # fmt: skip
+
+
+def _told(cells: dict[str, Cell], dtype: str) -> str:
+    def of(name: str, key: str) -> list[float]:
+        return cells[f"{name}, {dtype}"][key]
+
+    fixed = [f"B, every {n}" for n in (1, 10, 100, 1000)]
+    between = ", ".join(f"{max(of(name, 'drift')):.1e}" for name in fixed)
+    after = max(max(of(name, "end")) for name in fixed)
+    products = ", ".join(f"{name} {np.mean(of(name, 'product')):.3f}" for name in ("A", "C", *HELD))
+    gaps = {name: _gaps(cells, name, dtype) for name in arms(1.0) if name != "A"}
+    apart = [name for name, x in gaps.items() if len(x) > 1 and abs(np.mean(x)) > 2.0 * np.std(x, ddof=1)]
+    return (
+        f"**{dtype}.** Largest drift: A {max(of('A', 'drift')):.1e}, C {max(of('C', 'drift')):.1e}, B at N = 1, 10, "
+        f"100, 1000 {between} along the run, at most {after:.1e} at its end, right after a fix. Product at the end, "
+        f"from 1: {products} (cap is at {CAP}). Further from A's loss than two standard deviations of the gap: "
+        f"{', '.join(apart) or 'no arm'}."
+    )
+
+
+def _gaps(cells: dict[str, Cell], name: str, dtype: str) -> list[float]:
+    return [float(x) for x in np.subtract(cells[f"{name}, {dtype}"]["loss"], cells[f"A, {dtype}"]["loss"])]
 
 
 # Command line -------------------------------------------------------------------------------------------
@@ -340,8 +375,9 @@ def experiment(args: argparse.Namespace) -> grid.Experiment:
     else:
         run = small(args.steps or 2_000)
     settings = {"steps": run.steps, "rate": run.rate, "width": run.config.d_model, "layers": run.config.layers}
+    settings |= run.settings
     cells = {
-        f"{arm}, {dtype}": functools.partial(measured, run, arm, dtype)
+        f"{arm}, {dtype}": functools.partial(done, run, arm, dtype)
         for arm in args.arms or arms(run.rate)
         for dtype in args.precisions
     }

@@ -51,6 +51,8 @@ class Multiplied(nn.Module):
 def multiply(params: Mapping[str, Any], layers: Mapping[str, int]) -> dict[str, Any]:
     """Parameters with multipliers of one on every layer whose name is listed; name → how many axes are summed over.
 
+    Not of scanned layers, whose kernels have an axis more.
+
     >>> model = nn.MultiHeadDotProductAttention(2)
     >>> params = model.init(jax.random.key(0), jnp.ones((1, 3, 4)))["params"]
     >>> found = multiply(params, {"query": 1, "key": 1, "value": 1, "out": 2})
@@ -59,14 +61,23 @@ def multiply(params: Mapping[str, Any], layers: Mapping[str, int]) -> dict[str, 
     >>> jax.tree.structure(fold(found)) == jax.tree.structure(params)
     True
     """
-    found: dict[str, Any] = {}
-    for name, own in params.items():
-        if name in layers and "kernel" in own:
-            kernel, inputs = own["kernel"], layers[name]
-            rows, columns = (jnp.ones(shape, kernel.dtype) for shape in (kernel.shape[inputs:], kernel.shape[:inputs]))
-            found[name] = {"layer": dict(own), "rows": rows, "columns": columns}
-        else:
-            found[name] = multiply(own, layers) if isinstance(own, Mapping) else own
+    missing = set(layers)
+
+    def multiplied(name: str, own: Any) -> Any:
+        if not isinstance(own, Mapping):
+            return own
+        if name not in layers or "kernel" not in own:
+            return {key: multiplied(key, x) for key, x in own.items()}
+        missing.discard(name)
+        kernel, inputs = own["kernel"], layers[name]
+        rows, columns = kernel.shape[inputs:], kernel.shape[:inputs]
+        if "bias" in own and own["bias"].shape != rows:
+            raise ValueError(f"outputs of {name} are {own['bias'].shape} by its bias, {rows} behind {inputs} axes")
+        return {"layer": dict(own), "rows": jnp.ones(rows, kernel.dtype), "columns": jnp.ones(columns, kernel.dtype)}
+
+    found: dict[str, Any] = multiplied("", params)
+    if missing:
+        raise ValueError(f"no layer with a kernel is called {', '.join(sorted(missing))}")
     return found
 
 

@@ -89,12 +89,16 @@ def fold(model: nnx.Module) -> None:
     ('Linear', True)
     """
 
+    done: dict[int, nnx.Module] = {}
+
     def out(name: str, layer: Any) -> nnx.Module | None:
         del name
         if not isinstance(layer, Multiplied):
             return None
-        getattr(layer.layer, layer.weight)[...] = layer.folded()
-        return layer.layer
+        if id(layer) not in done:  # a layer may have two names
+            getattr(layer.layer, layer.weight)[...] = layer.folded()
+            done[id(layer)] = layer.layer
+        return done[id(layer)]
 
     replaced(model, out)
 
@@ -117,10 +121,14 @@ def build(config: lm.LMConfig, rngs: nnx.Rngs) -> lm.LM:
 
 def head_gauge(config: lm.LMConfig, module: str = "blocks/{i}/attn") -> go.Gauge:
     """The paper's: one scale per head between multipliers of queries and keys, and biases, which have none."""
-    head = "head" if config.heads == config.kv_heads else "(head _)"
+    head = _query_head(config)
     query = {f"{module}/query/rows": f"{head} _"} | _bias(config, f"{module}/query", f"{head} _")
     key = {f"{module}/key/rows": "head _"} | _bias(config, f"{module}/key", "head _")
     return go.multiplier_balance(query, key)
+
+
+def _query_head(config: lm.LMConfig) -> str:
+    return "head" if config.heads == config.kv_heads else "(head _)"
 
 
 def _bias(config: lm.LMConfig, module: str, axes: str) -> dict[str, str]:
@@ -146,14 +154,13 @@ def own_gauges(config: lm.LMConfig) -> list[go.Gauge]:
 def traded_gauges(config: lm.LMConfig) -> list[go.Gauge]:
     """Between two layers, kernels left alone: values and outputs, units, without rotary queries and keys too."""
     attn, mlp = "blocks/{i}/attn", "blocks/{i}/mlp"
-    found: list[go.Gauge] = []
-    if config.heads == config.kv_heads:
-        value = {f"{attn}/value/rows": "head channel"} | _bias(config, f"{attn}/value", "head channel")
-        found.append(go.rescale(value, {f"{attn}/out/columns": "head channel"}))
-        if not config.rope and not config.qk_norm:
-            query = {f"{attn}/query/rows": "head channel"} | _bias(config, f"{attn}/query", "head channel")
-            key = {f"{attn}/key/rows": "head channel"} | _bias(config, f"{attn}/key", "head channel")
-            found.append(go.rescale(query, key))
+    head = _query_head(config)
+    value = {f"{attn}/value/rows": "head channel"} | _bias(config, f"{attn}/value", "head channel")
+    found: list[go.Gauge] = [go.rescale(value, {f"{attn}/out/columns": f"{head} channel"})]
+    if not config.rope and not config.qk_norm:
+        query = {f"{attn}/query/rows": f"{head} channel"} | _bias(config, f"{attn}/query", f"{head} channel")
+        key = {f"{attn}/key/rows": "head channel"} | _bias(config, f"{attn}/key", "head channel")
+        found.append(go.rescale(query, key))
     if config.mlp in ("relu", "swiglu", "relu2"):
         up = {f"{mlp}/up/rows": "channel"} | _bias(config, f"{mlp}/up", "channel")
         found.append(go.rescale(up, {f"{mlp}/down/columns": "channel"}, degree=2 if config.mlp == "relu2" else 1))
@@ -169,22 +176,23 @@ KINDS = QK | {"**/rows": "multiplier", "**/columns": "multiplier", "**/kernel": 
 
 
 def condition(
-    which: str, learning_rate: optax.ScalarOrSchedule, gauge: go.Gauge, *, every: int = 1, **fixing: Any
+    which: str, learning_rate: optax.ScalarOrSchedule, gauge: go.Gauge, **fixing: Any
 ) -> optax.GradientTransformationExtraArgs:
-    """AdamW as in GaugeFix-LRM §4.1, under one of its conditions.
+    """AdamW as in GaugeFix-LRM §4.1, under one of its conditions; B carries moments along unless told not to.
 
     Args:
       which: "A", decay on all multipliers; "B", none on those of queries and keys, which are fixed; "C", neither.
       learning_rate: a number or a schedule.
       gauge: of queries and keys, `head_gauge(config)`.
-      every: how often is fixed, in B.
-      **fixing: what else `gauge_fix` takes, in B: `transport=False` is the paper's own, `magnitude=` ours.
+      **fixing: what `gauge_fix` takes, in B: `every=`; `transport=False`, the paper's own; `magnitude=`, ours.
 
     Returns:
       The optimizer: gradients clipped at 1, b2 of 0.95, decay of 0.1 on matrices and 2e-3 on multipliers.
     """
     if which not in ("A", "B", "C"):
         raise ValueError(f"no condition {which!r}: A, B or C")
+    if fixing and which != "B":
+        raise ValueError(f"nothing is fixed in condition {which}: leave {', '.join(fixing)} out, or take B")
     decays = ("qk", "multiplier") if which == "A" else ("multiplier",)
 
     def among(*kinds: str) -> Callable[[Any], Any]:
@@ -198,4 +206,4 @@ def condition(
         optax.add_decayed_weights(MULTIPLIER_DECAY, among(*decays)),
         optax.scale_by_learning_rate(learning_rate),
     )
-    return go.gauge_fix(adamw, gauge, every, **fixing) if which == "B" else optax.with_extra_args_support(adamw)
+    return go.gauge_fix(adamw, gauge, **fixing) if which == "B" else optax.with_extra_args_support(adamw)

@@ -37,4 +37,14 @@ def replaced(model: nnx.Module, choose: Callable[[str, Any], nnx.Module | None])
 
 def wrapped(model: nnx.Module, axes: Mapping[str, str], wrap: Callable[[nnx.Module, str], nnx.Module]) -> None:
     """Wraps, in place, every layer with a kernel whose attribute name is listed; name → axes of its kernel."""
-    replaced(model, lambda name, layer: wrap(layer, axes[name]) if name in axes and hasattr(layer, "kernel") else None)
+    missing = set(axes)
+
+    def choose(name: str, layer: Any) -> nnx.Module | None:
+        if name not in axes or not hasattr(layer, "kernel"):
+            return None
+        missing.discard(name)
+        return wrap(layer, axes[name])
+
+    replaced(model, choose)
+    if missing:
+        raise ValueError(f"no layer with a kernel is called {', '.join(sorted(missing))}")

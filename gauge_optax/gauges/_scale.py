@@ -197,7 +197,7 @@ def log_sizes(instances: Sequence[ScaleInstance], values: Values) -> dict[str, t
     found = {}
     for instance in instances:
         means = [x / n for x, n in zip(instance.compared(squares), instance.sizes(), strict=True)]
-        whole = (means[0] > 0) & (means[1] > 0)
+        whole = (means[0] != 0) & (means[1] != 0)
         up, down = (jnp.where(whole, 0.5 * jnp.log(jnp.where(whole, x, 1.0)), -jnp.inf) for x in means)
         found[instance.key] = up, down
     return found

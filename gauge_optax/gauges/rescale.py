@@ -124,7 +124,7 @@ def multiplier_balance(
     ([2.0, 2.0, 2.0], [-2.0, -2.0, -2.0])
 
     Reference: GaugeFix-LRM, Eq. (4) to (6). Deviation: no ε; a head whose multipliers are zero on a side stays where it
-      is, with it they would be multiplied by 1e6.
+      is, with it those of the other would be divided by 1e6.
     """
     return dataclasses.replace(_scale_gauge("multiplier_balance", query, key, 1, sizes), by_entry=True)
 

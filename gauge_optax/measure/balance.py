@@ -54,7 +54,8 @@ def track_balance(gauges: Gauges, *, every: int | jax.Array = 1) -> optax.Gradie
     """Records how far both sides of every scale are apart, and how large together; updates pass unchanged.
 
     Last in a chain, after an optimizer and what fixes its gauges. Read it by name: `optax.tree.get(state, "drift")`. A
-    channel with a side that is zero has no ratio: it counts as 0 in `drift` and `log_ratio`, and its product is 0.
+    channel with a side that is zero has no ratio: it counts as 0 in `drift` and `log_ratio`, and its product is 0. Of a
+    gauge that balances sums of squares (all but `multiplier_balance`) the ratio at balance is that of the sides' sizes.
 
     Args:
       gauges: a gauge or a sequence of them, meaning their product; what is recorded are those with two sides.
@@ -109,7 +110,7 @@ def _balance(group: Product, params: Any, step: jax.Array) -> Balance:
             continue
         for key, (up, down) in log_sizes(bound.scales, bound.values(params)).items():
             name = labelled(label, key)
-            ratios[name] = jnp.where(jnp.isfinite(up), up - down, 0.0)
+            ratios[name] = jnp.where(jnp.isneginf(up), 0.0, up - down)
             products[name] = jnp.exp(up + down)
     drift = jnp.max(jnp.abs(Figures.of(ratios).packed), initial=0.0)
     return Balance(step, drift, Figures.of(ratios), Figures.of(products))

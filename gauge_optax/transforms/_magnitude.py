@@ -9,11 +9,13 @@ Reference: GaugeFix-LRM §4.4 and §5, whose future direction this is.
 """
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from gauge_optax.binding import Axes, binding_error
 from gauge_optax.gauges._scale import log_sizes
@@ -22,6 +24,16 @@ from gauge_optax.gauges.rescale import scale_invariant, two_sided
 
 Number = float | jax.Array
 KINDS = ("free", "decay", "cap", "fix")
+
+
+class HeldProducts(NamedTuple):
+    """What "fix" holds products at.
+
+    Attributes:
+      logs: of s_up·s_down at `init`, per gauge under the paths of its leaves, joined by " + ".
+    """
+
+    logs: Any
 
 
 class Magnitude(NamedTuple):
@@ -63,13 +75,13 @@ def checked(name: str, gauges: Sequence[Gauge], magnitude: Magnitude) -> None:
     """Raises ValueError for numbers that are missing or out of range, and for gauges without two sides."""
     kind, cap, decay = magnitude
     wrong = {
-        "cap": kind == "cap" and (cap is None or not _positive(cap)),
-        "decay": kind == "decay" and (decay is None or not _positive(decay) or not _positive(1.0 - decay)),
+        "cap": kind == "cap" and not _number(cap),
+        "decay": kind == "decay" and not (_number(decay) and _number(1.0 - decay)),  # type: ignore[operator]
     }
     if any(wrong.values()):
         raise binding_error(
             name, f"magnitude='{kind}' without a number", f"cap={cap!r}, decay={decay!r}",
-            "cap, a positive bound of s_up·s_down; decay, the share between 0 and 1 that it loses in a step",
+            "cap, one positive bound of s_up·s_down; decay, the share between 0 and 1 that it loses in a step",
             "give cap= for 'cap', decay= for 'decay'",
         )  # fmt: skip
     if (kind != "cap" and cap is not None) or (kind != "decay" and decay is not None):
@@ -78,16 +90,33 @@ def checked(name: str, gauges: Sequence[Gauge], magnitude: Magnitude) -> None:
             "cap for 'cap' alone, decay for 'decay' alone", "leave it out",
         )  # fmt: skip
     for gauge in gauges if kind != "free" else ():
-        if not two_sided(gauge):
+        if not two_sided(gauge) or gauge.degree != 1:  # type: ignore[attr-defined]
             raise binding_error(
-                name, f"magnitude='{kind}' of a gauge without two sides", gauge.name,
-                "rescale, norm_scale or multiplier_balance",
+                name, f"magnitude='{kind}' of a gauge without two sides of one degree", gauge.name,
+                "rescale of degree 1, norm_scale or multiplier_balance, whose balance leaves the product alone",
                 "give gauge_fix these alone, and the rest a gauge_fix of its own",
             )  # fmt: skip
 
 
-def _positive(x: Any) -> bool:
-    return isinstance(x, jax.core.Tracer) or float(x) > 0.0
+def _number(x: Any) -> bool:
+    """Whether it is one positive number, as far as can be told: under `inject_hyperparams` it is traced."""
+    if isinstance(x, jax.core.Tracer):
+        return True
+    real = isinstance(x, int | float | jax.Array | np.ndarray | np.floating) and not jnp.ndim(x)
+    return real and bool(0 < x < math.inf)
+
+
+def check_apart(name: str, gauges: Sequence[Gauge], params: Any) -> None:
+    """Raises ValueError for gauges that share a leaf: a factor for the one would change the product of the other."""
+    found: dict[str, str] = {}
+    for gauge in gauges:
+        for path in gauge.bound(params).offset:
+            if path in found:
+                raise binding_error(
+                    name, f"sizes of two gauges with '{path}'", f"{found[path]} and {gauge.name}", "one gauge per leaf",
+                    "give gauge_fix the gauge whose product is meant alone, and the rest a gauge_fix of its own",
+                )  # fmt: skip
+            found[path] = gauge.name
 
 
 def both_sides(gauge: Any) -> Gauge:
@@ -98,6 +127,21 @@ def both_sides(gauge: Any) -> Gauge:
         blocks[spec.pattern] = (*((known,) if isinstance(known, str) else known), spec.axes)
     single = {pattern: axes[0] if len(axes) == 1 else axes for pattern, axes in blocks.items()}
     return scale_invariant(single, sizes=dict(gauge.sizes))
+
+
+def held_products(gauges: Sequence[Gauge], params: Any) -> HeldProducts:
+    """What they are now."""
+    return HeldProducts({" + ".join(g.bound(params).offset): log_products(g, params) for g in gauges})
+
+
+def in_logits(largest: Element, before: Element, after: Element) -> tuple[Element, Element]:
+    """The same two in units of the largest logits seen before the step: these grow as the product does."""
+
+    def seen(x: jax.Array, was: jax.Array) -> jax.Array:
+        return jnp.where(x > 0, jnp.log(jnp.where(x > 0, x, 1.0)), -jnp.inf).astype(was.dtype)
+
+    logs = jax.tree.map(seen, largest, before)
+    return logs, jax.tree.map(lambda log, was, now: log + (now - was), logs, before, after)
 
 
 def log_products(gauge: Gauge, params: Any) -> Element:

@@ -10,9 +10,11 @@ import jax
 import jax.numpy as jnp
 
 from gauge_optax.binding import binding_error
+from gauge_optax.gauges.rescale import two_sided
 from gauge_optax.linalg import matmul, transpose
 from gauge_optax.quotient import QuotientState
 from gauge_optax.slice import Frame, chart, framed
+from gauge_optax.transforms._magnitude import HeldProducts
 from gauge_optax.transforms._transport_move import Move
 from gauge_optax.transforms.decay import AddGaugeDecayState
 from gauge_optax.transforms.hyperball import HyperballState
@@ -79,6 +81,22 @@ def _hyperball(move: Move, state: HyperballState, outgoing: Outgoing) -> tuple[H
     return state, outgoing | set(radii)
 
 
+def _held(move: Move, state: HeldProducts, outgoing: Outgoing) -> tuple[HeldProducts, Outgoing]:
+    """What trades a scale between the very sides whose product is held leaves it; what else moves them may not."""
+    for key in state.logs if isinstance(state.logs, dict) else ():
+        leaves = set(key.split(" + "))
+        for part in move.with_effect("diagonal", "orthogonal", "linear").parts:
+            paths = set(part.gauge.bound(move.params).offset)
+            own = paths == leaves and two_sided(part.gauge) and part.effect == part.gauge.balancing
+            if paths & leaves and not own and move.on_unknown != "keep":
+                raise move.refuse(
+                    f"GaugeFixState.sizes of '{key}'", part.gauge.name, "products held, which the move changes",
+                    "write on_unknown='keep' to have the next step bring them back to what they were at init, or leave "
+                    "these leaves to one of the two",
+                )  # fmt: skip
+    return state, outgoing
+
+
 # Every state of this package that holds more than numbers and other states has a row.
 OWN_RULES: dict[type, Rule] = {
     QuotientState: _framed,
@@ -86,6 +104,7 @@ OWN_RULES: dict[type, Rule] = {
     ScaleByOppositeGramState: _opposite_gram,
     AddGaugeDecayState: _decay,
     HyperballState: _hyperball,
+    HeldProducts: _held,
 }
 
 

@@ -20,8 +20,18 @@ from gauge_optax._arguments import require_choice, require_every, require_own, r
 from gauge_optax.binding import binding_error, is_empty
 from gauge_optax.gauges.base import Gauge, Gauges
 from gauge_optax.gauges.product import Product, product
-from gauge_optax.transforms._common import in_dtype_of
-from gauge_optax.transforms._magnitude import KINDS, Magnitude, both_sides, checked, log_products
+from gauge_optax.transforms._common import in_dtype_of, placeholder
+from gauge_optax.transforms._magnitude import (
+    KINDS,
+    HeldProducts,
+    Magnitude,
+    both_sides,
+    check_apart,
+    checked,
+    held_products,
+    in_logits,
+    log_products,
+)
 from gauge_optax.transforms._transport_move import Move, Part
 from gauge_optax.transforms.transport import ON_UNKNOWN, carried
 
@@ -35,7 +45,7 @@ class GaugeFixState(NamedTuple):
     Attributes:
       count: steps so far, int32.
       inner_state: of the optimizer inside.
-      sizes: log of the product of either side's root mean squares at `init`, by gauge; () unless `magnitude` is "fix".
+      sizes: products of both sides' root mean squares at `init`; () unless `magnitude` is "fix".
     """
 
     count: jax.Array  # type: ignore[assignment]
@@ -76,8 +86,10 @@ def gauge_fix(
       on_unknown: what becomes of moments that cannot move along; see `transport`.
       magnitude: what becomes, at every step, of the product of both sides' root mean squares, which the balance leaves
         alone: "free"; "cap", kept below `cap` by a smooth bound; "decay", shrunk by the share `decay`; "fix", kept as
-        at `init`. Both sides get one factor. That changes the function; moments move along as if it did not.
-      cap: the bound, of "cap".
+        at `init`. Both sides get one factor. That changes the function; moments move along as if it did not. Gauges
+        must then share no leaf.
+      cap: the bound, of "cap"; what is above it at the start is below it after one step. With `max_logits=` given to
+        `update`, shaped like the gauge's element and seen at `params`, the bound is of these: QK-clip, smoothly.
       decay: the share that the product loses in a step, of "decay".
 
     Returns:
@@ -85,9 +97,9 @@ def gauge_fix(
 
     Raises:
       ValueError: `every` that is no positive int, `strength` outside (0, 1], another `on_unknown` or `magnitude`, one
-        without its number or of a gauge without two sides; bindings that do not
-        fit; at the first update, a state that cannot move along (Adam's under `head_linear`): take
-        `go.quotient_adamw`, or decide with `on_unknown`; `update` without params.
+        without its number, of a gauge without two sides, or of two gauges on one leaf; bindings that do not fit; at the
+        first update, a state that cannot move along (Adam's under `head_linear`): take `go.quotient_adamw`, or decide
+        with `on_unknown`; `update` without params.
 
     >>> gauge = go.head_linear({"a": "_ basis"}, {"b": "basis _"})
     >>> params = {"a": jnp.array([[8.0], [0.0]]), "b": jnp.array([[0.5, 0.0]])}
@@ -110,20 +122,29 @@ def gauge_fix(
     within = optax.with_extra_args_support(optax.identity() if inner is None else inner)
 
     def init_fn(params: optax.Params) -> GaugeFixState:
-        if not is_empty(params):
-            group.bound(params)  # raises where it does not fit
-        own = tuple(log_products(part, params) for part in group.parts) if magnitude == "fix" else ()
-        return GaugeFixState(jnp.zeros((), jnp.int32), within.init(params), own)
+        count, inner_state = jnp.zeros((), jnp.int32), within.init(params)
+        if is_empty(params):
+            return GaugeFixState(count, inner_state, HeldProducts(placeholder()) if magnitude == "fix" else ())
+        group.bound(params)  # raises where it does not fit
+        if magnitude != "free":
+            check_apart(_NAME, group.parts, params)
+        return GaugeFixState(count, inner_state, held_products(group.parts, params) if magnitude == "fix" else ())
 
-    def sized(params: optax.Params, updates: optax.Updates, state: Any, start: Any) -> tuple[optax.Updates, Any]:
+    def sized(
+        params: optax.Params, updates: optax.Updates, state: Any, start: Any, logits: Any
+    ) -> tuple[optax.Updates, Any]:
         """The step with both sides of every gauge multiplied by one factor."""
-        for number, part in enumerate(group.parts):
+        starts = list(start.logs.values()) if start else [None] * len(group.parts)
+        largest = [None] * len(group.parts) if logits is None else logits if len(group.parts) > 1 else [logits]
+        for part, at_first, seen in zip(group.parts, starts, largest, strict=True):
             after, alike = part.bound(params).stepped(params, updates), both_sides(part)
             before, now = (log_products(part, tree) for tree in (params, after))
-            logs = held.factors(before, now, start[number] if start else now)
-            chords = _chords(alike, logs, params, after)
+            if seen is not None:
+                before, now = in_logits(seen, before, now)
+            factors = held.factors(before, now, now if at_first is None else at_first)
+            chords = _chords(alike, factors, params, after)
             if transport:
-                state = carried(Move((Part(alike, logs, alike.effect),), params, on_unknown), state)
+                state = carried(Move((Part(alike, factors, alike.effect),), params, on_unknown), state)
             updates = in_dtype_of(updates, chords)
         return updates, state
 
@@ -148,10 +169,11 @@ def gauge_fix(
     ) -> tuple[optax.Updates, GaugeFixState]:
         require_params(_NAME, params)
         require_own(_NAME, state, GaugeFixState)
+        logits = extra.pop("max_logits", None) if magnitude == "cap" else None
         updates, inner_state = within.update(updates, state.inner_state, params, **extra)
         count = optax.safe_increment(state.count)
         if magnitude != "free":
-            updates, inner_state = sized(params, updates, inner_state, state.sizes)
+            updates, inner_state = sized(params, updates, inner_state, state.sizes, logits)
         if isinstance(every, int) and every == 1:
             updates, inner_state = moved(params, updates, inner_state)
         else:

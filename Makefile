@@ -4,11 +4,12 @@ VENV   := .venv
 PY     := $(VENV)/bin/python
 JOBS   ?= 2
 
-.PHONY: help test test-all lint types docs wheel demo results bench bench-modes clean
+.PHONY: help test notebooks test-all lint types docs wheel demo results bench bench-modes clean
 
 help:
 	@echo "make demo      train twins under AdamW and ddc_adamw, print the table, write outputs/demo/"
 	@echo "make test      the test suite (CPU, $(JOBS) processes), without the slow tests"
+	@echo "make notebooks  the notebooks from top to bottom, against what is stored in them"
 	@echo "make test-all  the slow tests as well"
 	@echo "make lint      ruff"
 	@echo "make types     mypy"
@@ -46,6 +47,9 @@ $(VENV)/.installed-peers: pyproject.toml | $(PY)
 
 test: $(VENV)/.installed-dev
 	@$(PYTEST)
+
+notebooks: $(VENV)/.installed-dev
+	@$(PYTEST) tests/test_notebooks.py -m notebook
 
 test-all: $(VENV)/.installed-dev
 	@$(PYTEST) -m "slow or not slow"

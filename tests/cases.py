@@ -722,9 +722,9 @@ VARIANTS: frozenset[str] = frozenset({
     "norm_scale/bias", "scale_invariant/kernel", "head_rotation/mha", "head_rotation/mqa", "head_rotation/bias",
     "head_rotation/value_out", "head_rotation/scanned", "head_rotation/fused", "rope_torus/half", "rope_torus/gqa",
     "rope_torus/interleaved", "head_linear/value_out", "head_linear/fused", "head_linear/gqa", "rope_linear/partial",
-    "product/gpt", "product/linear", "product/chain", "product/semidirect_reversed",
+    "product/gpt", "product/linear", "product/chain", "product/semidirect_reversed", "product/slow_planes",
     "gauge_project/update", "gauge_project/linear", "scale_by_ddc/per_head_scalar", "scale_by_ddc/none",
     "scale_by_ddc/sgd", "scale_by_ddc/log", "scale_by_ddc/nesterov", "add_gauge_decay/number", "gauge_fix/none",
     "hyperball/initial", "hyperball/number", "scale_by_opposite_gram/full", "ddc_adamw/schedule", "quotient/lion",
-    "ddc_muon/schedule",
+    "ddc_muon/schedule", "scale_by_ddc/adam", "quotient_adamw/rotation",
 })  # fmt: skip

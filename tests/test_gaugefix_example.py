@@ -64,7 +64,11 @@ def test_a_full_run_goes_on_after_a_checkpoint(tmp_path: Path, tiny: None, monke
     with pytest.raises(Killed):
         _run(tmp_path / "two", *options)
     monkeypatch.setattr(gaugefix_lrm, "trained", evaluate)
+    (tmp_path / "two" / "gaugefix_lrm_full.json").unlink(missing_ok=True)
+    with pytest.raises(ValueError, match="holds another run"):
+        _run(tmp_path / "two", "--steps", "6", *options[2:])
     assert _run(tmp_path / "two", *options)["cells"] == unbroken["cells"]
+    assert not list((tmp_path / "two" / "checkpoints").iterdir()), "gone with the last arm"
 
 
 def test_a_batch_that_does_not_divide_is_refused(tmp_path: Path) -> None:

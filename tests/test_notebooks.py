@@ -89,6 +89,7 @@ def shown(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         jax.config.update(name, value)
 
 
+@pytest.mark.notebook
 @pytest.mark.parametrize("name", NAMES)
 def test_a_fresh_run_prints_what_is_stored(name: str, shown: list[int]) -> None:
     namespace: dict[str, Any] = {"__name__": "__main__"}

@@ -21,15 +21,18 @@ from gauge_optax.discover.sketch import Leaves
 from gauge_optax.gauges.base import BoundGauge
 from gauge_optax.gauges.linear import head_linear, rope_linear
 from gauge_optax.gauges.product import product
-from gauge_optax.gauges.rescale import norm_scale, rescale, scale_invariant
+from gauge_optax.gauges.rescale import multiplier_balance, norm_scale, rescale, scale_invariant
 from gauge_optax.gauges.rotation import head_rotation
 from gauge_optax.gauges.shift import logit_shift
 from gauge_optax.gauges.torus import rope_torus
 
 CONSTRUCTORS: Mapping[str, Callable[..., BoundGauge]] = {
     f.__name__: f
-    for f in (head_linear, head_rotation, logit_shift, norm_scale, rescale, rope_linear, rope_torus, scale_invariant)
-}
+    for f in (
+        head_linear, head_rotation, logit_shift, multiplier_balance, norm_scale, rescale, rope_linear, rope_torus,
+        scale_invariant,
+    )
+}  # fmt: skip
 
 _NOTICED = 1e-5  # relative change of the outputs by what is no symmetry
 _ADDRESS = re.compile("0x[0-9a-f]+")

@@ -64,7 +64,7 @@ def track_rotation(
     blocks: Mapping[str, Axes],
     inner: optax.GradientTransformation | None = None,
     *,
-    every: int | jax.Array = 20,
+    every: int | jax.Array = 50,
     sizes: Mapping[str, int] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Records norm, angle and step of weight vectors; updates pass unchanged.

@@ -80,7 +80,6 @@ def measured(size: Size, make: Callable[[lm.LMConfig], Arms] = gauges_tracked) -
         "step_ms": 1e3 * float(base),
         "record": record,
         "other": other,
-        "every": {str(n): (record + (n - 1) * other) / n for n in (1, 10, EVERY, 100)},
         "last_record": at,
         "compile_s": {name: round(arm.compile_seconds, 1) for name, arm in arms.items()},
     }
@@ -90,26 +89,28 @@ def page(result: dict[str, Any]) -> str:
     """Markdown."""
     return "\n".join([
         "# What `go.track` costs", "",
-        f"`python -m benchmarks.metrics`: {result['host']}; float32; `quotient_adamw` inside. {ABOUT}", "",
+        f"`python -m benchmarks.metrics`: {result['host']}; float32; `quotient_adamw` inside. {about()}", "",
         *table(result["sizes"]), ""
     ])  # fmt: skip
 
 
-ABOUT = (
-    "Times: whole steps, in units of the same step without it, in turns; "
-    f"held to {MOST} at one record in {EVERY} steps."
-)
+def about(every: int = EVERY) -> str:
+    """What the table's columns are."""
+    times = "Times: whole steps, in units of the same step without it, in turns"
+    return f"{times}; held to {MOST} at one record in {every} steps."
 
 
-def table(sizes: dict[str, Any]) -> list[str]:
-    """A row per size."""
+def table(sizes: dict[str, Any], every: int = EVERY) -> list[str]:
+    """A row per size; `every` is by default how many steps there are between records."""
     lines = [
-        "| model, batch | step ms | a record | other steps | each step | 10 | 20 | 100 | compile s, without and with |",
+        f"| model, batch | step ms | a record | other steps | each step | 10 | {every} | 100 | compile s, without and "
+        "with |",
         "|---|---|---|---|---|---|---|---|---|",
     ]  # fmt: skip
     for name, own in sizes.items():
-        ratios = [f"{own['every'][n]:.3f}" for n in ("1", "10", "20", "100")]
-        missed = " **missed**" if own["every"][str(EVERY)] > MOST else ""
+        mean = {n: (own["record"] + (n - 1) * own["other"]) / n for n in (1, 10, every, 100)}
+        ratios = [f"{mean[n]:.3f}" for n in (1, 10, every, 100)]
+        missed = " **missed**" if mean[every] > MOST else ""
         compiled = " and ".join(map(str, own["compile_s"].values()))
         lines.append(
             f"| {name} | {own['step_ms']:.1f} | {own['record']:.3f} | {own['other']:.3f} | {ratios[0]} | {ratios[1]} | "

@@ -23,7 +23,7 @@ from examples import cli
 from models import lm
 
 OUT = Path(__file__).parent / "results"
-MOST = 1.3
+MOST, RECORDS = 1.3, 50
 NEURONS = {
     **{f"blocks/{{i}}/attn/{name}/kernel": "_ head channel" for name in ("query", "key", "value")},
     "blocks/{i}/attn/out/kernel": "_ _ channel",
@@ -108,7 +108,8 @@ def page(result: dict[str, Any]) -> str:
     for name, own in result["whole"].items():
         low, middle, high = own["ratio"]
         lines.append(f"| {name} | {own['step_ms']:.1f} | {middle:.3f} ({low:.3f} to {high:.3f}) |")
-    lines += ["", f"`track_rotation` around `optax.adamw`. {metrics.ABOUT}", "", *metrics.table(result["steps"])]
+    about = f"`track_rotation` around `optax.adamw`. {metrics.about(RECORDS)}"
+    lines += ["", about, "", *metrics.table(result["steps"], RECORDS)]
     return "\n".join(lines) + "\n"
 
 

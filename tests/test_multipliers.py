@@ -377,6 +377,9 @@ def test_a_held_product_moves_with_its_gauge_and_with_no_other(x64: None) -> Non
     more = params | {"kernel": jnp.ones(2)}
     with pytest.raises(ValueError, match="products held, which the move changes"):
         go.transport(tx.init(more), more, own, element)
+    finer = go.rescale({"query": "(head _) channel"}, {"key": "head channel"})
+    with pytest.raises(ValueError, match="products held, which the move changes"):
+        go.transport(state, params, finer, {"": jnp.full((2, 3), 0.5)})
     kept = go.transport(tx.init(more), more, own, element, on_unknown="keep")
     assert jax.tree.structure(kept) == jax.tree.structure(tx.init(more))
 

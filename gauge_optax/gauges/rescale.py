@@ -134,6 +134,11 @@ def two_sided(gauge: Any) -> bool:
     return isinstance(gauge, Rescale) and {spec.role for spec in gauge.specs} == {"up", "down"}
 
 
+def keeps_product(gauge: Any) -> bool:
+    """Whether what it gives to one side it takes from the other in full, so that the product of both stays."""
+    return two_sided(gauge) and gauge.degree == 1
+
+
 def _scale_gauge(
     name: str, up: Mapping[str, Axes], down: Mapping[str, Axes] | None, degree: float, sizes: Mapping[str, int] | None
 ) -> "Rescale":

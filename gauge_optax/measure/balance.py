@@ -96,7 +96,8 @@ def track_balance(gauges: Gauges, *, every: int | jax.Array = 1) -> optax.Gradie
         def record() -> Balance:
             return _balance(group, group.bound(params).stepped(params, updates), state.taken)
 
-        metrics = jax.lax.cond(state.taken % every == 0, record, lambda: state.metrics)
+        always = isinstance(every, int) and every == 1
+        metrics = record() if always else jax.lax.cond(state.taken % every == 0, record, lambda: state.metrics)
         return updates, TrackBalanceState(optax.safe_increment(state.taken), metrics)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)

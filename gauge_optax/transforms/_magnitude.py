@@ -20,7 +20,7 @@ import numpy as np
 from gauge_optax.binding import Axes, binding_error
 from gauge_optax.gauges._scale import log_sizes
 from gauge_optax.gauges.base import Element, Gauge
-from gauge_optax.gauges.rescale import scale_invariant, two_sided
+from gauge_optax.gauges.rescale import keeps_product, scale_invariant
 
 Number = float | jax.Array
 KINDS = ("free", "decay", "cap", "fix")
@@ -90,7 +90,7 @@ def checked(name: str, gauges: Sequence[Gauge], magnitude: Magnitude) -> None:
             "cap for 'cap' alone, decay for 'decay' alone", "leave it out",
         )  # fmt: skip
     for gauge in gauges if kind != "free" else ():
-        if not two_sided(gauge) or gauge.degree != 1:  # type: ignore[attr-defined]
+        if not keeps_product(gauge):
             raise binding_error(
                 name, f"magnitude='{kind}' of a gauge without two sides of one degree", gauge.name,
                 "rescale of degree 1, norm_scale or multiplier_balance, whose balance leaves the product alone",

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from gauge_optax.binding import binding_error
-from gauge_optax.gauges.rescale import two_sided
+from gauge_optax.gauges.rescale import keeps_product
 from gauge_optax.linalg import matmul, transpose
 from gauge_optax.quotient import QuotientState
 from gauge_optax.slice import Frame, chart, framed
@@ -83,11 +83,11 @@ def _hyperball(move: Move, state: HyperballState, outgoing: Outgoing) -> tuple[H
 
 def _held(move: Move, state: HeldProducts, outgoing: Outgoing) -> tuple[HeldProducts, Outgoing]:
     """What trades a scale between the very sides whose product is held leaves it; what else moves them may not."""
-    for key in state.logs if isinstance(state.logs, dict) else ():
-        leaves = set(key.split(" + "))
+    for key, logs in state.logs.items() if isinstance(state.logs, dict) else ():
+        leaves, shapes = set(key.split(" + ")), jax.tree.map(jnp.shape, logs)
         for part in move.with_effect("diagonal", "orthogonal", "linear").parts:
             paths = set(part.gauge.bound(move.params).offset)
-            own = paths == leaves and two_sided(part.gauge) and part.effect == part.gauge.balancing
+            own = paths == leaves and keeps_product(part.gauge) and jax.tree.map(jnp.shape, part.element) == shapes
             if paths & leaves and not own and move.on_unknown != "keep":
                 raise move.refuse(
                     f"GaugeFixState.sizes of '{key}'", part.gauge.name, "products held, which the move changes",

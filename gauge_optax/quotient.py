@@ -131,7 +131,7 @@ def wrapped(
                 gradient = slices.enter_dual(on, motions, on.joint.vectors(tree), still)
                 return with_leaves(tree, slices.outward_dual(on, frame, gradient))
 
-            seen, grad = slices.without_faint(on, dual(slope)), None if grad is None else dual(grad)
+            seen, grad = slices.without_faint(on, point, dual(slope)), None if grad is None else dual(grad)
             outside = with_leaves(here, slices.outward(on, frame, point))
         if grad is not None:
             extra["grad"] = laid.leave(grad, like=extra["grad"])
@@ -177,12 +177,13 @@ def link(
         with laid.left_open():
             frame, here, slope = laid.enter((state.gauges, params, updates))
             motions = slices.motions(on, frame)
-            point = with_leaves(here, slices.enter(motions, on.joint.values(here)))
+            point = slices.enter(motions, on.joint.values(here))
             gradient = slices.enter_dual(on, motions, on.joint.vectors(slope), still)
-            seen = slices.without_faint(on, with_leaves(slope, gradient))
-        seen, point = laid.leave(seen, like=updates), laid.leave(point, like=params)
+            seen = slices.without_faint(on, point, with_leaves(slope, gradient))
+            outside = with_leaves(here, point)
+        seen, outside = laid.leave(seen, like=updates), laid.leave(outside, like=params)
         with with_own_state(name, inner, state.inner_state, params):
-            tree, inner_state = inner.update(seen, state.inner_state, point, **extra)
+            tree, inner_state = inner.update(seen, state.inner_state, outside, **extra)
         with laid.left_open():
             tree = laid.enter(tree)
             step = slices.leave(motions, slices.SliceTangent(on.joint.vectors(tree)))

@@ -120,20 +120,23 @@ def enter_dual(on: Chart, frame: Sequence[Motion], gradient: Arrays, centred: bo
     return SliceCotangent(gradient)
 
 
-def without_faint(on: Chart, gradient: Any) -> Any:
-    """A gradient with zero for leaves that are rounding beside the largest.
+def without_faint(on: Chart, point: SlicePoint, gradient: Any) -> Any:
+    """A gradient, of the whole tree, with zero for what is rounding beside the only gradient that is not zero.
 
     Before a head that is constant over classes, every gradient is zero; what arithmetic leaves of it would come out of
     an optimizer that divides by size as a full step.
     """
-    if not any(part.silences(bound) for part, bound in on.parts):
+    leaves = {p: x for p, x in leaves_by_path(gradient).items() if jnp.issubdtype(x.dtype, jnp.floating)}
+    sizes = [part.sole_gradient(bound, dict(point), leaves) for part, bound in on.parts]
+    known = [size for size in sizes if size is not None]
+    if not known:
         return gradient
-    leaves = {p: x for p, x in leaves_by_path(gradient).items() if jnp.issubdtype(x.dtype, jnp.floating) and x.size}
-    sizes = {p: jnp.max(jnp.abs(x)).astype(real_dtype()) for p, x in leaves.items()}
-    # Sorted, because the compiler would take a maximum of all leaves anew in the kernel of each.
-    least = zero(real_dtype()) * jax.lax.sort(jnp.stack(list(sizes.values())))[-1]
-    off = {p: jnp.broadcast_to(sizes[p] < least, x.shape) for p, x in leaves.items()}
-    return with_leaves(gradient, {p: jax.lax.select(off[p], jnp.zeros_like(x), x) for p, x in leaves.items()})
+    least = zero(real_dtype()) * jnp.stack(known).max()
+
+    def kept(x: jax.Array) -> jax.Array:
+        return jax.lax.select(jnp.abs(x) < least, jnp.zeros_like(x), x)
+
+    return with_leaves(gradient, {path: kept(x) for path, x in leaves.items()})
 
 
 def place(on: Chart, frame: Frame, point: SlicePoint) -> Arrays:

@@ -186,6 +186,17 @@ def test_zero_gradients_move_nothing() -> None:
     assert max(float(jnp.max(jnp.abs(x))) for x in jax.tree.leaves(updates)) <= 1e-6
 
 
+@pytest.mark.parametrize("head", ["constant", "any"])
+def test_before_a_constant_head_what_is_rounding_is_no_step(head: str) -> None:
+    kernel = jnp.full((3, 4), 0.3) if head == "constant" else jnp.ones((3, 4)).at[0, 0].set(2.0)
+    params = {"before": jnp.ones(3), "beside": jnp.ones(3), "head": kernel}
+    grads = {"before": jnp.full(3, 1e-8), "beside": jnp.full(3, 1e-3), "head": jnp.ones((3, 4)).at[:, 0].set(-3.0)}
+    tx = go.quotient(optax.adam(0.1, eps=1e-20), go.logit_shift({"head": "_ vocab"}))
+    step, _ = tx.update(grads, tx.init(params), params)
+    np.testing.assert_allclose(step["before"], 0.0 if head == "constant" else -0.1, rtol=1e-5)
+    np.testing.assert_allclose(step["beside"], -0.1, rtol=1e-5)  # another loss reaches it, past the head
+
+
 def test_a_list_without_gauges_is_the_optimizer_itself() -> None:
     params = start_of("llama", "float32")
     for tx in (optax.adamw(1e-2), optax.lion(1e-3)):

@@ -140,19 +140,6 @@ class HeadInstance:
         """How many rotations it holds."""
         return math.prod(self.shape)
 
-    def grams(self, a: Values, b: Values) -> tuple[jax.Array, jax.Array]:
-        """aᵀa and aᵀb over the rows of all blocks, every row of a read once."""
-        if any(block.pairing is not None for block in self.blocks):
-            return self.gram(a, a), self.gram(a, b)
-        products = [self._side_by_side(x, a[x.block.path], b[x.block.path]) for x in self.blocks]
-        total = sum(products[1:], products[0])
-        return total[..., : self.size], total[..., self.size :]
-
-    def _side_by_side(self, block: HeadBlock, a: jax.Array, b: jax.Array) -> jax.Array:
-        (rows, wide), (others, _) = (self.matrices(block, block.view(x)) for x in (a, b))
-        both = jnp.concatenate([rows, others], -2 if wide else -1)
-        return matmul(rows, transpose(both)) if wide else matmul(transpose(rows), both)
-
     def combined(self, block: HeadBlock, leaf: jax.Array, weights: jax.Array) -> jax.Array:
         """weightsᵀ·W over the rows of one block, weights (rows, size) the same for every head: (*shape, size, size)."""
         letters, named = self._letters(block), self._named_letters()

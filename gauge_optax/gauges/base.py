@@ -193,10 +193,13 @@ class Gauge(abc.ABC):
         del bound
         return values
 
-    def silences(self, bound: Bound) -> bool:
-        """Whether there are points that this gauge's slice has at zero and at which every other gradient is zero."""
-        del bound
-        return False
+    def sole_gradient(self, bound: Bound, point: Arrays, gradient: Arrays) -> jax.Array | None:
+        """The size of this gauge's gradients at a point of the slice where every other one is zero; zero elsewhere.
+
+        None where there are no such points.
+        """
+        del bound, point, gradient
+        return None
 
     def carried(self, element: Element, by: "Sequence[tuple[Gauge, Element]]") -> Element:
         """h·g·h⁻¹ for moves h of other gauges of a product, which mostly commute with this one."""

@@ -41,8 +41,8 @@ class Part(Protocol):
     def inverse(self, element: Any) -> Any:
         """g⁻¹."""
 
-    def silences(self, bound: Bound) -> bool:
-        """Whether every other gradient may be zero."""
+    def sole_gradient(self, bound: Bound, point: Arrays, gradient: Arrays) -> jax.Array | None:
+        """How large its gradients are where all others are zero; zero elsewhere."""
 
     def centred(self, bound: Bound, values: Arrays) -> Arrays:
         """`values` without what is added by shifts."""

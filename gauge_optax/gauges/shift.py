@@ -81,8 +81,16 @@ class LogitShift(BoundGauge):
     def centred(self, bound: Bound, values: Arrays) -> Arrays:
         return bound.centre(values)
 
-    def silences(self, bound: Bound) -> bool:
-        return any(shift_dimensions(b) > 1 for b in bound.shift_blocks)  # before a constant head
+    def sole_gradient(self, bound: Bound, point: Arrays, gradient: Arrays) -> jax.Array | None:
+        # Nothing before a head that is constant over classes, on the slice a zero one, has a gradient.
+        sizes = []
+        for instance in bound.shifts:
+            kernels = [b for b in instance.blocks if shift_dimensions(b) > 1]
+            if kernels:
+                largest = jnp.stack([jnp.max(jnp.abs(b.view(gradient[b.path]))) for b in instance.blocks]).max()
+                constant = jnp.stack([jnp.all(b.view(point[b.path]) == 0.0) for b in kernels]).any()
+                sizes.append(jnp.where(constant, largest, 0.0).astype(real_dtype()))
+        return jnp.stack(sizes).max() if sizes else None
 
     def coordinates_of(self, bound: Bound, element: Element, values: Arrays) -> Element:
         return self._packed(bound, bound.shift_means(values))

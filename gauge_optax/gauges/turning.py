@@ -11,7 +11,7 @@ Here: the readings, and that equation for all heads of one size at once. Not her
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -98,13 +98,11 @@ class TurnReading(Turning):
 
     @classmethod
     def held(cls, readings: "Sequence[TurnReading]", before: Arrays, change: Arrays) -> Arrays:
-        return _without_turning(readings, before, change, lambda head: head.grams(before, change))
+        return _without_turning(readings, before, change)
 
     @classmethod
     def across(cls, readings: "Sequence[TurnReading]", point: Arrays, vector: Arrays) -> Arrays:
-        # By themselves: the compiler has a point's Gram matrices once, whoever else asks for them.
-        pairs = functools.partial(_one_by_one, point, vector)
-        return _without_turning(readings, point, vector, pairs)
+        return _without_turning(readings, point, vector)
 
 
 def _largest(head: HeadInstance, block: HeadBlock, leaf: jax.Array) -> jax.Array:
@@ -129,21 +127,12 @@ def _mixed_rows(head: HeadInstance, values: Arrays) -> jax.Array:
     return total
 
 
-def _one_by_one(point: Arrays, vector: Arrays, head: HeadInstance) -> tuple[jax.Array, jax.Array]:
-    return head.gram(point, point), head.gram(point, vector)
-
-
-def _without_turning(
-    readings: Sequence[TurnReading],
-    point: Arrays,
-    vector: Arrays,
-    pairs: Callable[[HeadInstance], tuple[jax.Array, jax.Array]],
-) -> Arrays:
-    """A vector less W·A, heads of one size in one batch; `pairs` are WᵀW and Wᵀu."""
+def _without_turning(readings: Sequence[TurnReading], point: Arrays, vector: Arrays) -> Arrays:
+    """A vector less W·A, heads of one size in one batch."""
     out = dict(vector)
     for size in sorted({r.head.size for r in readings}):
         heads = [r.head for r in readings if r.head.size == size]
-        found = [pairs(head) for head in heads]
+        found = [(head.gram(point, point), head.gram(point, vector)) for head in heads]
         gram, turning = (_stacked([pair[k] for pair in found]) for k in range(2))
         for head, generator in zip(heads, _unstacked(lyapunov(gram, turning), heads), strict=True):
             out |= head.added(out, point, -generator)

@@ -37,9 +37,12 @@ $(VENV)/.installed-dev: pyproject.toml | $(PY)
 # to start, so they are tried first.
 QUICK := --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true
 QUICKER := $(QUICK) --xla_cpu_use_fusion_emitters=false
-PYTEST = export JAX_PLATFORMS=cpu; for flags in "$(QUICKER)" "$(QUICK)" ""; do \
+# What one process has compiled, the other loads, in the next run both.
+COMPILED := JAX_COMPILATION_CACHE_DIR="$(CURDIR)/build/compiled" JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0 \
+	JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES=-1
+PYTEST = export JAX_PLATFORMS=cpu $(COMPILED); for flags in "$(QUICKER)" "$(QUICK)" ""; do \
 	XLA_FLAGS="$$flags" $(PY) -c "import jax; jax.devices()" >/dev/null 2>&1 && break; done; \
-	XLA_FLAGS="$$flags" $(PY) -m pytest -n $(JOBS)
+	XLA_FLAGS="$$flags" $(PY) -m pytest -n $(JOBS) --dist loadfile
 
 $(VENV)/.installed-peers: pyproject.toml | $(PY)
 	$(PY) -m pip install --quiet --editable ".[examples,peers]"

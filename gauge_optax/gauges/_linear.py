@@ -14,13 +14,8 @@ from gauge_optax.binding import Block
 from gauge_optax.factors import balance, full_rank, triangular, triangulars
 from gauge_optax.gauges._head import HeadInstance
 from gauge_optax.gauges._scale import Values
-from gauge_optax.gauges.reading import Anchor, Anchored, Arrays
-from gauge_optax.linalg import (
-    inverse_sqrt_by_products,
-    matmul,
-    real_dtype,
-    transpose,
-)
+from gauge_optax.gauges.reading import Anchor, Anchored, Arrays, InstanceReading
+from gauge_optax.linalg import inverse_sqrt_by_products, matmul, real_dtype, transpose
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,8 +41,13 @@ class LinearInstance:
         return self.left.key
 
     @property
+    def named(self) -> tuple[str, ...]:
+        """The axes that index matrices."""
+        return self.left.named
+
+    @property
     def shape(self) -> tuple[int, ...]:
-        """Lengths of the named axes."""
+        """Their lengths."""
         return self.left.shape
 
     @property
@@ -80,7 +80,7 @@ class LinearInstance:
 
 
 @dataclasses.dataclass(frozen=True)
-class LinearReading(Anchored):
+class LinearReading(InstanceReading, Anchored):
     """The symmetric positive P with which a side is Q·P, Q of orthonormal columns; of the right side, its inverse.
 
     What is left is a rotation of both sides, read by `turned`.
@@ -91,22 +91,6 @@ class LinearReading(Anchored):
 
     instance: LinearInstance
     sequential: ClassVar[bool] = True
-
-    @property
-    def gauge(self) -> str:
-        return self.instance.gauge
-
-    @property
-    def key(self) -> str:
-        return self.instance.key
-
-    @property
-    def named(self) -> tuple[str, ...]:
-        return self.instance.left.named
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.instance.shape
 
     @property
     def anchors(self) -> tuple[Anchor, ...]:

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from gauge_optax.binding import Block
-from gauge_optax.gauges.reading import Anchor, Anchored, Arrays, Motion
+from gauge_optax.gauges.reading import Anchor, Anchored, Arrays, InstanceReading, Motion
 from gauge_optax.linalg import real_dtype
 
 Values = Mapping[str, jax.Array]
@@ -80,7 +80,7 @@ class ScaleInstance:
 
 
 @dataclasses.dataclass(frozen=True)
-class ScaleReading(Anchored):
+class ScaleReading(InstanceReading, Anchored):
     """log α of every channel, off the norm of its anchor: α is 1 where that is √(entries/rows).
 
     Of a column of a kernel that is unit variance per input, of a norm's scale the number 1: at the usual starts the
@@ -91,22 +91,6 @@ class ScaleReading(Anchored):
     """
 
     instance: ScaleInstance
-
-    @property
-    def gauge(self) -> str:
-        return self.instance.gauge
-
-    @property
-    def key(self) -> str:
-        return self.instance.key
-
-    @property
-    def named(self) -> tuple[str, ...]:
-        return self.instance.named
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.instance.shape
 
     @property
     def anchors(self) -> tuple[Anchor, ...]:

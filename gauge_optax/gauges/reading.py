@@ -9,6 +9,7 @@ slice that they define (`gauge_optax.slice`).
 """
 
 import abc
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple
@@ -52,6 +53,33 @@ class Reading(abc.ABC):
     @abc.abstractmethod
     def moved(self) -> tuple[Block, ...]:
         """Every block that it moves."""
+
+
+@dataclasses.dataclass(frozen=True)
+class InstanceReading(Reading):
+    """One whose names and lengths are those of an instance.
+
+    Attributes:
+      instance: of its gauge, on a concrete tree.
+    """
+
+    instance: Any
+
+    @property
+    def gauge(self) -> str:
+        return self.instance.gauge
+
+    @property
+    def key(self) -> str:
+        return self.instance.key
+
+    @property
+    def named(self) -> tuple[str, ...]:
+        return self.instance.named
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.instance.shape
 
 
 class Anchored(Reading):

@@ -20,51 +20,36 @@ import numpy as np
 from gauge_optax._sequence import in_turn, singly
 from gauge_optax.binding import Block
 from gauge_optax.gauges._head import BASIS, PLANE, HeadBlock, HeadInstance
-from gauge_optax.gauges.reading import Arrays, Motion, Turning
+from gauge_optax.gauges.reading import Arrays, InstanceReading, Motion, Turning
 from gauge_optax.linalg import HIGHEST, matmul, noise, real_dtype, safe_divide, transpose
 
 
 @dataclasses.dataclass(frozen=True)
-class TurnReading(Turning):
+class TurnReading(InstanceReading, Turning):
     """The orthogonal matrix of every head, a partial isometry where its rows do not have full rank.
 
     Attributes:
-      head: the rotation instance.
+      instance: the rotation instance.
     """
 
-    head: HeadInstance
-
-    @property
-    def gauge(self) -> str:
-        return self.head.gauge
-
-    @property
-    def key(self) -> str:
-        return self.head.key
-
-    @property
-    def named(self) -> tuple[str, ...]:
-        return self.head.named
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.head.shape
+    instance: HeadInstance
 
     @property
     def moved(self) -> tuple[Block, ...]:
-        return tuple(b.block for b in self.head.blocks)
+        return tuple(b.block for b in self.instance.blocks)
 
     @classmethod
     def read_all(cls, readings: "Sequence[TurnReading]", values: Arrays) -> list[jax.Array]:
         found: dict[TurnReading, jax.Array] = {}
-        groups = [[r for r in readings if r.head.size == size] for size in sorted({r.head.size for r in readings})]
-        anchors = [_stacked([_mixed_rows(r.head, values) for r in group]) for group in groups]
+        sizes = sorted({r.instance.size for r in readings})
+        groups = [[r for r in readings if r.instance.size == size] for size in sizes]
+        anchors = [_stacked([_mixed_rows(r.instance, values) for r in group]) for group in groups]
         for group, polar in zip(groups, in_turn(cls.polar, anchors), strict=True):
-            found |= dict(zip(group, _unstacked(polar, [r.head for r in group]), strict=True))
+            found |= dict(zip(group, _unstacked(polar, [r.instance for r in group]), strict=True))
         return [found[r] for r in readings]
 
     def identity(self) -> jax.Array:
-        size = self.head.size
+        size = self.instance.size
         return jnp.broadcast_to(jnp.eye(size, dtype=real_dtype()), (*self.shape, size, size))
 
     @staticmethod
@@ -78,7 +63,7 @@ class TurnReading(Turning):
     def without_rounding(cls, readings: "Sequence[TurnReading]", cotangents: Arrays) -> Arrays:
         """A key's bias shifts all scores of a query alike: its gradient is what softmax rounds."""
         out = dict(cotangents)
-        for head in (r.head for r in readings):
+        for head in (r.instance for r in readings):
             single = [b for b in head.blocks if head.rows(b) == 1]
             if not single or len(single) == len(head.blocks):
                 continue
@@ -130,8 +115,8 @@ def _mixed_rows(head: HeadInstance, values: Arrays) -> jax.Array:
 def _without_turning(readings: Sequence[TurnReading], point: Arrays, vector: Arrays) -> Arrays:
     """A vector less W·A, heads of one size in one batch."""
     out = dict(vector)
-    for size in sorted({r.head.size for r in readings}):
-        heads = [r.head for r in readings if r.head.size == size]
+    for size in sorted({r.instance.size for r in readings}):
+        heads = [r.instance for r in readings if r.instance.size == size]
         found = [(head.gram(point, point), head.gram(point, vector)) for head in heads]
         gram, turning = (_stacked([pair[k] for pair in found]) for k in range(2))
         for head, generator in zip(heads, _unstacked(lyapunov(gram, turning), heads), strict=True):
@@ -210,7 +195,7 @@ class PlaneReading(TurnReading):
 
     @classmethod
     def read_all(cls, readings: "Sequence[TurnReading]", values: Arrays) -> list[jax.Array]:
-        first = [_mixed_rows(r.head, values)[..., 0, :] for r in readings]
+        first = [_mixed_rows(r.instance, values)[..., 0, :] for r in readings]
         return [jnp.arctan2(x[..., 1], x[..., 0]) for x in first]
 
     def identity(self) -> jax.Array:
@@ -219,7 +204,7 @@ class PlaneReading(TurnReading):
     @classmethod
     def held(cls, readings: "Sequence[TurnReading]", before: Arrays, change: Arrays) -> Arrays:
         out = dict(change)
-        for head in (r.head for r in readings):
+        for head in (r.instance for r in readings):
             after = {p: before[p] + out[p] for p in head.paths}
             along = _plane_sums(head, before, after, quarter=False)
             across = _plane_sums(head, before, after, quarter=True)
@@ -232,7 +217,7 @@ class PlaneReading(TurnReading):
     @classmethod
     def across(cls, readings: "Sequence[TurnReading]", point: Arrays, vector: Arrays) -> Arrays:
         out = dict(vector)
-        for head in (r.head for r in readings):
+        for head in (r.instance for r in readings):
             size = _plane_sums(head, point, point, quarter=False)
             rate = safe_divide(_plane_sums(head, point, out, quarter=True), size)
             signed = jnp.stack([-rate, rate], -1)  # a quarter turn takes (l, r) to (−r, l)

@@ -9,6 +9,7 @@ Here: leaving layouts to the compiler, naming them again, zeros laid out like so
 
 import contextlib
 import dataclasses
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
@@ -46,12 +47,25 @@ class Layout:
         """Arrays laid out as those of `like`, of one structure with `tree`, or whole; outside."""
         if self.mesh is None:
             return tree
-        whole = NamedSharding(self.mesh, PartitionSpec())
+        everywhere = NamedSharding(self.mesh, PartitionSpec())
 
         def placed(x: Any, own: Any) -> Any:
-            return jax.sharding.reshard(x, _place(own) or whole) if isinstance(x, jax.Array) else x
+            return jax.sharding.reshard(x, _place(own) or everywhere) if isinstance(x, jax.Array) else x
 
         return jax.tree.map(placed, tree, tree if like is None else like)
+
+    def whole(self, tree: Tree) -> Tree:
+        """Arrays whole on every device; outside."""
+        if self.mesh is None:
+            return tree
+        everywhere = NamedSharding(self.mesh, PartitionSpec())
+        return jax.tree.map(lambda x: jax.sharding.reshard(x, everywhere), tree)
+
+    def run(self, function: Callable[..., Tree], *arrays: Any, like: Any = None) -> Tree:
+        """What a function makes of arrays with layouts left open, laid out as `like`, or whole; outside."""
+        with self.left_open():
+            made = function(*self.enter(arrays))
+        return self.leave(made, like=like)
 
 
 def layout(tree: Any) -> Layout:
@@ -97,10 +111,9 @@ def opened(inner: optax.GradientTransformation) -> optax.GradientTransformationE
     inner = optax.with_extra_args_support(inner)
 
     def update_fn(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
-        laid = layout(updates)
-        with laid.left_open():
-            given = laid.enter((updates, state, params, extra))
-            step, after = inner.update(*given[:3], **given[3])
-        return laid.leave(step, like=updates), laid.leave(after, like=state)
+        def update(updates: Any, state: Any, params: Any, extra: Any) -> tuple[Any, Any]:
+            return inner.update(updates, state, params, **extra)
+
+        return layout(updates).run(update, updates, state, params, extra, like=(updates, state))
 
     return optax.GradientTransformationExtraArgs(inner.init, update_fn)

@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from gauge_optax._layout import zeros_like
+from gauge_optax._layout import layout, zeros_like
 from gauge_optax.binding import Block, binding_error, is_empty, leaves_by_path, overlap, with_leaves
 from gauge_optax.gauges._matrices import Matrices
 from gauge_optax.gauges.chart import Chart, centred, turning_removed
@@ -118,12 +118,16 @@ def ddc(group: Product, options: Options, polar: Polar | None = None) -> optax.G
             return ScaleByDDCState(count, mu, nu, jnp.zeros(()))
         on = group.chart(params)
         _check(on, params)
-        values = on.joint.vectors(params)
-        lengths = [own.length(own.squares(values)) for own in carried(on)]
-        mus, nus = (tuple(jnp.zeros_like(s) for s in lengths) for _ in range(2))
-        least = tuple(options.scale_floor * jnp.mean(s) for s in lengths)
-        heads, vertical = init_heads(on, values, options.v_mode), init_vertical(on, options.vertical, values)
-        return ScaleByDDCState(count, mu, nu, GaugeMoments(mus, nus, least, heads, vertical))
+
+        def moments(params: optax.Params) -> GaugeMoments:
+            values = on.joint.vectors(params)
+            lengths = [own.length(own.squares(values)) for own in carried(on)]
+            mus, nus = (tuple(jnp.zeros_like(s) for s in lengths) for _ in range(2))
+            least = tuple(options.scale_floor * jnp.mean(s) for s in lengths)
+            heads, vertical = init_heads(on, values, options.v_mode), init_vertical(on, options.vertical, values)
+            return GaugeMoments(mus, nus, least, heads, vertical)
+
+        return ScaleByDDCState(count, mu, nu, layout(params).run(moments, params))
 
     def update_fn(updates: Any, state: ScaleByDDCState, params: Any = None) -> tuple[Any, ScaleByDDCState]:
         on, past = group.chart(params), state.gauges

@@ -9,6 +9,8 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
+from gauge_optax._layout import layout
+
 Metrics = TypeVar("Metrics")
 
 # From so many parameters on a record makes the update once more, before the step: then no other step writes down an
@@ -42,10 +44,16 @@ def recorded(
     always = isinstance(every, int) and every == 1
     if always or sum(map(jnp.size, jax.tree.leaves(gradient))) < _LARGE:
         steps, state = update(gradient)
-        return steps, state, jax.lax.cond(due, lambda: record(steps), lambda: last)
-    metrics = jax.lax.cond(due, lambda: record(update(gradient)[0]), lambda: last)
+        return steps, state, either(due, lambda: record(steps), last, gradient)
+    metrics = either(due, lambda: record(update(gradient)[0]), last, gradient)
     steps, state = update(_afterwards(gradient, metrics))
     return steps, state, metrics
+
+
+def either(due: jax.Array, record: Callable[[], Metrics], last: Metrics, measured: Any) -> Metrics:
+    """A new record where one is due, else the last; laid out alike, whole, on the mesh of what is measured."""
+    laid = layout(measured)
+    return jax.lax.cond(due, lambda: laid.whole(record()), lambda: laid.whole(last))
 
 
 def _afterwards(gradient: Any, metrics: Any) -> Any:

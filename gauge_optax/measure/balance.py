@@ -17,6 +17,7 @@ from gauge_optax.gauges._scale import log_sizes
 from gauge_optax.gauges.base import Gauges
 from gauge_optax.gauges.product import Product, product
 from gauge_optax.gauges.rescale import two_sided
+from gauge_optax.measure._recording import either
 from gauge_optax.measure.live import Figures, labelled, labels
 
 _NAME = "track_balance"
@@ -97,7 +98,7 @@ def track_balance(gauges: Gauges, *, every: int | jax.Array = 1) -> optax.Gradie
             return _balance(group, group.bound(params).stepped(params, updates), state.taken)
 
         always = isinstance(every, int) and every == 1
-        metrics = record() if always else jax.lax.cond(state.taken % every == 0, record, lambda: state.metrics)
+        metrics = record() if always else either(state.taken % every == 0, record, state.metrics, params)
         return updates, TrackBalanceState(optax.safe_increment(state.taken), metrics)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)

@@ -6,6 +6,7 @@ Norms are taken in slice coordinates, where weight sets of one function have the
 Here: figures of one step, and the wrapper that keeps them. Not here: what drift and turning are (`motion`).
 """
 
+import functools
 import math
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -23,6 +24,7 @@ from gauge_optax._arguments import (
     require_transformation,
     with_own_state,
 )
+from gauge_optax._layout import layout
 from gauge_optax.binding import is_empty, leaves_by_path
 from gauge_optax.gauges._head import PLANE, HeadInstance
 from gauge_optax.gauges._linear import LinearReading
@@ -187,11 +189,14 @@ def track(
     require_transformation("track", inner)
     group, inner, kept = product(gauges), optax.with_extra_args_support(inner), tuple(layers)
 
+    def figures(params: optax.Params, *given: Any) -> Metrics:
+        return layout(params).run(functools.partial(_metrics, group, kept), params, *given)
+
     def init_fn(params: optax.Params) -> TrackState:
         if is_empty(params):
             return TrackState(inner.init(params), *(jnp.zeros(()),) * 3)  # type: ignore[arg-type]
-        start = group.coordinates(params)
-        shapes = jax.eval_shape(lambda p, s: _metrics(group, kept, p, s, p, p, 0), params, start)
+        start = layout(params).run(group.coordinates, params)
+        shapes = jax.eval_shape(lambda p, s: figures(p, s, p, p, 0), params, start)
         metrics = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
         return TrackState(inner.init(params), jnp.zeros((), jnp.int32), start, metrics)
 
@@ -207,7 +212,7 @@ def track(
                 return inner.update(gradient, state.inner_state, params, **extra)
 
         def record(steps: optax.Updates) -> Metrics:
-            return _metrics(group, kept, params, state.start, updates, steps, state.taken)
+            return figures(params, state.start, updates, steps, state.taken)
 
         steps, inner_state, metrics = recorded(update, record, state.metrics, updates, state.taken, every)
         return steps, TrackState(inner_state, optax.safe_increment(state.taken), state.start, metrics)

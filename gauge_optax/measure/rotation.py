@@ -5,6 +5,7 @@ do (`live`), the optimizer that holds the angle (`transforms.rotational`).
 Reference: Kosson, Messmer and Jaggi, "Rotational Equilibrium" (ICML 2024), §2, App. G and H.
 """
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 import optax
 
 from gauge_optax._arguments import require_every, require_own, require_params, require_transformation, with_own_state
+from gauge_optax._layout import layout
 from gauge_optax._vectors import VectorSpec, taken, update_of, value, vector_specs, vectors
 from gauge_optax.binding import Axes, Block, binding_error, frozen_sizes, is_empty, leaves_by_path
 from gauge_optax.linalg import real_dtype, safe_divide
@@ -103,12 +105,15 @@ def track_rotation(
         require_transformation(_NAME, inner)
     optimizer = None if inner is None else optax.with_extra_args_support(inner)
 
+    def figures(params: optax.Params, *given: Any) -> Rotation:
+        return layout(params).run(functools.partial(_rotation, specs), params, *given)
+
     def init_fn(params: optax.Params) -> TrackRotationState:
         inner_state = () if optimizer is None else optimizer.init(params)
         zero = jnp.zeros((), jnp.int32)
         if is_empty(params):
             return TrackRotationState(inner_state, zero, jnp.zeros(()))  # type: ignore[arg-type]
-        shapes = jax.eval_shape(lambda p: _rotation(specs, p, p, p, {}, zero), params)
+        shapes = jax.eval_shape(lambda p: figures(p, p, p, {}, zero), params)
         return TrackRotationState(inner_state, zero, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes))
 
     def update_fn(
@@ -128,7 +133,7 @@ def track_rotation(
                 return optimizer.update(gradient, state.inner_state, params, **extra)
 
         def record(steps: optax.Updates) -> Rotation:
-            return _rotation(specs, params, steps, gradient, momentum, state.taken)
+            return figures(params, steps, gradient, momentum, state.taken)
 
         steps, inner_state, metrics = recorded(update, record, state.metrics, updates, state.taken, every)
         return steps, TrackRotationState(inner_state, optax.safe_increment(state.taken), metrics)

@@ -17,6 +17,7 @@ import numpy as np
 import optax
 
 from gauge_optax._arguments import require_choice, require_every, require_own, require_params
+from gauge_optax._layout import layout
 from gauge_optax.binding import binding_error, is_empty
 from gauge_optax.gauges.base import Gauge, Gauges
 from gauge_optax.gauges.product import Product, product
@@ -148,11 +149,11 @@ def gauge_fix(
             updates = in_dtype_of(updates, chords)
         return updates, state
 
-    def moved(params: optax.Params, updates: optax.Updates, state: Any) -> tuple[optax.Updates, Any]:
+    def moved(part: Any, params: optax.Params, updates: optax.Updates, state: Any) -> tuple[optax.Updates, Any]:
         after = moving.bound(params).stepped(params, updates)
         frame = moving.frame(after)
         whole = isinstance(strength, float | int) and strength == 1
-        element = moving.inverse(frame if whole else moving.fraction(frame, strength))
+        element = moving.inverse(frame if whole else moving.fraction(frame, part))
         chords = _chords(moving, element, params, after)
         if transport:
             # Rotations have no balance, but a state of ours knows its gauges by the whole list.
@@ -172,14 +173,17 @@ def gauge_fix(
         logits = extra.pop("max_logits", None) if magnitude == "cap" else None
         updates, inner_state = within.update(updates, state.inner_state, params, **extra)
         count = optax.safe_increment(state.count)
-        if magnitude != "free":
-            updates, inner_state = sized(params, updates, inner_state, state.sizes, logits)
-        if isinstance(every, int) and every == 1:
-            updates, inner_state = moved(params, updates, inner_state)
-        else:
-            updates, inner_state = jax.lax.cond(
-                count % every == 0, moved, lambda _, *unmoved: unmoved, params, updates, inner_state
-            )
+
+        def fixed(updates: Any, moments: Any, params: Any, sizes: Any, logits: Any, part: Any, due: Any) -> Any:
+            if magnitude != "free":
+                updates, moments = sized(params, updates, moments, sizes, logits)
+            if isinstance(every, int) and every == 1:
+                return moved(part, params, updates, moments)
+            return jax.lax.cond(due, moved, lambda _, __, *unmoved: unmoved, part, params, updates, moments)
+
+        step, due = (updates, inner_state), count % every == 0
+        laid = layout(params)
+        updates, inner_state = laid.run(fixed, *step, params, state.sizes, logits, strength, due, like=step)
         return updates, GaugeFixState(count, inner_state, state.sizes)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)

@@ -19,6 +19,7 @@ import numpy as np
 import optax
 
 from gauge_optax._arguments import require_choice, require_every, require_params
+from gauge_optax._layout import opened
 from gauge_optax._sequence import after
 from gauge_optax.binding import Block, binding_error, is_empty, overlap
 from gauge_optax.factors import inverse_gram
@@ -175,7 +176,7 @@ def scale_by_opposite_gram(
             state = ScaleByOppositeGramState(inverses, jnp.where(state.age + 1 < every, state.age + 1, 0))
         return in_dtype_of(updates, _corrected(bound, inverses, vectors)), state
 
-    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+    return opened(optax.GradientTransformationExtraArgs(init_fn, update_fn))
 
 
 # Inverses -----------------------------------------------------------------------------------------

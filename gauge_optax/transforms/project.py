@@ -11,6 +11,7 @@ from typing import Any
 import optax
 
 from gauge_optax._arguments import require_choice, require_params
+from gauge_optax._layout import opened
 from gauge_optax.binding import is_empty
 from gauge_optax.gauges.base import Gauges
 from gauge_optax.gauges.chart import split
@@ -57,4 +58,4 @@ def gauge_project(gauges: Gauges, kind: str = "gradient") -> optax.GradientTrans
         found = split(group.chart(params), params, updates, dual=kind == "gradient")
         return in_dtype_of(updates, found), state
 
-    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+    return opened(optax.GradientTransformationExtraArgs(init_fn, update_fn))

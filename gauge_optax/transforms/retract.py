@@ -10,7 +10,7 @@ import optax
 
 import gauge_optax.slice as slices
 from gauge_optax._arguments import require_params, require_values
-from gauge_optax._layout import layout
+from gauge_optax._layout import layout, opened
 from gauge_optax.binding import is_empty
 from gauge_optax.gauges.base import Gauges
 from gauge_optax.gauges.product import product
@@ -55,24 +55,18 @@ def gauge_retract(gauges: Gauges) -> optax.GradientTransformationExtraArgs:
         if is_empty(params):
             return GaugeRetractState(jnp.zeros(()))
         require_values("gauge_retract", params)
-        laid = layout(params)
-        with laid.left_open():
-            frame = slices.read(slices.chart(group, params), laid.enter(params))
-        return GaugeRetractState(laid.leave(frame))
+        return GaugeRetractState(layout(params).run(lambda p: slices.read(slices.chart(group, p), p), params))
 
     def update_fn(
         updates: optax.Updates, state: GaugeRetractState, params: optax.Params | None = None, **extra: Any
     ) -> tuple[optax.Updates, GaugeRetractState]:
         del extra
         require_params("gauge_retract", params)
-        on, laid = slices.chart(group, params), layout(params)
-        with laid.left_open():
-            frame, here, moved = laid.enter((state.gauges, params, updates))
-            out = slices.motions(on, frame)
-            point = slices.enter(out, on.joint.values(here))
-            tangent = slices.enter_tangent(on, frame, on.joint.vectors(moved))
-            fixed, _ = slices.fix(on, frame, slices.added(point, tangent))
-            step = in_dtype_of(moved, slices.leave(out, slices.between(point, fixed)))
-        return laid.leave(step, like=updates), state
+        on = slices.chart(group, params)
+        out = slices.motions(on, state.gauges)
+        point = slices.enter(out, on.joint.values(params))
+        tangent = slices.enter_tangent(on, state.gauges, on.joint.vectors(updates))
+        fixed, _ = slices.fix(on, state.gauges, slices.added(point, tangent))
+        return in_dtype_of(updates, slices.leave(out, slices.between(point, fixed))), state
 
-    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+    return opened(optax.GradientTransformationExtraArgs(init_fn, update_fn))

@@ -147,3 +147,13 @@ def beside(block: Block, x: Any) -> jax.Array:
     if jnp.ndim(x) == 0:
         return jnp.asarray(x, real_dtype())
     return x.reshape([1 if label == "_" else n for n, label in zip(block.view_shape, block.labels, strict=True)])
+
+
+def one_or_all(found: Sequence[Any]) -> Any:
+    """What a state keeps of a leaf's blocks: that of the only one, or a tuple."""
+    return found[0] if len(found) == 1 else tuple(found)
+
+
+def each(kept: Any) -> Sequence[Any]:
+    """What was kept, block by block."""
+    return kept if isinstance(kept, tuple) else (kept,)

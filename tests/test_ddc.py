@@ -16,6 +16,7 @@ import gauge_optax as go
 from gauge_optax.binding import leaves_by_path
 from models import lm
 from tests.cases import GAUGE_CASES
+from tests.programs import primitives
 from tests.quick import jit
 from tests.tolerances import tolerance
 from tests.twins import CONFIGS, ODD, Tree, apart, check_twins, loss_of, odd, start_of, stepper, train
@@ -362,11 +363,11 @@ def test_a_penalty_turns_a_head_unless_frozen(vertical: str) -> None:
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 9), reason="older versions trace to more equations")
 def test_the_program_has_one_conditional_at_most() -> None:
-    from tests.test_slice import LLAMA, _equations, _shapes
+    from tests.test_slice import LLAMA, _shapes
 
     def equations(tx: optax.GradientTransformation) -> list[str]:
         shapes = _shapes()
-        return _equations(jax.make_jaxpr(tx.update)(shapes, jax.eval_shape(tx.init, shapes), shapes).jaxpr)
+        return primitives(jax.make_jaxpr(tx.update)(shapes, jax.eval_shape(tx.init, shapes), shapes).jaxpr)
 
     found, plain = equations(go.ddc_adamw(1e-3, lm.gauges(LLAMA))), equations(optax.adamw(1e-3))
     print(f"{len(found)} equations, AdamW {len(plain)}")

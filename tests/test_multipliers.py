@@ -16,6 +16,7 @@ from gauge_optax.binding import leaves_by_path
 from models import gpt2, lm, multipliers
 from tests.discover.test_discover import near
 from tests.oracles import orbit, outside
+from tests.programs import innermost
 from tests.quick import jit
 
 Tree = Any
@@ -222,22 +223,12 @@ def test_fixing_touches_nothing_of_the_size_of_a_kernel() -> None:
     def large(tx: optax.GradientTransformation) -> int:
         state = jax.eval_shape(tx.init, params)
         jaxpr = jax.make_jaxpr(tx.update)(params, state, params)
-        return sum(any(x.aval.size >= 24 * 24 for x in eqn.invars) for eqn in _equations(jaxpr.jaxpr))
+        return sum(any(x.aval.size >= 24 * 24 for x in eqn.invars) for eqn in innermost(jaxpr.jaxpr))
 
     plain = multipliers.condition("C", 1e-3, gauge)
     for magnitude in ({}, {"magnitude": "cap", "cap": 2.0}):
         fixed = multipliers.condition("B", 1e-3, gauge, **magnitude)
         assert large(fixed) == large(plain) > 0
-
-
-def _equations(jaxpr: Any) -> Any:
-    for eqn in jaxpr.eqns:
-        found = jax.tree.leaves(list(eqn.params.values()))
-        inner = [x for x in found if hasattr(x, "jaxpr") or hasattr(x, "eqns")]
-        if not inner:
-            yield eqn
-        for x in inner:
-            yield from _equations(getattr(x, "jaxpr", x))
 
 
 def test_the_papers_conditions_decay_what_they_say() -> None:

@@ -5,7 +5,7 @@ Weights of one function, moved by an element of the whole product group, are tra
 """
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -17,6 +17,7 @@ import pytest
 import gauge_optax as go
 from gauge_optax.gauges import turning
 from models import lm
+from tests.programs import primitives
 from tests.quick import jit
 from tests.tolerances import tolerance
 from tests.twins import CONFIGS, ODD, Tree, apart, check_twins, loss_of, odd, start_of, stepper, train
@@ -318,34 +319,13 @@ def test_without_hold_heads_turn(x64: None) -> None:
 LLAMA = lm.llama_config(vocab=256, d_model=64, layers=2, heads=4, kv_heads=2, d_head=16, d_ff=172, max_len=64)
 
 
-def _jaxprs(value: Any) -> Iterator[Any]:
-    if hasattr(value, "eqns"):
-        yield value
-    elif hasattr(value, "jaxpr"):
-        yield value.jaxpr
-    elif isinstance(value, tuple | list):
-        for inner in value:
-            yield from _jaxprs(inner)
-
-
-def _equations(jaxpr: Any) -> list[str]:
-    """The primitive of every equation, those of inner programs among them."""
-    found = []
-    for equation in jaxpr.eqns:
-        found.append(equation.primitive.name)
-        for value in equation.params.values():
-            for inner in _jaxprs(value):
-                found += _equations(inner)
-    return found
-
-
 def _shapes() -> Tree:
     return jax.eval_shape(lambda: lm.params_and_loss(LLAMA, jax.random.key(0))[0])
 
 
 def _update_equations(tx: optax.GradientTransformation) -> list[str]:
     shapes = _shapes()
-    return _equations(jax.make_jaxpr(tx.update)(shapes, jax.eval_shape(tx.init, shapes), shapes).jaxpr)
+    return primitives(jax.make_jaxpr(tx.update)(shapes, jax.eval_shape(tx.init, shapes), shapes).jaxpr)
 
 
 def test_the_program_is_small_and_straight() -> None:
@@ -380,7 +360,7 @@ def test_equations_are_linear_in_unrolled_layers_and_flat_in_scanned_ones() -> N
         axes = "layer _ head basis" if scanned else "_ head basis"
         tx = go.quotient(optax.adamw(1e-3), go.head_rotation({"{i}/q": axes, "{i}/k": axes}))
         state = jax.eval_shape(tx.init, params)
-        return len(_equations(jax.make_jaxpr(tx.update)(params, state, params).jaxpr))
+        return len(primitives(jax.make_jaxpr(tx.update)(params, state, params).jaxpr))
 
     two, four, eight = (rotation(n, False) for n in (2, 4, 8))
     assert abs((eight - four) - 2 * (four - two)) <= 4

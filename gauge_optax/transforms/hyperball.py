@@ -19,7 +19,7 @@ import numpy as np
 import optax
 
 from gauge_optax._arguments import require_params
-from gauge_optax._vectors import beside, norm, taken, update_of, value, vector_specs, vectors
+from gauge_optax._vectors import beside, each, norm, one_or_all, taken, update_of, value, vector_specs, vectors
 from gauge_optax.binding import Axes, Block, binding_error, frozen_sizes, is_empty, leaves_by_path
 from gauge_optax.linalg import real_dtype, safe_divide
 from gauge_optax.transforms._common import in_dtype_of, placeholder
@@ -120,7 +120,7 @@ def hyperball(
             tangent = update_of(_NAME, path, tangents)
             noise = 2.0 * max(float(jnp.finfo(dtype).eps) for dtype in (tangent.dtype, real_dtype()))
             moved = jnp.asarray(tangent, real_dtype())
-            radii = _kept(state, path) if initial else [given[pattern] for _, pattern in spheres]
+            radii = each(state.radius[path]) if initial else [given[pattern] for _, pattern in spheres]
             for (block, _), own in zip(spheres, radii, strict=True):
                 point = value(block, values[path])
                 chord = _chord(point, block.view(moved), beside(block, own), taken(block), rate, noise)
@@ -129,11 +129,6 @@ def hyperball(
         return in_dtype_of(updates, out), HyperballState(state.radius, count)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
-
-
-def _kept(state: HyperballState, path: str) -> Sequence[Any]:
-    radii = state.radius[path]
-    return radii if isinstance(radii, tuple) else (radii,)
 
 
 # One sphere, or several side by side -----------------------------------------------------------------
@@ -187,7 +182,7 @@ def _initial_radii(spheres: Mapping[str, Sequence[tuple[Block, str]]], params: A
                     "weights with a direction, for radius='initial'",
                     "give it a number for a radius, or leave the leaf out (LoRA's B, zero output kernels)",
                 )  # fmt: skip
-        radii[path] = norms[0] if len(norms) == 1 else tuple(norms)
+        radii[path] = one_or_all(norms)
     return radii
 
 

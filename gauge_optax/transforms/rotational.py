@@ -11,7 +11,7 @@ Here: the wrapper, and where its angle comes from. Not here: aliases (`rotationa
 Reference: Kosson, Messmer and Jaggi, "Rotational Equilibrium" (ICML 2024), Algorithm 1.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import optax
 
 from gauge_optax._arguments import require_own, require_params, require_transformation, with_own_state
-from gauge_optax._vectors import beside, entries, norm, taken, update_of, value, vector_specs, vectors
+from gauge_optax._vectors import beside, each, entries, norm, one_or_all, taken, update_of, value, vector_specs, vectors
 from gauge_optax.binding import Axes, Block, binding_error, frozen_sizes, is_empty, leaves_by_path
 from gauge_optax.linalg import real_dtype, safe_divide
 from gauge_optax.transforms._common import in_dtype_of, placeholder
@@ -165,7 +165,7 @@ def rotating(
         for path, own in bound.items():
             for block, _ in own:
                 _check_length(name, path, block, rule.center)
-        start = {path: _one_or_all(own) for path, own in norms.items()}
+        start = {path: one_or_all(own) for path, own in norms.items()}
         ones = jax.tree.map(jnp.ones_like, start)
         squares = jax.tree.map(jnp.zeros_like, start)
         return RotationalState(
@@ -195,9 +195,9 @@ def rotating(
         gain_now, gain_state = state.gain, state.gain_state
         if trained:
             slopes = {
-                path: _one_or_all([
+                path: one_or_all([
                     _slope(b, leaves[path], update_of(name, path, gradients), g)
-                    for (b, _), g in zip(own, _each(state.gain[path]), strict=True)
+                    for (b, _), g in zip(own, each(state.gain[path]), strict=True)
                 ])
                 for path, own in bound.items()
             }  # fmt: skip
@@ -208,11 +208,11 @@ def rotating(
             tangent = update_of(name, path, tangents)
             moved, kept = jnp.asarray(tangent, real_dtype()), []
             wanted = jax.tree.map(jnp.multiply, state.length[path], gain_now[path]) if trained else state.length[path]
-            for (block, _), length, square in zip(own, _each(wanted), _each(state.square[path]), strict=True):
+            for (block, _), length, square in zip(own, each(wanted), each(state.square[path]), strict=True):
                 chord, square = _turned(block, leaves[path], moved, length, square, turning)
                 moved = block.write(moved, chord)
                 kept.append(square)
-            out[path], squares[path] = moved, _one_or_all(kept)
+            out[path], squares[path] = moved, one_or_all(kept)
         count = optax.safe_increment(state.count)
         return in_dtype_of(moves, out), RotationalState(
             inner_state, count, tracked, state.length, squares, gain_now, gain_state
@@ -274,14 +274,6 @@ def _slope(block: Block, leaf: Any, gradient: Any, gain: Any) -> jax.Array:
     """The loss's derivative by the gain: ⟨p, g⟩ over it."""
     view = value(block, leaf) * block.view(jnp.asarray(gradient, real_dtype()))
     return safe_divide(jnp.sum(view, taken(block)), gain)
-
-
-def _one_or_all(found: Sequence[Any]) -> Any:
-    return found[0] if len(found) == 1 else tuple(found)
-
-
-def _each(kept: Any) -> Sequence[Any]:
-    return kept if isinstance(kept, tuple) else (kept,)
 
 
 def _at(given: optax.ScalarOrSchedule, count: jax.Array) -> jax.Array:

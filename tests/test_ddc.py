@@ -52,9 +52,9 @@ def _program(name: str, dtype: str, mode: str) -> tuple[Any, Any, Any]:
     return group, jit(tx.init), stepper(tx, loss_of(name))
 
 
-def _check(name: str, dtype: str, mode: str, params: Tree) -> None:
+def _check(name: str, dtype: str, mode: str, params: Tree, slack: float = 1.0) -> None:
     with jax.enable_x64(dtype == "float64"):
-        check_twins(f"{name} {mode}", *_program(name, dtype, mode), params, dtype)
+        check_twins(f"{name} {mode}", *_program(name, dtype, mode), params, dtype, slack)
 
 
 # Twins --------------------------------------------------------------------------------------------
@@ -65,14 +65,11 @@ def _check(name: str, dtype: str, mode: str, params: Tree) -> None:
     ("gpt", "float64"), *(pytest.param(name, dtype, marks=pytest.mark.slow) for name, dtype in
                           [("gpt", "float32"), *((n, d) for n in list(CONFIGS)[1:] for d in ("float64", "float32"))])
 ])  # fmt: skip
-def test_twins_of_every_mode(name: str, dtype: str, mode: str, request: pytest.FixtureRequest) -> None:
-    if (name, dtype, mode) == ("llama_bias", "float32", "log"):
-        # On either side of it with the rounding of another formula, so that passing is no news.
-        reason = "up to 8e-4 at a query's bias, 4 to 20 times what an ulp of the start does"
-        request.applymarker(pytest.mark.xfail(reason=reason, strict=False))
+def test_twins_of_every_mode(name: str, dtype: str, mode: str) -> None:
     with jax.enable_x64(dtype == "float64"):
         params = start_of(name, dtype)
-    _check(name, dtype, mode, params)
+    # 8e-4 at a query's bias, 1.2e-4 of the loss: four to five times what an ulp of the start does, by luck of rounding.
+    _check(name, dtype, mode, params, 2.0 if (name, dtype, mode) == ("llama_bias", "float32", "log") else 1.0)
 
 
 @pytest.mark.parametrize("start", [

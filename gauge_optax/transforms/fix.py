@@ -149,11 +149,11 @@ def gauge_fix(
             updates = in_dtype_of(updates, chords)
         return updates, state
 
-    def moved(part: Any, params: optax.Params, updates: optax.Updates, state: Any) -> tuple[optax.Updates, Any]:
+    def moved(share: Any, params: optax.Params, updates: optax.Updates, state: Any) -> tuple[optax.Updates, Any]:
         after = moving.bound(params).stepped(params, updates)
         frame = moving.frame(after)
         whole = isinstance(strength, float | int) and strength == 1
-        element = moving.inverse(frame if whole else moving.fraction(frame, part))
+        element = moving.inverse(frame if whole else moving.fraction(frame, share))
         chords = _chords(moving, element, params, after)
         if transport:
             # Rotations have no balance, but a state of ours knows its gauges by the whole list.
@@ -174,12 +174,12 @@ def gauge_fix(
         updates, inner_state = within.update(updates, state.inner_state, params, **extra)
         count = optax.safe_increment(state.count)
 
-        def fixed(updates: Any, moments: Any, params: Any, sizes: Any, logits: Any, part: Any, due: Any) -> Any:
+        def fixed(updates: Any, moments: Any, params: Any, sizes: Any, logits: Any, share: Any, due: Any) -> Any:
             if magnitude != "free":
                 updates, moments = sized(params, updates, moments, sizes, logits)
             if isinstance(every, int) and every == 1:
-                return moved(part, params, updates, moments)
-            return jax.lax.cond(due, moved, lambda _, __, *unmoved: unmoved, part, params, updates, moments)
+                return moved(share, params, updates, moments)
+            return jax.lax.cond(due, moved, lambda _, __, *unmoved: unmoved, share, params, updates, moments)
 
         step, due = (updates, inner_state), count % every == 0
         laid = layout(params)

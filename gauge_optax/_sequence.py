@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
-from gauge_optax.linalg import real_dtype
-
 T = TypeVar("T")
+Tree = TypeVar("Tree")
+
 
 def after(finished: Any) -> jax.Array:
     """The number 1, not known before the arrays of `finished` are.
@@ -31,13 +31,22 @@ def after(finished: Any) -> jax.Array:
     return jnp.where(sum(firsts, start=0.0 * one) > jnp.inf, 2.0, one)
 
 
+def anew(arrays: Tree, finished: Any) -> Tree:
+    """Arrays as they are, not known before others: made again then, they need not be kept until then.
+
+    Args:
+      arrays: a pytree of them.
+      finished: another.
+    """
+    one = after(finished)
+    return jax.tree.map(lambda x: one.astype(x.dtype) * x, arrays)
+
+
 def in_turn(make: Callable[..., T], arrays: Sequence[Any], *others: Sequence[Any]) -> tuple[T, ...]:
     """make(arrays[k], …) for every k, one after the other; arrays are pytrees of them."""
     made: list[T] = []
-    one = jnp.ones((), real_dtype())
     for own, *rest in zip(arrays, *others, strict=True):
-        made.append(make(jax.tree.map(lambda x, gate=one: gate.astype(x.dtype) * x, own), *rest))
-        one = after(made[-1])
+        made.append(make(anew(own, made[-1]) if made else own, *rest))
     return tuple(made)
 
 

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from gauge_optax.binding import leaves_by_path, with_leaves
 from gauge_optax.gauges.base import Element
-from gauge_optax.gauges.chart import Chart, by_class, fixed, pushed, undone
+from gauge_optax.gauges.chart import Chart, by_class, class_after_class, fixed, pushed, undone
 from gauge_optax.gauges.chart import motions as chart_motions
 from gauge_optax.gauges.chart import read as chart_read
 from gauge_optax.gauges.product import Product
@@ -178,10 +178,7 @@ def fix(on: Chart, frame: Frame, point: SlicePoint) -> tuple[SlicePoint, Frame]:
 
 def hold(on: Chart, point: SlicePoint, tangent: SliceTangent) -> SliceTangent:
     """u without the part that turns heads."""
-    change: Arrays = dict(tangent)
-    for kind, alike in by_class(on.turning):
-        change = kind.held(alike, dict(point), change)
-    return SliceTangent(change)
+    return SliceTangent(class_after_class(on, dict(point), dict(tangent), lambda kind: kind.held))
 
 
 # Between the slice and where the optimizer inside is ----------------------------------------------

@@ -13,11 +13,14 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 
-from gauge_optax._sequence import after
+from gauge_optax._sequence import after, anew
 from gauge_optax.binding import binding_error
 from gauge_optax.gauges.bound import Bound
 from gauge_optax.gauges.reading import Anchored, Arrays, Motion, Order, Place, Reading, Turning, order_of
 from gauge_optax.linalg import real_dtype
+
+Change = Callable[[Sequence[Any], Arrays, Arrays], Arrays]
+"""What a class of rotations makes of its readings, a point and a vector."""
 
 VERSION = 2  # of what states mean: raised where an older one would be read otherwise
 
@@ -257,9 +260,26 @@ def nearest(on: Chart, params: Any) -> Nearest:
 
 def turning_removed(on: Chart, point: Arrays, tangent: Arrays) -> Arrays:
     """A tangent of the slice without the part that turns heads; the same map for cotangents."""
-    for kind, alike in by_class(on.turning):
-        tangent = kind.across(alike, point, tangent)
-    return tangent
+    return class_after_class(on, point, tangent, lambda kind: kind.across)
+
+
+def class_after_class(on: Chart, point: Arrays, vector: Arrays, of: Callable[[type[Turning]], Change]) -> Arrays:
+    """A vector that all rotations change, those of one class together.
+
+    Args:
+      on: the product on its tree.
+      point: bound leaves of a point of the slice.
+      vector: bound leaves.
+      of: what a class makes of its readings, the point and the vector.
+    """
+    done: list[jax.Array] = []
+    for kind, alike in sorted(by_class(on.turning), key=lambda own: own[0].entrywise):
+        paths = sorted({block.path for reading in alike for block in reading.moved})
+        # Entry by entry a point is made again at little cost, and need not be kept while others have their arrays.
+        here = point | anew({p: point[p] for p in paths}, done) if kind.entrywise and done else point
+        vector = of(kind)(alike, here, vector)
+        done = [vector[p] for p in paths]
+    return vector
 
 
 def horizontal(on: Chart, point: Arrays, masks: Sequence[jax.Array], tangent: Arrays) -> Arrays:

@@ -153,7 +153,13 @@ class Anchored(Reading):
 
 
 class Turning(Reading):
-    """A compact one: its moves keep every norm. It is read at `init` alone, and steps are kept from turning."""
+    """A compact one: its moves keep every norm. It is read at `init` alone, and steps are kept from turning.
+
+    Attributes:
+      entrywise: whether its moves are made entry by entry, not by products of matrices.
+    """
+
+    entrywise: ClassVar[bool] = False
 
     @classmethod
     @abc.abstractmethod

@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Mapping, Sequence
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -192,6 +193,8 @@ class WholeTurnReading(TurnReading):
 @dataclasses.dataclass(frozen=True)
 class PlaneReading(TurnReading):
     """The angle of every rotary plane: the phase of its first row, all rows being mixed to two."""
+
+    entrywise: ClassVar[bool] = True
 
     @classmethod
     def read_all(cls, readings: "Sequence[TurnReading]", values: Arrays) -> list[jax.Array]:

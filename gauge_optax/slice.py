@@ -112,7 +112,8 @@ def enter_tangent(on: Chart, frame: Frame, tangent: Arrays) -> SliceTangent:
 
 def enter_dual(on: Chart, frame: Sequence[Motion], gradient: Arrays, centred: bool = True) -> SliceCotangent:
     """ĝ = Fᵀ·g, without the part along shifts and rounding in place of rows that invariance makes zero."""
-    for (part, bound), motion in zip(reversed(on.parts), reversed(frame), strict=True):
+    for k, motion in zip(reversed(on.moving), reversed(frame), strict=True):
+        part, bound = on.parts[k]
         gradient = motion.pull(gradient)
         gradient = part.centred(bound, gradient) if centred else gradient
     for kind, alike in by_class(on.turning):

@@ -32,6 +32,10 @@ class Part(Protocol):
     def name(self) -> str:
         """For messages."""
 
+    @property
+    def effect(self) -> str:
+        """Of its moves on vectors: "shift", "diagonal", …"""
+
     def readings(self, bound: Bound) -> tuple[Reading, ...]:
         """Its readings on a tree."""
 
@@ -97,6 +101,16 @@ class Chart:
     def _bound_to(self, label: str, part: tuple[Any, Bound]) -> str:
         found = {block.path: block.shape for block in part[1].blocks}
         return f"{label} (on {', '.join(f'{path} {shape}' for path, shape in found.items())})"
+
+    @functools.cached_property
+    def moving(self) -> tuple[int, ...]:
+        """The order in which parts are applied: between two shifts first what mixes entries, then scales.
+
+        These commute. Scales that are undone first are written down once, with the product that turns them.
+        """
+        shifts = [part.effect == "shift" for part, _ in self.parts]
+        keys = [(2 * sum(shifts[:k]) + shift, self.parts[k][0].effect == "diagonal") for k, shift in enumerate(shifts)]
+        return tuple(sorted(range(len(keys)), key=keys.__getitem__))
 
     @functools.cached_property
     def readings(self) -> tuple[Reading, ...]:
@@ -190,9 +204,8 @@ def centred(on: Chart, values: Arrays) -> Arrays:
 
 
 def motions(on: Chart, element: Sequence[Any], inverse: Sequence[Any]) -> tuple[Motion, ...]:
-    """An element of every gauge, ready to be applied together."""
-    parts = zip(on.parts, element, inverse, strict=True)
-    return tuple(part.motion(bound, own, back) for (part, bound), own, back in parts)
+    """An element of every gauge, ready to be applied together; in the order of `on.moving`."""
+    return tuple(on.parts[k][0].motion(on.parts[k][1], element[k], inverse[k]) for k in on.moving)
 
 
 def undone(along: Sequence[Motion], values: Arrays) -> Arrays:

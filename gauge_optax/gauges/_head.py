@@ -192,15 +192,12 @@ class HeadInstance:
     # Planes of two coordinates, entry by entry: as matrices they would be copied with their pairs side by side.
 
     def _plane_gram(self, block: HeadBlock, a: jax.Array, b: jax.Array) -> jax.Array:
-        at, labels = block.labels.index(BASIS), [label for label in block.labels if label != BASIS]
-        free = tuple(k for k, label in enumerate(labels) if label not in self.named)
-        kept = [label for label in labels if label in self.named]
-        order = [kept.index(label) for label in self.named]
-        first = [jax.lax.index_in_dim(a, y, at, keepdims=False) for y in range(2)]
-        second = first if b is a else [jax.lax.index_in_dim(b, y, at, keepdims=False) for y in range(2)]
-        pairs = ((0, 0), (0, 1), (1, 1)) if b is a else ((0, 0), (0, 1), (1, 0), (1, 1))
-        sums = {(y, z): jnp.sum(first[y] * second[z], free).transpose(order) for y, z in pairs}
-        entries = jnp.stack([sums[y, z] if (y, z) in sums else sums[z, y] for y in range(2) for z in range(2)], -1)
+        at, axes = block.labels.index(BASIS), (*self.named, BASIS)
+        free = tuple(k for k, label in enumerate(block.labels) if label not in axes)
+        kept = [label for label in block.labels if label in axes]
+        order = [kept.index(label) for label in axes]
+        same, swapped = (jnp.sum(x * b, free).transpose(order) for x in (a, jax.lax.rev(a, (at,))))
+        entries = jnp.stack([same[..., 0], swapped[..., 1], swapped[..., 0], same[..., 1]], -1)
         return entries.reshape(*self.shape, 2, 2)
 
     def _turned_planes(self, block: HeadBlock, view: jax.Array, matrix: jax.Array) -> jax.Array:

@@ -209,8 +209,8 @@ class PlaneReading(TurnReading):
         out = dict(change)
         for head in (r.instance for r in readings):
             after = {p: before[p] + out[p] for p in head.paths}
-            along = _plane_sums(head, before, after, quarter=False)
-            across = _plane_sums(head, before, after, quarter=True)
+            gram = head.gram(before, after)
+            along, across = gram[..., 0, 0] + gram[..., 1, 1], gram[..., 0, 1] - gram[..., 1, 0]
             size = jnp.sqrt(along * along + across * across)
             cosine = jnp.where(size > 0, safe_divide(along, size), 1.0)
             back = turned_planes(head, cosine, -safe_divide(across, size), after)
@@ -221,14 +221,20 @@ class PlaneReading(TurnReading):
     def across(cls, readings: "Sequence[TurnReading]", point: Arrays, vector: Arrays) -> Arrays:
         out = dict(vector)
         for head in (r.instance for r in readings):
-            size = _plane_sums(head, point, point, quarter=False)
-            rate = safe_divide(_plane_sums(head, point, out, quarter=True), size)
+            gram = head.gram(point, out)
+            rate = safe_divide(gram[..., 0, 1] - gram[..., 1, 0], _sizes(head, point))
             signed = jnp.stack([-rate, rate], -1)  # a quarter turn takes (l, r) to (−r, l)
             for block in head.blocks:
                 path = block.block.path
                 swapped = jax.lax.rev(block.view(point[path]), (block.labels.index(BASIS),))
                 out[path] = block.write(out[path], block.view(out[path]) - swapped * head.along_basis(block, signed))
         return out
+
+
+def _sizes(head: HeadInstance, values: Arrays) -> jax.Array:
+    """The sum of squares of every plane."""
+    gram = head.gram(values, values)
+    return gram[..., 0, 0] + gram[..., 1, 1]
 
 
 def turn_motion(heads: Sequence[HeadInstance], matrices: Mapping[str, jax.Array]) -> Motion:
@@ -271,21 +277,6 @@ def turned_planes(head: HeadInstance, cosine: jax.Array, sine: jax.Array, values
         moved = view * head.along_basis(block, same) + swapped * head.along_basis(block, signed)
         out[block.block.path] = block.write(out[block.block.path], moved)
     return out
-
-
-def _plane_sums(head: HeadInstance, a: Arrays, b: Arrays, quarter: bool) -> jax.Array:
-    """Per plane the sum over rows of ⟨a, b⟩, or of ⟨a turned by a quarter, b⟩."""
-    parts = [_plane_sum(head, x, x.view(a[x.block.path]), x.view(b[x.block.path]), quarter) for x in head.blocks]
-    return sum(parts[1:], parts[0])
-
-
-def _plane_sum(head: HeadInstance, block: HeadBlock, a: jax.Array, b: jax.Array, quarter: bool) -> jax.Array:
-    swapped = jax.lax.rev(a, (block.labels.index(BASIS),)) if quarter else a
-    axes = (*head.named, BASIS) if quarter else head.named
-    sums = jnp.sum(swapped * b, tuple(k for k, label in enumerate(block.labels) if label not in axes))
-    kept = [label for label in block.labels if label in axes]
-    sums = sums.transpose([kept.index(name) for name in axes])
-    return sums[..., 1] - sums[..., 0] if quarter else sums
 
 
 _KEY = 20260

@@ -197,8 +197,8 @@ class HeadInstance:
         kept = [label for label in block.labels if label in axes]
         order = [kept.index(label) for label in axes]
         same, swapped = (jnp.sum(x * b, free).transpose(order) for x in (a, jax.lax.rev(a, (at,))))
-        entries = jnp.stack([same[..., 0], swapped[..., 1], swapped[..., 0], same[..., 1]], -1)
-        return entries.reshape(*self.shape, 2, 2)
+        diagonal = np.broadcast_to(np.eye(2, dtype=bool), (*self.shape, 2, 2))
+        return jax.lax.select(diagonal, *(jnp.broadcast_to(x[..., None, :], diagonal.shape) for x in (same, swapped)))
 
     def _turned_planes(self, block: HeadBlock, view: jax.Array, matrix: jax.Array) -> jax.Array:
         at = block.labels.index(BASIS)
@@ -240,16 +240,19 @@ class HeadInstance:
         """How many rows of a head one block holds."""
         return math.prod(block.shape) // (math.prod(self.shape) * self.size)
 
-    def mean(self, values: Values) -> jax.Array:
-        """Mean over all rows of all blocks and over the basis: (*shape)."""
-        total, count = jnp.zeros(self.shape), 0
+    def total(self, values: Values) -> jax.Array:
+        """Sum over all rows of all blocks and over the basis: (*shape)."""
+        sums = []
         for block in self.blocks:
-            view = block.view(values[block.block.path])
             axes = tuple(k for k, label in enumerate(block.labels) if label not in self.named)
             kept = [label for label in block.labels if label in self.named]
-            total = total + jnp.transpose(jnp.sum(view, axes), [kept.index(name) for name in self.named])
-            count += view.size // math.prod(self.shape)
-        return total / count
+            order = [kept.index(name) for name in self.named]
+            sums.append(jnp.transpose(jnp.sum(block.view(values[block.block.path]), axes), order))
+        return sum(sums[1:], sums[0])
+
+    def mean(self, values: Values) -> jax.Array:
+        """Mean over all rows of all blocks and over the basis: (*shape)."""
+        return self.total(values) / (self.size * sum(map(self.rows, self.blocks)))
 
     def along_basis(self, block: HeadBlock, values: jax.Array) -> jax.Array:
         """Per-head vectors (*shape, size), broadcastable to the block's view."""

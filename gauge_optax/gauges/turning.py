@@ -221,20 +221,14 @@ class PlaneReading(TurnReading):
     def across(cls, readings: "Sequence[TurnReading]", point: Arrays, vector: Arrays) -> Arrays:
         out = dict(vector)
         for head in (r.instance for r in readings):
-            gram = head.gram(point, out)
-            rate = safe_divide(gram[..., 0, 1] - gram[..., 1, 0], _sizes(head, point))
+            gram, size = head.gram(point, out), head.total({p: jnp.square(point[p]) for p in head.paths})
+            rate = safe_divide(gram[..., 0, 1] - gram[..., 1, 0], size)
             signed = jnp.stack([-rate, rate], -1)  # a quarter turn takes (l, r) to (−r, l)
             for block in head.blocks:
                 path = block.block.path
                 swapped = jax.lax.rev(block.view(point[path]), (block.labels.index(BASIS),))
                 out[path] = block.write(out[path], block.view(out[path]) - swapped * head.along_basis(block, signed))
         return out
-
-
-def _sizes(head: HeadInstance, values: Arrays) -> jax.Array:
-    """The sum of squares of every plane."""
-    gram = head.gram(values, values)
-    return gram[..., 0, 0] + gram[..., 1, 1]
 
 
 def turn_motion(heads: Sequence[HeadInstance], matrices: Mapping[str, jax.Array]) -> Motion:

@@ -106,9 +106,9 @@ def timed(block: Block, own: Case, repeats: int, whole: bool = False) -> dict[st
 
 def update_row(update: Update, base: Update, own: Case) -> Section:
     """The columns of an update."""
-    counted = device_peak(update, own.grads)
-    device_column = {} if counted is None else {"device_peak_mb": counted / 1e6}
-    return row(update, base) | {"peak_mb": update.peak_bytes / 1e6} | device_column
+    others = {"device_peak_mb": device_peak(update, own.grads), "least_peak_mb": update.least_peak_bytes}
+    known = {name: count / 1e6 for name, count in others.items() if count is not None}
+    return row(update, base) | {"peak_mb": update.peak_bytes / 1e6} | known
 
 
 def update_rows(block: Block, own: Case, repeats: int) -> dict[str, Section]:

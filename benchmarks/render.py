@@ -29,7 +29,11 @@ def page(result: Section) -> str:
     head = _HEADER.format(
         host=result["host"],
         versions=", ".join(f"{name} {number}" for name, number in result["versions"].items()),
-        counted="; in brackets by the device's own count" if accelerated else "",
+        counted="; in brackets by the device's own count"
+        if accelerated
+        else ". In brackets the same where XLA's operations are ordered to hold least (`jax.jit(..., compiler_options="
+        '{"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"})`): by default its CPU backend starts early '
+        "what may run side by side",
         products=" Products of `optax.contrib.muon` are at the device's default precision, ours in float32."
         if accelerated
         else "",
@@ -77,10 +81,12 @@ def _size(section: Section) -> Iterator[str]:
     for block in section["blocks"].values():
         rows = []
         for name, r in block.items():
-            counted = f" ({_number(r['device_peak_mb'])})" if "device_peak_mb" in r else ""
+            other = r.get("device_peak_mb", r.get("least_peak_mb"))
+            counted = "" if other is None else f" ({_number(other)})"
+            least = f" ({_number(r['least_peak_mb'] / adamw)})" if adamw and "least_peak_mb" in r else ""
             rows.append([
                 name, _number(r["ms"]), _ratio(r["ratio"]), _number(r.get("step_ms")), _ratio(r.get("step_ratio")),
-                _number(r["peak_mb"]) + counted, _number(r["peak_mb"] / adamw if adamw else None),
+                _number(r["peak_mb"]) + counted, _number(r["peak_mb"] / adamw if adamw else None) + least,
                 _number(r["state_mb"]), _number(r["compile_s"]),
             ])  # fmt: skip
         names = "optimizer, update ms, ratio, step ms, ratio, peak MB, of adamw's, state MB, compile s"

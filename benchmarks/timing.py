@@ -35,13 +35,15 @@ class Update:
     Attributes:
       params: the parameters it moves, its own copy.
       state: the optimizer's.
-      compiled: (params, state, given) → (params, state); given: gradients, or for a whole step a batch.
+      lowered: (params, state, given) → (params, state); given: gradients, or for a whole step a batch.
+      compiled: the same, ready to run.
       compile_seconds: tracing and compiling.
       seconds: of every timed call.
     """
 
     params: Tree
     state: Tree
+    lowered: Any
     compiled: Any
     compile_seconds: float
     seconds: list[float] = field(default_factory=list)
@@ -67,14 +69,26 @@ class Update:
     @property
     def peak_bytes(self) -> int:
         """What a call holds at once by the compiler's plan: arguments, results that do not reuse them, scratch."""
-        plan = self.compiled.memory_analysis()
-        held = plan.argument_size_in_bytes + plan.output_size_in_bytes - plan.alias_size_in_bytes
-        return int(held + plan.temp_size_in_bytes)
+        return _planned(self.compiled)
+
+    @property
+    def least_peak_bytes(self) -> int | None:
+        """The same where operations are put in the order that holds least; None but on CPUs, where that is a choice."""
+        if jax.default_backend() != "cpu":
+            return None
+        order = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
+        return _planned(self.lowered.compile(compiler_options=order))
 
     @property
     def state_bytes(self) -> int:
         """Of the optimizer's state."""
         return nbytes(self.state)
+
+
+def _planned(compiled: Any) -> int:
+    plan = compiled.memory_analysis()
+    held = plan.argument_size_in_bytes + plan.output_size_in_bytes - plan.alias_size_in_bytes
+    return int(held + plan.temp_size_in_bytes)
 
 
 def update_step(tx: optax.GradientTransformation) -> Callable[[Tree, Tree, Tree], tuple[Tree, Tree]]:
@@ -99,8 +113,9 @@ def prepared(
     own = jax.tree.map(jnp.array, params)
     state = jax.jit(tx.init)(own)
     start = time.perf_counter()
-    compiled = jax.jit(step, donate_argnums=(0, 1)).lower(own, state, given).compile()
-    return Update(own, state, compiled, time.perf_counter() - start)
+    lowered = jax.jit(step, donate_argnums=(0, 1)).lower(own, state, given)
+    compiled = lowered.compile()
+    return Update(own, state, lowered, compiled, time.perf_counter() - start)
 
 
 def in_turns(updates: Mapping[str, Timed], given: Tree, repeats: int, warm: int = 2, pause: float = 0.0) -> None:

@@ -1,13 +1,7 @@
-"""What a function is traced and compiled to: its equations, those of the programs inside it among them; its memory."""
+"""What a function is traced to: its equations, those of the programs inside it among them."""
 
 from collections.abc import Iterator
 from typing import Any
-
-import jax
-import optax
-
-from models import lm
-from tests.quick import jit
 
 
 def equations(jaxpr: Any) -> Iterator[Any]:
@@ -35,22 +29,3 @@ def _programs(equation: Any) -> Iterator[Any]:
                 yield x
             elif hasattr(x, "jaxpr"):
                 yield x.jaxpr
-
-
-def shapes(config: lm.LMConfig) -> Any:
-    """Parameters, without arrays."""
-    return jax.eval_shape(lambda: lm.params_and_loss(config, jax.random.key(0))[0])
-
-
-def peak(tx: optax.GradientTransformation, params: Any) -> int:
-    """Bytes that a compiled update holds at once, parameters and state donated."""
-
-    def step(params: Any, state: Any, grads: Any) -> tuple[Any, Any]:
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
-    state = jax.eval_shape(tx.init, params)
-    plan = jit(step, donate_argnums=(0, 1)).lower(params, state, params).compile().memory_analysis()
-    return int(sum((
-        plan.argument_size_in_bytes, plan.output_size_in_bytes, -plan.alias_size_in_bytes, plan.temp_size_in_bytes,
-    )))  # fmt: skip

@@ -16,7 +16,6 @@ import gauge_optax as go
 from gauge_optax.binding import leaves_by_path
 from models import lm
 from tests.cases import GAUGE_CASES
-from tests.programs import peak, primitives, shapes
 from tests.quick import jit
 from tests.tolerances import tolerance
 from tests.twins import CONFIGS, ODD, Tree, apart, check_twins, loss_of, odd, start_of, stepper, train
@@ -357,34 +356,6 @@ def test_a_penalty_turns_a_head_unless_frozen(vertical: str) -> None:
     motion = go.measure.vertical_motion(params, jax.tree.map(jnp.subtract, moved, params), gauges)
     turned = max(float(jnp.max(jnp.abs(x))) for x in jax.tree.leaves(motion))
     assert (turned > 0.005) == (vertical != "frozen"), turned
-
-
-# The program --------------------------------------------------------------------------------------
-
-
-@pytest.mark.skipif(jax.__version_info__ < (0, 9), reason="older versions trace to more equations")
-def test_the_program_has_one_conditional_at_most() -> None:
-    from tests.test_slice import LLAMA
-
-    params = shapes(LLAMA)
-
-    def equations(tx: optax.GradientTransformation) -> list[str]:
-        return primitives(jax.make_jaxpr(tx.update)(params, jax.eval_shape(tx.init, params), params).jaxpr)
-
-    found, plain = equations(go.ddc_adamw(1e-3, lm.gauges(LLAMA))), equations(optax.adamw(1e-3))
-    print(f"{len(found)} equations, AdamW {len(plain)}")
-    assert len(found) <= 9 * len(plain)
-    assert found.count("cond") <= 1 and "while" not in found
-
-
-def test_compiled_memory_of_gpt2_stays_near_adamws() -> None:
-    config = lm.LMConfig(
-        vocab=50257, d_model=768, layers=12, heads=12, kv_heads=12, d_head=64, d_ff=3072, mlp="gelu", tied=True
-    )
-    params = shapes(config)
-    ratio = peak(go.ddc_adamw(1e-3, lm.gauges(config), weight_decay=0.1), params) / peak(optax.adamw(1e-3), params)
-    print(f"peak {ratio:.2f} of AdamW's")
-    assert ratio <= 1.35
 
 
 def test_matrices_keep_no_second_moment() -> None:

@@ -17,7 +17,6 @@ import pytest
 import gauge_optax as go
 from gauge_optax.gauges import turning
 from models import lm
-from tests.programs import peak, primitives, shapes
 from tests.quick import jit
 from tests.tolerances import tolerance
 from tests.twins import CONFIGS, ODD, Tree, apart, check_twins, loss_of, odd, start_of, stepper, train
@@ -66,12 +65,11 @@ def test_twins_under_adamw(name: str, dtype: str) -> None:
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 @pytest.mark.parametrize("inner", [*INNERS, "muon"])
 @pytest.mark.parametrize("name", ["gpt", "llama"])
-def test_twins_under_any_optimizer(name: str, inner: str, dtype: str, request: pytest.FixtureRequest) -> None:
-    if (name, inner, dtype) == ("gpt", "prodigy", "float32"):
-        reason = "2.5e-5 in the loss: its estimate of a distance adds up rounding of all leaves"
-        request.applymarker(pytest.mark.xfail(reason=reason))
+def test_twins_under_any_optimizer(name: str, inner: str, dtype: str) -> None:
+    # Prodigy's estimate of a distance adds up rounding of all leaves: 1.9e-5 or 2.5e-5 in the loss, by the machine.
+    slack = 2.5 if (name, inner, dtype) == ("gpt", "prodigy", "float32") else 1.0
     with jax.enable_x64(dtype == "float64"):
-        check_quotient(name, dtype, inner, start_of(name, dtype))
+        check_quotient(name, dtype, inner, start_of(name, dtype), slack=slack)
 
 
 @pytest.mark.parametrize("inner", ["lion", "muon", "clip_sgd"])
@@ -312,56 +310,6 @@ def test_without_hold_heads_turn(x64: None) -> None:
         motion = jit(lambda u: go.measure.vertical_motion(params, u, gauges))(updates)
         turned[hold] = _largest([m for g, m in zip(gauges, motion, strict=True) if g.name == "head_rotation"])
     assert turned[True] < 1e-12 < 1e-5 < turned[False]
-
-
-# The program --------------------------------------------------------------------------------------
-
-LLAMA = lm.llama_config(vocab=256, d_model=64, layers=2, heads=4, kv_heads=2, d_head=16, d_ff=172, max_len=64)
-WIDE = lm.llama_config(vocab=256, d_model=2048, layers=1, heads=16, kv_heads=16, d_head=128, d_ff=8192)
-
-
-def _update_equations(tx: optax.GradientTransformation) -> list[str]:
-    params = shapes(LLAMA)
-    return primitives(jax.make_jaxpr(tx.update)(params, jax.eval_shape(tx.init, params), params).jaxpr)
-
-
-def test_the_program_is_small_and_straight() -> None:
-    found = _update_equations(go.quotient(optax.adamw(1e-3), lm.gauges(LLAMA)))
-    print(f"{len(found)} equations, AdamW {len(_update_equations(optax.adamw(1e-3)))}")
-    assert len(found) <= 1600
-    assert not {"while", "cond"} & set(found)
-
-
-@pytest.mark.parametrize(
-    ("config", "most"), [(LLAMA, 1.35), (WIDE, 1.25)], ids=["small", "one layer of a 1B Llama"]
-)  # what is small beside its kernels in a wide layer is not in a small one
-def test_compiled_memory_stays_near_adamws(config: lm.LMConfig, most: float) -> None:
-    params = shapes(config)
-    ratio = peak(go.quotient(optax.adamw(1e-3), lm.gauges(config)), params) / peak(optax.adamw(1e-3), params)
-    print(f"peak {ratio:.2f} of AdamW's")
-    assert ratio <= most
-
-
-def test_equations_are_linear_in_unrolled_layers_and_flat_in_scanned_ones() -> None:
-    def rotation(layers: int, scanned: bool) -> int:
-        shape = (layers, 6, 2, 4) if scanned else (6, 2, 4)
-        params = {str(k): {n: jnp.ones(shape) for n in ("q", "k")} for k in range(1 if scanned else layers)}
-        axes = "layer _ head basis" if scanned else "_ head basis"
-        tx = go.quotient(optax.adamw(1e-3), go.head_rotation({"{i}/q": axes, "{i}/k": axes}))
-        state = jax.eval_shape(tx.init, params)
-        return len(primitives(jax.make_jaxpr(tx.update)(params, state, params).jaxpr))
-
-    two, four, eight = (rotation(n, False) for n in (2, 4, 8))
-    assert abs((eight - four) - 2 * (four - two)) <= 4
-    assert rotation(2, True) == rotation(8, True)
-
-
-def test_no_callbacks_and_no_lapack_in_a_step() -> None:
-    for linear in (False, True):
-        tx = go.quotient(optax.adamw(1e-3), lm.gauges(LLAMA, linear))
-        names = set(_update_equations(tx))
-        lapack = {"svd", "eigh", "qr", "geqrf", "householder_product", "lu", "cholesky", "triangular_solve"}
-        assert not names & lapack and not any("callback" in n for n in names), names
 
 
 # Transformations of the transformation ------------------------------------------------------------

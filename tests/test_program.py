@@ -1,0 +1,99 @@
+"""What an update is traced and compiled to: equations, control flow, memory, beside `optax.adamw`'s.
+
+Apart from the tests of the same transformations: programs of real sizes are more than a process may map beside theirs.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import gauge_optax as go
+from models import lm
+from tests.programs import primitives
+from tests.quick import jit
+
+LLAMA = lm.llama_config(vocab=256, d_model=64, layers=2, heads=4, kv_heads=2, d_head=16, d_ff=172, max_len=64)
+WIDE = lm.llama_config(vocab=256, d_model=2048, layers=1, heads=16, kv_heads=16, d_head=128, d_ff=8192)
+GPT2 = lm.LMConfig(
+    vocab=50257, d_model=768, layers=12, heads=12, kv_heads=12, d_head=64, d_ff=3072, mlp="gelu", tied=True
+)
+
+
+def _shapes(config: lm.LMConfig) -> Any:
+    return jax.eval_shape(lambda: lm.params_and_loss(config, jax.random.key(0))[0])
+
+
+def _equations(tx: optax.GradientTransformation) -> list[str]:
+    params = _shapes(LLAMA)
+    return primitives(jax.make_jaxpr(tx.update)(params, jax.eval_shape(tx.init, params), params).jaxpr)
+
+
+def _peak(tx: optax.GradientTransformation, config: lm.LMConfig) -> int:
+    """Bytes that a compiled update holds at once, parameters and state donated."""
+    params = _shapes(config)
+
+    def step(params: Any, state: Any, grads: Any) -> tuple[Any, Any]:
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    state = jax.eval_shape(tx.init, params)
+    plan = jit(step, donate_argnums=(0, 1)).lower(params, state, params).compile().memory_analysis()
+    held = plan.argument_size_in_bytes + plan.output_size_in_bytes - plan.alias_size_in_bytes
+    return int(held + plan.temp_size_in_bytes)
+
+
+def test_the_program_is_small_and_straight() -> None:
+    found = _equations(go.quotient(optax.adamw(1e-3), lm.gauges(LLAMA)))
+    print(f"{len(found)} equations, AdamW {len(_equations(optax.adamw(1e-3)))}")
+    assert len(found) <= 1600
+    assert not {"while", "cond"} & set(found)
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 9), reason="older versions trace to more equations")
+def test_the_program_of_ddc_has_one_conditional_at_most() -> None:
+    found, plain = _equations(go.ddc_adamw(1e-3, lm.gauges(LLAMA))), _equations(optax.adamw(1e-3))
+    print(f"{len(found)} equations, AdamW {len(plain)}")
+    assert len(found) <= 9 * len(plain)
+    assert found.count("cond") <= 1 and "while" not in found
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "most"),
+    [
+        ("quotient_adamw", LLAMA, 1.35),  # what is small beside wide kernels is not beside these
+        ("quotient_adamw", WIDE, 1.25),
+        ("quotient_adamw", GPT2, 1.25),
+        ("ddc_adamw", GPT2, 1.35),
+    ],
+    ids=["quotient, small", "quotient, one layer of a 1B Llama", "quotient, GPT-2", "ddc, GPT-2"],
+)
+def test_compiled_memory_stays_near_adamws(name: str, config: lm.LMConfig, most: float) -> None:
+    tx = getattr(go, name)(1e-3, lm.gauges(config), weight_decay=1e-4)
+    ratio = _peak(tx, config) / _peak(optax.adamw(1e-3), config)
+    print(f"peak {ratio:.2f} of AdamW's")
+    assert ratio <= most
+
+
+def test_equations_are_linear_in_unrolled_layers_and_flat_in_scanned_ones() -> None:
+    def rotation(layers: int, scanned: bool) -> int:
+        shape = (layers, 6, 2, 4) if scanned else (6, 2, 4)
+        params = {str(k): {n: jnp.ones(shape) for n in ("q", "k")} for k in range(1 if scanned else layers)}
+        axes = "layer _ head basis" if scanned else "_ head basis"
+        tx = go.quotient(optax.adamw(1e-3), go.head_rotation({"{i}/q": axes, "{i}/k": axes}))
+        state = jax.eval_shape(tx.init, params)
+        return len(primitives(jax.make_jaxpr(tx.update)(params, state, params).jaxpr))
+
+    two, four, eight = (rotation(n, False) for n in (2, 4, 8))
+    assert abs((eight - four) - 2 * (four - two)) <= 4
+    assert rotation(2, True) == rotation(8, True)
+
+
+def test_no_callbacks_and_no_lapack_in_a_step() -> None:
+    for linear in (False, True):
+        tx = go.quotient(optax.adamw(1e-3), lm.gauges(LLAMA, linear))
+        names = set(_equations(tx))
+        lapack = {"svd", "eigh", "qr", "geqrf", "householder_product", "lu", "cholesky", "triangular_solve"}
+        assert not names & lapack and not any("callback" in n for n in names), names

@@ -31,9 +31,9 @@ def page(result: Section) -> str:
         versions=", ".join(f"{name} {number}" for name, number in result["versions"].items()),
         counted="; in brackets by the device's own count"
         if accelerated
-        else ". In brackets the same where XLA's operations are ordered to hold least (`jax.jit(..., compiler_options="
-        '{"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"})`): by default its CPU backend starts early '
-        "what may run side by side",
+        else ". In brackets, from jaxlib 0.9.1 on, the same where XLA's operations are ordered to hold least "
+        '(`jax.jit(..., compiler_options={"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"})`): by '
+        "default its CPU backend starts early what may run side by side",
         products=" Products of `optax.contrib.muon` are at the device's default precision, ours in float32."
         if accelerated
         else "",

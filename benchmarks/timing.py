@@ -73,8 +73,8 @@ class Update:
 
     @property
     def least_peak_bytes(self) -> int | None:
-        """The same where operations are put in the order that holds least; None but on CPUs, where that is a choice."""
-        if jax.default_backend() != "cpu":
+        """The same where operations are put in the order that holds least; None where XLA gives no choice."""
+        if jax.default_backend() != "cpu" or jax.__version_info__ < (0, 9, 1):
             return None
         order = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
         return _planned(self.lowered.compile(compiler_options=order))

@@ -32,7 +32,9 @@ def after(finished: Any) -> jax.Array:
 
 
 def anew(arrays: Tree, finished: Any) -> Tree:
-    """Arrays as they are, not known before others: made again then, they need not be kept until then.
+    """Arrays as they are, not known before others are.
+
+    Those that are cheap to make the compiler makes again then, in what reads them, and need not keep until then.
 
     Args:
       arrays: a pytree of them.

@@ -236,6 +236,16 @@ def test_linear_gauges_are_refused() -> None:
         assert "go.quotient" in str(error.value)
 
 
+def test_matrices_keep_no_second_moment() -> None:
+    case = CASES["product/gpt"]
+    params = case.params(jax.random.key(0))
+    states = [jax.eval_shape(f(0.1, case.gauges()).init, params) for f in (go.ddc_muon, go.ddc_adamw)]
+    sizes = [sum(x.size for x in jax.tree.leaves(state.inner_state[0].nu)) for state in states]
+    kernels = {path: x for path, x in leaves_by_path(params).items() if path.endswith("kernel") and "blocks" in path}
+    matrices = sum(x.size for x in kernels.values())
+    assert sizes[1] - sizes[0] == matrices
+
+
 # Tangents -----------------------------------------------------------------------------------------
 
 
@@ -356,13 +366,3 @@ def test_a_penalty_turns_a_head_unless_frozen(vertical: str) -> None:
     motion = go.measure.vertical_motion(params, jax.tree.map(jnp.subtract, moved, params), gauges)
     turned = max(float(jnp.max(jnp.abs(x))) for x in jax.tree.leaves(motion))
     assert (turned > 0.005) == (vertical != "frozen"), turned
-
-
-def test_matrices_keep_no_second_moment() -> None:
-    case = CASES["product/gpt"]
-    params = case.params(jax.random.key(0))
-    states = [jax.eval_shape(f(0.1, case.gauges()).init, params) for f in (go.ddc_muon, go.ddc_adamw)]
-    sizes = [sum(x.size for x in jax.tree.leaves(state.inner_state[0].nu)) for state in states]
-    kernels = {path: x for path, x in leaves_by_path(params).items() if path.endswith("kernel") and "blocks" in path}
-    matrices = sum(x.size for x in kernels.values())
-    assert sizes[1] - sizes[0] == matrices

@@ -1,6 +1,7 @@
 """What an update is traced and compiled to: equations, control flow, memory, beside `optax.adamw`'s.
 
 Apart from the tests of the same transformations: programs of real sizes are more than a process may map beside theirs.
+They are compiled from shapes alone, by the quick compiler of tests, which takes the memory that the usual one takes.
 """
 
 from typing import Any

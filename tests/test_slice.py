@@ -44,9 +44,9 @@ def program(name: str, dtype: str, inner: str, linear: bool) -> tuple[Any, Any, 
     return group, jit(tx.init), stepper(tx, loss)
 
 
-def check_quotient(name: str, dtype: str, inner: str, params: Tree, linear: bool = False, slack: float = 1.0) -> None:
+def check_quotient(name: str, dtype: str, inner: str, params: Tree, linear: bool = False, **slack: float) -> None:
     group, init, step = program(name, dtype, inner, linear)
-    check_twins(f"{name} {inner}", group, init, step, params, dtype, slack)
+    check_twins(f"{name} {inner}", group, init, step, params, dtype, **slack)
 
 
 # Twins --------------------------------------------------------------------------------------------
@@ -67,9 +67,9 @@ def test_twins_under_adamw(name: str, dtype: str) -> None:
 @pytest.mark.parametrize("name", ["gpt", "llama"])
 def test_twins_under_any_optimizer(name: str, inner: str, dtype: str) -> None:
     # Prodigy's estimate of a distance adds up rounding of all leaves: 1.9e-5 or 2.5e-5 in the loss, by the machine.
-    slack = 2.5 if (name, inner, dtype) == ("gpt", "prodigy", "float32") else 1.0
+    loss_slack = 4.0 if (name, inner, dtype) == ("gpt", "prodigy", "float32") else 1.0
     with jax.enable_x64(dtype == "float64"):
-        check_quotient(name, dtype, inner, start_of(name, dtype), slack=slack)
+        check_quotient(name, dtype, inner, start_of(name, dtype), loss_slack=loss_slack)
 
 
 @pytest.mark.parametrize("inner", ["lion", "muon", "clip_sgd"])

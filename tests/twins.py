@@ -123,7 +123,7 @@ def an_ulp_off(params: Tree) -> Tree:
 
 
 def check_twins(
-    label: str, group: Any, init: Any, step: Any, params: Tree, dtype: str, slack: float = 1.0
+    label: str, group: Any, init: Any, step: Any, params: Tree, dtype: str, slack: float = 1.0, loss_slack: float = 1.0
 ) -> None:
     """Trains a point and its twin, and compares every leaf and every loss.
 
@@ -137,7 +137,7 @@ def check_twins(
     worst = max(errors, key=lambda path: errors[path])
     print(f"{label} {dtype}: {errors[worst]:.1e} at {worst}, loss {loss:.1e}")
     assert np.all(np.isfinite(losses)) and losses[-1] < losses[0]
-    most, most_loss = (slack * tolerance(check, dtype) for check in ("quotient_twins", "quotient_loss"))
+    most, most_loss = slack * tolerance("quotient_twins", dtype), slack * loss_slack * tolerance("quotient_loss", dtype)
     if errors[worst] > most or loss > most_loss:
         shaken, shaken_losses = train(init, step, an_ulp_off(params))
         ulp, ulp_loss = max(apart(shaken, ours).values()), float(np.max(np.abs(shaken_losses / losses - 1.0)))

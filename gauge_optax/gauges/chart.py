@@ -276,21 +276,21 @@ def turning_removed(on: Chart, point: Arrays, tangent: Arrays) -> Arrays:
     return class_after_class(on, point, tangent, lambda kind: kind.across)
 
 
-def class_after_class(on: Chart, point: Arrays, vector: Arrays, of: Callable[[type[Turning]], Change]) -> Arrays:
-    """A vector that all rotations change, those of one class together.
+def class_after_class(on: Chart, point: Arrays, vector: Arrays, change: Callable[[type[Turning]], Change]) -> Arrays:
+    """A vector that all rotations change: those of one class together, entrywise ones when the others are done.
 
     Args:
       on: the product on its tree.
       point: bound leaves of a point of the slice.
       vector: bound leaves.
-      of: what a class makes of its readings, the point and the vector.
+      change: what a class makes of its readings, the point and the vector.
     """
     done: list[jax.Array] = []
-    for kind, alike in sorted(by_class(on.turning), key=lambda own: own[0].entrywise):
+    for kind, alike in sorted(by_class(on.turning), key=lambda pair: pair[0].entrywise):
         paths = sorted({block.path for reading in alike for block in reading.moved})
-        # Entry by entry a point is made again at little cost, and need not be kept while others have their arrays.
+        # Entry by entry a point is made again at little cost: it is not kept while the others have their arrays.
         here = point | anew({p: point[p] for p in paths}, done) if kind.entrywise and done else point
-        vector = of(kind)(alike, here, vector)
+        vector = change(kind)(alike, here, vector)
         done = [vector[p] for p in paths]
     return vector
 

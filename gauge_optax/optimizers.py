@@ -14,7 +14,7 @@ from gauge_optax.inner.muon import Muon, muon
 from gauge_optax.inner.polar import Labels, Routing, polar_of, polar_options, rms_alone
 from gauge_optax.linalg import Coefficients
 from gauge_optax.quotient import wrapped
-from gauge_optax.transforms.ddc import check_modes
+from gauge_optax.transforms.ddc import around_ddc, check_modes
 from gauge_optax.transforms.decay import Decay, decay
 from gauge_optax.transforms.polar import muon_options
 
@@ -103,7 +103,7 @@ def ddc_adamw(
         decay(weight_decay, group, match, mask, of_values=True),
         optax.scale_by_learning_rate(learning_rate),
     )
-    return wrapped("ddc_adamw", inner, group, hold=False, still=vertical == "frozen")
+    return around_ddc("ddc_adamw", inner, group, vertical)
 
 
 def ddc_muon(
@@ -208,7 +208,7 @@ def ddc_muon(
         decay(adam_weight_decay, group, match, only=lambda p, params: not is_matrix(p, params), of_values=True),
         optax.partition({name: optax.scale_by_learning_rate(rate) for name, rate in rates.items()}, labelled),
     )
-    return wrapped("ddc_muon", inner, group, hold=False, still=vertical == "frozen")
+    return around_ddc("ddc_muon", inner, group, vertical)
 
 
 def quotient_adamw(

@@ -86,7 +86,9 @@ def wrapped(
     hold: bool = True,
     pin: bool = True,
     still: bool = True,
+    ends: bool = True,
     turned: Callable[[Any, Turning], bool] | None = None,
+    origin: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
     """`quotient` on behalf of an alias.
 
@@ -96,8 +98,11 @@ def wrapped(
       gauges: see `quotient`.
       hold: see `quotient`.
       pin: see `quotient`.
-      still: whether steps end on the slice; without, `inner` moves along orbits too, and sees the gradient there.
+      still: whether `inner` stays on the slice; without, it moves along orbits too, and sees the gradient there.
+      ends: whether steps end on the slice; a link of a chain leaves that to `gauge_retract`.
       turned: the rotations to read; those to which `inner` is blind need not be.
+      origin: whether `inner` goes the rest of the way to the slice: an `Origin` is given to it under this name, and
+        rotations and what is faint are left to it. What is the same in any basis need not be turned.
     """
     require_transformation(name, inner)
     group, inner = product(gauges), optax.with_extra_args_support(inner)
@@ -107,10 +112,9 @@ def wrapped(
             return QuotientState(jnp.zeros(()), inner.init(params))
         require_values(name, params)
         on, laid = slices.chart(group, params), layout(params)
-        chosen = None if turned is None else functools.partial(turned, params)
         with laid.left_open():
             here = laid.enter(params)
-            frame = slices.read(on, here, chosen)
+            frame = slices.read(on, here, turned and functools.partial(turned, params))
             point = with_leaves(here, slices.enter(slices.motions(on, frame), on.joint.values(here)))
             frame = frame if pin else slices.unpinned(on, frame)
         return QuotientState(laid.leave(frame), inner.init(lying_like(params, laid.leave(point, like=params))))
@@ -124,26 +128,31 @@ def wrapped(
         on, laid = slices.chart(group, params), layout(params)
         with laid.left_open():
             frame, here, slope, grad = laid.enter((state.gauges, params, updates, extra.get("grad")))
-            motions = slices.motions(on, frame)
+            given = origin and on.joint.turns_last
+            motions = slices.motions(on, frame, turning=not given)
             point = slices.enter(motions, on.joint.values(here))
 
             def dual(tree: Any) -> Any:
                 gradient = slices.enter_dual(on, motions, on.joint.vectors(tree), still)
                 return with_leaves(tree, slices.outward_dual(on, frame, gradient))
 
-            seen, grad = slices.without_faint(on, point, dual(slope)), None if grad is None else dual(grad)
+            seen, grad = dual(slope), None if grad is None else dual(grad)
+            left = slices.origin(on, frame, point, seen) if given else None
+            seen = seen if given else slices.without_faint(on, point, seen)
             outside = with_leaves(here, slices.outward(on, frame, point))
         if grad is not None:
             extra["grad"] = laid.leave(grad, like=extra["grad"])
         if "value_fn" in extra:
             extra["value_fn"] = _on_slice(on, frame, params, extra["value_fn"])
+        if left is not None:
+            extra["origin"] = laid.leave(left)._replace(params=params, updates=updates)
         seen, outside = laid.leave(seen, like=updates), laid.leave(outside, like=params)
         with with_own_state(name, inner, state.inner_state, params):
             tree, inner_state = inner.update(seen, state.inner_state, outside, **extra)
         with laid.left_open():
             tree = laid.enter(tree)
             tangent = slices.inward(on, frame, on.joint.vectors(tree))
-            if still:
+            if still and ends:
                 fixed, frame = slices.fix(on, frame, slices.added(point, tangent))
                 tangent = slices.between(point, fixed)
             step = slices.leave(motions, slices.hold(on, point, tangent) if hold else tangent)
@@ -151,46 +160,6 @@ def wrapped(
         return laid.leave(out, like=updates), QuotientState(laid.leave(frame), inner_state)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
-
-
-def link(
-    name: str, inner: optax.GradientTransformation, gauges: Gauges, *, still: bool = True
-) -> optax.GradientTransformationExtraArgs:
-    """A link of a chain that `inner` makes in slice coordinates: tangents leave as they are, to be scaled.
-
-    Args:
-      name: of the transformation, for messages.
-      inner: of gradients with respect to slice coordinates.
-      gauges: a gauge or a sequence of them, meaning their product.
-      still: whether `inner` is spared the gradient along shifts.
-    """
-    group, inner = product(gauges), optax.with_extra_args_support(inner)
-    started = wrapped(name, inner, group)
-
-    def update_fn(
-        updates: optax.Updates, state: QuotientState, params: optax.Params | None = None, **extra: Any
-    ) -> tuple[optax.Updates, QuotientState]:
-        require_params(name, params)
-        require_gradients(name, updates)
-        require_own(name, state, QuotientState)
-        on, laid = slices.chart(group, params), layout(params)
-        with laid.left_open():
-            frame, here, slope = laid.enter((state.gauges, params, updates))
-            motions = slices.motions(on, frame)
-            point = slices.enter(motions, on.joint.values(here))
-            gradient = slices.enter_dual(on, motions, on.joint.vectors(slope), still)
-            seen = slices.without_faint(on, point, with_leaves(slope, gradient))
-            outside = with_leaves(here, point)
-        seen, outside = laid.leave(seen, like=updates), laid.leave(outside, like=params)
-        with with_own_state(name, inner, state.inner_state, params):
-            tree, inner_state = inner.update(seen, state.inner_state, outside, **extra)
-        with laid.left_open():
-            tree = laid.enter(tree)
-            step = slices.leave(motions, slices.SliceTangent(on.joint.vectors(tree)))
-            out = _stored(tree, step, like=updates)
-        return laid.leave(out, like=updates), QuotientState(state.gauges, inner_state)
-
-    return optax.GradientTransformationExtraArgs(started.init, update_fn)
 
 
 def _stored(tree: Any, step: slices.Arrays, like: Any) -> Any:

@@ -21,7 +21,7 @@ from gauge_optax.gauges.chart import Chart, by_class, class_after_class, fixed, 
 from gauge_optax.gauges.chart import motions as chart_motions
 from gauge_optax.gauges.chart import read as chart_read
 from gauge_optax.gauges.product import Product
-from gauge_optax.gauges.reading import Anchored, Arrays, Motion, Turning
+from gauge_optax.gauges.reading import Anchored, Arrays, Motion, Reading, Turning
 from gauge_optax.linalg import real_dtype, zero
 
 SlicePoint = NewType("SlicePoint", dict[str, jax.Array])
@@ -94,10 +94,43 @@ def in_order(on: Chart) -> tuple[Anchored, ...]:
 # Into the slice and out ---------------------------------------------------------------------------
 
 
-def motions(on: Chart, frame: Frame) -> tuple[Motion, ...]:
-    """The frame of every gauge, ready to be applied. Raises ValueError where it is that of other gauges."""
+def motions(on: Chart, frame: Frame, turning: bool = True) -> tuple[Motion, ...]:
+    """The frame of every gauge, ready to be applied; see `gauges.chart.motions`.
+
+    Raises ValueError where it is that of other gauges.
+    """
     on.check(frame.elements)
-    return chart_motions(on, frame.element, frame.inverse)
+    return chart_motions(on, frame.element, frame.inverse, turning)
+
+
+class Origin(NamedTuple):
+    """What a slice point is made of, for an optimizer inside that takes it to the slice the rest of the way.
+
+    Attributes:
+      back: F⁻¹ by the number of the reading: log-scales, which have been applied, and matrices of rotations, by which
+        rows have yet to be multiplied. What gauges do that both scale and turn has been applied, and is not here.
+      faint: the size below which entries of the slice's gradient are rounding, see `faint`.
+      params: parameters as they lie.
+      updates: gradients as they came.
+    """
+
+    back: dict[str, jax.Array]
+    faint: jax.Array | None
+    params: Any = ()
+    updates: Any = ()
+
+    def by_reading(self, on: Chart) -> dict[Reading, jax.Array]:
+        """F⁻¹ by reading."""
+        return {on.readings[int(k)]: x for k, x in self.back.items()}
+
+
+def origin(on: Chart, frame: Frame, point: SlicePoint, gradient: Any) -> Origin:
+    """Of a point and a gradient whose rotations are not undone and whose faint entries are not taken away."""
+    back: dict[Reading, jax.Array] = {}
+    for (part, bound), inverse in zip(on.parts, frame.inverse, strict=True):
+        back |= part.split(bound, inverse)
+    by_number = {str(k): back[r] for k, r in enumerate(on.readings) if r in back}
+    return Origin(by_number, faint(on, point, gradient))
 
 
 def enter(frame: Sequence[Motion], values: Arrays) -> SlicePoint:
@@ -121,18 +154,24 @@ def enter_dual(on: Chart, frame: Sequence[Motion], gradient: Arrays, centred: bo
     return SliceCotangent(gradient)
 
 
-def without_faint(on: Chart, point: SlicePoint, gradient: Any) -> Any:
-    """A gradient, of the whole tree, with zero for what is rounding beside the only gradient that is not zero.
+def faint(on: Chart, point: SlicePoint, gradient: Any) -> jax.Array | None:
+    """The size below which entries of a gradient are rounding beside the only one that is not zero; None for nowhere.
 
     Before a head that is constant over classes, every gradient is zero; what arithmetic leaves of it would come out of
     an optimizer that divides by size as a full step.
     """
-    leaves = {p: x for p, x in leaves_by_path(gradient).items() if jnp.issubdtype(x.dtype, jnp.floating)}
+    leaves = leaves_by_path(gradient)
     sizes = [part.sole_gradient(bound, dict(point), leaves) for part, bound in on.parts]
     known = [size for size in sizes if size is not None]
-    if not known:
+    return zero(real_dtype()) * jnp.stack(known).max() if known else None
+
+
+def without_faint(on: Chart, point: SlicePoint, gradient: Any) -> Any:
+    """A gradient, of the whole tree, with zero for what is `faint`."""
+    leaves = {p: x for p, x in leaves_by_path(gradient).items() if jnp.issubdtype(x.dtype, jnp.floating)}
+    least = faint(on, point, gradient)
+    if least is None:
         return gradient
-    least = zero(real_dtype()) * jnp.stack(known).max()
 
     def kept(x: jax.Array) -> jax.Array:
         return jax.lax.select(jnp.abs(x) < least, jnp.zeros_like(x), x)

@@ -14,6 +14,7 @@ import pytest
 
 import gauge_optax as go
 from gauge_optax.binding import leaves_by_path
+from gauge_optax.gauges.bound import Bound
 from models import lm
 from tests.cases import GAUGE_CASES
 from tests.quick import jit
@@ -69,6 +70,28 @@ def test_twins_of_every_mode(name: str, dtype: str, mode: str) -> None:
         params = start_of(name, dtype)
     # 8e-4 at a query's bias, 1.2e-4 of the loss: four to five times what an ulp of the start does, by luck of rounding.
     _check(name, dtype, mode, params, 2.0 if (name, dtype, mode) == ("llama_bias", "float32", "log") else 1.0)
+
+
+@pytest.mark.parametrize(("name", "mode", "start"), [
+    ("gpt", "body_frame_topk", "zero_head"),
+    ("llama", "muon", None),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in [
+        ("gpt", "per_head_matrix", "dead_unit"), ("gpt", "refreshed", "constant_head"), ("llama", "log", "zero_head"),
+        ("llama", "none", None), ("llama_bias", "body_frame", None),
+    ]),
+])  # fmt: skip
+def test_what_is_left_to_ddc_changes_nothing(
+    name: str, mode: str, start: str | None, x64: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Heads that it turns itself and sums off leaves as they lie, against points taken to the slice whole."""
+    group, init, step = _program(name, "float64", mode)
+    params = start_of(name, "float64") if start is None else odd(start, start_of(name, "float64"))
+    twin = group.act(group.sample(jax.random.key(3), params), params)
+    found, _ = train(init, step, twin)
+    monkeypatch.setattr(Bound, "turns_last", False)
+    tx = _tx(mode, group)
+    whole, _ = train(jit(tx.init), stepper(tx, loss_of(name)), twin)
+    assert max(apart(found, whole).values()) <= tolerance("oracle")
 
 
 @pytest.mark.parametrize("start", [

@@ -67,9 +67,10 @@ def test_the_program_of_ddc_has_one_conditional_at_most() -> None:
         ("quotient_adamw", LLAMA, 1.35),  # what is small beside wide kernels is not beside these
         ("quotient_adamw", WIDE, 1.25),
         ("quotient_adamw", GPT2, 1.25),
+        ("ddc_adamw", WIDE, 1.35),
         ("ddc_adamw", GPT2, 1.35),
     ],
-    ids=["quotient, small", "quotient, one layer of a 1B Llama", "quotient, GPT-2", "ddc, GPT-2"],
+    ids=["quotient, small", "quotient, 1B layer", "quotient, GPT-2", "ddc, 1B layer", "ddc, GPT-2"],
 )
 def test_compiled_memory_stays_near_adamws(name: str, config: lm.LMConfig, most: float) -> None:
     tx = getattr(go, name)(1e-3, lm.gauges(config), weight_decay=1e-4)

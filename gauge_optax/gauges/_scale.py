@@ -140,6 +140,9 @@ class ScaleReading(InstanceReading, Anchored):
     def partner(self, anchor: Anchor) -> tuple[Block, ...]:
         return self.instance.down if anchor[0] in self.instance.up else ()
 
+    def factors(self, element: jax.Array, block: Block) -> jax.Array:
+        return jnp.exp(element if block in self.instance.up else -self.instance.degree * element)
+
     def divide(self, element: jax.Array, values: Arrays) -> Arrays:
         up, down = jnp.exp(-element), jnp.exp(self.instance.degree * element)
         out: Arrays = {}

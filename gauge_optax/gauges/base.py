@@ -184,6 +184,10 @@ class Gauge(abc.ABC):
         """
         return action_motion(bound.more[0], element, inverse)
 
+    def split(self, bound: Bound, element: Element) -> Mapping[Reading, jax.Array]:
+        """Of a gauge that does nothing but scale or turn, log-scales or matrices by reading; of all others nothing."""
+        return {}
+
     def move(self, bound: Bound, element: Element, values: Mapping[str, jax.Array]) -> Mapping[str, jax.Array]:
         """`values` of bound leaves after the move: what `act` does, before dtypes and `1+` come in."""
         return {**values, **bound.more[0].acted(element, values)}

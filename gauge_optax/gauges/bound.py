@@ -58,6 +58,11 @@ class Bound:
         return frozenset(path for head in self.rotations for path in head.paths)
 
     @functools.cached_property
+    def turns_last(self) -> bool:
+        """Whether rotations can be undone when all else is: on leaves of shifts they may have to be undone before."""
+        return self.turned.isdisjoint(block.path for block in self.shift_blocks)
+
+    @functools.cached_property
     def blocks(self) -> tuple[Block, ...]:
         """Every block of every instance."""
         return (

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from gauge_optax._sequence import after, anew
-from gauge_optax.binding import binding_error
+from gauge_optax.binding import Block, binding_error, overlap
 from gauge_optax.gauges.bound import Bound
 from gauge_optax.gauges.reading import Anchored, Arrays, Motion, Order, Place, Reading, Turning, order_of
 from gauge_optax.linalg import real_dtype
@@ -56,6 +56,9 @@ class Part(Protocol):
 
     def move(self, bound: Bound, element: Any, values: Mapping[str, jax.Array]) -> Mapping[str, jax.Array]:
         """Points, moved."""
+
+    def split(self, bound: Bound, element: Any) -> Mapping[Reading, jax.Array]:
+        """Log-scales or matrices by reading, where it does nothing else."""
 
     def motion(self, bound: Bound, element: Any, inverse: Any) -> Motion:
         """A frame, ready to be applied."""
@@ -126,6 +129,27 @@ class Chart:
     def turning(self) -> tuple[Turning, ...]:
         """Those that are taken once."""
         return tuple(r for r in self.readings if isinstance(r, Turning))
+
+    @functools.cached_property
+    def rotations(self) -> frozenset[Reading]:
+        """Those of gauges that do nothing but turn heads: they can be undone when all else is."""
+        own = [part.readings(bound) for part, bound in self.parts if bound.rotations]
+        return frozenset(r for several in own if set(several) <= set(self.turning) for r in several)
+
+    def scaled_alone(self, reading: Anchored, block: Block) -> bool:
+        """Whether nothing but this scale, and rotations, moves any entry of one of its blocks."""
+        others = [b for r in self.readings if r != reading and r not in self.rotations for b in r.moved]
+        return not any(overlap(block, other) for other in (*others, *self.joint.shift_blocks))
+
+    @functools.cached_property
+    def scaled(self) -> frozenset[str]:
+        """The leaves that scales and rotations move and nothing else.
+
+        Without single rows of heads: their gradient may be rounding (`Turning.without_rounding`).
+        """
+        known = [(part.effect in ("diagonal", "orthogonal"), b.path) for part, own in self.parts for b in own.blocks]
+        single = {b.block.path for head in self.joint.rotations for b in head.blocks if head.rows(b) == 1}
+        return frozenset(p for _, p in known) - {p for plain, p in known if not plain} - single
 
     @functools.cached_property
     def order(self) -> Order:
@@ -203,9 +227,19 @@ def centred(on: Chart, values: Arrays) -> Arrays:
     return values
 
 
-def motions(on: Chart, element: Sequence[Any], inverse: Sequence[Any]) -> tuple[Motion, ...]:
-    """An element of every gauge, ready to be applied together; in the order of `on.moving`."""
-    return tuple(on.parts[k][0].motion(on.parts[k][1], element[k], inverse[k]) for k in on.moving)
+def motions(
+    on: Chart, element: Sequence[Any], inverse: Sequence[Any], turning: bool = True
+) -> tuple[Motion, ...]:
+    """An element of every gauge, ready to be applied together; in the order of `on.moving`.
+
+    Without `turning`, gauges that do nothing but turn heads do nothing.
+    """
+    still, found = Motion(*[lambda values: values] * 3), []
+    for k in on.moving:
+        part, bound = on.parts[k]
+        moves = turning or on.rotations.isdisjoint(part.readings(bound))
+        found.append(part.motion(bound, element[k], inverse[k]) if moves else still)
+    return tuple(found)
 
 
 def undone(along: Sequence[Motion], values: Arrays) -> Arrays:

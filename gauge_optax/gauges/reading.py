@@ -142,6 +142,10 @@ class Anchored(Reading):
         """How far log s moves where the logs of both sides of a scale move by a unit together; 0 for no scale."""
         return 0.0
 
+    def factors(self, element: jax.Array, block: Block) -> jax.Array:
+        """What an element of a scale multiplies a block by, per channel."""
+        raise NotImplementedError
+
     def partner(self, anchor: Anchor) -> tuple[Block, ...]:
         """The blocks that carry the size of a scale whose anchor has one that is fixed."""
         del anchor

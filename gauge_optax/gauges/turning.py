@@ -22,7 +22,7 @@ from gauge_optax._sequence import in_turn, singly
 from gauge_optax.binding import Block
 from gauge_optax.gauges._head import BASIS, PLANE, HeadBlock, HeadInstance
 from gauge_optax.gauges.reading import Arrays, InstanceReading, Motion, Turning
-from gauge_optax.linalg import HIGHEST, matmul, noise, real_dtype, safe_divide, transpose
+from gauge_optax.linalg import HIGHEST, eigenvalue_cutoff, matmul, noise, real_dtype, safe_divide, transpose
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,7 +161,10 @@ def lyapunov(m: jax.Array, k: jax.Array, steps: int = 24) -> jax.Array:
     def step(carry: _Solving, _: None) -> tuple[_Solving, None]:
         solution, residual, direction, energy = carry
         product = matmul(m, direction)  # D is antisymmetric: D·M is minus its transpose, ⟨D, M·D + D·M⟩ twice ⟨D, M·D⟩
-        rate = jnp.where(energy > done, safe_divide(energy, 2.0 * inner(direction, product)), 0.0)
+        along = 2.0 * inner(direction, product)
+        # Where M is zero there is no solution, and all that is left to solve is rounding.
+        solvable = (energy > done) & (along > eigenvalue_cutoff(m.dtype) * energy)
+        rate = jnp.where(solvable, safe_divide(energy, along), 0.0)
         residual = residual - rate * (product - transpose(product))
         scaled = weight * residual
         fresh = inner(residual, scaled)

@@ -16,7 +16,8 @@ lengths are those of anchors, which leaves one radial part (B.6).
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -25,15 +26,17 @@ import optax
 
 from gauge_optax._layout import layout, zeros_like
 from gauge_optax.binding import Block, binding_error, is_empty, leaves_by_path, overlap, with_leaves
+from gauge_optax.gauges._head import HeadInstance
 from gauge_optax.gauges._matrices import Matrices
 from gauge_optax.gauges.chart import Chart, centred, turning_removed
 from gauge_optax.gauges.product import Product
-from gauge_optax.gauges.reading import Anchored, Arrays
+from gauge_optax.gauges.reading import Anchored, Arrays, InstanceReading
 from gauge_optax.inner.adam import Adam
 from gauge_optax.inner.heads import HeadMoments, divided, in_bases, init_heads, refreshed
 from gauge_optax.inner.polar import Polar, polar_steps
 from gauge_optax.inner.vertical import VERTICAL, VerticalMoments, init_vertical, vertical_step
 from gauge_optax.linalg import noise
+from gauge_optax.slice import Origin
 
 Scalar = float | jax.Array
 RADIAL = ("linear", "log")
@@ -95,7 +98,7 @@ class ScaleByDDCState(NamedTuple):
     gauges: Any
 
 
-def ddc(group: Product, options: Options, polar: Polar | None = None) -> optax.GradientTransformation:
+def ddc(group: Product, options: Options, polar: Polar | None = None) -> optax.GradientTransformationExtraArgs:
     """DDC's Adam as an ordinary optimizer for points of the slice, or DDC's Muon.
 
     Args:
@@ -129,25 +132,30 @@ def ddc(group: Product, options: Options, polar: Polar | None = None) -> optax.G
 
         return ScaleByDDCState(count, mu, nu, layout(params).run(moments, params))
 
-    def update_fn(updates: Any, state: ScaleByDDCState, params: Any = None) -> tuple[Any, ScaleByDDCState]:
+    def update_fn(
+        updates: Any, state: ScaleByDDCState, params: Any = None, origin: Origin | None = None, **extra: Any
+    ) -> tuple[Any, ScaleByDDCState]:
+        del extra
         on, past = group.chart(params), state.gauges
         adam = Adam.at(options, optax.safe_increment(state.count))
         point, gradient = on.joint.vectors(params), leaves_by_path(updates)
         gradient |= on.joint.vectors(updates)
-        lengths = [(own, own.squares(point)) for own in carried(on)]
-        measured = lengths + [(own, own.squares(point)) for own in fixed_sizes(on)]
+        lying, faint = _lying(on, origin, gradient), None if origin is None else origin.faint
+        lengths = [(own, own.squares(point)) for own in map(lying, carried(on))]
+        measured = lengths + [(own, own.squares(point)) for own in map(lying, fixed_sizes(on))]
         fixed = [(own, _inverse(squares)) for own, squares in measured]
-        along, radial_mu, radial_nu = _radial(lengths, options, adam, point, gradient, past)
-        across = _above_rounding(without_lengths(fixed, point, gradient), gradient)
+        along, radial_mu, radial_nu = _radial(lengths, options, adam, point, gradient, past, faint)
+        across = _above_rounding(without_lengths(fixed, point, gradient), gradient, faint)
         old_mu, old_nu = leaves_by_path(state.mu), leaves_by_path(state.nu)
-        heads, old_mu, old_nu, live = refreshed(on, point, past.heads, old_mu, old_nu, options)
-        across, own = in_bases(on, heads, across), matrices(params)
+        heads, frames, old_mu, old_nu = refreshed(on, point, _turns(on, origin), past.heads, old_mu, old_nu, options)
+        across, own = in_bases(on, frames, across), matrices(params)
         muon = adam if polar is None else Adam.at(options._replace(b1=polar.options.beta), adam.count)
         mu = {p: (muon if p in own else adam).first(across[p], m) for p, m in old_mu.items()}
         mean = {p: (muon if p in own else adam).mean(m, across[p]) for p, m in mu.items()}
-        step, nu, heads = divided(on, heads, options, adam, mean, across, old_nu, live)
+        step, nu, heads = divided(on, heads, frames.live, options, adam, mean, across, old_nu)
         if polar is not None:
             step |= polar_steps(polar.options, own, mean)
+        step = in_bases(on, frames, step, back=True)
         step = centred(on, turning_removed(on, point, without_lengths(fixed, point, step)))
         step |= {p: step[p] + x for p, x in along.items()}
         vertical = past.vertical
@@ -158,34 +166,69 @@ def ddc(group: Product, options: Options, polar: Polar | None = None) -> optax.G
         new = GaugeMoments(radial_mu, radial_nu, past.least, heads, vertical)
         return _like(updates, step), ScaleByDDCState(adam.count, _like(state.mu, mu), _like(state.nu, nu), new)
 
-    return optax.GradientTransformation(init_fn, update_fn)
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+class Pair(NamedTuple):
+    """A leaf and its gradient as they lie: along a channel they make the sums that they make on the slice.
+
+    Attributes:
+      leaf: of the parameters.
+      slope: of the gradient.
+      entered: the same in slice coordinates, by which it is known.
+    """
+
+    leaf: jax.Array
+    slope: jax.Array
+    entered: jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
 class Channels:
     """Blocks of one reading that have one length per channel.
 
+    Sums are taken off leaves as they lie where they can be: then the slice point is made entry by entry in what reads
+    it, and need not be an array.
+
     Attributes:
       reading: the scale reading.
       blocks: the blocks.
+      pairs: by leaf that scales and rotations alone move.
+      stored: of blocks that this scale alone moves, the leaf, and what multiplies a channel on its way to the slice,
+        which is constant along a sum.
     """
 
     reading: Anchored
     blocks: tuple[Block, ...]
+    pairs: Mapping[str, Pair] = dataclasses.field(default_factory=dict)
+    stored: Mapping[Block, tuple[jax.Array, jax.Array]] = dataclasses.field(default_factory=dict)
 
     @property
     def entries(self) -> int:
         """How many entries carry one length."""
         return sum(b.entries(self.reading.named) for b in self.blocks)
 
-    def dot(self, a: Mapping[str, jax.Array], b: Mapping[str, jax.Array]) -> jax.Array:
-        """Sums of products, per channel."""
-        totals = [x.total(self.reading.named, a[x.path] * b[x.path]) for x in self.blocks]
+    def dot(self, point: Arrays, vector: Arrays) -> jax.Array:
+        """Sums of products of a point and a vector, per channel."""
+        totals = [self._dot(block, point[block.path], vector[block.path]) for block in self.blocks]
         return sum(totals[1:], totals[0])
 
-    def squares(self, values: Arrays) -> jax.Array:
-        """Sums of squares, per channel."""
-        return self.dot(values, values)
+    def _dot(self, block: Block, point: jax.Array, vector: jax.Array) -> jax.Array:
+        pair = self.pairs.get(block.path)
+        if pair is not None and vector is pair.entered:
+            return block.total(self.reading.named, pair.leaf * pair.slope)
+        leaf, factor = self.stored.get(block, (point, None))
+        total = block.total(self.reading.named, leaf * vector)
+        return total if factor is None else total * factor
+
+    def squares(self, point: Arrays) -> jax.Array:
+        """Sums of squares of a point, per channel."""
+        totals = []
+        for block in self.blocks:
+            leaf, factor = self.stored.get(block, (point[block.path], None))
+            total = block.total(self.reading.named, jnp.square(leaf))
+            totals.append(total if factor is None else total * jnp.square(factor))
+        return sum(totals[1:], totals[0])
 
     def length(self, squares: jax.Array) -> jax.Array:
         """Norms, per channel."""
@@ -223,6 +266,28 @@ def fixed_sizes(on: Chart) -> tuple[Channels, ...]:
     return tuple(Channels(reading, anchor) for reading, anchor in places if reading.log_step)
 
 
+def _lying(on: Chart, origin: Origin | None, entered: Arrays) -> Callable[[Channels], Channels]:
+    """What gives channels their leaves as they lie; `entered` is the gradient on the slice."""
+    if origin is None:
+        return lambda own: own
+    back, leaves, slopes = origin.by_reading(on), on.joint.values(origin.params), on.joint.vectors(origin.updates)
+    pairs = {p: Pair(leaves[p], slopes[p], entered[p]) for p in on.scaled}
+
+    def placed(own: Channels) -> Channels:
+        alone = [b for b in own.blocks if own.reading in back and on.scaled_alone(own.reading, b)]
+        stored = {b: (leaves[b.path], own.reading.factors(back[own.reading], b)) for b in alone}
+        return dataclasses.replace(own, pairs=pairs, stored=stored)
+
+    return placed
+
+
+def _turns(on: Chart, origin: Origin | None) -> dict[HeadInstance, jax.Array]:
+    """What takes rows of heads to the slice; nothing where they are there."""
+    back = {} if origin is None else origin.by_reading(on)
+    instances = {r.instance: x for r, x in back.items() if isinstance(r, InstanceReading)}
+    return {h: instances[h] for h in on.joint.rotations if h in instances}
+
+
 def _inverse(x: jax.Array) -> jax.Array:
     least = float(jnp.finfo(x.dtype).tiny)  # below it the inverse is infinite
     return jnp.where(x < least, 0.0, 1.0 / jnp.maximum(x, least))
@@ -239,11 +304,21 @@ def without_lengths(channels: Sequence[Measured], point: Arrays, vector: Arrays)
     return out
 
 
-def _above_rounding(left: Arrays, whole: Arrays) -> Arrays:
-    """What is left of a gradient, zero where it is what taking the rest away rounds: Adam would make a step of it."""
-    changed = {p: x for p, x in left.items() if x is not whole[p]}
-    noises = {p: noise(x.dtype) * jnp.abs(whole[p]) for p, x in changed.items()}
-    return left | {p: jax.lax.select(jnp.abs(x) > noises[p], x, jnp.zeros_like(x)) for p, x in changed.items()}
+def _above_rounding(left: Arrays, whole: Arrays, faint: jax.Array | None) -> Arrays:
+    """What is left of a gradient, zero where it is what taking the rest away rounds: Adam would make a step of it.
+
+    And zero where the whole is faint.
+    """
+
+    def kept(x: jax.Array, own: jax.Array) -> jax.Array:
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            return x
+        size = jnp.abs(own)
+        known = [jnp.abs(x) > noise(x.dtype) * size] if x is not own else []
+        known += [] if faint is None else [size >= faint.astype(size.dtype)]
+        return jax.lax.select(functools.reduce(jnp.logical_and, known), x, jnp.zeros_like(x)) if known else x
+
+    return {p: kept(x, whole[p]) for p, x in left.items()}
 
 
 def _radial(
@@ -253,6 +328,7 @@ def _radial(
     point: Arrays,
     gradient: Arrays,
     past: GaugeMoments,
+    faint: jax.Array | None,
 ) -> tuple[Arrays, tuple[jax.Array, ...], tuple[jax.Array, ...]]:
     """Adam on the length of every channel: a tangent, and the new moments."""
     out: Arrays = {}
@@ -262,6 +338,8 @@ def _radial(
         unit = jnp.maximum(length, _LEAST * jnp.mean(length)) if options.radial == "linear" else jnp.ones_like(length)
         inverse = _inverse(unit)
         slope = own.dot(point, gradient) * inverse
+        if faint is not None:
+            slope = jnp.where(jnp.abs(slope) < own.entries**0.5 * faint, 0.0, slope)
         mu, nu = adam.first(slope, mu), adam.second(jnp.square(slope), nu)
         move = jnp.where(length < least, -_REGROWTH, adam.mean(mu, slope) / adam.root(nu))
         size = own.entries**0.5 if options.radial == "linear" else own.reading.log_step

@@ -17,7 +17,7 @@ the bare mean, whose size is the loss's.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -68,14 +68,45 @@ def init_heads(on: Chart, point: Arrays, v_mode: str) -> HeadMoments:
     return HeadMoments(bases, outer, jnp.zeros((), jnp.int32))
 
 
+class Frames(NamedTuple):
+    """How heads' leaves become what moments are kept of, per size of heads.
+
+    Attributes:
+      matrices: (heads, d, d), by which rows are multiplied; () where they come as moments are kept.
+      live: which directions heads have, (heads, d), under the modes with eigenbases.
+    """
+
+    matrices: tuple[jax.Array, ...]
+    live: tuple[jax.Array, ...]
+
+
 def refreshed(
-    on: Chart, point: Arrays, heads: HeadMoments, mu: Arrays, nu: Arrays, options: Any
-) -> tuple[HeadMoments, Arrays, Arrays, list[jax.Array]]:
-    """The bases of this step, both moments in them, and which directions heads have, per size of heads."""
-    if not heads.bases:
-        return heads, mu, nu, []
+    on: Chart,
+    point: Arrays,
+    turns: Mapping[HeadInstance, jax.Array],
+    heads: HeadMoments,
+    mu: Arrays,
+    nu: Arrays,
+    options: Any,
+) -> tuple[HeadMoments, Frames, Arrays, Arrays]:
+    """The bases of this step, both moments in them.
+
+    Args:
+      on: the product on its tree.
+      point: bound leaves.
+      turns: by instance what takes its rows to the slice, for those that are not there.
+      heads: of the last step.
+      mu: first moments.
+      nu: second moments.
+      options: the settings of `scale_by_ddc`.
+    """
     groups = _by_size(on)
+    into = tuple(_joined(alike, turns) for alike in groups) if turns else ()
+    if not heads.bases:
+        return heads, Frames(into, ()), mu, nu
     grams = [_grams(alike, point) for alike in groups]
+    if turns:
+        grams = [matmul(matmul(transpose(turn), gram), turn) for turn, gram in zip(into, grams, strict=True)]
     turned = jnp.stack([_away(gram, basis) for gram, basis in zip(grams, heads.bases, strict=True)])
     age = heads.age + 1
     stale = jnp.max(turned) > options.refresh_drift
@@ -96,41 +127,51 @@ def refreshed(
         stale, renew, lambda mu, nu: (heads.bases, mu, nu, age), kept(mu), kept(nu)
     )
     cut = options.live_threshold if options.v_mode == "body_frame_topk" else eigenvalue_cutoff(real_dtype())
-    live = [_live(gram, basis, cut) for gram, basis in zip(grams, bases, strict=True)]
-    return HeadMoments(bases, (), age), mu | own_mu, nu | own_nu, live
+    live = tuple(_live(gram, basis, cut) for gram, basis in zip(grams, bases, strict=True))
+    matrices = tuple(map(matmul, into, bases)) if turns else bases
+    return HeadMoments(bases, (), age), Frames(matrices, live), mu | own_mu, nu | own_nu
 
 
-def in_bases(on: Chart, heads: HeadMoments, vector: Arrays) -> Arrays:
-    """A vector as moments are kept: leaves of heads in their eigenbases, where the mode has these."""
-    for alike, basis in zip(_by_size(on), heads.bases, strict=False):
-        vector = _turned(alike, vector, basis)
+def _joined(alike: Sequence[HeadInstance], turns: Mapping[HeadInstance, jax.Array]) -> jax.Array:
+    """Matrices of heads of one size, (heads, d, d)."""
+    return jnp.concatenate([_flat(turns.get(h, _identity(h))) for h in alike])
+
+
+def _identity(head: HeadInstance) -> jax.Array:
+    return jnp.broadcast_to(jnp.eye(head.size, dtype=real_dtype()), (*head.shape, head.size, head.size))
+
+
+def in_bases(on: Chart, frames: Frames, vector: Arrays, back: bool = False) -> Arrays:
+    """A vector as moments are kept, or back."""
+    for alike, matrices in zip(_by_size(on), frames.matrices, strict=False):
+        vector = _turned(alike, vector, transpose(matrices) if back else matrices)
     return vector
 
 
 def divided(
     on: Chart,
     heads: HeadMoments,
+    live: Sequence[jax.Array],
     options: Any,
     adam: Adam,
     mean: Arrays,
     gradient: Arrays,
     nu: Arrays,
-    live: Sequence[jax.Array],
 ) -> tuple[Arrays, Arrays, HeadMoments]:
     """Means over roots of second moments, of all leaves.
 
     Args:
       on: the product on its tree.
       heads: of this step.
+      live: which directions heads have.
       options: the settings of `scale_by_ddc`.
       adam: hyperparameters.
       mean: first moments, corrected.
       gradient: of this step, as moments are kept.
       nu: second moments so far.
-      live: which directions heads have.
 
     Returns:
-      The step, the new second moments, and what else is kept of heads.
+      The step, as moments are kept, the new second moments, and what else is kept of heads.
     """
     mode = options.v_mode
     squares = {p: jnp.square(gradient[p]) for p in nu}
@@ -144,8 +185,8 @@ def divided(
     if mode == "per_head_matrix":
         by_matrix, outer = _by_matrix(on, heads.outer, adam, mean, gradient)
         return step | by_matrix, nu, heads._replace(outer=outer)
-    for alike, basis, own in zip(_by_size(on), heads.bases, live, strict=False):
-        step = _turned(alike, _only_live(alike, own, adam, mean, nu, step), transpose(basis))
+    for alike, own in zip(_by_size(on), live, strict=False):
+        step = _only_live(alike, own, adam, mean, nu, step)
     return step, nu, heads
 
 

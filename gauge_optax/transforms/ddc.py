@@ -12,10 +12,10 @@ import optax
 from gauge_optax._arguments import require_choice
 from gauge_optax._layout import opened
 from gauge_optax.gauges.base import Gauges
-from gauge_optax.gauges.product import product
+from gauge_optax.gauges.product import Product, product
 from gauge_optax.inner.ddc import RADIAL, VERTICAL, Options, ddc
 from gauge_optax.inner.heads import V_MODES
-from gauge_optax.quotient import link
+from gauge_optax.quotient import wrapped
 
 Scalar = float | jax.Array
 
@@ -80,7 +80,15 @@ def scale_by_ddc(
         live_threshold, refresh_drift, refresh_every,
     )  # fmt: skip
     check_modes("scale_by_ddc", options)
-    return link("scale_by_ddc", opened(ddc(group, options)), group, still=vertical == "frozen")
+    return around_ddc("scale_by_ddc", opened(ddc(group, options)), group, vertical, ends=False)
+
+
+def around_ddc(
+    name: str, inner: optax.GradientTransformation, group: Product, vertical: str, ends: bool = True
+) -> optax.GradientTransformationExtraArgs:
+    """`inner`, with DDC in it, on the slice; `ends`: whether steps end there too."""
+    frozen = vertical == "frozen"
+    return wrapped(name, inner, group, hold=False, ends=ends, still=frozen, origin=frozen)
 
 
 def check_modes(name: str, options: Options) -> None:

@@ -19,8 +19,7 @@ from gauge_optax.gauges.product import product
 from gauge_optax.inner.ddc import Options, ddc
 from gauge_optax.inner.polar import Labels, polar_of
 from gauge_optax.linalg import Coefficients
-from gauge_optax.quotient import link
-from gauge_optax.transforms.ddc import check_modes
+from gauge_optax.transforms.ddc import around_ddc, check_modes
 
 Scalar = float | jax.Array
 
@@ -98,7 +97,7 @@ def scale_by_scaled_polar(
         "scale_by_scaled_polar", eps, mu_dtype, nesterov, adam_b1, adam_b2, adam_eps_root, vertical, radial,
         radial_scale, scale_floor,
     )  # fmt: skip
-    return link("scale_by_scaled_polar", opened(ddc(group, options, polar)), group, still=vertical == "frozen")
+    return around_ddc("scale_by_scaled_polar", opened(ddc(group, options, polar)), group, vertical, ends=False)
 
 
 def muon_options(

@@ -177,7 +177,7 @@ class HeadInstance:
             view = block.view(a)
             return self._plane_gram(block, view, view if b is a else block.view(b))
         (left, wide), (right, _) = self.matrices(block, block.view(a)), self.matrices(block, block.view(b))
-        return matmul(left, transpose(right)) if wide else matmul(transpose(left), right)
+        return jnp.einsum("...ir,...jr->...ij" if wide else "...ri,...rj->...ij", left, right, precision=HIGHEST)
 
     def turn_view(self, block: HeadBlock, view: jax.Array, matrix: jax.Array) -> jax.Array:
         """W·matrix for one block's view."""

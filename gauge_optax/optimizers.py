@@ -335,8 +335,7 @@ def quotient_muon(
     >>> step(params) == step(twin)
     True
 
-    Reference: Jordan et al. 2024 (Muon); DDC B.10 for heads; `optax.contrib.muon` for names and defaults. A polar
-      factor per head turns with the head, so that no rotation is read where matrices are all there is of a head.
+    Reference: Jordan et al. 2024 (Muon); DDC B.10 for heads; `optax.contrib.muon` for names and defaults.
     """
     if consistent_rms is not None:
         scale = rms_alone("quotient_muon", consistent_rms, scale)
@@ -363,4 +362,4 @@ def quotient_muon(
     )
     group = product(gauges)
     inner = opened(muon(settings, group))
-    return wrapped("quotient_muon", inner, group, hold=hold, pin=pin, turned=settings.sees_turns(group))
+    return wrapped("quotient_muon", inner, group, hold=hold, pin=pin)

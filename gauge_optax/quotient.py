@@ -3,7 +3,6 @@
 Here: the wrapper and its state. Not here: the slice (`gauge_optax.slice`), what runs inside.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -23,7 +22,6 @@ from gauge_optax._layout import layout, lying_like
 from gauge_optax.binding import is_empty, leaves_by_path, with_leaves
 from gauge_optax.gauges.base import Gauges
 from gauge_optax.gauges.product import product
-from gauge_optax.gauges.reading import Turning
 
 
 class QuotientState(NamedTuple):
@@ -87,7 +85,6 @@ def wrapped(
     pin: bool = True,
     still: bool = True,
     ends: bool = True,
-    turned: Callable[[Any, Turning], bool] | None = None,
     origin: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
     """`quotient` on behalf of an alias.
@@ -100,7 +97,6 @@ def wrapped(
       pin: see `quotient`.
       still: whether `inner` stays on the slice; without, it moves along orbits too, and sees the gradient there.
       ends: whether steps end on the slice; a link of a chain leaves that to `gauge_retract`.
-      turned: the rotations to read; those to which `inner` is blind need not be.
       origin: whether `inner` goes the rest of the way to the slice: an `Origin` is given to it under this name, and
         rotations and what is faint are left to it. What is the same in any basis need not be turned.
     """
@@ -114,7 +110,7 @@ def wrapped(
         on, laid = slices.chart(group, params), layout(params)
         with laid.left_open():
             here = laid.enter(params)
-            frame = slices.read(on, here, turned and functools.partial(turned, params))
+            frame = slices.read(on, here)
             point = with_leaves(here, slices.enter(slices.motions(on, frame), on.joint.values(here)))
             frame = frame if pin else slices.unpinned(on, frame)
         return QuotientState(laid.leave(frame), inner.init(lying_like(params, laid.leave(point, like=params))))
@@ -144,8 +140,8 @@ def wrapped(
             extra["grad"] = laid.leave(grad, like=extra["grad"])
         if "value_fn" in extra:
             extra["value_fn"] = _on_slice(on, frame, params, extra["value_fn"])
-        if left is not None:
-            extra["origin"] = laid.leave(left)._replace(params=params, updates=updates)
+        if origin:
+            extra["origin"] = left and laid.leave(left)._replace(params=params, updates=updates)
         seen, outside = laid.leave(seen, like=updates), laid.leave(outside, like=params)
         with with_own_state(name, inner, state.inner_state, params):
             tree, inner_state = inner.update(seen, state.inner_state, outside, **extra)

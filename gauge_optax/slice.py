@@ -9,7 +9,7 @@ Here: one function per arrow, for any product of gauges. Not here: what a gauge 
 (`quotient`). References: Fels and Olver 1999, moving frames; docs/design.md §3.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, NewType
 
 import jax
@@ -21,7 +21,7 @@ from gauge_optax.gauges.chart import Chart, by_class, class_after_class, fixed, 
 from gauge_optax.gauges.chart import motions as chart_motions
 from gauge_optax.gauges.chart import read as chart_read
 from gauge_optax.gauges.product import Product
-from gauge_optax.gauges.reading import Anchored, Arrays, Motion, Reading, Turning
+from gauge_optax.gauges.reading import Anchored, Arrays, Motion, Reading
 from gauge_optax.linalg import real_dtype, zero
 
 SlicePoint = NewType("SlicePoint", dict[str, jax.Array])
@@ -68,9 +68,9 @@ def chart(group: Product, params: Any) -> Chart:
     return group.chart(params)
 
 
-def read(on: Chart, params: Any, turned: Callable[[Turning], bool] | None = None) -> Frame:
+def read(on: Chart, params: Any, turning: bool = True) -> Frame:
     """The frame of a point; see `gauges.chart.read`."""
-    element, masks = chart_read(on, params, turned)
+    element, masks = chart_read(on, params, turning)
     return framed(on, element, masks[: len(on.order.first)])
 
 
@@ -128,7 +128,7 @@ def origin(on: Chart, frame: Frame, point: SlicePoint, gradient: Any) -> Origin:
     """Of a point and a gradient whose rotations are not undone and whose faint entries are not taken away."""
     back: dict[Reading, jax.Array] = {}
     for (part, bound), inverse in zip(on.parts, frame.inverse, strict=True):
-        back |= part.split(bound, inverse)
+        back |= part.by_reading(bound, inverse)
     by_number = {str(k): back[r] for k, r in enumerate(on.readings) if r in back}
     return Origin(by_number, faint(on, point, gradient))
 

@@ -77,7 +77,8 @@ def test_twins_of_every_mode(name: str, dtype: str, mode: str) -> None:
     ("llama", "muon", None),
     *(pytest.param(*case, marks=pytest.mark.slow) for case in [
         ("gpt", "per_head_matrix", "dead_unit"), ("gpt", "refreshed", "constant_head"), ("llama", "log", "zero_head"),
-        ("llama", "none", None), ("llama_bias", "body_frame", None),
+        ("llama", "none", None), ("llama_bias", "body_frame", None), ("relu2", "body_frame_topk", None),
+        ("mqa", "body_frame_topk", None), ("qk_norm", "paper", None),
     ]),
 ])  # fmt: skip
 def test_what_is_left_to_ddc_changes_nothing(
@@ -125,31 +126,55 @@ SPECTRA = {
 def test_degenerate_heads(spectrum: str, mode: str, dtype: str) -> None:
     """Heads whose Gram matrix has these eigenvalues, squared: an eigenbasis is what rounding makes of them."""
     with jax.enable_x64(dtype == "float64"):
-        keys = jax.random.split(jax.random.key(5), 4)
-        shapes = {"query": (8, 2, 4), "key": (8, 2, 4), "value": (8, 2, 4), "out": (2, 4, 8)}
-        drawn = {n: jax.random.normal(k, s) for k, (n, s) in zip(keys, shapes.items(), strict=True)}
-        params = {n: _with_spectrum(x, SPECTRA[spectrum], n == "out") for n, x in drawn.items()}
-        gauges = [
-            go.head_rotation({"query": "_ head basis", "key": "_ head basis"}),
-            go.head_rotation({"value": "_ head basis", "out": "head basis _"}),
-        ]
-        x = jax.random.normal(jax.random.key(6), (3, 5, 8))
-        group, tx = go.product(gauges), _tx(mode, gauges)
-
-        def loss(p: Tree) -> jax.Array:
-            q, k, v = (jnp.einsum("btd,dhe->bhte", x, p[n]) for n in ("query", "key", "value"))
-            weights = jax.nn.softmax(jnp.einsum("bhte,bhse->bhts", q, k), -1)
-            out = jnp.einsum("bhts,bhse,hed->btd", weights, v, p["out"])
-            return jnp.mean(jnp.square(out - jnp.roll(x, 1, -1)))
-
-        check_twins(f"{spectrum} {mode}", group, jit(tx.init), stepper(tx, loss), params, dtype)
+        _check_attention(f"{spectrum} {mode}", functools.partial(_tx, mode), SPECTRA[spectrum], dtype)
 
 
-def _with_spectrum(leaf: jax.Array, sizes: tuple[float, ...], wide: bool) -> jax.Array:
-    rows = jnp.moveaxis(leaf, -1, -2) if wide else jnp.moveaxis(leaf, 1, 0)  # (heads, rows, 4)
+@pytest.mark.parametrize("name", ["ddc_adamw", "ddc_muon", "quotient_muon", "quotient_adamw"])
+def test_wide_heads(name: str, x64: None) -> None:
+    """Wide enough that what holds them stops before it has solved its equation."""
+    _check_attention(name, functools.partial(getattr(go, name), 1e-2), np.geomspace(1.0, 0.05, 16), "float64")
+
+
+def _check_attention(
+    name: str, optimizer: Callable[[Any], optax.GradientTransformation], sizes: Any, dtype: str
+) -> None:
+    """Twins of one attention layer whose heads have these singular values."""
+    width, rows = len(sizes), 2 * len(sizes)
+    keys = jax.random.split(jax.random.key(5), 4)
+    shapes = dict.fromkeys(("query", "key", "value"), (rows, 2, width)) | {"out": (2, width, rows)}
+    drawn = {n: jax.random.normal(k, s) for k, (n, s) in zip(keys, shapes.items(), strict=True)}
+    params = {n: _with_spectrum(x, sizes, n == "out") for n, x in drawn.items()}
+    gauges = [
+        go.head_rotation({"query": "_ head basis", "key": "_ head basis"}),
+        go.head_rotation({"value": "_ head basis", "out": "head basis _"}),
+    ]
+    x = jax.random.normal(jax.random.key(6), (3, 5, rows))
+    group, tx = go.product(gauges), optimizer(gauges)
+
+    def loss(p: Tree) -> jax.Array:
+        q, k, v = (jnp.einsum("btd,dhe->bhte", x, p[n]) for n in ("query", "key", "value"))
+        weights = jax.nn.softmax(jnp.einsum("bhte,bhse->bhts", q, k), -1)
+        out = jnp.einsum("bhts,bhse,hed->btd", weights, v, p["out"])
+        return jnp.mean(jnp.square(out - jnp.roll(x, 1, -1)))
+
+    check_twins(name, group, jit(tx.init), stepper(tx, loss), params, dtype)
+
+
+def _with_spectrum(leaf: jax.Array, sizes: Any, wide: bool) -> jax.Array:
+    rows = jnp.moveaxis(leaf, -1, -2) if wide else jnp.moveaxis(leaf, 1, 0)  # (heads, rows, width)
     u, _, vt = jnp.linalg.svd(rows, full_matrices=False)
-    made = (u * jnp.array(sizes)) @ vt
+    made = (u * jnp.asarray(sizes, leaf.dtype)) @ vt
     return jnp.moveaxis(made, -1, -2) if wide else jnp.moveaxis(made, 0, 1)
+
+
+def test_a_gradient_that_is_no_number_stays_none() -> None:
+    """Beside a head, whose constancy decides what is rounding."""
+    gauges = [go.logit_shift({"head": "_ vocab"}), go.rescale({"up": "_ channel"}, {"down": "channel _"})]
+    params = {"head": jnp.ones((2, 3)), "up": jnp.ones((2, 4)), "down": jnp.ones((4, 2)), "free": jnp.ones(3)}
+    grads = jax.tree.map(lambda x: x.at[0].set(jnp.nan), params)
+    tx = go.ddc_adamw(1e-2, gauges)
+    updates, _ = jit(tx.update)(grads, jit(tx.init)(params), params)
+    assert not np.any([np.all(np.isfinite(x)) for x in jax.tree.leaves(updates)])
 
 
 def test_adamw_parts_these_twins(x64: None) -> None:

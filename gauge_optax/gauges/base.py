@@ -184,7 +184,7 @@ class Gauge(abc.ABC):
         """
         return action_motion(bound.more[0], element, inverse)
 
-    def split(self, bound: Bound, element: Element) -> Mapping[Reading, jax.Array]:
+    def by_reading(self, bound: Bound, element: Element) -> Mapping[Reading, jax.Array]:
         """Of a gauge that does nothing but scale or turn, log-scales or matrices by reading; of all others nothing."""
         return {}
 
@@ -271,7 +271,7 @@ class Gauge(abc.ABC):
           stands.
         """
         on = self.chart(params)
-        elements, _ = read(on, params, lambda _: False)
+        elements, _ = read(on, params, turning=False)
         values = on.joint.values(params)
         parts = zip(on.parts, elements, strict=True)
         return self._of(tuple(part.coordinates_of(bound, own, values) for (part, bound), own in parts))

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from gauge_optax._sequence import after, anew
-from gauge_optax.binding import Block, binding_error, overlap
+from gauge_optax.binding import binding_error
 from gauge_optax.gauges.bound import Bound
 from gauge_optax.gauges.reading import Anchored, Arrays, Motion, Order, Place, Reading, Turning, order_of
 from gauge_optax.linalg import real_dtype
@@ -57,7 +57,7 @@ class Part(Protocol):
     def move(self, bound: Bound, element: Any, values: Mapping[str, jax.Array]) -> Mapping[str, jax.Array]:
         """Points, moved."""
 
-    def split(self, bound: Bound, element: Any) -> Mapping[Reading, jax.Array]:
+    def by_reading(self, bound: Bound, element: Any) -> Mapping[Reading, jax.Array]:
         """Log-scales or matrices by reading, where it does nothing else."""
 
     def motion(self, bound: Bound, element: Any, inverse: Any) -> Motion:
@@ -131,25 +131,10 @@ class Chart:
         return tuple(r for r in self.readings if isinstance(r, Turning))
 
     @functools.cached_property
-    def rotations(self) -> frozenset[Reading]:
+    def turning_alone(self) -> frozenset[Reading]:
         """Those of gauges that do nothing but turn heads: they can be undone when all else is."""
-        own = [part.readings(bound) for part, bound in self.parts if bound.rotations]
-        return frozenset(r for several in own if set(several) <= set(self.turning) for r in several)
-
-    def scaled_alone(self, reading: Anchored, block: Block) -> bool:
-        """Whether nothing but this scale, and rotations, moves any entry of one of its blocks."""
-        others = [b for r in self.readings if r != reading and r not in self.rotations for b in r.moved]
-        return not any(overlap(block, other) for other in (*others, *self.joint.shift_blocks))
-
-    @functools.cached_property
-    def scaled(self) -> frozenset[str]:
-        """The leaves that scales and rotations move and nothing else.
-
-        Without single rows of heads: their gradient may be rounding (`Turning.without_rounding`).
-        """
-        known = [(part.effect in ("diagonal", "orthogonal"), b.path) for part, own in self.parts for b in own.blocks]
-        single = {b.block.path for head in self.joint.rotations for b in head.blocks if head.rows(b) == 1}
-        return frozenset(p for _, p in known) - {p for plain, p in known if not plain} - single
+        own = [part.readings(bound) for part, bound in self.parts]
+        return frozenset(r for several in own if all(isinstance(x, Turning) for x in several) for r in several)
 
     @functools.cached_property
     def order(self) -> Order:
@@ -163,14 +148,14 @@ def _checksum(part: Part, bound: Bound) -> int:
 
 
 def read(
-    on: Chart, params: Any, turned: Callable[[Turning], bool] | None = None
+    on: Chart, params: Any, turning: bool = True
 ) -> tuple[tuple[Any, ...], tuple[jax.Array, ...]]:
     """The frame of a point.
 
     Args:
       on: the product on its tree.
       params: the point.
-      turned: which rotations to read; all by default, the others are the identity.
+      turning: whether to read rotations; without, they are the identity.
 
     Returns:
       The element of every gauge; and per place of the order, which channels were read there. One all of whose anchors
@@ -179,7 +164,7 @@ def read(
     values = on.joint.values(params)
     found, masks, divided = _anchored(on, on.joint.centre(values))
     found |= {r: r.identity() for r in on.turning}
-    for kind, alike in by_class([r for r in on.turning if turned is None or turned(r)]):
+    for kind, alike in by_class(on.turning if turning else ()):
         found |= dict(zip(alike, kind.read_all(alike, divided), strict=True))
     return elements_of(on, found, values), masks
 
@@ -234,10 +219,10 @@ def motions(
 
     Without `turning`, gauges that do nothing but turn heads do nothing.
     """
-    still, found = Motion(*[lambda values: values] * 3), []
+    still, found = Motion(dict, dict, dict), []
     for k in on.moving:
         part, bound = on.parts[k]
-        moves = turning or on.rotations.isdisjoint(part.readings(bound))
+        moves = turning or on.turning_alone.isdisjoint(part.readings(bound))
         found.append(part.motion(bound, element[k], inverse[k]) if moves else still)
     return tuple(found)
 
@@ -299,15 +284,20 @@ class Nearest(NamedTuple):
 
 def nearest(on: Chart, params: Any) -> Nearest:
     """The point of the slice on the orbit of this one, heads as they are."""
-    element, masks = read(on, params, lambda _: False)
+    element, masks = read(on, params, turning=False)
     inverse = tuple(part.inverse(own) for (part, _), own in zip(on.parts, element, strict=True))
     out, back = motions(on, element, inverse), motions(on, inverse, element)[::-1]
     return Nearest(element, undone(out, on.joint.values(params)), masks, out, back)
 
 
-def turning_removed(on: Chart, point: Arrays, tangent: Arrays) -> Arrays:
-    """A tangent of the slice without the part that turns heads; the same map for cotangents."""
-    return class_after_class(on, point, tangent, lambda kind: kind.across)
+def turning_removed(
+    on: Chart, point: Arrays, tangent: Arrays, back: Mapping[Reading, jax.Array] | None = None
+) -> Arrays:
+    """A tangent of the slice without the part that turns heads; the same map for cotangents.
+
+    Where rotations are not undone, `back` has what undoes them, see `Turning.across`.
+    """
+    return class_after_class(on, point, tangent, lambda kind: functools.partial(kind.across, back=back or {}))
 
 
 def class_after_class(on: Chart, point: Arrays, vector: Arrays, change: Callable[[type[Turning]], Change]) -> Arrays:

@@ -11,7 +11,7 @@ slice that they define (`gauge_optax.slice`).
 import abc
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -182,8 +182,17 @@ class Turning(Reading):
 
     @classmethod
     @abc.abstractmethod
-    def across(cls, readings: Sequence[Any], point: Arrays, vector: Arrays) -> Arrays:
-        """The orthogonal projection of a tangent, or of a cotangent, off the directions in which these turn."""
+    def across(
+        cls, readings: Sequence[Any], point: Arrays, vector: Arrays, back: Mapping[Reading, jax.Array]
+    ) -> Arrays:
+        """The orthogonal projection of a tangent, or of a cotangent, off the directions in which these turn.
+
+        Args:
+          readings: of this class.
+          point: leaves.
+          vector: leaves.
+          back: what rows of these readings have yet to be multiplied by to lie on the slice; empty where they do.
+        """
 
     @classmethod
     def without_rounding(cls, readings: Sequence[Any], cotangents: Arrays) -> Arrays:

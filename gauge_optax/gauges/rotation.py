@@ -67,7 +67,7 @@ class TurningGauge(BoundGauge):
     def element_of(self, bound: Bound, found: Mapping[Reading, jax.Array], values: Mapping[str, jax.Array]) -> Element:
         return {r.key: found[r] for r in self.readings(bound)}
 
-    def split(self, bound: Bound, element: Element) -> Mapping[Reading, jax.Array]:
+    def by_reading(self, bound: Bound, element: Element) -> Mapping[Reading, jax.Array]:
         return {r: self.matrix(element[r.key]) for r in self.readings(bound)}
 
     def motion(self, bound: Bound, element: Element, inverse: Element) -> Motion:

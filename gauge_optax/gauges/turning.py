@@ -21,8 +21,8 @@ import numpy as np
 from gauge_optax._sequence import in_turn, singly
 from gauge_optax.binding import Block
 from gauge_optax.gauges._head import BASIS, PLANE, HeadBlock, HeadInstance
-from gauge_optax.gauges.reading import Arrays, InstanceReading, Motion, Turning
-from gauge_optax.linalg import HIGHEST, eigenvalue_cutoff, matmul, noise, real_dtype, safe_divide, transpose
+from gauge_optax.gauges.reading import Arrays, InstanceReading, Motion, Reading, Turning
+from gauge_optax.linalg import HIGHEST, matmul, noise, real_dtype, safe_divide, transpose
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +69,7 @@ class TurnReading(InstanceReading, Turning):
             if not single or len(single) == len(head.blocks):
                 continue
             order = [name for name in head.named if name != PLANE]
-            sizes = [_largest(head, b, out[b.block.path]) for b in head.blocks]
+            sizes = [_row(head, b, out[b.block.path]) for b in head.blocks]
             by_head = [_by_name(b, x, order) for b, x in zip(head.blocks, sizes, strict=True)]
             whole = functools.reduce(jnp.maximum, by_head)
             for block, size in zip(head.blocks, sizes, strict=True):
@@ -84,17 +84,22 @@ class TurnReading(InstanceReading, Turning):
 
     @classmethod
     def held(cls, readings: "Sequence[TurnReading]", before: Arrays, change: Arrays) -> Arrays:
-        return _without_turning(readings, before, change)
+        return _without_turning(readings, before, change, {})
 
     @classmethod
-    def across(cls, readings: "Sequence[TurnReading]", point: Arrays, vector: Arrays) -> Arrays:
-        return _without_turning(readings, point, vector)
+    def across(
+        cls, readings: "Sequence[TurnReading]", point: Arrays, vector: Arrays, back: Mapping[Reading, jax.Array]
+    ) -> Arrays:
+        return _without_turning(readings, point, vector, back)
 
 
-def _largest(head: HeadInstance, block: HeadBlock, leaf: jax.Array) -> jax.Array:
-    """The largest entry of every head, over a block's rows and basis; broadcastable to its view."""
+def _row(head: HeadInstance, block: HeadBlock, leaf: jax.Array) -> jax.Array:
+    """The norm that rows of every head have, root mean square; broadcastable to a block's view."""
     spare = tuple(k for k, label in enumerate(block.labels) if label not in head.named or label == PLANE)
-    return jnp.max(jnp.abs(block.view(leaf)), spare, keepdims=True)
+    view = block.view(leaf)
+    largest = jnp.max(jnp.abs(view), spare, keepdims=True)
+    squares = jnp.square(safe_divide(view, largest))  # of numbers that have them, whatever the loss's scale
+    return largest * jnp.sqrt(jnp.sum(squares, spare, keepdims=True) / head.rows(block))
 
 
 def _by_name(block: HeadBlock, sizes: jax.Array, order: Sequence[str]) -> jax.Array:
@@ -113,14 +118,26 @@ def _mixed_rows(head: HeadInstance, values: Arrays) -> jax.Array:
     return total
 
 
-def _without_turning(readings: Sequence[TurnReading], point: Arrays, vector: Arrays) -> Arrays:
-    """A vector less W·A, heads of one size in one batch."""
+def _without_turning(
+    readings: Sequence[TurnReading], point: Arrays, vector: Arrays, back: Mapping[Reading, jax.Array]
+) -> Arrays:
+    """A vector less W·A, heads of one size in one batch; `back`, where they do not lie on the slice, takes them there.
+
+    The equation is solved there: what is left when it is not solved to the end knows the basis.
+    """
     out = dict(vector)
     for size in sorted({r.instance.size for r in readings}):
-        heads = [r.instance for r in readings if r.instance.size == size]
+        alike = [r for r in readings if r.instance.size == size]
+        heads = [r.instance for r in alike]
         found = [(head.gram(point, point), head.gram(point, vector)) for head in heads]
         gram, turning = (_stacked([pair[k] for pair in found]) for k in range(2))
-        for head, generator in zip(heads, _unstacked(lyapunov(gram, turning), heads), strict=True):
+        if back:
+            turns = _stacked([back[r] for r in alike])
+            gram, turning = (matmul(matmul(transpose(turns), x), turns) for x in (gram, turning))
+            solved = matmul(matmul(turns, lyapunov(gram, turning)), transpose(turns))
+        else:
+            solved = lyapunov(gram, turning)
+        for head, generator in zip(heads, _unstacked(solved, heads), strict=True):
             out |= head.added(out, point, -generator)
     return out
 
@@ -161,10 +178,7 @@ def lyapunov(m: jax.Array, k: jax.Array, steps: int = 24) -> jax.Array:
     def step(carry: _Solving, _: None) -> tuple[_Solving, None]:
         solution, residual, direction, energy = carry
         product = matmul(m, direction)  # D is antisymmetric: D·M is minus its transpose, ⟨D, M·D + D·M⟩ twice ⟨D, M·D⟩
-        along = 2.0 * inner(direction, product)
-        # Where M is zero there is no solution, and all that is left to solve is rounding.
-        solvable = (energy > done) & (along > eigenvalue_cutoff(m.dtype) * energy)
-        rate = jnp.where(solvable, safe_divide(energy, along), 0.0)
+        rate = jnp.where(energy > done, safe_divide(energy, 2.0 * inner(direction, product)), 0.0)
         residual = residual - rate * (product - transpose(product))
         scaled = weight * residual
         fresh = inner(residual, scaled)
@@ -221,7 +235,9 @@ class PlaneReading(TurnReading):
         return out
 
     @classmethod
-    def across(cls, readings: "Sequence[TurnReading]", point: Arrays, vector: Arrays) -> Arrays:
+    def across(
+        cls, readings: "Sequence[TurnReading]", point: Arrays, vector: Arrays, back: Mapping[Reading, jax.Array]
+    ) -> Arrays:
         out = dict(vector)
         for head in (r.instance for r in readings):
             gram, size = head.gram(point, out), head.total({p: jnp.square(point[p]) for p in head.paths})

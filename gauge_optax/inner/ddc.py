@@ -7,7 +7,8 @@ the rows that read a norm) has a length s, which is the channel's invariant scal
 * tangential: Adam entry by entry on the rest of the gradient, without what would change lengths; or the polar factor
   of a matrix's first moment (DDC's Muon).
 
-Weights of one function are the same numbers here, so that no moment has to know how it moves.
+Moments of one function are the same numbers here, so that none has to know how it moves. Points and gradients may come
+with their heads as they lie (`slice.Origin`): what is done to them but for moments is the same in any basis.
 
 Here: scale channels and the step. Not here: second moments of heads (`heads`), what enters and leaves the slice
 (`quotient`). References: DDC B.1–B.8; docs/design.md §4. Deviations: a length moves by lr·√n, n the entries that carry
@@ -26,11 +27,10 @@ import optax
 
 from gauge_optax._layout import layout, zeros_like
 from gauge_optax.binding import Block, binding_error, is_empty, leaves_by_path, overlap, with_leaves
-from gauge_optax.gauges._head import HeadInstance
 from gauge_optax.gauges._matrices import Matrices
 from gauge_optax.gauges.chart import Chart, centred, turning_removed
 from gauge_optax.gauges.product import Product
-from gauge_optax.gauges.reading import Anchored, Arrays, InstanceReading
+from gauge_optax.gauges.reading import Anchored, Arrays, Reading
 from gauge_optax.inner.adam import Adam
 from gauge_optax.inner.heads import HeadMoments, divided, in_bases, init_heads, refreshed
 from gauge_optax.inner.polar import Polar, polar_steps
@@ -99,7 +99,7 @@ class ScaleByDDCState(NamedTuple):
 
 
 def ddc(group: Product, options: Options, polar: Polar | None = None) -> optax.GradientTransformationExtraArgs:
-    """DDC's Adam as an ordinary optimizer for points of the slice, or DDC's Muon.
+    """DDC's Adam as an ordinary optimizer for points of the slice, or DDC's Muon; with an `origin`, for points near it.
 
     Args:
       group: the product.
@@ -140,14 +140,15 @@ def ddc(group: Product, options: Options, polar: Polar | None = None) -> optax.G
         adam = Adam.at(options, optax.safe_increment(state.count))
         point, gradient = on.joint.vectors(params), leaves_by_path(updates)
         gradient |= on.joint.vectors(updates)
-        lying, faint = _lying(on, origin, gradient), None if origin is None else origin.faint
+        back, faint = ({}, None) if origin is None else (origin.by_reading(on), origin.faint)
+        lying = _lying(on, origin, back, gradient)
         lengths = [(own, own.squares(point)) for own in map(lying, carried(on))]
         measured = lengths + [(own, own.squares(point)) for own in map(lying, fixed_sizes(on))]
         fixed = [(own, _inverse(squares)) for own, squares in measured]
         along, radial_mu, radial_nu = _radial(lengths, options, adam, point, gradient, past, faint)
         across = _above_rounding(without_lengths(fixed, point, gradient), gradient, faint)
         old_mu, old_nu = leaves_by_path(state.mu), leaves_by_path(state.nu)
-        heads, frames, old_mu, old_nu = refreshed(on, point, _turns(on, origin), past.heads, old_mu, old_nu, options)
+        heads, frames, old_mu, old_nu = refreshed(on, point, back, past.heads, old_mu, old_nu, options)
         across, own = in_bases(on, frames, across), matrices(params)
         muon = adam if polar is None else Adam.at(options._replace(b1=polar.options.beta), adam.count)
         mu = {p: (muon if p in own else adam).first(across[p], m) for p, m in old_mu.items()}
@@ -156,7 +157,7 @@ def ddc(group: Product, options: Options, polar: Polar | None = None) -> optax.G
         if polar is not None:
             step |= polar_steps(polar.options, own, mean)
         step = in_bases(on, frames, step, back=True)
-        step = centred(on, turning_removed(on, point, without_lengths(fixed, point, step)))
+        step = centred(on, turning_removed(on, point, without_lengths(fixed, point, step), back))
         step |= {p: step[p] + x for p, x in along.items()}
         vertical = past.vertical
         if options.vertical != "frozen":
@@ -175,7 +176,7 @@ class Pair(NamedTuple):
     Attributes:
       leaf: of the parameters.
       slope: of the gradient.
-      entered: the same in slice coordinates, by which it is known.
+      entered: what DDC is given in its place, by which it is known.
     """
 
     leaf: jax.Array
@@ -227,7 +228,7 @@ class Channels:
         for block in self.blocks:
             leaf, factor = self.stored.get(block, (point[block.path], None))
             total = block.total(self.reading.named, jnp.square(leaf))
-            totals.append(total if factor is None else total * jnp.square(factor))
+            totals.append(total if factor is None else total * factor * factor)
         return sum(totals[1:], totals[0])
 
     def length(self, squares: jax.Array) -> jax.Array:
@@ -266,26 +267,42 @@ def fixed_sizes(on: Chart) -> tuple[Channels, ...]:
     return tuple(Channels(reading, anchor) for reading, anchor in places if reading.log_step)
 
 
-def _lying(on: Chart, origin: Origin | None, entered: Arrays) -> Callable[[Channels], Channels]:
-    """What gives channels their leaves as they lie; `entered` is the gradient on the slice."""
+def _lying(
+    on: Chart, origin: Origin | None, back: Mapping[Reading, jax.Array], entered: Arrays
+) -> Callable[[Channels], Channels]:
+    """What gives channels their leaves as they lie; `entered` is the gradient that DDC is given."""
     if origin is None:
         return lambda own: own
-    back, leaves, slopes = origin.by_reading(on), on.joint.values(origin.params), on.joint.vectors(origin.updates)
-    pairs = {p: Pair(leaves[p], slopes[p], entered[p]) for p in on.scaled}
+    leaves, slopes = on.joint.values(origin.params), on.joint.vectors(origin.updates)
+    pairs = {p: Pair(leaves[p], slopes[p], entered[p]) for p in _paired(on)}
+    movers = _movers(on)
 
     def placed(own: Channels) -> Channels:
-        alone = [b for b in own.blocks if own.reading in back and on.scaled_alone(own.reading, b)]
+        blocks = own.blocks if own.reading in back else ()
+        alone = [b for b in blocks if not any(overlap(b, x) for r, x in movers[b.path] if r is not own.reading)]
         stored = {b: (leaves[b.path], own.reading.factors(back[own.reading], b)) for b in alone}
         return dataclasses.replace(own, pairs=pairs, stored=stored)
 
     return placed
 
 
-def _turns(on: Chart, origin: Origin | None) -> dict[HeadInstance, jax.Array]:
-    """What takes rows of heads to the slice; nothing where they are there."""
-    back = {} if origin is None else origin.by_reading(on)
-    instances = {r.instance: x for r, x in back.items() if isinstance(r, InstanceReading)}
-    return {h: instances[h] for h in on.joint.rotations if h in instances}
+def _paired(on: Chart) -> set[str]:
+    """The leaves that gauges of scales and gauges of rotations move and nothing else.
+
+    Without single rows of heads: their gradient may be rounding (`Turning.without_rounding`).
+    """
+    known = [(part.effect in ("diagonal", "orthogonal"), b.path) for part, own in on.parts for b in own.blocks]
+    single = {b.block.path for head in on.joint.rotations for b in head.blocks if head.rows(b) == 1}
+    return {p for _, p in known} - {p for plain, p in known if not plain} - single
+
+
+def _movers(on: Chart) -> dict[str, list[tuple[Reading | None, Block]]]:
+    """By leaf, the blocks that readings move, rotations aside, and those of shifts."""
+    found: dict[str, list[tuple[Reading | None, Block]]] = {}
+    moved = [(r, b) for r in on.readings if r not in on.turning_alone for b in r.moved]
+    for reading, block in [*moved, *((None, b) for b in on.joint.shift_blocks)]:
+        found.setdefault(block.path, []).append((reading, block))
+    return found
 
 
 def _inverse(x: jax.Array) -> jax.Array:
@@ -307,16 +324,16 @@ def without_lengths(channels: Sequence[Measured], point: Arrays, vector: Arrays)
 def _above_rounding(left: Arrays, whole: Arrays, faint: jax.Array | None) -> Arrays:
     """What is left of a gradient, zero where it is what taking the rest away rounds: Adam would make a step of it.
 
-    And zero where the whole is faint.
+    And zero where the whole is faint. Entry by entry, in the basis in which heads lie.
     """
 
     def kept(x: jax.Array, own: jax.Array) -> jax.Array:
         if not jnp.issubdtype(x.dtype, jnp.floating):
             return x
         size = jnp.abs(own)
-        known = [jnp.abs(x) > noise(x.dtype) * size] if x is not own else []
-        known += [] if faint is None else [size >= faint.astype(size.dtype)]
-        return jax.lax.select(functools.reduce(jnp.logical_and, known), x, jnp.zeros_like(x)) if known else x
+        known = [jnp.abs(x) <= noise(x.dtype) * size] if x is not own else []
+        known += [] if faint is None else [size < faint]  # NaN is not
+        return jax.lax.select(functools.reduce(jnp.logical_or, known), jnp.zeros_like(x), x) if known else x
 
     return {p: kept(x, whole[p]) for p, x in left.items()}
 
@@ -337,9 +354,10 @@ def _radial(
         length = own.length(squares)
         unit = jnp.maximum(length, _LEAST * jnp.mean(length)) if options.radial == "linear" else jnp.ones_like(length)
         inverse = _inverse(unit)
-        slope = own.dot(point, gradient) * inverse
+        slope = own.dot(point, gradient)
         if faint is not None:
-            slope = jnp.where(jnp.abs(slope) < own.entries**0.5 * faint, 0.0, slope)
+            slope = jnp.where(jnp.abs(slope) < own.entries**0.5 * faint * length, 0.0, slope)
+        slope = slope * inverse
         mu, nu = adam.first(slope, mu), adam.second(jnp.square(slope), nu)
         move = jnp.where(length < least, -_REGROWTH, adam.mean(mu, slope) / adam.root(nu))
         size = own.entries**0.5 if options.radial == "linear" else own.reading.log_step

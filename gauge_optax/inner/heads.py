@@ -27,7 +27,8 @@ import numpy as np
 from gauge_optax._sequence import in_turn
 from gauge_optax.gauges._head import HeadBlock, HeadInstance
 from gauge_optax.gauges.chart import Chart
-from gauge_optax.gauges.reading import Arrays
+from gauge_optax.gauges.reading import Arrays, Reading
+from gauge_optax.gauges.turning import TurnReading
 from gauge_optax.inner.adam import Adam
 from gauge_optax.linalg import (
     eigenvalue_cutoff,
@@ -83,7 +84,7 @@ class Frames(NamedTuple):
 def refreshed(
     on: Chart,
     point: Arrays,
-    turns: Mapping[HeadInstance, jax.Array],
+    back: Mapping[Reading, jax.Array],
     heads: HeadMoments,
     mu: Arrays,
     nu: Arrays,
@@ -94,13 +95,14 @@ def refreshed(
     Args:
       on: the product on its tree.
       point: bound leaves.
-      turns: by instance what takes its rows to the slice, for those that are not there.
+      back: by reading what takes rows to the slice, for those that are not there.
       heads: of the last step.
       mu: first moments.
       nu: second moments.
       options: the settings of `scale_by_ddc`.
     """
     groups = _by_size(on)
+    turns = {r.instance: x for r, x in back.items() if isinstance(r, TurnReading)}
     into = tuple(_joined(alike, turns) for alike in groups) if turns else ()
     if not heads.bases:
         return heads, Frames(into, ()), mu, nu

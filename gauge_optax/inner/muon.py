@@ -9,7 +9,7 @@ Here: routing and the momentum. Not here: the polar factor (`linalg.polar`), the
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -19,7 +19,6 @@ import optax
 from gauge_optax.binding import is_empty, leaves_by_path, with_leaves
 from gauge_optax.gauges._matrices import Matrices
 from gauge_optax.gauges.product import Product
-from gauge_optax.gauges.reading import Turning
 from gauge_optax.inner.polar import PolarOptions, Routing, polar_steps
 
 
@@ -61,14 +60,6 @@ class Muon:
         """Leaf path → how it is read, for leaves stepped by their polar factor."""
         found = self.routing.matrices(group.bound(params), params)
         return {path: own.grouped(path, self.heads_per_matrix) for path, own in found.items()}
-
-    def sees_turns(self, group: Product) -> Callable[[Any, Turning], bool]:
-        """Of a tree and a rotation: whether something else than a polar factor steps its rows, and sees its basis."""
-
-        def seen(params: Any, reading: Turning) -> bool:
-            return not {block.path for block in reading.moved} <= set(self.matrices(group, params))
-
-        return seen
 
 
 def muon(settings: Muon, group: Product) -> optax.GradientTransformationExtraArgs:

@@ -87,7 +87,7 @@ def vertical_motion(params: Any, update: Any, gauges: Gauges) -> tuple[Element, 
     group = product(gauges)
     after = jax.tree.map(lambda p, u: p + u.astype(p.dtype), params, update)
     on = slices.chart(group, params)
-    frame = slices.read(on, params, lambda _: False)  # heads in the basis they have
+    frame = slices.read(on, params, turning=False)  # heads in the basis they have
     into = slices.motions(on, frame)
     here, there = (slices.enter(into, on.joint.values(x)) for x in (params, after))
     stretches, turns = _read_turns(on, here, there, _logarithm)
@@ -96,7 +96,7 @@ def vertical_motion(params: Any, update: Any, gauges: Gauges) -> tuple[Element, 
         for (_, bound), element, inverse in zip(on.parts, frame.element, frame.inverse, strict=True)
         for i in bound.linear
     }
-    read = jax.tree.map(jnp.subtract, slices.read(on, after, lambda _: False).element, frame.element)
+    read = jax.tree.map(jnp.subtract, slices.read(on, after, turning=False).element, frame.element)
     moved = (shift or own for shift, own in zip(drift(params, after, group), read, strict=True))
     return tuple(_motion(part, params, own, turns, generators) for part, own in zip(group.parts, moved, strict=True))
 

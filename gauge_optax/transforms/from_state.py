@@ -64,7 +64,7 @@ def from_state(
     on, laid = chart(group, params), layout(params)
     with laid.left_open():
         here, plain = laid.enter((params, state))
-        frame = read(on, here, lambda _: False)
+        frame = read(on, here, turning=False)
         point = with_leaves(here, enter(motions(on, frame), on.joint.values(here)))
         expected = jax.eval_shape(inner.init, point)
         found, wanted = (str(jax.tree.structure(x)) for x in (plain, expected))

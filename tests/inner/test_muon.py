@@ -69,14 +69,3 @@ def test_under_qk_norm_queries_are_matrices_per_head() -> None:
     _, after = tx.update(grads, state, params)
     moments = after.inner_state.inner_states["muon"].inner_state[0].mu["blocks"][0]["attn"]
     assert moments["query"]["kernel"].shape == (6, 2, 4)
-
-
-def test_heads_without_vectors_are_not_turned() -> None:
-    """A polar factor turns with the head: only what Adam steps needs a basis."""
-    params = _draw(0)
-    bare = go.quotient_muon(0.1, GAUGE).init(params)
-    identity = go.product(GAUGE).identity(params)
-    assert float(jnp.max(jnp.abs(bare.gauges.element[0][""] - identity[0][""]))) == 0.0
-    biased = go.head_rotation({"value": "_ head basis", "bias": "head basis", "out": "head basis _"})
-    turned = go.quotient_muon(0.1, biased).init(params | {"bias": jnp.ones((4, 3))})
-    assert float(jnp.max(jnp.abs(turned.gauges.element[0][""] - identity[0][""]))) > 0.1

@@ -143,8 +143,9 @@ class Anchored(Reading):
         return 0.0
 
     def factors(self, element: jax.Array, block: Block) -> jax.Array:
-        """What an element of a scale multiplies a block by, per channel."""
-        raise NotImplementedError
+        """What an element of a scale multiplies a block by, per channel; 1 for no scale."""
+        del element, block
+        return jnp.ones(self.shape)
 
     def partner(self, anchor: Anchor) -> tuple[Block, ...]:
         """The blocks that carry the size of a scale whose anchor has one that is fixed."""

@@ -154,6 +154,19 @@ class HeadInstance:
         products = [self.block_gram(x, a[x.block.path], b[x.block.path]) for x in self.blocks]
         return sum(products[1:], products[0])
 
+    def over_rows(self, values: Values) -> jax.Array:
+        """Σ over rows of all blocks: (*shape, size)."""
+        sums = [self._over_rows(x, x.view(values[x.block.path])) for x in self.blocks]
+        return sum(sums[1:], sums[0])
+
+    def swapped(self, values: Values) -> dict[str, jax.Array]:
+        """Of planes, the touched leaves with rows (r, l) in place of (l, r)."""
+        out = {path: values[path] for path in self.paths}
+        for block in self.blocks:
+            path, at = block.block.path, block.labels.index(BASIS)
+            out[path] = block.write(out[path], jax.lax.rev(block.view(values[path]), (at,)))
+        return out
+
     def turn(self, values: Values, matrix: jax.Array) -> dict[str, jax.Array]:
         """The touched leaves with W·matrix in place of W; matrix is (*shape, size, size)."""
         out = {path: values[path] for path in self.paths}
@@ -192,13 +205,16 @@ class HeadInstance:
     # Planes of two coordinates, entry by entry: as matrices they would be copied with their pairs side by side.
 
     def _plane_gram(self, block: HeadBlock, a: jax.Array, b: jax.Array) -> jax.Array:
-        at, axes = block.labels.index(BASIS), (*self.named, BASIS)
-        free = tuple(k for k, label in enumerate(block.labels) if label not in axes)
-        kept = [label for label in block.labels if label in axes]
-        order = [kept.index(label) for label in axes]
-        same, swapped = (jnp.sum(x * b, free).transpose(order) for x in (a, jax.lax.rev(a, (at,))))
+        swapped = jax.lax.rev(a, (block.labels.index(BASIS),))
+        same, swapped = (self._over_rows(block, x * b) for x in (a, swapped))
         diagonal = np.broadcast_to(np.eye(2, dtype=bool), (*self.shape, 2, 2))
         return jax.lax.select(diagonal, *(jnp.broadcast_to(x[..., None, :], diagonal.shape) for x in (same, swapped)))
+
+    def _over_rows(self, block: HeadBlock, view: jax.Array) -> jax.Array:
+        axes = (*self.named, BASIS)
+        kept = [label for label in block.labels if label in axes]
+        free = tuple(k for k, label in enumerate(block.labels) if label not in axes)
+        return jnp.sum(view, free).transpose([kept.index(label) for label in axes])
 
     def _turned_planes(self, block: HeadBlock, view: jax.Array, matrix: jax.Array) -> jax.Array:
         at = block.labels.index(BASIS)

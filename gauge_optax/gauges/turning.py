@@ -69,13 +69,12 @@ class TurnReading(InstanceReading, Turning):
             if not single or len(single) == len(head.blocks):
                 continue
             order = [name for name in head.named if name != PLANE]
-            sizes = [_row(head, b, out[b.block.path]) for b in head.blocks]
-            by_head = [_by_name(b, x, order) for b, x in zip(head.blocks, sizes, strict=True)]
-            whole = functools.reduce(jnp.maximum, by_head)
+            sizes = [_row(head, b, out[b.block.path], order) for b in head.blocks]
+            whole = functools.reduce(jnp.maximum, sizes)
             for block, size in zip(head.blocks, sizes, strict=True):
                 if block in single:
                     view = block.view(out[block.block.path])
-                    faint = _by_name(block, size, order) < noise(view.dtype) * whole
+                    faint = size < noise(view.dtype) * whole
                     shape = [n if label in order else 1 for n, label in zip(view.shape, block.labels, strict=True)]
                     kept = [label for label in block.labels if label in order]
                     faint = jnp.transpose(faint, [order.index(label) for label in kept]).reshape(shape)
@@ -93,20 +92,19 @@ class TurnReading(InstanceReading, Turning):
         return _without_turning(readings, point, vector, back)
 
 
-def _row(head: HeadInstance, block: HeadBlock, leaf: jax.Array) -> jax.Array:
-    """The norm that rows of every head have, root mean square; broadcastable to a block's view."""
-    spare = tuple(k for k, label in enumerate(block.labels) if label not in head.named or label == PLANE)
-    view = block.view(leaf)
+def _row(head: HeadInstance, block: HeadBlock, leaf: jax.Array, order: Sequence[str]) -> jax.Array:
+    """The norm that rows of every head have, root mean square; its axes are those of heads, in this order."""
+    if block.pairing is None:  # as products leave them: no copy with heads where the leaf has them
+        view, labels = head.matrices(block, block.view(leaf))[0], (*head.named, "", "")
+    else:
+        view, labels = block.view(leaf), block.labels
+    spare = tuple(k for k, label in enumerate(labels) if label not in order)
     largest = jnp.max(jnp.abs(view), spare, keepdims=True)
-    squares = jnp.square(safe_divide(view, largest))  # of numbers that have them, whatever the loss's scale
-    return largest * jnp.sqrt(jnp.sum(squares, spare, keepdims=True) / head.rows(block))
-
-
-def _by_name(block: HeadBlock, sizes: jax.Array, order: Sequence[str]) -> jax.Array:
-    """Numbers per head, kept beside a view, with the axes in this order."""
-    labels = [label for label in block.labels if label in order]
-    flat = sizes.reshape([n for n, label in zip(sizes.shape, block.labels, strict=True) if label in order])
-    return jnp.transpose(flat, [labels.index(name) for name in order])
+    # Squares of numbers that have them, whatever the loss's scale.
+    squares = jnp.sum(jnp.square(view * safe_divide(jnp.ones(()), largest)), spare, keepdims=True)
+    norms = jnp.squeeze(largest * jnp.sqrt(squares / head.rows(block)), spare)
+    kept = [label for label in labels if label in order]
+    return jnp.transpose(norms, [kept.index(name) for name in order])
 
 
 def _mixed_rows(head: HeadInstance, values: Arrays) -> jax.Array:
@@ -240,13 +238,15 @@ class PlaneReading(TurnReading):
     ) -> Arrays:
         out = dict(vector)
         for head in (r.instance for r in readings):
-            gram, size = head.gram(point, out), head.total({p: jnp.square(point[p]) for p in head.paths})
-            rate = safe_divide(gram[..., 0, 1] - gram[..., 1, 0], size)
+            swapped = head.swapped(point)
+            size = head.total({p: jnp.square(x) for p, x in swapped.items()})
+            sums = head.over_rows({p: x * out[p] for p, x in swapped.items()})
+            rate = safe_divide(sums[..., 1] - sums[..., 0], size)
             signed = jnp.stack([-rate, rate], -1)  # a quarter turn takes (l, r) to (−r, l)
             for block in head.blocks:
                 path = block.block.path
-                swapped = jax.lax.rev(block.view(point[path]), (block.labels.index(BASIS),))
-                out[path] = block.write(out[path], block.view(out[path]) - swapped * head.along_basis(block, signed))
+                moved = block.view(swapped[path]) * head.along_basis(block, signed)
+                out[path] = block.write(out[path], block.view(out[path]) - moved)
         return out
 
 

@@ -10,15 +10,14 @@ the rows that read a norm) has a length s, which is the channel's invariant scal
 Moments of one function are the same numbers here, so that none has to know how it moves. Points and gradients may come
 with their heads as they lie (`slice.Origin`): what is done to them but for moments is the same in any basis.
 
-Here: scale channels and the step. Not here: second moments of heads (`heads`), what enters and leaves the slice
-(`quotient`). References: DDC B.1–B.8; docs/design.md §4. Deviations: a length moves by lr·√n, n the entries that carry
-it, which is what Adam can move it by; where several kernels read a norm, each has a length of its own; a chain's inner
-lengths are those of anchors, which leaves one radial part (B.6).
+Here: the step. Not here: sums along channels (`channels`), second moments of heads (`heads`), what enters and leaves
+the slice (`quotient`). References: DDC B.1–B.8; docs/design.md §4. Deviations: a length moves by lr·√n, n the entries
+that carry it, which is what Adam can move it by; where several kernels read a norm, each has a length of its own; a
+chain's inner lengths are those of anchors, which leaves one radial part (B.6).
 """
 
-import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -26,12 +25,13 @@ import jax.numpy as jnp
 import optax
 
 from gauge_optax._layout import layout, zeros_like
-from gauge_optax.binding import Block, binding_error, is_empty, leaves_by_path, overlap, with_leaves
+from gauge_optax.binding import binding_error, is_empty, leaves_by_path, with_leaves
 from gauge_optax.gauges._matrices import Matrices
 from gauge_optax.gauges.chart import Chart, centred, turning_removed
 from gauge_optax.gauges.product import Product
-from gauge_optax.gauges.reading import Anchored, Arrays, Reading
+from gauge_optax.gauges.reading import Arrays
 from gauge_optax.inner.adam import Adam
+from gauge_optax.inner.channels import Measured, Pair, as_they_lie, carried, inverse_of, without_lengths
 from gauge_optax.inner.heads import HeadMoments, divided, in_bases, init_heads, refreshed
 from gauge_optax.inner.polar import Polar, polar_steps
 from gauge_optax.inner.vertical import VERTICAL, VerticalMoments, init_vertical, vertical_step
@@ -141,12 +141,12 @@ def ddc(group: Product, options: Options, polar: Polar | None = None) -> optax.G
         point, gradient = on.joint.vectors(params), leaves_by_path(updates)
         gradient |= on.joint.vectors(updates)
         back, faint = ({}, None) if origin is None else (origin.by_reading(on), origin.faint)
-        lying = _lying(on, origin, back, gradient)
-        lengths = [(own, own.squares(point)) for own in map(lying, carried(on))]
-        measured = lengths + [(own, own.squares(point)) for own in map(lying, fixed_sizes(on))]
-        fixed = [(own, _inverse(squares)) for own, squares in measured]
-        along, radial_mu, radial_nu = _radial(lengths, options, adam, point, gradient, past, faint)
-        across = _above_rounding(without_lengths(fixed, point, gradient), gradient, faint)
+        carriers, anchors, pairs = as_they_lie(on, origin, back)
+        lengths = [(own, own.squares(point)) for own in carriers]
+        measured = lengths + [(own, own.squares(point)) for own in anchors]
+        fixed = [(own, inverse_of(squares)) for own, squares in measured]
+        along, radial_mu, radial_nu = _radial(lengths, options, adam, point, gradient, pairs, past, faint)
+        across = _above_rounding(without_lengths(fixed, point, gradient, pairs), gradient, faint)
         old_mu, old_nu = leaves_by_path(state.mu), leaves_by_path(state.nu)
         heads, frames, old_mu, old_nu = refreshed(on, point, back, past.heads, old_mu, old_nu, options)
         across, own = in_bases(on, frames, across), matrices(params)
@@ -168,157 +168,6 @@ def ddc(group: Product, options: Options, polar: Polar | None = None) -> optax.G
         return _like(updates, step), ScaleByDDCState(adam.count, _like(state.mu, mu), _like(state.nu, nu), new)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
-
-
-class Pair(NamedTuple):
-    """A leaf and its gradient as they lie: along a channel they make the sums that they make on the slice.
-
-    Attributes:
-      leaf: of the parameters.
-      slope: of the gradient.
-      entered: what DDC is given in its place, by which it is known.
-    """
-
-    leaf: jax.Array
-    slope: jax.Array
-    entered: jax.Array
-
-
-@dataclasses.dataclass(frozen=True)
-class Channels:
-    """Blocks of one reading that have one length per channel.
-
-    Sums are taken off leaves as they lie where they can be: then the slice point is made entry by entry in what reads
-    it, and need not be an array.
-
-    Attributes:
-      reading: the scale reading.
-      blocks: the blocks.
-      pairs: by leaf that scales and rotations alone move.
-      stored: of blocks that this scale alone moves, the leaf, and what multiplies a channel on its way to the slice,
-        which is constant along a sum.
-    """
-
-    reading: Anchored
-    blocks: tuple[Block, ...]
-    pairs: Mapping[str, Pair] = dataclasses.field(default_factory=dict)
-    stored: Mapping[Block, tuple[jax.Array, jax.Array]] = dataclasses.field(default_factory=dict)
-
-    @property
-    def entries(self) -> int:
-        """How many entries carry one length."""
-        return sum(b.entries(self.reading.named) for b in self.blocks)
-
-    def dot(self, point: Arrays, vector: Arrays) -> jax.Array:
-        """Sums of products of a point and a vector, per channel."""
-        totals = [self._dot(block, point[block.path], vector[block.path]) for block in self.blocks]
-        return sum(totals[1:], totals[0])
-
-    def _dot(self, block: Block, point: jax.Array, vector: jax.Array) -> jax.Array:
-        pair = self.pairs.get(block.path)
-        if pair is not None and vector is pair.entered:
-            return block.total(self.reading.named, pair.leaf * pair.slope)
-        leaf, factor = self.stored.get(block, (point, None))
-        total = block.total(self.reading.named, leaf * vector)
-        return total if factor is None else total * factor
-
-    def squares(self, point: Arrays) -> jax.Array:
-        """Sums of squares of a point, per channel."""
-        totals = []
-        for block in self.blocks:
-            leaf, factor = self.stored.get(block, (point[block.path], None))
-            total = block.total(self.reading.named, jnp.square(leaf))
-            totals.append(total if factor is None else total * factor * factor)
-        return sum(totals[1:], totals[0])
-
-    def length(self, squares: jax.Array) -> jax.Array:
-        """Norms, per channel."""
-        return jnp.sqrt(squares)
-
-    def times(self, point: Arrays, rates: jax.Array) -> Arrays:
-        """Blocks of a point times a number per channel; zero elsewhere on their leaves."""
-        out: Arrays = {}
-        for block in self.blocks:
-            part = point[block.path] * block.spread(self.reading.named, rates)
-            out[block.path] = out[block.path] + part if block.path in out else part
-        return out
-
-
-Measured = tuple[Channels, jax.Array]
-"""Channels with a number for each: their sums of squares at a point, or the inverses of these."""
-
-
-def carried(on: Chart) -> tuple[Channels, ...]:
-    """The blocks whose lengths are a channel's scales, each by itself."""
-    # A whole block that is the next gauge's anchor has no length of its own.
-    anchors = [block for place in on.order.first for block in place.anchor if not on.anchored[place.reading].named]
-    found = []
-    for place in on.order.first:
-        reading = on.anchored[place.reading]
-        blocks = reading.partner(place.anchor)
-        taken = [not reading.named and any(overlap(block, anchor) for anchor in anchors) for block in blocks]
-        found += [Channels(reading, (block,)) for block, off in zip(blocks, taken, strict=True) if not off]
-    return tuple(found)
-
-
-def fixed_sizes(on: Chart) -> tuple[Channels, ...]:
-    """The anchors of scales."""
-    places = [(on.anchored[place.reading], place.anchor) for place in on.order.first]
-    return tuple(Channels(reading, anchor) for reading, anchor in places if reading.log_step)
-
-
-def _lying(
-    on: Chart, origin: Origin | None, back: Mapping[Reading, jax.Array], entered: Arrays
-) -> Callable[[Channels], Channels]:
-    """What gives channels their leaves as they lie; `entered` is the gradient that DDC is given."""
-    if origin is None:
-        return lambda own: own
-    leaves, slopes = on.joint.values(origin.params), on.joint.vectors(origin.updates)
-    pairs = {p: Pair(leaves[p], slopes[p], entered[p]) for p in _paired(on)}
-    movers = _movers(on)
-
-    def placed(own: Channels) -> Channels:
-        blocks = own.blocks if own.reading in back else ()
-        alone = [b for b in blocks if not any(overlap(b, x) for r, x in movers[b.path] if r is not own.reading)]
-        stored = {b: (leaves[b.path], own.reading.factors(back[own.reading], b)) for b in alone}
-        return dataclasses.replace(own, pairs=pairs, stored=stored)
-
-    return placed
-
-
-def _paired(on: Chart) -> set[str]:
-    """The leaves that gauges of scales and gauges of rotations move and nothing else.
-
-    Without single rows of heads: their gradient may be rounding (`Turning.without_rounding`).
-    """
-    known = [(part.effect in ("diagonal", "orthogonal"), b.path) for part, own in on.parts for b in own.blocks]
-    single = {b.block.path for head in on.joint.rotations for b in head.blocks if head.rows(b) == 1}
-    return {p for _, p in known} - {p for plain, p in known if not plain} - single
-
-
-def _movers(on: Chart) -> dict[str, list[tuple[Reading | None, Block]]]:
-    """By leaf, the blocks that readings move, rotations aside, and those of shifts."""
-    found: dict[str, list[tuple[Reading | None, Block]]] = {}
-    moved = [(r, b) for r in on.readings if r not in on.turning_alone for b in r.moved]
-    for reading, block in [*moved, *((None, b) for b in on.joint.shift_blocks)]:
-        found.setdefault(block.path, []).append((reading, block))
-    return found
-
-
-def _inverse(x: jax.Array) -> jax.Array:
-    least = float(jnp.finfo(x.dtype).tiny)  # below it the inverse is infinite
-    return jnp.where(x < least, 0.0, 1.0 / jnp.maximum(x, least))
-
-
-def without_lengths(channels: Sequence[Measured], point: Arrays, vector: Arrays) -> Arrays:
-    """A vector without what changes lengths, one gauge after the other; channels come with inverse squares."""
-    out = dict(vector)
-    for own, inverse in channels:
-        # Where no length is, the inverse is zero already. The select keeps XLA's CPU backend from handing the sum and
-        # what it is spread over to one library call, which takes several times as long as the two apart.
-        rates = jax.lax.select(inverse > 0, own.dot(point, out) * inverse, jnp.zeros_like(inverse))
-        out |= {p: out[p] - x for p, x in own.times(point, rates).items()}
-    return out
 
 
 def _above_rounding(left: Arrays, whole: Arrays, faint: jax.Array | None) -> Arrays:
@@ -344,6 +193,7 @@ def _radial(
     adam: Adam,
     point: Arrays,
     gradient: Arrays,
+    pairs: Mapping[str, Pair],
     past: GaugeMoments,
     faint: jax.Array | None,
 ) -> tuple[Arrays, tuple[jax.Array, ...], tuple[jax.Array, ...]]:
@@ -353,8 +203,8 @@ def _radial(
     for (own, squares), mu, nu, least in zip(channels, past.radial_mu, past.radial_nu, past.least, strict=True):
         length = own.length(squares)
         unit = jnp.maximum(length, _LEAST * jnp.mean(length)) if options.radial == "linear" else jnp.ones_like(length)
-        inverse = _inverse(unit)
-        slope = own.dot(point, gradient)
+        inverse = inverse_of(unit)
+        slope = own.dot(point, gradient, pairs, ())
         if faint is not None:
             slope = jnp.where(jnp.abs(slope) < own.entries**0.5 * faint * length, 0.0, slope)
         slope = slope * inverse

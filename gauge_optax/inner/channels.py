@@ -209,7 +209,7 @@ def _movers(on: Chart) -> dict[str, list[tuple[Reading | None, Block]]]:
 def inverse_of(x: jax.Array) -> jax.Array:
     """1/x, and 0 where that would be infinite."""
     least = float(jnp.finfo(x.dtype).tiny)
-    return jnp.where(x < least, 0.0, 1.0 / jnp.maximum(x, least))
+    return jax.lax.select(x < least, jnp.zeros_like(x), 1.0 / jnp.maximum(x, least))
 
 
 def without_lengths(
@@ -221,7 +221,7 @@ def without_lengths(
     for own, inverse in channels:
         # Where no length is, the inverse is zero already. The select keeps XLA's CPU backend from handing the sum and
         # what it is spread over to one library call, which takes several times as long as the two apart.
-        left = own.dot(point, out, pairs or {}, gone) * inverse
-        gone.append((own, jax.lax.select(inverse > 0, left, jnp.zeros_like(inverse))))
-        out |= {p: out[p] - x for p, x in own.times(point, gone[-1][1]).items()}
+        rates = jax.lax.select(inverse > 0, own.dot(point, out, pairs or {}, gone) * inverse, inverse)
+        gone.append((own, rates))
+        out |= {p: out[p] - x for p, x in own.times(point, rates).items()}
     return out

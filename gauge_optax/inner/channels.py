@@ -109,10 +109,6 @@ class Channels:
                 totals.append(block.total(self.reading.named, jnp.square(point[block.path])))
         return sum(totals[1:], totals[0])
 
-    def length(self, squares: jax.Array) -> jax.Array:
-        """Norms, per channel."""
-        return jnp.sqrt(squares)
-
     def times(self, point: Arrays, rates: jax.Array) -> Arrays:
         """Blocks of a point times a number per channel; zero elsewhere on their leaves."""
         out: Arrays = {}

@@ -124,7 +124,7 @@ def ddc(group: Product, options: Options, polar: Polar | None = None) -> optax.G
 
         def moments(params: optax.Params) -> GaugeMoments:
             values = on.joint.vectors(params)
-            lengths = [own.length(own.squares(values)) for own in carried(on)]
+            lengths = [jnp.sqrt(own.squares(values)) for own in carried(on)]
             mus, nus = (tuple(jnp.zeros_like(s) for s in lengths) for _ in range(2))
             least = tuple(options.scale_floor * jnp.mean(s) for s in lengths)
             heads, vertical = init_heads(on, values, options.v_mode), init_vertical(on, options.vertical, values)
@@ -201,7 +201,7 @@ def _radial(
     out: Arrays = {}
     mus, nus = [], []
     for (own, squares), mu, nu, least in zip(channels, past.radial_mu, past.radial_nu, past.least, strict=True):
-        length = own.length(squares)
+        length = jnp.sqrt(squares)
         unit = jnp.maximum(length, _LEAST * jnp.mean(length)) if options.radial == "linear" else jnp.ones_like(length)
         inverse = inverse_of(unit)
         slope = own.dot(point, gradient, pairs, ())

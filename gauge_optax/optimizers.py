@@ -6,8 +6,9 @@ import jax
 import optax
 
 from gauge_optax._layout import opened
-from gauge_optax.binding import is_empty, with_leaves
+from gauge_optax.binding import is_empty, leaves_by_path, with_leaves
 from gauge_optax.gauges.base import Gauges
+from gauge_optax.gauges.bound import Bound
 from gauge_optax.gauges.product import product
 from gauge_optax.inner.ddc import Options, ddc
 from gauge_optax.inner.muon import Muon, muon
@@ -191,21 +192,23 @@ def ddc_muon(
         scale_floor,
     )  # fmt: skip
 
-    def is_matrix(path: str, params: Any) -> bool:
-        return path in polar.routing.matrices(group.bound(params), params)
+    matrices = polar.routing.matrices
+
+    def others(bound: Bound, params: Any) -> set[str]:
+        return leaves_by_path(params).keys() - matrices(bound, params).keys()
 
     def labelled(params: Any) -> Any:
         plain = jax.tree.map(lambda _: "adam", params)
         if is_empty(params):
             return plain
-        return with_leaves(plain, dict.fromkeys(polar.routing.matrices(group.bound(params), params), "muon"))
+        return with_leaves(plain, dict.fromkeys(matrices(group.bound(params), params), "muon"))
 
     adam_rate = learning_rate if adam_learning_rate is None else adam_learning_rate
     rates = {"muon": learning_rate, "adam": adam_rate}
     inner = optax.chain(
         opened(ddc(group, options, polar)),
-        decay(weight_decay, group, match, weight_decay_mask, only=is_matrix, of_values=True),
-        decay(adam_weight_decay, group, match, only=lambda p, params: not is_matrix(p, params), of_values=True),
+        decay(weight_decay, group, match, weight_decay_mask, only=matrices, of_values=True),
+        decay(adam_weight_decay, group, match, only=others, of_values=True),
         optax.partition({name: optax.scale_by_learning_rate(rate) for name, rate in rates.items()}, labelled),
     )
     return around_ddc("ddc_muon", inner, group, vertical)

@@ -12,6 +12,7 @@ import optax
 import pytest
 
 import gauge_optax as go
+from gauge_optax.gauges.bound import Bound
 from models import lm
 from tests.programs import primitives
 from tests.quick import jit
@@ -59,6 +60,22 @@ def test_the_program_of_ddc_has_one_conditional_at_most() -> None:
     print(f"{len(found)} equations, AdamW {len(plain)}")
     assert len(found) <= 9 * len(plain)
     assert found.count("cond") <= 1 and "while" not in found
+
+
+@pytest.mark.parametrize("name", ["quotient_adamw", "quotient_muon", "ddc_adamw", "ddc_muon"])
+def test_a_trace_binds_the_product_a_few_times(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many leaves there are: a binding looks at all of them."""
+    params, tx = _shapes(LLAMA), getattr(go, name)(1e-3, lm.gauges(LLAMA))
+    state, check, count = jax.eval_shape(tx.init, params), Bound.check, 0
+
+    def counted(self: Bound) -> None:
+        nonlocal count
+        count += 1
+        check(self)
+
+    monkeypatch.setattr(Bound, "check", counted)
+    jax.make_jaxpr(tx.update)(params, state, params)
+    assert 0 < count <= 6
 
 
 @pytest.mark.parametrize(

@@ -77,19 +77,19 @@ class Product(ReadGauge):
     name: ClassVar[str] = "product"
 
     def bound(self, params: Any) -> Bound:
-        parts = [part.bound(params) for part in self.parts]
-        joint = Bound(
-            tuple(i for b in parts for i in b.scales),
-            tuple(i for b in parts for i in b.shifts),
-            tuple(h for b in parts for h in b.heads),
-            tuple(i for b in parts for i in b.linear),
-            tuple(r for b in parts for r in b.more),
-        )
-        joint.check()
-        return joint
+        return self.chart(params).joint
 
     def chart(self, params: Any) -> Chart:
-        return Chart(tuple((part, part.bound(params)) for part in self.parts), self.bound(params))
+        bounds = [part.bound(params) for part in self.parts]
+        joint = Bound(
+            tuple(i for b in bounds for i in b.scales),
+            tuple(i for b in bounds for i in b.shifts),
+            tuple(h for b in bounds for h in b.heads),
+            tuple(i for b in bounds for i in b.linear),
+            tuple(r for b in bounds for r in b.more),
+        )
+        joint.check()
+        return Chart(tuple(zip(self.parts, bounds, strict=True)), joint)
 
     def act(self, element: Element, params: Params) -> Params:
         for part, own in zip(self.parts, element, strict=True):

@@ -9,7 +9,7 @@ References: DDC B.7 and C.14; docs/design.md §4; "When Equivalent Weights Train
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -97,7 +97,7 @@ def decay(
     group: Product,
     match: str = "adamw",
     mask: Mask = None,
-    only: Callable[[str, Any], bool] = lambda path, params: True,
+    only: Callable[[Bound, Any], Collection[str]] | None = None,
     of_values: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
     """`add_gauge_decay`, also of slice coordinates.
@@ -107,7 +107,7 @@ def decay(
       group: the product.
       match: see `add_gauge_decay`.
       mask: see `add_gauge_decay`.
-      only: of a path and the tree, whether the leaf decays here.
+      only: of the product on its tree and the tree, the paths that decay here; all by default.
       of_values: whether leaves are values: γ where a leaf of θ stores γ − 1.
     """
     require_choice(_NAME, "match", match, ("adamw", "horizontal"))
@@ -116,7 +116,8 @@ def decay(
 
     def factors_of(bound: Bound, params: Any) -> dict[str, float]:
         factors = decay_factors(weight_decay, bound, params, match, mask)
-        return {path: factor for path, factor in factors.items() if factor and only(path, params)}
+        here = factors if only is None else only(bound, params)
+        return {path: factor for path, factor in factors.items() if factor and path in here}
 
     def init_fn(params: optax.Params) -> AddGaugeDecayState:
         if not is_empty(params):

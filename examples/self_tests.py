@@ -16,15 +16,15 @@ the three. Prints the gap after the last step, the largest of three seeds (for A
     construction                float64, 20 steps  float32, 50 steps  AdamW
     CE shift, bias              2.6e-16            2.6e-07            5.0e-03
     CE shift, row               3.2e-16            2.4e-07            1.5e-02
-    ReLU rescale                6.0e-16            6.7e-07            2.7e-01
-    LayerNorm scale             2.2e-15            3.9e-07            2.7e-01
-    chained ReLU                2.0e-15            7.0e-07            1.4e-01
-    chained ReLU, per unit      8.8e-16            9.3e-07            2.7e-01
-    rotation, none              8.0e-16            4.3e-07            2.7e-01
-    rotation, per_head_scalar   7.7e-16            4.3e-07            2.7e-01
-    rotation, per_head_matrix   7.5e-16            4.3e-07            2.7e-01
-    rotation, body_frame        2.7e-15            1.6e-06            2.7e-01
-    rotation, body_frame_topk   2.7e-15            1.6e-06            2.7e-01
+    ReLU rescale                5.3e-16            5.9e-07            2.7e-01
+    LayerNorm scale             2.0e-15            4.0e-07            2.7e-01
+    chained ReLU                1.7e-15            5.9e-07            1.4e-01
+    chained ReLU, per unit      1.1e-15            7.4e-07            2.7e-01
+    rotation, none              7.3e-16            4.0e-07            2.7e-01
+    rotation, per_head_scalar   6.8e-16            3.6e-07            2.7e-01
+    rotation, per_head_matrix   7.6e-16            4.0e-07            2.7e-01
+    rotation, body_frame        3.2e-15            1.6e-06            2.7e-01
+    rotation, body_frame_topk   3.2e-15            1.6e-06            2.7e-01
     B.8, |v·R|                  4.4e-01            3.8e-01            2.7e-01
     B.8, v·|R|                  1.1e-15            1.7e-06            2.7e-01
     B.8, v·(R∘R)                2.0e-15            9.9e-07            2.7e-01

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from gauge_optax._sequence import in_turn
 from gauge_optax.linalg import eigenvalue_cutoff, inverse_sqrt_by_products, matmul, safe_divide, transpose
+from gauge_optax.xla import in_turn
 
 
 def triangular(rows: jax.Array) -> jax.Array:

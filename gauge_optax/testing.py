@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from gauge_optax._arguments import require_key
 from gauge_optax.binding import binding_error, leaves_by_path, match
+from gauge_optax.checks import require_key
 from gauge_optax.gauges.base import Element, Gauge, Gauges
 from gauge_optax.gauges.chart import horizontal, nearest, pushed
 from gauge_optax.gauges.product import Product, product

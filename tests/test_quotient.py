@@ -17,7 +17,7 @@ import pytest
 
 import gauge_optax as go
 from gauge_optax.binding import leaves_by_path
-from gauge_optax.transforms._transport_move import move_cotangent, move_tangent
+from gauge_optax.states.moves import move_cotangent, move_tangent
 from models import lm
 from tests.cases import GAUGE_CASES
 from tests.quick import jit

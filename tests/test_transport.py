@@ -15,7 +15,7 @@ import optax.contrib
 import pytest
 
 import gauge_optax as go
-from gauge_optax.transforms._transport_move import move_cotangent, move_tangent
+from gauge_optax.states.moves import move_cotangent, move_tangent
 from tests.quick import jit
 from tests.tolerances import tolerance
 

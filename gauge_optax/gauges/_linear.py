@@ -9,13 +9,13 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from gauge_optax._sequence import singly
 from gauge_optax.binding import Block
 from gauge_optax.factors import balance, full_rank, triangular, triangulars
 from gauge_optax.gauges._head import HeadInstance
 from gauge_optax.gauges._scale import Values
 from gauge_optax.gauges.reading import Anchor, Anchored, Arrays, InstanceReading
 from gauge_optax.linalg import inverse_sqrt_by_products, matmul, real_dtype, transpose
+from gauge_optax.xla import singly
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,11 +14,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from gauge_optax._sequence import after
 from gauge_optax.binding import overlap
 from gauge_optax.gauges.chart import Chart, elements_of
 from gauge_optax.gauges.reading import Anchored, Arrays
 from gauge_optax.linalg import real_dtype
+from gauge_optax.xla import after
 
 _MOST_ROUNDS = 200
 _Carry = tuple[tuple[jax.Array, ...], Arrays, jax.Array, jax.Array]

@@ -13,11 +13,11 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 
-from gauge_optax._sequence import after, anew
 from gauge_optax.binding import binding_error
 from gauge_optax.gauges.bound import Bound
 from gauge_optax.gauges.reading import Anchored, Arrays, Motion, Order, Place, Reading, Turning, order_of
 from gauge_optax.linalg import real_dtype
+from gauge_optax.xla import after, anew
 
 Change = Callable[[Sequence[Any], Arrays, Arrays], Arrays]
 """What a class of rotations makes of its readings, a point and a vector."""

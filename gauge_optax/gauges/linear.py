@@ -23,7 +23,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gauge_optax._sequence import singly
 from gauge_optax.binding import Axes, Instance, block_specs, check_specs, frozen_sizes
 from gauge_optax.gauges._head import BASIS, HeadBlock, HeadInstance
 from gauge_optax.gauges._linear import LinearInstance, LinearReading
@@ -35,6 +34,7 @@ from gauge_optax.gauges.rotation import HeadRotation, haar
 from gauge_optax.gauges.torus import RopeTorus, check_pairing
 from gauge_optax.gauges.turning import PlaneReading, WholeTurnReading, plane_motion
 from gauge_optax.linalg import matmul, real_dtype, transpose
+from gauge_optax.xla import singly
 
 
 def head_linear(

@@ -12,8 +12,8 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from gauge_optax._axes import parse_axes
 from gauge_optax.binding import Axes, BlockSpec, Instance, block_specs, frozen_sizes, instance_key, leaves_by_path
+from gauge_optax.binding.axes import parse_axes
 from gauge_optax.gauges._shift import (
     VOCAB,
     ShiftInstance,

@@ -18,11 +18,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gauge_optax._sequence import in_turn, singly
 from gauge_optax.binding import Block
 from gauge_optax.gauges._head import BASIS, PLANE, HeadBlock, HeadInstance
 from gauge_optax.gauges.reading import Arrays, InstanceReading, Motion, Reading, Turning
 from gauge_optax.linalg import HIGHEST, matmul, noise, real_dtype, safe_divide, transpose
+from gauge_optax.xla import in_turn, singly
 
 
 @dataclasses.dataclass(frozen=True)

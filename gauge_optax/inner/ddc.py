@@ -24,7 +24,6 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from gauge_optax._layout import layout, zeros_like
 from gauge_optax.binding import binding_error, is_empty, leaves_by_path, with_leaves
 from gauge_optax.gauges._matrices import Matrices
 from gauge_optax.gauges.chart import Chart, centred, turning_removed
@@ -36,6 +35,7 @@ from gauge_optax.inner.heads import HeadMoments, divided, in_bases, init_heads, 
 from gauge_optax.inner.polar import Polar, polar_steps
 from gauge_optax.inner.vertical import VERTICAL, VerticalMoments, init_vertical, vertical_step
 from gauge_optax.linalg import noise
+from gauge_optax.meshes import layout, zeros_like
 from gauge_optax.slice import Origin
 
 Scalar = float | jax.Array

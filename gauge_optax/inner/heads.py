@@ -24,7 +24,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gauge_optax._sequence import in_turn
 from gauge_optax.gauges._head import HeadBlock, HeadInstance
 from gauge_optax.gauges.chart import Chart
 from gauge_optax.gauges.reading import Arrays, Reading
@@ -38,6 +37,7 @@ from gauge_optax.linalg import (
     symmetric_eigen,
     transpose,
 )
+from gauge_optax.xla import in_turn
 
 V_MODES = ("body_frame_topk", "body_frame", "per_head_scalar", "per_head_matrix", "none")
 _SLOPE = 5e-2  # of the mean eigenvalue, from the first direction to the last

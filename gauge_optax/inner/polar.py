@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from gauge_optax._arguments import require_choice
-from gauge_optax._paths import match, nearest
 from gauge_optax.binding import binding_error, leaves_by_path
+from gauge_optax.binding.paths import match, nearest
+from gauge_optax.checks import require_choice
 from gauge_optax.gauges._matrices import Matrices, matrices_of, matrix
 from gauge_optax.gauges.bound import Bound
 from gauge_optax.linalg import Coefficients, Schedule, ns_schedule, polar

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from gauge_optax._sequence import in_turn
 from gauge_optax.binding import binding_error
 from gauge_optax.gauges._head import HeadInstance
 from gauge_optax.gauges._scale import ScaleInstance, Values
@@ -17,6 +16,7 @@ from gauge_optax.gauges.base import Effect, Element, Gauge, Gauges
 from gauge_optax.gauges.bound import Arrays, Bound
 from gauge_optax.gauges.product import product
 from gauge_optax.linalg import lyapunov, matmul, safe_divide, skew
+from gauge_optax.xla import in_turn
 
 SCALES: tuple[Effect, ...] = ("diagonal",)
 ROTATIONS: tuple[Effect, ...] = ("orthogonal",)

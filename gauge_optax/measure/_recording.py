@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
-from gauge_optax._layout import layout
+from gauge_optax.meshes import layout
 
 Metrics = TypeVar("Metrics")
 

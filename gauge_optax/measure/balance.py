@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from gauge_optax._arguments import require_every, require_own, require_params
 from gauge_optax.binding import is_empty
+from gauge_optax.checks import require_every, require_own, require_params
 from gauge_optax.gauges._scale import log_sizes
 from gauge_optax.gauges.base import Gauges
 from gauge_optax.gauges.product import Product, product

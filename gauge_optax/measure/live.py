@@ -16,7 +16,8 @@ import jax.numpy as jnp
 import optax
 
 import gauge_optax.gauges.chart as charts
-from gauge_optax._arguments import (
+from gauge_optax.binding import is_empty, leaves_by_path
+from gauge_optax.checks import (
     require_every,
     require_gradients,
     require_own,
@@ -24,8 +25,6 @@ from gauge_optax._arguments import (
     require_transformation,
     with_own_state,
 )
-from gauge_optax._layout import layout
-from gauge_optax.binding import is_empty, leaves_by_path
 from gauge_optax.gauges._head import PLANE, HeadInstance
 from gauge_optax.gauges._linear import LinearReading
 from gauge_optax.gauges.base import Element, Gauges
@@ -34,6 +33,7 @@ from gauge_optax.gauges.product import Product, product
 from gauge_optax.linalg import real_dtype
 from gauge_optax.measure._recording import recorded
 from gauge_optax.measure.motion import small_turns
+from gauge_optax.meshes import layout
 
 Arrays = dict[str, jax.Array]
 

@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 
 import gauge_optax.slice as slices
-from gauge_optax._sequence import in_turn
 from gauge_optax.gauges._head import PLANE, HeadInstance
 from gauge_optax.gauges._linear import LinearInstance, LinearReading
 from gauge_optax.gauges.base import Element, Gauge, Gauges
@@ -28,6 +27,7 @@ from gauge_optax.linalg import (
     symmetric_eigen,
     transpose,
 )
+from gauge_optax.xla import in_turn
 
 _SMALL = 0.1
 _CAYLEY_STEPS = 6  # each leaves the square of the half angle, 1e-2 at most

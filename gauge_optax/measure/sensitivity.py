@@ -32,7 +32,7 @@ from gauge_optax.gauges.product import product
 from gauge_optax.linalg import real_dtype
 from gauge_optax.measure._attention import HEAD, HEADS, Attention, attention
 from gauge_optax.measure._sensitivity import Sensitivity, gauge_sensitivity
-from gauge_optax.quotient import quotient
+from gauge_optax.optimizers._quotient import quotient
 
 __all__ = ["Sensitivity", "gauge_sensitivity", "main"]
 

@@ -9,13 +9,13 @@ from typing import Any
 import jax
 import optax
 
-from gauge_optax._arguments import require_choice
-from gauge_optax._layout import opened
+from gauge_optax.checks import require_choice
 from gauge_optax.gauges.base import Gauges
 from gauge_optax.gauges.product import Product, product
 from gauge_optax.inner.ddc import RADIAL, VERTICAL, Options, ddc
 from gauge_optax.inner.heads import V_MODES
-from gauge_optax.quotient import wrapped
+from gauge_optax.meshes import opened
+from gauge_optax.optimizers._quotient import wrapped
 
 Scalar = float | jax.Array
 

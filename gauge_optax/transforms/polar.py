@@ -13,12 +13,12 @@ from typing import Any
 import jax
 import optax
 
-from gauge_optax._layout import opened
 from gauge_optax.gauges.base import Gauges
 from gauge_optax.gauges.product import product
 from gauge_optax.inner.ddc import Options, ddc
 from gauge_optax.inner.polar import Labels, polar_of
 from gauge_optax.linalg import Coefficients
+from gauge_optax.meshes import opened
 from gauge_optax.transforms.ddc import around_ddc, check_modes
 
 Scalar = float | jax.Array

@@ -10,12 +10,12 @@ from typing import Any
 
 import optax
 
-from gauge_optax._arguments import require_choice, require_params
-from gauge_optax._layout import opened
 from gauge_optax.binding import is_empty
+from gauge_optax.checks import require_choice, require_params
 from gauge_optax.gauges.base import Gauges
 from gauge_optax.gauges.chart import split
 from gauge_optax.gauges.product import product
+from gauge_optax.meshes import opened
 from gauge_optax.transforms._common import in_dtype_of
 
 

@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import optax
 
 import gauge_optax.slice as slices
-from gauge_optax._arguments import require_params, require_values
-from gauge_optax._layout import layout, opened
 from gauge_optax.binding import is_empty
+from gauge_optax.checks import require_params, require_values
 from gauge_optax.gauges.base import Gauges
 from gauge_optax.gauges.product import product
+from gauge_optax.meshes import layout, opened
 from gauge_optax.transforms._common import in_dtype_of
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import gauge_optax as go
-from gauge_optax.discover.report import Report
+from gauge_optax.discovery.report import Report
 from tests.discover.nets import CONFIGS, FORMS, Net
 from tests.oracles import orbit, outside
 

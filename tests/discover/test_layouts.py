@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import gauge_optax as go
-from gauge_optax.discover.report import Report
+from gauge_optax.discovery.report import Report
 from gauge_optax.gauges.base import Gauge
 from tests.discover.test_discover import near
 from tests.oracles import orbit, outside

@@ -12,9 +12,9 @@ import pytest
 from flax import nnx
 
 import gauge_optax as go
-from gauge_optax.discover.calls import Call
-from gauge_optax.discover.prove import rebound
-from gauge_optax.discover.report import Report
+from gauge_optax.discovery.calls import Call
+from gauge_optax.discovery.prove import rebound
+from gauge_optax.discovery.report import Report
 from models import lm
 from tests import quick, twins
 from tests.discover.nets import CONFIGS, Net, unrolled
@@ -91,7 +91,7 @@ def report_call(gauge: object) -> object:
 
 
 def run(argument: str, path: Path) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, "-m", "gauge_optax.discover", argument, "--outputs", "loss"]
+    command = [sys.executable, "-m", "gauge_optax.discovery", argument, "--outputs", "loss"]
     return subprocess.run(command, cwd=path, env=quick.environment(), capture_output=True, text=True, timeout=200)
 
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import gauge_optax as go
-from gauge_optax.discover import checks, prove, report, sketch
-from gauge_optax.discover.report import Report
+from gauge_optax.discovery import checks, prove, report, sketch
+from gauge_optax.discovery.report import Report
 from tests.discover.test_layouts import D, V, check
 
 RNG = np.random.default_rng(0)

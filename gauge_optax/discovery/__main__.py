@@ -1,0 +1,48 @@
+"""`python -m gauge_optax.discovery my.module:build`: the report of what `build()` returns, and its gauges as source.
+
+`build` takes no argument and returns (fn, params, batches), as `gauge_optax.discover` takes them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+from gauge_optax.discovery.report import discover
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Prints the report; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m gauge_optax.discovery", description=__doc__)
+    parser.add_argument("build", metavar="module:function", help="returns (fn, params, batches)")
+    parser.add_argument("--outputs", choices=("logits", "logprobs", "loss"), default="logits")
+    parser.add_argument("--linear", action="store_true", help="linear groups in place of the rotations in them")
+    parser.add_argument("--near", type=float, default=1e-3)
+    parser.add_argument("--seed", type=int, default=0)
+    chosen = parser.parse_args(arguments)
+    name, _, function = chosen.build.partition(":")
+    if not function:
+        parser.error(f"{chosen.build!r}: write module:function, as in my.module:build")
+    sys.path.insert(0, os.getcwd())
+    try:
+        build = getattr(importlib.import_module(name), function)
+    except (ImportError, AttributeError) as error:
+        parser.error(f"{chosen.build!r}: {error}")
+    try:
+        fn, params, batches = build()
+        report = discover(
+            fn, params, batches, outputs=chosen.outputs, linear=chosen.linear, near=chosen.near, seed=chosen.seed,
+            progress=sys.stderr.isatty(),
+        )  # fmt: skip
+    except ValueError as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
+    sys.stdout.write(f"{report}\n\ngauges = {report.code()}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Transformations that run on the slice or move weights along orbits."""

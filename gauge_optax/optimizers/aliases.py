@@ -1,0 +1,368 @@
+"""Aliases: a wrapper around an optimizer for slice coordinates, with the names and defaults of Optax's."""
+
+from typing import Any
+
+import jax
+import optax
+
+from gauge_optax.binding import is_empty, leaves_by_path, with_leaves
+from gauge_optax.gauges.base import Gauges
+from gauge_optax.gauges.bound import Bound
+from gauge_optax.gauges.product import product
+from gauge_optax.inner.ddc import Options, ddc
+from gauge_optax.inner.muon import Muon, muon
+from gauge_optax.inner.polar import Labels, Routing, polar_of, polar_options, rms_alone
+from gauge_optax.linalg import Coefficients
+from gauge_optax.meshes import opened
+from gauge_optax.optimizers._quotient import wrapped
+from gauge_optax.optimizers.decay import Decay, decay
+from gauge_optax.transforms.ddc import around_ddc, check_modes
+from gauge_optax.transforms.polar import muon_options
+
+Scalar = float | jax.Array
+
+
+def ddc_adamw(
+    learning_rate: optax.ScalarOrSchedule,
+    gauges: Gauges,
+    b1: Scalar = 0.9,
+    b2: Scalar = 0.999,
+    eps: Scalar = 1e-8,
+    eps_root: Scalar = 0.0,
+    mu_dtype: Any = None,
+    weight_decay: Decay = 1e-4,
+    mask: Any = None,
+    *,
+    match: str = "adamw",
+    nesterov: bool = False,
+    vertical: str = "frozen",
+    v_mode: str = "body_frame_topk",
+    radial: str = "linear",
+    radial_scale: Scalar = 1.0,
+    scale_floor: Scalar = 0.0,
+    live_threshold: Scalar = 1e-3,
+    refresh_drift: Scalar = 0.1,
+    refresh_every: int | jax.Array | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """DDC's AdamW: scales by their lengths, heads by their own second moments, on the slice.
+
+    The same as the chain gauge_project, scale_by_ddc, add_gauge_decay, scale_by_learning_rate, gauge_retract.
+
+    Args:
+      learning_rate: a number or a schedule.
+      gauges: a gauge or a sequence of them, meaning their product; leaves that none binds get AdamW.
+      b1: decay of first moments.
+      b2: decay of second moments.
+      eps: added to the root of the second moment.
+      eps_root: added inside that root.
+      mu_dtype: dtype of the first moment; by default that of slice coordinates, at least float32.
+      weight_decay: decoupled decay, multiplied by the learning rate as in `optax.adamw`; a number, a schedule, or a
+        number per role as in `add_gauge_decay`.
+      mask: where to decay, as in `optax.adamw`; constant over the leaves of a gauge.
+      match: see `add_gauge_decay`.
+      nesterov: whether to use Nesterov momentum.
+      vertical: see `scale_by_ddc`; other than "frozen" steps do not come back to the slice.
+      v_mode: see `scale_by_ddc`.
+      radial: see `scale_by_ddc`.
+      radial_scale: see `scale_by_ddc`.
+      scale_floor: see `scale_by_ddc`.
+      live_threshold: see `scale_by_ddc`.
+      refresh_drift: see `scale_by_ddc`.
+      refresh_every: see `scale_by_ddc`.
+
+    Returns:
+      The optimizer. Its `update` needs `params`.
+
+    Raises:
+      ValueError: a mode that does not exist; bindings that do not fit the tree; `update` without params.
+
+    >>> gauge = go.rescale(up={"up": "_ channel"}, down={"down": "channel _"})
+    >>> params = {"up": jnp.ones((2, 3)), "down": jnp.full((3, 1), 0.5)}
+    >>> loss = lambda p: jnp.sum((jax.nn.relu(jnp.array([1.0, 2.0]) @ p["up"]) @ p["down"] - 1.0) ** 2)
+    >>> tx = go.ddc_adamw(0.03, gauge)
+    >>> state = tx.init(params)
+    >>> for _ in range(5):
+    ...     updates, state = tx.update(jax.grad(loss)(params), state, params)
+    ...     params = optax.apply_updates(params, updates)
+    ...     print(f"{loss(params):.2f}")
+    10.55
+    8.97
+    7.52
+    6.21
+    5.05
+
+    Reference: DDC §3, App. B; `optax.adamw` for what is not gauged.
+    """
+    options = Options(
+        b1, b2, eps, eps_root, mu_dtype, nesterov, vertical, v_mode, radial, radial_scale, scale_floor,
+        live_threshold, refresh_drift, refresh_every,
+    )  # fmt: skip
+    check_modes("ddc_adamw", options)
+    group = product(gauges)
+    inner = optax.chain(
+        opened(ddc(group, options)),
+        decay(weight_decay, group, match, mask, of_values=True),
+        optax.scale_by_learning_rate(learning_rate),
+    )
+    return around_ddc("ddc_adamw", inner, group, vertical)
+
+
+def ddc_muon(
+    learning_rate: optax.ScalarOrSchedule,
+    gauges: Gauges,
+    ns_coeffs: Coefficients = "standard",
+    ns_steps: int | None = None,
+    beta: Scalar = 0.95,
+    eps: Scalar = 1e-8,
+    weight_decay: Decay = 0.0,
+    weight_decay_mask: Any = None,
+    mu_dtype: Any = None,
+    *,
+    nesterov: bool = True,
+    adam_b1: Scalar = 0.9,
+    adam_b2: Scalar = 0.999,
+    adam_eps_root: Scalar = 0.0,
+    adam_weight_decay: Decay = 0.0,
+    adam_learning_rate: optax.ScalarOrSchedule | None = None,
+    consistent_rms: Scalar | None = None,
+    scale: str | Scalar = "width",
+    labels: Labels = None,
+    preset: str | None = None,
+    match: str = "adamw",
+    vertical: str = "frozen",
+    radial: str = "linear",
+    radial_scale: Scalar = 1.0,
+    scale_floor: Scalar = 0.0,
+) -> optax.GradientTransformationExtraArgs:
+    """DDC's Muon: matrices by their polar factor on the slice, scales by their lengths, all else by `ddc_adamw`.
+
+    Args:
+      learning_rate: a number or a schedule.
+      gauges: a gauge or a sequence of them, meaning their product; leaves that none binds get AdamW.
+      ns_coeffs: see `scale_by_scaled_polar`.
+      ns_steps: see `scale_by_scaled_polar`.
+      beta: decay of the first moment of matrices.
+      eps: see `scale_by_scaled_polar`.
+      weight_decay: decoupled decay of matrices, multiplied by the learning rate as in `optax.contrib.muon`; a number, a
+        schedule, or a number per role as in `add_gauge_decay`.
+      weight_decay_mask: where `weight_decay` decays, as in `optax.contrib.muon`; constant over the leaves of a gauge.
+      mu_dtype: dtype of the first moment; by default that of slice coordinates, at least float32.
+      nesterov: whether to use Nesterov momentum, for matrices and vectors alike.
+      adam_b1: decay of Adam's first moments.
+      adam_b2: decay of Adam's second moments.
+      adam_eps_root: added inside the root of Adam's second moment.
+      adam_weight_decay: the same of all other leaves.
+      adam_learning_rate: learning rate of these leaves; by default `learning_rate`.
+      consistent_rms: optax's name for a number as `scale`; not beside another `scale`.
+      scale: see `scale_by_scaled_polar`.
+      labels: see `scale_by_scaled_polar`.
+      preset: see `scale_by_scaled_polar`.
+      match: see `add_gauge_decay`.
+      vertical: see `scale_by_ddc`; other than "frozen" steps do not come back to the slice.
+      radial: see `scale_by_ddc`.
+      radial_scale: see `scale_by_ddc`.
+      scale_floor: see `scale_by_ddc`.
+
+    Returns:
+      The optimizer. Its `update` needs `params`.
+
+    Raises:
+      ValueError: as `scale_by_scaled_polar`; `consistent_rms` beside another `scale`.
+
+    >>> gauge = go.rescale(up={"up": "_ channel"}, down={"down": "channel _"})
+    >>> params = {"up": jnp.ones((2, 3)), "down": jnp.full((3, 1), 0.5)}
+    >>> loss = lambda p: jnp.sum((jax.nn.relu(jnp.array([1.0, 2.0]) @ p["up"]) @ p["down"] - 1.0) ** 2)
+    >>> tx = go.ddc_muon(0.03, gauge)
+    >>> state = tx.init(params)
+    >>> for _ in range(5):
+    ...     updates, state = tx.update(jax.grad(loss)(params), state, params)
+    ...     params = optax.apply_updates(params, updates)
+    >>> bool(loss(params) < 8)
+    True
+
+    Reference: DDC §3.1, B.10, C.14; `optax.contrib.muon` for names and defaults. Its `adaptive` and `preconditioning`
+      are left out: a dual norm per leaf and row-wise scales break the gauge.
+    """
+    if consistent_rms is not None:
+        scale = rms_alone("ddc_muon", consistent_rms, scale)
+    group = product(gauges)
+    polar = polar_of("ddc_muon", ns_coeffs, ns_steps, beta, eps, scale, labels, preset)
+    options = muon_options(
+        "ddc_muon", eps, mu_dtype, nesterov, adam_b1, adam_b2, adam_eps_root, vertical, radial, radial_scale,
+        scale_floor,
+    )  # fmt: skip
+
+    matrices = polar.routing.matrices
+
+    def others(bound: Bound, params: Any) -> set[str]:
+        return leaves_by_path(params).keys() - matrices(bound, params).keys()
+
+    def labelled(params: Any) -> Any:
+        plain = jax.tree.map(lambda _: "adam", params)
+        if is_empty(params):
+            return plain
+        return with_leaves(plain, dict.fromkeys(matrices(group.bound(params), params), "muon"))
+
+    adam_rate = learning_rate if adam_learning_rate is None else adam_learning_rate
+    rates = {"muon": learning_rate, "adam": adam_rate}
+    inner = optax.chain(
+        opened(ddc(group, options, polar)),
+        decay(weight_decay, group, match, weight_decay_mask, only=matrices, of_values=True),
+        decay(adam_weight_decay, group, match, only=others, of_values=True),
+        optax.partition({name: optax.scale_by_learning_rate(rate) for name, rate in rates.items()}, labelled),
+    )
+    return around_ddc("ddc_muon", inner, group, vertical)
+
+
+def quotient_adamw(
+    learning_rate: optax.ScalarOrSchedule,
+    gauges: Gauges,
+    b1: Scalar = 0.9,
+    b2: Scalar = 0.999,
+    eps: Scalar = 1e-8,
+    eps_root: Scalar = 0.0,
+    mu_dtype: Any = None,
+    weight_decay: optax.ScalarOrSchedule = 1e-4,
+    mask: Any = None,
+    *,
+    nesterov: bool = False,
+    hold: bool = True,
+    pin: bool = True,
+) -> optax.GradientTransformationExtraArgs:
+    """`quotient` around `optax.adamw`.
+
+    Args:
+      learning_rate: a number or a schedule.
+      gauges: a gauge or a sequence of them, meaning their product; leaves that none binds get AdamW.
+      b1: decay of first moments.
+      b2: decay of second moments.
+      eps: added to the root of the second moment.
+      eps_root: added inside that root.
+      mu_dtype: dtype of the first moment; by default that of slice coordinates, at least float32.
+      weight_decay: decoupled decay, multiplied by the learning rate; a number or a schedule.
+      mask: where to decay, as in `optax.adamw`.
+      nesterov: whether to use Nesterov momentum.
+      hold: see `quotient`.
+      pin: see `quotient`.
+
+    Returns:
+      The optimizer. Its `update` needs `params`.
+
+    Raises:
+      ValueError: bindings that do not fit the tree; `update` without params.
+
+    >>> gauge = go.head_linear({"a": "_ basis"}, {"b": "basis _"})
+    >>> params = {"a": jnp.array([[2.0], [1.0]]), "b": jnp.zeros((1, 2))}  # LoRA's start
+    >>> loss = lambda p: jnp.sum(jnp.square(p["a"] @ p["b"] - jnp.eye(2)))
+    >>> tx = go.quotient_adamw(0.1, gauge)
+    >>> state = tx.init(params)
+    >>> for _ in range(20):
+    ...     updates, state = tx.update(jax.grad(loss)(params), state, params)
+    ...     params = optax.apply_updates(params, updates)
+    >>> bool(loss(params) < 1.2)  # from 2; the best of rank one is 1
+    True
+
+    Reference: docs/design.md §3, §5. In float32 for conditions of factors up to about 1e2.
+    """
+    inner = optax.adamw(learning_rate, b1, b2, eps, eps_root, mu_dtype, weight_decay, mask, nesterov=nesterov)
+    return wrapped("quotient_adamw", inner, gauges, hold=hold, pin=pin)
+
+
+def quotient_muon(
+    learning_rate: optax.ScalarOrSchedule,
+    gauges: Gauges,
+    ns_coeffs: Coefficients = "standard",
+    ns_steps: int | None = None,
+    beta: Scalar = 0.95,
+    eps: Scalar = 1e-8,
+    weight_decay: optax.ScalarOrSchedule = 0.0,
+    weight_decay_mask: Any = None,
+    mu_dtype: Any = None,
+    *,
+    nesterov: bool = True,
+    adam_b1: Scalar = 0.9,
+    adam_b2: Scalar = 0.999,
+    adam_eps_root: Scalar = 0.0,
+    adam_weight_decay: optax.ScalarOrSchedule = 0.0,
+    adam_learning_rate: optax.ScalarOrSchedule | None = None,
+    consistent_rms: Scalar | None = None,
+    scale: str | Scalar = "width",
+    labels: Labels = None,
+    heads_per_matrix: int | None = None,
+    hold: bool = True,
+    pin: bool = False,
+) -> optax.GradientTransformationExtraArgs:
+    """`quotient` around Muon with one matrix per head, Adam beside it.
+
+    Matrices are the leaves of rotations, tori, linear gauges, rescales and norms' consumers that are no vectors and in
+    no `logit_shift`: one per head where one of these gauges or an axis called `head` names heads, else channels on one
+    side and free axes on the other. Every other leaf gets Adam, a kernel in no gauge too, unless `labels` say "muon".
+
+    Args:
+      learning_rate: a number or a schedule.
+      gauges: a gauge or a sequence of them, meaning their product.
+      ns_coeffs: see `scale_by_scaled_polar`.
+      ns_steps: see `scale_by_scaled_polar`.
+      beta: decay of the first moment of matrices.
+      eps: see `scale_by_scaled_polar`.
+      weight_decay: decoupled decay of matrices, multiplied by the learning rate; a number or a schedule.
+      weight_decay_mask: where matrices decay, as in `optax.contrib.muon`.
+      mu_dtype: dtype of the first moment; by default that of slice coordinates, at least float32.
+      nesterov: whether to use Nesterov momentum, for matrices and the rest alike.
+      adam_b1: decay of Adam's first moments.
+      adam_b2: decay of Adam's second moments.
+      adam_eps_root: added inside the root of Adam's second moment.
+      adam_weight_decay: decay of Adam's leaves.
+      adam_learning_rate: their learning rate; by default `learning_rate`.
+      consistent_rms: optax's name for a number as `scale`; not beside another `scale`.
+      scale: see `scale_by_scaled_polar`.
+      labels: see `scale_by_scaled_polar`.
+      heads_per_matrix: how many neighbouring heads make one matrix; 1 by default. Not to be traced.
+      hold: see `quotient`.
+      pin: see `quotient`.
+
+    Returns:
+      The optimizer. Its `update` needs `params`.
+
+    Raises:
+      ValueError: as `scale_by_scaled_polar`; `heads_per_matrix` that does not divide the heads.
+
+    >>> gauge = go.head_linear({"a": "_ basis"}, {"b": "basis _"})
+    >>> params = {"a": jnp.array([[2.0], [1.0]]), "b": jnp.array([[0.5, 0.0]])}
+    >>> twin = gauge.act({"": jnp.array([[100.0]])}, params)
+    >>> tx = go.quotient_muon(0.1, gauge)
+    >>> def step(p):
+    ...     grads = jax.grad(lambda p: jnp.sum(jnp.square(p["a"] @ p["b"] - jnp.eye(2))))(p)
+    ...     p = optax.apply_updates(p, tx.update(grads, tx.init(p), p)[0])
+    ...     return (p["a"] @ p["b"]).round(3).tolist()
+    >>> step(params) == step(twin)
+    True
+
+    Reference: Jordan et al. 2024 (Muon); DDC B.10 for heads; `optax.contrib.muon` for names and defaults.
+    """
+    if consistent_rms is not None:
+        scale = rms_alone("quotient_muon", consistent_rms, scale)
+    settings = Muon(
+        polar_options("quotient_muon", ns_coeffs, ns_steps, beta, eps, scale),
+        nesterov,
+        mu_dtype,
+        (
+            optax.add_decayed_weights(weight_decay, weight_decay_mask),
+            optax.scale_by_learning_rate(learning_rate),
+        ),
+        optax.adamw(
+            learning_rate if adam_learning_rate is None else adam_learning_rate,
+            adam_b1,
+            adam_b2,
+            eps,
+            adam_eps_root,
+            mu_dtype,
+            adam_weight_decay,
+            nesterov=nesterov,
+        ),
+        Routing.of(labels),
+        1 if heads_per_matrix is None else heads_per_matrix,
+    )
+    group = product(gauges)
+    inner = opened(muon(settings, group))
+    return wrapped("quotient_muon", inner, group, hold=hold, pin=pin)

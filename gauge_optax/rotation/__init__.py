@@ -1,0 +1,1 @@
+"""Controlled rotation: steps that turn vectors by a chosen angle and hold their norms, with measures of both."""

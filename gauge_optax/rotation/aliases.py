@@ -1,0 +1,176 @@
+"""Aliases: `rotational` around optimizers of Optax, with their names and defaults."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import optax
+
+from gauge_optax.binding import Axes, frozen_sizes, is_empty, with_leaves
+from gauge_optax.rotation.rotational import Rule, rotating
+from gauge_optax.rotation.vectors import vector_specs, vectors
+
+Scalar = float | jax.Array
+
+
+def rotational_adamw(
+    learning_rate: optax.ScalarOrSchedule,
+    blocks: Mapping[str, Axes],
+    b1: Scalar = 0.9,
+    b2: Scalar = 0.999,
+    eps: Scalar = 1e-8,
+    eps_root: Scalar = 0.0,
+    mu_dtype: Any = None,
+    weight_decay: optax.ScalarOrSchedule = 1e-4,
+    mask: Any = None,
+    *,
+    nesterov: bool = False,
+    eta_r: optax.ScalarOrSchedule | None = None,
+    beta: Scalar = 0.9,
+    center: bool = True,
+    gain: optax.GradientTransformation | None = None,
+    sizes: Mapping[str, int] | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """`rotational` around `optax.adamw`: by default every vector turns by √(2ηλ·(1 − β₁)/(1 + β₁)) a step.
+
+    Args:
+      learning_rate: η, a number or a schedule.
+      blocks: path → axes of the vectors that turn, see `rotational`.
+      b1: as in `optax.adamw`.
+      b2: as in `optax.adamw`.
+      eps: as in `optax.adamw`.
+      eps_root: as in `optax.adamw`.
+      mu_dtype: as in `optax.adamw`.
+      weight_decay: λ: decides the angle of `blocks`, decays every other leaf that `mask` names.
+      mask: as in `optax.adamw`.
+      nesterov: as in `optax.adamw`.
+      eta_r: see `rotational`.
+      beta: see `rotational`.
+      center: see `rotational`.
+      gain: see `rotational`.
+      sizes: see `rotational`.
+
+    Returns:
+      The optimizer. Its `update` needs `params`.
+
+    Raises:
+      ValueError: as `rotational`.
+
+    >>> params = {"kernel": jnp.array([[1.0, 0.0], [0.0, 2.0], [-1.0, -2.0]])}
+    >>> tx = go.rotational_adamw(0.01, {"kernel": "_ channel"}, weight_decay=0.5, beta=0.0)
+    >>> step, _ = tx.update({"kernel": jnp.eye(3, 2)}, tx.init(params), params)
+    >>> moved = optax.apply_updates(params, step)["kernel"]
+    >>> cosine = jnp.sum(moved * params["kernel"], axis=0) / jnp.sum(jnp.square(moved), axis=0)
+    >>> jnp.round(1e3 * jnp.arccos(cosine)).tolist()  # √(2 · 0.01 · 0.5 · 0.1/1.9)
+    [23.0, 23.0]
+
+    Reference: Kosson et al. 2024, Algorithm 1 and Table 1 (RV-AdamW).
+    """
+    inner = optax.adamw(learning_rate, b1, b2, eps, eps_root, mu_dtype, weight_decay, mask, nesterov=nesterov)
+    rule = Rule(learning_rate, weight_decay, eta_r, beta, center=center, gain=gain, b1=b1)
+    return rotating("rotational_adamw", inner, blocks, rule, sizes)
+
+
+def rotational_sgdm(
+    learning_rate: optax.ScalarOrSchedule,
+    blocks: Mapping[str, Axes],
+    momentum: Scalar = 0.9,
+    nesterov: bool = False,
+    accumulator_dtype: Any = None,
+    weight_decay: optax.ScalarOrSchedule = 1e-4,
+    mask: Any = None,
+    *,
+    eta_r: optax.ScalarOrSchedule | None = None,
+    beta: Scalar = 0.9,
+    eps: Scalar = 0.0,
+    center: bool = True,
+    gain: optax.GradientTransformation | None = None,
+    sizes: Mapping[str, int] | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """`rotational` around SGD with momentum: by default every vector turns by √(2ηλ/(1 + α)) a step.
+
+    Args:
+      learning_rate: η, a number or a schedule.
+      blocks: path → axes of the vectors that turn, see `rotational`.
+      momentum: α, as in `optax.sgd`.
+      nesterov: as in `optax.sgd`; Table 1 has no angle of its own for it.
+      accumulator_dtype: as in `optax.sgd`.
+      weight_decay: λ: decides the angle of `blocks`, and is added to the gradient of other leaves that `mask` names.
+      mask: which leaves decay, as in `optax.add_decayed_weights`.
+      eta_r: see `rotational`.
+      beta: see `rotational`.
+      eps: see `rotational`; 0, for no scale of the loss to matter. The paper has 1e-8.
+      center: see `rotational`.
+      gain: see `rotational`.
+      sizes: see `rotational`.
+
+    Returns:
+      The optimizer. Its `update` needs `params`.
+
+    Raises:
+      ValueError: as `rotational`.
+
+    >>> tx = go.rotational_sgdm(0.1, {"**/kernel": "_ channel"}, weight_decay=5e-4)
+
+    Reference: Kosson et al. 2024, Algorithm 1 and Table 1 (RV-SGDM). Deviation: `eps`.
+    """
+    specs = vector_specs("rotational_sgdm", blocks, frozen_sizes("rotational_sgdm", sizes))
+
+    def decayed(params: Any) -> Any:
+        turning = vectors("rotational_sgdm", specs, params) if not is_empty(params) else {}
+        wanted = mask(params) if callable(mask) else mask
+        chosen = jax.tree.map(lambda _: True, params) if wanted is None else wanted
+        return with_leaves(chosen, dict.fromkeys(turning, False))
+
+    inner = optax.chain(
+        optax.add_decayed_weights(weight_decay, decayed),
+        optax.sgd(learning_rate, momentum, nesterov, accumulator_dtype),
+    )
+    rule = Rule(learning_rate, weight_decay, eta_r, beta, eps, center, gain, momentum)
+    return rotating("rotational_sgdm", inner, blocks, rule, sizes)
+
+
+def rotational_lion(
+    learning_rate: optax.ScalarOrSchedule,
+    blocks: Mapping[str, Axes],
+    b1: Scalar = 0.9,
+    b2: Scalar = 0.99,
+    mu_dtype: Any = None,
+    weight_decay: optax.ScalarOrSchedule = 1e-3,
+    mask: Any = None,
+    *,
+    eta_r: optax.ScalarOrSchedule | None = None,
+    beta: Scalar = 0.9,
+    center: bool = True,
+    gain: optax.GradientTransformation | None = None,
+    sizes: Mapping[str, int] | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """`rotational` around `optax.lion`: by default every vector turns by √(πηλγ), see `measure.predict_equilibrium`.
+
+    Args:
+      learning_rate: η, a number or a schedule.
+      blocks: path → axes of the vectors that turn, see `rotational`.
+      b1: as in `optax.lion`.
+      b2: as in `optax.lion`.
+      mu_dtype: as in `optax.lion`.
+      weight_decay: λ: decides the angle of `blocks`, decays every other leaf that `mask` names.
+      mask: as in `optax.lion`.
+      eta_r: see `rotational`.
+      beta: see `rotational`.
+      center: see `rotational`.
+      gain: see `rotational`.
+      sizes: see `rotational`.
+
+    Returns:
+      The optimizer. Its `update` needs `params`.
+
+    Raises:
+      ValueError: as `rotational`.
+
+    >>> tx = go.rotational_lion(5e-4, {"**/kernel": "_ channel"}, weight_decay=1.0)
+
+    Reference: Kosson et al. 2024, Algorithm 1 and Table 1 (RV-Lion).
+    """
+    inner = optax.lion(learning_rate, b1, b2, mu_dtype, weight_decay, mask)
+    rule = Rule(learning_rate, weight_decay, eta_r, beta, center=center, gain=gain, b1=b1, b2=b2)
+    return rotating("rotational_lion", inner, blocks, rule, sizes)

@@ -75,6 +75,11 @@ def zero(dtype: jnp.dtype) -> float:
     return 64.0 * float(jnp.finfo(dtype).eps)
 
 
+def roundoff(dtype: jnp.dtype) -> float:
+    """Relative size below which a whole array is what arithmetic leaves of zero: 64 roundings."""
+    return zero(dtype)
+
+
 def noise(dtype: jnp.dtype) -> float:
     """Relative size below which a direction is decided by rounding: 1e3 roundings."""
     return 1e3 * float(jnp.finfo(dtype).eps)
@@ -334,3 +339,40 @@ def orthogonal_logarithm(r: jax.Array) -> jax.Array:
         power = matmul(power, square)
         total = total + power / order
     return 16.0 * total
+
+
+def svd(m):  # TEMPORARY
+    from gauge_optax.xla import singly
+    return singly(jnp.linalg.svd, m)
+
+
+def eigh(m):
+    from gauge_optax.xla import singly
+    return singly(jnp.linalg.eigh, m)
+
+
+def inverse(m):
+    from gauge_optax.xla import singly
+    return singly(jnp.linalg.inv, m)
+
+
+def triangular(m):
+    from gauge_optax.xla import singly
+    from gauge_optax.factors import triangular as t
+    return singly(t, m)
+
+
+def haar(key, shape):
+    q, r = jnp.linalg.qr(jax.random.normal(key, shape, real_dtype()))
+    signs = jnp.sign(jnp.diagonal(r, axis1=-2, axis2=-1))
+    return q * signs[..., None, :]
+
+
+def full_rank(m):
+    from gauge_optax.factors import full_rank as f
+    return f(m)
+
+
+def balance(a, b):
+    from gauge_optax.factors import balance as f
+    return f(a, b)

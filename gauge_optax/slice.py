@@ -1,31 +1,33 @@
-"""The slice: one representative of every function, and what takes points, tangents and cotangents there and back.
+"""The slice: one representative of every function, and the ways to it and back.
 
-A point's *frame* F is the group element that its anchors read; the points that read as the identity form the slice.
-With θ̂ = F⁻¹·θ, two weight sets of one function are the same numbers:
+The points whose anchors read as the identity form the *slice*; the *frame* F of a point is the element that its anchors
+read. In slice coordinates two weight sets of one function are the same numbers:
 
     θ̂ = F⁻¹·θ      ĝ = Fᵀ·g      u = inner(ĝ, θ̂)      θ̂′ = fix(θ̂ + u)      step = F·(θ̂′ − θ̂)
 
-Here: one function per arrow, for any product of gauges. Not here: what a gauge is (`gauges`), the optimizer inside
-(`quotient`). References: Fels and Olver 1999, moving frames; docs/design.md §3.
+`Slice` has one method per arrow, for any list of gauges. It knows instances (`gauges.instance`), not their kinds.
+References: Fels and Olver 1999, moving frames; docs/design.md §3.
 """
 
-from collections.abc import Sequence
+import dataclasses
+import functools
+import zlib
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, NewType
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from gauge_optax.binding import leaves_by_path, with_leaves
-from gauge_optax.gauges.base import Element
-from gauge_optax.gauges.chart import Chart, by_class, class_after_class, fixed, pushed, undone
-from gauge_optax.gauges.chart import motions as chart_motions
-from gauge_optax.gauges.chart import read as chart_read
-from gauge_optax.gauges.product import Product
-from gauge_optax.gauges.reading import Anchored, Arrays, Motion, Reading
-from gauge_optax.linalg import real_dtype, zero
+from gauge_optax.binding import Block, binding_error, leaves_by_path, overlap, with_leaves
+from gauge_optax.gauges.instance import Anchor, Arrays, Instance, Turn
+from gauge_optax.linalg import real_dtype, roundoff
+from gauge_optax.xla import recomputed_after
+
+VERSION = 3  # of the meaning of states; a state of another version is refused
 
 SlicePoint = NewType("SlicePoint", dict[str, jax.Array])
-"""Bound leaves of θ̂: values, γ where a leaf stores γ − 1."""
+"""Bound leaves of θ̂, as values: γ where a leaf stores γ − 1."""
 
 SliceTangent = NewType("SliceTangent", dict[str, jax.Array])
 """Bound leaves of a difference of slice points."""
@@ -35,214 +37,628 @@ SliceCotangent = NewType("SliceCotangent", dict[str, jax.Array])
 
 
 class Frame(NamedTuple):
-    """What is kept of the starting point.
+    """What is kept of the point at `init`.
 
     Attributes:
-      elements: F by gauge, under a label that says which gauge on which leaves; shifts are measured where `act` adds
-        them.
-      inverses: the inverse of each: no step inverts a matrix.
-      live: per anchored reading, in their order, the channels that were read off their first anchor: those are fixed at
-        every step.
-      grown: per anchored reading, in their order, how far the optimizer inside has left the slice: it is at θ̃ = A·θ̂.
-        Empty where it is kept there.
+      elements: F, by a label that says which gauge on which leaves, then by instance.
+      live: per instance with anchors, in the order of reading, the channels that were read from their first anchor:
+        those are fixed at every step.
+      offset: per instance with anchors, in that order, how far the inner optimizer has left the slice: it is at
+        θ̃ = A·θ̂. Empty where it is kept on the slice.
     """
 
-    elements: dict[str, Element]
-    inverses: dict[str, Element]
+    elements: dict[str, dict[str, Any]]
     live: tuple[jax.Array, ...]
-    grown: tuple[jax.Array, ...]
-
-    @property
-    def element(self) -> Element:
-        """F, an element of the product."""
-        return tuple(self.elements[label] for label in sorted(self.elements))
-
-    @property
-    def inverse(self) -> Element:
-        """The inverses of its parts, in their order."""
-        return tuple(self.inverses[label] for label in sorted(self.inverses))
+    offset: tuple[Any, ...]
 
 
-def chart(group: Product, params: Any) -> Chart:
-    """The product on this tree. Raises ValueError where a binding does not fit it, or two gauges do not commute."""
-    return group.chart(params)
-
-
-def read(on: Chart, params: Any, turning: bool = True) -> Frame:
-    """The frame of a point; see `gauges.chart.read`."""
-    element, masks = chart_read(on, params, turning)
-    return framed(on, element, masks[: len(on.order.first)])
-
-
-def framed(on: Chart, element: Element, live: tuple[jax.Array, ...]) -> Frame:
-    """A frame from its element."""
-    inverse = [part.inverse(own) for (part, _), own in zip(on.parts, element, strict=True)]
-    labels = on.labels
-    return Frame(dict(zip(labels, element, strict=True)), dict(zip(labels, inverse, strict=True)), live, ())
-
-
-def unpinned(on: Chart, frame: Frame) -> Frame:
-    """The same frame for an optimizer inside that is on the slice now, and may leave it."""
-    return frame._replace(grown=tuple(reading.identity() for reading in in_order(on)))
-
-
-def in_order(on: Chart) -> tuple[Anchored, ...]:
-    """Anchored readings in their order."""
-    return tuple(on.anchored[place.reading] for place in on.order.first)
-
-
-# Into the slice and out ---------------------------------------------------------------------------
-
-
-def motions(on: Chart, frame: Frame, turning: bool = True) -> tuple[Motion, ...]:
-    """The frame of every gauge, ready to be applied; see `gauges.chart.motions`.
-
-    Raises ValueError where it is that of other gauges.
-    """
-    on.check(frame.elements)
-    return chart_motions(on, frame.element, frame.inverse, turning)
-
-
-class Origin(NamedTuple):
-    """What a slice point is made of, for an optimizer inside that takes it to the slice the rest of the way.
+class Place(NamedTuple):
+    """One reading in the order of readings.
 
     Attributes:
-      back: F⁻¹ by the number of the reading: log-scales, which have been applied, and matrices of rotations, by which
-        rows have yet to be multiplied. What gauges do that both scale and turn has been applied, and is not here.
-      faint: the size below which entries of the slice's gradient are rounding, see `faint`.
-      params: parameters as they lie.
-      updates: gradients as they came.
+      number: of the instance.
+      anchor: what it is read from.
+      others: numbers and blocks of the instances that share entries with the anchor.
     """
 
-    back: dict[str, jax.Array]
-    faint: jax.Array | None
-    params: Any = ()
-    updates: Any = ()
-
-    def by_reading(self, on: Chart) -> dict[Reading, jax.Array]:
-        """F⁻¹ by reading."""
-        return {on.readings[int(k)]: x for k, x in self.back.items()}
+    number: int
+    anchor: Anchor
+    others: tuple[tuple[int, Block], ...]
 
 
-def origin(on: Chart, frame: Frame, point: SlicePoint, gradient: Any) -> Origin:
-    """Of a point and a gradient whose rotations are not undone and whose faint entries are not taken away."""
-    back: dict[Reading, jax.Array] = {}
-    for (part, bound), inverse in zip(on.parts, frame.inverse, strict=True):
-        back |= part.by_reading(bound, inverse)
-    by_number = {str(k): back[r] for k, r in enumerate(on.readings) if r in back}
-    return Origin(by_number, faint(on, point, gradient))
+@dataclasses.dataclass(frozen=True)
+class Slice:
+    """All instances of a list of gauges on one tree. Static: made from paths and shapes.
 
-
-def enter(frame: Sequence[Motion], values: Arrays) -> SlicePoint:
-    """θ̂ = F⁻¹·θ, from the bound leaves' values."""
-    return SlicePoint(undone(frame, values))
-
-
-def enter_tangent(on: Chart, frame: Frame, tangent: Arrays) -> SliceTangent:
-    """F⁻¹·u."""
-    return SliceTangent(pushed(chart_motions(on, frame.inverse, frame.element)[::-1], tangent))
-
-
-def enter_dual(on: Chart, frame: Sequence[Motion], gradient: Arrays, centred: bool = True) -> SliceCotangent:
-    """ĝ = Fᵀ·g, without the part along shifts and rounding in place of rows that invariance makes zero."""
-    for k, motion in zip(reversed(on.moving), reversed(frame), strict=True):
-        part, bound = on.parts[k]
-        gradient = motion.pull(gradient)
-        gradient = part.centred(bound, gradient) if centred else gradient
-    for kind, alike in by_class(on.turning):
-        gradient = kind.without_rounding(alike, gradient)
-    return SliceCotangent(gradient)
-
-
-def faint(on: Chart, point: SlicePoint, gradient: Any) -> jax.Array | None:
-    """The size below which entries of a gradient are rounding beside the only one that is not zero; None for nowhere.
-
-    Before a head that is constant over classes, every gradient is zero; what arithmetic leaves of it would come out of
-    an optimizer that divides by size as a full step.
+    Attributes:
+      parts: each gauge with its instances, in the order in which gauges act.
     """
-    leaves = leaves_by_path(gradient)
-    sizes = [part.sole_gradient(bound, dict(point), leaves) for part, bound in on.parts]
-    known = [size for size in sizes if size is not None]
-    return zero(real_dtype()) * jnp.stack(known).max() if known else None
+
+    parts: tuple[tuple[Any, tuple[Any, ...]], ...]
+
+    @classmethod
+    def of(cls, gauges: Sequence[Any], params: Any) -> "Slice":
+        """The slice of gauges on a tree. Raises ValueError where a binding does not fit, or gauges do not commute."""
+        return _checked(tuple((gauge, gauge._instances(params)) for gauge in gauges))
+
+    # Leaves ---------------------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def instances(self) -> tuple[Any, ...]:
+        """Of all gauges, in the order in which they act."""
+        return tuple(instance for _, instances in self.parts for instance in instances)
+
+    @functools.cached_property
+    def blocks(self) -> tuple[Block, ...]:
+        """Every block of every instance."""
+        return tuple(block for instance in self.instances for block in instance.blocks)
+
+    @functools.cached_property
+    def added(self) -> Mapping[str, float | np.ndarray]:
+        """Bound leaf path → what its value exceeds its stored number by: 1 for `1+`, else 0.
+
+        An array where only some blocks of a leaf are `1+`.
+        """
+        by_path: dict[str, list[Block]] = {}
+        for block in self.blocks:
+            by_path.setdefault(block.path, []).append(block)
+        found: dict[str, float | np.ndarray] = {}
+        for path, blocks in by_path.items():
+            found[path] = float(blocks[0].one_plus)
+            if len({block.one_plus for block in blocks}) > 1:
+                found[path] = np.zeros(blocks[0].shape)
+                for block in blocks:
+                    found[path] = block.write(found[path], np.full(block.view_shape, float(block.one_plus)))
+        return found
+
+    def values(self, params: Any) -> Arrays:
+        """Bound leaves of a point as values in the computing dtype."""
+        vectors = self.vectors(params)
+        return {p: vectors[p] + added if np.any(added) else vectors[p] for p, added in self.added.items()}
+
+    def vectors(self, tree: Any) -> Arrays:
+        """Bound leaves of a tangent or cotangent in the computing dtype. Raises ValueError for a tree that differs."""
+        leaves, dtype = leaves_by_path(tree), real_dtype()
+        for block in self.blocks:
+            shape = jnp.shape(leaves[block.path]) if block.path in leaves else None
+            pairs = zip(reversed(shape or ()), reversed(block.shape), strict=False)
+            # A number may stand for a whole leaf, as a preconditioner's often does.
+            if shape is None or len(shape) > len(block.shape) or any(n not in (1, m) for n, m in pairs):
+                raise binding_error(
+                    "gauges", f"no update for '{block.path}'" if shape is None else
+                    f"an update of another shape for '{block.path}'",
+                    f"a tree with {', '.join(list(leaves)[:3])}" if shape is None else f"{shape}",
+                    f"{block.shape}, the parameter's",
+                    "pass gradients or updates of the very parameters that are passed as params",
+                )  # fmt: skip
+        return {path: jnp.asarray(leaves[path], dtype) for path in self.added}
+
+    # The frame ------------------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def labels(self) -> tuple[str, ...]:
+        """Every gauge's place in the list, its name, a checksum of what it binds, and the states' version."""
+        labels = []
+        for number, (gauge, instances) in enumerate(self.parts):
+            written = repr(gauge) if dataclasses.is_dataclass(gauge) else type(gauge).__qualname__
+            blocks = [(b.path, b.axes, b.shape) for i in instances for b in i.blocks]
+            labels.append(f"{number:03d}.{gauge.name}.{zlib.crc32(f'{written} {blocks}'.encode()):08x}.v{VERSION}")
+        return tuple(labels)
+
+    def check_labels(self, labels: Collection[str]) -> None:
+        """Raises ValueError where a state with these labels was made with other gauges, or on other leaves."""
+        if set(labels) == set(self.labels):
+            return
+        versions = {label.rpartition(".v")[2] for label in labels}
+        if versions - {str(VERSION)}:
+            raise binding_error(
+                "gauges", "a state of another version of this library",
+                f"states of version {', '.join(sorted(versions))}", f"version {VERSION}",
+                "convert it: go.from_state(state, inner, gauges, params); or start anew by tx.init(params)",
+            )  # fmt: skip
+        mine = [
+            f"{label} (on {', '.join(f'{path} {shape}' for path, shape in {b.path: b.shape for i in instances for b in i.blocks}.items())})"  # noqa: E501
+            for label, (_, instances) in zip(self.labels, self.parts, strict=True)
+        ]
+        raise binding_error(
+            "gauges", "a state of other gauges", f"in the state {', '.join(sorted(labels)) or 'none'}",
+            f"of the optimizer {', '.join(mine) or 'none'}",
+            "give the optimizer the list that its state was made with, in that order and on leaves of those "
+            "shapes; or start anew by tx.init(params)",
+        )  # fmt: skip
+
+    def frame(self, elements: Sequence[Any], live: Sequence[jax.Array]) -> Frame:
+        """A frame from its elements, one per instance."""
+        by_instance, labelled = iter(elements), {}
+        for label, (_, instances) in zip(self.labels, self.parts, strict=True):
+            labelled[label] = {i.key: next(by_instance) for i in instances}
+        return Frame(labelled, tuple(live), ())
+
+    def elements(self, frame: Frame) -> tuple[Any, ...]:
+        """F, one element per instance. Raises ValueError for the frame of other gauges."""
+        self.check_labels(frame.elements)
+        parts = zip(self.labels, self.parts, strict=True)
+        return tuple(frame.elements[label][i.key] for label, (_, instances) in parts for i in instances)
+
+    def to_elements(self, elements: Sequence[Any]) -> tuple[Any, ...]:
+        """One public element per gauge."""
+        by_instance = iter(elements)
+        return tuple(
+            gauge._join(instances, [i.to_element(next(by_instance)) for i in instances])
+            for gauge, instances in self.parts
+        )
+
+    def from_elements(self, elements: Sequence[Any]) -> tuple[Any, ...]:
+        """The inverse of `to_elements`."""
+        pairs = zip(self.parts, elements, strict=True)
+        return tuple(
+            i.from_element(x) for (gauge, instances), element in pairs
+            for i, x in zip(instances, gauge._split(instances, element), strict=True)
+        )  # fmt: skip
+
+    # Into the slice and out -----------------------------------------------------------------------------
+
+    @functools.cached_property
+    def moving(self) -> tuple[int, ...]:
+        """The order in which instances move vectors: between two shifts what mixes entries comes before what scales.
+
+        These commute. Scales that are undone first are written once, together with the product that undoes a rotation.
+        """
+        shifts = [i.effect == "shift" for i in self.instances]
+        keys = [
+            (2 * sum(shifts[:k]) + shift, self.instances[k].effect == "diagonal") for k, shift in enumerate(shifts)
+        ]
+        return tuple(sorted(range(len(keys)), key=keys.__getitem__))
+
+    def _moves(self, elements: Sequence[Any], turning: bool) -> Iterator[tuple[Any, Any]]:
+        """Instances with their elements, in the order of `moving`; without `turning`, no mere rotations."""
+        for number in self.moving:
+            instance = self.instances[number]
+            if turning or instance.turn is not instance:
+                yield instance, elements[number]
+
+    def enter(self, elements: Sequence[Any], params: Any, turning: bool = True) -> SlicePoint:
+        """θ̂ = F⁻¹·θ, from stored parameters; without `turning`, heads keep the basis that they are stored in."""
+        point = self.values(params)
+        for instance, e in reversed(list(self._moves(elements, turning))):
+            point = instance.enter(e, point)
+        return SlicePoint(point)
+
+    def enter_tangent(self, elements: Sequence[Any], tangent: Arrays) -> SliceTangent:
+        """F⁻¹·u."""
+        for instance, e in reversed(list(self._moves(elements, True))):
+            tangent = instance.push(instance.inverse(e), tangent)
+        return SliceTangent(tangent)
+
+    def enter_dual(
+        self, elements: Sequence[Any], gradient: Arrays, turning: bool = True, still: bool = True
+    ) -> SliceCotangent:
+        """ĝ = Fᵀ·g, with zero for what is roundoff where invariance says zero.
+
+        Args:
+          elements: F.
+          gradient: bound leaves.
+          turning: whether heads go to the slice's basis.
+          still: whether the part along shifts is taken out; a loss with a penalty has one.
+        """
+        for instance, e in reversed(list(self._moves(elements, turning))):
+            gradient = instance.pull(e, gradient)
+        gradient = self.centred(gradient) if still else gradient
+        for kind, turns in self.turns_by_kind:
+            gradient = kind.without_roundoff(turns, gradient)
+        return SliceCotangent(gradient)
+
+    def leave(self, elements: Sequence[Any], tangent: SliceTangent, turning: bool = True) -> Arrays:
+        """F·u."""
+        vector: Arrays = dict(tangent)
+        for instance, e in self._moves(elements, turning):
+            vector = instance.push(e, vector)
+        return vector
+
+    def place(self, elements: Sequence[Any], point: SlicePoint) -> Arrays:
+        """F·θ̂, as values of the bound leaves."""
+        values: Arrays = dict(point)
+        for instance, e in zip(self.instances, elements, strict=True):
+            values = instance.act(e, values)
+        return values
+
+    def centred(self, vector: Arrays) -> Arrays:
+        """A point, tangent or cotangent without the part along shifts."""
+        for instance in self.instances:
+            vector = instance.centred(vector)
+        return vector
+
+    def least_signal(self, point: SlicePoint, gradient: Any) -> jax.Array | None:
+        """The size below which gradients, of all leaves, are roundoff at this point; None where there is no such size.
+
+        Before a head that is constant over classes every gradient is zero. What arithmetic leaves of it would come out
+        of an optimizer that divides by size as a full step.
+        """
+        leaves = leaves_by_path(gradient)
+        sizes = [size for i in self.instances if (size := i.signal(dict(point), leaves)) is not None]
+        return roundoff(real_dtype()) * jnp.stack(sizes).max() if sizes else None
+
+    def without_roundoff(self, point: SlicePoint, gradient: Any) -> Any:
+        """A gradient, a whole tree, with zero for what is below `least_signal`."""
+        least = self.least_signal(point, gradient)
+        if least is None:
+            return gradient
+        leaves = {p: x for p, x in leaves_by_path(gradient).items() if jnp.issubdtype(x.dtype, jnp.floating)}
+        kept = {p: jax.lax.select(jnp.abs(x) < least, jnp.zeros_like(x), x) for p, x in leaves.items()}
+        return with_leaves(gradient, kept)
+
+    # On the slice -----------------------------------------------------------------------------------------
+
+    def fix(self, frame: Frame, point: Arrays) -> tuple[SlicePoint, Frame]:
+        """Back to the slice along the orbit, in closed form: every anchor to its size, every shift to zero.
+
+        The moves are added to the offset, so that the inner optimizer stays where it is.
+        """
+        offset = []
+        for place, live in zip(self.order[0], frame.live, strict=True):
+            instance = self.instances[place.number]
+            e, _ = instance.read(place.anchor, point, live, near=True)
+            point = instance.enter(e, point)
+            offset.append(e)
+        moves = zip(self.order[0], offset, frame.offset, strict=False)
+        past = tuple(self._composed(place, a, e) for place, e, a in moves)
+        return SlicePoint(self.centred(point)), frame._replace(offset=past)
+
+    def _composed(self, place: Place, a: Any, e: Any) -> Any:
+        instance = self.instances[place.number]
+        return instance.compose(a, e) if instance.has_offset else a
+
+    def hold(self, point: SlicePoint, tangent: SliceTangent) -> SliceTangent:
+        """u without the part that turns heads, exactly for steps of any size where that has a closed form."""
+        return SliceTangent(self._over_turns(dict(point), dict(tangent), lambda kind: kind.hold))
+
+    def project_turning(self, point: Arrays, vector: Arrays, into: Mapping[Any, jax.Array] | None = None) -> Arrays:
+        """A tangent without its part along rotations; the same map for cotangents. For `into` see `Turn.project`."""
+        return self._over_turns(point, vector, lambda kind: functools.partial(kind.project, into=into))
+
+    def _over_turns(
+        self, point: Arrays, vector: Arrays, change: Callable[[Any], Callable[..., Arrays]]
+    ) -> Arrays:
+        done: list[jax.Array] = []
+        for kind, turns in self.turns_by_kind:
+            paths = sorted({path for turn in turns for path in turn.paths})
+            # Entry by entry a point is cheap to make again: XLA need not keep it while matrices are turned.
+            again = {path: point[path] for path in paths} if kind.entrywise and done else {}
+            vector = change(kind)(turns, point | recomputed_after(done, again), vector)
+            done = [vector[path] for path in paths]
+        return vector
+
+    @functools.cached_property
+    def turns(self) -> tuple[Any, ...]:
+        """The rotations of all instances that have some."""
+        return tuple(i.turn for i in self.instances if i.turn is not None)
+
+    @functools.cached_property
+    def turns_by_kind(self) -> tuple[tuple[type[Turn], tuple[Any, ...]], ...]:
+        """Rotations of one class together, those that move entry by entry last."""
+        kinds = sorted(dict.fromkeys(map(type, self.turns)), key=lambda kind: kind.entrywise)
+        return tuple((kind, tuple(turn for turn in self.turns if type(turn) is kind)) for kind in kinds)
+
+    # Where `inner` is off the slice -----------------------------------------------------------------------
+
+    def freed(self, frame: Frame) -> Frame:
+        """The frame for an inner optimizer that is on the slice now and may leave it."""
+        return frame._replace(offset=tuple(self.instances[place.number].identity() for place in self.order[0]))
+
+    def _offsets(self, frame: Frame) -> list[tuple[Any, Any]]:
+        places = zip(self.order[0], frame.offset, strict=False)
+        return [(self.instances[place.number], a) for place, a in places if self.instances[place.number].has_offset]
+
+    def to_inner(self, frame: Frame, point: SlicePoint) -> Arrays:
+        """θ̃ = A·θ̂."""
+        values: Arrays = dict(point)
+        for instance, a in self._offsets(frame):
+            values = instance.act(a, values)
+        return values
+
+    def to_inner_dual(self, frame: Frame, gradient: SliceCotangent) -> Arrays:
+        """A⁻ᵀ·ĝ."""
+        vector: Arrays = dict(gradient)
+        for instance, a in self._offsets(frame):
+            vector = instance.act(instance.inverse(instance.dual(a)), vector)
+        return vector
+
+    def from_inner(self, frame: Frame, tangent: Arrays) -> SliceTangent:
+        """A⁻¹·u; also θ̂ from θ̃."""
+        for instance, a in self._offsets(frame):
+            tangent = instance.act(instance.inverse(a), tangent)
+        return SliceTangent(tangent)
+
+    # Reading a point --------------------------------------------------------------------------------------
+
+    def read(self, params: Any, turning: bool = True) -> "Reading":
+        """The frame of any point; a channel all of whose anchors are zero reads as the identity.
+
+        Args:
+          params: stored parameters.
+          turning: whether rotations are read; without, they are the identity.
+        """
+        values = self.values(params)
+        elements, masks, point = self._read_sizes(self.centred(values))
+        for kind, turns in self.turns_by_kind if turning else ():
+            read = dict(zip(turns, kind.read_all(turns, point), strict=True))
+            for number, instance in enumerate(self.instances):
+                if instance.turn in read:
+                    turn = instance.from_turn(read[instance.turn])
+                    elements[number] = instance.compose(elements[number], turn) if instance.anchors else turn
+        return Reading(self._with_means(elements, values), tuple(masks))
+
+    def _with_means(self, elements: Sequence[Any], values: Arrays) -> tuple[Any, ...]:
+        """Elements with shifts among them: each is read when all that acts after it is undone."""
+        elements = list(elements)
+        if all(instance.effect != "shift" for instance in self.instances):
+            return tuple(elements)
+        for number in reversed(range(len(elements))):
+            instance = self.instances[number]
+            mean = instance.read_mean(values)
+            elements[number] = elements[number] if mean is None else mean
+            values = instance.enter(elements[number], values)
+        return tuple(elements)
+
+    def _read_sizes(self, point: Arrays) -> tuple[list[Any], list[jax.Array], Arrays]:
+        """Elements of instances with anchors, which channels each place served, and the point with them undone."""
+        elements = [instance.identity() for instance in self.instances]
+        read = {place.number: jnp.zeros(self.instances[place.number].shape, bool) for place in self.order[0]}
+        masks = []
+        for place in self.order[0] + self.order[1]:
+            instance, visible = self.instances[place.number], dict(point)
+            # Entries of channels that have no frame yet are left out where other anchors are read.
+            for number, block in place.others:
+                mask = read[number].astype(real_dtype())
+                factor = block.spread(self.instances[number].named, mask, elsewhere=1.0)
+                visible[block.path] = visible[block.path] * factor
+            e, new = instance.read(place.anchor, visible, ~read[place.number], near=False)
+            masks.append(new)
+            elements[place.number] = instance.where(new, e, elements[place.number])
+            read[place.number] = read[place.number] | new
+            point = instance.enter(e, point)
+        # Now that every channel has a frame, anchors count whole, as they do at every step.
+        for place, mask in zip(self.order[0], masks, strict=False):
+            instance = self.instances[place.number]
+            e, _ = instance.read(place.anchor, point, mask, near=True)
+            elements[place.number] = instance.compose(elements[place.number], e)
+            point = instance.enter(e, point)
+        # Channels without a frame are no part of the rows that a rotation is read from.
+        for number, mask in read.items():
+            instance = self.instances[number]
+            for block in instance.blocks:
+                factor = block.spread(instance.named, mask.astype(real_dtype()), elsewhere=1.0)
+                point = point | {block.path: point[block.path] * factor}
+        return elements, masks, point
+
+    @functools.cached_property
+    def order(self) -> tuple[tuple[Place, ...], tuple[Place, ...]]:
+        """The order of readings, whatever the order of the gauges.
+
+        Forwards, every instance by its first anchor, as soon as all others that move it are read; then backwards by the
+        other anchors, so that a channel of zeros in a chain is read from what comes after it. Raises ValueError for
+        instances none of whose anchors is free of the others.
+        """
+        sized = [number for number, instance in enumerate(self.instances) if instance.anchors]
+        by_path: dict[str, list[tuple[int, Block]]] = {}
+        for number in sized:
+            for block in self.instances[number].blocks:
+                by_path.setdefault(block.path, []).append((number, block))
+
+        def place(number: int, anchor: Anchor) -> Place:
+            shared = ((j, b, a) for a in anchor for j, b in by_path.get(a.path, ()) if j != number)
+            return Place(number, anchor, tuple(dict.fromkeys((j, b) for j, b, a in shared if overlap(a, b))))
+
+        waiting = sorted(sized, key=lambda k: [f"{b.path} {b.axes}" for b in self.instances[k].blocks])
+        first: list[Place] = []
+        done: set[int] = set()
+        level, most = 0, max((len(self.instances[k].anchors) for k in waiting), default=0)
+        while waiting:
+            # A later anchor serves as the first only where instances would wait for each other.
+            anchors = [(k, self.instances[k].anchors) for k in waiting]
+            offered = [place(k, levels[level]) for k, levels in anchors if level < len(levels)]
+            ready = [x for x in offered if {j for j, _ in x.others} <= done]
+            if not ready and level + 1 >= most:
+                raise self._cycle(waiting)
+            first += ready if level == 0 else ready[:1]
+            done = {x.number for x in first}
+            waiting = [k for k in waiting if k not in done]
+            level = 0 if ready else level + 1
+        later = [
+            place(x.number, anchor)
+            for x in reversed(first) for anchor in self.instances[x.number].anchors if anchor != x.anchor
+        ]  # fmt: skip
+        return tuple(first), tuple(later)
+
+    def _cycle(self, waiting: Sequence[int]) -> ValueError:
+        instances = [self.instances[k] for k in waiting]
+        names = ", ".join(f"{i.gauge}[{i.key}]" for i in instances)
+        return binding_error(
+            instances[0].gauge, f"cyclic gauges at '{instances[0].blocks[0].path}'",
+            f"every leaf of {names} is shared with another of them",
+            "an order in which each gauge has a leaf whose other gauges come earlier",
+            "drop one gauge of the cycle, or train it with its own transformation",
+        )  # fmt: skip
+
+    def coordinates(self, params: Any, reading: "Reading") -> tuple[Any, ...]:
+        """Per gauge, what must not drift: log-scales that anchors read, means of shifts."""
+        by_instance, values = iter(reading.elements), self.values(params)
+        return tuple(
+            gauge._join(instances, [i.coordinate(next(by_instance), values) for i in instances])
+            for gauge, instances in self.parts
+        )
+
+    # Vertical and horizontal ------------------------------------------------------------------------------
+
+    def horizontal(self, point: Arrays, masks: Sequence[jax.Array], tangent: Arrays) -> Arrays:
+        """A tangent at a slice point without its part along the orbit: what the way back to the slice leaves of it.
+
+        Args:
+          point: bound leaves of the slice point, heads in the basis they have.
+          masks: which channels have a frame, in the order of reading.
+          tangent: bound leaves.
+        """
+        _, moved = jax.jvp(lambda values: self._sized(values, masks), (point,), (tangent,))
+        return self.project_turning(point, self.centred(moved))
+
+    def horizontal_dual(self, point: Arrays, masks: Sequence[jax.Array], cotangent: Arrays) -> Arrays:
+        """The adjoint of `horizontal`: a gradient that pairs to zero with every motion along the orbit."""
+        _, pull = jax.vjp(lambda values: self._sized(values, masks), point)
+        out: Arrays = pull(self.centred(self.project_turning(point, cotangent)))[0]
+        return out
+
+    def _sized(self, values: Arrays, masks: Sequence[jax.Array]) -> Arrays:
+        for place, mask in zip(self.order[0], masks, strict=False):
+            instance = self.instances[place.number]
+            e, _ = instance.read(place.anchor, values, mask, near=True)
+            values = instance.enter(e, values)
+        return values
+
+    def nearest(self, params: Any) -> "Nearest":
+        """The slice point on the orbit of this one, heads in the basis they have."""
+        elements, masks = self.read(params, turning=False)
+        return Nearest(elements, self.enter(elements, params), masks)
+
+    def horizontal_at(self, params: Any, vector: Any, dual: bool = False) -> Arrays:
+        """The horizontal part of a tangent, or of a cotangent, at any point: bound leaves."""
+        near, vectors = self.nearest(params), self.vectors(vector)
+        if dual:
+            inside = self._pulled(near.elements, vectors)
+            back = [i.inverse(e) for i, e in zip(self.instances, near.elements, strict=True)]
+            return self._pulled(back, self.horizontal_dual(dict(near.point), near.masks, inside), reverse=False)
+        inside = dict(self.enter_tangent(near.elements, vectors))
+        across = self.horizontal(dict(near.point), near.masks, inside)
+        return self.leave(near.elements, SliceTangent(across))
+
+    def _pulled(self, elements: Sequence[Any], cotangent: Arrays, reverse: bool = True) -> Arrays:
+        moves = list(self._moves(elements, True))
+        for instance, e in reversed(moves) if reverse else moves:
+            cotangent = instance.pull(e, cotangent)
+        return cotangent
+
+    # Balance ----------------------------------------------------------------------------------------------
+
+    def balanced(self, params: Any) -> tuple[Any, ...]:
+        """The element, per instance, that takes the least-norm representative to this point."""
+        values = self.values(params)
+        return self._with_means(_balanced(self, self.centred(values)), values)
+
+    # Whether gauges commute -------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Raises ValueError where two gauges do not commute."""
+        by_path: dict[str, list[tuple[Instance, Block]]] = {}
+        for instance in self.instances:
+            for block in instance.blocks:
+                by_path.setdefault(block.path, []).append((instance, block))
+        for path, moves in by_path.items():
+            for at, (instance, block) in enumerate(moves):
+                for other, second in moves[:at]:
+                    if other is not instance and overlap(block, second):
+                        reason = _clash(instance, block, other, second) or _clash(other, second, instance, block)
+                        if reason is not None:
+                            raise binding_error(
+                                instance.gauge, f"does not commute with {other.gauge} on '{path}'", *reason,
+                                "drop one of the two from this list",
+                            )  # fmt: skip
 
 
-def without_faint(on: Chart, point: SlicePoint, gradient: Any) -> Any:
-    """A gradient, of the whole tree, with zero for what is `faint`."""
-    leaves = {p: x for p, x in leaves_by_path(gradient).items() if jnp.issubdtype(x.dtype, jnp.floating)}
-    least = faint(on, point, gradient)
-    if least is None:
-        return gradient
+class Reading(NamedTuple):
+    """The frame of a point.
 
-    def kept(x: jax.Array) -> jax.Array:
-        return jax.lax.select(jnp.abs(x) < least, jnp.zeros_like(x), x)
-
-    return with_leaves(gradient, {path: kept(x) for path, x in leaves.items()})
-
-
-def place(on: Chart, frame: Frame, point: SlicePoint) -> Arrays:
-    """F·θ̂, as values of the bound leaves."""
-    values: Arrays = dict(point)
-    for (part, bound), element in zip(on.parts, frame.element, strict=True):
-        values = dict(part.move(bound, element, values))
-    return values
-
-
-def leave(frame: Sequence[Motion], tangent: SliceTangent) -> Arrays:
-    """F·u."""
-    return pushed(frame, dict(tangent))
-
-
-# On the slice -------------------------------------------------------------------------------------
-
-
-def added(point: SlicePoint, tangent: SliceTangent) -> SlicePoint:
-    """θ̂ + u."""
-    return SlicePoint({path: point[path] + x for path, x in tangent.items()})
-
-
-def between(before: SlicePoint, now: SlicePoint) -> SliceTangent:
-    """θ̂′ − θ̂."""
-    return SliceTangent({path: x - before[path] for path, x in now.items()})
-
-
-def fix(on: Chart, frame: Frame, point: SlicePoint) -> tuple[SlicePoint, Frame]:
-    """Back to the slice along the orbit, in closed form: every anchor to its size, every shift to nothing.
-
-    What that takes is added to `grown`: where the optimizer inside is does not change.
+    Attributes:
+      elements: one per instance.
+      masks: which channels were read, per place of `Slice.order`.
     """
-    values, elements = fixed(on, dict(point), on.order.first, frame.live)
-    moved = zip(in_order(on), elements, frame.grown, strict=False)
-    grown = tuple(r.composed(new, past) if r.grows else past for r, new, past in moved)
-    return SlicePoint(values), frame._replace(grown=grown)
+
+    elements: tuple[Any, ...]
+    masks: tuple[jax.Array, ...]
 
 
-def hold(on: Chart, point: SlicePoint, tangent: SliceTangent) -> SliceTangent:
-    """u without the part that turns heads."""
-    return SliceTangent(class_after_class(on, dict(point), dict(tangent), lambda kind: kind.held))
+class Nearest(NamedTuple):
+    """The slice point on the orbit of a point.
+
+    Attributes:
+      elements: what takes it to that point, one per instance; rotations are the identity.
+      point: bound leaves.
+      masks: which channels have a frame, per place of `Slice.order`.
+    """
+
+    elements: tuple[Any, ...]
+    point: SlicePoint
+    masks: tuple[jax.Array, ...]
 
 
-# Between the slice and where the optimizer inside is ----------------------------------------------
+@functools.lru_cache(maxsize=64)  # an update asks for the same slice several times per trace
+def _checked(parts: tuple[tuple[Any, tuple[Any, ...]], ...]) -> Slice:
+    found = Slice(parts)
+    found.check()
+    return found
 
 
-def outward(on: Chart, frame: Frame, point: SlicePoint) -> Arrays:
-    """θ̃ = A·θ̂."""
-    values: Arrays = dict(point)
-    for reading, grown in zip(in_order(on), frame.grown, strict=False):
-        values |= reading.divide(reading.inverse(grown), values)
-    return values
+def _clash(rigid: Any, block: Block, scale: Any, scaled: Block) -> tuple[str, str] | None:
+    """Why two instances that share entries do not commute: what was found and what was expected; None if they do."""
+    known_by_action = [i for i in (rigid, scale) if not i.has_offset]
+    if known_by_action:
+        if all(i.commutes for i in known_by_action):
+            return None
+        return (
+            "a gauge known by its action alone, which cannot be told to commute",
+            "leaves that no other gauge of the list binds, or a gauge that says `commutes = True`",
+        )
+    if rigid.turn is not None and scale.turn is not None:
+        return "the same entries turned by two gauges", "at most one rotation or linear gauge per entry"
+    if rigid.rigid is not None and scale.log_step and _varies_along(scaled, scale.named, block, rigid.rigid):
+        return (
+            f"the axis that {rigid.gauge} needs constant is scaled entry by entry",
+            f"scales of {scale.gauge} constant along `{rigid.rigid}`",
+        )
+    return None
 
 
-def outward_dual(on: Chart, frame: Frame, gradient: SliceCotangent) -> Arrays:
-    """A⁻ᵀ·ĝ."""
-    vectors: Arrays = dict(gradient)
-    for reading, grown in zip(in_order(on), frame.grown, strict=False):
-        vectors |= reading.divide(reading.dual(grown), vectors)
-    return vectors
+def _varies_along(scaled: Block, named: tuple[str, ...], still: Block, rigid: str) -> bool:
+    """Whether the scale's channel changes between entries that differ along the rigid axis alone."""
+    fixed = {*still.names, "_"} - {rigid}
+    for axis in range(len(still.shape)):
+        groups, channels = still.axis_ids(axis, fixed), scaled.axis_ids(axis, set(named))
+        used = groups >= 0
+        pairs = np.unique(np.stack([groups[used], channels[used]]), axis=1)
+        if pairs.shape[1] > len(np.unique(groups[used])):
+            return True
+    return False
 
 
-def inward(on: Chart, frame: Frame, tangent: Arrays) -> SliceTangent:
-    """A⁻¹·u."""
-    vectors = dict(tangent)
-    for reading, grown in zip(in_order(on), frame.grown, strict=False):
-        vectors |= reading.divide(grown, vectors)
-    return SliceTangent(vectors)
+_MOST_ROUNDS = 200
+_Carry = tuple[tuple[Any, ...], Arrays, jax.Array, jax.Array]
+
+
+@functools.partial(jax.jit, static_argnums=0)  # outside jit, a loop would be compiled anew at every call
+def _balanced(on_tree: Slice, values: Arrays) -> tuple[Any, ...]:
+    """Elements with which every instance is balanced: those that share leaves take turns until none moves.
+
+    A scale is balanced where ‖up‖² = p·‖down‖², a linear gauge where both factors have one Gram matrix (Kempf–Ness),
+    each in closed form while the others stand still. Reference: docs/design.md §6.
+    """
+    sized = [number for number, instance in enumerate(on_tree.instances) if instance.anchors]
+    blocks = [(number, block) for number in sized for block in on_tree.instances[number].blocks]
+    coupled = any(a != b and overlap(x, y) for at, (a, x) in enumerate(blocks) for b, y in blocks[:at])
+
+    def one_round(carry: _Carry) -> _Carry:
+        elements, point, _, count = carry
+        moved, found = jnp.zeros((), real_dtype()), list(elements)
+        for number in sized:
+            instance = on_tree.instances[number]
+            alone = instance.act(found[number], point)
+            new = instance.balanced(alone)
+            # Matrices are exact after one turn; rounds are counted by what additive elements still move.
+            if instance.effect != "linear" or instance.log_step:
+                changes = jax.tree.map(lambda x, y: jnp.max(jnp.abs(x - y), initial=0.0), new, found[number])
+                moved = jnp.maximum(moved, jnp.max(jnp.stack(jax.tree.leaves(changes))))
+            found[number], point = new, instance.enter(new, alone)
+        return tuple(found), point, moved, count + 1
+
+    tolerance = 32.0 * float(jnp.finfo(real_dtype()).eps)
+    start = tuple(i.identity() for i in on_tree.instances), values, jnp.asarray(jnp.inf, real_dtype()), jnp.int32(0)
+    if not coupled:
+        return one_round(start)[0]
+    return jax.lax.while_loop(lambda c: (c[2] > tolerance) & (c[3] < _MOST_ROUNDS), one_round, start)[0]

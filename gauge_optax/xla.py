@@ -65,3 +65,32 @@ def singly(make: Callable[[jax.Array], T], matrices: jax.Array) -> T:
     lead, flat = matrices.shape[:-2], matrices.reshape(-1, *matrices.shape[-2:])
     made = jax.lax.platform_dependent(flat, cpu=lambda x: jax.lax.map(make, x), default=make)
     return jax.tree.map(lambda x: x.reshape(*lead, *x.shape[1:]), made)
+
+
+def recomputed_after(finished: Any, arrays: Tree) -> Tree:
+    """`anew`, with nothing to wait for where nothing is finished."""
+    return anew(arrays, finished) if finished else arrays
+
+
+_KEY = 20260
+
+
+def fixed_noise(number: int, rows: int, columns: int) -> jax.Array:
+    """Fixed pseudo-random numbers in (−1, 1), (rows, columns), others for every `number`.
+
+    A hash of the position rather than `jax.random`, whose loop can block for ever beside another one on a CPU.
+    """
+    x = jnp.arange(rows * columns, dtype=jnp.uint32) + jnp.uint32((_KEY + number * 0x9E3779B9) % 2**32)
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
+        x = (x ^ (x >> shift)) * jnp.uint32(factor)
+    x = x ^ (x >> 16)
+    return (x.astype(jnp.float32) / 2.0**31 - 1.0).reshape(rows, columns)
+
+
+def apart_from_its_spread(rates: jax.Array, inverse: jax.Array) -> jax.Array:
+    """`rates`, which are products with `inverse`, where that is positive.
+
+    Where it is not, the rates are zero already. The select keeps XLA's CPU backend from handing the sum and what it is
+    spread over to one library call, which takes several times as long as the two apart.
+    """
+    return jax.lax.select(inverse > 0, rates, inverse)

@@ -15,7 +15,7 @@ import optax
 from flax import nnx
 
 import gauge_optax as go
-from gauge_optax.gauges.base import Gauge
+from gauge_optax.gauges.gauge import Gauge
 from models import lm
 from tests.gauges.user_gauges import Translation
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.flatten_util import ravel_pytree
 
-from gauge_optax.gauges.base import Gauge
+from gauge_optax.gauges.gauge import Gauge
 from tests.quick import jit
 
 _SKEW, _SHIFT, _SCALE, _ANGLE, _FULL = "skew", "shift", "scale", "angle", "full"

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gauge_optax.gauges.base import Gauge
+from gauge_optax.gauges.gauge import Gauge
 from models import presets
 from tests.discover.test_layouts import check
 

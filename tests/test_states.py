@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import gauge_optax as go
-from gauge_optax.gauges.base import Gauge
+from gauge_optax.gauges.gauge import Gauge
 
 Tree = Any
 RESCALE = go.rescale({"up": "_ channel"}, {"down": "channel _"})

@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import gauge_optax as go
-from gauge_optax.gauges.base import Gauge
+from gauge_optax.gauges.gauge import Gauge
 from tests.cases import GAUGE_CASES, TRANSFORM_CASES
 
 ROOT = Path(__file__).parent.parent

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import gauge_optax as go
-from gauge_optax.gauges.base import Gauge
+from gauge_optax.gauges.gauge import Gauge
 from tests.cases import GAUGE_CASES, GaugeCase
 from tests.quick import jit
 from tests.tolerances import tolerance

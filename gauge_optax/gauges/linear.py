@@ -1,45 +1,50 @@
-"""Linear gauges: GL(d_h) acting on the basis that two factors share, and what of it commutes with rotary embeddings.
+"""Head linear: GL(d_h) acting on the basis that two factors share.
 
 A product M = A·Bᵀ is unchanged by (A, B) ↦ (A·S, B·S⁻ᵀ) for every invertible S: queries and keys without rotary, values
-and outputs (rows of W_O), LoRA factors. With Gram matrices H_A = AᵀA and H_B = BᵀB the least-norm representative is the
-balanced one, H_A = H_B, reached by S = (H_A⁻¹ # H_B)^{1/2}, # the geometric mean; orbit tangents are (A·Z, −B·Zᵀ). Left
-over is the rotation group, which has holonomy: no coordinate. d_h² dimensions a head.
+and outputs (rows of W_O), LoRA factors. S = Q·P has two parts:
 
-Rotary turns every plane of a head by an angle that grows with position. What commutes with that is one complex number
-per plane: an angle, turning both sides (the torus of `torus`), and a modulus, traded between them (a rescale per
-plane). Both are built from those gauges' kernels, so that every transformation takes `rope_linear`; d_h dimensions a
-head.
+* P, symmetric positive, is read at every step: A = Â·P with Â of orthonormal columns. Far from the slice by QR and the
+  singular values of the triangular factor (the Gram matrix would square the condition), near it by matrix products.
+* Q, a rotation of both factors, is read once and held (`rotation`).
 
-References: When Equivalent Weights Train Differently, §1, §3; docs/design.md §5. `rope_linear` is ours.
+With Gram matrices H_A = AᵀA and H_B = BᵀB the least-norm representative is balanced, H_A = H_B, reached by
+S = (H_A⁻¹ # H_B)^{1/2}, # the geometric mean. Orbit tangents are (A·Z, −B·Zᵀ): d_h² dimensions per head, and no
+coordinate. References: When Equivalent Weights Train Differently, §1, §3; docs/design.md §5.
 """
 
 import dataclasses
-import functools
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from gauge_optax.binding import Axes, Instance, block_specs, check_specs, frozen_sizes
-from gauge_optax.gauges._head import BASIS, HeadBlock, HeadInstance
-from gauge_optax.gauges._linear import LinearInstance, LinearReading
-from gauge_optax.gauges._scale import ScaleInstance, ScaleReading, scale_factors, scale_motion
-from gauge_optax.gauges.base import BoundGauge, Effect, Element
-from gauge_optax.gauges.bound import Arrays, Bound
-from gauge_optax.gauges.reading import Motion, Reading
-from gauge_optax.gauges.rotation import HeadRotation, haar
-from gauge_optax.gauges.torus import RopeTorus, check_pairing
-from gauge_optax.gauges.turning import PlaneReading, WholeTurnReading, plane_motion
-from gauge_optax.linalg import matmul, real_dtype, transpose
-from gauge_optax.xla import singly
+from gauge_optax.binding import Axes, Block
+from gauge_optax.gauges.gauge import BlockGauge, block_gauge
+from gauge_optax.gauges.heads import BASIS, Heads
+from gauge_optax.gauges.instance import Anchor, Arrays, Effect, Instance
+from gauge_optax.gauges.matrices import Matrices, head_matrices
+from gauge_optax.gauges.rotation import Rotation
+from gauge_optax.linalg import (
+    balance,
+    eigh,
+    full_rank,
+    haar,
+    inverse,
+    inverse_sqrt_by_products,
+    matmul,
+    real_dtype,
+    svd,
+    transpose,
+    triangular,
+)
+
+_LEAST = 1e-4  # λ_min/‖H‖_F of the Gram matrix after one step, down to which the way back to the slice is exact
 
 
 def head_linear(
     left: Mapping[str, Axes], right: Mapping[str, Axes], *, sizes: Mapping[str, int] | None = None
-) -> "HeadLinear":
+) -> BlockGauge:
     """GL(d_h) acting on every head: left·S and right·S⁻ᵀ along the `basis` axis.
 
     Args:
@@ -52,7 +57,7 @@ def head_linear(
       A frozen, hashable gauge; it holds no array. Elements are S, `(*named, d_h, d_h)`.
 
     Raises:
-      ValueError: malformed axes, here; any mismatch with the tree, when it is first seen.
+      ValueError: malformed axes, at once; any mismatch with the tree, when it is first seen.
 
     >>> gauge = go.head_linear({"a": "_ basis"}, {"b": "basis _"})
     >>> params = {"a": jnp.array([[4.0, 0.0], [0.0, 1.0]]), "b": jnp.array([[1.0, 0.0], [0.0, 9.0]])}
@@ -63,209 +68,151 @@ def head_linear(
     Reference: When Equivalent Weights Train Differently, §1. Not a symmetry under RoPE (`rope_linear`) or QK-norm; of
     values that are normalised `head_rotation` is left. In float32 for conditions of S up to about 1e2.
     """
-    return _linear("head_linear", left, right, sizes, HeadLinear)
+    return block_gauge("head_linear", Linear, {"left": left, "right": right}, sizes)
 
 
-def rope_linear(
-    left: Mapping[str, Axes],
-    right: Mapping[str, Axes],
-    pairing: str = "half",
-    *,
-    sizes: Mapping[str, int] | None = None,
-) -> "RopeLinear":
-    """One complex number z per head and rotary plane: left·z and right/z̄, with planes read as complex coordinates.
+@dataclasses.dataclass(frozen=True)
+class Linear(Instance):
+    """One instance. Elements carry S with its inverse, (*shape, 2, d_h, d_h), so that no step inverts a matrix.
 
-    Args:
-      left: path → axes of the queries; `basis` is the rotary axis (a range of it for partial rotary).
-      right: path → axes of the keys.
-      pairing: "half": coordinate j pairs with j + d_h/2 (Llama, NeoX); "interleaved": 2j with 2j + 1 (GPT-J).
-      sizes: lengths of axes inside `(a b)` that no other block fixes.
-
-    Returns:
-      A frozen, hashable gauge; it holds no array. Elements are `(log |z|, arg z)`, `(*named, d_h/2, 2)`.
-
-    Raises:
-      ValueError: malformed axes or pairing, here; an odd basis or any mismatch with the tree, when it is first seen.
-
-    >>> params = {"q": jnp.ones((6, 4, 8)), "k": jnp.full((6, 4, 8), 2.0)}
-    >>> gauge = go.rope_linear({"q": "_ head basis"}, {"k": "_ head basis"})
-    >>> gauge.dim(params), round(float(gauge.balance(params)[""][0, 0, 0]), 4)  # ½·log 2
-    (32, 0.3466)
-
-    Reference: ours; the angles alone are DDC B.9.
+    Attributes:
+      size: d_h.
     """
-    check_pairing("rope_linear", pairing)
-    return _linear("rope_linear", left, right, sizes, RopeLinear, pairing)
 
+    size: int
 
-def _linear(name: str, left: Any, right: Any, sizes: Any, kind: Any, *more: Any) -> Any:
-    specs = block_specs(name, "left", left, (BASIS,)) + block_specs(name, "right", right, (BASIS,))
-    frozen = frozen_sizes(name, sizes)
-    check_specs(name, specs, frozen)
-    return kind(specs, frozen, *more)
-
-
-@dataclasses.dataclass(frozen=True)
-class HeadLinear(BoundGauge):
-    """See `head_linear`."""
-
-    name: ClassVar[str] = "head_linear"
-    breaks: ClassVar[str] = HeadRotation.breaks.replace("rope_torus", "rope_linear")
+    effect: ClassVar[Effect] = "linear"
     balancing: ClassVar[Effect] = "linear"
-    reserved: ClassVar[tuple[str, ...]] = (BASIS,)
+    rigid: ClassVar[str | None] = BASIS
+    breaks: ClassVar[str] = Rotation.breaks.replace("rope_torus", "rope_linear")
 
-    def assemble(self, named: tuple[str, ...], instances: Sequence[Instance]) -> Bound:
-        return Bound(linear=tuple(self._instance(i, named) for i in instances))
+    @classmethod
+    def of(cls, gauge: str, key: str, named: tuple[str, ...], sizes: Mapping[str, int], blocks: Any) -> "Linear":
+        """The instance of a binding's blocks."""
+        return cls(gauge, key, named, tuple(sizes[name] for name in named), tuple(blocks), sizes[BASIS])
 
-    def _instance(self, instance: Instance, named: tuple[str, ...]) -> LinearInstance:
-        def side(role: str) -> HeadInstance:
-            blocks = tuple(HeadBlock(b, None) for b in instance.blocks if b.role == role)
-            size = dict(instance.sizes)[BASIS]
-            return HeadInstance(self.name, instance.key, named, instance.shape(named), size, blocks)
+    axis_sizes = staticmethod(Rotation.axis_sizes)
 
-        return LinearInstance(side("left"), side("right"))
-
-    def element_sizes(self, named: tuple[str, ...], element: jax.Array) -> dict[str, int]:
-        return dict(zip((*named, BASIS), element.shape, strict=False))
-
-    def readings(self, bound: Bound) -> tuple[Reading, ...]:
-        sides = tuple(map(LinearReading, bound.linear))
-        return (*sides, *(WholeTurnReading(side.turned) for side in sides))
-
-    def element_of(self, bound: Bound, found: Mapping[Reading, jax.Array], values: Mapping[str, jax.Array]) -> Element:
-        sides = map(LinearReading, bound.linear)
-        return {r.key: matmul(found[WholeTurnReading(r.turned)], found[r][..., 0, :, :]) for r in sides}
-
-    def move(self, bound: Bound, element: Element, values: Mapping[str, jax.Array]) -> Mapping[str, jax.Array]:
-        return self.motion(bound, element, self.inverse(element)).push(dict(values))
-
-    def motion(self, bound: Bound, element: Element, inverse: Element) -> Motion:
-        def moved(by: Element, back: Element, dual: bool, values: Arrays) -> Arrays:
-            out = dict(values)
-            for i in bound.linear:
-                out |= (i.move_dual if dual else i.move)(out, by[i.key], back[i.key])
-            return out
-
-        return Motion(
-            functools.partial(moved, inverse, element, False),
-            functools.partial(moved, element, inverse, False),
-            functools.partial(moved, inverse, element, True),
-        )
-
-    def sample(self, key: jax.Array, params: Any, scale: float = 1.0) -> Element:
-        instances = self.bound(params).linear
-        keys = jax.random.split(key, max(1, len(instances)))
-        return {i.key: _random_matrix(k, i, scale) for k, i in zip(keys, instances, strict=False)}
-
-    def identity(self, params: Any) -> Element:
-        return {
-            i.key: jnp.broadcast_to(jnp.eye(i.size, dtype=real_dtype()), (*i.shape, i.size, i.size))
-            for i in self.bound(params).linear
-        }
-
-    def inverse(self, element: Element) -> Element:
-        return jax.tree.map(lambda x: singly(jnp.linalg.inv, x), element)
-
-    def compose(self, a: Element, b: Element) -> Element:
-        return jax.tree.map(lambda last, first: matmul(first, last), a, b)
-
-    def fraction(self, element: Element, strength: float | jax.Array) -> Element:
-        return jax.tree.map(lambda x: _power(x, strength), element)
-
-    def dim(self, params: Any) -> int:
-        return sum(math.prod(i.shape) * i.size**2 for i in self.bound(params).linear)
-
-
-
-def _power(matrix: jax.Array, exponent: float | jax.Array) -> jax.Array:
-    """A power of symmetric positive matrices, as balances are."""
-    values, vectors = jnp.linalg.eigh(matrix)
-    return matmul(vectors * (values**exponent)[..., None, :], transpose(vectors))
-
-
-def _random_matrix(key: jax.Array, instance: LinearInstance, scale: float) -> jax.Array:
-    first, second, sizes = jax.random.split(key, 3)
-    shape = (*instance.shape, instance.size, instance.size)
-    logs = jax.random.uniform(sizes, shape[:-1], real_dtype(), -scale, scale)
-    return matmul(haar(first, shape) * jnp.exp(logs)[..., None, :], transpose(haar(second, shape)))
-
-
-@dataclasses.dataclass(frozen=True)
-class RopeLinear(BoundGauge):
-    """See `rope_linear`: a torus and, on the same planes, a rescale."""
-
-    name: ClassVar[str] = "rope_linear"
-    breaks: ClassVar[str] = RopeTorus.breaks
-    balancing: ClassVar[Effect] = "diagonal"
-    reserved: ClassVar[tuple[str, ...]] = (BASIS,)
-    pairing: str
+    def _side(self, *roles: str) -> Rotation:
+        blocks = tuple(block for block in self.blocks if block.role in roles)
+        return Rotation(self.gauge, self.key, self.named, self.shape, blocks, self.size)
 
     @property
-    def angles(self) -> RopeTorus:
-        """The compact part."""
-        return RopeTorus(self.specs, self.sizes, self.pairing)
+    def left(self) -> Rotation:
+        """The rows that move as S."""
+        return self._side("left")
 
-    def assemble(self, named: tuple[str, ...], instances: Sequence[Instance]) -> Bound:
-        heads = self.angles.planes(self.name, named, instances)
-        return Bound(scales=tuple(map(_moduli, heads)), heads=(heads,))
+    @property
+    def right(self) -> Rotation:
+        """The rows that move as S⁻ᵀ."""
+        return self._side("right")
 
-    def element_sizes(self, named: tuple[str, ...], element: jax.Array) -> dict[str, int]:
-        return self.angles.element_sizes(named, element[..., 0])
+    @property
+    def dim(self) -> int:
+        return self.turn.heads * self.size**2
 
-    def readings(self, bound: Bound) -> tuple[Reading, ...]:
-        return (*map(ScaleReading, bound.scales), *map(PlaneReading, bound.rotations))
+    # The group ----------------------------------------------------------------------------------------
 
-    def element_of(self, bound: Bound, found: Mapping[Reading, jax.Array], values: Mapping[str, jax.Array]) -> Element:
-        pairs = zip(map(ScaleReading, bound.scales), map(PlaneReading, bound.rotations), strict=True)
-        return {r.key: jnp.stack([found[r], found[plane]], -1) for r, plane in pairs}
+    def identity(self) -> jax.Array:
+        return jnp.broadcast_to(jnp.eye(self.size, dtype=real_dtype()), (*self.shape, 2, self.size, self.size))
 
-    def move(self, bound: Bound, element: Element, values: Mapping[str, jax.Array]) -> Mapping[str, jax.Array]:
-        factors = scale_factors(bound.scales, [element[i.key][..., 0] for i in bound.scales])
-        scaled = {p: x * factors[p] if p in factors else x for p, x in values.items()}
-        angles = {key: x[..., 1] for key, x in element.items()}
-        return self.angles.move(bound, angles, scaled)
+    @staticmethod
+    def inverse(e: jax.Array) -> jax.Array:
+        return e[..., ::-1, :, :]
 
-    def motion(self, bound: Bound, element: Element, inverse: Element) -> Motion:
-        scales = scale_motion(bound.scales, [element[i.key][..., 0] for i in bound.scales])
-        planes = plane_motion(bound.rotations, {key: x[..., 1] for key, x in element.items()})
-        return Motion(
-            lambda values: scales.undo(planes.undo(values)),
-            lambda tangents: planes.push(scales.push(tangents)),
-            lambda cotangents: scales.pull(planes.pull(cotangents)),
-        )
+    @staticmethod
+    def compose(a: jax.Array, b: jax.Array) -> jax.Array:
+        (s, s_inverse), (t, t_inverse) = (jnp.unstack(x, axis=-3) for x in (a, b))
+        return jnp.stack([matmul(t, s), matmul(s_inverse, t_inverse)], -3)  # A ↦ (A·t)·s
 
-    def sample(self, key: jax.Array, params: Any, scale: float = 1.0) -> Element:
-        sizes, turns = jax.random.split(key)
-        angles = self.angles.sample(turns, params, scale)
-        keys = jax.random.split(sizes, max(1, len(angles)))
+    def sample(self, key: jax.Array, scale: float, leaves: Mapping[str, Any]) -> jax.Array:
+        first, second, sizes = jax.random.split(key, 3)
+        shape = (*self.shape, self.size, self.size)
+        logs = jax.random.uniform(sizes, shape[:-1], real_dtype(), -scale, scale)
+        return matmul(haar(first, shape) * jnp.exp(logs)[..., None, :], transpose(haar(second, shape)))
 
-        def with_modulus(key: jax.Array, angle: jax.Array) -> jax.Array:
-            return jnp.stack([jax.random.uniform(key, angle.shape, angle.dtype, -scale, scale), angle], -1)
+    @staticmethod
+    def inverse_element(element: jax.Array) -> jax.Array:
+        return inverse(element)
 
-        return {name: with_modulus(k, x) for k, (name, x) in zip(keys, angles.items(), strict=False)}
+    @staticmethod
+    def compose_elements(a: jax.Array, b: jax.Array) -> jax.Array:
+        return matmul(b, a)
 
-    def identity(self, params: Any) -> Element:
-        return {key: jnp.stack([x, x], -1) for key, x in self.angles.identity(params).items()}
+    def to_element(self, e: jax.Array) -> jax.Array:
+        return e[..., 0, :, :]
 
-    def inverse(self, element: Element) -> Element:
-        return jax.tree.map(jnp.negative, element)
+    def from_element(self, element: jax.Array) -> jax.Array:
+        return jnp.stack([element, inverse(element)], -3)
 
-    def compose(self, a: Element, b: Element) -> Element:
-        return jax.tree.map(jnp.add, a, b)
+    @staticmethod
+    def power(element: jax.Array, exponent: float | jax.Array) -> jax.Array:
+        """A power of a public element that is symmetric positive, as balances are."""
+        values, vectors = eigh(element)
+        return matmul(vectors * (values**exponent)[..., None, :], transpose(vectors))
 
-    def fraction(self, element: Element, strength: float | jax.Array) -> Element:
-        return jax.tree.map(lambda x: strength * x, element)
+    # The action ---------------------------------------------------------------------------------------
 
-    def dim(self, params: Any) -> int:
-        return sum(2 * math.prod(head.shape) for head in self.bound(params).rotations)
+    def act(self, e: jax.Array, point: Arrays) -> Arrays:
+        return self._moved(point, e[..., 0, :, :], transpose(e[..., 1, :, :]))
 
-    def effect_of(self, element: Element) -> Effect:
-        turns = any(isinstance(x, jax.core.Tracer) or np.any(np.asarray(x)[..., 1]) for x in element.values())
-        return self.effect if turns else self.balancing
+    def pull(self, e: jax.Array, cotangent: Arrays) -> Arrays:
+        return self.act(self.dual(e), cotangent)
+
+    def dual(self, e: jax.Array) -> jax.Array:
+        return transpose(e)
+
+    def _moved(self, point: Arrays, left: jax.Array, right: jax.Array) -> Arrays:
+        once = point | self.left.turned(point, left)  # one fused leaf may hold both sides
+        return once | self.right.turned(once, right)
+
+    # Reading, holding, balance --------------------------------------------------------------------------
+
+    @property
+    def anchors(self) -> tuple[Anchor, ...]:
+        return self.left.blocks, self.right.blocks
+
+    def read(self, anchor: Anchor, point: Arrays, within: jax.Array, near: bool) -> tuple[jax.Array, jax.Array]:
+        from_left = anchor == self.left.blocks
+        side = self.left if from_left else self.right
+        eye = jnp.broadcast_to(jnp.eye(self.size, dtype=real_dtype()), (*self.shape, self.size, self.size))
+        if near:
+            gram = side.gram(point, point)
+            read = within & (jnp.trace(gram, axis1=-2, axis2=-1) > 0)
+            gram = jnp.where(read[..., None, None], gram, eye)
+            root_inverse = inverse_sqrt_by_products(gram, _LEAST)
+            pair = matmul(gram, root_inverse), root_inverse
+        else:
+            root = triangular(side.stacked(point))
+            read = within & full_rank(root)
+            _, sizes, vectors = svd(jnp.where(read[..., None, None], root, eye))
+            pair = _conjugated(vectors, sizes), _conjugated(vectors, 1.0 / sizes)
+        # From the right side, which moves as P⁻ᵀ = P⁻¹, the same formula gives the inverse.
+        return jnp.stack(pair if from_left else pair[::-1], -3), read
+
+    def balanced(self, point: Arrays) -> jax.Array:
+        root = balance(triangular(self.left.stacked(point)), triangular(self.right.stacked(point)))
+        return jnp.stack([root.power(-1.0), root.power(1.0)], -3)
+
+    @property
+    def turn(self) -> Rotation:
+        return self._side("left", "right")
+
+    def from_turn(self, turn: jax.Array) -> jax.Array:
+        # A partial isometry has no inverse: heads of less than full rank keep the basis they have.
+        whole = jnp.sum(jnp.square(turn), (-2, -1)) > self.size - 0.5
+        turn = jnp.where(whole[..., None, None], turn, jnp.eye(self.size, dtype=turn.dtype))
+        return jnp.stack([turn, transpose(turn)], -3)
+
+    # What optimizers ask ------------------------------------------------------------------------------
+
+    @property
+    def sides(self) -> tuple[Heads, Heads]:
+        return self.left, self.right
+
+    def matrices(self, block: Block) -> tuple[int, Matrices | None]:
+        return 0, head_matrices(block)
 
 
-
-def _moduli(head: HeadInstance) -> ScaleInstance:
-    """The rescale per plane on the blocks of a torus."""
-    up, down = (tuple(b.block for b in head.blocks if b.block.role == role) for role in ("left", "right"))
-    return ScaleInstance(head.gauge, head.key, head.named, head.shape, up, down, 1)
+def _conjugated(vectors: jax.Array, sizes: jax.Array) -> jax.Array:
+    return matmul(transpose(vectors) * sizes[..., None, :], vectors)

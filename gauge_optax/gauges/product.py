@@ -12,12 +12,10 @@ from typing import Any, ClassVar
 import jax
 
 from gauge_optax.binding import binding_error
-from gauge_optax.gauges.base import Element, Gauge, Params, ReadGauge
-from gauge_optax.gauges.bound import Bound
-from gauge_optax.gauges.chart import Chart
+from gauge_optax.gauges.gauge import Element, Gauge, Gauges, Params, SliceGauge
 
 
-def product(gauges: "Gauge | Sequence[Gauge]") -> "Product":
+def product(gauges: Gauges) -> "Product":
     """One gauge made of several, in the order in which they act.
 
     Args:
@@ -27,7 +25,8 @@ def product(gauges: "Gauge | Sequence[Gauge]") -> "Product":
       A frozen, hashable gauge; it holds no array. Elements are tuples of the parts' elements in list order.
 
     Raises:
-      ValueError: something that is not a gauge, here; parts that do not commute on a leaf, when a tree is first seen.
+      ValueError: something that is not a gauge, at once; parts that do not commute on a leaf, when a tree is first
+        seen.
 
     >>> norm = go.norm_scale({"scale": "channel"}, {"up": "channel _"})
     >>> relu = go.rescale({"up": "_ channel"}, {"down": "channel _"})
@@ -41,26 +40,17 @@ def product(gauges: "Gauge | Sequence[Gauge]") -> "Product":
         gauges = (gauges,)
     if isinstance(gauges, str | Mapping) or not isinstance(gauges, Iterable):
         raise binding_error(
-            "product",
-            "no gauges",
-            f"a {type(gauges).__name__}",
-            "a gauge, or a sequence of gauges",
+            "product", "no gauges", f"a {type(gauges).__name__}", "a gauge, or a sequence of gauges",
             "pass the list of gauges; in an optimizer it comes after the learning rate",
-        )
+        )  # fmt: skip
     parts: list[Gauge] = []
     for gauge in gauges:
-        if isinstance(gauge, Product):
-            parts.extend(gauge.parts)
-        elif isinstance(gauge, Gauge):
-            parts.append(gauge)
-        else:
+        if not isinstance(gauge, Gauge):
             raise binding_error(
-                "product",
-                f"not a gauge: {gauge!r}",
-                f"a {type(gauge).__name__}",
-                "a gauge, or a sequence of gauges",
+                "product", f"not a gauge: {gauge!r}", f"a {type(gauge).__name__}", "a gauge, or a sequence of gauges",
                 "pass what go.rescale(...) and the like return",
-            )
+            )  # fmt: skip
+        parts.extend(gauge._parts)
     twice = next((part for at, part in enumerate(parts) if part in parts[:at]), None)
     if twice is not None:
         raise binding_error(
@@ -70,30 +60,22 @@ def product(gauges: "Gauge | Sequence[Gauge]") -> "Product":
 
 
 @dataclasses.dataclass(frozen=True)
-class Product(ReadGauge):
+class Product(SliceGauge):
     """See `product`."""
 
     parts: tuple[Gauge, ...]
     name: ClassVar[str] = "product"
 
-    def bound(self, params: Any) -> Bound:
-        return self.chart(params).joint
+    @property
+    def _parts(self) -> tuple[Gauge, ...]:
+        return self.parts
 
-    def chart(self, params: Any) -> Chart:
-        bounds = [part.bound(params) for part in self.parts]
-        joint = Bound(
-            tuple(i for b in bounds for i in b.scales),
-            tuple(i for b in bounds for i in b.shifts),
-            tuple(h for b in bounds for h in b.heads),
-            tuple(i for b in bounds for i in b.linear),
-            tuple(r for b in bounds for r in b.more),
-        )
-        joint.check()
-        return Chart(tuple(zip(self.parts, bounds, strict=True)), joint)
+    def _packed(self, elements: Sequence[Element]) -> Element:
+        return tuple(elements)
 
     def act(self, element: Element, params: Params) -> Params:
-        for part, own in zip(self.parts, element, strict=True):
-            params = part.act(own, params)
+        for part, x in zip(self.parts, element, strict=True):
+            params = part.act(x, params)
         return params
 
     def sample(self, key: jax.Array, params: Any, scale: float = 1.0) -> Element:
@@ -104,27 +86,24 @@ class Product(ReadGauge):
         return tuple(part.identity(params) for part in self.parts)
 
     def inverse(self, element: Element) -> Element:
-        plain = tuple(part.inverse(own) for part, own in zip(self.parts, element, strict=True))
+        plain = tuple(part.inverse(x) for part, x in zip(self.parts, element, strict=True))
         return tuple(
-            part.carried(part.carried(own, self._pairs(plain)[:at]), self._pairs(element)[at + 1 :])
-            for at, (part, own) in enumerate(zip(self.parts, plain, strict=True))
+            part._carried(part._carried(x, self._pairs(plain)[:at]), self._pairs(element)[at + 1 :])
+            for at, (part, x) in enumerate(zip(self.parts, plain, strict=True))
         )
 
     def compose(self, a: Element, b: Element) -> Element:
-        undo = tuple(part.inverse(own) for part, own in zip(self.parts, b, strict=True))
+        undo = tuple(part.inverse(x) for part, x in zip(self.parts, b, strict=True))
         return tuple(
-            part.compose(part.carried(a[at], self._pairs(undo)[at + 1 :]), part.carried(b[at], self._pairs(a)[:at]))
+            part.compose(part._carried(a[at], self._pairs(undo)[at + 1 :]), part._carried(b[at], self._pairs(a)[:at]))
             for at, part in enumerate(self.parts)
         )
 
-    def fraction(self, element: Element, strength: float | jax.Array) -> Element:
-        return tuple(part.fraction(own, strength) for part, own in zip(self.parts, element, strict=True))
+    def power(self, element: Element, exponent: float | jax.Array) -> Element:
+        return tuple(part.power(x, exponent) for part, x in zip(self.parts, element, strict=True))
 
     def dim(self, params: Any) -> int:
         return sum(part.dim(params) for part in self.parts)
 
     def _pairs(self, element: Element) -> list[tuple[Gauge, Element]]:
         return list(zip(self.parts, element, strict=True))
-
-    def _of(self, parts: Sequence[Any]) -> Any:
-        return tuple(parts)

@@ -1,14 +1,17 @@
 """Head rotation: O(d_h) acting on the basis of an attention head.
 
-Scores q·kᵀ see W_Q·W_Kᵀ and outputs see W_V·W_O only, so turning both factors' head basis by one orthogonal R
-(biases are one more row, W_O enters as its transpose) changes nothing. With all blocks' rows stacked to W ∈
-R^{rows×d_h}, the orbit tangents are W·A with A skew; the horizontal part of U is U − W·A where M·A + A·M =
-2·skew(WᵀU), M = WᵀW. Horizontal motion has holonomy, so there is no coordinate: drift is the accumulated vertical
-part. d_h(d_h−1)/2 dimensions a head.
-Reference: DDC §3.2, B.8; grouped queries: Lemma 25. Not a symmetry under rotary embeddings or QK-norm.
+Scores q·kᵀ see W_Q·W_Kᵀ alone and outputs see W_V·W_O alone, so one orthogonal R that turns the head basis of both
+factors changes nothing; biases are one more row, W_O enters as its transpose. With the rows of all blocks stacked to W
+(rows × d_h), the orbit tangents are W·A with A skew, d_h(d_h−1)/2 per head.
+
+* Reading: with C fixed noise, the polar factor Q of CᵀW has Q(W·R) = Q(W)·R. No reading is continuous everywhere (CᵀW
+  may lose rank), so it is taken once, at `init`.
+* Hold: the part of a step U along the orbit is W·A with M·A + A·M = WᵀU − UᵀW, M = WᵀW.
+
+Horizontal motion turns a head (holonomy), so there is no coordinate: drift is the accumulated vertical part.
+Reference: DDC §3.2, B.8; Lemma 25 for grouped queries. Not a symmetry under rotary embeddings or QK-norm.
 """
 
-import abc
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
@@ -17,16 +20,15 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from gauge_optax.binding import Axes, Instance, block_specs, frozen_sizes
-from gauge_optax.gauges._head import BASIS, HeadBlock, HeadInstance
-from gauge_optax.gauges.base import BoundGauge, Effect, Element
-from gauge_optax.gauges.bound import Arrays, Bound
-from gauge_optax.gauges.reading import Motion, Reading
-from gauge_optax.gauges.turning import TurnReading, turn_motion
-from gauge_optax.linalg import matmul, real_dtype, skew_exponential, transpose
+from gauge_optax.binding import Axes, Block
+from gauge_optax.gauges.gauge import BlockGauge, block_gauge
+from gauge_optax.gauges.heads import BASIS, Heads, by_size, stack_heads, unstack_heads
+from gauge_optax.gauges.instance import Arrays, Effect
+from gauge_optax.gauges.matrices import Matrices, head_matrices
+from gauge_optax.linalg import HIGHEST, haar, matmul, noise, real_dtype, safe_divide, skew_exponential, svd, transpose
 
 
-def head_rotation(blocks: Mapping[str, Axes], *, sizes: Mapping[str, int] | None = None) -> "HeadRotation":
+def head_rotation(blocks: Mapping[str, Axes], *, sizes: Mapping[str, int] | None = None) -> BlockGauge:
     """O(d_h) acting on every head: the `basis` axis of each block turns by that head's rotation.
 
     Args:
@@ -38,7 +40,7 @@ def head_rotation(blocks: Mapping[str, Axes], *, sizes: Mapping[str, int] | None
       A frozen, hashable gauge; it holds no array. Elements are R, `(*named, d_h, d_h)`, W ↦ W·R.
 
     Raises:
-      ValueError: malformed axes, here; any mismatch with the tree, when it is first seen.
+      ValueError: malformed axes, at once; any mismatch with the tree, when it is first seen.
 
     >>> params = {"q": jnp.ones((6, 2, 3)), "k": jnp.ones((6, 2, 3))}
     >>> go.head_rotation({"q": "_ head basis", "k": "_ head basis"}).dim(params)  # 2 heads × 3 planes
@@ -46,108 +48,146 @@ def head_rotation(blocks: Mapping[str, Axes], *, sizes: Mapping[str, int] | None
 
     Reference: DDC §3.2. Not a symmetry under RoPE (`rope_torus`) or QK-norm (`scale_invariant`).
     """
-    return HeadRotation(block_specs("head_rotation", "blocks", blocks, (BASIS,)), frozen_sizes("head_rotation", sizes))
+    return block_gauge("head_rotation", Rotation, {"blocks": blocks}, sizes)
 
 
 @dataclasses.dataclass(frozen=True)
-class TurningGauge(BoundGauge):
-    """What full rotations and tori share: an orthogonal matrix per head, or per head and plane, acting on rows."""
+class Rotation(Heads):
+    """One instance: an orthogonal matrix per head, (*shape, d_h, d_h)."""
 
     effect: ClassVar[Effect] = "orthogonal"
-    balancing: ClassVar[Effect] = "still"
-    reserved: ClassVar[tuple[str, ...]] = (BASIS,)
-
-    @abc.abstractmethod
-    def matrix(self, element: jax.Array) -> jax.Array:
-        """The orthogonal matrices (*shape, size, size) of one instance's element."""
-
-    def readings(self, bound: Bound) -> tuple[Reading, ...]:
-        return tuple(map(TurnReading, bound.rotations))
-
-    def element_of(self, bound: Bound, found: Mapping[Reading, jax.Array], values: Mapping[str, jax.Array]) -> Element:
-        return {r.key: found[r] for r in self.readings(bound)}
-
-    def by_reading(self, bound: Bound, element: Element) -> Mapping[Reading, jax.Array]:
-        return {r: self.matrix(element[r.key]) for r in self.readings(bound)}
-
-    def motion(self, bound: Bound, element: Element, inverse: Element) -> Motion:
-        return turn_motion(bound.rotations, {key: self.matrix(x) for key, x in element.items()})
-
-    def move(self, bound: Bound, element: Element, values: Mapping[str, jax.Array]) -> Arrays:
-        moved = dict(values)
-        for head in bound.rotations:
-            moved |= head.turn(moved, self.matrix(element[head.key]))
-        return moved
-
-    def fraction(self, element: Element, strength: float | jax.Array) -> Element:
-        return element  # the balance of a compact gauge is the identity
-
-    def dim(self, params: Any) -> int:
-        return sum(math.prod(h.shape) * h.size * (h.size - 1) // 2 for h in self.bound(params).rotations)
-
-
-
-@dataclasses.dataclass(frozen=True)
-class HeadRotation(TurningGauge):
-    """See `head_rotation`."""
-
-    name: ClassVar[str] = "head_rotation"
+    rigid: ClassVar[str | None] = BASIS
     breaks: ClassVar[str] = (
         "rotary embeddings (rope_torus) or QK-norm (scale_invariant), a bias that is not listed, or the index or order "
         "of a fused kernel, qkv=1 for qkv=0, (basis head) for (head basis)"
     )
 
-    def assemble(self, named: tuple[str, ...], instances: Sequence[Instance]) -> Bound:
-        return Bound(
-            heads=(
-                tuple(
-                    HeadInstance(
-                        self.name,
-                        i.key,
-                        named,
-                        i.shape(named),
-                        dict(i.sizes)[BASIS],
-                        tuple(HeadBlock(b, None) for b in i.blocks),
-                    )
-                    for i in instances
-                ),
-            )
-        )
+    @classmethod
+    def of(cls, gauge: str, key: str, named: tuple[str, ...], sizes: Mapping[str, int], blocks: Any) -> "Rotation":
+        """The instance of a binding's blocks."""
+        return cls(gauge, key, named, tuple(sizes[name] for name in named), tuple(blocks), sizes[BASIS])
 
-    def element_sizes(self, named: tuple[str, ...], element: jax.Array) -> dict[str, int]:
+    @staticmethod
+    def axis_sizes(named: tuple[str, ...], element: jax.Array) -> dict[str, int]:
+        """Lengths of axes, read off an element."""
         return dict(zip((*named, BASIS), element.shape, strict=False))
 
-    def matrix(self, element: jax.Array) -> jax.Array:
-        return element
+    @property
+    def dim(self) -> int:
+        return self.heads * self.size * (self.size - 1) // 2
 
-    def sample(self, key: jax.Array, params: Any, scale: float = 1.0) -> Element:
-        heads = self.bound(params).rotations
-        keys = jax.random.split(key, max(1, len(heads)))
-        return {h.key: _random_rotation(k, h, scale) for k, h in zip(keys, heads, strict=False)}
+    def identity(self) -> jax.Array:
+        return jnp.broadcast_to(jnp.eye(self.size, dtype=real_dtype()), (*self.shape, self.size, self.size))
 
-    def identity(self, params: Any) -> Element:
-        return {
-            h.key: jnp.broadcast_to(jnp.eye(h.size, dtype=real_dtype()), (*h.shape, h.size, h.size))
-            for h in self.bound(params).rotations
-        }
+    @staticmethod
+    def inverse(e: jax.Array) -> jax.Array:
+        return transpose(e)
 
-    def inverse(self, element: Element) -> Element:
-        return jax.tree.map(transpose, element)
+    @staticmethod
+    def compose(a: jax.Array, b: jax.Array) -> jax.Array:
+        return matmul(b, a)  # W ↦ (W·b)·a
 
-    def compose(self, a: Element, b: Element) -> Element:
-        return jax.tree.map(lambda last, first: matmul(first, last), a, b)
-
-
-def _random_rotation(key: jax.Array, head: HeadInstance, scale: float) -> jax.Array:
-    shape = (*head.shape, head.size, head.size)
-    if scale < 1:
+    def sample(self, key: jax.Array, scale: float, leaves: Mapping[str, Any]) -> jax.Array:
+        shape = (*self.shape, self.size, self.size)
+        if scale >= 1:
+            return haar(key, shape)
         normal = jax.random.normal(key, shape, real_dtype())
-        return skew_exponential(scale * (normal - transpose(normal)) / math.sqrt(2 * head.size))
-    return haar(key, shape)
+        return skew_exponential(scale * (normal - transpose(normal)) / math.sqrt(2 * self.size))
+
+    def act(self, e: jax.Array, point: Arrays) -> Arrays:
+        return point | self.turned(point, e)
+
+    def pull(self, e: jax.Array, cotangent: Arrays) -> Arrays:
+        # Rᵀ = R⁻¹. Where W has not full rank, e is a partial isometry and its transpose is what is meant.
+        return cotangent | self.turned(cotangent, transpose(e))
+
+    @property
+    def turn(self) -> "Rotation":
+        return self
+
+    @staticmethod
+    def matrix(e: jax.Array) -> jax.Array:
+        return e
+
+    def matrices(self, block: Block) -> tuple[int, Matrices | None]:
+        return 0, head_matrices(block)
+
+    # Reading and holding, heads of one size in one batch whatever their layer --------------------------
+
+    @classmethod
+    def read_all(cls, turns: Sequence["Rotation"], point: Arrays) -> list[jax.Array]:
+        found: dict[Rotation, jax.Array] = {}
+        for same in by_size(turns):
+            u, sizes, vt = svd(stack_heads([turn.mixed_rows(point) for turn in same]))
+            # Directions that are roundoff have no polar factor: a partial isometry leaves them out.
+            live = sizes > noise(sizes.dtype) * sizes[..., :1]
+            found |= zip(same, unstack_heads(matmul(u * live[..., None, :].astype(u.dtype), vt), same), strict=True)
+        return [found[turn] for turn in turns]
+
+    @classmethod
+    def hold(cls, turns: Sequence["Rotation"], point: Arrays, step: Arrays) -> Arrays:
+        return cls.project(turns, point, step)
+
+    @classmethod
+    def project(
+        cls, turns: Sequence["Rotation"], point: Arrays, vector: Arrays, into: Mapping[Any, jax.Array] | None = None
+    ) -> Arrays:
+        out = dict(vector)
+        for same in by_size(turns):
+            gram = stack_heads([turn.gram(point, point) for turn in same])
+            moment = stack_heads([turn.gram(point, vector) for turn in same])
+            if into is None:
+                generators = lyapunov(gram, moment)
+            else:
+                # The equation is solved on the slice: the unsolved rest of an iteration depends on the basis.
+                basis = stack_heads([into[turn] for turn in same])
+                gram, moment = (matmul(matmul(transpose(basis), x), basis) for x in (gram, moment))
+                generators = matmul(matmul(basis, lyapunov(gram, moment)), transpose(basis))
+            for turn, generator in zip(same, unstack_heads(generators, same), strict=True):
+                out |= turn.added(out, point, -generator)
+        return out
 
 
-def haar(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Orthogonal matrices of this shape, (…, d, d), from the Haar measure on O(d)."""
-    q, r = jnp.linalg.qr(jax.random.normal(key, shape, real_dtype()))
-    signs = jnp.sign(jnp.diagonal(r, axis1=-2, axis2=-1))
-    return q * signs[..., None, :]  # without the signs QR is not Haar
+_Solving = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
+
+
+def lyapunov(m: jax.Array, k: jax.Array, steps: int = 24) -> jax.Array:
+    """The skew solution A of M·A + A·M = K − Kᵀ, by conjugate gradients preconditioned by the diagonal.
+
+    Matrix products alone: an eigendecomposition of M would take most of a step. `linalg.lyapunov` is the exact one.
+
+    Args:
+      m: (…, d, d), symmetric positive semi-definite.
+      k: (…, d, d), any.
+      steps: how many at most; d(d − 1)/2 solve the equation whatever M is.
+
+    Returns:
+      A (…, d, d), antisymmetric. A head that has converged stops.
+    """
+    size = m.shape[-1]
+    diagonal = jnp.diagonal(m, axis1=-2, axis2=-1)
+    weight = safe_divide(jnp.ones(()), diagonal[..., :, None] + diagonal[..., None, :])
+
+    def inner(a: jax.Array, b: jax.Array) -> jax.Array:
+        # A contraction: on a CPU a sum over the last two axes takes longer than the products of a step.
+        return jnp.einsum("...ij,...ij->...", a, b, precision=HIGHEST)[..., None, None]
+
+    def step(carry: _Solving, _: None) -> tuple[_Solving, None]:
+        solution, residual, direction, energy = carry
+        product = matmul(m, direction)  # D is antisymmetric: D·M is minus its transpose, ⟨D, M·D + D·M⟩ twice ⟨D, M·D⟩
+        rate = jnp.where(energy > done, safe_divide(energy, 2.0 * inner(direction, product)), 0.0)
+        residual = residual - rate * (product - transpose(product))
+        scaled = weight * residual
+        fresh = inner(residual, scaled)
+        return (solution + rate * direction, residual, scaled + safe_divide(fresh, energy) * direction, fresh), None
+
+    # Mirrored: what is fused and contracted need not be antisymmetric to the last bit, least of all on a mesh, and a
+    # symmetric part, which the iteration cannot reach, would be amplified without end.
+    above = jnp.triu(k - transpose(k), 1)
+    residual = above - transpose(above)
+    scaled = weight * residual
+    energy = inner(residual, scaled)
+    done = energy * jnp.square(0.1 * jnp.finfo(m.dtype).eps)
+    start = (jnp.zeros_like(k), residual, scaled, energy)
+    (solution, *_), _ = jax.lax.scan(step, start, length=min(steps, 2 + size * (size - 1) // 2))
+    return solution

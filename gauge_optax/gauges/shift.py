@@ -1,36 +1,31 @@
 """Logit shift: adding the same vector to every output class leaves a softmax alone.
 
 For logits z = x·W + b and any vector t and number τ, W ↦ W + t·1ᵀ and b ↦ b + τ·1 change z by a constant over classes.
-The group is Rᵈ (+1 with a bias), additive; its coordinate is the mean along `vocab`, its split is that mean and the
-rest. Not a symmetry of a tied head or of soft-capped logits. Reference: DDC §3.2 and B.2–B.3.
+The group is Rᵈ (+1 with a bias), additive. Its reading is the mean along `vocab`, its vertical part likewise. It moves
+points and no vectors. Not a symmetry of a tied head or of soft-capped logits. Reference: DDC §3.2 and B.2–B.3.
+
+Inside the library a shift is kept as a leaf with `vocab` of length 1, zero where no block selects; public elements have
+no `vocab` axis.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 
-from gauge_optax.binding import Axes, BlockSpec, Instance, block_specs, frozen_sizes, instance_key, leaves_by_path
+from gauge_optax.binding import Axes, Block, BlockSpec, instance_key
 from gauge_optax.binding.axes import parse_axes
-from gauge_optax.gauges._shift import (
-    VOCAB,
-    ShiftInstance,
-    as_slice,
-    element_shape,
-    own_slice,
-    shift_dimensions,
-    slice_block,
-    without_slice,
-)
-from gauge_optax.gauges.base import BoundGauge, Effect, Element, Gauge
-from gauge_optax.gauges.bound import Arrays, Bound
-from gauge_optax.gauges.reading import Motion, Reading
+from gauge_optax.gauges.gauge import BlockGauge, block_gauge
+from gauge_optax.gauges.instance import Arrays, Effect, Instance
 from gauge_optax.linalg import real_dtype
 
+VOCAB = "vocab"
 
-def logit_shift(blocks: Mapping[str, Axes], *, sizes: Mapping[str, int] | None = None) -> "LogitShift":
+
+def logit_shift(blocks: Mapping[str, Axes], *, sizes: Mapping[str, int] | None = None) -> BlockGauge:
     """A constant added along `vocab`: an unembedding kernel, its bias, or either alone.
 
     Args:
@@ -38,10 +33,10 @@ def logit_shift(blocks: Mapping[str, Axes], *, sizes: Mapping[str, int] | None =
       sizes: lengths of axes inside `(a b)` that no other block fixes.
 
     Returns:
-      A frozen, hashable gauge; it holds no array.
+      A frozen, hashable gauge; it holds no array. Elements are {leaf path: shift, the leaf's shape without `vocab`}.
 
     Raises:
-      ValueError: malformed axes, here; any mismatch with the tree, when it is first seen.
+      ValueError: malformed axes, at once; any mismatch with the tree, when it is first seen.
 
     >>> params = {"kernel": jnp.ones((3, 5)), "bias": jnp.zeros(5)}
     >>> go.logit_shift({"kernel": "_ vocab", "bias": "vocab"}).dim(params)
@@ -49,116 +44,155 @@ def logit_shift(blocks: Mapping[str, Axes], *, sizes: Mapping[str, int] | None =
 
     Reference: DDC §3.2. Not a symmetry of a tied embedding.
     """
-    return LogitShift(block_specs("logit_shift", "blocks", blocks, (VOCAB,)), frozen_sizes("logit_shift", sizes))
+    return block_gauge("logit_shift", Shift, {"blocks": blocks}, sizes)
 
 
 @dataclasses.dataclass(frozen=True)
-class LogitShift(BoundGauge):
-    """See `logit_shift`. Elements: instance → {concrete leaf path: shift, the leaf's shape without vocab}."""
+class Shift(Instance):
+    """One instance: a vector per leaf, constant along `vocab`."""
 
-    name: ClassVar[str] = "logit_shift"
+    effect: ClassVar[Effect] = "shift"
+    balancing: ClassVar[Effect] = "shift"
+    rigid: ClassVar[str | None] = VOCAB
     breaks: ClassVar[str] = (
         "logits themselves move: return the loss, or log-probabilities; else a tied head, soft-capping, or a loss that "
         "is no softmax"
     )
-    effect: ClassVar[Effect] = "shift"
-    balancing: ClassVar[Effect] = "shift"
-    reserved: ClassVar[tuple[str, ...]] = (VOCAB,)
 
-    def assemble(self, named: tuple[str, ...], instances: Sequence[Instance]) -> Bound:
-        return Bound(shifts=tuple(ShiftInstance(self.name, i.key, i.blocks) for i in instances))
+    @classmethod
+    def of(cls, gauge: str, key: str, named: tuple[str, ...], sizes: Mapping[str, int], blocks: Any) -> "Shift":
+        """The instance of a binding's blocks."""
+        return cls(gauge, key, named, tuple(sizes[name] for name in named), tuple(blocks))
 
-    def element_sizes(self, named: tuple[str, ...], element: jax.Array) -> dict[str, int]:
+    @staticmethod
+    def axis_sizes(named: tuple[str, ...], element: jax.Array) -> dict[str, int]:
+        """Lengths of axes, read off an element: none, as leaves have them all."""
         return {}
 
-    def move(self, bound: Bound, element: Element, values: Mapping[str, jax.Array]) -> Mapping[str, jax.Array]:
-        slices = {b.path: as_slice(b, element[i.key][b.path]) for i in bound.shifts for b in i.blocks}
-        return bound.add_shifts(values, slices)
+    @property
+    def dim(self) -> int:
+        return sum(math.prod(slice_block(block).view_shape) for block in self.blocks)
 
-    def element_of(self, bound: Bound, found: Mapping[Reading, jax.Array], values: Mapping[str, jax.Array]) -> Element:
-        return self._packed(bound, bound.shift_means(values))
+    # The group: addition, leaf by leaf ----------------------------------------------------------------
 
-    def centred(self, bound: Bound, values: Arrays) -> Arrays:
-        return bound.centre(values)
+    def identity(self) -> Arrays:
+        return {block.path: jnp.zeros(slice_block(block).shape, real_dtype()) for block in self.blocks}
 
-    def sole_gradient(self, bound: Bound, point: Arrays, gradient: Arrays) -> jax.Array | None:
-        # Nothing before a head that is constant over classes, on the slice a zero one, has a gradient.
-        sizes = []
-        for instance in bound.shifts:
-            kernels = [b for b in instance.blocks if shift_dimensions(b) > 1]
-            if kernels:
-                largest = jnp.stack([jnp.max(jnp.abs(b.view(gradient[b.path]))) for b in instance.blocks]).max()
-                constant = jnp.stack([jnp.all(b.view(point[b.path]) == 0.0) for b in kernels]).any()
-                sizes.append(jnp.where(constant, largest, 0.0).astype(real_dtype()))
-        return jnp.stack(sizes).max() if sizes else None
+    @staticmethod
+    def inverse(e: Arrays) -> Arrays:
+        return jax.tree.map(jnp.negative, e)
 
-    def coordinates_of(self, bound: Bound, element: Element, values: Arrays) -> Element:
-        return self._packed(bound, bound.shift_means(values))
-
-    def motion(self, bound: Bound, element: Element, inverse: Element) -> Motion:
-        slices = {b.path: as_slice(b, element[i.key][b.path]) for i in bound.shifts for b in i.blocks}
-
-        def undo(values: Arrays) -> Arrays:
-            moved = dict(values)
-            for block in bound.shift_blocks:
-                moved[block.path] = without_slice(block, moved[block.path], slices[block.path])
-            return moved
-
-        return Motion(undo, dict, dict)  # a shift moves points alone
-
-    def sample(self, key: jax.Array, params: Any, scale: float = 1.0) -> Element:
-        bound, leaves = self.bound(params), leaves_by_path(params)
-        slices = bound.zero_slices()
-        for block, own in zip(bound.shift_blocks, jax.random.split(key, len(bound.shift_blocks)), strict=True):
-            rms = jnp.sqrt(jnp.mean(jnp.square(jnp.asarray(leaves[block.path], real_dtype()))))
-            inner = slice_block(block)
-            draw = scale * rms * jax.random.normal(own, inner.view_shape, real_dtype())
-            slices[block.path] = inner.write(slices[block.path], draw)
-        return self._packed(bound, slices)
-
-    def identity(self, params: Any) -> Element:
-        bound = self.bound(params)
-        return self._packed(bound, bound.zero_slices())
-
-    def inverse(self, element: Element) -> Element:
-        return jax.tree.map(jnp.negative, element)
-
-    def compose(self, a: Element, b: Element) -> Element:
+    @staticmethod
+    def compose(a: Arrays, b: Arrays) -> Arrays:
         return jax.tree.map(jnp.add, a, b)
 
-    def fraction(self, element: Element, strength: float | jax.Array) -> Element:
-        return jax.tree.map(lambda x: strength * x, element)
+    def sample(self, key: jax.Array, scale: float, leaves: Mapping[str, Any]) -> Arrays:
+        shifts = self.identity()
+        for block, own_key in zip(self.blocks, jax.random.split(key, len(self.blocks)), strict=True):
+            rms = jnp.sqrt(jnp.mean(jnp.square(jnp.asarray(leaves[block.path], real_dtype()))))
+            target = slice_block(block)
+            drawn = scale * rms * jax.random.normal(own_key, target.view_shape, real_dtype())
+            shifts[block.path] = target.write(shifts[block.path], drawn)
+        return self.to_element(shifts)
 
-    def carried(self, element: Element, by: Sequence[tuple[Gauge, Element]]) -> Element:
+    def to_element(self, e: Arrays) -> Arrays:
+        shapes = {block.path: _without_vocab(block) for block in self.blocks}
+        return {path: x.reshape(shapes[path]) for path, x in e.items()}
+
+    def from_element(self, element: Arrays) -> Arrays:
+        return {block.path: element[block.path].reshape(slice_block(block).shape) for block in self.blocks}
+
+    @staticmethod
+    def power(element: Arrays, exponent: float | jax.Array) -> Arrays:
+        """The public element that goes a fraction of the way."""
+        return jax.tree.map(lambda x: exponent * x, element)
+
+    @staticmethod
+    def carried(specs: Sequence[BlockSpec], element: Any, moved: Callable[[str, jax.Array], jax.Array]) -> Any:
         def after(path: str, shift: jax.Array) -> jax.Array:
-            leaf = shift.reshape(_slice_shape(self.specs, path, shift.shape))
-            for gauge, own in by:
-                leaf = gauge.moved_leaf(path, leaf, own)
-            return leaf.reshape(shift.shape)
+            # The leaf's shape at one vocab entry: where `vocab` has an axis of its own, an element has none there.
+            spec = next(s for s in specs if instance_key(specs, s, path) is not None)
+            lengths = iter(shift.shape)
+            groups = parse_axes("logit_shift", spec.pattern, spec.axes).groups
+            shape = [1 if [part.name for part in group] == [VOCAB] else next(lengths) for group in groups]
+            return moved(path, shift.reshape(shape)).reshape(shift.shape)
 
-        return {key: {path: after(path, x) for path, x in own.items()} for key, own in element.items()}
+        return {path: after(path, shift) for path, shift in element.items()}
 
-    def moved_leaf(self, path: str, leaf: jax.Array, element: Element) -> jax.Array:
-        return leaf  # shifts commute
+    # The action ---------------------------------------------------------------------------------------
 
-    def dim(self, params: Any) -> int:
-        return sum(shift_dimensions(b) for b in self.bound(params).shift_blocks)
+    def act(self, e: Arrays, point: Arrays) -> Arrays:
+        out = dict(point)
+        for block in self.blocks:
+            out[block.path] = block.write(
+                out[block.path], block.view(out[block.path]) + slice_block(block).view(e[block.path])
+            )
+        return out
 
-    def _packed(self, bound: Bound, shifts: Mapping[str, jax.Array]) -> Element:
-        packed: Element = {}
-        for instance in bound.shifts:
-            own = packed.setdefault(instance.key, {})
-            for block in instance.blocks:
-                part = own_slice(block, shifts[block.path]).reshape(element_shape(block))
-                own[block.path] = own[block.path] + part if block.path in own else part
-        return packed
+    def enter(self, e: Arrays, point: Arrays) -> Arrays:
+        return self._subtracted(point, e)
+
+    def push(self, e: Arrays, tangent: Arrays) -> Arrays:
+        return tangent
+
+    def pull(self, e: Arrays, cotangent: Arrays) -> Arrays:
+        return cotangent
+
+    def centred(self, vector: Arrays) -> Arrays:
+        return self._subtracted(vector, None)
+
+    def _subtracted(self, vector: Arrays, e: Arrays | None) -> Arrays:
+        """A point less a shift, or less its own mean; exactly zero where it was constant, to roundoff.
+
+        A zero head that was shifted is constant. The roundoff of its mean would count as weights, with a frame.
+        """
+        out = dict(vector)
+        for block in self.blocks:
+            rows = block.view(out[block.path])
+            mean = jnp.mean(rows, block.labels.index(VOCAB), keepdims=True)
+            spread = jnp.max(jnp.abs(rows - mean), block.labels.index(VOCAB), keepdims=True)
+            constant = spread <= 8.0 * jnp.finfo(rows.dtype).eps * jnp.abs(mean)
+            shift = mean if e is None else slice_block(block).view(e[block.path])
+            out[block.path] = block.write(out[block.path], jnp.where(constant, 0.0, rows - shift))
+        return out
+
+    # Reading ------------------------------------------------------------------------------------------
+
+    def coordinate(self, e: Arrays, point: Arrays) -> Arrays:
+        return self.to_element(self.read_mean(point))
+
+    def read_mean(self, point: Arrays) -> Arrays:
+        means = self.identity()
+        for block in self.blocks:
+            mean = jnp.mean(block.view(point[block.path]), block.labels.index(VOCAB), keepdims=True)
+            means[block.path] = slice_block(block).write(means[block.path], mean)
+        return means
+
+    def signal(self, point: Arrays, gradient: Arrays) -> jax.Array | None:
+        # Before a head that is constant over classes, on the slice a zero one, no weight has a gradient but the head.
+        kernels = [block for block in self.blocks if math.prod(slice_block(block).view_shape) > 1]
+        if not kernels:
+            return None
+        largest = jnp.stack([jnp.max(jnp.abs(block.view(gradient[block.path]))) for block in self.blocks]).max()
+        constant = jnp.stack([jnp.all(block.view(point[block.path]) == 0.0) for block in kernels]).any()
+        return jnp.where(constant, largest, 0.0).astype(real_dtype())
 
 
-def _slice_shape(specs: Sequence[BlockSpec], path: str, shift: tuple[int, ...]) -> tuple[int, ...]:
-    """Shape of a leaf's slice at one vocab entry, from the shape of a shift in an element."""
-    spec = next(s for s in specs if instance_key(specs, s, path) is not None)
-    lengths = iter(shift)
-    return tuple(
-        1 if [part.name for part in group] == [VOCAB] else next(lengths)
-        for group in parse_axes("logit_shift", spec.pattern, spec.axes).groups
+def slice_block(block: Block) -> Block:
+    """The same selection on a leaf whose `vocab` axis has length 1."""
+    at = [k for k, i in enumerate(block.index) if not isinstance(i, int)][block.labels.index(VOCAB)]
+    split = tuple(1 if k == at else n for k, n in enumerate(block.split))
+    index = tuple(((0, 1),) if k == at else i for k, i in enumerate(block.index))
+    ranges = tuple(None if at in group else span for group, span in zip(block.groups, block.ranges, strict=True))
+    shape = tuple(
+        math.prod(split[k] for k in group) if span is None else n
+        for group, span, n in zip(block.groups, ranges, block.shape, strict=True)
     )
+    return dataclasses.replace(block, shape=shape, split=split, index=index, ranges=ranges)
+
+
+def _without_vocab(block: Block) -> tuple[int, ...]:
+    """Shape of a shift in a public element: `vocab` shares no axis, or is left as length 1 of its group."""
+    shape = slice_block(block).shape
+    alone = [k for k, group in enumerate(block.groups) if [block.split_labels[i] for i in group] == [VOCAB]]
+    return tuple(n for k, n in enumerate(shape) if k not in alone)

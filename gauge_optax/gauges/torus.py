@@ -1,9 +1,9 @@
 """Rope torus: SO(2) per rotary plane, the rotations that commute with rotary position embeddings.
 
-Rotary turns each plane of query and key by an angle that grows with position; an extra angle per head and plane, the
-same on both, cancels in q·kᵀ. Per plane, with coordinates (L, R) of all rows stacked, the horizontal projection is in
-closed form: the angle ⟨W_L, U_R⟩ − ⟨W_R, U_L⟩ over ‖W_L‖² + ‖W_R‖². A plane is a head of size 2, so the kernels are
-those of `rotation`. d_h/2 dimensions a head. Reference: DDC B.9; grouped queries: Lemma 25.
+Rotary turns each plane of query and key by an angle that grows with position. An extra angle per head and plane, the
+same on both, cancels in q·kᵀ. Everything is in closed form: with the coordinates (L, R) of all rows stacked, a step U
+turns a plane by ⟨W_L, U_R⟩ − ⟨W_R, U_L⟩ over ‖W_L‖² + ‖W_R‖². d_h/2 dimensions per head.
+Reference: DDC B.9; Lemma 25 for grouped queries.
 """
 
 import dataclasses
@@ -14,21 +14,19 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from gauge_optax.binding import Axes, Instance, binding_error, block_specs, frozen_sizes
-from gauge_optax.gauges._head import BASIS, PLANE, HeadBlock, HeadInstance, PlaneBlock
-from gauge_optax.gauges.base import Element
-from gauge_optax.gauges.bound import Arrays, Bound
-from gauge_optax.gauges.reading import Motion, Reading
-from gauge_optax.gauges.rotation import TurningGauge
-from gauge_optax.gauges.turning import PlaneReading, plane_motion
-from gauge_optax.linalg import real_dtype, rotation_2x2, transpose
+from gauge_optax.binding import Axes, Block, binding_error
+from gauge_optax.gauges.gauge import BlockGauge, block_gauge
+from gauge_optax.gauges.heads import BASIS, PLANE, Heads, PlaneBlock, labels_of, view, write
+from gauge_optax.gauges.instance import Arrays, Effect
+from gauge_optax.gauges.matrices import Matrices, head_matrices
+from gauge_optax.linalg import real_dtype, rotation_2x2, safe_divide, transpose
 
 _PAIRINGS = ("half", "interleaved")
 
 
 def rope_torus(
     blocks: Mapping[str, Axes], pairing: str = "half", *, sizes: Mapping[str, int] | None = None
-) -> "RopeTorus":
+) -> BlockGauge:
     """One angle per head and rotary plane, turning queries and keys together.
 
     Args:
@@ -40,7 +38,7 @@ def rope_torus(
       A frozen, hashable gauge; it holds no array. Elements are angles in radians, `(*named, d_h/2)`.
 
     Raises:
-      ValueError: malformed axes or pairing, here; an odd basis or any mismatch with the tree, when it is first seen.
+      ValueError: malformed axes or pairing, at once; an odd basis or any mismatch with the tree, when it is first seen.
 
     >>> params = {"q": jnp.ones((6, 4, 8)), "k": jnp.ones((6, 2, 8))}
     >>> go.rope_torus({"q": "_ (head _) basis", "k": "_ head basis"}).dim(params)  # 2 key heads × 4 planes
@@ -49,84 +47,150 @@ def rope_torus(
     Reference: DDC B.9.
     """
     check_pairing("rope_torus", pairing)
-    return RopeTorus(block_specs("rope_torus", "blocks", blocks, (BASIS,)), frozen_sizes("rope_torus", sizes), pairing)
+    return block_gauge("rope_torus", Torus, {"blocks": blocks}, sizes, pairing=pairing)
 
 
 def check_pairing(gauge: str, pairing: str) -> None:
     """Raises ValueError where a pairing is not one of those in use."""
     if pairing not in _PAIRINGS:
         raise binding_error(
-            gauge,
-            "bad pairing",
-            repr(pairing),
-            " or ".join(map(repr, _PAIRINGS)),
+            gauge, "bad pairing", repr(pairing), " or ".join(map(repr, _PAIRINGS)),
             "write 'half' if your rotary code splits the head in two halves, 'interleaved' if it takes neighbours",
-        )
+        )  # fmt: skip
+
+
+def planes(gauge: str, sizes: Mapping[str, int], blocks: Sequence[Block], pairing: str) -> tuple[PlaneBlock, ...]:
+    """Blocks with their basis paired to planes. Raises ValueError for a basis of odd length."""
+    if sizes[BASIS] % 2:
+        raise binding_error(
+            gauge, f"odd basis at '{blocks[0].path}'", f"basis of length {sizes[BASIS]}",
+            "an even number of rotary coordinates",
+            "bind the rotary range alone, e.g. 'basis=0:4', if only part of the head is rotary",
+        )  # fmt: skip
+    return tuple(PlaneBlock.of(block, pairing) for block in blocks)
 
 
 @dataclasses.dataclass(frozen=True)
-class RopeTorus(TurningGauge):
-    """See `rope_torus`."""
+class Torus(Heads):
+    """One instance: an angle per head and plane, (*shape); the last named axis is `plane`."""
 
-    name: ClassVar[str] = "rope_torus"
+    effect: ClassVar[Effect] = "orthogonal"
+    rigid: ClassVar[str | None] = BASIS
+    entrywise: ClassVar[bool] = True
     breaks: ClassVar[str] = "the other pairing, a rotary part that is shorter than the basis (basis=0:32), or QK-norm"
-    pairing: str
 
-    def assemble(self, named: tuple[str, ...], instances: Sequence[Instance]) -> Bound:
-        return Bound(heads=(self.planes(self.name, named, instances),))
+    @classmethod
+    def of(
+        cls, gauge: str, key: str, named: tuple[str, ...], sizes: Mapping[str, int], blocks: Any, pairing: str
+    ) -> "Torus":
+        """The instance of a binding's blocks."""
+        shape = (*(sizes[name] for name in named), sizes[BASIS] // 2)
+        return cls(gauge, key, (*named, PLANE), shape, planes(gauge, sizes, blocks, pairing), 2)
 
-    def planes(self, gauge: str, named: tuple[str, ...], instances: Sequence[Instance]) -> tuple[HeadInstance, ...]:
-        """The instances as 2×2 rotations, on behalf of the gauge of this name."""
-        return tuple(self._instance(gauge, i, named) for i in instances)
-
-    def readings(self, bound: Bound) -> tuple[Reading, ...]:
-        return tuple(map(PlaneReading, bound.rotations))
-
-    def motion(self, bound: Bound, element: Element, inverse: Element) -> Motion:
-        return plane_motion(bound.rotations, element)
-
-    def move(self, bound: Bound, element: Element, values: Mapping[str, jax.Array]) -> Arrays:
-        return plane_motion(bound.rotations, element).push(dict(values))
-
-    def element_sizes(self, named: tuple[str, ...], element: jax.Array) -> dict[str, int]:
+    @staticmethod
+    def axis_sizes(named: tuple[str, ...], element: jax.Array) -> dict[str, int]:
+        """Lengths of axes, read off an element."""
         return dict(zip(named, element.shape, strict=False)) | {BASIS: 2 * element.shape[-1]}
 
-    def _instance(self, gauge: str, instance: Instance, named: tuple[str, ...]) -> HeadInstance:
-        basis = dict(instance.sizes)[BASIS]
-        if basis % 2:
-            raise binding_error(
-                gauge,
-                f"odd basis at '{instance.blocks[0].path}'",
-                f"basis of length {basis}",
-                "an even number of rotary coordinates",
-                "bind the rotary range alone, e.g. 'basis=0:4', if only part of the head is rotary",
-            )
-        return HeadInstance(
-            gauge,
-            instance.key,
-            (*named, PLANE),
-            (*instance.shape(named), basis // 2),
-            2,
-            tuple(HeadBlock(PlaneBlock.of(b, self.pairing), self.pairing) for b in instance.blocks),
-        )
+    @property
+    def dim(self) -> int:
+        return self.heads
 
-    def matrix(self, element: jax.Array) -> jax.Array:
-        return transpose(rotation_2x2(element))  # rows (l, r) ↦ (l·cos − r·sin, l·sin + r·cos)
+    def identity(self) -> jax.Array:
+        return jnp.zeros(self.shape, real_dtype())
 
-    def sample(self, key: jax.Array, params: Any, scale: float = 1.0) -> Element:
-        heads = self.bound(params).rotations
-        keys = jax.random.split(key, max(1, len(heads)))
+    @staticmethod
+    def inverse(e: jax.Array) -> jax.Array:
+        return -e
+
+    @staticmethod
+    def compose(a: jax.Array, b: jax.Array) -> jax.Array:
+        return a + b
+
+    def sample(self, key: jax.Array, scale: float, leaves: Mapping[str, Any]) -> jax.Array:
         limit = math.pi * min(scale, 1.0)
-        return {
-            h.key: jax.random.uniform(k, h.shape, real_dtype(), -limit, limit)
-            for k, h in zip(keys, heads, strict=False)
-        }
+        return jax.random.uniform(key, self.shape, real_dtype(), -limit, limit)
 
-    def identity(self, params: Any) -> Element:
-        return {h.key: jnp.zeros(h.shape, real_dtype()) for h in self.bound(params).rotations}
+    def act(self, e: jax.Array, point: Arrays) -> Arrays:
+        return self._turned_by(jnp.cos(e), jnp.sin(e), point)
 
-    def inverse(self, element: Element) -> Element:
-        return jax.tree.map(jnp.negative, element)
+    def pull(self, e: jax.Array, cotangent: Arrays) -> Arrays:
+        return self.act(-e, cotangent)
 
-    def compose(self, a: Element, b: Element) -> Element:
-        return jax.tree.map(jnp.add, a, b)
+    def _turned_by(self, cosine: jax.Array, sine: jax.Array, point: Arrays) -> Arrays:
+        """Every row (l, r) at (l·cos − r·sin, l·sin + r·cos), entry by entry."""
+        out = dict(point)
+        same, crossed = jnp.stack([cosine, cosine], -1), jnp.stack([-sine, sine], -1)
+        for block in self.blocks:
+            rows = view(block, out[block.path])
+            swapped = jax.lax.rev(rows, (labels_of(block).index(BASIS),))
+            moved = rows * self.along_basis(block, same) + swapped * self.along_basis(block, crossed)
+            out[block.path] = write(block, out[block.path], moved)
+        return out
+
+    # As a stack of 2 × 2 matrices a plane's pairs would have to be copied side by side: these work entry by entry.
+
+    def block_gram(self, block: Block, a: jax.Array, b: jax.Array) -> jax.Array:
+        left, right, at = view(block, a), view(block, b), labels_of(block).index(BASIS)
+        diagonal, crossed = (self.block_sums(block, x * right, (BASIS,)) for x in (left, jax.lax.rev(left, (at,))))
+        on_diagonal = jnp.broadcast_to(jnp.eye(2, dtype=bool), (*self.shape, 2, 2))
+        return jnp.where(on_diagonal, diagonal[..., None, :], crossed[..., None, :])
+
+    def turned_view(self, block: Block, rows: jax.Array, matrix: jax.Array) -> jax.Array:
+        at = labels_of(block).index(BASIS)
+        first, second = (jax.lax.slice_in_dim(rows, y, y + 1, axis=at) for y in range(2))
+        return first * self.along_basis(block, matrix[..., 0, :]) + second * self.along_basis(block, matrix[..., 1, :])
+
+    @property
+    def turn(self) -> "Torus":
+        return self
+
+    @staticmethod
+    def matrix(e: jax.Array) -> jax.Array:
+        return transpose(rotation_2x2(e))  # rows (l, r) ↦ (l·cos − r·sin, l·sin + r·cos)
+
+    def matrices(self, block: Block) -> tuple[int, Matrices | None]:
+        return 0, head_matrices(block)
+
+    # Reading and holding ------------------------------------------------------------------------------
+
+    @classmethod
+    def read_all(cls, turns: Sequence["Torus"], point: Arrays) -> list[jax.Array]:
+        first = [turn.mixed_rows(point)[..., 0, :] for turn in turns]
+        return [jnp.arctan2(row[..., 1], row[..., 0]) for row in first]
+
+    @classmethod
+    def hold(cls, turns: Sequence["Torus"], point: Arrays, step: Arrays) -> Arrays:
+        """The step to where the point arrives, turned back by the angle between both; exact for steps of any size."""
+        out = dict(step)
+        for turn in turns:
+            after = {path: point[path] + out[path] for path in turn.paths}
+            gram = turn.gram(point, after)
+            along, across = gram[..., 0, 0] + gram[..., 1, 1], gram[..., 0, 1] - gram[..., 1, 0]
+            size = jnp.sqrt(along * along + across * across)
+            cosine = jnp.where(size > 0, safe_divide(along, size), 1.0)
+            back = turn._turned_by(cosine, -safe_divide(across, size), after)
+            out |= {path: back[path] - point[path] for path in turn.paths}
+        return out
+
+    @classmethod
+    def project(
+        cls, turns: Sequence["Torus"], point: Arrays, vector: Arrays, into: Mapping[Any, jax.Array] | None = None
+    ) -> Arrays:
+        # A plane's angle is the same in any basis, so `into` makes no difference.
+        out = dict(vector)
+        for turn in turns:
+            swapped = {path: point[path] for path in turn.paths}
+            for block in turn.blocks:
+                rows = view(block, point[block.path])
+                swapped[block.path] = write(
+                    block, swapped[block.path], jax.lax.rev(rows, (labels_of(block).index(BASIS),))
+                )
+            size = turn.sums({path: jnp.square(x) for path, x in swapped.items()})
+            sums = turn.sums({path: x * out[path] for path, x in swapped.items()}, (BASIS,))
+            rate = safe_divide(sums[..., 1] - sums[..., 0], size)
+            quarter = jnp.stack([-rate, rate], -1)  # a quarter turn takes (l, r) to (−r, l)
+            for block in turn.blocks:
+                moved = view(block, swapped[block.path]) * turn.along_basis(block, quarter)
+                out[block.path] = write(block, out[block.path], view(block, out[block.path]) - moved)
+        return out

@@ -6,18 +6,17 @@ import jax
 import optax
 
 from gauge_optax.binding import is_empty, leaves_by_path, with_leaves
-from gauge_optax.gauges.base import Gauges
-from gauge_optax.gauges.bound import Bound
-from gauge_optax.gauges.product import product
-from gauge_optax.inner.ddc import Options, ddc
-from gauge_optax.inner.muon import Muon, muon
-from gauge_optax.inner.polar import Labels, Routing, polar_of, polar_options, rms_alone
+from gauge_optax.gauges.gauge import Gauges
+from gauge_optax.gauges.product import Product, product
 from gauge_optax.linalg import Coefficients
-from gauge_optax.meshes import opened
-from gauge_optax.optimizers._quotient import wrapped
+from gauge_optax.optimizers._quotient import quotient_for
+from gauge_optax.optimizers.ddc import Options, checked_options, ddc
+from gauge_optax.optimizers.ddc_fused import fused_ddc
 from gauge_optax.optimizers.decay import Decay, decay
-from gauge_optax.transforms.ddc import around_ddc, check_modes
-from gauge_optax.transforms.polar import muon_options
+from gauge_optax.optimizers.muon import Muon, muon
+from gauge_optax.optimizers.on_slice import link
+from gauge_optax.optimizers.polar import Labels, Polar, Routing, polar_of, polar_options, rms_alone
+from gauge_optax.slice import Slice
 
 Scalar = float | jax.Array
 
@@ -93,18 +92,38 @@ def ddc_adamw(
 
     Reference: DDC §3, App. B; `optax.adamw` for what is not gauged.
     """
-    options = Options(
-        b1, b2, eps, eps_root, mu_dtype, nesterov, vertical, v_mode, radial, radial_scale, scale_floor,
+    options = checked_options(
+        "ddc_adamw", b1, b2, eps, eps_root, mu_dtype, nesterov, vertical, v_mode, radial, radial_scale, scale_floor,
         live_threshold, refresh_drift, refresh_every,
     )  # fmt: skip
-    check_modes("ddc_adamw", options)
     group = product(gauges)
-    inner = optax.chain(
-        opened(ddc(group, options)),
-        decay(weight_decay, group, match, mask, of_values=True),
-        optax.scale_by_learning_rate(learning_rate),
-    )
-    return around_ddc("ddc_adamw", inner, group, vertical)
+    tail = (decay(weight_decay, group, match, mask, on_slice=True), optax.scale_by_learning_rate(learning_rate))
+    return ddc_optimizer("ddc_adamw", group, options, None, tail)
+
+
+def ddc_optimizer(
+    name: str,
+    group: Product,
+    options: Options,
+    polar: Polar | None,
+    tail: tuple[optax.GradientTransformation, ...],
+    fused: bool = True,
+) -> optax.GradientTransformationExtraArgs:
+    """DDC's optimizers: `quotient` around a chain of `ddc` and `tail`.
+
+    Args:
+      name: of the public function, for messages.
+      group: the gauges.
+      options: the settings.
+      polar: how matrices are stepped.
+      tail: decay and learning rate.
+      fused: whether to take the step that needs less memory, where it applies.
+    """
+    inner = optax.chain(ddc(group, options, polar), *tail)
+    if options.vertical != "frozen":  # moves along orbits, so that steps do not come back to the slice
+        return link(name, inner, group, still=False)
+    plain = quotient_for(name, inner, group, hold=False)  # DDC's steps turn no head
+    return fused_ddc(name, plain, group, options, polar, optax.chain(*tail)) if fused else plain
 
 
 def ddc_muon(
@@ -187,31 +206,29 @@ def ddc_muon(
         scale = rms_alone("ddc_muon", consistent_rms, scale)
     group = product(gauges)
     polar = polar_of("ddc_muon", ns_coeffs, ns_steps, beta, eps, scale, labels, preset)
-    options = muon_options(
-        "ddc_muon", eps, mu_dtype, nesterov, adam_b1, adam_b2, adam_eps_root, vertical, radial, radial_scale,
-        scale_floor,
+    options = checked_options(
+        "ddc_muon", adam_b1, adam_b2, eps, adam_eps_root, mu_dtype, nesterov, vertical, "per_head_scalar", radial,
+        radial_scale, scale_floor,
     )  # fmt: skip
-
     matrices = polar.routing.matrices
 
-    def others(bound: Bound, params: Any) -> set[str]:
-        return leaves_by_path(params).keys() - matrices(bound, params).keys()
+    def others(s: Slice, params: Any) -> set[str]:
+        return leaves_by_path(params).keys() - matrices(s, params).keys()
 
     def labelled(params: Any) -> Any:
         plain = jax.tree.map(lambda _: "adam", params)
         if is_empty(params):
             return plain
-        return with_leaves(plain, dict.fromkeys(matrices(group.bound(params), params), "muon"))
+        return with_leaves(plain, dict.fromkeys(matrices(group._slice(params), params), "muon"))
 
     adam_rate = learning_rate if adam_learning_rate is None else adam_learning_rate
     rates = {"muon": learning_rate, "adam": adam_rate}
-    inner = optax.chain(
-        opened(ddc(group, options, polar)),
-        decay(weight_decay, group, match, weight_decay_mask, only=matrices, of_values=True),
-        decay(adam_weight_decay, group, match, only=others, of_values=True),
+    tail = (
+        decay(weight_decay, group, match, weight_decay_mask, only=matrices, on_slice=True),
+        decay(adam_weight_decay, group, match, only=others, on_slice=True),
         optax.partition({name: optax.scale_by_learning_rate(rate) for name, rate in rates.items()}, labelled),
     )
-    return around_ddc("ddc_muon", inner, group, vertical)
+    return ddc_optimizer("ddc_muon", group, options, polar, tail)
 
 
 def quotient_adamw(
@@ -265,7 +282,7 @@ def quotient_adamw(
     Reference: docs/design.md §3, §5. In float32 for conditions of factors up to about 1e2.
     """
     inner = optax.adamw(learning_rate, b1, b2, eps, eps_root, mu_dtype, weight_decay, mask, nesterov=nesterov)
-    return wrapped("quotient_adamw", inner, gauges, hold=hold, pin=pin)
+    return quotient_for("quotient_adamw", inner, gauges, hold=hold, pin=pin)
 
 
 def quotient_muon(
@@ -364,5 +381,4 @@ def quotient_muon(
         1 if heads_per_matrix is None else heads_per_matrix,
     )
     group = product(gauges)
-    inner = opened(muon(settings, group))
-    return wrapped("quotient_muon", inner, group, hold=hold, pin=pin)
+    return quotient_for("quotient_muon", muon(settings, group), group, hold=hold, pin=pin)

@@ -7,7 +7,6 @@ field a part lies along the orbits.
 References: DDC B.7 and C.14; docs/design.md §4; "When Equivalent Weights Train Differently" §4.
 """
 
-import dataclasses
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NamedTuple, TypeAlias
@@ -17,12 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from gauge_optax.binding import Block, binding_error, is_empty, leaves_by_path
-from gauge_optax.checks import require_choice, require_params
-from gauge_optax.gauges.base import Gauges
-from gauge_optax.gauges.bound import Bound
+from gauge_optax.binding import Block, binding_error, leaves_by_path
+from gauge_optax.checks import require_choice
+from gauge_optax.gauges.gauge import Gauges
 from gauge_optax.gauges.product import Product, product
-from gauge_optax.transforms._common import float_leaves, in_dtype_of
+from gauge_optax.slice import Slice
+from gauge_optax.transformation import float_leaves, in_dtype_of, transformation
 
 Mask = Any
 Decay: TypeAlias = optax.ScalarOrSchedule | Mapping[str, float]
@@ -97,50 +96,44 @@ def decay(
     group: Product,
     match: str = "adamw",
     mask: Mask = None,
-    only: Callable[[Bound, Any], Collection[str]] | None = None,
-    of_values: bool = False,
+    only: Callable[[Slice, Any], Collection[str]] | None = None,
+    on_slice: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
-    """`add_gauge_decay`, also of slice coordinates.
+    """`add_gauge_decay`, also for an optimizer inside `quotient`.
 
     Args:
       weight_decay: see `add_gauge_decay`.
-      group: the product.
+      group: the gauges.
       match: see `add_gauge_decay`.
       mask: see `add_gauge_decay`.
-      only: of the product on its tree and the tree, the paths that decay here; all by default.
-      of_values: whether leaves are values: γ where a leaf of θ stores γ − 1.
+      only: (slice, params) → the paths that decay; all by default.
+      on_slice: whether params are slice points, which are values: γ where a leaf of θ stores γ − 1.
     """
     require_choice(_NAME, "match", match, ("adamw", "horizontal"))
     if isinstance(weight_decay, Mapping):
         _check_numbers(weight_decay)
 
-    def factors_of(bound: Bound, params: Any) -> dict[str, float]:
-        factors = decay_factors(weight_decay, bound, params, match, mask)
-        here = factors if only is None else only(bound, params)
-        return {path: factor for path, factor in factors.items() if factor and path in here}
+    def factors_of(s: Slice, params: Any) -> dict[str, float]:
+        factors = decay_factors(weight_decay, s, params, match, mask)
+        chosen = factors if only is None else only(s, params)
+        return {path: factor for path, factor in factors.items() if factor and path in chosen}
 
-    def init_fn(params: optax.Params) -> AddGaugeDecayState:
-        if not is_empty(params):
-            factors_of(group.bound(params), params)
+    def init(params: optax.Params) -> AddGaugeDecayState:
+        factors_of(group._slice(params), params)
         return AddGaugeDecayState(jnp.zeros((), jnp.int32))
 
-    def update_fn(
-        updates: optax.Updates,
-        state: AddGaugeDecayState,
-        params: optax.Params | None = None,
-        **extra: Any,
-    ) -> tuple[optax.Updates, AddGaugeDecayState]:
-        del extra
-        require_params(_NAME, params)
-        rate = decay_rate(weight_decay, state.count)
-        bound = group.bound(params)
-        own = bound.vectors(params) if of_values else bound.values(params)
-        values = float_leaves(params) | bound.centre(own)
+    def update(updates: Any, state: AddGaugeDecayState, params: Any, **extra: Any) -> tuple[Any, AddGaugeDecayState]:
+        rate, s = decay_rate(weight_decay, state.count), group._slice(params)
+        # The mean of a shifted leaf is no weight: it does not decay.
+        values = float_leaves(params) | s.centred(s.vectors(params) if on_slice else s.values(params))
         vectors = float_leaves(updates)
-        added = {p: vectors[p] + rate * factor * values[p] for p, factor in factors_of(bound, params).items()}
-        return in_dtype_of(updates, added), AddGaugeDecayState(optax.safe_increment(state.count))
+        decayed = {p: vectors[p] + rate * factor * values[p] for p, factor in factors_of(s, params).items()}
+        return in_dtype_of(updates, decayed), AddGaugeDecayState(optax.safe_increment(state.count))
 
-    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+    def empty(params: Any) -> AddGaugeDecayState:
+        return AddGaugeDecayState(jnp.zeros((), jnp.int32))
+
+    return transformation(_NAME, init, update, AddGaugeDecayState, empty)
 
 
 def decay_rate(weight_decay: Decay, count: jax.Array) -> Any:
@@ -150,11 +143,11 @@ def decay_rate(weight_decay: Decay, count: jax.Array) -> Any:
     return weight_decay(count) if callable(weight_decay) else weight_decay
 
 
-def decay_factors(weight_decay: Decay, bound: Bound, params: optax.Params, match: str, mask: Mask) -> dict[str, float]:
+def decay_factors(weight_decay: Decay, s: Slice, params: optax.Params, match: str, mask: Mask) -> dict[str, float]:
     """Per leaf, what multiplies `decay_rate`·θ; the same for all leaves of a scale's side, 0 where nothing decays."""
-    factors, decays = _factors(bound, match), _mask_by_path(bound, mask, params)
-    numbers, other = _by_leaf(bound, weight_decay) if isinstance(weight_decay, Mapping) else ({}, 1.0)
-    return {p: factors.get(p, 1.0) * numbers.get(p, other) if on else 0.0 for p, on in decays.items()}
+    factors, decays = _factors(s, match), _mask_by_path(s, mask, params)
+    numbers, other = _by_leaf(s, weight_decay) if isinstance(weight_decay, Mapping) else ({}, 1.0)
+    return {p: factors.get(p, 1.0) * numbers.get(p, other) if masked else 0.0 for p, masked in decays.items()}
 
 
 def _check_numbers(by_role: Mapping[str, float]) -> None:
@@ -167,10 +160,10 @@ def _check_numbers(by_role: Mapping[str, float]) -> None:
             )  # fmt: skip
 
 
-def _by_leaf(bound: Bound, by_role: Mapping[str, float]) -> tuple[dict[str, float], float]:
+def _by_leaf(s: Slice, by_role: Mapping[str, float]) -> tuple[dict[str, float], float]:
     """Number of every bound leaf, and that of the others."""
     chosen: dict[str, str] = {}
-    roles, used = _roles(bound), {OTHER}
+    roles, used = _roles(s), {OTHER}
     for block, names in roles:
         key = next((name for name in names if name in by_role), None)
         if key is None:
@@ -192,11 +185,14 @@ def _by_leaf(bound: Bound, by_role: Mapping[str, float]) -> tuple[dict[str, floa
     return {path: float(by_role[key]) for path, key in chosen.items()}, float(by_role.get(OTHER, 0.0))
 
 
-def _roles(bound: Bound) -> list[tuple[Block, tuple[str, ...]]]:
-    """Every block with the names its role may be given by, the gauge's own first."""
-    sides = [(i.gauge, b) for i in bound.scales for b in i.up + i.down]
-    named = [(b, tuple(dict.fromkeys((_ARGUMENTS.get((g, b.role), b.role), b.role)))) for g, b in sides]
-    return named + [(b, (b.role,)) for b in dataclasses.replace(bound, scales=()).blocks]
+def _roles(s: Slice) -> list[tuple[Block, tuple[str, ...]]]:
+    """Every block with the names that its role may be given by, the gauge's argument first."""
+    roles = []
+    for instance in s.instances:
+        for block in instance.blocks:
+            argument = _ARGUMENTS.get((instance.gauge, block.role), block.role)
+            roles.append((block, tuple(dict.fromkeys((argument, block.role)))))
+    return roles
 
 
 def _no_number(
@@ -213,41 +209,38 @@ def _listed(names: Iterable[str]) -> str:
     return ", ".join(f"'{name}'" for name in names)
 
 
-def _factors(bound: Bound, match: str) -> dict[str, float]:
+def _factors(s: Slice, match: str) -> dict[str, float]:
     """Per leaf, what multiplies wd·θ."""
-    if match == "adamw":
-        return {}
     factors: dict[str, float] = {}
     first: dict[str, str] = {}
-    for instance in bound.scales:
-        for path in instance.paths:
+    for instance in s.instances if match == "horizontal" else ():
+        degree = instance.degree_of_decay
+        for path in instance.paths if degree is not None else ():
             if path in factors:
                 raise binding_error(
                     _NAME, f"two scale gauges on '{path}'", f"{first[path]} and {instance.gauge}",
                     "one scale gauge per leaf for match='horizontal'", "write match='adamw'",
                 )  # fmt: skip
-            factors[path] = (instance.degree**2 + 1) / (instance.degree + 1)
+            factors[path] = (degree**2 + 1) / (degree + 1)
             first[path] = instance.gauge
     return factors
 
 
-def _mask_by_path(bound: Bound, mask: Mask, params: optax.Params) -> dict[str, bool]:
+def _mask_by_path(s: Slice, mask: Mask, params: optax.Params) -> dict[str, bool]:
     leaves = leaves_by_path(params)
     if mask is None:
         return dict.fromkeys(leaves, True)
     tree = mask(params) if callable(mask) else mask
     whole = jax.tree.map(lambda flag, part: jax.tree.map(lambda _: bool(flag), part), tree, params)
     flags = dict(zip(leaves, jax.tree.leaves(whole), strict=True))
-    groups = [(i.gauge, i.paths) for i in bound.scales] + [(i.gauge, i.paths) for i in bound.rotations]
-    groups += [(i.gauge, i.paths) for i in bound.linear]
-    for gauge, paths in groups:
-        on, off = [p for p in paths if flags[p]], [p for p in paths if not flags[p]]
-        if on and off:
+    for instance in s.instances:
+        if not instance.log_step and instance.turn is None:  # shifts are left out of the decay whatever the mask says
+            continue
+        decayed, masked = [p for p in instance.paths if flags[p]], [p for p in instance.paths if not flags[p]]
+        if decayed and masked:
             raise binding_error(
-                _NAME,
-                f"the mask splits {gauge} at '{off[0]}'",
-                f"decay on {on[0]}, none on {off[0]}",
-                "one value for all leaves of a gauge",
+                _NAME, f"the mask splits {instance.gauge} at '{masked[0]}'",
+                f"decay on {decayed[0]}, none on {masked[0]}", "one value for all leaves of a gauge",
                 "mask all leaves of the gauge, or none: decaying one side alone moves along the orbit",
-            )
+            )  # fmt: skip
     return flags

@@ -10,7 +10,7 @@ References: "When Equivalent Weights Train Differently" §3, §7; docs/design.md
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -18,18 +18,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from gauge_optax.binding import Block, binding_error, is_empty, overlap
-from gauge_optax.checks import require_choice, require_every, require_params
-from gauge_optax.factors import inverse_gram
-from gauge_optax.gauges._head import BASIS, HeadInstance
-from gauge_optax.gauges._linear import LinearInstance
-from gauge_optax.gauges._scale import ScaleInstance, Values
-from gauge_optax.gauges.base import Gauges
-from gauge_optax.gauges.bound import Bound
+from gauge_optax.binding import Block, binding_error, overlap
+from gauge_optax.checks import require_choice, require_every
+from gauge_optax.gauges.gauge import Gauges
+from gauge_optax.gauges.heads import BASIS, view, write
 from gauge_optax.gauges.product import product
-from gauge_optax.meshes import opened
-from gauge_optax.transforms._common import in_dtype_of, placeholder
-from gauge_optax.xla import after
+from gauge_optax.linalg import inverse_gram
+from gauge_optax.slice import Slice
+from gauge_optax.transformation import in_dtype_of, placeholder, transformation
 
 Arrays = dict[str, jax.Array]
 Pair = tuple[jax.Array, jax.Array]
@@ -141,62 +137,72 @@ def scale_by_opposite_gram(
     _check_damping(damping)
     require_every(_NAME, every)
     group, rule = product(gauges), _Rule(damping, damping_mode == "relative", diagonal)
-    # An array is one both where it is known and where it is traced: the state has one form.
+    # An array counts as one both where it is known and where it is traced: the state has one form.
     always = not isinstance(every, jax.Array) and every == 1
 
-    def init_fn(params: optax.Params) -> ScaleByOppositeGramState:
-        if not is_empty(params):
-            _check_shared(group.bound(params))
+    def init(params: optax.Params) -> ScaleByOppositeGramState:
+        s = group._slice(params)
+        _check_shared(s)
         if always:
             return ScaleByOppositeGramState((), ())
-        age = jnp.zeros((), jnp.int32)
-        if is_empty(params):
-            return ScaleByOppositeGramState(placeholder(), age)
-        shapes = jax.eval_shape(lambda p: _inverses_at(group.bound(p), p, rule, jnp.ones(())), params)
-        return ScaleByOppositeGramState(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes), age)
+        shapes = jax.eval_shape(lambda p: _inverses(s, s.centred(s.values(p)), rule), params)
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+        return ScaleByOppositeGramState(zeros, jnp.zeros((), jnp.int32))
 
-    def update_fn(
-        updates: optax.Updates, state: ScaleByOppositeGramState, params: optax.Params | None = None, **extra: Any
-    ) -> tuple[optax.Updates, ScaleByOppositeGramState]:
-        del extra
-        require_params(_NAME, params)
-        bound = group.bound(params)
-        _check_shared(bound)
-        vectors = bound.vectors(updates)
+    def update(updates: Any, state: ScaleByOppositeGramState, params: Any, **extra: Any) -> tuple[Any, Any]:
+        s = group._slice(params)
+        _check_shared(s)
 
         def fresh() -> OppositeInverses:
-            # Not before the increments are known, whose optimizer may have decompositions of its own.
-            return _inverses_at(bound, params, rule, after(vectors))
+            return _inverses(s, s.centred(s.values(params)), rule)
 
-        if always:
-            inverses = fresh()
-        else:
+        inverses = fresh() if always else None
+        if inverses is None:
             _check_kept(state.gauges, jax.eval_shape(fresh))
             inverses = jax.lax.cond(state.age == 0, fresh, lambda: state.gauges)
             state = ScaleByOppositeGramState(inverses, jnp.where(state.age + 1 < every, state.age + 1, 0))
-        return in_dtype_of(updates, _corrected(bound, inverses, vectors)), state
+        return in_dtype_of(updates, _corrected(s, inverses, s.vectors(updates))), state
 
-    return opened(optax.GradientTransformationExtraArgs(init_fn, update_fn))
+    def empty(params: Any) -> ScaleByOppositeGramState:
+        return ScaleByOppositeGramState((), ()) if always else ScaleByOppositeGramState(placeholder(), jnp.int32(0))
 
-
-# Inverses -----------------------------------------------------------------------------------------
-
-
-def _two_sided(bound: Bound) -> tuple[ScaleInstance, ...]:
-    return tuple(i for i in bound.scales if i.down)
+    return transformation(_NAME, init, update, ScaleByOppositeGramState, empty)
 
 
-def _inverses_at(bound: Bound, params: Any, rule: _Rule, one: jax.Array) -> OppositeInverses:
-    values = bound.centre(bound.values(params))
-    return OppositeInverses(
-        tuple(_channels(i, values, rule) for i in _two_sided(bound)), _matrices(bound.linear, values, rule, one)
-    )
+# Inverses -----------------------------------------------------------------------------------------------
 
 
-def _channels(instance: ScaleInstance, values: Values, rule: _Rule) -> Pair:
-    up, down = instance.sides({p: jnp.square(values[p]) for p in instance.paths})
-    degree = float(instance.degree)
-    return _power(down + rule.added(down, 1), -1.0 / degree), _power(up + rule.added(up, 1), -degree)
+def two_sides(s: Slice) -> tuple[list[Any], list[Any]]:
+    """The instances with an opposite factor: scales, and those whose factors are matrices."""
+    sided = [i for i in s.instances if i.sides is not None]
+    return [i for i in sided if i.log_step], [i for i in sided if not i.log_step]
+
+
+def _inverses(s: Slice, point: Mapping[str, jax.Array], rule: _Rule) -> OppositeInverses:
+    scales, linear = two_sides(s)
+    channels = []
+    for instance in scales:
+        up, down = instance.squared_sides(point)
+        degree = float(instance.degree_of_decay)
+        channels.append((_power(down + rule.added(down, 1), -1.0 / degree), _power(up + rule.added(up, 1), -degree)))
+    sides = [side for instance in linear for side in instance.sides[::-1]]
+    inverses: list[jax.Array] = []
+    if rule.diagonal:
+        for side in sides:
+            named = (*side.named, BASIS)
+            totals = [block.total(named, jnp.square(point[block.path])) for block in side.blocks]
+            squares = sum(totals[1:], totals[0])
+            inverses.append(_power(squares + rule.added(jnp.sum(squares, -1), side.size)[..., None], -1.0))
+    else:
+        factors = [side.stacked(point) for side in sides]
+        batches: dict[int, jax.Array] = {}
+        for shape in dict.fromkeys(x.shape for x in factors):  # factors of one shape in one batch
+            numbers = [k for k, x in enumerate(factors) if x.shape == shape]
+            rows = jnp.stack([factors[k] for k in numbers])
+            batch = inverse_gram(rows, rule.added(jnp.sum(jnp.square(rows), (-2, -1)), shape[-1]))
+            batches |= zip(numbers, batch, strict=True)
+        inverses = [batches[k] for k in range(len(sides))]
+    return OppositeInverses(tuple(channels), tuple(zip(inverses[::2], inverses[1::2], strict=True)))
 
 
 def _power(x: jax.Array, exponent: float) -> jax.Array:
@@ -205,83 +211,45 @@ def _power(x: jax.Array, exponent: float) -> jax.Array:
     return jnp.where(jnp.isfinite(power), power, 0.0)
 
 
-def _matrices(linear: Sequence[LinearInstance], values: Values, rule: _Rule, one: jax.Array) -> tuple[Pair, ...]:
-    """Per instance the inverses of right's and of left's Gram matrix."""
-    sides = [side for i in linear for side in (i.right, i.left)]
-    found = [_diagonal(s, values, rule) for s in sides] if rule.diagonal else _whole(sides, values, rule, one)
-    return tuple(zip(found[::2], found[1::2], strict=True))
+# Increments ---------------------------------------------------------------------------------------------
 
 
-def _diagonal(side: HeadInstance, values: Values, rule: _Rule) -> jax.Array:
-    named = (*side.named, BASIS)
-    totals = [b.block.total(named, jnp.square(values[b.block.path])) for b in side.blocks]
-    squares = sum(totals[1:], totals[0])
-    return _power(squares + rule.added(jnp.sum(squares, -1), side.size)[..., None], -1.0)
-
-
-def _whole(sides: Sequence[HeadInstance], values: Values, rule: _Rule, one: jax.Array) -> list[jax.Array]:
-    factors = [side.stacked(values) for side in sides]
-    found: dict[int, jax.Array] = {}
-    # Factors of one shape at once, and one shape after the other: see `_heads.in_turn`.
-    for shape in dict.fromkeys(x.shape for x in factors):
-        own = [k for k, x in enumerate(factors) if x.shape == shape]
-        rows = one * jnp.stack([factors[k] for k in own])
-        inverses = inverse_gram(rows, rule.added(jnp.sum(jnp.square(rows), (-2, -1)), shape[-1]))
-        one = after(inverses)
-        found |= zip(own, inverses, strict=True)
-    return [found[k] for k in range(len(sides))]
-
-
-# Increments ---------------------------------------------------------------------------------------
-
-
-def _corrected(bound: Bound, inverses: OppositeInverses, vectors: Values) -> Arrays:
+def _corrected(s: Slice, inverses: OppositeInverses, vectors: Arrays) -> Arrays:
     """The leaves that a corrected instance binds."""
-    out: Arrays = {}
-    for scale, channels in zip(_two_sided(bound), inverses.scales, strict=True):
-        for blocks, numbers in zip((scale.up, scale.down), channels, strict=True):
-            for block in blocks:
-                own = out.get(block.path, vectors[block.path])
-                out[block.path] = own * block.spread(scale.named, numbers, elsewhere=1.0)
-    for instance, matrices in zip(bound.linear, inverses.linear, strict=True):
-        for side, matrix in zip((instance.left, instance.right), matrices, strict=True):
-            out |= _turned(side, {p: out.get(p, vectors[p]) for p in side.paths}, matrix)
-    return out
-
-
-def _turned(side: HeadInstance, vectors: Arrays, matrix: jax.Array) -> Arrays:
-    if matrix.ndim == len(side.shape) + 2:
-        return side.turn(vectors, matrix)
+    scales, linear = two_sides(s)
     out = dict(vectors)
-    for block in side.blocks:
-        path = block.block.path
-        out[path] = block.write(out[path], block.view(out[path]) * side.along_basis(block, matrix))
-    return out
+    for instance, channels in zip(scales, inverses.scales, strict=True):
+        for blocks, numbers in zip(instance.sides, channels, strict=True):
+            for block in blocks:
+                out[block.path] = out[block.path] * block.spread(instance.named, numbers, elsewhere=1.0)
+    for instance, matrices in zip(linear, inverses.linear, strict=True):
+        for side, matrix in zip(instance.sides, matrices, strict=True):
+            if matrix.ndim == len(side.shape) + 2:
+                out |= side.turned(out, matrix)
+                continue
+            for block in side.blocks:
+                rows = view(block, out[block.path]) * side.along_basis(block, matrix)
+                out[block.path] = write(block, out[block.path], rows)
+    return {path: out[path] for instance in scales + linear for path in instance.paths}
 
 
 # Complaints ---------------------------------------------------------------------------------------
 
 
-def _check_shared(bound: Bound) -> None:
+def _check_shared(s: Slice) -> None:
     """Raises ValueError where two corrected instances bind an entry: it has no single opposite factor."""
-    sides = [(i.gauge, i.up + i.down) for i in _two_sided(bound)]
-    sides += [(i.gauge, tuple(b.block for b in i.left.blocks + i.right.blocks)) for i in bound.linear]
-    seen: dict[str, list[tuple[str, Block]]] = {}
-    for gauge, blocks in sides:
-        for block in blocks:
-            for other, earlier in seen.get(block.path, ()):
-                if overlap(block, earlier):
-                    raise _shared(block.path, other, gauge)
-        for block in blocks:
-            seen.setdefault(block.path, []).append((gauge, block))
-
-
-def _shared(path: str, first: str, second: str) -> ValueError:
-    return binding_error(
-        _NAME, f"two opposite factors for '{path}'", f"a side of {first} and a side of {second}",
-        "at most one gauge with two sides per entry",
-        "drop one from this list; or write go.quotient(tx, gauges), which takes both",
-    )  # fmt: skip
+    earlier: list[tuple[str, Block]] = []
+    for instance in [*two_sides(s)[0], *two_sides(s)[1]]:
+        for block in instance.blocks:
+            for gauge, other in earlier:
+                if overlap(block, other):
+                    raise binding_error(
+                        _NAME, f"two opposite factors for '{block.path}'",
+                        f"a side of {gauge} and a side of {instance.gauge}",
+                        "at most one gauge with two sides per entry",
+                        "drop one from this list; or write go.quotient(tx, gauges), which takes both",
+                    )  # fmt: skip
+        earlier += [(instance.gauge, block) for block in instance.blocks]
 
 
 def _check_kept(kept: Any, fresh: Any) -> None:

@@ -16,8 +16,8 @@ import optax
 
 from gauge_optax.binding import is_empty, leaves_by_path, with_leaves
 from gauge_optax.checks import require_params
-from gauge_optax.gauges._matrices import Matrices, matrices_of
-from gauge_optax.gauges.base import Gauges
+from gauge_optax.gauges.gauge import Gauges
+from gauge_optax.gauges.matrices import Matrices, matrices_of
 from gauge_optax.gauges.product import product
 
 
@@ -48,13 +48,13 @@ def scale_by_relative_rms(gauges: Gauges, min_scale: float | jax.Array = 0.1) ->
 
     def init_fn(params: optax.Params) -> optax.EmptyState:
         if not is_empty(params):
-            group.bound(params)
+            group._slice(params)  # raises where a binding does not fit
         return optax.EmptyState()
 
     def update_fn(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         require_params("scale_by_relative_rms", params)
         leaves, steps = leaves_by_path(params), leaves_by_path(updates)
-        units = {p: _unit(own, leaves[p], min_scale) for p, own in matrices_of(group.bound(params)).items()}
+        units = {p: _unit(own, leaves[p], min_scale) for p, own in matrices_of(group._slice(params).instances).items()}
         return with_leaves(updates, {p: (x * steps[p]).astype(steps[p].dtype) for p, x in units.items()}), state
 
     return optax.GradientTransformation(init_fn, update_fn)

@@ -1,23 +1,18 @@
-"""`from_state`: a quotient run that goes on where a plain run of the same optimizer stands.
+"""`from_state`: training goes on under `quotient` from a plain optimizer state, or from a state of version 0.2."""
 
-Here: reading the frame and carrying the moments into it. Not here: how each kind of moment moves (`transport`).
-"""
-
-
+from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from gauge_optax.binding import binding_error, with_leaves
-from gauge_optax.gauges.base import Gauges
-from gauge_optax.gauges.bound import Bound
-from gauge_optax.gauges.chart import Part
+from gauge_optax.gauges.gauge import Gauges
 from gauge_optax.gauges.product import Product, product
-from gauge_optax.gauges.reading import Turning
 from gauge_optax.meshes import layout
-from gauge_optax.optimizers._quotient import QuotientState
-from gauge_optax.slice import chart, enter, motions, read
+from gauge_optax.optimizers.on_slice import QuotientState
+from gauge_optax.slice import Slice
 from gauge_optax.states.transport import transport
 
 
@@ -28,14 +23,15 @@ def from_state(
     params: Any,
     on_unknown: str = "error",
 ) -> QuotientState:
-    """The state with which `quotient(inner, gauges)` goes on from a plain run of `inner`.
+    """Converts a plain optimizer state, so that training continues under `quotient(inner, gauges)`.
 
     Scales and shifts are read off the parameters, and the state's moments move into that frame: first moments as
     cotangents, second moments by their squares. Rotations are not read: heads keep the basis that their moments were
     gathered in, and are held there.
 
     Args:
-      state: of `inner`, after any number of steps.
+      state: of `inner`, after any number of steps; or the state of `quotient(inner, gauges)` that version 0.2 saved, as
+        a NamedTuple or as nested dicts with its field names.
       inner: the optimizer.
       gauges: a gauge or a sequence of them, meaning their product.
       params: the parameters that the state belongs to.
@@ -61,27 +57,70 @@ def from_state(
     Reference: docs/design.md §1 for how moments move.
     """
     group = product(gauges)
-    on, laid = chart(group, params), layout(params)
-    with laid.left_open():
-        here, plain = laid.enter((params, state))
-        frame = read(on, here, turning=False)
-        point = with_leaves(here, enter(motions(on, frame), on.joint.values(here)))
-        expected = jax.eval_shape(inner.init, point)
-        found, wanted = (str(jax.tree.structure(x)) for x in (plain, expected))
-        if found != wanted:
-            raise binding_error(
-                "from_state", "not a state of this optimizer", found, wanted,
-                "pass what inner.init or inner.update returned, and the same optimizer as inner",
-            )  # fmt: skip
-        still = [_turns_alone(part, bound) for part, bound in on.parts]
-        parts = Product(tuple(part for part, off in zip(group.parts, still, strict=True) if not off))
-        element = tuple(x for x, off in zip(frame.inverse, still, strict=True) if not off)
-        moved = transport(plain, here, parts, element, on_unknown)
+    s, mesh = group._slice(params), layout(params)
+    saved = _field(state, "gauges")
+    if saved is not None and _field(saved, "inverses") is not None:
+        return _from_0_2(s, state, inner, params)
+    with mesh.left_open():
+        stored, plain = mesh.enter((params, state))
+        elements, masks = s.read(stored, turning=False)
+        frame = s.frame(elements, masks[: len(s.order[0])])
+        expected = jax.eval_shape(inner.init, with_leaves(stored, s.enter(elements, stored)))
+        _check_structure(plain, expected)
+        # Gauges that do nothing but turn heads have not been read: their elements are the identity.
+        turning = [all(i.turn is i for i in instances) for _, instances in s.parts]
+        parts = Product(tuple(part for part, turns in zip(group.parts, turning, strict=True) if not turns))
+        back = s.to_elements([i.inverse(e) for i, e in zip(s.instances, elements, strict=True)])
+        element = tuple(x for x, turns in zip(back, turning, strict=True) if not turns)
+        moved = transport(plain, stored, parts, element, on_unknown)
         moved = jax.tree.map(lambda x, like: x.astype(like.dtype), moved, expected)
-    return QuotientState(laid.leave(frame), laid.leave(moved, like=state))
+    return QuotientState(mesh.leave(frame), mesh.leave(moved, like=state))
 
 
-def _turns_alone(part: Part, bound: Bound) -> bool:
-    """Whether all that a gauge reads is rotations."""
-    readings = part.readings(bound)
-    return bool(readings) and all(isinstance(reading, Turning) for reading in readings)
+def _check_structure(state: Any, expected: Any) -> None:
+    found, wanted = (str(jax.tree.structure(x)) for x in (state, expected))
+    if found != wanted:
+        raise binding_error(
+            "from_state", "not a state of this optimizer", found, wanted,
+            "pass what inner.init or inner.update returned, and the same optimizer as inner",
+        )  # fmt: skip
+
+
+def _field(record: Any, name: str) -> Any:
+    return record.get(name) if isinstance(record, Mapping) else getattr(record, name, None)
+
+
+def _from_0_2(s: Slice, state: Any, inner: optax.GradientTransformation, params: Any) -> QuotientState:
+    """Version 0.2 kept elements with their inverses by gauge, and called the offset `grown`."""
+    saved = _field(state, "gauges")
+    labels = sorted(_field(saved, "elements"))
+    names = [label.split(".")[1] for label in labels]
+    if names != [gauge.name for gauge, _ in s.parts]:
+        raise binding_error(
+            "from_state", "a state of other gauges", f"gauges {', '.join(names)}",
+            f"{', '.join(gauge.name for gauge, _ in s.parts)}", "give the list that the state was made with",
+        )  # fmt: skip
+    frame = s.frame(s.from_elements([_field(saved, "elements")[label] for label in labels]), _field(saved, "live"))
+    offset = []
+    for place, past in zip(s.order[0], _field(saved, "grown"), strict=False):
+        identity = s.instances[place.number].identity()
+        # Moduli of rotary planes were kept without their angles.
+        alike = jax.tree.map(jnp.shape, past) == jax.tree.map(jnp.shape, identity)
+        offset.append(past if alike else jnp.stack([past, jnp.zeros_like(past)], -1))
+    point = with_leaves(params, s.enter(s.elements(frame), params))
+    inner_state = _shaped_like(jax.eval_shape(inner.init, point), _field(state, "inner_state"))
+    return QuotientState(frame._replace(offset=tuple(offset)), inner_state)
+
+
+def _shaped_like(template: Any, saved: Any) -> Any:
+    """A saved state as the classes of a template, by the names of fields."""
+    if hasattr(template, "_fields"):
+        return type(template)(*(_shaped_like(getattr(template, name), _field(saved, name)) for name in template._fields))
+    if isinstance(template, tuple | list):
+        items = [saved[str(k)] for k in range(len(template))] if isinstance(saved, Mapping) else list(saved)
+        return type(template)(_shaped_like(x, y) for x, y in zip(template, items, strict=True))
+    if isinstance(template, Mapping):
+        return {key: _shaped_like(x, saved[key]) for key, x in template.items()}
+    if jax.tree.structure(template) != jax.tree.structure(saved):
+        _check_structure(saved, template)
+    return saved

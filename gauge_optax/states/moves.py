@@ -1,10 +1,4 @@
-"""An explicit gauge move, as an optimizer's state meets it: what it does to vectors and entries.
-
-A part of the move has one of five effects on the vectors that a state holds, as its gauge says (`Gauge.effect`).
-
-Here: the move, and its effect on one array or tree. Not here: which arrays a state holds (`transport`,
-`_transport_own`).
-"""
+"""An explicit gauge move, as an optimizer's state meets it: what it does to the vectors and entries that a state holds."""
 
 import dataclasses
 import functools
@@ -16,22 +10,21 @@ import jax.numpy as jnp
 import numpy as np
 
 from gauge_optax.binding import binding_error, leaves_by_path, with_leaves
-from gauge_optax.gauges.base import Effect, Element, Gauge
-from gauge_optax.gauges.bound import Bound
+from gauge_optax.gauges.gauge import Element, Gauge
+from gauge_optax.gauges.instance import Arrays, Effect
 from gauge_optax.gauges.product import Product
 from gauge_optax.linalg import real_dtype
 
-Arrays = dict[str, jax.Array]
 Tree = TypeVar("Tree")
 
 
-class Part(NamedTuple):
+class MovingPart(NamedTuple):
     """One gauge's part of a move.
 
     Attributes:
       gauge: the gauge.
       element: its element.
-      effect: what it does to vectors.
+      effect: what it does to vectors, see `Gauge`.
     """
 
     gauge: Gauge
@@ -49,7 +42,7 @@ class Move:
       on_unknown: "error", "reset" or "keep".
     """
 
-    parts: tuple[Part, ...]
+    parts: tuple[MovingPart, ...]
     params: Any
     on_unknown: str
 
@@ -64,26 +57,21 @@ class Move:
         return tuple(part.element for part in self.parts)
 
     @functools.cached_property
-    def bound(self) -> Bound:
-        """The product on this tree."""
-        return self.group.bound(self.params)
-
-    @functools.cached_property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Shape of every leaf of θ."""
         return {path: jnp.shape(leaf) for path, leaf in leaves_by_path(self.params).items()}
 
     def with_effect(self, *effects: Effect) -> "Move":
-        """Its parts with these effects."""
+        """The parts that do one of these to vectors."""
         return dataclasses.replace(self, parts=tuple(part for part in self.parts if part.effect in effects))
 
     def binders(self, *effects: Effect) -> dict[str, str]:
-        """Leaf path → name of the first gauge with these effects that binds it."""
-        found: dict[str, str] = {}
+        """Leaf path → name of the first gauge with one of these effects that binds it."""
+        names: dict[str, str] = {}
         for part in self.with_effect(*effects).parts:
-            for path in part.gauge.bound(self.params).offset:
-                found.setdefault(path, part.gauge.name)
-        return found
+            for path in part.gauge._slice(self.params).added:
+                names.setdefault(path, part.gauge.name)
+        return names
 
     @functools.cached_property
     def moved(self) -> Mapping[str, str]:
@@ -91,7 +79,7 @@ class Move:
         return self.binders("shift", "diagonal", "orthogonal", "linear")
 
     def refuse(self, what: str, gauge: str, found: str, remedy: str = "") -> ValueError:
-        """Part of a state that the move cannot carry."""
+        """The complaint about a part of a state that the move cannot carry."""
         return binding_error(
             "transport", f"no rule for {what} under {gauge}", found,
             "averages of gradients, or squares of their entries under a gauge that scales entries",
@@ -99,14 +87,12 @@ class Move:
             f"are, train with go.quotient(tx, gauges), whose state moves exactly, or leave {gauge} where it is",
         )  # fmt: skip
 
-    # Vectors and entries -------------------------------------------------------------------------------
-
     def vectors(self, leaves: Arrays, outgoing: Collection[str]) -> Arrays:
-        """Averages carried along: of updates (tangents) on `outgoing` leaves, of gradients (cotangents) on others."""
+        """Averages at g·θ: of updates (tangents) on `outgoing` leaves, of gradients (cotangents) on the others."""
         return self.with_effect("diagonal", "orthogonal", "linear")._carried(leaves, outgoing, 1)
 
     def entries(self, leaves: Arrays, power: int, outgoing: Collection[str]) -> Arrays:
-        """The same for averages of this power of every entry: what scales entries multiplies them, all else is left."""
+        """The same for averages of this power of every entry; only gauges that scale entries can move these."""
         return self.with_effect("diagonal")._carried(leaves, outgoing, power)
 
     def _carried(self, leaves: Arrays, outgoing: Collection[str], times: int) -> Arrays:
@@ -119,40 +105,13 @@ class Move:
             cotangents = move_cotangent(self.group, self.element, self.params, cotangents) if cotangents else {}
         return tangents | cotangents
 
-    @functools.cached_property
-    def logs(self) -> tuple[jax.Array, ...]:
-        """log α per scale instance of all parts; of a complex number, its modulus comes first."""
-        pairs = ((i, element[i.key]) for gauge, element, _ in self.parts for i in gauge.bound(self.params).scales)
-        return tuple(x if x.ndim == len(i.shape) else x[..., 0] for i, x in pairs)
 
-    @functools.cached_property
-    def matrices(self) -> tuple[jax.Array, ...]:
-        """S per linear instance of all parts."""
-        return tuple(element[i.key] for gauge, element, _ in self.parts for i in gauge.bound(self.params).linear)
-
-
-def given(gauge: Gauge, element: Element, params: Any) -> Part:
-    """A part of a move, its effect as far as the element can be read while tracing."""
+def moving_part(gauge: Gauge, element: Element, params: Any) -> MovingPart:
+    """A part of a move; its effect is told from the element as far as that can be read while tracing."""
     leaves = jax.tree.leaves(element)
     known = not any(isinstance(x, jax.core.Tracer) for x in leaves)
     still = known and all(map(np.array_equal, leaves, jax.tree.leaves(gauge.identity(params))))
-    return Part(gauge, element, "still" if still else gauge.effect_of(element))
-
-
-# Vectors of a tree, or of some of its leaves ---------------------------------------------------------
-
-
-def _moved(group: Product, element: Element, params: Any, tree: Tree, dual: bool) -> Tree:
-    own, whole = leaves_by_path(tree), group.bound(params).offset
-    shapes = {path: leaf.shape for path, leaf in leaves_by_path(params).items() if path in whole}
-    vectors = {
-        path: jnp.asarray(own[path], real_dtype()) if path in own else jnp.zeros(shape, real_dtype())
-        for path, shape in shapes.items()
-    }
-    for part, by in zip(group.parts, element, strict=True):
-        bound, back = part.bound(params), part.inverse(by)
-        vectors |= part.motion(bound, back, by).pull(vectors) if dual else part.motion(bound, by, back).push(vectors)
-    return with_leaves(tree, {path: x.astype(own[path].dtype) for path, x in vectors.items() if path in own})
+    return MovingPart(gauge, element, "still" if still else gauge._effect_of(element))
 
 
 def move_tangent(group: Product, element: Element, params: Any, tangent: Tree) -> Tree:
@@ -165,7 +124,7 @@ def move_tangent(group: Product, element: Element, params: Any, tangent: Tree) -
       tangent: a tree with the same paths, or some of them.
 
     Returns:
-      The tangent, every leaf in its own dtype.
+      The tangent, every leaf in its dtype.
     """
     return _moved(group, element, params, tangent, dual=False)
 
@@ -173,3 +132,15 @@ def move_tangent(group: Product, element: Element, params: Any, tangent: Tree) -
 def move_cotangent(group: Product, element: Element, params: Any, cotangent: Tree) -> Tree:
     """A cotangent at θ carried to g·θ: as `move_tangent`, by the inverse transpose."""
     return _moved(group, element, params, cotangent, dual=True)
+
+
+def _moved(group: Product, element: Element, params: Any, tree: Tree, dual: bool) -> Tree:
+    s, leaves = group._slice(params), leaves_by_path(tree)
+    shapes = {path: leaf.shape for path, leaf in leaves_by_path(params).items() if path in s.added}
+    vectors = {
+        path: jnp.asarray(leaves[path], real_dtype()) if path in leaves else jnp.zeros(shape, real_dtype())
+        for path, shape in shapes.items()
+    }
+    for instance, e in zip(s.instances, s.from_elements(element), strict=True):
+        vectors = instance.pull(instance.inverse(e), vectors) if dual else instance.push(e, vectors)
+    return with_leaves(tree, {path: x.astype(leaves[path].dtype) for path, x in vectors.items() if path in leaves})

@@ -18,12 +18,12 @@ import jax.numpy as jnp
 
 from gauge_optax.binding import binding_error, is_empty, leaves_by_path, with_leaves
 from gauge_optax.checks import require_choice
-from gauge_optax.gauges.base import Element, Gauge, Gauges
+from gauge_optax.gauges.gauge import Element, Gauge, Gauges
+from gauge_optax.gauges.instance import Arrays
 from gauge_optax.gauges.product import Product, product
-from gauge_optax.states.moves import Move, given
-from gauge_optax.states.own import OWN_RULES, Outgoing, Rule
+from gauge_optax.states.moves import Move, moving_part
+from gauge_optax.states.rules import RULES, Outgoing, Rule
 
-Arrays = dict[str, jax.Array]
 ON_UNKNOWN = ("error", "reset", "keep")
 
 
@@ -73,7 +73,7 @@ def transport(opt_state: Any, params: Any, gauge: Gauges, element: Element, on_u
     group = product(gauge)
     elements = (element,) if isinstance(gauge, Gauge) and not isinstance(gauge, Product) else element
     _check_element(group, elements, params)
-    parts = tuple(given(part, own, params) for part, own in zip(group.parts, elements, strict=True))
+    parts = tuple(moving_part(part, x, params) for part, x in zip(group.parts, elements, strict=True))
     return carried(Move(parts, params, on_unknown), opt_state)
 
 
@@ -252,5 +252,6 @@ _OPTAX_RULES: dict[str, Rule] = {
 
 
 def _rule_of(state: type) -> Rule | None:
-    own = OWN_RULES.get(state)
-    return _OPTAX_RULES.get(state.__name__) if own is None and state.__module__.startswith("optax.") else own
+    if state.__module__.startswith("gauge_optax."):
+        return RULES.get(state.__name__)
+    return _OPTAX_RULES.get(state.__name__) if state.__module__.startswith("optax.") else None

@@ -10,7 +10,7 @@ import numpy as np
 from flax import nnx
 
 import gauge_optax as go
-from gauge_optax.gauges.base import Gauge
+from gauge_optax.gauges.gauge import Gauge
 from models import lm
 
 

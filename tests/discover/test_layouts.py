@@ -10,7 +10,7 @@ import pytest
 
 import gauge_optax as go
 from gauge_optax.discovery.report import Report
-from gauge_optax.gauges.base import Gauge
+from gauge_optax.gauges.gauge import Gauge
 from tests.discover.test_discover import near
 from tests.oracles import orbit, outside
 

@@ -12,7 +12,7 @@ import pytest
 
 import gauge_optax as go
 from gauge_optax.binding import leaves_by_path
-from gauge_optax.gauges.base import Gauge
+from gauge_optax.gauges.gauge import Gauge
 from tests import oracles
 from tests.cases import GAUGE_CASES, GaugeCase
 from tests.quick import jit

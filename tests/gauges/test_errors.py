@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 import gauge_optax as go
-from gauge_optax.gauges.base import Gauge
+from gauge_optax.gauges.gauge import Gauge
 
 FOUR_PARTS = re.compile(r"\w+: [^\n]+\n  found:    \S[^\n]*\n  expected: \S[^\n]*\n  remedy:   \S[^\n]*")
 

@@ -16,9 +16,9 @@ import optax
 from gauge_optax.binding import binding_error, leaves_by_path
 from gauge_optax.binding.paths import match, nearest
 from gauge_optax.checks import require_choice
-from gauge_optax.gauges._matrices import Matrices, matrices_of, matrix
-from gauge_optax.gauges.bound import Bound
+from gauge_optax.gauges.matrices import Matrices, matrices_of, matrix
 from gauge_optax.linalg import Coefficients, Schedule, ns_schedule, polar
+from gauge_optax.slice import Slice
 
 Arrays = dict[str, jax.Array]
 Scalar = float | jax.Array
@@ -110,21 +110,23 @@ class Routing:
                 )  # fmt: skip
         return cls(chosen, rotations_alone)
 
-    def matrices(self, bound: Bound, params: optax.Params) -> dict[str, Matrices]:
+    def matrices(self, s: Slice, params: optax.Params) -> dict[str, Matrices]:
         """Leaf path → how it is read, for the leaves stepped by their polar factor."""
-        leaves, read = leaves_by_path(params), matrices_of(bound)
-        shifted = {block.path for block in bound.shift_blocks}
+        leaves, read = leaves_by_path(params), matrices_of(s.instances)
+        shifted = {path for i in s.instances if i.effect == "shift" for path in i.paths}
+        turned = {path for turn in s.turns for path in turn.paths}
+        # An unembedding, though bound as a matrix, is Adam's, as Muon's authors have it.
         chosen = {path: path in read and path not in shifted for path in leaves}
         if self.rotations_alone:
-            chosen = {path: on and path in bound.turned for path, on in chosen.items()}
+            chosen = {path: muon and path in turned for path, muon in chosen.items()}
         for pattern, label in self.labels:
             hits = [path for path in leaves if match("scale_by_scaled_polar", pattern, path) is not None]
             if not hits:
                 raise _unmatched(pattern, {path: leaf.shape for path, leaf in leaves.items()})
             chosen |= dict.fromkeys(hits, label == "muon")
-        on = {path: leaves[path].shape for path, muon in chosen.items() if muon}
-        vectors = bound.turned | {p for i in bound.scales if i.down for p in i.paths}
-        return {p: read.get(p) or _lone(p, shape, p in vectors) for p, shape in on.items()}
+        shapes = {path: leaves[path].shape for path, muon in chosen.items() if muon}
+        vectors = turned | {path for i in s.instances if i.log_step and i.sides for path in i.paths}
+        return {p: read.get(p) or _lone(p, shape, p in vectors) for p, shape in shapes.items()}
 
 
 def _lone(path: str, shape: tuple[int, ...], vector: bool) -> Matrices:

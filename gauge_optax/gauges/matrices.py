@@ -10,17 +10,14 @@ Here: which axes are which. Not here: what is done with the matrices, which leav
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 
 from gauge_optax.binding import Block, binding_error
-from gauge_optax.gauges._head import BASIS
-from gauge_optax.gauges._scale import ScaleInstance
-from gauge_optax.gauges.bound import Bound
 
-HEAD = "head"
+BASIS, HEAD = "basis", "head"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,28 +113,29 @@ def matrix(shape: tuple[int, int]) -> Matrices:
     return Matrices(shape, shape, ((0,), (1,)), (), (0,), (1,))
 
 
-def matrices_of(bound: Bound) -> dict[str, Matrices]:
-    """Leaf path → how it is read as matrices, for leaves of rotations and of scales with a partner that are matrices.
+def matrices_of(instances: Iterable[Any]) -> dict[str, Matrices]:
+    """Leaf path → how it is read as matrices, for leaves that are matrices to the gauges that bind them.
 
     Args:
-      bound: a product on a tree.
+      instances: of a list of gauges on a tree.
 
     Returns:
-      Vectors (biases, norms' scales) and leaves bound by other gauges alone are left out.
+      Vectors (biases, norms' scales) and leaves that gauges say nothing about are left out.
     """
+    ranked: list[list[tuple[str, Matrices | None]]] = [[], [], []]
+    for instance in instances:
+        for block in instance.blocks:
+            if (answer := instance.matrices(block)) is not None:
+                ranked[answer[0]].append((block.path, answer[1]))
     read: dict[str, Matrices | None] = {}
-    for head in bound.turning:
-        for own in head.blocks:
-            read.setdefault(own.block.path, _rotated(on_whole_axes(own.block)))
-    for instance in bound.scales:  # the kernels of QK-norm
-        for block, _ in instance.weighted_blocks if HEAD in instance.named else ():
-            if read.get(block.path) is None:
-                read[block.path] = _scaled(on_whole_axes(block), instance)
-    for instance in bound.scales:
-        for block, _ in instance.weighted_blocks if instance.down else ():
-            if block.path not in read:
-                read[block.path] = _scaled(on_whole_axes(block), instance)
-    return {path: own for path, own in read.items() if own is not None}
+    for path, matrices in ranked[0]:  # rotations and linear gauges: a bias of theirs is no matrix, whoever else binds it
+        read.setdefault(path, matrices)
+    for path, matrices in ranked[1]:  # scales per head
+        if read.get(path) is None:
+            read[path] = matrices
+    for path, matrices in ranked[2]:  # other scales
+        read.setdefault(path, matrices)
+    return {path: matrices for path, matrices in read.items() if matrices is not None}
 
 
 def on_whole_axes(block: Block) -> Block | None:
@@ -161,9 +159,12 @@ def on_whole_axes(block: Block) -> Block | None:
     return dataclasses.replace(block, split=tuple(split), index=tuple(index), ranges=(None,) * len(block.shape))
 
 
-def _rotated(block: Block | None) -> Matrices | None:
-    if block is None:
+def head_matrices(block: Block) -> Matrices | None:
+    """One matrix per head, the basis on one side; None for what is no matrix."""
+    whole = on_whole_axes(block)
+    if whole is None:
         return None
+    block = whole
     labels = block.split_labels
     free = [k for k, label in enumerate(labels) if label == "_" and not _beside_a_name(block, k)]
     return _between(block, [labels.index(BASIS)], free)
@@ -176,12 +177,15 @@ def _beside_a_name(block: Block, axis: int) -> bool:
     return any(labels[k] not in ("_", "", BASIS) for k in group)
 
 
-def _scaled(block: Block | None, instance: ScaleInstance) -> Matrices | None:
-    if block is None:
+def channel_matrices(block: Block, names: tuple[str, ...]) -> Matrices | None:
+    """Channels on one side, free axes on the other; None for what is no matrix."""
+    whole = on_whole_axes(block)
+    if whole is None:
         return None
+    block = whole
     labels = block.split_labels
     free = [k for k, label in enumerate(labels) if label == "_"]
-    named = "channel" if "channel" in instance.named else next(reversed(instance.named), None)
+    named = "channel" if "channel" in names else next(reversed(names), None)
     at = None if named is None else labels.index(named)
     if at is None or (named != "channel" and free and free[0] < at < free[-1]):
         return _between(block, free[-1:], free[:-1])
@@ -199,6 +203,6 @@ def _between(block: Block, one: Sequence[int], other: Sequence[int]) -> Matrices
     return Matrices(block.shape, block.split, block.groups, batch, rows, columns, heads)
 
 
-def named_axes(own: Mapping[str, Matrices]) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
+def optax_axes(own: Mapping[str, Matrices]) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
     """Leaf path → the leaf's axes that hold rows and columns, which never share one (`_between`)."""
     return {path: (m.leaf_axes(m.rows), m.leaf_axes(m.columns)) for path, m in own.items()}

@@ -1,0 +1,145 @@
+"""The package of version 0.2 beside this one, in one process: the same updates to 1e-12, on the whole register.
+
+    python -m benchmarks.side_by_side                 # every row; minutes
+    python -m benchmarks.side_by_side --only quotient --rows gpt
+
+Takes 20 float64 steps of every optimizer on every row of `tests/cases.py` that it accepts, from random, zero-output and
+dead-channel starts, and prints the largest difference of any leaf relative to its norm. The old sources are taken from
+the repository's history under another name. Kept until the release that replaces 0.2.
+"""
+
+import argparse
+import importlib
+import io
+import subprocess
+import sys
+import tarfile
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from tqdm import tqdm
+
+import gauge_optax as new
+from tests.cases import GAUGE_CASES, GaugeCase
+
+REVISION = "d2b521b"
+"""The last commit of version 0.2."""
+STEPS = 20
+TOLERANCE = 1e-12
+
+
+def old_package() -> Any:
+    """Version 0.2 as the package `gauge_optax_old`."""
+    folder = Path(tempfile.mkdtemp())
+    archive = subprocess.run(["git", "archive", REVISION, "gauge_optax"], capture_output=True, check=True).stdout
+    with tarfile.open(fileobj=io.BytesIO(archive)) as files:
+        files.extractall(folder, filter="data")
+    (folder / "gauge_optax").rename(folder / "gauge_optax_old")
+    for path in (folder / "gauge_optax_old").rglob("*.py"):
+        path.write_text(path.read_text().replace("gauge_optax", "gauge_optax_old"))
+    sys.path.insert(0, str(folder))
+    return importlib.import_module("gauge_optax_old")
+
+
+def rebuilt(gauge: Any, package: Any) -> Any:
+    """A gauge of this package as one of another version."""
+    roles: dict[str, dict[str, Any]] = {}
+    for spec in gauge.specs:
+        blocks = roles.setdefault(spec.role, {})
+        axes = blocks.get(spec.pattern)
+        blocks[spec.pattern] = spec.axes if axes is None else (*((axes,) if isinstance(axes, str) else axes), spec.axes)
+    options = {name: value for name, value in gauge.options if name != "by_entry"}
+    return getattr(package, gauge.name)(*roles.values(), sizes=dict(gauge.sizes), **options)
+
+
+def optimizers(go: Any, gauges: Sequence[Any]) -> dict[str, Callable[[], optax.GradientTransformation]]:
+    """What is compared."""
+    return {
+        "quotient": lambda: go.quotient(optax.adamw(1e-2, weight_decay=0.1), gauges),
+        "quotient, free": lambda: go.quotient(optax.adamw(1e-2, weight_decay=0.1), gauges, hold=False, pin=False),
+        "quotient_muon": lambda: go.quotient_muon(1e-2, gauges),
+        "ddc_adamw": lambda: go.ddc_adamw(1e-2, gauges, weight_decay=0.1),
+        "ddc_muon": lambda: go.ddc_muon(1e-2, gauges, weight_decay=0.1),
+        "gauge_fix": lambda: go.gauge_fix(optax.sgd(1e-2, momentum=0.9), gauges, on_unknown="keep"),
+    }
+
+
+def starts(case: GaugeCase) -> Iterator[tuple[str, Any]]:
+    """The row's own point, the same with the last leaf zero, and with one channel of every leaf zero."""
+    params = case.params(jax.random.key(1))
+    leaves, treedef = jax.tree.flatten(params)
+    yield "random", params
+    yield "zero outputs", treedef.unflatten([*leaves[:-1], jnp.zeros_like(leaves[-1])])
+    yield "dead channel", treedef.unflatten([x.at[..., 0].set(0.0) if x.ndim else x for x in leaves])
+
+
+def trained(tx: optax.GradientTransformation, gradient: Callable[[Any], Any], params: Any) -> Any:
+    """Parameters after all steps."""
+
+    @jax.jit
+    def step(params: Any, state: Any) -> tuple[Any, Any]:
+        updates, state = tx.update(gradient(params), state, params)
+        return optax.apply_updates(params, updates), state
+
+    state = jax.jit(tx.init)(params)
+    for _ in range(STEPS):
+        params, state = step(params, state)
+    return params
+
+
+def difference(ours: Any, theirs: Any) -> float:
+    """The largest over leaves, relative to the leaf."""
+    pairs = [(np.asarray(x), np.asarray(y)) for x, y in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True)]
+    return max(float(np.linalg.norm(x - y) / max(np.linalg.norm(y), 1e-30)) for x, y in pairs)
+
+
+def attempt(make: Callable[[], Any]) -> Any:
+    """A result, or the first line of what is said in its place."""
+    try:
+        return make()
+    except ValueError as error:
+        return str(error).splitlines()[0]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Prints a line per comparison that differs, and the largest difference; 1 where one is above the tolerance."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="*", default=[], help="optimizers")
+    parser.add_argument("--rows", nargs="*", default=[], help="parts of names of rows")
+    parser.add_argument("--starts", nargs="*", default=[], help="starts")
+    chosen = parser.parse_args(arguments)
+    jax.config.update("jax_enable_x64", True)
+    old, worst, failed = old_package(), 0.0, 0
+    rows = [case for case in GAUGE_CASES if case.loss is not None and not case.name.startswith("user_gauge")]
+    rows = [case for case in rows if not chosen.rows or any(part in case.name for part in chosen.rows)]
+    with tqdm(rows) as bar:
+        for case in bar:
+            bar.set_description(case.name)
+            gauges = case.gauges()
+            pairs = [optimizers(go, [rebuilt(g, go) for g in gauges]) for go in (new, old)]
+            for start, params in starts(case):
+                for name in pairs[0]:
+                    if (chosen.only and name not in chosen.only) or (chosen.starts and start not in chosen.starts):
+                        continue
+                    found = [attempt(lambda p=p: trained(p[name](), jax.grad(case.loss), params)) for p in pairs]
+                    if any(isinstance(x, str) for x in found):
+                        off = 0.0 if all(isinstance(x, str) for x in found) else np.inf
+                    else:
+                        off = difference(*found)
+                    worst = max(worst, off)
+                    if not off <= TOLERANCE:
+                        failed += 1
+                        said = [x if isinstance(x, str) else "" for x in found]
+                        bar.write(f"{off:.1e}  {name:16}{case.name:32}{start}  {' | '.join(said)}")
+    print(f"largest difference {worst:.1e} (limit {TOLERANCE:.0e}), {failed} above it")
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,418 @@
+"""`Gauge`: a symmetry of a parameter tree, bound to its leaves.
+
+A subclass with the seven abstract methods works everywhere: every other method, and everything that transformations and
+measures need, is derived from its action and its reading (`by_action`). The gauges of this library are `BlockGauge`s: a
+frozen list of blocks and the kind of their instances (`instance`), so that all they do is a loop over instances.
+"""
+
+import abc
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax.contrib
+
+from gauge_optax.binding import (
+    Axes,
+    BlockSpec,
+    bind,
+    bind_leaf,
+    binding_error,
+    block_specs,
+    check_specs,
+    frozen_sizes,
+    group_axes,
+    instance_key,
+    leaves_by_path,
+    with_leaves,
+)
+from gauge_optax.gauges.by_action import ActionInstance
+from gauge_optax.gauges.instance import Effect
+from gauge_optax.gauges.matrices import matrices_of, optax_axes
+from gauge_optax.slice import Slice
+
+Element = Any
+"""A group element: `dict[str, Array]` keyed by instance, or for a product the tuple of its gauges' elements."""
+
+Params = TypeVar("Params")
+
+
+class Gauge(abc.ABC):
+    """A symmetry of a network, bound to the leaves of a parameter tree.
+
+    Gauges are frozen, hashable and hold no arrays. Every method takes the parameters, of which only the shapes are
+    read unless said otherwise. The action is affine in the parameters.
+
+    Attributes:
+      name: for messages.
+      effect: what a move does to vectors: "shift" (nothing, it moves points alone), "diagonal" (it multiplies entries),
+        "orthogonal" (it turns bases) or "linear".
+      balancing: the same for the move to the balanced representative; "still" where there is none.
+      breaks: usual reasons why a binding is no symmetry, for messages.
+      commutes: whether it may share leaves with other gauges, because its moves commute with theirs.
+
+    >>> class Translation(go.Gauge):  # a constant from one table of embeddings to another
+    ...     name, effect = "translation", "shift"
+    ...     def act(self, element, params):
+    ...         return {"token": params["token"] + element[""], "place": params["place"] - element[""]}
+    ...     def read(self, params):  # the slice: positions of mean zero
+    ...         return {"": -jnp.mean(params["place"], 0)}
+    ...     def sample(self, key, params, scale=1.0):
+    ...         return {"": scale * jax.random.normal(key, params["place"].shape[1:])}
+    ...     def identity(self, params):
+    ...         return {"": jnp.zeros(params["place"].shape[1:])}
+    ...     def inverse(self, element):
+    ...         return {"": -element[""]}
+    ...     def compose(self, a, b):
+    ...         return {"": a[""] + b[""]}
+    ...     def dim(self, params):
+    ...         return params["place"].shape[1]
+    >>> params = {"token": jnp.ones((5, 2)), "place": jnp.arange(6.0).reshape(3, 2)}
+    >>> step = {"token": jnp.zeros((5, 2)), "place": jnp.ones((3, 2))}
+    >>> across = Translation().horizontal(params, step)  # the part that the function can see
+    >>> float(across["token"][0, 0]), float(across["place"][0, 0])
+    (1.0, 0.0)
+    """
+
+    name: ClassVar[str]
+    effect: ClassVar[Effect] = "linear"
+    balancing: ClassVar[Effect] = "still"
+    breaks: ClassVar[str] = "another reader of these leaves, or an index"
+    commutes: ClassVar[bool] = False
+
+    @abc.abstractmethod
+    def act(self, element: Element, params: Params) -> Params:
+        """The function-preserving move g·θ: the same structure, every leaf in its dtype."""
+
+    @abc.abstractmethod
+    def sample(self, key: jax.Array, params: Any, scale: float = 1.0) -> Element:
+        """A random element; `scale` 1 moves log-scales by up to 1 and takes rotations from the Haar measure.
+
+        Args:
+          key: a PRNG key.
+          params: the parameters (values are read for shifts, whose size follows the leaf's RMS).
+          scale: size of the move.
+        """
+
+    @abc.abstractmethod
+    def identity(self, params: Any) -> Element:
+        """The element that moves nothing."""
+
+    @abc.abstractmethod
+    def inverse(self, element: Element) -> Element:
+        """The element g⁻¹ with act(g⁻¹, act(g, θ)) = θ."""
+
+    @abc.abstractmethod
+    def compose(self, a: Element, b: Element) -> Element:
+        """The product with act(compose(a, b), θ) = act(a, act(b, θ))."""
+
+    @abc.abstractmethod
+    def read(self, params: Any) -> Element:
+        """The element that takes the slice to this point, read off anchors: read(g·θ) = g·read(θ).
+
+        Args:
+          params: the point (values are read).
+
+        Returns:
+          An element, the identity on the slice; act(inverse(read(θ)), θ) is the same for all points of an orbit. A
+          channel or a head whose blocks are all zero reads as the identity.
+
+        >>> gauge = go.rescale({"up": "_ channel"}, {"down": "channel _"})
+        >>> params = {"up": jnp.array([[3.0], [4.0]]), "down": jnp.ones((1, 1))}
+        >>> round(float(jnp.exp(gauge.read(params)[""][0])), 4)  # a column of norm 5, on the slice of norm 1
+        5.0
+        """
+
+    @abc.abstractmethod
+    def dim(self, params: Any) -> int:
+        """Number of vertical dimensions, summed over instances."""
+
+    # Optional: what a subclass may add ----------------------------------------------------------------
+
+    def balance(self, params: Any) -> Element:
+        """The element that takes a point to the least-norm representative of its orbit.
+
+        Args:
+          params: the point (values are read).
+
+        Returns:
+          An element: the identity for rotations, and for channels and heads without such a representative (a side is
+          zero, or has less than full rank); for `head_linear` (H_A⁻¹ # H_B)^{1/2}.
+        """
+        return self.identity(params)
+
+    def power(self, element: Element, exponent: float | jax.Array) -> Element:
+        """The element that goes a fraction of the way of a *balance*, in the group's logarithm."""
+        raise binding_error(
+            self.name, "no way to go a part of", "a gauge without a logarithm", "strength=1.0, all the way",
+            "write strength=1.0, or give the gauge a method `power(element, exponent)`",
+        )  # fmt: skip
+
+    def logarithm(self, element: Element) -> Element:
+        """The coordinate of an element that must not drift, additive under `compose`; {} where there is none."""
+        return {}
+
+    # Derived --------------------------------------------------------------------------------------------
+
+    def vertical(self, params: Any, tangent: Params) -> Params:
+        """The part of a tangent along the orbit.
+
+        Args:
+          params: the point (values are read).
+          tangent: an update or a difference of parameters, same structure.
+
+        Returns:
+          The vertical part; zero on leaves the gauge does not bind.
+        """
+        horizontal, leaves = leaves_by_path(self.horizontal(params, tangent)), leaves_by_path(tangent)
+        bound = self._slice(params).added
+        parts = {p: x - horizontal[p] if p in bound else jnp.zeros_like(x) for p, x in leaves.items()}
+        return with_leaves(tangent, parts)
+
+    def horizontal(self, params: Any, tangent: Params) -> Params:
+        """The part of a tangent across the orbit: what the way back to the slice leaves of it.
+
+        Args:
+          params: the point (values are read).
+          tangent: an update or a difference of parameters.
+
+        Returns:
+          The horizontal part, along which no anchor changes what it reads and no head turns; leaves the gauge does not
+          bind come back unchanged.
+
+        >>> gauge = go.rescale({"up": "_ channel"}, {"down": "channel _"})
+        >>> params = {"up": jnp.array([[3.0], [4.0]]), "down": jnp.ones((1, 1))}
+        >>> across = gauge.horizontal(params, {"up": params["up"], "down": jnp.zeros((1, 1))})
+        >>> bool(jnp.allclose(across["up"], 0.0, atol=1e-6) and jnp.allclose(across["down"], 1.0))  # its partner grows
+        True
+        """
+        leaves, parts = leaves_by_path(tangent), self._slice(params).horizontal_at(params, tangent)
+        return with_leaves(tangent, {p: x.astype(leaves[p].dtype) for p, x in parts.items()})
+
+    def coordinates(self, params: Any) -> Element:
+        """Where on its orbit a point is: the logarithm of what its anchors read, for scales and shifts.
+
+        Args:
+          params: the point (values are read).
+
+        Returns:
+          The structure of an element; empty dicts for rotations and linear gauges, which have holonomy instead of a
+          coordinate. coordinates(g·θ) = coordinates(θ) + log α; for a shift, the mean along `vocab` of the stored leaf.
+        """
+        on_tree = self._slice(params)
+        return self._packed(on_tree.coordinates(params, on_tree.read(params, turning=False)))
+
+    def muon_dimension_numbers(self, params: Any) -> Any:
+        """How `optax.contrib.muon` is to read the gauge's leaves: one matrix per head where a rotation binds the leaf.
+
+        Args:
+          params: the parameters.
+
+        Returns:
+          A tree like `params` with an `optax.contrib.MuonDimensionNumbers` for every matrix of a rotation, a rescale or
+          a norm, and None for every other leaf: what `muon_weight_dimension_numbers` takes.
+
+        A leaf whose heads share an axis with its rows or columns (a fused kernel) is one matrix to optax: its polar
+        factor turns with every head too, but has one scale for all. `quotient_muon` reads it per head.
+
+        >>> gauge = go.head_rotation({"value": "_ head basis", "out": "head basis _"})
+        >>> numbers = gauge.muon_dimension_numbers({"value": jnp.ones((6, 2, 4)), "out": jnp.ones((2, 4, 6))})
+        >>> numbers["out"]  # rows, columns; the heads are what is left
+        MuonDimensionNumbers(reduction_axis=(1,), output_axis=(2,))
+        """
+        axes = optax_axes(matrices_of(self._slice(params).instances))
+        numbers = {path: optax.contrib.MuonDimensionNumbers(*sides) for path, sides in axes.items()}
+        return with_leaves(params, dict.fromkeys(leaves_by_path(params)) | numbers)
+
+    # Inside the library -----------------------------------------------------------------------------------
+
+    @property
+    def _parts(self) -> "tuple[Gauge, ...]":
+        """The gauges of a product, or this one."""
+        return (self,)
+
+    def _instances(self, params: Any) -> tuple[Any, ...]:
+        """The copies of this gauge on a tree. Raises ValueError where the binding does not fit it."""
+        return (ActionInstance.of(self, params),)
+
+    def _slice(self, params: Any) -> Slice:
+        """The slice that this gauge, or the product, leaves on a tree."""
+        return Slice.of(self._parts, params)
+
+    def _packed(self, elements: Sequence[Element]) -> Element:
+        """One value per gauge of a product, as an element."""
+        return elements[0]
+
+    def _join(self, instances: Sequence[Any], values: Sequence[Any]) -> Element:
+        """The element made of one value per instance; None where an instance has none."""
+        return values[0]
+
+    def _split(self, instances: Sequence[Any], element: Element) -> tuple[Any, ...]:
+        """The inverse of `_join`."""
+        return (element,)
+
+    def _carried(self, element: Element, by: "Sequence[tuple[Gauge, Element]]") -> Element:
+        """h·g·h⁻¹ for moves h of other gauges, which mostly commute with this one."""
+        return element
+
+    def _moved_leaf(self, path: str, leaf: jax.Array, element: Element) -> jax.Array:
+        """A leaf, or a slice of one along an axis that is not moved, after the linear part of a move."""
+        return leaf
+
+    def _effect_of(self, element: Element) -> Effect:
+        """`effect`, for an element that may be known to do less."""
+        return self.effect
+
+
+Gauges = Gauge | Sequence[Gauge]
+"""What every transformation, assertion and measure takes: one gauge, or several that mean their product."""
+
+
+class SliceGauge(Gauge):
+    """A gauge that is read and balanced by the slice: a `BlockGauge`, or a product."""
+
+    def read(self, params: Any) -> Element:
+        on_tree = self._slice(params)
+        return self._packed(on_tree.to_elements(on_tree.read(params).elements))
+
+    def balance(self, params: Any) -> Element:
+        on_tree = self._slice(params)
+        return self.inverse(self._packed(on_tree.to_elements(on_tree.balanced(params))))
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockGauge(SliceGauge):
+    """A gauge given by lists of blocks: what every constructor of this library returns.
+
+    Attributes:
+      name: of the constructor.
+      kind: the class of its instances.
+      specs: the blocks, in the order in which they were written.
+      sizes: lengths of axes that shapes alone do not fix.
+      options: further arguments of the kind, such as a degree.
+    """
+
+    name: str  # type: ignore[misc]
+    kind: Any
+    specs: tuple[BlockSpec, ...]
+    sizes: tuple[tuple[str, int], ...]
+    options: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def effect(self) -> Effect:  # type: ignore[override]
+        """See `Gauge`."""
+        return self.kind.effect
+
+    @property
+    def balancing(self) -> Effect:  # type: ignore[override]
+        """See `Gauge`."""
+        return self.kind.balancing
+
+    @property
+    def breaks(self) -> str:  # type: ignore[override]
+        """See `Gauge`."""
+        return self.kind.breaks
+
+    @property
+    def _reserved(self) -> tuple[str, ...]:
+        return () if self.kind.rigid is None else (self.kind.rigid,)
+
+    def _instances(self, params: Any) -> tuple[Any, ...]:
+        binding, options = bind(self.name, self.specs, self.sizes, params, self._reserved), dict(self.options)
+        return tuple(
+            self.kind.of(self.name, i.key, binding.named, dict(i.sizes), i.blocks, **options) for i in binding.instances
+        )
+
+    def _join(self, instances: Sequence[Any], values: Sequence[Any]) -> Element:
+        return {i.key: x for i, x in zip(instances, values, strict=True) if x is not None}
+
+    def _split(self, instances: Sequence[Any], element: Element) -> tuple[Any, ...]:
+        return tuple(element[i.key] for i in instances)
+
+    # Loops over instances ---------------------------------------------------------------------------------
+
+    def act(self, element: Element, params: Params) -> Params:
+        on_tree, leaves = self._slice(params), leaves_by_path(params)
+        point = on_tree.values(params)
+        for instance in on_tree.instances:
+            point = instance.act(instance.from_element(element[instance.key]), point)
+        stored = {p: point[p] - added if np.any(added) else point[p] for p, added in on_tree.added.items()}
+        return with_leaves(params, {p: x.astype(leaves[p].dtype) for p, x in stored.items()})
+
+    def sample(self, key: jax.Array, params: Any, scale: float = 1.0) -> Element:
+        instances, leaves = self._slice(params).instances, leaves_by_path(params)
+        keys = jax.random.split(key, max(1, len(instances)))
+        return {i.key: i.sample(k, scale, leaves) for i, k in zip(instances, keys, strict=False)}
+
+    def identity(self, params: Any) -> Element:
+        return {i.key: i.to_element(i.identity()) for i in self._slice(params).instances}
+
+    def inverse(self, element: Element) -> Element:
+        return {key: self.kind.inverse_element(x) for key, x in element.items()}
+
+    def compose(self, a: Element, b: Element) -> Element:
+        return {key: self.kind.compose_elements(a[key], b[key]) for key in a}
+
+    def power(self, element: Element, exponent: float | jax.Array) -> Element:
+        return {key: self.kind.power(x, exponent) for key, x in element.items()}
+
+    def dim(self, params: Any) -> int:
+        return sum(i.dim for i in self._slice(params).instances)
+
+    def _carried(self, element: Element, by: Sequence[tuple[Gauge, Element]]) -> Element:
+        def moved(path: str, leaf: jax.Array) -> jax.Array:
+            for gauge, other in by:
+                leaf = gauge._moved_leaf(path, leaf, other)
+            return leaf
+
+        return {key: self.kind.carried(self.specs, x, moved) for key, x in element.items()}
+
+    def _moved_leaf(self, path: str, leaf: jax.Array, element: Element) -> jax.Array:
+        if self.effect == "shift":
+            return leaf
+        # Elements alone, without a tree: the lengths of axes are those of the element and the leaf.
+        named = group_axes(self.name, self.specs, self._reserved)
+        for key, x in element.items():
+            sizes = self.kind.axis_sizes(named, x)
+            matching = [spec for spec in self.specs if instance_key(self.specs, spec, path) == key]
+            blocks = [bind_leaf(self.name, spec, path, leaf.shape, sizes) for spec in matching]
+            if blocks:
+                instance = self.kind.of(self.name, key, named, sizes, blocks, **dict(self.options))
+                leaf = instance.act(instance.from_element(x), {path: leaf})[path]
+        return leaf
+
+    def _effect_of(self, element: Element) -> Effect:
+        effects = {self.kind.effect_of(x) for x in element.values()}
+        return effects.pop() if len(effects) == 1 else self.effect
+
+
+def block_gauge(
+    name: str,
+    kind: Any,
+    roles: Mapping[str, Mapping[str, Axes]],
+    sizes: Mapping[str, int] | None,
+    **options: Any,
+) -> BlockGauge:
+    """The gauge of a constructor.
+
+    Args:
+      name: of the constructor.
+      kind: the class of its instances.
+      roles: role → blocks, as the user wrote them.
+      sizes: lengths of axes inside `(a b)`.
+      **options: further arguments of the kind.
+
+    Returns:
+      The gauge.
+
+    Raises:
+      ValueError: malformed paths, axes or sizes.
+    """
+    reserved = () if kind.rigid is None else (kind.rigid,)
+    specs = tuple(spec for role, blocks in roles.items() for spec in block_specs(name, role, blocks, reserved))
+    frozen = frozen_sizes(name, sizes)
+    check_specs(name, specs, frozen)
+    return BlockGauge(name, kind, specs, frozen, tuple(options.items()))

@@ -1,0 +1,283 @@
+"""Rows of heads: what full rotations and rotary planes share.
+
+The blocks of an instance share a basis axis of length `size`. Stacked, the rows of all its blocks form one matrix
+W (rows × size) per head, and a rotation R of the basis takes W to W·R. This file has sums and products over those rows
+for any layout of the leaves; `rotation` and `torus` say what a rotation is.
+"""
+
+import dataclasses
+import functools
+import math
+import string
+from collections.abc import Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gauge_optax.binding import Block
+from gauge_optax.gauges.instance import Arrays, Turn
+from gauge_optax.linalg import HIGHEST, matmul, noise, safe_divide, transpose
+from gauge_optax.xla import fixed_noise
+
+BASIS, PLANE = "basis", "plane"
+
+
+@dataclasses.dataclass(frozen=True)
+class PlaneBlock(Block):
+    """A block whose basis axis pairs coordinates to rotary planes.
+
+    Its view has the axes `basis` (2, the coordinates of a plane) and `plane` in place of the basis axis.
+
+    Attributes:
+      pairing: "half": coordinate j pairs with j + d/2; "interleaved": 2j with 2j + 1.
+    """
+
+    pairing: str
+
+    @classmethod
+    def of(cls, block: Block, pairing: str) -> "PlaneBlock":
+        """The block with this pairing."""
+        return cls(**{f.name: getattr(block, f.name) for f in dataclasses.fields(block)}, pairing=pairing)
+
+    @property
+    def view_labels(self) -> tuple[str, ...]:
+        at = self.labels.index(BASIS)
+        pair = (BASIS, PLANE) if self.pairing == "half" else (PLANE, BASIS)
+        return self.labels[:at] + pair + self.labels[at + 1 :]
+
+    @property
+    def head_shape(self) -> tuple[int, ...]:
+        at = self.labels.index(BASIS)
+        planes = self.view_shape[at] // 2
+        pair = (2, planes) if self.pairing == "half" else (planes, 2)
+        return self.view_shape[:at] + pair + self.view_shape[at + 1 :]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (*self.labels, PLANE)
+
+    def spread(self, named: tuple[str, ...], value: jax.Array, elsewhere: float = 0.0) -> jax.Array:
+        """As `Block.spread`; a number per plane goes to both of its coordinates."""
+        if PLANE not in named:
+            return super().spread(named, value, elsewhere)
+        at, shape = named.index(PLANE), list(value.shape)
+        paired = jnp.stack([value, value], at if self.pairing == "half" else at + 1)
+        shape[at] *= 2
+        return super().spread(_by_basis(named), paired.reshape(shape), elsewhere)
+
+    def total(self, named: tuple[str, ...], leaf: jax.Array) -> jax.Array:
+        """As `Block.total`; a plane's sum is over both of its coordinates."""
+        if PLANE not in named:
+            return super().total(named, leaf)
+        sums, at = super().total(_by_basis(named), leaf), named.index(PLANE)
+        pair = (2, -1) if self.pairing == "half" else (-1, 2)
+        split = sums.reshape(*sums.shape[:at], *pair, *sums.shape[at + 1 :])
+        return jnp.sum(split, at if self.pairing == "half" else at + 1)
+
+    def ids_along(self, label: str, length: int, names: "Sequence[str] | set[str]") -> np.ndarray | None:
+        """As `Block.ids_along`; both coordinates of a plane have one index."""
+        if label == BASIS and PLANE in names and BASIS not in names:
+            return np.arange(length) % (length // 2) if self.pairing == "half" else np.arange(length) // 2
+        return super().ids_along(label, length, names)
+
+
+def _by_basis(named: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(BASIS if name == PLANE else name for name in named)
+
+
+def labels_of(block: Block) -> tuple[str, ...]:
+    """One label per axis of a block's rows, as `view` has them."""
+    return block.view_labels if isinstance(block, PlaneBlock) else block.labels
+
+
+def view(block: Block, leaf: jax.Array) -> jax.Array:
+    """The entries that a block selects, with a plane axis where it pairs coordinates."""
+    selected: jax.Array = block.view(leaf)
+    return selected.reshape(block.head_shape) if isinstance(block, PlaneBlock) else selected
+
+
+def write(block: Block, leaf: jax.Array, new: jax.Array) -> jax.Array:
+    """The leaf with those entries replaced."""
+    out: jax.Array = block.write(leaf, new.reshape(block.view_shape))
+    return out
+
+
+@dataclasses.dataclass(frozen=True)
+class Heads(Turn):
+    """An instance whose blocks share a basis.
+
+    Attributes:
+      size: length of the basis axis; 2 for rotary planes.
+    """
+
+    size: int
+
+    @property
+    def heads(self) -> int:
+        """How many bases it holds."""
+        return math.prod(self.shape)
+
+    def rows(self, block: Block) -> int:
+        """How many rows of a head one block holds."""
+        return math.prod(block.view_shape) // (self.heads * self.size)
+
+    # Products over rows ---------------------------------------------------------------------------------
+
+    def gram(self, a: Mapping[str, jax.Array], b: Mapping[str, jax.Array]) -> jax.Array:
+        """aᵀ·b over the rows of all blocks: (*shape, size, size)."""
+        products = [self.block_gram(x, a[x.path], b[x.path]) for x in self.blocks]
+        return sum(products[1:], products[0])
+
+    def block_gram(self, block: Block, a: jax.Array, b: jax.Array) -> jax.Array:
+        """aᵀ·b over the rows of one block: (*shape, size, size)."""
+        (left, wide), (right, _) = self.as_matrices(block, view(block, a)), self.as_matrices(block, view(block, b))
+        return jnp.einsum("...ir,...jr->...ij" if wide else "...ri,...rj->...ij", left, right, precision=HIGHEST)
+
+    def turned(self, point: Mapping[str, jax.Array], matrix: jax.Array) -> dict[str, jax.Array]:
+        """The leaves that it moves, with W·matrix in place of W; matrix is (*shape, size, size)."""
+        out = {path: point[path] for path in self.paths}
+        for block in self.blocks:
+            out[block.path] = write(block, out[block.path], self.turned_view(block, view(block, out[block.path]), matrix))
+        return out
+
+    def added(self, sums: Arrays, point: Mapping[str, jax.Array], matrix: jax.Array) -> dict[str, jax.Array]:
+        """The leaves of `sums` that it moves, with W·matrix added, W the rows of `point`."""
+        out = {path: sums[path] for path in self.paths}
+        for block in self.blocks:
+            move = self.turned_view(block, view(block, point[block.path]), matrix)
+            out[block.path] = write(block, out[block.path], view(block, out[block.path]) + move)
+        return out
+
+    def turned_view(self, block: Block, rows: jax.Array, matrix: jax.Array) -> jax.Array:
+        """W·matrix for one block's view."""
+        matrices, wide = self.as_matrices(block, rows)
+        product = matmul(transpose(matrix), matrices) if wide else matmul(matrices, matrix)
+        order, _ = self._head_major(block)
+        return product.reshape([rows.shape[k] for k in order]).transpose([order.index(k) for k in range(len(order))])
+
+    def as_matrices(self, block: Block, rows: jax.Array) -> tuple[jax.Array, bool]:
+        """A block's view as one matrix per head, (*shape, rows, size); transposed, and True, where it is stored so.
+
+        Bringing heads to the front copies whole rows. Left to a matrix product, it would move entry by entry.
+        """
+        order, wide = self._head_major(block)
+        sides = (self.size, -1) if wide else (-1, self.size)
+        return rows.transpose(order).reshape(*(rows.shape[k] for k in order[: len(self.named)]), *sides), wide
+
+    def _head_major(self, block: Block) -> tuple[list[int], bool]:
+        """The order of a view's axes with heads first and the basis at one end; whether that is before the rows."""
+        labels = labels_of(block)
+        named, basis = [labels.index(name) for name in self.named], labels.index(BASIS)
+        free = [k for k, label in enumerate(labels) if label not in (*self.named, BASIS)]
+        wide = bool(free) and basis < free[0]
+        return [*named, basis, *free] if wide else [*named, *free, basis], wide
+
+    def stacked(self, point: Mapping[str, jax.Array]) -> jax.Array:
+        """The rows of all blocks as one matrix per head: (*shape, rows, size)."""
+        parts = []
+        for block in self.blocks:
+            matrices, wide = self.as_matrices(block, view(block, point[block.path]))
+            parts.append(transpose(matrices) if wide else matrices)
+        return jnp.concatenate(parts, -2) if len(parts) > 1 else parts[0]
+
+    def mixed_rows(self, point: Mapping[str, jax.Array]) -> jax.Array:
+        """CᵀW of every head, (*shape, size, size), C fixed noise: `size` generic combinations of its rows."""
+        total = jnp.zeros((*self.shape, self.size, self.size), next(iter(point.values())).dtype)
+        letters = dict(zip(self.named, string.ascii_lowercase, strict=False)) | {BASIS: "Y"}
+        # Sorted: the order in which a user lists blocks must not change what is read.
+        for number, block in enumerate(sorted(self.blocks, key=lambda b: (b.path, b.axes))):
+            rows, constant = view(block, point[block.path]), fixed_noise(number, self.rows(block), self.size)
+            free = iter(string.ascii_lowercase[len(self.named) :])
+            axes = [letters[x] if x in letters else next(free) for x in labels_of(block)]
+            lengths = {x: n for x, n in zip(axes, rows.shape, strict=True) if x not in letters.values()}
+            # The weights' rows are split to match the leaf's axes rather than these merged: one may be sharded.
+            split = constant.astype(total.dtype).reshape(*lengths.values(), self.size)
+            heads = "".join(letters[name] for name in self.named)
+            spec = f"{''.join(lengths)}Z,{''.join(axes)}->{heads}ZY"
+            total = total + jnp.einsum(spec, split, rows, precision=HIGHEST)
+        return total
+
+    # Sums over rows -------------------------------------------------------------------------------------
+
+    def sums(self, point: Mapping[str, jax.Array], axes: tuple[str, ...] = ()) -> jax.Array:
+        """Sums over the rows of all blocks, and over the basis unless `axes` keep it: (*shape, …)."""
+        totals = [self.block_sums(block, view(block, point[block.path]), axes) for block in self.blocks]
+        return sum(totals[1:], totals[0])
+
+    def block_sums(self, block: Block, rows: jax.Array, axes: tuple[str, ...] = ()) -> jax.Array:
+        """The same for one block's view."""
+        labels, kept = labels_of(block), (*self.named, *axes)
+        order = [label for label in labels if label in kept]
+        free = tuple(k for k, label in enumerate(labels) if label not in kept)
+        return jnp.sum(rows, free).transpose([order.index(label) for label in kept])
+
+    def mean(self, point: Mapping[str, jax.Array]) -> jax.Array:
+        """Mean over all rows of all blocks and over the basis: (*shape)."""
+        return self.sums(point) / (self.size * sum(map(self.rows, self.blocks)))
+
+    def along_basis(self, block: Block, vectors: jax.Array) -> jax.Array:
+        """A vector per head, (*shape, size), laid out to broadcast with the block's view."""
+        labels, kept = labels_of(block), (*self.named, BASIS)
+        ordered = jnp.transpose(vectors, [kept.index(x) for x in labels if x in kept])
+        lengths = iter(ordered.shape)
+        return ordered.reshape([next(lengths) if x in kept else 1 for x in labels])
+
+    def per_head(self, block: Block, numbers: jax.Array) -> jax.Array:
+        """A number per head, (*shape), laid out likewise."""
+        return self.along_basis(block, jnp.broadcast_to(numbers[..., None], (*self.shape, self.size)))
+
+    # Roundoff -------------------------------------------------------------------------------------------
+
+    @classmethod
+    def without_roundoff(cls, turns: Sequence["Heads"], cotangent: Arrays) -> Arrays:
+        """Zero for single rows, biases, whose gradient is below noise of their head's.
+
+        A key's bias shifts all scores of a query alike, so that softmax leaves it a gradient of roundoff alone.
+        """
+        out = dict(cotangent)
+        for turn in turns:
+            single = [block for block in turn.blocks if turn.rows(block) == 1]
+            if not single or len(single) == len(turn.blocks):
+                continue
+            order = [name for name in turn.named if name != PLANE]
+            sizes = [turn._row_norm(block, out[block.path], order) for block in turn.blocks]
+            largest = functools.reduce(jnp.maximum, sizes)
+            for block, size in zip(turn.blocks, sizes, strict=True):
+                if block in single:
+                    rows, labels = view(block, out[block.path]), labels_of(block)
+                    axes = [label for label in labels if label in order]
+                    small = jnp.transpose(size < noise(rows.dtype) * largest, [order.index(x) for x in axes])
+                    small = small.reshape([n if x in order else 1 for n, x in zip(rows.shape, labels, strict=True)])
+                    out[block.path] = write(block, out[block.path], jnp.where(small, 0.0, rows))
+        return out
+
+    def _row_norm(self, block: Block, leaf: jax.Array, order: Sequence[str]) -> jax.Array:
+        """The root mean square norm of a head's rows in one block; its axes are `order`."""
+        if isinstance(block, PlaneBlock):
+            rows, labels = view(block, leaf), labels_of(block)
+        else:  # in the layout that products leave them in, which needs no copy
+            rows, labels = self.as_matrices(block, view(block, leaf))[0], (*self.named, "", "")
+        spare = tuple(k for k, label in enumerate(labels) if label not in order)
+        # Divided by the largest first: squares of small gradients underflow, of large ones overflow.
+        largest = jnp.max(jnp.abs(rows), spare, keepdims=True)
+        squares = jnp.sum(jnp.square(rows * safe_divide(jnp.ones(()), largest)), spare, keepdims=True)
+        norms = jnp.squeeze(largest * jnp.sqrt(squares / self.rows(block)), spare)
+        kept = [label for label in labels if label in order]
+        return jnp.transpose(norms, [kept.index(name) for name in order])
+
+
+def stack_heads(arrays: Sequence[jax.Array], tail: int = 2) -> jax.Array:
+    """Arrays of several instances, (*shape, …) with `tail` axes of their own, as one: (heads, …)."""
+    return jnp.concatenate([x.reshape(-1, *x.shape[x.ndim - tail :]) for x in arrays])
+
+
+def unstack_heads(stacked: jax.Array, turns: Sequence[Heads]) -> list[jax.Array]:
+    """The inverse of `stack_heads`."""
+    parts = jnp.split(stacked, np.cumsum([turn.heads for turn in turns])[:-1].tolist())
+    return [x.reshape(*turn.shape, *x.shape[1:]) for turn, x in zip(turns, parts, strict=True)]
+
+
+def by_size(turns: Sequence[Heads]) -> list[list[Heads]]:
+    """Instances grouped by the size of their heads, ascending."""
+    return [[turn for turn in turns if turn.size == size] for size in sorted({turn.size for turn in turns})]

@@ -1,0 +1,311 @@
+"""Multiplicative gauges: R₊ per channel, traded between two sides, or of one side that a norm follows.
+
+A unit whose output is homogeneous of degree p in its input weights is unchanged by up ↦ α·up, down ↦ α⁻ᵖ·down: ReLU
+(p = 1), squared ReLU (p = 2), the linear branch of a gated unit, a norm's scale with the kernels that read it. Where a
+norm follows, a block's size is dead with no partner. Elements are log α, additive. The vertical vector of a channel is
+(+θ_up, −p·θ_down): one dimension.
+
+The reading is the log norm of the first block that is not zero, against √(entries/rows). For a column of a kernel that
+is unit variance per input, for a norm's scale the number 1: at the usual starts the slice is where the weights are.
+References: DDC §3.2, B.4–B.7; Rotational Equilibrium Eq. (99).
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from gauge_optax.binding import Axes, Block, binding_error
+from gauge_optax.gauges.gauge import BlockGauge, block_gauge
+from gauge_optax.gauges.instance import Anchor, Arrays, Effect, Instance
+from gauge_optax.gauges.matrices import HEAD, Matrices, channel_matrices
+from gauge_optax.linalg import real_dtype
+
+
+def rescale(
+    up: Mapping[str, Axes], down: Mapping[str, Axes], degree: float = 1, *, sizes: Mapping[str, int] | None = None
+) -> BlockGauge:
+    """A scale traded between two sides: up·α, down·α^(−degree), per channel or, with no axis named, per block.
+
+    Args:
+      up: path → axes of what is multiplied by α (a ReLU unit's input weights and bias).
+      down: path → axes of what is divided by α^degree (the weights that read the unit).
+      degree: homogeneity of what lies between: 1 for ReLU and gated linear branches, 2 for squared ReLU.
+      sizes: lengths of axes inside `(a b)` that no other block fixes.
+
+    Returns:
+      A frozen, hashable gauge; it holds no array. Elements are log α, shaped like the named axes.
+
+    Raises:
+      ValueError: malformed axes or a degree that is not positive, at once; any mismatch with the tree, when first seen.
+
+    >>> gauge = go.rescale(up={"w1": "_ channel"}, down={"w2": "channel _"})
+    >>> moved = gauge.act({"": jnp.log(jnp.array([2.0, 1.0]))}, {"w1": jnp.ones((1, 2)), "w2": jnp.ones((2, 1))})
+    >>> moved["w1"].tolist(), moved["w2"].tolist()
+    ([[2.0, 1.0]], [[0.5], [1.0]])
+
+    Reference: DDC §3.2, B.4; Rotational Equilibrium Eq. (99). Not a symmetry of GELU or SiLU units.
+    """
+    if isinstance(degree, bool) or not isinstance(degree, int | float) or not 0 < degree < math.inf:
+        raise binding_error(
+            "rescale", "bad degree", repr(degree), "a positive number, the homogeneity of the unit",
+            "write 1 for ReLU and gated units, 2 for squared ReLU",
+        )  # fmt: skip
+    return block_gauge("rescale", Scale, {"up": up, "down": down}, sizes, degree=degree)
+
+
+def norm_scale(
+    scale: Mapping[str, Axes], into: Mapping[str, Axes], *, sizes: Mapping[str, int] | None = None
+) -> BlockGauge:
+    """A norm's scale (and bias) traded with every kernel that reads the norm.
+
+    Args:
+      scale: path → axes of the norm's parameters; `"1+ channel"` where it stores its scale less one.
+      into: path → axes of all consumers; each must be listed, or the move is no symmetry.
+      sizes: lengths of axes inside `(a b)` that no other block fixes.
+
+    Returns:
+      A frozen, hashable gauge; it holds no array. Elements are log α, shaped like the named axes.
+
+    Raises:
+      ValueError: malformed axes, at once; any mismatch with the tree, when it is first seen.
+
+    >>> gauge = go.norm_scale({"norm/scale": "channel"}, {"query": "channel _ _", "key": "channel _ _"})
+    >>> gauge.dim({"norm": {"scale": jnp.ones(4)}, "query": jnp.ones((4, 2, 3)), "key": jnp.ones((4, 2, 3))})
+    4
+
+    Reference: DDC §3.2, B.5. Not a symmetry of a final norm that feeds a tied head.
+    """
+    return block_gauge("norm_scale", Scale, {"up": scale, "down": into}, sizes)
+
+
+def scale_invariant(blocks: Mapping[str, Axes], *, sizes: Mapping[str, int] | None = None) -> BlockGauge:
+    """A scale with no partner: weights that a normalisation follows.
+
+    Args:
+      blocks: path → axes; all blocks scale together, per value of the named axes.
+      sizes: lengths of axes inside `(a b)` that no other block fixes.
+
+    Returns:
+      A frozen, hashable gauge; it holds no array. Elements are log α; balance makes the RMS 1.
+
+    Raises:
+      ValueError: malformed axes, at once; any mismatch with the tree, when it is first seen.
+
+    >>> gauge = go.scale_invariant({"query/kernel": "_ head _"})
+    >>> gauge.coordinates({"query": {"kernel": jnp.full((4, 2, 4), jnp.e / 2)}})[""].round(3).tolist()
+    [1.0, 1.0]
+
+    Reference: Rotational Equilibrium §3; the queries and keys of QK-norm.
+    """
+    return block_gauge("scale_invariant", Scale, {"up": blocks}, sizes)
+
+
+def multiplier_balance(
+    query: Mapping[str, Axes], key: Mapping[str, Axes], *, sizes: Mapping[str, int] | None = None
+) -> BlockGauge:
+    """A head's scale traded between learnable multipliers of queries and of keys: query·α, key/α.
+
+    The move of `rescale`; what differs is where it is balanced. With queries in groups a key head answers to several
+    query heads: `rescale` balances sums of squares, this gauge root mean squares, s_Q = s_K, of the first leaf on
+    either side; what follows it (a bias that no multiplier stands before) goes along.
+
+    Args:
+      query: path → axes of the query multipliers, `"head _"`; `"(head _) _"` where a key head serves several.
+      key: path → axes of the key multipliers, `"head _"`.
+      sizes: lengths of axes inside `(a b)` that no other block fixes.
+
+    Returns:
+      A frozen, hashable gauge; it holds no array. Elements are log α, shaped like the named axes.
+
+    Raises:
+      ValueError: malformed axes, at once; any mismatch with the tree, when it is first seen.
+
+    >>> gauge = go.multiplier_balance({"query": "head _"}, {"key": "head _"})
+    >>> params = {"query": jnp.full((2, 3), 4.0), "key": jnp.full((2, 3), -1.0)}
+    >>> balanced = gauge.act(gauge.balance(params), params)
+    >>> balanced["query"][0].tolist(), balanced["key"][0].tolist()
+    ([2.0, 2.0, 2.0], [-2.0, -2.0, -2.0])
+
+    Reference: GaugeFix-LRM, Eq. (4) to (6). Deviation: no ε; a head whose multipliers are zero on a side stays where it
+      is, with it those of the other would be divided by 1e6.
+    """
+    return block_gauge("multiplier_balance", Scale, {"up": query, "down": key}, sizes, by_entry=True)
+
+
+def two_sided(gauge: Any) -> bool:
+    """Whether a gauge trades a scale between two sides."""
+    sides = {"up", "down"}
+    return isinstance(gauge, BlockGauge) and gauge.kind is Scale and {spec.role for spec in gauge.specs} == sides
+
+
+def keeps_product(gauge: Any) -> bool:
+    """Whether what it gives to one side it takes from the other in full, so that the product of both stays."""
+    return two_sided(gauge) and dict(gauge.options).get("degree", 1) == 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Scale(Instance):
+    """One instance: log α per channel, (*shape).
+
+    Attributes:
+      degree: p: up moves as α, down as α^(−p).
+      by_entry: whether the first blocks of both sides balance by mean square; else whole sides by sum of squares.
+    """
+
+    degree: float = 1
+    by_entry: bool = False
+
+    effect: ClassVar[Effect] = "diagonal"
+    balancing: ClassVar[Effect] = "diagonal"
+    breaks: ClassVar[str] = (
+        "a norm that stores its scale less one (1+ in front of its axes) or has an eps, a consumer or a bias that is "
+        "not listed, an activation that is not homogeneous, or another degree"
+    )
+
+    @classmethod
+    def of(
+        cls, gauge: str, key: str, named: tuple[str, ...], sizes: Mapping[str, int], blocks: Any, **options: Any
+    ) -> "Scale":
+        """The instance of a binding's blocks."""
+        return cls(gauge, key, named, tuple(sizes[name] for name in named), tuple(blocks), **options)
+
+    @staticmethod
+    def axis_sizes(named: tuple[str, ...], element: jax.Array) -> dict[str, int]:
+        """Lengths of axes, read off an element."""
+        return dict(zip(named, element.shape, strict=True))
+
+    @property
+    def up(self) -> tuple[Block, ...]:
+        """The blocks that move as α."""
+        return tuple(block for block in self.blocks if block.role in ("up", "left"))
+
+    @property
+    def down(self) -> tuple[Block, ...]:
+        """The blocks that move as α^(−p)."""
+        return tuple(block for block in self.blocks if block.role in ("down", "right"))
+
+    @property
+    def dim(self) -> int:
+        return math.prod(self.shape)
+
+    # The group: addition of logs ----------------------------------------------------------------------
+
+    def identity(self) -> jax.Array:
+        return jnp.zeros(self.shape, real_dtype())
+
+    @staticmethod
+    def inverse(e: jax.Array) -> jax.Array:
+        return -e
+
+    @staticmethod
+    def compose(a: jax.Array, b: jax.Array) -> jax.Array:
+        return a + b
+
+    def sample(self, key: jax.Array, scale: float, leaves: Mapping[str, Any]) -> jax.Array:
+        return jax.random.uniform(key, self.shape, real_dtype(), -scale, scale)
+
+    def coordinate(self, e: jax.Array, point: Arrays) -> Any:
+        return e
+
+    @staticmethod
+    def power(element: jax.Array, exponent: float | jax.Array) -> jax.Array:
+        """The public element that goes a fraction of the way."""
+        return exponent * element
+
+    # The action ---------------------------------------------------------------------------------------
+
+    def act(self, e: jax.Array, point: Arrays) -> Arrays:
+        out = dict(point)
+        for block in self.blocks:
+            # The exponential is taken per channel: per entry it would cost more than everything else in a step.
+            out[block.path] = out[block.path] * block.spread(self.named, self.factors(e, block), elsewhere=1.0)
+        return out
+
+    def pull(self, e: jax.Array, cotangent: Arrays) -> Arrays:
+        return self.act(e, cotangent)  # diagonal: its own transpose
+
+    def factors(self, e: jax.Array, block: Block) -> jax.Array:
+        return jnp.exp(e if block.role in ("up", "left") else -self.degree * e)
+
+    # Reading and balance ------------------------------------------------------------------------------
+
+    @property
+    def anchors(self) -> tuple[Anchor, ...]:
+        return tuple(side for side in (self.up[:1], self.up[1:], self.down) if side)
+
+    def read(self, anchor: Anchor, point: Arrays, within: jax.Array, near: bool) -> tuple[jax.Array, jax.Array]:
+        totals = [block.total(self.named, jnp.square(point[block.path])) for block in anchor]
+        square = sum(totals[1:], totals[0])
+        entries = sum(block.entries(self.named) for block in anchor)
+        natural = entries / max(1, *(self._fan_in(block) for block in anchor))
+        read = within & (square > 0)
+        power = 2.0 if anchor[0].role in ("up", "left") else -2.0 * self.degree
+        return jnp.log(jax.lax.select(read, square / natural, jnp.ones_like(square))) / power, read
+
+    def _fan_in(self, block: Block) -> int:
+        """Inputs of one channel: its free axes but the last, or all of them where there is only one."""
+        free = [n for n, label in zip(block.view_shape, block.labels, strict=True) if label not in self.named]
+        return math.prod(free[:-1]) if len(free) > 1 else math.prod(free)
+
+    def squared_sides(self, point: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        """Sums of squares of both sides, per channel."""
+        zero = jnp.zeros(self.shape, real_dtype())
+        up, down = (
+            sum((b.total(self.named, jnp.square(point[b.path])) for b in side), zero) for side in (self.up, self.down)
+        )
+        return up, down
+
+    def compared(self, point: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        """What balance compares, per channel: sums of squares of both sides, mean squares for `by_entry`."""
+        up, down = (self.up[:1], self.down[:1]) if self.by_entry else (self.up, self.down)
+        found = []
+        for side in (up, down):
+            total = sum((b.total(self.named, jnp.square(point[b.path])) for b in side), jnp.zeros(self.shape))
+            found.append(total / sum(b.entries(self.named) for b in side) if self.by_entry else total)
+        return found[0], found[1]
+
+    def balanced(self, point: Arrays) -> jax.Array:
+        up, down = self.compared(point)
+        if not self.down:
+            entries = sum(block.entries(self.named) for block in self.up)
+            return jnp.where(up > 0, 0.5 * jnp.log(jnp.where(up > 0, up, 1.0) / entries), 0.0)
+        whole = (up > 0) & (down > 0)
+        up, down = (jnp.where(whole, x, 1.0) for x in (up, down))
+        p = self.degree
+        return jnp.where(whole, (jnp.log(up) - jnp.log(down) - math.log(p)) / (2.0 * (1.0 + p)), 0.0)
+
+    def log_sizes(self, point: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        """Logs of both sides' root mean squares per channel; minus infinity, on both, where a side is zero."""
+        sides = (self.up[:1], self.down[:1]) if self.by_entry else (self.up, self.down)
+        sizes = [sum(b.entries(self.named) for b in side) for side in sides]
+        up, down = self.compared(point)
+        means = (up, down) if self.by_entry else (up / sizes[0], down / sizes[1])
+        whole = (up != 0) & (down != 0)
+        logs = [jnp.where(whole, 0.5 * jnp.log(jnp.where(whole, x, 1.0)), -jnp.inf) for x in means]
+        return logs[0], logs[1]
+
+    # What optimizers ask ------------------------------------------------------------------------------
+
+    @property
+    def log_step(self) -> float:
+        return math.hypot(1.0, self.degree)
+
+    def partner(self, anchor: Anchor) -> tuple[Block, ...]:
+        return self.down if anchor[0] in self.up else ()
+
+    @property
+    def sides(self) -> tuple[tuple[Block, ...], tuple[Block, ...]] | None:
+        return (self.up, self.down) if self.down else None
+
+    @property
+    def degree_of_decay(self) -> float | None:
+        return self.degree
+
+    def matrices(self, block: Block) -> tuple[int, Matrices | None] | None:
+        if HEAD in self.named:  # the kernels of QK-norm have one matrix per head
+            return 1, channel_matrices(block, self.named)
+        return (2, channel_matrices(block, self.named)) if self.down else None

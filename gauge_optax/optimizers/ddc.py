@@ -1,0 +1,357 @@
+"""DDC's Adam and Muon in slice coordinates: ordinary inner transformations, as the paper's appendix B has them.
+
+On the slice the anchor of a scale channel has a constant size. What else the channel holds (a unit's outgoing weights,
+the rows that read a norm) has a length s, which is the channel's invariant scale, and a direction:
+
+* radial: one Adam per channel on s, or on log s (B.4);
+* tangential: Adam entry by entry on the rest of the gradient, without what would change lengths (B.5); heads by one of
+  five second moments (B.8, `ddc_heads`); or the polar factor of a matrix's first moment (B.10, `polar`).
+
+Moments of twins are the same numbers here, so that none has to know how it moves.
+
+Deviations from appendix B: a length moves by lr·√n, n the entries that carry it, which is what Adam can move it by;
+where several kernels read a norm, each has a length; a chain's inner lengths are those of anchors, which leaves one
+radial part (B.6); no clamp (B.7). docs/design.md §4 has the figures.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from gauge_optax.binding import Block, binding_error, leaves_by_path, overlap, with_leaves
+from gauge_optax.checks import require_choice
+from gauge_optax.gauges.instance import Arrays
+from gauge_optax.gauges.matrices import Matrices
+from gauge_optax.gauges.product import Product
+from gauge_optax.linalg import noise
+from gauge_optax.meshes import layout, zeros_like
+from gauge_optax.optimizers.adam import Adam
+from gauge_optax.optimizers.ddc_heads import V_MODES, HeadMoments, divided, in_bases, init_heads, refreshed
+from gauge_optax.optimizers.ddc_vertical import VERTICAL, VerticalMoments, init_vertical, vertical_step
+from gauge_optax.optimizers.polar import Polar, polar_steps
+from gauge_optax.slice import Slice
+from gauge_optax.transformation import cast_like, placeholder, transformation
+
+Scalar = float | jax.Array
+RADIAL = ("linear", "log")
+_LEAST = 1e-3  # of a gauge's mean length: below it the radial step is relative to this
+_REGROWTH = 4.0  # of Adam's largest step: how fast lengths below their floor grow, against decay too
+
+
+class Options(NamedTuple):
+    """The arguments of `scale_by_ddc` but the gauges."""
+
+    b1: Scalar
+    b2: Scalar
+    eps: Scalar
+    eps_root: Scalar
+    mu_dtype: Any
+    nesterov: bool
+    vertical: str
+    v_mode: str
+    radial: str
+    radial_scale: Scalar
+    scale_floor: Scalar
+    live_threshold: Scalar = 1e-3
+    refresh_drift: Scalar = 0.1
+    refresh_every: int | jax.Array | None = None
+
+
+def checked_options(name: str, *settings: Any) -> Options:
+    """The settings, in the order of `Options`. Raises ValueError, for the transformation `name`, for unknown modes."""
+    options = Options(*settings)
+    require_choice(name, "vertical", options.vertical, VERTICAL)
+    require_choice(name, "v_mode", options.v_mode, V_MODES)
+    require_choice(name, "radial", options.radial, RADIAL)
+    return options
+
+
+class GaugeMoments(NamedTuple):
+    """What DDC remembers per gauge coordinate; small beside the parameters.
+
+    Attributes:
+      radial_mu: first moment of the derivative by s (or log s), per scale channel that has a length.
+      radial_nu: its second moment.
+      least: per such block, the length that no channel falls below.
+      heads: what `v_mode` keeps of heads.
+      vertical: moments of orbit coordinates.
+    """
+
+    radial_mu: tuple[jax.Array, ...]
+    radial_nu: tuple[jax.Array, ...]
+    least: tuple[jax.Array, ...]
+    heads: HeadMoments
+    vertical: VerticalMoments
+
+
+class ScaleByDDCState(NamedTuple):
+    """State of DDC's Adam, all of it in slice coordinates.
+
+    Attributes:
+      count: steps so far, int32.
+      mu: first moment, shaped like the parameters; for heads in the coordinates of their mode.
+      nu: second moment, the same. `optax.MaskedNode` where a leaf is stepped by its polar factor.
+      gauges: a `GaugeMoments`.
+    """
+
+    count: jax.Array  # type: ignore[assignment]
+    mu: optax.Updates
+    nu: optax.Updates
+    gauges: Any
+
+
+def ddc(group: Product, options: Options, polar: Polar | None = None) -> optax.GradientTransformationExtraArgs:
+    """DDC's Adam for slice gradients at slice points; with `polar`, DDC's Muon.
+
+    Args:
+      group: the gauges.
+      options: the settings.
+      polar: how matrices are stepped; by default they get Adam like everything else.
+
+    Returns:
+      A transformation of gradients into a tangent without vertical part; leaves that no gauge binds get Adam.
+    """
+
+    def update(updates: Any, state: ScaleByDDCState, params: Any, **extra: Any) -> tuple[Any, ScaleByDDCState]:
+        s, past = group._slice(params), state.gauges
+        adam = Adam.at(options, optax.safe_increment(state.count))
+        point, gradient = s.vectors(params), leaves_by_path(updates) | s.vectors(updates)
+
+        # B.4: the derivative by every length s is ⟨θ̂, ĝ⟩/s over the entries that carry it.
+        carriers, anchors = channels_with_length(s), channels_of_anchors(s)
+        squares = [channels.dot(point, point) for channels in carriers]
+        pairings = [channels.dot(point, gradient) for channels in carriers]
+        along, radial_mu, radial_nu = radial_step(options, adam, carriers, point, squares, pairings, past)
+
+        # B.5: the rest of the gradient changes directions alone.
+        sized = [*zip(carriers, squares, strict=True), *((c, c.dot(point, point)) for c in anchors)]
+        across = without_lengths(sized, point, gradient)
+        across = {p: _without_roundoff(x, gradient[p]) for p, x in across.items()}
+        matrices = polar_matrices(s, polar, params)
+        step, mu, nu, heads = tangential_step(s, options, adam, polar, matrices, point, across, state)
+        step = without_lengths(sized, point, step)
+        step = s.centred(s.project_turning(point, step))
+
+        step |= {p: step[p] + x for p, x in along.items()}
+        vertical = past.vertical
+        if options.vertical != "frozen":
+            down, vertical = vertical_step(s, options.vertical, adam, point, s.vectors(updates), vertical)
+            step |= {p: step[p] + x for p, x in down.items()}
+        moments = GaugeMoments(radial_mu, radial_nu, past.least, heads, vertical)
+        mu, nu = (with_leaves(tree, cast_like(new, tree)) for tree, new in ((state.mu, mu), (state.nu, nu)))
+        return with_leaves(updates, cast_like(step, updates)), ScaleByDDCState(adam.count, mu, nu, moments)
+
+    def empty(params: Any) -> ScaleByDDCState:
+        return ScaleByDDCState(jnp.int32(0), zeros_like(params, options.mu_dtype), zeros_like(params), placeholder())
+
+    def init(params: optax.Params) -> ScaleByDDCState:
+        return init_ddc(group, options, polar, params)
+
+    return transformation("scale_by_ddc", init, update, ScaleByDDCState, empty)
+
+
+def init_ddc(group: Product, options: Options, polar: Polar | None, params: optax.Params) -> ScaleByDDCState:
+    """The state at a slice point. Raises ValueError for gauges or leaves that DDC cannot step."""
+    s = group._slice(params)
+    _check(s, params)
+
+    def moments(params: optax.Params) -> GaugeMoments:
+        point = s.vectors(params)
+        lengths = [jnp.sqrt(channels.dot(point, point)) for channels in channels_with_length(s)]
+        mus, nus = (tuple(jnp.zeros_like(length) for length in lengths) for _ in range(2))
+        least = tuple(options.scale_floor * jnp.mean(length) for length in lengths)
+        heads, vertical = init_heads(s, point, options.v_mode), init_vertical(s, options.vertical, point)
+        return GaugeMoments(mus, nus, least, heads, vertical)
+
+    matrices = dict.fromkeys(polar_matrices(s, polar, params), optax.MaskedNode())
+    mu, nu = zeros_like(params, options.mu_dtype), with_leaves(zeros_like(params), matrices)
+    return ScaleByDDCState(jnp.zeros((), jnp.int32), mu, nu, layout(params).run(moments, params))
+
+
+def polar_matrices(s: Slice, polar: Polar | None, params: Any) -> dict[str, Matrices]:
+    """Leaf path → how it is read as matrices, for leaves stepped by their polar factor."""
+    return {} if polar is None else polar.routing.matrices(s, params)
+
+
+# Lengths ------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Channels:
+    """Blocks of one scale instance that have one length per channel.
+
+    Attributes:
+      instance: the scale instance.
+      blocks: the blocks.
+    """
+
+    instance: Any
+    blocks: tuple[Block, ...]
+
+    @property
+    def entries(self) -> int:
+        """How many entries carry one length."""
+        return sum(block.entries(self.instance.named) for block in self.blocks)
+
+    def dot(self, a: Arrays, b: Arrays) -> jax.Array:
+        """Sums of products, per channel."""
+        totals = [block.total(self.instance.named, a[block.path] * b[block.path]) for block in self.blocks]
+        return sum(totals[1:], totals[0])
+
+    def times(self, point: Arrays, rates: jax.Array) -> Arrays:
+        """The blocks of a point times a number per channel; zero elsewhere on their leaves."""
+        out: Arrays = {}
+        for block in self.blocks:
+            part = point[block.path] * block.spread(self.instance.named, rates)
+            out[block.path] = out[block.path] + part if block.path in out else part
+        return out
+
+
+def channels_with_length(s: Slice) -> list[Channels]:
+    """The blocks whose lengths are the channels' scales, each block by itself."""
+    places = [(s.instances[place.number], place.anchor) for place in s.order[0]]
+    # A whole block that is the anchor of another gauge without named axes has no length to change.
+    whole = [block for instance, anchor in places for block in anchor if not instance.named]
+    found = []
+    for instance, anchor in places:
+        for block in instance.partner(anchor):
+            if instance.named or not any(overlap(block, other) for other in whole):
+                found.append(Channels(instance, (block,)))
+    return found
+
+
+def channels_of_anchors(s: Slice) -> list[Channels]:
+    """The anchors of scales, whose lengths are constant on the slice."""
+    places = [(s.instances[place.number], place.anchor) for place in s.order[0]]
+    return [Channels(instance, anchor) for instance, anchor in places if instance.log_step]
+
+
+def inverse_of(x: jax.Array) -> jax.Array:
+    """1/x, and 0 where that would be infinite."""
+    least = float(jnp.finfo(x.dtype).tiny)
+    return jax.lax.select(x < least, jnp.zeros_like(x), 1.0 / jnp.maximum(x, least))
+
+
+def radial_step(
+    options: Options,
+    adam: Adam,
+    channels: Sequence[Channels],
+    point: Arrays,
+    squares: Sequence[jax.Array],
+    pairings: Sequence[jax.Array],
+    past: GaugeMoments,
+) -> tuple[Arrays, tuple[jax.Array, ...], tuple[jax.Array, ...]]:
+    """Adam on the length of every channel.
+
+    Args:
+      options: the settings.
+      adam: the hyperparameters of this step.
+      channels: blocks that have lengths.
+      point: bound leaves of the slice point.
+      squares: their squared lengths.
+      pairings: ⟨θ̂, ĝ⟩ per channel.
+      past: moments so far.
+
+    Returns:
+      A tangent along the lengths, and both new moments.
+    """
+    out: Arrays = {}
+    mus, nus = [], []
+    linear = options.radial == "linear"
+    moments = zip(past.radial_mu, past.radial_nu, past.least, strict=True)
+    for each, square, pairing, (mu, nu, least) in zip(channels, squares, pairings, moments, strict=True):
+        length = jnp.sqrt(square)
+        # Only the amplification 1/s is floored: a dead channel's derivative stays what it is.
+        unit = jnp.maximum(length, _LEAST * jnp.mean(length)) if linear else jnp.ones_like(length)
+        inverse = inverse_of(unit)
+        derivative = pairing * inverse
+        mu, nu = adam.first(derivative, mu), adam.second(jnp.square(derivative), nu)
+        move = jnp.where(length < least, -_REGROWTH, adam.mean(mu, derivative) / adam.root(nu))
+        size = each.entries**0.5 if linear else each.instance.log_step
+        rates = options.radial_scale * size * move * inverse
+        for path, x in each.times(point, rates).items():
+            out[path] = out[path] + x if path in out else x
+        mus.append(mu)
+        nus.append(nu)
+    return out, tuple(mus), tuple(nus)
+
+
+def without_lengths(sized: Sequence[tuple[Channels, jax.Array]], point: Arrays, vector: Arrays) -> Arrays:
+    """A vector without what changes lengths, one gauge after the other; channels come with their squared lengths."""
+    out = dict(vector)
+    for channels, square in sized:
+        rates = channels.dot(point, out) * inverse_of(square)
+        out |= {p: out[p] - x for p, x in channels.times(point, rates).items()}
+    return out
+
+
+# Directions ---------------------------------------------------------------------------------------------
+
+
+def _without_roundoff(rest: jax.Array, whole: jax.Array) -> jax.Array:
+    """The rest of a gradient, zero where it is what subtraction rounds: Adam would make a full step of that."""
+    if rest is whole:
+        return rest
+    return jax.lax.select(jnp.abs(rest) <= noise(rest.dtype) * jnp.abs(whole), jnp.zeros_like(rest), rest)
+
+
+def tangential_step(
+    s: Slice,
+    options: Options,
+    adam: Adam,
+    polar: Polar | None,
+    matrices: Mapping[str, Matrices],
+    point: Arrays,
+    across: Arrays,
+    state: ScaleByDDCState,
+    into: Mapping[Any, jax.Array] | None = None,
+) -> tuple[Arrays, Arrays, Arrays, HeadMoments]:
+    """Moments of what changes directions, divided.
+
+    Args:
+      s: the slice.
+      options: the settings.
+      adam: the hyperparameters of this step.
+      polar: how matrices are stepped.
+      matrices: which leaves are matrices, and how.
+      point: bound leaves of the slice point.
+      across: the gradient without its radial parts, all leaves.
+      state: the state so far.
+      into: per rotation, what takes rows to the slice; None where they are there.
+
+    Returns:
+      The step, both moments, and what is kept of heads.
+    """
+    mu, nu = leaves_by_path(state.mu), leaves_by_path(state.nu)
+    heads, frames, mu, nu = refreshed(s, point, into, state.gauges.heads, mu, nu, options)
+    across = in_bases(s, frames, across)
+    muon = adam if polar is None else Adam.at(options._replace(b1=polar.options.beta), adam.count)
+    rule: Callable[[str], Adam] = lambda path: muon if path in matrices else adam  # noqa: E731
+    mu = {p: rule(p).first(across[p], m) for p, m in mu.items()}
+    mean = {p: rule(p).mean(m, across[p]) for p, m in mu.items()}
+    step, nu, heads = divided(s, heads, frames.live, options, adam, mean, across, nu)
+    if polar is not None:
+        step |= polar_steps(polar.options, matrices, mean)
+    return in_bases(s, frames, step, back=True), mu, nu, heads
+
+
+def _check(s: Slice, params: optax.Params) -> None:
+    """Raises ValueError where GL(d) is among the gauges, whose anchors have no length, and for complex leaves."""
+    for instance in s.instances:
+        if instance.anchors and instance.turn is not None and not instance.log_step:
+            raise binding_error(
+                "scale_by_ddc", f"{instance.gauge} on '{instance.blocks[0].path}'",
+                "a linear gauge in the list of DDC", "shifts, scales, rotations, tori and rope_linear",
+                "write go.quotient_adamw or go.quotient_muon, which take the whole list, or put go.head_rotation in "
+                "its place",
+            )  # fmt: skip
+    for path, leaf in leaves_by_path(params).items():
+        if jnp.iscomplexobj(leaf):
+            raise binding_error(
+                "scale_by_ddc", f"a complex leaf '{path}'", f"{leaf.dtype}", "real leaves",
+                "mask it with optax.masked, or write go.quotient(optax.adamw(...)), which leaves it to Optax",
+            )  # fmt: skip

@@ -1,0 +1,256 @@
+"""DDC's whole step in one function that needs less memory than `quotient` around `ddc`, and equals it.
+
+Peak memory on one wide layer (d = 2048, f = 8192): 1.27 of AdamW's, `quotient` around `ddc` 1.73. Two facts save it:
+
+* Most of what DDC does to heads is the same in any basis. Heads stay in the basis that they are stored in; only moments
+  need the slice's basis, and one product F⁻¹·U takes a gradient to where moments are kept.
+* Along a channel, a stored leaf and its stored gradient make the same sums as on the slice, ⟨θ̂, ĝ⟩ = ⟨θ, g⟩, and
+  scales that are constant along a channel stand outside a sum. Then θ̂ and ĝ are made entry by entry in what reads them,
+  and are no arrays.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from gauge_optax.binding import Block, leaves_by_path, overlap, with_leaves
+from gauge_optax.checks import with_own_state
+from gauge_optax.gauges.instance import Arrays
+from gauge_optax.gauges.product import Product
+from gauge_optax.linalg import noise
+from gauge_optax.optimizers.ddc import (
+    Channels,
+    GaugeMoments,
+    Options,
+    ScaleByDDCState,
+    channels_of_anchors,
+    channels_with_length,
+    inverse_of,
+    polar_matrices,
+    radial_step,
+    tangential_step,
+)
+from gauge_optax.optimizers.adam import Adam
+from gauge_optax.optimizers.on_slice import QuotientState
+from gauge_optax.optimizers.polar import Polar
+from gauge_optax.slice import Slice, SliceTangent
+from gauge_optax.transformation import cast_like, transformation
+from gauge_optax.xla import apart_from_its_spread
+
+
+def fused_ddc(
+    name: str,
+    plain: optax.GradientTransformationExtraArgs,
+    group: Product,
+    options: Options,
+    polar: Polar | None,
+    tail: optax.GradientTransformationExtraArgs,
+) -> optax.GradientTransformationExtraArgs:
+    """The same transformation as `plain`, with the same states.
+
+    Args:
+      name: of the public function, for messages.
+      plain: `quotient` around a chain of `ddc` and the links of `tail`; it takes the steps where this one does not apply.
+      group: the gauges.
+      options: the settings.
+      polar: how matrices are stepped.
+      tail: a chain of what follows DDC.
+    """
+
+    def update(updates: Any, state: QuotientState, params: Any, **extra: Any) -> tuple[Any, QuotientState]:
+        s = group._slice(params)
+        if not _rotations_come_last(s):
+            return plain.update(updates, state, params, **extra)
+        frame, f = state.frame, s.elements(state.frame)
+        with with_own_state(name, plain, state, params):
+            past: ScaleByDDCState = state.inner_state[0]
+            adam = Adam.at(options, optax.safe_increment(past.count))
+
+        # The slice, but for the rotations of heads: what takes rows there is `into`.
+        point = s.enter(f, params, turning=False)
+        slice_gradient = with_leaves(updates, s.enter_dual(f, s.vectors(updates), turning=False))
+        gradient: Arrays = leaves_by_path(slice_gradient)
+        least = s.least_signal(point, slice_gradient)
+        into = {
+            i.turn: i.turn.matrix(i.turn.inverse(e)) if i.turn is i else i.turn.matrix(i.turn.identity())
+            for i, e in zip(s.instances, f, strict=True) if i.turn is not None
+        }  # fmt: skip
+
+        # Lengths, by sums over stored leaves.
+        stored = _Stored.of(s, f, params, updates)
+        carriers, anchors = channels_with_length(s), channels_of_anchors(s)
+        squares = [stored.squares(channels, point) for channels in carriers + anchors]
+        sized = [(c, inverse_of(square)) for c, square in zip(carriers + anchors, squares, strict=True)]
+        pairings = [stored.pairing(channels, point, gradient, ()) for channels in carriers]
+        if least is not None:
+            for k, channels in enumerate(carriers):
+                small = jnp.abs(pairings[k]) < channels.entries**0.5 * least * jnp.sqrt(squares[k])
+                pairings[k] = jnp.where(small, 0.0, pairings[k])
+        along, radial_mu, radial_nu = radial_step(
+            options, adam, carriers, point, squares[: len(carriers)], pairings, past.gauges
+        )
+
+        # Directions.
+        across = stored.without_lengths(sized, point, gradient, paired=True)
+        across = {p: _above(x, gradient[p], least) for p, x in across.items()}
+        matrices = polar_matrices(s, polar, params)
+        step, mu, nu, heads = tangential_step(s, options, adam, polar, matrices, point, across, past, into)
+        step = stored.without_lengths(sized, point, step, paired=False)
+        step = s.centred(s.project_turning(point, step, into))
+        step |= {p: step[p] + x for p, x in along.items()}
+        moments = GaugeMoments(radial_mu, radial_nu, past.gauges.least, heads, past.gauges.vertical)
+        mu, nu = (with_leaves(tree, cast_like(new, tree)) for tree, new in ((past.mu, mu), (past.nu, nu)))
+        ddc_state = ScaleByDDCState(adam.count, mu, nu, moments)
+
+        # Decay, learning rate, and back: all of them are the same in any basis of heads.
+        u = with_leaves(slice_gradient, cast_like(step, slice_gradient))
+        u, tail_state = tail.update(u, state.inner_state[1:], with_leaves(params, point))
+        after, frame = s.fix(frame, {path: point[path] + x for path, x in s.vectors(u).items()})
+        tangent = SliceTangent({path: x - point[path] for path, x in after.items()})
+        out = with_leaves(u, cast_like(s.leave(f, tangent, turning=False), updates))
+        return out, QuotientState(frame, (ddc_state, *tail_state))
+
+    return transformation(name, plain.init, update, QuotientState, plain.init)
+
+
+def _rotations_come_last(s: Slice) -> bool:
+    """Whether heads can be turned when all else is done: on a leaf of a shift they may have to be turned before."""
+    turned = {path for turn in s.turns for path in turn.paths}
+    return turned.isdisjoint(path for i in s.instances if i.effect == "shift" for path in i.paths)
+
+
+def _above(rest: jax.Array, whole: jax.Array, least: jax.Array | None) -> jax.Array:
+    """The rest of a gradient, zero where it is what subtraction rounds, and where the whole is roundoff."""
+    if not jnp.issubdtype(rest.dtype, jnp.floating):
+        return rest
+    size, small = jnp.abs(whole), []
+    if rest is not whole:
+        small.append(jnp.abs(rest) <= noise(rest.dtype) * size)
+    if least is not None:
+        small.append(size < least)  # not true for NaN, which is passed on
+    return jax.lax.select(functools.reduce(jnp.logical_or, small), jnp.zeros_like(rest), rest) if small else rest
+
+
+class _StoredBlock(NamedTuple):
+    """A block that scales alone take to the slice, rotations aside, so that sums need not have it there.
+
+    Attributes:
+      leaf: the stored leaf's values.
+      along: by what the channel's own scale multiplies it, per channel: constant along a sum.
+      others: the other scales on it: instances, blocks and elements of F⁻¹.
+    """
+
+    leaf: jax.Array
+    along: jax.Array
+    others: tuple[tuple[Any, Block, Any], ...]
+
+    def weighted(self, *powers: int, by: jax.Array | None = None) -> jax.Array:
+        """The leaf times what other scales multiply it by, once per power to that power, and times `by`.
+
+        Two powers of one are not one of two: XLA:CPU would materialize a factor that two sums share.
+        """
+        factors = [b.spread(i.named, i.factors(k * e, b), elsewhere=1.0) for i, b, e in self.others for k in powers]
+        factors += [] if by is None else [by]
+        return self.leaf * functools.reduce(jnp.multiply, factors) if factors else self.leaf
+
+
+_Removed = Sequence[tuple[Channels, jax.Array]]
+"""Channels whose part was taken from a vector, with the rates at which it was."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Stored:
+    """Sums along channels, taken from stored leaves where they can be.
+
+    Attributes:
+      blocks: by instance and block.
+      pairs: leaf path → its stored values and stored gradient, which make the same sums along a channel as on the slice.
+    """
+
+    blocks: Mapping[tuple[Any, Block], _StoredBlock]
+    pairs: Mapping[str, tuple[jax.Array, jax.Array]]
+
+    @classmethod
+    def of(cls, s: Slice, f: Sequence[Any], params: Any, updates: Any) -> "_Stored":
+        """At a point with frame F."""
+        values, vectors = s.values(params), s.vectors(updates)
+        back = {i: i.inverse(e) for i, e in zip(s.instances, f, strict=True) if i.log_step and i.turn is None}
+        moving = [(i, b) for i in s.instances if i.turn is not i for b in i.blocks]
+        blocks: dict[tuple[Any, Block], _StoredBlock] = {}
+        for instance, e in back.items():
+            for block in instance.blocks:
+                others = [(i, b) for i, b in moving if i is not instance and b.path == block.path and overlap(block, b)]
+                if all(i in back for i, _ in others):
+                    others_back = tuple((i, b, back[i]) for i, b in others)
+                    blocks[instance, block] = _StoredBlock(values[block.path], instance.factors(e, block), others_back)
+        # Leaves that scales and rotations move and nothing else, without single rows of heads, whose gradient may be
+        # roundoff on the slice.
+        plain = {b.path for i in s.instances for b in i.blocks if i.effect in ("diagonal", "orthogonal")}
+        mixed = {b.path for i in s.instances for b in i.blocks if i.effect not in ("diagonal", "orthogonal")}
+        single = {b.path for turn in s.turns for b in turn.blocks if turn.rows(b) == 1}
+        return cls(blocks, {p: (values[p], vectors[p]) for p in sorted(plain - mixed - single)})
+
+    def squares(self, channels: Channels, point: Arrays) -> jax.Array:
+        """Squared lengths at a point."""
+        totals, named = [], channels.instance.named
+        for block in channels.blocks:
+            if stored := self.blocks.get((channels.instance, block)):
+                total = block.total(named, stored.weighted(1, 1) * stored.leaf)
+                totals.append(total * stored.along * stored.along)
+            else:
+                totals.append(block.total(named, jnp.square(point[block.path])))
+        return sum(totals[1:], totals[0])
+
+    def pairing(self, channels: Channels, point: Arrays, vector: Arrays, removed: _Removed | None) -> jax.Array:
+        """Sums of products of a point and a vector, per channel.
+
+        Args:
+          channels: along which to sum.
+          point: bound leaves.
+          vector: bound leaves.
+          removed: what was taken from the gradient to make the vector; None where it is not made of the gradient.
+        """
+        totals, named = [], channels.instance.named
+        for block in channels.blocks:
+            pair = None if removed is None else self._rest_of_pair(block, removed)
+            stored = self.blocks.get((channels.instance, block))
+            if pair is not None:
+                totals.append(block.total(named, pair[0] * pair[1]))
+            elif stored is not None:
+                totals.append(block.total(named, stored.weighted(1) * vector[block.path]) * stored.along)
+            else:
+                totals.append(block.total(named, point[block.path] * vector[block.path]))
+        return sum(totals[1:], totals[0])
+
+    def _rest_of_pair(self, block: Block, removed: _Removed) -> tuple[jax.Array, jax.Array] | None:
+        """A stored leaf and what is left of its stored gradient; None where stored leaves cannot tell."""
+        if block.path not in self.pairs:
+            return None
+        leaf, gradient = self.pairs[block.path]
+        for channels, rates in removed:
+            for other in channels.blocks:
+                if overlap(other, block):
+                    stored = self.blocks.get((channels.instance, other))
+                    if stored is None:
+                        return None
+                    part = other.spread(channels.instance.named, rates * stored.along * stored.along)
+                    gradient = gradient - stored.weighted(2, by=part)
+        return leaf, gradient
+
+    def without_lengths(self, sized: _Removed, point: Arrays, vector: Arrays, paired: bool) -> Arrays:
+        """A vector without what changes lengths; channels come with the inverses of their squared lengths.
+
+        `paired` says that the vector is the gradient.
+        """
+        out, removed = dict(vector), []
+        for channels, inverse in sized:
+            total = self.pairing(channels, point, out, removed if paired else None)
+            rates = apart_from_its_spread(total * inverse, inverse)
+            removed.append((channels, rates))
+            out |= {p: out[p] - x for p, x in channels.times(point, rates).items()}
+        return out

@@ -1,0 +1,238 @@
+"""Second moments of heads: on which numbers of a head a variance is kept, per `v_mode`.
+
+* "none": one variance per head, of all its blocks together;
+* "per_head_scalar": one per block and head;
+* "per_head_matrix": a d × d matrix per block and head, by which rows are divided;
+* "body_frame": one per entry, in the eigenbasis of the head's Gram matrix WᵀW;
+* "body_frame_topk": the same for directions that the head has; the others are divided as under "none".
+
+On the slice twins are the same numbers, so that eigenvectors need no signs. The eigenbasis is kept until the Gram
+matrix has turned away from it. Then moments go along, first ones by R, the rotation between two bases, second ones by
+R∘R.
+
+Reference: DDC B.8. Deviations: |R| in the reference makes variances grow; a fixed diagonal is added to the Gram matrix,
+which says what an eigenbasis is where eigenvalues are equal; directions that are not divided follow the mean over the
+head's RMS, not the bare mean, whose size depends on the loss's scale.
+"""
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from gauge_optax.gauges.heads import by_size, stack_heads, unstack_heads, view, write
+from gauge_optax.gauges.instance import Arrays
+from gauge_optax.linalg import (
+    eigenvalue_cutoff,
+    inverse_sqrt_by_products,
+    matmul,
+    real_dtype,
+    symmetric_eigen,
+    transpose,
+)
+from gauge_optax.optimizers.adam import Adam
+from gauge_optax.slice import Slice
+
+V_MODES = ("body_frame_topk", "body_frame", "per_head_scalar", "per_head_matrix", "none")
+_TIE_BREAK = 5e-2  # of the mean eigenvalue, from the first direction to the last
+_MATRIX_FLOOR = 3e-2  # of √‖V‖_F: directions with less variance than its square are stepped no further
+
+
+class HeadMoments(NamedTuple):
+    """What a mode keeps.
+
+    Attributes:
+      bases: eigenbasis per head, (heads, d, d), one array per size of heads; () for modes without.
+      outer: second moment gᵀg/rows per head of every block, instance after instance; () for modes without.
+      age: steps since the bases were renewed, int32.
+    """
+
+    bases: tuple[jax.Array, ...]
+    outer: tuple[jax.Array, ...]
+    age: jax.Array
+
+
+class Frames(NamedTuple):
+    """How leaves of heads become what moments are kept of, one entry per size of heads.
+
+    Attributes:
+      matrices: (heads, d, d), by which rows are multiplied; () where they stay as they come.
+      live: which directions heads have, (heads, d), under the modes with eigenbases.
+    """
+
+    matrices: tuple[jax.Array, ...]
+    live: tuple[jax.Array, ...]
+
+
+def init_heads(s: Slice, point: Arrays, v_mode: str) -> HeadMoments:
+    """What is kept at a starting point."""
+    bases: tuple[jax.Array, ...] = ()
+    outer: tuple[jax.Array, ...] = ()
+    if v_mode.startswith("body_frame"):
+        bases = tuple(_eigenbasis(_grams(turns, point)) for turns in by_size(s.turns))
+    if v_mode == "per_head_matrix":
+        outer = tuple(jnp.zeros((*t.shape, t.size, t.size), real_dtype()) for t in s.turns for _ in t.blocks)
+    return HeadMoments(bases, outer, jnp.zeros((), jnp.int32))
+
+
+def refreshed(
+    s: Slice,
+    point: Arrays,
+    into: Mapping[Any, jax.Array] | None,
+    heads: HeadMoments,
+    mu: Arrays,
+    nu: Arrays,
+    options: Any,
+) -> tuple[HeadMoments, Frames, Arrays, Arrays]:
+    """The bases of this step, and both moments in them.
+
+    Args:
+      s: the slice.
+      point: bound leaves.
+      into: per rotation, what takes rows to the slice; None where they are there.
+      heads: what was kept at the last step.
+      mu: first moments.
+      nu: second moments.
+      options: the settings of `scale_by_ddc`.
+    """
+    groups = by_size(s.turns)
+    entering = () if into is None else tuple(stack_heads([into[turn] for turn in turns]) for turns in groups)
+    if not heads.bases:
+        return heads, Frames(entering, ()), mu, nu
+    grams = [_grams(turns, point) for turns in groups]
+    if entering:
+        grams = [matmul(matmul(transpose(e), gram), e) for e, gram in zip(entering, grams, strict=True)]
+    turned = jnp.stack([_off_diagonal(gram, basis) for gram, basis in zip(grams, heads.bases, strict=True)])
+    age = heads.age + 1
+    stale = jnp.max(turned) > options.refresh_drift
+    if options.refresh_every is not None:
+        stale |= age >= options.refresh_every
+
+    def renew(mu: Arrays, nu: Arrays) -> tuple[tuple[jax.Array, ...], Arrays, Arrays, jax.Array]:
+        fresh = tuple(map(_eigenbasis, grams))
+        for turns, old, new in zip(groups, heads.bases, fresh, strict=True):
+            rotation = matmul(transpose(old), new)
+            mu, nu = _turned(turns, mu, rotation), _turned(turns, nu, jnp.square(rotation))
+        return fresh, mu, nu, jnp.zeros_like(age)
+
+    paths = [path for turn in s.turns for path in turn.paths]
+    head_mu, head_nu = ({p: moments[p].astype(real_dtype()) for p in paths} for moments in (mu, nu))
+    bases, head_mu, head_nu, age = jax.lax.cond(
+        stale, renew, lambda mu, nu: (heads.bases, mu, nu, age), head_mu, head_nu
+    )
+    cut = options.live_threshold if options.v_mode == "body_frame_topk" else eigenvalue_cutoff(real_dtype())
+    sizes = [jnp.sum(basis * matmul(gram, basis), -2) for gram, basis in zip(grams, bases, strict=True)]
+    live = tuple(size > cut * jnp.max(size, -1, keepdims=True) for size in sizes)
+    matrices = tuple(map(matmul, entering, bases)) if entering else bases
+    return HeadMoments(bases, (), age), Frames(matrices, live), mu | head_mu, nu | head_nu
+
+
+def in_bases(s: Slice, frames: Frames, vector: Arrays, back: bool = False) -> Arrays:
+    """A vector in the bases that moments are kept in, or back."""
+    for turns, matrices in zip(by_size(s.turns), frames.matrices, strict=False):
+        vector = _turned(turns, vector, transpose(matrices) if back else matrices)
+    return vector
+
+
+def divided(
+    s: Slice,
+    heads: HeadMoments,
+    live: Sequence[jax.Array],
+    options: Any,
+    adam: Adam,
+    mean: Arrays,
+    gradient: Arrays,
+    nu: Arrays,
+) -> tuple[Arrays, Arrays, HeadMoments]:
+    """Means over roots of second moments, of all leaves.
+
+    Args:
+      s: the slice.
+      heads: what is kept of heads at this step.
+      live: which directions heads have.
+      options: the settings of `scale_by_ddc`.
+      adam: hyperparameters.
+      mean: first moments, corrected.
+      gradient: of this step, in the bases of moments.
+      nu: second moments so far.
+
+    Returns:
+      The step, in the bases of moments, the new second moments, and what is kept of heads.
+    """
+    mode = options.v_mode
+    squares = {p: jnp.square(gradient[p]) for p in nu}
+    for turn in s.turns if mode in ("none", "per_head_scalar", "per_head_matrix") else ():
+        pooled = None if mode == "per_head_scalar" else turn.mean({p: jnp.square(gradient[p]) for p in turn.paths})
+        for block in turn.blocks:
+            if block.path in squares:  # matrices under Muon have no second moment
+                rows = view(block, squares[block.path])
+                variance = turn.block_sums(block, rows) / (turn.rows(block) * turn.size) if pooled is None else pooled
+                spread = jnp.broadcast_to(turn.per_head(block, variance), rows.shape)
+                squares[block.path] = write(block, squares[block.path], spread)
+    nu = {p: adam.second(squares[p], x) for p, x in nu.items()}
+    step = {p: mean[p] / adam.root(x) for p, x in nu.items()}
+    if mode == "per_head_matrix":
+        by_matrix, outer = _by_matrix(s, heads.outer, adam, mean, gradient)
+        return step | by_matrix, nu, heads._replace(outer=outer)
+    for turns, directions in zip(by_size(s.turns), live, strict=False):
+        for turn, alive in zip(turns, unstack_heads(directions, turns), strict=True):
+            # Directions that a head does not have follow the mean over the head's RMS.
+            root = adam.root(turn.mean(nu))
+            for block in turn.blocks:
+                rows = view(block, step[block.path])
+                plain = view(block, mean[block.path]) / turn.per_head(block, root)
+                chosen = jnp.where(turn.along_basis(block, alive), rows, plain)
+                step[block.path] = write(block, step[block.path], chosen)
+    return step, nu, heads
+
+
+def _grams(turns: Sequence[Any], point: Arrays) -> jax.Array:
+    """WᵀW of heads of one size, (heads, d, d), scaled to a mean eigenvalue of 1."""
+    gram = stack_heads([turn.gram(point, point) for turn in turns])
+    size = jnp.trace(gram, axis1=-2, axis2=-1)[..., None, None] / gram.shape[-1]
+    return gram / jnp.where(size > 0, size, 1.0)
+
+
+def _eigenbasis(gram: jax.Array) -> jax.Array:
+    ramp = _TIE_BREAK * jnp.diag(jnp.linspace(0.0, 1.0, gram.shape[-1], dtype=gram.dtype))
+    return symmetric_eigen(gram + jnp.broadcast_to(ramp, gram.shape))[1]
+
+
+def _off_diagonal(gram: jax.Array, basis: jax.Array) -> jax.Array:
+    """The largest share of a head's Gram matrix that is off the diagonal of its basis."""
+    inside = matmul(matmul(transpose(basis), gram), basis)
+    off = inside * (1.0 - jnp.broadcast_to(jnp.eye(gram.shape[-1], dtype=gram.dtype), inside.shape))
+    whole = jnp.linalg.norm(inside, axis=(-2, -1))
+    return jnp.max(jnp.linalg.norm(off, axis=(-2, -1)) / jnp.where(whole > 0, whole, 1.0))
+
+
+def _turned(turns: Sequence[Any], leaves: Arrays, matrices: jax.Array) -> Arrays:
+    """Leaves with every head's rows times its matrix."""
+    out = dict(leaves)
+    for turn, matrix in zip(turns, unstack_heads(matrices, turns), strict=True):
+        out |= turn.turned(out, matrix)
+    return out
+
+
+def _by_matrix(
+    s: Slice, outer: tuple[jax.Array, ...], adam: Adam, mean: Arrays, gradient: Arrays
+) -> tuple[Arrays, tuple[jax.Array, ...]]:
+    """Rows times (V̂ + floor)^(−1/2): leaves of heads, and V of every block."""
+    out, fresh, past = {p: mean[p] for turn in s.turns for p in turn.paths}, [], iter(outer)
+    for turn in s.turns:
+        products = [turn.block_gram(b, gradient[b.path], gradient[b.path]) / turn.rows(b) for b in turn.blocks]
+        moments = [adam.second(square, next(past)) for square in products]
+        fresh += moments
+        variances = [adam.variance(x) for x in moments]
+        # A block without gradient (a key bias) is divided by what the head has.
+        pooled = functools.reduce(jnp.add, variances) / len(variances)
+        for block, variance in zip(turn.blocks, variances, strict=True):
+            size = jnp.maximum(*(jnp.linalg.norm(x, axis=(-2, -1), keepdims=True) for x in (variance, pooled)))
+            floor = jnp.square(adam.eps + _MATRIX_FLOOR * jnp.sqrt(size)) + adam.eps_root
+            damped = variance + floor * jnp.broadcast_to(jnp.eye(turn.size, dtype=variance.dtype), variance.shape)
+            factor = inverse_sqrt_by_products(damped, _MATRIX_FLOOR**2)
+            rows = turn.turned_view(block, view(block, mean[block.path]), factor)
+            out[block.path] = write(block, out[block.path], rows)
+    return out, tuple(fresh)

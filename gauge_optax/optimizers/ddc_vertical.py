@@ -1,0 +1,138 @@
+"""Motion along orbits, for losses with a penalty: every orbit coordinate by momentum, or by an Adam of its own.
+
+Coordinates are log α of a scale channel, the shift of a leaf, and the turning of a head, which has one variance.
+Reference: DDC B.1–B.4, `vertical_mode`.
+"""
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from gauge_optax.gauges.heads import view, write
+from gauge_optax.gauges.instance import Arrays
+from gauge_optax.linalg import noise, real_dtype, skew
+from gauge_optax.optimizers.adam import Adam
+from gauge_optax.slice import Slice
+
+VERTICAL = ("frozen", "sgd", "adam")
+
+
+class Moments(NamedTuple):
+    """A number per orbit coordinate.
+
+    Attributes:
+      scales: per instance with anchors.
+      shifts: per shift, by leaf.
+      turning: by leaf; second moments have one number per head.
+    """
+
+    scales: Any
+    shifts: Any
+    turning: Any
+
+
+class VerticalMoments(NamedTuple):
+    """Moments of orbit coordinates.
+
+    Attributes:
+      first: first moments; () where coordinates are frozen.
+      second: second moments; () where they are frozen, or moved by momentum alone.
+    """
+
+    first: Moments | tuple[()]
+    second: Moments | tuple[()]
+
+
+def init_vertical(s: Slice, mode: str, point: Arrays) -> VerticalMoments:
+    """The moments at a starting point."""
+    if mode == "frozen":
+        return VerticalMoments((), ())
+    derivatives = _derivatives(s, point, point)
+    first: Moments = jax.tree.map(jnp.zeros_like, derivatives)
+    if mode != "adam":
+        return VerticalMoments(first, ())
+    heads = {str(k): jnp.zeros(turn.shape, real_dtype()) for k, turn in enumerate(s.turns)}
+    return VerticalMoments(first, jax.tree.map(jnp.zeros_like, derivatives._replace(turning=heads)))
+
+
+def vertical_step(
+    s: Slice, mode: str, adam: Adam, point: Arrays, gradient: Arrays, past: VerticalMoments
+) -> tuple[Arrays, VerticalMoments]:
+    """A tangent along the orbit, and the new moments.
+
+    Args:
+      s: the slice.
+      mode: "sgd" or "adam".
+      adam: hyperparameters.
+      point: bound leaves of the slice point.
+      gradient: of this step.
+      past: moments so far.
+    """
+    derivatives = _derivatives(s, point, gradient)
+    mu: Moments = jax.tree.map(adam.first, derivatives, past.first)
+    nu, rates = past.second, jax.tree.map(adam.mean, mu, derivatives)
+    if mode == "adam":
+        heads = {str(k): turn.mean(jax.tree.map(jnp.square, derivatives.turning)) for k, turn in enumerate(s.turns)}
+        squares = jax.tree.map(jnp.square, derivatives._replace(turning=()))._replace(turning=heads)
+        nu = jax.tree.map(adam.second, squares, nu)
+        roots = jax.tree.map(adam.root, nu)
+        whole = jax.tree.map(jnp.divide, rates._replace(turning=()), roots._replace(turning=()))
+        inverses = {k: 1.0 / x for k, x in roots.turning.items()}
+        rates = whole._replace(turning=_times(s, rates.turning, inverses))
+    out = {p: jnp.zeros_like(x) for p, x in point.items()} | rates.turning
+    for instance, rate in zip(_sized(s), rates.scales, strict=True):
+        _, along = jax.jvp(lambda e, i=instance: i.act(e, point), (instance.identity(),), (rate,))
+        out |= {p: out[p] + along[p] for p in instance.paths}
+    for instance, rate in zip(_shifts(s), rates.shifts, strict=True):
+        out = instance.act(rate, out)
+    return out, VerticalMoments(mu, nu)
+
+
+def _sized(s: Slice) -> list[Any]:
+    return [instance for instance in s.instances if instance.anchors]
+
+
+def _shifts(s: Slice) -> list[Any]:
+    return [instance for instance in s.instances if not instance.anchors and instance.effect == "shift"]
+
+
+def _derivatives(s: Slice, point: Arrays, gradient: Arrays) -> Moments:
+    """The loss's derivatives along every orbit; zero where that is what arithmetic leaves of an invariant loss."""
+    sizes = {p: jnp.abs(point[p] * x) for p, x in gradient.items()}
+    scales = []
+    for instance in _sized(s):
+        moved, pull = jax.vjp(functools.partial(instance.act, point=point), instance.identity())
+        size = sum((b.total(instance.named, sizes[b.path]) for b in instance.blocks), start=jnp.zeros(()))
+        cotangent = {p: gradient[p] if p in instance.paths else jnp.zeros_like(x) for p, x in moved.items()}
+        scales.append(_above_noise(pull(cotangent)[0], size) / instance.log_step**2)
+    absolute = {p: jnp.abs(x) for p, x in gradient.items()}
+    shifts = [jax.tree.map(_above_noise, i.read_mean(gradient), i.read_mean(absolute)) for i in _shifts(s)]
+    across = s.project_turning(point, gradient)
+    turning = {path: gradient[path] - across[path] for turn in s.turns for path in turn.paths}
+    live = {str(k): _turns(turn, point, gradient).astype(real_dtype()) for k, turn in enumerate(s.turns)}
+    return Moments(tuple(scales), tuple(shifts), _times(s, turning, live))
+
+
+def _times(s: Slice, turning: Arrays, factors: Arrays) -> Arrays:
+    """Leaves of heads times a number per head."""
+    out = dict(turning)
+    for k, turn in enumerate(s.turns):
+        for block in turn.blocks:
+            rows = view(block, out[block.path]) * turn.per_head(block, factors[str(k)])
+            out[block.path] = write(block, out[block.path], rows)
+    return out
+
+
+def _above_noise(derivative: jax.Array, size: jax.Array) -> jax.Array:
+    """A derivative, zero where it is what a sum of terms of this size rounds."""
+    return jnp.where(jnp.abs(derivative) > noise(derivative.dtype) * size, derivative, 0.0)
+
+
+def _turns(turn: Any, point: Arrays, gradient: Arrays) -> jax.Array:
+    """Whether a gradient turns a head by more than what sums over its rows round."""
+    lengths = (jnp.sqrt(jnp.trace(turn.gram(x, x), axis1=-2, axis2=-1)) for x in (point, gradient))
+    moment = jnp.linalg.norm(skew(turn.gram(point, gradient)), axis=(-2, -1))
+    return moment > noise(moment.dtype) * math.prod(lengths, start=jnp.ones(()))

@@ -1,1 +1,0 @@
-"""One Optax transformation per file; `_common` is the plumbing they share."""

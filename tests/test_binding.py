@@ -655,7 +655,7 @@ def test_axes_by_the_names_that_a_tree_carries() -> None:
     for blocks, problem in (
         ({"layers/{i}/down": {}}, "no leaf matches"),
         ({"up": {"heads": "head"}}, "no axis 'heads' at 'up'"),
-        ({"bare": {"embed": "_"}}, "no names to go by at 'bare'"),
+        ({"bare": {"embed": "_"}}, "no common axis names at 'bare'"),
     ):
         with pytest.raises(ValueError) as error:
             go.axes_by_name({"up": linen, "bare": np.ones(3)}, blocks)

@@ -20,10 +20,10 @@ from gauge_optax.binding.paths import binding_error
 
 # Nine digits at most: Python refuses to convert very long numbers, with an error that does not name the axes string.
 _NUMBER = "[0-9]{1,9}"
-_SPAN = f"{_NUMBER}:{_NUMBER}"
-_TOKEN = re.compile(r"\)=[^\s()]*|[()]|[^\s()]+")
-_WINDOW = re.compile(rf"\)=({_NUMBER}):({_NUMBER})")
-_PART = re.compile(rf"([^=]+)(?:=(?:({_NUMBER})|({_SPAN}(?:\+{_SPAN})*)(?:/({_NUMBER}))?))?")
+_RANGE = re.compile(f"({_NUMBER}):({_NUMBER})")
+_RANGES = rf"{_NUMBER}:{_NUMBER}(?:\+{_NUMBER}:{_NUMBER})*"
+_PART = re.compile(rf"([^=]+)(?:=(?:({_NUMBER})|({_RANGES})(?:/({_NUMBER}))?))?")
+_ITEM = re.compile(r"\(([^()]*)\)(?:=([^\s()]*))?|([^\s()]+)")
 
 Ranges: TypeAlias = tuple[tuple[int, int], ...]
 
@@ -34,7 +34,7 @@ class Part(NamedTuple):
     Attributes:
       text: the part as the user wrote it, for errors.
       name: the axis's name, "_" for a free axis.
-      pick: the index that an integer selects; the view of the block then lacks the axis.
+      pick: the index, if an integer selects one; the axis is then dropped.
       ranges: the selected (start, stop), in order; empty where the whole axis is selected.
       full: the full length of the axis, if the string states it.
     """
@@ -46,20 +46,15 @@ class Part(NamedTuple):
     full: int | None
 
     @property
-    def picked(self) -> bool:
-        """Whether an integer selects one index."""
-        return self.pick is not None
-
-    @property
     def shortest(self) -> int:
-        """The least full length that has all selected indices."""
+        """The least full length for which all selected indices exist."""
         if self.pick is not None:
             return self.pick + 1
         return self.ranges[-1][1] if self.ranges else 0
 
     @property
     def local(self) -> bool:
-        """Whether the full length follows from this leaf alone: blocks share a range's length, not the axis's."""
+        """Whether only this leaf determines the full length: blocks share the length of a range, not of its axis."""
         return self.full is None and (self.name == "_" or bool(self.ranges))
 
 
@@ -102,46 +97,33 @@ def parse_axes(gauge: str, pattern: str, axes: str) -> AxesPlan:
         if hit is None or not hit[1].isidentifier():
             raise malformed(f"'{token}'", "names are identifiers, an index is '=3', a range '=0:4'; '1+' comes first")
         pick, full = (None if number is None else int(number) for number in (hit[2], hit[4]))
-        spans = [span.split(":") for span in hit[3].split("+")] if hit[3] else []
-        part = Part(token, hit[1], pick, tuple((int(start), int(stop)) for start, stop in spans), full)
-        if part.name == "_" and part.picked:
+        ranges = tuple((int(start), int(stop)) for start, stop in _RANGE.findall(hit[3] or ""))
+        part = Part(token, hit[1], pick, ranges, full)
+        if part.name == "_" and pick is not None:
             raise malformed(f"an index on a free axis, '{token}'", "give the axis a name")
-        if any(start >= stop for start, stop in part.ranges) or (full is not None and part.shortest > full):
+        if any(start >= stop for start, stop in ranges) or (full is not None and part.shortest > full):
             raise malformed(f"an empty range, '{token}'", "write start < stop, stop at most the full length")
         # Adjacent ranges are refused too, so that every selection has one spelling.
-        if any(stop >= start for (_, stop), (start, _) in itertools.pairwise(part.ranges)):
+        if any(stop >= start for (_, stop), (start, _) in itertools.pairwise(ranges)):
             remedy = "write the ranges in order, with a gap between one and the next"
             raise malformed(f"ranges out of order, '{token}'", remedy)
         return part
 
-    tokens = _TOKEN.findall(axes)
-    one_plus = tokens[:1] == ["1+"]
+    if _ITEM.sub("", axes).strip():
+        raise malformed("parentheses that are nested or unbalanced", "write '(a b)', one level deep")
+    items = list(_ITEM.finditer(axes))
+    one_plus = bool(items) and items[0][0] == "1+"
     groups: list[tuple[Part, ...]] = []
     windows: list[tuple[int, int] | None] = []
-    inside: list[Part] | None = None  # the parts since an open parenthesis; None outside of parentheses
-    for token in tokens[one_plus:]:
-        if token == "(":
-            if inside is not None:
-                raise malformed("a group in a group", "write one level of parentheses")
-            inside = []
-        elif token.startswith(")"):
-            if not inside:
-                found = "a ')' without a '('" if inside is None else "an empty group"
-                raise malformed(found, "write '(a b)', balanced")
-            hit = _WINDOW.fullmatch(token)
-            window = None if hit is None else (int(hit[1]), int(hit[2]))
-            if token != ")" and (window is None or window[0] >= window[1]):
-                raise malformed(f"'{token}' behind a group", "write '(a b)=0:8', start < stop")
-            groups.append(tuple(inside))
-            windows.append(window)
-            inside = None
-        elif inside is not None:
-            inside.append(parse_part(token))
-        else:
-            groups.append((parse_part(token),))
-            windows.append(None)
-    if inside is not None:
-        raise malformed("an open '('", "balance the parentheses")
+    for item in items[one_plus:]:
+        inside, window, single = item.groups()
+        groups.append(tuple(parse_part(token) for token in ([single] if inside is None else inside.split())))
+        if not groups[-1]:
+            raise malformed("an empty group", "write '(a b)', or '_' for a free axis")
+        hit = _RANGE.fullmatch(window or "")
+        windows.append(None if hit is None else (int(hit[1]), int(hit[2])))
+        if window is not None and (hit is None or int(hit[1]) >= int(hit[2])):
+            raise malformed(f"')={window}' behind a group", "write '(a b)=0:8', start < stop")
     plan = AxesPlan(one_plus, tuple(groups), tuple(windows))
     names = [part.name for part in plan.parts if part.name != "_"]
     for name in names:
@@ -253,9 +235,7 @@ def _split(
             remedy = "correct the axes or sizes; for grouped queries split the longer axis, \"(head _)\""
         else:
             problem = f"axis {axis} does not split into \"{_text(group)}\" at '{site.path}'"
-            remedy = (
-                "correct the sizes, or the order and names of the group; "
-                "for grouped queries write \"(head _ basis)\"")
+            remedy = "correct the sizes, or the order and names of the group; for grouped queries \"(head _ basis)\""
         raise binding_error(gauge, problem, f"length {total} in shape {site.shape}", expected, remedy)
     for part, n in zip(group, stated, strict=True):
         if n is None and not part.local:

@@ -96,6 +96,8 @@ class Block:
 
     def view(self, leaf: Any) -> Any:
         """The selected elements, with axes as in `labels`; the leaf may be a jax or a numpy array."""
+        if self.whole:
+            return leaf.reshape(self.view_shape)
         window = _taken(leaf, self.windows)
         return _taken(window.reshape(self.split), self.selected).reshape(self.view_shape)
 
@@ -247,15 +249,20 @@ def _padded(
 
 
 def resolve_block(gauge: str, site: Site, split: tuple[int, ...]) -> Block:
-    """The block of an axes string on a leaf whose split shape is solved; raises for a selection that does not fit."""
-    plan, index = site.plan, list[int | Ranges]()
+    """The block of an axes string on a leaf, from the split shape that `solve_lengths` found.
+
+    Raises:
+      ValueError: the axes string selects an index that the axis does not have.
+    """
+    plan = site.plan
+    index: list[int | Ranges] = []
     for part, length in zip(plan.parts, split, strict=True):
         if part.shortest > length:
             raise binding_error(
                 gauge, f"index out of range, '{part.text}' at '{site.path}'", f"length {length} in shape {site.shape}",
                 f"at least {part.shortest}, axes \"{site.axes}\"", "correct the index, or the sizes of its group")
         index.append(part.pick if part.pick is not None else part.ranges or ((0, length),))
-    labels = tuple(part.name for part in plan.parts if not part.picked)
+    labels = tuple(part.name for part in plan.parts if part.pick is None)
     return Block(site.path, site.role, site.axes, site.shape, split, tuple(index), labels, plan.one_plus, plan.ranges)
 
 

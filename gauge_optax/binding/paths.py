@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 
 import jax
 import optax
+from jax.tree_util import FlattenedIndexKey, GetAttrKey
 
 Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
 
@@ -66,11 +67,8 @@ def _flatten(tree: Any) -> tuple[list[str], list[Any], Any]:
     pairs, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_masked)
     paths = []
     for (keys, _), only in zip(pairs, _only_children(treedef), strict=True):
-        # Only attributes and unnamed children can be boxes: a dict's key "value" or a list's index is a name.
-        if only and (
-            isinstance(keys[-1], jax.tree_util.FlattenedIndexKey)
-            or (isinstance(keys[-1], jax.tree_util.GetAttrKey) and keys[-1].name == "value")
-        ):
+        # Keys of these two types only: a dict's key "value" and a list's index are names that the user gave.
+        if only and (keys[-1] == GetAttrKey("value") or isinstance(keys[-1], FlattenedIndexKey)):
             keys = keys[:-1]
         paths.append(jax.tree_util.keystr(keys, simple=True, separator="/"))
     if len(set(paths)) < len(paths):
@@ -201,7 +199,8 @@ def compile_pattern(gauge: str, pattern: str) -> re.Pattern[str]:
 
     if not isinstance(pattern, str):
         raise malformed(f"a {type(pattern).__name__}", "a string", "write the path of the leaf, keys joined by '/'")
-    regex, captures = "", set[str]()
+    regex = ""
+    captures: set[str] = set()
     for segment in pattern.split("/"):
         # Every segment brings its own slash, so that `**` can stand for no segments in any position.
         if segment == "**":

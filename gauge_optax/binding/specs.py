@@ -34,7 +34,7 @@ class BlockSpec:
 def block_specs(
     gauge: str, role: str, blocks: Mapping[str, Axes], reserved: Sequence[str] = ()
 ) -> tuple[BlockSpec, ...]:
-    """Checks one mapping *path -> axes* of a gauge and makes it hashable.
+    """Checks one mapping *path -> axes* of a gauge, and makes it hashable.
 
     Args:
       gauge: name for errors.
@@ -68,7 +68,7 @@ def block_specs(
         for axes in strings:
             parts = {part.name: part for part in parse_axes(gauge, pattern, axes).parts}
             for name in reserved:
-                if name not in parts or parts[name].picked:
+                if name not in parts or parts[name].pick is not None:
                     raise binding_error(
                         gauge, f"'{name}' out of place in \"{axes}\" of '{pattern}'",
                         f"'{parts[name].text}'" if name in parts else f"no axis '{name}'",
@@ -114,13 +114,13 @@ def check_specs(gauge: str, specs: Sequence[BlockSpec], sizes: Sizes = ()) -> No
         if name not in names:
             raise binding_error(
                 gauge, f"unknown axis in sizes '{name}'", f"named axes: {', '.join(sorted(names)) or 'none'}",
-                "names that stand in an axes string", f"drop '{name}' or correct it")
+                "names that an axes string has", f"drop '{name}' or correct it")
 
 
 def _named_axes(gauge: str, spec: BlockSpec) -> list[str]:
     """Names of a spec's axes in order, without those that an integer selects."""
     parts = parse_axes(gauge, spec.pattern, spec.axes).parts
-    return [part.name for part in parts if part.name != "_" and not part.picked]
+    return [part.name for part in parts if part.name != "_" and part.pick is None]
 
 
 def group_axes(gauge: str, specs: Sequence[BlockSpec], reserved: Sequence[str]) -> tuple[str, ...]:
@@ -151,7 +151,7 @@ def frozen_sizes(gauge: str, sizes: Mapping[str, int] | None) -> Sizes:
       sizes: lengths by axis name, or None.
 
     Returns:
-      Sorted pairs of Python values.
+      Pairs of a name and a Python integer, sorted.
 
     Raises:
       ValueError: not a mapping of names to positive integers.
@@ -167,7 +167,7 @@ def frozen_sizes(gauge: str, sizes: Mapping[str, int] | None) -> Sizes:
     frozen = []
     for name, size in (sizes or {}).items():
         try:
-            # `index` takes NumPy's integers and no float; bool is an int to Python, and here a mistake.
+            # `index` accepts NumPy's integers and rejects floats. It accepts bool too, which can only be a mistake.
             length = 0 if isinstance(size, bool) else operator.index(size)
         except TypeError:
             length = 0

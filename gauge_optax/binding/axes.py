@@ -23,6 +23,7 @@ _NUMBER = "[0-9]{1,9}"
 _RANGE = re.compile(f"({_NUMBER}):({_NUMBER})")
 _RANGES = rf"{_NUMBER}:{_NUMBER}(?:\+{_NUMBER}:{_NUMBER})*"
 _PART = re.compile(rf"([^=]+)(?:=(?:({_NUMBER})|({_RANGES})(?:/({_NUMBER}))?))?")
+# Matches "(a b)=0:8" or a bare part. It matches no nested parenthesis, so what it leaves of a string is malformed.
 _ITEM = re.compile(r"\(([^()]*)\)(?:=([^\s()]*))?|([^\s()]+)")
 
 Ranges: TypeAlias = tuple[tuple[int, int], ...]
@@ -103,7 +104,7 @@ def parse_axes(gauge: str, pattern: str, axes: str) -> AxesPlan:
             raise malformed(f"an index on a free axis, '{token}'", "give the axis a name")
         if any(start >= stop for start, stop in ranges) or (full is not None and part.shortest > full):
             raise malformed(f"an empty range, '{token}'", "write start < stop, stop at most the full length")
-        # Adjacent ranges are refused too, so that every selection has one spelling.
+        # Adjacent ranges are refused too: one selection has one spelling, and equal blocks then compare equal.
         if any(stop >= start for (_, stop), (start, _) in itertools.pairwise(ranges)):
             remedy = "write the ranges in order, with a gap between one and the next"
             raise malformed(f"ranges out of order, '{token}'", remedy)
@@ -130,7 +131,7 @@ def parse_axes(gauge: str, pattern: str, axes: str) -> AxesPlan:
         if names.count(name) > 1:
             raise malformed(f"the name '{name}' twice", "use each name once")
     for group in groups:
-        # Only division by the other lengths of the group gives a local length, so one group can have one of them.
+        # A local length can only follow by division from the other lengths of its group, so a second one never could.
         if sum(part.local for part in group) > 1:
             remedy = "keep at most one '_' or range in a group; name the others and give sizes={...}"
             raise malformed(f"two lengths that nothing determines in '{_text(group)}'", remedy)
@@ -183,6 +184,7 @@ def solve_lengths(
                     f"length {length} in shape {site.shape}", f"at least {window[1]}, axes \"{site.axes}\"",
                     "correct the range")
         for part in site.plan.parts:
+            # A range states the length of its name by itself; names of free axes are not shared between blocks.
             if part.ranges and part.name != "_":
                 length = sum(stop - start for start, stop in part.ranges)
                 if lengths.setdefault(part.name, length) != length:
@@ -224,6 +226,7 @@ def _split(
     stated = [part.full or (None if part.local else lengths.get(part.name)) for part in group]
     if stated.count(None) > 1:
         return None
+    # The maximum is for axes of length 0: any quotient then passes the check below only if `total` is 0 too.
     quotient = total // max(1, math.prod(n for n in stated if n is not None))
     split = tuple(quotient if n is None else n for n in stated)
     if math.prod(split) != total:

@@ -111,8 +111,11 @@ def bind(
     (('channel',), [('i=a', (('channel', 5),)), ('i=b', (('channel', 3),))])
     """
     shown, hidden = shown_and_hidden(tree)
+    # Every method of a gauge binds anew, because the tree of a trace can have other boxes and other hidden leaves than
+    # that of `init`. Paths and shapes are hashable, so all of this work is done once per tree.
     leaves = tuple((path, leaf_shape(leaf)) for path, leaf in shown.items())
     binding = _bind(gauge, tuple(specs), tuple(sizes), tuple(reserved), leaves, hidden)
+    # Dtypes are checked outside of the cache: they are not part of its key.
     for path in dict.fromkeys(block.path for instance in binding.instances for block in instance.blocks):
         dtype = getattr(shown[path], "dtype", None)
         if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
@@ -148,6 +151,7 @@ def _bind(
             raise no_match(gauge, spec.pattern, shapes, rank, expected, hidden)
 
     instances = []
+    # Linen sorts `blocks_10` before `blocks_2`, so the order of the tree is not the order of the layers.
     for key in sorted(paths_by_key, key=natural_key):
         sites = []
         for spec, paths in zip(specs, paths_by_key[key], strict=True):
@@ -167,6 +171,7 @@ def _bind(
         names = dict.fromkeys(label for block in blocks for label in block.labels if label != "_")
         instances.append(Instance(key, blocks, tuple((name, lengths[name]) for name in names)))
 
+    # If two blocks shared an element, the gauge would move it twice, and its dual would count its gradient twice.
     blocks_by_path: dict[str, list[Block]] = collections.defaultdict(list)
     for block in itertools.chain.from_iterable(instance.blocks for instance in instances):
         for other in blocks_by_path[block.path]:

@@ -123,6 +123,7 @@ class Block:
           Array of the leaf's rank that broadcasts to its shape: size 1 where it is constant.
         """
         labels, selected, lengths = self.split_labels, self.selected, [_length(ranges) for ranges in self.selected]
+        # The caller's order of names need not be the leaf's.
         order = sorted(range(len(named)), key=lambda k: labels.index(named[k]))
         out = jnp.transpose(value, order).reshape(
             [n if label in named else 1 for n, label in zip(lengths, labels, strict=True)])
@@ -249,7 +250,7 @@ def _padded(
 
 
 def resolve_block(gauge: str, site: Site, split: tuple[int, ...]) -> Block:
-    """The block of an axes string on a leaf, from the split shape that `solve_lengths` found.
+    """The block of an axes string on a leaf, from the split shape that `solve_lengths` returns.
 
     Raises:
       ValueError: the axes string selects an index that the axis does not have.

@@ -52,7 +52,8 @@ def _is_masked(node: Any) -> bool:
 
 
 def _only_children(treedef: Any, only: bool = False) -> Iterator[bool]:
-    """For each leaf in order: whether it is its parent's only child (None and empty containers count as children)."""
+    """For each leaf in order: whether it is its parent's only child."""
+    # Key paths cannot tell: a field that is None has none, yet it shows that its parent is not a box of one thing.
     if treedef.num_leaves == treedef.num_nodes == 1:
         yield only
         return
@@ -281,7 +282,7 @@ def hidden_match(gauge: str, pattern: str, path: str) -> tuple[dict[str, str], b
 
 
 def natural_key(text: str) -> tuple[Any, ...]:
-    """Sort key that puts `blocks_2` before `blocks_10`."""
+    """Sort key that puts `blocks_2` before `blocks_10`, and differs for texts that differ."""
     pieces = re.split("([0-9]+)", text)  # text and numbers alternate
     return tuple(int(piece) if k % 2 else piece for k, piece in enumerate(pieces)), text
 

@@ -289,7 +289,7 @@ def test_malformed_patterns(pattern: str) -> None:
     [
         *"a a|(a|a)|()|((a) b)|(a b) (c|(_ _)|(_ a=0:2)|(a=0:2 b=0:2)|_=0|1+a|a 1+|(1+ a)".split("|"),
         *"(a b)=0|(a b)=3:3|(a b)=0:|(a b)=4:2|(a b)=a:b|a=0:2)=3:4".split("|"),
-        *"a=|a=b|a=-1|a=1.5|a=1:|a=:3|a=3:3|a=4:2|a=1:2:3|a-b|3|a,b|a=1²".split("|"),
+        *"a=|a=b|a=-1|a=1.5|a=1:|a=:3|a=3:3|a=4:2|a=1:2:3|a-b|3|a,b|a=1²|a=0:4/0".split("|"),
         *"a=0:1+|a=0:1+1:2|a=2:3+0:1|a=0:2+1:3|a=0+1|a=0:1+2|a=0:1+3:4/3|a=2/4|(a b)=0:1+2:3|(a=0:1+2:3 _)".split("|"),
         "a=" + "9" * 5000,
     ],
@@ -460,6 +460,7 @@ def test_fix_point_passes_through_several_groups() -> None:
         ({"q": (4, 6)}, {"q": "_ c"}, {"d": 6}, ["unknown axis in sizes 'd'", "named axes: c"]),
         ({"q": (4, 6)}, {"q": "_ c _"}, None,
          ["wrong rank at 'q'", "shape (4, 6), rank 2", 'rank 3, axes "_ c _"']),
+        ({"q": (4, 9)}, {"q": "_ _=0:2/8"}, None, ["unequal sizes of '_' at 'q'", "_=8 from '_=0:2/8'"]),
         ({"q": ()}, {"q": "c"}, None, ["wrong rank at 'q'"]),
         ({"q": (4,)}, {"q": ""}, None, ["wrong rank at 'q'"]),
     ],
@@ -655,7 +656,7 @@ def test_axes_by_the_names_that_a_tree_carries() -> None:
     for blocks, problem in (
         ({"layers/{i}/down": {}}, "no leaf matches"),
         ({"up": {"heads": "head"}}, "no axis 'heads' at 'up'"),
-        ({"bare": {"embed": "_"}}, "no names to go by at 'bare'"),
+        ({"bare": {"embed": "_"}}, "no common axis names at 'bare'"),
     ):
         with pytest.raises(ValueError) as error:
             go.axes_by_name({"up": linen, "bare": np.ones(3)}, blocks)

@@ -1,10 +1,10 @@
-"""Axes strings: the parser, and the solver for the lengths of named axes.
+"""Parses axes strings, and solves for the lengths of the axes that they name.
 
     axes  = ["1+"] {item}                           one item per axis of the leaf
-    item  = part | "(" part {part} ")" [range]      a group splits one axis, row-major, or a range of it
+    item  = part | "(" part {part} ")" [range]      parentheses split one axis, or a range of it, in row-major order
     part  = "_" [some] | name | name "=" i | name some
     range = "=" i ":" j
-    some  = range {"+" i ":" j} ["/" n]             ranges in order; n the full length, where nothing else tells it
+    some  = range {"+" i ":" j} ["/" n]             ranges in order; n is the full length, if nothing else fixes it
 """
 
 from __future__ import annotations
@@ -13,52 +13,60 @@ import functools
 import itertools
 import math
 import re
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 from gauge_optax.binding.paths import binding_error
 
-_TOKEN = re.compile(r"\)=[^\s()]*|[()]|[^\s()]+")
-_RANGE = re.compile(r"\)=([0-9]{1,9}):([0-9]{1,9})")
-_SPAN = "[0-9]{1,9}:[0-9]{1,9}"
-_PART = re.compile(rf"([^=]+)(?:=(?:([0-9]{{1,9}})|({_SPAN}(?:\+{_SPAN})*)(?:/([0-9]{{1,9}}))?))?")
+# Nine digits at most: Python refuses to convert very long numbers, with an error that does not name the axes string.
+_NUMBER = "[0-9]{1,9}"
+_RANGE = re.compile(f"({_NUMBER}):({_NUMBER})")
+_RANGES = rf"{_NUMBER}:{_NUMBER}(?:\+{_NUMBER}:{_NUMBER})*"
+_PART = re.compile(rf"([^=]+)(?:=(?:({_NUMBER})|({_RANGES})(?:/({_NUMBER}))?))?")
+# Matches "(a b)=0:8" or a bare part. It matches no nested parenthesis, so what it leaves of a string is malformed.
+_ITEM = re.compile(r"\(([^()]*)\)(?:=([^\s()]*))?|([^\s()]+)")
 
 Ranges: TypeAlias = tuple[tuple[int, int], ...]
 
 
 class Part(NamedTuple):
-    """One name of an axes string, "_" for a free axis; an integer picks one index, ranges some of `full`."""
+    """One name of an axes string and what it selects.
 
+    Attributes:
+      text: the part as the user wrote it, for errors.
+      name: the axis's name, "_" for a free axis.
+      pick: the index, if an integer selects one; the axis is then dropped.
+      ranges: the selected (start, stop), in order; empty where the whole axis is selected.
+      full: the full length of the axis, if the string states it.
+    """
+
+    text: str
     name: str
-    pick: int | None = None
-    ranges: Ranges = ()
-    full: int | None = None
+    pick: int | None
+    ranges: Ranges
+    full: int | None
 
     @property
-    def picked(self) -> bool:
-        """Whether an integer selects one index, so that the axis is gone from the view."""
-        return self.pick is not None
-
-    @property
-    def last(self) -> int:
-        """The least length of which the selection is part."""
-        return self.ranges[-1][1] if self.ranges else 0 if self.pick is None else self.pick + 1
+    def shortest(self) -> int:
+        """The least full length for which all selected indices exist."""
+        if self.pick is not None:
+            return self.pick + 1
+        return self.ranges[-1][1] if self.ranges else 0
 
     @property
     def local(self) -> bool:
-        """Whether only the leaf itself can tell the full length."""
+        """Whether only this leaf determines the full length: blocks share the length of a range, not of its axis."""
         return self.full is None and (self.name == "_" or bool(self.ranges))
-
-    def __str__(self) -> str:
-        if self.pick is not None:
-            return f"{self.name}={self.pick}"
-        if not self.ranges:
-            return self.name
-        return f"{self.name}={'+'.join(f'{a}:{b}' for a, b in self.ranges)}" + (f"/{self.full}" if self.full else "")
 
 
 class AxesPlan(NamedTuple):
-    """A parsed axes string: per leaf axis a group of parts, and the range that it splits, None for the whole axis."""
+    """A parsed axes string.
+
+    Attributes:
+      one_plus: whether the string starts with "1+".
+      groups: per axis of the leaf, the parts into which it splits.
+      ranges: per axis of the leaf, the (start, stop) that splits; None for the whole axis.
+    """
 
     one_plus: bool
     groups: tuple[tuple[Part, ...], ...]
@@ -66,202 +74,173 @@ class AxesPlan(NamedTuple):
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """All parts in order: the axes of the split leaf."""
-        return tuple(part for group in self.groups for part in group)
+        """All parts in order; they are the axes of the split leaf."""
+        return tuple(itertools.chain.from_iterable(self.groups))
 
 
-def _malformed(gauge: str, pattern: str, axes: object, found: str, remedy: str) -> ValueError:
-    expected = (
-        "one of '_', 'name', 'name=3', 'name=0:4', 'name=0:4+8:12', '(a b)' or '(a b)=0:8' per axis, after an "
-        "optional '1+'")
-    return binding_error(gauge, f"malformed axes \"{axes}\" of '{pattern}'", found, expected, remedy)
-
-
-def _parse_part(gauge: str, pattern: str, axes: str, token: str) -> Part:
-    hit = _PART.fullmatch(token)
-    if hit is None or not hit[1].isidentifier():
-        remedy = "names are identifiers, an index is '=3', a range '=0:4'; '1+' comes first"
-        raise _malformed(gauge, pattern, axes, f"'{token}'", remedy)
-    pick, full = (None if number is None else int(number) for number in (hit[2], hit[4]))
-    pairs = [pair.split(":") for pair in hit[3].split("+")] if hit[3] else []
-    part = Part(hit[1], pick, tuple((int(a), int(b)) for a, b in pairs), full)
-    if part.name == "_" and part.picked:
-        raise _malformed(gauge, pattern, axes, f"an index on a free axis, '{token}'", "give the axis a name")
-    if any(a >= b for a, b in part.ranges) or part.last > (part.full or part.last):
-        remedy = "write start < stop, stop at most the full length"
-        raise _malformed(gauge, pattern, axes, f"an empty range, '{token}'", remedy)
-    if any(b >= a for (_, b), (a, _) in itertools.pairwise(part.ranges)):
-        remedy = "write ranges in order, each behind the one before and not next to it"
-        raise _malformed(gauge, pattern, axes, f"ranges out of order, '{token}'", remedy)
-    return part
-
-
-def _parse_range(gauge: str, pattern: str, axes: str, token: str) -> tuple[int, int]:
-    hit = _RANGE.fullmatch(token)
-    if hit is None or int(hit[1]) >= int(hit[2]):
-        raise _malformed(gauge, pattern, axes, f"'{token}' behind a group", "write '(a b)=0:8', start < stop")
-    return int(hit[1]), int(hit[2])
+def _text(group: Sequence[Part]) -> str:
+    text = " ".join(part.text for part in group)
+    return f"({text})" if len(group) > 1 else text
 
 
 @functools.lru_cache(maxsize=4096)
 def parse_axes(gauge: str, pattern: str, axes: str) -> AxesPlan:
-    """Parses an axes string; `gauge` and `pattern` only tell errors where it stands."""
-    tokens = _TOKEN.findall(axes)
-    one_plus = tokens[:1] == ["1+"]
+    """Parses an axes string; errors name `gauge` and `pattern`."""
+
+    def malformed(found: str, remedy: str) -> ValueError:
+        expected = (
+            "one of '_', 'name', 'name=3', 'name=0:4', 'name=0:4+8:12', '(a b)' or '(a b)=0:8' per axis, after an "
+            "optional '1+'")
+        return binding_error(gauge, f"malformed axes \"{axes}\" of '{pattern}'", found, expected, remedy)
+
+    def parse_part(token: str) -> Part:
+        hit = _PART.fullmatch(token)
+        if hit is None or not hit[1].isidentifier():
+            raise malformed(f"'{token}'", "names are identifiers, an index is '=3', a range '=0:4'; '1+' comes first")
+        pick, full = (None if number is None else int(number) for number in (hit[2], hit[4]))
+        ranges = tuple((int(start), int(stop)) for start, stop in _RANGE.findall(hit[3] or ""))
+        part = Part(token, hit[1], pick, ranges, full)
+        if part.name == "_" and pick is not None:
+            raise malformed(f"an index on a free axis, '{token}'", "give the axis a name")
+        if any(start >= stop for start, stop in ranges) or (full is not None and part.shortest > full):
+            raise malformed(f"an empty range, '{token}'", "write start < stop, stop at most the full length")
+        # Adjacent ranges are refused too: one selection has one spelling, and equal blocks then compare equal.
+        if any(stop >= start for (_, stop), (start, _) in itertools.pairwise(ranges)):
+            remedy = "write the ranges in order, with a gap between one and the next"
+            raise malformed(f"ranges out of order, '{token}'", remedy)
+        return part
+
+    if _ITEM.sub("", axes).strip():
+        raise malformed("parentheses that are nested or unbalanced", "write '(a b)', one level deep")
+    items = list(_ITEM.finditer(axes))
+    one_plus = bool(items) and items[0][0] == "1+"
     groups: list[tuple[Part, ...]] = []
-    ranges: list[tuple[int, int] | None] = []
-    inside: list[Part] | None = None
-    for token in tokens[one_plus:]:
-        if token == "(":
-            if inside is not None:
-                raise _malformed(gauge, pattern, axes, "a group in a group", "write one level of parentheses")
-            inside = []
-        elif token.startswith(")"):
-            if not inside:
-                found = "an empty group" if inside is not None else "a ')' without a '('"
-                raise _malformed(gauge, pattern, axes, found, "write '(a b)', balanced")
-            groups.append(tuple(inside))
-            ranges.append(None if token == ")" else _parse_range(gauge, pattern, axes, token))
-            inside = None
-        else:
-            part = _parse_part(gauge, pattern, axes, token)
-            if inside is None:
-                groups.append((part,))
-                ranges.append(None)
-            else:
-                inside.append(part)
-    if inside is not None:
-        raise _malformed(gauge, pattern, axes, "an open '('", "balance the parentheses")
-    plan = AxesPlan(one_plus, tuple(groups), tuple(ranges))
-    _check_plan(gauge, pattern, axes, plan)
-    return plan
-
-
-def _check_plan(gauge: str, pattern: str, axes: str, plan: AxesPlan) -> None:
+    windows: list[tuple[int, int] | None] = []
+    for item in items[one_plus:]:
+        inside, window, single = item.groups()
+        groups.append(tuple(parse_part(token) for token in ([single] if inside is None else inside.split())))
+        if not groups[-1]:
+            raise malformed("an empty group", "write '(a b)', or '_' for a free axis")
+        hit = _RANGE.fullmatch(window or "")
+        windows.append(None if hit is None else (int(hit[1]), int(hit[2])))
+        if window is not None and (hit is None or int(hit[1]) >= int(hit[2])):
+            raise malformed(f"')={window}' behind a group", "write '(a b)=0:8', start < stop")
+    plan = AxesPlan(one_plus, tuple(groups), tuple(windows))
     names = [part.name for part in plan.parts if part.name != "_"]
     for name in names:
         if names.count(name) > 1:
-            raise _malformed(gauge, pattern, axes, f"the name '{name}' twice", "use each name once")
-    for group in plan.groups:
+            raise malformed(f"the name '{name}' twice", "use each name once")
+    for group in groups:
+        # A local length can only follow by division from the other lengths of its group, so a second one never could.
         if sum(part.local for part in group) > 1:
-            raise _malformed(
-                gauge, pattern, axes, f"two lengths that nothing can tell in '{_group(group)}'",
-                "keep at most one '_' or range in a group; name the others and give sizes={...}")
-
-
-def _group(group: Sequence[Part]) -> str:
-    text = " ".join(map(str, group))
-    return f"({text})" if len(group) > 1 else text
+            remedy = "keep at most one '_' or range in a group; name the others and give sizes={...}"
+            raise malformed(f"two lengths that nothing determines in '{_text(group)}'", remedy)
+    return plan
 
 
 class Site(NamedTuple):
-    """One axes string on one leaf, before its lengths are known."""
+    """One axes string on one leaf, before the lengths of its names are solved."""
 
+    role: str
     path: str
     axes: str
     shape: tuple[int, ...]
     plan: AxesPlan
 
-    def length(self, axis: int) -> int:
-        """How much of a leaf axis its group splits."""
-        span = self.plan.ranges[axis]
-        return self.shape[axis] if span is None else span[1] - span[0]
 
+def solve_lengths(
+    gauge: str, sites: Sequence[Site], sizes: Mapping[str, int], source: str = "sizes="
+) -> tuple[dict[str, int], list[tuple[int, ...]]]:
+    """Solves for the lengths of all axes of one instance.
 
-def check_rank(gauge: str, site: Site) -> None:
-    """Raises where a leaf does not have one axis per item."""
-    rank = len(site.plan.groups)
-    if len(site.shape) != rank:
-        raise binding_error(
-            gauge, f"wrong rank at '{site.path}'", f"shape {site.shape}, rank {len(site.shape)}",
-            f"rank {rank}, axes \"{site.axes}\"",
-            f"write {len(site.shape)} items, one per axis: '_' where free, '(a b)' where it holds two")
-    for axis, span in enumerate(site.plan.ranges):
-        if span is not None and span[1] > site.shape[axis]:
-            raise binding_error(
-                gauge, f"range out of bounds, '={span[0]}:{span[1]}' at '{site.path}'",
-                f"length {site.shape[axis]} in shape {site.shape}", f"at least {span[1]}, axes \"{site.axes}\"",
-                "correct the range")
+    A leaf states the length of a name that has an axis to itself. A group gives one unknown length by division, and
+    that may make the next group divisible, so the solver repeats until no length is unknown.
 
+    Args:
+      gauge: name for errors.
+      sites: the axes strings of the instance with their leaves.
+      sizes: the lengths that are fixed beforehand.
+      source: where `sizes` come from, for errors.
 
-def full_lengths(
-    gauge: str, site: Site, axis: int, known: MutableMapping[str, int], origin: MutableMapping[str, str]
-) -> tuple[int, ...] | None:
-    """Full lengths of the parts of one leaf axis, None while two are unknown; learns a name by division."""
-    group, length = site.plan.groups[axis], site.length(axis)
-    sizes = [part.full or (None if part.local else known.get(part.name)) for part in group]
-    rest = math.prod(size for size in sizes if size is not None)
-    unknown = [k for k, size in enumerate(sizes) if size is None]
-    if len(unknown) > 1:
-        return None
-    quotient = (length // rest if rest else 0) if unknown else 1
-    if rest * quotient != length:
-        raise _unequal(gauge, site, axis, known, origin)
-    for part in [group[k] for k in unknown if not group[k].local]:
-        known[part.name], origin[part.name] = quotient, f"'{site.path}' {site.shape}"
-    return tuple(quotient if size is None else size for size in sizes)
+    Returns:
+      The length of every name: the full length where an integer selects, the selected length where ranges do. Then
+      per site the leaf's shape after its groups are split, with full lengths.
 
-
-def _unequal(
-    gauge: str, site: Site, axis: int, known: Mapping[str, int], origin: Mapping[str, str]
-) -> ValueError:
-    group, length = site.plan.groups[axis], site.length(axis)
-    names = [part.name for part in group if not part.local and part.name in known]
-    theirs = ", ".join(f"{name}={known[name]} from {origin[name]}" for name in names)
-    if len(group) == 1:
-        problem = f"unequal sizes of '{names[0]}' at '{site.path}'"
-        remedy = "correct the axes or sizes; for grouped queries split the longer axis, \"(head _)\""
-    else:
-        problem = f"axis {axis} does not split into \"{_group(group)}\" at '{site.path}'"
-        remedy = "correct the sizes, or the order and names of the group; for grouped queries write \"(head _ basis)\""
-    return binding_error(gauge, problem, f"length {length} in shape {site.shape}", theirs, remedy)
-
-
-def solve_sizes(
-    gauge: str, sites: Sequence[Site], sizes: Mapping[str, int], given: str = "sizes="
-) -> dict[str, int]:
-    """Length of every name over the sites of one instance, by fix-point.
-
-    A name that an integer picks counts with its full length, a range with its own.
+    Raises:
+      ValueError: wrong rank, lengths that disagree or stay unknown.
     """
-    known, origin = dict(sizes), dict.fromkeys(sizes, given)
+    lengths, sources = dict(sizes), dict.fromkeys(sizes, source)
     for site in sites:
-        check_rank(gauge, site)
+        rank = len(site.shape)
+        if rank != len(site.plan.groups):
+            raise binding_error(
+                gauge, f"wrong rank at '{site.path}'", f"shape {site.shape}, rank {rank}",
+                f"rank {len(site.plan.groups)}, axes \"{site.axes}\"",
+                f"write {rank} items, one per axis: '_' where free, '(a b)' where it holds two")
+        for window, length in zip(site.plan.ranges, site.shape, strict=True):
+            if window is not None and window[1] > length:
+                raise binding_error(
+                    gauge, f"range out of bounds, '={window[0]}:{window[1]}' at '{site.path}'",
+                    f"length {length} in shape {site.shape}", f"at least {window[1]}, axes \"{site.axes}\"",
+                    "correct the range")
         for part in site.plan.parts:
+            # A range states the length of its name by itself; names of free axes are not shared between blocks.
             if part.ranges and part.name != "_":
-                _learn_range(gauge, site, part, known, origin)
-    work = [(site, axis) for site in sites for axis in range(len(site.shape))]
-    # Single names first: they state lengths, groups only divide; the blame then falls on the group.
-    work.sort(key=lambda item: len(item[0].plan.groups[item[1]]))
-    while work:
-        left = [item for item in work if full_lengths(gauge, *item, known, origin) is None]
-        if len(left) == len(work):
-            raise unresolved(gauge, *left[0], known)
-        work = left
-    return known
+                length = sum(stop - start for start, stop in part.ranges)
+                if lengths.setdefault(part.name, length) != length:
+                    expected = f"{part.name}={lengths[part.name]} from {sources[part.name]}"
+                    raise binding_error(
+                        gauge, f"unequal sizes of '{part.name}' at '{site.path}'",
+                        f"the range '{part.text}', length {length}", expected, "select ranges of one length")
+                sources.setdefault(part.name, f"the range '{part.text}' of '{site.path}'")
+    splits: dict[tuple[Site, int], tuple[int, ...]] = {}
+    pending = [(site, axis) for site in sites for axis in range(len(site.shape))]
+    # Names that have an axis to themselves come first, so that a disagreement is reported at the group: a group does
+    # not state lengths, and is the likelier mistake.
+    pending.sort(key=lambda item: len(item[0].plan.groups[item[1]]))
+    while pending:
+        solved = {item: split for item in pending if (split := _split(gauge, *item, lengths, sources)) is not None}
+        if not solved:
+            (site, axis), *_ = pending
+            group = site.plan.groups[axis]
+            unknown = [part.name for part in group if not part.local and part.name not in lengths]
+            # Division gives one length: that of the local part if the group has one, else that of the last name.
+            needed = unknown if any(part.local for part in group) else unknown[:-1]
+            sizes_to_give = ", ".join(f'"{name}": ...' for name in needed)
+            raise binding_error(
+                gauge, f"unknown lengths in \"{_text(group)}\" at '{site.path}'",
+                f"axis {axis} of shape {site.shape}, nothing fixes {', '.join(unknown)}",
+                "at most one unknown length per group; head counts are never inferred",
+                f"give sizes={{{sizes_to_give}}}")
+        splits |= solved
+        pending = [item for item in pending if item not in solved]
+    return lengths, [tuple(n for axis in range(len(site.shape)) for n in splits[site, axis]) for site in sites]
 
 
-def _learn_range(
-    gauge: str, site: Site, part: Part, known: MutableMapping[str, int], origin: MutableMapping[str, str]
-) -> None:
-    length = sum(b - a for a, b in part.ranges)
-    if known.setdefault(part.name, length) != length:
-        raise binding_error(
-            gauge, f"unequal sizes of '{part.name}' at '{site.path}'",
-            f"the range '{part}', length {length}",
-            f"{part.name}={known[part.name]} from {origin[part.name]}", "select ranges of one length")
-    origin.setdefault(part.name, f"the range '{part}' of '{site.path}'")
-
-
-def unresolved(gauge: str, site: Site, axis: int, known: Mapping[str, int]) -> ValueError:
-    """The complaint about a group of axes in which more than one length is unknown."""
-    group = site.plan.groups[axis]
-    names = [part.name for part in group if not part.local and part.name not in known]
-    # One unknown follows by division; a free axis or a range takes that place.
-    needed = names if any(part.local for part in group) else names[:-1]
-    sizes = ", ".join(f'"{name}": ...' for name in needed)
-    return binding_error(
-        gauge, f"unknown lengths in \"{_group(group)}\" at '{site.path}'",
-        f"axis {axis} of shape {site.shape}, nothing fixes {', '.join(names)}",
-        "at most one unknown length per group; head counts are never inferred",
-        f"give sizes={{{sizes}}}")
+def _split(
+    gauge: str, site: Site, axis: int, lengths: dict[str, int], sources: dict[str, str]
+) -> tuple[int, ...] | None:
+    """Full lengths of the parts of one axis, None while two are unknown; adds the name that it solves to `lengths`."""
+    group, window = site.plan.groups[axis], site.plan.ranges[axis]
+    total = site.shape[axis] if window is None else window[1] - window[0]
+    stated = [part.full or (None if part.local else lengths.get(part.name)) for part in group]
+    if stated.count(None) > 1:
+        return None
+    # The maximum is for axes of length 0: any quotient then passes the check below only if `total` is 0 too.
+    quotient = total // max(1, math.prod(n for n in stated if n is not None))
+    split = tuple(quotient if n is None else n for n in stated)
+    if math.prod(split) != total:
+        expected = ", ".join(
+            f"{part.name}={n} from " + (f"'{part.text}'" if part.full else sources[part.name])
+            for part, n in zip(group, stated, strict=True) if n is not None)
+        if len(group) == 1:
+            problem = f"unequal sizes of '{group[0].name}' at '{site.path}'"
+            remedy = "correct the axes or sizes; for grouped queries split the longer axis, \"(head _)\""
+        else:
+            problem = f"axis {axis} does not split into \"{_text(group)}\" at '{site.path}'"
+            remedy = "correct the sizes, or the order and names of the group; for grouped queries \"(head _ basis)\""
+        raise binding_error(gauge, problem, f"length {total} in shape {site.shape}", expected, remedy)
+    for part, n in zip(group, stated, strict=True):
+        if n is None and not part.local:
+            lengths[part.name], sources[part.name] = quotient, f"'{site.path}' {site.shape}"
+    return split

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Collection, Mapping, Sequence
@@ -12,25 +13,29 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gauge_optax.binding.axes import Ranges, Site, full_lengths, parse_axes, solve_sizes, unresolved
+from gauge_optax.binding.axes import Ranges, Site, parse_axes, solve_lengths
 from gauge_optax.binding.paths import binding_error, match
 from gauge_optax.binding.specs import BlockSpec
 
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """One axes string resolved on one leaf: pure data, hashable.
+    """A part of one leaf, with named axes. It is hashable and holds no array.
+
+    A block is read in two steps. Every axis of the leaf, or a window of it, is split row-major into one or more axes;
+    then each of these is restricted to the indices that the axes string selects. An axis that an integer selects is
+    dropped. The result, with one axis per label, is the block's *view*.
 
     Attributes:
       path: normalised path of the leaf.
-      role: which argument of the gauge it came from.
+      role: the argument of the gauge that the block comes from.
       axes: the axes string.
       shape: the leaf's shape.
       split: the shape after groups are split.
       index: per axis of `split`, the selected index, or the selected (start, stop), one or more in order.
-      labels: per axis that is left after selection, its name or "_".
-      one_plus: the leaf stores the value less one.
-      ranges: per leaf axis, the (start, stop) that `split` splits; None for the whole axis.
+      labels: per axis of the view, its name or "_".
+      one_plus: whether the leaf stores the value less one.
+      ranges: per axis of the leaf, the window (start, stop) that is split; None for the whole axis.
 
     >>> from gauge_optax.binding import BlockSpec, bind_leaf
     >>> spec = BlockSpec("blocks", "qkv", "(qkv=1 head basis) _")
@@ -53,91 +58,87 @@ class Block:
     one_plus: bool
     ranges: tuple[tuple[int, int] | None, ...]
 
-    @property
+    # Tracing asks for these properties many times per block. `cached_property` works on a frozen dataclass because it
+    # writes to `__dict__` directly; equality and hash look at the fields alone.
+
+    @functools.cached_property
     def selected(self) -> tuple[Ranges, ...]:
         """Per axis of `split`, the selected (start, stop) in order."""
         return tuple(((i, i + 1),) if isinstance(i, int) else i for i in self.index)
 
-    @property
+    @functools.cached_property
+    def windows(self) -> tuple[Ranges, ...]:
+        """Per axis of the leaf, the (start, stop) that is split, in the form of `selected`."""
+        return tuple(((0, n) if span is None else span,) for span, n in zip(self.ranges, self.shape, strict=True))
+
+    @functools.cached_property
+    def whole(self) -> bool:
+        """Whether every element of the leaf is selected."""
+        return _covers(self.windows, self.shape) and _covers(self.selected, self.split)
+
+    @functools.cached_property
     def view_shape(self) -> tuple[int, ...]:
         """Shape of `view(leaf)`; its axes are `labels`."""
         return tuple(_length(i) for i in self.index if not isinstance(i, int))
 
-    @property
-    def whole(self) -> bool:
-        """Whether every entry of the leaf is selected."""
-        full = all(own == ((0, n),) for own, n in zip(self.selected, self.split, strict=True))
-        return full and all(span is None or span == (0, n) for span, n in zip(self.ranges, self.shape, strict=True))
-
-    @property
-    def windows(self) -> tuple[tuple[int, int], ...] | None:
-        """Per leaf axis the (start, stop) that is split; None where every axis is split whole."""
-        if all(span is None for span in self.ranges):
-            return None
-        return tuple((0, n) if span is None else span for span, n in zip(self.ranges, self.shape, strict=True))
-
-    @property
+    @functools.cached_property
     def groups(self) -> tuple[tuple[int, ...], ...]:
-        """Per leaf axis, the axes of `split` it was split into."""
-        lengths = [len(group) for group in parse_axes("binding", self.path, self.axes).groups]
-        ends = np.cumsum([0, *lengths]).tolist()
-        return tuple(tuple(range(a, b)) for a, b in itertools.pairwise(ends))
+        """Per axis of the leaf, the axes of `split` into which it splits."""
+        numbers = itertools.count()
+        # The string was parsed when the block was bound, so no error can need the name of a gauge or a pattern.
+        return tuple(tuple(next(numbers) for _ in group) for group in parse_axes("", "", self.axes).groups)
 
-    @property
+    @functools.cached_property
     def split_labels(self) -> tuple[str, ...]:
         """A label per axis of `split`, "" where an integer selects."""
-        left = iter(self.labels)
-        return tuple("" if isinstance(i, int) else next(left) for i in self.index)
+        labels = iter(self.labels)
+        return tuple("" if isinstance(i, int) else next(labels) for i in self.index)
 
     def view(self, leaf: Any) -> Any:
-        """The selected entries, axes as `labels`; the leaf may be a jax or a numpy array."""
+        """The selected elements, with axes as in `labels`; the leaf may be a jax or a numpy array."""
         if self.whole:
             return leaf.reshape(self.view_shape)
-        cut = leaf if self.windows is None else leaf[tuple(slice(*w) for w in self.windows)]
-        return _taken(cut.reshape(self.split), self.selected).reshape(self.view_shape)
+        window = _taken(leaf, self.windows)
+        return _taken(window.reshape(self.split), self.selected).reshape(self.view_shape)
 
     def write(self, leaf: Any, view: Any) -> Any:
-        """The leaf with its selected entries replaced, in the leaf's dtype; no copy for a whole leaf."""
+        """The leaf with its selected elements replaced, in the leaf's dtype; no copy for a whole leaf."""
         view = view.astype(leaf.dtype)
         if self.whole:
             return view.reshape(self.shape)
-        part = view.reshape([_length(own) for own in self.selected])
-        if self.windows is None:
-            return _replaced(leaf.reshape(self.split), part, self.selected).reshape(self.shape)
-        cut = leaf[tuple(slice(*w) for w in self.windows)]
-        inner = _replaced(cut.reshape(self.split), part, self.selected).reshape(cut.shape)
-        return _replaced(leaf, inner, [(w,) for w in self.windows])
+        window = _taken(leaf, self.windows)
+        part = view.reshape([_length(ranges) for ranges in self.selected])
+        written = _replaced(window.reshape(self.split), part, self.selected).reshape(window.shape)
+        return _replaced(leaf, written, self.windows)
 
     def spread(self, named: tuple[str, ...], value: Any, elsewhere: float = 0.0) -> jax.Array:
-        """A value per index of the named axes, laid out on the leaf; the adjoint of `total`.
+        """Lays a value per index of the named axes out on the leaf; this is the adjoint of `total`.
 
         Args:
           named: names of the value's axes, each one of `labels`.
           value: array with exactly these axes.
-          elsewhere: what entries that are not selected get.
+          elsewhere: the value of elements that are not selected.
 
         Returns:
           Array of the leaf's rank that broadcasts to its shape: size 1 where it is constant.
         """
-        labels, selected, groups = self.split_labels, self.selected, self.groups
+        labels, selected, lengths = self.split_labels, self.selected, [_length(ranges) for ranges in self.selected]
+        # The caller's order of names need not be the leaf's.
         order = sorted(range(len(named)), key=lambda k: labels.index(named[k]))
-        length = [_length(own) for own in selected]
-        ordered = value if order == sorted(order) else jnp.transpose(value, order)
-        out = ordered.reshape([n if label in named else 1 for n, label in zip(length, labels, strict=True)])
-        full = [
-            span is not None or any(labels[k] in named or selected[k] != ((0, self.split[k]),) for k in group)
-            for group, span in zip(groups, self.ranges, strict=True)
-        ]
-        live = [flag for flag, group in zip(full, groups, strict=True) for _ in group]
-        out = jnp.broadcast_to(out, [n if on else 1 for n, on in zip(length, live, strict=True)])
-        out = _laid(out, [own if on else None for own, on in zip(selected, live, strict=True)], self.split, elsewhere)
-        windows = self.windows or tuple((0, n) for n in self.shape)
-        out = out.reshape([b - a if flag else 1 for (a, b), flag in zip(windows, full, strict=True)])
-        spans = [(window,) if flag else None for window, flag in zip(windows, full, strict=True)]
-        return _laid(out, spans, self.shape, elsewhere)
+        out = jnp.transpose(value, order).reshape(
+            [n if label in named else 1 for n, label in zip(lengths, labels, strict=True)])
+        # An axis of the leaf has size 1 unless the result varies along it; XLA then never stores the repeated values.
+        varies = [
+            window != ((0, n),) or any(labels[k] in named or selected[k] != ((0, self.split[k]),) for k in group)
+            for group, window, n in zip(self.groups, self.windows, self.shape, strict=True)]
+        split_varies = [flag for flag, group in zip(varies, self.groups, strict=True) for _ in group]
+        out = jnp.broadcast_to(out, [n if flag else 1 for n, flag in zip(lengths, split_varies, strict=True)])
+        out = _padded(out, selected, self.split, split_varies, elsewhere)
+        out = out.reshape([_length(window) if flag else 1 for window, flag in zip(self.windows, varies, strict=True)])
+        return _padded(out, self.windows, self.shape, varies, elsewhere)
 
     def total(self, named: tuple[str, ...], leaf: Any) -> jax.Array:
-        """Sum of the selected entries over every axis that is not named.
+        """Sum of the selected elements over every axis that is not named.
 
         Args:
           named: names of the result's axes, each one of `labels`.
@@ -147,40 +148,38 @@ class Block:
           Array with the named axes in that order.
         """
         kept = [label for label in self.labels if label in named]
-        summed = tuple(k for k, label in enumerate(self.labels) if label not in named)
-        out = jnp.sum(self.view(leaf), axis=summed)
-        order = [kept.index(name) for name in named]
-        return out if order == sorted(order) else jnp.transpose(out, order)
+        sums = jnp.sum(self.view(leaf), axis=tuple(k for k, label in enumerate(self.labels) if label not in named))
+        return jnp.transpose(sums, [kept.index(name) for name in named])
 
     def entries(self, named: tuple[str, ...]) -> int:
-        """How many entries one index of the named axes selects."""
+        """How many elements one index of the named axes selects."""
         return math.prod(n for n, label in zip(self.view_shape, self.labels, strict=True) if label not in named)
 
     def axis_ids(self, axis: int, names: Collection[str]) -> np.ndarray:
-        """Which index of the named axes each index of a leaf axis belongs to.
+        """Which index of the named axes each index of one axis of the leaf belongs to.
 
         Args:
           axis: an axis of the leaf.
-          names: names to tell apart; those that live in other leaf axes do not matter.
+          names: names to tell apart; names that label other axes of the leaf do not matter.
 
         Returns:
-          Integers, one per index: -1 where not selected, else the row-major index over the named parts here.
+          Integers, one per index of the axis: -1 where not selected, else the row-major index over the named parts of
+          this axis.
         """
-        labels, group = self.split_labels, self.groups[axis]
-        ids, chosen = np.zeros((1,), np.int64), np.ones((1,), bool)
-        for k in group:
-            places, inside = np.concatenate([np.arange(*r) for r in self.selected[k]]), np.zeros(self.split[k], bool)
-            inside[places] = True
-            own = self.ids_along(labels[k], len(places), names)
-            along = np.zeros(self.split[k], np.int64)
-            along[places] = 0 if own is None else own
-            ids = (ids[:, None] * (1 if own is None else len(places)) + along).reshape(-1)
-            chosen = (chosen[:, None] & inside).reshape(-1)
-        own = np.where(chosen, ids, -1)
-        span = self.ranges[axis]
-        if span is None:
-            return own
-        return np.pad(own, (span[0], self.shape[axis] - span[1]), constant_values=-1)
+        group = self.groups[axis]
+        places = [np.concatenate([np.arange(*pair) for pair in self.selected[k]]) for k in group]
+        ids = np.zeros((), np.int64)
+        for k, place in zip(group, places, strict=True):
+            along = self.ids_along(self.split_labels[k], len(place), names)
+            ids = np.repeat(ids[..., None], len(place), -1)
+            if along is not None:
+                ids = ids * len(place) + along
+        split = np.full([self.split[k] for k in group], -1)
+        split[np.ix_(*places)] = ids
+        out = np.full(self.shape[axis], -1)
+        ((start, stop),) = self.windows[axis]
+        out[start:stop] = split.reshape(-1)
+        return out
 
     def ids_along(self, label: str, length: int, names: Collection[str]) -> np.ndarray | None:
         """Which index of the named axes each selected index of one axis belongs to; None where it is not named."""
@@ -188,7 +187,7 @@ class Block:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Every name by which entries of the block can be told apart."""
+        """Every name by which elements of the block can be told apart."""
         return self.labels
 
 
@@ -196,79 +195,87 @@ def _length(ranges: Ranges) -> int:
     return sum(stop - start for start, stop in ranges)
 
 
+def _covers(selected: Sequence[Ranges], shape: Sequence[int]) -> bool:
+    return all(ranges == ((0, n),) for ranges, n in zip(selected, shape, strict=True))
+
+
 def _taken(array: Any, selected: Sequence[Ranges]) -> Any:
-    """The selected entries, ranges of one axis behind each other."""
-    out = array[tuple(slice(own[0][0], own[-1][1]) for own in selected)]
-    for axis, own in enumerate(selected):
-        if len(own) > 1:
-            pieces = [(slice(None),) * axis + (slice(a - own[0][0], b - own[0][0]),) for a, b in own]
-            join = np.concatenate if isinstance(out, np.ndarray) else jnp.concatenate
-            out = join([out[piece] for piece in pieces], axis)
+    """The selected elements; several ranges of one axis are concatenated."""
+    if _covers(selected, array.shape):
+        return array
+    out = array[tuple(slice(ranges[0][0], ranges[-1][1]) for ranges in selected)]
+    for axis, ranges in enumerate(selected):
+        if len(ranges) > 1:
+            # Slices copy contiguous memory; XLA would compile an index array to a gather of single rows.
+            before, first = (slice(None),) * axis, ranges[0][0]
+            pieces = [out[(*before, slice(start - first, stop - first))] for start, stop in ranges]
+            out = (np if isinstance(out, np.ndarray) else jnp).concatenate(pieces, axis)
     return out
 
 
-def _replaced(leaf: Any, part: Any, selected: Sequence[Ranges]) -> Any:
-    """An array with its selected entries replaced."""
-    plain = isinstance(leaf, np.ndarray) and isinstance(part, np.ndarray)
-    out = leaf.copy() if plain else jnp.asarray(leaf)
-    ends = [np.cumsum([0, *(b - a for a, b in own)]).tolist() for own in selected]
-    for box in itertools.product(*(range(len(own)) for own in selected)):
-        into = [own[k] for own, k in zip(selected, box, strict=True)]
+def _replaced(array: Any, part: Any, selected: Sequence[Ranges]) -> Any:
+    """The array with its selected elements replaced by those of `part`."""
+    if part.shape == array.shape:
+        return part
+    plain = isinstance(array, np.ndarray) and isinstance(part, np.ndarray)
+    out = array.copy() if plain else jnp.asarray(array)
+    ends = [np.cumsum([0, *(stop - start for start, stop in ranges)]).tolist() for ranges in selected]
+    for box in itertools.product(*(range(len(ranges)) for ranges in selected)):
+        corner = [ranges[k] for ranges, k in zip(selected, box, strict=True)]
         piece = part[tuple(slice(end[k], end[k + 1]) for end, k in zip(ends, box, strict=True))]
         if plain:
-            out[tuple(slice(*r) for r in into)] = piece
+            out[tuple(slice(*pair) for pair in corner)] = piece
         else:
-            out = jax.lax.dynamic_update_slice(out, piece, [start for start, _ in into])
+            out = jax.lax.dynamic_update_slice(out, piece, [start for start, _ in corner])
     return out
 
 
-def _laid(array: jax.Array, selected: Sequence[Ranges | None], lengths: Sequence[int], around: float) -> jax.Array:
-    """An array's axes on axes of given lengths, `around` where they leave room; an axis with None stays as it is."""
-    for axis, (own, n) in enumerate(zip(selected, lengths, strict=True)):
-        if own is not None and len(own) > 1:
-            places = np.full(n, array.shape[axis])
-            places[np.concatenate([np.arange(*r) for r in own])] = np.arange(array.shape[axis])
-            array = jnp.take(array, places, axis, mode="fill", fill_value=around)
-    pads = [
-        (0, 0, 0) if own is None or len(own) > 1 else (own[0][0], n - own[0][1], 0)
-        for own, n in zip(selected, lengths, strict=True)
-    ]
-    return jax.lax.pad(array, jnp.asarray(around, array.dtype), pads) if any(a or b for a, b, _ in pads) else array
+def _padded(
+    array: jax.Array, selected: Sequence[Ranges], shape: Sequence[int], varies: Sequence[bool], elsewhere: float
+) -> jax.Array:
+    """Puts an array at the selected indices of a larger one; axes that do not vary keep size 1."""
+    pads = []
+    for axis, (ranges, n, flag) in enumerate(zip(selected, shape, varies, strict=True)):
+        first, last = ranges[0][0], ranges[-1][1]
+        if flag and len(ranges) > 1:
+            # Padding cannot open gaps of unequal lengths. An index out of bounds makes `take` fill in `elsewhere`.
+            source = np.full(n, array.shape[axis])
+            source[np.concatenate([np.arange(*pair) for pair in ranges])] = np.arange(array.shape[axis])
+            array = jnp.take(array, source, axis, mode="fill", fill_value=elsewhere)
+            first, last = 0, n
+        pads.append((first, n - last, 0) if flag else (0, 0, 0))
+    if not any(before or after for before, after, _ in pads):
+        return array
+    return jax.lax.pad(array, jnp.asarray(elsewhere, array.dtype), pads)
 
 
-def resolve_block(gauge: str, role: str, site: Site, known: Mapping[str, int]) -> Block:
-    """The block of a site whose names all have known lengths, checked for selections that do not fit."""
-    known, origin = dict(known), dict.fromkeys(known, "the other blocks")
-    split: list[int] = []
-    for axis in range(len(site.shape)):
-        lengths = full_lengths(gauge, site, axis, known, origin)
-        if lengths is None:
-            raise unresolved(gauge, site, axis, known)
-        split += lengths
+def resolve_block(gauge: str, site: Site, split: tuple[int, ...]) -> Block:
+    """The block of an axes string on a leaf, from the split shape that `solve_lengths` returns.
+
+    Raises:
+      ValueError: the axes string selects an index that the axis does not have.
+    """
+    plan = site.plan
     index: list[int | Ranges] = []
-    for part, length in zip(site.plan.parts, split, strict=True):
-        if part.last > length:
+    for part, length in zip(plan.parts, split, strict=True):
+        if part.shortest > length:
             raise binding_error(
-                gauge, f"index out of range, '{part}' at '{site.path}'",
-                f"length {length} in shape {site.shape}",
-                f"at least {part.last}, axes \"{site.axes}\"", "correct the index, or the sizes of its group")
+                gauge, f"index out of range, '{part.text}' at '{site.path}'", f"length {length} in shape {site.shape}",
+                f"at least {part.shortest}, axes \"{site.axes}\"", "correct the index, or the sizes of its group")
         index.append(part.pick if part.pick is not None else part.ranges or ((0, length),))
-    labels = tuple(part.name for part in site.plan.parts if not part.picked)
-    return Block(
-        site.path, role, site.axes, site.shape, tuple(split), tuple(index), labels, site.plan.one_plus,
-        site.plan.ranges,
-    )  # fmt: skip
+    labels = tuple(part.name for part in plan.parts if part.pick is None)
+    return Block(site.path, site.role, site.axes, site.shape, split, tuple(index), labels, plan.one_plus, plan.ranges)
 
 
 def overlap(a: Block, b: Block) -> bool:
-    """Whether two blocks select a common entry of one leaf.
+    """Whether two blocks select a common element of one leaf.
 
     Args:
       a: a block.
       b: another.
 
     Returns:
-      True if they share an entry.
+      True if they share an element.
 
     >>> from gauge_optax.binding import BlockSpec, bind_leaf, overlap
     >>> specs = [BlockSpec("up", "w", axes) for axes in ("gate=0 _", "gate=1 _")]
@@ -278,13 +285,12 @@ def overlap(a: Block, b: Block) -> bool:
     """
     if a.path != b.path:
         return False
-    # A selection is a product over leaf axes, so it is empty as soon as it is empty along one.
+    # A selection is a product over the axes of the leaf, so two selections share an element if and only if they share
+    # an index along every axis.
     return all(((a.axis_ids(k, ()) >= 0) & (b.axis_ids(k, ()) >= 0)).any() for k in range(len(a.shape)))
 
 
-def bind_leaf(
-    gauge: str, spec: BlockSpec, path: str, shape: tuple[int, ...], sizes: Mapping[str, int]
-) -> Block | None:
+def bind_leaf(gauge: str, spec: BlockSpec, path: str, shape: tuple[int, ...], sizes: Mapping[str, int]) -> Block | None:
     """Resolves one spec on one bare leaf.
 
     Args:
@@ -292,7 +298,7 @@ def bind_leaf(
       spec: pattern and axes.
       path: normalised path.
       shape: shape of the leaf.
-      sizes: known lengths, e.g. an instance's; others follow where they can.
+      sizes: the lengths that are known, e.g. an instance's; the others follow from the shape where they can.
 
     Returns:
       The block, None if the pattern does not match.
@@ -306,5 +312,6 @@ def bind_leaf(
     """
     if match(gauge, spec.pattern, path) is None:
         return None
-    site = Site(path, spec.axes, tuple(shape), parse_axes(gauge, spec.pattern, spec.axes))
-    return resolve_block(gauge, spec.role, site, solve_sizes(gauge, [site], sizes, "the other blocks"))
+    site = Site(spec.role, path, spec.axes, tuple(shape), parse_axes(gauge, spec.pattern, spec.axes))
+    _, (split,) = solve_lengths(gauge, [site], sizes, "the other blocks")
+    return resolve_block(gauge, site, split)

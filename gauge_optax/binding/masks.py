@@ -1,23 +1,23 @@
-"""Masks and labels from path patterns, for `optax.masked`, `optax.partition` and decay masks. Not here: bindings."""
+"""Masks and labels from path patterns, for `optax.masked`, `optax.partition` and `mask=` arguments."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from gauge_optax.binding.paths import binding_error, leaf_shape, leaves_by_path, match, nearest, with_leaves
+from gauge_optax.binding.paths import binding_error, leaf_shape, leaves_by_path, match, no_match, with_leaves
 
-_NONE = object()
+_NO_DEFAULT = object()  # None is a value that a user may want
 
 
-def by_path(values: Mapping[str, Any], default: Any = _NONE) -> Callable[[Any], Any]:
-    """A function from a tree to one like it that says, by path, what each leaf gets: a mask, or labels.
+def by_path(values: Mapping[str, Any], default: Any = _NO_DEFAULT) -> Callable[[Any], Any]:
+    """Makes a function that turns a tree into a mask, or into labels, by the paths of its leaves.
 
     Args:
-      values: path pattern, as in gauges, → value; the first that matches a leaf counts.
-      default: value of leaves that no pattern matches; without one each leaf must have a pattern.
+      values: path pattern, as in gauges → value. Where several patterns match a leaf, the first gives its value.
+      default: value of leaves that no pattern matches. If there is no default, some pattern must match each leaf.
 
     Returns:
-      What `optax.masked`, `optax.partition` and `mask=` take. Calling it raises ValueError for a pattern that matches
-      no leaf, and for a leaf without a value.
+      A function from a tree to a tree of the same structure, as `optax.masked`, `optax.partition` and `mask=` take it.
+      Calling it raises ValueError if a pattern matches no leaf, or a leaf has no value.
 
     >>> params = {"blocks": [{"kernel": jnp.ones((2, 2)), "bias": jnp.ones(2)}], "head": {"kernel": jnp.ones((2, 3))}}
     >>> go.by_path({"**/bias": False}, default=True)(params)
@@ -26,22 +26,22 @@ def by_path(values: Mapping[str, Any], default: Any = _NONE) -> Callable[[Any], 
     >>> tx = optax.partition({"head": optax.adamw(1e-4), "body": optax.adamw(1e-3)}, labels)
     """
 
-    def of(params: Any) -> Any:
-        paths = leaves_by_path(params)
-        found: dict[str, Any] = {}
+    def tree_of_values(params: Any) -> Any:
+        leaves = leaves_by_path(params)
+        out: dict[str, Any] = {}
         for pattern, value in values.items():
-            own = [path for path in paths if match("by_path", pattern, path) is not None]
-            if not own and paths:
-                close = nearest(pattern, {path: leaf_shape(x) for path, x in paths.items()}, 0)
-                raise binding_error(
-                    "by_path", f"no leaf matches '{pattern}'", f"nearest {', '.join(path for path, _ in close)}",
-                    "a pattern of some leaf's path", "correct it, or leave it out")
-            found = {**dict.fromkeys(own, value), **found}
-        left = [path for path in paths if path not in found]
-        if left and default is _NONE:
+            paths = [path for path in leaves if match("by_path", pattern, path) is not None]
+            # `optax.tree.map_params` passes trees without leaves; no pattern can match there.
+            if leaves and not paths:
+                shapes = {path: leaf_shape(leaf) for path, leaf in leaves.items()}
+                raise no_match("by_path", pattern, shapes, 0, "the path of at least one leaf")
+            for path in paths:
+                out.setdefault(path, value)
+        missing = [path for path in leaves if path not in out]
+        if missing and default is _NO_DEFAULT:
             raise binding_error(
-                "by_path", f"no pattern for '{left[0]}'", f"{len(left)} leaves without a value", "one for every leaf",
-                "give a default, or '**' last")
-        return with_leaves(params, {**dict.fromkeys(left, default), **found})
+                "by_path", f"no pattern for '{missing[0]}'", f"{len(missing)} leaves without a value",
+                "one for every leaf", "give a default, or '**' last")
+        return with_leaves(params, dict.fromkeys(missing, default) | out)
 
-    return of
+    return tree_of_values

@@ -1,36 +1,35 @@
-"""Axes strings from the axis names that a tree carries: Linen's and NNX's partitioning names, haliax's axes.
+"""Writes axes strings from the axis names that a tree carries: Linen's and NNX's partitioning names, haliax's axes.
 
-Here: names to places, once, on the boxed tree, since optimizers see bare arrays. Not here: what an axes string means
-(`_axes`).
+This must happen once, on the boxed tree, because the bare arrays that an optimizer sees have no axis names.
 """
 
 from __future__ import annotations
 
+import types
 from collections.abc import Mapping
-from typing import Any, TypeGuard
+from typing import Any
 
 import jax
 
-from gauge_optax.binding import leaves_by_path
-from gauge_optax.binding.paths import binding_error, match, nearest
+from gauge_optax.binding.paths import binding_error, leaves_by_path, match, no_match
 from gauge_optax.binding.specs import Axes
 
-_NNX = ("out_sharding", "sharding_names", "sharding")  # of a variable's metadata
+_NNX_METADATA = ("out_sharding", "sharding_names", "sharding")  # the keys of one thing, by version
 
 
 def axes_by_name(params: Any, blocks: Mapping[str, Mapping[str, str]]) -> dict[str, Axes]:
-    """Bindings by the names that a tree's axes have, in place of their positions.
+    """Bindings by the names of a tree's axes, where gauges otherwise go by their positions.
 
     Args:
       params: the tree with its boxes: Linen's `Partitioned`, `nnx.Variable`s with partitioning names, haliax's
-        `NamedArray`s. Of an NNX model, `nnx.state(model)`.
-      blocks: path → {name in the tree: part of an axes string}; axes that are not named here are free.
+        `NamedArray`s. For an NNX model, pass `nnx.state(model)`.
+      blocks: path → {name in the tree: part of an axes string}. Axes of the tree that this does not name are free.
 
     Returns:
       Path → axes string, as every gauge takes it.
 
     Raises:
-      ValueError: no leaf of a path, leaves without names or with different ones, a name that a leaf does not have.
+      ValueError: a path that matches no leaf, leaves without names or with different ones, a name that a leaf lacks.
 
     >>> import flax.linen as nn
     >>> params = {"up": nn.Partitioned(jnp.ones((2, 3)), ("embed", "mlp")),
@@ -38,50 +37,43 @@ def axes_by_name(params: Any, blocks: Mapping[str, Mapping[str, str]]) -> dict[s
     >>> go.axes_by_name(params, {"up": {"mlp": "channel"}, "down": {"mlp": "channel"}})
     {'up': '_ channel', 'down': 'channel _'}
     """
-    boxes = leaves_by_path(jax.tree.map(_Named, params, is_leaf=lambda node: _names(node) is not None))
-    return {pattern: _axes(pattern, wanted, boxes) for pattern, wanted in blocks.items()}
 
+    def unboxed(node: Any) -> types.SimpleNamespace:
+        # A namespace is a leaf to jax; a tuple of names would be a subtree.
+        return types.SimpleNamespace(names=_axis_names(node), shape=tuple(getattr(node, "shape", ())))
 
-class _Named:
-    """A leaf, or a box as one leaf."""
-
-    def __init__(self, node: Any) -> None:
-        self.names = _names(node)
-        self.shape = tuple(getattr(node, "shape", ()))
-
-
-def _names(node: Any) -> tuple[str | None, ...] | None:
-    """Names of a box's axes, None for anything that names none."""
-    own = getattr(node, "names", None)
-    if _is_names(own):
-        return own
-    axes = getattr(node, "axes", None)
-    if isinstance(axes, tuple) and axes and all(hasattr(axis, "name") for axis in axes):
-        return tuple(axis.name for axis in axes)
-    metadata = node.get_metadata() if hasattr(node, "get_metadata") else {}
-    return next((own for own in map(metadata.get, _NNX) if _is_names(own)), None)
-
-
-def _is_names(own: Any) -> TypeGuard[tuple[str | None, ...]]:
-    return isinstance(own, tuple) and bool(own) and all(name is None or isinstance(name, str) for name in own)
-
-
-def _axes(pattern: str, wanted: Mapping[str, str], boxes: Mapping[str, Any]) -> str:
-    hits = {path: box.names for path, box in boxes.items() if match("axes_by_name", pattern, path) is not None}
-    if not hits:
-        near = nearest(pattern, {path: box.shape for path, box in boxes.items()}, 0)
-        raise binding_error(
-            "axes_by_name", f"no leaf matches '{pattern}'",
-            "nearest " + ", ".join(path for path, _ in near) if near else "no leaves", "a path of a leaf with names",
-            f"write '{near[0][1]}'" if near else "pass the parameters with their boxes")
-    path, names = next(iter(hits.items()))
-    if names is None or any(own != names for own in hits.values()):
-        raise binding_error(
-            "axes_by_name", f"no names to go by at '{pattern}'", f"{names} at '{path}', of {len(hits)} leaves",
-            "one and the same names on every leaf", "pass the boxed tree, or write the axes by position")
-    for name in wanted:
-        if name not in names:
+    leaves = leaves_by_path(jax.tree.map(unboxed, params, is_leaf=lambda node: _axis_names(node) is not None))
+    out: dict[str, Axes] = {}
+    for pattern, parts in blocks.items():
+        names_by_path = {p: leaf.names for p, leaf in leaves.items() if match("axes_by_name", pattern, p) is not None}
+        if not names_by_path:
+            shapes = {path: leaf.shape for path, leaf in leaves.items()}
+            raise no_match("axes_by_name", pattern, shapes, len(parts), "the path of a leaf that has axis names")
+        path, names = next(iter(names_by_path.items()))
+        if names is None or any(others != names for others in names_by_path.values()):
             raise binding_error(
-                "axes_by_name", f"no axis '{name}' at '{path}'", f"axes {', '.join(map(str, names))}",
-                "names that the leaf has", f"correct '{name}'")
-    return " ".join(wanted.get(name, "_") if name is not None else "_" for name in names)
+                "axes_by_name", f"no common axis names at '{pattern}'",
+                f"{names} at '{path}', the first of {len(names_by_path)} leaves",
+                "the same names on every leaf that matches", "pass the boxed tree, or write the axes by position")
+        for name in parts:
+            if name not in names:
+                raise binding_error(
+                    "axes_by_name", f"no axis '{name}' at '{path}'", f"axes {', '.join(map(str, names))}",
+                    "names that the leaf has", f"correct '{name}'")
+        out[pattern] = " ".join("_" if name is None else parts.get(name, "_") for name in names)
+    return out
+
+
+def _axis_names(node: Any) -> tuple[str | None, ...] | None:
+    """Names of the axes of a box (None for an axis without a name); None for anything that is not such a box."""
+    axes = getattr(node, "axes", None)
+    metadata = node.get_metadata() if hasattr(node, "get_metadata") else {}
+    candidates = (
+        getattr(node, "names", None),  # Linen
+        tuple(getattr(axis, "name", ...) for axis in axes) if isinstance(axes, tuple) else None,  # haliax
+        *map(metadata.get, _NNX_METADATA),
+    )
+    for names in candidates:
+        if isinstance(names, tuple) and names and all(name is None or isinstance(name, str) for name in names):
+            return names
+    return None

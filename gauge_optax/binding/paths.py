@@ -1,9 +1,9 @@
-"""Key paths, path patterns, and the error format every check of a binding uses.
+"""Paths of leaves, patterns that match them, and the form of every error about a tree.
 
-A leaf's *normalised path* is its key path joined with `/`, without the key of a box that holds nothing else: the
-attribute `value` (`nnx.Variable`, Linen's `Partitioned`, penzai's parameters), the number of a node that names no keys
-(haliax's `NamedArray`). Gauges name leaves by it, so one gauge fits the
-boxed tree that an optimizer's `init` sees and the bare one that its `update` sees.
+The *normalised path* of a leaf is its key path joined by `/`. The key of a box that holds nothing else is left out: the
+attribute `value` (`nnx.Variable`, Linen's `Partitioned`, penzai's parameters) and the number of a node that names no
+keys (haliax's `NamedArray`). An optimizer's `init` often sees a boxed tree and its `update` a bare one, and leaves have
+the same paths in both.
 """
 
 from __future__ import annotations
@@ -12,21 +12,23 @@ import difflib
 import functools
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import optax
+from jax.tree_util import FlattenedIndexKey, GetAttrKey
+
+Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
 
 _CAPTURE = re.compile(r"\{([^{}]*)\}")
-_ANY_SEGMENTS = r"(?:/[^/]*)*"
 
 
 def binding_error(gauge: str, problem: str, found: str, expected: str, remedy: str) -> ValueError:
-    """The one form of every complaint about a gauge and a tree.
+    """The error for arguments or a tree that do not fit; every message has these four parts.
 
     Args:
-      gauge: name of the gauge's constructor.
-      problem: what is wrong, ending in the quoted path or pattern.
+      gauge: name of the function that the user called, such as a gauge's constructor.
+      problem: what is wrong, with the path, pattern or argument in quotes.
       found: what the tree or the call holds.
       expected: what it should hold.
       remedy: what to write instead.
@@ -49,52 +51,44 @@ def _is_masked(node: Any) -> bool:
     return isinstance(node, optax.MaskedNode)
 
 
-def _only_children(treedef: Any) -> Iterator[bool]:
-    """For each leaf in order: whether it is its parent's only child (None and empty containers count)."""
+def _only_children(treedef: Any, only: bool = False) -> Iterator[bool]:
+    """For each leaf in order: whether it is its parent's only child."""
+    # Key paths cannot tell: a field that is None has none, yet it shows that its parent is not a box of one thing.
+    if treedef.num_leaves == treedef.num_nodes == 1:
+        yield only
+        return
     children = treedef.children()
     for child in children:
-        if child.num_leaves == child.num_nodes == 1:
-            yield len(children) == 1
-        else:
-            yield from _only_children(child)
-
-
-def _is_box(key: Any) -> bool:
-    """Whether a key is that of a box; a dict's key or a list's index never is."""
-    named = isinstance(key, jax.tree_util.GetAttrKey) and key.name == "value"
-    return named or isinstance(key, jax.tree_util.FlattenedIndexKey)
+        yield from _only_children(child, len(children) == 1)
 
 
 def _flatten(tree: Any) -> tuple[list[str], list[Any], Any]:
     """Normalised paths, leaves with every MaskedNode as a leaf, and the treedef."""
     treedef: Any
     pairs, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_masked)
-    # A tree that is a single leaf has no parent to look at.
-    only_child = _only_children(treedef) if treedef.children() else [False] * len(pairs)
     paths = []
-    for (keys, _), only in zip(pairs, only_child, strict=True):
-        if only and _is_box(keys[-1]):
+    for (keys, _), only in zip(pairs, _only_children(treedef), strict=True):
+        # Keys of these two types only: a dict's key "value" and a list's index are names that the user gave.
+        if only and (keys[-1] == GetAttrKey("value") or isinstance(keys[-1], FlattenedIndexKey)):
             keys = keys[:-1]
         paths.append(jax.tree_util.keystr(keys, simple=True, separator="/"))
-    seen: set[str] = set()
-    for path in paths:
-        if path in seen:
-            raise binding_error(
-                "binding", f"two leaves share the path '{path}'", "keys that contain '/' or print alike",
-                "one leaf per normalised path", "rename one of the keys")
-        seen.add(path)
+    if len(set(paths)) < len(paths):
+        twice = next(path for k, path in enumerate(paths) if path in paths[:k])
+        raise binding_error(
+            "binding", f"two leaves share the path '{twice}'", "keys that contain '/' or print alike",
+            "one leaf per normalised path", "rename one of the keys")
     return paths, [leaf for _, leaf in pairs], treedef
 
 
 def shown_and_hidden(tree: Any) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """`leaves_by_path` and `hidden_paths` in one pass."""
+    """Returns `leaves_by_path(tree)` and `hidden_paths(tree)`, but flattens the tree once."""
     paths, leaves, _ = _flatten(tree)
     shown = {path: leaf for path, leaf in zip(paths, leaves, strict=True) if not _is_masked(leaf)}
     return shown, tuple(path for path in paths if path not in shown)
 
 
 def leaves_by_path(tree: Any) -> dict[str, Any]:
-    """Leaves by normalised path, in tree order; None and `optax.MaskedNode` are left out.
+    """Leaves by normalised path, in tree order. `None` and `optax.MaskedNode` are left out.
 
     Args:
       tree: any pytree.
@@ -113,7 +107,7 @@ def leaves_by_path(tree: Any) -> dict[str, Any]:
 
 
 def hidden_paths(tree: Any) -> tuple[str, ...]:
-    """Paths where `optax.masked` or `optax.partition` put a `MaskedNode`, for a leaf or for a subtree.
+    """Paths at which `optax.masked` or `optax.partition` put a `MaskedNode` in place of a leaf or a subtree.
 
     Args:
       tree: any pytree.
@@ -137,7 +131,7 @@ def with_leaves(tree: Any, leaves: Mapping[str, Any]) -> Any:
 
     Args:
       tree: any pytree.
-      leaves: new leaves by normalised path; all other leaves, `MaskedNode`s included, stay.
+      leaves: new leaves by normalised path; all other leaves stay, and so do `MaskedNode`s.
 
     Returns:
       A tree of the same structure.
@@ -158,7 +152,9 @@ def with_leaves(tree: Any, leaves: Mapping[str, Any]) -> Any:
 
 
 def is_empty(tree: Any) -> bool:
-    """Whether a tree has neither leaves nor `MaskedNode`s: the placeholder of `optax.tree.map_params`.
+    """Whether a tree has neither leaves nor `MaskedNode`s.
+
+    `optax.tree.map_params` calls `init` with such a tree, and a gauge must not complain about missing leaves then.
 
     Args:
       tree: any pytree.
@@ -175,41 +171,57 @@ def is_empty(tree: Any) -> bool:
 
 
 def leaf_shape(leaf: Any) -> tuple[int, ...]:
-    """Shape of an array, tracer, ShapeDtypeStruct or number; () for anything else a tree may carry."""
+    """Shape of a leaf.
+
+    Args:
+      leaf: an array, tracer, ShapeDtypeStruct, number, or anything else that a tree may hold.
+
+    Returns:
+      The shape, () for a leaf that has none.
+
+    >>> from gauge_optax.binding import leaf_shape
+    >>> leaf_shape(jnp.ones((2, 3))), leaf_shape(1.0)
+    ((2, 3), ())
+    """
     shape = getattr(leaf, "shape", None)
     return shape if isinstance(shape, tuple) else ()
 
 
-def _segment_regex(gauge: str, pattern: str, segment: str, seen: set[str]) -> str:
-    out = ""
-    for k, piece in enumerate(_CAPTURE.split(segment)):
-        if k % 2 == 0:
-            if set(piece) & set("{}*"):
-                raise binding_error(
-                    gauge, f"malformed pattern '{pattern}'", f"'{segment}'",
-                    "text and {name} captures, or ** as a whole segment",
-                    "balance the braces; {name} matches within a segment, ** any number of segments")
-            out += re.escape(piece)
-        elif not piece.isidentifier() or piece == "_":
-            raise binding_error(gauge, f"malformed pattern '{pattern}'", f"the capture '{{{piece}}}'",
-                                "a capture named by an identifier", "name it, as in {i}")
-        else:
-            out += f"(?P={piece})" if piece in seen else f"(?P<{piece}>[^/]+)"
-            seen.add(piece)
-    return out
-
-
 @functools.lru_cache(maxsize=4096)
 def compile_pattern(gauge: str, pattern: str) -> re.Pattern[str]:
-    """Regex for '/' + path. The leading slash lets `**` stand for zero segments anywhere."""
+    """Compiles a pattern to a regular expression for "/" + path, with a group per capture.
+
+    Raises:
+      ValueError: not a string, braces out of balance, a capture without a valid name, a lone `*`.
+    """
+
+    def malformed(found: str, expected: str, remedy: str) -> ValueError:
+        return binding_error(gauge, f"malformed pattern '{pattern}'", found, expected, remedy)
+
     if not isinstance(pattern, str):
-        raise binding_error(gauge, f"malformed pattern '{pattern}'", f"a {type(pattern).__name__}",
-                            "a string", "write the path of the leaf, keys joined by '/'")
-    seen: set[str] = set()
-    segments = pattern.split("/")
-    return re.compile("".join(
-        _ANY_SEGMENTS if s == "**" else "/" + _segment_regex(gauge, pattern, s, seen) for s in segments
-    ))
+        raise malformed(f"a {type(pattern).__name__}", "a string", "write the path of the leaf, keys joined by '/'")
+    regex = ""
+    captures: set[str] = set()
+    for segment in pattern.split("/"):
+        # Every segment brings its own slash, so that `**` can stand for no segments in any position.
+        if segment == "**":
+            regex += "(?:/[^/]*)*"
+            continue
+        regex += "/"
+        for k, piece in enumerate(_CAPTURE.split(segment)):  # text and names of captures alternate
+            if k % 2 == 0:
+                if set(piece) & set("{}*"):
+                    raise malformed(
+                        f"'{segment}'", "text and {name} captures, or ** as a whole segment",
+                        "balance the braces; {name} matches within a segment, ** any number of segments")
+                regex += re.escape(piece)
+            elif not piece.isidentifier() or piece == "_":
+                raise malformed(f"the capture '{{{piece}}}'", "a capture named by an identifier", "name it, as in {i}")
+            else:
+                # A capture that appears again must match the same text.
+                regex += f"(?P={piece})" if piece in captures else f"(?P<{piece}>[^/]+)"
+                captures.add(piece)
+    return re.compile(regex)
 
 
 def captures_of(gauge: str, pattern: str) -> tuple[str, ...]:
@@ -218,68 +230,119 @@ def captures_of(gauge: str, pattern: str) -> tuple[str, ...]:
 
 
 def match(gauge: str, pattern: str, path: str) -> dict[str, str] | None:
-    """The captures of a path under a pattern, None where it does not match."""
+    """Matches a path against a pattern.
+
+    Args:
+      gauge: name for errors.
+      pattern: `{name}` captures text within one segment; `**` matches any number of segments.
+      path: normalised path.
+
+    Returns:
+      The text of each capture; None where the path does not match.
+
+    Raises:
+      ValueError: a malformed pattern.
+
+    >>> from gauge_optax.binding import match
+    >>> match("rescale", "blocks/{i}/**/kernel", "blocks/3/mlp/up/kernel")
+    {'i': '3'}
+    """
     hit = compile_pattern(gauge, pattern).fullmatch("/" + path)
     return None if hit is None else hit.groupdict()
 
 
 def hidden_match(gauge: str, pattern: str, path: str) -> tuple[dict[str, str], bool] | None:
-    """Captures of a hidden path, and whether it surely hides a leaf of the pattern.
+    """Whether a `MaskedNode` hides a leaf of a pattern.
 
-    A prefix mask hides whole subtrees, so a head of the pattern may match as well. Whether a leaf or a
-    subtree stood there cannot be told; a numbered capture (`blocks/{i}` against `blocks/3`) is taken for one.
+    A mask can be a prefix of the tree, so a `MaskedNode` may stand for a whole subtree, and the first segments of the
+    pattern may be all that matches. Nothing in the tree tells a hidden leaf from a hidden subtree. If the captures of
+    such a partial match are numbers (`blocks/{i}` against `blocks/3`), it counts as certain.
+
+    Args:
+      gauge: name for errors.
+      pattern: path of the leaves, with captures.
+      path: path of the `MaskedNode`.
+
+    Returns:
+      The captures, and whether a leaf of the pattern is certainly hidden; None if none can be.
+
+    >>> from gauge_optax.binding import hidden_match
+    >>> hidden_match("rescale", "blocks/{i}/up", "blocks/3"), hidden_match("rescale", "blocks/{i}/up", "head")
+    (({'i': '3'}, True), None)
     """
     whole = match(gauge, pattern, path)
     if whole is not None:
         return whole, True
     segments = pattern.split("/")
     for k in range(1, len(segments)):
-        head = None if "**" in segments[:k] else match(gauge, "/".join(segments[:k]), path)
-        if head is not None:
-            return head, all(re.fullmatch("[0-9]+", value) for value in head.values())
+        captures = None if "**" in segments[:k] else match(gauge, "/".join(segments[:k]), path)
+        if captures is not None:
+            return captures, all(re.fullmatch("[0-9]+", value) for value in captures.values())
     return None
 
 
-def natural_key(values: Sequence[str]) -> tuple[Any, ...]:
-    """Sort key that puts `blocks_2` before `blocks_10`."""
-    parts = [re.split("([0-9]+)", value) for value in values]
-    return tuple(tuple(int(p) if k % 2 else p for k, p in enumerate(part)) for part in parts), tuple(values)
+def natural_key(text: str) -> tuple[Any, ...]:
+    """Sort key that puts `blocks_2` before `blocks_10`, and differs for texts that differ."""
+    pieces = re.split("([0-9]+)", text)  # text and numbers alternate
+    return tuple(int(piece) if k % 2 else piece for k, piece in enumerate(pieces)), text
 
 
-def with_captures(pattern: str, path: str) -> str:
-    """A path with a failing pattern's captures put back, as a proposal; the path itself where that fails."""
-    pieces, wanted, start = path.split("/"), pattern.split("/"), 0
-    for at, segment in enumerate(wanted):
-        names = _CAPTURE.findall(segment)
-        if not names:
-            continue
-        aligned = len(pieces) == len(wanted) and at >= start and _fits(segment, pieces[at])
-        order = ([at] if start <= at < len(pieces) else []) + list(range(start, len(pieces)))
-        numbered = [k for k in order if re.search("[0-9]", pieces[k]) and pieces[k] not in wanted]
-        k = numbered[0] if numbered else at
-        if aligned and k == at:
-            pieces[k] = segment
-        elif numbered and len(names) == 1:
-            pieces[k] = re.sub("[0-9]+(?=[^0-9]*$)", f"{{{names[0]}}}", pieces[k])
-        else:
-            return path
-        start = k + 1
-    return "/".join(pieces)
+def nearest(pattern: str, shapes: Shapes, rank: int) -> list[tuple[str, str]]:
+    """The leaves that a pattern without a match may have meant.
 
+    Args:
+      pattern: the pattern.
+      shapes: shapes of all leaves by path.
+      rank: the rank that the pattern's axes ask for; leaves that have it are preferred.
 
-def _fits(segment: str, piece: str) -> bool:
-    return re.fullmatch(".+".join(map(re.escape, _CAPTURE.split(segment)[::2])), piece) is not None
+    Returns:
+      Up to three pairs of a path and the pattern to propose for it, most similar first.
 
-
-def nearest(pattern: str, shapes: Mapping[str, tuple[int, ...]], rank: int) -> list[tuple[str, str]]:
-    """Up to three (path, proposed pattern), most similar first; leaves of the right rank are preferred."""
-    proposals: dict[str, str] = {}
-    for path in sorted(shapes, key=lambda p: natural_key([p])):
-        proposals.setdefault(with_captures(pattern, path), path)
+    >>> from gauge_optax.binding import nearest
+    >>> nearest("blocks/{i}/upp", {"blocks/0/up": (4, 8), "blocks/1/up": (4, 8), "head": (8, 3)}, 2)
+    [('blocks/0/up', 'blocks/{i}/up'), ('head', 'head')]
+    """
+    paths: dict[str, str] = {}  # proposed pattern -> the first path that it matches
+    for path in sorted(shapes, key=natural_key):
+        paths.setdefault(_with_captures(pattern, path), path)
 
     def score(proposal: str) -> float:
         likeness = difflib.SequenceMatcher(None, pattern, proposal, autojunk=False).ratio()
-        return likeness + (0.1 if len(shapes[proposals[proposal]]) == rank else 0.0)
+        return likeness + (0.1 if len(shapes[paths[proposal]]) == rank else 0.0)
 
-    best = sorted(proposals, key=lambda proposal: -score(proposal))[:3]
-    return [(proposals[proposal], proposal) for proposal in best]
+    return [(paths[proposal], proposal) for proposal in sorted(paths, key=score, reverse=True)[:3]]
+
+
+def no_match(
+    gauge: str, pattern: str, shapes: Shapes, rank: int, expected: str, hidden: Sequence[str] = ()
+) -> ValueError:
+    """The error for a pattern that matches no leaf: it names the nearest leaves, and where `MaskedNode`s are."""
+    near = nearest(pattern, shapes, rank)
+    found = "nearest " + ", ".join(f"{path} {shapes[path]}" for path, _ in near) if near else "no leaves"
+    remedy = f"write '{near[0][1]}'" if near else "pass the parameters that the pattern was written for"
+    if hidden:
+        found += f", and MaskedNode at {', '.join(hidden[:3])}"
+        remedy += ", or give each partition its own gauge list"
+    return binding_error(gauge, f"no leaf matches '{pattern}'", found, expected, remedy)
+
+
+def _with_captures(pattern: str, path: str) -> str:
+    """A path with the captures of a pattern put back; the path itself if they have no place in it."""
+    pieces, segments, start = path.split("/"), pattern.split("/"), 0
+    for at, segment in enumerate(segments):
+        names = _CAPTURE.findall(segment)
+        if not names:
+            continue
+        # A capture most often stands for a number: look at the same position first, then from left to right.
+        order = sorted(range(start, len(pieces)), key=lambda k: k != at)
+        numbered = [k for k in order if re.search("[0-9]", pieces[k]) and pieces[k] not in segments]
+        place = numbered[0] if numbered else at
+        text = ".+".join(map(re.escape, _CAPTURE.split(segment)[::2]))
+        if place == at >= start and len(pieces) == len(segments) and re.fullmatch(text, pieces[at]):
+            pieces[at] = segment
+        elif numbered and len(names) == 1:
+            pieces[place] = re.sub("[0-9]+(?=[^0-9]*$)", f"{{{names[0]}}}", pieces[place])  # the last number
+        else:
+            return path
+        start = place + 1
+    return "/".join(pieces)

@@ -1,4 +1,4 @@
-"""What the user writes of a gauge's binding, checked for all that can be told without a tree."""
+"""The patterns, axes and sizes that a user writes, with every check that needs no tree."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import dataclasses
 import itertools
 import operator
 from collections.abc import Mapping, Sequence
-from typing import Any
 
-from gauge_optax.binding.axes import Part, parse_axes
+from gauge_optax.binding.axes import parse_axes
 from gauge_optax.binding.paths import binding_error, captures_of, compile_pattern
 
 Axes = str | tuple[str, ...]
@@ -22,9 +21,9 @@ class BlockSpec:
     """One pattern with one axes string, checked for syntax only.
 
     Attributes:
-      role: the gauge's argument it was given in, e.g. "up".
+      role: the gauge's argument that it comes from, e.g. "up".
       pattern: path of the leaves, with captures.
-      axes: their axes.
+      axes: the axes string of the leaves.
     """
 
     role: str
@@ -35,20 +34,20 @@ class BlockSpec:
 def block_specs(
     gauge: str, role: str, blocks: Mapping[str, Axes], reserved: Sequence[str] = ()
 ) -> tuple[BlockSpec, ...]:
-    """Checks and freezes one mapping *path -> axes* of a gauge.
+    """Checks one mapping *path -> axes* of a gauge, and makes it hashable.
 
     Args:
       gauge: name for errors.
       role: name of the argument.
       blocks: patterns and their axes; a tuple of axes where one leaf holds several blocks.
-      reserved: names (`basis`, `vocab`) that must stand once in each axes string, without an integer index.
+      reserved: names (`basis`, `vocab`) that each axes string must have, without an integer index.
 
     Returns:
       One `BlockSpec` per axes string, in order.
 
     Raises:
-      ValueError: an empty mapping, malformed patterns or axes, a reserved name missing or out of place, a
-        capture or a named axis that does not stand in all of them.
+      ValueError: an empty mapping, malformed patterns or axes, a reserved name that is missing or out of place, a
+        capture or a named axis that some of the blocks lack.
 
     >>> from gauge_optax.binding import block_specs
     >>> block_specs("rescale", "up", {"mlp/{i}/up": "_ channel"})
@@ -67,30 +66,25 @@ def block_specs(
                 gauge, f"malformed axes of '{pattern}'", repr(value), "a string, or a tuple of strings",
                 "write one item per axis, and one string per block of the leaf")
         for axes in strings:
-            _check_reserved(gauge, pattern, axes, reserved)
+            parts = {part.name: part for part in parse_axes(gauge, pattern, axes).parts}
+            for name in reserved:
+                if name not in parts or parts[name].pick is not None:
+                    raise binding_error(
+                        gauge, f"'{name}' out of place in \"{axes}\" of '{pattern}'",
+                        f"'{parts[name].text}'" if name in parts else f"no axis '{name}'",
+                        f"the axis '{name}' once, whole or a range", f"name the axis that the gauge acts on '{name}'")
+            for name in parts:
+                if name in _RESERVED and name not in reserved:
+                    raise binding_error(
+                        gauge, f"reserved name in \"{axes}\" of '{pattern}'", f"'{name}'",
+                        "other names: this gauge has no such axis", "rename the axis, or write '_'")
             specs.append(BlockSpec(role, pattern, axes))
     check_specs(gauge, specs)
     return tuple(specs)
 
 
-def _check_reserved(gauge: str, pattern: str, axes: str, reserved: Sequence[str]) -> None:
-    parts = parse_axes(gauge, pattern, axes).parts
-    for name in reserved:
-        own = [part for part in parts if part.name == name]
-        if not own or own[0].picked:
-            raise binding_error(
-                gauge, f"'{name}' out of place in \"{axes}\" of '{pattern}'",
-                f"'{own[0]}'" if own else f"no axis '{name}'", f"the axis '{name}' once, whole or a range",
-                f"name the axis that the gauge acts on '{name}'")
-    for part in parts:
-        if part.name in _RESERVED and part.name not in reserved:
-            raise binding_error(
-                gauge, f"reserved name in \"{axes}\" of '{pattern}'", f"'{part.name}'",
-                "other names: this gauge has no such axis", "rename the axis, or write '_'")
-
-
 def check_specs(gauge: str, specs: Sequence[BlockSpec], sizes: Sizes = ()) -> None:
-    """Checks that captures and named axes agree over all the specs of a gauge.
+    """Checks that all specs of a gauge have the same captures and the same named axes.
 
     Args:
       gauge: name for errors.
@@ -98,49 +92,44 @@ def check_specs(gauge: str, specs: Sequence[BlockSpec], sizes: Sizes = ()) -> No
       sizes: frozen `sizes`.
 
     Raises:
-      ValueError: a dangling capture, a named axis missing from a block, a name in `sizes` that no axes string
-        has.
+      ValueError: a capture or a named axis that some of the specs lack, a name in `sizes` that no axes string has.
 
     >>> from gauge_optax.binding import BlockSpec, check_specs
     >>> up, down = BlockSpec("up", "{i}/up", "_ channel"), BlockSpec("down", "{i}/down", "channel _")
     >>> check_specs("rescale", [up, down])
     """
-    captures = {spec: captures_of(gauge, spec.pattern) for spec in specs}
-    axes = {spec: named_axes(gauge, spec) for spec in specs}
-    for kind, table, form in (("capture", captures, "{{{}}}"), ("axis", axes, "{}")):
+    captures = {spec: [f"{{{name}}}" for name in captures_of(gauge, spec.pattern)] for spec in specs}
+    axes = {spec: _named_axes(gauge, spec) for spec in specs}
+    for kind, table in (("capture", captures), ("axis", axes)):
         for spec, other in itertools.product(specs, specs):
-            missing = [form.format(name) for name in table[other] if name not in table[spec]]
+            missing = [name for name in table[other] if name not in table[spec]]
             if missing:
                 where = f"'{spec.pattern}'" if kind == "capture" else f"\"{spec.axes}\" of '{spec.pattern}'"
-                have = ", ".join(map(form.format, table[spec])) or "none"
                 raise binding_error(
-                    gauge, f"dangling {kind} {missing[0]}, absent from {where}", have,
-                    f"{', '.join(map(form.format, table[other]))}, as in '{other.pattern}': \"{other.axes}\"",
+                    gauge, f"dangling {kind} {missing[0]}, absent from {where}", ", ".join(table[spec]) or "none",
+                    f"{', '.join(table[other])}, as in '{other.pattern}': \"{other.axes}\"",
                     f"write {missing[0]} in both, or in neither")
-    known = {part.name for spec in specs for part in _parts(gauge, spec)} - {"_"}
+    names = {part.name for spec in specs for part in parse_axes(gauge, spec.pattern, spec.axes).parts} - {"_"}
     for name, _ in sizes:
-        if name not in known:
+        if name not in names:
             raise binding_error(
-                gauge, f"unknown axis in sizes '{name}'", f"named axes: {', '.join(sorted(known)) or 'none'}",
-                "names that stand in an axes string", f"drop '{name}' or correct it")
+                gauge, f"unknown axis in sizes '{name}'", f"named axes: {', '.join(sorted(names)) or 'none'}",
+                "names that an axes string has", f"drop '{name}' or correct it")
 
 
-def _parts(gauge: str, spec: BlockSpec) -> tuple[Part, ...]:
-    return parse_axes(gauge, spec.pattern, spec.axes).parts
-
-
-def named_axes(gauge: str, spec: BlockSpec) -> tuple[str, ...]:
+def _named_axes(gauge: str, spec: BlockSpec) -> list[str]:
     """Names of a spec's axes in order, without those that an integer selects."""
-    return tuple(part.name for part in _parts(gauge, spec) if part.name != "_" and not part.picked)
+    parts = parse_axes(gauge, spec.pattern, spec.axes).parts
+    return [part.name for part in parts if part.name != "_" and part.pick is None]
 
 
 def group_axes(gauge: str, specs: Sequence[BlockSpec], reserved: Sequence[str]) -> tuple[str, ...]:
-    """The group's axes: names in order of first appearance over the specs, the reserved ones left out.
+    """The names that index the gauge's group: those of all specs in order of first appearance, less the reserved ones.
 
     Args:
       gauge: name for errors.
       specs: all roles together.
-      reserved: names that are no axes of the group.
+      reserved: names that are not axes of the group.
 
     Returns:
       The names; `Binding.named` is the same tuple.
@@ -150,19 +139,19 @@ def group_axes(gauge: str, specs: Sequence[BlockSpec], reserved: Sequence[str]) 
     >>> group_axes("head_rotation", specs, ("basis",))
     ('head',)
     """
-    names = (name for spec in specs for name in named_axes(gauge, spec))
+    names = (name for spec in specs for name in _named_axes(gauge, spec))
     return tuple(dict.fromkeys(name for name in names if name not in reserved))
 
 
-def frozen_sizes(gauge: str, sizes: Mapping[str, int] | None) -> tuple[tuple[str, int], ...]:
-    """Checks and freezes the `sizes` argument of a gauge.
+def frozen_sizes(gauge: str, sizes: Mapping[str, int] | None) -> Sizes:
+    """Checks the `sizes` argument of a gauge and makes it hashable.
 
     Args:
       gauge: name for errors.
       sizes: lengths by axis name, or None.
 
     Returns:
-      Sorted pairs of Python values.
+      Pairs of a name and a Python integer, sorted.
 
     Raises:
       ValueError: not a mapping of names to positive integers.
@@ -173,20 +162,18 @@ def frozen_sizes(gauge: str, sizes: Mapping[str, int] | None) -> tuple[tuple[str
     """
     if sizes is not None and not isinstance(sizes, Mapping):
         raise binding_error(
-            gauge, f"malformed sizes '{sizes}'", f"a {type(sizes).__name__}",
-            "a mapping from axis names to lengths", 'write sizes={"head": 12}')
-    frozen = {name: _integer(size) for name, size in (sizes or {}).items()}
-    for name, size in frozen.items():
-        if not isinstance(name, str) or size < 1:
+            gauge, f"malformed sizes '{sizes}'", f"a {type(sizes).__name__}", "a mapping from axis names to lengths",
+            'write sizes={"head": 12}')
+    frozen = []
+    for name, size in (sizes or {}).items():
+        try:
+            # `index` accepts NumPy's integers and rejects floats. It accepts bool too, which can only be a mistake.
+            length = 0 if isinstance(size, bool) else operator.index(size)
+        except TypeError:
+            length = 0
+        if not isinstance(name, str) or length < 1:
             raise binding_error(
-                gauge, f"malformed size of '{name}'", repr((sizes or {})[name]), "a positive integer",
+                gauge, f"malformed size of '{name}'", repr(size), "a positive integer",
                 'write the length of the axis, as in sizes={"head": 12}')
-    return tuple(sorted(frozen.items()))
-
-
-def _integer(size: Any) -> int:
-    """A length as a Python int, 0 for what is none."""
-    try:
-        return 0 if isinstance(size, bool) else operator.index(size)
-    except TypeError:
-        return 0
+        frozen.append((name, length))
+    return tuple(sorted(frozen))

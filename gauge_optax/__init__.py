@@ -11,10 +11,8 @@ from gauge_optax.gauges.rescale import multiplier_balance, norm_scale, rescale, 
 from gauge_optax.gauges.rotation import head_rotation
 from gauge_optax.gauges.shift import logit_shift
 from gauge_optax.gauges.torus import rope_torus
-from gauge_optax.measure._sensitivity import gauge_sensitivity
 from gauge_optax.measure.balance import track_balance
 from gauge_optax.measure.live import track
-from gauge_optax.measure.shrink import gram_evolution
 from gauge_optax.optimizers._quotient import quotient
 from gauge_optax.optimizers.aliases import ddc_adamw, ddc_muon, quotient_adamw, quotient_muon
 from gauge_optax.optimizers.decay import add_gauge_decay
@@ -37,10 +35,10 @@ from gauge_optax.transforms.retract import gauge_retract
 
 __all__ = [
     "Gauge", "add_gauge_decay", "axes_by_name", "by_path", "ddc_adamw", "ddc_muon", "discover", "from_json",
-    "from_state", "gauge_fix", "gauge_project", "gauge_retract", "gauge_sensitivity", "gram_evolution", "head_linear",
-    "head_rotation", "hyperball", "logit_shift", "lora", "measure", "multiplier_balance", "norm_scale", "plan",
-    "product", "quotient", "quotient_adamw", "quotient_muon", "rescale", "rope_linear", "rope_torus", "rotational",
-    "rotational_adamw", "rotational_lion", "rotational_sgdm", "scale_by_ddc", "scale_by_opposite_gram",
-    "scale_by_relative_rms", "scale_by_scaled_polar", "scale_invariant", "testing", "to_json", "track",
-    "track_balance", "track_rotation", "transport",
+    "from_state", "gauge_fix", "gauge_project", "gauge_retract", "head_linear", "head_rotation", "hyperball",
+    "logit_shift", "lora", "measure", "multiplier_balance", "norm_scale", "plan", "product", "quotient",
+    "quotient_adamw", "quotient_muon", "rescale", "rope_linear", "rope_torus", "rotational", "rotational_adamw",
+    "rotational_lion", "rotational_sgdm", "scale_by_ddc", "scale_by_opposite_gram", "scale_by_relative_rms",
+    "scale_by_scaled_polar", "scale_invariant", "testing", "to_json", "track", "track_balance", "track_rotation",
+    "transport",
 ]  # fmt: skip

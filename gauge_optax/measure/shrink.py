@@ -1,7 +1,7 @@
 """Gram matrices of a factor pair under decoupled weight decay: shrink both factors, then add an update to each.
 
 Shrinking both factors by one ρ takes the imbalance D = AᵀA − BᵀB to ρ²·D: it fades, and relative to the Grams it stays
-the same. New imbalance comes from shrinks of different size, which change D even where it is zero, and from the updates.
+the same. New imbalance comes from the updates, and from shrinks of different size, which change D even where it is 0.
 """
 
 from typing import NamedTuple

@@ -276,12 +276,12 @@ def _cell(setting: Setting, group: str, factory: Factory) -> Json:
 
 
 def _measured(setting: Setting, group: str, tx: optax.GradientTransformation) -> Json:
-    def plain(found: Sensitivity) -> Json:
+    def plain(result: Sensitivity) -> Json:
         return {
-            "relative_change": np.asarray(found.relative_change, float).tolist(),
-            "mean": float(found.mean),
-            "max": float(found.max),
-            "per_gauge": [plain(part) for part in found.per_gauge],
+            "relative_change": np.asarray(result.relative_change, float).tolist(),
+            "mean": float(result.mean),
+            "max": float(result.max),
+            "per_gauge": [plain(part) for part in result.per_gauge],
         }
 
     model = setting.model

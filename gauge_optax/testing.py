@@ -241,10 +241,10 @@ def _leaves_of(gauge: Gauge, params: Any) -> Sequence[str]:
 
 def _on_slice(group: Product, params: Any, updates: Any) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
     """The bound leaves of a tangent in slice coordinates, and of its part along the orbits."""
-    on = group.chart(params)
-    near = nearest(on, params)
-    tangent = pushed(near.back, on.joint.vectors(updates))
-    across = horizontal(on, near.point, near.masks, tangent)
+    chart = group.chart(params)
+    near = nearest(chart, params)
+    tangent = pushed(near.back, chart.joint.vectors(updates))
+    across = horizontal(chart, near.point, near.masks, tangent)
     return tangent, {path: x - across[path] for path, x in tangent.items()}
 
 

@@ -98,7 +98,7 @@ def adam_precondition(
 def _inverse_root(v: jax.Array, b2: float, eps: float, eps_root: float, count: jax.Array) -> jax.Array:
     """1/(√v̂ + eps)."""
     square = v.astype(real_dtype()) / (1 - b2**count) + eps_root
-    # √ has no derivative at 0, where an entry never had a gradient; this form has the derivative 0 there.
+    # √ has no derivative at 0, where an entry never had a gradient; this form has the derivative 0.
     alive = square > 0
     return 1.0 / (jnp.where(alive, jnp.sqrt(jnp.where(alive, square, 1.0)), 0.0) + eps)
 

@@ -65,7 +65,7 @@ def track_balance(gauges: Gauges, *, every: int | jax.Array = 1) -> optax.Gradie
       The transformation. Its `update` needs `params`.
 
     Raises:
-      ValueError: `every` that is no positive int, here; bindings that do not fit, at `init`; `update` without params.
+      ValueError: `every` that is no positive int; at `init`, bindings that do not fit; `update` without params.
 
     >>> gauge = go.multiplier_balance({"query": "head _"}, {"key": "head _"})
     >>> params = {"query": jnp.full((2, 3), 4.0), "key": jnp.full((2, 3), -1.0)}

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from gauge_optax.binding import Block, binding_error
+from gauge_optax.binding import binding_error
 from gauge_optax.checks import require_choice
 from gauge_optax.gauges._head import BASIS, PLANE
 from gauge_optax.gauges.base import Effect, Element, Gauges
@@ -22,12 +22,6 @@ from gauge_optax.linalg import lyapunov, safe_divide, skew
 from gauge_optax.xla import in_turn
 
 Arrays = Mapping[str, jax.Array]
-
-_REMEDIES: dict[tuple[Effect, ...], str] = {
-    ("diagonal",): "pass one go.rescale, go.norm_scale or go.scale_invariant; rotations have `rotation_leakage`",
-    ("orthogonal",): "pass one go.head_rotation or go.rope_torus; scales have `rescale_leakage`",
-    ("diagonal", "orthogonal"): "pass one scale or rotation gauge at a time",
-}
 
 
 class StepLeakage(NamedTuple):
@@ -95,65 +89,59 @@ class Orbit:
       gauges: one gauge.
       params: the point.
       effects: which effects the gauge may have. Raises ValueError for any other gauge, or for several.
-    """
 
-    named: dict[str, tuple[str, ...]]
-    """Instance → names of the axes that count its channels, heads or planes."""
-    blocks: dict[str, tuple[Block, ...]]
-    """Instance → the blocks that it moves."""
-    point: Arrays
-    """Values of the leaves that the gauge moves."""
+    Attributes:
+      named: instance → names of the axes that count its channels, heads or planes.
+      blocks: instance → the blocks that it moves.
+      vectors: tangent or cotangent tree → those of its leaves that the gauge moves, in the computing dtype.
+    """
 
     def __init__(self, caller: str, gauges: Gauges, params: Any, effects: tuple[Effect, ...]) -> None:
         parts = product(gauges).parts
         if len(parts) != 1 or parts[0].effect not in effects:
-            found = ", ".join(part.name for part in parts) or "no gauges"
-            expected = "one gauge of the kind that this measure reads"
-            raise binding_error(caller, "another kind of gauge", found, expected, _REMEDIES[effects])
+            raise binding_error(
+                caller, "another kind of gauge", ", ".join(part.name for part in parts) or "no gauges",
+                "one gauge of the kind that this measure reads",
+                "pass one gauge at a time: scales have `rescale_leakage`, rotations `rotation_leakage`, both "
+                "`step_leakage`; other gauges have none",
+            )  # fmt: skip
         gauge, bound = parts[0], parts[0].bound(params)
-        self.named = {i.key: i.named for i in (*bound.scales, *bound.rotations)}
+        self.named = {i.key: i.named for i in bound.scales} | {h.key: h.named for h in bound.rotations}
         self.blocks = {i.key: i.up + i.down for i in bound.scales}
         self.blocks |= {h.key: tuple(b.block for b in h.blocks) for h in bound.rotations}
-        self.point, self.vectors = bound.values(params), bound.vectors
-        identity = gauge.identity(params)
+        self.vectors, point, identity = bound.vectors, bound.values(params), gauge.identity(params)
 
         def act(element: Element) -> Arrays:
-            values = gauge.move(bound, element, self.point)
-            return {path: values[path] for path in self.point}
+            values = gauge.move(bound, element, point)
+            return {path: values[path] for path in point}
 
-        self._push = jax.linearize(act, identity)[1]
-        self._pull = jax.vjp(act, identity)[1]
-        self._matrices = {key: x.ndim > len(self.named[key]) for key, x in identity.items()}
+        _, self._push = jax.linearize(act, identity)
+        _, self._pull = jax.vjp(act, identity)
+        self._matrices = {key for key, x in identity.items() if x.ndim > len(self.named[key])}
         # A number per channel moves its tangent by itself; W·I is W, so that the identity gives the rows.
-        unit = {key: x if self._matrices[key] else jnp.ones_like(x) for key, x in identity.items()}
+        unit = {key: x if key in self._matrices else jnp.ones_like(x) for key, x in identity.items()}
         self._gram = self._pull(self._push(unit))[0]  # ‖tangent‖² per channel or plane, WᵀW per head
 
     def pairing(self, step: Arrays) -> Element:
         """⟨orbit tangent, step⟩ for every generator; skew for full rotations."""
         pulled = self._pull(dict(step))[0]
         # The derivative by R of a rotation is any matrix; only its skew part pairs with generators.
-        return {key: skew(x) if self._matrices[key] else x for key, x in pulled.items()}
+        return {key: skew(x) if key in self._matrices else x for key, x in pulled.items()}
 
     def rates(self, step: Arrays) -> Element:
         """The generator of a step's vertical part: how fast log α, the head's basis, the angle move."""
         pairing = self.pairing(step)
-        heads = [key for key in pairing if self._matrices[key]]
+        heads = [key for key in pairing if key in self._matrices]
         # W·A is nearest to the step where WᵀW·A + A·WᵀW = 2·pairing.
         turns = in_turn(lyapunov, [self._gram[key] for key in heads], [pairing[key] for key in heads])
-        numbers = {key: safe_divide(pairing[key], self._gram[key]) for key in pairing if key not in heads}
+        numbers = {key: safe_divide(x, self._gram[key]) for key, x in pairing.items() if key not in heads}
         return numbers | dict(zip(heads, turns, strict=True))
 
-    def sizes(self, rates: Element) -> Element:
-        """Norms of the vertical vectors with these rates, per channel, head or plane."""
-        pulled = self._pull(self._push(rates))[0]
-        return {key: jnp.sqrt(jnp.maximum(self._inner(key, x, pulled[key]), 0.0)) for key, x in rates.items()}
-
-    def norms(self, pairing: Element) -> Element:
-        """Frobenius norms of matrices, absolute values of numbers."""
-        return {key: jnp.sqrt(self._inner(key, x, x)) for key, x in pairing.items()}
-
-    def _inner(self, key: str, a: jax.Array, b: jax.Array) -> jax.Array:
-        return jnp.sum(a * b, tuple(range(len(self.named[key]), a.ndim)))
+    def norms(self, element: Element, along: bool = False) -> Element:
+        """A norm per channel, head or plane: Frobenius, or with `along` that of the vertical vector of a generator."""
+        other = self._pull(self._push(element))[0] if along else element
+        sums = {key: jnp.sum(x * other[key], tuple(range(len(self.named[key]), x.ndim))) for key, x in element.items()}
+        return {key: jnp.sqrt(jnp.maximum(x, 0.0)) for key, x in sums.items()}
 
 
 def step_leakage(gauge: Gauges, params: Any, step: Any) -> StepLeakage:

@@ -238,14 +238,14 @@ def slice_norms(
 
 
 def _slice_norms(
-    on: charts.Chart, layers: Collection[str], params: Any, gradient: Any, update: Any
+    chart: charts.Chart, layers: Collection[str], params: Any, gradient: Any, update: Any
 ) -> tuple[SliceNorms, charts.Nearest, Arrays]:
-    """The norms; the point of the slice below `params`, with its frame; û of bound leaves."""
-    near = charts.nearest(on, params)
-    slice_gradient = charts.pulled(near.out, on.joint.vectors(gradient))
-    slice_update = charts.pushed(near.back, on.joint.vectors(update))
+    """The norms; the slice point of `params` with its frame; û of bound leaves."""
+    near = charts.nearest(chart, params)
+    slice_gradient = charts.pulled(near.out, chart.joint.vectors(gradient))
+    slice_update = charts.pushed(near.back, chart.joint.vectors(update))
 
-    across = charts.horizontal(on, near.point, near.masks, slice_update)
+    across = charts.horizontal(chart, near.point, near.masks, slice_update)
     along = {path: x - across[path] for path, x in slice_update.items()}
     free = {path: jnp.asarray(x, real_dtype()) for path, x in leaves_by_path(update).items() if path not in along}
     relevant, lost = (
@@ -254,7 +254,7 @@ def _slice_norms(
     share = 1.0 - lost / jnp.maximum(relevant + lost, jnp.finfo(lost.dtype).tiny)
 
     layer_axes: dict[str, int] = {}  # leaf path → the axis that counts layers
-    for block in on.joint.blocks:
+    for block in chart.joint.blocks:
         names = block.split_labels
         for axis, group in enumerate(block.groups):
             if len(group) == 1 and names[group[0]] in layers:
@@ -268,23 +268,22 @@ def _slice_norms(
             named[path] = jnp.sqrt(jnp.sum(jnp.square(x), summed))
         return Figures.of(named)
 
-    found = (norms(params, near.point), norms(gradient, slice_gradient), norms(update, slice_update))
-    return SliceNorms(*found, share), near, slice_update
+    by_leaf = (norms(params, near.point), norms(gradient, slice_gradient), norms(update, slice_update))
+    return SliceNorms(*by_leaf, share), near, slice_update
 
 
 def _metrics(
     group: Product, layers: Collection[str], params: Any, start: Any, gradient: Any, update: Any, step: Any
 ) -> Metrics:
-    on = group.chart(params)
-    norms, near, slice_update = _slice_norms(on, layers, params, gradient, update)
-    values = on.joint.values(params)
+    chart = group.chart(params)
+    norms, near, slice_update = _slice_norms(chart, layers, params, gradient, update)
+    values = chart.joint.values(params)
     drift, turns = Arrays(), Arrays()
-    angles = turning(on, near.point, slice_update)
-    for label, (part, bound), element, then, angle in zip(
-        labels(group), on.parts, near.element, start, angles, strict=True
-    ):
+    angles = turning(chart, near.point, slice_update)
+    parts = zip(labels(group), chart.parts, near.element, start, angles, strict=True)
+    for label, (part, bound), element, at_init, angle in parts:
         named = {i.key: i.named for i in bound.scales}
-        for key, x in jax.tree.map(jnp.subtract, part.coordinates_of(bound, element, values), then).items():
+        for key, x in jax.tree.map(jnp.subtract, part.coordinates_of(bound, element, values), at_init).items():
             if key in named:
                 summed = tuple(axis for axis, name in enumerate(named[key]) if name not in layers)
                 drift[labelled(label, key)] = _extreme(x, summed)

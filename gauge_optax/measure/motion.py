@@ -86,17 +86,17 @@ def vertical_motion(params: Any, update: Any, gauges: Gauges) -> tuple[Element, 
     """
     group = product(gauges)
     after = jax.tree.map(lambda p, u: p + u.astype(p.dtype), params, update)
-    on = slices.chart(group, params)
+    chart = slices.chart(group, params)
     # Turning is measured in the basis in which the point is stored, so that its frame need not be read.
-    frame = slices.read(on, params, turning=False)
-    into = slices.motions(on, frame)
-    here, there = (slices.enter(into, on.joint.values(x)) for x in (params, after))
-    stretches, turns = _read_turns(on, here, there, _logarithm)
+    frame = slices.read(chart, params, turning=False)
+    into = slices.motions(chart, frame)
+    start, end = (slices.enter(into, chart.joint.values(x)) for x in (params, after))
+    stretches, turns = _read_turns(chart, start, end, _logarithm)
 
-    changes = jax.tree.map(jnp.subtract, slices.read(on, after, turning=False).element, frame.element)
+    changes = jax.tree.map(jnp.subtract, slices.read(chart, after, turning=False).element, frame.element)
     coordinates = drift(params, after, group)  # a shift's is that of the stored leaf, whatever else moves it
     motions: list[Element] = []
-    for k, (_, bound) in enumerate(on.parts):
+    for k, (_, bound) in enumerate(chart.parts):
         motion = coordinates[k] or changes[k]
         if bound.linear:
             motion = {}
@@ -114,25 +114,25 @@ def vertical_motion(params: Any, update: Any, gauges: Gauges) -> tuple[Element, 
     return tuple(motions)
 
 
-def turning(on: Chart, point: Arrays, tangent: Arrays) -> tuple[dict[str, jax.Array], ...]:
+def turning(chart: Chart, point: Arrays, tangent: Arrays) -> tuple[dict[str, jax.Array], ...]:
     """By how much a step turns every head, for steps that turn by less than 0.1.
 
     Args:
-      on: the product on its tree.
+      chart: the product on its tree.
       point: bound leaves of a slice point, heads in the basis in which they are stored.
       tangent: bound leaves of the step in slice coordinates.
 
     Returns:
       Per gauge, instance → radians, the root of the sum of squares over planes; one number per head.
     """
-    there = slices.SlicePoint({path: x + tangent[path] for path, x in point.items()})
+    end = slices.SlicePoint({path: x + tangent[path] for path, x in point.items()})
 
     def logarithm(gram: jax.Array, step: jax.Array) -> jax.Array:
         return _near_logarithm(gram + symmetric(step), skew(step))
 
-    turns = _read_turns(on, slices.SlicePoint(point), there, logarithm)[1]
+    turns = _read_turns(chart, slices.SlicePoint(point), end, logarithm)[1]
     angles: list[dict[str, jax.Array]] = []
-    for _, bound in on.parts:
+    for _, bound in chart.parts:
         heads = {h.key: h for h in bound.rotations} | {i.key: LinearReading(i).turned for i in bound.linear}
         squares = {key: jnp.sum(jnp.square(turns[h]), (-2, -1)) / 2 for key, h in heads.items()}
         angles.append({key: jnp.sqrt(jnp.sum(x, -1) if _is_plane(heads[key]) else x) for key, x in squares.items()})
@@ -144,20 +144,21 @@ def _is_plane(head: HeadInstance) -> bool:
 
 
 def _read_turns(
-    on: Chart,
-    here: slices.SlicePoint,
-    there: slices.SlicePoint,
+    chart: Chart,
+    start: slices.SlicePoint,
+    end: slices.SlicePoint,
     logarithm: Callable[[jax.Array, jax.Array], jax.Array],
 ) -> tuple[dict[LinearInstance, jax.Array], dict[HeadInstance, jax.Array]]:
     """By how much linear gauges stretch and heads turn between two points near the slice."""
-    stretches, unstretched = {}, dict(there)
-    for reading in map(LinearReading, on.joint.linear):
+    stretches, unstretched = {}, dict(end)
+    for reading in map(LinearReading, chart.joint.linear):
         every_head = jnp.ones(reading.shape, bool)
-        stretches[reading.instance], _ = reading.read(reading.anchors[0], dict(there), every_head, near=True)
+        stretches[reading.instance], _ = reading.read(reading.anchors[0], dict(end), every_head, near=True)
         unstretched |= reading.divide(stretches[reading.instance], unstretched)
-    heads = tuple({**dict.fromkeys(on.joint.rotations), **{LinearReading(i).turned: None for i in on.joint.linear}})
-    change = slices.between(here, slices.SlicePoint(unstretched))
-    products = [h.gram(here, here) for h in heads], [h.gram(here, change) for h in heads]
+    # Both sides of a linear gauge turn as one head; two gauges with the same head share one entry.
+    heads = tuple(dict.fromkeys((*chart.joint.rotations, *(LinearReading(i).turned for i in chart.joint.linear))))
+    change = slices.between(start, slices.SlicePoint(unstretched))
+    products = [h.gram(start, start) for h in heads], [h.gram(start, change) for h in heads]
     return stretches, dict(zip(heads, in_turn(logarithm, *products), strict=True))
 
 

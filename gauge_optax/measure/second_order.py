@@ -78,9 +78,9 @@ def second_order_leakage(
     hessian, derivative = (
         jax.tree.map(lambda x: 0.5 * x, orbit.rates(orbit.vectors(twice))) for twice in (composed, changed)
     )
-    second = orbit.sizes(jax.tree.map(jnp.add, hessian, derivative))
+    second = orbit.norms(jax.tree.map(jnp.add, hessian, derivative), along=True)
     crossover = {
         key: jnp.where(second[key] == 0, jnp.inf, size / jnp.where(second[key] == 0, 1.0, second[key]))
-        for key, size in orbit.sizes(first).items()
+        for key, size in orbit.norms(first, along=True).items()
     }
     return SecondOrderLeakage(first, hessian, derivative, crossover)

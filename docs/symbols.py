@@ -26,7 +26,6 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "rope_linear", "product", "Gauge",
     ),
     "Gauges found": ("discover", "plan", "lora", "axes_by_name", "by_path", "to_json", "from_json"),
-    "Diagnostics": ("gauge_sensitivity", "gram_evolution"),
 }  # fmt: skip
 MODULES = {"Measures": go.measure, "Assertions": go.testing}
 

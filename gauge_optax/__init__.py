@@ -1,13 +1,53 @@
+"""gauge_optax: Optax transformations that see the function a network computes, not the coordinates it is written in."""
+
+from gauge_optax import measure, testing
+from gauge_optax.binding.masks import by_path
+from gauge_optax.binding.names import axes_by_name
+from gauge_optax.discovery.report import discover
 from gauge_optax.gauges.gauge import Gauge
 from gauge_optax.gauges.linear import head_linear
-from gauge_optax.gauges.rope_linear import rope_linear
 from gauge_optax.gauges.product import product
-from gauge_optax.gauges.scale import multiplier_balance, norm_scale, rescale, scale_invariant
+from gauge_optax.gauges.rope_linear import rope_linear
 from gauge_optax.gauges.rotation import head_rotation
+from gauge_optax.gauges.scale import multiplier_balance, norm_scale, rescale, scale_invariant
 from gauge_optax.gauges.shift import logit_shift
 from gauge_optax.gauges.torus import rope_torus
+from gauge_optax.measure.balance import track_balance
+from gauge_optax.measure.live import track
 from gauge_optax.optimizers._quotient import quotient
 from gauge_optax.optimizers.aliases import ddc_adamw, ddc_muon, quotient_adamw, quotient_muon
 from gauge_optax.optimizers.decay import add_gauge_decay
+from gauge_optax.optimizers.fix import gauge_fix
+from gauge_optax.optimizers.hold_products import hold_products
 from gauge_optax.optimizers.links import gauge_project, gauge_retract, scale_by_ddc, scale_by_scaled_polar
+from gauge_optax.optimizers.opposite_gram import scale_by_opposite_gram
 from gauge_optax.optimizers.relative import scale_by_relative_rms
+from gauge_optax.rotation.aliases import rotational_adamw, rotational_lion, rotational_sgdm
+from gauge_optax.rotation.hyperball import hyperball
+from gauge_optax.rotation.rotational import rotational
+from gauge_optax.rotation.tracker import track_rotation
+from gauge_optax.states.from_state import from_state
+from gauge_optax.states.transport import transport
+from gauge_optax.tools.as_json import from_json, to_json
+from gauge_optax.tools.lora import lora
+from gauge_optax.tools.plan import plan
+
+# By what a user wants; the reference has the same groups.
+__all__ = [
+    # Train with your optimizer, on the slice.
+    "quotient", "quotient_adamw", "quotient_muon", "ddc_adamw", "ddc_muon", "from_state",
+    # Say which symmetries a model has.
+    "Gauge", "head_linear", "head_rotation", "logit_shift", "multiplier_balance", "norm_scale", "product", "rescale",
+    "rope_linear", "rope_torus", "scale_invariant",
+    # Find them, write them down, look at a run before it starts.
+    "discover", "lora", "plan", "to_json", "from_json", "axes_by_name", "by_path",
+    # Move weights along orbits, and optimizer states with them.
+    "gauge_fix", "hold_products", "transport",
+    # Control rotation and norms.
+    "rotational", "rotational_adamw", "rotational_lion", "rotational_sgdm", "hyperball",
+    # Links of a chain.
+    "gauge_project", "scale_by_ddc", "scale_by_scaled_polar", "scale_by_relative_rms", "scale_by_opposite_gram",
+    "add_gauge_decay", "gauge_retract",
+    # Watch a run, measure, assert.
+    "track", "track_balance", "track_rotation", "measure", "testing",
+]  # fmt: skip

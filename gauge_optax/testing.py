@@ -1,7 +1,7 @@
 """Assertions for users: is this binding a symmetry of my loss, is this update horizontal, is my optimizer equivariant?
 
-Every assertion returns None and raises AssertionError with the gauge, the leaf and the relative error. Tolerances
-follow docs/design.md §7 by dtype unless `rtol` is given.
+Every assertion returns None or raises AssertionError, which names the gauge, the leaf and the relative error.
+Tolerances depend on the dtype, by docs/design.md §7, unless `rtol` is given.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,7 +14,7 @@ import optax
 
 from gauge_optax.binding import binding_error, leaves_by_path, match
 from gauge_optax.checks import require_key
-from gauge_optax.gauges.base import Element, Gauge, Gauges
+from gauge_optax.gauges.base import Gauge, Gauges
 from gauge_optax.gauges.chart import horizontal, nearest, pushed
 from gauge_optax.gauges.product import Product, product
 
@@ -26,7 +26,7 @@ _TOLERANCES = {
     "equivariant": (1e-8, 1e-4, 5e-2),
     "loss": (1e-8, 1e-5, 5e-2),
 }
-_DTYPES = ("float64", "float32")
+_DTYPES = ("float64", "float32")  # of the first two columns; the third is for anything shorter
 
 
 def tolerance(check: str, tree: Any) -> float:
@@ -37,7 +37,7 @@ def tolerance(check: str, tree: Any) -> float:
       tree: parameters.
 
     Returns:
-      A relative tolerance: for float64, float32, or anything shorter.
+      A relative tolerance.
 
     >>> go.testing.tolerance("equivariant", {"w": jnp.ones(2)})
     0.0001
@@ -51,14 +51,14 @@ def tolerance(check: str, tree: Any) -> float:
 def assert_invariant(
     loss_fn: LossFn, params: Any, gauges: Gauges, key: jax.Array, rtol: float | None = None, scale: float = 1.0
 ) -> None:
-    """Every gauge, and their product, leaves the loss alone under a random element.
+    """Asserts that every gauge, and their product, leaves the loss alone under a random element.
 
     Args:
       loss_fn: params → scalar, or any array of outputs (logits say more).
       params: the point.
       gauges: a gauge or a sequence of them.
       key: a PRNG key.
-      rtol: largest change relative to the loss; by default docs/design.md §7's for the dtype.
+      rtol: largest change relative to the loss; by default that of docs/design.md §7 for the dtype.
       scale: size of the elements.
 
     Raises:
@@ -72,16 +72,15 @@ def assert_invariant(
     require_key("assert_invariant", key)
     group = product(gauges)
     rtol = tolerance("invariant", params) if rtol is None else rtol
-    before = np.asarray(loss_fn(params), np.float64)
+    before = loss_fn(params)
     keys = jax.random.split(key, len(group.parts) + 1)
     checks: list[Gauge] = [*group.parts, *([group] if len(group.parts) > 1 else [])]
-    for gauge, own in zip(checks, keys, strict=False):
-        after = np.asarray(loss_fn(gauge.act(gauge.sample(own, params, scale), params)), np.float64)
-        error = _relative(after, before)
+    for gauge, gauge_key in zip(checks, keys, strict=False):
+        error = _relative(loss_fn(gauge.act(gauge.sample(gauge_key, params, scale), params)), before)
         if not error <= rtol:
             raise AssertionError(
                 f"{describe(gauge)} is no symmetry of this loss\n"
-                f"  leaves:   {', '.join(gauge.bound(params).offset)}\n"
+                f"  leaves:   {', '.join(_leaves_of(gauge, params))}\n"
                 f"  found:    relative change {error:.2e} under a random element of scale {scale}\n"
                 f"  expected: at most {rtol:.1e}\n"
                 f"  remedy:   look for what usually breaks it: {gauge.breaks}"
@@ -89,10 +88,11 @@ def assert_invariant(
 
 
 def assert_horizontal(updates: Any, params: Any, gauges: Gauges, rtol: float | None = None) -> None:
-    """A tangent has no part along any orbit.
+    """Asserts that a tangent has no part along any orbit.
 
     Args:
-      updates: a tangent: what comes out of `scale_by_ddc` or `gauge_project(kind="update")`, not a chord.
+      updates: a tangent, as `scale_by_ddc` or `gauge_project(kind="update")` returns it. The difference between two
+        points of a curved path is none.
       params: the point.
       gauges: a gauge or a sequence of them, meaning their product.
       rtol: largest norm of the vertical part, relative to that of the bound part, both on the slice.
@@ -114,19 +114,15 @@ def assert_horizontal(updates: Any, params: Any, gauges: Gauges, rtol: float | N
             f"  expected: {shapes[1].get(other, 'no leaf')}\n"
             f"  remedy:   pass what came out of update for these params"
         )
-    on = group.chart(params)
-    here = nearest(on, params)
-    tangent = pushed(here.back, on.joint.vectors(updates))
-    left, size = horizontal(on, here.point, here.masks, tangent), _norm(tangent.values())
-    vertical = {path: x - left[path] for path, x in tangent.items()}
+    tangent, vertical = _on_slice(group, params, updates)
+    size = _norm(tangent.values())
     error = _norm(vertical.values()) / size if size else 0.0
     if not error <= rtol:
-        # Of gauges that share leaves, the one that finds most along its own orbits.
-        own = [_norm(jax.tree.leaves(part.vertical(params, updates))) for part in group.parts]
-        gauge = group.parts[int(np.argmax(own))]
-        worst = max(gauge.bound(params).offset, key=lambda p: float(jnp.linalg.norm(vertical[p])))
+        # Where gauges share leaves, the one is blamed that has the largest part along its orbits.
+        blamed = max(group.parts, key=lambda part: _norm(jax.tree.leaves(part.vertical(params, updates))))
+        worst = max(_leaves_of(blamed, params), key=lambda path: float(jnp.linalg.norm(vertical[path])))
         raise AssertionError(
-            f"updates move along {describe(gauge)}\n"
+            f"updates move along {describe(blamed)}\n"
             f"  leaf:     {worst}\n"
             f"  found:    vertical part {error:.2e} of the update's norm on the slice\n"
             f"  expected: at most {rtol:.1e}\n"
@@ -145,9 +141,10 @@ def assert_equivariant_step(
     rtol: float | None = None,
     scale: float = 1.0,
 ) -> None:
-    """Two weight sets that are one function stay one function under an optimizer.
+    """Asserts that two weight sets of one function stay one function under an optimizer.
 
-    Trains from θ and from g·θ, g a random element of the product, and compares g·θ_t with the twin after every step.
+    Trains from θ and from g·θ, where g is a random element of the product, and compares g·θ_t with the twin after every
+    step.
 
     Args:
       tx: an optimizer.
@@ -156,10 +153,10 @@ def assert_equivariant_step(
       gauges: a gauge or a sequence of them, meaning their product.
       key: a PRNG key for g.
       steps: how long to train.
-      ignore: path patterns of leaves that are left out (a key bias without rotary has zero gradient, and moves by
-        rounding); their effect on the loss is not.
-      rtol: largest difference per leaf relative to the leaf's norm, a tenth of it for the loss in float32; by default
-        docs/design.md §7's for the dtype.
+      ignore: path patterns of leaves that are not compared, such as a key bias without rotary positions, whose zero
+        gradient leaves it to roundoff. The loss that they have a part in is compared.
+      rtol: largest difference per leaf relative to the leaf's norm, and of the loss; by default that of docs/design.md
+        §7 for the dtype.
       scale: size of g.
 
     Raises:
@@ -174,72 +171,49 @@ def assert_equivariant_step(
     group = product(gauges)
     leaf_tolerance = tolerance("equivariant", params) if rtol is None else rtol
     loss_tolerance = tolerance("loss", params) if rtol is None else rtol
-    element = group.sample(key, params, scale)
-    step = _stepper(tx, loss_fn)
-    twins = [_start(tx, params), _start(tx, group.act(element, params))]
-    for number in range(1, steps + 1):
-        (ours, loss), (theirs, twin_loss) = (step(*twin) for twin in twins)
-        twins = [ours, theirs]
-        error = _relative(np.asarray(twin_loss, np.float64), np.asarray(loss, np.float64))
-        if not error <= loss_tolerance:
-            raise AssertionError(_came_apart(number, "the loss", group, (), error, loss_tolerance))
-        _compare_leaves(group, element, ours[0], theirs[0], number, ignore, leaf_tolerance)
+    compared = _compared(params, [ignore] if isinstance(ignore, str) else ignore)
 
+    def fail(number: int, where: str, gauges: Sequence[Gauge], error: float, rtol: float) -> None:
+        raise AssertionError(
+            f"twins came apart at step {number}: {where}\n"
+            f"  gauges:   {', '.join(map(describe, gauges))}\n"
+            f"  found:    relative error {error:.2e}\n"
+            f"  expected: at most {rtol:.1e}\n"
+            f"  remedy:   an optimizer that commutes with these gauges, such as go.ddc_adamw(learning_rate, gauges)"
+        )
 
-def _start(tx: optax.GradientTransformation, params: Any) -> tuple[Any, Any]:
-    return params, tx.init(params)
-
-
-def _stepper(tx: optax.GradientTransformation, loss_fn: LossFn) -> Callable[[Any, Any], Any]:
     @jax.jit
     def step(params: Any, state: Any) -> Any:
         loss, grads = jax.value_and_grad(loss_fn)(params)
         updates, state = tx.update(grads, state, params)
         return (optax.apply_updates(params, updates), state), loss
 
-    return step
+    element = group.sample(key, params, scale)
+    twins = [(point, tx.init(point)) for point in (params, group.act(element, params))]
+    for number in range(1, steps + 1):
+        (ours, loss), (theirs, twin_loss) = (step(*twin) for twin in twins)
+        twins = [ours, theirs]
+        if not (error := _relative(twin_loss, loss)) <= loss_tolerance:
+            fail(number, "the loss", group.parts, error, loss_tolerance)
+        moved, twin = leaves_by_path(group.act(element, ours[0])), leaves_by_path(theirs[0])
+        for path in compared:
+            if not (error := _relative(twin[path], moved[path])) <= leaf_tolerance:
+                acting = [gauge for gauge in group.parts if path in _leaves_of(gauge, params)]
+                fail(number, f"leaf {path}", acting or group.parts, error, leaf_tolerance)
 
 
-def _compare_leaves(
-    group: Product, element: Element, ours: Any, theirs: Any, number: int, ignore: Sequence[str], rtol: float
-) -> None:
-    moved, twin = leaves_by_path(group.act(element, ours)), leaves_by_path(theirs)
-    ignored = _ignored([ignore] if isinstance(ignore, str) else ignore, tuple(moved))
-    for path, leaf in moved.items():
-        if path in ignored:
-            continue
-        error = _relative(np.asarray(twin[path], np.float64), np.asarray(leaf, np.float64))
-        if not error <= rtol:
-            names = tuple(describe(g) for g in group.parts if path in g.bound(ours).offset)
-            raise AssertionError(_came_apart(number, f"leaf {path}", group, names, error, rtol))
-
-
-def _ignored(patterns: Sequence[str], paths: Sequence[str]) -> set[str]:
-    """Paths that some pattern matches; a pattern that matches none is a mistake."""
-    found: set[str] = set()
-    for pattern in patterns:
-        own = {path for path in paths if match("ignore", pattern, path) is not None}
-        if not own:
+def _compared(params: Any, ignore: Sequence[str]) -> list[str]:
+    """Paths that no pattern matches; a pattern that matches no path is a mistake."""
+    paths, ignored = list(leaves_by_path(params)), set[str]()
+    for pattern in ignore:
+        hits = {path for path in paths if match("ignore", pattern, path) is not None}
+        if not hits:
             raise binding_error(
-                "assert_equivariant_step",
-                f"no leaf matches ignore '{pattern}'",
-                f"leaves {', '.join(paths[:3])}",
-                "path patterns of leaves to leave out",
-                "correct the pattern, or drop it",
-            )
-        found |= own
-    return found
-
-
-def _came_apart(number: int, where: str, group: Product, names: Sequence[str], error: float, rtol: float) -> str:
-    listed = ", ".join(names) or ", ".join(describe(g) for g in group.parts)
-    return (
-        f"twins came apart at step {number}: {where}\n"
-        f"  gauges:   {listed}\n"
-        f"  found:    relative error {error:.2e}\n"
-        f"  expected: at most {rtol:.1e}\n"
-        f"  remedy:   an optimizer that commutes with these gauges, such as go.ddc_adamw(learning_rate, gauges)"
-    )
+                "assert_equivariant_step", f"no leaf matches ignore '{pattern}'", f"leaves {', '.join(paths[:3])}",
+                "path patterns of leaves to leave out", "correct the pattern, or drop it",
+            )  # fmt: skip
+        ignored |= hits
+    return [path for path in paths if path not in ignored]
 
 
 def describe(gauge: Gauge) -> str:
@@ -260,9 +234,23 @@ def describe(gauge: Gauge) -> str:
     return f"{gauge.name}({', '.join(repr(p) for p in dict.fromkeys(s.pattern for s in specs))})"
 
 
-def _relative(found: np.ndarray, expected: np.ndarray) -> float:
-    size = float(np.linalg.norm(expected))
-    difference = float(np.linalg.norm(found - expected))
+def _leaves_of(gauge: Gauge, params: Any) -> Sequence[str]:
+    """Paths of the leaves that a gauge moves."""
+    return tuple(gauge.bound(params).offset)
+
+
+def _on_slice(group: Product, params: Any, updates: Any) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
+    """The bound leaves of a tangent in slice coordinates, and of its part along the orbits."""
+    chart = group.chart(params)
+    near = nearest(chart, params)
+    tangent = pushed(near.back, chart.joint.vectors(updates))
+    across = horizontal(chart, near.point, near.masks, tangent)
+    return tangent, {path: x - across[path] for path, x in tangent.items()}
+
+
+def _relative(value: Any, expected: Any) -> float:
+    expected = np.asarray(expected, np.float64)
+    size, difference = (float(np.linalg.norm(x)) for x in (expected, np.asarray(value, np.float64) - expected))
     return difference / size if size else difference
 
 

@@ -1,13 +1,12 @@
 """Measurements that read gauges and treat an optimizer as a black box."""
 
-from gauge_optax.measure._sensitivity import gauge_sensitivity
 from gauge_optax.measure.adam import adam_factors, adam_precondition
-from gauge_optax.measure.leakage import rescale_leakage, rotation_leakage, step_leakage
+from gauge_optax.measure.leakage import leakage_along, predicted_drift, rescale_leakage, rotation_leakage, step_leakage
 from gauge_optax.measure.live import slice_norms
 from gauge_optax.measure.motion import drift, vertical_motion
 from gauge_optax.measure.second_order import second_order_leakage
+from gauge_optax.measure.sensitivity import gauge_sensitivity
 from gauge_optax.measure.shrink import gram_evolution
-from gauge_optax.measure.trajectory import leakage_along, predicted_drift
 from gauge_optax.rotation.equilibrium import corrected, effective_decay, predict_equilibrium, predict_norm
 
 __all__ = [

@@ -1,7 +1,4 @@
-"""A record in some steps of an optimizer, at no cost in the others.
-
-Here: when the record is taken, so that nothing is copied. Not here: what is recorded (`live`, `rotation`).
-"""
+"""Metrics in the state of an optimizer, taken at some steps and at no cost in the others."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -10,12 +7,13 @@ import jax
 import jax.numpy as jnp
 
 from gauge_optax.meshes import layout
+from gauge_optax.xla import anew
 
 Metrics = TypeVar("Metrics")
 
-# From so many parameters on a record makes the update once more, before the step: then no other step writes down an
-# update that it would only add, or copies parameters that are donated. Below, waiting for each other costs more
-# (benchmarks/results/metrics.json).
+# Below this many parameters the update comes first and the record waits for it. From there on a record makes the update
+# once more, before the step: then XLA neither materializes updates in steps without a record nor copies parameters that
+# are donated. For small models that second update costs more (benchmarks/results/metrics.json).
 _LARGE = 4_000_000
 
 
@@ -33,32 +31,29 @@ def recorded(
       update: gradient → (updates, state).
       record: updates → metrics.
       last: metrics of the last record.
-      gradient: what `update` takes.
-      taken: steps before this one.
-      every: steps between records.
+      gradient: the argument of `update`.
+      taken: number of steps before this one.
+      every: number of steps between records.
 
     Returns:
       Updates, state and metrics.
     """
-    due = taken % every == 0
     always = isinstance(every, int) and every == 1
     if always or sum(map(jnp.size, jax.tree.leaves(gradient))) < _LARGE:
-        steps, state = update(gradient)
-        return steps, state, either(due, lambda: record(steps), last, gradient)
-    metrics = either(due, lambda: record(update(gradient)[0]), last, gradient)
-    steps, state = update(_afterwards(gradient, metrics))
-    return steps, state, metrics
+        updates, state = update(gradient)
+        return updates, state, either(taken, every, lambda: record(updates), last, gradient)
+    metrics = either(taken, every, lambda: record(update(gradient)[0]), last, gradient)
+    # The step depends on the metrics: donated parameters are then read before they are overwritten, and not copied.
+    updates, state = update(anew(gradient, metrics))
+    return updates, state, metrics
 
 
-def either(due: jax.Array, record: Callable[[], Metrics], last: Metrics, measured: Any) -> Metrics:
-    """A new record where one is due, else the last; laid out alike, whole, on the mesh of what is measured."""
-    laid = layout(measured)
-    return jax.lax.cond(due, lambda: laid.whole(record()), lambda: laid.whole(last))
-
-
-def _afterwards(gradient: Any, metrics: Any) -> Any:
-    """A gradient that is not known before the metrics are: what is donated is then read in its place, not copied."""
-    known = next(x for x in jax.tree.leaves(metrics) if jnp.issubdtype(x.dtype, jnp.inexact))
-    # Nothing exceeds infinity; the compiler does not know that.
-    one = jnp.where(jnp.max(known, initial=-jnp.inf) > jnp.inf, 2.0, 1.0)
-    return jax.tree.map(lambda x: x * one.astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.inexact) else x, gradient)
+def either(
+    taken: jax.Array, every: int | jax.Array, record: Callable[[], Metrics], last: Metrics, measured: Any
+) -> Metrics:
+    """A new record at every `every`-th step, else the last one; replicated over the mesh of `measured`."""
+    mesh = layout(measured)
+    if isinstance(every, int) and every == 1:
+        return mesh.whole(record())
+    # Both branches must return arrays of one sharding.
+    return jax.lax.cond(taken % every == 0, lambda: mesh.whole(record()), lambda: mesh.whole(last))

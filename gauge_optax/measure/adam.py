@@ -1,7 +1,7 @@
-"""Adam's step as a coordinate-wise preconditioner times a first moment, read out of an optimizer's state.
+"""Adam's step as a coordinate-wise preconditioner times a first moment, read from an optimizer's state.
 
-Here: optax's `scale_by_adam` wherever it sits in a chain. Not here: `scale_by_ddc`, whose moments live in a frame and
-whose step is no product of this kind; measure its steps with `step_leakage`.
+This reads optax's `scale_by_adam` anywhere in a chain. The moments of `scale_by_ddc` live on the slice and its step is
+no product of this kind; measure its steps with `step_leakage`.
 """
 
 from collections.abc import Callable
@@ -34,13 +34,13 @@ def adam_factors(
 
     Args:
       opt_state: the state after the step, of any chain with one `scale_by_adam` in it.
-      b1: the optimizer's, as are b2, eps and eps_root: a state does not tell them.
+      b1: decay of the first moment. The state does not contain the hyperparameters: pass the optimizer's.
       b2: decay of the second moment.
       eps: added to the root.
       eps_root: added under the root.
 
     Returns:
-      First moment and preconditioner, in the dtype in which gauges compute. Not for `nesterov=True`.
+      First moment and preconditioner, in the dtype in which gauges compute. They do not describe `nesterov=True`.
 
     Raises:
       ValueError: no Adam in the state, or several.
@@ -57,25 +57,20 @@ def adam_factors(
 
 
 def adam_precondition(
-    opt_state: Any,
-    grad_fn: Callable[[Any], Any],
-    b2: float = 0.999,
-    eps: float = 1e-8,
-    eps_root: float = 0.0,
-    *,
-    responds: bool = True,
+    opt_state: Any, grad_fn: Callable[[Any], Any], b2: float = 0.999, eps: float = 1e-8, eps_root: float = 0.0
 ) -> Callable[[Any, Any], Any]:
     """Adam's D as a function of the point, for `second_order_leakage`.
+
+    D follows the point through v = b2·v_old + (1 − b2)·g(θ)². The derivative (1 − b2)·2g·Hu of v is the whole
+    derivative of D along the step: the average also approaches g² where θ stands still, and the leakage at the next
+    point includes that.
 
     Args:
       opt_state: the state before the step, of any chain with one `scale_by_adam` in it.
       grad_fn: params → gradient.
-      b2: the optimizer's, as are eps and eps_root.
+      b2: decay of the second moment.
       eps: added to the root.
       eps_root: added under the root.
-      responds: whether v = b2·v_old + (1 − b2)·g(θ)² follows the point. Its derivative, (1 − b2)·2g·Hu, is the whole
-        derivative of D along the step. The average's own catching up with g² is none: it goes on where θ stands still,
-        and the leakage at the next point sees it.
 
     Returns:
       (params, gradient) → D(params)⊙gradient, for any cotangent; the first moment is left out.
@@ -91,37 +86,32 @@ def adam_precondition(
     state = _only_adam("adam_precondition", opt_state)
 
     def precondition(params: Any, gradient: Any) -> Any:
-        seen = grad_fn(params) if responds else jax.lax.stop_gradient(grad_fn(params))
-
-        def stepped(v: jax.Array, s: jax.Array, g: jax.Array) -> jax.Array:
-            fresh = b2 * v.astype(real_dtype()) + (1 - b2) * jnp.square(s.astype(real_dtype()))
+        def stepped(v: jax.Array, at_point: jax.Array, g: jax.Array) -> jax.Array:
+            fresh = b2 * v.astype(real_dtype()) + (1 - b2) * jnp.square(at_point.astype(real_dtype()))
             return g * _inverse_root(fresh, b2, eps, eps_root, state.count + 1)
 
-        return jax.tree.map(stepped, state.nu, seen, gradient)
+        return jax.tree.map(stepped, state.nu, grad_fn(params), gradient)
 
     return precondition
 
 
 def _inverse_root(v: jax.Array, b2: float, eps: float, eps_root: float, count: jax.Array) -> jax.Array:
-    """1/(√v̂ + eps); an entry that never had a gradient has a root without derivative, and takes 0 for it."""
+    """1/(√v̂ + eps)."""
     square = v.astype(real_dtype()) / (1 - b2**count) + eps_root
+    # √ has no derivative at 0, where an entry never had a gradient; this form has the derivative 0.
     alive = square > 0
     return 1.0 / (jnp.where(alive, jnp.sqrt(jnp.where(alive, square, 1.0)), 0.0) + eps)
 
 
 def _only_adam(caller: str, opt_state: Any) -> optax.ScaleByAdamState:
-    nodes = jax.tree.leaves(opt_state, is_leaf=_is_adam)
-    found = [node for node in nodes if _is_adam(node)]
-    if len(found) != 1:
+    def is_adam(node: Any) -> bool:
+        return isinstance(node, optax.ScaleByAdamState)
+
+    states = [node for node in jax.tree.leaves(opt_state, is_leaf=is_adam) if is_adam(node)]
+    if len(states) != 1:
         raise binding_error(
-            caller,
-            f"{len(found)} Adam states",
-            f"a {type(opt_state).__name__}",
+            caller, f"{len(states)} Adam states", f"a {type(opt_state).__name__}",
             "the state of an optimizer with one optax.scale_by_adam in it",
             "pass the one partition's state; of other optimizers measure the step itself, with step_leakage",
-        )
-    return found[0]
-
-
-def _is_adam(node: Any) -> bool:
-    return isinstance(node, optax.ScaleByAdamState)
+        )  # fmt: skip
+    return states[0]

@@ -1,8 +1,6 @@
-"""Which side of a scale has grown: drift and product of both sides, in an optimizer's own state.
+"""How far both sides of a scale are apart, and how large they are together, in an optimizer's state.
 
-Here: figures of a point, and the element that keeps them. Not here: what brings both sides together (`gauge_fix`), what
-other gauges do (`live`).
-Reference: GaugeFix-LRM §3.2, §4.4.
+`gauge_fix` brings both sides together. Reference: GaugeFix-LRM §3.2, §4.4.
 """
 
 from typing import Any, NamedTuple
@@ -24,12 +22,12 @@ _NAME = "track_balance"
 
 
 class Balance(NamedTuple):
-    """Of the weights after one step; s is the root mean square of a side.
+    """Figures of the weights after one step; s is the root mean square of a side.
 
     Attributes:
       recorded_at: that step's number, from 0.
       drift: |log(s_up/s_down)|, the largest over channels, instances and gauges.
-      log_ratio: log(s_up/s_down) by "gauge/instance", per channel: per head, of `multiplier_balance`.
+      log_ratio: log(s_up/s_down) by "gauge/instance", per channel; for `multiplier_balance` per head.
       product: s_up·s_down, likewise.
     """
 
@@ -43,8 +41,8 @@ class TrackBalanceState(NamedTuple):
     """State of `track_balance`.
 
     Attributes:
-      taken: steps so far.
-      metrics: of the step recorded last.
+      taken: number of steps so far.
+      metrics: figures of the step recorded last.
     """
 
     taken: jax.Array
@@ -54,19 +52,20 @@ class TrackBalanceState(NamedTuple):
 def track_balance(gauges: Gauges, *, every: int | jax.Array = 1) -> optax.GradientTransformationExtraArgs:
     """Records how far both sides of every scale are apart, and how large together; updates pass unchanged.
 
-    Last in a chain, after an optimizer and what fixes its gauges. Read it by name: `optax.tree.get(state, "drift")`. A
-    channel with a side that is zero has no ratio: it counts as 0 in `drift` and `log_ratio`, and its product is 0. Of a
-    gauge that balances sums of squares (all but `multiplier_balance`) the ratio at balance is that of the sides' sizes.
+    It comes last in a chain, after an optimizer and whatever fixes its gauges. Read it by name:
+    `optax.tree.get(state, "drift")`. A channel with a side that is zero has no ratio: it counts as 0 in `drift` and
+    `log_ratio`, and its product is 0. A gauge that balances sums of squares (all but `multiplier_balance`) is balanced
+    at a ratio that depends on how many entries its sides have.
 
     Args:
-      gauges: a gauge or a sequence of them, meaning their product; what is recorded are those with two sides.
-      every: steps between records, the first step among them.
+      gauges: a gauge or a sequence of them, meaning their product; those with two sides are recorded.
+      every: number of steps between records, the first step among them.
 
     Returns:
       The transformation. Its `update` needs `params`.
 
     Raises:
-      ValueError: `every` that is no positive int, here; bindings that do not fit, at `init`; `update` without params.
+      ValueError: `every` that is no positive int; at `init`, bindings that do not fit; `update` without params.
 
     >>> gauge = go.multiplier_balance({"query": "head _"}, {"key": "head _"})
     >>> params = {"query": jnp.full((2, 3), 4.0), "key": jnp.full((2, 3), -1.0)}
@@ -75,7 +74,7 @@ def track_balance(gauges: Gauges, *, every: int | jax.Array = 1) -> optax.Gradie
     >>> round(float(optax.tree.get(state, "drift")), 3), optax.tree.get(state, "product")["multiplier_balance"].round(2)
     (1.386, Array([3.24, 3.24], dtype=float32))
 
-    Reference: GaugeFix-LRM, Eq. (3). Deviation: per head and layer, the largest beside them.
+    Reference: GaugeFix-LRM, Eq. (3). Deviation: per head and layer, with the largest of them beside.
     """
     require_every(_NAME, every)
     group = product(gauges)
@@ -97,8 +96,7 @@ def track_balance(gauges: Gauges, *, every: int | jax.Array = 1) -> optax.Gradie
         def record() -> Balance:
             return _balance(group, group.bound(params).stepped(params, updates), state.taken)
 
-        always = isinstance(every, int) and every == 1
-        metrics = record() if always else either(state.taken % every == 0, record, state.metrics, params)
+        metrics = either(state.taken, every, record, state.metrics, params)
         return updates, TrackBalanceState(optax.safe_increment(state.taken), metrics)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
@@ -108,11 +106,10 @@ def _balance(group: Product, params: Any, step: jax.Array) -> Balance:
     ratios, products = {}, {}
     for label, part in zip(labels(group), group.parts, strict=True):
         bound = part.bound(params)
-        if not two_sided(part):
-            continue
-        for key, (up, down) in log_sizes(bound.scales, bound.values(params)).items():
-            name = labelled(label, key)
-            ratios[name] = jnp.where(jnp.isneginf(up), 0.0, up - down)
-            products[name] = jnp.exp(up + down)
+        sizes = log_sizes(bound.scales, bound.values(params)) if two_sided(part) else {}
+        for key, (up, down) in sizes.items():
+            # `log_sizes` gives −∞ for both sides of a channel that has no ratio.
+            ratios[labelled(label, key)] = jnp.where(jnp.isneginf(up), 0.0, up - down)
+            products[labelled(label, key)] = jnp.exp(up + down)
     drift = jnp.max(jnp.abs(Figures.of(ratios).packed), initial=0.0)
     return Balance(step, drift, Figures.of(ratios), Figures.of(products))

@@ -1,54 +1,35 @@
 """How much of a preconditioned step runs along the orbits, and which property of the preconditioner puts it there.
 
 The gradient g of an invariant loss has no part along an orbit. Adam's step D⊙g has one, because D differs from entry to
-entry: it *leaks*. The leakage is linear in D, and D has three layers: one number for a whole channel (or head), what
-each tensor's mean adds, what each entry adds. Their leakages are the three terms here. The first is the gradient's own
-vertical part, zero for an invariant loss; the second goes away when the tensors' means agree; the third stays.
-
-A mean of Adam's D is easily a mean of nothing: an entry without gradient has D = 1/eps, counts like every other, and
-its 1e8 comes back with both signs in the second term and the third (*measured*: 1e6 times the leakage, on a tiny
-model with two dead units). `means="gradient"` averages by g², which gives the number d closest to D in ‖D⊙g − d·g‖.
-
-Everything is a pairing with orbit tangents: for a generator a (log α, a skew matrix, an angle), the step's inner
-product with a's orbit tangent is Σ a·L, and L is what `measured` holds. θ moves by −lr·step, so the orbit is travelled
-at −lr·`rate`. The metric is the lemmas' own, the Euclidean one, in which gradient flow leaks nothing: for scales −lr·L
-is, to first order, the change of ½(‖up‖² − p·‖down‖²), which it conserves and Adam does not. What a step does to the
-coordinate that a slice keeps is another question, `motion.vertical_motion`'s.
-
-Here: first order, at a point. Not here: sums along a trajectory (`trajectory`), what a finite step adds
-(`second_order`), reading D out of an optimizer's state (`adam`).
+entry: it *leaks*. The leakage is linear in D, which is a sum of three: one number for a whole channel or head, what the
+mean of every tensor adds to it, and what every single entry adds. Their leakages are the three terms that the functions
+below return. All of it is in the Euclidean metric, as the lemmas are; what a step does to the coordinate that a slice
+keeps is measured by `motion.vertical_motion`. `second_order` has what a step of finite size adds.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from gauge_optax.binding import Block, binding_error
-from gauge_optax.gauges._head import HeadBlock, HeadInstance
-from gauge_optax.gauges._scale import ScaleInstance
-from gauge_optax.gauges.base import Element, Gauges
-from gauge_optax.gauges.bound import Arrays
-from gauge_optax.linalg import safe_divide
-from gauge_optax.measure._orbit import (
-    ROTATIONS,
-    SCALES,
-    Orbit,
-    one_gauge,
-    orbit_at,
-    turning_pairing,
-    turning_size,
-)
+from gauge_optax.binding import binding_error
+from gauge_optax.checks import require_choice
+from gauge_optax.gauges._head import BASIS, PLANE
+from gauge_optax.gauges.base import Effect, Element, Gauges
+from gauge_optax.gauges.product import product
+from gauge_optax.linalg import lyapunov, safe_divide, skew
+from gauge_optax.xla import in_turn
 
-_MEANS = ("entries", "gradient")
+Arrays = Mapping[str, jax.Array]
 
 
 class StepLeakage(NamedTuple):
     """What a step does along an orbit; both fields have the structure of the gauge's element.
 
     Attributes:
-      measured: pairing with the orbit tangents.
+      measured: the pairing L with the orbit tangents: for a generator a (of log α, a skew matrix, an angle) the inner
+        product of the step with the orbit tangent of a is Σ a·L.
       rate: the generator of the step's vertical part; −lr·rate is the motion along the orbit.
     """
 
@@ -60,8 +41,9 @@ class RescaleLeakage(NamedTuple):
     """Leakage along a scale's orbit, per channel; measured = of_gradient + per_tensor + residual.
 
     Attributes:
-      measured: Σ_up θ·D·g − p·Σ_down θ·D·g, from the gauge's action.
-      of_gradient: with one number for D, its mean over the channel: zero for the gradient of an invariant loss.
+      measured: Σ_up θ·D·g − p·Σ_down θ·D·g. To first order −lr·measured is the change of ½(‖up‖² − p·‖down‖²), which
+        gradient flow conserves.
+      of_gradient: the term of one number for D, its mean over the channel; zero for the gradient of an invariant loss.
       per_tensor: what the means of the single tensors add.
       residual: what single entries add, Σ ±n·Cov(θ·g, D).
       rate: the same motion as the rate of log α.
@@ -75,15 +57,15 @@ class RescaleLeakage(NamedTuple):
 
 
 class RotationLeakage(NamedTuple):
-    """Leakage along a head's orbit, skew per head or a number per plane; the same sum.
+    """Leakage along a head's orbit, a skew matrix per head or a number per plane; the same sum.
 
     Attributes:
-      measured: skew(Σ θᵀ(D⊙g)), from the gauge's action; for a plane S₀₁ − S₁₀.
-      of_gradient: with one number for D, its mean over the head: zero for the gradient of an invariant loss.
+      measured: skew(Σ θᵀ(D⊙g)); for a plane S₀₁ − S₁₀ of S = Σ θᵀ(D⊙g).
+      of_gradient: the term of one number for D, its mean over the head; zero for the gradient of an invariant loss.
       per_tensor: what the means of the single tensors add.
       residual: what single entries add.
       covariance: the part of `residual` that is n·Cov over rows of θ_i·g_j and D_j; the rest is the columns' means.
-      bound: Lemma 10's bound on the Frobenius norm of `measured`, one number per head, or per plane.
+      bound: Lemma 10's bound on the Frobenius norm of `measured`, one number per head or plane.
       rate: the same motion as a skew generator, or the rate of the angle.
     """
 
@@ -96,13 +78,79 @@ class RotationLeakage(NamedTuple):
     rate: Element
 
 
+class Orbit:
+    """One gauge's orbit through one point, in the Euclidean metric.
+
+    Everything is a derivative of the gauge's action at the identity, so that no formula of any kind of gauge is
+    repeated. An element is an array per instance: a number per channel or plane, or a matrix per head.
+
+    Args:
+      caller: the public function, for messages.
+      gauges: one gauge.
+      params: the point.
+      effects: which effects the gauge may have. Raises ValueError for any other gauge, or for several.
+
+    Attributes:
+      named: instance → names of the axes that count its channels, heads or planes.
+      blocks: instance → the blocks that it moves.
+      vectors: tangent or cotangent tree → those of its leaves that the gauge moves, in the computing dtype.
+    """
+
+    def __init__(self, caller: str, gauges: Gauges, params: Any, effects: tuple[Effect, ...]) -> None:
+        parts = product(gauges).parts
+        if len(parts) != 1 or parts[0].effect not in effects:
+            raise binding_error(
+                caller, "another kind of gauge", ", ".join(part.name for part in parts) or "no gauges",
+                "one gauge of the kind that this measure reads",
+                "pass one gauge at a time: scales have `rescale_leakage`, rotations `rotation_leakage`, both "
+                "`step_leakage`; other gauges have none",
+            )  # fmt: skip
+        gauge, bound = parts[0], parts[0].bound(params)
+        self.named = {i.key: i.named for i in bound.scales} | {h.key: h.named for h in bound.rotations}
+        self.blocks = {i.key: i.up + i.down for i in bound.scales}
+        self.blocks |= {h.key: tuple(b.block for b in h.blocks) for h in bound.rotations}
+        self.vectors, point, identity = bound.vectors, bound.values(params), gauge.identity(params)
+
+        def act(element: Element) -> Arrays:
+            values = gauge.move(bound, element, point)
+            return {path: values[path] for path in point}
+
+        _, self._push = jax.linearize(act, identity)
+        _, self._pull = jax.vjp(act, identity)
+        self._matrices = {key for key, x in identity.items() if x.ndim > len(self.named[key])}
+        # A number per channel moves its tangent by itself; W·I is W, so that the identity gives the rows.
+        unit = {key: x if key in self._matrices else jnp.ones_like(x) for key, x in identity.items()}
+        self._gram = self._pull(self._push(unit))[0]  # ‖tangent‖² per channel or plane, WᵀW per head
+
+    def pairing(self, step: Arrays) -> Element:
+        """⟨orbit tangent, step⟩ for every generator; skew for full rotations."""
+        pulled = self._pull(dict(step))[0]
+        # The derivative by R of a rotation is any matrix; only its skew part pairs with generators.
+        return {key: skew(x) if key in self._matrices else x for key, x in pulled.items()}
+
+    def rates(self, step: Arrays) -> Element:
+        """The generator of a step's vertical part: how fast log α, the head's basis, the angle move."""
+        pairing = self.pairing(step)
+        heads = [key for key in pairing if key in self._matrices]
+        # W·A is nearest to the step where WᵀW·A + A·WᵀW = 2·pairing.
+        turns = in_turn(lyapunov, [self._gram[key] for key in heads], [pairing[key] for key in heads])
+        numbers = {key: safe_divide(x, self._gram[key]) for key, x in pairing.items() if key not in heads}
+        return numbers | dict(zip(heads, turns, strict=True))
+
+    def norms(self, element: Element, along: bool = False) -> Element:
+        """A norm per channel, head or plane: Frobenius, or with `along` that of the vertical vector of a generator."""
+        other = self._pull(self._push(element))[0] if along else element
+        sums = {key: jnp.sum(x * other[key], tuple(range(len(self.named[key]), x.ndim))) for key, x in element.items()}
+        return {key: jnp.sqrt(jnp.maximum(x, 0.0)) for key, x in sums.items()}
+
+
 def step_leakage(gauge: Gauges, params: Any, step: Any) -> StepLeakage:
     """What the step of any optimizer leaks along one gauge's orbits.
 
     Args:
       gauge: one scale or rotation gauge.
       params: the point.
-      step: a tangent; θ moves by −lr·step. What comes out of a `scale_by_…`, whatever it did to get there.
+      step: a tangent, the output of any `scale_by_…`; θ moves by −lr·step.
 
     Returns:
       Pairing and rate.
@@ -115,17 +163,13 @@ def step_leakage(gauge: Gauges, params: Any, step: Any) -> StepLeakage:
     >>> float(go.measure.step_leakage(gauge, params, params).measured[""])  # 4·2² − 4·1²
     12.0
     """
-    orbit = orbit_at(one_gauge("step_leakage", gauge, SCALES + ROTATIONS), params)
-    tangent = orbit.own.vectors(step)
+    orbit = Orbit("step_leakage", gauge, params, ("diagonal", "orthogonal"))
+    tangent = orbit.vectors(step)
     return StepLeakage(orbit.pairing(tangent), orbit.rates(tangent))
 
 
 def rescale_leakage(
-    gauge: Gauges,
-    params: Any,
-    gradient: Any,
-    preconditioner: Any,
-    means: str = "entries",
+    gauge: Gauges, params: Any, gradient: Any, preconditioner: Any, means: str = "entries"
 ) -> RescaleLeakage:
     """Lemma 7: what a coordinate-wise preconditioner leaks along a scale's orbits, and why.
 
@@ -134,43 +178,36 @@ def rescale_leakage(
       params: the point.
       gradient: a cotangent; a first moment may take its place, its vertical part then shows in `of_gradient`.
       preconditioner: D, same structure, every leaf broadcastable to the parameter's shape.
-      means: how a tensor's D is averaged: "entries", all alike, which is the lemma's; or "gradient", by g².
+      means: how D is averaged over a tensor: "entries" is the lemma's plain mean; "gradient" weights entries by g²,
+        which gives the number d closest to D in ‖D⊙g − d·g‖. An entry without gradient has D = 1/eps under Adam; in a
+        plain mean its 1e8 comes back with both signs in `per_tensor` and `residual` (*measured*: 1e6 times the leakage,
+        on a tiny model with two dead units).
 
     Returns:
       The leakage and its terms, each in the structure of the gauge's element: one number per channel.
 
     Raises:
-      ValueError: several gauges or one of another kind, other means, bindings
-        that do not fit.
+      ValueError: several gauges or one of another kind, other means, bindings that do not fit.
 
     >>> gauge = go.rescale({"up": "_ channel"}, {"down": "channel _"})
     >>> params = {"up": jnp.array([[1.0], [1.0]]), "down": jnp.array([[2.0]])}
     >>> gradient = {"up": jnp.array([[1.0], [3.0]]), "down": jnp.array([[2.0]])}  # 1·1 + 1·3 = 2·2
-    >>> found = go.measure.rescale_leakage(
+    >>> leakage = go.measure.rescale_leakage(
     ...     gauge, params, gradient, {"up": jnp.array([[1.0], [2.0]]), "down": 1.0})
-    >>> [float(x[""][0]) for x in found[:4]]  # 7 − 4 = 0 + (1.5 − 1)·4 + 2·Cov
+    >>> [float(x[""][0]) for x in leakage[:4]]  # 7 − 4 = 0 + (1.5 − 1)·4 + 2·Cov
     [3.0, 0.0, 2.0, 1.0]
 
-    Reference: DDC Lemma 7, Remark 9. A channel is a pair of tensors of its own, so means are over a block's entries
-    within the channel: for any degree p and number of blocks `per_tensor` is Σ_b w_b·(d̄_b − d̄)·⟨θ_b, g_b⟩, with two
-    blocks and a horizontal g the lemma's (d̄_up − d̄_down)·⟨θ_up, g_up⟩. The lemma's "iff" overlooks that this is zero,
-    too, where the gradient has no radial part.
+    Reference: DDC Lemma 7, Remark 9. Means are over a block's entries within the channel: for any degree p and number
+    of blocks `per_tensor` is Σ_b w_b·(d̄_b − d̄)·⟨θ_b, g_b⟩, with two blocks and a horizontal g the lemma's
+    (d̄_up − d̄_down)·⟨θ_up, g_up⟩. The lemma's "iff" overlooks that this is zero, too, where the gradient has no radial
+    part.
     """
-    orbit = orbit_at(one_gauge("rescale_leakage", gauge, SCALES), params)
-    factors = _factors("rescale_leakage", orbit, gradient, preconditioner, means)
-    terms = {
-        i.key: _layers([_channel_tensor(i, block, weight, factors) for block, weight in i.weighted_blocks])
-        for i in orbit.own.scales
-    }
-    return RescaleLeakage(measured=orbit.pairing(factors.step), rate=orbit.rates(factors.step), **_by_field(terms))
+    fields = _lemma("rescale_leakage", ("diagonal",), gauge, params, gradient, preconditioner, means)
+    return RescaleLeakage(**fields)
 
 
 def rotation_leakage(
-    gauge: Gauges,
-    params: Any,
-    gradient: Any,
-    preconditioner: Any,
-    means: str = "entries",
+    gauge: Gauges, params: Any, gradient: Any, preconditioner: Any, means: str = "entries"
 ) -> RotationLeakage:
     """Lemma 10: what a coordinate-wise preconditioner leaks along a head's orbit, and why.
 
@@ -179,153 +216,131 @@ def rotation_leakage(
       params: the point.
       gradient: a cotangent; a first moment may take its place, its vertical part then shows in `of_gradient`.
       preconditioner: D, same structure, every leaf broadcastable to the parameter's shape.
-      means: how a tensor's D is averaged: "entries", all alike, which is the lemma's; or "gradient", by g².
+      means: how D is averaged over a tensor, "entries" or "gradient"; see `rescale_leakage`.
 
     Returns:
       The leakage and its terms in the structure of the gauge's element: skew `(*named, d_h, d_h)`, ½(S − Sᵀ) of S =
       Σ θᵀ(D⊙g), or `(*named, d_h/2)` for a torus.
 
     Raises:
-      ValueError: several gauges or one of another kind, other means, bindings
-        that do not fit.
+      ValueError: several gauges or one of another kind, other means, bindings that do not fit.
 
     >>> gauge = go.head_rotation({"q": "_ basis", "k": "_ basis"})
     >>> params = {"q": jnp.array([[1.0, 0.0]]), "k": jnp.array([[0.0, 1.0]])}
     >>> gradient = {"q": jnp.array([[0.0, 2.0]]), "k": jnp.array([[2.0, 0.0]])}
-    >>> found = go.measure.rotation_leakage(gauge, params, gradient, {"q": 3.0, "k": 1.0})
-    >>> [float(x[""][0, 1]) for x in found[:4]]  # (3 − 1)·skew(qᵀg)₀₁
+    >>> leakage = go.measure.rotation_leakage(gauge, params, gradient, {"q": 3.0, "k": 1.0})
+    >>> [float(x[""][0, 1]) for x in leakage[:4]]  # (3 − 1)·skew(qᵀg)₀₁
     [2.0, 0.0, 2.0, 0.0]
 
     Reference: DDC Lemma 10; grouped queries and tori by instance. The lemma writes its residual as a column-pair
     covariance, which holds for deviations of zero mean in every column; the deviations from a tensor's mean that it
     takes have zero mean over the tensor only. The columns' means add skew(θᵀg·diag(c − d̄)): `residual` − `covariance`.
     """
-    orbit = orbit_at(one_gauge("rotation_leakage", gauge, ROTATIONS), params)
-    factors = _factors("rotation_leakage", orbit, gradient, preconditioner, means)
-    terms = {}
-    for head in orbit.own.rotations:
-        tensors = [_head_tensor(head, block, factors) for block in head.blocks]
-        layers = _layers(tensors) | {"covariance": _sum([t.covariance for t in tensors])}
-        parts = {field: turning_pairing(head, x) for field, x in layers.items()}
-        terms[head.key] = parts | {"bound": _bound(head, tensors, parts)}
-    return RotationLeakage(measured=orbit.pairing(factors.step), rate=orbit.rates(factors.step), **_by_field(terms))
+    fields = _lemma("rotation_leakage", ("orthogonal",), gauge, params, gradient, preconditioner, means)
+    return RotationLeakage(**fields)
 
 
-# One tensor's share -------------------------------------------------------------------------------
+def _lemma(
+    caller: str, effects: tuple[Effect, ...], gauge: Gauges, params: Any, gradient: Any, preconditioner: Any, means: str
+) -> dict[str, Element]:
+    """The fields of both lemmas by name: D is taken apart, and every part's step paired with the orbit."""
+    require_choice(caller, "means", means, ("entries", "gradient"))
+    orbit = Orbit(caller, gauge, params, effects)
+    gradients, d = orbit.vectors(gradient), orbit.vectors(preconditioner)
+    d = {path: jnp.broadcast_to(d[path], g.shape) for path, g in gradients.items()}
+    weights = {path: jnp.square(g) if means == "gradient" else jnp.ones_like(g) for path, g in gradients.items()}
 
+    def average(named: Mapping[str, tuple[str, ...]], joint: bool = False) -> dict[str, jax.Array]:
+        """D averaged over each block's entries of one channel, head or plane; or over those of all blocks jointly."""
+        out = dict.fromkeys(d, jnp.zeros(()))
+        for key, blocks in orbit.blocks.items():
+            counts = [b.total(named[key], weights[b.path]) for b in blocks]
+            sums = [b.total(named[key], weights[b.path] * d[b.path]) for b in blocks]
+            if joint:
+                counts, sums = ([sum(x[1:], x[0])] * len(blocks) for x in (counts, sums))
+            for block, total, count in zip(blocks, sums, counts, strict=True):
+                out[block.path] = out[block.path] + block.spread(named[key], safe_divide(total, count))
+        return out
 
-class _Factors(NamedTuple):
-    """What meets in a pairing, per bound leaf.
-
-    Attributes:
-      point: θ.
-      gradient: g.
-      d: D.
-      weight: what an entry counts in a mean of D.
-    """
-
-    point: Arrays
-    gradient: Arrays
-    d: Arrays
-    weight: Arrays
-
-    @property
-    def step(self) -> Arrays:
-        """D⊙g."""
-        return {p: self.d[p] * g for p, g in self.gradient.items()}
-
-
-def _factors(caller: str, orbit: Orbit, gradient: Any, preconditioner: Any, means: str) -> _Factors:
-    if means not in _MEANS:
-        raise binding_error(
-            caller,
-            "bad means",
-            repr(means),
-            " or ".join(map(repr, _MEANS)),
-            "write 'entries' for the lemma's means, 'gradient' where some entries have no gradient",
-        )
-    d, slopes = orbit.own.vectors(preconditioner), orbit.own.vectors(gradient)
-    weight = {p: jnp.square(g) if means == "gradient" else jnp.ones_like(g) for p, g in slopes.items()}
-    return _Factors(orbit.point, slopes, {p: jnp.broadcast_to(d[p], g.shape) for p, g in slopes.items()}, weight)
-
-
-class _Tensor(NamedTuple):
-    """What one block adds, per channel (*shape) or per head (*shape, d, d).
-
-    Attributes:
-      weight: what the block counts in a mean of D; for heads with trailing axes of length 1, as is `mean`.
-      mean: d̄, the block's mean of D.
-      slope: the pairing of the gradient itself.
-      residual: the pairing of (D − d̄)⊙g.
-      covariance: the part of `residual` that is no column's mean.
-    """
-
-    weight: jax.Array
-    mean: jax.Array
-    slope: jax.Array
-    residual: jax.Array
-    covariance: jax.Array
-
-
-def _channel_tensor(instance: ScaleInstance, block: Block, exponent: float, factors: _Factors) -> _Tensor:
-    products = factors.point[block.path] * factors.gradient[block.path]
-    d, weight = factors.d[block.path], factors.weight[block.path]
-    total = block.total(instance.named, weight)
-    mean = safe_divide(block.total(instance.named, weight * d), total)
-    slope = exponent * block.total(instance.named, products)
-    residual = exponent * block.total(instance.named, products * (d - block.spread(instance.named, mean)))
-    return _Tensor(total, mean, slope, residual, residual)
-
-
-def _head_tensor(head: HeadInstance, block: HeadBlock, factors: _Factors) -> _Tensor:
-    path = block.block.path
-    hat, gradient, d, weight = factors.point[path], factors.gradient[path], factors.d[path], factors.weight[path]
-    totals, sums = (_over_rows(head, block, x) for x in (weight, weight * d))
-    columns = safe_divide(sums, totals)
-    total = jnp.sum(totals, -1)[..., None, None]
-    mean = safe_divide(jnp.sum(sums, -1)[..., None, None], total)
-    centred = block.write(d, block.view(d) - head.along_basis(block, columns))
-    slope = head.block_gram(block, hat, gradient)
-    covariance = head.block_gram(block, hat, gradient * centred)
-    return _Tensor(total, mean, slope, covariance + slope * (columns[..., None, :] - mean), covariance)
-
-
-def _over_rows(head: HeadInstance, block: HeadBlock, leaf: jax.Array) -> jax.Array:
-    """Sums over the rows of a block: (*shape, size)."""
-    return head.block_gram(block, jnp.ones_like(leaf), leaf)[..., 0, :]
-
-
-def _layers(tensors: Sequence[_Tensor]) -> dict[str, jax.Array]:
-    """Pairings of D's three layers: its overall mean, the tensors' means beyond it, the entries beyond those."""
-    overall = _overall_mean(tensors)
-    return {
-        "of_gradient": overall * _sum([t.slope for t in tensors]),
-        "per_tensor": _sum([(t.mean - overall) * t.slope for t in tensors]),
-        "residual": _sum([t.residual for t in tensors]),
+    overall, by_tensor = average(orbit.named, joint=True), average(orbit.named)
+    step = {path: d[path] * g for path, g in gradients.items()}
+    between = {path: (by_tensor[path] - overall[path]) * g for path, g in gradients.items()}
+    fields = {
+        "measured": orbit.pairing(step),
+        "of_gradient": orbit.pairing({path: overall[path] * g for path, g in gradients.items()}),
+        "per_tensor": orbit.pairing(between),
+        "residual": orbit.pairing({path: (d[path] - by_tensor[path]) * g for path, g in gradients.items()}),
+        "rate": orbit.rates(step),
     }
+    if effects == ("orthogonal",):
+        columns = {key: (*(name for name in named if name != PLANE), BASIS) for key, named in orbit.named.items()}
+        by_column = average(columns)
+        fields["covariance"] = orbit.pairing({p: (d[p] - by_column[p]) * g for p, g in gradients.items()})
+        # The bound is the triangle inequality over the terms, with `per_tensor` taken block by block: two blocks and a
+        # horizontal gradient make it the lemma's |d̄_Q − d̄_K|·‖skew(θ_Qᵀg_Q)‖.
+        bounds = [orbit.norms(fields["of_gradient"]), orbit.norms(fields["residual"])]
+        for number in range(max(map(len, orbit.blocks.values()))):
+            inside = dict.fromkeys(d, jnp.zeros(()))
+            for blocks in orbit.blocks.values():
+                for block in blocks[number : number + 1]:
+                    inside[block.path] = inside[block.path] + block.spread((), jnp.ones(()))
+            bounds.append(orbit.norms(orbit.pairing({path: inside[path] * x for path, x in between.items()})))
+        fields["bound"] = jax.tree.map(lambda *norms: sum(norms[1:], norms[0]), *bounds)
+    return fields
 
 
-def _overall_mean(tensors: Sequence[_Tensor]) -> jax.Array:
-    return safe_divide(_sum([t.weight * t.mean for t in tensors]), _sum([t.weight for t in tensors]))
+# Along a trajectory -------------------------------------------------------------------------------
 
 
-def _bound(head: HeadInstance, tensors: Sequence[_Tensor], parts: Mapping[str, jax.Array]) -> jax.Array:
-    """‖of_gradient‖ + Σ_b |d̄_b − d̄|·‖pairing of g_b‖ + ‖residual‖.
+def leakage_along(measure: Callable[..., Any], trajectory: Iterable[Sequence[Any]]) -> Any:
+    """A measure at every point of a trajectory, stacked along a first axis.
 
-    With two blocks and a horizontal gradient the sum is |d̄_Q − d̄_K|·‖skew(θ_Qᵀg_Q)‖.
+    Args:
+      measure: the measure, called as `measure(*point)`; worth a `jax.jit`.
+      trajectory: points, for `rescale_leakage` with its gauge filled in (params, gradient, preconditioner).
+
+    Returns:
+      The result of `measure`, every array with a first axis over points.
+
+    Raises:
+      ValueError: a trajectory without points.
+
+    >>> gauge = go.rescale({"up": "_ _"}, {"down": "_ _"})
+    >>> points = [({"up": jnp.full((1, 1), x), "down": jnp.ones((1, 1))},) * 2 for x in (1.0, 2.0)]
+    >>> measure = jax.jit(lambda params, step: go.measure.step_leakage(gauge, params, step))
+    >>> go.measure.leakage_along(measure, points).measured[""].tolist()
+    [0.0, 3.0]
+
+    Reference: DDC Remarks 8 and 12.
     """
-    overall = _overall_mean(tensors)
-    per_tensor = [
-        jnp.abs(t.mean - overall)[..., 0, 0] * turning_size(head, turning_pairing(head, t.slope)) for t in tensors
-    ]
-    return _sum([turning_size(head, parts["of_gradient"]), *per_tensor, turning_size(head, parts["residual"])])
+    results = [measure(*point) for point in trajectory]
+    if not results:
+        raise binding_error(
+            "leakage_along", "an empty trajectory", "no points", "at least one tuple of what the measure takes",
+            "collect points while training; an iterator can be read once only",
+        )  # fmt: skip
+    return jax.tree.map(lambda *x: jnp.stack(x), *results)
 
 
-def _sum(arrays: Sequence[jax.Array]) -> jax.Array:
-    return sum(arrays[1:], start=arrays[0])
+def predicted_drift(rates: Element, learning_rate: float | jax.Array) -> Element:
+    """The motion along the orbits that leakage predicts: −Σ lr·rate, after every step.
 
+    Args:
+      rates: the field `rate`, with a first axis over steps, as from `leakage_along`.
+      learning_rate: one number, or one per step.
 
-def _by_field(terms: Mapping[str, Mapping[str, jax.Array]]) -> dict[str, Element]:
-    """Instance → field → array, the other way round."""
-    fields = next(iter(terms.values()), {})
-    return {field: {key: parts[field] for key, parts in terms.items()} for field in fields}
+    Returns:
+      The structure of `rates`: running sums, to be compared with `drift`, or for rotations with the running sum of
+      `vertical_motion`.
+
+    >>> go.measure.predicted_drift({"": jnp.array([1.0, 2.0, -1.0])}, 0.5)[""].tolist()
+    [-0.5, -1.5, -1.0]
+
+    Reference: DDC Remark 8, whose error is of second order in lr per step (`second_order_leakage`).
+    """
+
+    def accumulated(rate: jax.Array) -> jax.Array:
+        sizes = jnp.broadcast_to(jnp.asarray(learning_rate, rate.dtype), rate.shape[:1])
+        return -jnp.cumsum(sizes.reshape(-1, *[1] * (rate.ndim - 1)) * rate, axis=0)
+
+    return jax.tree.map(accumulated, rates)

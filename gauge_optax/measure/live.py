@@ -1,12 +1,10 @@
-"""What an optimizer does to gauges while it runs, in its own state: `track`, read by `optax.tree.get`.
+"""What an optimizer does to gauges while it runs, kept in its state: `track`, read by `optax.tree.get`.
 
-Norms are taken in slice coordinates, where weight sets of one function have the same ones: θ̂ = F⁻¹·θ, ĝ = Fᵀ·g,
-û = F⁻¹·u, F the frame of the point itself. docs/design.md §3.
-
-Here: figures of one step, and the wrapper that keeps them. Not here: what drift and turning are (`motion`).
+Norms are taken in slice coordinates, where all weight sets of one function have the same norms: θ̂ = F⁻¹·θ, ĝ = Fᵀ·g,
+û = F⁻¹·u, with F the frame of the point itself. docs/design.md §3.
 """
 
-import functools
+import dataclasses
 import math
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -25,14 +23,11 @@ from gauge_optax.checks import (
     require_transformation,
     with_own_state,
 )
-from gauge_optax.gauges._head import PLANE, HeadInstance
-from gauge_optax.gauges._linear import LinearReading
-from gauge_optax.gauges.base import Element, Gauges
-from gauge_optax.gauges.bound import Bound
+from gauge_optax.gauges.base import Gauges
 from gauge_optax.gauges.product import Product, product
 from gauge_optax.linalg import real_dtype
 from gauge_optax.measure._recording import recorded
-from gauge_optax.measure.motion import small_turns
+from gauge_optax.measure.motion import turning
 from gauge_optax.meshes import layout
 
 Arrays = dict[str, jax.Array]
@@ -40,35 +35,36 @@ Arrays = dict[str, jax.Array]
 LAYERS = ("layer",)
 
 
-@jax.tree_util.register_pytree_with_keys_class
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Figures(Mapping[str, jax.Array]):
-    """Numbers by name, in one array: a hundred scalars in a state would cost more than what they say.
+    """Arrays by name, packed into one array: a hundred scalars in a state would cost more than the step records.
 
     Attributes:
-      packed: all of them, behind each other.
+      packed: all entries, one figure after the other, (total size,).
       names: name and shape of each.
 
     >>> from gauge_optax.measure.live import Figures
-    >>> found = Figures.of({"up": jnp.ones(()), "down": jnp.array([2.0, 3.0])})
-    >>> dict(found)
+    >>> figures = Figures.of({"up": jnp.ones(()), "down": jnp.array([2.0, 3.0])})
+    >>> dict(figures)
     {'up': Array(1., dtype=float32), 'down': Array([2., 3.], dtype=float32)}
     """
 
-    def __init__(self, packed: jax.Array, names: tuple[tuple[str, tuple[int, ...]], ...]) -> None:
-        self.packed, self.names = packed, names
+    packed: jax.Array
+    names: tuple[tuple[str, tuple[int, ...]], ...] = dataclasses.field(metadata={"static": True})
 
     @classmethod
     def of(cls, named: Mapping[str, jax.Array]) -> "Figures":
-        """Packs them."""
+        """Packs arrays."""
         flat = [jnp.ravel(x).astype(real_dtype()) for x in named.values()]
         packed = jnp.concatenate(flat) if flat else jnp.zeros(0, real_dtype())
         return cls(packed, tuple((name, jnp.shape(x)) for name, x in named.items()))
 
     def __getitem__(self, name: str) -> jax.Array:
         start = 0
-        for own, shape in self.names:
+        for other, shape in self.names:
             stop = start + math.prod(shape)
-            if own == name:
+            if other == name:
                 return self.packed[start:stop].reshape(shape)
             start = stop
         raise KeyError(name)
@@ -82,24 +78,15 @@ class Figures(Mapping[str, jax.Array]):
     def __repr__(self) -> str:
         return f"Figures({dict(self)})"
 
-    def tree_flatten_with_keys(self) -> tuple[Any, Any]:
-        """For JAX."""
-        return ((jax.tree_util.GetAttrKey("packed"), self.packed),), self.names
-
-    @classmethod
-    def tree_unflatten(cls, names: Any, children: Any) -> "Figures":
-        """For JAX."""
-        return cls(children[0], names)
-
 
 class SliceNorms(NamedTuple):
-    """Norms in slice coordinates, by leaf; a leaf with an axis of layers has one per layer.
+    """Norms in slice coordinates, by leaf; a leaf with an axis of layers has one norm per layer.
 
     Attributes:
       parameter_norm: ‖θ̂‖.
       gradient_norm: ‖ĝ‖.
       update_norm: ‖û‖.
-      relevant_share: of ‖û‖², what is not along the orbit, over all leaves: 1 for a step that only changes the
+      relevant_share: the part of ‖û‖², over all leaves, that is not along the orbit: 1 for a step that only changes the
         function, 0 for one that only changes coordinates.
     """
 
@@ -110,16 +97,16 @@ class SliceNorms(NamedTuple):
 
 
 class Metrics(NamedTuple):
-    """What `track` keeps of the step that it recorded last; see `SliceNorms` for the norms.
+    """Figures of the step that `track` recorded last; see `SliceNorms` for the norms.
 
     Attributes:
       recorded_at: that step's number, from 0.
       drift: largest change of what a gauge's anchors read, since `init`, by "gauge/instance"; log-scales and shifts.
       turning: by how much the step turns every head, by "gauge/instance": radians, the root of the sum over planes.
-      parameter_norm: before the step.
-      gradient_norm: of what the optimizer was given.
-      update_norm: of what it gave.
-      relevant_share: of the update.
+      parameter_norm: norms of the parameters before the step.
+      gradient_norm: norms of the gradient that the optimizer got.
+      update_norm: norms of the update that it returned.
+      relevant_share: the update's relevant share.
     """
 
     recorded_at: jax.Array
@@ -135,10 +122,10 @@ class TrackState(NamedTuple):
     """State of `track`.
 
     Attributes:
-      inner_state: of the optimizer.
-      taken: steps so far.
-      start: what anchors read at `init`.
-      metrics: of the step recorded last.
+      inner_state: the optimizer's state.
+      taken: number of steps so far.
+      start: what anchors read at `init`, which drift is measured from.
+      metrics: figures of the step recorded last.
     """
 
     inner_state: optax.OptState
@@ -154,16 +141,16 @@ def track(
     every: int | jax.Array = 20,
     layers: Collection[str] = LAYERS,
 ) -> optax.GradientTransformationExtraArgs:
-    """Runs an optimizer as it is, and records what it does to gauges: drift, turning, norms on the slice.
+    """Runs an optimizer unchanged, and records what it does to gauges: drift, turning, norms on the slice.
 
-    Read it anywhere in a state, by name: `optax.tree.get(state, "drift")`, or all at once by
+    Read the figures by name wherever they are in a state: `optax.tree.get(state, "drift")`, or all at once by
     `optax.tree.get(state, "metrics")`.
 
     Args:
       inner: any transformation, `quotient` or not: updates pass through unchanged.
       gauges: a gauge or a sequence of them, meaning their product.
-      every: steps between records, the first step among them. A record costs up to two updates.
-      layers: names of axes that are kept apart: scanned layers.
+      every: number of steps between records, the first step among them. A record costs up to two updates.
+      layers: names of axes whose indices have figures of their own: scanned layers.
 
     Returns:
       The transformation. Its `update` needs `params`.
@@ -187,10 +174,13 @@ def track(
     """
     require_every("track", every)
     require_transformation("track", inner)
-    group, inner, kept = product(gauges), optax.with_extra_args_support(inner), tuple(layers)
+    group, inner = product(gauges), optax.with_extra_args_support(inner)
 
-    def figures(params: optax.Params, *given: Any) -> Metrics:
-        return layout(params).run(functools.partial(_metrics, group, kept), params, *given)
+    def figures(params: optax.Params, start: Any, gradient: Any, update: Any, step: Any) -> Metrics:
+        def metrics(*args: Any) -> Metrics:
+            return _metrics(group, layers, *args)
+
+        return layout(params).run(metrics, params, start, gradient, update, step)
 
     def init_fn(params: optax.Params) -> TrackState:
         if is_empty(params):
@@ -227,74 +217,85 @@ def slice_norms(
 
     Args:
       params: the point before the step.
-      gradient: a cotangent like it.
-      update: a tangent like it.
+      gradient: a cotangent, same structure.
+      update: a tangent, same structure.
       gauges: a gauge or a sequence of them, meaning their product.
-      layers: names of axes that are kept apart.
+      layers: names of axes whose indices have norms of their own.
 
     Returns:
-      The norms. All are the same for every weight set of one function, up to its own rounding.
+      The norms. All weight sets of one function have the same norms, up to roundoff.
 
     Raises:
       ValueError: bindings that do not fit the tree.
 
     >>> gauge = go.rescale({"up": "_ channel"}, {"down": "channel _"})
     >>> params = {"up": jnp.full((4, 1), 6.0), "down": jnp.ones((1, 1))}
-    >>> found = go.measure.slice_norms(params, params, params, gauge).parameter_norm
-    >>> {path: round(float(x), 3) for path, x in found.items()}  # up is the anchor, of norm 1 on the slice
+    >>> norms = go.measure.slice_norms(params, params, params, gauge).parameter_norm
+    >>> {path: round(float(x), 3) for path, x in norms.items()}  # up is the anchor, of norm 1 on the slice
     {'down': 12.0, 'up': 1.0}
     """
-    on = product(gauges).chart(params)
-    return _slice_norms(_entered(on, params, gradient, update), params, gradient, update, layers)
+    return _slice_norms(product(gauges).chart(params), layers, params, gradient, update)[0]
 
 
-class _Entered(NamedTuple):
-    """A step in slice coordinates: the tree's chart, the point with its frame, ĝ and û of bound leaves."""
+def _slice_norms(
+    chart: charts.Chart, layers: Collection[str], params: Any, gradient: Any, update: Any
+) -> tuple[SliceNorms, charts.Nearest, Arrays]:
+    """The norms; the slice point of `params` with its frame; û of bound leaves."""
+    near = charts.nearest(chart, params)
+    slice_gradient = charts.pulled(near.out, chart.joint.vectors(gradient))
+    slice_update = charts.pushed(near.back, chart.joint.vectors(update))
 
-    on: charts.Chart
-    here: charts.Nearest
-    gradient: Arrays
-    update: Arrays
-
-
-def _entered(on: charts.Chart, params: Any, gradient: Any, update: Any) -> _Entered:
-    here = charts.nearest(on, params)
-    dual = charts.pulled(here.out, on.joint.vectors(gradient))
-    return _Entered(on, here, dual, charts.pushed(here.back, on.joint.vectors(update)))
-
-
-def _slice_norms(own: _Entered, params: Any, gradient: Any, update: Any, layers: Collection[str]) -> SliceNorms:
-    across = charts.horizontal(own.on, own.here.point, own.here.masks, own.update)
-    along = {path: x - across[path] for path, x in own.update.items()}
+    across = charts.horizontal(chart, near.point, near.masks, slice_update)
+    along = {path: x - across[path] for path, x in slice_update.items()}
     free = {path: jnp.asarray(x, real_dtype()) for path, x in leaves_by_path(update).items() if path not in along}
-    relevant, lost = _squares(across | free), _squares(along)
-    axes = _layer_axes(own.on.joint.blocks, layers)
-    return SliceNorms(
-        _norms(params, own.here.point, axes),
-        _norms(gradient, own.gradient, axes),
-        _norms(update, own.update, axes),
-        1.0 - lost / jnp.maximum(relevant + lost, jnp.finfo(lost.dtype).tiny),
+    relevant, lost = (
+        sum((jnp.sum(jnp.square(x)) for x in arrays.values()), start=jnp.zeros(())) for arrays in (across | free, along)
     )
+    share = 1.0 - lost / jnp.maximum(relevant + lost, jnp.finfo(lost.dtype).tiny)
+
+    layer_axes: dict[str, int] = {}  # leaf path → the axis that counts layers
+    for block in chart.joint.blocks:
+        names = block.split_labels
+        for axis, group in enumerate(block.groups):
+            if len(group) == 1 and names[group[0]] in layers:
+                layer_axes[block.path] = axis
+
+    def norms(tree: Any, bound: Arrays) -> Figures:
+        named = {}
+        for path, leaf in leaves_by_path(tree).items():
+            x = jnp.asarray(bound.get(path, leaf), real_dtype())
+            summed = tuple(axis for axis in range(x.ndim) if axis != layer_axes.get(path))
+            named[path] = jnp.sqrt(jnp.sum(jnp.square(x), summed))
+        return Figures.of(named)
+
+    by_leaf = (norms(params, near.point), norms(gradient, slice_gradient), norms(update, slice_update))
+    return SliceNorms(*by_leaf, share), near, slice_update
 
 
 def _metrics(
-    group: Product, layers: tuple[str, ...], params: Any, start: Any, gradient: Any, update: Any, step: Any
+    group: Product, layers: Collection[str], params: Any, start: Any, gradient: Any, update: Any, step: Any
 ) -> Metrics:
-    own = _entered(group.chart(params), params, gradient, update)
-    values = own.on.joint.values(params)
-    turns = small_turns(own.on, own.here.point, own.update)
-    drift, turning = Arrays(), Arrays()
-    for label, (part, bound), element, then in zip(labels(group), own.on.parts, own.here.element, start, strict=True):
-        change = jax.tree.map(jnp.subtract, part.coordinates_of(bound, element, values), then)
-        drift |= {labelled(label, key): x for key, x in _drifts(bound, change, layers)}
-        turning |= {labelled(label, head.key): _angle(head, turns[head]) for head in bound.rotations}
-        turning |= {labelled(label, i.key): _angle(i.left, turns[LinearReading(i).turned]) for i in bound.linear}
-    norms = _slice_norms(own, params, gradient, update, layers)
-    return Metrics(jnp.asarray(step, jnp.int32), Figures.of(drift), Figures.of(turning), *norms)
+    chart = group.chart(params)
+    norms, near, slice_update = _slice_norms(chart, layers, params, gradient, update)
+    values = chart.joint.values(params)
+    drift, turns = Arrays(), Arrays()
+    angles = turning(chart, near.point, slice_update)
+    parts = zip(labels(group), chart.parts, near.element, start, angles, strict=True)
+    for label, (part, bound), element, at_init, angle in parts:
+        named = {i.key: i.named for i in bound.scales}
+        for key, x in jax.tree.map(jnp.subtract, part.coordinates_of(bound, element, values), at_init).items():
+            if key in named:
+                summed = tuple(axis for axis, name in enumerate(named[key]) if name not in layers)
+                drift[labelled(label, key)] = _extreme(x, summed)
+            else:  # a shift has an array per leaf
+                for path, shift in leaves_by_path(x).items():
+                    drift[labelled(label, f"{key}/{path}" if key else path)] = _extreme(shift, None)
+        turns |= {labelled(label, key): x for key, x in angle.items()}
+    return Metrics(jnp.asarray(step, jnp.int32), Figures.of(drift), Figures.of(turns), *norms)
 
 
 def labels(group: Product) -> list[str]:
-    """Names of gauges, numbered where one occurs again."""
+    """Names of a product's gauges, numbered where one occurs again."""
     names = [part.name for part in group.parts]
     return [name if names.count(name) == 1 else f"{name}{names[:k].count(name)}" for k, name in enumerate(names)]
 
@@ -304,49 +305,7 @@ def labelled(gauge: str, instance: str) -> str:
     return f"{gauge}/{instance}" if instance else gauge
 
 
-def _drifts(bound: Bound, change: Element, layers: tuple[str, ...]) -> list[tuple[str, jax.Array]]:
-    named = {i.key: i.named for i in bound.scales}
-    out = []
-    for key, x in change.items():
-        if key in named:
-            apart = [k for k, name in enumerate(named[key]) if name in layers]
-            out.append((key, _extreme(x, tuple(k for k in range(x.ndim) if k not in apart))))
-        else:
-            out += [(f"{key}/{p}" if key else p, _extreme(y, None)) for p, y in leaves_by_path(x).items()]
-    return out
-
-
 def _extreme(x: jax.Array, axes: tuple[int, ...] | None) -> jax.Array:
     """The entry of largest size, with its sign."""
     high, low = jnp.max(x, axes), jnp.min(x, axes)
     return jnp.where(high > -low, high, low)
-
-
-def _angle(head: HeadInstance, turn: jax.Array) -> jax.Array:
-    """Radians of a skew logarithm (*named, d, d), the root of the sum over planes."""
-    squares = jnp.sum(jnp.square(turn), (-2, -1)) / 2
-    return jnp.sqrt(jnp.sum(squares, -1) if head.named[-1:] == (PLANE,) else squares)
-
-
-def _layer_axes(blocks: Any, layers: Collection[str]) -> dict[str, int]:
-    """Leaf path → the axis that counts layers."""
-    found: dict[str, int] = {}
-    for block in blocks:
-        labels = block.split_labels
-        for axis, group in enumerate(block.groups):
-            if len(group) == 1 and labels[group[0]] in layers:
-                found[block.path] = axis
-    return found
-
-
-def _norms(tree: Any, bound: Mapping[str, jax.Array], axes: Mapping[str, int]) -> Figures:
-    def norm(path: str, x: jax.Array) -> jax.Array:
-        return jnp.sqrt(jnp.sum(jnp.square(x), tuple(k for k in range(x.ndim) if k != axes.get(path))))
-
-    dtype = real_dtype()
-    named = {path: norm(path, jnp.asarray(bound.get(path, x), dtype)) for path, x in leaves_by_path(tree).items()}
-    return Figures.of(named)
-
-
-def _squares(arrays: Arrays) -> jax.Array:
-    return sum((jnp.sum(jnp.square(x)) for x in arrays.values()), start=jnp.zeros(()))

@@ -1,8 +1,8 @@
 """How far a trajectory has moved along the orbits.
 
-Here: the drift of gauge coordinates between two points, and the vertical part of one step as a group logarithm.
-Scales and shifts have a coordinate, so two points are enough. A rotation has none: horizontal motion round a closed
-loop turns a head (holonomy), so its drift is the sum over steps of `vertical_motion`. docs/design.md §2.
+Scales and shifts have a coordinate, so that `drift` needs two points alone. A rotation has none: horizontal motion
+around a closed loop turns a head (holonomy). Its drift is the sum of `vertical_motion`, the vertical part of one step
+as a group logarithm, over steps. docs/design.md §2.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import gauge_optax.slice as slices
 from gauge_optax.gauges._head import PLANE, HeadInstance
 from gauge_optax.gauges._linear import LinearInstance, LinearReading
-from gauge_optax.gauges.base import Element, Gauge, Gauges
+from gauge_optax.gauges.base import Element, Gauges
 from gauge_optax.gauges.bound import Arrays
 from gauge_optax.gauges.chart import Chart
 from gauge_optax.gauges.product import product
@@ -29,13 +29,13 @@ from gauge_optax.linalg import (
 )
 from gauge_optax.xla import in_turn
 
-_SMALL = 0.1
+_SMALL = 0.1  # relative size of a step up to which `_near_logarithm` converges to float64
 _CAYLEY_STEPS = 6  # each leaves the square of the half angle, 1e-2 at most
-_LAST_ORDER = 13
+_LAST_ORDER = 13  # of the series of 2·artanh, whose argument is at most 0.05
 
 
 def drift(params_0: Any, params_t: Any, gauges: Gauges) -> tuple[Element, ...]:
-    """Difference of what the anchors of two points read.
+    """The difference between what the anchors of two points read.
 
     Args:
       params_0: parameters before.
@@ -71,8 +71,8 @@ def vertical_motion(params: Any, update: Any, gauges: Gauges) -> tuple[Element, 
       Per gauge, the structure of its element. Scales and shifts: the change of what their anchors read. Rotations: the
       skew logarithm of the rotation that, in slice coordinates, best carries the rows before to those after (polar
       factor of Wᵀ(W + U)), to first order the A of the vertical part W·A, zero for a horizontal step of any size. Tori:
-      its angles; `rope_linear`: the change of the log-modulus, and these. `head_linear`: to first order alone, the Z of
-      the vertical part (A·Z, −B·Zᵀ), d_h × d_h.
+      its angles; `rope_linear`: the change of the log-modulus, and these angles. `head_linear`: to first order alone,
+      the Z of the vertical part (A·Z, −B·Zᵀ), d_h × d_h.
 
     Raises:
       ValueError: bindings that do not fit the tree.
@@ -86,77 +86,85 @@ def vertical_motion(params: Any, update: Any, gauges: Gauges) -> tuple[Element, 
     """
     group = product(gauges)
     after = jax.tree.map(lambda p, u: p + u.astype(p.dtype), params, update)
-    on = slices.chart(group, params)
-    frame = slices.read(on, params, turning=False)  # heads in the basis they have
-    into = slices.motions(on, frame)
-    here, there = (slices.enter(into, on.joint.values(x)) for x in (params, after))
-    stretches, turns = _read_turns(on, here, there, _logarithm)
-    generators = {
-        i: _generator(stretches[i], turns[LinearReading(i).turned], element[i.key], inverse[i.key])
-        for (_, bound), element, inverse in zip(on.parts, frame.element, frame.inverse, strict=True)
-        for i in bound.linear
-    }
-    read = jax.tree.map(jnp.subtract, slices.read(on, after, turning=False).element, frame.element)
-    moved = (shift or own for shift, own in zip(drift(params, after, group), read, strict=True))
-    return tuple(_motion(part, params, own, turns, generators) for part, own in zip(group.parts, moved, strict=True))
+    chart = slices.chart(group, params)
+    # Turning is measured in the basis in which the point is stored, so that its frame need not be read.
+    frame = slices.read(chart, params, turning=False)
+    into = slices.motions(chart, frame)
+    start, end = (slices.enter(into, chart.joint.values(x)) for x in (params, after))
+    stretches, turns = _read_turns(chart, start, end, _logarithm)
+
+    changes = jax.tree.map(jnp.subtract, slices.read(chart, after, turning=False).element, frame.element)
+    coordinates = drift(params, after, group)  # a shift's is that of the stored leaf, whatever else moves it
+    motions: list[Element] = []
+    for k, (_, bound) in enumerate(chart.parts):
+        motion = coordinates[k] or changes[k]
+        if bound.linear:
+            motion = {}
+            for i in bound.linear:
+                turn = turns[LinearReading(i).turned]
+                stretch = stretches[i][..., 0, :, :] - jnp.eye(turn.shape[-1], dtype=turn.dtype)
+                # A = Â·P with the slice point Â, so that Â·Z·P is A·(P⁻¹·Z·P).
+                motion[i.key] = matmul(matmul(frame.inverse[k][i.key], stretch + turn), frame.element[k][i.key])
+        elif bound.rotations:
+            angles = {h.key: turns[h][..., 0, 1] if _is_plane(h) else turns[h] for h in bound.rotations}
+            # A plane that is scaled as well has complex elements: log-modulus and angle.
+            scaled = {key: jnp.stack([changes[k][key][..., 0], x], -1) for key, x in angles.items() if bound.scales}
+            motion = scaled or angles
+        motions.append(motion)
+    return tuple(motions)
 
 
-def small_turns(on: Chart, point: Arrays, tangent: Arrays) -> dict[HeadInstance, jax.Array]:
-    """The skew logarithms of `vertical_motion`, (*named, d, d), of a slice step that turns heads by under 0.1.
+def turning(chart: Chart, point: Arrays, tangent: Arrays) -> tuple[dict[str, jax.Array], ...]:
+    """By how much a step turns every head, for steps that turn by less than 0.1.
 
     Args:
-      on: the product on its tree.
-      point: bound leaves of a slice point, heads in the basis they have.
-      tangent: bound leaves of the step.
+      chart: the product on its tree.
+      point: bound leaves of a slice point, heads in the basis in which they are stored.
+      tangent: bound leaves of the step in slice coordinates.
+
+    Returns:
+      Per gauge, instance → radians, the root of the sum of squares over planes; one number per head.
     """
-    there = slices.SlicePoint({path: x + tangent[path] for path, x in point.items()})
+    end = slices.SlicePoint({path: x + tangent[path] for path, x in point.items()})
 
     def logarithm(gram: jax.Array, step: jax.Array) -> jax.Array:
         return _near_logarithm(gram + symmetric(step), skew(step))
 
-    return _read_turns(on, slices.SlicePoint(point), there, logarithm)[1]
+    turns = _read_turns(chart, slices.SlicePoint(point), end, logarithm)[1]
+    angles: list[dict[str, jax.Array]] = []
+    for _, bound in chart.parts:
+        heads = {h.key: h for h in bound.rotations} | {i.key: LinearReading(i).turned for i in bound.linear}
+        squares = {key: jnp.sum(jnp.square(turns[h]), (-2, -1)) / 2 for key, h in heads.items()}
+        angles.append({key: jnp.sqrt(jnp.sum(x, -1) if _is_plane(heads[key]) else x) for key, x in squares.items()})
+    return tuple(angles)
+
+
+def _is_plane(head: HeadInstance) -> bool:
+    return head.named[-1:] == (PLANE,)
 
 
 def _read_turns(
-    on: Chart,
-    here: slices.SlicePoint,
-    there: slices.SlicePoint,
+    chart: Chart,
+    start: slices.SlicePoint,
+    end: slices.SlicePoint,
     logarithm: Callable[[jax.Array, jax.Array], jax.Array],
 ) -> tuple[dict[LinearInstance, jax.Array], dict[HeadInstance, jax.Array]]:
-    """By how much heads are stretched and turned between two points near the slice."""
-    stretches, straight = {}, dict(there)
-    for reading in map(LinearReading, on.joint.linear):
-        everywhere = jnp.ones(reading.shape, bool)
-        stretches[reading.instance], _ = reading.read(reading.anchors[0], dict(there), everywhere, near=True)
-        straight |= reading.divide(stretches[reading.instance], straight)
-    heads = tuple({**dict.fromkeys(on.joint.rotations), **{LinearReading(i).turned: None for i in on.joint.linear}})
-    change = slices.between(here, slices.SlicePoint(straight))
-    products = [h.gram(here, here) for h in heads], [h.gram(here, change) for h in heads]
+    """By how much linear gauges stretch and heads turn between two points near the slice."""
+    stretches, unstretched = {}, dict(end)
+    for reading in map(LinearReading, chart.joint.linear):
+        every_head = jnp.ones(reading.shape, bool)
+        stretches[reading.instance], _ = reading.read(reading.anchors[0], dict(end), every_head, near=True)
+        unstretched |= reading.divide(stretches[reading.instance], unstretched)
+    # Both sides of a linear gauge turn as one head; two gauges with the same head share one entry.
+    heads = tuple(dict.fromkeys((*chart.joint.rotations, *(LinearReading(i).turned for i in chart.joint.linear))))
+    change = slices.between(start, slices.SlicePoint(unstretched))
+    products = [h.gram(start, start) for h in heads], [h.gram(start, change) for h in heads]
     return stretches, dict(zip(heads, in_turn(logarithm, *products), strict=True))
 
 
-def _generator(stretch: jax.Array, turn: jax.Array, element: jax.Array, inverse: jax.Array) -> jax.Array:
-    """Z of (A·Z, −B·Zᵀ): what the anchor reads, and the turn; A = Â·S, so that Â·Z·S is A·(S⁻¹·Z·S)."""
-    symmetric_part = stretch[..., 0, :, :] - jnp.eye(turn.shape[-1], dtype=turn.dtype)
-    return matmul(matmul(inverse, symmetric_part + turn), element)
-
-
-def _motion(
-    part: Gauge,
-    params: Any,
-    moved: Element,
-    turns: dict[HeadInstance, jax.Array],
-    generators: dict[LinearInstance, jax.Array],
-) -> Element:
-    bound = part.bound(params)
-    angles = {h.key: turns[h][..., 0, 1] if h.named[-1:] == (PLANE,) else turns[h] for h in bound.rotations}
-    if bound.scales and bound.rotations:  # complex numbers
-        return {key: jnp.stack([moved[key][..., 0], x], -1) for key, x in angles.items()}
-    return angles or {i.key: generators[i] for i in bound.linear} or moved
-
-
 def _logarithm(gram: jax.Array, step: jax.Array) -> jax.Array:
-    """log of the polar factor of M + S; from skew(S) where the step is small, so that float32 keeps its digits."""
+    """log of the polar factor of M + S."""
+    # A small step's angle is read from skew(S): as a difference from M it would lose its digits in float32.
     near = _near_logarithm(gram + symmetric(step), skew(step))
     u, _, vt = jnp.linalg.svd(gram + step, full_matrices=False)
     small = jnp.linalg.norm(step, axis=(-2, -1)) < _SMALL * jnp.linalg.norm(gram, axis=(-2, -1))
@@ -164,9 +172,10 @@ def _logarithm(gram: jax.Array, step: jax.Array) -> jax.Array:
 
 
 def _near_logarithm(even: jax.Array, odd: jax.Array) -> jax.Array:
-    """log of the polar factor of Y + K, Y symmetric and K small and skew, without Y's digits in the way.
+    """log of the polar factor of Y + K, for Y symmetric and K skew and small.
 
-    With the factor (1 + C)(1 − C)⁻¹, that its product with Y + K be symmetric reads Y·C + C·Y = K + C·K·C.
+    With the polar factor (1 + C)(1 − C)⁻¹, the condition that its transpose times Y + K be symmetric reads
+    Y·C + C·Y = K + C·K·C.
     """
     values, vectors = symmetric_eigen(even)
     pairs, odd = inverse_pair_sums(values), skew(matmul(matmul(transpose(vectors), odd), vectors))

@@ -1,15 +1,10 @@
-"""What a step of finite size adds to the leakage: the gap between a discrete step and the flow it follows.
+"""What a step of finite size adds to the leakage: the gap between a discrete step and the flow that it follows.
 
 With u(θ) = P(θ)·g(θ) a step is θ − η·u(θ), and the flow θ' = −u(θ) reaches θ − η·u + ½η²·Du·u + O(η³) in time η. The
 step lands short of it by ½η²·Du·u, and Du·u is a sum of two: P·H·u, the Hessian seen through the preconditioner, and
-(DP[u])·g, the preconditioner that changes on the way. What these do along an orbit is the leakage of second order.
-
-Read it so: along the orbits the step lands at flow − η²·(hessian + derivative) + O(η³); or, the steps follow
-θ' = −(u + ½η·Du·u), which leaks first + η·(hessian + derivative). The step's own displacement is linear in η, its
-vertical part −η·first with no term in η²; the finite motion of a step, with the curvature of the coordinate, is what
-`drift` and `vertical_motion` measure.
-
-Here: a point and any preconditioner. Not here: the leakage of first order and its causes (`leakage`).
+(DP[u])·g, the change of the preconditioner along the step. The vertical part of ½·Du·u is the leakage of second order:
+along the orbits a step lands at flow − η²·(hessian + derivative) + O(η³). The step's displacement itself is linear in
+η; its finite motion, with the curvature of the coordinate, is measured by `drift` and `vertical_motion`.
 """
 
 from collections.abc import Callable
@@ -19,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from gauge_optax.gauges.base import Element, Gauges
-from gauge_optax.measure._orbit import ROTATIONS, SCALES, one_gauge, orbit_at
+from gauge_optax.measure.leakage import Orbit
 
 
 class SecondOrderLeakage(NamedTuple):
@@ -27,8 +22,8 @@ class SecondOrderLeakage(NamedTuple):
 
     Attributes:
       first: the generator of the vertical part of u = P·g.
-      hessian: that of ½·P·H·u.
-      derivative: that of ½·(DP[u])·g.
+      hessian: the generator of the vertical part of ½·P·H·u.
+      derivative: the generator of the vertical part of ½·(DP[u])·g.
       crossover: η*, where the two orders are of one size: |first|/|hessian + derivative| per channel, head or plane;
         inf where there is no second order.
     """
@@ -49,8 +44,8 @@ def second_order_leakage(
 
     Args:
       grad_fn: params → gradient, differentiable.
-      precondition: (params, gradient) → step, linear in the gradient: P(params) applied to it. What P sees of the
-        point, a second moment that follows the gradient included, it takes from params (`adam_precondition`).
+      precondition: (params, gradient) → step, linear in the gradient: P(params) applied to it. If P depends on the
+        point, for instance by a second moment of the gradient, it computes that from params (`adam_precondition`).
       params: the point, floating leaves only.
       gauge: one scale or rotation gauge.
 
@@ -63,33 +58,29 @@ def second_order_leakage(
     >>> gauge = go.rescale({"up": "_ _"}, {"down": "_ _"})
     >>> params = {"up": jnp.full((1, 1), 2.0), "down": jnp.full((1, 1), 1.0)}
     >>> grad_fn = jax.grad(lambda p: 0.5 * jnp.sum(p["up"] * p["down"]) ** 2)  # g = (2, 4)
-    >>> found = go.measure.second_order_leakage(grad_fn, lambda params, gradient: gradient, params, gauge)
-    >>> float(found.first[""]), round(float(found.hessian[""]), 4)  # ½·(4² − 2²)/(2² + 1²)
+    >>> leakage = go.measure.second_order_leakage(grad_fn, lambda params, gradient: gradient, params, gauge)
+    >>> float(leakage.first[""]), round(float(leakage.hessian[""]), 4)  # ½·(4² − 2²)/(2² + 1²)
     (0.0, 1.2)
 
-    Reference: DDC Lemma 20, modified equations after Li et al. 2019; one rate per direction of the orbit for the
-    lemma's unit vector, which leaves η* what it is. The lemma calls this the η² term of the step's own increment, up to
-    sign; it is the flow's. Remark 22 has no second order for SGD, which holds for rotations; along a scale's orbit
-    SGD's pairing is −½(‖g_up‖² − p·‖g_down‖²), because that orbit's generator is symmetric.
+    Reference: DDC Lemma 20, modified equations after Li et al. 2019. The lemma pairs with a unit vector; this has one
+    rate per direction of the orbit, which gives the same η*. The lemma calls this the η² term of the step's increment,
+    up to sign; it is that of the flow. Remark 22 says that SGD has no second order. That holds for rotations; along a
+    scale's orbit SGD's pairing is −½(‖g_up‖² − p·‖g_down‖²), because the generator of that orbit is symmetric.
     """
-    orbit = orbit_at(one_gauge("second_order_leakage", gauge, SCALES + ROTATIONS), params)
+    orbit = Orbit("second_order_leakage", gauge, params, ("diagonal", "orthogonal"))
     gradient = grad_fn(params)
-    step = _like(precondition(params, gradient), params)
+    # A preconditioner may compute in another dtype; forward derivatives want the parameters'.
+    step = jax.tree.map(lambda x, p: jnp.asarray(x, p.dtype), precondition(params, gradient), params)
     _, curved = jax.jvp(grad_fn, (params,), (step,))
     _, composed = jax.jvp(lambda g: precondition(params, g), (gradient,), (curved,))
     _, changed = jax.jvp(lambda p: precondition(p, gradient), (params,), (step,))
-    first, twice_hessian, twice_derivative = (orbit.rates(orbit.own.vectors(x)) for x in (step, composed, changed))
-    hessian, derivative = (jax.tree.map(lambda x: 0.5 * x, twice) for twice in (twice_hessian, twice_derivative))
-    second = jax.tree.map(jnp.add, hessian, derivative)
-    crossover = jax.tree.map(_ratio, orbit.sizes(first), orbit.sizes(second))
+    first = orbit.rates(orbit.vectors(step))
+    hessian, derivative = (
+        jax.tree.map(lambda x: 0.5 * x, orbit.rates(orbit.vectors(twice))) for twice in (composed, changed)
+    )
+    second = orbit.norms(jax.tree.map(jnp.add, hessian, derivative), along=True)
+    crossover = {
+        key: jnp.where(second[key] == 0, jnp.inf, size / jnp.where(second[key] == 0, 1.0, second[key]))
+        for key, size in orbit.norms(first, along=True).items()
+    }
     return SecondOrderLeakage(first, hessian, derivative, crossover)
-
-
-def _like(tangent: Any, params: Any) -> Any:
-    """A tangent in the dtypes that forward derivatives ask for."""
-    return jax.tree.map(lambda x, p: jnp.asarray(x, p.dtype), tangent, params)
-
-
-def _ratio(first: jax.Array, second: jax.Array) -> jax.Array:
-    none = second == 0
-    return jnp.where(none, jnp.inf, first / jnp.where(none, 1.0, second))

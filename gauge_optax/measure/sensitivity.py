@@ -1,342 +1,201 @@
-"""How much optimizers notice the representative: `gauge_sensitivity`, and its table for a list of them.
+"""How much an optimizer notices which of several equivalent weight sets it trains: what its steps do to the function.
 
-    python -m gauge_optax.measure.sensitivity
-    python -m gauge_optax.measure.sensitivity --optimizers optax.adamw optax.contrib.muon gauge_optax.ddc_adamw
-    python -m gauge_optax.measure.sensitivity --condition 10 --steps 5 --json sensitivity.json
-
-Every optimizer takes its steps on one attention layer from weights that are one function, and the table says by how
-much the steps differ in the products that the layer's function depends on: 0 if the optimizer sees the function. A
-second table does the same for clipping by the global norm, which differs between these weights, but not on the slice.
-
-Here: the program. Not here: the measure (`_sensitivity`) and the layer (`_attention`).
+Weight sets of one function are trained apart, each on its own gradients. An optimizer that sees the function alone
+changes it in the same way from all of them; one that sees coordinates does not.
 """
 
-import argparse
-import difflib
-import importlib
-import inspect
-import itertools
-import json
+import functools
 import math
-import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import Any, NamedTuple, cast
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
-from gauge_optax.gauges.product import product
+from gauge_optax.binding import binding_error
+from gauge_optax.gauges.base import Gauges
+from gauge_optax.gauges.product import Product, product
 from gauge_optax.linalg import real_dtype
-from gauge_optax.measure._attention import HEAD, HEADS, Attention, attention
-from gauge_optax.measure._sensitivity import Sensitivity, gauge_sensitivity
-from gauge_optax.optimizers._quotient import quotient
+from gauge_optax.testing import describe, tolerance
 
-__all__ = ["Sensitivity", "gauge_sensitivity", "main"]
+LossFn = Callable[[Any], jax.Array]
+Represent = Callable[[Any], Any]
 
-Factory = Callable[..., optax.GradientTransformation]
-Json = dict[str, Any]
-
-OPTIMIZERS = (
-    "optax.sgd",
-    "optax.adamw",
-    "optax.lion",
-    "optax.adafactor",
-    "optax.contrib.muon",
-    "gauge_optax.quotient_adamw",
-    "gauge_optax.quotient_muon",
-)
-_OPPOSITE_GRAM = "gauge_optax.scale_by_opposite_gram"
+_NAME = "gauge_sensitivity"
+_LOOSEST = 0.05  # the largest relative change of `represent` that may count as roundoff
 
 
-class Setting(NamedTuple):
-    """What every row of the tables shares.
+class Sensitivity(NamedTuple):
+    """How much the represented motion of an optimizer depends on the representative.
 
     Attributes:
-      model: the layer.
-      key: of the representatives; the same ones in every row.
-      rate: the learning rate.
-      samples: how many representatives.
-      scales: size of the elements, by group.
-      names: what the groups are called in the tables.
-      steps: how many steps before the difference is read.
+      relative_change: ‖Δ' − Δ‖/‖Δ‖ for every sampled g, (num_samples,); Δ from θ, Δ' from g·θ.
+      mean: the mean over samples.
+      max: the maximum over samples.
+      per_gauge: the same where one gauge's part of every g acts alone, one entry per gauge; the `per_gauge` of an entry
+        is empty. A single gauge has one entry, with the numbers of the whole.
     """
 
-    model: Attention
-    key: jax.Array
-    rate: float
-    samples: int
-    scales: Mapping[str, float]
-    names: Mapping[str, str]
-    steps: int
+    relative_change: jax.Array
+    mean: jax.Array
+    max: jax.Array
+    per_gauge: tuple["Sensitivity", ...]
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measures, prints the tables and writes the JSON.
+def gauge_sensitivity(
+    tx: optax.GradientTransformation,
+    loss_fn: LossFn,
+    params: Any,
+    gauges: Gauges,
+    *,
+    represent: Represent,
+    key: jax.Array,
+    num_samples: int = 8,
+    scale: float = 1.0,
+    steps: int = 1,
+) -> Sensitivity:
+    """Compares the represented motion of an optimizer's steps between equivalent weights.
+
+    From θ, and from g·θ for random elements g of the gauges' product, the optimizer is initialised and trained on the
+    gradients it meets. Δ = represent(θ_t) − represent(θ) is what the steps did to the function. ‖Δ' − Δ‖/‖Δ‖ is the
+    share of that which depends on the representative: 0 for an optimizer on the quotient, of order 1 for one that sees
+    coordinates.
 
     Args:
-      argv: arguments; by default the process's.
+      tx: an optimizer, a black box; one that asks for `value`, `grad` or `value_fn` gets them.
+      loss_fn: params → scalar.
+      params: the point θ.
+      gauges: a gauge or a sequence of them, meaning their product.
+      represent: params → pytree of arrays that the gauges leave unchanged and that tells functions apart: W_Q·W_Kᵀ and
+        W_V·W_O per head, or a network's outputs on fixed inputs.
+      key: a PRNG key for the elements.
+      num_samples: how many elements are drawn.
+      scale: size of the elements, as the gauges' `sample` takes it; a linear gauge has condition up to e^(2·scale).
+      steps: how many steps are taken before Δ is read.
 
     Returns:
-      The exit code. Bad arguments leave by `SystemExit` with code 2.
+      The relative changes, their mean and maximum, and the same per gauge, with products in the list taken apart. A
+      change is NaN where a twin's training diverges. Roundoff alone gives ε·e^(2·scale)·‖represent(θ)‖/‖Δ‖.
+
+    Raises:
+      ValueError: a `represent` that a gauge changes; steps that do not move it; no gauges, samples or steps; bindings
+        that do not fit the tree.
+
+    >>> gauge = go.head_rotation({"query": "_ basis", "key": "_ basis"})
+    >>> params = {"query": jnp.array([[1.0, 0.2], [0.5, 2.0]]), "key": jnp.array([[0.3, 1.0], [1.0, 0.1]])}
+    >>> scores = lambda p: p["query"] @ p["key"].T
+    >>> loss = lambda p: jnp.sum((scores(p) - 1.0) ** 2)
+    >>> def sensitivity(tx):
+    ...     options = dict(represent=scores, key=jax.random.key(0))
+    ...     return float(go.measure.gauge_sensitivity(tx, loss, params, gauge, **options).max)
+    >>> sensitivity(optax.sgd(1e-2)) < 1e-3, sensitivity(optax.adamw(1e-2)) > 0.1
+    (True, True)
+
+    Reference: the diagnostic of "When Equivalent Weights Train Differently", §9, and §7 on random gauges, which asks
+      for the variance of the represented step; the change relative to the step at θ has no unit.
     """
-    parser = _parser()
-    args = parser.parse_args(argv)
-    try:
-        if args.json is not None and not args.json.parent.is_dir():
-            raise ValueError(f"--json: no directory '{args.json.parent}'")
-        factories = {name: _optimizer(name) for name in args.optimizers}
-        opposite_gram = _resolve(_OPPOSITE_GRAM)
-    except ValueError as error:
-        parser.error(str(error))
-    report: Json = {"arguments": {name: value for name, value in vars(args).items() if name != "json"}}
-    with jax.enable_x64(not args.float32):
-        setting = _setting(args)
-        lines = (_title(args), _optimizers(setting, factories, report), _clipping(setting, opposite_gram, report))
-        for line in itertools.chain(*lines):
-            sys.stdout.write(f"{line}\n")
-            sys.stdout.flush()
-    if args.json is not None:
-        args.json.write_text(json.dumps(report, indent=2) + "\n")
-    return 0
+    group = product(gauges)
+    if not group.parts:
+        raise binding_error(
+            _NAME, "no gauges", "an empty list", "at least one gauge",
+            "pass the gauges under which the optimizer is to be tested",
+        )  # fmt: skip
+    for name, value in (("num_samples", num_samples), ("steps", steps)):
+        if value < 1:
+            raise binding_error(_NAME, f"bad {name}", repr(value), "a positive integer", f"write {name}=1 or more")
+    twins = jax.jit(functools.partial(_twins, group, num_samples=num_samples, scale=scale))(params, key)
+    value, motion, value_changes, motion_changes = _compare(tx, loss_fn, represent, steps, params, twins)
+    # A linear element of this size multiplies roundoff by its condition number.
+    most = min(_LOOSEST, tolerance("invariant", params) * math.exp(2 * scale))
+    _check_invariant(group, float(value), np.asarray(value_changes, np.float64), most)
+    if not float(jnp.finfo(real_dtype()).eps) * float(value) < float(motion) < math.inf:
+        raise binding_error(
+            _NAME, "the steps do not move what represent returns",
+            f"‖Δ‖ = {float(motion):.2e}, ‖represent(θ)‖ = {float(value):.2e}", "a finite motion beyond rounding",
+            "measure where the gradient is finite and not zero, with a learning rate that the parameters' dtype can "
+            "resolve, and represent what the loss depends on",
+        )  # fmt: skip
+    rows = [Sensitivity(row, jnp.mean(row), jnp.max(row), ()) for row in motion_changes / motion]
+    return rows[0]._replace(per_gauge=tuple(rows[-len(group.parts) :]))
 
 
-# Arguments ----------------------------------------------------------------------------------------
+def _twins(group: Product, params: Any, key: jax.Array, *, num_samples: int, scale: float) -> Any:
+    """g·θ, every leaf (rows, num_samples, ...): the first row for whole g, then one row per gauge acting alone.
 
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m gauge_optax.measure.sensitivity",
-        description="How much optimizers notice the representative: relative change of what their steps do to the "
-        "head products of an attention layer, between weights that are one function.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    parser.add_argument(
-        "--optimizers", nargs="+", default=list(OPTIMIZERS), metavar="NAME",
-        help="dotted names of functions that take a learning_rate; those with an argument `gauges` get the layer's",
-    )  # fmt: skip
-    parser.add_argument("--learning-rate", type=_above(float, 0.0), default=1e-3, metavar="RATE", help="learning rate")
-    parser.add_argument("--samples", type=_above(int, 0), default=8, help="how many equivalent weights")
-    parser.add_argument(
-        "--condition", type=_above(float, 1.0), default=100.0,
-        help="largest condition number of the elements of GL(d_h); those of O(d_h) are uniform",
-    )  # fmt: skip
-    parser.add_argument("--steps", type=_above(int, 0), default=1, help="how many steps before the motion is read")
-    parser.add_argument("--seed", type=int, default=0, help="of the layer, its data and the equivalent weights")
-    parser.add_argument("--float32", action="store_true", help="measure in float32 instead of float64")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to this file, too")
-    return parser
-
-
-def _above(kind: type[int] | type[float], least: float) -> Callable[[str], float]:
-    """A finite number above this; argparse turns the error into its own."""
-
-    def parse(text: str) -> float:
-        try:
-            value = kind(text)
-        except ValueError:
-            value = math.nan
-        if not least < value < math.inf:
-            noun = "a whole number" if kind is int else "a number"
-            raise argparse.ArgumentTypeError(f"{text!r} is not {noun} above {least:g}")
-        return value
-
-    return parse
-
-
-def _optimizer(name: str) -> Factory:
-    """The optimizer behind a dotted name: a function that a learning rate and gauges are enough to call."""
-    factory = _resolve(name)
-    parameters = inspect.signature(factory).parameters
-    if "learning_rate" not in parameters:
-        raise ValueError(f"'{name}' is no optimizer: it takes no learning_rate")
-    given = [p for p in parameters.values() if p.name not in ("learning_rate", "gauges")]
-    others = [p.name for p in given if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    if others:
-        raise ValueError(f"'{name}' needs {', '.join(others)} too: write a function that takes a learning_rate only")
-    return factory
-
-
-def _resolve(name: str) -> Factory:
-    """The function behind a dotted name; raises ValueError in words for the user."""
-    path, _, last = name.rpartition(".")
-    if not path:
-        raise ValueError(f"no optimizer '{name}': write its module too, as in optax.{name or 'adamw'}")
-    try:
-        module = importlib.import_module(path)
-    except ModuleNotFoundError as error:
-        if not f"{path}.".startswith(f"{error.name}."):
-            raise
-        raise ValueError(f"no optimizer '{name}': there is no module '{error.name}'") from error
-    factory: Any = getattr(module, last, None)
-    if not callable(factory):
-        near = difflib.get_close_matches(last, [n for n, own in vars(module).items() if callable(own)], 1)
-        hint = f"; did you mean {path}.{near[0]}?" if near else ""
-        raise ValueError(f"no optimizer '{name}': '{path}' has no function '{last}'{hint}")
-    return cast(Factory, factory)
-
-
-# Measuring ----------------------------------------------------------------------------------------
-
-
-def _setting(args: argparse.Namespace) -> Setting:
-    layer, elements = jax.random.split(jax.random.key(args.seed))
-    scales = {"O": 1.0, "GL": 0.5 * math.log(args.condition)}
-    names = {"O": "O(d_h)", "GL": f"GL(d_h), condition <= {args.condition:g}"}
-    return Setting(attention(layer), elements, args.learning_rate, args.samples, scales, names, args.steps)
-
-
-def _cell(setting: Setting, group: str, factory: Factory) -> Json:
-    """One optimizer under one group; an optimizer that has no answer to these gauges says so in its own words."""
-    try:
-        return _measured(setting, group, _made(setting, group, factory))
-    except ValueError as error:
-        return {"refused": str(error)}
-
-
-def _made(setting: Setting, group: str, factory: Factory) -> optax.GradientTransformation:
-    """The optimizer for one column; `optax.contrib.muon` is told that every head is a matrix."""
-    model, names = setting.model, inspect.signature(factory).parameters
-    options: Json = {"learning_rate": setting.rate}
-    if "gauges" in names:
-        options["gauges"] = model.groups[group]
-    if "muon_weight_dimension_numbers" in names:
-        options["muon_weight_dimension_numbers"] = product(model.groups["O"]).muon_dimension_numbers
-    return factory(**options)
-
-
-def _measured(setting: Setting, group: str, tx: optax.GradientTransformation) -> Json:
-    model = setting.model
-    found = gauge_sensitivity(
-        tx, model.loss_fn, model.params, model.groups[group], represent=model.represent, key=setting.key,
-        num_samples=setting.samples, scale=setting.scales[group], steps=setting.steps,
-    )  # fmt: skip
-    return _plain(found)
-
-
-def _plain(found: Sensitivity) -> Json:
-    return {
-        "relative_change": np.asarray(found.relative_change, float).tolist(),
-        "mean": float(found.mean),
-        "max": float(found.max),
-        "per_gauge": [_plain(own) for own in found.per_gauge],
-    }
-
-
-def _chains(setting: Setting, opposite_gram: Factory, most: float) -> dict[str, optax.GradientTransformation]:
-    """Clipping before a step that sees coordinates, before one that does not, and on the slice."""
-    gauges = setting.model.groups["GL"]
-    clip, sgd = optax.clip_by_global_norm(most), optax.sgd(setting.rate)
-    return {
-        "clip_by_global_norm, sgd": optax.chain(clip, sgd),
-        "clip_by_global_norm, scale_by_opposite_gram, sgd": optax.chain(clip, opposite_gram(gauges), sgd),
-        "quotient(clip_by_global_norm, sgd)": quotient(optax.chain(clip, sgd), gauges),
-    }
-
-
-def _gradient_norms(setting: Setting) -> tuple[list[float], list[float]]:
-    """The gradient's global norm, raw and on the slice, at θ and at its representatives."""
-    model, group = setting.model, product(setting.model.groups["GL"])
-    keys = jax.random.split(setting.key, setting.samples)
-    # Inside, a transformation whose state is the norm of what it was given.
-    tx = quotient(optax.GradientTransformation(lambda _: jnp.zeros(()), lambda g, *_: (g, optax.tree.norm(g))), group)
-
-    def norms(params: Any) -> tuple[jax.Array, jax.Array]:
-        grads = jax.grad(model.loss_fn)(params)
-        _, state = tx.update(grads, tx.init(params), params)
-        return optax.tree.norm(grads), state.inner_state
-
-    def everywhere(params: Any) -> tuple[jax.Array, jax.Array]:
-        twins = jax.vmap(lambda k: group.act(group.sample(k, params, setting.scales["GL"]), params))(keys)
-        return jax.vmap(norms)(jax.tree.map(lambda p, twin: jnp.concatenate([p[None], twin]), params, twins))
-
-    raw, on_slice = jax.jit(everywhere)(model.params)
-    return np.asarray(raw, float).tolist(), np.asarray(on_slice, float).tolist()
-
-
-# Text ---------------------------------------------------------------------------------------------
-
-
-def _title(args: argparse.Namespace) -> Iterator[str]:
-    yield "Relative change of the represented motion between equivalent weights"
-    yield (
-        f"attention, {HEADS} heads of {HEAD}, {real_dtype().name}; equivalent weights: {args.samples}, "
-        f"steps: {args.steps}, learning rate: {args.learning_rate:g}, seed: {args.seed}"
-    )
-
-
-def _optimizers(setting: Setting, factories: Mapping[str, Factory], report: Json) -> Iterator[str]:
-    """Lines as they are measured; the figures go to the report."""
-    found = report["optimizers"] = {}
-    table = _Table.of(setting.names.values(), factories)
-    yield from table.head()
-    for name, factory in factories.items():
-        found[name] = {group: _cell(setting, group, factory) for group in setting.names}
-        yield table.row(name, found[name].values())
-    for name, row in found.items():
-        for group, cell in row.items():
-            if "refused" in cell:
-                yield f"\n{name} refused {setting.names[group]}: {cell['refused']}"
-
-
-def _clipping(setting: Setting, opposite_gram: Factory, report: Json) -> Iterator[str]:
-    """The same for clipping, under the linear changes of basis: rotations keep every norm."""
-    raw, on_slice = _gradient_norms(setting)
-    most = 0.5 * min(*raw, *on_slice)
-    report["clipping"] = {"raw_norms": raw, "slice_norms": on_slice, "max_norm": most, "optimizers": {}}
-    yield f"\nClipping at norm {most:.2g}"
-    yield f"gradient norms of the equivalent weights under GL(d_h): raw {_range(raw)}, on the slice {_range(on_slice)}"
-    chains = _chains(setting, opposite_gram, most)
-    table = _Table.of([setting.names["GL"]], chains)
-    yield from table.head()
-    for name, tx in chains.items():
-        cell = report["clipping"]["optimizers"][name] = _measured(setting, "GL", tx)
-        yield table.row(name, [cell])
-
-
-def _range(values: Sequence[float]) -> str:
-    return f"{min(values):.3g} to {max(values):.3g}"
-
-
-class _Table(NamedTuple):
-    """Optimizers down; mean and maximum per group across.
-
-    Attributes:
-      groups: heading of every pair of columns.
-      width: of the column of names.
+    A single gauge has one row: acting alone is all it does.
     """
-
-    groups: tuple[str, ...]
-    width: int
-
-    @classmethod
-    def of(cls, groups: Iterable[str], names: Iterable[str]) -> "_Table":
-        return cls(tuple(groups), max(map(len, ("optimizer", *names))))
-
-    def head(self) -> Iterator[str]:
-        """An empty line, the groups, what is below them."""
-        widths = [sum(pair) for pair in self._pairs()]
-        yield f"\n{'':{self.width}}" + "".join(f"{g:>{w}}" for g, w in zip(self.groups, widths, strict=True))
-        yield self._line("optimizer", ["mean", "max"] * len(self.groups))
-
-    def row(self, name: str, cells: Iterable[Json]) -> str:
-        """One optimizer."""
-        return self._line(name, [_shown(cell, field) for cell in cells for field in ("mean", "max")])
-
-    def _pairs(self) -> list[tuple[int, int]]:
-        """Widths of the two columns of every group: its heading fits above them."""
-        return [(max(10, len(g) + 2 - 10), 10) for g in self.groups]
-
-    def _line(self, name: str, entries: Sequence[str]) -> str:
-        widths = itertools.chain(*self._pairs())
-        return f"{name:{self.width}}" + "".join(f"{x:>{w}}" for x, w in zip(entries, widths, strict=True))
+    keys, count = jax.random.split(key, num_samples), len(group.parts)
+    whole = jax.vmap(lambda k: group.sample(k, params, scale))(keys)
+    still = jax.tree.map(lambda e, x: jnp.broadcast_to(e, x.shape), group.identity(params), whole)
+    alone = [tuple(whole[j] if j == k else still[j] for j in range(count)) for k in range(count) if count > 1]
+    elements = jax.tree.map(lambda *rows: jnp.stack(rows), whole, *alone)
+    return jax.vmap(jax.vmap(lambda element: group.act(element, params)))(elements)
 
 
-def _shown(cell: Json, field: str) -> str:
-    return f"{cell[field]:.2g}" if field in cell else "refused"
+# Everything but arrays is static, so that one program serves an optimizer under several lists of gauges.
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def _compare(
+    tx: optax.GradientTransformation, loss_fn: LossFn, represent: Represent, steps: int, params: Any, twins: Any
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Norms over the pytree that `represent` returns.
+
+    Returns:
+      ‖represent(θ)‖ and ‖Δ‖; ‖represent(g·θ) − represent(θ)‖ and ‖Δ' − Δ‖, (rows, num_samples).
+    """
+    extended = optax.with_extra_args_support(tx)
+
+    def read(params: Any) -> Any:
+        with jax.default_matmul_precision("highest"):  # a difference of two readings follows
+            out = represent(params)
+        if not jax.tree.leaves(out):
+            raise binding_error(
+                _NAME, "represent returns no arrays", f"a {type(out).__name__} without leaves",
+                "a pytree with an array in it", "return the products or the outputs that the optimizer is to move",
+            )  # fmt: skip
+        return jax.tree.map(lambda x: jnp.asarray(x, jnp.promote_types(jnp.asarray(x).dtype, real_dtype())), out)
+
+    def step(carry: tuple[Any, Any]) -> tuple[Any, Any]:
+        params, state = carry
+        value, grads = jax.value_and_grad(loss_fn)(params)
+        updates, state = extended.update(grads, state, params, value=value, grad=grads, value_fn=loss_fn)
+        return optax.apply_updates(params, updates), state
+
+    def trained(params: Any) -> tuple[Any, Any]:
+        before = read(params)
+        # The first step stands outside the loop: a state may leave `init` in another dtype than `update` gives it.
+        carry = step((params, tx.init(params)))
+        if steps > 1:
+            carry = jax.lax.fori_loop(1, steps, lambda _, carry: step(carry), carry)
+        return before, jax.tree.map(jnp.subtract, read(carry[0]), before)
+
+    def norms(batch: Any) -> jax.Array:
+        squares = [jnp.sum(jnp.square(jnp.abs(x)).reshape(x.shape[0], -1), -1) for x in jax.tree.leaves(batch)]
+        return jnp.sqrt(sum(squares, start=jnp.zeros((), real_dtype())))
+
+    def row(row_twins: Any) -> tuple[jax.Array, ...]:
+        points = jax.tree.map(lambda p, twin: jnp.concatenate([jnp.asarray(p)[None], twin]), params, row_twins)
+        both = jax.vmap(trained)(points)
+        changes = (jax.tree.map(lambda x: x[1:] - x[0], batch) for batch in both)
+        return *(norms(batch)[0] for batch in both), *map(norms, changes)
+
+    # `map` rather than `vmap`: one row at a time is in memory.
+    value, motion, value_changes, motion_changes = jax.lax.map(row, twins)
+    return value[0], motion[0], value_changes, motion_changes
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def _check_invariant(group: Product, size: float, changes: np.ndarray, most: float) -> None:
+    """Raises for the first gauge that changes the representation alone, or else for their product."""
+    parts = [describe(part) for part in group.parts]
+    errors = np.max(changes, 1)
+    # The product, which names all gauges, comes last: a single culprit says more.
+    for name, error in [*zip(parts, errors[-len(parts) :], strict=True), (" with ".join(parts), errors[0])]:
+        if not error <= most * size:
+            raise binding_error(
+                _NAME, f"{name} changes what represent returns",
+                f"‖represent(g·θ) − represent(θ)‖ = {error:.2e}, ‖represent(θ)‖ = {size:.2e}",
+                f"a relative change of at most {most:.1e}",
+                "represent what the gauge leaves alone (products of factors, outputs of the network); if it does, list "
+                "every leaf that the gauge moves, or measure in float64",
+            )  # fmt: skip

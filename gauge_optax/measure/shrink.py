@@ -1,10 +1,7 @@
-"""Gram matrices of a factor pair under decoupled weight decay: shrink, then add an increment.
+"""Gram matrices of a factor pair under decoupled weight decay: shrink both factors, then add an update to each.
 
-A shrink of both factors by one ρ takes the imbalance D = AᵀA − BᵀB to ρ²·D: it fades, and relative to the Grams stays
-what it was. Shrinks of different size change D even where it is zero, and so does the increment: there is where new
-imbalance comes from.
-
-Here: the closed forms for given increments. Not here: the decay of an optimizer (`transforms.decay`).
+Shrinking both factors by one ρ takes the imbalance D = AᵀA − BᵀB to ρ²·D: it fades, and relative to the Grams it stays
+the same. New imbalance comes from the updates, and from shrinks of different size, which change D even where it is 0.
 """
 
 from typing import NamedTuple
@@ -22,8 +19,8 @@ class GramEvolution(NamedTuple):
     """Gram matrices after a step, (…, r, r).
 
     Attributes:
-      left: of the left factor.
-      right: of the right factor.
+      left: the left factor's.
+      right: the right factor's.
       imbalance: left − right; zero where the factors are balanced.
     """
 
@@ -46,8 +43,8 @@ def gram_evolution(
       H_A' = \rho_A^2 A^\top A + \rho_A (A^\top U_A + U_A^\top A) + U_A^\top U_A.
 
     Args:
-      left: A, (…, m, r). Of a value and output pair W_V; of queries and keys W_Q.
-      right: B, (…, n, r). The transpose of W_O; W_K.
+      left: A, (…, m, r): W_V of a value and output pair, W_Q of queries and keys.
+      right: B, (…, n, r): the transpose of W_O, or W_K.
       left_update: U_A, a tangent of A's shape, multiplied by the learning rate.
       right_update: U_B, of B's shape.
       left_shrink: ρ_A: 1 − learning rate · weight decay; a number, or one per pair, (…).
@@ -60,37 +57,29 @@ def gram_evolution(
       ValueError: factors that are no pair, updates of another shape.
 
     >>> a, b = jnp.array([[2.0]]), jnp.array([[1.0]])
-    >>> found = go.gram_evolution(a, b, 0.0 * a, 0.0 * b, 0.5, 0.5)  # D = 3 becomes 3·ρ²
-    >>> float(found.left[0, 0]), float(found.right[0, 0]), float(found.imbalance[0, 0])
+    >>> after = go.measure.gram_evolution(a, b, 0.0 * a, 0.0 * b, 0.5, 0.5)  # D = 3 becomes 3·ρ²
+    >>> float(after.left[0, 0]), float(after.right[0, 0]), float(after.imbalance[0, 0])
     (1.0, 0.25, 0.75)
 
     Reference: "When Equivalent Weights Train Differently" §4, Full Gram Evolution.
     """
-    pair = tuple(jnp.asarray(x, real_dtype()) for x in (left, right))
-    moves = tuple(jnp.asarray(x, real_dtype()) for x in (left_update, right_update))
-    shrinks = tuple(jnp.asarray(x, real_dtype())[..., None, None] for x in (left_shrink, right_shrink))
-    _check_shapes(*pair, *moves)
-    one, other = (_evolved(*own) for own in zip(pair, moves, shrinks, strict=True))
-    return GramEvolution(one, other, one - other)
-
-
-def _evolved(factor: jax.Array, update: jax.Array, shrink: jax.Array) -> jax.Array:
-    def gram(a: jax.Array, b: jax.Array) -> jax.Array:
-        return matmul(transpose(a), b)
-
-    return shrink**2 * gram(factor, factor) + 2 * shrink * symmetric(gram(factor, update)) + gram(update, update)
-
-
-def _check_shapes(left: jax.Array, right: jax.Array, left_update: jax.Array, right_update: jax.Array) -> None:
     if left.ndim < 2 or right.ndim < 2 or (left.shape[:-2], left.shape[-1]) != (right.shape[:-2], right.shape[-1]):
         raise binding_error(
             _NAME, "factors that are no pair", f"shapes {left.shape} and {right.shape}",
             "(…, m, r) and (…, n, r), so that left·rightᵀ is the product",
             "put heads first and the shared axis last; W_O enters as its transpose",
         )  # fmt: skip
-    for name, factor, update in (("left", left, left_update), ("right", right, right_update)):
+
+    def evolved(name: str, factor: jax.Array, update: jax.Array, shrink: float | jax.Array) -> jax.Array:
         if factor.shape != update.shape:
             raise binding_error(
                 _NAME, f"{name}_update of another shape", f"{update.shape}", f"{factor.shape}, as {name}",
                 "pass the update of this very factor, transposed as it is",
             )  # fmt: skip
+        a, u, rho = (jnp.asarray(x, real_dtype()) for x in (factor, update, shrink))
+        cross, rho = matmul(transpose(a), u), rho[..., None, None]
+        return rho**2 * matmul(transpose(a), a) + 2 * rho * symmetric(cross) + matmul(transpose(u), u)
+
+    one = evolved("left", left, left_update, left_shrink)
+    other = evolved("right", right, right_update, right_shrink)
+    return GramEvolution(one, other, one - other)

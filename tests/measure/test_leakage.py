@@ -480,7 +480,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "a scale for a rotation": (lambda: go.measure.rotation_leakage(SCALE, PARAMS, PARAMS, PARAMS), "rescale"),
     "several gauges": (lambda: go.measure.step_leakage([SCALE, TURN], PARAMS, PARAMS), "rescale, head_rotation"),
     "a shift": (lambda: go.measure.step_leakage(go.logit_shift({"q": "_ vocab"}), PARAMS, PARAMS), "logit_shift"),
-    "other means": (lambda: go.measure.rescale_leakage(SCALE, PARAMS, PARAMS, PARAMS, means="rms"), "'entries' or"),
+    "other means": (lambda: go.measure.rescale_leakage(SCALE, PARAMS, PARAMS, PARAMS, means="rms"), "one of 'entries'"),
     "no points": (lambda: go.measure.leakage_along(lambda: None, []), "no points"),
     "no Adam": (lambda: go.measure.adam_factors(optax.sgd(0.1).init(PARAMS)), "0 Adam states"),
     "no Adam to precondition": (lambda: go.measure.adam_precondition((), lambda p: p), "0 Adam states"),

@@ -12,10 +12,9 @@ import optax
 import pytest
 
 import gauge_optax as go
-from gauge_optax.measure import sensitivity
-from gauge_optax.measure._attention import Attention, attention
+from benchmarks import sensitivity
+from benchmarks.sensitivity import Attention, attention
 from tests.quick import jit
-from tests.test_structure import SOURCES, imports
 from tests.tolerances import tolerance
 
 Tree = Any
@@ -45,7 +44,7 @@ def _measured(name: str, group: str) -> Any:
         "quotient_muon": lambda: go.quotient_muon(RATE, gauges),
     }
     with jax.enable_x64(True):
-        found = go.gauge_sensitivity(
+        found = go.measure.gauge_sensitivity(
             factories[name](), model.loss_fn, model.params, gauges, represent=model.represent, key=jax.random.key(1),
             num_samples=3, scale=SCALES[group],
         )  # fmt: skip
@@ -102,7 +101,7 @@ def _pair(shift: float = 0.0) -> tuple[Tree, Any, Any, list[go.Gauge]]:
 def test_the_figures_are_those_of_a_plain_loop(x64: None) -> None:
     params, loss, represent, gauges = _pair()
     tx, group, steps, samples = optax.adam(0.05), go.product(gauges), 3, 2
-    found = go.gauge_sensitivity(
+    found = go.measure.gauge_sensitivity(
         tx, loss, params, gauges, represent=represent, key=jax.random.key(2), num_samples=samples, scale=0.7,
         steps=steps,
     )  # fmt: skip
@@ -133,7 +132,9 @@ def test_the_figures_are_those_of_a_plain_loop(x64: None) -> None:
 def test_one_gauge_is_its_own_whole() -> None:
     """In float32."""
     params, loss, represent, gauges = _pair()
-    found = go.gauge_sensitivity(optax.sgd(0.01), loss, params, gauges[0], represent=represent, key=jax.random.key(0))
+    found = go.measure.gauge_sensitivity(
+        optax.sgd(0.01), loss, params, gauges[0], represent=represent, key=jax.random.key(0)
+    )
     (own,) = found.per_gauge
     assert found.relative_change.shape == (8,)
     assert found.relative_change.dtype == jnp.float32
@@ -147,7 +148,7 @@ def test_one_gauge_is_its_own_whole() -> None:
 def _refusal(represent: Any = None, gauges: Any = None, shift: float = 0.0, **options: Any) -> str:
     params, loss, own, both = _pair(shift)
     with pytest.raises(ValueError) as error:
-        go.gauge_sensitivity(
+        go.measure.gauge_sensitivity(
             optax.sgd(0.01), loss, params, both if gauges is None else gauges, represent=represent or own,
             key=jax.random.key(0), **{"num_samples": 2} | options,
         )  # fmt: skip
@@ -235,8 +236,3 @@ def test_bad_arguments_end_with_a_sentence(
         sensitivity.main(arguments)
     assert end.value.code == 2
     assert message in capsys.readouterr().err
-
-
-def test_the_package_does_not_import_the_program() -> None:
-    """`python -m` of a module that its package has imported warns, and runs it twice."""
-    assert [path for path in SOURCES if "gauge_optax.measure.sensitivity" in imports(path)] == []

@@ -40,7 +40,7 @@ def _gram(x: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize("shrinks", [(1.0, 1.0), (0.9, 0.9), (0.5, 0.99), (np.array([0.9, 0.3]), np.array(0.7))])
 def test_grams_after_a_step_are_those_of_the_factors_after_it(shrinks: tuple[Any, Any], x64: None) -> None:
-    found = go.gram_evolution(LEFT, RIGHT, LEFT_UPDATE, RIGHT_UPDATE, *shrinks)
+    found = go.measure.gram_evolution(LEFT, RIGHT, LEFT_UPDATE, RIGHT_UPDATE, *shrinks)
     by_pair = [np.reshape(s, (-1, 1, 1)) for s in shrinks]
     left, right = _gram(by_pair[0] * LEFT + LEFT_UPDATE), _gram(by_pair[1] * RIGHT + RIGHT_UPDATE)
     for x, expected in zip(found, (left, right, left - right), strict=True):
@@ -49,20 +49,20 @@ def test_grams_after_a_step_are_those_of_the_factors_after_it(shrinks: tuple[Any
 
 def test_a_shared_shrink_damps_imbalance_by_its_square_and_an_independent_one_does_not(x64: None) -> None:
     def after(*shrinks: float) -> jax.Array:
-        return go.gram_evolution(LEFT, RIGHT, 0.0 * LEFT, 0.0 * RIGHT, *shrinks).imbalance
+        return go.measure.gram_evolution(LEFT, RIGHT, 0.0 * LEFT, 0.0 * RIGHT, *shrinks).imbalance
 
     before = after()
     np.testing.assert_allclose(after(0.8, 0.8), 0.64 * before, rtol=0, atol=1e-12)
     for shrinks in ((0.8, 1.0), (0.8, 0.5)):
         best = np.sum(after(*shrinks) * before) / np.sum(before**2)
         assert np.linalg.norm(after(*shrinks) - best * before) > 0.05 * np.linalg.norm(before)
-    balanced = go.gram_evolution(LEFT, LEFT, 0.0 * LEFT, 0.0 * LEFT, 0.8, 1.0)
+    balanced = go.measure.gram_evolution(LEFT, LEFT, 0.0 * LEFT, 0.0 * LEFT, 0.8, 1.0)
     np.testing.assert_allclose(balanced.imbalance, -0.36 * _gram(LEFT), rtol=0, atol=1e-12)
 
 
 def test_grams_of_half_precision_factors_are_float32() -> None:
     halves = [jnp.asarray(x, jnp.bfloat16) for x in (LEFT, RIGHT, LEFT_UPDATE, RIGHT_UPDATE)]
-    found = jit(go.gram_evolution)(*halves, 0.9, 0.9)
+    found = jit(go.measure.gram_evolution)(*halves, 0.9, 0.9)
     assert {x.dtype for x in found} == {jnp.dtype(jnp.float32)}
     expected = _gram(0.9 * np.asarray(halves[0], np.float32) + np.asarray(halves[2], np.float32))
     np.testing.assert_allclose(found.left, expected, rtol=1e-5, atol=1e-5)
@@ -79,7 +79,7 @@ def test_grams_of_half_precision_factors_are_float32() -> None:
 )
 def test_shapes_that_do_not_fit_are_refused(factors: tuple[Any, ...], text: str) -> None:
     with pytest.raises(ValueError, match=text) as error:
-        go.gram_evolution(*factors)
+        go.measure.gram_evolution(*factors)
     assert all(part in str(error.value) for part in ("gram_evolution", "found:", "expected:", "remedy:"))
 
 
@@ -138,7 +138,7 @@ def test_a_chain_without_a_retraction_shrinks_as_the_closed_forms_say(x64: None)
     updates, _ = tx.update(grads, tx.init(params), params)
     after = optax.apply_updates(params, updates)
     moves = -rate * LEFT_UPDATE[0], -rate * RIGHT_UPDATE[0]
-    found = go.gram_evolution(LEFT[0], RIGHT[0], *moves, 1 - 0.5 * rate, 1 - 2.0 * rate)
+    found = go.measure.gram_evolution(LEFT[0], RIGHT[0], *moves, 1 - 0.5 * rate, 1 - 2.0 * rate)
     _close({"left": _gram(after["a"]), "right": _gram(after["b"].T)}, {"left": found.left, "right": found.right})
 
 

@@ -12,6 +12,8 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
+from gauge_optax.linalg import serial as singly  # noqa: F401  the former place of `serial`
+
 T = TypeVar("T")
 Tree = TypeVar("Tree")
 
@@ -50,18 +52,3 @@ def in_turn(make: Callable[..., T], arrays: Sequence[Any], *others: Sequence[Any
     for own, *rest in zip(arrays, *others, strict=True):
         made.append(make(anew(own, made[-1]) if made else own, *rest))
     return tuple(made)
-
-
-def singly(make: Callable[[jax.Array], T], matrices: jax.Array) -> T:
-    """make(matrices), on CPUs matrix by matrix.
-
-    A LAPACK call for many of them is one of XLA's threads that hands them to the others and waits: when each device has
-    one under way, as virtual devices do, there are no others.
-
-    Args:
-      make: takes matrices with any number of leading axes, and gives arrays with these.
-      matrices: (…, m, n).
-    """
-    lead, flat = matrices.shape[:-2], matrices.reshape(-1, *matrices.shape[-2:])
-    made = jax.lax.platform_dependent(flat, cpu=lambda x: jax.lax.map(make, x), default=make)
-    return jax.tree.map(lambda x: x.reshape(*lead, *x.shape[1:]), made)

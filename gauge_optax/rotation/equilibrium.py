@@ -131,8 +131,8 @@ def predict_equilibrium(
         update, diffusion = lr * (dim * (1 - b1) / (1 + b1)) ** 0.5, lr * dim**0.5
     else:
         if kind == "adamw":
-            total = needed("dim", dim) ** 0.5
-            step = (dim * (1 - b1) / (1 + b1)) ** 0.5
+            dim = needed("dim", dim)
+            step, total = (dim * (1 - b1) / (1 + b1)) ** 0.5, dim**0.5
         else:
             if kind == "lion":
                 step = needed("dim", dim) ** 0.5

@@ -130,8 +130,11 @@ def serial(make: Callable[..., T], *matrices: jax.Array) -> T:
     lead = matrices[0].shape[:-2]
     if not lead:
         return make(*matrices)
+
+    def one_by_one(*stacks: jax.Array) -> T:
+        return jax.lax.map(lambda single: make(*single), stacks)
+
     flat = [x.reshape(-1, *x.shape[-2:]) for x in matrices]
-    one_by_one: Callable[..., T] = lambda *stacks: jax.lax.map(lambda single: make(*single), stacks)  # noqa: E731
     made = jax.lax.platform_dependent(*flat, cpu=one_by_one, default=make)
     return jax.tree.map(lambda x: x.reshape(*lead, *x.shape[1:]), made)
 

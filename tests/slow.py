@@ -93,7 +93,7 @@ SLOW: dict[str, str] = {
     "measure/test_live.py::test_twins_have_one_set_of_norms[[]product/llama]": OTHER_NET,
     "measure/test_motion.py::test_a_gauge_move_gives_its_logarithm[[]*-float32]": OTHER_PRECISION,
     "measure/test_motion.py::test_a_horizontal_step_does_not_turn[[]product/slow_planes]": OTHER_NET,
-    "measure/test_equilibrium.py::test_a_random_walk_rests_where_predicted[[][!a]*]": OTHER_OPTIMIZER,
+    "rotation/test_equilibrium.py::test_a_random_walk_rests_where_predicted[[][!a]*]": OTHER_OPTIMIZER,
     "test_conformance.py::test_three_donated_steps_in_bfloat16[[]g*]": OTHER_OPTIMIZER,
     "test_conformance.py::test_three_donated_steps_in_bfloat16[[]ddc_muon/number]": OTHER_OPTIMIZER,
     "test_conformance.py::test_three_donated_steps_in_bfloat16[[]quotient_adamw/*]": OTHER_OPTIMIZER,

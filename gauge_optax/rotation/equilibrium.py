@@ -17,8 +17,8 @@ five rules:
 | Muon, polar factor of n | S² | S²·a²/γ | ηλω |
 
 γ = (1 − β₁)² + β₁²·(1 − β₂)/(1 + β₂) is E‖n‖²/E‖g‖²: n weights the last gradients by 1 − β₁, β₁(1 − β₂), β₁(1 − β₂)β₂,
-…, which sum to 1. a is the cosine between n and its sign or polar factor, so that a²/γ is the share along a gradient's
-total contribution. For Lion n is a row, a = ‖n‖₁/(√C·‖n‖₂); for Muon a matrix, a = ‖n‖_*/(√r·‖n‖_F).
+…, which sum to 1. a is the cosine between n and its sign or polar factor, a²/γ the part of the squared length that one
+gradient contributes in total. For Lion n is a row, a = ‖n‖₁/(√C·‖n‖₂); for Muon a matrix, a = ‖n‖_*/(√r·‖n‖_F).
 
 Reference: Kosson, Messmer and Jaggi, "Rotational Equilibrium" (ICML 2024).
 """

@@ -144,18 +144,18 @@ def named_rotational(
             return RotationalState(inner_state, count, tracked, placeholder(), placeholder(), gains, gain_state)
         if eta_r is None:
             _kind(name, inner_state)
-        neurons, leaves, least = vectors.resolve(name, specs, params), leaves_by_path(params), 3 if center else 2
-        for neuron in neurons:
+        selections, leaves, least = vectors.resolve(name, specs, params), leaves_by_path(params), 3 if center else 2
+        for selection in selections:
             # The norm takes one degree of freedom of a vector, and centring another.
-            if neuron.length < least:
+            if selection.length < least:
                 raise binding_error(
-                    name, f"nothing to turn at '{neuron.block.path}'",
-                    f"vectors of {neuron.length} entries, axes \"{neuron.block.axes}\"",
+                    name, f"nothing to turn at '{selection.block.path}'",
+                    f"vectors of {selection.length} entries, axes \"{selection.block.axes}\"",
                     f"at least {least}" + (" with center=True" if center else ""),
                     "leave norms and biases out: they get the inner update; in a kernel, `_` is the axis that is "
                     "summed over",
                 )  # fmt: skip
-        length = vectors.to_state(neurons, [neuron.norm(leaves) for neuron in neurons])
+        length = vectors.to_state(selections, [selection.norm(leaves) for selection in selections])
         gains = () if gain is None else jax.tree.map(jnp.ones_like, length)
         gain_state = () if gain is None else gain.init(gains)
         square = jax.tree.map(jnp.zeros_like, length)
@@ -168,8 +168,8 @@ def named_rotational(
         require_own(name, state, RotationalState)
         with with_own_state(name, optimizer, state.inner_state, params):
             moves, inner_state = optimizer.update(updates, state.inner_state, params, **extra)
-        neurons, leaves = vectors.resolve(name, specs, params), leaves_by_path(params)
-        tangents = vectors.updates_by_path(name, neurons, moves)
+        selections, leaves = vectors.resolve(name, specs, params), leaves_by_path(params)
+        tangents = vectors.updates_by_path(name, selections, moves)
 
         eta = _at(learning_rate, state.count)
         # Without a learning rate there is no Δ: nothing turns, and ν and its correction wait.
@@ -188,38 +188,38 @@ def named_rotational(
         tracked = state.tracked + moving.astype(jnp.int32)
         correction = 1.0 - jnp.asarray(beta, real_dtype()) ** jnp.maximum(tracked, 1)
 
-        lengths, gains, gain_state = vectors.from_state(neurons, state.length), state.gain, state.gain_state
+        lengths, gains, gain_state = vectors.from_state(selections, state.length), state.gain, state.gain_state
         if gain is not None:
-            gradients = vectors.updates_by_path(name, neurons, updates)
+            gradients = vectors.updates_by_path(name, selections, updates)
             # The weights are gain·p₁ with a p₁ that the gain does not change, so that the derivative is ⟨p, g⟩/gain.
             gain_gradients = [
-                safe_divide(jnp.sum(neuron.value(leaves) * neuron.view(gradients), neuron.axes), factor)
-                for neuron, factor in zip(neurons, vectors.from_state(neurons, gains), strict=True)
+                safe_divide(jnp.sum(selection.value(leaves) * selection.view(gradients), selection.axes), factor)
+                for selection, factor in zip(selections, vectors.from_state(selections, gains), strict=True)
             ]
-            steps, gain_state = gain.update(vectors.to_state(neurons, gain_gradients), gain_state, gains)
+            steps, gain_state = gain.update(vectors.to_state(selections, gain_gradients), gain_state, gains)
             gains = optax.apply_updates(gains, steps)
-            lengths = [n * factor for n, factor in zip(lengths, vectors.from_state(neurons, gains), strict=True)]
+            lengths = [n * factor for n, factor in zip(lengths, vectors.from_state(selections, gains), strict=True)]
 
-        def turned(neuron: Selection, length: jax.Array, square: jax.Array) -> tuple[jax.Array, jax.Array]:
+        def turned(selection: Selection, length: jax.Array, square: jax.Array) -> tuple[jax.Array, jax.Array]:
             """Returns the chord from p to the turned p, and the new ν."""
-            point, step, norm = neuron.value(leaves), neuron.view(tangents), neuron.spread(length)
+            point, step, norm = selection.value(leaves), selection.view(tangents), selection.spread(length)
 
             def total(x: jax.Array) -> jax.Array:
-                return jnp.sum(x, neuron.axes, keepdims=True)
+                return jnp.sum(x, selection.axes, keepdims=True)
 
             # Δ is not written out. Five sums decide the step, and the chord is a combination of p, the inner update and
             # 1: both arrays are read once for the sums and once for the chord.
-            share, roundoff = 1.0 / neuron.length if center else 0.0, _ROUNDOFF * jnp.finfo(point.dtype).eps
+            share, roundoff = 1.0 / selection.length if center else 0.0, _ROUNDOFF * jnp.finfo(point.dtype).eps
             point_mean, step_mean = share * total(point), share * total(step)
             point_square, step_square = total(point * point), total(step * step)
             # ‖p‖² without the mean. A constant vector leaves roundoff here, which has no direction to keep.
-            size = point_square - neuron.length * point_mean * point_mean
+            size = point_square - selection.length * point_mean * point_mean
             size = jnp.where(size > roundoff * point_square, size, 0.0)
-            along = safe_divide(total(point * step) - neuron.length * point_mean * step_mean, size)
+            along = safe_divide(total(point * step) - selection.length * point_mean * step_mean, size)
             # ‖ηΔ‖². An update that is along p and 1, such as decay, leaves roundoff here, which must not turn p.
-            across = step_square - neuron.length * step_mean * step_mean - along * along * size
+            across = step_square - selection.length * step_mean * step_mean - along * along * size
             across = jnp.where(across > roundoff * step_square, across, 0.0)
-            average = memory * neuron.spread(square) + (1.0 - memory) * (across * inverse_eta**2)
+            average = memory * selection.spread(square) + (1.0 - memory) * (across * inverse_eta**2)
             usual = jnp.sqrt(average / correction + eps)
             pace = jnp.where(across > 0, angle * inverse_eta * safe_divide(jnp.ones_like(usual), usual), 0.0)
             # q/n is a unit vector along p plus pace·ηΔ, which is orthogonal to it. The root is the norm of this sum.
@@ -230,10 +230,10 @@ def named_rotational(
             # A vector that has no direction or no norm gets inner's update.
             return jnp.where((size > 0) & (norm != 0), chord, step), average.reshape(jnp.shape(square))
 
-        squares = vectors.from_state(neurons, state.square)
-        pairs = [turned(*arguments) for arguments in zip(neurons, lengths, squares, strict=True)]
-        moves = vectors.replace(moves, neurons, [chord for chord, _ in pairs])
-        square = vectors.to_state(neurons, [average for _, average in pairs])
+        squares = vectors.from_state(selections, state.square)
+        pairs = [turned(*arguments) for arguments in zip(selections, lengths, squares, strict=True)]
+        moves = vectors.replace(moves, selections, [chord for chord, _ in pairs])
+        square = vectors.to_state(selections, [average for _, average in pairs])
         count = optax.safe_increment(state.count)
         return moves, RotationalState(inner_state, count, tracked, state.length, square, gains, gain_state)
 
@@ -241,6 +241,7 @@ def named_rotational(
 
 
 def _at(value: optax.ScalarOrSchedule, count: jax.Array) -> jax.Array:
+    """Returns a number or a schedule's value, in the computing dtype: a schedule may return float32 under x64."""
     return jnp.asarray(value(count) if callable(value) else value, real_dtype())
 
 

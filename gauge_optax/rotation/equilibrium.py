@@ -119,36 +119,37 @@ def predict_equilibrium(
 
     lr, decay = learning_rate, weight_decay
     b1 = (0.95 if kind == "muon" else 0.9) if b1 is None else b1
-    squared_decay = lr * decay**2 if second_order else 0.0
+    # The lengths of Δ and u/η, for SGDM at weights of norm 1.
     if kind == "sgdm":
         gradient = needed("gradient_norm", gradient_norm)
-        norm = (lr * gradient**2 / (2 * decay * (1 - b1) - squared_decay)) ** 0.25
-        update, diffusion = lr * gradient / norm / (1 - b1**2) ** 0.5, lr * gradient / norm / (1 - b1)
-    elif kind == "adam_l2":
+        step, total = gradient / (1 - b1**2) ** 0.5, gradient / (1 - b1)
+    elif kind in ("adamw", "adam_l2"):
         dim = needed("dim", dim)
-        roots = dim**0.5 * needed("gradient_norm", gradient_norm) if gradient_roots is None else gradient_roots
-        norm = (lr / (2 * decay) * roots) ** (1 / 3)
-        update, diffusion = lr * (dim * (1 - b1) / (1 + b1)) ** 0.5, lr * dim**0.5
+        step, total = (dim * (1 - b1) / (1 + b1)) ** 0.5, dim**0.5
     else:
-        if kind == "adamw":
-            dim = needed("dim", dim)
-            step, total = (dim * (1 - b1) / (1 + b1)) ** 0.5, dim**0.5
+        if kind == "lion":
+            step = needed("dim", dim) ** 0.5
+            alignment = math.sqrt(2 / math.pi) if sign_alignment is None else sign_alignment
         else:
-            if kind == "lion":
-                step = needed("dim", dim) ** 0.5
-                alignment = math.sqrt(2 / math.pi) if sign_alignment is None else sign_alignment
-            else:
-                rows, columns = needed("shape", shape)
-                step = min(rows, columns) ** 0.5 if update_norm is None else update_norm
-                alignment = polar_alignment(rows, columns) if sign_alignment is None else sign_alignment
-                # Muon's m weights gradients as Lion's n does with β₁ = β₂ = β, and Nesterov's β·m + (1 − β)·g as with
-                # β₁ = β².
-                b1, b2 = b1**2 if nesterov else b1, b1
-            gamma = (1 - b1) ** 2 + b1**2 * (1 - b2) / (1 + b2)
-            total = step * alignment / gamma**0.5
+            rows, columns = needed("shape", shape)
+            step = min(rows, columns) ** 0.5 if update_norm is None else update_norm
+            alignment = polar_alignment(rows, columns) if sign_alignment is None else sign_alignment
+            # Muon's m weights gradients as Lion's n does with β₁ = β₂ = β, and Nesterov's β·m + (1 − β)·g as with
+            # β₁ = β².
+            b1, b2 = b1**2 if nesterov else b1, b1
+        total = step * alignment / ((1 - b1) ** 2 + b1**2 * (1 - b2) / (1 + b2)) ** 0.5
+
+    squared_decay = lr * decay**2 if second_order else 0.0
+    if kind == "sgdm":
+        # Gradients are inversely proportional to the norm, so that it enters to the fourth power.
+        norm = (lr * gradient**2 / (2 * decay * (1 - b1) - squared_decay)) ** 0.25
+        step, total = step / norm, total / norm
+    elif kind == "adam_l2":
+        roots = total * needed("gradient_norm", gradient_norm) if gradient_roots is None else gradient_roots
+        norm = (lr / (2 * decay) * roots) ** (1 / 3)
+    else:
         norm = (lr / (2 * decay - squared_decay)) ** 0.5 * total
-        update, diffusion = lr * step, lr * total
-    return Equilibrium(norm, update, update / norm, diffusion, diffusion / norm)
+    return Equilibrium(norm, lr * step, lr * step / norm, lr * total, lr * total / norm)
 
 
 def polar_alignment(rows: int, columns: int) -> float:

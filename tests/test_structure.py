@@ -1,4 +1,4 @@
-"""What no single test can see: who imports whom, how long files are, what is documented, what is registered."""
+"""What no single test can see: who imports whom, what is documented, what is registered."""
 
 import ast
 import inspect
@@ -90,7 +90,7 @@ def test_the_core_sees_plain_pytrees_and_public_optax(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_files_are_short_and_say_what_they_are(path: Path) -> None:
+def test_files_say_what_they_are(path: Path) -> None:
     assert ast.get_docstring(ast.parse(path.read_text()))
 
 

@@ -59,12 +59,12 @@ def observer(net: Net, axes: Mapping[str, str]) -> Callable[..., dict[str, jax.A
     rate = net.weight_decay if net.weight_decay else 1.0
 
     def of(params: Any, grads: Any, state: Any, updates: Any, after: Any) -> dict[str, jax.Array]:
-        leaves, slopes, moves = (leaves_by_path(tree) for tree in (params, grads, updates))
+        leaves, gradients, moves = (leaves_by_path(tree) for tree in (params, grads, updates))
         before, square = (leaves_by_path(optax.tree.get(s, key)) for s, key in ((state, "mu"), (after, "nu")))
         corrected = 1.0 - 0.999 ** jnp.asarray(optax.tree.get(after, "ScaleByAdamState").count, jnp.float32)
         kept = {}
         for path, over in axes.items():
-            w, g, move = leaves[path], slopes[path], moves[path]
+            w, g, move = leaves[path], gradients[path], moves[path]
             fan = fan_in(over)
 
             def dot(a: jax.Array, b: jax.Array, fan: tuple[int, ...] = fan) -> jax.Array:
@@ -171,9 +171,9 @@ def _row(name: str, layers: Mapping[str, Cell]) -> list[str]:
 
 
 def _without_decay(name: str, layers: Mapping[str, Cell]) -> str:
-    turned, grown = ([np.asarray(layer["curves"][key]) for layer in layers.values()] for key in ("rotation", "norm"))
+    turned, norms = ([np.asarray(layer["curves"][key]) for layer in layers.values()] for key in ("rotation", "norm"))
     left = report.span([x[-1] / x[len(x) // 20] for x in turned], ".2f")
-    times = report.span([x[-1] / x[0] for x in grown], ".1f")
+    times = report.span([x[-1] / x[0] for x in norms], ".1f")
     return f"{name}: rotation falls to {left} of what it was after a twentieth of the run, norms grow {times}-fold"
 
 

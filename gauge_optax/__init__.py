@@ -3,7 +3,6 @@
 from gauge_optax import measure, testing
 from gauge_optax.binding.masks import by_path
 from gauge_optax.binding.names import axes_by_name
-from gauge_optax.discovery.report import discover
 from gauge_optax.gauges.gauge import Gauge
 from gauge_optax.gauges.linear import head_linear
 from gauge_optax.gauges.product import product
@@ -28,9 +27,6 @@ from gauge_optax.rotation.rotational import rotational
 from gauge_optax.rotation.tracker import track_rotation
 from gauge_optax.states.from_state import from_state
 from gauge_optax.states.transport import transport
-from gauge_optax.tools.as_json import from_json, to_json
-from gauge_optax.tools.lora import lora
-from gauge_optax.tools.plan import plan
 
 # By what a user wants; the reference has the same groups.
 __all__ = [
@@ -40,7 +36,7 @@ __all__ = [
     "Gauge", "head_linear", "head_rotation", "logit_shift", "multiplier_balance", "norm_scale", "product", "rescale",
     "rope_linear", "rope_torus", "scale_invariant",
     # Find them, write them down, look at a run before it starts.
-    "discover", "lora", "plan", "to_json", "from_json", "axes_by_name", "by_path",
+    "axes_by_name", "by_path",
     # Move weights along orbits, and optimizer states with them.
     "gauge_fix", "hold_products", "transport",
     # Control rotation and norms.

@@ -1,13 +1,12 @@
-"""Batched small-matrix kernels: everything a gauge needs of linear algebra, on stacks of d×d matrices.
+"""Batched small-matrix kernels: the only door to LAPACK, and one policy of precision and cutoffs.
 
-Here: symmetric eigenbases (closed form at d = 2), the Lyapunov equation M·A + A·M = 2K by an eigenbasis or by
-conjugate gradients in a stale one, the pseudo-inverse square root, the inverse square root and the polar factor by
-products alone, the orthogonal logarithm. Not here: anything that knows what a head, a leaf or a gauge is.
+Every function takes stacks of matrices (…, rows, columns) with small sides. None knows of heads, leaves or gauges.
+Functions that call LAPACK run matrix by matrix on CPU, for the reason that `serial` gives.
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -15,28 +14,33 @@ import numpy as np
 
 from gauge_optax.binding import binding_error
 
-HIGHEST = jax.lax.Precision.HIGHEST
-
+T = TypeVar("T")
 Scalar = float | jax.Array
 Schedule = tuple[tuple[float, ...], ...]
 Coefficients = str | Sequence[float] | Sequence[Sequence[float]]
-# (a, b, c) of a·σ + b·σ³ + c·σ⁵, (a, b, c, d) of degree 7: one for every step, or one per step.
+
+HIGHEST = jax.lax.Precision.HIGHEST
+
+# Presets of `polar`: (a, b, c) of a·σ + b·σ³ + c·σ⁵ or (a, b, c, d) of degree 7; one for every step, or one per step.
 _DION: Schedule = ((4.0848, -6.8946, 2.9270), (3.9505, -6.3029, 2.6377), (3.7418, -5.5913, 2.3037))
 _DION += ((2.8769, -3.1427, 1.2046), (2.8366, -3.0525, 1.2012))
-# Amsel et al., Polar Express (2025), Alg. 1: minimax on [1e-3, 1] step by step, then every step but the last of σ/1.01.
+# Amsel et al., Polar Express (2025), Alg. 1: minimax on [1e-3, 1] step by step; all steps but the last act on σ/1.01.
 _AMSEL: Schedule = ((8.205160, -22.901935, 16.460725), (4.066395, -2.861154, 0.518400))
 _AMSEL += ((3.909595, -2.823352, 0.525037), (3.285564, -2.415302, 0.485294), (2.300652, -1.668904, 0.418807))
-# Ours: minimax on [1e-2, 1.02] step by step. Four quintics would leave 1.25e-2, a last step of degree 7 leaves 3.3e-3.
+# Computed for this package: minimax on [1e-2, 1.02] step by step. The last step has degree 7 because it leaves an error
+# of 3.3e-3, where a fourth quintic would leave 1.25e-2.
 _SHARP: Schedule = ((7.942388, -22.287293, 15.823857), (3.646512, -2.729101, 0.537362), (2.675817, -1.989036, 0.453936))
 _SHARP += ((2.284817, -2.390803, 1.424108, -0.321191),)
 NS_PRESETS: Mapping[str, Any] = dict(standard=(3.4445, -4.775, 2.0315), dion=_DION, polar_express=_AMSEL, sharp=_SHARP)
 
 
-def real_dtype() -> jnp.dtype:
-    """The dtype in which gauges compute: float32, or float64 under x64.
+# Precision and cutoffs ----------------------------------------------------------------------------
 
-    Returns:
-      The canonical floating dtype of this process, whatever the parameters are stored in.
+
+def real_dtype() -> jnp.dtype:
+    """Returns the dtype in which gauges compute: float32, or float64 under x64.
+
+    The parameters may be stored in any dtype; this one depends on the process alone.
 
     >>> real_dtype()
     dtype('float32')
@@ -44,8 +48,38 @@ def real_dtype() -> jnp.dtype:
     return jnp.asarray(0.0).dtype
 
 
+def roundoff(dtype: jnp.dtype) -> float:
+    """Returns the size, relative to its terms, below which a whole array is roundoff of zero: 64 machine epsilons."""
+    return 64.0 * float(jnp.finfo(dtype).eps)
+
+
+
+
+def noise(dtype: jnp.dtype) -> float:
+    """Returns the relative size below which roundoff decides a direction: 1,000 machine epsilons."""
+    return 1e3 * float(jnp.finfo(dtype).eps)
+
+
+def eigenvalue_cutoff(dtype: jnp.dtype) -> float:
+    """Returns the relative size below which an eigenvalue counts as zero: 1e-6 in float32, 1e-12 in float64."""
+    return 1e-12 if dtype == jnp.float64 else 1e-6
+
+
+def rank_cutoff(dtype: jnp.dtype) -> float:
+    """Returns the relative size below which a factor misses a direction: 1e-4 in float32, 1e-12 in float64.
+
+    It is larger than `eigenvalue_cutoff` because steps amplify the roundoff of a gradient that lacks ranks: a direction
+    whose size is roundoff would give the other factor's step an arbitrary length. *Measured*: with 1e-6, twins of
+    float32 LoRA factors under a rank-one target were 0.9 apart.
+    """
+    return 1e-12 if dtype == jnp.float64 else 1e-4
+
+
+# Products and parts -------------------------------------------------------------------------------
+
+
 def matmul(a: jax.Array, b: jax.Array) -> jax.Array:
-    """Batched product at full precision: on accelerators a default-precision product costs 1e-3 of equivariance."""
+    """Multiplies at full precision: on accelerators the default precision costs 1e-3 of equivariance."""
     return jnp.matmul(a, b, precision=HIGHEST)
 
 
@@ -55,43 +89,96 @@ def transpose(a: jax.Array) -> jax.Array:
 
 
 def skew(a: jax.Array) -> jax.Array:
-    """The antisymmetric part (a − aᵀ)/2 of every matrix in the stack."""
+    """Returns the antisymmetric part (a − aᵀ)/2 of every matrix."""
     return 0.5 * (a - transpose(a))
 
 
 def symmetric(a: jax.Array) -> jax.Array:
-    """The symmetric part (a + aᵀ)/2 of every matrix in the stack."""
+    """Returns the symmetric part (a + aᵀ)/2 of every matrix."""
     return 0.5 * (a + transpose(a))
 
 
 def safe_divide(a: jax.Array, b: jax.Array) -> jax.Array:
-    """a/b, and 0 where b is 0: a direction of length zero has no coordinate along it."""
-    zero = b == 0
-    return jnp.where(zero, 0.0, a / jnp.where(zero, 1.0, b))
+    """Returns a/b, and 0 where b is 0: a direction of length zero has no coordinate along it."""
+    empty = b == 0
+    # The inner `where` keeps NaN out of the branch that is not taken, whose derivative JAX computes all the same.
+    return jnp.where(empty, 0.0, a / jnp.where(empty, 1.0, b))
 
 
-def zero(dtype: jnp.dtype) -> float:
-    """Relative size below which a whole array is what arithmetic leaves of zero: 64 roundings."""
-    return 64.0 * float(jnp.finfo(dtype).eps)
+# LAPACK -------------------------------------------------------------------------------------------
 
 
-def roundoff(dtype: jnp.dtype) -> float:
-    """Relative size below which a whole array is what arithmetic leaves of zero: 64 roundings."""
-    return zero(dtype)
+def serial(make: Callable[..., T], *matrices: jax.Array) -> T:
+    """Returns make(*matrices); on CPU it calls `make` for one matrix after the other.
+
+    XLA:CPU hands a batched LAPACK call to its thread pool from one of the pool's own threads, which waits for the rest.
+    As many such calls at once as there are threads (two gauges on two cores, one call per virtual device) wait for each
+    other's threads forever. A call for a single matrix needs no other thread. *Measured* on two cores for 48 to 288
+    matrices of 32 to 64: results are equal bit for bit, and take up to twice as long.
+
+    Args:
+      make: takes matrices with any number of leading axes, and returns arrays that have these axes in front.
+      matrices: (…, rows, columns), with equal leading axes.
+
+    Returns:
+      The arrays that `make` returns.
+
+    >>> serial(lambda m: jnp.trace(m, axis1=-2, axis2=-1), jnp.ones((2, 3, 4, 4))).shape
+    (2, 3)
+    """
+    lead = matrices[0].shape[:-2]
+    if not lead:
+        return make(*matrices)
+
+    def one_by_one(*stacks: jax.Array) -> T:
+        return jax.lax.map(lambda single: make(*single), stacks)
+
+    flat = [x.reshape(-1, *x.shape[-2:]) for x in matrices]
+    made = jax.lax.platform_dependent(*flat, cpu=one_by_one, default=make)
+    return jax.tree.map(lambda x: x.reshape(*lead, *x.shape[1:]), made)
 
 
-def noise(dtype: jnp.dtype) -> float:
-    """Relative size below which a direction is decided by rounding: 1e3 roundings."""
-    return 1e3 * float(jnp.finfo(dtype).eps)
+def svd(m: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns the thin U, Σ (descending) and Vᵀ of m = U·Σ·Vᵀ; see `serial`."""
+    u, sizes, vt = serial(lambda x: tuple(jnp.linalg.svd(x, full_matrices=False)), m)
+    return u, sizes, vt
 
 
-def eigenvalue_cutoff(dtype: jnp.dtype) -> float:
-    """Relative size below which an eigenvalue counts as zero: 1e-6 in float32, 1e-12 in float64."""
-    return 1e-12 if dtype == jnp.float64 else 1e-6
+def qr(m: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns the thin Q and R of m = Q·R; see `serial`."""
+    q, r = serial(lambda x: tuple(jnp.linalg.qr(x)), m)
+    return q, r
+
+
+def triangular_factor(rows: jax.Array) -> jax.Array:
+    """Returns the triangular factor R of A = Q·R; see `serial`.
+
+    Args:
+      rows: A, (…, m, d).
+
+    Returns:
+      (…, d, d), upper triangular; where m < d its last rows are zero.
+
+    >>> jnp.abs(triangular_factor(jnp.array([[3.0, 0.0], [4.0, 5.0]]))).round(4).tolist()
+    [[5.0, 4.0], [0.0, 3.0]]
+    """
+    missing = max(0, rows.shape[-1] - rows.shape[-2])
+    padded = jnp.pad(rows, [(0, 0)] * (rows.ndim - 2) + [(0, missing), (0, 0)])
+    return serial(lambda x: jnp.linalg.qr(x, mode="r"), padded)
+
+
+def inverse(m: jax.Array) -> jax.Array:
+    """Returns m⁻¹ of invertible matrices; see `serial`."""
+    return serial(jnp.linalg.inv, m)
+
+
+def solve(a: jax.Array, b: jax.Array) -> jax.Array:
+    """Returns a⁻¹·b for (…, d, d) and (…, d, k) with equal leading axes; see `serial`."""
+    return serial(jnp.linalg.solve, a, b)
 
 
 def symmetric_eigen(m: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Eigenvalues (descending) and eigenvectors (columns) of symmetric matrices.
+    """Returns eigenvalues (descending) and eigenvectors (columns) of symmetric matrices; see `serial`.
 
     Args:
       m: (…, d, d), symmetric.
@@ -104,38 +191,36 @@ def symmetric_eigen(m: jax.Array) -> tuple[jax.Array, jax.Array]:
     [3.0, 1.0]
     """
     if m.shape[-1] == 2:
-        return _symmetric_eigen_2x2(m)
-    values, vectors = jnp.linalg.eigh(m)
+        # The closed form needs no LAPACK, which matters for rotary planes and for heads of two.
+        half_gap, mean = 0.5 * (m[..., 0, 0] - m[..., 1, 1]), 0.5 * (m[..., 0, 0] + m[..., 1, 1])
+        radius = jnp.sqrt(half_gap**2 + m[..., 0, 1] ** 2)
+        angle = 0.5 * jnp.arctan2(m[..., 0, 1], half_gap)
+        return jnp.stack([mean + radius, mean - radius], -1), rotation_2x2(angle)
+    values, vectors = serial(lambda x: tuple(jnp.linalg.eigh(x)), m)
     return values[..., ::-1], vectors[..., ::-1]
 
 
-def _symmetric_eigen_2x2(m: jax.Array) -> tuple[jax.Array, jax.Array]:
-    half_gap = 0.5 * (m[..., 0, 0] - m[..., 1, 1])
-    mean = 0.5 * (m[..., 0, 0] + m[..., 1, 1])
-    off = m[..., 0, 1]
-    radius = jnp.sqrt(half_gap**2 + off**2)
-    angle = 0.5 * jnp.arctan2(off, half_gap)
-    return jnp.stack([mean + radius, mean - radius], -1), rotation_2x2(angle)
-
-
 def rotation_2x2(angle: jax.Array) -> jax.Array:
-    """Stack of [[cos, −sin], [sin, cos]], one per angle (radians)."""
+    """Returns [[cos, −sin], [sin, cos]] for every angle (radians)."""
     c, s = jnp.cos(angle), jnp.sin(angle)
     return jnp.stack([jnp.stack([c, -s], -1), jnp.stack([s, c], -1)], -2)
 
 
+# The Lyapunov equation ----------------------------------------------------------------------------
+
+
 def lyapunov(m: jax.Array, k: jax.Array) -> jax.Array:
-    """The skew solution A of M·A + A·M = 2K, by one eigendecomposition of M.
+    """Returns the skew solution A of M·A + A·M = 2K, by one eigendecomposition of M.
 
     Args:
       m: (…, d, d), symmetric positive semi-definite.
       k: (…, d, d), antisymmetric.
 
     Returns:
-      A (…, d, d), antisymmetric, zero on pairs of eigendirections whose eigenvalues are both cut off.
+      A (…, d, d), antisymmetric, and zero on pairs of eigendirections whose eigenvalues are both cut off.
 
-    Reference: DDC B.8. An eigenvalue pair is dropped where λ_i + λ_j, not each λ alone, is below the cutoff: a pair
-    with one live direction is a well-posed equation.
+    Reference: DDC B.8. The cutoff drops a pair of eigenvalues where the sum λ_i + λ_j is below it, not where either is:
+    a pair with one eigenvalue above the cutoff is a well-posed equation.
 
     >>> m, k = jnp.diag(jnp.array([3.0, 1.0, 1.0])), skew(jnp.arange(9.0).reshape(3, 3))
     >>> a = lyapunov(m, k)
@@ -143,15 +228,16 @@ def lyapunov(m: jax.Array, k: jax.Array) -> jax.Array:
     True
     """
     if m.shape[-1] == 2:
+        # Both eigenvalues make the one pair that there is, so that the sum is the trace.
         return safe_divide(2.0 * k, jnp.trace(m, axis1=-2, axis2=-1)[..., None, None])
     values, vectors = symmetric_eigen(m)
-    # Rounding leaves symmetric parts, which small pairs of eigenvalues would amplify.
+    # Arithmetic leaves symmetric parts, which small sums of eigenvalues would amplify.
     rotated = skew(matmul(matmul(transpose(vectors), k), vectors))
     return skew(matmul(matmul(vectors, 2.0 * rotated * inverse_pair_sums(values)), transpose(vectors)))
 
 
 def inverse_pair_sums(values: jax.Array) -> jax.Array:
-    """1/(λ_i + λ_j), and 0 where the pair is below the eigenvalue cutoff.
+    """Returns 1/(λ_i + λ_j), and 0 where the sum is below the eigenvalue cutoff.
 
     Args:
       values: (…, d) eigenvalues of a positive semi-definite matrix.
@@ -165,36 +251,21 @@ def inverse_pair_sums(values: jax.Array) -> jax.Array:
     return jnp.where(sums > floor, 1.0 / jnp.where(sums > floor, sums, 1.0), 0.0)
 
 
-def inverse_sqrt(m: jax.Array) -> jax.Array:
-    """Pseudo-inverse square root M^{−1/2} of positive semi-definite matrices.
-
-    Args:
-      m: (…, d, d), symmetric positive semi-definite.
-
-    Returns:
-      (…, d, d); eigenvalues below the cutoff are dropped, so that a rank-deficient M gives a covariant result.
-
-    >>> inverse_sqrt(jnp.diag(jnp.array([4.0, 1.0, 0.0]))).round(5).tolist()
-    [[0.5, 0.0, 0.0], [0.0, 1.0, 0.0], [0.0, 0.0, 0.0]]
-    """
-    values, vectors = symmetric_eigen(m)
-    kept = values > eigenvalue_cutoff(m.dtype) * jnp.maximum(values[..., :1], 0.0)
-    roots = jnp.where(kept, jax.lax.rsqrt(jnp.where(kept, values, 1.0)), 0.0)
-    return matmul(vectors * roots[..., None, :], transpose(vectors))
+# Inverse roots and polar factors by products ------------------------------------------------------
 
 
 def inverse_sqrt_by_products(m: jax.Array, least: float) -> jax.Array:
-    """Inverse square root M^{−1/2} of positive definite matrices by matrix products alone (closed form at d = 2).
+    """Returns M^{−1/2} of positive definite matrices by matrix products alone (closed form at d = 2).
 
     Args:
       m: (…, d, d), symmetric positive semi-definite.
       least: λ_min/‖M‖_F down to which the result is exact; it sets the number of iterations (7 at 1e-3, float32).
 
     Returns:
-      (…, d, d), finite on every spectrum: directions below `least` get less than λ^{−1/2}, M = 0 gives 0.
+      (…, d, d), finite on every spectrum: directions below `least` get less than λ^{−1/2}, and M = 0 gives 0.
 
-    Every iterate is a polynomial in M over an invariant of M, so that RᵀMR gives RᵀM^{−1/2}R after any number of
-    iterations, up to rounding: ε·‖M‖/λ_min, as rounding M itself would cost.
+    Every iterate is a polynomial in M divided by an invariant of M. Any number of iterations therefore takes RᵀMR to
+    RᵀM^{−1/2}R, up to roundoff of ε·‖M‖/λ_min, which rounding M itself would cost as well.
 
     Reference: Higham, Functions of Matrices (2008), Eq. (6.35), the coupled Newton–Schulz iteration. Deviation: the
     scaling of Chen & Chow (2014) for the known interval, which halves the number of iterations.
@@ -203,36 +274,28 @@ def inverse_sqrt_by_products(m: jax.Array, least: float) -> jax.Array:
     >>> inverse_sqrt_by_products(m, 1e-2).round(4).tolist()
     [[0.5, 0.0, 0.0], [0.0, 1.0, 0.0], [0.0, 0.0, 2.0]]
     """
-    if m.shape[-1] == 2:
-        return _inverse_sqrt_2x2(m, least)
-    size = jnp.linalg.norm(m, axis=(-2, -1), keepdims=True)
     eye = jnp.broadcast_to(jnp.eye(m.shape[-1], dtype=m.dtype), m.shape)
-    root, inverse = safe_divide(m, size), eye
-    for scale in _newton_scales(least, float(jnp.finfo(m.dtype).eps)):
-        step = scale * (1.5 * eye - 0.5 * scale**2 * matmul(inverse, root))
-        root, inverse = matmul(root, step), matmul(step, inverse)
-    return safe_divide(inverse, jnp.sqrt(size))
-
-
-def _newton_scales(least: float, eps: float) -> list[float]:
-    """Factors c with which x ↦ cx(3 − c²x²)/2 takes the interval from √least to 1, round after round, nearest to 1."""
-    low, scales = math.sqrt(least), []
-    while 1.0 - low > eps:
-        scales.append(math.sqrt(3.0 / (1.0 + low + low * low)))
-        low = 0.5 * scales[-1] * low * (3.0 - (scales[-1] * low) ** 2)
-    return scales
-
-
-def _inverse_sqrt_2x2(m: jax.Array, least: float) -> jax.Array:
-    """(adj M + √det)/(√det·√(tr + 2√det)), by Cayley–Hamilton on M^{1/2}."""
-    trace, det = (x[..., None, None] for x in (jnp.trace(m, axis1=-2, axis2=-1), jnp.linalg.det(m)))
-    eye, root = jnp.broadcast_to(jnp.eye(2, dtype=m.dtype), m.shape), jnp.sqrt(jnp.maximum(det, 0.0))
-    divisor = jnp.maximum(root, 0.5 * math.sqrt(least) * trace)
-    return safe_divide((trace + divisor) * eye - m, divisor * jnp.sqrt(trace + 2.0 * root))
+    if m.shape[-1] == 2:
+        # By Cayley–Hamilton on M^{1/2}, M^{−1/2} = (adj M + √det)/(√det·√(tr + 2√det)).
+        trace, det = (x[..., None, None] for x in (jnp.trace(m, axis1=-2, axis2=-1), jnp.linalg.det(m)))
+        root = jnp.sqrt(jnp.maximum(det, 0.0))
+        divisor = jnp.maximum(root, 0.5 * math.sqrt(least) * trace)
+        return safe_divide((trace + divisor) * eye - m, divisor * jnp.sqrt(trace + 2.0 * root))
+    size = jnp.linalg.norm(m, axis=(-2, -1), keepdims=True)
+    root, inverse_root = safe_divide(m, size), eye
+    # The square roots of all eigenvalues lie in [low, 1]. Each round maps x to cx(3 − c²x²)/2, with the c that brings
+    # both ends of the interval equally close to 1.
+    low = math.sqrt(least)
+    while 1.0 - low > float(jnp.finfo(m.dtype).eps):
+        scale = math.sqrt(3.0 / (1.0 + low + low * low))
+        step = scale * (1.5 * eye - 0.5 * scale**2 * matmul(inverse_root, root))
+        root, inverse_root = matmul(root, step), matmul(step, inverse_root)
+        low = 0.5 * scale * low * (3.0 - (scale * low) ** 2)
+    return safe_divide(inverse_root, jnp.sqrt(size))
 
 
 def polar(m: jax.Array, ns_coeffs: Coefficients = "standard", ns_steps: int = 5, eps: Scalar = 1e-8) -> jax.Array:
-    """The polar factor U·Vᵀ of M = U·Σ·Vᵀ, nearly: U·f(Σ/(‖M‖_F + eps))·Vᵀ, f a composition of odd polynomials.
+    """Returns nearly the polar factor U·Vᵀ of M = U·Σ·Vᵀ: U·f(Σ/(‖M‖_F + eps))·Vᵀ, f a composition of odd polynomials.
 
     Args:
       m: (…, rows, cols), either the larger.
@@ -244,15 +307,16 @@ def polar(m: jax.Array, ns_coeffs: Coefficients = "standard", ns_steps: int = 5,
       (…, rows, cols) in the dtype of `m`, computed in float32 or better; M = 0 gives 0.
 
     Raises:
-      ValueError: an unknown preset, coefficients of no step.
+      ValueError: an unknown preset, or coefficients of no step.
 
     From σ/‖M‖_F = 1e-2 up f is in [0.68, 1.14] ("standard"), [0.977, 1.032] ("dion"), [0.876, 1.124] ("polar_express"),
     [0.996, 1.004] ("sharp"); below that in (0, 1.21]. *Measured*, h = 64, float32: f(MR) = f(M)·R to 9e-5 on rank one,
     6e-5 on other ranks and conditions to 1e3; with one Gram matrix for all steps to 6e-3.
 
-    Reference: DDC B.10; Jordan et al., Muon (2024), X ← X·p(XᵀX). Deviation: the h×h Gram matrix G of the smaller side
-    takes the steps, Q ← Q·p(G) and G ← G·p(G)², then X·Q; a fresh Gram matrix where rounding would grow too large.
-    Five float32 steps cost 4d·h² + 14h³, "polar_express" 2d·h² more, in place of 10d·h² + 5h³.
+    Reference: DDC B.10; Jordan et al., Muon (2024), X ← X·p(XᵀX). Deviation: the steps act on the h×h Gram matrix G of
+    the smaller side, Q ← Q·p(G) and G ← G·p(G)², and X·Q follows at the end. A fresh Gram matrix is computed where
+    roundoff would grow too large. Five float32 steps cost 4d·h² + 14h³ in place of 10d·h² + 5h³; "polar_express" costs
+    2d·h² more.
 
     >>> polar(jnp.diag(jnp.array([4.0, 1.0, 0.05])), "sharp").round(2).tolist()
     [[1.0, 0.0, 0.0], [0.0, 1.0, 0.0], [0.0, 0.0, 1.0]]
@@ -260,43 +324,49 @@ def polar(m: jax.Array, ns_coeffs: Coefficients = "standard", ns_steps: int = 5,
     wide = m.shape[-2] < m.shape[-1]
     x = (transpose(m) if wide else m).astype(jnp.promote_types(m.dtype, jnp.float32))
     x = safe_divide(x, jnp.linalg.norm(x, axis=(-2, -1), keepdims=True) + eps)
-    rounding = float(jnp.finfo(x.dtype).eps)
-    phases = _phases(ns_schedule(ns_coeffs, ns_steps), rounding**-0.25)
+    epsilon = float(jnp.finfo(x.dtype).eps)
+    phases = _phases(ns_schedule(ns_coeffs, ns_steps), epsilon**-0.25)
     for number, phase in enumerate(phases):
         q = _composed(matmul(transpose(x), x), phase)
-        # What X·Q rounds, sums of h terms, times all slopes to come: relative, on rank one, where it is worst.
-        error = 0.2 * rounding * math.sqrt(x.shape[-1]) * math.prod(map(_slope, phases[number:]))
-        x = _split_matmul(x, q, _slope(phase)) if error > 1e-4 else matmul(x, q)
+        # The relative roundoff of X·Q, sums of h terms, times what all later steps multiply it by. Rank one is worst.
+        error = 0.2 * epsilon * math.sqrt(x.shape[-1]) * math.prod(map(_amplification, phases[number:]))
+        x = _split_matmul(x, q, _amplification(phase)) if error > 1e-4 else matmul(x, q)
     return (transpose(x) if wide else x).astype(m.dtype)
 
 
 def ns_schedule(ns_coeffs: Coefficients, ns_steps: int) -> Schedule:
-    """Every step's coefficients from the arguments of `polar`; raises ValueError as it does."""
-    given: Any = NS_PRESETS.get(ns_coeffs, ()) if isinstance(ns_coeffs, str) else ns_coeffs
-    steps = [given] * ns_steps if len(given) and np.ndim(given[0]) == 0 else given
+    """Returns every step's coefficients from the arguments of `polar`, and raises ValueError as it does."""
+    chosen: Any = NS_PRESETS.get(ns_coeffs, ()) if isinstance(ns_coeffs, str) else ns_coeffs
+    steps = [chosen] * ns_steps if len(chosen) and np.ndim(chosen[0]) == 0 else chosen
     if not len(steps) or min(map(len, steps)) < 2:
-        found, names = f"{ns_coeffs!r}, ns_steps={ns_steps}", ", ".join(map(repr, NS_PRESETS))
-        expected = f"one of {names}; (a, b, c) and ns_steps ≥ 1; or one (a, b, c) per step"
-        raise binding_error("polar", "bad ns_coeffs", found, expected, "write ns_coeffs='standard'")
+        presets = ", ".join(map(repr, NS_PRESETS))
+        raise binding_error(
+            "polar", "bad ns_coeffs", f"{ns_coeffs!r}, ns_steps={ns_steps}",
+            f"one of {presets}; (a, b, c) and ns_steps ≥ 1; or one (a, b, c) per step", "write ns_coeffs='standard'",
+        )  # fmt: skip
     return tuple(tuple(map(float, step)) for step in steps)
 
 
 def _phases(schedule: Schedule, most: float) -> list[Schedule]:
-    """The steps between fresh Gram matrices, whose rounding grows as the square of the slope; cut from the last."""
+    """Splits a schedule into runs of steps that share one Gram matrix, from the last step backwards.
+
+    The roundoff of a Gram matrix grows as the square of its run's amplification, so that no run of several steps may
+    amplify by more than `most`.
+    """
     phases = [schedule[-1:]]
     for step in schedule[-2::-1]:
         joined = (step, *phases[0])
-        phases[:1] = [joined] if _slope(joined) <= most else [(step,), phases[0]]
+        phases[:1] = [joined] if _amplification(joined) <= most else [(step,), phases[0]]
     return phases
 
 
-def _slope(phase: Schedule) -> float:
-    """What these steps multiply the smallest singular values by."""
+def _amplification(phase: Schedule) -> float:
+    """Returns the factor by which these steps multiply the smallest singular values."""
     return math.prod(abs(step[0]) for step in phase)
 
 
 def _composed(gram: jax.Array, phase: Schedule) -> jax.Array:
-    """Q such that these steps take X to X·Q, by 4 products per quintic, the first by 1; gram = XᵀX."""
+    """Returns the Q with which these steps take X to X·Q, where gram = XᵀX: 4 products per quintic, 1 for the first."""
     q = factor = eye = jnp.eye(gram.shape[-1], dtype=gram.dtype)
     for number, step in enumerate(phase):
         gram = symmetric(matmul(matmul(gram, factor), factor)) if number else gram
@@ -308,32 +378,48 @@ def _composed(gram: jax.Array, phase: Schedule) -> jax.Array:
 
 
 def _split_matmul(x: jax.Array, q: jax.Array, size: float) -> jax.Array:
-    """x·q where ‖x‖ ≤ 2, ‖q‖ ≤ size: sums of the leading 11 bits are exact, so that only small sums round."""
+    """Returns x·q for ‖x‖ ≤ 2 and ‖q‖ ≤ size, with less roundoff than one product has.
+
+    Both are split into their leading 11 bits and the rest. Sums of products of leading bits are exact in float32, and
+    the other products are small.
+    """
     grain, unit = 2.0 ** (math.ceil(math.log2(size)) - 11), 2.0**-11
     x_head, q_head = jnp.round(x / unit) * unit, jnp.round(q / grain) * grain
     return matmul(x_head, q_head) + (matmul(x, q - q_head) + matmul(x - x_head, q_head))
 
 
+# Rotations and their generators -------------------------------------------------------------------
+
+
+def haar(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Orthogonal matrices of this shape, (…, d, d), from the Haar measure on O(d)."""
+    q, r = qr(jax.random.normal(key, shape, real_dtype()))
+    signs = jnp.sign(jnp.diagonal(r, axis1=-2, axis2=-1))
+    return q * signs[..., None, :]  # without the signs QR is not Haar
+
+
 def skew_exponential(a: jax.Array) -> jax.Array:
-    """exp(A) of antisymmetric matrices (…, d, d): rotations."""
-    flat = a.reshape((-1, *a.shape[-2:]))
-    return jax.vmap(jax.scipy.linalg.expm)(flat).reshape(a.shape)
+    """Returns the rotations exp(A) of antisymmetric matrices (…, d, d); see `serial`."""
+    return serial(jax.scipy.linalg.expm, a)
 
 
 def orthogonal_logarithm(r: jax.Array) -> jax.Array:
-    """The skew logarithm of rotations without an eigenvalue −1.
+    """Returns the skew logarithm of rotations without an eigenvalue −1.
+
+    Three square roots, the polar factors of 1 + R, bring the angles near zero. The series of 2·artanh of the Cayley
+    transform, taken eight times, does the rest.
 
     Args:
       r: (…, d, d), orthogonal with determinant 1.
 
     Returns:
-      (…, d, d) antisymmetric A with exp(A) = r and |angles| < π: three polar square roots, then the series of
-      2·artanh of the Cayley transform.
+      (…, d, d) antisymmetric A with exp(A) = r and |angles| < π.
     """
     eye = jnp.eye(r.shape[-1], dtype=r.dtype)
     for _ in range(3):
-        r = matmul(*jnp.linalg.svd(eye + r, full_matrices=False)[::2])
-    power = total = cayley = skew(jnp.linalg.solve(eye + r, r - eye))
+        u, _, vt = svd(eye + r)
+        r = matmul(u, vt)
+    power = total = cayley = skew(solve(eye + r, r - eye))
     square = matmul(cayley, cayley)
     for order in range(3, 22, 2):
         power = matmul(power, square)
@@ -341,38 +427,138 @@ def orthogonal_logarithm(r: jax.Array) -> jax.Array:
     return 16.0 * total
 
 
-def svd(m):  # TEMPORARY
-    from gauge_optax.xla import singly
-    return singly(jnp.linalg.svd, m)
+# Factor pairs -------------------------------------------------------------------------------------
+# A factor of A·Bᵀ is (…, rows, d) with d small. Ranks and singular values are read from its triangular factor R, never
+# from the Gram matrix RᵀR, whose condition number is the square of R's.
 
 
-def eigh(m):
-    from gauge_optax.xla import singly
-    return singly(jnp.linalg.eigh, m)
+def full_rank(r: jax.Array) -> jax.Array:
+    """Returns whether a factor's columns are linearly independent, from its triangular factor.
+
+    Args:
+      r: (…, d, d), upper triangular.
+
+    Returns:
+      (…,) bool: True where no column is zero or, up to `rank_cutoff`, a combination of those before it. The sizes of
+      columns do not matter.
+    """
+    size = jnp.linalg.norm(r, axis=-2)
+    independent_part = jnp.abs(jnp.diagonal(r, axis1=-2, axis2=-1))
+    return jnp.all(independent_part > rank_cutoff(r.dtype) * size, -1)
 
 
-def inverse(m):
-    from gauge_optax.xla import singly
-    return singly(jnp.linalg.inv, m)
+class Balance(NamedTuple):
+    """The symmetric positive S that balances a pair, as S = W·e^logs·Wᵀ.
+
+    Attributes:
+      vectors: W, (…, d, d).
+      logs: (…, d).
+    """
+
+    vectors: jax.Array
+    logs: jax.Array
+
+    def power(self, exponent: float | jax.Array) -> jax.Array:
+        """Returns S^exponent, (…, d, d)."""
+        return matmul(self.vectors * jnp.exp(exponent * self.logs)[..., None, :], transpose(self.vectors))
 
 
-def triangular(m):
-    from gauge_optax.xla import singly
-    from gauge_optax.factors import triangular as t
-    return singly(t, m)
+def balance(left: jax.Array, right: jax.Array) -> Balance:
+    """Returns S = (H_A⁻¹ # H_B)^{1/2}: A·S and B·S⁻ᵀ have one Gram matrix, and the least norm that this product allows.
+
+    Args:
+      left: triangular factor of A, (…, d, d).
+      right: triangular factor of B, (…, d, d).
+
+    Returns:
+      S, by two singular value decompositions; the identity for pairs that lack ranks, which no S balances.
+
+    With the core R_A·R_Bᵀ = U·Σ·Vᵀ, every balanced pair is (Q_A·U·Σ^{1/2}·O, Q_B·V·Σ^{1/2}·O), O orthogonal. So
+    S·Oᵀ = R_A⁻¹·U·Σ^{1/2}, and S is the symmetric part of that matrix's polar decomposition.
+
+    Reference: docs/design.md §6; # is the geometric mean of positive matrices (Ando).
+
+    >>> s = balance(jnp.diag(jnp.array([4.0, 1.0])), jnp.diag(jnp.array([1.0, 9.0]))).power(1.0)
+    >>> s.round(4).tolist()  # sizes 4·½ = 1/½ and 1·3 = 9/3
+    [[0.5, 0.0], [0.0, 3.0]]
+    """
+    complete = (full_rank(left) & full_rank(right))[..., None, None]
+    left, right = (jnp.where(complete, x, jnp.eye(x.shape[-1], dtype=x.dtype)) for x in (left, right))
+    u, sizes, _ = svd(matmul(left, transpose(right)))
+    _, values, vectors = svd(matmul(transpose(u), left) / jnp.sqrt(sizes)[..., :, None])
+    return Balance(transpose(vectors), -jnp.log(values))
 
 
-def haar(key, shape):
-    q, r = jnp.linalg.qr(jax.random.normal(key, shape, real_dtype()))
-    signs = jnp.sign(jnp.diagonal(r, axis1=-2, axis2=-1))
-    return q * signs[..., None, :]
+def inverse_gram(rows: jax.Array, damping: float | jax.Array = 0.0) -> jax.Array:
+    """Returns (AᵀA + λ)⁻¹, or the pseudo-inverse of AᵀA where λ = 0 and A lacks ranks.
+
+    Args:
+      rows: A, (…, m, d).
+      damping: λ, absolute: a number or (…,).
+
+    Returns:
+      (…, d, d), symmetric. Columns are made unit vectors before ranks are told, so that no column is dropped for being
+      small beside the others. Without damping, zero columns give zero, and so do columns below 1e-13 in float32 (1e-142
+      in float64), whose inverse squares would overflow.
+
+    Where the columns, scaled to one length, are well enough conditioned for matrix products alone (up to about 1e2 in
+    float32 and 1e6 in float64), the result is J·Jᵀ with the columns of A·J orthonormal. Elsewhere it comes from
+    [A; √λ·I] = Q·R·D, D the norms of its columns, as (R·D)⁻¹·(R·D)⁻ᵀ, and by singular values where R may be singular.
+
+    >>> inverse = inverse_gram(jnp.array([[1e3, 0.0], [0.0, 1e-3], [0.0, 0.0]]))
+    >>> (inverse * jnp.array([[1e6, 1.0], [1.0, 1e-6]])).round(4).tolist()
+    [[1.0, 0.0], [0.0, 1.0]]
+    """
+    squares = jnp.sum(jnp.square(rows), -2)
+    added = jnp.broadcast_to(jnp.asarray(damping, rows.dtype)[..., None], squares.shape)
+    norms = jnp.sqrt(squares + added)
+    nonzero = norms > float(jnp.finfo(rows.dtype).tiny) ** 0.5 / eigenvalue_cutoff(rows.dtype)
+    norms = jnp.where(nonzero, norms, 1.0)
+    below = jnp.sqrt(added)[..., None] * jnp.eye(rows.shape[-1], dtype=rows.dtype)
+    root, exact = _root_by_products(jnp.concatenate([rows, below], -2))
+    root = jax.lax.cond(exact & jnp.all(nonzero), lambda: root, lambda: _root_by_qr(rows, added, norms, nonzero))
+    return matmul(root, transpose(root))
 
 
-def full_rank(m):
-    from gauge_optax.factors import full_rank as f
-    return f(m)
+def _root_by_products(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns J with A·J orthonormal except for zero columns, and whether J is exact enough for all matrices."""
+    size = jnp.linalg.norm(rows, axis=-2, keepdims=True)
+    inverse_size = safe_divide(jnp.ones_like(size), size)
+    unit = rows * inverse_size
+    first = inverse_sqrt_by_products(matmul(transpose(unit), unit), 1e-12 if rows.dtype == jnp.float64 else 1e-5)
+    root = transpose(inverse_size) * first
+    # The first pass leaves roundoff of ε·condition². Its result has a Gram matrix near the identity, and a second pass
+    # takes this roundoff away.
+    columns = matmul(rows, root)
+    gram = matmul(transpose(columns), columns)
+    second = inverse_sqrt_by_products(gram, 0.1 / math.sqrt(gram.shape[-1]))
+    error = matmul(matmul(second, gram), second) - jnp.eye(gram.shape[-1], dtype=gram.dtype)
+    return matmul(root, second), jnp.all(jnp.abs(error) < 1e-3)
 
 
-def balance(a, b):
-    from gauge_optax.factors import balance as f
-    return f(a, b)
+def _root_by_qr(rows: jax.Array, added: jax.Array, norms: jax.Array, nonzero: jax.Array) -> jax.Array:
+    """Returns Y with Y·Yᵀ = (AᵀA + λ)⁻¹; norms are those of the columns of [A; √λ·I], and 1 for zero columns."""
+    size, cutoff = rows.shape[-1], eigenvalue_cutoff(rows.dtype)
+    # A zero column gets a unit row of its own, which keeps it apart from the others, and R invertible.
+    below = jnp.where(nonzero, jnp.sqrt(added) / norms, 1.0)[..., None] * jnp.eye(size, dtype=rows.dtype)
+    r = triangular_factor(jnp.concatenate([jnp.where(nonzero, 1.0 / norms, 0.0)[..., None, :] * rows, below], -2))
+    eye = jnp.broadcast_to(jnp.eye(size, dtype=r.dtype), r.shape)
+    complete = full_rank(r)
+    root = jax.scipy.linalg.solve_triangular(jnp.where(complete[..., None, None], r, eye), eye)
+    # ‖R‖·‖R⁻¹‖ bounds the condition number of R from above: below the cutoff's inverse no singular value is cut off.
+    complete &= jnp.linalg.norm(root, axis=(-2, -1)) * size**0.5 < 1.0 / cutoff
+    root = root / norms[..., :, None]
+
+    def pseudo() -> jax.Array:
+        _, sizes, vt = svd(r)
+        kept = (sizes > cutoff * sizes[..., :1])[..., None, :]
+        vectors = transpose(vt) / norms[..., :, None]
+        inverse_root = jnp.where(kept, vectors / jnp.where(kept, sizes[..., None, :], 1.0), 0.0)
+        # D⁻¹ moves the columns out of the row space of A. The dropped vectors span the null space: project it out. They
+        # come first in the QR, so that the zero columns behind them cannot mix in.
+        null = qr(jnp.where(kept, 0.0, vectors)[..., ::-1])[0] * ~kept[..., ::-1]
+        inverse_root = inverse_root - matmul(null, matmul(transpose(null), inverse_root))
+        return jnp.where(complete[..., None, None], root, inverse_root)
+
+    root = jax.lax.cond(jnp.all(complete), lambda: root, pseudo)
+    return jnp.where(nonzero[..., :, None], root, 0.0)

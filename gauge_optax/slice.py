@@ -480,9 +480,9 @@ class Slice:
             "drop one gauge of the cycle, or train it with its own transformation",
         )  # fmt: skip
 
-    def coordinates(self, params: Any, reading: "Reading") -> tuple[Any, ...]:
-        """Per gauge, what must not drift: log-scales that anchors read, means of shifts."""
-        by_instance, values = iter(reading.elements), self.values(params)
+    def coordinates(self, params: Any, elements: Sequence[Any]) -> tuple[Any, ...]:
+        """Per gauge, what must not drift, at a point that reads as `elements`: log-scales, means of shifts."""
+        by_instance, values = iter(elements), self.values(params)
         return tuple(
             gauge._join(instances, [i.coordinate(next(by_instance), values) for i in instances])
             for gauge, instances in self.parts
@@ -523,14 +523,15 @@ class Slice:
         """The horizontal part of a tangent, or of a cotangent, at any point: bound leaves."""
         near, vectors = self.nearest(params), self.vectors(vector)
         if dual:
-            inside = self._pulled(near.elements, vectors)
+            inside = self.pulled(near.elements, vectors)
             back = [i.inverse(e) for i, e in zip(self.instances, near.elements, strict=True)]
-            return self._pulled(back, self.horizontal_dual(dict(near.point), near.masks, inside), reverse=False)
+            return self.pulled(back, self.horizontal_dual(dict(near.point), near.masks, inside), reverse=False)
         inside = dict(self.enter_tangent(near.elements, vectors))
         across = self.horizontal(dict(near.point), near.masks, inside)
         return self.leave(near.elements, SliceTangent(across))
 
-    def _pulled(self, elements: Sequence[Any], cotangent: Arrays, reverse: bool = True) -> Arrays:
+    def pulled(self, elements: Sequence[Any], cotangent: Arrays, reverse: bool = True) -> Arrays:
+        """Fᵀ·g alone, in the order of moving or in reverse."""
         moves = list(self._moves(elements, True))
         for instance, e in reversed(moves) if reverse else moves:
             cotangent = instance.pull(e, cotangent)

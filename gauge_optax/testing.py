@@ -14,8 +14,7 @@ import optax
 
 from gauge_optax.binding import binding_error, leaves_by_path, match
 from gauge_optax.checks import require_key
-from gauge_optax.gauges.base import Gauge, Gauges
-from gauge_optax.gauges.chart import horizontal, nearest, pushed
+from gauge_optax.gauges.gauge import Gauge, Gauges
 from gauge_optax.gauges.product import Product, product
 
 LossFn = Callable[[Any], jax.Array]
@@ -236,15 +235,15 @@ def describe(gauge: Gauge) -> str:
 
 def _leaves_of(gauge: Gauge, params: Any) -> Sequence[str]:
     """Paths of the leaves that a gauge moves."""
-    return tuple(gauge.bound(params).offset)
+    return tuple(gauge._slice(params).added)
 
 
 def _on_slice(group: Product, params: Any, updates: Any) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
     """The bound leaves of a tangent in slice coordinates, and of its part along the orbits."""
-    chart = group.chart(params)
-    near = nearest(chart, params)
-    tangent = pushed(near.back, chart.joint.vectors(updates))
-    across = horizontal(chart, near.point, near.masks, tangent)
+    s = group._slice(params)
+    near = s.nearest(params)
+    tangent: dict[str, jax.Array] = dict(s.enter_tangent(near.elements, s.vectors(updates)))
+    across = s.horizontal(dict(near.point), near.masks, tangent)
     return tangent, {path: x - across[path] for path, x in tangent.items()}
 
 

@@ -90,6 +90,12 @@ def in_dtype_of(tree: Any, leaves: Mapping[str, jax.Array]) -> Any:
     return with_leaves(tree, cast_like(leaves, tree))
 
 
+def stepped(gauge: Any, params: Any, updates: Any) -> Any:
+    """Parameters after a step of the leaves that a gauge binds; the others stay."""
+    leaves, steps = leaves_by_path(params), gauge._slice(params).vectors(updates)
+    return with_leaves(params, {path: optax.apply_updates(leaves[path], step) for path, step in steps.items()})
+
+
 def placeholder() -> jax.Array:
     """What stands for the gauges' part of a state where a tree has no leaves."""
     return jnp.zeros(())

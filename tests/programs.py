@@ -18,8 +18,11 @@ def innermost(jaxpr: Any) -> Iterator[Any]:
 
 
 def primitives(jaxpr: Any) -> list[str]:
-    """The primitive of every equation."""
-    return [equation.primitive.name for equation in equations(jaxpr)]
+    """The primitive of every equation; a choice by platform, which the compiler makes, is no `cond` of the program."""
+    return [
+        "platform_dependent" if equation.params.get("branches_platforms") else equation.primitive.name
+        for equation in equations(jaxpr)
+    ]
 
 
 def _programs(equation: Any) -> Iterator[Any]:

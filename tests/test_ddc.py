@@ -14,7 +14,7 @@ import pytest
 
 import gauge_optax as go
 from gauge_optax.binding import leaves_by_path
-from gauge_optax.gauges.bound import Bound
+from gauge_optax.optimizers import ddc_fused
 from models import lm
 from tests.cases import GAUGE_CASES
 from tests.quick import jit
@@ -81,15 +81,15 @@ def test_twins_of_every_mode(name: str, dtype: str, mode: str) -> None:
         ("mqa", "body_frame_topk", None), ("qk_norm", "paper", None),
     ]),
 ])  # fmt: skip
-def test_what_is_left_to_ddc_changes_nothing(
+def test_the_fused_step_is_the_plain_one_on_models(
     name: str, mode: str, start: str | None, x64: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Heads that it turns itself and sums off leaves as they lie, against points taken to the slice whole."""
+    """Twenty steps of the fused function, against `quotient` around `ddc`."""
     group, init, step = _program(name, "float64", mode)
     params = start_of(name, "float64") if start is None else odd(start, start_of(name, "float64"))
     twin = group.act(group.sample(jax.random.key(3), params), params)
     found, _ = train(init, step, twin)
-    monkeypatch.setattr(Bound, "turns_last", False)
+    monkeypatch.setattr(ddc_fused, "_rotations_come_last", lambda s: False)
     tx = _tx(mode, group)
     whole, _ = train(jit(tx.init), stepper(tx, loss_of(name)), twin)
     assert max(apart(found, whole).values()) <= tolerance("oracle")

@@ -53,9 +53,9 @@ def _language_model(config: lm.LMConfig) -> tuple[Callable[..., Any], Callable[.
     graph, _ = nnx.split(nnx.eval_shape(lambda: lm.build(config, nnx.Rngs(0))))
 
     def seen(params: Tree) -> Any:
-        bound = group.bound(params)
-        values = bound.values(params)
-        grams = [(i.left.gram(values, values), i.right.gram(values, values)) for i in bound.linear]
+        s = group._slice(params)
+        values, linear = s.values(params), [i for i in s.instances if i.gauge == "head_linear"]
+        grams = [(i.left.gram(values, values), i.right.gram(values, values)) for i in linear]
         # A softmax does not see the constant that a logit shift takes away.
         return jax.nn.log_softmax(nnx.merge(graph, params)(TOKENS)), grams, _logs(group, params)
 
@@ -65,7 +65,7 @@ def _language_model(config: lm.LMConfig) -> tuple[Callable[..., Any], Callable[.
 def _logs(group: Any, params: Tree) -> list[jax.Array]:
     """log f of every scale, and the logarithms of the eigenvalues of H_A⁻¹ # H_B, whose inverse root is the frame."""
     found: list[jax.Array] = []
-    for part, own in zip(group.parts, group.frame(params), strict=True):
+    for part, own in zip(group.parts, group.inverse(group.balance(params)), strict=True):
         if part.name == "head_linear":
             own = jax.tree.map(lambda x: -2.0 * jnp.log(symmetric_eigen(x)[0]), own)
         found += jax.tree.leaves(own) if part.name != "logit_shift" else []

@@ -14,7 +14,7 @@ import pytest
 
 import gauge_optax as go
 from benchmarks import opposite_gram as bench
-from gauge_optax.factors import inverse_gram
+from gauge_optax.linalg import inverse_gram
 from gauge_optax.states.moves import move_cotangent, move_tangent
 from tests.cases import GAUGE_CASES
 from tests.quick import jit

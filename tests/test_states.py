@@ -71,9 +71,9 @@ def test_a_state_of_other_shapes_is_refused(name: str, other: dict[str, Any], fo
 def test_a_state_of_another_version_is_refused() -> None:
     tx, params = FRAMED["quotient"](GAUGES), _params()
     state: Any = tx.init(params)
-    older = {label.rpartition(".v")[0]: own for label, own in state.gauges.elements.items()}
-    state = state._replace(gauges=state.gauges._replace(elements=older))
-    with pytest.raises(ValueError, match=r"another version of this library\n.*version 1\n.*version 2\n.*remedy"):
+    older = {label.rpartition(".v")[0] + ".v2": x for label, x in state.frame.elements.items()}
+    state = state._replace(frame=state.frame._replace(elements=older))
+    with pytest.raises(ValueError, match=r"another version of this library\n.*version 2\n.*version 3\n.*from_state"):
         tx.update(params, state, params)
 
 

@@ -203,7 +203,7 @@ class Gauge(abc.ABC):
           coordinate. coordinates(g·θ) = coordinates(θ) + log α; for a shift, the mean along `vocab` of the stored leaf.
         """
         on_tree = self._slice(params)
-        return self._packed(on_tree.coordinates(params, on_tree.read(params, turning=False)))
+        return self._packed(on_tree.coordinates(params, on_tree.read(params, turning=False).elements))
 
     def muon_dimension_numbers(self, params: Any) -> Any:
         """How `optax.contrib.muon` is to read the gauge's leaves: one matrix per head where a rotation binds the leaf.

@@ -123,6 +123,17 @@ class Instance(abc.ABC):
         """What must not drift: a coordinate of the stored point, which reads as `e`; None where there is none."""
         return None
 
+    def motion(self, e: Any, change: Any, end: Arrays, turn: jax.Array | None) -> Any:
+        """The logarithm of the part of a step along the orbit, in the public structure of an element.
+
+        Args:
+          e: what the point before the step reads as, rotations apart.
+          change: how much that reading, or its coordinate, has changed.
+          end: the point after the step, in the slice coordinates of the one before.
+          turn: the skew logarithm of the turning of rows, (*shape, size, size), where there is one.
+        """
+        return change
+
     def where(self, condition: jax.Array, e: Any, other: Any) -> Any:
         """`e` where a condition of shape `shape` holds, `other` elsewhere."""
 

@@ -27,7 +27,6 @@ from gauge_optax.gauges.matrices import Matrices, head_matrices
 from gauge_optax.gauges.rotation import Rotation
 from gauge_optax.linalg import (
     balance,
-    eigh,
     full_rank,
     haar,
     inverse,
@@ -35,8 +34,9 @@ from gauge_optax.linalg import (
     matmul,
     real_dtype,
     svd,
+    symmetric_eigen,
     transpose,
-    triangular,
+    triangular_factor,
 )
 
 _LEAST = 1e-4  # λ_min/‖H‖_F of the Gram matrix after one step, down to which the way back to the slice is exact
@@ -148,8 +148,14 @@ class Linear(Instance):
     @staticmethod
     def power(element: jax.Array, exponent: float | jax.Array) -> jax.Array:
         """A power of a public element that is symmetric positive, as balances are."""
-        values, vectors = eigh(element)
+        values, vectors = symmetric_eigen(element)
         return matmul(vectors * (values**exponent)[..., None, :], transpose(vectors))
+
+    def motion(self, e: jax.Array, change: Any, end: Arrays, turn: jax.Array | None) -> Any:
+        stretch, _ = self.read(self.anchors[0], end, jnp.ones(self.shape, bool), near=True)
+        generator = stretch[..., 0, :, :] - jnp.eye(self.size, dtype=e.dtype) + turn
+        # With A = Â·S and the slice point Â, Â·Z·S is A·(S⁻¹·Z·S).
+        return matmul(matmul(e[..., 1, :, :], generator), e[..., 0, :, :])
 
     # The action ---------------------------------------------------------------------------------------
 
@@ -183,7 +189,7 @@ class Linear(Instance):
             root_inverse = inverse_sqrt_by_products(gram, _LEAST)
             pair = matmul(gram, root_inverse), root_inverse
         else:
-            root = triangular(side.stacked(point))
+            root = triangular_factor(side.stacked(point))
             read = within & full_rank(root)
             _, sizes, vectors = svd(jnp.where(read[..., None, None], root, eye))
             pair = _conjugated(vectors, sizes), _conjugated(vectors, 1.0 / sizes)
@@ -191,7 +197,7 @@ class Linear(Instance):
         return jnp.stack(pair if from_left else pair[::-1], -3), read
 
     def balanced(self, point: Arrays) -> jax.Array:
-        root = balance(triangular(self.left.stacked(point)), triangular(self.right.stacked(point)))
+        root = balance(triangular_factor(self.left.stacked(point)), triangular_factor(self.right.stacked(point)))
         return jnp.stack([root.power(-1.0), root.power(1.0)], -3)
 
     @property

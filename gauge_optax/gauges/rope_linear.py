@@ -95,6 +95,9 @@ class ComplexScale(Scale):
     def coordinate(self, e: jax.Array, point: Arrays) -> None:
         return None
 
+    def motion(self, e: jax.Array, change: Any, end: Arrays, turn: jax.Array | None) -> Any:
+        return change if turn is None else jnp.stack([change[..., 0], turn[..., 0, 1]], -1)
+
     def act(self, e: jax.Array, point: Arrays) -> Arrays:
         return self.turn.act(e[..., 1], super().act(e, point))
 

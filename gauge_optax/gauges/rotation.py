@@ -94,6 +94,9 @@ class Rotation(Heads):
         normal = jax.random.normal(key, shape, real_dtype())
         return skew_exponential(scale * (normal - transpose(normal)) / math.sqrt(2 * self.size))
 
+    def motion(self, e: jax.Array, change: Any, end: Arrays, turn: jax.Array | None) -> Any:
+        return turn
+
     def act(self, e: jax.Array, point: Arrays) -> Arrays:
         return point | self.turned(point, e)
 

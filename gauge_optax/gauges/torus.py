@@ -111,6 +111,9 @@ class Torus(Heads):
         limit = math.pi * min(scale, 1.0)
         return jax.random.uniform(key, self.shape, real_dtype(), -limit, limit)
 
+    def motion(self, e: jax.Array, change: Any, end: Arrays, turn: jax.Array | None) -> Any:
+        return None if turn is None else turn[..., 0, 1]
+
     def act(self, e: jax.Array, point: Arrays) -> Arrays:
         return self._turned_by(jnp.cos(e), jnp.sin(e), point)
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from gauge_optax.meshes import layout
-from gauge_optax.xla import anew
+from gauge_optax.xla import recomputed_after
 
 Metrics = TypeVar("Metrics")
 
@@ -44,7 +44,7 @@ def recorded(
         return updates, state, either(taken, every, lambda: record(updates), last, gradient)
     metrics = either(taken, every, lambda: record(update(gradient)[0]), last, gradient)
     # The step depends on the metrics: donated parameters are then read before they are overwritten, and not copied.
-    updates, state = update(anew(gradient, metrics))
+    updates, state = update(recomputed_after(metrics, gradient))
     return updates, state, metrics
 
 

@@ -9,14 +9,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from gauge_optax.binding import is_empty
-from gauge_optax.checks import require_every, require_own, require_params
-from gauge_optax.gauges._scale import log_sizes
-from gauge_optax.gauges.base import Gauges
+from gauge_optax.checks import require_every
+from gauge_optax.gauges.gauge import Gauges
 from gauge_optax.gauges.product import Product, product
-from gauge_optax.gauges.rescale import two_sided
+from gauge_optax.gauges.scale import two_sided
 from gauge_optax.measure._recording import either
 from gauge_optax.measure.live import Figures, labelled, labels
+from gauge_optax.transformation import stepped, transformation
 
 _NAME = "track_balance"
 
@@ -79,34 +78,28 @@ def track_balance(gauges: Gauges, *, every: int | jax.Array = 1) -> optax.Gradie
     require_every(_NAME, every)
     group = product(gauges)
 
-    def init_fn(params: optax.Params) -> TrackBalanceState:
-        zero = jnp.zeros((), jnp.int32)
-        if is_empty(params):
-            return TrackBalanceState(zero, jnp.zeros(()))  # type: ignore[arg-type]
-        shapes = jax.eval_shape(lambda p: _balance(group, p, zero), params)
-        return TrackBalanceState(zero, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes))
+    def init(params: Any) -> TrackBalanceState:
+        shapes = jax.eval_shape(lambda p: _balance(group, p, jnp.int32(0)), params)
+        return TrackBalanceState(jnp.int32(0), jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes))
 
-    def update_fn(
-        updates: optax.Updates, state: TrackBalanceState, params: optax.Params | None = None, **extra: Any
-    ) -> tuple[optax.Updates, TrackBalanceState]:
-        del extra
-        require_params(_NAME, params)
-        require_own(_NAME, state, TrackBalanceState)
-
+    def update(updates: Any, state: TrackBalanceState, params: Any, **extra: Any) -> tuple[Any, TrackBalanceState]:
         def record() -> Balance:
-            return _balance(group, group.bound(params).stepped(params, updates), state.taken)
+            return _balance(group, stepped(group, params, updates), state.taken)
 
         metrics = either(state.taken, every, record, state.metrics, params)
         return updates, TrackBalanceState(optax.safe_increment(state.taken), metrics)
 
-    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+    def empty(params: Any) -> TrackBalanceState:
+        return TrackBalanceState(jnp.int32(0), jnp.zeros(()))  # type: ignore[arg-type]
+
+    return transformation(_NAME, init, update, TrackBalanceState, empty)
 
 
 def _balance(group: Product, params: Any, step: jax.Array) -> Balance:
     ratios, products = {}, {}
     for label, part in zip(labels(group), group.parts, strict=True):
-        bound = part.bound(params)
-        sizes = log_sizes(bound.scales, bound.values(params)) if two_sided(part) else {}
+        s = part._slice(params)
+        sizes = {i.key: i.log_sizes(s.values(params)) for i in s.instances} if two_sided(part) else {}
         for key, (up, down) in sizes.items():
             # `log_sizes` gives −∞ for both sides of a channel that has no ratio.
             ratios[labelled(label, key)] = jnp.where(jnp.isneginf(up), 0.0, up - down)

@@ -15,11 +15,11 @@ import jax.numpy as jnp
 
 from gauge_optax.binding import binding_error
 from gauge_optax.checks import require_choice
-from gauge_optax.gauges._head import BASIS, PLANE
-from gauge_optax.gauges.base import Effect, Element, Gauges
+from gauge_optax.gauges.gauge import Element, Gauges
+from gauge_optax.gauges.heads import BASIS, PLANE
+from gauge_optax.gauges.instance import Effect
 from gauge_optax.gauges.product import product
 from gauge_optax.linalg import lyapunov, safe_divide, skew
-from gauge_optax.xla import in_turn
 
 Arrays = Mapping[str, jax.Array]
 
@@ -105,15 +105,16 @@ class Orbit:
                 "pass one gauge at a time: scales have `rescale_leakage`, rotations `rotation_leakage`, both "
                 "`step_leakage`; other gauges have none",
             )  # fmt: skip
-        gauge, bound = parts[0], parts[0].bound(params)
-        self.named = {i.key: i.named for i in bound.scales} | {h.key: h.named for h in bound.rotations}
-        self.blocks = {i.key: i.up + i.down for i in bound.scales}
-        self.blocks |= {h.key: tuple(b.block for b in h.blocks) for h in bound.rotations}
-        self.vectors, point, identity = bound.vectors, bound.values(params), gauge.identity(params)
+        s = parts[0]._slice(params)
+        self.named = {i.key: i.named for i in s.instances}
+        self.blocks = {i.key: i.blocks for i in s.instances}
+        self.vectors, point, identity = s.vectors, s.values(params), parts[0].identity(params)
 
         def act(element: Element) -> Arrays:
-            values = gauge.move(bound, element, point)
-            return {path: values[path] for path in point}
+            values = point
+            for instance in s.instances:
+                values = instance.act(instance.from_element(element[instance.key]), values)
+            return values
 
         _, self._push = jax.linearize(act, identity)
         _, self._pull = jax.vjp(act, identity)
@@ -133,7 +134,7 @@ class Orbit:
         pairing = self.pairing(step)
         heads = [key for key in pairing if key in self._matrices]
         # W·A is nearest to the step where WᵀW·A + A·WᵀW = 2·pairing.
-        turns = in_turn(lyapunov, [self._gram[key] for key in heads], [pairing[key] for key in heads])
+        turns = [lyapunov(self._gram[key], pairing[key]) for key in heads]
         numbers = {key: safe_divide(x, self._gram[key]) for key, x in pairing.items() if key not in heads}
         return numbers | dict(zip(heads, turns, strict=True))
 

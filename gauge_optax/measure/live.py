@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 import optax
 
-import gauge_optax.gauges.chart as charts
 from gauge_optax.binding import is_empty, leaves_by_path
 from gauge_optax.checks import (
     require_every,
@@ -23,12 +22,13 @@ from gauge_optax.checks import (
     require_transformation,
     with_own_state,
 )
-from gauge_optax.gauges.base import Gauges
+from gauge_optax.gauges.gauge import Gauges
 from gauge_optax.gauges.product import Product, product
 from gauge_optax.linalg import real_dtype
 from gauge_optax.measure._recording import recorded
 from gauge_optax.measure.motion import turning
 from gauge_optax.meshes import layout
+from gauge_optax.slice import Nearest, Slice
 
 Arrays = dict[str, jax.Array]
 
@@ -234,18 +234,18 @@ def slice_norms(
     >>> {path: round(float(x), 3) for path, x in norms.items()}  # up is the anchor, of norm 1 on the slice
     {'down': 12.0, 'up': 1.0}
     """
-    return _slice_norms(product(gauges).chart(params), layers, params, gradient, update)[0]
+    return _slice_norms(product(gauges)._slice(params), layers, params, gradient, update)[0]
 
 
 def _slice_norms(
-    chart: charts.Chart, layers: Collection[str], params: Any, gradient: Any, update: Any
-) -> tuple[SliceNorms, charts.Nearest, Arrays]:
+    s: Slice, layers: Collection[str], params: Any, gradient: Any, update: Any
+) -> tuple[SliceNorms, Nearest, Arrays]:
     """The norms; the slice point of `params` with its frame; û of bound leaves."""
-    near = charts.nearest(chart, params)
-    slice_gradient = charts.pulled(near.out, chart.joint.vectors(gradient))
-    slice_update = charts.pushed(near.back, chart.joint.vectors(update))
+    near = s.nearest(params)
+    slice_gradient = s.pulled(near.elements, s.vectors(gradient))
+    slice_update: Arrays = dict(s.enter_tangent(near.elements, s.vectors(update)))
 
-    across = charts.horizontal(chart, near.point, near.masks, slice_update)
+    across = s.horizontal(dict(near.point), near.masks, slice_update)
     along = {path: x - across[path] for path, x in slice_update.items()}
     free = {path: jnp.asarray(x, real_dtype()) for path, x in leaves_by_path(update).items() if path not in along}
     relevant, lost = (
@@ -254,7 +254,7 @@ def _slice_norms(
     share = 1.0 - lost / jnp.maximum(relevant + lost, jnp.finfo(lost.dtype).tiny)
 
     layer_axes: dict[str, int] = {}  # leaf path → the axis that counts layers
-    for block in chart.joint.blocks:
+    for block in s.blocks:
         names = block.split_labels
         for axis, group in enumerate(block.groups):
             if len(group) == 1 and names[group[0]] in layers:
@@ -268,22 +268,22 @@ def _slice_norms(
             named[path] = jnp.sqrt(jnp.sum(jnp.square(x), summed))
         return Figures.of(named)
 
-    by_leaf = (norms(params, near.point), norms(gradient, slice_gradient), norms(update, slice_update))
+    by_leaf = (norms(params, dict(near.point)), norms(gradient, slice_gradient), norms(update, slice_update))
     return SliceNorms(*by_leaf, share), near, slice_update
 
 
 def _metrics(
     group: Product, layers: Collection[str], params: Any, start: Any, gradient: Any, update: Any, step: Any
 ) -> Metrics:
-    chart = group.chart(params)
-    norms, near, slice_update = _slice_norms(chart, layers, params, gradient, update)
-    values = chart.joint.values(params)
+    s = group._slice(params)
+    norms, near, slice_update = _slice_norms(s, layers, params, gradient, update)
     drift, turns = Arrays(), Arrays()
-    angles = turning(chart, near.point, slice_update)
-    parts = zip(labels(group), chart.parts, near.element, start, angles, strict=True)
-    for label, (part, bound), element, at_init, angle in parts:
-        named = {i.key: i.named for i in bound.scales}
-        for key, x in jax.tree.map(jnp.subtract, part.coordinates_of(bound, element, values), at_init).items():
+    coordinates, angles = s.coordinates(params, near.elements), turning(s, dict(near.point), slice_update)
+    for label, (_, instances), now, at_init, angle in zip(
+        labels(group), s.parts, coordinates, start, angles, strict=True
+    ):
+        named = {i.key: i.named for i in instances if i.log_step}
+        for key, x in jax.tree.map(jnp.subtract, now, at_init).items():
             if key in named:
                 summed = tuple(axis for axis, name in enumerate(named[key]) if name not in layers)
                 drift[labelled(label, key)] = _extreme(x, summed)

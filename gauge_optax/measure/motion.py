@@ -11,23 +11,21 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-import gauge_optax.slice as slices
-from gauge_optax.gauges._head import PLANE, HeadInstance
-from gauge_optax.gauges._linear import LinearInstance, LinearReading
-from gauge_optax.gauges.base import Element, Gauges
-from gauge_optax.gauges.bound import Arrays
-from gauge_optax.gauges.chart import Chart
+from gauge_optax.gauges.gauge import Element, Gauges
+from gauge_optax.gauges.heads import PLANE
+from gauge_optax.gauges.instance import Arrays
 from gauge_optax.gauges.product import product
 from gauge_optax.linalg import (
     inverse_pair_sums,
     matmul,
     orthogonal_logarithm,
     skew,
+    svd,
     symmetric,
     symmetric_eigen,
     transpose,
 )
-from gauge_optax.xla import in_turn
+from gauge_optax.slice import Slice
 
 _SMALL = 0.1  # relative size of a step up to which `_near_logarithm` converges to float64
 _CAYLEY_STEPS = 6  # each leaves the square of the half angle, 1e-2 at most
@@ -84,89 +82,67 @@ def vertical_motion(params: Any, update: Any, gauges: Gauges) -> tuple[Element, 
     >>> round(float(go.measure.vertical_motion(params, step, gauge)[0][""][0, 1]), 3)
     1.571
     """
-    group = product(gauges)
+    s = product(gauges)._slice(params)
     after = jax.tree.map(lambda p, u: p + u.astype(p.dtype), params, update)
-    chart = slices.chart(group, params)
     # Turning is measured in the basis in which the point is stored, so that its frame need not be read.
-    frame = slices.read(chart, params, turning=False)
-    into = slices.motions(chart, frame)
-    start, end = (slices.enter(into, chart.joint.values(x)) for x in (params, after))
-    stretches, turns = _read_turns(chart, start, end, _logarithm)
-
-    changes = jax.tree.map(jnp.subtract, slices.read(chart, after, turning=False).element, frame.element)
-    coordinates = drift(params, after, group)  # a shift's is that of the stored leaf, whatever else moves it
-    motions: list[Element] = []
-    for k, (_, bound) in enumerate(chart.parts):
-        motion = coordinates[k] or changes[k]
-        if bound.linear:
-            motion = {}
-            for i in bound.linear:
-                turn = turns[LinearReading(i).turned]
-                stretch = stretches[i][..., 0, :, :] - jnp.eye(turn.shape[-1], dtype=turn.dtype)
-                # A = Â·P with the slice point Â, so that Â·Z·P is A·(P⁻¹·Z·P).
-                motion[i.key] = matmul(matmul(frame.inverse[k][i.key], stretch + turn), frame.element[k][i.key])
-        elif bound.rotations:
-            angles = {h.key: turns[h][..., 0, 1] if _is_plane(h) else turns[h] for h in bound.rotations}
-            # A plane that is scaled as well has complex elements: log-modulus and angle.
-            scaled = {key: jnp.stack([changes[k][key][..., 0], x], -1) for key, x in angles.items() if bound.scales}
-            motion = scaled or angles
-        motions.append(motion)
-    return tuple(motions)
+    before, _ = s.read(params, turning=False)
+    start, end = dict(s.enter(before, params)), dict(s.enter(before, after))
+    turns = _read_turns(s, start, end, _logarithm)
+    now, values = s.read(after, turning=False).elements, (s.values(params), s.values(after))
+    motions: list[Any] = []
+    for instance, e, e_after in zip(s.instances, before, now, strict=True):
+        # A shift's coordinate is that of the stored leaf, whatever else moves it.
+        coordinates = [instance.coordinate(x, point) for x, point in zip((e, e_after), values, strict=True)]
+        pair = (e, e_after) if coordinates[0] is None or coordinates[0] == {} else coordinates
+        change = jax.tree.map(jnp.subtract, pair[1], pair[0])
+        motions.append(instance.motion(e, change, end, turns.get(instance.turn)))
+    by_instance = iter(motions)
+    return tuple(gauge._join(instances, [next(by_instance) for _ in instances]) for gauge, instances in s.parts)
 
 
-def turning(chart: Chart, point: Arrays, tangent: Arrays) -> tuple[dict[str, jax.Array], ...]:
+def turning(s: Slice, point: Arrays, tangent: Arrays) -> tuple[dict[str, jax.Array], ...]:
     """By how much a step turns every head, for steps that turn by less than 0.1.
 
     Args:
-      chart: the product on its tree.
+      s: the slice.
       point: bound leaves of a slice point, heads in the basis in which they are stored.
       tangent: bound leaves of the step in slice coordinates.
 
     Returns:
       Per gauge, instance → radians, the root of the sum of squares over planes; one number per head.
     """
-    end = slices.SlicePoint({path: x + tangent[path] for path, x in point.items()})
 
     def logarithm(gram: jax.Array, step: jax.Array) -> jax.Array:
         return _near_logarithm(gram + symmetric(step), skew(step))
 
-    turns = _read_turns(chart, slices.SlicePoint(point), end, logarithm)[1]
+    turns = _read_turns(s, point, {path: x + tangent[path] for path, x in point.items()}, logarithm)
     angles: list[dict[str, jax.Array]] = []
-    for _, bound in chart.parts:
-        heads = {h.key: h for h in bound.rotations} | {i.key: LinearReading(i).turned for i in bound.linear}
-        squares = {key: jnp.sum(jnp.square(turns[h]), (-2, -1)) / 2 for key, h in heads.items()}
-        angles.append({key: jnp.sqrt(jnp.sum(x, -1) if _is_plane(heads[key]) else x) for key, x in squares.items()})
+    for _, instances in s.parts:
+        squares = {i.key: (i.turn, jnp.sum(jnp.square(turns[i.turn]), (-2, -1)) / 2) for i in instances if i.turn}
+        planes = {key: jnp.sum(x, -1) if turn.named[-1:] == (PLANE,) else x for key, (turn, x) in squares.items()}
+        angles.append({key: jnp.sqrt(x) for key, x in planes.items()})
     return tuple(angles)
 
 
-def _is_plane(head: HeadInstance) -> bool:
-    return head.named[-1:] == (PLANE,)
-
-
 def _read_turns(
-    chart: Chart,
-    start: slices.SlicePoint,
-    end: slices.SlicePoint,
-    logarithm: Callable[[jax.Array, jax.Array], jax.Array],
-) -> tuple[dict[LinearInstance, jax.Array], dict[HeadInstance, jax.Array]]:
-    """By how much linear gauges stretch and heads turn between two points near the slice."""
-    stretches, unstretched = {}, dict(end)
-    for reading in map(LinearReading, chart.joint.linear):
-        every_head = jnp.ones(reading.shape, bool)
-        stretches[reading.instance], _ = reading.read(reading.anchors[0], dict(end), every_head, near=True)
-        unstretched |= reading.divide(stretches[reading.instance], unstretched)
-    # Both sides of a linear gauge turn as one head; two gauges with the same head share one entry.
-    heads = tuple(dict.fromkeys((*chart.joint.rotations, *(LinearReading(i).turned for i in chart.joint.linear))))
-    change = slices.between(start, slices.SlicePoint(unstretched))
-    products = [h.gram(start, start) for h in heads], [h.gram(start, change) for h in heads]
-    return stretches, dict(zip(heads, in_turn(logarithm, *products), strict=True))
+    s: Slice, start: Arrays, end: Arrays, logarithm: Callable[[jax.Array, jax.Array], jax.Array]
+) -> dict[Any, jax.Array]:
+    """The skew logarithms, (*named, size, size), by which heads turn between two points near the slice."""
+    for instance in s.instances:
+        if instance.turn is not None and instance.anchors:  # a stretch is no turn
+            every_head = jnp.ones(instance.shape, bool)
+            stretch, _ = instance.read(instance.anchors[0], end, every_head, near=True)
+            end = instance.enter(stretch, end)
+    change = {path: end[path] - x for path, x in start.items()}
+    turns = dict.fromkeys(s.turns)  # two gauges with the same heads share one entry
+    return {turn: logarithm(turn.gram(start, start), turn.gram(start, change)) for turn in turns}
 
 
 def _logarithm(gram: jax.Array, step: jax.Array) -> jax.Array:
     """log of the polar factor of M + S."""
     # A small step's angle is read from skew(S): as a difference from M it would lose its digits in float32.
     near = _near_logarithm(gram + symmetric(step), skew(step))
-    u, _, vt = jnp.linalg.svd(gram + step, full_matrices=False)
+    u, _, vt = svd(gram + step)
     small = jnp.linalg.norm(step, axis=(-2, -1)) < _SMALL * jnp.linalg.norm(gram, axis=(-2, -1))
     return jnp.where(small[..., None, None], near, orthogonal_logarithm(matmul(u, vt)))
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from gauge_optax.gauges.base import Element, Gauges
+from gauge_optax.gauges.gauge import Element, Gauges
 from gauge_optax.measure.leakage import Orbit
 
 

@@ -23,6 +23,7 @@ from gauge_optax.checks import with_own_state
 from gauge_optax.gauges.instance import Arrays
 from gauge_optax.gauges.product import Product
 from gauge_optax.linalg import noise
+from gauge_optax.optimizers.adam import Adam
 from gauge_optax.optimizers.ddc import (
     Channels,
     GaugeMoments,
@@ -35,7 +36,6 @@ from gauge_optax.optimizers.ddc import (
     radial_step,
     tangential_step,
 )
-from gauge_optax.optimizers.adam import Adam
 from gauge_optax.optimizers.on_slice import QuotientState
 from gauge_optax.optimizers.polar import Polar
 from gauge_optax.slice import Slice, SliceTangent

@@ -13,13 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from gauge_optax.binding import binding_error, leaves_by_path, with_leaves
+from gauge_optax.binding import binding_error
 from gauge_optax.checks import require_choice, require_every
 from gauge_optax.gauges.gauge import Gauge, Gauges
 from gauge_optax.gauges.product import Product, product
 from gauge_optax.states.moves import Move, MovingPart
 from gauge_optax.states.transport import ON_UNKNOWN, carried
-from gauge_optax.transformation import in_dtype_of, transformation
+from gauge_optax.transformation import in_dtype_of, stepped, transformation
 
 _NAME = "gauge_fix"
 
@@ -126,12 +126,6 @@ def gauge_fix(
         return GaugeFixState(jnp.zeros((), jnp.int32), within.init(params))
 
     return transformation(_NAME, init, update, GaugeFixState, empty)
-
-
-def stepped(gauge: Gauge, params: Any, updates: Any) -> Any:
-    """Parameters after a step of the leaves that a gauge binds; the others stay."""
-    leaves, steps = leaves_by_path(params), gauge._slice(params).vectors(updates)
-    return with_leaves(params, {path: optax.apply_updates(leaves[path], step) for path, step in steps.items()})
 
 
 def chords(gauge: Gauge, element: Any, params: Any, after: Any) -> dict[str, jax.Array]:

@@ -21,10 +21,10 @@ from gauge_optax.checks import require_choice
 from gauge_optax.gauges.gauge import BlockGauge, Element, Gauge, Gauges
 from gauge_optax.gauges.product import product
 from gauge_optax.gauges.scale import keeps_product, scale_invariant
-from gauge_optax.optimizers.fix import chords, stepped
+from gauge_optax.optimizers.fix import chords
 from gauge_optax.states.moves import Move, MovingPart
 from gauge_optax.states.transport import ON_UNKNOWN, carried
-from gauge_optax.transformation import checked_inner, in_dtype_of, placeholder, transformation
+from gauge_optax.transformation import checked_inner, in_dtype_of, placeholder, stepped, transformation
 
 _NAME = "hold_products"
 KINDS = ("init", "cap", "decay")
@@ -166,7 +166,7 @@ def _both_sides(gauge: Any) -> BlockGauge:
 
 def _check(kind: str, cap: Any, decay: Any, gauges: Sequence[Gauge]) -> None:
     """Raises ValueError for numbers that are missing or out of range, and for gauges without two sides."""
-    if kind == "cap" and not _positive(cap) or kind == "decay" and not (_positive(decay) and _positive(1.0 - decay)):
+    if (kind == "cap" and not _positive(cap)) or (kind == "decay" and not (_positive(decay) and _positive(1.0 - decay))):
         found = f"cap={cap!r}" if kind == "cap" else f"decay={decay!r}"
         raise binding_error(
             _NAME, f"no number for kind='{kind}'", found,

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import optax
 
-from gauge_optax.binding import leaves_by_path, with_leaves
+from gauge_optax.binding import with_leaves
 from gauge_optax.checks import require_values
 from gauge_optax.gauges.product import Product
 from gauge_optax.meshes import layout, lying_like

@@ -1,4 +1,4 @@
-"""Aliases: `rotational` around optimizers of Optax, with their names and defaults."""
+"""Aliases: `rotational` around three of Optax's optimizers, with their names and defaults."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,9 +6,9 @@ from typing import Any
 import jax
 import optax
 
-from gauge_optax.binding import Axes, frozen_sizes, is_empty, with_leaves
-from gauge_optax.rotation.rotational import Rule, rotating
-from gauge_optax.rotation.vectors import vector_specs, vectors
+from gauge_optax.binding import Axes, is_empty, with_leaves
+from gauge_optax.rotation import vectors
+from gauge_optax.rotation.rotational import named_rotational
 
 Scalar = float | jax.Array
 
@@ -41,7 +41,7 @@ def rotational_adamw(
       eps: as in `optax.adamw`.
       eps_root: as in `optax.adamw`.
       mu_dtype: as in `optax.adamw`.
-      weight_decay: λ: decides the angle of `blocks`, decays every other leaf that `mask` names.
+      weight_decay: λ, which decides the angle of `blocks` and decays every other leaf that `mask` names.
       mask: as in `optax.adamw`.
       nesterov: as in `optax.adamw`.
       eta_r: see `rotational`.
@@ -67,8 +67,9 @@ def rotational_adamw(
     Reference: Kosson et al. 2024, Algorithm 1 and Table 1 (RV-AdamW).
     """
     inner = optax.adamw(learning_rate, b1, b2, eps, eps_root, mu_dtype, weight_decay, mask, nesterov=nesterov)
-    rule = Rule(learning_rate, weight_decay, eta_r, beta, center=center, gain=gain, b1=b1)
-    return rotating("rotational_adamw", inner, blocks, rule, sizes)
+    return named_rotational(
+        "rotational_adamw", inner, blocks, sizes, learning_rate, weight_decay, eta_r, beta, center, gain, 1e-8, b1
+    )
 
 
 def rotational_sgdm(
@@ -93,13 +94,14 @@ def rotational_sgdm(
       learning_rate: η, a number or a schedule.
       blocks: path → axes of the vectors that turn, see `rotational`.
       momentum: α, as in `optax.sgd`.
-      nesterov: as in `optax.sgd`; Table 1 has no angle of its own for it.
+      nesterov: as in `optax.sgd`; Table 1 has no separate angle for it.
       accumulator_dtype: as in `optax.sgd`.
-      weight_decay: λ: decides the angle of `blocks`, and is added to the gradient of other leaves that `mask` names.
+      weight_decay: λ, which decides the angle of `blocks`; as decay it is added to the gradient of every other leaf
+        that `mask` names.
       mask: which leaves decay, as in `optax.add_decayed_weights`.
       eta_r: see `rotational`.
       beta: see `rotational`.
-      eps: see `rotational`; 0, for no scale of the loss to matter. The paper has 1e-8.
+      eps: see `rotational`; 0, so that the scale of the loss does not matter. The paper has 1e-8.
       center: see `rotational`.
       gain: see `rotational`.
       sizes: see `rotational`.
@@ -114,20 +116,20 @@ def rotational_sgdm(
 
     Reference: Kosson et al. 2024, Algorithm 1 and Table 1 (RV-SGDM). Deviation: `eps`.
     """
-    specs = vector_specs("rotational_sgdm", blocks, frozen_sizes("rotational_sgdm", sizes))
+    specs = vectors.parse("rotational_sgdm", blocks, sizes)
 
-    def decayed(params: Any) -> Any:
-        turning = vectors("rotational_sgdm", specs, params) if not is_empty(params) else {}
+    def decays(params: Any) -> Any:
+        """Returns a mask of the leaves whose gradient gets decay: those of `mask` without those that turn."""
+        turning = [] if is_empty(params) else vectors.resolve("rotational_sgdm", specs, params)
         wanted = mask(params) if callable(mask) else mask
         chosen = jax.tree.map(lambda _: True, params) if wanted is None else wanted
-        return with_leaves(chosen, dict.fromkeys(turning, False))
+        return with_leaves(chosen, {selection.block.path: False for selection in turning})
 
-    inner = optax.chain(
-        optax.add_decayed_weights(weight_decay, decayed),
-        optax.sgd(learning_rate, momentum, nesterov, accumulator_dtype),
+    sgd = optax.sgd(learning_rate, momentum, nesterov, accumulator_dtype)
+    inner = optax.chain(optax.add_decayed_weights(weight_decay, decays), sgd)
+    return named_rotational(
+        "rotational_sgdm", inner, blocks, sizes, learning_rate, weight_decay, eta_r, beta, center, gain, eps, momentum
     )
-    rule = Rule(learning_rate, weight_decay, eta_r, beta, eps, center, gain, momentum)
-    return rotating("rotational_sgdm", inner, blocks, rule, sizes)
 
 
 def rotational_lion(
@@ -145,7 +147,7 @@ def rotational_lion(
     gain: optax.GradientTransformation | None = None,
     sizes: Mapping[str, int] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """`rotational` around `optax.lion`: by default every vector turns by √(πηλγ), see `measure.predict_equilibrium`.
+    """`rotational` around `optax.lion`: by default every vector turns by √(πηλγ) a step.
 
     Args:
       learning_rate: η, a number or a schedule.
@@ -153,7 +155,7 @@ def rotational_lion(
       b1: as in `optax.lion`.
       b2: as in `optax.lion`.
       mu_dtype: as in `optax.lion`.
-      weight_decay: λ: decides the angle of `blocks`, decays every other leaf that `mask` names.
+      weight_decay: λ, which decides the angle of `blocks` and decays every other leaf that `mask` names.
       mask: as in `optax.lion`.
       eta_r: see `rotational`.
       beta: see `rotational`.
@@ -169,8 +171,9 @@ def rotational_lion(
 
     >>> tx = go.rotational_lion(5e-4, {"**/kernel": "_ channel"}, weight_decay=1.0)
 
-    Reference: Kosson et al. 2024, Algorithm 1 and Table 1 (RV-Lion).
+    Reference: Kosson et al. 2024, Algorithm 1 and Table 1 (RV-Lion); `measure.predict_equilibrium` defines γ.
     """
     inner = optax.lion(learning_rate, b1, b2, mu_dtype, weight_decay, mask)
-    rule = Rule(learning_rate, weight_decay, eta_r, beta, center=center, gain=gain, b1=b1, b2=b2)
-    return rotating("rotational_lion", inner, blocks, rule, sizes)
+    return named_rotational(
+        "rotational_lion", inner, blocks, sizes, learning_rate, weight_decay, eta_r, beta, center, gain, 1e-8, b1, b2
+    )

@@ -1,16 +1,15 @@
-"""Hard radial control: weights stay on spheres, and only their direction is trained.
+"""Hard radial control: weights stay on spheres, and a step changes their directions alone.
 
-On a sphere decoupled weight decay is normal to the constraint, so that the tangent projection takes all of it away. A
-step goes along the tangent and is drawn back to the radius, W ← R·(W + U)/‖W + U‖.
+The tangent projection of a step takes decoupled weight decay away, because decay is normal to the sphere. The result
+returns to the radius as W ← R·(W + U)/‖W + U‖. A sphere per factor of a product is not Gram balance: it leaves the
+GL(r) between two factors where it was. A step is equivariant under rotations within a sphere, but not under rescalings
+or GL.
 
-Here: which entries share a sphere, the projection, the retraction. Not here: gauges. A sphere per factor is not Gram
-balance, and leaves the GL(r) between two factors where it was (post §5); a sphere's step is equivariant under
-rotations that act within it, under rescalings and GL it is not.
 Reference: "When Equivalent Weights Train Differently" §5.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -18,16 +17,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from gauge_optax.binding import Axes, Block, binding_error, frozen_sizes, is_empty, leaves_by_path
+from gauge_optax.binding import Axes, binding_error, is_empty, leaves_by_path
 from gauge_optax.checks import require_params
-from gauge_optax.linalg import real_dtype, safe_divide
-from gauge_optax.rotation.vectors import beside, each, norm, one_or_all, taken, update_of, value, vector_specs, vectors
-from gauge_optax.transforms._common import in_dtype_of, placeholder
+from gauge_optax.linalg import safe_divide
+from gauge_optax.rotation import vectors
+from gauge_optax.rotation.vectors import Leaves, Selection
+from gauge_optax.transformation import placeholder
 
 Radius = float | jax.Array
-
-_NAME = "hyperball"
-_INITIAL = "initial"
 
 
 class HyperballState(NamedTuple):
@@ -35,8 +32,8 @@ class HyperballState(NamedTuple):
 
     Attributes:
       radius: leaf path → the radii of its spheres, an array shaped like the named axes, or a tuple of them where the
-        leaf has several axes strings; () where radii were given.
-      count: steps so far, int32; () unless the learning rate is a schedule.
+        leaf has several axes strings; () where the user gave numbers.
+      count: the number of steps so far, int32; () unless the learning rate is a schedule.
     """
 
     radius: Any
@@ -45,44 +42,44 @@ class HyperballState(NamedTuple):
 
 def hyperball(
     axes: Mapping[str, Axes],
-    radius: str | Radius | Mapping[str, Radius] = _INITIAL,
+    radius: str | Radius | Mapping[str, Radius] = "initial",
     *,
     learning_rate: optax.ScalarOrSchedule | None = None,
     sizes: Mapping[str, int] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Keeps weights on spheres: tangent projection of the step, then retraction.
+    r"""Keeps weights on spheres, by a tangent projection of the step and a retraction.
 
-    Last in a chain, after the learning rate. Per sphere, with U what comes in,
+    It stands last in a chain, after the learning rate. It changes every sphere's update U into
 
     .. math::
       U_T = U - \frac{\langle U, W\rangle}{\lVert W\rVert^2} W, \qquad
       W_{new} = R\,\frac{W + U_T}{\lVert W + U_T\rVert}.
 
-    A sphere per factor is not Gram balance: it fixes the traces of AᵀA and BᵀB alone. Nor is the step gauge-equivariant
-    under rescalings or GL, only under rotations that act within a sphere.
+    A sphere per factor is not Gram balance: it fixes only the traces of AᵀA and BᵀB. A step is gauge-equivariant under
+    rotations that act within a sphere, but not under rescalings or GL.
 
     Args:
-      axes: path → axes, as in gauges. Named axes count independent spheres, `_` is summed over: `"_ _"` is a sphere per
-        matrix, `"_ head _"` per head, `"_ channel"` per channel. Every leaf has spheres of its own, whatever else its
-        pattern matches. `1+` puts the value on the sphere, not the stored number.
-      radius: "initial" for the norm at `init`; a positive number; or pattern → number, with the keys of `axes`. With a
-        number the first step moves weights onto their sphere.
-      learning_rate: None, or a number or a schedule of the step: U_T is scaled to the length learning_rate·R, its
-        direction alone comes from before. A sphere where nothing but rounding is tangent stays. Weights that are not
-        on their sphere yet turn by atan(learning_rate·R/‖W‖).
+      axes: path → axes, as in gauges. Named axes count independent spheres, and a sphere spans the axes `_`: `"_ _"` is
+        a sphere per matrix, `"_ head _"` one per head, `"_ channel"` one per channel. Every leaf has separate spheres,
+        also where a pattern matches several leaves. Under `1+` the value is on the sphere, not the stored number.
+      radius: "initial" for the norm at `init`; a positive number; or pattern → number, with the keys of `axes`. Under a
+        number the first step moves the weights onto their sphere.
+      learning_rate: None, or a number or a schedule that sets the length of the step: U_T is scaled to the length
+        learning_rate·R, so that only its direction comes from the transformations before. A sphere on which the tangent
+        part is roundoff does not move. Weights that are not yet on their sphere turn by atan(learning_rate·R/‖W‖).
       sizes: lengths of axes inside `(a b)` that shapes do not fix.
 
     Returns:
       A transformation of updates (tangents) into differences of parameters (chords) W_new − W, which end on the sphere
-      from wherever W stands. Leaves that are not listed pass unchanged.
+      from any W. Leaves that are not listed pass unchanged.
 
     Raises:
-      ValueError: malformed axes, radii that are not positive, patterns in one of `axes` and `radius` alone, here; no
-        match, a hidden leaf, ranks or lengths that do not fit, entries on two spheres, with "initial" a sphere that is
-        zero, at `init`; `update` without params.
+      ValueError: when called, malformed axes, radii that are not positive, or patterns that only one of `axes` and
+        `radius` has; at `init`, no match, a hidden leaf, ranks or lengths that do not fit, entries on two spheres, or
+        under "initial" a sphere that is zero; `update` without params.
 
-    Zeros have no direction. Where `init` is traced it cannot see them: a sphere that is zero then has radius 0, and
-    is free, its updates pass unchanged. With a number for a radius the first update to a zero gives it its direction.
+    Zeros have no direction. A traced `init` cannot see them: a sphere that is zero then has radius 0 and is free, so
+    that its updates pass unchanged. Under a number the first update of a zero gives it its direction.
 
     >>> tx = optax.chain(optax.add_decayed_weights(0.1), optax.sgd(0.1), go.hyperball({"kernel": "_ channel"}))
     >>> params = {"kernel": jnp.array([[3.0, 0.0], [4.0, 2.0]])}
@@ -93,128 +90,96 @@ def hyperball(
     >>> bool(jnp.allclose(moved[:, 0], params["kernel"][:, 0]))  # a column that only decays stays
     True
 
-    Reference: the post's §5. Deviation: the length that `learning_rate` sets is the tangent part's, the post's that of
-      all that comes in, so that decay would shorten the step.
+    Reference: the post's §5. Deviation: `learning_rate` sets the length of the tangent part. In the post it sets the
+      length of the whole update, so that decay would shorten the step.
     """
-    specs, given = vector_specs(_NAME, axes, frozen_sizes(_NAME, sizes)), _radii(axes, radius)
+    specs, numbers = vectors.parse("hyperball", axes, sizes), _radii(axes, radius)
     initial = isinstance(radius, str)
 
     def init_fn(params: optax.Params) -> HyperballState:
         count = jnp.zeros((), jnp.int32) if callable(learning_rate) else ()
         if is_empty(params):
             return HyperballState(placeholder() if initial else (), count)
-        spheres = vectors(_NAME, specs, params)
-        return HyperballState(_initial_radii(spheres, params) if initial else (), count)
+        spheres, leaves = vectors.resolve("hyperball", specs, params), leaves_by_path(params)
+        if not initial:
+            return HyperballState((), count)
+        norms = [sphere.norm(leaves) for sphere in spheres]
+        for sphere, radii in zip(spheres, norms, strict=True):
+            if not isinstance(radii, jax.core.Tracer) and bool(jnp.any(radii == 0)):
+                raise binding_error(
+                    "hyperball", f"a sphere of radius 0 at '{sphere.block.path}'",
+                    f"norm 0 of {int(jnp.sum(radii == 0))} of {radii.size} spheres, axes \"{sphere.block.axes}\"",
+                    "weights with a direction, for radius='initial'",
+                    "give it a number for a radius, or leave the leaf out (LoRA's B, zero output kernels)",
+                )  # fmt: skip
+        return HyperballState(vectors.to_state(spheres, norms), count)
 
     def update_fn(
         updates: optax.Updates, state: HyperballState, params: optax.Params | None = None, **extra: Any
     ) -> tuple[optax.Updates, HyperballState]:
         del extra
-        require_params(_NAME, params)
-        values, tangents = leaves_by_path(params), leaves_by_path(updates)
+        require_params("hyperball", params)
         count, rate = state.count, learning_rate
         if callable(learning_rate):
             rate, count = learning_rate(state.count), optax.safe_increment(state.count)
-        out = {}
-        for path, spheres in vectors(_NAME, specs, params).items():
-            tangent = update_of(_NAME, path, tangents)
-            noise = 2.0 * max(float(jnp.finfo(dtype).eps) for dtype in (tangent.dtype, real_dtype()))
-            moved = jnp.asarray(tangent, real_dtype())
-            radii = each(state.radius[path]) if initial else [given[pattern] for _, pattern in spheres]
-            for (block, _), own in zip(spheres, radii, strict=True):
-                point = value(block, values[path])
-                chord = _chord(point, block.view(moved), beside(block, own), taken(block), rate, noise)
-                moved = block.write(moved, chord)
-            out[path] = moved
-        return in_dtype_of(updates, out), HyperballState(state.radius, count)
+        spheres, leaves = vectors.resolve("hyperball", specs, params), leaves_by_path(params)
+        tangents = vectors.updates_by_path("hyperball", spheres, updates)
+        radii = vectors.from_state(spheres, state.radius) if initial else [numbers[s.pattern] for s in spheres]
+        chords = [_chord(sphere, leaves, tangents, r, rate) for sphere, r in zip(spheres, radii, strict=True)]
+        return vectors.replace(updates, spheres, chords), HyperballState(state.radius, count)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-# One sphere, or several side by side -----------------------------------------------------------------
-
-
-def _chord(
-    point: jax.Array, tangent: jax.Array, radius: Any, axes: tuple[int, ...], rate: Any, noise: float
-) -> jax.Array:
-    """W_new − W.
-
-    Args:
-      point: W, with every sphere along `axes`.
-      tangent: what comes in.
-      radius: broadcastable to `point`; 0 where a sphere is free.
-      axes: the axes that a sphere takes up.
-      rate: what share of R the tangent part is to be long; None for as long as it comes.
-      noise: up to what share of `tangent` its tangent part is rounding.
-
-    Returns:
-      The chord.
-    """
+def _chord(sphere: Selection, leaves: Leaves, tangents: Leaves, radius: Any, rate: Any) -> jax.Array:
+    """Returns W_new − W for the spheres of one axes string; `rate` is None, or the tangent part's length over R."""
+    point, tangent, radius = sphere.value(leaves), sphere.view(tangents), sphere.spread(radius)
 
     def dot(a: jax.Array, b: jax.Array) -> jax.Array:
-        return jnp.sum(a * b, axes, keepdims=True)
+        return jnp.sum(a * b, sphere.axes, keepdims=True)
 
     def projected(x: jax.Array) -> jax.Array:
         return x - safe_divide(dot(x, point), dot(point, point)) * point
 
     flat = projected(tangent)
     if rate is not None:
-        # Once more: what rounding leaves along W would count towards the length.
+        # The first projection leaves roundoff along W, which would count towards the length.
         flat = projected(flat)
         length = jnp.sqrt(dot(flat, flat))
-        real = length > noise * jnp.sqrt(dot(tangent, tangent))
-        flat = flat * jnp.where(real, safe_divide(rate * radius, length), 0.0)
+        # An update that is all decay leaves roundoff, in the coarser of its dtype and the computing dtype.
+        dtypes = tangents[sphere.block.path].dtype, tangent.dtype
+        roundoff = 2.0 * max(float(jnp.finfo(dtype).eps) for dtype in dtypes)
+        moves = length > roundoff * jnp.sqrt(dot(tangent, tangent))
+        flat = flat * jnp.where(moves, safe_divide(rate * radius, length), 0.0)
     moved = point + flat
     chord = radius * safe_divide(moved, jnp.sqrt(dot(moved, moved))) - point
+    # A traced `init` gives zeros the radius 0, and leaves them free.
     return jnp.where(radius > 0, chord, tangent)
 
 
-def _initial_radii(spheres: Mapping[str, Sequence[tuple[Block, str]]], params: Any) -> dict[str, Any]:
-    leaves = leaves_by_path(params)
-    radii: dict[str, Any] = {}
-    for path, own in spheres.items():
-        norms = [norm(block, value(block, leaves[path])) for block, _ in own]
-        for (block, _), found in zip(own, norms, strict=True):
-            if not isinstance(found, jax.core.Tracer) and bool(jnp.any(found == 0)):
-                raise binding_error(
-                    _NAME, f"a sphere of radius 0 at '{path}'",
-                    f"norm 0 of {int(jnp.sum(found == 0))} of {found.size} spheres, axes \"{block.axes}\"",
-                    "weights with a direction, for radius='initial'",
-                    "give it a number for a radius, or leave the leaf out (LoRA's B, zero output kernels)",
-                )  # fmt: skip
-        radii[path] = one_or_all(norms)
-    return radii
-
-
-# Radii --------------------------------------------------------------------------------------------
-
-
-def _radii(axes: Mapping[str, Axes], radius: Any) -> dict[str, Radius | None]:
-    if isinstance(radius, str) and radius == _INITIAL:
-        return dict.fromkeys(axes)
-    if not isinstance(radius, Mapping):
-        return dict.fromkeys(axes, _positive(radius, ""))
-    for pattern in {**axes, **radius}:
-        if pattern not in axes or pattern not in radius:
+def _radii(axes: Mapping[str, Axes], radius: Any) -> Mapping[str, Radius]:
+    """Returns the user's number for every pattern, none under "initial"; raises ValueError for what is no radius."""
+    if isinstance(radius, str) and radius == "initial":
+        return {}
+    numbers = radius if isinstance(radius, Mapping) else dict.fromkeys(axes, radius)
+    for pattern in {**axes, **numbers}:
+        if pattern not in axes or pattern not in numbers:
             raise binding_error(
-                _NAME, f"'{pattern}' in {'axes' if pattern in axes else 'radius'} alone",
-                f"radii of {', '.join(map(repr, radius)) or 'nothing'}", f"of {', '.join(map(repr, axes))}",
+                "hyperball", f"'{pattern}' in {'axes' if pattern in axes else 'radius'} alone",
+                f"radii of {', '.join(map(repr, numbers)) or 'nothing'}", f"of {', '.join(map(repr, axes))}",
                 "give every pattern of axes a radius, and no other",
             )  # fmt: skip
-    return {pattern: _positive(own, f" of '{pattern}'") for pattern, own in radius.items()}
-
-
-def _positive(radius: Any, where: str) -> Any:
-    """The radius, if it is a positive number as far as can be told."""
-    if isinstance(radius, jax.core.Tracer) and radius.ndim == 0:
-        return radius
-    try:
-        fits = not isinstance(radius, bool | str) and np.ndim(radius) == 0 and 0 < float(radius) < math.inf
-    except (TypeError, ValueError):
-        fits = False
-    if not fits:
-        raise binding_error(
-            _NAME, f"bad radius{where}", repr(radius), "'initial', a positive number, or pattern → positive number",
-            "write radius='initial' for the norms at init",
-        )  # fmt: skip
-    return radius
+    for pattern, number in numbers.items():
+        if isinstance(number, jax.core.Tracer) and number.ndim == 0:
+            continue  # `inject_hyperparams` traces numbers, whose sign nobody can tell
+        try:
+            positive = not isinstance(number, bool | str) and np.ndim(number) == 0 and 0 < float(number) < math.inf
+        except (TypeError, ValueError):
+            positive = False
+        if not positive:
+            raise binding_error(
+                "hyperball", f"bad radius of '{pattern}'" if isinstance(radius, Mapping) else "bad radius",
+                repr(number), "'initial', a positive number, or pattern → positive number",
+                "write radius='initial' for the norms at init",
+            )  # fmt: skip
+    return numbers

@@ -1,57 +1,49 @@
-"""Controlled rotation: weight vectors turn by a set angle a step on average, at a norm that never changes.
+"""Controlled rotation: weight vectors turn by a set angle a step on average, at norms that never change.
 
-Weight decay brings a weight vector to a norm at which noise and decay make up for each other; from then on it turns by
-an angle that learning rate and decay alone decide (`measure.equilibrium`). The wrapper takes that angle from the first
-step on and needs no decay: of any optimizer's update it keeps the direction, and of its length how it varies from step
-to step.
+Weight decay brings a weight vector to a norm at which noise and decay make up for each other. From then on the vector
+turns by an angle that only learning rate and decay decide (`equilibrium`). The wrapper takes that angle from the first
+step on and needs no decay. Of another optimizer's update it keeps the direction, and of the update's length how it
+varies from step to step.
 
-Here: the wrapper, and where its angle comes from. Not here: aliases (`rotational_optimizers`), predictions
-(`measure.equilibrium`), which entries make a vector (`_vectors`), spheres for a step that comes from outside
-(`hyperball`).
 Reference: Kosson, Messmer and Jaggi, "Rotational Equilibrium" (ICML 2024), Algorithm 1.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from gauge_optax.binding import Axes, Block, binding_error, frozen_sizes, is_empty, leaves_by_path
+from gauge_optax.binding import Axes, binding_error, is_empty, leaves_by_path
 from gauge_optax.checks import require_own, require_params, require_transformation, with_own_state
 from gauge_optax.linalg import real_dtype, safe_divide
-from gauge_optax.rotation.vectors import (
-    beside,
-    each,
-    entries,
-    norm,
-    one_or_all,
-    taken,
-    update_of,
-    value,
-    vector_specs,
-    vectors,
-)
-from gauge_optax.transforms._common import in_dtype_of, placeholder
+from gauge_optax.rotation import vectors
+from gauge_optax.rotation.equilibrium import predict_equilibrium
+from gauge_optax.rotation.vectors import Selection
+from gauge_optax.transformation import placeholder
 
 Scalar = float | jax.Array
 
-# A sum's rounding, in units of eps: what is smaller than this share of a squared step is none of its own.
-_ROUNDING = 16.0
+# The state that an optimizer keeps tells its row of Table 1.
+_KINDS: dict[type, str] = {optax.ScaleByAdamState: "adamw", optax.TraceState: "sgdm", optax.ScaleByLionState: "lion"}
+# Sums round: what is smaller than this share of a squared length is not told from zero.
+_ROUNDOFF = 16.0
 
 
 class RotationalState(NamedTuple):
     """State of `rotational`.
 
     Attributes:
-      inner_state: of the optimizer.
-      count: steps so far.
-      tracked: those whose learning rate was not zero.
-      length: leaf path → norms at `init`, shaped like the named axes; a tuple of them where a leaf has several blocks.
-      square: likewise, the average squared length of the inner update over its learning rate, across the vector.
-      gain: likewise, what multiplies the norm, where it is trained; else ().
-      gain_state: of the gains' optimizer; else ().
+      inner_state: the state of the optimizer inside.
+      count: the number of steps so far.
+      tracked: the number of steps whose learning rate was not zero.
+      length: leaf path → norms at `init`, shaped like the named axes; a tuple of them where a leaf has several axes
+        strings.
+      square: in the same form, the average squared length of the inner update over its learning rate, across the
+        vector.
+      gain: in the same form, the factor of the norm, where it is trained; else ().
+      gain_state: the state of the optimizer of the gains; else ().
     """
 
     inner_state: optax.OptState
@@ -61,20 +53,6 @@ class RotationalState(NamedTuple):
     square: Any
     gain: Any
     gain_state: Any
-
-
-class Rule(NamedTuple):
-    """What decides a step: the arguments of `rotational` that are no binding."""
-
-    learning_rate: optax.ScalarOrSchedule
-    weight_decay: optax.ScalarOrSchedule
-    eta_r: optax.ScalarOrSchedule | None = None
-    beta: Scalar = 0.9
-    eps: Scalar = 1e-8
-    center: bool = True
-    gain: optax.GradientTransformation | None = None
-    b1: Scalar = 0.9
-    b2: Scalar = 0.99
 
 
 def rotational(
@@ -94,7 +72,8 @@ def rotational(
 ) -> optax.GradientTransformationExtraArgs:
     r"""Rotates weight vectors by a set angle a step on average, in the direction of another optimizer's updates.
 
-    Per vector p of norm n, with Δ what `inner` gives, over its learning rate and across p and 1:
+    For each vector p of norm n, with Δ the part of `inner`'s update over its learning rate that is orthogonal to p and
+    to the vector of ones,
 
     .. math::
       \nu \leftarrow \beta\nu + (1 - \beta)\lVert\Delta\rVert^2, \qquad
@@ -102,31 +81,32 @@ def rotational(
       q = p + \eta_r\, n\, \frac{\Delta}{\sqrt{\nu/(1 - \beta^t) + \epsilon}}
 
     Args:
-      inner: a whole optimizer, its learning rate in it. Decay that it applies to p is along p, and drops out; leaves
-        that `blocks` do not list get its update as it is, decay included.
-      blocks: path → axes, as in gauges. Named axes count vectors, `_` is what a vector takes up: `"_ channel"` for a
-        neuron per output, `"_ head _"` per head, `"_ _"` for a layer.
+      inner: a whole optimizer, its learning rate included. The decay that it applies to p is along p and drops out;
+        leaves that `blocks` do not list get its update unchanged, decay included.
+      blocks: path → axes, as in gauges. Named axes count vectors, and a vector spans the axes `_`: `"_ channel"` for a
+        neuron per output, `"_ head _"` for a vector per head, `"_ _"` for one per layer.
       learning_rate: inner's, a number or a schedule.
-      weight_decay: λ of equilibrium, a number or a schedule; nothing decays by it.
-      eta_r: radians a step, a number or a schedule. None for Table 1's, by what kind of state `inner` has: √(2ηλ·(1 −
-        β₁)/(1 + β₁)) for Adam, whatever decay it sees; √(2ηλ/(1 + α)) for momentum; √(πηλγ) for Lion. For Adam on g +
-        λω that is the paper's special variant: one rule's direction, the other's angle.
-      beta: memory of the average squared length; 0 turns by exactly `eta_r` each step.
-      eps: added to that average. It is a squared length over a squared learning rate, so that for SGD it depends on the
-        loss's scale: 0 is safe.
-      center: whether vectors, and how they turn, are kept of mean zero; the first step takes their mean away.
-      gain: trains a factor on each vector's norm with this optimizer, for weights whose size matters; the norm is then
-        that at `init` times the gain, which starts at 1 and may not reach 0.
+      weight_decay: λ of the equilibrium, a number or a schedule; nothing decays by it.
+      eta_r: radians a step, a number or a schedule. None for the angle of Table 1, by the kind of state that `inner`
+        has: √(2ηλ·(1 − β₁)/(1 + β₁)) for Adam, wherever its decay is added; √(2ηλ/(1 + α)) for momentum; √(πηλγ) for
+        Lion. For Adam on g + λω that is the paper's special variant: one rule's direction at the other's angle.
+      beta: the memory of the average squared length; 0 turns by exactly `eta_r` each step.
+      eps: added to that average, which is a squared length over a squared learning rate. For SGD it depends on the
+        scale of the loss, so that only 0 is safe.
+      center: whether vectors and their steps keep a mean of zero; the first step takes their mean away.
+      gain: trains a factor of each vector's norm with this optimizer, for weights whose size matters. The norm is then
+        the one at `init` times the gain, which starts at 1 and may not reach 0.
       b1: inner's momentum β₁ or α, for Table 1 alone.
       b2: Lion's second momentum, for Table 1 alone.
       sizes: lengths of axes inside `(a b)` that shapes do not fix.
 
     Returns:
-      A whole optimizer. State: two scalars a vector beside inner's; with `gain` one more, and its optimizer's.
+      A whole optimizer. Its state has two scalars per vector beside inner's; with `gain` one more, and the state of
+      its optimizer.
 
     Raises:
-      ValueError: malformed axes, here; vectors too short to turn, no match, entries in two vectors, a hidden leaf, an
-        `inner` whose state does not tell what kind it is, without `eta_r`, at `init`; `update` without params.
+      ValueError: when called, malformed axes; at `init`, vectors too short to turn, no match, entries in two vectors, a
+        hidden leaf, or without `eta_r` an `inner` whose state does not tell its kind; `update` without params.
 
     A vector that is zero at `init` has no norm to keep: it gets inner's update throughout. A step whose learning rate
     is zero turns nothing.
@@ -142,171 +122,133 @@ def rotational(
       before it (a transformation cannot change parameters at `init`); ν and its correction wait while the learning rate
       is zero; `gain` is trained beside the vector and multiplied in, where the paper has a parameter of the model.
     """
-    settings = Rule(learning_rate, weight_decay, eta_r, beta, eps, center, gain, b1, b2)
-    return rotating("rotational", inner, blocks, settings, sizes)
+    return named_rotational(
+        "rotational", inner, blocks, sizes, learning_rate, weight_decay, eta_r, beta, center, gain, eps, b1, b2
+    )
 
 
-def rotating(
-    name: str,
-    inner: optax.GradientTransformation,
-    blocks: Mapping[str, Axes],
-    rule: Rule,
-    sizes: Mapping[str, int] | None,
-) -> optax.GradientTransformationExtraArgs:
-    """`rotational` under the name that messages are to have."""
-    specs = vector_specs(name, blocks, frozen_sizes(name, sizes))
+def named_rotational(
+    name: str, inner: optax.GradientTransformation, blocks: Mapping[str, Axes], sizes: Mapping[str, int] | None,
+    learning_rate: optax.ScalarOrSchedule, weight_decay: optax.ScalarOrSchedule, eta_r: optax.ScalarOrSchedule | None,
+    beta: Scalar, center: bool, gain: optax.GradientTransformation | None, eps: Scalar, b1: Scalar, b2: Scalar = 0.99,
+) -> optax.GradientTransformationExtraArgs:  # fmt: skip
+    """`rotational`, whose errors carry the name of the function that the user called."""
+    specs = vectors.parse(name, blocks, sizes)
     require_transformation(name, inner)
-    inner, trained = optax.with_extra_args_support(inner), rule.gain is not None
-    gains = optax.with_extra_args_support(optax.identity() if rule.gain is None else rule.gain)
-
-    def rotation(state: RotationalState, eta: jax.Array) -> jax.Array:
-        if rule.eta_r is not None:
-            return _at(rule.eta_r, state.count)
-        return _table_1(name, state.inner_state, eta * _at(rule.weight_decay, state.count), rule)
+    optimizer = optax.with_extra_args_support(inner)
 
     def init_fn(params: optax.Params) -> RotationalState:
-        inner_state, zero = inner.init(params), jnp.zeros((), jnp.int32)
+        inner_state, count, tracked = optimizer.init(params), jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
         if is_empty(params):
-            gain_part = (placeholder(), gains.init(params)) if trained else ((), ())
-            return RotationalState(inner_state, zero, zero, placeholder(), placeholder(), *gain_part)
-        if rule.eta_r is None:
-            _table_1(name, inner_state, jnp.ones(()), rule)
-        leaves, bound = leaves_by_path(params), vectors(name, specs, params)
-        norms = {path: [norm(b, value(b, leaves[path])) for b, _ in own] for path, own in bound.items()}
-        for path, own in bound.items():
-            for block, _ in own:
-                _check_length(name, path, block, rule.center)
-        start = {path: one_or_all(own) for path, own in norms.items()}
-        ones = jax.tree.map(jnp.ones_like, start)
-        squares = jax.tree.map(jnp.zeros_like, start)
-        return RotationalState(
-            inner_state, zero, zero, start, squares, *((ones, gains.init(ones)) if trained else ((), ()))
-        )
+            gains, gain_state = ((), ()) if gain is None else (placeholder(), gain.init(params))
+            return RotationalState(inner_state, count, tracked, placeholder(), placeholder(), gains, gain_state)
+        if eta_r is None:
+            _kind(name, inner_state)
+        selections, leaves, least = vectors.resolve(name, specs, params), leaves_by_path(params), 3 if center else 2
+        for selection in selections:
+            # The norm takes one degree of freedom of a vector, and centring another.
+            if selection.length < least:
+                raise binding_error(
+                    name, f"nothing to turn at '{selection.block.path}'",
+                    f"vectors of {selection.length} entries, axes \"{selection.block.axes}\"",
+                    f"at least {least}" + (" with center=True" if center else ""),
+                    "leave norms and biases out: they get the inner update; in a kernel, `_` is the axis that is "
+                    "summed over",
+                )  # fmt: skip
+        length = vectors.to_state(selections, [selection.norm(leaves) for selection in selections])
+        gains = () if gain is None else jax.tree.map(jnp.ones_like, length)
+        gain_state = () if gain is None else gain.init(gains)
+        square = jax.tree.map(jnp.zeros_like, length)
+        return RotationalState(inner_state, count, tracked, length, square, gains, gain_state)
 
     def update_fn(
         updates: optax.Updates, state: RotationalState, params: optax.Params | None = None, **extra: Any
     ) -> tuple[optax.Updates, RotationalState]:
         require_params(name, params)
         require_own(name, state, RotationalState)
-        with with_own_state(name, inner, state.inner_state, params):
-            moves, inner_state = inner.update(updates, state.inner_state, params, **extra)
-        eta = _at(rule.learning_rate, state.count)
-        going = eta != 0
-        tracked = state.tracked + going.astype(jnp.int32)
-        turning = _Turning(
-            jnp.where(going, rotation(state, eta), 0.0),
-            jnp.where(going, safe_divide(jnp.ones_like(eta), eta), 0.0),
-            jnp.where(going, rule.beta, 1.0),
-            1.0 - jnp.asarray(rule.beta, real_dtype()) ** jnp.maximum(tracked, 1),
-            rule.eps,
-            rule.center,
-        )
-        leaves, tangents, gradients = (leaves_by_path(tree) for tree in (params, moves, updates))
-        bound = vectors(name, specs, params)
-        gain_now, gain_state = state.gain, state.gain_state
-        if trained:
-            slopes = {
-                path: one_or_all([
-                    _slope(b, leaves[path], update_of(name, path, gradients), g)
-                    for (b, _), g in zip(own, each(state.gain[path]), strict=True)
-                ])
-                for path, own in bound.items()
-            }  # fmt: skip
-            steps, gain_state = gains.update(slopes, state.gain_state, state.gain)
-            gain_now = optax.apply_updates(state.gain, steps)
-        out, squares = {}, {}
-        for path, own in bound.items():
-            tangent = update_of(name, path, tangents)
-            moved, kept = jnp.asarray(tangent, real_dtype()), []
-            wanted = jax.tree.map(jnp.multiply, state.length[path], gain_now[path]) if trained else state.length[path]
-            for (block, _), length, square in zip(own, each(wanted), each(state.square[path]), strict=True):
-                chord, square = _turned(block, leaves[path], moved, length, square, turning)
-                moved = block.write(moved, chord)
-                kept.append(square)
-            out[path], squares[path] = moved, one_or_all(kept)
+        with with_own_state(name, optimizer, state.inner_state, params):
+            moves, inner_state = optimizer.update(updates, state.inner_state, params, **extra)
+        selections, leaves = vectors.resolve(name, specs, params), leaves_by_path(params)
+        tangents = vectors.updates_by_path(name, selections, moves)
+
+        eta = _at(learning_rate, state.count)
+        # Without a learning rate there is no Δ: nothing turns, and ν and its correction wait.
+        moving = eta != 0
+        eta = jnp.where(moving, eta, 1.0)
+        if eta_r is not None:
+            angle = _at(eta_r, state.count)
+        else:
+            # `dim` and `gradient_norm` may be any number: they decide the norm at rest, which the angle does not need.
+            angle = predict_equilibrium(
+                _kind(name, state.inner_state), learning_rate=eta, weight_decay=_at(weight_decay, state.count),
+                b1=b1, b2=b2, dim=1.0, gradient_norm=1.0,
+            ).rotation  # fmt: skip
+        angle, inverse_eta = jnp.where(moving, angle, 0.0), jnp.where(moving, 1.0 / eta, 0.0)
+        memory = jnp.where(moving, beta, 1.0)
+        tracked = state.tracked + moving.astype(jnp.int32)
+        correction = 1.0 - jnp.asarray(beta, real_dtype()) ** jnp.maximum(tracked, 1)
+
+        lengths, gains, gain_state = vectors.from_state(selections, state.length), state.gain, state.gain_state
+        if gain is not None:
+            gradients = vectors.updates_by_path(name, selections, updates)
+            # The weights are gain·p₁ with a p₁ that the gain does not change, so that the derivative is ⟨p, g⟩/gain.
+            gain_gradients = [
+                safe_divide(jnp.sum(selection.value(leaves) * selection.view(gradients), selection.axes), factor)
+                for selection, factor in zip(selections, vectors.from_state(selections, gains), strict=True)
+            ]
+            steps, gain_state = gain.update(vectors.to_state(selections, gain_gradients), gain_state, gains)
+            gains = optax.apply_updates(gains, steps)
+            lengths = [n * factor for n, factor in zip(lengths, vectors.from_state(selections, gains), strict=True)]
+
+        def turned(selection: Selection, length: jax.Array, square: jax.Array) -> tuple[jax.Array, jax.Array]:
+            """Returns the chord from p to the turned p, and the new ν."""
+            point, step, norm = selection.value(leaves), selection.view(tangents), selection.spread(length)
+
+            def total(x: jax.Array) -> jax.Array:
+                return jnp.sum(x, selection.axes, keepdims=True)
+
+            # Δ is not written out. Five sums decide the step, and the chord is a combination of p, the inner update and
+            # 1: both arrays are read once for the sums and once for the chord.
+            share, roundoff = 1.0 / selection.length if center else 0.0, _ROUNDOFF * jnp.finfo(point.dtype).eps
+            point_mean, step_mean = share * total(point), share * total(step)
+            point_square, step_square = total(point * point), total(step * step)
+            # ‖p‖² without the mean. A constant vector leaves roundoff here, which has no direction to keep.
+            size = point_square - selection.length * point_mean * point_mean
+            size = jnp.where(size > roundoff * point_square, size, 0.0)
+            along = safe_divide(total(point * step) - selection.length * point_mean * step_mean, size)
+            # ‖ηΔ‖². An update that is along p and 1, such as decay, leaves roundoff here, which must not turn p.
+            across = step_square - selection.length * step_mean * step_mean - along * along * size
+            across = jnp.where(across > roundoff * step_square, across, 0.0)
+            average = memory * selection.spread(square) + (1.0 - memory) * (across * inverse_eta**2)
+            usual = jnp.sqrt(average / correction + eps)
+            pace = jnp.where(across > 0, angle * inverse_eta * safe_divide(jnp.ones_like(usual), usual), 0.0)
+            # q/n is a unit vector along p plus pace·ηΔ, which is orthogonal to it. The root is the norm of this sum.
+            reach = norm / jnp.sqrt(1.0 + pace * pace * across)
+            b = reach * pace
+            a = reach * safe_divide(jnp.ones_like(size), jnp.sqrt(size)) - b * along
+            chord = (a - 1.0) * point + b * step - (a * point_mean + b * step_mean)
+            # A vector that has no direction or no norm gets inner's update.
+            return jnp.where((size > 0) & (norm != 0), chord, step), average.reshape(jnp.shape(square))
+
+        squares = vectors.from_state(selections, state.square)
+        pairs = [turned(*arguments) for arguments in zip(selections, lengths, squares, strict=True)]
+        moves = vectors.replace(moves, selections, [chord for chord, _ in pairs])
+        square = vectors.to_state(selections, [average for _, average in pairs])
         count = optax.safe_increment(state.count)
-        return in_dtype_of(moves, out), RotationalState(
-            inner_state, count, tracked, state.length, squares, gain_now, gain_state
-        )
+        return moves, RotationalState(inner_state, count, tracked, state.length, square, gains, gain_state)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-# One vector, or several side by side -----------------------------------------------------------------
+def _at(value: optax.ScalarOrSchedule, count: jax.Array) -> jax.Array:
+    """Returns a number or a schedule's value, in the computing dtype: a schedule may return float32 under x64."""
+    return jnp.asarray(value(count) if callable(value) else value, real_dtype())
 
 
-class _Turning(NamedTuple):
-    """What all vectors of a step share: the angle, 1/η (0 for none), β, ν's correction, ε, whether to centre."""
-
-    angle: jax.Array
-    undo: jax.Array
-    memory: jax.Array
-    seen: jax.Array
-    eps: Scalar
-    center: bool
-
-
-def _turned(
-    block: Block, leaf: Any, tangent: jax.Array, length: Any, square: Any, turning: _Turning
-) -> tuple[jax.Array, jax.Array]:
-    """The chord to the turned vectors, and ν: p and Δ are read once for five sums and once for the sum of both."""
-    axes, count = taken(block), entries(block)
-    point, arriving = value(block, leaf), block.view(tangent)
-    share = 1.0 / count if turning.center else 0.0
-
-    def total(x: jax.Array) -> jax.Array:
-        return jnp.sum(x, axes, keepdims=True)
-
-    mean, drift = share * total(point), share * total(arriving)
-    square_of_point, sure = total(point * point), _ROUNDING * jnp.finfo(point.dtype).eps
-    size = square_of_point - count * mean * mean
-    # Of a constant vector rounding alone is left.
-    size = jnp.where(size > sure * square_of_point, size, 0.0)
-    along = safe_divide(total(point * arriving) - count * mean * drift, size)
-    whole = total(arriving * arriving)
-    across = whole - count * drift * drift - along * along * size
-    # What is left of a step along p and 1 is rounding.
-    across = jnp.where(across > sure * whole, across, 0.0)
-    average = beside(block, square)
-    average = turning.memory * average + (1.0 - turning.memory) * (across * turning.undo**2)
-    # The turned vector is a·p + b·Δ + c: here + turn, of lengths 1 and t across each other.
-    usual = jnp.sqrt(average / turning.seen + turning.eps)
-    pace = turning.angle * turning.undo * safe_divide(jnp.ones_like(usual), usual)
-    pace = jnp.where(across > 0, pace, 0.0)
-    wanted = beside(block, length)
-    reach = wanted / jnp.sqrt(1.0 + pace * pace * across)
-    here = reach * safe_divide(jnp.ones_like(size), jnp.sqrt(size))
-    a, b = here - reach * pace * along, reach * pace
-    chord = jnp.where((size > 0) & (wanted != 0), (a - 1.0) * point + b * arriving - (a * mean + b * drift), arriving)
-    return chord, average.reshape(jnp.shape(square))
-
-
-def _slope(block: Block, leaf: Any, gradient: Any, gain: Any) -> jax.Array:
-    """The loss's derivative by the gain: ⟨p, g⟩ over it."""
-    view = value(block, leaf) * block.view(jnp.asarray(gradient, real_dtype()))
-    return safe_divide(jnp.sum(view, taken(block)), gain)
-
-
-def _at(given: optax.ScalarOrSchedule, count: jax.Array) -> jax.Array:
-    return jnp.asarray(given(count) if callable(given) else given, real_dtype())
-
-
-def _check_length(name: str, path: str, block: Block, center: bool) -> None:
-    least = 3 if center else 2
-    if entries(block) < least:
-        raise binding_error(
-            name, f"nothing to turn at '{path}'", f"vectors of {entries(block)} entries, axes \"{block.axes}\"",
-            f"at least {least}" + (" with center=True" if center else ""),
-            "leave norms and biases out: they get the inner update; in a kernel, `_` is the axis that is summed over",
-        )  # fmt: skip
-
-
-# Table 1 ---------------------------------------------------------------------------------------------
-
-
-def _table_1(name: str, inner_state: Any, product: jax.Array, rule: Rule) -> jax.Array:
-    """The angle by the kind of state that `inner` has; `product` is ηλ."""
-    kinds = [kind for kind in _KINDS if _holds(inner_state, kind)]
+def _kind(name: str, inner_state: Any) -> str:
+    """Returns the row of Table 1 of the optimizer that made this state; raises ValueError unless it has just one."""
+    nodes = jax.tree.leaves(inner_state, is_leaf=lambda x: isinstance(x, tuple(_KINDS)))
+    kinds = [kind for kind in _KINDS if any(isinstance(node, kind) for node in nodes)]
     if len(kinds) != 1:
         raise binding_error(
             name, f"the angle of Table 1 for {'several kinds' if kinds else 'an unknown kind'} of optimizer",
@@ -314,16 +256,4 @@ def _table_1(name: str, inner_state: Any, product: jax.Array, rule: Rule) -> jax
             f"one of {', '.join(kind.__name__ for kind in _KINDS)} in inner's state",
             "give eta_r: radians a step, a number or a schedule",
         )  # fmt: skip
-    return jnp.sqrt(2.0 * product * _KINDS[kinds[0]](rule.b1, rule.b2))
-
-
-def _holds(state: Any, kind: type) -> bool:
-    return any(isinstance(x, kind) for x in jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, kind)))
-
-
-# η_r²/(2ηλ) of Table 1: what one step turns beside what its gradient turns in all.
-_KINDS: dict[type, Callable[[Any, Any], Any]] = {
-    optax.ScaleByAdamState: lambda b1, b2: (1 - b1) / (1 + b1),
-    optax.TraceState: lambda b1, b2: 1 / (1 + b1),
-    optax.ScaleByLionState: lambda b1, b2: jnp.pi / 2 * ((1 - b1) ** 2 + b1**2 * (1 - b2) / (1 + b2)),
-}
+    return _KINDS[kinds[0]]

@@ -1,42 +1,41 @@
-"""How weight vectors turn while an optimizer runs: norm, angle and step per neuron, in its own state.
+"""How weight vectors turn while an optimizer runs: norm, angle and step of every vector, recorded in the state.
 
-Here: figures of one step, and the element that keeps them. Not here: what they should be (`equilibrium`), what gauges
-do (`live`), the optimizer that holds the angle (`transforms.rotational`).
+`equilibrium` predicts what these figures should be, and `rotational` holds the angle there.
+
 Reference: Kosson, Messmer and Jaggi, "Rotational Equilibrium" (ICML 2024), §2, App. G and H.
 """
 
-import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from gauge_optax.binding import Axes, Block, binding_error, frozen_sizes, is_empty, leaves_by_path
+from gauge_optax.binding import Axes, binding_error, is_empty, leaves_by_path
 from gauge_optax.checks import require_every, require_own, require_params, require_transformation, with_own_state
-from gauge_optax.linalg import real_dtype, safe_divide
+from gauge_optax.linalg import safe_divide
 from gauge_optax.measure._recording import recorded
 from gauge_optax.measure.live import Figures
 from gauge_optax.meshes import layout
-from gauge_optax.rotation.vectors import VectorSpec, taken, update_of, value, vector_specs, vectors
+from gauge_optax.rotation import vectors
+from gauge_optax.rotation.vectors import Leaves, Selection
 
-_NAME = "track_rotation"
-_MOMENTS = ("mu", "trace")
-_ROUNDING = 8.0
+# Two vectors whose squared sine is below so many machine epsilons are parallel up to roundoff.
+_ROUNDOFF = 8.0
 
 
 class Rotation(NamedTuple):
-    """Of one step, per vector: leaf path → an array shaped like the named axes.
+    """Figures of one step, each a mapping from leaf path to an array shaped like the named axes, one per vector.
 
     Attributes:
-      recorded_at: that step's number, from 0.
-      norm: ‖ω‖ before it.
-      rotation: the angle between ω before and after, radians: η_r.
+      recorded_at: the number of that step, from 0.
+      norm: ‖ω‖ before the step.
+      rotation: the angle between ω before and after the step, radians: η_r.
       rms_update: ‖Δω‖, decay included; the root of its mean square over steps is η_g.
-      weight_gradient_angle: ∠(ω, g), radians; π/2 where the loss does not see the size of ω.
+      weight_gradient_angle: ∠(ω, g), radians; π/2 where the loss does not depend on the size of ω.
       gradient_momentum_angle: ∠(g, m) with the moment before the step, radians; π/2 in a random walk.
-      radial_decay: λ_u = ⟨ω, g⟩/‖ω‖², what of the gradient acts as decay; see `effective_decay`.
+      radial_decay: λ_u = ⟨ω, g⟩/‖ω‖², the part of the gradient that acts as decay; see `effective_decay`.
     """
 
     recorded_at: jax.Array
@@ -52,9 +51,9 @@ class TrackRotationState(NamedTuple):
     """State of `track_rotation`.
 
     Attributes:
-      inner_state: of the optimizer; () without one.
-      taken: steps so far.
-      metrics: of the step recorded last.
+      inner_state: the state of the optimizer; () without one.
+      taken: the number of steps so far.
+      metrics: the figures of the step recorded last.
     """
 
     inner_state: optax.OptState
@@ -71,22 +70,23 @@ def track_rotation(
 ) -> optax.GradientTransformationExtraArgs:
     """Records norm, angle and step of weight vectors; updates pass unchanged.
 
-    Last in a chain, `optax.chain(optax.adamw(1e-3), go.track_rotation(blocks))`, it sees updates alone: what needs more
-    is NaN, unless `update` is given `gradient=` and `momentum=`. Around an optimizer, `go.track_rotation(blocks,
-    inner)`, it sees everything. Read it by name: `optax.tree.get(state, "rotation")["mlp/up/kernel"]`.
+    Around an optimizer, `go.track_rotation(blocks, inner)`, it sees the gradient, the first moment and the update. Last
+    in a chain, `optax.chain(optax.adamw(1e-3), go.track_rotation(blocks))`, it sees the update alone: figures that need
+    more are NaN, unless `update` gets `gradient=` and `momentum=`. Read a record by name:
+    `optax.tree.get(state, "rotation")["mlp/up/kernel"]`.
 
     Args:
       blocks: path → axes of the vectors, as in `rotational`: `"_ channel"` for neurons.
-      inner: an optimizer, run as it is. Its first moment is what is called mu or trace in its state.
-      every: steps between records, the first step among them.
+      inner: an optimizer, which runs unchanged. Its first moment is the field named mu or trace in its state.
+      every: the number of steps between records; the first step is recorded.
       sizes: lengths of axes inside `(a b)` that shapes do not fix.
 
     Returns:
       The transformation. Its `update` needs `params`.
 
     Raises:
-      ValueError: malformed axes, `every` that is no positive int, here; no match, a hidden leaf, entries in two
-        vectors, at `init`; `update` without params.
+      ValueError: when called, malformed axes or an `every` that is no positive int; at `init`, no match, a hidden leaf
+        or entries in two vectors; `update` without params.
 
     >>> params = {"kernel": jnp.array([[3.0, 1.0], [4.0, 0.0]])}
     >>> tx = optax.chain(optax.sgd(1.0), go.track_rotation({"kernel": "_ channel"}, every=1))
@@ -99,41 +99,48 @@ def track_rotation(
 
     Reference: Kosson et al. 2024, Eq. (3), App. G, Eq. (101).
     """
-    require_every(_NAME, every)
-    specs = vector_specs(_NAME, blocks, frozen_sizes(_NAME, sizes))
+    require_every("track_rotation", every)
+    specs = vectors.parse("track_rotation", blocks, sizes)
     if inner is not None:
-        require_transformation(_NAME, inner)
+        require_transformation("track_rotation", inner)
     optimizer = None if inner is None else optax.with_extra_args_support(inner)
 
-    def figures(params: optax.Params, *given: Any) -> Rotation:
-        return layout(params).run(functools.partial(_rotation, specs), params, *given)
+    def measured(params: Any, steps: Any, gradient: Any, momentum: Leaves, taken: jax.Array) -> Rotation:
+        selections = vectors.resolve("track_rotation", specs, params)
+        leaves, gradients = leaves_by_path(params), leaves_by_path(gradient)
+        moves = vectors.updates_by_path("track_rotation", selections, steps)
+        paths = [selection.block.path for selection in selections]
+        # Several axes strings on one leaf have several records: path/0, path/1.
+        keys = [path if paths.count(path) == 1 else f"{path}/{paths[:k].count(path)}" for k, path in enumerate(paths)]
+        rows = [_figures(selection, leaves, moves, gradients, momentum) for selection in selections]
+        columns = zip(*rows, strict=True)
+        return Rotation(taken, *(Figures.of(dict(zip(keys, column, strict=True))) for column in columns))
 
     def init_fn(params: optax.Params) -> TrackRotationState:
-        inner_state = () if optimizer is None else optimizer.init(params)
-        zero = jnp.zeros((), jnp.int32)
+        inner_state, taken = () if optimizer is None else optimizer.init(params), jnp.zeros((), jnp.int32)
         if is_empty(params):
-            return TrackRotationState(inner_state, zero, jnp.zeros(()))  # type: ignore[arg-type]
-        shapes = jax.eval_shape(lambda p: figures(p, p, p, {}, zero), params)
-        return TrackRotationState(inner_state, zero, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes))
+            return TrackRotationState(inner_state, taken, jnp.zeros(()))  # type: ignore[arg-type]
+        shapes = jax.eval_shape(lambda p: layout(p).run(measured, p, p, p, {}, taken), params)
+        return TrackRotationState(inner_state, taken, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes))
 
     def update_fn(
         updates: optax.Updates, state: TrackRotationState, params: optax.Params | None = None, **extra: Any
     ) -> tuple[optax.Updates, TrackRotationState]:
-        require_params(_NAME, params)
-        require_own(_NAME, state, TrackRotationState)
+        require_params("track_rotation", params)
+        require_own("track_rotation", state, TrackRotationState)
         if optimizer is None:
             gradient, momentum = extra.get("gradient"), leaves_by_path(extra.get("momentum"))
         else:
-            gradient, momentum = updates, _first_moment(state.inner_state)
+            gradient, momentum = updates, _first_moments(state.inner_state)
 
         def update(gradient: optax.Updates) -> tuple[optax.Updates, optax.OptState]:
             if optimizer is None:
                 return gradient, state.inner_state
-            with with_own_state(_NAME, optimizer, state.inner_state, params):
+            with with_own_state("track_rotation", optimizer, state.inner_state, params):
                 return optimizer.update(gradient, state.inner_state, params, **extra)
 
         def record(steps: optax.Updates) -> Rotation:
-            return figures(params, steps, gradient, momentum, state.taken)
+            return layout(params).run(measured, params, steps, gradient, momentum, state.taken)
 
         steps, inner_state, metrics = recorded(update, record, state.metrics, updates, state.taken, every)
         return steps, TrackRotationState(inner_state, optax.safe_increment(state.taken), metrics)
@@ -141,70 +148,49 @@ def track_rotation(
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def _first_moment(state: Any) -> dict[str, jax.Array]:
-    """Leaf path → its first moment; of a partition each leaf's own."""
-    found: dict[str, jax.Array] = {}
-    for name in _MOMENTS:
-        for _, tree in optax.tree.get_all_with_path(state, name):
-            for path, moment in leaves_by_path(tree).items():
-                if path in found:
-                    raise binding_error(
-                        _NAME, f"several first moments of '{path}'", f"two in {type(state).__name__}", "one",
-                        "track the one optimizer that has the moment meant, inside the other",
-                    )  # fmt: skip
-                found[path] = moment
-    return found
+def _first_moments(state: Any) -> dict[str, jax.Array]:
+    """Returns leaf path → first moment, from all optimizers of a partition; raises ValueError where a leaf has two."""
+    moments: dict[str, jax.Array] = {}
+    trees = [tree for field in ("mu", "trace") for _, tree in optax.tree.get_all_with_path(state, field)]
+    for path, moment in (pair for tree in trees for pair in leaves_by_path(tree).items()):
+        if path in moments:
+            raise binding_error(
+                "track_rotation", f"several first moments of '{path}'", f"two in {type(state).__name__}", "one",
+                "track the one optimizer that has the moment meant, inside the other",
+            )  # fmt: skip
+        moments[path] = moment
+    return moments
 
 
-def _rotation(
-    specs: Sequence[VectorSpec], params: Any, steps: Any, gradient: Any, momentum: Mapping[str, Any], step: jax.Array
-) -> Rotation:
-    leaves, moves = leaves_by_path(params), leaves_by_path(steps)
-    gradients = leaves_by_path(gradient)
-    columns: dict[str, dict[str, jax.Array]] = {name: {} for name in Rotation._fields[1:]}
-    for path, bound in vectors(_NAME, specs, params).items():
-        for number, (block, _) in enumerate(bound):
-            move = update_of(_NAME, path, moves)
-            found = _figures(block, leaves[path], move, gradients.get(path), momentum.get(path))
-            name = path if len(bound) == 1 else f"{path}/{number}"
-            for column, x in zip(columns.values(), found, strict=True):
-                column[name] = x
-    return Rotation(step, *(Figures.of(column) for column in columns.values()))
+def _figures(
+    selection: Selection, leaves: Leaves, moves: Leaves, gradients: Leaves, momentum: Leaves
+) -> tuple[jax.Array, ...]:
+    """Returns the fields of `Rotation` from `norm` on, for the vectors of one selection.
 
-
-def _figures(block: Block, leaf: Any, move: Any, gradient: Any, momentum: Any) -> tuple[jax.Array, ...]:
-    """From sums over a vector alone: a second reading of every leaf would cost as much as the first."""
-    weights, step = value(block, leaf), _view(block, move)
-    slope, moment = (None if x is None else _view(block, x) for x in (gradient, momentum))
+    All follow from sums over a vector. A second pass over every leaf would cost as much as the first.
+    """
+    path, weights, step = selection.block.path, selection.value(leaves), selection.view(moves)
+    gradient = selection.view(gradients) if path in gradients else jnp.full_like(weights, jnp.nan)
+    moment = selection.view(momentum) if path in momentum else jnp.full_like(weights, jnp.nan)
 
     def dot(a: jax.Array, b: jax.Array) -> jax.Array:
-        return jnp.sum(a * b, taken(block))
+        return jnp.sum(a * b, selection.axes)
 
-    square, along, length = dot(weights, weights), dot(weights, step), dot(step, step)
-    sine, cosine = _direction(along, square, length)
-    size, reach = jnp.sqrt(square), jnp.sqrt(length)
-    unknown = jnp.full_like(square, jnp.nan)
-    pull, steep = (unknown, unknown) if slope is None else (dot(weights, slope), dot(slope, slope))
-    met = unknown
-    if slope is not None and moment is not None:
-        met = jnp.arctan2(*_direction(dot(slope, moment), steep, dot(moment, moment)))
+    def direction(product: jax.Array, a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns sine and cosine between two vectors, from their product and squares."""
+        cosine = safe_divide(product, jnp.sqrt(a) * jnp.sqrt(b))
+        rest = (1.0 - cosine) * (1.0 + cosine)
+        apart = (rest > _ROUNDOFF * jnp.finfo(rest.dtype).eps) & (a > 0) & (b > 0)
+        return jnp.sqrt(jnp.where(apart | jnp.isnan(rest), rest, 0.0)), cosine
+
+    weights_square, step_square, gradient_square = dot(weights, weights), dot(step, step), dot(gradient, gradient)
+    norm, step_norm, radial = jnp.sqrt(weights_square), jnp.sqrt(step_square), dot(weights, gradient)
+    sine, cosine = direction(dot(weights, step), weights_square, step_square)
     return (
-        size,
-        jnp.arctan2(reach * sine, size + reach * cosine),
-        reach,
-        jnp.arctan2(*_direction(pull, square, steep)),
-        met,
-        safe_divide(pull, square),
+        norm,
+        jnp.arctan2(step_norm * sine, norm + step_norm * cosine),
+        step_norm,
+        jnp.arctan2(*direction(radial, weights_square, gradient_square)),
+        jnp.arctan2(*direction(dot(gradient, moment), gradient_square, dot(moment, moment))),
+        safe_divide(radial, weights_square),
     )
-
-
-def _direction(product: jax.Array, a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Sine and cosine between two vectors, from their product and squares; parallel ones, up to rounding, have none."""
-    cosine = safe_divide(product, jnp.sqrt(a) * jnp.sqrt(b))
-    rest = (1.0 - cosine) * (1.0 + cosine)
-    apart = (rest > _ROUNDING * jnp.finfo(rest.dtype).eps) & (a > 0) & (b > 0)
-    return jnp.sqrt(jnp.where(apart, rest, jnp.where(jnp.isnan(rest), rest, 0.0))), cosine
-
-
-def _view(block: Block, leaf: Any) -> jax.Array:
-    return block.view(jnp.asarray(leaf, real_dtype()))

@@ -1,11 +1,13 @@
-"""Which entries of a leaf make one vector: a neuron, a head, a whole layer, by axes strings.
+"""Which entries of a leaf form one weight vector (a neuron, a head, a whole layer), by axes strings.
 
-Named axes count vectors, `_` is what a vector takes up. Here: the binding, and vectors' values, norms and shapes.
-Not here: what is done to them. Unlike a gauge's blocks, vectors of two leaves have nothing in common.
+Named axes count vectors, and `_` marks the axes that one vector spans. Unlike the blocks of a gauge, vectors of two
+leaves have nothing in common: no shared sizes, and no shared group element.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,24 +19,60 @@ from gauge_optax.binding import (
     bind,
     binding_error,
     block_specs,
+    frozen_sizes,
+    hidden_match,
     hidden_paths,
     leaves_by_path,
+    match,
     overlap,
 )
 from gauge_optax.binding.axes import parse_axes
-from gauge_optax.binding.paths import hidden_match, match
 from gauge_optax.linalg import real_dtype
+from gauge_optax.transformation import in_dtype_of
+
+Leaves = Mapping[str, Any]
+"""Leaves by path."""
+
+Specs = tuple[tuple[BlockSpec, tuple[tuple[str, int], ...]], ...]
+"""Each axes string that the user wrote, with those of the user's `sizes` that it contains."""
 
 
-class VectorSpec(NamedTuple):
-    """One axes string of the user's, with the lengths that are its own."""
+@dataclasses.dataclass(frozen=True)
+class Selection:
+    """All vectors that one axes string selects from one leaf.
 
-    spec: BlockSpec
-    sizes: tuple[tuple[str, int], ...]
+    Attributes:
+      block: the leaf, and where in it the vectors are stored.
+      pattern: the path pattern that matched the leaf.
+      axes: the axes of `view` that one vector spans.
+      length: the number of entries of one vector.
+    """
+
+    block: Block
+    pattern: str
+    axes: tuple[int, ...]
+    length: int
+
+    def view(self, leaves: Leaves) -> jax.Array:
+        """Returns the selected entries of updates or gradients, in the computing dtype."""
+        return self.block.view(jnp.asarray(leaves[self.block.path], real_dtype()))
+
+    def value(self, leaves: Leaves) -> jax.Array:
+        """Returns the selected weights: one more than is stored where the axes say `1+`."""
+        return self.view(leaves) + 1.0 if self.block.one_plus else self.view(leaves)
+
+    def norm(self, leaves: Leaves) -> jax.Array:
+        """Returns the norm of every vector, shaped like the named axes."""
+        return jnp.sqrt(jnp.sum(jnp.square(self.value(leaves)), self.axes))
+
+    def spread(self, x: Any) -> jax.Array:
+        """Reshapes one number per vector so that it broadcasts against `view`; a scalar stays a scalar."""
+        shape = [1 if k in self.axes else n for k, n in enumerate(self.block.view_shape)]
+        return x.reshape(shape) if jnp.ndim(x) else jnp.asarray(x, real_dtype())
 
 
-def vector_specs(name: str, axes: Mapping[str, Axes], sizes: tuple[tuple[str, int], ...]) -> tuple[VectorSpec, ...]:
-    """What the user wrote, checked as far as it can be without a tree.
+def parse(name: str, axes: Mapping[str, Axes], sizes: Mapping[str, int] | None) -> Specs:
+    """Checks what the user wrote, as far as that is possible without a tree.
 
     Args:
       name: of the transformation, for errors.
@@ -42,118 +80,114 @@ def vector_specs(name: str, axes: Mapping[str, Axes], sizes: tuple[tuple[str, in
       sizes: lengths of axes that shapes do not fix.
 
     Returns:
-      One per axes string.
+      One pair per axes string.
 
     Raises:
-      ValueError: malformed axes; a name in `sizes` that stands in none.
+      ValueError: malformed axes, or a name in `sizes` that no axes string contains.
     """
     if not isinstance(axes, Mapping) or not axes:
         block_specs(name, "axes", axes)  # raises
     specs = [
         spec
-        for pattern, value in axes.items()
-        # String by string: vectors have no names in common that would have to agree.
-        for one in (value if isinstance(value, tuple) and value else (value,))
-        for spec in block_specs(name, "axes", {pattern: one})
+        for pattern, strings in axes.items()
+        # One string at a time: `block_specs` would ask that all strings have the same names.
+        for string in (strings if isinstance(strings, tuple) and strings else (strings,))
+        for spec in block_specs(name, "axes", {pattern: string})
     ]
-    known = {spec: {part.name for part in parse_axes(name, spec.pattern, spec.axes).parts} for spec in specs}
-    for axis, _ in sizes:
-        if not any(axis in names for names in known.values()):
+    names = {spec: {part.name for part in parse_axes(name, spec.pattern, spec.axes).parts} for spec in specs}
+    lengths = frozen_sizes(name, sizes)
+    for axis, _ in lengths:
+        if not any(axis in names[spec] for spec in specs):
             raise binding_error(
                 name, f"unknown axis in sizes '{axis}'",
-                f"named axes: {', '.join(sorted(set().union(*known.values()) - {'_'})) or 'none'}",
+                f"named axes: {', '.join(sorted(set().union(*names.values()) - {'_'})) or 'none'}",
                 "names that stand in an axes string", f"drop '{axis}' or correct it",
             )  # fmt: skip
-    return tuple(VectorSpec(spec, tuple(x for x in sizes if x[0] in known[spec])) for spec in specs)
+    return tuple((spec, tuple(size for size in lengths if size[0] in names[spec])) for spec in specs)
 
 
-def vectors(name: str, specs: Sequence[VectorSpec], tree: Any) -> dict[str, list[tuple[Block, str]]]:
-    """Leaf path → its blocks of vectors, in the order of `specs`, each with the pattern that it comes from.
+def resolve(name: str, specs: Specs, tree: Any) -> list[Selection]:
+    """Resolves axes strings on a tree.
+
+    Args:
+      name: of the transformation, for errors.
+      specs: of `parse`.
+      tree: the parameters.
+
+    Returns:
+      One per axes string and leaf that it matches; those of one leaf stand together, in the order of `specs`.
 
     Raises:
-      ValueError: no match, a hidden leaf, ranks or lengths that do not fit, an entry in two vectors.
+      ValueError: no match, a hidden leaf, ranks or lengths that do not fit, or an entry in two vectors.
     """
-    found: dict[str, list[tuple[Block, str]]] = {}
-    for one in specs:
-        for block in _bound(name, one, tree):
-            known = found.setdefault(block.path, [])
-            for other, _ in known:
-                if overlap(block, other):
+    leaves, hidden = leaves_by_path(tree), hidden_paths(tree)
+    by_path: dict[str, list[Selection]] = {}
+    for spec, sizes in specs:
+        paths = [path for path in leaves if match(name, spec.pattern, path) is not None]
+        # A hidden subtree that only may contain a leaf of the pattern counts where nothing else matches.
+        hits = [(path, hit) for path in hidden if (hit := hidden_match(name, spec.pattern, path)) is not None]
+        masked = [path for path, (_, certain) in hits if certain or not paths]
+        if masked:
+            raise binding_error(
+                name, f"MaskedNode hides a leaf of '{spec.pattern}'", f"MaskedNode at {', '.join(masked[:3])}",
+                "every leaf that is listed",
+                "give each partition (optax.partition, optax.masked) its own axes, of the leaves it holds",
+            )  # fmt: skip
+        # Leaf by leaf, because a name that two leaves share may have two lengths. Without a match, `bind` gets the
+        # whole tree and raises.
+        trees = [{path: leaves[path]} for path in paths] or [tree]
+        instances = [instance for part in trees for instance in bind(name, (spec,), sizes, part).instances]
+        for block in (block for instance in instances for block in instance.blocks):
+            on_leaf = by_path.setdefault(block.path, [])
+            for other in on_leaf:
+                if overlap(block, other.block):
                     raise binding_error(
-                        name, f"an entry in two vectors of '{block.path}'", f"\"{other.axes}\" and \"{block.axes}\"",
-                        "every entry of a leaf in one vector",
+                        name, f"an entry in two vectors of '{block.path}'",
+                        f"\"{other.block.axes}\" and \"{block.axes}\"", "every entry of a leaf in one vector",
                         "drop one, or select different entries with 'name=3' or 'name=0:4'",
                     )  # fmt: skip
-            known.append((block, one.spec.pattern))
-    return found
+            axes = tuple(k for k, label in enumerate(block.labels) if label == "_")
+            length = math.prod(block.view_shape[k] for k in axes)
+            on_leaf.append(Selection(block, spec.pattern, axes, length))
+    return [selection for on_leaf in by_path.values() for selection in on_leaf]
 
 
-def _bound(name: str, one: VectorSpec, tree: Any) -> list[Block]:
-    """The blocks of one axes string, leaf by leaf: a name that two leaves share may have two lengths."""
-    spec, leaves = one.spec, leaves_by_path(tree)
-    paths = [path for path in leaves if match(name, spec.pattern, path) is not None]
-    masked = [p for p in hidden_paths(tree) if (hit := hidden_match(name, spec.pattern, p)) and (hit[1] or not paths)]
-    if masked:
-        raise binding_error(
-            name, f"MaskedNode hides a leaf of '{spec.pattern}'", f"MaskedNode at {', '.join(masked[:3])}",
-            "every leaf that is listed",
-            "give each partition (optax.partition, optax.masked) its own axes, of the leaves it holds",
-        )  # fmt: skip
-    trees = [{path: leaves[path]} for path in paths] or [tree]  # without a match it is for `bind` to say so
-    bindings = [bind(name, (spec,), one.sizes, leaf) for leaf in trees]
-    return [block for binding in bindings for instance in binding.instances for block in instance.blocks]
-
-
-def update_of(name: str, path: str, tangents: Mapping[str, Any]) -> Any:
-    """The update of a leaf.
+def updates_by_path(name: str, selections: Sequence[Selection], updates: Any) -> dict[str, Any]:
+    """Returns the leaves of updates by path.
 
     Raises:
-      ValueError: there is none.
+      ValueError: a leaf that has vectors has no update.
     """
-    if path not in tangents:
-        raise binding_error(
-            name, f"no update for '{path}'", f"a tree with {', '.join(list(tangents)[:3]) or 'no leaves'}",
-            "updates of the same structure as params", "pass the updates of the very parameters that are passed",
-        )  # fmt: skip
-    return tangents[path]
+    leaves = leaves_by_path(updates)
+    for selection in selections:
+        if selection.block.path not in leaves:
+            raise binding_error(
+                name, f"no update for '{selection.block.path}'",
+                f"a tree with {', '.join(list(leaves)[:3]) or 'no leaves'}",
+                "updates of the same structure as params", "pass the updates of the very parameters that are passed",
+            )  # fmt: skip
+    return leaves
 
 
-def value(block: Block, leaf: Any) -> jax.Array:
-    """What the block selects, as values: one more than is stored under `1+`."""
-    view = block.view(jnp.asarray(leaf, real_dtype()))
-    return view + 1.0 if block.one_plus else view
+def replace(updates: Any, selections: Sequence[Selection], views: Sequence[jax.Array]) -> Any:
+    """Returns updates with the entries of all selections replaced, every leaf in its dtype."""
+    leaves, changed = leaves_by_path(updates), dict[str, jax.Array]()
+    for selection, view in zip(selections, views, strict=True):
+        path = selection.block.path
+        leaf = changed.get(path, jnp.asarray(leaves[path], real_dtype()))
+        changed[path] = selection.block.write(leaf, view)
+    return in_dtype_of(updates, changed)
 
 
-def taken(block: Block) -> tuple[int, ...]:
-    """The axes of a block's view that one vector takes up."""
-    return tuple(k for k, label in enumerate(block.labels) if label == "_")
+def to_state(selections: Sequence[Selection], arrays: Iterable[jax.Array]) -> dict[str, Any]:
+    """Returns what a state keeps: leaf path → the leaf's array, or a tuple of them under several axes strings."""
+    grouped: dict[str, tuple[jax.Array, ...]] = {}
+    for selection, array in zip(selections, arrays, strict=True):
+        grouped[selection.block.path] = (*grouped.get(selection.block.path, ()), array)
+    return {path: several[0] if len(several) == 1 else several for path, several in grouped.items()}
 
 
-def entries(block: Block) -> int:
-    """Entries of one vector."""
-    total = 1
-    for n, label in zip(block.view_shape, block.labels, strict=True):
-        total *= n if label == "_" else 1
-    return total
-
-
-def norm(block: Block, view: jax.Array) -> jax.Array:
-    """Norms of a view's vectors, shaped like the named axes."""
-    return jnp.sqrt(jnp.sum(jnp.square(view), taken(block)))
-
-
-def beside(block: Block, x: Any) -> jax.Array:
-    """A number, or one per vector, shaped to the block's view."""
-    if jnp.ndim(x) == 0:
-        return jnp.asarray(x, real_dtype())
-    return x.reshape([1 if label == "_" else n for n, label in zip(block.view_shape, block.labels, strict=True)])
-
-
-def one_or_all(found: Sequence[Any]) -> Any:
-    """What a state keeps of a leaf's blocks: that of the only one, or a tuple."""
-    return found[0] if len(found) == 1 else tuple(found)
-
-
-def each(kept: Any) -> Sequence[Any]:
-    """What was kept, block by block."""
-    return kept if isinstance(kept, tuple) else (kept,)
+def from_state(selections: Sequence[Selection], kept: Mapping[str, Any]) -> list[jax.Array]:
+    """Returns the arrays that `to_state` got, in the order of the selections."""
+    remaining = {path: iter(arrays if isinstance(arrays, tuple) else (arrays,)) for path, arrays in kept.items()}
+    return [next(remaining[selection.block.path]) for selection in selections]

@@ -113,10 +113,9 @@ def test_a_cycle_is_refused() -> None:
     assert go.product(ring[:2]).read(params)
 
 
-def test_readings_are_data() -> None:
-    """Hashable and equal by value: the order of reading is cached by them."""
+def test_a_slice_is_made_once() -> None:
+    """Instances are hashable and equal by value, so that all of an update shares one slice and its tables."""
     case = CASES["product/gpt"]
     group, params = go.product(case.gauges()), case.params(jax.random.key(0))
-    one, two = group.chart(params), group.chart(params)
-    assert one.readings == two.readings and hash(one.readings) == hash(two.readings)
-    assert all(dataclasses.is_dataclass(reading) for reading in one.readings)
+    shapes = jax.eval_shape(lambda: params)
+    assert group._slice(params) is group._slice(shapes) is go.product(case.gauges())._slice(params)

@@ -47,7 +47,7 @@ class Translation(go.Gauge):
         block = self._instance(params).blocks[1]
         return {"": -jnp.mean(jnp.asarray(block.view(leaves_by_path(params)[block.path]), _REAL), 0)}
 
-    def coordinates_of(self, bound: Any, element: Tree, values: Any) -> Tree:
+    def logarithm(self, element: Tree) -> Tree:
         return element
 
     def balance(self, params: Tree) -> Tree:  # the sum over rows of |t + u|² and |p − u|² is least

@@ -48,6 +48,15 @@ def apart_from_its_spread(rates: jax.Array, inverse: jax.Array) -> jax.Array:
     return jax.lax.select(inverse > 0, rates, inverse)
 
 
+def distinct(positive: jax.Array) -> jax.Array:
+    """The same positive numbers, as an expression that XLA does not recognize.
+
+    XLA:CPU materializes what two readers share. What is cheap to make twice is kept apart: in `ddc_fused`, a leaf times
+    a channel's factor, which the slice point and the sums along channels both start with (1.37 → 1.27).
+    """
+    return jax.lax.select(positive > 0, positive, -positive)
+
+
 _KEY = 20260
 
 

@@ -220,9 +220,11 @@ class Scale(Instance):
 
     def act(self, e: jax.Array, point: Arrays) -> Arrays:
         out = dict(point)
-        for block in self.blocks:
-            # The exponential is taken per channel: per entry it would cost more than everything else in a step.
-            out[block.path] = out[block.path] * block.spread(self.named, self.factors(e, block), elsewhere=1.0)
+        # Exponentials are taken once per channel: per entry they would cost more than everything else in a step.
+        for blocks in (self.up, self.down):
+            factor = self.factors(e, blocks[0]) if blocks else None
+            for block in blocks:
+                out[block.path] = out[block.path] * block.spread(self.named, factor, elsewhere=1.0)
         return out
 
     def pull(self, e: jax.Array, cotangent: Arrays) -> Arrays:

@@ -40,7 +40,7 @@ from gauge_optax.optimizers.on_slice import QuotientState
 from gauge_optax.optimizers.polar import Polar
 from gauge_optax.slice import Slice, SliceTangent
 from gauge_optax.transformation import cast_like, transformation
-from gauge_optax.xla import apart_from_its_spread
+from gauge_optax.xla import apart_from_its_spread, distinct
 
 
 def fused_ddc(
@@ -142,19 +142,19 @@ class _StoredBlock(NamedTuple):
     Attributes:
       leaf: the stored leaf's values.
       along: by what the channel's own scale multiplies it, per channel: constant along a sum.
-      others: the other scales on it: instances, blocks and elements of F⁻¹.
+      others: the other scales on it: named axes, blocks, and by what they multiply them, per channel.
     """
 
     leaf: jax.Array
     along: jax.Array
-    others: tuple[tuple[Any, Block, Any], ...]
+    others: tuple[tuple[tuple[str, ...], Block, jax.Array], ...]
 
     def weighted(self, *powers: int, by: jax.Array | None = None) -> jax.Array:
         """The leaf times what other scales multiply it by, once per power to that power, and times `by`.
 
         Two powers of one are not one of two: XLA:CPU would materialize a factor that two sums share.
         """
-        factors = [b.spread(i.named, i.factors(k * e, b), elsewhere=1.0) for i, b, e in self.others for k in powers]
+        factors = [b.spread(named, x if k == 1 else distinct(x * x), elsewhere=1.0) for named, b, x in self.others for k in powers]
         factors += [] if by is None else [by]
         return self.leaf * functools.reduce(jnp.multiply, factors) if factors else self.leaf
 
@@ -181,13 +181,16 @@ class _Stored:
         values, vectors = s.values(params), s.vectors(updates)
         back = {i: i.inverse(e) for i, e in zip(s.instances, f, strict=True) if i.log_step and i.turn is None}
         moving = [(i, b) for i in s.instances if i.turn is not i for b in i.blocks]
+        # One array per side of an instance, distinct from the factors that `enter` multiplies the same leaves by.
+        blocks_by_side = {(i, block.role): block for i in back for block in i.blocks}
+        sides = {(i, role): distinct(i.factors(back[i], block)) for (i, role), block in blocks_by_side.items()}
         blocks: dict[tuple[Any, Block], _StoredBlock] = {}
-        for instance, e in back.items():
+        for instance in back:
             for block in instance.blocks:
                 others = [(i, b) for i, b in moving if i is not instance and b.path == block.path and overlap(block, b)]
                 if all(i in back for i, _ in others):
-                    others_back = tuple((i, b, back[i]) for i, b in others)
-                    blocks[instance, block] = _StoredBlock(values[block.path], instance.factors(e, block), others_back)
+                    factors = tuple((i.named, b, sides[i, b.role]) for i, b in others)
+                    blocks[instance, block] = _StoredBlock(values[block.path], sides[instance, block.role], factors)
         # Leaves that scales and rotations move and nothing else, without single rows of heads, whose gradient may be
         # roundoff on the slice.
         plain = {b.path for i in s.instances for b in i.blocks if i.effect in ("diagonal", "orthogonal")}

@@ -15,8 +15,7 @@ import jax
 import numpy as np
 
 from gauge_optax.binding import binding_error
-from gauge_optax.discovery.calls import Axes, Call
-from gauge_optax.discovery.prove import CONSTRUCTORS, constructed
+from gauge_optax.discovery.calls import CONSTRUCTORS, Axes, Call
 from gauge_optax.gauges.base import Gauge, Gauges
 from gauge_optax.gauges.product import product
 
@@ -78,7 +77,7 @@ def from_json(text: str, shapes: Mapping[str, Sequence[int]] | None = None) -> l
         raise binding_error(
             "from_json", "no list of gauges", repr(text[:60]), f'JSON with "format": {FORMAT} and "gauges"',
             "give it what go.to_json wrote, with a version of this library that knows its format")
-    gauges = [constructed(_call(entry)) for entry in entries]
+    gauges = [_call(entry).gauge() for entry in entries]
     if shapes is not None:
         tree = {name: jax.ShapeDtypeStruct(tuple(shape), np.float32) for name, shape in shapes.items()}
         product(gauges).dim(tree)

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 from gauge_optax.binding import binding_error, leaf_shape, leaves_by_path, match
 from gauge_optax.discovery.calls import Call, merge_layers
-from gauge_optax.discovery.prove import constructed
 from gauge_optax.gauges.base import Gauge
 
 # Bare `down` and `up` are an MLP's.
@@ -71,7 +70,7 @@ def lora(params: Any, *, axes: Mapping[str, Pair] | None = None) -> list[Gauge]:
             "lora", "no pair of factors", f"leaves {', '.join(list(leaves)[:6])}",
             "paths such as '…/lora_a' and '…/lora_b', 'w_lora_a', 'lora_A/default/weight'",
             "pass the tree that holds the adapters, or bind them with go.head_linear")
-    return [constructed(call) for one in merge_layers(calls) for call in _exact(*one, leaves)]
+    return [call.gauge() for call, _ in merge_layers(calls, lambda merged, group: _exact(merged, group, leaves) == [merged])]
 
 
 def _pairs(leaves: Mapping[str, tuple[int, ...]]) -> Iterator[_Factors]:

@@ -17,8 +17,8 @@ from gauge_optax.discovery.prove import rebound
 from gauge_optax.discovery.report import Report
 from models import lm
 from tests import quick, twins
-from tests.discover.nets import CONFIGS, Net, unrolled
-from tests.discover.test_layouts import REST
+from tests.discovery.nets import CONFIGS, Net, unrolled
+from tests.discovery.test_layouts import REST
 
 TINY = CONFIGS["llama"]
 

@@ -11,7 +11,7 @@ import pytest
 import gauge_optax as go
 from gauge_optax.discovery import checks, prove, report, sketch
 from gauge_optax.discovery.report import Report
-from tests.discover.test_layouts import D, V, check
+from tests.discovery.test_layouts import D, V, check
 
 RNG = np.random.default_rng(0)
 BATCHES = list(RNG.normal(size=(2, 7, D)))

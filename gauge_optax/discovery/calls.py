@@ -112,9 +112,7 @@ def bound_instances(gauge: Any, params: Any) -> list[tuple[str, dict[str, int], 
     ]
 
 
-def merge_layers(
-    calls: Iterable[Call], same: Callable[[Call, list[Call]], bool]
-) -> list[tuple[Call, list[Call]]]:
+def merge_layers(calls: Iterable[Call], same: Callable[[Call, list[Call]], bool]) -> list[tuple[Call, list[Call]]]:
     """Merges calls that differ in the numbers of their paths alone into one call with captures.
 
     Args:
@@ -161,4 +159,6 @@ def _captured(group: Sequence[Call]) -> Call | None:
     # Every capture has to occur in every pattern, and no two paths of a role may become one.
     roles = {role: {patterns[p]: axes for p, axes in blocks.items()} for role, blocks in group[0].roles.items()}
     lost = any(len(roles[role]) < len(blocks) for role, blocks in group[0].roles.items())
-    return None if lost or any(slots != set(captures) for slots in varying) else dataclasses.replace(group[0], roles=roles)
+    if lost or any(slots != set(captures) for slots in varying):
+        return None
+    return dataclasses.replace(group[0], roles=roles)

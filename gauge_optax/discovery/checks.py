@@ -91,7 +91,7 @@ def check_repeatable(first: Sequence[np.ndarray], second: Sequence[np.ndarray]) 
 
 
 def check_finite(out: Sequence[np.ndarray], fn: Callable[..., Any], *args: Any) -> None:
-    """Raises where outputs of fn are not finite, and names the first operation that makes a NaN, or else an infinity."""
+    """Raises where outputs of fn are not finite; names the first operation that makes a NaN, or else an infinity."""
     for k, x in enumerate(out):
         if not np.isfinite(x).all():
             closed = jax.make_jaxpr(fn)(*args)

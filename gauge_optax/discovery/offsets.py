@@ -1,8 +1,9 @@
 """Symmetries that add something to leaves: the logit shift, and others that hold in many networks and have no gauge.
 
-A norm's or a value's bias flows into the biases behind the kernels that read it; one vector added to every row of one
-table is subtracted from another's; a kernel behind a LayerNorm does not notice u/γ on the axis that it reads; a constant
-along an axis that only centred norms read has no effect. Each is linear in a random u, so a finite move is its tangent.
+A norm's or a value's bias flows into the biases behind the kernels that read it. One vector added to every row of one
+table is subtracted from another's. A kernel behind a LayerNorm does not notice u/γ on the axis that it reads. A
+constant along an axis that only centred norms read has no effect. Each is linear in a random u, so that a finite move
+is its tangent.
 """
 
 from __future__ import annotations
@@ -141,11 +142,10 @@ def _absorbed(vector: View, kernels: Sequence[View], vectors: Sequence[View]) ->
     """A shift of a vector, undone behind the kernels that read it."""
     shape, pairs = set(vector.labels), list[tuple[View, View]]()
     for kernel in kernels:
-        for bias in vectors if shape < set(kernel.labels) else ():
-            labels = set(bias.labels)
-            # The bias has the kernel's output axes; stacked layers are an axis of all three.
-            if bias.path != vector.path and labels != shape and set(kernel.labels) - shape <= labels <= set(kernel.labels):
-                pairs.append((kernel, bias))
+        whole = set(kernel.labels)
+        # The bias has the kernel's output axes; stacked layers are an axis of all three.
+        behind = [b for b in vectors if b.path != vector.path and whole - shape <= set(b.labels) <= whole]
+        pairs += [(kernel, b) for b in behind if shape < whole and set(b.labels) != shape]
 
     def make(point: Leaves, rng: np.random.Generator) -> list[Motion]:
         shift = rng.standard_normal(_tensor(vector, point).shape)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -114,7 +113,7 @@ class Prover:
 
         @jax.jit
         def act(key: jax.Array, leaves: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-            tree, out = with_leaves(self._params, leaves), []
+            tree, out = with_leaves(self._params, leaves), list[Mapping[str, Any]]()
             for gauge, k in zip(accepted, jax.random.split(key, len(accepted)), strict=True):
                 moved = leaves_by_path(gauge.act(gauge.sample(k, tree), tree))
                 out.append({b.path: moved[b.path] for _, _, blocks in bound_instances(gauge, tree) for b in blocks})

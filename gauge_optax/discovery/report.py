@@ -271,7 +271,8 @@ def _claims(
     """Symmetries as gauges, and the leaves of those that have no gauge, by kind."""
     claims, ungauged = [], dict[str, list[str]]()
     for symmetry in symmetries:
-        exponents = {t.piece.path: round(-t.exponent if t.mode == "covector" else t.exponent, 6) for t in symmetry.terms}
+        signs = {"covector": -1.0}
+        exponents = {t.piece.path: round(t.exponent * signs.get(t.mode, 1.0), 6) for t in symmetry.terms}
         try:
             call = written(symmetry, linear, trace.layer_spaces(), positive)
         except Unwritable as reason:

@@ -1,7 +1,7 @@
 """Generic points, and gradients of random projections of the outputs there.
 
-A direction leaves a function unchanged to first order if and only if it is orthogonal to every such gradient. The points
-are generic because zeros, ones and equal leaves of an initialization make symmetries that training breaks.
+A direction leaves a function unchanged to first order if and only if it is orthogonal to every such gradient. The
+points are generic because zeros, ones and equal leaves of an initialization make symmetries that training breaks.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 Leaves = dict[str, np.ndarray]

@@ -43,7 +43,7 @@ class Atom(NamedTuple):
         return self.size if self.span is None else self.span[1]
 
     @property
-    def index(self) -> int | slice:
+    def selection(self) -> int | slice:
         """The entries of the component that are read."""
         start = 0 if self.span is None else self.span[0]
         return slice(start, start + self.size) if self.pick is None else self.pick
@@ -98,7 +98,7 @@ class View:
         """Selected entries of (rows, *shape) as (rows, *atoms), without a copy where windows are whole."""
         cut = values[(slice(None), *(slice(w.start, w.stop) for w in self.windows))]
         grid = cut.reshape(len(values), *(atom.full for w in self.windows for atom in w.atoms))
-        return grid[(slice(None), *(atom.index for w in self.windows for atom in w.atoms))]
+        return grid[(slice(None), *(atom.selection for w in self.windows for atom in w.atoms))]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,7 +187,7 @@ def _readings(trace: Trace, axis: Axis, length: int, searched: set[Space]) -> li
     if length <= _MOST_PICKED and not spaces.picked.isdisjoint(whole):
         return [[Window(0, length, (Atom(whole, length, q),)) for q in range(length)], [one]]
     ways = [[one]] if whole in searched else []
-    # Segments of the axis that are consecutive cells of one grid, or cells of none: query, key, value of a fused kernel.
+    # Segments of the axis are consecutive cells of one grid, or of none: query, key and value of a fused kernel.
     grids = [spaces.grids.get(x) for x in whole]
     cuts = [
         k for k, (a, b) in enumerate(itertools.pairwise(grids), start=1)

@@ -236,7 +236,7 @@ def _tiled(group: list[Term], axis: int) -> list[Term]:
     for term in group:
         window = term.piece.view.windows[axis]
         grid = np.arange(window.start, window.stop).reshape([atom.full for atom in window.atoms])
-        np.add.at(count, grid[tuple(atom.index for atom in window.atoms)].ravel(), 1)
+        np.add.at(count, grid[tuple(atom.selection for atom in window.atoms)].ravel(), 1)
     if not (count == 1).all():
         return group
     whole = Window(0, length, (Atom(None, length),))

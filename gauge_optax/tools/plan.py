@@ -92,7 +92,7 @@ class Plan:
 
     def table(self) -> list[tuple[str, ...]]:
         """Rows of text, headings first."""
-        rows = [("leaf", "shape", "gauges", "matrices", "rule", "decay", "state bytes")]
+        rows: list[tuple[str, ...]] = [("leaf", "shape", "gauges", "matrices", "rule", "decay", "state bytes")]
         for row in self.leaves:
             decay, size = "" if row.decay is None else f"{row.decay:.2g}", str(row.state_bytes) if row.rule else ""
             rows.append((row.leaf, str(row.shape), ", ".join(row.gauges), row.matrices, row.rule, decay, size))
@@ -113,7 +113,7 @@ class Plan:
         return json.dumps({**rows, "unbound": self.unbound, "warnings": self.warnings}, indent=1)
 
     def _tables_and_notes(self) -> tuple[list[list[tuple[str, ...]]], list[str]]:
-        gauges = [("gauge", "leaves", "instances", "axes", "dimensions")]
+        gauges: list[tuple[str, ...]] = [("gauge", "leaves", "instances", "axes", "dimensions")]
         gauges += [(g.gauge, ", ".join(g.leaves), str(g.instances), g.axes, str(g.dim)) for g in self.gauges]
         notes = [f"in no gauge: {', '.join(self.unbound)}"] if self.unbound else []
         return [self.table(), gauges], notes + [f"joint: {text}" for text in self.warnings]
@@ -219,7 +219,8 @@ def _gauges_of(tx: Any) -> list[Any]:
             inside = [getattr(thing, field.name) for field in dataclasses.fields(thing)]
         else:
             inside = [cell.cell_contents for cell in getattr(thing, "__closure__", None) or ()]
-            names = ("__wrapped__", "func", "args", "keywords", "__self__")  # of partials, decorated and bound functions
+            # Decorated functions, partials and bound methods hold what they call in these attributes.
+            names = ("__wrapped__", "func", "args", "keywords", "__self__")
             inside += [getattr(thing, name, None) for name in names]
         for item in inside:
             look(item, depth + 1)
@@ -305,9 +306,13 @@ def _decay_of(tx: Any, params: Any, leaves: Mapping[str, Any]) -> dict[str, floa
     """The share of each leaf that an update with zero gradients removes; empty for shapes without values."""
     if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves.values()):
         return {}
+
+    def double(leaf: Any) -> Any:
+        return np.asarray(leaf, np.float64) if jnp.issubdtype(jnp.result_type(leaf), jnp.floating) else leaf
+
+    still = jax.jit(lambda p: tx.update(jax.tree.map(jnp.zeros_like, p), tx.init(p), p)[0])
     with jax.enable_x64(True):  # float32 cannot tell a decay of 1e-6 per step from roundoff
-        floats = jax.tree.map(lambda x: np.asarray(x, np.float64) if jnp.issubdtype(jnp.result_type(x), jnp.floating) else x, params)
-        update = jax.jit(lambda p: tx.update(jax.tree.map(jnp.zeros_like, p), tx.init(p), p)[0])(floats)
+        update = still(jax.tree.map(double, params))
         steps = {path: float(np.linalg.norm(np.asarray(step))) for path, step in leaves_by_path(update).items()}
     shares = {}
     for path, leaf in leaves.items():

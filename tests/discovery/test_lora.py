@@ -135,9 +135,9 @@ def test_axes_of_a_module_by_hand() -> None:
         ({"lora_a": optax.MaskedNode(), "lora_b": ones(2, 8)}, ["without its partner, 'lora_b'"]),
         ({"m": {"lora_a": ones(8, 2), "lora_b": ones(3, 8)}}, ["unequal rank", "(8, 2) and (3, 8)"]),
         ({"m": {"lora_a": ones(2, 8, 2), "lora_b": ones(2, 2, 8)}},
-         ["unclear axes of 'm/lora_a'", "axes={'m': ('layer _ basis', 'layer basis _')}"]),
+         ["ambiguous axes of 'm/lora_a'", "axes={'m': ('layer _ basis', 'layer basis _')}"]),
         ({"m": {"lora_a": ones(8, 5, 2), "lora_b": ones(2, 5, 8)}},
-         ["unclear axes of 'm/lora_a'", "axes={'m': ('_ layer basis', 'basis layer _')}"]),
+         ["ambiguous axes of 'm/lora_a'", "axes={'m': ('_ layer basis', 'basis layer _')}"]),
     ],
 )  # fmt: skip
 def test_errors(params: Any, words: list[str]) -> None:

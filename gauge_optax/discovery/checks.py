@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,31 +12,32 @@ import numpy as np
 
 from gauge_optax.binding import binding_error, leaves_by_path
 from gauge_optax.discovery.sketch import Leaves
-from gauge_optax.discovery.trace import source
+from gauge_optax.discovery.trace import called_jaxpr, source
 
 _OUTPUTS = ("logits", "logprobs", "loss")
+_refusal = functools.partial(binding_error, "discover")
 
 
 def checked_batches(batches: Any, outputs: str, near: float, seed: int) -> list[Any]:
     """The batches with floats in float64; raises for unusable arguments of `discover`."""
     if hasattr(batches, "ndim"):
-        raise binding_error(
-            "discover", "batches is one array", f"an array of shape {jnp.shape(batches)}, whose rows would be batches",
+        raise _refusal(
+            "batches is one array", f"an array of shape {jnp.shape(batches)}, whose rows would be batches",
             "a list of at least two batches, each a value that fn accepts",
             "write [x[:4], x[4:8]], or [(x, y), ...] if fn unpacks a pair")
     if outputs not in _OUTPUTS:
-        raise binding_error(
-            "discover", f"unknown outputs {outputs!r}", repr(outputs), f"one of {', '.join(map(repr, _OUTPUTS))}",
+        raise _refusal(
+            f"unknown outputs {outputs!r}", repr(outputs), f"one of {', '.join(map(repr, _OUTPUTS))}",
             "say what fn returns: 'logits' are compared up to a constant along the last axis, the others as they are")
     if len(batches := list(batches)) < 2:
-        raise binding_error(
-            "discover", "too few batches", f"{len(batches)} batch", "two or more values that fn accepts",
+        raise _refusal(
+            "too few batches", f"{len(batches)} batch", "two or more values that fn accepts",
             "pass a list of batches: whatever a single batch does not reach looks like a symmetry")
     if not 0 <= near < 1:
-        raise binding_error("discover", f"bad near {near!r}", repr(near), "a number from 0 to 1", "leave it at 1e-3")
+        raise _refusal(f"bad near {near!r}", repr(near), "a number from 0 to 1", "leave it at 1e-3")
     if not isinstance(seed, int | np.integer):
-        raise binding_error(
-            "discover", "seed is no integer", f"a {type(seed).__name__}", "an int, because NumPy draws the points",
+        raise _refusal(
+            "seed is no integer", f"a {type(seed).__name__}", "an int, because NumPy draws the points",
             "write seed=0")
     return jax.tree.map(lambda x: np.asarray(x, np.float64) if is_float(x) else x, batches)
 
@@ -51,8 +53,8 @@ def double_leaves(params: Any) -> Leaves:
     leaves = {p: np.asarray(x, np.float64) for p, x in all_leaves.items() if is_float(x)}
     if not leaves:
         kinds = ", ".join(f"{p} ({getattr(x, 'dtype', type(x).__name__)})" for p, x in list(all_leaves.items())[:4])
-        raise binding_error(
-            "discover", "no floating-point leaves in params", kinds or "an empty tree", "a tree of parameter arrays",
+        raise _refusal(
+            "no floating-point leaves in params", kinds or "an empty tree", "a tree of parameter arrays",
             "pass the tree that fn is differentiated in, such as nnx.state(model) or variables['params']")
     return leaves
 
@@ -61,12 +63,12 @@ def compared(out: Any, outputs: str) -> list[jax.Array]:
     """The part of the outputs that is compared: floating-point leaves; logits as log-probabilities."""
     leaves = [x for x in jax.tree.leaves(out) if is_float(x)]
     if not leaves:
-        raise binding_error(
-            "discover", "no floating-point outputs", f"{len(jax.tree.leaves(out))} leaves of other types",
+        raise _refusal(
+            "no floating-point outputs", f"{len(jax.tree.leaves(out))} leaves of other types",
             "an array of floating-point numbers", "return the logits, log-probabilities or loss from fn")
     if outputs == "logits" and any(x.ndim == 0 or x.shape[-1] == 1 for x in leaves):
-        raise binding_error(
-            "discover", "outputs that are no logits", f"shapes {', '.join(str(x.shape) for x in leaves)}",
+        raise _refusal(
+            "outputs that are no logits", f"shapes {', '.join(str(x.shape) for x in leaves)}",
             "more than one class along the last axis", "pass outputs='loss' if fn returns a number")
     return [jax.nn.log_softmax(x, axis=-1) for x in leaves] if outputs == "logits" else leaves
 
@@ -74,8 +76,8 @@ def compared(out: Any, outputs: str) -> list[jax.Array]:
 def check_precision(low: Sequence[str]) -> None:
     """Raises where a value that depends on parameters is computed in less than double precision."""
     if low:
-        raise binding_error(
-            "discover", "low precision inside fn", low[0] + (f", and {len(low) - 1} more" if len(low) > 1 else ""),
+        raise _refusal(
+            "low precision inside fn", low[0] + (f", and {len(low) - 1} more" if len(low) > 1 else ""),
             "float64 throughout, so that 1e-9 separates an exact symmetry from a near one",
             "build the model for discover without dtype= and without casts, or in float64")
 
@@ -84,8 +86,8 @@ def check_repeatable(first: Sequence[np.ndarray], second: Sequence[np.ndarray]) 
     """Raises where two calls on one input differ."""
     for k, (a, b) in enumerate(zip(first, second, strict=True)):
         if not np.array_equal(a, b, equal_nan=True):
-            raise binding_error(
-                "discover", "two calls of fn differ", f"output {k} changes by {np.abs(a - b).max():.1e} on one input",
+            raise _refusal(
+                "two calls of fn differ", f"output {k} changes by {np.abs(a - b).max():.1e} on one input",
                 "a pure function of (params, batch)",
                 "switch dropout off (deterministic=True, model.eval()), or pass the same key with every batch")
 
@@ -98,8 +100,8 @@ def check_finite(out: Sequence[np.ndarray], fn: Callable[..., Any], *args: Any) 
             origins: dict[str, str] = {}
             _evaluate(closed.jaxpr, closed.consts, jax.tree.leaves(args), origins)
             origin = origins.get("NaN") or origins.get("infinity") or "no operation could be identified"
-            raise binding_error(
-                "discover", "outputs that are not finite",
+            raise _refusal(
+                "outputs that are not finite",
                 f"{int((~np.isfinite(x)).sum())} of {x.size} elements of output {k}; {origin}",
                 "finite outputs at random points near params",
                 "mask with a large negative number instead of -inf where a whole row is masked; check the inputs")
@@ -110,10 +112,8 @@ def _evaluate(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], origins: d
     values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
     for eqn in jaxpr.eqns:
         ins = [atom.val if hasattr(atom, "val") else values[atom] for atom in eqn.invars]
-        body = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
-        if body is not None and eqn.primitive.name not in ("scan", "while", "cond", "pallas_call"):
-            inner, inner_consts = (body.jaxpr, body.consts) if hasattr(body, "jaxpr") else (body, ())
-            outs = _evaluate(inner, inner_consts, ins[len(ins) - len(inner.invars) :], origins)
+        if called := called_jaxpr(eqn):
+            outs = _evaluate(*called, ins[len(ins) - len(called[0].invars) :], origins)
         else:
             result = eqn.primitive.bind(*map(jnp.asarray, ins), **eqn.params)
             outs = result if eqn.primitive.multiple_results else [result]

@@ -64,11 +64,10 @@ def default(trace: Trace, eqn: Any, ins: list[Value]) -> list[Axes]:
             for s in operands)  # fmt: skip
     if len(set(results)) != 1 or not all(fits):
         return _opaque(trace, eqn, ins)
-    out: Axes = [None] * len(results[0])
-    for value, shape in zip(ins, operands, strict=True):
-        for k in range(len(shape)):
-            if shape[k] == results[0][k]:  # an axis of length one is broadcast silently
-                out[k] = trace.spaces.unify(out[k], value.axes[k])
+    out = []
+    for k, length in enumerate(results[0]):  # an axis of length one is broadcast silently
+        same = [value.axes[k] for value, shape in zip(ins, operands, strict=True) if shape and shape[k] == length]
+        out.append(trace.spaces.unify(*same))
     return [list(out) for _ in eqn.outvars]
 
 
@@ -191,10 +190,8 @@ def _update(trace: Trace, eqn: Any, ins: list[Value]) -> list[Axes]:
 @rule("concatenate")
 def _concatenate(trace: Trace, eqn: Any, ins: list[Value]) -> list[Axes]:
     at = eqn.params["dimension"]
-    out: Axes = [None] * len(ins[0].axes)
-    for value in ins:
-        pairs = enumerate(zip(out, value.axes, strict=True))
-        out = [None if k == at else trace.spaces.unify(a, b) for k, (a, b) in pairs]
+    aligned = enumerate(zip(*(value.axes for value in ins), strict=True))
+    out = [None if k == at else trace.spaces.unify(*axes) for k, axes in aligned]
     parts = [(value.axes[at], shape[at]) for value, shape in zip(ins, shapes(eqn.invars), strict=True)]
     if any(axis is not None for axis, _ in parts):
         out[at] = np.concatenate([trace.spaces.fresh(n) if axis is None else axis for axis, n in parts])
@@ -203,9 +200,7 @@ def _concatenate(trace: Trace, eqn: Any, ins: list[Value]) -> list[Axes]:
 
 @rule("stack")
 def _stack(trace: Trace, eqn: Any, ins: list[Value]) -> list[Axes]:
-    out: Axes = [None] * len(ins[0].axes)
-    for value in ins:
-        out = [trace.spaces.unify(a, b) for a, b in zip(out, value.axes, strict=True)]
+    out = [trace.spaces.unify(*axes) for axes in zip(*(value.axes for value in ins), strict=True)]
     out.insert(eqn.params["axis"], None)
     return [out]
 

@@ -82,19 +82,23 @@ class Spaces:
         for k in np.nonzero(self.canon(one) != self.canon(other))[0].tolist():
             self.unite(int(one[k]), int(other[k]))
 
-    def unify(self, one: Axis, other: Axis) -> Axis:
-        """Makes two axes that an operation aligns one axis, with the finer components of the two."""
-        if one is None or other is None:
-            return other if one is None else one
-        if len(one) != len(other):
-            return one if len(one) > 1 else other
-        atoms = self.atoms(one), self.atoms(other)
-        cuts = _common_cuts(*([len(atom) for atom in side] for side in atoms))
-        if max(map(len, atoms)) > 1 and cuts is not None:
-            for a, b in zip(*(self._cut(side, cuts) for side in atoms), strict=True):
-                self.unite_entries(a, b)
-        self.unite_entries(one, other)
-        return one
+    def unify(self, *axes: Axis) -> Axis:
+        """Makes axes that an operation aligns one axis, with the finest components of all."""
+        present = [axis for axis in axes if axis is not None]
+        if not present:
+            return None
+        whole = present[0]
+        for axis in present[1:]:
+            if len(whole) != len(axis):
+                whole = whole if len(whole) > 1 else axis
+                continue
+            atoms = self.atoms(whole), self.atoms(axis)
+            cuts = _common_cuts(*([len(atom) for atom in side] for side in atoms))
+            if max(map(len, atoms)) > 1 and cuts is not None:
+                for a, b in zip(*(self._cut(side, cuts) for side in atoms), strict=True):
+                    self.unite_entries(a, b)
+            self.unite_entries(whole, axis)
+        return whole
 
     def factors(self, axis: np.ndarray) -> list[np.ndarray] | None:
         """The components whose grid an axis is, or None where it is no grid."""

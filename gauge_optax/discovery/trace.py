@@ -108,10 +108,8 @@ class Trace:
         if integer and constant and sum(math.prod(a.shape) for a in avals) <= _MOST_CONSTANT:
             outs = eqn.primitive.bind(*[jnp.asarray(value.constant) for value in ins], **eqn.params)
             return [_literal(np.asarray(x)) for x in (outs if eqn.primitive.multiple_results else [outs])]
-        body = next((eqn.params[k] for k in ("jaxpr", "call_jaxpr", "fun_jaxpr") if k in eqn.params), None)
-        if body is not None and name != "pallas_call":  # pjit, remat, custom rules: walked as if inlined
-            inner, consts = (body.jaxpr, body.consts) if hasattr(body, "jaxpr") else (body, ())
-            return self.run(inner, consts, ins[len(ins) - len(inner.invars) :])
+        if inlined := called_jaxpr(eqn):
+            return self.run(*inlined, ins[len(ins) - len(inlined[0].invars) :])
         return [Value(axes) for axes in RULES.get(name, default)(self, eqn, ins)]
 
 
@@ -139,6 +137,14 @@ def walk(closed: core.ClosedJaxpr, paths: Sequence[str]) -> Trace:
     return trace
 
 
+def called_jaxpr(eqn: Any) -> tuple[core.Jaxpr, Sequence[Any]] | None:
+    """The function that an equation calls once (pjit, remat, custom derivatives), with its constants."""
+    body = next((eqn.params[k] for k in ("jaxpr", "call_jaxpr", "fun_jaxpr") if k in eqn.params), None)
+    if body is None or eqn.primitive.name in (*_CONTROL, "pallas_call"):
+        return None
+    return (body.jaxpr, body.consts) if hasattr(body, "jaxpr") else (body, ())
+
+
 def source(eqn: Any) -> str:
     """Where in the user's files an equation comes from, as far as the traceback tells."""
     traceback = getattr(eqn.source_info, "traceback", None)
@@ -155,11 +161,13 @@ def _literal(number: Any) -> Value:
 # Control flow -------------------------------------------------------------------------------------
 
 
-def _united(trace: Trace, one: Sequence[Value], other: Sequence[Value]) -> list[Value]:
-    return [
-        Value([trace.spaces.unify(x, y) for x, y in zip(a.axes, b.axes, strict=True)], None, a.depends or b.depends)
-        for a, b in zip(one, other, strict=True)
-    ]
+def _united(trace: Trace, *lists: Sequence[Value]) -> list[Value]:
+    """Values that control flow identifies: the branches of a condition, a carry before and after."""
+    out = []
+    for values in zip(*lists, strict=True):
+        axes = [trace.spaces.unify(*same) for same in zip(*(value.axes for value in values), strict=True)]
+        out.append(Value(axes, None, any(value.depends for value in values)))
+    return out
 
 
 def _loop(trace: Trace, body: Any, consts: list[Value], carry: list[Value], xs: list[Value]) -> list[Value]:
@@ -176,9 +184,7 @@ def _loop(trace: Trace, body: Any, consts: list[Value], carry: list[Value], xs: 
 def _scan(trace: Trace, eqn: Any, ins: list[Value]) -> list[Value]:
     count = eqn.params["num_carry"]
     first, second = eqn.params["num_consts"], eqn.params["num_consts"] + count
-    lead: Axis = None
-    for value in ins[second:]:
-        lead = trace.spaces.unify(lead, value.axes[0])
+    lead = trace.spaces.unify(*(value.axes[0] for value in ins[second:]))
     if lead is not None:
         trace.stacked.append(lead)
         trace.layers.append(lead)
@@ -195,10 +201,7 @@ def _while(trace: Trace, eqn: Any, ins: list[Value]) -> list[Value]:
 
 
 def _cond(trace: Trace, eqn: Any, ins: list[Value]) -> list[Value]:
-    outs, *others = [trace.run(branch.jaxpr, branch.consts, ins[1:]) for branch in eqn.params["branches"]]
-    for other in others:
-        outs = _united(trace, outs, other)
-    return [value._replace(constant=None) for value in outs]
+    return _united(trace, *(trace.run(branch.jaxpr, branch.consts, ins[1:]) for branch in eqn.params["branches"]))
 
 
 _CONTROL = {"scan": _scan, "while": _while, "cond": _cond}

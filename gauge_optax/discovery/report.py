@@ -15,9 +15,9 @@ from gauge_optax.binding import binding_error, with_leaves
 from gauge_optax.discovery import checks, search
 from gauge_optax.discovery.calls import Call, merge_layers
 from gauge_optax.discovery.groups import ZERO, Symmetry, draw, independent
-from gauge_optax.discovery.offsets import Flow, Shifts, flows
+from gauge_optax.discovery.offsets import Shifts, flows
 from gauge_optax.discovery.prove import Held, Prover
-from gauge_optax.discovery.sketch import Gradients, Leaves, generic_point
+from gauge_optax.discovery.sketch import Gradients, generic_point
 from gauge_optax.discovery.trace import Trace, walk
 from gauge_optax.discovery.write import Unwritable, shift_call, written
 from gauge_optax.gauges.base import Gauge
@@ -119,15 +119,9 @@ class Report:
 
 
 def discover(
-    fn: Callable[[Any, Any], Any],
-    params: Any,
-    batches: Sequence[Any],
-    outputs: Outputs = "logits",
-    linear: bool = False,
-    near: float = 1e-3,
-    seed: int = 0,
-    progress: bool = True,
-) -> Report:
+    fn: Callable[[Any, Any], Any], params: Any, batches: Sequence[Any], outputs: Outputs = "logits",
+    linear: bool = False, near: float = 1e-3, seed: int = 0, progress: bool = True,
+) -> Report:  # fmt: skip
     """Finds the gauges of a function; a finite move proves every gauge that it returns.
 
     Args:
@@ -185,16 +179,50 @@ def discover(
         points = [generic_point(leaves, rng(1, k)) for k in (100, 101)]
         prover = Prover(by_leaves, params, batches, points)
         prover.check_outputs(leaves)
+
         bar.set_postfix_str("gradients")
         tried, offsets, shifts = search.candidates(trace, leaves), flows(trace, leaves), Shifts(trace, leaves)
-        squares = _observe(Gradients(by_leaves, batches), len(batches), tried, offsets, shifts, leaves, rng, bar)
+        gradients = Gradients(by_leaves, batches)
+        columns = max([*(len(one.columns) for one in tried), *(flow.columns for flow in offsets)])
+        rows = max(24, int(_ROWS * columns) + 8)
+        # Gradients at one point are independent up to the number of outputs: a scalar loss needs more points.
+        at_once = min(-(-rows // _POINTS), gradients.outputs(leaves) * len(batches))
+        bar.total = 4 + (count := -(-rows // at_once))
+        squares = {path: np.zeros(leaf.shape) for path, leaf in leaves.items()}
+        for k in range(count):
+            point = generic_point(leaves, rng(1, k))
+            elements = [draw(rng(3, k, n), one.family, one.space, one.beside) for n, one in enumerate(tried)]
+            for chunk, gradient in enumerate(gradients.at(point, at_once, rng(2, k))):
+                shifts.observe(gradient)
+                squares = {path: x + np.square(gradient[path]).sum(0) for path, x in squares.items()}
+                for n, flow in enumerate(offsets):
+                    flow.observe(point, gradient, rng(9, k, n))
+                for one, element in zip(tried, elements, strict=True):
+                    one.observe(point, element, gradient, first=chunk == 0)
+            bar.update()
+
         bar.set_postfix_str("null spaces")
-        masks, dead, uncovered, rejected = _without_gradient(squares, prover, rng(4))
+        sizes = {path: np.sqrt(x) for path, x in squares.items()}
+        live = np.concatenate([x[x > 0] for x in sizes.values()])
+        masks = {path: x <= _DEAD * (np.median(live) if live.size else 0.0) for path, x in sizes.items()}
+        dead, uncovered, rejected, noise = [], [], [], rng(4)
+        for path, mask in masks.items():
+            if not mask.any():
+                continue
+            change = prover.change_of_entries(path, mask, noise)
+            if change > ZERO:  # stop_gradient hides a value from gradients, not from the outputs
+                moves = f"its values move the outputs by {change:.1e}"
+                rejected.append(f"{path}: no gradient (stop_gradient?), but {moves}")
+            elif mask.all():
+                dead.append(path)
+            else:
+                uncovered.append(Uncovered(path, int(mask.sum()), mask.size))
         symmetries = [symmetry for one in tried for symmetry in one.solve(squares, masks, near)]
         point = generic_point(leaves, rng(1, 0))
         exact = independent([s for s in symmetries if s.residual < ZERO], point, rng(7))
         close = independent([s for s in symmetries if s.residual >= ZERO], point, rng(8), exact)
         bar.update()
+
         bar.set_postfix_str("finite moves")
         positive = {path for path, x in leaves.items() if (x > 0).all()}
         claims, ungauged = _claims(exact, linear, trace, positive)
@@ -215,54 +243,6 @@ def discover(
         bar.update()
     kinds = {kind: tuple(where) for kind, where in ungauged.items()}
     return Report(tuple(held), tuple(nearly), (*rejected, *refused), tuple(dead), tuple(uncovered), kinds)
-
-
-def _observe(
-    gradients: Gradients, batches: int, tried: Sequence[search.Candidate], offsets: Sequence[Flow], shifts: Shifts,
-    leaves: Leaves, rng: Callable[..., np.random.Generator], bar: Any,
-) -> Leaves:  # fmt: skip
-    """Shows the gradients at generic points to everything that is tried; returns the sums of their squares."""
-    columns = max([*(len(one.columns) for one in tried), *(flow.columns for flow in offsets)])
-    rows = max(24, int(_ROWS * columns) + 8)
-    # Gradients at one point are independent up to the number of outputs: a scalar loss needs more points.
-    at_once = min(-(-rows // _POINTS), gradients.outputs(leaves) * batches)
-    points = -(-rows // at_once)
-    bar.total = 4 + points
-    squares = {path: np.zeros(leaf.shape) for path, leaf in leaves.items()}
-    for k in range(points):
-        point = generic_point(leaves, rng(1, k))
-        elements = [draw(rng(3, k, n), one.family, one.space, one.beside) for n, one in enumerate(tried)]
-        for chunk, found in enumerate(gradients.at(point, at_once, rng(2, k))):
-            shifts.observe(found)
-            for path, gradient in found.items():
-                squares[path] += np.square(gradient).sum(0)
-            for n, flow in enumerate(offsets):
-                flow.observe(point, found, rng(9, k, n))
-            for one, element in zip(tried, elements, strict=True):
-                one.observe(point, element, found, first=chunk == 0)
-        bar.update()
-    return squares
-
-
-def _without_gradient(
-    squares: Leaves, prover: Prover, rng: np.random.Generator
-) -> tuple[dict[str, np.ndarray], list[str], list[Uncovered], list[str]]:
-    """Masks of the elements without gradient; the leaves and elements that a move proves dead, and those it refutes."""
-    sizes = {path: np.sqrt(x) for path, x in squares.items()}
-    live = np.concatenate([x[x > 0] for x in sizes.values()])
-    masks = {path: x <= _DEAD * (np.median(live) if live.size else 0.0) for path, x in sizes.items()}
-    dead, uncovered, rejected = [], [], []
-    for path, mask in masks.items():
-        if not mask.any():
-            continue
-        change = prover.change_of_entries(path, mask, rng)
-        if change > ZERO:
-            rejected.append(f"{path}: no gradient (stop_gradient?), but its values move the outputs by {change:.1e}")
-        elif mask.all():
-            dead.append(path)
-        else:
-            uncovered.append(Uncovered(path, int(mask.sum()), mask.size))
-    return masks, dead, uncovered, rejected
 
 
 def _claims(

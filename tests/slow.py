@@ -83,7 +83,7 @@ SLOW: dict[str, str] = {
     "discovery/test_layouts.py::test_a_fused_block_with_grouped_queries[[]partial]": OTHER_NET,
     "discovery/test_lora.py::test_twins_of_an_nnx_optimizer_at_condition_100[[][!q]*]": OTHER_OPTIMIZER,
     "discovery/test_lora.py::test_twins_of_an_nnx_optimizer_at_condition_100[[]quotient_adamw]": OTHER_OPTIMIZER,
-    "discovery/test_report.py::test_twins_under_discovered_gauges": "twins of the same gauges, given by hand, are quick",
+    "discovery/test_report.py::test_twins_under_discovered_gauges": "twins of the same gauges by hand are quick",
     "discovery/test_report.py::test_the_command_line_prints_source_that_runs": LONG,
     "gauges/test_conformance.py::test_vertical_is_along_the_orbit_and_horizontal_is_not_read[[]*/l[ao]*]": OTHER_NET,
     "gauges/test_by_action.py::test_twins_under_a_list_with_a_users_gauge[[][!a]*]": OTHER_OPTIMIZER,

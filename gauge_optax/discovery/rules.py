@@ -314,7 +314,7 @@ def _convolution(trace: Trace, eqn: Any, ins: list[Value]) -> list[Axes]:
     inner, columns = data[numbers.lhs_spec[1]], kernel[numbers.rhs_spec[0]]
     if groups == 1:
         trace.note(trace.spaces.unify(inner, kernel[numbers.rhs_spec[1]]))
-    elif columns is not None and len(columns) == groups:  # depthwise: every channel stays on its own
+    elif columns is not None and len(columns) == groups:  # depthwise: channels do not mix
         columns = trace.spaces.unify(inner, columns)
     out: Axes = [None] * len(data)
     out[numbers.out_spec[0]], out[numbers.out_spec[1]] = data[numbers.lhs_spec[0]], columns

@@ -79,12 +79,12 @@ class View:
         places = {(k, j): atom for k, w in enumerate(self.windows) for j, atom in enumerate(w.atoms)}
         return {place: atom for place, atom in places.items() if atom.pick is None}
 
-    @property
+    @functools.cached_property
     def places(self) -> tuple[tuple[int, int], ...]:
         """Axis and number of every atom that is not picked."""
         return tuple(self.atoms)
 
-    @property
+    @functools.cached_property
     def labels(self) -> tuple[Space | None, ...]:
         """The spaces of the atoms that are not picked."""
         return tuple(atom.space for atom in self.atoms.values())

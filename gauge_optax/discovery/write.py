@@ -45,9 +45,9 @@ def written(symmetry: Symmetry, linear: bool, layers: set[Space], positive: Coll
     sides: dict[str, list[Term]] = {"vector": [], "covector": []}
     for term in _whole_leaves(symmetry.terms + symmetry.along):
         if abs(abs(term.exponent) - 1) > _CLOSE or (term.exponent < 0 and symmetry.family in ("orthogonal", "phase")):
-            raise Unwritable(f"a turn by {term.exponent:.3g} times the angle")
+            raise Unwritable(f"a rotation by {term.exponent:.3g} times the angle")
         if (term.exponent > 0) != (symmetry.terms[0].exponent > 0):
-            raise Unwritable("a linear map with a sign of its own on one leaf")
+            raise Unwritable("a linear map that acts on one leaf with the opposite sign")
         sides[term.mode].append(term)
     roles = [(_order(terms), names.role(terms, "basis")) for terms in sides.values()]
     (_, left), (_, right) = sorted(roles, key=lambda side: (side[0], list(side[1].values())))
@@ -148,7 +148,8 @@ class _Names:
 
         def neighbours(a: list[int], b: list[int]) -> bool:
             free = symmetry.family == "diagonal" or (0 not in a and 0 not in b)
-            return free and all(own[b[0]] == (own[a[-1]][0], own[a[-1]][1] + 1) for own in places)
+            ends = [(row[a[-1]], row[b[0]]) for row in places]
+            return free and all(second == (axis, number + 1) for (axis, number), second in ends)
 
         while pair := next((p for p in itertools.permutations(runs, 2) if neighbours(*p)), None):
             runs = [run for run in runs if run not in pair] + [pair[0] + pair[1]]

@@ -33,7 +33,7 @@ def variants(plain: optax.GradientTransformation, gauge: go.Gauge) -> dict[str, 
     return {
         "AdamW": plain,
         "fixed at every step": go.gauge_fix(plain, gauge),
-        "fixed, product capped": go.gauge_fix(plain, gauge, magnitude="cap", cap=3.0),
+        "fixed, product capped": go.gauge_fix(go.hold_products(plain, gauge, "cap", cap=3.0), gauge),
         "tracked": optax.chain(plain, go.track_balance(gauge)),
     }
 

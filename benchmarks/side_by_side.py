@@ -9,6 +9,7 @@ the repository's history under another name. Kept until the release that replace
 """
 
 import argparse
+import functools
 import importlib
 import io
 import subprocess
@@ -73,6 +74,7 @@ def optimizers(go: Any, gauges: Sequence[Any]) -> dict[str, Callable[[], optax.G
 def starts(case: GaugeCase) -> Iterator[tuple[str, Any]]:
     """The row's own point, the same with the last leaf zero, and with one channel of every leaf zero."""
     params = case.params(jax.random.key(1))
+    treedef: Any
     leaves, treedef = jax.tree.flatten(params)
     yield "random", params
     yield "zero outputs", treedef.unflatten([*leaves[:-1], jnp.zeros_like(leaves[-1])])
@@ -93,10 +95,18 @@ def trained(tx: optax.GradientTransformation, gradient: Callable[[Any], Any], pa
     return params
 
 
+def made_and_trained(make: Callable[[], optax.GradientTransformation], gradient: Any, params: Any) -> Any:
+    """Makes the optimizer and trains with it: both may refuse."""
+    return trained(make(), gradient, params)
+
+
 def difference(ours: Any, theirs: Any) -> float:
     """The largest over leaves, relative to the leaf."""
-    pairs = [(np.asarray(x), np.asarray(y)) for x, y in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True)]
-    return max(float(np.linalg.norm(x - y) / max(np.linalg.norm(y), 1e-30)) for x, y in pairs)
+    worst = 0.0
+    for x, y in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        size = max(float(np.linalg.norm(y)), 1e-30)
+        worst = max(worst, float(np.linalg.norm(np.asarray(x) - np.asarray(y))) / size)
+    return worst
 
 
 def attempt(make: Callable[[], Any]) -> Any:
@@ -127,7 +137,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 for name in pairs[0]:
                     if (chosen.only and name not in chosen.only) or (chosen.starts and start not in chosen.starts):
                         continue
-                    found = [attempt(lambda p=p: trained(p[name](), jax.grad(case.loss), params)) for p in pairs]
+                    gradient: Any = jax.grad(case.loss)  # type: ignore[arg-type]
+                    found = [attempt(functools.partial(made_and_trained, p[name], gradient, params)) for p in pairs]
                     if any(isinstance(x, str) for x in found):
                         off = 0.0 if all(isinstance(x, str) for x in found) else np.inf
                     else:

@@ -3,6 +3,7 @@
 from gauge_optax import measure, testing
 from gauge_optax.binding.masks import by_path
 from gauge_optax.binding.names import axes_by_name
+from gauge_optax.discovery.report import discover
 from gauge_optax.gauges.gauge import Gauge
 from gauge_optax.gauges.linear import head_linear
 from gauge_optax.gauges.product import product
@@ -27,16 +28,19 @@ from gauge_optax.rotation.rotational import rotational
 from gauge_optax.rotation.tracker import track_rotation
 from gauge_optax.states.from_state import from_state
 from gauge_optax.states.transport import transport
+from gauge_optax.tools.as_json import from_json, to_json
+from gauge_optax.tools.lora import lora
+from gauge_optax.tools.plan import plan
 
-# By what a user wants; the reference has the same groups.
-__all__ = [
+# The reference has the same groups.
+__all__ = [  # noqa: RUF022  by what a user wants
     # Train with your optimizer, on the slice.
     "quotient", "quotient_adamw", "quotient_muon", "ddc_adamw", "ddc_muon", "from_state",
     # Say which symmetries a model has.
     "Gauge", "head_linear", "head_rotation", "logit_shift", "multiplier_balance", "norm_scale", "product", "rescale",
     "rope_linear", "rope_torus", "scale_invariant",
     # Find them, write them down, look at a run before it starts.
-    "axes_by_name", "by_path",
+    "discover", "lora", "plan", "to_json", "from_json", "axes_by_name", "by_path",
     # Move weights along orbits, and optimizer states with them.
     "gauge_fix", "hold_products", "transport",
     # Control rotation and norms.

@@ -334,9 +334,9 @@ class Slice:
         return tuple(i.turn for i in self.instances if i.turn is not None)
 
     @functools.cached_property
-    def turns_by_kind(self) -> tuple[tuple[type[Turn], tuple[Any, ...]], ...]:
+    def turns_by_kind(self) -> tuple[tuple[Any, tuple[Any, ...]], ...]:
         """Rotations of one class together, those that move entry by entry last."""
-        kinds = sorted(dict.fromkeys(map(type, self.turns)), key=lambda kind: kind.entrywise)
+        kinds: list[type[Turn]] = sorted(dict.fromkeys(map(type, self.turns)), key=lambda kind: kind.entrywise)
         return tuple((kind, tuple(turn for turn in self.turns if type(turn) is kind)) for kind in kinds)
 
     # Where `inner` is off the slice -----------------------------------------------------------------------

@@ -14,7 +14,7 @@ from flax import nnx
 import gauge_optax as go
 from gauge_optax.binding import leaves_by_path
 from models import gpt2, lm, multipliers
-from tests.discover.test_discover import near
+from tests.discovery.test_discover import near
 from tests.oracles import orbit, outside
 from tests.programs import innermost
 from tests.quick import jit

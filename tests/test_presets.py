@@ -10,7 +10,7 @@ import pytest
 
 from gauge_optax.gauges.gauge import Gauge
 from models import presets
-from tests.discover.test_layouts import check
+from tests.discovery.test_layouts import check
 
 D, H, K, E, F, V, L, T = 8, 4, 2, 4, 10, 11, 2, 5
 Shapes = Mapping[str, tuple[int, ...]]

@@ -1,26 +1,39 @@
-"""Calls of the library's gauges as data: their source, and layers merged into captures.
-
-Here: text and tables. Not here: which call a symmetry is (`write`).
-"""
+"""Calls of gauge constructors as data: their source, the gauges they make, and layers merged into captures."""
 
 from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
-from gauge_optax.gauges.base import Gauge
+from gauge_optax.binding import binding_error
+from gauge_optax.gauges.gauge import Gauge
+from gauge_optax.gauges.heads import PLANE
+from gauge_optax.gauges.linear import head_linear
+from gauge_optax.gauges.rope_linear import rope_linear
+from gauge_optax.gauges.rotation import head_rotation
+from gauge_optax.gauges.scale import multiplier_balance, norm_scale, rescale, scale_invariant
+from gauge_optax.gauges.shift import logit_shift
+from gauge_optax.gauges.torus import rope_torus
+
+CONSTRUCTORS: Mapping[str, Callable[..., Gauge]] = {
+    constructor.__name__: constructor
+    for constructor in (
+        head_linear, head_rotation, logit_shift, multiplier_balance, norm_scale, rescale, rope_linear, rope_torus,
+        scale_invariant,
+    )
+}  # fmt: skip
 
 Axes = str | tuple[str, ...]
 Roles = Mapping[str, Mapping[str, Axes]]
 _CAPTURES = "ijklmn"
-_NUMBER, _PIECES = re.compile("[0-9]+"), re.compile("([0-9]+)")
+_NUMBER = re.compile("([0-9]+)")
 
 
-def template(paths: Iterable[str]) -> list[str]:
-    """Paths with their numbers left out, sorted."""
-    return sorted(_NUMBER.sub("#", path) for path in paths)
+def template(path: str) -> str:
+    """A path with `#` in place of its numbers: equal for the same leaf of two layers."""
+    return _NUMBER.sub("#", path)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,133 +42,123 @@ class Call:
 
     Attributes:
       kind: the constructor's name.
-      roles: per role, paths and axes.
-      options: keyword arguments besides.
+      roles: for each role, paths and axes.
+      options: other keyword arguments.
       sizes: lengths of axes that shapes alone do not fix.
     """
 
     kind: str
     roles: Roles
-    options: Mapping[str, Any]
-    sizes: Mapping[str, int]
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    sizes: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     @property
     def paths(self) -> list[str]:
         """Paths or patterns of all roles."""
-        return [path for role in self.roles.values() for path in role]
+        return [path for blocks in self.roles.values() for path in blocks]
+
+    def gauge(self) -> Gauge:
+        """The gauge that the call makes."""
+        return CONSTRUCTORS[self.kind](*self.roles.values(), **self.options, sizes=self.sizes or None)
+
+    def rebound(self, params: Any, sizes: Mapping[str, int]) -> Gauge:
+        """The gauge on another tree, with other lengths of the axes that the call states."""
+        ranges = [axes for blocks in self.roles.values() for axes in blocks.values() if ":" in str(axes)]
+        if ranges:
+            raise binding_error(
+                self.kind, f"a range that belongs to another instance on '{self.paths[0]}'", str(ranges[0]),
+                "axes without ranges", "call discover on this instance, or write the range by hand")
+        gauge = dataclasses.replace(self, sizes={name: sizes.get(name, n) for name, n in self.sizes.items()}).gauge()
+        gauge.dim(params)
+        return gauge
 
     def source(self) -> str:
         """The call as Python source."""
-        rows = [f"  {role}={{{', '.join(f'{p!r}: {a!r}' for p, a in blocks.items())}}}," for role, blocks in
-                self.roles.items()]  # fmt: skip
+        rows: list[str] = []
+
+        def add(name: str, mapping: Mapping[str, Any]) -> None:
+            items = [f"{key!r}: {value!r}" for key, value in mapping.items()]
+            row = f"  {name}={{{', '.join(items)}}},"
+            rows.extend([row] if len(row) <= 110 else [f"  {name}={{", *(f"    {item}," for item in items), "  },"])
+
+        for role, blocks in self.roles.items():
+            add(role, blocks)
         rows += [f"  {name}={value!r}," for name, value in self.options.items()]
-        rows += [f"  sizes={dict(self.sizes)!r},"] if self.sizes else []
-        return "\n".join([f"go.{self.kind}(", *(line for row in rows for line in _wrapped(row)), ")"])
+        if self.sizes:
+            add("sizes", self.sizes)
+        return "\n".join([f"go.{self.kind}(", *rows, ")"])
+
+    def alternatives(self) -> Iterator[Call]:
+        """The same gauge with other anchors: each block listed first once, then the two sides of a scale exchanged."""
+        sides = [self]
+        if self.kind in ("rescale", "norm_scale") and not self.options:
+            one, other = self.roles.values()
+            sides.append(Call("rescale", {"up": other, "down": one}, {}, self.sizes))
+        for call in sides:
+            first, blocks = next(iter(call.roles.items()))
+            for path in blocks:
+                yield dataclasses.replace(call, roles={**call.roles, first: {path: blocks[path], **blocks}})
 
 
-class Held(NamedTuple):
-    """A gauge with its evidence.
+def bound_instances(gauge: Any, params: Any) -> list[tuple[str, dict[str, int], list[Any]]]:
+    """What a gauge binds: key, lengths of the named axes, and blocks of each instance.
 
-    Attributes:
-      gauge: the gauge.
-      call: its constructor with arguments.
-      exponents: leaf path → exponent with which it moves; for linear groups the sign tells vectors from covectors.
-      residual: the singular value: what gradients see of its generators, of what they see of a leaf's own.
-      change: largest relative change of the outputs under a random finite move, over points and batches.
-      parts: the same of every layer that it merges; () of one that merges none.
+    A gauge of which only the action is known counts as one instance.
     """
-
-    gauge: Gauge
-    call: Call
-    exponents: Mapping[str, float]
-    residual: float
-    change: float
-    parts: tuple[Held, ...] = ()
-
-    def __str__(self) -> str:
-        paths = ", ".join(dict.fromkeys(getattr(spec, "pattern", "") for spec in getattr(self.gauge, "specs", ())))
-        return f"{getattr(self.gauge, 'name', 'gauge')}: {paths}  (moves the outputs by {self.change:.1e})"
+    found = []
+    for instance in gauge._slice(params).instances:
+        sizes = {name: n for name, n in zip(instance.named, instance.shape, strict=True) if name != PLANE}
+        found.append((instance.key, sizes, list(instance.blocks)))
+    return found
 
 
-def _wrapped(row: str) -> list[str]:
-    """A row of source of at most 110 columns where it is a mapping of paths."""
-    if len(row) <= 110 or "{" not in row:
-        return [row]
-    head, body = row.split("{", 1)
-    items = re.split(r", (?=')", body.rsplit("}", 1)[0])
-    items = [item for item in items if item]
-    joined: list[str] = []
-    for item in items:  # a tuple's strings stay on their line
-        if joined and joined[-1].count("(") > joined[-1].count(")"):
-            joined[-1] += ", " + item
-        else:
-            joined.append(item)
-    return [f"{head}{{", *(f"    {item}," for item in joined), "  },"]
+def merge_layers(calls: Iterable[Call], same: Callable[[Call, list[Call]], bool]) -> list[tuple[Call, list[Call]]]:
+    """Merges calls that differ in the numbers of their paths alone into one call with captures.
 
+    Args:
+      calls: calls for concrete leaves.
+      same: tells whether a merged call binds what the calls that it replaces bind, and nothing else.
 
-def alternatives(call: Call) -> Iterator[Call]:
-    """The same gauge with other anchors: every block listed first once, then the two sides of a scale exchanged."""
-    sides = [call]
-    if call.kind in ("rescale", "norm_scale") and not call.options:
-        one, other = call.roles.values()
-        sides.append(Call("rescale", {"up": other, "down": one}, {}, call.sizes))
-    for own in sides:
-        first, blocks = next(iter(own.roles.items()))
-        for path in blocks:
-            ordered = {path: blocks[path], **blocks}
-            yield dataclasses.replace(own, roles={**own.roles, first: ordered})
-
-
-def merge_layers(calls: Sequence[Call]) -> list[tuple[Call, list[Call]]]:
-    """Calls that differ in numbers of their paths alone as one call with captures, beside the calls that it stands for.
-
-    Where numbers vary in some paths only, or two in ways that no capture joins, calls stay as they are.
+    Returns:
+      Every call with the calls that it replaces. Calls stay separate where no captures express their numbers.
     """
     groups: dict[Any, list[Call]] = {}
     for call in calls:
-        groups.setdefault(_signature(call), []).append(call)
+        roles = tuple(
+            (role, tuple((template(path), axes) for path, axes in _ordered(blocks).items()))
+            for role, blocks in call.roles.items()
+        )
+        groups.setdefault((call.kind, roles, *call.options.items(), *sorted(call.sizes.items())), []).append(call)
     out = []
     for group in groups.values():
         merged = _captured(group) if len(group) > 1 else None
-        out += [(merged, group)] if merged is not None else [(call, [call]) for call in group]
+        out += [(merged, group)] if merged is not None and same(merged, group) else [(call, [call]) for call in group]
     return out
 
 
-def _signature(call: Call) -> Any:
-    roles = tuple(
-        (role, tuple((_NUMBER.sub("#", p), axes) for p, axes in _ordered(blocks))) for role, blocks in
-        call.roles.items()
-    )  # fmt: skip
-    return call.kind, roles, tuple(call.options.items()), tuple(sorted(call.sizes.items()))
-
-
-def _ordered(blocks: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    def key(item: tuple[str, Any]) -> Any:
-        return _NUMBER.sub("#", item[0]), [int(n) for n in _NUMBER.findall(item[0])]
-
-    return sorted(blocks.items(), key=key)
+def _ordered(blocks: Mapping[str, Axes]) -> dict[str, Axes]:
+    """Blocks sorted by their paths, numbers by value."""
+    return dict(sorted(blocks.items(), key=lambda item: (template(item[0]), list(map(int, _NUMBER.findall(item[0]))))))
 
 
 def _captured(group: Sequence[Call]) -> Call | None:
-    """One call for a group of equal signature, None where captures cannot say it."""
-    tables = [[path for blocks in call.roles.values() for path, _ in _ordered(blocks)] for call in group]
-    columns = list(zip(*[[tuple(_NUMBER.findall(path)) for path in paths] for paths in tables], strict=True))
-    captures: dict[tuple[str, ...], str] = {}
-    patterns = []
-    for path, numbers in zip(tables[0], columns, strict=True):
-        slots = [tuple(own) for own in zip(*numbers, strict=True)]
-        own = {slot for slot in slots if len(set(slot)) > 1}
+    """One call for calls that differ in numbers alone; None where captures cannot express it."""
+    tables = [[path for blocks in call.roles.values() for path in _ordered(blocks)] for call in group]
+    captures: dict[tuple[str, ...], str] = {}  # the numbers that one capture takes, over the group
+    patterns, varying = {}, []
+    for paths in zip(*tables, strict=True):
+        slots = list(zip(*(_NUMBER.findall(path) for path in paths), strict=True))
+        varying.append({slot for slot in slots if len(set(slot)) > 1})
         for slot in slots:
-            if slot in own and slot not in captures:
+            if slot in varying[-1] and slot not in captures:
                 if len(captures) == len(_CAPTURES):
                     return None
                 captures[slot] = "{" + _CAPTURES[len(captures)] + "}"
         texts = iter([captures.get(slot, slot[0]) for slot in slots])
-        patterns.append(("".join(next(texts) if k % 2 else text for k, text in enumerate(_PIECES.split(path))), own))
-    if any(own != set(captures) for _, own in patterns):
+        patterns[paths[0]] = "".join(next(texts) if k % 2 else t for k, t in enumerate(_NUMBER.split(paths[0])))
+    # Every capture has to occur in every pattern, and no two paths of a role may become one.
+    roles = {role: {patterns[p]: axes for p, axes in blocks.items()} for role, blocks in group[0].roles.items()}
+    lost = any(len(roles[role]) < len(blocks) for role, blocks in group[0].roles.items())
+    if lost or any(slots != set(captures) for slots in varying):
         return None
-    pattern = {path: pattern for path, (pattern, _) in zip(tables[0], patterns, strict=True)}
-    roles = {role: {pattern[path]: axes for path, axes in own.items()} for role, own in group[0].roles.items()}
-    if any(len(roles[role]) < len(own) for role, own in group[0].roles.items()):
-        return None
-    return Call(group[0].kind, roles, group[0].options, group[0].sizes)
+    return dataclasses.replace(group[0], roles=roles)

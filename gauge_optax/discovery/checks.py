@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,129 +12,114 @@ import numpy as np
 
 from gauge_optax.binding import binding_error, leaves_by_path
 from gauge_optax.discovery.sketch import Leaves
-from gauge_optax.discovery.trace import source
+from gauge_optax.discovery.trace import called_jaxpr, source
 
 _OUTPUTS = ("logits", "logprobs", "loss")
+_refusal = functools.partial(binding_error, "discover")
 
 
-def listed(batches: Any) -> list[Any]:
-    """Batches as a list; raises for one array, whose rows they would be."""
+def checked_batches(batches: Any, outputs: str, near: float, seed: int) -> list[Any]:
+    """The batches with floats in float64; raises for unusable arguments of `discover`."""
     if hasattr(batches, "ndim"):
-        raise binding_error(
-            "discover", "an array for batches", f"one of shape {jnp.shape(batches)}, whose rows would be batches",
-            "a list of two batches or more, each what fn takes",
-            "write [x[:4], x[4:8]], or [(x, y), …] for an fn of one argument that unpacks them")
-    return list(batches)
-
-
-def check_arguments(outputs: str, batches: Sequence[Any], near: float, seed: int = 0) -> None:
-    """Raises for arguments that say nothing of the function."""
+        raise _refusal(
+            "batches is one array", f"an array of shape {jnp.shape(batches)}, whose rows would be batches",
+            "a list of at least two batches, each a value that fn accepts",
+            "write [x[:4], x[4:8]], or [(x, y), ...] if fn unpacks a pair")
     if outputs not in _OUTPUTS:
-        raise binding_error(
-            "discover", f"unknown outputs {outputs!r}", repr(outputs), f"one of {', '.join(map(repr, _OUTPUTS))}",
-            "say what fn returns: 'logits' matter up to a constant along the last axis, the others as they are")
-    if len(batches) < 2:
-        raise binding_error(
-            "discover", "too few batches", f"{len(batches)} batch", "two or more, of what fn takes",
-            "pass a list of batches: what one batch does not reach looks like a symmetry")
+        raise _refusal(
+            f"unknown outputs {outputs!r}", repr(outputs), f"one of {', '.join(map(repr, _OUTPUTS))}",
+            "say what fn returns: 'logits' are compared up to a constant along the last axis, the others as they are")
+    if len(batches := list(batches)) < 2:
+        raise _refusal(
+            "too few batches", f"{len(batches)} batch", "two or more values that fn accepts",
+            "pass a list of batches: whatever a single batch does not reach looks like a symmetry")
     if not 0 <= near < 1:
-        raise binding_error(
-            "discover", f"bad near {near!r}", repr(near), "a number from 0 to 1", "leave it at 1e-3")
+        raise _refusal(f"bad near {near!r}", repr(near), "a number from 0 to 1", "leave it at 1e-3")
     if not isinstance(seed, int | np.integer):
-        raise binding_error(
-            "discover", "no seed", f"a {type(seed).__name__}", "an int: points and elements are drawn by NumPy",
+        raise _refusal(
+            "seed is no integer", f"a {type(seed).__name__}", "an int, because NumPy draws the points",
             "write seed=0")
+    return jax.tree.map(lambda x: np.asarray(x, np.float64) if is_float(x) else x, batches)
+
+
+def is_float(x: Any) -> bool:
+    """Whether something is an array of floating-point numbers."""
+    return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating)
 
 
 def double_leaves(params: Any) -> Leaves:
     """Floating-point leaves by path, in float64."""
-    found = leaves_by_path(params)
-    leaves = {p: np.asarray(x, np.float64) for p, x in found.items() if _is_float(x)}
+    all_leaves = leaves_by_path(params)
+    leaves = {p: np.asarray(x, np.float64) for p, x in all_leaves.items() if is_float(x)}
     if not leaves:
-        kinds = ", ".join(f"{p} ({getattr(x, 'dtype', type(x).__name__)})" for p, x in list(found.items())[:4])
-        raise binding_error(
-            "discover", "no floating-point leaves in params", kinds or "an empty tree", "arrays of parameters",
-            "pass the tree that fn differentiates in, as of nnx.state(model) or variables['params']")
+        kinds = ", ".join(f"{p} ({getattr(x, 'dtype', type(x).__name__)})" for p, x in list(all_leaves.items())[:4])
+        raise _refusal(
+            "no floating-point leaves in params", kinds or "an empty tree", "a tree of parameter arrays",
+            "pass the tree that fn is differentiated in, such as nnx.state(model) or variables['params']")
     return leaves
 
 
-def _is_float(x: Any) -> bool:
-    return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating)
-
-
-def double_batch(batch: Any) -> Any:
-    """A batch with its floating-point arrays in float64."""
-    return jax.tree.map(lambda x: np.asarray(x, np.float64) if _is_float(x) else x, batch)
-
-
-def compared(out: Any, outputs: str) -> Any:
-    """What of the outputs is compared: floating-point leaves; logits less their log-sum."""
-    leaves = [x for x in jax.tree.leaves(out) if _is_float(x)]
+def compared(out: Any, outputs: str) -> list[jax.Array]:
+    """The part of the outputs that is compared: floating-point leaves; logits as log-probabilities."""
+    leaves = [x for x in jax.tree.leaves(out) if is_float(x)]
     if not leaves:
-        raise binding_error(
-            "discover", "no floating-point outputs", f"{len(jax.tree.leaves(out))} other leaves", "an array of numbers",
-            "return the logits, log-probabilities or loss from fn")
-    if outputs != "logits":
-        return leaves
-    if any(x.ndim == 0 or x.shape[-1] == 1 for x in leaves):
-        raise binding_error(
-            "discover", "outputs that are no logits", f"shapes {', '.join(str(x.shape) for x in leaves)}",
-            "classes along the last axis", "say outputs='loss' where fn returns a number")
-    return [jax.nn.log_softmax(x, axis=-1) for x in leaves]
+        raise _refusal(
+            "no floating-point outputs", f"{len(jax.tree.leaves(out))} leaves of other types",
+            "an array of floating-point numbers", "return the logits, log-probabilities or loss from fn")
+    if outputs == "logits" and any(x.ndim == 0 or x.shape[-1] == 1 for x in leaves):
+        raise _refusal(
+            "outputs that are no logits", f"shapes {', '.join(str(x.shape) for x in leaves)}",
+            "more than one class along the last axis", "pass outputs='loss' if fn returns a number")
+    return [jax.nn.log_softmax(x, axis=-1) for x in leaves] if outputs == "logits" else leaves
 
 
 def check_precision(low: Sequence[str]) -> None:
     """Raises where a value that depends on parameters is computed in less than double precision."""
     if low:
-        raise binding_error(
-            "discover", "low precision inside fn", low[0] + (f", and {len(low) - 1} more" if len(low) > 1 else ""),
-            "float64 throughout: 1e-9 tells a symmetry from what is nearly one",
-            "build the model for discover without dtype= and without casts, or with float64")
+        raise _refusal(
+            "low precision inside fn", low[0] + (f", and {len(low) - 1} more" if len(low) > 1 else ""),
+            "float64 throughout, so that 1e-9 separates an exact symmetry from a near one",
+            "build the model for discover without dtype= and without casts, or in float64")
 
 
-def check_repeatable(one: Sequence[np.ndarray], other: Sequence[np.ndarray]) -> None:
-    """Raises where two calls on one input differ."""
-    for k, (a, b) in enumerate(zip(one, other, strict=True)):
-        if not np.array_equal(a, b, equal_nan=True):
-            raise binding_error(
-                "discover", "two calls of fn differ", f"output {k} by {np.abs(a - b).max():.1e} on the same input",
+def check_repeatable(first: Sequence[np.ndarray], second: Sequence[np.ndarray]) -> None:
+    """Raises where two calls on one input differ by more than roundoff: two compilations may order sums differently."""
+    for k, (a, b) in enumerate(zip(first, second, strict=True)):
+        if not np.allclose(a, b, rtol=0.0, atol=1e-9 * np.abs(a).max(initial=0.0), equal_nan=True):
+            raise _refusal(
+                "two calls of fn differ", f"output {k} changes by {np.abs(a - b).max():.1e} on one input",
                 "a pure function of (params, batch)",
                 "switch dropout off (deterministic=True, model.eval()), or pass the same key with every batch")
 
 
-def check_finite(out: Sequence[np.ndarray], explain: Callable[[], str]) -> None:
-    """Raises where outputs are not finite; `explain` finds the first operation to blame."""
+def check_finite(out: Sequence[np.ndarray], fn: Callable[..., Any], *args: Any) -> None:
+    """Raises where outputs of fn are not finite; names the first operation that makes a NaN, or else an infinity."""
     for k, x in enumerate(out):
         if not np.isfinite(x).all():
-            bad = int((~np.isfinite(x)).sum())
-            raise binding_error(
-                "discover", "outputs that are not finite", f"{bad} of {x.size} entries of output {k}; {explain()}",
-                "finite outputs at generic points near params",
-                "mask with a large negative number in place of -inf where a whole row is masked; check the inputs")
+            closed = jax.make_jaxpr(fn)(*args)
+            origins: dict[str, str] = {}
+            _evaluate(closed.jaxpr, closed.consts, jax.tree.leaves(args), origins)
+            origin = origins.get("NaN") or origins.get("infinity") or "no operation could be identified"
+            raise _refusal(
+                "outputs that are not finite",
+                f"{int((~np.isfinite(x)).sum())} of {x.size} elements of output {k}; {origin}",
+                "finite outputs at random points near params",
+                "mask with a large negative number instead of -inf where a whole row is masked; check the inputs")
 
 
-def first_not_finite(fn: Callable[..., Any], *args: Any) -> str:
-    """The first operation that makes a NaN, or else an infinity, out of finite numbers, and where it stands."""
-    closed = jax.make_jaxpr(fn)(*args)
-    found: dict[str, str] = {}
-    _evaluate(closed.jaxpr, closed.consts, jax.tree.leaves(args), found)
-    return found.get("NaN") or found.get("infinity") or "where could not be told"
-
-
-def _evaluate(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], found: dict[str, str]) -> list[Any]:
-    """A jaxpr carried out one operation after another; what is not finite first goes to `found`."""
+def _evaluate(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], origins: dict[str, str]) -> list[Any]:
+    """Evaluates a jaxpr one operation at a time and notes in `origins` where NaN and infinity first appear."""
     values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
     for eqn in jaxpr.eqns:
         ins = [atom.val if hasattr(atom, "val") else values[atom] for atom in eqn.invars]
-        body = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
-        if body is not None and eqn.primitive.name not in ("scan", "while", "cond", "pallas_call"):
-            inner, own = (body.jaxpr, body.consts) if hasattr(body, "jaxpr") else (body, ())
-            outs = _evaluate(inner, own, ins[len(ins) - len(inner.invars) :], found)
+        if called := called_jaxpr(eqn):
+            outs = _evaluate(*called, ins[len(ins) - len(called[0].invars) :], origins)
         else:
             result = eqn.primitive.bind(*map(jnp.asarray, ins), **eqn.params)
             outs = result if eqn.primitive.multiple_results else [result]
         values.update(zip(eqn.outvars, outs, strict=True))
+        # Masks put -inf into finite networks, so only NaN and +inf count.
         for kind, test in (("NaN", np.isnan), ("infinity", np.isposinf)):
-            if kind not in found and any(test(np.asarray(x)).any() for x in outs if _is_float(x)):
-                found[kind] = f"the first {kind} comes out of `{eqn.primitive.name}`{source(eqn)}"
+            if kind not in origins and any(test(np.asarray(x)).any() for x in outs if is_float(x)):
+                origins[kind] = f"the first {kind} comes out of `{eqn.primitive.name}`{source(eqn)}"
     return [atom.val if hasattr(atom, "val") else values[atom] for atom in jaxpr.outvars]

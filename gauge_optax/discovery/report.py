@@ -1,14 +1,10 @@
-"""`discover`: the symmetries of a function, found, proved by finite moves, and written as gauges.
-
-Here: the order of the steps, what is refused, and the report. Not here: the steps (`trace`, `sketch`, `search`,
-`write`).
-"""
+"""`discover`: the symmetries of a function, searched for, proved by finite moves, and written as gauges."""
 
 from __future__ import annotations
 
 import dataclasses
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -16,45 +12,52 @@ import numpy as np
 from tqdm import tqdm
 
 from gauge_optax.binding import binding_error, with_leaves
-from gauge_optax.discovery import affine, checks, search
-from gauge_optax.discovery.calls import Call, Held, merge_layers
-from gauge_optax.discovery.motions import ZERO, Symmetry, independent
-from gauge_optax.discovery.nulls import solve
-from gauge_optax.discovery.prove import Prover, constructed, rebound
-from gauge_optax.discovery.rules import RULES
-from gauge_optax.discovery.search import Candidate
-from gauge_optax.discovery.sketch import Gradients, Leaves, generic_point
-from gauge_optax.discovery.trace import Walked, walk
+from gauge_optax.discovery import checks, search
+from gauge_optax.discovery.calls import Call, merge_layers
+from gauge_optax.discovery.groups import ZERO, Symmetry, draw, independent
+from gauge_optax.discovery.offsets import Shifts, flows
+from gauge_optax.discovery.prove import Held, Prover
+from gauge_optax.discovery.sketch import Gradients, generic_point
+from gauge_optax.discovery.trace import Trace, walk
 from gauge_optax.discovery.write import Unwritable, shift_call, written
-from gauge_optax.gauges.base import Gauge
+from gauge_optax.gauges.gauge import Gauge
 
 Outputs = Literal["logits", "logprobs", "loss"]
-POINTS = 5
-_ROWS = 1.5  # rows of gradients for each column, so that no null vector is an accident
-_DEAD = 1e-11  # of a typical entry's gradient
+_POINTS = 5  # one alone can have dead units, whose null vectors are accidents
+_ROWS = 1.5  # gradients for each column: with fewer rows than columns, any columns have null vectors
+_DEAD = 1e-11  # an element whose gradient is smaller, relative to a typical one, has no effect
+# Norm scales come before logit shifts: a shift is measured after the final norm's scale has moved.
 _ORDER = ("norm_scale", "scale_invariant", "head_rotation", "head_linear", "rope_torus", "rope_linear", "rescale",
           "logit_shift")  # fmt: skip
 
 
 class Uncovered(NamedTuple):
-    """Entries that no batch reaches: rows of an embedding, positions, experts."""
+    """Elements of a leaf that no batch reaches, such as rows of an embedding, positions, experts."""
 
     path: str
     entries: int
     of: int
 
 
+class _Claim(NamedTuple):
+    """A gauge before its proof."""
+
+    call: Call
+    exponents: Mapping[str, float]
+    residual: float
+
+
 @dataclasses.dataclass(frozen=True, repr=False)
 class Report:
-    """What `discover` found.
+    """The result of `discover`.
 
     Attributes:
-      gauges: those that held, ready for `go.quotient`.
+      gauges: those that hold, ready for `go.quotient`.
       held: the same with their evidence.
-      nearly: gauges broken by less than `near`, as by a norm's eps, with the change they make.
-      rejected: candidates that a finite move refuted, or that the library cannot bind beside the others, and why.
-      dead: leaves whose values do not matter.
-      uncovered: entries that no batch reaches; nothing is known of them.
+      nearly: gauges that change the outputs by less than ten times `near`, for example because of a norm's eps.
+      rejected: candidates that a finite move refutes, or that the library cannot bind beside the others, with reasons.
+      dead: leaves whose values do not affect the outputs.
+      uncovered: elements that no batch reaches; nothing is known about them.
       ungauged: symmetries that hold and have no gauge: kind → where.
     """
 
@@ -67,7 +70,7 @@ class Report:
 
     @property
     def gauges(self) -> list[Gauge]:
-        """The gauges that held."""
+        """The gauges that hold."""
         return [held.gauge for held in self.held]
 
     def code(self) -> str:
@@ -77,7 +80,7 @@ class Report:
     def rebind(self, params: Any, **sizes: int) -> list[Gauge]:
         """The gauges on a larger instance of the same architecture.
 
-        Captures and named axes carry over as they are; lengths inside parentheses do not.
+        Captures and named axes carry over unchanged; lengths inside parentheses do not.
 
         Args:
           params: the larger tree; shapes are enough.
@@ -87,61 +90,58 @@ class Report:
           Gauges that bind to it.
 
         Raises:
-          ValueError: a gauge that does not fit; a range of an axis, which is the small instance's own; a length of an
-            axis that no gauge states.
+          ValueError: a gauge does not fit the tree, or contains a range of an axis, which holds for the small instance
+            only, or `sizes` names an axis whose length no gauge states.
         """
         stated = {name for held in self.held for name in held.call.sizes}
         if unknown := sizes.keys() - stated:
             raise binding_error(
                 "rebind", f"no gauge states a length of {', '.join(sorted(unknown))}",
-                f"stated: {', '.join(sorted(stated)) or 'none'}", "axes that the gauges' `sizes` name",
-                "leave it out: other lengths are read off the larger tree's shapes")
-        return [rebound(held.call, params, sizes) for held in self.held]
+                f"stated lengths: {', '.join(sorted(stated)) or 'none'}", "axes that the gauges' `sizes` name",
+                "leave it out: other lengths are read from the larger tree's shapes")
+        return [held.call.rebound(params, sizes) for held in self.held]
 
     def __repr__(self) -> str:
         return str(self)
 
     def __str__(self) -> str:
-        rows = [f"{len(self.held)} gauges"] + [f"  {held}" for held in self.held]
+        count = len(self.held)
+        rows = [f"{count} gauge{'s' * (count != 1)}"] + [f"  {held}" for held in self.held]
         for title, items in (
-            ("nearly", self.nearly),
-            ("rejected", self.rejected),
-            ("dead leaves", self.dead),
-            ("not reached", [f"{u.entries} of {u.of} entries of {u.path}" for u in self.uncovered]),
-            ("no gauge for", [f"{kind}: {', '.join(where)}" for kind, where in self.ungauged.items()]),
+            ("nearly gauges: the outputs change a little, for example because of a norm's eps", self.nearly),
+            ("rejected candidates", self.rejected),
+            ("leaves that do not affect the outputs", self.dead),
+            ("not reached by any batch", [f"{u.entries} of {u.of} entries of {u.path}" for u in self.uncovered]),
+            ("symmetries without a gauge", [f"{kind}: {', '.join(where)}" for kind, where in self.ungauged.items()]),
         ):
             rows += [title] * bool(items) + [f"  {item}" for item in items]
         return "\n".join(rows)
 
 
 def discover(
-    fn: Callable[[Any, Any], Any],
-    params: Any,
-    batches: Sequence[Any],
-    outputs: Outputs = "logits",
-    linear: bool = False,
-    near: float = 1e-3,
-    seed: int = 0,
-    progress: bool = True,
-) -> Report:
-    """Finds the gauges of a function: nothing is written by hand, and everything returned was proved by finite moves.
+    fn: Callable[[Any, Any], Any], params: Any, batches: Sequence[Any], outputs: Outputs = "logits",
+    linear: bool = False, near: float = 1e-3, seed: int = 0, progress: bool = True,
+) -> Report:  # fmt: skip
+    """Finds the gauges of a function; a finite move proves every gauge that it returns.
 
     Args:
       fn: pure function (params, batch) to outputs, an array or a tree of them; called in float64.
-      params: its parameters, any pytree; a small instance of an architecture tells as much as a large one.
-      batches: at least two of what `fn` takes; together they should reach what training reaches.
-      outputs: "logits": what `fn` returns matters up to a constant along the last axis; "logprobs" or "loss": as it is.
-      linear: GL(d_h), and what of it commutes with rotary, in place of the rotations in them.
-      near: largest singular value, of a column, that is reported as nearly a symmetry.
+      params: its parameters, any pytree. A small instance of an architecture has the gauges of a large one.
+      batches: at least two values that `fn` accepts; together they should reach what training reaches.
+      outputs: "logits": outputs matter up to a constant along the last axis; "logprobs" or "loss": they matter as they
+        are.
+      linear: whether to return GL(d_h), and the part of it that commutes with rotary embeddings, instead of the
+        rotations in them.
+      near: largest singular value, relative to a column, that is reported as nearly a symmetry.
       seed: of points, projections and elements.
       progress: whether to show a bar.
 
     Returns:
-      The report; `report.gauges` is what `go.quotient` takes, `report.code()` its source.
+      The report; `report.gauges` is a list for `go.quotient`, `report.code()` is its source.
 
     Raises:
-      ValueError: no floating-point leaves, outputs that are not finite, differ between two calls or are computed in
-        less than double precision, a batch too few, an unknown kind of outputs.
+      ValueError: no floating-point leaves; outputs that are not finite, differ between two calls or are computed in
+        less than double precision; fewer than two batches; an unknown kind of outputs.
 
     >>> def fn(p, x):
     ...     return jax.nn.relu(x @ p["up"]) @ p["down"]
@@ -156,189 +156,131 @@ def discover(
       ),
     ]
 
-    Reference: ours; docs/design.md, "Gauges found". Not found: symmetries that no entry of an index space carries
-    (SO(d) of a residual stream under norms with scales).
+    Reference: ours; docs/design.md, "Gauges found". It does not find symmetries that act on no single index space
+    (SO(d) of a residual stream whose norms have scales).
     """
-    batches = checks.listed(batches)
-    checks.check_arguments(outputs, batches, near, seed)
-    with jax.enable_x64(True):
-        discovery = _Discovery(fn, params, batches, outputs, linear, near, seed)
-        with tqdm(total=4 + POINTS, desc="discover", disable=not progress, leave=False) as bar:
-            return discovery.run(bar)
+    batches = checks.checked_batches(batches, outputs, near, seed)
 
+    def rng(*purpose: int) -> np.random.Generator:
+        return np.random.default_rng([seed, *purpose])
 
-class _Discovery:
-    """One call of `discover`."""
-
-    def __init__(
-        self, fn: Any, params: Any, batches: Sequence[Any], outputs: str, linear: bool, near: float, seed: int
-    ) -> None:
-        self.params, self.linear, self.near, self.seed = params, linear, near, seed
-        self.leaves = checks.double_leaves(params)
-        self.batches = [checks.double_batch(batch) for batch in batches]
+    with jax.enable_x64(True), tqdm(total=4 + _POINTS, desc="discover", disable=not progress, leave=False) as bar:
+        leaves = checks.double_leaves(params)
 
         def by_leaves(leaves: Mapping[str, Any], batch: Any) -> Any:
             return checks.compared(fn(with_leaves(params, leaves), batch), outputs)
 
-        self.fn = by_leaves
-
-    def rng(self, *what: int) -> np.random.Generator:
-        """A generator of its own for each purpose."""
-        return np.random.default_rng([self.seed, *what])
-
-    def run(self, bar: Any) -> Report:
         bar.set_postfix_str("tracing")
-        walked = self._walk()
+        arrays = list(leaves.values())
+        closed = jax.make_jaxpr(lambda *x: by_leaves(dict(zip(leaves, x, strict=True)), batches[0]))(*arrays)
+        trace = walk(closed, list(leaves))
+        checks.check_precision(trace.low)
         bar.update()
-        prover = Prover(self.fn, self.params, self.batches, [self._point(100), self._point(101)])
-        prover.check_outputs(self.leaves)
+        points = [generic_point(leaves, rng(1, k)) for k in (100, 101)]
+        prover = Prover(by_leaves, params, batches, points)
+        prover.check_outputs(leaves)
+
         bar.set_postfix_str("gradients")
-        tried = search.candidates(walked, self.leaves)
-        flows = affine.flows(walked, self.leaves)
-        squares, shifts = self._observe(walked, tried, flows, bar)
-        bar.set_postfix_str("null spaces")
-        dead, uncovered, asleep, rejected = self._dead(squares, prover)
-        held, nearly = self._solve(tried, squares, asleep)
-        bar.update()
-        bar.set_postfix_str("finite moves")
-        layers = tuple(walked.trace.spaces.key(axis) for axis in walked.trace.stacked)
-        writer = _Writer(prover, self.linear, layers, [p for p, x in self.leaves.items() if (x > 0).all()])
-        proved = writer.prove([*writer.calls(held), *shift_calls(shifts.found())], ZERO, self.rng(5))
-        closely = _Writer(prover, self.linear, layers, writer.positive)
-        almost = closely.prove(closely.calls(nearly), 10 * self.near, self.rng(6))
-        rejected += [f"{call.kind} of {', '.join(call.paths)}: moves by {change:.1e}" for call, change in writer.failed]
-        kept, refused = prover.together(sorted(proved, key=lambda h: _ORDER.index(h.call.kind)))
-        ungauged = {**writer.ungauged, **affine.unseen(flows, prover.points, prover.change), **_constants(shifts)}
-        bar.update()
-        return Report(tuple(kept), tuple(almost), (*rejected, *refused), dead, uncovered, ungauged)
-
-    def _point(self, k: int) -> Leaves:
-        return generic_point(self.leaves, self.rng(1, k))
-
-    def _walk(self) -> Walked:
-        names = list(self.leaves)
-
-        def positional(*leaves: Any) -> Any:
-            return self.fn(dict(zip(names, leaves, strict=True)), self.batches[0])
-
-        walked = walk(jax.make_jaxpr(positional)(*self.leaves.values()), RULES)
-        checks.check_precision(walked.trace.low)
-        return walked
-
-    def _observe(
-        self, walked: Walked, tried: Sequence[Candidate], flows: Sequence[affine.Flow], bar: Any
-    ) -> tuple[Leaves, search.Shifts]:
-        gradients = Gradients(self.fn, self.batches)
-        columns = max([*(len(one.columns) for one in tried), *(flow.columns for flow in flows)])
+        tried, offsets, shifts = search.candidates(trace, leaves), flows(trace, leaves), Shifts(trace, leaves)
+        gradients = Gradients(by_leaves, batches)
+        columns = max([*(len(one.columns) for one in tried), *(flow.columns for flow in offsets)])
         rows = max(24, int(_ROWS * columns) + 8)
-        at_once = min(-(-rows // POINTS), gradients.outputs(self.leaves) * len(self.batches))
-        points = -(-rows // at_once)
-        bar.total = 4 + points
-        squares = {path: np.zeros(leaf.shape) for path, leaf in self.leaves.items()}
-        shifts = search.Shifts(walked, self.leaves)
-        for k in range(points):
-            point = self._point(k)
-
-            def watched(point: Leaves = point, k: int = k) -> Iterator[Leaves]:
-                for chunk in gradients.at(point, at_once, self.rng(2, k)):
-                    affine.observe(flows, point, [chunk], [self.seed, 9, k])
-                    yield chunk
-
-            found = search.observe(tried, shifts, point, watched(), [self.seed, 3, k])
-            squares = {path: squares[path] + found[path] for path in squares}
+        # Gradients at one point are independent up to the number of outputs: a scalar loss needs more points.
+        at_once = min(-(-rows // _POINTS), gradients.outputs(leaves) * len(batches))
+        bar.total = 4 + (count := -(-rows // at_once))
+        squares = {path: np.zeros(leaf.shape) for path, leaf in leaves.items()}
+        for k in range(count):
+            point = generic_point(leaves, rng(1, k))
+            elements = [draw(rng(3, k, n), one.family, one.space, one.beside) for n, one in enumerate(tried)]
+            for chunk, gradient in enumerate(gradients.at(point, at_once, rng(2, k))):
+                shifts.observe(gradient)
+                squares = {path: x + np.square(gradient[path]).sum(0) for path, x in squares.items()}
+                for n, flow in enumerate(offsets):
+                    flow.observe(point, gradient, rng(9, k, n))
+                for one, element in zip(tried, elements, strict=True):
+                    one.observe(point, element, gradient, first=chunk == 0)
             bar.update()
-        return squares, shifts
 
-    def _dead(
-        self, squares: Leaves, prover: Prover
-    ) -> tuple[tuple[str, ...], tuple[Uncovered, ...], dict[str, np.ndarray], list[str]]:
+        bar.set_postfix_str("null spaces")
         sizes = {path: np.sqrt(x) for path, x in squares.items()}
         live = np.concatenate([x[x > 0] for x in sizes.values()])
-        asleep = {path: x <= _DEAD * (np.median(live) if live.size else 0.0) for path, x in sizes.items()}
-        dead, uncovered, rejected = [], [], []
-        for path, entries in asleep.items():
-            if not entries.any():
+        masks = {path: x <= _DEAD * (np.median(live) if live.size else 0.0) for path, x in sizes.items()}
+        dead, uncovered, rejected, noise = [], [], [], rng(4)
+        for path, mask in masks.items():
+            if not mask.any():
                 continue
-            change = prover.change_of_entries(path, entries, self.rng(4))
-            if change > ZERO:
-                rejected.append(f"{path}: no gradient (stop_gradient?), but its value moves by {change:.1e}")
-            elif entries.all():
+            change = prover.change_of_entries(path, mask, noise)
+            if change > ZERO:  # stop_gradient hides a value from gradients, not from the outputs
+                moves = f"its values move the outputs by {change:.1e}"
+                rejected.append(f"{path}: no gradient (stop_gradient?), but {moves}")
+            elif mask.all():
                 dead.append(path)
             else:
-                uncovered.append(Uncovered(path, int(entries.sum()), entries.size))
-        return tuple(dead), tuple(uncovered), asleep, rejected
+                uncovered.append(Uncovered(path, int(mask.sum()), mask.size))
+        symmetries = [symmetry for one in tried for symmetry in one.solve(squares, masks, near)]
+        point = generic_point(leaves, rng(1, 0))
+        exact = independent([s for s in symmetries if s.residual < ZERO], point, rng(7))
+        close = independent([s for s in symmetries if s.residual >= ZERO], point, rng(8), exact)
+        bar.update()
 
-    def _solve(
-        self, tried: Sequence[Candidate], squares: Leaves, asleep: Mapping[str, np.ndarray]
-    ) -> tuple[list[Symmetry], list[Symmetry]]:
-        found = [symmetry for one in tried for symmetry in solve(one, squares, asleep, self.near)]
-        exact = [symmetry for symmetry in found if symmetry.residual < ZERO]
-        point = self._point(0)
-        kept = independent(exact, point, self.rng(7))
-        both = independent([s for s in found if s.residual >= ZERO], point, self.rng(8), kept)
-        return kept, both
+        bar.set_postfix_str("finite moves")
+        positive = {path for path, x in leaves.items() if (x > 0).all()}
+        claims, ungauged = _claims(exact, linear, trace, positive)
+        for places, residual in shifts.solve():
+            claims.append(_Claim(shift_call(places), {view.path: 1.0 for view, _ in places}, residual))
+        proved, failed = _proved(prover, claims, ZERO, rng(5))
+        nearly, _ = _proved(prover, _claims(close, linear, trace, positive)[0], 10 * near, rng(6))
+        for call, change in failed:
+            rejected.append(f"{call.kind} of {', '.join(call.paths)}: moves the outputs by {change:.1e}")
+        held, refused = prover.together(sorted(proved, key=lambda h: _ORDER.index(h.call.kind)))
+        for k, flow in enumerate(offsets):
+            for where in flow.held(points, prover.change, [11, k]):
+                if where not in ungauged.setdefault(flow.kind, []):
+                    ungauged[flow.kind].append(where)
+        constant = [view.path for places, _ in shifts.solve(read=True) for view, _ in places]
+        if constant:
+            ungauged["a constant along an axis that only centred norms read"] = list(dict.fromkeys(constant))
+        bar.update()
+    kinds = {kind: tuple(where) for kind, where in ungauged.items()}
+    return Report(tuple(held), tuple(nearly), (*rejected, *refused), tuple(dead), tuple(uncovered), kinds)
 
 
-def _constants(shifts: search.Shifts) -> dict[str, tuple[str, ...]]:
-    hidden = [view.path for views, _ in shifts.found(read=True) for view, _ in views]
-    return {"a constant along an axis that only centred norms read": tuple(dict.fromkeys(hidden))} if hidden else {}
+def _claims(
+    symmetries: Sequence[Symmetry], linear: bool, trace: Trace, positive: set[str]
+) -> tuple[list[_Claim], dict[str, list[str]]]:
+    """Symmetries as gauges, and the leaves of those that have no gauge, by kind."""
+    claims, ungauged = [], dict[str, list[str]]()
+    for symmetry in symmetries:
+        signs = {"covector": -1.0}
+        exponents = {t.piece.path: round(t.exponent * signs.get(t.mode, 1.0), 6) for t in symmetry.terms}
+        try:
+            call = written(symmetry, linear, trace.layer_spaces(), positive)
+        except Unwritable as reason:
+            ungauged.setdefault(str(reason), []).append(", ".join(sorted(symmetry.paths)))
+        else:
+            claims.append(_Claim(call, exponents, symmetry.residual))
+    return claims, ungauged
 
 
-def shift_calls(shifts: Sequence[Any]) -> list[tuple[Call, dict[str, float], float]]:
-    """Calls of shifts along one space each, with exponents and residual."""
-    return [(shift_call(views), {view.path: 1.0 for view, _ in views}, residual) for views, residual in shifts]
+def _proved(
+    prover: Prover, claims: Sequence[_Claim], most: float, rng: np.random.Generator
+) -> tuple[list[Held], list[tuple[Call, float]]]:
+    """Gauges whose finite moves change the outputs by at most `most`, and the calls of the others with their change.
 
+    Layers are merged first, and proved one by one where the merged gauge fails.
+    """
+    evidence = {id(claim.call): claim for claim in claims}
 
-class _Writer:
-    """Symmetries as gauges that held, and what could not be written."""
+    def held(call: Call, group: Sequence[Call], change: float) -> Held:
+        merged = [evidence[id(one)] for one in group]
+        exponents = {path: exponent for claim in merged for path, exponent in claim.exponents.items()}
+        parts = tuple(held(one, [one], change) for one in group) if len(group) > 1 else ()
+        return Held(call.gauge(), call, exponents, max(claim.residual for claim in merged), change, parts)
 
-    def __init__(
-        self, prover: Prover, linear: bool, layers: Sequence[tuple[int, ...]], positive: Sequence[str]
-    ) -> None:
-        self._prover, self._linear, self._layers, self.positive = prover, linear, layers, positive
-        self._ungauged: dict[str, list[str]] = {}
-        self.failed: list[tuple[Call, float]] = []
-
-    @property
-    def ungauged(self) -> Mapping[str, tuple[str, ...]]:
-        """Kind → where."""
-        return {kind: tuple(where) for kind, where in self._ungauged.items()}
-
-    def calls(self, found: Sequence[Symmetry]) -> list[tuple[Call, dict[str, float], float]]:
-        """What can be written."""
-        out = []
-        for symmetry in found:
-            signs = {"covector": -1.0}
-            exponents = {t.piece.path: round(t.exponent * signs.get(t.mode, 1.0), 6) for t in symmetry.terms}
-            try:
-                out.append((written(symmetry, self._linear, self._layers, self.positive), exponents, symmetry.residual))
-            except Unwritable as reason:
-                self._ungauged.setdefault(str(reason), []).append(", ".join(sorted(symmetry.paths)))
-        return out
-
-    def prove(
-        self, calls: Sequence[tuple[Call, dict[str, float], float]], most: float, rng: np.random.Generator
-    ) -> list[Held]:
-        """Those whose finite moves change the outputs by at most `most`; merged layers fall apart where they fail."""
-        evidence = {id(call): (exponents, residual) for call, exponents, residual in calls}
-        merged = merge_layers([call for call, _, _ in calls])
-        merged = [(one, group) for call, group in merged for one, group in self._same(call, group)]
-        changes = self._prover.changes([call for call, _ in merged], rng)
-        again = [c for (_, group), change in zip(merged, changes, strict=True) if change > most for c in group]
-        alone = self._prover.changes(again, rng)
-        done = [(call, group, change) for (call, group), change in zip(merged, changes, strict=True) if change <= most]
-        done += [(call, [call], change) for call, change in zip(again, alone, strict=True) if change <= most]
-        self.failed += [(call, change) for call, change in zip(again, alone, strict=True) if change > most]
-        return [self._held(call, group, evidence, change) for call, group, change in done]
-
-    def _held(
-        self, call: Call, group: Sequence[Call], evidence: Mapping[int, tuple[dict[str, float], float]], change: float
-    ) -> Held:
-        parts = () if len(group) == 1 else tuple(self._held(own, [own], evidence, change) for own in group)
-        exponents = {path: e for own in group for path, e in evidence[id(own)][0].items()}
-        residual = max(evidence[id(own)][1] for own in group)
-        return Held(constructed(call), call, exponents, residual, change, parts)
-
-    def _same(self, call: Call, group: list[Call]) -> list[tuple[Call, list[Call]]]:
-        """A merged call where it binds exactly what its group does."""
-        return [(call, group)] if self._prover.binds_alike(call, group) else [(one, [one]) for one in group]
+    merged = merge_layers([claim.call for claim in claims], prover.same_leaves)
+    changes = prover.changes([call for call, _ in merged], rng)
+    again = [call for (_, group), change in zip(merged, changes, strict=True) if change > most for call in group]
+    retried = list(zip(again, prover.changes(again, rng), strict=True))
+    proved = [held(*pair, change) for pair, change in zip(merged, changes, strict=True) if change <= most]
+    proved += [held(call, [call], change) for call, change in retried if change <= most]
+    return proved, [(call, change) for call, change in retried if change > most]

@@ -1,18 +1,41 @@
-"""What primitives that move, contract or gather entries do to index spaces.
+"""What each JAX primitive does to index spaces: what it unites, contracts, moves or picks.
 
-Here: shapes and indices. Not here: control flow and elementwise operations (`trace`).
+A rule maps the axes of the operands to the axes of the results. A wrong guess costs a candidate that fails its proof;
+it never makes a false gauge. Control flow is in `trace`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from gauge_optax.discovery.spaces import Axis
-from gauge_optax.discovery.trace import Axes, Rule, Trace, Value, shapes
 
+if TYPE_CHECKING:
+    from gauge_optax.discovery.trace import Trace
+
+Axes = list[Axis]
+
+
+class Value(NamedTuple):
+    """What the walk knows of an intermediate array.
+
+    Attributes:
+      axes: ids per axis.
+      constant: its numbers, where they are small and do not depend on parameters.
+      depends: whether parameters reach it.
+      leaf: whether it is a parameter, with at most its entries moved.
+    """
+
+    axes: Axes
+    constant: np.ndarray | None = None
+    depends: bool = False
+    leaf: bool = False
+
+
+Rule = Callable[["Trace", Any, list[Value]], list[Axes]]
 RULES: dict[str, Rule] = {}
 
 
@@ -24,6 +47,68 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
         return function
 
     return register
+
+
+def shapes(atoms: Sequence[Any]) -> list[tuple[int, ...]]:
+    """Shapes of an equation's operands or results."""
+    return [tuple(atom.aval.shape) for atom in atoms]
+
+
+# Primitives without a rule ------------------------------------------------------------------------
+
+
+def default(trace: Trace, eqn: Any, ins: list[Value]) -> list[Axes]:
+    """Unites axis by axis where all operands have the results' shape, up to axes of length one; else guesses."""
+    results, operands = shapes(eqn.outvars), shapes(eqn.invars)
+    fits = (not s or (len(s) == len(results[0]) and all(n in (1, m) for n, m in zip(s, results[0], strict=True)))
+            for s in operands)  # fmt: skip
+    if len(set(results)) != 1 or not all(fits):
+        return _opaque(trace, eqn, ins)
+    out = []
+    for k, length in enumerate(results[0]):  # an axis of length one is broadcast silently
+        same = [value.axes[k] for value, shape in zip(ins, operands, strict=True) if shape and shape[k] == length]
+        out.append(trace.spaces.unify(*same))
+    return [list(out) for _ in eqn.outvars]
+
+
+def _opaque(trace: Trace, eqn: Any, ins: list[Value]) -> list[Axes]:
+    """An operation whose body is not visible: axes of equal length in equal positions count as one space."""
+    trace.opaque.add(eqn.primitive.name)
+    operands, results, spaces = shapes(eqn.invars), shapes(eqn.outvars), trace.spaces
+    rank = max(map(len, operands), default=0)
+    outs: list[Axes] = [[None] * len(shape) for shape in results]
+    for k in range(rank):
+        of_length: dict[int, Any] = {}
+        for value, shape in zip(ins, operands, strict=True):
+            if len(shape) == rank and (axis := value.axes[k]) is not None:
+                of_length[shape[k]] = spaces.unify(of_length.get(shape[k]), axis)
+        for length, axis in of_length.items():
+            trace.note(axis)
+            for out, shape in zip(outs, results, strict=True):
+                if len(shape) == rank and shape[k] == length:
+                    out[k] = axis
+        # With two lengths in one position the longer one is groups of the shorter: query and key-value heads.
+        if len(of_length) == 2 and 1 < (few := min(of_length)) and (many := max(of_length)) % few == 0:
+            if spaces.factors(of_length[many]) is None:
+                spaces.unite_entries(spaces.split(of_length[many], [few, many // few])[0], of_length[few])
+    for value in ins:
+        for axis in value.axes:
+            trace.note(axis, [other for other in value.axes if other is not axis])
+    return outs
+
+
+@rule("optimization_barrier", "tie", "stage")
+def _same(trace: Trace, eqn: Any, ins: list[Value]) -> list[Axes]:
+    return [list(value.axes) for value in ins]
+
+
+@rule("iota", "random_bits", "random_wrap", "random_unwrap", "random_seed", "random_fold_in", "random_split",
+      "threefry2x32", "rng_bit_generator", "create_token")  # fmt: skip
+def _nothing(trace: Trace, eqn: Any, ins: list[Value]) -> list[Axes]:
+    return [[None] * len(getattr(out.aval, "shape", ())) for out in eqn.outvars]
+
+
+# Entries moved ------------------------------------------------------------------------------------
 
 
 @rule("broadcast_in_dim")
@@ -50,35 +135,26 @@ def _squeeze(trace: Trace, eqn: Any, ins: list[Value]) -> list[Axes]:
     return [[axis for k, axis in enumerate(ins[0].axes) if k not in eqn.params["dimensions"]]]
 
 
-@rule("expand_dims")
-def _expand(trace: Trace, eqn: Any, ins: list[Value]) -> list[Axes]:
-    out = list(ins[0].axes)
-    for k in sorted(eqn.params["dimensions"]):
-        out.insert(k, None)
-    return [out]
-
-
 @rule("rev")
 def _reverse(trace: Trace, eqn: Any, ins: list[Value]) -> list[Axes]:
     back = eqn.params["dimensions"]
-    return [[a[::-1] if a is not None and k in back else a for k, a in enumerate(ins[0].axes)]]
+    return [[axis[::-1] if axis is not None and k in back else axis for k, axis in enumerate(ins[0].axes)]]
 
 
 @rule("slice")
 def _slice(trace: Trace, eqn: Any, ins: list[Value]) -> list[Axes]:
     p, shape = eqn.params, shapes(eqn.invars)[0]
-    steps = p["strides"] or [1] * len(shape)
-    picks = [np.arange(a, b, s) for a, b, s in zip(p["start_indices"], p["limit_indices"], steps, strict=True)]
-    return [[trace.pick(a, at, n) for a, at, n in zip(ins[0].axes, picks, shape, strict=True)]]
+    limits = zip(p["start_indices"], p["limit_indices"], p["strides"] or [1] * len(shape), strict=True)
+    cut = zip(ins[0].axes, limits, shape, strict=True)
+    return [[trace.pick(axis, np.arange(*limit), length) for axis, limit, length in cut]]
 
 
 @rule("split")
 def _split(trace: Trace, eqn: Any, ins: list[Value]) -> list[Axes]:
-    at, outs, start = eqn.params["axis"], [], 0
+    at, axes, outs, start = eqn.params["axis"], ins[0].axes, [], 0
     for size in eqn.params["sizes"]:
-        own = list(ins[0].axes)
-        own[at] = trace.pick(own[at], np.arange(start, start + size), shapes(eqn.invars)[0][at])
-        outs.append(own)
+        part = trace.pick(axes[at], np.arange(start, start + size), shapes(eqn.invars)[0][at])
+        outs.append([*axes[:at], part, *axes[at + 1 :]])
         start += size
     return outs
 
@@ -86,13 +162,12 @@ def _split(trace: Trace, eqn: Any, ins: list[Value]) -> list[Axes]:
 @rule("dynamic_slice")
 def _dynamic_slice(trace: Trace, eqn: Any, ins: list[Value]) -> list[Axes]:
     out: Axes = []
-    for axis, length, size, at in zip(
-        ins[0].axes, shapes(eqn.invars)[0], eqn.params["slice_sizes"], ins[1:], strict=True
-    ):
+    slices = zip(ins[0].axes, shapes(eqn.invars)[0], eqn.params["slice_sizes"], ins[1:], strict=True)
+    for axis, length, size, at in slices:
         if size == length:
             out.append(axis)
-        elif at.known is not None:
-            start = int(np.clip(at.known, 0, length - size))
+        elif at.constant is not None:
+            start = int(np.clip(at.constant, 0, length - size))
             out.append(trace.pick(axis, np.arange(start, start + size), length))
         else:
             out.append(None)
@@ -105,21 +180,18 @@ def _dynamic_slice(trace: Trace, eqn: Any, ins: list[Value]) -> list[Axes]:
 @rule("dynamic_update_slice", "scatter", "scatter-add", "scatter-mul", "scatter-max", "scatter-min")
 def _update(trace: Trace, eqn: Any, ins: list[Value]) -> list[Axes]:
     at = 1 if eqn.primitive.name == "dynamic_update_slice" else 2
-    into, what = shapes(eqn.invars)[0], shapes(eqn.invars)[at]
-    if len(into) != len(what):
+    target, update = shapes(eqn.invars)[0], shapes(eqn.invars)[at]
+    if len(target) != len(update):
         return [list(ins[0].axes)]
-    pairs = zip(ins[0].axes, ins[at].axes, into, what, strict=True)
+    pairs = zip(ins[0].axes, ins[at].axes, target, update, strict=True)
     return [[trace.spaces.unify(a, b) if n == m else a for a, b, n, m in pairs]]
 
 
 @rule("concatenate")
 def _concatenate(trace: Trace, eqn: Any, ins: list[Value]) -> list[Axes]:
     at = eqn.params["dimension"]
-    out: Axes = [None] * len(shapes(eqn.outvars)[0])
-    for k in range(len(out)):
-        if k != at:
-            for value in ins:
-                out[k] = trace.spaces.unify(out[k], value.axes[k])
+    aligned = enumerate(zip(*(value.axes for value in ins), strict=True))
+    out = [None if k == at else trace.spaces.unify(*axes) for k, axes in aligned]
     parts = [(value.axes[at], shape[at]) for value, shape in zip(ins, shapes(eqn.invars), strict=True)]
     if any(axis is not None for axis, _ in parts):
         out[at] = np.concatenate([trace.spaces.fresh(n) if axis is None else axis for axis, n in parts])
@@ -128,9 +200,7 @@ def _concatenate(trace: Trace, eqn: Any, ins: list[Value]) -> list[Axes]:
 
 @rule("stack")
 def _stack(trace: Trace, eqn: Any, ins: list[Value]) -> list[Axes]:
-    out: Axes = [None] * len(ins[0].axes)
-    for value in ins:
-        out = [trace.spaces.unify(a, b) for a, b in zip(out, value.axes, strict=True)]
+    out = [trace.spaces.unify(*axes) for axes in zip(*(value.axes for value in ins), strict=True)]
     out.insert(eqn.params["axis"], None)
     return [out]
 
@@ -138,32 +208,75 @@ def _stack(trace: Trace, eqn: Any, ins: list[Value]) -> list[Axes]:
 @rule("unstack")
 def _unstack(trace: Trace, eqn: Any, ins: list[Value]) -> list[Axes]:
     out = list(ins[0].axes)
-    gone = out.pop(eqn.params["axis"])
-    trace.pick(gone, np.zeros(1, int), len(eqn.outvars))
+    trace.pick(out.pop(eqn.params["axis"]), np.zeros(1, int), len(eqn.outvars))
     return [list(out) for _ in eqn.outvars]
 
 
 @rule("tile")
 def _tile(trace: Trace, eqn: Any, ins: list[Value]) -> list[Axes]:
-    given = zip(ins[0].axes, shapes(eqn.invars)[0], eqn.params["reps"], strict=True)
-    return [[axis if times == 1 else trace.spaces.join([(None, times), (axis, n)]) for axis, n, times in given]]
-
-
-@rule("optimization_barrier", "tie", "stage")
-def _same(trace: Trace, eqn: Any, ins: list[Value]) -> list[Axes]:
-    return [list(value.axes) for value in ins]
+    tiles = zip(ins[0].axes, shapes(eqn.invars)[0], eqn.params["reps"], strict=True)
+    return [[axis if times == 1 else trace.spaces.join([(None, times), (axis, n)]) for axis, n, times in tiles]]
 
 
 @rule("pad")
 def _pad(trace: Trace, eqn: Any, ins: list[Value]) -> list[Axes]:
-    def padded(axis: Axis, length: int, low: int, high: int, inner: int) -> Axis:
-        if axis is None or inner:
-            return None
-        kept = axis[max(0, -low) : length + min(0, high)]
-        return np.concatenate([trace.spaces.fresh(max(low, 0)), kept, trace.spaces.fresh(max(high, 0))])
+    out, fresh = list(ins[0].axes), trace.spaces.fresh
+    for k, (low, high, inner) in enumerate(eqn.params["padding_config"]):
+        axis, length = out[k], shapes(eqn.invars)[0][k]
+        if axis is not None:
+            kept = axis[max(0, -low) : length + min(0, high)]
+            out[k] = None if inner else np.concatenate([fresh(max(low, 0)), kept, fresh(max(high, 0))])
+    return [out]
 
-    config = zip(ins[0].axes, shapes(eqn.invars)[0], eqn.params["padding_config"], strict=True)
-    return [[padded(axis, length, *how) for axis, length, how in config]]
+
+@rule("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "select_and_gather_add",
+      "reduce_window", "reduce_window_sum", "reduce_window_max", "reduce_window_min")  # fmt: skip
+def _window(trace: Trace, eqn: Any, ins: list[Value]) -> list[Axes]:
+    lengths = zip(ins[0].axes, shapes(eqn.invars)[0], shapes(eqn.outvars)[0], strict=True)
+    kept = [axis if n == m else None for axis, n, m in lengths]
+    return [list(kept) for _ in eqn.outvars]
+
+
+@rule("gather")
+def _gather(trace: Trace, eqn: Any, ins: list[Value]) -> list[Axes]:
+    numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
+    table, index, shape = ins[0].axes, ins[1], shapes(eqn.invars)[0]
+    indexed, out = numbers.start_index_map, list[Axis]([None] * len(shapes(eqn.outvars)[0]))
+    gone = (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
+    for at, k in zip(numbers.offset_dims, [k for k in range(len(sizes)) if k not in gone], strict=True):
+        if sizes[k] == shape[k]:
+            out[at] = table[k]
+        elif index.constant is not None and k in indexed and np.size(index.constant) == len(indexed):
+            start = int(index.constant.reshape(-1)[indexed.index(k)])
+            out[at] = trace.pick(table[k], np.arange(start, start + sizes[k]), shape[k])
+    spread = [k for k in range(len(out)) if k not in numbers.offset_dims]
+    for at, axis in zip(spread, index.axes[:-1], strict=False):
+        out[at] = axis
+    for a, b in zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True):
+        out[spread[b]] = trace.spaces.unify(out[spread[b]], table[a])
+    for k in numbers.collapsed_slice_dims:
+        trace.note(table[k])
+        if len(indexed) == 1 and index.constant is not None and table[k] is not None:
+            _constant_rows(trace, out, spread, table[k], shape[k], index.constant[..., 0])
+    return [out]
+
+
+def _constant_rows(trace: Trace, out: Axes, spread: list[int], axis: Any, length: int, rows: np.ndarray) -> None:
+    """Rows of a table at constant indices; a constant repeat of all rows is a grid of rows and repeats."""
+    long = [k for k, n in enumerate(rows.shape) if n > 1]
+    flat = np.where(rows < 0, rows + length, rows).reshape(-1)
+    times = len(flat) // length
+    if not long:
+        trace.pick(axis, flat[:1], length)
+    elif len(long) == 1 and times <= 1:
+        out[spread[long[0]]] = axis[np.clip(flat, 0, length - 1)]
+    elif len(long) == 1 and np.array_equal(flat, np.repeat(np.arange(length), times)):
+        out[spread[long[0]]] = trace.spaces.join([(axis, length), (None, times)])
+    elif len(long) == 1 and np.array_equal(flat, np.tile(np.arange(length), times)):
+        out[spread[long[0]]] = trace.spaces.join([(None, times), (axis, length)])
+
+
+# Axes contracted ----------------------------------------------------------------------------------
 
 
 @rule("dot_general")
@@ -199,12 +312,12 @@ def _convolution(trace: Trace, eqn: Any, ins: list[Value]) -> list[Axes]:
     numbers, groups = eqn.params["dimension_numbers"], eqn.params["feature_group_count"]
     data, kernel = ins[0].axes, ins[1].axes
     inner, columns = data[numbers.lhs_spec[1]], kernel[numbers.rhs_spec[0]]
-    out: Axes = [None] * len(data)
-    out[numbers.out_spec[0]], out[numbers.out_spec[1]] = data[numbers.lhs_spec[0]], columns
     if groups == 1:
         trace.note(trace.spaces.unify(inner, kernel[numbers.rhs_spec[1]]))
-    elif columns is not None and len(columns) == groups:  # depthwise
-        out[numbers.out_spec[1]] = trace.spaces.unify(inner, columns)
+    elif columns is not None and len(columns) == groups:  # depthwise: channels do not mix
+        columns = trace.spaces.unify(inner, columns)
+    out: Axes = [None] * len(data)
+    out[numbers.out_spec[0]], out[numbers.out_spec[1]] = data[numbers.lhs_spec[0]], columns
     return [out]
 
 
@@ -219,68 +332,9 @@ def _reduce(trace: Trace, eqn: Any, ins: list[Value]) -> list[Axes]:
 
 @rule("top_k", "sort")
 def _sort(trace: Trace, eqn: Any, ins: list[Value]) -> list[Axes]:
-    at = eqn.params.get("dimension", -1)
-    outs = []
-    for value in ins:
-        own = list(value.axes)
-        trace.note(own[at])
-        own[at] = None
-        outs.append(own)
+    outs = [list(value.axes) for value in ins]
+    for axes in outs:
+        at = eqn.params.get("dimension", -1)
+        trace.note(axes[at])
+        axes[at] = None
     return (outs * len(eqn.outvars))[: len(eqn.outvars)]
-
-
-@rule("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "select_and_gather_add",
-      "reduce_window", "reduce_window_sum", "reduce_window_max", "reduce_window_min")  # fmt: skip
-def _window(trace: Trace, eqn: Any, ins: list[Value]) -> list[Axes]:
-    given = zip(ins[0].axes, shapes(eqn.invars)[0], strict=True)
-    lengths = shapes(eqn.outvars)[0]
-    kept = [axis if n == m else None for (axis, n), m in zip(given, lengths, strict=True)]
-    return [list(kept) for _ in eqn.outvars]
-
-
-@rule("iota", "random_bits", "random_wrap", "random_unwrap", "random_seed", "random_fold_in", "random_split",
-      "threefry2x32", "rng_bit_generator", "create_token")  # fmt: skip
-def _nothing(trace: Trace, eqn: Any, ins: list[Value]) -> list[Axes]:
-    return [[None] * len(getattr(out.aval, "shape", ())) for out in eqn.outvars]
-
-
-@rule("gather")
-def _gather(trace: Trace, eqn: Any, ins: list[Value]) -> list[Axes]:
-    numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
-    table, index, shape = ins[0].axes, ins[1], shapes(eqn.invars)[0]
-    out: Axes = [None] * len(shapes(eqn.outvars)[0])
-    gone = (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
-    for at, k in zip(numbers.offset_dims, [k for k in range(len(sizes)) if k not in gone], strict=True):
-        if sizes[k] == shape[k]:
-            out[at] = table[k]
-        elif index.known is not None and k in numbers.start_index_map and np.size(index.known) == len(
-            numbers.start_index_map
-        ):
-            start = int(index.known.reshape(-1)[numbers.start_index_map.index(k)])
-            out[at] = trace.pick(table[k], np.arange(start, start + sizes[k]), shape[k])
-    spread = [k for k in range(len(out)) if k not in numbers.offset_dims]
-    for at, axis in zip(spread, index.axes[:-1], strict=False):
-        out[at] = axis
-    for a, b in zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True):
-        out[spread[b]] = trace.spaces.unify(out[spread[b]], table[a])
-    for k in numbers.collapsed_slice_dims:
-        trace.note(table[k])
-        if len(numbers.start_index_map) == 1 and index.known is not None and table[k] is not None:
-            _known_rows(trace, out, spread, table[k], shape[k], index.known[..., 0])
-    return [out]
-
-
-def _known_rows(trace: Trace, out: Axes, spread: list[int], axis: np.ndarray, length: int, rows: np.ndarray) -> None:
-    """Rows of a table at known places; a constant repeat is a grid with the repeats."""
-    long = [k for k, n in enumerate(rows.shape) if n > 1]
-    flat = np.where(rows < 0, rows + length, rows).reshape(-1)
-    if not long:
-        trace.pick(axis, flat[:1], length)
-    elif len(long) == 1:
-        times = len(flat) // length
-        if times > 1 and np.array_equal(flat, np.repeat(np.arange(length), times)):
-            out[spread[long[0]]] = trace.spaces.join([(axis, length), (None, times)])
-        elif times > 1 and np.array_equal(flat, np.tile(np.arange(length), times)):
-            out[spread[long[0]]] = trace.spaces.join([(None, times), (axis, length)])
-        elif times <= 1:
-            out[spread[long[0]]] = axis[np.clip(flat, 0, length - 1)]

@@ -1,202 +1,223 @@
-"""Where groups could act, and what gradients see of it: columns for null spaces.
+"""Where groups could act, and which of their motions the gradients do not see.
 
-For every space, set of companions and family of groups, one random element is drawn per point; a column is what the
-gradients see of its generator on one leaf (as a vector X·A, as a covector −X·Aᵀ, as an offset). Null vectors are the
-exponents with which the leaves move together (`nulls`).
-
-Here: candidates and their columns. Not here: where entries are one space (`trace`), what groups do (`motions`).
+For every space, set of companions and family of groups, one random element is drawn per point; a column holds the
+products of the gradients with the motion that it makes on one leaf (as a vector X·A, as a covector −X·Aᵀ, as a scale,
+as an offset). Null vectors of the columns are the exponents with which the leaves move together.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
-from gauge_optax.discovery.motions import FAMILIES, MODES, WHOLE, ZERO, direction, draw
+from gauge_optax.discovery.groups import FAMILIES, WHOLE, ZERO, Symmetry, Term, direction
 from gauge_optax.discovery.sketch import Leaves
-from gauge_optax.discovery.spaces import Spaces
-from gauge_optax.discovery.trace import Contracted, Walked
-from gauge_optax.discovery.views import Piece, Space, View, runs, views_of
+from gauge_optax.discovery.spaces import Space
+from gauge_optax.discovery.trace import Trace
+from gauge_optax.discovery.views import Piece, View, runs, views_of
 
-_MATRIX = 128  # the largest basis that a linear group is tried on
+_MATRIX = 128  # the largest basis on which a linear group is tried
+Column = tuple[Piece, str]  # a piece and its mode
 
 
 @dataclasses.dataclass
 class Candidate:
-    """Pieces that share a space and companions, with what the gradients see of a family's generators on them.
+    """Pieces that share a space and companions, with the products of gradients and a family's motions on them.
 
     Attributes:
       family: kind of group.
       space: what it acts on.
       beside: companions.
       columns: piece and mode of every column.
-      seen: rows of values, chunk after chunk.
-      sizes: squared length of every column's direction, summed over points.
+      products: one row per gradient and one column per column, chunk after chunk.
+      lengths: squared length of every column's motion, summed over points.
     """
 
     family: str
     space: Space
     beside: tuple[Space, ...]
-    columns: list[tuple[Piece, str]]
-    seen: list[np.ndarray] = dataclasses.field(default_factory=list)
-    sizes: np.ndarray | float = 0.0
+    columns: list[Column]
+    products: list[np.ndarray] = dataclasses.field(default_factory=list)
+    lengths: np.ndarray | float = 0.0
+
+    def observe(self, point: Leaves, element: np.ndarray, gradients: Leaves, first: bool) -> None:
+        """Adds some gradients at a point; `first` says that they are the first ones there."""
+        products, lengths = [], []
+        for piece, mode in self.columns:
+            motion = direction(mode, piece.read(point[piece.path][None])[0], element)
+            rows = piece.read(gradients[piece.path])
+            products.append(rows.reshape(len(rows), -1) @ motion.reshape(-1))
+            lengths.append(np.square(motion).sum())
+        self.products.append(np.stack(products, 1))
+        self.lengths = self.lengths + np.array(lengths) * first
+
+    def solve(self, squares: Leaves, dead: Mapping[str, np.ndarray], near: float) -> list[Symmetry]:
+        """The symmetries whose residual is below `near`, on pieces that affect the outputs.
+
+        Args:
+          squares: squared gradients per entry, summed over all gradients.
+          dead: masks of the entries without any gradient.
+          near: largest residual of interest.
+
+        Returns:
+          Symmetries; those that hold have a residual below `ZERO`.
+        """
+        lengths = np.broadcast_to(self.lengths, len(self.columns))
+        live = [not piece.read(dead[piece.path][None]).all() for piece, _ in self.columns]
+        kept = [k for k in range(len(live)) if live[k] and lengths[k] > 0]
+        if not kept:
+            return []
+        columns, products = [self.columns[k] for k in kept], np.concatenate(self.products)[:, kept]
+        energy = np.array([piece.read(squares[piece.path][None]).mean() for piece, _ in columns])
+        sizes = np.sqrt(energy * lengths[kept] * len(products))
+        values, right = singular_vectors(products / sizes)
+        asleep = [column for column, alive in zip(self.columns, live, strict=True) if not alive]
+        symmetries = []
+        for bound, coarse in ((ZERO, 1e-6), (near, 10 * near)):
+            for row in sparse_basis(right[values < bound] / sizes, coarse):
+                if bound == near:  # exponents of what nearly holds are nearly halves and thirds
+                    rounded = np.round(row * 6) / 6
+                    row = np.where(np.abs(rounded - row) < 0.05 * np.abs(row), rounded, row)
+                residual = float(np.linalg.norm(products @ row) / np.linalg.norm(row * sizes))
+                terms = tuple(Term(*columns[k], float(row[k])) for k in np.nonzero(row)[0].tolist())
+                moved = [term.piece for term in terms if term.mode in ("vector", "covector")]
+                # A piece that moves as vector and as covector: only a smaller family's part of that holds.
+                if (bound == ZERO or residual >= ZERO) and len(set(moved)) == len(moved):
+                    along = _moved_along(terms, asleep)
+                    symmetries.append(Symmetry(self.family, self.space, self.beside, terms, residual, along))
+        return symmetries
 
 
-def spaces_with_companions(walked: Walked) -> dict[Space, set[Space]]:
+def spaces_with_companions(trace: Trace) -> dict[Space, set[Space]]:
     """Spaces that are contracted, gathered or returned, and what runs beside each."""
-    spaces: Spaces = walked.trace.spaces
-    found: dict[Space, set[Space]] = {}
-
-    def atoms(contracted: np.ndarray) -> list[Space]:
-        return [spaces.key(atom) for atom in spaces.atoms(contracted) if len(atom) > 1]
-
-    contracted: Contracted
-    for contracted in walked.trace.contracted:
-        own = atoms(contracted.axis)
-        others = [atom for axis in contracted.beside for atom in atoms(axis)]
-        for atom in own:
-            found.setdefault(atom, set()).update(x for x in (*own, *others) if x != atom)
+    spaces: dict[Space, set[Space]] = {}
+    for axis, beside in trace.contracted:
+        atoms = [atom for atom in trace.atom_keys(axis) if len(atom) > 1]
+        others = [atom for other in beside for atom in trace.atom_keys(other) if len(atom) > 1]
+        for atom in atoms:
+            spaces.setdefault(atom, set()).update(x for x in (*atoms, *others) if x != atom)
         for atom in others:
-            found.setdefault(atom, set())
-    for space, companions in list(found.items()):
+            spaces.setdefault(atom, set())
+    for space, companions in list(spaces.items()):
         for start, stop in runs(space):
-            found.setdefault(space[start:stop], set()).update(companions)
-    return found
+            spaces.setdefault(space[start:stop], set()).update(companions)
+    return spaces
 
 
-def candidates(walked: Walked, leaves: Leaves) -> list[Candidate]:
+def candidates(trace: Trace, leaves: Leaves) -> list[Candidate]:
     """Everything that is tried."""
-    spaces = spaces_with_companions(walked)
-    known = set(spaces)
-    views = [
-        view
-        for (path, leaf), axes in zip(leaves.items(), walked.axes, strict=True)
-        for view in views_of(walked.trace.spaces, path, leaf.shape, axes, known)
-    ]
+    spaces = spaces_with_companions(trace)
+    searched = set(spaces)
+    views = [view for path, leaf in leaves.items() for view in views_of(trace, path, leaf.shape, searched)]
     labels = {label for view in views for label in view.labels if label is not None}
-    for space in labels - set(spaces):  # planes, whose halves alone are contracted
-        if space in known or _paired(space):
+    for space in labels - set(spaces):  # rotary planes, of which the halves alone are contracted
+        if space in searched or _is_planes(space):
             spaces[space] = set()
     for space in spaces:
         halves = tuple(dict.fromkeys(space))
         spaces[space] |= spaces.get(halves, set()) if halves != space else set()
-    whole = [Piece(view, None, ()) for view in {view.path: view for view in reversed(views)}.values()]
-    found = [Candidate("diagonal", WHOLE, (), [(piece, "scale") for piece in whole])]
+    whole = {view.path: Piece(view, None, ()) for view in reversed(views)}
+    tried = [Candidate("diagonal", WHOLE, (), [(piece, "scale") for piece in whole.values()])]
     for space, companions in sorted(spaces.items(), key=lambda item: (-len(item[0]), item[0])):
-        for beside in _subsets(space, companions, views):
+        present = sorted(c for c in companions if any({space, c} <= set(v.labels) for v in views))
+        # Large sets of companions first; of more than three companions only all, each alone and none.
+        sizes: Iterable[int] = range(len(present), -1, -1) if len(present) <= 3 else (len(present), 1, 0)
+        for beside in itertools.chain.from_iterable(itertools.combinations(present, size) for size in sizes):
             pieces = list(_pieces(space, beside, views))
-            if pieces:
-                found += [Candidate(f, space, beside, _columns(f, pieces)) for f in _families(space)]
-    return found
-
-
-def _subsets(space: Space, companions: set[Space], views: Sequence[View]) -> Iterator[tuple[Space, ...]]:
-    """Sets of companions, large ones first; of more than three, only all, each and none."""
-    present = sorted(c for c in companions if any(space in v.labels and c in v.labels for v in views))
-    sizes: Iterable[int] = range(len(present), -1, -1) if len(present) <= 3 else (len(present), 1, 0)
-    for size in sizes:
-        yield from itertools.combinations(present, size)
+            for family, modes in FAMILIES.items() if pieces else ():
+                fits = 2 <= len(space) <= _MATRIX if family in ("linear", "orthogonal") else _is_planes(space)
+                if fits or family == "diagonal":
+                    columns = [(piece, m) for piece in pieces for m in modes if m != "offset" or piece.vector]
+                    tried.append(Candidate(family, space, beside, columns))
+    return tried
 
 
 def _pieces(space: Space, beside: tuple[Space, ...], views: Sequence[View]) -> Iterator[Piece]:
+    """The pieces of all views along a space; other readings of an axis only where the main one has no such piece."""
     taken: set[tuple[str, int]] = set()
     for view in views:
         labels = view.labels
         if not all(c in labels for c in beside):
             continue
-        own = tuple(labels.index(c) for c in beside)
+        companions = tuple(labels.index(c) for c in beside)
         for k, label in enumerate(labels):
             axis = view.places[k][0]
-            if label != space or k in own or view.other not in (None, axis):
-                continue
-            if view.other is not None and (view.path, axis) in taken:
-                continue
-            yield Piece(view, k, own)
+            if label == space and k not in companions and view.other in (None, axis):
+                if view.other is None or (view.path, axis) not in taken:
+                    yield Piece(view, k, companions)
         if view.other is None:
             taken.update((view.path, view.places[k][0]) for k, label in enumerate(labels) if label == space)
 
 
-def _paired(space: Space) -> bool:
+def _is_planes(space: Space) -> bool:
+    """Whether every id occurs twice, as in a rotary basis."""
     return {space.count(x) for x in space} == {2}
 
 
-def _families(space: Space) -> Iterator[str]:
-    paired = _paired(space)
-    for family in FAMILIES:
-        matrices = family in ("linear", "orthogonal")
-        if (matrices and 2 <= len(space) <= _MATRIX) or family == "diagonal" or (not matrices and paired):
-            yield family
+# Null spaces --------------------------------------------------------------------------------------
 
 
-def _columns(family: str, pieces: Sequence[Piece]) -> list[tuple[Piece, str]]:
-    return [(piece, mode) for piece in pieces for mode in MODES[family] if mode != "offset" or piece.vector]
+def singular_vectors(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Singular values, as many as columns, and right singular vectors."""
+    _, values, right = np.linalg.svd(rows, full_matrices=True)
+    return np.concatenate([values, np.zeros(rows.shape[1] - len(values))]), right
 
 
-class Shifts:
-    """Which leaves a constant along one space leaves alone: their gradients sum to zero along it."""
+def sparse_basis(null: np.ndarray, zero: float) -> np.ndarray:
+    """A basis of the row space with few entries: reduced echelon form by largest pivots, then pairs of rows thinned.
 
-    def __init__(self, walked: Walked, leaves: Leaves) -> None:
-        spaces = walked.trace.spaces
-        self._read = {spaces.key(atom) for axis in walked.trace.read for atom in spaces.atoms(axis)}
-        known = set(spaces_with_companions(walked))
-        self._asked: list[tuple[View, int]] = []
-        for (path, leaf), axes in zip(leaves.items(), walked.axes, strict=True):
-            for view in views_of(spaces, path, leaf.shape, axes, set(known)):
-                own = [k for k, label in enumerate(view.labels) if label in known]
-                self._asked += [(view, k) for k in own if view.labels.count(view.labels[k]) == 1]
-        self._sums = np.zeros((len(self._asked), 2))
+    Args:
+      null: rows that span it.
+      zero: smaller entries, relative to a row's largest, are roundoff.
 
-    def observe(self, rows: Leaves) -> None:
-        """Adds some gradients."""
-        for k, (view, at) in enumerate(self._asked):
-            gradient = view.read(rows[view.path])
-            along = gradient.sum(1 + at)
-            self._sums[k] += np.square(along).sum(), np.square(gradient).sum()
-
-    def found(self, read: bool = False) -> list[tuple[list[tuple[View, int]], float]]:
-        """Views and atoms by space, with the largest residual of each.
-
-        Args:
-          read: of spaces that a kernel reads. What is constant there is hidden by a centred norm: it is no logit shift.
-        """
-        out: dict[Space, list[tuple[View, int]]] = {}
-        worst: dict[Space, float] = {}
-        for (view, at), (along, whole) in zip(self._asked, self._sums, strict=True):
-            residual = math.sqrt(along / whole) if whole > 0 else 1.0
-            space = view.labels[at]
-            if residual < ZERO and space is not None and (space in self._read) == read:
-                out.setdefault(space, []).append((view, at))
-                worst[space] = max(worst.get(space, 0.0), residual)
-        return [(views, worst[space]) for space, views in out.items()]
+    Returns:
+      Rows whose smallest entry is ±1 and whose first is positive.
+    """
+    rows = null.copy()
+    for i in range(len(rows)):
+        k, j = np.unravel_index(np.abs(rows[i:]).argmax(), rows[i:].shape)
+        rows[[i, i + k]] = rows[[i + k, i]]
+        rows[i] /= rows[i, j]
+        others = np.arange(len(rows)) != i
+        rows[others] -= np.outer(rows[others, j], rows[i])
+    rows[np.abs(rows) < zero] = 0.0
+    while any(_thinned(rows, i, j, zero) for i, j in itertools.permutations(range(len(rows)), 2)):
+        pass
+    for row in rows:
+        row /= np.abs(row[row != 0]).min()
+        row *= np.sign(row[np.nonzero(row)[0][0]])
+    return rows
 
 
-def observe(
-    tried: Sequence[Candidate], shifts: Shifts, point: Leaves, gradients: Iterable[Leaves], seed: Sequence[int]
-) -> Leaves:
-    """Adds what the gradients at a point see of every candidate; returns the gradients' squares, summed over rows."""
-    squares = {path: np.zeros(leaf.shape) for path, leaf in point.items()}
-    elements = []
-    for k, one in enumerate(tried):
-        many = math.prod(len(c) for c in one.beside)
-        elements.append(draw(np.random.default_rng([*seed, k]), one.family, many, one.space))
-    for chunk, rows in enumerate(gradients):
-        shifts.observe(rows)
-        for path, gradient in rows.items():
-            squares[path] += np.square(gradient).sum(0)
-        for one, element in zip(tried, elements, strict=True):
-            motions = (direction(mode, piece.read(point[piece.path][None])[0], element) for piece, mode in one.columns)
-            seen = [_seen(piece, rows, motion) for (piece, _), motion in zip(one.columns, motions, strict=True)]
-            one.seen.append(np.stack([own for own, _ in seen], 1))
-            if chunk == 0:
-                one.sizes = one.sizes + np.array([size for _, size in seen])
-    return squares
+def _thinned(rows: np.ndarray, i: int, j: int, zero: float) -> bool:
+    """Subtracts a multiple of row j from row i if that leaves fewer entries; returns whether it did."""
+    for k in np.nonzero(rows[i] * rows[j])[0]:
+        thinner = rows[i] - rows[i, k] / rows[j, k] * rows[j]
+        thinner[np.abs(thinner) < zero] = 0.0
+        if np.count_nonzero(thinner) < np.count_nonzero(rows[i]):
+            rows[i] = thinner
+            return True
+    return False
 
 
-def _seen(piece: Piece, rows: Leaves, motion: np.ndarray) -> tuple[np.ndarray, float]:
-    """Products of gradients with a motion, and the motion's squared length."""
-    gradient = piece.read(rows[piece.path])
-    return gradient.reshape(len(gradient), -1) @ motion.reshape(-1), float(np.square(motion).sum())
+def _moved_along(terms: Sequence[Term], asleep: Sequence[Column]) -> tuple[Term, ...]:
+    """Dead pieces that move as a live one of the same module and place does, such as a key bias with its kernel."""
+
+    def parent(piece: Piece) -> tuple[Any, ...]:
+        """The node that holds a leaf, and which part of its axes the group acts on."""
+        windows = [piece.view.windows[axis] for axis, _ in piece.places]
+        parts = [(w.start, w.stop, *((atom.size, atom.pick, atom.span) for atom in w.atoms)) for w in windows]
+        return piece.path.rpartition("/")[0] or piece.path, *parts
+
+    exponents = {(parent(t.piece), t.mode): t.exponent for t in terms}
+    taken = {(t.piece.path, parent(t.piece)) for t in terms}
+    out: dict[Piece, Term] = {}
+    for piece, mode in asleep:
+        place = parent(piece)
+        if mode != "offset" and (place, mode) in exponents and (piece.path, place) not in taken:
+            out.setdefault(piece, Term(piece, mode, exponents[place, mode]))
+    return tuple(out.values())

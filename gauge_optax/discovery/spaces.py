@@ -1,28 +1,26 @@
 """Which entries of which axes are one index: a union-find over the entries of every axis of every leaf.
 
-An axis of a parameter, or of anything computed from parameters, is a vector of ids, one per entry; None where no
-parameter lies along it. Ids that an operation takes together are united. An axis that a reshape made out of others
-keeps its components (a `Grid` per id), so that a later split finds them again; ids with equal components are equal
-(`close`).
-
-Here: ids and what is known of them. Not here: which operation unites what (`trace`).
+An axis of a parameter, or of anything computed from parameters, is a vector of ids, one per entry; it is None where no
+parameter varies along it. Ids that an operation combines are united. An axis that a reshape makes out of others keeps
+its components (one `Grid` per id), so that a later split recovers them; ids with equal components are equal.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 Axis = np.ndarray | None
-MOST_IDS = 200_000  # of an axis that a reshape joins: longer ones are data in all but name
+Space = tuple[int, ...]  # an axis as a hashable value: the representatives of its ids
+MOST_IDS = 200_000  # per joined axis: longer products are batch sizes in practice, never a basis or channels
 
 
 class Grid(NamedTuple):
-    """An id as one place of a grid: its components' ids, the grid's sizes, its row-major place."""
+    """An id as one cell of a grid: the ids of its components, the grid's sizes, the cell's row-major number."""
 
     components: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -30,19 +28,20 @@ class Grid(NamedTuple):
 
 
 class Spaces:
-    """Ids, which of them are one, and which are grids of others.
+    """Ids, which of them are equal, and which are cells of a grid of others.
 
     Attributes:
-      changes: how many unions and splits there were, to tell a fix-point.
-      picked: ids of axes out of which single indices are taken.
+      changes: number of unions and splits so far; the walk over the jaxpr stops when it no longer rises.
+      picked: ids of axes from which single indices are taken.
+      grids: the grid of each id that is a cell of one.
     """
 
     def __init__(self) -> None:
         self.changes = 0
         self.picked: set[int] = set()
+        self.grids: dict[int, Grid] = {}
         self._parent = np.arange(1024)
         self._count = 0
-        self._grids: dict[int, Grid] = {}
         self._joined: dict[tuple[int, ...], int] = {}
 
     def fresh(self, count: int) -> np.ndarray:
@@ -54,61 +53,57 @@ class Spaces:
 
     def canon(self, ids: np.ndarray) -> np.ndarray:
         """The representative of each id."""
-        found = self._parent[ids]
-        while True:
-            further = self._parent[found]
-            if np.array_equal(further, found):
-                return found
-            found = further
+        while not np.array_equal(parents := self._parent[ids], ids):
+            ids = parents
+        return ids
 
-    def key(self, axis: np.ndarray) -> tuple[int, ...]:
+    def key(self, axis: np.ndarray) -> Space:
         """An axis as a hashable value: equal for axes that are one space."""
         return tuple(self.canon(axis).tolist())
 
-    def grid(self, id_: int) -> Grid | None:
-        """The grid that an id is a place of."""
-        return self._grids.get(id_)
-
     def unite(self, one: int, other: int) -> None:
-        """Makes two ids one; their components too, where both are places of equal grids."""
+        """Makes two ids equal, and their components too where both are cells of grids of equal sizes."""
         one, other = sorted(self.canon(np.array([one, other])).tolist())
         if one == other:
             return
         self.changes += 1
         self._parent[other] = one
-        mine, theirs = self._grids.get(one), self._grids.pop(other, None)
-        if theirs is None:
+        kept, merged = self.grids.get(one), self.grids.pop(other, None)
+        if merged is None:
             return
-        if mine is not None and mine.sizes == theirs.sizes:
-            for a, b in zip(mine.components, theirs.components, strict=True):
+        if kept is not None and kept.sizes == merged.sizes:
+            for a, b in zip(kept.components, merged.components, strict=True):
                 self.unite(a, b)
-        elif mine is None or len(theirs.sizes) > len(mine.sizes):
-            self._grids[one] = theirs
+        elif kept is None or len(merged.sizes) > len(kept.sizes):
+            self.grids[one] = merged
 
     def unite_entries(self, one: np.ndarray, other: np.ndarray) -> None:
         """Unites two axes of one length, entry by entry."""
-        differ = np.nonzero(self.canon(one) != self.canon(other))[0]
-        for k in differ.tolist():
+        for k in np.nonzero(self.canon(one) != self.canon(other))[0].tolist():
             self.unite(int(one[k]), int(other[k]))
 
-    def unify(self, one: Axis, other: Axis) -> Axis:
-        """Two axes that an operation lays on each other: one axis from now on, with the finer of their components."""
-        if one is None or other is None:
-            return other if one is None else one
-        if len(one) != len(other):
-            return one if len(one) > 1 else other
-        mine, theirs = self.atoms(one), self.atoms(other)
-        if len(mine) > 1 or len(theirs) > 1:
-            for a, b in zip(*self._aligned(mine, theirs), strict=True):
-                self.unite_entries(a, b)
-        self.unite_entries(one, other)
-        return one
+    def unify(self, *axes: Axis) -> Axis:
+        """Makes axes that an operation aligns one axis, with the finest components of all."""
+        present = [axis for axis in axes if axis is not None]
+        if not present:
+            return None
+        whole = present[0]
+        for axis in present[1:]:
+            if len(whole) != len(axis):
+                whole = whole if len(whole) > 1 else axis
+                continue
+            atoms = self.atoms(whole), self.atoms(axis)
+            cuts = _common_cuts(*([len(atom) for atom in side] for side in atoms))
+            if max(map(len, atoms)) > 1 and cuts is not None:
+                for a, b in zip(*(self._cut(side, cuts) for side in atoms), strict=True):
+                    self.unite_entries(a, b)
+            self.unite_entries(whole, axis)
+        return whole
 
     def factors(self, axis: np.ndarray) -> list[np.ndarray] | None:
-        """The components whose grid an axis is, None where it is none."""
-        found = [self._grids.get(x) for x in self.canon(axis).tolist()]
-        grids = [grid for grid in found if grid is not None]
-        if len(axis) == 1 or len(grids) < len(found) or len({grid.sizes for grid in grids}) > 1:
+        """The components whose grid an axis is, or None where it is no grid."""
+        grids = [grid for x in self.canon(axis).tolist() if (grid := self.grids.get(x)) is not None]
+        if len(axis) == 1 or len(grids) < len(axis) or len({grid.sizes for grid in grids}) > 1:
             return None
         places = np.array([grid.place for grid in grids])
         if not (np.diff(places) == 1).all():
@@ -125,26 +120,27 @@ class Spaces:
 
     def atoms(self, axis: np.ndarray) -> list[np.ndarray]:
         """An axis as the finest grid that is known of it."""
-        found = self.factors(axis)
-        return [axis] if found is None else [atom for part in found for atom in self.atoms(part)]
+        parts = self.factors(axis)
+        return [axis] if parts is None else [atom for part in parts for atom in self.atoms(part)]
 
     def split(self, axis: np.ndarray, sizes: Sequence[int]) -> list[np.ndarray]:
         """An axis that is one atom as a grid of these sizes."""
-        if len(sizes) == 1:
+        if len(sizes) <= 1:
             return [axis]
-        known = self.factors(axis)
-        if known is not None and [len(part) for part in known] == list(sizes):
-            return known
+        parts = self.factors(axis)
+        if parts is not None and [len(part) for part in parts] == list(sizes):
+            return parts
         parts, ids = [self.fresh(size) for size in sizes], self.canon(axis).tolist()
-        if len(set(ids)) == len(ids) and not any(x in self._grids for x in ids):
+        # An axis with repeated ids (a rotary plane) or with cells of another grid stays as it is: each id has one grid.
+        if len(set(ids)) == len(ids) and self.grids.keys().isdisjoint(ids):
             self.changes += 1
             for place, at in enumerate(np.ndindex(*sizes)):
                 components = tuple(int(part[k]) for part, k in zip(parts, at, strict=True))
-                self._grids[ids[place]] = Grid(components, tuple(sizes), place)
+                self.grids[ids[place]] = Grid(components, tuple(sizes), place)
         return parts
 
     def join(self, axes: Sequence[tuple[Axis, int]]) -> Axis:
-        """The grid of axes (with their lengths) as one axis."""
+        """The grid of axes (each with its length) as one axis."""
         if all(axis is None for axis, _ in axes):
             return None
         whole = [self.fresh(length) if axis is None else axis for axis, length in axes]
@@ -155,36 +151,40 @@ class Spaces:
         sizes = tuple(map(len, atoms))
         if math.prod(sizes) > MOST_IDS:
             return None
-        return np.array([self._place(atoms, sizes, place, at) for place, at in enumerate(np.ndindex(*sizes))])
-
-    def _place(self, atoms: Sequence[np.ndarray], sizes: tuple[int, ...], place: int, at: tuple[int, ...]) -> int:
-        components = tuple(int(atom[k]) for atom, k in zip(atoms, at, strict=True))
-        found = self._joined.get(components)
-        if found is None:
-            found = self._joined[components] = int(self.fresh(1)[0])
-            self._grids[found] = Grid(components, sizes, place)
-        return found
+        ids = []
+        for place, at in enumerate(np.ndindex(*sizes)):
+            components = tuple(int(atom[k]) for atom, k in zip(atoms, at, strict=True))
+            if components not in self._joined:
+                self._joined[components] = int(self.fresh(1)[0])
+                self.grids[self._joined[components]] = Grid(components, sizes, place)
+            ids.append(self._joined[components])
+        return np.array(ids)
 
     def close(self) -> None:
-        """Unites places of equal components, until nothing changes."""
+        """Unites cells with equal components until nothing changes (congruence closure)."""
         before = -1
         while before != self.changes:
-            before, seen = self.changes, dict[tuple[tuple[int, ...], tuple[int, ...], int], int]()
-            for x, (components, sizes, place) in list(self._grids.items()):
-                own = tuple(self.canon(np.array(components)).tolist())
-                self.unite(seen.setdefault((own, sizes, place), x), x)
-            self._joined = {own: x for (own, _, _), x in seen.items()}
+            before, cells = self.changes, dict[Grid, int]()
+            for x, grid in list(self.grids.items()):
+                cell = grid._replace(components=self.key(np.array(grid.components)))
+                self.unite(cells.setdefault(cell, x), x)
+            self._joined = {cell.components: x for cell, x in cells.items()}
 
     def reshape(self, axes: Sequence[Axis], shape: Sequence[int], new: Sequence[int]) -> list[Axis]:
         """The axes of a reshaped array."""
         out: list[Axis] = [None] * len(new)
-        for old_axes, new_axes in _matching(shape, new):
-            source = [(axes[k], shape[k]) for k in old_axes if shape[k] > 1]
-            target = [k for k in new_axes if new[k] > 1]
-            if all(axis is None for axis, _ in source):
-                continue
-            for k, axis in zip(target, self._recut(source, [new[k] for k in target]), strict=True):
-                out[k] = axis
+        i = j = 0
+        while i < len(shape) or j < len(new):
+            # The shortest runs of old axes i to a and new axes j to b with equal numbers of entries.
+            a, b = min(i + 1, len(shape)), min(j + 1, len(new))
+            while (before := math.prod(shape[i:a])) != (after := math.prod(new[j:b])):
+                a, b = (a + 1, b) if before < after else (a, b + 1)
+            source = [(axes[k], shape[k]) for k in range(i, a) if shape[k] > 1]
+            target = [k for k in range(j, b) if new[k] > 1]
+            if any(axis is not None for axis, _ in source):
+                for k, axis in zip(target, self._recut(source, [new[k] for k in target]), strict=True):
+                    out[k] = axis
+            i, j = a, b
         return out
 
     def _recut(self, source: Sequence[tuple[Axis, int]], lengths: Sequence[int]) -> list[Axis]:
@@ -194,52 +194,28 @@ class Spaces:
         cuts = _common_cuts([len(atom) for atom in atoms], lengths)
         if cuts is None:
             return [None] * len(lengths)
-        pieces = iter(self._fine(atoms, cuts))
+        pieces = iter(self._cut(atoms, cuts))
         out = []
         for length in lengths:
-            own: list[tuple[Axis, int]] = []
-            while math.prod(n for _, n in own) < length:
+            parts: list[tuple[Axis, int]] = []
+            while math.prod(n for _, n in parts) < length:
                 piece = next(pieces)
-                own.append((piece, len(piece)))
-            out.append(self.join(own))
+                parts.append((piece, len(piece)))
+            out.append(self.join(parts))
         return out
 
-    def _aligned(
-        self, one: Sequence[np.ndarray], other: Sequence[np.ndarray]
-    ) -> tuple[list[np.ndarray], list[np.ndarray]]:
-        """Two lists of atoms cut alike; empty where they cannot be."""
-        cuts = _common_cuts([len(a) for a in one], [len(a) for a in other])
-        if cuts is None:
-            return [], []
-        mine, theirs = self._fine(one, cuts), self._fine(other, cuts)
-        return (mine, theirs) if [len(a) for a in mine] == [len(a) for a in theirs] else ([], [])
-
-    def _fine(self, atoms: Sequence[np.ndarray], cuts: Sequence[int]) -> list[np.ndarray]:
+    def _cut(self, atoms: Sequence[np.ndarray], cuts: Sequence[int]) -> list[np.ndarray]:
+        """A grid of atoms, split further so that every cut is a suffix product of the sizes."""
         out, outer = list[np.ndarray](), math.prod(len(atom) for atom in atoms)
         for atom in atoms:
             inner = outer // len(atom)
             within = [cut for cut in cuts if inner <= cut <= outer]
-            sizes = [b // a for a, b in itertools.pairwise(within)][::-1]
-            out += self.split(atom, sizes) if len(sizes) > 1 else [atom]
+            out += self.split(atom, [b // a for a, b in itertools.pairwise(within)][::-1])
             outer = inner
         return out
 
 
-def _matching(shape: Sequence[int], new: Sequence[int]) -> Iterable[tuple[range, range]]:
-    """The shortest runs of axes of both shapes with equal numbers of entries."""
-    i = j = 0
-    while i < len(shape) or j < len(new):
-        a, b = min(i + 1, len(shape)), min(j + 1, len(new))
-        while math.prod(shape[i:a]) != math.prod(new[j:b]):
-            if math.prod(shape[i:a]) < math.prod(new[j:b]):
-                a += 1
-            else:
-                b += 1
-        yield range(i, a), range(j, b)
-        i, j = a, b
-
-
 def _common_cuts(one: Sequence[int], other: Sequence[int]) -> list[int] | None:
-    """Suffix products of both, ascending; None where one does not divide the next."""
+    """The suffix products of two grids' sizes, ascending; None where one does not divide the next."""
     cuts = sorted({math.prod(sizes[k:]) for sizes in (one, other) for k in range(len(sizes) + 1)})
     return cuts if all(b % a == 0 for a, b in itertools.pairwise(cuts)) else None

@@ -1,10 +1,8 @@
-"""Leaves as tensors over index spaces: which windows and components an axis has, and the entries of each.
+"""Leaves as tensors over index spaces: where a group could act on a leaf.
 
 A `View` cuts every axis of a leaf to a window and splits the window into atoms, one per space; an atom may be picked
-at one index (fused kernels). A `Piece` is a view read along one space, with companions: a tensor (companions, space,
-rest).
-
-Here: where a group could act on a leaf. Not here: whether it does (`search`).
+at one index (fused kernels). A `Piece` is a view read along one space, with the companions that index the group's
+copies (heads): a tensor (companions, space, rest).
 """
 
 from __future__ import annotations
@@ -18,11 +16,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from gauge_optax.discovery.spaces import Axis, Spaces
-from gauge_optax.discovery.trace import Axes
+from gauge_optax.discovery.spaces import Axis, Space
+from gauge_optax.discovery.trace import Trace
 
-Space = tuple[int, ...]
-MOST_PICKED = 64  # indices of an axis that are looked at one by one
+_MOST_PICKED = 64  # indices of an axis that are looked at one by one
 
 
 class Atom(NamedTuple):
@@ -32,7 +29,7 @@ class Atom(NamedTuple):
       space: None where it has none.
       size: how many of its indices are read.
       pick: the one index that is selected instead.
-      span: where it is a part of a longer component, its first index and that one's length.
+      span: where it is a part of a longer component, its first index and that component's length.
     """
 
     space: Space | None
@@ -46,8 +43,8 @@ class Atom(NamedTuple):
         return self.size if self.span is None else self.span[1]
 
     @property
-    def reads(self) -> int | slice:
-        """What is read of it."""
+    def selection(self) -> int | slice:
+        """The entries of the component that are read."""
         start = 0 if self.span is None else self.span[0]
         return slice(start, start + self.size) if self.pick is None else self.pick
 
@@ -68,7 +65,7 @@ class View:
       path: the leaf's normalised path.
       shape: its shape.
       windows: one per axis.
-      other: the axis that is read in another way than the first, None for the leaf's main views.
+      other: the axis that is read in another way than the first; None for the leaf's main views.
     """
 
     path: str
@@ -76,28 +73,32 @@ class View:
     windows: tuple[Window, ...]
     other: int | None = None
 
-    @property
+    @functools.cached_property
+    def atoms(self) -> dict[tuple[int, int], Atom]:
+        """The atoms that are not picked, by axis and number within the axis."""
+        places = {(k, j): atom for k, w in enumerate(self.windows) for j, atom in enumerate(w.atoms)}
+        return {place: atom for place, atom in places.items() if atom.pick is None}
+
+    @functools.cached_property
     def places(self) -> tuple[tuple[int, int], ...]:
         """Axis and number of every atom that is not picked."""
-        return tuple(
-            (k, j) for k, w in enumerate(self.windows) for j, atom in enumerate(w.atoms) if atom.pick is None
-        )
+        return tuple(self.atoms)
 
-    @property
+    @functools.cached_property
     def labels(self) -> tuple[Space | None, ...]:
-        """Their spaces."""
-        return tuple(self.windows[k].atoms[j].space for k, j in self.places)
+        """The spaces of the atoms that are not picked."""
+        return tuple(atom.space for atom in self.atoms.values())
 
     @property
     def size(self) -> int:
         """How many entries are selected."""
-        return math.prod(self.windows[k].atoms[j].size for k, j in self.places)
+        return math.prod(atom.size for atom in self.atoms.values())
 
     def read(self, values: np.ndarray) -> np.ndarray:
-        """Selected entries of (rows, *shape): (rows, *atoms). A view where windows are whole."""
+        """Selected entries of (rows, *shape) as (rows, *atoms), without a copy where windows are whole."""
         cut = values[(slice(None), *(slice(w.start, w.stop) for w in self.windows))]
         grid = cut.reshape(len(values), *(atom.full for w in self.windows for atom in w.atoms))
-        return grid[(slice(None), *(atom.reads for w in self.windows for atom in w.atoms))]
+        return grid[(slice(None), *(atom.selection for w in self.windows for atom in w.atoms))]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,8 +107,8 @@ class Piece:
 
     Attributes:
       view: the view.
-      at: which of its atoms the group acts on; None for one scale of the whole.
-      beside: which index the group.
+      at: which of its atoms the group acts on; None for one scale of the whole leaf.
+      beside: which atoms index the group's copies.
     """
 
     view: View
@@ -120,8 +121,13 @@ class Piece:
         return self.view.path
 
     @property
+    def places(self) -> list[tuple[int, int]]:
+        """Axis and number of the atom that the group acts on, then of each companion."""
+        return [self.view.places[k] for k in (*(() if self.at is None else (self.at,)), *self.beside)]
+
+    @property
     def vector(self) -> bool:
-        """Whether there is nothing but the space and its companions in the whole leaf."""
+        """Whether the whole leaf consists of the space and its companions alone, as a bias does."""
         return self.view.size == math.prod(self.view.shape) and len(self.view.places) == 1 + len(self.beside)
 
     @functools.cached_property
@@ -135,71 +141,72 @@ class Piece:
         if self.at is None:
             return tensor.reshape(len(values), 1, 1, -1)
         rest = [k for k in range(len(self.view.places)) if k != self.at and k not in self.beside]
-        many = math.prod(tensor.shape[1 + k] for k in self.beside)
-        length = tensor.shape[1 + self.at]
+        copies, length = math.prod(tensor.shape[1 + k] for k in self.beside), tensor.shape[1 + self.at]
         tensor = tensor.transpose(0, *(1 + k for k in (*self.beside, self.at, *rest)))
-        return tensor.reshape(len(values), many, length, -1)
+        return tensor.reshape(len(values), copies, length, -1)
 
 
-def views_of(spaces: Spaces, path: str, shape: tuple[int, ...], axes: Axes, known: set[Space]) -> Iterator[View]:
-    """All views of a leaf: the main ones, and those that read one axis in another way."""
-    ways = [_readings(spaces, axis, n, known) for axis, n in zip(axes, shape, strict=True)]
-    yield from (View(path, shape, windows) for windows in itertools.product(*(way[0] for way in ways)))
+def views_of(trace: Trace, path: str, shape: tuple[int, ...], searched: set[Space]) -> Iterator[View]:
+    """All views of a leaf: the main ones, and those that read one axis in another way.
+
+    Args:
+      trace: the walk.
+      path: the leaf's path.
+      shape: its shape.
+      searched: the spaces on which symmetries are looked for; spaces that only a view shows are added.
+    """
+    ways = [_readings(trace, axis, n, searched) for axis, n in zip(trace.leaves[path], shape, strict=True)]
+    main = [way[0] for way in ways]
+    yield from (View(path, shape, windows) for windows in itertools.product(*main))
     for k, way in enumerate(ways):
         for other in way[1:]:
-            own = [other if j == k else ways[j][0] for j in range(len(ways))]
-            yield from (View(path, shape, windows, k) for windows in itertools.product(*own))
-
-
-def _readings(spaces: Spaces, axis: Axis, length: int, known: set[Space]) -> list[list[Window]]:
-    """Ways to read one axis, each as a list of windows."""
-    if axis is None or length == 1:
-        return [[Window(0, length, (Atom(None, length),))]]
-    atoms, whole = spaces.atoms(axis), spaces.key(axis)
-    if len(atoms) > 1:
-        return _grid_readings(spaces, 0, length, atoms, known)
-    one = Window(0, length, (Atom(whole, length),))
-    if length <= MOST_PICKED and not spaces.picked.isdisjoint(whole):
-        return [[Window(0, length, (Atom(whole, length, q),)) for q in range(length)], [one]]
-    ways = [[one]] if whole in known else []
-    segments = _segments(spaces, axis)
-    if len(segments) > 1:
-        parts = [_grid_readings(spaces, a, b, spaces.atoms(axis[a:b]), known) for a, b in segments]
-        for k in range(max(map(len, parts))):
-            ways.append(list(itertools.chain(*(own[k] for own in parts if k < len(own)))))
-    found = _known_windows(whole, known)
-    return [*ways, found] if found else ways or [[one]]
+            windows_of = itertools.product(*main[:k], other, *main[k + 1 :])
+            yield from (View(path, shape, windows, k) for windows in windows_of)
 
 
 def runs(space: Space) -> list[tuple[int, int]]:
     """Runs in which ids occur equally often, where they do not all: the rotary part of a basis, and the rest.
 
-    A run is whole: its ids occur nowhere else.
+    A run counts only if its ids occur nowhere else.
     """
     times = [space.count(x) for x in space]
     cuts = [0, *(k for k in range(1, len(space)) if times[k] != times[k - 1]), len(space)]
-    found = [(a, b) for a, b in itertools.pairwise(cuts) if b - a > 1]
-    whole = [(a, b) for a, b in found if all(space[a:b].count(x) == times[a] for x in space[a:b])]
+    long = [(a, b) for a, b in itertools.pairwise(cuts) if b - a > 1]
+    whole = [(a, b) for a, b in long if all(space[a:b].count(x) == times[a] for x in space[a:b])]
     return whole if len(cuts) > 2 else []
 
 
-def _segments(spaces: Spaces, axis: np.ndarray) -> list[tuple[int, int]]:
-    """Runs of an axis that are places of one grid in order, or of none."""
-    grids = [spaces.grid(x) for x in spaces.key(axis)]
-    if all(grid is None for grid in grids):
-        return []
-    cuts = [0]
-    for k, (a, b) in enumerate(itertools.pairwise(grids), start=1):
-        if (a is None) != (b is None) or (a and b and (a.sizes != b.sizes or b.place != a.place + 1)):
-            cuts.append(k)
-    return list(itertools.pairwise([*cuts, len(axis)]))
+def _readings(trace: Trace, axis: Axis, length: int, searched: set[Space]) -> list[list[Window]]:
+    """Ways to read one axis, each as a list of windows."""
+    if axis is None or length == 1:
+        return [[Window(0, length, (Atom(None, length),))]]
+    spaces, whole = trace.spaces, trace.spaces.key(axis)
+    if len(atoms := trace.atom_keys(axis)) > 1:
+        return _grid_readings(trace, 0, length, atoms, searched)
+    one = Window(0, length, (Atom(whole, length),))
+    if length <= _MOST_PICKED and not spaces.picked.isdisjoint(whole):
+        return [[Window(0, length, (Atom(whole, length, q),)) for q in range(length)], [one]]
+    ways = [[one]] if whole in searched else []
+    # Segments of the axis are consecutive cells of one grid, or of none: query, key and value of a fused kernel.
+    grids = [spaces.grids.get(x) for x in whole]
+    cuts = [
+        k for k, (a, b) in enumerate(itertools.pairwise(grids), start=1)
+        if (a is None) != (b is None) or (a and b and (a.sizes != b.sizes or b.place != a.place + 1))
+    ]  # fmt: skip
+    if cuts:
+        segments = itertools.pairwise([0, *cuts, length])
+        parts = [_grid_readings(trace, a, b, trace.atom_keys(axis[a:b]), searched) for a, b in segments]
+        for k in range(max(map(len, parts))):
+            ways.append([window for part in parts if k < len(part) for window in part[k]])
+    inner = _inner_windows(whole, searched)
+    return [*ways, inner] if inner else ways or [[one]]
 
 
-def _known_windows(whole: Space, known: set[Space]) -> list[Window]:
-    """Windows of an axis that are spaces of their own, longest first, without overlaps."""
+def _inner_windows(whole: Space, searched: set[Space]) -> list[Window]:
+    """Windows of an axis that are searched spaces themselves, longest first, without overlaps."""
     taken = np.zeros(len(whole), bool)
     windows = []
-    for space in sorted((s for s in known if len(s) < len(whole)), key=len, reverse=True):
+    for space in sorted((s for s in searched if len(s) < len(whole)), key=len, reverse=True):
         for start in range(len(whole) - len(space) + 1):
             stop = start + len(space)
             if whole[start] == space[0] and whole[start:stop] == space and not taken[start:stop].any():
@@ -209,31 +216,24 @@ def _known_windows(whole: Space, known: set[Space]) -> list[Window]:
 
 
 def _grid_readings(
-    spaces: Spaces, start: int, stop: int, parts: Sequence[np.ndarray], known: set[Space]
+    trace: Trace, start: int, stop: int, keys: Sequence[Space], searched: set[Space]
 ) -> list[list[Window]]:
-    """A grid with all choices of what is picked; and with a picked pair as the planes of its neighbour."""
-    keys = [spaces.key(part) for part in parts]
-    picked = [not spaces.picked.isdisjoint(key) and len(key) <= MOST_PICKED for key in keys]
+    """A grid with all choices of what is picked, and with a picked pair as the planes of its neighbour."""
+    picked = [not trace.spaces.picked.isdisjoint(key) and len(key) <= _MOST_PICKED for key in keys]
     atoms = [Atom(key, len(key)) for key in keys]
-    choices = itertools.product(*(range(a.size) if on else (None,) for a, on in zip(atoms, picked, strict=True)))
-    main = [
-        Window(start, stop, tuple(a._replace(pick=q) for a, q in zip(atoms, choice, strict=True))) for choice in choices
-    ]
-    ways = [main]
-    if any(picked):
-        ways.append([Window(start, stop, tuple(atoms))])
-    for k, atom in enumerate(atoms):
-        inner = [(w.start, w.stop) for w in _known_windows(keys[k], known)]
-        cut = [Atom(keys[k][a:b], b - a, None, (a, atom.size)) for a, b in inner]
-        ways += [[Window(start, stop, (*atoms[:k], part, *atoms[k + 1 :])) for part in cut]] if cut else []
-    for k, (atom, on) in enumerate(zip(atoms, picked, strict=True)):
-        if not on or atom.size != 2 or atom.space is None:
-            continue
-        if k > 0 and not picked[k - 1]:
-            space = tuple(x for x in keys[k - 1] for _ in range(2))
-            ways.append([Window(start, stop, (*atoms[: k - 1], Atom(space, len(space)), *atoms[k + 1 :]))])
-        if k + 1 < len(atoms) and not picked[k + 1]:
-            space = keys[k + 1] * 2
-            ways.append([Window(start, stop, (*atoms[:k], Atom(space, len(space)), *atoms[k + 2 :]))])
-    known.update(atom.space for way in ways[1:] for w in way for atom in w.atoms if atom.space is not None)
-    return ways
+    choices = itertools.product(*(range(a.size) if p else (None,) for a, p in zip(atoms, picked, strict=True)))
+    main = [[a._replace(pick=q) for a, q in zip(atoms, choice, strict=True)] for choice in choices]
+    others: list[list[list[Atom]]] = [[atoms]] if any(picked) else []
+    for k, key in enumerate(keys):
+        inner = [(w.start, w.stop) for w in _inner_windows(key, searched)]
+        cut = [[*atoms[:k], Atom(key[a:b], b - a, None, (a, len(key))), *atoms[k + 1 :]] for a, b in inner]
+        others += [cut] if cut else []
+    for k, key in enumerate(keys):  # a pair of entries that are picked one by one: cosine and sine parts of a plane
+        if picked[k] and len(key) == 2:
+            if k > 0 and not picked[k - 1]:
+                space = tuple(x for x in keys[k - 1] for _ in range(2))
+                others.append([[*atoms[: k - 1], Atom(space, len(space)), *atoms[k + 1 :]]])
+            if k + 1 < len(atoms) and not picked[k + 1]:
+                others.append([[*atoms[:k], Atom(keys[k + 1] * 2, 2 * len(keys[k + 1])), *atoms[k + 2 :]]])
+    searched.update(atom.space for way in others for window in way for atom in window if atom.space is not None)
+    return [[Window(start, stop, tuple(window)) for window in way] for way in [main, *others]]

@@ -1,42 +1,36 @@
-"""Symmetries as calls of the library's gauges: kinds, roles and axes strings.
-
-Here: from shapes alone. Not here: layers (`calls`), whether what is written holds (`prove`).
-"""
+"""Symmetries as calls of the library's gauges: kinds, roles and axes strings, from shapes alone."""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from fractions import Fraction
 from typing import Any
 
 import numpy as np
 
 from gauge_optax.discovery.calls import Axes, Call, template
-from gauge_optax.discovery.motions import Symmetry, Term
+from gauge_optax.discovery.groups import Symmetry, Term
+from gauge_optax.discovery.spaces import Space
 from gauge_optax.discovery.views import Atom, Piece, View, Window
 
-_CLOSE = 1e-5  # exponents that are one number
-_COMPANIONS = ("head", "group", "part", "slot")
+_CLOSE = 1e-5  # difference of exponents that count as equal
+_COMPANIONS = ("head", "group", "part", "slot")  # names of the axes that index a group's copies
 
 
 class Unwritable(Exception):
     """A symmetry for which the library has no gauge; its text says which kind."""
 
 
-# One symmetry -------------------------------------------------------------------------------------
-
-
-def written(
-    symmetry: Symmetry, linear: bool, layers: Iterable[tuple[int, ...]] = (), positive: Iterable[str] = ()
-) -> Call:
+def written(symmetry: Symmetry, linear: bool, layers: set[Space], positive: Collection[str]) -> Call:
     """The gauge of a symmetry.
 
     Args:
-      symmetry: what was found.
-      linear: linear groups as such; else the rotations in them.
+      symmetry: the symmetry.
+      linear: whether to return linear groups as such, or the rotations in them.
       layers: spaces that are scanned over, which get the name `layer`.
-      positive: leaves without a zero or negative entry: of vectors they are listed first, as a gauge's anchor.
+      positive: leaves without a zero or negative element: among vectors they are listed first, as a gauge's anchor.
 
     Returns:
       The call, for concrete leaves.
@@ -44,43 +38,37 @@ def written(
     Raises:
       Unwritable: there is no such gauge.
     """
-    names = _Names(symmetry, set(layers), frozenset(positive))
+    names = _Names(symmetry, layers, positive)
     if symmetry.family in ("diagonal", "per_plane"):
         return _scale_call(symmetry, names)
-    return _matrix_call(symmetry, names, linear)
-
-
-def _matrix_call(symmetry: Symmetry, names: _Names, linear: bool) -> Call:
-    planes = symmetry.family in ("complex", "phase")
-    options = {"pairing": _pairing(symmetry)} if planes else {}
+    options = {"pairing": _pairing(symmetry)} if symmetry.family in ("complex", "phase") else {}
     sides: dict[str, list[Term]] = {"vector": [], "covector": []}
-    for term in whole_leaves(symmetry.terms + symmetry.along):
+    for term in _whole_leaves(symmetry.terms + symmetry.along):
         if abs(abs(term.exponent) - 1) > _CLOSE or (term.exponent < 0 and symmetry.family in ("orthogonal", "phase")):
-            raise Unwritable(f"a turn by {term.exponent:.3g} times the angle")
-        if (term.exponent > 0) == (symmetry.terms[0].exponent > 0):
-            sides[term.mode].append(term)
-        else:
-            raise Unwritable("a linear map with a sign of its own on one leaf")
+            raise Unwritable(f"a rotation by {term.exponent:.3g} times the angle")
+        if (term.exponent > 0) != (symmetry.terms[0].exponent > 0):
+            raise Unwritable("a linear map that acts on one leaf with the opposite sign")
+        sides[term.mode].append(term)
     roles = [(_order(terms), names.role(terms, "basis")) for terms in sides.values()]
     (_, left), (_, right) = sorted(roles, key=lambda side: (side[0], list(side[1].values())))
-    both = symmetry.family in ("linear", "complex")
-    if both and linear:
+    if linear and symmetry.family in ("linear", "complex"):
         if not left or not right:
             raise Unwritable("a linear map with one side")
-        kind = "rope_linear" if planes else "head_linear"
+        kind = "rope_linear" if options else "head_linear"
         return Call(kind, {"left": left, "right": right}, options, names.sizes)
-    kind = "rope_torus" if planes else "head_rotation"
-    return Call(kind, {"blocks": _merged(left, right)}, options, names.sizes)
+    blocks = dict(left)
+    for path, axes in right.items():
+        blocks[path] = joined(blocks.get(path), axes)
+    return Call("rope_torus" if options else "head_rotation", {"blocks": blocks}, options, names.sizes)
 
 
 def _scale_call(symmetry: Symmetry, names: _Names) -> Call:
-    planes = symmetry.family == "per_plane"
     exponents: dict[Piece, dict[str, float]] = {}
     for term in symmetry.terms + symmetry.along:
         exponents.setdefault(term.piece, {})[term.mode] = term.exponent
-    terms, plus = [], set()
-    for piece, found in exponents.items():
-        scale, offset = found.get("scale", 0.0), found.get("offset", 0.0)
+    terms, plus = [], set()  # `plus`: leaves that store the value less one, a scale and an equal offset
+    for piece, modes in exponents.items():
+        scale, offset = modes.get("scale", 0.0), modes.get("offset", 0.0)
         if not scale:
             raise Unwritable("a constant added")
         if offset and abs(offset / scale - 1) > _CLOSE:
@@ -90,41 +78,46 @@ def _scale_call(symmetry: Symmetry, names: _Names) -> Call:
     values = sorted({round(term.exponent, 5) for term in terms})
     if len(values) > 2 or (len(values) == 2 and values[0] * values[1] > 0):
         raise Unwritable(f"a scale with exponents {', '.join(f'{v:g}' for v in values)}")
-    merged = whole_leaves(terms)
-    pairing = _pairing(symmetry) if planes else None
+    merged = _whole_leaves(terms)
+    sides = {value: [term for term in merged if abs(term.exponent - value) < _CLOSE] for value in values}
+    pairing = _pairing(symmetry) if symmetry.family == "per_plane" else None
 
     def role(value: float) -> dict[str, Axes]:
-        own = [term for term in merged if abs(term.exponent - value) < _CLOSE]
-        return names.role(own, "channel", plus, pairing)
+        return names.role(sides[value], "channel", plus, pairing)
 
     if len(values) == 1:
         return Call("scale_invariant", {"blocks": role(values[0])}, {}, names.sizes)
-    up, down, degree = _sides(merged, values)
-    vectors = all(term.piece.vector for term in merged if abs(term.exponent - up) < _CLOSE)
-    kernels = not all(term.piece.vector for term in merged if abs(term.exponent - down) < _CLOSE)
-    if degree == 1 and vectors and kernels:
-        return Call("norm_scale", {"scale": role(up), "into": role(down)}, {}, names.sizes)
-    return Call("rescale", {"up": role(up), "down": role(down)}, {"degree": degree} if degree != 1 else {}, names.sizes)
-
-
-def _sides(terms: Sequence[Term], values: Sequence[float]) -> tuple[float, float, float]:
-    """Exponents of the two sides, up first, and the degree: up is what moves less, or is made before the other."""
     ratio = Fraction(-values[0] / values[1]).limit_denominator(12)
     degree = max(ratio, 1 / ratio)
+    # "up" is the side that moves less, or the one that is computed first.
+    up, down = sorted(values, key=lambda value: (abs(value), *_order(sides[value])))
+    vectors, kernels = all(t.piece.vector for t in sides[up]), not all(t.piece.vector for t in sides[down])
+    if degree == 1 and vectors and kernels:
+        return Call("norm_scale", {"scale": role(up), "into": role(down)}, {}, names.sizes)
+    options = {} if degree == 1 else {"degree": int(degree) if degree.denominator == 1 else float(degree)}
+    return Call("rescale", {"up": role(up), "down": role(down)}, options, names.sizes)
 
-    def order(value: float) -> tuple[Any, ...]:
-        return abs(value), *_order([term for term in terms if abs(term.exponent - value) < _CLOSE])
 
-    up, down = sorted(values, key=order)
-    return up, down, int(degree) if degree.denominator == 1 else float(degree)
+def shift_call(places: Sequence[tuple[View, int]]) -> Call:
+    """The gauge of a constant along one space of several leaves: their views, and each view's atom for that space."""
+    terms = tuple(Term(Piece(view, at, ()), "offset", 1.0) for view, at in places)
+    names = _Names(Symmetry("shift", (), (), terms, 0.0), set(), ())
+    return Call("logit_shift", {"blocks": names.role(_whole_leaves(terms), "vocab")}, {}, names.sizes)
+
+
+def joined(before: Axes | None, axes: Axes) -> Axes:
+    """The axes strings of one path, with more strings added."""
+    if before is None:
+        return axes
+    return (*((before,) if isinstance(before, str) else before), *((axes,) if isinstance(axes, str) else axes))
 
 
 def _order(terms: Sequence[Term]) -> tuple[Any, ...]:
-    """What writes to a space before what reads it: vectors alone, vectors with kernels, kernels by their last axis."""
+    """Sorts what writes to a space before what reads it: vectors alone, vectors with kernels, kernels by last axis."""
     pieces = [term.piece for term in terms]
     kernels = [p for p in pieces if not p.vector]
     last = [p for p in kernels if p.at is not None and p.view.places[p.at][0] == len(p.view.shape) - 1]
-    return len(kernels) == len(pieces), len(last) == 0, len(kernels), template(p.path for p in pieces)
+    return len(kernels) == len(pieces), len(last) == 0, len(kernels), sorted(template(p.path) for p in pieces)
 
 
 def _pairing(symmetry: Symmetry) -> str:
@@ -137,47 +130,29 @@ def _pairing(symmetry: Symmetry) -> str:
     raise Unwritable("planes of an unusual layout")
 
 
-def _merged(
-    left: Mapping[str, Axes], right: Mapping[str, Axes]
-) -> dict[str, Axes]:
-    out = dict(left)
-    for path, axes in right.items():
-        out[path] = _joined(out.get(path), axes)
-    return out
-
-
-def _joined(old: Axes | None, new: Axes) -> Axes:
-    if old is None:
-        return new
-    return (*((old,) if isinstance(old, str) else old), *((new,) if isinstance(new, str) else new))
-
-
 # Axes strings -------------------------------------------------------------------------------------
 
 
 class _Names:
     """Names of a symmetry's axes, and the sizes that its strings need.
 
-    Companions that stand side by side in every leaf are one axis; so is the space with them, where a group acts on
-    each entry alone.
+    Companions that are neighbours in every leaf are one axis; so is the space with them, where a group acts on each
+    entry separately.
     """
 
-    def __init__(self, symmetry: Symmetry, layers: set[tuple[int, ...]], positive: frozenset[str]) -> None:
+    def __init__(self, symmetry: Symmetry, layers: set[Space], positive: Collection[str]) -> None:
         self.sizes: dict[str, int] = {}
         self._positive = positive
-        diagonal = symmetry.family == "diagonal"
-        own = [_places(term.piece) for term in symmetry.terms]
-        count = len(own[0])
-        runs = [[k] for k in range(count)]
-        again = True
-        while again:
-            again = False
-            for a, b in itertools.permutations(runs, 2):
-                free = diagonal or (0 not in a and 0 not in b)
-                if free and all(_adjacent(places[a[-1]], places[b[0]]) for places in own):
-                    runs = [run for run in runs if run not in (a, b)] + [a + b]
-                    again = True
-                    break
+        places = [term.piece.places for term in symmetry.terms]  # of the space, then of each companion
+        runs = [[k] for k in range(len(places[0]))]
+
+        def neighbours(a: list[int], b: list[int]) -> bool:
+            free = symmetry.family == "diagonal" or (0 not in a and 0 not in b)
+            ends = [(row[a[-1]], row[b[0]]) for row in places]
+            return free and all(second == (axis, number + 1) for (axis, number), second in ends)
+
+        while pair := next((p for p in itertools.permutations(runs, 2) if neighbours(*p)), None):
+            runs = [run for run in runs if run not in pair] + [pair[0] + pair[1]]
         spare, self._names = iter(_COMPANIONS), dict[int, str]()
         for run in sorted(runs):
             layer = run != [0] and len(run) == 1 and symmetry.beside[run[0] - 1] in layers
@@ -186,7 +161,7 @@ class _Names:
                 self._names[k] = name if k == run[0] else "+"
 
     def role(
-        self, terms: Sequence[Term], target: str, plus: Collection[str] = (), pairing: str | None = None
+        self, terms: Iterable[Term], target: str, plus: Collection[str] = (), pairing: str | None = None
     ) -> dict[str, Axes]:
         """Paths and axes of some terms: kernels first, then norms' scales."""
 
@@ -195,22 +170,18 @@ class _Names:
             return term.piece.vector, path not in plus and path not in self._positive, path
 
         out: dict[str, Axes] = {}
-        for term in sorted(terms, key=order):
-            path = term.piece.path
-            text = self._axes(term.piece, target, pairing)
-            out[path] = _joined(out.get(path), f"1+ {text}" if path in plus else text)
+        for piece, _, _ in sorted(terms, key=order):
+            names = {place: self._names[k] or target for k, place in enumerate(piece.places)}
+            items = []
+            for k, (length, window) in enumerate(zip(piece.view.shape, piece.view.windows, strict=True)):
+                inside = [names.get((k, j), "_") for j in range(len(window.atoms))]
+                items.append(self._item(length, window, inside, pairing if target in inside else None, target))
+            text = " ".join(items)
+            out[piece.path] = joined(out.get(piece.path), f"1+ {text}" if piece.path in plus else text)
         return out
 
-    def _axes(self, piece: Piece, target: str, pairing: str | None) -> str:
-        names = {place: self._names[k] or target for k, place in enumerate(_places(piece))}
-        items = [
-            self._item(n, window, [names.get((k, j), "_") for j in range(len(window.atoms))],
-                       pairing if any(names.get((k, j)) == target for j in range(len(window.atoms))) else None, target)
-            for k, (n, window) in enumerate(zip(piece.view.shape, piece.view.windows, strict=True))
-        ]  # fmt: skip
-        return " ".join(items)
-
     def _item(self, length: int, window: Window, names: Sequence[str], pairing: str | None, target: str) -> str:
+        """One axis of an axes string."""
         parts: list[tuple[str, int]] = []
         for atom, name in zip(window.atoms, names, strict=True):
             if atom.pick is not None:
@@ -231,69 +202,47 @@ class _Names:
             span, parts = "", [(f"part{length // size}={window.start // size}", length // size), *parts]
         if len(parts) == 1:
             return parts[0][0] + span
-        told = any(name == "_" or ":" in name for name, _ in parts)
-        for k, (name, own) in enumerate(parts):  # one length follows by division
-            self._size(name.split("=")[0], own, name != "_" and ":" not in name and (told or k < len(parts) - 1))
+        named = [name != "_" and ":" not in name for name, _ in parts]
+        for k, (name, count) in enumerate(parts):
+            # The length of the last axis follows by division where all others are named.
+            if named[k] and (not all(named) or k < len(parts) - 1):
+                if self.sizes.setdefault(name.split("=")[0], count) != count:
+                    raise Unwritable(f"an axis '{name.split('=')[0]}' of two lengths")
         return f"({' '.join(name for name, _ in parts)}){span}"
 
-    def _size(self, name: str, size: int, needed: bool) -> None:
-        if needed and self.sizes.setdefault(name, size) != size:
-            raise Unwritable(f"an axis '{name}' of two lengths")
 
-
-def _places(piece: Piece) -> list[tuple[int, int]]:
-    """Axis and atom of the space and of each companion."""
-    places = piece.view.places
-    return [places[k] for k in (*(() if piece.at is None else (piece.at,)), *piece.beside)]
-
-
-def _adjacent(one: tuple[int, int], other: tuple[int, int]) -> bool:
-    return other == (one[0], one[1] + 1)
-
-
-def whole_leaves(terms: Sequence[Term]) -> list[Term]:
-    """Terms that move all parts of an axis alike, as one term on the whole axis."""
-    found = list(terms)
+def _whole_leaves(terms: Sequence[Term]) -> list[Term]:
+    """Merges terms that move all parts of an axis equally into one term on the whole axis."""
+    merged = list(terms)
     for axis in range(max(len(term.piece.view.shape) for term in terms)):
         groups: dict[Any, list[Term]] = {}
-        for term in found:
-            groups.setdefault(_but_for(term, axis), []).append(term)
-        found = [term for group in groups.values() for term in _tiled(group, axis)]
-    return found
-
-
-def _but_for(term: Term, axis: int) -> Any:
-    """What tells a term from others that read one axis elsewhere; the term itself where the group acts there."""
-    piece = term.piece
-    if axis >= len(piece.view.shape) or any(at == axis for at, _ in _places(piece)):
-        return term
-    others = tuple(w for k, w in enumerate(piece.view.windows) if k != axis)
-    return piece.path, others, tuple(_places(piece)), term.mode, round(term.exponent, 5)
+        for term in merged:
+            key: Any = term  # a term that the group moves along this axis, or that has no such axis, stays separate
+            piece = term.piece
+            if axis < len(piece.view.shape) and all(at != axis for at, _ in piece.places):
+                others = tuple(w for k, w in enumerate(piece.view.windows) if k != axis)
+                key = piece.path, others, tuple(piece.places), term.mode, round(term.exponent, 5)
+            groups.setdefault(key, []).append(term)
+        merged = [term for group in groups.values() for term in _tiled(group, axis)]
+    return merged
 
 
 def _tiled(group: list[Term], axis: int) -> list[Term]:
-    """One term on the whole axis where the group's windows and picks fill it; else the group."""
-    piece, length = group[0].piece, group[0].piece.view.shape[axis] if axis < len(group[0].piece.view.shape) else 0
+    """One term on the whole axis where the windows and picks of the terms fill it exactly; else the terms."""
+    piece, places = group[0].piece, group[0].piece.places
     if len(group) == 1:
         return group
+    length = piece.view.shape[axis]
     count = np.zeros(length, int)
     for term in group:
         window = term.piece.view.windows[axis]
-        places = np.arange(window.start, window.stop).reshape([atom.full for atom in window.atoms])
-        np.add.at(count, places[tuple(atom.reads for atom in window.atoms)].ravel(), 1)
+        grid = np.arange(window.start, window.stop).reshape([atom.full for atom in window.atoms])
+        np.add.at(count, grid[tuple(atom.selection for atom in window.atoms)].ravel(), 1)
     if not (count == 1).all():
         return group
     whole = Window(0, length, (Atom(None, length),))
-    windows = tuple(whole if k == axis else w for k, w in enumerate(piece.view.windows))
-    view, own = View(piece.path, piece.view.shape, windows), _places(piece)
-    at = [view.places.index(place) for place in own]
-    if piece.at is None:
-        return [Term(Piece(view, None, tuple(at)), group[0].mode, group[0].exponent)]
-    return [Term(Piece(view, at[0], tuple(at[1:])), group[0].mode, group[0].exponent)]
-
-
-def shift_call(views: Sequence[tuple[View, int]]) -> Call:
-    """A constant along one space of several leaves: their views, and the atom of each that it is constant along."""
-    terms = tuple(Term(Piece(view, at, ()), "offset", 1.0) for view, at in views)
-    names = _Names(Symmetry("shift", (), (), terms, 0.0), set(), frozenset())
-    return Call("logit_shift", {"blocks": names.role(whole_leaves(terms), "vocab")}, {}, names.sizes)
+    windows = (*piece.view.windows[:axis], whole, *piece.view.windows[axis + 1 :])
+    view = dataclasses.replace(piece.view, windows=windows, other=None)
+    at = [view.places.index(place) for place in places]
+    has_target = piece.at is not None
+    return [group[0]._replace(piece=Piece(view, at[0] if has_target else None, tuple(at[has_target:])))]

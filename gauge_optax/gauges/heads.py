@@ -9,7 +9,8 @@ import dataclasses
 import functools
 import math
 import string
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -75,7 +76,7 @@ class PlaneBlock(Block):
         split = sums.reshape(*sums.shape[:at], *pair, *sums.shape[at + 1 :])
         return jnp.sum(split, at if self.pairing == "half" else at + 1)
 
-    def ids_along(self, label: str, length: int, names: "Sequence[str] | set[str]") -> np.ndarray | None:
+    def ids_along(self, label: str, length: int, names: Collection[str]) -> np.ndarray | None:
         """As `Block.ids_along`; both coordinates of a plane have one index."""
         if label == BASIS and PLANE in names and BASIS not in names:
             return np.arange(length) % (length // 2) if self.pairing == "half" else np.arange(length) // 2
@@ -138,7 +139,8 @@ class Heads(Turn):
         """The leaves that it moves, with W·matrix in place of W; matrix is (*shape, size, size)."""
         out = {path: point[path] for path in self.paths}
         for block in self.blocks:
-            out[block.path] = write(block, out[block.path], self.turned_view(block, view(block, out[block.path]), matrix))
+            rows = self.turned_view(block, view(block, out[block.path]), matrix)
+            out[block.path] = write(block, out[block.path], rows)
         return out
 
     def added(self, sums: Arrays, point: Mapping[str, jax.Array], matrix: jax.Array) -> dict[str, jax.Array]:
@@ -272,12 +274,12 @@ def stack_heads(arrays: Sequence[jax.Array], tail: int = 2) -> jax.Array:
     return jnp.concatenate([x.reshape(-1, *x.shape[x.ndim - tail :]) for x in arrays])
 
 
-def unstack_heads(stacked: jax.Array, turns: Sequence[Heads]) -> list[jax.Array]:
+def unstack_heads(stacked: jax.Array, turns: Sequence[Any]) -> list[jax.Array]:
     """The inverse of `stack_heads`."""
     parts = jnp.split(stacked, np.cumsum([turn.heads for turn in turns])[:-1].tolist())
     return [x.reshape(*turn.shape, *x.shape[1:]) for turn, x in zip(turns, parts, strict=True)]
 
 
-def by_size(turns: Sequence[Heads]) -> list[list[Heads]]:
+def by_size(turns: Sequence[Any]) -> list[list[Any]]:
     """Instances grouped by the size of their heads, ascending."""
     return [[turn for turn in turns if turn.size == size] for size in sorted({turn.size for turn in turns})]

@@ -27,8 +27,7 @@ Anchor = tuple[Block, ...]
 """Blocks that move alike and that an element is read from together."""
 
 Effect = Literal["still", "shift", "diagonal", "orthogonal", "linear"]
-"""What a move does to vectors: nothing; nothing, though it moves points; it multiplies entries; it turns bases and keeps
-norms; it mixes entries."""
+"""What a move does to vectors: nothing; nothing, though it moves points; multiplies entries; turns bases; mixes entries."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -128,7 +128,7 @@ def matrices_of(instances: Iterable[Any]) -> dict[str, Matrices]:
             if (answer := instance.matrices(block)) is not None:
                 ranked[answer[0]].append((block.path, answer[1]))
     read: dict[str, Matrices | None] = {}
-    for path, matrices in ranked[0]:  # rotations and linear gauges: a bias of theirs is no matrix, whoever else binds it
+    for path, matrices in ranked[0]:  # a bias of a rotation is no matrix, whatever else binds it
         read.setdefault(path, matrices)
     for path, matrices in ranked[1]:  # scales per head
         if read.get(path) is None:

@@ -8,7 +8,7 @@ from gauge_optax.binding import with_leaves
 from gauge_optax.gauges.gauge import Gauges
 from gauge_optax.gauges.product import product
 from gauge_optax.optimizers.on_slice import QuotientState, line_search, start
-from gauge_optax.slice import SliceTangent
+from gauge_optax.slice import SliceCotangent, SliceTangent
 from gauge_optax.transformation import cast_like, checked_inner, placeholder, transformation
 
 
@@ -64,15 +64,15 @@ def quotient_for(
         point = s.enter(f, params)  # θ̂ = F⁻¹·θ
         gradient = s.without_roundoff(point, with_leaves(updates, s.enter_dual(f, s.vectors(updates))))  # ĝ = Fᵀ·g
         u, inner_state = inner.update(  # u = inner(ĝ, θ̂)
-            with_leaves(gradient, s.to_inner_dual(frame, s.vectors(gradient))),
+            with_leaves(gradient, s.to_inner_dual(frame, SliceCotangent(s.vectors(gradient)))),
             state.inner_state,
             with_leaves(params, s.to_inner(frame, point)),
             **line_search(s, frame, params, extra),
         )
         tangent = s.from_inner(frame, s.vectors(u))
         after, frame = s.fix(frame, {path: point[path] + x for path, x in tangent.items()})  # θ̂′ = fix(θ̂ + u)
-        step = SliceTangent({path: x - point[path] for path, x in after.items()})
-        step = s.leave(f, s.hold(point, step) if hold else step)  # step = F·(θ̂′ − θ̂)
+        tangent = SliceTangent({path: x - point[path] for path, x in after.items()})
+        step = s.leave(f, s.hold(point, tangent) if hold else tangent)  # step = F·(θ̂′ − θ̂)
         return with_leaves(u, cast_like(step, updates)), QuotientState(frame, inner_state)
 
     def init(params: optax.Params) -> QuotientState:

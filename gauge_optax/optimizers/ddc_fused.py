@@ -55,7 +55,7 @@ def fused_ddc(
 
     Args:
       name: of the public function, for messages.
-      plain: `quotient` around a chain of `ddc` and the links of `tail`; it takes the steps where this one does not apply.
+      plain: `quotient` around a chain of `ddc` and the links of `tail`; it takes over where this one does not apply.
       group: the gauges.
       options: the settings.
       polar: how matrices are stepped.
@@ -154,7 +154,8 @@ class _StoredBlock(NamedTuple):
 
         Two powers of one are not one of two: XLA:CPU would materialize a factor that two sums share.
         """
-        factors = [b.spread(named, x if k == 1 else distinct(x * x), elsewhere=1.0) for named, b, x in self.others for k in powers]
+        pairs = [(named, b, x if k == 1 else distinct(x * x)) for named, b, x in self.others for k in powers]
+        factors = [b.spread(named, x, elsewhere=1.0) for named, b, x in pairs]
         factors += [] if by is None else [by]
         return self.leaf * functools.reduce(jnp.multiply, factors) if factors else self.leaf
 
@@ -169,7 +170,7 @@ class _Stored:
 
     Attributes:
       blocks: by instance and block.
-      pairs: leaf path → its stored values and stored gradient, which make the same sums along a channel as on the slice.
+      pairs: leaf path → its stored values and gradient, which make the same sums along a channel as on the slice.
     """
 
     blocks: Mapping[tuple[Any, Block], _StoredBlock]
@@ -250,7 +251,8 @@ class _Stored:
 
         `paired` says that the vector is the gradient.
         """
-        out, removed = dict(vector), []
+        out = dict(vector)
+        removed: list[tuple[Channels, jax.Array]] = []
         for channels, inverse in sized:
             total = self.pairing(channels, point, out, removed if paired else None)
             rates = apart_from_its_spread(total * inverse, inverse)

@@ -1,8 +1,8 @@
 """How large both sides of a scale are together: what its gauge leaves open, and what weight decay used to hold.
 
 The gauge of `rescale` and `multiplier_balance` trades a factor between two sides; it does not see the product of their
-root mean squares. This wrapper holds, caps or decays that product by one factor on both sides, so that their ratio, which
-is the gauge's, stays. That changes the function, on purpose.
+root mean squares. This wrapper holds, caps or decays that product by one factor on both sides, so that their ratio,
+which is the gauge's, stays. That changes the function, on purpose.
 Reference: GaugeFix-LRM §4.4 and §5, whose future direction this is.
 """
 
@@ -79,8 +79,8 @@ def hold_products(
       The optimizer; `update` needs `params`, and its updates are differences of parameters.
 
     Raises:
-      ValueError: another `kind` or `on_unknown`, a kind without its number, a gauge without two sides of one degree, two
-        gauges on one leaf; bindings that do not fit; `update` without params.
+      ValueError: another `kind` or `on_unknown`, a kind without its number, a gauge without two sides of one degree,
+        two gauges on one leaf; bindings that do not fit; `update` without params.
 
     >>> gauge = go.multiplier_balance({"query": "head _"}, {"key": "head _"})
     >>> params = {"query": jnp.full((1, 3), 4.0), "key": jnp.full((1, 3), 1.0)}
@@ -166,7 +166,8 @@ def _both_sides(gauge: Any) -> BlockGauge:
 
 def _check(kind: str, cap: Any, decay: Any, gauges: Sequence[Gauge]) -> None:
     """Raises ValueError for numbers that are missing or out of range, and for gauges without two sides."""
-    if (kind == "cap" and not _positive(cap)) or (kind == "decay" and not (_positive(decay) and _positive(1.0 - decay))):
+    no_cap, no_decay = kind == "cap" and not _positive(cap), kind == "decay" and not _positive(decay)
+    if no_cap or no_decay or (kind == "decay" and not _positive(1.0 - decay)):
         found = f"cap={cap!r}" if kind == "cap" else f"decay={decay!r}"
         raise binding_error(
             _NAME, f"no number for kind='{kind}'", found,

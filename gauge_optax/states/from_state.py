@@ -115,12 +115,12 @@ def _from_0_2(s: Slice, state: Any, inner: optax.GradientTransformation, params:
 def _shaped_like(template: Any, saved: Any) -> Any:
     """A saved state as the classes of a template, by the names of fields."""
     if hasattr(template, "_fields"):
-        return type(template)(*(_shaped_like(getattr(template, name), _field(saved, name)) for name in template._fields))
+        pairs = [(getattr(template, name), _field(saved, name)) for name in template._fields]
+        return type(template)(*(_shaped_like(x, y) for x, y in pairs))
     if isinstance(template, tuple | list):
         items = [saved[str(k)] for k in range(len(template))] if isinstance(saved, Mapping) else list(saved)
         return type(template)(_shaped_like(x, y) for x, y in zip(template, items, strict=True))
     if isinstance(template, Mapping):
         return {key: _shaped_like(x, saved[key]) for key, x in template.items()}
-    if jax.tree.structure(template) != jax.tree.structure(saved):
-        _check_structure(saved, template)
+    _check_structure(saved, template)
     return saved

@@ -1,4 +1,4 @@
-"""An explicit gauge move, as an optimizer's state meets it: what it does to the vectors and entries that a state holds."""
+"""An explicit gauge move, as an optimizer's state meets it: what it does to the vectors that a state holds."""
 
 import dataclasses
 import functools

@@ -1,59 +1,49 @@
-"""`lora`: the pairs of factors in a tree of adapters, found by their names and shapes.
+"""`lora`: the gauges of LoRA factors, which are recognized by their names and shapes.
 
 An adapter adds a product of two factors to a kernel: x·A·B where A is (in, rank) and B (rank, out), or x·Aᵀ·Bᵀ where
-PyTorch's layout gives A (rank, in) and B (out, rank). Neither notices GL(rank) acting between them.
-
-Here: which leaves are factors, and which of their axes is the rank. Not here: the group (`gauges.linear`).
+PyTorch's layout gives A (rank, in) and B (out, rank). An element of GL(rank) between the factors changes neither.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from gauge_optax.binding import binding_error, leaf_shape, leaves_by_path, match
 from gauge_optax.discovery.calls import Call, merge_layers
-from gauge_optax.discovery.prove import constructed
-from gauge_optax.gauges.base import Gauge
+from gauge_optax.gauges.gauge import Gauge
 
-# Bare `down` and `up` are an MLP's.
+# Names without a prefix are `a` and `b` only: bare `down` and `up` are the layers of an MLP.
 _NAMES = re.compile(r"(?P<prefix>.*lora_|.*lora_embedding_|)(?P<name>a|b|A|B|(?<=lora_)(?:down|up))")
 _PARTNER = {"a": "b", "A": "B", "down": "up"}
 _FIRST = {b: a for a, b in _PARTNER.items()}
-_BASIS = "basis"
-Pair = tuple[str, str]
-
-
-class _Factors(NamedTuple):
-    """Paths and shapes of one pair."""
-
-    a: str
-    b: str
-    shapes: tuple[tuple[int, ...], tuple[int, ...]]
+Pair = tuple[str, str]  # of A and of B: paths, or axes
+Shape = tuple[int, ...]
 
 
 def lora(params: Any, *, axes: Mapping[str, Pair] | None = None) -> list[Gauge]:
     """The gauges of all LoRA factors in a tree: one `head_linear` per kind of pair, layers as captures.
 
-    A pair is two leaves whose paths differ in one name: `…lora_a` and `…lora_b` (Qwix's `w_lora_a`, Flax's `lora_a`,
-    PEFT's `lora_A/default/weight`), `lora_embedding_A`, `lora_down` and `lora_up`, or plain `a` and `b`, `A` and `B`
-    where shapes say that their product has low rank. Ranks may differ from pair to pair. The rank is A's last axis and
-    B's first behind axes that both begin with (scanned layers, experts): one group per index of these. In PyTorch's
-    layout (`weight`, or where no other makes so low a rank) it is A's first axis and B's second. The bias of A, if it
-    has one, moves with it.
+    A pair is two leaves whose paths differ in one name: `...lora_a` and `...lora_b` (Qwix's `w_lora_a`, Flax's
+    `lora_a`, PEFT's `lora_A/default/weight`), `lora_embedding_A`, `lora_down` and `lora_up`, or plain `a` and `b`, `A`
+    and `B` where shapes say that their product has low rank. Ranks may differ from pair to pair. The rank is A's last
+    axis, and B's first axis after leading axes that both factors share (scanned layers, experts); each index of those
+    has its own group. In PyTorch's layout (`weight`, or where it has the lowest rank) the rank is A's first axis and
+    B's second. The bias of A, if it has one, moves with it.
 
     Args:
-      params: arrays or shapes: adapters alone, `nnx.state(model, nnx.LoRAParam)`, or a whole model with them.
-      axes: for modules whose shapes do not say it, path pattern of the pair's module → axes of A and of B, e.g.
+      params: arrays or shapes: the adapters alone, `nnx.state(model, nnx.LoRAParam)`, or a whole model with them.
+      axes: for modules whose shapes are ambiguous: path pattern of the pair's module → axes of A and of B, for example
         `{"**/experts": ("_ expert basis", "basis expert _")}`.
 
     Returns:
       A list for `quotient`, its aliases and `gauge_fix`.
 
     Raises:
-      ValueError: no pair; a factor called `lora_…` without partner or of another rank; axes that shapes leave open.
+      ValueError: the tree has no pair; a factor called `lora_...` has no partner, or one of another rank; the shapes
+        allow several axes.
 
     >>> ranks = {"layer_0": 2, "layer_1": 4}
     >>> params = {k: {"w_lora_a": jnp.ones((8, r)), "w_lora_b": jnp.zeros((r, 6))} for k, r in ranks.items()}
@@ -65,128 +55,94 @@ def lora(params: Any, *, axes: Mapping[str, Pair] | None = None) -> list[Gauge]:
     Reference: Hu et al. 2022 (LoRA); the group is `head_linear`'s.
     """
     leaves = {path: leaf_shape(leaf) for path, leaf in leaves_by_path(params).items()}
-    calls = [_call(pair, leaves, axes or {}) for pair in _pairs(leaves)]
+    calls = []
+    for a, b in _pairs(leaves):
+        left, right = _axes_of(a, b, leaves, axes or {})
+        blocks, bias = {a: left}, re.sub(r"(kernel|weight)$", "bias", a)
+        named = [item for item in left.split() if item != "_"]
+        if bias != a and len(leaves.get(bias, ())) == len(named):
+            blocks[bias] = " ".join(named)
+        calls.append(Call("head_linear", {"left": blocks, "right": {b: right}}))
     if not calls:
         raise binding_error(
             "lora", "no pair of factors", f"leaves {', '.join(list(leaves)[:6])}",
-            "paths such as '…/lora_a' and '…/lora_b', 'w_lora_a', 'lora_A/default/weight'",
+            "paths such as '.../lora_a' and '.../lora_b', 'w_lora_a', 'lora_A/default/weight'",
             "pass the tree that holds the adapters, or bind them with go.head_linear")
-    return [constructed(call) for one in merge_layers(calls) for call in _exact(*one, leaves)]
+
+    def same(merged: Call, group: list[Call]) -> bool:
+        """Whether the merged patterns match the leaves of the group and no others."""
+        matched = {path for path in leaves for pattern in merged.paths if match("lora", pattern, path) is not None}
+        return matched == {path for call in group for path in call.paths}
+
+    return [call.gauge() for call, _ in merge_layers(calls, same)]
 
 
-def _pairs(leaves: Mapping[str, tuple[int, ...]]) -> Iterator[_Factors]:
-    """Factors in tree order."""
-    met = set[str]()
+def _pairs(leaves: Mapping[str, Shape]) -> Iterator[Pair]:
+    """Paths of A and B, in tree order."""
+    paired = set[str]()
     for path, shape in leaves.items():
-        for at, prefix, name in _factor_names(path) if len(shape) > 1 and path not in met else ():
-            first = name in _PARTNER
-            other = _with(path, at, prefix + (_PARTNER[name] if first else _FIRST[name]))
-            if len(leaves.get(other, ())) < 2:
-                if prefix:
-                    raise _lonely(path, other)
+        pieces = re.split(r"([/.])", path)  # names, with the separators between them
+        for at in reversed(range(0, len(pieces), 2)) if len(shape) > 1 and path not in paired else ():
+            hit = _NAMES.fullmatch(pieces[at])
+            if hit is None or not (hit["prefix"] or at == len(pieces) - 1):  # a bare name counts at the end only
                 continue
-            a, b = (path, other) if first else (other, path)
-            pair = _Factors(a, b, (leaves[a], leaves[b]))
-            if "lora" in path.lower() or _low_rank(pair):
-                met |= {a, b}
-                yield pair
+            partner = _PARTNER.get(hit["name"]) or _FIRST[hit["name"]]
+            other = "".join([*pieces[:at], hit["prefix"] + partner, *pieces[at + 1 :]])
+            if len(leaves.get(other, ())) < 2:
+                if hit["prefix"]:
+                    raise binding_error(
+                        "lora", f"a factor without its partner, '{path}'", f"no leaf '{other}'",
+                        "both factors in one tree",
+                        "pass the tree that holds both; under optax.masked or partition keep pairs together")
+                continue
+            a, b = (path, other) if hit["name"] in _PARTNER else (other, path)
+            layouts = _layouts(a, leaves[a], leaves[b])
+            rank = leaves[a][layouts[0][0].split().index("basis")] if layouts else math.inf
+            if "lora" in path.lower() or rank < min(max(leaves[a]), max(leaves[b])):
+                paired |= {a, b}
+                yield a, b
                 break
 
 
-def _factor_names(path: str) -> Iterator[tuple[int, str, str]]:
-    """Place, prefix and name of a factor among a path's pieces, innermost first; bare names are a leaf's own."""
-    pieces = re.split(r"[/.]", path)
-    for at in reversed(range(len(pieces))):
-        hit = _NAMES.fullmatch(pieces[at])
-        if hit is not None and (hit["prefix"] or at == len(pieces) - 1):
-            yield at, hit["prefix"], hit["name"]
-
-
-def _with(path: str, at: int, name: str) -> str:
-    pieces = re.split(r"([/.])", path)
-    pieces[2 * at] = name
-    return "".join(pieces)
-
-
 def _is_torch(path: str) -> bool:
-    """Whether names say PyTorch's layout."""
+    """Whether a name belongs to PyTorch's layout."""
     return re.search(r"[/.]weight$|lora_embedding_", path) is not None
 
 
-def _layouts(pair: _Factors) -> list[Pair]:
-    """Axes of the two factors in every way that shapes allow, those of least rank."""
-    (a, b), torch = pair.shapes, _is_torch(pair.a)
+def _layouts(path: str, a: Shape, b: Shape) -> list[Pair]:
+    """Axes of the two factors in every way that the shapes allow, of the least rank."""
     ways: list[tuple[int, Pair]] = []
-    for lead in () if torch else range(min(len(a), len(b)) - 1):
+    for lead in () if _is_torch(path) else range(min(len(a), len(b)) - 1):
         if a[:lead] == b[:lead] and b[lead] == a[-1]:
             batch = [f"layer{k}" if k else "layer" for k in range(lead)]
-            left = _axes(batch, ["_"] * (len(a) - lead - 1), [_BASIS])
-            ways.append((a[-1], (left, _axes(batch, [_BASIS], ["_"] * (len(b) - lead - 1)))))
+            left, right = ["_"] * (len(a) - lead - 1), ["_"] * (len(b) - lead - 1)
+            ways.append((a[-1], (" ".join([*batch, *left, "basis"]), " ".join([*batch, "basis", *right]))))
     least = min((rank for rank, _ in ways), default=min(math.prod(a[1:]), b[0]) + 1)
-    if a[0] == b[1] and (torch or a[0] < least):
-        ways.append((a[0], (_axes([_BASIS], ["_"] * (len(a) - 1)), _axes(["_", _BASIS], ["_"] * (len(b) - 2)))))
+    if a[0] == b[1] and (_is_torch(path) or a[0] < least):
+        ways.append((a[0], (" ".join(["basis", *["_"] * (len(a) - 1)]), " ".join(["_ basis", *["_"] * (len(b) - 2)]))))
     return [way for rank, way in ways if rank == min(rank for rank, _ in ways)]
 
 
-def _axes(*parts: Sequence[str]) -> str:
-    return " ".join(item for part in parts for item in part)
-
-
-def _low_rank(pair: _Factors) -> bool:
-    """Whether shapes alone say that the two are factors of something larger."""
-    layouts = _layouts(pair)
-    return bool(layouts) and pair.shapes[0][layouts[0][0].split().index(_BASIS)] < min(map(max, pair.shapes))
-
-
-def _call(pair: _Factors, leaves: Mapping[str, tuple[int, ...]], axes: Mapping[str, Pair]) -> Call:
-    left, right = _chosen(pair, axes)
-    blocks = {pair.a: left}
-    bias = re.sub(r"(kernel|weight)$", "bias", pair.a)
-    named = [item for item in left.split() if item != "_"]
-    if bias != pair.a and len(leaves.get(bias, ())) == len(named):
-        blocks[bias] = " ".join(named)
-    return Call("head_linear", {"left": blocks, "right": {pair.b: right}}, {}, {})
-
-
-def _chosen(pair: _Factors, axes: Mapping[str, Pair]) -> Pair:
-    pieces = pair.a.split("/")
+def _axes_of(path: str, other: str, leaves: Mapping[str, Shape], axes: Mapping[str, Pair]) -> Pair:
+    """Axes of A and B: the user's for their module, or the only ones that the shapes allow."""
+    (a, b), pieces = (leaves[path], leaves[other]), path.split("/")
     modules = ["/".join(pieces[:k]) for k in range(len(pieces))]
-    given = [own for pattern, own in axes.items() if any(match("lora", pattern, x) is not None for x in modules)]
-    if given:
-        return given[0]
-    layouts, (a, b) = _layouts(pair), pair.shapes
+    for pattern, pair in axes.items():
+        if any(match("lora", pattern, module) is not None for module in modules):
+            return pair
+    layouts = _layouts(path, a, b)
     if not layouts:
-        raise _unequal(pair)
-    counted = [k for k in range(1, len(a) - 1) if len(a) == len(b) and a[k] == b[k] and "layer" not in layouts[0][0]]
-    if len(layouts) > 1 or (counted and not _is_torch(pair.a)):
-        if len(layouts) == 1:
-            left, right = layouts[0]
-            layouts.append((_counting(left, counted[0]), _counting(right, counted[0])))
         raise binding_error(
-            "lora", f"unclear axes of '{pair.a}'", f"shapes {a} and {b}, which fit several readings",
-            " or ".join(map(repr, layouts)), f"say it: axes={{{modules[-1]!r}: {layouts[-1]!r}}}")
+            "lora", f"factors of unequal rank, '{path}' and '{other}'", f"shapes {a} and {b}",
+            "A (..., rank) and B (rank, ...), or PyTorch's A (rank, ...) and B (..., rank)",
+            f"say which axes: axes={{{modules[-1]!r}: ('_ basis', 'basis _')}}")
+    # An inner axis that both share (experts) could be a layer axis: the shapes cannot tell.
+    shared = [k for k in range(1, len(a) - 1) if len(a) == len(b) and a[k] == b[k] and "layer" not in layouts[0][0]]
+    if len(layouts) == 1 and shared and not _is_torch(path):
+        named = [["layer" if k == shared[0] else x for k, x in enumerate(side.split())] for side in layouts[0]]
+        layouts.append((" ".join(named[0]), " ".join(named[1])))
+    if len(layouts) > 1:
+        raise binding_error(
+            "lora", f"ambiguous axes of '{path}'", f"shapes {a} and {b}, which allow several layouts",
+            " or ".join(map(repr, layouts)), f"choose one: axes={{{modules[-1]!r}: {layouts[-1]!r}}}")
     return layouts[0]
-
-
-def _counting(axes: str, axis: int) -> str:
-    return " ".join("layer" if k == axis else item for k, item in enumerate(axes.split()))
-
-
-def _exact(merged: Call, group: list[Call], leaves: Mapping[str, tuple[int, ...]]) -> list[Call]:
-    """A merged call where its patterns match what its group has and nothing else; else the group."""
-    own = {path for call in group for path in call.paths}
-    hit = {path for path in leaves for pattern in merged.paths if match("lora", pattern, path) is not None}
-    return [merged] if hit == own else group
-
-
-def _lonely(path: str, other: str) -> ValueError:
-    return binding_error(
-        "lora", f"a factor without its partner, '{path}'", f"no leaf '{other}'", "both factors in one tree",
-        "pass the tree that holds both; under optax.masked or partition keep pairs together")
-
-
-def _unequal(pair: _Factors) -> ValueError:
-    return binding_error(
-        "lora", f"factors of unequal rank, '{pair.a}' and '{pair.b}'", f"shapes {pair.shapes[0]} and {pair.shapes[1]}",
-        "A (…, rank) and B (rank, …), or PyTorch's A (rank, …) and B (…, rank)",
-        f"say which axes: axes={{{pair.a.rpartition('/')[0]!r}: ('_ basis', 'basis _')}}")

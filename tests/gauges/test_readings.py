@@ -1,6 +1,5 @@
 """What anchors read, for every row of `GAUGE_CASES`: equivariant, the identity on the slice, whatever the order."""
 
-import dataclasses
 import functools
 from typing import Any
 

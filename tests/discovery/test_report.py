@@ -13,12 +13,11 @@ from flax import nnx
 
 import gauge_optax as go
 from gauge_optax.discovery.calls import Call
-from gauge_optax.discovery.prove import rebound
 from gauge_optax.discovery.report import Report
 from models import lm
 from tests import quick, twins
-from tests.discover.nets import CONFIGS, Net, unrolled
-from tests.discover.test_layouts import REST
+from tests.discovery.nets import CONFIGS, Net, unrolled
+from tests.discovery.test_layouts import REST
 
 TINY = CONFIGS["llama"]
 
@@ -76,11 +75,11 @@ def test_gauges_of_a_small_instance_on_a_larger_one(found: tuple[Net, Report]) -
 
 def test_a_range_is_the_small_instances_own() -> None:
     call = next(c for c in (report_call(g) for g in REST) if c is not None)
-    with pytest.raises(ValueError, match="a range of another instance"):
-        rebound(call, {}, {})
+    with pytest.raises(ValueError, match="a range that belongs to another instance"):
+        call.rebound({}, {})
 
 
-def report_call(gauge: object) -> object:
+def report_call(gauge: object) -> Call | None:
     specs = getattr(gauge, "specs", ())
     if not any(":" in spec.axes for spec in specs):
         return None
@@ -106,7 +105,7 @@ def test_the_command_line_prints_source_that_runs(tmp_path: Path) -> None:
     done = run("net:build", tmp_path)
     assert done.returncode == 0, done.stderr
     report, source = done.stdout.split("\n\ngauges = ")
-    assert report.startswith("1 gauges\n  rescale: up, down")
+    assert report.startswith("1 gauge\n  rescale: up, down")
     assert eval(source, {"go": go}) == [go.rescale({"up": "_ channel"}, {"down": "channel _"})]
     for argument, complaint in (("net", "write module:function"), ("net:none", "no attribute 'none'")):
         refused = run(argument, tmp_path)

@@ -8,7 +8,7 @@ import pytest
 
 import gauge_optax as go
 from gauge_optax.discovery.report import Report
-from tests.discover.nets import CONFIGS, FORMS, Net
+from tests.discovery.nets import CONFIGS, FORMS, Net
 from tests.oracles import orbit, outside
 
 QUICK = {("llama", "unrolled", True), ("gpt", "scanned", False)}

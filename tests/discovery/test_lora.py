@@ -12,7 +12,7 @@ from flax import nnx
 
 import gauge_optax as go
 from gauge_optax.binding import leaves_by_path, with_leaves
-from gauge_optax.gauges.linear import HeadLinear
+from gauge_optax.discovery.calls import bound_instances
 
 
 def ones(*shape: int) -> np.ndarray:
@@ -23,10 +23,8 @@ def found(params: Any, **options: Any) -> set[tuple[tuple[str, str], ...]]:
     """(path, axes) of every block, a tuple per instance."""
     out = set()
     for gauge in go.lora(params, **options):
-        assert isinstance(gauge, HeadLinear)
-        for instance in gauge.bound(params).linear:
-            blocks = [b.block for side in (instance.left, instance.right) for b in side.blocks]
-            out.add(tuple((block.path, block.axes) for block in blocks))
+        assert go.to_json(gauge).count('"kind": "head_linear"') == 1
+        out |= {tuple((block.path, block.axes) for block in blocks) for _, _, blocks in bound_instances(gauge, params)}
     return out
 
 
@@ -135,9 +133,9 @@ def test_axes_of_a_module_by_hand() -> None:
         ({"lora_a": optax.MaskedNode(), "lora_b": ones(2, 8)}, ["without its partner, 'lora_b'"]),
         ({"m": {"lora_a": ones(8, 2), "lora_b": ones(3, 8)}}, ["unequal rank", "(8, 2) and (3, 8)"]),
         ({"m": {"lora_a": ones(2, 8, 2), "lora_b": ones(2, 2, 8)}},
-         ["unclear axes of 'm/lora_a'", "axes={'m': ('layer _ basis', 'layer basis _')}"]),
+         ["ambiguous axes of 'm/lora_a'", "axes={'m': ('layer _ basis', 'layer basis _')}"]),
         ({"m": {"lora_a": ones(8, 5, 2), "lora_b": ones(2, 5, 8)}},
-         ["unclear axes of 'm/lora_a'", "axes={'m': ('_ layer basis', 'basis layer _')}"]),
+         ["ambiguous axes of 'm/lora_a'", "axes={'m': ('_ layer basis', 'basis layer _')}"]),
     ],
 )  # fmt: skip
 def test_errors(params: Any, words: list[str]) -> None:

@@ -11,8 +11,8 @@ import pytest
 
 import gauge_optax as go
 from models import lm
-from tests.discover.nets import CONFIGS, scanned, unrolled
-from tests.discover.test_discover import near
+from tests.discovery.nets import CONFIGS, scanned, unrolled
+from tests.discovery.test_discover import near
 
 LLAMA = CONFIGS["llama"]
 

@@ -97,7 +97,7 @@ def _stacked(gauge: Any) -> Gauge:
     for spec in gauge.specs:
         axes = re.sub(r"^(1\+ )?", r"\g<1>layer ", spec.axes) if "{i}" in spec.pattern else spec.axes
         roles.setdefault(spec.role, {})[spec.pattern.replace("{i}/", "")] = axes
-    options = {name: getattr(gauge, name) for name in ("degree", "pairing") if getattr(gauge, name, 1) != 1}
+    options = dict(gauge.options)
     return getattr(go, gauge.name)(*roles.values(), **options, sizes=dict(gauge.sizes) or None)
 
 

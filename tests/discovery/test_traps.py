@@ -11,7 +11,7 @@ import pytest
 import gauge_optax as go
 from gauge_optax.discovery import checks, prove, report, sketch
 from gauge_optax.discovery.report import Report
-from tests.discover.test_layouts import D, V, check
+from tests.discovery.test_layouts import D, V, check
 
 RNG = np.random.default_rng(0)
 BATCHES = list(RNG.normal(size=(2, 7, D)))
@@ -262,7 +262,7 @@ def test_a_nan_names_the_operation_and_the_line() -> None:
     [
         (dict(params={"steps": np.arange(3)}), "no floating-point leaves"),
         (dict(batches=BATCHES[:1]), "too few batches"),
-        (dict(batches=BATCHES[0]), "an array for batches"),
+        (dict(batches=BATCHES[0]), "batches is one array"),
         (dict(outputs="probabilities"), "unknown outputs 'probabilities'"),
         (dict(near=2.0), "bad near 2.0"),
         (dict(fn=lambda p, x: mlp(p, x).sum(), outputs="logits"), "outputs that are no logits"),

@@ -11,7 +11,7 @@ import pytest
 import gauge_optax as go
 from gauge_optax.discovery.report import Report
 from gauge_optax.gauges.gauge import Gauge
-from tests.discover.test_discover import near
+from tests.discovery.test_discover import near
 from tests.oracles import orbit, outside
 
 D, HEADS, KEYS, F, V, T = 8, 4, 2, 10, 11, 6

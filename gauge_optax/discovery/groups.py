@@ -1,0 +1,185 @@
+"""What groups do to pieces of leaves, and which groups contain which: families of groups as NumPy arrays, float64.
+
+A symmetry's tangent at a point is linear in the element. With its transpose, least squares tells whether the motions of
+one group are among those of others.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from gauge_optax.discovery.sketch import Leaves
+from gauge_optax.discovery.spaces import Space
+from gauge_optax.discovery.views import Piece
+
+ZERO = 1e-9  # relative to a column's size: anything smaller is roundoff
+_STEPS = 500  # of conjugate gradients, at most
+WHOLE: Space = (0,)  # stands for the space of one scale of whole leaves
+# Families and how their elements act on a piece, larger groups first: a group is reported without its subgroups.
+FAMILIES: Mapping[str, tuple[str, ...]] = {
+    "linear": ("vector", "covector"),
+    "orthogonal": ("vector",),
+    "complex": ("vector", "covector"),
+    "phase": ("vector",),
+    "diagonal": ("scale", "offset"),
+    "per_plane": ("scale", "offset"),
+}
+
+
+class Term(NamedTuple):
+    """A piece that moves, how, and with which exponent."""
+
+    piece: Piece
+    mode: str
+    exponent: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Symmetry:
+    """A null vector of the gradients: a group with the pieces that it moves.
+
+    Attributes:
+      family: kind of group.
+      space: what it acts on.
+      beside: the companions that index its copies.
+      terms: the pieces that move.
+      residual: what the gradients see of the motion, relative to a column.
+      along: pieces without effect on the outputs that should move too, such as a key bias, which softmax hides.
+    """
+
+    family: str
+    space: Space
+    beside: tuple[Space, ...]
+    terms: tuple[Term, ...]
+    residual: float
+    along: tuple[Term, ...] = ()
+
+    @property
+    def paths(self) -> frozenset[str]:
+        """Leaves that it moves."""
+        return frozenset(term.piece.path for term in self.terms)
+
+    @property
+    def dim(self) -> int:
+        """Dimensions of the group."""
+        n, planes = len(self.space), len(set(self.space))
+        dims = {"linear": n * n, "orthogonal": n * (n - 1) // 2, "complex": 2 * planes, "diagonal": n}
+        return math.prod(map(len, self.beside)) * dims.get(self.family, planes)
+
+    def tangent(self, point: Leaves, element: np.ndarray) -> Leaves:
+        """The motion that an element of the algebra makes at a point, with the largest exponent normalised to one."""
+        largest, out = max(abs(term.exponent) for term in self.terms), {p: np.zeros(point[p].size) for p in self.paths}
+        for piece, mode, exponent in self.terms:
+            values = point[piece.path].reshape(-1)[piece.entries]
+            out[piece.path][piece.entries] += exponent / largest * direction(mode, values, element)
+        return out
+
+    def adjoint(self, point: Leaves, tangent: Mapping[str, np.ndarray]) -> np.ndarray:
+        """The transpose of `tangent`, on elements."""
+        largest, total = max(abs(term.exponent) for term in self.terms), np.zeros(())
+        for piece, mode, exponent in self.terms:
+            values, moved = point[piece.path].reshape(-1)[piece.entries], tangent[piece.path][piece.entries]
+            if mode == "vector":
+                element = np.einsum("ckf,clf->ckl", values, moved)
+            elif mode == "covector":
+                element = -np.einsum("ckf,clf->clk", values, moved)
+            else:
+                element = (values * moved if mode == "scale" else moved).sum(-1)
+            total = total + exponent / largest * element
+        return _projected(self.family, self.space, total)
+
+
+def draw(rng: np.random.Generator, family: str, space: Space, beside: Sequence[Space]) -> np.ndarray:
+    """A random element of a family's algebra for each index of the companions: (many, n) or (many, n, n)."""
+    n, many = len(space), math.prod(map(len, beside))
+    shape = (many, n) if family in ("diagonal", "per_plane") else (many, n, n)
+    return _projected(family, space, rng.standard_normal(shape))
+
+
+def direction(mode: str, values: np.ndarray, element: np.ndarray) -> np.ndarray:
+    """What the generator of an element does to a piece: (companions, space, rest)."""
+    if mode == "vector":
+        return np.einsum("ckf,ckl->clf", values, element)
+    if mode == "covector":
+        return -np.einsum("ckf,clk->clf", values, element)
+    wide = element[:, :, None]
+    return values * wide if mode == "scale" else np.broadcast_to(wide, values.shape)
+
+
+def _projected(family: str, space: Space, element: np.ndarray) -> np.ndarray:
+    """The orthogonal projection of an array onto the family's algebra."""
+    if family in ("diagonal", "linear"):
+        return element
+    if family == "orthogonal":
+        return (element - element.swapaxes(-1, -2)) / 2
+    if family == "per_plane":
+        same = np.equal.outer(space, space).astype(float)
+        return element @ (same / same.sum(1, keepdims=True))
+    out = np.zeros_like(element)
+    for i, j in itertools.combinations(range(len(space)), 2):
+        if space[i] == space[j]:  # an id that occurs twice is a rotary plane
+            turn = (element[..., i, j] - element[..., j, i]) / 2
+            out[..., i, j], out[..., j, i] = turn, -turn
+            if family == "complex":
+                out[..., i, i] = out[..., j, j] = (element[..., i, i] + element[..., j, j]) / 2
+    return out
+
+
+def independent(
+    symmetries: Sequence[Symmetry], point: Leaves, rng: np.random.Generator, before: Sequence[Symmetry] = ()
+) -> list[Symmetry]:
+    """The symmetries that larger ones, or those in `before`, do not contain."""
+    kept, families = list(before), list(FAMILIES)
+    order = sorted(symmetries, key=lambda s: (-s.dim, families.index(s.family), -len(s.beside), len(s.terms)))
+    for symmetry in order:
+        # Only those that share a leaf with it, or with one that does, can contain it.
+        paths, linked = set(symmetry.paths), list[Symmetry]()
+        while more := [other for other in kept if other not in linked and other.paths & paths]:
+            linked += more
+            paths.update(*(other.paths for other in more))
+        if not _contained(symmetry, linked, point, rng):
+            kept.append(symmetry)
+    return kept[len(before) :]
+
+
+def _contained(one: Symmetry, others: Sequence[Symmetry], point: Leaves, rng: np.random.Generator) -> bool:
+    """Whether a random motion of a group is a motion of the others: least squares by conjugate gradients."""
+    if not others:
+        return False
+    target = one.tangent(point, draw(rng, one.family, one.space, one.beside))
+    size = math.sqrt(_squared(target.values()))
+    if size == 0:
+        return True
+    paths = frozenset().union(*(other.paths for other in others), target)
+    rest = {p: target.get(p, np.zeros(point[p].size)) / size for p in paths}
+    gradient = [other.adjoint(point, rest) for other in others]
+    step, length, distance = gradient, _squared(gradient), 1.0
+    first = length
+    for _ in range(_STEPS):
+        moved = {p: np.zeros(point[p].size) for p in paths}
+        for other, element in zip(others, step, strict=True):
+            for p, x in other.tangent(point, element).items():
+                moved[p] += x
+        energy = _squared(moved.values())
+        if energy == 0:
+            break
+        rest = {p: x - length / energy * moved[p] for p, x in rest.items()}
+        gradient = [other.adjoint(point, rest) for other in others]
+        before, length = length, _squared(gradient)
+        last, distance = distance, _squared(rest.values())
+        if distance < ZERO**2:
+            return True
+        if length < (ZERO * 1e-4) ** 2 * first or distance >= last:  # converged at a positive distance
+            break
+        step = [g + length / before * d for g, d in zip(gradient, step, strict=True)]
+    return False
+
+
+def _squared(arrays: Iterable[np.ndarray]) -> float:
+    return float(sum(np.square(x).sum() for x in arrays))

@@ -27,7 +27,7 @@ Anchor = tuple[Block, ...]
 """Blocks that move alike and that an element is read from together."""
 
 Effect = Literal["still", "shift", "diagonal", "orthogonal", "linear"]
-"""What a move does to vectors: nothing; nothing, though it moves points; multiplies entries; turns bases; mixes entries."""
+"""What a move does to vectors: nothing; nothing, but it moves points; multiplies entries; turns bases; mixes entries."""
 
 
 @dataclasses.dataclass(frozen=True)

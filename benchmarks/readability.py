@@ -28,7 +28,7 @@ NOUNS = (
 )  # fmt: skip
 
 
-def five_gauges() -> tuple[list[go.Gauge], dict[str, jax.Array]]:
+def five_gauges() -> tuple[list[Any], dict[str, jax.Array]]:
     """A norm, two heads, a unit and a head over classes, on eight leaves."""
     gauges = [
         go.norm_scale({"norm": "channel"}, {"query": "channel _ _", "key": "channel _ _", "value": "channel _ _"}),
@@ -62,7 +62,7 @@ def traced(tx: optax.GradientTransformation, params: Any) -> dict[str, int]:
             classes.add(name.split(".")[0])
         caller = of_package(frame.f_back)
         counts["hops"] += caller is not None and caller != file
-        counts["flattenings"] += name in ("shown_and_hidden", "_flatten")
+        counts["flattenings"] += name == "_flatten"
 
     sys.setprofile(watch)
     try:

@@ -18,8 +18,8 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "gauge_optax"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 
-# A module may import its own layer and those below. The slice knows what an instance is, and no gauge; the slice reads and
-# balances gauges. `discovery` and `testing` treat an optimizer as a black box.
+# A module may import its own layer and those below. The slice knows what an instance is, and no gauge; it is what reads
+# and balances gauges. `discovery` and `testing` treat an optimizer as a black box.
 LAYERS: dict[str, int] = {
     "binding": 0,
     "linalg": 1,

@@ -277,7 +277,7 @@ def _metrics(
     s = group._slice(params)
     norms, near, slice_update = _slice_norms(s, layers, params, gradient, update)
     drift, turns = Arrays(), Arrays()
-    coordinates, angles = s.coordinates(params, near.elements), turning(s, dict(near.point), slice_update)
+    coordinates, angles = s.coordinates(s.values(params), near.elements), turning(s, dict(near.point), slice_update)
     for label, (_, instances), now, at_init, angle in zip(
         labels(group), s.parts, coordinates, start, angles, strict=True
     ):

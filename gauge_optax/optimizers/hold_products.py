@@ -6,6 +6,7 @@ instead, so that their ratio, which is the gauge's coordinate, stays. This chang
 Reference: GaugeFix-LRM §4.4 and §5, which names it as future work.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ import optax
 from gauge_optax.binding import Axes, binding_error
 from gauge_optax.checks import require_choice
 from gauge_optax.gauges.gauge import BlockGauge, Element, Gauge, Gauges
+from gauge_optax.gauges.instance import Effect
 from gauge_optax.gauges.product import product
 from gauge_optax.gauges.scale import keeps_product, scale_invariant
 from gauge_optax.optimizers.fix import chords
@@ -51,6 +53,23 @@ class HoldProductsState(NamedTuple):
 
     inner_state: Any
     sizes: Any
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _OneFactor(Move):
+    """A move of both sides by one factor, as a state meets it.
+
+    The frame of a `quotient` inside is read from the first side alone, so `parts` are the gauges, with the factor as an
+    element of the one whose product is held. Moments move with both sides.
+
+    Attributes:
+      both: the part that multiplies both sides.
+    """
+
+    both: MovingPart
+
+    def with_effect(self, *effects: Effect) -> Move:
+        return Move((self.both,) if self.both.effect in effects else (), self.params, self.on_unknown)
 
 
 def hold_products(
@@ -141,7 +160,10 @@ def hold_products(
             factors = jax.tree.map(factor, before_logs, after_logs, init_logs)
             updates = in_dtype_of(updates, chords(both, factors, params, after))
             if transport:
-                inner_state = carried(Move((MovingPart(both, factors, both.effect),), params, on_unknown), inner_state)
+                elements = [factors if gauge is part else gauge.identity(params) for gauge in group.parts]
+                parts = tuple(map(MovingPart, group.parts, elements, (gauge.effect for gauge in group.parts)))
+                move = _OneFactor(parts, params, on_unknown, MovingPart(both, factors, both.effect))
+                inner_state = carried(move, inner_state)
         return updates, HoldProductsState(inner_state, state.sizes)
 
     def empty(params: Any) -> HoldProductsState:

@@ -4,9 +4,8 @@ from gauge_optax import measure, testing
 from gauge_optax.binding.masks import by_path
 from gauge_optax.binding.names import axes_by_name
 from gauge_optax.discovery.report import discover
-from gauge_optax.gauges.gauge import Gauge
+from gauge_optax.gauges.gauge import Gauge, product
 from gauge_optax.gauges.linear import head_linear
-from gauge_optax.gauges.product import product
 from gauge_optax.gauges.rope_linear import rope_linear
 from gauge_optax.gauges.rotation import head_rotation
 from gauge_optax.gauges.scale import multiplier_balance, norm_scale, rescale, scale_invariant

@@ -18,8 +18,10 @@ from typing import Any, NamedTuple, NewType
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
-from gauge_optax.binding import Block, binding_error, leaves_by_path, overlap, with_leaves
+from gauge_optax.binding import Block, binding_error, leaf_shape, leaves_by_path, overlap, with_leaves
+from gauge_optax.binding.paths import shown_and_hidden
 from gauge_optax.gauges.instance import Anchor, Arrays, Instance, Turn
 from gauge_optax.linalg import real_dtype, roundoff
 from gauge_optax.xla import recomputed_after
@@ -79,7 +81,11 @@ class Slice:
     @classmethod
     def of(cls, gauges: Sequence[Any], params: Any) -> "Slice":
         """The slice of gauges on a tree. Raises ValueError where a binding does not fit, or gauges do not commute."""
-        return _checked(tuple((gauge, gauge._instances(params)) for gauge in gauges))
+        if not all(gauge._by_paths for gauge in gauges):
+            return _checked(tuple((gauge, gauge._instances(params)) for gauge in gauges))
+        shown, hidden = shown_and_hidden(params)
+        leaves = tuple((path, leaf_shape(leaf), getattr(leaf, "dtype", None)) for path, leaf in shown.items())
+        return _bound(tuple(gauges), leaves, hidden)
 
     # Leaves ---------------------------------------------------------------------------------------------
 
@@ -324,7 +330,7 @@ class Slice:
             paths = sorted({path for turn in turns for path in turn.paths})
             # Entry by entry a point is cheap to make again: XLA need not keep it while matrices are turned.
             again = {path: point[path] for path in paths} if kind.entrywise and done else {}
-            vector = change(kind)(turns, point | recomputed_after(done, again), vector)
+            vector = change(kind)(turns, point | (recomputed_after(done, again) if again else {}), vector)
             done = [vector[path] for path in paths]
         return vector
 
@@ -590,7 +596,18 @@ class Nearest(NamedTuple):
     masks: tuple[jax.Array, ...]
 
 
+_Leaves = tuple[tuple[str, tuple[int, ...], Any], ...]
+
+
 @functools.lru_cache(maxsize=64)  # an update asks for the same slice several times per trace
+def _bound(gauges: tuple[Any, ...], leaves: _Leaves, hidden: tuple[str, ...]) -> Slice:
+    """The slice of gauges that need no more of a tree than paths, shapes and dtypes."""
+    tree = {path: 0.0 if dtype is None else jax.ShapeDtypeStruct(shape, dtype) for path, shape, dtype in leaves}
+    masked = dict.fromkeys(hidden, optax.MaskedNode())
+    return _checked(tuple((gauge, gauge._instances(tree | masked)) for gauge in gauges))
+
+
+@functools.lru_cache(maxsize=64)
 def _checked(parts: tuple[tuple[Any, tuple[Any, ...]], ...]) -> Slice:
     found = Slice(parts)
     found.check()

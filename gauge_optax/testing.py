@@ -13,9 +13,8 @@ import numpy as np
 import optax
 
 from gauge_optax.binding import binding_error, leaves_by_path, match
-from gauge_optax.checks import require_key
-from gauge_optax.gauges.gauge import Gauge, Gauges
-from gauge_optax.gauges.product import Product, product
+from gauge_optax.gauges.gauge import Gauge, Gauges, Product, product
+from gauge_optax.transformation import require_key
 
 LossFn = Callable[[Any], jax.Array]
 

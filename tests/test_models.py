@@ -101,7 +101,7 @@ def test_a_wrong_move_changes_the_loss(name: str) -> None:
 
 def test_switches_decide_the_gauges() -> None:
     def kinds(**switches: Any) -> list[str]:
-        return [type(gauge).__name__ for gauge in lm.gauges(lm.LMConfig(**TINY, **switches))]
+        return [gauge.name for gauge in lm.gauges(lm.LMConfig(**TINY, **switches))]
 
     assert len(kinds()) == 7
     assert len(kinds(mlp="gelu")) == 6

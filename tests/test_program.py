@@ -75,6 +75,7 @@ def test_a_trace_binds_the_product_once(name: str, monkeypatch: pytest.MonkeyPat
         check(self)
 
     monkeypatch.setattr(Slice, "check", counted)
+    slices._bound.cache_clear()
     slices._checked.cache_clear()
     jax.make_jaxpr(tx.update)(params, state, params)
     assert count == 1

@@ -112,7 +112,7 @@ def _without_whole_turns(state: Tree) -> Tree:
 
     def settled(path: Any, leaf: jax.Array) -> jax.Array:
         name = jax.tree_util.keystr(path)
-        turns = (".gauges.element" in name or ".gauges.inverse" in name) and leaf.ndim
+        turns = ".frame.elements" in name and leaf.ndim
         return jnp.concatenate([leaf[..., :1], jnp.exp(1j * leaf[..., 1:])], -1) if turns else leaf
 
     return jax.tree.map_with_path(settled, state)

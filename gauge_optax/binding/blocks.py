@@ -94,6 +94,15 @@ class Block:
         labels = iter(self.labels)
         return tuple("" if isinstance(i, int) else next(labels) for i in self.index)
 
+    @property
+    def row_labels(self) -> tuple[str, ...]:
+        """A label per axis of `rows`."""
+        return self.labels
+
+    def rows(self, leaf: Any) -> Any:
+        """The view as gauges of heads read it: a subclass may split its basis further."""
+        return self.view(leaf)
+
     def view(self, leaf: Any) -> Any:
         """The selected elements, with axes as in `labels`; the leaf may be a jax or a numpy array."""
         if self.whole:

@@ -12,8 +12,7 @@ from gauge_optax.binding import leaves_by_path, with_leaves
 from gauge_optax.discovery import checks
 from gauge_optax.discovery.calls import Call, bound_instances
 from gauge_optax.discovery.sketch import Function, Leaves
-from gauge_optax.gauges.gauge import Gauge
-from gauge_optax.gauges.product import product
+from gauge_optax.gauges.gauge import Gauge, product
 
 _NOTICED = 1e-5  # relative change of the outputs that a move of the same size and no symmetry makes, at least
 

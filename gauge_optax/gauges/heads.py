@@ -42,17 +42,17 @@ class PlaneBlock(Block):
         return cls(**{f.name: getattr(block, f.name) for f in dataclasses.fields(block)}, pairing=pairing)
 
     @property
-    def view_labels(self) -> tuple[str, ...]:
+    def row_labels(self) -> tuple[str, ...]:
         at = self.labels.index(BASIS)
         pair = (BASIS, PLANE) if self.pairing == "half" else (PLANE, BASIS)
         return self.labels[:at] + pair + self.labels[at + 1 :]
 
-    @property
-    def head_shape(self) -> tuple[int, ...]:
+    def rows(self, leaf: jax.Array) -> jax.Array:
         at = self.labels.index(BASIS)
         planes = self.view_shape[at] // 2
         pair = (2, planes) if self.pairing == "half" else (planes, 2)
-        return self.view_shape[:at] + pair + self.view_shape[at + 1 :]
+        rows: jax.Array = self.view(leaf).reshape(self.view_shape[:at] + pair + self.view_shape[at + 1 :])
+        return rows
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -87,23 +87,6 @@ def _by_basis(named: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(BASIS if name == PLANE else name for name in named)
 
 
-def labels_of(block: Block) -> tuple[str, ...]:
-    """One label per axis of a block's rows, as `view` has them."""
-    return block.view_labels if isinstance(block, PlaneBlock) else block.labels
-
-
-def view(block: Block, leaf: jax.Array) -> jax.Array:
-    """The entries that a block selects, with a plane axis where it pairs coordinates."""
-    selected: jax.Array = block.view(leaf)
-    return selected.reshape(block.head_shape) if isinstance(block, PlaneBlock) else selected
-
-
-def write(block: Block, leaf: jax.Array, new: jax.Array) -> jax.Array:
-    """The leaf with those entries replaced."""
-    out: jax.Array = block.write(leaf, new.reshape(block.view_shape))
-    return out
-
-
 @dataclasses.dataclass(frozen=True)
 class Heads(Turn):
     """An instance whose blocks share a basis.
@@ -114,7 +97,7 @@ class Heads(Turn):
 
     size: int
 
-    @property
+    @functools.cached_property
     def heads(self) -> int:
         """How many bases it holds."""
         return math.prod(self.shape)
@@ -132,23 +115,23 @@ class Heads(Turn):
 
     def block_gram(self, block: Block, a: jax.Array, b: jax.Array) -> jax.Array:
         """aᵀ·b over the rows of one block: (*shape, size, size)."""
-        (left, wide), (right, _) = self.as_matrices(block, view(block, a)), self.as_matrices(block, view(block, b))
+        (left, wide), (right, _) = self.as_matrices(block, block.rows(a)), self.as_matrices(block, block.rows(b))
         return jnp.einsum("...ir,...jr->...ij" if wide else "...ri,...rj->...ij", left, right, precision=HIGHEST)
 
     def turned(self, point: Mapping[str, jax.Array], matrix: jax.Array) -> dict[str, jax.Array]:
         """The leaves that it moves, with W·matrix in place of W; matrix is (*shape, size, size)."""
         out = {path: point[path] for path in self.paths}
         for block in self.blocks:
-            rows = self.turned_view(block, view(block, out[block.path]), matrix)
-            out[block.path] = write(block, out[block.path], rows)
+            rows = self.turned_view(block, block.rows(out[block.path]), matrix)
+            out[block.path] = block.write(out[block.path], rows)
         return out
 
     def added(self, sums: Arrays, point: Mapping[str, jax.Array], matrix: jax.Array) -> dict[str, jax.Array]:
         """The leaves of `sums` that it moves, with W·matrix added, W the rows of `point`."""
         out = {path: sums[path] for path in self.paths}
         for block in self.blocks:
-            move = self.turned_view(block, view(block, point[block.path]), matrix)
-            out[block.path] = write(block, out[block.path], view(block, out[block.path]) + move)
+            move = self.turned_view(block, block.rows(point[block.path]), matrix)
+            out[block.path] = block.write(out[block.path], block.rows(out[block.path]) + move)
         return out
 
     def turned_view(self, block: Block, rows: jax.Array, matrix: jax.Array) -> jax.Array:
@@ -169,7 +152,7 @@ class Heads(Turn):
 
     def _head_major(self, block: Block) -> tuple[list[int], bool]:
         """The order of a view's axes with heads first and the basis at one end; whether that is before the rows."""
-        labels = labels_of(block)
+        labels = block.row_labels
         named, basis = [labels.index(name) for name in self.named], labels.index(BASIS)
         free = [k for k, label in enumerate(labels) if label not in (*self.named, BASIS)]
         wide = bool(free) and basis < free[0]
@@ -179,7 +162,7 @@ class Heads(Turn):
         """The rows of all blocks as one matrix per head: (*shape, rows, size)."""
         parts = []
         for block in self.blocks:
-            matrices, wide = self.as_matrices(block, view(block, point[block.path]))
+            matrices, wide = self.as_matrices(block, block.rows(point[block.path]))
             parts.append(transpose(matrices) if wide else matrices)
         return jnp.concatenate(parts, -2) if len(parts) > 1 else parts[0]
 
@@ -189,9 +172,9 @@ class Heads(Turn):
         letters = dict(zip(self.named, string.ascii_lowercase, strict=False)) | {BASIS: "Y"}
         # Sorted: the order in which a user lists blocks must not change what is read.
         for number, block in enumerate(sorted(self.blocks, key=lambda b: (b.path, b.axes))):
-            rows, constant = view(block, point[block.path]), fixed_noise(number, self.rows(block), self.size)
+            rows, constant = block.rows(point[block.path]), fixed_noise(number, self.rows(block), self.size)
             free = iter(string.ascii_lowercase[len(self.named) :])
-            axes = [letters[x] if x in letters else next(free) for x in labels_of(block)]
+            axes = [letters[x] if x in letters else next(free) for x in block.row_labels]
             lengths = {x: n for x, n in zip(axes, rows.shape, strict=True) if x not in letters.values()}
             # The weights' rows are split to match the leaf's axes rather than these merged: one may be sharded.
             split = constant.astype(total.dtype).reshape(*lengths.values(), self.size)
@@ -204,12 +187,12 @@ class Heads(Turn):
 
     def sums(self, point: Mapping[str, jax.Array], axes: tuple[str, ...] = ()) -> jax.Array:
         """Sums over the rows of all blocks, and over the basis unless `axes` keep it: (*shape, …)."""
-        totals = [self.block_sums(block, view(block, point[block.path]), axes) for block in self.blocks]
+        totals = [self.block_sums(block, block.rows(point[block.path]), axes) for block in self.blocks]
         return sum(totals[1:], totals[0])
 
     def block_sums(self, block: Block, rows: jax.Array, axes: tuple[str, ...] = ()) -> jax.Array:
         """The same for one block's view."""
-        labels, kept = labels_of(block), (*self.named, *axes)
+        labels, kept = block.row_labels, (*self.named, *axes)
         order = [label for label in labels if label in kept]
         free = tuple(k for k, label in enumerate(labels) if label not in kept)
         return jnp.sum(rows, free).transpose([order.index(label) for label in kept])
@@ -220,7 +203,7 @@ class Heads(Turn):
 
     def along_basis(self, block: Block, vectors: jax.Array) -> jax.Array:
         """A vector per head, (*shape, size), laid out to broadcast with the block's view."""
-        labels, kept = labels_of(block), (*self.named, BASIS)
+        labels, kept = block.row_labels, (*self.named, BASIS)
         ordered = jnp.transpose(vectors, [kept.index(x) for x in labels if x in kept])
         lengths = iter(ordered.shape)
         return ordered.reshape([next(lengths) if x in kept else 1 for x in labels])
@@ -247,19 +230,19 @@ class Heads(Turn):
             largest = functools.reduce(jnp.maximum, sizes)
             for block, size in zip(turn.blocks, sizes, strict=True):
                 if block in single:
-                    rows, labels = view(block, out[block.path]), labels_of(block)
+                    rows, labels = block.rows(out[block.path]), block.row_labels
                     axes = [label for label in labels if label in order]
                     small = jnp.transpose(size < noise(rows.dtype) * largest, [order.index(x) for x in axes])
                     small = small.reshape([n if x in order else 1 for n, x in zip(rows.shape, labels, strict=True)])
-                    out[block.path] = write(block, out[block.path], jnp.where(small, 0.0, rows))
+                    out[block.path] = block.write(out[block.path], jnp.where(small, 0.0, rows))
         return out
 
     def _row_norm(self, block: Block, leaf: jax.Array, order: Sequence[str]) -> jax.Array:
         """The root mean square norm of a head's rows in one block; its axes are `order`."""
         if isinstance(block, PlaneBlock):
-            rows, labels = view(block, leaf), labels_of(block)
+            rows, labels = block.rows(leaf), block.row_labels
         else:  # in the layout that products leave them in, which needs no copy
-            rows, labels = self.as_matrices(block, view(block, leaf))[0], (*self.named, "", "")
+            rows, labels = self.as_matrices(block, block.rows(leaf))[0], (*self.named, "", "")
         spare = tuple(k for k, label in enumerate(labels) if label not in order)
         # Divided by the largest first: squares of small gradients underflow, of large ones overflow.
         largest = jnp.max(jnp.abs(rows), spare, keepdims=True)

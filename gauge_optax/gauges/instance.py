@@ -11,6 +11,7 @@ Elements inside the library may carry more than the public ones (a matrix with i
 
 import abc
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
@@ -27,7 +28,7 @@ Anchor = tuple[Block, ...]
 """Blocks that move alike and that an element is read from together."""
 
 Effect = Literal["still", "shift", "diagonal", "orthogonal", "linear"]
-"""What a move does to vectors: nothing; nothing, though it moves points; multiplies entries; turns bases; mixes entries."""
+"""What a move does to vectors: nothing; nothing, though it moves points; scales entries; turns bases; mixes entries."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +56,7 @@ class Instance(abc.ABC):
     # Whether `quotient(pin=False)` may let the inner optimizer leave the slice along this instance.
     has_offset: ClassVar[bool] = True
 
-    @property
+    @functools.cached_property
     def paths(self) -> tuple[str, ...]:
         """The leaves that it moves, each once."""
         return tuple(dict.fromkeys(block.path for block in self.blocks))
@@ -262,11 +263,6 @@ class Turn(Instance):
 
     @classmethod
     @abc.abstractmethod
-    def hold(cls, turns: Sequence[Any], point: Arrays, step: Arrays) -> Arrays:
-        """A step from a slice point without the part that turns rows."""
-
-    @classmethod
-    @abc.abstractmethod
     def project(
         cls, turns: Sequence[Any], point: Arrays, vector: Arrays, into: Mapping[Any, jax.Array] | None = None
     ) -> Arrays:
@@ -278,6 +274,11 @@ class Turn(Instance):
           vector: leaves.
           into: per instance, by what its rows have yet to be multiplied to be on the slice; None where they are there.
         """
+
+    @classmethod
+    def hold(cls, turns: Sequence[Any], point: Arrays, step: Arrays) -> Arrays:
+        """A step from a slice point without the part that turns rows; closed forms are exact for steps of any size."""
+        return cls.project(turns, point, step)
 
     @classmethod
     @abc.abstractmethod

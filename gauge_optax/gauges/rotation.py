@@ -128,10 +128,6 @@ class Rotation(Heads):
         return [found[turn] for turn in turns]
 
     @classmethod
-    def hold(cls, turns: Sequence["Rotation"], point: Arrays, step: Arrays) -> Arrays:
-        return cls.project(turns, point, step)
-
-    @classmethod
     def project(
         cls, turns: Sequence["Rotation"], point: Arrays, vector: Arrays, into: Mapping[Any, jax.Array] | None = None
     ) -> Arrays:

@@ -11,6 +11,7 @@ References: DDC §3.2, B.4–B.7; Rotational Equilibrium Eq. (99).
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -178,12 +179,12 @@ class Scale(Instance):
         """Lengths of axes, read off an element."""
         return dict(zip(named, element.shape, strict=True))
 
-    @property
+    @functools.cached_property
     def up(self) -> tuple[Block, ...]:
         """The blocks that move as α."""
         return tuple(block for block in self.blocks if block.role in ("up", "left"))
 
-    @property
+    @functools.cached_property
     def down(self) -> tuple[Block, ...]:
         """The blocks that move as α^(−p)."""
         return tuple(block for block in self.blocks if block.role in ("down", "right"))
@@ -242,16 +243,13 @@ class Scale(Instance):
     def read(self, anchor: Anchor, point: Arrays, within: jax.Array, near: bool) -> tuple[jax.Array, jax.Array]:
         totals = [block.total(self.named, jnp.square(point[block.path])) for block in anchor]
         square = sum(totals[1:], totals[0])
-        entries = sum(block.entries(self.named) for block in anchor)
-        natural = entries / max(1, *(self._fan_in(block) for block in anchor))
+        # Inputs of a channel: its free axes but the last, or all of them where there is only one.
+        free = [[n for n, x in zip(b.view_shape, b.labels, strict=True) if x not in self.named] for b in anchor]
+        inputs = max(math.prod(lengths[:-1] or lengths) for lengths in free)
+        natural = sum(map(math.prod, free)) / max(1, inputs)
         read = within & (square > 0)
         power = 2.0 if anchor[0].role in ("up", "left") else -2.0 * self.degree
         return jnp.log(jax.lax.select(read, square / natural, jnp.ones_like(square))) / power, read
-
-    def _fan_in(self, block: Block) -> int:
-        """Inputs of one channel: its free axes but the last, or all of them where there is only one."""
-        free = [n for n, label in zip(block.view_shape, block.labels, strict=True) if label not in self.named]
-        return math.prod(free[:-1]) if len(free) > 1 else math.prod(free)
 
     def squared_sides(self, point: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
         """Sums of squares of both sides, per channel."""

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from gauge_optax.binding import Axes, Block, binding_error
 from gauge_optax.gauges.gauge import BlockGauge, block_gauge
-from gauge_optax.gauges.heads import BASIS, PLANE, Heads, PlaneBlock, labels_of, view, write
+from gauge_optax.gauges.heads import BASIS, PLANE, Heads, PlaneBlock
 from gauge_optax.gauges.instance import Arrays, Effect
 from gauge_optax.gauges.matrices import Matrices, head_matrices
 from gauge_optax.linalg import real_dtype, rotation_2x2, safe_divide, transpose
@@ -125,22 +125,22 @@ class Torus(Heads):
         out = dict(point)
         same, crossed = jnp.stack([cosine, cosine], -1), jnp.stack([-sine, sine], -1)
         for block in self.blocks:
-            rows = view(block, out[block.path])
-            swapped = jax.lax.rev(rows, (labels_of(block).index(BASIS),))
+            rows = block.rows(out[block.path])
+            swapped = jax.lax.rev(rows, (block.row_labels.index(BASIS),))
             moved = rows * self.along_basis(block, same) + swapped * self.along_basis(block, crossed)
-            out[block.path] = write(block, out[block.path], moved)
+            out[block.path] = block.write(out[block.path], moved)
         return out
 
     # As a stack of 2 × 2 matrices a plane's pairs would have to be copied side by side: these work entry by entry.
 
     def block_gram(self, block: Block, a: jax.Array, b: jax.Array) -> jax.Array:
-        left, right, at = view(block, a), view(block, b), labels_of(block).index(BASIS)
+        left, right, at = block.rows(a), block.rows(b), block.row_labels.index(BASIS)
         diagonal, crossed = (self.block_sums(block, x * right, (BASIS,)) for x in (left, jax.lax.rev(left, (at,))))
         on_diagonal = jnp.broadcast_to(jnp.eye(2, dtype=bool), (*self.shape, 2, 2))
         return jnp.where(on_diagonal, diagonal[..., None, :], crossed[..., None, :])
 
     def turned_view(self, block: Block, rows: jax.Array, matrix: jax.Array) -> jax.Array:
-        at = labels_of(block).index(BASIS)
+        at = block.row_labels.index(BASIS)
         first, second = (jax.lax.slice_in_dim(rows, y, y + 1, axis=at) for y in range(2))
         return first * self.along_basis(block, matrix[..., 0, :]) + second * self.along_basis(block, matrix[..., 1, :])
 
@@ -185,15 +185,13 @@ class Torus(Heads):
         for turn in turns:
             swapped = {path: point[path] for path in turn.paths}
             for block in turn.blocks:
-                rows = view(block, point[block.path])
-                swapped[block.path] = write(
-                    block, swapped[block.path], jax.lax.rev(rows, (labels_of(block).index(BASIS),))
-                )
+                rows = jax.lax.rev(block.rows(point[block.path]), (block.row_labels.index(BASIS),))
+                swapped[block.path] = block.write(swapped[block.path], rows)
             size = turn.sums({path: jnp.square(x) for path, x in swapped.items()})
             sums = turn.sums({path: x * out[path] for path, x in swapped.items()}, (BASIS,))
             rate = safe_divide(sums[..., 1] - sums[..., 0], size)
             quarter = jnp.stack([-rate, rate], -1)  # a quarter turn takes (l, r) to (−r, l)
             for block in turn.blocks:
-                moved = view(block, swapped[block.path]) * turn.along_basis(block, quarter)
-                out[block.path] = write(block, out[block.path], view(block, out[block.path]) - moved)
+                moved = block.rows(swapped[block.path]) * turn.along_basis(block, quarter)
+                out[block.path] = block.write(out[block.path], block.rows(out[block.path]) - moved)
         return out

@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
-from gauge_optax.meshes import layout
+from gauge_optax.transformation import layout
 from gauge_optax.xla import recomputed_after
 
 Metrics = TypeVar("Metrics")

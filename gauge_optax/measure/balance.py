@@ -9,13 +9,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from gauge_optax.checks import require_every
-from gauge_optax.gauges.gauge import Gauges
-from gauge_optax.gauges.product import Product, product
+from gauge_optax.gauges.gauge import Gauges, Product, product
 from gauge_optax.gauges.scale import two_sided
 from gauge_optax.measure._recording import either
 from gauge_optax.measure.live import Figures, labelled, labels
-from gauge_optax.transformation import stepped, transformation
+from gauge_optax.transformation import require_every, stepped, transformation
 
 _NAME = "track_balance"
 

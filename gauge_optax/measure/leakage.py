@@ -14,12 +14,11 @@ import jax
 import jax.numpy as jnp
 
 from gauge_optax.binding import binding_error
-from gauge_optax.checks import require_choice
-from gauge_optax.gauges.gauge import Element, Gauges
+from gauge_optax.gauges.gauge import Element, Gauges, product
 from gauge_optax.gauges.heads import BASIS, PLANE
 from gauge_optax.gauges.instance import Effect
-from gauge_optax.gauges.product import product
 from gauge_optax.linalg import lyapunov, safe_divide, skew
+from gauge_optax.transformation import require_choice
 
 Arrays = Mapping[str, jax.Array]
 

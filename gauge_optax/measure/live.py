@@ -14,21 +14,20 @@ import jax.numpy as jnp
 import optax
 
 from gauge_optax.binding import is_empty, leaves_by_path
-from gauge_optax.checks import (
-    require_every,
-    require_gradients,
-    require_own,
-    require_params,
-    require_transformation,
-    with_own_state,
-)
-from gauge_optax.gauges.gauge import Gauges
-from gauge_optax.gauges.product import Product, product
+from gauge_optax.gauges.gauge import Gauges, Product, product
 from gauge_optax.linalg import real_dtype
 from gauge_optax.measure._recording import recorded
 from gauge_optax.measure.motion import turning
-from gauge_optax.meshes import layout
 from gauge_optax.slice import Nearest, Slice
+from gauge_optax.transformation import (
+    explain_state_mismatch,
+    layout,
+    require_every,
+    require_gradients,
+    require_params,
+    require_state,
+    require_transformation,
+)
 
 Arrays = dict[str, jax.Array]
 
@@ -195,10 +194,10 @@ def track(
     ) -> tuple[optax.Updates, TrackState]:
         require_params("track", params)
         require_gradients("track", updates)
-        require_own("track", state, TrackState)
+        require_state("track", state, TrackState)
 
         def update(gradient: optax.Updates) -> tuple[optax.Updates, optax.OptState]:
-            with with_own_state("track", inner, state.inner_state, params):
+            with explain_state_mismatch("track", inner, state.inner_state, params):
                 return inner.update(gradient, state.inner_state, params, **extra)
 
         def record(steps: optax.Updates) -> Metrics:

@@ -11,10 +11,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from gauge_optax.gauges.gauge import Element, Gauges
+from gauge_optax.gauges.gauge import Element, Gauges, product
 from gauge_optax.gauges.heads import PLANE
 from gauge_optax.gauges.instance import Arrays
-from gauge_optax.gauges.product import product
 from gauge_optax.linalg import (
     inverse_pair_sums,
     matmul,
@@ -93,7 +92,7 @@ def vertical_motion(params: Any, update: Any, gauges: Gauges) -> tuple[Element, 
     for instance, e, e_after in zip(s.instances, before, now, strict=True):
         # A shift's coordinate is that of the stored leaf, whatever else moves it.
         coordinates = [instance.coordinate(x, point) for x, point in zip((e, e_after), values, strict=True)]
-        pair = (e, e_after) if coordinates[0] is None or coordinates[0] == {} else coordinates
+        pair = coordinates if jax.tree.leaves(coordinates[0]) else (e, e_after)
         change = jax.tree.map(jnp.subtract, pair[1], pair[0])
         motions.append(instance.motion(e, change, end, turns.get(instance.turn)))
     by_instance = iter(motions)

@@ -15,8 +15,7 @@ import numpy as np
 import optax
 
 from gauge_optax.binding import binding_error
-from gauge_optax.gauges.gauge import Gauges
-from gauge_optax.gauges.product import Product, product
+from gauge_optax.gauges.gauge import Gauges, Product, product
 from gauge_optax.linalg import real_dtype
 from gauge_optax.testing import describe, tolerance
 

@@ -6,15 +6,14 @@ import jax
 import optax
 
 from gauge_optax.binding import is_empty, leaves_by_path, with_leaves
-from gauge_optax.gauges.gauge import Gauges
-from gauge_optax.gauges.product import Product, product
+from gauge_optax.gauges.gauge import Gauges, Product, product
 from gauge_optax.linalg import Coefficients
 from gauge_optax.optimizers._quotient import quotient_for
 from gauge_optax.optimizers.ddc import Options, checked_options, ddc
 from gauge_optax.optimizers.ddc_fused import fused_ddc
 from gauge_optax.optimizers.decay import Decay, decay
+from gauge_optax.optimizers.links import link
 from gauge_optax.optimizers.muon import Muon, muon
-from gauge_optax.optimizers.on_slice import link
 from gauge_optax.optimizers.polar import Labels, Polar, Routing, polar_of, polar_options, rms_alone
 from gauge_optax.slice import Slice
 
@@ -219,7 +218,7 @@ def ddc_muon(
         plain = jax.tree.map(lambda _: "adam", params)
         if is_empty(params):
             return plain
-        return with_leaves(plain, dict.fromkeys(matrices(group._slice(params), params), "muon"))
+        return with_leaves(plain, dict.fromkeys(matrices(Slice.of(group.parts, params), params), "muon"))
 
     adam_rate = learning_rate if adam_learning_rate is None else adam_learning_rate
     rates = {"muon": learning_rate, "adam": adam_rate}

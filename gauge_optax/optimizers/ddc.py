@@ -23,18 +23,16 @@ import jax.numpy as jnp
 import optax
 
 from gauge_optax.binding import Block, binding_error, leaves_by_path, overlap, with_leaves
-from gauge_optax.checks import require_choice
+from gauge_optax.gauges.gauge import Product
 from gauge_optax.gauges.instance import Arrays
 from gauge_optax.gauges.matrices import Matrices
-from gauge_optax.gauges.product import Product
 from gauge_optax.linalg import noise
-from gauge_optax.meshes import layout, zeros_like
 from gauge_optax.optimizers.adam import Adam
 from gauge_optax.optimizers.ddc_heads import V_MODES, HeadMoments, divided, in_bases, init_heads, refreshed
 from gauge_optax.optimizers.ddc_vertical import VERTICAL, VerticalMoments, init_vertical, vertical_step
 from gauge_optax.optimizers.polar import Polar, polar_steps
 from gauge_optax.slice import Slice
-from gauge_optax.transformation import cast_like, placeholder, transformation
+from gauge_optax.transformation import cast_like, layout, placeholder, require_choice, transformation, zeros_like
 
 Scalar = float | jax.Array
 RADIAL = ("linear", "log")
@@ -117,7 +115,7 @@ def ddc(group: Product, options: Options, polar: Polar | None = None) -> optax.G
     """
 
     def update(updates: Any, state: ScaleByDDCState, params: Any, **extra: Any) -> tuple[Any, ScaleByDDCState]:
-        s, past = group._slice(params), state.gauges
+        s, past = Slice.of(group.parts, params), state.gauges
         adam = Adam.at(options, optax.safe_increment(state.count))
         point, gradient = s.vectors(params), leaves_by_path(updates) | s.vectors(updates)
 
@@ -156,7 +154,7 @@ def ddc(group: Product, options: Options, polar: Polar | None = None) -> optax.G
 
 def init_ddc(group: Product, options: Options, polar: Polar | None, params: optax.Params) -> ScaleByDDCState:
     """The state at a slice point. Raises ValueError for gauges or leaves that DDC cannot step."""
-    s = group._slice(params)
+    s = Slice.of(group.parts, params)
     _check(s, params)
 
     def moments(params: optax.Params) -> GaugeMoments:

@@ -19,10 +19,10 @@ import jax.numpy as jnp
 import optax
 
 from gauge_optax.binding import Block, leaves_by_path, overlap, with_leaves
-from gauge_optax.checks import with_own_state
+from gauge_optax.gauges.gauge import Product
 from gauge_optax.gauges.instance import Arrays
-from gauge_optax.gauges.product import Product
 from gauge_optax.linalg import noise
+from gauge_optax.optimizers._quotient import QuotientState
 from gauge_optax.optimizers.adam import Adam
 from gauge_optax.optimizers.ddc import (
     Channels,
@@ -36,10 +36,9 @@ from gauge_optax.optimizers.ddc import (
     radial_step,
     tangential_step,
 )
-from gauge_optax.optimizers.on_slice import QuotientState
 from gauge_optax.optimizers.polar import Polar
 from gauge_optax.slice import Slice, SliceTangent
-from gauge_optax.transformation import cast_like, transformation
+from gauge_optax.transformation import cast_like, explain_state_mismatch, transformation
 from gauge_optax.xla import apart_from_its_spread, distinct
 
 
@@ -63,13 +62,13 @@ def fused_ddc(
     """
 
     def update(updates: Any, state: QuotientState, params: Any, **extra: Any) -> tuple[Any, QuotientState]:
-        s = group._slice(params)
+        s = Slice.of(group.parts, params)
         if not _rotations_come_last(s):
             return plain.update(updates, state, params, **extra)
         frame, f = state.frame, s.elements(state.frame)
-        with with_own_state(name, plain, state, params):
+        with explain_state_mismatch(name, plain, state, params):
             past: ScaleByDDCState = state.inner_state[0]
-            adam = Adam.at(options, optax.safe_increment(past.count))
+            adam, before = Adam.at(options, optax.safe_increment(past.count)), past.gauges
 
         # The slice, but for the rotations of heads: what takes rows there is `into`.
         point = s.enter(f, params, turning=False)
@@ -92,7 +91,7 @@ def fused_ddc(
                 small = jnp.abs(pairings[k]) < channels.entries**0.5 * least * jnp.sqrt(squares[k])
                 pairings[k] = jnp.where(small, 0.0, pairings[k])
         along, radial_mu, radial_nu = radial_step(
-            options, adam, carriers, point, squares[: len(carriers)], pairings, past.gauges
+            options, adam, carriers, point, squares[: len(carriers)], pairings, before
         )
 
         # Directions.
@@ -103,7 +102,7 @@ def fused_ddc(
         step = stored.without_lengths(sized, point, step, paired=False)
         step = s.centred(s.project_turning(point, step, into))
         step |= {p: step[p] + x for p, x in along.items()}
-        moments = GaugeMoments(radial_mu, radial_nu, past.gauges.least, heads, past.gauges.vertical)
+        moments = GaugeMoments(radial_mu, radial_nu, before.least, heads, before.vertical)
         mu, nu = (with_leaves(tree, cast_like(new, tree)) for tree, new in ((past.mu, mu), (past.nu, nu)))
         ddc_state = ScaleByDDCState(adam.count, mu, nu, moments)
 

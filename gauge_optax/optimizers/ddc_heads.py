@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from gauge_optax.gauges.heads import by_size, stack_heads, unstack_heads, view, write
+from gauge_optax.gauges.heads import by_size, stack_heads, unstack_heads
 from gauge_optax.gauges.instance import Arrays
 from gauge_optax.linalg import (
     eigenvalue_cutoff,
@@ -167,10 +167,10 @@ def divided(
         pooled = None if mode == "per_head_scalar" else turn.mean({p: jnp.square(gradient[p]) for p in turn.paths})
         for block in turn.blocks:
             if block.path in squares:  # matrices under Muon have no second moment
-                rows = view(block, squares[block.path])
+                rows = block.rows(squares[block.path])
                 variance = turn.block_sums(block, rows) / (turn.rows(block) * turn.size) if pooled is None else pooled
                 spread = jnp.broadcast_to(turn.per_head(block, variance), rows.shape)
-                squares[block.path] = write(block, squares[block.path], spread)
+                squares[block.path] = block.write(squares[block.path], spread)
     nu = {p: adam.second(squares[p], x) for p, x in nu.items()}
     step = {p: mean[p] / adam.root(x) for p, x in nu.items()}
     if mode == "per_head_matrix":
@@ -181,10 +181,10 @@ def divided(
             # Directions that a head does not have follow the mean over the head's RMS.
             root = adam.root(turn.mean(nu))
             for block in turn.blocks:
-                rows = view(block, step[block.path])
-                plain = view(block, mean[block.path]) / turn.per_head(block, root)
+                rows = block.rows(step[block.path])
+                plain = block.rows(mean[block.path]) / turn.per_head(block, root)
                 chosen = jnp.where(turn.along_basis(block, alive), rows, plain)
-                step[block.path] = write(block, step[block.path], chosen)
+                step[block.path] = block.write(step[block.path], chosen)
     return step, nu, heads
 
 
@@ -233,6 +233,6 @@ def _by_matrix(
             floor = jnp.square(adam.eps + _MATRIX_FLOOR * jnp.sqrt(size)) + adam.eps_root
             damped = variance + floor * jnp.broadcast_to(jnp.eye(turn.size, dtype=variance.dtype), variance.shape)
             factor = inverse_sqrt_by_products(damped, _MATRIX_FLOOR**2)
-            rows = turn.turned_view(block, view(block, mean[block.path]), factor)
-            out[block.path] = write(block, out[block.path], rows)
+            rows = turn.turned_view(block, block.rows(mean[block.path]), factor)
+            out[block.path] = block.write(out[block.path], rows)
     return out, tuple(fresh)

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from gauge_optax.gauges.heads import view, write
 from gauge_optax.gauges.instance import Arrays
 from gauge_optax.linalg import noise, real_dtype, skew
 from gauge_optax.optimizers.adam import Adam
@@ -121,8 +120,8 @@ def _times(s: Slice, turning: Arrays, factors: Arrays) -> Arrays:
     out = dict(turning)
     for k, turn in enumerate(s.turns):
         for block in turn.blocks:
-            rows = view(block, out[block.path]) * turn.per_head(block, factors[str(k)])
-            out[block.path] = write(block, out[block.path], rows)
+            rows = block.rows(out[block.path]) * turn.per_head(block, factors[str(k)])
+            out[block.path] = block.write(out[block.path], rows)
     return out
 
 

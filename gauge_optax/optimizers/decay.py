@@ -17,11 +17,9 @@ import numpy as np
 import optax
 
 from gauge_optax.binding import Block, binding_error, leaves_by_path
-from gauge_optax.checks import require_choice
-from gauge_optax.gauges.gauge import Gauges
-from gauge_optax.gauges.product import Product, product
+from gauge_optax.gauges.gauge import Gauges, Product, product
 from gauge_optax.slice import Slice
-from gauge_optax.transformation import float_leaves, in_dtype_of, transformation
+from gauge_optax.transformation import float_leaves, in_dtype_of, require_choice, transformation
 
 Mask = Any
 Decay: TypeAlias = optax.ScalarOrSchedule | Mapping[str, float]
@@ -119,11 +117,11 @@ def decay(
         return {path: factor for path, factor in factors.items() if factor and path in chosen}
 
     def init(params: optax.Params) -> AddGaugeDecayState:
-        factors_of(group._slice(params), params)
+        factors_of(Slice.of(group.parts, params), params)
         return AddGaugeDecayState(jnp.zeros((), jnp.int32))
 
     def update(updates: Any, state: AddGaugeDecayState, params: Any, **extra: Any) -> tuple[Any, AddGaugeDecayState]:
-        rate, s = decay_rate(weight_decay, state.count), group._slice(params)
+        rate, s = decay_rate(weight_decay, state.count), Slice.of(group.parts, params)
         # The mean of a shifted leaf is no weight: it does not decay.
         values = float_leaves(params) | s.centred(s.vectors(params) if on_slice else s.values(params))
         vectors = float_leaves(updates)

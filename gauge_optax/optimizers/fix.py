@@ -14,12 +14,11 @@ import numpy as np
 import optax
 
 from gauge_optax.binding import binding_error
-from gauge_optax.checks import require_choice, require_every
-from gauge_optax.gauges.gauge import Gauge, Gauges
-from gauge_optax.gauges.product import Product, product
+from gauge_optax.gauges.gauge import Gauge, Gauges, Product, product
+from gauge_optax.slice import Slice
 from gauge_optax.states.moves import Move, MovingPart
 from gauge_optax.states.transport import ON_UNKNOWN, carried
-from gauge_optax.transformation import in_dtype_of, stepped, transformation
+from gauge_optax.transformation import in_dtype_of, require_choice, require_every, stepped, transformation
 
 _NAME = "gauge_fix"
 
@@ -93,7 +92,7 @@ def gauge_fix(
     within = optax.with_extra_args_support(optax.identity() if inner is None else inner)
 
     def init(params: optax.Params) -> GaugeFixState:
-        group._slice(params)  # raises where a binding does not fit
+        Slice.of(group.parts, params)  # raises where a binding does not fit
         return GaugeFixState(jnp.zeros((), jnp.int32), within.init(params))
 
     def update(updates: Any, state: GaugeFixState, params: Any, **extra: Any) -> tuple[Any, GaugeFixState]:

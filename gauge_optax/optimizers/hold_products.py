@@ -18,15 +18,13 @@ import numpy as np
 import optax
 
 from gauge_optax.binding import Axes, binding_error
-from gauge_optax.checks import require_choice
-from gauge_optax.gauges.gauge import BlockGauge, Element, Gauge, Gauges
+from gauge_optax.gauges.gauge import BlockGauge, Element, Gauge, Gauges, product
 from gauge_optax.gauges.instance import Effect
-from gauge_optax.gauges.product import product
 from gauge_optax.gauges.scale import keeps_product, scale_invariant
 from gauge_optax.optimizers.fix import chords
 from gauge_optax.states.moves import Move, MovingPart
 from gauge_optax.states.transport import ON_UNKNOWN, carried
-from gauge_optax.transformation import checked_inner, in_dtype_of, placeholder, stepped, transformation
+from gauge_optax.transformation import checked_inner, in_dtype_of, placeholder, require_choice, stepped, transformation
 
 _NAME = "hold_products"
 KINDS = ("init", "cap", "decay")

@@ -12,17 +12,54 @@ from typing import Any, NamedTuple
 import jax
 import optax
 
-from gauge_optax.checks import require_choice
-from gauge_optax.gauges.gauge import Gauges
-from gauge_optax.gauges.product import product
+from gauge_optax.binding import with_leaves
+from gauge_optax.gauges.gauge import Gauges, Product, product
 from gauge_optax.linalg import Coefficients
+from gauge_optax.optimizers._quotient import QuotientState, start
 from gauge_optax.optimizers.ddc import checked_options, ddc
-from gauge_optax.optimizers.on_slice import link, start
 from gauge_optax.optimizers.polar import Labels, polar_of
-from gauge_optax.slice import SliceTangent
-from gauge_optax.transformation import in_dtype_of, placeholder, transformation
+from gauge_optax.slice import Slice, SliceTangent
+from gauge_optax.transformation import (
+    cast_like,
+    checked_inner,
+    in_dtype_of,
+    placeholder,
+    require_choice,
+    transformation,
+)
 
 Scalar = float | jax.Array
+
+
+def link(
+    name: str, inner: optax.GradientTransformation, group: Product, still: bool = True
+) -> optax.GradientTransformationExtraArgs:
+    """A link of a chain: enters the slice, applies `inner` there, and leaves. `gauge_retract` brings the step back.
+
+    Args:
+      name: of the public function, for messages.
+      inner: a transformation of slice gradients.
+      group: the gauges.
+      still: whether `inner` stays on the slice; otherwise it sees the gradient along shifts and may move along orbits.
+    """
+    inner = checked_inner(name, inner)
+
+    def update(updates: Any, state: QuotientState, params: Any, **extra: Any) -> tuple[Any, QuotientState]:
+        s = Slice.of(group.parts, params)
+        f = s.elements(state.frame)
+        point = s.enter(f, params)
+        gradient = with_leaves(updates, s.enter_dual(f, s.vectors(updates), still=still))
+        u, inner_state = inner.update(
+            s.without_roundoff(point, gradient), state.inner_state, with_leaves(params, point), **extra
+        )
+        step = s.leave(f, SliceTangent(s.vectors(u)))
+        return with_leaves(u, cast_like(step, updates)), QuotientState(state.frame, inner_state)
+
+    def init(params: Any) -> QuotientState:
+        frame, point = start(name, group, params)
+        return QuotientState(frame, inner.init(point))
+
+    return transformation(name, init, update, QuotientState, lambda p: QuotientState(placeholder(), inner.init(p)))
 
 
 class GaugeRetractState(NamedTuple):
@@ -62,11 +99,11 @@ def gauge_project(gauges: Gauges, kind: str = "gradient") -> optax.GradientTrans
     group = product(gauges)
 
     def init(params: optax.Params) -> optax.EmptyState:
-        group._slice(params)  # raises where a binding does not fit
+        Slice.of(group.parts, params)  # raises where a binding does not fit
         return optax.EmptyState()
 
     def update(updates: Any, state: optax.EmptyState, params: Any, **extra: Any) -> tuple[Any, optax.EmptyState]:
-        horizontal = group._slice(params).horizontal_at(params, updates, dual=kind == "gradient")
+        horizontal = Slice.of(group.parts, params).horizontal_at(params, updates, dual=kind == "gradient")
         return in_dtype_of(updates, horizontal), state
 
     return transformation("gauge_project", init, update, optax.EmptyState, lambda params: optax.EmptyState())
@@ -235,7 +272,7 @@ def gauge_retract(gauges: Gauges) -> optax.GradientTransformationExtraArgs:
     group = product(gauges)
 
     def update(updates: Any, state: GaugeRetractState, params: Any, **extra: Any) -> tuple[Any, GaugeRetractState]:
-        s = group._slice(params)
+        s = Slice.of(group.parts, params)
         f = s.elements(state.frame)
         point, tangent = s.enter(f, params), s.enter_tangent(f, s.vectors(updates))
         after, _ = s.fix(state.frame, {path: point[path] + x for path, x in tangent.items()})

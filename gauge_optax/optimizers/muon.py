@@ -17,9 +17,10 @@ import jax.numpy as jnp
 import optax
 
 from gauge_optax.binding import is_empty, leaves_by_path, with_leaves
+from gauge_optax.gauges.gauge import Product
 from gauge_optax.gauges.matrices import Matrices
-from gauge_optax.gauges.product import Product
 from gauge_optax.optimizers.polar import PolarOptions, Routing, polar_steps
+from gauge_optax.slice import Slice
 
 
 class ScaleByHeadPolarState(NamedTuple):
@@ -58,7 +59,7 @@ class Muon:
 
     def matrices(self, group: Product, params: Any) -> dict[str, Matrices]:
         """Leaf path → how it is read, for leaves stepped by their polar factor."""
-        found = self.routing.matrices(group._slice(params), params)
+        found = self.routing.matrices(Slice.of(group.parts, params), params)
         return {path: own.grouped(path, self.heads_per_matrix) for path, own in found.items()}
 
 

@@ -19,13 +19,11 @@ import numpy as np
 import optax
 
 from gauge_optax.binding import Block, binding_error, overlap
-from gauge_optax.checks import require_choice, require_every
-from gauge_optax.gauges.gauge import Gauges
-from gauge_optax.gauges.heads import BASIS, view, write
-from gauge_optax.gauges.product import product
+from gauge_optax.gauges.gauge import Gauges, product
+from gauge_optax.gauges.heads import BASIS
 from gauge_optax.linalg import inverse_gram
 from gauge_optax.slice import Slice
-from gauge_optax.transformation import in_dtype_of, placeholder, transformation
+from gauge_optax.transformation import in_dtype_of, placeholder, require_choice, require_every, transformation
 
 Arrays = dict[str, jax.Array]
 Pair = tuple[jax.Array, jax.Array]
@@ -141,7 +139,7 @@ def scale_by_opposite_gram(
     always = not isinstance(every, jax.Array) and every == 1
 
     def init(params: optax.Params) -> ScaleByOppositeGramState:
-        s = group._slice(params)
+        s = Slice.of(group.parts, params)
         _check_shared(s)
         if always:
             return ScaleByOppositeGramState((), ())
@@ -150,7 +148,7 @@ def scale_by_opposite_gram(
         return ScaleByOppositeGramState(zeros, jnp.zeros((), jnp.int32))
 
     def update(updates: Any, state: ScaleByOppositeGramState, params: Any, **extra: Any) -> tuple[Any, Any]:
-        s = group._slice(params)
+        s = Slice.of(group.parts, params)
         _check_shared(s)
 
         def fresh() -> OppositeInverses:
@@ -228,8 +226,8 @@ def _corrected(s: Slice, inverses: OppositeInverses, vectors: Arrays) -> Arrays:
                 out |= side.turned(out, matrix)
                 continue
             for block in side.blocks:
-                rows = view(block, out[block.path]) * side.along_basis(block, matrix)
-                out[block.path] = write(block, out[block.path], rows)
+                rows = block.rows(out[block.path]) * side.along_basis(block, matrix)
+                out[block.path] = block.write(out[block.path], rows)
     return {path: out[path] for instance in scales + linear for path in instance.paths}
 
 

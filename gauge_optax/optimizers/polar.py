@@ -15,10 +15,10 @@ import optax
 
 from gauge_optax.binding import binding_error, leaves_by_path
 from gauge_optax.binding.paths import match, nearest
-from gauge_optax.checks import require_choice
 from gauge_optax.gauges.matrices import Matrices, matrices_of, matrix
 from gauge_optax.linalg import Coefficients, Schedule, ns_schedule, polar
 from gauge_optax.slice import Slice
+from gauge_optax.transformation import require_choice
 
 Arrays = dict[str, jax.Array]
 Scalar = float | jax.Array

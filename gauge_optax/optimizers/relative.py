@@ -15,10 +15,10 @@ import jax.numpy as jnp
 import optax
 
 from gauge_optax.binding import is_empty, leaves_by_path, with_leaves
-from gauge_optax.checks import require_params
-from gauge_optax.gauges.gauge import Gauges
+from gauge_optax.gauges.gauge import Gauges, product
 from gauge_optax.gauges.matrices import Matrices, matrices_of
-from gauge_optax.gauges.product import product
+from gauge_optax.slice import Slice
+from gauge_optax.transformation import require_params
 
 
 def scale_by_relative_rms(gauges: Gauges, min_scale: float | jax.Array = 0.1) -> optax.GradientTransformation:
@@ -48,13 +48,14 @@ def scale_by_relative_rms(gauges: Gauges, min_scale: float | jax.Array = 0.1) ->
 
     def init_fn(params: optax.Params) -> optax.EmptyState:
         if not is_empty(params):
-            group._slice(params)  # raises where a binding does not fit
+            Slice.of(group.parts, params)  # raises where a binding does not fit
         return optax.EmptyState()
 
     def update_fn(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         require_params("scale_by_relative_rms", params)
         leaves, steps = leaves_by_path(params), leaves_by_path(updates)
-        units = {p: _unit(own, leaves[p], min_scale) for p, own in matrices_of(group._slice(params).instances).items()}
+        matrices = matrices_of(Slice.of(group.parts, params).instances)
+        units = {path: _unit(matrix, leaves[path], min_scale) for path, matrix in matrices.items()}
         return with_leaves(updates, {p: (x * steps[p]).astype(steps[p].dtype) for p, x in units.items()}), state
 
     return optax.GradientTransformation(init_fn, update_fn)

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gauge_optax.binding import binding_error
-from gauge_optax.checks import require_choice
+from gauge_optax.transformation import require_choice
 
 Number = Any
 """A float, or arrays that broadcast: one per neuron, one per step."""

@@ -18,11 +18,10 @@ import numpy as np
 import optax
 
 from gauge_optax.binding import Axes, binding_error, is_empty, leaves_by_path
-from gauge_optax.checks import require_params
 from gauge_optax.linalg import safe_divide
 from gauge_optax.rotation import vectors
 from gauge_optax.rotation.vectors import Leaves, Selection
-from gauge_optax.transformation import placeholder
+from gauge_optax.transformation import placeholder, require_params
 
 Radius = float | jax.Array
 

@@ -16,12 +16,17 @@ import jax.numpy as jnp
 import optax
 
 from gauge_optax.binding import Axes, binding_error, is_empty, leaves_by_path
-from gauge_optax.checks import require_own, require_params, require_transformation, with_own_state
 from gauge_optax.linalg import real_dtype, safe_divide
 from gauge_optax.rotation import vectors
 from gauge_optax.rotation.equilibrium import predict_equilibrium
 from gauge_optax.rotation.vectors import Selection
-from gauge_optax.transformation import placeholder
+from gauge_optax.transformation import (
+    explain_state_mismatch,
+    placeholder,
+    require_params,
+    require_state,
+    require_transformation,
+)
 
 Scalar = float | jax.Array
 
@@ -165,8 +170,8 @@ def named_rotational(
         updates: optax.Updates, state: RotationalState, params: optax.Params | None = None, **extra: Any
     ) -> tuple[optax.Updates, RotationalState]:
         require_params(name, params)
-        require_own(name, state, RotationalState)
-        with with_own_state(name, optimizer, state.inner_state, params):
+        require_state(name, state, RotationalState)
+        with explain_state_mismatch(name, optimizer, state.inner_state, params):
             moves, inner_state = optimizer.update(updates, state.inner_state, params, **extra)
         selections, leaves = vectors.resolve(name, specs, params), leaves_by_path(params)
         tangents = vectors.updates_by_path(name, selections, moves)

@@ -13,13 +13,19 @@ import jax.numpy as jnp
 import optax
 
 from gauge_optax.binding import Axes, binding_error, is_empty, leaves_by_path
-from gauge_optax.checks import require_every, require_own, require_params, require_transformation, with_own_state
 from gauge_optax.linalg import safe_divide
 from gauge_optax.measure._recording import recorded
 from gauge_optax.measure.live import Figures
-from gauge_optax.meshes import layout
 from gauge_optax.rotation import vectors
 from gauge_optax.rotation.vectors import Leaves, Selection
+from gauge_optax.transformation import (
+    explain_state_mismatch,
+    layout,
+    require_every,
+    require_params,
+    require_state,
+    require_transformation,
+)
 
 # Two vectors whose squared sine is below so many machine epsilons are parallel up to roundoff.
 _ROUNDOFF = 8.0
@@ -127,7 +133,7 @@ def track_rotation(
         updates: optax.Updates, state: TrackRotationState, params: optax.Params | None = None, **extra: Any
     ) -> tuple[optax.Updates, TrackRotationState]:
         require_params("track_rotation", params)
-        require_own("track_rotation", state, TrackRotationState)
+        require_state("track_rotation", state, TrackRotationState)
         if optimizer is None:
             gradient, momentum = extra.get("gradient"), leaves_by_path(extra.get("momentum"))
         else:
@@ -136,7 +142,7 @@ def track_rotation(
         def update(gradient: optax.Updates) -> tuple[optax.Updates, optax.OptState]:
             if optimizer is None:
                 return gradient, state.inner_state
-            with with_own_state("track_rotation", optimizer, state.inner_state, params):
+            with explain_state_mismatch("track_rotation", optimizer, state.inner_state, params):
                 return optimizer.update(gradient, state.inner_state, params, **extra)
 
         def record(steps: optax.Updates) -> Rotation:

@@ -8,12 +8,11 @@ import jax.numpy as jnp
 import optax
 
 from gauge_optax.binding import binding_error, with_leaves
-from gauge_optax.gauges.gauge import Gauges
-from gauge_optax.gauges.product import Product, product
-from gauge_optax.meshes import layout
-from gauge_optax.optimizers.on_slice import QuotientState
+from gauge_optax.gauges.gauge import Gauges, Product, product
+from gauge_optax.optimizers._quotient import QuotientState
 from gauge_optax.slice import Slice
 from gauge_optax.states.transport import transport
+from gauge_optax.transformation import layout
 
 
 def from_state(

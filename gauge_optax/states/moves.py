@@ -10,9 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from gauge_optax.binding import binding_error, leaves_by_path, with_leaves
-from gauge_optax.gauges.gauge import Element, Gauge
+from gauge_optax.gauges.gauge import Element, Gauge, Product
 from gauge_optax.gauges.instance import Arrays, Effect
-from gauge_optax.gauges.product import Product
 from gauge_optax.linalg import real_dtype
 
 Tree = TypeVar("Tree")

@@ -17,12 +17,11 @@ import jax
 import jax.numpy as jnp
 
 from gauge_optax.binding import binding_error, is_empty, leaves_by_path, with_leaves
-from gauge_optax.checks import require_choice
-from gauge_optax.gauges.gauge import Element, Gauge, Gauges
+from gauge_optax.gauges.gauge import Element, Gauge, Gauges, Product, product
 from gauge_optax.gauges.instance import Arrays
-from gauge_optax.gauges.product import Product, product
 from gauge_optax.states.moves import Move, moving_part
 from gauge_optax.states.rules import RULES, Outgoing, Rule
+from gauge_optax.transformation import require_choice
 
 ON_UNKNOWN = ("error", "reset", "keep")
 

@@ -13,8 +13,7 @@ import numpy as np
 from gauge_optax.binding import binding_error
 from gauge_optax.discovery.calls import CONSTRUCTORS, Axes, Call
 from gauge_optax.discovery.write import joined
-from gauge_optax.gauges.gauge import Gauge, Gauges
-from gauge_optax.gauges.product import product
+from gauge_optax.gauges.gauge import Gauge, Gauges, product
 
 FORMAT = 1
 

@@ -20,9 +20,8 @@ import optax
 
 from gauge_optax.binding import binding_error, leaves_by_path
 from gauge_optax.discovery.calls import bound_instances, template
-from gauge_optax.gauges.gauge import Gauge
+from gauge_optax.gauges.gauge import Gauge, product
 from gauge_optax.gauges.matrices import matrices_of
-from gauge_optax.gauges.product import product
 
 Unbound = Literal["allow", "warn", "error"]
 _ROUNDOFF = 1e-12  # of a leaf's norm, in float64

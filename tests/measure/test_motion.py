@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import gauge_optax as go
-from gauge_optax.gauges.product import Product
+from gauge_optax.gauges.gauge import Product
 from tests import oracles
 from tests.cases import GAUGE_CASES, GaugeCase
 from tests.quick import jit

@@ -1,0 +1,94 @@
+"""What a reader of one update passes: files, functions, hops between files, classes, tree flattenings, and the nouns.
+
+    python -m benchmarks.readability
+
+Traces `update` of `quotient` around Adam and of `ddc_adamw` (plain and fused), with five gauges on eight leaves, and
+counts what runs in the package. A function counts once however often it runs, nested functions and lambdas with the
+function that they stand in; a hop is a call from one file of the package into another.
+"""
+
+import collections
+import sys
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import gauge_optax as go
+from gauge_optax.optimizers import ddc_fused
+
+PACKAGE = Path(go.__file__).parent
+# The nouns that a reader of `quotient.update` has to learn: those of the design's glossary.
+NOUNS = (
+    "gauge", "element", "instance", "block", "anchor", "slice", "frame", "slice point", "slice gradient", "tangent",
+    "cotangent", "twins", "offset", "roundoff",
+)  # fmt: skip
+
+
+def five_gauges() -> tuple[list[Any], dict[str, jax.Array]]:
+    """A norm, two heads, a unit and a head over classes, on eight leaves."""
+    gauges = [
+        go.norm_scale({"norm": "channel"}, {"query": "channel _ _", "key": "channel _ _", "value": "channel _ _"}),
+        go.head_rotation({"query": "_ head basis", "key": "_ head basis"}),
+        go.head_rotation({"value": "_ head basis", "out": "head basis _"}),
+        go.rescale({"up": "_ channel"}, {"down": "channel _"}),
+        go.logit_shift({"unembed": "_ vocab"}),
+    ]
+    heads = {name: jnp.ones((6, 2, 4)) for name in ("query", "key", "value")}
+    rest = {"norm": jnp.ones(6), "out": jnp.ones((2, 4, 6)), "up": jnp.ones((6, 5)), "down": jnp.ones((5, 6))}
+    return gauges, heads | rest | {"unembed": jnp.ones((6, 7))}
+
+
+def traced(tx: optax.GradientTransformation, params: Any) -> dict[str, int]:
+    """Counts over one trace of `update`."""
+    state = jax.eval_shape(tx.init, params)
+    functions: set[tuple[str, str]] = set()
+    classes: set[str] = set()
+    counts: collections.Counter[str] = collections.Counter()
+
+    def of_package(frame: FrameType | None) -> str | None:
+        name = frame.f_code.co_filename if frame is not None else ""
+        return name if name.startswith(str(PACKAGE)) else None
+
+    def watch(frame: FrameType, event: str, argument: Any) -> None:
+        if event != "call" or (file := of_package(frame)) is None:
+            return
+        name = frame.f_code.co_qualname.split(".<locals>")[0] if sys.version_info >= (3, 11) else frame.f_code.co_name
+        functions.add((file, name))
+        if "." in name:
+            classes.add(name.split(".")[0])
+        caller = of_package(frame.f_back)
+        counts["hops"] += caller is not None and caller != file
+        counts["flattenings"] += name == "_flatten"
+
+    sys.setprofile(watch)
+    try:
+        jax.make_jaxpr(tx.update)(params, state, params)
+    finally:
+        sys.setprofile(None)
+    return {
+        "files": len({file for file, _ in functions}), "functions": len(functions), "hops": counts["hops"],
+        "classes": len(classes), "flattenings": counts["flattenings"],
+    }  # fmt: skip
+
+
+def main() -> None:
+    """Prints the table."""
+    gauges, params = five_gauges()
+    applies = ddc_fused._rotations_come_last
+    rows = {"quotient": traced(go.quotient(optax.adam(1e-3), gauges), params)}
+    ddc_fused._rotations_come_last = lambda s: False
+    rows["ddc_adamw, plain"] = traced(go.ddc_adamw(1e-3, gauges), params)
+    ddc_fused._rotations_come_last = applies
+    rows["ddc_adamw, fused"] = traced(go.ddc_adamw(1e-3, gauges), params)
+    print(f"{'':20}" + "".join(f"{name:>14}" for name in rows["quotient"]))
+    for name, row in rows.items():
+        print(f"{name:20}" + "".join(f"{count:>14}" for count in row.values()))
+    print(f"{len(NOUNS)} nouns: {', '.join(NOUNS)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,45 +1,48 @@
-"""The list of public symbols, and a page for each.
+"""Writes the reference: one page per public symbol, and an index under the headings of `gauge_optax.__all__`.
 
-Here: which symbols, under which heading. Not here: what the pages look like (Sphinx).
+The headings are the comments in `gauge_optax/__init__.py`, so that a new name is written in one place. Sphinx decides
+what the pages look like.
 """
 
 import inspect
+import re
 import shutil
 from pathlib import Path
 from typing import Any
 
 import gauge_optax as go
 
-GROUPS: dict[str, tuple[str, ...]] = {
-    "Optimizers": (
-        "quotient", "quotient_adamw", "quotient_muon", "ddc_adamw", "ddc_muon", "from_state",
-        "rotational", "rotational_adamw", "rotational_sgdm", "rotational_lion",
-    ),
-    "Links of a chain": (
-        "gauge_project", "scale_by_ddc", "scale_by_scaled_polar", "scale_by_relative_rms", "scale_by_opposite_gram",
-        "add_gauge_decay", "gauge_retract",
-    ),
-    "Around an optimizer": ("gauge_fix", "transport", "hyperball", "track", "track_balance", "track_rotation"),
-    "Gauges": (
-        "norm_scale", "rescale", "scale_invariant", "multiplier_balance",
-        "logit_shift", "head_rotation", "rope_torus", "head_linear",
-        "rope_linear", "product", "Gauge",
-    ),
-    "Gauges found": ("discover", "plan", "lora", "axes_by_name", "by_path", "to_json", "from_json"),
-}  # fmt: skip
 MODULES = {"Measures": go.measure, "Assertions": go.testing}
 
 
+def groups() -> dict[str, list[str]]:
+    """Heading → public names, as comments and lines of `__all__` group them."""
+    source = Path(go.__file__).read_text()
+    listing = source[source.index("__all__ = [") :]
+    grouped: dict[str, list[str]] = {}
+    for line in listing[listing.index("\n") : listing.index("\n]")].splitlines():
+        text = line.strip()
+        if text.startswith("# "):
+            heading = text.removeprefix("# ").rstrip(".")
+            grouped[heading] = []
+        elif text:
+            grouped[heading] += re.findall(r'"(\w+)"', text)
+    return grouped
+
+
 def paths() -> dict[str, list[str]]:
-    """Heading → dotted paths of its symbols."""
-    found = {heading: [f"gauge_optax.{name}" for name in names] for heading, names in GROUPS.items()}
-    return found | {heading: _of(module) for heading, module in MODULES.items()}
+    """Heading → dotted paths of its symbols; the two modules among the public names have headings of their own."""
+    modules = {module.__name__ for module in MODULES.values()}
+    dotted = {heading: [f"gauge_optax.{name}" for name in names] for heading, names in groups().items()}
+    symbols = {heading: [path for path in listed if path not in modules] for heading, listed in dotted.items()}
+    return symbols | {heading: _public(module) for heading, module in MODULES.items()}
 
 
-def _of(module: Any) -> list[str]:
+def _public(module: Any) -> list[str]:
+    """Dotted paths of what a module offers: its `__all__`, or the functions that it defines."""
     names = getattr(module, "__all__", None) or [
-        name for name, thing in vars(module).items()
-        if inspect.isfunction(thing) and thing.__module__ == module.__name__ and not name.startswith("_")
+        name for name, symbol in vars(module).items()
+        if inspect.isfunction(symbol) and symbol.__module__ == module.__name__ and not name.startswith("_")
     ]  # fmt: skip
     return [f"{module.__name__}.{name}" for name in sorted(names)]
 
@@ -48,19 +51,20 @@ def write(folder: Path) -> None:
     """One page per symbol, and an index with the first sentence of each."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
-    index = ["# Reference", ""]
+    index, pages = ["# Reference", ""], []
     for heading, symbols in paths().items():
         index += [f"## {heading}", "", "| | |", "|---|---|"]
-        for symbol in symbols:
-            module, _, name = symbol.rpartition(".")
-            thing = getattr({"gauge_optax": go, "gauge_optax.measure": go.measure}.get(module, go.testing), name)
-            title = symbol.replace("gauge_optax.", "go.")
-            summary = (inspect.getdoc(thing) or "").splitlines()[0].replace("|", "\\|")
-            index.append(f"| [`{title}`]({symbol}.md) | {summary} |")
-            kind = "autoclass" if inspect.isclass(thing) else "autofunction"
-            members = "\n   :members:" if inspect.isclass(thing) else ""
-            text = f"# {title}\n\n```{{eval-rst}}\n.. {kind}:: {symbol}{members}\n```\n"
-            (folder / f"{symbol}.md").write_text(text)
+        for path in symbols:
+            module, _, name = path.rpartition(".")
+            symbol = getattr({"gauge_optax": go, "gauge_optax.measure": go.measure}.get(module, go.testing), name)
+            title = path.replace("gauge_optax.", "go.")
+            summary = (inspect.getdoc(symbol) or "").splitlines()[0].replace("|", "\\|")
+            index.append(f"| [`{title}`]({path}.md) | {summary} |")
+            kind = "autoclass" if inspect.isclass(symbol) else "autofunction"
+            members = "\n   :members:" if inspect.isclass(symbol) else ""
+            text = f"# {title}\n\n```{{eval-rst}}\n.. {kind}:: {path}{members}\n```\n"
+            (folder / f"{path}.md").write_text(text)
+            pages.append(path)
         index.append("")
-    index += ["```{toctree}", ":hidden:", "", *(symbol for own in paths().values() for symbol in own), "```", ""]
+    index += ["```{toctree}", ":hidden:", "", *pages, "```", ""]
     (folder / "index.md").write_text("\n".join(index))

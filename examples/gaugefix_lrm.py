@@ -38,24 +38,32 @@ CAP, HELD = 1.05, ("cap", "fix", "decay")
 
 
 class Arm(NamedTuple):
-    """A condition, and what fixing takes."""
+    """One condition of the comparison.
+
+    Attributes:
+      which: "A", "B", "C" as in `multipliers.condition`, or "none" for a model without multipliers.
+      fixing: keyword arguments of `gauge_fix`.
+      held: keyword arguments of `hold_products`; None where products are free.
+    """
 
     which: str
     fixing: dict[str, Any]
+    held: dict[str, Any] | None = None
 
 
 def arms(rate: float) -> dict[str, Arm]:
     """Everything that is compared; `rate` is the peak learning rate, which decay is times."""
     fixed = {f"B, every {n}": Arm("B", {"every": n}) for n in (1, 10, 100, 1000)}
     stale = {f"B, every {n}, stale": Arm("B", {"every": n, "transport": False}) for n in (1, 100)}
-    held = {"cap": {"cap": CAP}, "fix": {}, "decay": {"decay": 2e-3 * rate}}
+    decay = {"kind": "decay", "decay": 2e-3 * rate}
+    held = {"cap": {"kind": "cap", "cap": CAP}, "fix": {"kind": "init"}, "decay": decay}
     return {
         "none": Arm("none", {}),
         "A": Arm("A", {}),
         **fixed,
         **stale,
         "C": Arm("C", {}),
-        **{name: Arm("B", {"magnitude": name, **number}) for name, number in held.items()},
+        **{name: Arm("B", {}, options) for name, options in held.items()},
     }
 
 
@@ -154,7 +162,7 @@ def program(run: Run, arm: Arm, dtype: str) -> Program:
     gauge = multipliers.head_gauge(run.config)
     tx = plain(schedule(run))
     if multiplied:
-        tx = multipliers.condition(arm.which, schedule(run), gauge, **arm.fixing)
+        tx = multipliers.condition(arm.which, schedule(run), gauge, arm.held, **arm.fixing)
         tx = optax.chain(tx, go.track_balance(gauge))
 
     def loss(params: Any, tokens: jax.Array) -> jax.Array:

@@ -176,23 +176,30 @@ KINDS = QK | {"**/rows": "multiplier", "**/columns": "multiplier", "**/kernel": 
 
 
 def condition(
-    which: str, learning_rate: optax.ScalarOrSchedule, gauge: go.Gauge, **fixing: Any
+    which: str,
+    learning_rate: optax.ScalarOrSchedule,
+    gauge: go.Gauge,
+    held: Mapping[str, Any] | None = None,
+    **fixing: Any,
 ) -> optax.GradientTransformationExtraArgs:
     """AdamW as in GaugeFix-LRM §4.1, under one of its conditions; B carries moments along unless told not to.
 
     Args:
       which: "A", decay on all multipliers; "B", none on those of queries and keys, which are fixed; "C", neither.
       learning_rate: a number or a schedule.
-      gauge: of queries and keys, `head_gauge(config)`.
-      **fixing: what `gauge_fix` takes, in B: `every=`; `transport=False`, the paper's own; `magnitude=`, ours.
+      gauge: the gauge of queries and keys, `head_gauge(config)`.
+      held: keyword arguments of `go.hold_products` in B, {"kind": "cap", "cap": 2.0}; None leaves s_Q·s_K free, as the
+        paper does.
+      **fixing: keyword arguments of `go.gauge_fix` in B: `every=`; `transport=False`, which is what the paper did.
 
     Returns:
       The optimizer: gradients clipped at 1, b2 of 0.95, decay of 0.1 on matrices and 2e-3 on multipliers.
     """
     if which not in ("A", "B", "C"):
         raise ValueError(f"no condition {which!r}: A, B or C")
-    if fixing and which != "B":
-        raise ValueError(f"nothing is fixed in condition {which}: leave {', '.join(fixing)} out, or take B")
+    options = [*fixing, *(["held"] if held else [])]
+    if options and which != "B":
+        raise ValueError(f"nothing is fixed in condition {which}: leave {', '.join(options)} out, or take B")
     decays = ("qk", "multiplier") if which == "A" else ("multiplier",)
 
     def among(*kinds: str) -> Callable[[Any], Any]:
@@ -206,4 +213,6 @@ def condition(
         optax.add_decayed_weights(MULTIPLIER_DECAY, among(*decays)),
         optax.scale_by_learning_rate(learning_rate),
     )
-    return go.gauge_fix(adamw, gauge, **fixing) if which == "B" else optax.with_extra_args_support(adamw)
+    if which != "B":
+        return optax.with_extra_args_support(adamw)
+    return go.gauge_fix(go.hold_products(adamw, gauge, **held) if held else adamw, gauge, **fixing)

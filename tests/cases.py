@@ -660,6 +660,16 @@ def _opposite_gram(
     return go.scale_by_opposite_gram(chosen, damping, diagonal=diagonal, every=every)
 
 
+def _hold_products(gauges: Sequence[Gauge], kind: str, cap: float | None = None) -> Any:
+    """Around Adam, for the units and, in place of a rotation of heads, for one scale per head on the same leaves."""
+    scales = {
+        "rescale": lambda gauge: gauge,
+        "head_rotation": lambda gauge: go.rescale(*({s.pattern: s.axes.replace("basis", "_")} for s in gauge.specs)),
+    }
+    chosen = [scales[gauge.name](gauge) for gauge in gauges if gauge.name in scales]
+    return go.hold_products(optax.adam(0.01), chosen, kind, cap=cap)
+
+
 TRANSFORM_CASES: tuple[TransformCase, ...] = (
     TransformCase("gauge_project/gradient", go.gauge_project, {"kind": "gradient"}),
     TransformCase("gauge_project/update", go.gauge_project, {"kind": "update"}),
@@ -677,6 +687,8 @@ TRANSFORM_CASES: tuple[TransformCase, ...] = (
     TransformCase("gauge_retract/rotation", go.gauge_retract, {}),
     TransformCase("gauge_fix/none", go.gauge_fix, {"inner": None}),
     TransformCase("gauge_fix/adam", go.gauge_fix, {"inner": optax.adam(0.01), "every": 2, "strength": 0.5}),
+    TransformCase("hold_products/init", _hold_products, {"kind": "init"}),
+    TransformCase("hold_products/cap", _hold_products, {"kind": "cap", "cap": 0.5}),
     TransformCase("hyperball/initial", _hyperball, {}),
     TransformCase("hyperball/number", _hyperball, {"radius": 2.0, "learning_rate": 0.01}),
     TransformCase("hyperball/schedule", _hyperball, {"learning_rate": _falling}),

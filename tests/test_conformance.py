@@ -311,9 +311,11 @@ ON_VECTORS = ("hyperball", "rotational", "track_rotation")
 
 def _complaint(case: TransformCase, gauge: str) -> tuple[str, str]:
     """Who complains, and what it asks for. Vectors are bound to leaves by themselves: there is no gauge to name."""
-    own = "head_linear" if case.linear and gauge == "head_rotation" else gauge
+    if case.name.startswith("hold_products"):
+        return "rescale", "own gauge list"  # in that row's list rotations are scales per head
+    bound = "head_linear" if case.linear and gauge == "head_rotation" else gauge
     by_itself = next((name for name in ON_VECTORS if case.name.startswith(name)), None)
-    return (by_itself, "own axes") if by_itself else (own, "own gauge list")
+    return (by_itself, "own axes") if by_itself else (bound, "own gauge list")
 
 
 @rows

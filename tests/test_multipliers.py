@@ -226,8 +226,8 @@ def test_fixing_touches_nothing_of_the_size_of_a_kernel() -> None:
         return sum(any(x.aval.size >= 24 * 24 for x in eqn.invars) for eqn in innermost(jaxpr.jaxpr))
 
     plain = multipliers.condition("C", 1e-3, gauge)
-    for magnitude in ({}, {"magnitude": "cap", "cap": 2.0}):
-        fixed = multipliers.condition("B", 1e-3, gauge, **magnitude)
+    for held in (None, {"kind": "cap", "cap": 2.0}):
+        fixed = multipliers.condition("B", 1e-3, gauge, held)
         assert large(fixed) == large(plain) > 0
 
 
@@ -250,9 +250,11 @@ def test_the_papers_conditions_decay_what_they_say() -> None:
         multipliers.condition("D", 0.5, gauge)
     with pytest.raises(ValueError, match="nothing is fixed in condition A: leave every out"):
         multipliers.condition("A", 0.5, gauge, every=10)
+    with pytest.raises(ValueError, match="nothing is fixed in condition C: leave held out"):
+        multipliers.condition("C", 0.5, gauge, {"kind": "init"})
 
 
-# Magnitude -----------------------------------------------------------------------------------------------
+# Products held ------------------------------------------------------------------------------------------
 
 
 PAIR = go.multiplier_balance({"query": "(head _) _"}, {"key": "head _"})
@@ -270,11 +272,12 @@ def _products(p: Tree) -> np.ndarray:
     return np.sqrt(np.mean(query**2, (1, 2)) * np.mean(key**2, 1))
 
 
-def _grown(magnitude: str, steps: int = 300, transport: bool = True, **more: Any) -> list[np.ndarray]:
-    """Products along a run whose loss wants them to grow for ever."""
-    tx = go.gauge_fix(optax.adam(1e-2), PAIR, magnitude=magnitude, transport=transport, **more)
+def _run_of_products(kind: str, steps: int = 300, **number: float) -> np.ndarray:
+    """Products after every step of a run whose loss makes them grow for ever; "free" holds none."""
+    inner = optax.adam(1e-2)
+    tx = go.gauge_fix(inner if kind == "free" else go.hold_products(inner, PAIR, kind, **number), PAIR)
     params = _pair()
-    state, found = tx.init(params), []
+    state, products = tx.init(params), []
 
     def growing(p: Tree) -> jax.Array:
         return -sum(jnp.sum(jnp.log(jnp.square(x))) for x in jax.tree.leaves(p))
@@ -286,23 +289,24 @@ def _grown(magnitude: str, steps: int = 300, transport: bool = True, **more: Any
 
     for _ in range(steps):
         params, state = step(params, state)
-        found.append(_products(params))
-    return found
+        products.append(_products(params))
+    return np.array(products)
 
 
 def test_free_products_grow_and_others_are_held(x64: None) -> None:
     start = _products(_pair())
-    assert np.all(_grown("free")[-1] > 3.0 * start)
-    np.testing.assert_allclose(_grown("fix"), np.broadcast_to(start, (300, 2)), rtol=1e-12)
-    capped = np.array(_grown("cap", cap=3.0))
+    assert np.all(_run_of_products("free")[-1] > 3.0 * start)
+    np.testing.assert_allclose(_run_of_products("init"), np.broadcast_to(start, (300, 2)), rtol=1e-12)
+    capped = _run_of_products("cap", cap=3.0)
     assert capped.max() < 3.0 and np.all(np.diff(capped, axis=0) > 0) and capped[-1].min() > 2.0
-    assert np.all(_grown("decay", decay=0.05)[-1] < _grown("free")[-1])
+    assert np.all(_run_of_products("decay", decay=0.05)[-1] < _run_of_products("free")[-1])
 
 
 def test_a_cap_far_away_changes_nothing_and_rest_stays_at_rest(x64: None) -> None:
-    np.testing.assert_allclose(_grown("cap", cap=1e8)[-1], _grown("free")[-1], rtol=1e-6)
+    capped, free = _run_of_products("cap", cap=1e8), _run_of_products("free")
+    np.testing.assert_allclose(capped[-1], free[-1], rtol=1e-6)
     params = _pair()
-    tx = go.gauge_fix(optax.sgd(0.0), PAIR, magnitude="cap", cap=3.0)
+    tx = go.gauge_fix(go.hold_products(optax.sgd(0.0), PAIR, "cap", cap=3.0), PAIR)
     balanced = PAIR.act(PAIR.balance(params), params)
     updates, _ = tx.update(balanced, tx.init(balanced), balanced)
     np.testing.assert_allclose(_products(optax.apply_updates(balanced, updates)), _products(balanced), rtol=1e-12)
@@ -314,64 +318,138 @@ def test_moments_go_along_with_a_factor_as_gradients_do(x64: None) -> None:
     grads = jax.tree.map(jnp.ones_like, params)
     kept = []
     for transport in (True, False):
-        tx = go.gauge_fix(optax.adam(0.0), PAIR, 10**6, magnitude="decay", decay=0.19, transport=transport)
+        tx = go.hold_products(optax.adam(0.0), PAIR, "decay", decay=0.19, transport=transport)
         _, state = tx.update(grads, tx.init(params), params)
         kept.append([optax.tree.get(state, name)["key"] for name in ("mu", "nu")])
-    (mu, nu), (own_mu, own_nu) = kept
-    np.testing.assert_allclose(mu, own_mu / 0.9, rtol=1e-12)
-    np.testing.assert_allclose(nu, own_nu / 0.81, rtol=1e-12)
+    (mu, nu), (adam_mu, adam_nu) = kept
+    np.testing.assert_allclose(mu, adam_mu / 0.9, rtol=1e-12)
+    np.testing.assert_allclose(nu, adam_nu / 0.81, rtol=1e-12)
+
+
+@pytest.mark.parametrize("kind", [{"kind": "cap", "cap": 0.3}, {"kind": "init"}, {"kind": "decay", "decay": 0.1}])
+def test_products_are_held_at_every_step_and_balanced_at_every_fifth(kind: dict[str, Any], x64: None) -> None:
+    """Between two fixes a step of both is a step of `hold_products`; at a fix the balance leaves the product alone."""
+    held = go.hold_products(optax.adam(0.05), PAIR, **kind)
+    runs = []
+    for tx in (held, go.gauge_fix(held, PAIR, every=5)):
+        params = _pair()
+        state, seen = tx.init(params), []
+        for _ in range(5):
+            updates, state = tx.update(jax.tree.map(jnp.cos, params), state, params)
+            params = optax.apply_updates(params, updates)
+            seen.append(params)
+        runs.append(seen)
+    for alone, fixed in zip(runs[0][:4], runs[1][:4], strict=True):
+        jax.tree.map(np.testing.assert_array_equal, fixed, alone)
+    np.testing.assert_allclose(_products(runs[1][4]), _products(runs[0][4]), rtol=1e-12)
+    drifts = [float(jnp.max(jnp.abs(PAIR.balance(seen[4])[""]))) for seen in runs]
+    assert drifts[1] <= 1e-12 < 1e-3 < drifts[0]
+
+
+def test_every_gauge_of_a_list_keeps_its_products_under_jit(x64: None) -> None:
+    """`jit` sorts the keys of the state's dict, so the order of the list is not the order in which it comes back."""
+    late, early = (go.rescale({f"{name}/up": "channel"}, {f"{name}/down": "channel"}) for name in ("z", "a"))
+    params = {name: {"up": jnp.array([x, 2.0]), "down": jnp.array([x, 5.0])} for name, x in (("z", 3.0), ("a", 0.5))}
+    tx = go.hold_products(optax.sgd(0.1), [late, early], "init")
+    state = jit(tx.init)(params)
+    start = jax.tree.map(jnp.copy, params)
+    for _ in range(3):
+        updates, state = jit(tx.update)(jax.tree.map(jnp.ones_like, params), state, params)
+        params = optax.apply_updates(params, updates)
+    for name in ("z", "a"):
+        products = [tree[name]["up"] * tree[name]["down"] for tree in (params, start)]
+        np.testing.assert_allclose(*products, rtol=1e-12)
+        assert float(jnp.max(jnp.abs(params[name]["up"] - start[name]["up"]))) > 0.01
+
+
+@pytest.mark.parametrize("kind", [{"kind": "cap", "cap": 0.6}, {"kind": "init"}, {"kind": "decay", "decay": 0.1}])
+def test_products_are_held_around_a_quotient_and_inside_one(kind: dict[str, Any], x64: None) -> None:
+    """Twins stay twins and the products are held, with another gauge in the quotient's list and with two inside."""
+    units = go.rescale({"up": "_ channel"}, {"down": "channel _"})
+    rng = np.random.default_rng(1)
+    weights = {"up": jnp.asarray(rng.normal(size=(3, 2))), "down": jnp.asarray(rng.normal(size=(2, 3)))}
+    start, gauges, adam = _pair() | weights, [PAIR, units], optax.adam(0.03)
+    element = ({"": jnp.array([1.0, -0.5])}, {"": jnp.array([-1.0, 0.7])})
+    optimizers = {
+        "inside": go.quotient(go.hold_products(adam, PAIR, **kind), gauges),
+        "around": go.hold_products(go.quotient(adam, gauges), gauges, **kind),
+    }
+
+    def loss(p: Tree) -> jax.Array:
+        scores = jnp.einsum("kge,ke->kg", p["query"].reshape(2, 2, 3), p["key"])
+        return jnp.sum(jnp.cos(scores)) + jnp.sum(jnp.cos(jax.nn.relu(jnp.eye(3) @ p["up"]) @ p["down"]))
+
+    for name, tx in optimizers.items():
+        products = []
+        for params in (start, go.product(gauges).act(element, start)):
+            state, step = tx.init(params), jit(tx.update)
+            for _ in range(10):
+                updates, state = step(jax.grad(loss)(params), state, params)
+                params = optax.apply_updates(params, updates)
+            products.append(_products(params))
+        np.testing.assert_allclose(products[1], products[0], rtol=1e-11, err_msg=name)
+        if kind["kind"] == "init":
+            np.testing.assert_allclose(products[0], _products(start), rtol=1e-11, err_msg=name)
+        elif kind["kind"] == "cap":
+            assert np.all(products[0] < 0.6), name
+        else:
+            assert np.all(products[0] < 0.9 * _products(start)), name
 
 
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"magnitude": "cap"}, "magnitude='cap' without a number"),
-        ({"magnitude": "decay", "decay": 1.5}, "magnitude='decay' without a number"),
-        ({"magnitude": "cap", "cap": float("inf")}, "magnitude='cap' without a number"),
-        ({"magnitude": "cap", "cap": jnp.ones(2)}, "magnitude='cap' without a number"),
-        ({"magnitude": "fix", "cap": 2.0}, "a number that magnitude='fix' does not take"),
-        ({"magnitude": "clip"}, "clip"),
+        ({"kind": "cap"}, "kind='cap' without a number"),
+        ({"kind": "decay", "decay": 1.5}, "kind='decay' without a number"),
+        ({"kind": "decay", "decay": 1.0}, "kind='decay' without a number"),
+        ({"kind": "cap", "cap": float("inf")}, "kind='cap' without a number"),
+        ({"kind": "cap", "cap": jnp.ones(2)}, "kind='cap' without a number"),
+        ({"kind": "init", "cap": 2.0}, "a number that kind='init' does not take"),
+        ({"kind": "cap", "cap": 2.0, "decay": 0.1}, "a number that kind='cap' does not take"),
+        ({"kind": "fix"}, "bad kind"),
+        ({"kind": "init", "on_unknown": "ignore"}, "bad on_unknown"),
     ],
 )
 def test_numbers_that_are_missing_are_named(options: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError) as error:
-        go.gauge_fix(optax.adam(1e-2), PAIR, **options)
-    assert said in str(error.value) and "remedy" in str(error.value)
+        go.hold_products(optax.adam(1e-2), PAIR, **options)
+    for text in ("hold_products", said, "found:", "expected:", "remedy:"):
+        assert text in str(error.value)
 
 
 def test_a_gauge_without_two_sides_has_no_product() -> None:
     rotation = go.head_rotation({"query": "head basis", "key": "head basis"})
     with pytest.raises(ValueError, match="without two sides"):
-        go.gauge_fix(optax.adam(1e-2), [PAIR, rotation], magnitude="fix")
+        go.hold_products(optax.adam(1e-2), [PAIR, rotation])
 
 
 def test_two_gauges_on_one_leaf_have_no_product_each(x64: None) -> None:
-    own = go.rescale({"query": "(head _) _"}, {"kernel": "head"})
-    tx = go.gauge_fix(optax.adam(1e-2), [PAIR, own], magnitude="fix")
+    other = go.rescale({"query": "(head _) _"}, {"kernel": "head"})
+    tx = go.hold_products(optax.adam(1e-2), [PAIR, other])
     with pytest.raises(ValueError, match="sizes of two gauges with 'query'"):
         tx.init(_pair() | {"kernel": jnp.ones(2)})
     squared = go.rescale({"query": "(head _) _"}, {"key": "head _"}, degree=2)
     with pytest.raises(ValueError, match="two sides of one degree"):
-        go.gauge_fix(optax.adam(1e-2), squared, magnitude="fix")
+        go.hold_products(optax.adam(1e-2), squared)
 
 
 def test_a_held_product_moves_with_its_gauge_and_with_no_other(x64: None) -> None:
     """A move that changes what is held has no rule: the next step would undo it, and change the function."""
-    params, tx = _pair(), go.gauge_fix(optax.adam(1e-2), PAIR, magnitude="fix")
+    params, tx = _pair(), go.gauge_fix(go.hold_products(optax.adam(1e-2), PAIR, "init"), PAIR)
     state, element = tx.init(params), {"": jnp.array([1.0, -0.5])}
     assert jax.tree.structure(optax.tree.map_params(tx, lambda x: x, state)) == jax.tree.structure(state)
     moved = go.transport(state, params, PAIR, element)
-    there = PAIR.act(element, params)
-    updates, _ = tx.update(jax.tree.map(jnp.zeros_like, params), moved, there)
-    np.testing.assert_allclose(_products(optax.apply_updates(there, updates)), _products(params), rtol=1e-12)
-    own = go.rescale({"query": "(head _) _"}, {"kernel": "head"})
+    twin = PAIR.act(element, params)
+    updates, _ = tx.update(jax.tree.map(jnp.zeros_like, params), moved, twin)
+    np.testing.assert_allclose(_products(optax.apply_updates(twin, updates)), _products(params), rtol=1e-12)
+    other = go.rescale({"query": "(head _) _"}, {"kernel": "head"})
     more = params | {"kernel": jnp.ones(2)}
     with pytest.raises(ValueError, match="products held, which the move changes"):
-        go.transport(tx.init(more), more, own, element)
+        go.transport(tx.init(more), more, other, element)
     finer = go.rescale({"query": "(head _) channel"}, {"key": "head channel"})
     with pytest.raises(ValueError, match="products held, which the move changes"):
         go.transport(state, params, finer, {"": jnp.full((2, 3), 0.5)})
-    kept = go.transport(tx.init(more), more, own, element, on_unknown="keep")
+    kept = go.transport(tx.init(more), more, other, element, on_unknown="keep")
     assert jax.tree.structure(kept) == jax.tree.structure(tx.init(more))
 
 
@@ -390,34 +468,36 @@ def test_qk_clip_bounds_logits_and_leaves_the_ratio_to_the_gauge(queries: int, x
     def growing(p: Tree) -> jax.Array:
         return -jnp.sum(jnp.log(largest(p)))
 
-    def run(**more: Any) -> tuple[np.ndarray, Tree]:
-        tx = optax.chain(go.gauge_fix(optax.adam(1e-2), gauge, **more), go.track_balance(gauge))
-        own, state, seen = params, tx.init(params), []
+    def run(cap: float | None = None) -> tuple[np.ndarray, Tree]:
+        adam = optax.adam(1e-2)
+        fixed = go.gauge_fix(adam if cap is None else go.hold_products(adam, gauge, "cap", cap=cap), gauge)
+        tx = optax.chain(fixed, go.track_balance(gauge))
+        point, state, logits = params, tx.init(params), []
 
         @jit
         def step(p: Tree, state: Tree) -> tuple[Tree, Tree]:
-            clip = {"max_logits": {"": largest(p)}} if more else {}
-            updates, state = tx.update(jax.grad(growing)(p), state, p, **clip)
+            extra = {} if cap is None else {"max_logits": {"": largest(p)}}
+            updates, state = tx.update(jax.grad(growing)(p), state, p, **extra)
             return optax.apply_updates(p, updates), state
 
         for _ in range(150):
-            own, state = step(own, state)
-            seen.append(np.asarray(largest(own)))
-        return np.array(seen), state
+            point, state = step(point, state)
+            logits.append(np.asarray(largest(point)))
+        return np.array(logits), state
 
     free, _ = run()
     cap = 0.5 * float(free[-1].min())
-    clipped, state = run(magnitude="cap", cap=cap)
+    clipped, state = run(cap)
     # What a step turns besides growing is bounded at the next one.
     assert free[-1].min() > 1.9 * cap and clipped.max() < 1.03 * cap and 0.8 * cap < clipped[-1].min()
     assert float(optax.tree.get(state, "drift")) <= 1e-12
-    np.testing.assert_allclose(run(magnitude="cap", cap=1e9)[0][-1], free[-1], rtol=1e-6)
+    np.testing.assert_allclose(run(1e9)[0][-1], free[-1], rtol=1e-6)
 
 
 def test_a_product_that_was_zero_is_left_alone(x64: None) -> None:
     params = _pair()
     params["key"] = params["key"].at[0].set(0.0)
-    tx = go.gauge_fix(optax.sgd(1.0), PAIR, every=100, magnitude="fix")
+    tx = go.hold_products(optax.sgd(1.0), PAIR, "init")
     updates, _ = tx.update(jax.tree.map(lambda x: -0.5 * jnp.ones_like(x), params), tx.init(params), params)
     moved = optax.apply_updates(params, updates)
     np.testing.assert_allclose(moved["key"][0], 0.5, rtol=1e-12)

@@ -11,6 +11,7 @@ import optax
 import pytest
 
 import gauge_optax as go
+from docs import symbols
 from gauge_optax.gauges.gauge import Gauge
 from tests.cases import GAUGE_CASES, TRANSFORM_CASES
 
@@ -120,10 +121,16 @@ FUNCTIONS = {
 }
 
 
-def test_all_is_sorted_and_whole() -> None:
-    assert go.__all__ == sorted(go.__all__)
-    public = {name for name, thing in vars(go).items() if not name.startswith("_") and not inspect.ismodule(thing)}
+def test_all_is_grouped_and_whole_and_the_reference_has_the_same_names() -> None:
+    grouped = symbols.groups()
+    assert len(grouped) > 1 and all(len(names) > 1 for names in grouped.values())
+    assert [name for names in grouped.values() for name in names] == go.__all__
+    assert len(set(go.__all__)) == len(go.__all__)
+    public = {name for name, member in vars(go).items() if not name.startswith("_") and not inspect.ismodule(member)}
     assert set(go.__all__) == public | {"measure", "testing"}
+    pages = [path for paths in symbols.paths().values() for path in paths]
+    assert len(set(pages)) == len(pages)
+    assert set(pages) == set(FUNCTIONS) | {"gauge_optax.Gauge"}
     assert "gauge_optax.rescale" in FUNCTIONS
     assert "gauge_optax.measure.vertical_motion" in FUNCTIONS
     assert "gauge_optax.testing.assert_invariant" in FUNCTIONS

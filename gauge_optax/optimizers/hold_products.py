@@ -1,11 +1,12 @@
-"""How large both sides of a scale are together: what its gauge leaves open, and what weight decay used to hold.
+"""Holds how large the two sides of a scale are together, which the gauge leaves open.
 
-The gauge of `rescale` and `multiplier_balance` trades a factor between two sides; it does not see the product of their
-root mean squares. This wrapper holds, caps or decays that product by one factor on both sides, so that their ratio,
-which is the gauge's, stays. That changes the function, on purpose.
-Reference: GaugeFix-LRM §4.4 and §5, whose future direction this is.
+A gauge such as `rescale` or `multiplier_balance` trades a factor between two sides and does not see the product of
+their root mean squares. Weight decay usually holds that product. The wrapper here multiplies both sides by one factor
+instead, so that their ratio, which is the gauge's coordinate, stays. This changes the function, on purpose.
+Reference: GaugeFix-LRM §4.4 and §5, which names it as future work.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ import optax
 
 from gauge_optax.binding import Axes, binding_error
 from gauge_optax.gauges.gauge import BlockGauge, Element, Gauge, Gauges, product
+from gauge_optax.gauges.instance import Effect
 from gauge_optax.gauges.scale import keeps_product, scale_invariant
 from gauge_optax.optimizers.fix import chords
 from gauge_optax.states.moves import Move, MovingPart
@@ -29,10 +31,11 @@ KINDS = ("init", "cap", "decay")
 
 
 class HeldProducts(NamedTuple):
-    """What products are held at.
+    """The products that `kind="init"` keeps.
 
     Attributes:
-      logs: of s_up·s_down at `init`, per gauge under the paths of its leaves, joined by " + ".
+      logs: log(s_up·s_down) at `init`. The key of a gauge is the paths of its leaves, joined by " + "; the value is
+        shaped like the gauge's element.
     """
 
     logs: Any
@@ -42,12 +45,29 @@ class HoldProductsState(NamedTuple):
     """State of `hold_products`.
 
     Attributes:
-      inner_state: of the optimizer inside.
+      inner_state: the state of the optimizer inside.
       sizes: a `HeldProducts`; () unless `kind` is "init".
     """
 
     inner_state: Any
     sizes: Any
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _OneFactor(Move):
+    """A move of both sides by one factor, as a state meets it.
+
+    The frame of a `quotient` inside is read from the first side alone, so `parts` are the gauges, with the factor as an
+    element of the one whose product is held. Moments move with both sides.
+
+    Attributes:
+      both: the part that multiplies both sides.
+    """
+
+    both: MovingPart
+
+    def with_effect(self, *effects: Effect) -> Move:
+        return Move((self.both,) if self.both.effect in effects else (), self.params, self.on_unknown)
 
 
 def hold_products(
@@ -60,32 +80,42 @@ def hold_products(
     transport: bool = True,
     on_unknown: str = "error",
 ) -> optax.GradientTransformationExtraArgs:
-    """Wraps an optimizer: after its step both sides of every scale are multiplied by one factor.
+    r"""Wraps an optimizer: after its step both sides of every scale are multiplied by one factor.
+
+    .. math::
+      \theta' = \theta + u(\theta), \qquad (up, down)_{new} = \sqrt{p / (s_{up} s_{down})} \cdot (up, down)',
+
+    per channel, with s the root mean squares of both sides of θ' and p the product that `kind` asks for. A channel with
+    a side that is zero, before the step, after it or at `init`, stays where it is. Products are held at every step,
+    inside `gauge_fix(every=n)` too.
 
     Args:
       inner: an optimizer, whole: its learning rate included.
-      gauges: `rescale` of degree 1, `norm_scale` or `multiplier_balance`, one or a sequence; they must share no leaf.
-      kind: what becomes of the product s_up·s_down of both sides' root mean squares, per channel: "init", kept as at
-        `init`; "cap", kept below `cap` by a smooth bound; "decay", shrunk by the share `decay` in every step.
-      cap: the bound; what is above it at the start is below it after one step. With `max_logits=` given to `update`,
-        shaped like the gauge's element and seen at `params`, the bound is of these: QK-clip, smoothly.
-      decay: the share that the product loses in a step.
-      transport: whether the optimizer's state moves along, as if the function stayed; see `gauge_fix`.
+      gauges: `rescale` of degree 1, `norm_scale` or `multiplier_balance`, one or a sequence; no two may share a leaf.
+      kind: what the product of a channel becomes: "init", what it was at `init`; "cap", a number below `cap`, by a
+        smooth bound that changes nothing far below it; "decay", the share 1 − `decay` of what the step made it.
+      cap: the bound, a positive number. A product above it at the start is below it after one step. If `update` is
+        called with `max_logits=`, the largest attention logit of each channel at `params` (shaped like the gauge's
+        element; a tuple of these for several gauges), the bound is of the logits: a smooth QK-clip.
+      decay: the share that the product loses in a step, a number between 0 and 1.
+      transport: whether the moments of `inner` move along, as they would if the function stayed; see `gauge_fix`.
       on_unknown: what becomes of moments that cannot move along; see `transport`.
 
     Returns:
       The optimizer; `update` needs `params`, and its updates are differences of parameters.
 
     Raises:
-      ValueError: another `kind` or `on_unknown`, a kind without its number, a gauge without two sides of one degree,
-        two gauges on one leaf; bindings that do not fit; `update` without params.
+      ValueError: an `inner` that is no transformation, another `kind` or `on_unknown`, a kind without its number, a
+        gauge without two sides of one degree; at `init`, two gauges on one leaf and bindings that do not fit; `update`
+        without params.
 
     >>> gauge = go.multiplier_balance({"query": "head _"}, {"key": "head _"})
     >>> params = {"query": jnp.full((1, 3), 4.0), "key": jnp.full((1, 3), 1.0)}
     >>> tx = go.gauge_fix(go.hold_products(optax.sgd(0.0), gauge, "decay", decay=0.75), gauge)
     >>> updates, _ = tx.update(params, tx.init(params), params)
-    >>> jax.tree.map(lambda x: round(float(x[0, 0]), 3), optax.apply_updates(params, updates))  # 4·1 → 1, balanced
-    {'key': 1.0, 'query': 1.0}
+    >>> moved = optax.apply_updates(params, updates)  # the product falls from 4 to 1, and `gauge_fix` balances the rest
+    >>> moved["query"].round(3).tolist(), moved["key"].round(3).tolist()
+    ([[1.0, 1.0, 1.0]], [[1.0, 1.0, 1.0]])
 
     Reference: GaugeFix-LRM §5. Deviation: the paper leaves the product to the optimizer.
     """
@@ -95,30 +125,43 @@ def hold_products(
     _check(kind, cap, decay, group.parts)
 
     def init(params: optax.Params) -> HoldProductsState:
-        _check_apart(group.parts, params)
-        logs = {" + ".join(g._slice(params).added): log_products(g, params) for g in group.parts}
+        gauge_of: dict[str, str] = {}
+        for part in group.parts:
+            for path in part._slice(params).added:
+                # A factor for one gauge would change the product of the other.
+                if path in gauge_of:
+                    raise binding_error(
+                        _NAME, f"sizes of two gauges with '{path}'", f"{gauge_of[path]} and {part.name}",
+                        "one gauge per leaf", "give hold_products only the gauge whose product is meant",
+                    )  # fmt: skip
+                gauge_of[path] = part.name
+        logs = {_label(part, params): log_products(part, params) for part in group.parts}
         return HoldProductsState(inner.init(params), HeldProducts(logs) if kind == "init" else ())
 
     def update(updates: Any, state: HoldProductsState, params: Any, **extra: Any) -> tuple[Any, HoldProductsState]:
-        logits = extra.pop("max_logits", None) if kind == "cap" else None
+        # For the other kinds the argument, if there is one, is meant for the optimizer inside.
+        max_logits = extra.pop("max_logits", None) if kind == "cap" else None
         updates, inner_state = inner.update(updates, state.inner_state, params, **extra)
-        starts = list(state.sizes.logs.values()) if state.sizes else [None] * len(group.parts)
-        largest = [logits] if len(group.parts) == 1 else [None] * len(group.parts) if logits is None else logits
-        for part, at_init, seen in zip(group.parts, starts, largest, strict=True):
-            after, both = stepped(part, params, updates), _both_sides(part)
-            before, now = log_products(part, params), log_products(part, after)
-            if seen is not None:
-                # In units of the largest logits seen before the step: these grow as the product does.
-                logs = jax.tree.map(_finite_log, seen, before)
-                before, now = logs, jax.tree.map(lambda log, x, y: log + (y - x), logs, before, now)
-            factors = jax.tree.map(
-                functools.partial(_factor, kind, cap, decay), before, now, now if at_init is None else at_init
-            )
-            moved = chords(both, factors, params, after)
+        for number, part in enumerate(group.parts):
+            after = stepped(part, params, updates)
+            before_logs, after_logs = log_products(part, params), log_products(part, after)
+            # By key and not by position: a dict that passes through `jit` comes back sorted by its keys.
+            init_logs = state.sizes.logs[_label(part, params)] if kind == "init" else after_logs
+            if max_logits is not None:
+                # Logits of the new parameters are not known before the next forward pass. They grow as products do.
+                largest = max_logits if len(group.parts) == 1 else max_logits[number]
+                growth = jax.tree.map(jnp.subtract, after_logs, before_logs)
+                before_logs = jax.tree.map(lambda x, g: jnp.log(jnp.maximum(x, 0.0)).astype(g.dtype), largest, growth)
+                after_logs = jax.tree.map(jnp.add, before_logs, growth)
+                init_logs = after_logs
+            both, factor = _both_sides(part), functools.partial(_factor, kind, cap, decay)
+            factors = jax.tree.map(factor, before_logs, after_logs, init_logs)
+            updates = in_dtype_of(updates, chords(both, factors, params, after))
             if transport:
-                move = Move((MovingPart(both, factors, both.effect),), params, on_unknown)
+                elements = [factors if gauge is part else gauge.identity(params) for gauge in group.parts]
+                parts = tuple(map(MovingPart, group.parts, elements, (gauge.effect for gauge in group.parts)))
+                move = _OneFactor(parts, params, on_unknown, MovingPart(both, factors, both.effect))
                 inner_state = carried(move, inner_state)
-            updates = in_dtype_of(updates, moved)
         return updates, HoldProductsState(inner_state, state.sizes)
 
     def empty(params: Any) -> HoldProductsState:
@@ -128,80 +171,77 @@ def hold_products(
 
 
 def log_products(gauge: Gauge, params: Any) -> Element:
-    """log s_up + log s_down per channel, s root mean squares; minus infinity where a side is zero."""
+    """log s_up + log s_down per channel, s the root mean squares of both sides; −∞ where a side is zero."""
     s = gauge._slice(params)
     return {instance.key: sum(instance.log_sizes(s.values(params))) for instance in s.instances}
 
 
-def _factor(kind: str, cap: Any, decay: Any, before: jax.Array, after: jax.Array, start: jax.Array) -> jax.Array:
-    """log of the factor on either side, from log-products before the step, after it, and at `init`."""
-    whole = jnp.isfinite(before) & jnp.isfinite(after) & jnp.isfinite(start)
-    before, after, start = (jnp.where(whole, x, 0.0) for x in (before, after, start))
-    wanted = start
-    if kind == "decay":
-        wanted = after + jnp.log1p(-jnp.asarray(decay, after.dtype))
-    if kind == "cap":
-        # s = cap·σ(z): far below the bound z moves as log s does, and no step leads past the bound.
-        bound = jnp.log(jnp.asarray(cap, after.dtype))
-        below = jnp.minimum(before - bound, -1e-3)
-        place = below - jnp.log(-jnp.expm1(below)) + (after - before)
-        wanted = bound - jnp.logaddexp(0.0, -place)
-    return jnp.where(whole, 0.5 * (wanted - after), 0.0)
+def _label(gauge: Gauge, params: Any) -> str:
+    """The key of a gauge in `HeldProducts`: `transport` reads from it which leaves a product belongs to."""
+    return " + ".join(gauge._slice(params).added)
 
 
-def _finite_log(x: jax.Array, like: jax.Array) -> jax.Array:
-    return jnp.where(x > 0, jnp.log(jnp.where(x > 0, x, 1.0)), -jnp.inf).astype(like.dtype)
+def _factor(
+    kind: str, cap: Any, decay: Any, before_log: jax.Array, after_log: jax.Array, init_log: jax.Array
+) -> jax.Array:
+    """log of the factor of either side, from the logs of products before the step, after it and at `init`."""
+    # A side that is zero has no factor. It is replaced before the arithmetic, which would make NaNs of infinities.
+    finite = jnp.isfinite(before_log) & jnp.isfinite(after_log) & jnp.isfinite(init_log)
+    before_log, after_log, init_log = (jnp.where(finite, x, 0.0) for x in (before_log, after_log, init_log))
+    if kind == "init":
+        target_log = init_log
+    elif kind == "decay":
+        target_log = after_log + jnp.log1p(-jnp.asarray(decay, after_log.dtype))
+    else:
+        # With s = cap·σ(z), the step moves z by as much as it moved log s. Far below the bound the two are the same
+        # step, and no z is above the bound. log σ is written by expm1 and logaddexp, which keep their digits there.
+        cap_log = jnp.log(jnp.asarray(cap, after_log.dtype))
+        # A product at the bound or above it has no finite z; it is treated as one just below.
+        excess = jnp.minimum(before_log - cap_log, -1e-3)
+        z = excess - jnp.log(-jnp.expm1(excess)) + (after_log - before_log)
+        target_log = cap_log - jnp.logaddexp(0.0, -z)
+    # Half for each side.
+    return jnp.where(finite, 0.5 * (target_log - after_log), 0.0)
 
 
 def _both_sides(gauge: Any) -> BlockGauge:
-    """The gauge that scales both sides of another alike, with elements of the same keys and shapes."""
-    blocks: dict[str, list[str]] = {}
+    """The gauge that multiplies both sides of another by one factor; its elements have the same keys and shapes."""
+    blocks: dict[str, tuple[str, ...]] = {}
     for spec in gauge.specs:
-        blocks.setdefault(spec.pattern, []).append(spec.axes)
-    axes: dict[str, Axes] = {pattern: x[0] if len(x) == 1 else tuple(x) for pattern, x in blocks.items()}
+        blocks[spec.pattern] = (*blocks.get(spec.pattern, ()), spec.axes)
+    axes: dict[str, Axes] = {pattern: x[0] if len(x) == 1 else x for pattern, x in blocks.items()}
     return scale_invariant(axes, sizes=dict(gauge.sizes))
 
 
 def _check(kind: str, cap: Any, decay: Any, gauges: Sequence[Gauge]) -> None:
-    """Raises ValueError for numbers that are missing or out of range, and for gauges without two sides."""
-    no_cap, no_decay = kind == "cap" and not _positive(cap), kind == "decay" and not _positive(decay)
-    if no_cap or no_decay or (kind == "decay" and not _positive(1.0 - decay)):
-        found = f"cap={cap!r}" if kind == "cap" else f"decay={decay!r}"
+    """Raises ValueError for a number that is missing, superfluous or out of range, and for a gauge of another kind."""
+    if kind == "cap" and not _between(cap, math.inf):
         raise binding_error(
-            _NAME, f"no number for kind='{kind}'", found,
-            "a positive number, the bound" if kind == "cap" else "a number between 0 and 1, the share lost in a step",
-            "write cap=10.0" if kind == "cap" else "write decay=1e-3",
+            _NAME, "kind='cap' without a number", f"cap={cap!r}", "a positive number, the bound of s_up·s_down",
+            "write cap=10.0",
+        )  # fmt: skip
+    if kind == "decay" and not _between(decay, 1.0):
+        raise binding_error(
+            _NAME, "kind='decay' without a number", f"decay={decay!r}",
+            "a number between 0 and 1, the share that s_up·s_down loses in a step", "write decay=1e-3",
         )  # fmt: skip
     if (kind != "cap" and cap is not None) or (kind != "decay" and decay is not None):
         raise binding_error(
             _NAME, f"a number that kind='{kind}' does not take", f"cap={cap!r}, decay={decay!r}",
-            "cap for 'cap' alone, decay for 'decay' alone", "leave it out",
+            "cap= for 'cap' alone, decay= for 'decay' alone", "leave it out",
         )  # fmt: skip
     for gauge in gauges:
         if not keeps_product(gauge):
             raise binding_error(
                 _NAME, "a gauge without two sides of one degree", gauge.name,
                 "rescale of degree 1, norm_scale or multiplier_balance, whose balance leaves the product alone",
-                "give hold_products these alone",
+                "give hold_products only gauges of these three kinds",
             )  # fmt: skip
 
 
-def _positive(x: Any) -> bool:
-    """Whether it is one positive number, as far as can be told: under `inject_hyperparams` it is traced."""
-    if isinstance(x, jax.core.Tracer):
+def _between(number: Any, upper: float) -> bool:
+    """Whether it is one number between 0 and `upper`. A tracer passes: `inject_hyperparams` traces numbers."""
+    if isinstance(number, jax.core.Tracer):
         return True
-    real = isinstance(x, int | float | jax.Array | np.ndarray | np.floating) and not jnp.ndim(x)
-    return real and bool(0 < x < math.inf)
-
-
-def _check_apart(gauges: Sequence[Gauge], params: Any) -> None:
-    """Raises ValueError for gauges that share a leaf: a factor for one would change the product of the other."""
-    first: dict[str, str] = {}
-    for gauge in gauges:
-        for path in gauge._slice(params).added:
-            if path in first:
-                raise binding_error(
-                    _NAME, f"sizes of two gauges with '{path}'", f"{first[path]} and {gauge.name}",
-                    "one gauge per leaf", "give hold_products the gauge whose product is meant alone",
-                )  # fmt: skip
-            first[path] = gauge.name
+    real = isinstance(number, int | float | jax.Array | np.ndarray | np.floating) and not jnp.ndim(number)
+    return real and bool(0 < number < upper)

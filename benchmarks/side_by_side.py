@@ -138,15 +138,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     if (chosen.only and name not in chosen.only) or (chosen.starts and start not in chosen.starts):
                         continue
                     gradient: Any = jax.grad(case.loss)  # type: ignore[arg-type]
-                    found = [attempt(functools.partial(made_and_trained, p[name], gradient, params)) for p in pairs]
-                    if any(isinstance(x, str) for x in found):
-                        off = 0.0 if all(isinstance(x, str) for x in found) else np.inf
+                    ends = [attempt(functools.partial(made_and_trained, p[name], gradient, params)) for p in pairs]
+                    if any(isinstance(x, str) for x in ends):
+                        off = 0.0 if all(isinstance(x, str) for x in ends) else np.inf
                     else:
-                        off = difference(*found)
+                        off = difference(*ends)
                     worst = max(worst, off)
                     if not off <= TOLERANCE:
                         failed += 1
-                        said = [x if isinstance(x, str) else "" for x in found]
+                        said = [x if isinstance(x, str) else "" for x in ends]
                         bar.write(f"{off:.1e}  {name:16}{case.name:32}{start}  {' | '.join(said)}")
     print(f"largest difference {worst:.1e} (limit {TOLERANCE:.0e}), {failed} above it")
     return int(failed > 0)

@@ -103,8 +103,8 @@ def measured(name: str, seeds: Sequence[int]) -> Cell:
         entries = {path: int(np.prod([64 if "mlp/down" not in path else 256])) for path in axes}
     else:
         axes = neurons(net.cnn)
-        task = digits.Task(net=net.cnn, steps=DIGITS_STEPS, constant=True, warmup=0.0, label_noise=0.3)
-        kept = digits.train(task, make, pair, seeds, observer(net, axes)).observed
+        nets = digits.Task(net=net.cnn, steps=DIGITS_STEPS, constant=True, warmup=0.0, label_noise=0.3)
+        kept = digits.train(nets, make, pair, seeds, observer(net, axes)).observed
         kept = {path: _windows(x) for path, x in kept.items()}
         entries = {path: 9 if "/0/" in path else 9 * net.cnn.width for path in axes}
     out: Cell = {"layers": {}}

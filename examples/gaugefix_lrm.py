@@ -56,7 +56,7 @@ def arms(rate: float) -> dict[str, Arm]:
     fixed = {f"B, every {n}": Arm("B", {"every": n}) for n in (1, 10, 100, 1000)}
     stale = {f"B, every {n}, stale": Arm("B", {"every": n, "transport": False}) for n in (1, 100)}
     decay = {"kind": "decay", "decay": 2e-3 * rate}
-    held = {"cap": {"kind": "cap", "cap": CAP}, "fix": {"kind": "init"}, "decay": decay}
+    held: dict[str, dict[str, Any]] = {"cap": {"kind": "cap", "cap": CAP}, "fix": {"kind": "init"}, "decay": decay}
     return {
         "none": Arm("none", {}),
         "A": Arm("A", {}),

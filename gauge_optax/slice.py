@@ -45,13 +45,10 @@ class Frame(NamedTuple):
       elements: F, by a label that says which gauge on which leaves, then by instance.
       live: per instance with anchors, in the order of reading, the channels that were read from their first anchor:
         those are fixed at every step.
-      offset: per instance with anchors, in that order, how far the inner optimizer has left the slice: it is at
-        θ̃ = A·θ̂. Empty where it is kept on the slice.
     """
 
     elements: dict[str, dict[str, Any]]
     live: tuple[jax.Array, ...]
-    offset: tuple[Any, ...]
 
 
 class Place(NamedTuple):
@@ -173,12 +170,12 @@ class Slice:
             "shapes; or start anew by tx.init(params)",
         )  # fmt: skip
 
-    def frame(self, elements: Sequence[Any], live: Sequence[jax.Array]) -> Frame:
-        """A frame from its elements, one per instance."""
+    def frame(self, elements: Sequence[Any], masks: Sequence[jax.Array]) -> Frame:
+        """A frame from its elements, one per instance, and from the channels that were read, per place of `order`."""
         by_instance, labelled = iter(elements), {}
         for label, (_, instances) in zip(self.labels, self.parts, strict=True):
             labelled[label] = {i.key: next(by_instance) for i in instances}
-        return Frame(labelled, tuple(live), ())
+        return Frame(labelled, tuple(masks[: len(self.order[0])]))
 
     def elements(self, frame: Frame) -> tuple[Any, ...]:
         """F, one element per instance. Raises ValueError for the frame of other gauges."""
@@ -223,9 +220,8 @@ class Slice:
             if turning or instance.turn is not instance:
                 yield instance, elements[number]
 
-    def enter(self, elements: Sequence[Any], params: Any, turning: bool = True) -> SlicePoint:
-        """θ̂ = F⁻¹·θ, from stored parameters; without `turning`, heads keep the basis that they are stored in."""
-        point = self.values(params)
+    def enter(self, elements: Sequence[Any], point: Arrays, turning: bool = True) -> SlicePoint:
+        """θ̂ = F⁻¹·θ; without `turning`, heads keep the basis that they are stored in."""
         for instance, e in reversed(list(self._moves(elements, turning))):
             point = instance.enter(e, point)
         return SlicePoint(point)
@@ -295,24 +291,18 @@ class Slice:
 
     # On the slice -----------------------------------------------------------------------------------------
 
-    def fix(self, frame: Frame, point: Arrays) -> tuple[SlicePoint, Frame]:
-        """Back to the slice along the orbit, in closed form: every anchor to its size, every shift to zero.
+    def fix(self, point: Arrays, live: Sequence[jax.Array]) -> SlicePoint:
+        """A point near the slice moved to it along its orbit, in closed form: anchors to their sizes, shifts to zero.
 
-        The moves are added to the offset, so that the inner optimizer stays where it is.
+        Args:
+          point: bound leaves.
+          live: which channels to fix, in the order of reading.
         """
-        offset = []
-        for place, live in zip(self.order[0], frame.live, strict=True):
+        for place, mask in zip(self.order[0], live, strict=False):
             instance = self.instances[place.number]
-            e, _ = instance.read(place.anchor, point, live, near=True)
+            e, _ = instance.read(place.anchor, point, mask, near=True)
             point = instance.enter(e, point)
-            offset.append(e)
-        moves = zip(self.order[0], offset, frame.offset, strict=False)
-        past = tuple(self._composed(place, a, e) for place, e, a in moves)
-        return SlicePoint(self.centred(point)), frame._replace(offset=past)
-
-    def _composed(self, place: Place, a: Any, e: Any) -> Any:
-        instance = self.instances[place.number]
-        return instance.compose(a, e) if instance.has_offset else a
+        return SlicePoint(self.centred(point))
 
     def hold(self, point: SlicePoint, tangent: SliceTangent) -> SliceTangent:
         """u without the part that turns heads, exactly for steps of any size where that has a closed form."""
@@ -345,46 +335,15 @@ class Slice:
         kinds: list[type[Turn]] = sorted(dict.fromkeys(map(type, self.turns)), key=lambda kind: kind.entrywise)
         return tuple((kind, tuple(turn for turn in self.turns if type(turn) is kind)) for kind in kinds)
 
-    # Where `inner` is off the slice -----------------------------------------------------------------------
-
-    def freed(self, frame: Frame) -> Frame:
-        """The frame for an inner optimizer that is on the slice now and may leave it."""
-        return frame._replace(offset=tuple(self.instances[place.number].identity() for place in self.order[0]))
-
-    def _offsets(self, frame: Frame) -> list[tuple[Any, Any]]:
-        places = zip(self.order[0], frame.offset, strict=False)
-        return [(self.instances[place.number], a) for place, a in places if self.instances[place.number].has_offset]
-
-    def to_inner(self, frame: Frame, point: SlicePoint) -> Arrays:
-        """θ̃ = A·θ̂."""
-        values: Arrays = dict(point)
-        for instance, a in self._offsets(frame):
-            values = instance.act(a, values)
-        return values
-
-    def to_inner_dual(self, frame: Frame, gradient: SliceCotangent) -> Arrays:
-        """A⁻ᵀ·ĝ."""
-        vector: Arrays = dict(gradient)
-        for instance, a in self._offsets(frame):
-            vector = instance.act(instance.inverse(instance.dual(a)), vector)
-        return vector
-
-    def from_inner(self, frame: Frame, tangent: Arrays) -> SliceTangent:
-        """A⁻¹·u; also θ̂ from θ̃."""
-        for instance, a in self._offsets(frame):
-            tangent = instance.act(instance.inverse(a), tangent)
-        return SliceTangent(tangent)
-
     # Reading a point --------------------------------------------------------------------------------------
 
-    def read(self, params: Any, turning: bool = True) -> "Reading":
+    def read(self, values: Arrays, turning: bool = True) -> "Reading":
         """The frame of any point; a channel all of whose anchors are zero reads as the identity.
 
         Args:
-          params: stored parameters.
+          values: bound leaves.
           turning: whether rotations are read; without, they are the identity.
         """
-        values = self.values(params)
         elements, masks, point = self._read_sizes(self.centred(values))
         for kind, turns in self.turns_by_kind if turning else ():
             read = dict(zip(turns, kind.read_all(turns, point), strict=True))
@@ -486,9 +445,9 @@ class Slice:
             "drop one gauge of the cycle, or train it with its own transformation",
         )  # fmt: skip
 
-    def coordinates(self, params: Any, elements: Sequence[Any]) -> tuple[Any, ...]:
+    def coordinates(self, values: Arrays, elements: Sequence[Any]) -> tuple[Any, ...]:
         """Per gauge, what must not drift, at a point that reads as `elements`: log-scales, means of shifts."""
-        by_instance, values = iter(elements), self.values(params)
+        by_instance = iter(elements)
         return tuple(
             gauge._join(instances, [i.coordinate(next(by_instance), values) for i in instances])
             for gauge, instances in self.parts
@@ -504,26 +463,20 @@ class Slice:
           masks: which channels have a frame, in the order of reading.
           tangent: bound leaves.
         """
-        _, moved = jax.jvp(lambda values: self._sized(values, masks), (point,), (tangent,))
-        return self.project_turning(point, self.centred(moved))
+        _, moved = jax.jvp(lambda values: self.fix(values, masks), (point,), (tangent,))
+        return self.project_turning(point, dict(moved))
 
     def horizontal_dual(self, point: Arrays, masks: Sequence[jax.Array], cotangent: Arrays) -> Arrays:
         """The adjoint of `horizontal`: a gradient that pairs to zero with every motion along the orbit."""
-        _, pull = jax.vjp(lambda values: self._sized(values, masks), point)
-        out: Arrays = pull(self.centred(self.project_turning(point, cotangent)))[0]
+        _, pull = jax.vjp(lambda values: dict(self.fix(values, masks)), point)
+        out: Arrays = pull(self.project_turning(point, cotangent))[0]
         return out
-
-    def _sized(self, values: Arrays, masks: Sequence[jax.Array]) -> Arrays:
-        for place, mask in zip(self.order[0], masks, strict=False):
-            instance = self.instances[place.number]
-            e, _ = instance.read(place.anchor, values, mask, near=True)
-            values = instance.enter(e, values)
-        return values
 
     def nearest(self, params: Any) -> "Nearest":
         """The slice point on the orbit of this one, heads in the basis they have."""
-        elements, masks = self.read(params, turning=False)
-        return Nearest(elements, self.enter(elements, params), masks)
+        values = self.values(params)
+        elements, masks = self.read(values, turning=False)
+        return Nearest(elements, self.enter(elements, values), masks)
 
     def horizontal_at(self, params: Any, vector: Any, dual: bool = False) -> Arrays:
         """The horizontal part of a tangent, or of a cotangent, at any point: bound leaves."""

@@ -206,8 +206,8 @@ class Gauge(abc.ABC):
           The structure of an element; empty dicts for rotations and linear gauges, which have holonomy instead of a
           coordinate. coordinates(g·θ) = coordinates(θ) + log α; for a shift, the mean along `vocab` of the stored leaf.
         """
-        on_tree = self._slice(params)
-        return self._packed(on_tree.coordinates(params, on_tree.read(params, turning=False).elements))
+        s, values = self._slice(params), self._slice(params).values(params)
+        return self._packed(s.coordinates(values, s.read(values, turning=False).elements))
 
     def muon_dimension_numbers(self, params: Any) -> Any:
         """How `optax.contrib.muon` is to read the gauge's leaves: one matrix per head where a rotation binds the leaf.
@@ -282,12 +282,12 @@ class SliceGauge(Gauge):
     """A gauge that is read and balanced by the slice: a `BlockGauge`, or a product."""
 
     def read(self, params: Any) -> Element:
-        on_tree = self._slice(params)
-        return self._packed(on_tree.to_elements(on_tree.read(params).elements))
+        s = self._slice(params)
+        return self._packed(s.to_elements(s.read(s.values(params)).elements))
 
     def balance(self, params: Any) -> Element:
-        on_tree = self._slice(params)
-        return self.inverse(self._packed(on_tree.to_elements(on_tree.balanced(params))))
+        s = self._slice(params)
+        return self.inverse(self._packed(s.to_elements(s.balanced(params))))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -344,11 +344,11 @@ class BlockGauge(SliceGauge):
     # Loops over instances ---------------------------------------------------------------------------------
 
     def act(self, element: Element, params: Params) -> Params:
-        on_tree, leaves = self._slice(params), leaves_by_path(params)
-        point = on_tree.values(params)
-        for instance in on_tree.instances:
+        s, leaves = self._slice(params), leaves_by_path(params)
+        point = s.values(params)
+        for instance in s.instances:
             point = instance.act(instance.from_element(element[instance.key]), point)
-        stored = {p: point[p] - added if np.any(added) else point[p] for p, added in on_tree.added.items()}
+        stored = {p: point[p] - added if np.any(added) else point[p] for p, added in s.added.items()}
         return with_leaves(params, {p: x.astype(leaves[p].dtype) for p, x in stored.items()})
 
     def sample(self, key: jax.Array, params: Any, scale: float = 1.0) -> Element:

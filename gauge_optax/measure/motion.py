@@ -84,10 +84,10 @@ def vertical_motion(params: Any, update: Any, gauges: Gauges) -> tuple[Element, 
     s = product(gauges)._slice(params)
     after = jax.tree.map(lambda p, u: p + u.astype(p.dtype), params, update)
     # Turning is measured in the basis in which the point is stored, so that its frame need not be read.
-    before, _ = s.read(params, turning=False)
-    start, end = dict(s.enter(before, params)), dict(s.enter(before, after))
+    values = s.values(params), s.values(after)
+    before, now = (s.read(point, turning=False).elements for point in values)
+    start, end = (dict(s.enter(before, point)) for point in values)
     turns = _read_turns(s, start, end, _logarithm)
-    now, values = s.read(after, turning=False).elements, (s.values(params), s.values(after))
     motions: list[Any] = []
     for instance, e, e_after in zip(s.instances, before, now, strict=True):
         # A shift's coordinate is that of the stored leaf, whatever else moves it.

@@ -1,13 +1,15 @@
 """`quotient`: any Optax transformation on the slice, where weights of one function are the same numbers."""
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import optax
 
-from gauge_optax.binding import with_leaves
+from gauge_optax.binding import is_empty, with_leaves
 from gauge_optax.gauges.gauge import Gauges, Product, product
-from gauge_optax.slice import Frame, Slice, SliceCotangent, SlicePoint, SliceTangent
+from gauge_optax.slice import Frame, Slice, SlicePoint, SliceTangent
 from gauge_optax.transformation import (
     cast_like,
     checked_inner,
@@ -23,8 +25,7 @@ class QuotientState(NamedTuple):
     """State of `quotient`.
 
     Attributes:
-      frame: the frame that was read at `init`; constant from then on but for the offset of an inner optimizer that is
-        not pinned to the slice. Every step enters and leaves the slice by it.
+      frame: the frame that was read at `init`, constant from then on. Every step enters and leaves the slice by it.
       inner_state: of the inner transformation, in slice coordinates.
     """
 
@@ -77,27 +78,23 @@ def quotient_for(
 ) -> optax.GradientTransformationExtraArgs:
     """`quotient`, on behalf of an alias of this name."""
     group, inner = product(gauges), checked_inner(name, inner)
+    inner = inner if pin else unpinned(inner, group)
 
     def update(updates: Any, state: QuotientState, params: Any, **extra: Any) -> tuple[Any, QuotientState]:
-        s, frame = Slice.of(group.parts, params), state.frame
-        f = s.elements(frame)
-        point = s.enter(f, params)  # θ̂ = F⁻¹·θ
-        gradient = s.without_roundoff(point, with_leaves(updates, s.enter_dual(f, s.vectors(updates))))  # ĝ = Fᵀ·g
-        u, inner_state = inner.update(  # u = inner(ĝ, θ̂)
-            with_leaves(gradient, s.to_inner_dual(frame, SliceCotangent(s.vectors(gradient)))),
-            state.inner_state,
-            with_leaves(params, s.to_inner(frame, point)),
-            **(line_search(s, frame, params, extra) if extra else {}),
-        )
-        tangent = s.from_inner(frame, s.vectors(u))
-        after, frame = s.fix(frame, {path: point[path] + x for path, x in tangent.items()})  # θ̂′ = fix(θ̂ + u)
-        tangent = SliceTangent({path: x - point[path] for path, x in after.items()})
-        step = s.leave(f, s.hold(point, tangent) if hold else tangent)  # step = F·(θ̂′ − θ̂)
-        return with_leaves(u, cast_like(step, updates)), QuotientState(frame, inner_state)
+        s = Slice.of(group.parts, params)
+        f = s.elements(state.frame)
+        point = s.enter(f, s.values(params))  # θ̂ = F⁻¹·θ
+        gradient = s.enter_dual(f, s.vectors(updates))  # ĝ = Fᵀ·g
+        gradient_tree = s.without_roundoff(point, with_leaves(updates, gradient))
+        extra = line_search(s, f, params, extra) if extra else extra
+        u, inner_state = inner.update(gradient_tree, state.inner_state, with_leaves(params, point), **extra)
+        after = s.fix(jax.tree.map(jnp.add, dict(point), s.vectors(u)), state.frame.live)  # θ̂′ = fix(θ̂ + u)
+        tangent = SliceTangent(jax.tree.map(jnp.subtract, dict(after), dict(point)))
+        step = s.leave(f, s.hold(point, tangent) if hold else tangent)  # F·(θ̂′ − θ̂)
+        return with_leaves(u, cast_like(step, updates)), QuotientState(state.frame, inner_state)
 
     def init(params: optax.Params) -> QuotientState:
         frame, point = start(name, group, params)
-        frame = frame if pin else Slice.of(group.parts, params).freed(frame)
         return QuotientState(frame, inner.init(point))
 
     return transformation(name, init, update, QuotientState, lambda p: QuotientState(placeholder(), inner.init(p)))
@@ -118,28 +115,93 @@ def start(name: str, group: Product, params: Any) -> tuple[Frame, Any]:
     s, mesh = Slice.of(group.parts, params), layout(params)
     with mesh.left_open():
         stored = mesh.enter(params)
-        elements, masks = s.read(stored)
-        frame = s.frame(elements, masks[: len(s.order[0])])
-        point = with_leaves(stored, s.enter(elements, stored))
-    return mesh.leave(frame), lying_like(params, mesh.leave(point, like=params))
+        elements, masks = s.read(s.values(stored))
+        point = with_leaves(stored, s.enter(elements, s.values(stored)))
+    return mesh.leave(s.frame(elements, masks)), lying_like(params, mesh.leave(point, like=params))
 
 
-def line_search(s: Slice, frame: Frame, params: Any, extra: dict[str, Any]) -> dict[str, Any]:
+def line_search(s: Slice, f: Sequence[Any], params: Any, extra: dict[str, Any]) -> dict[str, Any]:
     """Extra arguments with those of line searches, given for θ, as the inner optimizer needs them: for θ̂."""
     if extra.get("grad") is not None:
-        gradient = s.enter_dual(s.elements(frame), s.vectors(extra["grad"]))
-        extra = extra | {"grad": with_leaves(extra["grad"], s.to_inner_dual(frame, gradient))}
+        gradient = s.enter_dual(f, s.vectors(extra["grad"]))
+        extra = extra | {"grad": with_leaves(extra["grad"], gradient)}
     if "value_fn" in extra:
-        extra = extra | {"value_fn": _of_slice_point(s, frame, params, extra["value_fn"])}
+        value_fn = extra["value_fn"]
+
+        def of_slice_point(point: Any, *args: Any, **kwargs: Any) -> Any:
+            values = s.place(f, SlicePoint(s.vectors(point)))
+            stored = {path: x - s.added[path] for path, x in values.items()}
+            return value_fn(with_leaves(point, cast_like(stored, params)), *args, **kwargs)
+
+        extra = extra | {"value_fn": of_slice_point}
     return extra
 
 
-def _of_slice_point(s: Slice, frame: Frame, params: Any, value_fn: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of θ as one of θ̂."""
+class UnpinnedState(NamedTuple):
+    """State of `unpinned`.
 
-    def of_point(point: Any, *args: Any, **kwargs: Any) -> Any:
-        values = s.place(s.elements(frame), SlicePoint(dict(s.from_inner(frame, s.vectors(point)))))
-        stored = {path: x - s.added[path] for path, x in values.items()}
-        return value_fn(with_leaves(point, cast_like(stored, params)), *args, **kwargs)
+    Attributes:
+      offset: per instance with anchors, in the order of reading, how far the inner optimizer has left the slice: it is
+        at θ̃ = A·θ̂.
+      live: the channels that count, as in `Frame`.
+      inner_state: of the inner transformation, at θ̃.
+    """
 
-    return of_point
+    offset: tuple[Any, ...]
+    live: tuple[jax.Array, ...]
+    inner_state: optax.OptState
+
+
+def unpinned(inner: optax.GradientTransformationExtraArgs, group: Product) -> optax.GradientTransformationExtraArgs:
+    """An optimizer for slice points whose `inner` sees anchors grow and shrink, as it makes them: θ̃ = A·θ̂.
+
+    The slice takes the growth away after every step; this transformation collects it in A.
+    """
+
+    def moves(s: Slice, state: UnpinnedState) -> list[tuple[Any, Any]]:
+        pairs = [(s.instances[place.number], a) for place, a in zip(s.order[0], state.offset, strict=True)]
+        return [(instance, a) for instance, a in pairs if instance.has_offset]
+
+    def update(updates: Any, state: UnpinnedState, params: Any, **extra: Any) -> tuple[Any, UnpinnedState]:
+        s = Slice.of(group.parts, params)
+        offset = moves(s, state)
+
+        def inward(tree: Any) -> Any:  # A⁻¹·u, and θ̂ from θ̃
+            vectors = s.vectors(tree)
+            for instance, a in offset:
+                vectors = instance.act(instance.inverse(a), vectors)
+            return with_leaves(tree, vectors)
+
+        def outward_dual(tree: Any) -> Any:  # A⁻ᵀ·ĝ
+            vectors = s.vectors(tree)
+            for instance, a in offset:
+                vectors = instance.act(instance.inverse(instance.dual(a)), vectors)
+            return with_leaves(tree, vectors)
+
+        point = outside = s.vectors(params)
+        for instance, a in offset:
+            outside = instance.act(a, outside)
+        if extra.get("grad") is not None:
+            extra["grad"] = outward_dual(extra["grad"])
+        if "value_fn" in extra:
+            value_fn = extra["value_fn"]
+            extra["value_fn"] = lambda tree, *args, **kwargs: value_fn(inward(tree), *args, **kwargs)
+        u, inner_state = inner.update(outward_dual(updates), state.inner_state, with_leaves(params, outside), **extra)
+        step = inward(u)
+        moved, past = jax.tree.map(jnp.add, point, s.vectors(step)), []
+        for place, live, a in zip(s.order[0], state.live, state.offset, strict=True):
+            instance = s.instances[place.number]
+            e, _ = instance.read(place.anchor, moved, live, near=True)
+            moved = instance.enter(e, moved)
+            past.append(instance.compose(a, e) if instance.has_offset else a)
+        return step, UnpinnedState(tuple(past), state.live, inner_state)
+
+    def init(params: optax.Params) -> UnpinnedState:
+        if is_empty(params):
+            return UnpinnedState(placeholder(), placeholder(), inner.init(params))  # type: ignore[arg-type]
+        s = Slice.of(group.parts, params)
+        masks = layout(params).run(lambda p: s.read(s.vectors(p), turning=False).masks, params)
+        identity = tuple(s.instances[place.number].identity() for place in s.order[0])
+        return UnpinnedState(identity, masks[: len(identity)], inner.init(params))
+
+    return optax.GradientTransformationExtraArgs(init, update)

@@ -65,13 +65,13 @@ def fused_ddc(
         s = Slice.of(group.parts, params)
         if not _rotations_come_last(s):
             return plain.update(updates, state, params, **extra)
-        frame, f = state.frame, s.elements(state.frame)
+        f = s.elements(state.frame)
         with explain_state_mismatch(name, plain, state, params):
             past: ScaleByDDCState = state.inner_state[0]
             adam, before = Adam.at(options, optax.safe_increment(past.count)), past.gauges
 
         # The slice, but for the rotations of heads: what takes rows there is `into`.
-        point = s.enter(f, params, turning=False)
+        point = s.enter(f, s.values(params), turning=False)
         slice_gradient = with_leaves(updates, s.enter_dual(f, s.vectors(updates), turning=False))
         gradient: Arrays = leaves_by_path(slice_gradient)
         least = s.least_signal(point, slice_gradient)
@@ -109,10 +109,10 @@ def fused_ddc(
         # Decay, learning rate, and back: all of them are the same in any basis of heads.
         u = with_leaves(slice_gradient, cast_like(step, slice_gradient))
         u, tail_state = tail.update(u, state.inner_state[1:], with_leaves(params, point))
-        after, frame = s.fix(frame, {path: point[path] + x for path, x in s.vectors(u).items()})
-        tangent = SliceTangent({path: x - point[path] for path, x in after.items()})
+        after = s.fix(jax.tree.map(jnp.add, dict(point), s.vectors(u)), state.frame.live)
+        tangent = SliceTangent(jax.tree.map(jnp.subtract, dict(after), dict(point)))
         out = with_leaves(u, cast_like(s.leave(f, tangent, turning=False), updates))
-        return out, QuotientState(frame, (ddc_state, *tail_state))
+        return out, QuotientState(state.frame, (ddc_state, *tail_state))
 
     return transformation(name, plain.init, update, QuotientState, plain.init)
 

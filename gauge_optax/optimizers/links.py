@@ -10,6 +10,7 @@ References: DDC §3, B.1–B.10.
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from gauge_optax.binding import with_leaves
@@ -47,7 +48,7 @@ def link(
     def update(updates: Any, state: QuotientState, params: Any, **extra: Any) -> tuple[Any, QuotientState]:
         s = Slice.of(group.parts, params)
         f = s.elements(state.frame)
-        point = s.enter(f, params)
+        point = s.enter(f, s.values(params))
         gradient = with_leaves(updates, s.enter_dual(f, s.vectors(updates), still=still))
         u, inner_state = inner.update(
             s.without_roundoff(point, gradient), state.inner_state, with_leaves(params, point), **extra
@@ -274,9 +275,9 @@ def gauge_retract(gauges: Gauges) -> optax.GradientTransformationExtraArgs:
     def update(updates: Any, state: GaugeRetractState, params: Any, **extra: Any) -> tuple[Any, GaugeRetractState]:
         s = Slice.of(group.parts, params)
         f = s.elements(state.frame)
-        point, tangent = s.enter(f, params), s.enter_tangent(f, s.vectors(updates))
-        after, _ = s.fix(state.frame, {path: point[path] + x for path, x in tangent.items()})
-        step = s.leave(f, SliceTangent({path: x - point[path] for path, x in after.items()}))
+        point, tangent = s.enter(f, s.values(params)), s.enter_tangent(f, s.vectors(updates))
+        after = s.fix(jax.tree.map(jnp.add, dict(point), dict(tangent)), state.frame.live)
+        step = s.leave(f, SliceTangent(jax.tree.map(jnp.subtract, dict(after), dict(point))))
         return in_dtype_of(updates, step), state
 
     def init(params: optax.Params) -> GaugeRetractState:

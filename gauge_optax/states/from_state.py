@@ -9,7 +9,7 @@ import optax
 
 from gauge_optax.binding import binding_error, with_leaves
 from gauge_optax.gauges.gauge import Gauges, Product, product
-from gauge_optax.optimizers._quotient import QuotientState
+from gauge_optax.optimizers._quotient import QuotientState, UnpinnedState
 from gauge_optax.slice import Slice
 from gauge_optax.states.transport import transport
 from gauge_optax.transformation import layout
@@ -62,9 +62,9 @@ def from_state(
         return _from_0_2(s, state, inner, params)
     with mesh.left_open():
         stored, plain = mesh.enter((params, state))
-        elements, masks = s.read(stored, turning=False)
-        frame = s.frame(elements, masks[: len(s.order[0])])
-        expected = jax.eval_shape(inner.init, with_leaves(stored, s.enter(elements, stored)))
+        elements, masks = s.read(s.values(stored), turning=False)
+        frame = s.frame(elements, masks)
+        expected = jax.eval_shape(inner.init, with_leaves(stored, s.enter(elements, s.values(stored))))
         _check_structure(plain, expected)
         # Gauges that do nothing but turn heads have not been read: their elements are the identity.
         turning = [all(i.turn is i for i in instances) for _, instances in s.parts]
@@ -100,15 +100,19 @@ def _from_0_2(s: Slice, state: Any, inner: optax.GradientTransformation, params:
             f"{', '.join(gauge.name for gauge, _ in s.parts)}", "give the list that the state was made with",
         )  # fmt: skip
     frame = s.frame(s.from_elements([_field(saved, "elements")[label] for label in labels]), _field(saved, "live"))
+    point = with_leaves(params, s.enter(s.elements(frame), s.values(params)))
+    inner_state = _shaped_like(jax.eval_shape(inner.init, point), _field(state, "inner_state"))
     offset = []
     for place, past in zip(s.order[0], _field(saved, "grown"), strict=False):
         identity = s.instances[place.number].identity()
         # Moduli of rotary planes were kept without their angles.
-        alike = jax.tree.map(jnp.shape, past) == jax.tree.map(jnp.shape, identity)
-        offset.append(past if alike else jnp.stack([past, jnp.zeros_like(past)], -1))
-    point = with_leaves(params, s.enter(s.elements(frame), params))
-    inner_state = _shaped_like(jax.eval_shape(inner.init, point), _field(state, "inner_state"))
-    return QuotientState(frame._replace(offset=tuple(offset)), inner_state)
+        same = jax.tree.map(jnp.shape, past) == jax.tree.map(jnp.shape, identity)
+        offset.append(past if same else jnp.stack([past, jnp.zeros_like(past)], -1))
+    # An empty offset was that of an optimizer that is pinned to the slice.
+    if not offset:
+        return QuotientState(frame, inner_state)
+    live = jax.tree.map(jnp.copy, frame.live)  # one buffer in two fields could not be donated
+    return QuotientState(frame, UnpinnedState(tuple(offset), live, inner_state))
 
 
 def _shaped_like(template: Any, saved: Any) -> Any:

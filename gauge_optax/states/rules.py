@@ -57,7 +57,7 @@ def _framed(move: Move, state: Any, outgoing: Outgoing) -> tuple[Any, Outgoing]:
             "go.gauge_fix the same list as the optimizer inside it",
         )  # fmt: skip
     moved = move.group.compose(move.element, s.to_elements(s.elements(frame)))
-    return state._replace(frame=s.frame(s.from_elements(moved), frame.live)._replace(offset=frame.offset)), after
+    return state._replace(frame=s.frame(s.from_elements(moved), frame.live)), after
 
 
 def _unmoved(move: Move, state: Any, outgoing: Outgoing) -> tuple[Any, Outgoing]:

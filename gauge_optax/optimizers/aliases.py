@@ -202,11 +202,7 @@ def ddc_muon(
 
 
 def _ddc_optimizer(
-    name: str,
-    group: Product,
-    options: Options,
-    polar: Polar | None,
-    tail: tuple[optax.GradientTransformation, ...],
+    name: str, group: Product, options: Options, polar: Polar | None, tail: tuple[optax.GradientTransformation, ...]
 ) -> optax.GradientTransformationExtraArgs:
     """DDC's optimizers: `quotient` around a chain of `ddc` and `tail`, which is the decay and the learning rate."""
     inner = optax.chain(ddc(group, options, polar), *tail)

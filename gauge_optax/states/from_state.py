@@ -16,11 +16,7 @@ from gauge_optax.transformation import layout
 
 
 def from_state(
-    state: Any,
-    inner: optax.GradientTransformation,
-    gauges: Gauges,
-    params: Any,
-    on_unknown: str = "error",
+    state: Any, inner: optax.GradientTransformation, gauges: Gauges, params: Any, on_unknown: str = "error"
 ) -> QuotientState:
     """Converts a plain optimizer state, so that training continues under `quotient(inner, gauges)`.
 

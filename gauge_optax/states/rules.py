@@ -1,4 +1,4 @@
-"""How the states of this library move. Slice coordinates are invariants: of these states only the frame F moves, to g·F."""
+"""How the states of this library move: slice coordinates are invariants, and only the frame F moves, to g·F."""
 
 from collections.abc import Callable
 from typing import Any

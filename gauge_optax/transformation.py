@@ -151,7 +151,8 @@ class Layout:
         """Returns arrays whole on every device. It is called outside the context."""
         if self.mesh is None:
             return tree
-        return jax.tree.map(lambda x: jax.sharding.reshard(x, NamedSharding(self.mesh, PartitionSpec())), tree)
+        whole = NamedSharding(self.mesh, PartitionSpec())
+        return jax.tree.map(lambda x: jax.sharding.reshard(x, whole), tree)
 
     def run(self, function: Callable[..., Tree], *arrays: Any, like: Any = None) -> Tree:
         """Returns function(*arrays), computed with layouts left open and laid out by `leave`."""
@@ -294,14 +295,14 @@ def explain_state_mismatch(transformation: str, inner: Any, state: Any, params: 
     try:
         yield
     except Exception as error:
-        expected, found = (str(jax.tree.structure(tree)) for tree in (jax.eval_shape(inner.init, params), state))
-        if expected == found:
+        actual, expected = (str(jax.tree.structure(tree)) for tree in (state, jax.eval_shape(inner.init, params)))
+        if actual == expected:
             raise
-        raise _wrong_state(transformation, found, expected) from error
+        raise _wrong_state(transformation, actual, expected) from error
 
 
-def _wrong_state(transformation: str, found: str, expected: str) -> ValueError:
-    found, expected = (text if len(text) <= 200 else f"{text[:200]}…" for text in (found, expected))
+def _wrong_state(transformation: str, actual: str, expected: str) -> ValueError:
+    actual, expected = (text if len(text) <= 200 else f"{text[:200]}…" for text in (actual, expected))
     return binding_error(
-        transformation, "a state of another optimizer", found, expected,
+        transformation, "a state of another optimizer", actual, expected,
         "call tx.init(params) of this optimizer: state = tx.init(params); go.from_state converts a plain run's state")

@@ -115,16 +115,16 @@ def polar_of(
 ) -> Polar:
     """Collects the arguments about matrices, as `scale_by_scaled_polar` and the aliases have them.
 
-    Raises ValueError, on behalf of the transformation `name`, for arguments that are unknown or contradict each other.
+    Raises ValueError, with the name of the transformation, for arguments that are unknown or contradict each other.
     """
 
-    def two_scales(found: str, remedy: str) -> ValueError:
-        return binding_error(name, "two scales", found, "one of them", remedy)
+    def two_scales(arguments: str, remedy: str) -> ValueError:
+        return binding_error(name, "two scales", arguments, "one of them", remedy)
 
     if consistent_rms is not None:
         if scale != "width":
-            found = f"consistent_rms={consistent_rms!r} and scale={scale!r}"
-            raise two_scales(found, f"write scale={consistent_rms!r}")
+            arguments = f"consistent_rms={consistent_rms!r} and scale={scale!r}"
+            raise two_scales(arguments, f"write scale={consistent_rms!r}")
         scale = consistent_rms
     if preset is not None:
         require_choice(name, "preset", preset, ("paper",))

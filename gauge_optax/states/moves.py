@@ -77,10 +77,10 @@ class Move:
         """Leaf path → name of the first gauge that moves it."""
         return self.binders("shift", "diagonal", "orthogonal", "linear")
 
-    def refuse(self, what: str, gauge: str, found: str, remedy: str = "") -> ValueError:
+    def refuse(self, what: str, gauge: str, content: str, remedy: str = "") -> ValueError:
         """Returns the error about a part of a state that the move cannot carry."""
         return binding_error(
-            "transport", f"no rule for {what} under {gauge}", found,
+            "transport", f"no rule for {what} under {gauge}", content,
             "averages of gradients, or squares of their entries under a gauge that scales entries",
             remedy or "write on_unknown='reset' to start that leaf's moments afresh or 'keep' to leave them as they "
             f"are, train with go.quotient(tx, gauges), whose state moves exactly, or leave {gauge} where it is",

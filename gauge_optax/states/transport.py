@@ -108,9 +108,12 @@ def _walk(move: Move, node: Any, outgoing: Outgoing, owner: str, path: str = "")
             new, outgoing = _walk(move, link, outgoing, owner, f"{path}/{number}".lstrip("/"))
             links.append(new)
         return kind(links), outgoing
+    if kind is dict:
+        branches = {key: _walk(move, x, outgoing, owner, f"{path}/{key}".lstrip("/")) for key, x in node.items()}
+        return {key: x for key, (x, _) in branches.items()}, outgoing.union(*(after for _, after in branches.values()))
     treedef: Any
     children, treedef = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)  # one level
-    if all(keys for keys, _ in children):  # a dict, or another container
+    if all(keys for keys, _ in children):  # another container
         paths = [f"{path}/{jax.tree_util.keystr(keys, simple=True, separator='/')}".lstrip("/") for keys, _ in children]
         walked = [_walk(move, x, outgoing, owner, at) for (_, x), at in zip(children, paths, strict=True)]
         return treedef.unflatten([x for x, _ in walked]), outgoing.union(*(after for _, after in walked))
@@ -166,8 +169,8 @@ def _averages(move: Move, state: Any, outgoing: Outgoing) -> tuple[Any, Outgoing
     mixed = {path: gauge for path, gauge in mixed.items() if path in paths}
     if mixed and move.on_unknown == "error":
         path, gauge = next(iter(mixed.items()))
-        found = "second moments of entries, which a change of basis mixes"
-        raise move.refuse(f"{name}.{entrywise[0]} of '{path}'", gauge, found)
+        content = "second moments of entries, which a change of basis mixes"
+        raise move.refuse(f"{name}.{entrywise[0]} of '{path}'", gauge, content)
     new: dict[str, Any] = {}
     for field, power in powers.items():
         moved = move.averages(leaves[field], paths if field in _OF_OUTPUT else outgoing, power)

@@ -115,10 +115,10 @@ def decay(
 
     def factors_of(s: Slice, params: Any) -> dict[str, float]:
         """Returns what multiplies rate·θ on every leaf that decays."""
-        matched, masked = _horizontal(s) if match == "horizontal" else {}, _masked(s, mask, params)
+        matched, decays = _horizontal(s) if match == "horizontal" else {}, _unmasked(s, mask, params)
         numbers, other = ({}, 1.0) if by_role is None else _numbers(s, by_role)
-        chosen = masked if only is None else only(s, params)
-        factors = {p: matched.get(p, 1.0) * numbers.get(p, other) for p in masked if p in chosen and masked[p]}
+        chosen = decays if only is None else only(s, params)
+        factors = {p: matched.get(p, 1.0) * numbers.get(p, other) for p in decays if p in chosen and decays[p]}
         return {path: factor for path, factor in factors.items() if factor}
 
     def init(params: optax.Params) -> AddGaugeDecayState:
@@ -160,7 +160,7 @@ def _horizontal(s: Slice) -> dict[str, float]:
     return factors
 
 
-def _masked(s: Slice, mask: Any, params: optax.Params) -> dict[str, bool]:
+def _unmasked(s: Slice, mask: Any, params: optax.Params) -> dict[str, bool]:
     """Returns whether every leaf decays. Raises ValueError for a mask that splits a gauge."""
     leaves = leaves_by_path(params)
     if mask is None:

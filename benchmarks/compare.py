@@ -42,25 +42,25 @@ Section = dict[str, Any]
 Block = dict[str, optax.GradientTransformation]
 
 
-def blocks(own: Case) -> dict[str, Block]:
+def blocks(sized: Case) -> dict[str, Block]:
     """What is timed together; the first row of each is its base."""
     plain: Block = {
-        "optax.contrib.muon": own.muon(RATE),
-        "optax.contrib.muon, per head": own.muon(RATE, per_head=True),
+        "optax.contrib.muon": sized.muon(RATE),
+        "optax.contrib.muon, per head": sized.muon(RATE, per_head=True),
     }
     if jax.default_backend() != "cpu":
         # The base's products are TF32 there, ours float32, as equivariance needs.
-        plain["optax.contrib.muon, float32 products"] = at_highest(own.muon(RATE))
+        plain["optax.contrib.muon, float32 products"] = at_highest(sized.muon(RATE))
     return {
         "adam": {
             "optax.adamw": optax.adamw(RATE, weight_decay=0.1),
-            "quotient(optax.adamw)": go.quotient(optax.adamw(RATE, weight_decay=0.1), own.gauges),
+            "quotient(optax.adamw)": go.quotient(optax.adamw(RATE, weight_decay=0.1), sized.gauges),
             "quotient(optax.adamw), hold=False": go.quotient(
-                optax.adamw(RATE, weight_decay=0.1), own.gauges, hold=False
+                optax.adamw(RATE, weight_decay=0.1), sized.gauges, hold=False
             ),
-            "ddc_adamw": go.ddc_adamw(RATE, own.gauges, weight_decay=0.1),
+            "ddc_adamw": go.ddc_adamw(RATE, sized.gauges, weight_decay=0.1),
         },
-        "muon": plain | {"quotient_muon": own.quotient_muon(RATE), "ddc_muon": own.ddc_muon(RATE)},
+        "muon": plain | {"quotient_muon": sized.quotient_muon(RATE), "ddc_muon": sized.ddc_muon(RATE)},
     }
 
 
@@ -96,70 +96,71 @@ def row(update: Any, base: Timed) -> Section:
     }
 
 
-def timed(block: Block, own: Case, repeats: int, whole: bool = False) -> dict[str, Update]:
+def timed(block: Block, sized: Case, repeats: int, whole: bool = False) -> dict[str, Update]:
     """Every optimizer of a block, timed in turns: its update, or the whole step."""
-    given, loss = (own.tokens, own.loss) if whole else (own.grads, None)
-    made = {n: prepared(tx, own.params, given, loss) for n, tx in tqdm(block.items(), "compile", leave=False)}
+    given, loss = (sized.tokens, sized.loss) if whole else (sized.grads, None)
+    made = {n: prepared(tx, sized.params, given, loss) for n, tx in tqdm(block.items(), "compile", leave=False)}
     in_turns(made, given, repeats)
     return made
 
 
-def update_row(update: Update, base: Update, own: Case) -> Section:
+def update_row(update: Update, base: Update, sized: Case) -> Section:
     """The columns of an update."""
-    others = {"device_peak_mb": device_peak(update, own.grads), "least_peak_mb": update.least_peak_bytes}
-    known = {name: count / 1e6 for name, count in others.items() if count is not None}
-    return row(update, base) | {"peak_mb": update.peak_bytes / 1e6} | known
+    others = {"device_peak_mb": device_peak(update, sized.grads), "least_peak_mb": update.least_peak_bytes}
+    reported = {name: count / 1e6 for name, count in others.items() if count is not None}
+    return row(update, base) | {"peak_mb": update.peak_bytes / 1e6} | reported
 
 
-def update_rows(block: Block, own: Case, repeats: int) -> dict[str, Section]:
+def update_rows(block: Block, sized: Case, repeats: int) -> dict[str, Section]:
     """A block's rows."""
-    made = timed(block, own, repeats)
+    made = timed(block, sized, repeats)
     base = next(iter(made.values()))
-    return {name: update_row(update, base, own) for name, update in made.items()}
+    return {name: update_row(update, base, sized) for name, update in made.items()}
 
 
-def step_columns(block: Block, own: Case, repeats: int) -> dict[str, Section]:
+def step_columns(block: Block, sized: Case, repeats: int) -> dict[str, Section]:
     """A block's columns on loss, gradient and update as one compiled function."""
-    made = timed(block, own, repeats, whole=True)
+    made = timed(block, sized, repeats, whole=True)
     base = next(iter(made.values()))
     return {n: {"step_ms": milliseconds(step), "step_ratio": quartiles(step, base)} for n, step in made.items()}
 
 
 def size_section(size: Size, args: argparse.Namespace) -> Iterator[Section]:
     """One size, as far as it is measured; blocks come one after the other, to hold few states at once."""
-    own = case(size)
+    sized = case(size)
     section: Section = {
         "about": size.about if args.width is None and args.layers is None else f"{size.about}; here in other sizes",
-        "parameters": sum(x.size for x in jax.tree.leaves(own.params)),
-        "parameters_mb": nbytes(own.params) / 1e6,
+        "parameters": sum(x.size for x in jax.tree.leaves(sized.params)),
+        "parameters_mb": nbytes(sized.params) / 1e6,
         "repeats": args.repeats,
         "blocks": {},
     }
-    whole = own.tokens is not None and args.step_repeats > 0
-    if own.tokens is not None and whole:
-        batch, length = own.tokens.shape
+    whole = sized.tokens is not None and args.step_repeats > 0
+    if sized.tokens is not None and whole:
+        batch, length = sized.tokens.shape
         section["step"] = {"batch": batch, "length": length - 1, "repeats": args.step_repeats}
-    for name, block in blocks(own).items():
+    for name, block in blocks(sized).items():
         if rows := chosen(block, args.only):
-            section["blocks"][name] = found = update_rows(rows, own, args.repeats)
+            section["blocks"][name] = updates = update_rows(rows, sized, args.repeats)
             yield section
             if whole:
-                columns = step_columns(rows, own, args.step_repeats)
-                section["blocks"][name] = {n: found[n] | columns[n] for n in found}
+                columns = step_columns(rows, sized, args.step_repeats)
+                section["blocks"][name] = {n: updates[n] | columns[n] for n in updates}
                 yield section
 
 
 def orthogonaliser_section(args: argparse.Namespace) -> Iterator[Section]:
     """Table 8 of the DDC paper."""
-    own = case(SIZES["attention"].at(args.width, args.layers))
-    rows = chosen(orthogonalisers(own), [*args.only, POLAR])
-    made = timed({n: optax.chain(tx, optax.scale(-RATE)) for n, tx in rows.items()}, own, args.repeats)
+    sized = case(SIZES["attention"].at(args.width, args.layers))
+    rows = chosen(orthogonalisers(sized), [*args.only, POLAR])
+    made = timed({n: optax.chain(tx, optax.scale(-RATE)) for n, tx in rows.items()}, sized, args.repeats)
     plain, polar = made[PLAIN], made[POLAR]
-    found = {}
+    updates = {}
     for name, update in made.items():
         beyond = 1e3 * float(np.median(np.array(update.seconds) - np.array(polar.seconds)))
-        found[name] = update_row(update, plain, own) | {"of_polar": quartiles(update, polar), "beyond_polar_ms": beyond}
-    yield {"repeats": args.repeats, "blocks": {"rows": found}}
+        beside_polar = {"of_polar": quartiles(update, polar), "beyond_polar_ms": beyond}
+        updates[name] = update_row(update, plain, sized) | beside_polar
+    yield {"repeats": args.repeats, "blocks": {"rows": updates}}
 
 
 def compile_section(args: argparse.Namespace) -> Iterator[Section]:
@@ -167,8 +168,8 @@ def compile_section(args: argparse.Namespace) -> Iterator[Section]:
     rows: Section = {}
     section: Section = {"depths": args.depths, "width": args.depths_width, "blocks": {"rows": rows}}
     for name in chosen(dict.fromkeys(COMPILED), args.only):
-        found = [_compiled(name, SIZES["toy"].at(args.depths_width, layers).config) for layers in args.depths]
-        rows[name] = {"seconds": found, "ratio": sum(found[-1]) / sum(found[0])}
+        seconds = [_compiled(name, SIZES["toy"].at(args.depths_width, layers).config) for layers in args.depths]
+        rows[name] = {"seconds": seconds, "ratio": sum(seconds[-1]) / sum(seconds[0])}
         yield section
 
 
@@ -201,13 +202,13 @@ def peer_section(args: argparse.Namespace) -> Iterator[Section]:
         yield {"absent": why}
         return
     size = SIZES["attention"].at(args.width, args.layers)
-    own, lora = case(size), peers.lora_case(4 * size.config.layers, size.config.d_model)
+    sized, lora = case(size), peers.lora_case(4 * size.config.layers, size.config.d_model)
     section: Section = {
         "versions": peers.versions(), "repeats": args.repeats, "rank": peers.RANK, "pairs": 4 * size.config.layers,
         "blocks": {},
     }  # fmt: skip
     for name, block, given in (
-        ("muon", peers.muon_rows(own, RATE), own.grads),
+        ("muon", peers.muon_rows(sized, RATE), sized.grads),
         ("lora", peers.lora_rows(lora, RATE), lora.grads),
     ):
         if rows := {n: make() for n, make in chosen(block, args.only).items()}:
@@ -220,10 +221,10 @@ def peer_section(args: argparse.Namespace) -> Iterator[Section]:
 def sections(args: argparse.Namespace) -> Iterator[tuple[str, Section]]:
     """Everything asked for, by name, each as often as there is more of it."""
     for name in args.sizes:
-        yield from ((name, found) for found in size_section(SIZES[name].at(args.width, args.layers), args))
+        yield from ((name, section) for section in size_section(SIZES[name].at(args.width, args.layers), args))
     tables = {"orthogonalisers": orthogonaliser_section, "compile": compile_section, "peers": peer_section}
     for name in args.tables:
-        yield from ((name, found) for found in tables[name](args))
+        yield from ((name, section) for section in tables[name](args))
 
 
 def merged(old: Any, new: Any, levels: int) -> Any:
@@ -257,25 +258,25 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> Section:
     """Measure, print and write."""
     args = parse(argv)
-    here = {
+    about = {
         "host": host(), "device": device(),
         "versions": {name: version(name) for name in ("jax", "jaxlib", "optax")},
     }  # fmt: skip
     args.out.mkdir(parents=True, exist_ok=True)
     json_file, page_file = (args.out / f"compare_{device()}.{kind}" for kind in ("json", "md"))
-    result: Section = here | {"sections": {}}
+    result: Section = about | {"sections": {}}
     if json_file.exists():
         old = json.loads(json_file.read_text())
-        if {k: old.get(k) for k in here} == here:
+        if {k: old.get(k) for k in about} == about:
             result = old
     before = dict(result["sections"])
     levels = 2 if args.only == [""] else 3  # whole blocks are taken anew, or some of their rows
     progress = tqdm(sections(args), unit="block")
-    for name, found in progress:
+    for name, section in progress:
         progress.set_postfix_str(name)
-        if "absent" in found and name in before:
+        if "absent" in section and name in before:
             continue
-        result["sections"][name] = merged(before.get(name), found, levels)
+        result["sections"][name] = merged(before.get(name), section, levels)
         json_file.write_text(json.dumps(result, indent=1))
         page_file.write_text(page(json.loads(json_file.read_text())))
     text = page(json.loads(json.dumps(result)))

@@ -2,10 +2,9 @@
 
     python -m benchmarks.lora            # needs the extra `peers`
 
-Equivariance: 20 steps on ½‖A·B − T‖²/n from (A, B) and from (A·S, S⁻¹·B), and how far the two products come apart, per
-condition of S. Time: one update of 24 pairs of width 768 and rank 16, all in one process, in turns.
-
-Here: what is compared. Not here: how time is taken (`timing`), PyTorch's side (`peers`).
+Equivariance: 20 steps on ½‖A·B − T‖²/n start from (A, B) and from (A·S, S⁻¹·B), and the table has the distance of the
+two products by the condition of S. Time: one update of 24 pairs of width 768 and rank 16, all in one process, in turns
+(`timing`). `peers` has PyTorch's side.
 """
 
 import argparse
@@ -70,8 +69,8 @@ def by_optax(make: Callable[[], Any], dtype: str) -> Products:
 
     def product(a: np.ndarray, b: np.ndarray) -> np.ndarray:
         with jax.enable_x64(dtype == "float64"):
-            found = train({"a": jnp.asarray(a, dtype), "b": jnp.asarray(b, dtype)}, jnp.asarray(target(), dtype))
-            a, b = (np.asarray(x, np.float64) for x in found)
+            factors = train({"a": jnp.asarray(a, dtype), "b": jnp.asarray(b, dtype)}, jnp.asarray(target(), dtype))
+            a, b = (np.asarray(x, np.float64) for x in factors)
         return b @ a
 
     return product
@@ -139,8 +138,8 @@ def equivariance(seeds: int) -> dict[str, Any]:
 
 def _apart(product: Products, condition: float, seed: int, zero: bool) -> float:
     a, b = start(seed, zero)
-    here, there = product(a, b), product(*moved(condition, seed, a, b))
-    return float(np.linalg.norm(there - here) / np.linalg.norm(here))
+    plain, twin = product(a, b), product(*moved(condition, seed, a, b))
+    return float(np.linalg.norm(twin - plain) / np.linalg.norm(plain))
 
 
 def speed(pairs: int, width: int, rounds: int) -> dict[str, Any]:
@@ -160,11 +159,12 @@ def speed(pairs: int, width: int, rounds: int) -> dict[str, Any]:
     }
 
 
-def render(found: dict[str, Any]) -> str:
+def render(result: dict[str, Any]) -> str:
     """The tables."""
-    lines = ["# LoRA factors", "", f"{found['host']}; load average {found['load']:.1f} when times were taken."]
-    lines += [f"Distances: geometric mean over {found['seeds']} seeds; forming the twin alone costs about as much.", ""]
-    for first, by_dtype in found["equivariance"].items():
+    lines = ["# LoRA factors", "", f"{result['host']}; load average {result['load']:.1f} when times were taken."]
+    about = f"Distances: geometric mean over {result['seeds']} seeds; forming the twin alone costs about as much."
+    lines += [about, ""]
+    for first, by_dtype in result["equivariance"].items():
         for dtype, rows in by_dtype.items():
             lines += [f"## Products of twins apart after {STEPS} steps, start {first}, {dtype}", ""]
             lines += ["| condition of S | " + " | ".join(rows) + " |", "|---|" + "---|" * len(rows)]
@@ -173,7 +173,7 @@ def render(found: dict[str, Any]) -> str:
             lines.append("")
     lines += ["## One update of 24 pairs, width 768, rank 16, float32", ""]
     lines += ["| | ms | of LoRA-RITE (quartiles) |", "|---|---|---|"]
-    for name, row in found["speed"].items():
+    for name, row in result["speed"].items():
         low, middle, high = row["of_lora_rite"]
         lines.append(f"| {name} | {row['median_ms']:.1f} | {middle:.2f} ({low:.2f} to {high:.2f}) |")
     return "\n".join(lines) + "\n"
@@ -187,14 +187,14 @@ def main() -> None:
     args = parser.parse_args()
     if missing := peers.absent():
         raise SystemExit(missing)
-    found = {
+    result = {
         "host": host(), "versions": peers.versions(), "seeds": args.seeds, "rounds": args.rounds,
         "load": os.getloadavg()[0], "speed": speed(24, 768, args.rounds), "equivariance": equivariance(args.seeds),
     }  # fmt: skip
     OUT.mkdir(exist_ok=True)
-    (OUT / "lora.json").write_text(json.dumps(found, indent=2) + "\n")
-    (OUT / "lora.md").write_text(render(found))
-    print(render(found))
+    (OUT / "lora.json").write_text(json.dumps(result, indent=2) + "\n")
+    (OUT / "lora.md").write_text(render(result))
+    print(render(result))
 
 
 if __name__ == "__main__":

@@ -96,8 +96,8 @@ def page(result: dict[str, Any]) -> str:
 
 def about(every: int = EVERY) -> str:
     """What the table's columns are."""
-    times = "Times: whole steps, in units of the same step without it, in turns"
-    return f"{times}; held to {MOST} at one record in {every} steps."
+    about = "Times: whole steps, in units of the same step without it, in turns"
+    return f"{about}; held to {MOST} at one record in {every} steps."
 
 
 def table(sizes: dict[str, Any], every: int = EVERY) -> list[str]:
@@ -107,13 +107,13 @@ def table(sizes: dict[str, Any], every: int = EVERY) -> list[str]:
         "with |",
         "|---|---|---|---|---|---|---|---|---|",
     ]  # fmt: skip
-    for name, own in sizes.items():
-        mean = {n: (own["record"] + (n - 1) * own["other"]) / n for n in (1, 10, every, 100)}
+    for name, ms in sizes.items():
+        mean = {n: (ms["record"] + (n - 1) * ms["other"]) / n for n in (1, 10, every, 100)}
         ratios = [f"{mean[n]:.3f}" for n in (1, 10, every, 100)]
         missed = " **missed**" if mean[every] > MOST else ""
-        compiled = " and ".join(map(str, own["compile_s"].values()))
+        compiled = " and ".join(map(str, ms["compile_s"].values()))
         lines.append(
-            f"| {name} | {own['step_ms']:.1f} | {own['record']:.3f} | {own['other']:.3f} | {ratios[0]} | {ratios[1]} | "
+            f"| {name} | {ms['step_ms']:.1f} | {ms['record']:.3f} | {ms['other']:.3f} | {ratios[0]} | {ratios[1]} | "
             f"{ratios[2]}{missed} | {ratios[3]} | {compiled} |"
         )
     return lines

@@ -45,25 +45,25 @@ def measured(config: lm.LMConfig, rounds: int) -> dict[str, Any]:
     bound = {"blocks": {i: {"attn": {n: {k: x["attn"][n][k] for k in keys} for n, keys in sides.items()}}
              for i, x in params["blocks"].items()}}  # fmt: skip
     gauge = multipliers.head_gauge(config)
-    own = _timed(variants(multipliers.condition("C", 1e-4, gauge), gauge), params, rounds)
+    whole = _timed(variants(multipliers.condition("C", 1e-4, gauge), gauge), params, rounds)
     alone = _timed(variants(optax.adam(1e-4), gauge), bound, 20 * rounds)
-    plain = own["AdamW"]
+    plain = whole["AdamW"]
     rest = np.median(alone["AdamW"].seconds)
     return {
         "parameters": sum(x.size for x in jax.tree.leaves(params)),
         "milliseconds": 1e3 * float(np.median(plain.seconds)),
-        "ratios": {name: quartiles(update, plain) for name, update in own.items() if update is not plain},
+        "ratios": {name: quartiles(update, plain) for name, update in whole.items() if update is not plain},
         "alone": {name: 1e3 * float(np.median(x.seconds) - rest) for name, x in alone.items() if name != "AdamW"},
-        "state": {name: nbytes(update.state) / nbytes(plain.state) for name, update in own.items()},
+        "state": {name: nbytes(update.state) / nbytes(plain.state) for name, update in whole.items()},
     }
 
 
 def _timed(optimizers: dict[str, optax.GradientTransformation], params: Any, rounds: int) -> dict[str, Update]:
     rng = np.random.default_rng(0)
     grads = jax.tree.map(lambda x: 1e-3 * rng.standard_normal(x.shape, np.float32), params)
-    found = {name: prepared(tx, params, grads) for name, tx in optimizers.items()}
-    in_turns(found, grads, rounds)
-    return found
+    updates = {name: prepared(tx, params, grads) for name, tx in optimizers.items()}
+    in_turns(updates, grads, rounds)
+    return updates
 
 
 def page(result: dict[str, Any]) -> str:

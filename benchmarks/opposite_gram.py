@@ -155,11 +155,9 @@ def problem() -> tuple[Tree, Tree, Callable[[Tree], jax.Array]]:
 
 def represented(params: Tree) -> jax.Array:
     """W_Q·W_Kᵀ and W_V·W_O of every head."""
-    own = params["0"]
-    products = (
-        jnp.einsum("dhe,fhe->hdf", own["query"], own["key"]), jnp.einsum("dhe,hef->hdf", own["value"], own["out"])
-    )  # fmt: skip
-    return jnp.stack(products)
+    layer = params["0"]
+    scores = jnp.einsum("dhe,fhe->hdf", layer["query"], layer["key"])
+    return jnp.stack((scores, jnp.einsum("dhe,hef->hdf", layer["value"], layer["out"])))
 
 
 def trajectory(
@@ -183,10 +181,10 @@ def apart(tx: optax.GradientTransformation, steps: int) -> dict[str, float | Non
     """How far the represented motions of twins are apart, relative to the first's, and both losses; None: diverged."""
     params, twin, loss = problem()
     run = trajectory(tx, loss, steps)
-    (motion, here), (other, there) = run(params), run(twin)
+    (motion, loss_end), (other, twin_end) = run(params), run(twin)
     figures = {
         "error": float(jnp.linalg.norm(motion - other) / jnp.linalg.norm(motion)),
-        "start": float(loss(params)), "loss": float(here), "twin_loss": float(there),
+        "start": float(loss(params)), "loss": float(loss_end), "twin_loss": float(twin_end),
     }  # fmt: skip
     return {name: x if np.isfinite(x) else None for name, x in figures.items()}
 

@@ -49,7 +49,7 @@ def per_head(
         muon_axes(params, per_head=True), is_leaf=lambda x: isinstance(x, MuonDimensionNumbers)
     )
     # Kernels of (d, heads, d_head) and of (heads, d_head, d); each order is its own inverse.
-    orders = [(1, 0, 2) if own.reduction_axis == 0 else (0, 2, 1) for own in axes]
+    orders = [(1, 0, 2) if numbers.reduction_axis == 0 else (0, 2, 1) for numbers in axes]
 
     def init(params: Any) -> tuple[jax.Array, Any]:
         return jnp.zeros((), jnp.int32), optax.tree.zeros_like(params)

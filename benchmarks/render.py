@@ -24,7 +24,7 @@ _TITLES = {"orthogonalisers": "Orthogonalisers alone", "compile": "Compile time 
 
 def page(result: Section) -> str:
     """The whole page."""
-    found = result["sections"]
+    sections = result["sections"]
     accelerated = result["device"] != "cpu"
     head = _HEADER.format(
         host=result["host"],
@@ -39,11 +39,11 @@ def page(result: Section) -> str:
         else "",
     )
     tables = {"orthogonalisers": _orthogonalisers, "compile": _compile, "peers": _peers}
-    order = [name for name in found if name not in tables] + [name for name in tables if name in found]
+    order = [name for name in sections if name not in tables] + [name for name in tables if name in sections]
     paragraphs = (text.replace("\n", " ") for text in head.rstrip().split("\n\n"))
-    parts = ["\n\n".join(paragraphs) + "\n", *_targets(found, accelerated)]
+    parts = ["\n\n".join(paragraphs) + "\n", *_targets(sections, accelerated)]
     for name in order:
-        parts += [f"\n## {_TITLES.get(name, name)}\n", *tables.get(name, _size)(found[name])]
+        parts += [f"\n## {_TITLES.get(name, name)}\n", *tables.get(name, _size)(sections[name])]
     return "\n".join(parts).rstrip() + "\n"
 
 
@@ -116,7 +116,7 @@ def _compile(section: Section) -> Iterator[str]:
         "compile an update, from nothing. Ratio: of the last depth's total to the first's.\n"
     )
     rows = [
-        [name, *(" + ".join(_number(x) for x in own) for own in r["seconds"]), _number(r["ratio"])]
+        [name, *(" + ".join(_number(x) for x in seconds) for seconds in r["seconds"]), _number(r["ratio"])]
         for name, r in section["blocks"]["rows"].items()
     ]
     yield from _table(", ".join(["optimizer", *(f"{n} layers" for n in depths), "ratio"]), rows)
@@ -142,10 +142,10 @@ def _peers(section: Section) -> Iterator[str]:
         yield from _table("optimizer, update ms, ratio, state MB, compile s", rows)
 
 
-def _targets(found: Section, accelerated: bool) -> Iterator[str]:
+def _targets(sections: Section, accelerated: bool) -> Iterator[str]:
     """What was promised, beside what was measured."""
     rows: list[tuple[str, float, float]] = []
-    for name, section in found.items():
+    for name, section in sections.items():
         blocks, adamw = section.get("blocks", {}), _adamw_peak(section)
         ours = blocks.get("muon", {}).get("ddc_muon", {})
         limit = {"attention": 0.5 if accelerated else 0.15, "gpt2": 0.6}.get(name)
@@ -164,19 +164,19 @@ def _targets(found: Section, accelerated: bool) -> Iterator[str]:
         ddc_adamw = blocks.get("adam", {}).get("ddc_adamw", {})
         if "ratio" in ddc_adamw:
             rows.append((f"{name}: `ddc_adamw`'s update, of `optax.adamw`'s", 6.0, ddc_adamw["ratio"][1]))
-        for optimizer, limit, own in (("ddc_adamw", 1.35, ddc_adamw), ("ddc_muon", 1.25, ours)):
-            if adamw and "peak_mb" in own:
-                rows.append((f"{name}: `{optimizer}`'s peak, of `optax.adamw`'s", limit, own["peak_mb"] / adamw))
-    deep = found.get("compile", {})
+        for optimizer, limit, row in (("ddc_adamw", 1.35, ddc_adamw), ("ddc_muon", 1.25, ours)):
+            if adamw and "peak_mb" in row:
+                rows.append((f"{name}: `{optimizer}`'s peak, of `optax.adamw`'s", limit, row["peak_mb"] / adamw))
+    deep = sections.get("compile", {})
     kept = deep.get("blocks", {}).get("rows", {})
     if {"quotient(optax.adamw)", "optax.contrib.muon"} <= set(kept):
         ours, plain = (kept[n]["seconds"][0] for n in ("quotient(optax.adamw)", "optax.contrib.muon"))
         what = f"`quotient(optax.adamw)`'s compile time at {deep['depths'][0]} layers, of `optax.contrib.muon`'s"
         rows.append((what, 1.5, sum(ours) / sum(plain)))
-    own = kept.get("ddc_adamw")
-    if own:
+    row = kept.get("ddc_adamw")
+    if row:
         first, last = deep["depths"][0], deep["depths"][-1]
-        rows.append((f"`ddc_adamw`'s compile time at {last} layers, of that at {first}", 3.0, own["ratio"]))
+        rows.append((f"`ddc_adamw`'s compile time at {last} layers, of that at {first}", 3.0, row["ratio"]))
     if rows:
         yield from _table(
             "held to, at most, measured, ",

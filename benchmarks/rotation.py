@@ -47,16 +47,16 @@ def updates(layers: int, rounds: int) -> dict[str, Any]:
     params, _ = lm.params_and_loss(config, jax.random.key(0))
     rng = np.random.default_rng(0)
     grads = jax.tree.map(lambda x: 1e-3 * rng.standard_normal(x.shape, np.float32), params)
-    found = {}
+    rows = {}
     for name, (inner, variant) in pairs().items():
         both = {"inner": prepared(inner, params, grads), "variant": prepared(variant, params, grads)}
         in_turns(both, grads, rounds)
-        found[name] = {
+        rows[name] = {
             "inner_ms": 1e3 * float(np.median(both["inner"].seconds)),
             "ratio": quartiles(both["variant"], both["inner"]),
             "state": nbytes(both["variant"].state) / nbytes(both["inner"].state),
         }
-    return found
+    return rows
 
 
 def whole_steps(size: metrics.Size, rounds: int) -> dict[str, Any]:
@@ -91,11 +91,11 @@ def page(result: dict[str, Any]) -> str:
         f"768; held to {MOST} times the inner optimizer's.", "",
         "| inner | its update, ms | variant over it (quartiles) | state |", "|---|---|---|---|",
     ]  # fmt: skip
-    for name, own in result["updates"].items():
-        low, middle, high = own["ratio"]
+    for name, row in result["updates"].items():
+        low, middle, high = row["ratio"]
         missed = " **missed**" if middle > MOST else ""
         over = f"{middle:.2f} ({low:.2f} to {high:.2f}){missed}"
-        lines.append(f"| {name} | {own['inner_ms']:.1f} | {over} | {own['state']:.4f} |")
+        lines.append(f"| {name} | {row['inner_ms']:.1f} | {over} | {row['state']:.4f} |")
     lines += [
         "",
         "Where leaves do not fit a cache the least is 1.4: no entry of the new vector is known before sums over the "
@@ -105,9 +105,9 @@ def page(result: dict[str, Any]) -> str:
     ]
     lines += ["", "Whole training steps, RV-AdamW over AdamW:", ""]
     lines += ["| model, batch | step ms | ratio |", "|---|---|---|"]
-    for name, own in result["whole"].items():
-        low, middle, high = own["ratio"]
-        lines.append(f"| {name} | {own['step_ms']:.1f} | {middle:.3f} ({low:.3f} to {high:.3f}) |")
+    for name, row in result["whole"].items():
+        low, middle, high = row["ratio"]
+        lines.append(f"| {name} | {row['step_ms']:.1f} | {middle:.3f} ({low:.3f} to {high:.3f}) |")
     about = f"`track_rotation` around `optax.adamw`. {metrics.about(RECORDS)}"
     lines += ["", about, "", *metrics.table(result["steps"], RECORDS)]
     return "\n".join(lines) + "\n"

@@ -71,6 +71,21 @@ def optimizers(go: Any, gauges: Sequence[Any]) -> dict[str, Callable[[], optax.G
     }
 
 
+def transported(go: Any, gauges: Sequence[Any], gradient: Callable[[Any], Any], element: Any, params: Any) -> Any:
+    """Adam's state after three steps, moved by an element as far as its moments can move."""
+    tx = optax.adam(1e-2)
+
+    @jax.jit
+    def run(params: Any) -> Any:
+        start, state = params, tx.init(params)
+        for _ in range(3):
+            updates, state = tx.update(gradient(params), state, params)
+            params = optax.apply_updates(params, updates)
+        return go.transport(state, start, gauges, element, on_unknown="keep")
+
+    return run(params)
+
+
 def starts(case: GaugeCase) -> Iterator[tuple[str, Any]]:
     """The row's own point, the same with the last leaf zero, and with one channel of every leaf zero."""
     params = case.params(jax.random.key(1))
@@ -132,21 +147,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for case in bar:
             bar.set_description(case.name)
             gauges = case.gauges()
-            pairs = [optimizers(go, [rebuilt(g, go) for g in gauges]) for go in (new, old)]
+            lists = [[rebuilt(g, go) for g in gauges] for go in (new, old)]
+            pairs = [optimizers(go, gs) for go, gs in zip((new, old), lists, strict=True)]
             for start, params in starts(case):
-                for name in pairs[0]:
+                for name in [*pairs[0], "transport"]:
                     if (chosen.only and name not in chosen.only) or (chosen.starts and start not in chosen.starts):
                         continue
                     gradient: Any = jax.grad(case.loss)  # type: ignore[arg-type]
-                    found = [attempt(functools.partial(made_and_trained, p[name], gradient, params)) for p in pairs]
-                    if any(isinstance(x, str) for x in found):
-                        off = 0.0 if all(isinstance(x, str) for x in found) else np.inf
+                    if name == "transport":
+                        element = new.product(gauges).sample(jax.random.key(2), params)
+                        packages = zip((new, old), lists, strict=True)
+                        calls = [functools.partial(transported, go, g, gradient, element, params) for go, g in packages]
                     else:
-                        off = difference(*found)
+                        calls = [functools.partial(made_and_trained, p[name], gradient, params) for p in pairs]
+                    ends = [attempt(call) for call in calls]
+                    if any(isinstance(x, str) for x in ends):
+                        off = 0.0 if all(isinstance(x, str) for x in ends) else np.inf
+                    else:
+                        off = difference(*ends)
                     worst = max(worst, off)
                     if not off <= TOLERANCE:
                         failed += 1
-                        said = [x if isinstance(x, str) else "" for x in found]
+                        said = [x if isinstance(x, str) else "" for x in ends]
                         bar.write(f"{off:.1e}  {name:16}{case.name:32}{start}  {' | '.join(said)}")
     print(f"largest difference {worst:.1e} (limit {TOLERANCE:.0e}), {failed} above it")
     return int(failed > 0)

@@ -123,9 +123,9 @@ def case(size: Size) -> Case:
         grads = jax.jit(lambda drawn, params: project.update(drawn, project.init(params), params)[0])(drawn, params)
         return Case(params, grads, attention_gauges())
     params, loss = lm.params_and_loss(c, jax.random.key(0))
-    here = int(jax.default_backend() != "cpu")
-    few = jax.random.randint(jax.random.key(1), (2, 1 + min(64, size.length[here])), 0, c.vocab)
-    tokens = jax.random.randint(jax.random.key(2), (size.batch[here], 1 + size.length[here]), 0, c.vocab)
+    accelerated = int(jax.default_backend() != "cpu")
+    few = jax.random.randint(jax.random.key(1), (2, 1 + min(64, size.length[accelerated])), 0, c.vocab)
+    tokens = jax.random.randint(jax.random.key(2), (size.batch[accelerated], 1 + size.length[accelerated]), 0, c.vocab)
     grads = jax.block_until_ready(jax.jit(jax.grad(loss))(params, few))
     return Case(params, grads, lm.gauges(c), loss, tokens, LABELS)
 

@@ -90,13 +90,13 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     path = args.out / "stability.json"
     old = json.loads(path.read_text()) if path.exists() else {}
     settings = {"steps": args.steps, "layers": args.layers, "host": host(), "jax": jax.__version__}
-    found: dict[str, Any] = old.get("cases", {}) if old.get("settings") == settings else {}
+    cases_run: dict[str, Any] = old.get("cases", {}) if old.get("settings") == settings else {}
     args.out.mkdir(parents=True, exist_ok=True)
     for name in (n for n in cases if any(part in n for part in args.only)):
-        found[name] = run(cases[name], config, args.steps)
-        print(name, found[name])
-        path.write_text(json.dumps({"settings": settings, "cases": found}, indent=1))
-    return found
+        cases_run[name] = run(cases[name], config, args.steps)
+        print(name, cases_run[name])
+        path.write_text(json.dumps({"settings": settings, "cases": cases_run}, indent=1))
+    return cases_run
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""Compiled updates timed in turns, their memory, and what the machine could do at best.
+"""Times compiled updates in turns, reads their memory, and measures what the machine could do at best.
 
-Here: how a figure is taken. Not here: of what (`update`, `compare`).
+`update` and `compare` say which updates.
 """
 
 import os
@@ -110,12 +110,12 @@ def prepared(
     def step(params: Tree, state: Tree, given: Tree) -> tuple[Tree, Tree]:
         return update(params, state, given if loss is None else jax.grad(loss)(params, given))
 
-    own = jax.tree.map(jnp.array, params)
-    state = jax.jit(tx.init)(own)
+    donated = jax.tree.map(jnp.array, params)
+    state = jax.jit(tx.init)(donated)
     start = time.perf_counter()
-    lowered = jax.jit(step, donate_argnums=(0, 1)).lower(own, state, given)
+    lowered = jax.jit(step, donate_argnums=(0, 1)).lower(donated, state, given)
     compiled = lowered.compile()
-    return Update(own, state, lowered, compiled, time.perf_counter() - start)
+    return Update(donated, state, lowered, compiled, time.perf_counter() - start)
 
 
 def in_turns(updates: Mapping[str, Timed], given: Tree, repeats: int, warm: int = 2, pause: float = 0.0) -> None:

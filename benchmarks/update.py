@@ -35,8 +35,8 @@ def optimizers(gauges: Sequence[go.Gauge]) -> dict[str, optax.GradientTransforma
     scales = [g for g in gauges if g.name in ("norm_scale", "rescale")]
     shifts = [g for g in gauges if g.name == "logit_shift"]
 
-    def ddc(own: Sequence[go.Gauge], **options: Any) -> optax.GradientTransformation:
-        return go.ddc_adamw(RATE, own, weight_decay=0.1, **options)
+    def ddc(gauges: Sequence[go.Gauge], **options: Any) -> optax.GradientTransformation:
+        return go.ddc_adamw(RATE, gauges, weight_decay=0.1, **options)
 
     chain = optax.chain(
         go.gauge_project(gauges), go.scale_by_ddc(gauges), go.add_gauge_decay(0.1, gauges),

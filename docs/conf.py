@@ -15,7 +15,7 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-ROOT, HERE = Path(__file__).resolve().parent.parent, Path(__file__).resolve().parent
+ROOT, DOCS = Path(__file__).resolve().parent.parent, Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT))
 
 from docs import symbols
@@ -85,9 +85,9 @@ def prepare(app: Any) -> None:
         "notebooks": sorted((ROOT / "notebooks").glob("*.ipynb")),
         "results": sorted((ROOT / "examples" / "results").glob("*.png")),
     }.items():
-        (HERE / folder).mkdir(exist_ok=True)
+        (DOCS / folder).mkdir(exist_ok=True)
         for path in sources:
-            shutil.copy(path, HERE / folder)
+            shutil.copy(path, DOCS / folder)
     for source, target in {
         "README.md": "overview.md",
         "CHANGELOG.md": "changelog.md",
@@ -98,13 +98,13 @@ def prepare(app: Any) -> None:
         "benchmarks/results/compare_cpu.md": "results/compare_cpu.md",
         "benchmarks/results/lora.md": "results/lora_factors.md",
     }.items():
-        (HERE / target).write_text(moved((ROOT / source).read_text(), target))
+        (DOCS / target).write_text(moved((ROOT / source).read_text(), target))
     notebooks = "\n".join(path.stem for path in sorted((ROOT / "notebooks").glob("*.ipynb")))
-    with (HERE / "notebooks" / "index.md").open("a") as page:
+    with (DOCS / "notebooks" / "index.md").open("a") as page:
         page.write(f"\n```{{toctree}}\n:hidden:\n\n{notebooks}\n```\n")
-    with (HERE / "results" / "index.md").open("a") as page:
+    with (DOCS / "results" / "index.md").open("a") as page:
         page.write("\n```{toctree}\n:hidden:\n\nreleased\ncompare_cpu\nlora_factors\n```\n")
-    symbols.write(HERE / "api")
+    symbols.write(DOCS / "api")
 
 
 def moved(text: str, target: str) -> str:

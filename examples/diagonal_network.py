@@ -107,7 +107,7 @@ def section(result: Result) -> str:
     """The table, and what it says."""
     c = Config(**result["settings"])
     columns = {
-        "final loss": lambda arm: report.listed(report.final(result, arm, _own_loss(arm))),
+        "final loss": lambda arm: report.listed(report.final(result, arm, _loss_of_arm(arm))),
         "drift, rms over coordinates": report.column(result, "drift", at=report.largest),
         "the same of log|u| − log|v|": report.column(result, "ratio", at=report.largest),
         "smallest u·v on the way": report.column(result, "smallest_product", at=report.smallest),
@@ -125,7 +125,7 @@ def section(result: Result) -> str:
     )
 
 
-def _own_loss(arm: str) -> str:
+def _loss_of_arm(arm: str) -> str:
     return "drawn_loss" if arm.endswith(AS_DRAWN) else "loss"
 
 

@@ -1,6 +1,6 @@
 """Trains digits at many rates and from many seeds in one program.
 
-Here: the loop, what is kept of it. Not here: nets and data (`models/digits.py`), what is compared.
+The nets and the data are in `models/digits.py`; each study says what it compares.
 """
 
 from collections.abc import Callable, Sequence
@@ -90,14 +90,14 @@ def train(
             return (optax.apply_updates(params, updates), after), kept
 
         (params, _), kept = jax.lax.scan(step, (params, tx.init(params)), data)
-        found = logits(params, held_out[0])
-        right = jnp.mean(jnp.argmax(found, -1) == held_out[1])
-        return digits.cross_entropy(found, held_out[1]), right, kept
+        outputs = logits(params, held_out[0])
+        right = jnp.mean(jnp.argmax(outputs, -1) == held_out[1])
+        return digits.cross_entropy(outputs, held_out[1]), right, kept
 
     seeded = jax.vmap(one, (0, 0, None, None))
     rates, decays = (jnp.asarray(x) for x in zip(*pairs, strict=True))
-    found = jax.jit(jax.vmap(seeded, (None, None, 0, 0)))(params, (order, targets), rates, decays)
-    return Trained(*jax.device_get(found))
+    trained = jax.jit(jax.vmap(seeded, (None, None, 0, 0)))(params, (order, targets), rates, decays)
+    return Trained(*jax.device_get(trained))
 
 
 def _targets(labels: np.ndarray, noise: float, seed: int) -> np.ndarray:

@@ -55,8 +55,11 @@ def arms(rate: float) -> dict[str, Arm]:
     """Everything that is compared; `rate` is the peak learning rate, which decay is times."""
     fixed = {f"B, every {n}": Arm("B", {"every": n}) for n in (1, 10, 100, 1000)}
     stale = {f"B, every {n}, stale": Arm("B", {"every": n, "transport": False}) for n in (1, 100)}
-    decay = {"kind": "decay", "decay": 2e-3 * rate}
-    held = {"cap": {"kind": "cap", "cap": CAP}, "fix": {"kind": "init"}, "decay": decay}
+    held: dict[str, dict[str, Any]] = {
+        "cap": {"kind": "cap", "cap": CAP},
+        "fix": {"kind": "init"},
+        "decay": {"kind": "decay", "decay": 2e-3 * rate},
+    }
     return {
         "none": Arm("none", {}),
         "A": Arm("A", {}),
@@ -97,10 +100,10 @@ LENGTH, BATCH = 32, 8
 def small(steps: int) -> Run:
     """Two layers on bytes of text."""
     sizes = {"d_model": 48, "layers": 2, "heads": 4, "kv_heads": 4, "d_head": 12, "d_ff": 192}
-    found = functools.cache(lambda seed: data.batches(LENGTH, BATCH, seed=seed)[0])
+    drawn = functools.cache(lambda seed: data.batches(LENGTH, BATCH, seed=seed)[0])
     held_out = np.stack(data.batches(LENGTH, 8 * BATCH)[1])
     config = gpt2.config(vocab=data.VOCAB, max_len=LENGTH, **sizes)
-    return Run(config, steps, 3e-3, _window(steps, max(1, steps // 20)), lambda n, seed: found(seed)[n][None], held_out)
+    return Run(config, steps, 3e-3, _window(steps, max(1, steps // 20)), lambda n, seed: drawn(seed)[n][None], held_out)
 
 
 def full(files: Sequence[Path], steps: int, sequences: int, folder: Path) -> Run:
@@ -199,9 +202,9 @@ def program(run: Run, arm: Arm, dtype: str) -> Program:
     return Program(lambda seed: start(jax.random.key(seed)), step, evaluate)
 
 
-def trained(run: Run, own: Program, seed: int, name: str) -> np.ndarray:
+def trained(run: Run, compiled: Program, seed: int, name: str) -> np.ndarray:
     """Per window: loss at its end, largest gradient norm, mean, largest and last drift, product at its end."""
-    carry = own.start(seed)
+    carry = compiled.start(seed)
     curves: list[Any] = []
     folder = None if run.folder is None else run.folder / f"{name}, {seed}".replace(", ", "_")
     kept = None if folder is None else Checkpoints(folder)
@@ -214,13 +217,13 @@ def trained(run: Run, own: Program, seed: int, name: str) -> np.ndarray:
             )
     bar = tqdm(total=run.steps, initial=run.window * len(curves), desc=f"{name}, seed {seed}", leave=False)
     for first in range(run.window * len(curves), run.steps, run.window):
-        seen = []
+        recorded = []
         for n in range(first, first + run.window):
-            carry, found = own.step(carry, run.batches(n, seed))
-            seen.append(found)
+            carry, figures = compiled.step(carry, run.batches(n, seed))
+            recorded.append(figures)
             bar.update()
-        norm, drift, product = np.stack(jax.device_get(seen)).T
-        value = float(own.evaluate(carry[0], run.held_out))
+        norm, drift, product = np.stack(jax.device_get(recorded)).T
+        value = float(compiled.evaluate(carry[0], run.held_out))
         drifts = [float(x) for x in (drift.mean(), drift.max(), drift[-1])]
         curves.append([value, float(norm.max()), *drifts, float(product[-1])])
         bar.set_postfix(loss=f"{value:.4f}", drift=f"{drift[-1]:.1e}")
@@ -234,10 +237,10 @@ def trained(run: Run, own: Program, seed: int, name: str) -> np.ndarray:
 
 def measured(run: Run, name: str, dtype: str, seeds: Sequence[int]) -> Cell:
     """One arm, all seeds."""
-    own = program(run, arms(run.rate)[name], dtype)
+    compiled = program(run, arms(run.rate)[name], dtype)
     out: Cell = {key: [] for key in ("loss", "best", "drift", "mean_drift", "end", "product", "spike")}
     for seed in seeds:
-        loss, norm, mean_drift, drift, last, product = trained(run, own, seed, f"{name}, {dtype}")
+        loss, norm, mean_drift, drift, last, product = trained(run, compiled, seed, f"{name}, {dtype}")
         late = norm[len(norm) // 2 :]
         ends = {
             "loss": loss[-1], "best": np.nanmin(loss), "drift": drift.max(), "mean_drift": mean_drift.mean(),
@@ -270,11 +273,11 @@ def figure(result: Result, path: Path) -> None:
     for dtype, mark, hue, shift in (("float32", "o", "tab:blue", -0.13), ("bfloat16", "s", "tab:red", 0.13)):
         shown = {k: cells[f"{name}, {dtype}"] for k, name in enumerate(names) if f"{name}, {dtype}" in cells}
         for k, cell in shown.items():
-            found = np.asarray(cell["loss"])
+            values = np.asarray(cell["loss"])
             losses.errorbar(
-                found.mean(), k + shift, xerr=found.std(ddof=1) if found.size > 1 else 0.0, fmt=mark, color=hue
+                values.mean(), k + shift, xerr=values.std(ddof=1) if values.size > 1 else 0.0, fmt=mark, color=hue
             )
-            largest.scatter(np.asarray(cell["drift"]) + 1e-8, np.full(found.size, k + shift), color=hue, marker=mark)
+            largest.scatter(np.asarray(cell["drift"]) + 1e-8, np.full(values.size, k + shift), color=hue, marker=mark)
     for axis in (losses, largest):
         axis.set_yticks(range(len(names)), names)
         axis.invert_yaxis()
@@ -318,20 +321,20 @@ def section(result: Result) -> str:
 
 def told(cells: dict[str, Cell]) -> str:
     """What the numbers say beside the paper's, precision by precision."""
-    found = [dtype for dtype in PRECISIONS if all(f"{name}, {dtype}" in cells for name in arms(1.0))]
-    if not found:
+    complete = [dtype for dtype in PRECISIONS if all(f"{name}, {dtype}" in cells for name in arms(1.0))]
+    if not complete:
         return ""
     names = [name for name in arms(1.0) if name != "A"]
     losses = [
-        [name, *(grid.spread(_gaps(cells, name, dtype), "+.4f").replace("± +", "± ") for dtype in found)]
+        [name, *(grid.spread(_gaps(cells, name, dtype), "+.4f").replace("± +", "± ") for dtype in complete)]
         for name in names
     ]
     bad = [name for name, cell in cells.items() if not np.isfinite(cell["loss"]).all()]
     spiky = max(cells, key=lambda name: max(cells[name]["spike"]))
     return "\n\n".join([
         "Validation loss less A's, seed by seed:",
-        grid.table(["", *found], losses),
-        *(_told(cells, dtype) for dtype in found),
+        grid.table(["", *complete], losses),
+        *(_told(cells, dtype) for dtype in complete),
         "Drift without biases is rounding: logits see the products r_Q·r_K entry by entry, so that multipliers that "
         "start equal get equal gradients and stay equal. Paper: 0.052 under A; under C 0.047 in its table and 0.053 in "
         "its text; under B 3.5e-7 for up to 100 steps between fixes, which agrees with what is left right after one. "

@@ -1,10 +1,8 @@
 """Runs the cells of an experiment one after the other, keeps each in a JSON as it is done, draws and prints a table.
 
-A cell is one setting, from all seeds at once; `train(cell)` gives its numbers, lists by seed first. Killed, an
-experiment goes on after the last cell it finished.
-
-Here: the command line, the file, the loop. Not here: sweeps that look for their own ends (`sweep`), studies of gauges
-(`study`).
+A cell is one setting, run from all seeds at once; `train(cell)` returns its numbers as lists by seed. A killed
+experiment goes on after the last cell that it finished. `sweep` runs sweeps that look for their own ends, and `study`
+runs studies of gauges.
 """
 
 import argparse
@@ -126,8 +124,8 @@ def warmed(rate: Any, steps: int, warmup: float, constant: bool) -> optax.Schedu
 
 def spread(values: Sequence[float], form: str = ".3f") -> str:
     """Mean ± standard deviation over seeds."""
-    found = np.asarray(values, float)
-    return f"{found.mean():{form}} ± {found.std(ddof=1) if found.size > 1 else 0.0:{form}}"
+    array = np.asarray(values, float)
+    return f"{array.mean():{form}} ± {array.std(ddof=1) if array.size > 1 else 0.0:{form}}"
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -68,7 +68,7 @@ def figure(out: Path) -> None:
     for path in sorted(out.glob("*.jsonl")):
         rows = [json.loads(line) for line in path.read_text().splitlines()]
         step, color = [row["step"] for row in rows], COLORS.get(path.stem)
-        drifted = [max(abs(x) for own in row["drift"].values() for x in np.ravel(own)) for row in rows]
+        drifted = [max(abs(x) for drifts in row["drift"].values() for x in np.ravel(drifts)) for row in rows]
         turned = [np.mean(np.concatenate([np.ravel(x) for x in row["turning"].values()])) for row in rows]
         for axis, values in zip(axes, (drifted, turned, [row["relevant_share"] for row in rows]), strict=True):
             axis.plot(step, values, color=color, label=path.stem)

@@ -64,7 +64,7 @@ def lora_plus(rate: Schedule, _: Any) -> optax.GradientTransformation:
     """AdamW whose rate for B is 16 times A's (Hayou et al. 2024)."""
     rates = {"lora_a": rate, "lora_b": lambda n: LORA_PLUS * rate(n)}
     label = functools.partial(jax.tree_util.tree_map_with_path, lambda path, _: path[-1].key)
-    return optax.partition({name: adamw(own) for name, own in rates.items()}, label)
+    return optax.partition({name: adamw(schedule) for name, schedule in rates.items()}, label)
 
 
 def decayed(inner: Callable[[Schedule], optax.GradientTransformation]) -> Callable[..., Any]:
@@ -79,9 +79,9 @@ def decayed(inner: Callable[[Schedule], optax.GradientTransformation]) -> Callab
 
 def _sum(one: optax.GradientTransformation, decay: optax.GradientTransformation) -> optax.GradientTransformation:
     def update(grads: Any, state: Any, params: Any = None) -> Any:
-        steps, own = one.update(grads, state[0], params)
+        steps, inner_state = one.update(grads, state[0], params)
         more, kept = decay.update(jax.tree.map(jnp.zeros_like, grads), state[1], params)
-        return jax.tree.map(jnp.add, steps, more), (own, kept)
+        return jax.tree.map(jnp.add, steps, more), (inner_state, kept)
 
     return optax.GradientTransformation(lambda params: (one.init(params), decay.init(params)), update)
 
@@ -137,9 +137,9 @@ def is_adapted(path: str) -> bool:
 
 def kernels(params: Params) -> dict[str, jax.Array]:
     """The adapted kernels by path, as matrices (in, out)."""
-    found = {jax.tree_util.keystr(p, simple=True, separator="/"): x for p, x in jax.tree.leaves_with_path(params)}
-    rows = {path: -1 if path.endswith("out/kernel") else len(x) for path, x in found.items() if is_adapted(path)}
-    return {path: found[path].reshape(n, -1) if n > 0 else found[path].reshape(-1, WIDTH) for path, n in rows.items()}
+    leaves = {jax.tree_util.keystr(p, simple=True, separator="/"): x for p, x in jax.tree.leaves_with_path(params)}
+    rows = {path: -1 if path.endswith("out/kernel") else len(x) for path, x in leaves.items() if is_adapted(path)}
+    return {path: leaves[path].reshape(n, -1) if n > 0 else leaves[path].reshape(-1, WIDTH) for path, n in rows.items()}
 
 
 def adapters(base: Params, rank: int, start: str, seed: int) -> Params:
@@ -166,10 +166,10 @@ def adapted(base: Params, start: Params, factors: Params) -> Params:
     """The model's weights: kernels plus what the product has become."""
 
     def one(path: Any, x: jax.Array) -> jax.Array:
-        own = jax.tree_util.keystr(path, simple=True, separator="/")
-        if own not in factors:
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        if name not in factors:
             return x
-        now, then = (p[own]["lora_a"] @ p[own]["lora_b"] for p in (factors, start))
+        now, then = (p[name]["lora_a"] @ p[name]["lora_b"] for p in (factors, start))
         return x + (now - then).reshape(x.shape)
 
     return jax.tree_util.tree_map_with_path(one, base)
@@ -237,7 +237,7 @@ def swept(group: Group) -> Sweep:
 def groups(result: Result) -> list[Group]:
     """The sweeps that have a finished rate."""
     chosen = [(rank, start, arm) for rank in RANKS for start in STARTS for arm in ARMS]
-    return [group for group in chosen if swept(group).found(result)]
+    return [group for group in chosen if swept(group).losses(result)]
 
 
 def table(result: Result) -> str:
@@ -247,14 +247,14 @@ def table(result: Result) -> str:
     for rank, arm in dict.fromkeys((rank, arm) for rank, _, arm in done):
         cells, seconds = [], []
         for start in STARTS:
-            found = swept((rank, start, arm)).found(result)
-            if not found:
+            losses = swept((rank, start, arm)).losses(result)
+            if not losses:
                 cells.append("")
                 continue
-            at = best(found)
-            cells.append(f"{np.mean(found[at]):.4f} ± {np.std(found[at]):.4f} at {at:g}")
-            own = [result["cells"][key((rank, start, arm, rate, s))] for rate in found for s in result["seeds"]]
-            seconds += [cell["cpu_seconds"] for cell in own]
+            at = best(losses)
+            cells.append(f"{np.mean(losses[at]):.4f} ± {np.std(losses[at]):.4f} at {at:g}")
+            runs = [result["cells"][key((rank, start, arm, rate, s))] for rate in losses for s in result["seeds"]]
+            seconds += [cell["cpu_seconds"] for cell in runs]
         lines.append([str(rank), arm, *cells, f"{np.median(seconds):.1f}"])
     return markdown(lines)
 
@@ -264,14 +264,14 @@ def transfer(result: Result) -> str:
     lines = [["arm", "one rate for all", "mean excess", "largest excess", "rates of the sweeps' best"]]
     done = groups(result)
     for arm in dict.fromkeys(arm for _, _, arm in done):
-        sweeps = [swept(group).found(result) for group in done if group[2] == arm]
-        means = [{rate: float(np.mean(x)) for rate, x in found.items()} for found in sweeps]
+        sweeps = [swept(group).losses(result) for group in done if group[2] == arm]
+        means = [{rate: float(np.mean(x)) for rate, x in losses.items()} for losses in sweeps]
         shared = set.intersection(*map(set, means))
-        excess = {r: [100 * (own[r] / min(own.values()) - 1) for own in means] for r in shared}
+        excess = {r: [100 * (mean[r] / min(mean.values()) - 1) for mean in means] for r in shared}
         if not excess:
             continue
         at = min(excess, key=lambda rate: float(np.mean(excess[rate])))
-        rates = sorted(best(found) for found in sweeps)
+        rates = sorted(best(losses) for losses in sweeps)
         lines.append([
             arm, f"{at:g}", f"{np.mean(excess[at]):.1f} %", f"{np.max(excess[at]):.1f} %",
             f"{rates[0]:g}" if rates[0] == rates[-1] else f"{rates[0]:g} to {rates[-1]:g}",
@@ -294,19 +294,19 @@ def section(result: Result) -> str:
 def figure(result: Result, path: Path) -> None:
     """Validation loss by rate: a row per start, a column per rank, a line per arm."""
     done = groups(result)
-    rows, columns = ([x for x in own if any(x in g for g in done)] for own in (STARTS, RANKS))
+    rows, columns = ([x for x in axis_values if any(x in g for g in done)] for axis_values in (STARTS, RANKS))
     fig, axes = plt.subplots(
         len(rows), len(columns), figsize=(4.4 * len(columns), 3.2 * len(rows)), layout="constrained", squeeze=False,
         sharex=True, sharey=True,
     )  # fmt: skip
     for rank, start, arm in done:
-        found = swept((rank, start, arm)).found(result)
-        axis, values = axes[rows.index(start), columns.index(rank)], np.array(list(found.values()))
-        axis.plot(list(found), values.mean(1), ".-", color=ARMS[arm].color, label=arm)
-        axis.fill_between(list(found), values.min(1), values.max(1), color=ARMS[arm].color, alpha=0.2, lw=0)
+        losses = swept((rank, start, arm)).losses(result)
+        axis, values = axes[rows.index(start), columns.index(rank)], np.array(list(losses.values()))
+        axis.plot(list(losses), values.mean(1), ".-", color=ARMS[arm].color, label=arm)
+        axis.fill_between(list(losses), values.min(1), values.max(1), color=ARMS[arm].color, alpha=0.2, lw=0)
         axis.set(title=f"rank {rank}, {start}", xlabel="peak learning rate", ylabel="nats per byte", xscale="log")
         axis.grid(alpha=0.3)
-    least = min(float(np.mean(x)) for group in done for x in swept(group).found(result).values())
+    least = min(float(np.mean(x)) for group in done for x in swept(group).losses(result).values())
     axes[0, 0].set_ylim(least - 0.02, result["before"])
     axes[0, 0].legend(fontsize=8)
     fig.savefig(path, dpi=100)

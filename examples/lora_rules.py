@@ -51,8 +51,8 @@ def lora_rite(
             _by_pair(lambda p: {"lora_a": _polar(p["lora_a"])[0], "lora_b": _polar(p["lora_b"].T)[0]}, params),
         )
 
-    def one(own: Any, before: Any, after: Any, divide: Any, grad: Any, n: Any) -> Any:
-        mean, second, escaped = own
+    def one(kept: Any, before: Any, after: Any, divide: Any, grad: Any, n: Any) -> Any:
+        mean, second, escaped = kept
         turn = after.T @ before
         plain, moved = grad @ divide, turn @ second @ turn.T
         gone = jnp.max(jnp.linalg.eigvalsh(second) - jnp.linalg.eigvalsh(moved))
@@ -65,17 +65,17 @@ def lora_rite(
     def update(updates: Any, state: RiteState, params: Any = None) -> tuple[Any, RiteState]:
         taken = optax.safe_increment(state.taken)
 
-        def pair(params: Any, grads: Any, *own: Any) -> Any:
+        def pair(params: Any, grads: Any, *kept: Any) -> Any:
             a, b = params["lora_a"], params["lora_b"].T
             (basis_a, over_a), (basis_b, over_b) = _polar(a), _polar(b)
-            rows, columns = (tuple(x["lora_a"] for x in own), tuple(x["lora_b"] for x in own))
+            rows, columns = (tuple(x["lora_a"] for x in kept), tuple(x["lora_b"] for x in kept))
             n = taken.astype(a.dtype)
             left = one(rows[:3], columns[3], basis_b, over_b, grads["lora_a"], n)
             right = one(columns[:3], rows[3], basis_a, over_a, grads["lora_b"].T, n)
             return left, right, (basis_a, basis_b)
 
-        own = (state.mean, state.second, state.escaped, state.basis)
-        done = _by_pair(pair, params, updates, *own)
+        kept = (state.mean, state.second, state.escaped, state.basis)
+        done = _by_pair(pair, params, updates, *kept)
 
         def part(get: Callable[[Any], tuple[Any, Any]]) -> Any:
             return _by_pair(lambda _, d: dict(zip(("lora_a", "lora_b"), get(d), strict=True)), params, done)

@@ -94,30 +94,30 @@ def build(c: Config) -> Study:
 def errors(result: Result) -> dict[str, list[float]]:
     """Per linear arm and seed, the relative distance of s from its predicted equilibrium."""
     c = Config(**result["settings"])
-    found = {}
+    errors_of = {}
     for degree in DEGREES:
         for match in MATCHES:
             arm = arm_name("linear", degree, match)
             ends = report.final(result, arm, f"log_s{degree}")
-            found[arm] = [math.exp(end) * decay_rate(c, degree, match) / c.rows**0.5 - 1.0 for end in ends]
-    return found
+            errors_of[arm] = [math.exp(end) * decay_rate(c, degree, match) / c.rows**0.5 - 1.0 for end in ends]
+    return errors_of
 
 
 def falls(result: Result) -> dict[str, list[float]]:
     """Per log arm and seed, the change of log s per step on its way down, relative to the predicted one."""
     c = Config(**result["settings"])
-    found = {}
+    ratios = {}
     for degree in DEGREES:
         for match in MATCHES:
             arm = arm_name("log", degree, match)
             kept = [cell["curves"] for cell in result["cells"][arm].values()]
-            slopes = [_slope(curves["step"], curves[f"log_s{degree}"]) for curves in kept]
+            slopes = [_fitted_slope(curves["step"], curves[f"log_s{degree}"]) for curves in kept]
             predicted = -c.learning_rate * (decay_rate(c, degree, match) - math.hypot(1.0, degree))
-            found[arm] = [slope / predicted for slope in slopes]
-    return found
+            ratios[arm] = [rate / predicted for rate in slopes]
+    return ratios
 
 
-def _slope(steps: list[int], values: list[float]) -> float:
+def _fitted_slope(steps: list[int], values: list[float]) -> float:
     """Between the first reading and the last above −6."""
     last = max(n for n, value in enumerate(values) if value > -6)
     return (values[last] - values[0]) / max(1, steps[last] - steps[0])

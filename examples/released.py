@@ -74,7 +74,7 @@ def of_transformers(model: str, config: str, options: Mapping[str, Any]) -> Buil
     def fn(params: Any, tokens: Any) -> Any:
         mask, places = jnp.ones_like(tokens), jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
         call = {"Bert": (tokens, mask, jnp.zeros_like(tokens), places, None), "Bloom": (tokens, mask)}
-        arguments = next((own for name, own in call.items() if name.lower() in model.lower()), (tokens, mask, places))
+        arguments = next((x for name, x in call.items() if name.lower() in model.lower()), (tokens, mask, places))
         if "Bart" in model:
             arguments = (tokens, mask, tokens[:, ::-1], mask, places, places)
         return module.apply({"params": params}, *arguments).logits
@@ -132,13 +132,13 @@ def measure(name: str) -> dict[str, Any]:
 def section(results: Mapping[str, Any]) -> str:
     """The table."""
     rows = ["| architecture | leaves | s | gauges | largest change | nearly | no gauge |", "|---" * 7 + "|"]
-    for name, own in results.items():
-        if "error" in own:
-            rows.append(f"| {name} | | | {own['error']} | | | |")
+    for name, result in results.items():
+        if "error" in result:
+            rows.append(f"| {name} | | | {result['error']} | | | |")
             continue
-        count = ", ".join(f"{own['gauges'].count(kind)} {kind}" for kind in dict.fromkeys(own["gauges"]))
-        rest = "; ".join(f"{n} × {kind}" for kind, n in own["ungauged"].items())
-        cells = name, own["leaves"], own["seconds"], count, f"{own['change']:.0e}", len(own["nearly"]), rest
+        count = ", ".join(f"{result['gauges'].count(kind)} {kind}" for kind in dict.fromkeys(result["gauges"]))
+        rest = "; ".join(f"{n} × {kind}" for kind, n in result["ungauged"].items())
+        cells = name, result["leaves"], result["seconds"], count, f"{result['change']:.0e}", len(result["nearly"]), rest
         rows.append(f"| {' | '.join(map(str, cells))} |")
     said = "Small random instances, no weights, `linear=True`; 2 CPU cores. [Every report](released.md)."
     return "\n".join([said, "", *rows])
@@ -146,7 +146,7 @@ def section(results: Mapping[str, Any]) -> str:
 
 def markdown(results: Mapping[str, Any]) -> str:
     """Every report."""
-    reports = [f"## {name}\n\n```\n{own['report']}\n```\n" for name, own in results.items() if "report" in own]
+    reports = [f"## {name}\n\n```\n{result['report']}\n```\n" for name, result in results.items() if "report" in result]
     return "\n".join(["# What `discover` finds in released architectures", "", *reports])
 
 

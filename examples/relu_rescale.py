@@ -83,7 +83,7 @@ def log_ratio(params: Params) -> jax.Array:
 
 def observe(start: Params, params: Params, data: Data) -> dict[str, jax.Array]:
     """Loss, and how far both kinds of coordinate moved."""
-    drifts = {f"{name}_drift": rms(go.measure.drift(start, params, own)[0][""]) for name, own in GAUGES.items()}
+    drifts = {f"{name}_drift": rms(go.measure.drift(start, params, gauge)[0][""]) for name, gauge in GAUGES.items()}
     return drifts | {"loss": loss(params, data), "ratio": rms(log_ratio(params) - log_ratio(start))}
 
 

@@ -56,7 +56,7 @@ def special(rate: Any, decay: Any, l2: float | None = None) -> optax.GradientTra
         return {"layers": matrices(params["layers"]), "head": {"kernel": False, "bias": False}}
 
     def head(params: Any) -> Any:
-        return jax.tree.map(lambda all_of, own: all_of and not own, matrices(params), hidden(params))
+        return jax.tree.map(lambda all_of, is_hidden: all_of and not is_hidden, matrices(params), hidden(params))
 
     added = optax.add_decayed_weights(decay if l2 is None else l2, hidden)
     inner = optax.chain(added, optax.adamw(rate, weight_decay=decay, mask=head))
@@ -69,10 +69,10 @@ def slowed(rate: Any, decay: Any, share: float, factor: float) -> optax.Gradient
     inner = optax.adamw(rate, weight_decay=decay, mask=matrices)
     angle = lambda count: (2.0 * rate(count) * decay * 0.1 / 1.9) ** 0.5  # noqa: E731
     parts = [(f"_ channel=0:{cut}", angle), (f"_ channel={cut}:{NET.width}", lambda n: angle(n) / factor)]
-    for axes, own in parts:
+    for axes, schedule in parts:
         blocks = dict.fromkeys(neurons(NET), axes)
         if not axes.endswith("=0:0"):
-            inner = go.rotational(inner, blocks, learning_rate=rate, weight_decay=decay, eta_r=own)
+            inner = go.rotational(inner, blocks, learning_rate=rate, weight_decay=decay, eta_r=schedule)
     return inner
 
 
@@ -97,19 +97,19 @@ def measured(name: str, seeds: Sequence[int]) -> Cell:
     """The sweep, and at its best pair how layers and neurons turn."""
     net, make, decays = ARMS[name]
     pairs, task = list(itertools.product(RATES, decays)), digits.Task(net=net)
-    found = digits.train(task, make, pairs, seeds)
-    at = int(np.argmin(np.where(np.isfinite(found.loss), found.loss, np.inf).mean(1)))
+    swept = digits.train(task, make, pairs, seeds)
+    at = int(np.argmin(np.where(np.isfinite(swept.loss), swept.loss, np.inf).mean(1)))
     out: Cell = {
-        "sweep": found.loss.mean(1).reshape(len(RATES), -1), "best": list(pairs[at]), "loss": found.loss[at],
-        "accuracy": found.accuracy[at],
+        "sweep": swept.loss.mean(1).reshape(len(RATES), -1), "best": list(pairs[at]), "loss": swept.loss[at],
+        "accuracy": swept.accuracy[at],
     }  # fmt: skip
     if name in WATCHED:
-        seen = digits.train(task, make, [pairs[at]], seeds, digits.rotations(net)).observed[0]
-        late = seen[:, task.steps // 4 : task.steps * 3 // 4].mean(1)
+        observed = digits.train(task, make, [pairs[at]], seeds, digits.rotations(net)).observed[0]
+        late = observed[:, task.steps // 4 : task.steps * 3 // 4].mean(1)
         out["layers_apart"] = late[:, :, 0].max(1) / late[:, :, 0].min(1)
         out["neurons_apart"] = (late[:, :, 1] / late[:, :, 0]).mean(1)
-        out["rotation"] = seen[0, ::10, :, 0].T
-        out["spread"] = seen[0, ::10, :, 1].T
+        out["rotation"] = observed[0, ::10, :, 0].T
+        out["spread"] = observed[0, ::10, :, 1].T
     return out
 
 
@@ -129,14 +129,14 @@ def figure(result: Result, path: Path) -> None:
     for name in WATCHED:
         for k, curve in enumerate(cells[name]["rotation"]):
             color = report.COLORS[WATCHED.index(name)]
-            own = {"color": color, "ls": ("-", "--")[k], "label": name if k == 0 else None}
-            axes[2].plot(np.arange(len(curve)) * 10, curve, **own)
+            style = {"color": color, "ls": ("-", "--")[k], "label": name if k == 0 else None}
+            axes[2].plot(np.arange(len(curve)) * 10, curve, **style)
     axes[2].set(title="mean rotation; layer 1 solid, 2 dashed", xlabel="step", ylabel="rad", yscale="log")
     axes[2].legend(fontsize=7)
     names = [name for name in cells if name.startswith(("slowed", "RV"))]
     for k, name in enumerate(names):
-        found = np.asarray(cells[name]["loss"])
-        axes[3].errorbar(found.mean(), k, xerr=found.std(ddof=1), fmt="o", color="black")
+        losses = np.asarray(cells[name]["loss"])
+        axes[3].errorbar(losses.mean(), k, xerr=losses.std(ddof=1), fmt="o", color="black")
     axes[3].set_yticks(range(len(names)), names, fontsize=7)
     axes[3].set(title="best test loss", xlabel="mean and deviation over seeds")
     grid.save(fig, path)

@@ -103,27 +103,27 @@ def measured(name: str, seeds: Sequence[int]) -> Cell:
         entries = {path: int(np.prod([64 if "mlp/down" not in path else 256])) for path in axes}
     else:
         axes = neurons(net.cnn)
-        own = digits.Task(net=net.cnn, steps=DIGITS_STEPS, constant=True, warmup=0.0, label_noise=0.3)
-        kept = digits.train(own, make, pair, seeds, observer(net, axes)).observed
+        nets = digits.Task(net=net.cnn, steps=DIGITS_STEPS, constant=True, warmup=0.0, label_noise=0.3)
+        kept = digits.train(nets, make, pair, seeds, observer(net, axes)).observed
         kept = {path: _windows(x) for path, x in kept.items()}
         entries = {path: 9 if "/0/" in path else 9 * net.cnn.width for path in axes}
     out: Cell = {"layers": {}}
-    for path, found in kept.items():
-        last = found.shape[2] * 2 // 3
+    for path, curves in kept.items():
+        last = curves.shape[2] * 2 // 3
         rest = go.measure.predict_equilibrium(
             "adamw", learning_rate=net.learning_rate, weight_decay=net.weight_decay or np.nan, dim=entries[path],
             second_order=True,
         )  # fmt: skip
-        means = found[0, :, last:].mean(1)
+        means = curves[0, :, last:].mean(1)
         out["layers"][path] = {key: means[:, k] for k, key in enumerate(FIGURES)} | {
             "predicted": [float(rest.norm), float(rest.rotation)] if net.weight_decay else [],
-            "curves": {"norm": found[0, 0, :, 0], "rotation": found[0, 0, :, 1]},
+            "curves": {"norm": curves[0, 0, :, 0], "rotation": curves[0, 0, :, 1]},
         }
     return out
 
 
 def _unrolled(axes: Mapping[str, str], count: int) -> dict[str, str]:
-    return {path.replace("{i}", str(i)): own for i in range(count) for path, own in axes.items()}
+    return {path.replace("{i}", str(i)): axes_of_path for i in range(count) for path, axes_of_path in axes.items()}
 
 
 def _windows(x: np.ndarray) -> np.ndarray:
@@ -144,9 +144,9 @@ def figure(result: Result, path: Path) -> None:
     names = [name for name in NETS if "no decay" not in name]
     fig, axes = report.plt.subplots(2, len(names), figsize=(3.2 * len(names), 5.4), layout="constrained", sharex="col")
     for column, name in zip(axes.T, names, strict=True):
-        for layer, own in result["cells"][name]["layers"].items():
-            for axis, key, rest in zip(column, ("norm", "rotation"), own["predicted"], strict=True):
-                curve = np.asarray(own["curves"][key])
+        for layer, layer_result in result["cells"][name]["layers"].items():
+            for axis, key, rest in zip(column, ("norm", "rotation"), layer_result["predicted"], strict=True):
+                curve = np.asarray(layer_result["curves"][key])
                 axis.plot(np.arange(len(curve)) * EVERY, curve / rest, lw=0.9, label=layer.removesuffix("/kernel"))
         for axis, key in zip(column, ("norm", "rotation"), strict=True):
             axis.axhline(1.0, color="black", ls="--", lw=1)

@@ -60,9 +60,9 @@ def rotational_sgdm(rate: Any, decay: Any) -> optax.GradientTransformation:
 def on_digits(make: digits.Make, pairs: Sequence[tuple[float, float]], warmup: float, seeds: Sequence[int]) -> Cell:
     """Losses of every pair, (pairs, seeds), and what the first layer does."""
     task = digits.Task(warmup=warmup)
-    found = digits.train(task, make, pairs, seeds, digits.rotations(task.net))
-    curves = found.observed[:, 0, ::20, 0]
-    return {"loss": found.loss, "norm": curves[..., 2], "rotation": curves[..., 0]}
+    trained = digits.train(task, make, pairs, seeds, digits.rotations(task.net))
+    curves = trained.observed[:, 0, ::20, 0]
+    return {"loss": trained.loss, "norm": curves[..., 2], "rotation": curves[..., 0]}
 
 
 def on_text(make: text.Make, pairs: Sequence[tuple[float, float]], warmup: float, seeds: Sequence[int]) -> Cell:
@@ -73,16 +73,16 @@ def on_text(make: text.Make, pairs: Sequence[tuple[float, float]], warmup: float
 def cells() -> dict[str, Any]:
     """By name: the arm, its rates, with warm-up or without."""
     made: dict[str, Any] = {}
-    for name, make, own in (("AdamW", adamw, lm_adamw), ("RV-AdamW", rotational, lm_rotational)):
+    for name, make, make_lm in (("AdamW", adamw, lm_adamw), ("RV-AdamW", rotational, lm_rotational)):
         made[f"product, digits, {name}"] = functools.partial(
             on_digits, make, [(rate, PRODUCT / rate) for rate in DIGITS_RATES], 0.1
         )
         made[f"product, LM, {name}"] = functools.partial(
-            on_text, own, [(rate, PRODUCT / rate) for rate in LM_RATES], 0.1
+            on_text, make_lm, [(rate, PRODUCT / rate) for rate in LM_RATES], 0.1
         )
         for warmup in (0.0, 0.1):
             made[f"warm-up {warmup:g}, LM, {name}"] = functools.partial(
-                on_text, own, [(rate, LM_DECAY) for rate in WARM_RATES], warmup
+                on_text, make_lm, [(rate, LM_DECAY) for rate in WARM_RATES], warmup
             )
     for name, make in (("SGDM", sgdm), ("RV-SGDM", rotational_sgdm)):
         for warmup in (0.0, 0.1):
@@ -94,26 +94,26 @@ def cells() -> dict[str, Any]:
 
 def means(cell: Cell) -> np.ndarray:
     """Over seeds, infinite where a run was lost."""
-    found = np.asarray(cell["loss"], float)
-    return np.where(np.isfinite(found), found, np.inf).mean(1)
+    losses = np.asarray(cell["loss"], float)
+    return np.where(np.isfinite(losses), losses, np.inf).mean(1)
 
 
 def figure(result: Result, path: Path) -> None:
     """Losses by rate, and norm and rotation on the way for three rates."""
-    own = result["cells"]
+    cells = result["cells"]
     fig, axes = report.plt.subplots(2, 3, figsize=(12, 6.6), layout="constrained")
     for axis, (task, rates, names) in zip(
         (axes[0, 0], axes[0, 1]), (("digits", DIGITS_RATES, "test"), ("LM", LM_RATES, "validation")), strict=True
     ):
         for name, color in (("AdamW", "black"), ("RV-AdamW", "tab:blue")):
-            found = np.asarray(own[f"product, {task}, {name}"]["loss"])
-            axis.errorbar(rates, found.mean(1), found.std(1, ddof=1), marker="o", color=color, label=name)
+            losses = np.asarray(cells[f"product, {task}, {name}"]["loss"])
+            axis.errorbar(rates, losses.mean(1), losses.std(1, ddof=1), marker="o", color=color, label=name)
         axis.set(xscale="log", title=f"{task}: {names} loss, rate · decay = {PRODUCT:g}", xlabel="learning rate")
         axis.legend(fontsize=8)
     for axis, key in zip((axes[0, 2], axes[1, 2]), ("norm", "rotation"), strict=True):
         for name, style in (("AdamW", "-"), ("RV-AdamW", ":")):
             for k in (0, 2, 4):
-                curve = np.asarray(own[f"product, digits, {name}"][key][k])
+                curve = np.asarray(cells[f"product, digits, {name}"][key][k])
                 label = f"{name}, {DIGITS_RATES[k]:g}"
                 axis.plot(np.arange(len(curve)) * 20, curve, style, color=report.COLORS[k], label=label)
         axis.set(title=f"digits, layer 1: {key}", xlabel="step", yscale="log")
@@ -125,29 +125,29 @@ def figure(result: Result, path: Path) -> None:
     ):
         for name, color in zip(arms, ("black", "tab:blue"), strict=True):
             for warmup, style in ((0.0, "--"), (0.1, "-")):
-                found = np.asarray(own[f"warm-up {warmup:g}, {task}, {name}"]["loss"])
+                losses = np.asarray(cells[f"warm-up {warmup:g}, {task}, {name}"]["loss"])
                 drawn = {"ls": style, "color": color, "label": f"{name}, {'with' if warmup else 'without'}"}
-                axis.errorbar(rates, found.mean(1), found.std(1, ddof=1), marker="o", **drawn)
+                axis.errorbar(rates, losses.mean(1), losses.std(1, ddof=1), marker="o", **drawn)
         axis.set(xscale="log", yscale="log", title=f"{task}: with and without warm-up", xlabel="learning rate")
         axis.legend(fontsize=7)
     grid.save(fig, path)
 
 
-def _gain_of_warmup(own: dict[str, Cell], task: str, name: str) -> np.ndarray:
+def _gain_of_warmup(cells: dict[str, Cell], task: str, name: str) -> np.ndarray:
     """By rate: how much less the loss is with warm-up, relative."""
-    without, with_it = (means(own[f"warm-up {warmup:g}, {task}, {name}"]) for warmup in (0.0, 0.1))
+    without, with_it = (means(cells[f"warm-up {warmup:g}, {task}, {name}"]) for warmup in (0.0, 0.1))
     return without / with_it - 1.0
 
 
 def section(result: Result) -> str:
     """The tables, and what they say."""
-    own, out = result["cells"], [f"{len(result['seeds'])} seeds, float32, {result['machine']}."]
+    cells, out = result["cells"], [f"{len(result['seeds'])} seeds, float32, {result['machine']}."]
     for task, rates in (("digits", DIGITS_RATES), ("LM", LM_RATES)):
         names = ("AdamW", "RV-AdamW")
-        rows = [[name, *(f"{x:.4f}" for x in means(own[f"product, {task}, {name}"]))] for name in names]
+        rows = [[name, *(f"{x:.4f}" for x in means(cells[f"product, {task}, {name}"]))] for name in names]
         out.append(f"{task}, rate times decay {PRODUCT:g}, by rate:")
         out.append(grid.table(["", *(f"{rate:g}" for rate in rates)], rows))
-        spread = [means(own[f"product, {task}, {name}"]) for name in names]
+        spread = [means(cells[f"product, {task}, {name}"]) for name in names]
         wide = [float((x.max() - x.min()) / x.min()) for x in spread]
         out.append(
             report.paper("the rotational variant depends less on the rate at a fixed product", [wide[1] < wide[0]])
@@ -156,14 +156,14 @@ def section(result: Result) -> str:
         )
     for task, rates, names in (("LM", WARM_RATES, ("AdamW", "RV-AdamW")), ("digits", SGD_RATES, ("SGDM", "RV-SGDM"))):
         rows = [
-            [f"{name}, {said}", *(f"{x:.4f}" for x in means(own[f"warm-up {warmup:g}, {task}, {name}"]))]
+            [f"{name}, {said}", *(f"{x:.4f}" for x in means(cells[f"warm-up {warmup:g}, {task}, {name}"]))]
             for name in names
             for warmup, said in ((0.0, "without"), (0.1, "with"))
         ]
         out.append(f"{task}, with and without warm-up over a tenth of the run, by rate:")
         out.append(grid.table(["", *(f"{rate:g}" for rate in rates)], rows))
-        gains = [_gain_of_warmup(own, task, name) for name in names]
-        least = [[min(means(own[f"warm-up {w}, {task}, {name}"])) for w in ("0", "0.1")] for name in names]
+        gains = [_gain_of_warmup(cells, task, name) for name in names]
+        least = [[min(means(cells[f"warm-up {w}, {task}, {name}"])) for w in ("0", "0.1")] for name in names]
         best = [without / with_it - 1 for without, with_it in least]
         out.append(
             f"Without warm-up the best rate loses {best[0]:+.1%} ({names[0]}) and {best[1]:+.1%} ({names[1]}); over "

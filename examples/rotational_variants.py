@@ -67,11 +67,11 @@ def compared(name: str, seeds: Sequence[int]) -> Cell:
     rate, decay = pairs[at]
     few = list(LM_FEW if task == "LM" else decays)
     few += [decay] if decay not in few else []
-    found = losses(task, variant, [(rate, other) for other in few], seeds)
-    best = int(np.argmin(np.where(np.isfinite(found), found, np.inf).mean(1)))
+    by_decay = losses(task, variant, [(rate, other) for other in few], seeds)
+    best = int(np.argmin(np.where(np.isfinite(by_decay), by_decay, np.inf).mean(1)))
     return {
         "pair": [rate, decay], "baseline": swept[at], "no decay": losses(task, make, [(rate, 0.0)], seeds)[0],
-        "zero-shot": found[few.index(decay)], "few-shot": found[best], "few-shot decay": few[best],
+        "zero-shot": by_decay[few.index(decay)], "few-shot": by_decay[best], "few-shot decay": few[best],
     }  # fmt: skip
 
 
@@ -87,9 +87,9 @@ def optioned(name: str, task: str, seeds: Sequence[int]) -> Cell:
         return go.rotational_adamw(rate, blocks, weight_decay=decay, mask=text.kernels, gain=gain, **options)
 
     decays = (DECAY,) if task == "LM" else (0.01, 0.03, DECAY, 0.3, 1.0)
-    found = losses(task, make, [(RATE, decay) for decay in decays], seeds)
-    at = int(np.argmin(found.mean(1)))
-    return {"loss": found[at], "decay": decays[at]}
+    by_decay = losses(task, make, [(RATE, decay) for decay in decays], seeds)
+    at = int(np.argmin(by_decay.mean(1)))
+    return {"loss": by_decay[at], "decay": decays[at]}
 
 
 def cells() -> dict[str, Any]:
@@ -110,16 +110,16 @@ def figure(result: Result, path: Path) -> None:
     for k, name in enumerate(PAIRS):
         cell = result["cells"][name]
         base = np.mean(cell["baseline"])
-        found = np.array([cell[column] for column in COLUMNS]) / base
-        axes[0].errorbar(np.arange(4) + 0.1 * k, found.mean(1), found.std(1, ddof=1), fmt="o", label=name)
+        values = np.array([cell[column] for column in COLUMNS]) / base
+        axes[0].errorbar(np.arange(4) + 0.1 * k, values.mean(1), values.std(1, ddof=1), fmt="o", label=name)
     axes[0].set_xticks(range(4), COLUMNS)
     axes[0].axhline(1.0, color="gray", ls=":")
     axes[0].set(title="loss over the baseline's", ylim=(0.8, 1.4))
     axes[0].legend(fontsize=7)
     for axis, task in zip(axes[1:], ("digits", "LM"), strict=True):
         for k, name in enumerate(OPTIONS):
-            found = np.asarray(result["cells"][f"{task}: {name}"]["loss"])
-            axis.errorbar(found.mean(), k, xerr=found.std(ddof=1), fmt="o", color="black")
+            values = np.asarray(result["cells"][f"{task}: {name}"]["loss"])
+            axis.errorbar(values.mean(), k, xerr=values.std(ddof=1), fmt="o", color="black")
         axis.set_yticks(range(len(OPTIONS)), list(OPTIONS), fontsize=7)
         axis.set(title=f"{task}, RV-AdamW: loss by option")
     grid.save(fig, path)
@@ -127,9 +127,9 @@ def figure(result: Result, path: Path) -> None:
 
 def section(result: Result) -> str:
     """The tables, and what they say."""
-    own, rows, said = result["cells"], [], []
+    cells, rows, said = result["cells"], [], []
     for name in PAIRS:
-        cell = own[name]
+        cell = cells[name]
         rate, decay = cell["pair"]
         rows.append([f"{name}, {rate:g}, {decay:g}", *(grid.spread(cell[column], ".4f") for column in COLUMNS),
                      f"{cell['few-shot decay']:g}"])  # fmt: skip
@@ -137,7 +137,7 @@ def section(result: Result) -> str:
         zero, few, none = (np.mean(cell[column]) / base - 1 for column in ("zero-shot", "few-shot", "no decay"))
         said.append(f"{name} {zero:+.1%} zero-shot, {few:+.1%} few-shot, {none:+.1%} without decay")
     options = [
-        [name, *(grid.spread(own[f"{task}: {name}"]["loss"], ".4f") for task in ("digits", "LM"))] for name in OPTIONS
+        [name, *(grid.spread(cells[f"{task}: {name}"]["loss"], ".4f") for task in ("digits", "LM"))] for name in OPTIONS
     ]
     return "\n\n".join([
         f"{len(result['seeds'])} seeds, float32, {result['machine']}; loss on held-out data.",

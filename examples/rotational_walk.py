@@ -84,23 +84,23 @@ def readings(c: Config, arm: Arm, seed: int) -> dict[str, np.ndarray]:
             params, state = carry
             grads = {"w": random_walk.noise(walk, params["w"], key, c.batch)}
             updates, after = tx.update(grads, state, params)
-            found = {name: optax.tree.get(after, name)["w"] for name in ("norm", "rotation", "rms_update")}
-            unit = jnp.square(grads["w"] * found["norm"][:, None])
+            figures = {name: optax.tree.get(after, name)["w"] for name in ("norm", "rotation", "rms_update")}
+            unit = jnp.square(grads["w"] * figures["norm"][:, None])
             signed = _signed(arm, state, grads["w"])
             # The step without its decay.
             pure = updates["w"] + (arm.learning_rate * arm.weight_decay * params["w"] if arm.kind != "sgdm" else 0.0)
-            found |= {"unit": unit, "first": jnp.abs(signed), "second": jnp.square(signed), "pure": _square(pure)}
-            squares = {name: jnp.square(found[name]) for name in ("norm", "rms_update")}
-            return (optax.apply_updates(params, updates), after), found | squares
+            figures |= {"unit": unit, "first": jnp.abs(signed), "second": jnp.square(signed), "pure": _square(pure)}
+            squares = {name: jnp.square(figures[name]) for name in ("norm", "rms_update")}
+            return (optax.apply_updates(params, updates), after), figures | squares
 
-        carry, found = jax.lax.scan(step, carry, keys)
-        return carry, jax.tree.map(lambda x: x.mean(0), found)
+        carry, figures = jax.lax.scan(step, carry, keys)
+        return carry, jax.tree.map(lambda x: x.mean(0), figures)
 
     params = {"w": weights}
     carry, kept = (params, tx.init(params)), []
     for block in jax.random.split(key, (c.steps * arm.longer // WINDOW, WINDOW)):
-        carry, found = window(carry, block)
-        kept.append(jax.device_get(found))
+        carry, figures = window(carry, block)
+        kept.append(jax.device_get(figures))
     stacked = {name: np.stack([one[name] for one in kept]) for name in kept[0]}
     stacked |= {name: np.sqrt(stacked[name]) for name in ("norm", "rms_update", "pure")}
     return stacked | {"start": np.linalg.norm(weights, axis=1)}
@@ -139,51 +139,51 @@ def measured(c: Config, name: str, seeds: Sequence[int]) -> dict[str, Any]:
     arm = ARMS[name]
     out: dict[str, Any] = {}
     for seed in seeds:
-        found = readings(c, arm, seed)
-        last = len(found["norm"]) * 2 // 3
-        at = {key: x[last:].mean(0) for key, x in found.items() if key != "start"}
+        curves = readings(c, arm, seed)
+        last = len(curves["norm"]) * 2 // 3
+        at = {key: x[last:].mean(0) for key, x in curves.items() if key != "start"}
         plain, aligned = predicted(c, arm, at), predicted(c, arm, at, aligned=True)
-        own = {
+        predictions = {
             "norm": at["norm"].mean() / np.mean(plain.norm),
             "rotation": at["rotation"].mean() / np.mean(plain.rotation),
             "step": at["pure"].mean() / np.mean(plain.rms_update),
             "aligned_norm": at["norm"].mean() / np.mean(aligned.norm),
             "aligned_rotation": at["rotation"].mean() / np.mean(aligned.rotation),
-            "transient": _transient(arm, found, plain),
+            "transient": _transient(arm, curves, plain),
         }
         if arm.kind == "lion":
             second = at["second"].mean(-1)
-            own["alignment"] = np.sqrt(np.mean(at["first"] ** 2 / at["second"]))
-            own["pooled_alignment"] = np.mean(at["first"].mean(-1) / np.sqrt(second))
-        for key, x in own.items():
+            predictions["alignment"] = np.sqrt(np.mean(at["first"] ** 2 / at["second"]))
+            predictions["pooled_alignment"] = np.mean(at["first"].mean(-1) / np.sqrt(second))
+        for key, x in predictions.items():
             out.setdefault(key, []).append(float(x))
         if seed == seeds[0]:
             out["curves"] = {
                 key: {
-                    "neurons": found[key][:, :NEURONS].T, "mean": found[key].mean(1),
+                    "neurons": curves[key][:, :NEURONS].T, "mean": curves[key].mean(1),
                     "predicted": float(np.mean(getattr(plain, key))),
                 }
                 for key in ("norm", "rotation")
             }  # fmt: skip
             if arm.kind != "adam_l2":
-                out["curves"]["norm"]["transient"] = _law(arm, found, plain)
+                out["curves"]["norm"]["transient"] = _law(arm, curves, plain)
     return out
 
 
-def _law(arm: Arm, found: dict[str, np.ndarray], rest: Equilibrium) -> np.ndarray:
+def _law(arm: Arm, curves: dict[str, np.ndarray], rest: Equilibrium) -> np.ndarray:
     """Eq. (16) at the middle of each window, the mean over neurons."""
     power, kept = 2, 1 - arm.learning_rate * arm.weight_decay
     if arm.kind == "sgdm":
         power, kept = 4, 1 - arm.learning_rate * arm.weight_decay / 0.1
-    share = kept ** (power * (np.arange(len(found["norm"])) + 0.5) * WINDOW)[:, None]
-    return np.mean((share * found["start"] ** power + (1 - share) * rest.norm**power) ** (1 / power), 1)
+    share = kept ** (power * (np.arange(len(curves["norm"])) + 0.5) * WINDOW)[:, None]
+    return np.mean((share * curves["start"] ** power + (1 - share) * rest.norm**power) ** (1 / power), 1)
 
 
-def _transient(arm: Arm, found: dict[str, np.ndarray], rest: Equilibrium) -> float:
+def _transient(arm: Arm, curves: dict[str, np.ndarray], rest: Equilibrium) -> float:
     """How far the mean norm is from Eq. (16), at most, over the run."""
     if arm.kind == "adam_l2":
         return float("nan")
-    return float(np.max(np.abs(found["norm"].mean(1) / _law(arm, found, rest) - 1.0)))
+    return float(np.max(np.abs(curves["norm"].mean(1) / _law(arm, curves, rest) - 1.0)))
 
 
 def figure(result: Result, path: Path) -> None:
@@ -193,15 +193,15 @@ def figure(result: Result, path: Path) -> None:
     for column, name in zip(axes.T, names, strict=True):
         curves = result["cells"][name]["curves"]
         for axis, key in zip(column, ("norm", "rotation"), strict=True):
-            own, steps = curves[key], np.arange(len(curves[key]["mean"])) * WINDOW
-            for neuron in own["neurons"]:
+            curve, steps = curves[key], np.arange(len(curves[key]["mean"])) * WINDOW
+            for neuron in curve["neurons"]:
                 axis.plot(steps, neuron, lw=0.8, alpha=0.7)
-            axis.plot(steps, own["mean"], color="black", lw=1.4, label="mean of the layer")
-            axis.axhline(own["predicted"], color="tab:red", ls="--", label="predicted")
-            if "transient" in own:
-                axis.plot(steps, own["transient"], color="tab:red", ls=":", label="Eq. (16)")
+            axis.plot(steps, curve["mean"], color="black", lw=1.4, label="mean of the layer")
+            axis.axhline(curve["predicted"], color="tab:red", ls="--", label="predicted")
+            if "transient" in curve:
+                axis.plot(steps, curve["transient"], color="tab:red", ls=":", label="Eq. (16)")
             if key == "rotation":
-                axis.set_ylim(0, 2.0 * own["predicted"])
+                axis.set_ylim(0, 2.0 * curve["predicted"])
                 axis.set_xlabel("step")
             axis.set_title(name if key == "norm" else "", fontsize=10)
         column[0].set_ylim(bottom=0)

@@ -194,14 +194,14 @@ def _leak(result: Result, c: Config) -> str:
 
 def _z_losses(result: Result) -> str:
     palm, strong = (f"AdamW, {which} Z-loss" for which in ("PaLM", "strong"))
-    grown = {arm: _beside_adamw(result, arm) for arm in (palm, strong)}
+    growth = {arm: _beside_adamw(result, arm) for arm in (palm, strong)}
     fails = [accuracy < GROKKED for accuracy in report.settled(result, strong, "test_accuracy")]
-    contained = [small < 1 and fail for small, fail in zip(grown[strong], fails, strict=True)]
+    contained = [small < 1 and fail for small, fail in zip(growth[strong], fails, strict=True)]
     return " ".join(
         [
-            f"The mode ends {report.span(grown[palm])} times as large under PaLM's Z-loss as under plain AdamW, "
-            f"{report.span(grown[strong])} times under the strong one, which fails to grok {report.on_seeds(fails)}.",
-            report.paper("PaLM's Z-loss grows the mode more than no remedy at all", [x > 1 for x in grown[palm]]),
+            f"The mode ends {report.span(growth[palm])} times as large under PaLM's Z-loss as under plain AdamW, "
+            f"{report.span(growth[strong])} times under the strong one, which fails to grok {report.on_seeds(fails)}.",
+            report.paper("PaLM's Z-loss grows the mode more than no remedy at all", [x > 1 for x in growth[palm]]),
             report.paper("strong Z-loss contains the mode only by failing to grok", contained),
         ]
     )

@@ -86,9 +86,9 @@ def program(c: Config, row: str, precision: str, which: str) -> Callable[[Params
     tx = optax.adamw(rate, weight_decay=c.weight_decay) if which == "adamw" else make(rate, problem.gauges)
     group = go.product(problem.gauges)
 
-    def apart(element: Any, here: Params, there: Params) -> jax.Array:
-        moved = group.act(element, here)
-        return jnp.max(jnp.stack([jnp.linalg.norm(moved[p] - there[p]) / jnp.linalg.norm(moved[p]) for p in moved]))
+    def apart(element: Any, params: Params, twin: Params) -> jax.Array:
+        moved = group.act(element, params)
+        return jnp.max(jnp.stack([jnp.linalg.norm(moved[p] - twin[p]) / jnp.linalg.norm(moved[p]) for p in moved]))
 
     def step(element: Any, twins: Any, _: None) -> tuple[Any, jax.Array]:
         after = []
@@ -100,21 +100,21 @@ def program(c: Config, row: str, precision: str, which: str) -> Callable[[Params
     @jax.jit
     def run(ours: Params, theirs: Params, element: Any) -> jax.Array:
         twins = [(params, tx.init(params)) for params in (ours, theirs)]
-        _, found = jax.lax.scan(functools.partial(step, element), twins, None, steps)
-        return jnp.concatenate([apart(element, ours, theirs)[None], found])
+        _, gaps = jax.lax.scan(functools.partial(step, element), twins, None, steps)
+        return jnp.concatenate([apart(element, ours, theirs)[None], gaps])
 
     return run
 
 
 def cell(c: Config, row: str, seed: int) -> Gaps:
     """One construction from one seed, and AdamW beside it, in both precisions."""
-    found: Gaps = {}
+    gaps_by_precision: Gaps = {}
     for precision in PRECISIONS:
         with jax.enable_x64(precision == "float64"):
             begin = start(build(c)[row].problem, seed)
             runs = {which: np.asarray(program(c, row, precision, which)(*begin)) for which in ("ours", "adamw")}
-        found[precision] = {which: [float(f"{x:.3g}") for x in gaps] for which, gaps in runs.items()}
-    return found
+        gaps_by_precision[precision] = {which: [float(f"{x:.3g}") for x in gaps] for which, gaps in runs.items()}
+    return gaps_by_precision
 
 
 # Results ------------------------------------------------------------------------------------------------
@@ -122,7 +122,7 @@ def cell(c: Config, row: str, seed: int) -> Gaps:
 
 def last(result: Result, row: str, precision: str, which: str) -> list[float]:
     """The gap after the last step, per seed."""
-    return [found[precision][which][-1] for found in result["cells"][row].values()]
+    return [gaps[precision][which][-1] for gaps in result["cells"][row].values()]
 
 
 def lines(result: Result) -> Iterator[list[str]]:
@@ -194,10 +194,10 @@ def _named(name: str) -> str:
 
 def _along(axis: Axes, result: Result, precision: str) -> None:
     for row in result["arms"]:
-        for found in result["cells"][row].values():
+        for cell_gaps in result["cells"][row].values():
             lines = {ADAMW: "adamw", kind(row): "ours"} if kind(row) == LIBRARY else {kind(row): "ours"}
             for name, which in lines.items():
-                gaps = np.maximum(found[precision][which], LEAST)
+                gaps = np.maximum(cell_gaps[precision][which], LEAST)
                 axis.plot(gaps, color=COLORS[name], lw=1, alpha=0.5)
     axis.axhline(LIMITS[precision], color="gray", ls=":")
     axis.set(title=f"{precision}, every seed", xlabel="step", yscale="log", ylim=(LEAST, 10))

@@ -189,14 +189,14 @@ def _split(result: Result) -> str:
 def _sweep(result: Result) -> str:
     """Where decay takes the block, by its strength."""
     c = Config(**result["settings"])
-    found = []
+    sentences = []
     for radial in ("linear", "log"):
         for decay in (c.weak_decay, c.strong_decay):
             arm = _swept(radial, decay)
             accuracy, gain = (report.final(result, arm, key) for key in ("accuracy", "gain"))
-            found.append(f"at {decay:g} the {radial} arm ends at accuracy {report.span(accuracy, '.3f')}, "
+            sentences.append(f"at {decay:g} the {radial} arm ends at accuracy {report.span(accuracy, '.3f')}, "
                          f"gain {report.span(gain)}")  # fmt: skip
-    return f"By strength of decay: {'; '.join(found)}."
+    return f"By strength of decay: {'; '.join(sentences)}."
 
 
 def _leak(result: Result) -> str:

@@ -204,20 +204,20 @@ def swept(group: Group) -> Sweep:
 
 def groups(result: Result) -> list[Group]:
     """The sweeps that have a finished rate."""
-    return [(d, start, arm) for d in STEPS for start in STARTS for arm in ARMS if swept((d, start, arm)).found(result)]
+    return [(d, start, arm) for d in STEPS for start in STARTS for arm in ARMS if swept((d, start, arm)).losses(result)]
 
 
 def table(result: Result) -> str:
     """Markdown: every arm at its best rate, beside its plain arm at that one's."""
     lines = [["d", "start", "arm", "loss", "at rate", "by plain's", "not finite", "CPU s"]]
     for size, start, arm in groups(result):
-        found, plain = (swept((size, start, own)).found(result) for own in (arm, ARMS[arm].plain))
-        cells = [result["cells"][key((size, start, arm, rate, seed))] for rate in found for seed in result["seeds"]]
-        at = best(found)
-        ratio = np.divide(found[at], plain[best(plain)]) if plain else np.array([math.nan])
+        losses, plain = (swept((size, start, name)).losses(result) for name in (arm, ARMS[arm].plain))
+        cells = [result["cells"][key((size, start, arm, rate, seed))] for rate in losses for seed in result["seeds"]]
+        at = best(losses)
+        ratio = np.divide(losses[at], plain[best(plain)]) if plain else np.array([math.nan])
         lines += [[
-            str(size), start, arm, f"{np.mean(found[at]):.4f} ± {np.std(found[at]):.4f}",
-            f"{at:g}" + ", an end" * (at in (min(found), max(found))), f"{ratio.mean():.4f} ± {ratio.std():.4f}",
+            str(size), start, arm, f"{np.mean(losses[at]):.4f} ± {np.std(losses[at]):.4f}",
+            f"{at:g}" + ", an end" * (at in (min(losses), max(losses))), f"{ratio.mean():.4f} ± {ratio.std():.4f}",
             f"{sum(not cell['finite'] for cell in cells)} of {len(cells)}",
             f"{np.median([cell['cpu_seconds'] for cell in cells]):.1f}",
         ]]  # fmt: skip
@@ -230,12 +230,13 @@ def summary(result: Result) -> str:
     for size, start, arm in groups(result):
         if ARMS[arm].plain != arm:
             continue
-        plain = swept((size, start, arm)).found(result)
+        plain = swept((size, start, arm)).losses(result)
         base = np.array(plain[best(plain)])
         gains = []
-        for other, own in ((n, swept((size, start, n)).found(result)) for n, a in ARMS.items() if a.plain == arm != n):
-            if own and other in SHOWN:
-                ratio = np.array(own[best(own)]) / base
+        for other in (name for name, other_arm in ARMS.items() if other_arm.plain == arm != name and name in SHOWN):
+            losses = swept((size, start, other)).losses(result)
+            if losses:
+                ratio = np.array(losses[best(losses)]) / base
                 gains.append(f"`{other}` {100 * (ratio.mean() - 1):+.1f} ± {100 * ratio.std():.1f} %")
         lines.append([str(size), start, f"`{arm}`", f"{base.mean():.3f} ± {base.std():.3f}", "; ".join(gains) or "–"])
     return "\n".join(f"| {' | '.join(row)} |" for row in lines)
@@ -252,13 +253,13 @@ def section(result: Result) -> str:
 
 def figure(result: Result, path: Path) -> None:
     """Validation loss by rate: a row per size and family, a column per start, a line per arm."""
-    found = {group: swept(group).found(result) for group in groups(result)}
-    rows = list(dict.fromkeys((size, ARMS[arm].plain) for size, _, arm in found))
+    sweeps = {group: swept(group).losses(result) for group in groups(result)}
+    rows = list(dict.fromkeys((size, ARMS[arm].plain) for size, _, arm in sweeps))
     fig, axes = plt.subplots(
         len(rows), len(STARTS), figsize=(13, 3 * len(rows)), sharex="row", layout="constrained", squeeze=False
     )  # fmt: skip
     for (size, plain), row in zip(rows, axes, strict=True):
-        shown = {group: x for group, x in found.items() if (group[0], ARMS[group[2]].plain) == (size, plain)}
+        shown = {group: x for group, x in sweeps.items() if (group[0], ARMS[group[2]].plain) == (size, plain)}
         ticks = sorted({rate for losses in shown.values() for rate in losses})
         bests = [float(np.mean(losses[best(losses)])) for losses in shown.values()]
         for (_, start, arm), losses in shown.items():

@@ -152,11 +152,11 @@ def header(study: Study, config: Any, args: argparse.Namespace) -> Result:
         "arms": list(study.arms),
         "seeds": args.seeds,
         "machine": machine(),
-        "versions": {"gauge_optax": _own_version(), "jax": jax.__version__, "optax": optax.__version__},
+        "versions": {"gauge_optax": _package_version(), "jax": jax.__version__, "optax": optax.__version__},
     }
 
 
-def _own_version() -> str:
+def _package_version() -> str:
     """Of the sources here: the examples run from a checkout, installed or not."""
     project = Path(__file__).parent.parent / "pyproject.toml"
     return str(tomllib.loads(project.read_text())["project"]["version"])

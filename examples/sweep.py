@@ -1,9 +1,8 @@
 """Sweeps of a peak rate that end where the best has a worse neighbour on both sides; finished runs are kept as JSON.
 
 A group is what one sweep is about (size, start, arm …); a cell is a group with a rate and a seed. `result["cells"]` has
-what each cell gave, at least `validation` and `finite`; several processes may fill one file.
-
-Here: which cells are missing, the file, the loop. Not here: what a cell trains.
+what the caller's training function returned for each cell, at least `validation` and `finite`. Several processes may
+fill one file.
 """
 
 import fcntl
@@ -41,24 +40,24 @@ class Sweep(NamedTuple):
         """Rates number `low` to `high`, both included, to two digits."""
         return [float(f"{self.first * RATIO**n:.2g}") for n in range(low, high + 1)]
 
-    def found(self, result: Result) -> dict[float, list[float]]:
+    def losses(self, result: Result) -> dict[float, list[float]]:
         """Rate → validation losses, seed by seed, infinite where not finite; rates that lack a seed are left out."""
-        found = {}
+        losses = {}
         for rate in self.rates(-LONGER, RATES - 1 + LONGER):
             cells = [result["cells"].get(key((*self.group, rate, seed))) for seed in result["seeds"]]
             if all(cells):
-                found[rate] = [cell["validation"] if cell["finite"] else math.inf for cell in cells]
-        return found
+                losses[rate] = [cell["validation"] if cell["finite"] else math.inf for cell in cells]
+        return losses
 
     def missing(self, result: Result) -> list[Cell]:
         """What to train next: the first rates, then one more on the side where the best is the last."""
-        low, high, found = 0, RATES - 1, self.found(result)
+        low, high, losses = 0, RATES - 1, self.losses(result)
         while True:
             wanted = self.rates(low, high)
-            cells = [(*self.group, rate, seed) for rate in wanted if rate not in found for seed in result["seeds"]]
+            cells = [(*self.group, rate, seed) for rate in wanted if rate not in losses for seed in result["seeds"]]
             if cells:
                 return [cell for cell in cells if key(cell) not in result["cells"]]
-            at = best({rate: found[rate] for rate in wanted})
+            at = best({rate: losses[rate] for rate in wanted})
             if at == wanted[0] and low > -LONGER:
                 low -= 1
             elif at == wanted[-1] and high < RATES - 1 + LONGER:
@@ -73,9 +72,9 @@ def key(cell: Cell) -> str:
     return " | ".join([*map(str, group), f"{rate:g}", str(seed)])
 
 
-def best(found: dict[float, list[float]]) -> float:
+def best(losses: dict[float, list[float]]) -> float:
     """The rate of least mean."""
-    return min(found, key=lambda rate: float(np.mean(found[rate])))
+    return min(losses, key=lambda rate: float(np.mean(losses[rate])))
 
 
 def save(path: Path, cell: Cell, done: dict[str, Any]) -> Result:

@@ -1,7 +1,7 @@
 """Trains the demo language model at given rates and seeds, one program for all of them.
 
-A Llama of two layers on bytes of text, d = 64, from lecun's start. Here: the loop, the model with and without weight
-standardization, where its neurons are. Not here: what is compared.
+The model is a Llama of two layers on bytes of text, d = 64, from LeCun-normal kernels, with weight standardization or
+without. Each study says what it compares.
 """
 
 import functools
@@ -116,11 +116,11 @@ def train(
         (params, _), kept = jax.lax.scan(window, (params, tx.init(params)), windows)
         return jax.lax.map(functools.partial(loss, params), held_out).mean(), kept
 
-    held_out, found = starts.held_out(), []
+    held_out, runs = starts.held_out(), []
     for rate, decay in pairs:
         for seed in seeds:
             batches = starts.batches(task.steps, seed)
-            found.append(jax.device_get(run(init(seed), batches, held_out, jnp.float32(rate), jnp.float32(decay))))
-    losses = np.array([x for x, _ in found]).reshape(len(pairs), len(seeds))
-    kept = jax.tree.map(lambda *x: np.stack(x).reshape(len(pairs), len(seeds), *x[0].shape), *[y for _, y in found])
+            runs.append(jax.device_get(run(init(seed), batches, held_out, jnp.float32(rate), jnp.float32(decay))))
+    losses = np.array([x for x, _ in runs]).reshape(len(pairs), len(seeds))
+    kept = jax.tree.map(lambda *x: np.stack(x).reshape(len(pairs), len(seeds), *x[0].shape), *[y for _, y in runs])
     return losses, kept

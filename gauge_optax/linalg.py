@@ -53,8 +53,6 @@ def roundoff(dtype: jnp.dtype) -> float:
     return 64.0 * float(jnp.finfo(dtype).eps)
 
 
-
-
 def noise(dtype: jnp.dtype) -> float:
     """Returns the relative size below which roundoff decides a direction: 1,000 machine epsilons."""
     return 1e3 * float(jnp.finfo(dtype).eps)
@@ -111,7 +109,7 @@ def safe_divide(a: jax.Array, b: jax.Array) -> jax.Array:
 def serial(make: Callable[..., T], *matrices: jax.Array) -> T:
     """Returns make(*matrices); on CPU it calls `make` for one matrix after the other.
 
-    XLA:CPU hands a batched LAPACK call to its thread pool from one of the pool's own threads, which waits for the rest.
+    XLA:CPU hands a batched LAPACK call to its thread pool from one of that pool's threads, which waits for the rest.
     As many such calls at once as there are threads (two gauges on two cores, one call per virtual device) wait for each
     other's threads forever. A call for a single matrix needs no other thread. *Measured* on two cores for 48 to 288
     matrices of 32 to 64: results are equal bit for bit, and take up to twice as long.
@@ -228,7 +226,7 @@ def lyapunov(m: jax.Array, k: jax.Array) -> jax.Array:
     True
     """
     if m.shape[-1] == 2:
-        # Both eigenvalues make the one pair that there is, so that the sum is the trace.
+        # There is one pair of eigenvalues, and its sum is the trace.
         return safe_divide(2.0 * k, jnp.trace(m, axis1=-2, axis2=-1)[..., None, None])
     values, vectors = symmetric_eigen(m)
     # Arithmetic leaves symmetric parts, which small sums of eigenvalues would amplify.
@@ -268,7 +266,7 @@ def inverse_sqrt_by_products(m: jax.Array, least: float) -> jax.Array:
     RᵀM^{−1/2}R, up to roundoff of ε·‖M‖/λ_min, which rounding M itself would cost as well.
 
     Reference: Higham, Functions of Matrices (2008), Eq. (6.35), the coupled Newton–Schulz iteration. Deviation: the
-    scaling of Chen & Chow (2014) for the known interval, which halves the number of iterations.
+    scaling of Chen & Chow (2014) for the interval [`least`, 1], which halves the number of iterations.
 
     >>> m = jnp.diag(jnp.array([4.0, 1.0, 0.25]))
     >>> inverse_sqrt_by_products(m, 1e-2).round(4).tolist()
@@ -392,10 +390,11 @@ def _split_matmul(x: jax.Array, q: jax.Array, size: float) -> jax.Array:
 
 
 def haar(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Orthogonal matrices of this shape, (…, d, d), from the Haar measure on O(d)."""
+    """Returns random orthogonal matrices of this shape, (…, d, d), from the Haar measure on O(d)."""
     q, r = qr(jax.random.normal(key, shape, real_dtype()))
+    # LAPACK chooses the signs of columns. With a positive diagonal of R the Q of a normal matrix is Haar.
     signs = jnp.sign(jnp.diagonal(r, axis1=-2, axis2=-1))
-    return q * signs[..., None, :]  # without the signs QR is not Haar
+    return q * signs[..., None, :]
 
 
 def skew_exponential(a: jax.Array) -> jax.Array:
@@ -539,7 +538,7 @@ def _root_by_products(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
 def _root_by_qr(rows: jax.Array, added: jax.Array, norms: jax.Array, nonzero: jax.Array) -> jax.Array:
     """Returns Y with Y·Yᵀ = (AᵀA + λ)⁻¹; norms are those of the columns of [A; √λ·I], and 1 for zero columns."""
     size, cutoff = rows.shape[-1], eigenvalue_cutoff(rows.dtype)
-    # A zero column gets a unit row of its own, which keeps it apart from the others, and R invertible.
+    # A unit row for every zero column keeps that column apart from the others, and R invertible.
     below = jnp.where(nonzero, jnp.sqrt(added) / norms, 1.0)[..., None] * jnp.eye(size, dtype=rows.dtype)
     r = triangular_factor(jnp.concatenate([jnp.where(nonzero, 1.0 / norms, 0.0)[..., None, :] * rows, below], -2))
     eye = jnp.broadcast_to(jnp.eye(size, dtype=r.dtype), r.shape)

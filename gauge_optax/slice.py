@@ -298,11 +298,14 @@ class Slice:
           point: bound leaves.
           live: which channels to fix, in the order of reading.
         """
+        return SlicePoint(self.centred(self._sized(point, live)))
+
+    def _sized(self, point: Arrays, live: Sequence[jax.Array]) -> Arrays:
         for place, mask in zip(self.order[0], live, strict=False):
             instance = self.instances[place.number]
             e, _ = instance.read(place.anchor, point, mask, near=True)
             point = instance.enter(e, point)
-        return SlicePoint(self.centred(point))
+        return point
 
     def hold(self, point: SlicePoint, tangent: SliceTangent) -> SliceTangent:
         """u without the part that turns heads, exactly for steps of any size where that has a closed form."""
@@ -463,13 +466,14 @@ class Slice:
           masks: which channels have a frame, in the order of reading.
           tangent: bound leaves.
         """
-        _, moved = jax.jvp(lambda values: self.fix(values, masks), (point,), (tangent,))
-        return self.project_turning(point, dict(moved))
+        # The tangent is centred, not the point's shift differentiated: a head that is constant has no derivative there.
+        _, moved = jax.jvp(lambda values: self._sized(values, masks), (point,), (tangent,))
+        return self.project_turning(point, self.centred(moved))
 
     def horizontal_dual(self, point: Arrays, masks: Sequence[jax.Array], cotangent: Arrays) -> Arrays:
         """The adjoint of `horizontal`: a gradient that pairs to zero with every motion along the orbit."""
-        _, pull = jax.vjp(lambda values: dict(self.fix(values, masks)), point)
-        out: Arrays = pull(self.project_turning(point, cotangent))[0]
+        _, pull = jax.vjp(lambda values: self._sized(values, masks), point)
+        out: Arrays = pull(self.centred(self.project_turning(point, cotangent)))[0]
         return out
 
     def nearest(self, params: Any) -> "Nearest":

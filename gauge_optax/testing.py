@@ -24,11 +24,11 @@ _TOLERANCES = {
     "equivariant": (1e-8, 1e-4, 5e-2),
     "loss": (1e-8, 1e-5, 5e-2),
 }
-_DTYPES = ("float64", "float32")  # of the first two columns; the third is for anything shorter
+_DTYPES = ("float64", "float32")  # the first two columns; the third is for shorter dtypes
 
 
 def tolerance(check: str, tree: Any) -> float:
-    """The relative tolerance of a check on a tree (docs/design.md §7), by the coarsest floating dtype in it.
+    """Returns the relative tolerance of a check on a tree (docs/design.md §7), by the coarsest floating dtype in it.
 
     Args:
       check: "invariant", "horizontal", "equivariant" or "loss".
@@ -49,10 +49,10 @@ def tolerance(check: str, tree: Any) -> float:
 def assert_invariant(
     loss_fn: LossFn, params: Any, gauges: Gauges, key: jax.Array, rtol: float | None = None, scale: float = 1.0
 ) -> None:
-    """Asserts that every gauge, and their product, leaves the loss alone under a random element.
+    """Asserts that a random element of every gauge, and of their product, does not change the loss.
 
     Args:
-      loss_fn: params → scalar, or any array of outputs (logits say more).
+      loss_fn: params → scalar, or any array of outputs (logits show more than their loss).
       params: the point.
       gauges: a gauge or a sequence of them.
       key: a PRNG key.
@@ -60,7 +60,7 @@ def assert_invariant(
       scale: size of the elements.
 
     Raises:
-      AssertionError: naming the gauge that is no symmetry, the leaves it moves and by how much the loss changed.
+      AssertionError: names the gauge that is no symmetry, the leaves it moves and by how much the loss changed.
 
     >>> params = {"up": jnp.ones((2, 3)), "down": jnp.ones((3, 1))}
     >>> relu = go.rescale({"up": "_ channel"}, {"down": "channel _"})
@@ -89,14 +89,14 @@ def assert_horizontal(updates: Any, params: Any, gauges: Gauges, rtol: float | N
     """Asserts that a tangent has no part along any orbit.
 
     Args:
-      updates: a tangent, as `scale_by_ddc` or `gauge_project(kind="update")` returns it. The difference between two
-        points of a curved path is none.
+      updates: a tangent, as `scale_by_ddc` or `gauge_project(kind="update")` returns it. A difference of two points
+        on a curved path, as `gauge_retract` returns it, is no tangent.
       params: the point.
       gauges: a gauge or a sequence of them, meaning their product.
       rtol: largest norm of the vertical part, relative to that of the bound part, both on the slice.
 
     Raises:
-      AssertionError: naming the gauge, the leaf with the largest vertical part and the relative error.
+      AssertionError: names the gauge, the leaf with the largest vertical part and the relative error.
 
     >>> params = {"w": jnp.ones((1, 2))}
     >>> go.testing.assert_horizontal({"w": jnp.array([[1.0, -1.0]])}, params, go.logit_shift({"w": "_ vocab"}))
@@ -110,13 +110,13 @@ def assert_horizontal(updates: Any, params: Any, gauges: Gauges, rtol: float | N
             f"updates of another shape than params: {other}\n"
             f"  found:    {shapes[0].get(other, 'no leaf')}\n"
             f"  expected: {shapes[1].get(other, 'no leaf')}\n"
-            f"  remedy:   pass what came out of update for these params"
+            f"  remedy:   pass what update returned for these params"
         )
     tangent, vertical = _on_slice(group, params, updates)
     size = _norm(tangent.values())
     error = _norm(vertical.values()) / size if size else 0.0
     if not error <= rtol:
-        # Where gauges share leaves, the one is blamed that has the largest part along its orbits.
+        # Where gauges share leaves, the message names the gauge with the largest part along its orbits.
         blamed = max(group.parts, key=lambda part: _norm(jax.tree.leaves(part.vertical(params, updates))))
         worst = max(_leaves_of(blamed, params), key=lambda path: float(jnp.linalg.norm(vertical[path])))
         raise AssertionError(
@@ -151,14 +151,14 @@ def assert_equivariant_step(
       gauges: a gauge or a sequence of them, meaning their product.
       key: a PRNG key for g.
       steps: how long to train.
-      ignore: path patterns of leaves that are not compared, such as a key bias without rotary positions, whose zero
-        gradient leaves it to roundoff. The loss that they have a part in is compared.
-      rtol: largest difference per leaf relative to the leaf's norm, and of the loss; by default that of docs/design.md
-        §7 for the dtype.
+      ignore: path patterns of leaves that are not compared, such as a key bias without rotary positions, whose gradient
+        is nothing but roundoff. The loss, which depends on these leaves too, is compared.
+      rtol: largest difference per leaf relative to the leaf's norm, and largest relative difference of the loss; by
+        default those of docs/design.md §7 for the dtype.
       scale: size of g.
 
     Raises:
-      AssertionError: naming the step, the leaf (or the loss), the gauges on it and the relative error.
+      AssertionError: names the step, the leaf (or the loss), the gauges that bind it and the relative error.
 
     >>> params = {"up": jnp.ones((2, 3)), "down": jnp.ones((3, 1))}
     >>> relu = go.rescale({"up": "_ channel"}, {"down": "channel _"})
@@ -189,11 +189,11 @@ def assert_equivariant_step(
     element = group.sample(key, params, scale)
     twins = [(point, tx.init(point)) for point in (params, group.act(element, params))]
     for number in range(1, steps + 1):
-        (ours, loss), (theirs, twin_loss) = (step(*twin) for twin in twins)
-        twins = [ours, theirs]
+        runs = [step(*twin) for twin in twins]
+        twins, (loss, twin_loss) = [run for run, _ in runs], (loss for _, loss in runs)
         if not (error := _relative(twin_loss, loss)) <= loss_tolerance:
             fail(number, "the loss", group.parts, error, loss_tolerance)
-        moved, twin = leaves_by_path(group.act(element, ours[0])), leaves_by_path(theirs[0])
+        moved, twin = leaves_by_path(group.act(element, twins[0][0])), leaves_by_path(twins[1][0])
         for path in compared:
             if not (error := _relative(twin[path], moved[path])) <= leaf_tolerance:
                 acting = [gauge for gauge in group.parts if path in _leaves_of(gauge, params)]
@@ -201,7 +201,7 @@ def assert_equivariant_step(
 
 
 def _compared(params: Any, ignore: Sequence[str]) -> list[str]:
-    """Paths that no pattern matches; a pattern that matches no path is a mistake."""
+    """Returns the paths that no pattern matches. Raises ValueError for a pattern that matches no path."""
     paths, ignored = list(leaves_by_path(params)), set[str]()
     for pattern in ignore:
         hits = {path for path in paths if match("ignore", pattern, path) is not None}
@@ -215,7 +215,7 @@ def _compared(params: Any, ignore: Sequence[str]) -> list[str]:
 
 
 def describe(gauge: Gauge) -> str:
-    """A gauge's name with the patterns it binds, for messages.
+    """Returns a gauge's name with the patterns it binds, for messages.
 
     Args:
       gauge: a gauge.
@@ -233,12 +233,12 @@ def describe(gauge: Gauge) -> str:
 
 
 def _leaves_of(gauge: Gauge, params: Any) -> Sequence[str]:
-    """Paths of the leaves that a gauge moves."""
+    """Returns the paths of the leaves that a gauge moves."""
     return tuple(gauge._slice(params).added)
 
 
 def _on_slice(group: Product, params: Any, updates: Any) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
-    """The bound leaves of a tangent in slice coordinates, and of its part along the orbits."""
+    """Returns the bound leaves of a tangent, and those of its part along the orbits, in slice coordinates."""
     s = group._slice(params)
     near = s.nearest(params)
     tangent: dict[str, jax.Array] = dict(s.enter_tangent(near.elements, s.vectors(updates)))

@@ -1,7 +1,7 @@
-"""From plain maths to an Optax transformation: checks of arguments and states, explicit meshes, leaves by dtype.
+"""From plain maths to an Optax transformation: checks of arguments and states, explicit meshes, dtypes of leaves.
 
-Every transformation of this library is an `init` and an `update` of arrays. `transformation` puts around them what has
-nothing to do with the maths, so that it is written once.
+Every transformation of this library is an `init` and an `update` that compute with arrays. `transformation` adds what
+has nothing to do with the maths, so that it is written once.
 """
 
 import contextlib
@@ -29,16 +29,16 @@ def transformation(
     empty: Callable[[Any], Any],
     needs_params: bool = True,
 ) -> optax.GradientTransformationExtraArgs:
-    """An Optax transformation from plain maths.
+    """Makes an Optax transformation from plain maths.
 
     Args:
       name: of the public function, for messages.
       init: params → state.
-      update: (updates, state, params, **extra) → (updates, state), written as on one device: on a mesh with explicit
-        axes it runs with layouts left to the compiler, and its results are laid out as its arguments are.
+      update: (updates, state, params, **extra) → (updates, state). It is written as for one device. On a mesh with
+        explicit axes it runs with layouts that the compiler chooses, and its results get the layouts of its arguments.
       state_type: the NamedTuple that `init` returns.
-      empty: params → state, for trees without leaves: `optax.tree.map_params` initialises with one.
-      needs_params: whether `update` is refused without params.
+      empty: params → state, for trees without leaves: `optax.tree.map_params` calls `init` with one.
+      needs_params: whether `update` without params is an error.
 
     Returns:
       The transformation.
@@ -52,18 +52,17 @@ def transformation(
             require_params(name, params)
         require_gradients(name, updates)
         require_state(name, state, state_type)
-        mesh = layout((updates, params))
 
         def plain(updates: Any, state: Any, params: Any, extra: Any) -> tuple[Any, Any]:
             return update(updates, state, params, **extra)
 
-        return mesh.run(plain, updates, state, params, extra, like=(updates, state))
+        return layout((updates, params)).run(plain, updates, state, params, extra, like=(updates, state))
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
 def checked_inner(name: str, inner: Any) -> optax.GradientTransformationExtraArgs:
-    """An inner transformation that takes extra arguments, and says so when a state is another optimizer's.
+    """Returns `inner` with support of extra arguments and an error message for another optimizer's state.
 
     Raises ValueError unless `inner` has `init` and `update`.
     """
@@ -77,39 +76,38 @@ def checked_inner(name: str, inner: Any) -> optax.GradientTransformationExtraArg
     return optax.GradientTransformationExtraArgs(inner.init, update_fn)
 
 
-def float_leaves(tree: Any) -> dict[str, jax.Array]:
-    """Leaves by path in the computing dtype; complex ones as they are."""
-    leaves = leaves_by_path(tree)
-    return {path: x if jnp.iscomplexobj(x) else jnp.asarray(x, real_dtype()) for path, x in leaves.items()}
+def in_computing_dtype(leaf: Any) -> jax.Array:
+    """Returns a leaf in the dtype in which gauges compute; complex leaves, which no gauge binds, as they are."""
+    return leaf if jnp.iscomplexobj(leaf) else jnp.asarray(leaf, real_dtype())
 
 
 def cast_like(leaves: Mapping[str, jax.Array], tree: Any) -> dict[str, jax.Array]:
-    """Leaves by path, each cast to the dtype that it has in `tree`."""
+    """Returns leaves by path, each cast to the dtype that it has in `tree`."""
     targets = leaves_by_path(tree)
     return {path: leaf.astype(targets[path].dtype) for path, leaf in leaves.items()}
 
 
 def in_dtype_of(tree: Any, leaves: Mapping[str, jax.Array]) -> Any:
-    """`tree` with these leaves, each cast to the dtype of the one that it replaces."""
+    """Returns `tree` with these leaves, each cast to the dtype of the leaf that it replaces."""
     return with_leaves(tree, cast_like(leaves, tree))
 
 
 def stepped(gauge: Any, params: Any, updates: Any) -> Any:
-    """Parameters after a step of the leaves that a gauge binds; the others stay."""
+    """Returns the parameters after a step of the leaves that a gauge binds; all other leaves stay."""
     leaves, steps = leaves_by_path(params), gauge._slice(params).vectors(updates)
     return with_leaves(params, {path: optax.apply_updates(leaves[path], step) for path, step in steps.items()})
 
 
 def placeholder() -> jax.Array:
-    """What stands for the gauges' part of a state where a tree has no leaves."""
+    """Returns what replaces the gauges' part of a state where a tree has no leaves: one scalar leaf."""
     return jnp.zeros(())
 
 
 # Meshes ---------------------------------------------------------------------------------------------------
 #
-# On a mesh with explicit axes a type says how its array is laid out, and JAX wants the layout of every result that its
-# operands leave open: of a reshape that merges a sharded axis, of a sum of products over one, of heads of several
-# leaves in one batch. The maths leaves that to the compiler, as on any other mesh.
+# On a mesh with explicit axes an array's type says how it is laid out. JAX then demands the layout of every result that
+# its operands do not determine: of a reshape that merges a sharded axis, of a sum of products over one, of a batch of
+# heads from several leaves. The maths of this library leaves that to the compiler, as on any other mesh.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,44 +115,47 @@ class Layout:
     """A mesh some of whose axes are explicit.
 
     Attributes:
-      mesh: the mesh, None where there is no such: then everything here leaves arrays alone.
+      mesh: the mesh; None where no axis is explicit, and then every method leaves arrays alone.
     """
 
     mesh: Mesh | AbstractMesh | None
 
     def left_open(self) -> contextlib.AbstractContextManager[Any]:
-        """Inside, every axis is the compiler's. Arrays from outside enter by `enter`."""
+        """Returns a context in which the compiler chooses all layouts. Arrays from outside enter it by `enter`."""
         if self.mesh is None:
             return contextlib.nullcontext()
-        explicit = dict.fromkeys(self.mesh.explicit_axes, AxisType.Auto)
-        return jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh.update_axis_types(explicit))
+        automatic = dict.fromkeys(self.mesh.explicit_axes, AxisType.Auto)
+        return jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh.update_axis_types(automatic))
 
     def enter(self, tree: Tree) -> Tree:
-        """Arrays with types that leave their layout open; called inside."""
+        """Returns arrays whose types leave their layout open. It is called inside the context."""
         if self.mesh is None:
             return tree
-        return jax.tree.map(lambda x: x if _place(x) is None else jax.sharding.reshard(x, PartitionSpec()), tree)
+        return jax.tree.map(lambda x: x if _sharding(x) is None else jax.sharding.reshard(x, PartitionSpec()), tree)
 
     def leave(self, tree: Tree, like: Any = None) -> Tree:
-        """Arrays laid out as those of `like`, of one structure with `tree`, or whole; outside."""
+        """Returns arrays laid out as the leaves of `like`, by default whole on every device. It is called outside.
+
+        `like` has the structure of `tree`.
+        """
         if self.mesh is None:
             return tree
-        everywhere = NamedSharding(self.mesh, PartitionSpec())
+        whole = NamedSharding(self.mesh, PartitionSpec())
 
-        def placed(x: Any, own: Any) -> Any:
-            return jax.sharding.reshard(x, _place(own) or everywhere) if isinstance(x, jax.Array) else x
+        def laid_out(x: Any, target: Any) -> Any:
+            return jax.sharding.reshard(x, _sharding(target) or whole) if isinstance(x, jax.Array) else x
 
-        return jax.tree.map(placed, tree, tree if like is None else like)
+        return jax.tree.map(laid_out, tree, tree if like is None else like)
 
     def whole(self, tree: Tree) -> Tree:
-        """Arrays whole on every device; outside."""
+        """Returns arrays whole on every device. It is called outside the context."""
         if self.mesh is None:
             return tree
-        everywhere = NamedSharding(self.mesh, PartitionSpec())
-        return jax.tree.map(lambda x: jax.sharding.reshard(x, everywhere), tree)
+        whole = NamedSharding(self.mesh, PartitionSpec())
+        return jax.tree.map(lambda x: jax.sharding.reshard(x, whole), tree)
 
     def run(self, function: Callable[..., Tree], *arrays: Any, like: Any = None) -> Tree:
-        """What a function makes of arrays with layouts left open, laid out as `like`, or whole; outside."""
+        """Returns function(*arrays), computed with layouts left open and laid out by `leave`."""
         if self.mesh is None:
             return function(*arrays)
         with self.left_open():
@@ -163,17 +164,30 @@ class Layout:
 
 
 def layout(tree: Any) -> Layout:
-    """Of the first array that lies on a mesh with explicit axes."""
-    places = (place for leaf in jax.tree.leaves(tree) if (place := _place(leaf)) is not None)
-    return Layout(next((place.mesh for place in places), None))
+    """Returns the mesh of the first array of a tree that lies on a mesh with explicit axes."""
+    shardings = (sharding for leaf in jax.tree.leaves(tree) if (sharding := _sharding(leaf)) is not None)
+    return Layout(next((sharding.mesh for sharding in shardings), None))
+
+
+def _sharding(leaf: Any) -> NamedSharding | None:
+    """Returns the sharding of an array on a mesh with explicit axes; None for everything else."""
+    if not isinstance(leaf, jax.Array) or not (typed := jax.typeof(leaf).sharding).mesh.explicit_axes:
+        return None
+    # A type names the mesh without its devices, which arrays outside `jit` need.
+    placed = None if isinstance(leaf, jax.core.Tracer) else leaf.sharding
+    return NamedSharding(placed.mesh, typed.spec) if isinstance(placed, NamedSharding) else typed
+
+
+# A constant has no layout, so that under `jit` the compiler gives every device all of it. No number exceeds infinity,
+# and NaN does not either. The compiler does not know that: what depends on this comparison is laid out like the array
+# that is compared.
 
 
 def zeros_like(tree: Tree, dtype: Any = None) -> Tree:
-    """Zeros that under `jit` lie where their leaves lie: what is made from nothing is whole everywhere."""
+    """Returns zeros, which under `jit` are laid out like the leaves of `tree`."""
 
     def zeros(leaf: Any) -> Any:
         if isinstance(leaf, jax.core.Tracer) and jnp.issubdtype(leaf.dtype, jnp.floating):
-            # Nothing exceeds infinity, NaN neither. The compiler does not know that, and lays the result out like it.
             return jnp.greater(leaf, jnp.inf).astype(dtype or leaf.dtype)
         return jnp.zeros_like(leaf, dtype)
 
@@ -181,26 +195,18 @@ def zeros_like(tree: Tree, dtype: Any = None) -> Tree:
 
 
 def lying_like(like: Tree, tree: Tree) -> Tree:
-    """A tree that under `jit` lies, leaf by leaf, where another of the same shapes lies."""
+    """Returns `tree`, which under `jit` is laid out like the leaves of `like`, a tree of the same shapes."""
 
-    def tied(own: Any, x: Any) -> Any:
-        if isinstance(own, jax.core.Tracer) and jnp.issubdtype(own.dtype, jnp.floating):
-            return jnp.where(jnp.greater(own, jnp.inf), own, x)  # never; the compiler does not know that
+    def tied(target: Any, x: Any) -> Any:
+        if isinstance(target, jax.core.Tracer) and jnp.issubdtype(target.dtype, jnp.floating):
+            return jnp.where(jnp.greater(target, jnp.inf), target, x)
         return x
 
     return jax.tree.map(tied, like, tree)
 
 
-def _place(leaf: Any) -> NamedSharding | None:
-    """An array's sharding, as far as that is explicit."""
-    if not isinstance(leaf, jax.Array) or not (found := jax.typeof(leaf).sharding).mesh.explicit_axes:
-        return None
-    # A type names the mesh without its devices, which arrays outside `jit` need.
-    own = None if isinstance(leaf, jax.core.Tracer) else leaf.sharding
-    return NamedSharding(own.mesh, found.spec) if isinstance(own, NamedSharding) else found
-
-
-# Checks of arguments; `binding` checks the gauges and whether they fit the tree -----------------------------
+# Checks of arguments -----------------------------------------------------------------------------------------
+# `binding` checks the gauges, and whether they fit the tree.
 
 
 def require_params(transformation: str, params: Any) -> None:
@@ -289,17 +295,14 @@ def explain_state_mismatch(transformation: str, inner: Any, state: Any, params: 
     try:
         yield
     except Exception as error:
-        expected, found = (str(jax.tree.structure(tree)) for tree in (jax.eval_shape(inner.init, params), state))
-        if expected == found:
+        actual, expected = (str(jax.tree.structure(tree)) for tree in (state, jax.eval_shape(inner.init, params)))
+        if actual == expected:
             raise
-        raise _wrong_state(transformation, found, expected) from error
+        raise _wrong_state(transformation, actual, expected) from error
 
 
-def _wrong_state(transformation: str, found: str, expected: str) -> ValueError:
-    found, expected = (text if len(text) <= 200 else f"{text[:200]}…" for text in (found, expected))
+def _wrong_state(transformation: str, actual: str, expected: str) -> ValueError:
+    actual, expected = (text if len(text) <= 200 else f"{text[:200]}…" for text in (actual, expected))
     return binding_error(
-        transformation, "a state of another optimizer", found, expected,
+        transformation, "a state of another optimizer", actual, expected,
         "call tx.init(params) of this optimizer: state = tx.init(params); go.from_state converts a plain run's state")
-
-
-# The names by which the transformations still call these two.

@@ -115,8 +115,8 @@ def neurons(c: DigitsConfig) -> dict[str, str]:
 
 def data(train: int = 797, seed: int = 0) -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
     """(images, labels) to train on and, the rest, to test on; pixels of mean 0 and deviation 1."""
-    found = load_digits()
-    order = np.random.default_rng(seed).permutation(len(found.target))
-    images, labels = found.data[order].astype(np.float32), found.target[order].astype(np.int32)
+    digits = load_digits()
+    order = np.random.default_rng(seed).permutation(len(digits.target))
+    images, labels = digits.data[order].astype(np.float32), digits.target[order].astype(np.int32)
     images = (images - images.mean()) / images.std()
     return (images[:train], labels[:train]), (images[train:], labels[train:])

@@ -1,11 +1,11 @@
 """GPT-2 at 124 million parameters, plain and with learnable multipliers, started as nanoGPT starts it.
 
-The language model of `lm` with tied embeddings, GELU, no biases and 50,304 tokens. Multipliers are those of
-`multipliers` on all linear layers, and on the two tables: a number per feature, and one per position.
-
-Here: sizes, the start, the tables' multipliers, their gauges. Not here: how it is trained.
-Reference: GaugeFix-LRM §4.1, which has 123.76M parameters, 170K of them multipliers, and does not say of what; counted
-as nanoGPT counts, without the table of positions, it is 123,755,776 here, with 168,448 multipliers (`parameters`).
+This is the language model of `lm` with tied embeddings, GELU, no biases and 50,304 tokens. The multipliers are those of
+`multipliers` on all linear layers, and on each of the two tables one number per feature; the table of positions has one
+per position too.
+Reference: GaugeFix-LRM §4.1, which reports 123.76M parameters, 170K of them multipliers, and does not say where these
+are. Counted as nanoGPT counts, without the table of positions, this model has 123,755,776, with 168,448 multipliers
+(`parameters`).
 """
 
 import math
@@ -40,24 +40,24 @@ class MultipliedTable(multipliers.Multiplied):
         return self.folded()
 
 
-def build(own: lm.LMConfig, rngs: nnx.Rngs, multiplied: bool = True) -> lm.LM:
+def build(config: lm.LMConfig, rngs: nnx.Rngs, multiplied: bool = True) -> lm.LM:
     """A freshly initialised model: all matrices normal with 0.02, what ends in the stream over √(2·layers)."""
-    model = lm.build(own, rngs)
+    model = lm.build(config, rngs)
     for block in model.blocks:
         layers = [block.attn.query, block.attn.key, block.attn.value, block.attn.out, block.mlp.up, block.mlp.down]
         for layer in layers:
             ends = layer is block.attn.out or layer is block.mlp.down
-            size = START / math.sqrt(2 * own.layers) if ends else START
+            size = START / math.sqrt(2 * config.layers) if ends else START
             shape = layer.kernel[...].shape
             layer.kernel[...] = size * jax.random.normal(rngs.params(), shape)
     if multiplied:
-        multipliers.multiply(model, multipliers.linear_axes(own))
+        multipliers.multiply(model, multipliers.linear_axes(config))
         model.embed = MultipliedTable(model.embed, columns=False)  # type: ignore[assignment]
         model.pos = MultipliedTable(model.pos)  # type: ignore[assignment,arg-type]
     return model
 
 
-def parameters(own: lm.LMConfig, multiplied: bool = True) -> tuple[int, int]:
+def parameters(config: lm.LMConfig, multiplied: bool = True) -> tuple[int, int]:
     """Parameters without the table of positions, and the multipliers among them; from shapes alone.
 
     >>> parameters(config())
@@ -65,19 +65,19 @@ def parameters(own: lm.LMConfig, multiplied: bool = True) -> tuple[int, int]:
     >>> parameters(config(), multiplied=False)
     (123587328, 0)
     """
-    shapes = nnx.state(nnx.eval_shape(lambda: build(own, nnx.Rngs(0), multiplied)), nnx.Param)
-    whole = own_count = 0
+    shapes = nnx.state(nnx.eval_shape(lambda: build(config, nnx.Rngs(0), multiplied)), nnx.Param)
+    whole = multipliers_count = 0
     for path, x in nnx.to_flat_state(shapes):
-        own_count += math.prod(x.shape) if path[-1] in ("rows", "columns") else 0
+        multipliers_count += math.prod(x.shape) if path[-1] in ("rows", "columns") else 0
         whole += 0 if path[0] == "pos" and path[-1] == "embedding" else math.prod(x.shape)
-    return whole, own_count
+    return whole, multipliers_count
 
 
-def own_gauges(own: lm.LMConfig) -> list[go.Gauge]:
+def kernel_gauges(config: lm.LMConfig) -> list[go.Gauge]:
     """Every multiplier against the matrix or table that it stands before."""
     tables = [
         go.rescale({"embed/rows": "feature"}, {"embed/layer/embedding": "_ feature"}),
         go.rescale({"pos/rows": "feature"}, {"pos/layer/embedding": "_ feature"}),
         go.rescale({"pos/columns": "entry"}, {"pos/layer/embedding": "entry _"}),
     ]
-    return [*multipliers.own_gauges(own), *tables]
+    return [*multipliers.kernel_gauges(config), *tables]

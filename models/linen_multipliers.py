@@ -1,11 +1,8 @@
 """Learnable multipliers for Flax Linen: `multipliers.Multiplied` again, and as functions of parameters.
 
-A model that is there already, `nn.MultiHeadDotProductAttention` say, is not rebuilt: `multiply` its parameters, train
-those of `model.apply({"params": fold(params)}, x)`.
-
-Tree of a wrapped layer, as in NNX: layer/kernel (W̄) and layer/bias as they were, `rows` (r) and `columns` (c).
-
-Here: the wrapper, multipliers put in and folded. Not here: what the tree's symmetries are (`multipliers`).
+An existing model, `nn.MultiHeadDotProductAttention` say, need not be rebuilt: `multiply` its parameters, and train them
+through `model.apply({"params": fold(params)}, x)`. The tree of a wrapped layer is that of NNX: layer/kernel (W̄) and
+layer/bias as they were, `rows` (r) and `columns` (c). Its gauges are in `multipliers`.
 """
 
 from collections.abc import Mapping
@@ -44,8 +41,8 @@ class Multiplied(nn.Module):
         for name, shape in (("rows", kernel.shape[self.inputs :]), ("columns", kernel.shape[: self.inputs])):
             if getattr(self, name):
                 params[name] = self.param(name, nn.initializers.ones, shape, kernel.dtype)
-        found: Any = layer.apply({"params": _folded(params)}, *args)
-        return found
+        outputs: Any = layer.apply({"params": _folded(params)}, *args)
+        return outputs
 
 
 def multiply(params: Mapping[str, Any], layers: Mapping[str, int]) -> dict[str, Any]:
@@ -55,30 +52,30 @@ def multiply(params: Mapping[str, Any], layers: Mapping[str, int]) -> dict[str, 
 
     >>> model = nn.MultiHeadDotProductAttention(2)
     >>> params = model.init(jax.random.key(0), jnp.ones((1, 3, 4)))["params"]
-    >>> found = multiply(params, {"query": 1, "key": 1, "value": 1, "out": 2})
-    >>> found["out"]["columns"].shape, found["out"]["rows"].shape
+    >>> tree = multiply(params, {"query": 1, "key": 1, "value": 1, "out": 2})
+    >>> tree["out"]["columns"].shape, tree["out"]["rows"].shape
     ((2, 2), (4,))
-    >>> jax.tree.structure(fold(found)) == jax.tree.structure(params)
+    >>> jax.tree.structure(fold(tree)) == jax.tree.structure(params)
     True
     """
     missing = set(layers)
 
-    def multiplied(name: str, own: Any) -> Any:
-        if not isinstance(own, Mapping):
-            return own
-        if name not in layers or "kernel" not in own:
-            return {key: multiplied(key, x) for key, x in own.items()}
+    def multiplied(name: str, tree: Any) -> Any:
+        if not isinstance(tree, Mapping):
+            return tree
+        if name not in layers or "kernel" not in tree:
+            return {key: multiplied(key, x) for key, x in tree.items()}
         missing.discard(name)
-        kernel, inputs = own["kernel"], layers[name]
+        kernel, inputs = tree["kernel"], layers[name]
         rows, columns = kernel.shape[inputs:], kernel.shape[:inputs]
-        if "bias" in own and own["bias"].shape != rows:
-            raise ValueError(f"outputs of {name} are {own['bias'].shape} by its bias, {rows} behind {inputs} axes")
-        return {"layer": dict(own), "rows": jnp.ones(rows, kernel.dtype), "columns": jnp.ones(columns, kernel.dtype)}
+        if "bias" in tree and tree["bias"].shape != rows:
+            raise ValueError(f"outputs of {name} are {tree['bias'].shape} by its bias, {rows} behind {inputs} axes")
+        return {"layer": dict(tree), "rows": jnp.ones(rows, kernel.dtype), "columns": jnp.ones(columns, kernel.dtype)}
 
-    found: dict[str, Any] = multiplied("", params)
+    tree: dict[str, Any] = multiplied("", params)
     if missing:
         raise ValueError(f"no layer with a kernel is called {', '.join(sorted(missing))}")
-    return found
+    return tree
 
 
 def fold(params: Mapping[str, Any]) -> dict[str, Any]:

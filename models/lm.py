@@ -302,9 +302,9 @@ def _norm_gauges(c: LMConfig) -> list[go.Gauge]:
     attn = {f"blocks/{{i}}/attn/{name}/kernel": "channel _ _" for name in ("query", "key", "value")}
     layers = ("gate", "up") if c.mlp == "swiglu" else ("up",)
     mlp = {f"blocks/{{i}}/mlp/{name}/kernel": "channel _" for name in layers}
-    found = [absorbed("blocks/{i}/norm1", attn), absorbed("blocks/{i}/norm2", mlp)]
+    gauges = [absorbed("blocks/{i}/norm1", attn), absorbed("blocks/{i}/norm2", mlp)]
     # A tied head reads the embedding, which other layers read too: it cannot absorb the final norm.
-    return found if c.tied else [*found, absorbed("final_norm", {"lm_head/kernel": "channel _"})]
+    return gauges if c.tied else [*gauges, absorbed("final_norm", {"lm_head/kernel": "channel _"})]
 
 
 def _query_head(c: LMConfig) -> str:

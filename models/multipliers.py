@@ -1,13 +1,12 @@
 """Learnable multipliers: W = r·W̄·c, one number per output and one per input of a linear layer (GaugeFix-LRM, Eq. 1).
 
-Tree of a wrapped layer: layer/kernel (W̄) and layer/bias as they were, `rows` (r, shaped like the outputs) and `columns`
-(c, like the inputs). The network sees the product alone, and so does not notice
+The tree of a wrapped layer has layer/kernel (W̄) and layer/bias as they were, `rows` (r, shaped like the outputs) and
+`columns` (c, shaped like the inputs). The network sees only the product, and so does not notice
 
     r·α, W̄/α per output     c·β, W̄/β per input     r_Q·γ, r_K/γ     r_V·γ, c_O/γ     r_up·γ, c_down/γ
 
-per coordinate of a head and per unit. r·α against c/α for a whole matrix is the first two together.
-
-Here: the wrapper, folding, the gauges of multipliers. Not here: who fixes them (`gauge_fix`), what is trained.
+per coordinate of a head and per unit. r·α against c/α for a whole matrix is the first two together. `gauge_fix` and
+`hold_products` act on these gauges, as `condition` shows.
 """
 
 from collections.abc import Callable, Mapping
@@ -52,7 +51,7 @@ class Multiplied(nnx.Module):
         kernel = getattr(layer, weight)[...]
         self.layer, self.weight, self.inputs = layer, weight, inputs_of(axes, kernel)
         self.outputs = tuple(k for k in range(kernel.ndim) if k not in self.inputs)
-        shapes = [tuple(kernel.shape[k] for k in own) for own in (self.outputs, self.inputs)]
+        shapes = [tuple(kernel.shape[k] for k in axes_kept) for axes_kept in (self.outputs, self.inputs)]
         self.rows = nnx.Param(jnp.ones(shapes[0], kernel.dtype)) if rows else None
         self.columns = nnx.Param(jnp.ones(shapes[1], kernel.dtype)) if columns else None
 
@@ -104,7 +103,7 @@ def fold(model: nnx.Module) -> None:
 
 
 def linear_axes(config: lm.LMConfig) -> dict[str, str]:
-    """Of the language model's linear layers, as `multiply` takes them."""
+    """Attribute names and axes of the language model's linear layers, as `multiply` takes them."""
     names = [name for name in AXES if name != "gate" or config.mlp == "swiglu"]
     return {name: OUTPUTS.get(name, AXES[name]) for name in names}
 
@@ -135,9 +134,9 @@ def _bias(config: lm.LMConfig, module: str, axes: str) -> dict[str, str]:
     return {f"{module}/layer/bias": axes} if config.bias else {}
 
 
-def own_gauges(config: lm.LMConfig) -> list[go.Gauge]:
+def kernel_gauges(config: lm.LMConfig) -> list[go.Gauge]:
     """Rows and columns of every matrix against the matrix itself: after them no multiplier is free."""
-    found: list[go.Gauge] = []
+    gauges: list[go.Gauge] = []
     for name, axes in AXES.items():
         if name == "gate" and config.mlp != "swiglu":
             continue
@@ -147,8 +146,8 @@ def own_gauges(config: lm.LMConfig) -> list[go.Gauge]:
         if name in OUTPUTS:
             inside, residual = residual, inside
         other = " ".join("residual" if x == "_" else "_" for x in axes.split())
-        found += [go.rescale({inside: named}, {kernel: axes}), go.rescale({residual: "residual"}, {kernel: other})]
-    return found
+        gauges += [go.rescale({inside: named}, {kernel: axes}), go.rescale({residual: "residual"}, {kernel: other})]
+    return gauges
 
 
 def traded_gauges(config: lm.LMConfig) -> list[go.Gauge]:
@@ -156,15 +155,15 @@ def traded_gauges(config: lm.LMConfig) -> list[go.Gauge]:
     attn, mlp = "blocks/{i}/attn", "blocks/{i}/mlp"
     head = _query_head(config)
     value = {f"{attn}/value/rows": "head channel"} | _bias(config, f"{attn}/value", "head channel")
-    found: list[go.Gauge] = [go.rescale(value, {f"{attn}/out/columns": f"{head} channel"})]
+    gauges: list[go.Gauge] = [go.rescale(value, {f"{attn}/out/columns": f"{head} channel"})]
     if not config.rope and not config.qk_norm:
         query = {f"{attn}/query/rows": f"{head} channel"} | _bias(config, f"{attn}/query", f"{head} channel")
         key = {f"{attn}/key/rows": "head channel"} | _bias(config, f"{attn}/key", "head channel")
-        found.append(go.rescale(query, key))
+        gauges.append(go.rescale(query, key))
     if config.mlp in ("relu", "swiglu", "relu2"):
         up = {f"{mlp}/up/rows": "channel"} | _bias(config, f"{mlp}/up", "channel")
-        found.append(go.rescale(up, {f"{mlp}/down/columns": "channel"}, degree=2 if config.mlp == "relu2" else 1))
-    return found
+        gauges.append(go.rescale(up, {f"{mlp}/down/columns": "channel"}, degree=2 if config.mlp == "relu2" else 1))
+    return gauges
 
 
 # The paper's conditions ---------------------------------------------------------------------------------

@@ -39,6 +39,6 @@ def noise(walk: Walk, weights: jax.Array, key: jax.Array, batch: int = 32) -> ja
     """A gradient: f's derivative normal with deviation 1/(neurons·batch), pulled back."""
     first, second = jax.random.split(key)
     inputs = jax.random.normal(first, (weights.shape[1], batch))
-    slope = jax.random.normal(second, (weights.shape[0], batch)) / (weights.shape[0] * batch)
+    gradient = jax.random.normal(second, (weights.shape[0], batch)) / (weights.shape[0] * batch)
     _, back = jax.vjp(lambda w: layer(walk, w, inputs), weights)
-    return back(slope)[0]
+    return back(gradient)[0]

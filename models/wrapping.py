@@ -1,6 +1,6 @@
-"""Layers that are called with another kernel than the one they hold, and every layer of a model wrapped at once.
+"""Calls layers with another kernel than the one that they hold, and wraps every layer of a model at once.
 
-Here: what weight standardization and learnable multipliers share. Not here: which kernel.
+Weight standardization and learnable multipliers share this; each computes its own kernel.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,17 +13,17 @@ from flax import nnx
 def inputs_of(axes: str, kernel: jax.Array) -> tuple[int, ...]:
     """The axes that a neuron sums over: `_` in an axes string, which must fit the kernel."""
     names = axes.split()
-    found = tuple(k for k, name in enumerate(names) if name == "_")
-    if len(names) != kernel.ndim or not found:
+    inputs = tuple(k for k, name in enumerate(names) if name == "_")
+    if len(names) != kernel.ndim or not inputs:
         raise ValueError(f"axes {axes!r} do not fit a kernel of shape {kernel.shape}")
-    return found
+    return inputs
 
 
 def called_with(layer: nnx.Module, kernel: jax.Array, *args: Any, **kwargs: Any) -> Any:
     """The layer's output with this kernel in place of its own."""
     graph, state = nnx.split(layer)
-    own: Any = state["kernel"]
-    state["kernel"] = own.replace(kernel)
+    kernel_box: Any = state["kernel"]
+    state["kernel"] = kernel_box.replace(kernel)
     return nnx.merge(graph, state)(*args, **kwargs)
 
 

@@ -15,7 +15,7 @@ import optax
 from flax import nnx
 
 import gauge_optax as go
-from gauge_optax.gauges.gauge import Gauge
+from gauge_optax.gauges.gauge import BlockGauge, Gauge
 from models import lm
 from tests.gauges.user_gauges import Translation
 
@@ -662,12 +662,14 @@ def _opposite_gram(
 
 def _hold_products(gauges: Sequence[Gauge], kind: str, cap: float | None = None) -> Any:
     """Around Adam, for the units and, in place of a rotation of heads, for one scale per head on the same leaves."""
-    scales = {
-        "rescale": lambda gauge: gauge,
-        "head_rotation": lambda gauge: go.rescale(*({s.pattern: s.axes.replace("basis", "_")} for s in gauge.specs)),
-    }
-    chosen = [scales[gauge.name](gauge) for gauge in gauges if gauge.name in scales]
-    return go.hold_products(optax.adam(0.01), chosen, kind, cap=cap)
+    scales: list[Gauge] = []
+    for gauge in gauges:
+        if isinstance(gauge, BlockGauge) and gauge.name == "head_rotation":
+            up, down = ({spec.pattern: spec.axes.replace("basis", "_")} for spec in gauge.specs)
+            scales.append(go.rescale(up, down))
+        elif gauge.name == "rescale":
+            scales.append(gauge)
+    return go.hold_products(optax.adam(0.01), scales, kind, cap=cap)
 
 
 TRANSFORM_CASES: tuple[TransformCase, ...] = (

@@ -17,10 +17,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     used = set()
     for item in items:
         given = item.callspec.params.values() if isinstance(item, pytest.Function) and hasattr(item, "callspec") else ()
-        own = {pattern for pattern in SLOW if fnmatchcase(item.nodeid.removeprefix("tests/"), pattern)}
-        if own or any(getattr(value, "name", None) in VARIANTS for value in given):
+        patterns = {pattern for pattern in SLOW if fnmatchcase(item.nodeid.removeprefix("tests/"), pattern)}
+        if patterns or any(getattr(value, "name", None) in VARIANTS for value in given):
             item.add_marker(pytest.mark.slow)
-        used |= own
+        used |= patterns
     files = {item.nodeid.split("::")[0].removeprefix("tests/") for item in items}
     stale = [pattern for pattern in SLOW if pattern not in used and pattern.split("::")[0] in files]
     if stale and not any("::" in argument for argument in config.args):

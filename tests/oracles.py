@@ -195,7 +195,9 @@ def _coordinates(gauge: Gauge, params: Any) -> tuple[np.ndarray, Callable[[jax.A
     identity = gauge.identity(params)
     whole = identity if isinstance(identity, tuple) else (identity,)
     arrays = [
-        (_KINDS.get(part.name, _SCALE), x) for part, own in zip(parts, whole, strict=True) for x in jax.tree.leaves(own)
+        (_KINDS.get(part.name, _SCALE), x)
+        for part, element in zip(parts, whole, strict=True)
+        for x in jax.tree.leaves(element)
     ]
     counts = [_count(kind, x.shape) for kind, x in arrays]
     moduli = {k for k in range(len(arrays)) if _owner(parts, whole, k) == "rope_linear"}
@@ -215,7 +217,7 @@ def _coordinates(gauge: Gauge, params: Any) -> tuple[np.ndarray, Callable[[jax.A
 
 def _owner(parts: Any, elements: Any, index: int) -> str:
     """The name of the gauge that an array of a product's element belongs to."""
-    return [part.name for part, own in zip(parts, elements, strict=True) for _ in jax.tree.leaves(own)][index]
+    return [part.name for part, element in zip(parts, elements, strict=True) for _ in jax.tree.leaves(element)][index]
 
 
 def _count(kind: str, shape: tuple[int, ...]) -> int:

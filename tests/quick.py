@@ -16,7 +16,7 @@ _OPTIONS = {
 
 
 @functools.cache
-def _known_options() -> dict[str, Any]:
+def _accepted_options() -> dict[str, Any]:
     """XLA's names are no promise: where one is unknown, compile as usual."""
     try:
         jax.jit(lambda x: x, compiler_options=_OPTIONS)(0.0)
@@ -27,12 +27,12 @@ def _known_options() -> dict[str, Any]:
 
 def jit(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     """`jax.jit`, without the passes that only long runs repay."""
-    return jax.jit(function, compiler_options=_known_options(), **options)
+    return jax.jit(function, compiler_options=_accepted_options(), **options)
 
 
 def environment() -> dict[str, str]:
     """Of a child process on CPU devices of its own, whose compiler need not try either."""
-    quick = " ".join(f"--{name}={str(value).lower()}" for name, value in _known_options().items())
+    quick = " ".join(f"--{name}={str(value).lower()}" for name, value in _accepted_options().items())
     return os.environ | {
         "XLA_FLAGS": f"{quick} {os.environ.get('XLA_FLAGS', '')}",
         "JAX_PLATFORMS": "cpu",

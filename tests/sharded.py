@@ -67,11 +67,11 @@ _CALL = re.compile(rf" = (\(.*?\)|\S+) ({_KINDS})(?:-start)?\(")
 
 def collectives(program: str) -> list[tuple[str, int]]:
     """Kind, and size of the largest result, of every instruction of a compiled program that crosses devices."""
-    found: list[tuple[str, int]] = []
+    calls: list[tuple[str, int]] = []
     for result, kind in _CALL.findall(program):
         shapes = re.findall(r"\w\[([\d,]*)\]", result)
-        found.append((kind, max(math.prod(int(n) for n in shape.split(",") if n) for shape in shapes)))
-    return found
+        calls.append((kind, max(math.prod(int(n) for n in shape.split(",") if n) for shape in shapes)))
+    return calls
 
 
 def smallest_gather(params: Tree, shardings: Tree) -> float:
@@ -157,10 +157,10 @@ class Trainer:
         check_shardings(state, params, place.params, self.placed)
         tokens = put(self.tokens, place.tokens)
         out = (place.whole, place.params)
-        slope = jit(auto_axes(jax.value_and_grad(self.loss), out_sharding=out), out_shardings=out)
+        gradient = jit(auto_axes(jax.value_and_grad(self.loss), out_sharding=out), out_shardings=out)
         losses, step = list[float](), None
         for _ in range(steps):
-            value, grads = slope(params, tokens)
+            value, grads = gradient(params, tokens)
             step = step or self.update(state, params).lower(grads, state, params).compile()
             old = params, state
             params, state = step(grads, state, params)
@@ -171,8 +171,8 @@ class Trainer:
 
     def update(self, state: Tree, params: Tree) -> Any:
         """The update, in place."""
-        there = jax.tree.map(lambda x: x.sharding, (params, state)) if self.kind == AxisType.Auto else None
-        return jit(self.step, donate_argnums=(1, 2), **({} if there is None else {"out_shardings": there}))
+        shardings = jax.tree.map(lambda x: x.sharding, (params, state)) if self.kind == AxisType.Auto else None
+        return jit(self.step, donate_argnums=(1, 2), **({} if shardings is None else {"out_shardings": shardings}))
 
     def ended(self, place: Place, params: Tree, losses: list[float], program: str) -> Run:
         """A run, its parameters taken to the host."""
@@ -216,16 +216,16 @@ def check_shardings(state: Tree, params: Tree, shardings: Tree, names: Sequence[
             assert leaf.sharding.is_equivalent_to(wanted, leaf.ndim), (name, jax.tree_util.keystr(keys), leaf.sharding)
 
 
-def differences(config: lm.LMConfig, found: Run, expected: Run) -> dict[str, float]:
+def differences(config: lm.LMConfig, run: Run, expected: Run) -> dict[str, float]:
     """The largest relative difference of a leaf and of a loss.
 
     Key biases without rotary are left out: they have no gradient, and Adam turns its rounding into motion.
     """
     leaves: list[float] = []
-    for (keys, a), b in zip(jax.tree.leaves_with_path(found.params), jax.tree.leaves(expected.params), strict=True):
+    for (keys, a), b in zip(jax.tree.leaves_with_path(run.params), jax.tree.leaves(expected.params), strict=True):
         if config.rope or not jax.tree_util.keystr(keys, simple=True, separator="/").endswith("key/bias"):
             leaves.append(float(np.linalg.norm(a - b) / np.linalg.norm(b)))
-    losses = [abs(a - b) / b for a, b in zip(found.losses, expected.losses, strict=True)]
+    losses = [abs(a - b) / b for a, b in zip(run.losses, expected.losses, strict=True)]
     return {"leaf": max(leaves), "loss": max(losses)}
 
 
@@ -235,11 +235,11 @@ def differences(config: lm.LMConfig, found: Run, expected: Run) -> dict[str, flo
 def run_layout(trainer: Trainer, layout: str) -> Run:
     """A run on the mesh of a layout: what is local sends nothing as large as a weight, where all is whole nothing."""
     place = trainer.place(*MESHES[layout], layout)
-    found = trainer.run(place)
-    least, sent = smallest_gather(trainer.params, place.params), collectives(found.program)
+    run = trainer.run(place)
+    least, sent = smallest_gather(trainer.params, place.params), collectives(run.program)
     assert not trainer.local or [call for call in sent if call[1] >= least] == []
     assert (sent == []) == (layout == "dp")
-    return found
+    return run
 
 
 def run_resumed(trainer: Trainer) -> Run:
@@ -255,9 +255,9 @@ def run_resumed(trainer: Trainer) -> Run:
     return trainer.ended(second, params, losses + more, program)
 
 
-def compare(trainer: Trainer, layout: str, found: Run, expected: Run) -> dict[str, Any]:
+def compare(trainer: Trainer, layout: str, run: Run, expected: Run) -> dict[str, Any]:
     """A run on a mesh ended where one device does; what was measured."""
-    measured, sent = differences(trainer.config, found, expected), collectives(found.program)
+    measured, sent = differences(trainer.config, run, expected), collectives(run.program)
     assert max(measured.values()) <= tolerance("sharded", jnp.float32), (layout, measured)
     return {"layout": layout, **measured, "largest": max((n for _, n in sent), default=0), "calls": len(sent)}
 
@@ -317,8 +317,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     if not args.rank:
         one = SingleDeviceSharding(jax.local_devices()[0])
         alone = trainer.run(Place(jax.tree.map(lambda _: one, trainer.params), one, one))
-        for layout, found in runs.items():
-            print(json.dumps(compare(trainer, layout, found, alone)), flush=True)
+        for layout, run in runs.items():
+            print(json.dumps(compare(trainer, layout, run, alone)), flush=True)
     if args.rank is None and args.optimizer in OPTIMIZERS:
         check_the_checker()
         check_eager_init()

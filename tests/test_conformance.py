@@ -55,7 +55,7 @@ FIRST_OF_ITS_KIND = {c.name.split("/")[0]: c.name for c in reversed(TRANSFORM_CA
 
 
 @pytest.fixture(autouse=True)
-def _counts_of_its_own() -> None:
+def _fresh_trace_counter() -> None:
     """Chex counts traces by a function's source, over all tests."""
     chex.clear_trace_counter()
 

@@ -79,7 +79,7 @@ def test_a_sweep_ends_where_the_best_has_a_worse_neighbour_on_both_sides(tmp_pat
         return {"validation": abs(np.log(cell[2] / 0.04)), "finite": True}
 
     result = sweep.fill(tmp_path / "x.json", {"seeds": [1, 2], "cells": {}}, [one], train)
-    assert sweep.best(one.found(result)) == 0.039 and max(one.found(result)) == 0.098
+    assert sweep.best(one.losses(result)) == 0.039 and max(one.losses(result)) == 0.098
     assert len(trained) == len(set(trained)) == 2 * 6 and not one.missing(result)
     assert sweep.fill(tmp_path / "x.json", result, [one], train) == result and len(trained) == 12
 
@@ -88,7 +88,7 @@ def test_a_sweep_ends_where_the_best_has_a_worse_neighbour_on_both_sides(tmp_pat
 def test_lora_fills_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--ranks", "2", "--starts", "balanced", "badly scaled", "--arms", "quotient_adamw", "--seeds", "1"]
     result = lora.main([*options, "--steps", "3", "--pretraining", "2", "--out", str(tmp_path)])
-    losses = [lora.swept((2, start, "quotient_adamw")).found(result) for start in ("balanced", "badly scaled")]
+    losses = [lora.swept((2, start, "quotient_adamw")).losses(result) for start in ("balanced", "badly scaled")]
     common = set.intersection(*map(set, losses))
     assert len(common) >= 4, "two weight sets of one function"
     assert max(abs(losses[0][rate][0] - losses[1][rate][0]) for rate in common) < 1e-3

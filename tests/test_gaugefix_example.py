@@ -18,7 +18,8 @@ FULL = gpt2.config
 @pytest.fixture
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both sizes of the example on a net of some hundred parameters."""
-    monkeypatch.setattr(gaugefix_lrm.gpt2, "config", lambda **own: FULL(**(TINY | {"vocab": own.get("vocab", 64)})))
+    tiny_config = lambda vocab=64, **_: FULL(**(TINY | {"vocab": vocab}))  # noqa: E731
+    monkeypatch.setattr(gaugefix_lrm.gpt2, "config", tiny_config)
     monkeypatch.setattr(gaugefix_lrm, "LENGTH", 8)
 
 
@@ -52,13 +53,13 @@ def test_a_full_run_goes_on_after_a_checkpoint(tmp_path: Path, tiny: None, monke
     class Killed(Exception):
         pass
 
-    def killed(run: Any, own: Any, seed: int, name: str) -> Any:
+    def killed(run: Any, compiled: Any, seed: int, name: str) -> Any:
         def batches(step: int, seed: int) -> np.ndarray:
             if step == 3:
                 raise Killed
             return np.asarray(run.batches(step, seed))
 
-        return evaluate(run._replace(batches=batches), own, seed, name)
+        return evaluate(run._replace(batches=batches), compiled, seed, name)
 
     monkeypatch.setattr(gaugefix_lrm, "trained", killed)
     with pytest.raises(Killed):

@@ -22,15 +22,15 @@ class Wrapped(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         def project(name: str) -> jax.Array:
             dense = nn.DenseGeneral((HEADS, WIDTH), param_dtype=x.dtype)
-            found: jax.Array = linen.Multiplied(dense, name=name)(x)
-            return found
+            outputs: jax.Array = linen.Multiplied(dense, name=name)(x)
+            return outputs
 
         query, key, value = map(project, ("query", "key", "value"))
         weights = jax.nn.softmax(jnp.einsum("bthe,bshe->bhts", query, key) / jnp.sqrt(WIDTH).astype(x.dtype))
         mixed = jnp.einsum("bhts,bshe->bthe", weights, value)
         out = nn.DenseGeneral(5, axis=(-2, -1), param_dtype=x.dtype)
-        found: jax.Array = linen.Multiplied(out, inputs=2, name="out")(mixed)
-        return found
+        outputs: jax.Array = linen.Multiplied(out, inputs=2, name="out")(mixed)
+        return outputs
 
 
 PLAIN = nn.MultiHeadDotProductAttention(HEADS, qkv_features=HEADS * WIDTH, param_dtype=jnp.float64)
@@ -44,10 +44,10 @@ def _drawn(tree: Any) -> Any:
 def test_wrapped_layers_and_multiplied_parameters_are_one_function(x64: None) -> None:
     x = jnp.asarray(X)
     params = _drawn(Wrapped().init(jax.random.key(0), x)["params"])
-    own = PLAIN.init(jax.random.key(0), x)["params"]
-    multiplied = linen.multiply(own, {"query": 1, "key": 1, "value": 1, "out": 2})
+    params_alone = PLAIN.init(jax.random.key(0), x)["params"]
+    multiplied = linen.multiply(params_alone, {"query": 1, "key": 1, "value": 1, "out": 2})
     assert jax.tree.map(jnp.shape, multiplied) == jax.tree.map(jnp.shape, params)
-    assert jax.tree.structure(linen.fold(params)) == jax.tree.structure(own)
+    assert jax.tree.structure(linen.fold(params)) == jax.tree.structure(params_alone)
     wrapped = Wrapped().apply({"params": params}, x)
     np.testing.assert_allclose(wrapped, PLAIN.apply({"params": linen.fold(params)}, x), rtol=1e-12)
 

@@ -26,7 +26,7 @@ LLAMA = lm.llama_config(**(TINY | {"d_head": 4}))
 TIED = gpt2.config(**TINY, mlp="relu")
 GROUPED = lm.LMConfig(**(TINY | {"heads": 4, "kv_heads": 2}), mlp="relu")
 MAKERS = {GPT: multipliers, LLAMA: multipliers, TIED: gpt2, GROUPED: multipliers}
-"""Whose `build` and `own_gauges` a configuration has."""
+"""Whose `build` and `kernel_gauges` a configuration has."""
 every_model = pytest.mark.parametrize("config", MAKERS, ids=["gpt", "llama", "gpt2", "grouped"])
 TOKENS = jnp.array([[1, 5, 2, 9, 4, 3, 7], [0, 8, 8, 1, 2, 6, 10]])
 
@@ -57,24 +57,24 @@ def test_folding_keeps_the_function_and_drops_the_multipliers(config: lm.LMConfi
 
 
 @every_model
-@pytest.mark.parametrize("which", ["head_gauge", "own_gauges", "traded_gauges"])
+@pytest.mark.parametrize("which", ["head_gauge", "kernel_gauges", "traded_gauges"])
 def test_gauges_of_multipliers_hold(config: lm.LMConfig, which: str, x64: None) -> None:
     params, logits = _parts(config)
-    found = getattr(MAKERS[config], which, getattr(multipliers, which))(config)
-    go.testing.assert_invariant(functools.partial(_loss, logits), params, found, jax.random.key(0))
+    gauges = getattr(MAKERS[config], which, getattr(multipliers, which))(config)
+    go.testing.assert_invariant(functools.partial(_loss, logits), params, gauges, jax.random.key(0))
 
 
 @pytest.mark.slow
 @every_model
 def test_discover_finds_the_gauges_of_multipliers(config: lm.LMConfig) -> None:
     """Another basis of them, kernels traded with each other's multipliers; and a quotient runs on it."""
-    own = MAKERS[config]
-    graph, state = nnx.split(own.build(config, nnx.Rngs(0)))
+    maker = MAKERS[config]
+    graph, state = nnx.split(maker.build(config, nnx.Rngs(0)))
     rng = np.random.default_rng(0)
     params = jax.tree.map(lambda x: x + 0.3 * rng.normal(size=x.shape).astype("f4"), nnx.to_pure_dict(state))
     tokens = list(rng.integers(11, size=(3, 8, 6)))
     report = go.discover(lambda p, x: nnx.merge(graph, p)(x), params, tokens, progress=False)
-    hand = [*own.own_gauges(config), *multipliers.traded_gauges(config), multipliers.head_gauge(config)]
+    hand = [*maker.kernel_gauges(config), *multipliers.traded_gauges(config), multipliers.head_gauge(config)]
     if config == GROUPED:  # found per group of query heads, not per head: docs/design.md §8
         of_heads = {"blocks/{i}/attn/query/rows", "blocks/{i}/attn/query/layer/kernel"}
         hand = [gauge for gauge in hand if {spec.pattern for spec in gauge.specs} != of_heads]
@@ -101,8 +101,8 @@ def _dead(logits: Callable[[Tree], jax.Array], params: Tree) -> tuple[np.ndarray
 
 
 def _centred(logits: Any, params: Tree, inputs: jax.Array) -> jax.Array:
-    found = logits(params, inputs)
-    return found - found.mean(-1, keepdims=True)
+    outputs = logits(params, inputs)
+    return outputs - outputs.mean(-1, keepdims=True)
 
 
 @pytest.mark.slow
@@ -114,7 +114,7 @@ def test_on_the_slice_no_dead_direction_has_a_multiplier_in_it(config: lm.LMConf
     null, paths = _dead(lambda p, x: nnx.merge(graph, p)(x), params)
     mine = np.array(["rows" in path or "columns" in path for path in paths])
     assert np.linalg.norm(null[mine], axis=0).max() > 0.1, "without gauges multipliers are in dead directions"
-    group = go.product(MAKERS[config].own_gauges(config))
+    group = go.product(MAKERS[config].kernel_gauges(config))
     _, unravel = jax.flatten_util.ravel_pytree(params)
     across = jit(lambda v: jax.flatten_util.ravel_pytree(group.horizontal(params, unravel(v)))[0])
     kept = np.stack([np.asarray(across(jnp.asarray(v))) for v in null.T], 1)
@@ -240,11 +240,11 @@ def test_the_papers_conditions_decay_what_they_say() -> None:
         updates, _ = tx.update(zero, tx.init(params), params)
         moved = leaves_by_path(optax.apply_updates(params, updates))
         for path, x in leaves_by_path(params).items():
-            own = path.split("/")[-2] in ("query", "key") and path.split("/")[-1] in ("rows", "columns")
+            is_qk = path.split("/")[-2] in ("query", "key") and path.split("/")[-1] in ("rows", "columns")
             if which == "B" and (path.endswith(("query/rows", "key/rows", "query/layer/bias", "key/layer/bias"))):
                 continue  # moved along the gauge
             matrix = path.endswith(("kernel", "embedding"))
-            decay = qk if own else 2e-3 if path.endswith(("rows", "columns")) else 0.1 * matrix
+            decay = qk if is_qk else 2e-3 if path.endswith(("rows", "columns")) else 0.1 * matrix
             np.testing.assert_allclose(moved[path], (1.0 - 0.5 * decay) * x, rtol=1e-6, err_msg=f"{which} {path}")
     with pytest.raises(ValueError, match="no condition 'D'"):
         multipliers.condition("D", 0.5, gauge)
@@ -333,16 +333,16 @@ def test_products_are_held_at_every_step_and_balanced_at_every_fifth(kind: dict[
     runs = []
     for tx in (held, go.gauge_fix(held, PAIR, every=5)):
         params = _pair()
-        state, seen = tx.init(params), []
+        state, points = tx.init(params), []
         for _ in range(5):
             updates, state = tx.update(jax.tree.map(jnp.cos, params), state, params)
             params = optax.apply_updates(params, updates)
-            seen.append(params)
-        runs.append(seen)
+            points.append(params)
+        runs.append(points)
     for alone, fixed in zip(runs[0][:4], runs[1][:4], strict=True):
         jax.tree.map(np.testing.assert_array_equal, fixed, alone)
     np.testing.assert_allclose(_products(runs[1][4]), _products(runs[0][4]), rtol=1e-12)
-    drifts = [float(jnp.max(jnp.abs(PAIR.balance(seen[4])[""]))) for seen in runs]
+    drifts = [float(jnp.max(jnp.abs(PAIR.balance(points[4])[""]))) for points in runs]
     assert drifts[1] <= 1e-12 < 1e-3 < drifts[0]
 
 

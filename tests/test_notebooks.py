@@ -125,7 +125,7 @@ def test_it_reads_like_an_article_and_opens_on_colab(name: str) -> None:
     title, setup, style, *_, end = cells = _cells(name)
     assert len(cells) <= 25
     assert title.cell_type == "markdown" and title.source.startswith("# ")
-    guard, first = (own.source.split("\n\nimport jax\n")[0] for own in (_cells(NAMES[0], "code")[0], setup))
+    guard, first = (cell.source.split("\n\nimport jax\n")[0] for cell in (_cells(NAMES[0], "code")[0], setup))
     assert first == guard and first.startswith("try:\n    import gauge_optax as go\nexcept ImportError:")
     assert 'jax.config.update("jax_enable_x64", True)' in setup.source and "rcParams" not in setup.source
     assert "gauge_optax-*.whl" in first and '"gauge_optax"' not in first, "no name is fetched that we do not own"

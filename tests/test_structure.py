@@ -63,7 +63,7 @@ def part_of_module(name: str) -> str:
     return ".".join(name.split(".")[:2]) if ".".join(name.split(".")[:2]) in LAYERS else name.split(".")[0]
 
 
-def own_parts(path: Path) -> set[str]:
+def imported_parts(path: Path) -> set[str]:
     """The layers of this package that a file imports."""
     names = {name.removeprefix("gauge_optax.") for name in imports(path) if name.startswith("gauge_optax.")}
     modules = {name for name in names if (PACKAGE / f"{name.replace('.', '/')}.py").exists()}
@@ -77,17 +77,17 @@ def test_every_module_has_a_layer() -> None:
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(PACKAGE)))
 def test_imports_never_go_upwards(path: Path) -> None:
-    own = LAYERS[part_of(path)]
-    assert {name for name in own_parts(path) if LAYERS[name] > own} == set()
-    if own < LAYERS["__init__"]:
+    layer = LAYERS[part_of(path)]
+    assert {name for name in imported_parts(path) if LAYERS[name] > layer} == set()
+    if layer < LAYERS["__init__"]:
         assert "gauge_optax" not in [name for name in imports(path) if name == "gauge_optax"]
     if part_of(path) in BLACK_BOX:
-        assert "optimizers" not in own_parts(path)
+        assert "optimizers" not in imported_parts(path)
 
 
 def test_the_check_sees_imports() -> None:
-    assert own_parts(PACKAGE / "optimizers" / "aliases.py") >= {"optimizers", "slice"}
-    assert own_parts(PACKAGE / "slice.py") == {"binding", "gauges.instance", "linalg", "xla"}
+    assert imported_parts(PACKAGE / "optimizers" / "aliases.py") >= {"optimizers", "slice"}
+    assert imported_parts(PACKAGE / "slice.py") == {"binding", "gauges.instance", "linalg", "xla"}
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(PACKAGE)))
@@ -110,8 +110,8 @@ def public_functions(module: ModuleType) -> dict[str, Callable[..., object]]:
     names = getattr(module, "__all__", None)
     if names is None:
         names = [n for n, f in inspect.getmembers(module, inspect.isfunction) if f.__module__ == module.__name__]
-    found = {name: getattr(module, name) for name in names if not name.startswith("_")}
-    return {name: thing for name, thing in found.items() if inspect.isfunction(thing)}
+    members = {name: getattr(module, name) for name in names if not name.startswith("_")}
+    return {name: member for name, member in members.items() if inspect.isfunction(member)}
 
 
 FUNCTIONS = {

@@ -142,6 +142,6 @@ def check_twins(
         shaken, shaken_losses = train(init, step, an_ulp_off(params))
         ulp, ulp_loss = max(apart(shaken, ours).values()), float(np.max(np.abs(shaken_losses / losses - 1.0)))
         print(f"{label} {dtype}: an ulp of the start parts it by {ulp:.1e}, loss {ulp_loss:.1e}")
-        most, most_loss = (max(x, min(10 * x, 10 * own)) for x, own in ((most, ulp), (most_loss, ulp_loss)))
+        most, most_loss = (max(x, min(10 * x, 10 * roundoff)) for x, roundoff in ((most, ulp), (most_loss, ulp_loss)))
     assert errors[worst] <= most, errors
     assert loss <= most_loss

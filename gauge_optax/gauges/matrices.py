@@ -1,11 +1,9 @@
-"""A leaf as a stack of matrices, read off the axes that its gauges name: what Muon needs to know of it.
+"""Leaves as stacks of matrices, read off the axes that gauges name: what Muon needs to know of a leaf.
 
-A rotated leaf has one matrix per head, its basis on one side. A leaf with a scale gauge has its channels on one side
-and its free axes on the other; of several named axes the one called `channel`, or the last, is meant. The others
-(stacked layers) count matrices, as does another name between free axes (`_ head _`), an index (`qkv=0`), and what
+A rotated leaf has one matrix per head, with the basis on one side. A leaf with a scale gauge has its channels on one
+side and its free axes on the other; among several named axes, the channels are the axis called `channel`, or the last.
+All other axes count matrices: stacked layers, a named axis between free axes (`_ head _`), an index (`qkv=0`), and what
 shares parentheses with a head (`(head _)`, grouped queries).
-
-Here: which axes are which. Not here: what is done with the matrices, which leaves it is done to.
 """
 
 import dataclasses
@@ -31,7 +29,7 @@ class Matrices:
       batch: the axes of `split` that count matrices.
       rows: those that are one matrix's rows.
       columns: those that are its columns.
-      heads: the axis of `split` that counts heads, and those of one head's own side; None where there are none.
+      heads: the axis of `split` that counts heads, and the axes of one head's basis or channels; None without heads.
     """
 
     shape: tuple[int, ...]
@@ -43,106 +41,98 @@ class Matrices:
     heads: tuple[int, tuple[int, ...]] | None = None
 
     def grouped(self, path: str, count: Any) -> "Matrices":
-        """The same with `count` neighbouring heads side by side in one matrix.
+        """Returns the reading with `count` neighbouring heads side by side in one matrix.
 
         Args:
-          path: the leaf's, for messages.
-          count: how many; 1 changes nothing, nor does any where there are no heads.
-
-        Returns:
-          The reading.
+          path: path of the leaf, for messages.
+          count: how many; 1 changes nothing, and neither does any number where the leaf has no heads.
 
         Raises:
-          ValueError: heads that cannot be dealt out evenly.
+          ValueError: a `count` that does not divide the number of heads.
         """
         if isinstance(count, jax.Array):
             raise binding_error(
                 "quotient_muon", "heads_per_matrix is traced", "an array", "a Python integer",
-                'write inject_hyperparams(..., static_args=("heads_per_matrix",))')
+                'write inject_hyperparams(..., static_args=("heads_per_matrix",))',
+            )  # fmt: skip
         if count == 1 or self.heads is None:
             return self
-        (at, own), total = self.heads, self.split[self.heads[0]]
+        (at, side), total = self.heads, self.split[self.heads[0]]
         if count < 1 or total % count:
             raise binding_error(
                 "quotient_muon", f"heads_per_matrix={count} at '{path}'", f"{total} heads",
-                "a divisor of the number of heads", "write heads_per_matrix=1")
+                "a divisor of the number of heads", "write heads_per_matrix=1",
+            )  # fmt: skip
 
+        # The axis `at` is split in two: groups of heads count matrices, and the heads of a group extend their side.
         def after(axes: tuple[int, ...]) -> tuple[int, ...]:
             return tuple(k + (k > at) for k in axes)
 
-        rows, columns = after(self.rows), after(self.columns)
-        joined = tuple(sorted((at + 1, *after(own))))
+        joined = tuple(sorted((at + 1, *after(side))))
         return Matrices(
             self.shape,
             (*self.split[:at], total // count, count, *self.split[at + 1 :]),
             tuple(tuple(x for k in group for x in ((at, at + 1) if k == at else after((k,)))) for group in self.groups),
             after(self.batch),
-            joined if set(after(own)) == set(rows) else rows,
-            joined if set(after(own)) == set(columns) else columns,
+            joined if set(side) == set(self.rows) else after(self.rows),
+            joined if set(side) == set(self.columns) else after(self.columns),
         )
 
     @property
     def fan_in(self) -> int:
-        """Rows of one matrix."""
+        """Number of rows of one matrix."""
         return math.prod(self.split[k] for k in self.rows)
 
     @property
     def fan_out(self) -> int:
-        """Columns of one matrix."""
+        """Number of columns of one matrix."""
         return math.prod(self.split[k] for k in self.columns)
 
     def view(self, leaf: jax.Array) -> jax.Array:
-        """The matrices, (*batch, rows, columns)."""
+        """Returns the matrices, (*batch, rows, columns)."""
         order = self.batch + self.rows + self.columns
         batch = tuple(self.split[k] for k in self.batch)
         return leaf.reshape(self.split).transpose(order).reshape((*batch, self.fan_in, self.fan_out))
 
     def leaf(self, view: jax.Array) -> jax.Array:
-        """The inverse of `view`."""
+        """Returns the leaf from its matrices: the inverse of `view`."""
         order = self.batch + self.rows + self.columns
         back = tuple(order.index(k) for k in range(len(order)))
         return view.reshape(tuple(self.split[k] for k in order)).transpose(back).reshape(self.shape)
 
     def leaf_axes(self, axes: tuple[int, ...]) -> tuple[int, ...]:
-        """The leaf's own axes that hold any of these axes of `split`."""
+        """Returns the axes of the leaf that hold any of these axes of `split`."""
         return tuple(k for k, group in enumerate(self.groups) if set(group) & set(axes))
 
 
 def matrix(shape: tuple[int, int]) -> Matrices:
-    """A leaf that is one matrix."""
+    """Returns the reading of a leaf that is one matrix."""
     return Matrices(shape, shape, ((0,), (1,)), (), (0,), (1,))
 
 
 def matrices_of(instances: Iterable[Any]) -> dict[str, Matrices]:
-    """Leaf path → how it is read as matrices, for leaves that are matrices to the gauges that bind them.
+    """Returns leaf path → how it is read as matrices.
 
     Args:
       instances: of a list of gauges on a tree.
 
     Returns:
-      Vectors (biases, norms' scales) and leaves that gauges say nothing about are left out.
+      An entry for every leaf that is a matrix to a gauge that binds it, and none for vectors (biases, norms' scales).
     """
-    ranked: list[list[tuple[str, Matrices | None]]] = [[], [], []]
-    for instance in instances:
-        for block in instance.blocks:
-            if (answer := instance.matrices(block)) is not None:
-                ranked[answer[0]].append((block.path, answer[1]))
+    answers = [(block.path, instance.matrices(block)) for instance in instances for block in instance.blocks]
     read: dict[str, Matrices | None] = {}
-    for path, matrices in ranked[0]:  # a bias of a rotation is no matrix, whatever else binds it
-        read.setdefault(path, matrices)
-    for path, matrices in ranked[1]:  # scales per head
-        if read.get(path) is None:
-            read[path] = matrices
-    for path, matrices in ranked[2]:  # other scales
-        read.setdefault(path, matrices)
-    return {path: matrices for path, matrices in read.items() if matrices is not None}
+    for path, (rank, reading) in sorted((row for row in answers if row[1] is not None), key=lambda row: row[1][0]):
+        # The bias of a rotation is no matrix, whatever scale moves it too, unless that is a scale per head (rank 1).
+        if path not in read or (rank == 1 and read[path] is None):
+            read[path] = reading
+    return {path: reading for path, reading in read.items() if reading is not None}
 
 
-def on_whole_axes(block: Block) -> Block | None:
-    """A block whose ranges of axes are taken for all of them: (k, …, n) on a range as (length/n, 1, …, n) on the whole.
+def _on_whole_axes(block: Block) -> Block | None:
+    """Returns a block that selects whole axes: (k, …, n) on a range becomes (length/n, 1, …, n) on the whole axis.
 
-    Heads of a fused kernel are matrices whether a gauge names them or not. None where the last part does not divide
-    what stands before the range, or the axis.
+    Heads of a fused kernel are matrices whether a gauge names them or not. Returns None where n does not divide
+    the start of the range or the length of the axis.
     """
     split, index = list(block.split), list(block.index)
     for axis, (span, group) in enumerate(zip(block.ranges, block.groups, strict=True)):
@@ -160,40 +150,34 @@ def on_whole_axes(block: Block) -> Block | None:
 
 
 def head_matrices(block: Block) -> Matrices | None:
-    """One matrix per head, the basis on one side; None for what is no matrix."""
-    whole = on_whole_axes(block)
+    """Returns one matrix per head, with the basis on one side; None for what is no matrix."""
+    whole = _on_whole_axes(block)
     if whole is None:
         return None
-    block = whole
-    labels = block.split_labels
-    free = [k for k, label in enumerate(labels) if label == "_" and not _beside_a_name(block, k)]
-    return _between(block, [labels.index(BASIS)], free)
-
-
-def _beside_a_name(block: Block, axis: int) -> bool:
-    """Whether an axis shares its parentheses with a named axis other than the basis."""
-    labels = block.split_labels
-    group = next(g for g in block.groups if axis in g)
-    return any(labels[k] not in ("_", "", BASIS) for k in group)
+    labels = whole.split_labels
+    # A free part that shares its parentheses with a name counts matrices: `(head _)` are heads of grouped queries.
+    counting = {k for group in whole.groups for k in group if any(labels[j] not in ("_", "", BASIS) for j in group)}
+    free = [k for k, label in enumerate(labels) if label == "_" and k not in counting]
+    return _between(whole, [labels.index(BASIS)], free)
 
 
 def channel_matrices(block: Block, names: tuple[str, ...]) -> Matrices | None:
-    """Channels on one side, free axes on the other; None for what is no matrix."""
-    whole = on_whole_axes(block)
+    """Returns matrices with channels on one side and free axes on the other; None for what is no matrix."""
+    whole = _on_whole_axes(block)
     if whole is None:
         return None
-    block = whole
-    labels = block.split_labels
+    labels = whole.split_labels
     free = [k for k, label in enumerate(labels) if label == "_"]
     named = "channel" if "channel" in names else next(reversed(names), None)
     at = None if named is None else labels.index(named)
+    # Without channels the last free axis is the outputs. So it is where a name counts matrices between free axes.
     if at is None or (named != "channel" and free and free[0] < at < free[-1]):
-        return _between(block, free[-1:], free[:-1])
-    return _between(block, [at], free)
+        return _between(whole, free[-1:], free[:-1])
+    return _between(whole, [at], free)
 
 
 def _between(block: Block, one: Sequence[int], other: Sequence[int]) -> Matrices | None:
-    """Matrices with these axes on their two sides; None where a side has none, or both are parts of one leaf axis."""
+    """Returns matrices with these axes on their sides; None for an empty side, or two sides in one axis of the leaf."""
     if len({k for k, group in enumerate(block.groups) if set(group) & {*one, *other}}) < 2 or not one or not other:
         return None
     rows, columns = sorted((tuple(one), tuple(other)))
@@ -203,6 +187,6 @@ def _between(block: Block, one: Sequence[int], other: Sequence[int]) -> Matrices
     return Matrices(block.shape, block.split, block.groups, batch, rows, columns, heads)
 
 
-def optax_axes(own: Mapping[str, Matrices]) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Leaf path → the leaf's axes that hold rows and columns, which never share one (`_between`)."""
-    return {path: (m.leaf_axes(m.rows), m.leaf_axes(m.columns)) for path, m in own.items()}
+def optax_axes(matrices: Mapping[str, Matrices]) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Returns leaf path → the leaf's axes that hold rows, and those that hold columns; `_between` keeps them apart."""
+    return {path: (m.leaf_axes(m.rows), m.leaf_axes(m.columns)) for path, m in matrices.items()}

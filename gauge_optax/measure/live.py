@@ -13,21 +13,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from gauge_optax.binding import is_empty, leaves_by_path
+from gauge_optax.binding import leaves_by_path
 from gauge_optax.gauges.gauge import Gauges, Product, product
 from gauge_optax.linalg import real_dtype
 from gauge_optax.measure._recording import recorded
 from gauge_optax.measure.motion import turning
 from gauge_optax.slice import Nearest, Slice
-from gauge_optax.transformation import (
-    explain_state_mismatch,
-    layout,
-    require_every,
-    require_gradients,
-    require_params,
-    require_state,
-    require_transformation,
-)
+from gauge_optax.transformation import checked_inner, layout, placeholder, require_every, transformation
 
 Arrays = dict[str, jax.Array]
 
@@ -172,41 +164,29 @@ def track(
     Reference: docs/design.md §2, §3.
     """
     require_every("track", every)
-    require_transformation("track", inner)
-    group, inner = product(gauges), optax.with_extra_args_support(inner)
+    group, inner = product(gauges), checked_inner("track", inner)
 
-    def figures(params: optax.Params, start: Any, gradient: Any, update: Any, step: Any) -> Metrics:
-        def metrics(*args: Any) -> Metrics:
-            return _metrics(group, layers, *args)
-
-        return layout(params).run(metrics, params, start, gradient, update, step)
-
-    def init_fn(params: optax.Params) -> TrackState:
-        if is_empty(params):
-            return TrackState(inner.init(params), *(jnp.zeros(()),) * 3)  # type: ignore[arg-type]
-        start = layout(params).run(group.coordinates, params)
-        shapes = jax.eval_shape(lambda p, s: figures(p, s, p, p, 0), params, start)
+    def init(params: optax.Params) -> TrackState:
+        mesh = layout(params)
+        start = mesh.run(group.coordinates, params)
+        shapes = jax.eval_shape(lambda p, s: mesh.run(_metrics, group, layers, p, s, p, p, 0), params, start)
         metrics = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
         return TrackState(inner.init(params), jnp.zeros((), jnp.int32), start, metrics)
 
-    def update_fn(
-        updates: optax.Updates, state: TrackState, params: optax.Params | None = None, **extra: Any
-    ) -> tuple[optax.Updates, TrackState]:
-        require_params("track", params)
-        require_gradients("track", updates)
-        require_state("track", state, TrackState)
-
-        def update(gradient: optax.Updates) -> tuple[optax.Updates, optax.OptState]:
-            with explain_state_mismatch("track", inner, state.inner_state, params):
-                return inner.update(gradient, state.inner_state, params, **extra)
+    def update(updates: Any, state: TrackState, params: Any, **extra: Any) -> tuple[Any, TrackState]:
+        def step(gradient: optax.Updates) -> tuple[optax.Updates, optax.OptState]:
+            return inner.update(gradient, state.inner_state, params, **extra)
 
         def record(steps: optax.Updates) -> Metrics:
-            return figures(params, state.start, updates, steps, state.taken)
+            return _metrics(group, layers, params, state.start, updates, steps, state.taken)
 
-        steps, inner_state, metrics = recorded(update, record, state.metrics, updates, state.taken, every)
+        steps, inner_state, metrics = recorded(step, record, state.metrics, updates, state.taken, every)
         return steps, TrackState(inner_state, optax.safe_increment(state.taken), state.start, metrics)
 
-    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+    def empty(params: Any) -> TrackState:
+        return TrackState(inner.init(params), *(placeholder(),) * 3)  # type: ignore[arg-type]
+
+    return transformation("track", init, update, TrackState, empty)
 
 
 def slice_norms(

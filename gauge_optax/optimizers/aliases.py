@@ -1,4 +1,4 @@
-"""Aliases: a wrapper around an optimizer for slice coordinates, with the names and defaults of Optax's."""
+"""Whole optimizers: DDC's, and `quotient` around AdamW and Muon, with the argument names and defaults of Optax's."""
 
 from typing import Any
 
@@ -13,8 +13,8 @@ from gauge_optax.optimizers.ddc import Options, checked_options, ddc
 from gauge_optax.optimizers.ddc_fused import fused_ddc
 from gauge_optax.optimizers.decay import Decay, decay
 from gauge_optax.optimizers.links import link
-from gauge_optax.optimizers.muon import Muon, muon
-from gauge_optax.optimizers.polar import Labels, Polar, Routing, polar_of, polar_options, rms_alone
+from gauge_optax.optimizers.muon import muon
+from gauge_optax.optimizers.polar import Labels, Polar, polar_of
 from gauge_optax.slice import Slice
 
 Scalar = float | jax.Array
@@ -42,9 +42,9 @@ def ddc_adamw(
     refresh_drift: Scalar = 0.1,
     refresh_every: int | jax.Array | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """DDC's AdamW: scales by their lengths, heads by their own second moments, on the slice.
+    """DDC's AdamW on the slice: Adam on the lengths of scales, and second moments per head.
 
-    The same as the chain gauge_project, scale_by_ddc, add_gauge_decay, scale_by_learning_rate, gauge_retract.
+    It is the chain of gauge_project, scale_by_ddc, add_gauge_decay, scale_by_learning_rate and gauge_retract.
 
     Args:
       learning_rate: a number or a schedule.
@@ -59,7 +59,7 @@ def ddc_adamw(
       mask: where to decay, as in `optax.adamw`; constant over the leaves of a gauge.
       match: see `add_gauge_decay`.
       nesterov: whether to use Nesterov momentum.
-      vertical: see `scale_by_ddc`; other than "frozen" steps do not come back to the slice.
+      vertical: see `scale_by_ddc`; unless it is "frozen", steps do not return to the slice.
       v_mode: see `scale_by_ddc`.
       radial: see `scale_by_ddc`.
       radial_scale: see `scale_by_ddc`.
@@ -89,7 +89,7 @@ def ddc_adamw(
     6.21
     5.05
 
-    Reference: DDC §3, App. B; `optax.adamw` for what is not gauged.
+    Reference: DDC §3, App. B; `optax.adamw` for the leaves that no gauge binds.
     """
     options = checked_options(
         "ddc_adamw", b1, b2, eps, eps_root, mu_dtype, nesterov, vertical, v_mode, radial, radial_scale, scale_floor,
@@ -97,32 +97,7 @@ def ddc_adamw(
     )  # fmt: skip
     group = product(gauges)
     tail = (decay(weight_decay, group, match, mask, on_slice=True), optax.scale_by_learning_rate(learning_rate))
-    return ddc_optimizer("ddc_adamw", group, options, None, tail)
-
-
-def ddc_optimizer(
-    name: str,
-    group: Product,
-    options: Options,
-    polar: Polar | None,
-    tail: tuple[optax.GradientTransformation, ...],
-    fused: bool = True,
-) -> optax.GradientTransformationExtraArgs:
-    """DDC's optimizers: `quotient` around a chain of `ddc` and `tail`.
-
-    Args:
-      name: of the public function, for messages.
-      group: the gauges.
-      options: the settings.
-      polar: how matrices are stepped.
-      tail: decay and learning rate.
-      fused: whether to take the step that needs less memory, where it applies.
-    """
-    inner = optax.chain(ddc(group, options, polar), *tail)
-    if options.vertical != "frozen":  # moves along orbits, so that steps do not come back to the slice
-        return link(name, inner, group, still=False)
-    plain = quotient_for(name, inner, group, hold=False)  # DDC's steps turn no head
-    return fused_ddc(name, plain, group, options, polar, optax.chain(*tail)) if fused else plain
+    return _ddc_optimizer("ddc_adamw", group, options, None, tail)
 
 
 def ddc_muon(
@@ -152,7 +127,7 @@ def ddc_muon(
     radial_scale: Scalar = 1.0,
     scale_floor: Scalar = 0.0,
 ) -> optax.GradientTransformationExtraArgs:
-    """DDC's Muon: matrices by their polar factor on the slice, scales by their lengths, all else by `ddc_adamw`.
+    """DDC's Muon on the slice: polar factors of matrices, Adam on the lengths of scales, `ddc_adamw` for all else.
 
     Args:
       learning_rate: a number or a schedule.
@@ -165,18 +140,18 @@ def ddc_muon(
         schedule, or a number per role as in `add_gauge_decay`.
       weight_decay_mask: where `weight_decay` decays, as in `optax.contrib.muon`; constant over the leaves of a gauge.
       mu_dtype: dtype of the first moment; by default that of slice coordinates, at least float32.
-      nesterov: whether to use Nesterov momentum, for matrices and vectors alike.
+      nesterov: whether to use Nesterov momentum, for matrices and all other leaves.
       adam_b1: decay of Adam's first moments.
       adam_b2: decay of Adam's second moments.
       adam_eps_root: added inside the root of Adam's second moment.
-      adam_weight_decay: the same of all other leaves.
-      adam_learning_rate: learning rate of these leaves; by default `learning_rate`.
-      consistent_rms: optax's name for a number as `scale`; not beside another `scale`.
+      adam_weight_decay: decoupled decay of all other leaves.
+      adam_learning_rate: learning rate of all other leaves; by default `learning_rate`.
+      consistent_rms: optax's name for a number as `scale`; it excludes another `scale`.
       scale: see `scale_by_scaled_polar`.
       labels: see `scale_by_scaled_polar`.
       preset: see `scale_by_scaled_polar`.
       match: see `add_gauge_decay`.
-      vertical: see `scale_by_ddc`; other than "frozen" steps do not come back to the slice.
+      vertical: see `scale_by_ddc`; unless it is "frozen", steps do not return to the slice.
       radial: see `scale_by_ddc`.
       radial_scale: see `scale_by_ddc`.
       scale_floor: see `scale_by_ddc`.
@@ -185,7 +160,7 @@ def ddc_muon(
       The optimizer. Its `update` needs `params`.
 
     Raises:
-      ValueError: as `scale_by_scaled_polar`; `consistent_rms` beside another `scale`.
+      ValueError: as `scale_by_scaled_polar`; `consistent_rms` with another `scale`.
 
     >>> gauge = go.rescale(up={"up": "_ channel"}, down={"down": "channel _"})
     >>> params = {"up": jnp.ones((2, 3)), "down": jnp.full((3, 1), 0.5)}
@@ -199,12 +174,10 @@ def ddc_muon(
     True
 
     Reference: DDC §3.1, B.10, C.14; `optax.contrib.muon` for names and defaults. Its `adaptive` and `preconditioning`
-      are left out: a dual norm per leaf and row-wise scales break the gauge.
+      are left out, because a dual norm per leaf and scales per row break the gauge.
     """
-    if consistent_rms is not None:
-        scale = rms_alone("ddc_muon", consistent_rms, scale)
     group = product(gauges)
-    polar = polar_of("ddc_muon", ns_coeffs, ns_steps, beta, eps, scale, labels, preset)
+    polar = polar_of("ddc_muon", ns_coeffs, ns_steps, beta, eps, scale, labels, preset, consistent_rms)
     options = checked_options(
         "ddc_muon", adam_b1, adam_b2, eps, adam_eps_root, mu_dtype, nesterov, vertical, "per_head_scalar", radial,
         radial_scale, scale_floor,
@@ -215,10 +188,8 @@ def ddc_muon(
         return leaves_by_path(params).keys() - matrices(s, params).keys()
 
     def labelled(params: Any) -> Any:
-        plain = jax.tree.map(lambda _: "adam", params)
-        if is_empty(params):
-            return plain
-        return with_leaves(plain, dict.fromkeys(matrices(Slice.of(group.parts, params), params), "muon"))
+        muon_paths = {} if is_empty(params) else matrices(Slice.of(group.parts, params), params)
+        return with_leaves(jax.tree.map(lambda _: "adam", params), dict.fromkeys(muon_paths, "muon"))
 
     adam_rate = learning_rate if adam_learning_rate is None else adam_learning_rate
     rates = {"muon": learning_rate, "adam": adam_rate}
@@ -227,7 +198,19 @@ def ddc_muon(
         decay(adam_weight_decay, group, match, only=others, on_slice=True),
         optax.partition({name: optax.scale_by_learning_rate(rate) for name, rate in rates.items()}, labelled),
     )
-    return ddc_optimizer("ddc_muon", group, options, polar, tail)
+    return _ddc_optimizer("ddc_muon", group, options, polar, tail)
+
+
+def _ddc_optimizer(
+    name: str, group: Product, options: Options, polar: Polar | None, tail: tuple[optax.GradientTransformation, ...]
+) -> optax.GradientTransformationExtraArgs:
+    """DDC's optimizers: `quotient` around a chain of `ddc` and `tail`, which is the decay and the learning rate."""
+    inner = optax.chain(ddc(group, options, polar), *tail)
+    if options.vertical != "frozen":  # `inner` moves along orbits, so that its steps do not return to the slice
+        return link(name, inner, group, still=False)
+    plain = quotient_for(name, inner, group, hold=False)  # DDC's steps turn no head
+    # The same step with less memory: sums over stored leaves in place of slice points (ddc_fused has the figures).
+    return fused_ddc(name, plain, group, options, polar, optax.chain(*tail))
 
 
 def quotient_adamw(
@@ -275,10 +258,10 @@ def quotient_adamw(
     >>> for _ in range(20):
     ...     updates, state = tx.update(jax.grad(loss)(params), state, params)
     ...     params = optax.apply_updates(params, updates)
-    >>> bool(loss(params) < 1.2)  # from 2; the best of rank one is 1
+    >>> bool(loss(params) < 1.2)  # it starts at 2, and the least of rank one is 1
     True
 
-    Reference: docs/design.md §3, §5. In float32 for conditions of factors up to about 1e2.
+    Reference: docs/design.md §3, §5. In float32 the factors of a linear gauge may have conditions up to about 1e2.
     """
     inner = optax.adamw(learning_rate, b1, b2, eps, eps_root, mu_dtype, weight_decay, mask, nesterov=nesterov)
     return quotient_for("quotient_adamw", inner, gauges, hold=hold, pin=pin)
@@ -308,11 +291,12 @@ def quotient_muon(
     hold: bool = True,
     pin: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
-    """`quotient` around Muon with one matrix per head, Adam beside it.
+    """`quotient` around Muon with one matrix per head, and Adam for the leaves that are no matrices.
 
-    Matrices are the leaves of rotations, tori, linear gauges, rescales and norms' consumers that are no vectors and in
-    no `logit_shift`: one per head where one of these gauges or an axis called `head` names heads, else channels on one
-    side and free axes on the other. Every other leaf gets Adam, a kernel in no gauge too, unless `labels` say "muon".
+    Matrices are the leaves of rotations, tori, linear gauges and rescales and the consumers of norms, except vectors
+    and the leaves of a `logit_shift`. A leaf has one matrix per head where one of these gauges or an axis called `head`
+    names heads. Otherwise channels are on one side and free axes on the other. Every other leaf gets Adam, also a
+    kernel that no gauge binds, unless `labels` say "muon".
 
     Args:
       learning_rate: a number or a schedule.
@@ -322,18 +306,18 @@ def quotient_muon(
       beta: decay of the first moment of matrices.
       eps: see `scale_by_scaled_polar`.
       weight_decay: decoupled decay of matrices, multiplied by the learning rate; a number or a schedule.
-      weight_decay_mask: where matrices decay, as in `optax.contrib.muon`.
+      weight_decay_mask: where `weight_decay` decays, as in `optax.contrib.muon`.
       mu_dtype: dtype of the first moment; by default that of slice coordinates, at least float32.
-      nesterov: whether to use Nesterov momentum, for matrices and the rest alike.
+      nesterov: whether to use Nesterov momentum, for matrices and all other leaves.
       adam_b1: decay of Adam's first moments.
       adam_b2: decay of Adam's second moments.
       adam_eps_root: added inside the root of Adam's second moment.
-      adam_weight_decay: decay of Adam's leaves.
-      adam_learning_rate: their learning rate; by default `learning_rate`.
-      consistent_rms: optax's name for a number as `scale`; not beside another `scale`.
+      adam_weight_decay: decoupled decay of all other leaves.
+      adam_learning_rate: learning rate of all other leaves; by default `learning_rate`.
+      consistent_rms: optax's name for a number as `scale`; it excludes another `scale`.
       scale: see `scale_by_scaled_polar`.
       labels: see `scale_by_scaled_polar`.
-      heads_per_matrix: how many neighbouring heads make one matrix; 1 by default. Not to be traced.
+      heads_per_matrix: how many neighbouring heads make one matrix; 1 by default. It must not be traced.
       hold: see `quotient`.
       pin: see `quotient`.
 
@@ -356,28 +340,11 @@ def quotient_muon(
 
     Reference: Jordan et al. 2024 (Muon); DDC B.10 for heads; `optax.contrib.muon` for names and defaults.
     """
-    if consistent_rms is not None:
-        scale = rms_alone("quotient_muon", consistent_rms, scale)
-    settings = Muon(
-        polar_options("quotient_muon", ns_coeffs, ns_steps, beta, eps, scale),
-        nesterov,
-        mu_dtype,
-        (
-            optax.add_decayed_weights(weight_decay, weight_decay_mask),
-            optax.scale_by_learning_rate(learning_rate),
-        ),
-        optax.adamw(
-            learning_rate if adam_learning_rate is None else adam_learning_rate,
-            adam_b1,
-            adam_b2,
-            eps,
-            adam_eps_root,
-            mu_dtype,
-            adam_weight_decay,
-            nesterov=nesterov,
-        ),
-        Routing.of(labels),
-        1 if heads_per_matrix is None else heads_per_matrix,
-    )
     group = product(gauges)
-    return quotient_for("quotient_muon", muon(settings, group), group, hold=hold, pin=pin)
+    polar = polar_of("quotient_muon", ns_coeffs, ns_steps, beta, eps, scale, labels, consistent_rms=consistent_rms)
+    tail = optax.add_decayed_weights(weight_decay, weight_decay_mask), optax.scale_by_learning_rate(learning_rate)
+    adam_rate = learning_rate if adam_learning_rate is None else adam_learning_rate
+    adam = optax.adamw(adam_rate, adam_b1, adam_b2, eps, adam_eps_root, mu_dtype, adam_weight_decay, nesterov=nesterov)
+    heads = 1 if heads_per_matrix is None else heads_per_matrix
+    inner = muon(group, polar, heads, nesterov, mu_dtype, tail, adam)
+    return quotient_for("quotient_muon", inner, group, hold=hold, pin=pin)

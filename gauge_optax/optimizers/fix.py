@@ -1,8 +1,8 @@
-"""Gauge fixing: after its step an optimizer's weights move to the balanced representative, and its state with them.
+"""Gauge fixing: after its step, an optimizer's weights move to the balanced representative, and its state with them.
 
-The function stays; what changes is which of many equal weights the next step starts from. Full strength is a hard
-constraint, H_A = H_B after every fix. A fraction of it is a soft one, which takes that fraction of the imbalance's
-logarithm away each time.
+The function stays the same; the move changes which of many equivalent weights the next step starts from. Strength 1 is
+a hard constraint: H_A = H_B after every fix. A smaller strength is a soft one: every fix removes that fraction of the
+logarithm of the imbalance.
 References: "When Equivalent Weights Train Differently" §4, §8; docs/design.md §6.
 """
 
@@ -28,7 +28,7 @@ class GaugeFixState(NamedTuple):
 
     Attributes:
       count: steps so far, int32.
-      inner_state: of the optimizer inside.
+      inner_state: state of the optimizer inside.
     """
 
     count: jax.Array  # type: ignore[assignment]
@@ -49,51 +49,59 @@ def gauge_fix(
     .. math::
       \theta' = \theta + u(\theta), \qquad \theta_{new} = b(\theta')^{strength} \cdot \theta',
 
-    b the balance: both sides of a scale with one norm, both factors of a head with one Gram matrix, shifts with mean
-    zero, blocks that a norm follows with RMS 1; rotations have none. Channels and heads without a balanced
-    representative (a side that is zero, as LoRA's B at the start; less than full rank) stay where they are.
+    where b is the balance: both sides of a scale get one norm, both factors of a head get one Gram matrix, shifts get
+    mean zero, and blocks that a norm follows get RMS 1; rotations have no balance. Channels and heads without a
+    balanced representative (a side is zero, as LoRA's B at the start, or lacks ranks) stay where they are.
 
     Args:
-      inner: an optimizer, whole: its learning rate included. None for what moves parameters only, last in a chain; the
-        states of the chain's other elements are then not carried along, which suits those that have none.
-      gauges: a gauge or a sequence of them, meaning their product; the optimizer's own list where it has one.
-      every: every how many steps to move; an int.
-      strength: how far, in (0, 1]: 1 for all the way, less for that fraction of it in the group's logarithm.
-      transport: whether the optimizer's state moves along, as in `transport`. Otherwise it stays what it was at other
-        weights: moments of gradients that are no longer these weights' gradients, and a retraction (`ddc_adamw`) that
-        takes the next step back to where it came from. Only an optimizer without a state does not mind.
-      on_unknown: what becomes of moments that cannot move along; see `transport`.
+      inner: a whole optimizer, with its learning rate. With None the result only moves parameters, as the last element
+        of a chain; the states of the chain's other elements then do not move along, which is right if they hold no
+        moments.
+      gauges: a gauge or a sequence of them, meaning their product; the list that `inner` was given, if it takes one.
+      every: the number of steps from one move to the next; an int.
+      strength: how far to move, in (0, 1]: 1 moves all the way, less moves that fraction of it in the group's
+        logarithm.
+      transport: whether the optimizer's state moves along, as in `transport`. If not, it belongs to other weights from
+        then on: its moments average gradients at those weights, and a retraction (`ddc_adamw`) takes the next step back
+        to where the move started. Only an optimizer without a state is unaffected.
+      on_unknown: what to do with moments that cannot move along; see `transport`.
 
     Returns:
       The optimizer; `update` needs `params`, and its updates are differences of parameters.
 
     Raises:
       ValueError: `every` that is no positive int, `strength` outside (0, 1], another `on_unknown`; bindings that do not
-        fit; at the first update, a state that cannot move along (Adam's under `head_linear`): take `go.quotient_adamw`,
-        or decide with `on_unknown`; `update` without params.
+        fit; at the first update, a state that cannot move along, as Adam's under `head_linear` (use
+        `go.quotient_adamw`, or choose another `on_unknown`); `update` without params.
 
     >>> gauge = go.head_linear({"a": "_ basis"}, {"b": "basis _"})
     >>> params = {"a": jnp.array([[8.0], [0.0]]), "b": jnp.array([[0.5, 0.0]])}
     >>> tx = go.gauge_fix(optax.sgd(0.0), gauge)
     >>> updates, _ = tx.update(jax.tree.map(jnp.ones_like, params), tx.init(params), params)
     >>> balanced = optax.apply_updates(params, updates)
-    >>> balanced["a"].round(4).tolist(), balanced["b"].round(4).tolist()  # the product is what it was
+    >>> balanced["a"].round(4).tolist(), balanced["b"].round(4).tolist()  # their product stays
     ([[2.0], [0.0]], [[2.0, 0.0]])
 
     Reference: the post's §8, hard and soft gauge fixing; its §7 for the state. GaugeFix-LRM, Eq. (4) to (6), for
-      multipliers, where `transport=False` is the paper's own. What becomes of the product of both sides, which the
-      balance leaves alone, is `hold_products`'s.
+      multipliers; the paper does what `transport=False` does. The balance leaves the product of both sides alone;
+      `hold_products` controls it.
     """
     require_choice(_NAME, "on_unknown", on_unknown, ON_UNKNOWN)
     require_every(_NAME, every)
-    _check_strength(strength)
+    if not isinstance(strength, jax.core.Tracer):  # under `inject_hyperparams` its value cannot be checked
+        real = isinstance(strength, int | float | jax.Array | np.floating) and not isinstance(strength, bool)
+        if not real or jnp.ndim(strength) or not 0.0 < float(strength) <= 1.0:
+            raise binding_error(
+                _NAME, "bad strength", repr(strength), "a number in (0, 1], the fraction of the way",
+                "write strength=1.0 for all the way; leave gauge_fix out for none of it",
+            )  # fmt: skip
     group = product(gauges)
     moving = Product(tuple(part for part in group.parts if part.balancing != "still"))
     within = optax.with_extra_args_support(optax.identity() if inner is None else inner)
 
     def init(params: optax.Params) -> GaugeFixState:
         Slice.of(group.parts, params)  # raises where a binding does not fit
-        return GaugeFixState(jnp.zeros((), jnp.int32), within.init(params))
+        return empty(params)
 
     def update(updates: Any, state: GaugeFixState, params: Any, **extra: Any) -> tuple[Any, GaugeFixState]:
         updates, inner_state = within.update(updates, state.inner_state, params, **extra)
@@ -112,7 +120,7 @@ def gauge_fix(
         if not (isinstance(strength, float | int) and strength == 1):
             element = moving.power(element, strength)
         if transport:
-            # Rotations have no balance, but a state of ours knows its gauges by the whole list.
+            # States of this library know gauges by the whole list, so that the move names rotations too.
             elements = iter(element)
             parts = tuple(
                 MovingPart(part, part.identity(params) if part.balancing == "still" else next(elements), part.balancing)
@@ -128,19 +136,7 @@ def gauge_fix(
 
 
 def chords(gauge: Gauge, element: Any, params: Any, after: Any) -> dict[str, jax.Array]:
-    """g·θ′ − θ, leaf by leaf."""
+    """Returns g·θ′ − θ by leaf."""
     s = gauge._slice(params)
     moved, before = (s.vectors(tree) for tree in (gauge.act(element, after), params))
     return {path: x - before[path] for path, x in moved.items()}
-
-
-def _check_strength(strength: Any) -> None:
-    """Raises ValueError, as far as can be told: under `inject_hyperparams` it is traced."""
-    if isinstance(strength, jax.core.Tracer):
-        return
-    real = isinstance(strength, int | float | jax.Array | np.floating) and not isinstance(strength, bool)
-    if not real or jnp.ndim(strength) or not 0.0 < float(strength) <= 1.0:
-        raise binding_error(
-            _NAME, "bad strength", repr(strength), "a number in (0, 1], the fraction of the way",
-            "write strength=1.0 for all the way; leave gauge_fix out for none of it",
-        )  # fmt: skip

@@ -3,7 +3,7 @@
     optax.chain(gauge_project(gauges), scale_by_ddc(gauges), add_gauge_decay(0.1, gauges),
                 optax.scale_by_learning_rate(3e-4), gauge_retract(gauges))
 
-is `ddc_adamw(3e-4, gauges, weight_decay=0.1)`. Each link enters the slice and leaves it by itself.
+is `ddc_adamw(3e-4, gauges, weight_decay=0.1)`. Every link enters the slice and leaves it again.
 References: DDC §3, B.1–B.10.
 """
 
@@ -35,13 +35,13 @@ Scalar = float | jax.Array
 def link(
     name: str, inner: optax.GradientTransformation, group: Product, still: bool = True
 ) -> optax.GradientTransformationExtraArgs:
-    """A link of a chain: enters the slice, applies `inner` there, and leaves. `gauge_retract` brings the step back.
+    """A link of a chain: `inner` on the slice. The step that comes out ends off the slice until `gauge_retract`.
 
     Args:
       name: of the public function, for messages.
-      inner: a transformation of slice gradients.
+      inner: a transformation of slice gradients into slice tangents.
       group: the gauges.
-      still: whether `inner` stays on the slice; otherwise it sees the gradient along shifts and may move along orbits.
+      still: whether `inner` makes no motion along orbits; otherwise its gradients keep their part along shifts.
     """
     inner = checked_inner(name, inner)
 
@@ -50,9 +50,8 @@ def link(
         f = s.elements(state.frame)
         point = s.enter(f, s.values(params))
         gradient = with_leaves(updates, s.enter_dual(f, s.vectors(updates), still=still))
-        u, inner_state = inner.update(
-            s.without_roundoff(point, gradient), state.inner_state, with_leaves(params, point), **extra
-        )
+        gradient = s.without_roundoff(point, gradient)
+        u, inner_state = inner.update(gradient, state.inner_state, with_leaves(params, point), **extra)
         step = s.leave(f, SliceTangent(s.vectors(u)))
         return with_leaves(u, cast_like(step, updates)), QuotientState(state.frame, inner_state)
 
@@ -67,18 +66,18 @@ class GaugeRetractState(NamedTuple):
     """State of `gauge_retract`.
 
     Attributes:
-      frame: what was read at `init`; every step returns to the slice that this frame shifts to the stored weights.
+      frame: what was read at `init`; every step ends on the slice moved by this frame, where the weights started.
     """
 
     frame: Any
 
 
 def gauge_project(gauges: Gauges, kind: str = "gradient") -> optax.GradientTransformationExtraArgs:
-    """Keeps the horizontal part of what comes in.
+    """Keeps the horizontal part of updates.
 
     Args:
       gauges: a gauge or a sequence of them, meaning their product.
-      kind: "gradient" for cotangents (gradients, averages of gradients), "update" for tangents.
+      kind: what the updates are: "gradient" for cotangents (gradients and their averages), "update" for tangents.
 
     Returns:
       A transformation without state; leaves that no gauge binds pass unchanged.
@@ -93,8 +92,8 @@ def gauge_project(gauges: Gauges, kind: str = "gradient") -> optax.GradientTrans
     >>> updates["w"].tolist()
     [[-1.0, 1.0]]
 
-    Reference: DDC Eq. (1), the projectors. Deviation: all gauges of the list at once; along scales and shifts the
-      projection is that of the anchors (docs/design.md §2), for gradients its adjoint.
+    Reference: DDC Eq. (1), the projectors. Deviations: one projection for all gauges of the list; along scales and
+      shifts it removes what changes the anchors (docs/design.md §2), and gradients get its adjoint.
     """
     require_choice("gauge_project", "kind", kind, ("gradient", "update"))
     group = product(gauges)
@@ -128,7 +127,7 @@ def scale_by_ddc(
     refresh_drift: Scalar = 0.1,
     refresh_every: int | jax.Array | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Adam on the slice of a product of gauges; ungauged leaves get Adam.
+    """DDC's Adam on the slice of a product of gauges; leaves that no gauge binds get Adam.
 
     Args:
       gauges: a gauge or a sequence of them, meaning their product.
@@ -142,15 +141,16 @@ def scale_by_ddc(
       v_mode: second moment of rotated leaves: "body_frame_topk", "body_frame", "per_head_scalar",
         "per_head_matrix" or "none".
       radial: "linear" (Adam on a channel's length s) or "log" (on log s, which decay drives to zero).
-      radial_scale: factor on the radial step, which is what Adam can move a length by: lr·√n for n entries.
+      radial_scale: factor on the radial step; at 1 a length moves as far as Adam can move it, lr·√n for n entries.
       scale_floor: share of a gauge's mean length at `init` below which a length grows; 0 lets channels die.
-      live_threshold: eigendirections below it times λ_max are not divided by themselves under "body_frame_topk".
-      refresh_drift: share of a head's Gram matrix off the diagonal of its eigenbasis at which that is renewed.
-      refresh_every: age in steps at which it is renewed anyway; None for never.
+      live_threshold: under "body_frame_topk", eigendirections whose eigenvalue is below this share of the largest are
+        not divided by their second moments.
+      refresh_drift: share of a head's Gram matrix off the diagonal of its eigenbasis at which the basis is renewed.
+      refresh_every: age in steps at which the basis is renewed in any case; None for never.
 
     Returns:
-      A transformation of gradients (cotangents) into a horizontal tangent, to be scaled by the learning rate and
-      finished by `gauge_retract`.
+      A transformation of gradients (cotangents) into a horizontal tangent, which the learning rate scales and
+      `gauge_retract` turns into a step.
 
     Raises:
       ValueError: a mode that does not exist; bindings that do not fit; `update` without params.
@@ -162,7 +162,7 @@ def scale_by_ddc(
     >>> updates, state = tx.update(jax.tree.map(jnp.ones_like, params), state, params)
     >>> go.testing.assert_horizontal(updates, params, gauge)
 
-    Reference: DDC Eq. (2), B.4–B.9; deviations in `inner.ddc` and `inner.heads`.
+    Reference: DDC Eq. (2), B.4–B.9; `optimizers/ddc.py` and `optimizers/ddc_heads.py` list the deviations.
     """
     group = product(gauges)
     options = checked_options(
@@ -194,23 +194,24 @@ def scale_by_scaled_polar(
 ) -> optax.GradientTransformationExtraArgs:
     """Muon on the slice of a product of gauges for matrices, `scale_by_ddc` for everything else.
 
-    Matrices are the leaves of rotations, rescales and norms' consumers that are no vectors and in no `logit_shift`:
-    one matrix per head where a rotation binds the leaf, else channels on one side and free axes on the other.
+    Matrices are the leaves of rotations and rescales and the consumers of norms, except vectors and the leaves of a
+    `logit_shift`. A leaf has one matrix per head where a rotation binds it. Otherwise channels are on one side and free
+    axes on the other.
 
     Args:
       gauges: a gauge or a sequence of them, meaning their product.
       ns_coeffs: polynomials of the Newton–Schulz iteration: a preset ("standard", "dion", "polar_express", "sharp"),
         one tuple of coefficients, or a tuple of such tuples.
-      ns_steps: how often a single polynomial is applied; 5 by default. Not to be traced.
+      ns_steps: how often a single polynomial is applied; 5 by default. It must not be traced.
       beta: decay of the first moment of matrices.
       eps: added to ‖M‖_F where a moment is normalised, and to √v̂ of Adam.
       mu_dtype: dtype of the first moment; by default that of slice coordinates, at least float32.
-      nesterov: whether to use Nesterov momentum, for matrices and vectors alike.
-      scale: what multiplies a polar factor. "width": √max(1, outputs/inputs), as `optax.contrib.muon` does by default;
-        "rms": ‖M‖_F/√rank, the size of the moment (DDC B.10); "none": 1; a number: √max(inputs, outputs) times it, so
-        that it is the RMS of the step (`consistent_rms` of optax).
-      labels: path pattern → "muon" or "adam", where the rule above should not hold. Later patterns win.
-      preset: "paper" is DDC's: matrices are those of rotations alone (Table 1), and `scale` is "rms" (B.10).
+      nesterov: whether to use Nesterov momentum, for matrices and all other leaves.
+      scale: what multiplies a polar factor. "width": √max(1, outputs/inputs), the default of `optax.contrib.muon`;
+        "rms": ‖M‖_F/√rank, the size of the moment (DDC B.10); "none": 1; a number: √max(inputs, outputs) times it,
+        which makes it the RMS of the step (`consistent_rms` of optax).
+      labels: path pattern → "muon" or "adam", for leaves that the rule above should not decide. Later patterns win.
+      preset: "paper" does what DDC does: only rotations make matrices (Table 1), and `scale` is "rms" (B.10).
       adam_b1: decay of Adam's first moments.
       adam_b2: decay of Adam's second moments.
       adam_eps_root: added to v̂ inside the root.
@@ -220,13 +221,13 @@ def scale_by_scaled_polar(
       scale_floor: see `scale_by_ddc`.
 
     Returns:
-      A transformation of gradients (cotangents) into a horizontal tangent, to be scaled by the learning rate and
-      finished by `gauge_retract`. In its state, `nu` has an `optax.MaskedNode` for every matrix, as
-      `optax.contrib.muon`'s.
+      A transformation of gradients (cotangents) into a horizontal tangent, which the learning rate scales and
+      `gauge_retract` turns into a step. In its state, `nu` has an `optax.MaskedNode` for every matrix, as in
+      `optax.contrib.muon`.
 
     Raises:
-      ValueError: a mode that does not exist; a label that is neither, or fits no leaf; "muon" for a leaf that is not a
-        matrix; bindings that do not fit; `update` without params.
+      ValueError: a mode that does not exist; a label that is neither "muon" nor "adam", or that matches no leaf; "muon"
+        for a leaf that is no matrix; bindings that do not fit; `update` without params.
 
     >>> gauge = go.head_rotation({"query": "_ head basis", "key": "_ head basis"})
     >>> keys = jax.random.split(jax.random.key(0), 4)
@@ -236,8 +237,9 @@ def scale_by_scaled_polar(
     >>> updates, _ = tx.update(grads, tx.init(params), params)
     >>> go.testing.assert_horizontal(updates, params, gauge)
 
-    Reference: DDC B.10. Deviations: its scale ‖M‖_F/√rank is a choice, because steps as small as the gradient need
-      other learning rates than Muon's; projected after the polar factor as well as before; rescales are admitted.
+    Reference: DDC B.10. Deviations: its scale ‖M‖_F/√rank is an option and not the default, because steps as small as
+      the gradient need other learning rates than Muon's; the projection is applied before the polar factor and after
+      it; rescales make matrices too.
     """
     group = product(gauges)
     polar = polar_of("scale_by_scaled_polar", ns_coeffs, ns_steps, beta, eps, scale, labels, preset)
@@ -249,14 +251,14 @@ def scale_by_scaled_polar(
 
 
 def gauge_retract(gauges: Gauges) -> optax.GradientTransformationExtraArgs:
-    """Turns a scaled tangent into the step that ends on the slice of the starting point, where coordinates stand still.
+    """Turns a scaled tangent into a step that ends on the slice of the starting point, where coordinates do not drift.
 
     Args:
       gauges: a gauge or a sequence of them, meaning their product.
 
     Returns:
-      A transformation of updates (tangents) into differences of parameters, last in a chain; leaves that no gauge
-      binds pass unchanged.
+      A transformation of updates (tangents) into differences of parameters, the last element of a chain; leaves that no
+      gauge binds pass unchanged.
 
     Raises:
       ValueError: bindings that do not fit; `update` without params.
@@ -268,7 +270,7 @@ def gauge_retract(gauges: Gauges) -> optax.GradientTransformationExtraArgs:
     >>> [round(float(x[0, 0]), 4) for x in (step["up"], step["down"])]  # the anchor keeps its size
     [0.0, 0.21]
 
-    Reference: DDC B.7. Deviation: the reference moves each gauge on its own and lets rounding walk.
+    Reference: DDC B.7. Deviation: the reference moves one gauge after the other, and roundoff accumulates.
     """
     group = product(gauges)
 

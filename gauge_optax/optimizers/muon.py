@@ -1,14 +1,10 @@
-"""Muon with one matrix per head, to run on the slice.
+"""Muon with one matrix per head and Adam for all other leaves: an ordinary optimizer of slice points.
 
-A rotation of a head's basis carries over to a polar factor, (M·R)(RᵀMᵀM·R)^(−1/2) = U·Vᵀ·R, so that rotations need no
-frame where matrices are read per head. Which leaves are matrices, and along which axes, is read off the gauges'
-bindings.
-
-Here: routing and the momentum. Not here: the polar factor (`linalg.polar`), the slice. References: Jordan et al. 2024
-(Muon); DDC B.10 for heads.
+A rotation R of a head's basis carries over to the polar factor of a moment M = U·Σ·Vᵀ of that head:
+(M·R)(RᵀMᵀM·R)^(−1/2) = U·Vᵀ·R. Where matrices are read per head, rotations therefore need no frame.
+References: Jordan et al. 2024 (Muon); DDC B.10 for heads.
 """
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -19,7 +15,7 @@ import optax
 from gauge_optax.binding import is_empty, leaves_by_path, with_leaves
 from gauge_optax.gauges.gauge import Product
 from gauge_optax.gauges.matrices import Matrices
-from gauge_optax.optimizers.polar import PolarOptions, Routing, polar_steps
+from gauge_optax.optimizers.polar import Polar, PolarOptions, polar_steps
 from gauge_optax.slice import Slice
 
 
@@ -35,79 +31,74 @@ class ScaleByHeadPolarState(NamedTuple):
     mu: optax.Updates
 
 
-@dataclasses.dataclass(frozen=True)
-class Muon:
-    """The settings of Muon and of the Adam beside it, as `optax.contrib.muon` names them.
+def muon(
+    group: Product,
+    polar: Polar,
+    heads_per_matrix: int,
+    nesterov: bool,
+    mu_dtype: Any,
+    matrix_tail: tuple[optax.GradientTransformation, ...],
+    adam: optax.GradientTransformation,
+) -> optax.GradientTransformationExtraArgs:
+    """Polar factors for matrices, Adam for all other leaves.
 
-    Attributes:
-      polar: of matrices.
-      nesterov: whether to use Nesterov momentum, for both.
-      mu_dtype: dtype of the first moment.
-      matrix_tail: decay and learning rate of matrices, a chain's rest.
-      adam: the optimizer of every other leaf.
-      routing: which leaves are matrices.
+    Args:
+      group: the gauges, whose bindings say which leaves are matrices.
+      polar: how matrices are stepped, and which leaves they are.
       heads_per_matrix: how many neighbouring heads make one matrix.
+      nesterov: whether matrices have Nesterov momentum.
+      mu_dtype: dtype of their first moment.
+      matrix_tail: their decay and learning rate: what follows the polar factor in a chain.
+      adam: the optimizer of every other leaf.
+
+    Returns:
+      A whole optimizer.
     """
 
-    polar: PolarOptions
-    nesterov: bool
-    mu_dtype: Any
-    matrix_tail: tuple[optax.GradientTransformation, ...]
-    adam: optax.GradientTransformation
-    routing: Routing
-    heads_per_matrix: int
-
-    def matrices(self, group: Product, params: Any) -> dict[str, Matrices]:
-        """Leaf path → how it is read, for leaves stepped by their polar factor."""
-        found = self.routing.matrices(Slice.of(group.parts, params), params)
-        return {path: own.grouped(path, self.heads_per_matrix) for path, own in found.items()}
-
-
-def muon(settings: Muon, group: Product) -> optax.GradientTransformationExtraArgs:
-    """Polar factors for matrices, Adam for the rest: an ordinary optimizer, for points of the slice."""
-
-    def of(params: Any) -> optax.GradientTransformationExtraArgs:
-        matrices = {} if is_empty(params) else settings.matrices(group, params)
-        labels = jax.tree.map(lambda _: "adam", params)
-        transforms = {
-            "muon": optax.chain(scale_by_head_polar(settings, matrices), *settings.matrix_tail),
-            "adam": settings.adam,
-        }
-        return optax.partition(transforms, with_leaves(labels, dict.fromkeys(matrices, "muon")))
+    # Shapes alone decide which leaves are matrices, so that the partition is made anew wherever params are traced.
+    def partition(params: Any) -> optax.GradientTransformationExtraArgs:
+        read = {} if is_empty(params) else polar.routing.matrices(Slice.of(group.parts, params), params)
+        matrices = {path: stack.grouped(path, heads_per_matrix) for path, stack in read.items()}
+        labels = with_leaves(jax.tree.map(lambda _: "adam", params), dict.fromkeys(matrices, "muon"))
+        head_polar = scale_by_head_polar(polar.options, matrices, nesterov, mu_dtype)
+        return optax.partition({"muon": optax.chain(head_polar, *matrix_tail), "adam": adam}, labels)
 
     def update_fn(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
-        return of(params).update(updates, state, params, **extra)
+        return partition(params).update(updates, state, params, **extra)
 
-    return optax.GradientTransformationExtraArgs(lambda params: of(params).init(params), update_fn)
+    return optax.GradientTransformationExtraArgs(lambda params: partition(params).init(params), update_fn)
 
 
-def scale_by_head_polar(settings: Muon, matrices: Mapping[str, Matrices]) -> optax.GradientTransformation:
+def scale_by_head_polar(
+    options: PolarOptions, matrices: Mapping[str, Matrices], nesterov: bool, mu_dtype: Any
+) -> optax.GradientTransformation:
     """The scaled polar factor of every matrix of a first moment.
 
     Args:
-      settings: see `Muon`.
-      matrices: leaf path → how it is read; every leaf it sees is among them.
+      options: of the polar factor.
+      matrices: leaf path → how it is read, for every leaf of the updates.
+      nesterov: whether to use Nesterov momentum.
+      mu_dtype: dtype of the first moment.
 
     Returns:
       A transformation of gradients.
     """
-    beta = settings.polar.beta
+    beta = options.beta
 
     def init_fn(params: optax.Params) -> ScaleByHeadPolarState:
-        mu = optax.tree.zeros_like(params, dtype=settings.mu_dtype)
-        return ScaleByHeadPolarState(jnp.zeros((), jnp.int32), mu)
+        return ScaleByHeadPolarState(jnp.zeros((), jnp.int32), optax.tree.zeros_like(params, dtype=mu_dtype))
 
     def update_fn(updates: Any, state: ScaleByHeadPolarState, params: Any = None) -> tuple[Any, Any]:
         del params
         count = optax.safe_increment(state.count)
         mu = optax.tree.update_moment(updates, state.mu, beta, 1)
-        if settings.nesterov:
+        if nesterov:
             ahead = optax.tree.bias_correction(mu, beta, optax.safe_increment(count))
             now = optax.tree.bias_correction(updates, beta, count)
             mean = jax.tree.map(lambda m, g: beta * m + (1 - beta) * g, ahead, now)
         else:
             mean = optax.tree.bias_correction(mu, beta, count)
-        steps = polar_steps(settings.polar, matrices, leaves_by_path(mean))
-        return with_leaves(updates, steps), ScaleByHeadPolarState(count, optax.tree.cast(mu, settings.mu_dtype))
+        steps = polar_steps(options, matrices, leaves_by_path(mean))
+        return with_leaves(updates, steps), ScaleByHeadPolarState(count, optax.tree.cast(mu, mu_dtype))
 
     return optax.GradientTransformation(init_fn, update_fn)

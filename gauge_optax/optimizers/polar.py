@@ -1,7 +1,7 @@
 """Muon's step of a matrix: the polar factor of its first moment, times one invariant number per matrix.
 
-Here: which leaves are matrices, and scales of a polar factor. Not here: the iteration (`linalg.polar`), the momentum
-(`muon`, `ddc`). References: DDC B.10, Table 1; Jordan et al. 2024 (Muon).
+The gauges' bindings say which leaves are matrices; the user's labels may say otherwise.
+References: DDC B.10, Table 1; Jordan et al. 2024 (Muon).
 """
 
 import dataclasses
@@ -20,10 +20,10 @@ from gauge_optax.linalg import Coefficients, Schedule, ns_schedule, polar
 from gauge_optax.slice import Slice
 from gauge_optax.transformation import require_choice
 
-Arrays = dict[str, jax.Array]
 Scalar = float | jax.Array
 Labels = Mapping[str, str] | None
 SCALES = ("width", "rms", "none")
+_NAME = "scale_by_scaled_polar"
 
 
 class PolarOptions(NamedTuple):
@@ -42,115 +42,56 @@ class PolarOptions(NamedTuple):
     scale: str | Scalar
 
 
-def polar_steps(options: PolarOptions, matrices: Mapping[str, Matrices], mean: Mapping[str, jax.Array]) -> Arrays:
-    """C·P per leaf, P the polar factor of every matrix of a first moment.
-
-    Args:
-      options: the settings.
-      matrices: how each leaf is read.
-      mean: bias-corrected first moments.
-
-    Returns:
-      The leaves; zero where the moment is zero.
-    """
-    return {
-        path: own.leaf(scaled_polar(options, (own.fan_in, own.fan_out), own.view(mean[path])))
-        for path, own in matrices.items()
-    }
-
-
-def scaled_polar(options: PolarOptions, fans: tuple[int, int], m: jax.Array) -> jax.Array:
-    """C·P of matrices (…, rows, columns) with these numbers of inputs and outputs."""
-    factor = polar(m, options.schedule, eps=options.eps)
-    fan_in, fan_out = fans
-    if not isinstance(options.scale, str):
-        return options.scale * math.sqrt(max(fan_in, fan_out)) * factor
-    if options.scale == "width":
-        return math.sqrt(max(1.0, fan_out / fan_in)) * factor
-    if options.scale == "rms":
-        return jnp.linalg.norm(m, axis=(-2, -1), keepdims=True) / math.sqrt(min(fan_in, fan_out)) * factor
-    return factor
-
-
-def polar_options(
-    name: str, ns_coeffs: Coefficients, ns_steps: int | None, beta: Scalar, eps: Scalar, scale: str | Scalar
-) -> PolarOptions:
-    """The settings of matrices, checked on behalf of the transformation `name`."""
-    if isinstance(scale, str):
-        require_choice(name, "scale", scale, SCALES)
-    if isinstance(ns_steps, jax.Array):
-        raise binding_error(
-            name, "ns_steps is traced", "an array", "a Python integer",
-            'write inject_hyperparams(..., static_args=("ns_steps",)), or give ns_coeffs one tuple per step',
-        )  # fmt: skip
-    return PolarOptions(beta, eps, ns_schedule(ns_coeffs, 5 if ns_steps is None else ns_steps), scale)
-
-
 @dataclasses.dataclass(frozen=True)
 class Routing:
     """Which leaves are stepped by their polar factor.
 
     Attributes:
-      labels: what the user wrote, in order.
-      rotations_alone: whether only leaves that a rotation binds are matrices where no label says more.
+      labels: the user's pairs of a path pattern and "muon" or "adam", in order.
+      rotations_alone: whether a leaf without a label is a matrix only where a rotation binds it.
     """
 
     labels: tuple[tuple[str, str], ...]
-    rotations_alone: bool = False
-
-    @classmethod
-    def of(cls, labels: Labels, rotations_alone: bool = False) -> "Routing":
-        """The routing with these labels. Raises ValueError for a label that is neither "muon" nor "adam"."""
-        chosen = tuple((labels or {}).items())
-        for pattern, label in chosen:
-            if label not in ("muon", "adam"):
-                raise binding_error(
-                    "scale_by_scaled_polar", f"bad label of '{pattern}'", repr(label), "'muon' or 'adam'",
-                    f"write labels={{{pattern!r}: 'adam'}}",
-                )  # fmt: skip
-        return cls(chosen, rotations_alone)
+    rotations_alone: bool
 
     def matrices(self, s: Slice, params: optax.Params) -> dict[str, Matrices]:
-        """Leaf path → how it is read, for the leaves stepped by their polar factor."""
+        """Returns leaf path → how it is read, for the leaves that are stepped by their polar factor.
+
+        Raises ValueError for a label that matches no leaf, and for a leaf that is labelled "muon" and is no matrix.
+        """
         leaves, read = leaves_by_path(params), matrices_of(s.instances)
-        shifted = {path for i in s.instances if i.effect == "shift" for path in i.paths}
-        turned = {path for turn in s.turns for path in turn.paths}
-        # An unembedding, though bound as a matrix, is Adam's, as Muon's authors have it.
-        chosen = {path: path in read and path not in shifted for path in leaves}
+        rotated = {path for turn in s.turns for path in turn.paths}
+        # A logit shift binds the unembedding, which Muon's authors leave to Adam although it is a matrix.
+        muon = read.keys() - {path for i in s.instances if i.effect == "shift" for path in i.paths}
         if self.rotations_alone:
-            chosen = {path: muon and path in turned for path, muon in chosen.items()}
+            muon &= rotated
         for pattern, label in self.labels:
-            hits = [path for path in leaves if match("scale_by_scaled_polar", pattern, path) is not None]
+            hits = {path for path in leaves if match(_NAME, pattern, path) is not None}
             if not hits:
-                raise _unmatched(pattern, {path: leaf.shape for path, leaf in leaves.items()})
-            chosen |= dict.fromkeys(hits, label == "muon")
-        shapes = {path: leaves[path].shape for path, muon in chosen.items() if muon}
-        vectors = turned | {path for i in s.instances if i.log_step and i.sides for path in i.paths}
-        return {p: read.get(p) or _lone(p, shape, p in vectors) for p, shape in shapes.items()}
-
-
-def _lone(path: str, shape: tuple[int, ...], vector: bool) -> Matrices:
-    if len(shape) == 2 and not vector:
-        return matrix((shape[0], shape[1]))
-    raise binding_error(
-        "scale_by_scaled_polar", f"'{path}' is labelled muon",
-        f"shape {shape}, {'vectors to its gauges' if vector else 'in no gauge that names its axes'}",
-        "a matrix, or a leaf of a rotation, rescale or norm",
-        "label it adam" if vector else "label it adam, or bind it",
-    )  # fmt: skip
-
-
-def _unmatched(pattern: str, shapes: Mapping[str, tuple[int, ...]]) -> ValueError:
-    near = nearest(pattern, shapes, 2)
-    return binding_error(
-        "scale_by_scaled_polar", f"no leaf matches the label '{pattern}'",
-        "nearest " + ", ".join(path for path, _ in near) if near else "no leaves",
-        "a pattern of at least one leaf", f"write '{near[0][1]}'" if near else "drop the label",
-    )  # fmt: skip
+                near = nearest(pattern, {path: leaf.shape for path, leaf in leaves.items()}, 2)
+                raise binding_error(
+                    _NAME, f"no leaf matches the label '{pattern}'",
+                    "nearest " + ", ".join(path for path, _ in near) if near else "no leaves",
+                    "a pattern of at least one leaf", f"write '{near[0][1]}'" if near else "drop the label",
+                )  # fmt: skip
+            muon = muon | hits if label == "muon" else muon - hits
+        # A leaf that gauges bind and do not read as matrices is a bias or a norm's scale, whatever its shape.
+        vectors = rotated | {path for i in s.instances if i.log_step and i.sides for path in i.paths}
+        for path in (path for path in leaves if path in muon and path not in read):
+            shape, vector = leaves[path].shape, path in vectors
+            if len(shape) != 2 or vector:
+                raise binding_error(
+                    _NAME, f"'{path}' is labelled muon",
+                    f"shape {shape}, {'vectors to its gauges' if vector else 'in no gauge that names its axes'}",
+                    "a matrix, or a leaf of a rotation, rescale or norm",
+                    "label it adam" if vector else "label it adam, or bind it",
+                )  # fmt: skip
+            read[path] = matrix(shape)
+        return {path: read[path] for path in leaves if path in muon}
 
 
 class Polar(NamedTuple):
-    """How matrices are stepped where they are not Adam's.
+    """How matrices are stepped, and which leaves they are.
 
     Attributes:
       options: of the polar factor.
@@ -169,24 +110,65 @@ def polar_of(
     eps: Scalar,
     scale: str | Scalar,
     labels: Labels,
-    preset: str | None,
+    preset: str | None = None,
+    consistent_rms: Scalar | None = None,
 ) -> Polar:
-    """The settings of matrices and their routing, with DDC's own under the preset "paper"."""
-    if preset is None:
-        return Polar(polar_options(name, ns_coeffs, ns_steps, beta, eps, scale), Routing.of(labels))
-    require_choice(name, "preset", preset, ("paper",))
-    if scale != "width":
-        raise _two_scales(name, f"preset='paper' and scale={scale!r}", "drop scale, or the preset")
-    return Polar(polar_options(name, ns_coeffs, ns_steps, beta, eps, "rms"), Routing.of(labels, rotations_alone=True))
+    """Collects the arguments about matrices, as `scale_by_scaled_polar` and the aliases have them.
+
+    Raises ValueError, with the name of the transformation, for arguments that are unknown or contradict each other.
+    """
+
+    def two_scales(arguments: str, remedy: str) -> ValueError:
+        return binding_error(name, "two scales", arguments, "one of them", remedy)
+
+    if consistent_rms is not None:
+        if scale != "width":
+            arguments = f"consistent_rms={consistent_rms!r} and scale={scale!r}"
+            raise two_scales(arguments, f"write scale={consistent_rms!r}")
+        scale = consistent_rms
+    if preset is not None:
+        require_choice(name, "preset", preset, ("paper",))
+        if scale != "width":
+            raise two_scales(f"preset='paper' and scale={scale!r}", "drop scale, or the preset")
+        scale = "rms"
+    if isinstance(scale, str):
+        require_choice(name, "scale", scale, SCALES)
+    if isinstance(ns_steps, jax.Array):
+        raise binding_error(
+            name, "ns_steps is traced", "an array", "a Python integer",
+            'write inject_hyperparams(..., static_args=("ns_steps",)), or give ns_coeffs one tuple per step',
+        )  # fmt: skip
+    for pattern, label in (labels or {}).items():
+        if label not in ("muon", "adam"):
+            raise binding_error(
+                _NAME, f"bad label of '{pattern}'", repr(label), "'muon' or 'adam'",
+                f"write labels={{{pattern!r}: 'adam'}}",
+            )  # fmt: skip
+    options = PolarOptions(beta, eps, ns_schedule(ns_coeffs, 5 if ns_steps is None else ns_steps), scale)
+    return Polar(options, Routing(tuple((labels or {}).items()), rotations_alone=preset is not None))
 
 
-def rms_alone(name: str, consistent_rms: Scalar, scale: str | Scalar) -> Scalar:
-    """The number that optax calls `consistent_rms`, as a scale; raises ValueError beside another scale."""
-    if scale != "width":
-        found = f"consistent_rms={consistent_rms!r} and scale={scale!r}"
-        raise _two_scales(name, found, f"write scale={consistent_rms!r}")
-    return consistent_rms
+def polar_steps(
+    options: PolarOptions, matrices: Mapping[str, Matrices], mean: Mapping[str, jax.Array]
+) -> dict[str, jax.Array]:
+    """Returns every leaf's scaled polar factor; zero where the moment is zero.
 
-
-def _two_scales(name: str, found: str, remedy: str) -> ValueError:
-    return binding_error(name, "two scales", found, "one of them", remedy)
+    Args:
+      options: the settings.
+      matrices: leaf path → how it is read.
+      mean: leaf path → bias-corrected first moment.
+    """
+    steps = {}
+    for path, stack in matrices.items():
+        m, inputs, outputs = stack.view(mean[path]), stack.fan_in, stack.fan_out
+        factor = polar(m, options.schedule, eps=options.eps)
+        if not isinstance(options.scale, str):
+            # The RMS of a polar factor is 1/√max(inputs, outputs).
+            factor = options.scale * math.sqrt(max(inputs, outputs)) * factor
+        elif options.scale == "width":
+            factor = math.sqrt(max(1.0, outputs / inputs)) * factor
+        elif options.scale == "rms":
+            # ‖factor‖_F = √rank, so that the step has the norm of the moment (B.10).
+            factor = jnp.linalg.norm(m, axis=(-2, -1), keepdims=True) / math.sqrt(min(inputs, outputs)) * factor
+        steps[path] = stack.leaf(factor)
+    return steps

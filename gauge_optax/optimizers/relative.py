@@ -1,10 +1,10 @@
-"""Steps in units of what they step: a kernel's RMS times the root of its fan-in.
+"""Steps relative to the size of what they step: a kernel's RMS times the root of its fan-in.
 
-A kernel of unit variance per input has RMS·√fan-in = 1, and its steps stay as they are; one that starts at 0.02 with 64
-inputs has 0.16, and gets steps of 0.16 of theirs. A kernel of zeros would never move: the unit has a floor.
-
-Here: the units. Not here: the slice; it works without. References: `optax.scale_by_param_block_rms` (Adafactor's
-parameter scale, without the fan-in); Yang et al. 2023, A Spectral Condition for Feature Learning.
+A kernel of unit variance per input has RMS·√fan-in = 1, so that its steps stay as they are. A kernel that starts at
+0.02 with 64 inputs has 0.16, and its steps are multiplied by 0.16. A kernel of zeros would never move, so that the
+factor has a lower bound. The factor needs no slice.
+References: `optax.scale_by_param_block_rms` (Adafactor's parameter scale, without the fan-in); Yang et al. 2023, A
+Spectral Condition for Feature Learning.
 """
 
 import math
@@ -14,20 +14,20 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from gauge_optax.binding import is_empty, leaves_by_path, with_leaves
+from gauge_optax.binding import leaves_by_path, with_leaves
 from gauge_optax.gauges.gauge import Gauges, product
-from gauge_optax.gauges.matrices import Matrices, matrices_of
+from gauge_optax.gauges.matrices import matrices_of
 from gauge_optax.slice import Slice
-from gauge_optax.transformation import require_params
+from gauge_optax.transformation import transformation
 
 
 def scale_by_relative_rms(gauges: Gauges, min_scale: float | jax.Array = 0.1) -> optax.GradientTransformation:
     """Multiplies the update of every kernel that a gauge binds by max(RMS(kernel)·√fan-in, min_scale).
 
     Args:
-      gauges: a gauge or a sequence of them; they say which leaves are kernels, and which of their axes are inputs (a
-        head's axis goes with its basis). Vectors and leaves in no gauge keep their updates.
-      min_scale: the least unit, what a kernel of zeros starts with.
+      gauges: a gauge or a sequence of them; they say which leaves are kernels, and which of their axes are inputs (the
+        axis of heads goes with their basis). Vectors and leaves in no gauge keep their updates.
+      min_scale: the smallest factor, which a kernel of zeros starts with.
 
     Returns:
       A transformation without state, between a preconditioner and the decay. Its `update` needs `params`.
@@ -42,31 +42,26 @@ def scale_by_relative_rms(gauges: Gauges, min_scale: float | jax.Array = 0.1) ->
     >>> float(updates["up"][0, 0]), round(float(updates["down"][0, 0]), 3)
     (0.5, 0.1)
 
-    Reference: ours. They gain from small starts, on the slice and off it (examples/results/starts.json).
+    Reference: ours. Relative steps train better from small starts, on the slice and off it
+      (examples/results/starts.json).
     """
     group = product(gauges)
 
-    def init_fn(params: optax.Params) -> optax.EmptyState:
-        if not is_empty(params):
-            Slice.of(group.parts, params)  # raises where a binding does not fit
+    def init(params: optax.Params) -> optax.EmptyState:
+        Slice.of(group.parts, params)  # raises where a binding does not fit
         return optax.EmptyState()
 
-    def update_fn(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        require_params("scale_by_relative_rms", params)
+    def update(updates: Any, state: optax.EmptyState, params: Any, **extra: Any) -> tuple[Any, optax.EmptyState]:
         leaves, steps = leaves_by_path(params), leaves_by_path(updates)
-        matrices = matrices_of(Slice.of(group.parts, params).instances)
-        units = {path: _unit(matrix, leaves[path], min_scale) for path, matrix in matrices.items()}
-        return with_leaves(updates, {p: (x * steps[p]).astype(steps[p].dtype) for p, x in units.items()}), state
+        scaled = {}
+        for path, stack in matrices_of(Slice.of(group.parts, params).instances).items():
+            kernel, inputs = leaves[path], stack.fan_in
+            if stack.heads is not None and stack.heads[1] == stack.rows:
+                # The basis of heads is on the rows' side: their outputs are summed, so that all of them are inputs.
+                inputs *= stack.split[stack.heads[0]]
+            rms = jnp.sqrt(jnp.mean(jnp.square(kernel.astype(jnp.promote_types(kernel.dtype, jnp.float32)))))
+            factor = jnp.maximum(rms * math.sqrt(inputs), min_scale)
+            scaled[path] = (factor * steps[path]).astype(steps[path].dtype)
+        return with_leaves(updates, scaled), state
 
-    return optax.GradientTransformation(init_fn, update_fn)
-
-
-def _unit(own: Matrices, kernel: jax.Array, min_scale: float | jax.Array) -> jax.Array:
-    rms = jnp.sqrt(jnp.mean(jnp.square(kernel.astype(jnp.promote_types(kernel.dtype, jnp.float32)))))
-    return jnp.maximum(rms * math.sqrt(_inputs(own)), min_scale)
-
-
-def _inputs(own: Matrices) -> int:
-    """Rows of a matrix, times the heads that are summed over: those whose basis is on the rows' side."""
-    heads = own.split[own.heads[0]] if own.heads is not None and own.heads[1] == own.rows else 1
-    return own.fan_in * heads
+    return transformation("scale_by_relative_rms", init, update, optax.EmptyState, lambda params: optax.EmptyState())

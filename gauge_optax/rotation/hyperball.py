@@ -17,11 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from gauge_optax.binding import Axes, binding_error, is_empty, leaves_by_path
+from gauge_optax.binding import Axes, binding_error, leaves_by_path
 from gauge_optax.linalg import safe_divide
 from gauge_optax.rotation import vectors
 from gauge_optax.rotation.vectors import Leaves, Selection
-from gauge_optax.transformation import placeholder, require_params
+from gauge_optax.transformation import placeholder, transformation
 
 Radius = float | jax.Array
 
@@ -95,10 +95,11 @@ def hyperball(
     specs, numbers = vectors.parse("hyperball", axes, sizes), _radii(axes, radius)
     initial = isinstance(radius, str)
 
-    def init_fn(params: optax.Params) -> HyperballState:
+    def empty(params: Any) -> HyperballState:
+        return HyperballState(placeholder() if initial else (), jnp.int32(0) if callable(learning_rate) else ())
+
+    def init(params: optax.Params) -> HyperballState:
         count = jnp.zeros((), jnp.int32) if callable(learning_rate) else ()
-        if is_empty(params):
-            return HyperballState(placeholder() if initial else (), count)
         spheres, leaves = vectors.resolve("hyperball", specs, params), leaves_by_path(params)
         if not initial:
             return HyperballState((), count)
@@ -113,11 +114,7 @@ def hyperball(
                 )  # fmt: skip
         return HyperballState(vectors.to_state(spheres, norms), count)
 
-    def update_fn(
-        updates: optax.Updates, state: HyperballState, params: optax.Params | None = None, **extra: Any
-    ) -> tuple[optax.Updates, HyperballState]:
-        del extra
-        require_params("hyperball", params)
+    def update(updates: Any, state: HyperballState, params: Any, **extra: Any) -> tuple[Any, HyperballState]:
         count, rate = state.count, learning_rate
         if callable(learning_rate):
             rate, count = learning_rate(state.count), optax.safe_increment(state.count)
@@ -127,7 +124,7 @@ def hyperball(
         chords = [_chord(sphere, leaves, tangents, r, rate) for sphere, r in zip(spheres, radii, strict=True)]
         return vectors.replace(updates, spheres, chords), HyperballState(state.radius, count)
 
-    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+    return transformation("hyperball", init, update, HyperballState, empty)
 
 
 def _chord(sphere: Selection, leaves: Leaves, tangents: Leaves, radius: Any, rate: Any) -> jax.Array:

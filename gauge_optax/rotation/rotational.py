@@ -15,18 +15,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from gauge_optax.binding import Axes, binding_error, is_empty, leaves_by_path
+from gauge_optax.binding import Axes, binding_error, leaves_by_path
 from gauge_optax.linalg import real_dtype, safe_divide
 from gauge_optax.rotation import vectors
 from gauge_optax.rotation.equilibrium import predict_equilibrium
 from gauge_optax.rotation.vectors import Selection
-from gauge_optax.transformation import (
-    explain_state_mismatch,
-    placeholder,
-    require_params,
-    require_state,
-    require_transformation,
-)
+from gauge_optax.transformation import checked_inner, placeholder, transformation
 
 Scalar = float | jax.Array
 
@@ -139,14 +133,15 @@ def named_rotational(
 ) -> optax.GradientTransformationExtraArgs:  # fmt: skip
     """`rotational`, whose errors carry the name of the function that the user called."""
     specs = vectors.parse(name, blocks, sizes)
-    require_transformation(name, inner)
-    optimizer = optax.with_extra_args_support(inner)
+    optimizer = checked_inner(name, inner)
 
-    def init_fn(params: optax.Params) -> RotationalState:
+    def empty(params: Any) -> RotationalState:
+        gains, gain_state = ((), ()) if gain is None else (placeholder(), gain.init(params))
+        zero = jnp.int32(0), jnp.int32(0)
+        return RotationalState(optimizer.init(params), *zero, placeholder(), placeholder(), gains, gain_state)
+
+    def init(params: optax.Params) -> RotationalState:
         inner_state, count, tracked = optimizer.init(params), jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
-        if is_empty(params):
-            gains, gain_state = ((), ()) if gain is None else (placeholder(), gain.init(params))
-            return RotationalState(inner_state, count, tracked, placeholder(), placeholder(), gains, gain_state)
         if eta_r is None:
             _kind(name, inner_state)
         selections, leaves, least = vectors.resolve(name, specs, params), leaves_by_path(params), 3 if center else 2
@@ -166,13 +161,8 @@ def named_rotational(
         square = jax.tree.map(jnp.zeros_like, length)
         return RotationalState(inner_state, count, tracked, length, square, gains, gain_state)
 
-    def update_fn(
-        updates: optax.Updates, state: RotationalState, params: optax.Params | None = None, **extra: Any
-    ) -> tuple[optax.Updates, RotationalState]:
-        require_params(name, params)
-        require_state(name, state, RotationalState)
-        with explain_state_mismatch(name, optimizer, state.inner_state, params):
-            moves, inner_state = optimizer.update(updates, state.inner_state, params, **extra)
+    def update(updates: Any, state: RotationalState, params: Any, **extra: Any) -> tuple[Any, RotationalState]:
+        moves, inner_state = optimizer.update(updates, state.inner_state, params, **extra)
         selections, leaves = vectors.resolve(name, specs, params), leaves_by_path(params)
         tangents = vectors.updates_by_path(name, selections, moves)
 
@@ -242,7 +232,7 @@ def named_rotational(
         count = optax.safe_increment(state.count)
         return moves, RotationalState(inner_state, count, tracked, state.length, square, gains, gain_state)
 
-    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+    return transformation(name, init, update, RotationalState, empty)
 
 
 def _at(value: optax.ScalarOrSchedule, count: jax.Array) -> jax.Array:

@@ -12,20 +12,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from gauge_optax.binding import Axes, binding_error, is_empty, leaves_by_path
+from gauge_optax.binding import Axes, binding_error, leaves_by_path
 from gauge_optax.linalg import safe_divide
 from gauge_optax.measure._recording import recorded
 from gauge_optax.measure.live import Figures
 from gauge_optax.rotation import vectors
 from gauge_optax.rotation.vectors import Leaves, Selection
-from gauge_optax.transformation import (
-    explain_state_mismatch,
-    layout,
-    require_every,
-    require_params,
-    require_state,
-    require_transformation,
-)
+from gauge_optax.transformation import checked_inner, layout, placeholder, require_every, transformation
 
 # Two vectors whose squared sine is below so many machine epsilons are parallel up to roundoff.
 _ROUNDOFF = 8.0
@@ -107,9 +100,7 @@ def track_rotation(
     """
     require_every("track_rotation", every)
     specs = vectors.parse("track_rotation", blocks, sizes)
-    if inner is not None:
-        require_transformation("track_rotation", inner)
-    optimizer = None if inner is None else optax.with_extra_args_support(inner)
+    optimizer = None if inner is None else checked_inner("track_rotation", inner)
 
     def measured(params: Any, steps: Any, gradient: Any, momentum: Leaves, taken: jax.Array) -> Rotation:
         selections = vectors.resolve("track_rotation", specs, params)
@@ -122,36 +113,33 @@ def track_rotation(
         columns = zip(*rows, strict=True)
         return Rotation(taken, *(Figures.of(dict(zip(keys, column, strict=True))) for column in columns))
 
-    def init_fn(params: optax.Params) -> TrackRotationState:
+    def empty(params: Any) -> TrackRotationState:
+        inner_state = () if optimizer is None else optimizer.init(params)
+        return TrackRotationState(inner_state, jnp.int32(0), placeholder())  # type: ignore[arg-type]
+
+    def init(params: optax.Params) -> TrackRotationState:
         inner_state, taken = () if optimizer is None else optimizer.init(params), jnp.zeros((), jnp.int32)
-        if is_empty(params):
-            return TrackRotationState(inner_state, taken, jnp.zeros(()))  # type: ignore[arg-type]
         shapes = jax.eval_shape(lambda p: layout(p).run(measured, p, p, p, {}, taken), params)
         return TrackRotationState(inner_state, taken, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes))
 
-    def update_fn(
-        updates: optax.Updates, state: TrackRotationState, params: optax.Params | None = None, **extra: Any
-    ) -> tuple[optax.Updates, TrackRotationState]:
-        require_params("track_rotation", params)
-        require_state("track_rotation", state, TrackRotationState)
+    def update(updates: Any, state: TrackRotationState, params: Any, **extra: Any) -> tuple[Any, TrackRotationState]:
         if optimizer is None:
             gradient, momentum = extra.get("gradient"), leaves_by_path(extra.get("momentum"))
         else:
             gradient, momentum = updates, _first_moments(state.inner_state)
 
-        def update(gradient: optax.Updates) -> tuple[optax.Updates, optax.OptState]:
+        def step(gradient: optax.Updates) -> tuple[optax.Updates, optax.OptState]:
             if optimizer is None:
                 return gradient, state.inner_state
-            with explain_state_mismatch("track_rotation", optimizer, state.inner_state, params):
-                return optimizer.update(gradient, state.inner_state, params, **extra)
+            return optimizer.update(gradient, state.inner_state, params, **extra)
 
         def record(steps: optax.Updates) -> Rotation:
-            return layout(params).run(measured, params, steps, gradient, momentum, state.taken)
+            return measured(params, steps, gradient, momentum, state.taken)
 
-        steps, inner_state, metrics = recorded(update, record, state.metrics, updates, state.taken, every)
+        steps, inner_state, metrics = recorded(step, record, state.metrics, updates, state.taken, every)
         return steps, TrackRotationState(inner_state, optax.safe_increment(state.taken), metrics)
 
-    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+    return transformation("track_rotation", init, update, TrackRotationState, empty)
 
 
 def _first_moments(state: Any) -> dict[str, jax.Array]:

@@ -1,1 +1,1 @@
-"""How optimizer states move with a group element, and plain states that go on under `quotient`."""
+"""How optimizer states move with a group element, and how plain states become states of `quotient`."""

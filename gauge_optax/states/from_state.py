@@ -1,4 +1,4 @@
-"""`from_state`: training goes on under `quotient` from a plain optimizer state, or from a state of version 0.2."""
+"""`from_state`: training continues under `quotient` from a plain optimizer state, or from a state of version 0.2."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -16,26 +16,22 @@ from gauge_optax.transformation import layout
 
 
 def from_state(
-    state: Any,
-    inner: optax.GradientTransformation,
-    gauges: Gauges,
-    params: Any,
-    on_unknown: str = "error",
+    state: Any, inner: optax.GradientTransformation, gauges: Gauges, params: Any, on_unknown: str = "error"
 ) -> QuotientState:
     """Converts a plain optimizer state, so that training continues under `quotient(inner, gauges)`.
 
-    Scales and shifts are read off the parameters, and the state's moments move into that frame: first moments as
-    cotangents, second moments by their squares. Rotations are not read: heads keep the basis that their moments were
-    gathered in, and are held there.
+    Scales and shifts are read off the parameters, and the state's moments move to slice coordinates: first moments as
+    cotangents, second moments by the squares of factors. Rotations are not read: heads stay in the basis to which their
+    moments belong.
 
     Args:
-      state: of `inner`, after any number of steps; or the state of `quotient(inner, gauges)` that version 0.2 saved, as
-        a NamedTuple or as nested dicts with its field names.
+      state: state of `inner`, after any number of steps; or a state of `quotient(inner, gauges)` that version 0.2
+        saved, as a NamedTuple or as nested dicts with its field names.
       inner: the optimizer.
       gauges: a gauge or a sequence of them, meaning their product.
       params: the parameters that the state belongs to.
-      on_unknown: what to do with moments for which there is no rule, as in `transport`: second moments of entries that
-        `head_linear` or `rope_linear` mixes, arrays of optimizers that it does not know.
+      on_unknown: what to do with moments without a rule, as in `transport`: second moments of entries that
+        `head_linear` or `rope_linear` mixes, and arrays in states that `transport` has no rule for.
 
     Returns:
       A state of `quotient(inner, gauges)`.
@@ -66,21 +62,21 @@ def from_state(
         frame = s.frame(elements, masks)
         expected = jax.eval_shape(inner.init, with_leaves(stored, s.enter(elements, s.values(stored))))
         _check_structure(plain, expected)
-        # Gauges that do nothing but turn heads have not been read: their elements are the identity.
-        turning = [all(i.turn is i for i in instances) for _, instances in s.parts]
-        parts = Product(tuple(part for part, turns in zip(group.parts, turning, strict=True) if not turns))
+        # Rotations were not read, so that gauges which only turn heads take no part in the move.
         back = s.to_elements([i.inverse(e) for i, e in zip(s.instances, elements, strict=True)])
-        element = tuple(x for x, turns in zip(back, turning, strict=True) if not turns)
-        moved = transport(plain, stored, parts, element, on_unknown)
+        pairs = zip(s.parts, back, strict=True)
+        moves = [(gauge, x) for (gauge, instances), x in pairs if not all(i.turn is i for i in instances)]
+        group, element = Product(tuple(gauge for gauge, _ in moves)), tuple(x for _, x in moves)
+        moved = transport(plain, stored, group, element, on_unknown)
         moved = jax.tree.map(lambda x, like: x.astype(like.dtype), moved, expected)
     return QuotientState(mesh.leave(frame), mesh.leave(moved, like=state))
 
 
 def _check_structure(state: Any, expected: Any) -> None:
-    found, wanted = (str(jax.tree.structure(x)) for x in (state, expected))
-    if found != wanted:
+    structure, wanted = (str(jax.tree.structure(x)) for x in (state, expected))
+    if structure != wanted:
         raise binding_error(
-            "from_state", "not a state of this optimizer", found, wanted,
+            "from_state", "not a state of this optimizer", structure, wanted,
             "pass what inner.init or inner.update returned, and the same optimizer as inner",
         )  # fmt: skip
 
@@ -90,7 +86,7 @@ def _field(record: Any, name: str) -> Any:
 
 
 def _from_0_2(s: Slice, state: Any, inner: optax.GradientTransformation, params: Any) -> QuotientState:
-    """Version 0.2 kept elements with their inverses by gauge, and called the offset `grown`."""
+    """Reads a state in which elements were stored with their inverses, and the offset was called `grown`."""
     saved = _field(state, "gauges")
     labels = sorted(_field(saved, "elements"))
     names = [label.split(".")[1] for label in labels]
@@ -105,7 +101,7 @@ def _from_0_2(s: Slice, state: Any, inner: optax.GradientTransformation, params:
     offset = []
     for place, past in zip(s.order[0], _field(saved, "grown"), strict=False):
         identity = s.instances[place.number].identity()
-        # Moduli of rotary planes were kept without their angles.
+        # Version 0.2 stored the moduli of rotary planes without their angles.
         same = jax.tree.map(jnp.shape, past) == jax.tree.map(jnp.shape, identity)
         offset.append(past if same else jnp.stack([past, jnp.zeros_like(past)], -1))
     # An empty offset was that of an optimizer that is pinned to the slice.
@@ -116,7 +112,7 @@ def _from_0_2(s: Slice, state: Any, inner: optax.GradientTransformation, params:
 
 
 def _shaped_like(template: Any, saved: Any) -> Any:
-    """A saved state as the classes of a template, by the names of fields."""
+    """Returns a saved state in the classes of a template, matched by the names of fields."""
     if hasattr(template, "_fields"):
         pairs = [(getattr(template, name), _field(saved, name)) for name in template._fields]
         return type(template)(*(_shaped_like(x, y) for x, y in pairs))

@@ -1,4 +1,4 @@
-"""An explicit gauge move, as an optimizer's state meets it: what it does to the vectors that a state holds."""
+"""A gauge move by an explicit element, and what it does to the vectors that an optimizer's state holds."""
 
 import dataclasses
 import functools
@@ -33,7 +33,7 @@ class MovingPart(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Move:
-    """A group element with what is known of it while tracing. Holds arrays: it stays inside one trace.
+    """A group element, with the effect of each part. It holds arrays, so that it must not leave its trace.
 
     Attributes:
       parts: one per gauge, in the order of the optimizer's list.
@@ -47,25 +47,25 @@ class Move:
 
     @property
     def group(self) -> Product:
-        """All gauges as one."""
+        """The product of all gauges."""
         return Product(tuple(part.gauge for part in self.parts))
 
     @property
     def element(self) -> Element:
-        """Its element."""
+        """The element of this product."""
         return tuple(part.element for part in self.parts)
 
     @functools.cached_property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Shape of every leaf of θ."""
+        """Leaf path → shape, for every leaf of θ."""
         return {path: jnp.shape(leaf) for path, leaf in leaves_by_path(self.params).items()}
 
     def with_effect(self, *effects: Effect) -> "Move":
-        """The parts that do one of these to vectors."""
+        """Returns the move by those parts alone that have one of these effects."""
         return dataclasses.replace(self, parts=tuple(part for part in self.parts if part.effect in effects))
 
     def binders(self, *effects: Effect) -> dict[str, str]:
-        """Leaf path → name of the first gauge with one of these effects that binds it."""
+        """Returns leaf path → name of the first gauge with one of these effects that binds it."""
         names: dict[str, str] = {}
         for part in self.with_effect(*effects).parts:
             for path in part.gauge._slice(self.params).added:
@@ -77,44 +77,41 @@ class Move:
         """Leaf path → name of the first gauge that moves it."""
         return self.binders("shift", "diagonal", "orthogonal", "linear")
 
-    def refuse(self, what: str, gauge: str, found: str, remedy: str = "") -> ValueError:
-        """The complaint about a part of a state that the move cannot carry."""
+    def refuse(self, what: str, gauge: str, content: str, remedy: str = "") -> ValueError:
+        """Returns the error about a part of a state that the move cannot carry."""
         return binding_error(
-            "transport", f"no rule for {what} under {gauge}", found,
+            "transport", f"no rule for {what} under {gauge}", content,
             "averages of gradients, or squares of their entries under a gauge that scales entries",
             remedy or "write on_unknown='reset' to start that leaf's moments afresh or 'keep' to leave them as they "
             f"are, train with go.quotient(tx, gauges), whose state moves exactly, or leave {gauge} where it is",
         )  # fmt: skip
 
-    def vectors(self, leaves: Arrays, outgoing: Collection[str]) -> Arrays:
-        """Averages at g·θ: of updates (tangents) on `outgoing` leaves, of gradients (cotangents) on the others."""
-        return self.with_effect("diagonal", "orthogonal", "linear")._carried(leaves, outgoing, 1)
+    def averages(self, leaves: Arrays, outgoing: Collection[str], power: int = 1) -> Arrays:
+        """Moves averages of a power of every entry: of updates on `outgoing` leaves, of gradients on the others.
 
-    def entries(self, leaves: Arrays, power: int, outgoing: Collection[str]) -> Arrays:
-        """The same for averages of this power of every entry; only gauges that scale entries can move these."""
-        return self.with_effect("diagonal")._carried(leaves, outgoing, power)
-
-    def _carried(self, leaves: Arrays, outgoing: Collection[str], times: int) -> Arrays:
-        if not self.parts:
+        Only gauges that scale entries can move a power above 1.
+        """
+        move = self.with_effect("diagonal") if power > 1 else self.with_effect("diagonal", "orthogonal", "linear")
+        if not move.parts:
             return leaves
         tangents = {path: x for path, x in leaves.items() if path in outgoing}
         cotangents = {path: x for path, x in leaves.items() if path not in outgoing}
-        for _ in range(times):
-            tangents = move_tangent(self.group, self.element, self.params, tangents) if tangents else tangents
-            cotangents = move_cotangent(self.group, self.element, self.params, cotangents) if cotangents else {}
+        for _ in range(power):
+            tangents = move_tangent(move.group, move.element, self.params, tangents) if tangents else {}
+            cotangents = move_cotangent(move.group, move.element, self.params, cotangents) if cotangents else {}
         return tangents | cotangents
 
 
 def moving_part(gauge: Gauge, element: Element, params: Any) -> MovingPart:
-    """A part of a move; its effect is told from the element as far as that can be read while tracing."""
+    """Returns a part of a move, whose effect is "still" for an identity that is not traced."""
     leaves = jax.tree.leaves(element)
-    known = not any(isinstance(x, jax.core.Tracer) for x in leaves)
-    still = known and all(map(np.array_equal, leaves, jax.tree.leaves(gauge.identity(params))))
+    traced = any(isinstance(x, jax.core.Tracer) for x in leaves)
+    still = not traced and all(map(np.array_equal, leaves, jax.tree.leaves(gauge.identity(params))))
     return MovingPart(gauge, element, "still" if still else gauge._effect_of(element))
 
 
 def move_tangent(group: Product, element: Element, params: Any, tangent: Tree) -> Tree:
-    """A tangent at θ carried to g·θ.
+    """Moves a tangent from θ to g·θ.
 
     Args:
       group: the gauges.
@@ -129,17 +126,17 @@ def move_tangent(group: Product, element: Element, params: Any, tangent: Tree) -
 
 
 def move_cotangent(group: Product, element: Element, params: Any, cotangent: Tree) -> Tree:
-    """A cotangent at θ carried to g·θ: as `move_tangent`, by the inverse transpose."""
+    """Moves a cotangent from θ to g·θ: as `move_tangent`, by the inverse transpose."""
     return _moved(group, element, params, cotangent, dual=True)
 
 
 def _moved(group: Product, element: Element, params: Any, tree: Tree, dual: bool) -> Tree:
-    s, leaves = group._slice(params), leaves_by_path(tree)
-    shapes = {path: leaf.shape for path, leaf in leaves_by_path(params).items() if path in s.added}
+    s, leaves, shapes = group._slice(params), leaves_by_path(tree), leaves_by_path(params)
+    # Instances move all their leaves, so that leaves which `tree` lacks count as zero.
     vectors = {
-        path: jnp.asarray(leaves[path], real_dtype()) if path in leaves else jnp.zeros(shape, real_dtype())
-        for path, shape in shapes.items()
-    }
+        path: jnp.asarray(leaves[path] if path in leaves else jnp.zeros(jnp.shape(x)), real_dtype())
+        for path, x in shapes.items() if path in s.added
+    }  # fmt: skip
     for instance, e in zip(s.instances, s.from_elements(element), strict=True):
         vectors = instance.pull(instance.inverse(e), vectors) if dual else instance.push(e, vectors)
     return with_leaves(tree, {path: x.astype(leaves[path].dtype) for path, x in vectors.items() if path in leaves})

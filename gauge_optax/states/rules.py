@@ -1,4 +1,4 @@
-"""How the states of this package move: what runs in slice coordinates holds invariants, and a frame F goes to g·F."""
+"""How the states of this library move: slice coordinates are invariants, and only the frame F moves, to g·F."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,44 +8,46 @@ import jax.numpy as jnp
 
 from gauge_optax.binding import binding_error
 from gauge_optax.linalg import matmul, transpose
+from gauge_optax.optimizers.opposite_gram import two_sides
 from gauge_optax.slice import Frame
 from gauge_optax.states.moves import Move
 
 Outgoing = frozenset[str]
-"""Leaves that a preconditioner earlier in the chain has made updates of; on all others gradients come in."""
+"""Leaves whose updates come in, from a preconditioner earlier in the chain; gradients of all other leaves come in."""
 
 Rule = Callable[[Move, Any, Outgoing], tuple[Any, Outgoing]]
 """(move, state, outgoing before it) → (the state at g·θ, outgoing after it)."""
 
 
 def _opposite_gram(move: Move, state: Any, outgoing: Outgoing) -> tuple[Any, Outgoing]:
-    """Kept inverses carry cotangents to tangents: S⁻¹·X·S⁻ᵀ, or Sᵀ·X·S of the left factor's."""
-    after, kept = outgoing | set(move.shapes), state.gauges
-    if not hasattr(kept, "linear"):  # nothing is kept between updates
+    """The inverses in the state map cotangents to tangents: X goes to S⁻¹·X·S⁻ᵀ, or for the left factor to Sᵀ·X·S."""
+    after, inverses = outgoing | set(move.shapes), state.gauges
+    if not hasattr(inverses, "linear"):  # with every=1 the state has no inverses
         return state, after
     s = move.group._slice(move.params)
     elements = dict(zip(s.instances, s.from_elements(move.element), strict=True))
-    sided = [i for i in s.instances if i.sides is not None]
-    scales, matrices = [i for i in sided if i.log_step], [i for i in sided if not i.log_step]
-    if matrices and kept.linear[0][0].ndim == len(matrices[0].shape) + 1:
-        return state._replace(age=jnp.zeros_like(state.age)), after  # diagonals, which no change of basis keeps
+    scales, matrices = two_sides(s)
+    if matrices and inverses.linear[0][0].ndim == len(matrices[0].shape) + 1:
+        # A change of basis does not map diagonals to diagonals: age 0 makes the next update compute new ones.
+        return state._replace(age=jnp.zeros_like(state.age)), after
     channels = tuple(
         tuple(x * jnp.square(i.factors(elements[i], side[0])) for side, x in zip(i.sides, pair, strict=True))
-        for i, pair in zip(scales, kept.scales, strict=True)
+        for i, pair in zip(scales, inverses.scales, strict=True)
     )
     linear = []
-    for i, (left, right) in zip(matrices, kept.linear, strict=True):
-        s_matrix, s_inverse = jnp.unstack(elements[i], axis=-3)
-        linear.append((_conjugated(left, s_matrix), _conjugated(right, transpose(s_inverse))))
-    return state._replace(gauges=type(kept)(channels, tuple(linear))), after
+    for i, (left, right) in zip(matrices, inverses.linear, strict=True):
+        matrix, inverse = jnp.unstack(elements[i], axis=-3)
+        moved_left = matmul(matmul(transpose(matrix), left), matrix)
+        linear.append((moved_left, matmul(matmul(inverse, right), transpose(inverse))))
+    return state._replace(gauges=type(inverses)(channels, tuple(linear))), after
 
 
 def _framed(move: Move, state: Any, outgoing: Outgoing) -> tuple[Any, Outgoing]:
-    """What runs in slice coordinates: all that is inside sees invariants, the frame alone moves."""
+    """A state in slice coordinates: everything inside holds invariants, and only the frame moves."""
     frame = state.frame
-    # A retraction is given tangents and returns them; everything else makes updates of gradients.
+    # A retraction takes tangents and returns them. Every other such transformation makes updates of gradients.
     after = outgoing if not hasattr(state, "inner_state") else outgoing | set(move.shapes)
-    if not isinstance(frame, Frame):  # of a tree without leaves
+    if not isinstance(frame, Frame):  # the tree has no leaves
         return state, after
     s = move.group._slice(move.params)
     if set(frame.elements) != set(s.labels):
@@ -60,13 +62,8 @@ def _framed(move: Move, state: Any, outgoing: Outgoing) -> tuple[Any, Outgoing]:
     return state._replace(frame=s.frame(s.from_elements(moved), frame.live)), after
 
 
-def _unmoved(move: Move, state: Any, outgoing: Outgoing) -> tuple[Any, Outgoing]:
-    """A state of numbers."""
-    return state, outgoing
-
-
 def _hyperball(move: Move, state: Any, outgoing: Outgoing) -> tuple[Any, Outgoing]:
-    """Radii are norms of coordinates. They cannot be reset: a radius of zero would let go of the weights."""
+    """Radii are norms of stored weights. They cannot be reset: a sphere of radius 0 leaves its weights free."""
     radii = state.radius if isinstance(state.radius, dict) else {}
     moved = {path: name for path, name in move.binders("diagonal", "linear", "shift").items() if path in radii}
     if moved and move.on_unknown != "keep":
@@ -80,7 +77,7 @@ def _hyperball(move: Move, state: Any, outgoing: Outgoing) -> tuple[Any, Outgoin
 
 
 def _held_products(move: Move, state: Any, outgoing: Outgoing) -> tuple[Any, Outgoing]:
-    """What trades a scale between the very sides whose product is held keeps it; what else moves them may not."""
+    """A gauge that trades a scale between the two sides of a held product keeps it; any other move may change it."""
     for key, logs in state.logs.items() if isinstance(state.logs, dict) else ():
         leaves, shapes = set(key.split(" + ")), jax.tree.map(jnp.shape, logs)
         for part in move.with_effect("diagonal", "orthogonal", "linear").parts:
@@ -96,17 +93,13 @@ def _held_products(move: Move, state: Any, outgoing: Outgoing) -> tuple[Any, Out
     return state, outgoing
 
 
-# Every state of this package that holds more than numbers and other states has a row, by name: the optimizers that make
-# them import this module.
+# Every state of this library that holds more than other states has a row. States are told by name, because the modules
+# of some of them import this one.
 RULES: dict[str, Rule] = {
     "QuotientState": _framed,
     "GaugeRetractState": _framed,
     "ScaleByOppositeGramState": _opposite_gram,
-    "AddGaugeDecayState": _unmoved,
+    "AddGaugeDecayState": lambda move, state, outgoing: (state, outgoing),  # a count
     "HyperballState": _hyperball,
     "HeldProducts": _held_products,
 }
-
-
-def _conjugated(matrix: jax.Array, turn: jax.Array) -> jax.Array:
-    return matmul(matmul(transpose(turn), matrix), turn)

@@ -19,8 +19,8 @@ def flax_attention(path: str, *, bias: bool = True, linear: bool = False, layer:
     lead = f"{layer} " if layer else ""
 
     def of(name: str, kernel: str, vector: str | None) -> dict[str, str]:
-        own = {f"{path}/{name}/kernel": lead + kernel}
-        return own | ({f"{path}/{name}/bias": lead + vector} if bias and vector else {})
+        blocks = {f"{path}/{name}/kernel": lead + kernel}
+        return blocks | ({f"{path}/{name}/bias": lead + vector} if bias and vector else {})
 
     query, key, value = (of(name, "_ head basis", "head basis") for name in ("query", "key", "value"))
     out = of("out", "head basis _", None)

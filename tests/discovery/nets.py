@@ -83,7 +83,7 @@ def scanned(config: lm.LMConfig) -> Net:
     def fn(p: Any, tokens: Any) -> jax.Array:
         x = p["embed"]["embedding"][tokens]
         x = x + p["pos"]["embedding"][: tokens.shape[1]] if "pos" in p else x
-        x, _ = jax.lax.scan(lambda x, own: (nnx.merge(block, own)(x), None), x, p["blocks"])
+        x, _ = jax.lax.scan(lambda x, layer: (nnx.merge(block, layer)(x), None), x, p["blocks"])
         norm = nnx.merge(nnx.split(model.final_norm)[0], p["final_norm"])
         head = nnx.merge(nnx.split(model.lm_head)[0], p.get("lm_head", {}))
         return head(norm(x), p["embed"]["embedding"])

@@ -182,7 +182,7 @@ def ddc_muon(
         "ddc_muon", adam_b1, adam_b2, eps, adam_eps_root, mu_dtype, nesterov, vertical, "per_head_scalar", radial,
         radial_scale, scale_floor,
     )  # fmt: skip
-    matrices = polar.routing.matrices
+    matrices = polar.matrices
 
     def others(s: Slice, params: Any) -> set[str]:
         return leaves_by_path(params).keys() - matrices(s, params).keys()

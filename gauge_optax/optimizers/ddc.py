@@ -30,7 +30,7 @@ from gauge_optax.linalg import noise
 from gauge_optax.optimizers.adam import Adam
 from gauge_optax.optimizers.ddc_heads import V_MODES, HeadMoments, divided, in_bases, init_heads, refreshed
 from gauge_optax.optimizers.ddc_vertical import VERTICAL, VerticalMoments, init_vertical, vertical_step
-from gauge_optax.optimizers.polar import Polar, polar_steps
+from gauge_optax.optimizers.polar import Polar
 from gauge_optax.slice import Slice
 from gauge_optax.transformation import cast_like, layout, placeholder, require_choice, transformation, zeros_like
 
@@ -172,7 +172,7 @@ def init_ddc(group: Product, options: Options, polar: Polar | None, params: opta
 
 def polar_matrices(s: Slice, polar: Polar | None, params: Any) -> dict[str, Matrices]:
     """Leaf path → how it is read as matrices, for leaves stepped by their polar factor."""
-    return {} if polar is None else polar.routing.matrices(s, params)
+    return {} if polar is None else polar.matrices(s, params)
 
 
 # Lengths ------------------------------------------------------------------------------------------------
@@ -327,13 +327,13 @@ def tangential_step(
     mu, nu = leaves_by_path(state.mu), leaves_by_path(state.nu)
     heads, frames, mu, nu = refreshed(s, point, into, state.gauges.heads, mu, nu, options)
     across = in_bases(s, frames, across)
-    muon = adam if polar is None else Adam.at(options._replace(b1=polar.options.beta), adam.count)
+    muon = adam if polar is None else Adam.at(options._replace(b1=polar.beta), adam.count)
     rule: Callable[[str], Adam] = lambda path: muon if path in matrices else adam  # noqa: E731
     mu = {p: rule(p).first(across[p], m) for p, m in mu.items()}
     mean = {p: rule(p).mean(m, across[p]) for p, m in mu.items()}
     step, nu, heads = divided(s, heads, frames.live, options, adam, mean, across, nu)
     if polar is not None:
-        step |= polar_steps(polar.options, matrices, mean)
+        step |= polar.steps(matrices, mean)
     return in_bases(s, frames, step, back=True), mu, nu, heads
 
 

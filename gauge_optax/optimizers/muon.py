@@ -15,7 +15,7 @@ import optax
 from gauge_optax.binding import is_empty, leaves_by_path, with_leaves
 from gauge_optax.gauges.gauge import Product
 from gauge_optax.gauges.matrices import Matrices
-from gauge_optax.optimizers.polar import Polar, PolarOptions, polar_steps
+from gauge_optax.optimizers.polar import Polar
 from gauge_optax.slice import Slice
 
 
@@ -57,10 +57,10 @@ def muon(
 
     # Shapes alone decide which leaves are matrices, so that the partition is made anew wherever params are traced.
     def partition(params: Any) -> optax.GradientTransformationExtraArgs:
-        read = {} if is_empty(params) else polar.routing.matrices(Slice.of(group.parts, params), params)
+        read = {} if is_empty(params) else polar.matrices(Slice.of(group.parts, params), params)
         matrices = {path: stack.grouped(path, heads_per_matrix) for path, stack in read.items()}
         labels = with_leaves(jax.tree.map(lambda _: "adam", params), dict.fromkeys(matrices, "muon"))
-        head_polar = scale_by_head_polar(polar.options, matrices, nesterov, mu_dtype)
+        head_polar = scale_by_head_polar(polar, matrices, nesterov, mu_dtype)
         return optax.partition({"muon": optax.chain(head_polar, *matrix_tail), "adam": adam}, labels)
 
     def update_fn(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
@@ -70,12 +70,12 @@ def muon(
 
 
 def scale_by_head_polar(
-    options: PolarOptions, matrices: Mapping[str, Matrices], nesterov: bool, mu_dtype: Any
+    polar: Polar, matrices: Mapping[str, Matrices], nesterov: bool, mu_dtype: Any
 ) -> optax.GradientTransformation:
     """The scaled polar factor of every matrix of a first moment.
 
     Args:
-      options: of the polar factor.
+      polar: how matrices are stepped.
       matrices: leaf path → how it is read, for every leaf of the updates.
       nesterov: whether to use Nesterov momentum.
       mu_dtype: dtype of the first moment.
@@ -83,7 +83,7 @@ def scale_by_head_polar(
     Returns:
       A transformation of gradients.
     """
-    beta = options.beta
+    beta = polar.beta
 
     def init_fn(params: optax.Params) -> ScaleByHeadPolarState:
         return ScaleByHeadPolarState(jnp.zeros((), jnp.int32), optax.tree.zeros_like(params, dtype=mu_dtype))
@@ -98,7 +98,7 @@ def scale_by_head_polar(
             mean = jax.tree.map(lambda m, g: beta * m + (1 - beta) * g, ahead, now)
         else:
             mean = optax.tree.bias_correction(mu, beta, count)
-        steps = polar_steps(options, matrices, leaves_by_path(mean))
+        steps = polar.steps(matrices, leaves_by_path(mean))
         return with_leaves(updates, steps), ScaleByHeadPolarState(count, optax.tree.cast(mu, mu_dtype))
 
     return optax.GradientTransformation(init_fn, update_fn)

@@ -7,7 +7,6 @@ References: DDC B.10, Table 1; Jordan et al. 2024 (Muon).
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,31 +25,23 @@ SCALES = ("width", "rms", "none")
 _NAME = "scale_by_scaled_polar"
 
 
-class PolarOptions(NamedTuple):
-    """How matrices are stepped.
+@dataclasses.dataclass(frozen=True)
+class Polar:
+    """Which leaves are stepped by their polar factor, and how.
 
     Attributes:
       beta: decay of first moments.
       eps: added to ‖M‖_F in the normalisation.
       schedule: the polynomials of the Newton–Schulz iteration, one per step.
       scale: "width", "rms", "none", or the RMS of a step.
+      labels: the user's pairs of a path pattern and "muon" or "adam", in order.
+      rotations_alone: whether a leaf without a label is a matrix only where a rotation binds it.
     """
 
     beta: Scalar
     eps: Scalar
     schedule: Schedule
     scale: str | Scalar
-
-
-@dataclasses.dataclass(frozen=True)
-class Routing:
-    """Which leaves are stepped by their polar factor.
-
-    Attributes:
-      labels: the user's pairs of a path pattern and "muon" or "adam", in order.
-      rotations_alone: whether a leaf without a label is a matrix only where a rotation binds it.
-    """
-
     labels: tuple[tuple[str, str], ...]
     rotations_alone: bool
 
@@ -89,17 +80,27 @@ class Routing:
             read[path] = matrix(shape)
         return {path: read[path] for path in leaves if path in muon}
 
+    def steps(self, matrices: Mapping[str, Matrices], mean: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+        """Returns every leaf's scaled polar factor; zero where the moment is zero.
 
-class Polar(NamedTuple):
-    """How matrices are stepped, and which leaves they are.
-
-    Attributes:
-      options: of the polar factor.
-      routing: which leaves are matrices.
-    """
-
-    options: PolarOptions
-    routing: Routing
+        Args:
+          matrices: leaf path → how it is read.
+          mean: leaf path → bias-corrected first moment.
+        """
+        steps = {}
+        for path, stack in matrices.items():
+            m, inputs, outputs = stack.view(mean[path]), stack.fan_in, stack.fan_out
+            factor = polar(m, self.schedule, eps=self.eps)
+            if not isinstance(self.scale, str):
+                # The RMS of a polar factor is 1/√max(inputs, outputs).
+                factor = self.scale * math.sqrt(max(inputs, outputs)) * factor
+            elif self.scale == "width":
+                factor = math.sqrt(max(1.0, outputs / inputs)) * factor
+            elif self.scale == "rms":
+                # ‖factor‖_F = √rank, so that the step has the norm of the moment (B.10).
+                factor = jnp.linalg.norm(m, axis=(-2, -1), keepdims=True) / math.sqrt(min(inputs, outputs)) * factor
+            steps[path] = stack.leaf(factor)
+        return steps
 
 
 def polar_of(
@@ -144,31 +145,5 @@ def polar_of(
                 _NAME, f"bad label of '{pattern}'", repr(label), "'muon' or 'adam'",
                 f"write labels={{{pattern!r}: 'adam'}}",
             )  # fmt: skip
-    options = PolarOptions(beta, eps, ns_schedule(ns_coeffs, 5 if ns_steps is None else ns_steps), scale)
-    return Polar(options, Routing(tuple((labels or {}).items()), rotations_alone=preset is not None))
-
-
-def polar_steps(
-    options: PolarOptions, matrices: Mapping[str, Matrices], mean: Mapping[str, jax.Array]
-) -> dict[str, jax.Array]:
-    """Returns every leaf's scaled polar factor; zero where the moment is zero.
-
-    Args:
-      options: the settings.
-      matrices: leaf path → how it is read.
-      mean: leaf path → bias-corrected first moment.
-    """
-    steps = {}
-    for path, stack in matrices.items():
-        m, inputs, outputs = stack.view(mean[path]), stack.fan_in, stack.fan_out
-        factor = polar(m, options.schedule, eps=options.eps)
-        if not isinstance(options.scale, str):
-            # The RMS of a polar factor is 1/√max(inputs, outputs).
-            factor = options.scale * math.sqrt(max(inputs, outputs)) * factor
-        elif options.scale == "width":
-            factor = math.sqrt(max(1.0, outputs / inputs)) * factor
-        elif options.scale == "rms":
-            # ‖factor‖_F = √rank, so that the step has the norm of the moment (B.10).
-            factor = jnp.linalg.norm(m, axis=(-2, -1), keepdims=True) / math.sqrt(min(inputs, outputs)) * factor
-        steps[path] = stack.leaf(factor)
-    return steps
+    schedule = ns_schedule(ns_coeffs, 5 if ns_steps is None else ns_steps)
+    return Polar(beta, eps, schedule, scale, tuple((labels or {}).items()), rotations_alone=preset is not None)

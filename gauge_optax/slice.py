@@ -625,8 +625,8 @@ def _balanced(on_tree: Slice, values: Arrays) -> tuple[Any, ...]:
             instance = on_tree.instances[number]
             alone = instance.act(found[number], point)
             new = instance.balanced(alone)
-            # Matrices are exact after one turn; rounds are counted by what additive elements still move.
-            if instance.effect != "linear" or instance.log_step:
+            # A matrix is exact after one turn; rounds are counted by what all other elements still move.
+            if instance.turn is None or instance.log_step:
                 changes = jax.tree.map(lambda x, y: jnp.max(jnp.abs(x - y), initial=0.0), new, found[number])
                 moved = jnp.maximum(moved, jnp.max(jnp.stack(jax.tree.leaves(changes))))
             found[number], point = new, instance.enter(new, alone)

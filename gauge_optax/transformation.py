@@ -305,4 +305,5 @@ def _wrong_state(transformation: str, actual: str, expected: str) -> ValueError:
     actual, expected = (text if len(text) <= 200 else f"{text[:200]}…" for text in (actual, expected))
     return binding_error(
         transformation, "a state of another optimizer", actual, expected,
-        "call tx.init(params) of this optimizer: state = tx.init(params); go.from_state converts a plain run's state")
+        "call tx.init(params) of this optimizer; go.from_state(state, inner, gauges, params) converts the state of a "
+        "plain optimizer, or of version 0.2")

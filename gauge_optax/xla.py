@@ -58,12 +58,13 @@ def distinct(positive: jax.Array) -> jax.Array:
 _KEY = 20260
 
 
-def fixed_noise(number: int, rows: int, columns: int) -> jax.Array:
-    """Fixed pseudo-random numbers in (−1, 1), (rows, columns), others for every `number`.
+def fixed_noise(number: int, rows: int, columns: int, other: int | jax.Array = 0) -> jax.Array:
+    """Fixed pseudo-random numbers in (−1, 1), (rows, columns), others for every `number` and every `other`.
 
     A hash of the position rather than `jax.random`, whose loop can block for ever beside another one on a CPU.
     """
     x = jnp.arange(rows * columns, dtype=jnp.uint32) + jnp.uint32((_KEY + number * 0x9E3779B9) % 2**32)
+    x = x ^ (jnp.uint32(0xC2B2AE35) * jnp.asarray(other, jnp.uint32))
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
         x = (x ^ (x >> shift)) * jnp.uint32(factor)
     x = x ^ (x >> 16)

@@ -404,13 +404,21 @@ def test_a_penalty_moves_the_coordinates_unless_frozen(vertical: str, name: str)
     assert change < 0.98 if vertical != "frozen" else abs(change - 1.0) < 1e-4
 
 
+@pytest.mark.parametrize("name", ["head_rotation/mha", "rope_linear/half"])
 @pytest.mark.parametrize("vertical", ["frozen", "sgd", "adam"])
-def test_a_penalty_turns_a_head_unless_frozen(vertical: str) -> None:
+def test_a_penalty_turns_a_head_unless_frozen(vertical: str, name: str) -> None:
     """A rotation has no coordinate: what moves is the accumulated vertical part."""
-    case = CASES["head_rotation/mha"]
+    case = CASES[name]
     gauges, params = case.gauges(), case.params(jax.random.key(0))
     tx = go.ddc_adamw(0.02, gauges, vertical=vertical)
     moved, _ = train(tx.init, stepper(tx, lambda p: jnp.sum(jnp.square(p["query"][..., 0]))), params, 3)
     motion = go.measure.vertical_motion(params, jax.tree.map(jnp.subtract, moved, params), gauges)
     turned = max(float(jnp.max(jnp.abs(x))) for x in jax.tree.leaves(motion))
     assert (turned > 0.005) == (vertical != "frozen"), turned
+
+
+@pytest.mark.parametrize("vertical", ["sgd", "adam"])
+def test_orbit_coordinates_of_a_users_gauge_are_refused(vertical: str) -> None:
+    case = CASES["user_gauge/translation"]
+    with pytest.raises(ValueError, match='write vertical="frozen"'):
+        go.ddc_adamw(0.02, case.gauges(), vertical=vertical).init(case.params(jax.random.key(0)))

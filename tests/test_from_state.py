@@ -152,3 +152,34 @@ def test_a_state_of_0_2_of_other_gauges_is_refused() -> None:
     stored = _stored()["pinned"]
     with pytest.raises(ValueError, match="from_state: a state of other gauges"):
         go.from_state(stored["state"], optax.adam(1e-2), _gauges_of_0_2()[:2], stored["params"])
+
+
+def test_a_state_of_flax_goes_on_under_the_alias_that_made_it(x64: None) -> None:
+    """Flax writes sequences as dicts of numbers; what made the state is known as a whole."""
+
+    def as_flax(tree: Any) -> Any:
+        if isinstance(tree, dict):
+            return {key: as_flax(x) for key, x in tree.items()}
+        return {str(k): as_flax(x) for k, x in enumerate(tree)} if isinstance(tree, list | tuple) else tree
+
+    stored, inner, gauges = _stored(), optax.adam(1e-2), _gauges_of_0_2()
+    saved, params = stored["free"]["state"], stored["free"]["params"]
+    expected = go.from_state(saved, inner, gauges, params)
+    state = go.from_state(as_flax(saved), go.quotient(inner, gauges, pin=False), gauges, params)
+    assert jax.tree.structure(state) == jax.tree.structure(expected)
+    assert all(jax.tree.leaves(jax.tree.map(lambda x, y: bool(jnp.all(x == y)), state, expected)))
+
+
+def test_an_unpinned_run_goes_on_from_a_plain_state(x64: None) -> None:
+    inner = optax.adamw(1e-2)
+    params, state = _after(inner, _params(), 3)
+    gradient = jit(jax.grad(_loss))(params)
+    tx = go.quotient(inner, SCALES, pin=False)
+    converted = go.from_state(state, inner, SCALES, params, pin=False)
+    assert jax.tree.structure(converted) == jax.tree.structure(tx.init(params))
+    ours, _ = tx.update(gradient, converted, params)
+    pinned = go.from_state(state, inner, SCALES, params)
+    same, _ = go.quotient(inner, SCALES).update(gradient, pinned, params)
+    assert _far(ours, same) <= 1e-12, "at its first step the optimizer is on the slice either way"
+    with pytest.raises(ValueError, match="pin=True"):
+        tx.update(gradient, pinned, params)

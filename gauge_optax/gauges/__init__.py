@@ -1,1 +1,1 @@
-"""One symmetry per file; `base` is the protocol, `product` the product, underscored modules the shared kernels."""
+"""One symmetry per file. `instance` and `gauge` say what a symmetry has; `heads` and `matrices` are shared kernels."""

@@ -303,7 +303,8 @@ class BlockGauge(SliceGauge):
     """
 
     name: str  # type: ignore[misc]
-    kind: Any
+    # Not printed: states have a checksum of what is, and outlive the module that a class lies in.
+    kind: Any = dataclasses.field(repr=False)
     specs: tuple[BlockSpec, ...]
     sizes: tuple[tuple[str, int], ...]
     options: tuple[tuple[str, Any], ...] = ()

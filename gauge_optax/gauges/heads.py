@@ -166,13 +166,19 @@ class Heads(Turn):
             parts.append(transpose(matrices) if wide else matrices)
         return jnp.concatenate(parts, -2) if len(parts) > 1 else parts[0]
 
-    def mixed_rows(self, point: Mapping[str, jax.Array]) -> jax.Array:
-        """CᵀW of every head, (*shape, size, size), C fixed noise: `size` generic combinations of its rows."""
+    def mixed_rows(self, point: Mapping[str, jax.Array], noise_number: int | jax.Array = 0) -> jax.Array:
+        """CᵀW of every head, (*shape, size, size), C fixed noise: `size` generic combinations of its rows.
+
+        Args:
+          point: bound leaves.
+          noise_number: which C; may be traced.
+        """
         total = jnp.zeros((*self.shape, self.size, self.size), next(iter(point.values())).dtype)
         letters = dict(zip(self.named, string.ascii_lowercase, strict=False)) | {BASIS: "Y"}
         # Sorted: the order in which a user lists blocks must not change what is read.
         for number, block in enumerate(sorted(self.blocks, key=lambda b: (b.path, b.axes))):
-            rows, constant = block.rows(point[block.path]), fixed_noise(number, self.rows(block), self.size)
+            rows = block.rows(point[block.path])
+            constant = fixed_noise(number, self.rows(block), self.size, noise_number)
             free = iter(string.ascii_lowercase[len(self.named) :])
             axes = [letters[x] if x in letters else next(free) for x in block.row_labels]
             lengths = {x: n for x, n in zip(axes, rows.shape, strict=True) if x not in letters.values()}

@@ -87,6 +87,10 @@ class ComplexScale(Scale):
     def identity(self) -> jax.Array:
         return jnp.zeros((*self.shape, 2), real_dtype())
 
+    @staticmethod
+    def from_logs(logs: jax.Array) -> jax.Array:
+        return jnp.stack([logs, jnp.zeros_like(logs)], -1)
+
     def sample(self, key: jax.Array, scale: float, leaves: Mapping[str, Any]) -> jax.Array:
         moduli, angles = jax.random.split(key)
         logs = jax.random.uniform(moduli, self.shape, real_dtype(), -scale, scale)
@@ -112,14 +116,13 @@ class ComplexScale(Scale):
 
     def read(self, anchor: Anchor, point: Arrays, within: jax.Array, near: bool) -> tuple[jax.Array, jax.Array]:
         logs, read = super().read(anchor, point, within, near)
-        return jnp.stack([logs, jnp.zeros_like(logs)], -1), read
+        return self.from_logs(logs), read
 
     def from_turn(self, turn: jax.Array) -> jax.Array:
         return jnp.stack([jnp.zeros_like(turn), turn], -1)
 
     def balanced(self, point: Arrays) -> jax.Array:
-        logs = super().balanced(point)
-        return jnp.stack([logs, jnp.zeros_like(logs)], -1)
+        return self.from_logs(super().balanced(point))
 
     def matrices(self, block: Block) -> tuple[int, Matrices | None]:
         return 0, head_matrices(block)

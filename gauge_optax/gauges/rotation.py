@@ -5,7 +5,8 @@ factors changes nothing; biases are one more row, W_O enters as its transpose. W
 (rows × d_h), the orbit tangents are W·A with A skew, d_h(d_h−1)/2 per head.
 
 * Reading: with C fixed noise, the polar factor Q of CᵀW has Q(W·R) = Q(W)·R. No reading is continuous everywhere (CᵀW
-  may lose rank), so it is taken once, at `init`.
+  may lose rank), so it is taken once, at `init`. In float32, a C nearly loses a direction that W has in 0.3 % of heads
+  of 32 dimensions and in 6 % of those of 128 (normal weights, 300 heads); those are read with another C.
 * Hold: the part of a step U along the orbit is W·A with M·A + A·M = WᵀU − UᵀW, M = WᵀW.
 
 Horizontal motion turns a head (holonomy), so there is no coordinate: drift is the accumulated vertical part.
@@ -13,6 +14,7 @@ Reference: DDC §3.2, B.8; Lemma 25 for grouped queries. Not a symmetry under ro
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
@@ -119,13 +121,12 @@ class Rotation(Heads):
 
     @classmethod
     def read_all(cls, turns: Sequence["Rotation"], point: Arrays) -> list[jax.Array]:
-        found: dict[Rotation, jax.Array] = {}
+        factors: dict[Rotation, jax.Array] = {}
         for same in by_size(turns):
-            u, sizes, vt = svd(stack_heads([turn.mixed_rows(point) for turn in same]))
-            # Directions that are roundoff have no polar factor: a partial isometry leaves them out.
-            live = sizes > noise(sizes.dtype) * sizes[..., :1]
-            found |= zip(same, unstack_heads(matmul(u * live[..., None, :].astype(u.dtype), vt), same), strict=True)
-        return [found[turn] for turn in turns]
+            paths = sorted({path for turn in same for path in turn.paths})
+            polar = _polar_factors(tuple(same), {path: point[path] for path in paths})
+            factors |= zip(same, unstack_heads(polar, same), strict=True)
+        return [factors[turn] for turn in turns]
 
     @classmethod
     def project(
@@ -145,6 +146,37 @@ class Rotation(Heads):
             for turn, generator in zip(same, unstack_heads(generators, same), strict=True):
                 out |= turn.added(out, point, -generator)
         return out
+
+
+_Readings = tuple[jax.Array, jax.Array, jax.Array]
+_MOST_READINGS = 4  # a head of less than full rank takes all of them
+
+
+@functools.partial(jax.jit, static_argnums=0)  # outside jit, a loop would be compiled anew at every call
+def _polar_factors(turns: tuple[Rotation, ...], point: Arrays) -> jax.Array:
+    """The polar factors of CᵀW for heads of one size, (heads, d_h, d_h), each with the first C that loses no direction.
+
+    Where W itself has not full rank, the first C that keeps the most directions counts, and the factor is a partial
+    isometry: directions that are roundoff have no polar factor.
+    """
+
+    def with_noise(number: jax.Array) -> tuple[jax.Array, jax.Array]:
+        u, sizes, vt = svd(stack_heads([turn.mixed_rows(point, number) for turn in turns]))
+        live = sizes > noise(sizes.dtype) * sizes[..., :1]
+        return matmul(u * live[..., None, :].astype(u.dtype), vt), jnp.sum(live, -1)
+
+    def again(carry: _Readings) -> _Readings:
+        number, factors, ranks = carry
+        others, their_ranks = with_noise(number)
+        better = their_ranks > ranks
+        return number + 1, jnp.where(better[:, None, None], others, factors), jnp.maximum(ranks, their_ranks)
+
+    def unfinished(carry: _Readings) -> jax.Array:
+        number, _, ranks = carry
+        return (number < _MOST_READINGS) & jnp.any(ranks < turns[0].size)
+
+    first = (jnp.uint32(1), *with_noise(jnp.uint32(0)))
+    return jax.lax.while_loop(unfinished, again, first)[1]
 
 
 _Solving = tuple[jax.Array, jax.Array, jax.Array, jax.Array]

@@ -199,6 +199,11 @@ class Scale(Instance):
         return jnp.zeros(self.shape, real_dtype())
 
     @staticmethod
+    def from_logs(logs: jax.Array) -> jax.Array:
+        """The element that scales by these factors, (*shape), and does nothing else."""
+        return logs
+
+    @staticmethod
     def inverse(e: jax.Array) -> jax.Array:
         return -e
 

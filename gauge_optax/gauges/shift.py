@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from gauge_optax.binding import Axes, Block, BlockSpec, instance_key
+from gauge_optax.binding import Axes, Block, BlockSpec, binding_error, instance_key, overlap
 from gauge_optax.binding.axes import parse_axes
 from gauge_optax.gauges.gauge import BlockGauge, block_gauge
 from gauge_optax.gauges.instance import Arrays, Effect, Instance
@@ -61,7 +61,14 @@ class Shift(Instance):
 
     @classmethod
     def of(cls, gauge: str, key: str, named: tuple[str, ...], sizes: Mapping[str, int], blocks: Any) -> "Shift":
-        """The instance of a binding's blocks."""
+        """The instance of a binding's blocks. Raises ValueError for two blocks of a leaf that would share a shift."""
+        for at, block in enumerate(blocks):
+            for other in blocks[:at]:
+                if block.path == other.path and overlap(slice_block(block), slice_block(other)):
+                    raise binding_error(
+                        gauge, f"two ranges of vocab on '{block.path}'", f"'{other.axes}' and '{block.axes}'",
+                        "one range per leaf in one gauge", "write one logit_shift per range, as a list of gauges",
+                    )  # fmt: skip
         return cls(gauge, key, named, tuple(sizes[name] for name in named), tuple(blocks))
 
     @staticmethod

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from gauge_optax.binding import is_empty, with_leaves
+from gauge_optax.binding import binding_error, is_empty, with_leaves
 from gauge_optax.gauges.gauge import Gauges, Product, product
 from gauge_optax.slice import Frame, Slice, SlicePoint, SliceTangent
 from gauge_optax.transformation import (
@@ -158,18 +158,23 @@ def unpinned(inner: optax.GradientTransformationExtraArgs, group: Product) -> op
     The slice takes the growth away after every step; this transformation collects it in A.
     """
 
-    def moves(s: Slice, state: UnpinnedState) -> list[tuple[Any, Any]]:
+    def instances_with_offset(s: Slice, state: UnpinnedState) -> list[tuple[Any, Any]]:
         pairs = [(s.instances[place.number], a) for place, a in zip(s.order[0], state.offset, strict=True)]
         return [(instance, a) for instance, a in pairs if instance.has_offset]
 
     def update(updates: Any, state: UnpinnedState, params: Any, **extra: Any) -> tuple[Any, UnpinnedState]:
+        if not isinstance(state, UnpinnedState):
+            raise binding_error(
+                "quotient", "a state made with pin=True", type(state).__name__, "UnpinnedState, of pin=False",
+                "write quotient(..., pin=True), or convert a plain state by go.from_state(..., pin=False)",
+            )  # fmt: skip
         s = Slice.of(group.parts, params)
-        offset = moves(s, state)
+        offset = instances_with_offset(s, state)
 
         def inward(tree: Any) -> Any:  # A⁻¹·u, and θ̂ from θ̃
             vectors = s.vectors(tree)
             for instance, a in offset:
-                vectors = instance.act(instance.inverse(a), vectors)
+                vectors = instance.enter(a, vectors)
             return with_leaves(tree, vectors)
 
         def outward_dual(tree: Any) -> Any:  # A⁻ᵀ·ĝ
@@ -201,7 +206,18 @@ def unpinned(inner: optax.GradientTransformationExtraArgs, group: Product) -> op
             return UnpinnedState(placeholder(), placeholder(), inner.init(params))  # type: ignore[arg-type]
         s = Slice.of(group.parts, params)
         masks = layout(params).run(lambda p: s.read(s.vectors(p), turning=False).masks, params)
-        identity = tuple(s.instances[place.number].identity() for place in s.order[0])
-        return UnpinnedState(identity, masks[: len(identity)], inner.init(params))
+        return unpinned_state(s, masks, inner.init(params))
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def unpinned_state(s: Slice, live: Sequence[jax.Array], inner_state: optax.OptState) -> UnpinnedState:
+    """The state of `unpinned` before its first step: the inner optimizer is on the slice.
+
+    Args:
+      s: the slice.
+      live: which channels have a frame, in the order of reading.
+      inner_state: of the inner transformation.
+    """
+    identity = tuple(s.instances[place.number].identity() for place in s.order[0])
+    return UnpinnedState(identity, tuple(live[: len(identity)]), inner_state)

@@ -155,7 +155,7 @@ def ddc(group: Product, options: Options, polar: Polar | None = None) -> optax.G
 def init_ddc(group: Product, options: Options, polar: Polar | None, params: optax.Params) -> ScaleByDDCState:
     """The state at a slice point. Raises ValueError for gauges or leaves that DDC cannot step."""
     s = Slice.of(group.parts, params)
-    _check(s, params)
+    _check(s, options, params)
 
     def moments(params: optax.Params) -> GaugeMoments:
         point = s.vectors(params)
@@ -337,9 +337,15 @@ def tangential_step(
     return in_bases(s, frames, step, back=True), mu, nu, heads
 
 
-def _check(s: Slice, params: optax.Params) -> None:
-    """Raises ValueError where GL(d) is among the gauges, whose anchors have no length, and for complex leaves."""
+def _check(s: Slice, options: Options, params: optax.Params) -> None:
+    """Raises ValueError for gauges without coordinates that DDC can step, as GL(d), and for complex leaves."""
     for instance in s.instances:
+        if not instance.has_offset and options.vertical != "frozen":
+            raise binding_error(
+                "scale_by_ddc", f"vertical={options.vertical!r} with the gauge {instance.gauge}",
+                "a gauge known by its action alone, which has no orbit coordinates to step",
+                "gauges of this library", 'write vertical="frozen"',
+            )  # fmt: skip
         if instance.anchors and instance.turn is not None and not instance.log_step:
             raise binding_error(
                 "scale_by_ddc", f"{instance.gauge} on '{instance.blocks[0].path}'",

@@ -83,7 +83,7 @@ def vertical_step(
         rates = whole._replace(turning=_times(s, rates.turning, inverses))
     out = {p: jnp.zeros_like(x) for p, x in point.items()} | rates.turning
     for instance, rate in zip(_sized(s), rates.scales, strict=True):
-        _, along = jax.jvp(lambda e, i=instance: i.act(e, point), (instance.identity(),), (rate,))
+        _, along = jax.jvp(functools.partial(_scaled, instance, point), (jnp.zeros_like(rate),), (rate,))
         out |= {p: out[p] + along[p] for p in instance.paths}
     for instance, rate in zip(_shifts(s), rates.shifts, strict=True):
         out = instance.act(rate, out)
@@ -98,12 +98,19 @@ def _shifts(s: Slice) -> list[Any]:
     return [instance for instance in s.instances if not instance.anchors and instance.effect == "shift"]
 
 
+def _scaled(instance: Any, point: Arrays, logs: jax.Array) -> Arrays:
+    """A point whose channels are scaled by these logs. Rotary planes turn too, but as rotations, in `turning`."""
+    out: Arrays = instance.act(instance.from_logs(logs), point)
+    return out
+
+
 def _derivatives(s: Slice, point: Arrays, gradient: Arrays) -> Moments:
     """The loss's derivatives along every orbit; zero where that is what arithmetic leaves of an invariant loss."""
     sizes = {p: jnp.abs(point[p] * x) for p, x in gradient.items()}
     scales = []
     for instance in _sized(s):
-        moved, pull = jax.vjp(functools.partial(instance.act, point=point), instance.identity())
+        logs = jnp.zeros(instance.shape, real_dtype())
+        moved, pull = jax.vjp(functools.partial(_scaled, instance, point), logs)
         size = sum((b.total(instance.named, sizes[b.path]) for b in instance.blocks), start=jnp.zeros(()))
         cotangent = {p: gradient[p] if p in instance.paths else jnp.zeros_like(x) for p, x in moved.items()}
         scales.append(_above_noise(pull(cotangent)[0], size) / instance.log_step**2)

@@ -9,14 +9,20 @@ import optax
 
 from gauge_optax.binding import binding_error, with_leaves
 from gauge_optax.gauges.gauge import Gauges, Product, product
-from gauge_optax.optimizers._quotient import QuotientState, UnpinnedState
+from gauge_optax.optimizers._quotient import QuotientState, UnpinnedState, unpinned_state
 from gauge_optax.slice import Slice
 from gauge_optax.states.transport import transport
 from gauge_optax.transformation import layout
 
 
 def from_state(
-    state: Any, inner: optax.GradientTransformation, gauges: Gauges, params: Any, on_unknown: str = "error"
+    state: Any,
+    inner: optax.GradientTransformation,
+    gauges: Gauges,
+    params: Any,
+    on_unknown: str = "error",
+    *,
+    pin: bool = True,
 ) -> QuotientState:
     """Converts a plain optimizer state, so that training continues under `quotient(inner, gauges)`.
 
@@ -27,14 +33,16 @@ def from_state(
     Args:
       state: state of `inner`, after any number of steps; or a state of `quotient(inner, gauges)` that version 0.2
         saved, as a NamedTuple or as nested dicts with its field names.
-      inner: the optimizer.
+      inner: the optimizer. For a state of version 0.2 it may also be what the state was made with as a whole, such as
+        `go.ddc_adamw(1e-3, gauges)`.
       gauges: a gauge or a sequence of them, meaning their product.
       params: the parameters that the state belongs to.
       on_unknown: what to do with moments without a rule, as in `transport`: second moments of entries that
         `head_linear` or `rope_linear` mixes, and arrays in states that `transport` has no rule for.
+      pin: that of the `quotient` which goes on. States of version 0.2 say it themselves.
 
     Returns:
-      A state of `quotient(inner, gauges)`.
+      A state of `quotient(inner, gauges, pin=pin)`.
 
     Raises:
       ValueError: a state that is not `inner`'s; moments without a rule; bindings that do not fit.
@@ -69,7 +77,12 @@ def from_state(
         group, element = Product(tuple(gauge for gauge, _ in moves)), tuple(x for _, x in moves)
         moved = transport(plain, stored, group, element, on_unknown)
         moved = jax.tree.map(lambda x, like: x.astype(like.dtype), moved, expected)
-    return QuotientState(mesh.leave(frame), mesh.leave(moved, like=state))
+        # One buffer in two fields could not be donated.
+        live = () if pin else jax.tree.map(jnp.copy, frame.live)
+    inner_state = mesh.leave(moved, like=state)
+    if not pin:
+        inner_state = unpinned_state(s, mesh.leave(live), inner_state)
+    return QuotientState(mesh.leave(frame), inner_state)
 
 
 def _check_structure(state: Any, expected: Any) -> None:
@@ -95,11 +108,15 @@ def _from_0_2(s: Slice, state: Any, inner: optax.GradientTransformation, params:
             "from_state", "a state of other gauges", f"gauges {', '.join(names)}",
             f"{', '.join(gauge.name for gauge, _ in s.parts)}", "give the list that the state was made with",
         )  # fmt: skip
-    frame = s.frame(s.from_elements([_field(saved, "elements")[label] for label in labels]), _field(saved, "live"))
+    live, grown = (_listed(_field(saved, field)) for field in ("live", "grown"))
+    frame = s.frame(s.from_elements([_field(saved, "elements")[label] for label in labels]), live)
     point = with_leaves(params, s.enter(s.elements(frame), s.values(params)))
-    inner_state = _shaped_like(jax.eval_shape(inner.init, point), _field(state, "inner_state"))
+    template = jax.eval_shape(inner.init, point)
+    for wrapper in (QuotientState, UnpinnedState):  # of an alias, which is a `quotient` itself
+        template = template.inner_state if isinstance(template, wrapper) else template
+    inner_state = _shaped_like(template, _field(state, "inner_state"))
     offset = []
-    for place, past in zip(s.order[0], _field(saved, "grown"), strict=False):
+    for place, past in zip(s.order[0], grown, strict=False):
         identity = s.instances[place.number].identity()
         # Version 0.2 stored the moduli of rotary planes without their angles.
         same = jax.tree.map(jnp.shape, past) == jax.tree.map(jnp.shape, identity)
@@ -111,14 +128,18 @@ def _from_0_2(s: Slice, state: Any, inner: optax.GradientTransformation, params:
     return QuotientState(frame, UnpinnedState(tuple(offset), live, inner_state))
 
 
+def _listed(saved: Any) -> list[Any]:
+    """The items of a saved sequence, which Flax writes as a dict of their numbers."""
+    return [saved[str(k)] for k in range(len(saved))] if isinstance(saved, Mapping) else list(saved)
+
+
 def _shaped_like(template: Any, saved: Any) -> Any:
     """Returns a saved state in the classes of a template, matched by the names of fields."""
     if hasattr(template, "_fields"):
         pairs = [(getattr(template, name), _field(saved, name)) for name in template._fields]
         return type(template)(*(_shaped_like(x, y) for x, y in pairs))
     if isinstance(template, tuple | list):
-        items = [saved[str(k)] for k in range(len(template))] if isinstance(saved, Mapping) else list(saved)
-        return type(template)(_shaped_like(x, y) for x, y in zip(template, items, strict=True))
+        return type(template)(_shaped_like(x, y) for x, y in zip(template, _listed(saved), strict=True))
     if isinstance(template, Mapping):
         return {key: _shaped_like(x, saved[key]) for key, x in template.items()}
     _check_structure(saved, template)

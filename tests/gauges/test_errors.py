@@ -125,3 +125,10 @@ def test_rope_linear_answers_for_its_own_planes() -> None:
     params = {"query": jnp.ones((4, 3)), "key": jnp.ones((4, 3))}
     with pytest.raises(ValueError, match="rope_linear: odd basis at 'query'"):
         go.rope_linear({"query": "_ basis"}, {"key": "_ basis"}).dim(params)
+
+
+def test_two_ranges_of_a_leaf_cannot_share_a_shift() -> None:
+    gauge = go.logit_shift({"kernel": ("_ vocab=0:3", "_ vocab=3:6")})
+    _refused(lambda: gauge.dim(LOGITS), "two ranges of vocab", "one logit_shift per range")
+    two = [go.logit_shift({"kernel": f"_ vocab={a}:{b}"}) for a, b in ((0, 3), (3, 7))]
+    assert go.product(two).dim(LOGITS) == 12

@@ -1,7 +1,16 @@
 """The slice: one representative of every function, and the ways to it and back.
 
-The points whose anchors read as the identity form the *slice*; the *frame* F of a point is the element that its anchors
-read. In slice coordinates two weight sets of one function are the same numbers:
+A *gauge* is a group whose *elements* change weights and keep the function. Take the hidden units of a ReLU network with
+weights `up` and `down`: for any α > 0 per unit, up·α and down/α compute the same. One block of each gauge is its
+*anchor*, here `up`, and the anchor's size says which element leads to a point: a unit whose `up` column has the norm 3
+*reads* as α = 3.
+
+* The *slice* is the set of points that read as the identity: those whose `up` columns all have the norm 1.
+* The *frame* F of a point θ is the element that the point reads as. It leads from the slice to the point: θ = F·θ̂.
+* The *slice point* is θ̂ = F⁻¹·θ, here up/3 and down·3. Twins, weight sets of one function, have one slice point.
+* To *fix* a point near the slice is to move it to the slice along its orbit: to read it anew, and undo what it reads.
+
+An optimizer step in slice coordinates, with F kept from `init`, is five arrows:
 
     θ̂ = F⁻¹·θ      ĝ = Fᵀ·g      u = inner(ĝ, θ̂)      θ̂′ = fix(θ̂ + u)      step = F·(θ̂′ − θ̂)
 
@@ -39,12 +48,12 @@ SliceCotangent = NewType("SliceCotangent", dict[str, jax.Array])
 
 
 class Frame(NamedTuple):
-    """What is kept of the point at `init`.
+    """What a state keeps of the point at `init`.
 
     Attributes:
-      elements: F, by a label that says which gauge on which leaves, then by instance.
-      live: per instance with anchors, in the order of reading, the channels that were read from their first anchor:
-        those are fixed at every step.
+      elements: F: one element per instance, in a dict by label (which gauge, on which leaves) of dicts by instance.
+      live: one mask of channels per instance with anchors, in the order of `Slice.order`. A channel is live if its
+        first anchor was not zero at `init`; only live channels are fixed at every step.
     """
 
     elements: dict[str, dict[str, Any]]
@@ -52,12 +61,12 @@ class Frame(NamedTuple):
 
 
 class Place(NamedTuple):
-    """One reading in the order of readings.
+    """One step of `Slice.order`: which instance is read, and from which anchor.
 
     Attributes:
-      number: of the instance.
-      anchor: what it is read from.
-      others: numbers and blocks of the instances that share entries with the anchor.
+      number: position of the instance in `Slice.instances`.
+      anchor: the blocks that it is read from.
+      others: positions and blocks of the other instances that move entries of this anchor.
     """
 
     number: int
@@ -203,9 +212,11 @@ class Slice:
 
     @functools.cached_property
     def moving(self) -> tuple[int, ...]:
-        """The order in which instances move vectors: between two shifts what mixes entries comes before what scales.
+        """The positions of instances, in the order in which they move tangents and cotangents.
 
-        These commute. Scales that are undone first are written once, together with the product that undoes a rotation.
+        Shifts keep their place in the list, since what comes after a shift moves it. Between two shifts all instances
+        commute, and scales come last: on the way to the slice they are undone first, in the same pass over memory as
+        the matrix product that undoes a rotation.
         """
         shifts = [i.effect == "shift" for i in self.instances]
         keys = [
@@ -214,14 +225,14 @@ class Slice:
         return tuple(sorted(range(len(keys)), key=keys.__getitem__))
 
     def _moves(self, elements: Sequence[Any], turning: bool) -> Iterator[tuple[Any, Any]]:
-        """Instances with their elements, in the order of `moving`; without `turning`, no mere rotations."""
+        """Instances with their elements, in the order of `moving`; gauges that only rotate are left out on request."""
         for number in self.moving:
             instance = self.instances[number]
             if turning or instance.turn is not instance:
                 yield instance, elements[number]
 
     def enter(self, elements: Sequence[Any], point: Arrays, turning: bool = True) -> SlicePoint:
-        """θ̂ = F⁻¹·θ; without `turning`, heads keep the basis that they are stored in."""
+        """θ̂ = F⁻¹·θ. With `turning=False`, heads keep the basis that they are stored in."""
         for instance, e in reversed(list(self._moves(elements, turning))):
             point = instance.enter(e, point)
         return SlicePoint(point)
@@ -233,7 +244,7 @@ class Slice:
         return SliceTangent(tangent)
 
     def enter_dual(
-        self, elements: Sequence[Any], gradient: Arrays, turning: bool = True, still: bool = True
+        self, elements: Sequence[Any], gradient: Arrays, turning: bool = True, without_shifts: bool = True
     ) -> SliceCotangent:
         """ĝ = Fᵀ·g, with zero for what is roundoff where invariance says zero.
 
@@ -241,11 +252,11 @@ class Slice:
           elements: F.
           gradient: bound leaves.
           turning: whether heads go to the slice's basis.
-          still: whether the part along shifts is taken out; a loss with a penalty has one.
+          without_shifts: whether to take out the part along shifts. Only a loss with a penalty has such a part.
         """
         for instance, e in reversed(list(self._moves(elements, turning))):
             gradient = instance.pull(e, gradient)
-        gradient = self.centred(gradient) if still else gradient
+        gradient = self.centred(gradient) if without_shifts else gradient
         for kind, turns in self.turns_by_kind:
             gradient = kind.without_roundoff(turns, gradient)
         return SliceCotangent(gradient)
@@ -285,7 +296,8 @@ class Slice:
         least = self.least_signal(point, gradient)
         if least is None:
             return gradient
-        leaves = {p: x for p, x in leaves_by_path(gradient).items() if jnp.issubdtype(x.dtype, jnp.floating)}
+        arrays = {p: jnp.asarray(x) for p, x in leaves_by_path(gradient).items()}  # a leaf may be a Python number
+        leaves = {p: x for p, x in arrays.items() if jnp.issubdtype(x.dtype, jnp.floating)}
         kept = {p: jax.lax.select(jnp.abs(x) < least, jnp.zeros_like(x), x) for p, x in leaves.items()}
         return with_leaves(gradient, kept)
 
@@ -321,7 +333,8 @@ class Slice:
         done: list[jax.Array] = []
         for kind, turns in self.turns_by_kind:
             paths = sorted({path for turn in turns for path in turn.paths})
-            # Entry by entry a point is cheap to make again: XLA need not keep it while matrices are turned.
+            # A point that is computed entry by entry is cheap to compute twice. This keeps XLA from holding a copy in
+            # memory while matrices are turned.
             again = {path: point[path] for path in paths} if kind.entrywise and done else {}
             vector = change(kind)(turns, point | (recomputed_after(done, again) if again else {}), vector)
             done = [vector[path] for path in paths]
@@ -340,7 +353,7 @@ class Slice:
 
     # Reading a point --------------------------------------------------------------------------------------
 
-    def read(self, values: Arrays, turning: bool = True) -> "Reading":
+    def read(self, values: Arrays, turning: bool = True) -> "FrameOfPoint":
         """The frame of any point; a channel all of whose anchors are zero reads as the identity.
 
         Args:
@@ -354,7 +367,7 @@ class Slice:
                 if instance.turn in read:
                     turn = instance.from_turn(read[instance.turn])
                     elements[number] = instance.compose(elements[number], turn) if instance.anchors else turn
-        return Reading(self._with_means(elements, values), tuple(masks))
+        return FrameOfPoint(self._with_means(elements, values), tuple(masks))
 
     def _with_means(self, elements: Sequence[Any], values: Arrays) -> tuple[Any, ...]:
         """Elements with shifts among them: each is read when all that acts after it is undone."""
@@ -375,7 +388,8 @@ class Slice:
         masks = []
         for place in self.order[0] + self.order[1]:
             instance, visible = self.instances[place.number], dict(point)
-            # Entries of channels that have no frame yet are left out where other anchors are read.
+            # An entry that another instance moves counts only once that instance's channel has been read and undone:
+            # before, its size depends on the representative.
             for number, block in place.others:
                 mask = read[number].astype(real_dtype())
                 factor = block.spread(self.instances[number].named, mask, elsewhere=1.0)
@@ -385,13 +399,14 @@ class Slice:
             elements[place.number] = instance.where(new, e, elements[place.number])
             read[place.number] = read[place.number] | new
             point = instance.enter(e, point)
-        # Now that every channel has a frame, anchors count whole, as they do at every step.
+        # Entries that were left out above count from here on, as they do at every step: every anchor is read again.
         for place, mask in zip(self.order[0], masks, strict=False):
             instance = self.instances[place.number]
             e, _ = instance.read(place.anchor, point, mask, near=True)
             elements[place.number] = instance.compose(elements[place.number], e)
             point = instance.enter(e, point)
-        # Channels without a frame are no part of the rows that a rotation is read from.
+        # Rotations are read from the returned point. Channels that no anchor could read are set to zero there, because
+        # their entries depend on the representative.
         for number, mask in read.items():
             instance = self.instances[number]
             for block in instance.blocks:
@@ -459,7 +474,7 @@ class Slice:
     # Vertical and horizontal ------------------------------------------------------------------------------
 
     def horizontal(self, point: Arrays, masks: Sequence[jax.Array], tangent: Arrays) -> Arrays:
-        """A tangent at a slice point without its part along the orbit: what the way back to the slice leaves of it.
+        """A tangent at a slice point without its part along the orbit: the derivative of `fix`, applied to it.
 
         Args:
           point: bound leaves of the slice point, heads in the basis they have.
@@ -476,15 +491,15 @@ class Slice:
         out: Arrays = pull(self.centred(self.project_turning(point, cotangent)))[0]
         return out
 
-    def nearest(self, params: Any) -> "Nearest":
+    def nearest_slice_point(self, params: Any) -> "NearestSlicePoint":
         """The slice point on the orbit of this one, heads in the basis they have."""
         values = self.values(params)
         elements, masks = self.read(values, turning=False)
-        return Nearest(elements, self.enter(elements, values), masks)
+        return NearestSlicePoint(elements, self.enter(elements, values), masks)
 
     def horizontal_at(self, params: Any, vector: Any, dual: bool = False) -> Arrays:
         """The horizontal part of a tangent, or of a cotangent, at any point: bound leaves."""
-        near, vectors = self.nearest(params), self.vectors(vector)
+        near, vectors = self.nearest_slice_point(params), self.vectors(vector)
         if dual:
             inside = self.pulled(near.elements, vectors)
             back = [i.inverse(e) for i, e in zip(self.instances, near.elements, strict=True)]
@@ -527,25 +542,25 @@ class Slice:
                             )  # fmt: skip
 
 
-class Reading(NamedTuple):
-    """The frame of a point.
+class FrameOfPoint(NamedTuple):
+    """The frame of any point, as `Slice.read` returns it.
 
     Attributes:
-      elements: one per instance.
-      masks: which channels were read, per place of `Slice.order`.
+      elements: one per instance, in the order of `Slice.instances`.
+      masks: per step of `Slice.order`, which channels that step read.
     """
 
     elements: tuple[Any, ...]
     masks: tuple[jax.Array, ...]
 
 
-class Nearest(NamedTuple):
-    """The slice point on the orbit of a point.
+class NearestSlicePoint(NamedTuple):
+    """The slice point on the orbit of a point, with heads in the basis that the point has.
 
     Attributes:
-      elements: what takes it to that point, one per instance; rotations are the identity.
-      point: bound leaves.
-      masks: which channels have a frame, per place of `Slice.order`.
+      elements: F, one per instance, which leads from the slice point to the point; rotations are the identity.
+      point: bound leaves of the slice point.
+      masks: per step of `Slice.order`, which channels that step read.
     """
 
     elements: tuple[Any, ...]
@@ -591,11 +606,11 @@ def _clash(rigid: Any, block: Block, scale: Any, scaled: Block) -> tuple[str, st
     return None
 
 
-def _varies_along(scaled: Block, named: tuple[str, ...], still: Block, rigid: str) -> bool:
+def _varies_along(scaled: Block, named: tuple[str, ...], rigid_block: Block, rigid: str) -> bool:
     """Whether the scale's channel changes between entries that differ along the rigid axis alone."""
-    fixed = {*still.names, "_"} - {rigid}
-    for axis in range(len(still.shape)):
-        groups, channels = still.axis_ids(axis, fixed), scaled.axis_ids(axis, set(named))
+    fixed = {*rigid_block.names, "_"} - {rigid}
+    for axis in range(len(rigid_block.shape)):
+        groups, channels = rigid_block.axis_ids(axis, fixed), scaled.axis_ids(axis, set(named))
         used = groups >= 0
         pairs = np.unique(np.stack([groups[used], channels[used]]), axis=1)
         if pairs.shape[1] > len(np.unique(groups[used])):

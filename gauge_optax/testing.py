@@ -240,7 +240,7 @@ def _leaves_of(gauge: Gauge, params: Any) -> Sequence[str]:
 def _on_slice(group: Product, params: Any, updates: Any) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
     """Returns the bound leaves of a tangent, and those of its part along the orbits, in slice coordinates."""
     s = group._slice(params)
-    near = s.nearest(params)
+    near = s.nearest_slice_point(params)
     tangent: dict[str, jax.Array] = dict(s.enter_tangent(near.elements, s.vectors(updates)))
     across = s.horizontal(dict(near.point), near.masks, tangent)
     return tangent, {path: x - across[path] for path, x in tangent.items()}

@@ -26,7 +26,7 @@ def transformation(
     init: Callable[[Any], Any],
     update: Callable[..., tuple[Any, Any]],
     state_type: type,
-    empty: Callable[[Any], Any],
+    init_empty: Callable[[Any], Any],
     needs_params: bool = True,
 ) -> optax.GradientTransformationExtraArgs:
     """Makes an Optax transformation from plain maths.
@@ -37,7 +37,7 @@ def transformation(
       update: (updates, state, params, **extra) → (updates, state). It is written as for one device. On a mesh with
         explicit axes it runs with layouts that the compiler chooses, and its results get the layouts of its arguments.
       state_type: the NamedTuple that `init` returns.
-      empty: params → state, for trees without leaves: `optax.tree.map_params` calls `init` with one.
+      init_empty: params → state, for trees without leaves: `optax.tree.map_params` calls `init` with one.
       needs_params: whether `update` without params is an error.
 
     Returns:
@@ -45,7 +45,7 @@ def transformation(
     """
 
     def init_fn(params: optax.Params) -> Any:
-        return empty(params) if is_empty(params) else init(params)
+        return init_empty(params) if is_empty(params) else init(params)
 
     def update_fn(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         if needs_params:
@@ -194,7 +194,7 @@ def zeros_like(tree: Tree, dtype: Any = None) -> Tree:
     return jax.tree.map(zeros, tree)
 
 
-def lying_like(like: Tree, tree: Tree) -> Tree:
+def with_sharding_of(like: Tree, tree: Tree) -> Tree:
     """Returns `tree`, which under `jit` is laid out like the leaves of `like`, a tree of the same shapes."""
 
     def tied(target: Any, x: Any) -> Any:

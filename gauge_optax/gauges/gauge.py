@@ -261,7 +261,7 @@ class Gauge(abc.ABC):
         """The inverse of `_join`."""
         return (element,)
 
-    def _carried(self, element: Element, by: "Sequence[tuple[Gauge, Element]]") -> Element:
+    def _conjugated(self, element: Element, by: "Sequence[tuple[Gauge, Element]]") -> Element:
         """h·g·h⁻¹ for moves h of other gauges, which mostly commute with this one."""
         return element
 
@@ -372,13 +372,13 @@ class BlockGauge(SliceGauge):
     def dim(self, params: Any) -> int:
         return sum(i.dim for i in self._slice(params).instances)
 
-    def _carried(self, element: Element, by: Sequence[tuple[Gauge, Element]]) -> Element:
+    def _conjugated(self, element: Element, by: Sequence[tuple[Gauge, Element]]) -> Element:
         def moved(path: str, leaf: jax.Array) -> jax.Array:
             for gauge, other in by:
                 leaf = gauge._moved_leaf(path, leaf, other)
             return leaf
 
-        return {key: self.kind.carried(self.specs, x, moved) for key, x in element.items()}
+        return {key: self.kind.conjugated(self.specs, x, moved) for key, x in element.items()}
 
     def _moved_leaf(self, path: str, leaf: jax.Array, element: Element) -> jax.Array:
         if self.effect == "shift":
@@ -507,16 +507,15 @@ class Product(SliceGauge):
     def inverse(self, element: Element) -> Element:
         plain = tuple(part.inverse(x) for part, x in zip(self.parts, element, strict=True))
         return tuple(
-            part._carried(part._carried(x, self._pairs(plain)[:at]), self._pairs(element)[at + 1 :])
+            part._conjugated(part._conjugated(x, self._pairs(plain)[:at]), self._pairs(element)[at + 1 :])
             for at, (part, x) in enumerate(zip(self.parts, plain, strict=True))
         )
 
     def compose(self, a: Element, b: Element) -> Element:
         undo = tuple(part.inverse(x) for part, x in zip(self.parts, b, strict=True))
-        return tuple(
-            part.compose(part._carried(a[at], self._pairs(undo)[at + 1 :]), part._carried(b[at], self._pairs(a)[:at]))
-            for at, part in enumerate(self.parts)
-        )
+        first = [part._conjugated(x, self._pairs(undo)[at + 1 :]) for at, (part, x) in enumerate(self._pairs(a))]
+        second = [part._conjugated(x, self._pairs(a)[:at]) for at, (part, x) in enumerate(self._pairs(b))]
+        return tuple(part.compose(x, y) for part, x, y in zip(self.parts, first, second, strict=True))
 
     def power(self, element: Element, exponent: float | jax.Array) -> Element:
         return tuple(part.power(x, exponent) for part, x in zip(self.parts, element, strict=True))

@@ -102,7 +102,7 @@ class Instance(abc.ABC):
         return element
 
     @staticmethod
-    def carried(specs: Sequence[BlockSpec], element: Any, moved: Callable[[str, jax.Array], jax.Array]) -> Any:
+    def conjugated(specs: Sequence[BlockSpec], element: Any, moved: Callable[[str, jax.Array], jax.Array]) -> Any:
         """h·g·h⁻¹ of a public element g, where `moved(path, leaf)` is the linear part of h; most moves commute."""
         return element
 

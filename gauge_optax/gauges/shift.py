@@ -115,7 +115,7 @@ class Shift(Instance):
         return jax.tree.map(lambda x: exponent * x, element)
 
     @staticmethod
-    def carried(specs: Sequence[BlockSpec], element: Any, moved: Callable[[str, jax.Array], jax.Array]) -> Any:
+    def conjugated(specs: Sequence[BlockSpec], element: Any, moved: Callable[[str, jax.Array], jax.Array]) -> Any:
         def after(path: str, shift: jax.Array) -> jax.Array:
             # The leaf's shape at one vocab entry: where `vocab` has an axis of its own, an element has none there.
             spec = next(s for s in specs if instance_key(specs, s, path) is not None)

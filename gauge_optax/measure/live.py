@@ -18,7 +18,7 @@ from gauge_optax.gauges.gauge import Gauges, Product, product
 from gauge_optax.linalg import real_dtype
 from gauge_optax.measure._recording import recorded
 from gauge_optax.measure.motion import turning
-from gauge_optax.slice import Nearest, Slice
+from gauge_optax.slice import NearestSlicePoint, Slice
 from gauge_optax.transformation import checked_inner, layout, placeholder, require_every, transformation
 
 Arrays = dict[str, jax.Array]
@@ -218,9 +218,9 @@ def slice_norms(
 
 def _slice_norms(
     s: Slice, layers: Collection[str], params: Any, gradient: Any, update: Any
-) -> tuple[SliceNorms, Nearest, Arrays]:
+) -> tuple[SliceNorms, NearestSlicePoint, Arrays]:
     """The norms; the slice point of `params` with its frame; û of bound leaves."""
-    near = s.nearest(params)
+    near = s.nearest_slice_point(params)
     slice_gradient = s.pulled(near.elements, s.vectors(gradient))
     slice_update: Arrays = dict(s.enter_tangent(near.elements, s.vectors(update)))
 

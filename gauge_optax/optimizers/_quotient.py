@@ -1,4 +1,8 @@
-"""`quotient`: any Optax transformation on the slice, where weights of one function are the same numbers."""
+"""`quotient`: any Optax transformation in slice coordinates, where weights of one function are the same numbers.
+
+`slice.py` defines the words: the *frame* F is a group element that is read at `init`; the *slice point* θ̂ = F⁻¹·θ is
+the same for all weights of one function; to *fix* a point is to move it to the slice without changing the function.
+"""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -14,10 +18,10 @@ from gauge_optax.transformation import (
     cast_like,
     checked_inner,
     layout,
-    lying_like,
     placeholder,
     require_values,
     transformation,
+    with_sharding_of,
 )
 
 
@@ -25,8 +29,8 @@ class QuotientState(NamedTuple):
     """State of `quotient`.
 
     Attributes:
-      frame: the frame that was read at `init`, constant from then on. Every step enters and leaves the slice by it.
-      inner_state: of the inner transformation, in slice coordinates.
+      frame: the frame F that was read at `init`, a `slice.Frame`. Steps do not change it; `go.transport` does.
+      inner_state: state of the inner transformation, in slice coordinates; with `pin=False` an `UnpinnedState`.
     """
 
     frame: Any
@@ -41,10 +45,11 @@ def quotient(
     Args:
       inner: a whole optimizer, with its learning rate, decay, clipping and masks, or a link of a chain.
       gauges: a gauge or a sequence of them, meaning their product. Leaves that no gauge binds pass unchanged.
-      hold: whether the part of every step that turns heads is taken out; otherwise heads turn as `inner` turns them.
-      pin: whether `inner` too sees anchors of constant size, as the weights have them. Otherwise it sees them grow and
-        shrink as they do when it runs alone. From small starts Adam trains better pinned; Muon, all of whose steps have
-        one size, trains worse (examples/results/starts.json).
+      hold: whether to take out of every step the part that only rotates the basis of a head. If False, heads rotate as
+        `inner` rotates them.
+      pin: whether `inner` sees the weights on the slice, where anchors have a constant size. If False, it sees anchors
+        grow and shrink as they would if it ran alone. From small starts Adam trains better with True; Muon, whose steps
+        all have one size, trains better with False (examples/results/starts.json).
 
     Returns:
       The transformation. Its `update` needs `params`. The extra arguments `grad` and `value_fn`, which line searches
@@ -86,21 +91,21 @@ def quotient_for(
         point = s.enter(f, s.values(params))  # θ̂ = F⁻¹·θ
         gradient = s.enter_dual(f, s.vectors(updates))  # ĝ = Fᵀ·g
         gradient_tree = s.without_roundoff(point, with_leaves(updates, gradient))
-        extra = line_search(s, f, params, extra) if extra else extra
+        extra = extra_in_slice_coordinates(s, f, params, extra) if extra else extra
         u, inner_state = inner.update(gradient_tree, state.inner_state, with_leaves(params, point), **extra)
         after = s.fix(jax.tree.map(jnp.add, dict(point), s.vectors(u)), state.frame.live)  # θ̂′ = fix(θ̂ + u)
         tangent = SliceTangent(jax.tree.map(jnp.subtract, dict(after), dict(point)))
-        step = s.leave(f, s.hold(point, tangent) if hold else tangent)  # F·(θ̂′ − θ̂)
+        step = s.leave(f, s.hold(point, tangent) if hold else tangent)  # F·(θ̂′ − θ̂), held
         return with_leaves(u, cast_like(step, updates)), QuotientState(state.frame, inner_state)
 
     def init(params: optax.Params) -> QuotientState:
-        frame, point = start(name, group, params)
+        frame, point = frame_and_slice_point(name, group, params)
         return QuotientState(frame, inner.init(point))
 
     return transformation(name, init, update, QuotientState, lambda p: QuotientState(placeholder(), inner.init(p)))
 
 
-def start(name: str, group: Product, params: Any) -> tuple[Frame, Any]:
+def frame_and_slice_point(name: str, group: Product, params: Any) -> tuple[Frame, Any]:
     """The frame of the starting point, and its slice point as a tree laid out like `params`.
 
     Args:
@@ -117,10 +122,10 @@ def start(name: str, group: Product, params: Any) -> tuple[Frame, Any]:
         stored = mesh.enter(params)
         elements, masks = s.read(s.values(stored))
         point = with_leaves(stored, s.enter(elements, s.values(stored)))
-    return mesh.leave(s.frame(elements, masks)), lying_like(params, mesh.leave(point, like=params))
+    return mesh.leave(s.frame(elements, masks)), with_sharding_of(params, mesh.leave(point, like=params))
 
 
-def line_search(s: Slice, f: Sequence[Any], params: Any, extra: dict[str, Any]) -> dict[str, Any]:
+def extra_in_slice_coordinates(s: Slice, f: Sequence[Any], params: Any, extra: dict[str, Any]) -> dict[str, Any]:
     """Extra arguments with those of line searches, given for θ, as the inner optimizer needs them: for θ̂."""
     if extra.get("grad") is not None:
         gradient = s.enter_dual(f, s.vectors(extra["grad"]))
@@ -141,10 +146,10 @@ class UnpinnedState(NamedTuple):
     """State of `unpinned`.
 
     Attributes:
-      offset: per instance with anchors, in the order of reading, how far the inner optimizer has left the slice: it is
-        at θ̃ = A·θ̂.
-      live: the channels that count, as in `Frame`.
-      inner_state: of the inner transformation, at θ̃.
+      offset: A, one element per instance with anchors, in the order of `Slice.order`: the inner optimizer sees the
+        point θ̃ = A·θ̂, which has left the slice by A.
+      live: which channels are fixed, as in `Frame`.
+      inner_state: state of the inner transformation, at θ̃.
     """
 
     offset: tuple[Any, ...]
@@ -153,9 +158,10 @@ class UnpinnedState(NamedTuple):
 
 
 def unpinned(inner: optax.GradientTransformationExtraArgs, group: Product) -> optax.GradientTransformationExtraArgs:
-    """An optimizer for slice points whose `inner` sees anchors grow and shrink, as it makes them: θ̃ = A·θ̂.
+    """An optimizer for slice points whose `inner` sees anchors grow and shrink as its own steps make them.
 
-    The slice takes the growth away after every step; this transformation collects it in A.
+    `quotient` fixes the point after every step, which undoes that growth. This transformation accumulates what was
+    undone in an element A, the offset, and shows `inner` the point θ̃ = A·θ̂ and the gradient A⁻ᵀ·ĝ.
     """
 
     def instances_with_offset(s: Slice, state: UnpinnedState) -> list[tuple[Any, Any]]:

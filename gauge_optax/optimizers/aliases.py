@@ -207,7 +207,7 @@ def _ddc_optimizer(
     """DDC's optimizers: `quotient` around a chain of `ddc` and `tail`, which is the decay and the learning rate."""
     inner = optax.chain(ddc(group, options, polar), *tail)
     if options.vertical != "frozen":  # `inner` moves along orbits, so that its steps do not return to the slice
-        return link(name, inner, group, still=False)
+        return link(name, inner, group, without_shifts=False)
     plain = quotient_for(name, inner, group, hold=False)  # DDC's steps turn no head
     # The same step with less memory: sums over stored leaves in place of slice points (ddc_fused has the figures).
     return fused_ddc(name, plain, group, options, polar, optax.chain(*tail))

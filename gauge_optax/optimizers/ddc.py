@@ -36,8 +36,10 @@ from gauge_optax.transformation import cast_like, layout, placeholder, require_c
 
 Scalar = float | jax.Array
 RADIAL = ("linear", "log")
-_LEAST = 1e-3  # of a gauge's mean length: below it the radial step is relative to this
-_REGROWTH = 4.0  # of Adam's largest step: how fast lengths below their floor grow, against decay too
+# Lengths are divided by at least this share of their gauge's mean length: a dead channel's step stays finite.
+_LEAST_SHARE = 1e-3
+# How fast lengths below their floor grow, in units of Adam's largest step; more than one, against decay.
+_REGROWTH = 4.0
 
 
 class Options(NamedTuple):
@@ -263,8 +265,8 @@ def radial_step(
     moments = zip(past.radial_mu, past.radial_nu, past.least, strict=True)
     for each, square, pairing, (mu, nu, least) in zip(channels, squares, pairings, moments, strict=True):
         length = jnp.sqrt(square)
-        # Only the amplification 1/s is floored: a dead channel's derivative stays what it is.
-        unit = jnp.maximum(length, _LEAST * jnp.mean(length)) if linear else jnp.ones_like(length)
+        # ∂/∂s is ⟨θ̂, ĝ⟩/s. Both this 1/s and that of the step along θ̂/s are bounded, for channels that are nearly dead.
+        unit = jnp.maximum(length, _LEAST_SHARE * jnp.mean(length)) if linear else jnp.ones_like(length)
         inverse = inverse_of(unit)
         derivative = pairing * inverse
         mu, nu = adam.first(derivative, mu), adam.second(jnp.square(derivative), nu)

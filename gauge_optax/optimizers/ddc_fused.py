@@ -39,7 +39,7 @@ from gauge_optax.optimizers.ddc import (
 from gauge_optax.optimizers.polar import Polar
 from gauge_optax.slice import Slice, SliceTangent
 from gauge_optax.transformation import cast_like, explain_state_mismatch, transformation
-from gauge_optax.xla import apart_from_its_spread, distinct
+from gauge_optax.xla import computed_twice, not_fused_with_spread
 
 
 def fused_ddc(
@@ -108,7 +108,7 @@ def fused_ddc(
 
         # Decay, learning rate, and back: all of them are the same in any basis of heads.
         u = with_leaves(slice_gradient, cast_like(step, slice_gradient))
-        u, tail_state = tail.update(u, state.inner_state[1:], with_leaves(params, point))
+        u, tail_state = tail.update(u, state.inner_state[1:], with_leaves(params, point), **extra)
         after = s.fix(jax.tree.map(jnp.add, dict(point), s.vectors(u)), state.frame.live)
         tangent = SliceTangent(jax.tree.map(jnp.subtract, dict(after), dict(point)))
         out = with_leaves(u, cast_like(s.leave(f, tangent, turning=False), updates))
@@ -153,7 +153,7 @@ class _StoredBlock(NamedTuple):
 
         Two powers of one are not one of two: XLA:CPU would materialize a factor that two sums share.
         """
-        pairs = [(named, b, x if k == 1 else distinct(x * x)) for named, b, x in self.others for k in powers]
+        pairs = [(named, b, x if k == 1 else computed_twice(x * x)) for named, b, x in self.others for k in powers]
         factors = [b.spread(named, x, elsewhere=1.0) for named, b, x in pairs]
         factors += [] if by is None else [by]
         return self.leaf * functools.reduce(jnp.multiply, factors) if factors else self.leaf
@@ -181,9 +181,9 @@ class _Stored:
         values, vectors = s.values(params), s.vectors(updates)
         back = {i: i.inverse(e) for i, e in zip(s.instances, f, strict=True) if i.log_step and i.turn is None}
         moving = [(i, b) for i in s.instances if i.turn is not i for b in i.blocks]
-        # One array per side of an instance, distinct from the factors that `enter` multiplies the same leaves by.
+        # One array per side of an instance, computed_twice from the factors that `enter` multiplies the same leaves by.
         blocks_by_side = {(i, block.role): block for i in back for block in i.blocks}
-        sides = {(i, role): distinct(i.factors(back[i], block)) for (i, role), block in blocks_by_side.items()}
+        sides = {(i, role): computed_twice(i.factors(back[i], block)) for (i, role), block in blocks_by_side.items()}
         blocks: dict[tuple[Any, Block], _StoredBlock] = {}
         for instance in back:
             for block in instance.blocks:
@@ -254,7 +254,7 @@ class _Stored:
         removed: list[tuple[Channels, jax.Array]] = []
         for channels, inverse in sized:
             total = self.pairing(channels, point, out, removed if paired else None)
-            rates = apart_from_its_spread(total * inverse, inverse)
+            rates = not_fused_with_spread(total * inverse, inverse)
             removed.append((channels, rates))
             out |= {p: out[p] - x for p, x in channels.times(point, rates).items()}
         return out

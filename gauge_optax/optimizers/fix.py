@@ -17,7 +17,7 @@ from gauge_optax.binding import binding_error
 from gauge_optax.gauges.gauge import Gauge, Gauges, Product, product
 from gauge_optax.slice import Slice
 from gauge_optax.states.moves import Move, MovingPart
-from gauge_optax.states.transport import ON_UNKNOWN, carried
+from gauge_optax.states.transport import ON_UNKNOWN, transported_state
 from gauge_optax.transformation import in_dtype_of, require_choice, require_every, stepped, transformation
 
 _NAME = "gauge_fix"
@@ -126,7 +126,7 @@ def gauge_fix(
                 MovingPart(part, part.identity(params) if part.balancing == "still" else next(elements), part.balancing)
                 for part in group.parts
             )
-            inner_state = carried(Move(parts, params, on_unknown), inner_state)
+            inner_state = transported_state(Move(parts, params, on_unknown), inner_state)
         return in_dtype_of(updates, chords(moving, element, params, after)), inner_state
 
     def empty(params: Any) -> GaugeFixState:

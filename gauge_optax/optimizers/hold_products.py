@@ -23,7 +23,7 @@ from gauge_optax.gauges.instance import Effect
 from gauge_optax.gauges.scale import keeps_product, scale_invariant
 from gauge_optax.optimizers.fix import chords
 from gauge_optax.states.moves import Move, MovingPart
-from gauge_optax.states.transport import ON_UNKNOWN, carried
+from gauge_optax.states.transport import ON_UNKNOWN, transported_state
 from gauge_optax.transformation import checked_inner, in_dtype_of, placeholder, require_choice, stepped, transformation
 
 _NAME = "hold_products"
@@ -161,7 +161,7 @@ def hold_products(
                 elements = [factors if gauge is part else gauge.identity(params) for gauge in group.parts]
                 parts = tuple(map(MovingPart, group.parts, elements, (gauge.effect for gauge in group.parts)))
                 move = _OneFactor(parts, params, on_unknown, MovingPart(both, factors, both.effect))
-                inner_state = carried(move, inner_state)
+                inner_state = transported_state(move, inner_state)
         return updates, HoldProductsState(inner_state, state.sizes)
 
     def empty(params: Any) -> HoldProductsState:

@@ -16,7 +16,7 @@ import optax
 from gauge_optax.binding import with_leaves
 from gauge_optax.gauges.gauge import Gauges, Product, product
 from gauge_optax.linalg import Coefficients
-from gauge_optax.optimizers._quotient import QuotientState, start
+from gauge_optax.optimizers._quotient import QuotientState, frame_and_slice_point
 from gauge_optax.optimizers.ddc import checked_options, ddc
 from gauge_optax.optimizers.polar import Labels, polar_of
 from gauge_optax.slice import Slice, SliceTangent
@@ -33,7 +33,7 @@ Scalar = float | jax.Array
 
 
 def link(
-    name: str, inner: optax.GradientTransformation, group: Product, still: bool = True
+    name: str, inner: optax.GradientTransformation, group: Product, without_shifts: bool = True
 ) -> optax.GradientTransformationExtraArgs:
     """A link of a chain: `inner` on the slice. The step that comes out ends off the slice until `gauge_retract`.
 
@@ -41,7 +41,7 @@ def link(
       name: of the public function, for messages.
       inner: a transformation of slice gradients into slice tangents.
       group: the gauges.
-      still: whether `inner` makes no motion along orbits; otherwise its gradients keep their part along shifts.
+      without_shifts: whether gradients lose their part along shifts. False for an `inner` that moves along orbits.
     """
     inner = checked_inner(name, inner)
 
@@ -49,14 +49,14 @@ def link(
         s = Slice.of(group.parts, params)
         f = s.elements(state.frame)
         point = s.enter(f, s.values(params))
-        gradient = with_leaves(updates, s.enter_dual(f, s.vectors(updates), still=still))
+        gradient = with_leaves(updates, s.enter_dual(f, s.vectors(updates), without_shifts=without_shifts))
         gradient = s.without_roundoff(point, gradient)
         u, inner_state = inner.update(gradient, state.inner_state, with_leaves(params, point), **extra)
         step = s.leave(f, SliceTangent(s.vectors(u)))
         return with_leaves(u, cast_like(step, updates)), QuotientState(state.frame, inner_state)
 
     def init(params: Any) -> QuotientState:
-        frame, point = start(name, group, params)
+        frame, point = frame_and_slice_point(name, group, params)
         return QuotientState(frame, inner.init(point))
 
     return transformation(name, init, update, QuotientState, lambda p: QuotientState(placeholder(), inner.init(p)))
@@ -169,7 +169,7 @@ def scale_by_ddc(
         "scale_by_ddc", b1, b2, eps, eps_root, mu_dtype, nesterov, vertical, v_mode, radial, radial_scale, scale_floor,
         live_threshold, refresh_drift, refresh_every,
     )  # fmt: skip
-    return link("scale_by_ddc", ddc(group, options), group, still=vertical == "frozen")
+    return link("scale_by_ddc", ddc(group, options), group, without_shifts=vertical == "frozen")
 
 
 def scale_by_scaled_polar(
@@ -247,7 +247,7 @@ def scale_by_scaled_polar(
         "scale_by_scaled_polar", adam_b1, adam_b2, eps, adam_eps_root, mu_dtype, nesterov, vertical,
         "per_head_scalar", radial, radial_scale, scale_floor,
     )  # fmt: skip
-    return link("scale_by_scaled_polar", ddc(group, options, polar), group, still=vertical == "frozen")
+    return link("scale_by_scaled_polar", ddc(group, options, polar), group, without_shifts=vertical == "frozen")
 
 
 def gauge_retract(gauges: Gauges) -> optax.GradientTransformationExtraArgs:
@@ -283,6 +283,6 @@ def gauge_retract(gauges: Gauges) -> optax.GradientTransformationExtraArgs:
         return in_dtype_of(updates, step), state
 
     def init(params: optax.Params) -> GaugeRetractState:
-        return GaugeRetractState(start("gauge_retract", group, params)[0])
+        return GaugeRetractState(frame_and_slice_point("gauge_retract", group, params)[0])
 
     return transformation("gauge_retract", init, update, GaugeRetractState, lambda p: GaugeRetractState(placeholder()))

@@ -73,10 +73,10 @@ def transport(opt_state: Any, params: Any, gauge: Gauges, element: Element, on_u
             "pass what its sample, balance or identity returns: a dict for one gauge, a tuple for a sequence",
         )  # fmt: skip
     parts = tuple(moving_part(part, x, params) for part, x in zip(group.parts, elements, strict=True))
-    return carried(Move(parts, params, on_unknown), opt_state)
+    return transported_state(Move(parts, params, on_unknown), opt_state)
 
 
-def carried(move: Move, opt_state: Any) -> Any:
+def transported_state(move: Move, opt_state: Any) -> Any:
     """Returns the state at g·θ, for a move whose effects are already determined."""
     return _walk(move, opt_state, frozenset(), "the state")[0]
 

@@ -114,14 +114,14 @@ class Slice:
         by_path: dict[str, list[Block]] = {}
         for block in self.blocks:
             by_path.setdefault(block.path, []).append(block)
-        found: dict[str, float | np.ndarray] = {}
+        added: dict[str, float | np.ndarray] = {}
         for path, blocks in by_path.items():
-            found[path] = float(blocks[0].one_plus)
+            added[path] = float(blocks[0].one_plus)
             if len({block.one_plus for block in blocks}) > 1:
-                found[path] = np.zeros(blocks[0].shape)
+                added[path] = np.zeros(blocks[0].shape)
                 for block in blocks:
-                    found[path] = block.write(found[path], np.full(block.view_shape, float(block.one_plus)))
-        return found
+                    added[path] = block.write(added[path], np.full(block.view_shape, float(block.one_plus)))
+        return added
 
     def values(self, params: Any) -> Arrays:
         """Bound leaves of a point as values in the computing dtype."""
@@ -581,9 +581,9 @@ def _bound(gauges: tuple[Any, ...], leaves: _Leaves, hidden: tuple[str, ...]) ->
 
 @functools.lru_cache(maxsize=64)
 def _checked(parts: tuple[tuple[Any, tuple[Any, ...]], ...]) -> Slice:
-    found = Slice(parts)
-    found.check()
-    return found
+    checked = Slice(parts)
+    checked.check()
+    return checked
 
 
 def _clash(rigid: Any, block: Block, scale: Any, scaled: Block) -> tuple[str, str] | None:
@@ -635,17 +635,17 @@ def _balanced(on_tree: Slice, values: Arrays) -> tuple[Any, ...]:
 
     def one_round(carry: _Carry) -> _Carry:
         elements, point, _, count = carry
-        moved, found = jnp.zeros((), real_dtype()), list(elements)
+        moved, balancing = jnp.zeros((), real_dtype()), list(elements)
         for number in sized:
             instance = on_tree.instances[number]
-            alone = instance.act(found[number], point)
+            alone = instance.act(balancing[number], point)
             new = instance.balanced(alone)
             # A matrix is exact after one turn; rounds are counted by what all other elements still move.
             if instance.turn is None or instance.log_step:
-                changes = jax.tree.map(lambda x, y: jnp.max(jnp.abs(x - y), initial=0.0), new, found[number])
+                changes = jax.tree.map(lambda x, y: jnp.max(jnp.abs(x - y), initial=0.0), new, balancing[number])
                 moved = jnp.maximum(moved, jnp.max(jnp.stack(jax.tree.leaves(changes))))
-            found[number], point = new, instance.enter(new, alone)
-        return tuple(found), point, moved, count + 1
+            balancing[number], point = new, instance.enter(new, alone)
+        return tuple(balancing), point, moved, count + 1
 
     tolerance = 32.0 * float(jnp.finfo(real_dtype()).eps)
     start = tuple(i.identity() for i in on_tree.instances), values, jnp.asarray(jnp.inf, real_dtype()), jnp.int32(0)

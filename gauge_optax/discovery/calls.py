@@ -105,11 +105,11 @@ def bound_instances(gauge: Any, params: Any) -> list[tuple[str, dict[str, int], 
 
     A gauge of which only the action is known counts as one instance.
     """
-    found = []
+    parts = []
     for instance in gauge._slice(params).instances:
         sizes = {name: n for name, n in zip(instance.named, instance.shape, strict=True) if name != PLANE}
-        found.append((instance.key, sizes, list(instance.blocks)))
-    return found
+        parts.append((instance.key, sizes, list(instance.blocks)))
+    return parts
 
 
 def merge_layers(calls: Iterable[Call], same: Callable[[Call, list[Call]], bool]) -> list[tuple[Call, list[Call]]]:

@@ -267,11 +267,11 @@ class Scale(Instance):
     def compared(self, point: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
         """What balance compares, per channel: sums of squares of both sides, mean squares for `by_entry`."""
         up, down = (self.up[:1], self.down[:1]) if self.by_entry else (self.up, self.down)
-        found = []
+        sizes = []
         for side in (up, down):
             total = sum((b.total(self.named, jnp.square(point[b.path])) for b in side), jnp.zeros(self.shape))
-            found.append(total / sum(b.entries(self.named) for b in side) if self.by_entry else total)
-        return found[0], found[1]
+            sizes.append(total / sum(b.entries(self.named) for b in side) if self.by_entry else total)
+        return sizes[0], sizes[1]
 
     def balanced(self, point: Arrays) -> jax.Array:
         up, down = self.compared(point)

@@ -216,12 +216,12 @@ def channels_with_length(s: Slice) -> list[Channels]:
     places = [(s.instances[place.number], place.anchor) for place in s.order[0]]
     # A whole block that is the anchor of another gauge without named axes has no length to change.
     whole = [block for instance, anchor in places for block in anchor if not instance.named]
-    found = []
+    channels = []
     for instance, anchor in places:
         for block in instance.partner(anchor):
             if instance.named or not any(overlap(block, other) for other in whole):
-                found.append(Channels(instance, (block,)))
-    return found
+                channels.append(Channels(instance, (block,)))
+    return channels
 
 
 def channels_of_anchors(s: Slice) -> list[Channels]:

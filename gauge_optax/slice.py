@@ -1,20 +1,24 @@
-"""The slice: one representative of every function, and the ways to it and back.
+"""The slice: a set of weights with one point per function, and the maps between it and the stored weights.
 
 A *gauge* is a group whose *elements* change weights and keep the function. Take the hidden units of a ReLU network with
-weights `up` and `down`: for any α > 0 per unit, up·α and down/α compute the same. One block of each gauge is its
-*anchor*, here `up`, and the anchor's size says which element leads to a point: a unit whose `up` column has the norm 3
-*reads* as α = 3.
+weights `up` and `down`: for any α > 0 per unit (*channel*), up·α and down/α compute the same function. A scale is read
+from a block, its *anchor*, here `up`: a channel whose `up` column has the norm 3 *reads* as α = 3. Shifts are read from
+a mean, rotations from the polar factor of a matrix.
 
-* The *slice* is the set of points that read as the identity: those whose `up` columns all have the norm 1.
-* The *frame* F of a point θ is the element that the point reads as. It leads from the slice to the point: θ = F·θ̂.
+* The *slice* is the set of points that read as the identity: here, all `up` columns have the norm 1.
+* The *frame* F of a point θ is the element that the point reads as. It maps the slice to the point: θ = F·θ̂.
 * The *slice point* is θ̂ = F⁻¹·θ, here up/3 and down·3. Twins, weight sets of one function, have one slice point.
-* To *fix* a point near the slice is to move it to the slice along its orbit: to read it anew, and undo what it reads.
+* The *orbit* of a point is the set of points that elements move it to. A tangent along it is *vertical*; the projection
+  that the slice defines splits every tangent into a vertical and a *horizontal* part.
+* To *fix* a point near the slice is to read its scales and shifts again, and to apply the inverse of that element.
+* To *hold* a step is to remove the part that rotates heads: rotations are read at `init` alone, and are not fixed.
 
-An optimizer step in slice coordinates, with F kept from `init`, is five arrows:
+An optimizer step in slice coordinates, with F kept from `init`, has five parts:
 
-    θ̂ = F⁻¹·θ      ĝ = Fᵀ·g      u = inner(ĝ, θ̂)      θ̂′ = fix(θ̂ + u)      step = F·(θ̂′ − θ̂)
+    θ̂ = F⁻¹·θ      ĝ = Fᵀ·g      u = inner(ĝ, θ̂)      θ̂′ = fix(θ̂ + u)      step = F·hold(θ̂′ − θ̂)
 
-`Slice` has one method per arrow, for any list of gauges. It knows instances (`gauges.instance`), not their kinds.
+The methods `enter`, `enter_dual`, `fix`, `hold` and `leave` compute them, for any list of gauges. `Slice` treats all
+instances (`gauges.instance`) alike and does not depend on their classes.
 References: Fels and Olver 1999, moving frames; docs/design.md §3.
 """
 
@@ -35,13 +39,13 @@ from gauge_optax.gauges.instance import Anchor, Arrays, Instance, Turn
 from gauge_optax.linalg import real_dtype, roundoff
 from gauge_optax.xla import recomputed_after
 
-VERSION = 3  # of the meaning of states; a state of another version is refused
+VERSION = 3  # version of what states mean; a state of another version raises an error
 
 SlicePoint = NewType("SlicePoint", dict[str, jax.Array])
-"""Bound leaves of θ̂, as values: γ where a leaf stores γ − 1."""
+"""Leaves of θ̂ that a gauge binds. They hold the value γ where the stored leaf is γ − 1."""
 
 SliceTangent = NewType("SliceTangent", dict[str, jax.Array])
-"""Bound leaves of a difference of slice points."""
+"""Bound leaves of a difference of slice points, such as a step."""
 
 SliceCotangent = NewType("SliceCotangent", dict[str, jax.Array])
 """Bound leaves of a gradient with respect to θ̂."""
@@ -51,7 +55,7 @@ class Frame(NamedTuple):
     """What a state keeps of the point at `init`.
 
     Attributes:
-      elements: F: one element per instance, in a dict by label (which gauge, on which leaves) of dicts by instance.
+      elements: the frame F, one element per instance: gauge label (`Slice.labels`) → instance key → element.
       live: one mask of channels per instance with anchors, in the order of `Slice.order`. A channel is live if its
         first anchor was not zero at `init`; only live channels are fixed at every step.
     """
@@ -61,11 +65,11 @@ class Frame(NamedTuple):
 
 
 class Place(NamedTuple):
-    """One step of `Slice.order`: which instance is read, and from which anchor.
+    """One entry of `Slice.order`: which instance is read, and from which of its anchors.
 
     Attributes:
       number: position of the instance in `Slice.instances`.
-      anchor: the blocks that it is read from.
+      anchor: the blocks that the instance is read from.
       others: positions and blocks of the other instances that move entries of this anchor.
     """
 
@@ -86,7 +90,7 @@ class Slice:
 
     @classmethod
     def of(cls, gauges: Sequence[Any], params: Any) -> "Slice":
-        """The slice of gauges on a tree. Raises ValueError where a binding does not fit, or gauges do not commute."""
+        """Binds gauges to a tree. Raises ValueError where a binding does not fit, or gauges do not commute."""
         if not all(gauge._by_paths for gauge in gauges):
             return _checked(tuple((gauge, gauge._instances(params)) for gauge in gauges))
         shown, hidden = shown_and_hidden(params)
@@ -97,7 +101,7 @@ class Slice:
 
     @functools.cached_property
     def instances(self) -> tuple[Any, ...]:
-        """Of all gauges, in the order in which they act."""
+        """The instances of all gauges, in the order in which they act."""
         return tuple(instance for _, instances in self.parts for instance in instances)
 
     @functools.cached_property
@@ -107,9 +111,9 @@ class Slice:
 
     @functools.cached_property
     def added(self) -> Mapping[str, float | np.ndarray]:
-        """Bound leaf path → what its value exceeds its stored number by: 1 for `1+`, else 0.
+        """Bound leaf path → its value minus its stored number: 1 for axes that start with `1+`, else 0.
 
-        An array where only some blocks of a leaf are `1+`.
+        It is an array where only some blocks of a leaf are `1+`.
         """
         by_path: dict[str, list[Block]] = {}
         for block in self.blocks:
@@ -149,7 +153,7 @@ class Slice:
 
     @functools.cached_property
     def labels(self) -> tuple[str, ...]:
-        """Every gauge's place in the list, its name, a checksum of what it binds, and the states' version."""
+        """One label per gauge: its place in the list, its name, a checksum of its blocks, and `VERSION`."""
         labels = []
         for number, (gauge, instances) in enumerate(self.parts):
             written = repr(gauge) if dataclasses.is_dataclass(gauge) else type(gauge).__qualname__
@@ -180,7 +184,7 @@ class Slice:
         )  # fmt: skip
 
     def frame(self, elements: Sequence[Any], masks: Sequence[jax.Array]) -> Frame:
-        """A frame from its elements, one per instance, and from the channels that were read, per place of `order`."""
+        """Makes a frame of elements, one per instance, and of masks of the channels read, one per place of `order`."""
         by_instance, labelled = iter(elements), {}
         for label, (_, instances) in zip(self.labels, self.parts, strict=True):
             labelled[label] = {i.key: next(by_instance) for i in instances}
@@ -193,7 +197,7 @@ class Slice:
         return tuple(frame.elements[label][i.key] for label, (_, instances) in parts for i in instances)
 
     def to_elements(self, elements: Sequence[Any]) -> tuple[Any, ...]:
-        """One public element per gauge."""
+        """One public element per gauge, from internal elements, one per instance."""
         by_instance = iter(elements)
         return tuple(
             gauge._join(instances, [i.to_element(next(by_instance)) for i in instances])
@@ -212,11 +216,11 @@ class Slice:
 
     @functools.cached_property
     def moving(self) -> tuple[int, ...]:
-        """The positions of instances, in the order in which they move tangents and cotangents.
+        """The positions of instances, in the order in which they move points, tangents and cotangents.
 
-        Shifts keep their place in the list, since what comes after a shift moves it. Between two shifts all instances
-        commute, and scales come last: on the way to the slice they are undone first, in the same pass over memory as
-        the matrix product that undoes a rotation.
+        Shifts keep their place in the list, because the instances after a shift move it. Between two shifts all
+        instances commute, and scales come last: then `enter` undoes them first, in the same pass over memory as the
+        matrix product that undoes a rotation.
         """
         shifts = [i.effect == "shift" for i in self.instances]
         keys = [
@@ -225,20 +229,20 @@ class Slice:
         return tuple(sorted(range(len(keys)), key=keys.__getitem__))
 
     def _moves(self, elements: Sequence[Any], turning: bool) -> Iterator[tuple[Any, Any]]:
-        """Instances with their elements, in the order of `moving`; gauges that only rotate are left out on request."""
+        """Instances with their elements, in the order of `moving`; `turning=False` skips those that only rotate."""
         for number in self.moving:
             instance = self.instances[number]
             if turning or instance.turn is not instance:
                 yield instance, elements[number]
 
     def enter(self, elements: Sequence[Any], point: Arrays, turning: bool = True) -> SlicePoint:
-        """θ̂ = F⁻¹·θ. With `turning=False`, heads keep the basis that they are stored in."""
+        """The slice point θ̂ = F⁻¹·θ. With `turning=False`, heads keep the basis in which they are stored."""
         for instance, e in reversed(list(self._moves(elements, turning))):
             point = instance.enter(e, point)
         return SlicePoint(point)
 
     def enter_tangent(self, elements: Sequence[Any], tangent: Arrays) -> SliceTangent:
-        """F⁻¹·u."""
+        """F⁻¹·u for a tangent u at the stored point."""
         for instance, e in reversed(list(self._moves(elements, True))):
             tangent = instance.push(instance.inverse(e), tangent)
         return SliceTangent(tangent)
@@ -246,13 +250,13 @@ class Slice:
     def enter_dual(
         self, elements: Sequence[Any], gradient: Arrays, turning: bool = True, without_shifts: bool = True
     ) -> SliceCotangent:
-        """ĝ = Fᵀ·g, with zero for what is roundoff where invariance says zero.
+        """The slice gradient ĝ = Fᵀ·g, without the roundoff in entries that are zero for every invariant loss.
 
         Args:
-          elements: F.
-          gradient: bound leaves.
-          turning: whether heads go to the slice's basis.
-          without_shifts: whether to take out the part along shifts. Only a loss with a penalty has such a part.
+          elements: the frame F, one element per instance.
+          gradient: bound leaves of the gradient at the stored point.
+          turning: whether to rotate heads to the slice's basis.
+          without_shifts: whether to remove the part along shifts. Only a loss with a penalty on weights has one.
         """
         for instance, e in reversed(list(self._moves(elements, turning))):
             gradient = instance.pull(e, gradient)
@@ -262,37 +266,37 @@ class Slice:
         return SliceCotangent(gradient)
 
     def leave(self, elements: Sequence[Any], tangent: SliceTangent, turning: bool = True) -> Arrays:
-        """F·u."""
+        """F·u for a tangent u on the slice: the step of the stored weights."""
         vector: Arrays = dict(tangent)
         for instance, e in self._moves(elements, turning):
             vector = instance.push(e, vector)
         return vector
 
-    def place(self, elements: Sequence[Any], point: SlicePoint) -> Arrays:
-        """F·θ̂, as values of the bound leaves."""
+    def leave_point(self, elements: Sequence[Any], point: SlicePoint) -> Arrays:
+        """The inverse of `enter`: F·θ̂, as values of the bound leaves."""
         values: Arrays = dict(point)
         for instance, e in zip(self.instances, elements, strict=True):
             values = instance.act(e, values)
         return values
 
     def centred(self, vector: Arrays) -> Arrays:
-        """A point, tangent or cotangent without the part along shifts."""
+        """Subtracts the part along shifts from a point, tangent or cotangent."""
         for instance in self.instances:
             vector = instance.centred(vector)
         return vector
 
     def least_signal(self, point: SlicePoint, gradient: Any) -> jax.Array | None:
-        """The size below which gradients, of all leaves, are roundoff at this point; None where there is no such size.
+        """The size below which gradients of all leaves are roundoff at this point; None where there is no such size.
 
-        Before a head that is constant over classes every gradient is zero. What arithmetic leaves of it would come out
-        of an optimizer that divides by size as a full step.
+        While the output layer is constant over classes, the gradients of all other leaves are zero, up to roundoff. An
+        optimizer that divides gradients by their size would turn that roundoff into a full step.
         """
         leaves = leaves_by_path(gradient)
         sizes = [size for i in self.instances if (size := i.signal(dict(point), leaves)) is not None]
         return roundoff(real_dtype()) * jnp.stack(sizes).max() if sizes else None
 
     def without_roundoff(self, point: SlicePoint, gradient: Any) -> Any:
-        """A gradient, a whole tree, with zero for what is below `least_signal`."""
+        """Sets the entries of a gradient (a whole tree) that are below `least_signal` to zero."""
         least = self.least_signal(point, gradient)
         if least is None:
             return gradient
@@ -304,11 +308,11 @@ class Slice:
     # On the slice -----------------------------------------------------------------------------------------
 
     def fix(self, point: Arrays, live: Sequence[jax.Array]) -> SlicePoint:
-        """A point near the slice moved to it along its orbit, in closed form: anchors to their sizes, shifts to zero.
+        """Moves a point near the slice onto it, along its orbit: resets the sizes of anchors, and shifts to zero.
 
         Args:
           point: bound leaves.
-          live: which channels to fix, in the order of reading.
+          live: which channels to fix, one mask per place of `order[0]`.
         """
         return SlicePoint(self.centred(self._sized(point, live)))
 
@@ -320,11 +324,11 @@ class Slice:
         return point
 
     def hold(self, point: SlicePoint, tangent: SliceTangent) -> SliceTangent:
-        """u without the part that turns heads, exactly for steps of any size where that has a closed form."""
+        """Removes the part of a step that rotates heads: exactly where that has a closed form, else to first order."""
         return SliceTangent(self._over_turns(dict(point), dict(tangent), lambda kind: kind.hold))
 
     def project_turning(self, point: Arrays, vector: Arrays, into: Mapping[Any, jax.Array] | None = None) -> Arrays:
-        """A tangent without its part along rotations; the same map for cotangents. For `into` see `Turn.project`."""
+        """Removes the part along rotations from a tangent or a cotangent. For `into` see `Turn.project`."""
         return self._over_turns(point, vector, lambda kind: functools.partial(kind.project, into=into))
 
     def _over_turns(
@@ -334,7 +338,7 @@ class Slice:
         for kind, turns in self.turns_by_kind:
             paths = sorted({path for turn in turns for path in turn.paths})
             # A point that is computed entry by entry is cheap to compute twice. This keeps XLA from holding a copy in
-            # memory while matrices are turned.
+            # memory while the rotations before it are computed.
             again = {path: point[path] for path in paths} if kind.entrywise and done else {}
             vector = change(kind)(turns, point | (recomputed_after(done, again) if again else {}), vector)
             done = [vector[path] for path in paths]
@@ -342,23 +346,23 @@ class Slice:
 
     @functools.cached_property
     def turns(self) -> tuple[Any, ...]:
-        """The rotations of all instances that have some."""
+        """The `turn`s of all instances that rotate heads."""
         return tuple(i.turn for i in self.instances if i.turn is not None)
 
     @functools.cached_property
     def turns_by_kind(self) -> tuple[tuple[Any, tuple[Any, ...]], ...]:
-        """Rotations of one class together, those that move entry by entry last."""
+        """Each class of rotations with its `turns`; those that move entry by entry come last."""
         kinds: list[type[Turn]] = sorted(dict.fromkeys(map(type, self.turns)), key=lambda kind: kind.entrywise)
         return tuple((kind, tuple(turn for turn in self.turns if type(turn) is kind)) for kind in kinds)
 
     # Reading a point --------------------------------------------------------------------------------------
 
     def read(self, values: Arrays, turning: bool = True) -> "FrameOfPoint":
-        """The frame of any point; a channel all of whose anchors are zero reads as the identity.
+        """The frame of any point. A channel whose anchors are all zero reads as the identity.
 
         Args:
           values: bound leaves.
-          turning: whether rotations are read; without, they are the identity.
+          turning: whether to read rotations. If False, they are the identity.
         """
         elements, masks, point = self._read_sizes(self.centred(values))
         for kind, turns in self.turns_by_kind if turning else ():
@@ -370,7 +374,7 @@ class Slice:
         return FrameOfPoint(self._with_means(elements, values), tuple(masks))
 
     def _with_means(self, elements: Sequence[Any], values: Arrays) -> tuple[Any, ...]:
-        """Elements with shifts among them: each is read when all that acts after it is undone."""
+        """Reads the shifts into a copy of `elements`: each one after every instance that acts after it is undone."""
         elements = list(elements)
         if all(instance.effect != "shift" for instance in self.instances):
             return tuple(elements)
@@ -382,14 +386,17 @@ class Slice:
         return tuple(elements)
 
     def _read_sizes(self, point: Arrays) -> tuple[list[Any], list[jax.Array], Arrays]:
-        """Elements of instances with anchors, which channels each place served, and the point with them undone."""
+        """Elements of instances with anchors, the mask of channels each place read, and the point without both.
+
+        In the returned point, channels that were read are on the slice, and channels that could not be read are zero.
+        """
         elements = [instance.identity() for instance in self.instances]
         read = {place.number: jnp.zeros(self.instances[place.number].shape, bool) for place in self.order[0]}
         masks = []
         for place in self.order[0] + self.order[1]:
             instance, visible = self.instances[place.number], dict(point)
             # An entry that another instance moves counts only once that instance's channel has been read and undone:
-            # before, its size depends on the representative.
+            # before that, its size differs between twins.
             for number, block in place.others:
                 mask = read[number].astype(real_dtype())
                 factor = block.spread(self.instances[number].named, mask, elsewhere=1.0)
@@ -399,14 +406,14 @@ class Slice:
             elements[place.number] = instance.where(new, e, elements[place.number])
             read[place.number] = read[place.number] | new
             point = instance.enter(e, point)
-        # Entries that were left out above count from here on, as they do at every step: every anchor is read again.
+        # Every anchor is read again with the entries that were left out above, because `fix` reads all entries.
         for place, mask in zip(self.order[0], masks, strict=False):
             instance = self.instances[place.number]
             e, _ = instance.read(place.anchor, point, mask, near=True)
             elements[place.number] = instance.compose(elements[place.number], e)
             point = instance.enter(e, point)
         # Rotations are read from the returned point. Channels that no anchor could read are set to zero there, because
-        # their entries depend on the representative.
+        # their entries differ between twins.
         for number, mask in read.items():
             instance = self.instances[number]
             for block in instance.blocks:
@@ -416,11 +423,11 @@ class Slice:
 
     @functools.cached_property
     def order(self) -> tuple[tuple[Place, ...], tuple[Place, ...]]:
-        """The order of readings, whatever the order of the gauges.
+        """The order in which anchors are read. It does not depend on the order of the gauges.
 
-        Forwards, every instance by its first anchor, as soon as all others that move it are read; then backwards by the
-        other anchors, so that a channel of zeros in a chain is read from what comes after it. Raises ValueError for
-        instances none of whose anchors is free of the others.
+        The first tuple reads every instance from its first anchor, as soon as all other instances that move that anchor
+        are read. The second goes backwards over the other anchors, so that a channel whose first anchor is zero is read
+        from its readers. Raises ValueError for instances that wait for each other with all of their anchors.
         """
         sized = [number for number, instance in enumerate(self.instances) if instance.anchors]
         by_path: dict[str, list[tuple[int, Block]]] = {}
@@ -437,7 +444,7 @@ class Slice:
         done: set[int] = set()
         level, most = 0, max((len(self.instances[k].anchors) for k in waiting), default=0)
         while waiting:
-            # A later anchor serves as the first only where instances would wait for each other.
+            # Later anchors (`level` > 0) are tried only where instances would wait for each other.
             anchors = [(k, self.instances[k].anchors) for k in waiting]
             offered = [place(k, levels[level]) for k, levels in anchors if level < len(levels)]
             ready = [x for x in offered if {j for j, _ in x.others} <= done]
@@ -464,7 +471,7 @@ class Slice:
         )  # fmt: skip
 
     def coordinates(self, values: Arrays, elements: Sequence[Any]) -> tuple[Any, ...]:
-        """Per gauge, what must not drift, at a point that reads as `elements`: log-scales, means of shifts."""
+        """The coordinates whose change is drift, per gauge: log-scales and means. The point reads as `elements`."""
         by_instance = iter(elements)
         return tuple(
             gauge._join(instances, [i.coordinate(next(by_instance), values) for i in instances])
@@ -474,25 +481,25 @@ class Slice:
     # Vertical and horizontal ------------------------------------------------------------------------------
 
     def horizontal(self, point: Arrays, masks: Sequence[jax.Array], tangent: Arrays) -> Arrays:
-        """A tangent at a slice point without its part along the orbit: the derivative of `fix`, applied to it.
+        """The part of a tangent across the orbit at a slice point: the derivative of `fix`, then `project_turning`.
 
         Args:
-          point: bound leaves of the slice point, heads in the basis they have.
-          masks: which channels have a frame, in the order of reading.
+          point: bound leaves of the slice point; heads may have any basis.
+          masks: which channels were read, one mask per place of `order[0]`.
           tangent: bound leaves.
         """
-        # The tangent is centred, not the point's shift differentiated: a head that is constant has no derivative there.
+        # The tangent itself is centred, because `centred` has no derivative at a point that is constant along `vocab`.
         _, moved = jax.jvp(lambda values: self._sized(values, masks), (point,), (tangent,))
         return self.project_turning(point, self.centred(moved))
 
     def horizontal_dual(self, point: Arrays, masks: Sequence[jax.Array], cotangent: Arrays) -> Arrays:
-        """The adjoint of `horizontal`: a gradient that pairs to zero with every motion along the orbit."""
+        """The transpose of `horizontal`: a gradient whose product with every vertical tangent is zero."""
         _, pull = jax.vjp(lambda values: self._sized(values, masks), point)
         out: Arrays = pull(self.centred(self.project_turning(point, cotangent)))[0]
         return out
 
     def nearest_slice_point(self, params: Any) -> "NearestSlicePoint":
-        """The slice point on the orbit of this one, heads in the basis they have."""
+        """The slice point on the orbit of `params`, with heads in the basis in which they are stored."""
         values = self.values(params)
         elements, masks = self.read(values, turning=False)
         return NearestSlicePoint(elements, self.enter(elements, values), masks)
@@ -509,7 +516,7 @@ class Slice:
         return self.leave(near.elements, SliceTangent(across))
 
     def pulled(self, elements: Sequence[Any], cotangent: Arrays, reverse: bool = True) -> Arrays:
-        """Fᵀ·g alone, in the order of moving or in reverse."""
+        """Fᵀ·g without what `enter_dual` removes, in the order of `moving` or in reverse."""
         moves = list(self._moves(elements, True))
         for instance, e in reversed(moves) if reverse else moves:
             cotangent = instance.pull(e, cotangent)
@@ -518,7 +525,7 @@ class Slice:
     # Balance ----------------------------------------------------------------------------------------------
 
     def balanced(self, params: Any) -> tuple[Any, ...]:
-        """The element, per instance, that takes the least-norm representative to this point."""
+        """The element, per instance, that maps the point of least norm on the orbit to this point."""
         values = self.values(params)
         return self._with_means(_balanced(self, self.centred(values)), values)
 
@@ -547,7 +554,7 @@ class FrameOfPoint(NamedTuple):
 
     Attributes:
       elements: one per instance, in the order of `Slice.instances`.
-      masks: per step of `Slice.order`, which channels that step read.
+      masks: per place of `Slice.order`, which channels were read there.
     """
 
     elements: tuple[Any, ...]
@@ -558,9 +565,9 @@ class NearestSlicePoint(NamedTuple):
     """The slice point on the orbit of a point, with heads in the basis that the point has.
 
     Attributes:
-      elements: F, one per instance, which leads from the slice point to the point; rotations are the identity.
+      elements: F, one per instance, which maps the slice point to the point; rotations are the identity.
       point: bound leaves of the slice point.
-      masks: per step of `Slice.order`, which channels that step read.
+      masks: per place of `Slice.order`, which channels were read there.
     """
 
     elements: tuple[Any, ...]
@@ -573,7 +580,7 @@ _Leaves = tuple[tuple[str, tuple[int, ...], Any], ...]
 
 @functools.lru_cache(maxsize=64)  # an update asks for the same slice several times per trace
 def _bound(gauges: tuple[Any, ...], leaves: _Leaves, hidden: tuple[str, ...]) -> Slice:
-    """The slice of gauges that need no more of a tree than paths, shapes and dtypes."""
+    """The slice of gauges whose instances depend on paths, shapes and dtypes alone."""
     tree = {path: 0.0 if dtype is None else jax.ShapeDtypeStruct(shape, dtype) for path, shape, dtype in leaves}
     masked = dict.fromkeys(hidden, optax.MaskedNode())
     return _checked(tuple((gauge, gauge._instances(tree | masked)) for gauge in gauges))
@@ -587,8 +594,8 @@ def _checked(parts: tuple[tuple[Any, tuple[Any, ...]], ...]) -> Slice:
 
 
 def _clash(rigid: Any, block: Block, scale: Any, scaled: Block) -> tuple[str, str] | None:
-    """Why two instances that share entries do not commute: what was found and what was expected; None if they do."""
-    known_by_action = [i for i in (rigid, scale) if not i.has_offset]
+    """Returns what was found and what was expected where two instances do not commute; None where they do."""
+    known_by_action = [i for i in (rigid, scale) if i.known_by_action]
     if known_by_action:
         if all(i.commutes for i in known_by_action):
             return None
@@ -607,7 +614,7 @@ def _clash(rigid: Any, block: Block, scale: Any, scaled: Block) -> tuple[str, st
 
 
 def _varies_along(scaled: Block, named: tuple[str, ...], rigid_block: Block, rigid: str) -> bool:
-    """Whether the scale's channel changes between entries that differ along the rigid axis alone."""
+    """Whether entries that differ only along the rigid axis can belong to different channels of the scale."""
     fixed = {*rigid_block.names, "_"} - {rigid}
     for axis in range(len(rigid_block.shape)):
         groups, channels = rigid_block.axis_ids(axis, fixed), scaled.axis_ids(axis, set(named))
@@ -624,10 +631,10 @@ _Carry = tuple[tuple[Any, ...], Arrays, jax.Array, jax.Array]
 
 @functools.partial(jax.jit, static_argnums=0)  # outside jit, a loop would be compiled anew at every call
 def _balanced(on_tree: Slice, values: Arrays) -> tuple[Any, ...]:
-    """Elements with which every instance is balanced: those that share leaves take turns until none moves.
+    """The elements of `Slice.balanced`, shifts apart: where instances share leaves, in rounds until none changes.
 
-    A scale is balanced where ‖up‖² = p·‖down‖², a linear gauge where both factors have one Gram matrix (Kempf–Ness),
-    each in closed form while the others stand still. Reference: docs/design.md §6.
+    A scale is balanced where ‖up‖² = p·‖down‖², a linear gauge where both factors have one Gram matrix (Kempf–Ness).
+    Each has a closed form while the others are constant. Reference: docs/design.md §6.
     """
     sized = [number for number, instance in enumerate(on_tree.instances) if instance.anchors]
     blocks = [(number, block) for number in sized for block in on_tree.instances[number].blocks]
@@ -640,7 +647,7 @@ def _balanced(on_tree: Slice, values: Arrays) -> tuple[Any, ...]:
             instance = on_tree.instances[number]
             alone = instance.act(balancing[number], point)
             new = instance.balanced(alone)
-            # A matrix is exact after one turn; rounds are counted by what all other elements still move.
+            # A balanced matrix is exact as soon as all scales are, so that their changes alone decide convergence.
             if instance.turn is None or instance.log_step:
                 changes = jax.tree.map(lambda x, y: jnp.max(jnp.abs(x - y), initial=0.0), new, balancing[number])
                 moved = jnp.maximum(moved, jnp.max(jnp.stack(jax.tree.leaves(changes))))

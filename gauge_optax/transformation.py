@@ -1,7 +1,7 @@
-"""From plain maths to an Optax transformation: checks of arguments and states, explicit meshes, dtypes of leaves.
+"""What all transformations of this library share: checks of arguments and states, explicit meshes, dtypes of leaves.
 
-Every transformation of this library is an `init` and an `update` that compute with arrays. `transformation` adds what
-has nothing to do with the maths, so that it is written once.
+Every transformation is an `init` and an `update` that compute with arrays. The function `transformation` adds to them
+the checks and the handling of meshes.
 """
 
 import contextlib
@@ -29,13 +29,13 @@ def transformation(
     init_empty: Callable[[Any], Any],
     needs_params: bool = True,
 ) -> optax.GradientTransformationExtraArgs:
-    """Makes an Optax transformation from plain maths.
+    """Makes an Optax transformation from an `init` and an `update` that only compute.
 
     Args:
-      name: of the public function, for messages.
+      name: name of the public function, for messages.
       init: params → state.
-      update: (updates, state, params, **extra) → (updates, state). It is written as for one device. On a mesh with
-        explicit axes it runs with layouts that the compiler chooses, and its results get the layouts of its arguments.
+      update: (updates, state, params, **extra) → (updates, state). It need not mention shardings. On a mesh with
+        explicit axes the compiler chooses them inside, and results get the shardings of `updates` and `state`.
       state_type: the NamedTuple that `init` returns.
       init_empty: params → state, for trees without leaves: `optax.tree.map_params` calls `init` with one.
       needs_params: whether `update` without params is an error.
@@ -93,21 +93,21 @@ def in_dtype_of(tree: Any, leaves: Mapping[str, jax.Array]) -> Any:
 
 
 def stepped(gauge: Any, params: Any, updates: Any) -> Any:
-    """Returns the parameters after a step of the leaves that a gauge binds; all other leaves stay."""
+    """Returns the parameters after the updates of the leaves that a gauge binds; other leaves do not change."""
     leaves, steps = leaves_by_path(params), gauge._slice(params).vectors(updates)
     return with_leaves(params, {path: optax.apply_updates(leaves[path], step) for path, step in steps.items()})
 
 
 def placeholder() -> jax.Array:
-    """Returns what replaces the gauges' part of a state where a tree has no leaves: one scalar leaf."""
+    """Returns one scalar leaf, which stands for the gauges' part of a state if a tree has no leaves (`is_empty`)."""
     return jnp.zeros(())
 
 
 # Meshes ---------------------------------------------------------------------------------------------------
 #
-# On a mesh with explicit axes an array's type says how it is laid out. JAX then demands the layout of every result that
-# its operands do not determine: of a reshape that merges a sharded axis, of a sum of products over one, of a batch of
-# heads from several leaves. The maths of this library leaves that to the compiler, as on any other mesh.
+# On a mesh with explicit axes (`AxisType.Explicit`) an array's type has its sharding, here called its layout. JAX then
+# requires the caller to name the layout of every result that operands do not determine: of a reshape that merges a
+# sharded axis, of a contraction over one, of a stack of heads from several leaves. Here the compiler chooses them.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,28 +115,28 @@ class Layout:
     """A mesh some of whose axes are explicit.
 
     Attributes:
-      mesh: the mesh; None where no axis is explicit, and then every method leaves arrays alone.
+      mesh: the mesh; None where no axis is explicit, and then no method changes an array.
     """
 
     mesh: Mesh | AbstractMesh | None
 
     def left_open(self) -> contextlib.AbstractContextManager[Any]:
-        """Returns a context in which the compiler chooses all layouts. Arrays from outside enter it by `enter`."""
+        """Returns a context in which the compiler chooses all layouts. Pass outside arrays through `enter`."""
         if self.mesh is None:
             return contextlib.nullcontext()
         automatic = dict.fromkeys(self.mesh.explicit_axes, AxisType.Auto)
         return jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh.update_axis_types(automatic))
 
     def enter(self, tree: Tree) -> Tree:
-        """Returns arrays whose types leave their layout open. It is called inside the context."""
+        """Returns arrays whose types do not name a layout. Call it inside the context of `left_open`."""
         if self.mesh is None:
             return tree
         return jax.tree.map(lambda x: x if _sharding(x) is None else jax.sharding.reshard(x, PartitionSpec()), tree)
 
     def leave(self, tree: Tree, like: Any = None) -> Tree:
-        """Returns arrays laid out as the leaves of `like`, by default whole on every device. It is called outside.
+        """Returns arrays with the layouts of the leaves of `like`, by default replicated on every device.
 
-        `like` has the structure of `tree`.
+        Call it outside the context of `left_open`. `like` has the structure of `tree`.
         """
         if self.mesh is None:
             return tree
@@ -148,14 +148,14 @@ class Layout:
         return jax.tree.map(laid_out, tree, tree if like is None else like)
 
     def whole(self, tree: Tree) -> Tree:
-        """Returns arrays whole on every device. It is called outside the context."""
+        """Returns arrays that are replicated on every device. Call it outside the context of `left_open`."""
         if self.mesh is None:
             return tree
         whole = NamedSharding(self.mesh, PartitionSpec())
         return jax.tree.map(lambda x: jax.sharding.reshard(x, whole), tree)
 
     def run(self, function: Callable[..., Tree], *arrays: Any, like: Any = None) -> Tree:
-        """Returns function(*arrays), computed with layouts left open and laid out by `leave`."""
+        """Returns function(*arrays), computed in the context of `left_open`, with the layouts that `leave` gives."""
         if self.mesh is None:
             return function(*arrays)
         with self.left_open():
@@ -164,7 +164,7 @@ class Layout:
 
 
 def layout(tree: Any) -> Layout:
-    """Returns the mesh of the first array of a tree that lies on a mesh with explicit axes."""
+    """Returns the `Layout` of a tree: the mesh of its first array on a mesh with explicit axes, or None if none is."""
     shardings = (sharding for leaf in jax.tree.leaves(tree) if (sharding := _sharding(leaf)) is not None)
     return Layout(next((sharding.mesh for sharding in shardings), None))
 
@@ -173,14 +173,14 @@ def _sharding(leaf: Any) -> NamedSharding | None:
     """Returns the sharding of an array on a mesh with explicit axes; None for everything else."""
     if not isinstance(leaf, jax.Array) or not (typed := jax.typeof(leaf).sharding).mesh.explicit_axes:
         return None
-    # A type names the mesh without its devices, which arrays outside `jit` need.
+    # The mesh of a type has no devices, but `reshard` outside `jit` needs them: take the sharding of the array there.
     placed = None if isinstance(leaf, jax.core.Tracer) else leaf.sharding
     return NamedSharding(placed.mesh, typed.spec) if isinstance(placed, NamedSharding) else typed
 
 
-# A constant has no layout, so that under `jit` the compiler gives every device all of it. No number exceeds infinity,
-# and NaN does not either. The compiler does not know that: what depends on this comparison is laid out like the array
-# that is compared.
+# Under `jit` a constant does not depend on a sharded array, so that the compiler replicates it on every device. The
+# next two functions add a dependency: `x > inf` is False for every x and for NaN, but the compiler does not know that,
+# and gives the result the layout of x.
 
 
 def zeros_like(tree: Tree, dtype: Any = None) -> Tree:

@@ -1,7 +1,8 @@
-"""What is written for a compiler's sake: tricks that change no number, each with the figure that it is there for.
+"""Tricks for the compiler that change no number; each states the memory or time that it saves.
 
-XLA's CPU backend starts whatever is ready. It makes cheap arrays early and keeps them, and it writes down what two
-readers share. Peaks are those of one compiled update on one wide layer (d = 2048, f = 8192), in AdamW's.
+XLA's CPU backend starts any operation whose inputs are ready. It computes cheap arrays early and keeps them, and it
+writes an array to memory if two operations read it. Peaks are peak memories of one compiled update on one wide layer
+(d = 2048, f = 8192), in units of AdamW's peak.
 """
 
 from typing import Any, TypeVar
@@ -25,9 +26,9 @@ def one_after(finished: Any) -> jax.Array:
 
 
 def recomputed_after(finished: Any, arrays: Tree) -> Tree:
-    """`arrays`, which XLA makes again once `finished` is known, in what reads them, instead of keeping them until then.
+    """Returns `arrays` such that XLA computes them again after `finished`, instead of keeping them until then.
 
-    `quotient(optax.adamw)` with rotary planes and full rotations: 1.29 → 1.23.
+    It lowers the peak of `quotient(optax.adamw)` with rotary planes and full rotations from 1.29 to 1.23.
 
     Args:
       finished: a pytree of arrays.
@@ -60,9 +61,9 @@ _KEY = 20260
 
 
 def fixed_noise(number: int, rows: int, columns: int, other: int | jax.Array = 0) -> jax.Array:
-    """Fixed pseudo-random numbers in (−1, 1), (rows, columns), others for every `number` and every `other`.
+    """Returns fixed pseudo-random numbers in (−1, 1), (rows, columns); every `number` and `other` has its own.
 
-    A hash of the position rather than `jax.random`, whose loop can block for ever beside another one on a CPU.
+    It hashes positions. `jax.random` has a loop, which on a CPU can block for ever if another loop runs beside it.
     """
     x = jnp.arange(rows * columns, dtype=jnp.uint32) + jnp.uint32((_KEY + number * 0x9E3779B9) % 2**32)
     x = x ^ (jnp.uint32(0xC2B2AE35) * jnp.asarray(other, jnp.uint32))

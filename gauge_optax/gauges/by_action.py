@@ -1,4 +1,4 @@
-"""A gauge that is known by its action and reading alone: how one that a user defines enters the slice.
+"""A gauge that is known only by its action and its reading, as a gauge that a user defines is.
 
 One instance stands for the whole gauge. Tangents move by the derivative of the action, cotangents by its transpose.
 """
@@ -17,12 +17,12 @@ from gauge_optax.gauges.instance import Anchor, Arrays, Effect, Instance
 
 @dataclasses.dataclass(frozen=True)
 class ActionInstance(Instance):
-    """The whole of such a gauge on a tree, read anew at every step.
+    """The one instance of such a gauge on a tree; it is read anew at every step.
 
     Attributes:
       whole: the gauge, a `Gauge`.
-      treedef: of the parameters.
-      leaves: their shapes and dtypes.
+      treedef: structure of the parameters.
+      leaves: shapes and dtypes of the parameters.
       read_blocks: the leaves that its reading depends on.
     """
 
@@ -31,8 +31,8 @@ class ActionInstance(Instance):
     leaves: tuple[jax.ShapeDtypeStruct, ...]
     read_blocks: tuple[Block, ...]
 
-    # Its elements may be anything, so that the inner optimizer is kept on its slice.
-    has_offset: ClassVar[bool] = False
+    # Its elements may have any structure, so that no offset can be computed: the inner optimizer stays on the slice.
+    known_by_action: ClassVar[bool] = True
 
     @classmethod
     def of(cls, gauge: Any, params: Any) -> "ActionInstance":
@@ -83,7 +83,7 @@ class ActionInstance(Instance):
         return {block.path: jnp.zeros(block.shape) for block in self.blocks}
 
     def _tree(self, point: Mapping[str, jax.Array]) -> Any:
-        """Parameters with these leaves; the others are shapes alone."""
+        """Parameters with these leaves; all other leaves are `jax.ShapeDtypeStruct`s."""
         return with_leaves(jax.tree.unflatten(self.treedef, self.leaves), self._bound(point))
 
     def _bound(self, point: Mapping[str, jax.Array]) -> Arrays:
@@ -136,7 +136,7 @@ class ActionInstance(Instance):
 
 
 def _used(function: Any, shapes: Any, outputs: int | None) -> set[int]:
-    """Numbers of the leaves that a function computes with, not those that it passes on."""
+    """Positions of the leaves that a function computes with, without those that it only passes on."""
     traced = jax.make_jaxpr(function)(shapes).jaxpr
     used = {x for equation in traced.eqns for x in equation.invars if isinstance(x, Var)}
     if outputs is None:

@@ -2,11 +2,11 @@
 
 A subclass with the seven abstract methods works everywhere: every other method, and everything that transformations and
 measures need, is derived from its action and its reading (`by_action`). The gauges of this library are `BlockGauge`s: a
-frozen list of blocks and the kind of their instances (`instance`), so that all they do is a loop over instances.
+frozen list of blocks and the class of their instances (`instance`). All of their methods are loops over instances.
 
-`product` makes one gauge of several. Scales and rotations on disjoint axes commute, so that part is a direct product. A
-logit shift does not: a scale or a rotation on its leaf moves the shift, W ↦ L·W + t. There the product is semidirect:
-`inverse` and `compose` carry shifts through the linear parts that act after them. `act` applies the list left to right.
+`product` makes one gauge of several. `act` applies the list left to right. Scales and rotations on disjoint axes
+commute, so that their elements multiply separately. A logit shift t does not commute with a linear map L on its leaf:
+W ↦ L·W + t. Therefore `inverse` and `compose` also apply such maps to the shifts (a semidirect product).
 """
 
 import abc
@@ -51,12 +51,12 @@ class Gauge(abc.ABC):
     read unless said otherwise. The action is affine in the parameters.
 
     Attributes:
-      name: for messages.
-      effect: what a move does to vectors: "shift" (nothing, it moves points alone), "diagonal" (it multiplies entries),
-        "orthogonal" (it turns bases) or "linear".
-      balancing: the same for the move to the balanced representative; "still" where there is none.
+      name: name for messages.
+      effect: what a move does to tangents: "shift" (nothing, it moves points alone), "diagonal" (it multiplies
+        entries), "orthogonal" (it rotates bases) or "linear".
+      balancing: the same for the move to the point of least norm on the orbit; "still" where there is no such move.
       breaks: usual reasons why a binding is no symmetry, for messages.
-      commutes: whether it may share leaves with other gauges, because its moves commute with theirs.
+      commutes: whether a subclass with its own `act` may share leaves with other gauges, because they commute.
 
     >>> class Translation(go.Gauge):  # a constant from one table of embeddings to another
     ...     name, effect = "translation", "shift"
@@ -115,14 +115,14 @@ class Gauge(abc.ABC):
 
     @abc.abstractmethod
     def read(self, params: Any) -> Element:
-        """The element that takes the slice to this point, read off anchors: read(g·θ) = g·read(θ).
+        """The element that maps the slice to this point (the frame of the point): read(g·θ) = g·read(θ).
 
         Args:
           params: the point (values are read).
 
         Returns:
-          An element, the identity on the slice; act(inverse(read(θ)), θ) is the same for all points of an orbit. A
-          channel or a head whose blocks are all zero reads as the identity.
+          An element. It is the identity for points on the slice: act(inverse(read(θ)), θ) is the same for all points
+          that moves of θ reach, the orbit of θ. A channel or a head whose blocks are all zero reads as the identity.
 
         >>> gauge = go.rescale({"up": "_ channel"}, {"down": "channel _"})
         >>> params = {"up": jnp.array([[3.0], [4.0]]), "down": jnp.ones((1, 1))}
@@ -132,31 +132,31 @@ class Gauge(abc.ABC):
 
     @abc.abstractmethod
     def dim(self, params: Any) -> int:
-        """Number of vertical dimensions, summed over instances."""
+        """The number of dimensions along the orbit, summed over instances."""
 
     # Optional: what a subclass may add ----------------------------------------------------------------
 
     def balance(self, params: Any) -> Element:
-        """The element that takes a point to the least-norm representative of its orbit.
+        """The element that moves a point to the point of least norm on its orbit.
 
         Args:
           params: the point (values are read).
 
         Returns:
-          An element: the identity for rotations, and for channels and heads without such a representative (a side is
-          zero, or has less than full rank); for `head_linear` (H_A⁻¹ # H_B)^{1/2}.
+          An element. It is the identity for rotations, and for channels and heads without such a point (a side is zero,
+          or has less than full rank). For `head_linear` it is (H_A⁻¹ # H_B)^{1/2}, with # the geometric mean.
         """
         return self.identity(params)
 
     def power(self, element: Element, exponent: float | jax.Array) -> Element:
-        """The element that goes a fraction of the way of a *balance*, in the group's logarithm."""
+        """The power of an element that `balance` returns: exponent times its logarithm in the group."""
         raise binding_error(
             self.name, "no way to go a part of", "a gauge without a logarithm", "strength=1.0, all the way",
             "write strength=1.0, or give the gauge a method `power(element, exponent)`",
         )  # fmt: skip
 
     def logarithm(self, element: Element) -> Element:
-        """The coordinate of an element that must not drift, additive under `compose`; {} where there is none."""
+        """The coordinate of an element whose change is drift, additive under `compose`; {} where there is none."""
         return {}
 
     # Derived --------------------------------------------------------------------------------------------
@@ -177,15 +177,15 @@ class Gauge(abc.ABC):
         return with_leaves(tangent, parts)
 
     def horizontal(self, params: Any, tangent: Params) -> Params:
-        """The part of a tangent across the orbit: what the way back to the slice leaves of it.
+        """The part of a tangent across the orbit: what remains of it when `Slice.fix` and `Slice.hold` follow the step.
 
         Args:
           params: the point (values are read).
           tangent: an update or a difference of parameters.
 
         Returns:
-          The horizontal part, along which no anchor changes what it reads and no head turns; leaves the gauge does not
-          bind come back unchanged.
+          The horizontal part, along which no reading of an anchor changes and no head rotates. Leaves that the gauge
+          does not bind are returned unchanged.
 
         >>> gauge = go.rescale({"up": "_ channel"}, {"down": "channel _"})
         >>> params = {"up": jnp.array([[3.0], [4.0]]), "down": jnp.ones((1, 1))}
@@ -197,20 +197,21 @@ class Gauge(abc.ABC):
         return with_leaves(tangent, {p: x.astype(leaves[p].dtype) for p, x in parts.items()})
 
     def coordinates(self, params: Any) -> Element:
-        """Where on its orbit a point is: the logarithm of what its anchors read, for scales and shifts.
+        """The position of a point on its orbit: the logarithm of the element that it reads as, for scales and shifts.
 
         Args:
           params: the point (values are read).
 
         Returns:
-          The structure of an element; empty dicts for rotations and linear gauges, which have holonomy instead of a
-          coordinate. coordinates(g·θ) = coordinates(θ) + log α; for a shift, the mean along `vocab` of the stored leaf.
+          The structure of an element; empty dicts for rotations and linear gauges, which have no coordinate, because
+          closed horizontal paths can rotate heads (holonomy). For scales, coordinates(g·θ) = coordinates(θ) + log α. A
+          shift's coordinate is the mean along `vocab` of the stored leaf.
         """
         s, values = self._slice(params), self._slice(params).values(params)
         return self._packed(s.coordinates(values, s.read(values, turning=False).elements))
 
     def muon_dimension_numbers(self, params: Any) -> Any:
-        """How `optax.contrib.muon` is to read the gauge's leaves: one matrix per head where a rotation binds the leaf.
+        """How `optax.contrib.muon` should read the gauge's leaves: as one matrix per head where a rotation binds them.
 
         Args:
           params: the parameters.
@@ -224,7 +225,7 @@ class Gauge(abc.ABC):
 
         >>> gauge = go.head_rotation({"value": "_ head basis", "out": "head basis _"})
         >>> numbers = gauge.muon_dimension_numbers({"value": jnp.ones((6, 2, 4)), "out": jnp.ones((2, 4, 6))})
-        >>> numbers["out"]  # rows, columns; the heads are what is left
+        >>> numbers["out"]  # rows, columns; the remaining axis counts heads
         MuonDimensionNumbers(reduction_axis=(1,), output_axis=(2,))
         """
         axes = optax_axes(matrices_of(self._slice(params).instances))
@@ -250,7 +251,7 @@ class Gauge(abc.ABC):
         return Slice.of(self._parts, params)
 
     def _packed(self, elements: Sequence[Element]) -> Element:
-        """One value per gauge of a product, as an element."""
+        """Makes an element of one value per gauge of a product."""
         return elements[0]
 
     def _join(self, instances: Sequence[Any], values: Sequence[Any]) -> Element:
@@ -262,15 +263,15 @@ class Gauge(abc.ABC):
         return (element,)
 
     def _conjugated(self, element: Element, by: "Sequence[tuple[Gauge, Element]]") -> Element:
-        """h·g·h⁻¹ for moves h of other gauges, which mostly commute with this one."""
+        """h·g·h⁻¹ for moves h of other gauges. It is g, except for shifts: all other moves commute."""
         return element
 
     def _moved_leaf(self, path: str, leaf: jax.Array, element: Element) -> jax.Array:
-        """A leaf, or a slice of one along an axis that is not moved, after the linear part of a move."""
+        """Applies the linear part of a move to a leaf, or to a part of a leaf along an axis that is not moved."""
         return leaf
 
     def _effect_of(self, element: Element) -> Effect:
-        """`effect`, for an element that may be known to do less."""
+        """The effect of one element, which may be a special case of `effect`."""
         return self.effect
 
 
@@ -279,7 +280,7 @@ Gauges = Gauge | Sequence[Gauge]
 
 
 class SliceGauge(Gauge):
-    """A gauge that is read and balanced by the slice: a `BlockGauge`, or a product."""
+    """A gauge whose `read` and `balance` are methods of `Slice`: a `BlockGauge`, or a product."""
 
     def read(self, params: Any) -> Element:
         s = self._slice(params)
@@ -303,7 +304,7 @@ class BlockGauge(SliceGauge):
     """
 
     name: str  # type: ignore[misc]
-    # Not printed: states have a checksum of what is, and outlive the module that a class lies in.
+    # `repr` omits the class, because labels of states have a checksum of `repr`, and the class's module may change.
     kind: Any = dataclasses.field(repr=False)
     specs: tuple[BlockSpec, ...]
     sizes: tuple[tuple[str, int], ...]
@@ -383,7 +384,7 @@ class BlockGauge(SliceGauge):
     def _moved_leaf(self, path: str, leaf: jax.Array, element: Element) -> jax.Array:
         if self.effect == "shift":
             return leaf
-        # Elements alone, without a tree: the lengths of axes are those of the element and the leaf.
+        # There is no tree here, so that lengths of axes come from the element and the leaf.
         named = group_axes(self.name, self.specs, self._reserved)
         for key, x in element.items():
             sizes = self.kind.axis_sizes(named, x)

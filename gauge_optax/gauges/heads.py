@@ -1,4 +1,4 @@
-"""Rows of heads: what full rotations and rotary planes share.
+"""Rows of heads: the code that full rotations (`rotation`) and rotary planes (`torus`) share.
 
 The blocks of an instance share a basis axis of length `size`. Stacked, the rows of all its blocks form one matrix
 W (rows × size) per head, and a rotation R of the basis takes W to W·R. This file has sums and products over those rows
@@ -99,7 +99,7 @@ class Heads(Turn):
 
     @functools.cached_property
     def heads(self) -> int:
-        """How many bases it holds."""
+        """How many heads (or rotary planes) the instance has."""
         return math.prod(self.shape)
 
     def rows(self, block: Block) -> int:
@@ -119,7 +119,7 @@ class Heads(Turn):
         return jnp.einsum("...ir,...jr->...ij" if wide else "...ri,...rj->...ij", left, right, precision=HIGHEST)
 
     def turned(self, point: Mapping[str, jax.Array], matrix: jax.Array) -> dict[str, jax.Array]:
-        """The leaves that it moves, with W·matrix in place of W; matrix is (*shape, size, size)."""
+        """The leaves that the instance moves, with W·matrix in place of W; matrix is (*shape, size, size)."""
         out = {path: point[path] for path in self.paths}
         for block in self.blocks:
             rows = self.turned_view(block, block.rows(out[block.path]), matrix)
@@ -127,7 +127,7 @@ class Heads(Turn):
         return out
 
     def added(self, sums: Arrays, point: Mapping[str, jax.Array], matrix: jax.Array) -> dict[str, jax.Array]:
-        """The leaves of `sums` that it moves, with W·matrix added, W the rows of `point`."""
+        """The leaves of `sums` that the instance moves, with W·matrix added, where W are the rows of `point`."""
         out = {path: sums[path] for path in self.paths}
         for block in self.blocks:
             move = self.turned_view(block, block.rows(point[block.path]), matrix)
@@ -142,16 +142,16 @@ class Heads(Turn):
         return product.reshape([rows.shape[k] for k in order]).transpose([order.index(k) for k in range(len(order))])
 
     def as_matrices(self, block: Block, rows: jax.Array) -> tuple[jax.Array, bool]:
-        """A block's view as one matrix per head, (*shape, rows, size); transposed, and True, where it is stored so.
+        """A block's view as one matrix per head, (*shape, rows, size), and whether it is stored, and left, transposed.
 
-        Bringing heads to the front copies whole rows. Left to a matrix product, it would move entry by entry.
+        This transpose to heads first copies whole rows. A matrix product that had to do it would move single entries.
         """
         order, wide = self._head_major(block)
         sides = (self.size, -1) if wide else (-1, self.size)
         return rows.transpose(order).reshape(*(rows.shape[k] for k in order[: len(self.named)]), *sides), wide
 
     def _head_major(self, block: Block) -> tuple[list[int], bool]:
-        """The order of a view's axes with heads first and the basis at one end; whether that is before the rows."""
+        """The order of a view's axes that puts heads first, and whether the basis axis comes before the rows in it."""
         labels = block.row_labels
         named, basis = [labels.index(name) for name in self.named], labels.index(BASIS)
         free = [k for k, label in enumerate(labels) if label not in (*self.named, BASIS)]
@@ -167,7 +167,7 @@ class Heads(Turn):
         return jnp.concatenate(parts, -2) if len(parts) > 1 else parts[0]
 
     def mixed_rows(self, point: Mapping[str, jax.Array], noise_number: int | jax.Array = 0) -> jax.Array:
-        """CᵀW of every head, (*shape, size, size), C fixed noise: `size` generic combinations of its rows.
+        """CᵀW of every head, (*shape, size, size): `size` generic combinations of its rows, C being `fixed_noise`.
 
         Args:
           point: bound leaves.
@@ -175,14 +175,14 @@ class Heads(Turn):
         """
         total = jnp.zeros((*self.shape, self.size, self.size), next(iter(point.values())).dtype)
         letters = dict(zip(self.named, string.ascii_lowercase, strict=False)) | {BASIS: "Y"}
-        # Sorted: the order in which a user lists blocks must not change what is read.
+        # Blocks are sorted, because the order in which a user lists them must not change what is read.
         for number, block in enumerate(sorted(self.blocks, key=lambda b: (b.path, b.axes))):
             rows = block.rows(point[block.path])
             constant = fixed_noise(number, self.rows(block), self.size, noise_number)
             free = iter(string.ascii_lowercase[len(self.named) :])
             axes = [letters[x] if x in letters else next(free) for x in block.row_labels]
             lengths = {x: n for x, n in zip(axes, rows.shape, strict=True) if x not in letters.values()}
-            # The weights' rows are split to match the leaf's axes rather than these merged: one may be sharded.
+            # C's rows are split to match the leaf's axes. Merging the leaf's axes would move data if one is sharded.
             split = constant.astype(total.dtype).reshape(*lengths.values(), self.size)
             heads = "".join(letters[name] for name in self.named)
             spec = f"{''.join(lengths)}Z,{''.join(axes)}->{heads}ZY"
@@ -197,7 +197,7 @@ class Heads(Turn):
         return sum(totals[1:], totals[0])
 
     def block_sums(self, block: Block, rows: jax.Array, axes: tuple[str, ...] = ()) -> jax.Array:
-        """The same for one block's view."""
+        """As `sums`, for one block's view."""
         labels, kept = block.row_labels, (*self.named, *axes)
         order = [label for label in labels if label in kept]
         free = tuple(k for k, label in enumerate(labels) if label not in kept)
@@ -215,16 +215,16 @@ class Heads(Turn):
         return ordered.reshape([next(lengths) if x in kept else 1 for x in labels])
 
     def per_head(self, block: Block, numbers: jax.Array) -> jax.Array:
-        """A number per head, (*shape), laid out likewise."""
+        """A number per head, (*shape), laid out to broadcast with the block's view."""
         return self.along_basis(block, jnp.broadcast_to(numbers[..., None], (*self.shape, self.size)))
 
     # Roundoff -------------------------------------------------------------------------------------------
 
     @classmethod
     def without_roundoff(cls, turns: Sequence["Heads"], cotangent: Arrays) -> Arrays:
-        """Zero for single rows, biases, whose gradient is below noise of their head's.
+        """A gradient with zeros for biases (single rows of a head) whose gradient is roundoff beside their head's.
 
-        A key's bias shifts all scores of a query alike, so that softmax leaves it a gradient of roundoff alone.
+        A key's bias shifts all scores of a query by one number, which softmax ignores: its gradient is only roundoff.
         """
         out = dict(cotangent)
         for turn in turns:
@@ -247,10 +247,10 @@ class Heads(Turn):
         """The root mean square norm of a head's rows in one block; its axes are `order`."""
         if isinstance(block, PlaneBlock):
             rows, labels = block.rows(leaf), block.row_labels
-        else:  # in the layout that products leave them in, which needs no copy
+        else:  # the layout in which matrix products return gradients, so that nothing is copied
             rows, labels = self.as_matrices(block, block.rows(leaf))[0], (*self.named, "", "")
         spare = tuple(k for k, label in enumerate(labels) if label not in order)
-        # Divided by the largest first: squares of small gradients underflow, of large ones overflow.
+        # Rows are divided by the largest entry first, because squares of gradients may underflow or overflow.
         largest = jnp.max(jnp.abs(rows), spare, keepdims=True)
         squares = jnp.sum(jnp.square(rows * safe_divide(jnp.ones(()), largest)), spare, keepdims=True)
         norms = jnp.squeeze(largest * jnp.sqrt(squares / self.rows(block)), spare)
@@ -259,7 +259,7 @@ class Heads(Turn):
 
 
 def stack_heads(arrays: Sequence[jax.Array], tail: int = 2) -> jax.Array:
-    """Arrays of several instances, (*shape, …) with `tail` axes of their own, as one: (heads, …)."""
+    """Concatenates arrays of several instances, (*shape, …) with `tail` more axes, to one array, (heads, …)."""
     return jnp.concatenate([x.reshape(-1, *x.shape[x.ndim - tail :]) for x in arrays])
 
 

@@ -1,9 +1,10 @@
-"""What one copy of a gauge on a tree must say about itself: a small group and how it moves leaves.
+"""`Instance`, the interface of one copy of a gauge on a tree: a small group and how it moves leaves.
 
-A gauge bound to a tree is a list of instances, one per layer or other capture. An instance holds one group element per
-value of its named axes (per head, per channel), all of them in one array. Each kind of symmetry is one subclass, in a
-file of its own: its group law, its action, how an element is read from weights, what it holds still. The slice
-(`gauge_optax.slice`) combines the instances of all gauges and knows no kind.
+A gauge bound to a tree is a list of instances, one per layer or other capture of its paths. The element of an instance
+has one member of the group per value of the named axes (per head, per channel), all in one array. Each symmetry is one
+subclass, in a file of its own: it defines the group law, the action, and how an element is read from weights. The slice
+(`gauge_optax.slice`) combines the instances of all gauges and treats all subclasses alike. That module also defines the
+words orbit, vertical, fix and hold.
 
 Elements inside the library may carry more than the public ones (a matrix with its inverse); `to_element` and
 `from_element` convert.
@@ -25,10 +26,13 @@ Arrays = dict[str, jax.Array]
 """Leaf path → array in the computing dtype."""
 
 Anchor = tuple[Block, ...]
-"""Blocks that move alike and that an element is read from together."""
+"""Blocks that move alike. An element is read from all of them together."""
 
 Effect = Literal["still", "shift", "diagonal", "orthogonal", "linear"]
-"""What a move does to vectors: nothing; nothing, though it moves points; scales entries; turns bases; mixes entries."""
+"""What a move does to tangents: nothing ("still", "shift"), scale entries, rotate bases, or any linear map.
+
+A "shift" adds a constant to points, a "still" move leaves points unchanged too.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,10 +41,10 @@ class Instance(abc.ABC):
 
     Attributes:
       gauge: the name of its gauge, for messages.
-      key: the captures, as in elements: "i=0", or "" without any.
-      named: the axes that index elements.
-      shape: their lengths.
-      blocks: every block that it moves.
+      key: the captures, as in the keys of elements: "i=0", or "" for a gauge without captures.
+      named: names of the axes that index an element.
+      shape: lengths of the named axes.
+      blocks: every block that the instance moves.
     """
 
     gauge: str
@@ -49,22 +53,22 @@ class Instance(abc.ABC):
     shape: tuple[int, ...]
     blocks: tuple[Block, ...]
 
-    effect: ClassVar[Effect] = "linear"  # of a move on vectors
-    balancing: ClassVar[Effect] = "still"  # of the move to the balanced representative
+    effect: ClassVar[Effect] = "linear"  # of a move on tangents and cotangents
+    balancing: ClassVar[Effect] = "still"  # of the move to the point of least norm on the orbit
     breaks: ClassVar[str] = "another reader of these leaves, or an index"  # usual reasons why a binding is no symmetry
     rigid: ClassVar[str | None] = None  # the axis along which other gauges must scale all entries alike
     # Whether `quotient(pin=False)` may let the inner optimizer leave the slice along this instance.
-    has_offset: ClassVar[bool] = True
+    known_by_action: ClassVar[bool] = False
 
     @functools.cached_property
     def paths(self) -> tuple[str, ...]:
-        """The leaves that it moves, each once."""
+        """The paths of the leaves that the instance moves, each once."""
         return tuple(dict.fromkeys(block.path for block in self.blocks))
 
     @property
     @abc.abstractmethod
     def dim(self) -> int:
-        """Number of vertical dimensions."""
+        """The dimension of the group, and of the orbit of a generic point."""
 
     # The group ----------------------------------------------------------------------------------------
 
@@ -84,31 +88,31 @@ class Instance(abc.ABC):
 
     @abc.abstractmethod
     def sample(self, key: jax.Array, scale: float, leaves: Mapping[str, Any]) -> Any:
-        """A random public element; `leaves` are the parameters by path, for moves whose size follows theirs."""
+        """A random public element. `leaves` are the parameters by path: the size of a shift follows theirs."""
 
     @classmethod
     def inverse_element(cls, element: Any) -> Any:
-        """`inverse`, of a public element."""
+        """Like `inverse`, for a public element."""
         return cls.inverse(element)
 
     @classmethod
     def compose_elements(cls, a: Any, b: Any) -> Any:
-        """`compose`, of public elements."""
+        """Like `compose`, for public elements."""
         return cls.compose(a, b)
 
     @staticmethod
     def power(element: Any, exponent: float | jax.Array) -> Any:
-        """The public element that goes a fraction of the way of a balance; balances of rotations are the identity."""
+        """A power of a public element that `balance` returns. For rotations that element is the identity."""
         return element
 
     @staticmethod
     def conjugated(specs: Sequence[BlockSpec], element: Any, moved: Callable[[str, jax.Array], jax.Array]) -> Any:
-        """h·g·h⁻¹ of a public element g, where `moved(path, leaf)` is the linear part of h; most moves commute."""
+        """h·g·h⁻¹ for a public element g: g itself except for shifts. `moved(path, leaf)` applies h's linear part."""
         return element
 
     @classmethod
     def effect_of(cls, element: Any) -> Effect:
-        """`effect`, of a public element that may be known to do less."""
+        """The effect of one public element, which may be a special case of `effect`."""
         return cls.effect
 
     def to_element(self, e: Any) -> Any:
@@ -120,17 +124,17 @@ class Instance(abc.ABC):
         return element
 
     def coordinate(self, e: Any, point: Arrays) -> Any:
-        """What must not drift: a coordinate of the stored point, which reads as `e`; None where there is none."""
+        """The coordinate whose change is drift, of a stored point that reads as `e`; None where there is none."""
         return None
 
     def motion(self, e: Any, change: Any, end: Arrays, turn: jax.Array | None) -> Any:
         """The logarithm of the part of a step along the orbit, in the public structure of an element.
 
         Args:
-          e: what the point before the step reads as, rotations apart.
-          change: how much that reading, or its coordinate, has changed.
+          e: the element that the point before the step reads as, without rotations.
+          change: how much the step changes that element, or its coordinate.
           end: the point after the step, in the slice coordinates of the one before.
-          turn: the skew logarithm of the turning of rows, (*shape, size, size), where there is one.
+          turn: the antisymmetric logarithm of the rotation of rows, (*shape, size, size), where there is one.
         """
         return change
 
@@ -146,7 +150,7 @@ class Instance(abc.ABC):
 
     @abc.abstractmethod
     def act(self, e: Any, point: Arrays) -> Arrays:
-        """g·θ. Leaves that the instance does not move are passed on."""
+        """g·θ. Leaves that the instance does not move are returned unchanged."""
 
     def enter(self, e: Any, point: Arrays) -> Arrays:
         """g⁻¹·θ."""
@@ -160,11 +164,11 @@ class Instance(abc.ABC):
     def pull(self, e: Any, cotangent: Arrays) -> Arrays:
         """The transpose of `push`, applied to a cotangent."""
 
-    # What the slice fixes -----------------------------------------------------------------------------
+    # What the slice needs -----------------------------------------------------------------------------
 
     @property
     def anchors(self) -> tuple[Anchor, ...]:
-        """What sizes are read from at every step, best first; () for what has no size (shifts, rotations)."""
+        """The anchors that sizes can be read from, best first; () for shifts and rotations, which have no size."""
         return ()
 
     def read(self, anchor: Anchor, point: Arrays, within: jax.Array, near: bool) -> tuple[Any, jax.Array]:
@@ -172,81 +176,81 @@ class Instance(abc.ABC):
 
         Args:
           anchor: one of `anchors`.
-          point: leaves, on the slice of all instances that move the anchor but this one.
-          within: which elements to read, (`shape`, bool); the others get the identity.
-          near: the point is near the slice, so that a cheaper way will do.
+          point: leaves, where all other instances that move the anchor are already undone.
+          within: which channels to read, (`shape`, bool); the others get the identity.
+          near: whether the point is near the slice, so that a cheaper method suffices.
 
         Returns:
-          The elements, and which were read (`shape`, bool): an anchor that is zero has no size.
+          The element, and which channels were read (`shape`, bool): an anchor that is zero has no size.
         """
         return self.identity(), jnp.zeros(self.shape, bool)
 
     def dual(self, e: Any) -> Any:
-        """The element whose `act` is `e`'s transpose, for instances with anchors."""
+        """The element whose `act` is the transpose of the `act` of `e`, for instances with anchors."""
         return e
 
     def centred(self, vector: Arrays) -> Arrays:
-        """A point, tangent or cotangent without the part along shifts."""
+        """Subtracts the part along shifts from a point, tangent or cotangent."""
         return vector
 
     def read_mean(self, point: Arrays) -> Any:
-        """A shift's element, read when all that acts after it is undone; None for everything else."""
+        """The element of a shift, at a point where all later instances are undone; None for all other instances."""
         return None
 
     @property
     def turn(self) -> "Turn | None":
-        """The rotations among its moves, which are read once and then held; None where there are none."""
+        """The instance of its rotations, which are read once, at `init`, and then held; None where there are none."""
         return None
 
     def from_turn(self, turn: Any) -> Any:
-        """The element that moves as `turn`'s does."""
+        """The element of this instance that moves leaves as the element `turn` of `self.turn` does."""
         return turn
 
     def balanced(self, point: Arrays) -> Any:
-        """The element e of point = e·(its least-norm representative); the identity where there is none."""
+        """The element e that maps the point of least norm on the orbit to `point`; the identity where there is none."""
         return self.identity()
 
     # What optimizers ask ------------------------------------------------------------------------------
 
     def signal(self, point: Arrays, gradient: Arrays) -> jax.Array | None:
-        """The size of this instance's gradients where, at this slice point, all other gradients are zero; else zero.
+        """The largest gradient of this instance, if all gradients of other leaves are zero at this slice point; else 0.
 
-        None where there is no such point.
+        None if that holds at no slice point.
         """
         return None
 
     @property
     def log_step(self) -> float:
-        """How far log s moves when the logs of both sides of a scale move by one together; 0 for what is no scale."""
+        """√(1 + p²), the norm of the changes (1, −p) that log α = 1 makes to both sides' logs; 0 if it is no scale."""
         return 0.0
 
     def partner(self, anchor: Anchor) -> tuple[Block, ...]:
-        """The blocks that carry the length of a scale while its anchor's size stays; () for what is no scale."""
+        """The blocks whose size is the length of a scale while its anchor's size is fixed; () if it is no scale."""
         return ()
 
     def factors(self, e: Any, block: Block) -> jax.Array:
-        """By what an element of a scale multiplies a block, per channel; 1 for what is no scale."""
+        """The factors by which an element of a scale multiplies a block, per channel; 1 if it is no scale."""
         return jnp.ones(self.shape)
 
     @property
     def sides(self) -> "tuple[tuple[Block, ...], tuple[Block, ...]] | tuple[Turn, Turn] | None":
-        """Both factors of a product that the gauge leaves alone; None where there is no opposite factor."""
+        """Both factors of a product that the gauge does not change; None where there is no second factor."""
         return None
 
     @property
     def degree_of_decay(self) -> float | None:
-        """The homogeneity p of a scale, for decay that is matched to it; None for what is no scale."""
+        """The homogeneity p of a scale, for weight decay that is matched to it; None if it is no scale."""
         return None
 
     def matrices(self, block: Block) -> tuple[int, Matrices | None] | None:
-        """How Muon reads a block as matrices, with a rank: 0 wins over 1 over 2. None where it has nothing to say."""
+        """How Muon reads a block as matrices, with a priority: 0 comes before 1 before 2. None for no preference."""
         return None
 
 
 class Turn(Instance):
     """Rotations of a common basis: orthogonal moves, read at `init` and held at every step.
 
-    Several instances are treated at once, so that heads of all layers form one batch.
+    The class methods take several instances at once, so that heads of all layers form one batch.
     """
 
     entrywise: ClassVar[bool] = False  # whether moves are made entry by entry rather than by matrix products
@@ -259,28 +263,28 @@ class Turn(Instance):
     @classmethod
     @abc.abstractmethod
     def read_all(cls, turns: Sequence[Any], point: Arrays) -> list[Any]:
-        """Elements of several instances at a point all of whose sizes are on the slice."""
+        """Elements of several instances, at a point where all scales are already on the slice."""
 
     @classmethod
     @abc.abstractmethod
     def project(
         cls, turns: Sequence[Any], point: Arrays, vector: Arrays, into: Mapping[Any, jax.Array] | None = None
     ) -> Arrays:
-        """The orthogonal projection of a tangent, or of a cotangent, off the directions in which rows turn.
+        """Removes the part along rotations from a tangent or a cotangent, by an orthogonal projection.
 
         Args:
           turns: instances of this class.
           point: leaves.
           vector: leaves.
-          into: per instance, by what its rows have yet to be multiplied to be on the slice; None where they are there.
+          into: per instance, the matrix whose product with its rows is on the slice; None if the rows are there.
         """
 
     @classmethod
     def hold(cls, turns: Sequence[Any], point: Arrays, step: Arrays) -> Arrays:
-        """A step from a slice point without the part that turns rows; closed forms are exact for steps of any size."""
+        """Removes the part of a step at a slice point that rotates rows: to first order; exactly in some subclasses."""
         return cls.project(turns, point, step)
 
     @classmethod
     @abc.abstractmethod
     def without_roundoff(cls, turns: Sequence[Any], cotangent: Arrays) -> Arrays:
-        """A cotangent with zero where invariance says zero and arithmetic leaves something."""
+        """Sets entries of a cotangent that are roundoff to zero: those that are zero for every invariant loss."""

@@ -1,15 +1,16 @@
 """Head linear: GL(d_h) acting on the basis that two factors share.
 
 A product M = A·Bᵀ is unchanged by (A, B) ↦ (A·S, B·S⁻ᵀ) for every invertible S: queries and keys without rotary, values
-and outputs (rows of W_O), LoRA factors. S = Q·P has two parts:
+and outputs (rows of W_O), LoRA factors all have this form. S = Q·P has two parts:
 
-* P, symmetric positive, is read at every step: A = Â·P with Â of orthonormal columns. Far from the slice by QR and the
-  singular values of the triangular factor (the Gram matrix would square the condition), near it by matrix products.
+* P, symmetric positive, is read at every step: A = Â·P, where Â has orthonormal columns. Far from the slice it is read
+  by QR and the SVD of the triangular factor (a Gram matrix would square the condition number), near it by products.
 * Q, a rotation of both factors, is read once and held (`rotation`).
 
-With Gram matrices H_A = AᵀA and H_B = BᵀB the least-norm representative is balanced, H_A = H_B, reached by
-S = (H_A⁻¹ # H_B)^{1/2}, # the geometric mean. Orbit tangents are (A·Z, −B·Zᵀ): d_h² dimensions per head, and no
-coordinate. References: When Equivalent Weights Train Differently, §1, §3; docs/design.md §5.
+With Gram matrices H_A = AᵀA and H_B = BᵀB, the least-norm point of an orbit is balanced, H_A = H_B, and reached by
+S = (H_A⁻¹ # H_B)^{1/2}, where # is the geometric mean. Tangents of the orbit are (A·Z, −B·Zᵀ), with d_h² dimensions
+per head. There is no coordinate that could drift.
+References: When Equivalent Weights Train Differently, §1, §3; docs/design.md §5.
 """
 
 import dataclasses
@@ -39,7 +40,7 @@ from gauge_optax.linalg import (
     triangular_factor,
 )
 
-_LEAST = 1e-4  # λ_min/‖H‖_F of the Gram matrix after one step, down to which the way back to the slice is exact
+_LEAST = 1e-4  # least λ_min/‖H‖_F of a Gram matrix H after one step from which the way back to the slice is exact
 
 
 def head_linear(
@@ -65,8 +66,8 @@ def head_linear(
     >>> jax.tree.map(lambda x: x.round(4).tolist(), balanced)  # the product is diag(4, 9)
     {'a': [[2.0, 0.0], [0.0, 3.0]], 'b': [[2.0, 0.0], [0.0, 3.0]]}
 
-    Reference: When Equivalent Weights Train Differently, §1. Not a symmetry under RoPE (`rope_linear`) or QK-norm; of
-    values that are normalised `head_rotation` is left. In float32 for conditions of S up to about 1e2.
+    Reference: When Equivalent Weights Train Differently, §1. It is no symmetry under RoPE (`rope_linear`) or QK-norm;
+    if values are normalised, only `head_rotation` is one. In float32, S may have condition numbers up to about 1e2.
     """
     return block_gauge("head_linear", Linear, {"left": left, "right": right}, sizes)
 
@@ -99,12 +100,12 @@ class Linear(Instance):
 
     @property
     def left(self) -> Rotation:
-        """The rows that move as S."""
+        """The rows that are multiplied by S."""
         return self._side("left")
 
     @property
     def right(self) -> Rotation:
-        """The rows that move as S⁻ᵀ."""
+        """The rows that are multiplied by S⁻ᵀ."""
         return self._side("right")
 
     @property
@@ -205,7 +206,7 @@ class Linear(Instance):
         return self._side("left", "right")
 
     def from_turn(self, turn: jax.Array) -> jax.Array:
-        # A partial isometry has no inverse: heads of less than full rank keep the basis they have.
+        # A head of less than full rank reads as a partial isometry, which has no inverse, and keeps its basis.
         whole = jnp.sum(jnp.square(turn), (-2, -1)) > self.size - 0.5
         turn = jnp.where(whole[..., None, None], turn, jnp.eye(self.size, dtype=turn.dtype))
         return jnp.stack([turn, transpose(turn)], -3)

@@ -1,9 +1,9 @@
-"""Leaves as stacks of matrices, read off the axes that gauges name: what Muon needs to know of a leaf.
+"""Leaves as stacks of matrices, for Muon: the axes that gauges name say which axes are rows, columns and batch.
 
 A rotated leaf has one matrix per head, with the basis on one side. A leaf with a scale gauge has its channels on one
 side and its free axes on the other; among several named axes, the channels are the axis called `channel`, or the last.
-All other axes count matrices: stacked layers, a named axis between free axes (`_ head _`), an index (`qkv=0`), and what
-shares parentheses with a head (`(head _)`, grouped queries).
+All other axes count matrices (are batch axes): stacked layers, a named axis between free axes (`_ head _`), an index
+(`qkv=0`), and an axis that shares parentheses with a head (`(head _)`, grouped queries).
 """
 
 import dataclasses
@@ -45,7 +45,7 @@ class Matrices:
 
         Args:
           path: path of the leaf, for messages.
-          count: how many; 1 changes nothing, and neither does any number where the leaf has no heads.
+          count: how many heads; 1 changes nothing, and a leaf without heads is unchanged by any count.
 
         Raises:
           ValueError: a `count` that does not divide the number of heads.
@@ -122,7 +122,8 @@ def matrices_of(instances: Iterable[Any]) -> dict[str, Matrices]:
     answers = [(block.path, instance.matrices(block)) for instance in instances for block in instance.blocks]
     read: dict[str, Matrices | None] = {}
     for path, (rank, reading) in sorted((row for row in answers if row[1] is not None), key=lambda row: row[1][0]):
-        # The bias of a rotation is no matrix, whatever scale moves it too, unless that is a scale per head (rank 1).
+        # Answers come by priority (`Instance.matrices`); the first wins. A rotation's bias stays no matrix, even if a
+        # scale moves it too, unless that is a scale per head (rank 1).
         if path not in read or (rank == 1 and read[path] is None):
             read[path] = reading
     return {path: reading for path, reading in read.items() if reading is not None}
@@ -131,7 +132,7 @@ def matrices_of(instances: Iterable[Any]) -> dict[str, Matrices]:
 def _on_whole_axes(block: Block) -> Block | None:
     """Returns a block that selects whole axes: (k, …, n) on a range becomes (length/n, 1, …, n) on the whole axis.
 
-    Heads of a fused kernel are matrices whether a gauge names them or not. Returns None where n does not divide
+    In a fused kernel, heads outside the bound range are matrices too. Returns None where n does not divide
     the start of the range or the length of the axis.
     """
     split, index = list(block.split), list(block.index)
@@ -150,7 +151,7 @@ def _on_whole_axes(block: Block) -> Block | None:
 
 
 def head_matrices(block: Block) -> Matrices | None:
-    """Returns one matrix per head, with the basis on one side; None for what is no matrix."""
+    """Returns one matrix per head, with the basis on one side; None if the block is no matrix."""
     whole = _on_whole_axes(block)
     if whole is None:
         return None
@@ -162,7 +163,7 @@ def head_matrices(block: Block) -> Matrices | None:
 
 
 def channel_matrices(block: Block, names: tuple[str, ...]) -> Matrices | None:
-    """Returns matrices with channels on one side and free axes on the other; None for what is no matrix."""
+    """Returns matrices with channels on one side and free axes on the other; None if the block is no matrix."""
     whole = _on_whole_axes(block)
     if whole is None:
         return None
@@ -170,14 +171,14 @@ def channel_matrices(block: Block, names: tuple[str, ...]) -> Matrices | None:
     free = [k for k, label in enumerate(labels) if label == "_"]
     named = "channel" if "channel" in names else next(reversed(names), None)
     at = None if named is None else labels.index(named)
-    # Without channels the last free axis is the outputs. So it is where a name counts matrices between free axes.
+    # The last free axis is the outputs if there are no channels, or if a named axis between free axes counts matrices.
     if at is None or (named != "channel" and free and free[0] < at < free[-1]):
         return _between(whole, free[-1:], free[:-1])
     return _between(whole, [at], free)
 
 
 def _between(block: Block, one: Sequence[int], other: Sequence[int]) -> Matrices | None:
-    """Returns matrices with these axes on their sides; None for an empty side, or two sides in one axis of the leaf."""
+    """Returns matrices with these axes as sides; None if a side is empty, or one axis of the leaf holds both sides."""
     if len({k for k, group in enumerate(block.groups) if set(group) & {*one, *other}}) < 2 or not one or not other:
         return None
     rows, columns = sorted((tuple(one), tuple(other)))

@@ -1,8 +1,9 @@
-"""Rope linear: what of GL(d_h) commutes with rotary position embeddings.
+"""Rope linear: the part of GL(d_h) that commutes with rotary position embeddings.
 
 Rotary turns every plane of a head by an angle that grows with position. What commutes with that is one complex number z
-per plane: its angle turns queries and keys alike (`torus`), its modulus is traded between them (`scale`). One instance
-is both, with planes read as complex coordinates: left·z and right/z̄. d_h dimensions per head. Ours.
+per plane: its angle turns queries and keys alike (`torus`), its modulus scales one up and the other down (`scale`). One
+instance does both: with planes as complex coordinates, it makes left·z and right/z̄. The gauge has d_h dimensions per
+head. It is new in this library.
 """
 
 import dataclasses
@@ -129,6 +130,6 @@ class ComplexScale(Scale):
 
     @classmethod
     def effect_of(cls, element: jax.Array) -> Effect:
-        """The effect of an element that is known not to turn."""
+        """Returns "diagonal" for an element that is known not to turn, and "linear" for any other."""
         turns = isinstance(element, jax.core.Tracer) or np.any(np.asarray(element)[..., 1])
         return "linear" if turns else "diagonal"

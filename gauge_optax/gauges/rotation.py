@@ -1,16 +1,17 @@
 """Head rotation: O(d_h) acting on the basis of an attention head.
 
-Scores q·kᵀ see W_Q·W_Kᵀ alone and outputs see W_V·W_O alone, so one orthogonal R that turns the head basis of both
-factors changes nothing; biases are one more row, W_O enters as its transpose. With the rows of all blocks stacked to W
-(rows × d_h), the orbit tangents are W·A with A skew, d_h(d_h−1)/2 per head.
+Scores q·kᵀ depend on W_Q·W_Kᵀ alone and outputs on W_V·W_O alone, so one orthogonal R that rotates the basis of both
+factors does not change the function. Stack the rows of all blocks to W (rows × d_h): a bias is one more row, W_O enters
+as its transpose. The vertical tangents are W·A for antisymmetric A: d_h(d_h−1)/2 dimensions per head.
 
-* Reading: with C fixed noise, the polar factor Q of CᵀW has Q(W·R) = Q(W)·R. No reading is continuous everywhere (CᵀW
-  may lose rank), so it is taken once, at `init`. In float32, a C nearly loses a direction that W has in 0.3 % of heads
-  of 32 dimensions and in 6 % of those of 128 (normal weights, 300 heads); those are read with another C.
-* Hold: the part of a step U along the orbit is W·A with M·A + A·M = WᵀU − UᵀW, M = WᵀW.
+* Reading: let C be a fixed random matrix (rows × d_h). The polar factor Q of CᵀW obeys Q(W·R) = Q(W)·R. No reading is
+  continuous everywhere (CᵀW may lose rank), so it is taken once, at `init`. In float32, CᵀW nearly loses a direction
+  of W in 0.3 % of heads of 32 dimensions and in 6 % of those of 128 (normal weights, 300 heads). Those take another C.
+* Hold: the vertical part of a step U is W·A, where A solves M·A + A·M = WᵀU − UᵀW with M = WᵀW.
 
-Horizontal motion turns a head (holonomy), so there is no coordinate: drift is the accumulated vertical part.
-Reference: DDC §3.2, B.8; Lemma 25 for grouped queries. Not a symmetry under rotary embeddings or QK-norm.
+A closed path of horizontal steps can return with a rotated head (holonomy), so no function of the weights measures
+rotation: the turning of a head is the accumulated vertical part of its steps. Not a symmetry under rotary embeddings or
+QK-norm. Reference: the paper DDC (docs/design.md §4), §3.2 and B.8; Lemma 25 for grouped queries.
 """
 
 import dataclasses
@@ -103,7 +104,8 @@ class Rotation(Heads):
         return point | self.turned(point, e)
 
     def pull(self, e: jax.Array, cotangent: Arrays) -> Arrays:
-        # Rᵀ = R⁻¹. Where W has not full rank, e is a partial isometry and its transpose is what is meant.
+        # The adjoint is the transpose, also where W has less than full rank: there `e` is a partial isometry, without
+        # an inverse.
         return cotangent | self.turned(cotangent, transpose(e))
 
     @property
@@ -117,7 +119,7 @@ class Rotation(Heads):
     def matrices(self, block: Block) -> tuple[int, Matrices | None]:
         return 0, head_matrices(block)
 
-    # Reading and holding, heads of one size in one batch whatever their layer --------------------------
+    # Reading and holding: heads of one size are one batch, in all layers --------------------------
 
     @classmethod
     def read_all(cls, turns: Sequence["Rotation"], point: Arrays) -> list[jax.Array]:
@@ -139,7 +141,7 @@ class Rotation(Heads):
             if into is None:
                 generators = lyapunov(gram, moment)
             else:
-                # The equation is solved on the slice: the unsolved rest of an iteration depends on the basis.
+                # The equation is solved on the slice, because the residual error of the iteration depends on the basis.
                 basis = stack_heads([into[turn] for turn in same])
                 gram, moment = (matmul(matmul(transpose(basis), x), basis) for x in (gram, moment))
                 generators = matmul(matmul(basis, lyapunov(gram, moment)), transpose(basis))
@@ -149,15 +151,15 @@ class Rotation(Heads):
 
 
 _Readings = tuple[jax.Array, jax.Array, jax.Array]
-_MOST_READINGS = 4  # a head of less than full rank takes all of them
+_MOST_READINGS = 4  # a head of less than full rank uses all of them, because every C loses a direction
 
 
 @functools.partial(jax.jit, static_argnums=0)  # outside jit, a loop would be compiled anew at every call
 def _polar_factors(turns: tuple[Rotation, ...], point: Arrays) -> jax.Array:
     """The polar factors of CᵀW for heads of one size, (heads, d_h, d_h), each with the first C that loses no direction.
 
-    Where W itself has not full rank, the first C that keeps the most directions counts, and the factor is a partial
-    isometry: directions that are roundoff have no polar factor.
+    Where W itself has less than full rank, the first C that keeps the most directions is used. The factor is then a
+    partial isometry, because directions that are roundoff have no polar factor.
     """
 
     def with_noise(number: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -183,37 +185,38 @@ _Solving = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
 
 
 def lyapunov(m: jax.Array, k: jax.Array, steps: int = 24) -> jax.Array:
-    """The skew solution A of M·A + A·M = K − Kᵀ, by conjugate gradients preconditioned by the diagonal.
+    """The antisymmetric solution A of M·A + A·M = K − Kᵀ, by conjugate gradients preconditioned by the diagonal.
 
-    Matrix products alone: an eigendecomposition of M would take most of a step. `linalg.lyapunov` is the exact one.
+    It uses matrix products alone, because an eigendecomposition of M, as in `linalg.lyapunov`, would take most of the
+    time of a step.
 
     Args:
       m: (…, d, d), symmetric positive semi-definite.
       k: (…, d, d), any.
-      steps: how many at most; d(d − 1)/2 solve the equation whatever M is.
+      steps: the largest number of iterations. In exact arithmetic d(d − 1)/2 are enough for every M.
 
     Returns:
-      A (…, d, d), antisymmetric. A head that has converged stops.
+      A (…, d, d), antisymmetric. The solution of a head that has converged does not change any more.
     """
     size = m.shape[-1]
     diagonal = jnp.diagonal(m, axis1=-2, axis2=-1)
     weight = safe_divide(jnp.ones(()), diagonal[..., :, None] + diagonal[..., None, :])
 
     def inner(a: jax.Array, b: jax.Array) -> jax.Array:
-        # A contraction: on a CPU a sum over the last two axes takes longer than the products of a step.
+        # This is an einsum, because on a CPU a sum over the last two axes takes longer than the products of a step.
         return jnp.einsum("...ij,...ij->...", a, b, precision=HIGHEST)[..., None, None]
 
     def step(carry: _Solving, _: None) -> tuple[_Solving, None]:
         solution, residual, direction, energy = carry
-        product = matmul(m, direction)  # D is antisymmetric: D·M is minus its transpose, ⟨D, M·D + D·M⟩ twice ⟨D, M·D⟩
+        product = matmul(m, direction)  # direction D is antisymmetric: D·M = −(M·D)ᵀ, ⟨D, M·D + D·M⟩ = 2⟨D, M·D⟩
         rate = jnp.where(energy > done, safe_divide(energy, 2.0 * inner(direction, product)), 0.0)
         residual = residual - rate * (product - transpose(product))
         scaled = weight * residual
         fresh = inner(residual, scaled)
         return (solution + rate * direction, residual, scaled + safe_divide(fresh, energy) * direction, fresh), None
 
-    # Mirrored: what is fused and contracted need not be antisymmetric to the last bit, least of all on a mesh, and a
-    # symmetric part, which the iteration cannot reach, would be amplified without end.
+    # The upper triangle is mirrored, because the arrays that XLA computes, above all on a mesh, can have a symmetric
+    # part of roundoff. The iteration cannot reduce such a part, and would amplify it.
     above = jnp.triu(k - transpose(k), 1)
     residual = above - transpose(above)
     scaled = weight * residual

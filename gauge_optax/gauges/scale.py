@@ -1,12 +1,12 @@
-"""Multiplicative gauges: R₊ per channel, traded between two sides, or of one side that a norm follows.
+"""Multiplicative gauges: one positive factor per channel, on two sides inversely, or on one side before a norm.
 
 A unit whose output is homogeneous of degree p in its input weights is unchanged by up ↦ α·up, down ↦ α⁻ᵖ·down: ReLU
 (p = 1), squared ReLU (p = 2), the linear branch of a gated unit, a norm's scale with the kernels that read it. Where a
-norm follows, a block's size is dead with no partner. Elements are log α, additive. The vertical vector of a channel is
-(+θ_up, −p·θ_down): one dimension.
+norm follows, the function does not depend on a block's size, and there is no second side. Elements are log α, and
+compose by addition. The vertical tangents of a channel are the multiples of (+θ_up, −p·θ_down).
 
-The reading is the log norm of the first block that is not zero, against √(entries/rows). For a column of a kernel that
-is unit variance per input, for a norm's scale the number 1: at the usual starts the slice is where the weights are.
+A channel reads as the log of its first anchor's norm divided by √(entries/rows), times −1/p for an anchor on the down
+side. On the slice the column of a kernel has norm 1 and a norm's scale is 1, close to the usual initial values.
 References: DDC §3.2, B.4–B.7; Rotational Equilibrium Eq. (99).
 """
 
@@ -29,12 +29,12 @@ from gauge_optax.linalg import real_dtype
 def rescale(
     up: Mapping[str, Axes], down: Mapping[str, Axes], degree: float = 1, *, sizes: Mapping[str, int] | None = None
 ) -> BlockGauge:
-    """A scale traded between two sides: up·α, down·α^(−degree), per channel or, with no axis named, per block.
+    """A scale moved between two sides: up·α, down·α^(−degree), per channel or, with no axis named, per block.
 
     Args:
       up: path → axes of what is multiplied by α (a ReLU unit's input weights and bias).
       down: path → axes of what is divided by α^degree (the weights that read the unit).
-      degree: homogeneity of what lies between: 1 for ReLU and gated linear branches, 2 for squared ReLU.
+      degree: homogeneity of the function between both sides: 1 for ReLU and gated linear branches, 2 for squared ReLU.
       sizes: lengths of axes inside `(a b)` that no other block fixes.
 
     Returns:
@@ -61,7 +61,7 @@ def rescale(
 def norm_scale(
     scale: Mapping[str, Axes], into: Mapping[str, Axes], *, sizes: Mapping[str, int] | None = None
 ) -> BlockGauge:
-    """A norm's scale (and bias) traded with every kernel that reads the norm.
+    """A scale moved between a norm's parameters (scale and bias) and every kernel that reads the norm.
 
     Args:
       scale: path → axes of the norm's parameters; `"1+ channel"` where it stores its scale less one.
@@ -84,7 +84,7 @@ def norm_scale(
 
 
 def scale_invariant(blocks: Mapping[str, Axes], *, sizes: Mapping[str, int] | None = None) -> BlockGauge:
-    """A scale with no partner: weights that a normalisation follows.
+    """A scale on one side alone: weights that a normalisation follows.
 
     Args:
       blocks: path → axes; all blocks scale together, per value of the named axes.
@@ -108,11 +108,11 @@ def scale_invariant(blocks: Mapping[str, Axes], *, sizes: Mapping[str, int] | No
 def multiplier_balance(
     query: Mapping[str, Axes], key: Mapping[str, Axes], *, sizes: Mapping[str, int] | None = None
 ) -> BlockGauge:
-    """A head's scale traded between learnable multipliers of queries and of keys: query·α, key/α.
+    """A head's scale moved between learnable multipliers of queries and of keys: query·α, key/α.
 
-    The move of `rescale`; what differs is where it is balanced. With queries in groups a key head answers to several
-    query heads: `rescale` balances sums of squares, this gauge root mean squares, s_Q = s_K, of the first leaf on
-    either side; what follows it (a bias that no multiplier stands before) goes along.
+    It moves leaves as `rescale` does, but balances differently. In grouped-query attention a key head serves several
+    query heads. `rescale` balances sums of squares over all leaves; this gauge balances root mean squares, s_Q = s_K,
+    of the first leaf on either side. Further leaves (a bias without a multiplier) move with the first one.
 
     Args:
       query: path → axes of the query multipliers, `"head _"`; `"(head _) _"` where a key head serves several.
@@ -131,20 +131,20 @@ def multiplier_balance(
     >>> balanced["query"][0].tolist(), balanced["key"][0].tolist()
     ([2.0, 2.0, 2.0], [-2.0, -2.0, -2.0])
 
-    Reference: GaugeFix-LRM, Eq. (4) to (6). Deviation: no ε; a head whose multipliers are zero on a side stays where it
-      is, with it those of the other would be divided by 1e6.
+    Reference: GaugeFix-LRM, Eq. (4) to (6). Deviation: there is no ε. A head whose multipliers are all zero on one
+      side is unchanged; with the ε of the reference its other side would be divided by 1e6.
     """
     return block_gauge("multiplier_balance", Scale, {"up": query, "down": key}, sizes, by_entry=True)
 
 
 def two_sided(gauge: Any) -> bool:
-    """Whether a gauge trades a scale between two sides."""
+    """Whether a gauge is a scale with two sides."""
     sides = {"up", "down"}
     return isinstance(gauge, BlockGauge) and gauge.kind is Scale and {spec.role for spec in gauge.specs} == sides
 
 
 def keeps_product(gauge: Any) -> bool:
-    """Whether what it gives to one side it takes from the other in full, so that the product of both stays."""
+    """Whether a gauge is a scale with two sides and degree 1, so that the product of both sides does not change."""
     return two_sided(gauge) and dict(gauge.options).get("degree", 1) == 1
 
 
@@ -153,8 +153,8 @@ class Scale(Instance):
     """One instance: log α per channel, (*shape).
 
     Attributes:
-      degree: p: up moves as α, down as α^(−p).
-      by_entry: whether the first blocks of both sides balance by mean square; else whole sides by sum of squares.
+      degree: p: up is multiplied by α, down by α^(−p).
+      by_entry: whether balance compares mean squares of each side's first block; else sums of squares of whole sides.
     """
 
     degree: float = 1
@@ -181,12 +181,12 @@ class Scale(Instance):
 
     @functools.cached_property
     def up(self) -> tuple[Block, ...]:
-        """The blocks that move as α."""
+        """The blocks that are multiplied by α."""
         return tuple(block for block in self.blocks if block.role in ("up", "left"))
 
     @functools.cached_property
     def down(self) -> tuple[Block, ...]:
-        """The blocks that move as α^(−p)."""
+        """The blocks that are multiplied by α^(−p)."""
         return tuple(block for block in self.blocks if block.role in ("down", "right"))
 
     @property
@@ -200,7 +200,7 @@ class Scale(Instance):
 
     @staticmethod
     def from_logs(logs: jax.Array) -> jax.Array:
-        """The element that scales by these factors, (*shape), and does nothing else."""
+        """The element that multiplies by the exponentials of `logs`, (*shape), and does nothing else."""
         return logs
 
     @staticmethod
@@ -219,7 +219,7 @@ class Scale(Instance):
 
     @staticmethod
     def power(element: jax.Array, exponent: float | jax.Array) -> jax.Array:
-        """The public element that goes a fraction of the way."""
+        """The power of a public element."""
         return exponent * element
 
     # The action ---------------------------------------------------------------------------------------
@@ -248,7 +248,8 @@ class Scale(Instance):
     def read(self, anchor: Anchor, point: Arrays, within: jax.Array, near: bool) -> tuple[jax.Array, jax.Array]:
         totals = [block.total(self.named, jnp.square(point[block.path])) for block in anchor]
         square = sum(totals[1:], totals[0])
-        # Inputs of a channel: its free axes but the last, or all of them where there is only one.
+        # The inputs of a channel are its free axes but the last, or the one free axis. The squared norm of
+        # a channel on the slice is `natural`, its number of columns.
         free = [[n for n, x in zip(b.view_shape, b.labels, strict=True) if x not in self.named] for b in anchor]
         inputs = max(math.prod(lengths[:-1] or lengths) for lengths in free)
         natural = sum(map(math.prod, free)) / max(1, inputs)
@@ -265,7 +266,7 @@ class Scale(Instance):
         return up, down
 
     def compared(self, point: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        """What balance compares, per channel: sums of squares of both sides, mean squares for `by_entry`."""
+        """The sizes that balance compares, per channel: sums of squares of both sides; mean squares for `by_entry`."""
         up, down = (self.up[:1], self.down[:1]) if self.by_entry else (self.up, self.down)
         sizes = []
         for side in (up, down):

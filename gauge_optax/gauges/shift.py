@@ -1,11 +1,12 @@
-"""Logit shift: adding the same vector to every output class leaves a softmax alone.
+"""Logit shift: adding the same number to the logits of all classes does not change a softmax.
 
 For logits z = x·W + b and any vector t and number τ, W ↦ W + t·1ᵀ and b ↦ b + τ·1 change z by a constant over classes.
-The group is Rᵈ (+1 with a bias), additive. Its reading is the mean along `vocab`, its vertical part likewise. It moves
-points and no vectors. Not a symmetry of a tied head or of soft-capped logits. Reference: DDC §3.2 and B.2–B.3.
+The group is Rᵈ, or Rᵈ⁺¹ with a bias, under addition. A point reads as its mean along `vocab`, and the vertical part of
+a tangent is its mean too. A shift moves points, but neither tangents nor cotangents. It is not a symmetry of a tied
+head or of soft-capped logits. Reference: the paper DDC (docs/design.md §4), §3.2 and B.2–B.3.
 
-Inside the library a shift is kept as a leaf with `vocab` of length 1, zero where no block selects; public elements have
-no `vocab` axis.
+Inside the library a shift has the leaf's shape with `vocab` of length 1, and is zero outside all blocks. Public
+elements have no `vocab` axis.
 """
 
 import dataclasses
@@ -64,7 +65,7 @@ class Shift(Instance):
         """The instance of a binding's blocks. Raises ValueError for two blocks of a leaf that would share a shift."""
         for at, block in enumerate(blocks):
             for other in blocks[:at]:
-                if block.path == other.path and overlap(slice_block(block), slice_block(other)):
+                if block.path == other.path and overlap(shift_block(block), shift_block(other)):
                     raise binding_error(
                         gauge, f"two ranges of vocab on '{block.path}'", f"'{other.axes}' and '{block.axes}'",
                         "one range per leaf in one gauge", "write one logit_shift per range, as a list of gauges",
@@ -73,17 +74,17 @@ class Shift(Instance):
 
     @staticmethod
     def axis_sizes(named: tuple[str, ...], element: jax.Array) -> dict[str, int]:
-        """Lengths of axes, read off an element: none, as leaves have them all."""
+        """Lengths of axes, read off an element: none, because the leaf alone determines all of them."""
         return {}
 
     @property
     def dim(self) -> int:
-        return sum(math.prod(slice_block(block).view_shape) for block in self.blocks)
+        return sum(math.prod(shift_block(block).view_shape) for block in self.blocks)
 
     # The group: addition, leaf by leaf ----------------------------------------------------------------
 
     def identity(self) -> Arrays:
-        return {block.path: jnp.zeros(slice_block(block).shape, real_dtype()) for block in self.blocks}
+        return {block.path: jnp.zeros(shift_block(block).shape, real_dtype()) for block in self.blocks}
 
     @staticmethod
     def inverse(e: Arrays) -> Arrays:
@@ -97,7 +98,7 @@ class Shift(Instance):
         shifts = self.identity()
         for block, own_key in zip(self.blocks, jax.random.split(key, len(self.blocks)), strict=True):
             rms = jnp.sqrt(jnp.mean(jnp.square(jnp.asarray(leaves[block.path], real_dtype()))))
-            target = slice_block(block)
+            target = shift_block(block)
             drawn = scale * rms * jax.random.normal(own_key, target.view_shape, real_dtype())
             shifts[block.path] = target.write(shifts[block.path], drawn)
         return self.to_element(shifts)
@@ -107,17 +108,17 @@ class Shift(Instance):
         return {path: x.reshape(shapes[path]) for path, x in e.items()}
 
     def from_element(self, element: Arrays) -> Arrays:
-        return {block.path: element[block.path].reshape(slice_block(block).shape) for block in self.blocks}
+        return {block.path: element[block.path].reshape(shift_block(block).shape) for block in self.blocks}
 
     @staticmethod
     def power(element: Arrays, exponent: float | jax.Array) -> Arrays:
-        """The public element that goes a fraction of the way."""
+        """The power of a public element."""
         return jax.tree.map(lambda x: exponent * x, element)
 
     @staticmethod
     def conjugated(specs: Sequence[BlockSpec], element: Any, moved: Callable[[str, jax.Array], jax.Array]) -> Any:
         def after(path: str, shift: jax.Array) -> jax.Array:
-            # The leaf's shape at one vocab entry: where `vocab` has an axis of its own, an element has none there.
+            # `moved` needs the leaf's shape with `vocab` of length 1; an element lacks an axis that is `vocab` alone.
             spec = next(s for s in specs if instance_key(specs, s, path) is not None)
             lengths = iter(shift.shape)
             groups = parse_axes("logit_shift", spec.pattern, spec.axes).groups
@@ -132,7 +133,7 @@ class Shift(Instance):
         out = dict(point)
         for block in self.blocks:
             out[block.path] = block.write(
-                out[block.path], block.view(out[block.path]) + slice_block(block).view(e[block.path])
+                out[block.path], block.view(out[block.path]) + shift_block(block).view(e[block.path])
             )
         return out
 
@@ -149,9 +150,9 @@ class Shift(Instance):
         return self._subtracted(vector, None)
 
     def _subtracted(self, vector: Arrays, e: Arrays | None) -> Arrays:
-        """A point less a shift, or less its own mean; exactly zero where it was constant, to roundoff.
+        """Subtracts a shift, or the mean if `e` is None. Rows that are constant up to roundoff become exactly zero.
 
-        A zero head that was shifted is constant. The roundoff of its mean would count as weights, with a frame.
+        A shifted twin of a zero head is constant. Its roundoff would be read as nonzero weights that have a frame.
         """
         out = dict(vector)
         for block in self.blocks:
@@ -159,7 +160,7 @@ class Shift(Instance):
             mean = jnp.mean(rows, block.labels.index(VOCAB), keepdims=True)
             spread = jnp.max(jnp.abs(rows - mean), block.labels.index(VOCAB), keepdims=True)
             constant = spread <= 8.0 * jnp.finfo(rows.dtype).eps * jnp.abs(mean)
-            shift = mean if e is None else slice_block(block).view(e[block.path])
+            shift = mean if e is None else shift_block(block).view(e[block.path])
             out[block.path] = block.write(out[block.path], jnp.where(constant, 0.0, rows - shift))
         return out
 
@@ -172,12 +173,12 @@ class Shift(Instance):
         means = self.identity()
         for block in self.blocks:
             mean = jnp.mean(block.view(point[block.path]), block.labels.index(VOCAB), keepdims=True)
-            means[block.path] = slice_block(block).write(means[block.path], mean)
+            means[block.path] = shift_block(block).write(means[block.path], mean)
         return means
 
     def signal(self, point: Arrays, gradient: Arrays) -> jax.Array | None:
-        # Before a head that is constant over classes, on the slice a zero one, no weight has a gradient but the head.
-        kernels = [block for block in self.blocks if math.prod(slice_block(block).view_shape) > 1]
+        # If the output layer is constant over classes, which is zero on the slice, only its own gradient is not zero.
+        kernels = [block for block in self.blocks if math.prod(shift_block(block).view_shape) > 1]
         if not kernels:
             return None
         largest = jnp.stack([jnp.max(jnp.abs(block.view(gradient[block.path]))) for block in self.blocks]).max()
@@ -185,8 +186,8 @@ class Shift(Instance):
         return jnp.where(constant, largest, 0.0).astype(real_dtype())
 
 
-def slice_block(block: Block) -> Block:
-    """The same selection on a leaf whose `vocab` axis has length 1."""
+def shift_block(block: Block) -> Block:
+    """The block of one entry along `vocab`: the same selection on a leaf whose `vocab` axis has length 1."""
     at = [k for k, i in enumerate(block.index) if not isinstance(i, int)][block.labels.index(VOCAB)]
     split = tuple(1 if k == at else n for k, n in enumerate(block.split))
     index = tuple(((0, 1),) if k == at else i for k, i in enumerate(block.index))
@@ -199,7 +200,7 @@ def slice_block(block: Block) -> Block:
 
 
 def _without_vocab(block: Block) -> tuple[int, ...]:
-    """Shape of a shift in a public element: `vocab` shares no axis, or is left as length 1 of its group."""
-    shape = slice_block(block).shape
+    """Shape of a shift in a public element: without the axis of `vocab`, or with length 1 for `vocab` in its group."""
+    shape = shift_block(block).shape
     alone = [k for k, group in enumerate(block.groups) if [block.split_labels[i] for i in group] == [VOCAB]]
     return tuple(n for k, n in enumerate(shape) if k not in alone)

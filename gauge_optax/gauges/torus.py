@@ -1,8 +1,8 @@
 """Rope torus: SO(2) per rotary plane, the rotations that commute with rotary position embeddings.
 
 Rotary turns each plane of query and key by an angle that grows with position. An extra angle per head and plane, the
-same on both, cancels in q·kᵀ. Everything is in closed form: with the coordinates (L, R) of all rows stacked, a step U
-turns a plane by ⟨W_L, U_R⟩ − ⟨W_R, U_L⟩ over ‖W_L‖² + ‖W_R‖². d_h/2 dimensions per head.
+same on both, cancels in q·kᵀ. Everything is in closed form: if W_L and W_R stack a plane's two coordinates over all
+rows, a step U turns the plane by ⟨W_L, U_R⟩ − ⟨W_R, U_L⟩ over ‖W_L‖² + ‖W_R‖². The gauge has d_h/2 dimensions per head.
 Reference: DDC B.9; Lemma 25 for grouped queries.
 """
 
@@ -27,7 +27,7 @@ _PAIRINGS = ("half", "interleaved")
 def rope_torus(
     blocks: Mapping[str, Axes], pairing: str = "half", *, sizes: Mapping[str, int] | None = None
 ) -> BlockGauge:
-    """One angle per head and rotary plane, turning queries and keys together.
+    """One angle per head and rotary plane, which turns queries and keys together.
 
     Args:
       blocks: path → axes of the query and key leaves; `basis` is the rotary axis (a range of it for partial rotary).
@@ -51,7 +51,7 @@ def rope_torus(
 
 
 def check_pairing(gauge: str, pairing: str) -> None:
-    """Raises ValueError where a pairing is not one of those in use."""
+    """Raises ValueError for an unknown pairing."""
     if pairing not in _PAIRINGS:
         raise binding_error(
             gauge, "bad pairing", repr(pairing), " or ".join(map(repr, _PAIRINGS)),
@@ -60,7 +60,7 @@ def check_pairing(gauge: str, pairing: str) -> None:
 
 
 def planes(gauge: str, sizes: Mapping[str, int], blocks: Sequence[Block], pairing: str) -> tuple[PlaneBlock, ...]:
-    """Blocks with their basis paired to planes. Raises ValueError for a basis of odd length."""
+    """The blocks, with their basis split into rotary planes. Raises ValueError for a basis of odd length."""
     if sizes[BASIS] % 2:
         raise binding_error(
             gauge, f"odd basis at '{blocks[0].path}'", f"basis of length {sizes[BASIS]}",
@@ -121,7 +121,7 @@ class Torus(Heads):
         return self.act(-e, cotangent)
 
     def _turned_by(self, cosine: jax.Array, sine: jax.Array, point: Arrays) -> Arrays:
-        """Every row (l, r) at (l·cos − r·sin, l·sin + r·cos), entry by entry."""
+        """The point with every row (l, r) replaced by (l·cos − r·sin, l·sin + r·cos)."""
         out = dict(point)
         same, crossed = jnp.stack([cosine, cosine], -1), jnp.stack([-sine, sine], -1)
         for block in self.blocks:
@@ -131,7 +131,7 @@ class Torus(Heads):
             out[block.path] = block.write(out[block.path], moved)
         return out
 
-    # As a stack of 2 × 2 matrices a plane's pairs would have to be copied side by side: these work entry by entry.
+    # These methods work entry by entry: products with 2 × 2 matrices would first copy a plane's pairs side by side.
 
     def block_gram(self, block: Block, a: jax.Array, b: jax.Array) -> jax.Array:
         left, right, at = block.rows(a), block.rows(b), block.row_labels.index(BASIS)
@@ -164,7 +164,7 @@ class Torus(Heads):
 
     @classmethod
     def hold(cls, turns: Sequence["Torus"], point: Arrays, step: Arrays) -> Arrays:
-        """The step to where the point arrives, turned back by the angle between both; exact for steps of any size."""
+        """The step with its end point turned back by the angle from start to end; exact for steps of any size."""
         out = dict(step)
         for turn in turns:
             after = {path: point[path] + out[path] for path in turn.paths}

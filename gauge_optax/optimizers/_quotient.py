@@ -1,7 +1,8 @@
 """`quotient`: any Optax transformation in slice coordinates, where weights of one function are the same numbers.
 
-`slice.py` defines the words: the *frame* F is a group element that is read at `init`; the *slice point* θ̂ = F⁻¹·θ is
-the same for all weights of one function; to *fix* a point is to move it to the slice without changing the function.
+`slice.py` defines the words: the *frame* F is a group element, computed once from the weights at `init`; the *slice
+point* θ̂ = F⁻¹·θ is the same for all weights of one function; to *fix* a point near the slice is to move it onto the
+slice without changing the function.
 """
 
 from collections.abc import Sequence
@@ -45,15 +46,16 @@ def quotient(
     Args:
       inner: a whole optimizer, with its learning rate, decay, clipping and masks, or a link of a chain.
       gauges: a gauge or a sequence of them, meaning their product. Leaves that no gauge binds pass unchanged.
-      hold: whether to take out of every step the part that only rotates the basis of a head. If False, heads rotate as
-        `inner` rotates them.
-      pin: whether `inner` sees the weights on the slice, where anchors have a constant size. If False, it sees anchors
-        grow and shrink as they would if it ran alone. From small starts Adam trains better with True; Muon, whose steps
-        all have one size, trains better with False (examples/results/starts.json).
+      hold: whether to remove from every step the part that only rotates the basis of an attention head. If False,
+        heads rotate as `inner` rotates them.
+      pin: whether `inner` sees the weights on the slice, where anchors (the blocks from which scales are read) have a
+        constant size. If False, it sees anchors grow and shrink as they would if it ran alone. From small starts Adam
+        trains better with True; Muon, whose steps all have one size, trains better with False
+        (examples/results/starts.json).
 
     Returns:
-      The transformation. Its `update` needs `params`. The extra arguments `grad` and `value_fn`, which line searches
-      take, are passed for θ and reach `inner` for θ̂; all others reach it unchanged.
+      The transformation. Its `update` needs `params`. Line searches take the extra arguments `grad` and `value_fn`:
+      pass those of the weights θ, and `inner` gets those of θ̂. All other extra arguments reach it unchanged.
 
     Raises:
       ValueError: bindings that do not fit the tree, gauges that do not commute; `update` without params.
@@ -81,7 +83,7 @@ def quotient(
 def quotient_for(
     name: str, inner: optax.GradientTransformation, gauges: Gauges, *, hold: bool = True, pin: bool = True
 ) -> optax.GradientTransformationExtraArgs:
-    """`quotient`, on behalf of an alias of this name."""
+    """Returns `quotient`, with messages that name the public function `name`."""
     group, inner = product(gauges), checked_inner(name, inner)
     inner = inner if pin else unpinned(inner, group)
 
@@ -95,7 +97,7 @@ def quotient_for(
         u, inner_state = inner.update(gradient_tree, state.inner_state, with_leaves(params, point), **extra)
         after = s.fix(jax.tree.map(jnp.add, dict(point), s.vectors(u)), state.frame.live)  # θ̂′ = fix(θ̂ + u)
         tangent = SliceTangent(jax.tree.map(jnp.subtract, dict(after), dict(point)))
-        step = s.leave(f, s.hold(point, tangent) if hold else tangent)  # F·(θ̂′ − θ̂), held
+        step = s.leave(f, s.hold(point, tangent) if hold else tangent)  # F·(θ̂′ − θ̂), without rotations of heads
         return with_leaves(u, cast_like(step, updates)), QuotientState(state.frame, inner_state)
 
     def init(params: optax.Params) -> QuotientState:
@@ -106,11 +108,11 @@ def quotient_for(
 
 
 def frame_and_slice_point(name: str, group: Product, params: Any) -> tuple[Frame, Any]:
-    """The frame of the starting point, and its slice point as a tree laid out like `params`.
+    """Returns the frame of the starting point, and its slice point as a tree with the sharding of `params`.
 
     Args:
-      name: of the transformation, for messages.
-      group: the gauges.
+      name: name of the transformation, for messages.
+      group: the product of the gauges.
       params: the starting point.
 
     Raises:
@@ -126,7 +128,7 @@ def frame_and_slice_point(name: str, group: Product, params: Any) -> tuple[Frame
 
 
 def extra_in_slice_coordinates(s: Slice, f: Sequence[Any], params: Any, extra: dict[str, Any]) -> dict[str, Any]:
-    """Extra arguments with those of line searches, given for θ, as the inner optimizer needs them: for θ̂."""
+    """Returns the extra arguments, with `grad` and `value_fn` of the weights θ replaced by those of θ̂."""
     if extra.get("grad") is not None:
         gradient = s.enter_dual(f, s.vectors(extra["grad"]))
         extra = extra | {"grad": with_leaves(extra["grad"], gradient)}
@@ -134,7 +136,7 @@ def extra_in_slice_coordinates(s: Slice, f: Sequence[Any], params: Any, extra: d
         value_fn = extra["value_fn"]
 
         def of_slice_point(point: Any, *args: Any, **kwargs: Any) -> Any:
-            values = s.place(f, SlicePoint(s.vectors(point)))
+            values = s.leave_point(f, SlicePoint(s.vectors(point)))
             stored = {path: x - s.added[path] for path, x in values.items()}
             return value_fn(with_leaves(point, cast_like(stored, params)), *args, **kwargs)
 
@@ -146,10 +148,10 @@ class UnpinnedState(NamedTuple):
     """State of `unpinned`.
 
     Attributes:
-      offset: A, one element per instance with anchors, in the order of `Slice.order`: the inner optimizer sees the
-        point θ̃ = A·θ̂, which has left the slice by A.
-      live: which channels are fixed, as in `Frame`.
-      inner_state: state of the inner transformation, at θ̃.
+      offset: A, one element per instance with anchors, in the order of `Slice.order`. The inner optimizer sees the
+        point θ̃ = A·θ̂, which is off the slice.
+      live: which channels are fixed at every step, as in `Frame`.
+      inner_state: state of the inner transformation, which runs at θ̃.
     """
 
     offset: tuple[Any, ...]
@@ -158,15 +160,15 @@ class UnpinnedState(NamedTuple):
 
 
 def unpinned(inner: optax.GradientTransformationExtraArgs, group: Product) -> optax.GradientTransformationExtraArgs:
-    """An optimizer for slice points whose `inner` sees anchors grow and shrink as its own steps make them.
+    """Returns an optimizer for slice points whose `inner` sees anchors grow and shrink as its own steps make them.
 
-    `quotient` fixes the point after every step, which undoes that growth. This transformation accumulates what was
-    undone in an element A, the offset, and shows `inner` the point θ̃ = A·θ̂ and the gradient A⁻ᵀ·ĝ.
+    `quotient` fixes the point after every step, which undoes that growth. This transformation accumulates the undone
+    growth in an element A, the offset, and passes the point θ̃ = A·θ̂ and the gradient A⁻ᵀ·ĝ to `inner`.
     """
 
     def instances_with_offset(s: Slice, state: UnpinnedState) -> list[tuple[Any, Any]]:
         pairs = [(s.instances[place.number], a) for place, a in zip(s.order[0], state.offset, strict=True)]
-        return [(instance, a) for instance, a in pairs if instance.has_offset]
+        return [(instance, a) for instance, a in pairs if not instance.known_by_action]
 
     def update(updates: Any, state: UnpinnedState, params: Any, **extra: Any) -> tuple[Any, UnpinnedState]:
         if not isinstance(state, UnpinnedState):
@@ -177,7 +179,7 @@ def unpinned(inner: optax.GradientTransformationExtraArgs, group: Product) -> op
         s = Slice.of(group.parts, params)
         offset = instances_with_offset(s, state)
 
-        def inward(tree: Any) -> Any:  # A⁻¹·u, and θ̂ from θ̃
+        def inward(tree: Any) -> Any:  # A⁻¹ times a step u, and θ̂ = A⁻¹·θ̃
             vectors = s.vectors(tree)
             for instance, a in offset:
                 vectors = instance.enter(a, vectors)
@@ -204,7 +206,7 @@ def unpinned(inner: optax.GradientTransformationExtraArgs, group: Product) -> op
             instance = s.instances[place.number]
             e, _ = instance.read(place.anchor, moved, live, near=True)
             moved = instance.enter(e, moved)
-            past.append(instance.compose(a, e) if instance.has_offset else a)
+            past.append(instance.compose(a, e) if not instance.known_by_action else a)
         return step, UnpinnedState(tuple(past), state.live, inner_state)
 
     def init(params: optax.Params) -> UnpinnedState:
@@ -218,12 +220,12 @@ def unpinned(inner: optax.GradientTransformationExtraArgs, group: Product) -> op
 
 
 def unpinned_state(s: Slice, live: Sequence[jax.Array], inner_state: optax.OptState) -> UnpinnedState:
-    """The state of `unpinned` before its first step: the inner optimizer is on the slice.
+    """Returns the state of `unpinned` before its first step: the offset is the identity.
 
     Args:
       s: the slice.
-      live: which channels have a frame, in the order of reading.
-      inner_state: of the inner transformation.
+      live: which channels are fixed at every step, one mask per place of `Slice.order`.
+      inner_state: state of the inner transformation.
     """
     identity = tuple(s.instances[place.number].identity() for place in s.order[0])
     return UnpinnedState(identity, tuple(live[: len(identity)]), inner_state)

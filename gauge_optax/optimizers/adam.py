@@ -1,4 +1,4 @@
-"""Adam's arithmetic for one array, as `optax.scale_by_adam` has it: moments, bias correction, divisor."""
+"""Adam's arithmetic for one array, the same as that of `optax.scale_by_adam`: moments, bias correction, divisor."""
 
 from typing import Any, NamedTuple
 
@@ -15,8 +15,8 @@ class Adam(NamedTuple):
       b1: decay of first moments.
       b2: decay of second moments.
       eps: added to the root.
-      eps_root: added inside it.
-      nesterov: whether the mean looks one step ahead.
+      eps_root: added inside the root.
+      nesterov: whether the mean uses Nesterov momentum.
       count: the number of this step, from 1.
       first_weight: the sum of the weights of a first moment, 1 − b1^count.
       next_weight: the same sum at the next step; unused without `nesterov`.
@@ -61,6 +61,6 @@ class Adam(NamedTuple):
     def root(self, moment: jax.Array) -> jax.Array:
         """Returns what a mean is divided by."""
         variance = self.variance(moment)
-        # Under `inject_hyperparams` it is traced and may be anything; a plain zero saves an addition on every leaf.
+        # `eps_root` is traced under `inject_hyperparams`; where it is a plain zero, no leaf needs the addition.
         zero = isinstance(self.eps_root, int | float) and self.eps_root == 0
         return jnp.sqrt(variance if zero else variance + self.eps_root) + self.eps

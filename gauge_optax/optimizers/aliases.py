@@ -42,9 +42,9 @@ def ddc_adamw(
     refresh_drift: Scalar = 0.1,
     refresh_every: int | jax.Array | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """DDC's AdamW on the slice: Adam on the lengths of scales, and second moments per head.
+    """DDC's AdamW on the slice: one Adam per length of a scale channel, and second moments per head.
 
-    It is the chain of gauge_project, scale_by_ddc, add_gauge_decay, scale_by_learning_rate and gauge_retract.
+    It equals the chain of gauge_project, scale_by_ddc, add_gauge_decay, scale_by_learning_rate and gauge_retract.
 
     Args:
       learning_rate: a number or a schedule.
@@ -127,7 +127,7 @@ def ddc_muon(
     radial_scale: Scalar = 1.0,
     scale_floor: Scalar = 0.0,
 ) -> optax.GradientTransformationExtraArgs:
-    """DDC's Muon on the slice: polar factors of matrices, Adam on the lengths of scales, `ddc_adamw` for all else.
+    """DDC's Muon on the slice: polar factors for matrices, Adam for the lengths of scales, `ddc_adamw` for all else.
 
     Args:
       learning_rate: a number or a schedule.
@@ -174,7 +174,7 @@ def ddc_muon(
     True
 
     Reference: DDC §3.1, B.10, C.14; `optax.contrib.muon` for names and defaults. Its `adaptive` and `preconditioning`
-      are left out, because a dual norm per leaf and scales per row break the gauge.
+      are left out, because a dual norm per leaf and a scale per row differ between twins.
     """
     group = product(gauges)
     polar = polar_of("ddc_muon", ns_coeffs, ns_steps, beta, eps, scale, labels, preset, consistent_rms)
@@ -206,10 +206,10 @@ def _ddc_optimizer(
 ) -> optax.GradientTransformationExtraArgs:
     """DDC's optimizers: `quotient` around a chain of `ddc` and `tail`, which is the decay and the learning rate."""
     inner = optax.chain(ddc(group, options, polar), *tail)
-    if options.vertical != "frozen":  # `inner` moves along orbits, so that its steps do not return to the slice
+    if options.vertical != "frozen":  # `inner` moves along orbits, so its steps must not return to the slice
         return link(name, inner, group, without_shifts=False)
-    plain = quotient_for(name, inner, group, hold=False)  # DDC's steps turn no head
-    # The same step with less memory: sums over stored leaves in place of slice points (ddc_fused has the figures).
+    plain = quotient_for(name, inner, group, hold=False)  # DDC's steps turn no head: nothing to take out
+    # The same step with less memory: it sums over stored leaves in place of slice points (see ddc_fused).
     return fused_ddc(name, plain, group, options, polar, optax.chain(*tail))
 
 
@@ -261,7 +261,7 @@ def quotient_adamw(
     >>> bool(loss(params) < 1.2)  # it starts at 2, and the least of rank one is 1
     True
 
-    Reference: docs/design.md §3, §5. In float32 the factors of a linear gauge may have conditions up to about 1e2.
+    Reference: docs/design.md §3, §5. In float32, condition numbers of a linear gauge's factors may be up to about 1e2.
     """
     inner = optax.adamw(learning_rate, b1, b2, eps, eps_root, mu_dtype, weight_decay, mask, nesterov=nesterov)
     return quotient_for("quotient_adamw", inner, gauges, hold=hold, pin=pin)
@@ -291,11 +291,11 @@ def quotient_muon(
     hold: bool = True,
     pin: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
-    """`quotient` around Muon with one matrix per head, and Adam for the leaves that are no matrices.
+    """`quotient` around Muon with one matrix per head, and Adam for the leaves that are not matrices.
 
     Matrices are the leaves of rotations, tori, linear gauges and rescales and the consumers of norms, except vectors
     and the leaves of a `logit_shift`. A leaf has one matrix per head where one of these gauges or an axis called `head`
-    names heads. Otherwise channels are on one side and free axes on the other. Every other leaf gets Adam, also a
+    names heads. Otherwise channels are on one side and free axes on the other. Every other leaf gets Adam, even a
     kernel that no gauge binds, unless `labels` say "muon".
 
     Args:

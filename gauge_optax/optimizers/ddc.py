@@ -1,17 +1,18 @@
-"""DDC's Adam and Muon in slice coordinates: ordinary inner transformations, as the paper's appendix B has them.
+"""DDC's Adam and Muon in slice coordinates: ordinary inner transformations that follow the paper's appendix B.
 
-On the slice the anchor of a scale channel has a constant size. What else the channel holds (a unit's outgoing weights,
-the rows that read a norm) has a length s, which is the channel's invariant scale, and a direction:
+DDC is the paper *Dead-Direction Conditioners*; numbers as B.4 name its sections. *Vertical* is what lies along the
+orbit and changes no function; *horizontal* is the rest. On the slice the anchor of a scale channel has a constant size.
+The channel's other block (a unit's outgoing weights, the rows that read a norm) has a length s and a direction:
 
 * radial: one Adam per channel on s, or on log s (B.4);
-* tangential: Adam entry by entry on the rest of the gradient, without what would change lengths (B.5); heads by one of
-  five second moments (B.8, `ddc_heads`); or the polar factor of a matrix's first moment (B.10, `polar`).
+* tangential: Adam entry by entry on the part of the gradient that changes no length (B.5). Heads get one of five second
+  moments (B.8, `ddc_heads`). Under Muon, a matrix gets the polar factor of its first moment (B.10, `polar`).
 
-Moments of twins are the same numbers here, so that none has to know how it moves.
+Twins have one slice point, so their moments are the same numbers, and no gauge has to move a moment.
 
-Deviations from appendix B: a length moves by lr·√n, n the entries that carry it, which is what Adam can move it by;
-where several kernels read a norm, each has a length; a chain's inner lengths are those of anchors, which leaves one
-radial part (B.6); no clamp (B.7). docs/design.md §4 has the figures.
+Deviations from appendix B: a length moves by lr·√n, where n is the number of entries that carry it, because Adam can
+move it so far; where several kernels read a norm, each has a length; the inner lengths of a chain of layers belong to
+anchors, so that one radial part is left (B.6); there is no clamp (B.7). docs/design.md §4 has the figures.
 """
 
 import dataclasses
@@ -36,14 +37,14 @@ from gauge_optax.transformation import cast_like, layout, placeholder, require_c
 
 Scalar = float | jax.Array
 RADIAL = ("linear", "log")
-# Lengths are divided by at least this share of their gauge's mean length: a dead channel's step stays finite.
+# Divisors are at least this share of the gauge's mean length, so that the step of a nearly dead channel stays finite.
 _LEAST_SHARE = 1e-3
-# How fast lengths below their floor grow, in units of Adam's largest step; more than one, against decay.
+# Lengths below their floor grow by this many of Adam's largest steps. It exceeds one, so that decay cannot undo it.
 _REGROWTH = 4.0
 
 
 class Options(NamedTuple):
-    """The arguments of `scale_by_ddc` but the gauges."""
+    """The arguments of `scale_by_ddc`, except the gauges."""
 
     b1: Scalar
     b2: Scalar
@@ -71,14 +72,14 @@ def checked_options(name: str, *settings: Any) -> Options:
 
 
 class GaugeMoments(NamedTuple):
-    """What DDC remembers per gauge coordinate; small beside the parameters.
+    """The moments that DDC keeps per channel, head or orbit coordinate; small beside the parameters.
 
     Attributes:
       radial_mu: first moment of the derivative by s (or log s), per scale channel that has a length.
       radial_nu: its second moment.
-      least: per such block, the length that no channel falls below.
+      least: per block that has lengths, the floor below which a length is made to grow.
       heads: what `v_mode` keeps of heads.
-      vertical: moments of orbit coordinates.
+      vertical: moments of the coordinates along orbits, see `ddc_vertical`.
     """
 
     radial_mu: tuple[jax.Array, ...]
@@ -93,8 +94,8 @@ class ScaleByDDCState(NamedTuple):
 
     Attributes:
       count: steps so far, int32.
-      mu: first moment, shaped like the parameters; for heads in the coordinates of their mode.
-      nu: second moment, the same. `optax.MaskedNode` where a leaf is stepped by its polar factor.
+      mu: first moment, shaped like the parameters; heads are in the bases of their `v_mode`.
+      nu: second moment, likewise; `optax.MaskedNode` where a leaf is stepped by its polar factor.
       gauges: a `GaugeMoments`.
     """
 
@@ -113,7 +114,8 @@ def ddc(group: Product, options: Options, polar: Polar | None = None) -> optax.G
       polar: how matrices are stepped; by default they get Adam like everything else.
 
     Returns:
-      A transformation of gradients into a tangent without vertical part; leaves that no gauge binds get Adam.
+      A transformation of gradients into a tangent, which is horizontal if `options.vertical` is "frozen"; leaves that
+      no gauge binds get Adam.
     """
 
     def update(updates: Any, state: ScaleByDDCState, params: Any, **extra: Any) -> tuple[Any, ScaleByDDCState]:
@@ -127,7 +129,7 @@ def ddc(group: Product, options: Options, polar: Polar | None = None) -> optax.G
         pairings = [channels.dot(point, gradient) for channels in carriers]
         along, radial_mu, radial_nu = radial_step(options, adam, carriers, point, squares, pairings, past)
 
-        # B.5: the rest of the gradient changes directions alone.
+        # B.5: the rest of the gradient changes only directions.
         sized = [*zip(carriers, squares, strict=True), *((c, c.dot(point, point)) for c in anchors)]
         across = without_lengths(sized, point, gradient)
         across = {p: _without_roundoff(x, gradient[p]) for p, x in across.items()}
@@ -212,7 +214,7 @@ class Channels:
 
 
 def channels_with_length(s: Slice) -> list[Channels]:
-    """The blocks whose lengths are the channels' scales, each block by itself."""
+    """The blocks opposite to anchors; every block has lengths of its own."""
     places = [(s.instances[place.number], place.anchor) for place in s.order[0]]
     # A whole block that is the anchor of another gauge without named axes has no length to change.
     whole = [block for instance, anchor in places for block in anchor if not instance.named]
@@ -252,8 +254,8 @@ def radial_step(
       adam: the hyperparameters of this step.
       channels: blocks that have lengths.
       point: bound leaves of the slice point.
-      squares: their squared lengths.
-      pairings: ⟨θ̂, ĝ⟩ per channel.
+      squares: the squared lengths, per block of `channels`.
+      pairings: ⟨θ̂, ĝ⟩ along every channel, per block of `channels`.
       past: moments so far.
 
     Returns:
@@ -265,7 +267,7 @@ def radial_step(
     moments = zip(past.radial_mu, past.radial_nu, past.least, strict=True)
     for each, square, pairing, (mu, nu, least) in zip(channels, squares, pairings, moments, strict=True):
         length = jnp.sqrt(square)
-        # ∂/∂s is ⟨θ̂, ĝ⟩/s. Both this 1/s and that of the step along θ̂/s are bounded, for channels that are nearly dead.
+        # ∂/∂s is ⟨θ̂, ĝ⟩/s, and the step is along θ̂/s. Both factors 1/s are bounded for channels that are nearly dead.
         unit = jnp.maximum(length, _LEAST_SHARE * jnp.mean(length)) if linear else jnp.ones_like(length)
         inverse = inverse_of(unit)
         derivative = pairing * inverse
@@ -281,7 +283,7 @@ def radial_step(
 
 
 def without_lengths(sized: Sequence[tuple[Channels, jax.Array]], point: Arrays, vector: Arrays) -> Arrays:
-    """A vector without what changes lengths, one gauge after the other; channels come with their squared lengths."""
+    """Removes what changes lengths from a vector, gauge after gauge; `sized` pairs channels with squared lengths."""
     out = dict(vector)
     for channels, square in sized:
         rates = channels.dot(point, out) * inverse_of(square)
@@ -293,7 +295,7 @@ def without_lengths(sized: Sequence[tuple[Channels, jax.Array]], point: Arrays, 
 
 
 def _without_roundoff(rest: jax.Array, whole: jax.Array) -> jax.Array:
-    """The rest of a gradient, zero where it is what subtraction rounds: Adam would make a full step of that."""
+    """The rest of a gradient, with zeros for roundoff of the subtraction: Adam would make a full step of roundoff."""
     if rest is whole:
         return rest
     return jax.lax.select(jnp.abs(rest) <= noise(rest.dtype) * jnp.abs(whole), jnp.zeros_like(rest), rest)
@@ -310,7 +312,7 @@ def tangential_step(
     state: ScaleByDDCState,
     into: Mapping[Any, jax.Array] | None = None,
 ) -> tuple[Arrays, Arrays, Arrays, HeadMoments]:
-    """Moments of what changes directions, divided.
+    """Divides the first moment of what changes directions by the root of its second moment.
 
     Args:
       s: the slice.
@@ -321,28 +323,28 @@ def tangential_step(
       point: bound leaves of the slice point.
       across: the gradient without its radial parts, all leaves.
       state: the state so far.
-      into: per rotation, what takes rows to the slice; None where they are there.
+      into: per rotation, the matrix that takes its rows to the slice; None if the rows are on it already.
 
     Returns:
-      The step, both moments, and what is kept of heads.
+      The step, the new first and second moments, and the new state of heads.
     """
     mu, nu = leaves_by_path(state.mu), leaves_by_path(state.nu)
-    heads, frames, mu, nu = refreshed(s, point, into, state.gauges.heads, mu, nu, options)
-    across = in_bases(s, frames, across)
+    heads, bases, mu, nu = refreshed(s, point, into, state.gauges.heads, mu, nu, options)
+    across = in_bases(s, bases, across)
     muon = adam if polar is None else Adam.at(options._replace(b1=polar.beta), adam.count)
     rule: Callable[[str], Adam] = lambda path: muon if path in matrices else adam  # noqa: E731
     mu = {p: rule(p).first(across[p], m) for p, m in mu.items()}
     mean = {p: rule(p).mean(m, across[p]) for p, m in mu.items()}
-    step, nu, heads = divided(s, heads, frames.live, options, adam, mean, across, nu)
+    step, nu, heads = divided(s, heads, bases.live, options, adam, mean, across, nu)
     if polar is not None:
         step |= polar.steps(matrices, mean)
-    return in_bases(s, frames, step, back=True), mu, nu, heads
+    return in_bases(s, bases, step, back=True), mu, nu, heads
 
 
 def _check(s: Slice, options: Options, params: optax.Params) -> None:
-    """Raises ValueError for gauges without coordinates that DDC can step, as GL(d), and for complex leaves."""
+    """Raises ValueError for gauges that DDC cannot step, such as GL(d), and for complex leaves."""
     for instance in s.instances:
-        if not instance.has_offset and options.vertical != "frozen":
+        if instance.known_by_action and options.vertical != "frozen":
             raise binding_error(
                 "scale_by_ddc", f"vertical={options.vertical!r} with the gauge {instance.gauge}",
                 "a gauge known by its action alone, which has no orbit coordinates to step",

@@ -1,12 +1,13 @@
 """DDC's whole step in one function that needs less memory than `quotient` around `ddc`, and equals it.
 
-Peak memory on one wide layer (d = 2048, f = 8192): 1.27 of AdamW's, `quotient` around `ddc` 1.73. Two facts save it:
+On one wide layer (d = 2048, f = 8192) its peak memory is 1.27 of AdamW's; `quotient` around `ddc` has 1.73. Two facts
+save memory:
 
-* Most of what DDC does to heads is the same in any basis. Heads stay in the basis that they are stored in; only moments
-  need the slice's basis, and one product F⁻¹·U takes a gradient to where moments are kept.
-* Along a channel, a stored leaf and its stored gradient make the same sums as on the slice, ⟨θ̂, ĝ⟩ = ⟨θ, g⟩, and
-  scales that are constant along a channel stand outside a sum. Then θ̂ and ĝ are made entry by entry in what reads them,
-  and are no arrays.
+* Most of what DDC does to heads is the same in any basis. Heads stay in the basis that they are stored in. Only moments
+  need the slice's basis, and one product of F⁻¹ and an eigenbasis (`ddc_heads`) takes a gradient to that of moments.
+* Along a channel, a stored leaf and its stored gradient have the same sums as on the slice, ⟨θ̂, ĝ⟩ = ⟨θ, g⟩, and a
+  scale that is constant along a channel is a factor of the sum. So XLA can fuse θ̂ and ĝ into the operations that read
+  them, and never stores them as arrays.
 """
 
 import dataclasses
@@ -58,7 +59,7 @@ def fused_ddc(
       group: the gauges.
       options: the settings.
       polar: how matrices are stepped.
-      tail: a chain of what follows DDC.
+      tail: a chain of the links that follow DDC: the decay and the learning rate.
     """
 
     def update(updates: Any, state: QuotientState, params: Any, **extra: Any) -> tuple[Any, QuotientState]:
@@ -70,7 +71,7 @@ def fused_ddc(
             past: ScaleByDDCState = state.inner_state[0]
             adam, before = Adam.at(options, optax.safe_increment(past.count)), past.gauges
 
-        # The slice, but for the rotations of heads: what takes rows there is `into`.
+        # The slice point, with heads in their stored basis; the matrices of `into` take their rows to the slice.
         point = s.enter(f, s.values(params), turning=False)
         slice_gradient = with_leaves(updates, s.enter_dual(f, s.vectors(updates), turning=False))
         gradient: Arrays = leaves_by_path(slice_gradient)
@@ -106,7 +107,7 @@ def fused_ddc(
         mu, nu = (with_leaves(tree, cast_like(new, tree)) for tree, new in ((past.mu, mu), (past.nu, nu)))
         ddc_state = ScaleByDDCState(adam.count, mu, nu, moments)
 
-        # Decay, learning rate, and back: all of them are the same in any basis of heads.
+        # The decay, the learning rate and the way back from the slice are the same in any basis of heads.
         u = with_leaves(slice_gradient, cast_like(step, slice_gradient))
         u, tail_state = tail.update(u, state.inner_state[1:], with_leaves(params, point), **extra)
         after = s.fix(jax.tree.map(jnp.add, dict(point), s.vectors(u)), state.frame.live)
@@ -118,30 +119,30 @@ def fused_ddc(
 
 
 def _rotations_come_last(s: Slice) -> bool:
-    """Whether heads can be turned when all else is done: on a leaf of a shift they may have to be turned before."""
+    """Whether rotations can be applied after all other gauges. On a leaf with a shift, they may have to act before."""
     turned = {path for turn in s.turns for path in turn.paths}
     return turned.isdisjoint(path for i in s.instances if i.effect == "shift" for path in i.paths)
 
 
 def _above(rest: jax.Array, whole: jax.Array, least: jax.Array | None) -> jax.Array:
-    """The rest of a gradient, zero where it is what subtraction rounds, and where the whole is roundoff."""
+    """The rest of a gradient, with zeros for roundoff of the subtraction and where the whole gradient is roundoff."""
     if not jnp.issubdtype(rest.dtype, jnp.floating):
         return rest
     size, small = jnp.abs(whole), []
     if rest is not whole:
         small.append(jnp.abs(rest) <= noise(rest.dtype) * size)
     if least is not None:
-        small.append(size < least)  # not true for NaN, which is passed on
+        small.append(size < least)  # false for NaN, so that NaN is passed on
     return jax.lax.select(functools.reduce(jnp.logical_or, small), jnp.zeros_like(rest), rest) if small else rest
 
 
 class _StoredBlock(NamedTuple):
-    """A block that scales alone take to the slice, rotations aside, so that sums need not have it there.
+    """A block that only scales (and rotations) take to the slice, so that sums can read the stored leaf.
 
     Attributes:
       leaf: the stored leaf's values.
-      along: by what the channel's own scale multiplies it, per channel: constant along a sum.
-      others: the other scales on it: named axes, blocks, and by what they multiply them, per channel.
+      along: the factor of the channel's own scale, per channel; it is constant along a sum.
+      others: the other scales on the block: their named axes, their blocks, and their factors per channel.
     """
 
     leaf: jax.Array
@@ -149,9 +150,9 @@ class _StoredBlock(NamedTuple):
     others: tuple[tuple[tuple[str, ...], Block, jax.Array], ...]
 
     def weighted(self, *powers: int, by: jax.Array | None = None) -> jax.Array:
-        """The leaf times what other scales multiply it by, once per power to that power, and times `by`.
+        """The leaf times the factors of other scales, raised to each of `powers` in turn, and times `by`.
 
-        Two powers of one are not one of two: XLA:CPU would materialize a factor that two sums share.
+        `weighted(1, 1)` multiplies twice instead of squaring: XLA:CPU would materialize the shared square.
         """
         pairs = [(named, b, x if k == 1 else computed_twice(x * x)) for named, b, x in self.others for k in powers]
         factors = [b.spread(named, x, elsewhere=1.0) for named, b, x in pairs]
@@ -160,16 +161,16 @@ class _StoredBlock(NamedTuple):
 
 
 _Removed = Sequence[tuple[Channels, jax.Array]]
-"""Channels whose part was taken from a vector, with the rates at which it was."""
+"""Channels, each with the rates (multiples of the point, per channel) that were subtracted from a vector."""
 
 
 @dataclasses.dataclass(frozen=True)
 class _Stored:
-    """Sums along channels, taken from stored leaves where they can be.
+    """Sums along channels, computed from stored leaves where that is possible.
 
     Attributes:
-      blocks: by instance and block.
-      pairs: leaf path → its stored values and gradient, which make the same sums along a channel as on the slice.
+      blocks: the stored blocks, by instance and block.
+      pairs: leaf path → its stored values and gradient, which have the same sums along a channel as on the slice.
     """
 
     blocks: Mapping[tuple[Any, Block], _StoredBlock]
@@ -191,8 +192,8 @@ class _Stored:
                 if all(i in back for i, _ in others):
                     factors = tuple((i.named, b, sides[i, b.role]) for i, b in others)
                     blocks[instance, block] = _StoredBlock(values[block.path], sides[instance, block.role], factors)
-        # Leaves that scales and rotations move and nothing else, without single rows of heads, whose gradient may be
-        # roundoff on the slice.
+        # Only leaves that nothing but scales and rotations move make pairs. Single rows of heads make none, because
+        # `enter_dual` may set their gradient to zero as roundoff.
         plain = {b.path for i in s.instances for b in i.blocks if i.effect in ("diagonal", "orthogonal")}
         mixed = {b.path for i in s.instances for b in i.blocks if i.effect not in ("diagonal", "orthogonal")}
         single = {b.path for turn in s.turns for b in turn.blocks if turn.rows(b) == 1}
@@ -216,7 +217,7 @@ class _Stored:
           channels: along which to sum.
           point: bound leaves.
           vector: bound leaves.
-          removed: what was taken from the gradient to make the vector; None where it is not made of the gradient.
+          removed: what was subtracted from the gradient to make the vector; None if the vector is not a gradient.
         """
         totals, named = [], channels.instance.named
         for block in channels.blocks:
@@ -231,7 +232,7 @@ class _Stored:
         return sum(totals[1:], totals[0])
 
     def _rest_of_pair(self, block: Block, removed: _Removed) -> tuple[jax.Array, jax.Array] | None:
-        """A stored leaf and what is left of its stored gradient; None where stored leaves cannot tell."""
+        """A stored leaf and the rest of its stored gradient; None where stored leaves do not determine it."""
         if block.path not in self.pairs:
             return None
         leaf, gradient = self.pairs[block.path]
@@ -246,9 +247,9 @@ class _Stored:
         return leaf, gradient
 
     def without_lengths(self, sized: _Removed, point: Arrays, vector: Arrays, paired: bool) -> Arrays:
-        """A vector without what changes lengths; channels come with the inverses of their squared lengths.
+        """Removes what changes lengths from a vector; `sized` pairs channels with inverses of squared lengths.
 
-        `paired` says that the vector is the gradient.
+        `paired` says that the vector is the gradient, whose sums can be taken from stored leaves.
         """
         out = dict(vector)
         removed: list[tuple[Channels, jax.Array]] = []

@@ -1,18 +1,19 @@
-"""Second moments of heads: on which numbers of a head a variance is kept, per `v_mode`.
+"""Second moments of heads: the argument `v_mode` says which numbers of a head share one variance.
 
 * "none": one variance per head, of all its blocks together;
 * "per_head_scalar": one per block and head;
-* "per_head_matrix": a d × d matrix per block and head, by which rows are divided;
-* "body_frame": one per entry, in the eigenbasis of the head's Gram matrix WᵀW;
-* "body_frame_topk": the same for directions that the head has; the others are divided as under "none".
+* "per_head_matrix": a d × d matrix V per block and head; rows are multiplied by V^(−1/2);
+* "body_frame": one per entry, in the eigenbasis of the Gram matrix WᵀW of the head's rows W. Only *live* directions
+  have one, those whose eigenvalue is not roundoff; the others are divided as under "none";
+* "body_frame_topk": the same, where eigenvalues of live directions exceed `live_threshold` of the largest.
 
-On the slice twins are the same numbers, so that eigenvectors need no signs. The eigenbasis is kept until the Gram
-matrix has turned away from it. Then moments go along, first ones by R, the rotation between two bases, second ones by
-R∘R.
+Twins have one slice point, so that no convention for the signs of eigenvectors is needed. The eigenbasis is kept until
+the Gram matrix has turned away from it. Then moments move to the new basis: first moments by the rotation R between
+the two bases, second moments by R∘R.
 
-Reference: DDC B.8. Deviations: |R| in the reference makes variances grow; a fixed diagonal is added to the Gram matrix,
-which says what an eigenbasis is where eigenvalues are equal; directions that are not divided follow the mean over the
-head's RMS, not the bare mean, whose size depends on the loss's scale.
+Reference: DDC B.8. Deviations: the reference takes |R| for R∘R, which makes variances grow; a fixed diagonal is added
+to the Gram matrix, which makes the eigenbasis unique where eigenvalues are equal; directions that are not live follow
+the mean over the head's RMS, not the bare mean, whose size depends on the loss's scale.
 """
 
 import functools
@@ -36,12 +37,12 @@ from gauge_optax.optimizers.adam import Adam
 from gauge_optax.slice import Slice
 
 V_MODES = ("body_frame_topk", "body_frame", "per_head_scalar", "per_head_matrix", "none")
-_TIE_BREAK = 5e-2  # of the mean eigenvalue, from the first direction to the last
-_MATRIX_FLOOR = 3e-2  # of √‖V‖_F: directions with less variance than its square are stepped no further
+_TIE_BREAK = 5e-2  # end of the ramp from 0 that is added to the diagonal, as a share of the mean eigenvalue
+_MATRIX_FLOOR = 3e-2  # share of √‖V‖_F; no direction is divided by less, which bounds the step
 
 
 class HeadMoments(NamedTuple):
-    """What a mode keeps.
+    """What a `v_mode` keeps of heads between steps.
 
     Attributes:
       bases: eigenbasis per head, (heads, d, d), one array per size of heads; () for modes without.
@@ -54,12 +55,12 @@ class HeadMoments(NamedTuple):
     age: jax.Array
 
 
-class Frames(NamedTuple):
-    """How leaves of heads become what moments are kept of, one entry per size of heads.
+class Bases(NamedTuple):
+    """The bases in which moments are kept, one entry per size of heads; not the frame F of a point.
 
     Attributes:
-      matrices: (heads, d, d), by which rows are multiplied; () where they stay as they come.
-      live: which directions heads have, (heads, d), under the modes with eigenbases.
+      matrices: (heads, d, d), which take rows to these bases; () if rows need no change.
+      live: which directions are live, (heads, d), under the modes with eigenbases; else ().
     """
 
     matrices: tuple[jax.Array, ...]
@@ -67,7 +68,7 @@ class Frames(NamedTuple):
 
 
 def init_heads(s: Slice, point: Arrays, v_mode: str) -> HeadMoments:
-    """What is kept at a starting point."""
+    """The state at a starting point."""
     bases: tuple[jax.Array, ...] = ()
     outer: tuple[jax.Array, ...] = ()
     if v_mode.startswith("body_frame"):
@@ -85,14 +86,14 @@ def refreshed(
     mu: Arrays,
     nu: Arrays,
     options: Any,
-) -> tuple[HeadMoments, Frames, Arrays, Arrays]:
-    """The bases of this step, and both moments in them.
+) -> tuple[HeadMoments, Bases, Arrays, Arrays]:
+    """The state of heads at this step, its bases, and the first and second moments in these bases.
 
     Args:
       s: the slice.
       point: bound leaves.
-      into: per rotation, what takes rows to the slice; None where they are there.
-      heads: what was kept at the last step.
+      into: per rotation, the matrix that takes its rows to the slice; None if the rows are on it already.
+      heads: the state after the last step.
       mu: first moments.
       nu: second moments.
       options: the settings of `scale_by_ddc`.
@@ -100,7 +101,7 @@ def refreshed(
     groups = by_size(s.turns)
     entering = () if into is None else tuple(stack_heads([into[turn] for turn in turns]) for turns in groups)
     if not heads.bases:
-        return heads, Frames(entering, ()), mu, nu
+        return heads, Bases(entering, ()), mu, nu
     grams = [_grams(turns, point) for turns in groups]
     if entering:
         grams = [matmul(matmul(transpose(e), gram), e) for e, gram in zip(entering, grams, strict=True)]
@@ -126,12 +127,12 @@ def refreshed(
     sizes = [jnp.sum(basis * matmul(gram, basis), -2) for gram, basis in zip(grams, bases, strict=True)]
     live = tuple(size > cut * jnp.max(size, -1, keepdims=True) for size in sizes)
     matrices = tuple(map(matmul, entering, bases)) if entering else bases
-    return HeadMoments(bases, (), age), Frames(matrices, live), mu | head_mu, nu | head_nu
+    return HeadMoments(bases, (), age), Bases(matrices, live), mu | head_mu, nu | head_nu
 
 
-def in_bases(s: Slice, frames: Frames, vector: Arrays, back: bool = False) -> Arrays:
+def in_bases(s: Slice, bases: Bases, vector: Arrays, back: bool = False) -> Arrays:
     """A vector in the bases that moments are kept in, or back."""
-    for turns, matrices in zip(by_size(s.turns), frames.matrices, strict=False):
+    for turns, matrices in zip(by_size(s.turns), bases.matrices, strict=False):
         vector = _turned(turns, vector, transpose(matrices) if back else matrices)
     return vector
 
@@ -146,20 +147,20 @@ def divided(
     gradient: Arrays,
     nu: Arrays,
 ) -> tuple[Arrays, Arrays, HeadMoments]:
-    """Means over roots of second moments, of all leaves.
+    """Divides the first moments of all leaves by the roots of their second moments.
 
     Args:
       s: the slice.
-      heads: what is kept of heads at this step.
-      live: which directions heads have.
+      heads: the state of heads at this step.
+      live: which directions are live, as in `Bases`.
       options: the settings of `scale_by_ddc`.
       adam: hyperparameters.
-      mean: first moments, corrected.
-      gradient: of this step, in the bases of moments.
+      mean: first moments with their bias corrected, in the bases of moments.
+      gradient: the gradient of this step, in the same bases.
       nu: second moments so far.
 
     Returns:
-      The step, in the bases of moments, the new second moments, and what is kept of heads.
+      The step, in the bases of moments, the new second moments, and the new state of heads.
     """
     mode = options.v_mode
     squares = {p: jnp.square(gradient[p]) for p in nu}
@@ -178,7 +179,7 @@ def divided(
         return step | by_matrix, nu, heads._replace(outer=outer)
     for turns, directions in zip(by_size(s.turns), live, strict=False):
         for turn, alive in zip(turns, unstack_heads(directions, turns), strict=True):
-            # Directions that a head does not have follow the mean over the head's RMS.
+            # Directions that are not live follow the mean over the head's RMS.
             root = adam.root(turn.mean(nu))
             for block in turn.blocks:
                 rows = block.rows(step[block.path])
@@ -189,7 +190,7 @@ def divided(
 
 
 def _grams(turns: Sequence[Any], point: Arrays) -> jax.Array:
-    """WᵀW of heads of one size, (heads, d, d), scaled to a mean eigenvalue of 1."""
+    """Gram matrices WᵀW of heads of one size, (heads, d, d), scaled to a mean eigenvalue of 1."""
     gram = stack_heads([turn.gram(point, point) for turn in turns])
     size = jnp.trace(gram, axis1=-2, axis2=-1)[..., None, None] / gram.shape[-1]
     return gram / jnp.where(size > 0, size, 1.0)
@@ -209,7 +210,7 @@ def _off_diagonal(gram: jax.Array, basis: jax.Array) -> jax.Array:
 
 
 def _turned(turns: Sequence[Any], leaves: Arrays, matrices: jax.Array) -> Arrays:
-    """Leaves with every head's rows times its matrix."""
+    """The leaves with the rows of every head multiplied by its matrix."""
     out = dict(leaves)
     for turn, matrix in zip(turns, unstack_heads(matrices, turns), strict=True):
         out |= turn.turned(out, matrix)
@@ -219,14 +220,14 @@ def _turned(turns: Sequence[Any], leaves: Arrays, matrices: jax.Array) -> Arrays
 def _by_matrix(
     s: Slice, outer: tuple[jax.Array, ...], adam: Adam, mean: Arrays, gradient: Arrays
 ) -> tuple[Arrays, tuple[jax.Array, ...]]:
-    """Rows times (V̂ + floor)^(−1/2): leaves of heads, and V of every block."""
+    """The leaves of heads, rows multiplied by (V̂ + floor)^(−1/2), and the new V of every block."""
     out, fresh, past = {p: mean[p] for turn in s.turns for p in turn.paths}, [], iter(outer)
     for turn in s.turns:
         products = [turn.block_gram(b, gradient[b.path], gradient[b.path]) / turn.rows(b) for b in turn.blocks]
         moments = [adam.second(square, next(past)) for square in products]
         fresh += moments
         variances = [adam.variance(x) for x in moments]
-        # A block without gradient (a key bias) is divided by what the head has.
+        # The head's mean variance bounds the floor of a block without gradient (a key bias) from below.
         pooled = functools.reduce(jnp.add, variances) / len(variances)
         for block, variance in zip(turn.blocks, variances, strict=True):
             size = jnp.maximum(*(jnp.linalg.norm(x, axis=(-2, -1), keepdims=True) for x in (variance, pooled)))

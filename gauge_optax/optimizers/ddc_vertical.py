@@ -1,6 +1,7 @@
-"""Motion along orbits, for losses with a penalty: every orbit coordinate by momentum, or by an Adam of its own.
+"""Motion along orbits, for losses with a penalty, which are not constant along them.
 
-Coordinates are log α of a scale channel, the shift of a leaf, and the turning of a head, which has one variance.
+Every orbit coordinate is stepped by momentum (mode "sgd") or by an Adam of its own (mode "adam"). The coordinates are
+log α of a scale channel, the shift of a leaf, and the turning of a head; all turning of a head shares one variance.
 Reference: DDC B.1–B.4, `vertical_mode`.
 """
 
@@ -20,12 +21,12 @@ VERTICAL = ("frozen", "sgd", "adam")
 
 
 class Moments(NamedTuple):
-    """A number per orbit coordinate.
+    """One moment of every orbit coordinate.
 
     Attributes:
-      scales: per instance with anchors.
-      shifts: per shift, by leaf.
-      turning: by leaf; second moments have one number per head.
+      scales: one array per instance with anchors.
+      shifts: one dict by leaf per shift.
+      turning: a dict by leaf; in second moments, a dict by number of the rotation, with one number per head.
     """
 
     scales: Any
@@ -60,14 +61,14 @@ def init_vertical(s: Slice, mode: str, point: Arrays) -> VerticalMoments:
 def vertical_step(
     s: Slice, mode: str, adam: Adam, point: Arrays, gradient: Arrays, past: VerticalMoments
 ) -> tuple[Arrays, VerticalMoments]:
-    """A tangent along the orbit, and the new moments.
+    """Returns a tangent along the orbit, and the new moments.
 
     Args:
       s: the slice.
       mode: "sgd" or "adam".
       adam: hyperparameters.
       point: bound leaves of the slice point.
-      gradient: of this step.
+      gradient: bound leaves of the slice gradient.
       past: moments so far.
     """
     derivatives = _derivatives(s, point, gradient)
@@ -99,13 +100,13 @@ def _shifts(s: Slice) -> list[Any]:
 
 
 def _scaled(instance: Any, point: Arrays, logs: jax.Array) -> Arrays:
-    """A point whose channels are scaled by these logs. Rotary planes turn too, but as rotations, in `turning`."""
+    """A point whose channels are scaled by these logs. The angles of rotary planes belong to `turning`."""
     out: Arrays = instance.act(instance.from_logs(logs), point)
     return out
 
 
 def _derivatives(s: Slice, point: Arrays, gradient: Arrays) -> Moments:
-    """The loss's derivatives along every orbit; zero where that is what arithmetic leaves of an invariant loss."""
+    """The loss's derivatives by every orbit coordinate; zero where they are roundoff, as for an invariant loss."""
     sizes = {p: jnp.abs(point[p] * x) for p, x in gradient.items()}
     scales = []
     for instance in _sized(s):
@@ -123,7 +124,7 @@ def _derivatives(s: Slice, point: Arrays, gradient: Arrays) -> Moments:
 
 
 def _times(s: Slice, turning: Arrays, factors: Arrays) -> Arrays:
-    """Leaves of heads times a number per head."""
+    """The leaves of heads, each head multiplied by its factor."""
     out = dict(turning)
     for k, turn in enumerate(s.turns):
         for block in turn.blocks:
@@ -133,12 +134,12 @@ def _times(s: Slice, turning: Arrays, factors: Arrays) -> Arrays:
 
 
 def _above_noise(derivative: jax.Array, size: jax.Array) -> jax.Array:
-    """A derivative, zero where it is what a sum of terms of this size rounds."""
+    """A derivative, with zeros where it is roundoff of a sum whose terms have this size."""
     return jnp.where(jnp.abs(derivative) > noise(derivative.dtype) * size, derivative, 0.0)
 
 
 def _turns(turn: Any, point: Arrays, gradient: Arrays) -> jax.Array:
-    """Whether a gradient turns a head by more than what sums over its rows round."""
+    """Whether a gradient turns a head by more than the roundoff of sums over its rows."""
     lengths = (jnp.sqrt(jnp.trace(turn.gram(x, x), axis1=-2, axis2=-1)) for x in (point, gradient))
     moment = jnp.linalg.norm(skew(turn.gram(point, gradient)), axis=(-2, -1))
     return moment > noise(moment.dtype) * math.prod(lengths, start=jnp.ones(()))

@@ -3,7 +3,8 @@
     optax.chain(gauge_project(gauges), scale_by_ddc(gauges), add_gauge_decay(0.1, gauges),
                 optax.scale_by_learning_rate(3e-4), gauge_retract(gauges))
 
-is `ddc_adamw(3e-4, gauges, weight_decay=0.1)`. Every link enters the slice and leaves it again.
+is `ddc_adamw(3e-4, gauges, weight_decay=0.1)`. Every link enters the slice and leaves it again. *Vertical* updates
+are along the orbit, the set of all twins of a point; the rest is *horizontal*.
 References: DDC §3, B.1–B.10.
 """
 
@@ -35,7 +36,7 @@ Scalar = float | jax.Array
 def link(
     name: str, inner: optax.GradientTransformation, group: Product, without_shifts: bool = True
 ) -> optax.GradientTransformationExtraArgs:
-    """A link of a chain: `inner` on the slice. The step that comes out ends off the slice until `gauge_retract`.
+    """A link of a chain: `inner` on the slice. Its step ends off the slice; `gauge_retract` leads back to it.
 
     Args:
       name: of the public function, for messages.
@@ -66,14 +67,14 @@ class GaugeRetractState(NamedTuple):
     """State of `gauge_retract`.
 
     Attributes:
-      frame: what was read at `init`; every step ends on the slice moved by this frame, where the weights started.
+      frame: the frame F that was read at `init`. Every step ends on F·(the slice), the set where the weights started.
     """
 
     frame: Any
 
 
 def gauge_project(gauges: Gauges, kind: str = "gradient") -> optax.GradientTransformationExtraArgs:
-    """Keeps the horizontal part of updates.
+    """Keeps the horizontal part of updates: it removes their part along the orbit.
 
     Args:
       gauges: a gauge or a sequence of them, meaning their product.
@@ -139,18 +140,18 @@ def scale_by_ddc(
       nesterov: whether to use Nesterov momentum, as in `optax.adam`.
       vertical: "frozen" (no motion along orbits), "sgd" or "adam" (for losses that hold a penalty).
       v_mode: second moment of rotated leaves: "body_frame_topk", "body_frame", "per_head_scalar",
-        "per_head_matrix" or "none".
+        "per_head_matrix" or "none"; `optimizers/ddc_heads.py` defines them.
       radial: "linear" (Adam on a channel's length s) or "log" (on log s, which decay drives to zero).
       radial_scale: factor on the radial step; at 1 a length moves as far as Adam can move it, lr·√n for n entries.
-      scale_floor: share of a gauge's mean length at `init` below which a length grows; 0 lets channels die.
+      scale_floor: share of a gauge's mean length at `init`; a shorter length is made to grow. 0 lets channels die.
       live_threshold: under "body_frame_topk", eigendirections whose eigenvalue is below this share of the largest are
         not divided by their second moments.
       refresh_drift: share of a head's Gram matrix off the diagonal of its eigenbasis at which the basis is renewed.
       refresh_every: age in steps at which the basis is renewed in any case; None for never.
 
     Returns:
-      A transformation of gradients (cotangents) into a horizontal tangent, which the learning rate scales and
-      `gauge_retract` turns into a step.
+      A transformation of gradients (cotangents) into a tangent, which the learning rate scales and `gauge_retract`
+      turns into a step. If `vertical` is "frozen", the tangent is horizontal.
 
     Raises:
       ValueError: a mode that does not exist; bindings that do not fit; `update` without params.
@@ -194,9 +195,9 @@ def scale_by_scaled_polar(
 ) -> optax.GradientTransformationExtraArgs:
     """Muon on the slice of a product of gauges for matrices, `scale_by_ddc` for everything else.
 
-    Matrices are the leaves of rotations and rescales and the consumers of norms, except vectors and the leaves of a
-    `logit_shift`. A leaf has one matrix per head where a rotation binds it. Otherwise channels are on one side and free
-    axes on the other.
+    Matrices are the leaves of rotations, tori and rescales and the consumers of norms, except vectors and the leaves of
+    a `logit_shift`. A leaf has one matrix per head where a rotation or torus binds it. Otherwise channels are on one
+    side and free axes on the other.
 
     Args:
       gauges: a gauge or a sequence of them, meaning their product.
@@ -221,9 +222,9 @@ def scale_by_scaled_polar(
       scale_floor: see `scale_by_ddc`.
 
     Returns:
-      A transformation of gradients (cotangents) into a horizontal tangent, which the learning rate scales and
-      `gauge_retract` turns into a step. In its state, `nu` has an `optax.MaskedNode` for every matrix, as in
-      `optax.contrib.muon`.
+      A transformation of gradients (cotangents) into a tangent, which the learning rate scales and `gauge_retract`
+      turns into a step. If `vertical` is "frozen", the tangent is horizontal. In its state, `nu` has an
+      `optax.MaskedNode` for every matrix, as in `optax.contrib.muon`.
 
     Raises:
       ValueError: a mode that does not exist; a label that is neither "muon" nor "adam", or that matches no leaf; "muon"
@@ -251,7 +252,7 @@ def scale_by_scaled_polar(
 
 
 def gauge_retract(gauges: Gauges) -> optax.GradientTransformationExtraArgs:
-    """Turns a scaled tangent into a step that ends on the slice of the starting point, where coordinates do not drift.
+    """Turns a scaled tangent into a step that ends on the slice, moved to the starting point: no coordinate drifts.
 
     Args:
       gauges: a gauge or a sequence of them, meaning their product.
@@ -270,7 +271,7 @@ def gauge_retract(gauges: Gauges) -> optax.GradientTransformationExtraArgs:
     >>> [round(float(x[0, 0]), 4) for x in (step["up"], step["down"])]  # the anchor keeps its size
     [0.0, 0.21]
 
-    Reference: DDC B.7. Deviation: the reference moves one gauge after the other, and roundoff accumulates.
+    Reference: DDC B.7. Deviation: the reference moves one gauge after the other, so that roundoff accumulates.
     """
     group = product(gauges)
 

@@ -1,4 +1,4 @@
-"""Muon's step of a matrix: the polar factor of its first moment, times one invariant number per matrix.
+"""Muon's step of a matrix: the polar factor of its first moment, times one number per matrix that twins share.
 
 The gauges' bindings say which leaves are matrices; the user's labels may say otherwise.
 References: DDC B.10, Table 1; Jordan et al. 2024 (Muon).
@@ -31,7 +31,7 @@ class Polar:
 
     Attributes:
       beta: decay of first moments.
-      eps: added to ‖M‖_F in the normalisation.
+      eps: added to the norm ‖M‖_F by which a first moment M is divided.
       schedule: the polynomials of the Newton–Schulz iteration, one per step.
       scale: "width", "rms", "none", or the RMS of a step.
       labels: the user's pairs of a path pattern and "muon" or "adam", in order.
@@ -48,7 +48,7 @@ class Polar:
     def matrices(self, s: Slice, params: optax.Params) -> dict[str, Matrices]:
         """Returns leaf path → how it is read, for the leaves that are stepped by their polar factor.
 
-        Raises ValueError for a label that matches no leaf, and for a leaf that is labelled "muon" and is no matrix.
+        Raises ValueError for a label that matches no leaf, and for a leaf that is labelled "muon" but is no matrix.
         """
         leaves, read = leaves_by_path(params), matrices_of(s.instances)
         rotated = {path for turn in s.turns for path in turn.paths}
@@ -66,7 +66,7 @@ class Polar:
                     "a pattern of at least one leaf", f"write '{near[0][1]}'" if near else "drop the label",
                 )  # fmt: skip
             muon = muon | hits if label == "muon" else muon - hits
-        # A leaf that gauges bind and do not read as matrices is a bias or a norm's scale, whatever its shape.
+        # If gauges bind a leaf but do not read it as matrices, it is a bias or a norm's scale, whatever its shape.
         vectors = rotated | {path for i in s.instances if i.log_step and i.sides for path in i.paths}
         for path in (path for path in leaves if path in muon and path not in read):
             shape, vector = leaves[path].shape, path in vectors
@@ -114,7 +114,7 @@ def polar_of(
     preset: str | None = None,
     consistent_rms: Scalar | None = None,
 ) -> Polar:
-    """Collects the arguments about matrices, as `scale_by_scaled_polar` and the aliases have them.
+    """Makes a `Polar` from the arguments that `scale_by_scaled_polar` and the aliases share.
 
     Raises ValueError, with the name of the transformation, for arguments that are unknown or contradict each other.
     """

@@ -39,7 +39,7 @@ def from_state(
       params: the parameters that the state belongs to.
       on_unknown: what to do with moments without a rule, as in `transport`: second moments of entries that
         `head_linear` or `rope_linear` mixes, and arrays in states that `transport` has no rule for.
-      pin: that of the `quotient` which goes on. States of version 0.2 say it themselves.
+      pin: that of the `quotient` which goes on.
 
     Returns:
       A state of `quotient(inner, gauges, pin=pin)`.
@@ -63,7 +63,7 @@ def from_state(
     s, mesh = group._slice(params), layout(params)
     saved = _field(state, "gauges")
     if saved is not None and _field(saved, "inverses") is not None:
-        return _from_0_2(s, state, inner, params)
+        return _from_0_2(s, state, inner, params, pin)
     with mesh.left_open():
         stored, plain = mesh.enter((params, state))
         elements, masks = s.read(s.values(stored), turning=False)
@@ -98,7 +98,7 @@ def _field(record: Any, name: str) -> Any:
     return record.get(name) if isinstance(record, Mapping) else getattr(record, name, None)
 
 
-def _from_0_2(s: Slice, state: Any, inner: optax.GradientTransformation, params: Any) -> QuotientState:
+def _from_0_2(s: Slice, state: Any, inner: optax.GradientTransformation, params: Any, pin: bool) -> QuotientState:
     """Reads a state in which elements were stored with their inverses, and the offset was called `grown`."""
     saved = _field(state, "gauges")
     labels = sorted(_field(saved, "elements"))
@@ -112,8 +112,10 @@ def _from_0_2(s: Slice, state: Any, inner: optax.GradientTransformation, params:
     frame = s.frame(s.from_elements([_field(saved, "elements")[label] for label in labels]), live)
     point = with_leaves(params, s.enter(s.elements(frame), s.values(params)))
     template = jax.eval_shape(inner.init, point)
-    for wrapper in (QuotientState, UnpinnedState):  # of an alias, which is a `quotient` itself
-        template = template.inner_state if isinstance(template, wrapper) else template
+    if isinstance(template, QuotientState):  # of an alias, which is a `quotient` itself
+        template = template.inner_state
+    if isinstance(template, UnpinnedState):
+        template, pin = template.inner_state, False
     inner_state = _shaped_like(template, _field(state, "inner_state"))
     offset = []
     for place, past in zip(s.order[0], grown, strict=False):
@@ -121,10 +123,12 @@ def _from_0_2(s: Slice, state: Any, inner: optax.GradientTransformation, params:
         # Version 0.2 stored the moduli of rotary planes without their angles.
         same = jax.tree.map(jnp.shape, past) == jax.tree.map(jnp.shape, identity)
         offset.append(past if same else jnp.stack([past, jnp.zeros_like(past)], -1))
-    # An empty offset was that of an optimizer that is pinned to the slice.
-    if not offset:
+    # A state of `pin=True` had no offset, and one of `pin=False` had none where no gauge has an anchor.
+    if pin and not offset:
         return QuotientState(frame, inner_state)
     live = jax.tree.map(jnp.copy, frame.live)  # one buffer in two fields could not be donated
+    if not offset:
+        return QuotientState(frame, unpinned_state(s, live, inner_state))
     return QuotientState(frame, UnpinnedState(tuple(offset), live, inner_state))
 
 

@@ -78,6 +78,18 @@ class Place(NamedTuple):
     others: tuple[tuple[int, Block], ...]
 
 
+class Order(NamedTuple):
+    """The order in which anchors are read, see `Slice.order`.
+
+    Attributes:
+      first: every instance with anchors once, from the anchor that is read at every step.
+      later: the other anchors, for channels whose first anchor is zero at `init`.
+    """
+
+    first: tuple[Place, ...]
+    later: tuple[Place, ...]
+
+
 @dataclasses.dataclass(frozen=True)
 class Slice:
     """All instances of a list of gauges on one tree. Static: made from paths and shapes.
@@ -188,7 +200,7 @@ class Slice:
         by_instance, labelled = iter(elements), {}
         for label, (_, instances) in zip(self.labels, self.parts, strict=True):
             labelled[label] = {i.key: next(by_instance) for i in instances}
-        return Frame(labelled, tuple(masks[: len(self.order[0])]))
+        return Frame(labelled, tuple(masks[: len(self.order.first)]))
 
     def elements(self, frame: Frame) -> tuple[Any, ...]:
         """F, one element per instance. Raises ValueError for the frame of other gauges."""
@@ -215,7 +227,7 @@ class Slice:
     # Into the slice and out -----------------------------------------------------------------------------
 
     @functools.cached_property
-    def moving(self) -> tuple[int, ...]:
+    def move_order(self) -> tuple[int, ...]:
         """The positions of instances, in the order in which they move points, tangents and cotangents.
 
         Shifts keep their place in the list, because the instances after a shift move it. Between two shifts all
@@ -229,8 +241,8 @@ class Slice:
         return tuple(sorted(range(len(keys)), key=keys.__getitem__))
 
     def _moves(self, elements: Sequence[Any], turning: bool) -> Iterator[tuple[Any, Any]]:
-        """Instances with their elements, in the order of `moving`; `turning=False` skips those that only rotate."""
-        for number in self.moving:
+        """Instances with their elements, in the order of `move_order`; `turning=False` skips those that only rotate."""
+        for number in self.move_order:
             instance = self.instances[number]
             if turning or instance.turn is not instance:
                 yield instance, elements[number]
@@ -312,12 +324,12 @@ class Slice:
 
         Args:
           point: bound leaves.
-          live: which channels to fix, one mask per place of `order[0]`.
+          live: which channels to fix, one mask per place of `order.first`.
         """
         return SlicePoint(self.centred(self._sized(point, live)))
 
     def _sized(self, point: Arrays, live: Sequence[jax.Array]) -> Arrays:
-        for place, mask in zip(self.order[0], live, strict=False):
+        for place, mask in zip(self.order.first, live, strict=False):
             instance = self.instances[place.number]
             e, _ = instance.read(place.anchor, point, mask, near=True)
             point = instance.enter(e, point)
@@ -391,9 +403,9 @@ class Slice:
         In the returned point, channels that were read are on the slice, and channels that could not be read are zero.
         """
         elements = [instance.identity() for instance in self.instances]
-        read = {place.number: jnp.zeros(self.instances[place.number].shape, bool) for place in self.order[0]}
+        read = {place.number: jnp.zeros(self.instances[place.number].shape, bool) for place in self.order.first}
         masks = []
-        for place in self.order[0] + self.order[1]:
+        for place in self.order.first + self.order.later:
             instance, visible = self.instances[place.number], dict(point)
             # An entry that another instance moves counts only once that instance's channel has been read and undone:
             # before that, its size differs between twins.
@@ -407,7 +419,7 @@ class Slice:
             read[place.number] = read[place.number] | new
             point = instance.enter(e, point)
         # Every anchor is read again with the entries that were left out above, because `fix` reads all entries.
-        for place, mask in zip(self.order[0], masks, strict=False):
+        for place, mask in zip(self.order.first, masks, strict=False):
             instance = self.instances[place.number]
             e, _ = instance.read(place.anchor, point, mask, near=True)
             elements[place.number] = instance.compose(elements[place.number], e)
@@ -422,7 +434,7 @@ class Slice:
         return elements, masks, point
 
     @functools.cached_property
-    def order(self) -> tuple[tuple[Place, ...], tuple[Place, ...]]:
+    def order(self) -> Order:
         """The order in which anchors are read. It does not depend on the order of the gauges.
 
         The first tuple reads every instance from its first anchor, as soon as all other instances that move that anchor
@@ -458,7 +470,7 @@ class Slice:
             place(x.number, anchor)
             for x in reversed(first) for anchor in self.instances[x.number].anchors if anchor != x.anchor
         ]  # fmt: skip
-        return tuple(first), tuple(later)
+        return Order(tuple(first), tuple(later))
 
     def _cycle(self, waiting: Sequence[int]) -> ValueError:
         instances = [self.instances[k] for k in waiting]
@@ -485,7 +497,7 @@ class Slice:
 
         Args:
           point: bound leaves of the slice point; heads may have any basis.
-          masks: which channels were read, one mask per place of `order[0]`.
+          masks: which channels were read, one mask per place of `order.first`.
           tangent: bound leaves.
         """
         # The tangent itself is centred, because `centred` has no derivative at a point that is constant along `vocab`.
@@ -516,7 +528,7 @@ class Slice:
         return self.leave(near.elements, SliceTangent(across))
 
     def pulled(self, elements: Sequence[Any], cotangent: Arrays, reverse: bool = True) -> Arrays:
-        """Fᵀ·g without what `enter_dual` removes, in the order of `moving` or in reverse."""
+        """Fᵀ·g without what `enter_dual` removes, in the order of `move_order` or in reverse."""
         moves = list(self._moves(elements, True))
         for instance, e in reversed(moves) if reverse else moves:
             cotangent = instance.pull(e, cotangent)

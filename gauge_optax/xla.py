@@ -60,13 +60,13 @@ def computed_twice(positive: jax.Array) -> jax.Array:
 _KEY = 20260
 
 
-def fixed_noise(number: int, rows: int, columns: int, other: int | jax.Array = 0) -> jax.Array:
-    """Returns fixed pseudo-random numbers in (−1, 1), (rows, columns); every `number` and `other` has its own.
+def fixed_noise(block: int, rows: int, columns: int, draw: int | jax.Array = 0) -> jax.Array:
+    """Returns fixed pseudo-random numbers in (−1, 1), (rows, columns); every `block` and `draw` has its own.
 
     It hashes positions. `jax.random` has a loop, which on a CPU can block for ever if another loop runs beside it.
     """
-    x = jnp.arange(rows * columns, dtype=jnp.uint32) + jnp.uint32((_KEY + number * 0x9E3779B9) % 2**32)
-    x = x ^ (jnp.uint32(0xC2B2AE35) * jnp.asarray(other, jnp.uint32))
+    x = jnp.arange(rows * columns, dtype=jnp.uint32) + jnp.uint32((_KEY + block * 0x9E3779B9) % 2**32)
+    x = x ^ (jnp.uint32(0xC2B2AE35) * jnp.asarray(draw, jnp.uint32))
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
         x = (x ^ (x >> shift)) * jnp.uint32(factor)
     x = x ^ (x >> 16)

@@ -121,10 +121,10 @@ def matrices_of(instances: Iterable[Any]) -> dict[str, Matrices]:
     """
     answers = [(block.path, instance.matrices(block)) for instance in instances for block in instance.blocks]
     read: dict[str, Matrices | None] = {}
-    for path, (rank, reading) in sorted((row for row in answers if row[1] is not None), key=lambda row: row[1][0]):
+    for path, (priority, reading) in sorted((row for row in answers if row[1] is not None), key=lambda row: row[1][0]):
         # Answers come by priority (`Instance.matrices`); the first wins. A rotation's bias stays no matrix, even if a
-        # scale moves it too, unless that is a scale per head (rank 1).
-        if path not in read or (rank == 1 and read[path] is None):
+        # scale moves it too, unless that is a scale per head (priority 1).
+        if path not in read or (priority == 1 and read[path] is None):
             read[path] = reading
     return {path: reading for path, reading in read.items() if reading is not None}
 

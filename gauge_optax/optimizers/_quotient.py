@@ -167,7 +167,7 @@ def unpinned(inner: optax.GradientTransformationExtraArgs, group: Product) -> op
     """
 
     def instances_with_offset(s: Slice, state: UnpinnedState) -> list[tuple[Any, Any]]:
-        pairs = [(s.instances[place.number], a) for place, a in zip(s.order[0], state.offset, strict=True)]
+        pairs = [(s.instances[place.number], a) for place, a in zip(s.order.first, state.offset, strict=True)]
         return [(instance, a) for instance, a in pairs if not instance.known_by_action]
 
     def update(updates: Any, state: UnpinnedState, params: Any, **extra: Any) -> tuple[Any, UnpinnedState]:
@@ -201,13 +201,13 @@ def unpinned(inner: optax.GradientTransformationExtraArgs, group: Product) -> op
             extra["value_fn"] = lambda tree, *args, **kwargs: value_fn(inward(tree), *args, **kwargs)
         u, inner_state = inner.update(outward_dual(updates), state.inner_state, with_leaves(params, outside), **extra)
         step = inward(u)
-        moved, past = jax.tree.map(jnp.add, point, s.vectors(step)), []
-        for place, live, a in zip(s.order[0], state.live, state.offset, strict=True):
+        moved, new_offset = jax.tree.map(jnp.add, point, s.vectors(step)), []
+        for place, live, a in zip(s.order.first, state.live, state.offset, strict=True):
             instance = s.instances[place.number]
             e, _ = instance.read(place.anchor, moved, live, near=True)
             moved = instance.enter(e, moved)
-            past.append(instance.compose(a, e) if not instance.known_by_action else a)
-        return step, UnpinnedState(tuple(past), state.live, inner_state)
+            new_offset.append(instance.compose(a, e) if not instance.known_by_action else a)
+        return step, UnpinnedState(tuple(new_offset), state.live, inner_state)
 
     def init(params: optax.Params) -> UnpinnedState:
         if is_empty(params):
@@ -227,5 +227,5 @@ def unpinned_state(s: Slice, live: Sequence[jax.Array], inner_state: optax.OptSt
       live: which channels are fixed at every step, one mask per place of `Slice.order`.
       inner_state: state of the inner transformation.
     """
-    identity = tuple(s.instances[place.number].identity() for place in s.order[0])
+    identity = tuple(s.instances[place.number].identity() for place in s.order.first)
     return UnpinnedState(identity, tuple(live[: len(identity)]), inner_state)

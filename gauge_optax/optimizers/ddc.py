@@ -141,8 +141,8 @@ def ddc(group: Product, options: Options, polar: Polar | None = None) -> optax.G
         step |= {p: step[p] + x for p, x in along.items()}
         vertical = past.vertical
         if options.vertical != "frozen":
-            down, vertical = vertical_step(s, options.vertical, adam, point, s.vectors(updates), vertical)
-            step |= {p: step[p] + x for p, x in down.items()}
+            along_orbit, vertical = vertical_step(s, options.vertical, adam, point, s.vectors(updates), vertical)
+            step |= {p: step[p] + x for p, x in along_orbit.items()}
         moments = GaugeMoments(radial_mu, radial_nu, past.least, heads, vertical)
         mu, nu = (with_leaves(tree, cast_like(new, tree)) for tree, new in ((state.mu, mu), (state.nu, nu)))
         return with_leaves(updates, cast_like(step, updates)), ScaleByDDCState(adam.count, mu, nu, moments)
@@ -215,7 +215,7 @@ class Channels:
 
 def channels_with_length(s: Slice) -> list[Channels]:
     """The blocks opposite to anchors; every block has lengths of its own."""
-    places = [(s.instances[place.number], place.anchor) for place in s.order[0]]
+    places = [(s.instances[place.number], place.anchor) for place in s.order.first]
     # A whole block that is the anchor of another gauge without named axes has no length to change.
     whole = [block for instance, anchor in places for block in anchor if not instance.named]
     channels = []
@@ -228,7 +228,7 @@ def channels_with_length(s: Slice) -> list[Channels]:
 
 def channels_of_anchors(s: Slice) -> list[Channels]:
     """The anchors of scales, whose lengths are constant on the slice."""
-    places = [(s.instances[place.number], place.anchor) for place in s.order[0]]
+    places = [(s.instances[place.number], place.anchor) for place in s.order.first]
     return [Channels(instance, anchor) for instance, anchor in places if instance.log_step]
 
 

@@ -83,7 +83,7 @@ def vertical_step(
         inverses = {k: 1.0 / x for k, x in roots.turning.items()}
         rates = whole._replace(turning=_times(s, rates.turning, inverses))
     out = {p: jnp.zeros_like(x) for p, x in point.items()} | rates.turning
-    for instance, rate in zip(_sized(s), rates.scales, strict=True):
+    for instance, rate in zip(_with_anchors(s), rates.scales, strict=True):
         _, along = jax.jvp(functools.partial(_scaled, instance, point), (jnp.zeros_like(rate),), (rate,))
         out |= {p: out[p] + along[p] for p in instance.paths}
     for instance, rate in zip(_shifts(s), rates.shifts, strict=True):
@@ -91,7 +91,7 @@ def vertical_step(
     return out, VerticalMoments(mu, nu)
 
 
-def _sized(s: Slice) -> list[Any]:
+def _with_anchors(s: Slice) -> list[Any]:
     return [instance for instance in s.instances if instance.anchors]
 
 
@@ -109,17 +109,18 @@ def _derivatives(s: Slice, point: Arrays, gradient: Arrays) -> Moments:
     """The loss's derivatives by every orbit coordinate; zero where they are roundoff, as for an invariant loss."""
     sizes = {p: jnp.abs(point[p] * x) for p, x in gradient.items()}
     scales = []
-    for instance in _sized(s):
+    for instance in _with_anchors(s):
         logs = jnp.zeros(instance.shape, real_dtype())
         moved, pull = jax.vjp(functools.partial(_scaled, instance, point), logs)
         size = sum((b.total(instance.named, sizes[b.path]) for b in instance.blocks), start=jnp.zeros(()))
         cotangent = {p: gradient[p] if p in instance.paths else jnp.zeros_like(x) for p, x in moved.items()}
+        # The coefficient of the gradient's projection on (1, −p), by which log α = 1 changes the logs of both sides.
         scales.append(_above_noise(pull(cotangent)[0], size) / instance.log_step**2)
     absolute = {p: jnp.abs(x) for p, x in gradient.items()}
     shifts = [jax.tree.map(_above_noise, i.read_mean(gradient), i.read_mean(absolute)) for i in _shifts(s)]
     across = s.project_turning(point, gradient)
     turning = {path: gradient[path] - across[path] for turn in s.turns for path in turn.paths}
-    live = {str(k): _turns(turn, point, gradient).astype(real_dtype()) for k, turn in enumerate(s.turns)}
+    live = {str(k): _is_turned(turn, point, gradient).astype(real_dtype()) for k, turn in enumerate(s.turns)}
     return Moments(tuple(scales), tuple(shifts), _times(s, turning, live))
 
 
@@ -138,7 +139,7 @@ def _above_noise(derivative: jax.Array, size: jax.Array) -> jax.Array:
     return jnp.where(jnp.abs(derivative) > noise(derivative.dtype) * size, derivative, 0.0)
 
 
-def _turns(turn: Any, point: Arrays, gradient: Arrays) -> jax.Array:
+def _is_turned(turn: Any, point: Arrays, gradient: Arrays) -> jax.Array:
     """Whether a gradient turns a head by more than the roundoff of sums over its rows."""
     lengths = (jnp.sqrt(jnp.trace(turn.gram(x, x), axis1=-2, axis2=-1)) for x in (point, gradient))
     moment = jnp.linalg.norm(skew(turn.gram(point, gradient)), axis=(-2, -1))

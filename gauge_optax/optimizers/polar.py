@@ -22,7 +22,6 @@ from gauge_optax.transformation import require_choice
 Scalar = float | jax.Array
 Labels = Mapping[str, str] | None
 SCALES = ("width", "rms", "none")
-_NAME = "scale_by_scaled_polar"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +29,7 @@ class Polar:
     """Which leaves are stepped by their polar factor, and how.
 
     Attributes:
+      name: of the public function, for messages.
       beta: decay of first moments.
       eps: added to the norm ‖M‖_F by which a first moment M is divided.
       schedule: the polynomials of the Newton–Schulz iteration, one per step.
@@ -38,6 +38,7 @@ class Polar:
       rotations_alone: whether a leaf without a label is a matrix only where a rotation binds it.
     """
 
+    name: str
     beta: Scalar
     eps: Scalar
     schedule: Schedule
@@ -57,11 +58,11 @@ class Polar:
         if self.rotations_alone:
             muon &= rotated
         for pattern, label in self.labels:
-            hits = {path for path in leaves if match(_NAME, pattern, path) is not None}
+            hits = {path for path in leaves if match(self.name, pattern, path) is not None}
             if not hits:
                 near = nearest(pattern, {path: leaf.shape for path, leaf in leaves.items()}, 2)
                 raise binding_error(
-                    _NAME, f"no leaf matches the label '{pattern}'",
+                    self.name, f"no leaf matches the label '{pattern}'",
                     "nearest " + ", ".join(path for path, _ in near) if near else "no leaves",
                     "a pattern of at least one leaf", f"write '{near[0][1]}'" if near else "drop the label",
                 )  # fmt: skip
@@ -72,7 +73,7 @@ class Polar:
             shape, vector = leaves[path].shape, path in vectors
             if len(shape) != 2 or vector:
                 raise binding_error(
-                    _NAME, f"'{path}' is labelled muon",
+                    self.name, f"'{path}' is labelled muon",
                     f"shape {shape}, {'vectors to its gauges' if vector else 'in no gauge that names its axes'}",
                     "a matrix, or a leaf of a rotation, rescale or norm",
                     "label it adam" if vector else "label it adam, or bind it",
@@ -142,8 +143,8 @@ def polar_of(
     for pattern, label in (labels or {}).items():
         if label not in ("muon", "adam"):
             raise binding_error(
-                _NAME, f"bad label of '{pattern}'", repr(label), "'muon' or 'adam'",
+                name, f"bad label of '{pattern}'", repr(label), "'muon' or 'adam'",
                 f"write labels={{{pattern!r}: 'adam'}}",
             )  # fmt: skip
     schedule = ns_schedule(ns_coeffs, 5 if ns_steps is None else ns_steps)
-    return Polar(beta, eps, schedule, scale, tuple((labels or {}).items()), rotations_alone=preset is not None)
+    return Polar(name, beta, eps, schedule, scale, tuple((labels or {}).items()), rotations_alone=preset is not None)

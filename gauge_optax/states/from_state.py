@@ -118,7 +118,7 @@ def _from_0_2(s: Slice, state: Any, inner: optax.GradientTransformation, params:
         template, pin = template.inner_state, False
     inner_state = _shaped_like(template, _field(state, "inner_state"))
     offset = []
-    for place, past in zip(s.order[0], grown, strict=False):
+    for place, past in zip(s.order.first, grown, strict=False):
         identity = s.instances[place.number].identity()
         # Version 0.2 stored the moduli of rotary planes without their angles.
         same = jax.tree.map(jnp.shape, past) == jax.tree.map(jnp.shape, identity)

@@ -6,6 +6,10 @@
 Takes 20 float64 steps of every optimizer on every row of `tests/cases.py` that it accepts, from random, zero-output and
 dead-channel starts, and prints the largest difference of any leaf relative to its norm. The old sources are taken from
 the repository's history under another name. Kept until the release that replaces 0.2.
+
+A run can amplify roundoff: Newton–Schulz makes any direction of a matrix near zero as large as the others. Where a
+difference is above the tolerance, the old package is run again with gradients that differ by a relative 1e-15. The
+largest of its own differences is printed beside ours, and ours may be `AMPLIFIED` times as large.
 """
 
 import argparse
@@ -33,6 +37,8 @@ REVISION = "d2b521b"
 """The last commit of version 0.2."""
 STEPS = 20
 TOLERANCE = 1e-12
+PERTURBED = 1e-15
+AMPLIFIED = 10.0
 
 
 def old_package() -> Any:
@@ -71,7 +77,7 @@ def optimizers(go: Any, gauges: Sequence[Any]) -> dict[str, Callable[[], optax.G
     }
 
 
-def transported(go: Any, gauges: Sequence[Any], gradient: Callable[[Any], Any], element: Any, params: Any) -> Any:
+def transported(go: Any, gauges: Sequence[Any], element: Any, gradient: Callable[[Any], Any], params: Any) -> Any:
     """Adam's state after three steps, moved by an element as far as its moments can move."""
     tx = optax.adam(1e-2)
 
@@ -115,6 +121,19 @@ def made_and_trained(make: Callable[[], optax.GradientTransformation], gradient:
     return trained(make(), gradient, params)
 
 
+def perturbed(gradient: Callable[[Any], Any], seed: int) -> Callable[[Any], Any]:
+    """The same gradient, with every entry multiplied by 1 + `PERTURBED` times a fixed normal number."""
+
+    def inexact(params: Any) -> Any:
+        treedef: Any
+        leaves, treedef = jax.tree.flatten(gradient(params))
+        keys = jax.random.split(jax.random.key(seed), len(leaves))
+        noise = [jax.random.normal(key, x.shape, x.dtype) for key, x in zip(keys, leaves, strict=True)]
+        return treedef.unflatten([x * (1.0 + PERTURBED * n) for x, n in zip(leaves, noise, strict=True)])
+
+    return inexact
+
+
 def difference(ours: Any, theirs: Any) -> float:
     """The largest over leaves, relative to the leaf."""
     worst = 0.0
@@ -140,7 +159,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--starts", nargs="*", default=[], help="starts")
     chosen = parser.parse_args(arguments)
     jax.config.update("jax_enable_x64", True)
-    old, worst, failed = old_package(), 0.0, 0
+    old, worst, count, excused, failed = old_package(), 0.0, 0, 0, 0
     rows = [case for case in GAUGE_CASES if case.loss is not None and not case.name.startswith("user_gauge")]
     rows = [case for case in rows if not chosen.rows or any(part in case.name for part in chosen.rows)]
     with tqdm(rows) as bar:
@@ -157,20 +176,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     if name == "transport":
                         element = new.product(gauges).sample(jax.random.key(2), params)
                         packages = zip((new, old), lists, strict=True)
-                        calls = [functools.partial(transported, go, g, gradient, element, params) for go, g in packages]
+                        runs = [functools.partial(transported, go, g, element=element) for go, g in packages]
                     else:
-                        calls = [functools.partial(made_and_trained, p[name], gradient, params) for p in pairs]
-                    ends = [attempt(call) for call in calls]
+                        runs = [functools.partial(made_and_trained, p[name]) for p in pairs]
+                    ends = [attempt(functools.partial(run, gradient=gradient, params=params)) for run in runs]
+                    count += 1
                     if any(isinstance(x, str) for x in ends):
                         off = 0.0 if all(isinstance(x, str) for x in ends) else np.inf
+                        said = " | ".join(x if isinstance(x, str) else "" for x in ends)
                     else:
-                        off = difference(*ends)
-                    worst = max(worst, off)
-                    if not off <= TOLERANCE:
-                        failed += 1
-                        said = [x if isinstance(x, str) else "" for x in ends]
-                        bar.write(f"{off:.1e}  {name:16}{case.name:32}{start}  {' | '.join(said)}")
-    print(f"largest difference {worst:.1e} (limit {TOLERANCE:.0e}), {failed} above it")
+                        off, said = difference(*ends), ""
+                    if off <= TOLERANCE:
+                        worst = max(worst, off)
+                        continue
+                    if not said:
+                        again = [runs[1](gradient=perturbed(gradient, seed), params=params) for seed in range(3)]
+                        amplified = max(difference(end, ends[1]) for end in again)
+                        said = f"0.2 against itself, gradients perturbed by {PERTURBED:.0e}: {amplified:.1e}"
+                        if off <= AMPLIFIED * amplified:
+                            excused += 1
+                            bar.write(f"{off:.1e}  {name:16}{case.name:32}{start}  ill-conditioned; {said}")
+                            continue
+                    failed += 1
+                    bar.write(f"{off:.1e}  {name:16}{case.name:32}{start}  DIFFERENT; {said}")
+    print(
+        f"{count} comparisons on {len(rows)} rows; largest difference {worst:.1e} (limit {TOLERANCE:.0e}), "
+        f"without {excused} ill-conditioned runs; {failed} different"
+    )
     return int(failed > 0)
 
 

@@ -4,6 +4,7 @@ Every function takes stacks of matrices (…, rows, columns) with small sides. N
 Functions that call LAPACK run matrix by matrix on CPU, for the reason that `serial` gives.
 """
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gauge_optax.binding import binding_error
+from gauge_optax.xla import one_by_one
 
 T = TypeVar("T")
 Scalar = float | jax.Array
@@ -127,12 +129,8 @@ def serial(make: Callable[..., T], *matrices: jax.Array) -> T:
     lead = matrices[0].shape[:-2]
     if not lead:
         return make(*matrices)
-
-    def one_by_one(*stacks: jax.Array) -> T:
-        return jax.lax.map(lambda single: make(*single), stacks)
-
     flat = [x.reshape(-1, *x.shape[-2:]) for x in matrices]
-    made = jax.lax.platform_dependent(*flat, cpu=one_by_one, default=make)
+    made = jax.lax.platform_dependent(*flat, cpu=functools.partial(one_by_one, make), default=make)
     return jax.tree.map(lambda x: x.reshape(*lead, *x.shape[1:]), made)
 
 

@@ -28,6 +28,7 @@ from jax.sharding import AxisType, NamedSharding, Sharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 import gauge_optax as go
+from gauge_optax import linalg
 from models import lm, lm_sharding
 from tests.quick import jit
 from tests.tolerances import tolerance
@@ -281,6 +282,15 @@ def check_eager_init() -> None:
     check_shardings(tx.init(params), params, shardings)
 
 
+def check_local_decompositions() -> None:
+    """Every device decomposes the heads that it holds."""
+    whole = np.random.default_rng(0).normal(size=(16, 4, 4)).astype(np.float32)
+    heads = jax.device_put(whole + whole.swapaxes(1, 2), NamedSharding(lm_sharding.make_mesh(4, 2), P("model")))
+    decompose: Any = jit(linalg.symmetric_eigen)
+    assert collectives(decompose.lower(heads).compile().as_text()) == []
+    np.testing.assert_allclose(decompose(heads)[0][:, ::-1], np.linalg.eigvalsh(heads), atol=1e-5)
+
+
 def check_large_heads() -> None:
     """`init` of a quotient ends: XLA's threads, as many as devices, do not all wait for each other in LAPACK."""
     config = lm.LMConfig(layers=1, **_SIZES | {"d_head": 64})
@@ -322,6 +332,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.rank is None and args.optimizer in OPTIMIZERS:
         check_the_checker()
         check_eager_init()
+        check_local_decompositions()
     elif args.rank is not None:
         jax.distributed.shutdown()  # waits for the other
 

@@ -277,6 +277,22 @@ def test_on_cpu_lapack_gets_one_matrix_at_a_time(door: str) -> None:
     assert batched(plain) and not batched(ours)
 
 
+@pytest.mark.parametrize("door", DOORS)
+def test_a_door_maps_and_differentiates_as_one_batched_call(door: str) -> None:
+    m = np.random.default_rng(0).normal(size=(3, 2, 4, 4)).astype(np.float32)
+    m = jnp.asarray(m + m.swapaxes(-1, -2) + 8.0 * np.diag([1.0, -2.0, 3.0, -4.0]), jnp.float32)
+
+    def results(kernel: Callable[..., Any]) -> Any:
+        def total(x: jax.Array) -> jax.Array:
+            return sum(jnp.sum(jnp.abs(y)) for y in jax.tree.leaves(kernel(x)))
+
+        return jit(jax.vmap(kernel))(m), jit(jax.grad(total))(m), jit(jax.vmap(jax.grad(total)))(m)
+
+    ours, plain = map(results, DOORS[door])
+    for x, y in zip(jax.tree.leaves(ours), jax.tree.leaves(plain), strict=True):
+        np.testing.assert_allclose(x, y, rtol=2e-4, atol=2e-4)
+
+
 # Exponential and logarithm ------------------------------------------------------------------------
 
 

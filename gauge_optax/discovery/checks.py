@@ -1,4 +1,4 @@
-"""What `discover` refuses, and the form in which it computes: float64 leaves and batches, comparable outputs."""
+"""What `discover` refuses, and what it compares: float64 leaves, and outputs up to what does not matter of them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _refusal = functools.partial(binding_error, "discover")
 
 
 def checked_batches(batches: Any, outputs: str, near: float, seed: int) -> list[Any]:
-    """The batches with floats in float64; raises for unusable arguments of `discover`."""
+    """The batches as a list; raises for unusable arguments of `discover`."""
     if hasattr(batches, "ndim"):
         raise _refusal(
             "batches is one array", f"an array of shape {jnp.shape(batches)}, whose rows would be batches",
@@ -39,7 +39,7 @@ def checked_batches(batches: Any, outputs: str, near: float, seed: int) -> list[
         raise _refusal(
             "seed is no integer", f"a {type(seed).__name__}", "an int, because NumPy draws the points",
             "write seed=0")
-    return jax.tree.map(lambda x: np.asarray(x, np.float64) if is_float(x) else x, batches)
+    return batches
 
 
 def is_float(x: Any) -> bool:
@@ -71,15 +71,6 @@ def compared(out: Any, outputs: str) -> list[jax.Array]:
             "outputs that are no logits", f"shapes {', '.join(str(x.shape) for x in leaves)}",
             "more than one class along the last axis", "pass outputs='loss' if fn returns a number")
     return [jax.nn.log_softmax(x, axis=-1) for x in leaves] if outputs == "logits" else leaves
-
-
-def check_precision(low: Sequence[str]) -> None:
-    """Raises where a value that depends on parameters is computed in less than double precision."""
-    if low:
-        raise _refusal(
-            "low precision inside fn", low[0] + (f", and {len(low) - 1} more" if len(low) > 1 else ""),
-            "float64 throughout, so that 1e-9 separates an exact symmetry from a near one",
-            "build the model for discover without dtype= and without casts, or in float64")
 
 
 def check_repeatable(first: Sequence[np.ndarray], second: Sequence[np.ndarray]) -> None:

@@ -11,10 +11,11 @@ import jax
 import numpy as np
 from tqdm import tqdm
 
-from gauge_optax.binding import binding_error, with_leaves
+from gauge_optax.binding import binding_error, leaves_by_path, with_leaves
 from gauge_optax.discovery import checks, search
 from gauge_optax.discovery.calls import Call, merge_layers
 from gauge_optax.discovery.groups import ZERO, Symmetry, draw, independent
+from gauge_optax.discovery.lift import in_double
 from gauge_optax.discovery.offsets import Shifts, flows
 from gauge_optax.discovery.prove import Held, Prover
 from gauge_optax.discovery.sketch import Gradients, generic_point
@@ -167,14 +168,15 @@ def discover(
     with jax.enable_x64(True), tqdm(total=4 + _POINTS, desc="discover", disable=not progress, leave=False) as bar:
         leaves = checks.double_leaves(params)
 
-        def by_leaves(leaves: Mapping[str, Any], batch: Any) -> Any:
+        def as_given(leaves: Mapping[str, Any], batch: Any) -> Any:
             return checks.compared(fn(with_leaves(params, leaves), batch), outputs)
 
         bar.set_postfix_str("tracing")
+        dtypes = {path: x.dtype for path, x in leaves_by_path(params).items() if path in leaves}
+        by_leaves = in_double(as_given, leaves, dtypes, batches[0])
         arrays = list(leaves.values())
         closed = jax.make_jaxpr(lambda *x: by_leaves(dict(zip(leaves, x, strict=True)), batches[0]))(*arrays)
         trace = walk(closed, list(leaves))
-        checks.check_precision(trace.low)
         bar.update()
         points = [generic_point(leaves, rng(1, k)) for k in (100, 101)]
         prover = Prover(by_leaves, params, batches, points)

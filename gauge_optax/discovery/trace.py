@@ -1,7 +1,7 @@
 """A function's jaxpr walked over index spaces, until no id changes: where a symmetry could act.
 
-The walk records the axes that are contracted, gathered from or returned, and the first values that are computed in
-less than double precision. What each primitive does is in `rules`; control flow is below.
+The walk records the axes that are contracted, gathered from or returned. What each primitive does is in `rules`;
+control flow is below.
 """
 
 from __future__ import annotations
@@ -39,7 +39,6 @@ class Trace:
       layers: leading axes of the enclosing scans.
       stacked: all axes that are scanned over.
       read: axes along which a parameter contracts a value that parameters made, as a kernel does the residual stream.
-      low: the first values that depend on parameters in less than double precision: what, and where in the source.
       opaque: names of primitives whose effect was guessed.
     """
 
@@ -49,7 +48,6 @@ class Trace:
         self.layers: list[np.ndarray] = []
         self.stacked: list[np.ndarray] = []
         self.read: list[np.ndarray] = []
-        self.low: list[str] = []
         self.opaque: set[str] = set()
 
     def note(self, axis: Axis, beside: Sequence[Axis] = ()) -> None:
@@ -91,10 +89,6 @@ class Trace:
                 if out.constant is None:
                     out = out._replace(depends=depends, leaf=leaf or out.leaf)
                 values[variable] = out
-                dtype = getattr(variable.aval, "dtype", None)
-                low = dtype is not None and jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 64
-                if depends and low:
-                    self.low.append(f"{dtype} out of `{eqn.primitive.name}`{source(eqn)}")
         return [read(atom) for atom in jaxpr.outvars]
 
     def _outputs(self, eqn: Any, ins: list[Value]) -> list[Value]:
@@ -142,7 +136,10 @@ def called_jaxpr(eqn: Any) -> tuple[core.Jaxpr, Sequence[Any]] | None:
     body = next((eqn.params[k] for k in ("jaxpr", "call_jaxpr", "fun_jaxpr") if k in eqn.params), None)
     if body is None or eqn.primitive.name in (*_CONTROL, "pallas_call"):
         return None
-    return (body.jaxpr, body.consts) if hasattr(body, "jaxpr") else (body, ())
+    # The jaxpr of a reduction takes two numbers, that of a sharded map one device's part: these are no calls.
+    inner = body.jaxpr if hasattr(body, "jaxpr") else body
+    shapes = [[getattr(v.aval, "shape", None) for v in variables] for variables in (inner.outvars, eqn.outvars)]
+    return (inner, getattr(body, "consts", ())) if shapes[0] == shapes[1] else None
 
 
 def source(eqn: Any) -> str:

@@ -1,0 +1,227 @@
+"""A function in float64, whatever precisions it names: its jaxpr, evaluated with every float as a float64.
+
+Models fix dtypes (`nnx.Embed` and attention's softmax in float32, kernels in bfloat16), and float32 cannot tell an
+exact symmetry from a near one. The jaxpr says which function of real numbers it is that a model computes.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core
+
+from gauge_optax.binding import binding_error
+from gauge_optax.discovery.sketch import Function, Leaves
+from gauge_optax.discovery.trace import called_jaxpr, source
+
+_LEAVES, _BATCH = 1, 2  # marks: what the inputs of an equation depend on
+_DRAWS = ("random_bits", "threefry2x32", "rng_bit_generator", "rng_uniform")
+_FIXED = ("pallas_call", "ffi_call", "custom_call", "pure_callback", "io_callback", "triton_kernel_call")
+_refusal = functools.partial(binding_error, "discover")
+
+
+def in_double(fn: Function, leaves: Leaves, dtypes: Mapping[str, Any], batch: Any) -> Function:
+    """A function of leaves and a batch as one that computes in float64.
+
+    Args:
+      fn: (leaves, batch) to a list of outputs.
+      leaves: float64 leaves by path.
+      dtypes: the leaves' dtypes in the user's tree.
+      batch: one of the batches.
+
+    Returns:
+      `fn` itself, called with floats in float64, where all that depends on the leaves is then computed in float64; else
+      the function that `fn` computes with leaves and batches in their dtypes, every float replaced by a float64.
+
+    Raises:
+      ValueError: random numbers from a key that fn captures; a captured variable that fn changes; integer products of
+        eight bits or less; an operation of unknown contents, or a loop without a derivative, in a function of less
+        than double precision.
+    """
+
+    def plain(leaves: Mapping[str, Any], batch: Any) -> Any:
+        return fn(leaves, jax.tree.map(_doubled, batch))
+
+    def lifted(leaves: Mapping[str, Any], batch: Any) -> Any:
+        shapes = {path: jax.ShapeDtypeStruct(x.shape, dtypes[path]) for path, x in leaves.items()}
+        closed, outputs = jax.make_jaxpr(fn, return_shape=True)(shapes, batch)
+        flat = [_doubled(x) for x in jax.tree.leaves((leaves, batch))]
+        return jax.tree.unflatten(jax.tree.structure(outputs), _evaluate(closed.jaxpr, closed.consts, flat))
+
+    def low(eqn: Any) -> bool:
+        return eqn.primitive.name == "reduce_precision" or any(_wide(x) != x for x in _float_dtypes(eqn))
+
+    try:
+        if not any(low(eqn) for eqn, _ in _checked(plain, leaves, batch)):
+            return plain
+    except (TypeError, ValueError):
+        pass  # fn puts float64 beside a dtype that it fixes, such as that of a loop's carry
+    shapes = {path: jax.ShapeDtypeStruct(x.shape, dtypes[path]) for path, x in leaves.items()}
+    for eqn, where in _checked(fn, shapes, batch):
+        if eqn.primitive.name in _FIXED:
+            raise _fixed_precision(eqn, where)
+        if eqn.primitive.name == "while" and _float_dtypes(eqn):
+            raise _refusal(
+                "a loop that cannot be differentiated in float64", f"`while`{where}",
+                "a loop with a fixed number of steps, because derivatives that fn defines itself are in its precision",
+                "write jax.lax.scan or a fori_loop with constant bounds")
+    return lifted
+
+
+def _checked(fn: Function, leaves: Any, batch: Any) -> list[tuple[Any, str]]:
+    """The equations whose inputs depend on the leaves, with their lines; raises for those that are never usable."""
+    pure, switch = "a pure function of (params, batch)", "switch dropout off (model.eval(), deterministic=True)"
+    try:
+        closed = jax.make_jaxpr(fn)(leaves, batch)
+    except Exception as error:
+        if type(error).__name__ != "TraceContextError":  # Flax's; this package does not import Flax
+            raise
+        raise _refusal(
+            "fn changes a variable that it captures", f"{str(error).split(' (http')[0]}: dropout, or a counter", pure,
+            f"{switch} before you split the model, or pass what it changes in params") from error
+    marks = [_LEAVES] * len(jax.tree.leaves(leaves)) + [_BATCH] * len(jax.tree.leaves(batch))
+    marked: list[tuple[Any, int, str]] = []
+    _mark(closed.jaxpr, marks, marked)
+    for eqn, mark, where in marked:
+        if eqn.primitive.name in _DRAWS and not mark:
+            raise _refusal(
+                "random numbers from a key that fn captures", f"`{eqn.primitive.name}`{where}: dropout, or noise", pure,
+                f"{switch}, or pass the key with every batch")
+        if mark & _LEAVES and eqn.primitive.name in ("dot_general", "conv_general_dilated"):
+            dtype = eqn.invars[0].aval.dtype
+            if jnp.issubdtype(dtype, jnp.integer) and jnp.iinfo(dtype).bits <= 8:
+                raise _refusal(
+                    "a quantized product inside fn", f"{dtype} into `{eqn.primitive.name}`{where}",
+                    "products of floating-point numbers: rounding to integers breaks every continuous symmetry",
+                    "pass the model before quantization")
+    return [(eqn, where) for eqn, mark, where in marked if mark & _LEAVES]
+
+
+def _mark(jaxpr: core.Jaxpr, marks: Sequence[int], marked: list[tuple[Any, int, str]], within: str = "") -> list[int]:
+    """Adds every equation with the mark of its inputs and its line to `marked`; returns the marks of the outputs."""
+    marks_of: dict[Any, int] = dict(zip(jaxpr.invars, marks, strict=True))
+
+    def read(atom: Any) -> int:
+        return 0 if isinstance(atom, core.Literal) else marks_of.get(atom, 0)
+
+    for eqn in jaxpr.eqns:
+        ins, name = [read(atom) for atom in eqn.invars], eqn.primitive.name
+        mark = functools.reduce(operator.or_, ins, 0)
+        where = source(eqn) or within  # what JAX itself jits has no line of the user's
+        marked.append((eqn, mark, where))
+        outs = [mark] * len(eqn.outvars)
+        if inlined := called_jaxpr(eqn):
+            outs = _mark(inlined[0], ins[len(ins) - len(inlined[0].invars) :], marked, where)
+        elif name == "scan":
+            first, carried = eqn.params["num_consts"], eqn.params["num_consts"] + eqn.params["num_carry"]
+            for _ in range(2):  # the second turn sees what the first brings into the carry
+                outs = _mark(eqn.params["jaxpr"].jaxpr, ins, marked, where)
+                ins[first:carried] = [a | b for a, b in zip(ins[first:carried], outs, strict=False)]
+        else:
+            for inner in core.jaxprs_in_params(eqn.params):
+                _mark(inner, [mark] * len(inner.invars), marked, where)
+        marks_of.update(zip(eqn.outvars, outs, strict=True))
+    return [read(atom) for atom in jaxpr.outvars]
+
+
+def _float_dtypes(eqn: Any) -> list[Any]:
+    dtypes = [v.aval.dtype for v in eqn.outvars if hasattr(v.aval, "dtype")]
+    return [dtype for dtype in dtypes if jnp.issubdtype(dtype, jnp.inexact)]
+
+
+def _wide(dtype: Any) -> Any:
+    """The dtype that replaces one: double precision for floats and complex numbers."""
+    if jnp.issubdtype(dtype, jnp.floating):
+        return np.dtype(np.float64)
+    return np.dtype(np.complex128) if jnp.issubdtype(dtype, jnp.complexfloating) else dtype
+
+
+def _doubled(x: Any) -> Any:
+    dtype = jnp.result_type(x)
+    return x if _wide(dtype) == dtype else jnp.asarray(x).astype(_wide(dtype))
+
+
+# Evaluation ---------------------------------------------------------------------------------------
+
+
+def _evaluate(jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+    """A jaxpr's outputs, every float a float64."""
+    values: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*map(_doubled, consts), *args), strict=True))
+    for eqn in jaxpr.eqns:
+        ins = [_doubled(atom.val) if isinstance(atom, core.Literal) else values[atom] for atom in eqn.invars]
+        values.update(zip(eqn.outvars, map(_doubled, _applied(eqn, ins)), strict=True))
+    return [_doubled(atom.val) if isinstance(atom, core.Literal) else values[atom] for atom in jaxpr.outvars]
+
+
+def _applied(eqn: Any, ins: list[Any]) -> Sequence[Any]:
+    """One equation."""
+    name, params = eqn.primitive.name, eqn.params
+    if name in _CONTROL:
+        return _CONTROL[name](params, ins)
+    if inlined := called_jaxpr(eqn):
+        return _evaluate(*inlined, ins[len(ins) - len(inlined[0].invars) :])
+    if name == "reduce_precision":
+        return ins
+    if name == "bitcast_convert_type":  # random bits become floats by the layout of their dtype
+        ins = [ins[0].astype(eqn.invars[0].aval.dtype)]
+        return [eqn.primitive.bind(*ins, **params)]
+    try:
+        outs = eqn.primitive.bind(*map(jnp.asarray, ins), **{key: _wide_param(x) for key, x in params.items()})
+    except (TypeError, ValueError, NotImplementedError) as error:
+        raise _fixed_precision(eqn, source(eqn)) from error
+    return outs if eqn.primitive.multiple_results else [outs]
+
+
+def _fixed_precision(eqn: Any, where: str) -> ValueError:
+    return _refusal(
+        "an operation that cannot be computed in float64", f"`{eqn.primitive.name}`{where}",
+        "operations of JAX, which discover computes in float64 whatever dtype the model names",
+        "build the model for discover without this kernel, such as implementation='xla' of attention")
+
+
+def _wide_param(x: Any) -> Any:
+    """A parameter of an equation, with dtypes and inner functions in double precision."""
+    if isinstance(x, core.ClosedJaxpr):
+        shapes = [jax.ShapeDtypeStruct(v.aval.shape, _wide(v.aval.dtype)) for v in x.jaxpr.invars]
+        return jax.make_jaxpr(lambda *args: _evaluate(x.jaxpr, x.consts, args))(*shapes)
+    if isinstance(x, core.Jaxpr):
+        return _wide_param(core.ClosedJaxpr(x, ())).jaxpr
+    if isinstance(x, jax.lax.DotAlgorithm | jax.lax.DotAlgorithmPreset):
+        return None
+    return _wide(np.dtype(x)) if isinstance(x, np.dtype) or (isinstance(x, type) and issubclass(x, np.generic)) else x
+
+
+def _scan(params: Mapping[str, Any], ins: list[Any]) -> Sequence[Any]:
+    body, first = params["jaxpr"], params["num_consts"]
+    split = first + params["num_carry"]
+
+    def step(carry: Any, xs: Any) -> Any:
+        outs = _evaluate(body.jaxpr, body.consts, [*ins[:first], *carry, *xs])
+        return outs[: split - first], outs[split - first :]
+
+    carry, ys = jax.lax.scan(step, ins[first:split], ins[split:], params["length"], params["reverse"])
+    return [*carry, *ys]
+
+
+def _while(params: Mapping[str, Any], ins: list[Any]) -> Sequence[Any]:
+    test, body, first = params["cond_jaxpr"], params["body_jaxpr"], params["cond_nconsts"]
+    second = first + params["body_nconsts"]
+    return jax.lax.while_loop(
+        lambda carry: _evaluate(test.jaxpr, test.consts, [*ins[:first], *carry])[0],
+        lambda carry: _evaluate(body.jaxpr, body.consts, [*ins[first:second], *carry]),
+        ins[second:],
+    )
+
+
+def _cond(params: Mapping[str, Any], ins: list[Any]) -> Sequence[Any]:
+    branches = [functools.partial(lambda b, *args: _evaluate(b.jaxpr, b.consts, args), b) for b in params["branches"]]
+    return jax.lax.switch(ins[0], branches, *ins[1:])
+
+
+_CONTROL: Mapping[str, Callable[..., Sequence[Any]]] = {"scan": _scan, "while": _while, "cond": _cond}

@@ -29,6 +29,7 @@ Axes = str | tuple[str, ...]
 Roles = Mapping[str, Mapping[str, Axes]]
 _CAPTURES = "ijklmn"
 _NUMBER = re.compile("([0-9]+)")
+_RANGE_END = re.compile("(=(?=[0-9]+:)|:|/)([0-9]+)")  # of "=4:16" and "=4:16/64"
 
 
 def template(path: str) -> str:
@@ -71,6 +72,22 @@ class Call:
         gauge = dataclasses.replace(self, sizes={name: sizes.get(name, n) for name, n in self.sizes.items()}).gauge()
         gauge.dim(params)
         return gauge
+
+    def scaled(self, full: Callable[[int], int]) -> Call:
+        """The call for an instance with other lengths of axes: those of `sizes`, and the ends of ranges.
+
+        Args:
+          full: length of this instance to length of the other.
+        """
+
+        def ends(match: re.Match[str]) -> str:
+            return match[1] + str(full(int(match[2])))
+
+        def axes(text: Axes) -> Axes:
+            return tuple(map(axes, text)) if isinstance(text, tuple) else _RANGE_END.sub(ends, text)  # type: ignore[arg-type]
+
+        roles = {role: {path: axes(text) for path, text in blocks.items()} for role, blocks in self.roles.items()}
+        return dataclasses.replace(self, roles=roles, sizes={name: full(n) for name, n in self.sizes.items()})
 
     def source(self) -> str:
         """The call as Python source."""

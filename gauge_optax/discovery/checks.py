@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -47,10 +48,27 @@ def is_float(x: Any) -> bool:
     return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating)
 
 
-def double_leaves(params: Any) -> Leaves:
-    """Floating-point leaves by path, in float64."""
-    all_leaves = leaves_by_path(params)
-    leaves = {p: np.asarray(x, np.float64) for p, x in all_leaves.items() if is_float(x)}
+def double_leaves(params: Any, seed: int) -> Leaves:
+    """Floating-point leaves by path, in float64; where the tree has shapes alone, random ones.
+
+    Raises:
+      ValueError: no floating-point leaves; an integer leaf of which only the shape is known.
+    """
+    all_leaves, rng = leaves_by_path(params), np.random.default_rng([seed, 13])
+
+    def double(x: Any) -> np.ndarray:
+        if not isinstance(x, jax.ShapeDtypeStruct):
+            return np.asarray(x, np.float64)
+        noise = rng.standard_normal(x.shape)
+        # A vector may be a norm's scale or a variance, which are positive.
+        return np.exp(0.5 * noise) if x.ndim < 2 else noise / math.sqrt(x.size ** (1 / x.ndim))
+
+    leaves = {path: double(x) for path, x in all_leaves.items() if is_float(x)}
+    shapes = [path for path, x in all_leaves.items() if path not in leaves and isinstance(x, jax.ShapeDtypeStruct)]
+    if shapes:
+        raise _refusal(
+            f"no values of '{shapes[0]}'", f"the shape of an array of {all_leaves[shapes[0]].dtype}",
+            "values of every leaf that is no floating-point array", f"put an array at '{shapes[0]}', such as zeros")
     if not leaves:
         kinds = ", ".join(f"{p} ({getattr(x, 'dtype', type(x).__name__)})" for p, x in list(all_leaves.items())[:4])
         raise _refusal(

@@ -86,9 +86,9 @@ class Symmetry:
         for piece, mode, exponent in self.terms:
             values, moved = point[piece.path].reshape(-1)[piece.entries], tangent[piece.path][piece.entries]
             if mode == "vector":
-                element = np.einsum("ckf,clf->ckl", values, moved)
+                element = values @ moved.swapaxes(-1, -2)
             elif mode == "covector":
-                element = -np.einsum("ckf,clf->clk", values, moved)
+                element = -moved @ values.swapaxes(-1, -2)
             else:
                 element = (values * moved if mode == "scale" else moved).sum(-1)
             total = total + exponent / largest * element
@@ -105,9 +105,9 @@ def draw(rng: np.random.Generator, family: str, space: Space, beside: Sequence[S
 def direction(mode: str, values: np.ndarray, element: np.ndarray) -> np.ndarray:
     """What the generator of an element does to a piece: (companions, space, rest)."""
     if mode == "vector":
-        return np.einsum("ckf,ckl->clf", values, element)
+        return element.swapaxes(-1, -2) @ values
     if mode == "covector":
-        return -np.einsum("ckf,clk->clf", values, element)
+        return -element @ values
     wide = element[:, :, None]
     return values * wide if mode == "scale" else np.broadcast_to(wide, values.shape)
 

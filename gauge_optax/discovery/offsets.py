@@ -9,8 +9,9 @@ is its tangent.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -130,22 +131,32 @@ def flows(trace: Trace, leaves: Leaves) -> list[Flow]:
     labels = {view.path: set(view.labels) - layers for view in views}
     vectors = [view for view in views if not any(labels[other.path] < labels[view.path] for other in views)]
     kernels = [view for view in views if view not in vectors]
-    tried = [_absorbed(vector, kernels, vectors) for vector in vectors]
-    readers = [(kernel, norm) for norm in vectors for kernel in kernels if set(norm.labels) < set(kernel.labels)]
-    tried += [_hidden_by_norm(kernel, norm, vectors, layers) for kernel, norm in readers]
+    by_path = {view.path: view for view in views}
+    behind: dict[str, list[View]] = {}
+    for writer, added in sorted(trace.added_behind):
+        if added in by_path and by_path[added] in vectors:
+            behind.setdefault(writer, []).append(by_path[added])
+    tried = []
+    for view in vectors:
+        readers = [kernel for kernel in kernels if (view.path, kernel.path) in trace.vector_reads]
+        tried.append(_absorbed(view, readers, behind))
+    for norm, kernel in itertools.product(vectors, kernels):
+        if (norm.path, kernel.path) in trace.vector_reads and set(norm.labels) < set(kernel.labels):
+            beside = [b for b in vectors if (b.path, kernel.path) in trace.vector_reads]
+            tried.append(_hidden_by_norm(kernel, norm, beside, behind.get(kernel.path, []), layers))
     for space in sorted({label for view in views for label in view.labels if label is not None}):
         tried.append(_common_row(space, [view for view in views if view.labels.count(space) == 1]))
     return [flow for flow in tried if 0 < flow.columns <= _MOST]
 
 
-def _absorbed(vector: View, kernels: Sequence[View], vectors: Sequence[View]) -> Flow:
+def _absorbed(vector: View, kernels: Sequence[View], behind: Mapping[str, Sequence[View]]) -> Flow:
     """A shift of a vector, undone behind the kernels that read it."""
     shape, pairs = set(vector.labels), list[tuple[View, View]]()
     for kernel in kernels:
         whole = set(kernel.labels)
         # The bias has the kernel's output axes; stacked layers are an axis of all three.
-        behind = [b for b in vectors if b.path != vector.path and whole - shape <= set(b.labels) <= whole]
-        pairs += [(kernel, b) for b in behind if shape < whole and set(b.labels) != shape]
+        biases = [b for b in behind.get(kernel.path, []) if whole - shape <= set(b.labels) <= whole]
+        pairs += [(kernel, b) for b in biases if shape < whole and set(b.labels) != shape]
 
     def make(point: Leaves, rng: np.random.Generator) -> list[Motion]:
         shift = rng.standard_normal(_tensor(vector, point).shape)
@@ -156,13 +167,15 @@ def _absorbed(vector: View, kernels: Sequence[View], vectors: Sequence[View]) ->
     return Flow("a bias that flows into the biases behind it", make, 1 + len(pairs) if pairs else 0)
 
 
-def _hidden_by_norm(kernel: View, norm: View, vectors: Sequence[View], layers: set[Space]) -> Flow:
+def _hidden_by_norm(
+    kernel: View, norm: View, beside: Sequence[View], behind: Sequence[View], layers: set[Space]
+) -> Flow:
     """W + u/γ on the axis that a kernel reads; it adds u·Σβ/γ of the norm's bias, which the kernel's bias takes up."""
     read = set(norm.labels) - layers
     rest = tuple(label for label in kernel.labels if label not in read)
     stacked = tuple(label for label in norm.labels if label in layers)
-    biases = [b for b in vectors if b.path != norm.path and set(b.labels) == set(norm.labels)]
-    pairs = [(beta, b) for beta in biases for b in vectors if set(b.labels) == set(rest)][: _MOST - 1]
+    biases = [b for b in beside if b.path != norm.path and set(b.labels) == set(norm.labels)]
+    pairs = [(beta, b) for beta in biases for b in behind if set(b.labels) == set(rest)]
 
     def make(point: Leaves, rng: np.random.Generator) -> list[Motion]:
         shape = zip(kernel.labels, _tensor(kernel, point).shape, strict=True)

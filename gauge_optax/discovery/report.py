@@ -18,7 +18,8 @@ from gauge_optax.discovery.groups import ZERO, Symmetry, draw, independent
 from gauge_optax.discovery.lift import in_double
 from gauge_optax.discovery.offsets import Shifts, flows
 from gauge_optax.discovery.prove import Held, Prover
-from gauge_optax.discovery.sketch import Gradients, generic_point
+from gauge_optax.discovery.shrink import Small, smaller
+from gauge_optax.discovery.sketch import Function, Gradients, Leaves, generic_point
 from gauge_optax.discovery.trace import Trace, walk
 from gauge_optax.discovery.write import Unwritable, shift_call, written
 from gauge_optax.gauges.gauge import Gauge
@@ -127,7 +128,8 @@ def discover(
 
     Args:
       fn: pure function (params, batch) to outputs, an array or a tree of them; called in float64.
-      params: its parameters, any pytree. A small instance of an architecture has the gauges of a large one.
+      params: its parameters, any pytree; shapes (`jax.eval_shape`) are enough. Large trees are searched on a small
+        instance, where `fn` accepts shorter axes, and every gauge is proved on `params`.
       batches: at least two values that `fn` accepts; together they should reach what training reaches.
       outputs: "logits": outputs matter up to a constant along the last axis; "logprobs" or "loss": they matter as they
         are.
@@ -161,90 +163,173 @@ def discover(
     (SO(d) of a residual stream whose norms have scales).
     """
     batches = checks.checked_batches(batches, outputs, near, seed)
+    with jax.enable_x64(True), tqdm(total=8, desc="discover", disable=not progress, leave=False) as bar:
+        leaves = checks.double_leaves(params, seed)
 
-    def rng(*purpose: int) -> np.random.Generator:
-        return np.random.default_rng([seed, *purpose])
-
-    with jax.enable_x64(True), tqdm(total=4 + _POINTS, desc="discover", disable=not progress, leave=False) as bar:
-        leaves = checks.double_leaves(params)
-
-        def as_given(leaves: Mapping[str, Any], batch: Any) -> Any:
+        def as_stored(leaves: Mapping[str, Any], batch: Any) -> Any:
             return checks.compared(fn(with_leaves(params, leaves), batch), outputs)
 
         bar.set_postfix_str("tracing")
         dtypes = {path: x.dtype for path, x in leaves_by_path(params).items() if path in leaves}
-        by_leaves = in_double(as_given, leaves, dtypes, batches[0])
-        arrays = list(leaves.values())
-        closed = jax.make_jaxpr(lambda *x: by_leaves(dict(zip(leaves, x, strict=True)), batches[0]))(*arrays)
-        trace = walk(closed, list(leaves))
+        by_leaves = in_double(as_stored, leaves, dtypes, batches[0])
+        trace = _walked(by_leaves, leaves, batches[0])
+        small = smaller(by_leaves, trace, leaves, batches)
         bar.update()
-        points = [generic_point(leaves, rng(1, k)) for k in (100, 101)]
-        prover = Prover(by_leaves, params, batches, points)
-        prover.check_outputs(leaves)
+        if small is None:
+            return _searched(by_leaves, params, leaves, batches, trace, linear, near, seed, bar)
+        tree, trace = with_leaves(params, small.leaves), _walked(by_leaves, small.leaves, small.batches[0])
+        report = _searched(by_leaves, tree, small.leaves, small.batches, trace, linear, near, seed, bar)
+        return _carried(report, small, by_leaves, params, leaves, batches, near, seed, bar)
 
-        bar.set_postfix_str("gradients")
-        tried, offsets, shifts = search.candidates(trace, leaves), flows(trace, leaves), Shifts(trace, leaves)
-        gradients = Gradients(by_leaves, batches)
-        columns = max([*(len(one.columns) for one in tried), *(flow.columns for flow in offsets)])
-        rows = max(24, int(_ROWS * columns) + 8)
-        # Gradients at one point are independent up to the number of outputs: a scalar loss needs more points.
-        at_once = min(-(-rows // _POINTS), gradients.outputs(leaves) * len(batches))
-        bar.total = 4 + (count := -(-rows // at_once))
-        squares = {path: np.zeros(leaf.shape) for path, leaf in leaves.items()}
-        for k in range(count):
-            point = generic_point(leaves, rng(1, k))
-            elements = [draw(rng(3, k, n), one.family, one.space, one.beside) for n, one in enumerate(tried)]
-            for chunk, gradient in enumerate(gradients.at(point, at_once, rng(2, k))):
-                shifts.observe(gradient)
-                squares = {path: x + np.square(gradient[path]).sum(0) for path, x in squares.items()}
-                for n, flow in enumerate(offsets):
-                    flow.observe(point, gradient, rng(9, k, n))
-                for one, element in zip(tried, elements, strict=True):
-                    one.observe(point, element, gradient, first=chunk == 0)
-            bar.update()
 
-        bar.set_postfix_str("null spaces")
-        sizes = {path: np.sqrt(x) for path, x in squares.items()}
-        live = np.concatenate([x[x > 0] for x in sizes.values()])
-        masks = {path: x <= _DEAD * (np.median(live) if live.size else 0.0) for path, x in sizes.items()}
-        dead, uncovered, rejected, noise = [], [], [], rng(4)
-        for path, mask in masks.items():
-            if not mask.any():
-                continue
-            change = prover.change_of_entries(path, mask, noise)
-            if change > ZERO:  # stop_gradient hides a value from gradients, not from the outputs
-                moves = f"its values move the outputs by {change:.1e}"
-                rejected.append(f"{path}: no gradient (stop_gradient?), but {moves}")
-            elif mask.all():
-                dead.append(path)
-            else:
-                uncovered.append(Uncovered(path, int(mask.sum()), mask.size))
-        symmetries = [symmetry for one in tried for symmetry in one.solve(squares, masks, near)]
-        point = generic_point(leaves, rng(1, 0))
-        exact = independent([s for s in symmetries if s.residual < ZERO], point, rng(7))
-        close = independent([s for s in symmetries if s.residual >= ZERO], point, rng(8), exact)
+def _walked(fn: Function, leaves: Leaves, batch: Any) -> Trace:
+    """The walk over a function's jaxpr."""
+    closed = jax.make_jaxpr(lambda *x: fn(dict(zip(leaves, x, strict=True)), batch))(*leaves.values())
+    return walk(closed, list(leaves))
+
+
+def _searched(
+    fn: Function, params: Any, leaves: Leaves, batches: Sequence[Any], trace: Trace, linear: bool, near: float,
+    seed: int, bar: Any,
+) -> Report:  # fmt: skip
+    """What `discover` returns for one instance.
+
+    Args:
+      fn: (leaves, batch) to a list of outputs, in float64.
+      params: the tree that gauges bind to.
+      leaves: its float64 leaves by path.
+      batches: at least two.
+      trace: the walk over fn.
+      linear: as for `discover`, with `near` and `seed`.
+      near: largest singular value of what nearly holds.
+      seed: of everything random.
+      bar: the progress bar.
+
+    Returns:
+      The report.
+    """
+
+    def rng(*purpose: int) -> np.random.Generator:
+        return np.random.default_rng([seed, *purpose])
+
+    points = [generic_point(leaves, rng(1, k)) for k in (100, 101)]
+    prover = Prover(fn, params, batches, points)
+    prover.check_outputs(leaves)
+
+    bar.set_postfix_str("gradients")
+    tried, offsets, shifts = search.candidates(trace, leaves), flows(trace, leaves), Shifts(trace, leaves)
+    gradients = Gradients(fn, batches)
+    columns = max([*(len(one.columns) for one in tried), *(flow.columns for flow in offsets)])
+    rows = max(24, int(_ROWS * columns) + 8)
+    # Gradients at one point are independent up to the number of outputs: a scalar loss needs more points.
+    at_once = min(-(-rows // _POINTS), gradients.outputs(leaves) * len(batches))
+    bar.total = bar.n + 3 + (count := -(-rows // at_once))
+    squares = {path: np.zeros(leaf.shape) for path, leaf in leaves.items()}
+    for k in range(count):
+        bar.set_postfix_str(f"gradients at point {k + 1} of {count}, for {len(tried)} groups of motions")
+        point = generic_point(leaves, rng(1, k))
+        elements = [draw(rng(3, k, n), one.family, one.space, one.beside) for n, one in enumerate(tried)]
+        for chunk, gradient in enumerate(gradients.at(point, at_once, rng(2, k))):
+            shifts.observe(gradient)
+            squares = {path: x + np.square(gradient[path]).sum(0) for path, x in squares.items()}
+            for n, flow in enumerate(offsets):
+                flow.observe(point, gradient, rng(9, k, n))
+            for one, element in zip(tried, elements, strict=True):
+                one.observe(point, element, gradient, first=chunk == 0)
         bar.update()
 
-        bar.set_postfix_str("finite moves")
-        positive = {path for path, x in leaves.items() if (x > 0).all()}
-        claims, ungauged = _claims(exact, linear, trace, positive)
-        for places, residual in shifts.solve():
-            claims.append(_Claim(shift_call(places), {view.path: 1.0 for view, _ in places}, residual))
-        proved, failed = _proved(prover, claims, ZERO, rng(5))
-        nearly, _ = _proved(prover, _claims(close, linear, trace, positive)[0], 10 * near, rng(6))
-        for call, change in failed:
-            rejected.append(f"{call.kind} of {', '.join(call.paths)}: moves the outputs by {change:.1e}")
-        held, refused = prover.together(sorted(proved, key=lambda h: _ORDER.index(h.call.kind)))
-        for k, flow in enumerate(offsets):
-            for where in flow.held(points, prover.change, [11, k]):
-                if where not in ungauged.setdefault(flow.kind, []):
-                    ungauged[flow.kind].append(where)
-        constant = [view.path for places, _ in shifts.solve(read=True) for view, _ in places]
-        if constant:
-            ungauged["a constant along an axis that only centred norms read"] = list(dict.fromkeys(constant))
-        bar.update()
+    bar.set_postfix_str("null spaces")
+    masks, dead, uncovered, rejected = _unreached(prover, squares, rng(4))
+    symmetries = [symmetry for one in tried for symmetry in one.solve(squares, masks, near)]
+    point = generic_point(leaves, rng(1, 0))
+    exact = independent([s for s in symmetries if s.residual < ZERO], point, rng(7))
+    close = independent([s for s in symmetries if s.residual >= ZERO], point, rng(8), exact)
+    bar.update()
+
+    bar.set_postfix_str("finite moves")
+    positive = {path for path, x in leaves.items() if (x > 0).all()}
+    claims, ungauged = _claims(exact, linear, trace, positive)
+    for places, residual in shifts.solve():
+        claims.append(_Claim(shift_call(places), {view.path: 1.0 for view, _ in places}, residual))
+    proved, failed = _proved(prover, claims, ZERO, rng(5))
+    nearly, _ = _proved(prover, _claims(close, linear, trace, positive)[0], 10 * near, rng(6))
+    rejected += [_refuted(call, change) for call, change in failed]
+    held, refused = prover.together(sorted(proved, key=lambda h: _ORDER.index(h.call.kind)))
+    for k, flow in enumerate(offsets):
+        for where in flow.held(points, prover.change, [11, k]):
+            if where not in ungauged.setdefault(flow.kind, []):
+                ungauged[flow.kind].append(where)
+    constant = [view.path for places, _ in shifts.solve(read=True) for view, _ in places]
+    if constant:
+        ungauged["a constant along an axis that only centred norms read"] = list(dict.fromkeys(constant))
+    bar.update()
     kinds = {kind: tuple(where) for kind, where in ungauged.items()}
     return Report(tuple(held), tuple(nearly), (*rejected, *refused), tuple(dead), tuple(uncovered), kinds)
+
+
+def _carried(
+    report: Report, small: Small, fn: Function, params: Any, leaves: Leaves, batches: Sequence[Any], near: float,
+    seed: int, bar: Any,
+) -> Report:  # fmt: skip
+    """The report on a small instance as one on the large instance: every gauge is proved again there.
+
+    What no batch reaches is measured anew, because indices of the small instance stand for several of the large one.
+    """
+    rng = np.random.default_rng([seed, 12])
+    bar.set_postfix_str("the large instance")
+    prover = Prover(fn, params, batches, [generic_point(leaves, rng)])
+    prover.check_outputs(leaves)
+    squares = {path: np.zeros(leaf.shape) for path, leaf in leaves.items()}
+    for gradient in Gradients(fn, batches).at(prover.points[0], len(batches), rng):
+        for path, rows in gradient.items():
+            squares[path] += np.square(rows).sum(0)
+    _, dead, uncovered, rejected = _unreached(prover, squares, rng)
+    del squares
+    nearly, proved, failed = list[Held](), list[Held](), list[str]()
+    for claims, limit, kept in ((report.held, ZERO, proved), (report.nearly, 10 * near, nearly)):
+        for one in claims:
+            call = one.call.scaled(small.full)
+            bar.set_postfix_str(f"finite move of {call.kind}: {call.paths[0]}")
+            change = prover.changes([call], rng)[0]
+            if change <= limit:
+                kept.append(one._replace(gauge=call.gauge(), call=call, change=change, parts=()))
+            elif limit == ZERO:
+                failed.append(_refuted(call, change))
+    held, refused = prover.together(proved)
+    rejected += [*failed, *refused, *(text for text in report.rejected if "stop_gradient" not in text)]
+    return Report(tuple(held), tuple(nearly), tuple(rejected), tuple(dead), tuple(uncovered), report.ungauged)
+
+
+def _unreached(
+    prover: Prover, squares: Leaves, noise: np.random.Generator
+) -> tuple[dict[str, np.ndarray], list[str], list[Uncovered], list[str]]:
+    """Entries without a gradient as masks, the leaves that are dead, those not reached, and values that matter still.
+
+    Args:
+      prover: tells whether new values of such entries change the outputs.
+      squares: sums of squared gradients by leaf.
+      noise: source of the new values.
+    """
+    sizes = {path: np.sqrt(x) for path, x in squares.items()}
+    live = np.concatenate([x[x > 0] for x in sizes.values()])
+    masks = {path: x <= _DEAD * (np.median(live) if live.size else 0.0) for path, x in sizes.items()}
+    dead, uncovered, rejected = list[str](), list[Uncovered](), list[str]()
+    for path, mask in masks.items():
+        if not mask.any():
+            continue
+        change = prover.change_of_entries(path, mask, noise)
+        if change > ZERO:  # stop_gradient hides a value from gradients, not from the outputs
+            moves = f"its values move the outputs by {change:.1e}"
+            rejected.append(f"{path}: no gradient (stop_gradient?), but {moves}")
+        elif mask.all():
+            dead.append(path)
+        else:
+            uncovered.append(Uncovered(path, int(mask.sum()), mask.size))
+    return masks, dead, uncovered, rejected
+
+
+def _refuted(call: Call, change: float) -> str:
+    return f"{call.kind} of {', '.join(call.paths)}: moves the outputs by {change:.1e}"
 
 
 def _claims(

@@ -26,13 +26,17 @@ class Value(NamedTuple):
       axes: ids per axis.
       constant: its numbers, where they are small and do not depend on parameters.
       depends: whether parameters reach it.
-      leaf: whether it is a parameter, with at most its entries moved.
+      leaf: the parameter that it is, with at most its entries moved; "" if it is none.
+      writers: kernels whose products it contains.
+      vectors: parameters that were added to it or multiplied with it since a kernel or a nonlinearity.
     """
 
     axes: Axes
     constant: np.ndarray | None = None
     depends: bool = False
-    leaf: bool = False
+    leaf: str = ""
+    writers: frozenset[str] = frozenset()
+    vectors: frozenset[str] = frozenset()
 
 
 Rule = Callable[["Trace", Any, list[Value]], list[Axes]]

@@ -20,6 +20,8 @@ from gauge_optax.discovery.spaces import Space
 from gauge_optax.discovery.trace import Trace
 from gauge_optax.discovery.views import Piece, View, runs, views_of
 
+_MOST_NEAR = 16  # null vectors of what nearly holds, per candidate
+_PASSES = 8  # of thinning a basis; one or two suffice but for accidents
 _MATRIX = 128  # the largest basis on which a linear group is tried
 Column = tuple[Piece, str]  # a piece and its mode
 
@@ -77,8 +79,13 @@ class Candidate:
         values, right = singular_vectors(products / sizes)
         asleep = [column for column, alive in zip(self.columns, live, strict=True) if not alive]
         symmetries = []
+        exact = int((values < ZERO).sum())
         for bound, coarse in ((ZERO, 1e-6), (near, 10 * near)):
-            for row in sparse_basis(right[values < bound] / sizes, coarse):
+            # Values descend. What nearly holds is a hint, and is worth no more than the best few.
+            null = right[len(values) - min(int((values < bound).sum()), exact + _MOST_NEAR) :]
+            if bound == near and len(null) == exact:
+                break
+            for row in sparse_basis(null / sizes, coarse):
                 if bound == near:  # exponents of what nearly holds are nearly halves and thirds
                     rounded = np.round(row * 6) / 6
                     row = np.where(np.abs(rounded - row) < 0.05 * np.abs(row), rounded, row)
@@ -163,6 +170,8 @@ def _is_planes(space: Space) -> bool:
 
 def singular_vectors(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Singular values, as many as columns, and right singular vectors."""
+    if len(rows) > rows.shape[1]:
+        rows = np.linalg.qr(rows, mode="r")  # has the same ones, and no row too many
     _, values, right = np.linalg.svd(rows, full_matrices=True)
     return np.concatenate([values, np.zeros(rows.shape[1] - len(values))]), right
 
@@ -185,8 +194,10 @@ def sparse_basis(null: np.ndarray, zero: float) -> np.ndarray:
         others = np.arange(len(rows)) != i
         rows[others] -= np.outer(rows[others, j], rows[i])
     rows[np.abs(rows) < zero] = 0.0
-    while any(_thinned(rows, i, j, zero) for i, j in itertools.permutations(range(len(rows)), 2)):
-        pass
+    for _ in range(_PASSES):
+        pairs = itertools.permutations(range(len(rows)), 2)
+        if not sum(_thinned(rows, i, j, zero) for i, j in pairs if np.any(rows[i] * rows[j])):
+            break
     for row in rows:
         row /= np.abs(row[row != 0]).min()
         row *= np.sign(row[np.nonzero(row)[0][0]])

@@ -15,7 +15,7 @@ import numpy as np
 Leaves = dict[str, np.ndarray]
 Function = Callable[[Mapping[str, Any], Any], Any]
 _SPREAD = 0.5  # noise around the given point, relative to a leaf's RMS
-_CHUNK = 2**28  # bytes of gradients that are held at a time
+_CHUNK = 2**29  # bytes of gradients that are held at a time
 
 
 def generic_point(leaves: Mapping[str, np.ndarray], rng: np.random.Generator) -> Leaves:
@@ -74,7 +74,17 @@ class Gradients:
         """
         most = max(1, _CHUNK // (8 * max(1, sum(leaf.size for leaf in leaves.values()))))
         each = -(-count // len(self._batches))
-        for batch in self._batches:
+        if each * len(self._batches) <= most:  # all at once: what is computed per chunk is computed once
+            chunks = [chunk for batch in self._batches for chunk in self._chunks(leaves, [batch], each, most, rng)]
+            yield {path: np.concatenate([chunk[path] for chunk in chunks]) for path in leaves}
+        else:
+            yield from self._chunks(leaves, self._batches, each, most, rng)
+
+    def _chunks(
+        self, leaves: Leaves, batches: Sequence[Any], each: int, most: int, rng: np.random.Generator
+    ) -> Iterator[Leaves]:
+        """So many gradients for each of some batches, at most `most` at a time."""
+        for batch in batches:
             outputs = jax.eval_shape(self._fn, leaves, batch)
             for start in range(0, each, most):
                 rows = min(most, each - start)

@@ -21,6 +21,9 @@ from gauge_optax.discovery.spaces import Axis, Space, Spaces
 # Primitives that move the entries of a parameter but compute nothing.
 _MOVES = {"transpose", "reshape", "convert_element_type", "squeeze", "slice", "split", "dynamic_slice",
           "broadcast_in_dim", "copy", "gather", "rev", "unstack"}  # fmt: skip
+_SUMS = {"add", "sub", "add_any"}
+_LINEAR = {*_MOVES, *_SUMS, "neg", "concatenate", "reduce_sum", "cumsum", "select_n", "pad"}
+_CONTRACTIONS = {"dot_general", "conv_general_dilated"}
 _PASSES = 6  # walks, at most; two or three reach the fixed point
 _MOST_CONSTANT = 100_000  # entries of index arithmetic that is evaluated
 
@@ -39,6 +42,8 @@ class Trace:
       layers: leading axes of the enclosing scans.
       stacked: all axes that are scanned over.
       read: axes along which a parameter contracts a value that parameters made, as a kernel does the residual stream.
+      vector_reads: (vector, kernel): the kernel contracts what the vector was added to or multiplied with.
+      added_behind: (kernel, vector): the vector is added to the kernel's product.
       opaque: names of primitives whose effect was guessed.
     """
 
@@ -48,6 +53,8 @@ class Trace:
         self.layers: list[np.ndarray] = []
         self.stacked: list[np.ndarray] = []
         self.read: list[np.ndarray] = []
+        self.vector_reads: set[tuple[str, str]] = set()
+        self.added_behind: set[tuple[str, str]] = set()
         self.opaque: set[str] = set()
 
     def note(self, axis: Axis, beside: Sequence[Axis] = ()) -> None:
@@ -84,12 +91,29 @@ class Trace:
             ins = [read(atom) for atom in eqn.invars]
             outs = self._outputs(eqn, ins)
             depends = any(value.depends for value in ins)
-            leaf = eqn.primitive.name in _MOVES and any(value.leaf for value in ins)
+            leaf = next((value.leaf for value in ins if value.leaf), "") if eqn.primitive.name in _MOVES else ""
+            writers, vectors = self._parameters_in(eqn.primitive.name, ins)
+            inlined = eqn.primitive.name in _CONTROL or called_jaxpr(eqn) is not None
             for variable, out in zip(eqn.outvars, outs, strict=True):
-                if out.constant is None:
-                    out = out._replace(depends=depends, leaf=leaf or out.leaf)
+                if out.constant is None and not inlined:
+                    out = out._replace(depends=depends, leaf=leaf, writers=writers, vectors=vectors)
                 values[variable] = out
         return [read(atom) for atom in jaxpr.outvars]
+
+    def _parameters_in(self, name: str, ins: Sequence[Value]) -> tuple[frozenset[str], frozenset[str]]:
+        """The kernels and vectors in a result; records which vector a kernel reads, and which is added behind it."""
+        writers = frozenset[str]().union(*(value.writers for value in ins))
+        vectors = frozenset[str]().union(*(value.vectors for value in ins))
+        leaves = frozenset(value.leaf for value in ins if value.leaf)
+        if name in _CONTRACTIONS:
+            self.vector_reads |= {(vector, kernel) for kernel in leaves for vector in vectors}
+            return (leaves, frozenset()) if leaves else (writers, vectors)
+        if leaves and len(leaves) < sum(value.depends for value in ins):
+            self.added_behind |= {(kernel, leaf) for kernel in writers for leaf in leaves if name in _SUMS}
+            return writers, vectors | leaves
+        # A product of two values that depend on parameters is a norm's or a gate's, behind which nothing is linear.
+        linear = name in _LINEAR or (name in ("mul", "div") and sum(value.depends for value in ins) < 2)
+        return (writers, vectors) if linear else (frozenset(), frozenset())
 
     def _outputs(self, eqn: Any, ins: list[Value]) -> list[Value]:
         name = eqn.primitive.name
@@ -124,7 +148,8 @@ def walk(closed: core.ClosedJaxpr, paths: Sequence[str]) -> Trace:
         if before == spaces.changes:
             break
         before, trace = spaces.changes, Trace(spaces, dict(zip(paths, axes, strict=True)))
-        for out in trace.run(closed.jaxpr, closed.consts, [Value(list(leaf), None, True, True) for leaf in axes]):
+        args = [Value(list(leaf), None, True, path) for leaf, path in zip(axes, paths, strict=True)]
+        for out in trace.run(closed.jaxpr, closed.consts, args):
             for axis in out.axes:
                 trace.note(axis)
         spaces.close()
@@ -163,7 +188,9 @@ def _united(trace: Trace, *lists: Sequence[Value]) -> list[Value]:
     out = []
     for values in zip(*lists, strict=True):
         axes = [trace.spaces.unify(*same) for same in zip(*(value.axes for value in values), strict=True)]
-        out.append(Value(axes, None, any(value.depends for value in values)))
+        writers = frozenset[str]().union(*(value.writers for value in values))
+        vectors = frozenset[str]().union(*(value.vectors for value in values))
+        out.append(Value(axes, None, any(value.depends for value in values), "", writers, vectors))
     return out
 
 
@@ -185,11 +212,11 @@ def _scan(trace: Trace, eqn: Any, ins: list[Value]) -> list[Value]:
     if lead is not None:
         trace.stacked.append(lead)
         trace.layers.append(lead)
-    slices = [Value(value.axes[1:], None, value.depends, value.leaf) for value in ins[second:]]
+    slices = [value._replace(axes=value.axes[1:], constant=None) for value in ins[second:]]
     outs = _loop(trace, eqn.params["jaxpr"], ins[:first], ins[first:second], slices)
     if lead is not None:
         trace.layers.pop()
-    return outs[:count] + [Value([lead, *value.axes], None, value.depends) for value in outs[count:]]
+    return outs[:count] + [value._replace(axes=[lead, *value.axes], constant=None, leaf="") for value in outs[count:]]
 
 
 def _while(trace: Trace, eqn: Any, ins: list[Value]) -> list[Value]:

@@ -1,0 +1,186 @@
+"""A small instance of a function: the same code, called with shorter axes wherever it allows that.
+
+The walk over the jaxpr tells which axes have one length. Their common length becomes a small prime, another for every
+set of axes, so that a length of the small instance says which lengths of the large one it stands for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from gauge_optax.discovery.calls import template
+from gauge_optax.discovery.sketch import Function, Leaves
+from gauge_optax.discovery.trace import Trace
+
+_LARGE = 400_000  # entries of all leaves; smaller trees are searched as they are
+_TABLE = 16  # rows that a table keeps at least, so that tokens stay different
+Atoms = dict[tuple[str, int], list[int]]  # by leaf and axis: the lengths of the components that the axis is a grid of
+
+
+@dataclasses.dataclass(frozen=True)
+class Small:
+    """A small instance.
+
+    Attributes:
+      leaves: float64 leaves by path.
+      batches: batches whose indices are within the shorter axes.
+      lengths: prime of the small instance → length of the large one, per set of axes that were shortened.
+    """
+
+    leaves: Leaves
+    batches: list[Any]
+    lengths: Mapping[int, int]
+
+    def full(self, length: int) -> int:
+        """The length of the large instance that a length of the small one stands for."""
+        for prime, whole in self.lengths.items():
+            if length % prime == 0:
+                length = length // prime * whole
+        return length
+
+
+@dataclasses.dataclass
+class _Group:
+    """Components of axes that have one common length, of all layers: leaf, axis and number of each.
+
+    Attributes:
+      places: leaf, axis and number of every component.
+      unit: the common divisor of their lengths; the basis of rotary planes is twice as long as the planes are many.
+      table: whether few leaves have it, as rows of an embedding.
+    """
+
+    places: list[tuple[str, int, int]]
+    unit: int
+    table: bool
+
+
+def smaller(fn: Function, trace: Trace, leaves: Leaves, batches: Sequence[Any]) -> Small | None:
+    """An instance with every axis short that the function lets be short, or None where it is not much smaller.
+
+    Args:
+      fn: (leaves, batch) to outputs.
+      trace: its walk.
+      leaves: float64 leaves by path.
+      batches: what it is called on.
+
+    Returns:
+      The small instance; None for small trees, and for functions that fix the lengths of their axes.
+    """
+    total = sum(leaf.size for leaf in leaves.values())
+    if total < _LARGE:
+        return None
+    outputs = jax.eval_shape(fn, leaves, batches[0])
+    atoms = {(path, k): _lengths(trace, path, k, n) for path, x in leaves.items() for k, n in enumerate(x.shape)}
+    groups = sorted(_groups(trace, atoms), key=lambda group: group.unit)
+    of_batches = {n for x in jax.tree.leaves(batches) for n in np.shape(x)}
+    longest = max(of_batches, default=1)
+    taken = of_batches | {n for lengths in atoms.values() for n in lengths}
+    primes = _primes(5, taken)
+    table_primes = _primes(max(_TABLE, longest), taken)
+    lengths: list[tuple[_Group, int]] = []
+    for group in groups:
+        prime = next(table_primes if group.table else primes)
+        if group.unit > 1.5 * prime:
+            lengths.append((group, prime))
+
+    def instance(chosen: Sequence[tuple[_Group, int]]) -> Small | None:
+        """The instance with these groups shortened; None where the function refuses it."""
+        small = _cut(leaves, atoms, chosen)
+        rows = min((prime for group, prime in chosen if group.table), default=None)
+        short = [jax.tree.map(lambda x: _within(x, rows), batch) for batch in batches]
+        try:
+            shapes = jax.eval_shape(fn, small, short[0])
+        except Exception:  # whatever the user's code raises about a shape
+            return None
+        same = jax.tree.map(lambda x, y: x.ndim == y.ndim, shapes, outputs)
+        return Small(small, short, {p: g.unit for g, p in chosen}) if all(jax.tree.leaves(same)) else None
+
+    best = instance(lengths) if lengths else None
+    if best is None:
+        accepted: list[tuple[_Group, int]] = []
+        for one in reversed(lengths):
+            if attempt := instance([*accepted, one]):
+                accepted, best = [*accepted, one], attempt
+    if best is None or 4 * sum(leaf.size for leaf in best.leaves.values()) > total:
+        return None
+    return best
+
+
+def _lengths(trace: Trace, path: str, axis: int, length: int) -> list[int]:
+    ids = trace.leaves[path][axis]
+    return [length] if ids is None else [len(atom) for atom in trace.spaces.atoms(ids)]
+
+
+def _groups(trace: Trace, atoms: Atoms) -> list[_Group]:
+    """Components that share an index, and those of other layers in their places, without those that must stay."""
+    of_id: dict[int, int] = {}
+    families: dict[int, set[tuple[str, int, int]]] = {}
+    fixed: set[int] = set()
+    for path, axis in atoms:
+        ids = trace.leaves[path][axis]
+        for number, atom in enumerate([] if ids is None else trace.spaces.atoms(ids)):
+            key = set(trace.spaces.key(atom))
+            joined = {of_id[x] for x in key if x in of_id}
+            name = min(joined, default=min(key))
+            places = families.setdefault(name, set())
+            for other in joined - {name}:
+                places |= families.pop(other)
+                of_id.update({x: name for x, family in of_id.items() if family == other})
+            fixed.update([name] if joined & fixed else [])
+            places.add((path, axis, number))
+            of_id.update(dict.fromkeys(key, name))
+            # Single entries are taken from it, or parts of it are grids of their own, as in a fused kernel.
+            if not trace.spaces.picked.isdisjoint(key) or not trace.spaces.grids.keys().isdisjoint(key):
+                fixed.add(name)
+    alike: dict[Any, list[int]] = {}
+    for name, places in families.items():
+        alike.setdefault(frozenset((template(path), axis, number) for path, axis, number in places), []).append(name)
+    groups = []
+    for where, names in alike.items():
+        members = [place for name in names for place in sorted(families[name])]
+        unit = math.gcd(*(atoms[path, axis][number] for path, axis, number in members))
+        if unit > 1 and fixed.isdisjoint(names):
+            groups.append(_Group(members, unit, len({path for path, _, _ in where}) <= 2))
+    return groups
+
+
+def _cut(leaves: Leaves, atoms: Atoms, chosen: Sequence[tuple[_Group, int]]) -> Leaves:
+    """The leaves, of which every chosen component keeps its first entries."""
+    kept = {place: (group.unit, prime) for group, prime in chosen for place in group.places}
+    out = {}
+    for path, leaf in leaves.items():
+        shape: list[int] = []
+        grid = leaf.reshape([n for axis in range(leaf.ndim) for n in atoms[path, axis]])
+        cuts = []
+        for axis in range(leaf.ndim):
+            sizes = []
+            for number, n in enumerate(atoms[path, axis]):
+                unit, prime = kept.get((path, axis, number), (1, 1))
+                sizes.append(n // unit * prime)
+            cuts += [slice(n) for n in sizes]
+            shape.append(math.prod(sizes))
+        out[path] = np.ascontiguousarray(grid[tuple(cuts)]).reshape(shape)
+    return out
+
+
+def _within(x: Any, rows: int | None) -> Any:
+    """Indices within so many rows."""
+    if rows is None or not np.issubdtype(getattr(x, "dtype", object), np.integer):
+        return x
+    return np.where(np.asarray(x) >= rows, np.asarray(x) % rows, x)
+
+
+def _primes(least: int, taken: set[int]) -> Iterator[int]:
+    """Primes from a number up that divide none of the lengths in use; every one is given once."""
+    number = least
+    while True:
+        if all(number % k for k in range(2, math.isqrt(number) + 1)) and all(n % number for n in taken):
+            taken.add(number)
+            yield number
+        number += 1

@@ -26,6 +26,7 @@ from gauge_optax.gauges.gauge import Gauge
 
 Outputs = Literal["logits", "logprobs", "loss"]
 _POINTS = 5  # one alone can have dead units, whose null vectors are accidents
+_REACH = 3  # points at which a large instance is asked what its batches reach
 _ROWS = 1.5  # gradients for each column: with fewer rows than columns, any columns have null vectors
 _DEAD = 1e-11  # an element whose gradient is smaller, relative to a typical one, has no effect
 # Norm scales come before logit shifts: a shift is measured after the final norm's scale has moved.
@@ -279,12 +280,13 @@ def _carried(
     bar.set_postfix_str("the large instance")
     prover = Prover(fn, params, batches, [generic_point(leaves, rng)])
     prover.check_outputs(leaves)
-    squares = {path: np.zeros(leaf.shape) for path, leaf in leaves.items()}
-    for gradient in Gradients(fn, batches).at(prover.points[0], len(batches), rng):
-        for path, rows in gradient.items():
-            squares[path] += np.square(rows).sum(0)
-    _, dead, uncovered, rejected = _unreached(prover, squares, rng)
-    del squares
+    squares, gradients = {path: np.zeros(leaf.shape) for path, leaf in leaves.items()}, Gradients(fn, batches)
+    for _ in range(_REACH):
+        for gradient in gradients.at(generic_point(leaves, rng), len(batches), rng):
+            for path, rows in gradient.items():
+                squares[path] += np.square(rows).sum(0)
+    _, dead, uncovered, _ = _unreached(prover, squares, rng)
+    del squares, gradients
     nearly, proved, failed = list[Held](), list[Held](), list[str]()
     for claims, limit, kept in ((report.held, ZERO, proved), (report.nearly, 10 * near, nearly)):
         for one in claims:
@@ -296,7 +298,7 @@ def _carried(
             elif limit == ZERO:
                 failed.append(_refuted(call, change))
     held, refused = prover.together(proved)
-    rejected += [*failed, *refused, *(text for text in report.rejected if "stop_gradient" not in text)]
+    rejected = [*report.rejected, *failed, *refused]
     return Report(tuple(held), tuple(nearly), tuple(rejected), tuple(dead), tuple(uncovered), report.ungauged)
 
 

@@ -171,7 +171,7 @@ def _is_planes(space: Space) -> bool:
 def singular_vectors(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Singular values, as many as columns, and right singular vectors."""
     if len(rows) > rows.shape[1]:
-        rows = np.linalg.qr(rows, mode="r")  # has the same ones, and no row too many
+        rows = np.asarray(np.linalg.qr(rows, mode="r"))  # has the same ones, and no row too many
     _, values, right = np.linalg.svd(rows, full_matrices=True)
     return np.concatenate([values, np.zeros(rows.shape[1] - len(values))]), right
 

@@ -39,7 +39,7 @@ import matplotlib.pyplot as plt
 Params = Any
 Loss = Callable[[Params, jax.Array], jax.Array]
 Run = dict[str, Any]
-"""What one optimizer did from both sets of weights, as the JSON has it; entry n of `losses` and `gap` is after n steps."""
+"""What one optimizer did in both runs, as the JSON has it; entry n of `losses` and `gap` is after n steps."""
 
 DRIFT_EVERY = 10
 GAP_STEPS = (1, 10, 100)
@@ -169,13 +169,13 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Run]:
 
     count = sum(leaf.size for leaf in jax.tree.leaves(params))
     print(f"A Llama of {count:,} parameters, {args.steps} steps of {args.batch} × {args.length} bytes.")
-    print(f"Moves along {group.dim(params):,} directions leave its outputs as they are; run 2 starts from weights so moved.")
+    print(f"Moves along {group.dim(params):,} directions change no output; run 2 starts from weights so moved.")
     runs = {}
     for name, tx in optimizers(args.steps, gauges).items():
         print(f"{name}: run 1 and run 2, side by side")
         runs[name] = train_twins(tx, (params, twin), loss, gauges, args)
     print(table(runs))
-    print("Both runs start as one function; losses are in nats per byte, the first three columns on one training batch.")
+    print("Losses are in nats per byte; those that differ are of one training batch.")
     print("drift: how far weights moved without changing any output, the largest change of a log-scale or a shift.")
 
     args.out.mkdir(parents=True, exist_ok=True)

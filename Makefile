@@ -30,7 +30,7 @@ $(VENV)/.installed: pyproject.toml | $(PY)
 	@touch $@
 
 $(VENV)/.installed-dev: pyproject.toml | $(PY)
-	$(PY) -m pip install --quiet --editable ".[dev]"
+	$(PY) -m pip install --quiet --editable ".[examples]" --group dev
 	@touch $@ $(VENV)/.installed
 
 # Compiling takes most of the tests' time; these passes only repay in long runs. An XLA that does not know a flag refuses

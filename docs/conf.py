@@ -62,7 +62,8 @@ html_theme = "sphinx_book_theme"
 html_title = "gauge_optax"
 html_static_path, html_css_files = ["_static"], ["site.css"]
 # The sidebar has the search field; on a phone, where it is folded away, the article's header has a button.
-html_theme_options = {"show_toc_level": 2} | {f"navbar_{part}": [] for part in ("start", "center", "end", "persistent")}
+navbar: dict[str, Any] = {f"navbar_{part}": [] for part in ("start", "center", "end", "persistent")}
+html_theme_options = {"show_toc_level": 2} | navbar
 
 
 def as_written(

@@ -1,5 +1,7 @@
 """The site: every public symbol has a page, every Python block of a guide runs, links lead somewhere."""
 
+import functools
+import inspect
 import re
 import unicodedata
 from collections.abc import Iterator
@@ -63,6 +65,14 @@ PAGES = [ROOT / "README.md", ROOT / "docs" / "design.md", *GUIDES, *sorted((ROOT
 def test_code_fits_beside_the_sidebar(page: Path) -> None:
     """88 columns are what `site.css` leaves room for in a window of 1280 pixels."""
     assert [line for line in code(page) if sum(not unicodedata.combining(letter) for letter in line) > 88] == []
+
+
+@pytest.mark.parametrize("path", [path for listed in symbols.paths().values() for path in listed])
+def test_examples_of_public_names_fit(path: str) -> None:
+    symbol = functools.reduce(getattr, path.split(".")[1:], go)
+    documented = [symbol, *(x for x in vars(symbol).values() if callable(x))] if inspect.isclass(symbol) else [symbol]
+    lines = [line for x in documented for line in (inspect.getdoc(x) or "").splitlines()]
+    assert [line for line in lines if line.startswith((">>>", "...")) and len(line) > 88] == []
 
 
 def test_formulas_need_no_network() -> None:

@@ -64,8 +64,8 @@ def gain(size: int, start: str, arm: str) -> tuple[str, str]:
 def test_a_row_of_the_choice_is_what_was_measured(taken: str, arm: str, block: str, measured: str, plain: str) -> None:
     row = re.search(rf"^\| `{re.escape(taken)}` \|(.*)\|$", README, re.M)
     assert row is not None
-    cells = [cell.strip() for cell in row[1].split("|")][2:]
-    assert cells[:3] == ["{} ± {} %".format(*gain(128, start, arm)) for start in starts.STARTS]
+    cells = [cell.strip().replace("\N{NO-BREAK SPACE}", " ") for cell in row[1].split("|")][2:]
+    assert cells[:3] == ["{} ± {}".format(*gain(128, start, arm)) for start in starts.STARTS]
     rows = result("benchmarks/results/compare_cpu.json")["sections"]["gpt2"]["blocks"][block]
     ours, theirs = rows[measured], rows[plain]
     step, update = (ours[key][1] / theirs[key][1] for key in ("step_ratio", "ratio"))

@@ -54,7 +54,7 @@ napoleon_google_docstring, napoleon_numpy_docstring = True, False
 napoleon_use_rtype = False
 napoleon_custom_sections = [("Reference", "notes_style"), ("References", "notes_style")]
 
-# MathJax lies beside the pages, so that formulas need no network. Its menu offers what would have to be fetched.
+# MathJax 3.2.2 is a file of the site, so that formulas need no network. Its menu would fetch more parts.
 mathjax_path = "mathjax/tex-svg.js"
 mathjax3_config = {"options": {"enableMenu": False}}
 

@@ -1,6 +1,6 @@
 """Train one network twice, from two sets of weights that compute the same function: which optimizer notices?
 
-    python -m examples.demo                                  # or `make demo`; about a minute and a half on 2 CPU cores
+    python -m examples.demo                                  # or `make demo`; about two minutes on 2 CPU cores
     python -m examples.demo --data book.txt --steps 1000
 
 The second set of weights is the first, moved by a random element of all gauges of the network: units are rescaled and

@@ -52,7 +52,9 @@ def code(page: Path) -> Iterator[str]:
     """Lines that a page shows as code or as printed output."""
     if page.suffix == ".ipynb":
         for cell in nbformat.read(page, as_version=4).cells:
-            yield from cell.source.splitlines() if cell.cell_type == "code" else ()
+            if cell.cell_type == "code":
+                yield from cell.source.splitlines()
+                yield from "".join(output.get("text", "") for output in cell.outputs).splitlines()
     else:
         for block in re.findall(r"```\w*\n(.*?)```|\n\n((?:    [^\n]*\n)+)", page.read_text(), re.S):
             yield from "".join(block).splitlines()

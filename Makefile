@@ -7,7 +7,7 @@ JOBS   ?= 2
 .PHONY: help test notebooks test-all lint types docs wheel demo results bench bench-modes clean
 
 help:
-	@echo "make demo      train twins under AdamW and ddc_adamw, print the table, write outputs/demo/"
+	@echo "make demo      train twins under AdamW, quotient(adamw) and ddc_adamw, print the table, write outputs/demo/"
 	@echo "make test      the test suite (CPU, $(JOBS) processes), without the slow tests"
 	@echo "make notebooks  the notebooks from top to bottom, against what is stored in them"
 	@echo "make test-all  the slow tests as well"
@@ -30,7 +30,7 @@ $(VENV)/.installed: pyproject.toml | $(PY)
 	@touch $@
 
 $(VENV)/.installed-dev: pyproject.toml | $(PY)
-	$(PY) -m pip install --quiet --editable ".[dev]"
+	$(PY) -m pip install --quiet --editable ".[examples]" --group dev
 	@touch $@ $(VENV)/.installed
 
 # Compiling takes most of the tests' time; these passes only repay in long runs. An XLA that does not know a flag refuses

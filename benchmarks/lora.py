@@ -161,9 +161,13 @@ def speed(pairs: int, width: int, rounds: int) -> dict[str, Any]:
 
 def render(result: dict[str, Any]) -> str:
     """The tables."""
-    lines = ["# LoRA factors", "", f"{result['host']}; load average {result['load']:.1f} when times were taken."]
-    about = f"Distances: geometric mean over {result['seeds']} seeds; forming the twin alone costs about as much."
-    lines += [about, ""]
+    lines = ["# LoRA factors", ""]
+    lines += [
+        "Many pairs of LoRA factors have one product: A·S and S⁻¹·B for every invertible matrix S. This page says how",
+        "far the products of two runs are apart that start from such pairs, *twins*, and how long updates take.", "",
+        f"{result['host']}; load average {result['load']:.1f} when times were taken. Distances: geometric mean",
+        f"over {result['seeds']} seeds; forming the twin alone costs about as much.", "",
+    ]  # fmt: skip
     for first, by_dtype in result["equivariance"].items():
         for dtype, rows in by_dtype.items():
             lines += [f"## Products of twins apart after {STEPS} steps, start {first}, {dtype}", ""]

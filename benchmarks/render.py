@@ -8,6 +8,8 @@ Section = dict[str, Any]
 _HEADER = """\
 # Beside other optimizers
 
+This page compares the time and memory of updates and of whole training steps with those of Optax's own optimizers.
+
 `python -m benchmarks.compare`: {host}; {versions}; float32. Every table's rows ran in turns in one process, and a
 ratio is the median over rounds (quartiles in brackets) of a row's time in units of the first row's in the same round.
 Update: gradients to new parameters, parameters and state donated. Step: loss, gradient and update as one compiled

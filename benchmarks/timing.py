@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from tqdm import tqdm
 
 Tree = Any
 
@@ -128,7 +129,7 @@ def in_turns(updates: Mapping[str, Timed], given: Tree, repeats: int, warm: int 
       warm: rounds before them.
       pause: seconds before every call; threads of another library spin for a while after theirs.
     """
-    for number in range(warm + repeats):
+    for number in tqdm(range(warm + repeats), unit="round", leave=False):
         for update in updates.values():
             time.sleep(pause)
             seconds = update.run(given)

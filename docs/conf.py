@@ -22,12 +22,12 @@ from docs import symbols
 
 # Where a link of a page from elsewhere in the repository leads on the site; other files are named, not linked.
 PAGES = {
-    "docs/design.md": "/design.md",
     "examples/results/README.md": "/results/index.md",
     "benchmarks/results/compare_cpu.md": "/results/compare_cpu.md",
     "benchmarks/results/lora.md": "/results/lora_factors.md",
     "released.md": "/results/released.md",
     "notebooks": "/notebooks/index.md",
+    "CONTRIBUTING.md": "/contributing.md",
 }
 
 project = "gauge_optax"
@@ -54,9 +54,16 @@ napoleon_google_docstring, napoleon_numpy_docstring = True, False
 napoleon_use_rtype = False
 napoleon_custom_sections = [("Reference", "notes_style"), ("References", "notes_style")]
 
+# MathJax 3.2.2 is a file of the site, so that formulas need no network. Its menu would fetch more parts.
+mathjax_path = "mathjax/tex-svg.js"
+mathjax3_config = {"options": {"enableMenu": False}}
+
 html_theme = "sphinx_book_theme"
 html_title = "gauge_optax"
-html_theme_options = {"show_toc_level": 2}
+html_static_path, html_css_files = ["_static"], ["site.css"]
+# The sidebar has the search field; on a phone, where it is folded away, the article's header has a button.
+navbar: dict[str, Any] = {f"navbar_{part}": [] for part in ("start", "center", "end", "persistent")}
+html_theme_options = {"show_toc_level": 2} | navbar
 
 
 def as_written(
@@ -111,9 +118,11 @@ def moved(text: str, target: str) -> str:
     """A page of the repository with its links as they are on the site."""
 
     def link(hit: re.Match[str]) -> str:
-        mark, label, goes = hit[1], hit[2], hit[3]
+        mark, label, goes = hit[1], hit[2], hit[3].removeprefix("../../")
         if mark:
             return f"![{label}]({'/results/' + Path(goes).name})"
+        if goes.startswith("docs/"):
+            return f"[{label}]({goes.removeprefix('docs')})"
         if goes in PAGES:
             return f"[{label}]({PAGES[goes]})"
         kept = goes.startswith(("http", "#")) or goes.endswith(".ipynb")

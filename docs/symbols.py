@@ -12,6 +12,14 @@ from typing import Any
 
 import gauge_optax as go
 
+INTRODUCTION = """Every public name has a page with its arguments, what it returns and raises, and an example that the
+tests run. `go` is `gauge_optax`.
+
+A *gauge* is a symmetry of a model: moves of its weights that leave the loss as it is. One such move is an *element*.
+All weights that the moves reach are an *orbit*; they compute one function. The *slice* contains one point of every
+orbit, and the *frame* is the element that leads from that point to the weights at `init`; it is read from one block
+of weights per gauge, the *anchor*. A part of a step along the orbit is *vertical*, the rest is *horizontal*. [How
+gauge_optax works](../design.md) explains these words."""
 MODULES = {"Measures": go.measure, "Assertions": go.testing}
 
 
@@ -51,7 +59,7 @@ def write(folder: Path) -> None:
     """One page per symbol, and an index with the first sentence of each."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
-    index, pages = ["# Reference", ""], []
+    index, pages = ["# Reference", "", INTRODUCTION, ""], []
     for heading, symbols in paths().items():
         index += [f"## {heading}", "", "| | |", "|---|---|"]
         for path in symbols:

@@ -1,14 +1,17 @@
-"""Train a network twice, from two sets of weights that are the same function: which optimizer notices?
+"""Train one network twice, from two sets of weights that compute the same function: which optimizer notices?
 
-    python -m examples.demo                                  # or `make demo`; one minute on 2 CPU cores
+    python -m examples.demo                                  # or `make demo`; about two minutes on 2 CPU cores
     python -m examples.demo --data book.txt --steps 1000
 
-The twins are θ and g·θ, g a random element of the network's gauge group: other numbers, same function, same
-loss. AdamW sees the numbers and trains two networks; ddc_adamw sees the function and trains one twice. Prints
+The second set of weights is the first, moved by a random element of all gauges of the network: units are rescaled and
+heads rotated, other numbers that compute the same function. AdamW takes other steps from there and trains another
+network. `quotient(optax.adamw)` and `ddc_adamw` train the same network twice. Prints
 
-    optimizer  gap@1      gap@10     gap@100    drift      val θ      val g·θ
-    adamw      2.4e-02    7.5e-02    3.1e-02    5.7e-01    1.9319     1.9103
-    ddc_adamw  0.0e+00    0.0e+00    2.4e-07    3.2e-07    1.9233     1.9233
+                     the two losses differ by, at                validation loss
+    optimizer        step 1     step 10    step 100   drift      run 1      run 2
+    adamw            2.4e-02    7.5e-02    3.1e-02    5.7e-01    1.9319     1.9103
+    quotient(adamw)  4.8e-07    0.0e+00    4.8e-07    2.6e-07    1.9253     1.9253
+    ddc_adamw        0.0e+00    0.0e+00    9.5e-07    3.5e-07    1.9233     1.9233
 
 and writes twins.png and twins.json to outputs/demo.
 """
@@ -36,7 +39,7 @@ import matplotlib.pyplot as plt
 Params = Any
 Loss = Callable[[Params, jax.Array], jax.Array]
 Run = dict[str, Any]
-"""What one optimizer did from both starts, as the JSON has it; entry n of `losses` and `gap` is after n steps."""
+"""What one optimizer did in both runs, as the JSON has it; entry n of `losses` and `gap` is after n steps."""
 
 DRIFT_EVERY = 10
 GAP_STEPS = (1, 10, 100)
@@ -46,10 +49,11 @@ ROUNDING = 2.0**-22
 
 
 def optimizers(steps: int, gauges: Sequence[go.Gauge]) -> dict[str, optax.GradientTransformation]:
-    """The same schedule and decay for both."""
+    """AdamW, what the README recommends in its place, and the Adam of DDC; one schedule and one decay for all."""
     rate = optax.warmup_cosine_decay_schedule(3e-4, 3e-3, warmup_steps=min(20, steps // 2), decay_steps=steps)
     return {
         "adamw": optax.adamw(rate, weight_decay=0.1),
+        "quotient(adamw)": go.quotient(optax.adamw(rate, weight_decay=0.1), gauges),
         "ddc_adamw": go.ddc_adamw(rate, gauges, weight_decay=0.1),
     }
 
@@ -96,37 +100,38 @@ def train_twins(
 
 
 def table(runs: dict[str, Run]) -> str:
-    """The numbers of the figure."""
+    """The numbers of the figure, under two lines of headings."""
     steps = [n for n in GAP_STEPS if n < len(runs["adamw"]["gap"])]
-    rows = [["optimizer", *(f"gap@{n}" for n in steps), "drift", "val θ", "val g·θ"]]
+    rows = [["optimizer", *(f"step {n}" for n in steps), "drift", "run 1", "run 2"]]
     for name, run in runs.items():
         numbers = [*(run["gap"][n] for n in steps), max(run["drift"].values())]
         rows.append([name, *(f"{x:.1e}" for x in numbers), *(f"{x:.4f}" for x in run["validation"])])
-    return "\n".join("".join(f"{cell:<11}" for cell in row).rstrip() for row in rows)
+    above = f"{'':17}{'the two losses differ by, at':<{11 * (len(steps) + 1)}}validation loss"
+    return "\n".join([above, *(row[0].ljust(17) + "".join(f"{x:<11}" for x in row[1:]).rstrip() for row in rows)])
 
 
 def figure(runs: dict[str, Run], path: Path) -> None:
-    """Three panels: the twins' losses, their difference, how far the gauge coordinates moved."""
-    fig, (losses, gap, drift) = plt.subplots(1, 3, figsize=(15, 4.8), layout="constrained")
+    """Three panels: the losses of all runs, the difference of the two of one optimizer, and drift."""
+    fig, (losses, gap, drift) = plt.subplots(1, 3, figsize=(13, 4.6), layout="constrained")
     fig.suptitle(
-        "All four runs start as the same function, written as weights θ or as rescaled and rotated weights g·θ.\n"
-        "AdamW's two runs become different networks; ddc_adamw's two runs stay one."
+        "Every optimizer trains twice, from two sets of weights that compute the same function.\n"
+        "AdamW's two runs become different networks. Inside quotient, and under ddc_adamw, the two runs stay one."
     )
-    for (name, run), color in zip(runs.items(), ("tab:red", "tab:blue"), strict=True):
-        for twin, start, style in zip(run["losses"], ("θ", "g·θ"), ("-", (0, (4, 4))), strict=True):
+    for (name, run), color in zip(runs.items(), ("tab:red", "tab:blue", "tab:green"), strict=True):
+        for number, twin in enumerate(run["losses"], start=1):
             smooth = np.convolve(twin, np.ones(SMOOTHING) / SMOOTHING, mode="valid")
             at = np.arange(len(smooth)) + SMOOTHING / 2
-            # The dashes of one twin over the pale line of the other: where they agree, both stay visible.
-            line = {"lw": 1.6} if start == "g·θ" else {"lw": 3.5, "alpha": 0.4}
-            losses.plot(at, smooth, color=color, ls=style, label=f"{name} from {start}", **line)
+            # The dashes of run 2 over the pale line of run 1: where they agree, both stay visible.
+            line = {"lw": 1.6, "ls": (0, (4, 4))} if number == 2 else {"lw": 3.5, "alpha": 0.4}
+            losses.plot(at, smooth, color=color, label=f"{name}, run {number}", **line)
         gap.semilogy(np.maximum(run["gap"], ROUNDING), color=color, label=name, lw=1)
         at_drift, moved = list(run["drift"])[1:], list(run["drift"].values())[1:]
         drift.semilogy(at_drift, np.maximum(moved, 1e-8), ".-", color=color, label=name)
-    gap.axhline(ROUNDING, color="gray", ls=":", label="smallest difference in float32")
+    gap.axhline(ROUNDING, color="gray", ls=":", label="float32 cannot show less")
     losses.set(title=f"Training loss (mean over {SMOOTHING} steps)", ylabel="nats per byte")
-    gap.set(title="Loss difference between the twins, same batch", ylabel="nats per byte")
-    drift.set(title="Motion that changes no output", ylabel="largest change of a gauge coordinate")
-    gap.set_ylim(top=10)  # Room for the legend.
+    gap.set(title="Difference of the two runs' losses", ylabel="nats per byte, on the same batch")
+    drift.set(title="Drift: motion that changes no output", ylabel="largest change of a log-scale or a shift")
+    gap.set_ylim(top=30)  # Room for the legend.
     for axis, place in ((losses, "upper right"), (gap, "upper right"), (drift, "center right")):
         axis.set_xlabel("step")
         axis.legend(loc=place)
@@ -163,13 +168,15 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Run]:
     twin = group.act(group.sample(jax.random.key(1), params, scale=1.0), params)
 
     count = sum(leaf.size for leaf in jax.tree.leaves(params))
-    print(f"{count:,} parameters, {group.dim(params):,} directions change nothing; {args.steps} steps")
+    print(f"A Llama of {count:,} parameters, {args.steps} steps of {args.batch} × {args.length} bytes.")
+    print(f"Moves along {group.dim(params):,} directions change no output; run 2 starts from weights so moved.")
     runs = {}
     for name, tx in optimizers(args.steps, gauges).items():
-        print(f"{name}: training from θ and from g·θ")
+        print(f"{name}: run 1 and run 2, side by side")
         runs[name] = train_twins(tx, (params, twin), loss, gauges, args)
     print(table(runs))
-    print("gap@n: difference of the twins' losses on one batch after n steps; drift: of their gauge coordinates")
+    print("Losses are in nats per byte; those that differ are of one training batch.")
+    print("drift: how far weights moved without changing any output, the largest change of a log-scale or a shift.")
 
     args.out.mkdir(parents=True, exist_ok=True)
     figure(runs, args.out / "twins.png")

@@ -146,8 +146,13 @@ def section(results: Mapping[str, Any]) -> str:
 
 def markdown(results: Mapping[str, Any]) -> str:
     """Every report."""
-    reports = [f"## {name}\n\n```\n{result['report']}\n```\n" for name, result in results.items() if "report" in result]
-    return "\n".join(["# What `discover` finds in released architectures", "", *reports])
+    shown = {name: result["report"] for name, result in results.items() if "report" in result}
+    reports = [f"## {name}\n\n```text\n{report}\n```\n" for name, report in shown.items()]
+    about = (
+        "`go.discover` finds the symmetries of a model. This page shows what it prints for small instances of\n"
+        "released architectures: the gauges, what holds nearly, and symmetries that no gauge expresses."
+    )
+    return "\n".join(["# What `discover` finds in released architectures", "", about, "", *reports])
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -36,13 +36,17 @@ RESULTS = Path(__file__).parent / "results"
 
 INTRODUCTION = """# Results
 
-Every number here is read from the JSON beside it, and every sentence that says whether a finding shows is computed from
-the numbers; `python -m examples.tables` writes this page. `python -m examples.<name> --out examples/results` makes a
-JSON and its figure again (delete the old JSON first: finished runs are kept), `--full` takes the paper's sizes. *The
-paper* is Dead-Direction Conditioners, whose appendix C has the studies, or, in sections of that name, Rotational
-Equilibrium. Drift is the largest distance from the start
-among some hundred readings of a run, unless a column says otherwise. A loss is matched if it is at most twice the
-other's."""
+This page has the training runs of the project: the demo, comparisons of optimizers, and small studies that test what
+papers claim. Every number is read from a JSON file beside it, and every sentence that says whether a finding shows is
+computed from the numbers (`python -m examples.tables` writes this page).
+
+*The paper* is *Dead-Direction Conditioners*, whose appendix C has the studies C.1 to C.15, or, in sections of that
+name, *Rotational Equilibrium*. `python -m examples.<name> --out examples/results` makes a JSON and its figure again
+(delete the old JSON first: finished runs are kept). The studies of appendix C run in seconds to three minutes on one
+CPU core, with three seeds, and at the paper's sizes with `--full`. *Drift* is motion that changes no output: the
+largest distance from the start among some hundred readings of a run, unless a column says otherwise. A loss is
+*matched* if it is at most twice the other's. More runs: [released architectures](released.md), [times and memory of
+updates](../../benchmarks/results/compare_cpu.md), [LoRA factors](../../benchmarks/results/lora.md)."""
 
 
 class Section(NamedTuple):
@@ -54,7 +58,10 @@ class Section(NamedTuple):
 
 
 def _demo(runs: Any) -> str:
-    said = "One seed, float32, 2-core CPU; the project's README explains the columns."
+    said = (
+        "Every optimizer trains twice, from two sets of weights that compute the same function. One "
+        "seed, float32, 2-core CPU; losses in nats per byte, the first three columns on the same training batch."
+    )
     return f"{said}\n\n```\n{demo.table(runs)}\n```"
 
 

@@ -99,7 +99,8 @@ def assert_horizontal(updates: Any, params: Any, gauges: Gauges, rtol: float | N
       AssertionError: names the gauge, the leaf with the largest vertical part and the relative error.
 
     >>> params = {"w": jnp.ones((1, 2))}
-    >>> go.testing.assert_horizontal({"w": jnp.array([[1.0, -1.0]])}, params, go.logit_shift({"w": "_ vocab"}))
+    >>> shift = go.logit_shift({"w": "_ vocab"})
+    >>> go.testing.assert_horizontal({"w": jnp.array([[1.0, -1.0]])}, params, shift)
     """
     group = product(gauges)
     rtol = tolerance("horizontal", params) if rtol is None else rtol
@@ -162,8 +163,10 @@ def assert_equivariant_step(
 
     >>> params = {"up": jnp.ones((2, 3)), "down": jnp.ones((3, 1))}
     >>> relu = go.rescale({"up": "_ channel"}, {"down": "channel _"})
-    >>> loss = lambda p: jnp.sum((jax.nn.relu(jnp.ones(2) @ p["up"]) @ p["down"] - 1.0) ** 2)
-    >>> go.testing.assert_equivariant_step(go.ddc_adamw(1e-2, relu), loss, params, relu, jax.random.key(0), steps=3)
+    >>> hidden = lambda p: jax.nn.relu(jnp.ones(2) @ p["up"])
+    >>> loss = lambda p: jnp.sum((hidden(p) @ p["down"] - 1.0) ** 2)
+    >>> tx, key = go.ddc_adamw(1e-2, relu), jax.random.key(0)
+    >>> go.testing.assert_equivariant_step(tx, loss, params, relu, key, steps=3)
     """
     require_key("assert_equivariant_step", key)
     group = product(gauges)

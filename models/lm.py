@@ -274,7 +274,8 @@ def gauges(config: LMConfig, linear: bool = False) -> list[go.Gauge]:
 
     Args:
       config: the model's.
-      linear: GL(d_h) in place of every rotation of a head, and what of it commutes with rotary in place of the torus.
+      linear: every invertible matrix in place of every rotation of a head; for queries and keys with rotary embeddings,
+        those that leave their scores as they are (`rope_linear`).
     """
     return [
         *_norm_gauges(config),

@@ -1,13 +1,18 @@
 """The site: every public symbol has a page, every Python block of a guide runs, links lead somewhere."""
 
+import functools
+import inspect
 import re
+import unicodedata
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import nbformat
 import pytest
 
 import gauge_optax as go
-from docs import symbols
+from docs import conf, symbols
 
 ROOT = Path(__file__).resolve().parent.parent
 GUIDES = sorted((ROOT / "docs" / "guides").glob("*.md"))
@@ -41,3 +46,40 @@ def test_the_index_lists_every_guide() -> None:
 def test_lines_are_no_longer_than_120(page: Path) -> None:
     prose = re.sub(r"```.*?```", "", page.read_text(), flags=re.S)
     assert [line for line in prose.splitlines() if len(line) > 120 and not line.startswith(("|", "!"))] == []
+
+
+def code(page: Path) -> Iterator[str]:
+    """Lines that a page shows as code or as printed output."""
+    if page.suffix == ".ipynb":
+        for cell in nbformat.read(page, as_version=4).cells:
+            if cell.cell_type == "code":
+                yield from cell.source.splitlines()
+                yield from "".join(output.get("text", "") for output in cell.outputs).splitlines()
+    else:
+        for block in re.findall(r"```\w*\n(.*?)```|\n\n((?:    [^\n]*\n)+)", page.read_text(), re.S):
+            yield from "".join(block).splitlines()
+
+
+PAGES = [ROOT / "README.md", ROOT / "docs" / "design.md", *GUIDES, *sorted((ROOT / "notebooks").glob("*.ipynb"))]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
+def test_code_fits_beside_the_sidebar(page: Path) -> None:
+    """88 columns are what `site.css` leaves room for in a window of 1280 pixels."""
+    assert [line for line in code(page) if sum(not unicodedata.combining(letter) for letter in line) > 88] == []
+
+
+@pytest.mark.parametrize("path", [path for listed in symbols.paths().values() for path in listed])
+def test_examples_of_public_names_fit(path: str) -> None:
+    symbol = functools.reduce(getattr, path.split(".")[1:], go)
+    documented = [symbol, *(x for x in vars(symbol).values() if callable(x))] if inspect.isclass(symbol) else [symbol]
+    lines = [line for x in documented for line in (inspect.getdoc(x) or "").splitlines()]
+    assert [line for line in lines if line.startswith((">>>", "...")) and len(line) > 88] == []
+
+
+def test_formulas_need_no_network() -> None:
+    """MathJax is a file of the site; it fetches parts only for its menu, which is off."""
+    script = ROOT / "docs" / "_static" / conf.mathjax_path
+    assert script.stat().st_size > 1_000_000 and (script.parent / "LICENSE").exists()
+    assert conf.mathjax3_config["options"] == {"enableMenu": False}
+    assert "sphinx.ext.mathjax" in conf.extensions and conf.html_static_path == ["_static"]

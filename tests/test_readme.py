@@ -1,43 +1,96 @@
-"""The README's Python blocks run, top to bottom, and its table is the committed demo's."""
+"""The README: at most 150 lines, its Python blocks run, and its figures are those of the committed results."""
 
 import json
 import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from examples import demo, starts
+from examples import demo, lora, starts
+from examples.sweep import best
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
 
 
-def test_python_blocks_run() -> None:
-    blocks = re.findall(r"```python\n(.*?)```", README, re.S)
-    assert len(blocks) >= 3
+def result(path: str) -> Any:
+    return json.loads((ROOT / path).read_text())
+
+
+def test_it_has_at_most_150_lines() -> None:
+    assert README.count("\n") <= 150
+
+
+def test_python_blocks_run_and_print_what_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    setting, training = re.findall(r"```python\n(.*?)```", README, re.S)
     names: dict[str, Any] = {}
-    for block in blocks:
-        exec(compile(block, "README.md", "exec"), names)
-    start: dict[str, Any] = {}
-    exec(compile(blocks[0].replace("range(10)", "range(1)"), "README.md", "exec"), start)
-    assert float(names["loss"]) < float(start["loss"]), "ten steps of the example do not train"
+    exec(compile(setting, "README.md", "exec"), names)
+    shown = README.split("```python")[1].split("```\n")[2]  # the block after the code
+    assert "3 gauges" in shown
+    printed = capsys.readouterr().out
+    for line in shown.splitlines():
+        assert re.sub(r"[\d.]+e-\d+\)", "", line) in printed
+    fresh = dict(names)
+    exec(compile(training, "README.md", "exec"), names)
+    exec(compile(training.replace("range(10)", "range(1)"), "README.md", "exec"), fresh)
+    assert float(names["loss"]) < float(fresh["loss"]), "ten steps of the example do not train"
 
 
 def test_table_is_the_committed_demo() -> None:
-    runs = json.loads((ROOT / "examples/results/demo.json").read_text())
     shown = re.search(r"<!-- demo:begin -->\n```\n(.*?)\n```\n<!-- demo:end -->", README, re.S)
     assert shown is not None
-    assert shown[1] == demo.table(runs)
+    assert shown[1] == demo.table(result("examples/results/demo.json"))
+    assert all(line in (demo.__doc__ or "") for line in shown[1].splitlines())
 
 
-def test_starts_are_the_committed_sweep() -> None:
-    result = json.loads((ROOT / "examples/results/starts.json").read_text())
-    shown = re.search(r"<!-- starts:begin -->\n(.*?)\n<!-- starts:end -->", README, re.S)
-    assert shown is not None
-    assert shown[1] == starts.summary(result)
+def gain(size: int, start: str, arm: str) -> tuple[str, str]:
+    """What an arm's best loss differs from the plain arm's, in per cent: mean and deviation over seeds."""
+    committed = result("examples/results/starts.json")
+    sweeps = [starts.swept((size, start, name)).losses(committed) for name in (arm, starts.ARMS[arm].plain)]
+    ours, plain = (np.array(losses[best(losses)]) for losses in sweeps)
+    return f"{100 * ((ours / plain).mean() - 1):+.1f}", f"{100 * (ours / plain).std():.1f}"
 
 
-@pytest.mark.parametrize("link", sorted(set(re.findall(r"\]\(([^)#:]+)\)", README))))
+@pytest.mark.parametrize(
+    ("taken", "arm", "block", "measured", "plain"),
+    [
+        ("quotient(adamw)", "quotient-adamw", "adam", "quotient(optax.adamw)", "optax.adamw"),
+        ("ddc_adamw", "ddc_adamw", "adam", "ddc_adamw", "optax.adamw"),
+        ("quotient_muon", "quotient_muon", "muon", "quotient_muon", "optax.contrib.muon, per head"),
+    ],
+)
+def test_a_row_of_the_choice_is_what_was_measured(taken: str, arm: str, block: str, measured: str, plain: str) -> None:
+    row = re.search(rf"^\| `{re.escape(taken)}` \|(.*)\|$", README, re.M)
+    assert row is not None
+    cells = [cell.strip().replace("\N{NO-BREAK SPACE}", " ") for cell in row[1].split("|")][1:]
+    assert cells[:3] == ["{} ± {}".format(*gain(128, start, arm)) for start in starts.STARTS]
+    rows = result("benchmarks/results/compare_cpu.json")["sections"]["gpt2"]["blocks"][block]
+    ours, theirs = rows[measured], rows[plain]
+    step, update = (ours[key][1] / theirs[key][1] for key in ("step_ratio", "ratio"))
+    assert cells[3:] == [f"{x:.2f}" for x in (step, update, ours["peak_mb"] / theirs["peak_mb"])]
+
+
+def test_the_sentences_after_the_table_are_what_was_measured() -> None:
+    text = " ".join(README.split())
+    (a, b), (c, d), (e, f) = (gain(64, start, "quotient-adamw") for start in starts.STARTS)
+    assert f"{a} ± {b}, {c} ± {d} and {e} ± {f} %" in text
+    committed = result("examples/results/lora.json")
+
+    def loss(rank: int, start: str, arm: str) -> float:
+        losses = lora.swept((rank, start, arm)).losses(committed)
+        return float(np.mean(losses[best(losses)]))
+
+    worse = [100 * (loss(r, "badly scaled", "adamw") / loss(r, "balanced", "adamw") - 1) for r in lora.RANKS]
+    assert f"ends {min(worse):.1f} to {max(worse):.1f} % higher from badly scaled" in text
+    for rank in lora.RANKS:
+        ours = [loss(rank, start, "quotient_adamw") for start in ("balanced", "badly scaled")]
+        assert ours[0] == pytest.approx(ours[1], rel=1e-4)
+    speed = result("benchmarks/results/lora.json")["speed"]
+    assert f"takes {speed['quotient_adamw']['median_ms'] / speed['optax.adamw']['median_ms']:.1f} times" in text
+
+
+@pytest.mark.parametrize("link", sorted(set(re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", README))))
 def test_links_exist(link: str) -> None:
     assert (ROOT / link).exists()

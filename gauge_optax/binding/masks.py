@@ -19,7 +19,10 @@ def by_path(values: Mapping[str, Any], default: Any = _NO_DEFAULT) -> Callable[[
       A function from a tree to a tree of the same structure, as `optax.masked`, `optax.partition` and `mask=` take it.
       Calling it raises ValueError if a pattern matches no leaf, or a leaf has no value.
 
-    >>> params = {"blocks": [{"kernel": jnp.ones((2, 2)), "bias": jnp.ones(2)}], "head": {"kernel": jnp.ones((2, 3))}}
+    >>> params = {
+    ...     "blocks": [{"kernel": jnp.ones((2, 2)), "bias": jnp.ones(2)}],
+    ...     "head": {"kernel": jnp.ones((2, 3))},
+    ... }
     >>> go.by_path({"**/bias": False}, default=True)(params)
     {'blocks': [{'bias': False, 'kernel': True}], 'head': {'kernel': True}}
     >>> labels = go.by_path({"head/**": "head", "**": "body"})

@@ -61,7 +61,10 @@ class Gauge(abc.ABC):
     >>> class Translation(go.Gauge):  # a constant from one table of embeddings to another
     ...     name, effect = "translation", "shift"
     ...     def act(self, element, params):
-    ...         return {"token": params["token"] + element[""], "place": params["place"] - element[""]}
+    ...         return {
+    ...             "token": params["token"] + element[""],
+    ...             "place": params["place"] - element[""],
+    ...         }
     ...     def read(self, params):  # the slice: positions of mean zero
     ...         return {"": -jnp.mean(params["place"], 0)}
     ...     def sample(self, key, params, scale=1.0):
@@ -76,7 +79,8 @@ class Gauge(abc.ABC):
     ...         return params["place"].shape[1]
     >>> params = {"token": jnp.ones((5, 2)), "place": jnp.arange(6.0).reshape(3, 2)}
     >>> step = {"token": jnp.zeros((5, 2)), "place": jnp.ones((3, 2))}
-    >>> across = Translation().horizontal(params, step)  # the part that the function can see
+    >>> # The part that the function can see.
+    >>> across = Translation().horizontal(params, step)
     >>> float(across["token"][0, 0]), float(across["place"][0, 0])
     (1.0, 0.0)
     """
@@ -126,7 +130,8 @@ class Gauge(abc.ABC):
 
         >>> gauge = go.rescale({"up": "_ channel"}, {"down": "channel _"})
         >>> params = {"up": jnp.array([[3.0], [4.0]]), "down": jnp.ones((1, 1))}
-        >>> round(float(jnp.exp(gauge.read(params)[""][0])), 4)  # a column of norm 5, on the slice of norm 1
+        >>> # A column of norm 5, on the slice of norm 1.
+        >>> round(float(jnp.exp(gauge.read(params)[""][0])), 4)
         5.0
         """
 
@@ -190,7 +195,10 @@ class Gauge(abc.ABC):
         >>> gauge = go.rescale({"up": "_ channel"}, {"down": "channel _"})
         >>> params = {"up": jnp.array([[3.0], [4.0]]), "down": jnp.ones((1, 1))}
         >>> across = gauge.horizontal(params, {"up": params["up"], "down": jnp.zeros((1, 1))})
-        >>> bool(jnp.allclose(across["up"], 0.0, atol=1e-6) and jnp.allclose(across["down"], 1.0))  # its partner grows
+        >>> # Its partner grows.
+        >>> bool(
+        ...     jnp.allclose(across["up"], 0.0, atol=1e-6) and jnp.allclose(across["down"], 1.0)
+        ... )
         True
         """
         leaves, parts = leaves_by_path(tangent), self._slice(params).horizontal_at(params, tangent)
@@ -224,7 +232,9 @@ class Gauge(abc.ABC):
         factor turns with every head too, but has one scale for all. `quotient_muon` reads it per head.
 
         >>> gauge = go.head_rotation({"value": "_ head basis", "out": "head basis _"})
-        >>> numbers = gauge.muon_dimension_numbers({"value": jnp.ones((6, 2, 4)), "out": jnp.ones((2, 4, 6))})
+        >>> numbers = gauge.muon_dimension_numbers(
+        ...     {"value": jnp.ones((6, 2, 4)), "out": jnp.ones((2, 4, 6))}
+        ... )
         >>> numbers["out"]  # rows, columns; the remaining axis counts heads
         MuonDimensionNumbers(reduction_axis=(1,), output_axis=(2,))
         """

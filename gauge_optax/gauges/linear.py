@@ -61,7 +61,10 @@ def head_linear(
       ValueError: malformed axes, at once; any mismatch with the tree, when it is first seen.
 
     >>> gauge = go.head_linear({"a": "_ basis"}, {"b": "basis _"})
-    >>> params = {"a": jnp.array([[4.0, 0.0], [0.0, 1.0]]), "b": jnp.array([[1.0, 0.0], [0.0, 9.0]])}
+    >>> params = {
+    ...     "a": jnp.array([[4.0, 0.0], [0.0, 1.0]]),
+    ...     "b": jnp.array([[1.0, 0.0], [0.0, 9.0]]),
+    ... }
     >>> balanced = gauge.act(gauge.balance(params), params)
     >>> jax.tree.map(lambda x: x.round(4).tolist(), balanced)  # the product is diag(4, 9)
     {'a': [[2.0, 0.0], [0.0, 3.0]], 'b': [[2.0, 0.0], [0.0, 3.0]]}

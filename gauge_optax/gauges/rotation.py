@@ -46,7 +46,8 @@ def head_rotation(blocks: Mapping[str, Axes], *, sizes: Mapping[str, int] | None
       ValueError: malformed axes, at once; any mismatch with the tree, when it is first seen.
 
     >>> params = {"q": jnp.ones((6, 2, 3)), "k": jnp.ones((6, 2, 3))}
-    >>> go.head_rotation({"q": "_ head basis", "k": "_ head basis"}).dim(params)  # 2 heads × 3 planes
+    >>> # 2 heads × 3 planes.
+    >>> go.head_rotation({"q": "_ head basis", "k": "_ head basis"}).dim(params)
     6
 
     Reference: DDC §3.2. Not a symmetry under RoPE (`rope_torus`) or QK-norm (`scale_invariant`).

@@ -44,7 +44,10 @@ def rescale(
       ValueError: malformed axes or a degree that is not positive, at once; any mismatch with the tree, when first seen.
 
     >>> gauge = go.rescale(up={"w1": "_ channel"}, down={"w2": "channel _"})
-    >>> moved = gauge.act({"": jnp.log(jnp.array([2.0, 1.0]))}, {"w1": jnp.ones((1, 2)), "w2": jnp.ones((2, 1))})
+    >>> moved = gauge.act(
+    ...     {"": jnp.log(jnp.array([2.0, 1.0]))},
+    ...     {"w1": jnp.ones((1, 2)), "w2": jnp.ones((2, 1))},
+    ... )
     >>> moved["w1"].tolist(), moved["w2"].tolist()
     ([[2.0, 1.0]], [[0.5], [1.0]])
 
@@ -74,8 +77,11 @@ def norm_scale(
     Raises:
       ValueError: malformed axes, at once; any mismatch with the tree, when it is first seen.
 
-    >>> gauge = go.norm_scale({"norm/scale": "channel"}, {"query": "channel _ _", "key": "channel _ _"})
-    >>> gauge.dim({"norm": {"scale": jnp.ones(4)}, "query": jnp.ones((4, 2, 3)), "key": jnp.ones((4, 2, 3))})
+    >>> gauge = go.norm_scale(
+    ...     {"norm/scale": "channel"}, {"query": "channel _ _", "key": "channel _ _"}
+    ... )
+    >>> kernel = jnp.ones((4, 2, 3))
+    >>> gauge.dim({"norm": {"scale": jnp.ones(4)}, "query": kernel, "key": kernel})
     4
 
     Reference: DDC §3.2, B.5. Not a symmetry of a final norm that feeds a tied head.
@@ -97,7 +103,8 @@ def scale_invariant(blocks: Mapping[str, Axes], *, sizes: Mapping[str, int] | No
       ValueError: malformed axes, at once; any mismatch with the tree, when it is first seen.
 
     >>> gauge = go.scale_invariant({"query/kernel": "_ head _"})
-    >>> gauge.coordinates({"query": {"kernel": jnp.full((4, 2, 4), jnp.e / 2)}})[""].round(3).tolist()
+    >>> params = {"query": {"kernel": jnp.full((4, 2, 4), jnp.e / 2)}}
+    >>> gauge.coordinates(params)[""].round(3).tolist()
     [1.0, 1.0]
 
     Reference: Rotational Equilibrium §3; the queries and keys of QK-norm.

@@ -41,7 +41,8 @@ def rope_torus(
       ValueError: malformed axes or pairing, at once; an odd basis or any mismatch with the tree, when it is first seen.
 
     >>> params = {"q": jnp.ones((6, 4, 8)), "k": jnp.ones((6, 2, 8))}
-    >>> go.rope_torus({"q": "_ (head _) basis", "k": "_ head basis"}).dim(params)  # 2 key heads × 4 planes
+    >>> # 2 key heads × 4 planes.
+    >>> go.rope_torus({"q": "_ (head _) basis", "k": "_ head basis"}).dim(params)
     8
 
     Reference: DDC B.9.

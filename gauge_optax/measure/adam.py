@@ -48,7 +48,10 @@ def adam_factors(
     >>> tx, params = optax.adamw(1e-3), {"w": jnp.array([1.0, -2.0])}
     >>> updates, state = tx.update({"w": jnp.array([0.5, 4.0])}, tx.init(params), params)
     >>> factors = go.measure.adam_factors(state)
-    >>> factors.momentum["w"].round(3).tolist(), factors.preconditioner["w"].round(3).tolist()
+    >>> (
+    ...     factors.momentum["w"].round(3).tolist(),
+    ...     factors.preconditioner["w"].round(3).tolist(),
+    ... )
     ([0.5, 4.0], [2.0, 0.25])
     """
     state = _only_adam("adam_factors", opt_state)
@@ -80,7 +83,8 @@ def adam_precondition(
 
     >>> tx, grad_fn = optax.adam(1e-3), lambda p: p
     >>> precondition = go.measure.adam_precondition(tx.init(jnp.ones(2)), grad_fn)
-    >>> precondition(jnp.array([1.0, 4.0]), jnp.array([1.0, 2.0])).round(3).tolist()  # first step: D = 1/|g(θ)|
+    >>> # First step: D = 1/|g(θ)|.
+    >>> precondition(jnp.array([1.0, 4.0]), jnp.array([1.0, 2.0])).round(3).tolist()
     [1.0, 0.5]
     """
     state = _only_adam("adam_precondition", opt_state)

@@ -68,7 +68,10 @@ def track_balance(gauges: Gauges, *, every: int | jax.Array = 1) -> optax.Gradie
     >>> params = {"query": jnp.full((2, 3), 4.0), "key": jnp.full((2, 3), -1.0)}
     >>> tx = optax.chain(optax.sgd(0.1), go.track_balance(gauge))
     >>> state = tx.update(params, tx.init(params), params)[1]
-    >>> round(float(optax.tree.get(state, "drift")), 3), optax.tree.get(state, "product")["multiplier_balance"].round(2)
+    >>> (
+    ...     round(float(optax.tree.get(state, "drift")), 3),
+    ...     optax.tree.get(state, "product")["multiplier_balance"].round(2),
+    ... )
     (1.386, Array([3.24, 3.24], dtype=float32))
 
     Reference: GaugeFix-LRM, Eq. (3). Deviation: per head and layer, with the largest of them beside.

@@ -191,7 +191,8 @@ def rescale_leakage(
 
     >>> gauge = go.rescale({"up": "_ channel"}, {"down": "channel _"})
     >>> params = {"up": jnp.array([[1.0], [1.0]]), "down": jnp.array([[2.0]])}
-    >>> gradient = {"up": jnp.array([[1.0], [3.0]]), "down": jnp.array([[2.0]])}  # 1·1 + 1·3 = 2·2
+    >>> # The gradient of a rescale-invariant loss: 1·1 + 1·3 = 2·2.
+    >>> gradient = {"up": jnp.array([[1.0], [3.0]]), "down": jnp.array([[2.0]])}
     >>> leakage = go.measure.rescale_leakage(
     ...     gauge, params, gradient, {"up": jnp.array([[1.0], [2.0]]), "down": 1.0})
     >>> [float(x[""][0]) for x in leakage[:4]]  # 7 − 4 = 0 + (1.5 − 1)·4 + 2·Cov
@@ -306,7 +307,9 @@ def leakage_along(measure: Callable[..., Any], trajectory: Iterable[Sequence[Any
       ValueError: a trajectory without points.
 
     >>> gauge = go.rescale({"up": "_ _"}, {"down": "_ _"})
-    >>> points = [({"up": jnp.full((1, 1), x), "down": jnp.ones((1, 1))},) * 2 for x in (1.0, 2.0)]
+    >>> points = [
+    ...     ({"up": jnp.full((1, 1), x), "down": jnp.ones((1, 1))},) * 2 for x in (1.0, 2.0)
+    ... ]
     >>> measure = jax.jit(lambda params, step: go.measure.step_leakage(gauge, params, step))
     >>> go.measure.leakage_along(measure, points).measured[""].tolist()
     [0.0, 3.0]

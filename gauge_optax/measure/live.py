@@ -151,12 +151,17 @@ def track(
 
     >>> gauge = go.rescale({"up": "_ channel"}, {"down": "channel _"})
     >>> params = {"up": jnp.ones((2, 3)), "down": jnp.full((3, 1), 0.5)}
-    >>> tx = optax.chain(optax.clip_by_global_norm(1.0), go.track(optax.adam(0.1), gauge, every=1))
+    >>> tx = optax.chain(
+    ...     optax.clip_by_global_norm(1.0), go.track(optax.adam(0.1), gauge, every=1)
+    ... )
     >>> state = tx.init(params)
     >>> for _ in range(3):
-    ...     updates, state = tx.update({"up": jnp.ones((2, 3)), "down": jnp.ones((3, 1))}, state, params)
+    ...     updates, state = tx.update(
+    ...         {"up": jnp.ones((2, 3)), "down": jnp.ones((3, 1))}, state, params
+    ...     )
     ...     params = optax.apply_updates(params, updates)
-    >>> round(float(optax.tree.get(state, "drift")["rescale"]), 3)  # two steps of -0.1: log 0.8
+    >>> # Two steps of -0.1: log 0.8.
+    >>> round(float(optax.tree.get(state, "drift")["rescale"]), 3)
     -0.223
     >>> round(float(optax.tree.get(state, "relevant_share")), 3)
     0.581
@@ -210,7 +215,8 @@ def slice_norms(
     >>> gauge = go.rescale({"up": "_ channel"}, {"down": "channel _"})
     >>> params = {"up": jnp.full((4, 1), 6.0), "down": jnp.ones((1, 1))}
     >>> norms = go.measure.slice_norms(params, params, params, gauge).parameter_norm
-    >>> {path: round(float(x), 3) for path, x in norms.items()}  # up is the anchor, of norm 1 on the slice
+    >>> # `up` is the anchor, of norm 1 on the slice.
+    >>> {path: round(float(x), 3) for path, x in norms.items()}
     {'down': 12.0, 'up': 1.0}
     """
     return _slice_norms(product(gauges)._slice(params), layers, params, gradient, update)[0]

@@ -58,8 +58,11 @@ def second_order_leakage(
     >>> gauge = go.rescale({"up": "_ _"}, {"down": "_ _"})
     >>> params = {"up": jnp.full((1, 1), 2.0), "down": jnp.full((1, 1), 1.0)}
     >>> grad_fn = jax.grad(lambda p: 0.5 * jnp.sum(p["up"] * p["down"]) ** 2)  # g = (2, 4)
-    >>> leakage = go.measure.second_order_leakage(grad_fn, lambda params, gradient: gradient, params, gauge)
-    >>> float(leakage.first[""]), round(float(leakage.hessian[""]), 4)  # ½·(4² − 2²)/(2² + 1²)
+    >>> leakage = go.measure.second_order_leakage(
+    ...     grad_fn, lambda params, gradient: gradient, params, gauge
+    ... )
+    >>> # ½·(4² − 2²)/(2² + 1²).
+    >>> float(leakage.first[""]), round(float(leakage.hessian[""]), 4)
     (0.0, 1.2)
 
     Reference: DDC Lemma 20, modified equations after Li et al. 2019. The lemma pairs with a unit vector; this has one

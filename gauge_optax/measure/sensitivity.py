@@ -83,12 +83,17 @@ def gauge_sensitivity(
         that do not fit the tree.
 
     >>> gauge = go.head_rotation({"query": "_ basis", "key": "_ basis"})
-    >>> params = {"query": jnp.array([[1.0, 0.2], [0.5, 2.0]]), "key": jnp.array([[0.3, 1.0], [1.0, 0.1]])}
+    >>> params = {
+    ...     "query": jnp.array([[1.0, 0.2], [0.5, 2.0]]),
+    ...     "key": jnp.array([[0.3, 1.0], [1.0, 0.1]]),
+    ... }
     >>> scores = lambda p: p["query"] @ p["key"].T
     >>> loss = lambda p: jnp.sum((scores(p) - 1.0) ** 2)
     >>> def sensitivity(tx):
     ...     options = dict(represent=scores, key=jax.random.key(0))
-    ...     return float(go.measure.gauge_sensitivity(tx, loss, params, gauge, **options).max)
+    ...     return float(
+    ...         go.measure.gauge_sensitivity(tx, loss, params, gauge, **options).max
+    ...     )
     >>> sensitivity(optax.sgd(1e-2)) < 1e-3, sensitivity(optax.adamw(1e-2)) > 0.1
     (True, True)
 

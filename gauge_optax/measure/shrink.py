@@ -57,7 +57,8 @@ def gram_evolution(
       ValueError: factors that are no pair, updates of another shape.
 
     >>> a, b = jnp.array([[2.0]]), jnp.array([[1.0]])
-    >>> after = go.measure.gram_evolution(a, b, 0.0 * a, 0.0 * b, 0.5, 0.5)  # D = 3 becomes 3·ρ²
+    >>> # D = 3 becomes 3·ρ².
+    >>> after = go.measure.gram_evolution(a, b, 0.0 * a, 0.0 * b, 0.5, 0.5)
     >>> float(after.left[0, 0]), float(after.right[0, 0]), float(after.imbalance[0, 0])
     (1.0, 0.25, 0.75)
 

@@ -41,7 +41,7 @@ class QuotientState(NamedTuple):
 def quotient(
     inner: optax.GradientTransformation, gauges: Gauges, *, hold: bool = True, pin: bool = True
 ) -> optax.GradientTransformationExtraArgs:
-    """Runs any Optax transformation on the slice that a list of gauges leaves.
+    """Runs any Optax transformation so that all weights of one function give one training run.
 
     Args:
       inner: a whole optimizer, with its learning rate, decay, clipping and masks, or a link of a chain.
@@ -63,7 +63,9 @@ def quotient(
     >>> gauge = go.rescale(up={"up": "_ channel"}, down={"down": "channel _"})
     >>> params = {"up": jnp.ones((2, 3)), "down": jnp.full((3, 1), 0.5)}
     >>> twin = gauge.act({"": jnp.array([2.0, 0.0, -2.0])}, params)
-    >>> loss = lambda p: jnp.sum((jax.nn.relu(jnp.array([1.0, 2.0]) @ p["up"]) @ p["down"] - 1.0) ** 2)
+    >>> loss = lambda p: jnp.sum(
+    ...     (jax.nn.relu(jnp.array([1.0, 2.0]) @ p["up"]) @ p["down"] - 1.0) ** 2
+    ... )
     >>> def train(params, tx):
     ...     state = tx.init(params)
     ...     for _ in range(20):
@@ -72,7 +74,10 @@ def quotient(
     ...     return f"{loss(params):.3f}"
     >>> train(params, optax.adamw(0.03)), train(twin, optax.adamw(0.03))
     ('0.252', '0.693')
-    >>> train(params, go.quotient(optax.adamw(0.03), gauge)), train(twin, go.quotient(optax.adamw(0.03), gauge))
+    >>> (
+    ...     train(params, go.quotient(optax.adamw(0.03), gauge)),
+    ...     train(twin, go.quotient(optax.adamw(0.03), gauge)),
+    ... )
     ('0.280', '0.280')
 
     Reference: docs/design.md §3.

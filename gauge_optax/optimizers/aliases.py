@@ -76,7 +76,9 @@ def ddc_adamw(
 
     >>> gauge = go.rescale(up={"up": "_ channel"}, down={"down": "channel _"})
     >>> params = {"up": jnp.ones((2, 3)), "down": jnp.full((3, 1), 0.5)}
-    >>> loss = lambda p: jnp.sum((jax.nn.relu(jnp.array([1.0, 2.0]) @ p["up"]) @ p["down"] - 1.0) ** 2)
+    >>> loss = lambda p: jnp.sum(
+    ...     (jax.nn.relu(jnp.array([1.0, 2.0]) @ p["up"]) @ p["down"] - 1.0) ** 2
+    ... )
     >>> tx = go.ddc_adamw(0.03, gauge)
     >>> state = tx.init(params)
     >>> for _ in range(5):
@@ -164,7 +166,9 @@ def ddc_muon(
 
     >>> gauge = go.rescale(up={"up": "_ channel"}, down={"down": "channel _"})
     >>> params = {"up": jnp.ones((2, 3)), "down": jnp.full((3, 1), 0.5)}
-    >>> loss = lambda p: jnp.sum((jax.nn.relu(jnp.array([1.0, 2.0]) @ p["up"]) @ p["down"] - 1.0) ** 2)
+    >>> loss = lambda p: jnp.sum(
+    ...     (jax.nn.relu(jnp.array([1.0, 2.0]) @ p["up"]) @ p["down"] - 1.0) ** 2
+    ... )
     >>> tx = go.ddc_muon(0.03, gauge)
     >>> state = tx.init(params)
     >>> for _ in range(5):

@@ -70,11 +70,16 @@ def add_gauge_decay(
     >>> gauge = go.rescale({"up": "_ channel"}, {"down": "channel _"})
     >>> params = {"up": jnp.full((1, 1), 2.0), "down": jnp.full((1, 1), 3.0)}
     >>> tx = go.add_gauge_decay(0.1, gauge)
-    >>> updates, _ = tx.update({"up": jnp.zeros((1, 1)), "down": jnp.zeros((1, 1))}, tx.init(params), params)
+    >>> updates, _ = tx.update(
+    ...     {"up": jnp.zeros((1, 1)), "down": jnp.zeros((1, 1))}, tx.init(params), params
+    ... )
     >>> [round(float(x[0, 0]), 3) for x in (updates["up"], updates["down"])]
     [0.2, 0.3]
-    >>> tx = go.add_gauge_decay({"up": 0.1, "down": 0.0}, gauge)  # the decay of one side moves along the orbit
-    >>> updates, _ = tx.update({"up": jnp.zeros((1, 1)), "down": jnp.zeros((1, 1))}, tx.init(params), params)
+    >>> # The decay of one side moves along the orbit.
+    >>> tx = go.add_gauge_decay({"up": 0.1, "down": 0.0}, gauge)
+    >>> updates, _ = tx.update(
+    ...     {"up": jnp.zeros((1, 1)), "down": jnp.zeros((1, 1))}, tx.init(params), params
+    ... )
     >>> [round(float(x[0, 0]), 3) for x in (updates["up"], updates["down"])]
     [0.2, 0.0]
 

@@ -79,7 +79,8 @@ def gauge_fix(
     >>> tx = go.gauge_fix(optax.sgd(0.0), gauge)
     >>> updates, _ = tx.update(jax.tree.map(jnp.ones_like, params), tx.init(params), params)
     >>> balanced = optax.apply_updates(params, updates)
-    >>> balanced["a"].round(4).tolist(), balanced["b"].round(4).tolist()  # their product stays
+    >>> # Their product stays.
+    >>> balanced["a"].round(4).tolist(), balanced["b"].round(4).tolist()
     ([[2.0], [0.0]], [[2.0, 0.0]])
 
     Reference: the post's §8, hard and soft gauge fixing; its §7 for the state. GaugeFix-LRM, Eq. (4) to (6), for

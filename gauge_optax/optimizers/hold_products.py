@@ -111,9 +111,12 @@ def hold_products(
 
     >>> gauge = go.multiplier_balance({"query": "head _"}, {"key": "head _"})
     >>> params = {"query": jnp.full((1, 3), 4.0), "key": jnp.full((1, 3), 1.0)}
-    >>> tx = go.gauge_fix(go.hold_products(optax.sgd(0.0), gauge, "decay", decay=0.75), gauge)
+    >>> tx = go.gauge_fix(
+    ...     go.hold_products(optax.sgd(0.0), gauge, "decay", decay=0.75), gauge
+    ... )
     >>> updates, _ = tx.update(params, tx.init(params), params)
-    >>> moved = optax.apply_updates(params, updates)  # the product falls from 4 to 1, and `gauge_fix` balances the rest
+    >>> # The product falls from 4 to 1, and `gauge_fix` balances the rest.
+    >>> moved = optax.apply_updates(params, updates)
     >>> moved["query"].round(3).tolist(), moved["key"].round(3).tolist()
     ([[1.0, 1.0, 1.0]], [[1.0, 1.0, 1.0]])
 

@@ -232,8 +232,14 @@ def scale_by_scaled_polar(
 
     >>> gauge = go.head_rotation({"query": "_ head basis", "key": "_ head basis"})
     >>> keys = jax.random.split(jax.random.key(0), 4)
-    >>> params = {"query": jax.random.normal(keys[0], (6, 2, 3)), "key": jax.random.normal(keys[1], (6, 2, 3))}
-    >>> grads = {"query": jax.random.normal(keys[2], (6, 2, 3)), "key": jax.random.normal(keys[3], (6, 2, 3))}
+    >>> params = {
+    ...     "query": jax.random.normal(keys[0], (6, 2, 3)),
+    ...     "key": jax.random.normal(keys[1], (6, 2, 3)),
+    ... }
+    >>> grads = {
+    ...     "query": jax.random.normal(keys[2], (6, 2, 3)),
+    ...     "key": jax.random.normal(keys[3], (6, 2, 3)),
+    ... }
     >>> tx = go.scale_by_scaled_polar(gauge)
     >>> updates, _ = tx.update(grads, tx.init(params), params)
     >>> go.testing.assert_horizontal(updates, params, gauge)
@@ -267,8 +273,13 @@ def gauge_retract(gauges: Gauges) -> optax.GradientTransformationExtraArgs:
     >>> gauge = go.rescale({"up": "_ channel"}, {"down": "channel _"})
     >>> params = {"up": jnp.ones((1, 1)), "down": jnp.ones((1, 1))}
     >>> tx = go.gauge_retract(gauge)
-    >>> step, _ = tx.update({"up": jnp.full((1, 1), 0.21), "down": jnp.zeros((1, 1))}, tx.init(params), params)
-    >>> [round(float(x[0, 0]), 4) for x in (step["up"], step["down"])]  # the anchor keeps its size
+    >>> step, _ = tx.update(
+    ...     {"up": jnp.full((1, 1), 0.21), "down": jnp.zeros((1, 1))},
+    ...     tx.init(params),
+    ...     params,
+    ... )
+    >>> # The anchor keeps its size.
+    >>> [round(float(x[0, 0]), 4) for x in (step["up"], step["down"])]
     [0.0, 0.21]
 
     Reference: DDC B.7. Deviation: the reference moves one gauge after the other, so that roundoff accumulates.

@@ -60,7 +60,8 @@ def rotational_adamw(
     >>> tx = go.rotational_adamw(0.01, {"kernel": "_ channel"}, weight_decay=0.5, beta=0.0)
     >>> step, _ = tx.update({"kernel": jnp.eye(3, 2)}, tx.init(params), params)
     >>> moved = optax.apply_updates(params, step)["kernel"]
-    >>> cosine = jnp.sum(moved * params["kernel"], axis=0) / jnp.sum(jnp.square(moved), axis=0)
+    >>> inner = jnp.sum(moved * params["kernel"], axis=0)
+    >>> cosine = inner / jnp.sum(jnp.square(moved), axis=0)
     >>> jnp.round(1e3 * jnp.arccos(cosine)).tolist()  # √(2 · 0.01 · 0.5 · 0.1/1.9)
     [23.0, 23.0]
 

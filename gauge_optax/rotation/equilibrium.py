@@ -93,7 +93,9 @@ def predict_equilibrium(
     Raises:
       ValueError: an unknown kind, or an argument that this kind needs is missing.
 
-    >>> rest = go.measure.predict_equilibrium("adamw", learning_rate=1.25e-2, weight_decay=8e-2, dim=128)
+    >>> rest = go.measure.predict_equilibrium(
+    ...     "adamw", learning_rate=1.25e-2, weight_decay=8e-2, dim=128
+    ... )
     >>> round(float(rest.norm), 3), round(float(rest.rotation), 5)
     (3.162, 0.01026)
 
@@ -195,7 +197,8 @@ def predict_norm(
       ValueError: Adam + ℓ₂, whose decay depends on the gradient and has no closed form; as `predict_equilibrium`.
 
     >>> args = {"learning_rate": 1e-2, "weight_decay": 0.1, "dim": 100}
-    >>> go.measure.predict_norm("adamw", np.array([0, 500, 100_000]), 1.0, **args).round(3).tolist()
+    >>> steps = np.array([0, 500, 100_000])
+    >>> go.measure.predict_norm("adamw", steps, 1.0, **args).round(3).tolist()
     [1.0, 1.879, 2.237]
 
     Reference: Kosson et al., Eq. (13) to (18) for AdamW; the same recurrence for the others.
@@ -222,7 +225,8 @@ def effective_decay(weight_decay: Number, weights: Any, gradient: Any, axes: Any
     Returns:
       One number per vector. Predictions for weights that are not scale-invariant take it in place of λ.
 
-    >>> round(float(go.measure.effective_decay(0.1, jnp.array([3.0, 4.0]), jnp.array([0.0, -0.25]))), 3)
+    >>> params, grads = jnp.array([3.0, 4.0]), jnp.array([0.0, -0.25])
+    >>> round(float(go.measure.effective_decay(0.1, params, grads)), 3)
     0.06
 
     Reference: Kosson et al., §3.4 and Eq. (101).
@@ -242,7 +246,9 @@ def corrected(prediction: Equilibrium, *, decay_ratio: Number = 1.0, gradient_sq
       The prediction with its norm divided by √λ_err and multiplied by √C_err, and its rotations multiplied by √λ_err.
       Steps are multiplied by √C_err; rotations do not depend on it.
 
-    >>> plain = go.measure.predict_equilibrium("adamw", learning_rate=0.01, weight_decay=0.1, dim=100)
+    >>> plain = go.measure.predict_equilibrium(
+    ...     "adamw", learning_rate=0.01, weight_decay=0.1, dim=100
+    ... )
     >>> round(float(go.measure.corrected(plain, decay_ratio=0.25).norm / plain.norm), 3)
     2.0
 

@@ -80,13 +80,20 @@ def hyperball(
     Zeros have no direction. A traced `init` cannot see them: a sphere that is zero then has radius 0 and is free, so
     that its updates pass unchanged. Under a number the first update of a zero gives it its direction.
 
-    >>> tx = optax.chain(optax.add_decayed_weights(0.1), optax.sgd(0.1), go.hyperball({"kernel": "_ channel"}))
+    >>> tx = optax.chain(
+    ...     optax.add_decayed_weights(0.1),
+    ...     optax.sgd(0.1),
+    ...     go.hyperball({"kernel": "_ channel"}),
+    ... )
     >>> params = {"kernel": jnp.array([[3.0, 0.0], [4.0, 2.0]])}
-    >>> step, _ = tx.update({"kernel": jnp.array([[0.0, 5.0], [0.0, 0.0]])}, tx.init(params), params)
+    >>> step, _ = tx.update(
+    ...     {"kernel": jnp.array([[0.0, 5.0], [0.0, 0.0]])}, tx.init(params), params
+    ... )
     >>> moved = optax.apply_updates(params, step)["kernel"]
     >>> jnp.linalg.norm(moved, axis=0).round(3).tolist()
     [5.0, 2.0]
-    >>> bool(jnp.allclose(moved[:, 0], params["kernel"][:, 0]))  # a column that only decays stays
+    >>> # A column that only decays stays.
+    >>> bool(jnp.allclose(moved[:, 0], params["kernel"][:, 0]))
     True
 
     Reference: the post's §5. Deviation: `learning_rate` sets the length of the tangent part. In the post it sets the

@@ -110,11 +110,19 @@ def rotational(
     A vector that is zero at `init` has no norm to keep: it gets inner's update throughout. A step whose learning rate
     is zero turns nothing.
 
-    >>> params = {"kernel": jnp.array([[3.0, 0.0], [-4.0, 2.0], [1.0, -2.0]]), "bias": jnp.zeros(2)}
-    >>> tx = go.rotational(optax.adamw(1e-3), {"kernel": "_ channel"}, learning_rate=1e-3, weight_decay=0.1)
-    >>> step, state = tx.update({"kernel": jnp.eye(3, 2), "bias": jnp.ones(2)}, tx.init(params), params)
+    >>> params = {
+    ...     "kernel": jnp.array([[3.0, 0.0], [-4.0, 2.0], [1.0, -2.0]]),
+    ...     "bias": jnp.zeros(2),
+    ... }
+    >>> tx = go.rotational(
+    ...     optax.adamw(1e-3), {"kernel": "_ channel"}, learning_rate=1e-3, weight_decay=0.1
+    ... )
+    >>> step, state = tx.update(
+    ...     {"kernel": jnp.eye(3, 2), "bias": jnp.ones(2)}, tx.init(params), params
+    ... )
     >>> moved = optax.apply_updates(params, step)["kernel"]
-    >>> bool(jnp.allclose(jnp.linalg.norm(moved, axis=0), jnp.linalg.norm(params["kernel"], axis=0)))
+    >>> norms = [jnp.linalg.norm(x, axis=0) for x in (params["kernel"], moved)]
+    >>> bool(jnp.allclose(*norms))
     True
 
     Reference: Kosson et al. 2024, Algorithm 1, Table 1, App. I. Deviations: vectors are centred in the first step, not

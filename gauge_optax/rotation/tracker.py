@@ -88,12 +88,15 @@ def track_rotation(
         or entries in two vectors; `update` without params.
 
     >>> params = {"kernel": jnp.array([[3.0, 1.0], [4.0, 0.0]])}
-    >>> tx = optax.chain(optax.sgd(1.0), go.track_rotation({"kernel": "_ channel"}, every=1))
+    >>> tx = optax.chain(
+    ...     optax.sgd(1.0), go.track_rotation({"kernel": "_ channel"}, every=1)
+    ... )
     >>> grads = {"kernel": jnp.array([[0.0, 0.0], [0.0, 1.0]])}
     >>> _, state = tx.update(grads, tx.init(params), params, gradient=grads)
     >>> optax.tree.get(state, "norm")["kernel"].tolist()
     [5.0, 1.0]
-    >>> optax.tree.get(state, "rotation")["kernel"].round(4).tolist()  # the second by 45 degrees
+    >>> # The second column turns by 45 degrees.
+    >>> optax.tree.get(state, "rotation")["kernel"].round(4).tolist()
     [0.0, 0.7853999733924866]
 
     Reference: Kosson et al. 2024, Eq. (3), App. G, Eq. (101).

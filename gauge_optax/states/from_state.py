@@ -53,7 +53,8 @@ def from_state(
     >>> _, state = plain.update(params, plain.init(params), params)
     >>> tx = go.quotient(plain, gauge)
     >>> state = go.from_state(state, plain, gauge, params)
-    >>> round(float(state.inner_state[0].mu["up"][0, 0]), 4)  # a tenth of the gradient 2, times the column's norm 4
+    >>> # A tenth of the gradient 2, times the column's norm 4.
+    >>> round(float(state.inner_state[0].mu["up"][0, 0]), 4)
     0.8
     >>> updates, state = tx.update(params, state, params)
 

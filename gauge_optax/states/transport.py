@@ -51,10 +51,16 @@ def transport(opt_state: Any, params: Any, gauge: Gauges, element: Element, on_u
     >>> gauge = go.rescale({"up": "_ channel"}, {"down": "channel _"})
     >>> params = {"up": jnp.ones((1, 1)), "down": jnp.ones((1, 1))}
     >>> tx = optax.adam(0.1)
-    >>> _, state = tx.update({"up": jnp.full((1, 1), 3.0), "down": jnp.ones((1, 1))}, tx.init(params), params)
+    >>> _, state = tx.update(
+    ...     {"up": jnp.full((1, 1), 3.0), "down": jnp.ones((1, 1))}, tx.init(params), params
+    ... )
     >>> moved = go.transport(state, params, gauge, {"": jnp.log(jnp.array([2.0]))})
-    >>> moments = [moved[0].mu["up"] / state[0].mu["up"], moved[0].nu["up"] / state[0].nu["up"]]
-    >>> [round(float(x[0, 0]), 3) for x in moments]  # weights double: gradients, and with them first moments, halve
+    >>> moments = [
+    ...     moved[0].mu["up"] / state[0].mu["up"],
+    ...     moved[0].nu["up"] / state[0].nu["up"],
+    ... ]
+    >>> # Weights double: gradients, and with them first moments, halve.
+    >>> [round(float(x[0, 0]), 3) for x in moments]
     [0.5, 0.25]
 
     Reference: the post's §7. Deviation: the post moves first moments like weights, which is right for buffers of

@@ -46,7 +46,10 @@ def lora(params: Any, *, axes: Mapping[str, Pair] | None = None) -> list[Gauge]:
         allow several axes.
 
     >>> ranks = {"layer_0": 2, "layer_1": 4}
-    >>> params = {k: {"w_lora_a": jnp.ones((8, r)), "w_lora_b": jnp.zeros((r, 6))} for k, r in ranks.items()}
+    >>> params = {
+    ...     k: {"w_lora_a": jnp.ones((8, r)), "w_lora_b": jnp.zeros((r, 6))}
+    ...     for k, r in ranks.items()
+    ... }
     >>> gauges = go.lora(params)
     >>> len(gauges), go.product(gauges).dim(params)  # 2² + 4²
     (1, 20)

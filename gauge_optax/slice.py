@@ -168,9 +168,9 @@ class Slice:
         """One label per gauge: its place in the list, its name, a checksum of its blocks, and `VERSION`."""
         labels = []
         for number, (gauge, instances) in enumerate(self.parts):
-            written = repr(gauge) if dataclasses.is_dataclass(gauge) else type(gauge).__qualname__
             blocks = [(b.path, b.axes, b.shape) for i in instances for b in i.blocks]
-            labels.append(f"{number:03d}.{gauge.name}.{zlib.crc32(f'{written} {blocks}'.encode()):08x}.v{VERSION}")
+            checksum = zlib.crc32(f"{gauge._checksum_text} {blocks}".encode())
+            labels.append(f"{number:03d}.{gauge.name}.{checksum:08x}.v{VERSION}")
         return tuple(labels)
 
     def check_labels(self, labels: Collection[str]) -> None:

@@ -226,10 +226,7 @@ def describe(gauge: Gauge) -> str:
     >>> go.testing.describe(go.logit_shift({"head/kernel": "_ vocab"}))
     "logit_shift('head/kernel')"
     """
-    specs = getattr(gauge, "specs", None)
-    if specs is None:
-        return f"{gauge.name} of all the gauges together"
-    return f"{gauge.name}({', '.join(repr(p) for p in dict.fromkeys(s.pattern for s in specs))})"
+    return gauge._description
 
 
 def _leaves_of(gauge: Gauge, params: Any) -> Sequence[str]:

@@ -11,6 +11,9 @@ W ↦ L·W + t. Therefore `inverse` and `compose` also apply such maps to the sh
 
 import abc
 import dataclasses
+import inspect
+import sys
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
 
@@ -42,6 +45,8 @@ Element = Any
 """A group element: `dict[str, Array]` keyed by instance, or for a product the tuple of its gauges' elements."""
 
 Params = TypeVar("Params")
+
+_ROW = 110  # characters of a row of source; longer mappings get a row per item
 
 
 class Gauge(abc.ABC):
@@ -237,6 +242,20 @@ class Gauge(abc.ABC):
     # Whether paths, shapes and dtypes are all that its instances depend on; otherwise they get the tree itself.
     _by_paths: ClassVar[bool] = False
 
+    def __repr__(self) -> str:
+        """A call of the class with the attributes of the gauge; a dataclass writes the same by itself."""
+        return f"{type(self).__qualname__}({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"
+
+    @property
+    def _description(self) -> str:
+        """The gauge's name with what it binds, on one line, for messages."""
+        return self.name
+
+    @property
+    def _checksum_text(self) -> str:
+        """What labels of states have a checksum of. It must not change, or older states would no longer load."""
+        return repr(self) if dataclasses.is_dataclass(self) else type(self).__qualname__
+
     @property
     def _parts(self) -> "tuple[Gauge, ...]":
         """The gauges of a product, or this one."""
@@ -291,7 +310,7 @@ class SliceGauge(Gauge):
         return self.inverse(self._packed(s.to_elements(s.balanced(params))))
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class BlockGauge(SliceGauge):
     """A gauge given by lists of blocks: what every constructor of this library returns.
 
@@ -304,13 +323,48 @@ class BlockGauge(SliceGauge):
     """
 
     name: str  # type: ignore[misc]
-    # `repr` omits the class, because labels of states have a checksum of `repr`, and the class's module may change.
-    kind: Any = dataclasses.field(repr=False)
+    kind: Any
     specs: tuple[BlockSpec, ...]
     sizes: tuple[tuple[str, int], ...]
     options: tuple[tuple[str, Any], ...] = ()
 
     _by_paths: ClassVar[bool] = True
+
+    def __repr__(self) -> str:
+        """The constructor's call as Python source, without arguments that have their default."""
+        rows: list[str] = []
+        for name, value in self._arguments().items():
+            if not isinstance(value, dict):
+                rows += [f"  {name}={value!r},"] if value != self._parameters[name].default else []
+                continue
+            items = [f"{key!r}: {item!r}" for key, item in value.items()]
+            row = f"  {name}={{{', '.join(items)}}},"
+            rows += [row] if len(row) <= _ROW else [f"  {name}={{", *(f"    {item}," for item in items), "  },"]
+        return "\n".join([f"go.{self.name}(", *rows, ")"])
+
+    @property
+    def _parameters(self) -> Mapping[str, inspect.Parameter]:
+        """The parameters of the constructor, which has the gauge's name and stands in the module of its kind."""
+        return inspect.signature(getattr(sys.modules[self.kind.__module__], self.name)).parameters
+
+    def _arguments(self) -> dict[str, Any]:
+        """The arguments with which the constructor makes an equal gauge."""
+        roles: dict[str, dict[str, list[str]]] = {}
+        for spec in self.specs:
+            roles.setdefault(spec.role, {}).setdefault(spec.pattern, []).append(spec.axes)
+        blocks = [{path: x[0] if len(x) == 1 else tuple(x) for path, x in role.items()} for role in roles.values()]
+        options = {name: value for name, value in self.options if name in self._parameters}
+        sizes = {"sizes": dict(self.sizes)} if self.sizes else {}
+        return {**dict(zip(self._parameters, blocks, strict=False)), **options, **sizes}
+
+    @property
+    def _description(self) -> str:
+        return f"{self.name}({', '.join(repr(p) for p in dict.fromkeys(spec.pattern for spec in self.specs))})"
+
+    @property
+    def _checksum_text(self) -> str:
+        fields = ((name, getattr(self, name)) for name in ("name", "specs", "sizes", "options"))
+        return f"BlockGauge({', '.join(f'{name}={value!r}' for name, value in fields)})"
 
     @property
     def effect(self) -> Effect:  # type: ignore[override]
@@ -471,17 +525,24 @@ def product(gauges: Gauges) -> "Product":
     twice = next((part for at, part in enumerate(parts) if part in parts[:at]), None)
     if twice is not None:
         raise binding_error(
-            "product", "a gauge given twice", f"{twice!r}", "every gauge once in a list", "drop one of the two"
+            "product", "a gauge given twice", twice._description, "every gauge once in a list", "drop one of the two"
         )
     return Product(tuple(parts))
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Product(SliceGauge):
     """See `product`."""
 
     parts: tuple[Gauge, ...]
     name: ClassVar[str] = "product"
+
+    @property
+    def _description(self) -> str:
+        return f"{self.name} of all the gauges together"
+
+    def __repr__(self) -> str:
+        return "\n".join(["go.product([", *(textwrap.indent(repr(part), "  ") + "," for part in self.parts), "])"])
 
     # Whether paths, shapes and dtypes are all that its instances depend on; otherwise they get the tree itself.
     _by_paths: ClassVar[bool] = False

@@ -109,7 +109,7 @@ def drift(params_0: Any, params_t: Any, gauges: Gauges) -> Drift:
     >>> drift
     gauge             layer  largest drift  where
     rescale('up', …)         -5.00e-01      channel 1
-    >>> drift[0][""].round(4).tolist()
+    >>> [round(float(x), 3) for x in drift[0][""]]
     [0.0, -0.5, 0.1]
     """
     group = product(gauges)

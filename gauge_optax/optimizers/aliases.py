@@ -239,7 +239,7 @@ def quotient_adamw(
       eps_root: added inside that root.
       mu_dtype: dtype of the first moment; by default that of slice coordinates, at least float32.
       weight_decay: decoupled decay, multiplied by the learning rate; a number or a schedule.
-      mask: where to decay, as in `optax.adamw`.
+      mask: where to decay, as in `optax.adamw`; constant over the leaves of a gauge.
       nesterov: whether to use Nesterov momentum.
       hold: see `quotient`.
       pin: see `quotient`.
@@ -248,7 +248,7 @@ def quotient_adamw(
       The optimizer. Its `update` needs `params`.
 
     Raises:
-      ValueError: bindings that do not fit the tree; `update` without params.
+      ValueError: bindings that do not fit the tree; a mask that splits a gauge; `update` without params.
 
     >>> gauge = go.head_linear({"a": "_ basis"}, {"b": "basis _"})
     >>> params = {"a": jnp.array([[2.0], [1.0]]), "b": jnp.zeros((1, 2))}  # LoRA's start
@@ -306,7 +306,7 @@ def quotient_muon(
       beta: decay of the first moment of matrices.
       eps: see `scale_by_scaled_polar`.
       weight_decay: decoupled decay of matrices, multiplied by the learning rate; a number or a schedule.
-      weight_decay_mask: where `weight_decay` decays, as in `optax.contrib.muon`.
+      weight_decay_mask: where `weight_decay` decays, as in `optax.contrib.muon`; constant over the leaves of a gauge.
       mu_dtype: dtype of the first moment; by default that of slice coordinates, at least float32.
       nesterov: whether to use Nesterov momentum, for matrices and all other leaves.
       adam_b1: decay of Adam's first moments.

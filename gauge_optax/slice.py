@@ -34,6 +34,7 @@ import numpy as np
 import optax
 
 from gauge_optax.binding import Block, binding_error, leaf_shape, leaves_by_path, overlap, with_leaves
+from gauge_optax.binding.bind import require_no_absent_leaf
 from gauge_optax.binding.paths import shown_and_hidden
 from gauge_optax.gauges.instance import Anchor, Arrays, Instance, Turn
 from gauge_optax.linalg import real_dtype, roundoff
@@ -103,11 +104,16 @@ class Slice:
     @classmethod
     def of(cls, gauges: Sequence[Any], params: Any) -> "Slice":
         """Binds gauges to a tree. Raises ValueError where a binding does not fit, or gauges do not commute."""
-        if not all(gauge._by_paths for gauge in gauges):
-            return _checked(tuple((gauge, gauge._instances(params)) for gauge in gauges))
         shown, hidden = shown_and_hidden(params)
         leaves = tuple((path, leaf_shape(leaf), getattr(leaf, "dtype", None)) for path, leaf in shown.items())
-        return _bound(tuple(gauges), leaves, hidden)
+        try:
+            if all(gauge._by_paths for gauge in gauges):
+                return _bound(tuple(gauges), leaves, hidden)
+            return _checked(tuple((gauge, gauge._instances(params)) for gauge in gauges))
+        except ValueError:
+            for gauge in gauges:  # a leaf that is None has no path: only now is it worth a search
+                require_no_absent_leaf(gauge.name, getattr(gauge, "specs", ()), params)
+            raise
 
     # Leaves ---------------------------------------------------------------------------------------------
 

@@ -160,6 +160,7 @@ def discover(
     (SO(d) of a residual stream whose norms have scales).
     """
     batches = checks.checked_batches(batches, outputs, near, seed)
+    checks.check_function(fn, params, batches)
 
     def rng(*purpose: int) -> np.random.Generator:
         return np.random.default_rng([seed, *purpose])

@@ -14,6 +14,7 @@ import dataclasses
 import inspect
 import sys
 import textwrap
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
 
@@ -493,7 +494,8 @@ def product(gauges: Gauges) -> "Product":
       gauges: a gauge or a sequence of them; products inside are flattened.
 
     Returns:
-      A frozen, hashable gauge; it holds no array. Elements are tuples of the parts' elements in list order.
+      A frozen, hashable gauge; it holds no array. Elements are tuples of the parts' elements in list order. An empty
+      list warns, because whatever takes it does nothing.
 
     Raises:
       ValueError: something that is not a gauge, at once; parts that do not commute on a leaf, when a tree is first
@@ -509,12 +511,19 @@ def product(gauges: Gauges) -> "Product":
     """
     if isinstance(gauges, Gauge):
         gauges = (gauges,)
-    if isinstance(gauges, str | Mapping) or not isinstance(gauges, Iterable):
+    if isinstance(gauges, str | Mapping | optax.GradientTransformation) or not isinstance(gauges, Iterable):
         raise binding_error(
             "product", "no gauges", f"a {type(gauges).__name__}", "a gauge, or a sequence of gauges",
-            "pass the list of gauges; in an optimizer it comes after the learning rate",
+            "pass the list of gauges; it comes after the learning rate, or after the optimizer that is wrapped",
         )  # fmt: skip
     parts: list[Gauge] = []
+    gauges = tuple(gauges)
+    if not gauges:
+        warnings.warn(
+            "an empty list of gauges does nothing: pass the gauges of the model, such as those that "
+            "go.discover(fn, params, batches) returns",
+            stacklevel=_level_of_caller(),
+        )
     for gauge in gauges:
         if not isinstance(gauge, Gauge):
             raise binding_error(
@@ -528,6 +537,14 @@ def product(gauges: Gauges) -> "Product":
             "product", "a gauge given twice", twice._description, "every gauge once in a list", "drop one of the two"
         )
     return Product(tuple(parts))
+
+
+def _level_of_caller() -> int:
+    """The `stacklevel` at which a warning of this module points at the line outside the library that caused it."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and str(frame.f_globals.get("__name__")).split(".")[0] == "gauge_optax":
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

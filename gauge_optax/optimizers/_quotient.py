@@ -86,7 +86,7 @@ def quotient_for(
     name: str, inner: optax.GradientTransformation, gauges: Gauges, *, hold: bool = True, pin: bool = True
 ) -> optax.GradientTransformationExtraArgs:
     """Returns `quotient`, with messages that name the public function `name`."""
-    group, given = product(gauges), checked_inner(name, inner)
+    given, group = checked_inner(name, inner), product(gauges)
     inner = given if pin else unpinned(given, group)
 
     def update(updates: Any, state: QuotientState, params: Any, **extra: Any) -> tuple[Any, QuotientState]:

@@ -5,8 +5,8 @@ from typing import Any
 import jax
 import optax
 
-from gauge_optax.binding import is_empty, leaves_by_path, with_leaves
-from gauge_optax.gauges.gauge import Gauges, Product, product
+from gauge_optax.binding import binding_error, is_empty, leaves_by_path, with_leaves
+from gauge_optax.gauges.gauge import Gauge, Gauges, Product, product
 from gauge_optax.linalg import Coefficients
 from gauge_optax.optimizers._quotient import quotient_for
 from gauge_optax.optimizers.ddc import Options, checked_options, ddc
@@ -95,7 +95,7 @@ def ddc_adamw(
         "ddc_adamw", b1, b2, eps, eps_root, mu_dtype, nesterov, vertical, v_mode, radial, radial_scale, scale_floor,
         live_threshold, refresh_drift, refresh_every,
     )  # fmt: skip
-    group = product(gauges)
+    group = _group("ddc_adamw", learning_rate, gauges)
     tail = (decay(weight_decay, group, match, mask, on_slice=True), optax.scale_by_learning_rate(learning_rate))
     return _ddc_optimizer("ddc_adamw", group, options, None, tail)
 
@@ -176,7 +176,7 @@ def ddc_muon(
     Reference: DDC §3.1, B.10, C.14; `optax.contrib.muon` for names and defaults. Its `adaptive` and `preconditioning`
       are left out, because a dual norm per leaf and a scale per row differ between twins.
     """
-    group = product(gauges)
+    group = _group("ddc_muon", learning_rate, gauges)
     polar = polar_of("ddc_muon", ns_coeffs, ns_steps, beta, eps, scale, labels, preset, consistent_rms)
     options = checked_options(
         "ddc_muon", adam_b1, adam_b2, eps, adam_eps_root, mu_dtype, nesterov, vertical, "per_head_scalar", radial,
@@ -199,6 +199,17 @@ def ddc_muon(
         optax.partition({name: optax.scale_by_learning_rate(rate) for name, rate in rates.items()}, labelled),
     )
     return _ddc_optimizer("ddc_muon", group, options, polar, tail)
+
+
+def _group(name: str, learning_rate: Any, gauges: Any) -> Product:
+    """The product of the gauges. Raises ValueError where the first two arguments are swapped."""
+    if isinstance(learning_rate, Gauge | list | tuple):
+        rate = repr(gauges) if isinstance(gauges, int | float) else "learning_rate"
+        raise binding_error(
+            name, "learning_rate and gauges are swapped", f"{name}(gauges, {rate})", f"{name}(learning_rate, gauges)",
+            f"write go.{name}({rate}, gauges)",
+        )  # fmt: skip
+    return product(gauges)
 
 
 def _ddc_optimizer(
@@ -263,8 +274,9 @@ def quotient_adamw(
 
     Reference: docs/design.md §3, §5. In float32, condition numbers of a linear gauge's factors may be up to about 1e2.
     """
+    group = _group("quotient_adamw", learning_rate, gauges)
     inner = optax.adamw(learning_rate, b1, b2, eps, eps_root, mu_dtype, weight_decay, mask, nesterov=nesterov)
-    return quotient_for("quotient_adamw", inner, gauges, hold=hold, pin=pin)
+    return quotient_for("quotient_adamw", inner, group, hold=hold, pin=pin)
 
 
 def quotient_muon(
@@ -340,7 +352,7 @@ def quotient_muon(
 
     Reference: Jordan et al. 2024 (Muon); DDC B.10 for heads; `optax.contrib.muon` for names and defaults.
     """
-    group = product(gauges)
+    group = _group("quotient_muon", learning_rate, gauges)
     polar = polar_of("quotient_muon", ns_coeffs, ns_steps, beta, eps, scale, labels, consistent_rms=consistent_rms)
     tail = optax.add_decayed_weights(weight_decay, weight_decay_mask), optax.scale_by_learning_rate(learning_rate)
     adam_rate = learning_rate if adam_learning_rate is None else adam_learning_rate

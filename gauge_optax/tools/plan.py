@@ -174,7 +174,7 @@ def plan(
         raise binding_error(
             "plan", f"unknown unbound {unbound!r}", repr(unbound), "'allow', 'warn' or 'error'", "leave it out")
     tx = tx_or_gauges if isinstance(tx_or_gauges, optax.GradientTransformation) else None
-    gauges = list(product(tx_or_gauges).parts) if tx is None else _gauges_of(tx)
+    gauges = [] if not tx_or_gauges else list(product(tx_or_gauges).parts) if tx is None else _gauges_of(tx)
     if not gauges:
         raise binding_error(
             "plan", "no gauges", f"a {type(tx_or_gauges).__name__}", "gauges, or an optimizer that was made with some",

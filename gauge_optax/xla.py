@@ -119,8 +119,8 @@ _QUICK = {
 def quick_options() -> dict[str, Any]:
     """Returns `compiler_options` of `jax.jit` for a function that is called a few times.
 
-    On a CPU it compiles four times faster. {} on other devices, and where XLA does not know the options: their names are
-    no promise.
+    On a CPU it compiles four times faster. {} on other devices, and where XLA does not know the options, because XLA
+    may rename them.
     """
     if jax.default_backend() != "cpu":
         return {}

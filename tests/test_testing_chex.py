@@ -76,6 +76,14 @@ class Variants(chex.TestCase):
                 twins(ADAMW, loss)
         twins(DDC, loss_fn)
 
+    @chex.variants(without_jit=True, with_device=True, without_device=True)
+    def test_a_variant_of_update_gets_arrays(self) -> None:
+        """Inside a jitted step it would get tracers, and each variant would be the jitted one."""
+        update = Seen()
+        tx = optax.GradientTransformation(QUOTIENT.init, self.variant(lambda *x: update(*x)))
+        go.testing.assert_equivariant_step(tx, loss_fn, PARAMS, GAUGE, KEY, steps=2)
+        assert update.traced == [False] * 4
+
     @chex.all_variants
     def test_a_whole_variant(self) -> None:
         """`init` may be a variant too, and the loss alone."""
@@ -83,25 +91,24 @@ class Variants(chex.TestCase):
         go.testing.assert_equivariant_step(tx, self.variant(loss_fn), PARAMS, GAUGE, KEY, steps=2)
 
 
-def test_variants_of_update_get_arrays_and_bare_functions_are_compiled() -> None:
-    """A variant inside a jitted step would say nothing: every variant would be the jitted one."""
-    kinds = list[bool]()
+class Seen:
+    """An `update` that notes whether it gets arrays (False) or is being traced (True)."""
 
-    def update(*arguments: Any) -> Any:
-        kinds.append(any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(arguments)))
+    def __init__(self) -> None:
+        self.traced = list[bool]()
+
+    def __call__(self, *arguments: Any) -> Any:
+        self.traced.append(any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(arguments)))
         return QUOTIENT.update(*arguments)
 
-    for wrapped in (chex.with_device(update), chex.without_jit(update)) if hasattr(chex, "with_device") else ():
-        kinds.clear()
-        tx = optax.GradientTransformation(QUOTIENT.init, wrapped)
-        go.testing.assert_equivariant_step(tx, loss_fn, PARAMS, GAUGE, KEY, steps=2)
-        assert kinds == [False] * 4
-    for context, traced in ((chex.fake_jit(False), True), (chex.fake_jit(), False)):
-        kinds.clear()
-        with context:
+
+def test_bare_functions_are_compiled_unless_jit_is_faked() -> None:
+    for faked, expected in ((False, [True]), (True, [False] * 4)):
+        update = Seen()
+        with chex.fake_jit(faked):
             tx = optax.GradientTransformation(QUOTIENT.init, update)
             go.testing.assert_equivariant_step(tx, loss_fn, PARAMS, GAUGE, KEY, steps=2)
-        assert kinds == ([True] if traced else [False] * 4)
+        assert update.traced == expected
 
 
 def test_under_fake_jit_the_assertions_hold_and_fail_alike() -> None:

@@ -1,9 +1,10 @@
 """Assertions for users: is this binding a symmetry of my loss, is this update horizontal, is my optimizer equivariant?
 
 Every assertion returns None or raises AssertionError, which names the gauge, the leaf and the relative error, and ends
-with what `chex.assert_trees_all_close` reports. As in chex, values are close where |difference| ≤ atol + rtol·|expected|
-in every entry. By default `rtol` depends on the dtype (docs/design.md §7), and `atol` is `rtol` times the largest entry,
-so that zeros need not be exact. Chex comes with `pip install "gauge_optax[testing]"`; nothing else needs it.
+with what `chex.assert_trees_all_close` reports. As in chex, values are close where |value − expected| is at most
+atol + rtol·|expected| in every entry. By default `rtol` depends on the dtype (docs/design.md §7), and `atol` is `rtol`
+times the largest entry, so that zeros need not be exact. Chex comes with `pip install "gauge_optax[testing]"`; nothing
+else needs it.
 """
 
 from collections.abc import Callable, Iterable, Sequence

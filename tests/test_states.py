@@ -42,6 +42,7 @@ def _params(**other: Any) -> Tree:
     return tree | {path: x for path, x in other.items() if not isinstance(x, tuple)}
 
 
+@pytest.mark.filterwarnings("ignore:an empty list of gauges")
 @pytest.mark.parametrize("name", FRAMED)
 @pytest.mark.parametrize(
     "gauges", [[OTHER, RESCALE, TURN], GAUGES[:2], [], [RESCALE, OTHER]], ids=["order", "fewer", "none", "others"]

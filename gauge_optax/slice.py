@@ -34,6 +34,7 @@ import numpy as np
 import optax
 
 from gauge_optax.binding import Block, binding_error, leaf_shape, leaves_by_path, overlap, with_leaves
+from gauge_optax.binding.bind import require_no_absent_leaf
 from gauge_optax.binding.paths import shown_and_hidden
 from gauge_optax.gauges.instance import Anchor, Arrays, Instance, Turn
 from gauge_optax.linalg import real_dtype, roundoff
@@ -103,11 +104,16 @@ class Slice:
     @classmethod
     def of(cls, gauges: Sequence[Any], params: Any) -> "Slice":
         """Binds gauges to a tree. Raises ValueError where a binding does not fit, or gauges do not commute."""
-        if not all(gauge._by_paths for gauge in gauges):
-            return _checked(tuple((gauge, gauge._instances(params)) for gauge in gauges))
         shown, hidden = shown_and_hidden(params)
         leaves = tuple((path, leaf_shape(leaf), getattr(leaf, "dtype", None)) for path, leaf in shown.items())
-        return _bound(tuple(gauges), leaves, hidden)
+        try:
+            if all(gauge._by_paths for gauge in gauges):
+                return _bound(tuple(gauges), leaves, hidden)
+            return _checked(tuple((gauge, gauge._instances(params)) for gauge in gauges))
+        except ValueError:
+            for gauge in gauges:  # a leaf that is None has no path: only now is it worth a search
+                require_no_absent_leaf(gauge.name, getattr(gauge, "specs", ()), params)
+            raise
 
     # Leaves ---------------------------------------------------------------------------------------------
 
@@ -168,9 +174,9 @@ class Slice:
         """One label per gauge: its place in the list, its name, a checksum of its blocks, and `VERSION`."""
         labels = []
         for number, (gauge, instances) in enumerate(self.parts):
-            written = repr(gauge) if dataclasses.is_dataclass(gauge) else type(gauge).__qualname__
             blocks = [(b.path, b.axes, b.shape) for i in instances for b in i.blocks]
-            labels.append(f"{number:03d}.{gauge.name}.{zlib.crc32(f'{written} {blocks}'.encode()):08x}.v{VERSION}")
+            checksum = zlib.crc32(f"{gauge._checksum_text} {blocks}".encode())
+            labels.append(f"{number:03d}.{gauge.name}.{checksum:08x}.v{VERSION}")
         return tuple(labels)
 
     def check_labels(self, labels: Collection[str]) -> None:

@@ -1,10 +1,13 @@
 """Assertions for users: is this binding a symmetry of my loss, is this update horizontal, is my optimizer equivariant?
 
-Every assertion returns None or raises AssertionError, which names the gauge, the leaf and the relative error.
-Tolerances depend on the dtype, by docs/design.md §7, unless `rtol` is given.
+Every assertion returns None or raises AssertionError, which names the gauge, the leaf and the relative error, and ends
+with what `chex.assert_trees_all_close` reports. As in chex, values are close where |value − expected| is at most
+atol + rtol·|expected| in every entry. By default `rtol` depends on the dtype (docs/design.md §7), and `atol` is `rtol`
+times the largest entry, so that zeros need not be exact. Chex comes with `pip install "gauge_optax[testing]"`; nothing
+else needs it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -15,6 +18,7 @@ import optax
 from gauge_optax.binding import binding_error, leaves_by_path, match
 from gauge_optax.gauges.gauge import Gauge, Gauges, Product, product
 from gauge_optax.transformation import require_key
+from gauge_optax.xla import quick_options
 
 LossFn = Callable[[Any], jax.Array]
 
@@ -47,17 +51,25 @@ def tolerance(check: str, tree: Any) -> float:
 
 
 def assert_invariant(
-    loss_fn: LossFn, params: Any, gauges: Gauges, key: jax.Array, rtol: float | None = None, scale: float = 1.0
+    loss_fn: LossFn,
+    params: Any,
+    gauges: Gauges,
+    key: jax.Array,
+    rtol: float | None = None,
+    scale: float = 1.0,
+    atol: float | None = None,
 ) -> None:
     """Asserts that a random element of every gauge, and of their product, does not change the loss.
 
     Args:
-      loss_fn: params → scalar, or any array of outputs (logits show more than their loss).
+      loss_fn: params → scalar, or any array or tree of outputs (logits show more than their loss); also
+        `self.variant(loss_fn)` in a chex test.
       params: the point.
       gauges: a gauge or a sequence of them.
       key: a PRNG key.
-      rtol: largest change relative to the loss; by default that of docs/design.md §7 for the dtype.
+      rtol: largest change relative to each output; by default that of docs/design.md §7 for the dtype.
       scale: size of the elements.
+      atol: largest change besides; by default `rtol` times the largest output.
 
     Raises:
       AssertionError: names the gauge that is no symmetry, the leaves it moves and by how much the loss changed.
@@ -74,18 +86,20 @@ def assert_invariant(
     keys = jax.random.split(key, len(group.parts) + 1)
     checks: list[Gauge] = [*group.parts, *([group] if len(group.parts) > 1 else [])]
     for gauge, gauge_key in zip(checks, keys, strict=False):
-        error = _relative(loss_fn(gauge.act(gauge.sample(gauge_key, params, scale), params)), before)
-        if not error <= rtol:
+        after = loss_fn(_compiled(_random_move(gauge, scale))(gauge_key, params))
+        if (difference := _difference(after, before, rtol, atol)) is not None:
             raise AssertionError(
                 f"{describe(gauge)} is no symmetry of this loss\n"
                 f"  leaves:   {', '.join(_leaves_of(gauge, params))}\n"
-                f"  found:    relative change {error:.2e} under a random element of scale {scale}\n"
+                f"  found:    relative change {_relative(after, before):.2e} under a random element of scale {scale}\n"
                 f"  expected: at most {rtol:.1e}\n"
-                f"  remedy:   look for what usually breaks it: {gauge.breaks}"
+                f"  remedy:   look for what usually breaks it: {gauge.breaks}\n{difference}"
             )
 
 
-def assert_horizontal(updates: Any, params: Any, gauges: Gauges, rtol: float | None = None) -> None:
+def assert_horizontal(
+    updates: Any, params: Any, gauges: Gauges, rtol: float | None = None, atol: float | None = None
+) -> None:
     """Asserts that a tangent has no part along any orbit.
 
     Args:
@@ -93,7 +107,9 @@ def assert_horizontal(updates: Any, params: Any, gauges: Gauges, rtol: float | N
         on a curved path, as `gauge_retract` returns it, is no tangent.
       params: the point.
       gauges: a gauge or a sequence of them, meaning their product.
-      rtol: largest norm of the vertical part, relative to that of the bound part, both on the slice.
+      rtol: largest difference between the update and its horizontal part, relative to each entry, both on the slice;
+        by default that of docs/design.md §7 for the dtype.
+      atol: largest difference besides; by default `rtol` times the update's largest entry.
 
     Raises:
       AssertionError: names the gauge, the leaf with the largest vertical part and the relative error.
@@ -113,19 +129,17 @@ def assert_horizontal(updates: Any, params: Any, gauges: Gauges, rtol: float | N
             f"  expected: {shapes[1].get(other, 'no leaf')}\n"
             f"  remedy:   pass what update returned for these params"
         )
-    tangent, vertical = _on_slice(group, params, updates)
-    size = _norm(tangent.values())
-    error = _norm(vertical.values()) / size if size else 0.0
-    if not error <= rtol:
+    tangent, across = _compiled(lambda params, updates: _on_slice(group, params, updates))(params, updates)
+    if (difference := _difference(across, tangent, rtol, atol)) is not None:
         # Where gauges share leaves, the message names the gauge with the largest part along its orbits.
         blamed = max(group.parts, key=lambda part: _norm(jax.tree.leaves(part.vertical(params, updates))))
-        worst = max(_leaves_of(blamed, params), key=lambda path: float(jnp.linalg.norm(vertical[path])))
+        worst = max(_leaves_of(blamed, params), key=lambda path: _norm([across[path] - tangent[path]]))
         raise AssertionError(
             f"updates move along {describe(blamed)}\n"
             f"  leaf:     {worst}\n"
-            f"  found:    vertical part {error:.2e} of the update's norm on the slice\n"
+            f"  found:    vertical part {_relative(across, tangent):.2e} of the update's norm on the slice\n"
             f"  expected: at most {rtol:.1e}\n"
-            f"  remedy:   go.gauge_project(gauges, kind='update'), or go.quotient"
+            f"  remedy:   go.gauge_project(gauges, kind='update'), or go.quotient\n{difference}"
         )
 
 
@@ -139,14 +153,16 @@ def assert_equivariant_step(
     ignore: Sequence[str] = (),
     rtol: float | None = None,
     scale: float = 1.0,
+    atol: float | None = None,
 ) -> None:
     """Asserts that two weight sets of one function stay one function under an optimizer.
 
     Trains from θ and from g·θ, where g is a random element of the product, and compares g·θ_t with the twin after every
-    step.
+    step. The step is compiled, quickly rather than well. Functions that are wrapped already, such as
+    `self.variant(tx.update)` of a chex test or `jax.jit(loss_fn)`, are called as they are, with arrays.
 
     Args:
-      tx: an optimizer.
+      tx: an optimizer; `optax.GradientTransformation(tx.init, self.variant(tx.update))` in a chex test.
       loss_fn: params → scalar.
       params: the starting point θ.
       gauges: a gauge or a sequence of them, meaning their product.
@@ -154,9 +170,10 @@ def assert_equivariant_step(
       steps: how long to train.
       ignore: path patterns of leaves that are not compared, such as a key bias without rotary positions, whose gradient
         is nothing but roundoff. The loss, which depends on these leaves too, is compared.
-      rtol: largest difference per leaf relative to the leaf's norm, and largest relative difference of the loss; by
+      rtol: largest difference relative to each entry of a leaf, and largest relative difference of the loss; by
         default those of docs/design.md §7 for the dtype.
       scale: size of g.
+      atol: largest difference besides; by default `rtol` times the leaf's largest entry.
 
     Raises:
       AssertionError: names the step, the leaf (or the loss), the gauges that bind it and the relative error.
@@ -174,33 +191,60 @@ def assert_equivariant_step(
     loss_tolerance = tolerance("loss", params) if rtol is None else rtol
     compared = _compared(params, [ignore] if isinstance(ignore, str) else ignore)
 
-    def fail(number: int, where: str, gauges: Sequence[Gauge], error: float, rtol: float) -> None:
+    def compare(number: int, where: str, value: Any, expected: Any, rtol: float) -> None:
+        if (difference := _difference(value, expected, rtol, atol)) is None:
+            return
+        acting = [gauge for gauge in group.parts if where in _leaves_of(gauge, params)]
         raise AssertionError(
-            f"twins came apart at step {number}: {where}\n"
-            f"  gauges:   {', '.join(map(describe, gauges))}\n"
-            f"  found:    relative error {error:.2e}\n"
+            f"twins came apart at step {number}: {f'leaf {where}' if where else 'the loss'}\n"
+            f"  gauges:   {', '.join(map(describe, acting or group.parts))}\n"
+            f"  found:    relative error {_relative(value, expected):.2e}\n"
             f"  expected: at most {rtol:.1e}\n"
-            f"  remedy:   an optimizer that commutes with these gauges, such as go.ddc_adamw(learning_rate, gauges)"
+            f"  remedy:   an optimizer that commutes with these gauges, such as go.ddc_adamw(learning_rate, gauges)\n"
+            f"{difference}"
         )
 
-    @jax.jit
-    def step(params: Any, state: Any) -> Any:
-        loss, grads = jax.value_and_grad(loss_fn)(params)
-        updates, state = tx.update(grads, state, params)
-        return (optax.apply_updates(params, updates), state), loss
-
-    element = group.sample(key, params, scale)
-    twins = [(point, tx.init(point)) for point in (params, group.act(element, params))]
+    step, act = _step_of(tx, loss_fn), _compiled(group.act)
+    element = _compiled(lambda key, params: group.sample(key, params, scale))(key, params)
+    twins = [(point, _compiled(tx.init)(point)) for point in (params, act(element, params))]
     for number in range(1, steps + 1):
         runs = [step(*twin) for twin in twins]
         twins, (loss, twin_loss) = [run for run, _ in runs], (loss for _, loss in runs)
-        if not (error := _relative(twin_loss, loss)) <= loss_tolerance:
-            fail(number, "the loss", group.parts, error, loss_tolerance)
-        moved, twin = leaves_by_path(group.act(element, twins[0][0])), leaves_by_path(twins[1][0])
+        compare(number, "", twin_loss, loss, loss_tolerance)
+        moved, twin = leaves_by_path(act(element, twins[0][0])), leaves_by_path(twins[1][0])
         for path in compared:
-            if not (error := _relative(twin[path], moved[path])) <= leaf_tolerance:
-                acting = [gauge for gauge in group.parts if path in _leaves_of(gauge, params)]
-                fail(number, f"leaf {path}", acting or group.parts, error, leaf_tolerance)
+            compare(number, path, twin[path], moved[path], leaf_tolerance)
+
+
+def _random_move(gauge: Gauge, scale: float) -> Callable[[jax.Array, Any], Any]:
+    """Returns the function (key, params) → params that moves them by a random element."""
+    return lambda key, params: gauge.act(gauge.sample(key, params, scale), params)
+
+
+def _step_of(tx: optax.GradientTransformation, loss_fn: LossFn) -> Callable[[Any, Any], Any]:
+    """Returns one training step, (params, state) → ((params, state), loss)."""
+    gradient, update = jax.value_and_grad(loss_fn), tx.update
+    wrapped = _is_wrapped(loss_fn), _is_wrapped(tx.update)
+    if any(wrapped):  # then the step is not compiled as a whole, because a variant is to be called with arrays
+        gradient = gradient if wrapped[0] else _compiled(lambda params: jax.value_and_grad(loss_fn)(params))
+        update = _compiled(update)
+
+    def step(params: Any, state: Any) -> Any:
+        loss, grads = gradient(params)
+        updates, state = update(grads, state, params)
+        return (optax.apply_updates(params, updates), state), loss
+
+    return step if any(wrapped) else _compiled(step)
+
+
+def _is_wrapped(function: Any) -> bool:
+    """Whether the caller has decided how a function runs, by `jax.jit` or by a variant of chex."""
+    return hasattr(function, "__wrapped__")
+
+
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function compiled for a few calls; itself where the caller has decided how it runs."""
+    return function if _is_wrapped(function) else jax.jit(function, compiler_options=quick_options())
 
 
 def _compared(params: Any, ignore: Sequence[str]) -> list[str]:
@@ -229,10 +273,7 @@ def describe(gauge: Gauge) -> str:
     >>> go.testing.describe(go.logit_shift({"head/kernel": "_ vocab"}))
     "logit_shift('head/kernel')"
     """
-    specs = getattr(gauge, "specs", None)
-    if specs is None:
-        return f"{gauge.name} of all the gauges together"
-    return f"{gauge.name}({', '.join(repr(p) for p in dict.fromkeys(s.pattern for s in specs))})"
+    return gauge._description
 
 
 def _leaves_of(gauge: Gauge, params: Any) -> Sequence[str]:
@@ -241,19 +282,38 @@ def _leaves_of(gauge: Gauge, params: Any) -> Sequence[str]:
 
 
 def _on_slice(group: Product, params: Any, updates: Any) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
-    """Returns the bound leaves of a tangent, and those of its part along the orbits, in slice coordinates."""
+    """Returns the bound leaves of a tangent, and those of its horizontal part, in slice coordinates."""
     s = group._slice(params)
     near = s.nearest_slice_point(params)
     tangent: dict[str, jax.Array] = dict(s.enter_tangent(near.elements, s.vectors(updates)))
-    across = s.horizontal(dict(near.point), near.masks, tangent)
-    return tangent, {path: x - across[path] for path, x in tangent.items()}
+    return tangent, s.horizontal(dict(near.point), near.masks, tangent)
+
+
+def _difference(value: Any, expected: Any, rtol: float, atol: float | None) -> str | None:
+    """Returns what chex says about the difference of two trees; None where they are close."""
+    try:
+        import chex
+    except ImportError as error:
+        raise ImportError('gauge_optax.testing compares by chex: pip install "gauge_optax[testing]"') from error
+    if atol is None:
+        atol = rtol * max((float(np.max(np.abs(x), initial=0.0)) for x in _on_host(expected)), default=0.0)
+    try:
+        chex.assert_tree_all_finite((value, expected))  # NaN is close to NaN otherwise
+        chex.assert_trees_all_close(value, expected, rtol=rtol, atol=atol)
+    except AssertionError as error:
+        return str(error)
+    return None
 
 
 def _relative(value: Any, expected: Any) -> float:
-    expected = np.asarray(expected, np.float64)
-    size, difference = (float(np.linalg.norm(x)) for x in (expected, np.asarray(value, np.float64) - expected))
+    size, difference = _norm(_on_host(expected)), _norm(map(np.subtract, _on_host(value), _on_host(expected)))
     return difference / size if size else difference
 
 
-def _norm(arrays: Any) -> float:
-    return float(np.sqrt(sum(float(jnp.sum(jnp.square(x))) for x in arrays)))
+def _norm(arrays: Iterable[Any]) -> float:
+    return float(np.sqrt(sum(float(np.sum(np.square(np.abs(x)))) for x in arrays)))
+
+
+def _on_host(tree: Any) -> list[np.ndarray]:
+    """Returns the leaves in double precision."""
+    return [np.asarray(x, np.complex128 if jnp.iscomplexobj(x) else np.float64) for x in jax.tree.leaves(tree)]

@@ -224,6 +224,8 @@ def require_transformation(transformation: str, inner: Any) -> None:
         # The usual mistake is `optax.adamw` in place of `optax.adamw(1e-3)`.
         uncalled = callable(inner) and name
         remedy = f"call it: {name}(learning_rate)" if uncalled else "pass an optimizer, optax.adamw(1e-3)"
+        if isinstance(inner, list | tuple) or hasattr(inner, "act"):
+            remedy = f"write go.{transformation}(optimizer, gauges), in this order"
         raise binding_error(
             transformation, "inner is no transformation", name or type(inner).__name__,
             "an object with init and update", remedy)

@@ -5,6 +5,7 @@ writes an array to memory if two operations read it. Peaks are peak memories of 
 (d = 2048, f = 8192), in units of AdamW's peak.
 """
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -105,6 +106,29 @@ def one_by_one(make: Callable[..., Tree], *stacks: jax.Array) -> Tree:
     differentiable = jax.custom_jvp(divided)
     differentiable.defjvp(lambda primals, tangents: jax.jvp(loop, primals, tangents))
     return differentiable(*stacks)
+
+
+_QUICK = {
+    "xla_backend_optimization_level": 0,
+    "xla_llvm_disable_expensive_passes": True,
+    "xla_cpu_use_fusion_emitters": False,
+}
+
+
+@functools.cache
+def quick_options() -> dict[str, Any]:
+    """Returns `compiler_options` of `jax.jit` for a function that is called a few times.
+
+    On a CPU it compiles four times faster. {} on other devices, and where XLA does not know the options, because XLA
+    may rename them.
+    """
+    if jax.default_backend() != "cpu":
+        return {}
+    try:
+        jax.jit(lambda x: x, compiler_options=_QUICK)(0.0)
+    except (RuntimeError, ValueError):
+        return {}
+    return _QUICK
 
 
 _KEY = 20260

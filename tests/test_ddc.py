@@ -270,7 +270,7 @@ def test_arguments_are_those_of_adamw() -> None:
 def test_a_choice_that_does_not_exist_is_refused(make: Callable[..., Any], options: dict[str, str]) -> None:
     (name, value), = options.items()
     with pytest.raises(ValueError, match=f"bad {name}") as error:
-        make([], **options)
+        make(CASES["rescale/channel"].gauges(), **options)
     for part in ("found:", "expected:", "remedy:", value):
         assert part in str(error.value)
 

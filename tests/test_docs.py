@@ -3,6 +3,8 @@
 import functools
 import inspect
 import re
+import subprocess
+import sys
 import unicodedata
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +15,7 @@ import pytest
 
 import gauge_optax as go
 from docs import conf, symbols
+from tests import quick
 
 ROOT = Path(__file__).resolve().parent.parent
 GUIDES = sorted((ROOT / "docs" / "guides").glob("*.md"))
@@ -35,6 +38,27 @@ def test_blocks_of_a_guide_run_one_after_the_other(guide: Path) -> None:
     names: dict[str, Any] = {"__name__": "guide"}
     for block in blocks:
         exec(compile(block, str(guide), "exec"), names)
+
+
+def test_the_test_file_of_the_guide_on_testing_passes_on_two_devices(tmp_path: Path) -> None:
+    """Its tests are only defined where the guide's blocks run; here pytest runs them, all variants of chex included."""
+    text = (ROOT / "docs" / "guides" / "testing.md").read_text()
+    (tmp_path / "test_trainer.py").write_text(re.findall(r"```python\n(.*?)```", text, re.S)[0])
+    environment = quick.environment() | {"PYTHONPATH": str(ROOT)}
+    environment["XLA_FLAGS"] += " --xla_force_host_platform_device_count=2"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_trainer.py"]
+    made = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert "12 passed" in made.stdout and "skipped" not in made.stdout, made.stdout + made.stderr
+
+
+def test_the_guide_on_testing_shows_what_it_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    text = (ROOT / "docs" / "guides" / "testing.md").read_text()
+    names: dict[str, Any] = {"__name__": "guide"}
+    for block in re.findall(r"```python\n(.*?)```", text, re.S):
+        exec(block, names)
+    (shown,) = re.findall(r"```text\n(.*?)```", text, re.S)
+    figure = re.compile(r"\d\.\d\de[+-]\d+")  # the last digits depend on the machine
+    assert figure.sub("…", capsys.readouterr().out) == figure.sub("…", shown)
 
 
 def test_the_index_lists_every_guide() -> None:

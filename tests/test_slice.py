@@ -167,6 +167,7 @@ def test_the_size_of_the_loss_changes_nothing_that_adamw_does_not_show() -> None
     assert ours <= max(3.0 * plain, 1e-5)
 
 
+@pytest.mark.filterwarnings("ignore:an empty list of gauges")
 @pytest.mark.parametrize("size", [1e20, 1e25, np.inf, np.nan])
 def test_gradients_of_any_size_leave_what_adamw_leaves(size: float) -> None:
     params = start_of("gpt", "float32")
@@ -196,6 +197,7 @@ def test_before_a_constant_head_what_is_rounding_is_no_step(head: str) -> None:
     np.testing.assert_allclose(step["beside"], -0.1, rtol=1e-5)  # another loss reaches it, past the head
 
 
+@pytest.mark.filterwarnings("ignore:an empty list of gauges")
 def test_a_list_without_gauges_is_the_optimizer_itself() -> None:
     params = start_of("llama", "float32")
     for tx in (optax.adamw(1e-2), optax.lion(1e-3)):

@@ -13,6 +13,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from gauge_optax.binding.axes import Site, parse_axes, solve_lengths
@@ -182,6 +183,24 @@ def _bind(
                     "blocks that select different entries", "select with 'name=3' or 'name=0:4', or drop one")
         blocks_by_path[block.path].append(block)
     return Binding(group_axes(gauge, specs, reserved), tuple(instances))
+
+
+def require_no_absent_leaf(gauge: str, specs: Sequence[BlockSpec], tree: Any) -> None:
+    """Explains a binding that failed: raises ValueError where a pattern of the gauge stands for a leaf that is None.
+
+    Args:
+      gauge: name for errors.
+      specs: all roles together.
+      tree: any pytree.
+    """
+    pairs = jax.tree.leaves_with_path(tree, is_leaf=lambda node: node is None)
+    absent = [jax.tree_util.keystr(keys, simple=True, separator="/") for keys, leaf in pairs if leaf is None]
+    for spec, path in itertools.product(specs, absent):
+        # What `**` matches may be one leaf of many, which the others make up for.
+        if "**" not in spec.pattern and match(gauge, spec.pattern, path) is not None:
+            raise binding_error(
+                gauge, f"the leaf '{path}' is None", "None, as a layer without a bias has", "an array",
+                f"leave '{spec.pattern}' out of the gauge; where other layers have it, write one gauge for those")
 
 
 def _hidden(gauge: str, problem: str, paths: Sequence[str]) -> ValueError:

@@ -91,19 +91,7 @@ class Call:
 
     def source(self) -> str:
         """The call as Python source."""
-        rows: list[str] = []
-
-        def add(name: str, mapping: Mapping[str, Any]) -> None:
-            items = [f"{key!r}: {value!r}" for key, value in mapping.items()]
-            row = f"  {name}={{{', '.join(items)}}},"
-            rows.extend([row] if len(row) <= 110 else [f"  {name}={{", *(f"    {item}," for item in items), "  },"])
-
-        for role, blocks in self.roles.items():
-            add(role, blocks)
-        rows += [f"  {name}={value!r}," for name, value in self.options.items()]
-        if self.sizes:
-            add("sizes", self.sizes)
-        return "\n".join([f"go.{self.kind}(", *rows, ")"])
+        return repr(self.gauge())
 
     def alternatives(self) -> Iterator[Call]:
         """The same gauge with other anchors: each block listed first once, then the two sides of a scale exchanged."""

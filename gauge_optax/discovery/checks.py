@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,6 +18,30 @@ from gauge_optax.discovery.trace import called_jaxpr, source
 
 _OUTPUTS = ("logits", "logprobs", "loss")
 _refusal = functools.partial(binding_error, "discover")
+
+
+def check_function(fn: Any, params: Any, batches: Sequence[Any]) -> None:
+    """Raises unless fn takes parameters and a batch; a module takes the batch alone, because it has its parameters."""
+    apart = hasattr(fn, "apply") and hasattr(fn, "init")  # a Linen module; its parameters are a tree beside it
+    try:
+        inspect.signature(fn).bind(params, batches[0])
+        if not apart:
+            return
+    except (TypeError, IndexError):
+        pass
+    except ValueError:
+        return  # a function of C, whose arguments are not known
+    kind = type(fn).__name__
+    if apart:
+        problem, remedy = f"fn is a module, {kind}", "write go.discover(model.apply, model.init(key, x), batches)"
+    elif callable(fn) and jax.tree.leaves(fn) != [fn]:
+        problem, remedy = f"fn is a module, {kind}", "write go.discover(lambda model, x: model(x), model, batches)"
+    else:
+        name = getattr(fn, "__name__", kind)
+        problem = f"fn does not take parameters and a batch, {name}"
+        remedy = "write go.discover(lambda params, batch: ..., params, batches), with the outputs in place of ..."
+    takes = f"{kind}({', '.join(inspect.signature(fn).parameters)})" if callable(fn) else f"a {kind}, not a function"
+    raise _refusal(problem, takes, "a pure function of (params, batch)", remedy)
 
 
 def checked_batches(batches: Any, outputs: str, near: float, seed: int) -> list[Any]:

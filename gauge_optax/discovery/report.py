@@ -164,6 +164,7 @@ def discover(
     (SO(d) of a residual stream whose norms have scales).
     """
     batches = checks.checked_batches(batches, outputs, near, seed)
+    checks.check_function(fn, params, batches)
     with jax.enable_x64(True), tqdm(total=8, desc="discover", disable=not progress, leave=False) as bar:
         leaves = checks.double_leaves(params, seed)
 

@@ -11,6 +11,10 @@ W ↦ L·W + t. Therefore `inverse` and `compose` also apply such maps to the sh
 
 import abc
 import dataclasses
+import inspect
+import sys
+import textwrap
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
 
@@ -42,6 +46,8 @@ Element = Any
 """A group element: `dict[str, Array]` keyed by instance, or for a product the tuple of its gauges' elements."""
 
 Params = TypeVar("Params")
+
+_ROW = 110  # characters of a row of source; longer mappings get a row per item
 
 
 class Gauge(abc.ABC):
@@ -247,6 +253,20 @@ class Gauge(abc.ABC):
     # Whether paths, shapes and dtypes are all that its instances depend on; otherwise they get the tree itself.
     _by_paths: ClassVar[bool] = False
 
+    def __repr__(self) -> str:
+        """A call of the class with the attributes of the gauge; a dataclass writes the same by itself."""
+        return f"{type(self).__qualname__}({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"
+
+    @property
+    def _description(self) -> str:
+        """The gauge's name with what it binds, on one line, for messages."""
+        return self.name
+
+    @property
+    def _checksum_text(self) -> str:
+        """What labels of states have a checksum of. It must not change, or older states would no longer load."""
+        return repr(self) if dataclasses.is_dataclass(self) else type(self).__qualname__
+
     @property
     def _parts(self) -> "tuple[Gauge, ...]":
         """The gauges of a product, or this one."""
@@ -301,7 +321,7 @@ class SliceGauge(Gauge):
         return self.inverse(self._packed(s.to_elements(s.balanced(params))))
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class BlockGauge(SliceGauge):
     """A gauge given by lists of blocks: what every constructor of this library returns.
 
@@ -314,13 +334,48 @@ class BlockGauge(SliceGauge):
     """
 
     name: str  # type: ignore[misc]
-    # `repr` omits the class, because labels of states have a checksum of `repr`, and the class's module may change.
-    kind: Any = dataclasses.field(repr=False)
+    kind: Any
     specs: tuple[BlockSpec, ...]
     sizes: tuple[tuple[str, int], ...]
     options: tuple[tuple[str, Any], ...] = ()
 
     _by_paths: ClassVar[bool] = True
+
+    def __repr__(self) -> str:
+        """The constructor's call as Python source, without arguments that have their default."""
+        rows: list[str] = []
+        for name, value in self._arguments().items():
+            if not isinstance(value, dict):
+                rows += [f"  {name}={value!r},"] if value != self._parameters[name].default else []
+                continue
+            items = [f"{key!r}: {item!r}" for key, item in value.items()]
+            row = f"  {name}={{{', '.join(items)}}},"
+            rows += [row] if len(row) <= _ROW else [f"  {name}={{", *(f"    {item}," for item in items), "  },"]
+        return "\n".join([f"go.{self.name}(", *rows, ")"])
+
+    @property
+    def _parameters(self) -> Mapping[str, inspect.Parameter]:
+        """The parameters of the constructor, which has the gauge's name and stands in the module of its kind."""
+        return inspect.signature(getattr(sys.modules[self.kind.__module__], self.name)).parameters
+
+    def _arguments(self) -> dict[str, Any]:
+        """The arguments with which the constructor makes an equal gauge."""
+        roles: dict[str, dict[str, list[str]]] = {}
+        for spec in self.specs:
+            roles.setdefault(spec.role, {}).setdefault(spec.pattern, []).append(spec.axes)
+        blocks = [{path: x[0] if len(x) == 1 else tuple(x) for path, x in role.items()} for role in roles.values()]
+        options = {name: value for name, value in self.options if name in self._parameters}
+        sizes = {"sizes": dict(self.sizes)} if self.sizes else {}
+        return {**dict(zip(self._parameters, blocks, strict=False)), **options, **sizes}
+
+    @property
+    def _description(self) -> str:
+        return f"{self.name}({', '.join(repr(p) for p in dict.fromkeys(spec.pattern for spec in self.specs))})"
+
+    @property
+    def _checksum_text(self) -> str:
+        fields = ((name, getattr(self, name)) for name in ("name", "specs", "sizes", "options"))
+        return f"BlockGauge({', '.join(f'{name}={value!r}' for name, value in fields)})"
 
     @property
     def effect(self) -> Effect:  # type: ignore[override]
@@ -449,7 +504,8 @@ def product(gauges: Gauges) -> "Product":
       gauges: a gauge or a sequence of them; products inside are flattened.
 
     Returns:
-      A frozen, hashable gauge; it holds no array. Elements are tuples of the parts' elements in list order.
+      A frozen, hashable gauge; it holds no array. Elements are tuples of the parts' elements in list order. An empty
+      list warns, because whatever takes it does nothing.
 
     Raises:
       ValueError: something that is not a gauge, at once; parts that do not commute on a leaf, when a tree is first
@@ -465,12 +521,19 @@ def product(gauges: Gauges) -> "Product":
     """
     if isinstance(gauges, Gauge):
         gauges = (gauges,)
-    if isinstance(gauges, str | Mapping) or not isinstance(gauges, Iterable):
+    if isinstance(gauges, str | Mapping | optax.GradientTransformation) or not isinstance(gauges, Iterable):
         raise binding_error(
             "product", "no gauges", f"a {type(gauges).__name__}", "a gauge, or a sequence of gauges",
-            "pass the list of gauges; in an optimizer it comes after the learning rate",
+            "pass the list of gauges; it comes after the learning rate, or after the optimizer that is wrapped",
         )  # fmt: skip
     parts: list[Gauge] = []
+    gauges = tuple(gauges)
+    if not gauges:
+        warnings.warn(
+            "an empty list of gauges does nothing: pass the gauges of the model, such as those that "
+            "go.discover(fn, params, batches) returns",
+            stacklevel=_level_of_caller(),
+        )
     for gauge in gauges:
         if not isinstance(gauge, Gauge):
             raise binding_error(
@@ -481,17 +544,32 @@ def product(gauges: Gauges) -> "Product":
     twice = next((part for at, part in enumerate(parts) if part in parts[:at]), None)
     if twice is not None:
         raise binding_error(
-            "product", "a gauge given twice", f"{twice!r}", "every gauge once in a list", "drop one of the two"
+            "product", "a gauge given twice", twice._description, "every gauge once in a list", "drop one of the two"
         )
     return Product(tuple(parts))
 
 
-@dataclasses.dataclass(frozen=True)
+def _level_of_caller() -> int:
+    """The `stacklevel` at which a warning of this module points at the line outside the library that caused it."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and str(frame.f_globals.get("__name__")).split(".")[0] == "gauge_optax":
+        frame, level = frame.f_back, level + 1
+    return level
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
 class Product(SliceGauge):
     """See `product`."""
 
     parts: tuple[Gauge, ...]
     name: ClassVar[str] = "product"
+
+    @property
+    def _description(self) -> str:
+        return f"{self.name} of all the gauges together"
+
+    def __repr__(self) -> str:
+        return "\n".join(["go.product([", *(textwrap.indent(repr(part), "  ") + "," for part in self.parts), "])"])
 
     # Whether paths, shapes and dtypes are all that its instances depend on; otherwise they get the tree itself.
     _by_paths: ClassVar[bool] = False

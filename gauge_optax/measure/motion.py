@@ -5,11 +5,13 @@ around a closed loop turns a head (holonomy). Its drift is the sum of `vertical_
 as a group logarithm, over steps. docs/design.md §2.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.tree_util import DictKey, SequenceKey
 
 from gauge_optax.gauges.gauge import Element, Gauges, product
 from gauge_optax.gauges.heads import PLANE
@@ -31,7 +33,60 @@ _CAYLEY_STEPS = 6  # each leaves the square of the half angle, 1e-2 at most
 _LAST_ORDER = 13  # of the series of 2·artanh, whose argument is at most 0.05
 
 
-def drift(params_0: Any, params_t: Any, gauges: Gauges) -> tuple[Element, ...]:
+class Drift(tuple[Element, ...]):
+    """What `drift` returns: a tuple with one element per gauge, which prints as a table of the largest changes.
+
+    It is a pytree, so that a jitted function may return it.
+
+    Attributes:
+      names: per gauge, its description, and pairs of an instance's key with the names of its axes.
+    """
+
+    names: tuple[tuple[str, tuple[tuple[str, tuple[str, ...]], ...]], ...]
+
+    def __new__(cls, elements: Sequence[Element], names: Any) -> "Drift":
+        """See the attributes."""
+        self = super().__new__(cls, elements)
+        self.names = names
+        return self
+
+    def __repr__(self) -> str:
+        if not all(hasattr(x, "__array__") and not isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(self)):
+            return super().__repr__()  # inside `jit`, or a tree of shapes, there are no numbers to print
+        rows = [("gauge", "layer", "largest drift", "where")]
+        for (gauge, axes_by_key), element in zip(self.names, self, strict=True):
+            first, *others = gauge.split(", ")
+            rows += [(f"{first}, …)" if others else gauge, *row) for row in _largest_drifts(element, dict(axes_by_key))]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ("  ".join(cell.ljust(n) for cell, n in zip(row, widths, strict=True)).rstrip() for row in rows)
+        return "\n".join(lines)
+
+
+jax.tree_util.register_pytree_with_keys(
+    Drift,
+    lambda drift: ([(SequenceKey(number), element) for number, element in enumerate(drift)], drift.names),
+    lambda names, elements: Drift(tuple(elements), names),
+)
+
+
+def _largest_drifts(element: Element, axes_by_key: dict[str, tuple[str, ...]]) -> list[tuple[str, str, str]]:
+    """Rows of layer, largest change and its place, one for each array of the difference of two elements."""
+    rows = []
+    for keys, array in jax.tree.leaves_with_path(element):
+        key = keys[0].key if keys and isinstance(keys[0], DictKey) else None
+        array, axes = np.asarray(array), axes_by_key.get(str(key), ())
+        if not array.size:
+            continue
+        # NaN counts as the largest number.
+        at = np.unravel_index(int(np.argmax(np.abs(array))), array.shape)
+        names = axes if len(axes) == array.ndim else ("entry",) * array.ndim
+        leaf = [jax.tree_util.keystr(keys[1:], simple=True, separator="/")] if len(keys) > 1 else []
+        where = ", ".join([*leaf, *(f"{name} {index}" for name, index in zip(names, at, strict=True))])
+        rows.append(("" if key is None else str(key), f"{array[at]:.2e}", where))
+    return rows or [("", "", "no coordinate: sum measure.vertical_motion over the steps")]
+
+
+def drift(params_0: Any, params_t: Any, gauges: Gauges) -> Drift:
     """The difference between what the anchors of two points read.
 
     Args:
@@ -40,20 +95,30 @@ def drift(params_0: Any, params_t: Any, gauges: Gauges) -> tuple[Element, ...]:
       gauges: a gauge or a sequence of them, meaning their product.
 
     Returns:
-      Per gauge, the structure of its element: log-scales and shifts that carry the first point's representative to the
-      second's; empty dicts for rotations and linear gauges.
+      A tuple of one element per gauge: log-scales and shifts that carry the first point's representative to the
+      second's; empty dicts for rotations and linear gauges. Printed, it is a table with a row per gauge and layer: the
+      largest entry, with its sign, and the channel where it is. Inside `jit` it is an ordinary pytree.
 
     Raises:
       ValueError: bindings that do not fit the tree.
 
     >>> gauge = go.rescale({"up": "_ channel"}, {"down": "channel _"})
-    >>> params = {"up": jnp.ones((2, 1)), "down": jnp.ones((1, 2))}
-    >>> moved = gauge.act({"": jnp.array([0.5])}, params)
-    >>> go.measure.drift(params, moved, gauge)[0][""].round(4).tolist()
-    [0.5]
+    >>> params = {"up": jnp.ones((2, 3)), "down": jnp.ones((3, 2))}
+    >>> moved = gauge.act({"": jnp.array([0.0, -0.5, 0.1])}, params)
+    >>> drift = go.measure.drift(params, moved, gauge)
+    >>> drift
+    gauge             layer  largest drift  where
+    rescale('up', …)         -5.00e-01      channel 1
+    >>> [round(float(x), 3) for x in drift[0][""]]
+    [0.0, -0.5, 0.1]
     """
     group = product(gauges)
-    return jax.tree.map(jnp.subtract, group.coordinates(params_t), group.coordinates(params_0))
+    elements = jax.tree.map(jnp.subtract, group.coordinates(params_t), group.coordinates(params_0))
+    names = tuple(
+        (gauge._description, tuple((i.key, tuple(i.named)) for i in instances))
+        for gauge, instances in group._slice(params_0).parts
+    )
+    return Drift(elements, names)
 
 
 def vertical_motion(params: Any, update: Any, gauges: Gauges) -> tuple[Element, ...]:

@@ -100,8 +100,7 @@ def gauge_sensitivity(
     Reference: the diagnostic of "When Equivalent Weights Train Differently", §9, and §7 on random gauges, which asks
       for the variance of the represented step; the change relative to the step at θ has no unit.
     """
-    group = product(gauges)
-    if not group.parts:
+    if not gauges or not (group := product(gauges)).parts:
         raise binding_error(
             _NAME, "no gauges", "an empty list", "at least one gauge",
             "pass the gauges under which the optimizer is to be tested",

@@ -14,6 +14,7 @@ import optax
 
 from gauge_optax.binding import binding_error, is_empty, with_leaves
 from gauge_optax.gauges.gauge import Gauges, Product, product
+from gauge_optax.optimizers.decay import decayed_leaves, require_whole_gauges
 from gauge_optax.slice import Frame, Slice, SlicePoint, SliceTangent
 from gauge_optax.transformation import (
     cast_like,
@@ -58,7 +59,8 @@ def quotient(
       pass those of the weights θ, and `inner` gets those of θ̂. All other extra arguments reach it unchanged.
 
     Raises:
-      ValueError: bindings that do not fit the tree, gauges that do not commute; `update` without params.
+      ValueError: bindings that do not fit the tree, gauges that do not commute; a decay mask in `inner` that splits a
+        gauge, unless `inner` needs extra arguments; `update` without params.
 
     >>> gauge = go.rescale(up={"up": "_ channel"}, down={"down": "channel _"})
     >>> params = {"up": jnp.ones((2, 3)), "down": jnp.full((3, 1), 0.5)}
@@ -89,8 +91,8 @@ def quotient_for(
     name: str, inner: optax.GradientTransformation, gauges: Gauges, *, hold: bool = True, pin: bool = True
 ) -> optax.GradientTransformationExtraArgs:
     """Returns `quotient`, with messages that name the public function `name`."""
-    group, inner = product(gauges), checked_inner(name, inner)
-    inner = inner if pin else unpinned(inner, group)
+    given, group = checked_inner(name, inner), product(gauges)
+    inner = given if pin else unpinned(given, group)
 
     def update(updates: Any, state: QuotientState, params: Any, **extra: Any) -> tuple[Any, QuotientState]:
         s = Slice.of(group.parts, params)
@@ -107,7 +109,11 @@ def quotient_for(
 
     def init(params: optax.Params) -> QuotientState:
         frame, point = frame_and_slice_point(name, group, params)
-        return QuotientState(frame, inner.init(point))
+        state = inner.init(point)
+        own = state if pin else state.inner_state
+        for flags in decayed_leaves(given, own, point):
+            require_whole_gauges(name, Slice.of(group.parts, params), flags)
+        return QuotientState(frame, state)
 
     return transformation(name, init, update, QuotientState, lambda p: QuotientState(placeholder(), inner.init(p)))
 

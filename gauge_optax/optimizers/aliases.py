@@ -5,8 +5,8 @@ from typing import Any
 import jax
 import optax
 
-from gauge_optax.binding import is_empty, leaves_by_path, with_leaves
-from gauge_optax.gauges.gauge import Gauges, Product, product
+from gauge_optax.binding import binding_error, is_empty, leaves_by_path, with_leaves
+from gauge_optax.gauges.gauge import Gauge, Gauges, Product, product
 from gauge_optax.linalg import Coefficients
 from gauge_optax.optimizers._quotient import quotient_for
 from gauge_optax.optimizers.ddc import Options, checked_options, ddc
@@ -97,7 +97,7 @@ def ddc_adamw(
         "ddc_adamw", b1, b2, eps, eps_root, mu_dtype, nesterov, vertical, v_mode, radial, radial_scale, scale_floor,
         live_threshold, refresh_drift, refresh_every,
     )  # fmt: skip
-    group = product(gauges)
+    group = _group("ddc_adamw", learning_rate, gauges)
     tail = (decay(weight_decay, group, match, mask, on_slice=True), optax.scale_by_learning_rate(learning_rate))
     return _ddc_optimizer("ddc_adamw", group, options, None, tail)
 
@@ -180,7 +180,7 @@ def ddc_muon(
     Reference: DDC §3.1, B.10, C.14; `optax.contrib.muon` for names and defaults. Its `adaptive` and `preconditioning`
       are left out, because a dual norm per leaf and a scale per row differ between twins.
     """
-    group = product(gauges)
+    group = _group("ddc_muon", learning_rate, gauges)
     polar = polar_of("ddc_muon", ns_coeffs, ns_steps, beta, eps, scale, labels, preset, consistent_rms)
     options = checked_options(
         "ddc_muon", adam_b1, adam_b2, eps, adam_eps_root, mu_dtype, nesterov, vertical, "per_head_scalar", radial,
@@ -203,6 +203,17 @@ def ddc_muon(
         optax.partition({name: optax.scale_by_learning_rate(rate) for name, rate in rates.items()}, labelled),
     )
     return _ddc_optimizer("ddc_muon", group, options, polar, tail)
+
+
+def _group(name: str, learning_rate: Any, gauges: Any) -> Product:
+    """The product of the gauges. Raises ValueError where the first two arguments are swapped."""
+    if isinstance(learning_rate, Gauge | list | tuple):
+        rate = repr(gauges) if isinstance(gauges, int | float) else "learning_rate"
+        raise binding_error(
+            name, "learning_rate and gauges are swapped", f"{name}(gauges, {rate})", f"{name}(learning_rate, gauges)",
+            f"write go.{name}({rate}, gauges)",
+        )  # fmt: skip
+    return product(gauges)
 
 
 def _ddc_optimizer(
@@ -243,7 +254,7 @@ def quotient_adamw(
       eps_root: added inside that root.
       mu_dtype: dtype of the first moment; by default that of slice coordinates, at least float32.
       weight_decay: decoupled decay, multiplied by the learning rate; a number or a schedule.
-      mask: where to decay, as in `optax.adamw`.
+      mask: where to decay, as in `optax.adamw`; constant over the leaves of a gauge.
       nesterov: whether to use Nesterov momentum.
       hold: see `quotient`.
       pin: see `quotient`.
@@ -252,7 +263,7 @@ def quotient_adamw(
       The optimizer. Its `update` needs `params`.
 
     Raises:
-      ValueError: bindings that do not fit the tree; `update` without params.
+      ValueError: bindings that do not fit the tree; a mask that splits a gauge; `update` without params.
 
     >>> gauge = go.head_linear({"a": "_ basis"}, {"b": "basis _"})
     >>> params = {"a": jnp.array([[2.0], [1.0]]), "b": jnp.zeros((1, 2))}  # LoRA's start
@@ -267,8 +278,9 @@ def quotient_adamw(
 
     Reference: docs/design.md §3, §5. In float32, condition numbers of a linear gauge's factors may be up to about 1e2.
     """
+    group = _group("quotient_adamw", learning_rate, gauges)
     inner = optax.adamw(learning_rate, b1, b2, eps, eps_root, mu_dtype, weight_decay, mask, nesterov=nesterov)
-    return quotient_for("quotient_adamw", inner, gauges, hold=hold, pin=pin)
+    return quotient_for("quotient_adamw", inner, group, hold=hold, pin=pin)
 
 
 def quotient_muon(
@@ -310,7 +322,7 @@ def quotient_muon(
       beta: decay of the first moment of matrices.
       eps: see `scale_by_scaled_polar`.
       weight_decay: decoupled decay of matrices, multiplied by the learning rate; a number or a schedule.
-      weight_decay_mask: where `weight_decay` decays, as in `optax.contrib.muon`.
+      weight_decay_mask: where `weight_decay` decays, as in `optax.contrib.muon`; constant over the leaves of a gauge.
       mu_dtype: dtype of the first moment; by default that of slice coordinates, at least float32.
       nesterov: whether to use Nesterov momentum, for matrices and all other leaves.
       adam_b1: decay of Adam's first moments.
@@ -344,7 +356,7 @@ def quotient_muon(
 
     Reference: Jordan et al. 2024 (Muon); DDC B.10 for heads; `optax.contrib.muon` for names and defaults.
     """
-    group = product(gauges)
+    group = _group("quotient_muon", learning_rate, gauges)
     polar = polar_of("quotient_muon", ns_coeffs, ns_steps, beta, eps, scale, labels, consistent_rms=consistent_rms)
     tail = optax.add_decayed_weights(weight_decay, weight_decay_mask), optax.scale_by_learning_rate(learning_rate)
     adam_rate = learning_rate if adam_learning_rate is None else adam_learning_rate

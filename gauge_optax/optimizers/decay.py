@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.extend.core import Literal
 
 from gauge_optax.binding import binding_error, leaves_by_path
 from gauge_optax.gauges.gauge import Gauges, Product, product
@@ -173,17 +174,92 @@ def _unmasked(s: Slice, mask: Any, params: optax.Params) -> dict[str, bool]:
     prefix = mask(params) if callable(mask) else mask
     whole = jax.tree.map(lambda flag, part: jax.tree.map(lambda _: bool(flag), part), prefix, params)
     flags = dict(zip(leaves, jax.tree.leaves(whole), strict=True))
+    require_whole_gauges(_NAME, s, flags)
+    return flags
+
+
+def require_whole_gauges(name: str, s: Slice, flags: Mapping[str, bool]) -> None:
+    """Raises ValueError where some leaves of a gauge decay, and others do not.
+
+    Args:
+      name: of the public function, for messages.
+      s: the gauges on the tree.
+      flags: leaf path → whether it decays; leaves that are absent count as neither.
+    """
     for instance in s.instances:
         if not instance.log_step and instance.turn is None:
             continue  # the mean along a shift does not decay under any mask
-        decayed, masked = [p for p in instance.paths if flags[p]], [p for p in instance.paths if not flags[p]]
+        decayed = [p for p in instance.paths if flags.get(p) is True]
+        masked = [p for p in instance.paths if flags.get(p) is False]
         if decayed and masked:
             raise binding_error(
-                _NAME, f"the mask splits {instance.gauge} at '{masked[0]}'",
+                name, f"the mask splits {instance.gauge} at '{masked[0]}'",
                 f"decay on {decayed[0]}, none on {masked[0]}", "one value for all leaves of a gauge",
                 "mask all leaves of the gauge, or none: the decay of one side alone moves along the orbit",
             )  # fmt: skip
-    return flags
+
+
+def decayed_leaves(
+    inner: optax.GradientTransformationExtraArgs, state: Any, params: Any
+) -> list[dict[str, bool]]:
+    """Returns which leaves an optimizer with a decay mask decays; [] for an optimizer without a mask.
+
+    A mask inside an optimizer is not visible, but a leaf that decays is one whose update is computed from the leaf
+    itself. The optimizer is traced, not run. Leaves whose update does not depend on their gradient (frozen ones) are
+    left out.
+
+    Args:
+      inner: the optimizer.
+      state: its state.
+      params: the parameters, of which the shapes are read.
+
+    Returns:
+      Leaf path → whether it decays, one dict for each set of leaves that the same fields of the state belong to. Muon
+      has two such sets, its matrices and the leaves that Adam steps, whose decays are separate numbers by design.
+    """
+    if not _has_stateless_mask(state):
+        return []
+    shapes, states = jax.eval_shape(lambda *trees: trees, params, state)
+    try:
+        traced = jax.make_jaxpr(lambda g, p, x: inner.update(g, x, p)[0])(shapes, shapes, states).jaxpr
+    except (TypeError, ValueError):
+        return []  # it needs extra arguments, as line searches do
+    fields: dict[str, set[str]] = {path: set() for path in leaves_by_path(params)}
+    for keys, _ in jax.tree.leaves_with_path(state):
+        names = jax.tree_util.keystr(keys, simple=True, separator="/").split("/")
+        suffixes = ("/".join(names[number:]) for number in range(len(names)))
+        path = next((suffix for suffix in suffixes if suffix in fields), None)
+        if path is not None:
+            fields[path].add("/".join(names).removesuffix(path))
+    flags: dict[frozenset[str], dict[str, bool]] = {}
+    for number, (path, sources) in enumerate(zip(fields, _sources(traced), strict=True)):
+        if number in sources:  # gradients are the first inputs, parameters the next
+            flags.setdefault(frozenset(fields[path]), {})[path] = number + len(fields) in sources
+    return list(flags.values())
+
+
+def _has_stateless_mask(state: Any) -> bool:
+    """Whether a part of an optimizer without a state, such as weight decay, is masked."""
+    nodes = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, optax.MaskedState))
+    inside = [node.inner_state for node in nodes if isinstance(node, optax.MaskedState)]
+    return any(not jax.tree.leaves(one) or _has_stateless_mask(one) for one in inside)
+
+
+def _sources(jaxpr: Any) -> list[set[int]]:
+    """Returns the positions of the inputs that each output of a program is computed from."""
+    sources: dict[Any, set[int]] = {var: {number} for number, var in enumerate(jaxpr.invars)}
+
+    def of(atom: Any) -> set[int]:
+        return set() if isinstance(atom, Literal) else sources.get(atom, set())
+
+    for equation in jaxpr.eqns:
+        given, inside = [of(atom) for atom in equation.invars], equation.params.get("jaxpr")
+        if equation.primitive.name in ("jit", "pjit"):
+            made = [set().union(*(given[number] for number in one)) for one in _sources(inside.jaxpr)]
+        else:
+            made = [set().union(*given)] * len(equation.outvars)
+        sources.update(zip(equation.outvars, made, strict=True))
+    return [of(atom) for atom in jaxpr.outvars]
 
 
 def _numbers(s: Slice, by_role: Mapping[str, float]) -> tuple[dict[str, float], float]:

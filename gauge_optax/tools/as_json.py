@@ -12,8 +12,7 @@ import numpy as np
 
 from gauge_optax.binding import binding_error
 from gauge_optax.discovery.calls import CONSTRUCTORS, Axes, Call
-from gauge_optax.discovery.write import joined
-from gauge_optax.gauges.gauge import Gauge, Gauges, product
+from gauge_optax.gauges.gauge import BlockGauge, Gauge, Gauges, product
 
 FORMAT = 1
 
@@ -45,20 +44,11 @@ def to_json(gauges: Gauges) -> str:
     """
     entries = []
     for gauge in product(gauges).parts:
-        if gauge.name not in CONSTRUCTORS or not hasattr(gauge, "specs"):
+        if not isinstance(gauge, BlockGauge) or gauge.name not in CONSTRUCTORS:
             raise binding_error(
                 "to_json", f"a gauge of another class, {type(gauge).__name__}", repr(gauge),
                 f"one of {', '.join(sorted(CONSTRUCTORS))}", "store the arguments of your class yourself")
-        parameters = inspect.signature(CONSTRUCTORS[gauge.name]).parameters
-        roles: dict[str, dict[str, Axes]] = {}
-        for spec in gauge.specs:
-            blocks = roles.setdefault(spec.role, {})
-            blocks[spec.pattern] = joined(blocks.get(spec.pattern), spec.axes)
-        entry = {"kind": gauge.name, **dict(zip(parameters, roles.values(), strict=False))}
-        options: tuple[tuple[str, Any], ...] = getattr(gauge, "options", ())
-        entry |= {name: value for name, value in options if name in parameters}
-        sizes = dict(getattr(gauge, "sizes", ()))
-        entries.append(entry | ({"sizes": sizes} if sizes else {}))
+        entries.append({"kind": gauge.name, **gauge._arguments()})
     return json.dumps({"format": FORMAT, "gauges": entries}, indent=2)
 
 

@@ -25,6 +25,10 @@ from gauge_optax.gauges.matrices import matrices_of
 
 Unbound = Literal["allow", "warn", "error"]
 _ROUNDOFF = 1e-12  # of a leaf's norm, in float64
+_DECAY = (
+    "decay per step: the share of a leaf's norm that the first step removes where the gradient is zero; "
+    "blank for a leaf that is zero today, whose decay cannot be measured"
+)
 _MOST_NESTED = 12  # closures within closures in which gauges are looked for
 
 
@@ -37,7 +41,9 @@ class LeafPlan(NamedTuple):
       gauges: what binds it: name, instance and named axes with their lengths.
       matrices: how Muon reads it, as "count × (rows, columns)"; "" for vectors.
       rule: what makes its update: Adam, polar, momentum, a bare gradient; "" for a list of gauges.
-      decay: share of itself that an update with zero gradients removes; None where nothing was measured.
+      decay: share of the leaf's norm that the first step removes where the gradient is zero (1e-5: a learning rate of
+        1e-3 times a weight decay of 0.01). None where it cannot be measured: for a leaf that is zero today, shapes
+        without values, a list of gauges.
       state_bytes: size of the state that mirrors it.
     """
 
@@ -91,7 +97,7 @@ class Plan:
 
     def table(self) -> list[tuple[str, ...]]:
         """Rows of text, headings first."""
-        rows: list[tuple[str, ...]] = [("leaf", "shape", "gauges", "matrices", "rule", "decay", "state bytes")]
+        rows: list[tuple[str, ...]] = [("leaf", "shape", "gauges", "matrices", "rule", "decay per step", "state bytes")]
         for row in self.leaves:
             decay, size = "" if row.decay is None else f"{row.decay:.2g}", str(row.state_bytes) if row.rule else ""
             rows.append((row.leaf, str(row.shape), ", ".join(row.gauges), row.matrices, row.rule, decay, size))
@@ -114,7 +120,8 @@ class Plan:
     def _tables_and_notes(self) -> tuple[list[list[tuple[str, ...]]], list[str]]:
         gauges: list[tuple[str, ...]] = [("gauge", "leaves", "instances", "axes", "dimensions")]
         gauges += [(g.gauge, ", ".join(g.leaves), str(g.instances), g.axes, str(g.dim)) for g in self.gauges]
-        notes = [f"in no gauge: {', '.join(self.unbound)}"] if self.unbound else []
+        notes = [_DECAY] if any(row.decay is not None for row in self.leaves) else []
+        notes += [f"in no gauge: {', '.join(self.unbound)}"] if self.unbound else []
         return [self.table(), gauges], notes + [f"joint: {text}" for text in self.warnings]
 
     def __repr__(self) -> str:
@@ -153,10 +160,10 @@ def plan(
     >>> params = {"up": jnp.ones((2, 3)), "down": jnp.ones((3, 4)), "bias": jnp.ones(4)}
     >>> gauges = [go.rescale({"up": "_ channel"}, {"down": "channel _"})]
     >>> print(go.plan(gauges, params))
-    leaf  shape   gauges                matrices    rule  decay  state bytes
+    leaf  shape   gauges               matrices    rule  decay per step  state bytes
     bias  (4,)
-    down  (3, 4)  rescale (channel 3)   1 × (3, 4)
-    up    (2, 3)  rescale (channel 3)   1 × (2, 3)
+    down  (3, 4)  rescale (channel 3)  1 × (3, 4)
+    up    (2, 3)  rescale (channel 3)  1 × (2, 3)
     <BLANKLINE>
     gauge    leaves    instances  axes       dimensions
     rescale  up, down  1          channel 3  3
@@ -167,7 +174,7 @@ def plan(
         raise binding_error(
             "plan", f"unknown unbound {unbound!r}", repr(unbound), "'allow', 'warn' or 'error'", "leave it out")
     tx = tx_or_gauges if isinstance(tx_or_gauges, optax.GradientTransformation) else None
-    gauges = list(product(tx_or_gauges).parts) if tx is None else _gauges_of(tx)
+    gauges = [] if not tx_or_gauges else list(product(tx_or_gauges).parts) if tx is None else _gauges_of(tx)
     if not gauges:
         raise binding_error(
             "plan", "no gauges", f"a {type(tx_or_gauges).__name__}", "gauges, or an optimizer that was made with some",
@@ -303,7 +310,10 @@ def _state_of(
 
 
 def _decay_of(tx: Any, params: Any, leaves: Mapping[str, Any]) -> dict[str, float]:
-    """The share of each leaf that an update with zero gradients removes; empty for shapes without values."""
+    """The share of each leaf's norm that the first step removes where gradients are zero.
+
+    A leaf that is zero has no share, even if it will decay later, and neither has a shape without values.
+    """
     if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves.values()):
         return {}
 
@@ -317,5 +327,6 @@ def _decay_of(tx: Any, params: Any, leaves: Mapping[str, Any]) -> dict[str, floa
     shares = {}
     for path, leaf in leaves.items():
         size = float(np.linalg.norm(np.asarray(leaf, np.float64)))
-        shares[path] = steps[path] / size if size > 0 and steps[path] > _ROUNDOFF * size else 0.0
+        if size > 0:
+            shares[path] = steps[path] / size if steps[path] > _ROUNDOFF * size else 0.0
     return shares

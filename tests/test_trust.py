@@ -1,0 +1,249 @@
+"""Small things that cost trust: what gauges, drifts and plans print, and what a slip of the user's is told."""
+
+import functools
+import re
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import gauge_optax as go
+from tests.cases import GAUGE_CASES
+from tests.gauges.user_gauges import Translation
+from tests.quick import jit
+
+RELU = go.rescale({"up/kernel": "_ channel", "up/bias": "channel"}, {"down/kernel": "channel _"})
+NET = {
+    "up": {"kernel": jnp.ones((3, 4)), "bias": jnp.ones(4)},
+    "down": {"kernel": jnp.ones((4, 2)), "bias": jnp.zeros(2)},
+}
+
+
+def _says(call: Callable[[], Any], heading: str, remedy: str) -> None:
+    """A heading and three lines: what was found, what is expected, and a remedy that can be typed."""
+    with pytest.raises(ValueError) as error:
+        call()
+    lines = str(error.value).splitlines()
+    assert lines[0] == heading and len(lines) == 4, str(error.value)
+    assert [line.split(":")[0].strip() for line in lines[1:]] == ["found", "expected", "remedy"]
+    assert max(map(len, lines)) <= 120 and remedy in lines[3], str(error.value)
+
+
+# What gauges print -------------------------------------------------------------------------------------------
+
+
+def test_every_gauge_prints_as_the_source_that_makes_it() -> None:
+    for case in GAUGE_CASES:
+        for gauge in (*case.gauges(), go.product(case.gauges())):
+            text = repr(gauge)
+            assert str(gauge) == text and "BlockSpec" not in text and "BlockGauge" not in text
+            assert eval(text, {"go": go, "Translation": Translation}) == gauge, case.name
+            assert max(map(len, text.splitlines())) <= 120
+
+
+def test_sizes_tuples_and_options_are_written_and_defaults_are_not() -> None:
+    norm = go.norm_scale({"n": "1+ channel"}, {"q": ("channel (qkv=0 _)", "channel (qkv=1 _)")}, sizes={"qkv": 3})
+    assert repr(norm).splitlines() == [
+        "go.norm_scale(",
+        "  scale={'n': '1+ channel'},",
+        "  into={'q': ('channel (qkv=0 _)', 'channel (qkv=1 _)')},",
+        "  sizes={'qkv': 3},",
+        ")",
+    ]
+    assert "degree=2," in repr(go.rescale({"u": "_ c"}, {"d": "c _"}, degree=2)) and "degree" not in repr(RELU)
+    assert repr(go.product([RELU])).startswith("go.product([\n  go.rescale(\n    up={'up/kernel'")
+
+
+def test_discover_writes_the_same_source() -> None:
+    x, y = np.random.default_rng(0).normal(size=(2, 4, 3))
+    report = go.discover(lambda p, x: jax.nn.relu(x @ p["up"]["kernel"] + p["up"]["bias"]) @ p["down"]["kernel"],
+                         NET, [x, y], outputs="loss", progress=False)  # fmt: skip
+    (gauge,) = report.gauges
+    assert report.code() == "[\n" + "".join(f"  {line}\n" for line in repr(gauge).splitlines())[:-1] + ",\n]"
+
+
+def test_a_users_gauge_prints_its_attributes() -> None:
+    class Bare(Translation):
+        __repr__ = go.Gauge.__repr__
+
+    def shifted(tokens: str) -> go.Gauge:
+        return Bare(tokens, "place")
+
+    name = "test_a_users_gauge_prints_its_attributes.<locals>.Bare"
+    assert repr(shifted("token")) == f"{name}(tokens='token', positions='place')"
+
+
+def test_labels_of_states_are_those_of_before() -> None:
+    """A label has a checksum of the gauge; were it one of what gauges print, no older state would load."""
+    assert RELU._slice(NET).labels == ("000.rescale.8bc7f390.v3",)
+
+
+# What drift prints -------------------------------------------------------------------------------------------
+
+
+def test_drift_names_gauge_layer_and_channel() -> None:
+    gauges = [
+        go.rescale({"layers/{i}/up": "_ channel"}, {"layers/{i}/down": "channel _"}),
+        go.head_rotation({"value": "_ head basis", "out": "head basis _"}),
+        go.logit_shift({"head": "_ vocab"}),
+    ]
+    layer = {"up": jnp.ones((2, 3)), "down": jnp.ones((3, 2))}
+    heads = {"value": jnp.ones((3, 2, 2)), "out": jnp.ones((2, 2, 3))}
+    params = {"layers": [layer, layer], **heads, "head": jnp.ones((3, 5))}
+    element = ({"i=0": jnp.zeros(3), "i=1": jnp.array([0.1, 0.0, -0.25])}, {"": jnp.stack([jnp.eye(2)] * 2)},
+               {"": {"head": jnp.array([0.0, 0.5, 0.0])}})  # fmt: skip
+    moved = go.product(gauges).act(element, params)
+    drift = go.measure.drift(params, moved, gauges)
+    rows = [re.split(r"  +", line.strip()) for line in str(drift).splitlines()]
+    assert rows[0] == ["gauge", "layer", "largest drift", "where"]
+    assert rows[1][:2] == ["rescale('layers/{i}/up', …)", "i=0"]
+    assert rows[2] == ["rescale('layers/{i}/up', …)", "i=1", "-2.50e-01", "channel 2"]
+    assert rows[3][0] == "head_rotation('value', …)" and "vertical_motion" in rows[3][1]
+    assert rows[4] == ["logit_shift('head')", "5.00e-01", "head, entry 1"]
+    # It is the tuple of elements that it was, inside `jit` too.
+    compiled = jit(lambda *points: go.measure.drift(*points, gauges))(params, moved)
+    assert isinstance(compiled, tuple) and len(compiled) == 3 and compiled[1] == {}
+    np.testing.assert_allclose(compiled[0]["i=1"], element[0]["i=1"], atol=1e-6)
+    assert str(compiled).splitlines()[2] == str(drift).splitlines()[2]
+    assert jax.tree.structure(compiled) == jax.tree.structure(drift)
+    lost = jax.tree.map(lambda x: x.at[(0,) * x.ndim].set(jnp.nan), drift)
+    assert str(lost).splitlines()[2].split()[-3:] == ["nan", "channel", "0"]
+    printed = list[str]()
+    jax.eval_shape(lambda *points: printed.append(str(go.measure.drift(*points, gauges))), params, moved)
+    assert "Tracer" in printed[0]  # there are no numbers yet, and printing them is no error
+
+
+# What plan prints --------------------------------------------------------------------------------------------
+
+
+def test_the_decay_column_says_what_it_is_and_is_blank_for_a_leaf_that_is_zero() -> None:
+    tx = go.quotient(optax.adamw(3e-4, weight_decay=0.1), RELU)
+    plan = go.plan(tx, NET)
+    own = {row.leaf: row for row in plan.leaves}
+    assert own["down/bias"].decay is None  # zero today; it decays by 3e-5 once it is not
+    moved = NET | {"down": NET["down"] | {"bias": jnp.ones(2)}}
+    (free,) = (row for row in go.plan(tx, moved).leaves if row.leaf == "down/bias")
+    assert free.decay == pytest.approx(3e-5, rel=1e-6)
+    heading, *rows = plan.table()
+    column = heading.index("decay per step")
+    cells = {row[0]: row[column] for row in rows}
+    assert cells["down/bias"] == "" and cells["up/kernel"] == "0" and float(cells["down/kernel"]) > 0
+    assert "decay per step: the share of a leaf's norm that the first step removes" in str(plan)
+    assert "decay per step" in plan.markdown() and "share of a leaf's norm" not in str(go.plan(RELU, NET))
+
+
+# A decay mask that splits a gauge ----------------------------------------------------------------------------
+
+NO_BIAS = go.by_path({"**/bias": False}, default=True)
+NO_NET = go.by_path({"up/**": False, "down/kernel": False}, default=True)
+SLOWLY = optax.warmup_cosine_decay_schedule(0.0, 1e-3, 10, 100)  # zero at the first step
+INNERS: dict[str, Callable[[Any], optax.GradientTransformation]] = {
+    "adamw": lambda mask: optax.adamw(1e-3, mask=mask),
+    "chain": lambda mask: optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(SLOWLY, mask=mask)),
+    "lion": lambda mask: optax.lion(1e-3, mask=mask),
+    "jitted": lambda mask: optax.GradientTransformation(
+        optax.adamw(1e-3, mask=mask).init, jax.jit(optax.adamw(1e-3, mask=mask).update)
+    ),
+}
+
+
+@pytest.mark.parametrize("pin", [True, False])
+@pytest.mark.parametrize("name", INNERS)
+def test_a_mask_that_splits_a_gauge_is_an_error_in_quotient(name: str, pin: bool) -> None:
+    def start(mask: Any) -> Any:
+        return jax.eval_shape(go.quotient(INNERS[name](mask), RELU, pin=pin).init, NET)
+
+    _says(lambda: start(NO_BIAS), "quotient: the mask splits rescale at 'up/bias'", "mask all leaves of the gauge")
+    start(NO_NET), start(None)
+
+
+def test_the_aliases_say_so_too() -> None:
+    def start(make: Any, **options: Any) -> Any:
+        return jax.eval_shape(make(1e-3, RELU, weight_decay=0.1, **options).init, NET)
+
+    for make in (go.quotient_adamw, go.ddc_adamw):
+        with pytest.raises(ValueError, match="the mask splits rescale at 'up/bias'"):
+            start(make, mask=NO_BIAS)
+        start(make, mask=NO_NET)
+    one_side = lambda p: jax.tree.map(lambda x: jnp.shape(x) == (3, 4), p)  # noqa: E731
+    with pytest.raises(ValueError, match="quotient_muon: the mask splits rescale at 'down/kernel'"):
+        start(go.quotient_muon, weight_decay_mask=one_side)
+    # Muon's matrices and the leaves that Adam steps have decays of their own, which no mask sets.
+    start(go.quotient_muon, weight_decay_mask=lambda p: jax.tree.map(lambda x: jnp.ndim(x) > 1, p))
+
+
+def test_what_does_not_decay_by_itself_splits_nothing() -> None:
+    """Frozen leaves, and inners that cannot be traced without the loss."""
+    frozen = {"train": optax.adamw(1e-3), "frozen": optax.set_to_zero()}
+    labels = go.by_path({"up/bias": "frozen"}, default="train")
+    jax.eval_shape(go.quotient(optax.partition(frozen, labels), RELU).init, NET)
+    search = optax.chain(optax.add_decayed_weights(0.1, NO_BIAS), optax.scale_by_backtracking_linesearch(5))
+    jax.eval_shape(go.quotient(search, RELU).init, NET)
+
+
+# Slips -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [lambda: go.quotient(optax.adam(1e-3), []), lambda: go.ddc_adamw(1e-3, ()),
+                                  lambda: go.product([])])  # fmt: skip
+def test_an_empty_list_of_gauges_warns_where_the_user_wrote_it(make: Callable[[], Any]) -> None:
+    with pytest.warns(UserWarning, match="an empty list of gauges does nothing") as caught:
+        make()
+    assert [warning.filename for warning in caught] == [__file__]
+
+
+def test_swapped_arguments() -> None:
+    for name in ("quotient_adamw", "quotient_muon", "ddc_adamw", "ddc_muon"):
+        heading = f"{name}: learning_rate and gauges are swapped"
+        _says(functools.partial(getattr(go, name), [RELU], 1e-3), heading, f"write go.{name}(0.001, gauges)")
+        swapped = functools.partial(getattr(go, name), RELU, optax.constant_schedule(1e-3))
+        _says(swapped, heading, f"write go.{name}(learning_rate, gauges)")
+    for gauges in (RELU, [RELU]):
+        _says(functools.partial(go.quotient, gauges, optax.adam(1e-3)), "quotient: inner is no transformation",
+              "write go.quotient(optimizer, gauges), in this order")  # fmt: skip
+
+
+def test_an_absent_leaf() -> None:
+    linear = eqx.nn.MLP(3, 2, 4, 1, use_bias=False, key=jax.random.key(0))
+    gauge = go.rescale({"layers/0/weight": "channel _", "layers/0/bias": "channel"}, {"layers/1/weight": "_ channel"})
+    init = go.quotient(optax.adam(1e-3), gauge).init
+    _says(lambda: init(eqx.filter(linear, eqx.is_array)), "rescale: the leaf 'layers/0/bias' is None",
+          "leave 'layers/0/bias' out of the gauge")  # fmt: skip
+    layers = [NET, NET | {"up": NET["up"] | {"bias": None}}]
+    each = go.rescale({"{i}/up/kernel": "_ c", "{i}/up/bias": "c"}, {"{i}/down/kernel": "c _"})
+    _says(lambda: each.dim(layers), "rescale: the leaf '1/up/bias' is None", "leave '{i}/up/bias' out of the gauge")
+    # A None that no pattern stands for is not blamed.
+    with pytest.raises(ValueError, match="no leaf matches 'up/kernle'"):
+        go.rescale({"up/kernle": "_ c"}, {"down/kernel": "c _"}).dim(layers[1])
+
+
+def test_discover_called_with_a_module() -> None:
+    class Net(nnx.Module):
+        def __init__(self) -> None:
+            self.up, self.down = (nnx.Linear(*sizes, rngs=nnx.Rngs(0)) for sizes in ((3, 4), (4, 2)))
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return self.down(jax.nn.relu(self.up(x)))
+
+    batches = list(np.random.default_rng(0).normal(size=(2, 4, 3)))
+    net, mlp, dense = Net(), eqx.nn.MLP(3, 2, 4, 1, key=jax.random.key(0)), nn.Dense(2)
+    remedy = "write go.discover(lambda model, x: model(x), model, batches)"
+    _says(lambda: go.discover(net, nnx.state(net), batches), "discover: fn is a module, Net", remedy)  # type: ignore[arg-type]
+    _says(lambda: go.discover(mlp, eqx.filter(mlp, eqx.is_array), batches), "discover: fn is a module, MLP", remedy)
+    variables = dense.init(jax.random.key(0), batches[0])
+    _says(lambda: go.discover(dense, variables, batches), "discover: fn is a module, Dense",
+          "write go.discover(model.apply, model.init(key, x), batches)")  # fmt: skip
+    with pytest.raises(ValueError, match="discover: fn does not take parameters and a batch, <lambda>"):
+        go.discover(lambda p: p, variables, batches)  # type: ignore[arg-type, misc]
+    # The remedies work as they are written.
+    report = go.discover(lambda model, x: model(x), net, batches, progress=False)
+    assert [gauge.name for gauge in report.gauges] == ["rescale", "logit_shift"]
+    report = go.discover(dense.apply, variables, batches, progress=False)  # type: ignore[arg-type]
+    assert [gauge.name for gauge in report.gauges] == ["logit_shift"]

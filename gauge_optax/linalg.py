@@ -5,6 +5,7 @@ Functions that call LAPACK run matrix by matrix on CPU, for the reason that `ser
 """
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -12,9 +13,11 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from gauge_optax.binding import binding_error
-from gauge_optax.xla import one_by_one
 
 T = TypeVar("T")
 Scalar = float | jax.Array
@@ -130,8 +133,53 @@ def serial(make: Callable[..., T], *matrices: jax.Array) -> T:
     if not lead:
         return make(*matrices)
     flat = [x.reshape(-1, *x.shape[-2:]) for x in matrices]
-    made = jax.lax.platform_dependent(*flat, cpu=functools.partial(one_by_one, make), default=make)
+    made = jax.lax.platform_dependent(*flat, cpu=functools.partial(_one_by_one, make), default=make)
     return jax.tree.map(lambda x: x.reshape(*lead, *x.shape[1:]), made)
+
+
+def _one_by_one(make: Callable[..., T], *stacks: jax.Array) -> T:
+    """Returns what `make` returns for stacks of matrices; calls it for one matrix after the other.
+
+    Every device of a mesh does this for the matrices that it holds. XLA alone would send all matrices to all devices,
+    because they are one loop's: in a sharded `ddc_adamw` as much as a kernel has.
+
+    Args:
+      make: takes one matrix of every stack, and returns a tree of arrays.
+      stacks: (n, rows, columns).
+
+    Returns:
+      The tree, with n in front of every array.
+    """
+
+    def loop(*stacks: jax.Array) -> T:
+        return jax.lax.map(lambda single: make(*single), stacks)
+
+    def partition(mesh: Any, args: Sequence[Any], result: Any) -> tuple[Any, Callable[..., T], Any, Any]:
+        leading = P(*args[0].sharding.spec[:1])
+        return mesh, loop, *jax.tree.map(lambda _: NamedSharding(mesh, leading), (result, tuple(args)))
+
+    @jax.custom_batching.custom_vmap
+    def divided(*stacks: jax.Array) -> T:
+        shapes = [*stacks, *jax.tree.leaves(jax.eval_shape(loop, *stacks))]
+        # "n a0 b0, n a1 b1 -> n a2": the leading axis may be divided among devices, all others are whole.
+        whole = [[f"{'abcd'[axis]}{number}" for axis in range(x.ndim - 1)] for number, x in enumerate(shapes)]
+        names = [" ".join(["n", *axes]) for axes in whole]
+        rule = f"{', '.join(names[: len(stacks)])} -> {', '.join(names[len(stacks) :])}"
+        call = custom_partitioning(loop)
+        call.def_partition(partition, sharding_rule=rule, need_replication_factors=tuple(itertools.chain(*whole)))
+        return call(*stacks)
+
+    # `custom_partitioning` knows no rules for `vmap` and derivatives. The first adds matrices to the stacks.
+    @divided.def_vmap
+    def _(size: int, batched: Sequence[bool], *stacks: jax.Array) -> tuple[T, T]:
+        flat = [x if b else jnp.broadcast_to(x, (size, *x.shape)) for x, b in zip(stacks, batched, strict=True)]
+        made = _one_by_one(make, *(x.reshape(-1, *x.shape[2:]) for x in flat))
+        made = jax.tree.map(lambda x: x.reshape(size, -1, *x.shape[1:]), made)
+        return made, jax.tree.map(lambda _: True, made)
+
+    differentiable = jax.custom_jvp(divided)
+    differentiable.defjvp(lambda primals, tangents: jax.jvp(loop, primals, tangents))
+    return differentiable(*stacks)
 
 
 def svd(m: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -67,5 +67,6 @@ def test_under_qk_norm_queries_are_matrices_per_head() -> None:
     state = jit(tx.init)(params)
     grads = jax.tree.map(lambda x: jnp.asarray(jax.random.normal(jax.random.key(x.size), x.shape)), params)
     _, after = tx.update(grads, state, params)
-    moments = after.inner_state.inner_states["muon"].inner_state[0].mu["blocks"][0]["attn"]
+    muon = after.inner_state.inner_state.inner_states["muon"]
+    moments = muon.inner_state[0].mu["blocks"][0]["attn"]
     assert moments["query"]["kernel"].shape == (6, 2, 4)

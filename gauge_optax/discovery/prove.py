@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ from gauge_optax.discovery import checks
 from gauge_optax.discovery.calls import Call, bound_instances
 from gauge_optax.discovery.sketch import Function, Leaves
 from gauge_optax.gauges.gauge import Gauge, product
+from gauge_optax.xla import quick_options
 
 _NOTICED = 1e-5  # relative change of the outputs that a move of the same size and no symmetry makes, at least
 
@@ -53,7 +55,7 @@ class Prover:
 
     def __init__(self, fn: Function, params: Any, batches: Sequence[Any], points: Sequence[Leaves]) -> None:
         self._fn, self._params, self._batches, self.points = fn, params, list(batches)[:2], points
-        self._call = jax.jit(fn)
+        self._call = jax.jit(fn, compiler_options=quick_options())
         self._before: list[list[list[np.ndarray]]] = []
 
     def _outputs(self, leaves: Leaves, batch: Any) -> list[np.ndarray]:
@@ -66,7 +68,7 @@ class Prover:
             for b in self._batches:
                 checks.check_finite(self._outputs(point, b), self._fn, point, b)
         # A second trace draws anew whatever fn reads outside its arguments, such as a key or a counter.
-        again = jax.jit(lambda p, b: self._fn(p, b))
+        again = jax.jit(lambda p, b: self._fn(p, b), compiler_options=quick_options())
         for call in (self._call, again):
             checks.check_repeatable(self._outputs(leaves, batch), [np.asarray(x) for x in call(leaves, batch)])
         self._before = [[self._outputs(point, b) for b in self._batches] for point in self.points]
@@ -100,7 +102,7 @@ class Prover:
         gauges = [self._bound(call) for call in calls]
         accepted = [gauge for gauge in gauges if gauge is not None]
 
-        @jax.jit
+        @functools.partial(jax.jit, compiler_options=quick_options())
         def act(key: jax.Array, leaves: Mapping[str, Any]) -> list[Mapping[str, Any]]:
             tree, out = with_leaves(self._params, leaves), list[Mapping[str, Any]]()
             for gauge, k in zip(accepted, jax.random.split(key, len(accepted)), strict=True):

@@ -12,6 +12,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from gauge_optax.xla import quick_options
+
 Leaves = dict[str, np.ndarray]
 Function = Callable[[Mapping[str, Any], Any], Any]
 _SPREAD = 0.5  # noise around the given point, relative to a leaf's RMS
@@ -55,7 +57,8 @@ class Gradients:
             _, backward = jax.vjp(lambda p: fn(p, batch), leaves)
             return jax.vmap(lambda projection: backward(projection)[0])(projections)
 
-        self._fn, self._batches, self._pull = fn, batches, jax.jit(pull)
+        self._fn, self._batches = fn, batches
+        self._pull = jax.jit(pull, compiler_options=quick_options())
 
     def outputs(self, leaves: Leaves) -> int:
         """Number of outputs of a batch: a point yields no more independent gradients per batch."""

@@ -81,14 +81,15 @@ def double_leaves(params: Any, seed: int) -> Leaves:
     """
     all_leaves, rng = leaves_by_path(params), np.random.default_rng([seed, 13])
 
-    def double(x: Any) -> np.ndarray:
+    def double(path: str, x: Any) -> np.ndarray:
         if not isinstance(x, jax.ShapeDtypeStruct):
             return np.asarray(x, np.float64)
         noise = rng.standard_normal(x.shape)
-        # A vector may be a norm's scale or a variance, which are positive.
-        return np.exp(0.5 * noise) if x.ndim < 2 else noise / math.sqrt(x.size ** (1 / x.ndim))
+        # A vector may be a norm's scale or a variance, which are positive; its name tells a bias.
+        positive = x.ndim < 2 and not path.rpartition("/")[2].lower().startswith("b")
+        return np.exp(0.5 * noise) if positive else noise / math.sqrt(max(x.size, 1) ** (1 / max(x.ndim, 1)))
 
-    leaves = {path: double(x) for path, x in all_leaves.items() if is_float(x)}
+    leaves = {path: double(path, x) for path, x in all_leaves.items() if is_float(x)}
     shapes = [path for path, x in all_leaves.items() if path not in leaves and isinstance(x, jax.ShapeDtypeStruct)]
     if shapes:
         raise _refusal(

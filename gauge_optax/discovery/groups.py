@@ -7,6 +7,7 @@ one group are among those of others.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,6 +21,7 @@ from gauge_optax.discovery.views import Piece
 
 ZERO = 1e-9  # relative to a column's size: anything smaller is roundoff
 _STEPS = 500  # of conjugate gradients, at most
+_PATIENCE = 30  # steps that have to bring the distance down
 WHOLE: Space = (0,)  # stands for the space of one scale of whole leaves
 # Families and how their elements act on a piece, larger groups first: a group is reported without its subgroups.
 FAMILIES: Mapping[str, tuple[str, ...]] = {
@@ -64,6 +66,11 @@ class Symmetry:
     def paths(self) -> frozenset[str]:
         """Leaves that it moves."""
         return frozenset(term.piece.path for term in self.terms)
+
+    @functools.cached_property
+    def ids(self) -> frozenset[int]:
+        """The ids of its space and companions."""
+        return frozenset(self.space).union(*self.beside)
 
     @property
     def dim(self) -> int:
@@ -138,9 +145,10 @@ def independent(
     kept, families = list(before), list(FAMILIES)
     order = sorted(symmetries, key=lambda s: (-s.dim, families.index(s.family), -len(s.beside), len(s.terms)))
     for symmetry in order:
-        # Only those that share a leaf with it, or with one that does, can contain it.
+        # Only those on its spaces that share a leaf with it, or with one that does, can contain it.
         paths, linked = set(symmetry.paths), list[Symmetry]()
-        while more := [other for other in kept if other not in linked and other.paths & paths]:
+        near = [other for other in kept if WHOLE in (symmetry.space, other.space) or symmetry.ids & other.ids]
+        while more := [other for other in near if other not in linked and other.paths & paths]:
             linked += more
             paths.update(*(other.paths for other in more))
         if not _contained(symmetry, linked, point, rng):
@@ -160,8 +168,8 @@ def _contained(one: Symmetry, others: Sequence[Symmetry], point: Leaves, rng: np
     rest = {p: target.get(p, np.zeros(point[p].size)) / size for p in paths}
     gradient = [other.adjoint(point, rest) for other in others]
     step, length, distance = gradient, _squared(gradient), 1.0
-    first = length
-    for _ in range(_STEPS):
+    first, level = length, distance
+    for number in range(1, _STEPS):
         moved = {p: np.zeros(point[p].size) for p in paths}
         for other, element in zip(others, step, strict=True):
             for p, x in other.tangent(point, element).items():
@@ -177,6 +185,10 @@ def _contained(one: Symmetry, others: Sequence[Symmetry], point: Leaves, rng: np
             return True
         if length < (ZERO * 1e-4) ** 2 * first or distance >= last:  # converged at a positive distance
             break
+        if number % _PATIENCE == 0:
+            if distance > 0.99 * level:  # it will end at a positive distance
+                break
+            level = distance
         step = [g + length / before * d for g, d in zip(gradient, step, strict=True)]
     return False
 

@@ -150,7 +150,7 @@ class Prover:
         Readings need an order in which no gauge acts on an anchor that is read before it. Where the list has none,
         other anchors are tried, and then the merged layers one by one.
         """
-        if self._refusal(held) is None:
+        if not held or self._refusal(held) is None:
             return list(held), []
         kept: list[Held] = []
         refused = []

@@ -26,6 +26,7 @@ from gauge_optax.gauges.gauge import Gauge
 
 Outputs = Literal["logits", "logprobs", "loss"]
 _POINTS = 5  # one alone can have dead units, whose null vectors are accidents
+_CLOSE = 12  # candidates for what nearly holds
 _REACH = 3  # points at which a large instance is asked what its batches reach
 _ROWS = 1.5  # gradients for each column: with fewer rows than columns, any columns have null vectors
 _DEAD = 1e-11  # an element whose gradient is smaller, relative to a typical one, has no effect
@@ -245,7 +246,8 @@ def _searched(
     symmetries = [symmetry for one in tried for symmetry in one.solve(squares, masks, near)]
     point = generic_point(leaves, rng(1, 0))
     exact = independent([s for s in symmetries if s.residual < ZERO], point, rng(7))
-    close = independent([s for s in symmetries if s.residual >= ZERO], point, rng(8), exact)
+    closest = sorted((s for s in symmetries if s.residual >= ZERO), key=lambda s: s.residual)[:_CLOSE]
+    close = independent(closest, point, rng(8), exact)
     bar.update()
 
     bar.set_postfix_str("finite moves")

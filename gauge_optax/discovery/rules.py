@@ -260,6 +260,8 @@ def _gather(trace: Trace, eqn: Any, ins: list[Value]) -> list[Axes]:
         out[spread[b]] = trace.spaces.unify(out[spread[b]], table[a])
     for k in numbers.collapsed_slice_dims:
         trace.note(table[k])
+        if table[k] is not None:
+            trace.tables.append(table[k])
         if len(indexed) == 1 and index.constant is not None and table[k] is not None:
             _constant_rows(trace, out, spread, table[k], shape[k], index.constant[..., 0])
     return [out]

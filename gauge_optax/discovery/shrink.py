@@ -7,8 +7,9 @@ set of axes, so that a length of the small instance says which lengths of the la
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -52,7 +53,7 @@ class _Group:
     Attributes:
       places: leaf, axis and number of every component.
       unit: the common divisor of their lengths; the basis of rotary planes is twice as long as the planes are many.
-      table: whether few leaves have it, as rows of an embedding.
+      table: whether rows are taken from it by index, as from an embedding.
     """
 
     places: list[tuple[str, int, int]]
@@ -81,13 +82,13 @@ def smaller(fn: Function, trace: Trace, leaves: Leaves, batches: Sequence[Any]) 
     of_batches = {n for x in jax.tree.leaves(batches) for n in np.shape(x)}
     longest = max(of_batches, default=1)
     taken = of_batches | {n for lengths in atoms.values() for n in lengths}
-    primes = _primes(5, taken)
-    table_primes = _primes(max(_TABLE, longest), taken)
-    lengths: list[tuple[_Group, int]] = []
-    for group in groups:
-        prime = next(table_primes if group.table else primes)
-        if group.unit > 1.5 * prime:
-            lengths.append((group, prime))
+
+    def shortened(group: _Group, chosen: Sequence[tuple[_Group, int]]) -> list[tuple[_Group, int]]:
+        """What is chosen, with a prime for this group that no other length has; the same where it is short already."""
+        least = max(_TABLE, longest) if group.table else 5 if group.unit < 48 else 11
+        used = {prime for _, prime in chosen}
+        prime = next(p for p in itertools.count(least) if _is_prime(p) and p not in used and all(n % p for n in taken))
+        return [*chosen, (group, prime)] if group.unit > 1.5 * prime else list(chosen)
 
     def instance(chosen: Sequence[tuple[_Group, int]]) -> Small | None:
         """The instance with these groups shortened; None where the function refuses it."""
@@ -101,13 +102,17 @@ def smaller(fn: Function, trace: Trace, leaves: Leaves, batches: Sequence[Any]) 
         same = jax.tree.map(lambda x, y: x.ndim == y.ndim, shapes, outputs)
         return Small(small, short, {p: g.unit for g, p in chosen}) if all(jax.tree.leaves(same)) else None
 
-    best = instance(lengths) if lengths else None
-    if best is None:
+    chosen: list[tuple[_Group, int]] = []
+    for group in groups:
+        chosen = shortened(group, chosen)
+    best = instance(chosen) if chosen else None
+    if best is None:  # some lengths are written in the function: one set of axes after the other, longest first
         accepted: list[tuple[_Group, int]] = []
-        for one in reversed(lengths):
-            if attempt := instance([*accepted, one]):
-                accepted, best = [*accepted, one], attempt
-    if best is None or 4 * sum(leaf.size for leaf in best.leaves.values()) > total:
+        for group in reversed(groups):
+            longer = shortened(group, accepted)
+            if len(longer) > len(accepted) and (attempt := instance(longer)):
+                accepted, best = longer, attempt
+    if best is None or 2 * sum(leaf.size for leaf in best.leaves.values()) > total:
         return None
     return best
 
@@ -122,6 +127,8 @@ def _groups(trace: Trace, atoms: Atoms) -> list[_Group]:
     of_id: dict[int, int] = {}
     families: dict[int, set[tuple[str, int, int]]] = {}
     fixed: set[int] = set()
+    tables = {x for axis in trace.tables for atom in trace.atom_keys(axis) for x in atom}
+    rows: set[int] = set()
     for path, axis in atoms:
         ids = trace.leaves[path][axis]
         for number, atom in enumerate([] if ids is None else trace.spaces.atoms(ids)):
@@ -133,6 +140,7 @@ def _groups(trace: Trace, atoms: Atoms) -> list[_Group]:
                 places |= families.pop(other)
                 of_id.update({x: name for x, family in of_id.items() if family == other})
             fixed.update([name] if joined & fixed else [])
+            rows.update([name] if joined & rows or not tables.isdisjoint(key) else [])
             places.add((path, axis, number))
             of_id.update(dict.fromkeys(key, name))
             # Single entries are taken from it, or parts of it are grids of their own, as in a fused kernel.
@@ -142,11 +150,11 @@ def _groups(trace: Trace, atoms: Atoms) -> list[_Group]:
     for name, places in families.items():
         alike.setdefault(frozenset((template(path), axis, number) for path, axis, number in places), []).append(name)
     groups = []
-    for where, names in alike.items():
+    for names in alike.values():
         members = [place for name in names for place in sorted(families[name])]
         unit = math.gcd(*(atoms[path, axis][number] for path, axis, number in members))
         if unit > 1 and fixed.isdisjoint(names):
-            groups.append(_Group(members, unit, len({path for path, _, _ in where}) <= 2))
+            groups.append(_Group(members, unit, not rows.isdisjoint(names)))
     return groups
 
 
@@ -176,11 +184,5 @@ def _within(x: Any, rows: int | None) -> Any:
     return np.where(np.asarray(x) >= rows, np.asarray(x) % rows, x)
 
 
-def _primes(least: int, taken: set[int]) -> Iterator[int]:
-    """Primes from a number up that divide none of the lengths in use; every one is given once."""
-    number = least
-    while True:
-        if all(number % k for k in range(2, math.isqrt(number) + 1)) and all(n % number for n in taken):
-            taken.add(number)
-            yield number
-        number += 1
+def _is_prime(number: int) -> bool:
+    return all(number % k for k in range(2, math.isqrt(number) + 1))

@@ -41,6 +41,7 @@ class Trace:
       contracted: the axes on which symmetries are looked for, each with the axes that run beside it (heads).
       layers: leading axes of the enclosing scans.
       stacked: all axes that are scanned over.
+      tables: axes of which rows are taken by index.
       read: axes along which a parameter contracts a value that parameters made, as a kernel does the residual stream.
       vector_reads: (vector, kernel): the kernel contracts what the vector was added to or multiplied with.
       added_behind: (kernel, vector): the vector is added to the kernel's product.
@@ -52,6 +53,7 @@ class Trace:
         self.contracted: list[tuple[np.ndarray, list[np.ndarray]]] = []
         self.layers: list[np.ndarray] = []
         self.stacked: list[np.ndarray] = []
+        self.tables: list[np.ndarray] = []
         self.read: list[np.ndarray] = []
         self.vector_reads: set[tuple[str, str]] = set()
         self.added_behind: set[tuple[str, str]] = set()

@@ -1,0 +1,100 @@
+"""Large trees are searched on a small instance: the same gauges, proved on the large one."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import gauge_optax as go
+from gauge_optax.discovery import report as reports
+from gauge_optax.discovery import shrink
+from gauge_optax.discovery.shrink import Small
+from models import lm
+from tests.discovery.nets import FORMS, Net
+from tests.discovery.test_layouts import HEADS, KEYS, fused, fused_params
+
+SIZES: dict[str, Any] = dict(vocab=59, d_model=24, layers=2, heads=16, d_head=16, d_ff=40, max_len=6)
+NETS: dict[str, Callable[[], Net]] = {
+    "gpt": lambda: FORMS["unrolled"](lm.LMConfig(**SIZES, kv_heads=16, norm="layernorm", mlp="relu", bias=True)),
+    "gpt, scanned": lambda: FORMS["scanned"](lm.LMConfig(**SIZES, kv_heads=16, mlp="relu", bias=True)),
+    "llama": lambda: FORMS["unrolled"](lm.llama_config(**SIZES, kv_heads=8)),
+    "llama, tied": lambda: FORMS["unrolled"](lm.llama_config(**SIZES, kv_heads=8, tied=True, norm_one_plus=True)),
+    "qwen": lambda: FORMS["unrolled"](lm.llama_config(**SIZES, kv_heads=8, qk_norm=True)),
+}
+
+
+@pytest.fixture
+def searched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Small | None]]:
+    """The instances that `discover` searches, with every tree counted as large."""
+    instances: list[Small | None] = []
+
+    def recorded(*args: Any) -> Small | None:
+        instances.append(shrink.smaller(*args))
+        return instances[-1]
+
+    monkeypatch.setattr(shrink, "_LARGE", 0)
+    monkeypatch.setattr(reports, "smaller", recorded)
+    yield instances
+
+
+def found(net: Net, params: Any = None) -> reports.Report:
+    return go.discover(net.fn, net.params if params is None else params, net.batches, progress=False)
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_a_small_instance_has_the_same_gauges(
+    name: str, searched: list[Small | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net = NETS[name]()
+    small = found(net)
+    (instance,) = searched
+    assert instance is not None and len(instance.lengths) >= 3
+    monkeypatch.setattr(shrink, "_LARGE", 10**9)
+    whole = found(net)
+    assert searched[1] is None
+    sources = [sorted(held.call.source() for held in one.held) for one in (small, whole)]
+    assert sources[0] == sources[1]  # they are listed by dimension, which depends on the lengths
+    assert max(held.change for held in small.held) < 1e-11
+    assert small.uncovered == whole.uncovered and small.dead == whole.dead
+    assert small.ungauged == whole.ungauged
+
+
+def test_shapes_are_enough(searched: list[Small | None]) -> None:
+    net = NETS["gpt"]()
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), net.params)
+    assert found(net, shapes).code() == found(net).code()
+
+
+def test_values_of_integer_leaves_are_needed() -> None:
+    params = {"w": jax.ShapeDtypeStruct((4, 3), jnp.float32), "order": jax.ShapeDtypeStruct((4,), jnp.int32)}
+    with pytest.raises(ValueError, match="no values of 'order'"):
+        go.discover(lambda p, x: x[:, p["order"]] @ p["w"], params, [np.ones((2, 4))] * 2, progress=False)
+
+
+def test_a_function_that_fixes_its_lengths_is_searched_as_it_is(searched: list[Small | None]) -> None:
+    tokens = list(np.random.default_rng(1).integers(0, 11, (2, 2, 6)))
+    go.discover(fused, fused_params(), tokens, progress=False)
+    assert searched == [None] and HEADS > KEYS
+
+
+def test_a_gauge_of_the_small_instance_alone_is_rejected(searched: list[Small | None]) -> None:
+    """Units past the thirtieth act otherwise: no small instance has them."""
+
+    def fn(p: Any, x: Any) -> jax.Array:
+        hidden = jax.nn.relu(x @ p["up"])
+        late = jnp.arange(hidden.shape[-1]) >= 30
+        return jnp.where(late, jnp.tanh(hidden), hidden) @ p["down"]
+
+    rng = np.random.default_rng(0)
+    params = {"up": rng.normal(size=(48, 64)), "down": rng.normal(size=(64, 48))}
+    report = go.discover(fn, params, list(rng.normal(size=(2, 7, 48))), outputs="loss", progress=False)
+    assert searched[0] is not None
+    assert not report.gauges and "rescale of up, down: moves the outputs by" in report.rejected[-1]
+
+
+def test_lengths_of_the_large_instance_follow_from_primes() -> None:
+    small = Small({}, [], {5: 12, 13: 768})
+    assert [small.full(n) for n in (5, 13, 65, 26, 3, 130)] == [12, 768, 9216, 1536, 3, 18432]

@@ -105,7 +105,7 @@ def test_lengths_that_a_larger_instance_needs_are_named() -> None:
             report.rebind(large, **given)
         assert f"write {remedy}" in str(error.value)
     with pytest.raises(ValueError, match="no leaf matches 'key'"):
-        report.rebind({"query": large["query"]}, head=4)
+        report.rebind({"query": grouped(8, 4, 2, 4)["query"]})
     right = report.rebind(large, head=4, basis=6)
     assert go.product(right).dim(large) == 2 * 4 * 6 * 5 // 2
 

@@ -75,3 +75,7 @@ def test_a_module_as_the_function_is_refused_with_the_call_to_write(model: objec
 def test_shapes_of_a_module_need_values_of_its_keys() -> None:
     text = refused(lambda model, x: model(x), nnx.eval_shape(Net), BATCHES)
     assert "no values of 'drop/rngs/" in text and "nnx.state(model, nnx.Param)" in text
+    model = nnx.eval_shape(Net)
+    model.eval()
+    graph, shapes, rest = nnx.split(model, nnx.Param, ...)
+    assert gauges_of(lambda p, x: nnx.merge(graph, p, rest)(x), shapes) == NET

@@ -37,7 +37,7 @@ TOKENS = (2, 2, 16)  # two batches of two sequences
 class Arguments(NamedTuple):
     """What `go.discover` takes."""
 
-    fn: Callable[[Any, Any], jax.Array]
+    fn: Callable[[Any, Any], Any]
     params: Any
     batches: list[Any]
 
@@ -212,10 +212,10 @@ def render(result: dict[str, Any]) -> str:
     lines = [
         "# Times of `discover`", "",
         "`go.discover` finds the gauges of a model. This page says how long that took, and how much memory its process",
-        "had at most, Python and JAX included.", "",
-        f"{result['host']}; two batches of two sequences of {TOKENS[-1]} tokens; every case ran alone in a new process,",
-        "which compiled everything (`python -m benchmarks.discover_times`). *Load*: the mean number of programs that ran",
-        "or waited for a core in the last minute, this one included.", "",
+        "had at most, Python and JAX included (`python -m benchmarks.discover_times`).", "",
+        f"{result['host']}; two batches of two sequences of {TOKENS[-1]} tokens. Every case ran alone in a new",
+        "process, which compiled everything. *Load* is the mean number of programs that ran or waited for a core in the",
+        "last minute, this one included.", "",
         "| model | parameters | seconds | CPU seconds | peak memory, MiB | load | gauges | nearly |",
         "|---|---|---|---|---|---|---|---|",
     ]  # fmt: skip

@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import json
 import re
 import subprocess
 import sys
@@ -58,6 +59,22 @@ def test_the_test_file_of_the_guide_on_testing_passes_on_two_devices(tmp_path: P
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_trainer.py"]
     made = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert "12 passed" in made.stdout and "skipped" not in made.stdout, made.stdout + made.stderr
+
+
+def test_the_messages_of_the_guide_on_errors_are_those_of_the_library() -> None:
+    rows = re.findall(r"^\| (`.*?) \|", (ROOT / "docs" / "guides" / "errors.md").read_text(), re.M)
+    messages = [message for row in rows for message in re.findall(r"`(.*?)`", row)]
+    source = "".join(path.read_text() for path in (ROOT / "gauge_optax").rglob("*.py"))
+    source = re.sub(r"\{[^{}]*\}", "…", source)
+    assert len(messages) > 15 and [m for m in messages if m.removesuffix(" …") not in source] == []
+
+
+def test_the_times_in_the_guide_on_discover_are_measured() -> None:
+    text = (ROOT / "docs" / "guides" / "discover.md").read_text()
+    cases = json.loads((ROOT / "benchmarks" / "results" / "discover.json").read_text())["cases"]
+    low, high, large = map(int, re.findall(r"million parameters \| (\d+)(?: to (\d+))? \|\n.*\| (\d+) \|", text)[0])
+    small = [cases[name]["seconds"] for name in ("d64", "flax", "linen_bfloat16", "equinox")]
+    assert low - 1 < min(small) and max(small) < high + 1 and abs(cases["d256"]["seconds"] - large) < 5
 
 
 def test_the_index_lists_every_guide() -> None:

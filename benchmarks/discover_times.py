@@ -214,8 +214,8 @@ def render(result: dict[str, Any]) -> str:
         "`go.discover` finds the gauges of a model. This page says how long that took, and how much memory its process",
         "had at most, Python and JAX included (`python -m benchmarks.discover_times`).", "",
         f"{result['host']}; two batches of two sequences of {TOKENS[-1]} tokens. Every case ran alone in a new",
-        "process, which compiled everything. *Load* is the mean number of programs that ran or waited for a core in the",
-        "last minute, this one included.", "",
+        "process, which compiled everything. *Load* is the mean number of programs that ran or waited for a core in",
+        "the last minute, this one included.", "",
         "| model | parameters | seconds | CPU seconds | peak memory, MiB | load | gauges | nearly |",
         "|---|---|---|---|---|---|---|---|",
     ]  # fmt: skip

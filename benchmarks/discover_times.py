@@ -216,14 +216,14 @@ def render(result: dict[str, Any]) -> str:
         f"{result['host']}; two batches of two sequences of {TOKENS[-1]} tokens. Every case ran alone in a new",
         "process, which compiled everything. *Load* is the mean number of programs that ran or waited for a core in",
         "the last minute, this one included.", "",
-        "| model | parameters | seconds | CPU seconds | peak memory, MiB | load | gauges | nearly |",
-        "|---|---|---|---|---|---|---|---|",
+        "| model | million parameters | seconds | CPU seconds | peak MiB | load | gauges |",
+        "|---|---|---|---|---|---|---|",
     ]  # fmt: skip
     for name, case in CASES.items():
         if row := result["cases"].get(name):
             cells = (
-                case.about, f"{row['parameters']:,}", f"{row['seconds']:.0f}", f"{row['cpu_seconds']:.0f}",
-                f"{row['peak_mib']:,}", f"{row['load']:.1f}", len(row["gauges"]), len(row["nearly"]),
+                case.about, f"{row['parameters'] / 1e6:.1f}", f"{row['seconds']:.0f}", f"{row['cpu_seconds']:.0f}",
+                f"{row['peak_mib']:,}", f"{row['load']:.1f}", len(row["gauges"]),
             )  # fmt: skip
             lines.append("| " + " | ".join(map(str, cells)) + " |")
     return "\n".join(lines) + "\n"

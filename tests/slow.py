@@ -124,7 +124,7 @@ SLOW: dict[str, str] = {
     "test_fix.py::test_the_function_stays_and_the_imbalance_goes[[]gpt-float64]": OTHER_NET,
     "test_frameworks.py::test_an_nnx_optimizer_from_orbax_takes_the_same_next_step": "a plain state is quick",
     "test_presets.py::test_a_preset_is_what_discover_finds[[]hf_gpt2-True]": OTHER_NET,
-    "test_docs.py::test_blocks_of_a_guide_run_one_after_the_other[[]pretrain]": LONG,
+    "test_docs.py::test_blocks_of_a_guide_run_and_print_what_is_shown[[]pretrain]": LONG,
     "test_benchmarks.py::test_both_muons_have_the_same_leaves[[]gelu]": OTHER_NET,
     "test_benchmarks.py::test_fixing_multipliers_is_timed_beside_adamw": LONG,
     "test_rotational_examples.py::test_digits_learn": LONG,

@@ -12,7 +12,7 @@ import optax
 import pytest
 
 import gauge_optax as go
-from benchmarks import compare, multipliers, orthogonalisers, peers, sizes, timing, update
+from benchmarks import compare, discover_times, multipliers, orthogonalisers, peers, sizes, timing, update
 from benchmarks.render import page
 from gauge_optax.binding import leaves_by_path
 from models import gpt2, lm
@@ -192,3 +192,31 @@ def test_fixing_multipliers_is_timed_beside_adamw() -> None:
     assert list(result["ratios"]) == ["fixed at every step", "fixed, product capped", "tracked"]
     assert all(middle > 0 for _, middle, _ in result["ratios"].values())
     assert "| tracked |" in multipliers.page(result)
+
+
+def test_discover_is_timed_case_by_case_and_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, size in (("WIDTH", 8), ("HEADS", 2), ("LAYERS", 1), ("VOCAB", 11)):
+        monkeypatch.setattr(discover_times, name, size)
+    measured: list[str] = []
+
+    def beside(name: str) -> dict[str, Any]:
+        measured.append(name)
+        return discover_times.measure(name)
+
+    monkeypatch.setattr(discover_times, "alone", beside)  # a new process compiles for ten seconds
+    discover_times.main(["equinox", "--out", str(tmp_path)])
+    discover_times.main(["equinox", "linen_bfloat16", "--out", str(tmp_path)])
+    assert measured == ["equinox", "linen_bfloat16"]
+    result = json.loads((tmp_path / "discover.json").read_text())
+    for name, gauges in (("equinox", {"norm_scale", "rescale"}), ("linen_bfloat16", {"norm_scale", "head_rotation"})):
+        row = result["cases"][name]
+        assert gauges <= set(row["gauges"]) and 0 < row["seconds"] < 200 and row["peak_mib"] > 50
+    assert (tmp_path / "discover.md").read_text() == discover_times.render(result)
+    with pytest.raises(SystemExit):
+        discover_times.main(["no such case", "--out", str(tmp_path)])
+
+
+def test_the_page_on_times_of_discover_is_that_of_its_json() -> None:
+    result = json.loads((discover_times.OUT / "discover.json").read_text())
+    assert (discover_times.OUT / "discover.md").read_text() == discover_times.render(result)
+    assert all(not row["rejected"] for row in result["cases"].values())

@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import json
 import re
 import subprocess
 import sys
@@ -31,13 +32,22 @@ def test_every_public_symbol_has_a_page(tmp_path: Path) -> None:
     assert all(f"({page}.md)" in index for page in pages)
 
 
+FIGURE = re.compile(r"\d(\.\d+)?e[+-]\d+")  # the last digits depend on the machine
+
+
 @pytest.mark.parametrize("guide", GUIDES, ids=lambda path: path.stem)
-def test_blocks_of_a_guide_run_one_after_the_other(guide: Path) -> None:
-    blocks = re.findall(r"```python\n(.*?)```", guide.read_text(), re.S)
-    assert blocks
+def test_blocks_of_a_guide_run_and_print_what_is_shown(guide: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One after the other; a block of text shows what the block of Python before it prints."""
+    blocks = re.findall(r"```(python|text)\n(.*?)```", guide.read_text(), re.S)
+    assert any(language == "python" for language, _ in blocks)
     names: dict[str, Any] = {"__name__": "guide"}
-    for block in blocks:
-        exec(compile(block, str(guide), "exec"), names)
+    printed = ""
+    for language, block in blocks:
+        if language == "python":
+            exec(compile(block, str(guide), "exec"), names)
+            printed = capsys.readouterr().out
+        else:
+            assert block and FIGURE.sub("…", block) in FIGURE.sub("…", printed)
 
 
 def test_the_test_file_of_the_guide_on_testing_passes_on_two_devices(tmp_path: Path) -> None:
@@ -51,14 +61,20 @@ def test_the_test_file_of_the_guide_on_testing_passes_on_two_devices(tmp_path: P
     assert "12 passed" in made.stdout and "skipped" not in made.stdout, made.stdout + made.stderr
 
 
-def test_the_guide_on_testing_shows_what_it_prints(capsys: pytest.CaptureFixture[str]) -> None:
-    text = (ROOT / "docs" / "guides" / "testing.md").read_text()
-    names: dict[str, Any] = {"__name__": "guide"}
-    for block in re.findall(r"```python\n(.*?)```", text, re.S):
-        exec(block, names)
-    (shown,) = re.findall(r"```text\n(.*?)```", text, re.S)
-    figure = re.compile(r"\d\.\d\de[+-]\d+")  # the last digits depend on the machine
-    assert figure.sub("…", capsys.readouterr().out) == figure.sub("…", shown)
+def test_the_messages_of_the_guide_on_errors_are_those_of_the_library() -> None:
+    rows = re.findall(r"^\| (`.*?) \|", (ROOT / "docs" / "guides" / "errors.md").read_text(), re.M)
+    messages = [message for row in rows for message in re.findall(r"`(.*?)`", row)]
+    source = "".join(path.read_text() for path in (ROOT / "gauge_optax").rglob("*.py"))
+    source = re.sub(r"\{[^{}]*\}", "…", source)
+    assert len(messages) > 15 and [m for m in messages if m.removesuffix(" …") not in source] == []
+
+
+def test_the_times_in_the_guide_on_discover_are_measured() -> None:
+    text = (ROOT / "docs" / "guides" / "discover.md").read_text()
+    cases = json.loads((ROOT / "benchmarks" / "results" / "discover.json").read_text())["cases"]
+    low, high, large = map(int, re.findall(r"million parameters \| (\d+)(?: to (\d+))? \|\n.*\| (\d+) \|", text)[0])
+    small = [cases[name]["seconds"] for name in ("d64", "flax", "linen_bfloat16", "equinox")]
+    assert low - 1 < min(small) and max(small) < high + 1 and abs(cases["d256"]["seconds"] - large) < 5
 
 
 def test_the_index_lists_every_guide() -> None:

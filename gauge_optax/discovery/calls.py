@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from gauge_optax.binding import binding_error
+from gauge_optax.binding import binding_error, leaf_shape, leaves_by_path, match
+from gauge_optax.binding.axes import Part, parse_axes
 from gauge_optax.gauges.gauge import Gauge
 from gauge_optax.gauges.heads import PLANE
 from gauge_optax.gauges.linear import head_linear
@@ -30,6 +32,11 @@ Roles = Mapping[str, Mapping[str, Axes]]
 _CAPTURES = "ijklmn"
 _NUMBER = re.compile("([0-9]+)")
 _RANGE_END = re.compile("(=(?=[0-9]+:)|:|/)([0-9]+)")  # of "=4:16" and "=4:16/64"
+
+
+def _listed(sizes: Mapping[str, Any]) -> str:
+    """Lengths as they are written in a call."""
+    return ", ".join(f"{name}={n}" for name, n in sorted(sizes.items()))
 
 
 def template(path: str) -> str:
@@ -69,9 +76,52 @@ class Call:
             raise binding_error(
                 self.kind, f"a range that belongs to another instance on '{self.paths[0]}'", str(ranges[0]),
                 "axes without ranges", "call discover on this instance, or write the range by hand")
-        gauge = dataclasses.replace(self, sizes={name: sizes.get(name, n) for name, n in self.sizes.items()}).gauge()
+        stated = {name: sizes.get(name, n) for name, n in self.sizes.items()}
+        small = {name: n for name, n in self.sizes.items() if name not in sizes and not self._picked(name)}
+        for path, text, shape, parts, length in self._groups(params) if small else ():
+            size = math.prod(stated.get(part.name, 1) for part in parts)
+            whole = all(part.name in stated for part in parts)
+            if length != size if whole else length % size:
+                needed = {**dict.fromkeys(small, "..."), **self.lengths(params, sizes)}
+                raise binding_error(
+                    "rebind", f"lengths of the smaller instance do not fit '{path}': {_listed(small)}",
+                    f"axes \"{text}\" on shape {shape}", f"lengths in the larger tree of {', '.join(sorted(needed))}",
+                    f"write rebind(params, {_listed(needed)})")
+        gauge = dataclasses.replace(self, sizes=stated).gauge()
         gauge.dim(params)
         return gauge
+
+    def lengths(self, params: Any, sizes: Mapping[str, int]) -> dict[str, int]:
+        """The given lengths, and those of the axes that the call states as far as they follow from a tree's shapes.
+
+        Args:
+          params: a tree; shapes are enough.
+          sizes: lengths by axis name, which may be names in parentheses that the call does not state.
+        """
+        out = dict(sizes)
+        for _, _, _, parts, length in self._groups(params):
+            given = [self.sizes[part.name] if part.pick is not None else out.get(part.name) for part in parts]
+            left = [part.name for part, n in zip(parts, given, strict=True) if n is None]
+            size = math.prod(n for n in given if n is not None)
+            if len(left) == 1 and left[0] in self.sizes and size and length % size == 0:
+                out[left[0]] = length // size
+        return out
+
+    def _groups(self, params: Any) -> Iterator[tuple[str, str, tuple[int, ...], tuple[Part, ...], int]]:
+        """Path, axes and shape of every leaf with an axis `(a b)`, the parts of this axis, and its length."""
+        leaves = leaves_by_path(params)
+        for role in self.roles.values():
+            for pattern, axes in role.items():
+                shapes = [leaf_shape(x) for path, x in leaves.items() if match(self.kind, pattern, path) is not None]
+                for text in (axes,) if isinstance(axes, str) else axes:
+                    groups = parse_axes(self.kind, pattern, text).groups
+                    for shape in shapes:
+                        pairs = zip(groups, shape, strict=False)  # binding names a leaf of another rank
+                        yield from ((pattern, text, shape, parts, n) for parts, n in pairs if len(parts) > 1)
+
+    def _picked(self, name: str) -> bool:
+        """Whether an axis counts equal parts of a leaf, such as the three of a fused kernel, at every size."""
+        return any(f"{name}=" in str(axes) for role in self.roles.values() for axes in role.values())
 
     def scaled(self, full: Callable[[int], int]) -> Call:
         """The call for an instance with other lengths of axes: those of `sizes`, and the ends of ranges.

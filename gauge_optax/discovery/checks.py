@@ -54,7 +54,7 @@ def checked_batches(batches: Any, outputs: str, near: float, seed: int) -> list[
     if outputs not in _OUTPUTS:
         raise _refusal(
             f"unknown outputs {outputs!r}", repr(outputs), f"one of {', '.join(map(repr, _OUTPUTS))}",
-            "say what fn returns: 'logits' are compared up to a constant along the last axis, the others as they are")
+            "pass 'logits' if a softmax of fn's outputs follows, else 'logprobs' or 'loss'")
     if len(batches := list(batches)) < 2:
         raise _refusal(
             "too few batches", f"{len(batches)} batch", "two or more values that fn accepts",
@@ -94,7 +94,8 @@ def double_leaves(params: Any, seed: int) -> Leaves:
     if shapes:
         raise _refusal(
             f"no values of '{shapes[0]}'", f"the shape of an array of {all_leaves[shapes[0]].dtype}",
-            "values of every leaf that is no floating-point array", f"put an array at '{shapes[0]}', such as zeros")
+            "values of every leaf that is no floating-point array",
+            "put an array there, such as zeros, or pass the parameters alone, such as nnx.state(model, nnx.Param)")
     if not leaves:
         kinds = ", ".join(f"{p} ({getattr(x, 'dtype', type(x).__name__)})" for p, x in list(all_leaves.items())[:4])
         raise _refusal(

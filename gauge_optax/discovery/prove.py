@@ -173,8 +173,12 @@ class Prover:
         return kept, refused
 
     def _refusal(self, held: Sequence[Held]) -> str | None:
+        if not held:
+            return None
+        group = product([h.gauge for h in held])
         try:
-            jax.eval_shape(product([h.gauge for h in held]).read, self._params)
+            # Over the leaves, because the tree may have others that are no arrays, such as a module's functions.
+            jax.eval_shape(lambda leaves: group.read(with_leaves(self._params, leaves)), self.points[0])
         except ValueError as error:
             return str(error).splitlines()[0]
         return None

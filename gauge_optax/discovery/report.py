@@ -84,11 +84,12 @@ class Report:
     def rebind(self, params: Any, **sizes: int) -> list[Gauge]:
         """The gauges on a larger instance of the same architecture.
 
-        Captures and named axes carry over unchanged; lengths inside parentheses do not.
+        Paths and axes carry over unchanged. Lengths that `report.code()` shows as `sizes=` do not: state all of them,
+        because `rebind` reads shapes alone and cannot tell two heads of 8 from four heads of 4.
 
         Args:
           params: the larger tree; shapes are enough.
-          **sizes: lengths by axis name, for those that the small instance's gauges state (`head=32`).
+          **sizes: the larger instance's lengths of the axes that the gauges' `sizes` name (`head=32`).
 
         Returns:
           Gauges that bind to it.
@@ -97,12 +98,16 @@ class Report:
           ValueError: a gauge does not fit the tree, or contains a range of an axis, which holds for the small instance
             only, or `sizes` names an axis whose length no gauge states.
         """
-        stated = {name for held in self.held for name in held.call.sizes}
-        if unknown := sizes.keys() - stated:
+        stated = {f"{name}={n}" for held in self.held for name, n in held.call.sizes.items()}
+        names = {text.split("=")[0] for text in stated}
+        if unknown := sizes.keys() - names:
+            fitting = {n: x for held in self.held for n, x in held.call.lengths(params, sizes).items() if n in names}
+            lengths = ", ".join(f"{name}={fitting.get(name, '...')}" for name in sorted(names))
             raise binding_error(
                 "rebind", f"no gauge states a length of {', '.join(sorted(unknown))}",
-                f"stated lengths: {', '.join(sorted(stated)) or 'none'}", "axes that the gauges' `sizes` name",
-                "leave it out: other lengths are read from the larger tree's shapes")
+                f"stated lengths: {', '.join(sorted(stated)) or 'none'}",
+                "lengths that the gauges state; all others are read from the larger tree's shapes",
+                f"write rebind(params{lengths and ', '}{lengths})")
         return [held.call.rebound(params, sizes) for held in self.held]
 
     def __repr__(self) -> str:
@@ -130,13 +135,14 @@ def discover(
 
     Args:
       fn: pure function (params, batch) to outputs, an array or a tree of them; called in float64.
-      params: its parameters, any pytree; shapes (`jax.eval_shape`) are enough. Large trees are searched on a small
-        instance, where `fn` accepts shorter axes, and every gauge is proved on `params`.
+      params: its parameters, any pytree, such as a dict, an NNX or an equinox module; shapes (`jax.eval_shape`) are
+        enough. Large trees are searched on a small instance, where `fn` accepts shorter axes, and every gauge is proved
+        on `params`.
       batches: at least two values that `fn` accepts; together they should reach what training reaches.
-      outputs: "logits": outputs matter up to a constant along the last axis; "logprobs" or "loss": they matter as they
-        are.
-      linear: whether to return GL(d_h), and the part of it that commutes with rotary embeddings, instead of the
-        rotations in them.
+      outputs: what `fn` returns. With "logits", outputs count as unchanged if one number is added to all entries along
+        the last axis, because a softmax follows; with "logprobs" or "loss", every change counts.
+      linear: whether to return all invertible matrices of a head (`head_linear`; `rope_linear` under rotary embeddings)
+        in place of the rotations among them (`head_rotation`, `rope_torus`).
       near: largest singular value, relative to a column, that is reported as nearly a symmetry.
       seed: of points, projections and elements.
       progress: whether to show a bar.
@@ -145,8 +151,8 @@ def discover(
       The report; `report.gauges` is a list for `go.quotient`, `report.code()` is its source.
 
     Raises:
-      ValueError: no floating-point leaves; outputs that are not finite, differ between two calls or are computed in
-        less than double precision; fewer than two batches; an unknown kind of outputs.
+      ValueError: no floating-point leaves; outputs that are not finite or differ between two calls; an operation that
+        has no float64 version, named with its line; fewer than two batches; an unknown kind of outputs.
 
     >>> def fn(p, x):
     ...     return jax.nn.relu(x @ p["up"]) @ p["down"]

@@ -195,7 +195,7 @@ def require_whole_gauges(name: str, s: Slice, flags: Mapping[str, bool]) -> None
             raise binding_error(
                 name, f"the mask splits {instance.gauge} at '{masked[0]}'",
                 f"decay on {decayed[0]}, none on {masked[0]}", "one value for all leaves of a gauge",
-                "mask all leaves of the gauge, or none: the decay of one side alone moves along the orbit",
+                "mask all leaves of the gauge, or none of them",
             )  # fmt: skip
 
 

@@ -119,7 +119,7 @@ def experts(p: Any, x: Any) -> jax.Array:
 
 
 def test_a_mixture_of_experts() -> None:
-    """One scale per expert and channel, and the router's scores up to a constant."""
+    """One scale per expert and channel, and a number added to all scores of the router."""
     rng = np.random.default_rng(0)
     shapes = {"router": (D, 4), "gate": (4, D, 5), "up": (4, D, 5), "down": (4, 5, D)}
     hand = [

@@ -73,6 +73,43 @@ def test_gauges_of_a_small_instance_on_a_larger_one(found: tuple[Net, Report]) -
         report.rebind(shapes, heads=4)
 
 
+def grouped(d: int, heads: int, keys: int, basis: int) -> dict[str, np.ndarray]:
+    """Flat kernels of attention: `heads` of queries, `keys` of keys and values."""
+    rng = np.random.default_rng(0)
+    columns = {"query": heads * basis, "key": keys * basis, "value": keys * basis}
+    shapes = {name: (d, n) for name, n in columns.items()} | {"out": (heads * basis, d)}
+    return {name: rng.normal(size=shape) / d**0.5 for name, shape in shapes.items()}
+
+
+def attend(p: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+    """Two heads of keys, each read by two heads of queries."""
+    query = (x @ p["query"]).reshape(len(x), 2, 2, -1)
+    key, value = ((x @ p[name]).reshape(len(x), 2, -1) for name in ("key", "value"))
+    scores = jax.nn.softmax(jax.numpy.einsum("qhre,khe->hrqk", query, key))
+    return jax.numpy.sin(jax.numpy.einsum("hrqk,khe->qhre", scores, value).reshape(len(x), -1) @ p["out"])
+
+
+def test_lengths_that_a_larger_instance_needs_are_named() -> None:
+    batches = list(np.random.default_rng(1).normal(size=(2, 5, 8)))
+    report = go.discover(attend, grouped(8, 4, 2, 4), batches, "loss", progress=False)
+    assert "sizes={'basis': 4, 'head': 2}" in report.code()
+    large = grouped(24, 12, 4, 6)
+    for given, remedy in (
+        ({"head": 4}, "rebind(params, basis=6, head=4)"),
+        ({"basis": 6}, "rebind(params, basis=6, head=4)"),
+        ({}, "rebind(params, basis=..., head=...)"),
+        ({"heads": 4}, "rebind(params, basis=..., head=...)"),
+        ({"heads": 4, "head": 4}, "rebind(params, basis=6, head=4)"),
+    ):
+        with pytest.raises(ValueError, match=r"found: .*\n *expected: .*\n *remedy: ") as error:
+            report.rebind(large, **given)
+        assert f"write {remedy}" in str(error.value)
+    with pytest.raises(ValueError, match="no leaf matches 'key'"):
+        report.rebind({"query": grouped(8, 4, 2, 4)["query"]})
+    right = report.rebind(large, head=4, basis=6)
+    assert go.product(right).dim(large) == 2 * 4 * 6 * 5 // 2
+
+
 def test_a_range_is_the_small_instances_own() -> None:
     call = next(c for c in (report_call(g) for g in REST) if c is not None)
     with pytest.raises(ValueError, match="a range that belongs to another instance"):

@@ -1,0 +1,259 @@
+"""How long `go.discover` takes, and how much memory, on models of several sizes and libraries.
+
+    python -m benchmarks.discover_times            # or some of the cases: `... d64 equinox`
+
+Each case runs alone in a fresh process, which compiles everything anew. Finished cases stay in the JSON, unless
+`--again` is given; figures of another machine are dropped.
+"""
+
+import argparse
+import json
+import os
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from tqdm import tqdm
+
+import gauge_optax as go
+from benchmarks.sizes import SIZES
+from benchmarks.timing import host
+from models import lm
+
+OUT = Path(__file__).parent / "results"
+WIDTH, HEADS, LAYERS, VOCAB = 64, 4, 2, 256  # of the models that are written in this file
+TOKENS = (2, 2, 16)  # two batches of two sequences
+
+
+class Arguments(NamedTuple):
+    """What `go.discover` takes."""
+
+    fn: Callable[[Any, Any], Any]
+    params: Any
+    batches: list[Any]
+
+
+class Case(NamedTuple):
+    """A row of the table: what it is, and how its arguments are made."""
+
+    about: str
+    build: Callable[[], Arguments]
+
+
+def _tokens(vocab: int) -> list[np.ndarray]:
+    return list(np.random.default_rng(0).integers(0, vocab, TOKENS))
+
+
+def of_lm(config: lm.LMConfig, shapes: bool = False) -> Arguments:
+    """`models/lm.py`; with `shapes`, no weight is made."""
+    model = nnx.eval_shape(lambda: lm.build(config, nnx.Rngs(0))) if shapes else lm.build(config, nnx.Rngs(0))
+    graph, state = nnx.split(model)
+    return Arguments(lambda p, tokens: nnx.merge(graph, p)(tokens), nnx.to_pure_dict(state), _tokens(config.vocab))
+
+
+def _flash(query: jax.Array, key: jax.Array, value: jax.Array, mask: Any = None, **_: Any) -> jax.Array:
+    """The attention of JAX itself, which has its softmax in float32."""
+    return jax.nn.dot_product_attention(query, key, value, mask=None if mask is None else mask.astype(bool))
+
+
+class Block(nnx.Module):
+    """Flax's layers as they are."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.norm1, self.norm2 = nnx.RMSNorm(WIDTH, rngs=rngs), nnx.RMSNorm(WIDTH, rngs=rngs)
+        self.attn = nnx.MultiHeadAttention(HEADS, WIDTH, rngs=rngs, decode=False, attention_fn=_flash)
+        self.up, self.down = nnx.Linear(WIDTH, 4 * WIDTH, rngs=rngs), nnx.Linear(4 * WIDTH, WIDTH, rngs=rngs)
+
+    def __call__(self, x: jax.Array, mask: jax.Array) -> jax.Array:
+        """(batch, time, d) to the same."""
+        x = x + self.attn(self.norm1(x), mask=mask)
+        return x + self.down(nnx.relu(self.up(self.norm2(x))))
+
+
+class GPT(nnx.Module):
+    """Tokens (batch, time) to logits."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.embed = nnx.Embed(VOCAB, WIDTH, rngs=rngs)
+        self.blocks = nnx.List([Block(rngs) for _ in range(LAYERS)])
+        self.norm, self.head = nnx.RMSNorm(WIDTH, rngs=rngs), nnx.Linear(WIDTH, VOCAB, rngs=rngs)
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        """Logits (batch, time, vocab)."""
+        x, mask = self.embed(tokens), nnx.make_causal_mask(tokens)
+        for block in self.blocks:
+            x = block(x, mask)
+        return self.head(self.norm(x))
+
+
+def of_flax() -> Arguments:
+    """The NNX model, passed whole."""
+    return Arguments(lambda model, tokens: model(tokens), GPT(nnx.Rngs(0)), _tokens(VOCAB))
+
+
+class LinenGPT(nn.Module):
+    """The same in Linen, weights and arithmetic in bfloat16."""
+
+    @nn.compact
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        """Logits (batch, time, vocab)."""
+        low: Any = {"dtype": jnp.bfloat16, "param_dtype": jnp.bfloat16}
+        x, mask = nn.Embed(VOCAB, WIDTH, **low)(tokens), nn.make_causal_mask(tokens)
+        for _ in range(LAYERS):
+            x = x + nn.MultiHeadDotProductAttention(HEADS, **low)(nn.LayerNorm(**low)(x), mask=mask)
+            y = nn.relu(nn.Dense(4 * WIDTH, **low)(nn.LayerNorm(**low)(x)))
+            x = x + nn.Dense(WIDTH, **low)(y)
+        return nn.Dense(VOCAB, **low)(nn.LayerNorm(**low)(x))
+
+
+def of_linen() -> Arguments:
+    """The Linen model's variables."""
+    tokens = _tokens(VOCAB)
+    return Arguments(LinenGPT().apply, LinenGPT().init(jax.random.key(0), tokens[0]), tokens)
+
+
+def of_equinox() -> Arguments:
+    """An equinox module, passed whole."""
+    import equinox as eqx
+
+    class EquinoxBlock(eqx.Module):
+        norm1: eqx.nn.LayerNorm
+        norm2: eqx.nn.LayerNorm
+        attn: eqx.nn.MultiheadAttention
+        mlp: eqx.nn.MLP
+
+        def __init__(self, key: jax.Array) -> None:
+            first, second = jax.random.split(key)
+            self.norm1, self.norm2 = eqx.nn.LayerNorm(WIDTH), eqx.nn.LayerNorm(WIDTH)
+            self.attn = eqx.nn.MultiheadAttention(HEADS, WIDTH, key=first)
+            self.mlp = eqx.nn.MLP(WIDTH, WIDTH, 4 * WIDTH, 1, key=second)
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            y, causal = jax.vmap(self.norm1)(x), jnp.tril(jnp.ones((len(x), len(x)), bool))
+            x = x + self.attn(y, y, y, mask=causal)
+            return x + jax.vmap(self.mlp)(jax.vmap(self.norm2)(x))
+
+    class EquinoxGPT(eqx.Module):
+        embed: eqx.nn.Embedding
+        blocks: list[EquinoxBlock]
+        norm: eqx.nn.LayerNorm
+        head: eqx.nn.Linear
+
+        def __init__(self, key: jax.Array) -> None:
+            keys = jax.random.split(key, LAYERS + 2)
+            self.embed = eqx.nn.Embedding(VOCAB, WIDTH, key=keys[0])
+            self.blocks = [EquinoxBlock(k) for k in keys[2:]]
+            self.norm, self.head = eqx.nn.LayerNorm(WIDTH), eqx.nn.Linear(WIDTH, VOCAB, key=keys[1])
+
+        def __call__(self, tokens: jax.Array) -> jax.Array:
+            x = jax.vmap(self.embed)(tokens)
+            for block in self.blocks:
+                x = block(x)
+            return jax.vmap(self.head)(jax.vmap(self.norm)(x))
+
+    return Arguments(lambda m, tokens: jax.vmap(m)(tokens), EquinoxGPT(jax.random.key(0)), _tokens(VOCAB))
+
+
+MIDDLE = lm.LMConfig(d_model=256, layers=6, heads=8, kv_heads=8, d_head=32, d_ff=1024)
+CASES: Mapping[str, Case] = {
+    "d64": Case("`models/lm.py`, LayerNorm, ReLU: 2 layers of d = 64, 4 heads", lambda: of_lm(lm.LMConfig())),
+    "d256": Case("the same: 6 layers of d = 256, 8 heads", lambda: of_lm(MIDDLE)),
+    "d768": Case(
+        "GPT-2 124M by shapes alone: 12 layers of d = 768, 12 heads, vocabulary of 50,257",
+        lambda: of_lm(SIZES["gpt2"].config, shapes=True),
+    ),
+    "flax": Case(
+        "NNX: `nnx.Embed`, `nnx.MultiHeadAttention`, `jax.nn.dot_product_attention`; 2 layers of d = 64", of_flax
+    ),
+    "linen_bfloat16": Case("Linen in bfloat16: 2 layers of d = 64", of_linen),
+    "equinox": Case("equinox: 2 layers of d = 64", of_equinox),
+}
+
+
+def measure(name: str) -> dict[str, Any]:
+    """Seconds, memory and the report's counts of one case; runs in a process of its own."""
+    fn, params, batches = CASES[name].build()
+    began, worked = time.perf_counter(), time.process_time()
+    report = go.discover(fn, params, batches, progress=sys.stderr.isatty())
+    seconds, cpu = time.perf_counter() - began, time.process_time() - worked
+    counted = (x.size for x in jax.tree.leaves(params) if hasattr(x, "size") and jnp.issubdtype(x.dtype, jnp.floating))
+    return {
+        "parameters": sum(counted),
+        "seconds": round(seconds, 1),
+        "cpu_seconds": round(cpu, 1),
+        "peak_mib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024),
+        "load": round(os.getloadavg()[0], 1),
+        "gauges": [held.call.kind for held in report.held],
+        "nearly": [held.call.kind for held in report.nearly],
+        "rejected": list(report.rejected),
+    }
+
+
+def alone(name: str) -> dict[str, Any]:
+    """`measure` in a fresh process, without flags and caches of this one."""
+    kept = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS" and not k.startswith("JAX_COMPILATION_CACHE")}
+    command = [sys.executable, "-m", "benchmarks.discover_times", "--measure", name]
+    done = subprocess.run(command, env=kept, stdout=subprocess.PIPE, text=True, check=True)
+    row: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return row
+
+
+def render(result: dict[str, Any]) -> str:
+    """The page."""
+    lines = [
+        "# Times of `discover`", "",
+        "`go.discover` finds the gauges of a model. This page says how long that took, and how much memory its process",
+        "had at most, Python and JAX included (`python -m benchmarks.discover_times`).", "",
+        f"{result['host']}; two batches of two sequences of {TOKENS[-1]} tokens. Every case ran alone in a new",
+        "process, which compiled everything. *Load* is the mean number of programs that ran or waited for a core in",
+        "the last minute, this one included.", "",
+        "| model | million parameters | seconds | CPU seconds | peak MiB | load | gauges |",
+        "|---|---|---|---|---|---|---|",
+    ]  # fmt: skip
+    for name, case in CASES.items():
+        if row := result["cases"].get(name):
+            cells = (
+                case.about, f"{row['parameters'] / 1e6:.1f}", f"{row['seconds']:.0f}", f"{row['cpu_seconds']:.0f}",
+                f"{row['peak_mib']:,}", f"{row['load']:.1f}", len(row["gauges"]),
+            )  # fmt: skip
+            lines.append("| " + " | ".join(map(str, cells)) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Runs the cases that have no figures, writes JSON and page after each."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("cases", nargs="*", help=f"of {', '.join(CASES)}; all by default")
+    parser.add_argument("--again", action="store_true", help="measure finished cases too")
+    parser.add_argument("--measure", choices=CASES, help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path, default=OUT)
+    args = parser.parse_args(argv)
+    if unknown := set(args.cases) - set(CASES):
+        parser.error(f"no case {', '.join(sorted(unknown))}: choose of {', '.join(CASES)}")
+    if args.measure:
+        print(json.dumps(measure(args.measure)))
+        return
+    path = args.out / "discover.json"
+    result = json.loads(path.read_text()) if path.exists() else {}
+    if result.get("host") != host():
+        result = {"host": host(), "cases": {}}
+    wanted = args.cases or list(CASES)
+    for name in tqdm([name for name in wanted if args.again or name not in result["cases"]]):
+        result["cases"][name] = alone(name)
+        args.out.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(result, indent=2) + "\n")
+        (args.out / "discover.md").write_text(render(result))
+    print(render(result))
+
+
+if __name__ == "__main__":
+    main()

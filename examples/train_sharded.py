@@ -49,10 +49,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def use_virtual_devices(count: int) -> None:
     """Divides the CPU into devices; only before JAX has looked for any."""
-    # A head's eigendecomposition keeps one of XLA's threads, by default one per core, and waits for another: as many at
-    # once as there are threads wait for ever. Beside each other, LAPACK's own threads take many times as long.
-    os.environ.setdefault("PJRT_NPROC", str(2 * count))
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # LAPACK's threads would compete with the devices
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", count)
 

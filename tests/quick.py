@@ -20,8 +20,5 @@ def environment() -> dict[str, str]:
     return os.environ | {
         "XLA_FLAGS": f"{quick} {os.environ.get('XLA_FLAGS', '')}",
         "JAX_PLATFORMS": "cpu",
-        # An eigendecomposition keeps one of XLA's threads, by default one per core, and waits for another: as many at
-        # once as there are threads wait for ever. Beside each other, LAPACK's own threads take many times as long.
-        "PJRT_NPROC": "16",
-        "OPENBLAS_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1",  # several processes' LAPACK threads compete for the cores
     }

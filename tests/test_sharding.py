@@ -23,14 +23,9 @@ RUNS: dict[tuple[str, str], tuple[str, ...]] = {
 }
 
 
-def _programs(out: Path, *arguments: Sequence[str], threads: bool = True) -> list[list[dict[str, Any]]]:
-    """What `tests.sharded` prints, run with each of these arguments at once; all end when one fails or time is up.
-
-    Without `threads` it has as many as XLA takes by itself.
-    """
+def _programs(out: Path, *arguments: Sequence[str]) -> list[list[dict[str, Any]]]:
+    """What `tests.sharded` prints, run with each of these arguments at once; all end when one fails or time is up."""
     command, settings = [sys.executable, "-m", "tests.sharded"], environment()
-    if not threads:
-        del settings["PJRT_NPROC"]
     files = [(out / f"{k}.out", out / f"{k}.err") for k in range(len(arguments))]
     started: list[subprocess.Popen[bytes]] = []
     try:
@@ -70,8 +65,7 @@ def test_eight_devices_equal_one_in_every_layout(model: str, optimizer: str, tmp
 
 
 def test_a_quotient_on_an_explicit_mesh_and_resumed_on_another(tmp_path: Path) -> None:
-    """And without a word about threads."""
-    (lines,) = _programs(tmp_path, ["llama", "quotient_adamw", "fsdp_tp", "--explicit"], threads=False)
+    (lines,) = _programs(tmp_path, ["llama", "quotient_adamw", "fsdp_tp", "--explicit"])
     assert [line["layout"] for line in lines] == ["fsdp_tp", "resumed"]
 
 
@@ -83,7 +77,7 @@ def test_a_quotient_on_an_explicit_mesh_and_resumed_on_another(tmp_path: Path) -
 )  # fmt: skip
 @pytest.mark.parametrize("model", MODELS)
 def test_a_quotient_in_every_layout(model: str, optimizer: str, flags: str, tmp_path: Path) -> None:
-    (lines,) = _programs(tmp_path, [model, optimizer, *MESHES, *(f"--{x}" for x in flags.split())], threads=False)
+    (lines,) = _programs(tmp_path, [model, optimizer, *MESHES, *(f"--{x}" for x in flags.split())])
     assert len(lines) == len(MESHES) + 1
 
 

@@ -20,7 +20,7 @@ from gauge_optax.binding import binding_error
 from gauge_optax.discovery.sketch import Function, Leaves
 from gauge_optax.discovery.trace import called_jaxpr, source
 
-_LEAVES, _BATCH = 1, 2  # marks: what the inputs of an equation depend on
+_LEAVES, _BATCH, _DRAWN = 1, 2, 4  # marks: what a value depends on; the third is noise from a captured key
 _DRAWS = ("random_bits", "threefry2x32", "rng_bit_generator", "rng_uniform")
 _FIXED = ("pallas_call", "ffi_call", "custom_call", "pure_callback", "io_callback", "triton_kernel_call")
 _refusal = functools.partial(binding_error, "discover")
@@ -87,9 +87,9 @@ def _checked(fn: Function, leaves: Any, batch: Any) -> list[tuple[Any, str]]:
             f"{switch} before you split the model, or pass what it changes in params") from error
     marks = [_LEAVES] * len(jax.tree.leaves(leaves)) + [_BATCH] * len(jax.tree.leaves(batch))
     marked: list[tuple[Any, int, str]] = []
-    _mark(closed.jaxpr, marks, marked)
+    drawn = any(mark & _DRAWN for mark in _mark(closed.jaxpr, marks, marked))
     for eqn, mark, where in marked:
-        if eqn.primitive.name in _DRAWS and not mark:
+        if drawn and eqn.primitive.name in _DRAWS and not mark & (_LEAVES | _BATCH):
             raise _refusal(
                 "random numbers from a key that fn captures", f"`{eqn.primitive.name}`{where}: dropout, or noise", pure,
                 f"{switch}, or pass the key with every batch")
@@ -115,7 +115,8 @@ def _mark(jaxpr: core.Jaxpr, marks: Sequence[int], marked: list[tuple[Any, int, 
         mark = functools.reduce(operator.or_, ins, 0)
         where = source(eqn) or within  # what JAX itself jits has no line of the user's
         marked.append((eqn, mark, where))
-        outs = [mark] * len(eqn.outvars)
+        drawn = name in _DRAWS and not mark & (_LEAVES | _BATCH)
+        outs = [mark | _DRAWN * drawn] * len(eqn.outvars)
         if inlined := called_jaxpr(eqn):
             outs = _mark(inlined[0], ins[len(ins) - len(inlined[0].invars) :], marked, where)
         elif name == "scan":

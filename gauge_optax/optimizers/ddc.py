@@ -33,7 +33,15 @@ from gauge_optax.optimizers.ddc_heads import V_MODES, HeadMoments, divided, in_b
 from gauge_optax.optimizers.ddc_vertical import VERTICAL, VerticalMoments, init_vertical, vertical_step
 from gauge_optax.optimizers.polar import Polar
 from gauge_optax.slice import Slice
-from gauge_optax.transformation import at_once, cast_like, layout, placeholder, require_choice, transformation, zeros_like
+from gauge_optax.transformation import (
+    at_once,
+    cast_like,
+    layout,
+    placeholder,
+    require_choice,
+    transformation,
+    zeros_like,
+)
 
 Scalar = float | jax.Array
 RADIAL = ("linear", "log")

@@ -112,31 +112,29 @@ def refreshed(
     if options.refresh_every is not None:
         stale |= age >= options.refresh_every
 
-    cut = options.live_threshold if options.v_mode == "body_frame_topk" else eigenvalue_cutoff(real_dtype())
-
-    def used(bases: Sequence[jax.Array], *moments: Any) -> Any:
-        sizes = [jnp.sum(basis * matmul(gram, basis), -2) for gram, basis in zip(grams, bases, strict=True)]
-        live = [size > cut * jnp.max(size, -1, keepdims=True) for size in sizes]
-        return tuple(bases), _unstacked(groups, bases), _unstacked(groups, live), *moments
-
     def renew(mu: Arrays, nu: Arrays) -> Any:
         fresh = tuple(map(_eigenbasis, grams))
-        pairs = zip(_unstacked(groups, heads.bases), _unstacked(groups, fresh), strict=True)
-        rotations = dict(zip(turns, (matmul(transpose(old), new) for old, new in pairs), strict=True))
+        # `_eigenbasis` reverses columns. Reversed here and back, only products read what is sliced, see `_unstacked`.
+        ascending = _unstacked(groups, [basis[..., ::-1] for basis in fresh])
+        pairs = zip(_unstacked(groups, heads.bases), ascending, strict=True)
+        rotations = dict(zip(turns, (matmul(transpose(old), new)[..., ::-1] for old, new in pairs), strict=True))
         squares = {turn: jnp.square(rotation) for turn, rotation in rotations.items()}
-        return used(fresh, _turned(rotations, mu), _turned(squares, nu), jnp.zeros_like(age))
+        return fresh, _turned(rotations, mu), _turned(squares, nu), jnp.zeros_like(age)
 
     paths = [path for turn in s.turns for path in turn.paths]
     head_mu, head_nu = ({p: moments[p].astype(real_dtype()) for p in paths} for moments in (mu, nu))
-    # The conditional returns one array per rotation. XLA does not fuse the slices that make them with what reads them,
-    # so that the programs of all layers are equal, and are compiled once.
-    bases, matrices, live, head_mu, head_nu, age = jax.lax.cond(
-        stale, renew, lambda mu, nu: used(heads.bases, mu, nu, age), head_mu, head_nu
+    bases, head_mu, head_nu, age = jax.lax.cond(
+        stale, renew, lambda mu, nu: (heads.bases, mu, nu, age), head_mu, head_nu
     )
+    matrices = dict(zip(turns, _unstacked(groups, bases), strict=True))
+    cut = options.live_threshold if options.v_mode == "body_frame_topk" else eigenvalue_cutoff(real_dtype())
+    live = {}
+    for (turn, basis), gram in zip(matrices.items(), _unstacked(groups, grams), strict=True):
+        size = jnp.diagonal(matmul(transpose(basis), matmul(gram, basis)), axis1=-2, axis2=-1)
+        live[turn] = size > cut * jnp.max(size, -1, keepdims=True)
     if into is not None:
-        matrices = [matmul(into[turn], basis) for turn, basis in zip(turns, matrices, strict=True)]
-    by_turn = Bases(dict(zip(turns, matrices, strict=True)), dict(zip(turns, live, strict=True)))
-    return HeadMoments(bases, (), age), by_turn, mu | head_mu, nu | head_nu
+        matrices = {turn: matmul(into[turn], basis) for turn, basis in matrices.items()}
+    return HeadMoments(bases, (), age), Bases(matrices, live), mu | head_mu, nu | head_nu
 
 
 def in_bases(bases: Bases, vector: Arrays, back: bool = False) -> Arrays:
@@ -216,7 +214,11 @@ def _off_diagonal(gram: jax.Array, basis: jax.Array) -> jax.Array:
 
 
 def _unstacked(groups: Sequence[Sequence[Any]], stacked: Sequence[jax.Array]) -> list[jax.Array]:
-    """One array per rotation, from one array per size of heads."""
+    """One array per rotation, from one array per size of heads.
+
+    XLA fuses a slice with what reads it, unless that is a matrix product. It compiles fused programs one by one, but
+    programs that are equal in all layers once: so only products should read these arrays.
+    """
     return [x for turns, array in zip(groups, stacked, strict=True) for x in unstack_heads(array, turns)]
 
 

@@ -1,7 +1,7 @@
 """Time to the first training step of a new process, per optimizer.
 
     python -m benchmarks.first_step                              # ten minutes on 2 CPU cores
-    python -m benchmarks.first_step --before ../earlier          # also of an earlier version, unpacked there
+    python -m benchmarks.first_step --before ../046d0ba          # and of the commit unpacked there
     python -m benchmarks.first_step --only ddc_adamw --repeats 1
 
 A GPT of 6 unrolled layers, d = 256. Every figure comes from a process of its own, in CPU seconds, because other load on
@@ -114,7 +114,7 @@ def row_of(row: str, args: argparse.Namespace) -> dict[str, Any]:
 
 def page(result: dict[str, Any]) -> str:
     """Markdown."""
-    before = any(row["before"] for row in result["rows"].values())
+    before = bool(result["before"])
     columns = [*STAGES.values(), "programs of `init`", "**total**", "wall", "second start, with JAX's cache"]
     lines = [
         "# Time to the first step", "",
@@ -122,7 +122,7 @@ def page(result: dict[str, Any]) -> str:
         f"`python -m benchmarks.first_step`: {result['host']}; {result['about']}. CPU seconds (wall in seconds), of "
         f"{result['repeats']} processes the one with the smallest total. Step: loss, gradient and update as one "
         "compiled function. Second start: the total of a process that finds its programs in JAX's compilation cache."
-        + (" Before: the total with version 0.3 as it was before this table existed." if before else ""), "",
+        + (f" Before: the total with {result['before']}." if before else ""), "",
         "| | " + " | ".join([*columns, *(["before"] if before else [])]) + " |",
         "|---|" + "---|" * (len(columns) + before),
     ]  # fmt: skip
@@ -139,7 +139,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Measure everything; write JSON and table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=list(ROWS), default=list(ROWS), help="rows, beside those kept")
-    parser.add_argument("--before", type=Path, help="folder of an earlier version")
+    parser.add_argument("--before", type=Path, help="folder of an earlier commit, named after it")
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--repeats", type=int, default=2)
@@ -152,7 +152,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     from benchmarks.timing import host  # a process of another version has no such module
 
     about = f"a GPT of {args.layers} unrolled layers, d = {args.width}, float32"
-    result = {"host": host(), "about": about, "repeats": args.repeats, "rows": {}}
+    earlier = f"commit {args.before.resolve().name}" if args.before else ""
+    result = {"host": host(), "about": about, "repeats": args.repeats, "before": earlier, "rows": {}}
     file = args.out / "first_step.json"
     kept = json.loads(file.read_text()) if file.exists() else {}
     if {**kept, "rows": {}} == result:

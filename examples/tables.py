@@ -46,7 +46,8 @@ name, *Rotational Equilibrium*. `python -m examples.<name> --out examples/result
 CPU core, with three seeds, and at the paper's sizes with `--full`. *Drift* is motion that changes no output: the
 largest distance from the start among some hundred readings of a run, unless a column says otherwise. A loss is
 *matched* if it is at most twice the other's. More runs: [released architectures](released.md), [times and memory of
-updates](../../benchmarks/results/compare_cpu.md), [LoRA factors](../../benchmarks/results/lora.md)."""
+updates](../../benchmarks/results/compare_cpu.md), [LoRA factors](../../benchmarks/results/lora.md), [time to the first
+step](../../benchmarks/results/first_step.md)."""
 
 
 class Section(NamedTuple):

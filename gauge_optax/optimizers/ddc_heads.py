@@ -130,7 +130,7 @@ def refreshed(
     cut = options.live_threshold if options.v_mode == "body_frame_topk" else eigenvalue_cutoff(real_dtype())
     live = {}
     for (turn, basis), gram in zip(matrices.items(), _unstacked(groups, grams), strict=True):
-        size = jnp.diagonal(matmul(transpose(basis), matmul(gram, basis)), axis1=-2, axis2=-1)
+        size = jnp.einsum("...ii->...i", matmul(transpose(basis), matmul(gram, basis)))
         live[turn] = size > cut * jnp.max(size, -1, keepdims=True)
     if into is not None:
         matrices = {turn: matmul(into[turn], basis) for turn, basis in matrices.items()}

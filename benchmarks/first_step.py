@@ -57,9 +57,12 @@ def measured(row: str, layers: int, width: int) -> dict[str, float]:
     jax.block_until_ready((params, tokens))
     tx = ROWS[row](lm.gauges(config))
     programs: list[str] = []
-    jax.monitoring.register_event_duration_secs_listener(
-        lambda event, seconds, **_: programs.append(event) if event.endswith("backend_compile_duration") else None
-    )
+
+    def compiled_one(event: str, duration_secs: float, **_: str | int) -> None:
+        if event.endswith("backend_compile_duration"):
+            programs.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(compiled_one)
 
     def step(params: Any, state: Any, tokens: Any) -> Any:
         value, grads = jax.value_and_grad(loss)(params, tokens)
@@ -127,10 +130,10 @@ def page(result: dict[str, Any]) -> str:
         "|---|" + "---|" * (len(columns) + before),
     ]  # fmt: skip
     for name, row in result["rows"].items():
-        best, cached, old = (min(row[k], key=lambda x: x["total"], default=None) for k in ("now", "cached", "before"))
+        best, cached = (min(row[kind], key=lambda run: run["total"]) for kind in ("now", "cached"))
         cells = [f"{best[stage]:.1f}" for stage in STAGES] + [f"{best['programs']:.0f}", f"**{best['total']:.1f}**"]
         cells += [f"{best['wall']:.1f}", f"{cached['total']:.1f}"]
-        cells += [f"{old['total']:.1f}" if old else ""] if before else []
+        cells += [f"{min(run['total'] for run in row['before']):.1f}"] if before else []
         lines.append(f"| `{name}` | " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
 import nbformat
 import pytest
 
@@ -18,6 +19,11 @@ from docs import conf, symbols
 from tests import quick
 
 ROOT = Path(__file__).resolve().parent.parent
+CACHE_OPTIONS = (
+    "jax_compilation_cache_dir",
+    "jax_persistent_cache_min_compile_time_secs",
+    "jax_persistent_cache_min_entry_size_bytes",
+)
 GUIDES = sorted((ROOT / "docs" / "guides").glob("*.md"))
 
 
@@ -32,12 +38,21 @@ def test_every_public_symbol_has_a_page(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("guide", GUIDES, ids=lambda path: path.stem)
-def test_blocks_of_a_guide_run_one_after_the_other(guide: Path) -> None:
+def test_blocks_of_a_guide_run_one_after_the_other(
+    guide: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     blocks = re.findall(r"```python\n(.*?)```", guide.read_text(), re.S)
     assert blocks
     names: dict[str, Any] = {"__name__": "guide"}
-    for block in blocks:
-        exec(compile(block, str(guide), "exec"), names)
+    monkeypatch.syspath_prepend(ROOT)
+    monkeypatch.chdir(tmp_path)  # a guide may name a folder that it writes to
+    kept = {name: getattr(jax.config, name) for name in CACHE_OPTIONS}
+    try:
+        for block in blocks:
+            exec(compile(block, str(guide), "exec"), names)
+    finally:
+        for name, value in kept.items():
+            jax.config.update(name, value)
 
 
 def test_the_test_file_of_the_guide_on_testing_passes_on_two_devices(tmp_path: Path) -> None:

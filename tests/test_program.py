@@ -136,9 +136,10 @@ def test_layers_share_compiled_programs() -> None:
     assert two > 50 and six - two <= 3 * 4
 
 
-@pytest.mark.parametrize("name", ["quotient_adamw", "ddc_adamw", "ddc_muon"])
+@pytest.mark.parametrize("name", ["quotient_adamw", "quotient_muon", "ddc_adamw", "ddc_muon"])
 def test_init_outside_jit_compiles_few_programs(name: str, caplog: pytest.LogCaptureFixture) -> None:
-    width = {"quotient_adamw": 20, "ddc_adamw": 28, "ddc_muon": 36}[name]  # of no other test: nothing is compiled yet
+    # Widths of no other test: nothing is compiled yet.
+    width = {"quotient_adamw": 20, "ddc_adamw": 28, "ddc_muon": 36, "quotient_muon": 44}[name]
     config = lm.LMConfig(
         vocab=13, d_model=width, layers=2, heads=2, kv_heads=2, d_head=width // 2, d_ff=3 * width, max_len=8
     )  # fmt: skip

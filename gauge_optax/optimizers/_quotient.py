@@ -232,10 +232,19 @@ def unpinned(inner: optax.GradientTransformationExtraArgs, group: Product) -> op
         if is_empty(params):
             return UnpinnedState(placeholder(), placeholder(), inner.init(params))  # type: ignore[arg-type]
         s = Slice.of(group.parts, params)
-        masks = layout(params).run(lambda p: s.read(s.vectors(p), turning=False).masks, params)
-        return unpinned_state(s, masks, inner.init(params))
+
+        def masks(params: Any) -> tuple[jax.Array, ...]:
+            leaves = leaves_by_path(params)
+            return at_once(_masks, (s,), {path: leaves[path] for path in s.added})
+
+        live = layout(params).run(masks, params)
+        return unpinned_state(s, live, inner.init(params))
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _masks(s: Slice, bound: Any) -> tuple[jax.Array, ...]:
+    return s.read(s.vectors(bound), turning=False).masks
 
 
 def unpinned_state(s: Slice, live: Sequence[jax.Array], inner_state: optax.OptState) -> UnpinnedState:

@@ -26,6 +26,7 @@ PAGES = {
     "benchmarks/results/compare_cpu.md": "/results/compare_cpu.md",
     "benchmarks/results/lora.md": "/results/lora_factors.md",
     "benchmarks/results/discover.md": "/results/discover_times.md",
+    "benchmarks/results/first_step.md": "/results/first_step.md",
     "released.md": "/results/released.md",
     "notebooks": "/notebooks/index.md",
     "CONTRIBUTING.md": "/contributing.md",
@@ -106,13 +107,14 @@ def prepare(app: Any) -> None:
         "benchmarks/results/compare_cpu.md": "results/compare_cpu.md",
         "benchmarks/results/lora.md": "results/lora_factors.md",
         "benchmarks/results/discover.md": "results/discover_times.md",
+        "benchmarks/results/first_step.md": "results/first_step.md",
     }.items():
         (DOCS / target).write_text(moved((ROOT / source).read_text(), target))
     notebooks = "\n".join(path.stem for path in sorted((ROOT / "notebooks").glob("*.ipynb")))
     with (DOCS / "notebooks" / "index.md").open("a") as page:
         page.write(f"\n```{{toctree}}\n:hidden:\n\n{notebooks}\n```\n")
     with (DOCS / "results" / "index.md").open("a") as page:
-        page.write("\n```{toctree}\n:hidden:\n\nreleased\ncompare_cpu\nlora_factors\ndiscover_times\n```\n")
+        page.write("\n```{toctree}\n:hidden:\n\nreleased\ncompare_cpu\nlora_factors\ndiscover_times\nfirst_step\n```\n")
     symbols.write(DOCS / "api")
 
 

@@ -47,7 +47,7 @@ CPU core, with three seeds, and at the paper's sizes with `--full`. *Drift* is m
 largest distance from the start among some hundred readings of a run, unless a column says otherwise. A loss is
 *matched* if it is at most twice the other's. More runs: [released architectures](released.md), [times and memory of
 updates](../../benchmarks/results/compare_cpu.md), [LoRA factors](../../benchmarks/results/lora.md), [times of
-`discover`](../../benchmarks/results/discover.md)."""
+`discover`](../../benchmarks/results/discover.md), [time to the first step](../../benchmarks/results/first_step.md)."""
 
 
 class Section(NamedTuple):

@@ -6,6 +6,7 @@ the checks and the handling of meshes.
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -17,6 +18,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from gauge_optax.binding import binding_error, is_empty, leaves_by_path, with_leaves
 from gauge_optax.linalg import real_dtype
+from gauge_optax.xla import quick_options
 
 Tree = TypeVar("Tree")
 
@@ -101,6 +103,27 @@ def stepped(gauge: Any, params: Any, updates: Any) -> Any:
 def placeholder() -> jax.Array:
     """Returns one scalar leaf, which stands for the gauges' part of a state if a tree has no leaves (`is_empty`)."""
     return jnp.zeros(())
+
+
+def at_once(function: Callable[..., Tree], static: tuple[Any, ...], *arrays: Any) -> Tree:
+    """Returns function(*static, *arrays), computed by one program if it is called outside `jit` on one device.
+
+    Operation by operation, `init` would compile a hundred programs. On several devices it does, so that every array is
+    placed as its operands are.
+    """
+    leaves = [leaf for leaf in jax.tree.leaves(arrays) if isinstance(leaf, jax.Array)]
+    traced = any(isinstance(leaf, jax.core.Tracer) for leaf in leaves)
+    if traced or len({device for leaf in leaves for device in leaf.devices()}) > 1:
+        return function(*static, *arrays)
+    return _program(function)(static, *arrays)
+
+
+@functools.cache
+def _program(function: Callable[..., Any]) -> Callable[..., Any]:
+    def program(static: tuple[Any, ...], *arrays: Any) -> Any:
+        return function(*static, *arrays)
+
+    return jax.jit(program, static_argnums=0, compiler_options=quick_options())
 
 
 # Meshes ---------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import optax
 import pytest
 
 import gauge_optax as go
-from benchmarks import compare, discover_times, multipliers, orthogonalisers, peers, sizes, timing, update
+from benchmarks import compare, discover_times, first_step, multipliers, orthogonalisers, peers, sizes, timing, update
 from benchmarks.render import page
 from gauge_optax.binding import leaves_by_path
 from models import gpt2, lm
@@ -30,6 +30,18 @@ def test_a_row_is_timed_beside_adamw(tmp_path: Path, capsys: pytest.CaptureFixtu
         assert row["seconds"] > 0 and row["gbyte"] > 0 and row["refreshes"] == 0
     page = (tmp_path / "update.md").read_text()
     assert page in capsys.readouterr().out and "1 layers of d = 64" in page
+
+
+def test_the_first_step_is_measured_in_a_new_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first_step.main(
+        ["--layers", "1", "--width", "32", "--repeats", "1", "--only", "optax.adamw", "--out", str(tmp_path)]
+    )
+    row = json.loads((tmp_path / "first_step.json").read_text())["rows"]["optax.adamw"]
+    (now,), (cached,) = row["now"], row["cached"]
+    assert row["before"] == [] and cached["total"] < now["total"]
+    assert now["total"] == pytest.approx(sum(now[stage] for stage in first_step.STAGES)) and now["programs"] > 0
+    page = (tmp_path / "first_step.md").read_text()
+    assert page in capsys.readouterr().out and f"**{now['total']:.1f}**" in page
 
 
 @pytest.mark.slow

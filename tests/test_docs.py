@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
 import nbformat
 import pytest
 
@@ -19,6 +20,11 @@ from docs import conf, symbols
 from tests import quick
 
 ROOT = Path(__file__).resolve().parent.parent
+CACHE_OPTIONS = (
+    "jax_compilation_cache_dir",
+    "jax_persistent_cache_min_compile_time_secs",
+    "jax_persistent_cache_min_entry_size_bytes",
+)
 GUIDES = sorted((ROOT / "docs" / "guides").glob("*.md"))
 
 
@@ -36,18 +42,27 @@ FIGURE = re.compile(r"\d(\.\d+)?e[+-]\d+")  # the last digits depend on the mach
 
 
 @pytest.mark.parametrize("guide", GUIDES, ids=lambda path: path.stem)
-def test_blocks_of_a_guide_run_and_print_what_is_shown(guide: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_blocks_of_a_guide_run_and_print_what_is_shown(
+    guide: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """One after the other; a block of text shows what the block of Python before it prints."""
     blocks = re.findall(r"```(python|text)\n(.*?)```", guide.read_text(), re.S)
     assert any(language == "python" for language, _ in blocks)
     names: dict[str, Any] = {"__name__": "guide"}
     printed = ""
-    for language, block in blocks:
-        if language == "python":
-            exec(compile(block, str(guide), "exec"), names)
-            printed = capsys.readouterr().out
-        else:
-            assert block and FIGURE.sub("…", block) in FIGURE.sub("…", printed)
+    monkeypatch.syspath_prepend(ROOT)
+    monkeypatch.chdir(tmp_path)  # a guide may name a folder that it writes to
+    kept = {name: getattr(jax.config, name) for name in CACHE_OPTIONS}
+    try:
+        for language, block in blocks:
+            if language == "python":
+                exec(compile(block, str(guide), "exec"), names)
+                printed = capsys.readouterr().out
+            else:
+                assert block and FIGURE.sub("…", block) in FIGURE.sub("…", printed)
+    finally:
+        for name, value in kept.items():
+            jax.config.update(name, value)
 
 
 def test_the_test_file_of_the_guide_on_testing_passes_on_two_devices(tmp_path: Path) -> None:

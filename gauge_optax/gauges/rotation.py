@@ -139,15 +139,15 @@ class Rotation(Heads):
         for same in by_size(turns):
             gram = stack_heads([turn.gram(point, point) for turn in same])
             moment = stack_heads([turn.gram(point, vector) for turn in same])
-            if into is None:
-                generators = lyapunov(gram, moment)
-            else:
+            basis = None if into is None else stack_heads([into[turn] for turn in same])
+            if basis is not None:
                 # The equation is solved on the slice, because the residual error of the iteration depends on the basis.
-                basis = stack_heads([into[turn] for turn in same])
                 gram, moment = (matmul(matmul(transpose(basis), x), basis) for x in (gram, moment))
-                generators = matmul(matmul(basis, lyapunov(gram, moment)), transpose(basis))
-            for turn, generator in zip(same, unstack_heads(generators, same), strict=True):
-                out |= turn.added(out, point, -generator)
+            # Per rotation, only products read the solution: XLA then compiles one program for all layers.
+            for turn, generator in zip(same, unstack_heads(lyapunov(gram, -moment), same), strict=True):
+                if into is not None:
+                    generator = matmul(matmul(into[turn], generator), transpose(into[turn]))
+                out |= turn.added(out, point, generator)
         return out
 
 

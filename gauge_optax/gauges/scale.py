@@ -244,7 +244,8 @@ class Scale(Instance):
         return self.act(e, cotangent)  # diagonal: its own transpose
 
     def factors(self, e: jax.Array, block: Block) -> jax.Array:
-        return jnp.exp(e if block.role in ("up", "left") else -self.degree * e)
+        # A negated power, not a power of a negated degree: XLA then computes 1/α and the inverse of α once.
+        return jnp.exp(e if block.role in ("up", "left") else -(e if self.degree == 1.0 else self.degree * e))
 
     # Reading and balance ------------------------------------------------------------------------------
 

@@ -12,11 +12,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from gauge_optax.binding import binding_error, is_empty, with_leaves
+from gauge_optax.binding import binding_error, is_empty, leaves_by_path, with_leaves
 from gauge_optax.gauges.gauge import Gauges, Product, product
 from gauge_optax.optimizers.decay import decayed_leaves, require_whole_gauges
 from gauge_optax.slice import Frame, Slice, SlicePoint, SliceTangent
 from gauge_optax.transformation import (
+    at_once,
     cast_like,
     checked_inner,
     layout,
@@ -133,9 +134,16 @@ def frame_and_slice_point(name: str, group: Product, params: Any) -> tuple[Frame
     s, mesh = Slice.of(group.parts, params), layout(params)
     with mesh.left_open():
         stored = mesh.enter(params)
-        elements, masks = s.read(s.values(stored))
-        point = with_leaves(stored, s.enter(elements, s.values(stored)))
+        leaves = leaves_by_path(stored)
+        elements, masks, entered = at_once(_read_and_entered, (s,), {path: leaves[path] for path in s.added})
+        point = with_leaves(stored, entered)
     return mesh.leave(s.frame(elements, masks)), with_sharding_of(params, mesh.leave(point, like=params))
+
+
+def _read_and_entered(s: Slice, bound: Any) -> tuple[Any, ...]:
+    values = s.values(bound)
+    frame = s.read(values)
+    return frame.elements, frame.masks, s.enter(frame.elements, values)
 
 
 def extra_in_slice_coordinates(s: Slice, f: Sequence[Any], params: Any, extra: dict[str, Any]) -> dict[str, Any]:
@@ -224,10 +232,19 @@ def unpinned(inner: optax.GradientTransformationExtraArgs, group: Product) -> op
         if is_empty(params):
             return UnpinnedState(placeholder(), placeholder(), inner.init(params))  # type: ignore[arg-type]
         s = Slice.of(group.parts, params)
-        masks = layout(params).run(lambda p: s.read(s.vectors(p), turning=False).masks, params)
-        return unpinned_state(s, masks, inner.init(params))
+
+        def masks(params: Any) -> tuple[jax.Array, ...]:
+            leaves = leaves_by_path(params)
+            return at_once(_masks, (s,), {path: leaves[path] for path in s.added})
+
+        live = layout(params).run(masks, params)
+        return unpinned_state(s, live, inner.init(params))
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _masks(s: Slice, bound: Any) -> tuple[jax.Array, ...]:
+    return s.read(s.vectors(bound), turning=False).masks
 
 
 def unpinned_state(s: Slice, live: Sequence[jax.Array], inner_state: optax.OptState) -> UnpinnedState:

@@ -33,7 +33,15 @@ from gauge_optax.optimizers.ddc_heads import V_MODES, HeadMoments, divided, in_b
 from gauge_optax.optimizers.ddc_vertical import VERTICAL, VerticalMoments, init_vertical, vertical_step
 from gauge_optax.optimizers.polar import Polar
 from gauge_optax.slice import Slice
-from gauge_optax.transformation import cast_like, layout, placeholder, require_choice, transformation, zeros_like
+from gauge_optax.transformation import (
+    at_once,
+    cast_like,
+    layout,
+    placeholder,
+    require_choice,
+    transformation,
+    zeros_like,
+)
 
 Scalar = float | jax.Array
 RADIAL = ("linear", "log")
@@ -162,16 +170,21 @@ def init_ddc(group: Product, options: Options, polar: Polar | None, params: opta
     _check(s, options, params)
 
     def moments(params: optax.Params) -> GaugeMoments:
-        point = s.vectors(params)
-        lengths = [jnp.sqrt(channels.dot(point, point)) for channels in channels_with_length(s)]
-        mus, nus = (tuple(jnp.zeros_like(length) for length in lengths) for _ in range(2))
-        least = tuple(options.scale_floor * jnp.mean(length) for length in lengths)
-        heads, vertical = init_heads(s, point, options.v_mode), init_vertical(s, options.vertical, point)
-        return GaugeMoments(mus, nus, least, heads, vertical)
+        leaves = leaves_by_path(params)
+        bound = {path: leaves[path] for path in s.added}
+        return at_once(_init_moments, (s, options.v_mode, options.vertical), options.scale_floor, bound)
 
     matrices = dict.fromkeys(polar_matrices(s, polar, params), optax.MaskedNode())
     mu, nu = zeros_like(params, options.mu_dtype), with_leaves(zeros_like(params), matrices)
     return ScaleByDDCState(jnp.zeros((), jnp.int32), mu, nu, layout(params).run(moments, params))
+
+
+def _init_moments(s: Slice, v_mode: str, vertical: str, scale_floor: Scalar, bound: Any) -> GaugeMoments:
+    point = s.vectors(bound)
+    lengths = [jnp.sqrt(channels.dot(point, point)) for channels in channels_with_length(s)]
+    mus, nus = (tuple(jnp.zeros_like(length) for length in lengths) for _ in range(2))
+    least = tuple(scale_floor * jnp.mean(length) for length in lengths)
+    return GaugeMoments(mus, nus, least, init_heads(s, point, v_mode), init_vertical(s, vertical, point))
 
 
 def polar_matrices(s: Slice, polar: Polar | None, params: Any) -> dict[str, Matrices]:
@@ -330,7 +343,7 @@ def tangential_step(
     """
     mu, nu = leaves_by_path(state.mu), leaves_by_path(state.nu)
     heads, bases, mu, nu = refreshed(s, point, into, state.gauges.heads, mu, nu, options)
-    across = in_bases(s, bases, across)
+    across = in_bases(bases, across)
     muon = adam if polar is None else Adam.at(options._replace(b1=polar.beta), adam.count)
     rule: Callable[[str], Adam] = lambda path: muon if path in matrices else adam  # noqa: E731
     mu = {p: rule(p).first(across[p], m) for p, m in mu.items()}
@@ -338,7 +351,7 @@ def tangential_step(
     step, nu, heads = divided(s, heads, bases.live, options, adam, mean, across, nu)
     if polar is not None:
         step |= polar.steps(matrices, mean)
-    return in_bases(s, bases, step, back=True), mu, nu, heads
+    return in_bases(bases, step, back=True), mu, nu, heads
 
 
 def _check(s: Slice, options: Options, params: optax.Params) -> None:

@@ -56,15 +56,15 @@ class HeadMoments(NamedTuple):
 
 
 class Bases(NamedTuple):
-    """The bases in which moments are kept, one entry per size of heads; not the frame F of a point.
+    """The bases in which moments are kept, by rotation; not the frame F of a point.
 
     Attributes:
-      matrices: (heads, d, d), which take rows to these bases; () if rows need no change.
-      live: which directions are live, (heads, d), under the modes with eigenbases; else ().
+      matrices: (*shape, d, d), which take rows to these bases; {} if rows need no change.
+      live: which directions are live, (*shape, d), under the modes with eigenbases; else {}.
     """
 
-    matrices: tuple[jax.Array, ...]
-    live: tuple[jax.Array, ...]
+    matrices: Mapping[Any, jax.Array]
+    live: Mapping[Any, jax.Array]
 
 
 def init_heads(s: Slice, point: Arrays, v_mode: str) -> HeadMoments:
@@ -99,11 +99,12 @@ def refreshed(
       options: the settings of `scale_by_ddc`.
     """
     groups = by_size(s.turns)
-    entering = () if into is None else tuple(stack_heads([into[turn] for turn in turns]) for turns in groups)
+    turns = [turn for group in groups for turn in group]
     if not heads.bases:
-        return heads, Bases(entering, ()), mu, nu
+        return heads, Bases(into or {}, {}), mu, nu
     grams = [_grams(turns, point) for turns in groups]
-    if entering:
+    if into is not None:
+        entering = [stack_heads([into[turn] for turn in turns]) for turns in groups]
         grams = [matmul(matmul(transpose(e), gram), e) for e, gram in zip(entering, grams, strict=True)]
     turned = jnp.stack([_off_diagonal(gram, basis) for gram, basis in zip(grams, heads.bases, strict=True)])
     age = heads.age + 1
@@ -111,36 +112,40 @@ def refreshed(
     if options.refresh_every is not None:
         stale |= age >= options.refresh_every
 
-    def renew(mu: Arrays, nu: Arrays) -> tuple[tuple[jax.Array, ...], Arrays, Arrays, jax.Array]:
+    def renew(mu: Arrays, nu: Arrays) -> Any:
         fresh = tuple(map(_eigenbasis, grams))
-        for turns, old, new in zip(groups, heads.bases, fresh, strict=True):
-            rotation = matmul(transpose(old), new)
-            mu, nu = _turned(turns, mu, rotation), _turned(turns, nu, jnp.square(rotation))
-        return fresh, mu, nu, jnp.zeros_like(age)
+        # `_eigenbasis` reverses columns. Reversed here and back, only products read what is sliced, see `_unstacked`.
+        ascending = _unstacked(groups, [basis[..., ::-1] for basis in fresh])
+        pairs = zip(_unstacked(groups, heads.bases), ascending, strict=True)
+        rotations = dict(zip(turns, (matmul(transpose(old), new)[..., ::-1] for old, new in pairs), strict=True))
+        squares = {turn: jnp.square(rotation) for turn, rotation in rotations.items()}
+        return fresh, _turned(rotations, mu), _turned(squares, nu), jnp.zeros_like(age)
 
     paths = [path for turn in s.turns for path in turn.paths]
     head_mu, head_nu = ({p: moments[p].astype(real_dtype()) for p in paths} for moments in (mu, nu))
     bases, head_mu, head_nu, age = jax.lax.cond(
         stale, renew, lambda mu, nu: (heads.bases, mu, nu, age), head_mu, head_nu
     )
+    matrices = dict(zip(turns, _unstacked(groups, bases), strict=True))
     cut = options.live_threshold if options.v_mode == "body_frame_topk" else eigenvalue_cutoff(real_dtype())
-    sizes = [jnp.sum(basis * matmul(gram, basis), -2) for gram, basis in zip(grams, bases, strict=True)]
-    live = tuple(size > cut * jnp.max(size, -1, keepdims=True) for size in sizes)
-    matrices = tuple(map(matmul, entering, bases)) if entering else bases
+    live = {}
+    for (turn, basis), gram in zip(matrices.items(), _unstacked(groups, grams), strict=True):
+        size = jnp.einsum("...ii->...i", matmul(transpose(basis), matmul(gram, basis)))
+        live[turn] = size > cut * jnp.max(size, -1, keepdims=True)
+    if into is not None:
+        matrices = {turn: matmul(into[turn], basis) for turn, basis in matrices.items()}
     return HeadMoments(bases, (), age), Bases(matrices, live), mu | head_mu, nu | head_nu
 
 
-def in_bases(s: Slice, bases: Bases, vector: Arrays, back: bool = False) -> Arrays:
+def in_bases(bases: Bases, vector: Arrays, back: bool = False) -> Arrays:
     """A vector in the bases that moments are kept in, or back."""
-    for turns, matrices in zip(by_size(s.turns), bases.matrices, strict=False):
-        vector = _turned(turns, vector, transpose(matrices) if back else matrices)
-    return vector
+    return _turned({turn: transpose(x) if back else x for turn, x in bases.matrices.items()}, vector)
 
 
 def divided(
     s: Slice,
     heads: HeadMoments,
-    live: Sequence[jax.Array],
+    live: Mapping[Any, jax.Array],
     options: Any,
     adam: Adam,
     mean: Arrays,
@@ -177,15 +182,14 @@ def divided(
     if mode == "per_head_matrix":
         by_matrix, outer = _by_matrix(s, heads.outer, adam, mean, gradient)
         return step | by_matrix, nu, heads._replace(outer=outer)
-    for turns, directions in zip(by_size(s.turns), live, strict=False):
-        for turn, alive in zip(turns, unstack_heads(directions, turns), strict=True):
-            # Directions that are not live follow the mean over the head's RMS.
-            root = adam.root(turn.mean(nu))
-            for block in turn.blocks:
-                rows = block.rows(step[block.path])
-                plain = block.rows(mean[block.path]) / turn.per_head(block, root)
-                chosen = jnp.where(turn.along_basis(block, alive), rows, plain)
-                step[block.path] = block.write(step[block.path], chosen)
+    for turn, alive in live.items():
+        # Directions that are not live follow the mean over the head's RMS.
+        root = adam.root(turn.mean(nu))
+        for block in turn.blocks:
+            rows = block.rows(step[block.path])
+            plain = block.rows(mean[block.path]) / turn.per_head(block, root)
+            chosen = jnp.where(turn.along_basis(block, alive), rows, plain)
+            step[block.path] = block.write(step[block.path], chosen)
     return step, nu, heads
 
 
@@ -209,10 +213,19 @@ def _off_diagonal(gram: jax.Array, basis: jax.Array) -> jax.Array:
     return jnp.max(jnp.linalg.norm(off, axis=(-2, -1)) / jnp.where(whole > 0, whole, 1.0))
 
 
-def _turned(turns: Sequence[Any], leaves: Arrays, matrices: jax.Array) -> Arrays:
+def _unstacked(groups: Sequence[Sequence[Any]], stacked: Sequence[jax.Array]) -> list[jax.Array]:
+    """One array per rotation, from one array per size of heads.
+
+    XLA fuses a slice with what reads it, unless that is a matrix product. It compiles fused programs one by one, but
+    programs that are equal in all layers once: so only products should read these arrays.
+    """
+    return [x for turns, array in zip(groups, stacked, strict=True) for x in unstack_heads(array, turns)]
+
+
+def _turned(matrices: Mapping[Any, jax.Array], leaves: Arrays) -> Arrays:
     """The leaves with the rows of every head multiplied by its matrix."""
     out = dict(leaves)
-    for turn, matrix in zip(turns, unstack_heads(matrices, turns), strict=True):
+    for turn, matrix in matrices.items():
         out |= turn.turned(out, matrix)
     return out
 

@@ -112,8 +112,10 @@ def at_once(function: Callable[..., Tree], static: tuple[Any, ...], *arrays: Any
     placed as its operands are.
     """
     leaves = [leaf for leaf in jax.tree.leaves(arrays) if isinstance(leaf, jax.Array)]
-    traced = any(isinstance(leaf, jax.core.Tracer) for leaf in leaves)
-    if traced or len({device for leaf in leaves for device in leaf.devices()}) > 1:
+    # Inside `jit` a new array is a tracer, even where `arrays` are constants.
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in (placeholder(), *leaves)):
+        return function(*static, *arrays)
+    if len({device for leaf in leaves for device in leaf.devices()}) > 1:
         return function(*static, *arrays)
     return _program(function)(static, *arrays)
 

@@ -364,3 +364,13 @@ def test_complex_planes_stay_one_function(x64: None) -> None:
     updates, _ = tx.update(jax.grad(case.loss)(params), jit(tx.init)(params), params)
     moved = gauge.read(optax.apply_updates(params, updates))[""] - gauge.read(params)[""]
     assert float(jnp.max(jnp.abs(moved[..., 0]))) <= 1e-9
+
+
+@pytest.mark.parametrize("make", OURS.values(), ids=OURS)
+def test_init_is_one_state_inside_jit_and_outside(make: Make) -> None:
+    """Inside, constants are no tracers, and yet nothing is computed at once."""
+    params = {"a": jnp.ones((4, 2)).at[0, 1].set(3.0), "b": jnp.ones((2, 3)).at[1, 2].set(-2.0)}
+    tx = make(LORA)
+    outside = tx.init(params)
+    for inside in (jax.jit(lambda: tx.init(params))(), jax.jit(tx.init)(params)):
+        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-6), inside, outside)

@@ -253,8 +253,9 @@ def _searched(
     symmetries = [symmetry for one in tried for symmetry in one.solve(squares, masks, near)]
     point = generic_point(leaves, rng(1, 0))
     exact = independent([s for s in symmetries if s.residual < ZERO], point, rng(7))
-    closest = sorted((s for s in symmetries if s.residual >= ZERO), key=lambda s: s.residual)[:_CLOSE]
-    close = independent(closest, point, rng(8), exact)
+    close = [s for s in symmetries if s.residual >= ZERO]
+    limit = sorted([*(s.residual for s in close), *[np.inf] * _CLOSE])[_CLOSE - 1]
+    close = independent([s for s in close if s.residual <= limit], point, rng(8), exact)
     bar.update()
 
     bar.set_postfix_str("finite moves")

@@ -137,11 +137,7 @@ class Heads(Turn):
     def turned_view(self, block: Block, rows: jax.Array, matrix: jax.Array) -> jax.Array:
         """W·matrix for one block's view."""
         matrices, wide = self.as_matrices(block, rows)
-        if self.rows(block) == 1:  # a sum, because XLA:CPU would compile a small product anew for every bias
-            row = matrices if wide else transpose(matrices)
-            product = jnp.sum(row * matrix, -2)
-        else:
-            product = matmul(transpose(matrix), matrices) if wide else matmul(matrices, matrix)
+        product = matmul(transpose(matrix), matrices) if wide else matmul(matrices, matrix)
         order, _ = self._head_major(block)
         return product.reshape([rows.shape[k] for k in order]).transpose([order.index(k) for k in range(len(order))])
 

@@ -137,6 +137,8 @@ class Heads(Turn):
     def turned_view(self, block: Block, rows: jax.Array, matrix: jax.Array) -> jax.Array:
         """W·matrix for one block's view."""
         matrices, wide = self.as_matrices(block, rows)
+        # Also one row (a bias) is a product, not a sum: XLA:CPU may fuse a sum with the write of the same rows into one
+        # loop, which then reads what it has overwritten (openxla/xla issue 49176).
         product = matmul(transpose(matrix), matrices) if wide else matmul(matrices, matrix)
         order, _ = self._head_major(block)
         return product.reshape([rows.shape[k] for k in order]).transpose([order.index(k) for k in range(len(order))])

@@ -4,14 +4,22 @@ from gauge_optax import measure, testing
 from gauge_optax.binding.masks import by_path
 from gauge_optax.binding.names import axes_by_name
 from gauge_optax.discovery.report import discover
+from gauge_optax.gauges.absorption import bias_absorption
+from gauge_optax.gauges.embedding_shift import embedding_shift
 from gauge_optax.gauges.gauge import Gauge, product
+from gauge_optax.gauges.key_bias import key_bias
 from gauge_optax.gauges.linear import head_linear
+from gauge_optax.gauges.read_shift import norm_read_shift
+from gauge_optax.gauges.residual import residual_rotation
+from gauge_optax.gauges.residual_scale import residual_scale
 from gauge_optax.gauges.rope_linear import rope_linear
 from gauge_optax.gauges.rotation import head_rotation
 from gauge_optax.gauges.scale import multiplier_balance, norm_scale, rescale, scale_invariant
 from gauge_optax.gauges.shift import logit_shift
 from gauge_optax.gauges.torus import rope_torus
+from gauge_optax.gauges.write_shift import norm_write_shift
 from gauge_optax.measure.balance import track_balance
+from gauge_optax.measure.census import census
 from gauge_optax.measure.live import track
 from gauge_optax.optimizers._quotient import quotient
 from gauge_optax.optimizers.aliases import ddc_adamw, ddc_muon, quotient_adamw, quotient_muon
@@ -36,8 +44,9 @@ __all__ = [  # noqa: RUF022  by what a user wants
     # Train with your optimizer, on the slice.
     "quotient", "quotient_adamw", "quotient_muon", "ddc_adamw", "ddc_muon", "from_state",
     # Say which symmetries a model has.
-    "Gauge", "head_linear", "head_rotation", "logit_shift", "multiplier_balance", "norm_scale", "product", "rescale",
-    "rope_linear", "rope_torus", "scale_invariant",
+    "Gauge", "bias_absorption", "embedding_shift", "head_linear", "head_rotation", "key_bias", "logit_shift",
+    "multiplier_balance", "norm_read_shift", "norm_scale", "norm_write_shift", "product", "rescale",
+    "residual_rotation", "residual_scale", "rope_linear", "rope_torus", "scale_invariant",
     # Find them, write them down, look at a run before it starts.
     "discover", "lora", "plan", "to_json", "from_json", "axes_by_name", "by_path",
     # Move weights along orbits, and optimizer states with them.
@@ -48,5 +57,5 @@ __all__ = [  # noqa: RUF022  by what a user wants
     "gauge_project", "scale_by_ddc", "scale_by_scaled_polar", "scale_by_relative_rms", "scale_by_opposite_gram",
     "add_gauge_decay", "gauge_retract",
     # Watch a run, measure, assert.
-    "track", "track_balance", "track_rotation", "measure", "testing",
+    "track", "track_balance", "track_rotation", "census", "measure", "testing",
 ]  # fmt: skip

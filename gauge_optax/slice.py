@@ -124,8 +124,8 @@ class Slice:
 
     @functools.cached_property
     def blocks(self) -> tuple[Block, ...]:
-        """Every block of every instance."""
-        return tuple(block for instance in self.instances for block in instance.blocks)
+        """Every block that an instance moves, or that its action reads."""
+        return tuple(block for instance in self.instances for block in (*instance.blocks, *instance.context))
 
     @functools.cached_property
     def added(self) -> Mapping[str, float | np.ndarray]:
@@ -240,7 +240,7 @@ class Slice:
         instances commute, and scales come last: then `enter` undoes them first, in the same pass over memory as the
         matrix product that undoes a rotation.
         """
-        shifts = [i.effect == "shift" for i in self.instances]
+        shifts = [i.effect == "shift" or i.keeps_place for i in self.instances]
         keys = [
             (2 * sum(shifts[:k]) + shift, self.instances[k].effect == "diagonal") for k, shift in enumerate(shifts)
         ]
@@ -266,7 +266,12 @@ class Slice:
         return SliceTangent(tangent)
 
     def enter_dual(
-        self, elements: Sequence[Any], gradient: Arrays, turning: bool = True, without_shifts: bool = True
+        self,
+        elements: Sequence[Any],
+        gradient: Arrays,
+        turning: bool = True,
+        without_shifts: bool = True,
+        point: SlicePoint | None = None,
     ) -> SliceCotangent:
         """The slice gradient ĝ = Fᵀ·g, without the roundoff in entries that are zero for every invariant loss.
 
@@ -275,13 +280,49 @@ class Slice:
           gradient: bound leaves of the gradient at the stored point.
           turning: whether to rotate heads to the slice's basis.
           without_shifts: whether to remove the part along shifts. Only a loss with a penalty on weights has one.
+          point: the slice point, which is needed where gauges pass the scales of norms.
         """
         for instance, e in reversed(list(self._moves(elements, turning))):
             gradient = instance.pull(e, gradient)
+        for norm, block in self.divided:
+            gradient = norm.completed(dict(point), gradient, block) if point is not None else gradient
         gradient = self.centred(gradient) if without_shifts else gradient
         for kind, turns in self.turns_by_kind:
             gradient = kind.without_roundoff(turns, gradient)
         return SliceCotangent(gradient)
+
+    @functools.cached_property
+    def divided(self) -> tuple[tuple[Any, Block], ...]:
+        """The scales of norms that other gauges pass, each with the instance that makes it 1 on the slice.
+
+        Raises ValueError for a scale without such an instance, and for one that acts before the gauge that passes it:
+        transformations need both. A gauge alone moves weights by the scales that they have.
+        """
+        pairs: dict[str, tuple[Any, Block]] = {}
+        for at, instance in enumerate(self.instances):
+            for block in instance.divided:
+                norms = [
+                    (number, i) for number, i in enumerate(self.instances)
+                    if i.anchors and i.log_step and i.anchors[0] == (dataclasses.replace(block, role="up"),)
+                ]  # fmt: skip
+                if not norms:
+                    raise binding_error(
+                        instance.gauge, f"the norm's scale '{block.path}' is not divided out", "no norm_scale of it",
+                        "the go.norm_scale gauge of that norm in the same list", "add it behind this gauge",
+                    )  # fmt: skip
+                number, norm = norms[0]
+                between = self.instances[number : at + 1]
+                if any(i.effect == "shift" or i.keeps_place for i in between):
+                    raise binding_error(
+                        instance.gauge, f"acts after norm_scale of '{block.path}'", "a later place in the list",
+                        f"{instance.gauge} before that norm_scale", "move it to the front of the list of gauges",
+                    )  # fmt: skip
+                pairs[block.path] = norm, dataclasses.replace(block, role="up")
+        return tuple(pairs.values())
+
+    def check_norms(self) -> None:
+        """Raises what `divided` raises."""
+        _ = self.divided
 
     def leave(self, elements: Sequence[Any], tangent: SliceTangent, turning: bool = True) -> Arrays:
         """F·u for a tangent u on the slice: the step of the stored weights."""
@@ -346,8 +387,14 @@ class Slice:
         return SliceTangent(self._over_turns(dict(point), dict(tangent), lambda kind: kind.hold))
 
     def project_turning(self, point: Arrays, vector: Arrays, into: Mapping[Any, jax.Array] | None = None) -> Arrays:
-        """Removes the part along rotations from a tangent or a cotangent. For `into` see `Turn.project`."""
+        """Removes the part along rotations from a tangent. For `into` see `Turn.project`."""
         return self._over_turns(point, vector, lambda kind: functools.partial(kind.project, into=into))
+
+    def project_turning_dual(self, point: Arrays, cotangent: Arrays) -> Arrays:
+        """The transpose of `project_turning`."""
+        for kind, turns in reversed(self.turns_by_kind):
+            cotangent = kind.project_dual(turns, point, cotangent)
+        return cotangent
 
     def _over_turns(
         self, point: Arrays, vector: Arrays, change: Callable[[Any], Callable[..., Arrays]]
@@ -365,13 +412,14 @@ class Slice:
     @functools.cached_property
     def turns(self) -> tuple[Any, ...]:
         """The `turn`s of all instances that rotate heads."""
-        return tuple(i.turn for i in self.instances if i.turn is not None)
+        return tuple(i.turn for i in self.instances if i.turn is not None and i.turn.of_heads)
 
     @functools.cached_property
     def turns_by_kind(self) -> tuple[tuple[Any, tuple[Any, ...]], ...]:
-        """Each class of rotations with its `turns`; those that move entry by entry come last."""
-        kinds: list[type[Turn]] = sorted(dict.fromkeys(map(type, self.turns)), key=lambda kind: kind.entrywise)
-        return tuple((kind, tuple(turn for turn in self.turns if type(turn) is kind)) for kind in kinds)
+        """Each class of rotations with its `turn`s: the residual stream first, moves entry by entry last."""
+        turns = [i.turn for i in self.instances if i.turn is not None]
+        kinds: list[type[Turn]] = sorted(dict.fromkeys(map(type, turns)), key=lambda k: (k.of_heads, k.entrywise))
+        return tuple((kind, tuple(turn for turn in turns if type(turn) is kind)) for kind in kinds)
 
     # Reading a point --------------------------------------------------------------------------------------
 
@@ -383,18 +431,22 @@ class Slice:
           turning: whether to read rotations. If False, they are the identity.
         """
         elements, masks, point = self._read_sizes(self.centred(values))
+        if any(i.targets for i in self.instances):  # what was moved into a centred leaf
+            point = self.centred(point)
         for kind, turns in self.turns_by_kind if turning else ():
             read = dict(zip(turns, kind.read_all(turns, point), strict=True))
             for number, instance in enumerate(self.instances):
                 if instance.turn in read:
                     turn = instance.from_turn(read[instance.turn])
                     elements[number] = instance.compose(elements[number], turn) if instance.anchors else turn
+                    # Heads are read where the residual stream has its slice basis, because their rows lie in it.
+                    point = point if instance.turn.of_heads else instance.enter(turn, point)
         return FrameOfPoint(self._with_means(elements, values), tuple(masks))
 
     def _with_means(self, elements: Sequence[Any], values: Arrays) -> tuple[Any, ...]:
         """Reads the shifts into a copy of `elements`: each one after every instance that acts after it is undone."""
         elements = list(elements)
-        if all(instance.effect != "shift" for instance in self.instances):
+        if not any(i.effect == "shift" or i.keeps_place for i in self.instances):
             return tuple(elements)
         for number in reversed(range(len(elements))):
             instance = self.instances[number]
@@ -416,6 +468,8 @@ class Slice:
             # An entry that another instance moves counts only once that instance's channel has been read and undone:
             # before that, its size differs between twins.
             for number, block in place.others:
+                if self.instances[number].keeps_place:
+                    continue  # it is always read
                 mask = read[number].astype(real_dtype())
                 factor = block.spread(self.instances[number].named, mask, elsewhere=1.0)
                 visible[block.path] = visible[block.path] * factor
@@ -434,7 +488,7 @@ class Slice:
         # their entries differ between twins.
         for number, mask in read.items():
             instance = self.instances[number]
-            for block in instance.blocks:
+            for block in () if instance.keeps_place else instance.blocks:
                 factor = block.spread(instance.named, mask.astype(real_dtype()), elsewhere=1.0)
                 point = point | {block.path: point[block.path] * factor}
         return elements, masks, point
@@ -513,7 +567,7 @@ class Slice:
     def horizontal_dual(self, point: Arrays, masks: Sequence[jax.Array], cotangent: Arrays) -> Arrays:
         """The transpose of `horizontal`: a gradient whose product with every vertical tangent is zero."""
         _, pull = jax.vjp(lambda values: self._sized(values, masks), point)
-        out: Arrays = pull(self.centred(self.project_turning(point, cotangent)))[0]
+        out: Arrays = pull(self.centred(self.project_turning_dual(point, cotangent)))[0]
         return out
 
     def nearest_slice_point(self, params: Any) -> "NearestSlicePoint":
@@ -525,6 +579,8 @@ class Slice:
     def horizontal_at(self, params: Any, vector: Any, dual: bool = False) -> Arrays:
         """The horizontal part of a tangent, or of a cotangent, at any point: bound leaves."""
         near, vectors = self.nearest_slice_point(params), self.vectors(vector)
+        if any(i.divided for i in self.instances):
+            return self._horizontal_of_conjugates(self.values(params), near, vectors, dual)
         if dual:
             inside = self.pulled(near.elements, vectors)
             back = [i.inverse(e) for i, e in zip(self.instances, near.elements, strict=True)]
@@ -532,6 +588,25 @@ class Slice:
         inside = dict(self.enter_tangent(near.elements, vectors))
         across = self.horizontal(dict(near.point), near.masks, inside)
         return self.leave(near.elements, SliceTangent(across))
+
+    def _horizontal_of_conjugates(
+        self, values: Arrays, near: "NearestSlicePoint", vectors: Arrays, dual: bool
+    ) -> Arrays:
+        """As `horizontal_at`, for moves that depend on a norm's scale, which any vector may change."""
+        point = dict(near.point)
+
+        def enter(x: Arrays) -> Arrays:
+            return dict(self.enter(near.elements, x))
+
+        def leave(x: Arrays) -> Arrays:
+            return self.leave_point(near.elements, SlicePoint(x))
+
+        if dual:
+            across = self.horizontal_dual(point, near.masks, jax.vjp(leave, point)[1](vectors)[0])
+            out: Arrays = jax.vjp(enter, values)[1](across)[0]
+            return out
+        inside = jax.jvp(enter, (values,), (vectors,))[1]
+        return jax.jvp(leave, (point,), (self.horizontal(point, near.masks, inside),))[1]
 
     def pulled(self, elements: Sequence[Any], cotangent: Arrays, reverse: bool = True) -> Arrays:
         """Fᵀ·g without what `enter_dual` removes, in the order of `move_order` or in reverse."""
@@ -550,7 +625,8 @@ class Slice:
     # Whether gauges commute -------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Raises ValueError where two gauges do not commute."""
+        """Raises ValueError where two gauges do not commute, or stand in an order in which they cannot be read."""
+        self._check_targets()
         by_path: dict[str, list[tuple[Instance, Block]]] = {}
         for instance in self.instances:
             for block in instance.blocks:
@@ -565,6 +641,26 @@ class Slice:
                                 instance.gauge, f"does not commute with {other.gauge} on '{path}'", *reason,
                                 "drop one of the two from this list",
                             )  # fmt: skip
+
+
+    def _check_targets(self) -> None:
+        """Raises ValueError where a constant is moved into a leaf that was read before: it has to be moved first.
+
+        Elements are read from the last gauge of a list to the first.
+        """
+        for at, instance in enumerate(self.instances):
+            zeroed = [a for later in self.instances[at:] if later.targets for a in later.anchors[0]]
+            if not instance.targets or any(overlap(x, y) for x in zeroed for y in instance.context if x.path == y.path):
+                continue  # what it moves is zero by then
+            for other in self.instances[at + 1 :]:
+                if not (other.effect == "shift" or other.keeps_place):
+                    continue
+                moved = [b.path for b in other.blocks for t in instance.targets if b.path == t.path and overlap(b, t)]
+                if moved and other is not instance and instance.gauge != other.gauge:
+                    raise binding_error(
+                        instance.gauge, f"moves '{moved[0]}' after {other.gauge} was read from it", "an earlier place",
+                        f"{instance.gauge} behind {other.gauge}", f"list {other.gauge} first",
+                    )  # fmt: skip
 
 
 class FrameOfPoint(NamedTuple):
@@ -606,7 +702,8 @@ def _bound(gauges: tuple[Any, ...], leaves: _Leaves, hidden: tuple[str, ...]) ->
 
 @functools.lru_cache(maxsize=64)
 def _checked(parts: tuple[tuple[Any, tuple[Any, ...]], ...]) -> Slice:
-    checked = Slice(parts)
+    everything = tuple(i for _, instances in parts for i in instances)
+    checked = Slice(tuple((gauge, tuple(i.beside(everything) for i in instances)) for gauge, instances in parts))
     checked.check()
     return checked
 
@@ -622,7 +719,12 @@ def _clash(rigid: Any, block: Block, scale: Any, scaled: Block) -> tuple[str, st
             "leaves that no other gauge of the list binds, or a gauge that says `commutes = True`",
         )
     if rigid.turn is not None and scale.turn is not None:
+        # Rotations of two axes of a leaf commute, as those of the residual stream and of heads do.
+        if rigid.rigid and scale.rigid and not _varies_along(scaled, (*scale.named, scale.rigid), block, rigid.rigid):
+            return None
         return "the same entries turned by two gauges", "at most one rotation or linear gauge per entry"
+    if any((dataclasses.replace(x, role="up"),) in scale.anchors for x in rigid.divided):
+        return None  # the rotation acts where this norm's scale is 1
     if rigid.rigid is not None and scale.log_step and _varies_along(scaled, scale.named, block, rigid.rigid):
         return (
             f"the axis that {rigid.gauge} needs constant is scaled entry by entry",

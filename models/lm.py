@@ -54,6 +54,7 @@ class LMConfig:
     tied: bool = False
     init: Literal["normal", "orthogonal"] = "normal"
     zero_out: bool = False
+    norm_eps: float = NORM_EPS
 
     def __post_init__(self) -> None:
         """Reject what no model could be built from."""
@@ -198,8 +199,8 @@ class Block(nnx.Module):
     """x + attention(norm1 x), then x + mlp(norm2 x)."""
 
     def __init__(self, c: LMConfig, rngs: nnx.Rngs) -> None:
-        self.norm1, self.attn = Norm(c.norm, c.d_model, c.norm_one_plus, c.bias), Attention(c, rngs)
-        self.norm2, self.mlp = Norm(c.norm, c.d_model, c.norm_one_plus, c.bias), MLP(c, rngs)
+        self.norm1, self.attn = Norm(c.norm, c.d_model, c.norm_one_plus, c.bias, c.norm_eps), Attention(c, rngs)
+        self.norm2, self.mlp = Norm(c.norm, c.d_model, c.norm_one_plus, c.bias, c.norm_eps), MLP(c, rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """(batch, time, d) to the same."""
@@ -228,7 +229,7 @@ class LM(nnx.Module):
         self.embed = Embedding(c.vocab, c.d_model, rngs)
         self.pos = None if c.rope else Embedding(c.max_len, c.d_model, rngs)
         self.blocks = nnx.List([Block(c, rngs) for _ in range(c.layers)])
-        self.final_norm = Norm(c.norm, c.d_model, c.norm_one_plus, c.bias)
+        self.final_norm = Norm(c.norm, c.d_model, c.norm_one_plus, c.bias, c.norm_eps)
         self.lm_head = Head(c, rngs)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
@@ -284,6 +285,102 @@ def gauges(config: LMConfig, linear: bool = False) -> list[go.Gauge]:
         *_mlp_gauges(config),
         *_head_gauges(config),
     ]
+
+
+def whole_gauges(config: LMConfig, linear: bool = True, residual: bool = True) -> list[go.Gauge]:
+    """Every symmetry of this configuration: `gauges`, and the dead directions that are left beside them.
+
+    Args:
+      config: the model's.
+      linear: as in `gauges`.
+      residual: whether to add the rotation of the residual stream, the costliest of them in training.
+    """
+    return [
+        *(_residual_gauge(config) if residual else []),
+        *_centring_gauges(config),
+        *gauges(config, linear),
+        *_bias_gauges(config),
+        *_scale_gauges(config),
+    ]
+
+
+def _readers(c: LMConfig) -> dict[str, dict[str, str]]:
+    """Norm → the modules that read it, with the axes of their outputs."""
+    mlp = ("gate", "up") if c.mlp == "swiglu" else ("up",)
+    readers = {
+        "blocks/{i}/norm1": {f"blocks/{{i}}/attn/{name}": "_ _" for name in ("query", "key", "value")},
+        "blocks/{i}/norm2": {f"blocks/{{i}}/mlp/{name}": "_" for name in mlp},
+    }
+    return readers if c.tied else readers | {"final_norm": {"lm_head": "_"}}
+
+
+def _writers(c: LMConfig) -> dict[str, str]:
+    """Paths of what is added to the residual stream → the axes before the stream's."""
+    embeddings = {"embed/embedding": "_ "} | ({} if c.rope else {"pos/embedding": "_ "})
+    kernels = {"blocks/{i}/attn/out/kernel": "_ _ ", "blocks/{i}/mlp/down/kernel": "_ "}
+    biases = {"blocks/{i}/attn/out/bias": "", "blocks/{i}/mlp/down/bias": ""} if c.bias else {}
+    return embeddings | kernels | biases
+
+
+def _residual_gauge(c: LMConfig) -> list[go.Gauge]:
+    """The rotation of the stream; none where a tied head reads the embedding through the final norm's scale."""
+    if c.tied:
+        return []
+    read = {f"{m}/kernel": f"basis {axes}" for modules in _readers(c).values() for m, axes in modules.items()}
+    write = {path: f"{axes}basis" for path, axes in _writers(c).items()}
+    return [go.residual_rotation(read, write, _norm_gauges(c), centred=c.norm == "layernorm")]
+
+
+def _centring_gauges(c: LMConfig) -> list[go.Gauge]:
+    """What LayerNorms hide by subtracting the mean: a number per row of writers, and per output of readers."""
+    if c.norm != "layernorm":
+        return []
+    shifts: list[go.Gauge] = []
+    for norm, modules in _readers(c).items():
+        scale = {f"{norm}/scale": "1+ channel" if c.norm_one_plus else "channel"}
+        read = {f"{module}/kernel": f"channel {axes}" for module, axes in modules.items()}
+        if c.bias:
+            into = {f"{module}/bias": axes for module, axes in modules.items()}
+            shifts.append(go.norm_read_shift(read, scale, {f"{norm}/bias": "channel"}, into))
+        else:
+            shifts.append(go.norm_read_shift(read, scale))
+    for path, axes in _writers(c).items():
+        if not (c.tied and path == "embed/embedding"):
+            shifts.append(go.norm_write_shift({path: f"{axes}channel"}))
+    return shifts
+
+
+def _scale_gauges(c: LMConfig) -> list[go.Gauge]:
+    """One factor on the whole stream, where norms divide by exactly its size."""
+    if c.norm_eps > 0:
+        return []
+    final = {"final_norm/scale": "1+ _" if c.norm_one_plus else "_"}
+    final |= {"final_norm/bias": "_"} if c.norm == "layernorm" and c.bias else {}
+    return [go.residual_scale({path: f"{axes}_" for path, axes in _writers(c).items()}, final if c.tied else None)]
+
+
+def _bias_gauges(c: LMConfig) -> list[go.Gauge]:
+    """Constants that a later bias can take over, and those that nothing reads."""
+    found: list[go.Gauge] = [] if c.rope else [
+        go.embedding_shift({"embed/embedding": "_ channel"}, {"pos/embedding": "_ channel"})
+    ]  # fmt: skip
+    if not c.bias:
+        return found
+    # A norm's bias moves into the key and value biases, so that its gauge stands behind theirs.
+    attn = "blocks/{i}/attn"
+    kernel = {f"{attn}/out/kernel": f"{_query_head(c)} entry _"}
+    found.append(go.bias_absorption({f"{attn}/value/bias": "head entry"}, kernel, {f"{attn}/out/bias": "_"}))
+    if not c.rope and not c.qk_norm:
+        found.append(go.key_bias({f"{attn}/key/bias": "_ _"}))
+    if c.norm == "layernorm":
+        for norm, modules in _readers(c).items():
+            through = {f"{module}/kernel": f"channel {axes}" for module, axes in modules.items()}
+            into = {f"{module}/bias": axes for module, axes in modules.items()}
+            found.append(go.bias_absorption({f"{norm}/bias": "channel"}, through, into))
+        if c.tied:
+            final, embedding = {"final_norm/bias": "channel"}, {"embed/embedding": "_ channel"}
+            found.append(go.bias_absorption(final, embedding, {"lm_head/bias": "_"}))
+    return found
 
 
 def _with_bias(config: LMConfig, module: str, kernel_axes: str, bias_axes: str) -> dict[str, str]:

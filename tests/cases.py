@@ -260,6 +260,59 @@ def _semidirect_loss(p: Tree) -> jax.Array:
     return _cross_entropy(x @ p["kernel"] + p["bias"])
 
 
+def _absorbed_loss(p: Tree) -> jax.Array:
+    x = _normalised(_inputs(p["bias"], 4, 6)) + p["bias"]
+    query = _project(p, "query", x)
+    return _square(jnp.tanh(query)) + _square(jnp.tanh(x @ p["up"]["kernel"] + p["up"]["bias"]))
+
+
+def _value_bias_loss(p: Tree) -> jax.Array:
+    """Weights of attention that sum to 1, and two query heads per value head."""
+    x = _inputs(p["out"]["kernel"], 4, 6)
+    weights = jax.nn.softmax(_inputs(p["out"]["kernel"], 4, 4, 4))
+    value = jnp.repeat(_project(p, "value", x), 2, 1)
+    mixed = jnp.einsum("hnm,mhe->nhe", weights, value)
+    return _square(jnp.tanh(jnp.einsum("nhe,hed->nd", mixed, p["out"]["kernel"]) + p["out"]["bias"]))
+
+
+def _softmax_loss(p: Tree) -> jax.Array:
+    x = _inputs(p["query"]["kernel"], 4, 6)
+    scores = jnp.einsum("nhe,mhe->hnm", _project(p, "query", x), _project(p, "key", x))
+    return _square(jax.nn.softmax(scores) - 0.3)
+
+
+def _layer_normalised(x: jax.Array) -> jax.Array:
+    return _normalised(x - jnp.mean(x, -1, keepdims=True))
+
+
+def _written_loss(p: Tree) -> jax.Array:
+    x = _inputs(p["out"], 4, 2, 4)
+    return _square(jnp.tanh(_layer_normalised(jnp.einsum("nhe,hed->nd", x, p["out"]) + p["bias"])[:, :3]))
+
+
+def _centred_loss(p: Tree) -> jax.Array:
+    leaf = p["up"]["kernel"]
+    x = _layer_normalised(_inputs(leaf, 4, 6)) * (1.0 + p.get("scale", jnp.zeros(()))) + p.get("bias", 0.0)
+    return _square(jnp.tanh(_project(p, "query", x))) + _square(
+        jnp.tanh(x @ p["up"]["kernel"] + p["up"].get("bias", 0.0))
+    )
+
+
+def _stream_loss(centred: Any, p: Tree | None = None) -> jax.Array:
+    """A stream that an embedding and a bias write to, and one kernel reads through a norm."""
+    centred, p = (False, centred) if p is None else (centred, p)
+    x = p["token"][np.array([0, 3, 7, 1])] + p["bias"]
+    x = (_layer_normalised if centred else _normalised)(x) * p.get("scale", 1.0) + p.get("norm_bias", 0.0)
+    return _square(jnp.tanh(x @ p["up"]["kernel"] + p["up"].get("bias", 0.0)))
+
+
+def _skips_loss(p: Tree) -> jax.Array:
+    x = p["token"][np.array([0, 3, 7, 1])]
+    for layer in p["layers"].values():
+        x = x + jnp.tanh(_normalised(x)) @ layer["out"]
+    return _square(jnp.tanh(_normalised(x) @ p["up"]))
+
+
 def _lm_loss(config: lm.LMConfig, p: Tree) -> jax.Array:
     tokens = np.random.default_rng(0).integers(config.vocab, size=(3, config.max_len + 1))
     return lm_parts(config)[1](p, tokens)
@@ -295,6 +348,21 @@ def _value_out() -> Gauge:
 
 def _after_norm(scale: jax.Array, value: Tree) -> Tree:
     return value | {"kernel": scale[:, None, None] * value["kernel"]}
+
+
+def _near_one(key: jax.Array) -> Tree:
+    """A norm whose scale, stored less one, is positive: numbers near zero would be ill-conditioned in float32."""
+    shapes = dict(query__kernel=(6, 2, 4), query__bias=(2, 4), up__kernel=(6, 5), up__bias=(5,))
+    params = _params(scale=(6,), bias=(6,), **shapes)(key)
+    return params | {"scale": 0.2 * params["scale"]}
+
+
+def _residual_gauges(centred: bool) -> list[Gauge]:
+    norm = go.norm_scale({"scale": "channel", "norm_bias": "channel"}, {"up/kernel": "channel _"})
+    turn = go.residual_rotation(
+        {"up/kernel": "basis _"}, {"token": "_ basis", "bias": "basis"}, [norm], centred=centred
+    )
+    return [turn, norm]
 
 
 def _final_norm() -> Gauge:
@@ -602,6 +670,113 @@ GAUGE_CASES: tuple[GaugeCase, ...] = (
         dim=13,
     ),
 )
+
+FLAT_CASES: tuple[GaugeCase, ...] = (
+    GaugeCase(
+        "bias_absorption/norm",  # two readers with biases of unlike shapes
+        lambda: [
+            go.bias_absorption(
+                {"bias": "channel"},
+                {"query/kernel": "channel _ _", "up/kernel": "channel _"},
+                {"query/bias": "_ _", "up/bias": "_"},
+            )
+        ],
+        _params(bias=(6,), query__kernel=(6, 2, 4), query__bias=(2, 4), up__kernel=(6, 5), up__bias=(5,)),
+        _absorbed_loss,
+        dim=6,
+    ),
+    GaugeCase(
+        "bias_absorption/value_gqa",  # two query heads read each value head
+        lambda: [
+            go.bias_absorption(
+                {"value/bias": "head entry"}, {"out/kernel": "(head _) entry _"}, {"out/bias": "_"}
+            )
+        ],
+        _params(value__kernel=(6, 2, 4), value__bias=(2, 4), out__kernel=(4, 4, 6), out__bias=(6,)),
+        _value_bias_loss,
+        dim=8,
+    ),
+    GaugeCase(
+        "key_bias/mha",
+        lambda: [go.key_bias({"key/bias": "_ _"})],
+        _params(query__kernel=(6, 2, 4), key__kernel=(6, 2, 4), key__bias=(2, 4)),
+        _softmax_loss,
+        dim=8,
+    ),
+    GaugeCase(
+        "embedding_shift/positions",
+        lambda: [go.embedding_shift({"token": "_ channel"}, {"position": "_ channel"})],
+        _params(token=(5, 4), position=(3, 4)),
+        _embedded_loss,
+        dim=4,
+    ),
+    GaugeCase(
+        "norm_write_shift/layer",
+        lambda: [go.norm_write_shift({"out": "_ _ channel", "bias": "channel"})],
+        _params(out=(2, 4, 6), bias=(6,)),
+        _written_loss,
+        dim=9,
+    ),
+    GaugeCase(
+        "norm_read_shift/plain",
+        lambda: [go.norm_read_shift({"query/kernel": "channel _ _", "up/kernel": "channel _"})],
+        _params(query__kernel=(6, 2, 4), up__kernel=(6, 5)),
+        _centred_loss,
+        dim=13,
+    ),
+    GaugeCase(
+        "residual_rotation/plain",
+        lambda: [go.residual_rotation({"up/kernel": "basis _"}, {"token": "_ basis", "bias": "basis"})],
+        _params(token=(8, 6), bias=(6,), up__kernel=(6, 5)),
+        _stream_loss,
+        dim=15,
+    ),
+    GaugeCase(
+        "residual_scale/layers",
+        lambda: [go.residual_scale({"token": "_ _", "layers/{i}/out": "_ _"})],
+        _params(token=(8, 6), layers__0__out=(6, 6), layers__1__out=(6, 6), up=(6, 5)),
+        _skips_loss,
+        dim=1,
+    ),
+    GaugeCase(
+        "norm_read_shift/one_plus_bias",
+        lambda: [
+            go.norm_read_shift(
+                {"query/kernel": "channel _ _", "up/kernel": "channel _"}, {"scale": "1+ channel"}, {"bias": "channel"},
+                {"query/bias": "_ _", "up/bias": "_"},
+            ),
+            go.norm_scale(
+                {"scale": "1+ channel", "bias": "channel"},
+                {"query/kernel": "channel _ _", "up/kernel": "channel _"},
+            ),
+        ],
+        _near_one,
+        _centred_loss,
+        dim=19,
+    ),
+    GaugeCase(
+        "product/residual_layernorm",
+        lambda: _residual_gauges(centred=True),
+        _params(token=(8, 6), bias=(6,), scale=(6,), norm_bias=(6,), up__kernel=(6, 5), up__bias=(5,)),
+        functools.partial(_stream_loss, True),
+        dim=16,
+    ),
+    GaugeCase(
+        "product/whole_gpt",  # all that a LayerNorm network with biases has, but GL of heads
+        lambda: lm.whole_gauges(GPT, linear=False),
+        functools.partial(_lm_params, GPT),
+        functools.partial(_lm_loss, GPT),
+        dim=166,
+    ),
+    GaugeCase(
+        "product/whole_llama",
+        lambda: lm.whole_gauges(LLAMA, linear=False),
+        functools.partial(_lm_params, LLAMA),
+        functools.partial(_lm_loss, LLAMA),
+        dim=60,
+    ),
+)
+"""The residual stream and the dead directions beside it. Their products have neither `inverse` nor `compose`."""
 
 
 def _falling(count: jax.Array) -> jax.Array:

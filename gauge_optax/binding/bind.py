@@ -83,11 +83,19 @@ def instance_key(specs: Sequence[BlockSpec], spec: BlockSpec, path: str) -> str 
     captures = match("binding", spec.pattern, path)
     if captures is None:
         return None
-    return ",".join(f"{name}={captures[name]}" for name in captures_of("binding", specs[0].pattern))
+    # Specs of gauges with one instance for all layers may differ in their captures.
+    first = captures_of("binding", specs[0].pattern)
+    return ",".join(f"{name}={captures[name]}" for name in first if name in captures)
 
 
 def bind(
-    gauge: str, specs: tuple[BlockSpec, ...], sizes: Sizes, tree: Any, reserved: tuple[str, ...] = ()
+    gauge: str,
+    specs: tuple[BlockSpec, ...],
+    sizes: Sizes,
+    tree: Any,
+    reserved: tuple[str, ...] = (),
+    joined: bool = False,
+    partial: tuple[str, ...] = (),
 ) -> Binding:
     """Resolves a gauge's specs on a tree. The result is cached by paths and shapes.
 
@@ -97,6 +105,8 @@ def bind(
       sizes: frozen `sizes`.
       tree: arrays, tracers or ShapeDtypeStructs, with or without boxes.
       reserved: names that are not axes of the group.
+      joined: whether all captures belong to one instance, as for what acts on the residual stream of all layers.
+      partial: roles whose blocks may lack named axes.
 
     Returns:
       The binding.
@@ -115,7 +125,7 @@ def bind(
     # Every method of a gauge binds anew, because the tree of a trace can have other boxes and other hidden leaves than
     # that of `init`. Paths and shapes are hashable, so all of this work is done once per tree.
     leaves = tuple((path, leaf_shape(leaf)) for path, leaf in shown.items())
-    binding = _bind(gauge, tuple(specs), tuple(sizes), tuple(reserved), leaves, hidden)
+    binding = _bind(gauge, tuple(specs), tuple(sizes), tuple(reserved), leaves, hidden, joined, partial)
     # Dtypes are checked outside of the cache: they are not part of its key.
     for path in dict.fromkeys(block.path for instance in binding.instances for block in instance.blocks):
         dtype = getattr(shown[path], "dtype", None)
@@ -134,14 +144,16 @@ def _bind(
     reserved: tuple[str, ...],
     leaves: tuple[tuple[str, tuple[int, ...]], ...],
     hidden: tuple[str, ...],
+    joined: bool,
+    partial: tuple[str, ...],
 ) -> Binding:
-    check_specs(gauge, specs, sizes)
+    check_specs(gauge, specs, sizes, joined, partial)
     shapes = dict(leaves)
     paths_by_key: dict[str, list[list[str]]] = {}  # key of an instance -> per spec, the paths that it binds
     for k, spec in enumerate(specs):
         hits = {path: key for path in shapes if (key := instance_key(specs, spec, path)) is not None}
         for path, key in hits.items():
-            paths_by_key.setdefault(key, [[] for _ in specs])[k].append(path)
+            paths_by_key.setdefault("" if joined else key, [[] for _ in specs])[k].append(path)
         # A MaskedNode that perhaps hides a leaf of the pattern counts only if the pattern matches no other leaf.
         masked = [p for p in hidden if (hit := hidden_match(gauge, spec.pattern, p)) and (hit[1] or not hits)]
         if masked:

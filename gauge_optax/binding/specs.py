@@ -32,7 +32,7 @@ class BlockSpec:
 
 
 def block_specs(
-    gauge: str, role: str, blocks: Mapping[str, Axes], reserved: Sequence[str] = ()
+    gauge: str, role: str, blocks: Mapping[str, Axes], reserved: Sequence[str] = (), joined: bool = False
 ) -> tuple[BlockSpec, ...]:
     """Checks one mapping *path -> axes* of a gauge, and makes it hashable.
 
@@ -41,6 +41,7 @@ def block_specs(
       role: name of the argument.
       blocks: patterns and their axes; a tuple of axes where one leaf holds several blocks.
       reserved: names (`basis`, `vocab`) that each axes string must have, without an integer index.
+      joined: as in `check_specs`.
 
     Returns:
       One `BlockSpec` per axes string, in order.
@@ -79,17 +80,21 @@ def block_specs(
                         gauge, f"reserved name in \"{axes}\" of '{pattern}'", f"'{name}'",
                         "other names: this gauge has no such axis", "rename the axis, or write '_'")
             specs.append(BlockSpec(role, pattern, axes))
-    check_specs(gauge, specs)
+    check_specs(gauge, specs, joined=joined)
     return tuple(specs)
 
 
-def check_specs(gauge: str, specs: Sequence[BlockSpec], sizes: Sizes = ()) -> None:
+def check_specs(
+    gauge: str, specs: Sequence[BlockSpec], sizes: Sizes = (), joined: bool = False, partial: Sequence[str] = ()
+) -> None:
     """Checks that all specs of a gauge have the same captures and the same named axes.
 
     Args:
       gauge: name for errors.
       specs: all roles together.
       sizes: frozen `sizes`.
+      joined: whether captures make no instances of their own, so that specs may differ in them.
+      partial: roles whose blocks may lack named axes.
 
     Raises:
       ValueError: a capture or a named axis that some of the specs lack, a name in `sizes` that no axes string has.
@@ -102,6 +107,8 @@ def check_specs(gauge: str, specs: Sequence[BlockSpec], sizes: Sizes = ()) -> No
     axes = {spec: _named_axes(gauge, spec) for spec in specs}
     for kind, table in (("capture", captures), ("axis", axes)):
         for spec, other in itertools.product(specs, specs):
+            if joined if kind == "capture" else {spec.role, other.role} & set(partial):
+                continue
             missing = [name for name in table[other] if name not in table[spec]]
             if missing:
                 where = f"'{spec.pattern}'" if kind == "capture" else f"\"{spec.axes}\" of '{spec.pattern}'"

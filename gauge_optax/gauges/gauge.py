@@ -397,7 +397,10 @@ class BlockGauge(SliceGauge):
         return () if self.kind.rigid is None else (self.kind.rigid,)
 
     def _instances(self, params: Any) -> tuple[Any, ...]:
-        binding, options = bind(self.name, self.specs, self.sizes, params, self._reserved), dict(self.options)
+        kind, options = self.kind, dict(self.options)
+        if "norms" in options:  # gauges that this one needs on the same tree
+            options["norms"] = tuple(i for norm in options["norms"] for i in norm._instances(params))
+        binding = bind(self.name, self.specs, self.sizes, params, self._reserved, kind.joined, kind.partial)
         return tuple(
             self.kind.of(self.name, i.key, binding.named, dict(i.sizes), i.blocks, **options) for i in binding.instances
         )
@@ -453,7 +456,8 @@ class BlockGauge(SliceGauge):
         named = group_axes(self.name, self.specs, self._reserved)
         for key, x in element.items():
             sizes = self.kind.axis_sizes(named, x)
-            matching = [spec for spec in self.specs if instance_key(self.specs, spec, path) == key]
+            hits = [(spec, instance_key(self.specs, spec, path)) for spec in self.specs]
+            matching = [spec for spec, hit in hits if hit is not None and (self.kind.joined or hit == key)]
             blocks = [bind_leaf(self.name, spec, path, leaf.shape, sizes) for spec in matching]
             if blocks:
                 instance = self.kind.of(self.name, key, named, sizes, blocks, **dict(self.options))
@@ -488,9 +492,12 @@ def block_gauge(
       ValueError: malformed paths, axes or sizes.
     """
     reserved = () if kind.rigid is None else (kind.rigid,)
-    specs = tuple(spec for role, blocks in roles.items() for spec in block_specs(name, role, blocks, reserved))
+    specs = tuple(
+        spec for role, blocks in roles.items()
+        for spec in block_specs(name, role, blocks, () if role in kind.without_axis else reserved, kind.joined)
+    )
     frozen = frozen_sizes(name, sizes)
-    check_specs(name, specs, frozen)
+    check_specs(name, specs, frozen, kind.joined, kind.partial)
     return BlockGauge(name, kind, specs, frozen, tuple(options.items()))
 
 
@@ -593,7 +600,18 @@ class Product(SliceGauge):
     def identity(self, params: Any) -> Element:
         return tuple(part.identity(params) for part in self.parts)
 
+    def _require_elements_that_compose(self, what: str) -> None:
+        """Raises ValueError where the conjugate of a part by the others depends on the weights."""
+        for part in self.parts:
+            if len(self.parts) > 1 and isinstance(part, BlockGauge) and not part.kind.composes:
+                raise binding_error(
+                    part.name, f"no {what} of elements of a product", f"a product with {part.name}, which does not "
+                    "commute with the others in a way that is the same for all weights", "the elements of one gauge",
+                    f"act with one element after the other, or call {what} of each gauge",
+                )  # fmt: skip
+
     def inverse(self, element: Element) -> Element:
+        self._require_elements_that_compose("inverse")
         plain = tuple(part.inverse(x) for part, x in zip(self.parts, element, strict=True))
         return tuple(
             part._conjugated(part._conjugated(x, self._pairs(plain)[:at]), self._pairs(element)[at + 1 :])
@@ -601,6 +619,7 @@ class Product(SliceGauge):
         )
 
     def compose(self, a: Element, b: Element) -> Element:
+        self._require_elements_that_compose("compose")
         undo = tuple(part.inverse(x) for part, x in zip(self.parts, b, strict=True))
         first = [part._conjugated(x, self._pairs(undo)[at + 1 :]) for at, (part, x) in enumerate(self._pairs(a))]
         second = [part._conjugated(x, self._pairs(a)[:at]) for at, (part, x) in enumerate(self._pairs(b))]

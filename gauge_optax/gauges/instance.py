@@ -57,6 +57,14 @@ class Instance(abc.ABC):
     balancing: ClassVar[Effect] = "still"  # of the move to the point of least norm on the orbit
     breaks: ClassVar[str] = "another reader of these leaves, or an index"  # usual reasons why a binding is no symmetry
     rigid: ClassVar[str | None] = None  # the axis along which other gauges must scale all entries alike
+    joined: ClassVar[bool] = False  # whether the captures of paths make no copies: one element for all layers
+    partial: ClassVar[tuple[str, ...]] = ()  # roles whose blocks may lack named axes
+    without_axis: ClassVar[tuple[str, ...]] = ()  # roles whose blocks lack the axis `rigid`
+    # Whether products with it have `inverse` and `compose`; its conjugates by other gauges may depend on weights.
+    composes: ClassVar[bool] = True
+    of_logits: ClassVar[bool] = False  # whether its leaves are the output layer, which Muon leaves to Adam
+    # Whether it acts at its place in the list of gauges, because it does not commute with linear moves of its leaves.
+    keeps_place: ClassVar[bool] = False
     # Whether `quotient(pin=False)` may let the inner optimizer leave the slice along this instance.
     known_by_action: ClassVar[bool] = False
 
@@ -64,6 +72,21 @@ class Instance(abc.ABC):
     def paths(self) -> tuple[str, ...]:
         """The paths of the leaves that the instance moves, each once."""
         return tuple(dict.fromkeys(block.path for block in self.blocks))
+
+    @property
+    def context(self) -> tuple[Block, ...]:
+        """Blocks that the action reads and does not move."""
+        return ()
+
+    @property
+    def targets(self) -> tuple[Block, ...]:
+        """Blocks that an instance which keeps its place moves by an amount that depends on other blocks."""
+        return ()
+
+    @property
+    def divided(self) -> tuple[Block, ...]:
+        """Scales of norms that are 1 in slice coordinates, which `push` and `pull` rely on."""
+        return ()
 
     @property
     @abc.abstractmethod
@@ -194,7 +217,7 @@ class Instance(abc.ABC):
         return vector
 
     def read_mean(self, point: Arrays) -> Any:
-        """The element of a shift, at a point where all later instances are undone; None for all other instances."""
+        """The element of a shift or of what keeps its place, where all later instances are undone; else None."""
         return None
 
     @property
@@ -209,6 +232,14 @@ class Instance(abc.ABC):
     def balanced(self, point: Arrays) -> Any:
         """The element e that maps the point of least norm on the orbit to `point`; the identity where there is none."""
         return self.identity()
+
+    def beside(self, others: "Sequence[Instance]") -> "Instance":
+        """This instance in a slice together with others, of which it may ask which leaves they move."""
+        return self
+
+    def completed(self, point: Arrays, cotangent: Arrays, block: Block) -> Arrays | None:
+        """A cotangent whose entries of the first anchor `block` follow from all others, by invariance; None if not."""
+        return None
 
     # What optimizers ask ------------------------------------------------------------------------------
 
@@ -253,6 +284,7 @@ class Turn(Instance):
     The class methods take several instances at once, so that heads of all layers form one batch.
     """
 
+    of_heads: ClassVar[bool] = True  # whether it rotates heads, not the residual stream that all layers share
     entrywise: ClassVar[bool] = False  # whether moves are made entry by entry rather than by matrix products
 
     @staticmethod
@@ -278,6 +310,11 @@ class Turn(Instance):
           vector: leaves.
           into: per instance, the matrix whose product with its rows is on the slice; None if the rows are there.
         """
+
+    @classmethod
+    def project_dual(cls, turns: Sequence[Any], point: Arrays, vector: Arrays) -> Arrays:
+        """The transpose of `project`; `project` itself, because that is an orthogonal projection."""
+        return cls.project(turns, point, vector)
 
     @classmethod
     def hold(cls, turns: Sequence[Any], point: Arrays, step: Arrays) -> Arrays:

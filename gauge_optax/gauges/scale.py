@@ -302,6 +302,20 @@ class Scale(Instance):
         logs = [jnp.where(whole, 0.5 * jnp.log(jnp.where(whole, x, 1.0)), -jnp.inf) for x in means]
         return logs[0], logs[1]
 
+    def completed(self, point: Arrays, cotangent: Arrays, block: Block) -> Arrays | None:
+        if self.up[:1] != (block,) or not self.down:
+            return None
+
+        def pairing(blocks: tuple[Block, ...]) -> jax.Array:
+            zero = jnp.zeros(self.shape, real_dtype())
+            return sum((b.total(self.named, point[b.path] * cotangent[b.path]) for b in blocks), zero)
+
+        # Invariance: the pairing of the gradient with (up, −p·down) is zero. On the slice the anchor is ±1.
+        own = self.degree * pairing(self.down) - pairing(self.up[1:])
+        order = [self.named.index(name) for name in block.labels]
+        sign = jnp.where(block.view(point[block.path]) < 0, -1.0, 1.0).astype(own.dtype)
+        return cotangent | {block.path: block.write(cotangent[block.path], sign * own.transpose(order))}
+
     # What optimizers ask ------------------------------------------------------------------------------
 
     @property

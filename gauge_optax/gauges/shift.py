@@ -54,7 +54,8 @@ class Shift(Instance):
 
     effect: ClassVar[Effect] = "shift"
     balancing: ClassVar[Effect] = "shift"
-    rigid: ClassVar[str | None] = VOCAB
+    rigid: ClassVar[str] = VOCAB
+    of_logits: ClassVar[bool] = True
     breaks: ClassVar[str] = (
         "logits themselves move: return the loss, or log-probabilities; else a tied head, soft-capping, or a loss that "
         "is no softmax"
@@ -65,12 +66,17 @@ class Shift(Instance):
         """The instance of a binding's blocks. Raises ValueError for two blocks of a leaf that would share a shift."""
         for at, block in enumerate(blocks):
             for other in blocks[:at]:
-                if block.path == other.path and overlap(shift_block(block), shift_block(other)):
+                if block.path == other.path and overlap(cls.one_along(block), cls.one_along(other)):
                     raise binding_error(
-                        gauge, f"two ranges of vocab on '{block.path}'", f"'{other.axes}' and '{block.axes}'",
-                        "one range per leaf in one gauge", "write one logit_shift per range, as a list of gauges",
+                        gauge, f"two ranges of {cls.rigid} on '{block.path}'", f"'{other.axes}' and '{block.axes}'",
+                        "one range per leaf in one gauge", f"write one {gauge} per range, as a list of gauges",
                     )  # fmt: skip
         return cls(gauge, key, named, tuple(sizes[name] for name in named), tuple(blocks))
+
+    @classmethod
+    def one_along(cls, block: Block) -> Block:
+        """The block of one entry along the axis that a shift is constant along."""
+        return shift_block(block, cls.rigid)
 
     @staticmethod
     def axis_sizes(named: tuple[str, ...], element: jax.Array) -> dict[str, int]:
@@ -78,13 +84,18 @@ class Shift(Instance):
         return {}
 
     @property
+    def shifted(self) -> tuple[Block, ...]:
+        """The blocks that an element has a shift of."""
+        return self.blocks
+
+    @property
     def dim(self) -> int:
-        return sum(math.prod(shift_block(block).view_shape) for block in self.blocks)
+        return sum(math.prod(self.one_along(block).view_shape) for block in self.shifted)
 
     # The group: addition, leaf by leaf ----------------------------------------------------------------
 
     def identity(self) -> Arrays:
-        return {block.path: jnp.zeros(shift_block(block).shape, real_dtype()) for block in self.blocks}
+        return {block.path: jnp.zeros(self.one_along(block).shape, real_dtype()) for block in self.shifted}
 
     @staticmethod
     def inverse(e: Arrays) -> Arrays:
@@ -96,33 +107,33 @@ class Shift(Instance):
 
     def sample(self, key: jax.Array, scale: float, leaves: Mapping[str, Any]) -> Arrays:
         shifts = self.identity()
-        for block, own_key in zip(self.blocks, jax.random.split(key, len(self.blocks)), strict=True):
+        for block, own_key in zip(self.shifted, jax.random.split(key, len(self.shifted)), strict=True):
             rms = jnp.sqrt(jnp.mean(jnp.square(jnp.asarray(leaves[block.path], real_dtype()))))
-            target = shift_block(block)
+            target = self.one_along(block)
             drawn = scale * rms * jax.random.normal(own_key, target.view_shape, real_dtype())
             shifts[block.path] = target.write(shifts[block.path], drawn)
         return self.to_element(shifts)
 
     def to_element(self, e: Arrays) -> Arrays:
-        shapes = {block.path: _without_vocab(block) for block in self.blocks}
+        shapes = {block.path: _without(block, self.rigid) for block in self.shifted}
         return {path: x.reshape(shapes[path]) for path, x in e.items()}
 
     def from_element(self, element: Arrays) -> Arrays:
-        return {block.path: element[block.path].reshape(shift_block(block).shape) for block in self.blocks}
+        return {block.path: element[block.path].reshape(self.one_along(block).shape) for block in self.shifted}
 
     @staticmethod
     def power(element: Arrays, exponent: float | jax.Array) -> Arrays:
         """The power of a public element."""
         return jax.tree.map(lambda x: exponent * x, element)
 
-    @staticmethod
-    def conjugated(specs: Sequence[BlockSpec], element: Any, moved: Callable[[str, jax.Array], jax.Array]) -> Any:
+    @classmethod
+    def conjugated(cls, specs: Sequence[BlockSpec], element: Any, moved: Callable[[str, jax.Array], jax.Array]) -> Any:
         def after(path: str, shift: jax.Array) -> jax.Array:
             # `moved` needs the leaf's shape with `vocab` of length 1; an element lacks an axis that is `vocab` alone.
             spec = next(s for s in specs if instance_key(specs, s, path) is not None)
             lengths = iter(shift.shape)
-            groups = parse_axes("logit_shift", spec.pattern, spec.axes).groups
-            shape = [1 if [part.name for part in group] == [VOCAB] else next(lengths) for group in groups]
+            groups = parse_axes(cls.__name__, spec.pattern, spec.axes).groups
+            shape = [1 if [part.name for part in group] == [cls.rigid] else next(lengths) for group in groups]
             return moved(path, shift.reshape(shape)).reshape(shift.shape)
 
         return {path: after(path, shift) for path, shift in element.items()}
@@ -131,9 +142,9 @@ class Shift(Instance):
 
     def act(self, e: Arrays, point: Arrays) -> Arrays:
         out = dict(point)
-        for block in self.blocks:
+        for block in self.shifted:
             out[block.path] = block.write(
-                out[block.path], block.view(out[block.path]) + shift_block(block).view(e[block.path])
+                out[block.path], block.view(out[block.path]) + self.one_along(block).view(e[block.path])
             )
         return out
 
@@ -155,12 +166,12 @@ class Shift(Instance):
         A shifted twin of a zero head is constant. Its roundoff would be read as nonzero weights that have a frame.
         """
         out = dict(vector)
-        for block in self.blocks:
+        for block in self.shifted:
             rows = block.view(out[block.path])
-            mean = jnp.mean(rows, block.labels.index(VOCAB), keepdims=True)
-            spread = jnp.max(jnp.abs(rows - mean), block.labels.index(VOCAB), keepdims=True)
+            mean = jnp.mean(rows, block.labels.index(self.rigid), keepdims=True)
+            spread = jnp.max(jnp.abs(rows - mean), block.labels.index(self.rigid), keepdims=True)
             constant = spread <= 8.0 * jnp.finfo(rows.dtype).eps * jnp.abs(mean)
-            shift = mean if e is None else shift_block(block).view(e[block.path])
+            shift = mean if e is None else self.one_along(block).view(e[block.path])
             out[block.path] = block.write(out[block.path], jnp.where(constant, 0.0, rows - shift))
         return out
 
@@ -171,24 +182,24 @@ class Shift(Instance):
 
     def read_mean(self, point: Arrays) -> Arrays:
         means = self.identity()
-        for block in self.blocks:
-            mean = jnp.mean(block.view(point[block.path]), block.labels.index(VOCAB), keepdims=True)
-            means[block.path] = shift_block(block).write(means[block.path], mean)
+        for block in self.shifted:
+            mean = jnp.mean(block.view(point[block.path]), block.labels.index(self.rigid), keepdims=True)
+            means[block.path] = self.one_along(block).write(means[block.path], mean)
         return means
 
     def signal(self, point: Arrays, gradient: Arrays) -> jax.Array | None:
         # If the output layer is constant over classes, which is zero on the slice, only its own gradient is not zero.
-        kernels = [block for block in self.blocks if math.prod(shift_block(block).view_shape) > 1]
+        kernels = [block for block in self.shifted if math.prod(self.one_along(block).view_shape) > 1]
         if not kernels:
             return None
-        largest = jnp.stack([jnp.max(jnp.abs(block.view(gradient[block.path]))) for block in self.blocks]).max()
+        largest = jnp.stack([jnp.max(jnp.abs(block.view(gradient[block.path]))) for block in self.shifted]).max()
         constant = jnp.stack([jnp.all(block.view(point[block.path]) == 0.0) for block in kernels]).any()
         return jnp.where(constant, largest, 0.0).astype(real_dtype())
 
 
-def shift_block(block: Block) -> Block:
-    """The block of one entry along `vocab`: the same selection on a leaf whose `vocab` axis has length 1."""
-    at = [k for k, i in enumerate(block.index) if not isinstance(i, int)][block.labels.index(VOCAB)]
+def shift_block(block: Block, axis: str) -> Block:
+    """The block of one entry along an axis: the same selection on a leaf where that axis has length 1."""
+    at = [k for k, i in enumerate(block.index) if not isinstance(i, int)][block.labels.index(axis)]
     split = tuple(1 if k == at else n for k, n in enumerate(block.split))
     index = tuple(((0, 1),) if k == at else i for k, i in enumerate(block.index))
     ranges = tuple(None if at in group else span for group, span in zip(block.groups, block.ranges, strict=True))
@@ -199,8 +210,8 @@ def shift_block(block: Block) -> Block:
     return dataclasses.replace(block, shape=shape, split=split, index=index, ranges=ranges)
 
 
-def _without_vocab(block: Block) -> tuple[int, ...]:
-    """Shape of a shift in a public element: without the axis of `vocab`, or with length 1 for `vocab` in its group."""
-    shape = shift_block(block).shape
-    alone = [k for k, group in enumerate(block.groups) if [block.split_labels[i] for i in group] == [VOCAB]]
+def _without(block: Block, axis: str) -> tuple[int, ...]:
+    """Shape of a shift in a public element: without the axis, or with length 1 for it in its group."""
+    shape = shift_block(block, axis).shape
+    alone = [k for k, group in enumerate(block.groups) if [block.split_labels[i] for i in group] == [axis]]
     return tuple(n for k, n in enumerate(shape) if k not in alone)

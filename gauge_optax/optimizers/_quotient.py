@@ -99,7 +99,7 @@ def quotient_for(
         s = Slice.of(group.parts, params)
         f = s.elements(state.frame)
         point = s.enter(f, s.values(params))  # θ̂ = F⁻¹·θ
-        gradient = s.enter_dual(f, s.vectors(updates))  # ĝ = Fᵀ·g
+        gradient = s.enter_dual(f, s.vectors(updates), point=point)  # ĝ = Fᵀ·g
         gradient_tree = s.without_roundoff(point, with_leaves(updates, gradient))
         extra = extra_in_slice_coordinates(s, f, params, extra) if extra else extra
         u, inner_state = inner.update(gradient_tree, state.inner_state, with_leaves(params, point), **extra)
@@ -128,10 +128,12 @@ def frame_and_slice_point(name: str, group: Product, params: Any) -> tuple[Frame
       params: the starting point.
 
     Raises:
-      ValueError: leaves that have no values, as in a tree of shapes.
+      ValueError: leaves that have no values, as in a tree of shapes; gauges that pass a norm's scale without its
+        `norm_scale`.
     """
     require_values(name, params)
     s, mesh = Slice.of(group.parts, params), layout(params)
+    s.check_norms()
     with mesh.left_open():
         stored = mesh.enter(params)
         leaves = leaves_by_path(stored)
@@ -149,7 +151,8 @@ def _read_and_entered(s: Slice, bound: Any) -> tuple[Any, ...]:
 def extra_in_slice_coordinates(s: Slice, f: Sequence[Any], params: Any, extra: dict[str, Any]) -> dict[str, Any]:
     """Returns the extra arguments, with `grad` and `value_fn` of the weights θ replaced by those of θ̂."""
     if extra.get("grad") is not None:
-        gradient = s.enter_dual(f, s.vectors(extra["grad"]))
+        point = s.enter(f, s.values(params)) if s.divided else None
+        gradient = s.enter_dual(f, s.vectors(extra["grad"]), point=point)
         extra = extra | {"grad": with_leaves(extra["grad"], gradient)}
     if "value_fn" in extra:
         value_fn = extra["value_fn"]
@@ -187,7 +190,7 @@ def unpinned(inner: optax.GradientTransformationExtraArgs, group: Product) -> op
 
     def instances_with_offset(s: Slice, state: UnpinnedState) -> list[tuple[Any, Any]]:
         pairs = [(s.instances[place.number], a) for place, a in zip(s.order.first, state.offset, strict=True)]
-        return [(instance, a) for instance, a in pairs if not instance.known_by_action]
+        return [(instance, a) for instance, a in pairs if not _stays_pinned(instance)]
 
     def update(updates: Any, state: UnpinnedState, params: Any, **extra: Any) -> tuple[Any, UnpinnedState]:
         if not isinstance(state, UnpinnedState):
@@ -225,7 +228,7 @@ def unpinned(inner: optax.GradientTransformationExtraArgs, group: Product) -> op
             instance = s.instances[place.number]
             e, _ = instance.read(place.anchor, moved, live, near=True)
             moved = instance.enter(e, moved)
-            new_offset.append(instance.compose(a, e) if not instance.known_by_action else a)
+            new_offset.append(a if _stays_pinned(instance) else instance.compose(a, e))
         return step, UnpinnedState(tuple(new_offset), state.live, inner_state)
 
     def init(params: optax.Params) -> UnpinnedState:
@@ -241,6 +244,11 @@ def unpinned(inner: optax.GradientTransformationExtraArgs, group: Product) -> op
         return unpinned_state(s, live, inner.init(params))
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _stays_pinned(instance: Any) -> bool:
+    """Whether no offset is kept of an instance, because it has no element whose action is the transpose of a move."""
+    return bool(instance.known_by_action or instance.keeps_place)
 
 
 def _masks(s: Slice, bound: Any) -> tuple[jax.Array, ...]:

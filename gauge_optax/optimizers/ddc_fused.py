@@ -120,6 +120,8 @@ def fused_ddc(
 
 def _rotations_come_last(s: Slice) -> bool:
     """Whether rotations can be applied after all other gauges. On a leaf with a shift, they may have to act before."""
+    if any(i.keeps_place or (i.turn is not None and not i.turn.of_heads) for i in s.instances):
+        return False
     turned = {path for turn in s.turns for path in turn.paths}
     return turned.isdisjoint(path for i in s.instances if i.effect == "shift" for path in i.paths)
 

@@ -50,7 +50,7 @@ def link(
         s = Slice.of(group.parts, params)
         f = s.elements(state.frame)
         point = s.enter(f, s.values(params))
-        gradient = with_leaves(updates, s.enter_dual(f, s.vectors(updates), without_shifts=without_shifts))
+        gradient = with_leaves(updates, s.enter_dual(f, s.vectors(updates), without_shifts=without_shifts, point=point))
         gradient = s.without_roundoff(point, gradient)
         u, inner_state = inner.update(gradient, state.inner_state, with_leaves(params, point), **extra)
         step = s.leave(f, SliceTangent(s.vectors(u)))

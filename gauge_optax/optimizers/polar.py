@@ -54,7 +54,7 @@ class Polar:
         leaves, read = leaves_by_path(params), matrices_of(s.instances)
         rotated = {path for turn in s.turns for path in turn.paths}
         # A logit shift binds the unembedding, which Muon's authors leave to Adam although it is a matrix.
-        muon = read.keys() - {path for i in s.instances if i.effect == "shift" for path in i.paths}
+        muon = read.keys() - {path for i in s.instances if i.of_logits for path in i.paths}
         if self.rotations_alone:
             muon &= rotated
         for pattern, label in self.labels:

@@ -1,0 +1,252 @@
+"""The residual stream and the dead directions beside it: each row of `FLAT_CASES` against the laws of a gauge.
+
+`test_conformance` has the same laws for gauges whose products have an inverse, beside a dense oracle of their frames.
+Here the oracle is the network: along every orbit the loss is constant, and twins train alike.
+"""
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import gauge_optax as go
+from gauge_optax.binding import with_leaves
+from models import lm
+from tests.cases import FLAT_CASES, GaugeCase
+from tests.quick import jit
+from tests.tolerances import tolerance
+
+Tree = Any
+
+rows = pytest.mark.parametrize("case", FLAT_CASES, ids=lambda case: case.name)
+SINGLE = [case for case in FLAT_CASES if len(case.gauges()) == 1]
+alone = pytest.mark.parametrize("case", SINGLE, ids=lambda case: case.name)
+
+
+def _made(case: GaugeCase) -> tuple[Any, Tree, Tree]:
+    """The product, a point, and a twin of it."""
+    gauge, params = go.product(case.gauges()), case.params(jax.random.key(1))
+    return gauge, params, gauge.act(gauge.sample(jax.random.key(2), params), params)
+
+
+def _apart(a: Tree, b: Tree) -> float:
+    """The largest difference of a leaf, relative to the leaf or to 1."""
+    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    return max(float(jnp.linalg.norm((x - y).ravel()) / jnp.maximum(1.0, jnp.linalg.norm(y.ravel()))) for x, y in pairs)
+
+
+def _normal(seed: int, like: Tree) -> Tree:
+    draw = np.random.default_rng(seed).normal
+    return jax.tree.map(lambda x: jnp.asarray(draw(size=x.shape), x.dtype), like)
+
+
+def _slice_point(gauge: go.Gauge, params: Tree) -> Mapping[str, jax.Array]:
+    s = gauge._slice(params)
+    values = s.values(params)
+    return s.enter(s.read(values).elements, values)
+
+
+@rows
+def test_a_large_move_keeps_the_loss(case: GaugeCase, x64: None) -> None:
+    _, params, twin = _made(case)
+    loss = float(case.loss(params))  # type: ignore[misc]
+    assert _apart(twin, params) > 0.1
+    assert abs(float(case.loss(twin)) - loss) <= 1e-12 * abs(loss)  # type: ignore[misc]
+    noise = jax.tree.map(lambda x, n: x + 1e-3 * n, params, _normal(0, params))
+    assert abs(float(case.loss(noise)) - loss) > 1e-6 * abs(loss)  # type: ignore[misc]
+
+
+@rows
+def test_twins_have_one_slice_point(case: GaugeCase, x64: None) -> None:
+    gauge, params, twin = _made(case)
+    point = _slice_point(gauge, params)
+    assert _apart(_slice_point(gauge, twin), point) <= 1e-11
+    # The reading is the element that leads from there to the point, in the order of the list.
+    added = gauge._slice(params).added
+    stored = with_leaves(params, {path: x - added[path] for path, x in point.items()})
+    assert _apart(gauge.act(gauge.read(params), stored), params) <= 1e-11
+
+
+@rows
+def test_vertical_is_the_orbit(case: GaugeCase, x64: None) -> None:
+    """Of dimension `dim`; no gradient along it; idempotent; and the same whatever twin it is computed at."""
+    gauge, params, _ = _made(case)
+    dim = gauge.dim(jax.eval_shape(lambda: params))
+    assert dim == case.dim == gauge.dim(params)
+    tangents = [_normal(seed, params) for seed in range(case.dim + 4)]
+    stacked = jax.tree.map(lambda *x: jnp.stack(x), *tangents)
+    up = jit(jax.vmap(lambda t: gauge.vertical(params, t)))(stacked)
+    again = jit(jax.vmap(lambda t: gauge.vertical(params, t)))(up)
+    assert _apart(again, up) <= tolerance("split")
+    flat = np.concatenate([np.asarray(x).reshape(len(tangents), -1) for x in jax.tree.leaves(up)], 1)
+    sizes = np.linalg.svd(flat, compute_uv=False)
+    assert np.sum(sizes > 1e-9 * sizes[0]) == case.dim - OVERLAP.get(case.name, 0)
+    gradient = np.concatenate([np.ravel(x) for x in jax.tree.leaves(jax.grad(case.loss)(params))])  # type: ignore[arg-type]
+    assert np.max(np.abs(flat @ gradient)) <= 1e-10 * np.linalg.norm(gradient) * np.max(np.linalg.norm(flat, axis=1))
+
+
+@alone
+def test_elements_form_a_group(case: GaugeCase, x64: None) -> None:
+    (gauge,) = case.gauges()
+    params = case.params(jax.random.key(1))
+    a, b = (gauge.sample(jax.random.key(seed), params) for seed in (3, 4))
+    moved = gauge.act(a, gauge.act(b, params))
+    assert _apart(gauge.act(gauge.compose(a, b), params), moved) <= tolerance("group")
+    assert _apart(gauge.act(gauge.inverse(a), gauge.act(a, params)), params) <= tolerance("group")
+    assert _apart(gauge.act(gauge.identity(params), params), params) <= tolerance("group")
+    small = gauge.act(gauge.sample(jax.random.key(5), params, 1e-3), params)
+    assert 0 < _apart(small, params) < 2e-2
+    assert eval(repr(gauge), {"go": go}) == gauge and hash(gauge) == hash(case.gauges()[0])
+    assert jax.tree.map(jnp.shape, gauge.read(params)) == jax.tree.map(jnp.shape, a)
+
+
+@rows
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_leaves_keep_their_dtype(case: GaugeCase, dtype: str) -> None:
+    gauge = go.product(case.gauges())
+    params = jax.tree.map(lambda x: x.astype(dtype), case.params(jax.random.key(1)))
+    moved = jax.eval_shape(lambda p: gauge.act(gauge.sample(jax.random.key(0), p), p), params)
+    across = jax.eval_shape(lambda p: gauge.horizontal(p, p), params)
+    assert {x.dtype for x in jax.tree.leaves((moved, across))} == {jnp.dtype(dtype)}
+
+
+INNER: dict[str, Callable[[list[go.Gauge]], optax.GradientTransformation]] = {
+    "adamw": lambda gauges: go.quotient(optax.adamw(1e-2, weight_decay=0.1), gauges),
+    "lion": lambda gauges: go.quotient(optax.lion(1e-3), gauges),
+    "muon": lambda gauges: go.quotient_muon(1e-2, gauges),
+    "free": lambda gauges: go.quotient(optax.adamw(1e-2), gauges, pin=False, hold=False),
+}
+
+
+# A constant that is added changes no gradient, so that Adam's steps are those of the twin; decay shrinks the constant.
+ADAM_SEES_NOTHING = ("key_bias", "embedding_shift", "norm_write_shift", "norm_read_shift")
+OVERLAP = {"product/whole_gpt": 2}  # rows of embeddings that all gain one number; all logits through all channels
+
+
+def _trained(tx: optax.GradientTransformation, case: GaugeCase, params: Tree) -> tuple[Tree, list[float]]:
+    @jit
+    def step(params: Tree, state: Any) -> tuple[Tree, Any, jax.Array]:
+        value, gradient = jax.value_and_grad(case.loss)(params)  # type: ignore[arg-type]
+        updates, state = tx.update(gradient, state, params)
+        return optax.apply_updates(params, updates), state, value
+
+    state, losses = tx.init(params), []
+    for _ in range(20):
+        params, state, value = step(params, state)
+        losses.append(float(value))
+    return params, losses
+
+
+@rows
+@pytest.mark.parametrize(("inner", "dtype"), [
+    ("adamw", "float64"),
+    *(pytest.param(inner, dtype, marks=pytest.mark.slow)
+      for inner, dtype in [("adamw", "float32"), ("lion", "float64"), ("lion", "float32"), ("muon", "float64"),
+                           ("muon", "float32"), ("free", "float64")]),
+])  # fmt: skip
+def test_twins_train_alike(case: GaugeCase, inner: str, dtype: str) -> None:
+    with jax.enable_x64(dtype == "float64"):
+        gauge, params, _ = _made(case)
+        element = gauge.sample(jax.random.key(2), params, 0.5)
+        twin = gauge.act(element, params)
+        limit = 1e-10 if dtype == "float64" else 1e-4
+        (end, losses), (other, others) = (_trained(INNER[inner](case.gauges()), case, p) for p in (params, twin))
+        assert _apart(gauge.act(element, end), other) <= limit
+        np.testing.assert_allclose(others, losses, rtol=limit)
+        if inner == "adamw" and not (len(case.gauges()) == 1 and gauge.parts[0].name in ADAM_SEES_NOTHING):
+            (plain, _), (apart, _) = (_trained(optax.adamw(1e-2, weight_decay=0.1), case, p) for p in (params, twin))
+            assert _apart(_slice_point(gauge, apart), _slice_point(gauge, plain)) > 1e-4
+
+
+
+
+@pytest.mark.parametrize("config", [
+    lm.LMConfig(vocab=7, d_model=6, layers=2, heads=2, kv_heads=2, d_head=4, d_ff=5, max_len=4, mlp="gelu"),
+    lm.llama_config(vocab=7, d_model=6, layers=2, heads=4, kv_heads=2, d_head=4, d_ff=5, max_len=4),
+], ids=["gpt", "llama"])  # fmt: skip
+@pytest.mark.slow
+def test_no_coordinate_drifts(config: lm.LMConfig) -> None:
+    """1,000 float32 steps: the coordinates of all scales and shifts stay, and a held stream does not turn."""
+    params, loss = lm.params_and_loss(config, jax.random.key(0))
+    params = jax.tree.map(lambda x, n: x + 0.3 * n, params, _normal(1, params))
+    gauges = lm.whole_gauges(config, linear=False)
+    tokens = jnp.asarray(np.random.default_rng(0).integers(config.vocab, size=(4, config.max_len + 1)))
+    tx = go.quotient(optax.adamw(1e-3), gauges)
+
+    @jit
+    def steps(params: Tree, state: Any) -> tuple[Tree, Any]:
+        def one(carry: Any, _: None) -> tuple[Any, None]:
+            params, state = carry
+            updates, state = tx.update(jax.grad(loss)(params, tokens), state, params)
+            return (optax.apply_updates(params, updates), state), None
+
+        return jax.lax.scan(one, (params, state), length=1000)[0]
+
+    group = go.product(gauges)
+    before = group.coordinates(params)
+    after = group.coordinates(steps(params, tx.init(params))[0])
+    moved = jax.tree.map(lambda x, y: float(jnp.max(jnp.abs(x - y))), before, after)
+    assert max(jax.tree.leaves(moved)) <= 5e-6, moved
+
+
+# Order and refusals --------------------------------------------------------------------------------
+
+
+GPT = lm.LMConfig(vocab=7, d_model=6, layers=1, heads=2, kv_heads=2, d_head=4, d_ff=5, max_len=4)
+
+
+@functools.cache
+def _gpt() -> Tree:
+    return jax.eval_shape(lambda: lm.params_and_loss(GPT, jax.random.key(0))[0])
+
+
+def test_a_rotation_behind_its_norm_and_a_shift_is_refused() -> None:
+    turn, *rest = lm.whole_gauges(GPT, linear=False)
+    with pytest.raises(ValueError, match=r"(?s)acts after norm_scale.*move it to the front"):
+        jax.eval_shape(go.quotient(optax.adamw(1e-3), [*rest, turn]).init, _gpt())
+
+
+def test_a_norm_that_is_not_divided_out_is_refused() -> None:
+    turn = lm.whole_gauges(GPT, linear=False)[0]
+    with pytest.raises(ValueError, match=r"(?s)not divided out.*add it behind this gauge"):
+        jax.eval_shape(go.quotient(optax.adamw(1e-3), [turn]).init, _gpt())
+
+
+def test_a_constant_that_is_moved_into_a_leaf_read_before_is_refused() -> None:
+    gauges = lm.whole_gauges(GPT, linear=False)
+    with pytest.raises(ValueError, match=r"(?s)was read from it.*list key_bias first"):
+        jax.eval_shape(go.quotient(optax.adamw(1e-3), sorted(gauges, key=lambda g: g.name == "key_bias")).init, _gpt())
+
+
+def test_elements_of_such_products_do_not_compose() -> None:
+    group = go.product(lm.whole_gauges(GPT, linear=False))
+    params = jax.tree.map(lambda x: jnp.zeros(x.shape), _gpt())
+    with pytest.raises(ValueError, match="no compose of elements of a product"):
+        group.compose(group.identity(params), group.identity(params))
+    with pytest.raises(ValueError, match="no inverse of elements of a product"):
+        group.inverse(group.identity(params))
+
+
+@pytest.mark.parametrize(("make", "message"), [
+    (
+        lambda: go.residual_rotation({"a": "basis _"}, {"b": "_ basis"}, [go.logit_shift({"a": "_ vocab"})]),
+        "no norm_scale",
+    ),
+    (lambda: go.bias_absorption({"b": "channel"}, {"w": "channel _", "v": "channel _"}, {"c": "_"}), "do not pair"),
+    (lambda: go.norm_read_shift({"w": "channel _"}, None, {"b": "channel"}), "do not pair"),
+])  # fmt: skip
+def test_lists_that_do_not_fit_are_refused(make: Callable[[], Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_a_bias_that_does_not_follow_its_kernel_is_refused() -> None:
+    gauge = go.bias_absorption({"b": "channel"}, {"w": "channel _"}, {"c": "_"})
+    with pytest.raises(ValueError, match="does not follow 'w'"):
+        gauge.dim({"b": jnp.zeros(3), "w": jnp.zeros((3, 4)), "c": jnp.zeros(5)})
+

@@ -21,6 +21,7 @@ from gauge_optax.gauges.write_shift import norm_write_shift
 from gauge_optax.measure.balance import track_balance
 from gauge_optax.measure.census import census
 from gauge_optax.measure.live import track
+from gauge_optax.measure.redundancy import redundancy, transformer_redundancy
 from gauge_optax.optimizers._quotient import quotient
 from gauge_optax.optimizers.aliases import ddc_adamw, ddc_muon, quotient_adamw, quotient_muon
 from gauge_optax.optimizers.decay import add_gauge_decay
@@ -57,5 +58,6 @@ __all__ = [  # noqa: RUF022  by what a user wants
     "gauge_project", "scale_by_ddc", "scale_by_scaled_polar", "scale_by_relative_rms", "scale_by_opposite_gram",
     "add_gauge_decay", "gauge_retract",
     # Watch a run, measure, assert.
-    "track", "track_balance", "track_rotation", "census", "measure", "testing",
+    "track", "track_balance", "track_rotation", "census", "redundancy", "transformer_redundancy", "measure",
+    "testing",
 ]  # fmt: skip

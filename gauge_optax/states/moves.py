@@ -107,6 +107,12 @@ def moving_part(gauge: Gauge, element: Element, params: Any) -> MovingPart:
     leaves = jax.tree.leaves(element)
     traced = any(isinstance(x, jax.core.Tracer) for x in leaves)
     still = not traced and all(map(np.array_equal, leaves, jax.tree.leaves(gauge.identity(params))))
+    if not still and any(i.divided for i in gauge._instances(params)):
+        raise binding_error(
+            "transport", f"no rule for {gauge.name} through norms with scales", "a move that depends on the scales",
+            "an identity element for it, or norms without scales",
+            "move the other gauges, and leave this one where it is",
+        )  # fmt: skip
     return MovingPart(gauge, element, "still" if still else gauge._effect_of(element))
 
 

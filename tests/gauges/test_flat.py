@@ -15,6 +15,7 @@ import optax
 import pytest
 
 import gauge_optax as go
+from benchmarks.certificates import decoder
 from gauge_optax.binding import with_leaves
 from models import lm
 from tests.cases import FLAT_CASES, GaugeCase
@@ -142,12 +143,13 @@ def _trained(tx: optax.GradientTransformation, case: GaugeCase, params: Tree) ->
     return params, losses
 
 
-@rows
-@pytest.mark.parametrize(("inner", "dtype"), [
-    ("adamw", "float64"),
-    *(pytest.param(inner, dtype, marks=pytest.mark.slow)
-      for inner, dtype in [("adamw", "float32"), ("lion", "float64"), ("lion", "float32"), ("muon", "float64"),
-                           ("muon", "float32"), ("free", "float64")]),
+@pytest.mark.parametrize(("case", "inner", "dtype"), [
+    pytest.param(
+        case, inner, dtype, id=f"{case.name}-{inner}-{dtype}",
+        marks=() if (inner, dtype) == ("adamw", "float64") and len(case.gauges()) > 1 else pytest.mark.slow,
+    )
+    for case in FLAT_CASES
+    for inner, dtype in [(x, y) for x in INNER for y in ("float64", "float32") if (x, y) != ("free", "float32")]
 ])  # fmt: skip
 def test_twins_train_alike(case: GaugeCase, inner: str, dtype: str) -> None:
     with jax.enable_x64(dtype == "float64"):
@@ -250,3 +252,74 @@ def test_a_bias_that_does_not_follow_its_kernel_is_refused() -> None:
     with pytest.raises(ValueError, match="does not follow 'w'"):
         gauge.dim({"b": jnp.zeros(3), "w": jnp.zeros((3, 4)), "c": jnp.zeros(5)})
 
+
+
+def test_transport_through_norms_with_scales_is_refused() -> None:
+    gauges = lm.whole_gauges(GPT, linear=False)
+    params = lm.params_and_loss(GPT, jax.random.key(0))[0]
+    state, group = optax.adam(1e-3).init(params), go.product(gauges)
+    turn = gauges[0].sample(jax.random.key(0), params)
+    with pytest.raises(ValueError, match="no rule for residual_rotation through norms with scales"):
+        go.transport(state, params, gauges, (turn, *group.identity(params)[1:]))
+
+
+SIZES: dict[str, Any] = dict(
+    vocab=9, d_model=6, layers=2, heads=4, kv_heads=2, d_head=4, d_ff=7, max_len=5, norm_eps=0.0
+)
+
+
+@pytest.mark.parametrize("switches", [
+    {"mlp": "gelu"}, {"mlp": "relu", "bias": False}, {"mlp": "swiglu", "rope": True, "qk_norm": True}, {"tied": True},
+    {"norm": "rmsnorm", "rope": True, "mlp": "swiglu", "bias": False}, {"norm": "rmsnorm", "tied": True},
+], ids=lambda switches: " ".join(map(str, switches)))  # fmt: skip
+def test_the_formula_counts_what_the_gauges_have(switches: dict[str, Any]) -> None:
+    config = lm.LMConfig(**(SIZES | switches))
+    by_formula = go.transformer_redundancy(
+        layers=config.layers, d_model=config.d_model, heads=config.heads, kv_heads=config.kv_heads,
+        d_head=config.d_head, d_ff=config.d_ff, vocab=config.vocab, positions=0 if config.rope else config.max_len,
+        norm=config.norm, bias=config.bias, rope=config.rope, qk_norm=config.qk_norm, mlp=config.mlp,
+        tied=config.tied, eps=False,
+    )  # fmt: skip
+    params = jax.eval_shape(lambda: lm.params_and_loss(config, jax.random.key(0))[0])
+    by_gauges = go.redundancy(lm.whole_gauges(config), params)
+    assert by_formula.total == by_gauges.total + by_formula.parts["counted twice"]
+    assert by_formula.parameters == by_gauges.parameters
+
+
+def test_van_nierops_counts() -> None:
+    """Table 1, and why the count of LLaMA differs: rotary embeddings commute with less than GL."""
+    tied = {"positions": 1024, "head_bias": False, "tied": True, "vocab": 50257}
+    gpt2 = go.transformer_redundancy(layers=12, d_model=768, heads=12, d_head=64, d_ff=3072, **tied)  # type: ignore[arg-type]
+    xl = go.transformer_redundancy(layers=48, d_model=1600, heads=25, d_head=64, d_ff=6400, **tied)  # type: ignore[arg-type]
+    llama = go.transformer_redundancy(
+        layers=80, d_model=8192, heads=64, d_head=128, d_ff=22016, vocab=32000, norm="rmsnorm", bias=False, rope=True,
+        mlp="swiglu",
+    )  # fmt: skip
+    assert (gpt2.paper, xl.paper, llama.paper) == (1_473_409, 11_108_001, 201_314_305)
+    assert llama.parts["queries and keys"] == 655_360 and llama.parts["values and outputs"] == 83_886_080
+    assert "655,360" in str(llama) and "201,314,305" in str(llama)
+
+
+@pytest.mark.parametrize("switches", [
+    pytest.param({"mlp": "gelu"}, marks=pytest.mark.slow),
+    pytest.param({"mlp": "swiglu", "rope": True, "norm": "rmsnorm", "bias": False}, marks=pytest.mark.slow),
+    {"mlp": "gelu", "bias": False, "tied": True},
+], ids=lambda switches: " ".join(map(str, switches)))  # fmt: skip
+def test_a_census_explains_every_dead_direction(switches: dict[str, Any]) -> None:
+    row = decoder(switches)
+    found = go.census(row.fn, row.params, row.batches, row.gauges, progress=False)
+    assert found.unexplained == found.unreached == 0 and found.dead == found.explained == found.parameters - found.rank
+    assert found.gap[0] < 1e-12 < 1e-8 < found.gap[1]
+    assert max(count.seen for count in found.gauges) < 1e-11
+    missing = go.census(row.fn, row.params, row.batches, row.gauges[1:], progress=False)
+    assert missing.unexplained == found.gauges[0].alone > 0
+    assert sum(missing.by_leaf.values()) == pytest.approx(missing.unexplained)
+    assert f"{missing.unexplained} unexplained" in str(missing) and row.gauges[1].name in str(missing)
+
+
+def test_a_census_refuses_what_it_cannot_count() -> None:
+    row = decoder({"mlp": "gelu"})
+    with pytest.raises(ValueError, match="pass more batches"):
+        go.census(row.fn, row.params, [np.zeros((1, 5), int)], row.gauges, progress=False)
+    with pytest.raises(ValueError, match="take a small instance"):
+        go.census(lambda p, _: p["w"], {"w": np.zeros((200, 100))}, [0], row.gauges[:1], progress=False)

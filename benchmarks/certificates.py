@@ -1,0 +1,193 @@
+"""Certificates: dead directions of whole models, counted by the rank of a Jacobian, beside those that gauges explain.
+
+    python -m benchmarks.certificates                # every row; five minutes on 2 CPU cores
+    python -m benchmarks.certificates --only llama   # rows whose name has this in it
+
+Each row is a one-layer decoder (two layers where it says so) of `models/lm.py` at random weights, norms without eps, or
+the block of the design's §5. Writes results/certificates.json and .md.
+
+In the design's block the head reads the stream without a norm. Norms hide the stream's mean m from everything else, so
+that m ↦ s·m + v·x, with the head's rows changed to match, keeps the function: d dimensions that no gauge has.
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from tqdm import tqdm
+
+import gauge_optax as go
+from models import lm
+
+RESULTS = Path(__file__).parent / "results"
+SIZES: dict[str, Any] = dict(
+    vocab=9, d_model=6, layers=1, heads=2, kv_heads=2, d_head=4, d_ff=7, max_len=5, norm_eps=0.0
+)
+LLAMA: dict[str, Any] = dict(norm="rmsnorm", rope=True, mlp="swiglu", bias=False)
+ROWS: dict[str, dict[str, Any]] = {
+    "LayerNorm, GELU, biases": dict(mlp="gelu"),
+    "LayerNorm, ReLU, biases": dict(mlp="relu"),
+    "LayerNorm, squared ReLU, biases": dict(mlp="relu2"),
+    "LayerNorm, SwiGLU, biases": dict(mlp="swiglu"),
+    "LayerNorm, GELU, no biases": dict(mlp="gelu", bias=False),
+    "LayerNorm, GELU, biases, grouped queries": dict(mlp="gelu", kv_heads=1),
+    "LayerNorm, GELU, biases, rotary": dict(mlp="gelu", rope=True),
+    "LayerNorm, GELU, biases, QK-norm": dict(mlp="gelu", qk_norm=True),
+    "LayerNorm, GELU, biases, tied": dict(mlp="gelu", tied=True),
+    "LayerNorm, GELU, no biases, tied": dict(mlp="gelu", bias=False, tied=True),
+    "RMSNorm, GELU, biases": dict(norm="rmsnorm", mlp="gelu"),
+    "Llama": LLAMA,
+    "Llama, biases": LLAMA | dict(bias=True),
+    "Llama, grouped queries": LLAMA | dict(kv_heads=1),
+    "Llama, QK-norm": LLAMA | dict(qk_norm=True),
+    "Llama, QK-norm, grouped queries": LLAMA | dict(qk_norm=True, kv_heads=1),
+    "Llama, tied": LLAMA | dict(tied=True),
+    "Llama, ReLU": LLAMA | dict(mlp="relu"),
+    "Llama, 1 + scale, two layers": LLAMA | dict(norm_one_plus=True, layers=2),
+    "LayerNorm, GELU, biases, two layers": dict(mlp="gelu", layers=2),
+}
+
+
+class Row(NamedTuple):
+    """What a census needs."""
+
+    fn: Callable[[Any, Any], Any]
+    params: Any
+    batches: list[Any]
+    gauges: Sequence[go.Gauge]
+
+
+def decoder(switches: dict[str, Any], seed: int = 0) -> Row:
+    """A decoder at random weights; biases are small, so that no ReLU is on or off for all inputs."""
+    config = lm.LMConfig(**(SIZES | switches))
+    graph, state = nnx.split(lm.build(config, nnx.Rngs(0)))
+    rng = np.random.default_rng(seed)
+
+    def drawn(x: Any) -> np.ndarray:
+        noise = rng.standard_normal(x.shape)
+        return 0.6 * noise if x.ndim > 1 else np.asarray(x) + 0.15 * noise
+
+    params = jax.tree.map(drawn, nnx.to_pure_dict(state))
+    tokens = rng.integers(config.vocab, size=(60 * config.layers, config.max_len))
+    return Row(lambda p, t: nnx.merge(graph, p)(t), params, [tokens], lm.whole_gauges(config))
+
+
+def design_block(seed: int = 0) -> Row:
+    """The block of the design's §5: no positions, no final norm, one number as the bias of all logits."""
+    d, heads, size, hidden, vocab = 6, 2, 3, 10, 13
+    shapes = {
+        "embed": (vocab, d), "norm1/scale": (d,), "norm1/bias": (d,), "norm2/scale": (d,), "norm2/bias": (d,),
+        **{f"{name}/kernel": (d, heads, size) for name in ("query", "key", "value")},
+        **{f"{name}/bias": (heads, size) for name in ("query", "key", "value")},
+        "out/kernel": (heads, size, d), "out/bias": (d,), "up/kernel": (d, hidden), "up/bias": (hidden,),
+        "down/kernel": (hidden, d), "down/bias": (d,), "head/kernel": (d, vocab), "head/bias": (1,),
+    }  # fmt: skip
+    rng = np.random.default_rng(seed)
+    params = {k: 0.6 * rng.standard_normal(n) + float(k.endswith("scale")) for k, n in shapes.items()}
+
+    def norm(p: Any, name: str, x: jax.Array) -> jax.Array:
+        x = x - jnp.mean(x, -1, keepdims=True)
+        return x / jnp.sqrt(jnp.mean(x * x, -1, keepdims=True)) * p[f"{name}/scale"] + p[f"{name}/bias"]
+
+    def fn(p: Any, tokens: Any) -> jax.Array:
+        x = p["embed"][tokens]
+        y = norm(p, "norm1", x)
+        q, k, v = (jnp.einsum("btd,dhe->bthe", y, p[f"{n}/kernel"]) + p[f"{n}/bias"] for n in ("query", "key", "value"))
+        scores = jnp.einsum("bthe,bshe->bhts", q, k)
+        causal = np.tril(np.ones((tokens.shape[1], tokens.shape[1]), bool))
+        weights = jax.nn.softmax(jnp.where(causal, scores, -jnp.inf))
+        x = x + jnp.einsum("bhts,bshe,hed->btd", weights, v, p["out/kernel"]) + p["out/bias"]
+        hidden = jax.nn.gelu(norm(p, "norm2", x) @ p["up/kernel"] + p["up/bias"])
+        x = x + hidden @ p["down/kernel"] + p["down/bias"]
+        return x @ p["head/kernel"] + p["head/bias"]
+
+    into = {f"{name}/kernel": "channel _ _" for name in ("query", "key", "value")}
+    behind = {f"{name}/bias": "_ _" for name in ("query", "key", "value")}
+    scales = [{f"norm{k}/scale": "channel"} for k in (1, 2)]
+    biases = [{f"norm{k}/bias": "channel"} for k in (1, 2)]
+    readers = [(into, behind), ({"up/kernel": "channel _"}, {"up/bias": "_"})]
+    norms = [go.norm_scale(s | b, r) for s, b, (r, _) in zip(scales, biases, readers, strict=True)]
+    read = {path: axes.replace("channel", "basis") for r, _ in readers for path, axes in r.items()}
+    write = {"embed": "_ basis", "out/kernel": "_ _ basis", "out/bias": "basis", "down/kernel": "_ basis"}
+    write |= {"down/bias": "basis"}
+    gauges = [
+        go.residual_rotation(read | {"head/kernel": "basis _"}, write, norms, centred=True),
+        *(go.norm_read_shift(r, s, b, i) for s, b, (r, i) in zip(scales, biases, readers, strict=True)),
+        *norms,
+        go.head_linear(
+            {"query/kernel": "_ head basis", "query/bias": "head basis"},
+            {"key/kernel": "_ head basis", "key/bias": "head basis"},
+        ),
+        go.head_linear({"value/kernel": "_ head basis", "value/bias": "head basis"}, {"out/kernel": "head basis _"}),
+        go.logit_shift({"head/kernel": "_ vocab"}),
+        go.bias_absorption({"value/bias": "head entry"}, {"out/kernel": "head entry _"}, {"out/bias": "_"}),
+        go.key_bias({"key/bias": "_ _", "head/bias": "_"}),  # softmax ignores both
+        *(go.bias_absorption(b, r, i) for b, (r, i) in zip(biases, readers, strict=True)),
+        # Norms hide the stream's mean from all but the head, which sees the sum of three writers' means.
+        go.embedding_shift({"embed": "_ _"}, {"down/bias": "_"}),
+        go.embedding_shift({"out/bias": "_"}, {"down/bias": "_"}),
+        go.residual_scale({path: axes.replace("basis", "_") for path, axes in write.items()}, {"head/kernel": "_ _"}),
+    ]
+    return Row(fn, params, [rng.integers(vocab, size=(40, 5))], gauges)
+
+
+def page(rows: dict[str, dict[str, Any]]) -> str:
+    """The table as Markdown."""
+    lines = [
+        "# Certificates",
+        "",
+        "Dead directions of whole models: parameters less the rank of the outputs' Jacobian, in float64, at random",
+        "weights, with logits up to a constant. `python -m benchmarks.certificates` prints this table.",
+        "",
+        "The design's block has no final norm: its head alone sees the stream's mean m, and m ↦ s·m + v·x has d = 6",
+        "dimensions that no gauge of this library has.",
+        "",
+        "| model | parameters | dead | explained by orbits | not reached by a batch | unexplained | outputs change "
+        "along orbits by | singular values: dead, live |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for name, r in rows.items():
+        lines.append(
+            f"| {name} | {r['parameters']} | {r['dead']} | {r['explained']} | {r['unreached']} | "
+            f"**{r['unexplained']}** | {r['seen']:.0e} | {r['gap'][0]:.0e}, {r['gap'][1]:.0e} |"
+        )
+    return "\n".join([*lines, ""])
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Prints a census per row; 1 where a direction is unexplained."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="*", default=[], help="parts of names of rows")
+    chosen = parser.parse_args(arguments)
+    path = RESULTS / "certificates.json"
+    rows: dict[str, dict[str, Any]] = json.loads(path.read_text()) if path.exists() else {}
+    makers: dict[str, Callable[[], Row]] = {"the design's block": design_block}
+    makers |= {name: lambda s=switches: decoder(s) for name, switches in ROWS.items()}  # type: ignore[misc]
+    makers = {k: v for k, v in makers.items() if not chosen.only or any(x.lower() in k.lower() for x in chosen.only)}
+    with tqdm(makers.items()) as bar:
+        for name, make in bar:
+            bar.set_description(name)
+            row, start = make(), time.perf_counter()
+            found = go.census(row.fn, row.params, row.batches, row.gauges, progress=False)
+            bar.write(f"{name}\n{found}\n")
+            rows[name] = {
+                **{k: v for k, v in found._asdict().items() if k not in ("gauges", "by_leaf")},
+                "seen": max(g.seen for g in found.gauges),
+                "by_gauge": {g.name: g.dim for g in found.gauges},
+                "seconds": round(time.perf_counter() - start, 1),
+            }
+            path.write_text(json.dumps(rows, indent=1) + "\n")
+            (RESULTS / "certificates.md").write_text(page(rows))
+    print(page({name: rows[name] for name in makers}))
+    return int(any(rows[name]["unexplained"] for name in makers))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,154 @@
+"""Redundancy: how many parameters a function does not need, from shapes alone.
+
+`redundancy` adds up the orbits' dimensions of any list of gauges. `transformer_redundancy` has a formula for decoders,
+beside that of van Nierop, Eq. (17): 2·layers·heads·d_head² + (d − 1)(d − 2)/2. The two differ, because the paper counts
+GL(d_head) for queries and keys also under rotary embeddings, which commute with d_head dimensions of it only, counts a
+residual rotation also where a tied head forbids it, and leaves out norm scales, rescalings, shifts and biases.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple
+
+import jax
+import numpy as np
+
+from gauge_optax.gauges.gauge import Gauges, product
+
+
+class Redundancy(NamedTuple):
+    """Redundant dimensions of a parameter tree.
+
+    Attributes:
+      parameters: entries of all leaves.
+      total: dimensions along all orbits.
+      parts: what they are made of; `total` is their sum.
+      paper: van Nierop's count, Eq. (17); None without a configuration.
+    """
+
+    parameters: int
+    total: int
+    parts: Mapping[str, int]
+    paper: int | None = None
+
+    def __str__(self) -> str:
+        rows = [f"{name:44} {n:15,}" for name, n in self.parts.items() if n]
+        share = 100.0 * self.total / max(1, self.parameters)
+        rows += [f"{'redundant':44} {self.total:15,}", f"{'parameters':44} {self.parameters:15,}  ({share:.2f} %)"]
+        if self.paper is not None:
+            rows.append(f"{'van Nierop, Eq. (17)':44} {self.paper:15,}")
+        return "\n".join(rows)
+
+
+def redundancy(gauges: Gauges, params: Any) -> Redundancy:
+    """Counts the dimensions along the orbits of a list of gauges.
+
+    Args:
+      gauges: a gauge or a sequence of them.
+      params: the parameters, or their shapes (`jax.eval_shape`).
+
+    Returns:
+      The counts, per gauge. Orbits that share directions count them twice; `go.census` finds such an overlap.
+
+    Raises:
+      ValueError: bindings that do not fit the tree.
+
+    >>> params = {"query": jnp.ones((6, 2, 3)), "key": jnp.ones((6, 2, 3))}
+    >>> gauge = go.head_linear({"query": "_ head basis"}, {"key": "_ head basis"})
+    >>> found = go.redundancy(gauge, params)
+    >>> found.total, found.parameters  # 2 heads of 3 × 3
+    (18, 72)
+
+    Reference: van Nierop, §3 and §4.5.
+    """
+    parts: dict[str, int] = {}
+    for gauge in product(gauges).parts:
+        parts[gauge._description] = parts.get(gauge._description, 0) + gauge.dim(params)
+    size = sum(int(np.prod(jax.numpy.shape(x))) for x in jax.tree.leaves(params))
+    return Redundancy(size, sum(parts.values()), parts)
+
+
+def transformer_redundancy(
+    *,
+    layers: int,
+    d_model: int,
+    heads: int,
+    d_head: int,
+    d_ff: int,
+    vocab: int,
+    kv_heads: int | None = None,
+    positions: int = 0,
+    norm: Literal["layernorm", "rmsnorm"] = "layernorm",
+    bias: bool = True,
+    head_bias: bool | None = None,
+    rope: bool = False,
+    qk_norm: bool = False,
+    mlp: Literal["gelu", "relu", "relu2", "swiglu"] = "gelu",
+    tied: bool = False,
+    eps: bool = True,
+) -> Redundancy:
+    """Counts the redundant parameters of a decoder of pre-norm blocks from its configuration.
+
+    Args:
+      layers: number of blocks.
+      d_model: width of the residual stream.
+      heads: query heads per layer.
+      d_head: width of a head.
+      d_ff: hidden units of the MLP.
+      vocab: rows of the embedding.
+      kv_heads: key and value heads per layer; `heads` by default.
+      positions: rows of a learned table of positions; 0 for none.
+      norm: "layernorm" or "rmsnorm", with scales.
+      bias: whether linear layers, and LayerNorms, have biases.
+      head_bias: whether the output layer has one; `bias` by default.
+      rope: whether queries and keys have rotary embeddings over all of d_head.
+      qk_norm: whether queries and keys are normed, with one scale for all heads.
+      mlp: the activation; "swiglu" has a gate.
+      tied: whether the output layer is the embedding.
+      eps: whether norms have an eps, which breaks the scale of the residual stream.
+
+    Returns:
+      The counts, and the paper's. Overlaps of orbits are taken out, so that `total` is the number of dead directions.
+
+    >>> gpt2 = go.transformer_redundancy(
+    ...     layers=12, d_model=768, heads=12, d_head=64, d_ff=3072,
+    ...     vocab=50257, positions=1024, head_bias=False, tied=True,
+    ... )
+    >>> gpt2.paper, gpt2.total, gpt2.parameters
+    (1473409, 1347352, 124439808)
+
+    Reference: van Nierop, Eq. (17) and Table 1.
+    """
+    kv = heads if kv_heads is None else kv_heads
+    has_head_bias = bias if head_bias is None else head_bias
+    centred, d = norm == "layernorm", d_model
+    inner, shared, ups = heads * d_head, kv * d_head, 2 if mlp == "swiglu" else 1
+    if qk_norm:
+        scores = heads + kv + (d_head // 2 if rope else d_head)
+    else:
+        scores = kv * d_head if rope else kv * d_head**2
+    parts = {
+        "queries and keys": layers * scores,
+        "values and outputs": layers * kv * d_head**2,
+        "rotation of the residual stream": 0 if tied else (d - 1) * (d - 2) // 2 if centred else d * (d - 1) // 2,
+        "scales of norms": 2 * layers * d + (0 if tied else d),
+        "rescalings of hidden units": 0 if mlp == "gelu" else layers * d_ff,
+        "logits": (0 if tied else d) + has_head_bias,
+        "positions against tokens": d if positions else 0,
+        "value biases, into output biases": layers * shared if bias else 0,
+        "key biases": layers * shared if bias and not rope and not qk_norm else 0,
+        "norm biases, into biases": (2 * layers * d + d * has_head_bias) if bias and centred else 0,
+        "means that norms hide from readers": (
+            layers * (inner + 2 * shared + ups * d_ff) + (0 if tied else vocab) if centred else 0
+        ),
+        "means that norms hide of writers": (
+            layers * (inner + d_ff + 2 * bias) + positions + (0 if tied else vocab) if centred else 0
+        ),
+        "scale of the residual stream": 0 if eps else 1,
+        "counted twice": -((1 if positions else 0) + 1) if centred and not tied else 0,
+    }
+    norms = 2 * d if centred and bias else d
+    attention = d * (inner + 2 * shared) + inner * d + (inner + 2 * shared + d if bias else 0)
+    block = 2 * norms + attention + (ups + 1) * d * d_ff + (ups * d_ff + d if bias else 0) + (2 * d_head * qk_norm)
+    size = layers * block + norms + (1 if tied else 2) * vocab * d + positions * d + vocab * has_head_bias
+    paper = 2 * layers * heads * d_head**2 + (d - 1) * (d - 2) // 2
+    return Redundancy(size, sum(parts.values()), parts, paper)

@@ -113,9 +113,11 @@ class Trace:
         if leaves and len(leaves) < sum(value.depends for value in ins):
             self.added_behind |= {(kernel, leaf) for kernel in writers for leaf in leaves if name in _SUMS}
             return writers, vectors | leaves
-        # A product of two values that depend on parameters is a norm's or a gate's, behind which nothing is linear.
-        linear = name in _LINEAR or (name in ("mul", "div") and sum(value.depends for value in ins) < 2)
-        return (writers, vectors) if linear else (frozenset(), frozenset())
+        # A product of two values that depend on parameters is a norm's or a gate's, behind which no kernel is linear. A
+        # norm's scale may be in one of the factors, as in flax: (x − mean)·(scale/σ).
+        product = name in ("mul", "div") and sum(value.depends for value in ins) > 1
+        linear = name in _LINEAR or (name in ("mul", "div") and not product)
+        return (writers if linear else frozenset(), vectors if linear or product else frozenset())
 
     def _outputs(self, eqn: Any, ins: list[Value]) -> list[Value]:
         name = eqn.primitive.name

@@ -79,3 +79,21 @@ def test_shapes_of_a_module_need_values_of_its_keys() -> None:
     model.eval()
     graph, shapes, rest = nnx.split(model, nnx.Param, ...)
     assert gauges_of(lambda p, x: nnx.merge(graph, p, rest)(x), shapes) == NET
+
+
+def test_what_flaxs_layer_norm_hides_is_named() -> None:
+    """flax multiplies x − mean by scale/σ: the scale is in a factor that depends on parameters too."""
+
+    class Net(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.embed, self.norm = nnx.Embed(11, 6, rngs=rngs), nnx.LayerNorm(6, rngs=rngs)
+            self.up, self.down = nnx.Linear(6, 5, rngs=rngs), nnx.Linear(5, 11, rngs=rngs)
+
+        def __call__(self, tokens: jax.Array) -> jax.Array:
+            return self.down(jnp.tanh(self.up(self.norm(self.embed(tokens)))))
+
+    graph, state = nnx.split(Net(nnx.Rngs(0)))
+    tokens = np.random.default_rng(0).integers(11, size=(2, 3, 7))
+    report = go.discover(lambda p, x: nnx.merge(graph, p)(x), state, list(tokens), progress=False)
+    hidden = "a direction that a centred norm hides from the kernel behind it"
+    assert report.ungauged[hidden] == ("up/kernel + up/bias",)

@@ -196,6 +196,39 @@ def test_no_coordinate_drifts(config: lm.LMConfig) -> None:
     assert max(jax.tree.leaves(moved)) <= 5e-6, moved
 
 
+@pytest.mark.slow
+def test_a_held_stream_does_not_turn(x64: None) -> None:
+    """The sum over 20 steps of how far the embedding turns, as the product sees it; without `hold` it is 5e-2."""
+    config = lm.llama_config(vocab=13, d_model=6, layers=2, heads=2, kv_heads=1, d_head=4, d_ff=5, max_len=4)
+    params, loss = lm.params_and_loss(config, jax.random.key(0))
+    params = jax.tree.map(lambda x, n: jnp.asarray(x + 0.2 * n, float), params, _normal(1, params))
+    tokens = jnp.asarray(np.random.default_rng(0).integers(13, size=(4, config.max_len + 1)))
+    free, *rest = lm.whole_gauges(config, linear=False)
+    roles: dict[str, dict[str, str]] = {"read": {}, "write": {}}
+    for spec in free.specs:  # type: ignore[attr-defined]
+        roles[spec.role][spec.pattern] = spec.axes
+    norms = [gauge for gauge in rest if gauge.name == "norm_scale"]
+
+    def turned(hold: bool) -> float:
+        gauges = [go.residual_rotation(roles["read"], roles["write"], norms, hold=hold), *rest]
+        tx, group = go.quotient(optax.adam(1e-2), gauges), go.product(gauges)
+
+        @jit
+        def step(params: Tree, state: Any) -> tuple[Tree, Any, jax.Array]:
+            updates, state = tx.update(jax.grad(loss)(params, tokens), state, params)
+            up = group.vertical(params, updates)["embed"]["embedding"]
+            size = jnp.linalg.norm(up) / jnp.linalg.norm(params["embed"]["embedding"])
+            return optax.apply_updates(params, updates), state, size
+
+        end, state, total = params, tx.init(params), 0.0
+        for _ in range(20):
+            end, state, size = step(end, state)
+            total += float(size)
+        return total
+
+    assert turned(hold=True) < 1e-5 < 1e-2 < turned(hold=False)
+
+
 # Order and refusals --------------------------------------------------------------------------------
 
 

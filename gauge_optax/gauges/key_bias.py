@@ -81,8 +81,8 @@ class Constant(Instance):
 
     def sample(self, key: jax.Array, scale: float, leaves: Mapping[str, Any]) -> Arrays:
         added = self.identity()
-        for block, own_key in zip(self.blocks, jax.random.split(key, len(self.blocks)), strict=True):
-            drawn = scale * jax.random.normal(own_key, block.view_shape, real_dtype())
+        for block, key_of_block in zip(self.blocks, jax.random.split(key, len(self.blocks)), strict=True):
+            drawn = scale * jax.random.normal(key_of_block, block.view_shape, real_dtype())
             added[block.path] = block.write(added[block.path], drawn)
         return added
 

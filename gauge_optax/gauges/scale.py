@@ -311,10 +311,10 @@ class Scale(Instance):
             return sum((b.total(self.named, point[b.path] * cotangent[b.path]) for b in blocks), zero)
 
         # Invariance: the pairing of the gradient with (up, −p·down) is zero. On the slice the anchor is ±1.
-        own = self.degree * pairing(self.down) - pairing(self.up[1:])
+        paired = self.degree * pairing(self.down) - pairing(self.up[1:])
         order = [self.named.index(name) for name in block.labels]
-        sign = jnp.where(block.view(point[block.path]) < 0, -1.0, 1.0).astype(own.dtype)
-        return cotangent | {block.path: block.write(cotangent[block.path], sign * own.transpose(order))}
+        sign = jnp.where(block.view(point[block.path]) < 0, -1.0, 1.0).astype(paired.dtype)
+        return cotangent | {block.path: block.write(cotangent[block.path], sign * paired.transpose(order))}
 
     # What optimizers ask ------------------------------------------------------------------------------
 

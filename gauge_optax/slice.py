@@ -507,8 +507,19 @@ class Slice:
             for block in self.instances[number].blocks:
                 by_path.setdefault(block.path, []).append((number, block))
 
+        def matters(number: int, other: int) -> bool:
+            """Whether what an instance reads depends on another one, for an anchor that both of them move.
+
+            A constant that keeps its place is read along an axis on which all others are constant, but for the norms
+            that it passes: scales and matrices on other axes move the constant as they move the anchor.
+            """
+            one, two = self.instances[number], self.instances[other]
+            passed = (overlap(b, d) for d in one.divided for b in two.blocks if b.path == d.path)
+            return not one.keeps_place or two.keeps_place or any(passed)
+
         def place(number: int, anchor: Anchor) -> Place:
-            shared = ((j, b, a) for a in anchor for j, b in by_path.get(a.path, ()) if j != number)
+            pairs = ((j, b, a) for a in anchor for j, b in by_path.get(a.path, ()) if j != number)
+            shared = ((j, b, a) for j, b, a in pairs if matters(number, j))
             return Place(number, anchor, tuple(dict.fromkeys((j, b) for j, b, a in shared if overlap(a, b))))
 
         waiting = sorted(sized, key=lambda k: [f"{b.path} {b.axes}" for b in self.instances[k].blocks])

@@ -365,6 +365,22 @@ def _residual_gauges(centred: bool) -> list[Gauge]:
     return [turn, norm]
 
 
+def _stacked_residual_gauges() -> list[Gauge]:
+    norm = go.norm_scale(
+        {"layers/scale": "layer channel", "layers/norm_bias": "layer channel"}, {"layers/up": "layer channel _"}
+    )
+    read, write = {"layers/up": "_ basis _"}, {"token": "_ basis", "layers/down": "_ _ basis"}
+    return [go.residual_rotation(read, write, [norm], centred=True), norm]
+
+
+def _stacked_stream_loss(p: Tree) -> jax.Array:
+    def layer(x: jax.Array, q: Tree) -> tuple[jax.Array, None]:
+        return x + jnp.tanh((_layer_normalised(x) * q["scale"] + q["norm_bias"]) @ q["up"]) @ q["down"], None
+
+    x, _ = jax.lax.scan(layer, p["token"][np.array([0, 3, 1, 7])], p["layers"])
+    return _square(x @ x.T)
+
+
 def _final_norm() -> Gauge:
     return go.norm_scale({"norm": "channel"}, {"kernel": "channel _"})
 
@@ -732,6 +748,15 @@ FLAT_CASES: tuple[GaugeCase, ...] = (
         dim=15,
     ),
     GaugeCase(
+        "residual_rotation/stacked",
+        _stacked_residual_gauges,
+        _params(
+            token=(8, 6), layers__scale=(2, 6), layers__norm_bias=(2, 6), layers__up=(2, 6, 5), layers__down=(2, 5, 6)
+        ),
+        _stacked_stream_loss,
+        dim=22,
+    ),
+    GaugeCase(
         "residual_scale/layers",
         lambda: [go.residual_scale({"token": "_ _", "layers/{i}/out": "_ _"})],
         _params(token=(8, 6), layers__0__out=(6, 6), layers__1__out=(6, 6), up=(6, 5)),
@@ -767,6 +792,13 @@ FLAT_CASES: tuple[GaugeCase, ...] = (
         functools.partial(_lm_params, GPT),
         functools.partial(_lm_loss, GPT),
         dim=166,
+    ),
+    GaugeCase(
+        "product/whole_gpt_linear",  # shifts and matrices that are read from the same kernels
+        lambda: lm.whole_gauges(GPT),
+        functools.partial(_lm_params, GPT),
+        functools.partial(_lm_loss, GPT),
+        dim=166 + 2 * 2 * (16 - 6),
     ),
     GaugeCase(
         "product/whole_llama",

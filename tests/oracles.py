@@ -19,7 +19,7 @@ from jax.flatten_util import ravel_pytree
 from gauge_optax.gauges.gauge import Gauge
 from tests.quick import jit
 
-_SKEW, _SHIFT, _SCALE, _ANGLE, _FULL = "skew", "shift", "scale", "angle", "full"
+_SKEW, _CENTRED, _SHIFT, _SCALE, _ANGLE, _FULL = "skew", "centred", "shift", "scale", "angle", "full"
 _KINDS = {"head_rotation": _SKEW, "rope_torus": _ANGLE, "head_linear": _FULL}
 _KINDS |= dict.fromkeys(("logit_shift", "translation"), _SHIFT)
 _MOST_STEPS = 200
@@ -195,7 +195,7 @@ def _coordinates(gauge: Gauge, params: Any) -> tuple[np.ndarray, Callable[[jax.A
     identity = gauge.identity(params)
     whole = identity if isinstance(identity, tuple) else (identity,)
     arrays = [
-        (_KINDS.get(part.name, _SCALE), x)
+        (_kind(part), x)
         for part, element in zip(parts, whole, strict=True)
         for x in jax.tree.leaves(element)
     ]
@@ -215,25 +215,35 @@ def _coordinates(gauge: Gauge, params: Any) -> tuple[np.ndarray, Callable[[jax.A
     return np.array(kinds), element
 
 
+def _kind(gauge: Any) -> str:
+    if gauge.name == "residual_rotation":
+        return _CENTRED if dict(gauge.options)["centred"] else _SKEW
+    return _KINDS.get(gauge.name, _SCALE)
+
+
 def _owner(parts: Any, elements: Any, index: int) -> str:
     """The name of the gauge that an array of a product's element belongs to."""
     return [part.name for part, element in zip(parts, elements, strict=True) for _ in jax.tree.leaves(element)][index]
 
 
 def _count(kind: str, shape: tuple[int, ...]) -> int:
-    if kind == _SKEW:
+    if kind in (_SKEW, _CENTRED):
         return int(np.prod(shape[:-2])) * (shape[-1] * (shape[-1] - 1) // 2)
     return int(np.prod(shape))
 
 
 def _array(kind: str, identity: jax.Array, coordinates: jax.Array) -> jax.Array:
-    if kind != _SKEW:
+    if kind not in (_SKEW, _CENTRED):
         return coordinates.reshape(identity.shape) + (identity if kind == _FULL else 0.0)
     size = identity.shape[-1]
     rows, columns = np.triu_indices(size, 1)
     values = coordinates.reshape((*identity.shape[:-2], len(rows)))
     upper = jnp.zeros(identity.shape).at[..., rows, columns].set(values)
-    return identity + upper - jnp.swapaxes(upper, -1, -2)
+    skew = upper - jnp.swapaxes(upper, -1, -2)
+    if kind == _CENTRED:  # it keeps the vector of ones; the coordinates have more dimensions than the group
+        skew = skew - skew.mean(-1, keepdims=True)
+        skew = skew - skew.mean(-2, keepdims=True)
+    return identity + skew
 
 
 # Small matrices -----------------------------------------------------------------------------------

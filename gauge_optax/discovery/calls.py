@@ -10,19 +10,26 @@ from typing import Any
 
 from gauge_optax.binding import binding_error, leaf_shape, leaves_by_path, match
 from gauge_optax.binding.axes import Part, parse_axes
+from gauge_optax.gauges.absorption import bias_absorption
+from gauge_optax.gauges.embedding_shift import embedding_shift
 from gauge_optax.gauges.gauge import Gauge
 from gauge_optax.gauges.heads import PLANE
+from gauge_optax.gauges.key_bias import key_bias
 from gauge_optax.gauges.linear import head_linear
+from gauge_optax.gauges.read_shift import norm_read_shift
+from gauge_optax.gauges.residual import residual_rotation
 from gauge_optax.gauges.rope_linear import rope_linear
 from gauge_optax.gauges.rotation import head_rotation
 from gauge_optax.gauges.scale import multiplier_balance, norm_scale, rescale, scale_invariant
 from gauge_optax.gauges.shift import logit_shift
 from gauge_optax.gauges.torus import rope_torus
+from gauge_optax.gauges.write_shift import norm_write_shift
 
 CONSTRUCTORS: Mapping[str, Callable[..., Gauge]] = {
     constructor.__name__: constructor
     for constructor in (
-        head_linear, head_rotation, logit_shift, multiplier_balance, norm_scale, rescale, rope_linear, rope_torus,
+        bias_absorption, embedding_shift, head_linear, head_rotation, key_bias, logit_shift, multiplier_balance,
+        norm_read_shift, norm_scale, norm_write_shift, rescale, residual_rotation, rope_linear, rope_torus,
         scale_invariant,
     )
 }  # fmt: skip
@@ -53,21 +60,28 @@ class Call:
       roles: for each role, paths and axes.
       options: other keyword arguments.
       sizes: lengths of axes that shapes alone do not fix.
+      norms: the calls of the norms that a rotation of the residual stream passes.
     """
 
     kind: str
     roles: Roles
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     sizes: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    norms: tuple[Call, ...] = ()
 
     @property
     def paths(self) -> list[str]:
         """Paths or patterns of all roles."""
         return [path for blocks in self.roles.values() for path in blocks]
 
+    def within(self, other: Call) -> bool:
+        """Whether another call has the same kind and all of these paths."""
+        return self.kind == other.kind and set(self.paths) <= set(other.paths)
+
     def gauge(self) -> Gauge:
         """The gauge that the call makes."""
-        return CONSTRUCTORS[self.kind](*self.roles.values(), **self.options, sizes=self.sizes or None)
+        norms = {"norms": [norm.gauge() for norm in self.norms]} if self.norms else {}
+        return CONSTRUCTORS[self.kind](**self.roles, **self.options, **norms, sizes=self.sizes or None)
 
     def rebound(self, params: Any, sizes: Mapping[str, int]) -> Gauge:
         """The gauge on another tree, with other lengths of the axes that the call states."""
@@ -87,9 +101,15 @@ class Call:
                     "rebind", f"lengths of the smaller instance do not fit '{path}': {_listed(small)}",
                     f"axes \"{text}\" on shape {shape}", f"lengths in the larger tree of {', '.join(sorted(needed))}",
                     f"write rebind(params, {_listed(needed)})")
-        gauge = dataclasses.replace(self, sizes=stated).gauge()
+        gauge = self._resized(lambda name, n: sizes.get(name, n)).gauge()
         gauge.dim(params)
         return gauge
+
+    def _resized(self, length: Callable[[str, int], int]) -> Call:
+        """The call with other stated lengths, a function of an axis's name and its length."""
+        norms = tuple(norm._resized(length) for norm in self.norms)
+        sizes = {name: length(name, n) for name, n in self.sizes.items()}
+        return dataclasses.replace(self, sizes=sizes, norms=norms)
 
     def lengths(self, params: Any, sizes: Mapping[str, int]) -> dict[str, int]:
         """The given lengths, and those of the axes that the call states as far as they follow from a tree's shapes.
@@ -137,7 +157,8 @@ class Call:
             return tuple(map(axes, text)) if isinstance(text, tuple) else _RANGE_END.sub(ends, text)  # type: ignore[arg-type]
 
         roles = {role: {path: axes(text) for path, text in blocks.items()} for role, blocks in self.roles.items()}
-        return dataclasses.replace(self, roles=roles, sizes={name: full(n) for name, n in self.sizes.items()})
+        norms = tuple(norm.scaled(full) for norm in self.norms)
+        return dataclasses.replace(self, roles=roles, norms=norms)._resized(lambda _, n: full(n))
 
     def source(self) -> str:
         """The call as Python source."""
@@ -167,6 +188,23 @@ def bound_instances(gauge: Any, params: Any) -> list[tuple[str, dict[str, int], 
     return parts
 
 
+def captured_blocks(blocks: Mapping[str, Axes]) -> dict[str, Axes]:
+    """Paths that differ in one number, and have the same axes, as one pattern with a capture."""
+    groups: dict[tuple[str, Axes], list[str]] = {}
+    for path, axes in blocks.items():
+        groups.setdefault((template(path), axes), []).append(path)
+    out: dict[str, Axes] = {}
+    for (_, axes), paths in groups.items():
+        slots = list(zip(*(_NUMBER.findall(path) for path in paths), strict=True))
+        varying = [k for k, slot in enumerate(slots) if len(set(slot)) > 1]
+        if len(varying) == 1:
+            texts = _NUMBER.split(paths[0])
+            texts[2 * varying[0] + 1] = "{i}"
+            paths = ["".join(texts)]
+        out |= dict.fromkeys(paths, axes)
+    return out
+
+
 def merge_layers(calls: Iterable[Call], same: Callable[[Call, list[Call]], bool]) -> list[tuple[Call, list[Call]]]:
     """Merges calls that differ in the numbers of their paths alone into one call with captures.
 
@@ -183,7 +221,8 @@ def merge_layers(calls: Iterable[Call], same: Callable[[Call, list[Call]], bool]
             (role, tuple((template(path), axes) for path, axes in _ordered(blocks).items()))
             for role, blocks in call.roles.items()
         )
-        groups.setdefault((call.kind, roles, *call.options.items(), *sorted(call.sizes.items())), []).append(call)
+        key = (call.kind, roles, *call.options.items(), *sorted(call.sizes.items()), id(call) if call.norms else 0)
+        groups.setdefault(key, []).append(call)
     out = []
     for group in groups.values():
         merged = _captured(group) if len(group) > 1 else None

@@ -6,7 +6,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,8 @@ from gauge_optax.binding import binding_error, leaves_by_path
 from gauge_optax.discovery.sketch import Leaves
 from gauge_optax.discovery.trace import called_jaxpr, source
 
-_OUTPUTS = ("logits", "logprobs", "loss")
+Outputs = Literal["logits", "logprobs", "loss"]
+_OUTPUTS = get_args(Outputs)
 _refusal = functools.partial(binding_error, "discover")
 
 

@@ -27,6 +27,7 @@ WHOLE: Space = (0,)  # stands for the space of one scale of whole leaves
 FAMILIES: Mapping[str, tuple[str, ...]] = {
     "linear": ("vector", "covector"),
     "orthogonal": ("vector",),
+    "centred": ("vector",),  # rotations that keep the vector of ones
     "complex": ("vector", "covector"),
     "phase": ("vector",),
     "diagonal": ("scale", "offset"),
@@ -76,7 +77,8 @@ class Symmetry:
     def dim(self) -> int:
         """Dimensions of the group."""
         n, planes = len(self.space), len(set(self.space))
-        dims = {"linear": n * n, "orthogonal": n * (n - 1) // 2, "complex": 2 * planes, "diagonal": n}
+        skew, centred = n * (n - 1) // 2, (n - 1) * (n - 2) // 2
+        dims = {"linear": n * n, "orthogonal": skew, "centred": centred, "complex": 2 * planes, "diagonal": n}
         return math.prod(map(len, self.beside)) * dims.get(self.family, planes)
 
     def tangent(self, point: Leaves, element: np.ndarray) -> Leaves:
@@ -123,7 +125,10 @@ def _projected(family: str, space: Space, element: np.ndarray) -> np.ndarray:
     """The orthogonal projection of an array onto the family's algebra."""
     if family in ("diagonal", "linear"):
         return element
-    if family == "orthogonal":
+    if family == "centred":
+        element = element - element.mean(-1, keepdims=True)
+        element = element - element.mean(-2, keepdims=True)
+    if family in ("orthogonal", "centred"):
         return (element - element.swapaxes(-1, -2)) / 2
     if family == "per_plane":
         same = np.equal.outer(space, space).astype(float)

@@ -1,4 +1,4 @@
-"""Symmetries that add something to leaves: the logit shift, and others that hold in many networks and have no gauge.
+"""Symmetries that add something to leaves: the logit shift, and the directions that norms and biases leave flat.
 
 A norm's or a value's bias flows into the biases behind the kernels that read it. One vector added to every row of one
 table is subtracted from another's. A kernel behind a LayerNorm does not notice u/γ on the axis that it reads. A
@@ -12,15 +12,18 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
+from gauge_optax.discovery.calls import Axes, Call
 from gauge_optax.discovery.groups import ZERO
 from gauge_optax.discovery.search import singular_vectors, spaces_with_companions, sparse_basis
 from gauge_optax.discovery.sketch import Leaves
 from gauge_optax.discovery.spaces import Space
 from gauge_optax.discovery.trace import Trace
 from gauge_optax.discovery.views import View, views_of
+from gauge_optax.discovery.write import Unwritable, axes_text
 
 Motion = tuple[str, np.ndarray]  # a leaf's path and what is added to it
 Labels = Sequence[Space | None]
@@ -72,6 +75,8 @@ class Flow:
       kind: what it is, in words.
       make: (point, generator) to motions, in a fixed order.
       columns: how many motions.
+      write: (columns that take part, columns that nothing depends on) to the gauge that moves them so. A key bias, on
+        which nothing depends, takes up a norm's bias as the query's does.
       required: the column without which a combination belongs to another flow; None where any two columns will do.
       products: products of gradients with the motions, chunk after chunk.
       squares: expected squares of the columns.
@@ -80,6 +85,7 @@ class Flow:
     kind: str
     make: Callable[[Leaves, np.random.Generator], list[Motion]]
     columns: int
+    write: Callable[[list[int], list[int]], Call]
     required: int | None = 0
     products: list[np.ndarray] = dataclasses.field(default_factory=list)
     squares: np.ndarray | float = 0.0
@@ -93,8 +99,7 @@ class Flow:
 
     def solve(self) -> Iterator[np.ndarray]:
         """Coefficients of the combinations that the gradients do not see."""
-        sizes = np.sqrt(np.asarray(self.squares))
-        alive = np.nonzero(sizes > 1e-11 * sizes.max(initial=0.0))[0]
+        sizes, alive = np.sqrt(np.asarray(self.squares)), self._alive
         if len(alive) < 1 + (self.required is None) or (self.required is not None and self.required not in alive):
             return
         values, right = singular_vectors(np.concatenate(self.products)[:, alive] / sizes[alive])
@@ -105,32 +110,42 @@ class Flow:
             if enough:
                 yield whole
 
-    def held(
-        self, points: Sequence[Leaves], change: Callable[[Sequence[Leaves]], float], seed: Sequence[int]
-    ) -> Iterator[str]:
-        """The leaves of every combination that a finite move at the points proves."""
-        for row in self.solve():
-            moved, paths = [dict(point) for point in points], dict[str, None]()
-            for point, out in zip(points, moved, strict=True):
-                for (path, motion), factor in zip(self.make(point, np.random.default_rng(seed)), row, strict=True):
-                    out[path] = out[path] + factor * motion
-                    paths |= {path: None} if factor else {}
-            if change(moved) < ZERO:
-                yield " + ".join(paths)
+    @property
+    def _alive(self) -> np.ndarray:
+        """The columns that the outputs depend on."""
+        sizes = np.sqrt(np.asarray(self.squares))
+        return np.nonzero(sizes > 1e-11 * sizes.max(initial=0.0))[0]
+
+    def call(self, row: np.ndarray) -> Call:
+        """The gauge of a combination. Raises `Unwritable` if there is none."""
+        return self.write(np.nonzero(row)[0].tolist(), [k for k in range(len(row)) if k not in self._alive])
+
+    def moved(self, row: np.ndarray, point: Leaves, seed: int) -> Leaves:
+        """A point moved along a combination by a random amount."""
+        out = dict(point)
+        for (path, motion), factor in zip(self.make(point, np.random.default_rng([11, seed])), row, strict=True):
+            out[path] = out[path] + factor * motion
+        return out
+
+    def paths(self, row: np.ndarray, point: Leaves) -> list[str]:
+        """The leaves that a combination moves."""
+        motions = self.make(point, np.random.default_rng(0))
+        return list(dict.fromkeys(path for (path, _), factor in zip(motions, row, strict=True) if factor))
 
 
 def flows(trace: Trace, leaves: Leaves) -> list[Flow]:
     """Everything that is tried."""
     searched, views = set(spaces_with_companions(trace)), list[View]()
     for path, leaf in leaves.items():  # one view per leaf that reads all of it, each axis along a space of its own
-        for view in views_of(trace, path, leaf.shape, searched):
+        for view in map(_without_units, views_of(trace, path, leaf.shape, searched)):
             if view.size == leaf.size > 1 and None not in view.labels and len(set(view.labels)) == len(view.labels):
                 views.append(view)
                 break
     layers = trace.layer_spaces()
-    labels = {view.path: set(view.labels) - layers for view in views}
-    vectors = [view for view in views if not any(labels[other.path] < labels[view.path] for other in views)]
-    kernels = [view for view in views if view not in vectors]
+    kernel_paths = {kernel for _, kernel in trace.vector_reads} | {kernel for kernel, _ in trace.added_behind}
+    vector_paths = {vector for vector, _ in trace.vector_reads} | {vector for _, vector in trace.added_behind}
+    vectors = [view for view in views if view.path in vector_paths - kernel_paths]
+    kernels = [view for view in views if view.path in kernel_paths]
     by_path = {view.path: view for view in views}
     behind: dict[str, list[View]] = {}
     for writer, added in sorted(trace.added_behind):
@@ -139,24 +154,25 @@ def flows(trace: Trace, leaves: Leaves) -> list[Flow]:
     tried = []
     for view in vectors:
         readers = [kernel for kernel in kernels if (view.path, kernel.path) in trace.vector_reads]
-        tried.append(_absorbed(view, readers, behind))
-    for norm, kernel in itertools.product(vectors, kernels):
+        tried.append(_absorbed(view, readers, behind, layers))
+    for norm, kernel, plus in itertools.product(vectors, kernels, (False, True)):
         if (norm.path, kernel.path) in trace.vector_reads and set(norm.labels) < set(kernel.labels):
             beside = [b for b in vectors if (b.path, kernel.path) in trace.vector_reads]
-            tried.append(_hidden_by_norm(kernel, norm, beside, behind.get(kernel.path, []), layers))
+            tried.append(_hidden_by_norm(kernel, norm, plus, beside, behind.get(kernel.path, []), layers))
     for space in sorted({label for view in views for label in view.labels if label is not None}):
         tried.append(_common_row(space, [view for view in views if view.labels.count(space) == 1]))
     return [flow for flow in tried if 0 < flow.columns <= _MOST]
 
 
-def _absorbed(vector: View, kernels: Sequence[View], behind: Mapping[str, Sequence[View]]) -> Flow:
+def _absorbed(vector: View, kernels: Sequence[View], behind: Mapping[str, Sequence[View]], layers: set[Space]) -> Flow:
     """A shift of a vector, undone behind the kernels that read it."""
     shape, pairs = set(vector.labels), list[tuple[View, View]]()
     for kernel in kernels:
-        whole = set(kernel.labels)
-        # The bias has the kernel's output axes; stacked layers are an axis of all three.
-        biases = [b for b in behind.get(kernel.path, []) if whole - shape <= set(b.labels) <= whole]
-        pairs += [(kernel, b) for b in biases if shape < whole and set(b.labels) != shape]
+        # The bias has the kernel's output axes; stacked layers are an axis of all three. Axes that it lacks are summed:
+        # grouped queries read one value head each.
+        rest, stacked = set(kernel.labels) - shape, shape & layers
+        biases = [b for b in behind.get(kernel.path, []) if stacked <= set(b.labels) <= rest | stacked]
+        pairs += [(kernel, b) for b in biases if shape < set(kernel.labels) and set(b.labels) - stacked]
 
     def make(point: Leaves, rng: np.random.Generator) -> list[Motion]:
         shift = rng.standard_normal(_tensor(vector, point).shape)
@@ -164,11 +180,17 @@ def _absorbed(vector: View, kernels: Sequence[View], behind: Mapping[str, Sequen
             _motion(b, _einsum(vector.labels, k.labels, b.labels, shift, _tensor(k, point))) for k, b in pairs
         ]
 
-    return Flow("a bias that flows into the biases behind it", make, 1 + len(pairs) if pairs else 0)
+    def write(taken: list[int], unread: list[int]) -> Call:
+        used = [pairs[k - 1] for k in sorted(taken + unread) if k > 0]
+        names = _axis_names(vector, layers)
+        blocks = {"bias": [vector], "through": [k for k, _ in used], "into": [b for _, b in used]}
+        return _call("bias_absorption", blocks, names)
+
+    return Flow("a bias that flows into the biases behind it", make, 1 + len(pairs) if pairs else 0, write)
 
 
 def _hidden_by_norm(
-    kernel: View, norm: View, beside: Sequence[View], behind: Sequence[View], layers: set[Space]
+    kernel: View, norm: View, plus: bool, beside: Sequence[View], behind: Sequence[View], layers: set[Space]
 ) -> Flow:
     """W + u/γ on the axis that a kernel reads; it adds u·Σβ/γ of the norm's bias, which the kernel's bias takes up."""
     read = set(norm.labels) - layers
@@ -180,7 +202,7 @@ def _hidden_by_norm(
     def make(point: Leaves, rng: np.random.Generator) -> list[Motion]:
         shape = zip(kernel.labels, _tensor(kernel, point).shape, strict=True)
         free = rng.standard_normal([n for label, n in shape if label not in read])
-        scale = _tensor(norm, point)
+        scale = _tensor(norm, point) + plus
         inverse = 1.0 / np.where(np.abs(scale) > 1e-3, scale, np.inf)
         motions = [_motion(kernel, _einsum(norm.labels, rest, kernel.labels, inverse, free))]
         for beta, b in pairs:
@@ -188,7 +210,15 @@ def _hidden_by_norm(
             motions.append(_motion(b, _einsum(stacked, rest, b.labels, total, free)))
         return motions
 
-    return Flow("a direction that a centred norm hides from the kernel behind it", make, 1 + len(pairs))
+    def write(taken: list[int], unread: list[int]) -> Call:
+        used = [pairs[k - 1] for k in taken if k > 0]
+        used += [pair for k in unread if k > 0 and (pair := pairs[k - 1])[0].module == norm.module]
+        blocks = {"read": [kernel], "scale": [norm]}
+        if used:
+            blocks |= {"bias": [beta for beta, _ in used], "into": [b for _, b in used]}
+        return _call("norm_read_shift", blocks, _axis_names(norm, layers), [norm.path] if plus else [])
+
+    return Flow("a direction that a centred norm hides from the kernel behind it", make, 1 + len(pairs), write)
 
 
 def _common_row(space: Space, tables: Sequence[View]) -> Flow:
@@ -202,7 +232,93 @@ def _common_row(space: Space, tables: Sequence[View]) -> Flow:
             motions.append(_motion(view, np.broadcast_to(wide, shape)))
         return motions
 
-    return Flow("one vector on every row of several leaves", make, len(tables) if len(tables) > 1 else 0, None)
+    def write(taken: list[int], unread: list[int]) -> Call:
+        if len(taken) != 2:
+            raise Unwritable("one vector on every row of more than two leaves")
+        token, position = (tables[k] for k in taken)
+        return _call("embedding_shift", {"token": [token], "position": [position]}, {space: "channel"})
+
+    count = len(tables) if len(tables) > 1 else 0
+    return Flow("one vector on every row of several leaves", make, count, write, None)
+
+
+def write_shift_calls(places: Sequence[tuple[View, int]]) -> list[Call]:
+    """The gauges of a constant along an axis that only centred norms read: one for each leaf that has it."""
+    spaces = [(view, space) for view, at in places if (space := view.labels[at]) is not None]
+    return [_call("norm_write_shift", {"write": [view]}, {space: "channel"}) for view, space in spaces]
+
+
+def unread_bias_call(trace: Trace, path: str, mask: np.ndarray) -> Call | None:
+    """The gauge of a bias, or of one part of a fused bias, whose values have no effect, such as a key bias.
+
+    Args:
+      trace: the walk.
+      path: the leaf.
+      mask: the entries without effect.
+
+    Returns:
+      The call; None where the leaf is added to nothing that a kernel makes, or where its other entries are no whole
+      part.
+    """
+    if all(added != path for _, added in trace.added_behind):
+        return None
+    numbers = np.arange(mask.size).reshape(mask.shape)
+    for view in views_of(trace, path, mask.shape, set(spaces_with_companions(trace))):
+        if np.array_equal(np.sort(view.read(numbers[None]), axis=None), numbers[mask]):
+            return _call("key_bias", {"blocks": [view]}, {})
+    return None
+
+
+def merged_reads(calls: Sequence[Call]) -> list[Call]:
+    """One `norm_read_shift` for all kernels that read one norm."""
+    out: dict[Any, Call] = {}
+    for number, call in enumerate(calls):
+        norm = [tuple(call.roles.get(role, {}).items()) for role in ("scale", "bias")]
+        key = tuple(norm) if call.kind == "norm_read_shift" else number
+        if before := out.get(key):
+            roles = {role: {**blocks, **call.roles[role]} for role, blocks in before.roles.items()}
+            call = dataclasses.replace(before, roles=roles, sizes={**before.sizes, **call.sizes})
+        out[key] = call
+    return list(out.values())
+
+
+def _without_units(view: View) -> View:
+    """The view with its axes of length 1 picked, because they are along no space."""
+    windows = [
+        window._replace(atoms=tuple(a._replace(pick=0) if a.space is None and a.size == 1 else a for a in window.atoms))
+        for window in view.windows
+    ]
+    return dataclasses.replace(view, windows=tuple(windows))
+
+
+def _axis_names(vector: View, layers: set[Space]) -> dict[Space, str]:
+    """Names of a vector's axes: `layer` for stacked layers, `channel` for its last, `head` and so on before it."""
+    spaces = [label for label in vector.labels if label is not None]
+    names = {space: "layer" for space in spaces if space in layers}
+    others = [space for space in spaces if space not in layers]
+    words = ["channel"] if len(others) == 1 else ["head", "entry", "part", "slot"]
+    return names | dict(zip(others, words, strict=False))
+
+
+def _call(
+    kind: str, blocks: Mapping[str, Sequence[View]], names: Mapping[Space, str], plus: Sequence[str] = ()
+) -> Call:
+    """The call of a gauge whose blocks are whole views.
+
+    Args:
+      kind: the constructor.
+      blocks: views by role.
+      names: spaces with a name; all others are free.
+      plus: leaves that store the value less one.
+    """
+    roles, sizes = dict[str, dict[str, Axes]](), dict[str, int]()
+    for role, views in blocks.items():
+        roles[role] = {}
+        for view in views:
+            text, lengths = axes_text(view, names, unit="part1=0" if role == "bias" else "_")
+            roles[role][view.path] = f"1+ {text}" if view.path in plus else text
+            sizes |= lengths
+    return Call(kind, roles, {}, sizes)
 
 
 def _tensor(view: View, point: Leaves) -> np.ndarray:

@@ -97,30 +97,31 @@ class Prover:
         """The change that a random element of each gauge makes; infinite where the library refuses the gauge.
 
         The change is also infinite where the outputs do not notice a random move of the same leaves and size: then an
-        unchanged output proves nothing.
+        unchanged output proves nothing. Only a `key_bias` says just that.
         """
         gauges = [self._bound(call) for call in calls]
         accepted = [gauge for gauge in gauges if gauge is not None]
+        unread = [call.kind == "key_bias" for call, gauge in zip(calls, gauges, strict=True) if gauge is not None]
 
         @functools.partial(jax.jit, compiler_options=quick_options())
         def act(key: jax.Array, leaves: Mapping[str, Any]) -> list[Mapping[str, Any]]:
             tree, out = with_leaves(self._params, leaves), list[Mapping[str, Any]]()
             for gauge, k in zip(accepted, jax.random.split(key, len(accepted)), strict=True):
-                moved = leaves_by_path(gauge.act(gauge.sample(k, tree), tree))
-                out.append({b.path: moved[b.path] for _, _, blocks in bound_instances(gauge, tree) for b in blocks})
+                before, moved = leaves_by_path(tree), leaves_by_path(gauge.act(gauge.sample(k, tree), tree))
+                out.append({path: moved[path] for path in leaves if moved[path] is not before[path]})
             return out
 
         def proofs() -> Iterator[float]:
             seeds = rng.integers(2**31, size=len(self.points))
             runs = [act(jax.random.key(int(s)), point) for s, point in zip(seeds, self.points, strict=True)]
-            for results in zip(*runs, strict=True):
+            for free, results in zip(unread, zip(*runs, strict=True), strict=True):
                 moved, shaken = [dict(point) for point in self.points], [dict(point) for point in self.points]
                 for k, (point, result) in enumerate(zip(self.points, results, strict=True)):
                     moved[k] |= result
                     for path, x in result.items():
                         size = np.sqrt(np.mean(np.square(np.asarray(x) - point[path])))
                         shaken[k][path] = point[path] + size * rng.standard_normal(point[path].shape)
-                yield self.change(moved) if self.change(shaken) > _NOTICED else np.inf
+                yield self.change(moved) if free or self.change(shaken) > _NOTICED else np.inf
 
         results = proofs()
         return [np.inf if gauge is None else next(results) for gauge in gauges]
@@ -152,6 +153,13 @@ class Prover:
         """
         if not held or self._refusal(held) is None:
             return list(held), []
+        for k, one in enumerate(held):  # mostly one of them is to blame
+            others = [*held[:k], *held[k + 1 :]]
+            for fitting in ([one._replace(call=c, gauge=c.gauge())] for c in one.call.alternatives()):
+                if self._refusal([*held[:k], *fitting, *held[k + 1 :]]) is None:
+                    return [*held[:k], *fitting, *held[k + 1 :]], []
+            if self._refusal(others) is None:
+                return others, [f"{one}: {self._refusal(held)}"]
         kept: list[Held] = []
         refused = []
 

@@ -291,7 +291,9 @@ def _dot(trace: Trace, eqn: Any, ins: list[Value]) -> list[Axes]:
     left, right = ins[0].axes, ins[1].axes
     if ins[0].leaf or ins[1].leaf:
         pairs = [(left[a], right[b]) for a, b in zip(left_sum, right_sum, strict=True)]
-        trace.read += [axis for a, b in pairs if a is not None and b is not None for axis in (a, b)]
+        both = [(a, b) for a, b in pairs if a is not None and b is not None]
+        trace.read += [axis for pair in both for axis in pair]
+        trace.readers += [(value.leaf, pair[k]) for k, value in enumerate(ins) if value.leaf for pair in both]
     batch = [trace.spaces.unify(left[a], right[b]) for a, b in zip(left_batch, right_batch, strict=True)]
     summed = [trace.spaces.unify(left[a], right[b]) for a, b in zip(left_sum, right_sum, strict=True)]
     for axis in summed:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -115,9 +115,18 @@ def spaces_with_companions(trace: Trace) -> dict[Space, set[Space]]:
     return spaces
 
 
-def candidates(trace: Trace, leaves: Leaves) -> list[Candidate]:
-    """Everything that is tried."""
-    spaces = spaces_with_companions(trace)
+def candidates(trace: Trace, leaves: Leaves, which: Literal["stream", "other", "all"] = "all") -> list[Candidate]:
+    """Everything that is tried.
+
+    Args:
+      trace: the walk.
+      leaves: the parameters by path.
+      which: "stream" means rotations of a residual stream, an axis that kernels read and that all heads share, as they
+        show at points where norms' scales are one; "other" means everything but these; "all" means everything that
+        shows at any point.
+    """
+    spaces, stream = spaces_with_companions(trace), which == "stream"
+    read = {space for axis in trace.read for space in trace.atom_keys(axis)}
     searched = set(spaces)
     views = [view for path, leaf in leaves.items() for view in views_of(trace, path, leaf.shape, searched)]
     labels = {label for view in views for label in view.labels if label is not None}
@@ -128,16 +137,20 @@ def candidates(trace: Trace, leaves: Leaves) -> list[Candidate]:
         halves = tuple(dict.fromkeys(space))
         spaces[space] |= spaces.get(halves, set()) if halves != space else set()
     whole = {view.path: Piece(view, None, ()) for view in reversed(views)}
-    tried = [Candidate("diagonal", WHOLE, (), [(piece, "scale") for piece in whole.values()])]
+    tried = [] if stream else [Candidate("diagonal", WHOLE, (), [(piece, "scale") for piece in whole.values()])]
     for space, companions in sorted(spaces.items(), key=lambda item: (-len(item[0]), item[0])):
         present = sorted(c for c in companions if any({space, c} <= set(v.labels) for v in views))
         # Large sets of companions first; of more than three companions only all, each alone and none.
         sizes: Iterable[int] = range(len(present), -1, -1) if len(present) <= 3 else (len(present), 1, 0)
-        for beside in itertools.chain.from_iterable(itertools.combinations(present, size) for size in sizes):
+        every = itertools.chain.from_iterable(itertools.combinations(present, size) for size in sizes)
+        for beside in ([()] if space in read else []) if stream else every:
             pieces = list(_pieces(space, beside, views))
             for family, modes in FAMILIES.items() if pieces else ():
-                fits = 2 <= len(space) <= _MATRIX if family in ("linear", "orthogonal") else _is_planes(space)
-                if fits or family == "diagonal":
+                matrices = family in ("linear", "orthogonal", "centred")
+                fits = 2 <= len(space) <= _MATRIX if matrices else _is_planes(space)
+                of_stream = family == "orthogonal" and which != "all" and not beside and space in read
+                tried_here = (of_stream or family == "centred") == stream
+                if tried_here and (fits or family == "diagonal"):
                     columns = [(piece, m) for piece in pieces for m in modes if m != "offset" or piece.vector]
                     tried.append(Candidate(family, space, beside, columns))
     return tried
@@ -222,7 +235,7 @@ def _moved_along(terms: Sequence[Term], asleep: Sequence[Column]) -> tuple[Term,
         """The node that holds a leaf, and which part of its axes the group acts on."""
         windows = [piece.view.windows[axis] for axis, _ in piece.places]
         parts = [(w.start, w.stop, *((atom.size, atom.pick, atom.span) for atom in w.atoms)) for w in windows]
-        return piece.path.rpartition("/")[0] or piece.path, *parts
+        return piece.view.module, *parts
 
     exponents = {(parent(t.piece), t.mode): t.exponent for t in terms}
     taken = {(t.piece.path, parent(t.piece)) for t in terms}

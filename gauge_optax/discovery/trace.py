@@ -43,6 +43,7 @@ class Trace:
       stacked: all axes that are scanned over.
       tables: axes of which rows are taken by index.
       read: axes along which a parameter contracts a value that parameters made, as a kernel does the residual stream.
+      readers: (kernel, axis): the leaves that contract such a value, and along which of their axes.
       vector_reads: (vector, kernel): the kernel contracts what the vector was added to or multiplied with.
       added_behind: (kernel, vector): the vector is added to the kernel's product.
       opaque: names of primitives whose effect was guessed.
@@ -55,6 +56,7 @@ class Trace:
         self.stacked: list[np.ndarray] = []
         self.tables: list[np.ndarray] = []
         self.read: list[np.ndarray] = []
+        self.readers: list[tuple[str, np.ndarray]] = []
         self.vector_reads: set[tuple[str, str]] = set()
         self.added_behind: set[tuple[str, str]] = set()
         self.opaque: set[str] = set()
@@ -110,6 +112,8 @@ class Trace:
         if name in _CONTRACTIONS:
             self.vector_reads |= {(vector, kernel) for kernel in leaves for vector in vectors}
             return (leaves, frozenset()) if leaves else (writers, vectors)
+        if leaves and name in _SUMS and len(leaves) == sum(value.depends for value in ins):
+            return writers, vectors | leaves  # one plus a norm's scale
         if leaves and len(leaves) < sum(value.depends for value in ins):
             self.added_behind |= {(kernel, leaf) for kernel in writers for leaf in leaves if name in _SUMS}
             return writers, vectors | leaves

@@ -90,6 +90,11 @@ class View:
         return tuple(atom.space for atom in self.atoms.values())
 
     @property
+    def module(self) -> str:
+        """The path of the node that holds the leaf, or of the leaf where it stands alone."""
+        return self.path.rpartition("/")[0] or self.path
+
+    @property
     def size(self) -> int:
         """How many entries are selected."""
         return math.prod(atom.size for atom in self.atoms.values())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -175,40 +175,60 @@ class _Names:
             items = []
             for k, (length, window) in enumerate(zip(piece.view.shape, piece.view.windows, strict=True)):
                 inside = [names.get((k, j), "_") for j in range(len(window.atoms))]
-                items.append(self._item(length, window, inside, pairing if target in inside else None, target))
+                planes = pairing if target in inside else None
+                items.append(_axis_text(length, window, inside, self.sizes, planes, target))
             text = " ".join(items)
             out[piece.path] = joined(out.get(piece.path), f"1+ {text}" if piece.path in plus else text)
         return out
 
-    def _item(self, length: int, window: Window, names: Sequence[str], pairing: str | None, target: str) -> str:
-        """One axis of an axes string."""
-        parts: list[tuple[str, int]] = []
-        for atom, name in zip(window.atoms, names, strict=True):
-            if atom.pick is not None:
-                parts.append((f"part{atom.size}={atom.pick}", atom.size))
-            elif atom.span is not None and pairing is None:
-                inside = f"/{atom.full}" if len(window.atoms) > 1 else ""
-                parts.append((f"{name}={atom.span[0]}:{atom.span[0] + atom.size}{inside}", atom.size))
-            elif name == "+" or (name == "_" and parts and parts[-1][0] == "_"):
-                parts[-1] = (parts[-1][0], parts[-1][1] * atom.size)
-            elif pairing is not None and name == target:
-                pair = [("_", 2), (target, atom.size // 2)]
-                parts += pair if pairing == "half" else pair[::-1]
-            else:
-                parts.append((name, atom.size))
-        size = window.stop - window.start
-        span = "" if size == length else f"={window.start}:{window.stop}"
-        if span and length % size == 0 and window.start % size == 0:  # equal parts have a number
-            span, parts = "", [(f"part{length // size}={window.start // size}", length // size), *parts]
-        if len(parts) == 1:
-            return parts[0][0] + span
-        named = [name != "_" and ":" not in name for name, _ in parts]
-        for k, (name, count) in enumerate(parts):
-            # The length of the last axis follows by division where all others are named.
-            if named[k] and (not all(named) or k < len(parts) - 1):
-                if self.sizes.setdefault(name.split("=")[0], count) != count:
-                    raise Unwritable(f"an axis '{name.split('=')[0]}' of two lengths")
-        return f"({' '.join(name for name, _ in parts)}){span}"
+
+def axes_text(view: View, names: Mapping[Space, str], unit: str = "_") -> tuple[str, dict[str, int]]:
+    """The axes string of a view, and the lengths that it needs.
+
+    Args:
+      view: the view.
+      names: spaces that have a name; all others are free.
+      unit: what to write for an axis of length 1.
+    """
+    items, sizes = [], dict[str, int]()
+    for length, window in zip(view.shape, view.windows, strict=True):
+        inside = [names.get(atom.space, "_") if atom.space is not None else "_" for atom in window.atoms]
+        items.append(unit if length == 1 else _axis_text(length, window, inside, sizes))
+    return " ".join(items), sizes
+
+
+def _axis_text(
+    length: int, window: Window, names: Sequence[str], sizes: dict[str, int], pairing: str | None = None,
+    target: str = "",
+) -> str:  # fmt: skip
+    """One axis of an axes string; adds the lengths that it needs to `sizes`."""
+    parts: list[tuple[str, int]] = []
+    for atom, name in zip(window.atoms, names, strict=True):
+        if atom.pick is not None:
+            parts.append((f"part{atom.size}={atom.pick}", atom.size))
+        elif atom.span is not None and pairing is None:
+            inside = f"/{atom.full}" if len(window.atoms) > 1 else ""
+            parts.append((f"{name}={atom.span[0]}:{atom.span[0] + atom.size}{inside}", atom.size))
+        elif name == "+" or (name == "_" and parts and parts[-1][0] == "_"):
+            parts[-1] = (parts[-1][0], parts[-1][1] * atom.size)
+        elif pairing is not None and name == target:
+            pair = [("_", 2), (target, atom.size // 2)]
+            parts += pair if pairing == "half" else pair[::-1]
+        else:
+            parts.append((name, atom.size))
+    size = window.stop - window.start
+    span = "" if size == length else f"={window.start}:{window.stop}"
+    if span and length % size == 0 and window.start % size == 0:  # equal parts have a number
+        span, parts = "", [(f"part{length // size}={window.start // size}", length // size), *parts]
+    if len(parts) == 1:
+        return parts[0][0] + span
+    named = [name != "_" and ":" not in name for name, _ in parts]
+    for k, (name, count) in enumerate(parts):
+        # The length of the last axis follows by division where all others are named.
+        if named[k] and (not all(named) or k < len(parts) - 1):
+            if sizes.setdefault(name.split("=")[0], count) != count:
+                raise Unwritable(f"an axis '{name.split('=')[0]}' of two lengths")
+    return f"({' '.join(name for name, _ in parts)}){span}"
 
 
 def _whole_leaves(terms: Sequence[Term]) -> list[Term]:

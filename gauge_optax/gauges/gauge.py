@@ -345,6 +345,10 @@ class BlockGauge(SliceGauge):
         """The constructor's call as Python source, without arguments that have their default."""
         rows: list[str] = []
         for name, value in self._arguments().items():
+            if isinstance(value, tuple) and any(isinstance(item, Gauge) for item in value):
+                gauges = [textwrap.indent(f"{item!r},", "    ") for item in value]
+                rows += [f"  {name}=[", *gauges, "  ],"]
+                continue
             if not isinstance(value, dict):
                 rows += [f"  {name}={value!r},"] if value != self._parameters[name].default else []
                 continue

@@ -94,7 +94,7 @@ class SignedRotation(NamedTuple):
 
     Attributes:
       matrix: R, (d, d).
-      signs: ±1 per channel, (d,), for every norm with a scale: the scale itself in slice coordinates.
+      signs: ±1, shaped like the scale, for every norm with a scale: the scale itself in slice coordinates.
     """
 
     matrix: jax.Array
@@ -148,11 +148,14 @@ class ResidualRotation(Heads):
             )  # fmt: skip
         moved, scales = list(blocks), []
         for norm in norms:
-            scale, *rest = norm.up
-            biases = [dataclasses.replace(b, role=WRITE, labels=_as_basis(b, norm)) for b in rest]
-            readers = [b for b in blocks if b.role == READ and any(overlap(b, r) for r in norm.down)]
-            moved += biases
-            scales.append((scale, (*readers, *biases)))
+            scale, *biases = norm.up
+            behind = [dataclasses.replace(b, role=WRITE) for b in biases]
+            for reader in norm.down:
+                if any(b.role == READ and overlap(b, reader) for b in blocks):
+                    behind.append(dataclasses.replace(reader, role=READ))
+            stream = _stream_axis(norm, blocks)
+            moved += [dataclasses.replace(b, role=WRITE, labels=_renamed(b.labels, stream)) for b in biases]
+            scales.append((scale, tuple(behind)))
         return cls(gauge, "", (), (), tuple(moved), sizes[BASIS], tuple(scales), centred, hold, tuple(moved))
 
     def beside(self, others: Sequence[Instance]) -> "ResidualRotation":
@@ -192,7 +195,7 @@ class ResidualRotation(Heads):
     # The group: rotations multiply, signs stay ----------------------------------------------------------
 
     def identity(self) -> SignedRotation:
-        ones = tuple(jnp.ones(self.size, real_dtype()) for _ in self.scales)
+        ones = tuple(jnp.ones(scale.view_shape, real_dtype()) for scale, _ in self.scales)
         return SignedRotation(jnp.eye(self.size, dtype=real_dtype()), ones)
 
     @staticmethod
@@ -244,17 +247,20 @@ class ResidualRotation(Heads):
     def _scaled(self, vector: Arrays, gammas: Sequence[jax.Array], back: bool = False) -> Arrays:
         """Readers multiplied, and norms' biases divided, by the scales of their norms; the inverse if `back`."""
         out = dict(vector)
-        for gamma, (_, behind) in zip(gammas, self.scales, strict=True):
+        for gamma, (scale, behind) in zip(gammas, self.scales, strict=True):
             for block in behind:
                 rows = block.view(out[block.path])
-                laid = gamma.reshape([-1 if label == BASIS else 1 for label in block.labels])
+                shared = [label for label in block.labels if label in scale.labels]
+                sizes = dict(zip(scale.labels, gamma.shape, strict=True))
+                laid = jnp.transpose(gamma, [scale.labels.index(label) for label in shared])
+                laid = laid.reshape([sizes.get(label, 1) for label in block.labels])
                 times = (block.role == READ) != back
                 out[block.path] = block.write(out[block.path], rows * laid if times else rows / laid)
         return {path: out[path] for path in self.paths}
 
     def _gammas(self, point: Arrays) -> list[jax.Array]:
-        """The scales of norms at a point, (d,) each."""
-        return [scale.view(point[scale.path]).reshape(-1) for scale, _ in self.scales]
+        """The scales of norms at a point, (d,) each, or (layers, d) where layers are stacked."""
+        return [scale.view(point[scale.path]) for scale, _ in self.scales]
 
     # Reading and holding --------------------------------------------------------------------------------
 
@@ -321,9 +327,18 @@ class ResidualRotation(Heads):
 _STEPS = 200
 
 
-def _as_basis(block: Block, norm: Scale) -> tuple[str, ...]:
-    """The labels of a norm's bias, whose channels are the stream's basis."""
-    return tuple(BASIS if label in norm.named else label for label in block.labels)
+def _stream_axis(norm: Scale, blocks: Sequence[Block]) -> str:
+    """The name that a norm's gauge gives to the stream's axis; of stacked layers the norm names their axis too."""
+    for reader in norm.down:
+        for block in blocks:
+            if block.role == READ and overlap(block, reader) and block.split == reader.split:
+                return reader.split_labels[block.split_labels.index(BASIS)]
+    return norm.named[-1]
+
+
+def _renamed(labels: Sequence[str], stream: str) -> tuple[str, ...]:
+    """The labels of a norm's bias, with the stream's axis as the basis, and no other name."""
+    return tuple(BASIS if label == stream else "_" for label in labels)
 
 
 def _reflected(matrix: jax.Array, axis: int) -> jax.Array:

@@ -18,8 +18,8 @@ from tqdm import tqdm
 
 from gauge_optax.binding import binding_error, leaves_by_path, with_leaves
 from gauge_optax.discovery import checks
+from gauge_optax.discovery.checks import Outputs
 from gauge_optax.discovery.lift import in_double
-from gauge_optax.discovery.report import Outputs
 from gauge_optax.gauges.gauge import Gauge, Gauges, product
 
 _CHUNK = 128  # rows of the Jacobian that are computed at once

@@ -69,7 +69,7 @@ def unrolled(config: lm.LMConfig) -> Net:
         lambda p, tokens: nnx.merge(graph, p)(tokens),
         nnx.to_pure_dict(state),
         _batches(config),
-        lambda linear: lm.gauges(config, linear),
+        lambda linear: lm.whole_gauges(config, linear),
     )
 
 
@@ -88,16 +88,19 @@ def scanned(config: lm.LMConfig) -> Net:
         head = nnx.merge(nnx.split(model.lm_head)[0], p.get("lm_head", {}))
         return head(norm(x), p["embed"]["embedding"])
 
-    return Net(fn, params, _batches(config), lambda linear: [_stacked(g) for g in lm.gauges(config, linear)])
+    return Net(fn, params, _batches(config), lambda linear: [_stacked(g) for g in lm.whole_gauges(config, linear)])
 
 
 def _stacked(gauge: Any) -> Gauge:
-    """A gauge of unrolled layers for stacked ones: the capture as an axis."""
+    """A gauge of unrolled layers for stacked ones: the capture as an axis, free where all layers share one element."""
     roles: dict[str, dict[str, str]] = {}
+    layer = "_" if gauge.name == "residual_rotation" else "layer"
     for spec in gauge.specs:
-        axes = re.sub(r"^(1\+ )?", r"\g<1>layer ", spec.axes) if "{i}" in spec.pattern else spec.axes
+        axes = re.sub(r"^(1\+ )?", rf"\g<1>{layer} ", spec.axes) if "{i}" in spec.pattern else spec.axes
         roles.setdefault(spec.role, {})[spec.pattern.replace("{i}/", "")] = axes
-    options = dict(gauge.options)
+    options = {name: value for name, value in gauge.options if name != "norms"}
+    if norms := dict(gauge.options).get("norms"):
+        options["norms"] = [_stacked(norm) for norm in norms]
     return getattr(go, gauge.name)(*roles.values(), **options, sizes=dict(gauge.sizes) or None)
 
 
@@ -110,7 +113,7 @@ def linen(config: lm.LMConfig) -> Net:
         lambda p, tokens: model.apply({"params": p, **rest}, tokens),
         variables["params"],
         _batches(config),
-        lambda linear: lm.gauges(config, linear),
+        lambda linear: lm.whole_gauges(config, linear),
     )
 
 

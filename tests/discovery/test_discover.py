@@ -48,8 +48,14 @@ def test_every_gauge_of_the_hand_list_by_span(name: str, form: str, linear: bool
         before = np.asarray(fn(point))
         assert np.linalg.norm(np.asarray(fn(moved)) - before) <= 1e-9 * np.linalg.norm(before)
     assert eval(report.code(), {"go": go}) == report.gauges
-    if (name, form) == ("gpt", "scanned"):
-        assert dict(report.ungauged) == UNGAUGED
+    assert not report.ungauged and not report.rejected
+
+
+def test_flat_directions_are_named_where_they_are_not_asked_for() -> None:
+    net = FORMS["scanned"](CONFIGS["gpt"])
+    report = found(net, whole=False)
+    assert {gauge.name for gauge in report.gauges} == {"norm_scale", "head_rotation", "rescale", "logit_shift"}
+    assert dict(report.ungauged) == UNGAUGED
 
 
 # What holds in a LayerNorm net beside its gauges; all proved by finite moves.
@@ -66,6 +72,7 @@ UNGAUGED = {
         *(" + ".join(f"blocks/{own[0]}/{leaf}" for leaf in ("kernel", *own[1:])) for own in READ),
         "lm_head/kernel + lm_head/bias",
     ),
+    "a bias without effect": ("blocks/attn/key/bias",),
     "one vector on every row of several leaves": ("embed/embedding + pos/embedding",),
     "a constant along an axis that only centred norms read": (
         *(f"blocks/{path}" for path in STREAM),

@@ -102,8 +102,14 @@ class GPT(nnx.Module):
         return self.head(self.norm(x + self.attn(x, mask=nnx.make_causal_mask(tokens))))
 
 
+NORM = go.norm_scale({"norm/scale": "channel"}, {"head/kernel": "channel _"})
 HAND = [
-    go.norm_scale({"norm/scale": "channel"}, {"head/kernel": "channel _"}),
+    go.residual_rotation(
+        {**{f"attn/{name}/kernel": "basis _ _" for name in ("query", "key", "value")}, "head/kernel": "basis _"},
+        {"embed/embedding": "_ basis", "attn/out/kernel": "_ _ basis"},
+        [NORM],
+    ),
+    NORM,
     go.head_rotation({"attn/query/kernel": "_ head basis", "attn/key/kernel": "_ head basis"}),
     go.head_rotation({"attn/value/kernel": "_ head basis", "attn/out/kernel": "head basis _"}),
     go.logit_shift({"head/kernel": "_ vocab"}),

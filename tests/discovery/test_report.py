@@ -54,7 +54,7 @@ def lm_logits(name: str, params: object, tokens: object) -> jax.Array:
 def test_the_report_is_lines_that_name_every_gauge(found: tuple[Net, Report]) -> None:
     _, report = found
     lines = str(report).splitlines()
-    assert lines[0] == "7 gauges" and len([line for line in lines if "moves the outputs by" in line]) >= 7
+    assert lines[0] == "8 gauges" and len([line for line in lines if "moves the outputs by" in line]) >= 8
     for held in report.held:
         assert held.residual < 1e-9 and held.change < 1e-9 and held.exponents
     (rescale,) = [held for held in report.held if held.gauge.name == "rescale"]
@@ -66,7 +66,7 @@ def test_gauges_of_a_small_instance_on_a_larger_one(found: tuple[Net, Report]) -
     large = replace(TINY, d_model=24, layers=5, heads=8, kv_heads=4, d_head=6, d_ff=30)
     shapes = jax.eval_shape(lambda: unrolled(large).params)
     gauges = report.rebind(shapes, head=4)
-    assert go.product(gauges).dim(shapes) == go.product(lm.gauges(large)).dim(shapes)
+    assert go.product(gauges).dim(shapes) == go.product(lm.whole_gauges(large, linear=False)).dim(shapes)
     with pytest.raises(ValueError, match="remedy"):
         report.rebind(shapes, head=3)
     with pytest.raises(ValueError, match="no gauge states a length of heads"):

@@ -1,0 +1,66 @@
+"""What a certificate is computed from: a generic point, and inputs enough to reach the rank of the Jacobian."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from gauge_optax.binding import leaves_by_path, with_leaves
+from gauge_optax.discovery.sketch import Function, Leaves, generic_point
+from gauge_optax.gauges.gauge import Gauge
+from gauge_optax.measure.census import Census, census
+
+_MARGIN = 2  # outputs per parameter: the outputs of one sequence depend on each other
+
+
+def certified(
+    fn: Function, params: Any, leaves: Leaves, batches: Sequence[Any], gauges: Sequence[Gauge], seed: int
+) -> Census:
+    """The census of gauges at a generic point.
+
+    Args:
+      fn: (leaves, batch) to a list of outputs, in float64; every change of them counts.
+      params: the tree that the gauges bind to.
+      leaves: its float64 leaves by path.
+      batches: at least two.
+      gauges: the gauges.
+      seed: of the point, the inputs and the census.
+    """
+    rng = np.random.default_rng([seed, 18])
+
+    def by_tree(tree: Any, batch: Any) -> Any:
+        found = leaves_by_path(tree)
+        return fn({path: found[path] for path in leaves}, batch)
+
+    with jax.enable_x64(True):
+        outputs = sum(math.prod(x.shape) for x in jax.eval_shape(fn, leaves, batches[0]))
+        count = -(-_MARGIN * sum(leaf.size for leaf in leaves.values()) // max(1, outputs))
+        inputs = [*batches, *(redrawn(batches, rng) for _ in range(count))]
+        point = with_leaves(params, generic_point(leaves, rng))
+        return census(by_tree, point, inputs, gauges, "loss", seed=seed, progress=False)
+
+
+def redrawn(batches: Sequence[Any], rng: np.random.Generator) -> Any:
+    """A new batch of the kind of the given ones.
+
+    What is equal in all batches, such as positions, stays. Flags and other arrays of two values take, at every place,
+    the value of one of the batches there; all other arrays take values that occur anywhere in the batches.
+    """
+
+    def of(*arrays: Any) -> Any:
+        found = [np.asarray(x) for x in arrays]
+        same = [x for x in found if x.shape == found[0].shape]
+        if all(np.array_equal(x, found[0]) for x in same[1:]):
+            return arrays[0]
+        stacked = np.stack(same)
+        values = np.unique(stacked)
+        if len(values) > 2:
+            return rng.choice(values if stacked.dtype.kind in "iu" else stacked.ravel(), found[0].shape)
+        which = rng.integers(len(stacked), size=found[0].shape)
+        return np.take_along_axis(stacked, which[None], 0)[0]
+
+    return jax.tree.map(of, *batches)

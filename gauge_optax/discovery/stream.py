@@ -1,0 +1,115 @@
+"""The rotation of the residual stream, searched for where norms' scales are one.
+
+A norm's scale γ does not commute with a rotation R of the stream: the readers' motion is γ⁻¹·Rᵀ·γ·W. Where γ = 1 it is
+RᵀW, a plain rotation of leaves. So gradients are taken at points with γ = 1, with the norms whose scales other gauges
+have shown to be movable into their readers, and the finite move that proves the result is made where γ is anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from gauge_optax.discovery.calls import Axes, Call, bound_instances, captured_blocks
+from gauge_optax.discovery.groups import ZERO, Symmetry, draw, independent
+from gauge_optax.discovery.search import candidates
+from gauge_optax.discovery.sketch import Gradients, Leaves, generic_point
+from gauge_optax.discovery.trace import Trace
+from gauge_optax.discovery.write import Unwritable, axes_text
+
+_POINTS = 3
+
+
+def stream_rotations(
+    trace: Trace, leaves: Leaves, gradients: Gradients, at_once: int, rows: float, norms: Sequence[Call], params: Any,
+    before: Sequence[Symmetry], rng: Callable[..., np.random.Generator],
+) -> list[Symmetry]:  # fmt: skip
+    """Rotations of axes that kernels read and all heads share.
+
+    Args:
+      trace: the walk.
+      leaves: the parameters by path.
+      gradients: of the function.
+      at_once: gradients at a point.
+      rows: gradients per column, at least.
+      norms: the norms' gauges that hold.
+      params: the tree that they bind to.
+      before: symmetries that may contain what is found.
+      rng: a generator per purpose.
+
+    Returns:
+      The symmetries that `before` do not contain.
+    """
+    ones = _scales(norms, params)
+    tried = candidates(trace, leaves, "stream")
+    if not tried:
+        return []
+    columns = max(len(one.columns) for one in tried)
+    squares = {path: np.zeros(leaf.shape) for path, leaf in leaves.items()}
+    points = max(_POINTS, -(-int(rows * columns + 8) // at_once))
+    for k in range(points):
+        point = _with_ones(generic_point(leaves, rng(13, k)), ones)
+        elements = [draw(rng(14, k, n), one.family, one.space, one.beside) for n, one in enumerate(tried)]
+        for chunk, gradient in enumerate(gradients.at(point, at_once, rng(15, k))):
+            squares = {path: x + np.square(gradient[path]).sum(0) for path, x in squares.items()}
+            for one, element in zip(tried, elements, strict=True):
+                one.observe(point, element, gradient, first=chunk == 0)
+    alive = {path: np.zeros(leaf.shape, bool) for path, leaf in leaves.items()}
+    found = [symmetry for one in tried for symmetry in one.solve(squares, alive, 10 * ZERO)]
+    point = _with_ones(generic_point(leaves, rng(13, 0)), ones)
+    return independent([s for s in found if s.residual < ZERO], point, rng(16), before)
+
+
+def rotation_call(symmetry: Symmetry, trace: Trace, norms: Sequence[Call], params: Any) -> Call:
+    """The gauge of a rotation of the stream.
+
+    Args:
+      symmetry: the rotation.
+      trace: the walk; it tells which leaves read the stream.
+      norms: the norms' gauges that hold.
+      params: the tree that they bind to.
+
+    Raises:
+      Unwritable: a leaf moves against the others.
+    """
+    readers = {kernel for kernel, axis in trace.readers if set(symmetry.space) <= set(trace.spaces.key(axis))}
+    passed, moved = [], set[str]()
+    for norm in norms:
+        blocks = [block for _, _, blocks in bound_instances(norm.gauge(), params) for block in blocks]
+        into = {block.path for block in blocks if block.role == "down"}
+        if into <= symmetry.paths:
+            passed.append(norm)
+            readers |= into
+            moved |= {block.path for block in blocks if block.role == "up"}
+    sides: dict[str, dict[str, Axes]] = {"read": {}, "write": {}}
+    sizes: dict[str, int] = {}
+    terms = [term for term in symmetry.terms if term.piece.path not in moved]
+    if any(abs(term.exponent - symmetry.terms[0].exponent) > ZERO for term in terms):
+        raise Unwritable("a rotation that turns leaves by different angles")
+    for term in sorted(terms, key=lambda term: (len(term.piece.view.shape) < 2, term.piece.path)):
+        text, lengths = axes_text(term.piece.view, {symmetry.space: "basis"})
+        side = sides["read" if term.piece.path in readers else "write"]
+        if side.setdefault(term.piece.path, text) != text:
+            raise Unwritable("a rotation of two parts of one leaf")
+        sizes |= lengths
+    if not sides["write"]:
+        raise Unwritable("a rotation of what nothing writes")
+    options = {"centred": True} if symmetry.family == "centred" else {}
+    roles = {role: captured_blocks(blocks) for role, blocks in sides.items()}
+    return Call("residual_rotation", roles, options, sizes, tuple(passed))
+
+
+def _scales(norms: Iterable[Call], params: Any) -> Mapping[str, float]:
+    """The stored value of every norm's scale where the scale is one."""
+    out = {}
+    for norm in norms:
+        for _, _, blocks in bound_instances(norm.gauge(), params):
+            scale = next(block for block in blocks if block.role == "up")
+            out[scale.path] = 0.0 if scale.one_plus else 1.0
+    return out
+
+
+def _with_ones(point: Leaves, ones: Mapping[str, float]) -> Leaves:
+    return point | {path: np.full_like(point[path], value) for path, value in ones.items()}

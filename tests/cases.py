@@ -702,6 +702,15 @@ FLAT_CASES: tuple[GaugeCase, ...] = (
         dim=6,
     ),
     GaugeCase(
+        "bias_absorption/stacked",
+        lambda: [
+            go.bias_absorption({"bias": "layer channel"}, {"up/kernel": "layer channel _"}, {"up/bias": "layer _"})
+        ],
+        _params(bias=(2, 6), up__kernel=(2, 6, 5), up__bias=(2, 5)),
+        lambda p: _square(jnp.tanh(jnp.einsum("lc,lcf->lf", 0.3 + p["bias"], p["up"]["kernel"]) + p["up"]["bias"])),
+        dim=12,
+    ),
+    GaugeCase(
         "bias_absorption/value_gqa",  # two query heads read each value head
         lambda: [
             go.bias_absorption(

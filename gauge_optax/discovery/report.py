@@ -298,7 +298,7 @@ def _searched(
     additions = _additions(trace, masks, offsets, shifts, points[0])
     if whole:
         norms = [one.call for one in proved if one.call.kind == "norm_scale"]
-        turns = _turns(trace, leaves, gradients, at_once, norms, params, exact, rng, ungauged)
+        turns = _turns(trace, leaves, gradients, at_once, norms, params, exact, masks, rng, ungauged)
         calls = merged_reads([addition.call for addition in additions if addition.call is not None])
         flat = [_Claim(call, dict.fromkeys(call.paths, 1.0), 0.0) for call in calls]
         more, failed = _proved(prover, [*turns, *flat], ZERO, rng(17))
@@ -360,12 +360,13 @@ def _additions(
 
 def _turns(
     trace: Trace, leaves: Leaves, gradients: Gradients, at_once: int, norms: Sequence[Call], params: Any,
-    before: Sequence[Symmetry], rng: Callable[..., np.random.Generator], ungauged: dict[str, list[str]],
+    before: Sequence[Symmetry], dead: Mapping[str, np.ndarray], rng: Callable[..., np.random.Generator],
+    ungauged: dict[str, list[str]],
 ) -> list[_Claim]:  # fmt: skip
     """The rotations of the residual stream; adds those without a gauge to `ungauged`."""
     claims = []
     matrices = {path for one in before if one.family not in ("diagonal", "per_plane") for path in one.paths}
-    for symmetry in stream_rotations(trace, leaves, gradients, at_once, _ROWS, norms, params, before, rng):
+    for symmetry in stream_rotations(trace, leaves, gradients, at_once, _ROWS, norms, params, before, dead, rng):
         try:
             call = rotation_call(symmetry, trace, norms, params)
             if not call.norms and symmetry.family == "orthogonal" and matrices.isdisjoint(symmetry.paths):

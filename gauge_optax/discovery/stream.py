@@ -24,7 +24,7 @@ _POINTS = 3
 
 def stream_rotations(
     trace: Trace, leaves: Leaves, gradients: Gradients, at_once: int, rows: float, norms: Sequence[Call], params: Any,
-    before: Sequence[Symmetry], rng: Callable[..., np.random.Generator],
+    before: Sequence[Symmetry], dead: Mapping[str, np.ndarray], rng: Callable[..., np.random.Generator],
 ) -> list[Symmetry]:  # fmt: skip
     """Rotations of axes that kernels read and all heads share.
 
@@ -37,6 +37,7 @@ def stream_rotations(
       norms: the norms' gauges that hold.
       params: the tree that they bind to.
       before: symmetries that may contain what is found.
+      dead: masks of the entries without effect.
       rng: a generator per purpose.
 
     Returns:
@@ -56,8 +57,7 @@ def stream_rotations(
             squares = {path: x + np.square(gradient[path]).sum(0) for path, x in squares.items()}
             for one, element in zip(tried, elements, strict=True):
                 one.observe(point, element, gradient, first=chunk == 0)
-    alive = {path: np.zeros(leaf.shape, bool) for path, leaf in leaves.items()}
-    found = [symmetry for one in tried for symmetry in one.solve(squares, alive, 10 * ZERO)]
+    found = [symmetry for one in tried for symmetry in one.solve(squares, dead, 10 * ZERO)]
     point = _with_ones(generic_point(leaves, rng(13, 0)), ones)
     return independent([s for s in found if s.residual < ZERO], point, rng(16), before)
 

@@ -41,7 +41,7 @@ def bias_absorption(
         Where several heads read one value head, write `"(head _) entry _"`; axes of the kernel that the bias behind it
         lacks are summed.
       into: path → axes of the bias behind each of these kernels, in the same order: `{"query/bias": "_ _"}`. Its axes
-        are the last free axes of its kernel.
+        are the last free axes of its kernel, after the axis of stacked layers, which all three name.
       sizes: lengths of axes inside `(a b)` that no other block fixes.
 
     Returns:
@@ -94,11 +94,11 @@ class Absorption(Instance):
         kernels = [block for block in blocks if block.role == "through"]
         targets = [block for block in blocks if block.role == INTO]
         for kernel, target in zip(kernels, targets, strict=True):
-            free = [n for n, x in zip(kernel.view_shape, kernel.labels, strict=True) if x not in named]
-            if tuple(free[len(free) - len(target.view_shape) :]) != target.view_shape:
+            free, own = (_free(block, named) for block in (kernel, target))
+            if free[len(free) - len(own) :] != own:
                 raise binding_error(
                     gauge, f"'{target.path}' does not follow '{kernel.path}'", f"{target.view_shape}",
-                    f"the last free axes of \"{kernel.axes}\", {tuple(free)}", "pair every kernel with its own bias",
+                    f"the last free axes of \"{kernel.axes}\", {free}", "pair every kernel with its own bias",
                 )  # fmt: skip
         shape = tuple(sizes[name] for name in named)
         return cls(gauge, key, named, shape, (source, *targets), tuple(kernels))
@@ -169,8 +169,9 @@ class Absorption(Instance):
         name_of = {name: next(letters) for name in self.named}
         axes = [name_of.get(label) or next(letters) for label in kernel.labels]
         free = [x for x, label in zip(axes, kernel.labels, strict=True) if label not in self.named]
-        kept = free[len(free) - len(target.view_shape) :]
-        spec = f"{''.join(name_of[n] for n in self.named)},{''.join(axes)}->{''.join(kept)}"
+        kept = iter(free[len(free) - len(_free(target, self.named)) :])
+        laid = [name_of.get(label) or next(kept) for label in target.labels]
+        spec = f"{''.join(name_of[n] for n in self.named)},{''.join(axes)}->{''.join(laid)}"
         return jnp.einsum(spec, e, kernel.view(leaf), precision=HIGHEST)
 
     # Reading --------------------------------------------------------------------------------------------
@@ -186,3 +187,8 @@ class Absorption(Instance):
 
     def read_mean(self, point: Arrays) -> jax.Array:
         return self.read(self.anchors[0], point, jnp.ones(self.shape, bool), near=False)[0]
+
+
+def _free(block: Block, named: tuple[str, ...]) -> tuple[int, ...]:
+    """The lengths of a block's axes that have no name."""
+    return tuple(n for n, label in zip(block.view_shape, block.labels, strict=True) if label not in named)

@@ -288,7 +288,8 @@ def _searched(
     bar.update()
 
     bar.set_postfix_str("finite moves")
-    positive = {path for path, x in leaves.items() if (x > 0).all()}
+    # Anchors of norms are their scales, not their biases, which may be zero.
+    positive = {path for path, x in leaves.items() if (x > 0).all() or path not in trace.added}
     claims, ungauged = _claims(exact, linear, trace, positive)
     for places, residual in shifts.solve():
         claims.append(_Claim(shift_call(places), {view.path: 1.0 for view, _ in places}, residual))

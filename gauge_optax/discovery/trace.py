@@ -46,6 +46,7 @@ class Trace:
       readers: (kernel, axis): the leaves that contract such a value, and along which of their axes.
       vector_reads: (vector, kernel): the kernel contracts what the vector was added to or multiplied with.
       added_behind: (kernel, vector): the vector is added to the kernel's product.
+      added: parameters that are added to a value which depends on others, as a bias is and a norm's scale is not.
       opaque: names of primitives whose effect was guessed.
     """
 
@@ -59,6 +60,7 @@ class Trace:
         self.readers: list[tuple[str, np.ndarray]] = []
         self.vector_reads: set[tuple[str, str]] = set()
         self.added_behind: set[tuple[str, str]] = set()
+        self.added: set[str] = set()
         self.opaque: set[str] = set()
 
     def note(self, axis: Axis, beside: Sequence[Axis] = ()) -> None:
@@ -116,6 +118,7 @@ class Trace:
             return writers, vectors | leaves  # one plus a norm's scale
         if leaves and len(leaves) < sum(value.depends for value in ins):
             self.added_behind |= {(kernel, leaf) for kernel in writers for leaf in leaves if name in _SUMS}
+            self.added |= leaves if name in _SUMS else frozenset()
             return writers, vectors | leaves
         # A product of two values that depend on parameters is a norm's or a gate's, behind which no kernel is linear. A
         # norm's scale may be in one of the factors, as in flax: (x − mean)·(scale/σ).

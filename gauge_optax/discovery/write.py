@@ -30,7 +30,8 @@ def written(symmetry: Symmetry, linear: bool, layers: set[Space], positive: Coll
       symmetry: the symmetry.
       linear: whether to return linear groups as such, or the rotations in them.
       layers: spaces that are scanned over, which get the name `layer`.
-      positive: leaves without a zero or negative element: among vectors they are listed first, as a gauge's anchor.
+      positive: leaves that are no bias or have no zero or negative element: among vectors they are listed first, as a
+        gauge's anchor.
 
     Returns:
       The call, for concrete leaves.

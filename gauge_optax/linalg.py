@@ -242,7 +242,7 @@ def independent_rows(matrices: jax.Array) -> jax.Array:
         row = jnp.argmax(jnp.where(free, scores, -jnp.inf), -1)
         chosen = jnp.take_along_axis(rest, row[..., None, None, None], -2)
         across = chosen * safe_divide(jnp.ones(()), jnp.sqrt(jnp.sum(jnp.square(chosen), -1, keepdims=True)))
-        rest = rest - matmul(matmul(rest, transpose(across)), across)
+        rest = rest - jnp.sum(rest * across, -1, keepdims=True) * across
         free = free & (jnp.arange(length) != row[..., None])
         return rest, free, picks.at[..., k].set(row.astype(jnp.int32))
 

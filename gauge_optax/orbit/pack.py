@@ -11,6 +11,7 @@ instance (`Instance.packable`), and to nobody else.
 Reference: van Nierop, Transformer models are gauge invariant, §3, §4.4 and §6.
 """
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -24,7 +25,7 @@ import numpy as np
 from gauge_optax.binding import Block, binding_error, leaves_by_path, with_leaves
 from gauge_optax.gauges.gauge import Gauges, product
 from gauge_optax.gauges.instance import Arrays, Instance
-from gauge_optax.linalg import rank_cutoff, real_dtype
+from gauge_optax.linalg import rank_cutoff
 from gauge_optax.slice import Slice
 
 Rows = Mapping[str, Mapping[str, Mapping[str, Any]]]
@@ -250,7 +251,7 @@ def _is_packed(node: Any) -> bool:
 
 
 def pack(
-    params: Any, gauges: Gauges, *, rows: Rows | None = None, per_head: bool = False, size: float | None = None
+    params: Any, gauges: Gauges, *, rows: Rows | None = None, shared: bool = False, size: float | None = None
 ) -> Any:
     r"""Moves heads to a point of their orbit with constant rows, and leaves these rows out of the tree.
 
@@ -271,11 +272,11 @@ def pack(
       rows: which rows to leave out, as `packed_rows` returned them for an earlier tree. Then `params` may be traced,
         also by `jax.eval_shape`, and heads are not checked. By default, rows are chosen anew; a block that already
         has constant rows keeps them, and none of its numbers changes.
-      per_head: whether every head has rows of its own, which are better conditioned. By default, all heads of a block
-        share them, so that `packed_dot` is one smaller matrix product.
+      shared: whether all heads of a block leave out the same rows, so that `packed_dot` is one smaller matrix product.
+        By default, every head has rows of its own. These are better conditioned, and train better.
       size: the number on the diagonal of the constant rows; 1.0 for the identity. By default, the power of two with
-        which the packed block is about as large as before, so that optimizers with steps of one size for all
-        entries, such as Adam, train it as before.
+        which the block is about as large as before: optimizers such as Adam, whose steps have one size for all
+        entries, then train it at about the same speed as before.
 
     Returns:
       The packed tree: `params`, with a node in place of every leaf that has constant rows. Its leaves are what is
@@ -318,14 +319,18 @@ def pack(
                     _NAME, f"no numbers in '{path}'", "a traced array or a shape", "an array to choose rows from",
                     "call pack outside of jit; or pass rows=go.packed_rows(packed) of an earlier packed tree",
                 )  # fmt: skip
-    values, parts = on_tree.values(params), dict[str, list[Part]]()
-    for instance in instances:
-        options = (leaves, rows, per_head, size)
-        part, moved, constant = _chosen(instance, values, *options)
-        values |= {path: jnp.where(constant, values[path], moved[path]) for path in instance.paths}
-        parts.setdefault(part.block.path, []).append(part)
-    paths = {path for i in instances for path in i.paths}
-    stored = {path: (values[path] - on_tree.added[path]).astype(leaves[path].dtype) for path in paths}
+    traced = any(isinstance(leaf, jax.core.Tracer) for leaf in leaves.values())
+    # float32 heads are moved in float64: logits then change by a third of what they change otherwise (GPT-2, 12 layers).
+    with contextlib.nullcontext() if traced else jax.enable_x64(True):
+        values, parts = on_tree.values(params), dict[str, list[Part]]()
+        for instance in instances:
+            part = _chosen(instance, values, leaves, shared, size) if rows is None else _given(instance, rows)
+            element, _ = instance.to_constant(part.block, values, jnp.asarray(part.rows), part.size)
+            moved, constant = instance.act(element, values), _is_constant(part, leaves)
+            values |= {path: jnp.where(constant, values[path], moved[path]) for path in instance.paths}
+            parts.setdefault(part.block.path, []).append(part)
+        paths = {path for i in instances for path in i.paths}
+        stored = {path: (values[path] - on_tree.added[path]).astype(leaves[path].dtype) for path in paths}
     layouts = {path: Layout(tuple(own)) for path, own in parts.items()}
     nodes = {path: PackedLeaf(layout.arrays(stored[path]), layout) for path, layout in layouts.items()}
     return with_leaves(params, stored | nodes)
@@ -343,8 +348,8 @@ def unpack(packed: Any) -> Any:
     >>> gauge = go.head_linear({"a": "_ basis"}, {"b": "basis _"})
     >>> params = {"a": jnp.array([[1.0, 1.0], [0.0, 2.0], [3.0, 0.0]]), "b": jnp.array([[1.0], [1.0]])}
     >>> whole = go.unpack(go.pack(params, gauge, size=1.0))
-    >>> whole["a"].tolist()  # the product with b is as before
-    [[0.5, 0.3333333432674408], [1.0, 0.0], [0.0, 1.0]]
+    >>> whole["a"].round(2).tolist()  # two rows are the identity; the product with b is as before
+    [[0.33000001311302185, 0.5], [0.0, 1.0], [1.0, 0.0]]
 
     Reference: van Nierop, Transformer models are gauge invariant, §6.
     """
@@ -401,8 +406,8 @@ def packed_dot(x: jax.Array, kernel: Any, axis: int = 0) -> jax.Array:
     >>> bool(jnp.allclose(out, x @ params["a"] @ params["b"]))
     True
 
-    Reference: van Nierop, Transformer models are gauge invariant, §6. With rows that all heads share, it is one matrix
-    product with the rows that are left. With rows per head (`per_head=True`), every head gathers its own activations:
+    Reference: van Nierop, Transformer models are gauge invariant, §6. With rows that all heads share (`shared=True`), it is one
+    matrix product with the rows that are left. With rows per head, every head gathers its own activations:
     there `unpack` and a plain product are faster.
     """
     if not _is_packed(kernel):
@@ -423,36 +428,29 @@ def packed_dot(x: jax.Array, kernel: Any, axis: int = 0) -> jax.Array:
 
 
 def _chosen(
-    instance: Instance, values: Arrays, leaves: Mapping[str, Any], rows: Rows | None, per_head: bool, size: float | None
-) -> tuple[Part, Arrays, jax.Array]:
-    """A part to leave out of one block, the point at which it is constant, and whether it already was."""
-    if rows is not None:
-        part = _given(instance, rows)
-        element, _ = instance.to_constant(part.block, values, jnp.asarray(part.rows), part.size)
-        return part, instance.act(element, values), _is_constant(part, leaves)
-    worst: list[tuple[float, int, Block]] = []
-    pattern = instance.constant_rows
+    instance: Instance, values: Arrays, leaves: Mapping[str, Any], shared: bool, size: float | None
+) -> Part:
+    """What to leave out of one block. Raises ValueError where no block of the gauge has heads of full rank."""
+    pattern, found = instance.constant_rows, list[tuple[float, int, Block]]()
     for block in instance.packable:
-        plain = Part(block, ((),), tuple(map(tuple, pattern.tolist())), 1.0)
-        heads = plain.by_head(np.asarray(block.view(leaves[block.path])))
-        held = _held(heads, pattern.astype(heads.dtype), per_head)
-        if held is None:
-            numbers, own = np.asarray(instance.choose_rows(block, values, per_head)), None
-        else:
-            numbers, own = held
+        part = Part(block, ((),), tuple(map(tuple, pattern.tolist())), 1.0)
+        heads = part.by_head(np.asarray(block.view(leaves[block.path])))
+        held = _held(heads, pattern.astype(heads.dtype), shared)
+        numbers = np.asarray(instance.choose_rows(block, values, not shared)) if held is None else held[0]
+        if np.all(numbers == numbers[:1]):
+            numbers = numbers[:1]
         element, conditions = instance.to_constant(block, values, jnp.asarray(numbers), 1.0)
-        worst.append((float(jnp.max(conditions)), int(jnp.argmax(conditions)), block))
-        if not worst[-1][0] < 1.0 / rank_cutoff(real_dtype()):
+        found.append((float(jnp.max(conditions)), int(jnp.argmax(conditions)), block))
+        if not found[-1][0] < 1.0 / rank_cutoff(heads.dtype):
             continue
-        chosen = size if size is not None else own
-        if chosen is None:
-            before, after = (jnp.linalg.norm(block.view(x[block.path])) for x in (values, instance.act(element, values)))
-            chosen = 2.0 ** round(math.log2(float(before / after)))
-        chosen = float(np.asarray(chosen, heads.dtype))
-        part = dataclasses.replace(plain, rows=tuple(map(tuple, numbers.tolist())), size=chosen)
-        element, _ = instance.to_constant(block, values, jnp.asarray(numbers), chosen)
-        return part, instance.act(element, values), _is_constant(part, leaves)
-    raise _singular(instance, *min(worst, key=lambda found: found[0]), per_head)
+        own = size if size is not None or held is None else held[1]
+        if own is None:
+            points = values, instance.act(element, values)
+            before, after = (float(jnp.linalg.norm(block.view(point[block.path]))) for point in points)
+            own = 2.0 ** round(math.log2(before / after))
+        own = float(np.asarray(own, heads.dtype))  # what the leaf can hold
+        return dataclasses.replace(part, rows=tuple(map(tuple, numbers.tolist())), size=own)
+    raise _singular(instance, *min(found, key=lambda worst: worst[0]), leaves, shared)
 
 
 def _is_constant(part: Part, leaves: Mapping[str, Any]) -> jax.Array:
@@ -462,12 +460,12 @@ def _is_constant(part: Part, leaves: Mapping[str, Any]) -> jax.Array:
     return jnp.all(rows == jnp.asarray(part.size * np.asarray(part.pattern), rows.dtype))
 
 
-def _held(heads: np.ndarray, pattern: np.ndarray, per_head: bool) -> tuple[np.ndarray, float] | None:
+def _held(heads: np.ndarray, pattern: np.ndarray, shared: bool) -> tuple[np.ndarray, float] | None:
     """The rows that already are a multiple of the pattern, (heads or 1, rows), and the multiple; None if none are."""
     nearest = np.argmax(heads.astype(np.float32) @ pattern.astype(np.float32).T, -1)
     sizes = np.max(heads, -1)
     fits = np.all(heads == sizes[..., None] * pattern[nearest], -1) & (sizes > 0)
-    if not per_head:  # a row counts if it is the same in all heads
+    if shared:  # a row counts if it is the same in all heads
         same = (nearest == nearest[:1]) & (sizes == sizes[:1]) & fits
         fits, nearest, sizes = np.all(same, 0, keepdims=True), nearest[:1], sizes[:1]
     if not fits.any():
@@ -509,14 +507,16 @@ def _place(instance: Instance) -> str:
     return f"instance '{instance.key}'" if instance.key else f"'{instance.blocks[0].path}'"
 
 
-def _singular(instance: Instance, condition: float, head: int, block: Block, per_head: bool) -> ValueError:
-    shape = [block.view_shape[k] for k, label in enumerate(block.labels) if label not in (_FREE, _BASIS)]
-    named = [label for label in block.labels if label not in (_FREE, _BASIS)]
-    index = ", ".join(f"{name}={k}" for name, k in zip(named, np.unravel_index(head, shape), strict=True))
-    where = f"{_place(instance)}{', ' if index else ''}{index}"
+def _singular(
+    instance: Instance, condition: float, head: int, block: Block, leaves: Mapping[str, Any], shared: bool
+) -> ValueError:
+    named = [(label, n) for label, n in zip(block.labels, block.view_shape, strict=True) if label not in (_FREE, _BASIS)]
+    index = np.unravel_index(head, [n for _, n in named])
+    where = ", ".join([_place(instance), *(f"{label}={k}" for (label, _), k in zip(named, index, strict=True))])
+    dtype = leaves[block.path].dtype
     return binding_error(
-        instance.gauge, f"singular heads in '{block.path}'", f"condition number {condition:.2g} at {where}",
-        f"below {1.0 / rank_cutoff(real_dtype()):.0e} in {real_dtype()}",
-        "leave this layer out of the gauge that you pack with, or pack weights of full rank" if per_head else
-        "pass per_head=True; if it fails too, leave this layer out of the gauge that you pack with",
+        instance.gauge, f"singular heads in '{block.path}'", f"a condition number of {condition:.2g} at {where}",
+        f"below {1.0 / rank_cutoff(dtype):.0e} in {dtype}",
+        "leave out shared=True, so that every head has rows of its own" if shared else
+        "leave this layer out of the gauges that you pass to pack, or pack it after some training",
     )  # fmt: skip

@@ -232,7 +232,7 @@ def independent_rows(matrices: jax.Array) -> jax.Array:
     >>> independent_rows(rows[None]).tolist()
     [1, 2]
     """
-    lead, (group, length, size) = matrices.shape[:-3], matrices.shape[-3:]
+    lead, (length, size) = matrices.shape[:-3], matrices.shape[-2:]
     tiny = jnp.finfo(matrices.dtype).tiny
 
     def pick(k: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -134,8 +134,9 @@ class ComplexScale(Scale):
     @property
     def constant_rows(self) -> np.ndarray:
         """One row of complex coordinates 1 + 0i."""
-        half = self.blocks[0].pairing == "half"
-        return np.stack([np.ones(self.shape[-1]), np.zeros(self.shape[-1])], 0 if half else -1).reshape(1, -1)
+        parts = {BASIS: np.array([1.0, 0.0]), PLANE: np.ones(self.shape[-1])}
+        first, second = (parts[label] for label in self.blocks[0].row_labels if label in parts)
+        return np.outer(first, second).reshape(1, -1)
 
     def choose_rows(self, block: Block, point: Arrays, per_head: bool) -> jax.Array:
         moduli = jnp.linalg.norm(self.turn.rows_of(block, point), axis=-1)

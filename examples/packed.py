@@ -190,7 +190,7 @@ def figure(result: Result, path: Path) -> None:
     left.set_ylim(0.98 * lowest, 1.1 * lowest)
     left.set_xticks(ticks, [f"{rate:g}" for rate in ticks], fontsize=8)
     left.set_xticks([], minor=True)
-    left.legend()
+    left.legend(loc="upper left")
     right.set(title="at each arm's best rate: seeds, and their mean", ylabel="validation loss, nats per byte")
     right.set_xticks(range(len(found)), list(found), rotation=20, ha="right")
     for axis in (left, right):

@@ -21,7 +21,7 @@ from models import gpt2, lm
 from tests import quick
 from tests.cases import GAUGE_CASES, GaugeCase
 from tests.tolerances import tolerance
-from tests.twins import CONFIGS, loss_of, start_of
+from tests.twins import CONFIGS, loss_of, start_of, stepper, train
 
 Tree = Any
 PACKABLE = ("head_linear", "rope_linear")
@@ -267,7 +267,7 @@ def test_a_product_along_another_axis_is_refused() -> None:
 
 
 def test_a_packed_tree_trains_under_optax() -> None:
-    """States mirror it under the plain tree's paths; constant rows get no gradient and stay; jit traces once."""
+    """States mirror it under the plain tree's paths; constant rows stay; one program serves all steps."""
     params, plain_loss = start_of("gpt", "float32"), loss_of("gpt")
     packed = go.pack(params, WHOLE, size=1.0)
     mask = go.by_path({"**/kernel": True}, default=False)
@@ -275,53 +275,39 @@ def test_a_packed_tree_trains_under_optax() -> None:
     state = tx.init(packed)
     assert list(leaves_by_path(packed)) == list(leaves_by_path(params))
     assert _size(state[0].mu) == _size(packed) == _size(params) - sum(gauge.dim(params) for gauge in WHOLE)
-    loss = jax.value_and_grad(lambda p: plain_loss(go.unpack(p)))
-
-    @quick.jit
-    def step(p: Tree, state: Tree) -> tuple[Tree, Tree, jax.Array]:
-        value, grads = loss(p)
-        updates, state = tx.update(grads, state, p)
-        return optax.apply_updates(p, updates), state, value
-
-    losses = []
-    trained = packed
-    for _ in range(5):
-        trained, state, value = step(trained, state)
-        losses.append(float(value))
+    step = stepper(tx, lambda p: plain_loss(go.unpack(p)))
+    trained, losses = train(tx.init, step, packed, 5)
     assert losses[-1] < losses[0] and step._cache_size() == 1
     rows = go.packed_rows(trained)["blocks/0/attn/query/kernel"]["_ head basis"]["rows"]
     np.testing.assert_array_equal(
         go.unpack(trained)["blocks"][0]["attn"]["query"]["kernel"][np.array(rows[0]), 0], np.eye(3)
     )
     # The gradient is the plain one's without the constant rows.
-    whole = jax.grad(plain_loss)(go.unpack(packed))
-    own, grads = whole["blocks"][0]["attn"]["value"], loss(packed)[1]
-    rows = go.packed_rows(packed)["blocks/0/attn/value/kernel"]["_ head basis"]["rows"]
+    weights = _normal(1, query=(6, 2, 3), key=(6, 2, 3))
+    packed = go.pack(_normal(0, query=(6, 2, 3), key=(6, 2, 3)), HEADS)
+    grads = jax.grad(lambda p: jnp.sum(go.unpack(p)["query"] * weights["query"]))(packed)
+    rows = go.packed_rows(packed)["query"]["_ head basis"]["rows"]
     kept = np.stack([np.setdiff1d(np.arange(6), row) for row in rows], 1)
-    expected = jnp.take_along_axis(own["kernel"], kept[..., None], 0)
-    (found,) = jax.tree.leaves(grads["blocks"][0]["attn"]["value"]["kernel"])
-    np.testing.assert_allclose(found, expected, atol=1e-6)
+    np.testing.assert_array_equal(
+        leaves_by_path(grads)["query"], jnp.take_along_axis(weights["query"], kept[..., None], 0)
+    )
 
 
 def test_gauges_that_are_left_go_on_under_quotient(x64: None) -> None:
-    """Twins under the gauges that bind no packed leaf make one packed run."""
-    params, plain_loss = start_of("gpt", "float64"), loss_of("gpt")
+    """Twins under the gauges that bind no packed leaf make one packed run; the other gauges are refused."""
+    plain_loss = loss_of("gpt")
+    packed = go.pack(start_of("gpt", "float64"), WHOLE)
     left = [g for g in lm.gauges(GPT, linear=True) if "attn" not in repr(g)]
     assert {gauge.name for gauge in left} == {"norm_scale", "rescale", "logit_shift"}
     tx, group = go.quotient(optax.adamw(1e-2), left), go.product(left)
-
-    @quick.jit
-    def run(p: Tree) -> tuple[Tree, jax.Array]:
-        state = tx.init(p)
-        for _ in range(3):
-            updates, state = tx.update(jax.grad(lambda q: plain_loss(go.unpack(q)))(p), state, p)
-            p = optax.apply_updates(p, updates)
-        return p, plain_loss(go.unpack(p))
-
-    packed = go.pack(params, WHOLE)
+    step = stepper(tx, lambda p: plain_loss(go.unpack(p)))
     twin = group.act(group.sample(jax.random.key(0), packed), packed)
-    (_, first), (_, second) = run(packed), run(twin)
-    np.testing.assert_allclose(first, second, rtol=tolerance("quotient_loss"))
+    (first, losses), (_, of_twin) = (train(quick.jit(tx.init), step, p, 3) for p in (packed, twin))
+    assert jax.tree.structure(first) == jax.tree.structure(packed)
+    np.testing.assert_allclose(losses, of_twin, rtol=tolerance("quotient_loss"))
+    for gauge in (lm.gauges(GPT)[0], WHOLE[1]):
+        with pytest.raises(ValueError, match=rf"^{gauge.name}: binds the packed leaf 'blocks/0/attn/"):
+            go.quotient(optax.adamw(1e-2), gauge).init(packed)
 
 
 # Checkpoints ----------------------------------------------------------------------------------------------

@@ -130,6 +130,14 @@ def test_scanned_layers_and_fused_leaves() -> None:
         scores = [jnp.einsum("ldhe,lfhe->lhdf", *(p[name] for name in params)) for p in (params, go.unpack(packed))]
         np.testing.assert_allclose(*scores, atol=1e-5)
 
+    # The leaf that is packed may count heads in another order than the gauge.
+    gauge = go.head_linear({"query": axes}, {"key": "head _ layer basis"})
+    params = {"query": jnp.zeros((2, 6, 3, 3)), "key": _normal(0, key=(3, 6, 2, 3))["key"]}
+    rows = go.packed_rows(go.pack(params, gauge))["key"]["head _ layer basis"]["rows"]
+    whole = go.unpack(go.pack(params, gauge, size=1.0))["key"]
+    for at, own in enumerate(rows):
+        np.testing.assert_array_equal(whole[at % 3, np.array(own), at // 3], np.eye(3))
+
     fused = _normal(0, qkv=(6, 18), out=(6, 5))
     gauges = _fused_gauges()
     packed = go.pack(fused, gauges)
@@ -386,6 +394,7 @@ def test_what_cannot_be_packed_is_refused() -> None:
     "rows",
     [{}, {"key": {"head _ basis": {}}}, {"query": {"_ head basis": {"size": 1.0, "rows": [[0, 1]]}}},
      {"query": {"_ head basis": {"size": 1.0, "rows": [[0, 1, 6]]}}},
+     {"query": {"_ head basis": {"rows": [[0, 1, 2]]}}},
      {"query": {"_ head basis": {"size": 1.0, "rows": [[0, 1, 1]]}}},
      {"query": {"_ head basis": {"size": 1.0, "rows": [[0, 1, 2]] * 3}}}],
 )  # fmt: skip

@@ -41,12 +41,14 @@ class Part:
 
     Attributes:
       block: the block; one of its axes is free, the *row* axis.
+      named: the axes that count heads, in the order of the gauge; the leaf may have another order.
       rows: the rows left out, one tuple per head, or one for all heads.
       pattern: what they are, per row and along the basis; divided by `size`.
       size: see `pattern`.
     """
 
     block: Block
+    named: tuple[str, ...]
     rows: tuple[tuple[int, ...], ...]
     pattern: tuple[tuple[float, ...], ...]
     size: float
@@ -56,7 +58,7 @@ class Part:
 
     @functools.cached_property
     def _hash(self) -> int:
-        return hash((self.block, self.rows, self.pattern, self.size))
+        return hash((self.block, self.named, self.rows, self.pattern, self.size))
 
     @functools.cached_property
     def axis(self) -> int:
@@ -70,7 +72,7 @@ class Part:
         return next(axis for axis, group in enumerate(self.block.groups) if at[0] in group)
 
     @functools.cached_property
-    def left(self) -> np.ndarray:
+    def kept(self) -> np.ndarray:
         """The numbers of the rows that are stored, (heads or 1, rows)."""
         everything = np.arange(self.block.view_shape[self.axis])
         return np.stack([np.setdiff1d(everything, rows) for rows in self.rows])
@@ -79,7 +81,7 @@ class Part:
     def view_shape(self) -> tuple[int, ...]:
         """Shape of the stored rows with the axes of the block's view."""
         shape = list(self.block.view_shape)
-        shape[self.axis] = self.left.shape[1]
+        shape[self.axis] = self.kept.shape[1]
         return tuple(shape)
 
     @functools.cached_property
@@ -89,46 +91,49 @@ class Part:
         sizes = [1 if isinstance(index, int) else next(lengths) for index in self.block.index]
         return tuple(math.prod(sizes[k] for k in group) for group in self.block.groups)
 
+    @classmethod
+    def of(cls, instance: Instance, block: Block, rows: Sequence[Sequence[int]] = ((),), size: float = 1.0) -> "Part":
+        """The part of an instance's block without these rows."""
+        named = tuple(name for name in instance.named if name in block.labels)
+        pattern = tuple(map(tuple, instance.constant_rows.tolist()))
+        return cls(block, named, tuple(map(tuple, rows)), pattern, size)
+
     @functools.cached_property
     def _order(self) -> tuple[int, ...]:
         """The axes of the block's view, heads first, then rows, then the basis."""
-        labels = self.block.labels
-        named = [k for k, label in enumerate(labels) if label not in (_FREE, _BASIS)]
-        return (*named, self.axis, labels.index(_BASIS))
+        return tuple(self.block.labels.index(name) for name in (*self.named, _FREE, _BASIS))
+
+    @functools.cached_property
+    def heads(self) -> tuple[int, ...]:
+        """Lengths of the axes that count heads."""
+        return tuple(self.block.view_shape[k] for k in self._order[:-2])
 
     def by_head(self, view: Any) -> Any:
-        """A view, (heads, rows, basis); heads are those of all named axes, flattened in the order of the leaf."""
+        """A view, (heads, rows, basis); heads are those of all named axes, flattened in the order of the gauge."""
         ordered = view.transpose(self._order)
         return ordered.reshape(-1, *ordered.shape[-2:])
 
     def as_view(self, heads: Any) -> Any:
         """The inverse of `by_head`, for any number of rows."""
-        named = [self.block.view_shape[k] for k in self._order[:-2]]
         back = [self._order.index(k) for k in range(len(self._order))]
-        return heads.reshape(*named, *heads.shape[-2:]).transpose(back)
+        return heads.reshape(*self.heads, *heads.shape[-2:]).transpose(back)
+
+    def _picked(self, view: Any, numbers: np.ndarray) -> Any:
+        """Rows of a view, by their numbers per head, or for all heads."""
+        if len(numbers) == 1:
+            return jnp.take(view, numbers[0], self.axis, unique_indices=True)
+        return self.as_view(jnp.take_along_axis(self.by_head(view), numbers[..., None], -2))
 
     def taken(self, view: Any) -> Any:
         """The rows of a view that are stored, in the shape in which they are."""
-        if len(self.rows) == 1:
-            return jnp.take(view, self.left[0], self.axis, unique_indices=True, indices_are_sorted=True)
-        return self.as_view(jnp.take_along_axis(self.by_head(view), self.left[..., None], -2))
+        return self._picked(view, self.kept).reshape(self.shape)
 
     def whole(self, stored: jax.Array) -> jax.Array:
         """The view: the stored rows, and the constant ones between them."""
-        view, constant = stored.reshape(self.view_shape), self.size * np.asarray(self.pattern)
-        place = np.argsort(np.concatenate([self.left, np.asarray(self.rows)], 1), 1)  # where a row is in what follows
-        if len(self.rows) == 1:
-            lengths = [n if k in self._order[-2:] else 1 for k, n in enumerate(view.shape)]
-            lengths[self.axis] = len(constant)
-            across = self._order[-1] < self.axis
-            fixed = jnp.asarray(constant.T if across else constant, view.dtype).reshape(lengths)
-            target = [len(constant) if k == self.axis else n for k, n in enumerate(view.shape)]
-            both = jnp.concatenate([view, jnp.broadcast_to(fixed, target)], self.axis)
-            return jnp.take(both, place[0], self.axis, unique_indices=True)
-        heads = self.by_head(view)
-        fixed = jnp.broadcast_to(jnp.asarray(constant, view.dtype), (len(heads), *constant.shape))
-        both = jnp.concatenate([heads, fixed], -2)
-        return self.as_view(jnp.take_along_axis(both, place[..., None], -2))
+        constant = jnp.asarray(self.size * np.asarray(self.pattern), stored.dtype)
+        fixed = self.as_view(jnp.broadcast_to(constant, (math.prod(self.heads), *constant.shape)))
+        both = jnp.concatenate([stored.reshape(self.view_shape), fixed], self.axis)
+        return self._picked(both, np.argsort(np.concatenate([self.kept, np.asarray(self.rows)], 1), 1))
 
     def dot(self, x: jax.Array, stored: jax.Array) -> jax.Array:
         """The product of x, (…, rows), with the whole block: (…, the leaf's axes without the row axis)."""
@@ -136,16 +141,16 @@ class Part:
         identity = len(constant) == constant.shape[1] and bool(np.all(constant == np.eye(len(constant))))
         fixed = self.size * (rows if identity else rows @ jnp.asarray(constant, x.dtype))  # (…, heads or 1, basis)
         if len(self.rows) == 1:
-            moved = jnp.tensordot(jnp.take(x, self.left[0], -1), stored, ([-1], [self.leaf_axis]))
-            heads = math.prod(self.block.view_shape[k] for k in self._order[:-2])
-            return moved + self._laid(jnp.broadcast_to(fixed, (*x.shape[:-1], heads, fixed.shape[-1])))
+            moved = jnp.tensordot(jnp.take(x, self.kept[0], -1), stored, ([-1], [self.leaf_axis]))
+            shape = (*x.shape[:-1], math.prod(self.heads), fixed.shape[-1])
+            return moved + self._laid(jnp.broadcast_to(fixed, shape))
         by_head = self.by_head(stored.reshape(self.view_shape))
-        return self._laid(fixed + jnp.einsum("...hr,hrb->...hb", jnp.take(x, self.left, -1), by_head))
+        return self._laid(fixed + jnp.einsum("...hr,hrb->...hb", jnp.take(x, self.kept, -1), by_head))
 
     def _laid(self, heads: jax.Array) -> jax.Array:
         """A vector per head, (…, heads, basis), with the axes of the leaf in place of heads and basis."""
         lead, axes = heads.shape[:-2], (*self._order[:-2], self._order[-1])
-        split = heads.reshape(*lead, *(self.block.view_shape[k] for k in axes))
+        split = heads.reshape(*lead, *self.heads, heads.shape[-1])
         view = split.transpose(*range(len(lead)), *(len(lead) + axes.index(k) for k in sorted(axes)))
         return view.reshape(*lead, *(n for axis, n in enumerate(self.shape) if axis != self.leaf_axis))
 
@@ -187,7 +192,7 @@ class Layout:
 
     def arrays(self, leaf: Any) -> tuple[Any, ...]:
         """A leaf without its constant rows: an array per block, and the rest where there is one."""
-        stored = [part.taken(part.block.view(leaf)).reshape(part.shape) for part in self.parts]
+        stored = [part.taken(part.block.view(leaf)) for part in self.parts]
         if self.rest is None:
             return tuple(stored)
         flat = leaf.reshape(-1) if self.joint is None else leaf
@@ -441,16 +446,16 @@ def packed_dot(x: jax.Array, kernel: Any, axis: int = 0) -> jax.Array:
 
 def _chosen(instance: Instance, values: Arrays, leaves: Mapping[str, Any], shared: bool, size: float | None) -> Part:
     """What to leave out of one block. Raises ValueError where no block of the gauge has heads of full rank."""
-    pattern, found = instance.constant_rows, list[tuple[float, int, Block]]()
+    found: list[tuple[float, int, Part]] = []
     for block in instance.packable:
-        part = Part(block, ((),), tuple(map(tuple, pattern.tolist())), 1.0)
+        part = Part.of(instance, block)
         heads = part.by_head(np.asarray(block.view(leaves[block.path])))
-        held = _held(heads, pattern.astype(heads.dtype), shared)
+        held = _held(heads, instance.constant_rows.astype(heads.dtype), shared)
         numbers = np.asarray(instance.choose_rows(block, values, not shared)) if held is None else held[0]
         if np.all(numbers == numbers[:1]):
             numbers = numbers[:1]
         element, conditions = instance.to_constant(block, values, jnp.asarray(numbers), 1.0)
-        found.append((float(jnp.max(conditions)), int(jnp.argmax(conditions)), block))
+        found.append((float(jnp.max(conditions)), int(jnp.argmax(conditions)), part))
         if not found[-1][0] < 1.0 / rank_cutoff(heads.dtype):
             continue
         own = size if size is not None or held is None else held[1]
@@ -459,7 +464,7 @@ def _chosen(instance: Instance, values: Arrays, leaves: Mapping[str, Any], share
             before, after = (float(jnp.linalg.norm(block.view(point[block.path]))) for point in points)
             own = 2.0 ** round(math.log2(before / after))
         own = float(np.asarray(own, heads.dtype))  # what the leaf can hold
-        return dataclasses.replace(part, rows=tuple(map(tuple, numbers.tolist())), size=own)
+        return Part.of(instance, block, numbers.tolist(), own)
     raise _singular(instance, *min(found, key=lambda worst: worst[0]), leaves, shared)
 
 
@@ -490,27 +495,23 @@ def _held(heads: np.ndarray, pattern: np.ndarray, shared: bool) -> tuple[np.ndar
 
 def _given(instance: Instance, rows: Rows) -> Part:
     """The part that `rows` names. Raises ValueError where it names none, or one that does not fit."""
-    pattern = instance.constant_rows
     blocks = [block for block in instance.packable if block.axes in rows.get(block.path, {})]
-    found = rows[blocks[0].path][blocks[0].axes] if blocks else {}
-    numbers = np.asarray(found.get("rows", ()))
-    fits = numbers.ndim == 2 and numbers.shape[1] == len(pattern) and np.issubdtype(numbers.dtype, np.integer)
+    found: Mapping[str, Any] = rows[blocks[0].path][blocks[0].axes] if blocks else {}
+    numbers, size, count = np.asarray(found.get("rows", ())), found.get("size"), len(instance.constant_rows)
+    fits = numbers.ndim == 2 and np.issubdtype(numbers.dtype, np.integer) and isinstance(size, int | float) and size > 0
     if fits:
-        lengths = blocks[0].view_shape
-        heads = math.prod(lengths) // (lengths[blocks[0].labels.index(_FREE)] * pattern.shape[1])
-        fits = numbers.shape[0] in (1, heads) and 0 <= numbers.min()
-        fits = fits and numbers.max() < lengths[blocks[0].labels.index(_FREE)]
-        fits = fits and all(len(set(own)) == len(own) for own in numbers.tolist())
+        plain = Part.of(instance, blocks[0])
+        fits = numbers.shape in ((1, count), (math.prod(plain.heads), count))
+        fits = fits and 0 <= numbers.min() and numbers.max() < blocks[0].view_shape[plain.axis]
+        fits = fits and all(len(set(own)) == count for own in numbers.tolist())
     if not fits:
         wanted = ", ".join(f"'{block.path}' \"{block.axes}\"" for block in instance.packable)
         raise binding_error(
             instance.gauge, f"no rows for {_place(instance)}", f"rows of {', '.join(rows) or 'no leaf'}",
-            f"{len(pattern)} row numbers, once or per head, for one of {wanted}",
+            f"a size and {count} row numbers, once or per head, for one of {wanted}",
             "pass go.packed_rows(packed) of a tree that was packed with these gauges",
         )  # fmt: skip
-    return Part(
-        blocks[0], tuple(map(tuple, numbers.tolist())), tuple(map(tuple, pattern.tolist())), float(found["size"])
-    )
+    return Part.of(instance, blocks[0], numbers.tolist(), float(found["size"]))
 
 
 def _place(instance: Instance) -> str:
@@ -518,15 +519,13 @@ def _place(instance: Instance) -> str:
 
 
 def _singular(
-    instance: Instance, condition: float, head: int, block: Block, leaves: Mapping[str, Any], shared: bool
+    instance: Instance, condition: float, head: int, part: Part, leaves: Mapping[str, Any], shared: bool
 ) -> ValueError:
-    sizes = dict(zip(block.labels, block.view_shape, strict=True))
-    named = [label for label in block.labels if label not in (_FREE, _BASIS)]
-    index = np.unravel_index(head, [sizes[label] for label in named])
-    where = ", ".join([_place(instance), *(f"{label}={k}" for label, k in zip(named, index, strict=True))])
-    dtype = leaves[block.path].dtype
+    index = zip(part.named, np.unravel_index(head, part.heads), strict=True)
+    where = ", ".join([_place(instance), *(f"{label}={k}" for label, k in index)])
+    dtype = leaves[part.block.path].dtype
     return binding_error(
-        instance.gauge, f"singular heads in '{block.path}'", f"a condition number of {condition:.2g} at {where}",
+        instance.gauge, f"singular heads in '{part.block.path}'", f"a condition number of {condition:.2g} at {where}",
         f"below {1.0 / rank_cutoff(dtype):.0e} in {dtype}",
         "leave out shared=True, so that every head has rows of its own" if shared else
         "leave this layer out of the gauges that you pass to pack, or pack it after some training",

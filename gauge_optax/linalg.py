@@ -216,6 +216,40 @@ def inverse(m: jax.Array) -> jax.Array:
     return serial(jnp.linalg.inv, m)
 
 
+@jax.jit  # outside jit, the loop would be compiled anew at every call
+def independent_rows(matrices: jax.Array) -> jax.Array:
+    """Chooses d rows that are far from linearly dependent in every matrix of a group: pivoted Gram–Schmidt.
+
+    Each pick maximizes the product, over the group, of the lengths of the row's parts across all rows picked before.
+
+    Args:
+      matrices: (…, group, m, d), with m ≥ d.
+
+    Returns:
+      Row numbers (…, d), which the matrices of a group share.
+
+    >>> rows = jnp.array([[1.0, 0.0], [5.0, 0.1], [0.0, 2.0]])
+    >>> independent_rows(rows[None]).tolist()
+    [1, 2]
+    """
+    lead, (length, size) = matrices.shape[:-3], matrices.shape[-2:]
+    tiny = jnp.finfo(matrices.dtype).tiny
+
+    def pick(k: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
+        rest, free, picks = carry
+        squares = jnp.sum(jnp.square(rest), -1)
+        scores = jnp.sum(jnp.log(jnp.maximum(squares, tiny)), -2)
+        row = jnp.argmax(jnp.where(free, scores, -jnp.inf), -1)
+        chosen = jnp.take_along_axis(rest, row[..., None, None, None], -2)
+        across = chosen * safe_divide(jnp.ones(()), jnp.sqrt(jnp.sum(jnp.square(chosen), -1, keepdims=True)))
+        rest = rest - jnp.sum(rest * across, -1, keepdims=True) * across
+        free = free & (jnp.arange(length) != row[..., None])
+        return rest, free, picks.at[..., k].set(row.astype(jnp.int32))
+
+    start = matrices, jnp.ones((*lead, length), bool), jnp.zeros((*lead, size), jnp.int32)
+    return jax.lax.fori_loop(0, size, pick, start)[2]
+
+
 def solve(a: jax.Array, b: jax.Array) -> jax.Array:
     """Returns a⁻¹·b for (…, d, d) and (…, d, k) with equal leading axes; see `serial`."""
     return serial(jnp.linalg.solve, a, b)

@@ -24,6 +24,7 @@ References: Fels and Olver 1999, moving frames; docs/design.md §3.
 
 import dataclasses
 import functools
+import itertools
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, NewType
@@ -35,7 +36,7 @@ import optax
 
 from gauge_optax.binding import Block, binding_error, leaf_shape, leaves_by_path, overlap, with_leaves
 from gauge_optax.binding.bind import require_no_absent_leaf
-from gauge_optax.binding.paths import shown_and_hidden
+from gauge_optax.binding.paths import match, shown_and_hidden
 from gauge_optax.gauges.instance import Anchor, Arrays, Instance, Turn
 from gauge_optax.linalg import real_dtype, roundoff
 from gauge_optax.xla import recomputed_after
@@ -104,6 +105,7 @@ class Slice:
     @classmethod
     def of(cls, gauges: Sequence[Any], params: Any) -> "Slice":
         """Binds gauges to a tree. Raises ValueError where a binding does not fit, or gauges do not commute."""
+        _require_unpacked(gauges, params)
         shown, hidden = shown_and_hidden(params)
         leaves = tuple((path, leaf_shape(leaf), getattr(leaf, "dtype", None)) for path, leaf in shown.items())
         try:
@@ -717,6 +719,18 @@ def _checked(parts: tuple[tuple[Any, tuple[Any, ...]], ...]) -> Slice:
     checked = Slice(tuple((gauge, tuple(i.beside(everything) for i in instances)) for gauge, instances in parts))
     checked.check()
     return checked
+
+
+def _require_unpacked(gauges: Sequence[Any], params: Any) -> None:
+    """Raises ValueError where a gauge binds a leaf that a packed tree lacks rows of, which it could not move."""
+    nodes = jax.tree.leaves(params, is_leaf=lambda node: hasattr(node, "packed_path"))
+    paths = dict.fromkeys(node.packed_path for node in nodes if hasattr(node, "packed_path"))
+    for gauge, path in itertools.product(gauges, paths):
+        if any(match(gauge.name, spec.pattern, path) is not None for spec in getattr(gauge, "specs", ())):
+            raise binding_error(
+                gauge.name, f"binds the packed leaf '{path}'", "a leaf without its constant rows", "whole leaves",
+                "take this gauge out of the list for packed trees; or pass go.unpack(packed)",
+            )  # fmt: skip
 
 
 def _clash(rigid: Any, block: Block, scale: Any, scaled: Block) -> tuple[str, str] | None:

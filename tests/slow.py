@@ -129,5 +129,9 @@ SLOW: dict[str, str] = {
     "test_benchmarks.py::test_fixing_multipliers_is_timed_beside_adamw": LONG,
     "test_rotational_examples.py::test_digits_learn": LONG,
     "test_multipliers.py::test_folding_keeps_the_function_and_drops_the_multipliers[[]gpt]": OTHER_NET,
+    "test_pack.py::test_every_register_row_is_packed[[]*-float32-shared]": OTHER_PRECISION,
+    "test_pack.py::test_logits_of_heads_of_64_stay[[]float32-1e-05-shared]": OTHER_NET,
+    "test_pack.py::test_logits_of_heads_of_64_stay[[]float64-1e-11-per_head]": OTHER_PRECISION,
+    "test_benchmarks.py::test_packing_says_what_it_saves": LONG,
     "test_polar.py::test_equivariant_in_float32[[]*-shape1]": OTHER_NET,
 }

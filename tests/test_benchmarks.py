@@ -12,7 +12,18 @@ import optax
 import pytest
 
 import gauge_optax as go
-from benchmarks import compare, discover_times, first_step, multipliers, orthogonalisers, peers, sizes, timing, update
+from benchmarks import (
+    compare,
+    discover_times,
+    first_step,
+    multipliers,
+    orthogonalisers,
+    packing,
+    peers,
+    sizes,
+    timing,
+    update,
+)
 from benchmarks.render import page
 from gauge_optax.binding import leaves_by_path
 from models import gpt2, lm
@@ -232,3 +243,19 @@ def test_the_page_on_times_of_discover_is_that_of_its_json() -> None:
     result = json.loads((discover_times.OUT / "discover.json").read_text())
     assert (discover_times.OUT / "discover.md").read_text() == discover_times.render(result)
     assert all(not row["rejected"] for row in result["cases"].values())
+
+
+def test_packing_says_what_it_saves(tmp_path: Path) -> None:
+    size = ["--layers", "1", "--vocab", "16", "--width", "128", "--batch", "1", "--length", "4", "--rounds", "2"]
+    result = packing.main([*size, "--out", str(tmp_path)])
+    assert {own["saved"] for name, own in result["parameters"].items() if name != "plain"} == {2 * 2 * 64**2}
+    for rows in result["work"].values():
+        assert rows["packed, shared"]["gflop"] < rows["plain"]["gflop"]
+    text = (tmp_path / "packing.md").read_text()
+    assert "Saved: 16,384 = 2 · layers · heads · d_h² numbers, exactly that" in text and "**other bits**" not in text
+
+
+def test_the_page_on_packing_is_that_of_its_json() -> None:
+    result = json.loads((packing.OUT / "packing.json").read_text())
+    assert (packing.OUT / "packing.md").read_text() == packing.page(result)
+    assert result["formula"] == 1_179_648 and "**" not in packing.page(result)

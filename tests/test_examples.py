@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
-from examples import data, demo, live_metrics, lora, released, self_tests, sweep, train_linen, train_nnx
+from examples import data, demo, live_metrics, lora, packed, released, self_tests, sweep, train_linen, train_nnx
 
 TINY = ["--batch", "2", "--length", "8", "--width", "8", "--layers", "1"]
 
@@ -137,6 +137,24 @@ def test_self_tests_resume_and_tell_readings_of_the_reference_apart(
     assert len(shift["ours"]) == 21 and shift["ours"][-1] < 1e-8 < 1e-3 < shift["adamw"][-1]
     assert printed["ours"][1] < 1e-8 < 1e-3 < printed["ours"][-1]
     assert "AdamW" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_packed_heads_train_and_resume(tmp_path: Path) -> None:
+    options = ["--arms", "plain", "packed", "--seeds", "42", "--steps", "2", "--out", str(tmp_path)]
+    result = packed.main(options)
+    counts = {key.split(" | ")[0]: cell["parameters"] for key, cell in result["cells"].items()}
+    assert counts["plain"] - counts["packed"] == 2 * 2 * 4 * 16**2
+    assert packed.main(options) == result  # nothing is trained again
+    assert (tmp_path / "packed.png").stat().st_size > 1000
+
+
+def test_packed_heads_end_where_plain_ones_do() -> None:
+    """The committed runs: within the standard deviation over three seeds."""
+    result = json.loads((Path(packed.__file__).parent / "results" / "packed.json").read_text())
+    found = packed.sweeps(result)
+    plain, own = (np.array(found[arm][sweep.best(found[arm])]) for arm in ("plain", "packed"))
+    assert len(own) == 3 and abs(own.mean() - plain.mean()) <= np.hypot(own.std(), plain.std())
 
 
 @pytest.mark.slow

@@ -32,6 +32,7 @@ LAYERS: dict[str, int] = {
     "gauges": 4,
     "optimizers": 5,
     "states": 5,
+    "orbit": 5,
     "measure": 6,
     "rotation": 6,
     "tools": 6,

@@ -162,11 +162,13 @@ class Heads(Turn):
 
     def stacked(self, point: Mapping[str, jax.Array]) -> jax.Array:
         """The rows of all blocks as one matrix per head: (*shape, rows, size)."""
-        parts = []
-        for block in self.blocks:
-            matrices, wide = self.as_matrices(block, block.rows(point[block.path]))
-            parts.append(transpose(matrices) if wide else matrices)
+        parts = [self.rows_of(block, point) for block in self.blocks]
         return jnp.concatenate(parts, -2) if len(parts) > 1 else parts[0]
+
+    def rows_of(self, block: Block, point: Mapping[str, jax.Array]) -> jax.Array:
+        """The rows of one block as one matrix per head: (*shape, rows, size)."""
+        matrices, wide = self.as_matrices(block, block.rows(point[block.path]))
+        return transpose(matrices) if wide else matrices
 
     def mixed_rows(self, point: Mapping[str, jax.Array], noise_number: int | jax.Array = 0) -> jax.Array:
         """CᵀW of every head, (*shape, size, size): `size` generic combinations of its rows, C being `fixed_noise`.
@@ -269,6 +271,12 @@ def unstack_heads(stacked: jax.Array, turns: Sequence[Any]) -> list[jax.Array]:
     """The inverse of `stack_heads`."""
     parts = jnp.split(stacked, np.cumsum([turn.heads for turn in turns])[:-1].tolist())
     return [x.reshape(*turn.shape, *x.shape[1:]) for turn, x in zip(turns, parts, strict=True)]
+
+
+def packable_blocks(blocks: Sequence[Block], rows: int) -> tuple[Block, ...]:
+    """The blocks with one free axis of at least `rows` rows, whose stored numbers are their values."""
+    single = [block for block in blocks if block.labels.count("_") == 1 and not block.one_plus]
+    return tuple(block for block in single if block.view_shape[block.labels.index("_")] >= rows)
 
 
 def by_size(turns: Sequence[Any]) -> list[list[Any]]:

@@ -1,0 +1,532 @@
+"""Packs heads: moves weights to a point of their orbit at which some rows are constant, and leaves these rows out.
+
+A head's scores q·kᵀ stay the same when its queries become A·S and its keys B·S⁻ᵀ. With S the inverse of d_h of A's
+rows, these rows of A·S are the identity. They need not be stored, multiplied or trained: a packed tree has d_h² entries
+less per head and gauge. Nothing is lost, because every network whose heads have full rank is moved to a packed one.
+
+A *packed leaf* is a pytree node in place of a leaf. Its one array holds the rows that are left, so that Optax and
+`jax.grad` see ordinary smaller leaves under their old paths. Which rows are left out, and the number on their diagonal
+(the *size*), is static: it belongs to the tree's structure. What a kind of gauge can make constant is known to its
+instance (`Instance.packable`), and to nobody else.
+Reference: van Nierop, Transformer models are gauge invariant, §3, §4.4 and §6.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gauge_optax.binding import Block, binding_error, leaves_by_path, with_leaves
+from gauge_optax.gauges.gauge import Gauges, product
+from gauge_optax.gauges.instance import Arrays, Instance
+from gauge_optax.linalg import rank_cutoff
+from gauge_optax.slice import Slice
+
+Rows = Mapping[str, Mapping[str, Mapping[str, Any]]]
+"""Leaf path → axes of the block → {"size": the number on the diagonal, "rows": row numbers per head, or one list}."""
+
+_NAME = "pack"
+_BASIS, _FREE = "basis", "_"
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """A block of a leaf with the rows that are left out of it. It is hashable and holds no array.
+
+    Attributes:
+      block: the block; one of its axes is free, the *row* axis.
+      named: the axes that count heads, in the order of the gauge; the leaf may have another order.
+      rows: the rows left out, one tuple per head, or one for all heads.
+      pattern: what they are, per row and along the basis; divided by `size`.
+      size: see `pattern`.
+    """
+
+    block: Block
+    named: tuple[str, ...]
+    rows: tuple[tuple[int, ...], ...]
+    pattern: tuple[tuple[float, ...], ...]
+    size: float
+
+    def __hash__(self) -> int:
+        return self._hash  # `jit` asks for it at every call
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash((self.block, self.named, self.rows, self.pattern, self.size))
+
+    @functools.cached_property
+    def axis(self) -> int:
+        """The row axis of the block's view."""
+        return self.block.labels.index(_FREE)
+
+    @functools.cached_property
+    def leaf_axis(self) -> int:
+        """The axis of the leaf that holds the row axis."""
+        at = [k for k, label in enumerate(self.block.split_labels) if label == _FREE]
+        return next(axis for axis, group in enumerate(self.block.groups) if at[0] in group)
+
+    @functools.cached_property
+    def kept(self) -> np.ndarray:
+        """The numbers of the rows that are stored, (heads or 1, rows)."""
+        everything = np.arange(self.block.view_shape[self.axis])
+        return np.stack([np.setdiff1d(everything, rows) for rows in self.rows])
+
+    @functools.cached_property
+    def view_shape(self) -> tuple[int, ...]:
+        """Shape of the stored rows with the axes of the block's view."""
+        shape = list(self.block.view_shape)
+        shape[self.axis] = self.kept.shape[1]
+        return tuple(shape)
+
+    @functools.cached_property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the stored rows, with as many axes as the leaf has."""
+        lengths = iter(self.view_shape)
+        sizes = [1 if isinstance(index, int) else next(lengths) for index in self.block.index]
+        return tuple(math.prod(sizes[k] for k in group) for group in self.block.groups)
+
+    @classmethod
+    def of(cls, instance: Instance, block: Block, rows: Sequence[Sequence[int]] = ((),), size: float = 1.0) -> "Part":
+        """The part of an instance's block without these rows."""
+        named = tuple(name for name in instance.named if name in block.labels)
+        pattern = tuple(map(tuple, instance.constant_rows.tolist()))
+        return cls(block, named, tuple(map(tuple, rows)), pattern, size)
+
+    @functools.cached_property
+    def _order(self) -> tuple[int, ...]:
+        """The axes of the block's view, heads first, then rows, then the basis."""
+        return tuple(self.block.labels.index(name) for name in (*self.named, _FREE, _BASIS))
+
+    @functools.cached_property
+    def heads(self) -> tuple[int, ...]:
+        """Lengths of the axes that count heads."""
+        return tuple(self.block.view_shape[k] for k in self._order[:-2])
+
+    def by_head(self, view: Any) -> Any:
+        """A view, (heads, rows, basis); heads are those of all named axes, flattened in the order of the gauge."""
+        ordered = view.transpose(self._order)
+        return ordered.reshape(-1, *ordered.shape[-2:])
+
+    def as_view(self, heads: Any) -> Any:
+        """The inverse of `by_head`, for any number of rows."""
+        back = [self._order.index(k) for k in range(len(self._order))]
+        return heads.reshape(*self.heads, *heads.shape[-2:]).transpose(back)
+
+    def _picked(self, view: Any, numbers: np.ndarray) -> Any:
+        """Rows of a view, by their numbers per head, or for all heads."""
+        if len(numbers) == 1:
+            return jnp.take(view, numbers[0], self.axis, unique_indices=True)
+        return self.as_view(jnp.take_along_axis(self.by_head(view), numbers[..., None], -2))
+
+    def taken(self, view: Any) -> Any:
+        """The rows of a view that are stored, in the shape in which they are."""
+        return self._picked(view, self.kept).reshape(self.shape)
+
+    def whole(self, stored: jax.Array) -> jax.Array:
+        """The view: the stored rows, and the constant ones between them."""
+        constant = jnp.asarray(self.size * np.asarray(self.pattern), stored.dtype)
+        fixed = self.as_view(jnp.broadcast_to(constant, (math.prod(self.heads), *constant.shape)))
+        both = jnp.concatenate([stored.reshape(self.view_shape), fixed], self.axis)
+        return self._picked(both, np.argsort(np.concatenate([self.kept, np.asarray(self.rows)], 1), 1))
+
+    def dot(self, x: jax.Array, stored: jax.Array) -> jax.Array:
+        """The product of x, (…, rows), with the whole block: (…, the leaf's axes without the row axis)."""
+        constant, rows = np.asarray(self.pattern), jnp.take(x, np.asarray(self.rows), -1)
+        identity = len(constant) == constant.shape[1] and bool(np.all(constant == np.eye(len(constant))))
+        fixed = self.size * (rows if identity else rows @ jnp.asarray(constant, x.dtype))  # (…, heads or 1, basis)
+        if len(self.rows) == 1:
+            moved = jnp.tensordot(jnp.take(x, self.kept[0], -1), stored, ([-1], [self.leaf_axis]))
+            shape = (*x.shape[:-1], math.prod(self.heads), fixed.shape[-1])
+            return moved + self._laid(jnp.broadcast_to(fixed, shape))
+        by_head = self.by_head(stored.reshape(self.view_shape))
+        return self._laid(fixed + jnp.einsum("...hr,hrb->...hb", jnp.take(x, self.kept, -1), by_head))
+
+    def _laid(self, heads: jax.Array) -> jax.Array:
+        """A vector per head, (…, heads, basis), with the axes of the leaf in place of heads and basis."""
+        lead, axes = heads.shape[:-2], (*self._order[:-2], self._order[-1])
+        split = heads.reshape(*lead, *self.heads, heads.shape[-1])
+        view = split.transpose(*range(len(lead)), *(len(lead) + axes.index(k) for k in sorted(axes)))
+        return view.reshape(*lead, *(n for axis, n in enumerate(self.shape) if axis != self.leaf_axis))
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """How a packed leaf is made of its arrays. Static.
+
+    Attributes:
+      parts: the blocks from which rows are left out, one array each.
+    """
+
+    parts: tuple[Part, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the whole leaf."""
+        return self.parts[0].block.shape
+
+    @functools.cached_property
+    def joint(self) -> int | None:
+        """The one axis of the leaf along which it is divided into blocks and a rest; None if there is no such axis."""
+        divided = {k for masks in self._masks for k, mask in enumerate(masks) if not mask.all()}
+        return divided.pop() if len(divided) == 1 else None
+
+    @functools.cached_property
+    def _masks(self) -> tuple[tuple[np.ndarray, ...], ...]:
+        """Per block and axis of the leaf, which indices the block selects."""
+        return tuple(tuple(p.block.axis_ids(k, ()) >= 0 for k in range(len(self.shape))) for p in self.parts)
+
+    @functools.cached_property
+    def rest(self) -> np.ndarray | None:
+        """What belongs to no block: indices along `joint`, or of the flat leaf; None if there is nothing."""
+        if self.joint is not None:
+            outside = ~np.any([masks[self.joint] for masks in self._masks], 0)
+        else:
+            outside = ~np.any([functools.reduce(np.multiply.outer, masks) for masks in self._masks], 0).reshape(-1)
+        return np.flatnonzero(outside) if outside.any() else None
+
+    def arrays(self, leaf: Any) -> tuple[Any, ...]:
+        """A leaf without its constant rows: an array per block, and the rest where there is one."""
+        stored = [part.taken(part.block.view(leaf)) for part in self.parts]
+        if self.rest is None:
+            return tuple(stored)
+        flat = leaf.reshape(-1) if self.joint is None else leaf
+        return *stored, jnp.take(flat, self.rest, self.joint or 0)
+
+    def leaf(self, arrays: Sequence[jax.Array]) -> jax.Array:
+        """The inverse of `arrays`."""
+        whole = jnp.zeros(self.shape, arrays[0].dtype)
+        if self.rest is not None and self.joint is None:
+            whole = whole.reshape(-1).at[self.rest].set(arrays[-1]).reshape(self.shape)
+        elif self.rest is not None:
+            whole = whole.at[(*[slice(None)] * (self.joint or 0), self.rest)].set(arrays[-1])
+        for part, stored in zip(self.parts, arrays, strict=False):
+            whole = part.block.write(whole, part.whole(stored))
+        return whole
+
+    def dot(self, x: jax.Array, arrays: Sequence[jax.Array], axis: int) -> jax.Array:
+        """The product of x, (…, rows), with the leaf along one of its axes."""
+        products = [part.dot(x, stored) for part, stored in zip(self.parts, arrays, strict=False)]
+        if self.joint is None:
+            return products[0]
+        places = [np.flatnonzero(masks[self.joint]) for masks in self._masks]
+        if self.rest is not None:
+            products.append(jnp.tensordot(x, arrays[-1], ([-1], [axis])))
+            places.append(self.rest)
+        along = x.ndim - 1 + self.joint - (self.joint > axis)
+        order = sorted(range(len(places)), key=lambda k: int(places[k][0]))
+        out, place = jnp.concatenate([products[k] for k in order], along), np.concatenate([places[k] for k in order])
+        return out if np.all(np.diff(place) == 1) else jnp.take(out, np.argsort(place), along)
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class PackedLeaf:
+    """A leaf without its constant rows: a node of a packed tree. Its children are the arrays that are left."""
+
+    def __init__(self, arrays: Sequence[Any], layout: Layout) -> None:
+        """Keeps both as they are: the arrays of optimizer states and masks need not be arrays."""
+        self.arrays, self.layout = tuple(arrays), layout
+
+    def __repr__(self) -> str:
+        """Shapes, where there are any."""
+        shapes = ", ".join(str(getattr(x, "shape", x)) for x in self.arrays)
+        return f"PackedLeaf({shapes} of {self.layout.shape})"
+
+    @property
+    def packed_path(self) -> str:
+        """The path of the leaf in the whole tree. Gauges that bind it are refused (`Slice.of`)."""
+        return self.layout.parts[0].block.path
+
+    def tree_flatten_with_keys(self) -> tuple[tuple[tuple[Any, Any], ...], Layout]:
+        """A single array is called `value`, which the path of a leaf does not name (`binding.paths`)."""
+        parts = len(self.layout.parts)
+        names = ["value"] if len(self.arrays) == 1 else [f"part{k}" for k in range(parts)] + ["rest"]
+        keys = [jax.tree_util.GetAttrKey(name) for name in names]
+        return tuple(zip(keys, self.arrays, strict=False)), self.layout
+
+    @classmethod
+    def tree_unflatten(cls, layout: Layout, arrays: Sequence[Any]) -> "PackedLeaf":
+        """The inverse of `tree_flatten_with_keys`."""
+        return cls(arrays, layout)
+
+
+def _is_packed(node: Any) -> bool:
+    return isinstance(node, PackedLeaf)
+
+
+def pack(
+    params: Any, gauges: Gauges, *, rows: Rows | None = None, shared: bool = False, size: float | None = None
+) -> Any:
+    r"""Moves heads to a point of their orbit with constant rows, and leaves these rows out of the tree.
+
+    Of every `head_linear` gauge one block, with rows A per head, becomes
+
+    .. math::
+      A \mapsto size \cdot A\,A_R^{-1},
+
+    where A_R are d_h of its rows, chosen by pivoted Gram–Schmidt. The rows R are then size times the identity, and the
+    leaf keeps the others. All other blocks of the gauge move along, so that the function stays. Of every `rope_linear`
+    gauge one row per rotary plane becomes the complex number size + 0i. The block is the first of the gauge, left
+    before right, that has one free axis (`_`) and heads of full rank; biases and grouped queries are not taken. Other
+    gauges of the list are ignored.
+
+    Args:
+      params: the parameters, as arrays.
+      gauges: a gauge or a sequence of them.
+      rows: which rows to leave out, as `packed_rows` returned them for an earlier tree. Then `params` may be traced,
+        also by `jax.eval_shape`, and heads are not checked. By default, rows are chosen anew; a block that already
+        has constant rows keeps them, and none of its numbers changes.
+      shared: whether all heads of a block leave out the same rows, so that `packed_dot` is one smaller matrix product.
+        By default, every head has rows of its own. These are better conditioned, and train better.
+      size: the number on the diagonal of the constant rows; 1.0 for the identity. By default, the power of two with
+        which the block is about as large as before: optimizers such as Adam, whose steps have one size for all
+        entries, then train it at about the same speed as before.
+
+    Returns:
+      The packed tree: `params`, with a node in place of every leaf that has constant rows. Its leaves are what is
+      stored, under their old paths. Take it as the parameters of an optimizer, and pass it to the loss by `unpack`.
+      Gauges that bind packed leaves do not fit the packed tree, and are refused there.
+
+    Raises:
+      ValueError: no gauge of the list can be packed; a head has less than full rank, or all heads together have no
+        common rows; traced parameters without `rows`; `rows` of other gauges or leaves; a size that is not positive;
+        bindings that do not fit.
+
+    >>> keys = jax.random.split(jax.random.key(0))
+    >>> params = {
+    ...     "query": jax.random.normal(keys[0], (6, 2, 3)),
+    ...     "key": jax.random.normal(keys[1], (6, 2, 3)),
+    ... }
+    >>> gauge = go.head_linear({"query": "_ head basis"}, {"key": "_ head basis"})
+    >>> packed = go.pack(params, gauge)
+    >>> sum(x.size for x in jax.tree.leaves(packed))  # 72 - 2 heads * 3 * 3
+    54
+
+    Reference: van Nierop, Transformer models are gauge invariant, §3 and §6. Deviations: rows are chosen for their
+    condition, the size is free, and rotary heads are packed as far as they can be.
+    """
+    on_tree = Slice.of(product(gauges).parts, params)
+    instances = [i for i in on_tree.instances if i.packable]
+    if not instances:
+        raise binding_error(
+            _NAME, "nothing to pack", f"gauges {', '.join(dict.fromkeys(i.gauge for i in on_tree.instances))}",
+            "a head_linear or rope_linear gauge, one of whose blocks has a free axis of at least d_h rows",
+            "write go.head_linear(left, right) in place of go.head_rotation; under rotary, go.rope_linear",
+        )  # fmt: skip
+    if size is not None and not (isinstance(size, int | float) and 0 < size < math.inf):
+        raise binding_error(
+            _NAME, "bad size", repr(size), "a positive number, or None", "write size=1.0 for the identity"
+        )
+    leaves = leaves_by_path(params)
+    if rows is None:
+        for path in {path for i in instances for path in i.paths}:
+            if isinstance(leaves[path], jax.core.Tracer | jax.ShapeDtypeStruct):
+                raise binding_error(
+                    _NAME, f"no numbers in '{path}'", "a traced array or a shape", "an array to choose rows from",
+                    "call pack outside of jit; or pass rows=go.packed_rows(packed) of an earlier packed tree",
+                )  # fmt: skip
+    traced = any(isinstance(leaf, jax.core.Tracer) for leaf in leaves.values())
+    # In float64, float32 weights lose less: logits of GPT-2 then change by 4e-6 in place of 1.1e-5 (shared rows).
+    with contextlib.nullcontext() if traced else jax.enable_x64(True):
+        values, parts = on_tree.values(params), dict[str, list[Part]]()
+        for instance in instances:
+            part = _chosen(instance, values, leaves, shared, size) if rows is None else _given(instance, rows)
+            element, _ = instance.to_constant(part.block, values, jnp.asarray(part.rows), part.size)
+            moved, constant = instance.act(element, values), _is_constant(part, leaves)
+            values |= {path: jnp.where(constant, values[path], moved[path]) for path in instance.paths}
+            parts.setdefault(part.block.path, []).append(part)
+        paths = {path for i in instances for path in i.paths}
+        stored = {path: (values[path] - on_tree.added[path]).astype(leaves[path].dtype) for path in paths}
+    layouts = {path: Layout(tuple(own)) for path, own in parts.items()}
+    nodes = {path: PackedLeaf(layout.arrays(stored[path]), layout) for path, layout in layouts.items()}
+    return with_leaves(params, stored | nodes)
+
+
+def unpack(packed: Any) -> Any:
+    """Puts the constant rows back: the parameters that a packed tree stands for.
+
+    Args:
+      packed: what `pack` returned, before or after training. May be traced; gradients pass.
+
+    Returns:
+      A tree with the structure that `pack` was given. Packing it again changes no number.
+
+    >>> gauge = go.head_linear({"a": "_ basis"}, {"b": "basis _"})
+    >>> factor = jnp.array([[1.0, 1.0], [0.0, 2.0], [3.0, 0.0]])
+    >>> params = {"a": factor, "b": jnp.ones((2, 1))}
+    >>> whole = go.unpack(go.pack(params, gauge, size=1.0))
+    >>> # Two rows are the identity, and the product is as before.
+    >>> whole["a"][1:].tolist(), (whole["a"] @ whole["b"]).round(4).tolist()
+    ([[0.0, 1.0], [1.0, 0.0]], [[2.0], [2.0], [3.0]])
+
+    Reference: van Nierop, Transformer models are gauge invariant, §6.
+    """
+    return jax.tree.map(lambda x: x.layout.leaf(x.arrays) if _is_packed(x) else x, packed, is_leaf=_is_packed)
+
+
+def packed_rows(packed: Any) -> dict[str, dict[str, dict[str, Any]]]:
+    """Which rows a packed tree leaves out, as numbers and lists that JSON can hold.
+
+    Args:
+      packed: what `pack` returned, or shapes of it.
+
+    Returns:
+      Leaf path → axes of the block → `{"size": the number on the diagonal, "rows": row numbers}`. The row numbers are
+      one list per head, or one list for all. It is the argument `rows` of `pack`: save it beside a checkpoint.
+
+    >>> gauge = go.head_linear({"a": "_ basis"}, {"b": "basis _"})
+    >>> factor = jnp.array([[1.0, 1.0], [0.0, 2.0], [3.0, 0.0]])
+    >>> params = {"a": factor, "b": jnp.ones((2, 1))}
+    >>> rows = go.packed_rows(go.pack(params, gauge, size=1.0))
+    >>> rows
+    {'a': {'_ basis': {'size': 1.0, 'rows': [[2, 1]]}}}
+    >>> # What a checkpoint is restored into.
+    >>> jax.eval_shape(lambda p: go.pack(p, gauge, rows=rows), params)["a"]
+    PackedLeaf((1, 2) of (3, 2))
+
+    Reference: the permutation of van Nierop's identity block.
+    """
+    nodes = [node for node in jax.tree.leaves(packed, is_leaf=_is_packed) if _is_packed(node)]
+    found: dict[str, dict[str, dict[str, Any]]] = {}
+    for part in (part for node in nodes for part in node.layout.parts):
+        numbers = {"size": part.size, "rows": [list(rows) for rows in part.rows]}
+        found.setdefault(part.block.path, {})[part.block.axes] = numbers
+    return found
+
+
+def packed_dot(x: jax.Array, kernel: Any, axis: int = 0) -> jax.Array:
+    """Multiplies activations with a plain or a packed kernel, without the products with constant rows.
+
+    Args:
+      x: activations, (…, rows).
+      kernel: an array, or a leaf of a packed tree.
+      axis: the kernel's axis of rows, over which the product sums.
+
+    Returns:
+      `jnp.tensordot(x, kernel, ([-1], [axis]))`: (…, the other axes of the kernel).
+
+    Raises:
+      ValueError: a kernel that is packed along another axis, or that has rows and heads on one axis.
+
+    >>> gauge = go.head_linear({"a": "_ basis"}, {"b": "basis _"})
+    >>> factor = jnp.array([[1.0, 1.0], [0.0, 2.0], [3.0, 0.0]])
+    >>> params = {"a": factor, "b": jnp.ones((2, 1))}
+    >>> packed = go.pack(params, gauge)
+    >>> x = jnp.ones((4, 3))
+    >>> out = go.packed_dot(go.packed_dot(x, packed["a"]), packed["b"])
+    >>> bool(jnp.allclose(out, x @ params["a"] @ params["b"]))
+    True
+
+    Reference: van Nierop, Transformer models are gauge invariant, §6. With rows that all heads share (`shared=True`),
+    it is one matrix product with the rows that are left. With rows per head, every head gathers its own activations:
+    there `unpack` and a plain product are faster.
+    """
+    if not _is_packed(kernel):
+        return jnp.tensordot(x, kernel, ([-1], [axis]))
+    layout, rank = kernel.layout, len(kernel.layout.shape)
+    axis = axis % rank
+    for part in layout.parts:
+        alone = len(part.block.groups[part.leaf_axis]) == 1 and part.block.ranges[part.leaf_axis] is None
+        if part.leaf_axis != axis or not alone or (layout.joint is None and layout.rest is not None):
+            raise binding_error(
+                "packed_dot", f"no product with '{part.block.path}' along axis {axis}",
+                f"axes \"{part.block.axes}\"", f"rows that are the whole of axis {axis}",
+                "multiply with the leaf of go.unpack(packed)",
+            )  # fmt: skip
+    return layout.dot(x, kernel.arrays, axis)
+
+
+# How rows are chosen --------------------------------------------------------------------------------
+
+
+def _chosen(instance: Instance, values: Arrays, leaves: Mapping[str, Any], shared: bool, size: float | None) -> Part:
+    """What to leave out of one block. Raises ValueError where no block of the gauge has heads of full rank."""
+    found: list[tuple[float, int, Part]] = []
+    for block in instance.packable:
+        part = Part.of(instance, block)
+        heads = part.by_head(np.asarray(block.view(leaves[block.path])))
+        held = _held(heads, instance.constant_rows.astype(heads.dtype), shared)
+        numbers = np.asarray(instance.choose_rows(block, values, not shared)) if held is None else held[0]
+        if np.all(numbers == numbers[:1]):
+            numbers = numbers[:1]
+        element, conditions = instance.to_constant(block, values, jnp.asarray(numbers), 1.0)
+        found.append((float(jnp.max(conditions)), int(jnp.argmax(conditions)), part))
+        if not found[-1][0] < 1.0 / rank_cutoff(heads.dtype):
+            continue
+        own = size if size is not None or held is None else held[1]
+        if own is None:
+            points = values, instance.act(element, values)
+            before, after = (float(jnp.linalg.norm(block.view(point[block.path]))) for point in points)
+            own = 2.0 ** round(math.log2(before / after))
+        own = float(np.asarray(own, heads.dtype))  # what the leaf can hold
+        return Part.of(instance, block, numbers.tolist(), own)
+    raise _singular(instance, *min(found, key=lambda worst: worst[0]), leaves, shared)
+
+
+def _is_constant(part: Part, leaves: Mapping[str, Any]) -> jax.Array:
+    """Whether the rows of a part are constant in the tree as it is."""
+    heads = part.by_head(part.block.view(leaves[part.block.path]))
+    rows = jnp.take_along_axis(heads, jnp.asarray(part.rows)[..., None], -2)
+    return jnp.all(rows == jnp.asarray(part.size * np.asarray(part.pattern), rows.dtype))
+
+
+def _held(heads: np.ndarray, pattern: np.ndarray, shared: bool) -> tuple[np.ndarray, float] | None:
+    """The rows that already are a multiple of the pattern, (heads or 1, rows), and the multiple; None if none are."""
+    nearest = np.argmax(heads.astype(np.float32) @ pattern.astype(np.float32).T, -1)
+    sizes = np.max(heads, -1)
+    fits = np.all(heads == sizes[..., None] * pattern[nearest], -1) & (sizes > 0)
+    if shared:  # a row counts if it is the same in all heads
+        same = (nearest == nearest[:1]) & (sizes == sizes[:1]) & fits
+        fits, nearest, sizes = np.all(same, 0, keepdims=True), nearest[:1], sizes[:1]
+    if not fits.any():
+        return None
+    size = sizes[fits][0]
+    place = fits & (sizes == size)
+    found = [place & (nearest == k) for k in range(len(pattern))]
+    if not all(x.any(-1).all() for x in found):
+        return None
+    return np.stack([np.argmax(x, -1) for x in found], -1), float(size)
+
+
+def _given(instance: Instance, rows: Rows) -> Part:
+    """The part that `rows` names. Raises ValueError where it names none, or one that does not fit."""
+    blocks = [block for block in instance.packable if block.axes in rows.get(block.path, {})]
+    found: Mapping[str, Any] = rows[blocks[0].path][blocks[0].axes] if blocks else {}
+    numbers, size, count = np.asarray(found.get("rows", ())), found.get("size"), len(instance.constant_rows)
+    fits = numbers.ndim == 2 and np.issubdtype(numbers.dtype, np.integer) and isinstance(size, int | float) and size > 0
+    if fits:
+        plain = Part.of(instance, blocks[0])
+        fits = numbers.shape in ((1, count), (math.prod(plain.heads), count))
+        fits = fits and 0 <= numbers.min() and numbers.max() < blocks[0].view_shape[plain.axis]
+        fits = fits and all(len(set(own)) == count for own in numbers.tolist())
+    if not fits:
+        wanted = ", ".join(f"'{block.path}' \"{block.axes}\"" for block in instance.packable)
+        raise binding_error(
+            instance.gauge, f"no rows for {_place(instance)}", f"rows of {', '.join(rows) or 'no leaf'}",
+            f"a size and {count} row numbers, once or per head, for one of {wanted}",
+            "pass go.packed_rows(packed) of a tree that was packed with these gauges",
+        )  # fmt: skip
+    return Part.of(instance, blocks[0], numbers.tolist(), float(found["size"]))
+
+
+def _place(instance: Instance) -> str:
+    return f"instance '{instance.key}'" if instance.key else f"'{instance.blocks[0].path}'"
+
+
+def _singular(
+    instance: Instance, condition: float, head: int, part: Part, leaves: Mapping[str, Any], shared: bool
+) -> ValueError:
+    index = zip(part.named, np.unravel_index(head, part.heads), strict=True)
+    where = ", ".join([_place(instance), *(f"{label}={k}" for label, k in index)])
+    dtype = leaves[part.block.path].dtype
+    return binding_error(
+        instance.gauge, f"singular heads in '{part.block.path}'", f"a condition number of {condition:.2g} at {where}",
+        f"below {1.0 / rank_cutoff(dtype):.0e} in {dtype}",
+        "leave out shared=True, so that every head has rows of its own" if shared else
+        "leave this layer out of the gauges that you pass to pack, or pack it after some training",
+    )  # fmt: skip

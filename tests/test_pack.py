@@ -1,0 +1,414 @@
+"""Packed heads: what is saved, that the function stays, round trips, training, checkpoints, errors."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from flax import nnx
+
+import gauge_optax as go
+from gauge_optax.binding import leaves_by_path
+from models import gpt2, lm
+from tests import quick
+from tests.cases import GAUGE_CASES, GaugeCase
+from tests.tolerances import tolerance
+from tests.twins import CONFIGS, loss_of, start_of, stepper, train
+
+Tree = Any
+PACKABLE = ("head_linear", "rope_linear")
+CASES = [case for case in GAUGE_CASES if case.name.startswith((*PACKABLE, "product/linear"))]
+HEADS = go.head_linear({"query": "_ head basis"}, {"key": "_ head basis"})
+GPT = CONFIGS["gpt"]
+WHOLE = [gauge for gauge in lm.gauges(GPT, linear=True) if gauge.name == "head_linear"]
+
+
+def _normal(seed: int, **shapes: tuple[int, ...]) -> Tree:
+    generator = np.random.default_rng(seed)
+    return {name: jnp.asarray(generator.normal(size=shape), float) for name, shape in shapes.items()}
+
+
+def _size(tree: Tree) -> int:
+    return sum(x.size for x in jax.tree.leaves(tree))
+
+
+def _same_bits(a: Tree, b: Tree) -> bool:
+    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    return all(np.asarray(x).tobytes() == np.asarray(y).tobytes() for x, y in pairs)
+
+
+# What is saved, and that the function stays -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["per_head", "shared"])
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_every_register_row_is_packed(case: GaugeCase, dtype: str, shared: bool) -> None:
+    """The function stays; as many numbers go as the gauges have dimensions; the round trip keeps every bit."""
+    assert case.loss is not None
+    with jax.enable_x64(dtype == "float64"):
+        params = jax.tree.map(lambda x: x.astype(dtype), case.params(jax.random.key(0)))
+        gauges = [gauge for gauge in case.gauges() if gauge.name in PACKABLE]
+        packed = go.pack(params, case.gauges(), shared=shared)
+        assert _size(params) - _size(packed) == sum(gauge.dim(params) for gauge in gauges)
+        whole = go.unpack(packed)
+        assert jax.tree.map(jnp.shape, whole) == jax.tree.map(jnp.shape, params)
+        np.testing.assert_allclose(case.loss(whole), case.loss(params), rtol=tolerance("invariant", dtype))
+        again = go.pack(whole, case.gauges(), shared=shared)
+        assert jax.tree.structure(again) == jax.tree.structure(packed)
+        assert _same_bits(again, packed) and _same_bits(go.unpack(again), whole)
+        assert all(x.dtype == dtype for x in jax.tree.leaves(packed))
+
+
+def test_gpt2_saves_two_squares_per_layer_and_head() -> None:
+    """2 · 12 layers · 12 heads · 64² numbers, by shapes: the rows are given."""
+    config = gpt2.config()
+    shapes = nnx.to_pure_dict(nnx.split(nnx.eval_shape(lambda: gpt2.build(config, nnx.Rngs(0), multiplied=False)))[1])
+    gauges = [gauge for gauge in lm.gauges(config, linear=True) if gauge.name == "head_linear"]
+    own = {"_ head basis": {"size": 1.0, "rows": [list(range(64))]}}
+    rows = {f"blocks/{i}/attn/{name}/kernel": own for i in range(12) for name in ("query", "value")}
+    packed = jax.eval_shape(lambda p: go.pack(p, gauges, rows=rows), shapes)
+    assert _size(shapes) - _size(packed) == 2 * 12 * 12 * 64**2 == 1_179_648
+    assert leaves_by_path(packed)["blocks/3/attn/query/kernel"].shape == (704, 12, 64)
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["per_head", "shared"])
+@pytest.mark.parametrize(("dtype", "most"), [("float32", 1e-5), ("float64", 1e-11)])
+def test_logits_of_heads_of_64_stay(dtype: str, most: float, shared: bool) -> None:
+    with jax.enable_x64(dtype == "float64"):
+        config = gpt2.config(vocab=97, layers=1, d_model=256, heads=4, kv_heads=4, d_ff=64, max_len=16)
+        graphdef, state = nnx.split(gpt2.build(config, nnx.Rngs(0), multiplied=False))
+        params = jax.tree.map(lambda x: x.astype(dtype), nnx.to_pure_dict(state))
+        gauges = [gauge for gauge in lm.gauges(config, linear=True) if gauge.name == "head_linear"]
+        tokens = np.random.default_rng(0).integers(97, size=(2, 16))
+        logits = jax.jit(lambda p: nnx.merge(graphdef, go.unpack(p))(tokens))
+        before, after = logits(params), logits(go.pack(params, gauges, shared=shared))
+        assert float(jnp.max(jnp.abs(after - before)) / jnp.max(jnp.abs(before))) < most
+
+
+def test_constant_rows_are_the_identity() -> None:
+    params = _normal(0, query=(6, 2, 3), key=(6, 2, 3))
+    packed = go.pack(params, HEADS, size=1.0)
+    whole, rows = go.unpack(packed), go.packed_rows(packed)["query"]["_ head basis"]
+    assert rows["size"] == 1.0 and np.shape(rows["rows"]) == (2, 3)
+    for head, own in enumerate(rows["rows"]):
+        np.testing.assert_array_equal(whole["query"][jnp.array(own), head], np.eye(3))
+    assert go.packed_rows(go.pack(params, HEADS, size=1.0, shared=True))["query"]["_ head basis"]["rows"][1:] == []
+
+
+def test_the_size_keeps_the_block_as_large_as_it_was() -> None:
+    params = jax.tree.map(lambda x: 0.01 * x, _normal(0, query=(64, 4, 8), key=(64, 4, 8)))
+    packed = go.pack(params, HEADS)
+    size = go.packed_rows(packed)["query"]["_ head basis"]["size"]
+    assert np.log2(size) == round(np.log2(size))
+    ratio = jnp.linalg.norm(go.unpack(packed)["query"]) / jnp.linalg.norm(params["query"])
+    assert 2**-0.5 <= ratio <= 2**0.5
+    # Another size than the one that a block has is set, and an odd one is rounded to what the leaf can hold.
+    whole = go.unpack(go.pack(go.unpack(packed), HEADS, size=0.1))
+    assert _same_bits(go.unpack(go.pack(whole, HEADS, size=0.1)), whole)
+    assert float(jnp.max(whole["query"][np.array(go.packed_rows(packed)["query"]["_ head basis"]["rows"])[0], 0])) == (
+        float(np.float32(0.1))
+    )
+
+
+def test_scanned_layers_and_fused_leaves() -> None:
+    """A layer axis; queries and values in one leaf with keys, whose entries stay; a block on a part of two axes."""
+    axes = "layer _ head basis"
+    params = _normal(0, query=(2, 6, 2, 3), key=(2, 6, 2, 3))
+    gauge = go.head_linear({"query": axes}, {"key": axes})
+    for shared in (False, True):
+        packed = go.pack(params, gauge, shared=shared)
+        assert leaves_by_path(packed)["query"].shape == (2, 3, 2, 3)
+        scores = [jnp.einsum("ldhe,lfhe->lhdf", *(p[name] for name in params)) for p in (params, go.unpack(packed))]
+        np.testing.assert_allclose(*scores, atol=1e-5)
+
+    # The leaf that is packed may count heads in another order than the gauge.
+    gauge = go.head_linear({"query": axes}, {"key": "head _ layer basis"})
+    params = {"query": jnp.zeros((2, 6, 3, 3)), "key": _normal(0, key=(3, 6, 2, 3))["key"]}
+    rows = go.packed_rows(go.pack(params, gauge))["key"]["head _ layer basis"]["rows"]
+    whole = go.unpack(go.pack(params, gauge, size=1.0))["key"]
+    for at, own in enumerate(rows):
+        np.testing.assert_array_equal(whole[at % 3, np.array(own), at // 3], np.eye(3))
+
+    fused = _normal(0, qkv=(6, 18), out=(6, 5))
+    gauges = _fused_gauges()
+    packed = go.pack(fused, gauges)
+    assert _size(fused) - _size(packed) == 2 * 2 * 9
+    assert {path: x.shape for path, x in leaves_by_path(packed).items() if path != "out"} == {
+        "qkv/part0": (3, 6), "qkv/part1": (3, 6), "qkv/rest": (6, 6),
+    }  # fmt: skip
+    np.testing.assert_allclose(_fused_outputs(go.unpack(packed)), _fused_outputs(fused), atol=1e-5)
+    assert _same_bits(go.unpack(go.pack(go.unpack(packed), gauges)), go.unpack(packed))
+
+    part = go.head_linear({"qkv": "qkv=0 _ head=0:2 basis"}, {"qkv": "qkv=1 _ head=0:2 basis"})
+    leaf = _normal(0, qkv=(3, 6, 4, 3))
+    packed = go.pack(leaf, part)
+    assert _size(leaf) - _size(packed) == 2 * 9
+    whole = go.unpack(packed)
+    np.testing.assert_array_equal(whole["qkv"][2], leaf["qkv"][2])
+    np.testing.assert_array_equal(whole["qkv"][:, :, 2:], leaf["qkv"][:, :, 2:])
+    assert _same_bits(go.unpack(go.pack(whole, part)), whole)
+
+
+def _fused_gauges() -> list[go.Gauge]:
+    sizes = {"qkv": 3, "head": 2}
+    q, k, v = (f"_ (qkv={n} head basis)" for n in range(3))
+    return [
+        go.head_linear({"qkv": q}, {"qkv": k}, sizes=sizes),
+        go.head_linear({"qkv": v}, {"out": "(head basis) _"}, sizes=sizes),
+    ]
+
+
+def _fused_outputs(params: Tree, dot: Callable[..., jax.Array] = go.packed_dot) -> jax.Array:
+    x = jnp.asarray(np.random.default_rng(1).normal(size=(4, 6)), float)
+    q, k, v = jnp.moveaxis(dot(x, params["qkv"]).reshape(4, 3, 2, 3), 1, 0)
+    weights = jax.nn.softmax(jnp.einsum("nhe,mhe->hnm", q, k))
+    return jnp.einsum("hnm,mhe->nhe", weights, v).reshape(4, 6) @ params["out"]
+
+
+def test_keys_are_packed_where_queries_are_grouped_and_outputs_where_values_are_zero() -> None:
+    grouped = go.head_linear({"query": "_ (head _) basis"}, {"key": "_ head basis"})
+    assert list(go.packed_rows(go.pack(_normal(0, query=(6, 4, 3), key=(6, 2, 3)), grouped))) == ["key"]
+    gauge = go.head_linear({"value": "_ head basis"}, {"out": "head basis _"})
+    params = _normal(0, value=(6, 2, 3), out=(2, 3, 5)) | {"value": jnp.zeros((6, 2, 3))}
+    packed = go.pack(params, gauge)
+    assert list(go.packed_rows(packed)) == ["out"] and leaves_by_path(packed)["out"].shape == (2, 3, 2)
+    assert not jnp.any(go.unpack(packed)["value"])
+
+
+def test_bfloat16_leaves_keep_their_dtype_and_bits() -> None:
+    params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), _normal(0, query=(16, 2, 3), key=(16, 2, 3)))
+    whole = go.unpack(go.pack(params, HEADS, size=0.3))
+    assert whole["query"].dtype == jnp.bfloat16
+    assert _same_bits(go.unpack(go.pack(whole, HEADS)), whole)
+    scores = [jnp.einsum("dhe,fhe->hdf", p["query"], p["key"], precision="highest") for p in (params, whole)]
+    np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in scores), atol=0.2)
+
+
+# The slice ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_twins_have_one_packed_tree(case: GaugeCase, x64: None) -> None:
+    """With the same rows, all weights of one function are packed to the same numbers: no other gauge is left."""
+    gauges = [gauge for gauge in case.gauges() if gauge.name in PACKABLE]
+    params, group = case.params(jax.random.key(0)), go.product(gauges)
+    packed = go.pack(params, gauges)
+    for seed in range(3):
+        twin = group.act(group.sample(jax.random.key(seed), params), params)
+        again = go.pack(twin, gauges, rows=go.packed_rows(packed))
+        assert jax.tree.structure(again) == jax.tree.structure(packed)
+        for x, y in zip(jax.tree.leaves(again), jax.tree.leaves(packed), strict=True):
+            np.testing.assert_allclose(x, y, atol=1e-10 * float(jnp.max(jnp.abs(y))))
+
+
+def test_nothing_is_lost_on_the_slice(x64: None) -> None:
+    """The Jacobian of a head's scores has the same rank over the numbers that are left, and no gauge among them."""
+    params = _normal(0, query=(6, 2, 3), key=(6, 2, 3))
+    packed = go.pack(params, HEADS)
+
+    def rank(tree: Tree) -> int:
+        flat, back = jax.flatten_util.ravel_pytree(tree)
+
+        def scores(x: jax.Array) -> jax.Array:
+            whole = go.unpack(back(x))
+            return jnp.einsum("dhe,fhe->hdf", whole["query"], whole["key"]).reshape(-1)
+
+        return int(jnp.linalg.matrix_rank(jax.jacobian(scores)(flat)))
+
+    assert rank(packed) == rank(params) == _size(packed) == _size(params) - HEADS.dim(params)
+
+
+# Products of activations --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["per_head", "shared"])
+def test_packed_products_are_plain_ones(shared: bool) -> None:
+    x = jnp.asarray(np.random.default_rng(1).normal(size=(2, 5, 6)), float)
+    layouts = {
+        "_ head basis": ((6, 2, 3), 0), "head basis _": ((2, 3, 6), 2), "_ (head basis)": ((6, 6), 0),
+        "basis head _": ((3, 2, 6), -1),
+    }  # fmt: skip
+    for axes, (shape, axis) in layouts.items():
+        params = _normal(0, query=shape, key=(6, 2, 3))
+        packed = go.pack(params, go.head_linear({"query": axes}, {"key": "_ head basis"}), shared=shared)
+        plain = jnp.tensordot(x, go.unpack(packed)["query"], ([-1], [axis]))
+        np.testing.assert_allclose(go.packed_dot(x, packed["query"], axis), plain, atol=1e-5)
+        np.testing.assert_array_equal(
+            go.packed_dot(x, params["query"], axis), jnp.tensordot(x, params["query"], ([-1], [axis]))
+        )
+    rotary = go.rope_linear({"query": "_ head basis"}, {"key": "_ head basis"}, pairing="interleaved")
+    packed = go.pack(_normal(0, query=(6, 2, 4), key=(6, 2, 4)), rotary, shared=shared)
+    plain = jnp.tensordot(x, go.unpack(packed)["query"], 1)
+    np.testing.assert_allclose(go.packed_dot(x, packed["query"]), plain, atol=1e-5)
+    fused = go.pack(_normal(0, qkv=(6, 18), out=(6, 5)), _fused_gauges(), shared=shared)
+    np.testing.assert_allclose(_fused_outputs(fused), _fused_outputs(go.unpack(fused)), atol=1e-5)
+
+
+def test_shared_rows_save_multiplications() -> None:
+    params = _normal(0, query=(64, 4, 16), key=(64, 4, 16))
+    packed = go.pack(params, HEADS, shared=True)["query"]
+    x = jnp.ones((32, 64))
+
+    def flops(kernel: Any) -> float:
+        analysis = jax.jit(go.packed_dot).lower(x, kernel).compile().cost_analysis()
+        return float((analysis[0] if isinstance(analysis, list) else analysis)["flops"])
+
+    assert flops(packed) < 0.8 * flops(params["query"])  # 48 of 64 rows, and one addition per output
+
+
+def test_a_product_along_another_axis_is_refused() -> None:
+    packed = go.pack(_normal(0, query=(6, 2, 3), key=(6, 2, 3)), HEADS)
+    with pytest.raises(ValueError, match=r"no product with 'query' along axis 1"):
+        go.packed_dot(jnp.ones((2, 2)), packed["query"], 1)
+
+
+# Training -------------------------------------------------------------------------------------------------
+
+
+def test_a_packed_tree_trains_under_optax() -> None:
+    """States mirror it under the plain tree's paths; constant rows stay; one program serves all steps."""
+    params, plain_loss = start_of("gpt", "float32"), loss_of("gpt")
+    packed = go.pack(params, WHOLE, size=1.0)
+    mask = go.by_path({"**/kernel": True}, default=False)
+    tx = optax.adamw(1e-2, weight_decay=0.1, mask=mask)
+    state = tx.init(packed)
+    assert list(leaves_by_path(packed)) == list(leaves_by_path(params))
+    assert _size(state[0].mu) == _size(packed) == _size(params) - sum(gauge.dim(params) for gauge in WHOLE)
+    step = stepper(tx, lambda p: plain_loss(go.unpack(p)))
+    trained, losses = train(tx.init, step, packed, 5)
+    assert losses[-1] < losses[0] and step._cache_size() == 1
+    rows = go.packed_rows(trained)["blocks/0/attn/query/kernel"]["_ head basis"]["rows"]
+    np.testing.assert_array_equal(
+        go.unpack(trained)["blocks"][0]["attn"]["query"]["kernel"][np.array(rows[0]), 0], np.eye(3)
+    )
+    # The gradient is the plain one's without the constant rows.
+    weights = _normal(1, query=(6, 2, 3), key=(6, 2, 3))
+    packed = go.pack(_normal(0, query=(6, 2, 3), key=(6, 2, 3)), HEADS)
+    grads = jax.grad(lambda p: jnp.sum(go.unpack(p)["query"] * weights["query"]))(packed)
+    rows = go.packed_rows(packed)["query"]["_ head basis"]["rows"]
+    kept = np.stack([np.setdiff1d(np.arange(6), row) for row in rows], 1)
+    np.testing.assert_array_equal(
+        leaves_by_path(grads)["query"], jnp.take_along_axis(weights["query"], kept[..., None], 0)
+    )
+
+
+def test_gauges_that_are_left_go_on_under_quotient(x64: None) -> None:
+    """Twins under the gauges that bind no packed leaf make one packed run; the other gauges are refused."""
+    plain_loss = loss_of("gpt")
+    packed = go.pack(start_of("gpt", "float64"), WHOLE)
+    left = [g for g in lm.gauges(GPT, linear=True) if "attn" not in repr(g)]
+    assert {gauge.name for gauge in left} == {"norm_scale", "rescale", "logit_shift"}
+    tx, group = go.quotient(optax.adamw(1e-2), left), go.product(left)
+    step = stepper(tx, lambda p: plain_loss(go.unpack(p)))
+    twin = group.act(group.sample(jax.random.key(0), packed), packed)
+    (first, losses), (_, of_twin) = (train(quick.jit(tx.init), step, p, 3) for p in (packed, twin))
+    assert jax.tree.structure(first) == jax.tree.structure(packed)
+    np.testing.assert_allclose(losses, of_twin, rtol=tolerance("quotient_loss"))
+    for gauge in (lm.gauges(GPT)[0], WHOLE[1]):
+        with pytest.raises(ValueError, match=rf"^{gauge.name}: binds the packed leaf 'blocks/0/attn/"):
+            go.quotient(optax.adamw(1e-2), gauge).init(packed)
+
+
+# Checkpoints ----------------------------------------------------------------------------------------------
+
+_RESUME = """
+import json, sys
+from pathlib import Path
+import jax, jax.numpy as jnp, optax, orbax.checkpoint as ocp
+import gauge_optax as go
+folder = Path(sys.argv[1])
+gauge = go.head_linear({"query": "_ head basis"}, {"key": "_ head basis"})
+shapes = {name: jax.ShapeDtypeStruct((6, 2, 3), jnp.float32) for name in ("query", "key")}
+rows = json.loads((folder / "rows.json").read_text())
+packed = jax.eval_shape(lambda p: go.pack(p, gauge, rows=rows), shapes)
+abstract = {"packed": packed, "state": jax.eval_shape(optax.adamw(1e-2).init, packed)}
+found = ocp.StandardCheckpointer().restore(folder / "tree", abstract)
+updates, _ = optax.adamw(1e-2).update(found["packed"], found["state"], found["packed"])
+whole = go.unpack(optax.apply_updates(found["packed"], updates))
+print(json.dumps([whole["query"].tolist(), whole["key"].tolist()]))
+"""
+
+
+def test_a_new_process_restores_a_packed_run(tmp_path: Path) -> None:
+    """The arrays by Orbax, the rows as JSON; the next step is the one that the first process would take."""
+    packed = go.pack(_normal(0, query=(6, 2, 3), key=(6, 2, 3)), HEADS)
+    tx = optax.adamw(1e-2)
+    state = tx.init(packed)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "tree", {"packed": packed, "state": state})
+    (tmp_path / "rows.json").write_text(json.dumps(go.packed_rows(packed)))
+    command = [sys.executable, "-c", _RESUME, str(tmp_path)]
+    environment = quick.environment() | {"PYTHONPATH": str(Path(__file__).parent.parent)}
+    made = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert made.returncode == 0, made.stderr
+    updates, _ = tx.update(packed, state, packed)
+    whole = go.unpack(optax.apply_updates(packed, updates))
+    np.testing.assert_allclose(json.loads(made.stdout.splitlines()[-1]), [whole["query"], whole["key"]], atol=1e-6)
+
+
+# Errors -----------------------------------------------------------------------------------------------------
+
+
+def test_singular_heads_are_named() -> None:
+    params = _normal(0, query=(6, 2, 3), key=(6, 2, 3))
+    for name in ("query", "key"):
+        params[name] = params[name].at[:, 1, 2].set(params[name][:, 1, 0])
+    with pytest.raises(ValueError, match=r"singular heads in '(query|key)'") as raised:
+        go.pack(params, HEADS)
+    message = str(raised.value)
+    assert message.startswith("head_linear") and "head=1" in message and "condition number" in message
+    assert "leave this layer out" in message
+    # Heads that read disjoint features have rows of their own, but none that both could share.
+    eye = jnp.eye(6)
+    params = {"query": jnp.stack([eye[:, :3], eye[:, 3:]], 1), "key": jnp.stack([eye[:, :3], eye[:, 3:]], 1)}
+    with pytest.raises(ValueError, match=r"leave out shared=True"):
+        go.pack(params, HEADS, shared=True)
+    assert _same_bits(go.unpack(go.pack(params, HEADS)), params)
+
+
+def test_what_cannot_be_packed_is_refused() -> None:
+    params = _normal(0, query=(6, 2, 3), key=(6, 2, 3))
+    rotation = go.head_rotation({"query": "_ head basis", "key": "_ head basis"})
+    with pytest.raises(ValueError, match=r"nothing to pack\n  found:    gauges head_rotation"):
+        go.pack(params, rotation)
+    with pytest.raises(ValueError, match=r"bad size"):
+        go.pack(params, HEADS, size=0.0)
+    calls: list[Any] = [jax.jit(lambda p: go.pack(p, HEADS)), lambda p: jax.eval_shape(lambda q: go.pack(q, HEADS), p)]
+    for call in calls:
+        with pytest.raises(ValueError, match=r"no numbers in '(query|key)'"):
+            call(params)
+    with pytest.raises(ValueError, match=r"no numbers in"):
+        go.pack({name: jax.ShapeDtypeStruct((6, 2, 3), jnp.float32) for name in params}, HEADS)
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [{}, {"key": {"head _ basis": {}}}, {"query": {"_ head basis": {"size": 1.0, "rows": [[0, 1]]}}},
+     {"query": {"_ head basis": {"size": 1.0, "rows": [[0, 1, 6]]}}},
+     {"query": {"_ head basis": {"rows": [[0, 1, 2]]}}},
+     {"query": {"_ head basis": {"size": 1.0, "rows": [[0, 1, 1]]}}},
+     {"query": {"_ head basis": {"size": 1.0, "rows": [[0, 1, 2]] * 3}}}],
+)  # fmt: skip
+def test_rows_of_another_tree_are_refused(rows: Any) -> None:
+    with pytest.raises(ValueError, match=r"no rows for 'query'"):
+        go.pack(_normal(0, query=(6, 2, 3), key=(6, 2, 3)), HEADS, rows=rows)
+
+
+def test_given_rows_can_be_traced() -> None:
+    params = _normal(0, query=(6, 2, 3), key=(6, 2, 3))
+    packed = go.pack(params, HEADS)
+    rows = go.packed_rows(packed)
+    assert json.loads(json.dumps(rows)) == rows
+    traced = jax.jit(lambda p: go.pack(p, HEADS, rows=rows))
+    for x, y in zip(jax.tree.leaves(traced(params)), jax.tree.leaves(packed), strict=True):
+        np.testing.assert_allclose(x, y, atol=1e-5)
+    assert _same_bits(traced(go.unpack(packed)), packed)

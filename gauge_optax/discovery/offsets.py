@@ -22,7 +22,7 @@ from gauge_optax.discovery.search import singular_vectors, spaces_with_companion
 from gauge_optax.discovery.sketch import Leaves
 from gauge_optax.discovery.spaces import Space
 from gauge_optax.discovery.trace import Trace
-from gauge_optax.discovery.views import View, views_of
+from gauge_optax.discovery.views import Atom, View, views_of
 from gauge_optax.discovery.write import Unwritable, axes_text
 
 Motion = tuple[str, np.ndarray]  # a leaf's path and what is added to it
@@ -135,16 +135,17 @@ class Flow:
 
 def flows(trace: Trace, leaves: Leaves) -> list[Flow]:
     """Everything that is tried."""
-    searched, views = set(spaces_with_companions(trace)), list[View]()
+    searched, views, parts = set(spaces_with_companions(trace)), list[View](), list[View]()
     for path, leaf in leaves.items():  # one view per leaf that reads all of it, each axis along a space of its own
-        for view in map(_without_units, views_of(trace, path, leaf.shape, searched)):
-            if view.size == leaf.size > 1 and None not in view.labels and len(set(view.labels)) == len(view.labels):
-                views.append(view)
-                break
+        found = [_with_numbered_parts(view, trace) for view in views_of(trace, path, leaf.shape, searched)]
+        usable = [view for view in found if None not in view.labels and len(set(view.labels)) == len(view.labels)]
+        views += [view for view in usable if view.size == leaf.size > 1][:1]
+        parts += [view for view in usable if 1 < view.size < leaf.size and view.other is None]
     layers = trace.layer_spaces()
     kernel_paths = {kernel for _, kernel in trace.vector_reads} | {kernel for kernel, _ in trace.added_behind}
     vector_paths = {vector for vector, _ in trace.vector_reads} | {vector for _, vector in trace.added_behind}
     vectors = [view for view in views if view.path in vector_paths - kernel_paths]
+    vector_parts = [view for view in parts if view.path in vector_paths - kernel_paths]
     kernels = [view for view in views if view.path in kernel_paths]
     by_path = {view.path: view for view in views}
     behind: dict[str, list[View]] = {}
@@ -152,7 +153,7 @@ def flows(trace: Trace, leaves: Leaves) -> list[Flow]:
         if added in by_path and by_path[added] in vectors:
             behind.setdefault(writer, []).append(by_path[added])
     tried = []
-    for view in vectors:
+    for view in vectors + vector_parts:
         readers = [kernel for kernel in kernels if (view.path, kernel.path) in trace.vector_reads]
         tried.append(_absorbed(view, readers, behind, layers))
     for norm, kernel, plus in itertools.product(vectors, kernels, (False, True)):
@@ -282,13 +283,21 @@ def merged_reads(calls: Sequence[Call]) -> list[Call]:
     return list(out.values())
 
 
-def _without_units(view: View) -> View:
-    """The view with its axes of length 1 picked, because they are along no space."""
-    windows = [
-        window._replace(atoms=tuple(a._replace(pick=0) if a.space is None and a.size == 1 else a for a in window.atoms))
-        for window in view.windows
-    ]
-    return dataclasses.replace(view, windows=tuple(windows))
+def _with_numbered_parts(view: View, trace: Trace) -> View:
+    """The view with axes of length 1 picked, because they are along no space, and with one space for parts of a kind.
+
+    The parts of a fused kernel and those of its fused bias are taken one by one, so that nothing unites them. Here the
+    axis that counts them is the same wherever it is equally long.
+    """
+
+    def changed(atom: Atom) -> Atom:
+        if atom.space is None:
+            return atom._replace(pick=0) if atom.size == 1 else atom
+        counts = atom.pick is None and not trace.spaces.picked.isdisjoint(atom.space)
+        return atom._replace(space=(-atom.size,)) if counts else atom
+
+    windows = tuple(window._replace(atoms=tuple(map(changed, window.atoms))) for window in view.windows)
+    return dataclasses.replace(view, windows=windows)
 
 
 def _axis_names(vector: View, layers: set[Space]) -> dict[Space, str]:
@@ -326,8 +335,12 @@ def _tensor(view: View, point: Leaves) -> np.ndarray:
 
 
 def _motion(view: View, tensor: np.ndarray) -> Motion:
-    """A tensor over a view's atoms as a motion of its leaf; the view reads all of it, in order."""
-    return view.path, np.ascontiguousarray(tensor).reshape(view.shape)
+    """A tensor over a view's atoms as a motion of its leaf, which is zero where the view does not read."""
+    if view.size == math.prod(view.shape):
+        return view.path, np.ascontiguousarray(tensor).reshape(view.shape)
+    motion, numbers = np.zeros(math.prod(view.shape)), np.arange(math.prod(view.shape))
+    motion[view.read(numbers.reshape(1, *view.shape))[0].ravel()] = tensor.ravel()
+    return view.path, motion.reshape(view.shape)
 
 
 def _einsum(one: Labels, other: Labels, out: Labels, *factors: np.ndarray) -> np.ndarray:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import gauge_optax as go
 from gauge_optax.gauges.gauge import Gauge
 from models import presets
 from tests.discovery.test_layouts import check
@@ -290,7 +291,25 @@ def test_a_preset_is_what_discover_finds(name: str, linear: bool) -> None:
         batches: list[Any] = list(rng.standard_normal((2, 2, T, 6)))
     else:
         batches = list(rng.integers(0, V, (2, 2, T)))
-    check(tree.fn, params, batches, tree.gauges(linear), linear=linear)
+    check(tree.fn, params, batches, tree.gauges(linear), linear=linear, whole=False)
+
+
+ONE_QUICK = [pytest.param(name, marks=[] if name == "hf_llama" else pytest.mark.slow) for name in TREES]
+
+
+@pytest.mark.parametrize("name", ONE_QUICK)
+def test_the_residual_rotation_is_found_where_the_architecture_has_it(name: str) -> None:
+    """Not with a tied head behind a norm with a scale (nanodo, GPT-2), nor with a norm behind a layer (Gemma)."""
+    tree, rng = TREES[name], np.random.default_rng(0)
+    params = {p: 0.4 * rng.standard_normal(s).astype(np.float32) for p, s in stacked_numbers(tree.shapes).items()}
+    images = name == "vision_transformer"
+    batches: list[Any] = list(rng.standard_normal((2, 2, T, 6))) if images else list(rng.integers(0, V, (2, 2, T)))
+    report = go.discover(tree.fn, params, batches, linear=True, progress=False)
+    turned = [gauge for gauge in report.gauges if gauge.name == "residual_rotation"]
+    assert len(turned) == (name in ("vision_transformer", "maxtext_llama", "qwen3", "hf_llama")), report
+    size = (D - images) * (D - images - 1) // 2  # a LayerNorm keeps the vector of ones
+    assert all(gauge.dim(params) == size for gauge in turned)
+    assert not report.rejected and not report.ungauged, report
 
 
 def test_attention_alone() -> None:

@@ -144,9 +144,18 @@ def _projected(family: str, space: Space, element: np.ndarray) -> np.ndarray:
 
 
 def independent(
-    symmetries: Sequence[Symmetry], point: Leaves, rng: np.random.Generator, before: Sequence[Symmetry] = ()
-) -> list[Symmetry]:
-    """The symmetries that larger ones, or those in `before`, do not contain."""
+    symmetries: Sequence[Symmetry], point: Leaves, rng: np.random.Generator, before: Sequence[Symmetry] = (),
+    dead: Mapping[str, np.ndarray] | None = None,
+) -> list[Symmetry]:  # fmt: skip
+    """The symmetries that larger ones, or those in `before`, do not contain.
+
+    Args:
+      symmetries: to choose from.
+      point: where tangents are compared.
+      rng: source of their elements.
+      before: symmetries that hold already.
+      dead: masks of entries without effect, which do not count.
+    """
     kept, families = list(before), list(FAMILIES)
     order = sorted(symmetries, key=lambda s: (-s.dim, families.index(s.family), -len(s.beside), len(s.terms)))
     for symmetry in order:
@@ -156,16 +165,19 @@ def independent(
         while more := [other for other in near if other not in linked and other.paths & paths]:
             linked += more
             paths.update(*(other.paths for other in more))
-        if not _contained(symmetry, linked, point, rng):
+        if not _contained(symmetry, linked, point, rng, dead or {}):
             kept.append(symmetry)
     return kept[len(before) :]
 
 
-def _contained(one: Symmetry, others: Sequence[Symmetry], point: Leaves, rng: np.random.Generator) -> bool:
+def _contained(
+    one: Symmetry, others: Sequence[Symmetry], point: Leaves, rng: np.random.Generator, dead: Mapping[str, np.ndarray]
+) -> bool:
     """Whether a random motion of a group is a motion of the others: least squares by conjugate gradients."""
     if not others:
         return False
     target = one.tangent(point, draw(rng, one.family, one.space, one.beside))
+    target = {path: np.where(dead[path].ravel(), 0.0, x) if path in dead else x for path, x in target.items()}
     size = math.sqrt(_squared(target.values()))
     if size == 0:
         return True

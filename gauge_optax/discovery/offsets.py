@@ -77,7 +77,8 @@ class Flow:
       columns: how many motions.
       write: (columns that take part, columns that nothing depends on) to the gauge that moves them so. A key bias, on
         which nothing depends, takes up a norm's bias as the query's does.
-      required: the column without which a combination belongs to another flow; None where any two columns will do.
+      required: the column without which a combination belongs to another flow; None where any columns will do.
+      least: how many columns a combination has at least.
       products: products of gradients with the motions, chunk after chunk.
       squares: expected squares of the columns.
     """
@@ -87,6 +88,7 @@ class Flow:
     columns: int
     write: Callable[[list[int], list[int]], Call]
     required: int | None = 0
+    least: int = 1
     products: list[np.ndarray] = dataclasses.field(default_factory=list)
     squares: np.ndarray | float = 0.0
 
@@ -100,14 +102,13 @@ class Flow:
     def solve(self) -> Iterator[np.ndarray]:
         """Coefficients of the combinations that the gradients do not see."""
         sizes, alive = np.sqrt(np.asarray(self.squares)), self._alive
-        if len(alive) < 1 + (self.required is None) or (self.required is not None and self.required not in alive):
+        if len(alive) < self.least or (self.required is not None and self.required not in alive):
             return
         values, right = singular_vectors(np.concatenate(self.products)[:, alive] / sizes[alive])
         for row in sparse_basis(right[values < ZERO] / sizes[alive], 1e-6):
             whole = np.zeros(len(sizes))
             whole[alive] = row
-            enough = np.count_nonzero(whole) > 1 if self.required is None else whole[self.required] != 0
-            if enough:
+            if np.count_nonzero(whole) >= self.least and (self.required is None or whole[self.required]):
                 yield whole
 
     @property
@@ -140,7 +141,7 @@ def flows(trace: Trace, leaves: Leaves) -> list[Flow]:
         found = [_with_numbered_parts(view, trace) for view in views_of(trace, path, leaf.shape, searched)]
         usable = [view for view in found if None not in view.labels and len(set(view.labels)) == len(view.labels)]
         views += [view for view in usable if view.size == leaf.size > 1][:1]
-        parts += [view for view in usable if 1 < view.size < leaf.size and view.other is None]
+        parts += [view for view in usable if 1 < view.size < leaf.size]
     layers = trace.layer_spaces()
     kernel_paths = {kernel for _, kernel in trace.vector_reads} | {kernel for kernel, _ in trace.added_behind}
     vector_paths = {vector for vector, _ in trace.vector_reads} | {vector for _, vector in trace.added_behind}
@@ -187,7 +188,7 @@ def _absorbed(vector: View, kernels: Sequence[View], behind: Mapping[str, Sequen
         blocks = {"bias": [vector], "through": [k for k, _ in used], "into": [b for _, b in used]}
         return _call("bias_absorption", blocks, names)
 
-    return Flow("a bias that flows into the biases behind it", make, 1 + len(pairs) if pairs else 0, write)
+    return Flow("a bias that flows into the biases behind it", make, 1 + len(pairs) if pairs else 0, write, least=2)
 
 
 def _hidden_by_norm(
@@ -240,7 +241,7 @@ def _common_row(space: Space, tables: Sequence[View]) -> Flow:
         return _call("embedding_shift", {"token": [token], "position": [position]}, {space: "channel"})
 
     count = len(tables) if len(tables) > 1 else 0
-    return Flow("one vector on every row of several leaves", make, count, write, None)
+    return Flow("one vector on every row of several leaves", make, count, write, None, least=2)
 
 
 def write_shift_calls(places: Sequence[tuple[View, int]]) -> list[Call]:

@@ -75,6 +75,21 @@ def default(trace: Trace, eqn: Any, ins: list[Value]) -> list[Axes]:
     return [list(out) for _ in eqn.outvars]
 
 
+@rule("mul")
+def _product(trace: Trace, eqn: Any, ins: list[Value]) -> list[Axes]:
+    """Entries that a constant multiplies by zero are no longer those of the other factor: planes that do not turn."""
+    (axes,) = default(trace, eqn, ins)
+    constant = next((np.asarray(value.constant) for value in ins if value.constant is not None), None)
+    if constant is None or constant.ndim != len(axes):
+        return [axes]
+    for k, axis in enumerate(axes):
+        others = tuple(j for j in range(constant.ndim) if j != k)
+        if axis is not None and constant.shape[k] == len(axis):
+            zero = ~np.any(constant != 0, axis=others)
+            axes[k] = np.where(zero, trace.spaces.nothing(id(eqn), k, len(axis)), axis) if zero.any() else axis
+    return [axes]
+
+
 def _opaque(trace: Trace, eqn: Any, ins: list[Value]) -> list[Axes]:
     """An operation whose body is not visible: axes of equal length in equal positions count as one space."""
     trace.opaque.add(eqn.primitive.name)

@@ -18,7 +18,7 @@ from gauge_optax.discovery.groups import FAMILIES, WHOLE, ZERO, Symmetry, Term, 
 from gauge_optax.discovery.sketch import Leaves
 from gauge_optax.discovery.spaces import Space
 from gauge_optax.discovery.trace import Trace
-from gauge_optax.discovery.views import Piece, View, runs, views_of
+from gauge_optax.discovery.views import Piece, View, part, runs, views_of
 
 _MOST_NEAR = 16  # null vectors of what nearly holds, per candidate
 _PASSES = 8  # of thinning a basis; one or two suffice but for accidents
@@ -110,8 +110,8 @@ def spaces_with_companions(trace: Trace) -> dict[Space, set[Space]]:
         for atom in others:
             spaces.setdefault(atom, set())
     for space, companions in list(spaces.items()):
-        for start, stop in runs(space):
-            spaces.setdefault(space[start:stop], set()).update(companions)
+        for ranges in runs(space):
+            spaces.setdefault(part(space, ranges), set()).update(companions)
     return spaces
 
 
@@ -139,7 +139,8 @@ def candidates(trace: Trace, leaves: Leaves, which: Literal["stream", "other", "
     whole = {view.path: Piece(view, None, ()) for view in reversed(views)}
     tried = [] if stream else [Candidate("diagonal", WHOLE, (), [(piece, "scale") for piece in whole.values()])]
     for space, companions in sorted(spaces.items(), key=lambda item: (-len(item[0]), item[0])):
-        present = sorted(c for c in companions if any({space, c} <= set(v.labels) for v in views))
+        near = companions | _beside_companions(space, companions, views)
+        present = sorted(c for c in near if any({space, c} <= set(v.labels) for v in views))
         # Large sets of companions first; of more than three companions only all, each alone and none.
         sizes: Iterable[int] = range(len(present), -1, -1) if len(present) <= 3 else (len(present), 1, 0)
         every = itertools.chain.from_iterable(itertools.combinations(present, size) for size in sizes)
@@ -154,6 +155,13 @@ def candidates(trace: Trace, leaves: Leaves, which: Literal["stream", "other", "
                     columns = [(piece, m) for piece in pieces for m in modes if m != "offset" or piece.vector]
                     tried.append(Candidate(family, space, beside, columns))
     return tried
+
+
+def _beside_companions(space: Space, companions: set[Space], views: Sequence[View]) -> set[Space]:
+    """Spaces that share an axis with a companion, as grouped query heads do with the heads of their keys."""
+    windows = [window for view in views if space in view.labels for window in view.windows]
+    grids = [{a.space for a in window.atoms if a.space is not None and a.pick is None} for window in windows]
+    return {other for grid in grids if grid & companions for other in grid - companions - {space}}
 
 
 def _pieces(space: Space, beside: tuple[Space, ...], views: Sequence[View]) -> Iterator[Piece]:

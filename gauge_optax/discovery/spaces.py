@@ -43,6 +43,7 @@ class Spaces:
         self._parent = np.arange(1024)
         self._count = 0
         self._joined: dict[tuple[int, ...], int] = {}
+        self._nothing: dict[tuple[int, int], np.ndarray] = {}
 
     def fresh(self, count: int) -> np.ndarray:
         """New ids."""
@@ -50,6 +51,12 @@ class Spaces:
         while self._count > len(self._parent):
             self._parent = np.concatenate([self._parent, np.arange(len(self._parent), 2 * len(self._parent))])
         return np.arange(start, self._count)
+
+    def nothing(self, equation: int, axis: int, count: int) -> np.ndarray:
+        """Ids of entries that an equation sets to zero, the same at every walk."""
+        if (equation, axis) not in self._nothing:
+            self._nothing[equation, axis] = self.fresh(count)
+        return self._nothing[equation, axis]
 
     def canon(self, ids: np.ndarray) -> np.ndarray:
         """The representative of each id."""

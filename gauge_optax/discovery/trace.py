@@ -24,6 +24,9 @@ _MOVES = {"transpose", "reshape", "convert_element_type", "squeeze", "slice", "s
 _SUMS = {"add", "sub", "add_any"}
 _LINEAR = {*_MOVES, *_SUMS, "neg", "concatenate", "reduce_sum", "cumsum", "select_n", "pad"}
 _CONTRACTIONS = {"dot_general", "conv_general_dilated"}
+# Primitives of which tables of cosines and sines are made.
+_TABLES = {*_MOVES, "mul", "div", "neg", "exp", "log", "pow", "integer_pow", "cos", "sin", "concatenate", "iota",
+           "dot_general", "add", "sub"}  # fmt: skip
 _PASSES = 6  # walks, at most; two or three reach the fixed point
 _MOST_CONSTANT = 100_000  # entries of index arithmetic that is evaluated
 
@@ -131,10 +134,10 @@ class Trace:
         if name in _CONTROL:
             return _CONTROL[name](self, eqn, ins)
         avals = [out.aval for out in eqn.outvars]
-        # Index arithmetic is evaluated: a gather by known rows can be a repeat or a slice.
+        # Index arithmetic is evaluated: a gather by known rows can be a repeat or a slice. So are rotary tables.
         integer = all(jnp.issubdtype(a.dtype, jnp.integer) or jnp.issubdtype(a.dtype, jnp.bool_) for a in avals)
         constant = all(value.constant is not None for value in ins)
-        if integer and constant and sum(math.prod(a.shape) for a in avals) <= _MOST_CONSTANT:
+        if (integer or name in _TABLES) and constant and sum(math.prod(a.shape) for a in avals) <= _MOST_CONSTANT:
             outs = eqn.primitive.bind(*[jnp.asarray(value.constant) for value in ins], **eqn.params)
             return [_literal(np.asarray(x)) for x in (outs if eqn.primitive.multiple_results else [outs])]
         if inlined := called_jaxpr(eqn):

@@ -20,6 +20,7 @@ from gauge_optax.discovery.spaces import Axis, Space
 from gauge_optax.discovery.trace import Trace
 
 _MOST_PICKED = 64  # indices of an axis that are looked at one by one
+Ranges = tuple[tuple[int, int], ...]  # first index and end of each
 
 
 class Atom(NamedTuple):
@@ -29,13 +30,13 @@ class Atom(NamedTuple):
       space: None where it has none.
       size: how many of its indices are read.
       pick: the one index that is selected instead.
-      span: where it is a part of a longer component, its first index and that component's length.
+      span: where it is a part of a longer component, its ranges there and that component's length.
     """
 
     space: Space | None
     size: int
     pick: int | None = None
-    span: tuple[int, int] | None = None
+    span: tuple[Ranges, int] | None = None
 
     @property
     def full(self) -> int:
@@ -43,10 +44,12 @@ class Atom(NamedTuple):
         return self.size if self.span is None else self.span[1]
 
     @property
-    def selection(self) -> int | slice:
+    def selection(self) -> slice | np.ndarray:
         """The entries of the component that are read."""
-        start = 0 if self.span is None else self.span[0]
-        return slice(start, start + self.size) if self.pick is None else self.pick
+        if self.pick is not None:
+            return slice(self.pick, self.pick + 1)
+        ranges = ((0, self.size),) if self.span is None else self.span[0]
+        return slice(*ranges[0]) if len(ranges) == 1 else np.concatenate([np.arange(a, b) for a, b in ranges])
 
 
 class Window(NamedTuple):
@@ -102,8 +105,9 @@ class View:
     def read(self, values: np.ndarray) -> np.ndarray:
         """Selected entries of (rows, *shape) as (rows, *atoms), without a copy where windows are whole."""
         cut = values[(slice(None), *(slice(w.start, w.stop) for w in self.windows))]
-        grid = cut.reshape(len(values), *(atom.full for w in self.windows for atom in w.atoms))
-        return grid[(slice(None), *(atom.selection for w in self.windows for atom in w.atoms))]
+        atoms = [atom for window in self.windows for atom in window.atoms]
+        grid = selected(cut.reshape(len(values), *(atom.full for atom in atoms)), atoms, first=1)
+        return grid.reshape(len(values), *(atom.size for atom in atoms if atom.pick is None))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,16 +173,33 @@ def views_of(trace: Trace, path: str, shape: tuple[int, ...], searched: set[Spac
             yield from (View(path, shape, windows, k) for windows in windows_of)
 
 
-def runs(space: Space) -> list[tuple[int, int]]:
+def selected(grid: np.ndarray, atoms: Sequence[Atom], first: int = 0) -> np.ndarray:
+    """What atoms read of an array, one per axis from `first` on; picked axes have length 1."""
+    for axis, atom in enumerate(atoms, start=first):
+        entries = atom.selection
+        grid = grid[(*[slice(None)] * axis, entries)] if isinstance(entries, slice) else grid.take(entries, axis)
+    return grid
+
+
+def runs(space: Space) -> list[Ranges]:
     """Runs in which ids occur equally often, where they do not all: the rotary part of a basis, and the rest.
 
-    A run counts only if its ids occur nowhere else.
+    A run counts only if its ids occur nowhere else. Runs of one kind also count together: rotary embeddings that turn
+    some planes leave entries of both halves alone.
     """
     times = [space.count(x) for x in space]
     cuts = [0, *(k for k in range(1, len(space)) if times[k] != times[k - 1]), len(space)]
-    long = [(a, b) for a, b in itertools.pairwise(cuts) if b - a > 1]
-    whole = [(a, b) for a, b in long if all(space[a:b].count(x) == times[a] for x in space[a:b])]
-    return whole if len(cuts) > 2 else []
+    if len(cuts) == 2:
+        return []
+    pieces = list(itertools.pairwise(cuts))
+    whole = [((a, b),) for a, b in pieces if b - a > 1 and all(space[a:b].count(x) == times[a] for x in space[a:b])]
+    kinds = [tuple((a, b) for a, b in pieces if times[a] == count) for count in sorted(set(times))]
+    return [*whole, *(kind for kind in kinds if len(kind) > 1)]
+
+
+def part(space: Space, ranges: Ranges) -> Space:
+    """The ids in some ranges of a space."""
+    return tuple(x for a, b in ranges for x in space[a:b])
 
 
 def _readings(trace: Trace, axis: Axis, length: int, searched: set[Space]) -> list[list[Window]]:
@@ -203,6 +224,7 @@ def _readings(trace: Trace, axis: Axis, length: int, searched: set[Space]) -> li
         parts = [_grid_readings(trace, a, b, trace.atom_keys(axis[a:b]), searched) for a, b in segments]
         for k in range(max(map(len, parts))):
             ways.append([window for part in parts if k < len(part) for window in part[k]])
+    ways += [[Window(0, length, (atom,))] for atom in _divided(whole, searched)]
     inner = _inner_windows(whole, searched)
     return [*ways, inner] if inner else ways or [[one]]
 
@@ -220,6 +242,12 @@ def _inner_windows(whole: Space, searched: set[Space]) -> list[Window]:
     return sorted(windows)
 
 
+def _divided(key: Space, searched: set[Space]) -> list[Atom]:
+    """Searched parts of an axis that lie in several ranges of it."""
+    found = [(part(key, ranges), ranges) for ranges in runs(key) if len(ranges) > 1]
+    return [Atom(inner, len(inner), None, (ranges, len(key))) for inner, ranges in found if inner in searched]
+
+
 def _grid_readings(
     trace: Trace, start: int, stop: int, keys: Sequence[Space], searched: set[Space]
 ) -> list[list[Window]]:
@@ -231,8 +259,9 @@ def _grid_readings(
     others: list[list[list[Atom]]] = [[atoms]] if any(picked) else []
     for k, key in enumerate(keys):
         inner = [(w.start, w.stop) for w in _inner_windows(key, searched)]
-        cut = [[*atoms[:k], Atom(key[a:b], b - a, None, (a, len(key))), *atoms[k + 1 :]] for a, b in inner]
+        cut = [[*atoms[:k], Atom(key[a:b], b - a, None, (((a, b),), len(key))), *atoms[k + 1 :]] for a, b in inner]
         others += [cut] if cut else []
+        others += [[[*atoms[:k], atom, *atoms[k + 1 :]]] for atom in _divided(key, searched)]
     for k, key in enumerate(keys):  # a pair of entries that are picked one by one: cosine and sine parts of a plane
         if picked[k] and len(key) == 2:
             if k > 0 and not picked[k - 1]:

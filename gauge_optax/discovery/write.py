@@ -13,7 +13,7 @@ import numpy as np
 from gauge_optax.discovery.calls import Axes, Call, template
 from gauge_optax.discovery.groups import Symmetry, Term
 from gauge_optax.discovery.spaces import Space
-from gauge_optax.discovery.views import Atom, Piece, View, Window
+from gauge_optax.discovery.views import Atom, Piece, View, Window, selected
 
 _CLOSE = 1e-5  # difference of exponents that count as equal
 _COMPANIONS = ("head", "group", "part", "slot")  # names of the axes that index a group's copies
@@ -209,7 +209,8 @@ def _axis_text(
             parts.append((f"part{atom.size}={atom.pick}", atom.size))
         elif atom.span is not None and pairing is None:
             inside = f"/{atom.full}" if len(window.atoms) > 1 else ""
-            parts.append((f"{name}={atom.span[0]}:{atom.span[0] + atom.size}{inside}", atom.size))
+            ranges = "+".join(f"{start}:{stop}" for start, stop in atom.span[0])
+            parts.append((f"{name}={ranges}{inside}", atom.size))
         elif name == "+" or (name == "_" and parts and parts[-1][0] == "_"):
             parts[-1] = (parts[-1][0], parts[-1][1] * atom.size)
         elif pairing is not None and name == target:
@@ -258,7 +259,7 @@ def _tiled(group: list[Term], axis: int) -> list[Term]:
     for term in group:
         window = term.piece.view.windows[axis]
         grid = np.arange(window.start, window.stop).reshape([atom.full for atom in window.atoms])
-        np.add.at(count, grid[tuple(atom.selection for atom in window.atoms)].ravel(), 1)
+        np.add.at(count, selected(grid, window.atoms).ravel(), 1)
     if not (count == 1).all():
         return group
     whole = Window(0, length, (Atom(None, length),))

@@ -1,0 +1,132 @@
+"""Planes that rotary leaves still, learned probes, multipliers per query head, fused biases: what was missed once."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import gauge_optax as go
+from tests.discovery.test_layouts import check
+
+D, H, K, E, V, T = 8, 4, 2, 4, 11, 6
+RNG = np.random.default_rng(0)
+TOKENS = list(RNG.integers(0, V, (2, 3, T)))
+
+
+def normal(*shape: int) -> np.ndarray:
+    return 0.4 * RNG.standard_normal(shape)
+
+
+def normalised(x: jax.Array) -> jax.Array:
+    return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-20)
+
+
+def attended(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    """Causal attention with grouped queries: (batch, time, heads, entries)."""
+    grouped = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[-1])
+    scores = jnp.einsum("btkge,bske->bkgts", grouped, k)
+    scores = jnp.where(jnp.tri(T, dtype=bool), scores, -1e30)
+    return jnp.einsum("bkgts,bske->btkge", jax.nn.softmax(scores), v).reshape(q.shape)
+
+
+def turned(x: jax.Array, share: float) -> jax.Array:
+    """Rotary embeddings by halves that turn the first planes alone, as proportional rotary does."""
+    half = x.shape[-1] // 2
+    moving = int(half * share)
+    speeds = np.concatenate([50.0 ** (-np.arange(moving) / half), np.zeros(half - moving)])
+    angle = jnp.arange(T)[:, None, None] * speeds
+    u, v = x[..., :half], x[..., half:]
+    return jnp.concatenate([u * jnp.cos(angle) - v * jnp.sin(angle), v * jnp.cos(angle) + u * jnp.sin(angle)], -1)
+
+
+def stream() -> go.Gauge:
+    """The rotation of the residual stream of the decoders below, whose norms have no scale."""
+    read = dict.fromkeys(("q", "k", "v"), "basis _ _") | {"head": "basis _"}
+    return go.residual_rotation(read, {"embed": "_ basis", "o": "_ _ basis"})
+
+
+def test_planes_that_rotary_leaves_still_have_all_matrices() -> None:
+    def fn(p: Any, tokens: Any) -> jax.Array:
+        x = p["embed"][tokens]
+        q, k, v = (jnp.einsum("btd,dhe->bthe", normalised(x), p[name]) for name in ("q", "k", "v"))
+        x = x + jnp.einsum("bthe,hed->btd", attended(turned(q, 0.5), turned(k, 0.5), v), p["o"])
+        return normalised(x) @ p["head"]
+
+    shapes = {"q": (D, 2, 8), "k": (D, 2, 8), "v": (D, 2, 8), "o": (2, 8, D)}
+    params = {name: normal(*shape) for name, shape in shapes.items()} | {"embed": normal(V, D), "head": normal(D, V)}
+    hand = [
+        stream(),
+        go.rope_linear({"q": "_ head basis=0:2+4:6"}, {"k": "_ head basis=0:2+4:6"}),
+        go.head_linear({"q": "_ head basis=2:4+6:8"}, {"k": "_ head basis=2:4+6:8"}),
+        go.head_linear({"v": "_ head basis"}, {"o": "head basis _"}),
+        go.scale_invariant({"embed": "_ _", "v": "_ _ _"}),
+        go.logit_shift({"head": "_ vocab"}),
+    ]
+    check(fn, params, TOKENS, hand, linear=True)
+
+
+def test_a_learned_probe_has_query_and_key_matrices() -> None:
+    """An attention-pooling head: the query comes from a parameter, the same for every input."""
+
+    def fn(p: Any, x: Any) -> jax.Array:
+        y = jnp.tanh(x @ p["in"])
+        probe = jnp.tile(p["probe"], (len(x), 1, 1))
+        q = jnp.einsum("bqd,dhe->bqhe", probe, p["q"]) + p["bias"]
+        k, v = (jnp.einsum("btd,dhe->bthe", y, p[name]) for name in ("k", "v"))
+        weights = jax.nn.softmax(jnp.einsum("bqhe,bthe->bhqt", q, k))
+        return jnp.sin(jnp.einsum("bqhe,hed->bqd", jnp.einsum("bhqt,bthe->bqhe", weights, v), p["o"]))[:, 0]
+
+    shapes = {"q": (D, 2, E), "k": (D, 2, E), "v": (D, 2, E), "o": (2, E, D), "bias": (2, E)}
+    params = {name: normal(*shape) for name, shape in shapes.items()} | {"in": normal(6, D), "probe": normal(1, 1, D)}
+    hand = [
+        go.head_linear({"q": "_ head basis", "bias": "head basis"}, {"k": "_ head basis"}),
+        go.head_linear({"v": "_ head basis"}, {"o": "head basis _"}),
+        go.head_linear({"probe": "_ _ basis"}, {"q": "basis _ _"}),
+    ]
+    check(fn, params, list(RNG.standard_normal((2, 5, 7, 6))), hand, outputs="loss", linear=True)
+
+
+def test_a_multiplier_of_every_query_head_of_a_group() -> None:
+    def fn(p: Any, tokens: Any) -> jax.Array:
+        x = p["embed"][tokens]
+        q, k, v = (jnp.einsum("btd,dhe->bthe", normalised(x), p[name]) for name in ("q", "k", "v"))
+        q, k = q * p["of_query"][:, None], k * p["of_key"][:, None]
+        return normalised(x + jnp.einsum("bthe,hed->btd", attended(q, k, v), p["o"])) @ p["head"]
+
+    shapes = {"q": (D, H, E), "k": (D, K, E), "v": (D, K, E), "o": (H, E, D), "of_query": (H,), "of_key": (K,)}
+    params = {name: normal(*shape) for name, shape in shapes.items()} | {"embed": normal(V, D), "head": normal(D, V)}
+    sizes = {"head": K}
+    hand = [
+        stream(),
+        go.rescale({"of_query": "head"}, {"q": "_ head _"}),  # four elements, not one per group
+        go.rescale({"of_key": "head"}, {"k": "_ head _"}),
+        go.head_linear({"q": "_ (head _) basis"}, {"k": "_ head basis"}, sizes=sizes),
+        go.head_linear({"v": "_ head basis"}, {"o": "(head _) basis _"}, sizes=sizes),
+        go.scale_invariant({"embed": "_ _", "v": "_ _ _"}),
+        go.logit_shift({"head": "_ vocab"}),
+    ]
+    check(fn, params, TOKENS, hand, linear=True)
+
+
+def test_biases_of_a_fused_kernel() -> None:
+    """Query, key and value in one leaf: the norm's bias flows into all of it, its value part into the output's bias."""
+
+    def fn(p: Any, tokens: Any) -> jax.Array:
+        x = p["embed"][tokens]
+        y = (x - jnp.mean(x, -1, keepdims=True)) / jnp.std(x, -1, keepdims=True) * p["scale"] + p["shift"]
+        q, k, v = jnp.split((y @ p["qkv"] + p["bias"]).reshape(*x.shape[:2], 3 * H, E), 3, axis=2)
+        return jnp.sin(attended(q, k, v).reshape(*x.shape[:2], -1) @ p["o"] + p["out"])
+
+    shapes = {"qkv": (D, 3 * H * E), "bias": (3 * H * E,), "o": (H * E, D), "out": (D,), "scale": (D,), "shift": (D,)}
+    params = {name: normal(*shape) for name, shape in shapes.items()} | {"embed": normal(V, D)}
+    report = go.discover(fn, params, TOKENS, outputs="loss", linear=True, progress=False)
+    found = {(gauge.name, tuple(sorted({spec.pattern for spec in gauge.specs}))) for gauge in report.gauges}  # type: ignore[attr-defined]
+    assert {
+        ("bias_absorption", ("bias", "qkv", "shift")),
+        ("bias_absorption", ("bias", "o", "out")),
+        ("norm_read_shift", ("bias", "qkv", "scale", "shift")),
+        ("norm_write_shift", ("embed",)),
+        ("key_bias", ("bias",)),
+    } <= found, report
+    assert not report.rejected and not report.ungauged, report

@@ -38,6 +38,7 @@ Axes = str | tuple[str, ...]
 Roles = Mapping[str, Mapping[str, Axes]]
 _CAPTURES = "ijklmn"
 _NUMBER = re.compile("([0-9]+)")
+_CAPTURE_OR_NUMBER = re.compile(r"[0-9]+|\{\w+\}")
 _RANGE_END = re.compile("(=(?=[0-9]+:)|:|/)([0-9]+)")  # of "=4:16" and "=4:16/64"
 
 
@@ -73,6 +74,10 @@ class Call:
     def paths(self) -> list[str]:
         """Paths or patterns of all roles."""
         return [path for blocks in self.roles.values() for path in blocks]
+
+    def templates(self, role: str) -> set[str]:
+        """The paths of a role with `#` in place of numbers and captures: equal for the same leaf of any layers."""
+        return {_CAPTURE_OR_NUMBER.sub("#", path) for path in self.roles.get(role, ())}
 
     def within(self, other: Call) -> bool:
         """Whether another call has the same kind and all of these paths."""

@@ -145,14 +145,15 @@ class Prover:
 
         return paths([merged]) == paths(group)
 
-    def together(self, held: Sequence[Held]) -> tuple[list[Held], list[str]]:
+    def together(self, held: Sequence[Held], *other_orders: Sequence[Held]) -> tuple[list[Held], list[str]]:
         """The gauges that the library accepts as one product, in order, and why it refuses the others.
 
         Readings need an order in which no gauge acts on an anchor that is read before it. Where the list has none,
         other anchors are tried, and then the merged layers one by one.
         """
-        if not held or self._refusal(held) is None:
-            return list(held), []
+        for order in (held, *other_orders):
+            if not order or self._refusal(order) is None:
+                return list(order), []
         for k, one in enumerate(held):  # mostly one of them is to blame
             others = [*held[:k], *held[k + 1 :]]
             for fitting in ([one._replace(call=c, gauge=c.gauge())] for c in one.call.alternatives()):
@@ -187,6 +188,7 @@ class Prover:
         try:
             # Over the leaves, because the tree may have others that are no arrays, such as a module's functions.
             jax.eval_shape(lambda leaves: group.read(with_leaves(self._params, leaves)), self.points[0])
+            group._slice(self._params).check_norms()  # optimizers need it, actions do not
         except ValueError as error:
             return str(error).splitlines()[0]
         return None

@@ -306,7 +306,7 @@ def _searched(
         rejected += [_refuted(call, change) for call, change in failed if np.isfinite(change)]
         proved += more
         additions = [one for one in additions if one.call is None or any(one.call.within(call) for call, _ in failed)]
-    held, refused = prover.together(_in_order(proved))
+    held, refused = prover.together(*_orders(proved))
     for addition in additions:
         if addition.move is None or prover.change([addition.move(point) for point in points]) < ZERO:
             where = ungauged.setdefault(addition.kind, [])
@@ -379,17 +379,26 @@ def _turns(
     return claims
 
 
-def _in_order(held: Iterable[Held]) -> list[Held]:
-    """By kind; of biases that flow into biases the last first, because it is bound before those that reach it."""
+def _orders(held: Iterable[Held]) -> tuple[list[Held], list[Held]]:
+    """Gauges by kind, and an order for networks whose norms' biases cannot be moved away, as those behind a layer.
+
+    Of biases that flow into biases the last comes first, because a bias is bound before those that flow into it. In the
+    second order such biases, and those without effect, also stand before `norm_read_shift`, which moves them.
+    """
     rest = sorted(held, key=lambda one: _ORDER.index(one.call.kind))
     ordered = [one for one in rest if one.call.kind != "bias_absorption"]
-    rest = rest[len(ordered) :]
+    rest, flowing = rest[len(ordered) :], list[Held]()
     while rest:
-        left = {path for one in rest for path in one.call.roles["bias"]}
-        last = [one for one in rest if left.isdisjoint(one.call.roles["into"])] or rest  # a cycle is refused later
-        ordered += last
+        left = set[str]().union(*(one.call.templates("bias") for one in rest))
+        last = [one for one in rest if left.isdisjoint(one.call.templates("into"))] or rest  # a cycle is refused later
+        flowing += last
         rest = [one for one in rest if one not in last]
-    return ordered
+    reads = [one.call for one in ordered if one.call.kind == "norm_read_shift"]
+    moved = set[str]().union(*(call.templates("into") for call in reads))
+    biases = [one for one in flowing if not moved.isdisjoint(one.call.templates("bias"))]
+    first = [one for one in ordered if one.call.kind in ("residual_rotation", "norm_write_shift")]
+    first += [one for one in ordered if one.call.kind == "key_bias"] + biases
+    return ordered + flowing, first + [one for one in ordered + flowing if one not in first]
 
 
 def _carried(
@@ -426,7 +435,7 @@ def _carried(
                 kept.append(one._replace(gauge=call.gauge(), call=call, change=change, parts=()))
             elif limit == ZERO:
                 failed.append(_refuted(call, change))
-    held, refused = prover.together(proved)
+    held, refused = prover.together(proved)  # the small instance has put them in order
     rejected = [*report.rejected, *failed, *refused]
     return Report(tuple(held), tuple(nearly), tuple(rejected), tuple(dead), tuple(uncovered), report.ungauged)
 

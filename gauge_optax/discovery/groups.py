@@ -176,8 +176,11 @@ def _contained(
     """Whether a random motion of a group is a motion of the others: least squares by conjugate gradients."""
     if not others:
         return False
-    target = one.tangent(point, draw(rng, one.family, one.space, one.beside))
-    target = {path: np.where(dead[path].ravel(), 0.0, x) if path in dead else x for path, x in target.items()}
+
+    def seen(tangent: Mapping[str, np.ndarray]) -> Leaves:
+        return {path: np.where(dead[path].ravel(), 0.0, x) if path in dead else x for path, x in tangent.items()}
+
+    target = seen(one.tangent(point, draw(rng, one.family, one.space, one.beside)))
     size = math.sqrt(_squared(target.values()))
     if size == 0:
         return True
@@ -189,7 +192,7 @@ def _contained(
     for number in range(1, _STEPS):
         moved = {p: np.zeros(point[p].size) for p in paths}
         for other, element in zip(others, step, strict=True):
-            for p, x in other.tangent(point, element).items():
+            for p, x in seen(other.tangent(point, element)).items():
                 moved[p] += x
         energy = _squared(moved.values())
         if energy == 0:

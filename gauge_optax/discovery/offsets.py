@@ -244,12 +244,6 @@ def _common_row(space: Space, tables: Sequence[View]) -> Flow:
     return Flow("one vector on every row of several leaves", make, count, write, None, least=2)
 
 
-def write_shift_calls(places: Sequence[tuple[View, int]]) -> list[Call]:
-    """The gauges of a constant along an axis that only centred norms read: one for each leaf that has it."""
-    spaces = [(view, space) for view, at in places if (space := view.labels[at]) is not None]
-    return [_call("norm_write_shift", {"write": [view]}, {space: "channel"}) for view, space in spaces]
-
-
 def unread_bias_call(trace: Trace, path: str, mask: np.ndarray) -> Call | None:
     """The gauge of a bias, or of one part of a fused bias, whose values have no effect, such as a key bias.
 

@@ -20,13 +20,13 @@ from gauge_optax.discovery.certificate import certified
 from gauge_optax.discovery.checks import Outputs
 from gauge_optax.discovery.groups import ZERO, Symmetry, draw, independent
 from gauge_optax.discovery.lift import in_double
-from gauge_optax.discovery.offsets import Flow, Shifts, flows, merged_reads, unread_bias_call, write_shift_calls
+from gauge_optax.discovery.offsets import Flow, Shifts, flows, merged_reads, unread_bias_call
 from gauge_optax.discovery.prove import Held, Prover
 from gauge_optax.discovery.shrink import Small, smaller
 from gauge_optax.discovery.sketch import Function, Gradients, Leaves, generic_point
 from gauge_optax.discovery.stream import rotation_call, stream_rotations
 from gauge_optax.discovery.trace import Trace, walk
-from gauge_optax.discovery.write import Unwritable, shift_call, written
+from gauge_optax.discovery.write import Unwritable, shift_call, write_shift_calls, written
 from gauge_optax.gauges.gauge import Gauge
 from gauge_optax.measure.census import Census
 

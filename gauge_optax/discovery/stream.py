@@ -17,7 +17,7 @@ from gauge_optax.discovery.groups import ZERO, Symmetry, draw, independent
 from gauge_optax.discovery.search import candidates
 from gauge_optax.discovery.sketch import Gradients, Leaves, generic_point
 from gauge_optax.discovery.trace import Trace
-from gauge_optax.discovery.write import Unwritable, axes_text
+from gauge_optax.discovery.write import Unwritable, axes_text, joined, whole_leaves
 
 _POINTS = 3
 
@@ -85,14 +85,14 @@ def rotation_call(symmetry: Symmetry, trace: Trace, norms: Sequence[Call], param
             moved |= {block.path for block in blocks if block.role == "up"}
     sides: dict[str, dict[str, Axes]] = {"read": {}, "write": {}}
     sizes: dict[str, int] = {}
-    terms = [term for term in symmetry.terms if term.piece.path not in moved]
+    terms = whole_leaves([term for term in symmetry.terms if term.piece.path not in moved])
     if any(abs(term.exponent - symmetry.terms[0].exponent) > ZERO for term in terms):
         raise Unwritable("a rotation that turns leaves by different angles")
     for term in sorted(terms, key=lambda term: (len(term.piece.view.shape) < 2, term.piece.path)):
         text, lengths = axes_text(term.piece.view, {symmetry.space: "basis"})
         side = sides["read" if term.piece.path in readers else "write"]
-        if side.setdefault(term.piece.path, text) != text:
-            raise Unwritable("a rotation of two parts of one leaf")
+        if text != side.get(term.piece.path):
+            side[term.piece.path] = joined(side.get(term.piece.path), text)
         sizes |= lengths
     if not sides["write"]:
         raise Unwritable("a rotation of what nothing writes")

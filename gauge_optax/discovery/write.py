@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
@@ -44,7 +45,7 @@ def written(symmetry: Symmetry, linear: bool, layers: set[Space], positive: Coll
         return _scale_call(symmetry, names)
     options = {"pairing": _pairing(symmetry)} if symmetry.family in ("complex", "phase") else {}
     sides: dict[str, list[Term]] = {"vector": [], "covector": []}
-    for term in _whole_leaves(symmetry.terms + symmetry.along):
+    for term in whole_leaves(symmetry.terms + symmetry.along):
         if abs(abs(term.exponent) - 1) > _CLOSE or (term.exponent < 0 and symmetry.family in ("orthogonal", "phase")):
             raise Unwritable(f"a rotation by {term.exponent:.3g} times the angle")
         if (term.exponent > 0) != (symmetry.terms[0].exponent > 0):
@@ -79,7 +80,7 @@ def _scale_call(symmetry: Symmetry, names: _Names) -> Call:
     values = sorted({round(term.exponent, 5) for term in terms})
     if len(values) > 2 or (len(values) == 2 and values[0] * values[1] > 0):
         raise Unwritable(f"a scale with exponents {', '.join(f'{v:g}' for v in values)}")
-    merged = _whole_leaves(terms)
+    merged = whole_leaves(terms)
     sides = {value: [term for term in merged if abs(term.exponent - value) < _CLOSE] for value in values}
     pairing = _pairing(symmetry) if symmetry.family == "per_plane" else None
 
@@ -101,9 +102,27 @@ def _scale_call(symmetry: Symmetry, names: _Names) -> Call:
 
 def shift_call(places: Sequence[tuple[View, int]]) -> Call:
     """The gauge of a constant along one space of several leaves: their views, and each view's atom for that space."""
-    terms = tuple(Term(Piece(view, at, ()), "offset", 1.0) for view, at in places)
-    names = _Names(Symmetry("shift", (), (), terms, 0.0), set(), ())
-    return Call("logit_shift", {"blocks": names.role(_whole_leaves(terms), "vocab")}, {}, names.sizes)
+    blocks, sizes = _constants(places, "vocab")
+    return Call("logit_shift", {"blocks": blocks}, {}, sizes)
+
+
+def write_shift_calls(places: Sequence[tuple[View, int]]) -> list[Call]:
+    """The gauges of a constant along an axis that only centred norms read: one for each leaf that has it."""
+    blocks, sizes = _constants(places, "channel")
+    return [Call("norm_write_shift", {"write": {path: axes}}, {}, sizes) for path, axes in blocks.items()]
+
+
+def _constants(places: Sequence[tuple[View, int]], name: str) -> tuple[dict[str, Axes], dict[str, int]]:
+    """Paths and axes of leaves that a constant along one space is added to, and the lengths that they need."""
+    terms, taken = list[Term](), dict[str, np.ndarray]()
+    for view, at in places:  # a leaf has several views, which may overlap
+        term = Term(Piece(view, at, ()), "offset", 1.0)
+        counts = taken.setdefault(view.path, np.zeros(math.prod(view.shape), bool))
+        if not counts[term.piece.entries].any():
+            terms.append(term)
+            counts[term.piece.entries] = True
+    names = _Names(Symmetry("shift", (), (), tuple(terms), 0.0), set(), ())
+    return names.role(whole_leaves(terms), name), names.sizes
 
 
 def joined(before: Axes | None, axes: Axes) -> Axes:
@@ -233,7 +252,7 @@ def _axis_text(
     return f"({' '.join(name for name, _ in parts)}){span}"
 
 
-def _whole_leaves(terms: Sequence[Term]) -> list[Term]:
+def whole_leaves(terms: Sequence[Term]) -> list[Term]:
     """Merges terms that move all parts of an axis equally into one term on the whole axis."""
     merged = list(terms)
     for axis in range(max(len(term.piece.view.shape) for term in terms)):

@@ -85,7 +85,8 @@ class Candidate:
             null = right[len(values) - min(int((values < bound).sum()), exact + _MOST_NEAR) :]
             if bound == near and len(null) == exact:
                 break
-            for row in sparse_basis(null / sizes, coarse):
+            rows = sparse_basis(null / sizes, coarse)
+            for row in _of_two_exponents(rows) if self.family in ("diagonal", "per_plane") else rows:
                 if bound == near:  # exponents of what nearly holds are nearly halves and thirds
                     rounded = np.round(row * 6) / 6
                     row = np.where(np.abs(rounded - row) < 0.05 * np.abs(row), rounded, row)
@@ -222,6 +223,20 @@ def sparse_basis(null: np.ndarray, zero: float) -> np.ndarray:
     for row in rows:
         row /= np.abs(row[row != 0]).min()
         row *= np.sign(row[np.nonzero(row)[0][0]])
+    return rows
+
+
+def _of_two_exponents(rows: np.ndarray) -> np.ndarray:
+    """A basis of the same space in which more rows have one exponent, or two of opposite signs, as gauges have."""
+
+    def simple(row: np.ndarray) -> bool:
+        values = np.unique(row[row != 0].round(5))
+        return len(values) == 1 or (len(values) == 2 and values[0] * values[1] < 0)
+
+    rows = rows.copy()
+    for i, j, factor in itertools.product(range(len(rows)), range(len(rows)), (1.0, -1.0, 2.0, -2.0)):
+        if i != j and not simple(rows[i]) and simple(changed := rows[i] + factor * rows[j]):
+            rows[i] = changed
     return rows
 
 

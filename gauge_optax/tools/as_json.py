@@ -42,14 +42,7 @@ def to_json(gauges: Gauges) -> str:
       ]
     }
     """
-    entries = []
-    for gauge in product(gauges).parts:
-        if not isinstance(gauge, BlockGauge) or gauge.name not in CONSTRUCTORS:
-            raise binding_error(
-                "to_json", f"a gauge of another class, {type(gauge).__name__}", repr(gauge),
-                f"one of {', '.join(sorted(CONSTRUCTORS))}", "store the arguments of your class yourself")
-        entries.append({"kind": gauge.name, **gauge._arguments()})
-    return json.dumps({"format": FORMAT, "gauges": entries}, indent=2)
+    return json.dumps({"format": FORMAT, "gauges": [_entry(gauge) for gauge in product(gauges).parts]}, indent=2)
 
 
 def from_json(text: str, shapes: Mapping[str, Sequence[int]] | None = None) -> list[Gauge]:
@@ -86,6 +79,17 @@ def from_json(text: str, shapes: Mapping[str, Sequence[int]] | None = None) -> l
     return gauges
 
 
+def _entry(gauge: Gauge) -> dict[str, Any]:
+    """A gauge as its constructor's name and arguments; the norms that it passes are entries too."""
+    if not isinstance(gauge, BlockGauge) or gauge.name not in CONSTRUCTORS:
+        raise binding_error(
+            "to_json", f"a gauge of another class, {type(gauge).__name__}", repr(gauge),
+            f"one of {', '.join(sorted(CONSTRUCTORS))}", "store the arguments of your class yourself")
+    arguments = gauge._arguments()
+    norms = {"norms": [_entry(norm) for norm in arguments["norms"]]} if "norms" in arguments else {}
+    return {"kind": gauge.name, **arguments, **norms}
+
+
 def _call(entry: Any) -> Call:
     """The constructor call of one JSON entry."""
     kind = str(entry.get("kind")) if isinstance(entry, dict) else ""
@@ -103,5 +107,6 @@ def _call(entry: Any) -> Call:
         if isinstance(entry.get(name), dict) and name != "sizes":
             blocks = entry[name].items()
             roles[name] = {path: tuple(axes) if isinstance(axes, list) else axes for path, axes in blocks}
-    options = {name: value for name, value in entry.items() if name not in ("kind", "sizes", *roles)}
-    return Call(kind, roles, options, entry.get("sizes", {}))
+    options = {name: value for name, value in entry.items() if name not in ("kind", "sizes", "norms", *roles)}
+    norms = tuple(_call(norm) for norm in entry.get("norms", ()))
+    return Call(kind, roles, options, entry.get("sizes", {}), norms)

@@ -7,15 +7,16 @@ import pytest
 
 import gauge_optax as go
 from models import lm
-from tests.cases import GAUGE_CASES
+from tests.cases import FLAT_CASES, GAUGE_CASES
 
-OURS = [case for case in GAUGE_CASES if not case.name.startswith("user_gauge")]
+OURS = [case for case in (*GAUGE_CASES, *FLAT_CASES) if not case.name.startswith("user_gauge")]
 
 
 @pytest.mark.parametrize("case", OURS, ids=lambda case: case.name)
 def test_gauges_come_back_equal(case: Any) -> None:
     gauges = case.gauges()
     assert go.from_json(go.to_json(gauges)) == list(go.product(gauges).parts)
+    assert eval(repr(go.product(gauges)), {"go": go}) == go.product(gauges)
 
 
 def test_it_says_the_constructors_own_arguments() -> None:

@@ -30,6 +30,7 @@ from examples import (
     self_tests,
     sparse_parity,
     starts,
+    whole_model,
 )
 
 RESULTS = Path(__file__).parent / "results"
@@ -69,6 +70,7 @@ def _demo(runs: Any) -> str:
 SECTIONS = [
     Section("demo", "Twins of a small language model", _demo),
     Section("starts", "From three usual starts", starts.section),
+    Section("whole_model", "Every symmetry of a decoder on the quotient", whole_model.section),
     Section("lora", "Fine-tuning with LoRA: rules, ranks and starts", lora.section),
     Section("rotational_walk", "Rotational equilibrium: a random walk", rotational_walk.section),
     Section("rotational_networks", "Rotational equilibrium: trained networks", rotational_networks.section),

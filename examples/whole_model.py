@@ -228,7 +228,7 @@ def figure(result: Result, path: Path) -> None:
                 by_seed.plot(losses - base, np.full(len(losses), row), "o", color=COLORS[arm], alpha=0.5)
                 by_seed.plot((losses - base).mean(), row, "|", color=COLORS[arm], ms=22, mew=3)
             by_seed.set_yticks(range(len(found)), list(found))
-            by_seed.invert_yaxis()
+            by_seed.set_ylim(len(found) - 0.5, -0.5)
             by_seed.legend(fontsize=8, loc="lower right")
         by_seed.set(title=f"{name}: loss at the best rate, less that of usual", xlabel="nats per byte; left is better")
         for offset, width, shade in ((-0.2, WIDTH, 0.45), (0.2, LARGER, 1.0)):

@@ -20,6 +20,7 @@ bounds their number.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -38,6 +39,7 @@ Function = Callable[[Any, Any], Sequence[jax.Array]]
 
 _BYTES = 2**28  # of gradients that are held at once
 _INSIDE = 1e-6  # relative distance from the span of the orbits up to which a direction lies in it
+_ROUNDS, _SOLVED = 60, 1e-11  # of the projection onto the span: iterations, and the relative size of what may be left
 _MOST = 8  # unexplained directions of a block that are counted; then it says "or more"
 _FOR_NORMS = 24  # random rows from which the sizes of the Jacobian's columns are estimated
 
@@ -235,72 +237,81 @@ def spread(block: Block, reached: np.ndarray, direction: np.ndarray, leaves: Lea
 class Span:
     """The span of the orbits of gauges at a point, without a basis of it.
 
+    `horizontal` of a list projects along its orbits. Some lists have no common one, because their gauges share leaves
+    in a circle; let T then be the product of the projections of parts of the list. A direction v in the span with
+    (I − T)·v = (I − T)·x is what x has in the span, and iterations that start from (I − T)·x stay in it.
+
     Args:
       gauges: any list.
       params: the point.
       leaves: its float64 leaves by path.
-
-    Attributes:
-      outsides: maps of a direction, flat, to its part outside of some orbits, which is zero if and only if the direction
-        is in their span. There is one for all gauges, unless they share leaves in a circle: then the largest are taken
-        out of the list until the rest has a common `vertical`, and each of them has a map of its own.
     """
 
     def __init__(self, gauges: Sequence[Gauge], params: Any, leaves: Leaves) -> None:
-        together, apart = list(gauges), []
-        for gauge in [None, *sorted(gauges, key=lambda g: -g.dim(params))]:
-            if gauge is not None:
-                together.remove(gauge)
-                apart.append(gauge)
+        smallest = sorted(gauges, key=lambda g: g.dim(params))
+        few = (list(apart) for count in range(3) for apart in itertools.combinations(smallest, count))
+        for apart in itertools.chain(few, [smallest]):
+            together = [gauge for gauge in gauges if not any(gauge is other for other in apart)]
             try:
-                _ = product(together)._slice(params).order
+                s = product(together)._slice(params)
+                _ = s.order, s.divided
                 break
             except ValueError:
                 continue
         self._leaves = leaves
-        lists = [product(together)] * bool(together) + apart
-        self.outsides = [self._outside(gauge, params) for gauge in lists]
+        self._across = [self._horizontal(g, params) for g in ([product(together)] if together else []) + apart]
 
-    def _outside(self, gauge: Gauge, params: Any) -> Callable[[np.ndarray], np.ndarray]:
+    def _horizontal(self, gauge: Gauge, params: Any) -> Callable[[np.ndarray], np.ndarray]:
         cuts = np.cumsum([x.size for x in self._leaves.values()])[:-1]
         shapes = {path: x.shape for path, x in self._leaves.items()}
 
         @jax.jit
-        def outside(leaves: Any, flat: jax.Array) -> jax.Array:
+        def across(leaves: Any, flat: jax.Array) -> jax.Array:
             parts = jnp.split(flat, cuts)
             tangent = {path: x.reshape(shapes[path]) for path, x in zip(shapes, parts, strict=True)}
-            moved = leaves_by_path(gauge.horizontal(with_leaves(params, leaves), with_leaves(params, tangent)))
-            return jnp.concatenate([moved[path].ravel() for path in shapes])
+            kept = leaves_by_path(gauge.horizontal(with_leaves(params, leaves), with_leaves(params, tangent)))
+            return jnp.concatenate([kept[path].ravel() for path in shapes])
 
-        return lambda flat: np.asarray(outside(dict(self._leaves), flat))
+        return lambda flat: np.asarray(across(dict(self._leaves), flat))
+
+    def _moved(self, direction: np.ndarray) -> np.ndarray:
+        """(I − T) times a direction: a direction in the span."""
+        kept = direction
+        for across in self._across:
+            kept = across(kept)
+        return direction - kept
+
+    def outside(self, direction: np.ndarray) -> np.ndarray:
+        """A direction less its part in the span: linear, and zero if and only if the direction is in the span."""
+        rest, inside = self._moved(direction), np.zeros_like(direction)
+        done: list[tuple[np.ndarray, np.ndarray]] = []  # directions of the span, and (I − T) times them, orthonormal
+        while np.linalg.norm(rest) > _SOLVED * np.linalg.norm(direction) and len(done) < _ROUNDS:
+            step, image = rest, self._moved(rest)
+            for _ in range(2):  # once more for roundoff
+                for before, other in done:
+                    along = other @ image
+                    step, image = step - along * before, image - along * other
+            size = np.linalg.norm(image)
+            done.append((step / size, image / size))
+            along = done[-1][1] @ rest
+            rest, inside = rest - along * done[-1][1], inside + along * done[-1][0]
+        return direction - inside
 
 
 def unexplained_in(
     block: Block, dead: np.ndarray, reached: np.ndarray, span: Span, leaves: Leaves, rng: np.random.Generator
 ) -> np.ndarray:
-    """What the orbits lack of a block's dead directions, an orthonormal basis as rows; of one list at most `_MOST`."""
+    """What the orbits lack of a block's dead directions, an orthonormal basis as rows: at most `_MOST`."""
     rest = np.zeros((0, sum(x.size for x in leaves.values())))
-    if not span.outsides:
-        return np.stack([spread(block, reached, row, leaves) for row in dead[:_MOST]]) if len(dead) else rest
     # Random combinations: the first that adds nothing says that none would.
     for _ in range(min(_MOST, len(dead))):
         direction = spread(block, reached, rng.standard_normal(len(dead)) @ dead, leaves)
-        new = span.outsides[0](direction)
+        new = span.outside(direction)
         new = new - rest.T @ (rest @ new)
         if np.linalg.norm(new) <= _INSIDE * np.linalg.norm(direction):
             break
         rest = np.concatenate([rest, new[None] / np.linalg.norm(new)])
-    if not len(rest) or len(span.outsides) == 1:
-        return rest
-    # Several lists: a direction is explained if it is a sum of directions of the block, each in the span of one list.
-    directions, inside = np.stack([spread(block, reached, row, leaves) for row in dead]), []
-    for outside in span.outsides:
-        left = np.stack([outside(direction) for direction in directions])
-        values, vectors = np.linalg.eigh(left @ left.T)
-        inside.append(vectors[:, values <= _INSIDE**2].T)
-    _, sizes, right = np.linalg.svd(np.concatenate(inside))
-    lost: np.ndarray = right[int((sizes > _INSIDE).sum()) :] @ directions
-    return lost
+    return rest
 
 
 # A bound for all ------------------------------------------------------------------------------------------

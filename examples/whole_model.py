@@ -37,7 +37,7 @@ import gauge_optax as go
 from benchmarks.timing import in_turns, prepared, quartiles
 from examples import cli, data, study
 from examples.starts import BATCH, DECAY, HELD_OUT, LENGTH, WARMUP, batches, held_out
-from examples.sweep import RATIO, Cell, Result, Sweep, best, fill, key, markdown, trained
+from examples.sweep import RATIO, Cell, Result, Sweep, best, fill, markdown, trained
 from models import lm
 
 matplotlib.use("Agg")
@@ -65,8 +65,11 @@ ROUNDS = 30  # of timed updates
 def model(name: str, width: int = WIDTH) -> lm.LMConfig:
     """Four heads; of the Llama's, two share a key head."""
     groups = 2 if name == "llama" else 4
-    sizes = dict(vocab=data.VOCAB, d_model=width, layers=2, heads=4, kv_heads=groups, d_head=width // 4, max_len=LENGTH)
-    return lm.LMConfig(**sizes, d_ff=4 * width if name == "gpt" else 3 * width, **MODELS[name])
+    hidden = 4 * width if name == "gpt" else 3 * width
+    return lm.LMConfig(
+        vocab=data.VOCAB, d_model=width, layers=2, heads=4, kv_heads=groups, d_head=width // 4, d_ff=hidden,
+        max_len=LENGTH, **MODELS[name],
+    )  # fmt: skip
 
 
 def optimizer(arm: str, config: lm.LMConfig, rate: optax.ScalarOrSchedule) -> optax.GradientTransformation:
@@ -209,14 +212,15 @@ def figure(result: Result, path: Path) -> None:
     for name, (by_rate, by_seed, cost) in zip(MODELS, axes, strict=True):
         found = finals(result, name)
         for arm in ARMS:
-            if losses := swept((name, arm)).losses(result):
-                values = np.array(list(losses.values()))
-                by_rate.plot(list(losses), values.mean(1), ".-", color=COLORS[arm], label=arm)
-                by_rate.fill_between(list(losses), values.min(1), values.max(1), color=COLORS[arm], alpha=0.15, lw=0)
+            if by_arm := swept((name, arm)).losses(result):
+                values = np.array(list(by_arm.values()))
+                by_rate.plot(list(by_arm), values.mean(1), ".-", color=COLORS[arm], label=arm)
+                by_rate.fill_between(list(by_arm), values.min(1), values.max(1), color=COLORS[arm], alpha=0.15, lw=0)
         if found:
             lowest = min(losses.mean() for _, losses in found.values())
             by_rate.set_ylim(lowest - 0.05, lowest + 0.4)
-        by_rate.set(title=f"{name}: loss by peak rate", xlabel="peak learning rate", ylabel="nats per byte", xscale="log")
+        by_rate.set(title=f"{name}: loss by peak rate", xlabel="peak learning rate", ylabel="nats per byte")
+        by_rate.set_xscale("log")
         ticks = sorted({line for arm in ARMS for line in swept((name, arm)).losses(result)})
         by_rate.set_xticks(ticks, [f"{rate:g}" for rate in ticks])
         by_rate.set_xticks([], minor=True)

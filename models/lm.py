@@ -287,9 +287,7 @@ def gauges(config: LMConfig, linear: bool = False) -> list[go.Gauge]:
     ]
 
 
-def whole_gauges(
-    config: LMConfig, linear: bool = True, residual: bool = True, hold: bool = False
-) -> list[go.Gauge]:
+def whole_gauges(config: LMConfig, linear: bool = True, residual: bool = True, hold: bool = False) -> list[go.Gauge]:
     """Every symmetry of this configuration: `gauges`, and the dead directions that are left beside them.
 
     Args:

@@ -115,12 +115,12 @@ def blocks_of(trace: Trace, leaves: Leaves, most: int, rng: np.random.Generator)
                 break
     small = {path: x for path, x in leaves.items() if x.size <= most // 6}
     for layer in _by_layer(small):
-        entries, kind = {}, []
+        entries, names = {}, []
         for path in sorted(layer, key=lambda path: leaves[path].size):
             if sum(map(len, entries.values())) + leaves[path].size <= most:
                 entries[path] = np.arange(leaves[path].size)
-                kind.append(template(path))
-        found.setdefault(("small", *sorted(kind)), []).append(Block(f"all of {', '.join(sorted(kind))}", entries))
+                names.append(template(path))
+        found.setdefault(("small", *sorted(names)), []).append(Block(f"all of {', '.join(sorted(names))}", entries))
     return [alike[int(rng.integers(len(alike)))] for alike in found.values()]
 
 
@@ -224,7 +224,8 @@ def spread(block: Block, reached: np.ndarray, direction: np.ndarray, leaves: Lea
     """A direction of a block's reached entries as one of all parameters, flat."""
     inside = np.zeros(block.size)
     inside[reached] = direction
-    parts = dict(zip(block.entries, np.split(inside, np.cumsum([len(x) for x in block.entries.values()])[:-1])))
+    cuts = np.cumsum([len(x) for x in block.entries.values()])[:-1]
+    parts = dict(zip(block.entries, np.split(inside, cuts), strict=True))
     out = []
     for path, leaf in leaves.items():
         flat = np.zeros(leaf.size)
@@ -381,8 +382,3 @@ def _weight_of_zero(diagonal: np.ndarray, beside: np.ndarray) -> float:
         before = beside[j - 1] * values[j - 1] if j else 0.0
         values.append(-(diagonal[j] * values[j] + before) / across)
     return 1.0 / float(np.sum(np.square(values)))
-
-
-def refuse(what: str, found: str, expected: str, remedy: str) -> ValueError:
-    """The error of a census."""
-    return binding_error("census", what, found, expected, remedy)

@@ -84,8 +84,10 @@ class Census(NamedTuple):
         rows += [f"{g.name[:44]:44} {g.dim:6d} {x:6} {g.seen:18.1e}" for g, x in zip(self.gauges, alone, strict=True)]
         gap = f"(singular values {self.gap[0]:.0e} | {self.gap[1]:.0e})"
         if self.blocks:
-            rows += ["", f"{'block':72} {'entries':>8} {'dead':>6} {'unexplained':>12}"]
-            rows += [f"{b.name[:72]:72} {b.size:8d} {b.dead:6d} {b.unexplained:12d}" for b in self.blocks]
+            rows += ["", f"{'block':64} {'entries':>8} {'dead':>6} {'unreached':>10} {'unexplained':>12}"]
+            rows += [
+                f"{b.name[:64]:64} {b.size:8d} {b.dead:6d} {b.unreached:10d} {b.unexplained:12d}" for b in self.blocks
+            ]
             rows += [
                 "",
                 f"{self.parameters} parameters, at least {self.dead} dead directions: {self.explained} along orbits, "
@@ -115,7 +117,7 @@ class Census(NamedTuple):
         """
         import matplotlib.pyplot as plt  # an extra, which only figures need
 
-        rows = [(g.name, g.dim, "tab:blue") for g in self.gauges if g.dim]
+        rows: list[tuple[str, float, str]] = [(g.name, g.dim, "tab:blue") for g in self.gauges if g.dim]
         rows += [("not reached by the batches", self.unreached, "0.5")] if self.unreached else []
         lost = sorted(((x, path) for path, x in self.by_leaf.items() if x > 0.01), reverse=True)
         rows += [("no gauge explains, in all", self.unexplained, "crimson")]
@@ -125,7 +127,8 @@ class Census(NamedTuple):
         names, lengths, colours = zip(*rows, strict=True)
         names = tuple(name if len(name) <= 60 else f"{name[:58]} …" for name in names)
         drawn = axes.barh(range(len(rows)), lengths, color=colours)
-        axes.bar_label(drawn, [f"{x:,.4g}" if isinstance(x, float) else f"{x:,}" for x in lengths], padding=3, fontsize=8)
+        labels = [f"{x:,.1f}" if isinstance(x, float) else f"{x:,}" for x in lengths]
+        axes.bar_label(drawn, labels, padding=3, fontsize=8)
         axes.set_yticks(range(len(rows)), names, fontsize=8)
         axes.invert_yaxis()
         axes.margins(x=0.12)
@@ -285,7 +288,8 @@ def _seen(
     @jax.jit
     def pushed(leaves: Any, batch: Any, tangent: Any) -> jax.Array:
         _, change = jax.jvp(lambda p: list(fn(p, batch)), (leaves,), (tangent,))
-        return sum(jnp.sum(jnp.square(x)) for x in change) / sum(jnp.sum(jnp.square(x)) for x in tangent.values())
+        seen, moved = (jnp.stack([jnp.sum(jnp.square(x)) for x in part]) for part in (change, tangent.values()))
+        return jnp.sum(seen) / jnp.sum(moved)
 
     def change(tangent: Mapping[str, Any]) -> float:
         return math.sqrt(sum(float(pushed(dict(stored), batch, dict(tangent))) for batch in batches))

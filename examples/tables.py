@@ -31,6 +31,7 @@ from examples import (
     self_tests,
     sparse_parity,
     starts,
+    whole_model,
 )
 
 RESULTS = Path(__file__).parent / "results"
@@ -70,6 +71,7 @@ def _demo(runs: Any) -> str:
 SECTIONS = [
     Section("demo", "Twins of a small language model", _demo),
     Section("starts", "From three usual starts", starts.section),
+    Section("whole_model", "Every symmetry of a decoder on the quotient", whole_model.section),
     Section("lora", "Fine-tuning with LoRA: rules, ranks and starts", lora.section),
     Section("packed", "Packed heads: training what a gauge leaves", packed.section),
     Section("rotational_walk", "Rotational equilibrium: a random walk", rotational_walk.section),

@@ -287,16 +287,17 @@ def gauges(config: LMConfig, linear: bool = False) -> list[go.Gauge]:
     ]
 
 
-def whole_gauges(config: LMConfig, linear: bool = True, residual: bool = True) -> list[go.Gauge]:
+def whole_gauges(config: LMConfig, linear: bool = True, residual: bool = True, hold: bool = False) -> list[go.Gauge]:
     """Every symmetry of this configuration: `gauges`, and the dead directions that are left beside them.
 
     Args:
       config: the model's.
-      linear: as in `gauges`.
+      linear: as in `gauges`. To train a LayerNorm model with biases, pass False: then every gauge has an anchor.
       residual: whether to add the rotation of the residual stream, the costliest of them in training.
+      hold: whether optimizers hold that rotation.
     """
     return [
-        *(_residual_gauge(config) if residual else []),
+        *(_residual_gauge(config, hold) if residual else []),
         *_centring_gauges(config),
         *gauges(config, linear),
         *_bias_gauges(config),
@@ -322,13 +323,13 @@ def _writers(c: LMConfig) -> dict[str, str]:
     return embeddings | kernels | biases
 
 
-def _residual_gauge(c: LMConfig) -> list[go.Gauge]:
+def _residual_gauge(c: LMConfig, hold: bool) -> list[go.Gauge]:
     """The rotation of the stream; none where a tied head reads the embedding through the final norm's scale."""
     if c.tied:
         return []
     read = {f"{m}/kernel": f"basis {axes}" for modules in _readers(c).values() for m, axes in modules.items()}
     write = {path: f"{axes}basis" for path, axes in _writers(c).items()}
-    return [go.residual_rotation(read, write, _norm_gauges(c), centred=c.norm == "layernorm")]
+    return [go.residual_rotation(read, write, _norm_gauges(c), centred=c.norm == "layernorm", hold=hold)]
 
 
 def _centring_gauges(c: LMConfig) -> list[go.Gauge]:

@@ -85,8 +85,8 @@ class Report:
     def certificate(self) -> Census:
         """How many dead directions the function has at a generic point, and how many of them the gauges explain.
 
-        It is computed when it is first asked for, by a dense `go.census`: seconds for 2,000 parameters, minutes for
-        12,000, which are the most. For a large tree it is that of the small instance on which gauges were searched. Its
+        It is computed when it is first asked for, by `go.census`: seconds for 2,000 parameters, minutes for 12,000; of
+        more parameters the directions in blocks of entries are counted. For a large tree it is that of the small instance on which gauges were searched. Its
         inputs are new ones, drawn from the numbers that the batches hold. Raises what `go.census` raises.
         """
         if self.census is None:

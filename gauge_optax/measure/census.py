@@ -20,10 +20,13 @@ from gauge_optax.binding import binding_error, leaves_by_path, with_leaves
 from gauge_optax.discovery import checks
 from gauge_optax.discovery.checks import Outputs
 from gauge_optax.discovery.lift import in_double
+from gauge_optax.discovery.trace import walk
 from gauge_optax.gauges.gauge import Gauge, Gauges, product
+from gauge_optax.measure.blocks import BlockCount, Span, blocks_of, null_space, rows_of, unexplained_in, upper_bound
 
 _CHUNK = 128  # rows of the Jacobian that are computed at once
-_MOST = 12_000  # parameters; the Jacobian is dense
+_MOST = 12_000  # parameters of which the whole Jacobian is made; of larger models, blocks of it
+_STEPS = 64  # of Lanczos, for an upper bound
 _SPAN = 1e-9  # relative size below which a direction lies in the span of others
 
 
@@ -48,15 +51,18 @@ class Census(NamedTuple):
 
     Attributes:
       parameters: entries of all floating-point leaves.
-      rank: the rank of the Jacobian of the outputs.
+      rank: the rank of the Jacobian of the outputs; with `blocks`, at most that.
       dead: parameters − rank.
-      explained: dead directions in the span of all orbits.
-      overlap: how much the orbits' dimensions add up to beyond their span.
-      unreached: dead directions, not explained, along entries that the batches do not reach.
-      unexplained: all other dead directions.
+      explained: dead directions in the span of all orbits; with `blocks`, the orbits' dimensions, added up.
+      overlap: how much the orbits' dimensions add up to beyond their span; with `blocks`, 0.
+      unreached: dead directions, not explained, along entries that the batches do not reach; with `blocks`, 0.
+      unexplained: all other dead directions; with `blocks`, those that were found in a block.
       by_leaf: leaf path → its share of the unexplained directions; they add up to `unexplained`.
       gauges: one `GaugeCount` per gauge.
-      gap: the largest singular value that was counted as zero, and the smallest that was not, relative to the largest.
+      gap: the largest singular value that was counted as zero, and the smallest that was not, relative to the largest;
+        with `blocks`, those of the block in which they are closest.
+      blocks: the blocks in which directions were counted; () where all parameters were one.
+      bound: an upper bound for all dead directions and its standard error; None if none was asked for.
     """
 
     parameters: int
@@ -69,23 +75,39 @@ class Census(NamedTuple):
     by_leaf: Mapping[str, float]
     gauges: tuple[GaugeCount, ...]
     gap: tuple[float, float]
+    blocks: tuple[BlockCount, ...] = ()
+    bound: tuple[float, float] | None = None
 
     def __str__(self) -> str:
-        rows = [f"{'gauge':44} {'orbit':>6} {'alone':>6} {'outputs change by':>18}"]
-        rows += [f"{g.name[:44]:44} {g.dim:6d} {g.alone:6d} {g.seen:18.1e}" for g in self.gauges]
-        rows += [
-            "",
-            f"{self.parameters} parameters, rank {self.rank}: {self.dead} dead directions "
-            f"(singular values {self.gap[0]:.0e} | {self.gap[1]:.0e})",
-            f"{self.explained} explained by orbits (overlap {self.overlap}), "
-            f"{self.unreached} not reached by the batches, {self.unexplained} unexplained",
-        ]
+        alone = [f"{g.alone:6d}" if not self.blocks else "" for g in self.gauges]
+        rows = [f"{'gauge':44} {'orbit':>6} {'' if self.blocks else 'alone':>6} {'outputs change by':>18}"]
+        rows += [f"{g.name[:44]:44} {g.dim:6d} {x:6} {g.seen:18.1e}" for g, x in zip(self.gauges, alone, strict=True)]
+        gap = f"(singular values {self.gap[0]:.0e} | {self.gap[1]:.0e})"
+        if self.blocks:
+            rows += ["", f"{'block':64} {'entries':>8} {'dead':>6} {'unreached':>10} {'unexplained':>12}"]
+            rows += [
+                f"{b.name[:64]:64} {b.size:8d} {b.dead:6d} {b.unreached:10d} {b.unexplained:12d}" for b in self.blocks
+            ]
+            rows += [
+                "",
+                f"{self.parameters} parameters, at least {self.dead} dead directions: {self.explained} along orbits, "
+                f"{self.unexplained} unexplained in blocks {gap}",
+            ]
+        else:
+            rows += [
+                "",
+                f"{self.parameters} parameters, rank {self.rank}: {self.dead} dead directions {gap}",
+                f"{self.explained} explained by orbits (overlap {self.overlap}), "
+                f"{self.unreached} not reached by the batches, {self.unexplained} unexplained",
+            ]
+        if self.bound is not None:
+            rows += [f"at most {self.bound[0]:.0f} ± {self.bound[1]:.0f} dead directions, by random probes"]
         leaves = sorted(((x, path) for path, x in self.by_leaf.items() if x > 0.01), reverse=True)
         rows += [f"  {path}: {share:.2f}" for share, path in leaves]
         return "\n".join(rows)
 
     def plot(self, axes: Any = None) -> Any:
-        """Draws the parameters as one bar: useful, explained by each gauge, not reached, unexplained.
+        """Draws the dead directions: a bar per gauge, and red bars for those that no gauge explains.
 
         Args:
           axes: matplotlib axes; a new figure by default.
@@ -95,20 +117,28 @@ class Census(NamedTuple):
         """
         import matplotlib.pyplot as plt  # an extra, which only figures need
 
-        axes = plt.subplots(figsize=(9, 1.8), layout="constrained")[1] if axes is None else axes
-        parts: list[tuple[str, int, Any]] = [("useful", self.rank, "0.85")]
-        shades = plt.get_cmap("tab20")
-        parts += [(g.name.split("(")[0], g.alone, shades(k % 20)) for k, g in enumerate(self.gauges) if g.alone]
-        shared = self.explained - sum(g.alone for g in self.gauges)
-        parts += [("several gauges", shared, "0.6"), ("not reached", self.unreached, "0.4")]
-        parts += [("unexplained", self.unexplained, "crimson")]
-        left = 0
-        for name, length, colour in parts:
-            if length:
-                axes.barh(0, length, left=left, color=colour, label=f"{name} {length}", edgecolor="white")
-                left += length
-        axes.set(yticks=[], xlabel="dimensions of the parameter space", xlim=(0, self.parameters))
-        axes.legend(ncols=4, fontsize=8, loc="lower center", bbox_to_anchor=(0.5, 1.0))
+        rows: list[tuple[str, float, str]] = [(g.name, g.dim, "tab:blue") for g in self.gauges if g.dim]
+        rows += [("not reached by the batches", self.unreached, "0.5")] if self.unreached else []
+        lost = sorted(((x, path) for path, x in self.by_leaf.items() if x > 0.01), reverse=True)
+        rows += [("no gauge explains, in all", self.unexplained, "crimson")]
+        rows += [(f"of these, in {path}", share, "lightcoral") for share, path in lost]
+        height = 1.2 + 0.27 * len(rows)
+        axes = plt.subplots(figsize=(9, height), layout="constrained")[1] if axes is None else axes
+        names, lengths, colours = zip(*rows, strict=True)
+        names = tuple(name if len(name) <= 60 else f"{name[:58]} …" for name in names)
+        drawn = axes.barh(range(len(rows)), lengths, color=colours)
+        labels = [f"{x:,.1f}" if isinstance(x, float) else f"{x:,}" for x in lengths]
+        axes.bar_label(drawn, labels, padding=3, fontsize=8)
+        axes.set_yticks(range(len(rows)), names, fontsize=8)
+        axes.invert_yaxis()
+        axes.margins(x=0.12)
+        least = "at least " if self.blocks else ""
+        axes.set(
+            xlabel="dimensions",
+            title=f"{self.parameters:,} parameters: {least}{self.dead:,} directions change no output",
+        )
+        if self.overlap:
+            axes.set_xlabel(f"dimensions (gauges share {self.overlap}, which stand in several bars)")
         return axes
 
 
@@ -120,18 +150,30 @@ def census(
     outputs: Outputs = "logits",
     *,
     cutoff: float = 1e-10,
+    block: int = 2_000,
+    probes: int = 0,
     seed: int = 0,
     progress: bool = True,
 ) -> Census:
     """Counts the dead directions of a function at a point, and those that gauges explain.
 
+    Up to 12,000 parameters, all of them are counted. In a larger model, the directions along orbits are checked, and
+    dead directions are counted in *blocks* of entries while all other entries are held: some indices of every hidden
+    space in all leaves that have it, and the small leaves of a layer. Blocks find a symmetry whose moves fit in one;
+    they miss what moves all entries at once, such as a rotation of a wide residual stream.
+
     Args:
       fn: pure function (params, batch) to outputs, an array or a tree of them; called in float64.
       params: the point; arrays. Take trained or random weights: zeros and equal numbers have directions of their own.
-      batches: values that `fn` accepts. Together they need at least as many output numbers as there are parameters.
+      batches: values that `fn` accepts. Together they need at least as many output numbers as there are parameters, or
+        entries in a block; in a block also more rows of inputs (tokens) than the kernels have.
       gauges: the gauges that should explain the dead directions.
       outputs: as in `discover`: with "logits", a number that is added to all entries along the last axis is no change.
       cutoff: singular values below this share of the largest count as zero.
+      block: the most entries of a block, for models of more than 12,000 parameters. Time grows with its cube.
+      probes: random directions for an upper bound of all dead directions, at least 2; 0 for no bound. The bound sees
+        flat directions as well as dead ones, so that it is loose for large models. It needs `matfree`, which
+        `pip install "gauge_optax[measure]"` installs.
       seed: of projections and directions.
       progress: whether to show a bar.
 
@@ -139,7 +181,8 @@ def census(
       The counts; `print` shows them as a table, `.plot()` draws them.
 
     Raises:
-      ValueError: more than 12,000 parameters, of which the dense Jacobian would be too large; too few outputs.
+      ValueError: too few outputs; one probe, which has no standard error.
+      ImportError: probes without `matfree`.
 
     >>> def fn(p, x):
     ...     return jax.nn.relu(x @ p["up"]) @ p["down"]
@@ -156,42 +199,119 @@ def census(
     Reference: docs/design.md §5.
     """
     batches = list(batches)
+    if probes == 1 or probes < 0:
+        raise binding_error(
+            "census", "too few probes", f"probes={probes}", "0, or at least 2, for a standard error", "pass probes=2"
+        )
     with jax.enable_x64(True):
         stored = {p: np.asarray(x, np.float64) for p, x in leaves_by_path(params).items() if _floating(x)}
         total = sum(x.size for x in stored.values())
-        if total > _MOST:
-            raise binding_error(
-                "census", f"{total:,} parameters", "a Jacobian that would not fit in memory", f"at most {_MOST:,}",
-                "take a small instance of the model, with the same layers and shorter axes",
-            )  # fmt: skip
 
         def compared(leaves: Mapping[str, Any], batch: Any) -> list[Any]:
             return checks.compared(fn(with_leaves(params, leaves), batch), outputs)
 
         dtypes = {path: x.dtype for path, x in leaves_by_path(params).items() if path in stored}
         double = in_double(compared, stored, dtypes, batches[0])
-        rng = np.random.default_rng(seed)
-        jacobian = _jacobian(double, stored, batches, total, rng, progress)
-        sizes, right = _right_vectors(jacobian)
-        kept = sizes > cutoff * sizes[0]
-        rank, dead = int(kept.sum()), right[int(kept.sum()) :]
-        orbits = [_orbit(gauge, with_leaves(params, stored), stored, rng) for gauge in product(gauges).parts]
-        scale = float(np.linalg.norm(jacobian)) / math.sqrt(total)
-        counts = _counts(product(gauges).parts, orbits, jacobian, scale)
+        rng, point, parts = np.random.default_rng(seed), with_leaves(params, stored), product(gauges).parts
+        counted = _in_blocks if total > _MOST else _whole
+        found = counted(double, stored, point, batches, parts, cutoff, block, rng, progress)
+        if probes:
+            found = found._replace(bound=upper_bound(double, stored, batches, probes, _STEPS, rng, progress))
+    return found
 
-        basis = _basis(orbits, total)
-        inside = int(np.linalg.matrix_rank(basis @ dead.T, _SPAN)) if len(basis) and len(dead) else 0
-        unreached = np.flatnonzero(np.abs(jacobian).max(0) <= cutoff * scale)
-        wider = _basis([basis, np.eye(total)[unreached]], total)
-        rest = _basis([dead - (dead @ wider.T) @ wider], total, absolute=1e-6)
-        shares = np.split(np.square(rest).sum(0), np.cumsum([x.size for x in stored.values()])[:-1])
+
+def _whole(
+    fn: Callable[..., Any], stored: Mapping[str, np.ndarray], point: Any, batches: Sequence[Any],
+    gauges: Sequence[Gauge], cutoff: float, block: int, rng: np.random.Generator, progress: bool,
+) -> Census:  # fmt: skip
+    """The census of all parameters at once."""
+    total = sum(x.size for x in stored.values())
+    jacobian = _jacobian(fn, stored, batches, total, rng, progress)
+    sizes, right = _right_vectors(jacobian)
+    kept = sizes > cutoff * sizes[0]
+    rank, dead = int(kept.sum()), right[int(kept.sum()) :]
+    orbits = [_orbit(gauge, point, stored, rng) for gauge in gauges]
+    scale = float(np.linalg.norm(jacobian)) / math.sqrt(total)
+    counts = _counts(gauges, orbits, jacobian, scale)
+
+    basis = _basis(orbits, total)
+    inside = int(np.linalg.matrix_rank(basis @ dead.T, _SPAN)) if len(basis) and len(dead) else 0
+    unreached = np.flatnonzero(np.abs(jacobian).max(0) <= cutoff * scale)
+    wider = _basis([basis, np.eye(total)[unreached]], total)
+    rest = _basis([dead - (dead @ wider.T) @ wider], total, absolute=1e-6)
     singular = np.concatenate([sizes, np.zeros(total - len(sizes))]) / sizes[0]
     return Census(
         total, rank, total - rank, inside, sum(len(x) for x in orbits) - len(basis),
-        total - rank - inside - len(rest), len(rest),
-        {path: float(x.sum()) for path, x in zip(stored, shares, strict=True)}, tuple(counts),
+        total - rank - inside - len(rest), len(rest), _by_leaf(rest, stored), tuple(counts),
         (float(singular[rank]) if rank < total else 0.0, float(singular[rank - 1])),
     )  # fmt: skip
+
+
+def _in_blocks(
+    fn: Callable[..., Any], stored: Mapping[str, np.ndarray], point: Any, batches: Sequence[Any],
+    gauges: Sequence[Gauge], cutoff: float, block: int, rng: np.random.Generator, progress: bool,
+) -> Census:  # fmt: skip
+    """The census of a large model: of each orbit some directions, and all directions of some blocks."""
+    total = sum(x.size for x in stored.values())
+    closed = jax.make_jaxpr(lambda *x: fn(dict(zip(stored, x, strict=True)), batches[0]))(*stored.values())
+    blocks = blocks_of(walk(closed, list(stored)), stored, block, rng)
+    needed = max(each.size for each in blocks) + 64
+    outputs = sum(x.size for batch in batches for x in jax.eval_shape(fn, stored, batch))
+    if outputs < needed:
+        raise _too_few(outputs, f"{needed:,} entries of a block")
+    span, rest, counts = Span(gauges, point, stored), np.zeros((0, total)), []
+    for each, rows in zip(blocks, rows_of(fn, stored, batches, blocks, needed, rng, progress), strict=True):
+        dead, reached, gap = null_space(rows, cutoff)
+        lost = unexplained_in(each, dead, reached, span, stored, rng)
+        unreached = each.size - len(reached)
+        counts.append(BlockCount(each.name, each.size, len(dead) + unreached, unreached, len(lost), gap))
+        rest = np.concatenate([rest, lost])
+    # Two blocks may hold the same direction.
+    values, vectors = np.linalg.eigh(rest @ rest.T)
+    rest = (vectors[:, values > 1e-6] / np.sqrt(values[values > 1e-6])).T @ rest
+    seen = _seen(fn, stored, point, batches, gauges, rng)
+    dims = [gauge.dim(point) for gauge in gauges]
+    found = sum(dims) + len(rest)
+    return Census(
+        total, total - found, found, sum(dims), 0, 0, len(rest), _by_leaf(rest, stored),
+        tuple(GaugeCount(g._description, n, n, x) for g, n, x in zip(gauges, dims, seen, strict=True)),
+        min((count.gap for count in counts), key=lambda gap: gap[1] / max(gap[0], 1e-300)), tuple(counts),
+    )  # fmt: skip
+
+
+def _seen(
+    fn: Callable[..., Any], stored: Mapping[str, np.ndarray], point: Any, batches: Sequence[Any],
+    gauges: Sequence[Gauge], rng: np.random.Generator,
+) -> list[float]:  # fmt: skip
+    """The change of the outputs along a random direction of each orbit, relative to that along a random direction."""
+
+    @jax.jit
+    def pushed(leaves: Any, batch: Any, tangent: Any) -> jax.Array:
+        _, change = jax.jvp(lambda p: list(fn(p, batch)), (leaves,), (tangent,))
+        seen, moved = (jnp.stack([jnp.sum(jnp.square(x)) for x in part]) for part in (change, tangent.values()))
+        return jnp.sum(seen) / jnp.sum(moved)
+
+    def change(tangent: Mapping[str, Any]) -> float:
+        return math.sqrt(sum(float(pushed(dict(stored), batch, dict(tangent))) for batch in batches))
+
+    drawn = {path: rng.standard_normal(x.shape) for path, x in stored.items()}
+    scale, found = change(drawn), []
+    for gauge in gauges:
+        vertical = leaves_by_path(jax.jit(gauge.vertical)(point, with_leaves(point, drawn)))
+        found.append(change({path: vertical[path] for path in stored}) / scale)
+    return found
+
+
+def _by_leaf(basis: np.ndarray, stored: Mapping[str, np.ndarray]) -> dict[str, float]:
+    """How the directions of an orthonormal basis, its rows, are shared out over the leaves."""
+    shares = np.split(np.square(basis).sum(0), np.cumsum([x.size for x in stored.values()])[:-1])
+    return {path: float(x.sum()) for path, x in zip(stored, shares, strict=True)}
+
+
+def _too_few(outputs: int, than: str) -> ValueError:
+    return binding_error(
+        "census", f"{outputs:,} output numbers", than, "more outputs than that", "pass more batches, or larger ones"
+    )
 
 
 def _floating(leaf: Any) -> bool:
@@ -209,10 +329,7 @@ def _jacobian(
 
     sizes = [jax.eval_shape(flat, stored, batch).size for batch in batches]
     if sum(sizes) < total:
-        raise binding_error(
-            "census", f"{sum(sizes):,} output numbers", f"{total:,} parameters", "more outputs than parameters",
-            "pass more batches, or larger ones",
-        )  # fmt: skip
+        raise _too_few(sum(sizes), f"{total:,} parameters")
 
     @jax.jit
     def pulled(leaves: Any, batch: Any, weights: jax.Array) -> jax.Array:

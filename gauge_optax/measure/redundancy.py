@@ -9,37 +9,33 @@ residual rotation also where a tied head forbids it, and leaves out norm scales,
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
-import jax
-import numpy as np
-
 from gauge_optax.gauges.gauge import Gauges, product
 
 
 class Redundancy(NamedTuple):
-    """Redundant dimensions of a parameter tree.
+    """Redundant dimensions of a decoder.
 
     Attributes:
       parameters: entries of all leaves.
       total: dimensions along all orbits.
       parts: what they are made of; `total` is their sum.
-      paper: van Nierop's count, Eq. (17); None without a configuration.
+      paper: van Nierop's count, Eq. (17).
     """
 
     parameters: int
     total: int
     parts: Mapping[str, int]
-    paper: int | None = None
+    paper: int
 
     def __str__(self) -> str:
         rows = [f"{name:44} {n:15,}" for name, n in self.parts.items() if n]
         share = 100.0 * self.total / max(1, self.parameters)
         rows += [f"{'redundant':44} {self.total:15,}", f"{'parameters':44} {self.parameters:15,}  ({share:.2f} %)"]
-        if self.paper is not None:
-            rows.append(f"{'van Nierop, Eq. (17)':44} {self.paper:15,}")
+        rows.append(f"{'van Nierop, Eq. (17)':44} {self.paper:15,}")
         return "\n".join(rows)
 
 
-def redundancy(gauges: Gauges, params: Any) -> Redundancy:
+def redundancy(gauges: Gauges, params: Any) -> int:
     """Counts the dimensions along the orbits of a list of gauges.
 
     Args:
@@ -47,24 +43,20 @@ def redundancy(gauges: Gauges, params: Any) -> Redundancy:
       params: the parameters, or their shapes (`jax.eval_shape`).
 
     Returns:
-      The counts, per gauge. Orbits that share directions count them twice; `go.census` finds such an overlap.
+      The dimensions, summed over all gauges and their instances; `go.plan` shows them per gauge. Directions that two
+      orbits share are counted twice; `go.census` finds such an overlap.
 
     Raises:
       ValueError: bindings that do not fit the tree.
 
     >>> params = {"query": jnp.ones((6, 2, 3)), "key": jnp.ones((6, 2, 3))}
     >>> gauge = go.head_linear({"query": "_ head basis"}, {"key": "_ head basis"})
-    >>> found = go.redundancy(gauge, params)
-    >>> found.total, found.parameters  # 2 heads of 3 × 3
-    (18, 72)
+    >>> go.redundancy(gauge, jax.eval_shape(lambda: params))  # 2 heads of 3 × 3
+    18
 
     Reference: van Nierop, §3 and §4.5.
     """
-    parts: dict[str, int] = {}
-    for gauge in product(gauges).parts:
-        parts[gauge._description] = parts.get(gauge._description, 0) + gauge.dim(params)
-    size = sum(int(np.prod(jax.numpy.shape(x))) for x in jax.tree.leaves(params))
-    return Redundancy(size, sum(parts.values()), parts)
+    return product(gauges).dim(params)
 
 
 def transformer_redundancy(

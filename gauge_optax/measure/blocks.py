@@ -1,0 +1,384 @@
+"""Census of a large model: dead directions inside blocks of its entries, and a bound for all of them.
+
+The Jacobian of a million parameters has no dense null space, and its rank cannot be estimated: trained and random
+decoders have thousands of directions along which outputs hardly change, which no sketch tells from dead ones. What can
+be counted exactly is the null space *inside a block*: a set of a few thousand entries, all others held. Symmetries show
+there if a block has all entries that they move. Two kinds of block do for most of them:
+
+* some indices of one space (hidden units, entries of heads, channels of the stream), in every leaf that has the space;
+* all small leaves (biases, scales) of a layer.
+
+`discovery.trace` tells which axes are one space. Layers that are alike are represented by one of them, drawn at random.
+A dead direction of a block is explained if it is in the span of the orbits, of which no basis is formed: `vertical`
+projects onto it.
+
+An upper bound for all dead directions needs no block. For a random z of length 1, the squared length of its projection
+onto the null space of J is at most the weight that Gauss–Radau quadrature of the measure of JᵀJ at z gives to zero,
+after any number of Lanczos steps (Golub and Meurant 2010, §6.2). Its mean over z, times the number of parameters,
+bounds their number.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from tqdm import tqdm
+
+from gauge_optax.binding import leaves_by_path, with_leaves
+from gauge_optax.discovery.calls import template
+from gauge_optax.discovery.trace import Trace
+from gauge_optax.gauges.gauge import Gauge, product
+
+Leaves = Mapping[str, np.ndarray]
+Function = Callable[[Any, Any], Sequence[jax.Array]]
+
+_BYTES = 2**28  # of gradients that are held at once
+_INSIDE = 1e-6  # relative distance from the span of the orbits up to which a direction lies in it
+_ROUNDS, _SOLVED = 60, 1e-11  # of the projection onto the span: iterations, and the relative size of what may be left
+_MOST = 8  # unexplained directions of a block that are counted; then it says "or more"
+_FOR_NORMS = 24  # random rows from which the sizes of the Jacobian's columns are estimated
+
+
+class Block(NamedTuple):
+    """Entries whose dead directions are counted while all other entries are held.
+
+    Attributes:
+      name: the leaves that it is about.
+      entries: leaf path → flat indices of its entries, ascending.
+    """
+
+    name: str
+    entries: Mapping[str, np.ndarray]
+
+    @property
+    def size(self) -> int:
+        """The number of entries."""
+        return sum(map(len, self.entries.values()))
+
+
+class BlockCount(NamedTuple):
+    """One row of the table of a census by blocks.
+
+    Attributes:
+      name: the leaves that the block is about.
+      size: its entries.
+      dead: directions inside the block along which no output changes.
+      unreached: entries of the block that no output depends on; they count as dead.
+      unexplained: dead directions that no orbit contains; 8 stands for 8 or more.
+      gap: as for the whole census.
+    """
+
+    name: str
+    size: int
+    dead: int
+    unreached: int
+    unexplained: int
+    gap: tuple[float, float]
+
+
+# Which blocks ---------------------------------------------------------------------------------------------
+
+
+def blocks_of(trace: Trace, leaves: Leaves, most: int, rng: np.random.Generator) -> list[Block]:
+    """Blocks of at most `most` entries: three indices of every space, or fewer, and the small leaves of every layer.
+
+    Args:
+      trace: the walk over the function.
+      leaves: by path.
+      most: entries of a block.
+      rng: draws the indices, and the layer that stands for those like it.
+
+    Returns:
+      Blocks, one for layers that are alike.
+    """
+    found: dict[Any, list[Block]] = {}
+    for axes in _spaces(trace, leaves):
+        for places in (axes, *_by_layer(axes)):
+            ids = np.unique(np.concatenate([ids for of_leaf in places.values() for _, ids in of_leaf]))
+            picked = rng.permutation(ids)
+            for count in (3, 2, 1):
+                entries = _selected(places, leaves, picked[:count])
+                if 0 < sum(map(len, entries.values())) <= most:
+                    break
+            else:
+                continue  # too large: its layers follow
+            kind = tuple(sorted({(template(path), axis) for path, of_leaf in places.items() for axis, _ in of_leaf}))
+            names = sorted({template(path) for path in places})
+            label = f"{min(count, len(ids))} of {len(ids)} along an axis of {', '.join(names)}"
+            found.setdefault(kind, []).append(Block(label, entries))
+            if places is axes and count == 3:
+                break
+    small = {path: x for path, x in leaves.items() if x.size <= most // 6}
+    for layer in _by_layer(small):
+        entries, names = {}, []
+        for path in sorted(layer, key=lambda path: leaves[path].size):
+            if sum(map(len, entries.values())) + leaves[path].size <= most:
+                entries[path] = np.arange(leaves[path].size)
+                names.append(template(path))
+        found.setdefault(("small", *sorted(names)), []).append(Block(f"all of {', '.join(sorted(names))}", entries))
+    return [alike[int(rng.integers(len(alike)))] for alike in found.values()]
+
+
+Axes = dict[str, list[tuple[int, np.ndarray]]]
+"""Leaf path → its axes of one space, each with the ids of all its indices."""
+
+
+def _spaces(trace: Trace, leaves: Leaves) -> list[Axes]:
+    """The axes of all leaves, gathered by space: two axes that share an index are of one space."""
+    family: dict[int, int] = {}
+    gathered: dict[int, Axes] = {}
+    for path, leaf in leaves.items():
+        for axis, length in enumerate(leaf.shape):
+            ids = trace.leaves[path][axis]
+            atoms = [] if ids is None else trace.spaces.atoms(ids)
+            grid = np.unravel_index(np.arange(length), [len(atom) for atom in atoms]) if len(atoms) > 1 else ()
+            for number, atom in enumerate(atoms):
+                along = trace.spaces.canon(atom)
+                along = along[grid[number]] if len(atoms) > 1 else along
+                met = {family[x] for x in along.tolist() if x in family}
+                name = min(met, default=int(along[0]))
+                places = gathered.setdefault(name, {})
+                for other in met - {name}:
+                    for where, of_leaf in gathered.pop(other).items():
+                        places.setdefault(where, []).extend(of_leaf)
+                    family.update({x: name for x, of in family.items() if of == other})
+                family.update(dict.fromkeys(along.tolist(), name))
+                places.setdefault(path, []).append((axis, along))
+    return list(gathered.values())
+
+
+def _by_layer(places: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """The same, leaf paths with equal numbers together."""
+    layers: dict[tuple[str, ...], dict[str, Any]] = {}
+    for path, value in places.items():
+        numbers = tuple(part for part in path.split("/") if part.isdigit())
+        layers.setdefault(numbers, {})[path] = value
+    yield from layers.values()
+
+
+def _selected(places: Axes, leaves: Leaves, picked: np.ndarray) -> dict[str, np.ndarray]:
+    """The entries that have one of the picked indices along one of their axes."""
+    entries = {}
+    for path, of_leaf in places.items():
+        mask = np.zeros(leaves[path].shape, bool)
+        for axis, ids in of_leaf:
+            mask |= np.isin(ids, picked).reshape([-1 if k == axis else 1 for k in range(mask.ndim)])
+        if mask.any():
+            entries[path] = np.flatnonzero(mask)
+    return entries
+
+
+# Counting in blocks ---------------------------------------------------------------------------------------
+
+
+def rows_of(
+    fn: Function, leaves: Leaves, batches: Sequence[Any], blocks: Sequence[Block], count: int,
+    rng: np.random.Generator, progress: bool,
+) -> list[np.ndarray]:  # fmt: skip
+    """For every block, so many random combinations of the rows of its Jacobian, (count, entries)."""
+    sizes = [sum(x.size for x in jax.eval_shape(fn, leaves, batch)) for batch in batches]
+
+    @jax.jit
+    def pulled(leaves: Any, batch: Any, weights: Any) -> Any:
+        _, pull = jax.vjp(lambda p: list(fn(p, batch)), leaves)
+        return jax.vmap(lambda w: pull(w)[0])(weights)
+
+    chunk = min(count, max(1, _BYTES // (8 * sum(x.size for x in leaves.values()))))
+    parts: list[list[np.ndarray]] = [[] for _ in blocks]
+    with tqdm(total=count, desc="census", unit="row", disable=not progress, leave=False) as bar:
+        for batch, size in zip(batches, sizes, strict=True):
+            left = -(-count * size // sum(sizes))
+            shapes = jax.eval_shape(fn, leaves, batch)
+            while left > 0:
+                weights = [rng.standard_normal((chunk, *x.shape)) / size**0.5 for x in shapes]
+                gradients = pulled(dict(leaves), batch, weights)
+                flat = {path: np.asarray(x).reshape(chunk, -1) for path, x in gradients.items()}
+                for block, rows in zip(blocks, parts, strict=True):
+                    rows.append(np.concatenate([flat[path][:, at] for path, at in block.entries.items()], 1))
+                left -= chunk
+                bar.update(chunk)
+    return [np.concatenate(rows) for rows in parts]
+
+
+def null_space(rows: np.ndarray, cutoff: float) -> tuple[np.ndarray, np.ndarray, tuple[float, float]]:
+    """Dead directions of a block: a basis of those that move reached entries, the reached entries, and the gap."""
+    norms = np.linalg.norm(rows, axis=0)
+    reached = np.flatnonzero(norms > cutoff * norms.max(initial=0.0))
+    if not len(reached):
+        return np.zeros((0, 0)), reached, (0.0, 1.0)
+    # Columns of equal size: then directions that are only flat are farther from dead ones.
+    upper = np.linalg.qr(rows[:, reached] / norms[reached], mode="r")
+    _, sizes, right = np.linalg.svd(upper)
+    rank = int((sizes > cutoff * sizes[0]).sum())
+    dead = np.linalg.qr((right[rank:] / norms[reached]).T)[0].T
+    gap = float(sizes[rank] / sizes[0]) if rank < len(sizes) else 0.0, float(sizes[rank - 1] / sizes[0])
+    return dead, reached, gap
+
+
+def spread(block: Block, reached: np.ndarray, direction: np.ndarray, leaves: Leaves) -> np.ndarray:
+    """A direction of a block's reached entries as one of all parameters, flat."""
+    inside = np.zeros(block.size)
+    inside[reached] = direction
+    cuts = np.cumsum([len(x) for x in block.entries.values()])[:-1]
+    parts = dict(zip(block.entries, np.split(inside, cuts), strict=True))
+    out = []
+    for path, leaf in leaves.items():
+        flat = np.zeros(leaf.size)
+        if path in parts:
+            flat[block.entries[path]] = parts[path]
+        out.append(flat)
+    return np.concatenate(out)
+
+
+class Span:
+    """The span of the orbits of gauges at a point, without a basis of it.
+
+    `horizontal` of a list projects along its orbits. Some lists have no common one, because their gauges share leaves
+    in a circle; let T then be the product of the projections of parts of the list. A direction v in the span with
+    (I − T)·v = (I − T)·x is what x has in the span, and iterations that start from (I − T)·x stay in it.
+
+    Args:
+      gauges: any list.
+      params: the point.
+      leaves: its float64 leaves by path.
+    """
+
+    def __init__(self, gauges: Sequence[Gauge], params: Any, leaves: Leaves) -> None:
+        smallest = sorted(gauges, key=lambda g: g.dim(params))
+        few = (list(apart) for count in range(3) for apart in itertools.combinations(smallest, count))
+        for apart in itertools.chain(few, [smallest]):
+            together = [gauge for gauge in gauges if not any(gauge is other for other in apart)]
+            try:
+                s = product(together)._slice(params)
+                _ = s.order, s.divided
+                break
+            except ValueError:
+                continue
+        self._leaves = leaves
+        self._across = [self._horizontal(g, params) for g in ([product(together)] if together else []) + apart]
+
+    def _horizontal(self, gauge: Gauge, params: Any) -> Callable[[np.ndarray], np.ndarray]:
+        cuts = np.cumsum([x.size for x in self._leaves.values()])[:-1]
+        shapes = {path: x.shape for path, x in self._leaves.items()}
+
+        @jax.jit
+        def across(leaves: Any, flat: jax.Array) -> jax.Array:
+            parts = jnp.split(flat, cuts)
+            tangent = {path: x.reshape(shapes[path]) for path, x in zip(shapes, parts, strict=True)}
+            kept = leaves_by_path(gauge.horizontal(with_leaves(params, leaves), with_leaves(params, tangent)))
+            return jnp.concatenate([kept[path].ravel() for path in shapes])
+
+        return lambda flat: np.asarray(across(dict(self._leaves), flat))
+
+    def _moved(self, direction: np.ndarray) -> np.ndarray:
+        """(I − T) times a direction: a direction in the span."""
+        kept = direction
+        for across in self._across:
+            kept = across(kept)
+        return direction - kept
+
+    def outside(self, direction: np.ndarray) -> np.ndarray:
+        """A direction less its part in the span: linear, and zero if and only if the direction is in the span."""
+        rest, inside = self._moved(direction), np.zeros_like(direction)
+        done: list[tuple[np.ndarray, np.ndarray]] = []  # directions of the span, and (I − T) times them, orthonormal
+        while np.linalg.norm(rest) > _SOLVED * np.linalg.norm(direction) and len(done) < _ROUNDS:
+            step, image = rest, self._moved(rest)
+            for _ in range(2):  # once more for roundoff
+                for before, other in done:
+                    along = other @ image
+                    step, image = step - along * before, image - along * other
+            size = np.linalg.norm(image)
+            done.append((step / size, image / size))
+            along = done[-1][1] @ rest
+            rest, inside = rest - along * done[-1][1], inside + along * done[-1][0]
+        return direction - inside
+
+
+def unexplained_in(
+    block: Block, dead: np.ndarray, reached: np.ndarray, span: Span, leaves: Leaves, rng: np.random.Generator
+) -> np.ndarray:
+    """What the orbits lack of a block's dead directions, an orthonormal basis as rows: at most `_MOST`."""
+    rest = np.zeros((0, sum(x.size for x in leaves.values())))
+    # Random combinations: the first that adds nothing says that none would.
+    for _ in range(min(_MOST, len(dead))):
+        direction = spread(block, reached, rng.standard_normal(len(dead)) @ dead, leaves)
+        new = span.outside(direction)
+        new = new - rest.T @ (rest @ new)
+        if np.linalg.norm(new) <= _INSIDE * np.linalg.norm(direction):
+            break
+        rest = np.concatenate([rest, new[None] / np.linalg.norm(new)])
+    return rest
+
+
+# A bound for all ------------------------------------------------------------------------------------------
+
+
+def upper_bound(
+    fn: Function, leaves: Leaves, batches: Sequence[Any], probes: int, steps: int, rng: np.random.Generator,
+    progress: bool,
+) -> tuple[float, float]:  # fmt: skip
+    """An upper bound for the number of dead directions, and its standard error over probes.
+
+    Args:
+      fn: (leaves, batch) to a list of outputs.
+      leaves: float64 leaves by path.
+      batches: what it is called on.
+      probes: random directions, at least two.
+      steps: of Lanczos; more of them bring the bound down.
+      rng: draws the directions.
+      progress: whether to show a bar.
+
+    Returns:
+      The mean over probes, and its standard error.
+
+    Raises:
+      ImportError: `matfree` is not installed.
+    """
+    try:
+        from matfree import decomp  # an extra, which only this bound needs
+    except ImportError:
+        raise ImportError(
+            "census: an upper bound needs matfree, which is not installed\n"
+            '  remedy:   pip install "gauge_optax[measure]", or pass probes=0'
+        ) from None
+    total = sum(x.size for x in leaves.values())
+    steps = min(steps, total)
+
+    def gram(tangent: Any, leaves: Any, scales: Any, batches: Any) -> Any:
+        """D·JᵀJ·D·tangent."""
+        scaled, out = jax.tree.map(jnp.multiply, scales, tangent), []
+        for batch in batches:
+            _, push = jax.linearize(lambda p, batch=batch: list(fn(p, batch)), leaves)
+            out += jax.linear_transpose(push, scaled)(push(scaled))
+        return jax.tree.map(lambda scale, *x: scale * sum(x), scales, *out)
+
+    decompose = decomp.tridiag_sym(steps, materialize=False, custom_vjp=False)
+    lanczos = jax.jit(lambda *x: decompose(gram, *x).J_small)
+    # Columns of about equal size: D keeps the dimension of the null space, and what is only flat becomes less flat.
+    whole = Block("", {path: np.arange(x.size) for path, x in leaves.items()})
+    norms = np.sqrt(np.mean(np.square(rows_of(fn, leaves, batches, [whole], _FOR_NORMS, rng, False)[0]), 0))
+    inverse = np.where(norms > 0, 1.0 / np.where(norms > 0, norms, 1.0), 1.0)
+    cuts = np.split(inverse, np.cumsum([x.size for x in leaves.values()])[:-1])
+    scales = {path: x.reshape(leaves[path].shape) for path, x in zip(leaves, cuts, strict=True)}
+    shares = []
+    for _ in tqdm(range(probes), desc="census: upper bound", disable=not progress, leave=False):
+        probe = {path: rng.standard_normal(x.shape) for path, x in leaves.items()}
+        small = lanczos(probe, dict(leaves), scales, list(batches))
+        shares.append(_weight_of_zero(*(np.asarray(x) for x in small)))
+    return total * float(np.mean(shares)), total * float(np.std(shares, ddof=1)) / probes**0.5
+
+
+def _weight_of_zero(diagonal: np.ndarray, beside: np.ndarray) -> float:
+    """1/Σ qⱼ(0)² with the orthonormal polynomials qⱼ of a measure, from its Jacobi matrix."""
+    values = [1.0]
+    for j, across in enumerate(beside):
+        if across <= 1e-14 * diagonal.max():
+            break
+        before = beside[j - 1] * values[j - 1] if j else 0.0
+        values.append(-(diagonal[j] * values[j] + before) / across)
+    return 1.0 / float(np.sum(np.square(values)))

@@ -242,6 +242,19 @@ class Instance(abc.ABC):
         """A cotangent whose entries of the first anchor `block` follow from all others, by invariance; None if not."""
         return None
 
+    # What choices of a point on the orbit ask (`orbit`) ---------------------------------------------------
+
+    def with_positive_signs(self, point: Arrays) -> Arrays:
+        """The point with signs made positive that the function does not see, and that no element can change."""
+        return point
+
+    def sorting(self, point: Arrays) -> Any:
+        """The element that sorts the copies of a unit by an invariant of theirs; None for groups that do not permute.
+
+        `point` is canonical but for the order of copies, and is moved by the inverse of what is returned.
+        """
+        return None
+
     # What packing asks (`orbit.pack`) -------------------------------------------------------------------
 
     @property
@@ -339,6 +352,14 @@ class Turn(Instance):
     @abc.abstractmethod
     def read_all(cls, turns: Sequence[Any], point: Arrays) -> list[Any]:
         """Elements of several instances, at a point where all scales are already on the slice."""
+
+    @classmethod
+    @abc.abstractmethod
+    def eigenbases(cls, turns: Sequence[Any], point: Arrays) -> list[Any]:
+        """As `read_all`, with rows on the slice in the eigenbasis of their Gram matrix, eigenvalues descending.
+
+        The entry of largest magnitude of every column is positive there. See `linalg.eigenbasis` for equal eigenvalues.
+        """
 
     @classmethod
     @abc.abstractmethod

@@ -34,7 +34,7 @@ from gauge_optax.gauges.heads import BASIS, Heads
 from gauge_optax.gauges.instance import Arrays, Effect, Instance
 from gauge_optax.gauges.rotation import lyapunov
 from gauge_optax.gauges.scale import Scale
-from gauge_optax.linalg import haar, matmul, real_dtype, skew_exponential, svd, transpose
+from gauge_optax.linalg import eigenbasis, haar, matmul, real_dtype, skew_exponential, svd, transpose
 
 READ, WRITE = "read", "write"
 
@@ -285,8 +285,29 @@ class ResidualRotation(Heads):
         gammas = self._gammas(point)
         mixed = dataclasses.replace(self, blocks=self.seen).mixed_rows(self._scaled(point, gammas))
         u, _, vt = svd(self._restricted(mixed)[None])
+        return self._with_signs(self._whole(matmul(u, vt)[0]), gammas)
+
+    @staticmethod
+    def _with_signs(matrix: jax.Array, gammas: Sequence[jax.Array]) -> SignedRotation:
         signs = tuple(jnp.where(gamma < 0, -1.0, 1.0).astype(real_dtype()) for gamma in gammas)
-        return SignedRotation(self._whole(matmul(u, vt)[0]), signs)
+        return SignedRotation(matrix, signs)
+
+    @classmethod
+    def eigenbases(cls, turns: Sequence[Any], point: Arrays) -> list[Any]:
+        return [turn._eigenbasis(point) for turn in turns]
+
+    def _eigenbasis(self, point: Arrays) -> SignedRotation:
+        """The rotation that leads from the eigenbasis of EᵀE; under `keeps_ones`, of the part off the ones vector."""
+        gammas, seen = self._gammas(point), dataclasses.replace(self, blocks=self.seen)
+        values = self._scaled(point, gammas)
+        gram, mixed = seen.gram(values, values), seen.mixed_rows(values)
+        basis = eigenbasis(self._restricted(gram), self._restricted(mixed))
+        # Coordinates of the rows in this basis, without those along the ones vector, decide the signs of its columns.
+        whole = self._whole(basis)
+        columns = seen.turned(values, _reflected(whole, -1) if self.keeps_ones else whole)
+        largest = seen.largest_entries(columns)[self.size - basis.shape[-1] :]
+        signed = basis * jnp.where(largest < 0, -1.0, 1.0)
+        return self._with_signs(transpose(self._whole(signed)), gammas)
 
     @classmethod
     def project(

@@ -1,0 +1,99 @@
+"""Canonicalizes weights: moves them to the one point of their orbit that all weight sets of one function share.
+
+The point is on the slice (`gauge_optax.slice`): norm scales are 1 and their factors are in the kernels that read them,
+multipliers are in their kernels, norm and value biases in later biases, writers and readers of LayerNorms are centred.
+Rotations have no slice through all points, so that optimizers read them once, from an arbitrary constant matrix. Here
+heads, and the residual stream, are in the eigenbasis of a Gram matrix instead, which is a property of the function.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Literal, TypeVar, get_args
+
+import jax
+import numpy as np
+
+from gauge_optax.binding import binding_error, leaves_by_path, with_leaves
+from gauge_optax.gauges.gauge import Gauges, product
+
+Params = TypeVar("Params")
+Basis = Literal["eigenbasis", "anchor", "stored"]
+
+_NAME = "canonicalize"
+
+
+def canonicalize(
+    params: Params, gauges: Gauges, *, heads: Basis = "eigenbasis", stream: Basis = "eigenbasis", signs: bool = True
+) -> Params:
+    """The representative of a function's weights: two weight sets that gauges lead to each other become the same one.
+
+    | gauge | what holds at the returned point |
+    |---|---|
+    | `norm_scale` | the norm's scale is 1; a negative one gives its sign to the readers too |
+    | `rescale`, `multiplier_balance` | a column of the first leaf of `up` has the norm 1, a multiplier is 1 or −1 |
+    | `scale_invariant`, `residual_scale` | the first leaf has the root mean square that unit columns have |
+    | `bias_absorption`, `key_bias` | the bias is zero; the biases behind its readers have what it had |
+    | `logit_shift`, `norm_write_shift` | the mean over classes, over the stream's channels, is zero |
+    | `norm_read_shift`, `embedding_shift` | the mean over rows of a reader, of the position table, is zero |
+    | `head_rotation` | the Gram matrix of a head's rows is diagonal, entries descending |
+    | `head_linear` | A·Bᵀ = U·Σ·Vᵀ: the left factor has the columns U, the right one V·Σ |
+    | `rope_torus`, `rope_linear` | the rows of a rotary plane are longest along its first coordinate |
+    | `residual_rotation` | the Gram matrix of what writes to the stream, and no head rotates, is diagonal |
+
+    The sign of an eigenvector is such that the entry of largest magnitude in its column is positive, and for rotary
+    planes in the first coordinate. Eigenvalues that differ by at most √ε of the largest (1.5e-8 in float64, 3e-4 in
+    float32) count as equal: in the space of equal ones the basis is nearest to a constant matrix's image. None of this
+    depends on the order of heads and units. Under LayerNorm the stream's rotation fixes the vector of ones. Then the
+    Gram matrix is diagonal in a constant basis of what is orthogonal to that vector, not in that of the channels.
+
+    Args:
+      params: parameters of any layout.
+      gauges: a gauge or a sequence of them. Kinds that are not listed stay as they are stored.
+      heads: the basis of heads and rotary planes. "eigenbasis"; "anchor", the one in which optimizers see them;
+        "stored", which does not turn them.
+      stream: the basis of the residual stream, likewise.
+      signs: whether negative norm scales become positive. No element of `norm_scale` does that.
+
+    Returns:
+      Parameters like `params`, every leaf in its dtype. Computation is in float32, and in float64 under x64.
+
+    Raises:
+      ValueError: gauges of another tree, or an unknown choice of a basis.
+
+    >>> gauge = go.norm_scale({"scale": "channel"}, {"kernel": "channel _"})
+    >>> params = {"scale": jnp.array([2.0, -3.0]), "kernel": jnp.ones((2, 3))}
+    >>> folded = go.canonicalize(params, gauge)
+    >>> folded["scale"].tolist(), folded["kernel"][:, 0].round(4).tolist()
+    ([1.0, 1.0], [2.0, -3.0])
+
+    Reference: docs/design.md §3. What TransformerLens does with an adapter per architecture (`fold_ln`,
+    `center_writing_weights`, `center_unembed`, `fold_value_biases`), for every model that has gauges.
+    """
+    for argument, choice in (("heads", heads), ("stream", stream)):
+        if choice not in get_args(Basis):
+            raise binding_error(
+                _NAME, f"no such basis, {argument}={choice!r}", f"{choice!r}", ", ".join(map(repr, get_args(Basis))),
+                f"write {argument}='eigenbasis'",
+            )  # fmt: skip
+
+    def reader(kind: Any) -> Any:
+        choice = heads if kind.of_heads else stream
+        return {"eigenbasis": kind.eigenbases, "anchor": kind.read_all, "stored": None}[choice]
+
+    group = product(gauges)
+    on_tree, leaves = group._slice(params), leaves_by_path(params)
+    values = on_tree.values(params)
+    for instance in on_tree.instances if signs else ():
+        values = instance.with_positive_signs(values)
+    elements = on_tree.read(values, reader=reader).elements
+    point: dict[str, jax.Array] = dict(on_tree.enter(elements, values))
+    for instance in on_tree.instances:
+        order = instance.sorting(point)
+        point = point if order is None else instance.enter(order, point)
+    return with_leaves(params, stored(point, on_tree.added, leaves))
+
+
+def stored(point: Mapping[str, jax.Array], added: Mapping[str, Any], leaves: Mapping[str, Any]) -> dict[str, jax.Array]:
+    """The numbers of a point as a tree with these leaves stores them: less one where it does, in the leaves' dtypes."""
+    return {
+        path: (x - added[path] if np.any(added[path]) else x).astype(leaves[path].dtype) for path, x in point.items()
+    }

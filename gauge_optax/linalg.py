@@ -514,6 +514,11 @@ def haar(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     return q * signs[..., None, :]
 
 
+def nearly_orthogonal(r: jax.Array) -> jax.Array:
+    """Returns the orthogonal matrix nearest to one that is orthogonal up to roundoff, to second order in that."""
+    return 1.5 * r - 0.5 * matmul(matmul(r, transpose(r)), r)
+
+
 def skew_exponential(a: jax.Array) -> jax.Array:
     """Returns the rotations exp(A) of antisymmetric matrices (…, d, d); see `serial`."""
     return serial(jax.scipy.linalg.expm, a)

@@ -137,6 +137,9 @@ class Linear(Instance):
         logs = jax.random.uniform(sizes, shape[:-1], real_dtype(), -scale, scale)
         return matmul(haar(first, shape) * jnp.exp(logs)[..., None, :], transpose(haar(second, shape)))
 
+    def rotation(self, key: jax.Array, by: str) -> jax.Array:
+        return self.turn.rotation(key, by)
+
     @staticmethod
     def inverse_element(element: jax.Array) -> jax.Array:
         return inverse(element)

@@ -14,6 +14,7 @@ import numpy as np
 
 from gauge_optax.binding import binding_error, leaves_by_path, with_leaves
 from gauge_optax.gauges.gauge import Gauges, product
+from gauge_optax.slice import Slice
 
 Params = TypeVar("Params")
 Basis = Literal["eigenbasis", "anchor", "stored"]
@@ -22,7 +23,13 @@ _NAME = "canonicalize"
 
 
 def canonicalize(
-    params: Params, gauges: Gauges, *, heads: Basis = "eigenbasis", stream: Basis = "eigenbasis", signs: bool = True
+    params: Params,
+    gauges: Gauges,
+    *,
+    heads: Basis = "eigenbasis",
+    stream: Basis = "eigenbasis",
+    signs: bool = True,
+    donate: bool = False,
 ) -> Params:
     """The representative of a function's weights: two weight sets that gauges lead to each other become the same one.
 
@@ -52,12 +59,14 @@ def canonicalize(
         "stored", which does not turn them.
       stream: the basis of the residual stream, likewise.
       signs: whether negative norm scales become positive. No element of `norm_scale` does that.
+      donate: whether the arrays of `params` may be overwritten, which saves the memory of a second tree.
 
     Returns:
       Parameters like `params`, every leaf in its dtype. Computation is in float32, and in float64 under x64.
 
     Raises:
-      ValueError: gauges of another tree, or an unknown choice of a basis.
+      ValueError: gauges of another tree, an unknown choice of a basis, or a rotation of the stream that passes a norm
+        with a scale of zero.
 
     >>> gauge = go.norm_scale({"scale": "channel"}, {"kernel": "channel _"})
     >>> params = {"scale": jnp.array([2.0, -3.0]), "kernel": jnp.ones((2, 3))}
@@ -75,13 +84,22 @@ def canonicalize(
                 f"write {argument}='eigenbasis'",
             )  # fmt: skip
 
+    on_tree, leaves = product(gauges)._slice(params), leaves_by_path(params)
+    require_nonzero_norms(_NAME, on_tree, leaves)
+    moved = (_canonical_donated if donate else _canonical)(
+        on_tree, heads, stream, signs, {path: leaves[path] for path in on_tree.added}
+    )
+    return with_leaves(params, moved)
+
+
+def _canonical_of(
+    on_tree: Slice, heads: Basis, stream: Basis, signs: bool, leaves: dict[str, jax.Array]
+) -> dict[str, jax.Array]:
     def reader(kind: Any) -> Any:
         choice = heads if kind.of_heads else stream
         return {"eigenbasis": kind.eigenbases, "anchor": kind.read_all, "stored": None}[choice]
 
-    group = product(gauges)
-    on_tree, leaves = group._slice(params), leaves_by_path(params)
-    values = on_tree.values(params)
+    values = on_tree.values(leaves)
     for instance in on_tree.instances if signs else ():
         values = instance.with_positive_signs(values)
     elements = on_tree.read(values, reader=reader).elements
@@ -89,7 +107,23 @@ def canonicalize(
     for instance in on_tree.instances:
         order = instance.sorting(point)
         point = point if order is None else instance.enter(order, point)
-    return with_leaves(params, stored(point, on_tree.added, leaves))
+    return stored(point, on_tree.added, leaves)
+
+
+# One program keeps one leaf at a time beside the parameters and the result; operation by operation, it is a whole copy.
+_canonical = jax.jit(_canonical_of, static_argnums=(0, 1, 2, 3))
+_canonical_donated = jax.jit(_canonical_of, static_argnums=(0, 1, 2, 3), donate_argnums=4)
+
+
+def require_nonzero_norms(name: str, on_tree: Slice, leaves: Mapping[str, Any]) -> None:
+    """Raises ValueError where a rotation of the stream passes a norm with a zero scale, by which it would divide."""
+    for block in dict.fromkeys(block for instance in on_tree.instances for block in instance.divided):
+        scale = leaves[block.path]
+        if not isinstance(scale, jax.core.Tracer) and not np.all(np.asarray(block.view(scale)) + block.one_plus):
+            raise binding_error(
+                name, f"a norm that hides a channel, '{block.path}'", "a scale of zero", "scales that are not zero",
+                "take residual_rotation and norm_read_shift out of the list, or give the channel a small scale",
+            )  # fmt: skip
 
 
 def stored(point: Mapping[str, jax.Array], added: Mapping[str, Any], leaves: Mapping[str, Any]) -> dict[str, jax.Array]:

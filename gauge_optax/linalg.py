@@ -521,6 +521,11 @@ def nearly_orthogonal(r: jax.Array) -> jax.Array:
 
 def skew_exponential(a: jax.Array) -> jax.Array:
     """Returns the rotations exp(A) of antisymmetric matrices (…, d, d); see `serial`."""
+    return matrix_exponential(a)
+
+
+def matrix_exponential(a: jax.Array) -> jax.Array:
+    """Returns exp(A) of matrices (…, d, d); see `serial`."""
     return serial(jax.scipy.linalg.expm, a)
 
 

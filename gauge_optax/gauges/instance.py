@@ -255,6 +255,17 @@ class Instance(abc.ABC):
             "take it out of the list; go.canonicalize moves scales and shifts",
         )  # fmt: skip
 
+    def algebra(self) -> Any:
+        """Zero coordinates of elements near the identity, in the structure of a public element unless it says so."""
+        return self.to_element(self.identity())
+
+    def exponential(self, coordinates: Any, near: bool = False) -> Any:
+        """The public element with these coordinates; for groups under addition, the coordinates themselves.
+
+        `near` asks for it to first order in the coordinates, which is all that a derivative at zero depends on.
+        """
+        return coordinates
+
     def misfit(self, element: Any) -> jax.Array | float:
         """How far a public element is from the group, relative to 1; 0 where every array of its shape is in it."""
         return 0.0

@@ -30,12 +30,22 @@ import jax.numpy as jnp
 
 from gauge_optax.binding import Axes, Block, binding_error, overlap
 from gauge_optax.gauges.gauge import BlockGauge, Gauges, block_gauge, product
+from gauge_optax.gauges.hadamard import hadamard_with_ones, randomized_hadamard
 from gauge_optax.gauges.heads import BASIS, Heads
 from gauge_optax.gauges.instance import Arrays, Effect, Instance
-from gauge_optax.gauges.hadamard import hadamard_with_ones, randomized_hadamard
 from gauge_optax.gauges.rotation import lyapunov, require_even
 from gauge_optax.gauges.scale import Scale
-from gauge_optax.linalg import eigenbasis, haar, matmul, nearly_orthogonal, real_dtype, skew_exponential, svd, transpose
+from gauge_optax.linalg import (
+    eigenbasis,
+    haar,
+    matmul,
+    nearly_orthogonal,
+    real_dtype,
+    skew,
+    skew_exponential,
+    svd,
+    transpose,
+)
 
 READ, WRITE = "read", "write"
 
@@ -198,6 +208,15 @@ class ResidualRotation(Heads):
             return self.sample(key, 1.0, {})
         require_even(self.gauge, self.blocks, self.size, 4 if self.keeps_ones else 2)
         return hadamard_with_ones(key, self.size) if self.keeps_ones else randomized_hadamard(key, (), self.size)
+
+    def algebra(self) -> jax.Array:
+        size = self.size - self.keeps_ones
+        return jnp.zeros((size, size), real_dtype())
+
+    def exponential(self, coordinates: jax.Array, near: bool = False) -> jax.Array:
+        generator = skew(coordinates)
+        eye = jnp.eye(len(generator), dtype=generator.dtype)
+        return self._whole(eye + generator if near else skew_exponential(generator))
 
     def misfit(self, element: jax.Array) -> jax.Array:
         error = jnp.max(jnp.abs(matmul(element, transpose(element)) - jnp.eye(self.size, dtype=element.dtype)))

@@ -38,6 +38,7 @@ from gauge_optax.linalg import (
     noise,
     real_dtype,
     safe_divide,
+    skew,
     skew_exponential,
     svd,
     transpose,
@@ -116,6 +117,13 @@ class Rotation(Heads):
             require_even(self.gauge, self.blocks, self.size)
             return randomized_hadamard(key, self.shape, self.size)
         return haar(key, (*self.shape, self.size, self.size))
+
+    def algebra(self) -> jax.Array:
+        return jnp.zeros((*self.shape, self.size, self.size), real_dtype())
+
+    def exponential(self, coordinates: jax.Array, near: bool = False) -> jax.Array:
+        generator = skew(coordinates)
+        return self.identity() + generator if near else skew_exponential(generator)
 
     def misfit(self, element: jax.Array) -> jax.Array:
         return jnp.max(jnp.abs(matmul(element, transpose(element)) - self.identity()))

@@ -62,9 +62,9 @@ def hadamard_with_ones(key: jax.Array, size: int) -> jax.Array:
     rest = size
     while rest % 4 == 0 and rest != 8:  # m = 2 has no rotation that keeps the ones vector and spreads; m = 8 has
         rest //= 4
-    regular = functools.reduce(
-        np.kron, [np.ones((4, 4)) - 2.0 * np.eye(4)] * round(math.log(size // rest, 4)), np.eye(1)
-    )
+    regular: np.ndarray = np.ones((1, 1))
+    while len(regular) * rest < size:
+        regular = np.kron(regular, np.ones((4, 4)) - 2.0 * np.eye(4))
     factor = _haar_with_ones(of_factor, rest)
     whole = _kronecker(regular / math.sqrt(len(regular)), factor)
     whole = jax.random.permutation(of_rows, whole, 0, independent=False)

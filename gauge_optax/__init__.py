@@ -30,7 +30,10 @@ from gauge_optax.optimizers.hold_products import hold_products
 from gauge_optax.optimizers.links import gauge_project, gauge_retract, scale_by_ddc, scale_by_scaled_polar
 from gauge_optax.optimizers.opposite_gram import scale_by_opposite_gram
 from gauge_optax.optimizers.relative import scale_by_relative_rms
+from gauge_optax.orbit.canonicalize import canonicalize
+from gauge_optax.orbit.choose import choose
 from gauge_optax.orbit.pack import pack, packed_dot, packed_rows, unpack
+from gauge_optax.orbit.rotate import rotate
 from gauge_optax.rotation.aliases import rotational_adamw, rotational_lion, rotational_sgdm
 from gauge_optax.rotation.hyperball import hyperball
 from gauge_optax.rotation.rotational import rotational
@@ -53,6 +56,8 @@ __all__ = [  # noqa: RUF022  by what a user wants
     "discover", "lora", "plan", "to_json", "from_json", "axes_by_name", "by_path",
     # Move weights along orbits, and optimizer states with them.
     "gauge_fix", "hold_products", "transport",
+    # Choose the point of an orbit that serves a purpose.
+    "canonicalize", "rotate", "choose",
     # Pack heads: store, multiply and train fewer numbers.
     "pack", "unpack", "packed_rows", "packed_dot",
     # Control rotation and norms.

@@ -68,6 +68,14 @@ def eigenvalue_cutoff(dtype: jnp.dtype) -> float:
     return 1e-12 if dtype == jnp.float64 else 1e-6
 
 
+def equal_eigenvalues(dtype: jnp.dtype) -> float:
+    """Returns the gap, relative to the largest, up to which eigenvalues count as equal: √ε, 1.5e-8 in float64.
+
+    Roundoff turns eigenvectors by ε over their gap: by √ε at this one.
+    """
+    return float(jnp.finfo(dtype).eps) ** 0.5
+
+
 def rank_cutoff(dtype: jnp.dtype) -> float:
     """Returns the relative size below which a factor misses a direction: 1e-4 in float32, 1e-12 in float64.
 
@@ -278,6 +286,35 @@ def symmetric_eigen(m: jax.Array) -> tuple[jax.Array, jax.Array]:
     return values[..., ::-1], vectors[..., ::-1]
 
 
+@jax.jit  # outside jit, a loop would be compiled anew at every call
+def eigenbasis(gram: jax.Array, mixed: jax.Array) -> jax.Array:
+    """Returns an orthonormal basis of eigenvectors of WᵀW, the same for W and W·R: V of W·R is Rᵀ·V.
+
+    Args:
+      gram: WᵀW, (…, d, d).
+      mixed: CᵀW, (…, d, d), for a generic constant C.
+
+    Returns:
+      V, (…, d, d), by descending eigenvalues. Eigenvalues that differ by at most `equal_eigenvalues` of the largest
+      count as equal. In the space of equal ones, V is nearest to the part of (CᵀW)ᵀ there; a single column of V has a
+      positive product with its column of (CᵀW)ᵀ.
+
+    >>> w = jnp.array([[3.0, 0.0], [0.0, 5.0]])
+    >>> jnp.abs(eigenbasis(w.T @ w, w)).round(4).tolist()
+    [[0.0, 1.0], [1.0, 0.0]]
+    """
+    values, vectors = symmetric_eigen(gram)
+    apart = values[..., :-1] - values[..., 1:] > equal_eigenvalues(gram.dtype) * values[..., :1]
+    space = jnp.cumsum(jnp.pad(apart, [(0, 0)] * (apart.ndim - 1) + [(1, 0)]), -1)
+    same = space[..., :, None] == space[..., None, :]
+    inside = jnp.where(same, matmul(transpose(vectors), transpose(mixed)), 0.0)
+    # The polar factor of a block-diagonal matrix has the polar factors of its blocks. Blocks of one size keep the
+    # roundoff of large ones out of small ones.
+    squares = jnp.sum(jnp.square(inside), -1, keepdims=True)
+    u, _, vt = svd(safe_divide(inside, jnp.sqrt(matmul(same.astype(squares.dtype), squares))))
+    return matmul(vectors, matmul(u, vt))
+
+
 def rotation_2x2(angle: jax.Array) -> jax.Array:
     """Returns [[cos, −sin], [sin, cos]] for every angle (radians)."""
     c, s = jnp.cos(angle), jnp.sin(angle)
@@ -477,8 +514,18 @@ def haar(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     return q * signs[..., None, :]
 
 
+def nearly_orthogonal(r: jax.Array) -> jax.Array:
+    """Returns the orthogonal matrix nearest to one that is orthogonal up to roundoff, to second order in that."""
+    return 1.5 * r - 0.5 * matmul(matmul(r, transpose(r)), r)
+
+
 def skew_exponential(a: jax.Array) -> jax.Array:
     """Returns the rotations exp(A) of antisymmetric matrices (…, d, d); see `serial`."""
+    return matrix_exponential(a)
+
+
+def matrix_exponential(a: jax.Array) -> jax.Array:
+    """Returns exp(A) of matrices (…, d, d); see `serial`."""
     return serial(jax.scipy.linalg.expm, a)
 
 

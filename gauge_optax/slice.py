@@ -425,18 +425,24 @@ class Slice:
 
     # Reading a point --------------------------------------------------------------------------------------
 
-    def read(self, values: Arrays, turning: bool = True) -> "FrameOfPoint":
+    def read(
+        self, values: Arrays, turning: bool = True, reader: Callable[[type[Turn]], Any] = lambda kind: kind.read_all
+    ) -> "FrameOfPoint":
         """The frame of any point. A channel whose anchors are all zero reads as the identity.
 
         Args:
           values: bound leaves.
           turning: whether to read rotations. If False, they are the identity.
+          reader: class of rotations → its method that reads them; None for rotations that are to be the identity.
         """
         elements, masks, point = self._read_sizes(self.centred(values))
         if any(i.targets for i in self.instances):  # what was moved into a centred leaf
             point = self.centred(point)
         for kind, turns in self.turns_by_kind if turning else ():
-            read = dict(zip(turns, kind.read_all(turns, point), strict=True))
+            method = reader(kind)
+            if method is None:
+                continue
+            read = dict(zip(turns, method(turns, point), strict=True))
             for number, instance in enumerate(self.instances):
                 if instance.turn in read:
                     turn = instance.from_turn(read[instance.turn])

@@ -166,9 +166,42 @@ class Gauge(abc.ABC):
             "write strength=1.0, or give the gauge a method `power(element, exponent)`",
         )  # fmt: skip
 
+    def algebra(self, params: Any) -> Any:
+        """Zero coordinates of the elements near the identity: any tree of arrays, which `exponential` takes.
+
+        Args:
+          params: the parameters.
+
+        >>> gauge = go.head_rotation({"value": "_ head basis", "out": "head basis _"})
+        >>> gauge.algebra({"value": jnp.ones((6, 2, 4)), "out": jnp.ones((2, 4, 6))})[""].shape
+        (2, 4, 4)
+        """
+        raise self._without_coordinates()
+
+    def exponential(self, coordinates: Any, params: Any, near: bool = False) -> Element:
+        """The element with these coordinates; the identity for zeros.
+
+        Args:
+          coordinates: a tree like `algebra(params)`: antisymmetric parts count for rotations, logarithms for scales,
+            constants for shifts, any matrix for `head_linear`.
+          params: the parameters.
+          near: whether the element is needed to first order in the coordinates alone, for a derivative at zero.
+        """
+        raise self._without_coordinates()
+
+    def normalized(self, element: Element, params: Any) -> Element:
+        """An element without the roundoff that leads away from the group, such as a rotation's after many products."""
+        return element
+
     def logarithm(self, element: Element) -> Element:
         """The coordinate of an element whose change is drift, additive under `compose`; {} where there is none."""
         return {}
+
+    def _without_coordinates(self) -> ValueError:
+        return binding_error(
+            self.name, "no coordinates of", "a gauge without an algebra", "a gauge whose elements have coordinates",
+            "give the gauge methods `algebra(params)` and `exponential(coordinates, params, near=False)`",
+        )  # fmt: skip
 
     # Derived --------------------------------------------------------------------------------------------
 
@@ -442,6 +475,15 @@ class BlockGauge(SliceGauge):
     def power(self, element: Element, exponent: float | jax.Array) -> Element:
         return {key: self.kind.power(x, exponent) for key, x in element.items()}
 
+    def algebra(self, params: Any) -> Any:
+        return {i.key: i.algebra() for i in self._slice(params).instances}
+
+    def exponential(self, coordinates: Any, params: Any, near: bool = False) -> Element:
+        return {i.key: i.exponential(coordinates[i.key], near) for i in self._slice(params).instances}
+
+    def normalized(self, element: Element, params: Any) -> Element:
+        return {i.key: i.normalized(element[i.key]) for i in self._slice(params).instances}
+
     def dim(self, params: Any) -> int:
         return sum(i.dim for i in self._slice(params).instances)
 
@@ -631,6 +673,15 @@ class Product(SliceGauge):
 
     def power(self, element: Element, exponent: float | jax.Array) -> Element:
         return tuple(part.power(x, exponent) for part, x in zip(self.parts, element, strict=True))
+
+    def algebra(self, params: Any) -> Any:
+        return tuple(part.algebra(params) for part in self.parts)
+
+    def exponential(self, coordinates: Any, params: Any, near: bool = False) -> Element:
+        return tuple(part.exponential(x, params, near) for part, x in zip(self.parts, coordinates, strict=True))
+
+    def normalized(self, element: Element, params: Any) -> Element:
+        return tuple(part.normalized(x, params) for part, x in zip(self.parts, element, strict=True))
 
     def dim(self, params: Any) -> int:
         return sum(part.dim(params) for part in self.parts)

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gauge_optax.binding import Block, BlockSpec
+from gauge_optax.binding import Block, BlockSpec, binding_error
 from gauge_optax.gauges.matrices import Matrices
 
 Arrays = dict[str, jax.Array]
@@ -242,6 +242,57 @@ class Instance(abc.ABC):
         """A cotangent whose entries of the first anchor `block` follow from all others, by invariance; None if not."""
         return None
 
+    # What choices of a point on the orbit ask (`orbit`) ---------------------------------------------------
+
+    def with_positive_signs(self, point: Arrays) -> Arrays:
+        """The point with signs made positive that the function does not see, and that no element can change."""
+        return point
+
+    def rotation(self, key: jax.Array, by: str) -> Any:
+        """A random public element that rotates, by "random" or "hadamard". Raises ValueError where there is none."""
+        raise binding_error(
+            self.gauge, "no rotation", f"{self.gauge} in the list of go.rotate", "rotations of heads or of the stream",
+            "take it out of the list; go.canonicalize moves scales and shifts",
+        )  # fmt: skip
+
+    def algebra(self) -> Any:
+        """Zero coordinates of elements near the identity, in the structure of a public element unless it says so."""
+        return self.to_element(self.identity())
+
+    def exponential(self, coordinates: Any, near: bool = False) -> Any:
+        """The public element with these coordinates; for groups under addition, the coordinates themselves.
+
+        `near` asks for it to first order in the coordinates, which is all that a derivative at zero depends on.
+        """
+        return coordinates
+
+    def misfit(self, element: Any) -> jax.Array | float:
+        """How far a public element is from the group, relative to 1; 0 where every array of its shape is in it."""
+        return 0.0
+
+    def normalized(self, element: Any) -> Any:
+        """A public element near the group, without the roundoff that leads away from it."""
+        return element
+
+    def on_leaf(self, path: str) -> "tuple[Any, dict[str, str]]":
+        """The instance on one leaf, with the path "" there, and the paths of the leaves that its action reads, by name.
+
+        It says nothing of layers, so that equal leaves of several layers have equal instances.
+        """
+        blocks = tuple(dataclasses.replace(block, path="") for block in self.blocks if block.path == path)
+        return dataclasses.replace(self, key="", blocks=blocks), {}
+
+    def with_blocks(self, change: Callable[[Block], Block]) -> "Any":
+        """The instance with every block that it moves changed."""
+        return dataclasses.replace(self, blocks=tuple(map(change, self.blocks)))
+
+    def sorting(self, point: Arrays) -> Any:
+        """The element that sorts the copies of a unit by an invariant of theirs; None for groups that do not permute.
+
+        `point` is canonical but for the order of copies, and is moved by the inverse of what is returned.
+        """
+        return None
+
     # What packing asks (`orbit.pack`) -------------------------------------------------------------------
 
     @property
@@ -339,6 +390,14 @@ class Turn(Instance):
     @abc.abstractmethod
     def read_all(cls, turns: Sequence[Any], point: Arrays) -> list[Any]:
         """Elements of several instances, at a point where all scales are already on the slice."""
+
+    @classmethod
+    @abc.abstractmethod
+    def eigenbases(cls, turns: Sequence[Any], point: Arrays) -> list[Any]:
+        """As `read_all`, with rows on the slice in the eigenbasis of their Gram matrix, eigenvalues descending.
+
+        The entry of largest magnitude of every column is positive there. See `linalg.eigenbasis` for equal eigenvalues.
+        """
 
     @classmethod
     @abc.abstractmethod

@@ -35,6 +35,7 @@ from gauge_optax.linalg import (
     inverse,
     inverse_sqrt_by_products,
     matmul,
+    matrix_exponential,
     real_dtype,
     svd,
     symmetric_eigen,
@@ -136,6 +137,16 @@ class Linear(Instance):
         shape = (*self.shape, self.size, self.size)
         logs = jax.random.uniform(sizes, shape[:-1], real_dtype(), -scale, scale)
         return matmul(haar(first, shape) * jnp.exp(logs)[..., None, :], transpose(haar(second, shape)))
+
+    def rotation(self, key: jax.Array, by: str) -> jax.Array:
+        return self.turn.rotation(key, by)
+
+    def algebra(self) -> jax.Array:
+        return jnp.zeros((*self.shape, self.size, self.size), real_dtype())
+
+    def exponential(self, coordinates: jax.Array, near: bool = False) -> jax.Array:
+        eye = jnp.eye(self.size, dtype=coordinates.dtype)
+        return eye + coordinates if near else matrix_exponential(coordinates)
 
     @staticmethod
     def inverse_element(element: jax.Array) -> jax.Array:

@@ -22,7 +22,7 @@ dimension; norm scales are part of the action, where the paper has none.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -30,11 +30,22 @@ import jax.numpy as jnp
 
 from gauge_optax.binding import Axes, Block, binding_error, overlap
 from gauge_optax.gauges.gauge import BlockGauge, Gauges, block_gauge, product
+from gauge_optax.gauges.hadamard import hadamard_with_ones, randomized_hadamard
 from gauge_optax.gauges.heads import BASIS, Heads
 from gauge_optax.gauges.instance import Arrays, Effect, Instance
-from gauge_optax.gauges.rotation import lyapunov
+from gauge_optax.gauges.rotation import lyapunov, require_even
 from gauge_optax.gauges.scale import Scale
-from gauge_optax.linalg import haar, matmul, real_dtype, skew_exponential, svd, transpose
+from gauge_optax.linalg import (
+    eigenbasis,
+    haar,
+    matmul,
+    nearly_orthogonal,
+    real_dtype,
+    skew,
+    skew_exponential,
+    svd,
+    transpose,
+)
 
 READ, WRITE = "read", "write"
 
@@ -192,6 +203,44 @@ class ResidualRotation(Heads):
         normal = jax.random.normal(key, (size, size), real_dtype())
         return self._whole(skew_exponential(scale * (normal - transpose(normal)) / (2 * size) ** 0.5))
 
+    def rotation(self, key: jax.Array, by: str) -> jax.Array:
+        if by == "random":
+            return self.sample(key, 1.0, {})
+        require_even(self.gauge, self.blocks, self.size, 4 if self.keeps_ones else 2)
+        return hadamard_with_ones(key, self.size) if self.keeps_ones else randomized_hadamard(key, (), self.size)
+
+    def algebra(self) -> jax.Array:
+        size = self.size - self.keeps_ones
+        return jnp.zeros((size, size), real_dtype())
+
+    def exponential(self, coordinates: jax.Array, near: bool = False) -> jax.Array:
+        generator = skew(coordinates)
+        eye = jnp.eye(len(generator), dtype=generator.dtype)
+        return self._whole(eye + generator if near else skew_exponential(generator))
+
+    def misfit(self, element: jax.Array) -> jax.Array:
+        error = jnp.max(jnp.abs(matmul(element, transpose(element)) - jnp.eye(self.size, dtype=element.dtype)))
+        moved = jnp.max(jnp.abs(jnp.sum(element, 0) - 1.0))
+        return jnp.maximum(error, moved) if self.keeps_ones else error
+
+    def normalized(self, element: jax.Array) -> jax.Array:
+        return self._whole(nearly_orthogonal(self._restricted(element)))
+
+    def on_leaf(self, path: str) -> tuple[Any, dict[str, str]]:
+        alone, read = super().on_leaf(path)
+        scales: list[tuple[Block, tuple[Block, ...]]] = []
+        for scale, behind in self.scales:
+            passed = tuple(dataclasses.replace(block, path="") for block in behind if block.path == path)
+            if passed:
+                name = f"norm{len(scales)}"
+                scales.append((dataclasses.replace(scale, path=name), passed))
+                read[name] = scale.path
+        return dataclasses.replace(alone, scales=tuple(scales), seen=()), read
+
+    def with_blocks(self, change: Callable[[Block], Block]) -> Any:
+        scales = tuple((scale, tuple(map(change, behind))) for scale, behind in self.scales)
+        return dataclasses.replace(super().with_blocks(change), scales=scales)
+
     # The group: rotations multiply, signs stay ----------------------------------------------------------
 
     def identity(self) -> SignedRotation:
@@ -285,8 +334,29 @@ class ResidualRotation(Heads):
         gammas = self._gammas(point)
         mixed = dataclasses.replace(self, blocks=self.seen).mixed_rows(self._scaled(point, gammas))
         u, _, vt = svd(self._restricted(mixed)[None])
+        return self._with_signs(self._whole(matmul(u, vt)[0]), gammas)
+
+    @staticmethod
+    def _with_signs(matrix: jax.Array, gammas: Sequence[jax.Array]) -> SignedRotation:
         signs = tuple(jnp.where(gamma < 0, -1.0, 1.0).astype(real_dtype()) for gamma in gammas)
-        return SignedRotation(self._whole(matmul(u, vt)[0]), signs)
+        return SignedRotation(matrix, signs)
+
+    @classmethod
+    def eigenbases(cls, turns: Sequence[Any], point: Arrays) -> list[Any]:
+        return [turn._eigenbasis(point) for turn in turns]
+
+    def _eigenbasis(self, point: Arrays) -> SignedRotation:
+        """The rotation that leads from the eigenbasis of EᵀE; under `keeps_ones`, of the part off the ones vector."""
+        gammas, seen = self._gammas(point), dataclasses.replace(self, blocks=self.seen)
+        values = self._scaled(point, gammas)
+        gram, mixed = seen.gram(values, values), seen.mixed_rows(values)
+        basis = eigenbasis(self._restricted(gram), self._restricted(mixed))
+        # Coordinates of the rows in this basis, without those along the ones vector, decide the signs of its columns.
+        whole = self._whole(basis)
+        columns = seen.turned(values, _reflected(whole, -1) if self.keeps_ones else whole)
+        largest = seen.largest_entries(columns)[self.size - basis.shape[-1] :]
+        signed = basis * jnp.where(largest < 0, -1.0, 1.0)
+        return self._with_signs(transpose(self._whole(signed)), gammas)
 
     @classmethod
     def project(

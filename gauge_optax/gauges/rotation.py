@@ -23,12 +23,26 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from gauge_optax.binding import Axes, Block
+from gauge_optax.binding import Axes, Block, binding_error
 from gauge_optax.gauges.gauge import BlockGauge, block_gauge
+from gauge_optax.gauges.hadamard import randomized_hadamard
 from gauge_optax.gauges.heads import BASIS, Heads, by_size, stack_heads, unstack_heads
 from gauge_optax.gauges.instance import Arrays, Effect
 from gauge_optax.gauges.matrices import Matrices, head_matrices
-from gauge_optax.linalg import HIGHEST, haar, matmul, noise, real_dtype, safe_divide, skew_exponential, svd, transpose
+from gauge_optax.linalg import (
+    HIGHEST,
+    eigenbasis,
+    haar,
+    matmul,
+    nearly_orthogonal,
+    noise,
+    real_dtype,
+    safe_divide,
+    skew,
+    skew_exponential,
+    svd,
+    transpose,
+)
 
 
 def head_rotation(blocks: Mapping[str, Axes], *, sizes: Mapping[str, int] | None = None) -> BlockGauge:
@@ -98,6 +112,25 @@ class Rotation(Heads):
         normal = jax.random.normal(key, shape, real_dtype())
         return skew_exponential(scale * (normal - transpose(normal)) / math.sqrt(2 * self.size))
 
+    def rotation(self, key: jax.Array, by: str) -> jax.Array:
+        if by == "hadamard":
+            require_even(self.gauge, self.blocks, self.size)
+            return randomized_hadamard(key, self.shape, self.size)
+        return haar(key, (*self.shape, self.size, self.size))
+
+    def algebra(self) -> jax.Array:
+        return jnp.zeros((*self.shape, self.size, self.size), real_dtype())
+
+    def exponential(self, coordinates: jax.Array, near: bool = False) -> jax.Array:
+        generator = skew(coordinates)
+        return self.identity() + generator if near else skew_exponential(generator)
+
+    def misfit(self, element: jax.Array) -> jax.Array:
+        return jnp.max(jnp.abs(matmul(element, transpose(element)) - self.identity()))
+
+    def normalized(self, element: jax.Array) -> jax.Array:
+        return nearly_orthogonal(element)
+
     def motion(self, e: jax.Array, change: Any, end: Arrays, turn: jax.Array | None) -> Any:
         return turn
 
@@ -132,6 +165,17 @@ class Rotation(Heads):
         return [factors[turn] for turn in turns]
 
     @classmethod
+    def eigenbases(cls, turns: Sequence["Rotation"], point: Arrays) -> list[jax.Array]:
+        read: dict[Rotation, jax.Array] = {}
+        for same in by_size(turns):
+            grams = stack_heads([turn.gram(point, point) for turn in same])
+            mixed = stack_heads([turn.mixed_rows(point) for turn in same])
+            for turn, basis in zip(same, unstack_heads(eigenbasis(grams, mixed), same), strict=True):
+                largest = turn.largest_entries(turn.turned(point, basis))
+                read[turn] = transpose(basis * jnp.where(largest < 0, -1.0, 1.0)[..., None, :])
+        return [read[turn] for turn in turns]
+
+    @classmethod
     def project(
         cls, turns: Sequence["Rotation"], point: Arrays, vector: Arrays, into: Mapping[Any, jax.Array] | None = None
     ) -> Arrays:
@@ -149,6 +193,15 @@ class Rotation(Heads):
                     generator = matmul(matmul(into[turn], generator), transpose(into[turn]))
                 out |= turn.added(out, point, generator)
         return out
+
+
+def require_even(gauge: str, blocks: Sequence[Block], size: int, multiple: int = 2) -> None:
+    """Raises ValueError for a size without a Hadamard factor."""
+    if size % multiple:
+        raise binding_error(
+            gauge, f"no Hadamard rotation at '{blocks[0].path}'", f"{size} dimensions", f"a multiple of {multiple}",
+            "write by='random'",
+        )  # fmt: skip
 
 
 _Readings = tuple[jax.Array, jax.Array, jax.Array]

@@ -1,0 +1,164 @@
+"""How long choosing a point of GPT-2's orbit takes, and how much memory: `canonicalize` and `rotate`.
+
+    python -m benchmarks.orbit                             # five minutes on 2 CPU cores, 8 GiB
+    python -m benchmarks.orbit --layers 1 --width 128 --vocab 99   # to try it
+
+Every row is a process of its own. The first call compiles; the second is timed, and its peak of resident memory read,
+in units of the parameters: 1 is the parameters alone, 2 the parameters and the result. Also how far logits move.
+Writes benchmarks/results/orbit.json and orbit.md. Needs Linux, which can say and reset the peak of a process.
+"""
+
+import argparse
+import gc
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+import gauge_optax as go
+from benchmarks.timing import host
+from examples import cli
+from models import gpt2, lm
+
+OUT = Path(__file__).parent / "results"
+ROTATIONS = ("residual_rotation", "head_rotation")
+
+
+class Row(NamedTuple):
+    """What is measured.
+
+    Attributes:
+      function: of the library.
+      tied: whether the output kernel is the embedding, as GPT-2's is; then the stream has no rotation.
+      linear: whether heads have GL(d_h) in place of rotations.
+      donate: whether the parameters may be overwritten.
+    """
+
+    function: str
+    tied: bool
+    linear: bool = False
+    donate: bool = False
+
+
+ROWS = {
+    "canonicalize, rotations of heads": Row("canonicalize", tied=True),
+    "canonicalize, GL of heads": Row("canonicalize", tied=True, linear=True),
+    "canonicalize, donated": Row("canonicalize", tied=True, linear=True, donate=True),
+    "canonicalize with the stream, untied": Row("canonicalize", tied=False),
+    "canonicalize with the stream, untied, donated": Row("canonicalize", tied=False, donate=True),
+    "rotate, R2": Row("rotate", tied=True),
+    "rotate, R1 and R2, untied": Row("rotate", tied=False),
+    "rotate, R1 and R2, untied, donated": Row("rotate", tied=False, donate=True),
+}
+
+
+def resident(kind: str) -> float:
+    """Bytes of this process in memory now (`VmRSS`), or at most so far (`VmHWM`)."""
+    found = re.search(rf"{kind}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    return 1024.0 * float(found[1]) if found else float("nan")
+
+
+def measured(row: Row, sizes: dict[str, int]) -> dict[str, Any]:
+    """Seconds, peak and accuracy of one row, in this process."""
+    config = gpt2.config(**sizes, bias=True, tied=row.tied)
+    graphdef, state = nnx.split(nnx.eval_shape(lambda: lm.build(config, nnx.Rngs(0))))
+    rng = np.random.default_rng(0)
+
+    def drawn(x: Any) -> jax.Array:
+        noise = rng.standard_normal(x.shape, dtype=np.float32)
+        return jnp.asarray(0.02 * noise if x.ndim > 1 else 0.1 * noise + 1.0)
+
+    def made() -> Any:
+        return jax.block_until_ready(jax.tree.map(drawn, nnx.to_pure_dict(state)))
+
+    gauges = lm.whole_gauges(config, linear=row.linear)
+    if row.function == "rotate":
+        gauges = [gauge for gauge in gauges if gauge.name in ROTATIONS]
+    tokens = jnp.asarray(rng.integers(0, config.vocab, (2, 64)))
+    logits = jax.jit(lambda p, x: jax.nn.log_softmax(nnx.merge(graphdef, p)(x)))
+    params = made()
+    before = logits(params, tokens)
+    call = getattr(go, row.function)
+    seconds, size = [], sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+    for _ in range(2):  # the first call compiles
+        gc.collect()
+        start_bytes = resident("VmRSS")
+        Path("/proc/self/clear_refs").write_text("5")  # sets VmHWM to VmRSS
+        start = time.perf_counter()
+        moved = jax.block_until_ready(call(params, gauges, donate=row.donate))
+        seconds.append(time.perf_counter() - start)
+        peak = 1.0 + (resident("VmHWM") - start_bytes) / size
+        change = float(jnp.max(jnp.abs(logits(moved, tokens) - before)) / jnp.max(jnp.abs(before)))
+        params = moved if row.donate else params
+        del moved
+    return {
+        "parameters": size // 4, "first": seconds[0], "seconds": seconds[1], "peak": peak, "change": change
+    }  # fmt: skip
+
+
+def page(result: dict[str, Any]) -> str:
+    """Markdown."""
+    lines = [
+        "# Choosing a point of GPT-2's orbit", "",
+        f"`python -m benchmarks.orbit`: {result['host']}; float32; {result['layers']} layers of d = "
+        f"{result['width']}. The first call compiles. The peak is resident memory in units of the parameters, which "
+        "are among it: 2 is the parameters and the result. The change is the largest one of a log-probability, of the "
+        "largest log-probability.", "",
+        "| | parameters, millions | first call, s | seconds | peak | change (limit 1e-05) |",
+        "|---|---|---|---|---|---|",
+    ]  # fmt: skip
+    for name, own in result["rows"].items():
+        missed = " **missed**" if own["change"] > 1e-5 else ""
+        over = " **over 2**" if own["peak"] > 2.0 else ""
+        lines.append(
+            f"| {name} | {own['parameters'] / 1e6:.1f} | {own['first']:.1f} | {own['seconds']:.1f} "
+            f"| {own['peak']:.2f}{over} | {own['change']:.1e}{missed} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
+    """Measure every row; write JSON and table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=cli.Help)
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--vocab", type=int, default=50_304)
+    parser.add_argument("--width", type=int, default=768, help="d_model, in heads of 64")
+    parser.add_argument("--only", default="", help="measure rows with this in their name")
+    parser.add_argument("--row", help=argparse.SUPPRESS)  # what a child process measures
+    parser.add_argument("--out", type=Path, default=OUT)
+    args = parser.parse_args(argv)
+    heads = args.width // 64
+    sizes = dict(
+        layers=args.layers, vocab=args.vocab, d_model=args.width, heads=heads, kv_heads=heads, d_ff=4 * args.width
+    )
+    if args.row:
+        row = measured(ROWS[args.row], sizes)
+        print(json.dumps(row))
+        return row
+    rows = {}
+    for name in (name for name in ROWS if args.only in name):
+        given = [f"--{option}={getattr(args, option)}" for option in ("layers", "vocab", "width")]
+        command = [sys.executable, "-m", "benchmarks.orbit", *given, "--row", name]
+        done = subprocess.run(command, check=True, capture_output=True, text=True, env=os.environ)
+        rows[name] = json.loads(done.stdout.splitlines()[-1])
+        print(name, rows[name], flush=True)
+    result = {"host": host(), "layers": args.layers, "width": args.width, "rows": rows}
+    args.out.mkdir(parents=True, exist_ok=True)
+    (args.out / "orbit.json").write_text(json.dumps(result, indent=1) + "\n")
+    (args.out / "orbit.md").write_text(page(result))
+    print(page(result))
+    return result
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+"""Orthogonal matrices whose entries are all of nearly one size: they spread a large channel over all channels.
+
+A Hadamard matrix H has entries ±1 and orthogonal rows, so that H/√n is orthogonal. Orders 2ᵏ are Sylvester's, further
+orders q + 1 and 2(q + 1) for primes q are Paley's, and the Kronecker product of two of them is one. For other even
+sizes m·2ᵏ the factor of size m is a random orthogonal matrix. A product with random signs, or permutations, makes it
+random. References: QuaRot (Ashkboos et al. 2024), §4; Paley 1933.
+"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gauge_optax.linalg import haar, matmul, real_dtype
+
+
+def known_hadamard(size: int) -> np.ndarray | None:
+    """Returns a Hadamard matrix of this order with entries ±1, or None where neither construction has one.
+
+    >>> h = known_hadamard(12)
+    >>> bool((h @ h.T == 12 * np.eye(12)).all()), known_hadamard(6)
+    (True, None)
+    """
+    power = size & -size
+    for doublings in range(power.bit_length()):  # the smallest Paley factor comes last, Sylvester's 1 first
+        rest = size // power * 2**doublings
+        factor = np.ones((1, 1)) if rest == 1 else _paley(rest)
+        if factor is not None:
+            return np.kron(_sylvester(size // rest), factor)
+    return None
+
+
+def randomized_hadamard(key: jax.Array, heads: tuple[int, ...], size: int) -> jax.Array:
+    """Returns random orthogonal matrices (*heads, size, size): random signs times a Hadamard matrix.
+
+    Args:
+      key: a PRNG key.
+      heads: the shape of what has a matrix each.
+      size: even. Where no construction has this order, all but its factor of 2ᵏ is a random orthogonal matrix.
+    """
+    of_signs, of_factor = jax.random.split(key)
+    signs = jax.random.rademacher(of_signs, (*heads, size), real_dtype())
+    known = known_hadamard(size)
+    if known is not None:
+        return signs[..., :, None] * jnp.asarray(known / math.sqrt(size), real_dtype())
+    power = size & -size
+    factor = haar(of_factor, (*heads, size // power, size // power))
+    return signs[..., :, None] * _kronecker(_sylvester(power) / math.sqrt(power), factor)
+
+
+def hadamard_with_ones(key: jax.Array, size: int) -> jax.Array:
+    """Returns a random orthogonal (size, size) matrix that keeps the vector of ones, as LayerNorm needs.
+
+    Args:
+      key: a PRNG key.
+      size: a multiple of 4, m·4ᵏ. The factor 4ᵏ is a regular Hadamard matrix, whose rows have one sum; the other one is
+        a random orthogonal matrix that keeps the vector of ones. Rows and columns are permuted at random.
+    """
+    of_factor, of_rows, of_columns = jax.random.split(key, 3)
+    rest = size
+    while rest % 4 == 0 and rest != 8:  # m = 2 has no rotation that keeps the ones vector and spreads; m = 8 has
+        rest //= 4
+    regular: np.ndarray = np.ones((1, 1))
+    while len(regular) * rest < size:
+        regular = np.kron(regular, np.ones((4, 4)) - 2.0 * np.eye(4))
+    factor = _haar_with_ones(of_factor, rest)
+    whole = _kronecker(regular / math.sqrt(len(regular)), factor)
+    whole = jax.random.permutation(of_rows, whole, 0, independent=False)
+    return jax.random.permutation(of_columns, whole, 1, independent=False)
+
+
+def _haar_with_ones(key: jax.Array, size: int) -> jax.Array:
+    if size == 1:
+        return jnp.ones((1, 1), real_dtype())
+    # An orthonormal basis whose first vector is that of ones: the rows of a Householder reflection.
+    normal = np.full(size, -1.0 / math.sqrt(size))
+    normal[0] += 1.0
+    basis = jnp.asarray(np.eye(size) - 2.0 * np.outer(normal, normal) / (normal @ normal), real_dtype())
+    inner = jnp.eye(size, dtype=real_dtype()).at[1:, 1:].set(haar(key, (size - 1, size - 1)))
+    return matmul(matmul(basis, inner), basis)
+
+
+def _kronecker(left: np.ndarray, right: jax.Array) -> jax.Array:
+    product = jnp.einsum("ab,...cd->...acbd", jnp.asarray(left, right.dtype), right)
+    size = len(left) * right.shape[-1]
+    return product.reshape(*right.shape[:-2], size, size)
+
+
+def _sylvester(size: int) -> np.ndarray:
+    return functools.reduce(np.kron, [np.array([[1.0, 1.0], [1.0, -1.0]])] * (size.bit_length() - 1), np.ones((1, 1)))
+
+
+def _paley(size: int) -> np.ndarray | None:
+    """Paley's matrices: of order q + 1 for primes q ≡ 3, of order 2(q + 1) for primes q ≡ 1 modulo 4."""
+    if size % 4:
+        return None
+    first, second = size - 1, size // 2 - 1
+    if first % 4 == 3 and _prime(first):
+        return np.eye(size) + _bordered(first, -1.0)
+    if second % 4 == 1 and _prime(second):
+        conference = _bordered(second, 1.0)
+        one, other = np.array([[1.0, 1.0], [1.0, -1.0]]), np.array([[1.0, -1.0], [-1.0, -1.0]])
+        return np.kron(conference, one) + np.kron(np.eye(second + 1), other)
+    return None
+
+
+def _bordered(prime: int, sign: float) -> np.ndarray:
+    """The matrix of quadratic residues of differences, with a border of ones; `sign` is that of its left column."""
+    squares = {x * x % prime for x in range(1, prime)}
+    residue = np.array([0.0] + [1.0 if x in squares else -1.0 for x in range(1, prime)])
+    matrix = np.zeros((prime + 1, prime + 1))
+    matrix[0, 1:], matrix[1:, 0] = 1.0, sign
+    matrix[1:, 1:] = residue[(np.arange(prime)[:, None] - np.arange(prime)[None, :]) % prime]
+    return matrix
+
+
+def _prime(number: int) -> bool:
+    return number > 1 and all(number % divisor for divisor in range(2, math.isqrt(number) + 1))

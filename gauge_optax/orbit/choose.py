@@ -1,0 +1,227 @@
+"""Chooses a point of an orbit by any objective: learned rotations, smoothing scales, balance of activations.
+
+The search is over elements g, not over weights: `act(g, params)` computes what `params` do for every g. A step is
+taken in coordinates about the current element, x ↦ exp(x)·g, whose derivative at x = 0 any Optax optimizer reads. The
+next element is exp(u)·g for the optimizer's update u. So every element on the way is one of the group: rotations stay
+orthogonal, scales positive. Reference: SpinQuant (Liu et al. 2024), §3.2, which learns rotations so by Cayley maps.
+"""
+
+import inspect
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from tqdm import tqdm
+
+from gauge_optax.binding import binding_error, leaves_by_path
+from gauge_optax.gauges.gauge import Element, Gauge, Gauges, product
+from gauge_optax.linalg import real_dtype
+from gauge_optax.orbit.canonicalize import require_nonzero_norms
+
+_NAME = "choose"
+_SMOOTHING = 0.9  # of the average by which a stochastic objective is judged
+
+
+class ChooseState(NamedTuple):
+    """Where a search stands: a pytree of arrays, which any checkpointer saves.
+
+    Attributes:
+      step: the number of steps taken.
+      element: the current element.
+      coordinates: the sum of all updates, which the optimizer takes for its parameters.
+      optimizer: the optimizer's state.
+      average: the objective, averaged over steps if it is stochastic.
+      least: the least objective seen, and
+      best: its element.
+      progress: the average at the last step that counted as progress, and
+      progress_step: the number of that step.
+    """
+
+    step: jax.Array
+    element: Element
+    coordinates: Any
+    optimizer: Any
+    average: jax.Array
+    least: jax.Array
+    best: Element
+    progress: jax.Array
+    progress_step: jax.Array
+
+
+def choose(
+    objective: Callable[..., jax.Array],
+    params: Any,
+    gauges: Gauges,
+    optimizer: optax.GradientTransformation | None = None,
+    *,
+    steps: int = 100,
+    batches: Iterable[Any] | None = None,
+    key: jax.Array | None = None,
+    start: Element | None = None,
+    patience: int | None = None,
+    tolerance: float = 1e-3,
+    state: ChooseState | None = None,
+    return_state: bool = False,
+    progress: bool = True,
+) -> Any:
+    """The element g that minimizes objective(act(g, params)) over the orbit of the parameters.
+
+    Args:
+      objective: a differentiable function of parameters, and of a batch and a key if these are given, in that order:
+        `objective(params)`, `objective(params, batch)`, `objective(params, batch, key)`. It returns a scalar.
+      params: the parameters. They are not changed.
+      gauges: a gauge or a sequence of them. A gauge that a user defines needs `algebra` and `exponential`.
+      optimizer: any Optax optimizer, `optax.adam(0.02)` if None. Its parameters are coordinates: radians for rotations,
+        logarithms for scales. Optimizers with a line search, such as `optax.lbfgs`, get what they need.
+      steps: the number of steps, those of `state` included.
+      batches: a sequence of batches, taken in turns; or an iterator.
+      key: a PRNG key. Every step gets its own, which depends on the step's number alone.
+      start: the element to start from, such as a Hadamard rotation; the identity if None.
+      patience: how many steps may pass without progress before the search ends; None for no end before `steps`.
+      tolerance: the relative fall of the objective that counts as progress; of its running average over about ten
+        steps, if it is stochastic.
+      state: a state that an earlier call returned, to go on from there. Give the other arguments as they were.
+      return_state: whether to return the state too.
+      progress: whether to show a progress bar.
+
+    Returns:
+      The element with the least objective of all that were visited; if the objective is stochastic, that is if batches
+      or a key are given, the last one. `gauge.act(element, params)` are the weights, with
+      `gauge = go.product(gauges)`; for one gauge the element is that gauge's. With `return_state`, the element and the
+      state.
+
+    Raises:
+      ValueError: an objective that does not take these arguments, is no scalar or is not finite; a norm with a scale of
+        zero that a rotation of the stream passes; gauges of another tree, or without coordinates.
+
+    >>> gauge = go.rescale({"up": "_ channel"}, {"down": "channel _"})
+    >>> params = {"up": jnp.full((1, 2), 4.0), "down": jnp.ones((2, 1))}
+    >>> def size(p):
+    ...     return jnp.sum(p["up"] ** 2) + jnp.sum(p["down"] ** 2)
+    >>> element = go.choose(size, params, gauge, progress=False)
+    >>> gauge.act(element, params)["up"].round(2).tolist()  # balanced: 4·½ = 1/½
+    [[2.0, 2.0]]
+
+    Reference: docs/design.md §10. Deviation from SpinQuant: any gauge and any optimizer, in place of Cayley SGD on
+    rotations.
+    """
+    group = product(gauges)
+    on_tree = group._slice(params)
+    require_nonzero_norms(_NAME, on_tree, leaves_by_path(params))
+    tx = optax.with_extra_args_support(optax.adam(0.02) if optimizer is None else optimizer)
+    stochastic = batches is not None or key is not None
+    given = _arguments(batches, key)
+    _check_objective(objective, params, (batches is not None) + (key is not None))
+    zeros = group.algebra(params)
+    if state is None:
+        first = group.identity(params) if start is None else (start,) if _alone(gauges) else tuple(start)
+        inf, zero = jnp.asarray(math.inf, real_dtype()), jnp.int32(0)
+        state = ChooseState(zero, first, zeros, tx.init(zeros), inf, inf, first, inf, zero)
+    step = _step(objective, group, tx, tolerance, stochastic)
+    with tqdm(total=steps, initial=int(state.step), desc=_NAME, disable=not progress) as bar:
+        for number in range(int(state.step), steps):
+            state, value = step(state, params, *given(number))
+            found = float(value)
+            if not math.isfinite(found):
+                raise binding_error(
+                    _NAME, f"an objective that is not finite, at step {number}", f"{found}", "a finite number",
+                    "lower the learning rate, or start from an element where the objective is finite",
+                )  # fmt: skip
+            bar.set_postfix(objective=f"{float(state.average):.4g}", least=f"{float(state.least):.4g}", refresh=False)
+            bar.update()
+            if patience is not None and int(state.step) - int(state.progress_step) > patience:
+                break
+    element = state.element
+    if not stochastic:
+        last = jax.jit(lambda e, p: objective(group.act(e, p)))(state.element, params)
+        element = state.element if float(last) <= float(state.least) else state.best
+    chosen = element[0] if _alone(gauges) else element
+    return (chosen, state) if return_state else chosen
+
+
+def _alone(gauges: Gauges) -> bool:
+    """Whether elements are those of one gauge, not tuples."""
+    return isinstance(gauges, Gauge) and gauges._parts == (gauges,)
+
+
+def _arguments(batches: Iterable[Any] | None, key: jax.Array | None) -> Callable[[int], tuple[Any, ...]]:
+    """Step number → the arguments of the objective after the parameters."""
+    if batches is not None and not isinstance(batches, Sequence | np.ndarray | jax.Array):
+        iterator = iter(batches)
+        return lambda number: (next(iterator), *(() if key is None else (jax.random.fold_in(key, number),)))
+
+    def given(number: int) -> tuple[Any, ...]:
+        batch = () if batches is None else (batches[number % len(batches)],)
+        return (*batch, *(() if key is None else (jax.random.fold_in(key, number),)))
+
+    return given
+
+
+def _check_objective(objective: Callable[..., Any], params: Any, count: int) -> None:
+    """Raises ValueError for an objective of another number of arguments."""
+    try:
+        inspect.signature(objective).bind(params, *range(count))
+    except TypeError as error:
+        raise binding_error(
+            _NAME, "an objective that does not take these arguments", f"{inspect.signature(objective)}: {error}",
+            f"the parameters{', and a batch or a key' if count == 1 else ', a batch and a key' if count else ''}",
+            "pass batches= for a second argument, key= for the last one, or change the objective",
+        ) from error  # fmt: skip
+
+
+def _scalar(value: Any) -> jax.Array:
+    if jnp.shape(value) != ():
+        raise binding_error(
+            _NAME, "an objective that is no scalar", f"shape {jnp.shape(value)}", "one number", "return jnp.mean(...)"
+        )
+    return jnp.asarray(value)
+
+
+def _step(
+    objective: Callable[..., jax.Array], group: Any, tx: Any, tolerance: float, stochastic: bool
+) -> Callable[..., Any]:
+    """One compiled step: (state, params, *batch and key) → state after it, and the objective before it."""
+
+    @jax.jit
+    def step(state: ChooseState, params: Any, *given: Any) -> tuple[ChooseState, jax.Array]:
+        def moved(coordinates: Any, near: bool) -> Element:
+            by = group.exponential(coordinates, params, near)
+            return tuple(part.compose(x, e) for part, x, e in zip(group.parts, by, state.element, strict=True))
+
+        def value_at(coordinates: Any, near: bool = True) -> jax.Array:
+            return _scalar(objective(group.act(moved(coordinates, near), params), *given))
+
+        def value_fn(coordinates: Any) -> jax.Array:  # a line search moves far from zero
+            return value_at(jax.tree.map(jnp.subtract, coordinates, state.coordinates), near=False)
+
+        zeros = jax.tree.map(jnp.zeros_like, state.coordinates)
+        value, gradient = jax.value_and_grad(value_at)(zeros)
+        updates, optimizer = tx.update(
+            gradient, state.optimizer, state.coordinates, value=value, grad=gradient, value_fn=value_fn
+        )
+        element = group.normalized(moved(updates, near=False), params)
+        value = jnp.asarray(value, state.average.dtype)
+        started_before = jnp.isfinite(state.progress)
+        average = jnp.where(started_before & stochastic, _SMOOTHING * state.average + (1.0 - _SMOOTHING) * value, value)
+        fell = average < state.progress - tolerance * jnp.where(
+            jnp.isfinite(state.progress), jnp.abs(state.progress), 0.0
+        )
+        best = jax.tree.map(lambda new, old: jnp.where(value < state.least, new, old), state.element, state.best)
+        after = ChooseState(
+            step=state.step + 1,
+            element=element,
+            coordinates=jax.tree.map(jnp.add, state.coordinates, updates),
+            optimizer=optimizer,
+            average=average,
+            least=jnp.minimum(value, state.least),
+            best=best,
+            progress=jnp.where(fell, average, state.progress),
+            progress_step=jnp.where(fell, state.step, state.progress_step),
+        )
+        return after, value
+
+    return step

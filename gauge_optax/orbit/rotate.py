@@ -1,0 +1,206 @@
+"""Rotates weights along their orbit: random or Hadamard rotations of the residual stream and of heads.
+
+Quantization rounds all entries of a row or column on one grid. A channel that is far larger than the others makes that
+grid coarse for all of them. A rotation of the basis spreads it over all channels, and where the rotation is a symmetry,
+the network computes what it did. QuaRot and SpinQuant fuse such rotations into the weights: R1 turns the residual
+stream, R2 the values of each head. Here they are elements of `residual_rotation` and of `head_rotation`.
+References: QuaRot (Ashkboos et al. 2024), §4; SpinQuant (Liu et al. 2024), §3.
+"""
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gauge_optax.binding import Block, binding_error, leaves_by_path, with_leaves
+from gauge_optax.gauges.gauge import Element, Gauge, Gauges, product
+from gauge_optax.linalg import noise
+from gauge_optax.orbit.canonicalize import require_nonzero_norms
+from gauge_optax.slice import Slice
+
+Params = TypeVar("Params")
+
+_NAME = "rotate"
+_CHUNK = 2**22  # entries of a leaf that are in float64 at a time
+
+
+def rotate(
+    params: Params,
+    gauges: Gauges,
+    by: str | Element = "hadamard",
+    *,
+    key: jax.Array | None = None,
+    donate: bool = False,
+) -> Params:
+    """Weights of the same function in a rotated basis, such as the one from which they are quantized.
+
+    A norm's scale stands between the residual stream and its readers. It is taken along, W ↦ γ⁻¹·Rᵀ·γ·W, so that the
+    function stays; but then the stored reader has γ⁻¹ on its rows, and outliers of γ stay where they are. Call
+    `canonicalize` first, which makes γ = 1: what is stored is then Rᵀ·W.
+
+    Args:
+      params: parameters of any layout.
+      gauges: rotations: `residual_rotation` (R1), `head_rotation` or `head_linear` of values with outputs (R2), of
+        queries with keys without rotary embeddings. For by="random" also `rope_torus` and `rope_linear`, whose planes
+        turn and keep their sizes.
+      by: "hadamard": random signs times a Hadamard matrix, for sizes 2ᵏ and Paley's orders times 2ᵏ (12, 20, 24, 28,
+        36, 40, …). All other even sizes m·2ᵏ take a Kronecker product with a random orthogonal m × m matrix. Under
+        LayerNorm, a rotation of the stream keeps the vector of ones: sizes m·4ᵏ, a regular Hadamard matrix with
+        permuted rows and columns. "random": from the Haar measure. Or an element, such as `choose` and `align` return.
+      key: a PRNG key for the random parts; `jax.random.key(0)` if None.
+      donate: whether the arrays of `params` are deleted, each as soon as its rotated leaf is there.
+
+    Returns:
+      Parameters like `params`. Every product is computed in float64, whatever the dtype of the leaf and of the process,
+      and rounded once to the leaf's dtype. Call it outside `jit`.
+
+    Raises:
+      ValueError: a gauge that is no rotation, or has no Hadamard matrix of its size; an element of other gauges, or
+        matrices that are not orthogonal; a norm with a scale of zero; gauges of another tree.
+
+    >>> gauge = go.head_rotation({"value": "_ head basis", "out": "head basis _"})
+    >>> value = jnp.zeros((4, 1, 4)).at[:, 0, 0].set(1.0)  # one channel has everything
+    >>> params = {"value": value, "out": jnp.ones((1, 4, 4))}
+    >>> rotated = go.rotate(params, gauge, "hadamard")
+    >>> jnp.abs(rotated["value"][0, 0]).tolist()
+    [0.5, 0.5, 0.5, 0.5]
+
+    Reference: QuaRot, §4, stages 1a and 1b; `Q = diag(±1)·H/√d`.
+    """
+    parts = product(gauges)
+    with jax.enable_x64(True):
+        on_tree, leaves = parts._slice(params), leaves_by_path(params)
+        if any(isinstance(leaves[path], jax.core.Tracer) for path in on_tree.added):
+            raise binding_error(
+                _NAME, "called under jit", "traced parameters", "arrays", "call it outside jit, grad and vmap"
+            )
+        require_nonzero_norms(_NAME, on_tree, leaves)
+        if isinstance(by, str):
+            elements = _drawn(on_tree, by, jax.random.key(0) if key is None else key)
+        else:
+            elements = _given(parts, on_tree, params, by)
+        moved = {}
+        for path in on_tree.added:
+            leaf = jnp.asarray(leaves[path])
+            moved[path] = _moved_leaf(on_tree, elements, path, leaf, leaves)
+            norm = any(block.path == path for instance in on_tree.instances for block in instance.context)
+            if donate and not norm and moved[path] is not leaf and isinstance(leaves[path], jax.Array):
+                leaves[path].delete()
+        return with_leaves(params, moved)
+
+
+def _drawn(on_tree: Slice, by: str, key: jax.Array) -> list[Any]:
+    """A random element per instance."""
+    if by not in ("hadamard", "random"):
+        raise binding_error(
+            _NAME, f"no such rotation, by={by!r}", f"{by!r}", "'hadamard', 'random' or an element of the gauges",
+            "write by='hadamard'",
+        )  # fmt: skip
+    keys = jax.random.split(key, max(1, len(on_tree.instances)))
+    return [i.from_element(i.rotation(k, by)) for i, k in zip(on_tree.instances, keys, strict=False)]
+
+
+def _given(group: Gauge, on_tree: Slice, params: Any, element: Element) -> list[Any]:
+    """The element that a user gives, per instance. Raises ValueError where it is none of these gauges'."""
+    expected = jax.eval_shape(lambda: group.identity(params))
+    if len(on_tree.parts) == 1 and isinstance(element, dict):
+        element = (element,)
+    if jax.tree.map(np.shape, element) != jax.tree.map(np.shape, expected):
+        raise binding_error(
+            _NAME, "an element of other gauges", f"{jax.tree.map(np.shape, element)}",
+            f"{jax.tree.map(np.shape, expected)}", "pass an element of the gauges that are passed, in their order",
+        )  # fmt: skip
+    elements = [jax.tree.map(lambda x: jnp.asarray(x, float), e) for e in element]
+    found = []
+    for instance, own in zip(on_tree.instances, _by_instance(on_tree, elements), strict=True):
+        instance.rotation(jax.random.key(0), "random")  # refuses what is no rotation
+        if not float(instance.misfit(own)) <= noise(jnp.dtype(jnp.float32)):
+            raise binding_error(
+                instance.gauge, f"an element that is no rotation, at '{instance.key}'",
+                f"RᵀR is {float(instance.misfit(own)):.1e} from the identity", "orthogonal matrices",
+                "pass the orthogonal factor of a QR decomposition, or what go.choose returned",
+            )  # fmt: skip
+        found.append(instance.from_element(instance.normalized(own)))
+    return found
+
+
+def _by_instance(on_tree: Slice, elements: Sequence[Element]) -> list[Any]:
+    pairs = zip(on_tree.parts, elements, strict=True)
+    return [x for (gauge, instances), element in pairs for x in gauge._split(instances, element)]
+
+
+def _moved_leaf(
+    on_tree: Slice, elements: Sequence[Any], path: str, leaf: jax.Array, leaves: dict[str, Any]
+) -> jax.Array:
+    """One leaf, moved by all instances in the order of the list."""
+    instances, own = [], []
+    context: dict[str, jax.Array] = {}
+    for instance, e in zip(on_tree.instances, elements, strict=True):
+        if path in instance.paths:
+            alone, read = instance.on_leaf(path)
+            instances.append(alone)
+            own.append(e)
+            context |= {name: jnp.asarray(leaves[p]).astype(float) + on_tree.added[p] for name, p in read.items()}
+    if not instances:
+        return leaf
+    return _act(tuple(instances), tuple(own), leaf, context, on_tree.added[path])
+
+
+@functools.partial(jax.jit, static_argnums=0)  # blocks have no paths here: layers of one shape share a program
+def _act(
+    instances: tuple[Any, ...], elements: tuple[Any, ...], leaf: jax.Array, context: dict[str, jax.Array], added: Any
+) -> jax.Array:
+    def moved(instances: Sequence[Any], part: jax.Array, added: Any) -> jax.Array:
+        point = {"": part.astype(float) + added} | context
+        for instance, e in zip(instances, elements, strict=True):
+            point = instance.act(e, point)
+        return (point[""] - added).astype(leaf.dtype)
+
+    axis = _free_axis([block for instance in instances for block in instance.blocks])
+    rows = None if axis is None else max(1, _CHUNK * leaf.shape[axis] // max(1, leaf.size))
+    if axis is None or rows is None or rows >= leaf.shape[axis] or np.ndim(added):
+        return moved(instances, leaf, added)
+    short = [_shortened(instance, axis, rows) for instance in instances]
+
+    def chunk(number: jax.Array, out: jax.Array) -> jax.Array:
+        start = jnp.minimum(number * rows, leaf.shape[axis] - rows)  # the last chunk overlaps the one before it
+        part = jax.lax.dynamic_slice_in_dim(leaf, start, rows, axis)
+        return jax.lax.dynamic_update_slice_in_dim(out, moved(short, part, added), start, axis)
+
+    return jax.lax.fori_loop(0, math.ceil(leaf.shape[axis] / rows), chunk, jnp.zeros_like(leaf))
+
+
+def _free_axis(blocks: Sequence[Block]) -> int | None:
+    """The longest axis of a leaf that is a whole free axis in all blocks; None if there is none."""
+
+    def free(axis: int) -> bool:
+        return all(
+            len(b.groups[axis]) == 1 and b.split_labels[b.groups[axis][0]] == "_" and b.ranges[axis] is None
+            and b.index[b.groups[axis][0]] == ((0, b.shape[axis]),) for b in blocks
+        )  # fmt: skip
+
+    shape = blocks[0].shape
+    return max((axis for axis in range(len(shape)) if free(axis)), key=shape.__getitem__, default=None)
+
+
+def _shortened(instance: Any, axis: int, length: int) -> Any:
+    """The instance on a leaf with fewer entries along a free axis."""
+
+    def short(block: Block) -> Block:
+        at = block.groups[axis][0]
+        return dataclasses.replace(
+            block, shape=_set(block.shape, axis, length), split=_set(block.split, at, length),
+            index=_set(block.index, at, ((0, length),)),
+        )  # fmt: skip
+
+    return instance.with_blocks(short)
+
+
+def _set(values: tuple[Any, ...], at: int, value: Any) -> tuple[Any, ...]:
+    return tuple(itertools.chain(values[:at], (value,), values[at + 1 :]))

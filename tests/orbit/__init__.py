@@ -1,0 +1,1 @@
+"""Points of an orbit that are chosen for a purpose."""

@@ -1,0 +1,246 @@
+"""`canonicalize`: twins become the same numbers, and the function stays, on every row of the registers and trees."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import gauge_optax as go
+from benchmarks.certificates import ROWS, decoder
+from gauge_optax.binding import leaves_by_path
+from models import lm
+from models.multipliers import build, kernel_gauges
+from tests.cases import FLAT_CASES, GAUGE_CASES, GaugeCase, lm_parts
+from tests.quick import jit
+from tests.test_presets import TREES, T, V, stacked_numbers
+
+Tree = Any
+
+QUICK = ("bias_absorption/value_gqa", "residual_rotation/stacked", "product/whole_llama", "product/linear",
+         "rope_linear/half", "rescale/layers", "norm_scale/one_plus", "head_rotation/gqa",
+         "user_gauge/translation", "product/slow_planes")  # fmt: skip
+rows = pytest.mark.parametrize("case", [
+    pytest.param(case, id=case.name, marks=() if case.name in QUICK else pytest.mark.slow)
+    for case in (*FLAT_CASES, *GAUGE_CASES)
+])  # fmt: skip
+
+
+def apart(a: Tree, b: Tree) -> float:
+    """The largest difference of a leaf, relative to the leaf or to 1."""
+    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    return max(float(jnp.linalg.norm((x - y).ravel()) / jnp.maximum(1.0, jnp.linalg.norm(y.ravel()))) for x, y in pairs)
+
+
+def twin_of(gauges: Any, params: Tree, scale: float = 1.0) -> Tree:
+    group = go.product(gauges)
+    return group.act(group.sample(jax.random.key(2), params, scale), params)
+
+
+@rows
+def test_twins_become_the_same_numbers_and_the_loss_stays(case: GaugeCase, x64: None) -> None:
+    gauges, params = case.gauges(), case.params(jax.random.key(1))
+    twin = twin_of(gauges, params)
+    canonical = go.canonicalize(params, gauges)
+    assert apart(twin, params) > 0.1 < apart(canonical, params) + apart(canonical, twin)
+    assert apart(go.canonicalize(twin, gauges), canonical) <= 1e-10
+    assert apart(go.canonicalize(canonical, gauges), canonical) <= 1e-12
+    loss = float(case.loss(params))  # type: ignore[misc]
+    assert abs(float(case.loss(canonical)) - loss) <= 1e-12 * abs(loss)  # type: ignore[misc]
+
+
+def moved(fn: Callable[..., Any], batch: Any, before: Tree, after: Tree) -> float:
+    """The largest change of an output, relative to the largest output."""
+    outputs, others = (np.asarray(jit(fn)(p, batch)) for p in (before, after))
+    return float(np.max(np.abs(others - outputs)) / np.max(np.abs(outputs)))
+
+
+def softmax_of(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """The log-probabilities: a shift moves all logits."""
+    return lambda p, batch: jax.nn.log_softmax(fn(p, batch))
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize(("name", "linear"), [
+    pytest.param(name, linear, marks=() if (name, linear) == ("hf_gpt2", False) else pytest.mark.slow)
+    for name in TREES for linear in (False, True)
+])  # fmt: skip
+def test_presets(name: str, linear: bool, dtype: str) -> None:
+    tree, rng = TREES[name], np.random.default_rng(0)
+    with jax.enable_x64(dtype == "float64"):
+        shapes = stacked_numbers(tree.shapes)
+        params = {p: jnp.asarray(0.4 * rng.standard_normal(s) + (len(s) == 1), dtype) for p, s in shapes.items()}
+        batch = rng.standard_normal((2, T, 6)) if name == "vision_transformer" else rng.integers(0, V, (2, T))
+        gauges, fn = tree.gauges(linear), softmax_of(tree.fn)
+        canonical = go.canonicalize(params, gauges)
+        assert moved(fn, batch, params, canonical) <= (1e-12 if dtype == "float64" else 1e-5)
+        if dtype == "float64":
+            assert apart(go.canonicalize(twin_of(gauges, params), gauges), canonical) <= 1e-10
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize("row", [
+    pytest.param(row, marks=() if row == next(iter(ROWS)) else pytest.mark.slow) for row in ROWS
+])  # fmt: skip
+def test_every_switch_of_the_decoder(row: str, dtype: str) -> None:
+    with jax.enable_x64():
+        made = decoder(ROWS[row])
+        fn = softmax_of(made.fn)
+    with jax.enable_x64(dtype == "float64"):
+        params = jax.tree.map(lambda x: jnp.asarray(np.asarray(x), dtype), made.params)
+        batch = jnp.asarray(np.asarray(made.batches[0]))
+        canonical = go.canonicalize(params, made.gauges)
+        assert moved(fn, batch, params, canonical) <= (1e-12 if dtype == "float64" else 1e-5)
+        if dtype == "float64":
+            assert apart(go.canonicalize(twin_of(made.gauges, params), made.gauges), canonical) <= 1e-10
+
+
+SIZES: dict[str, Any] = dict(vocab=7, d_model=8, layers=2, heads=4, kv_heads=2, d_head=4, d_ff=5, max_len=4)
+
+
+@functools.cache
+def gpt() -> tuple[Tree, list[go.Gauge]]:
+    config = lm.LMConfig(**SIZES, mlp="relu", norm_one_plus=True)
+    rng = np.random.default_rng(0)
+    params = jax.tree.map(lambda x: 0.4 * rng.normal(size=x.shape), lm_parts(config)[0])
+    return params, lm.whole_gauges(config)
+
+
+def test_what_holds_at_the_canonical_point(x64: None) -> None:
+    """Norm scales 1, biases that pass on 0, writers and logits centred, heads as singular value decompositions."""
+    params, gauges = gpt()
+    p = go.canonicalize(jax.tree.map(jnp.asarray, params), gauges)
+    zero = functools.partial(np.testing.assert_allclose, desired=0.0, atol=1e-12)
+    for block in p["blocks"].values():
+        for norm in ("norm1", "norm2"):
+            zero(block[norm]["scale"])  # stored less one
+            zero(block[norm]["bias"])
+        attn, mlp = block["attn"], block["mlp"]
+        zero(attn["value"]["bias"])
+        zero(attn["key"]["bias"])
+        zero(jnp.mean(attn["out"]["kernel"], -1))
+        zero(jnp.mean(mlp["up"]["kernel"], 0))
+        rows = jnp.concatenate([mlp["up"]["kernel"], mlp["up"]["bias"][None]])
+        np.testing.assert_allclose(jnp.linalg.norm(mlp["up"]["kernel"], axis=0), 1.0)
+        assert rows.shape == (9, 5)
+        left = jnp.moveaxis(attn["value"]["kernel"], 1, 0)
+        np.testing.assert_allclose(jnp.einsum("hde,hdf->hef", left, left), np.stack([np.eye(4)] * 2), atol=1e-12)
+        right = attn["out"]["kernel"].reshape(2, 2, 4, 8)
+        gram = jnp.einsum("hgef,hgcf->hec", right, right)
+        sizes = jnp.diagonal(gram, axis1=1, axis2=2)
+        zero(gram - sizes[:, :, None] * jnp.eye(4))
+        assert bool(jnp.all(sizes[:, :-1] > sizes[:, 1:]))
+        both = jnp.concatenate([left, right.transpose(0, 1, 3, 2).reshape(2, 16, 4)], 1)
+        assert bool(jnp.all(jnp.max(both, 1) >= -jnp.min(both, 1)))
+    zero(jnp.mean(p["lm_head"]["kernel"], -1))
+    zero(jnp.mean(p["pos"]["embedding"], 0))
+
+
+def test_equal_eigenvalues_have_one_basis_too(x64: None) -> None:
+    """Heads with orthonormal rows, whose Gram matrix has one eigenvalue, and with two pairs of equal ones."""
+    gauge = go.head_rotation({"q": "_ head basis", "k": "_ head basis"})
+    rng = np.random.default_rng(0)
+    columns = np.stack([np.linalg.qr(rng.normal(size=(12, 4)))[0] for _ in range(2)], 1)
+    columns[:, 1] *= np.array([3.0, 1.0, 3.0, 1.0])
+    params = {"q": jnp.asarray(columns[:6]), "k": jnp.asarray(columns[6:])}
+    canonical = go.canonicalize(params, gauge)
+    for seed in range(5):
+        twin = gauge.act(gauge.sample(jax.random.key(seed), params), params)
+        assert apart(go.canonicalize(twin, gauge), canonical) <= 1e-12
+    torus = go.rope_torus({"q": "_ head basis", "k": "_ head basis"})
+    assert apart(go.canonicalize(twin_of(torus, params), torus), go.canonicalize(params, torus)) <= 1e-12
+
+
+def test_the_order_of_heads_and_units_does_not_matter(x64: None) -> None:
+    """Heads and units in another order become the same numbers in that order: bases are not read from positions."""
+    config = lm.llama_config(**SIZES | {"kv_heads": 4})
+    rng = np.random.default_rng(0)
+    params = jax.tree.map(lambda x: jnp.asarray(0.4 * rng.normal(size=x.shape)), lm_parts(config)[0])
+    heads, units = rng.permutation(4), rng.permutation(5)
+
+    def reordered(p: Tree) -> Tree:
+        out = jax.tree.map(lambda x: x, p)
+        for block in out["blocks"].values():
+            for name in ("query", "key", "value"):
+                block["attn"][name]["kernel"] = block["attn"][name]["kernel"][:, heads]
+            block["attn"]["out"]["kernel"] = block["attn"]["out"]["kernel"][heads]
+            for name in ("gate", "up"):
+                block["mlp"][name]["kernel"] = block["mlp"][name]["kernel"][:, units]
+            block["mlp"]["down"]["kernel"] = block["mlp"]["down"]["kernel"][units]
+        return out
+
+    gauges = lm.whole_gauges(config)
+    canonical = go.canonicalize(params, gauges)
+    assert apart(go.canonicalize(reordered(params), gauges), reordered(canonical)) <= 1e-12
+
+
+def test_multipliers_become_one_and_biases_pass_on(x64: None) -> None:
+    from flax import nnx
+
+    config = lm.llama_config(**SIZES)
+    graphdef, state = nnx.split(build(config, nnx.Rngs(0)))
+    rng = np.random.default_rng(0)
+    params = jax.tree.map(lambda x: jnp.asarray(x + 0.2 * rng.normal(size=x.shape)), nnx.to_pure_dict(state))
+    canonical = go.canonicalize(params, kernel_gauges(config))
+    for block in canonical["blocks"].values():
+        for layer in (*block["attn"].values(), *block["mlp"].values()):
+            np.testing.assert_allclose(jnp.abs(layer["rows"]), 1.0, rtol=1e-12)
+            np.testing.assert_allclose(jnp.abs(layer["columns"]), 1.0, rtol=1e-12)
+    tokens = rng.integers(0, 7, (2, 4))
+    assert moved(lambda p, x: nnx.merge(graphdef, p)(x), tokens, params, canonical) <= 1e-12
+
+
+def test_bases_by_choice(x64: None) -> None:
+    """`anchor` is the slice point of optimizers; `stored` leaves heads and the stream where they are."""
+    case = next(case for case in FLAT_CASES if case.name == "product/whole_gpt")
+    group, params = go.product(case.gauges()), case.params(jax.random.key(1))
+    s = group._slice(params)
+    values = s.values(params)
+    point = s.enter(s.read(values).elements, values)
+    anchored = go.canonicalize(params, group, heads="anchor", stream="anchor", signs=False)
+    assert apart(anchored, go.canonicalize(anchored, group, heads="stored", stream="stored", signs=False)) <= 1e-12
+    for path, leaf in leaves_by_path(anchored).items():
+        np.testing.assert_allclose(leaf, point[path], atol=1e-12)
+    plain = {"q": jnp.ones((6, 2, 3)), "k": jnp.ones((6, 2, 3))}
+    turn = go.head_rotation({"q": "_ head basis", "k": "_ head basis"})
+    assert apart(go.canonicalize(plain, turn, heads="stored"), plain) == 0.0
+
+
+def test_dead_heads_and_channels_stay_finite() -> None:
+    """A zero output kernel, a zero norm scale, a dead unit, a head of rank one: finite, and the same loss."""
+    config = lm.LMConfig(**SIZES, mlp="relu", norm="rmsnorm", bias=False)
+    rng = np.random.default_rng(0)
+    params = jax.tree.map(lambda x: jnp.asarray(0.4 * rng.normal(size=x.shape), jnp.float32), lm_parts(config)[0])
+    block = params["blocks"][0]
+    block["attn"]["out"]["kernel"] = jnp.zeros_like(block["attn"]["out"]["kernel"])
+    block["norm1"]["scale"] = block["norm1"]["scale"].at[1].set(0.0)
+    block["mlp"]["up"]["kernel"] = block["mlp"]["up"]["kernel"].at[:, 0].set(0.0)
+    block["attn"]["query"]["kernel"] = jnp.ones_like(block["attn"]["query"]["kernel"])
+    with pytest.raises(ValueError, match=r"(?s)hides a channel, 'blocks/0/norm1/scale'.*take residual_rotation"):
+        go.canonicalize(params, lm.whole_gauges(config))
+    for linear in (False, True):
+        canonical = go.canonicalize(params, lm.whole_gauges(config, linear, residual=False))
+        assert all(bool(jnp.all(jnp.isfinite(x))) for x in jax.tree.leaves(canonical))
+        tokens = rng.integers(0, 7, (2, 5))
+        assert moved(lambda p, x: lm_parts(config)[1](p, x), tokens, params, canonical) <= 1e-5
+
+
+def test_it_may_be_compiled_and_keeps_dtypes() -> None:
+    case = next(case for case in FLAT_CASES if case.name == "product/whole_llama")
+    gauges, params = case.gauges(), case.params(jax.random.key(1))
+    inside = jit(lambda p: go.canonicalize(p, gauges))(params)
+    assert apart(inside, go.canonicalize(params, gauges)) <= 1e-4
+    low = jax.eval_shape(lambda p: go.canonicalize(p, gauges), jax.tree.map(lambda x: x.astype(jnp.bfloat16), params))
+    assert {x.dtype for x in jax.tree.leaves(low)} == {jnp.dtype(jnp.bfloat16)}
+
+
+def test_bad_input_is_refused() -> None:
+    gauge = go.norm_scale({"scale": "channel"}, {"kernel": "channel _"})
+    params = {"scale": jnp.ones(2), "kernel": jnp.ones((2, 3))}
+    with pytest.raises(ValueError, match=r"(?s)no such basis, heads='svd'.*expected.*write heads='eigenbasis'"):
+        go.canonicalize(params, gauge, heads="svd")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"norm_scale: no leaf matches"):
+        go.canonicalize({"other": jnp.ones(2)}, gauge)

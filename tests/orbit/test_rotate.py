@@ -1,0 +1,219 @@
+"""`rotate`: the function stays, QuaRot's fusing is reproduced, and outliers spread."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import gauge_optax as go
+from gauge_optax.gauges import hadamard
+from gauge_optax.gauges.hadamard import known_hadamard
+from gauge_optax.orbit import rotate as module
+from models import lm
+from tests.cases import FLAT_CASES, GAUGE_CASES, lm_parts
+from tests.orbit.test_canonicalize import apart, moved, softmax_of
+from tests.test_presets import TREES, T, V, stacked_numbers
+
+Tree = Any
+
+SIZES: dict[str, Any] = dict(vocab=11, d_model=16, layers=2, heads=4, kv_heads=2, d_head=4, d_ff=6, max_len=5)
+LLAMA = lm.llama_config(**SIZES)
+GPT = lm.LMConfig(**SIZES, mlp="gelu")
+ROTATIONS = ("residual_rotation", "head_rotation", "head_linear")
+
+
+@functools.cache
+def numbers(config: lm.LMConfig) -> Tree:
+    rng = np.random.default_rng(0)
+    return jax.tree.map(lambda x: 0.4 * rng.normal(size=x.shape) + (x.ndim == 1), lm_parts(config)[0])
+
+
+def rotations(config: lm.LMConfig, linear: bool = False) -> list[go.Gauge]:
+    return [gauge for gauge in lm.whole_gauges(config, linear) if gauge.name in ROTATIONS]
+
+
+def quarot(p: Tree, r1: np.ndarray, r2: list[np.ndarray]) -> Tree:
+    """QuaRot's stages 1a and 1b by hand: fold norms, turn readers, writers and heads."""
+    p = jax.tree.map(np.array, p)
+    p["embed"]["embedding"] = p["embed"]["embedding"] @ r1
+    for layer, heads in zip(p["blocks"].values(), r2, strict=True):
+        attn, mlp = layer["attn"], layer["mlp"]
+        for kernel in (attn["query"], attn["key"], attn["value"]):
+            kernel["kernel"] = np.einsum("dc,d,dhe->che", r1, layer["norm1"]["scale"], kernel["kernel"])
+        for kernel in (mlp["gate"], mlp["up"]):
+            kernel["kernel"] = r1.T @ (layer["norm2"]["scale"][:, None] * kernel["kernel"])
+        for norm in ("norm1", "norm2"):
+            layer[norm]["scale"] = np.ones(16)
+        attn["value"]["kernel"] = np.einsum("dhe,hef->dhf", attn["value"]["kernel"], heads)
+        out = attn["out"]["kernel"].reshape(2, 2, 4, 16)  # two query heads read a value head
+        attn["out"]["kernel"] = np.einsum("hgec,hef,cd->hgfd", out, heads, r1).reshape(4, 4, 16)
+        mlp["down"]["kernel"] = mlp["down"]["kernel"] @ r1
+    p["lm_head"]["kernel"] = r1.T @ (p["final_norm"]["scale"][:, None] * p["lm_head"]["kernel"])
+    p["final_norm"]["scale"] = np.ones(16)
+    return p
+
+
+def folded(params: Tree, config: lm.LMConfig) -> Tree:
+    """Norm scales folded into readers, and nothing else."""
+    return go.canonicalize(params, [gauge for gauge in lm.whole_gauges(config) if gauge.name == "norm_scale"])
+
+
+@pytest.mark.parametrize("linear", [False, True])
+def test_it_is_quarots_fusing(linear: bool, x64: None) -> None:
+    params, gauges = jax.tree.map(jnp.asarray, numbers(LLAMA)), rotations(LLAMA, linear)
+    rotated = go.rotate(folded(params, LLAMA), gauges, "hadamard", key=jax.random.key(3))
+    keys = jax.random.split(jax.random.key(3), 3)
+    r1 = np.asarray(gauges[0]._slice(params).instances[0].rotation(keys[0], "hadamard"))
+    heads = [
+        np.asarray(i.rotation(k, "hadamard")) for i, k in zip(gauges[1]._slice(params).instances, keys[1:], strict=True)
+    ]
+    np.testing.assert_allclose(np.abs(r1), 0.25)
+    np.testing.assert_allclose(np.abs(heads), 0.5)
+    assert apart(rotated, quarot(params, r1, heads)) <= 1e-13
+    element = ({"": r1}, {f"i={number}": head for number, head in enumerate(heads)})
+    assert apart(go.rotate(folded(params, LLAMA), gauges, element), rotated) <= 1e-13
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize("by", ["hadamard", "random"])
+@pytest.mark.parametrize("name", ["gpt", "llama"])
+def test_the_function_stays(name: str, by: str, dtype: str) -> None:
+    """Also where norms have scales, biases, and LayerNorms subtract the mean."""
+    config = {"gpt": GPT, "llama": LLAMA}[name]
+    with jax.enable_x64(dtype == "float64"):
+        params = jax.tree.map(lambda x: jnp.asarray(x, dtype), numbers(config))
+        tokens = np.random.default_rng(0).integers(0, 11, (2, 6))
+        rotated = go.rotate(params, rotations(config), by)
+        assert {x.dtype for x in jax.tree.leaves(rotated)} == {jnp.dtype(dtype)}
+        assert apart(rotated, params) > 0.5
+        assert moved(lambda p, x: lm_parts(config)[1](p, x), tokens, params, rotated) <= (
+            1e-12 if dtype == "float64" else 1e-5
+        )
+
+
+ROTATING = [
+    case for case in (*FLAT_CASES, *GAUGE_CASES)
+    if all(g.name in (*ROTATIONS, "rope_torus", "rope_linear") for g in case.gauges())
+]  # fmt: skip
+
+
+QUICK = ("plain", "fused", "slow_planes")
+
+
+@pytest.mark.parametrize("case", [
+    pytest.param(case, id=case.name, marks=() if case.name.endswith(QUICK) else pytest.mark.slow) for case in ROTATING
+])  # fmt: skip
+def test_every_rotation_of_the_registers(case: Any, x64: None) -> None:
+    params = case.params(jax.random.key(1))
+    for by in ("random", "hadamard"):
+        if by == "hadamard" and any(g.name.startswith("rope") for g in case.gauges()):
+            continue
+        if by == "hadamard" and any(g.name == "head_linear" for g in case.gauges()) and "lora" in case.name:
+            continue  # of rank 3
+        rotated = go.rotate(params, case.gauges(), by)
+        assert apart(rotated, params) > 0.1
+        loss = float(case.loss(params))
+        assert abs(float(case.loss(rotated)) - loss) <= 1e-12 * abs(loss)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize("name", list(TREES))
+def test_presets(name: str, dtype: str) -> None:
+    tree, rng = TREES[name], np.random.default_rng(0)
+    with jax.enable_x64(dtype == "float64"):
+        shapes = stacked_numbers(tree.shapes)
+        params = {p: jnp.asarray(0.4 * rng.standard_normal(s) + (len(s) == 1), dtype) for p, s in shapes.items()}
+        batch = rng.standard_normal((2, T, 6)) if name == "vision_transformer" else rng.integers(0, V, (2, T))
+        gauges = [gauge for gauge in tree.gauges(False) if gauge.name in ROTATIONS]
+        rotated = go.rotate(params, gauges)
+        limit = 1e-12 if dtype == "float64" else 1e-5
+        assert apart(rotated, params) > 0.1 and moved(softmax_of(tree.fn), batch, params, rotated) <= limit
+
+
+def test_products_are_rounded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bfloat16 leaf is what float64 gives, rounded; also in parts, the last of which overlaps the one before it."""
+    rng = np.random.default_rng(0)
+    gauge = go.residual_rotation({"head": "basis _"}, {"embedding": "_ basis"})
+    with jax.enable_x64(True):
+        exact = {"embedding": rng.normal(size=(37, 16)), "head": rng.normal(size=(16, 37))}
+        low = jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), exact)
+        whole = jax.tree.map(lambda x: x.astype(float), low)
+        expected = jax.tree.map(lambda x: x.astype(jnp.bfloat16), go.rotate(whole, gauge))
+    before = jax.tree.map(jnp.copy, low)
+    assert all(
+        bool(jnp.all(x == y)) for x, y in zip(*map(jax.tree.leaves, (go.rotate(low, gauge), expected)), strict=True)
+    )
+    monkeypatch.setattr(module, "_CHUNK", 160)  # ten rows
+    jax.clear_caches()
+    parts = go.rotate(low, gauge, donate=True)
+    assert all(bool(jnp.all(x == y)) for x, y in zip(*map(jax.tree.leaves, (parts, expected)), strict=True))
+    assert low["head"].is_deleted() and jax.tree.leaves(before)[0].dtype == jnp.bfloat16
+    jax.clear_caches()
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 8, 12, 20, 24, 28, 36, 40, 48, 64, 768, 1152, 1600])
+def test_hadamard_matrices(size: int) -> None:
+    matrix = known_hadamard(size)
+    assert matrix is not None and set(np.unique(matrix)) <= {-1.0, 1.0}
+    np.testing.assert_array_equal(matrix @ matrix.T, size * np.eye(size))
+
+
+@pytest.mark.parametrize("size", [4, 8, 12, 16, 24, 32, 48])
+def test_hadamard_matrices_that_keep_the_ones(size: int, x64: None) -> None:
+    matrix = hadamard.hadamard_with_ones(jax.random.key(0), size)
+    np.testing.assert_allclose(matrix @ matrix.T, np.eye(size), atol=1e-13)
+    np.testing.assert_allclose(jnp.sum(matrix, 1), 1.0)
+    if size in (4, 16):
+        np.testing.assert_allclose(jnp.abs(matrix), size**-0.5)
+
+
+@pytest.mark.parametrize("size", [10, 52])
+def test_other_even_sizes_take_an_orthogonal_factor(size: int, x64: None) -> None:
+    """The first is 2·5; of order 52 there are Hadamard matrices, but none of Paley's."""
+    assert known_hadamard(size) is None
+    matrices = hadamard.randomized_hadamard(jax.random.key(0), (3,), size)
+    products = jnp.einsum("hab,hcb->hac", matrices, matrices)
+    np.testing.assert_allclose(products, np.stack([np.eye(size)] * 3), atol=1e-13)
+    assert float(jnp.max(jnp.abs(matrices[0] - matrices[1]))) > 0.1
+
+
+def test_an_outlier_spreads_where_norms_are_folded_first(x64: None) -> None:
+    """A planted channel, 50 times the others: the kurtosis of what is stored falls only after canonicalize."""
+    params = jax.tree.map(jnp.asarray, numbers(LLAMA))
+    params["blocks"][0]["norm1"]["scale"] = params["blocks"][0]["norm1"]["scale"].at[3].set(50.0)
+
+    def peak(p: Tree) -> float:
+        kernel = p["blocks"][0]["attn"]["query"]["kernel"]
+        return float(jnp.max(jnp.abs(kernel)) / jnp.sqrt(jnp.mean(jnp.square(kernel))))
+
+    gauges = rotations(LLAMA)
+    plain = folded(params, LLAMA)
+    assert peak(go.rotate(plain, gauges)) < 0.6 * peak(plain)
+    assert peak(go.rotate(params, gauges)) > peak(go.rotate(plain, gauges))
+
+
+def test_bad_input_is_refused() -> None:
+    params = {"value": jnp.ones((6, 2, 3)), "out": jnp.ones((2, 3, 6)), "scale": jnp.ones(6)}
+    heads = go.head_rotation({"value": "_ head basis", "out": "head basis _"})
+    with pytest.raises(ValueError, match=r"(?s)no Hadamard rotation at 'value'.*3 dimensions.*by='random'"):
+        go.rotate(params, heads)
+    with pytest.raises(ValueError, match=r"(?s)no such rotation, by='walsh'"):
+        go.rotate(params, heads, "walsh")
+    with pytest.raises(ValueError, match=r"(?s)norm_scale: no rotation.*take it out of the list"):
+        go.rotate(params, go.norm_scale({"scale": "channel"}, {"value": "channel _ _"}))
+    with pytest.raises(ValueError, match=r"(?s)an element of other gauges"):
+        go.rotate(params, heads, {"": jnp.eye(3)})
+    with pytest.raises(ValueError, match=r"(?s)an element that is no rotation.*QR"):
+        go.rotate(params, heads, {"": jnp.ones((2, 3, 3))})
+    with pytest.raises(ValueError, match=r"(?s)called under jit.*outside jit"):
+        jax.jit(lambda p: go.rotate(p, heads, "random"))(params)
+    with pytest.raises(ValueError, match=r"(?s)no Hadamard rotation.*rotary planes"):
+        go.rotate({"q": jnp.ones((6, 2, 4)), "k": jnp.ones((6, 2, 4))},
+                  go.rope_torus({"q": "_ head basis", "k": "_ head basis"}))  # fmt: skip
+    centred = go.residual_rotation({"out": "_ _ basis"}, {"value": "basis _ _"}, centred=True)
+    with pytest.raises(ValueError, match=r"(?s)6 dimensions.*a multiple of 4"):
+        go.rotate(params, centred)

@@ -26,7 +26,7 @@ FOLDER = Path(__file__).parent.parent / "notebooks"
 NAMES = [
     "a_scalar_failure", "b_muon_explosion", "c_sphere_is_not_balance", "d_random_gauges", "e_diagnostic",
     "f_dead_directions", "g_rotational_equilibrium", "h_learnable_multipliers",
-    "i_leakage",
+    "i_leakage", "j_whole_model",
 ]  # fmt: skip
 MOST_BYTES = 300_000
 NUMBER = re.compile(r"(?<![\w.])[-+]?\d+(?:\.\d*)?(?:e[-+]?\d+)?")

@@ -40,6 +40,7 @@ Function = Callable[[Any, Any], Sequence[jax.Array]]
 _BYTES = 2**28  # of gradients that are held at once
 _INSIDE = 1e-6  # relative distance from the span of the orbits up to which a direction lies in it
 _ROUNDS, _SOLVED = 60, 1e-11  # of the projection onto the span: iterations, and the relative size of what may be left
+_EXHAUSTED = 1e-9  # relative size of an off-diagonal of Lanczos' matrix that says that no direction is left
 _MOST = 8  # unexplained directions of a block that are counted; then it says "or more"
 _FOR_NORMS = 24  # random rows from which the sizes of the Jacobian's columns are estimated
 
@@ -377,7 +378,7 @@ def _weight_of_zero(diagonal: np.ndarray, beside: np.ndarray) -> float:
     """1/Σ qⱼ(0)² with the orthonormal polynomials qⱼ of a measure, from its Jacobi matrix."""
     values = [1.0]
     for j, across in enumerate(beside):
-        if across <= 1e-14 * diagonal.max():
+        if across <= _EXHAUSTED * diagonal.max():  # what follows is roundoff
             break
         before = beside[j - 1] * values[j - 1] if j else 0.0
         values.append(-(diagonal[j] * values[j] + before) / across)

@@ -26,6 +26,7 @@ from gauge_optax.measure.blocks import BlockCount, Span, blocks_of, null_space, 
 
 _CHUNK = 128  # rows of the Jacobian that are computed at once
 _MOST = 12_000  # parameters of which the whole Jacobian is made; of larger models, blocks of it
+_SHOWN = 12  # leaves in a figure
 _STEPS = 64  # of Lanczos, for an upper bound
 _SPAN = 1e-9  # relative size below which a direction lies in the span of others
 
@@ -119,7 +120,7 @@ class Census(NamedTuple):
 
         rows: list[tuple[str, float, str]] = [(g.name, g.dim, "tab:blue") for g in self.gauges if g.dim]
         rows += [("not reached by the batches", self.unreached, "0.5")] if self.unreached else []
-        lost = sorted(((x, path) for path, x in self.by_leaf.items() if x > 0.01), reverse=True)
+        lost = sorted(((x, path) for path, x in self.by_leaf.items() if x >= 0.05), reverse=True)[:_SHOWN]
         rows += [("no gauge explains, in all", self.unexplained, "crimson")]
         rows += [(f"of these, in {path}", share, "lightcoral") for share, path in lost]
         height = 1.2 + 0.27 * len(rows)
@@ -130,12 +131,14 @@ class Census(NamedTuple):
         labels = [f"{x:,.1f}" if isinstance(x, float) else f"{x:,}" for x in lengths]
         axes.bar_label(drawn, labels, padding=3, fontsize=8)
         axes.set_yticks(range(len(rows)), names, fontsize=8)
-        axes.invert_yaxis()
+        axes.set_ylim(len(rows) - 0.4, -0.6)
         axes.margins(x=0.12)
+        axes.set_axisbelow(True)
         least = "at least " if self.blocks else ""
         axes.set(
             xlabel="dimensions",
-            title=f"{self.parameters:,} parameters: {least}{self.dead:,} directions change no output",
+            title=f"Of {self.parameters:,} dimensions {least}{self.dead:,} change no output; "
+            f"gauges explain {self.explained:,}",
         )
         if self.overlap:
             axes.set_xlabel(f"dimensions (gauges share {self.overlap}, which stand in several bars)")
@@ -171,9 +174,9 @@ def census(
       outputs: as in `discover`: with "logits", a number that is added to all entries along the last axis is no change.
       cutoff: singular values below this share of the largest count as zero.
       block: the most entries of a block, for models of more than 12,000 parameters. Time grows with its cube.
-      probes: random directions for an upper bound of all dead directions, at least 2; 0 for no bound. The bound sees
-        flat directions as well as dead ones, so that it is loose for large models. It needs `matfree`, which
-        `pip install "gauge_optax[measure]"` installs.
+      probes: random directions for an upper bound of all dead directions, at least 2; 0 for no bound. The bound counts
+        flat directions as well as dead ones: it is useful for thousands of parameters, and says little about a million.
+        It needs `matfree`, which `pip install "gauge_optax[measure]"` installs.
       seed: of projections and directions.
       progress: whether to show a bar.
 

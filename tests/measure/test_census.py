@@ -1,0 +1,133 @@
+"""A census by blocks of entries, beside the dense one of the same model: what it counts, finds, and cannot find."""
+
+import functools
+import sys
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import gauge_optax as go
+from benchmarks.certificates import LLAMA, Row, decoder
+from gauge_optax.binding import leaves_by_path, with_leaves
+from gauge_optax.discovery.trace import walk
+from gauge_optax.measure import census as dense
+from gauge_optax.measure.blocks import blocks_of, upper_bound
+
+GROUPED = LLAMA | dict(kv_heads=1)
+NAMES = ["residual_rotation", "norm1", "norm2", "final_norm", "query", "value", "rescale", "logits", "residual_scale"]
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models of any size are counted in blocks."""
+    monkeypatch.setattr(dense, "_MOST", 10)
+
+
+@functools.cache
+def _llama() -> Row:
+    return decoder(GROUPED)
+
+
+def _counted(row: Row, gauges: Any, **options: Any) -> Any:
+    return go.census(row.fn, row.params, row.batches, gauges, block=250, progress=False, **options)
+
+
+def test_a_block_has_the_dead_directions_that_the_whole_jacobian_has_in_it(small: None, x64: None) -> None:
+    row = _llama()
+    found = _counted(row, row.gauges)
+    leaves = {path: np.asarray(x) for path, x in leaves_by_path(row.params).items()}
+
+    def flat(leaves: Any) -> jax.Array:
+        return jax.nn.log_softmax(row.fn(with_leaves(row.params, leaves), row.batches[0])).ravel()
+
+    columns = {path: np.asarray(x).reshape(-1, leaves[path].size) for path, x in jax.jacobian(flat)(leaves).items()}
+    closed = jax.make_jaxpr(lambda *x: [flat(dict(zip(leaves, x, strict=True)))])(*leaves.values())
+    blocks = blocks_of(walk(closed, list(leaves)), leaves, 250, np.random.default_rng(0))
+    assert [block.name for block in blocks] == [count.name for count in found.blocks] and len(blocks) > 5
+    for block, count in zip(blocks, found.blocks, strict=True):
+        inside = np.concatenate([columns[path][:, at] for path, at in block.entries.items()], 1)
+        rank = np.linalg.matrix_rank(inside / np.maximum(np.linalg.norm(inside, axis=0), 1e-300), 1e-10)
+        assert (count.size, count.dead) == (block.size, block.size - rank)
+        assert count.size <= 250
+    stream = found.blocks[0]
+    assert stream.dead == 3 * 3 + 3 + 3  # of three channels: three norms, rotations, the shift of their logits
+    assert found.unexplained == 0 and found.dead == found.explained == go.redundancy(row.gauges, row.params)
+    assert max(gauge.seen for gauge in found.gauges) < 1e-12
+    assert found.gap[0] < 1e-12 < 1e-6 < found.gap[1]
+    assert "at least 67 dead directions" in str(found)
+
+
+@pytest.mark.parametrize(("omitted", "expected"), [
+    ("residual_rotation", 3), ("rescale", 3),
+    pytest.param("norm2", 3, marks=pytest.mark.slow), pytest.param("query", 4, marks=pytest.mark.slow),
+    pytest.param("value", 8, marks=pytest.mark.slow), pytest.param("logits", 3, marks=pytest.mark.slow),
+    # It moves all entries of the stream's writers: no block has them.
+    pytest.param("residual_scale", 0, marks=pytest.mark.slow),
+])  # fmt: skip
+def test_blocks_find_a_gauge_that_is_left_out(small: None, omitted: str, expected: int) -> None:
+    row = _llama()
+    gauges = [gauge for name, gauge in zip(NAMES, row.gauges, strict=True) if name != omitted]
+    found = _counted(row, gauges)
+    assert max(count.unexplained for count in found.blocks) == expected
+    assert found.unexplained >= expected and sum(found.by_leaf.values()) == pytest.approx(found.unexplained)
+    if omitted == "rescale":
+        moved = {path for path, x in found.by_leaf.items() if x > 1e-6}
+        assert moved == {"blocks/0/mlp/up/kernel", "blocks/0/mlp/down/kernel"}
+
+
+@pytest.mark.slow
+def test_gauges_that_share_leaves_in_a_circle_explain_all_blocks(small: None) -> None:
+    row = decoder({"mlp": "gelu"})
+    group = go.product(row.gauges)
+    with pytest.raises(ValueError, match="cyclic"):
+        group.horizontal(row.params, row.params)
+    found = _counted(row, row.gauges)
+    assert found.unexplained == 0 and sum(count.dead for count in found.blocks) > 200
+    missing = [gauge for gauge in row.gauges if gauge.name != "key_bias"]
+    assert _counted(row, missing).unexplained == 8
+
+
+def test_the_upper_bound_is_above_the_count(small: None) -> None:
+    pytest.importorskip("matfree")
+    row = _llama()
+    found = _counted(row, row.gauges, probes=4)
+    assert found.bound is not None
+    mean, error = found.bound
+    assert 67 <= mean + 2 * error and mean < 150
+    assert "at most" in str(found)
+
+
+def test_the_bound_is_sharp_after_as_many_steps_as_there_are_parameters(x64: None) -> None:
+    pytest.importorskip("matfree")
+    leaves = {"w": np.random.default_rng(0).standard_normal((6, 2))}
+    inputs = np.random.default_rng(1).standard_normal((40, 6))
+    mean, error = upper_bound(
+        lambda p, x: [x @ p["w"].sum(1)], leaves, [inputs], 200, 12, np.random.default_rng(2), False
+    )
+    assert abs(mean - 6) <= 3 * error and error < 0.3
+
+
+def test_a_bound_without_matfree_says_what_to_install(small: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matfree", None)
+    with pytest.raises(ImportError, match=r'pip install "gauge_optax\[measure\]"'):
+        _counted(_llama(), _llama().gauges, probes=2)
+
+
+def test_the_figure_names_gauges_and_leaves(small: None) -> None:
+    matplotlib = pytest.importorskip("matplotlib")
+    matplotlib.use("Agg")
+    row = _llama()
+    axes = _counted(row, row.gauges[:6] + row.gauges[7:]).plot()
+    labels = [label.get_text() for label in axes.get_yticklabels()]
+    assert labels[-3] == "no gauge explains, in all"
+    assert set(labels[-2:]) == {f"of these, in blocks/0/mlp/{name}/kernel" for name in ("up", "down")}
+    assert axes.get_title().startswith("Of 396 dimensions at least 63")
+    matplotlib.pyplot.close(axes.figure)
+
+
+def test_too_few_outputs_for_a_block_are_refused(small: None) -> None:
+    row = _llama()
+    with pytest.raises(ValueError, match="pass more batches"):
+        go.census(row.fn, row.params, [np.zeros((1, 5), int)], row.gauges, block=250, progress=False)

@@ -319,8 +319,7 @@ class ResidualRotation(Heads):
         """
         seen = dataclasses.replace(self, blocks=apart_from(self.blocks, others))
         inside = (self._scaled(x, self._gammas(x)) for x in (point, target))
-        u, _, vt = svd(self._restricted(seen.gram(*inside))[None])
-        return self.from_element(self._whole(matmul(u, vt)[0]))
+        return self.from_element(self._whole(orthogonal_factor(self._restricted(seen.gram(*inside)))))
 
     # Reading and holding --------------------------------------------------------------------------------
 

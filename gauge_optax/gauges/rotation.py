@@ -36,6 +36,7 @@ from gauge_optax.linalg import (
     matmul,
     nearly_orthogonal,
     noise,
+    orthogonal_factor,
     real_dtype,
     safe_divide,
     skew,
@@ -156,8 +157,7 @@ class Rotation(Heads):
     def nearest(self, target: Arrays, point: Arrays, others: Sequence[Instance] = ()) -> jax.Array:
         """See `Instance`: the polar factor of the cross-moment WᵀT (orthogonal Procrustes)."""
         seen = dataclasses.replace(self, blocks=apart_from(self.blocks, others))
-        u, _, vt = svd(seen.gram(point, target))
-        return matmul(u, vt)
+        return orthogonal_factor(seen.gram(point, target))
 
     # Reading and holding: heads of one size are one batch, in all layers --------------------------
 

@@ -96,6 +96,8 @@ class Move:
         if not move.parts:
             return leaves
         if power > 1 and move.with_effect("permutation").parts:
+            if not move.with_effect("diagonal").parts:
+                return move.averages(leaves, outgoing)
             # Factors are squared, but entries move to their new places once: the square root moves like the entries.
             roots = {path: jnp.sqrt(x) for path, x in leaves.items()}
             return {path: jnp.square(x) for path, x in move.averages(roots, outgoing).items()}

@@ -893,7 +893,8 @@ DISCRETE_CASES: tuple[GaugeCase, ...] = (
     GaugeCase(
         "permutation/chain",  # the kernel between two layers has both of their units
         lambda: [
-            go.permutation({"w1": "_ channel", "w2": "channel _"}), go.permutation({"w2": "_ channel", "w3": "channel _"}),
+            go.permutation({"w1": "_ channel", "w2": "channel _"}),
+            go.permutation({"w2": "_ channel", "w3": "channel _"}),
             go.rescale({"w1": "_ channel"}, {"w2": "channel _"}), go.rescale({"w2": "_ channel"}, {"w3": "channel _"}),
         ],
         _params(w1=(6, 5), w2=(5, 4), w3=(4, 6)),

@@ -10,10 +10,11 @@ read, and `read` and `balance` return the identity. Inside the library the ident
 a program and nothing to a state. What needs the gauge is `align`: the element that takes one set of weights nearest to
 another solves an assignment problem.
 
-Reference: Ainsworth, Hayase and Srinivasa, Git Re-Basin, Eq. (1) and (2). Deviation: heads and experts are permuted too.
+Reference: Ainsworth, Hayase and Srinivasa, Git Re-Basin, Eq. (1) and (2). Deviation: also heads and experts.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
@@ -181,10 +182,7 @@ class Permutation(Instance):
             first = block.rows(moved)[tuple(slice(None) if x in kept else 0 for x in block.row_labels)]
             source = jnp.transpose(first, [kept.index(name) for name in other.named]).ravel()
             if not bool(jnp.all(source == numbers)):
-                size = len(other.shape)
-                return jax.tree.map(
-                    lambda x, s=source: x.reshape(count, *x.shape[size:])[s].reshape(x.shape), value
-                )
+                return jax.tree.map(functools.partial(_gathered, source), value)
         return value
 
     # Alignment ----------------------------------------------------------------------------------------
@@ -248,3 +246,10 @@ class Permutation(Instance):
         rows = [safe_divide(x, jnp.sqrt(jnp.sum(jnp.square(x), -1, keepdims=True))) for x in (target, point)]
         return self._assigned(matmul(rows[0], transpose(rows[1])))
 
+
+def _gathered(source: jax.Array, array: jax.Array) -> jax.Array:
+    """An array whose leading axes count channels, with channel source[i] in place of channel i."""
+    shape, leading = array.shape, 0
+    while math.prod(shape[:leading]) < len(source):
+        leading += 1
+    return array.reshape(len(source), *shape[leading:])[source].reshape(shape)

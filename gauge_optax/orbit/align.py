@@ -187,7 +187,7 @@ def _order(s: Slice) -> list[int]:
 
 
 def _compact(instance: Any) -> Any:
-    """The part of an instance that a slice point leaves undetermined: rotations and permutations; None if there is none."""
+    """The part of an instance that a slice point leaves undetermined, rotations or permutations; or None."""
     return instance.turn if instance.turn is not None else instance if instance.effect == "permutation" else None
 
 
@@ -281,10 +281,10 @@ def _by_responses(s: Slice, a: Any, b: Any, batches: Sequence[Any], fn: Fn) -> d
     matched: dict[int, Any] = {}
     for number in _order(s):
         instance = s.instances[number]
-        pairs = [(instance.responses(of_a, x), instance.responses(of_b, y)) for x, y in zip(grads_a, grads_b, strict=True)]
-        if pairs[0][0] is None:
+        first, second = ([instance.responses(x, y) for y in grads] for x, grads in ((of_a, grads_a), (of_b, grads_b)))
+        if first[0] is None:
             continue
-        e = instance.matched(*(jnp.concatenate(x, -1) for x in zip(*pairs, strict=True)))
+        e = instance.matched(jnp.concatenate(first, -1), jnp.concatenate(second, -1))
         matched[number] = e
         of_b, grads_b = instance.act(e, of_b), [instance.act(e, x) for x in grads_b]
     return matched
@@ -338,7 +338,8 @@ def check_fn(name: str, batches: Sequence[Any] | None, fn: Fn | None) -> None:
     if (fn is None) != (batches is None) or (batches is not None and not len(batches)):
         raise binding_error(
             name, "batches and a function come together", f"fn={fn!r} and batches={batches!r:.60}",
-            "both, with at least one batch, or neither", f"write {name}(..., batches=[batch], fn=lambda params, batch: ...)",
+            "both, with at least one batch, or neither",
+            f"write {name}(..., batches=[batch], fn=lambda params, batch: ...)",
         )  # fmt: skip
     try:
         _ = fn is None or inspect.signature(fn).bind(None, None)

@@ -69,8 +69,8 @@ def average(trees: Sequence[Params], gauges: Gauges) -> Params:
     """
     if not isinstance(trees, Sequence) or not trees:
         raise binding_error(
-            "average", "no list of trees", f"a {type(trees).__name__} of {len(trees)}", "at least one tree of parameters",
-            "pass [params_a, params_b]",
+            "average", "no list of trees", f"a {type(trees).__name__} of {len(trees)}",
+            "at least one tree of parameters", "pass [params_a, params_b]",
         )  # fmt: skip
     first, *others = trees
     group = product(gauges)

@@ -65,7 +65,8 @@ def _framed(move: Move, state: Any, outgoing: Outgoing) -> tuple[Any, Outgoing]:
 def _hyperball(move: Move, state: Any, outgoing: Outgoing) -> tuple[Any, Outgoing]:
     """Radii are norms of stored weights. They cannot be reset: a sphere of radius 0 leaves its weights free."""
     radii = state.radius if isinstance(state.radius, dict) else {}
-    moved = {path: name for path, name in move.binders("diagonal", "permutation", "linear", "shift").items() if path in radii}
+    binders = move.binders("diagonal", "permutation", "linear", "shift")
+    moved = {path: name for path, name in binders.items() if path in radii}
     if moved and move.on_unknown != "keep":
         path, name = next(iter(moved.items()))
         raise move.refuse(

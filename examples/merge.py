@@ -64,9 +64,9 @@ class Net(NamedTuple):
     loss: Callable[[Params, Any], jax.Array]
     batches: Callable[[int, int], Any]
     held_out: Any
-    order: list[go.Gauge]
-    inner: list[go.Gauge]
-    whole: list[go.Gauge]
+    order: Sequence[go.Gauge]
+    inner: Sequence[go.Gauge]
+    whole: Sequence[go.Gauge]
 
 
 def decoder(config: lm.LMConfig) -> Net:
@@ -162,7 +162,8 @@ def networks(name: str, pair: str, steps: int) -> tuple[Params, Params]:
 def aligned(name: str, arm: str, a: Params, b: Params) -> Params:
     """The second network, moved by one arm's gauges."""
     own = net(name)
-    gauges = {"permutations": own.order, "rotations per head": [*own.inner, *own.order]}.get(arm, own.whole + own.order)
+    lists: dict[str, Sequence[go.Gauge]] = {"permutations": own.order, "rotations per head": [*own.inner, *own.order]}
+    gauges = lists.get(arm, [*own.whole, *own.order])
     if arm == "plain":
         return b
     options: dict[str, Any] = {}
@@ -230,15 +231,15 @@ def section(result: Result) -> str:
     settings = result["settings"]
     about = (
         "The second of two networks is moved along its orbit to where it is nearest to the first; its function does "
-        "not change. The table has the *barrier*: the largest rise of the held-out loss above the chord, on the line from "
-        f"one network to the other, mean ± standard deviation over pairs. AdamW, {settings['steps']} steps, float32, "
-        f"{result['machine']}. *digits*: an MLP with two ReLU layers of 64. *gpt*: a decoder on bytes of text, 2 "
-        "layers, d = 64, LayerNorm, ReLU, learned positions, 4 heads. *llama*: the same size, RMSNorm, rotary, SwiGLU, "
-        "two query heads per key head. *Seeds* differ in initial weights and in the order of the data. *Fine-tunings* start from "
-        "one trained network and see the data in two orders. *Permutations*: of units and heads, as in Git Re-Basin. "
-        "*Rotations per head*: these, and the rotations inside heads. *All gauges*: `lm.whole_gauges`, the rotation of "
-        "the residual stream among them. *Matched by use*: units and heads are matched by what they do on "
-        f"{MATCHED} batches, all other gauges by weights."
+        "not change. The table has the *barrier*: the largest rise of the held-out loss above the chord, on the line "
+        "from one network to the other, mean ± standard deviation over pairs. AdamW, "
+        f"{settings['steps']} steps, float32, {result['machine']}. *digits*: an MLP with two ReLU layers of 64. "
+        "*gpt*: a decoder on bytes of text, 2 layers, d = 64, LayerNorm, ReLU, learned positions, 4 heads. *llama*: "
+        "the same size, RMSNorm, rotary, SwiGLU, two query heads per key head. *Seeds* differ in initial weights and "
+        "in the order of the data. *Fine-tunings* start from one trained network and see the data in two orders. "
+        "*Permutations*: of units and heads, as in Git Re-Basin. *Rotations per head*: these, and the rotations inside "
+        "heads. *All gauges*: `lm.whole_gauges`, the rotation of the residual stream among them. *Matched by use*: "
+        f"units and heads are matched by what they do on {MATCHED} batches, all other gauges by weights."
     )
     said = []
     for name in settings["nets"]:

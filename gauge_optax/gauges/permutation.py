@@ -6,9 +6,9 @@ is a list of indices p, and a move picks entries: entry i of the moved leaf is e
 
 The group is finite, so that it has no directions. The vertical part of every tangent is zero, and its horizontal part
 is the tangent. An optimizer that treats all entries, or all heads, alike does not notice a renumbering: no frame is
-read, and `read` and `balance` return the identity. Inside the library the identity is `None`, which adds nothing to
-a program and nothing to a state. What needs the gauge is `align`: the element that takes one set of weights nearest to
-another solves an assignment problem.
+read, and `read` and `balance` return the identity; `canonicalize` sorts units and heads. Inside the library the
+identity is `None`, which adds nothing to a program and nothing to a state. What needs the gauge is `align`: the element
+that takes one set of weights nearest to another solves an assignment problem.
 
 Reference: Ainsworth, Hayase and Srinivasa, Git Re-Basin, Eq. (1) and (2). Deviation: also heads and experts.
 """
@@ -184,6 +184,14 @@ class Permutation(Instance):
             if not bool(jnp.all(source == numbers)):
                 return jax.tree.map(functools.partial(_gathered, source), value)
         return value
+
+    def sorting(self, point: Arrays) -> Indices:
+        """Units by the sum of the cubes of their entries, descending: no other move of a canonical point changes it.
+
+        Sums of squares would not do, because the slice makes them equal.
+        """
+        sizes = sum((self._total(block, jnp.abs(point[block.path]) ** 3) for block in self.blocks), 0.0)
+        return self.inverse(jnp.argsort(-jnp.asarray(sizes), -1).astype(jnp.int32))
 
     # Alignment ----------------------------------------------------------------------------------------
 

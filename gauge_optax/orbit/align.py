@@ -296,6 +296,7 @@ def _gradients(s: Slice, params: Any, batches: Sequence[Any], fn: Fn) -> list[Ar
     @jax.jit
     def pulled(params: Any, batch: Any) -> list[Any]:
         outputs, pull = jax.vjp(lambda p: fn(p, batch), params)
+        treedef: Any
         leaves, treedef = jax.tree.flatten(outputs)
         keys = jax.random.split(jax.random.key(0), (_DIRECTIONS, max(1, len(leaves))))
         drawn = [[jax.random.normal(k, x.shape, x.dtype) for k, x in zip(row, leaves, strict=False)] for row in keys]

@@ -9,6 +9,7 @@ from gauge_optax.gauges.embedding_shift import embedding_shift
 from gauge_optax.gauges.gauge import Gauge, product
 from gauge_optax.gauges.key_bias import key_bias
 from gauge_optax.gauges.linear import head_linear
+from gauge_optax.gauges.permutation import permutation
 from gauge_optax.gauges.read_shift import norm_read_shift
 from gauge_optax.gauges.residual import residual_rotation
 from gauge_optax.gauges.residual_scale import residual_scale
@@ -30,8 +31,10 @@ from gauge_optax.optimizers.hold_products import hold_products
 from gauge_optax.optimizers.links import gauge_project, gauge_retract, scale_by_ddc, scale_by_scaled_polar
 from gauge_optax.optimizers.opposite_gram import scale_by_opposite_gram
 from gauge_optax.optimizers.relative import scale_by_relative_rms
+from gauge_optax.orbit.align import align
 from gauge_optax.orbit.canonicalize import canonicalize
 from gauge_optax.orbit.choose import choose
+from gauge_optax.orbit.merge import average, distance, interpolate
 from gauge_optax.orbit.pack import pack, packed_dot, packed_rows, unpack
 from gauge_optax.orbit.rotate import rotate
 from gauge_optax.rotation.aliases import rotational_adamw, rotational_lion, rotational_sgdm
@@ -50,14 +53,16 @@ __all__ = [  # noqa: RUF022  by what a user wants
     "quotient", "quotient_adamw", "quotient_muon", "ddc_adamw", "ddc_muon", "from_state",
     # Say which symmetries a model has.
     "Gauge", "bias_absorption", "embedding_shift", "head_linear", "head_rotation", "key_bias", "logit_shift",
-    "multiplier_balance", "norm_read_shift", "norm_scale", "norm_write_shift", "product", "rescale",
-    "residual_rotation", "residual_scale", "rope_linear", "rope_torus", "scale_invariant",
+    "multiplier_balance", "norm_read_shift", "norm_scale", "norm_write_shift", "permutation", "product",
+    "rescale", "residual_rotation", "residual_scale", "rope_linear", "rope_torus", "scale_invariant",
     # Find them, write them down, look at a run before it starts.
     "discover", "lora", "plan", "to_json", "from_json", "axes_by_name", "by_path",
     # Move weights along orbits, and optimizer states with them.
     "gauge_fix", "hold_products", "transport",
     # Choose the point of an orbit that serves a purpose.
     "canonicalize", "rotate", "choose",
+    # Align two sets of weights, and merge them.
+    "align", "distance", "average", "interpolate",
     # Pack heads: store, multiply and train fewer numbers.
     "pack", "unpack", "packed_rows", "packed_dot",
     # Control rotation and norms.

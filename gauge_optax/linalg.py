@@ -196,6 +196,17 @@ def svd(m: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     return u, sizes, vt
 
 
+@jax.jit  # outside jit, `serial` would be lowered anew at every call
+def orthogonal_factor(m: jax.Array) -> jax.Array:
+    """Returns U·Vᵀ of m = U·Σ·Vᵀ, the orthogonal R with the largest ⟨m, R⟩ (Procrustes).
+
+    >>> orthogonal_factor(jnp.array([[0.0, -2.0], [3.0, 0.0]])).round(4).tolist()
+    [[0.0, -1.0], [1.0, 0.0]]
+    """
+    u, _, vt = svd(m)
+    return matmul(u, vt)
+
+
 def qr(m: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns the thin Q and R of m = Q·R; see `serial`."""
     q, r = serial(lambda x: tuple(jnp.linalg.qr(x)), m)

@@ -751,12 +751,12 @@ def _clash(rigid: Any, block: Block, scale: Any, scaled: Block) -> tuple[str, st
         )
     if rigid.turn is not None and scale.turn is not None:
         # Rotations of two axes of a leaf commute, as those of the residual stream and of heads do.
-        if rigid.rigid and scale.rigid and not _varies_along(scaled, (*scale.named, scale.rigid), block, rigid.rigid):
+        if rigid.rigid and scale.rigid and not varies_along(scaled, (*scale.named, scale.rigid), block, rigid.rigid):
             return None
         return "the same entries turned by two gauges", "at most one rotation or linear gauge per entry"
     if any((dataclasses.replace(x, role="up"),) in scale.anchors for x in rigid.divided):
         return None  # the rotation acts where this norm's scale is 1
-    if rigid.rigid is not None and scale.log_step and _varies_along(scaled, scale.named, block, rigid.rigid):
+    if rigid.rigid is not None and scale.log_step and varies_along(scaled, scale.named, block, rigid.rigid):
         return (
             f"the axis that {rigid.gauge} needs constant is scaled entry by entry",
             f"scales of {scale.gauge} constant along `{rigid.rigid}`",
@@ -764,8 +764,15 @@ def _clash(rigid: Any, block: Block, scale: Any, scaled: Block) -> tuple[str, st
     return None
 
 
-def _varies_along(scaled: Block, named: tuple[str, ...], rigid_block: Block, rigid: str) -> bool:
-    """Whether entries that differ only along the rigid axis can belong to different channels of the scale."""
+def varies_along(scaled: Block, named: tuple[str, ...], rigid_block: Block, rigid: str) -> bool:
+    """Whether entries that differ only along the axis `rigid` of one block differ in a named index of another one.
+
+    Args:
+      scaled: a block.
+      named: names of its axes.
+      rigid_block: another block of the same leaf.
+      rigid: name of one of its axes.
+    """
     fixed = {*rigid_block.names, "_"} - {rigid}
     for axis in range(len(rigid_block.shape)):
         groups, channels = rigid_block.axis_ids(axis, fixed), scaled.axis_ids(axis, set(named))

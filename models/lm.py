@@ -305,6 +305,20 @@ def whole_gauges(config: LMConfig, linear: bool = True, residual: bool = True, h
     ]
 
 
+def permutations(config: LMConfig) -> list[go.Gauge]:
+    """The orders that the function does not depend on: of units, and of heads (query heads move with their group).
+
+    Optimizers need no gauge for them; `go.align` does.
+    """
+    unit = {"blocks/{i}/mlp/down/kernel": "channel _"}
+    for name in ("up", "gate") if config.mlp == "swiglu" else ("up",):
+        unit |= _with_bias(config, f"blocks/{{i}}/mlp/{name}", "_ channel", "channel")
+    head = {"blocks/{i}/attn/out/kernel": f"{_query_head(config)} _ _"}
+    for name, axis in (("query", _query_head(config)), ("key", "head"), ("value", "head")):
+        head |= _with_bias(config, f"blocks/{{i}}/attn/{name}", f"_ {axis} _", f"{axis} _")
+    return [go.permutation(head), go.permutation(unit)]
+
+
 def _readers(c: LMConfig) -> dict[str, dict[str, str]]:
     """Norm → the modules that read it, with the axes of their outputs."""
     mlp = ("gate", "up") if c.mlp == "swiglu" else ("up",)

@@ -820,6 +820,105 @@ FLAT_CASES: tuple[GaugeCase, ...] = (
 """The residual stream and the dead directions beside it. Their products have neither `inverse` nor `compose`."""
 
 
+def _mlp_units(stacked: str = "") -> Gauge:
+    return go.permutation(
+        {"up/kernel": f"{stacked}_ channel", "up/bias": f"{stacked}channel", "down": f"{stacked}channel _"},
+        axis="channel" if stacked else None,
+    )
+
+
+def _experts() -> list[Gauge]:
+    up, down = {"up": "expert _ channel"}, {"down": "expert channel _"}
+    order = go.permutation({"router": "_ expert", "up": "expert _ _", "down": "expert _ _"})
+    return [go.rescale(up, down), go.permutation(up | down, axis="channel"), order]
+
+
+def _experts_loss(p: Tree) -> jax.Array:
+    x = _inputs(p["router"], 4, 6)
+    hidden = jax.nn.relu(jnp.einsum("nd,edf->nef", x, p["up"]))
+    return _square(jnp.einsum("ne,nef,efd->nd", jax.nn.softmax(x @ p["router"]), hidden, p["down"]))
+
+
+def _grouped_heads_loss(p: Tree) -> jax.Array:
+    """Two query heads per key and value head, and an output kernel that reads all of them."""
+    x = _inputs(p["query"], 4, 6)
+    keys, values = (jnp.repeat(_project(p, name, x), 2, 1) for name in ("key", "value"))
+    weights = jax.nn.softmax(jnp.einsum("nhe,mhe->hnm", _project(p, "query", x), keys))
+    return _square(jnp.tanh(jnp.einsum("hnm,mhe,hed->nd", weights, values, p["out"])))
+
+
+_GROUPED_HEADS = _params(query=(6, 6, 4), key=(6, 3, 4), value=(6, 3, 4), out=(6, 4, 6))
+
+
+def _grouped_heads() -> Gauge:
+    whole = {"query": "_ (head _) _", "key": "_ head _", "value": "_ head _", "out": "(head _) _ _"}
+    return go.permutation(whole, sizes={"head": 3})
+
+
+def _in_every_basis() -> list[Gauge]:
+    """Rotations of heads of any order, on both sides of the permutation in the list."""
+    sizes = {"head": 3}
+    return [
+        go.head_linear({"query": "_ (head _) basis"}, {"key": "_ head basis"}, sizes=sizes),
+        _grouped_heads(),
+        go.head_rotation({"value": "_ head basis", "out": "(head _) basis _"}, sizes=sizes),
+    ]
+
+
+def _stacked_units_loss(p: Tree) -> jax.Array:
+    def layer(x: jax.Array, q: Tree) -> tuple[jax.Array, None]:
+        return jax.nn.gelu(x @ q["up"]["kernel"] + q["up"]["bias"]) @ q["down"], None
+
+    return _square(jax.lax.scan(layer, _inputs(p["down"], 4, 6), p)[0])
+
+
+def _lm_with_order(config: lm.LMConfig, linear: bool) -> list[Gauge]:
+    return [*lm.whole_gauges(config, linear), *lm.permutations(config)]
+
+
+DISCRETE_CASES: tuple[GaugeCase, ...] = (
+    GaugeCase("permutation/units", lambda: [_mlp_units()], _UNIT, functools.partial(_unit_loss, 1), dim=0),
+    GaugeCase(
+        "permutation/stacked",
+        lambda: [_mlp_units("layer ")],
+        _params(up__kernel=(2, 6, 5), up__bias=(2, 5), down=(2, 5, 6)),
+        _stacked_units_loss,
+        dim=0,
+    ),
+    GaugeCase("permutation/grouped_heads", lambda: [_grouped_heads()], _GROUPED_HEADS, _grouped_heads_loss, dim=0),
+    GaugeCase("permutation/rotated_heads", _in_every_basis, _GROUPED_HEADS, _grouped_heads_loss, dim=3 * (16 + 6)),
+    GaugeCase(
+        "permutation/experts", _experts, _params(router=(6, 4), up=(4, 6, 5), down=(4, 5, 6)), _experts_loss, dim=20
+    ),
+    GaugeCase(
+        "permutation/chain",  # the kernel between two layers has both of their units
+        lambda: [
+            go.permutation({"w1": "_ channel", "w2": "channel _"}),
+            go.permutation({"w2": "_ channel", "w3": "channel _"}),
+            go.rescale({"w1": "_ channel"}, {"w2": "channel _"}), go.rescale({"w2": "_ channel"}, {"w3": "channel _"}),
+        ],
+        _params(w1=(6, 5), w2=(5, 4), w3=(4, 6)),
+        _chain_loss,
+        dim=9,
+    ),
+    GaugeCase(
+        "permutation/whole_gpt",
+        lambda: _lm_with_order(GPT, linear=True),
+        functools.partial(_lm_params, GPT),
+        functools.partial(_lm_loss, GPT),
+        dim=166 + 2 * 2 * (16 - 6),
+    ),
+    GaugeCase(
+        "permutation/whole_llama",
+        lambda: _lm_with_order(LLAMA, linear=False),
+        functools.partial(_lm_params, LLAMA),
+        functools.partial(_lm_loss, LLAMA),
+        dim=60,
+    ),
+)
+"""Permutations, and products with them. The group has no directions, and what reads or splits has nothing to find."""
+
+
 def _falling(count: jax.Array) -> jax.Array:
     """A schedule: 1e-2, falling with the step's number."""
     return 1e-2 / (1.0 + count)

@@ -13,7 +13,7 @@ import pytest
 import gauge_optax as go
 from docs import symbols
 from gauge_optax.gauges.gauge import Gauge
-from tests.cases import FLAT_CASES, GAUGE_CASES, TRANSFORM_CASES
+from tests.cases import DISCRETE_CASES, FLAT_CASES, GAUGE_CASES, TRANSFORM_CASES
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "gauge_optax"
@@ -162,7 +162,8 @@ def returning(base: type) -> set[str]:
 def test_every_gauge_is_registered() -> None:
     constructors = returning(Gauge)
     assert "product" in constructors
-    assert {case.name.split("/")[0] for case in (*GAUGE_CASES, *FLAT_CASES)} == constructors | {"user_gauge"}
+    cases = (*GAUGE_CASES, *FLAT_CASES, *DISCRETE_CASES)
+    assert {case.name.split("/")[0] for case in cases} == constructors | {"user_gauge"}
 
 
 def test_every_transformation_is_registered() -> None:

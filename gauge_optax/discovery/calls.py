@@ -16,6 +16,7 @@ from gauge_optax.gauges.gauge import Gauge
 from gauge_optax.gauges.heads import PLANE
 from gauge_optax.gauges.key_bias import key_bias
 from gauge_optax.gauges.linear import head_linear
+from gauge_optax.gauges.permutation import permutation
 from gauge_optax.gauges.read_shift import norm_read_shift
 from gauge_optax.gauges.residual import residual_rotation
 from gauge_optax.gauges.residual_scale import residual_scale
@@ -30,8 +31,8 @@ CONSTRUCTORS: Mapping[str, Callable[..., Gauge]] = {
     constructor.__name__: constructor
     for constructor in (
         bias_absorption, embedding_shift, head_linear, head_rotation, key_bias, logit_shift, multiplier_balance,
-        norm_read_shift, norm_scale, norm_write_shift, rescale, residual_rotation, residual_scale, rope_linear,
-        rope_torus, scale_invariant,
+        norm_read_shift, norm_scale, norm_write_shift, permutation, rescale, residual_rotation, residual_scale,
+        rope_linear, rope_torus, scale_invariant,
     )
 }  # fmt: skip
 

@@ -4,7 +4,7 @@ One instance stands for the whole gauge. Tangents move by the derivative of the 
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import jax
@@ -130,6 +130,11 @@ class ActionInstance(Instance):
 
     def read(self, anchor: Anchor, point: Arrays, within: jax.Array, near: bool) -> tuple[Any, jax.Array]:
         return self.where(within, self.whole.read(self._tree(point)), self.identity()), within
+
+    def nearest(self, target: Arrays, point: Arrays, others: Sequence[Instance] = ()) -> Any:
+        """The element that takes the point's reading to the target's: the nearest one, if both are of one function."""
+        reading, its_own = (self.whole.read(self._tree(x)) for x in (target, point))
+        return self.whole.compose(reading, self.whole.inverse(its_own))
 
     def balanced(self, point: Arrays) -> Any:
         return self.whole.inverse(self.whole.balance(self._tree(point)))

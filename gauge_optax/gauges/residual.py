@@ -32,7 +32,7 @@ from gauge_optax.binding import Axes, Block, binding_error, overlap
 from gauge_optax.gauges.gauge import BlockGauge, Gauges, block_gauge, product
 from gauge_optax.gauges.hadamard import hadamard_with_ones, randomized_hadamard
 from gauge_optax.gauges.heads import BASIS, Heads
-from gauge_optax.gauges.instance import Arrays, Effect, Instance
+from gauge_optax.gauges.instance import Arrays, Effect, Instance, apart_from
 from gauge_optax.gauges.rotation import lyapunov, require_even
 from gauge_optax.gauges.scale import Scale
 from gauge_optax.linalg import (
@@ -40,6 +40,7 @@ from gauge_optax.linalg import (
     haar,
     matmul,
     nearly_orthogonal,
+    orthogonal_factor,
     real_dtype,
     skew,
     skew_exponential,
@@ -310,6 +311,15 @@ class ResidualRotation(Heads):
     def _gammas(self, point: Arrays) -> list[jax.Array]:
         """The scales of norms at a point, (d,) each, or (layers, d) where layers are stacked."""
         return [scale.view(point[scale.path]) for scale, _ in self.scales]
+
+    def nearest(self, target: Arrays, point: Arrays, others: Sequence[Instance] = ()) -> SignedRotation:
+        """See `Instance`: Procrustes over readers and writers, each side with its own norm scales divided out.
+
+        With scales of norms that are not 1, this is the nearest element of the divided weights, not of the stored ones.
+        """
+        seen = dataclasses.replace(self, blocks=apart_from(self.blocks, others))
+        inside = (self._scaled(x, self._gammas(x)) for x in (point, target))
+        return self.from_element(self._whole(orthogonal_factor(self._restricted(seen.gram(*inside)))))
 
     # Reading and holding --------------------------------------------------------------------------------
 

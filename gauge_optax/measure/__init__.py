@@ -1,6 +1,7 @@
 """Measurements that read gauges and treat an optimizer as a black box."""
 
 from gauge_optax.measure.adam import adam_factors, adam_precondition
+from gauge_optax.measure.barrier import barrier
 from gauge_optax.measure.leakage import leakage_along, predicted_drift, rescale_leakage, rotation_leakage, step_leakage
 from gauge_optax.measure.live import slice_norms
 from gauge_optax.measure.motion import drift, vertical_motion
@@ -12,6 +13,7 @@ from gauge_optax.rotation.equilibrium import corrected, effective_decay, predict
 __all__ = [
     "adam_factors",
     "adam_precondition",
+    "barrier",
     "corrected",
     "drift",
     "effective_decay",

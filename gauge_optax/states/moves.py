@@ -75,7 +75,7 @@ class Move:
     @functools.cached_property
     def moved(self) -> Mapping[str, str]:
         """Leaf path → name of the first gauge that moves it."""
-        return self.binders("shift", "diagonal", "orthogonal", "linear")
+        return self.binders("shift", "diagonal", "permutation", "orthogonal", "linear")
 
     def refuse(self, what: str, gauge: str, content: str, remedy: str = "") -> ValueError:
         """Returns the error about a part of a state that the move cannot carry."""
@@ -89,11 +89,18 @@ class Move:
     def averages(self, leaves: Arrays, outgoing: Collection[str], power: int = 1) -> Arrays:
         """Moves averages of a power of every entry: of updates on `outgoing` leaves, of gradients on the others.
 
-        Only gauges that scale entries can move a power above 1.
+        Only gauges that scale or renumber entries can move a power above 1.
         """
-        move = self.with_effect("diagonal") if power > 1 else self.with_effect("diagonal", "orthogonal", "linear")
+        entrywise: tuple[Effect, ...] = ("diagonal", "permutation")
+        move = self.with_effect(*entrywise) if power > 1 else self.with_effect(*entrywise, "orthogonal", "linear")
         if not move.parts:
             return leaves
+        if power > 1 and move.with_effect("permutation").parts:
+            if not move.with_effect("diagonal").parts:
+                return move.averages(leaves, outgoing)
+            # Factors are squared, but entries move to their new places once: the square root moves like the entries.
+            roots = {path: jnp.sqrt(x) for path, x in leaves.items()}
+            return {path: jnp.square(x) for path, x in move.averages(roots, outgoing).items()}
         tangents = {path: x for path, x in leaves.items() if path in outgoing}
         cotangents = {path: x for path, x in leaves.items() if path not in outgoing}
         for _ in range(power):

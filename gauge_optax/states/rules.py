@@ -65,7 +65,8 @@ def _framed(move: Move, state: Any, outgoing: Outgoing) -> tuple[Any, Outgoing]:
 def _hyperball(move: Move, state: Any, outgoing: Outgoing) -> tuple[Any, Outgoing]:
     """Radii are norms of stored weights. They cannot be reset: a sphere of radius 0 leaves its weights free."""
     radii = state.radius if isinstance(state.radius, dict) else {}
-    moved = {path: name for path, name in move.binders("diagonal", "linear", "shift").items() if path in radii}
+    binders = move.binders("diagonal", "permutation", "linear", "shift")
+    moved = {path: name for path, name in binders.items() if path in radii}
     if moved and move.on_unknown != "keep":
         path, name = next(iter(moved.items()))
         raise move.refuse(
@@ -80,7 +81,7 @@ def _held_products(move: Move, state: Any, outgoing: Outgoing) -> tuple[Any, Out
     """A gauge that trades a scale between the two sides of a held product keeps it; any other move may change it."""
     for key, logs in state.logs.items() if isinstance(state.logs, dict) else ():
         leaves, shapes = set(key.split(" + ")), jax.tree.map(jnp.shape, logs)
-        for part in move.with_effect("diagonal", "orthogonal", "linear").parts:
+        for part in move.with_effect("diagonal", "permutation", "orthogonal", "linear").parts:
             s = part.gauge._slice(move.params)
             trades = all(i.log_step and i.sides is not None and i.degree_of_decay == 1 for i in s.instances)
             keeps = set(s.added) == leaves and trades and jax.tree.map(jnp.shape, part.element) == shapes

@@ -1,0 +1,303 @@
+"""Merging: how high the loss rises on the line between two networks, before and after alignment.
+
+    python -m examples.merge --out examples/results      # a quarter of an hour on two CPU cores; killed, it goes on
+    python -m examples.merge --steps 20 --nets digits      # to try it
+
+Three networks, each trained by AdamW: an MLP on digits (two ReLU layers of 64), a decoder on bytes of text with
+LayerNorms, ReLU and learned positions (2 layers, d = 64, 4 heads), and one with RMSNorms, rotary embeddings, SwiGLU and
+two query heads per key head. A pair is two *seeds* (initial weights and order of the data), or two *fine-tunings*: one
+network, trained, then trained on in two orders of the data. The second network of a pair is aligned to the first
+(`go.align`), by several lists of gauges. The barrier is the largest rise of the held-out loss above the chord, at
+λ = 0, 0.1, …, 1 (`go.measure.barrier`). Finished pairs are kept in merge.json and not trained again; merge.png is drawn
+at the end, and the table printed.
+"""
+
+import argparse
+import functools
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import matplotlib
+import numpy as np
+import optax
+from flax import nnx
+from tqdm import tqdm
+
+import gauge_optax as go
+from examples import cli, data, study
+from examples.sweep import markdown
+from models import digits, lm
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+Params = Any
+Result = dict[str, Any]
+
+STEPS, RATE, DECAY, WARMUP = 400, 1.6e-3, 0.1, 20
+SEEDS = (42, 142, 242)
+BATCH, LENGTH, MATCHED = 8, 64, 8  # sequences, tokens in each; batches that units are matched on
+GPT, LLAMA = lm.LMConfig(vocab=data.VOCAB), lm.llama_config(vocab=data.VOCAB, kv_heads=2)
+MLP = digits.DigitsConfig(norm="none")
+
+
+class Net(NamedTuple):
+    """A network and its data.
+
+    Attributes:
+      initial: seed → parameters.
+      logits: of parameters and a batch.
+      loss: of parameters and a batch.
+      batches: (steps, seed) → batches, stacked.
+      held_out: batches, stacked.
+      order: the permutations.
+      inner: rotations inside heads; none in the MLP.
+      whole: all other gauges.
+    """
+
+    initial: Callable[[int], Params]
+    logits: Callable[[Params, Any], jax.Array]
+    loss: Callable[[Params, Any], jax.Array]
+    batches: Callable[[int, int], Any]
+    held_out: Any
+    order: Sequence[go.Gauge]
+    inner: Sequence[go.Gauge]
+    whole: Sequence[go.Gauge]
+
+
+def decoder(config: lm.LMConfig) -> Net:
+    """A decoder on bytes of text."""
+
+    def batches(steps: int, seed: int) -> np.ndarray:
+        train = data.batches(LENGTH, BATCH, seed=seed)[0]
+        return np.stack([train[n] for n in range(steps)])
+
+    graph, _ = nnx.split(lm.build(config, nnx.Rngs(0)))
+    return Net(
+        lambda seed: lm.params_and_loss(config, jax.random.key(seed))[0],
+        lambda params, tokens: nnx.merge(graph, params)(tokens[:, :-1]),
+        lm.params_and_loss(config, jax.random.key(0))[1],
+        batches,
+        np.stack(data.batches(LENGTH, 8 * BATCH)[1]),
+        lm.permutations(config),
+        [gauge for gauge in lm.gauges(config) if gauge.name in ("head_rotation", "rope_torus")],
+        lm.whole_gauges(config),
+    )
+
+
+def classifier() -> Net:
+    """An MLP on digits; a batch is images with labels."""
+    init, logits = digits.make(MLP)
+    train, test = digits.data()
+
+    def batches(steps: int, seed: int) -> Any:
+        picks = np.random.default_rng(seed).integers(len(train[1]), size=(steps, 64))
+        return train[0][picks], train[1][picks]
+
+    order, scales = [], []
+    for layer, after in (("layers/0", "layers/1"), ("layers/1", "head")):
+        up, down = {f"{layer}/kernel": "_ channel", f"{layer}/bias": "channel"}, {f"{after}/kernel": "channel _"}
+        order.append(go.permutation(up | down))
+        scales.append(go.rescale(up, down))
+    return Net(
+        lambda seed: init(jax.random.key(seed)),
+        lambda params, batch: logits(params, batch[0]),
+        lambda p, batch: digits.cross_entropy(logits(p, batch[0]), batch[1]),
+        batches,
+        tuple(x[None] for x in test),
+        order,
+        [],
+        [*scales, go.logit_shift({"head/kernel": "_ vocab", "head/bias": "vocab"})],
+    )
+
+
+NETS: dict[str, Callable[[], Net]] = {
+    "digits": classifier, "gpt": lambda: decoder(GPT), "llama": lambda: decoder(LLAMA),
+}  # fmt: skip
+net = functools.cache(lambda name: NETS[name]())
+ARMS = ("plain", "permutations", "rotations per head", "all gauges", "all, matched by use")
+PAIRS = ("seeds 42, 142", "seeds 42, 242", "seeds 142, 242", "fine-tunings of 42", "fine-tunings of 142")
+
+
+@functools.cache
+def program(name: str) -> Callable[[Params, Any], Params]:
+    """Trains from parameters, over batches; compiled once."""
+
+    def run(params: Params, batches: Any) -> Params:
+        steps = jax.tree.leaves(batches)[0].shape[0]
+        shape = optax.warmup_cosine_decay_schedule(0.0, RATE, warmup_steps=min(WARMUP, steps // 2), decay_steps=steps)
+        tx = optax.adamw(shape, weight_decay=DECAY)
+
+        def step(carry: Any, batch: Any) -> tuple[Any, None]:
+            params, state = carry
+            updates, state = tx.update(jax.grad(net(name).loss)(params, batch), state, params)
+            return (optax.apply_updates(params, updates), state), None
+
+        return jax.lax.scan(step, (params, tx.init(params)), batches)[0][0]
+
+    return jax.jit(run)
+
+
+@functools.cache
+def trained(name: str, seed: int, steps: int) -> Params:
+    """The network of a seed."""
+    return program(name)(net(name).initial(seed), net(name).batches(steps, seed))
+
+
+def networks(name: str, pair: str, steps: int) -> tuple[Params, Params]:
+    """Both networks of a pair."""
+    kind, *numbers = pair.replace(",", "").replace("of ", "").split()
+    if kind == "seeds":
+        first, second = (trained(name, int(seed), steps) for seed in numbers)
+        return first, second
+    start = trained(name, int(numbers[0]), steps)
+    first, second = (program(name)(start, net(name).batches(steps, seed)) for seed in (1, 2))
+    return first, second
+
+
+def aligned(name: str, arm: str, a: Params, b: Params) -> Params:
+    """The second network, moved by one arm's gauges."""
+    own = net(name)
+    lists: dict[str, Sequence[go.Gauge]] = {"permutations": own.order, "rotations per head": [*own.inner, *own.order]}
+    gauges = lists.get(arm, [*own.whole, *own.order])
+    if arm == "plain":
+        return b
+    options: dict[str, Any] = {}
+    if arm == "all, matched by use":
+        batches = own.batches(MATCHED, 0)
+        options = {"batches": [jax.tree.map(lambda x, n=n: x[n], batches) for n in range(MATCHED)], "fn": own.logits}
+    return go.product(gauges).act(go.align(a, b, gauges, **options), b)
+
+
+def run_pair(name: str, pair: str, steps: int) -> dict[str, Any]:
+    """Arm → losses along the line, the barrier, how far the weights are apart, and the seconds that alignment took."""
+    a, b = networks(name, pair, steps)
+
+    @jax.jit
+    def loss(params: Params) -> jax.Array:
+        return jnp.mean(jax.lax.map(functools.partial(net(name).loss, params), net(name).held_out))
+
+    def norm(tree: Params) -> float:
+        return float(optax.tree.norm(tree))
+
+    done: dict[str, Any] = {}
+    for arm in ARMS if net(name).inner else [arm for arm in ARMS if arm != "rotations per head"]:
+        began = time.monotonic()
+        end = aligned(name, arm, a, b)
+        seconds = round(time.monotonic() - began, 1)
+        losses = [float(loss(go.interpolate(a, end, k / 10))) for k in range(11)]
+        done[arm] = {
+            "losses": [round(x, 4) for x in losses],
+            "barrier": round(go.measure.barrier(loss, a, end), 4),
+            "apart": round(norm(jax.tree.map(jnp.subtract, end, a)) / norm(a), 4),
+            "seconds": seconds,
+        }
+    return done
+
+
+# Results ------------------------------------------------------------------------------------------
+
+
+def _of(result: Result, name: str, kind: str) -> list[dict[str, Any]]:
+    return [cell for key, cell in result["cells"].items() if key.startswith(f"{name}: {kind}")]
+
+
+def barriers(result: Result, name: str, kind: str) -> dict[str, np.ndarray]:
+    """Arm → barriers, pair by pair."""
+    cells = _of(result, name, kind)
+    return {arm: np.array([cell[arm]["barrier"] for cell in cells]) for arm in ARMS if cells and arm in cells[0]}
+
+
+def table(result: Result) -> str:
+    """Markdown: a row per net and kind of pair, a column per arm."""
+    lines = [["net", "pairs", "held-out loss", *ARMS]]
+    for name in result["settings"]["nets"]:
+        for kind in ("seeds", "fine-tunings"):
+            found, cells = barriers(result, name, kind), _of(result, name, kind)
+            if not cells:
+                continue
+            ends = np.mean([cell["plain"]["losses"][k] for cell in cells for k in (0, -1)])
+            shown = [f"{found[arm].mean():.3f} ± {found[arm].std():.3f}" if arm in found else "" for arm in ARMS]
+            lines.append([name, f"{len(cells)} of {kind}", f"{ends:.3f}", *shown])
+    return markdown(lines)
+
+
+def section(result: Result) -> str:
+    """Its part of the page of all results."""
+    settings = result["settings"]
+    about = (
+        "The second of two networks is moved along its orbit to where it is nearest to the first; its function does "
+        "not change. The table has the *barrier*: the largest rise of the held-out loss above the chord, on the line "
+        "from one network to the other, mean ± standard deviation over pairs. AdamW, "
+        f"{settings['steps']} steps, float32, {result['machine']}. *digits*: an MLP with two ReLU layers of 64. "
+        "*gpt*: a decoder on bytes of text, 2 layers, d = 64, LayerNorm, ReLU, learned positions, 4 heads. *llama*: "
+        "the same size, RMSNorm, rotary, SwiGLU, two query heads per key head. *Seeds* differ in initial weights and "
+        "in the order of the data. *Fine-tunings* start from one trained network and see the data in two orders. "
+        "*Permutations*: of units and heads, as in Git Re-Basin. *Rotations per head*: these, and the rotations inside "
+        "heads. *All gauges*: `lm.whole_gauges`, the rotation of the residual stream among them. *Matched by use*: "
+        f"units and heads are matched by what they do on {MATCHED} batches, all other gauges by weights."
+    )
+    said = []
+    for name in settings["nets"]:
+        for kind in ("seeds", "fine-tunings"):
+            found = {arm: x.mean() for arm, x in barriers(result, name, kind).items()}
+            if found:
+                best = min(found, key=lambda arm: found[arm])
+                share = f", {found[best] / found['plain']:.0%} of the plain one" if found["plain"] > 0 else ""
+                said.append(f"{name}, {kind}: the lowest mean barrier is that of *{best}*, {found[best]:.3f}{share}.")
+    return f"{about}\n\n{table(result)}\n\n" + " ".join(said)
+
+
+def figure(result: Result, path: Path) -> None:
+    """Loss along the line: a row per kind of pair, a column per net, a line per arm (mean over pairs)."""
+    nets = [name for name in result["settings"]["nets"] if _of(result, name, "")]
+    fig, axes = plt.subplots(2, len(nets), figsize=(4.4 * len(nets), 7), layout="constrained", squeeze=False)
+    for column, name in enumerate(nets):
+        for row, kind in enumerate(("seeds", "fine-tunings")):
+            axis, cells = axes[row][column], _of(result, name, kind)
+            for number, arm in enumerate(arm for arm in ARMS if cells and arm in cells[0]):
+                curves = np.array([cell[arm]["losses"] for cell in cells])
+                color = f"C{ARMS.index(arm)}"
+                axis.plot(np.linspace(0, 1, 11), curves.mean(0), ".-", color=color, label=arm, zorder=number)
+                axis.fill_between(np.linspace(0, 1, 11), curves.min(0), curves.max(0), color=color, alpha=0.12, lw=0)
+            axis.set(title=f"{name}, {kind}", xlabel="λ", ylabel="held-out loss")
+            axis.grid(alpha=0.3)
+    handles = {label: line for axis in axes.flat for line, label in zip(*axis.get_legend_handles_labels(), strict=True)}
+    fig.legend([handles[arm] for arm in ARMS if arm in handles], [arm for arm in ARMS if arm in handles],
+               loc="outside lower center", ncols=len(ARMS))  # fmt: skip
+    fig.savefig(path, dpi=100)
+    plt.close(fig)
+
+
+# Command line -------------------------------------------------------------------------------------
+
+
+@jax.default_matmul_precision("highest")  # elsewhere than on a CPU the default is shorter floats
+def main(argv: Sequence[str] | None = None) -> Result:
+    """Run what is missing, print the table, write JSON and figure."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=cli.Help)
+    parser.add_argument("--out", type=Path, default=Path("outputs/merge"))
+    parser.add_argument("--nets", nargs="+", choices=NETS, default=list(NETS), metavar="NET", help=", ".join(NETS))
+    parser.add_argument("--pairs", nargs="+", choices=PAIRS, default=list(PAIRS), metavar="PAIR", help="; ".join(PAIRS))
+    parser.add_argument("--steps", type=int, default=STEPS)
+    args = parser.parse_args(argv)
+    settings = {"steps": args.steps, "nets": list(NETS), "rate": RATE, "decay": DECAY, "batch": BATCH, "length": LENGTH}
+    head = {"study": "merge", "settings": settings, "machine": study.machine()}
+    path = args.out / "merge.json"
+    result = study.load(path, head | {"versions": {"jax": jax.__version__, "optax": optax.__version__}})
+    missing = [(n, p) for n in args.nets for p in args.pairs if f"{n}: {p}" not in result["cells"]]
+    for name, pair in tqdm(missing, unit="pair"):
+        result["cells"][f"{name}: {pair}"] = run_pair(name, pair, args.steps)
+        study.write(path, result)
+    print(table(result))
+    figure(result, path.with_suffix(".png"))
+    print(f"wrote {path} and {path.with_suffix('.png')}")
+    return result
+
+
+if __name__ == "__main__":
+    main()

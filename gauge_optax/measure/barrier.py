@@ -1,0 +1,31 @@
+"""The barrier between two sets of weights: how far the loss on the line between them rises above the chord."""
+
+from collections.abc import Callable
+from typing import Any
+
+from gauge_optax.orbit.merge import interpolate
+
+
+def barrier(loss: Callable[[Any], Any], a: Any, b: Any) -> float:
+    """The largest rise of the loss above the chord, on the line from a to b.
+
+    Args:
+      loss: a function of the parameters, such as the loss of a whole test set.
+      a: parameters.
+      b: parameters with the same structure and shapes. Align them to a first: `go.align`.
+
+    Returns:
+      The maximum of loss(λ) − ((1 − λ)·loss(0) + λ·loss(1)) over λ = 0, 0.1, …, 1; zero where no point lies above.
+
+    Raises:
+      ValueError: trees that differ in structure or shapes.
+
+    >>> loss = lambda params: 1.0 - jnp.abs(params["w"])
+    >>> round(go.measure.barrier(loss, {"w": jnp.array(-1.0)}, {"w": jnp.array(1.0)}), 4)
+    1.0
+
+    Reference: Frankle et al. 2020, linear mode connectivity; Git Re-Basin, Definition 2.1.
+    """
+    losses = [float(loss(interpolate(a, b, step / 10))) for step in range(11)]
+    chord = [(10 - step) / 10 * losses[0] + step / 10 * losses[-1] for step in range(11)]
+    return max(0.0, *(found - straight for found, straight in zip(losses, chord, strict=True)))

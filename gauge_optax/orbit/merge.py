@@ -1,0 +1,131 @@
+"""What alignment is for: the distance of two functions, the mean of several networks, and the line between two."""
+
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from gauge_optax.binding import binding_error, leaves_by_path, with_leaves
+from gauge_optax.gauges.gauge import Gauges, product
+from gauge_optax.orbit.align import align, check_same_tree
+from gauge_optax.slice import Slice
+
+Params = TypeVar("Params")
+
+
+def distance(a: Any, b: Any, gauges: Gauges) -> float:
+    """How far two functions are apart: the distance of their weights on the slice, after alignment, relative to a.
+
+    Args:
+      a: parameters.
+      b: parameters with the same structure and shapes.
+      gauges: a gauge, or a sequence of them.
+
+    Returns:
+      ‖â − g·b̂‖/‖â‖ over all leaves of real numbers, â and b̂ being the slice points and g what `align` returns for them.
+      It is zero, up to roundoff, for two sets of weights of one function. Because slice points do not depend on the
+      sizes and constants that gauges can change, it depends on the functions alone, as far as `align` finds the nearest
+      element; otherwise it is larger.
+
+    Raises:
+      ValueError: what `align` raises.
+
+    >>> gauge = go.rescale({"up": "_ channel"}, {"down": "channel _"})
+    >>> a = {"up": jnp.array([[1.0, 2.0]]), "down": jnp.array([[3.0], [1.0]])}
+    >>> b = {"up": jnp.array([[2.0, 1.0]]), "down": jnp.array([[1.5], [2.0]])}
+    >>> round(go.distance(a, b, gauge), 4)  # one function
+    0.0
+    """
+    check_same_tree("distance", a, b)
+    group = product(gauges)
+    first, second = (_slice_point(group, x) for x in (a, b))
+    return relative_difference(group.act(align(first, second, group), second), first)
+
+
+def average(trees: Sequence[Params], gauges: Gauges) -> Params:
+    """The mean of several sets of weights, each of them first aligned to the first one.
+
+    Args:
+      trees: parameters, all of one structure and of the same shapes.
+      gauges: a gauge, or a sequence of them.
+
+    Returns:
+      Parameters, every leaf in the dtype of the first tree; leaves that hold no real numbers are those of the first.
+
+    Raises:
+      ValueError: no trees; what `align` raises.
+
+    All trees are aligned to the first, not to the mean so far: then the result does not depend on the order of the
+    others, and no tree is aligned to a point that is no trained network.
+
+    >>> gauge = go.permutation({"up": "_ channel", "down": "channel _"})
+    >>> a = {"up": jnp.array([[1.0, 2.0]]), "down": jnp.array([[3.0], [4.0]])}
+    >>> b = {"up": jnp.array([[2.2, 1.0]]), "down": jnp.array([[4.0], [3.0]])}
+    >>> go.average([a, b], gauge)["up"].round(2).tolist()
+    [[1.0, 2.1]]
+
+    Reference: Git Re-Basin, §3; deviation: its Algorithm 3 (MergeMany) aligns each tree to the mean of the others.
+    """
+    if not isinstance(trees, Sequence) or not trees:
+        raise binding_error(
+            "average", "no list of trees", f"a {type(trees).__name__} of {len(trees)}",
+            "at least one tree of parameters", "pass [params_a, params_b]",
+        )  # fmt: skip
+    first, *others = trees
+    group = product(gauges)
+    aligned = [first, *(group.act(align(first, tree, group), tree) for tree in others)]
+    leaves = [leaves_by_path(tree) for tree in aligned]
+    means = {
+        path: jnp.mean(jnp.stack([tree[path] for tree in leaves]), 0).astype(jnp.asarray(x).dtype) if _real(x) else x
+        for path, x in leaves[0].items()
+    }
+    return with_leaves(first, means)
+
+
+def interpolate(a: Params, b: Params, t: float | jax.Array) -> Params:
+    """The point (1 − t)·a + t·b of the line between two sets of weights; align b to a first.
+
+    Args:
+      a: parameters.
+      b: parameters with the same structure and shapes.
+      t: 0 for a, 1 for b; a number or an array without axes.
+
+    Returns:
+      Parameters, every leaf in the dtype that it has in a; leaves that hold no real numbers are those of a.
+
+    Raises:
+      ValueError: trees that differ in structure or shapes.
+
+    >>> go.interpolate({"w": jnp.zeros(2)}, {"w": jnp.ones(2)}, 0.25)["w"].tolist()
+    [0.25, 0.25]
+    """
+    check_same_tree("interpolate", a, b)
+    end = leaves_by_path(b)
+    between = {
+        path: ((1.0 - t) * x + t * end[path]).astype(jnp.asarray(x).dtype) if _real(x) else x
+        for path, x in leaves_by_path(a).items()
+    }
+    return with_leaves(a, between)
+
+
+def relative_difference(found: Any, expected: Any) -> float:
+    """The norm of the difference of two trees, relative to that of the second, over all leaves of real numbers."""
+    leaves, pairs = leaves_by_path(expected), leaves_by_path(found)
+    real = [path for path, x in leaves.items() if _real(x)]
+    apart, size = (
+        sum(float(jnp.sum(jnp.square(x))) for x in arrays)
+        for arrays in ([pairs[p] - leaves[p] for p in real], [jnp.asarray(leaves[p]) for p in real])
+    )
+    return float((apart / size) ** 0.5) if size else float(apart**0.5)
+
+
+def _real(leaf: Any) -> bool:
+    return bool(jnp.issubdtype(jnp.result_type(leaf), jnp.floating))
+
+
+def _slice_point(group: Any, params: Any) -> Any:
+    """The slice point as a tree of stored numbers, with heads in the basis that they have."""
+    s = Slice.of(group.parts, params)
+    point = s.nearest_slice_point(params).point
+    return with_leaves(params, {path: x - s.added[path] for path, x in point.items()})

@@ -56,7 +56,8 @@ def permutation(
         first seen.
 
     >>> gauge = go.permutation({"up": "_ channel", "down": "channel _"})
-    >>> params = {"up": jnp.array([[1.0, 2.0, 3.0]]), "down": jnp.array([[4.0], [5.0], [6.0]])}
+    >>> down = jnp.array([[4.0], [5.0], [6.0]])
+    >>> params = {"up": jnp.array([[1.0, 2.0, 3.0]]), "down": down}
     >>> moved = gauge.act({"": jnp.array([2, 0, 1])}, params)
     >>> moved["up"].tolist(), moved["down"].tolist()
     ([[3.0, 1.0, 2.0]], [[6.0], [4.0], [5.0]])

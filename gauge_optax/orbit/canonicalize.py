@@ -33,18 +33,18 @@ def canonicalize(
 ) -> Params:
     """The representative of a function's weights: two weight sets that gauges lead to each other become the same one.
 
-    | gauge | what holds at the returned point |
-    |---|---|
-    | `norm_scale` | the norm's scale is 1; a negative one gives its sign to the readers too |
-    | `rescale`, `multiplier_balance` | a column of the first leaf of `up` has the norm 1, a multiplier is 1 or −1 |
-    | `scale_invariant`, `residual_scale` | the first leaf has the root mean square that unit columns have |
-    | `bias_absorption`, `key_bias` | the bias is zero; the biases behind its readers have what it had |
-    | `logit_shift`, `norm_write_shift` | the mean over classes, over the stream's channels, is zero |
-    | `norm_read_shift`, `embedding_shift` | the mean over rows of a reader, of the position table, is zero |
-    | `head_rotation` | the Gram matrix of a head's rows is diagonal, entries descending |
-    | `head_linear` | A·Bᵀ = U·Σ·Vᵀ: the left factor has the columns U, the right one V·Σ |
-    | `rope_torus`, `rope_linear` | the rows of a rotary plane are longest along its first coordinate |
-    | `residual_rotation` | the Gram matrix of what writes to the stream, and no head rotates, is diagonal |
+    At the returned point this holds, gauge by gauge.
+
+    * `norm_scale`: the norm's scale is 1; a negative one gives its sign to the readers too.
+    * `rescale`, `multiplier_balance`: a column of the first leaf of `up` has the norm 1, a multiplier is 1 or −1.
+    * `scale_invariant`, `residual_scale`: the first leaf has the root mean square that unit columns have.
+    * `bias_absorption`, `key_bias`: the bias is zero; the biases behind its readers have what it had.
+    * `logit_shift`, `norm_write_shift`: the mean over classes, over the stream's channels, is zero.
+    * `norm_read_shift`, `embedding_shift`: the mean over rows of a reader, of the position table, is zero.
+    * `head_rotation`: the Gram matrix of a head's rows is diagonal, entries descending.
+    * `head_linear`: A·Bᵀ = U·Σ·Vᵀ: the left factor has the columns U, the right one V·Σ.
+    * `rope_torus`, `rope_linear`: the rows of a rotary plane are longest along its first coordinate.
+    * `residual_rotation`: the Gram matrix of what writes to the stream, and no head rotates, is diagonal.
 
     The sign of an eigenvector is such that the entry of largest magnitude in its column is positive, and for rotary
     planes in the first coordinate. Eigenvalues that differ by at most √ε of the largest (1.5e-8 in float64, 3e-4 in

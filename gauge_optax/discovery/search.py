@@ -233,9 +233,12 @@ def _of_two_exponents(rows: np.ndarray) -> np.ndarray:
         values = np.unique(row[row != 0].round(5))
         return len(values) == 1 or (len(values) == 2 and values[0] * values[1] < 0)
 
+    def several(row: np.ndarray) -> bool:
+        return len(np.unique(row[row != 0].round(5))) > 2
+
     rows = rows.copy()
     for i, j, factor in itertools.product(range(len(rows)), range(len(rows)), (1.0, -1.0, 2.0, -2.0)):
-        if i != j and not simple(rows[i]) and simple(changed := rows[i] + factor * rows[j]):
+        if i != j and several(rows[i]) and simple(changed := rows[i] + factor * rows[j]):
             rows[i] = changed
     return rows
 

@@ -270,8 +270,7 @@ def _in_blocks(
         counts.append(BlockCount(each.name, each.size, len(dead) + unreached, unreached, len(lost), gap))
         rest = np.concatenate([rest, lost])
     # Two blocks may hold the same direction.
-    values, vectors = np.linalg.eigh(rest @ rest.T)
-    rest = (vectors[:, values > 1e-6] / np.sqrt(values[values > 1e-6])).T @ rest
+    rest = _basis([rest], total, absolute=1e-3)
     seen = _seen(fn, stored, point, batches, gauges, rng)
     dims = [gauge.dim(point) for gauge in gauges]
     found = sum(dims) + len(rest)

@@ -2,20 +2,23 @@
 
 A model that adds a token's row of E to a position's row of P depends on their sum, so that E + 1·tᵀ and P − 1·tᵀ
 compute the same function. The group is Rᵈ under addition. A point reads as minus the mean row of P: on the slice the
-positions have the mean zero, and the token table carries it. Reference: docs/design.md §5, "More dead directions".
+positions have the mean zero, and the token table carries it. Where LayerNorms hide the mean over channels of P's rows
+but not that of E's, which a tied head reads, the mean over channels of t is read from E.
+Reference: docs/design.md §5, "More dead directions".
 """
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 
-from gauge_optax.binding import Axes
+from gauge_optax.binding import Axes, overlap
 from gauge_optax.gauges.gauge import BlockGauge, block_gauge
 from gauge_optax.gauges.instance import Anchor, Arrays, Effect, Instance
+from gauge_optax.gauges.write_shift import WriteShift
 from gauge_optax.linalg import real_dtype
 
 
@@ -49,7 +52,13 @@ def embedding_shift(
 
 @dataclasses.dataclass(frozen=True)
 class Translation(Instance):
-    """One instance: a vector, (*shape)."""
+    """One instance: a vector, (*shape).
+
+    Attributes:
+      hidden: whether another gauge moves the mean over channels of the rows of P alone.
+    """
+
+    hidden: bool = False
 
     effect: ClassVar[Effect] = "shift"
     balancing: ClassVar[Effect] = "still"
@@ -66,6 +75,15 @@ class Translation(Instance):
     def axis_sizes(named: tuple[str, ...], element: jax.Array) -> dict[str, int]:
         """Lengths of axes, read off an element."""
         return dict(zip(named, element.shape, strict=True))
+
+    def beside(self, others: Sequence[Instance]) -> "Translation":
+        shifted = [block for i in others if isinstance(i, WriteShift) for block in i.shifted]
+
+        def hides(role: str) -> bool:
+            own = [block for block in self.blocks if block.role == role]
+            return all(any(block.path == s.path and overlap(block, s) for s in shifted) for block in own)
+
+        return dataclasses.replace(self, hidden=len(self.named) == 1 and hides("down") and not hides("up"))
 
     @property
     def dim(self) -> int:
@@ -100,11 +118,18 @@ class Translation(Instance):
 
     @property
     def anchors(self) -> tuple[Anchor, ...]:
-        return (tuple(block for block in self.blocks if block.role == "down"),)
+        return (tuple(block for block in self.blocks if self.hidden or block.role == "down"),)
 
     def read(self, anchor: Anchor, point: Arrays, within: jax.Array, near: bool) -> tuple[jax.Array, jax.Array]:
-        sums = [block.total(self.named, point[block.path]) / block.entries(self.named) for block in anchor]
-        return jnp.where(within, -sum(sums[1:], sums[0]) / len(sums), 0.0), within
+        def mean(role: str) -> jax.Array:
+            blocks = [block for block in anchor if block.role == role]
+            sums = [block.total(self.named, point[block.path]) / block.entries(self.named) for block in blocks]
+            return sum(sums[1:], sums[0]) / len(sums)
+
+        vector = -mean("down")
+        if self.hidden:
+            vector = vector - jnp.mean(vector) + jnp.mean(mean("up"))
+        return jnp.where(within, vector, 0.0), within
 
     def read_mean(self, point: Arrays) -> jax.Array:
         return self.read(self.anchors[0], point, jnp.ones(self.shape, bool), near=False)[0]

@@ -6,6 +6,7 @@ Rotations have no slice through all points, so that optimizers read them once, f
 heads, and the residual stream, are in the eigenbasis of a Gram matrix instead, which is a property of the function.
 """
 
+import functools
 from collections.abc import Mapping
 from typing import Any, Literal, TypeVar, get_args
 
@@ -86,33 +87,40 @@ def canonicalize(
 
     on_tree, leaves = product(gauges)._slice(params), leaves_by_path(params)
     require_nonzero_norms(_NAME, on_tree, leaves)
-    moved = (_canonical_donated if donate else _canonical)(
-        on_tree, heads, stream, signs, {path: leaves[path] for path in on_tree.added}
-    )
-    return with_leaves(params, moved)
+    own = {path: leaves[path] for path in on_tree.added}
+    elements = _read(on_tree, heads, stream, signs, own)
+    return with_leaves(params, (_entered_donated if donate else _entered)(on_tree, signs, elements, own))
 
 
-def _canonical_of(
-    on_tree: Slice, heads: Basis, stream: Basis, signs: bool, leaves: dict[str, jax.Array]
-) -> dict[str, jax.Array]:
+# Two programs: the second one starts when all copies that reading needs are gone.
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def _read(on_tree: Slice, heads: Basis, stream: Basis, signs: bool, leaves: dict[str, jax.Array]) -> tuple[Any, ...]:
     def reader(kind: Any) -> Any:
         choice = heads if kind.of_heads else stream
         return {"eigenbasis": kind.eigenbases, "anchor": kind.read_all, "stored": None}[choice]
 
-    values = on_tree.values(leaves)
-    for instance in on_tree.instances if signs else ():
-        values = instance.with_positive_signs(values)
-    elements = on_tree.read(values, reader=reader).elements
-    point: dict[str, jax.Array] = dict(on_tree.enter(elements, values))
+    return on_tree.read(_values(on_tree, signs, leaves), reader=reader).elements
+
+
+def _enter(
+    on_tree: Slice, signs: bool, elements: tuple[Any, ...], leaves: dict[str, jax.Array]
+) -> dict[str, jax.Array]:
+    point: dict[str, jax.Array] = dict(on_tree.enter(elements, _values(on_tree, signs, leaves)))
     for instance in on_tree.instances:
         order = instance.sorting(point)
         point = point if order is None else instance.enter(order, point)
     return stored(point, on_tree.added, leaves)
 
 
-# One program keeps one leaf at a time beside the parameters and the result; operation by operation, it is a whole copy.
-_canonical = jax.jit(_canonical_of, static_argnums=(0, 1, 2, 3))
-_canonical_donated = jax.jit(_canonical_of, static_argnums=(0, 1, 2, 3), donate_argnums=4)
+_entered = jax.jit(_enter, static_argnums=(0, 1))
+_entered_donated = jax.jit(_enter, static_argnums=(0, 1), donate_argnums=3)
+
+
+def _values(on_tree: Slice, signs: bool, leaves: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    values = on_tree.values(leaves)
+    for instance in on_tree.instances if signs else ():
+        values = instance.with_positive_signs(values)
+    return values
 
 
 def require_nonzero_norms(name: str, on_tree: Slice, leaves: Mapping[str, Any]) -> None:

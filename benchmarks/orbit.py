@@ -110,7 +110,8 @@ def page(result: dict[str, Any]) -> str:
     lines = [
         "# Choosing a point of GPT-2's orbit", "",
         f"`python -m benchmarks.orbit`: {result['host']}; float32; {result['layers']} layers of d = "
-        f"{result['width']}. The first call compiles. CPU seconds are those of both cores. "
+        f"{result['width']}. The first call compiles. CPU seconds are those of both cores; wall "
+        "times include what else the machine did. "
         "The peak is resident memory in units of the parameters, which are among it: 2 is the parameters "
         "and the result. The change is the largest one of a log-probability, of the largest log-probability.", "",
         "| | parameters, millions | first call, s (CPU s) | later, s (CPU s) | peak | change (limit 1e-05) |",

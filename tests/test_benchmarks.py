@@ -262,6 +262,12 @@ def test_the_page_on_packing_is_that_of_its_json() -> None:
     assert result["formula"] == 1_179_648 and "**" not in packing.page(result)
 
 
+def test_the_page_on_orbits_is_that_of_its_json() -> None:
+    result = json.loads((orbit.OUT / "orbit.json").read_text())
+    assert (orbit.OUT / "orbit.md").read_text() == orbit.page(result)
+    assert list(result["rows"]) == list(orbit.ROWS) and all(row["change"] <= 1e-5 for row in result["rows"].values())
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads the peak of a process as Linux has it")
 def test_choices_of_a_point_are_timed(tmp_path: Path) -> None:

@@ -142,6 +142,12 @@ class Permutation(Instance):
     def to_element(self, e: Indices) -> jax.Array:
         return jnp.broadcast_to(jnp.arange(self.size, dtype=jnp.int32), (*self.shape, self.size)) if e is None else e
 
+    def algebra(self) -> jax.Array:
+        return jnp.zeros((0,), real_dtype())  # there are no elements near the identity
+
+    def exponential(self, coordinates: Any, near: bool = False) -> jax.Array:
+        return self.to_element(None)
+
     # The action ---------------------------------------------------------------------------------------
 
     def act(self, e: Indices, point: Arrays) -> Arrays:

@@ -217,7 +217,11 @@ class Permutation(Instance):
         return self._assigned(gains)
 
     def _gains_after(
-        self, inside: Sequence[Instance], outside: Sequence[Instance], blocks: Sequence[Block], target: Arrays,
+        self,
+        inside: Sequence[Instance],
+        outside: Sequence[Instance],
+        blocks: Sequence[Block],
+        target: Arrays,
         point: Arrays,
     ) -> jax.Array:
         """Inner products of all pairs, each after the moves of `inside` that take the one nearest to the other."""

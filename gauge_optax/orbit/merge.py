@@ -62,8 +62,8 @@ def average(trees: Sequence[Params], gauges: Gauges) -> Params:
     >>> gauge = go.permutation({"up": "_ channel", "down": "channel _"})
     >>> a = {"up": jnp.array([[1.0, 2.0]]), "down": jnp.array([[3.0], [4.0]])}
     >>> b = {"up": jnp.array([[2.2, 1.0]]), "down": jnp.array([[4.0], [3.0]])}
-    >>> go.average([a, b], gauge)["up"].round(2).tolist()
-    [[1.0, 2.1]]
+    >>> [round(x, 2) for x in go.average([a, b], gauge)["up"][0].tolist()]
+    [1.0, 2.1]
 
     Reference: Git Re-Basin, §3; deviation: its Algorithm 3 (MergeMany) aligns each tree to the mean of the others.
     """

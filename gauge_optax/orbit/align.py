@@ -74,8 +74,9 @@ def align(a: Any, b: Any, gauges: Gauges, batches: Sequence[Any] | None = None, 
     check_fn("align", batches, fn)
     s = Slice.of(group.parts, a)
     matched = _by_responses(s, a, b, list(batches or ()), fn) if fn is not None else {}
-    starts = [_from_slice(s, a, b, matched), _from_itself(s, a, b, matched)]
-    nearest = min(starts, key=lambda path: path.distance)
+    nearest = _from_slice(s, a, b, matched)
+    if nearest.distance > _roundoff(nearest.target):  # otherwise both have one function, and nothing is nearer
+        nearest = min(nearest, _from_itself(s, a, b, matched), key=lambda path: path.distance)
     elements = group._packed(s.to_elements(nearest.elements()))
     return elements[0] if isinstance(gauges, Gauge) and not isinstance(gauges, Product) else elements
 

@@ -120,6 +120,7 @@ NETS: dict[str, Callable[[], Net]] = {
 }  # fmt: skip
 net = functools.cache(lambda name: NETS[name]())
 ARMS = ("plain", "permutations", "rotations per head", "all gauges", "all, matched by use")
+_NONE = 0.01  # nats; a plain barrier below it is none
 PAIRS = ("seeds 42, 142", "seeds 42, 242", "seeds 142, 242", "fine-tunings of 42", "fine-tunings of 142")
 
 
@@ -245,10 +246,17 @@ def section(result: Result) -> str:
     for name in settings["nets"]:
         for kind in ("seeds", "fine-tunings"):
             found = {arm: x.mean() for arm, x in barriers(result, name, kind).items()}
-            if found:
-                best = min(found, key=lambda arm: found[arm])
-                share = f", {found[best] / found['plain']:.0%} of the plain one" if found["plain"] > 0 else ""
-                said.append(f"{name}, {kind}: the lowest mean barrier is that of *{best}*, {found[best]:.3f}{share}.")
+            if not found:
+                continue
+            if found["plain"] < _NONE:
+                said.append(f"{name}, {kind}: there is hardly a barrier to begin with, {found['plain']:.4f}.")
+                continue
+            best = min(found, key=lambda arm: found[arm])
+            higher = " and ".join(f"*{arm}*" for arm in found if found[arm] > found["plain"])
+            said.append(
+                f"{name}, {kind}: the lowest mean barrier is that of *{best}*, {found[best] / found['plain']:.0%} of "
+                f"the plain one{f'; that of {higher} is higher than the plain one' if higher else ''}."
+            )
     return f"{about}\n\n{table(result)}\n\n" + " ".join(said)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
-from examples import data, demo, live_metrics, lora, packed, released, self_tests, sweep, train_linen, train_nnx
+from examples import data, demo, live_metrics, lora, merge, packed, released, self_tests, sweep, train_linen, train_nnx
 
 TINY = ["--batch", "2", "--length", "8", "--width", "8", "--layers", "1"]
 
@@ -155,6 +155,24 @@ def test_packed_heads_end_where_plain_ones_do() -> None:
     found = packed.sweeps(result)
     plain, own = (np.array(found[arm][sweep.best(found[arm])]) for arm in ("plain", "packed"))
     assert len(own) == 3 and abs(own.mean() - plain.mean()) <= np.hypot(own.std(), plain.std())
+
+
+@pytest.mark.slow
+def test_merging_resumes(tmp_path: Path) -> None:
+    options = ["--nets", "digits", "--pairs", "seeds 42, 142", "fine-tunings of 42", "--steps", "20"]
+    result = merge.main([*options, "--out", str(tmp_path)])
+    assert len(result["cells"]) == 2 and merge.main([*options, "--out", str(tmp_path)]) == result
+    assert all(cell["all gauges"]["apart"] < cell["plain"]["apart"] for cell in result["cells"].values())
+    assert (tmp_path / "merge.png").stat().st_size > 1000 and "*all gauges*" in merge.section(result).lower()
+
+
+def test_rotations_lower_barriers_that_permutations_leave() -> None:
+    """The committed runs: between seeds of both decoders, all pairs."""
+    result = json.loads((Path(merge.__file__).parent / "results" / "merge.json").read_text())
+    for name in ("gpt", "llama"):
+        found = merge.barriers(result, name, "seeds")
+        assert len(found["plain"]) == 3 and np.all(found["all gauges"] < 0.7 * found["permutations"])
+        assert np.all(found["all gauges"] < 0.7 * found["plain"])
 
 
 @pytest.mark.slow

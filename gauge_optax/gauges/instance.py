@@ -22,6 +22,7 @@ import numpy as np
 
 from gauge_optax.binding import Block, BlockSpec, binding_error, overlap
 from gauge_optax.gauges.matrices import Matrices
+from gauge_optax.linalg import safe_divide
 
 Arrays = dict[str, jax.Array]
 """Leaf path → array in the computing dtype."""
@@ -314,13 +315,11 @@ class Instance(abc.ABC):
             return {path: after[path] for path in paths}
 
         start = self.identity()
-        at_start, pull = jax.vjp(moved, start)
+        at_start, linear = jax.linearize(moved, start)  # a difference of two moves would lose small directions
+        _, pull = jax.vjp(moved, start)
 
         def inner(a: Any, b: Any) -> jax.Array:
             return sum(jax.tree.leaves(jax.tree.map(lambda x, y: jnp.sum(x * y), a, b)), jnp.zeros(()))
-
-        def normal(direction: Any) -> Any:
-            return pull(jax.tree.map(jnp.subtract, moved(_plus(start, 1.0, direction)), at_start))[0]
 
         residual = direction = pull({path: target[path] - at_start[path] for path in paths})[0]
         energy, element = inner(residual, residual), start
@@ -328,11 +327,11 @@ class Instance(abc.ABC):
         for _ in range(_MOST_STEPS):
             if not bool(energy > least):
                 break
-            change = normal(direction)
-            rate = energy / inner(direction, change)
+            change = pull(linear(direction))[0]
+            rate = safe_divide(energy, inner(direction, change))
             element, residual = _plus(element, rate, direction), _plus(residual, -rate, change)
             fresh = inner(residual, residual)
-            direction, energy = _plus(residual, fresh / energy, direction), fresh
+            direction, energy = _plus(residual, safe_divide(fresh, energy), direction), fresh
         return element
 
     def renumbers(self, other: "Instance") -> bool:

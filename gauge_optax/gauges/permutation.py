@@ -142,6 +142,12 @@ class Permutation(Instance):
     def to_element(self, e: Indices) -> jax.Array:
         return jnp.broadcast_to(jnp.arange(self.size, dtype=jnp.int32), (*self.shape, self.size)) if e is None else e
 
+    def algebra(self) -> jax.Array:
+        return jnp.zeros((0,), real_dtype())  # there are no elements near the identity
+
+    def exponential(self, coordinates: Any, near: bool = False) -> jax.Array:
+        return self.to_element(None)
+
     # The action ---------------------------------------------------------------------------------------
 
     def act(self, e: Indices, point: Arrays) -> Arrays:
@@ -211,7 +217,11 @@ class Permutation(Instance):
         return self._assigned(gains)
 
     def _gains_after(
-        self, inside: Sequence[Instance], outside: Sequence[Instance], blocks: Sequence[Block], target: Arrays,
+        self,
+        inside: Sequence[Instance],
+        outside: Sequence[Instance],
+        blocks: Sequence[Block],
+        target: Arrays,
         point: Arrays,
     ) -> jax.Array:
         """Inner products of all pairs, each after the moves of `inside` that take the one nearest to the other."""

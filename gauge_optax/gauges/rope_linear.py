@@ -185,9 +185,7 @@ def _nearest_pair(a: jax.Array, c: jax.Array, left: jax.Array, right: jax.Array)
       left: cross-moments with the target, (…, 2, 2), which hold l: its real part on the diagonal.
       right: those of the right side, r.
     """
-    (l_re, l_im), (r_re, r_im) = (
-        (x[..., 0, 0] + x[..., 1, 1], x[..., 0, 1] - x[..., 1, 0]) for x in (left, right)
-    )
+    (l_re, l_im), (r_re, r_im) = ((x[..., 0, 0] + x[..., 1, 1], x[..., 0, 1] - x[..., 1, 0]) for x in (left, right))
 
     def at(x: jax.Array) -> tuple[jax.Array, jax.Array]:
         return jnp.exp(x) * l_re + jnp.exp(-x) * r_re, jnp.exp(x) * l_im + jnp.exp(-x) * r_im

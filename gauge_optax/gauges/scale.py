@@ -366,9 +366,7 @@ class Scale(Instance):
 
 
 @jax.jit
-def _nearest_log(
-    up: tuple[jax.Array, jax.Array], down: tuple[jax.Array, jax.Array], degree: jax.Array
-) -> jax.Array:
+def _nearest_log(up: tuple[jax.Array, jax.Array], down: tuple[jax.Array, jax.Array], degree: jax.Array) -> jax.Array:
     """The logs x that minimise A·e²ˣ − 2B·eˣ + C·e⁻²ᵖˣ − 2E·e⁻ᵖˣ, for (A, B) and (C, E); 0 where no x is least."""
     (a, b), (c, e) = up, down
 

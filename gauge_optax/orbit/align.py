@@ -74,8 +74,9 @@ def align(a: Any, b: Any, gauges: Gauges, batches: Sequence[Any] | None = None, 
     check_fn("align", batches, fn)
     s = Slice.of(group.parts, a)
     matched = _by_responses(s, a, b, list(batches or ()), fn) if fn is not None else {}
-    starts = [_from_slice(s, a, b, matched), _from_itself(s, a, b, matched)]
-    nearest = min(starts, key=lambda path: path.distance)
+    nearest = _from_slice(s, a, b, matched)
+    if nearest.distance > _roundoff(nearest.target):  # otherwise both have one function, and nothing is nearer
+        nearest = min(nearest, _from_itself(s, a, b, matched), key=lambda path: path.distance)
     elements = group._packed(s.to_elements(nearest.elements()))
     return elements[0] if isinstance(gauges, Gauge) and not isinstance(gauges, Product) else elements
 
@@ -126,25 +127,49 @@ class _Path:
 
         Constants are read from the mean, or the bias, that they change: before and after their place in the list. What
         stands before depends on earlier constants, what stands after on later ones. They are therefore computed in
-        rounds; each constant depends on few others, so that few rounds are enough.
+        rounds; each constant depends on few others, so that few rounds are enough. Where two gauges share a direction
+        (position embeddings can gain one number per row in two ways), a reading does not tell which of them to take:
+        then least squares over all leaves of each constant follow.
         """
-        pairs = list(enumerate(self.slice.instances))
-        constants = [k for k, instance in pairs if _is_constant(instance)]
-        elements = [instance.identity() if k in constants else self.moves[k] for k, instance in pairs]
-        for _ in range(_MOST_ROUNDS_OF_CONSTANTS if constants else 0):
-            after, later = self.point, {}
-            for k, instance in reversed(pairs):
-                if k in constants:
-                    later[k] = instance.read_mean(after)
-                after = instance.enter(elements[k], after)
-            before = self.start
-            for k, instance in pairs:
-                if k in constants:
-                    elements[k] = instance.compose(later[k], instance.inverse(instance.read_mean(before)))
-                before = instance.act(elements[k], before)
-            if squared_distance(before, self.point) <= _roundoff(self.point):
-                break
+        elements = [
+            i.identity() if _is_constant(i) else e for i, e in zip(self.slice.instances, self.moves, strict=True)
+        ]
+        if not any(map(_is_constant, self.slice.instances)):
+            return elements
+
+        def read(instance: Any, before: Arrays, after: Arrays) -> Any:
+            return instance.compose(instance.read_mean(after), instance.inverse(instance.read_mean(before)))
+
+        for find in (read, lambda instance, before, after: instance.nearest(after, before)):
+            error = float("inf")
+            while True:
+                found, reached = self._constants(elements, find)
+                last, error = error, squared_distance(reached, self.point)
+                if error < last:
+                    elements = found
+                if error <= _roundoff(self.point):
+                    return elements
+                if error > 0.9 * last:
+                    break
         return elements
+
+    def _constants(self, elements: Sequence[Any], find: Callable[..., Any]) -> tuple[list[Any], Arrays]:
+        """One round: elements with every constant found anew, and the point that they take b to.
+
+        Args:
+          elements: one per instance.
+          find: (instance, point before it, point after it) to its element.
+        """
+        pairs, after, behind = list(enumerate(self.slice.instances)), self.point, {}
+        for k, instance in reversed(pairs):
+            behind[k] = after
+            after = instance.enter(elements[k], after)
+        found, point = list(elements), self.start
+        for k, instance in pairs:
+            if _is_constant(instance):
+                found[k] = find(instance, point, behind[k])
+            point = instance.act(found[k], point)
+        return found, point
 
 
 def _is_constant(instance: Any) -> bool:
@@ -259,7 +284,7 @@ def _move_each(path: _Path, numbers: Sequence[int], unknown: str, on_slice: bool
             e = instance.nearest(path.target, path.point, others)
         kept, before = path.kept(), _distance_on(path, instance.paths)
         path.move(number, e)
-        if not others and _distance_on(path, instance.paths) > before:
+        if not others and not _distance_on(path, instance.paths) <= before:  # a NaN is no improvement either
             path.back_to(kept)
 
 
@@ -352,6 +377,5 @@ def check_fn(name: str, batches: Sequence[Any] | None, fn: Fn | None) -> None:
 
 
 _MOST_ROUNDS = 100
-_LEAST_FALL = 1e-5  # the share of the squared distance that a round has to save
-_MOST_ROUNDS_OF_CONSTANTS = 8
+_LEAST_FALL = 1e-3  # the share of the squared distance that a round has to save
 _DIRECTIONS = 8

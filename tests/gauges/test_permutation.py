@@ -63,9 +63,7 @@ def test_half_a_move_is_no_symmetry(case: GaugeCase, x64: None) -> None:
     cycle = gauge.identity(params) | {key: jnp.broadcast_to(jnp.roll(jnp.arange(n[-1]), 1), n)}
     moved, stored = leaves_by_path(gauge.act(cycle, params)), leaves_by_path(params)
     for path in (path for path, x in moved.items() if not np.array_equal(x, stored[path])):
-        half = jax.tree.unflatten(
-            jax.tree.structure(params), [stored[p] if p == path else x for p, x in moved.items()]
-        )
+        half = jax.tree.unflatten(jax.tree.structure(params), [stored[p] if p == path else x for p, x in moved.items()])
         assert abs(float(loss(half)) - before) > 1e-6 * abs(before), path
 
 
@@ -171,3 +169,22 @@ def test_malformed_permutations_are_refused() -> None:
     for method in (lambda e: both.inverse(e), lambda e: both.compose(e, e)):
         with pytest.raises(ValueError, match=r"no (inverse|compose) of elements of a product"):
             method(both.identity(params))
+
+
+@rows
+def test_canonical_weights_do_not_depend_on_the_order(case: GaugeCase, x64: None) -> None:
+    gauges, params = case.gauges(), case.params(jax.random.key(1))
+    group = go.product(gauges)
+    canonical = go.canonicalize(params, gauges)
+    twin = go.canonicalize(group.act(group.sample(jax.random.key(3), params), params), gauges)
+    for x, y in zip(jax.tree.leaves(twin), jax.tree.leaves(canonical), strict=True):
+        assert float(jnp.max(jnp.abs(x - y))) <= 1e-10 * float(jnp.max(jnp.abs(y)))
+    loss = jit(case.loss)  # type: ignore[arg-type]
+    assert abs(float(loss(canonical)) - float(loss(params))) <= 1e-12 * float(loss(params))
+
+
+def test_choose_leaves_the_order_as_it_is() -> None:
+    (gauge,) = ALONE[0].gauges()
+    params = jax.tree.map(jnp.asarray, _params(ALONE[0]))
+    element = go.choose(lambda p: jnp.sum(p["down"]), params, gauge, optax.sgd(0.1), steps=2, progress=False)
+    assert _equal(element, gauge.identity(params))

@@ -24,7 +24,7 @@ def test_it_has_at_most_150_lines() -> None:
 
 
 def test_python_blocks_run_and_print_what_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    setting, training = re.findall(r"```python\n(.*?)```", README, re.S)
+    setting, training, spending = re.findall(r"```python\n(.*?)```", README, re.S)
     names: dict[str, Any] = {}
     exec(compile(setting, "README.md", "exec"), names)
     shown = README.split("```python")[1].split("```\n")[2]  # the block after the code
@@ -34,6 +34,8 @@ def test_python_blocks_run_and_print_what_is_shown(capsys: pytest.CaptureFixture
         assert re.sub(r"[\d.]+e-\d+\)", "", line) in printed
     fresh = dict(names)
     exec(compile(training, "README.md", "exec"), names)
+    exec(compile(spending, "README.md", "exec"), names)
+    assert capsys.readouterr().out.splitlines()[-1] == "True"
     exec(compile(training.replace("range(10)", "range(1)"), "README.md", "exec"), fresh)
     assert float(names["loss"]) < float(fresh["loss"]), "ten steps of the example do not train"
 

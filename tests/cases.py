@@ -281,6 +281,12 @@ def _softmax_loss(p: Tree) -> jax.Array:
     return _square(jax.nn.softmax(scores) - 0.3)
 
 
+def _fused_softmax_loss(p: Tree) -> jax.Array:
+    x = _inputs(p["qkv"], 4, 6)
+    q, k, v = jnp.moveaxis((x @ p["qkv"] + p["bias"]).reshape(4, 3, 2, 4), 1, 0)
+    return _square(jnp.einsum("hnm,mhe->nhe", jax.nn.softmax(jnp.einsum("nhe,mhe->hnm", q, k)), v) - 0.3)
+
+
 def _layer_normalised(x: jax.Array) -> jax.Array:
     return _normalised(x - jnp.mean(x, -1, keepdims=True))
 
@@ -726,6 +732,13 @@ FLAT_CASES: tuple[GaugeCase, ...] = (
         lambda: [go.key_bias({"key/bias": "_ _"})],
         _params(query__kernel=(6, 2, 4), key__kernel=(6, 2, 4), key__bias=(2, 4)),
         _softmax_loss,
+        dim=8,
+    ),
+    GaugeCase(
+        "key_bias/fused",
+        lambda: [go.key_bias({"bias": "(qkv=1 _)"}, sizes={"qkv": 3})],
+        _params(qkv=(6, 24), bias=(24,)),
+        _fused_softmax_loss,
         dim=8,
     ),
     GaugeCase(

@@ -27,7 +27,8 @@ def key_bias(blocks: Mapping[str, Axes], *, sizes: Mapping[str, int] | None = No
       sizes: lengths of axes inside `(a b)` that no other block fixes.
 
     Returns:
-      A frozen, hashable gauge; it holds no array. Elements are {leaf path: what is added, the leaf's shape}.
+      A frozen, hashable gauge; it holds no array. Elements are {leaf path: what is added, the leaf's shape}; entries
+      outside the block do nothing.
 
     Raises:
       ValueError: malformed axes, at once; any mismatch with the tree, when it is first seen.
@@ -91,7 +92,10 @@ class Constant(Instance):
         return {path: moved(path, x) for path, x in element.items()}
 
     def act(self, e: Arrays, point: Arrays) -> Arrays:
-        return point | {path: point[path] + e[path] for path in self.paths}
+        out = dict(point)
+        for block in self.blocks:  # an element has the leaf's shape; what a fused leaf holds beside the block stays
+            out[block.path] = block.write(out[block.path], block.view(out[block.path]) + block.view(e[block.path]))
+        return out
 
     def push(self, e: Arrays, tangent: Arrays) -> Arrays:
         return tangent

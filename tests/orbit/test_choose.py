@@ -49,7 +49,8 @@ CASES = [
     if case.name not in ("user_gauge/translation", "scale_invariant/kernel", "scale_invariant/kernel_bias")
 ]  # fmt: skip
 QUICK = ("product/whole_llama", "head_linear/value_out", "residual_rotation/plain", "rope_linear/half",
-         "norm_read_shift/one_plus_bias", "bias_absorption/norm", "rope_torus/half")  # fmt: skip
+         "norm_read_shift/one_plus_bias", "bias_absorption/norm", "rope_torus/half",
+         "key_bias/fused")  # fmt: skip
 
 
 @pytest.mark.parametrize("case", [

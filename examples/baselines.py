@@ -1,4 +1,4 @@
-"""What others do about the same symptoms, to compare with: Z-loss, scales stored less one, orthogonal gradients."""
+"""What others do, to compare with: Z-loss, scales stored less one, orthogonal gradients, Optax's Muon."""
 
 from collections.abc import Callable
 from typing import Any
@@ -60,3 +60,22 @@ def orthogonal_gradient() -> optax.GradientTransformation:
         return across * jnp.linalg.norm(gradient) / (jnp.linalg.norm(across) + _TINY)
 
     return optax.stateless(lambda updates, params: jax.tree.map(one, updates, params))
+
+
+def muon(learning_rate: optax.ScalarOrSchedule, weight_decay: float) -> optax.GradientTransformation:
+    """Optax's Muon with one matrix per kernel, AdamW for vectors, embeddings and the head; steps of AdamW's size."""
+
+    def matrices(params: Any) -> Any:
+        def of(path: Any, x: jax.Array) -> optax.contrib.MuonDimensionNumbers | None:
+            where = jax.tree_util.keystr(path, simple=True, separator="/")
+            if x.ndim < 2 or "embed" in where or "pos" in where or "head" in where:
+                return None
+            inputs = x.ndim - 1 if "out" in where else 1  # attention's output kernel is (heads, entries, d)
+            return optax.contrib.MuonDimensionNumbers(tuple(range(inputs)), tuple(range(inputs, x.ndim)))
+
+        return jax.tree.map_with_path(of, params)
+
+    return optax.contrib.muon(
+        learning_rate, weight_decay=weight_decay, adam_learning_rate=learning_rate, adam_weight_decay=weight_decay,
+        consistent_rms=0.2, muon_weight_dimension_numbers=matrices,
+    )  # fmt: skip

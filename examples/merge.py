@@ -3,13 +3,14 @@
     python -m examples.merge --out examples/results      # a quarter of an hour on two CPU cores; killed, it goes on
     python -m examples.merge --steps 20 --nets digits      # to try it
 
-Three networks, each trained by AdamW: an MLP on digits (two ReLU layers of 64), a decoder on bytes of text with
-LayerNorms, ReLU and learned positions (2 layers, d = 64, 4 heads), and one with RMSNorms, rotary embeddings, SwiGLU and
-two query heads per key head. A pair is two *seeds* (initial weights and order of the data), or two *fine-tunings*: one
-network, trained, then trained on in two orders of the data. The second network of a pair is aligned to the first
-(`go.align`), by several lists of gauges. The barrier is the largest rise of the held-out loss above the chord, at
-λ = 0, 0.1, …, 1 (`go.measure.barrier`). Finished pairs are kept in merge.json and not trained again; merge.png is drawn
-at the end, and the table printed.
+Three networks: an MLP on digits (two ReLU layers of 64), a decoder on bytes of text with LayerNorms, ReLU and learned
+positions (2 layers, d = 64, 4 heads), and one with RMSNorms, rotary embeddings, SwiGLU and two query heads per key
+head. A pair is two *seeds* (initial weights and order of the data) under AdamW, two seeds of which *Muon* trains the
+second, or two *fine-tunings*: one network, trained, then trained on in two orders of the data. The second network of a
+pair is aligned to the first (`go.align`), by several lists of gauges; in one arm, the element is then learned
+(`go.choose`): 100 steps of Adam on the training loss half-way. The barrier is the largest rise of the held-out loss
+above the chord, at λ = 0, 0.1, …, 1 (`go.measure.barrier`). Finished pairs are kept in merge.json and not trained
+again; merge.png is drawn at the end, and the table printed.
 """
 
 import argparse
@@ -28,7 +29,7 @@ from flax import nnx
 from tqdm import tqdm
 
 import gauge_optax as go
-from examples import cli, data, study
+from examples import baselines, cli, data, study
 from examples.sweep import markdown
 from models import digits, lm
 
@@ -39,6 +40,7 @@ Params = Any
 Result = dict[str, Any]
 
 STEPS, RATE, DECAY, WARMUP = 400, 1.6e-3, 0.1, 20
+MUON_RATE, LEARNED, LEARNING_RATE = 8e-3, 100, 3e-3
 SEEDS = (42, 142, 242)
 BATCH, LENGTH, MATCHED = 8, 64, 8  # sequences, tokens in each; batches that units are matched on
 GPT, LLAMA = lm.LMConfig(vocab=data.VOCAB), lm.llama_config(vocab=data.VOCAB, kv_heads=2)
@@ -119,19 +121,25 @@ NETS: dict[str, Callable[[], Net]] = {
     "digits": classifier, "gpt": lambda: decoder(GPT), "llama": lambda: decoder(LLAMA),
 }  # fmt: skip
 net = functools.cache(lambda name: NETS[name]())
-ARMS = ("plain", "permutations", "rotations per head", "all gauges", "all, matched by use")
+ARMS = ("plain", "permutations", "rotations per head", "all gauges", "all, matched by use", "all, learned")
+KINDS = ("seeds", "AdamW and Muon", "fine-tunings")
 _NONE = 0.01  # nats; a plain barrier below it is none
-PAIRS = ("seeds 42, 142", "seeds 42, 242", "seeds 142, 242", "fine-tunings of 42", "fine-tunings of 142")
+PAIRS = (
+    "seeds 42, 142", "seeds 42, 242", "seeds 142, 242",
+    "AdamW and Muon 42, 142", "AdamW and Muon 42, 242", "AdamW and Muon 142, 242",
+    "fine-tunings of 42", "fine-tunings of 142",
+)  # fmt: skip
 
 
 @functools.cache
-def program(name: str) -> Callable[[Params, Any], Params]:
+def program(name: str, muon: bool = False) -> Callable[[Params, Any], Params]:
     """Trains from parameters, over batches; compiled once."""
 
     def run(params: Params, batches: Any) -> Params:
         steps = jax.tree.leaves(batches)[0].shape[0]
-        shape = optax.warmup_cosine_decay_schedule(0.0, RATE, warmup_steps=min(WARMUP, steps // 2), decay_steps=steps)
-        tx = optax.adamw(shape, weight_decay=DECAY)
+        rate = MUON_RATE if muon else RATE
+        shape = optax.warmup_cosine_decay_schedule(0.0, rate, warmup_steps=min(WARMUP, steps // 2), decay_steps=steps)
+        tx = baselines.muon(shape, DECAY) if muon else optax.adamw(shape, weight_decay=DECAY)
 
         def step(carry: Any, batch: Any) -> tuple[Any, None]:
             params, state = carry
@@ -144,18 +152,17 @@ def program(name: str) -> Callable[[Params, Any], Params]:
 
 
 @functools.cache
-def trained(name: str, seed: int, steps: int) -> Params:
+def trained(name: str, seed: int, steps: int, muon: bool = False) -> Params:
     """The network of a seed."""
-    return program(name)(net(name).initial(seed), net(name).batches(steps, seed))
+    return program(name, muon)(net(name).initial(seed), net(name).batches(steps, seed))
 
 
 def networks(name: str, pair: str, steps: int) -> tuple[Params, Params]:
     """Both networks of a pair."""
-    kind, *numbers = pair.replace(",", "").replace("of ", "").split()
-    if kind == "seeds":
-        first, second = (trained(name, int(seed), steps) for seed in numbers)
-        return first, second
-    start = trained(name, int(numbers[0]), steps)
+    numbers = [int(word) for word in pair.replace(",", "").split() if word.isdigit()]
+    if not pair.startswith("fine-tunings"):
+        return trained(name, numbers[0], steps), trained(name, numbers[1], steps, muon="Muon" in pair)
+    start = trained(name, numbers[0], steps)
     first, second = (program(name)(start, net(name).batches(steps, seed)) for seed in (1, 2))
     return first, second
 
@@ -171,11 +178,29 @@ def aligned(name: str, arm: str, a: Params, b: Params) -> Params:
     if arm == "all, matched by use":
         batches = own.batches(MATCHED, 0)
         options = {"batches": [jax.tree.map(lambda x, n=n: x[n], batches) for n in range(MATCHED)], "fn": own.logits}
-    return go.product(gauges).act(go.align(a, b, gauges, **options), b)
+    group = go.product(gauges)
+    element = go.align(a, b, gauges, **options)
+    if arm == "all, learned":
+
+        def half_way(moved: Params, batch: Any) -> jax.Array:
+            return own.loss(go.interpolate(a, moved, 0.5), batch)
+
+        batches = own.batches(LEARNED, 1)
+        stream = [jax.tree.map(lambda x, n=n: x[n], batches) for n in range(LEARNED)]
+        tx = optax.adam(optax.cosine_decay_schedule(LEARNING_RATE, LEARNED))
+        element = go.choose(half_way, b, group, tx, steps=LEARNED, batches=stream, start=element, progress=False)
+    return group.act(element, b)
 
 
-def run_pair(name: str, pair: str, steps: int) -> dict[str, Any]:
-    """Arm → losses along the line, the barrier, how far the weights are apart, and the seconds that alignment took."""
+def run_pair(name: str, pair: str, steps: int, done: dict[str, Any]) -> dict[str, Any]:
+    """Arm → losses along the line, the barrier, how far the weights are apart, and the seconds that alignment took.
+
+    Args:
+      name: of the network.
+      pair: one of `PAIRS`.
+      steps: of training.
+      done: what there is of the result.
+    """
     a, b = networks(name, pair, steps)
 
     @jax.jit
@@ -185,8 +210,8 @@ def run_pair(name: str, pair: str, steps: int) -> dict[str, Any]:
     def norm(tree: Params) -> float:
         return float(optax.tree.norm(tree))
 
-    done: dict[str, Any] = {}
-    for arm in ARMS if net(name).inner else [arm for arm in ARMS if arm != "rotations per head"]:
+    done = dict(done)
+    for arm in missing_arms(name, done):
         began = time.monotonic()
         end = aligned(name, arm, a, b)
         seconds = round(time.monotonic() - began, 1)
@@ -200,6 +225,11 @@ def run_pair(name: str, pair: str, steps: int) -> dict[str, Any]:
     return done
 
 
+def missing_arms(name: str, done: dict[str, Any]) -> list[str]:
+    """The arms of a network that have no result yet."""
+    return [arm for arm in ARMS if arm not in done and (arm != "rotations per head" or net(name).inner)]
+
+
 # Results ------------------------------------------------------------------------------------------
 
 
@@ -210,14 +240,14 @@ def _of(result: Result, name: str, kind: str) -> list[dict[str, Any]]:
 def barriers(result: Result, name: str, kind: str) -> dict[str, np.ndarray]:
     """Arm → barriers, pair by pair."""
     cells = _of(result, name, kind)
-    return {arm: np.array([cell[arm]["barrier"] for cell in cells]) for arm in ARMS if cells and arm in cells[0]}
+    return {arm: np.array([x[arm]["barrier"] for x in cells]) for arm in ARMS if cells and all(arm in x for x in cells)}
 
 
 def table(result: Result) -> str:
     """Markdown: a row per net and kind of pair, a column per arm."""
     lines = [["net", "pairs", "held-out loss", *ARMS]]
     for name in result["settings"]["nets"]:
-        for kind in ("seeds", "fine-tunings"):
+        for kind in KINDS:
             found, cells = barriers(result, name, kind), _of(result, name, kind)
             if not cells:
                 continue
@@ -233,18 +263,20 @@ def section(result: Result) -> str:
     about = (
         "The second of two networks is moved along its orbit to where it is nearest to the first; its function does "
         "not change. The table has the *barrier*: the largest rise of the held-out loss above the chord, on the line "
-        "from one network to the other, mean ± standard deviation over pairs. AdamW, "
+        "from one network to the other, mean ± standard deviation over pairs. AdamW where nothing else is said, "
         f"{settings['steps']} steps, float32, {result['machine']}. *digits*: an MLP with two ReLU layers of 64. "
         "*gpt*: a decoder on bytes of text, 2 layers, d = 64, LayerNorm, ReLU, learned positions, 4 heads. *llama*: "
         "the same size, RMSNorm, rotary, SwiGLU, two query heads per key head. *Seeds* differ in initial weights and "
         "in the order of the data. *Fine-tunings* start from one trained network and see the data in two orders. "
         "*Permutations*: of units and heads, as in Git Re-Basin. *Rotations per head*: these, and the rotations inside "
         "heads. *All gauges*: `lm.whole_gauges`, the rotation of the residual stream among them. *Matched by use*: "
-        f"units and heads are matched by what they do on {MATCHED} batches, all other gauges by weights."
+        f"units and heads are matched by what they do on {MATCHED} batches, all other gauges by weights. *Learned*: "
+        f"from *all gauges*, {LEARNED} steps of Adam on the group's coordinates lower the training loss half-way. "
+        f"*AdamW and Muon*: two seeds, of which Muon trains the second, at a rate of {MUON_RATE}."
     )
     said = []
     for name in settings["nets"]:
-        for kind in ("seeds", "fine-tunings"):
+        for kind in KINDS:
             found = {arm: x.mean() for arm, x in barriers(result, name, kind).items()}
             if not found:
                 continue
@@ -263,11 +295,11 @@ def section(result: Result) -> str:
 def figure(result: Result, path: Path) -> None:
     """Loss along the line: a row per kind of pair, a column per net, a line per arm (mean over pairs)."""
     nets = [name for name in result["settings"]["nets"] if _of(result, name, "")]
-    fig, axes = plt.subplots(2, len(nets), figsize=(4.4 * len(nets), 7), layout="constrained", squeeze=False)
+    fig, axes = plt.subplots(len(KINDS), len(nets), figsize=(4.4 * len(nets), 10), layout="constrained", squeeze=False)
     for column, name in enumerate(nets):
-        for row, kind in enumerate(("seeds", "fine-tunings")):
+        for row, kind in enumerate(KINDS):
             axis, cells = axes[row][column], _of(result, name, kind)
-            for number, arm in enumerate(arm for arm in ARMS if cells and arm in cells[0]):
+            for number, arm in enumerate(barriers(result, name, kind)):
                 curves = np.array([cell[arm]["losses"] for cell in cells])
                 color = f"C{ARMS.index(arm)}"
                 axis.plot(np.linspace(0, 1, 11), curves.mean(0), ".-", color=color, label=arm, zorder=number)
@@ -297,9 +329,10 @@ def main(argv: Sequence[str] | None = None) -> Result:
     head = {"study": "merge", "settings": settings, "machine": study.machine()}
     path = args.out / "merge.json"
     result = study.load(path, head | {"versions": {"jax": jax.__version__, "optax": optax.__version__}})
-    missing = [(n, p) for n in args.nets for p in args.pairs if f"{n}: {p}" not in result["cells"]]
+    cells = result["cells"]
+    missing = [(n, p) for n in args.nets for p in args.pairs if missing_arms(n, cells.get(f"{n}: {p}", {}))]
     for name, pair in tqdm(missing, unit="pair"):
-        result["cells"][f"{name}: {pair}"] = run_pair(name, pair, args.steps)
+        cells[f"{name}: {pair}"] = run_pair(name, pair, args.steps, cells.get(f"{name}: {pair}", {}))
         study.write(path, result)
     print(table(result))
     figure(result, path.with_suffix(".png"))

@@ -15,6 +15,7 @@ import gauge_optax as go
 from benchmarks import (
     compare,
     discover_times,
+    exactness,
     first_step,
     multipliers,
     orbit,
@@ -25,9 +26,12 @@ from benchmarks import (
     timing,
     update,
 )
+from benchmarks.certificates import ROWS
 from benchmarks.render import page
+from examples import released
 from gauge_optax.binding import leaves_by_path
 from models import gpt2, lm
+from tests.test_presets import TREES
 
 TINY = ["--layers", "1", "--width", "64", "--vocab", "32", "--repeats", "2", "--step-batch", "2", "--step-length", "8"]
 SMALL = ["--layers", "1", "--width", "16", "--repeats", "2", "--step-repeats", "1", "--depths", "1", "2"]
@@ -266,6 +270,16 @@ def test_the_page_on_orbits_is_that_of_its_json() -> None:
     result = json.loads((orbit.OUT / "orbit.json").read_text())
     assert (orbit.OUT / "orbit.md").read_text() == orbit.page(result)
     assert list(result["rows"]) == list(orbit.ROWS) and all(row["change"] <= 1e-5 for row in result["rows"].values())
+
+
+def test_outputs_stay_at_every_point_of_every_tree() -> None:
+    """The committed cells: two are over their limits, each by less than a factor of two, and the page says so."""
+    result = json.loads((exactness.OUT / "exactness.json").read_text())
+    assert (exactness.OUT / "exactness.md").read_text() == exactness.page(result)
+    assert len(result["rows"]) == len(ROWS) + len(TREES) + len(released.MODELS) + 1
+    for dtype, limit in exactness.LIMITS.items():
+        cells = [x for row in result["rows"].values() for x in row[dtype].values() if isinstance(x, float)]
+        assert len(cells) >= 200 and max(cells) <= 2 * limit and sum(x > limit for x in cells) <= 1
 
 
 @pytest.mark.slow

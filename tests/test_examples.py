@@ -6,11 +6,27 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
-from examples import data, demo, live_metrics, lora, merge, packed, released, self_tests, sweep, train_linen, train_nnx
+from examples import (
+    data,
+    demo,
+    live_metrics,
+    lora,
+    merge,
+    packed,
+    probe,
+    quantize,
+    released,
+    self_tests,
+    sweep,
+    train_linen,
+    train_nnx,
+)
+from models import lm
 
 TINY = ["--batch", "2", "--length", "8", "--width", "8", "--layers", "1"]
 
@@ -173,6 +189,51 @@ def test_rotations_lower_barriers_that_permutations_leave() -> None:
         found = merge.barriers(result, name, "seeds")
         assert len(found["plain"]) == 3 and np.all(found["all gauges"] < 0.7 * found["permutations"])
         assert np.all(found["all gauges"] < 0.7 * found["plain"])
+
+
+@pytest.mark.slow
+def test_quantization_resumes(tmp_path: Path) -> None:
+    options = ["--optimizers", "muon", "--seeds", "42", "--steps", "10", "--searched", "2"]
+    result = quantize.main([*options, "--out", str(tmp_path)])
+    assert len(result["cells"]) == 1 and quantize.main([*options, "--out", str(tmp_path)]) == result
+    assert (tmp_path / "quantize.png").stat().st_size > 1000 and "QuaRot" in quantize.section(result)
+
+
+def test_the_network_that_rounds_is_the_model() -> None:
+    """Without rounding it computes what `models.lm` does; a grid of 2ᵇ − 1 levels has no others."""
+    params, loss = lm.params_and_loss(quantize.CONFIG, jax.random.key(0))
+    tokens = jax.random.randint(jax.random.key(1), (2, 9), 0, 256)
+    np.testing.assert_allclose(quantize.loss(params, tokens[None], (16, 16)), loss(params, tokens), rtol=1e-6)
+    rounded = quantize.rounded(jax.random.normal(jax.random.key(2), (50, 3)), 0, jnp.asarray(3))
+    assert all(len(np.unique(np.asarray(column).round(5))) <= 7 for column in rounded.T)
+    assert float(quantize.loss(params, tokens[None], (2, 2))) != float(loss(params, tokens))
+
+
+def test_rotations_remove_outliers_that_folding_leaves() -> None:
+    """The committed runs: with planted outliers, all seeds of both optimizers."""
+    result = json.loads((Path(quantize.__file__).parent / "results" / "quantize.json").read_text())
+    for name in quantize.RATES:
+        found = quantize.rises(result, name, "planted", "W4A4")
+        assert len(found["plain"]) == 5 and np.all(found["R1"] < found["plain"])
+        assert np.all(found["folded"] < found["plain"])
+
+
+@pytest.mark.slow
+def test_probes_resume(tmp_path: Path) -> None:
+    options = ["--pairs", "twins of 42", "--steps", "10"]
+    result = probe.main([*options, "--out", str(tmp_path)])
+    assert probe.main([*options, "--out", str(tmp_path)]) == result
+    assert (tmp_path / "probe.png").stat().st_size > 1000 and "Twins:" in probe.section(result)
+
+
+def test_a_probe_is_carried_to_a_twin() -> None:
+    """The committed runs: exactly to a twin, by alignment and by canonical weights; not by permutations."""
+    result = json.loads((Path(probe.__file__).parent / "results" / "probe.json").read_text())
+    found = probe.accuracies(result, "twins")
+    for arm in ("all gauges", "canonical"):
+        assert np.all(np.abs(found[arm] - found["trained there"]) <= 2e-3)
+    assert np.all(found["permutations"] < 0.8 * found["trained there"])
+    assert len(probe.accuracies(result, "seeds")["as it is"]) == 3
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ from gauge_optax.linalg import Coefficients
 from gauge_optax.optimizers._quotient import quotient_for
 from gauge_optax.optimizers.ddc import Options, checked_options, ddc
 from gauge_optax.optimizers.ddc_fused import fused_ddc
+from gauge_optax.optimizers.ddc_paper import PaperOptions, paper_ddc, paper_options
 from gauge_optax.optimizers.decay import Decay, decay
 from gauge_optax.optimizers.links import link
 from gauge_optax.optimizers.muon import muon
@@ -37,10 +38,12 @@ def ddc_adamw(
     v_mode: str = "body_frame_topk",
     radial: str = "linear",
     radial_scale: Scalar = 1.0,
-    scale_floor: Scalar = 0.0,
+    scale_floor: Scalar | None = None,
     live_threshold: Scalar = 1e-3,
     refresh_drift: Scalar = 0.1,
     refresh_every: int | jax.Array | None = None,
+    preset: str | None = None,
+    max_log_step: Scalar = 0.5,
 ) -> optax.GradientTransformationExtraArgs:
     """DDC's AdamW on the slice: one Adam per length of a scale channel, and second moments per head.
 
@@ -67,12 +70,16 @@ def ddc_adamw(
       live_threshold: see `scale_by_ddc`.
       refresh_drift: see `scale_by_ddc`.
       refresh_every: see `scale_by_ddc`.
+      preset: "paper" for appendix B to the letter; None for what trains best, which deviates from it
+        (`optimizers/ddc.py`, and a table in docs/design.md §4).
+      max_log_step: under `preset="paper"`, the most that the log of a joint scale moves in a step.
 
     Returns:
       The optimizer. Its `update` needs `params`.
 
     Raises:
-      ValueError: a mode that does not exist; bindings that do not fit the tree; `update` without params.
+      ValueError: a mode that does not exist; a preset with a mask or a decay per role; bindings that do not fit;
+        `update` without params.
 
     >>> gauge = go.rescale(up={"up": "_ channel"}, down={"down": "channel _"})
     >>> params = {"up": jnp.ones((2, 3)), "down": jnp.full((3, 1), 0.5)}
@@ -91,13 +98,18 @@ def ddc_adamw(
     6.21
     5.05
 
-    Reference: DDC §3, App. B; `optax.adamw` for the leaves that no gauge binds.
+    Reference: DDC §3, App. B; `optax.adamw` for the leaves that no gauge binds. Deviations of the default: see
+      `optimizers/ddc.py`; with `preset="paper"` none, but for two numbers that the text does not give.
     """
     options = checked_options(
-        "ddc_adamw", b1, b2, eps, eps_root, mu_dtype, nesterov, vertical, v_mode, radial, radial_scale, scale_floor,
-        live_threshold, refresh_drift, refresh_every,
+        "ddc_adamw", b1, b2, eps, eps_root, mu_dtype, nesterov, vertical, v_mode, radial, radial_scale,
+        0.0 if scale_floor is None else scale_floor, live_threshold, refresh_drift, refresh_every,
     )  # fmt: skip
     group = _group("ddc_adamw", learning_rate, gauges)
+    if preset is not None:
+        options = paper_options("ddc_adamw", preset, options, weight_decay, mask)
+        paper = PaperOptions(learning_rate, weight_decay, max_log_step=max_log_step, **_floor(scale_floor))
+        return link("ddc_adamw", paper_ddc(group, options, paper), group)
     tail = (decay(weight_decay, group, match, mask, on_slice=True), optax.scale_by_learning_rate(learning_rate))
     return _ddc_optimizer("ddc_adamw", group, options, None, tail)
 
@@ -127,7 +139,8 @@ def ddc_muon(
     vertical: str = "frozen",
     radial: str = "linear",
     radial_scale: Scalar = 1.0,
-    scale_floor: Scalar = 0.0,
+    scale_floor: Scalar | None = None,
+    max_log_step: Scalar = 0.5,
 ) -> optax.GradientTransformationExtraArgs:
     """DDC's Muon on the slice: polar factors for matrices, Adam for the lengths of scales, `ddc_adamw` for all else.
 
@@ -151,12 +164,14 @@ def ddc_muon(
       consistent_rms: optax's name for a number as `scale`; it excludes another `scale`.
       scale: see `scale_by_scaled_polar`.
       labels: see `scale_by_scaled_polar`.
-      preset: see `scale_by_scaled_polar`.
+      preset: "paper" for appendix B to the letter: B.10 and Table 1's routing for matrices, `ddc_adamw`'s preset for
+        all else; without Nesterov momentum, and with ns_coeffs="sharp".
       match: see `add_gauge_decay`.
       vertical: see `scale_by_ddc`; unless it is "frozen", steps do not return to the slice.
       radial: see `scale_by_ddc`.
       radial_scale: see `scale_by_ddc`.
       scale_floor: see `scale_by_ddc`.
+      max_log_step: see `ddc_adamw`.
 
     Returns:
       The optimizer. Its `update` needs `params`.
@@ -183,9 +198,17 @@ def ddc_muon(
     group = _group("ddc_muon", learning_rate, gauges)
     polar = polar_of("ddc_muon", ns_coeffs, ns_steps, beta, eps, scale, labels, preset, consistent_rms)
     options = checked_options(
-        "ddc_muon", adam_b1, adam_b2, eps, adam_eps_root, mu_dtype, nesterov, vertical, "per_head_scalar", radial,
-        radial_scale, scale_floor,
+        "ddc_muon", adam_b1, adam_b2, eps, adam_eps_root, mu_dtype, nesterov and preset is None, vertical,
+        "per_head_scalar", radial, radial_scale, 0.0 if scale_floor is None else scale_floor,
     )  # fmt: skip
+    adam_rate = learning_rate if adam_learning_rate is None else adam_learning_rate
+    if preset is not None:
+        for given in (weight_decay, adam_weight_decay):
+            options = paper_options("ddc_muon", preset, options, given, weight_decay_mask)
+        paper = PaperOptions(
+            adam_rate, adam_weight_decay, learning_rate, weight_decay, max_log_step, **_floor(scale_floor)
+        )
+        return link("ddc_muon", paper_ddc(group, options, paper, polar), group)
     matrices = polar.matrices
 
     def others(s: Slice, params: Any) -> set[str]:
@@ -195,7 +218,6 @@ def ddc_muon(
         muon_paths = {} if is_empty(params) else matrices(Slice.of(group.parts, params), params)
         return with_leaves(jax.tree.map(lambda _: "adam", params), dict.fromkeys(muon_paths, "muon"))
 
-    adam_rate = learning_rate if adam_learning_rate is None else adam_learning_rate
     rates = {"muon": learning_rate, "adam": adam_rate}
     tail = (
         decay(weight_decay, group, match, weight_decay_mask, only=matrices, on_slice=True),
@@ -203,6 +225,10 @@ def ddc_muon(
         optax.partition({name: optax.scale_by_learning_rate(rate) for name, rate in rates.items()}, labelled),
     )
     return _ddc_optimizer("ddc_muon", group, options, polar, tail)
+
+
+def _floor(scale_floor: Scalar | None) -> dict[str, Any]:
+    return {} if scale_floor is None else {"scale_floor": scale_floor}
 
 
 def _group(name: str, learning_rate: Any, gauges: Any) -> Product:

@@ -68,6 +68,7 @@ class Options(NamedTuple):
     live_threshold: Scalar = 1e-3
     refresh_drift: Scalar = 0.1
     refresh_every: int | jax.Array | None = None
+    paper: bool = False  # second moments of heads to the letter of B.8, see `ddc_heads`
 
 
 def checked_options(name: str, *settings: Any) -> Options:
@@ -140,7 +141,7 @@ def ddc(group: Product, options: Options, polar: Polar | None = None) -> optax.G
         # B.5: the rest of the gradient changes only directions.
         sized = [*zip(carriers, squares, strict=True), *((c, c.dot(point, point)) for c in anchors)]
         across = without_lengths(sized, point, gradient)
-        across = {p: _without_roundoff(x, gradient[p]) for p, x in across.items()}
+        across = {p: without_roundoff(x, gradient[p]) for p, x in across.items()}
         matrices = polar_matrices(s, polar, params)
         step, mu, nu, heads = tangential_step(s, options, adam, polar, matrices, point, across, state)
         step = without_lengths(sized, point, step)
@@ -167,7 +168,7 @@ def ddc(group: Product, options: Options, polar: Polar | None = None) -> optax.G
 def init_ddc(group: Product, options: Options, polar: Polar | None, params: optax.Params) -> ScaleByDDCState:
     """The state at a slice point. Raises ValueError for gauges or leaves that DDC cannot step."""
     s = Slice.of(group.parts, params)
-    _check(s, options, params)
+    check_ddc(s, options, params)
 
     def moments(params: optax.Params) -> GaugeMoments:
         leaves = leaves_by_path(params)
@@ -307,8 +308,13 @@ def without_lengths(sized: Sequence[tuple[Channels, jax.Array]], point: Arrays, 
 # Directions ---------------------------------------------------------------------------------------------
 
 
-def _without_roundoff(rest: jax.Array, whole: jax.Array) -> jax.Array:
-    """The rest of a gradient, with zeros for roundoff of the subtraction: Adam would make a full step of roundoff."""
+def without_roundoff(rest: jax.Array, whole: jax.Array) -> jax.Array:
+    """The rest of a gradient, with zeros for roundoff of the subtraction: Adam would make a full step of roundoff.
+
+    Args:
+      rest: of a leaf's gradient, after a part of it was subtracted.
+      whole: the gradient.
+    """
     if rest is whole:
         return rest
     return jax.lax.select(jnp.abs(rest) <= noise(rest.dtype) * jnp.abs(whole), jnp.zeros_like(rest), rest)
@@ -324,6 +330,7 @@ def tangential_step(
     across: Arrays,
     state: ScaleByDDCState,
     into: Mapping[Any, jax.Array] | None = None,
+    before_polar: Callable[[Arrays], Arrays] | None = None,
 ) -> tuple[Arrays, Arrays, Arrays, HeadMoments]:
     """Divides the first moment of what changes directions by the root of its second moment.
 
@@ -337,6 +344,7 @@ def tangential_step(
       across: the gradient without its radial parts, all leaves.
       state: the state so far.
       into: per rotation, the matrix that takes its rows to the slice; None if the rows are on it already.
+      before_polar: what is done to first moments before their polar factors are taken, by default nothing.
 
     Returns:
       The step, the new first and second moments, and the new state of heads.
@@ -350,12 +358,18 @@ def tangential_step(
     mean = {p: rule(p).mean(m, across[p]) for p, m in mu.items()}
     step, nu, heads = divided(s, heads, bases.live, options, adam, mean, across, nu)
     if polar is not None:
-        step |= polar.steps(matrices, mean)
+        step |= polar.steps(matrices, mean if before_polar is None else before_polar(mean))
     return in_bases(bases, step, back=True), mu, nu, heads
 
 
-def _check(s: Slice, options: Options, params: optax.Params) -> None:
-    """Raises ValueError for gauges that DDC cannot step, such as GL(d), and for complex leaves."""
+def check_ddc(s: Slice, options: Options, params: optax.Params) -> None:
+    """Raises ValueError for gauges that DDC cannot step, such as GL(d), and for complex leaves.
+
+    Args:
+      s: the slice.
+      options: the settings.
+      params: the parameters.
+    """
     for instance in s.instances:
         if instance.known_by_action and options.vertical != "frozen":
             raise binding_error(

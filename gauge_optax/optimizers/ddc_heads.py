@@ -67,12 +67,19 @@ class Bases(NamedTuple):
     live: Mapping[Any, jax.Array]
 
 
-def init_heads(s: Slice, point: Arrays, v_mode: str) -> HeadMoments:
-    """The state at a starting point."""
+def init_heads(s: Slice, point: Arrays, v_mode: str, paper: bool = False) -> HeadMoments:
+    """The state at a starting point.
+
+    Args:
+      s: the slice.
+      point: bound leaves.
+      v_mode: one of `V_MODES`.
+      paper: whether to follow B.8 to the letter.
+    """
     bases: tuple[jax.Array, ...] = ()
     outer: tuple[jax.Array, ...] = ()
     if v_mode.startswith("body_frame"):
-        bases = tuple(_eigenbasis(_grams(turns, point)) for turns in by_size(s.turns))
+        bases = tuple(_eigenbasis(_grams(turns, point), paper) for turns in by_size(s.turns))
     if v_mode == "per_head_matrix":
         outer = tuple(jnp.zeros((*t.shape, t.size, t.size), real_dtype()) for t in s.turns for _ in t.blocks)
     return HeadMoments(bases, outer, jnp.zeros((), jnp.int32))
@@ -113,12 +120,13 @@ def refreshed(
         stale |= age >= options.refresh_every
 
     def renew(mu: Arrays, nu: Arrays) -> Any:
-        fresh = tuple(map(_eigenbasis, grams))
+        fresh = tuple(_eigenbasis(gram, options.paper) for gram in grams)
         # `_eigenbasis` reverses columns. Reversed here and back, only products read what is sliced, see `_unstacked`.
         ascending = _unstacked(groups, [basis[..., ::-1] for basis in fresh])
         pairs = zip(_unstacked(groups, heads.bases), ascending, strict=True)
         rotations = dict(zip(turns, (matmul(transpose(old), new)[..., ::-1] for old, new in pairs), strict=True))
-        squares = {turn: jnp.square(rotation) for turn, rotation in rotations.items()}
+        weights = jnp.abs if options.paper else jnp.square
+        squares = {turn: weights(rotation) for turn, rotation in rotations.items()}
         return fresh, _turned(rotations, mu), _turned(squares, nu), jnp.zeros_like(age)
 
     paths = [path for turn in s.turns for path in turn.paths]
@@ -180,11 +188,11 @@ def divided(
     nu = {p: adam.second(squares[p], x) for p, x in nu.items()}
     step = {p: mean[p] / adam.root(x) for p, x in nu.items()}
     if mode == "per_head_matrix":
-        by_matrix, outer = _by_matrix(s, heads.outer, adam, mean, gradient)
+        by_matrix, outer = _by_matrix(s, heads.outer, adam, mean, gradient, options.paper)
         return step | by_matrix, nu, heads._replace(outer=outer)
     for turn, alive in live.items():
-        # Directions that are not live follow the mean over the head's RMS.
-        root = adam.root(turn.mean(nu))
+        # Directions that are not live follow the mean over the head's RMS; in the paper, the bare mean.
+        root = jnp.ones(turn.shape, real_dtype()) if options.paper else adam.root(turn.mean(nu))
         for block in turn.blocks:
             rows = block.rows(step[block.path])
             plain = block.rows(mean[block.path]) / turn.per_head(block, root)
@@ -200,7 +208,9 @@ def _grams(turns: Sequence[Any], point: Arrays) -> jax.Array:
     return gram / jnp.where(size > 0, size, 1.0)
 
 
-def _eigenbasis(gram: jax.Array) -> jax.Array:
+def _eigenbasis(gram: jax.Array, paper: bool) -> jax.Array:
+    if paper:
+        return symmetric_eigen(gram)[1]
     ramp = _TIE_BREAK * jnp.diag(jnp.linspace(0.0, 1.0, gram.shape[-1], dtype=gram.dtype))
     return symmetric_eigen(gram + jnp.broadcast_to(ramp, gram.shape))[1]
 
@@ -231,7 +241,7 @@ def _turned(matrices: Mapping[Any, jax.Array], leaves: Arrays) -> Arrays:
 
 
 def _by_matrix(
-    s: Slice, outer: tuple[jax.Array, ...], adam: Adam, mean: Arrays, gradient: Arrays
+    s: Slice, outer: tuple[jax.Array, ...], adam: Adam, mean: Arrays, gradient: Arrays, paper: bool
 ) -> tuple[Arrays, tuple[jax.Array, ...]]:
     """The leaves of heads, rows multiplied by (V̂ + floor)^(−1/2), and the new V of every block."""
     out, fresh, past = {p: mean[p] for turn in s.turns for p in turn.paths}, [], iter(outer)
@@ -243,6 +253,13 @@ def _by_matrix(
         # The head's mean variance bounds the floor of a block without gradient (a key bias) from below.
         pooled = functools.reduce(jnp.add, variances) / len(variances)
         for block, variance in zip(turn.blocks, variances, strict=True):
+            if paper:
+                values, vectors = symmetric_eigen(variance)
+                roots = jnp.maximum(values, 0.0) + jnp.square(adam.eps)
+                factor = matmul(vectors * (roots**-0.5)[..., None, :], transpose(vectors))
+                rows = turn.turned_view(block, block.rows(mean[block.path]), factor)
+                out[block.path] = block.write(out[block.path], rows)
+                continue
             size = jnp.maximum(*(jnp.linalg.norm(x, axis=(-2, -1), keepdims=True) for x in (variance, pooled)))
             floor = jnp.square(adam.eps + _MATRIX_FLOOR * jnp.sqrt(size)) + adam.eps_root
             damped = variance + floor * jnp.broadcast_to(jnp.eye(turn.size, dtype=variance.dtype), variance.shape)

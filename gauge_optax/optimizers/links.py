@@ -19,6 +19,7 @@ from gauge_optax.gauges.gauge import Gauges, Product, product
 from gauge_optax.linalg import Coefficients
 from gauge_optax.optimizers._quotient import QuotientState, frame_and_slice_point
 from gauge_optax.optimizers.ddc import checked_options, ddc
+from gauge_optax.optimizers.ddc_paper import PaperOptions, paper_ddc, paper_options
 from gauge_optax.optimizers.polar import Labels, polar_of
 from gauge_optax.slice import Slice, SliceTangent
 from gauge_optax.transformation import (
@@ -127,6 +128,7 @@ def scale_by_ddc(
     live_threshold: Scalar = 1e-3,
     refresh_drift: Scalar = 0.1,
     refresh_every: int | jax.Array | None = None,
+    preset: str | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """DDC's Adam on the slice of a product of gauges; leaves that no gauge binds get Adam.
 
@@ -148,6 +150,8 @@ def scale_by_ddc(
         not divided by their second moments.
       refresh_drift: share of a head's Gram matrix off the diagonal of its eigenbasis at which the basis is renewed.
       refresh_every: age in steps at which the basis is renewed in any case; None for never.
+      preset: "paper" for appendix B to the letter, to first order in the learning rate and without decay, because a
+        link knows neither; `ddc_adamw` has all of it.
 
     Returns:
       A transformation of gradients (cotangents) into a tangent, which the learning rate scales and `gauge_retract`
@@ -170,6 +174,9 @@ def scale_by_ddc(
         "scale_by_ddc", b1, b2, eps, eps_root, mu_dtype, nesterov, vertical, v_mode, radial, radial_scale, scale_floor,
         live_threshold, refresh_drift, refresh_every,
     )  # fmt: skip
+    if preset is not None:
+        options = paper_options("scale_by_ddc", preset, options, 0.0, None)
+        return link("scale_by_ddc", paper_ddc(group, options, PaperOptions(None, 0.0)), group)
     return link("scale_by_ddc", ddc(group, options), group, without_shifts=vertical == "frozen")
 
 
@@ -212,7 +219,8 @@ def scale_by_scaled_polar(
         "rms": ‖M‖_F/√rank, the size of the moment (DDC B.10); "none": 1; a number: √max(inputs, outputs) times it,
         which makes it the RMS of the step (`consistent_rms` of optax).
       labels: path pattern → "muon" or "adam", for leaves that the rule above should not decide. Later patterns win.
-      preset: "paper" does what DDC does: only rotations make matrices (Table 1), and `scale` is "rms" (B.10).
+      preset: "paper" does what DDC does: only rotations make matrices (Table 1), `scale` is "rms" and ns_coeffs "sharp"
+        (B.10), without Nesterov momentum; all other leaves as under the preset of `scale_by_ddc`.
       adam_b1: decay of Adam's first moments.
       adam_b2: decay of Adam's second moments.
       adam_eps_root: added to v̂ inside the root.
@@ -251,9 +259,13 @@ def scale_by_scaled_polar(
     group = product(gauges)
     polar = polar_of("scale_by_scaled_polar", ns_coeffs, ns_steps, beta, eps, scale, labels, preset)
     options = checked_options(
-        "scale_by_scaled_polar", adam_b1, adam_b2, eps, adam_eps_root, mu_dtype, nesterov, vertical,
+        "scale_by_scaled_polar", adam_b1, adam_b2, eps, adam_eps_root, mu_dtype, nesterov and preset is None, vertical,
         "per_head_scalar", radial, radial_scale, scale_floor,
     )  # fmt: skip
+    if preset is not None:
+        options = paper_options("scale_by_scaled_polar", preset, options, 0.0, None)
+        inner = paper_ddc(group, options, PaperOptions(None, 0.0), polar)
+        return link("scale_by_scaled_polar", inner, group)
     return link("scale_by_scaled_polar", ddc(group, options, polar), group, without_shifts=vertical == "frozen")
 
 

@@ -133,6 +133,7 @@ def polar_of(
         if scale != "width":
             raise two_scales(f"preset='paper' and scale={scale!r}", "drop scale, or the preset")
         scale = "rms"
+        ns_coeffs = "sharp" if ns_coeffs == "standard" else ns_coeffs  # B.10: singular values go to 1
     if isinstance(scale, str):
         require_choice(name, "scale", scale, SCALES)
     if isinstance(ns_steps, jax.Array):

@@ -1,0 +1,295 @@
+"""`preset="paper"`: appendix B of *Dead-Direction Conditioners* to the letter, as an ordinary inner transformation.
+
+`ddc` is what this library takes for DDC; it trains better (examples/results/starts.json). Here is what the paper
+prints, for comparison with its figures. A scale gauge joins *tensors* with norms ρ₁, ρ₂, … per channel: the two sides
+of a rescale or of a norm with its readers, or all layers of a chain of whole-tensor rescales. The product
+s = Π ρᵢ^eᵢ does not change along the orbit (e = (p, 1) for a pair of degree p, (1, …, 1) for a chain).
+
+* radial (B.4, B.6, B.7): one scalar Adam on s, or on log s / |e|; its step is clamped, and log ρᵢ moves by its share
+  eᵢ/|e|², so that the lengths keep their ratios. Decay acts here, as a factor exp(−|e|²·lr·wd) of s;
+* tangential (B.4, B.5): Adam entry by entry on ρ·g without its radial part; the step is relative, −lr·ρ·U;
+* heads (B.8, B.9): the gradient without its part along rotations, then one of the second moments of `ddc_heads`, with
+  its paper's floor, |R| for second moments that move, and bare means in directions below the cut;
+* matrices under Muon (B.10): the polar factor of the horizontal first moment, times ‖M‖_F/√rank.
+
+The step is taken in coordinates that are constant along the orbit of the start (those of `link`), where a leaf that
+two gauges share has invariant lengths too: ρ is then the geometric mean of its lengths. Nothing returns to the slice:
+the lengths rest where the step leaves them. Numbers that the text does not give are arguments: `max_log_step`, and
+`scale_floor`, the floor of s as a share of the fixed point s* = 1/(|e|²·wd).
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from gauge_optax.binding import Block, binding_error, leaves_by_path, overlap, with_leaves
+from gauge_optax.gauges.gauge import Product
+from gauge_optax.gauges.instance import Arrays
+from gauge_optax.optimizers.adam import Adam
+from gauge_optax.optimizers.ddc import (
+    Channels,
+    GaugeMoments,
+    Options,
+    ScaleByDDCState,
+    check_ddc,
+    inverse_of,
+    polar_matrices,
+    tangential_step,
+    without_lengths,
+    without_roundoff,
+)
+from gauge_optax.optimizers.ddc_heads import init_heads
+from gauge_optax.optimizers.ddc_vertical import init_vertical
+from gauge_optax.optimizers.polar import Polar
+from gauge_optax.slice import Slice
+from gauge_optax.transformation import cast_like, layout, placeholder, require_choice, transformation, zeros_like
+
+Scalar = float | jax.Array
+_RESET_EVERY = 1000  # steps after which eigenbases are renewed in any case; the text has no number
+
+
+class PaperOptions(NamedTuple):
+    """What appendix B has beside `Options`.
+
+    Attributes:
+      learning_rate: a number or a schedule; None for the direction alone, to first order in the rate and without decay.
+      weight_decay: decoupled, times the rate; of s where a scale gauge binds, else of the leaf. May be a schedule.
+      matrix_rate: the rate of matrices under Muon.
+      matrix_decay: their decay.
+      max_log_step: the most that log s moves in a step.
+      scale_floor: the least divisor of a derivative by s, as a share of s*.
+    """
+
+    learning_rate: Any
+    weight_decay: Any
+    matrix_rate: Any = None
+    matrix_decay: Any = 0.0
+    max_log_step: Scalar = 0.5
+    scale_floor: Scalar = 1e-3
+
+
+def paper_options(name: str, preset: str, options: Options, weight_decay: Any, mask: Any) -> Options:
+    """The settings under a preset. Raises ValueError for another one, and for arguments that appendix B does not have.
+
+    Args:
+      name: of the transformation, for messages.
+      preset: "paper".
+      options: the settings without it.
+      weight_decay: of the optimizer.
+      mask: of its decay.
+    """
+    require_choice(name, "preset", preset, ("paper",))
+    if options.vertical != "frozen" or mask is not None or isinstance(weight_decay, Mapping):
+        found = (
+            f"vertical={options.vertical!r}" if options.vertical != "frozen"
+            else "a mask of the decay" if mask is not None else f"weight_decay={weight_decay!r}"
+        )  # fmt: skip
+        raise binding_error(
+            name, "an argument that preset='paper' does not take", found,
+            "vertical='frozen', no mask, and a number or a schedule as weight_decay", "drop the preset, or this",
+        )  # fmt: skip
+    every = _RESET_EVERY if options.refresh_every is None else options.refresh_every
+    return options._replace(paper=True, refresh_every=every)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensors:
+    """Tensors that scale gauges join.
+
+    Attributes:
+      channels: a tensor each: its blocks, with lengths per channel.
+      exponents: e, a number per tensor.
+      frozen: whether the only tensor has no length to step (a scale-invariant kernel).
+    """
+
+    channels: tuple[Channels, ...]
+    exponents: tuple[float, ...]
+    frozen: bool = False
+
+    @property
+    def square(self) -> float:
+        """|e|²."""
+        return sum(e * e for e in self.exponents)
+
+
+def joined_tensors(s: Slice) -> list[Tensors]:
+    """Pairs of scale gauges, and chains of gauges that name no axis; every chain once."""
+    scales = [i for i in s.instances if i.log_step and i.turn is None]
+    found: list[Tensors] = []
+    whole = [i for i in scales if not i.named and i.sides is not None]
+    while whole:
+        # A chain begins with the side that is the second one of no other gauge.
+        sides: list[tuple[Any, tuple[Block, ...]]] = []
+        chain = [next(i for i in whole if not any(_meet(i.sides[0], j.sides[1]) for j in whole if j is not i))]
+        while later := [i for i in whole if i not in chain and _meet(chain[-1].sides[1], i.sides[0])]:
+            chain.append(later[0])
+        sides = [(chain[0], chain[0].sides[0]), *((i, i.sides[1]) for i in chain)]
+        degrees = [i.degree_of_decay for i in chain]
+        exponents = tuple(math.prod(degrees[k:]) for k in range(len(sides)))
+        found.append(Tensors(tuple(Channels(i, side) for i, side in sides), exponents))
+        whole = [i for i in whole if i not in chain]
+    for i in (i for i in scales if i.named and i.sides is not None):
+        channels = tuple(Channels(i, side) for side in i.sides)
+        found.append(Tensors(channels, (float(i.degree_of_decay), 1.0)))
+    found += [Tensors((Channels(i, i.blocks),), (1.0,), frozen=True) for i in scales if i.sides is None]
+    return found
+
+
+def _meet(side: Sequence[Block], other: Sequence[Block]) -> bool:
+    return any(overlap(a, b) for a in side for b in other)
+
+
+def paper_ddc(
+    group: Product, options: Options, paper: PaperOptions, polar: Polar | None = None
+) -> optax.GradientTransformationExtraArgs:
+    """Appendix B for gradients in the coordinates of `link`: into a step; into a direction without a learning rate.
+
+    Args:
+      group: the gauges.
+      options: the settings that DDC shares with the paper, `options.paper` among them.
+      paper: the paper's own.
+      polar: how matrices are stepped; by default they get Adam like everything else.
+    """
+
+    def update(updates: Any, state: ScaleByDDCState, params: Any, **extra: Any) -> tuple[Any, ScaleByDDCState]:
+        s, past = Slice.of(group.parts, params), state.gauges
+        adam = Adam.at(options, optax.safe_increment(state.count))
+        point, gradient = s.vectors(params), leaves_by_path(updates) | s.vectors(updates)
+        gradient = s.project_turning(point, gradient)  # B.8, B.9
+        now = PaperOptions(*(x(state.count) if callable(x) else x for x in paper))
+        rate, matrix_rate = now.learning_rate, now.matrix_rate
+
+        tensors = joined_tensors(s)
+        sized = [(c, c.dot(point, point)) for t in tensors for c in t.channels]
+        across = without_lengths(sized, point, gradient)
+        across = {path: without_roundoff(x, gradient[path]) for path, x in across.items()}
+
+        matrices = polar_matrices(s, polar, params)
+        sizes = _sizes(sized, point)
+        scaled = sizes.keys() - matrices.keys()
+        relative = {path: x * sizes[path] if path in scaled else x for path, x in across.items()}
+        step, mu, nu, heads = tangential_step(
+            s, options, adam, polar, matrices, point, relative, state,
+            before_polar=lambda mean: s.project_turning(point, mean),
+        )  # fmt: skip
+        # Adam's steps are tangent again; a polar factor is taken as it is, but for lengths, which are radial.
+        tangent = s.centred(s.project_turning(point, without_lengths(sized, point, step)))
+        step = tangent | {path: without_lengths(sized, point, step)[path] for path in matrices}
+
+        sign = 1.0 if rate is None else -rate
+        values = s.centred(point) | {p: x for p, x in leaves_by_path(params).items() if p not in point}
+        out: Arrays = {}
+        for path, x in step.items():
+            if path in matrices:
+                own = sign if matrix_rate is None else -matrix_rate
+                out[path] = own * (x + (0.0 if rate is None or path in sizes else now.matrix_decay) * values[path])
+            elif path in sizes:
+                out[path] = sign * sizes[path] * x
+            else:
+                out[path] = sign * (x + (0.0 if rate is None else now.weight_decay) * values[path])
+        radial, radial_mu, radial_nu = _radial(tensors, options, now, adam, point, gradient, past)
+        out |= {path: out[path] + x for path, x in radial.items()}
+        moments = GaugeMoments(radial_mu, radial_nu, (), heads, past.vertical)
+        mu, nu = (with_leaves(tree, cast_like(new, tree)) for tree, new in ((state.mu, mu), (state.nu, nu)))
+        return with_leaves(updates, cast_like(out, updates)), ScaleByDDCState(adam.count, mu, nu, moments)
+
+    def init(params: optax.Params) -> ScaleByDDCState:
+        s = Slice.of(group.parts, params)
+        check_ddc(s, options, params)
+
+        def moments(params: optax.Params) -> GaugeMoments:
+            point = s.vectors(params)
+            zeros = tuple(jnp.zeros(t.channels[0].dot(point, point).shape) for t in joined_tensors(s))
+            heads = init_heads(s, point, options.v_mode, paper=True)
+            return GaugeMoments(zeros, zeros, (), heads, init_vertical(s, "frozen", point))
+
+        matrices = dict.fromkeys(polar_matrices(s, polar, params), optax.MaskedNode())
+        mu, nu = zeros_like(params, options.mu_dtype), with_leaves(zeros_like(params), matrices)
+        return ScaleByDDCState(jnp.zeros((), jnp.int32), mu, nu, layout(params).run(moments, params))
+
+    def empty(params: Any) -> ScaleByDDCState:
+        return ScaleByDDCState(jnp.int32(0), zeros_like(params, options.mu_dtype), zeros_like(params), placeholder())
+
+    return transformation("scale_by_ddc", init, update, ScaleByDDCState, empty)
+
+
+def _sizes(sized: Sequence[tuple[Channels, jax.Array]], point: Arrays) -> Arrays:
+    """Leaf path → ρ per entry: the geometric mean of the lengths of all channels that an entry is in."""
+    logs: Arrays = {}
+    counts: dict[str, jax.Array] = {}
+    for channels, square in sized:
+        length = jnp.sqrt(jnp.where(square > 0, square, 1.0))
+        for block in channels.blocks:
+            named, path = channels.instance.named, block.path
+            one = block.spread(named, jnp.ones_like(length)) * jnp.ones_like(point[path])
+            log = block.spread(named, jnp.log(length)) * jnp.ones_like(point[path])
+            logs[path], counts[path] = logs.get(path, 0.0) + log, counts.get(path, 0.0) + one
+    return {path: jnp.exp(x / jnp.maximum(counts[path], 1.0)) for path, x in logs.items()}
+
+
+def _radial(
+    tensors: Sequence[Tensors],
+    options: Options,
+    paper: PaperOptions,
+    adam: Adam,
+    point: Arrays,
+    gradient: Arrays,
+    past: GaugeMoments,
+) -> tuple[Arrays, tuple[jax.Array, ...], tuple[jax.Array, ...]]:
+    """B.4, B.6, B.7: the step of all lengths, and both moments."""
+    out: Arrays = {}
+    mus, nus = [], []
+    for joined, mu, nu in zip(tensors, past.radial_mu, past.radial_nu, strict=True):
+        if not joined.frozen:
+            move, mu, nu = _log_step(joined, options, paper, adam, point, gradient, mu, nu)
+            for channels, e in zip(joined.channels, joined.exponents, strict=True):
+                share = move * e / joined.square
+                grown = share if paper.learning_rate is None else jnp.expm1(share)
+                for path, x in channels.times(point, grown).items():
+                    out[path] = out[path] + x if path in out else x
+        mus.append(mu)
+        nus.append(nu)
+    return out, tuple(mus), tuple(nus)
+
+
+def _log_step(
+    joined: Tensors,
+    options: Options,
+    paper: PaperOptions,
+    adam: Adam,
+    point: Arrays,
+    gradient: Arrays,
+    mu: jax.Array,
+    nu: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """By how much log s moves, per channel, and both moments; without a rate, minus its derivative by the rate."""
+    e2, rate = joined.square, paper.learning_rate
+    squares = [c.dot(point, point) for c in joined.channels]
+    pairings = [e * c.dot(point, gradient) for c, e in zip(joined.channels, joined.exponents, strict=True)]
+    pairing = sum(pairings[1:], pairings[0])
+    logs = [0.5 * e * jnp.log(jnp.where(x > 0, x, 1.0)) for x, e in zip(squares, joined.exponents, strict=True)]
+    alive = jnp.stack([x > 0 for x in squares]).all(0)
+    s = jnp.where(alive, jnp.exp(sum(logs[1:], logs[0])), 0.0)
+    linear = options.radial == "linear"
+    if linear:
+        decay = 0.0 if rate is None else paper.weight_decay
+        floor = jnp.where(jnp.asarray(decay) > 0, paper.scale_floor / (e2 * jnp.maximum(decay, 1e-30)), 0.0)
+        derivative = pairing / e2 * inverse_of(jnp.maximum(s, floor))
+    else:
+        derivative = pairing / e2**0.5
+    mu, nu = adam.first(derivative, mu), adam.second(jnp.square(derivative), nu)
+    step = adam.mean(mu, derivative) / adam.root(nu)
+    if rate is None:
+        move = step * inverse_of(s) if linear else e2**0.5 * step
+    elif linear:
+        after = s * jnp.exp(-e2 * rate * paper.weight_decay) - rate * step
+        ratio = jnp.maximum(after * inverse_of(s), jnp.finfo(s.dtype).tiny)  # B.7 has log(s_new) − log(s)
+        move = jnp.clip(jnp.log(ratio), -paper.max_log_step, paper.max_log_step)
+    else:
+        move = -rate * (e2**0.5 * step + e2 * paper.weight_decay)
+    return jnp.where(alive, move, 0.0), mu, nu

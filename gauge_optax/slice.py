@@ -60,10 +60,12 @@ class Frame(NamedTuple):
       elements: the frame F, one element per instance: gauge label (`Slice.labels`) → instance key → element.
       live: one mask of channels per instance with anchors, in the order of `Slice.order`. A channel is live if its
         first anchor was not zero at `init`; only live channels are fixed at every step.
+      ratios: under `quotient(..., rest="balanced")`, `log_ratios` of the slice point; else ().
     """
 
     elements: dict[str, dict[str, Any]]
     live: tuple[jax.Array, ...]
+    ratios: tuple[jax.Array, ...] = ()
 
 
 class Place(NamedTuple):
@@ -339,6 +341,19 @@ class Slice:
         for instance, e in zip(self.instances, elements, strict=True):
             values = instance.act(e, values)
         return values
+
+    def log_ratios(self, point: SlicePoint) -> tuple[jax.Array, ...]:
+        """log ‖up‖ − p·log ‖down‖ of every scale with two sides, per channel."""
+        ratios = (instance.log_ratio(dict(point)) for instance in self.instances)
+        return tuple(ratio for ratio in ratios if ratio is not None)
+
+    def with_log_ratios(self, elements: Sequence[Any], changes: Sequence[jax.Array]) -> tuple[Any, ...]:
+        """Elements that add these numbers, in the order of `log_ratios`, to the ratios of the points they lead to."""
+        left = iter(changes)
+        return tuple(
+            i.with_log_ratio(e, next(left)) if i.sides is not None and i.turn is None else e
+            for i, e in zip(self.instances, elements, strict=True)
+        )
 
     def centred(self, vector: Arrays) -> Arrays:
         """Subtracts the part along shifts from a point, tangent or cotangent."""

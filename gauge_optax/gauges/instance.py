@@ -191,6 +191,14 @@ class Instance(abc.ABC):
 
     # What the slice needs -----------------------------------------------------------------------------
 
+    def log_ratio(self, point: Arrays) -> jax.Array | None:
+        """log ‖up‖ − p·log ‖down‖ per channel, of a scale with two sides; None for other kinds."""
+        return None
+
+    def with_log_ratio(self, e: Any, change: jax.Array) -> Any:
+        """The element that adds `change` to `log_ratio`, after the element e. Only for kinds that have a ratio."""
+        raise NotImplementedError
+
     @property
     def anchors(self) -> tuple[Anchor, ...]:
         """The anchors that sizes can be read from, best first; () for shifts and rotations, which have no size."""

@@ -316,6 +316,17 @@ class Scale(Instance):
         logs = [jnp.where(whole, 0.5 * jnp.log(jnp.where(whole, x, 1.0)), -jnp.inf) for x in means]
         return logs[0], logs[1]
 
+    def log_ratio(self, point: Arrays) -> jax.Array | None:
+        if not self.down:
+            return None
+        up, down = self.squared_sides(point)
+        alive = (up > 0) & (down > 0)  # a dead channel has no ratio: 0 stands for it
+        logs = [jnp.log(jnp.where(alive, x, 1.0)) for x in (up, down)]
+        return 0.5 * (logs[0] - self.degree * logs[1])
+
+    def with_log_ratio(self, e: jax.Array, change: jax.Array) -> jax.Array:
+        return e + change / (1.0 + self.degree**2)
+
     def completed(self, point: Arrays, cotangent: Arrays, block: Block) -> Arrays | None:
         if self.up[:1] != (block,) or not self.down:
             return None

@@ -22,17 +22,21 @@ from gauge_optax.transformation import (
     checked_inner,
     layout,
     placeholder,
+    require_choice,
     require_values,
     transformation,
     with_sharding_of,
 )
+
+RESTS = ("anchor", "balanced")
 
 
 class QuotientState(NamedTuple):
     """State of `quotient`.
 
     Attributes:
-      frame: the frame F that was read at `init`, a `slice.Frame`. Steps do not change it; `go.transport` does.
+      frame: the frame F that was read at `init`, a `slice.Frame`. Steps do not change it, except with
+        `rest="balanced"`; `go.transport` does.
       inner_state: state of the inner transformation, in slice coordinates; with `pin=False` an `UnpinnedState`.
     """
 
@@ -41,7 +45,7 @@ class QuotientState(NamedTuple):
 
 
 def quotient(
-    inner: optax.GradientTransformation, gauges: Gauges, *, hold: bool = True, pin: bool = True
+    inner: optax.GradientTransformation, gauges: Gauges, *, hold: bool = True, pin: bool = True, rest: str = "anchor"
 ) -> optax.GradientTransformationExtraArgs:
     """Runs any Optax transformation so that all weights of one function give one training run.
 
@@ -54,6 +58,9 @@ def quotient(
         constant size. If False, it sees anchors grow and shrink as they would if it ran alone. From small starts Adam
         trains better with True; Muon, whose steps all have one size, trains better with False
         (examples/results/starts.json).
+      rest: which weights of the function a step ends at; no function and no inner optimizer sees it. "anchor": the
+        anchor of a scale keeps its size, and its partner takes all growth. "balanced": both sides share it, so that
+        log ‖up‖ − p·log ‖down‖ stays (p is the degree of the scale): the coordinate that DDC's figures hold.
 
     Returns:
       The transformation. Its `update` needs `params`. Line searches take the extra arguments `grad` and `value_fn`:
@@ -85,13 +92,20 @@ def quotient(
 
     Reference: docs/design.md §3.
     """
-    return quotient_for("quotient", inner, gauges, hold=hold, pin=pin)
+    return quotient_for("quotient", inner, gauges, hold=hold, pin=pin, rest=rest)
 
 
 def quotient_for(
-    name: str, inner: optax.GradientTransformation, gauges: Gauges, *, hold: bool = True, pin: bool = True
+    name: str,
+    inner: optax.GradientTransformation,
+    gauges: Gauges,
+    *,
+    hold: bool = True,
+    pin: bool = True,
+    rest: str = "anchor",
 ) -> optax.GradientTransformationExtraArgs:
     """Returns `quotient`, with messages that name the public function `name`."""
+    require_choice(name, "rest", rest, RESTS)
     given, group = checked_inner(name, inner), product(gauges)
     inner = given if pin else unpinned(given, group)
 
@@ -105,8 +119,18 @@ def quotient_for(
         u, inner_state = inner.update(gradient_tree, state.inner_state, with_leaves(params, point), **extra)
         after = s.fix(jax.tree.map(jnp.add, dict(point), s.vectors(u)), state.frame.live)  # θ̂′ = fix(θ̂ + u)
         tangent = SliceTangent(jax.tree.map(jnp.subtract, dict(after), dict(point)))
-        step = s.leave(f, s.hold(point, tangent) if hold else tangent)  # F·(θ̂′ − θ̂), without rotations of heads
-        return with_leaves(u, cast_like(step, updates)), QuotientState(state.frame, inner_state)
+        tangent = s.hold(point, tangent) if hold else tangent  # without rotations of heads
+        if rest == "anchor":
+            step, frame = s.leave(f, tangent), state.frame  # F·(θ̂′ − θ̂)
+        else:
+            end = SlicePoint(jax.tree.map(jnp.add, dict(point), dict(tangent)))
+            # F takes from the ratio of both sides what the step on the slice added to it.
+            before, ratios = state.frame.ratios or s.log_ratios(point), s.log_ratios(end)
+            rested = s.with_log_ratios(f, jax.tree.map(jnp.subtract, before, ratios))
+            ends = (s.leave_point(elements, x) for elements, x in ((rested, end), (f, point)))
+            step = jax.tree.map(jnp.subtract, *ends)  # F′·θ̂′ − F·θ̂
+            frame = s.frame(rested, state.frame.live)._replace(ratios=ratios)
+        return with_leaves(u, cast_like(step, updates)), QuotientState(frame, inner_state)
 
     def init(params: optax.Params) -> QuotientState:
         frame, point = frame_and_slice_point(name, group, params)
@@ -114,6 +138,9 @@ def quotient_for(
         own = state if pin else state.inner_state
         for flags in decayed_leaves(given, own, point):
             require_whole_gauges(name, Slice.of(group.parts, params), flags)
+        if rest != "anchor" and not is_empty(params):
+            s = Slice.of(group.parts, params)
+            frame = frame._replace(ratios=s.log_ratios(SlicePoint(s.vectors(point))))
         return QuotientState(frame, state)
 
     return transformation(name, init, update, QuotientState, lambda p: QuotientState(placeholder(), inner.init(p)))

@@ -8,7 +8,7 @@ import optax
 from gauge_optax.binding import binding_error, is_empty, leaves_by_path, with_leaves
 from gauge_optax.gauges.gauge import Gauge, Gauges, Product, product
 from gauge_optax.linalg import Coefficients
-from gauge_optax.optimizers._quotient import quotient_for
+from gauge_optax.optimizers._quotient import RESTS, quotient_for
 from gauge_optax.optimizers.ddc import Options, checked_options, ddc
 from gauge_optax.optimizers.ddc_fused import fused_ddc
 from gauge_optax.optimizers.ddc_paper import PaperOptions, paper_ddc, paper_options
@@ -17,6 +17,7 @@ from gauge_optax.optimizers.links import link
 from gauge_optax.optimizers.muon import muon
 from gauge_optax.optimizers.polar import Labels, Polar, polar_of
 from gauge_optax.slice import Slice
+from gauge_optax.transformation import require_choice
 
 Scalar = float | jax.Array
 
@@ -44,6 +45,7 @@ def ddc_adamw(
     refresh_every: int | jax.Array | None = None,
     preset: str | None = None,
     max_log_step: Scalar = 0.5,
+    rest: str = "anchor",
 ) -> optax.GradientTransformationExtraArgs:
     """DDC's AdamW on the slice: one Adam per length of a scale channel, and second moments per head.
 
@@ -73,6 +75,7 @@ def ddc_adamw(
       preset: "paper" for appendix B to the letter; None for what trains best, which deviates from it
         (`optimizers/ddc.py`, and a table in docs/design.md §4).
       max_log_step: under `preset="paper"`, the most that the log of a joint scale moves in a step.
+      rest: see `quotient`; the preset has its own, and takes "anchor" alone.
 
     Returns:
       The optimizer. Its `update` needs `params`.
@@ -107,11 +110,11 @@ def ddc_adamw(
     )  # fmt: skip
     group = _group("ddc_adamw", learning_rate, gauges)
     if preset is not None:
-        options = paper_options("ddc_adamw", preset, options, weight_decay, mask)
+        options = paper_options("ddc_adamw", preset, options, weight_decay, mask, rest)
         paper = PaperOptions(learning_rate, weight_decay, max_log_step=max_log_step, **_floor(scale_floor))
         return link("ddc_adamw", paper_ddc(group, options, paper), group)
     tail = (decay(weight_decay, group, match, mask, on_slice=True), optax.scale_by_learning_rate(learning_rate))
-    return _ddc_optimizer("ddc_adamw", group, options, None, tail)
+    return _ddc_optimizer("ddc_adamw", group, options, None, tail, rest)
 
 
 def ddc_muon(
@@ -141,6 +144,7 @@ def ddc_muon(
     radial_scale: Scalar = 1.0,
     scale_floor: Scalar | None = None,
     max_log_step: Scalar = 0.5,
+    rest: str = "anchor",
 ) -> optax.GradientTransformationExtraArgs:
     """DDC's Muon on the slice: polar factors for matrices, Adam for the lengths of scales, `ddc_adamw` for all else.
 
@@ -172,6 +176,7 @@ def ddc_muon(
       radial_scale: see `scale_by_ddc`.
       scale_floor: see `scale_by_ddc`.
       max_log_step: see `ddc_adamw`.
+      rest: see `ddc_adamw`.
 
     Returns:
       The optimizer. Its `update` needs `params`.
@@ -204,7 +209,7 @@ def ddc_muon(
     adam_rate = learning_rate if adam_learning_rate is None else adam_learning_rate
     if preset is not None:
         for given in (weight_decay, adam_weight_decay):
-            options = paper_options("ddc_muon", preset, options, given, weight_decay_mask)
+            options = paper_options("ddc_muon", preset, options, given, weight_decay_mask, rest)
         paper = PaperOptions(
             adam_rate, adam_weight_decay, learning_rate, weight_decay, max_log_step, **_floor(scale_floor)
         )
@@ -224,7 +229,7 @@ def ddc_muon(
         decay(adam_weight_decay, group, match, only=others, on_slice=True),
         optax.partition({name: optax.scale_by_learning_rate(rate) for name, rate in rates.items()}, labelled),
     )
-    return _ddc_optimizer("ddc_muon", group, options, polar, tail)
+    return _ddc_optimizer("ddc_muon", group, options, polar, tail, rest)
 
 
 def _floor(scale_floor: Scalar | None) -> dict[str, Any]:
@@ -243,13 +248,21 @@ def _group(name: str, learning_rate: Any, gauges: Any) -> Product:
 
 
 def _ddc_optimizer(
-    name: str, group: Product, options: Options, polar: Polar | None, tail: tuple[optax.GradientTransformation, ...]
+    name: str,
+    group: Product,
+    options: Options,
+    polar: Polar | None,
+    tail: tuple[optax.GradientTransformation, ...],
+    rest: str,
 ) -> optax.GradientTransformationExtraArgs:
     """DDC's optimizers: `quotient` around a chain of `ddc` and `tail`, which is the decay and the learning rate."""
     inner = optax.chain(ddc(group, options, polar), *tail)
+    require_choice(name, "rest", rest, RESTS if options.vertical == "frozen" else RESTS[:1])
     if options.vertical != "frozen":  # `inner` moves along orbits, so its steps must not return to the slice
         return link(name, inner, group, without_shifts=False)
-    plain = quotient_for(name, inner, group, hold=False)  # DDC's steps turn no head: nothing to take out
+    plain = quotient_for(name, inner, group, hold=False, rest=rest)  # DDC's steps turn no head: nothing to take out
+    if rest != "anchor":
+        return plain
     # The same step with less memory: it sums over stored leaves in place of slice points (see ddc_fused).
     return fused_ddc(name, plain, group, options, polar, optax.chain(*tail))
 
@@ -268,6 +281,7 @@ def quotient_adamw(
     nesterov: bool = False,
     hold: bool = True,
     pin: bool = True,
+    rest: str = "anchor",
 ) -> optax.GradientTransformationExtraArgs:
     """`quotient` around `optax.adamw`.
 
@@ -284,6 +298,7 @@ def quotient_adamw(
       nesterov: whether to use Nesterov momentum.
       hold: see `quotient`.
       pin: see `quotient`.
+      rest: see `quotient`.
 
     Returns:
       The optimizer. Its `update` needs `params`.
@@ -306,7 +321,7 @@ def quotient_adamw(
     """
     group = _group("quotient_adamw", learning_rate, gauges)
     inner = optax.adamw(learning_rate, b1, b2, eps, eps_root, mu_dtype, weight_decay, mask, nesterov=nesterov)
-    return quotient_for("quotient_adamw", inner, group, hold=hold, pin=pin)
+    return quotient_for("quotient_adamw", inner, group, hold=hold, pin=pin, rest=rest)
 
 
 def quotient_muon(
@@ -332,6 +347,7 @@ def quotient_muon(
     heads_per_matrix: int | None = None,
     hold: bool = True,
     pin: bool = False,
+    rest: str = "anchor",
 ) -> optax.GradientTransformationExtraArgs:
     """`quotient` around Muon with one matrix per head, and Adam for the leaves that are not matrices.
 
@@ -362,6 +378,7 @@ def quotient_muon(
       heads_per_matrix: how many neighbouring heads make one matrix; 1 by default. It must not be traced.
       hold: see `quotient`.
       pin: see `quotient`.
+      rest: see `quotient`.
 
     Returns:
       The optimizer. Its `update` needs `params`.
@@ -389,4 +406,4 @@ def quotient_muon(
     adam = optax.adamw(adam_rate, adam_b1, adam_b2, eps, adam_eps_root, mu_dtype, adam_weight_decay, nesterov=nesterov)
     heads = 1 if heads_per_matrix is None else heads_per_matrix
     inner = muon(group, polar, heads, nesterov, mu_dtype, tail, adam)
-    return quotient_for("quotient_muon", inner, group, hold=hold, pin=pin)
+    return quotient_for("quotient_muon", inner, group, hold=hold, pin=pin, rest=rest)

@@ -73,7 +73,9 @@ class PaperOptions(NamedTuple):
     scale_floor: Scalar = 1e-3
 
 
-def paper_options(name: str, preset: str, options: Options, weight_decay: Any, mask: Any) -> Options:
+def paper_options(
+    name: str, preset: str, options: Options, weight_decay: Any, mask: Any, rest: str = "anchor"
+) -> Options:
     """The settings under a preset. Raises ValueError for another one, and for arguments that appendix B does not have.
 
     Args:
@@ -82,12 +84,14 @@ def paper_options(name: str, preset: str, options: Options, weight_decay: Any, m
       options: the settings without it.
       weight_decay: of the optimizer.
       mask: of its decay.
+      rest: as in `quotient`.
     """
     require_choice(name, "preset", preset, ("paper",))
-    if options.vertical != "frozen" or mask is not None or isinstance(weight_decay, Mapping):
+    if options.vertical != "frozen" or mask is not None or isinstance(weight_decay, Mapping) or rest != "anchor":
         found = (
             f"vertical={options.vertical!r}" if options.vertical != "frozen"
-            else "a mask of the decay" if mask is not None else f"weight_decay={weight_decay!r}"
+            else "a mask of the decay" if mask is not None
+            else f"rest={rest!r}" if rest != "anchor" else f"weight_decay={weight_decay!r}"
         )  # fmt: skip
         raise binding_error(
             name, "an argument that preset='paper' does not take", found,

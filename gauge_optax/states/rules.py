@@ -59,7 +59,8 @@ def _framed(move: Move, state: Any, outgoing: Outgoing) -> tuple[Any, Outgoing]:
             "go.gauge_fix the same list as the optimizer inside it",
         )  # fmt: skip
     moved = move.group.compose(move.element, s.to_elements(s.elements(frame)))
-    return state._replace(frame=s.frame(s.from_elements(moved), frame.live)), after
+    moved_frame = s.frame(s.from_elements(moved), frame.live)._replace(ratios=frame.ratios)  # ratios are invariants
+    return state._replace(frame=moved_frame), after
 
 
 def _hyperball(move: Move, state: Any, outgoing: Outgoing) -> tuple[Any, Outgoing]:

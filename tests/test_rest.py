@@ -1,0 +1,114 @@
+"""`rest`: where on its orbit a point rests is seen by no loss; "balanced" holds the paper's coordinate."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import gauge_optax as go
+from tests.cases import GAUGE_CASES, GaugeCase
+
+Tree = Any
+STEPS = 40
+MAKE: dict[str, Callable[..., optax.GradientTransformationExtraArgs]] = {
+    "quotient(adamw)": lambda g, rest: go.quotient(optax.adamw(1e-2, weight_decay=0.1), g, rest=rest),
+    "quotient(lion)": lambda g, rest: go.quotient(optax.lion(1e-3), g, rest=rest),
+    "quotient_adamw": lambda g, rest: go.quotient_adamw(1e-2, g, rest=rest),
+    "quotient_muon": lambda g, rest: go.quotient_muon(1e-2, g, rest=rest),
+    "ddc_adamw": lambda g, rest: go.ddc_adamw(1e-2, g, rest=rest),
+    "ddc_muon": lambda g, rest: go.ddc_muon(1e-2, g, rest=rest),
+}
+CASES: dict[str, GaugeCase] = {case.name: case for case in GAUGE_CASES}
+
+
+def losses(tx: Any, params: Tree, loss: Any, steps: int = STEPS) -> tuple[list[float], Tree]:
+    state, seen = tx.init(params), []
+
+    @jax.jit
+    def step(params: Tree, state: Any) -> Any:
+        value, gradient = jax.value_and_grad(loss)(params)
+        updates, state = tx.update(gradient, state, params)
+        return optax.apply_updates(params, updates), state, value
+
+    for _ in range(steps):
+        params, state, value = step(params, state)
+        seen.append(float(value))
+    return seen, params
+
+
+@pytest.mark.parametrize("name", MAKE)
+@pytest.mark.parametrize("case", ["rescale/layers", pytest.param("product/llama", marks=pytest.mark.slow)])
+def test_losses_are_the_same(case: str, name: str, x64: None) -> None:
+    gauges, params = CASES[case].gauges(), CASES[case].params(jax.random.key(1))
+    group = go.product(gauges)
+    twin = group.act(group.sample(jax.random.key(2), params, 0.5), params)
+    anchor, end = losses(MAKE[name](gauges, "anchor"), params, CASES[case].loss)
+    for start in (params, twin):
+        balanced, other = losses(MAKE[name](gauges, "balanced"), start, CASES[case].loss)
+        np.testing.assert_allclose(balanced, anchor, rtol=1e-10)
+        pairs = zip(jax.tree.leaves(end), jax.tree.leaves(other), strict=True)
+        assert max(float(jnp.max(jnp.abs(x - y))) for x, y in pairs) > 1e-3, "both rest at one point"
+    assert abs(anchor[-1] / anchor[0] - 1) > 1e-2
+
+
+@pytest.mark.parametrize("degree", [1, 2])
+@pytest.mark.parametrize("name", ["quotient(adamw)", "quotient_muon", "ddc_adamw"])
+def test_the_papers_coordinate_stays(name: str, degree: int) -> None:
+    """log ‖up‖ − p·log ‖down‖ of every channel, in float32; the anchor's rest moves it."""
+    gauge = go.rescale({"up": "_ channel", "bias": "channel"}, {"down": "channel _"}, degree=degree)
+    keys = jax.random.split(jax.random.key(0), 4)
+    params = {"up": jax.random.normal(keys[0], (4, 8)) / 2, "bias": jnp.full(8, 0.1),
+              "down": jax.random.normal(keys[1], (8, 3)) / 3}  # fmt: skip
+    x, y = jax.random.normal(keys[2], (64, 4)), jax.random.normal(keys[3], (64, 3))
+
+    def loss(p: Tree) -> jax.Array:
+        return jnp.mean((jax.nn.relu(x @ p["up"] + p["bias"]) ** degree @ p["down"] - y) ** 2)
+
+    def coordinate(p: Tree) -> np.ndarray:
+        up, bias, down = (np.asarray(p[n], np.float64) for n in ("up", "bias", "down"))
+        return 0.5 * np.log((up**2).sum(0) + bias**2) - degree * 0.5 * np.log((down**2).sum(1))
+
+    moved = {}
+    for rest in ("anchor", "balanced"):
+        _, end = losses(MAKE[name](gauge, rest), params, loss, 300)
+        moved[rest] = float(np.max(np.abs(coordinate(end) - coordinate(params))))
+    # The rounding of a frame counts 1 + p² times.
+    assert moved["balanced"] <= {1: 1e-6, 2: 5e-6}[degree] < 0.1 < moved["anchor"]
+
+
+def test_other_rests_are_refused() -> None:
+    gauge = go.rescale({"up": "_ channel"}, {"down": "channel _"})
+    with pytest.raises(ValueError, match="rest"):
+        go.quotient(optax.adam(0.1), gauge, rest="nowhere")
+    with pytest.raises(ValueError, match="rest"):
+        go.ddc_adamw(0.1, gauge, rest="nowhere")
+    with pytest.raises(ValueError, match="rest"):
+        go.ddc_adamw(0.1, gauge, vertical="adam", rest="balanced")
+    with pytest.raises(ValueError, match="rest='balanced'"):
+        go.ddc_adamw(0.1, gauge, preset="paper", rest="balanced")
+
+
+def test_a_state_goes_on_after_a_move(x64: None) -> None:
+    """Transport moves the frame; the ratios are invariants, and go on to hold the new coordinate."""
+    gauge = go.rescale({"up": "_ channel"}, {"down": "channel _"})
+    params = {"up": jnp.ones((2, 3)), "down": jnp.full((3, 2), 0.5)}
+    tx = go.quotient(optax.adam(0.05), gauge, rest="balanced")
+    gradient = jax.grad(lambda p: jnp.sum((jax.nn.relu(jnp.array([1.0, 2.0]) @ p["up"]) @ p["down"] - 1.0) ** 2))
+
+    def after(params: Tree, state: Any) -> Tree:
+        for _ in range(5):
+            updates, state = tx.update(gradient(params), state, params)
+            params = optax.apply_updates(params, updates)
+        return params
+
+    updates, state = tx.update(gradient(params), tx.init(params), params)
+    params = optax.apply_updates(params, updates)
+    element = {"": jnp.array([1.0, -1.0, 0.5])}
+    moved = after(gauge.act(element, params), go.transport(state, params, gauge, element))
+    expected = gauge.act(element, after(params, state))
+    np.testing.assert_allclose(moved["up"], expected["up"], rtol=1e-12)
+    np.testing.assert_allclose(moved["down"], expected["down"], rtol=1e-12)

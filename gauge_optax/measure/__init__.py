@@ -8,15 +8,30 @@ from gauge_optax.measure.motion import drift, vertical_motion
 from gauge_optax.measure.second_order import second_order_leakage
 from gauge_optax.measure.sensitivity import gauge_sensitivity
 from gauge_optax.measure.shrink import gram_evolution
+from gauge_optax.measure.spectra import (
+    axis_alignment,
+    column_norms,
+    dead_units,
+    effective_rank,
+    gauge_fraction,
+    row_norms,
+    smallest_singular_value,
+    spectral_gap,
+)
 from gauge_optax.rotation.equilibrium import corrected, effective_decay, predict_equilibrium, predict_norm
 
 __all__ = [
     "adam_factors",
     "adam_precondition",
+    "axis_alignment",
     "barrier",
+    "column_norms",
     "corrected",
+    "dead_units",
     "drift",
     "effective_decay",
+    "effective_rank",
+    "gauge_fraction",
     "gauge_sensitivity",
     "gram_evolution",
     "leakage_along",
@@ -25,8 +40,11 @@ __all__ = [
     "predicted_drift",
     "rescale_leakage",
     "rotation_leakage",
+    "row_norms",
     "second_order_leakage",
     "slice_norms",
+    "smallest_singular_value",
+    "spectral_gap",
     "step_leakage",
     "vertical_motion",
 ]

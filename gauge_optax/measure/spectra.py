@@ -1,0 +1,259 @@
+"""Spectra and norms of one matrix: of weights, or of activations with one row per input.
+
+What the DDC paper reads at a checkpoint: how many directions a matrix has, how small the smallest is, which units or
+channels are dead, and how much of a leaf lies along an orbit. None of these functions needs a gauge but the last.
+Reference: DDC §5.4, App. C.1, C.6, C.11.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from gauge_optax.binding import binding_error, leaves_by_path
+from gauge_optax.gauges.gauge import Gauges, product
+from gauge_optax.linalg import real_dtype, safe_divide, svd
+
+
+class Norms(NamedTuple):
+    """Norms of the rows or of the columns of a matrix.
+
+    Attributes:
+      norms: one number each.
+      below: how many are below the floor, an int32.
+    """
+
+    norms: jax.Array
+    below: jax.Array
+
+
+class SpectralGap(NamedTuple):
+    """The widest gap in a list of sizes.
+
+    Attributes:
+      ratio: the size above the gap over the size below it; inf where the sizes below are zero.
+      above: how many sizes are above it, an int32.
+    """
+
+    ratio: jax.Array
+    above: jax.Array
+
+
+def effective_rank(matrix: jax.Array) -> jax.Array:
+    """The number of directions a matrix has, each counted by its share: exp(−Σ pᵢ·log pᵢ) with pᵢ = σᵢ/Σσ.
+
+    Args:
+      matrix: (…, rows, columns).
+
+    Returns:
+      Numbers (…) between 1 and the rank; 0 for zero matrices.
+
+    Raises:
+      ValueError: an array without rows and columns.
+
+    >>> go.measure.effective_rank(jnp.eye(4)[:3])
+    Array(3., dtype=float32)
+
+    Reference: Roy and Vetterli 2007; DDC App. C.11 reads it on activations, one row per input.
+    """
+    sizes = _singular_values("effective_rank", matrix)
+    total = jnp.sum(sizes, -1, keepdims=True)
+    shares = safe_divide(sizes, total)
+    entropy = -jnp.sum(jnp.where(shares > 0, shares * jnp.log(jnp.where(shares > 0, shares, 1.0)), 0.0), -1)
+    return jnp.where(total[..., 0] > 0, jnp.exp(entropy), 0.0)
+
+
+def smallest_singular_value(matrix: jax.Array) -> jax.Array:
+    """σ_min, the last of the min(rows, columns) singular values.
+
+    Args:
+      matrix: (…, rows, columns).
+
+    Returns:
+      Numbers (…).
+
+    Raises:
+      ValueError: an array without rows and columns.
+
+    >>> round(
+    ...     float(go.measure.smallest_singular_value(jnp.array([[3.0, 0.0], [0.0, 0.5], [0.0, 0.0]]))),
+    ...     4,
+    ... )
+    0.5
+    """
+    return _singular_values("smallest_singular_value", matrix)[..., -1]
+
+
+def dead_units(preactivations: jax.Array) -> jax.Array:
+    """Which hidden units of a ReLU layer are off for every input.
+
+    Args:
+      preactivations: (…, units), what the ReLU is applied to; all axes but the last count inputs.
+
+    Returns:
+      A mask (units,): True where no input has a pre-activation above zero.
+
+    Raises:
+      ValueError: no inputs.
+
+    >>> go.measure.dead_units(jnp.array([[1.0, -1.0], [-2.0, -3.0]]))
+    Array([False,  True], dtype=bool)
+
+    Reference: DDC App. C.11, which calls a unit dead if its pre-activation never crosses zero. Deviation: a unit whose
+    pre-activations are all positive does not count. It is linear on these inputs, and its weights are in use.
+    """
+    if preactivations.ndim < 2 or not preactivations.size:
+        raise binding_error(
+            "dead_units", "no inputs", f"an array of shape {preactivations.shape}", "one of shape (inputs, units)",
+            "stack the pre-activations of all inputs",
+        )  # fmt: skip
+    return jnp.all(preactivations <= 0, tuple(range(preactivations.ndim - 1)))
+
+
+def row_norms(matrix: jax.Array, floor: float = 1e-3) -> Norms:
+    """Norms of rows, and how many are below a floor that does not depend on the matrix.
+
+    Args:
+      matrix: (…, rows, columns).
+      floor: the norm below which a row is dead. It is absolute: where all rows shrink alike, none is small beside the
+        median.
+
+    Returns:
+      The norms (…, rows), and the number of rows below the floor (…).
+
+    Raises:
+      ValueError: an array without rows and columns.
+
+    >>> go.measure.row_norms(jnp.array([[3.0, 4.0], [0.0, 1e-4]])).below
+    Array(1, dtype=int32)
+
+    Reference: DDC App. C.14, "the per-channel joint norm read against an absolute floor".
+    """
+    return _norms("row_norms", matrix, -1, floor)
+
+
+def column_norms(matrix: jax.Array, floor: float = 1e-3) -> Norms:
+    """Norms of columns, and how many are below a floor that does not depend on the matrix.
+
+    Args:
+      matrix: (…, rows, columns).
+      floor: the norm below which a column is dead, as in `row_norms`.
+
+    Returns:
+      The norms (…, columns), and the number of columns below the floor (…).
+
+    Raises:
+      ValueError: an array without rows and columns.
+
+    >>> go.measure.column_norms(jnp.array([[3.0, 0.0], [4.0, 1e-4]])).norms[0]
+    Array(5., dtype=float32)
+    """
+    return _norms("column_norms", matrix, -2, floor)
+
+
+def axis_alignment(directions: jax.Array) -> jax.Array:
+    """How close directions are to coordinate axes: the mean of the largest squared entry of each, at length 1.
+
+    Args:
+      directions: (count, dimensions), such as the right singular vectors of the dead part of a spectrum; any lengths.
+
+    Returns:
+      1 where each direction is a coordinate axis; about 2·log(dimensions)/dimensions for random ones. Directions that
+      span one space are not all alike: pass those that a decomposition returns.
+
+    Raises:
+      ValueError: no directions, or a zero one.
+
+    >>> go.measure.axis_alignment(jnp.array([[0.0, 2.0], [1.0, 1.0]]))
+    Array(0.75, dtype=float32)
+
+    Reference: DDC App. C.13.
+    """
+    if directions.ndim != 2 or not directions.size:
+        raise binding_error(
+            "axis_alignment", "no directions", f"an array of shape {directions.shape}",
+            "one of shape (count, dimensions)", "pass one direction per row",
+        )  # fmt: skip
+    squares = jnp.square(directions)
+    return jnp.mean(jnp.max(squares, -1) / jnp.sum(squares, -1))
+
+
+def spectral_gap(sizes: jax.Array) -> SpectralGap:
+    """Where a list of sizes falls apart: the widest gap between neighbours, as a ratio.
+
+    Args:
+      sizes: (count,), singular values, eigenvalues or norms, none negative, in any order; at least two.
+
+    Returns:
+      The ratio, and how many sizes are above it.
+
+    Raises:
+      ValueError: fewer than two sizes.
+
+    >>> gap = go.measure.spectral_gap(jnp.array([1.0, 0.01, 2.0, 0.02]))
+    >>> round(float(gap.ratio)), int(gap.above)
+    (50, 2)
+
+    Reference: DDC App. C.13 reads a separated cluster of joint norms by a threshold on it.
+    """
+    if sizes.ndim != 1 or sizes.size < 2:
+        raise binding_error(
+            "spectral_gap", "no neighbours", f"an array of shape {sizes.shape}", "at least two sizes in one axis",
+            "pass one spectrum",
+        )  # fmt: skip
+    falling = jnp.sort(sizes)[::-1]
+    over, under = falling[:-1], falling[1:]
+    ratios = jnp.where(under > 0, over / jnp.where(under > 0, under, 1.0), jnp.where(over > 0, jnp.inf, 1.0))
+    at = jnp.argmax(ratios)
+    return SpectralGap(ratios[at], (at + 1).astype(jnp.int32))
+
+
+def gauge_fraction(params: Any, gauges: Gauges, tangent: Any = None) -> dict[str, jax.Array]:
+    """The share of each leaf that lies along the orbit: ‖vertical part‖²/‖leaf‖².
+
+    Args:
+      params: the point (values are read).
+      gauges: a gauge or a sequence of them, meaning their product.
+      tangent: the tree whose leaves are split, such as a step; `params` themselves by default.
+
+    Returns:
+      Bound leaf path → its share; 0 for a leaf of zeros. Between 0 and 1 for shifts and rotations. The vertical part
+      along scales is a projection along the slice, which need not be orthogonal: there it can exceed 1.
+
+    Raises:
+      ValueError: bindings that do not fit the tree.
+
+    >>> gauge = go.logit_shift({"head": "_ vocab"})
+    >>> shares = go.measure.gauge_fraction({"head": jnp.array([[3.0, 1.0]])}, gauge)
+    >>> # The mean (2, 2) of the row lies along the orbit, (1, −1) across.
+    >>> round(float(shares["head"]), 3)
+    0.8
+
+    Reference: DDC App. C.1, "the share of the unembed weight lying along the gauge orbit".
+    """
+    group, split = product(gauges), params if tangent is None else tangent
+    whole, along = leaves_by_path(split), leaves_by_path(group.vertical(params, split))
+
+    def size(x: Any) -> jax.Array:
+        return jnp.sum(jnp.square(jnp.asarray(x, real_dtype())))
+
+    return {path: safe_divide(size(along[path]), size(whole[path])) for path in group._slice(params).added}
+
+
+def _singular_values(name: str, matrix: jax.Array) -> jax.Array:
+    _require_matrix(name, matrix)
+    return svd(jnp.asarray(matrix, real_dtype()))[1]
+
+
+def _norms(name: str, matrix: jax.Array, axis: int, floor: float) -> Norms:
+    _require_matrix(name, matrix)
+    norms = jnp.sqrt(jnp.sum(jnp.square(jnp.asarray(matrix, real_dtype())), axis))
+    return Norms(norms, jnp.sum(norms < floor, -1).astype(jnp.int32))
+
+
+def _require_matrix(name: str, matrix: jax.Array) -> None:
+    if matrix.ndim < 2 or not matrix.size:
+        raise binding_error(
+            name, "no matrix", f"an array of shape {matrix.shape}", "(…, rows, columns)",
+            "reshape it to the matrix that it stands for",
+        )  # fmt: skip

@@ -1,0 +1,77 @@
+"""Spectra of matrices, against NumPy and against what is known of them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import gauge_optax as go
+from tests.tolerances import tolerance
+
+RNG = np.random.default_rng(0)
+
+
+def _with_spectrum(sizes: list[float], rows: int, columns: int) -> np.ndarray:
+    left = np.linalg.qr(RNG.normal(size=(rows, len(sizes))))[0]
+    right = np.linalg.qr(RNG.normal(size=(columns, len(sizes))))[0]
+    return (left * sizes) @ right.T
+
+
+@pytest.mark.parametrize("shape", [(12, 5), (5, 12)])
+def test_effective_rank_is_the_exponential_of_the_entropy(x64: None, shape: tuple[int, int]) -> None:
+    sizes = [4.0, 2.0, 1.0, 1.0, 0.5]
+    p = np.array(sizes) / np.sum(sizes)
+    matrix = jnp.asarray(_with_spectrum(sizes, *shape))
+    assert go.measure.effective_rank(matrix) == pytest.approx(np.exp(-np.sum(p * np.log(p))), abs=1e-10)
+    assert go.measure.smallest_singular_value(matrix) == pytest.approx(0.5, abs=1e-10)
+
+
+def test_equal_sizes_count_in_full_and_zeros_not_at_all(x64: None) -> None:
+    stack = jnp.stack([jnp.asarray(_with_spectrum([2.0] * 3, 6, 6)), jnp.zeros((6, 6))])
+    np.testing.assert_allclose(jax.jit(go.measure.effective_rank)(stack), [3.0, 0.0], atol=1e-6)
+
+
+def test_dead_units_are_off_for_all_inputs() -> None:
+    pre = jnp.array([[[1.0, -1.0, 0.0], [2.0, -1.0, 0.0]], [[1.0, 1e-3, 0.0], [3.0, -2.0, -1.0]]])
+    assert go.measure.dead_units(pre).tolist() == [False, False, True]
+    with pytest.raises(ValueError, match="stack the pre-activations"):
+        go.measure.dead_units(jnp.ones(3))
+
+
+def test_a_uniform_collapse_is_seen_by_the_floor() -> None:
+    """No row is small beside the median, all are small."""
+    matrix = jnp.asarray(1e-4 * RNG.normal(size=(8, 5)) / np.sqrt(5))
+    assert go.measure.row_norms(matrix, 1e-3).below == 8 and go.measure.row_norms(matrix, 1e-6).below == 0
+    columns = go.measure.column_norms(matrix)
+    np.testing.assert_allclose(columns.norms, np.linalg.norm(matrix, axis=0), rtol=1e-5)
+
+
+def test_axis_alignment_is_one_on_axes_alone() -> None:
+    assert go.measure.axis_alignment(3.0 * jnp.eye(6)[:4]) == 1.0
+    random = np.linalg.qr(RNG.normal(size=(400, 10)))[0].T
+    assert 0.2 < go.measure.axis_alignment(jnp.asarray(random)) * 400 / (2 * np.log(400)) < 2.0
+
+
+def test_the_gap_stands_where_the_ratio_is_largest() -> None:
+    gap = jax.jit(go.measure.spectral_gap)(jnp.array([1e-3, 5.0, 4.0, 2e-3, 3.0]))
+    assert gap.above == 3 and gap.ratio == pytest.approx(1500.0)
+    empty = go.measure.spectral_gap(jnp.array([2.0, 1.0, 0.0, 0.0]))
+    assert empty.above == 2 and np.isinf(empty.ratio)
+
+
+def test_the_gauge_fraction_of_a_head_is_its_mean_over_classes(x64: None) -> None:
+    kernel = jnp.asarray(RNG.normal(size=(6, 5)) + 1.0)
+    gauge = go.logit_shift({"kernel": "_ vocab"})
+    mean = np.mean(kernel, 1, keepdims=True)
+    expected = float(5 * np.sum(mean**2) / np.sum(np.square(kernel)))
+    found = go.measure.gauge_fraction({"kernel": kernel, "other": jnp.ones(2)}, gauge)
+    assert list(found) == ["kernel"]
+    assert found["kernel"] == pytest.approx(expected, rel=tolerance("optax"))
+    step = {"kernel": kernel - mean, "other": jnp.ones(2)}
+    assert go.measure.gauge_fraction({"kernel": kernel, "other": jnp.ones(2)}, gauge, step)["kernel"] < 1e-25
+
+
+@pytest.mark.parametrize("name", ["effective_rank", "smallest_singular_value", "row_norms", "column_norms"])
+def test_a_vector_is_no_matrix(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name}: no matrix"):
+        getattr(go.measure, name)(jnp.ones(4))

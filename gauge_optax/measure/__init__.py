@@ -2,6 +2,14 @@
 
 from gauge_optax.measure.adam import adam_factors, adam_precondition
 from gauge_optax.measure.barrier import barrier
+from gauge_optax.measure.fisher import (
+    GGN,
+    EmpiricalFisher,
+    Fisher,
+    Hessian,
+    directional_fisher,
+    quotient_fisher,
+)
 from gauge_optax.measure.leakage import leakage_along, predicted_drift, rescale_leakage, rotation_leakage, step_leakage
 from gauge_optax.measure.live import slice_norms
 from gauge_optax.measure.motion import drift, vertical_motion
@@ -21,6 +29,10 @@ from gauge_optax.measure.spectra import (
 from gauge_optax.rotation.equilibrium import corrected, effective_decay, predict_equilibrium, predict_norm
 
 __all__ = [
+    "GGN",
+    "EmpiricalFisher",
+    "Fisher",
+    "Hessian",
     "adam_factors",
     "adam_precondition",
     "axis_alignment",
@@ -28,6 +40,7 @@ __all__ = [
     "column_norms",
     "corrected",
     "dead_units",
+    "directional_fisher",
     "drift",
     "effective_decay",
     "effective_rank",
@@ -38,6 +51,7 @@ __all__ = [
     "predict_equilibrium",
     "predict_norm",
     "predicted_drift",
+    "quotient_fisher",
     "rescale_leakage",
     "rotation_leakage",
     "row_norms",

@@ -1,0 +1,845 @@
+"""Curvature at a point as linear operators: `Hessian`, `GGN`, `Fisher`, `EmpiricalFisher`, and its quotient.
+
+An operator is a symmetric matrix of one row per parameter, known by its products with vectors: one forward and one
+backward derivative each. `dense` and `blocks` make arrays of small ones; `lanczos`, `nystrom`, `trace` and
+`log_determinant` work without, by matfree, an extra. The names of the classes are those of curvlinops.
+
+The Fisher information F = E[s·sᵀ] takes the score s, the gradient of a log-likelihood, with labels that the *model*
+draws. `EmpiricalFisher` takes the labels of the data instead; away from interpolation it measures the residual as well
+(Kunstner et al. 2019). Along an orbit no output changes: every F has a zero eigenvalue per dimension of the orbit.
+`quotient_fisher` removes these: it is F at the slice point, on the tangents perpendicular to the orbit there. The slice
+point is the same for all weights of one function, and so are the eigenvalues.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import math
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gauge_optax.binding import binding_error, leaves_by_path, with_leaves
+from gauge_optax.binding.paths import match
+from gauge_optax.gauges.gauge import Gauges, Product, product
+from gauge_optax.slice import Slice
+
+_PER_DIMENSION = 100  # labels per parameter, the DDC paper's N ≥ 100·d
+_CHUNK = 64  # columns of a dense matrix that are computed at once
+_MOST = 20_000  # rows of a dense matrix
+_ROWS = 2**22  # probabilities that are sampled from at once
+_SOLVED = 1e-12  # relative residual of projections, in float64
+_ROUNDS = 200  # at most, of conjugate gradients; they need about ten
+
+Leaves = dict[str, jax.Array]
+
+
+class _Arrays(NamedTuple):
+    """What a product reads: the point, its selected leaves by path, inputs, and per batch what stands for labels."""
+
+    params: Any
+    leaves: Leaves
+    batches: list[Any]
+    labels: list[Any]
+
+
+Curve = Callable[[jax.Array, jax.Array, Any], jax.Array]
+
+
+# Curvature of the loss in the outputs ------------------------------------------------------------------------
+
+
+def _softmax(outputs: jax.Array, change: jax.Array, _: Any) -> jax.Array:
+    """(diag p − p·pᵀ)·change."""
+    p = jax.nn.softmax(outputs)
+    return p * (change - jnp.sum(p * change, -1, keepdims=True))
+
+
+def _softmax_of_labels(outputs: jax.Array, change: jax.Array, shares: jax.Array) -> jax.Array:
+    """Σ_c f_c·(p − e_c)·(p − e_c)ᵀ·change, for shares f of labels, (…, classes)."""
+    p = jax.nn.softmax(outputs)
+    mean = jnp.sum(p * change, -1, keepdims=True)
+    return p * (mean - jnp.sum(shares * change, -1, keepdims=True)) + shares * (change - mean)
+
+
+def _softmax_of_data(outputs: jax.Array, change: jax.Array, labels: jax.Array) -> jax.Array:
+    score = jax.nn.softmax(outputs) - jax.nn.one_hot(labels, outputs.shape[-1], dtype=outputs.dtype)
+    return score * jnp.sum(score * change, -1, keepdims=True)
+
+
+def _gaussian(outputs: jax.Array, change: jax.Array, _: Any) -> jax.Array:
+    return change
+
+
+def _gaussian_of_labels(outputs: jax.Array, change: jax.Array, moments: jax.Array) -> jax.Array:
+    """Means of ε·εᵀ times change, for draws ε, (…, outputs, outputs)."""
+    return jnp.einsum("...ij,...j->...i", moments, change)
+
+
+def _gaussian_of_data(outputs: jax.Array, change: jax.Array, labels: jax.Array) -> jax.Array:
+    score = outputs - labels
+    return score * jnp.sum(score * change, -1, keepdims=True)
+
+
+_CURVES: Mapping[str, tuple[Curve, Curve, Curve]] = {
+    "softmax": (_softmax, _softmax_of_labels, _softmax_of_data),
+    "gaussian": (_gaussian, _gaussian_of_labels, _gaussian_of_data),
+}
+
+
+def _curves(name: str, likelihood: str) -> tuple[Curve, Curve, Curve]:
+    if likelihood not in _CURVES:
+        raise binding_error(
+            name, f"unknown likelihood '{likelihood}'", repr(likelihood), " or ".join(map(repr, _CURVES)),
+            'pass likelihood="softmax" for logits, "gaussian" for regression',
+        )  # fmt: skip
+    return _CURVES[likelihood]
+
+
+# Products ---------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class _Rule:
+    """How to multiply; everything but arrays, so that one program serves all points of a run."""
+
+    fn: Callable[[Any, Any], Any]
+    curve: Curve | None  # None for the Hessian
+    gauges: Product | None = None  # of a quotient
+
+    def multiply(self, tangent: Leaves, arrays: _Arrays) -> Leaves:
+        """The product with a vector, as leaves by path."""
+        leaves = {path: arrays.leaves[path] for path in tangent}
+        total = jax.tree.map(jnp.zeros_like, tangent)
+        count = 0
+        for batch, labels in zip(arrays.batches, arrays.labels, strict=True):
+
+            def outputs(p: Leaves, batch: Any = batch) -> Any:
+                return self.fn(with_leaves(arrays.params, p), batch)
+
+            if self.curve is None:
+                _, part = jax.jvp(jax.grad(outputs), (leaves,), (tangent,))
+                count += 1
+            else:
+                value, push = jax.linearize(outputs, leaves)
+                bent = self.curve(value, push(tangent), labels)
+                (part,) = jax.linear_transpose(push, tangent)(bent.astype(value.dtype))
+                count += math.prod(value.shape[:-1])
+            total = jax.tree.map(jnp.add, total, part)
+        total = jax.tree.map(lambda x: x / count, total)
+        # F maps into the tangents perpendicular to orbits; this removes the roundoff that leads away from them.
+        return total if self.gauges is None else self.across_dual(total, arrays)
+
+    def across(self, vector: Leaves, arrays: _Arrays) -> Leaves:
+        """The horizontal part of a tangent at the slice point: a projection along orbits."""
+        return vector | self._slice(arrays).horizontal_at(arrays.params, vector)
+
+    def across_dual(self, vector: Leaves, arrays: _Arrays) -> Leaves:
+        """The transpose of `across`: a projection onto the vectors perpendicular to orbits."""
+        return vector | self._slice(arrays).horizontal_at(arrays.params, vector, dual=True)
+
+    def _slice(self, arrays: _Arrays) -> Slice:
+        return product(self.gauges or ())._slice(arrays.params)
+
+    def perpendicular(self, tangent: Leaves, arrays: _Arrays) -> Leaves:
+        """The part of a vector that is perpendicular to orbits: the vector less R·y, where R·y is nearest to it."""
+
+        def along(x: Leaves) -> Leaves:  # R
+            return jax.tree.map(jnp.subtract, x, self.across(x, arrays))
+
+        def along_dual(x: Leaves) -> Leaves:
+            return jax.tree.map(jnp.subtract, x, self.across_dual(x, arrays))
+
+        # R is a projection: its singular values are 0 or at least 1, and a few rounds solve it.
+        double = jnp.finfo(jnp.result_type(*tangent.values())).eps < 1e-10
+        solved, _ = jax.scipy.sparse.linalg.cg(
+            lambda y: along_dual(along(y)), along_dual(tangent), tol=_SOLVED if double else 1e-6, maxiter=_ROUNDS
+        )
+        return jax.tree.map(jnp.subtract, tangent, along(solved))
+
+
+@partial(jax.jit, static_argnums=0)
+def _multiply(rule: _Rule, tangent: Leaves, arrays: _Arrays) -> Leaves:
+    return rule.multiply(tangent, arrays)
+
+
+@partial(jax.jit, static_argnums=0)
+def _multiply_all(rule: _Rule, tangents: Leaves, arrays: _Arrays) -> Leaves:
+    return jax.vmap(lambda tangent: rule.multiply(tangent, arrays))(tangents)
+
+
+@partial(jax.jit, static_argnums=0)
+def _perpendicular(rule: _Rule, tangent: Leaves, arrays: _Arrays) -> Leaves:
+    return rule.perpendicular(tangent, arrays)
+
+
+@partial(jax.jit, static_argnums=0)
+def _across_all(rule: _Rule, tangents: Leaves, arrays: _Arrays) -> Leaves:
+    return jax.vmap(lambda tangent: rule.across(tangent, arrays))(tangents)
+
+
+@partial(jax.jit, static_argnums=0)
+def _slice_point(group: Product, params: Any) -> Leaves:
+    """Bound leaves of the slice point, as they are stored.
+
+    Rotations are read as well: where one passes the scale of a norm, it keeps no Euclidean metric.
+    """
+    s = group._slice(params)
+    values = s.values(params)
+    return {path: x - s.added[path] for path, x in s.enter(s.read(values).elements, values).items()}
+
+
+@partial(jax.jit, static_argnums=0)
+def _slice_tangent(group: Product, params: Any, tangent: Any) -> Leaves:
+    """Bound leaves of a tangent at the slice point."""
+    s = group._slice(params)
+    values = s.values(params)
+    elements = s.read(values).elements
+    return jax.jvp(lambda x: dict(s.enter(elements, x)), (values,), (s.vectors(tangent),))[1]
+
+
+# Operators --------------------------------------------------------------------------------------------------
+
+
+class Eigen(NamedTuple):
+    """Some eigenvalues of an operator.
+
+    Attributes:
+      values: in descending order.
+      vectors: one row each; None where none were asked for.
+    """
+
+    values: jax.Array
+    vectors: jax.Array | None
+
+
+class Estimate(NamedTuple):
+    """A mean over random probes.
+
+    Attributes:
+      mean: of the probes.
+      error: its standard error.
+    """
+
+    mean: float
+    error: float
+
+
+class Operator:
+    """A symmetric matrix that is known by its products with vectors; see `Hessian`, `GGN`, `Fisher`.
+
+    Rows and columns are the entries of the selected leaves, in the order of the tree; `paths` names the leaves.
+
+    Attributes:
+      name: of the class that made it.
+      shape: (d, d).
+      paths: of the selected leaves.
+    """
+
+    def __init__(self, name: str, rule: _Rule, arrays: _Arrays) -> None:
+        """See the classes; `operator @ vector` multiplies."""
+        self.name, self._rule, self._arrays = name, rule, arrays
+        self.paths = tuple(arrays.leaves)
+        self._cuts = np.cumsum([x.size for x in arrays.leaves.values()])
+        self.shape = (int(self._cuts[-1]), int(self._cuts[-1]))
+
+    def __matmul__(self, vector: jax.Array) -> jax.Array:
+        """The product with a vector (d,), or with the columns of a matrix (d, k)."""
+        if jnp.shape(vector)[:1] != self.shape[:1] or jnp.ndim(vector) > 2:
+            raise binding_error(
+                self.name, "a vector of another length", f"shape {jnp.shape(vector)}",
+                f"({self.shape[0]},), or ({self.shape[0]}, k)", "make it of a tree by `operator.ravel(tree)`",
+            )  # fmt: skip
+        if jnp.ndim(vector) == 1:
+            return self._flat(_multiply(self._rule, self._split(vector), self._arrays))
+        columns = jnp.asarray(vector).T
+        chunks = [columns[at : at + _CHUNK] for at in range(0, len(columns), _CHUNK)]
+        split = jax.vmap(self._split)
+        parts = [jax.vmap(self._flat)(_multiply_all(self._rule, split(x), self._arrays)) for x in chunks]
+        return jnp.concatenate(parts).T
+
+    def ravel(self, tree: Any) -> jax.Array:
+        """The selected leaves of a tree like the parameters, as one vector (d,)."""
+        leaves = leaves_by_path(tree)
+        return self._flat({path: jnp.asarray(leaves[path], x.dtype) for path, x in self._arrays.leaves.items()})
+
+    def unravel(self, vector: jax.Array) -> Any:
+        """A tree like the parameters with the entries of a vector (d,), and zeros in leaves that are not selected."""
+        zeros = jax.tree.map(jnp.zeros_like, self._arrays.params)
+        return with_leaves(zeros, self._split(vector))
+
+    def dense(self) -> jax.Array:
+        """The matrix as an array (d, d)."""
+        if self.shape[0] > _MOST:
+            raise binding_error(
+                self.name, "too large for an array", f"{self.shape[0]:,} rows", f"at most {_MOST:,}",
+                'select leaves by only="path", call .blocks(), or take .lanczos(key, steps)',
+            )  # fmt: skip
+        found = self @ jnp.eye(self.shape[0], dtype=self._dtype)
+        return 0.5 * (found + found.T)
+
+    def blocks(self) -> dict[str, jax.Array]:
+        """The diagonal blocks, one array per selected leaf of up to 20,000 entries; larger leaves are left out."""
+        found = {}
+        for path, end, leaf in zip(self.paths, self._cuts, self._arrays.leaves.values(), strict=True):
+            at = slice(int(end) - leaf.size, int(end))
+            if leaf.size <= _MOST:
+                chunks = []
+                for first in range(0, leaf.size, _CHUNK):
+                    count = min(_CHUNK, leaf.size - first)
+                    unit = jnp.zeros((self.shape[0], count), self._dtype)
+                    unit = unit.at[at.start + first + np.arange(count), np.arange(count)].set(1.0)
+                    chunks.append((self @ unit)[at])
+                block = jnp.concatenate(chunks, 1)
+                found[path] = 0.5 * (block + block.T)
+        return found
+
+    def eigenvalues(self) -> np.ndarray:
+        """All eigenvalues in descending order, from the dense matrix."""
+        return np.linalg.eigvalsh(np.asarray(self.dense()))[::-1]
+
+    # Without an array of d × d ------------------------------------------------------------------------------
+
+    def lanczos(self, key: jax.Array, steps: int, vectors: bool = False) -> Eigen:
+        """Eigenvalues by Lanczos from a random start, with full reorthogonalization; the largest are the first exact.
+
+        Args:
+          key: a PRNG key.
+          steps: products, and vectors of d numbers in memory; at most d.
+          vectors: whether to return eigenvectors, which take as much memory again.
+
+        Returns:
+          So many Ritz values.
+
+        Raises:
+          ImportError: matfree is not installed.
+        """
+        decomp, eig = _matfree("decomp"), _matfree("eig")
+        start = self._split(self._probe(key, jax.random.normal))
+        steps = min(steps, self._rank_at_most())
+
+        def run(start: Leaves, arrays: _Arrays) -> Any:
+            decompose = decomp.tridiag_sym(steps, materialize=True, custom_vjp=False)
+            if vectors:
+                return eig.eigh_partial(decompose)(self._rule.multiply, start, arrays)
+            return jnp.linalg.eigvalsh(decompose(self._rule.multiply, start, arrays).J_small), None
+
+        values, found = jax.jit(run)(start, self._arrays)
+        return Eigen(values[::-1], None if found is None else jax.vmap(self._flat)(found)[::-1])
+
+    def nystrom(self, key: jax.Array, rank: int) -> Eigen:
+        """A low-rank approximation from products with `rank` random vectors: its eigenvalues are at most the true ones.
+
+        Args:
+          key: a PRNG key.
+          rank: products, and vectors of d numbers in memory.
+
+        Returns:
+          Eigenvalues and eigenvectors of F·Ω·(Ωᵀ·F·Ω)⁺·Ωᵀ·F.
+
+        Raises:
+          ImportError: matfree is not installed.
+          ValueError: the operator is a `Hessian`, which may be indefinite.
+        """
+        if self._rule.curve is None:
+            raise binding_error(
+                self.name, "no Nyström approximation", "an operator with negative eigenvalues", "GGN, or a Fisher",
+                "call .lanczos(key, steps)",
+            )  # fmt: skip
+        approximate = _matfree("stochtrace").nystrom_eigh()
+        probes = jnp.stack([self._probe(x, jax.random.normal) for x in jax.random.split(key, rank)], 1)
+
+        @jax.custom_batching.sequential_vmap  # the activations of one vector at a time are in memory
+        def product_of(vector: jax.Array) -> jax.Array:
+            return self @ vector
+
+        left, _, shift = approximate(product_of, probes)
+        gram = left.T @ left
+        values, turn = jnp.linalg.eigh(0.5 * (gram + gram.T))
+        kept = values > jnp.finfo(values.dtype).eps * len(values) * values[-1]
+        vectors = jnp.where(kept[:, None], (left @ (turn / jnp.sqrt(jnp.where(kept, values, 1.0)))).T, 0.0)
+        return Eigen(jnp.where(kept, values - shift, 0.0)[::-1], vectors[::-1])
+
+    def trace(self, key: jax.Array, probes: int = 16) -> Estimate:
+        """The trace by random signs (Hutchinson), one product and one vector in memory per probe.
+
+        Args:
+          key: a PRNG key.
+          probes: at least 2.
+
+        Returns:
+          The mean and its standard error.
+
+        Raises:
+          ImportError: matfree is not installed.
+          ValueError: fewer than two probes.
+        """
+        integrand = _matfree("stochtrace").monte_carlo_trace()
+        run = jax.jit(lambda probe, arrays: integrand(self._rule.multiply, probe, arrays))
+        return self._estimate(key, probes, run)
+
+    def log_determinant(self, key: jax.Array, damping: float, probes: int = 16, steps: int = 32) -> Estimate:
+        """log det(F + damping·1) by stochastic Lanczos quadrature; of a quotient, on its `dim` dimensions.
+
+        Args:
+          key: a PRNG key.
+          damping: added to every eigenvalue; dead directions count log(damping) each.
+          probes: at least 2.
+          steps: of Lanczos per probe, and vectors of d numbers in memory.
+
+        Returns:
+          The mean over probes and its standard error, which knows nothing of too few steps.
+
+        Raises:
+          ImportError: matfree is not installed.
+          ValueError: fewer than two probes; no damping.
+        """
+        if not damping > 0:
+            raise binding_error(
+                self.name, "no log-determinant", f"damping={damping}", "a positive number", "pass damping=1e-3"
+            )
+        decomp, funm = _matfree("decomp"), _matfree("funm")
+        steps = min(steps, self._rank_at_most())
+
+        def damped(vector: Leaves, arrays: _Arrays) -> Leaves:
+            return jax.tree.map(lambda x, y: x + damping * y, self._rule.multiply(vector, arrays), vector)
+
+        decompose = decomp.tridiag_sym(steps, materialize=True, custom_vjp=False)
+        integrand = funm.monte_carlo_funm_sym_logdet(decompose)
+        return self._estimate(key, probes, jax.jit(lambda probe, arrays: integrand(damped, probe, arrays)))
+
+    # Inside -------------------------------------------------------------------------------------------------
+
+    @property
+    def _dtype(self) -> Any:
+        return jnp.result_type(*self._arrays.leaves.values())
+
+    def _flat(self, leaves: Leaves) -> jax.Array:
+        return jnp.concatenate([jnp.ravel(leaves[path]) for path in self.paths])
+
+    def _split(self, vector: jax.Array) -> Leaves:
+        parts = jnp.split(jnp.asarray(vector, self._dtype), self._cuts[:-1])
+        shaped = zip(self._arrays.leaves.items(), parts, strict=True)
+        return {path: part.reshape(leaf.shape).astype(leaf.dtype) for (path, leaf), part in shaped}
+
+    def _probe(self, key: jax.Array, draw: Callable[..., jax.Array]) -> jax.Array:
+        """A random vector (d,), on the space that the operator acts on."""
+        return draw(key, (self.shape[0],), dtype=self._dtype)
+
+    def _rank_at_most(self) -> int:
+        return self.shape[0]
+
+    def _estimate(self, key: jax.Array, probes: int, run: Callable[[Leaves, _Arrays], jax.Array]) -> Estimate:
+        if probes < 2:
+            raise binding_error(
+                self.name, "too few probes", f"probes={probes}", "at least 2, for a standard error", "pass probes=2"
+            )
+        drawn = (self._split(self._probe(x, jax.random.rademacher)) for x in jax.random.split(key, probes))
+        found = np.array([float(run(x, self._arrays)) for x in drawn])
+        return Estimate(float(found.mean()), float(found.std(ddof=1)) / math.sqrt(probes))
+
+
+class Hessian(Operator):
+    """The Hessian of a loss, the mean over batches.
+
+    Args:
+      loss: (params, batch) to a scalar, twice differentiable.
+      params: the point; leaves in less than float32 are converted.
+      batches: values that `loss` accepts.
+      only: a path of a leaf, or several, with wildcards as gauges have them ("blocks/{i}/mlp/up/kernel"); all floating
+        leaves by default. The others are held.
+
+    Raises:
+      ValueError: no batch; a path that no leaf has.
+
+    >>> hessian = go.measure.Hessian(
+    ...     lambda p, x: jnp.mean((x @ p["w"]) ** 2), {"w": jnp.ones(2)}, [jnp.eye(2)]
+    ... )
+    >>> hessian.dense()
+    Array([[1., 0.],
+           [0., 1.]], dtype=float32)
+    """
+
+    def __init__(
+        self,
+        loss: Callable[[Any, Any], jax.Array],
+        params: Any,
+        batches: Sequence[Any],
+        *,
+        only: str | Sequence[str] | None = None,
+    ) -> None:
+        """See the class."""
+        batches = list(batches)
+        arrays = _arrays("Hessian", params, batches, only)
+        super().__init__("Hessian", _Rule(loss, None), arrays._replace(labels=[None] * len(batches)))
+
+
+class GGN(Operator):
+    """The generalized Gauss–Newton matrix Jᵀ·H·J, with the Hessian H of the likelihood in the outputs.
+
+    For both likelihoods it is the Fisher with the exact mean over labels. One label is one row of outputs, such as a
+    token; the matrix is the mean over all rows of all batches.
+
+    Args:
+      fn: (params, batch) to outputs (…, classes), or (…, outputs).
+      params: the point; leaves in less than float32 are converted.
+      batches: values that `fn` accepts.
+      likelihood: "softmax", or "gaussian" of variance 1, whose loss is ½·‖outputs − labels‖² per row.
+      only: as for `Hessian`.
+
+    Raises:
+      ValueError: no batch; a path that no leaf has; another likelihood.
+
+    >>> ggn = go.measure.GGN(lambda p, x: x @ p["w"], {"w": jnp.zeros((1, 2))}, [jnp.ones((3, 1))])
+    >>> # diag p − p·pᵀ with p = (½, ½).
+    >>> ggn.dense()
+    Array([[ 0.25, -0.25],
+           [-0.25,  0.25]], dtype=float32)
+
+    Reference: Schraudolph 2002; Martens 2020, §8.
+    """
+
+    def __init__(
+        self,
+        fn: Callable[[Any, Any], jax.Array],
+        params: Any,
+        batches: Sequence[Any],
+        likelihood: str = "softmax",
+        *,
+        only: str | Sequence[str] | None = None,
+    ) -> None:
+        """See the class."""
+        curve, batches = _curves("GGN", likelihood)[0], list(batches)
+        arrays = _arrays("GGN", params, batches, only)
+        super().__init__("GGN", _Rule(fn, curve), arrays._replace(labels=[None] * len(batches)))
+
+
+class Fisher(Operator):
+    """The Fisher information on some inputs, the mean of s·sᵀ over labels that the model draws.
+
+    A product costs the same for any number of labels: they are counted per row of outputs.
+
+    Args:
+      fn: (params, batch) to outputs (…, classes), or (…, outputs).
+      params: the point; leaves in less than float32 are converted.
+      batches: values that `fn` accepts.
+      key: a PRNG key, from which labels are drawn.
+      samples: labels in all, at least one per row of outputs; 100 per selected parameter by default.
+      likelihood: "softmax", or "gaussian" of variance 1.
+      only: as for `Hessian`.
+
+    Attributes:
+      samples: labels in all.
+
+    Raises:
+      ValueError: no batch; a path that no leaf has; another likelihood.
+
+    Fewer than 100 labels per parameter warn: the smallest eigenvalues of such a mean are too small. Of d parameters and
+    N labels, those of s·sᵀ with unit covariance spread over (1 ± √(d/N))².
+
+    >>> fn = lambda p, x: x @ p["w"]
+    >>> fisher = go.measure.Fisher(
+    ...     fn, {"w": jnp.zeros((1, 2))}, [jnp.ones((3, 1))], jax.random.key(0), 10**6
+    ... )
+    >>> bool(jnp.allclose(fisher.dense(), jnp.array([[0.25, -0.25], [-0.25, 0.25]]), atol=1e-3))
+    True
+
+    Reference: Kunstner, Balles and Hennig 2019; DDC App. C, which reads all of its geometry at N ≥ 100·d.
+    """
+
+    def __init__(
+        self,
+        fn: Callable[[Any, Any], jax.Array],
+        params: Any,
+        batches: Sequence[Any],
+        key: jax.Array,
+        samples: int | None = None,
+        likelihood: str = "softmax",
+        *,
+        only: str | Sequence[str] | None = None,
+    ) -> None:
+        """See the class."""
+        curve, batches = _curves("Fisher", likelihood)[1], list(batches)
+        arrays = _arrays("Fisher", params, batches, only)
+        size = sum(x.size for x in arrays.leaves.values())
+        if samples is not None and samples < _PER_DIMENSION * size:
+            warnings.warn(
+                f"Fisher: {samples:,} labels for {size:,} parameters, fewer than {_PER_DIMENSION} each: small "
+                f"eigenvalues come out too small; pass samples={_PER_DIMENSION * size:_}, or none for that number",
+                stacklevel=2,
+            )
+        # One batch of outputs at a time is in memory.
+        shapes = [jax.eval_shape(fn, arrays.params, batch).shape for batch in batches]
+        rows = sum(math.prod(shape[:-1]) for shape in shapes)
+        each = max(1, -(-(samples or _PER_DIMENSION * size) // rows))
+        rng, run = np.random.default_rng(np.asarray(jax.random.key_data(key)).ravel()), jax.jit(fn)
+        draw = _label_shares if likelihood == "softmax" else _noise_moments
+        labels = [jnp.asarray(draw(run(arrays.params, batch), each, rng), self._of(arrays)) for batch in batches]
+        super().__init__("Fisher", _Rule(fn, curve), arrays._replace(labels=labels))
+        self.samples = each * rows
+
+    @staticmethod
+    def _of(arrays: _Arrays) -> Any:
+        return jnp.result_type(*arrays.leaves.values())
+
+
+class EmpiricalFisher(Operator):
+    """The mean of s·sᵀ over the labels of the data, which is not the Fisher information: it holds the residuals.
+
+    Args:
+      fn: (params, batch) to outputs (…, classes), or (…, outputs).
+      params: the point; leaves in less than float32 are converted.
+      batches: values that `fn` accepts.
+      labels: one array per batch: classes (…) for "softmax", targets (…, outputs) for "gaussian".
+      likelihood: "softmax", or "gaussian" of variance 1.
+      only: as for `Hessian`.
+
+    Raises:
+      ValueError: no batch, or not as many labels; a path that no leaf has; another likelihood.
+
+    >>> fn = lambda p, x: x @ p["w"]
+    >>> x, labels = jnp.ones((3, 1)), jnp.zeros(3, int)
+    >>> fisher = go.measure.EmpiricalFisher(fn, {"w": jnp.zeros((1, 2))}, [x], [labels])
+    >>> fisher.dense()
+    Array([[ 0.25, -0.25],
+           [-0.25,  0.25]], dtype=float32)
+
+    Reference: Kunstner, Balles and Hennig 2019, why it is another matrix.
+    """
+
+    def __init__(
+        self,
+        fn: Callable[[Any, Any], jax.Array],
+        params: Any,
+        batches: Sequence[Any],
+        labels: Sequence[Any],
+        likelihood: str = "softmax",
+        *,
+        only: str | Sequence[str] | None = None,
+    ) -> None:
+        """See the class."""
+        curve, batches, labels = _curves("EmpiricalFisher", likelihood)[2], list(batches), list(labels)
+        arrays = _arrays("EmpiricalFisher", params, batches, only)
+        for number, batch in enumerate(batches):
+            outputs = jax.eval_shape(fn, arrays.params, batch).shape
+            expected = outputs[:-1] if likelihood == "softmax" else outputs
+            found = jnp.shape(labels[number]) if number < len(labels) else None
+            if found != expected:
+                raise binding_error(
+                    "EmpiricalFisher", f"labels do not fit batch {number}", "none" if found is None else f"{found}",
+                    f"an array of shape {expected}", "pass one array of labels per batch",
+                )  # fmt: skip
+        super().__init__("EmpiricalFisher", _Rule(fn, curve), arrays._replace(labels=labels))
+
+
+class Quotient(Operator):
+    """What `quotient_fisher` returns: an operator at the slice point, on the vectors perpendicular to the orbit.
+
+    Products, `lanczos`, `nystrom` and the estimates have vectors (d,) of all entries, and stay in that space.
+    `dense` and `eigenvalues` have `dim` rows: they are in an orthonormal basis of it, `basis()`.
+
+    Attributes:
+      dim: d less the dimensions of the orbit; computed when first read, from a dense matrix of d rows.
+    """
+
+    def __init__(self, name: str, rule: _Rule, arrays: _Arrays, enter: Callable[[Any], Any]) -> None:
+        """See `quotient_fisher`."""
+        super().__init__(name, rule, arrays)
+        self._enter = enter
+        self._basis: jax.Array | None = None
+
+    @property
+    def dim(self) -> int:
+        """See the class."""
+        return len(self.basis())
+
+    def basis(self) -> jax.Array:
+        """An orthonormal basis of the vectors perpendicular to the orbit, (dim, d)."""
+        if self._basis is None:
+            if self.shape[0] > _MOST:
+                raise binding_error(
+                    self.name, "too large for a basis", f"{self.shape[0]:,} rows", f"at most {_MOST:,}",
+                    "take .lanczos(key, steps)",
+                )  # fmt: skip
+            eye = jnp.eye(self.shape[0], dtype=self._dtype)
+            rows = [eye[at : at + _CHUNK] for at in range(0, len(eye), _CHUNK)]
+            across = [
+                jax.vmap(self._flat)(_across_all(self._rule, jax.vmap(self._split)(x), self._arrays)) for x in rows
+            ]
+            along = np.asarray(eye - jnp.concatenate(across), np.float64)  # the transpose of R
+            # R is a projection: its singular values are 0 or at least 1.
+            _, sizes, right = np.linalg.svd(along)
+            self._basis = jnp.asarray(right[sizes < 0.5], self._dtype)
+        return self._basis
+
+    def dense(self) -> jax.Array:
+        """The matrix in the basis, (dim, dim)."""
+        basis = self.basis()
+        found = basis @ (self @ basis.T)
+        return 0.5 * (found + found.T)
+
+    def enter(self, tangent: Any) -> jax.Array:
+        """A tangent at the parameters that were given, at the slice point and perpendicular to the orbit, (d,).
+
+        Args:
+          tangent: a tree like the parameters, such as a step.
+
+        Returns:
+          The same vector for all weights of one function, if the tangents move with the weights.
+        """
+        entered = self._split(self.ravel(self._enter(tangent)))
+        return self._flat(_perpendicular(self._rule, entered, self._arrays))
+
+    def _probe(self, key: jax.Array, draw: Callable[..., jax.Array]) -> jax.Array:
+        drawn = self._split(super()._probe(key, draw))
+        return self._flat(_perpendicular(self._rule, drawn, self._arrays))
+
+    def _rank_at_most(self) -> int:
+        # Lanczos must not leave the space: there its vectors would be roundoff.
+        gauges = product(self._rule.gauges or ())
+        return max(1, self.shape[0] - gauges.dim(self._arrays.params))
+
+
+def quotient_fisher(operator: Operator, gauges: Gauges) -> Quotient:
+    """The Fisher on the quotient: at the slice point, on the vectors perpendicular to the orbit.
+
+    The Euclidean metric of the slice point, carried along the orbit, is a metric that the gauges keep; horizontal are
+    the vectors perpendicular to the orbit in it. The eigenvalues are those of the operator at the slice point without
+    the zeros that the gauges explain, and all weights of one function have the same ones.
+
+    Args:
+      operator: a `GGN`, `Fisher` or `EmpiricalFisher`. A sampled one keeps its labels.
+      gauges: a gauge or a sequence of them, meaning their product; bound to selected leaves alone.
+
+    Returns:
+      The operator on the quotient.
+
+    Raises:
+      ValueError: a `Hessian`, which has no zeros along orbits away from a minimum; leaves that are not selected;
+        bindings that do not fit.
+
+    >>> fn = lambda p, x: jax.nn.relu(x @ p["up"]) @ p["down"]
+    >>> params = {"up": jnp.full((1, 1), 3.0), "down": jnp.full((1, 1), 2.0)}
+    >>> ggn = go.measure.GGN(fn, params, [jnp.ones((4, 1))], "gaussian")
+    >>> relu = go.rescale({"up": "_ channel"}, {"down": "channel _"})
+    >>> # At the slice point up = 1 and down = 6: 1² + 6².
+    >>> [round(float(x), 3) for x in go.measure.quotient_fisher(ggn, relu).eigenvalues()]
+    [37.0]
+
+    Reference: DDC §2.1, the quotient Fisher information. Deviation: `Gauge.horizontal` projects along orbits onto the
+    tangents of the slice, which are not perpendicular to the orbit; here the complement is, as the paper's is.
+    """
+    group, name = product(gauges), "quotient_fisher"
+    if operator._rule.curve is None or isinstance(operator, Quotient):
+        raise binding_error(
+            name, "no operator with zeros along orbits", operator.name, "a GGN, Fisher or EmpiricalFisher",
+            "pass go.measure.GGN(fn, params, batches)",
+        )  # fmt: skip
+    params = operator._arrays.params
+    s = group._slice(params)
+    outside = [path for path in s.added if path not in operator.paths]
+    if outside:
+        raise binding_error(
+            name, f"a gauge moves '{outside[0]}', which is not selected", f"the leaves {', '.join(operator.paths[:6])}",
+            "all leaves that the gauges bind", "leave out `only`, or that gauge",
+        )  # fmt: skip
+    point = _slice_point(group, params)
+    dtypes = {path: x.dtype for path, x in operator._arrays.leaves.items()}
+    point = {path: x.astype(dtypes[path]) for path, x in point.items()}
+
+    def enter(tangent: Any) -> Any:
+        inside = _slice_tangent(group, params, tangent)
+        return with_leaves(tangent, {path: x.astype(dtypes[path]) for path, x in inside.items()})
+
+    arrays = operator._arrays._replace(params=with_leaves(params, point), leaves=operator._arrays.leaves | point)
+    return Quotient(f"{name} of {operator.name}", dataclasses.replace(operator._rule, gauges=group), arrays, enter)
+
+
+def directional_fisher(operator: Operator, direction: Any) -> jax.Array:
+    """The curvature along one direction u: ⟨u, F·u⟩/⟨u, u⟩.
+
+    Args:
+      operator: any of this module. For one on the quotient, the direction is carried to the slice point and its part
+        along the orbit removed, so that all weights of one function have one number.
+      direction: a tree like the parameters that were given, such as a step; leaves that are not selected do not count.
+
+    Returns:
+      A number; 0 for a direction of zero.
+
+    Raises:
+      ValueError: a tree that differs from the parameters.
+
+    >>> fn = lambda p, x: x @ p["w"]
+    >>> ggn = go.measure.GGN(fn, {"w": jnp.ones((2, 1))}, [jnp.diag(jnp.array([1.0, 3.0]))], "gaussian")
+    >>> float(go.measure.directional_fisher(ggn, {"w": jnp.array([[0.0], [2.0]])}))
+    4.5
+
+    Reference: DDC §5.8, read before and after one step.
+    """
+    vector = operator.enter(direction) if isinstance(operator, Quotient) else operator.ravel(direction)
+    square = vector @ vector
+    return jnp.where(square > 0, (vector @ (operator @ vector)) / jnp.where(square > 0, square, 1.0), 0.0)
+
+
+# Arrays -----------------------------------------------------------------------------------------------------
+
+
+def _arrays(name: str, params: Any, batches: Sequence[Any], only: str | Sequence[str] | None) -> _Arrays:
+    """The arrays of an operator, without labels."""
+    if not batches:
+        raise binding_error(name, "no batches", "an empty list", "at least one batch", "pass a list of batches")
+    floating = {p: x for p, x in leaves_by_path(params).items() if jnp.issubdtype(jnp.result_type(x), jnp.floating)}
+    leaves = {path: jnp.asarray(x, jnp.promote_types(x.dtype, jnp.float32)) for path, x in floating.items()}
+    patterns = [only] if isinstance(only, str) else only
+    selected = leaves
+    if patterns is not None:
+        hits = {pattern: [path for path in leaves if match(name, pattern, path) is not None] for pattern in patterns}
+        for pattern, paths in hits.items():
+            if not paths:
+                raise binding_error(
+                    name, f"no leaf matches '{pattern}'", f"leaves {', '.join(list(leaves)[:6])}", "a path of a leaf",
+                    "write a path, with {i} for a part that varies",
+                )  # fmt: skip
+        chosen = {path for paths in hits.values() for path in paths}
+        selected = {path: x for path, x in leaves.items() if path in chosen}
+    return _Arrays(with_leaves(params, leaves), selected, list(batches), [])
+
+
+def _label_shares(outputs: jax.Array, each: int, rng: np.random.Generator) -> np.ndarray:
+    """The shares of so many labels that a softmax draws per row, (…, classes) in float32."""
+    flat = np.asarray(outputs).reshape(-1, outputs.shape[-1])
+    found = np.empty(flat.shape, np.float32 if flat.dtype != np.float64 else np.float64)
+    step = max(1, _ROWS // flat.shape[1])
+    for at in range(0, len(flat), step):
+        logits = flat[at : at + step].astype(np.float64)
+        p = np.exp(logits - logits.max(1, keepdims=True))
+        found[at : at + step] = rng.multinomial(each, p / p.sum(1, keepdims=True)) / each
+    return found.reshape(outputs.shape)
+
+
+def _noise_moments(outputs: jax.Array, each: int, rng: np.random.Generator) -> np.ndarray:
+    """Means of ε·εᵀ over so many standard normals ε per row, (…, outputs, outputs)."""
+    *rows, size = outputs.shape
+    if each < size:
+        noise = rng.standard_normal((*rows, size, each))
+    else:  # Bartlett 1933: a triangular factor has the same law, whatever the number
+        noise = np.tril(rng.standard_normal((*rows, size, size)), -1)
+        at = np.arange(size)
+        noise[..., at, at] = np.sqrt(rng.chisquare(each - at, (*rows, size)))
+    return noise @ np.swapaxes(noise, -1, -2) / each
+
+
+def _matfree(module: str) -> Any:
+    try:
+        return importlib.import_module(f"matfree.{module}")  # an extra, which only these need
+    except ImportError:
+        raise ImportError(
+            "fisher: Lanczos, Nyström and stochastic estimates need matfree, which is not installed\n"
+            '  remedy:   pip install "gauge_optax[measure]", or take .dense()'
+        ) from None

@@ -69,7 +69,7 @@ def write(folder: Path) -> None:
             summary = (inspect.getdoc(symbol) or "").splitlines()[0].replace("|", "\\|")
             index.append(f"| [`{title}`]({path}.md) | {summary} |")
             kind = "autoclass" if inspect.isclass(symbol) else "autofunction"
-            members = "\n   :members:" if inspect.isclass(symbol) else ""
+            members = "\n   :members:\n   :inherited-members:" if inspect.isclass(symbol) else ""
             text = f"# {title}\n\n```{{eval-rst}}\n.. {kind}:: {path}{members}\n```\n"
             (folder / f"{path}.md").write_text(text)
             pages.append(path)

@@ -13,6 +13,7 @@ from gauge_optax.measure.fisher import (
 from gauge_optax.measure.leakage import leakage_along, predicted_drift, rescale_leakage, rotation_leakage, step_leakage
 from gauge_optax.measure.live import slice_norms
 from gauge_optax.measure.motion import drift, vertical_motion
+from gauge_optax.measure.rates import kl_order, power_law, quotient_arc_length, rate_table
 from gauge_optax.measure.second_order import second_order_leakage
 from gauge_optax.measure.sensitivity import gauge_sensitivity
 from gauge_optax.measure.shrink import gram_evolution
@@ -47,11 +48,15 @@ __all__ = [
     "gauge_fraction",
     "gauge_sensitivity",
     "gram_evolution",
+    "kl_order",
     "leakage_along",
+    "power_law",
     "predict_equilibrium",
     "predict_norm",
     "predicted_drift",
+    "quotient_arc_length",
     "quotient_fisher",
+    "rate_table",
     "rescale_leakage",
     "rotation_leakage",
     "row_norms",

@@ -7,8 +7,8 @@ backward derivative each. `dense` and `blocks` make arrays of small ones; `lancz
 The Fisher information F = E[s·sᵀ] takes the score s, the gradient of a log-likelihood, with labels that the *model*
 draws. `EmpiricalFisher` takes the labels of the data instead; away from interpolation it measures the residual as well
 (Kunstner et al. 2019). Along an orbit no output changes: every F has a zero eigenvalue per dimension of the orbit.
-`quotient_fisher` removes these: it is F at the slice point, on the tangents perpendicular to the orbit there. The slice
-point is the same for all weights of one function, and so are the eigenvalues.
+`quotient_fisher` removes these: it is F on the tangents perpendicular to the orbit, at the point of the orbit that has
+the least norm. That point is the same for all weights of one function, and so are the eigenvalues.
 """
 
 from __future__ import annotations
@@ -28,14 +28,12 @@ import numpy as np
 from gauge_optax.binding import binding_error, leaves_by_path, with_leaves
 from gauge_optax.binding.paths import match
 from gauge_optax.gauges.gauge import Gauges, Product, product
-from gauge_optax.slice import Slice
+from gauge_optax.measure._metric import across, across_dual, check_at, perpendicular, point_of, tangent_of
 
 _PER_DIMENSION = 100  # labels per parameter, the DDC paper's N ≥ 100·d
 _CHUNK = 64  # columns of a dense matrix that are computed at once
 _MOST = 20_000  # rows of a dense matrix
 _ROWS = 2**22  # probabilities that are sampled from at once
-_SOLVED = 1e-12  # relative residual of projections, in float64
-_ROUNDS = 200  # at most, of conjugate gradients; they need about ten
 
 Leaves = dict[str, jax.Array]
 
@@ -134,34 +132,7 @@ class _Rule:
             total = jax.tree.map(jnp.add, total, part)
         total = jax.tree.map(lambda x: x / count, total)
         # F maps into the tangents perpendicular to orbits; this removes the roundoff that leads away from them.
-        return total if self.gauges is None else self.across_dual(total, arrays)
-
-    def across(self, vector: Leaves, arrays: _Arrays) -> Leaves:
-        """The horizontal part of a tangent at the slice point: a projection along orbits."""
-        return vector | self._slice(arrays).horizontal_at(arrays.params, vector)
-
-    def across_dual(self, vector: Leaves, arrays: _Arrays) -> Leaves:
-        """The transpose of `across`: a projection onto the vectors perpendicular to orbits."""
-        return vector | self._slice(arrays).horizontal_at(arrays.params, vector, dual=True)
-
-    def _slice(self, arrays: _Arrays) -> Slice:
-        return product(self.gauges or ())._slice(arrays.params)
-
-    def perpendicular(self, tangent: Leaves, arrays: _Arrays) -> Leaves:
-        """The part of a vector that is perpendicular to orbits: the vector less R·y, where R·y is nearest to it."""
-
-        def along(x: Leaves) -> Leaves:  # R
-            return jax.tree.map(jnp.subtract, x, self.across(x, arrays))
-
-        def along_dual(x: Leaves) -> Leaves:
-            return jax.tree.map(jnp.subtract, x, self.across_dual(x, arrays))
-
-        # R is a projection: its singular values are 0 or at least 1, and a few rounds solve it.
-        double = jnp.finfo(jnp.result_type(*tangent.values())).eps < 1e-10
-        solved, _ = jax.scipy.sparse.linalg.cg(
-            lambda y: along_dual(along(y)), along_dual(tangent), tol=_SOLVED if double else 1e-6, maxiter=_ROUNDS
-        )
-        return jax.tree.map(jnp.subtract, tangent, along(solved))
+        return total if self.gauges is None else across_dual(self.gauges, arrays.params, total)
 
 
 @partial(jax.jit, static_argnums=0)
@@ -176,32 +147,17 @@ def _multiply_all(rule: _Rule, tangents: Leaves, arrays: _Arrays) -> Leaves:
 
 @partial(jax.jit, static_argnums=0)
 def _perpendicular(rule: _Rule, tangent: Leaves, arrays: _Arrays) -> Leaves:
-    return rule.perpendicular(tangent, arrays)
+    return perpendicular(_group(rule), arrays.params, tangent)
 
 
 @partial(jax.jit, static_argnums=0)
 def _across_all(rule: _Rule, tangents: Leaves, arrays: _Arrays) -> Leaves:
-    return jax.vmap(lambda tangent: rule.across(tangent, arrays))(tangents)
+    return jax.vmap(lambda tangent: across(_group(rule), arrays.params, tangent))(tangents)
 
 
-@partial(jax.jit, static_argnums=0)
-def _slice_point(group: Product, params: Any) -> Leaves:
-    """Bound leaves of the slice point, as they are stored.
-
-    Rotations are read as well: where one passes the scale of a norm, it keeps no Euclidean metric.
-    """
-    s = group._slice(params)
-    values = s.values(params)
-    return {path: x - s.added[path] for path, x in s.enter(s.read(values).elements, values).items()}
-
-
-@partial(jax.jit, static_argnums=0)
-def _slice_tangent(group: Product, params: Any, tangent: Any) -> Leaves:
-    """Bound leaves of a tangent at the slice point."""
-    s = group._slice(params)
-    values = s.values(params)
-    elements = s.read(values).elements
-    return jax.jvp(lambda x: dict(s.enter(elements, x)), (values,), (s.vectors(tangent),))[1]
+def _group(rule: _Rule) -> Product:
+    """The gauges of a quotient."""
+    return product(() if rule.gauges is None else rule.gauges)
 
 
 # Operators --------------------------------------------------------------------------------------------------
@@ -496,7 +452,8 @@ class GGN(Operator):
     Raises:
       ValueError: no batch; a path that no leaf has; another likelihood.
 
-    >>> ggn = go.measure.GGN(lambda p, x: x @ p["w"], {"w": jnp.zeros((1, 2))}, [jnp.ones((3, 1))])
+    >>> params, x = {"w": jnp.zeros((1, 2))}, jnp.ones((3, 1))
+    >>> ggn = go.measure.GGN(lambda p, x: x @ p["w"], params, [x])
     >>> # diag p − p·pᵀ with p = (½, ½).
     >>> ggn.dense()
     Array([[ 0.25, -0.25],
@@ -543,11 +500,11 @@ class Fisher(Operator):
     Fewer than 100 labels per parameter warn: the smallest eigenvalues of such a mean are too small. Of d parameters and
     N labels, those of s·sᵀ with unit covariance spread over (1 ± √(d/N))².
 
-    >>> fn = lambda p, x: x @ p["w"]
-    >>> fisher = go.measure.Fisher(
-    ...     fn, {"w": jnp.zeros((1, 2))}, [jnp.ones((3, 1))], jax.random.key(0), 10**6
-    ... )
-    >>> bool(jnp.allclose(fisher.dense(), jnp.array([[0.25, -0.25], [-0.25, 0.25]]), atol=1e-3))
+    >>> params, x = {"w": jnp.zeros((1, 2))}, jnp.ones((3, 1))
+    >>> key = jax.random.key(0)
+    >>> fisher = go.measure.Fisher(lambda p, x: x @ p["w"], params, [x], key, 10**6)
+    >>> exact = jnp.array([[0.25, -0.25], [-0.25, 0.25]])
+    >>> bool(jnp.allclose(fisher.dense(), exact, atol=1e-3))
     True
 
     Reference: Kunstner, Balles and Hennig 2019; DDC App. C, which reads all of its geometry at N ≥ 100·d.
@@ -639,7 +596,7 @@ class EmpiricalFisher(Operator):
 
 
 class Quotient(Operator):
-    """What `quotient_fisher` returns: an operator at the slice point, on the vectors perpendicular to the orbit.
+    """What `quotient_fisher` returns: an operator at one point of the orbit, on the vectors perpendicular to the orbit.
 
     Products, `lanczos`, `nystrom` and the estimates have vectors (d,) of all entries, and stay in that space.
     `dense` and `eigenvalues` have `dim` rows: they are in an orthonormal basis of it, `basis()`.
@@ -685,7 +642,7 @@ class Quotient(Operator):
         return 0.5 * (found + found.T)
 
     def enter(self, tangent: Any) -> jax.Array:
-        """A tangent at the parameters that were given, at the slice point and perpendicular to the orbit, (d,).
+        """A tangent at the parameters that were given, carried to that point and perpendicular to the orbit, (d,).
 
         Args:
           tangent: a tree like the parameters, such as a step.
@@ -706,36 +663,40 @@ class Quotient(Operator):
         return max(1, self.shape[0] - gauges.dim(self._arrays.params))
 
 
-def quotient_fisher(operator: Operator, gauges: Gauges) -> Quotient:
-    """The Fisher on the quotient: at the slice point, on the vectors perpendicular to the orbit.
+def quotient_fisher(operator: Operator, gauges: Gauges, at: str = "balanced") -> Quotient:
+    """The Fisher on the quotient: on the vectors perpendicular to the orbit, at one point of it.
 
-    The Euclidean metric of the slice point, carried along the orbit, is a metric that the gauges keep; horizontal are
-    the vectors perpendicular to the orbit in it. The eigenvalues are those of the operator at the slice point without
-    the zeros that the gauges explain, and all weights of one function have the same ones.
+    The Euclidean metric at that point, carried along the orbit, is a metric that the gauges keep. The eigenvalues are
+    those of the operator there without the zeros that the gauges explain, the same for all weights of one function.
 
     Args:
       operator: a `GGN`, `Fisher` or `EmpiricalFisher`. A sampled one keeps its labels.
       gauges: a gauge or a sequence of them, meaning their product; bound to selected leaves alone.
+      at: "balanced", the point of least norm, or "slice", where the anchors have norm 1. As a channel dies, eigenvalues
+        at the balanced point fall; at the slice point, those of the anchor's partner stay.
 
     Returns:
       The operator on the quotient.
 
     Raises:
       ValueError: a `Hessian`, which has no zeros along orbits away from a minimum; leaves that are not selected;
-        bindings that do not fit.
+        bindings that do not fit; another `at`.
 
     >>> fn = lambda p, x: jax.nn.relu(x @ p["up"]) @ p["down"]
-    >>> params = {"up": jnp.full((1, 1), 3.0), "down": jnp.full((1, 1), 2.0)}
+    >>> params = {"up": jnp.full((1, 1), 9.0), "down": jnp.full((1, 1), 1.0)}
     >>> ggn = go.measure.GGN(fn, params, [jnp.ones((4, 1))], "gaussian")
     >>> relu = go.rescale({"up": "_ channel"}, {"down": "channel _"})
-    >>> # At the slice point up = 1 and down = 6: 1² + 6².
+    >>> # At the balanced point up = down = 3: 3² + 3². At the slice point up = 1, down = 9.
     >>> [round(float(x), 3) for x in go.measure.quotient_fisher(ggn, relu).eigenvalues()]
-    [37.0]
+    [18.0]
+    >>> [round(float(x), 3) for x in go.measure.quotient_fisher(ggn, relu, "slice").eigenvalues()]
+    [82.0]
 
     Reference: DDC §2.1, the quotient Fisher information. Deviation: `Gauge.horizontal` projects along orbits onto the
     tangents of the slice, which are not perpendicular to the orbit; here the complement is, as the paper's is.
     """
     group, name = product(gauges), "quotient_fisher"
+    check_at(name, at)
     if operator._rule.curve is None or isinstance(operator, Quotient):
         raise binding_error(
             name, "no operator with zeros along orbits", operator.name, "a GGN, Fisher or EmpiricalFisher",
@@ -749,12 +710,12 @@ def quotient_fisher(operator: Operator, gauges: Gauges) -> Quotient:
             name, f"a gauge moves '{outside[0]}', which is not selected", f"the leaves {', '.join(operator.paths[:6])}",
             "all leaves that the gauges bind", "leave out `only`, or that gauge",
         )  # fmt: skip
-    point = _slice_point(group, params)
+    point = point_of(group, at, params)
     dtypes = {path: x.dtype for path, x in operator._arrays.leaves.items()}
     point = {path: x.astype(dtypes[path]) for path, x in point.items()}
 
     def enter(tangent: Any) -> Any:
-        inside = _slice_tangent(group, params, tangent)
+        inside = tangent_of(group, at, params, tangent)
         return with_leaves(tangent, {path: x.astype(dtypes[path]) for path, x in inside.items()})
 
     arrays = operator._arrays._replace(params=with_leaves(params, point), leaves=operator._arrays.leaves | point)
@@ -765,8 +726,8 @@ def directional_fisher(operator: Operator, direction: Any) -> jax.Array:
     """The curvature along one direction u: ⟨u, F·u⟩/⟨u, u⟩.
 
     Args:
-      operator: any of this module. For one on the quotient, the direction is carried to the slice point and its part
-        along the orbit removed, so that all weights of one function have one number.
+      operator: any of this module. For one on the quotient, the direction is carried to the operator's point and its
+        part along the orbit removed, so that all weights of one function have one number.
       direction: a tree like the parameters that were given, such as a step; leaves that are not selected do not count.
 
     Returns:
@@ -776,7 +737,8 @@ def directional_fisher(operator: Operator, direction: Any) -> jax.Array:
       ValueError: a tree that differs from the parameters.
 
     >>> fn = lambda p, x: x @ p["w"]
-    >>> ggn = go.measure.GGN(fn, {"w": jnp.ones((2, 1))}, [jnp.diag(jnp.array([1.0, 3.0]))], "gaussian")
+    >>> params, x = {"w": jnp.ones((2, 1))}, jnp.diag(jnp.array([1.0, 3.0]))
+    >>> ggn = go.measure.GGN(fn, params, [x], "gaussian")
     >>> float(go.measure.directional_fisher(ggn, {"w": jnp.array([[0.0], [2.0]])}))
     4.5
 

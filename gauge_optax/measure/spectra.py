@@ -75,10 +75,8 @@ def smallest_singular_value(matrix: jax.Array) -> jax.Array:
     Raises:
       ValueError: an array without rows and columns.
 
-    >>> round(
-    ...     float(go.measure.smallest_singular_value(jnp.array([[3.0, 0.0], [0.0, 0.5], [0.0, 0.0]]))),
-    ...     4,
-    ... )
+    >>> matrix = jnp.array([[3.0, 0.0], [0.0, 0.5], [0.0, 0.0]])
+    >>> round(float(go.measure.smallest_singular_value(matrix)), 4)
     0.5
     """
     return _singular_values("smallest_singular_value", matrix)[..., -1]

@@ -1,0 +1,109 @@
+"""The metric on the quotient that curvature and lengths are read in.
+
+Every orbit has a point from which tangents are measured: the slice point, or the *balanced* point, which has the least
+norm on the orbit. The Euclidean metric there, carried along the orbit, is a metric that the gauges keep. Tangents
+perpendicular to the orbit stand for those of the quotient.
+
+The two points differ where a channel dies. For a product u·v of two numbers, the slice has u = 1, so that v alone is
+small; at the balanced point both are √|u·v|, and the curvature 2·|u·v| vanishes with them.
+"""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from gauge_optax.binding import binding_error, with_leaves
+from gauge_optax.gauges.gauge import Product
+from gauge_optax.slice import Slice
+
+Leaves = dict[str, jax.Array]
+
+_SOLVED = 1e-12  # relative residual of projections, in float64; 1e-6 in float32
+_ROUNDS = 200  # at most, of conjugate gradients; they need about ten
+
+
+def check_at(name: str, at: str) -> None:
+    """Raises ValueError for a point that is neither of the two."""
+    if at not in ("balanced", "slice"):
+        raise binding_error(
+            name, f"no point of the orbit '{at}'", f"at={at!r}", "'balanced' or 'slice'", 'pass at="balanced"'
+        )
+
+
+def moves(group: Product, params: Any, at: str, frame: tuple[Any, ...] | None = None) -> list[tuple[Any, ...]]:
+    """The frames whose inverses lead from a point to the balanced point or the slice point, one after the other.
+
+    Args:
+      group: the gauges.
+      params: the point.
+      at: "balanced" or "slice".
+      frame: elements of another point, whose rotations are undone in place of this one's.
+    """
+    s = group._slice(params)
+    values = s.values(params)
+    frames = [s.read(values).elements if frame is None else frame]
+    point: Any = s.enter(frames[0], values)
+    if frame is not None:
+        frames.append(s.read(point, turning=False).elements)
+        point = s.enter(frames[1], point)
+    if at == "balanced":
+        frames.append(s.balanced(with_leaves(params, stored(s, point))))
+    return frames
+
+
+def entered(s: Slice, frames: list[tuple[Any, ...]], values: Any) -> Leaves:
+    """Bound leaves of the point that the frames' inverses lead to."""
+    for elements in frames:
+        values = s.enter(elements, values)
+    return dict(values)
+
+
+def stored(s: Slice, values: Any) -> Leaves:
+    """Values of bound leaves as they are stored."""
+    return {path: x - s.added[path] for path, x in values.items()}
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def point_of(group: Product, at: str, params: Any) -> Leaves:
+    """Bound leaves of the balanced point or the slice point, as they are stored."""
+    s = group._slice(params)
+    return stored(s, entered(s, moves(group, params, at), s.values(params)))
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def tangent_of(group: Product, at: str, params: Any, tangent: Any) -> Leaves:
+    """Bound leaves of a tangent, carried there by the elements that carry the point."""
+    s = group._slice(params)
+    frames = moves(group, params, at)
+    return jax.jvp(lambda x: entered(s, frames, x), (s.values(params),), (s.vectors(tangent),))[1]
+
+
+def across(group: Product, params: Any, vector: Leaves) -> Leaves:
+    """The horizontal part of a tangent: a projection along orbits, which need not be perpendicular to them."""
+    return vector | group._slice(params).horizontal_at(params, vector)
+
+
+def across_dual(group: Product, params: Any, vector: Leaves) -> Leaves:
+    """The transpose of `across`: a projection onto the vectors perpendicular to orbits."""
+    return vector | group._slice(params).horizontal_at(params, vector, dual=True)
+
+
+def perpendicular(group: Product, params: Any, vector: Leaves) -> Leaves:
+    """The part of a vector that is perpendicular to orbits: it less R·y, where R·y is the nearest vertical vector."""
+
+    def along(x: Leaves) -> Leaves:  # R
+        return jax.tree.map(jnp.subtract, x, across(group, params, x))
+
+    def along_dual(x: Leaves) -> Leaves:
+        return jax.tree.map(jnp.subtract, x, across_dual(group, params, x))
+
+    # R is a projection: its singular values are 0 or at least 1, and a few rounds solve it. The residual is compared
+    # with the vector: where that is perpendicular already, the right-hand side is roundoff.
+    least = _SOLVED if jnp.finfo(jnp.result_type(*vector.values())).eps < 1e-10 else 1e-6
+    size = jnp.sqrt(sum((jnp.sum(jnp.square(x)) for x in vector.values()), start=jnp.zeros(())))
+    solved, _ = jax.scipy.sparse.linalg.cg(
+        lambda y: along_dual(along(y)), along_dual(vector), tol=0.0, atol=least * size, maxiter=_ROUNDS
+    )
+    return jax.tree.map(jnp.subtract, vector, along(solved))

@@ -1,0 +1,326 @@
+"""Rates at which a trajectory approaches its minimum: power laws of what is measured in what is left of the way.
+
+A minimum is *singular* if the loss is flatter than a square along some direction. It is of *order* k if the KL
+divergence from it falls like ε^(2k); the Fisher information along the direction then falls like ε^(2k−2). At a regular
+minimum k is 1. A trajectory that approaches along one direction shows the order as an exponent: the Fisher as a power
+of the length that is left (`quotient_arc_length`). Whether it does is tested before the fit is believed: where the
+exponent changes on the way, or values do not fall, the answer is "unreadable", with the reason.
+Reference: DDC §2.1, Theorem 1 (iii), §5.1, App. C.4 and C.5.
+"""
+
+import itertools
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gauge_optax.binding import binding_error, leaves_by_path
+from gauge_optax.gauges.gauge import Gauges, Product, product
+from gauge_optax.measure._metric import check_at, entered, moves, perpendicular, stored
+
+_LEAST_POINTS = 8  # fewer have no halves to compare
+_NORMAL = 3.0  # standard errors by which two halves may differ by chance
+# Two-sided 95 % quantiles of Student's t: degrees of freedom → quantile; above, 1.96 + 2.4/degrees.
+_STUDENT = {6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262, 10: 2.228, 12: 2.179, 15: 2.131, 20: 2.086, 30: 2.042}
+
+
+class PowerLaw(NamedTuple):
+    """A fit of values ∝ lengths^exponent, or the reason why there is none.
+
+    Attributes:
+      readable: whether the exponent is one number across the window.
+      exponent: the fitted one; NaN where nothing can be fitted.
+      interval: 95 % of it; (−inf, inf) if unreadable.
+      halves: the exponents of the half that is far from the minimum and of the half that is near.
+      points: how many were fitted.
+      reason: why it is unreadable; "" if readable.
+    """
+
+    readable: bool
+    exponent: float
+    interval: tuple[float, float]
+    halves: tuple[float, float]
+    points: int
+    reason: str
+
+    def __str__(self) -> str:
+        low, high = self.interval
+        return f"{self.exponent:.3f} [{low:.3f}, {high:.3f}]" if self.readable else f"unreadable: {self.reason}"
+
+
+class KLOrder(NamedTuple):
+    """The order k of a minimum along a direction.
+
+    Attributes:
+      readable: as of the fit.
+      order: k; NaN if unreadable.
+      interval: 95 % of it.
+      fit: the power law that it was read from.
+    """
+
+    readable: bool
+    order: float
+    interval: tuple[float, float]
+    fit: PowerLaw
+
+    def __str__(self) -> str:
+        low, high = self.interval
+        return f"{self.order:.3f} [{low:.3f}, {high:.3f}]" if self.readable else f"unreadable: {self.fit.reason}"
+
+
+class RateTable(dict[tuple[str, str], PowerLaw]):
+    """(layer, observable) → its power law; `print` shows a table with a row per layer."""
+
+    @property
+    def readable(self) -> int:
+        """How many cells are readable."""
+        return sum(fit.readable for fit in self.values())
+
+    def __str__(self) -> str:
+        layers, observables = (list(dict.fromkeys(key[k] for key in self)) for k in (0, 1))
+        rows = [["layer", *observables]]
+        for layer in layers:
+            cells = [self.get((layer, observable)) for observable in observables]
+            shown = ["" if x is None else f"{x.exponent:.2f}" if x.readable else f"({x.reason})" for x in cells]
+            rows.append([layer, *shown])
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ("  ".join(cell.ljust(n) for cell, n in zip(row, widths, strict=True)).rstrip() for row in rows)
+        return "\n".join([*lines, f"{self.readable} of {len(self)} cells readable"])
+
+
+# Lengths ----------------------------------------------------------------------------------------------------
+
+
+def quotient_arc_length(points: Sequence[Any], gauges: Gauges, end: Any = None, at: str = "balanced") -> np.ndarray:
+    """How long the rest of a trajectory is at each of its points, without the motion along orbits.
+
+    Every point is moved to one point of its orbit, and the part of a step that still rotates heads is removed.
+
+    Args:
+      points: parameters on the way, in order; the last one is the minimum, or near it.
+      gauges: a gauge or a sequence of them, meaning their product.
+      end: the minimum where it is known; its distance from the last point is added.
+      at: "balanced", the point of least norm on each orbit, or "slice", where anchors have norm 1.
+
+    Returns:
+      One length per point, falling; the last is 0, or the distance to `end`. Trajectories of twins have the same ones.
+      An optimizer that oscillates travels farther than it comes: steps add up, whatever their direction.
+
+    Raises:
+      ValueError: fewer than two points; bindings that do not fit; another `at`.
+
+    >>> gauge = go.rescale({"up": "_ channel"}, {"down": "channel _"})
+    >>> point = lambda up, down: {"up": jnp.full((1, 1), up), "down": jnp.full((1, 1), down)}
+    >>> # From the product 4 to 1, at balanced points from (2, 2) to (1, 1); and along the orbit.
+    >>> path = [point(4.0, 1.0), point(2.0, 0.5), point(10.0, 0.1)]
+    >>> [round(float(x), 3) for x in go.measure.quotient_arc_length(path, gauge)]
+    [1.414, 0.0, 0.0]
+
+    Reference: DDC §2.1, the quotient arc length. Deviation: rotations have no representative that moves smoothly; the
+    part that rotates is removed from every step, to first order.
+    """
+    check_at("quotient_arc_length", at)
+    points = [*points, *([] if end is None else [end])]
+    if len(points) < 2:
+        raise binding_error(
+            "quotient_arc_length", "no way", f"{len(points)} points", "at least two", "record more of the trajectory"
+        )
+    group = product(gauges)
+    frame = _frame(group, points[0])
+    steps = [float(_step(group, at, frame, a, b)) for a, b in itertools.pairwise(points)]
+    lengths = np.concatenate([np.cumsum(steps[::-1])[::-1], [0.0]])
+    return lengths if end is None else lengths[:-1]
+
+
+@partial(jax.jit, static_argnums=0)
+def _frame(group: Product, params: Any) -> tuple[Any, ...]:
+    s = group._slice(params)
+    return s.read(s.values(params)).elements
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _step(group: Product, at: str, frame: tuple[Any, ...], before: Any, after: Any) -> jax.Array:
+    """The length of the perpendicular part of a step between two points, with heads in the basis of the frame."""
+    s = group._slice(before)
+    ends = []
+    for params in (before, after):
+        free = {p: jnp.asarray(x) for p, x in leaves_by_path(params).items()}
+        free = {p: x for p, x in free.items() if jnp.issubdtype(x.dtype, jnp.floating)}
+        ends.append(free | stored(s, entered(s, moves(group, params, at, frame), s.values(params))))
+    step = perpendicular(group, ends[0], jax.tree.map(jnp.subtract, ends[1], ends[0]))
+    return jnp.sqrt(sum((jnp.sum(jnp.square(x)) for x in step.values()), start=jnp.zeros(())))
+
+
+# Power laws -------------------------------------------------------------------------------------------------
+
+
+def power_law(
+    lengths: Any, values: Any, *, window: tuple[float, float] = (0.0, np.inf), drift: float = 0.1, span: float = 2.0
+) -> PowerLaw:
+    """Fits values ∝ lengths^exponent, if the exponent is one number.
+
+    It is unreadable where there are fewer than 8 points, where lengths span less than a factor of `span`, where values
+    are not positive or do not fall toward the minimum, where the exponents of the two halves of the window differ by
+    more than `drift` and by more than chance or half of the exponent, and where noise leaves half of it open.
+
+    Args:
+      lengths: distances from the minimum, (count,), such as those of `quotient_arc_length`; zeros are left out.
+      values: what is measured there, (count,).
+      window: the least and the largest length that are fitted.
+      drift: how much the halves may differ, in units of the exponent.
+      span: the least ratio of the largest length to the smallest.
+
+    Returns:
+      The exponent with a 95 % interval, or the reason why there is none. The interval allows for noise in the logarithm
+      of the values that is correlated from point to point, and for half the difference of the halves beyond chance.
+
+    Raises:
+      ValueError: arrays of different lengths.
+
+    >>> lengths = jnp.logspace(0, -2, 30)
+    >>> print(go.measure.power_law(lengths, 3.0 * lengths**2))
+    2.000 [2.000, 2.000]
+    >>> print(go.measure.power_law(lengths, lengths**2 + 0.01))
+    unreadable: the exponent drifts from 1.76 to 0.24
+
+    Reference: DDC App. C.5, which calls a cell readable if it falls toward the minimum. Deviation: that alone takes any
+    fall for a power law; here the exponent must also be the same at both ends of the window.
+    """
+    x, y = np.asarray(lengths, np.float64).ravel(), np.asarray(values, np.float64).ravel()
+    if x.shape != y.shape:
+        raise binding_error(
+            "power_law", "arrays that do not belong together", f"{x.size} lengths and {y.size} values",
+            "one value per length", "pass what was read at the same points",
+        )  # fmt: skip
+    kept = (x > 0) & (x >= window[0]) & (x <= window[1])
+    x, y = x[kept], y[kept]
+    if len(x) < _LEAST_POINTS:
+        return _unreadable(f"{len(x)} points", len(x))
+    if not (np.isfinite(y).all() and (y > 0).all()):
+        return _unreadable("values that are not positive", len(x))
+    if x.max() < span * x.min():
+        return _unreadable(f"lengths span a factor of {x.max() / x.min():.2f}", len(x))
+    order = np.argsort(-x, kind="stable")
+    log_x, log_y = np.log(x[order]), np.log(y[order])
+    far = log_x >= 0.5 * (log_x[0] + log_x[-1])
+    if min(far.sum(), (~far).sum()) < _LEAST_POINTS // 2:
+        far = np.arange(len(x)) < len(x) // 2
+    slope, error = _line(log_x, log_y)
+    (first, first_error), (last, last_error) = _line(log_x[far], log_y[far]), _line(log_x[~far], log_y[~far])
+    found = partial(PowerLaw, exponent=slope, halves=(first, last), points=len(x))
+    unknown = (-np.inf, np.inf)
+    half = _student(len(x) - 2) * error
+    if slope - half <= 0:
+        return found(readable=False, interval=unknown, reason="values do not fall")
+    apart, chance = abs(first - last), float(np.hypot(first_error, last_error))
+    if apart > drift * slope and apart > min(_NORMAL * chance, 0.5 * slope):
+        reason = f"the exponent drifts from {first:.2f} to {last:.2f}"
+        return found(readable=False, interval=unknown, reason=reason)
+    if half > 0.5 * slope:
+        return found(readable=False, interval=unknown, reason="too much noise")
+    half += 0.5 * max(0.0, apart - _NORMAL * chance)
+    return found(readable=True, interval=(slope - half, slope + half), reason="")
+
+
+def kl_order(
+    lengths: Any,
+    values: Any,
+    of: str = "fisher",
+    window: tuple[float, float] = (0.0, np.inf),
+    drift: float = 0.1,
+    span: float = 2.0,
+) -> KLOrder:
+    """The order k of a minimum: KL ∝ length^(2k), Fisher ∝ length^(2k−2).
+
+    Args:
+      lengths: distances from the minimum along the approach, (count,).
+      values: the Fisher along the approach at these distances, or the KL divergence there, (count,).
+      of: "fisher" or "kl", which of the two.
+      window: as for `power_law`.
+      drift: as for `power_law`.
+      span: as for `power_law`.
+
+    Returns:
+      k with an interval, or "unreadable". At a regular minimum the Fisher does not fall: read k = 1 from the KL.
+
+    Raises:
+      ValueError: another `of`; arrays of different lengths.
+
+    >>> lengths = jnp.logspace(0, -2, 30)
+    >>> print(go.measure.kl_order(lengths, lengths**2))
+    2.000 [2.000, 2.000]
+    >>> print(go.measure.kl_order(lengths, lengths**2, of="kl"))
+    1.000 [1.000, 1.000]
+
+    Reference: DDC §2.1.
+    """
+    if of not in ("fisher", "kl"):
+        raise binding_error("kl_order", "no such values", f"of={of!r}", "'fisher' or 'kl'", 'pass of="fisher"')
+    fit = power_law(lengths, values, window=window, drift=drift, span=span)
+    shift = 1.0 if of == "fisher" else 0.0
+    low, high = fit.interval
+    order = shift + 0.5 * fit.exponent if fit.readable else float("nan")
+    return KLOrder(fit.readable, order, (shift + 0.5 * low, shift + 0.5 * high), fit)
+
+
+def rate_table(
+    lengths: Any,
+    observables: Mapping[str, Mapping[str, Any]],
+    window: tuple[float, float] = (0.0, np.inf),
+    drift: float = 0.1,
+    span: float = 2.0,
+) -> RateTable:
+    """A power law per layer and observable, with the cells that are unreadable and why.
+
+    Args:
+      lengths: distances from the minimum, (count,).
+      observables: layer → observable → what was measured at these distances, (count,).
+      window: as for `power_law`.
+      drift: as for `power_law`.
+      span: as for `power_law`.
+
+    Returns:
+      The table.
+
+    Raises:
+      ValueError: arrays of different lengths.
+
+    >>> lengths = jnp.logspace(0, -2, 30)
+    >>> read = {"mlp": {"σ_min": lengths**2, "rank": 1.0 / lengths}, "head": {"σ_min": lengths}}
+    >>> print(go.measure.rate_table(lengths, read))
+    layer  σ_min  rank
+    mlp    2.00   (values do not fall)
+    head   1.00
+    2 of 3 cells readable
+
+    Reference: DDC §5.1 and App. C.5, 65 cells of one layer and one observable each.
+    """
+    return RateTable({
+        (layer, name): power_law(lengths, values, window=window, drift=drift, span=span)
+        for layer, read in observables.items() for name, values in read.items()
+    })  # fmt: skip
+
+
+def _line(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
+    """The slope of a straight line and its standard error, for noise that is correlated from point to point."""
+    centred = x - x.mean()
+    square = float(centred @ centred)
+    slope = float(centred @ y) / square
+    rest = y - y.mean() - slope * centred
+    noise = float(rest @ rest) / max(1, len(x) - 2)
+    both = float(rest @ rest)
+    along = float(rest[:-1] @ rest[1:]) / both if both > 0 else 0.0
+    along = min(max(along + 2.0 / len(x), 0.0), 0.9)  # of short series it comes out too small
+    return slope, float(np.sqrt(noise / square * (1.0 + along) / (1.0 - along)))
+
+
+def _student(degrees: int) -> float:
+    return next((t for count, t in _STUDENT.items() if degrees <= count), 1.96 + 2.4 / degrees)
+
+
+def _unreadable(reason: str, points: int) -> PowerLaw:
+    nan = float("nan")
+    return PowerLaw(False, nan, (-np.inf, np.inf), (nan, nan), points, reason)

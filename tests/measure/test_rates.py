@@ -1,0 +1,199 @@
+"""Power laws, on synthetic ones and on the diagonal network; lengths, against closed forms and for twins."""
+
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import gauge_optax as go
+from examples import diagonal_network
+from gauge_optax.measure.rates import KLOrder
+from tests.quick import jit
+
+Tree = Any
+CONFIG = diagonal_network.FULL
+RESCALE = diagonal_network.GAUGE
+LENGTHS = np.logspace(0, -1.5, 60)
+
+
+# Power laws ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("along", [0.0, 0.6], ids=["white", "correlated"])
+@pytest.mark.parametrize("exponent", [1.0, 2.0, 4.0])
+def test_the_interval_covers_the_truth(exponent: float, along: float) -> None:
+    rng, covered = np.random.default_rng(0), 0
+    for _ in range(200):
+        noise = rng.normal(size=60)
+        for k in range(1, 60):
+            noise[k] = along * noise[k - 1] + np.sqrt(1 - along**2) * noise[k]
+        fit = go.measure.power_law(LENGTHS, 3.0 * LENGTHS**exponent * np.exp(0.1 * noise))
+        covered += fit.readable and fit.interval[0] <= exponent <= fit.interval[1]
+        assert not fit.readable or fit.interval[1] - fit.interval[0] < 0.4
+    assert covered >= 180
+
+
+@pytest.mark.parametrize(("values", "reason"), [
+    (LENGTHS**2 + 0.02, "drifts"),
+    (LENGTHS ** (2 - 0.3 * np.log(LENGTHS)), "drifts"),
+    (1.0 / LENGTHS, "do not fall"),
+    (LENGTHS - 0.5, "not positive"),
+    (np.exp(4.0 * np.random.default_rng(0).normal(size=60)) * LENGTHS, "noise|do not fall"),
+])  # fmt: skip
+def test_what_is_no_power_law_is_unreadable(values: np.ndarray, reason: str) -> None:
+    fit = go.measure.power_law(LENGTHS, values)
+    assert not fit.readable and fit.interval == (-np.inf, np.inf)
+    assert str(fit).startswith("unreadable: ")
+    np.testing.assert_(any(word in fit.reason for word in reason.split("|")), fit.reason)
+
+
+def test_a_window_leaves_out_what_is_far_from_the_minimum() -> None:
+    values = LENGTHS**2 * (1.0 + 9.0 * (LENGTHS > 0.3))
+    assert not go.measure.power_law(LENGTHS, values).readable
+    near = go.measure.power_law(LENGTHS, values, window=(0.0, 0.3))
+    assert near.readable and near.exponent == pytest.approx(2.0) and near.points < 60
+    assert go.measure.power_law(LENGTHS[:30], values[:30], span=30.0).reason.startswith("lengths span")
+    assert go.measure.power_law(LENGTHS[:5], values[:5]).reason == "5 points"
+
+
+def test_the_order_is_half_the_exponent() -> None:
+    order = go.measure.kl_order(LENGTHS, LENGTHS**4)
+    assert order.order == pytest.approx(3.0) and order.interval[0] <= 3.0 <= order.interval[1]
+    assert go.measure.kl_order(LENGTHS, LENGTHS**4, of="kl").order == pytest.approx(2.0)
+    with pytest.raises(ValueError, match="of='loss'"):
+        go.measure.kl_order(LENGTHS, LENGTHS, of="loss")
+    with pytest.raises(ValueError, match="60 lengths and 3 values"):
+        go.measure.kl_order(LENGTHS, LENGTHS[:3])
+
+
+def test_the_table_has_a_cell_per_layer_and_observable() -> None:
+    table = go.measure.rate_table(LENGTHS, {"a": {"x": LENGTHS, "y": 1.0 / LENGTHS}, "b": {"x": LENGTHS**2}})
+    assert table.readable == 2 and table["b", "x"].exponent == pytest.approx(2.0)
+    assert "2 of 3 cells readable" in str(table)
+
+
+# Lengths ------------------------------------------------------------------------------------------
+
+
+def _path(seed: int, steps: int) -> list[Tree]:
+    """A random walk of two layers with a head between them."""
+    rng = np.random.default_rng(seed)
+    shapes = {"value": (6, 2, 3), "out": (2, 3, 5), "up": (5, 4), "down": (4, 5)}
+    point = {name: jnp.asarray(rng.normal(size=shape)) for name, shape in shapes.items()}
+    points = [point]
+    for _ in range(steps):
+        point = {name: x + 0.03 * rng.normal(size=x.shape) for name, x in point.items()}
+        points.append(point)
+    return points
+
+
+GAUGES = [
+    go.head_rotation({"value": "_ head basis", "out": "head basis _"}),
+    go.rescale({"up": "_ channel"}, {"down": "channel _"}),
+]
+
+
+@pytest.mark.parametrize("at", ["balanced", "slice"])
+def test_twins_travel_equally_far_and_orbits_do_not_count(x64: None, at: str) -> None:
+    points, group = _path(0, 6), go.product(GAUGES)
+    element = group.sample(jax.random.key(0), points[0])
+    lengths = go.measure.quotient_arc_length(points, GAUGES, at=at)
+    twins = go.measure.quotient_arc_length([group.act(element, point) for point in points], GAUGES, at=at)
+    np.testing.assert_allclose(twins, lengths, rtol=1e-9)
+    assert lengths[-1] == 0.0 and np.all(np.diff(lengths) < 0)
+    scales = GAUGES[1].sample(jax.random.key(1), points[0])
+    still = [points[0], GAUGES[1].act(scales, points[0]), points[0]]
+    np.testing.assert_allclose(go.measure.quotient_arc_length(still, GAUGES, at=at), 0.0, atol=1e-9)
+
+
+def test_small_rotations_of_heads_do_not_count(x64: None) -> None:
+    point = _path(0, 0)[0]
+    turned = [GAUGES[0].act(GAUGES[0].exponential(c, point), point) for c in _turns(point, 10)]
+    moved = [jax.tree.map(jnp.subtract, b, a) for a, b in itertools.pairwise(turned)]
+    whole = sum(float(optax.tree.norm(step)) for step in moved)
+    assert whole > 1e-3
+    assert go.measure.quotient_arc_length(turned, GAUGES)[0] < 1e-3 * whole
+
+
+def _turns(point: Tree, count: int) -> list[Tree]:
+    drawn = jax.tree.map(lambda x: jax.random.normal(jax.random.key(0), x.shape), GAUGES[0].algebra(point))
+    return [jax.tree.map(lambda x, k=k: x * k * 1e-4, drawn) for k in range(count)]
+
+
+def test_messages() -> None:
+    with pytest.raises(ValueError, match="at least two"):
+        go.measure.quotient_arc_length([{"u": jnp.ones(2), "v": jnp.ones(2)}], RESCALE)
+    with pytest.raises(ValueError, match='at="balanced"'):
+        go.measure.quotient_arc_length([{"u": jnp.ones(2), "v": jnp.ones(2)}] * 2, RESCALE, at="middle")
+
+
+# The diagonal network -----------------------------------------------------------------------------
+
+
+def _trained(tx: optax.GradientTransformation, steps: int) -> dict[str, np.ndarray]:
+    """u and v of the 56 coordinates whose target is 0, (steps, 56)."""
+    params, data = diagonal_network.make(CONFIG, 0)
+
+    def step(carry: Any, _: None) -> Any:
+        params, state = carry
+        updates, state = tx.update(jax.grad(diagonal_network.loss)(params, data), state, params)
+        params = optax.apply_updates(params, updates)
+        return (params, state), params
+
+    run = jit(lambda carry: jax.lax.scan(step, carry, None, length=steps)[1])
+    return {name: np.asarray(x)[:, CONFIG.nonzero :] for name, x in run((params, tx.init(params))).items()}
+
+
+def _function(p: Tree, x: jax.Array) -> jax.Array:
+    return (x @ (p["u"] * p["v"]))[:, None]
+
+
+def _on_quotient(way: dict[str, np.ndarray], channels: Any, last: int) -> KLOrder:
+    """The order from the quotient Fisher along the approach, against the quotient arc length."""
+    at = np.unique(np.linspace(0, last, 30).astype(int))
+    points = [{name: jnp.asarray(x[k, channels]) for name, x in way.items()} for k in at]
+    inputs = jnp.eye(points[0]["u"].size)
+    lengths = go.measure.quotient_arc_length(points, RESCALE, end=jax.tree.map(jnp.zeros_like, points[0]))
+    fisher = []
+    for point in points:
+        ggn = go.measure.GGN(_function, point, [inputs], "gaussian")
+        fisher.append(go.measure.directional_fisher(go.measure.quotient_fisher(ggn, RESCALE), point))
+    return go.measure.kl_order(lengths, fisher)
+
+
+def _as_stored(way: dict[str, np.ndarray], channel: int, last: int) -> KLOrder:
+    """The same without gauges: the way of u and v, and the Fisher along the direction of both at the start."""
+    at = np.unique(np.linspace(0, last, 30).astype(int))
+    u, v = (way[name][at, channel] for name in "uv")
+    lengths = np.concatenate([np.cumsum(np.hypot(np.diff(u), np.diff(v))[::-1])[::-1], [0.0]])
+    return go.measure.kl_order(lengths, (v * u[0] + u * v[0]) ** 2)
+
+
+CHANNELS = range(0, 56, 8)
+
+
+def test_sgd_recovers_the_order_of_every_channel(x64: None) -> None:
+    """u·v of a zero target: the loss is of order ℓ⁴, k = 2."""
+    way = _trained(optax.sgd(CONFIG.sgd_rate), 4000)
+    for channel in CHANNELS:
+        found = _on_quotient(way, [channel], 3999)
+        assert found.readable and found.order == pytest.approx(2.0, rel=0.05), str(found)
+
+
+def test_ddc_recovers_the_order_of_every_channel_and_of_all_together(x64: None) -> None:
+    way = _trained(go.ddc_adamw(1e-4, RESCALE, weight_decay=0.0), 1000)
+    last = int(np.argmin(np.sum(np.abs(way["u"] * way["v"]), 1)))  # then it oscillates
+    for channels in (*([channel] for channel in CHANNELS), slice(None)):
+        found = _on_quotient(way, channels, last)
+        assert found.readable and found.order == pytest.approx(2.0, rel=0.05), str(found)
+
+
+def test_adamws_drifting_read_is_rejected(x64: None) -> None:
+    way = _trained(optax.adamw(CONFIG.learning_rate, weight_decay=0.0), 1000)
+    for channel in CHANNELS:
+        assert not _as_stored(way, channel, 999).readable
+    assert not _on_quotient(way, slice(None), 999).readable

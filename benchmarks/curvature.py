@@ -31,7 +31,7 @@ NAMES = {
     "product": "one product F·v",
     "Lanczos": "Lanczos",
     "trace": "trace",
-    "quotient": "slice point",
+    "quotient": "the balanced point",
     "quotient Lanczos": "Lanczos on the quotient",
 }
 

@@ -12,6 +12,7 @@ from gauge_optax.measure.fisher import (
 )
 from gauge_optax.measure.leakage import leakage_along, predicted_drift, rescale_leakage, rotation_leakage, step_leakage
 from gauge_optax.measure.live import slice_norms
+from gauge_optax.measure.llc import llc
 from gauge_optax.measure.motion import drift, vertical_motion
 from gauge_optax.measure.rates import kl_order, power_law, quotient_arc_length, rate_table
 from gauge_optax.measure.second_order import second_order_leakage
@@ -50,6 +51,7 @@ __all__ = [
     "gram_evolution",
     "kl_order",
     "leakage_along",
+    "llc",
     "power_law",
     "predict_equilibrium",
     "predict_norm",

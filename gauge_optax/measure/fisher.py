@@ -687,10 +687,10 @@ def quotient_fisher(operator: Operator, gauges: Gauges, at: str = "balanced") ->
     >>> ggn = go.measure.GGN(fn, params, [jnp.ones((4, 1))], "gaussian")
     >>> relu = go.rescale({"up": "_ channel"}, {"down": "channel _"})
     >>> # At the balanced point up = down = 3: 3² + 3². At the slice point up = 1, down = 9.
-    >>> [round(float(x), 3) for x in go.measure.quotient_fisher(ggn, relu).eigenvalues()]
-    [18.0]
-    >>> [round(float(x), 3) for x in go.measure.quotient_fisher(ggn, relu, "slice").eigenvalues()]
-    [82.0]
+    >>> balanced = go.measure.quotient_fisher(ggn, relu)
+    >>> slice_point = go.measure.quotient_fisher(ggn, relu, "slice")
+    >>> [round(float(x.eigenvalues()[0]), 3) for x in (balanced, slice_point)]
+    [18.0, 82.0]
 
     Reference: DDC §2.1, the quotient Fisher information. Deviation: `Gauge.horizontal` projects along orbits onto the
     tangents of the slice, which are not perpendicular to the orbit; here the complement is, as the paper's is.

@@ -113,10 +113,11 @@ def quotient_arc_length(points: Sequence[Any], gauges: Gauges, end: Any = None, 
       ValueError: fewer than two points; bindings that do not fit; another `at`.
 
     >>> gauge = go.rescale({"up": "_ channel"}, {"down": "channel _"})
-    >>> point = lambda up, down: {"up": jnp.full((1, 1), up), "down": jnp.full((1, 1), down)}
-    >>> # From the product 4 to 1, at balanced points from (2, 2) to (1, 1); and along the orbit.
-    >>> path = [point(4.0, 1.0), point(2.0, 0.5), point(10.0, 0.1)]
-    >>> [round(float(x), 3) for x in go.measure.quotient_arc_length(path, gauge)]
+    >>> pairs = [(4.0, 1.0), (2.0, 0.5), (10.0, 0.1)]
+    >>> path = [{"up": jnp.full((1, 1), a), "down": jnp.full((1, 1), b)} for a, b in pairs]
+    >>> # At balanced points, from (2, 2) to (1, 1); and along the orbit.
+    >>> lengths = go.measure.quotient_arc_length(path, gauge)
+    >>> [round(float(x), 3) for x in lengths]
     [1.414, 0.0, 0.0]
 
     Reference: DDC §2.1, the quotient arc length. Deviation: rotations have no representative that moves smoothly; the
@@ -289,7 +290,8 @@ def rate_table(
       ValueError: arrays of different lengths.
 
     >>> lengths = jnp.logspace(0, -2, 30)
-    >>> read = {"mlp": {"σ_min": lengths**2, "rank": 1.0 / lengths}, "head": {"σ_min": lengths}}
+    >>> read = {"mlp": {"σ_min": lengths**2, "rank": 1.0 / lengths}}
+    >>> read["head"] = {"σ_min": lengths}
     >>> print(go.measure.rate_table(lengths, read))
     layer  σ_min  rank
     mlp    2.00   (values do not fall)

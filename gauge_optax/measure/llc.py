@@ -1,0 +1,191 @@
+"""The local learning coefficient: how much of the parameter space near a minimum has a low loss.
+
+The volume of {loss < loss* + ε} near a minimum falls like ε^λ, up to logarithms; λ is the local learning coefficient,
+d/2 at a regular minimum of d parameters and less at a singular one. Samples from exp(−nβ·loss) near the minimum have a
+mean excess loss of λ/nβ. They are drawn by stochastic gradient Langevin dynamics, with a pull back to the minimum:
+
+    Δw = −(lr/2)·(nβ·∇loss(w) + localization·(w − w*)) + √lr·noise
+
+λ itself is the same at all weights of one function; this estimate of it is not, because steps, noise and pull depend on
+the scale of each leaf. With gauges, the chain starts from the point of least norm on the orbit of w*, and after every
+step returns to the slice through that point, along the orbit: the pull is toward the orbit of w*, noise along orbits
+has no effect, and all weights of one function get one number.
+References: Lau et al. 2023, arXiv:2308.12108, Eq. (13) and Alg. 1; Watanabe 2009. The names of the arguments are those
+of devinterp.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from gauge_optax.binding import binding_error, leaves_by_path, with_leaves
+from gauge_optax.gauges.gauge import Gauges, Product, product
+from gauge_optax.measure._metric import Leaves, entered, moves, stored
+from gauge_optax.slice import SlicePoint, SliceTangent
+
+
+class LLC(NamedTuple):
+    """Estimates of a local learning coefficient.
+
+    Attributes:
+      mean: over chains.
+      std: the standard deviation over chains; 0 for one chain.
+      per_chain: one estimate per chain, (chains,).
+      losses: the loss at every draw, (chains, draws): it must not fall below `initial_loss` for long, nor still rise.
+      initial_loss: at the minimum.
+    """
+
+    mean: jax.Array
+    std: jax.Array
+    per_chain: jax.Array
+    losses: jax.Array
+    initial_loss: jax.Array
+
+
+def llc(
+    loss: Callable[[Any, Any], jax.Array],
+    params: Any,
+    batches: Sequence[Any],
+    key: jax.Array,
+    gauges: Gauges | None = None,
+    *,
+    n_beta: float,
+    lr: float,
+    localization: float = 1.0,
+    num_chains: int = 4,
+    num_draws: int = 200,
+    num_burnin_steps: int = 0,
+    num_steps_bw_draws: int = 1,
+) -> LLC:
+    """The local learning coefficient at a minimum, by Langevin dynamics.
+
+    Args:
+      loss: (params, batch) to a scalar, the mean negative log-likelihood of the batch.
+      params: the minimum, floating leaves in float32 or better.
+      batches: values that `loss` accepts, alike in structure and shapes. A step takes one, drawn at random.
+      key: a PRNG key.
+      gauges: for the gauge-invariant form, a gauge or a sequence of them, meaning their product; None for the plain.
+      n_beta: n·β, the number of samples times the inverse temperature; Watanabe's choice is n/log n.
+      lr: step size of the chain. Stable where lr·n_beta·curvature < 4, and exact as it goes to zero.
+      localization: strength γ of the pull toward the minimum, or toward its orbit.
+      num_chains: independent chains.
+      num_draws: losses that are read per chain.
+      num_burnin_steps: steps before the first.
+      num_steps_bw_draws: steps per draw.
+
+    Returns:
+      n_beta·(mean loss − loss at the minimum), per chain and their mean.
+
+    Raises:
+      ValueError: no batch, or batches that differ in shape; counts below 1; bindings that do not fit.
+
+    >>> quadratic = lambda p, x: 0.5 * jnp.mean(jnp.sum((x * p["w"]) ** 2, -1))
+    >>> found = go.measure.llc(
+    ...     quadratic, {"w": jnp.zeros(4)}, [jnp.ones((1, 4))], jax.random.key(0),
+    ...     n_beta=1e3, lr=1e-4, num_draws=5000, num_burnin_steps=500,
+    ... )  # fmt: skip
+    >>> # A regular minimum of 4 parameters: d/2.
+    >>> bool(abs(found.mean - 2.0) < 0.2)
+    True
+
+    Reference: Lau et al. 2023. Deviation: the gauge-invariant form is of this package. It keeps λ, because the loss is
+    constant along orbits. Channels that are zero at w* are sampled as without gauges; a rotation whose heads have less
+    than full rank at w* has no frame there, and twins by it can differ.
+    """
+    batches = list(batches)
+    if not batches or any(jax.tree.map(jnp.shape, x) != jax.tree.map(jnp.shape, batches[0]) for x in batches[1:]):
+        raise binding_error(
+            "llc", "batches that cannot be stacked", "none" if not batches else "batches of different shapes",
+            "one batch or more, alike in shape", "drop the last, smaller batch",
+        )  # fmt: skip
+    counts = {"num_chains": num_chains, "num_draws": num_draws, "num_steps_bw_draws": num_steps_bw_draws}
+    for name, count in counts.items():
+        if count < 1:
+            raise binding_error("llc", "nothing to draw", f"{name}={count}", "at least 1", f"pass {name}=1")
+    stacked = jax.tree.map(lambda *x: jnp.stack(x), *batches)
+    keys = jax.random.split(key, num_chains)
+    losses, initial = _chains(
+        loss, None if gauges is None else product(gauges), (num_draws, num_burnin_steps, num_steps_bw_draws),
+        params, stacked, keys, (n_beta, lr, localization),
+    )  # fmt: skip
+    per_chain = n_beta * (jnp.mean(losses, 1) - initial)
+    return LLC(jnp.mean(per_chain), jnp.std(per_chain, ddof=int(num_chains > 1)), per_chain, losses, initial)
+
+
+class _Chart(NamedTuple):
+    """Where a chain moves: all leaves, with those that gauges bind held on the slice through the starting point.
+
+    Attributes:
+      start: the first point, leaves by path.
+      back: the point after a step from one point toward another.
+      tree: parameters of a point.
+    """
+
+    start: Leaves
+    back: Callable[[Leaves, Leaves], Leaves]
+    tree: Callable[[Leaves], Any]
+
+
+def _chart(params: Any, group: Product | None) -> _Chart:
+    leaves = {path: x for path, x in leaves_by_path(params).items() if jnp.issubdtype(x.dtype, jnp.floating)}
+    if group is None:
+        return _Chart(leaves, lambda before, after: after, lambda point: with_leaves(params, point))
+    s = group._slice(params)
+    values = s.values(params)
+    to_slice, to_balanced = moves(group, params, "balanced")
+    masks = s.read(values).masks
+
+    def back(before: Leaves, after: Leaves) -> Leaves:
+        # The slice through the balanced point is that of the gauges, moved by one element.
+        ends = [dict(s.leave_point(to_balanced, SlicePoint({p: x[p] for p in values}))) for x in (before, after)]
+        fixed = s.fix(ends[1], masks)
+        step = s.hold(SlicePoint(ends[0]), SliceTangent({p: fixed[p] - ends[0][p] for p in values}))
+        return after | dict(s.enter(to_balanced, {p: ends[0][p] + step[p] for p in values}))
+
+    start = leaves | entered(s, [to_slice, to_balanced], values)
+    bound = dict.fromkeys(values)
+    return _Chart(
+        start, back, lambda point: with_leaves(params, point | stored(s, {path: point[path] for path in bound}))
+    )
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2))
+def _chains(
+    loss: Callable[[Any, Any], jax.Array], group: Product | None, counts: tuple[int, int, int], params: Any,
+    stacked: Any, keys: jax.Array, sizes: tuple[float, float, float],
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    """Losses at the draws, (chains, draws), and the loss at the minimum."""
+    num_draws, num_burnin_steps, num_steps_bw_draws = counts
+    n_beta, lr, localization = sizes
+    chart = _chart(params, group)
+    number = len(jax.tree.leaves(stacked)[0])
+
+    def at(point: Leaves, batch: Any) -> jax.Array:
+        return loss(chart.tree(point), batch)
+
+    def step(point: Leaves, key: jax.Array) -> tuple[Leaves, jax.Array]:
+        which, noise = jax.random.split(key)
+        batch = jax.tree.map(lambda x: x[jax.random.randint(which, (), 0, number)], stacked)
+        value, gradient = jax.value_and_grad(at)(point, batch)
+        drawn = zip(point, jax.random.split(noise, len(point)), strict=True)
+        after = {
+            path: x - 0.5 * lr * (n_beta * gradient[path] + localization * (x - chart.start[path]))
+            + jnp.sqrt(lr) * jax.random.normal(own, x.shape, x.dtype)
+            for (path, own), x in zip(drawn, point.values(), strict=True)
+        }  # fmt: skip
+        return chart.back(point, after), value
+
+    def draw(point: Leaves, key: jax.Array) -> tuple[Leaves, jax.Array]:
+        point, values = jax.lax.scan(step, point, jax.random.split(key, num_steps_bw_draws))
+        return point, values[-1]
+
+    def chain(key: jax.Array) -> jax.Array:
+        burnin, rest = jax.random.split(key)
+        point, _ = jax.lax.scan(step, chart.start, jax.random.split(burnin, num_burnin_steps))
+        return jax.lax.scan(draw, point, jax.random.split(rest, num_draws))[1]
+
+    initial = jnp.mean(jax.lax.map(lambda batch: at(chart.start, batch), stacked))
+    return jax.vmap(chain)(keys), initial

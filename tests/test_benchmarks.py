@@ -14,6 +14,7 @@ import pytest
 import gauge_optax as go
 from benchmarks import (
     compare,
+    curvature,
     discover_times,
     exactness,
     first_step,
@@ -289,3 +290,14 @@ def test_choices_of_a_point_are_timed(tmp_path: Path) -> None:
     rows = orbit.main([*size, "--only", "R2", "--out", str(tmp_path)])["rows"]
     assert set(rows) == {"rotate, R1 and R2, untied", "rotate, R1 and R2, untied, donated"}
     assert all(row["seconds"] > 0 and row["change"] <= 1e-5 for row in rows.values())
+
+
+def test_curvature_is_timed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matfree")
+    sizes = ["--layers", "1", "--width", "64", "--vocab", "32", "--tokens", "16", "--steps", "3", "--probes", "2"]
+    curvature.main([*sizes, "--out", str(tmp_path)])
+    result = json.loads((tmp_path / "curvature.json").read_text())
+    assert set(result["rows"]) == set(curvature.NAMES) and result["samples"] >= 100 * result["parameters"]
+    assert all(row["seconds"] > 0 for row in result["rows"].values())
+    page = (tmp_path / "curvature.md").read_text()
+    assert page in capsys.readouterr().out and "Lanczos on the quotient" in page

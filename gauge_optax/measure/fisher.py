@@ -28,6 +28,7 @@ import numpy as np
 from gauge_optax.binding import binding_error, leaves_by_path, with_leaves
 from gauge_optax.binding.paths import match
 from gauge_optax.gauges.gauge import Gauges, Product, product
+from gauge_optax.linalg import symmetric_eigen
 from gauge_optax.measure._metric import across, across_dual, check_at, perpendicular, point_of, tangent_of
 
 _PER_DIMENSION = 100  # labels per parameter, the DDC paper's N ≥ 100·d
@@ -284,10 +285,10 @@ class Operator:
             decompose = decomp.tridiag_sym(steps, materialize=True, custom_vjp=False)
             if vectors:
                 return eig.eigh_partial(decompose)(self._rule.multiply, start, arrays)
-            return jnp.linalg.eigvalsh(decompose(self._rule.multiply, start, arrays).J_small), None
+            return symmetric_eigen(decompose(self._rule.multiply, start, arrays).J_small)[0], None
 
         values, found = jax.jit(run)(start, self._arrays)
-        return Eigen(values[::-1], None if found is None else jax.vmap(self._flat)(found)[::-1])
+        return Eigen(values, None) if found is None else Eigen(values[::-1], jax.vmap(self._flat)(found)[::-1])
 
     def nystrom(self, key: jax.Array, rank: int) -> Eigen:
         """A low-rank approximation from products with `rank` random vectors: its eigenvalues are at most the true ones.
@@ -316,11 +317,10 @@ class Operator:
             return self @ vector
 
         left, _, shift = approximate(product_of, probes)
-        gram = left.T @ left
-        values, turn = jnp.linalg.eigh(0.5 * (gram + gram.T))
-        kept = values > jnp.finfo(values.dtype).eps * len(values) * values[-1]
-        vectors = jnp.where(kept[:, None], (left @ (turn / jnp.sqrt(jnp.where(kept, values, 1.0)))).T, 0.0)
-        return Eigen(jnp.where(kept, values - shift, 0.0)[::-1], vectors[::-1])
+        values, turn = symmetric_eigen(left.T @ left)
+        kept = values > jnp.finfo(values.dtype).eps * len(values) * values[0]
+        vectors = (left @ (turn / jnp.sqrt(jnp.where(kept, values, 1.0)))).T
+        return Eigen(jnp.where(kept, values - shift, 0.0), jnp.where(kept[:, None], vectors, 0.0))
 
     def trace(self, key: jax.Array, probes: int = 16) -> Estimate:
         """The trace by random signs (Hutchinson), one product and one vector in memory per probe.

@@ -68,7 +68,7 @@ def _gauges(widths: Sequence[int]) -> list[go.Gauge]:
     return [go.rescale({f"w{k}": "_ channel"}, {f"w{k + 1}": "channel _"}) for k in range(len(widths) - 2)]
 
 
-SAMPLED = dict(n_beta=1e4, lr=5e-6, localization=10.0)
+SAMPLED = dict(n_beta=3e4, lr=1.5e-6, localization=10.0)
 
 
 @pytest.mark.parametrize("invariant", [False, True], ids=["plain", "invariant"])
@@ -82,7 +82,7 @@ def test_deep_linear_networks_have_their_coefficient(
     assert expected < 0.55 * dimensions / 2
     found = go.measure.llc(
         _loss, params, [_product(params)], KEY, _gauges(widths) if invariant else None, **SAMPLED,
-        num_chains=8, num_burnin_steps=10_000, num_draws=2_000, num_steps_bw_draws=15,
+        num_chains=8, num_burnin_steps=10_000, num_draws=2_000, num_steps_bw_draws=20,
     )  # fmt: skip
     assert float(found.mean) == pytest.approx(expected, rel=0.1)
     assert found.per_chain.shape == (8,) and found.losses.shape == (8, 2000)

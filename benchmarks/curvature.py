@@ -92,7 +92,7 @@ def page(result: dict[str, Any]) -> str:
         lines.append(f"| {NAMES[name]} | {row['seconds']:.1f} | {row['peak']:.1f} | {read} |")
     lines += [
         "",
-        "Lanczos reads the largest eigenvalues. Its peak is one vector per step; no array has d × d numbers.",
+        "Lanczos reads the largest eigenvalues. It takes two or three vectors per step; no array has d × d numbers.",
         "",
     ]
     return "\n".join(lines)

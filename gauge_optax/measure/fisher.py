@@ -268,7 +268,7 @@ class Operator:
 
         Args:
           key: a PRNG key.
-          steps: products, and vectors of d numbers in memory; at most d.
+          steps: products, with two or three vectors of d numbers in memory each; at most d are taken.
           vectors: whether to return eigenvectors, which take as much memory again.
 
         Returns:
@@ -279,7 +279,7 @@ class Operator:
         """
         decomp, eig = _matfree("decomp"), _matfree("eig")
         start = self._split(self._probe(key, jax.random.normal))
-        steps = min(steps, self._rank_at_most())
+        steps = min(steps, self._most_steps())
 
         def run(start: Leaves, arrays: _Arrays) -> Any:
             decompose = decomp.tridiag_sym(steps, materialize=True, custom_vjp=False)
@@ -347,7 +347,7 @@ class Operator:
           key: a PRNG key.
           damping: added to every eigenvalue; dead directions count log(damping) each.
           probes: at least 2.
-          steps: of Lanczos per probe, and vectors of d numbers in memory.
+          steps: of Lanczos per probe, with two or three vectors of d numbers in memory each.
 
         Returns:
           The mean over probes and its standard error, which knows nothing of too few steps.
@@ -361,7 +361,7 @@ class Operator:
                 self.name, "no log-determinant", f"damping={damping}", "a positive number", "pass damping=1e-3"
             )
         decomp, funm = _matfree("decomp"), _matfree("funm")
-        steps = min(steps, self._rank_at_most())
+        steps = min(steps, self._most_steps())
 
         def damped(vector: Leaves, arrays: _Arrays) -> Leaves:
             return jax.tree.map(lambda x, y: x + damping * y, self._rule.multiply(vector, arrays), vector)
@@ -388,7 +388,7 @@ class Operator:
         """A random vector (d,), on the space that the operator acts on."""
         return draw(key, (self.shape[0],), dtype=self._dtype)
 
-    def _rank_at_most(self) -> int:
+    def _most_steps(self) -> int:
         return self.shape[0]
 
     def _estimate(self, key: jax.Array, probes: int, run: Callable[[Leaves, _Arrays], jax.Array]) -> Estimate:
@@ -657,7 +657,7 @@ class Quotient(Operator):
         drawn = self._split(super()._probe(key, draw))
         return self._flat(_perpendicular(self._rule, drawn, self._arrays))
 
-    def _rank_at_most(self) -> int:
+    def _most_steps(self) -> int:
         # Lanczos must not leave the space: there its vectors would be roundoff.
         gauges = product(self._rule.gauges or ())
         return max(1, self.shape[0] - gauges.dim(self._arrays.params))
@@ -757,7 +757,7 @@ def _arrays(name: str, params: Any, batches: Sequence[Any], only: str | Sequence
     if not batches:
         raise binding_error(name, "no batches", "an empty list", "at least one batch", "pass a list of batches")
     floating = {p: x for p, x in leaves_by_path(params).items() if jnp.issubdtype(jnp.result_type(x), jnp.floating)}
-    leaves = {path: jnp.asarray(x, jnp.promote_types(x.dtype, jnp.float32)) for path, x in floating.items()}
+    leaves = {path: jnp.asarray(x, jnp.promote_types(jnp.result_type(x), jnp.float32)) for path, x in floating.items()}
     patterns = [only] if isinstance(only, str) else only
     selected = leaves
     if patterns is not None:

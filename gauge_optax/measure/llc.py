@@ -130,7 +130,8 @@ class _Chart(NamedTuple):
 
 
 def _chart(params: Any, group: Product | None) -> _Chart:
-    leaves = {path: x for path, x in leaves_by_path(params).items() if jnp.issubdtype(x.dtype, jnp.floating)}
+    leaves = {path: jnp.asarray(x) for path, x in leaves_by_path(params).items()}
+    leaves = {path: x for path, x in leaves.items() if jnp.issubdtype(x.dtype, jnp.floating)}
     if group is None:
         return _Chart(leaves, lambda before, after: after, lambda point: with_leaves(params, point))
     s = group._slice(params)

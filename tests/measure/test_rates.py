@@ -165,12 +165,12 @@ def _on_quotient(way: dict[str, np.ndarray], channels: Any, last: int) -> KLOrde
     return go.measure.kl_order(lengths, fisher)
 
 
-def _as_stored(way: dict[str, np.ndarray], channel: int, last: int) -> KLOrder:
+def _as_stored(way: dict[str, np.ndarray], channel: int, last: int, end: tuple[float, float]) -> KLOrder:
     """The same without gauges: the way of u and v, and the Fisher along the direction of both at the start."""
     at = np.unique(np.linspace(0, last, 30).astype(int))
     u, v = (way[name][at, channel] for name in "uv")
-    lengths = np.concatenate([np.cumsum(np.hypot(np.diff(u), np.diff(v))[::-1])[::-1], [0.0]])
-    return go.measure.kl_order(lengths, (v * u[0] + u * v[0]) ** 2)
+    steps = np.append(np.hypot(np.diff(u), np.diff(v)), np.hypot(u[-1] - end[0], v[-1] - end[1]))
+    return go.measure.kl_order(np.cumsum(steps[::-1])[::-1], (v * u[0] + u * v[0]) ** 2)
 
 
 CHANNELS = range(0, 56, 8)
@@ -193,7 +193,15 @@ def test_ddc_recovers_the_order_of_every_channel_and_of_all_together(x64: None) 
 
 
 def test_adamws_drifting_read_is_rejected(x64: None) -> None:
-    way = _trained(optax.adamw(CONFIG.learning_rate, weight_decay=0.0), 1000)
+    """In the coordinates that are stored, u/v drifts on the way; DDC that keeps it reads the order there as well."""
+    way = _trained(optax.adamw(CONFIG.learning_rate, weight_decay=0.0), 4000)
     for channel in CHANNELS:
-        assert not _as_stored(way, channel, 999).readable
+        end = way["u"][-1, channel], way["v"][-1, channel]
+        assert min(np.abs(end)) < 1e-12  # it has arrived
+        for last in (100, 300, 999):
+            assert not _as_stored(way, channel, last, end).readable
     assert not _on_quotient(way, slice(None), 999).readable
+    held = _trained(go.ddc_adamw(1e-4, RESCALE, weight_decay=0.0, rest="balanced"), 900)
+    for channel in CHANNELS:
+        found = _as_stored(held, channel, 899, (0.0, 0.0))
+        assert found.readable and found.order == pytest.approx(2.0, rel=0.05), str(found)

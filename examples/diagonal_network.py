@@ -61,6 +61,7 @@ def make(c: Config, seed: int) -> tuple[Params, Data]:
     return {"u": c.start * jnp.exp(log_scale), "v": c.start * jnp.exp(-log_scale)}, data
 
 
+BALANCED, PRINTED = "DDC, balanced rest", "DDC, as printed"
 GAUGE = go.rescale(up={"u": "channel"}, down={"v": "channel"})
 
 
@@ -89,6 +90,8 @@ def build(c: Config) -> Study:
         "SGD": Arm(optax.sgd(c.sgd_rate)),
         "AdamW": Arm(adamw),
         "DDC": Arm(ddc),
+        BALANCED: Arm(go.ddc_adamw(c.learning_rate, GAUGE, weight_decay=0.0, rest="balanced")),
+        PRINTED: Arm(go.ddc_adamw(c.learning_rate, GAUGE, weight_decay=0.0, preset="paper")),
         f"AdamW{AS_DRAWN}": Arm(adamw, as_drawn),
         f"DDC{AS_DRAWN}": Arm(ddc, as_drawn),
     }
@@ -121,6 +124,9 @@ def section(result: Result) -> str:
             report.table(result, columns),
             f"With inputs as drawn, {report.containment(result, *drawn, 'drift', 'drawn_loss')} With whitened ones, "
             f"{report.containment(result, 'AdamW', 'DDC', 'drift')} {_sgd(result)}",
+            "In the paper's coordinate, log|u| − log|v|, DDC at the anchor's rest moves too: v takes all growth. "
+            f"{report.containment(result, 'AdamW', BALANCED, 'ratio')} "
+            f"{report.containment(result, 'AdamW', PRINTED, 'ratio')}",
         ]
     )
 

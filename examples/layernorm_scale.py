@@ -64,6 +64,7 @@ def make(c: Config, seed: int) -> tuple[Params, Data]:
     return start, (x, network({"gamma": gamma, "w": teacher}, x))
 
 
+BALANCED, PRINTED = "DDC, balanced rest", "DDC, as printed"
 GAUGE = go.norm_scale({"gamma": "channel"}, into={"w": "channel _"})
 
 
@@ -86,6 +87,8 @@ def build(c: Config) -> Study:
         "DDC": Arm(go.ddc_adamw(c.learning_rate, GAUGE, weight_decay=c.weight_decay)),
         "AdamW, strong decay": Arm(optax.adamw(c.learning_rate, weight_decay=c.strong_decay)),
         "DDC, strong decay": Arm(go.ddc_adamw(c.learning_rate, GAUGE, weight_decay=c.strong_decay)),
+        BALANCED: Arm(go.ddc_adamw(c.learning_rate, GAUGE, weight_decay=c.weight_decay, rest="balanced")),
+        PRINTED: Arm(go.ddc_adamw(c.learning_rate, GAUGE, weight_decay=c.weight_decay, preset="paper")),
     }
     return Study("layernorm_scale", arms, functools.partial(make, c), loss, observe)
 
@@ -115,6 +118,9 @@ def section(result: Result) -> str:
             report.table(result, columns),
             f"{report.containment(result, 'AdamW', 'DDC', 'drift')} Under strong decay: "
             f"{report.containment(result, 'AdamW, strong decay', 'DDC, strong decay', 'drift')}",
+            "In the paper's coordinate, log γ − log‖W‖, DDC at the anchor's rest moves *more* than AdamW: W takes all "
+            f"growth. {report.containment(result, 'AdamW', BALANCED, 'ratio')} "
+            f"{report.containment(result, 'AdamW', PRINTED, 'ratio')}",
         ]
     )
 

@@ -676,8 +676,8 @@ def quotient_fisher(operator: Operator, gauges: Gauges, at: str = "balanced") ->
         at the balanced point fall; at the slice point, those of the anchor's partner stay.
 
     Returns:
-      An operator on vectors of all entries, which stays perpendicular to the orbit. Its `dense()` and `eigenvalues()` are
-      in an orthonormal basis of `dim` vectors, the rows of `basis()`; `enter(tangent)` carries a tangent there.
+      An operator on vectors of all entries, which stays perpendicular to the orbit. Its `dense()` and `eigenvalues()`
+      are in an orthonormal basis of `dim` vectors, the rows of `basis()`; `enter(tangent)` carries a tangent there.
 
     Raises:
       ValueError: a `Hessian`, which has no zeros along orbits away from a minimum; leaves that are not selected;

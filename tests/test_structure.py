@@ -131,8 +131,8 @@ def test_all_is_grouped_and_whole_and_the_reference_has_the_same_names() -> None
     assert set(go.__all__) == public | {"measure", "testing"}
     pages = [path for paths in symbols.paths().values() for path in paths]
     assert len(set(pages)) == len(pages)
-    operators = {f"gauge_optax.measure.{name}" for name in ("EmpiricalFisher", "Fisher", "GGN", "Hessian")}
-    assert set(pages) == set(FUNCTIONS) | {"gauge_optax.Gauge"} | operators
+    classes = {f"gauge_optax.measure.{name}" for name in ("EmpiricalFisher", "Fisher", "GGN", "Hessian", "Recorder")}
+    assert set(pages) == set(FUNCTIONS) | {"gauge_optax.Gauge"} | classes
     assert "gauge_optax.rescale" in FUNCTIONS
     assert "gauge_optax.measure.vertical_motion" in FUNCTIONS
     assert "gauge_optax.testing.assert_invariant" in FUNCTIONS

@@ -15,6 +15,7 @@ from gauge_optax.measure.live import slice_norms
 from gauge_optax.measure.llc import llc
 from gauge_optax.measure.motion import drift, vertical_motion
 from gauge_optax.measure.rates import kl_order, power_law, quotient_arc_length, rate_table
+from gauge_optax.measure.recorder import Recorder
 from gauge_optax.measure.second_order import second_order_leakage
 from gauge_optax.measure.sensitivity import gauge_sensitivity
 from gauge_optax.measure.shrink import gram_evolution
@@ -35,6 +36,7 @@ __all__ = [
     "EmpiricalFisher",
     "Fisher",
     "Hessian",
+    "Recorder",
     "adam_factors",
     "adam_precondition",
     "axis_alignment",

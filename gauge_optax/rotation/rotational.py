@@ -80,8 +80,9 @@ def rotational(
       q = p + \eta_r\, n\, \frac{\Delta}{\sqrt{\nu/(1 - \beta^t) + \epsilon}}
 
     Args:
-      inner: a whole optimizer, its learning rate included. The decay that it applies to p is along p and drops out;
-        leaves that `blocks` do not list get its update unchanged, decay included.
+      inner: a whole optimizer, its learning rate included. A decoupled decay of p is along p and drops out. One that
+        goes through a momentum (ℓ2) is along earlier p, and drops out up to their angle to p: with SGD one step is
+        7e-6 off the paper's Algorithm 1. Leaves that `blocks` do not list get `inner`'s update, decay included.
       blocks: path → axes, as in gauges. Named axes count vectors, and a vector spans the axes `_`: `"_ channel"` for a
         neuron per output, `"_ head _"` for a vector per head, `"_ _"` for one per layer.
       learning_rate: inner's, a number or a schedule.

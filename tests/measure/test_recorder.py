@@ -1,0 +1,73 @@
+"""`Recorder`: a run that is killed at any moment and started again leaves the file of an unbroken one."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import gauge_optax as go
+
+GAUGE = go.rescale({"up": "_ channel"}, {"down": "channel _"})
+START = {"up": jnp.ones((2, 3)), "down": jnp.full((3, 2), 0.5)}
+TX = go.quotient(optax.adamw(0.05), GAUGE)
+
+
+def loss(p: Any) -> jax.Array:
+    return jnp.sum((jax.nn.relu(jnp.array([1.0, 2.0]) @ p["up"]) @ p["down"] - 1.0) ** 2)
+
+
+@jax.jit
+def step(params: Any, state: Any) -> Any:
+    updates, state = TX.update(jax.grad(loss)(params), state, params)
+    return optax.apply_updates(params, updates), state
+
+
+def recorder(path: Path, every: int = 3) -> go.measure.Recorder:
+    readings = {
+        "loss": loss,
+        "drift": lambda p: go.measure.drift(START, p, GAUGE)[0][""],
+        "rank": lambda p: go.measure.effective_rank(p["up"]),
+    }
+    return go.measure.Recorder(path, readings, every, 10, progress=False)
+
+
+def train(record: go.measure.Recorder, stop: int = 99) -> None:
+    params, state = START, TX.init(START)
+    for number in record.run():
+        record.record(number, params)
+        if number == stop:
+            return
+        params, state = step(params, state)
+
+
+def test_records_are_at_the_cadence_and_at_both_ends(tmp_path: Path) -> None:
+    record = recorder(tmp_path / "run.jsonl")
+    train(record)
+    assert [row["step"] for row in record.rows] == [0, 3, 6, 9, 10]
+    assert record.rows[-1]["loss"] < record.rows[0]["loss"] and len(record.rows[0]["drift"]) == 3
+    assert recorder(tmp_path / "run.jsonl").rows == record.rows
+
+
+@pytest.mark.parametrize("stop", [0, 4, 9])
+@pytest.mark.parametrize("cut", [0, 1, 7])
+def test_a_killed_run_ends_with_the_same_file(tmp_path: Path, stop: int, cut: int) -> None:
+    whole, killed = tmp_path / "whole.jsonl", tmp_path / "killed.jsonl"
+    train(recorder(whole))
+    train(recorder(killed), stop)
+    killed.write_text(killed.read_text()[: len(killed.read_text()) - cut])  # killed while it wrote
+    train(recorder(killed))
+    assert killed.read_text() == whole.read_text()
+
+
+def test_a_file_of_another_run_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    train(recorder(path))
+    with pytest.raises(ValueError, match=r"(?s)of another run.*delete the file"):
+        recorder(path, every=4)
+    with pytest.raises(ValueError, match="of another run"):
+        go.measure.Recorder(path, {"norm": jnp.sum}, 3, 10)
+    with pytest.raises(ValueError, match="cadence"):
+        go.measure.Recorder(tmp_path / "other.jsonl", {}, 0, 10)

@@ -60,12 +60,14 @@ class Frame(NamedTuple):
       elements: the frame F, one element per instance: gauge label (`Slice.labels`) → instance key → element.
       live: one mask of channels per instance with anchors, in the order of `Slice.order`. A channel is live if its
         first anchor was not zero at `init`; only live channels are fixed at every step.
-      ratios: under `quotient(..., rest="balanced")`, `log_ratios` of the slice point; else ().
+      ratios: under `quotient(..., rest="balanced")`, `log_ratios` of the slice point at `init`; else ().
+      start: the elements at `init`, if steps change `elements`; else ().
     """
 
     elements: dict[str, dict[str, Any]]
     live: tuple[jax.Array, ...]
     ratios: tuple[jax.Array, ...] = ()
+    start: Any = ()
 
 
 class Place(NamedTuple):
@@ -441,7 +443,11 @@ class Slice:
     # Reading a point --------------------------------------------------------------------------------------
 
     def read(
-        self, values: Arrays, turning: bool = True, reader: Callable[[type[Turn]], Any] = lambda kind: kind.read_all
+        self,
+        values: Arrays,
+        turning: bool = True,
+        reader: Callable[[type[Turn]], Any] = lambda kind: kind.read_all,
+        means: bool = True,
     ) -> "FrameOfPoint":
         """The frame of any point. A channel whose anchors are all zero reads as the identity.
 
@@ -449,6 +455,7 @@ class Slice:
           values: bound leaves.
           turning: whether to read rotations. If False, they are the identity.
           reader: class of rotations → its method that reads them; None for rotations that are to be the identity.
+          means: whether to read shifts. If False, `with_means` is to follow.
         """
         elements, masks, point = self._read_sizes(self.centred(values))
         if any(i.targets for i in self.instances):  # what was moved into a centred leaf
@@ -464,9 +471,9 @@ class Slice:
                     elements[number] = instance.compose(elements[number], turn) if instance.anchors else turn
                     # Heads are read where the residual stream has its slice basis, because their rows lie in it.
                     point = point if instance.turn.of_heads else instance.enter(turn, point)
-        return FrameOfPoint(self._with_means(elements, values), tuple(masks))
+        return FrameOfPoint(self.with_means(elements, values) if means else tuple(elements), tuple(masks))
 
-    def _with_means(self, elements: Sequence[Any], values: Arrays) -> tuple[Any, ...]:
+    def with_means(self, elements: Sequence[Any], values: Arrays) -> tuple[Any, ...]:
         """Reads the shifts into a copy of `elements`: each one after every instance that acts after it is undone."""
         elements = list(elements)
         if not any(i.effect == "shift" or i.keeps_place for i in self.instances):
@@ -654,7 +661,7 @@ class Slice:
     def balanced(self, params: Any) -> tuple[Any, ...]:
         """The element, per instance, that maps the point of least norm on the orbit to this point."""
         values = self.values(params)
-        return self._with_means(_balanced(self, self.centred(values)), values)
+        return self.with_means(_balanced(self, self.centred(values)), values)
 
     # Whether gauges commute -------------------------------------------------------------------------------
 

@@ -124,12 +124,13 @@ def quotient_for(
             step, frame = s.leave(f, tangent), state.frame  # F·(θ̂′ − θ̂)
         else:
             end = SlicePoint(jax.tree.map(jnp.add, dict(point), dict(tangent)))
-            # F takes from the ratio of both sides what the step on the slice added to it.
-            before, ratios = state.frame.ratios or s.log_ratios(point), s.log_ratios(end)
-            rested = s.with_log_ratios(f, jax.tree.map(jnp.subtract, before, ratios))
+            # F takes from the ratio of both sides what has been added to it on the slice since `init`: no roundoff of
+            # earlier steps adds up.
+            first = s.elements(Frame(state.frame.start, ()))
+            rested = s.with_log_ratios(first, jax.tree.map(jnp.subtract, state.frame.ratios, s.log_ratios(end)))
             ends = (s.leave_point(elements, x) for elements, x in ((rested, end), (f, point)))
             step = jax.tree.map(jnp.subtract, *ends)  # F′·θ̂′ − F·θ̂
-            frame = s.frame(rested, state.frame.live)._replace(ratios=ratios)
+            frame = state.frame._replace(elements=s.frame(rested, ()).elements)
         return with_leaves(u, cast_like(step, updates)), QuotientState(frame, inner_state)
 
     def init(params: optax.Params) -> QuotientState:
@@ -140,7 +141,8 @@ def quotient_for(
             require_whole_gauges(name, Slice.of(group.parts, params), flags)
         if rest != "anchor" and not is_empty(params):
             s = Slice.of(group.parts, params)
-            frame = frame._replace(ratios=s.log_ratios(SlicePoint(s.vectors(point))))
+            start = jax.tree.map(jnp.copy, frame.elements)  # one buffer in two fields could not be donated
+            frame = frame._replace(ratios=s.log_ratios(SlicePoint(s.vectors(point))), start=start)
         return QuotientState(frame, state)
 
     return transformation(name, init, update, QuotientState, lambda p: QuotientState(placeholder(), inner.init(p)))

@@ -88,18 +88,25 @@ def canonicalize(
     on_tree, leaves = product(gauges)._slice(params), leaves_by_path(params)
     require_nonzero_norms(_NAME, on_tree, leaves)
     own = {path: leaves[path] for path in on_tree.added}
-    elements = _read(on_tree, heads, stream, signs, own)
+    elements = _with_means(on_tree, signs, _read(on_tree, heads, stream, signs, own), own)
     return with_leaves(params, (_entered_donated if donate else _entered)(on_tree, signs, elements, own))
 
 
-# Two programs: the second one starts when all copies that reading needs are gone.
+# Three programs: each starts when all copies that the one before it needs are gone.
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
 def _read(on_tree: Slice, heads: Basis, stream: Basis, signs: bool, leaves: dict[str, jax.Array]) -> tuple[Any, ...]:
     def reader(kind: Any) -> Any:
         choice = heads if kind.of_heads else stream
         return {"eigenbasis": kind.eigenbases, "anchor": kind.read_all, "stored": None}[choice]
 
-    return on_tree.read(_values(on_tree, signs, leaves), reader=reader).elements
+    return on_tree.read(_values(on_tree, signs, leaves), reader=reader, means=False).elements
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _with_means(
+    on_tree: Slice, signs: bool, elements: tuple[Any, ...], leaves: dict[str, jax.Array]
+) -> tuple[Any, ...]:
+    return on_tree.with_means(elements, _values(on_tree, signs, leaves))
 
 
 def _enter(

@@ -58,9 +58,13 @@ def _framed(move: Move, state: Any, outgoing: Outgoing) -> tuple[Any, Outgoing]:
             "give transport the optimizer's own list of gauges, identity elements for what does not move, and give "
             "go.gauge_fix the same list as the optimizer inside it",
         )  # fmt: skip
-    moved = move.group.compose(move.element, s.to_elements(s.elements(frame)))
-    moved_frame = s.frame(s.from_elements(moved), frame.live)._replace(ratios=frame.ratios)  # ratios are invariants
-    return state._replace(frame=moved_frame), after
+
+    def moved(elements: Any) -> Any:
+        after = move.group.compose(move.element, s.to_elements(s.elements(Frame(elements, ()))))
+        return s.frame(s.from_elements(after), ()).elements
+
+    start = moved(frame.start) if frame.start else frame.start  # its ratios are invariants
+    return state._replace(frame=frame._replace(elements=moved(frame.elements), start=start)), after
 
 
 def _hyperball(move: Move, state: Any, outgoing: Outgoing) -> tuple[Any, Outgoing]:

@@ -218,6 +218,14 @@ def test_rotations_help_where_folding_leaves_principal_axes() -> None:
         assert np.all(found["folded"] < found["plain"])
 
 
+def test_rotations_spread_an_outlier_of_the_stream() -> None:
+    """The committed runs: four-bit activations of networks that grew with one, where folding does not help."""
+    result = json.loads((Path(quantize.__file__).parent / "results" / "quantize.json").read_text())
+    for name in quantize.RATES:
+        found = quantize.rises(result, name, "grown", "W4A4")
+        assert np.all(found["R1"] < found["plain"]) and np.mean(found["folded"]) > np.mean(found["plain"])
+
+
 @pytest.mark.slow
 def test_probes_resume(tmp_path: Path) -> None:
     options = ["--pairs", "twins of 42", "--steps", "10"]

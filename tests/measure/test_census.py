@@ -78,11 +78,8 @@ def test_blocks_find_a_gauge_that_is_left_out(small: None, omitted: str, expecte
 
 
 @pytest.mark.slow
-def test_gauges_that_share_leaves_in_a_circle_explain_all_blocks(small: None) -> None:
+def test_gauges_that_share_leaves_explain_all_blocks(small: None) -> None:
     row = decoder({"mlp": "gelu"})
-    group = go.product(row.gauges)
-    with pytest.raises(ValueError, match="cyclic"):
-        group.horizontal(row.params, row.params)
     found = _counted(row, row.gauges)
     assert found.unexplained == 0 and sum(count.dead for count in found.blocks) > 200
     missing = [gauge for gauge in row.gauges if gauge.name != "key_bias"]

@@ -182,8 +182,8 @@ def paper_ddc(
             before_polar=lambda mean: s.project_turning(point, mean),
         )  # fmt: skip
         # Adam's steps are tangent again; a polar factor is taken as it is, but for lengths, which are radial.
-        tangent = s.centred(s.project_turning(point, without_lengths(sized, point, step)))
-        step = tangent | {path: without_lengths(sized, point, step)[path] for path in matrices}
+        step = without_lengths(sized, point, step)
+        step = s.centred(s.project_turning(point, step)) | {path: step[path] for path in matrices}
 
         sign = 1.0 if rate is None else -rate
         values = s.centred(point) | {p: x for p, x in leaves_by_path(params).items() if p not in point}

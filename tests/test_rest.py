@@ -91,6 +91,14 @@ def test_other_rests_are_refused() -> None:
         go.ddc_adamw(0.1, gauge, preset="paper", rest="balanced")
 
 
+def test_a_state_of_the_other_rest_is_refused() -> None:
+    gauge = go.rescale({"up": "_ channel"}, {"down": "channel _"})
+    params = {"up": jnp.ones((2, 3)), "down": jnp.ones((3, 2))}
+    state = go.quotient(optax.adam(0.1), gauge).init(params)
+    with pytest.raises(ValueError, match="a state made with rest='anchor'"):
+        go.quotient(optax.adam(0.1), gauge, rest="balanced").update(params, state, params)
+
+
 def test_a_state_goes_on_after_a_move(x64: None) -> None:
     """Transport moves the frame; the ratios are invariants, and go on to hold the new coordinate."""
     gauge = go.rescale({"up": "_ channel"}, {"down": "channel _"})

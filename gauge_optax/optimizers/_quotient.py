@@ -123,6 +123,11 @@ def quotient_for(
         if rest == "anchor":
             step, frame = s.leave(f, tangent), state.frame  # F·(θ̂′ − θ̂)
         else:
+            if not state.frame.start:
+                raise binding_error(
+                    name, "a state made with rest='anchor'", "no lengths of the start", "a state of rest='balanced'",
+                    "write rest='anchor', or start anew by tx.init(params)",
+                )  # fmt: skip
             end = SlicePoint(jax.tree.map(jnp.add, dict(point), dict(tangent)))
             # F takes from the ratio of both sides what has been added to it on the slice since `init`: no roundoff of
             # earlier steps adds up.

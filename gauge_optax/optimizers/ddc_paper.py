@@ -95,7 +95,8 @@ def paper_options(
         )  # fmt: skip
         raise binding_error(
             name, "an argument that preset='paper' does not take", found,
-            "vertical='frozen', no mask, and a number or a schedule as weight_decay", "drop the preset, or this",
+            "vertical='frozen', rest='anchor', no mask, and a number or a schedule as weight_decay",
+            "drop the preset, or this",
         )  # fmt: skip
     every = _RESET_EVERY if options.refresh_every is None else options.refresh_every
     return options._replace(paper=True, refresh_every=every)

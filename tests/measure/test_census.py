@@ -4,12 +4,15 @@ import functools
 import sys
 from typing import Any
 
+import chex
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import gauge_optax as go
-from benchmarks.certificates import LLAMA, Row, decoder
+from benchmarks.certificates import LLAMA, Row, decoder, design_block
 from gauge_optax.binding import leaves_by_path, with_leaves
 from gauge_optax.discovery.trace import walk
 from gauge_optax.measure import census as dense
@@ -128,3 +131,34 @@ def test_too_few_outputs_for_a_block_are_refused(small: None) -> None:
     row = _llama()
     with pytest.raises(ValueError, match="pass more batches"):
         go.census(row.fn, row.params, [np.zeros((1, 5), int)], row.gauges, block=250, progress=False)
+
+
+def test_the_designs_block_has_a_gauge_for_all_its_dead_directions(x64: None) -> None:
+    row = design_block()
+    found = go.census(row.fn, row.params, row.batches, row.gauges, progress=False)
+    assert (found.dead, found.explained, found.unexplained) == (126, 126, 0)
+    assert max(gauge.seen for gauge in found.gauges) < 1e-12
+    without = go.census(row.fn, row.params, row.batches, row.gauges[:-1], progress=False)
+    assert without.unexplained == row.gauges[-1].dim(row.params) == 6
+
+
+def test_a_gauge_of_the_streams_mean_makes_an_optimizer_blind_to_it(x64: None) -> None:
+    row = design_block()
+    gauge, tokens = row.gauges[-1], row.batches[0]
+    g, h = (gauge.sample(jax.random.key(seed), row.params) for seed in (1, 2))
+    twice = gauge.act(gauge.compose(g, h), row.params)
+    chex.assert_trees_all_close(twice, gauge.act(g, gauge.act(h, row.params)), rtol=1e-12, atol=1e-12)
+    back = gauge.act(gauge.inverse(g), gauge.act(g, row.params))
+    chex.assert_trees_all_close(back, row.params, rtol=1e-12, atol=1e-12)
+    read = gauge.compose(g, gauge.read(row.params))
+    chex.assert_trees_all_close(gauge.read(gauge.act(g, row.params)), read, rtol=1e-12, atol=1e-12)
+
+    def loss(params: Any) -> jax.Array:
+        logits = jax.nn.log_softmax(row.fn(params, tokens)[:, :-1])
+        return -jnp.mean(jnp.take_along_axis(logits, tokens[:, 1:, None], -1))
+
+    go.testing.assert_invariant(loss, row.params, gauge, jax.random.key(3), rtol=1e-12)
+    with pytest.raises(AssertionError):
+        go.testing.assert_equivariant_step(optax.adamw(1e-2), loss, row.params, gauge, jax.random.key(3), rtol=1e-10)
+    tx, none = go.quotient(optax.adamw(1e-2), gauge), ["key/bias"]  # whose gradient is roundoff
+    go.testing.assert_equivariant_step(tx, loss, row.params, gauge, jax.random.key(3), ignore=none, rtol=1e-10)

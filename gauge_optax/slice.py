@@ -265,33 +265,47 @@ class Slice:
             point = instance.enter(e, point)
         return SlicePoint(point)
 
-    def enter_tangent(self, elements: Sequence[Any], tangent: Arrays) -> SliceTangent:
-        """F⁻¹·u for a tangent u at the stored point."""
+    @functools.cached_property
+    def affine(self) -> bool:
+        """Whether all moves are affine. If not, steps and gradients move by the maps between points."""
+        return all(instance.affine for instance in self.instances)
+
+    def enter_tangent(self, elements: Sequence[Any], tangent: Arrays, point: SlicePoint) -> SliceTangent:
+        """F⁻¹·u for a tangent u at the stored point F·θ̂."""
+        if not self.affine:
+            stored = self.leave_point(elements, point)
+            return SliceTangent(jax.jvp(lambda x: dict(self.enter(elements, x)), (stored,), (tangent,))[1])
         for instance, e in reversed(list(self._moves(elements, True))):
             tangent = instance.push(instance.inverse(e), tangent)
         return SliceTangent(tangent)
+
+    def enter_step(self, elements: Sequence[Any], step: Arrays, point: SlicePoint) -> SliceTangent:
+        """The step between slice points that `leave` turns into this step from F·θ̂."""
+        if self.affine:
+            return self.enter_tangent(elements, step, point)
+        end = self.enter(elements, jax.tree.map(jnp.add, self.leave_point(elements, point), step))
+        return SliceTangent(jax.tree.map(jnp.subtract, dict(end), dict(point)))
 
     def enter_dual(
         self,
         elements: Sequence[Any],
         gradient: Arrays,
+        point: SlicePoint,
         turning: bool = True,
         without_shifts: bool = True,
-        point: SlicePoint | None = None,
     ) -> SliceCotangent:
         """The slice gradient ĝ = Fᵀ·g, without the roundoff in entries that are zero for every invariant loss.
 
         Args:
           elements: the frame F, one element per instance.
           gradient: bound leaves of the gradient at the stored point.
+          point: the slice point.
           turning: whether to rotate heads to the slice's basis.
           without_shifts: whether to remove the part along shifts. Only a loss with a penalty on weights has one.
-          point: the slice point, which is needed where gauges pass the scales of norms.
         """
-        for instance, e in reversed(list(self._moves(elements, turning))):
-            gradient = instance.pull(e, gradient)
+        gradient = self.pulled(elements, gradient, point, turning)
         for norm, block in self.divided:
-            gradient = norm.completed(dict(point), gradient, block) if point is not None else gradient
+            gradient = norm.completed(dict(point), gradient, block)
         gradient = self.centred(gradient) if without_shifts else gradient
         for kind, turns in self.turns_by_kind:
             gradient = kind.without_roundoff(turns, gradient)
@@ -299,14 +313,14 @@ class Slice:
 
     @functools.cached_property
     def divided(self) -> tuple[tuple[Any, Block], ...]:
-        """The scales of norms that other gauges pass, each with the instance that makes it 1 on the slice.
+        """The scales of norms that affine gauges pass, each with the instance that makes it 1 on the slice.
 
         Raises ValueError for a scale without such an instance, and for one that acts before the gauge that passes it:
         transformations need both. A gauge alone moves weights by the scales that they have.
         """
         pairs: dict[str, tuple[Any, Block]] = {}
         for at, instance in enumerate(self.instances):
-            for block in instance.divided:
+            for block in instance.divided if instance.affine else ():
                 norms = [
                     (number, i) for number, i in enumerate(self.instances)
                     if i.anchors and i.log_step and i.anchors[0] == (dataclasses.replace(block, role="up"),)
@@ -330,9 +344,14 @@ class Slice:
         """Raises what `divided` raises."""
         _ = self.divided
 
-    def leave(self, elements: Sequence[Any], tangent: SliceTangent, turning: bool = True) -> Arrays:
-        """F·u for a tangent u on the slice: the step of the stored weights."""
+    def leave(
+        self, elements: Sequence[Any], tangent: SliceTangent, point: SlicePoint, turning: bool = True
+    ) -> Arrays:
+        """F·(θ̂ + u) − F·θ̂ for a step u from a slice point: the step of the stored weights."""
         vector: Arrays = dict(tangent)
+        if not self.affine:
+            end = SlicePoint(jax.tree.map(jnp.add, dict(point), vector))
+            return jax.tree.map(jnp.subtract, self.leave_point(elements, end), self.leave_point(elements, point))
         for instance, e in self._moves(elements, turning):
             vector = instance.push(e, vector)
         return vector
@@ -620,15 +639,17 @@ class Slice:
     def horizontal_at(self, params: Any, vector: Any, dual: bool = False) -> Arrays:
         """The horizontal part of a tangent, or of a cotangent, at any point: bound leaves."""
         near, vectors = self.nearest_slice_point(params), self.vectors(vector)
-        if any(i.divided for i in self.instances):
+        if any(i.divided for i in self.instances):  # among them all that are not affine
             return self._horizontal_of_conjugates(self.values(params), near, vectors, dual)
         if dual:
-            inside = self.pulled(near.elements, vectors)
-            back = [i.inverse(e) for i, e in zip(self.instances, near.elements, strict=True)]
-            return self.pulled(back, self.horizontal_dual(dict(near.point), near.masks, inside), reverse=False)
-        inside = dict(self.enter_tangent(near.elements, vectors))
+            inside = self.pulled(near.elements, vectors, near.point)
+            across = self.horizontal_dual(dict(near.point), near.masks, inside)
+            for instance, e in self._moves(near.elements, True):
+                across = instance.pull(instance.inverse(e), across)
+            return across
+        inside = dict(self.enter_tangent(near.elements, vectors, near.point))
         across = self.horizontal(dict(near.point), near.masks, inside)
-        return self.leave(near.elements, SliceTangent(across))
+        return self.leave(near.elements, SliceTangent(across), near.point)
 
     def _horizontal_of_conjugates(
         self, values: Arrays, near: "NearestSlicePoint", vectors: Arrays, dual: bool
@@ -649,10 +670,12 @@ class Slice:
         inside = jax.jvp(enter, (values,), (vectors,))[1]
         return jax.jvp(leave, (point,), (self.horizontal(point, near.masks, inside),))[1]
 
-    def pulled(self, elements: Sequence[Any], cotangent: Arrays, reverse: bool = True) -> Arrays:
-        """Fᵀ·g without what `enter_dual` removes, in the order of `move_order` or in reverse."""
-        moves = list(self._moves(elements, True))
-        for instance, e in reversed(moves) if reverse else moves:
+    def pulled(self, elements: Sequence[Any], cotangent: Arrays, point: SlicePoint, turning: bool = True) -> Arrays:
+        """Fᵀ·g at a slice point, without what `enter_dual` changes after it."""
+        if not self.affine:
+            out: Arrays = jax.vjp(lambda x: self.leave_point(elements, x), point)[1](cotangent)[0]
+            return dict(out)
+        for instance, e in reversed(list(self._moves(elements, turning))):
             cotangent = instance.pull(e, cotangent)
         return cotangent
 

@@ -285,7 +285,7 @@ def _on_slice(group: Product, params: Any, updates: Any) -> tuple[dict[str, jax.
     """Returns the bound leaves of a tangent, and those of its horizontal part, in slice coordinates."""
     s = group._slice(params)
     near = s.nearest_slice_point(params)
-    tangent: dict[str, jax.Array] = dict(s.enter_tangent(near.elements, s.vectors(updates)))
+    tangent: dict[str, jax.Array] = dict(s.enter_tangent(near.elements, s.vectors(updates), near.point))
     return tangent, s.horizontal(dict(near.point), near.masks, tangent)
 
 

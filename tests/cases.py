@@ -304,6 +304,13 @@ def _centred_loss(p: Tree) -> jax.Array:
     )
 
 
+def _post_norm_loss(p: Tree) -> jax.Array:
+    """A layer behind a norm whose output it is added to, so that the norm's scale cannot move into the kernel."""
+    y = _layer_normalised(_inputs(p["up"]["kernel"], 4, 6)) * (1.0 + p["scale"]) + p["bias"]
+    hidden = jax.nn.relu(y @ p["up"]["kernel"] + p["up"]["bias"])
+    return _square(jnp.tanh(y + hidden @ p["down"]["kernel"]))
+
+
 def _stream_loss(centred: Any, p: Tree | None = None) -> jax.Array:
     """A stream that an embedding and a bias write to, and one kernel reads through a norm."""
     centred, p = (False, centred) if p is None else (centred, p)
@@ -361,6 +368,12 @@ def _near_one(key: jax.Array) -> Tree:
     shapes = dict(query__kernel=(6, 2, 4), query__bias=(2, 4), up__kernel=(6, 5), up__bias=(5,))
     params = _params(scale=(6,), bias=(6,), **shapes)(key)
     return params | {"scale": 0.2 * params["scale"]}
+
+
+def _post_norm(key: jax.Array) -> Tree:
+    """Small enough that no tanh is saturated: Adam would divide a gradient of nothing but roundoff by its size."""
+    params = _params(scale=(6,), bias=(6,), up__kernel=(6, 5), up__bias=(5,), down__kernel=(5, 6))(key)
+    return jax.tree.map(lambda x: 0.3 * x, params)
 
 
 def _residual_gauges(centred: bool) -> list[Gauge]:
@@ -800,6 +813,18 @@ FLAT_CASES: tuple[GaugeCase, ...] = (
         _near_one,
         _centred_loss,
         dim=19,
+    ),
+    GaugeCase(
+        "norm_read_shift/trained_scale",  # a norm behind a layer: the next layer adds to its output
+        lambda: [
+            go.norm_read_shift(
+                {"up/kernel": "channel _"}, {"scale": "1+ channel"}, {"bias": "channel"}, {"up/bias": "_"}
+            ),
+            go.rescale({"up/kernel": "_ channel", "up/bias": "channel"}, {"down/kernel": "channel _"}),
+        ],
+        _post_norm,
+        _post_norm_loss,
+        dim=10,
     ),
     GaugeCase(
         "product/residual_layernorm",

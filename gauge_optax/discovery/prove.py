@@ -151,16 +151,23 @@ class Prover:
         Readings need an order in which no gauge acts on an anchor that is read before it. Where the list has none,
         other anchors are tried, and then the merged layers one by one.
         """
-        for order in (held, *other_orders):
-            if not order or self._refusal(order) is None:
+        orders = [order for order in (held, *other_orders) if order]
+        for order in orders:
+            if self._refusal(order) is None:
                 return list(order), []
-        for k, one in enumerate(held):  # mostly one of them is to blame
-            others = [*held[:k], *held[k + 1 :]]
-            for fitting in ([one._replace(call=c, gauge=c.gauge())] for c in one.call.alternatives()):
-                if self._refusal([*held[:k], *fitting, *held[k + 1 :]]) is None:
-                    return [*held[:k], *fitting, *held[k + 1 :]], []
-            if self._refusal(others) is None:
-                return others, [f"{one}: {self._refusal(held)}"]
+        dropped: tuple[list[Held], list[str]] | None = None
+        for order in orders:
+            for k, one in enumerate(order):  # mostly one of them is to blame
+                for fitting in ([one._replace(call=c, gauge=c.gauge())] for c in one.call.alternatives()):
+                    if self._refusal([*order[:k], *fitting, *order[k + 1 :]]) is None:
+                        return [*order[:k], *fitting, *order[k + 1 :]], []
+                others = [*order[:k], *order[k + 1 :]]
+                if dropped is None and self._refusal(others) is None:
+                    dropped = others, [f"{one}: {self._refusal(order)}"]
+        return dropped or min(map(self._one_by_one, orders), key=lambda pair: len(pair[1]), default=([], []))
+
+    def _one_by_one(self, held: Sequence[Held]) -> tuple[list[Held], list[str]]:
+        """The gauges that fit beside those before them, with other anchors or layer by layer, and the others."""
         kept: list[Held] = []
         refused = []
 

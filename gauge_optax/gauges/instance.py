@@ -81,6 +81,11 @@ class Instance(abc.ABC):
         return ()
 
     @property
+    def affine(self) -> bool:
+        """Whether moves are affine in all leaves that steps change. If not, `push` and `pull` are not asked for."""
+        return True
+
+    @property
     def targets(self) -> tuple[Block, ...]:
         """Blocks that an instance which keeps its place moves by an amount that depends on other blocks."""
         return ()

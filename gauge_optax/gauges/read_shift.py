@@ -4,14 +4,17 @@ A LayerNorm's output x̂, before its scale γ and its bias β, has the mean zero
 x̂·γ·W by Σ x̂·u = 0, for any vector u over the kernel's outputs; what β sends through W changes by Σ(β/γ)·u, which the
 bias behind W takes back. The group is one number per output of each kernel, under addition.
 
-Slice coordinates have γ = ±1: then a point reads as the mean of γ·W over channels. Therefore this gauge acts before the
-norm's `norm_scale`, which must stand behind it in the list of gauges. Inside the library an element also has the signs
-of γ, which no step changes: tangents and cotangents move by them.
+A point reads as the mean of γ·W over channels. With the norm's `norm_scale` in the list of gauges, slice coordinates
+have γ = ±1. This gauge acts before that one, which must stand behind it. Inside the library an element also has the
+signs of γ, which no step changes: tangents and cotangents move by them.
+
+A norm behind a layer (BERT) has no `norm_scale`, because the next layer's residual sees γ too. Then γ is trained like
+any weight, the move is not affine in W and γ together, and `Slice` moves steps as differences of points.
 Reference: docs/design.md §5, "More dead directions"; van Nierop, §4 (the plane that layer normalisation restricts to).
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import jax
@@ -19,7 +22,7 @@ import jax.numpy as jnp
 
 from gauge_optax.binding import Axes, Block, binding_error
 from gauge_optax.gauges.gauge import BlockGauge, block_gauge
-from gauge_optax.gauges.instance import Anchor, Arrays, Effect
+from gauge_optax.gauges.instance import Anchor, Arrays, Effect, Instance
 from gauge_optax.gauges.shift import Shift
 from gauge_optax.gauges.write_shift import CHANNEL
 from gauge_optax.linalg import real_dtype
@@ -79,10 +82,12 @@ class ReadShift(Shift):
     Attributes:
       norm: the norm's scale and bias, as far as it has them; the action reads them and does not move them.
       behind: the bias behind each kernel; () for a norm without a bias.
+      trained: whether the norm's scale has no `norm_scale` and is trained as it is.
     """
 
     norm: tuple[Block, ...] = ()
     behind: tuple[Block, ...] = ()
+    trained: bool = False
 
     rigid: ClassVar[str] = CHANNEL
     of_logits: ClassVar[bool] = False
@@ -125,6 +130,15 @@ class ReadShift(Shift):
     @property
     def divided(self) -> tuple[Block, ...]:
         return tuple(block for block in self.norm if block.role == SCALE)
+
+    @property
+    def affine(self) -> bool:
+        return not self.trained
+
+    def beside(self, others: Sequence[Instance]) -> "ReadShift":
+        scales = [dataclasses.replace(block, role="up") for block in self.divided]
+        norms = [i.anchors[0] for i in others if i.anchors and i.log_step]
+        return dataclasses.replace(self, trained=any((scale,) not in norms for scale in scales))
 
     # The group: shifts add, signs stay --------------------------------------------------------------------
 

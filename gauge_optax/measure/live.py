@@ -227,8 +227,8 @@ def _slice_norms(
 ) -> tuple[SliceNorms, NearestSlicePoint, Arrays]:
     """The norms; the slice point of `params` with its frame; û of bound leaves."""
     near = s.nearest_slice_point(params)
-    slice_gradient = s.pulled(near.elements, s.vectors(gradient))
-    slice_update: Arrays = dict(s.enter_tangent(near.elements, s.vectors(update)))
+    slice_gradient = s.pulled(near.elements, s.vectors(gradient), near.point)
+    slice_update: Arrays = dict(s.enter_tangent(near.elements, s.vectors(update), near.point))
 
     across = s.horizontal(dict(near.point), near.masks, slice_update)
     along = {path: x - across[path] for path, x in slice_update.items()}

@@ -113,7 +113,7 @@ def quotient_for(
         s = Slice.of(group.parts, params)
         f = s.elements(state.frame)
         point = s.enter(f, s.values(params))  # θ̂ = F⁻¹·θ
-        gradient = s.enter_dual(f, s.vectors(updates), point=point)  # ĝ = Fᵀ·g
+        gradient = s.enter_dual(f, s.vectors(updates), point)  # ĝ = Fᵀ·g
         gradient_tree = s.without_roundoff(point, with_leaves(updates, gradient))
         extra = extra_in_slice_coordinates(s, f, params, extra) if extra else extra
         u, inner_state = inner.update(gradient_tree, state.inner_state, with_leaves(params, point), **extra)
@@ -121,7 +121,7 @@ def quotient_for(
         tangent = SliceTangent(jax.tree.map(jnp.subtract, dict(after), dict(point)))
         tangent = s.hold(point, tangent) if hold else tangent  # without rotations of heads
         if rest == "anchor":
-            step, frame = s.leave(f, tangent), state.frame  # F·(θ̂′ − θ̂)
+            step, frame = s.leave(f, tangent, point), state.frame  # F·(θ̂′ − θ̂)
         else:
             if not state.frame.start:
                 raise binding_error(
@@ -185,8 +185,7 @@ def _read_and_entered(s: Slice, bound: Any) -> tuple[Any, ...]:
 def extra_in_slice_coordinates(s: Slice, f: Sequence[Any], params: Any, extra: dict[str, Any]) -> dict[str, Any]:
     """Returns the extra arguments, with `grad` and `value_fn` of the weights θ replaced by those of θ̂."""
     if extra.get("grad") is not None:
-        point = s.enter(f, s.values(params)) if s.divided else None
-        gradient = s.enter_dual(f, s.vectors(extra["grad"]), point=point)
+        gradient = s.enter_dual(f, s.vectors(extra["grad"]), s.enter(f, s.values(params)))
         extra = extra | {"grad": with_leaves(extra["grad"], gradient)}
     if "value_fn" in extra:
         value_fn = extra["value_fn"]

@@ -73,7 +73,7 @@ def fused_ddc(
 
         # The slice point, with heads in their stored basis; the matrices of `into` take their rows to the slice.
         point = s.enter(f, s.values(params), turning=False)
-        slice_gradient = with_leaves(updates, s.enter_dual(f, s.vectors(updates), turning=False))
+        slice_gradient = with_leaves(updates, s.enter_dual(f, s.vectors(updates), point, turning=False))
         gradient: Arrays = leaves_by_path(slice_gradient)
         least = s.least_signal(point, slice_gradient)
         into = {
@@ -112,7 +112,7 @@ def fused_ddc(
         u, tail_state = tail.update(u, state.inner_state[1:], with_leaves(params, point), **extra)
         after = s.fix(jax.tree.map(jnp.add, dict(point), s.vectors(u)), state.frame.live)
         tangent = SliceTangent(jax.tree.map(jnp.subtract, dict(after), dict(point)))
-        out = with_leaves(u, cast_like(s.leave(f, tangent, turning=False), updates))
+        out = with_leaves(u, cast_like(s.leave(f, tangent, point, turning=False), updates))
         return out, QuotientState(state.frame, (ddc_state, *tail_state))
 
     return transformation(name, plain.init, update, QuotientState, plain.init)

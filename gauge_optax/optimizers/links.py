@@ -51,10 +51,10 @@ def link(
         s = Slice.of(group.parts, params)
         f = s.elements(state.frame)
         point = s.enter(f, s.values(params))
-        gradient = with_leaves(updates, s.enter_dual(f, s.vectors(updates), without_shifts=without_shifts, point=point))
+        gradient = with_leaves(updates, s.enter_dual(f, s.vectors(updates), point, without_shifts=without_shifts))
         gradient = s.without_roundoff(point, gradient)
         u, inner_state = inner.update(gradient, state.inner_state, with_leaves(params, point), **extra)
-        step = s.leave(f, SliceTangent(s.vectors(u)))
+        step = s.leave(f, SliceTangent(s.vectors(u)), point)
         return with_leaves(u, cast_like(step, updates)), QuotientState(state.frame, inner_state)
 
     def init(params: Any) -> QuotientState:
@@ -301,9 +301,10 @@ def gauge_retract(gauges: Gauges) -> optax.GradientTransformationExtraArgs:
     def update(updates: Any, state: GaugeRetractState, params: Any, **extra: Any) -> tuple[Any, GaugeRetractState]:
         s = Slice.of(group.parts, params)
         f = s.elements(state.frame)
-        point, tangent = s.enter(f, s.values(params)), s.enter_tangent(f, s.vectors(updates))
+        point = s.enter(f, s.values(params))
+        tangent = s.enter_step(f, s.vectors(updates), point)
         after = s.fix(jax.tree.map(jnp.add, dict(point), dict(tangent)), state.frame.live)
-        step = s.leave(f, SliceTangent(jax.tree.map(jnp.subtract, dict(after), dict(point))))
+        step = s.leave(f, SliceTangent(jax.tree.map(jnp.subtract, dict(after), dict(point))), point)
         return in_dtype_of(updates, step), state
 
     def init(params: optax.Params) -> GaugeRetractState:

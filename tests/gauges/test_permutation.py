@@ -62,7 +62,8 @@ def test_half_a_move_is_no_symmetry(case: GaugeCase, x64: None) -> None:
     (key, n), *_ = [(k, e.shape) for k, e in gauge.identity(params).items()]
     cycle = gauge.identity(params) | {key: jnp.broadcast_to(jnp.roll(jnp.arange(n[-1]), 1), n)}
     moved, stored = leaves_by_path(gauge.act(cycle, params)), leaves_by_path(params)
-    for path in (path for path, x in moved.items() if not np.array_equal(x, stored[path])):
+    changed = [path for path, x in moved.items() if not np.array_equal(x, stored[path])]
+    for path in (path for path in changed if not path.endswith("key/bias")):  # which softmax does not see at all
         half = jax.tree.unflatten(jax.tree.structure(params), [stored[p] if p == path else x for p, x in moved.items()])
         assert abs(float(loss(half)) - before) > 1e-6 * abs(before), path
 

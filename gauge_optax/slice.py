@@ -417,8 +417,13 @@ class Slice:
         for place, mask in zip(self.order.first, live, strict=False):
             instance = self.instances[place.number]
             e, _ = instance.read(place.anchor, point, mask, near=True)
-            point = instance.enter(e, point)
+            point = self._undone(instance, e, point)
         return point
+
+    def _undone(self, instance: Any, e: Any, point: Arrays) -> Arrays:
+        """e⁻¹·θ, where leaves that shifts make zero on the slice are zero again after a constant is moved into them."""
+        point = instance.enter(e, point)
+        return self.centred(point) if instance.targets else point
 
     def hold(self, point: SlicePoint, tangent: SliceTangent) -> SliceTangent:
         """Removes the part of a step that rotates heads: exactly where that has a closed form, else to first order."""
@@ -477,8 +482,6 @@ class Slice:
           means: whether to read shifts. If False, `with_means` is to follow.
         """
         elements, masks, point = self._read_sizes(self.centred(values))
-        if any(i.targets for i in self.instances):  # what was moved into a centred leaf
-            point = self.centred(point)
         for kind, turns in self.turns_by_kind if turning else ():
             method = reader(kind)
             if method is None:
@@ -526,13 +529,13 @@ class Slice:
             masks.append(new)
             elements[place.number] = instance.where(new, e, elements[place.number])
             read[place.number] = read[place.number] | new
-            point = instance.enter(e, point)
+            point = self._undone(instance, e, point)
         # Every anchor is read again with the entries that were left out above, because `fix` reads all entries.
         for place, mask in zip(self.order.first, masks, strict=False):
             instance = self.instances[place.number]
             e, _ = instance.read(place.anchor, point, mask, near=True)
             elements[place.number] = instance.compose(elements[place.number], e)
-            point = instance.enter(e, point)
+            point = self._undone(instance, e, point)
         # Rotations are read from the returned point. Channels that no anchor could read are set to zero there, because
         # their entries differ between twins.
         for number, mask in read.items():

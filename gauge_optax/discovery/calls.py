@@ -172,11 +172,14 @@ class Call:
         return repr(self.gauge())
 
     def alternatives(self) -> Iterator[Call]:
-        """The same gauge with other anchors: each block listed first once, then the two sides of a scale exchanged."""
+        """The same gauge with other anchors: each block listed first once, then the two sides exchanged."""
         sides = [self]
         if self.kind in ("rescale", "norm_scale") and not self.options:
             one, other = self.roles.values()
             sides.append(Call("rescale", {"up": other, "down": one}, {}, self.sizes))
+        if self.kind == "embedding_shift":  # it is read from the second table
+            roles = {"token": self.roles["position"], "position": self.roles["token"]}
+            sides.append(dataclasses.replace(self, roles=roles))
         for call in sides:
             first, blocks = next(iter(call.roles.items()))
             for path in blocks:

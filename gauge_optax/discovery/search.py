@@ -268,6 +268,8 @@ def _moved_along(terms: Sequence[Term], asleep: Sequence[Column]) -> tuple[Term,
     out: dict[Piece, Term] = {}
     for piece, mode in asleep:
         place = parent(piece)
+        if not piece.places:
+            continue  # one number for a whole leaf is mostly that of a norm before it, which no bias is scaled by
         if mode != "offset" and (place, mode) in exponents and (piece.path, place) not in taken:
             out.setdefault(piece, Term(piece, mode, exponents[place, mode]))
     return tuple(out.values())

@@ -5,8 +5,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 import gauge_optax as go
+from tests.discovery.test_discover import near
 from tests.discovery.test_layouts import check
 
 D, H, K, E, V, T = 8, 4, 2, 4, 11, 6
@@ -130,3 +132,37 @@ def test_biases_of_a_fused_kernel() -> None:
         ("key_bias", ("bias",)),
     } <= found, report
     assert not report.rejected and not report.ungauged, report
+
+
+def test_what_a_norm_behind_a_layer_hides_from_its_readers() -> None:
+    """The next layer is added to the norm's output, so that the norm's scale cannot move into a kernel, and stays."""
+
+    def centred(x: jax.Array) -> jax.Array:
+        return normalised(x - jnp.mean(x, -1, keepdims=True))
+
+    def fn(p: Any, tokens: Any) -> jax.Array:
+        y = centred(p["embed"][tokens]) * p["scale"]
+        y = centred(y + jax.nn.silu(y @ p["up"] + p["bias"]) @ p["down"]) * p["last"]
+        return y @ p["head"]
+
+    shapes = {"embed": (V, D), "up": (D, 5), "bias": (5,), "down": (5, D), "head": (D, V)}
+    params = {name: normal(*shape) for name, shape in shapes.items()} | {"scale": np.ones(D), "last": np.ones(D)}
+    hand = [
+        go.norm_write_shift({"embed": "_ channel"}),
+        go.norm_write_shift({"down": "_ channel"}),
+        go.norm_read_shift({"up": "channel _"}, scale={"scale": "channel"}),
+        go.norm_read_shift({"head": "channel _"}, scale={"last": "channel"}),
+        go.norm_scale({"last": "channel"}, {"head": "channel _"}),
+        go.rescale({"down": "_ _", "scale": "_"}, {"up": "_ _"}),
+        go.scale_invariant({"embed": "row _"}),
+        go.logit_shift({"head": "_ vocab"}),
+    ]
+    report = check(fn, params, TOKENS, hand)
+    assert not report.rejected and not report.ungauged
+
+    def loss(p: Any) -> jax.Array:
+        return jnp.mean(jnp.square(jax.nn.log_softmax(fn(p, TOKENS[0])) - jnp.arange(V)))
+
+    with jax.enable_x64(True):
+        point, tx = near(params, 5), go.quotient(optax.adamw(1e-2), report.gauges)
+        go.testing.assert_equivariant_step(tx, loss, point, report.gauges, jax.random.key(0), rtol=1e-10)

@@ -75,6 +75,17 @@ def _post(scaled: bool) -> Any:
     return fn
 
 
+def _encoder(p: Params) -> jax.Array:
+    """An encoder whose LayerNorms stand behind the sums, as BERT's."""
+
+    def norm(x: jax.Array) -> jax.Array:
+        return _rms(x - jnp.mean(x, -1, keepdims=True))
+
+    y = norm(p["embed"][:TOKENS]) * p["norm"]
+    y = norm(y + jax.nn.gelu(y @ p["up"]) @ p["down"] + p["down_bias"]) * p["post"]
+    return y @ p["head"]
+
+
 def _parallel(p: Params) -> jax.Array:
     x = p["embed"][:TOKENS]
     y = _rms(x) * p["norm"]
@@ -169,6 +180,12 @@ ROWS = [
         go.scale_invariant({"up": "_ _"}), go.scale_invariant({"down": "_ _"})], True),
     Row("a norm behind the MLP without a scale: the stream", _post(False), STREAM, True),
     Row("a norm behind the MLP with a scale: not the stream", _post(True), STREAM, False),
+    Row("a norm behind the sum: what it hides from a kernel", _encoder, go.norm_read_shift(
+        {"up": "channel _"}, {"norm": "channel"}), True),
+    Row("a norm behind the sum: what writers hide from it", _encoder, go.norm_write_shift({"down": "_ channel"}), True),
+    Row("a norm behind the sum: the layer as a whole", _encoder, go.rescale(
+        {"norm": "_", "down": "_ _", "down_bias": "_"}, {"up": "_ _"}), True),
+    Row("a norm behind the sum: not into the readers", _encoder, NORM, False),
     Row("parallel blocks: one norm into both", _parallel, BOTH, True),
     Row("parallel blocks: not into one alone", _parallel, NORM, False),
     Row("parallel blocks: the stream", _parallel, [PARALLEL_STREAM, BOTH], True),

@@ -2,6 +2,7 @@
 
     python -m examples.gaugefix_lrm                                  # CPU size, an hour on one core
     python -m examples.gaugefix_lrm --arms A "B, every 1" --steps 200 --out outputs/try          # to try it
+    python -m examples.gaugefix_lrm --networks                       # where multipliers drift, half an hour
     python -m examples.gaugefix_lrm --full train.bin val.bin --precisions bfloat16               # on an accelerator
 
 A GPT-2 on text: two layers on bytes, or with `--full` the paper's 124M on tokens, files of 16-bit integers as nanoGPT
@@ -10,6 +11,12 @@ moments carried along; "stale": left where they were, as the paper has it. C: ne
 product s_Q·s_K held, which the paper asks for in its §5. none: no multipliers at all. bfloat16: forward and backward in
 it; weights, optimizer and the loss of the logits in float32. Killed, it goes on after the last arm, with `--full` after
 the last evaluation.
+
+In that network nothing drifts but by rounding: logits see r_Q·r_K entry by entry, so that multipliers that start equal
+get equal gradients. `--networks` trains three that part them, and all three at once: biases, which no multiplier
+scales; rotary embeddings, where logits see products of two entries of a pair; grouped queries, where one multiplier of
+keys faces several of queries. The sum of r·∂L/∂r over a head is the same on both sides, in every network; entry by
+entry both sides differ, and Adam divides entry by entry.
 """
 
 import argparse
@@ -44,11 +51,13 @@ class Arm(NamedTuple):
       which: "A", "B", "C" as in `multipliers.condition`, or "none" for a model without multipliers.
       fixing: keyword arguments of `gauge_fix`.
       held: keyword arguments of `hold_products`; None where products are free.
+      quotient: keyword arguments of `quotient` around the optimizer; None without it.
     """
 
     which: str
     fixing: dict[str, Any]
     held: dict[str, Any] | None = None
+    quotient: dict[str, Any] | None = None
 
 
 def arms(rate: float) -> dict[str, Arm]:
@@ -97,13 +106,13 @@ class Run(NamedTuple):
 LENGTH, BATCH = 32, 8
 
 
-def small(steps: int) -> Run:
-    """Two layers on bytes of text."""
+def small(steps: int, rate: float = 3e-3, **switches: Any) -> Run:
+    """Two layers on bytes of text; `switches` of the model's configuration."""
     sizes = {"d_model": 48, "layers": 2, "heads": 4, "kv_heads": 4, "d_head": 12, "d_ff": 192}
     drawn = functools.cache(lambda seed: data.batches(LENGTH, BATCH, seed=seed)[0])
     held_out = np.stack(data.batches(LENGTH, 8 * BATCH)[1])
-    config = gpt2.config(vocab=data.VOCAB, max_len=LENGTH, **sizes)
-    return Run(config, steps, 3e-3, _window(steps, max(1, steps // 20)), lambda n, seed: drawn(seed)[n][None], held_out)
+    config = gpt2.config(vocab=data.VOCAB, max_len=LENGTH, **(sizes | switches))
+    return Run(config, steps, rate, _window(steps, max(1, steps // 20)), lambda n, seed: drawn(seed)[n][None], held_out)
 
 
 def full(files: Sequence[Path], steps: int, sequences: int, folder: Path) -> Run:
@@ -157,8 +166,15 @@ class Program(NamedTuple):
     evaluate: Callable[..., Any]
 
 
-def program(run: Run, arm: Arm, dtype: str) -> Program:
-    """Of one arm. A step gives (parameters, state) and (gradient norm, drift, mean product)."""
+def program(run: Run, arm: Arm, dtype: str, observe: Callable[[Any, Any, Any], Any] | None = None) -> Program:
+    """Of one arm. A step gives (parameters, state) and (gradient norm, drift, mean product).
+
+    Args:
+      run: the model, and for how long.
+      arm: the optimizer.
+      dtype: of forward and backward.
+      observe: (parameters, gradients, parameters after the step) → what a step gives instead.
+    """
     multiplied = arm.which != "none"
     make = functools.partial(gpt2.build, run.config, multiplied=multiplied)
     graph, _ = nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(0))))
@@ -166,6 +182,7 @@ def program(run: Run, arm: Arm, dtype: str) -> Program:
     tx = plain(schedule(run))
     if multiplied:
         tx = multipliers.condition(arm.which, schedule(run), gauge, arm.held, **arm.fixing)
+        tx = tx if arm.quotient is None else go.quotient(tx, gauge, **arm.quotient)
         tx = optax.chain(tx, go.track_balance(gauge))
 
     def loss(params: Any, tokens: jax.Array) -> jax.Array:
@@ -185,10 +202,13 @@ def program(run: Run, arm: Arm, dtype: str) -> Program:
         params, state = carry
         grads = gradient(params, batch)
         updates, state = tx.update(grads, state, params)
+        after = optax.apply_updates(params, updates)
+        if observe is not None:
+            return (after, state), observe(params, grads, after)
         drift, product = jnp.zeros(()), jnp.ones(())
         if multiplied:
             drift, product = optax.tree.get(state, "drift"), jnp.mean(optax.tree.get(state, "product").packed)
-        return (optax.apply_updates(params, updates), state), jnp.stack([optax.tree.norm(grads), drift, product])
+        return (after, state), jnp.stack([optax.tree.norm(grads), drift, product])
 
     @jax.jit
     def evaluate(params: Any, held_out: jax.Array) -> jax.Array:
@@ -302,6 +322,7 @@ def figure(result: Result, path: Path) -> None:
 def section(result: Result) -> str:
     """Tables as the paper's 1 and 2, and what they say beside its."""
     cells = result["cells"]
+
     def read(name: str, text: str) -> str:
         return "–" if name.startswith("none") else text
 
@@ -335,11 +356,12 @@ def told(cells: dict[str, Cell]) -> str:
         "Validation loss less A's, seed by seed:",
         grid.table(["", *complete], losses),
         *(_told(cells, dtype) for dtype in complete),
-        "Drift without biases is rounding: logits see the products r_Q·r_K entry by entry, so that multipliers that "
-        "start equal get equal gradients and stay equal. Paper: 0.052 under A; under C 0.047 in its table and 0.053 in "
-        "its text; under B 3.5e-7 for up to 100 steps between fixes, which agrees with what is left right after one. "
-        "Products of 2.5 under A, 3 under B. Losses less A's: B +0.044, C +0.019, every 100 steps −0.031 (best, one "
-        "seed); one seed of B unstable by its table, two by its text.",
+        "Drift in float32 is rounding in this network: logits see the products r_Q·r_K entry by entry, so that "
+        "multipliers that start equal get equal gradients and stay equal. The next section has networks that part "
+        "them. The paper's numbers: 0.052 under A; under C 0.047 in its table and 0.053 in its text; under B 3.5e-7 "
+        "for up to 100 steps between fixes. Products of 2.5 under A, 3 under B. Losses less A's: B +0.044, C +0.019, "
+        "every 100 steps −0.031 (best, one seed); one seed of B unstable by its table, two by its text.",
+        _verdicts(cells, complete),
         f"Not finite: {', '.join(bad) or 'none'}. Largest spike: {max(cells[spiky]['spike']):.1f}, {spiky}.",
     ])  # fmt: skip
 
@@ -362,8 +384,293 @@ def _told(cells: dict[str, Cell], dtype: str) -> str:
     )
 
 
+def _verdicts(cells: dict[str, Cell], complete: Sequence[str]) -> str:
+    """The paper's claims, precision by precision."""
+
+    def drift(name: str, dtype: str, key: str = "drift") -> float:
+        return float(max(cells[f"{name}, {dtype}"][key]))
+
+    def less(name: str, than: str, dtype: str) -> bool:
+        gaps = np.subtract(*(cells[f"{arm}, {dtype}"]["loss"] for arm in (name, than)))
+        return bool(np.mean(gaps) < -2.0 * np.std(gaps, ddof=1))
+
+    def product(name: str, dtype: str) -> float:
+        return float(np.mean(cells[f"{name}, {dtype}"]["product"]))
+
+    largest, cases = "the largest |log(s_Q/s_K)|", "precisions"
+    loss = "validation loss, by two standard deviations of the gap"
+    return " ".join([
+        report.paper("multipliers drift apart where nothing fixes them", [drift("C", x) >= 1e-2 for x in complete],
+                     f"{largest}, 1e-2 or more", cases),
+        report.paper("decay hardly holds them back", [drift("A", x) > 0.5 * drift("C", x) > 5e-7 for x in complete],
+                     f"{largest}, under A more than half of that under C, rounding aside", cases),
+        report.paper("fixes at every step leave 3.5e-7", [drift("B, every 1", x) <= 1e-6 for x in complete],
+                     f"{largest}, at most 1e-6", cases),
+        report.paper("so do fixes 100 steps apart", [drift("B, every 100", x) <= 1e-6 for x in complete],
+                     f"{largest} between fixes, at most 1e-6", cases),
+        report.paper("products grow further without decay",
+                     [product("B, every 1", x) > product("A", x) for x in complete], "the mean of s_Q·s_K", cases),
+        report.paper("fixes at every step cost loss", [less("A", "B, every 1", x) for x in complete], loss, cases),
+        report.paper("fixes 100 steps apart are better than A and than fixes at every step",
+                     [less("B, every 100", "A", x) and less("B, every 100", "B, every 1", x) for x in complete],
+                     loss, cases),
+        report.paper("fixes at every step are unstable late in training",
+                     [max(cells[f"B, every 1, {x}"]["spike"]) >= 50.0 for x in complete],
+                     "the largest gradient norm of a window over the median, 50 or more", cases),
+    ])  # fmt: skip
+
+
 def _gaps(cells: dict[str, Cell], name: str, dtype: str) -> list[float]:
     return [float(x) for x in np.subtract(cells[f"{name}, {dtype}"]["loss"], cells[f"A, {dtype}"]["loss"])]
+
+
+# Networks that drift -------------------------------------------------------------------------------------
+
+
+NETWORKS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "biases": {"bias": True},
+    "rotary": {"rope": True},
+    "grouped": {"kv_heads": 2},
+    "all three": {"bias": True, "rope": True, "kv_heads": 2},
+}
+"""Name → switches of the configuration; two query heads per key head are *grouped*."""
+NETWORK_ARMS = {
+    "A": Arm("A", {}),
+    "C": Arm("C", {}),
+    **{f"B, every {n}": Arm("B", {"every": n}) for n in (1, 100)},
+    **{f"B, every {n}, stale": Arm("B", {"every": n, "transport": False}) for n in (1, 100)},
+    "quotient": Arm("C", {}, quotient={}),
+    "quotient, balanced": Arm("C", {}, quotient={"rest": "balanced"}),
+}
+RATE, FAST, SHORT, LONG = 3e-3, 1e-2, 300, 2_000
+NETWORK_RUNS = [
+    *((network, arm, RATE, SHORT) for network in NETWORKS for arm in NETWORK_ARMS),
+    *((network, arm, FAST, SHORT) for network in NETWORKS for arm in ("A", "C", "B, every 1", "B, every 100")),
+    *(("all three", arm, RATE, LONG) for arm in NETWORK_ARMS),
+]
+"""Network, arm, peak rate and steps: all arms in a short run, some at a higher rate, all in a long run."""
+
+
+def sides(config: lm.LMConfig, tree: Any) -> list[tuple[dict[str, jax.Array], dict[str, jax.Array]]]:
+    """Per layer what the gauge moves on either side, multipliers and biases, as (key heads, query heads each, e)."""
+    shape = (config.kv_heads, -1, config.d_head)
+
+    def of(layer: Any) -> dict[str, jax.Array]:
+        found = {"rows": layer["rows"].reshape(shape)}
+        return found | ({"bias": layer["layer"]["bias"].reshape(shape)} if config.bias else {})
+
+    blocks = [tree["blocks"][k]["attn"] for k in range(config.layers)]
+    return [(of(block["query"]), of(block["key"])) for block in blocks]
+
+
+def observed(config: lm.LMConfig) -> Callable[[Any, Any, Any], dict[str, jax.Array]]:
+    """Of one step, (layers, key heads): the coordinates after it, and how both sides' gradients differ before it."""
+
+    def squares(side: dict[str, jax.Array]) -> jax.Array:
+        return sum((jnp.sum(x * x, (1, 2)) for x in side.values()), jnp.zeros(config.kv_heads))
+
+    def of(params: Any, grads: Any, after: Any) -> dict[str, jax.Array]:
+        kept: dict[str, list[jax.Array]] = {name: [] for name in ("query", "key", "sides", "entries", "sums")}
+        for query, key in sides(config, after):
+            for name, side in (("query", query), ("key", key)):
+                kept[name].append(0.5 * jnp.log(jnp.mean(side["rows"] ** 2, (1, 2))))
+            kept["sides"].append(0.5 * jnp.log(squares(query) / squares(key)))
+        # What the logarithm of an entry sees of the gradient: r·∂L/∂r.
+        scaled = jax.tree.map(jnp.multiply, sides(config, params), sides(config, grads))
+        for query, key in scaled:
+            apart, of_keys = jnp.broadcast_arrays(query["rows"] - key["rows"], key["rows"])
+            kept["entries"].append(jnp.sqrt(squares({"rows": apart}) / squares({"rows": of_keys})))
+            sums = [sum(jnp.sum(x, (1, 2)) for x in side.values()) for side in (query, key)]
+            size = sum(jnp.sum(jnp.abs(x), (1, 2)) for x in key.values())
+            kept["sums"].append(jnp.abs(sums[0] - sums[1]) / size)
+        return {name: jnp.stack(x) for name, x in kept.items()}
+
+    return of
+
+
+def network_cell(name: str, arm: str, rate: float, steps: int, seeds: Sequence[int]) -> Cell:
+    """One arm on one network, per seed: the largest drift of each coordinate, the last, products, loss, gradients."""
+    run = small(steps, rate, **NETWORKS[name])
+    compiled = program(run, NETWORK_ARMS[arm], "float32", observed(run.config))
+    out: Cell = {key: [] for key in ("loss", "product", "entries", "sums")}
+    for seed in seeds:
+        carry = compiled.start(seed)
+        start = observed(run.config)(carry[0], carry[0], carry[0])
+        recorded = []
+        for n in range(steps):
+            carry, figures = compiled.step(carry, run.batches(n, seed))
+            recorded.append(figures)
+        kept = jax.tree.map(lambda *x: np.stack(x), *jax.device_get(recorded))
+        ratio, anchor = kept["query"] - kept["key"], kept["query"] - start["query"]
+        places = {"ratio": ratio, "anchor": anchor, "sides": kept["sides"] - start["sides"]}
+        drifts = {key: np.abs(np.asarray(x)).max((1, 2)) for key, x in places.items()}
+        for key, drift in drifts.items():
+            out.setdefault(key, []).append(float(drift.max()))
+            out.setdefault(f"{key}_end", []).append(float(drift[-1]))
+        out["product"].append(float(np.exp(kept["query"] + kept["key"])[-1].mean()))
+        # A head whose gradient vanishes has no direction to compare: the median over heads, layers and steps.
+        out["entries"].append(float(np.median(kept["entries"])))
+        out["sums"].append(float(np.median(kept["sums"])))
+        out["loss"].append(float(compiled.evaluate(carry[0], run.held_out)))
+        if seed == seeds[0]:
+            out["curves"] = {key: drift[:: max(1, steps // 100)] for key, drift in drifts.items()}
+    return out
+
+
+def cell_name(network: str, arm: str, rate: float, steps: int) -> str:
+    """Of a run of `NETWORK_RUNS`."""
+    return f"{network}, {arm}, rate {rate:g}, {steps} steps"
+
+
+def networks_figure(result: Result, path: Path) -> None:
+    """Along the short runs, a column per network: Eq. (3) above, what the gauge reads below."""
+    fig, axes = report.plt.subplots(
+        2, len(NETWORKS), figsize=(3.1 * len(NETWORKS), 6.6), layout="constrained", sharex=True, sharey=True
+    )
+    for column, network in zip(axes.T, NETWORKS, strict=True):
+        for k, arm in enumerate(NETWORK_ARMS):
+            curves = result["cells"][cell_name(network, arm, RATE, SHORT)]["curves"]
+            style = {"color": report.plt.get_cmap("tab10")(k), "ls": "--" if "stale" in arm else "-", "label": arm}
+            for axis, key in zip(column, ("ratio", "anchor"), strict=True):
+                at = np.arange(len(curves[key])) * (SHORT // len(curves[key])) + 1
+                axis.plot(at, np.maximum(curves[key], 1e-8), lw=1.2, **style)
+        column[0].set(title=network, yscale="log")
+        column[1].set_xlabel("step")
+        for axis in column:
+            axis.grid(alpha=0.3)
+    axes[0, 0].set_ylabel("|log(s_Q/s_K)|, largest of all heads")
+    axes[1, 0].set_ylabel("change of log s_Q, largest of all heads")
+    handles, labels = axes[0, 0].get_legend_handles_labels()
+    fig.legend(handles, labels, loc="outside lower center", ncols=len(labels))
+    grid.save(fig, path)
+
+
+SHOWN = {network: (network, SHORT) for network in NETWORKS} | {f"all three, {LONG:,} steps": ("all three", LONG)}
+"""Name in the table → network and steps."""
+
+
+def per_seed(cells: dict[str, Cell], run: str, arm: str, key: str, rate: float = RATE) -> np.ndarray:
+    """A number of every seed; `run` is one of `SHOWN`."""
+    network, steps = SHOWN[run]
+    return np.asarray(cells[cell_name(network, arm, rate, steps)][key])
+
+
+def most(cells: dict[str, Cell], arm: str, key: str) -> dict[str, float]:
+    """The largest over seeds, by run."""
+    return {run: float(per_seed(cells, run, arm, key).max()) for run in SHOWN}
+
+
+def networks_section(result: Result) -> str:
+    """Tables of the three coordinates, and what they say beside the paper's claims."""
+    cells = result["cells"]
+    rows = [
+        [run, arm, *(f"{most(cells, arm, key)[run]:.1e}" for key in ("ratio", "ratio_end", "anchor", "sides")),
+         grid.spread(per_seed(cells, run, arm, "product").tolist()),
+         grid.spread(per_seed(cells, run, arm, "loss").tolist(), ".4f"),
+         grid.spread(_less_a(cells, run, arm).tolist(), "+.4f").replace("± +", "± ")]
+        for run in SHOWN for arm in NETWORK_ARMS
+    ]  # fmt: skip
+    why = [
+        [network, *(f"{most(cells, 'C', key)[network]:.1e}" for key in ("entries", "sums")),
+         *(report.listed(per_seed(cells, network, "C", "ratio", rate).tolist(), ".1e") for rate in (RATE, FAST))]
+        for network in NETWORKS
+    ]  # fmt: skip
+    head = ["network", "arm", "log(s_Q/s_K)", "at the end", "log s_Q", "log‖Q side‖ − log‖K side‖", "s_Q·s_K",
+            "validation loss", "less A's"]  # fmt: skip
+    return "\n\n".join([
+        f"The same network with what parts multipliers: *biases*, *rotary* embeddings, *grouped* queries (two heads "
+        f"per key head), all three. {SHORT} steps at rate {RATE:g}, and {LONG:,} steps of the last; "
+        f"{len(result['seeds'])} seeds, float32, {result['machine']}. A, B, C, stale as in the section above; "
+        "*quotient* is C inside `go.quotient`, *balanced* with `rest=\"balanced\"`. Three coordinates of the stored "
+        "weights, each the largest over heads, layers, steps and seeds: |log(s_Q/s_K)| of the multipliers, Eq. (3); "
+        "the change of log s_Q, which the gauge reads; the change of log‖Q side‖ − log‖K side‖, which "
+        "`rest=\"balanced\"` holds, where a side is multipliers and biases.",
+        grid.table(head, rows),
+        "Why there, under C. *Entries*: how far r·∂L/∂r of queries is from that of keys, entry by entry, relative to "
+        "the latter (Euclidean over a key head and its query heads; the median over heads, layers and steps). *Sums*: "
+        "the same of their sums over a head, with biases, which the gauge makes equal: plain gradient flow would not "
+        "move the difference of the sides' squares. Adam divides entry by entry, so that unequal entries get steps "
+        "whose sums differ. The last two columns have |log(s_Q/s_K)| by seed.",
+        grid.table(["network", "entries", "sums", f"rate {RATE:g}", f"rate {FAST:g}"], why),
+        _on_drift(cells), _on_losses(cells), _on_quotients(cells),
+    ])  # fmt: skip
+
+
+def _less_a(cells: dict[str, Cell], run: str, arm: str) -> np.ndarray:
+    """Losses less A's, by seed."""
+    return np.subtract(*(per_seed(cells, run, name, "loss") for name in (arm, "A")))
+
+
+def _apart(gaps: np.ndarray) -> bool:
+    """Whether the mean over seeds is further from zero than two standard deviations."""
+    return bool(abs(gaps.mean()) > 2.0 * gaps.std(ddof=1))
+
+
+def _on_drift(cells: dict[str, Cell]) -> str:
+    """The paper's claims on the ratio of multipliers, and on their product."""
+    ratio = {arm: most(cells, arm, "ratio") for arm in NETWORK_ARMS}
+    drifting = [run for run, x in ratio["C"].items() if x >= 1e-3]
+    every_step = [x for arm in ("B, every 1", "B, every 1, stale") for x in ratio[arm].values()]
+    between = ratio["B, every 100"].values()
+    grown = [
+        np.mean(np.subtract(*(per_seed(cells, run, arm, "product") for arm in ("B, every 1", "A")))) for run in SHOWN
+    ]
+    by, cases = "|log(s_Q/s_K)|", "runs"
+    return " ".join([
+        report.paper("without control multipliers of queries and keys drift apart",
+                     [run in drifting for run in SHOWN], f"{by} under C, 1e-3 or more", cases),
+        f"The runs are: {', '.join(drifting) or 'none'}.",
+        report.paper("a fix at every step leaves 3.5e-7", [x <= 1e-6 for x in every_step],
+                     f"{by}, at most 1e-6", "runs, half of them with stale moments"),
+        report.paper("so do fixes 100 steps apart", [x <= 1e-6 for x in between],
+                     f"{by} between fixes, at most 1e-6", cases),
+        f"Right after the last of these fixes it is {max(most(cells, 'B, every 100', 'ratio_end').values()):.1e} at "
+        f"most, before it up to {max(between):.1e}.",
+        report.paper("decay of 2e-3 hardly holds the drift back",
+                     [ratio["A"][run] > 0.5 * ratio["C"][run] for run in drifting],
+                     f"{by}, under A more than half of that under C", "runs that drift"),
+        report.paper("without decay products grow further", [x > 0 for x in grown],
+                     "the mean of s_Q·s_K at the end, under B above that under A", cases),
+    ])  # fmt: skip
+
+
+def _on_losses(cells: dict[str, Cell]) -> str:
+    """The paper's claims on what fixing does to the loss."""
+    gaps = {arm: {run: _less_a(cells, run, arm) for run in SHOWN} for arm in NETWORK_ARMS if arm != "A"}
+    rarely, always = gaps["B, every 100"], gaps["B, every 1"]
+    best = [x.mean() < min(0.0, y.mean()) and _apart(x) and _apart(x - y)
+            for x, y in zip(rarely.values(), always.values(), strict=True)]  # fmt: skip
+    far = {arm: [run for run, x in by_run.items() if _apart(x)] for arm, by_run in gaps.items()}
+    by, cases = "validation loss, by two standard deviations of the gap", "runs"
+    return " ".join([
+        report.paper("fixes 100 steps apart have a lower loss than A and than fixes at every step", best, by, cases),
+        report.paper("fixes at every step have a higher loss than A",
+                     [x.mean() > 0.0 and _apart(x) for x in always.values()], by, cases),
+        "Further from A's validation loss than two standard deviations of the gap: "
+        f"{'; '.join(f'{arm} ({", ".join(runs)})' for arm, runs in far.items() if runs) or 'no arm'}. The largest gap "
+        f"of a mean is {max(abs(x.mean()) for by_run in gaps.values() for x in by_run.values()):.4f}.",
+    ])  # fmt: skip
+
+
+def _on_quotients(cells: dict[str, Cell]) -> str:
+    """What `quotient` holds, in which coordinate."""
+    ratio, free = (most(cells, arm, "ratio") for arm in ("quotient", "C"))
+    further = sum(ratio[run] > free[run] for run in SHOWN)
+    balanced = most(cells, "quotient, balanced", "ratio")
+    parted = {biased: [balanced[run] for run, (name, _) in SHOWN.items() if ("bias" in NETWORKS[name]) == biased]
+              for biased in (False, True)}  # fmt: skip
+    rests = [per_seed(cells, run, arm, "loss") for run in SHOWN for arm in ("quotient", "quotient, balanced")]
+    gap = max(float(np.abs(a - b).max()) for a, b in zip(rests[::2], rests[1::2], strict=True))
+    return (
+        "`quotient` holds what its gauge reads: log s_Q changes by at most "
+        f"{max(most(cells, 'quotient', 'anchor').values()):.1e}. By |log(s_Q/s_K)| it moves by "
+        f"{report.span(list(ratio.values()), '.1e')}, further than C in {further} of {len(SHOWN)} runs: keys take all "
+        'growth of the product. `rest="balanced"` holds log‖Q side‖ − log‖K side‖ to '
+        f"{max(most(cells, 'quotient, balanced', 'sides').values()):.1e}. Without biases that is |log(s_Q/s_K)|, "
+        f"which stays within {max(parted[False]):.1e}; with biases it is not, and reaches {max(parted[True]):.1e}. "
+        f"Losses under both rests differ by {gap:.1e} at most."
+    )
 
 
 # Command line -------------------------------------------------------------------------------------------
@@ -372,14 +679,27 @@ def _gaps(cells: dict[str, Cell], name: str, dtype: str) -> list[float]:
 def options(parser: argparse.ArgumentParser) -> None:
     """Beside those of every experiment."""
     parser.add_argument("--full", type=Path, nargs=2, metavar=("TRAIN", "VAL"), help="GPT-2 124M on these files")
+    parser.add_argument("--networks", action="store_true", help="the networks whose multipliers drift, instead")
     parser.add_argument("--steps", type=int, help="default: 2,000, with --full 20,000")
     parser.add_argument("--sequences", type=int, default=12, help="of a micro-batch, with --full")
     parser.add_argument("--arms", nargs="+", choices=list(arms(1.0)), metavar="ARM", help=", ".join(arms(1.0)))
     parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=list(PRECISIONS))
 
 
+def networks_experiment() -> grid.Experiment:
+    """`NETWORK_RUNS`."""
+    cells = {cell_name(*run): functools.partial(network_cell, *run) for run in NETWORK_RUNS}
+    settings = {"runs": [list(run) for run in NETWORK_RUNS], "networks": NETWORKS}
+    return grid.Experiment("gaugefix_networks", settings, cells, networks_figure, networks_section)
+
+
 def experiment(args: argparse.Namespace) -> grid.Experiment:
-    """All arms in both precisions, or those asked for."""
+    """All arms in both precisions, or those asked for; with `--networks`, `NETWORK_RUNS`."""
+    if args.networks:
+        given = [f"--{name}" for name in ("full", "steps", "arms") if getattr(args, name)]
+        if given:
+            raise ValueError(f"--networks has its own runs, `NETWORK_RUNS`: leave {', '.join(given)} out")
+        return networks_experiment()
     name = "gaugefix_lrm_full" if args.full else "gaugefix_lrm"
     if args.full:
         run = full(args.full, args.steps or 20_000, args.sequences, args.out / "checkpoints")

@@ -72,9 +72,7 @@ def product(x: jax.Array, kernel: jax.Array, bits: tuple[jax.Array, jax.Array], 
     return jnp.tensordot(rounded(x, -1, bits[1]), rounded(kernel, 0, bits[0]), 1)
 
 
-def logits(
-    params: Params, tokens: jax.Array, bits: tuple[Any, Any], seen: list[jax.Array] | None = None
-) -> jax.Array:
+def logits(params: Params, tokens: jax.Array, bits: tuple[Any, Any], seen: list[jax.Array] | None = None) -> jax.Array:
     """`models.lm`'s Llama, with rounded products.
 
     Args:
@@ -291,8 +289,8 @@ def verdicts(result: Result) -> str:
         if cells:
             shows = sum(shown for shown, _ in cells)
             said.append(
-                f"- {claim}, {start}: shows in {shows} of {len(cells)}. Rise under *{better}* over that under "
-                f"*{worse}*: {', '.join(text for _, text in cells)}."
+                f"- {claim}, {start}: by the rise of the held-out loss, this shows in {shows} of {len(cells)} cells. "
+                f"Rise under *{better}* over that under *{worse}*: {', '.join(text for _, text in cells)}."
             )
 
     few = [label for label in FORMATS if label != "W8A8"]  # with 8 bits, hardly any loss is left to save
@@ -328,7 +326,8 @@ def section(result: Result) -> str:
     )
     why = (
         "A ratio below 1 is an improvement; behind it stands the number of seeds in which the first of both arms had "
-        "the lower loss. *Shows*: it had in all of them, as in 1 of 32 cells by chance. The planted channels are "
+        "the lower loss. A claim *shows* in a cell if by the rise of the held-out loss the first arm is better in all "
+        "seeds, as in 1 of 32 cells by chance. The planted channels are "
         "scales of norms, which folding takes out exactly; what R1 gains beyond is over the principal axes, not over "
         "these channels. The grown channel is in the stream, where folding does not reach it. The random rotation is "
         "one draw for all seeds; the chosen one is searched for each format. Muon's networks reach a lower loss, so "

@@ -9,6 +9,7 @@ paper's log‖W1‖ − log‖W2‖ of the units, in which a product growing in 
 """
 
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,6 +71,7 @@ def make(c: Config, seed: int) -> tuple[Params, Data]:
     return weights(c, student, c.start), (x, network(weights(c, teacher, 1.0), x))
 
 
+PAPERS = "log‖W1‖ − log‖W2‖"
 BALANCED, PRINTED, PRINTED_UNITS = "DDC channel, balanced rest", "DDC block, as printed", "DDC channel, as printed"
 GAUGES = {
     "block": go.rescale(up={"w1": "_ _"}, down={"w2": "_ _"}),
@@ -127,21 +129,25 @@ def section(result: Result) -> str:
         "log‖W1‖ − log‖W2‖ per unit (rms)": report.column(result, "ratio", at=report.largest),
     }
     adamw, printed = (report.largest(result, arm, "layer_ratio") for arm in ("AdamW", PRINTED))
+    dead = [not math.isfinite(x) for x in report.largest(result, PRINTED_UNITS, "ratio")]
+    ends = (report.final(result, arm, "loss") for arm in (PRINTED_UNITS, "DDC channel"))
+    losses = [a / b for a, b in zip(*ends, strict=True)]
     return "\n\n".join(
         [
             f"{c.inputs}-{c.hidden}-{c.outputs} ReLU network, {c.samples} samples, {c.steps:,} steps, learning rate "
             f"{c.learning_rate}, weight decay {c.weight_decay}. {report.made_with(result)}",
             report.table(result, columns),
-            f"{report.containment(result, 'AdamW', 'DDC block', 'block_drift')} "
-            f"{report.containment(result, 'AdamW', 'DDC channel', 'channel_drift')} "
+            f"{report.containment(result, 'AdamW', 'DDC block', 'block_drift', 'log‖W1‖ of the layer')} "
+            f"{report.containment(result, 'AdamW', 'DDC channel', 'channel_drift', 'log‖W1‖ per unit')} "
             "Each binding holds its own coordinate: the one that is not bound is free to move.",
-            "In the paper's coordinate, log‖W1‖ − log‖W2‖, DDC at the anchor's rest moves *more* than AdamW: W2 takes "
-            f"all growth. {report.containment(result, 'AdamW', BALANCED, 'ratio')} "
+            f"In the paper's coordinate, {PAPERS}, per unit, "
+            f"{report.farther(result, 'DDC channel', 'AdamW', 'ratio')}: at the anchor's rest W2 takes all growth. "
+            f"{report.containment(result, 'AdamW', BALANCED, 'ratio', f'{PAPERS} per unit')} "
             f"As printed, with one number per layer, it moves by {report.span(printed)} where AdamW moves by "
             f"{report.span(adamw)}: a relative step across a direction lengthens a tensor to second order. As printed "
-            "and per unit, units die: their ratio is infinite, and the loss is larger. Losses of one binding under "
-            "both rests are equal to rounding in float64 (`tests/test_rest.py`); 4,000 steps in float32 make of that "
-            "what the table shows.",
+            f"and per unit, the ratio of some units becomes infinite {report.on_seeds(dead)} (they die), and the loss "
+            f"is {report.span(losses)} times that of *DDC channel*. Losses of one binding under both rests are equal "
+            "to rounding in float64 (`tests/test_rest.py`); after 4,000 steps in float32 they are those of the table.",
         ]
     )
 

@@ -93,27 +93,54 @@ def made_with(result: Result) -> str:
     return f"Seeds {seeds}, in this order where three numbers stand; float32, {result['machine']}."
 
 
-def containment(result: Result, theirs: str, ours: str, mode: str, loss: str = "loss", at: Reading = final) -> str:
-    """How much less `ours` drifts than `theirs` in each run, and whether that cost anything."""
+def containment(
+    result: Result, theirs: str, ours: str, mode: str, coordinate: str, loss: str = "loss", at: Reading = final
+) -> str:
+    """How much less `ours` drifts than `theirs` in each run, and whether that cost anything.
+
+    Args:
+      result: what the JSON holds.
+      theirs: the arm that is expected to drift.
+      ours: the arm that is not.
+      mode: the key of the coordinate's distance from its start.
+      coordinate: the coordinate, in words or as a formula.
+      loss: the key of the loss that is compared.
+      at: which reading of the loss.
+    """
     times = ratios(largest(result, theirs, mode), largest(result, ours, mode))
     losses = [a / b for a, b in zip(at(result, ours, loss), at(result, theirs, loss), strict=True)]
     return (
-        f"{ours} drifts {span(times)} times less than {theirs} (1,000 times or more "
+        f"In {coordinate}, {ours} drifts {span(times)} times less than {theirs} (1,000 times or more "
         f"{on_seeds([x >= 1000 for x in times])}); its {'final' if at is final else 'settled'} loss is {span(losses)} "
         f"times {theirs}'s (matched {on_seeds([x <= MATCHED for x in losses])})."
     )
 
 
-def on_seeds(holds: Sequence[bool]) -> str:
-    """On how many seeds something was so."""
+def farther(result: Result, ours: str, theirs: str, mode: str) -> str:
+    """How many times as far one arm goes as another, in words."""
+    times = ratios(largest(result, ours, mode), largest(result, theirs, mode))
+    return f"{ours} goes {span(times)} times as far as {theirs}"
+
+
+def on_seeds(holds: Sequence[bool], cases: str = "seeds") -> str:
+    """On how many seeds, or other cases, something was so."""
     count = "all" if all(holds) else f"{sum(holds) or 'NONE'} of"
-    return f"on {count} {len(holds)} seeds"
+    return f"on {count} {len(holds)} {cases}"
 
 
-def paper(finding: str, holds: Sequence[bool]) -> str:
-    """A finding of the paper, and on how many seeds it shows here."""
-    verdict = f"shows here {on_seeds(holds)}" if any(holds) else "does NOT show here"
-    return f"The paper: {finding}; this {verdict}."
+def paper(finding: str, holds: Sequence[bool], by: str, cases: str = "seeds") -> str:
+    """A finding of the paper, and on how many seeds it shows here.
+
+    Args:
+      finding: what the paper claims.
+      holds: whether it is so, case by case.
+      by: the coordinate or statistic that `holds` was read from, with the bound where there is one. The page's test
+        looks for one of the words that the section declares (`tables.Section.by`).
+      cases: what `holds` counts, in the plural.
+    """
+    few = "only " if 0 < 2 * sum(holds) < len(holds) else ""
+    verdict = f"{'shows' if any(holds) else 'does NOT show'} here {few}{on_seeds(holds, cases)}"
+    return f"The paper: {finding}; by {by}, this {verdict}."
 
 
 # Figures ----------------------------------------------------------------------------------------------

@@ -163,15 +163,18 @@ def section(result: Result) -> str:
         f"{len(result['seeds'])} seeds, float32, {result['machine']}; best of {len(RATES)} rates and {len(DECAYS)} "
         "decays each. Rotation over the middle half of the run.",
         grid.table(head, rows),
-        report.paper("AdamW is better than Adam + ℓ₂", list(gap > 0))
+        report.paper("AdamW is better than Adam + ℓ₂", list(gap > 0), "test loss")
         + f" The gap is {grid.spread(list(gap), '+.4f')} here.",
-        report.paper("Adam + ℓ₂'s direction at AdamW's angle is as good as AdamW", list(closed < np.abs(gap)))
+        report.paper(
+            "Adam + ℓ₂'s direction at AdamW's angle is as good as AdamW", list(closed < np.abs(gap)),
+            "test loss, nearer to AdamW's than Adam + ℓ₂'s is or below it",
+        )
         + f" It is {grid.spread(list(closed), '+.4f')} away with the l2 that is Adam + ℓ₂'s best; with AdamW's decay "
         "for an l2, as in the paper, l2 swamps these gradients.",
-        report.paper("balanced rotation is better than imbalanced, tuned", list(worst > even))
+        report.paper("balanced rotation is better than imbalanced, tuned", list(worst > even), "test loss")
         + f" Half of the neurons ten times slower: {grid.spread(list(worst - even), '+.4f')}; half as many neurons: "
         f"{grid.spread(list(half - even), '+.4f')}.",
-        report.paper("weight standardization on top of layer norm helps", list(wrapped < plain))
+        report.paper("weight standardization on top of layer norm helps", list(wrapped < plain), "test loss")
         + f" {grid.spread(list(wrapped - plain), '+.4f')}; the rotational variant: "
         f"{grid.spread(list(even - plain), '+.4f')}.",
     ])  # fmt: skip

@@ -24,6 +24,7 @@ from gauge_optax.binding import leaves_by_path
 from models.digits import DigitsConfig, neurons
 
 LM_STEPS, DIGITS_STEPS, EVERY = 1_200, 3_000, 10
+NEAR, STILL = 0.1, 0.1
 FIGURES = ("norm", "rotation", "decay", "square", "weight_gradient", "gradient_momentum")
 
 
@@ -186,10 +187,56 @@ def section(result: Result) -> str:
         f"{len(result['seeds'])} seeds, float32, {result['machine']}; measured over predicted, smallest to largest "
         "over layers and seeds, last third of the run. Corrected: by the λ_e and C_err measured (Eq. 96 to 98).",
         grid.table(HEAD, rows),
-        "Paper: scale-invariant layers rest where Table 1 says; others near it, moved by the radial part of their "
-        "gradient; transformers have a consistent negative alignment of gradient and momentum.",
-        "Without decay: " + ". ".join(still) + ". Paper: rotation approaches zero.",
+        " ".join(_verdicts(cells)),
+        "Without decay: " + ". ".join(still) + ". " + report.paper(
+            "without decay rotation approaches zero", _left(cells),
+            f"rotation at the end over that after a twentieth of the run, below {STILL:g}", "layers of the first seed",
+        ),
     ])  # fmt: skip
+
+
+INVARIANT = ("LM, standardized", "digits, batch norm", "digits, standardized")
+"""Networks whose layers do not notice their neurons' sizes."""
+
+
+def _verdicts(cells: Mapping[str, Cell]) -> list[str]:
+    """What the paper says of layers with decay, case by case: a case is a layer and a seed."""
+    cases = "layers and seeds"
+
+    def off(names: Sequence[str], which: int, corrected: bool) -> np.ndarray:
+        """How far norm (0) or rotation (1) is from its prediction, as |log|."""
+        found = [ratios(layer, corrected)[which] for name in names for layer in cells[name]["layers"].values()]
+        return np.abs(np.log(np.concatenate(found)))
+
+    others = [name for name in cells if NETS[name].weight_decay and name not in INVARIANT]
+    said = [
+        report.paper(
+            "scale-invariant layers rest where Table 1 says", list(off(INVARIANT, k, False) <= np.log1p(NEAR)),
+            f"{key} over its prediction, within {NEAR:.0%}", cases,
+        )
+        for k, key in enumerate(("norm", "rotation"))
+    ]  # fmt: skip
+    said += [
+        report.paper(
+            "other layers are off by the radial part of their gradient",
+            list(off(others, k, True) < off(others, k, False)),
+            f"{key} over its prediction, nearer to 1 when corrected by λ_e and C_err", cases,
+        )
+        for k, key in enumerate(("norm", "rotation"))
+    ]  # fmt: skip
+    aligned = [np.asarray(layer["gradient_momentum"]) < 0 for layer in cells["LM"]["layers"].values()]
+    negative = list(np.concatenate(aligned))
+    return [*said, report.paper("a transformer's gradient is aligned negatively with its momentum", negative,
+                                "the sign of cos(g, m) of the LM", cases)]  # fmt: skip
+
+
+def _left(cells: Mapping[str, Cell]) -> list[bool]:
+    """Whether a layer without decay nearly stopped turning."""
+    curves = [
+        np.asarray(layer["curves"]["rotation"])
+        for name, cell in cells.items() if not NETS[name].weight_decay for layer in cell["layers"].values()
+    ]  # fmt: skip
+    return [bool(x[-1] < STILL * x[len(x) // 20]) for x in curves]
 
 
 def experiment() -> grid.Experiment:

@@ -34,6 +34,7 @@ from examples import (
     self_tests,
     sparse_parity,
     starts,
+    table4,
     whole_model,
 )
 
@@ -42,25 +43,36 @@ RESULTS = Path(__file__).parent / "results"
 INTRODUCTION = """# Results
 
 This page has the training runs of the project: the demo, comparisons of optimizers, and small studies that test what
-papers claim. Every number is read from a JSON file beside it, and every sentence that says whether a finding shows is
-computed from the numbers (`python -m examples.tables` writes this page).
+papers claim. Every number is read from a JSON file beside it (`python -m examples.tables` writes this page). Every
+sentence that says whether a finding shows is computed from the numbers, and names the coordinate or statistic that it
+was read from: many findings are true in one coordinate and false in another.
 
-*The paper* is *Dead-Direction Conditioners*, whose appendix C has the studies C.1 to C.15, or, in sections of that
-name, *Rotational Equilibrium*. `python -m examples.<name> --out examples/results` makes a JSON and its figure again
-(delete the old JSON first: finished runs are kept). The studies of appendix C run in seconds to three minutes on one
-CPU core, with three seeds, and at the paper's sizes with `--full`. *Drift* is motion that changes no output: the
-largest distance from the start among some hundred readings of a run, unless a column says otherwise. A loss is
-*matched* if it is at most twice the other's. More runs: [released architectures](released.md), [times and memory of
+*The paper* is *Dead-Direction Conditioners*, whose appendix C has the studies C.1 to C.15, or, in sections of those
+names, *Rotational Equilibrium* or *GaugeFix-LRM*. `python -m examples.<name> --out examples/results` makes a JSON and
+its figure again (delete the old JSON first: finished runs are kept). The studies of appendix C run in seconds to three
+minutes on one CPU core, with three seeds, and at the paper's sizes with `--full`. *Drift* is motion that changes no
+output: the largest distance from the start among some hundred readings of a run, unless a column says otherwise. A loss
+is *matched* if it is at most twice the other's. More runs: [released architectures](released.md), [times and memory of
 updates](../../benchmarks/results/compare_cpu.md), [LoRA factors](../../benchmarks/results/lora.md), [times of
 `discover`](../../benchmarks/results/discover.md), [time to the first step](../../benchmarks/results/first_step.md)."""
 
 
 class Section(NamedTuple):
-    """One study's part of the page."""
+    """One study's part of the page.
+
+    Attributes:
+      name: of its JSON and its figure.
+      heading: on the page.
+      markdown: its text, from the parsed JSON.
+      by: the coordinates and statistics of its verdicts: each sentence with "shows" or "does not show" has one of them.
+      command: what makes the JSON, where that is not the example of this name.
+    """
 
     name: str
     heading: str
     markdown: Callable[[Any], str]
+    by: tuple[str, ...] = ()
+    command: str = ""
 
 
 def _demo(runs: Any) -> str:
@@ -77,24 +89,57 @@ SECTIONS = [
     Section("whole_model", "Every symmetry of a decoder on the quotient", whole_model.section),
     Section("lora", "Fine-tuning with LoRA: rules, ranks and starts", lora.section),
     Section("merge", "Merging networks after alignment", merge.section),
-    Section("quantize", "Rounding to few bits from other points of the orbit", quantize.section),
+    Section(
+        "quantize", "Rounding to few bits from other points of the orbit", quantize.section,
+        ("rise of the held-out loss",),
+    ),
     Section("probe", "One probe for two networks", probe.section),
     Section("packed", "Packed heads: training what a gauge leaves", packed.section),
-    Section("rotational_walk", "Rotational equilibrium: a random walk", rotational_walk.section),
-    Section("rotational_networks", "Rotational equilibrium: trained networks", rotational_networks.section),
-    Section("rotational_balance", "Rotational equilibrium: what imbalance costs", rotational_balance.section),
-    Section("rotational_rates", "Rotational equilibrium: rate, decay and warm-up", rotational_rates.section),
-    Section("rotational_variants", "Rotational equilibrium: variants and their options", rotational_variants.section),
-    Section("gaugefix_lrm", "GaugeFix-LRM: learnable multipliers, fixed, held and free", gaugefix_lrm.section),
-    Section("row_shift", "C.1 Logit shift of a grokking transformer", row_shift.section),
+    Section(
+        "rotational_walk", "Rotational equilibrium: a random walk", rotational_walk.section,
+        ("norm and rotation over the prediction",),
+    ),
+    Section(
+        "rotational_networks", "Rotational equilibrium: trained networks", rotational_networks.section,
+        ("norm over its prediction", "rotation over its prediction", "cos(g, m)", "rotation at the end"),
+    ),
+    Section(
+        "rotational_balance", "Rotational equilibrium: what imbalance costs", rotational_balance.section,
+        ("test loss",),
+    ),
+    Section(
+        "rotational_rates", "Rotational equilibrium: rate, decay and warm-up", rotational_rates.section,
+        ("test loss", "validation loss"),
+    ),
+    Section(
+        "rotational_variants", "Rotational equilibrium: variants and their options", rotational_variants.section,
+        ("held-out loss",),
+    ),
+    Section(
+        "gaugefix_lrm", "GaugeFix-LRM: learnable multipliers, fixed, held and free", gaugefix_lrm.section,
+        ("|log(s_Q/s_K)|", "s_Q·s_K", "validation loss", "gradient norm"),
+    ),
+    Section(
+        "gaugefix_networks", "GaugeFix-LRM: where multipliers drift", gaugefix_lrm.networks_section,
+        ("|log(s_Q/s_K)|", "s_Q·s_K", "validation loss"), "gaugefix_lrm.py --networks",
+    ),
+    Section(
+        "row_shift", "C.1 Logit shift of a grokking transformer", row_shift.section,
+        ("norm of the mean column", "that norm"),
+    ),
     Section("relu_rescale", "C.2 ReLU rescale, teacher and student", relu_rescale.section),
     Section("layernorm_scale", "C.3 LayerNorm scale", layernorm_scale.section),
-    Section("diagonal_network", "C.4 Diagonal linear network", diagonal_network.section),
-    Section("sparse_parity", "C.14 Keeping or shedding a block: sparse parity", sparse_parity.section),
+    Section("diagonal_network", "C.4 Diagonal linear network", diagonal_network.section, ("log|u| − log|v|",)),
+    Section(
+        "sparse_parity", "C.14 Keeping or shedding a block: sparse parity", sparse_parity.section,
+        ("final accuracy", "final loss", "log|γ|"),
+    ),
     Section("self_tests", "C.15 Equivariance self-tests", self_tests.section),
     Section("released", "What discover finds in released architectures", released.section),
     Section("radial_equilibrium", "B.7 Where decay and loss balance", radial_equilibrium.section),
-]
+]  # fmt: skip
+TABLE4 = Section("table4", "DDC's Table 4, finding by finding", table4.section, ("validation loss",))
+"""It has no JSON of its own: `markdown` takes the folder of results."""
 
 
 def page(results: Path) -> str:
@@ -103,8 +148,10 @@ def page(results: Path) -> str:
     for section in SECTIONS:
         path = results / f"{section.name}.json"
         if path.exists():
-            parts += [f"## {section.heading}", f"`examples/{section.name}.py`. " + section.markdown(_read(path))]
+            command = section.command or f"{section.name}.py"
+            parts += [f"## {section.heading}", f"`examples/{command}`. " + section.markdown(_read(path))]
             parts += [f"![{section.heading}]({section.name}.png)"] * path.with_suffix(".png").exists()
+    parts += [f"## {TABLE4.heading}", TABLE4.markdown(results)]
     return "\n\n".join(parts) + "\n"
 
 

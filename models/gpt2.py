@@ -53,7 +53,8 @@ def build(config: lm.LMConfig, rngs: nnx.Rngs, multiplied: bool = True) -> lm.LM
     if multiplied:
         multipliers.multiply(model, multipliers.linear_axes(config))
         model.embed = MultipliedTable(model.embed, columns=False)  # type: ignore[assignment]
-        model.pos = MultipliedTable(model.pos)  # type: ignore[assignment,arg-type]
+        if model.pos is not None:  # with rotary embeddings there is no table of positions
+            model.pos = MultipliedTable(model.pos)  # type: ignore[assignment]
     return model
 
 
@@ -75,9 +76,10 @@ def parameters(config: lm.LMConfig, multiplied: bool = True) -> tuple[int, int]:
 
 def kernel_gauges(config: lm.LMConfig) -> list[go.Gauge]:
     """Every multiplier against the matrix or table that it stands before."""
-    tables = [
-        go.rescale({"embed/rows": "feature"}, {"embed/layer/embedding": "_ feature"}),
-        go.rescale({"pos/rows": "feature"}, {"pos/layer/embedding": "_ feature"}),
-        go.rescale({"pos/columns": "entry"}, {"pos/layer/embedding": "entry _"}),
-    ]
+    tables = [go.rescale({"embed/rows": "feature"}, {"embed/layer/embedding": "_ feature"})]
+    if not config.rope:
+        tables += [
+            go.rescale({"pos/rows": "feature"}, {"pos/layer/embedding": "_ feature"}),
+            go.rescale({"pos/columns": "entry"}, {"pos/layer/embedding": "entry _"}),
+        ]
     return [*multipliers.kernel_gauges(config), *tables]

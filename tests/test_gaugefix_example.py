@@ -1,14 +1,20 @@
 """`examples/gaugefix_lrm.py`: killed, either size goes on to the same numbers; what its committed table says."""
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from flax import nnx
 
+import gauge_optax as go
 from examples import gaugefix_lrm
-from models import gpt2
+from models import gpt2, multipliers
 
 RESULT = Path(__file__).parent.parent / "examples" / "results" / "gaugefix_lrm.json"
 TINY = {"vocab": 64, "d_model": 8, "layers": 1, "heads": 2, "kv_heads": 2, "d_head": 4, "d_ff": 8, "max_len": 8}
@@ -91,3 +97,88 @@ def test_the_committed_table_says_what_is_written_below_it() -> None:
     for dtype in gaugefix_lrm.PRECISIONS:
         assert max(cells[f"cap, {dtype}"]["product"]) < 1.05 < min(cells[f"C, {dtype}"]["product"])
         np.testing.assert_allclose(cells[f"fix, {dtype}"]["product"], 1.0, rtol=1e-5)
+
+
+# Networks that drift --------------------------------------------------------------------------------------
+
+every_network = pytest.mark.parametrize("network", gaugefix_lrm.NETWORKS)
+
+
+def _parts(network: str) -> tuple[Any, Any, Any]:
+    """A tiny one in general position: configuration, parameters, loss."""
+    switches = gaugefix_lrm.NETWORKS[network]
+    config = FULL(**(TINY | {"vocab": 11} | switches | ({"kv_heads": 1} if "kv_heads" in switches else {})))
+    graph, state = nnx.split(gpt2.build(config, nnx.Rngs(0)))
+    leaves, treedef = jax.tree.flatten(nnx.to_pure_dict(state))
+    rng = np.random.default_rng(0)
+    params = treedef.unflatten([jnp.asarray(0.5 * rng.normal(size=x.shape) + (x.ndim == 1)) for x in leaves])
+    tokens = jnp.asarray(rng.integers(11, size=(2, 8)))
+
+    def loss(p: Any) -> jax.Array:
+        logits = nnx.merge(graph, p)(tokens[:, :-1])
+        return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+    return config, params, loss
+
+
+@every_network
+def test_the_gauges_of_every_network_hold(network: str, x64: None) -> None:
+    config, params, loss = _parts(network)
+    gauges = [*gpt2.kernel_gauges(config), *multipliers.traded_gauges(config), multipliers.head_gauge(config)]
+    go.testing.assert_invariant(loss, params, gauges, jax.random.key(0))
+
+
+@every_network
+def test_sums_of_gradients_agree_and_entries_do_in_the_plain_network_alone(network: str, x64: None) -> None:
+    """And the coordinates move with the gauge: the ratios by twice log α, log s_Q by log α."""
+    config, params, loss = _parts(network)
+    grads, read = jax.grad(loss)(params), gaugefix_lrm.observed(config)
+    before = read(params, grads, params)
+    assert np.max(before["sums"]) < 1e-12
+    assert (np.max(before["entries"]) < 1e-12) == (network == "plain") and np.min(before["entries"]) < np.inf
+    if network != "plain":
+        assert np.min(before["entries"]) > 1e-3
+    gauge = multipliers.head_gauge(config)
+    moved = gauge.act(jax.tree.map(lambda e: e + 0.3, gauge.identity(params)), params)
+    after = read(params, grads, moved)
+    for key, factor in (("query", 1.0), ("key", -1.0), ("sides", 2.0)):
+        np.testing.assert_allclose(after[key] - before[key], 0.3 * factor, rtol=1e-10)
+
+
+@pytest.mark.slow
+def test_networks_run_and_go_on(tmp_path: Path, tiny: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(gaugefix_lrm.NETWORKS, "grouped", {"kv_heads": 1})
+    runs = [("grouped", arm, 3e-3, 3) for arm in ("C", "quotient, balanced")]
+    monkeypatch.setattr(gaugefix_lrm, "NETWORK_RUNS", runs)
+    monkeypatch.setattr(gaugefix_lrm, "networks_figure", lambda result, path: path.write_bytes(b"png"))
+    monkeypatch.setattr(gaugefix_lrm, "networks_section", lambda result: "a section")
+    run = functools.partial(gaugefix_lrm.main, ["--networks", "--seeds", "1", "2", "--out", str(tmp_path)])
+    gaugefix_lrm.main(["--networks", "--seeds", "1", "2", "--out", str(tmp_path), "--stop-after", "1"])
+    result = run()
+    free, balanced = (result["cells"][gaugefix_lrm.cell_name(*x)] for x in runs)
+    assert len(free["loss"]) == 2 and max(free["ratio"]) > 1e-4
+    assert max(balanced["ratio"]) < 1e-6 < 1e-4 < min(balanced["anchor"])
+    np.testing.assert_allclose(free["loss"], balanced["loss"], rtol=1e-2)
+
+
+def test_networks_have_one_size(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="leave --steps out"):
+        gaugefix_lrm.main(["--networks", "--steps", "5", "--out", str(tmp_path)])
+
+
+def test_the_committed_networks_drift_where_their_section_says() -> None:
+    cells = json.loads((RESULT.parent / "gaugefix_networks.json").read_text())["cells"]
+    assert list(cells) == [gaugefix_lrm.cell_name(*run) for run in gaugefix_lrm.NETWORK_RUNS]
+    assert all(np.isfinite(cell["loss"]).all() and len(cell["loss"]) == 3 for cell in cells.values())
+    for network, arm, rate, steps in gaugefix_lrm.NETWORK_RUNS:
+        cell = cells[gaugefix_lrm.cell_name(network, arm, rate, steps)]
+        assert max(cell["sums"]) < 1e-5
+        if arm == "C":
+            assert max(cell["ratio"]) < 1e-6 if network == "plain" else min(cell["ratio"]) > 1e-3
+            assert max(cell["entries"]) < 1e-5 if network == "plain" else min(cell["entries"]) > 1e-3
+        if arm in ("B, every 1", "B, every 1, stale"):
+            assert max(cell["ratio"]) < 1e-6
+        if arm == "quotient":
+            assert max(cell["anchor"]) < 1e-5 and min(cell["ratio"]) > 1e-3
+        if arm == "quotient, balanced":
+            assert max(cell["sides"]) < 1e-5 and min(cell["anchor"]) > 1e-3

@@ -215,11 +215,9 @@ def test_every_committed_json_has_a_section() -> None:
 
 def test_the_table_says_when_a_finding_does_not_show() -> None:
     result = _committed(layernorm_scale)
-    swapped = report.containment(result, "DDC", "AdamW", "drift")
+    swapped = report.containment(result, "DDC", "AdamW", "drift", "log γ")
     assert "1,000 times or more on NONE of 3 seeds" in swapped and "matched on NONE of 3 seeds" in swapped
-    assert "1,000 times or more on all 3 seeds" in report.containment(result, "AdamW", "DDC", "drift")
-    assert report.paper("x", [True, False, True]) == "The paper: x; this shows here on 2 of 3 seeds."
-    assert report.paper("x", [False]) == "The paper: x; this does NOT show here."
+    assert "1,000 times or more on all 3 seeds" in report.containment(result, "AdamW", "DDC", "drift", "log γ")
 
 
 def test_tables_writes_the_page(tmp_path: Path) -> None:

@@ -1,0 +1,102 @@
+"""DDC's Table 4, finding by finding: what the paper claims, and what is known of it here.
+
+`examples.tables` puts it on the page of results. A finding that nobody ran here says why; one that is run gets a
+verdict from its numbers (`report.paper`).
+"""
+
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from examples import grid, report, starts
+
+
+class Finding(NamedTuple):
+    """A row of the paper's Table 4.
+
+    Attributes:
+      name: F1 to F7.
+      setting: network and base optimizer.
+      claim: what DDC changes, in the paper's numbers.
+      by: the statistic that decides it, and what reads it here.
+      verdict: what is known here.
+    """
+
+    name: str
+    setting: str
+    claim: str
+    by: str
+    verdict: str
+
+
+# Hours of one run on two CPU cores, from the time of a step: 0.24 s for the one-block network at p = 113, d = 128.
+FINDINGS = [
+    Finding(
+        "F1", "12-layer language model, trained into over-fitting; Adam (§5.1, C.5)", "32 of 65 cells, AdamW 7",
+        "number of cells, a layer and an observable each, in which a rate can be fitted; `go.measure.rate_table`",
+        "not run, because it takes 75 million parameters, 15,000 steps of 16,384 tokens, four arms and three seeds: "
+        "about 600 hours a run",
+    ),
+    Finding(
+        "F2", "one-block grokking; Muon (§5.4, C.9)", "0.889, Muon with matched decay 0.718",
+        "axis alignment: the mean over dead directions of the feed-forward layer of the largest squared entry; "
+        "`go.measure.axis_alignment`",
+        "not run, because it takes 25,000 steps, five seeds and a Muon arm with twice the decay: 1.7 hours a run",
+    ),
+    Finding(
+        "F3", "grokking with 8 rotary blocks; Muon (§5.5, C.7)", "0.977, Muon 0.867",
+        "final accuracy",
+        "not run, because it takes 8 blocks, 5,000 steps of a batch of 16,384, four arms and three seeds: about 10 "
+        "hours a run",
+    ),
+    Finding(
+        "F4", "arithmetic with 24 blocks; Muon (§5.6, C.6)", "10 of 11 seeds, Muon none",
+        "number of seeds that reach full accuracy",
+        "not run, because it takes 24 blocks, 6,000 steps and 22 runs: about 10 hours a run",
+    ),
+    Finding(
+        "F5", "grokking with 8 rotary blocks; Muon (§5.7, C.8)", "ten times further off the floor, at a lower loss",
+        "smallest eigenvalue of the true Fisher at the end; `go.measure.Fisher`",
+        "not run, because its networks are those of F3, with a third arm that masks dead directions",
+    ),
+    Finding(
+        "F6", "–", "no row: the table goes from F5 to F7", "–",
+        "not run, because the paper's text does not say what it is",
+    ),
+    Finding(
+        "F7", "vision transformer on 100 classes of ImageNet; Adam (§5.9, C.10)", "1.712 nats, AdamW 2.116",
+        "validation loss at one weight decay",
+        "not run, because the images are not in this repository; 50,000 steps of 256 images need an accelerator",
+    ),
+]  # fmt: skip
+
+
+def section(results: Path) -> str:
+    """The table, and the nearest runs of this page."""
+    head = ["", "setting; base optimizer", "the paper: DDC, baseline", "by", "here"]
+    said = [
+        "What the paper's Table 4 claims of trained networks. Hours are those of one run on two CPU cores, "
+        "extrapolated from the time of a step.",
+        grid.table(head, [list(finding) for finding in FINDINGS]),
+        *_nearest_to_f7(results / "starts.json"),
+    ]
+    return "\n\n".join(said)
+
+
+def _nearest_to_f7(path: Path) -> list[str]:
+    """The Adam bases that were trained here, each at the best rate of its own sweep."""
+    if not path.exists():
+        return []
+    result = json.loads(path.read_text())
+    better = []
+    for size, start, arm in starts.groups(result):
+        if arm == "ddc_adamw":
+            ours, theirs = (starts.swept((size, start, name)).losses(result) for name in (arm, "adamw"))
+            gaps = np.subtract(ours[starts.best(ours)], theirs[starts.best(theirs)])
+            better.append(bool(gaps.mean() < -gaps.std(ddof=1)))
+    claim = "on an Adam base DDC ends at a lower loss than AdamW (F7, there on images)"
+    by = "validation loss on text, each at its best rate, by more than a standard deviation over seeds"
+    verdict = report.paper(claim, better, by, "pairs of a start and a width")
+    return [f"The nearest runs of this page are those from three usual starts. {verdict}"]

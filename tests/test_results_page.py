@@ -1,0 +1,157 @@
+"""The page of results: each verdict names the coordinate or statistic it was read from, and turns with the numbers."""
+
+import copy
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from examples import gaugefix_lrm, report, rotational_networks, rotational_rates, rotational_variants, table4, tables
+
+SECTIONS = [*tables.SECTIONS, tables.TABLE4]
+VERDICT = re.compile(r"\b(shows?|does not show)\b", re.I)
+SENTENCE = re.compile(r"(?<=[.!?])\s+(?=[A-Z*\"(])|\n+")
+
+
+def verdicts(markdown: str) -> Iterator[str]:
+    """Sentences that say that something shows or does not."""
+    for sentence in SENTENCE.split(markdown):
+        if VERDICT.search(sentence):
+            yield sentence
+
+
+def unnamed(markdown: str, by: tuple[str, ...]) -> list[str]:
+    """Verdicts that name nothing they were read from."""
+    return [sentence for sentence in verdicts(markdown) if not any(word in sentence for word in by)]
+
+
+def committed(name: str) -> Any:
+    return json.loads((tables.RESULTS / f"{name}.json").read_text())
+
+
+def parts() -> dict[str, str]:
+    """Heading → text of the committed page."""
+    found = re.split(r"^## (.*)$", (tables.RESULTS / "README.md").read_text(), flags=re.M)
+    return dict(zip(found[1::2], found[2::2], strict=True))
+
+
+def test_every_verdict_names_its_coordinate_or_statistic() -> None:
+    page = parts()
+    assert set(page) == {section.heading for section in SECTIONS}
+    count = 0
+    for section in SECTIONS:
+        assert unnamed(page[section.heading], section.by) == [], section.heading
+        stale = [word for word in section.by if not any(word in x for x in verdicts(page[section.heading]))]
+        assert stale == [], f"{section.heading} declares what no verdict of it names"
+        count += len(list(verdicts(page[section.heading])))
+    assert count > 50
+
+
+def test_a_verdict_without_one_is_found() -> None:
+    assert unnamed("Losses differ. The paper: it helps; this shows here on all 3 seeds.", ("test loss",))
+    assert unnamed("The test loss is 1. This does NOT show here on NONE of 3 seeds.", ("test loss",))
+    assert not unnamed(report.paper("it helps", [True], "test loss"), ("test loss",))
+    assert unnamed(report.paper("it helps", [True], "test loss"), ())
+
+
+def test_table_4_has_a_verdict_for_each_finding() -> None:
+    assert [finding.name for finding in table4.FINDINGS] == [f"F{n}" for n in range(1, 8)]
+    for finding in table4.FINDINGS:
+        assert re.match(r"(shows|does NOT show|not run, because) \w+", finding.verdict) and finding.by
+    page = parts()[tables.TABLE4.heading]
+    assert all(f"| {finding.name} |" in page for finding in table4.FINDINGS)
+
+
+# Verdicts turn with the numbers ----------------------------------------------------------------------------
+
+
+def said(text: str, claim: str) -> str:
+    """The verdict on one claim."""
+    (sentence,) = (x for x in verdicts(text) if claim in x)
+    return sentence
+
+
+def changed(name: str, change: Any) -> Any:
+    result = copy.deepcopy(committed(name))
+    change(result["cells"])
+    return result
+
+
+def test_trained_networks() -> None:
+    def aligned(cells: Any) -> None:
+        for layer in cells["LM"]["layers"].values():
+            layer["gradient_momentum"] = [0.1 for _ in layer["gradient_momentum"]]
+
+    def stopped(cells: Any) -> None:
+        for name, cell in cells.items():
+            for layer in cell["layers"].values():
+                layer["curves"]["rotation"][-1] *= 0.0 if "no decay" in name else 1.0
+
+    section = rotational_networks.section
+    claim, other = "aligned negatively", "rotation approaches zero"
+    assert "shows here on all" in said(section(committed("rotational_networks")), claim)
+    assert "does NOT show" in said(section(changed("rotational_networks", aligned)), claim)
+    assert "shows here on all" in said(section(changed("rotational_networks", stopped)), other)
+
+
+def test_warm_up() -> None:
+    def swapped(cells: Any) -> None:
+        for name in ("LM, AdamW", "digits, SGDM"):
+            pair = f"warm-up 0, {name}", f"warm-up 0.1, {name}"
+            cells[pair[0]], cells[pair[1]] = cells[pair[1]], cells[pair[0]]
+
+    for name in ("AdamW", "SGDM"):
+        claim = f": {name} gains from warm-up"
+        assert "shows here" in said(rotational_rates.section(committed("rotational_rates")), claim)
+        assert "does NOT show" in said(rotational_rates.section(changed("rotational_rates", swapped)), claim)
+
+
+@pytest.mark.parametrize(
+    ("claim", "change"),
+    [
+        ("zero-shot in most cases", lambda cells, name: cells[name].update({"zero-shot": [9.0, 9.1, 9.2]})),
+        ("when tuned a little", lambda cells, name: cells[name].update({"few-shot": [9.0, 9.1, 9.2]})),
+        ("without decay networks are worse", lambda cells, name: cells[name].update({"no decay": [0.0, 0.0, 0.0]})),
+    ],
+)
+def test_variants(claim: str, change: Any) -> None:
+    def all_tasks(cells: Any) -> None:
+        for name in rotational_variants.PAIRS:
+            change(cells, name)
+
+    assert "shows here" in said(rotational_variants.section(committed("rotational_variants")), claim)
+    assert "does NOT show" in said(rotational_variants.section(changed("rotational_variants", all_tasks)), claim)
+
+
+def test_options() -> None:
+    def far(cells: Any) -> None:
+        for name in list(rotational_variants.OPTIONS)[1:]:
+            cells[f"LM: {name}"]["loss"] = [2.0 * x for x in cells[f"LM: {name}"]["loss"]]
+
+    section, claim = rotational_variants.section, "on LM, results stay stable"
+    assert "shows here on all" in said(section(committed("rotational_variants")), claim)
+    assert "does NOT show" in said(section(changed("rotational_variants", far)), claim)
+
+
+def test_where_multipliers_drift() -> None:
+    def still(cells: Any) -> None:
+        for cell in cells.values():
+            cell["ratio"] = [1e-7 for _ in cell["ratio"]]
+
+    section = gaugefix_lrm.networks_section
+    claims = {
+        "drift apart": ("shows here", "does NOT show"),
+        "so do fixes 100": ("shows here only", "shows here on all"),
+    }
+    for claim, (now, then) in claims.items():
+        assert now in said(section(committed("gaugefix_networks")), claim)
+        assert then in said(section(changed("gaugefix_networks", still)), claim)
+
+
+def test_few_are_called_few() -> None:
+    assert report.paper("x", [True, False, True], "y") == "The paper: x; by y, this shows here on 2 of 3 seeds."
+    assert report.paper("x", [True, False, False], "y").endswith("this shows here only on 1 of 3 seeds.")
+    assert report.paper("x", [False], "y") == "The paper: x; by y, this does NOT show here on NONE of 1 seeds."
+    assert report.paper("x", [True], "y", "tasks").endswith("on all 1 tasks.")

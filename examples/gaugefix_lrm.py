@@ -15,8 +15,9 @@ the last evaluation.
 In that network nothing drifts but by rounding: logits see r_Q·r_K entry by entry, so that multipliers that start equal
 get equal gradients. `--networks` trains three that part them, and all three at once: biases, which no multiplier
 scales; rotary embeddings, where logits see products of two entries of a pair; grouped queries, where one multiplier of
-keys faces several of queries. The sum of r·∂L/∂r over a head is the same on both sides, in every network; entry by
-entry both sides differ, and Adam divides entry by entry.
+keys faces several of queries. The sum of r·∂L/∂r over a head, biases in, is the same on both sides in every network.
+Entry by entry both sides differ by 3e-7 in the plain one, and by 5, 65 and 55 % in these three (medians over heads and
+steps), and Adam divides entry by entry.
 """
 
 import argparse
@@ -642,13 +643,14 @@ def _on_losses(cells: dict[str, Cell]) -> str:
     best = [x.mean() < min(0.0, y.mean()) and _apart(x) and _apart(x - y)
             for x, y in zip(rarely.values(), always.values(), strict=True)]  # fmt: skip
     far = {arm: [run for run, x in by_run.items() if _apart(x)] for arm, by_run in gaps.items()}
+    named = [f"{arm} ({', '.join(runs)})" for arm, runs in far.items() if runs]
     by, cases = "validation loss, by two standard deviations of the gap", "runs"
     return " ".join([
         report.paper("fixes 100 steps apart have a lower loss than A and than fixes at every step", best, by, cases),
         report.paper("fixes at every step have a higher loss than A",
                      [x.mean() > 0.0 and _apart(x) for x in always.values()], by, cases),
         "Further from A's validation loss than two standard deviations of the gap: "
-        f"{'; '.join(f'{arm} ({", ".join(runs)})' for arm, runs in far.items() if runs) or 'no arm'}. The largest gap "
+        f"{'; '.join(named) or 'no arm'}. The largest gap "
         f"of a mean is {max(abs(x.mean()) for by_run in gaps.values() for x in by_run.values()):.4f}.",
     ])  # fmt: skip
 

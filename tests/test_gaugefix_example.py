@@ -182,3 +182,12 @@ def test_the_committed_networks_drift_where_their_section_says() -> None:
             assert max(cell["anchor"]) < 1e-5 and min(cell["ratio"]) > 1e-3
         if arm == "quotient, balanced":
             assert max(cell["sides"]) < 1e-5 and min(cell["anchor"]) > 1e-3
+
+
+def test_the_docstring_has_the_measured_gaps_of_entries() -> None:
+    cells = json.loads((RESULT.parent / "gaugefix_networks.json").read_text())["cells"]
+    said = {"plain": 3e-7, "biases": 0.05, "rotary": 0.65, "grouped": 0.55}
+    for network, gap in said.items():
+        name = gaugefix_lrm.cell_name(network, "C", gaugefix_lrm.RATE, gaugefix_lrm.SHORT)
+        assert max(cells[name]["entries"]) == pytest.approx(gap, rel=0.1), network
+    assert all(f"{x}" in (gaugefix_lrm.__doc__ or "") for x in ("3e-7", "5, 65 and 55 %"))

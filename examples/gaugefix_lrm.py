@@ -524,18 +524,22 @@ def cell_name(network: str, arm: str, rate: float, steps: int) -> str:
     return f"{network}, {arm}, rate {rate:g}, {steps} steps"
 
 
+DRAWN = [arm for arm in NETWORK_ARMS if "stale" not in arm]
+"""With stale moments curves are those without."""
+
+
 def networks_figure(result: Result, path: Path) -> None:
     """Along the short runs, a column per network: Eq. (3) above, what the gauge reads below."""
     fig, axes = report.plt.subplots(
         2, len(NETWORKS), figsize=(3.1 * len(NETWORKS), 6.6), layout="constrained", sharex=True, sharey=True
     )
     for column, network in zip(axes.T, NETWORKS, strict=True):
-        for k, arm in enumerate(NETWORK_ARMS):
+        for k, arm in enumerate(DRAWN):
             curves = result["cells"][cell_name(network, arm, RATE, SHORT)]["curves"]
-            style = {"color": report.plt.get_cmap("tab10")(k), "ls": "--" if "stale" in arm else "-", "label": arm}
+            style = {"color": report.plt.get_cmap("tab10")(k), "lw": 3.0 if arm == "A" else 1.3, "label": arm}
             for axis, key in zip(column, ("ratio", "anchor"), strict=True):
                 at = np.arange(len(curves[key])) * (SHORT // len(curves[key])) + 1
-                axis.plot(at, np.maximum(curves[key], 1e-8), lw=1.2, **style)
+                axis.plot(at, np.maximum(curves[key], 1e-8), **style)
         column[0].set(title=network, yscale="log")
         column[1].set_xlabel("step")
         for axis in column:

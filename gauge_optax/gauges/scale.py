@@ -6,7 +6,8 @@ norm follows, the function does not depend on a block's size, and there is no se
 compose by addition. The vertical tangents of a channel are the multiples of (+θ_up, −p·θ_down).
 
 A channel reads as the log of its first anchor's norm divided by √(entries/rows), times −1/p for an anchor on the down
-side. On the slice the column of a kernel has norm 1 and a norm's scale is 1, close to the usual initial values.
+side. On the slice the column of a kernel has norm 1, a norm's scale is 1, and multipliers have root mean square 1, close
+to the usual initial values.
 References: DDC §3.2, B.4–B.7; Rotational Equilibrium Eq. (99).
 """
 
@@ -257,10 +258,10 @@ class Scale(Instance):
         totals = [block.total(self.named, jnp.square(point[block.path])) for block in anchor]
         square = sum(totals[1:], totals[0])
         # The inputs of a channel are its free axes but the last, or the one free axis. The squared norm of
-        # a channel on the slice is `natural`, its number of columns.
+        # a channel on the slice is `natural`, its number of columns; multipliers, which start at 1, have RMS 1 there.
         free = [[n for n, x in zip(b.view_shape, b.labels, strict=True) if x not in self.named] for b in anchor]
         inputs = max(math.prod(lengths[:-1] or lengths) for lengths in free)
-        natural = sum(map(math.prod, free)) / max(1, inputs)
+        natural = sum(map(math.prod, free)) / (1 if self.by_entry else max(1, inputs))
         read = within & (square > 0)
         power = 2.0 if anchor[0].role in ("up", "left") else -2.0 * self.degree
         return jnp.log(jax.lax.select(read, square / natural, jnp.ones_like(square))) / power, read

@@ -668,6 +668,8 @@ def _on_quotients(cells: dict[str, Cell]) -> str:
               for biased in (False, True)}  # fmt: skip
     rests = [per_seed(cells, run, arm, "loss") for run in SHOWN for arm in ("quotient", "quotient, balanced")]
     gap = max(float(np.abs(a - b).max()) for a, b in zip(rests[::2], rests[1::2], strict=True))
+    from_c = max(float(np.abs(x - per_seed(cells, run, "C", "loss")).max())
+                 for x, run in zip(rests[::2], SHOWN, strict=True))  # fmt: skip
     return (
         "`quotient` holds what its gauge reads: log s_Q changes by at most "
         f"{max(most(cells, 'quotient', 'anchor').values()):.1e}. By |log(s_Q/s_K)| it moves by "
@@ -675,7 +677,8 @@ def _on_quotients(cells: dict[str, Cell]) -> str:
         'growth of the product. `rest="balanced"` holds log‖Q side‖ − log‖K side‖ to '
         f"{max(most(cells, 'quotient, balanced', 'sides').values()):.1e}. Without biases that is |log(s_Q/s_K)|, "
         f"which stays within {max(parted[False]):.1e}; with biases it is not, and reaches {max(parted[True]):.1e}. "
-        f"Losses under both rests differ by {gap:.1e} at most."
+        f"Losses under both rests differ by {gap:.1e} at most, from C's by {from_c:.1e}: multipliers start at 1, which "
+        "is their point on the slice."
     )
 
 

@@ -138,8 +138,10 @@ def paper(finding: str, holds: Sequence[bool], by: str, cases: str = "seeds") ->
         looks for one of the words that the section declares (`tables.Section.by`).
       cases: what `holds` counts, in the plural.
     """
-    few = "only " if 0 < 2 * sum(holds) < len(holds) else ""
-    verdict = f"{'shows' if any(holds) else 'does NOT show'} here {few}{on_seeds(holds, cases)}"
+    few = "only " if 2 * sum(holds) < len(holds) else ""
+    verdict = f"shows here {few}{on_seeds(holds, cases)}"
+    if not any(holds):
+        verdict = f"does NOT show here, on none of {len(holds)} {cases}"
     return f"The paper: {finding}; by {by}, this {verdict}."
 
 

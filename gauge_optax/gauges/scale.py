@@ -6,7 +6,7 @@ norm follows, the function does not depend on a block's size, and there is no se
 compose by addition. The vertical tangents of a channel are the multiples of (+θ_up, −p·θ_down).
 
 A channel reads as the log of its first anchor's norm divided by √(entries/rows), times −1/p for an anchor on the down
-side. On the slice the column of a kernel has norm 1, a norm's scale is 1, and multipliers have root mean square 1, close
+side. On the slice the column of a kernel has norm 1, a norm's scale is 1 and multipliers have root mean square 1, close
 to the usual initial values.
 References: DDC §3.2, B.4–B.7; Rotational Equilibrium Eq. (99).
 """

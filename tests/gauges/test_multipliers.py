@@ -85,3 +85,16 @@ def test_biases_go_along_and_do_not_count(x64: None) -> None:
     s_q, s_k = _scales(moved)
     np.testing.assert_allclose(s_q, s_k, rtol=1e-12)
     np.testing.assert_allclose(moved["bias"] / params["bias"], moved["query"] / params["query"], rtol=1e-12)
+
+
+@pytest.mark.parametrize("queries", ["head _", "(head _) _"])
+def test_multipliers_of_one_are_on_the_slice(queries: str, x64: None) -> None:
+    """Otherwise an optimizer inside `quotient` would start elsewhere than the plain one, with other relative steps."""
+    gauge = go.multiplier_balance({"query": queries}, {"key": "head _"})
+    params = {"query": jnp.ones((4 if "(" in queries else 2, 3)), "key": jnp.ones((2, 3))}
+    np.testing.assert_allclose(gauge.coordinates(params)[""], 0.0, atol=1e-15)
+    updates = []
+    for tx in (optax.adam(0.1), go.quotient(optax.adam(0.1), gauge, rest="balanced")):
+        grads = jax.tree.map(lambda x: 0.0 * x + 1.0, params)
+        updates.append(tx.update(grads, tx.init(params), params)[0])
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), *updates)

@@ -147,8 +147,9 @@ def test_sums_of_gradients_agree_and_entries_do_in_the_plain_network_alone(netwo
 
 @pytest.mark.slow
 def test_networks_run_and_go_on(tmp_path: Path, tiny: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(gaugefix_lrm.NETWORKS, "grouped", {"kv_heads": 1})
-    runs = [("grouped", arm, 3e-3, 3) for arm in ("C", "quotient, balanced")]
+    grouped_config = lambda vocab, **_: FULL(**(TINY | {"vocab": vocab, "kv_heads": 1}))  # noqa: E731
+    monkeypatch.setattr(gaugefix_lrm.gpt2, "config", grouped_config)
+    runs = [("grouped", arm, 3e-3, 30) for arm in ("C", "quotient, balanced")]
     monkeypatch.setattr(gaugefix_lrm, "NETWORK_RUNS", runs)
     monkeypatch.setattr(gaugefix_lrm, "networks_figure", lambda result, path: path.write_bytes(b"png"))
     monkeypatch.setattr(gaugefix_lrm, "networks_section", lambda result: "a section")

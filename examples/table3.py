@@ -156,11 +156,13 @@ class BodyFrameState(NamedTuple):
     bases: tuple[jax.Array, ...]
 
 
-def b8(transport: str) -> optax.GradientTransformation:
+def b8(transport: str, share: str = "entry", project: bool = True) -> optax.GradientTransformation:
     """The reference's body frame on `attention`: a new eigenbasis at each step, its signs pinned to the last one's.
 
     Args:
       transport: one of TRANSPORTS.
+      share: what has one second moment: an "entry" (B.8), a "tensor" per head, or a "head" with both of its tensors.
+      project: whether to remove the part along rotations, from the gradient and from the step.
 
     Returns:
       A transformation of gradients into tangents.
@@ -179,13 +181,15 @@ def b8(transport: str) -> optax.GradientTransformation:
             overlap = jnp.sum(old * new, axis=-2, keepdims=True)
             new = new * jnp.where(overlap < 0, -1.0, 1.0)
             turn = matmul(transpose(old), new)
-            for name, grad in _horizontal(params, grads, pair).items():
-                body = matmul(grad, new)
-                mu[name] = 0.9 * matmul(state.mu[name], turn) + 0.1 * body
-                nu[name] = 0.999 * TRANSPORTS[transport](state.nu[name], turn) + 0.001 * jnp.square(body)
+            seen = horizontal(params, grads, pair) if project else grads
+            body = {name: matmul(seen[name], new) for name in pair}
+            squares = _shared({name: jnp.square(x) for name, x in body.items()}, share)
+            for name in pair:
+                mu[name] = 0.9 * matmul(state.mu[name], turn) + 0.1 * body[name]
+                nu[name] = 0.999 * TRANSPORTS[transport](state.nu[name], turn) + 0.001 * squares[name]
                 step = mu[name] / (1 - 0.9**count) / (jnp.sqrt(nu[name] / (1 - 0.999**count)) + 1e-8)
                 out[name] = matmul(step, transpose(new))
-            out |= _horizontal(params, out, pair)
+            out |= horizontal(params, out, pair) if project else {}
             bases.append(new)
         return out, BodyFrameState(count, mu, nu, tuple(bases))
 
@@ -199,17 +203,29 @@ TRANSPORTS: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
 }
 
 
-def _gram(a: Params, b: Params, pair: Sequence[str]) -> jax.Array:
+def _shared(squares: Params, share: str) -> Params:
+    """Squares, or their means over what shares one second moment; leaves are (head, d, basis)."""
+    if share == "entry":
+        return squares
+    means = {name: jnp.mean(x, (-2, -1), keepdims=True) for name, x in squares.items()}
+    if share == "head":
+        means = dict.fromkeys(means, sum(means.values(), start=jnp.zeros(())) / len(means))
+    return {name: jnp.broadcast_to(means[name], x.shape) for name, x in squares.items()}
+
+
+def gram(a: Params, b: Params, pair: Sequence[str]) -> jax.Array:
+    """Σ aᵀb over the tensors of a head, (head, basis, basis)."""
     return sum((matmul(transpose(a[name]), b[name]) for name in pair), start=jnp.zeros(()))
 
 
 def _eigenbasis(params: Params, pair: Sequence[str]) -> jax.Array:
-    return symmetric_eigen(_gram(params, params, pair))[1]
+    return symmetric_eigen(gram(params, params, pair))[1]
 
 
-def _horizontal(params: Params, vector: Params, pair: Sequence[str]) -> Params:
-    cross = _gram(params, vector, pair)
-    generator = lyapunov(_gram(params, params, pair), 0.5 * (cross - transpose(cross)))
+def horizontal(params: Params, vector: Params, pair: Sequence[str]) -> Params:
+    """A vector without its part along the rotations of a pair's heads."""
+    cross = gram(params, vector, pair)
+    generator = lyapunov(gram(params, params, pair), 0.5 * (cross - transpose(cross)))
     return {name: vector[name] - matmul(params[name], generator) for name in pair}
 
 

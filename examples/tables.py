@@ -16,6 +16,7 @@ from examples import (
     demo,
     diagonal_network,
     gaugefix_lrm,
+    kronecker,
     layernorm_scale,
     lemmas,
     lora,
@@ -76,6 +77,7 @@ def _demo(runs: Any) -> str:
 SECTIONS = [
     Section("demo", "Twins of a small language model", _demo),
     Section("starts", "From three usual starts", starts.section),
+    Section("kronecker", "Shampoo and SOAP inside quotient", kronecker.section),
     Section("whole_model", "Every symmetry of a decoder on the quotient", whole_model.section),
     Section("lora", "Fine-tuning with LoRA: rules, ranks and starts", lora.section),
     Section("merge", "Merging networks after alignment", merge.section),

@@ -15,6 +15,7 @@ import pytest
 from examples import (
     baselines,
     diagonal_network,
+    kronecker,
     layernorm_scale,
     lemmas,
     minimum,
@@ -102,7 +103,7 @@ def test_runs_of_other_sizes_are_not_mixed(tmp_path: Path) -> None:
         diagonal_network.main([*options, "--steps", "2"])
 
 
-@pytest.mark.parametrize("module", [*TINY, radial_equilibrium, lemmas, minimum], ids=_name)
+@pytest.mark.parametrize("module", [*TINY, kronecker, lemmas, minimum, radial_equilibrium], ids=_name)
 def test_committed_runs_are_those_of_the_defaults(module: Any) -> None:
     result = _committed(module)
     assert result["settings"] == dataclasses.asdict(module.Config())
@@ -233,6 +234,37 @@ def test_only_one_second_moment_per_head_needs_no_projection(share: str) -> None
         for name, part in table3.horizontal(params, step, pair).items()
     )
     assert apart < 1e-12 if share == "head" else apart > 1e-3
+
+
+# Shampoo and SOAP -------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("x64")
+def test_shampoo_and_soap_do_what_their_papers_say() -> None:
+    """The first step of a square matrix: U·Vᵀ for Shampoo, ±1 in the eigenbases for SOAP; Adam's for a vector."""
+    gradient = {"w": jax.random.normal(jax.random.key(0), (4, 4)), "b": jnp.array([2.0, -3.0])}
+    u, _, vt = np.linalg.svd(gradient["w"])
+    steps = {}
+    for make, adam in ((kronecker._root, False), (kronecker._basis, True)):
+        tx = kronecker.kronecker(make, 1, adam)
+        steps[adam], _ = tx.update(gradient, tx.init(gradient))
+        np.testing.assert_allclose(steps[adam]["b"], [1.0, -1.0], rtol=1e-6)
+    shampoo = np.asarray(steps[False]["w"])
+    # The floor of the roots is 1e-6 of the largest eigenvalue.
+    np.testing.assert_allclose(shampoo / np.linalg.norm(shampoo), u @ vt / 2.0, atol=1e-3)
+    np.testing.assert_allclose(np.linalg.norm(steps[True]["w"]), 4.0, rtol=1e-5)
+    rotation = jnp.asarray(np.linalg.qr(np.random.default_rng(0).normal(size=(4, 4)))[0])
+    tx = kronecker.kronecker(kronecker._root, 1, False)
+    turned, _ = tx.update(gradient | {"w": gradient["w"] @ rotation}, tx.init(gradient))
+    np.testing.assert_allclose(turned["w"], steps[False]["w"] @ rotation, atol=1e-9)
+
+
+def test_shampoo_and_soap_have_twins_inside_quotient() -> None:
+    """The committed runs."""
+    result = _committed(kronecker)
+    for name in kronecker.INNER:
+        assert max(kronecker.values(result, f"quotient({name})", "gap")) <= 1e-10
+        assert min(kronecker.values(result, name, "gap")) > 1e-3
 
 
 # Baselines --------------------------------------------------------------------------------------------

@@ -308,11 +308,13 @@ def _losses(result: Result) -> str:
     for arm in result["arms"][1:]:
         ratios = [100 * (a / b - 1) for a, b in zip(best(result, arm)[1], reference, strict=True)]
         said.append(f"{arm} {np.mean(ratios):+.1f} ± {np.std(ratios, ddof=len(ratios) > 1):.1f} %")
+    edge = [arm for arm in result["arms"] if best(result, arm)[0] in (RATES[0], RATES[-1])]
     means = {arm: np.mean([x["losses"] for x in result["cells"][arm].values()], 0) for arm in result["arms"]}
     large = [f"{arm} at {RATES[at]:g} ({y[at]:.1f})" for arm, y in means.items() for at in np.flatnonzero(y > SHOWN)]
     return (
         f"Held-out losses beside AdamW's, mean ± standard deviation over seeds: {', '.join(said)}. Above "
-        f"{SHOWN}, and left out of the figure: {', '.join(large) if large else 'none'}."
+        f"{SHOWN}, and left out of the figure: {', '.join(large) if large else 'none'}. Best "
+        f"at an end of the rates that were tried, so that others may do better: {', '.join(edge) if edge else 'none'}."
     )
 
 

@@ -187,5 +187,10 @@ def save(fig: Figure, path: Path) -> None:
     """Write the PNG, with the last panel's legend below all of them."""
     handles, labels = fig.axes[-1].get_legend_handles_labels()
     fig.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 6))
+    save_as_is(fig, path)
+
+
+def save_as_is(fig: Figure, path: Path) -> None:
+    """Write the PNG of panels that have legends of their own."""
     fig.savefig(path, dpi=110)
     plt.close(fig)

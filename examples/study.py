@@ -14,7 +14,7 @@ import json
 import os
 import re
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -144,12 +144,12 @@ def machine() -> str:
     return f"{os.cpu_count()}-core CPU" if device.platform == "cpu" else device.device_kind
 
 
-def header(study: Study, config: Any, args: argparse.Namespace) -> Result:
+def header(name: str, arms: Iterable[str], config: Any, args: argparse.Namespace) -> Result:
     """Everything that must agree before two runs may stand in one table."""
     return {
-        "study": study.name,
+        "study": name,
         "settings": dataclasses.asdict(config),
-        "arms": list(study.arms),
+        "arms": list(arms),
         "seeds": args.seeds,
         "machine": machine(),
         "versions": {"gauge_optax": _package_version(), "jax": jax.__version__, "optax": optax.__version__},
@@ -188,6 +188,27 @@ def write(path: Path, result: Result) -> None:
     os.replace(unfinished, path)
 
 
+def fill(path: Path, head: Result, cell: Callable[[str, int], Cell], stop_after: int | None = None) -> Result | None:
+    """Makes the missing cells of a study whose cells are no training curves, saving each.
+
+    Args:
+      path: of the JSON.
+      head: a header with `arms` and `seeds`.
+      cell: (arm, seed) → what the JSON keeps of it.
+      stop_after: leave after so many cells, as if killed.
+
+    Returns:
+      The result, or None if told to stop before the end.
+    """
+    result = load(path, head)
+    cells = result["cells"]
+    missing = [(arm, seed) for arm in head["arms"] for seed in head["seeds"] if str(seed) not in cells.get(arm, {})]
+    for arm, seed in tqdm(missing[:stop_after], unit="run", mininterval=1):
+        cells.setdefault(arm, {})[str(seed)] = cell(arm, seed)
+        write(path, result)
+    return None if stop_after is not None and stop_after < len(missing) else result
+
+
 def run(
     study: Study,
     config: Any,
@@ -197,7 +218,7 @@ def run(
 ) -> Result | None:
     """Make the missing runs, saving each; then draw and print. None if told to stop before the end."""
     path = args.out / f"{study.name}.json"
-    result = load(path, header(study, config, args))
+    result = load(path, header(study.name, study.arms, config, args))
     cells = result["cells"]
     missing = [(arm, seed) for arm in study.arms for seed in args.seeds if str(seed) not in cells.get(arm, {})]
     with tqdm(total=len(missing) * config.steps, unit="step", mininterval=1) as progress:

@@ -1,4 +1,4 @@
-"""The constructions of DDC's Table 3: for each gauge one small problem that has it, and the optimizers that keep it.
+"""The constructions of DDC's Tables 3 and 7: for each gauge one small problem that has it, and optimizers that keep it.
 
 Here too: the reference's own body frame, B.8 as printed. Twins, tables and the figure are in `self_tests`.
 """
@@ -15,6 +15,7 @@ import optax
 
 import gauge_optax as go
 from gauge_optax.linalg import lyapunov, matmul, symmetric_eigen, transpose
+from models import lm
 
 Params = dict[str, jax.Array]
 Shapes = Mapping[str, tuple[int, ...]]
@@ -47,7 +48,7 @@ class Problem(NamedTuple):
 
 
 class Construction(NamedTuple):
-    """A row of Table 3: a problem, and (learning rate, gauges) → optimizer."""
+    """A row of the table: a problem, and (learning rate, gauges) → optimizer."""
 
     problem: Problem
     make: Callable[[float, Sequence[go.Gauge]], optax.GradientTransformation]
@@ -103,6 +104,17 @@ def relu_rescale(c: Config) -> Problem:
     return Problem({"up": (c.width, 8), "bias": (8,), "down": (8, 3)}, loss, [gauge])
 
 
+def swiglu_rescale(c: Config) -> Problem:
+    """A gated layer (A.6, Lemma 28): units trade factors between the linear branch and what reads them."""
+
+    def loss(p: Params) -> jax.Array:
+        x = jnp.asarray(_fixed(c.samples, c.width), p["up"].dtype)
+        return _distance((jax.nn.silu(x @ p["gate"]) * (x @ p["up"])) @ p["down"])
+
+    gauge = go.rescale({"up": "_ channel"}, {"down": "channel _"})
+    return Problem({"gate": (c.width, 8), "up": (c.width, 8), "down": (8, 3)}, loss, [gauge])
+
+
 def norm_scale(c: Config) -> Problem:
     """A LayerNorm: its scale and bias trade factors with the rows that read them."""
 
@@ -127,18 +139,31 @@ def chain(c: Config, up: str, down: str) -> Problem:
     return Problem(shapes, loss, [go.rescale({f"w{n}": up}, {f"w{n + 1}": down}) for n in range(3)])
 
 
-def attention(c: Config) -> Problem:
-    """One attention layer, kernels as (head, d, basis): queries and keys turn together, values and outputs too."""
-    shape = (c.heads, c.width, c.head_size)
+def attention(c: Config, rotary: bool = False, queries: int = 1) -> Problem:
+    """One attention layer, kernels as (head, d, basis): queries and keys turn together, values and outputs too.
+
+    Args:
+      c: sizes.
+      rotary: whether queries and keys are turned by their position, which leaves a torus of their rotations.
+      queries: how many query heads read one key and value head.
+    """
+    whole, shared = (c.heads * queries, c.width, c.head_size), (c.heads, c.width, c.head_size)
 
     def loss(p: Params) -> jax.Array:
         x = jnp.asarray(_fixed(c.samples // 8, 8, c.width), p["query"].dtype)
         query, key, value = (jnp.einsum("btd,hde->bhte", x, p[name]) for name in ("query", "key", "value"))
+        if rotary:
+            query, key = (lm.rotary(y.swapaxes(1, 2)).swapaxes(1, 2) for y in (query, key))
+        key, value = (jnp.repeat(y, queries, axis=1) for y in (key, value))
         weights = jax.nn.softmax(jnp.einsum("bhte,bhse->bhts", query, key), axis=-1)
         return _distance(jnp.einsum("bhts,bhse,hde->btd", weights, value, p["out"]))
 
-    gauges = [go.head_rotation(dict.fromkeys(pair, "head _ basis")) for pair in PAIRS]
-    return Problem(dict.fromkeys(("query", "key", "value", "out"), shape), loss, gauges)
+    axes = dict.fromkeys(("query", "out"), "(head _) _ basis" if queries > 1 else "head _ basis")
+    axes |= dict.fromkeys(("key", "value"), "head _ basis")
+    scores, outputs = ({name: axes[name] for name in pair} for pair in PAIRS)
+    turning = go.rope_torus(scores, pairing="half") if rotary else go.head_rotation(scores)
+    shapes = {"query": whole, "key": shared, "value": shared, "out": whole}
+    return Problem(shapes, loss, [turning, go.head_rotation(outputs)])
 
 
 PAIRS = (("query", "key"), ("value", "out"))
@@ -156,11 +181,13 @@ class BodyFrameState(NamedTuple):
     bases: tuple[jax.Array, ...]
 
 
-def b8(transport: str) -> optax.GradientTransformation:
+def b8(transport: str, share: str = "entry", project: bool = True) -> optax.GradientTransformation:
     """The reference's body frame on `attention`: a new eigenbasis at each step, its signs pinned to the last one's.
 
     Args:
       transport: one of TRANSPORTS.
+      share: what has one second moment: an "entry" (B.8), a "tensor" per head, or a "head" with both of its tensors.
+      project: whether to remove the part along rotations, from the gradient and from the step.
 
     Returns:
       A transformation of gradients into tangents.
@@ -179,13 +206,15 @@ def b8(transport: str) -> optax.GradientTransformation:
             overlap = jnp.sum(old * new, axis=-2, keepdims=True)
             new = new * jnp.where(overlap < 0, -1.0, 1.0)
             turn = matmul(transpose(old), new)
-            for name, grad in _horizontal(params, grads, pair).items():
-                body = matmul(grad, new)
-                mu[name] = 0.9 * matmul(state.mu[name], turn) + 0.1 * body
-                nu[name] = 0.999 * TRANSPORTS[transport](state.nu[name], turn) + 0.001 * jnp.square(body)
+            seen = horizontal(params, grads, pair) if project else grads
+            body = {name: matmul(seen[name], new) for name in pair}
+            squares = _shared({name: jnp.square(x) for name, x in body.items()}, share)
+            for name in pair:
+                mu[name] = 0.9 * matmul(state.mu[name], turn) + 0.1 * body[name]
+                nu[name] = 0.999 * TRANSPORTS[transport](state.nu[name], turn) + 0.001 * squares[name]
                 step = mu[name] / (1 - 0.9**count) / (jnp.sqrt(nu[name] / (1 - 0.999**count)) + 1e-8)
                 out[name] = matmul(step, transpose(new))
-            out |= _horizontal(params, out, pair)
+            out |= horizontal(params, out, pair) if project else {}
             bases.append(new)
         return out, BodyFrameState(count, mu, nu, tuple(bases))
 
@@ -199,17 +228,29 @@ TRANSPORTS: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
 }
 
 
-def _gram(a: Params, b: Params, pair: Sequence[str]) -> jax.Array:
+def _shared(squares: Params, share: str) -> Params:
+    """Squares, or their means over what shares one second moment; leaves are (head, d, basis)."""
+    if share == "entry":
+        return squares
+    means = {name: jnp.mean(x, (-2, -1), keepdims=True) for name, x in squares.items()}
+    if share == "head":
+        means = dict.fromkeys(means, sum(means.values(), start=jnp.zeros(())) / len(means))
+    return {name: jnp.broadcast_to(means[name], x.shape) for name, x in squares.items()}
+
+
+def gram(a: Params, b: Params, pair: Sequence[str]) -> jax.Array:
+    """Σ aᵀb over the tensors of a head, (head, basis, basis)."""
     return sum((matmul(transpose(a[name]), b[name]) for name in pair), start=jnp.zeros(()))
 
 
 def _eigenbasis(params: Params, pair: Sequence[str]) -> jax.Array:
-    return symmetric_eigen(_gram(params, params, pair))[1]
+    return symmetric_eigen(gram(params, params, pair))[1]
 
 
-def _horizontal(params: Params, vector: Params, pair: Sequence[str]) -> Params:
-    cross = _gram(params, vector, pair)
-    generator = lyapunov(_gram(params, params, pair), 0.5 * (cross - transpose(cross)))
+def horizontal(params: Params, vector: Params, pair: Sequence[str]) -> Params:
+    """A vector without its part along the rotations of a pair's heads."""
+    cross = gram(params, vector, pair)
+    generator = lyapunov(gram(params, params, pair), 0.5 * (cross - transpose(cross)))
     return {name: vector[name] - matmul(params[name], generator) for name in pair}
 
 
@@ -230,6 +271,7 @@ def build(c: Config) -> dict[str, Construction]:
         "CE shift, bias": bias_shift(c),
         "CE shift, row": row_shift(c),
         "ReLU rescale": relu_rescale(c),
+        "SwiGLU rescale": swiglu_rescale(c),
         "LayerNorm scale": norm_scale(c),
         "chained ReLU": chain(c, "_ _", "_ _"),
         "chained ReLU, per unit": chain(c, "_ channel", "channel _"),
@@ -239,6 +281,9 @@ def build(c: Config) -> dict[str, Construction]:
     for mode in ("none", "per_head_scalar", "per_head_matrix", "body_frame", "body_frame_topk"):
         # A new basis at each step, as in B.8: between refreshes nothing is carried.
         rows[f"rotation, {mode}"] = Construction(heads, functools.partial(ddc, v_mode=mode, refresh_every=1))
+    latest = functools.partial(ddc, refresh_every=1)
+    rows["rotation, grouped queries"] = Construction(attention(c, queries=2), latest)
+    rows["torus of rotary heads"] = Construction(attention(c, rotary=True), latest)
     for transport in TRANSPORTS:
         rows[f"B.8, {transport}"] = Construction(heads, functools.partial(printed, transport=transport))
     return rows

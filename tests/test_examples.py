@@ -26,6 +26,7 @@ from examples import (
     train_linen,
     train_nnx,
 )
+from examples.table3 import Config, build
 from models import lm
 
 TINY = ["--batch", "2", "--length", "8", "--width", "8", "--layers", "1"]
@@ -153,6 +154,16 @@ def test_self_tests_resume_and_tell_readings_of_the_reference_apart(
     assert len(shift["ours"]) == 21 and shift["ours"][-1] < 1e-8 < 1e-3 < shift["adamw"][-1]
     assert printed["ours"][1] < 1e-8 < 1e-3 < printed["ours"][-1]
     assert "AdamW" in capsys.readouterr().out
+
+
+def test_every_gauge_of_the_self_tests_makes_one_run_of_twins() -> None:
+    """The committed runs."""
+    result = json.loads((Path(self_tests.__file__).parent / "results" / "self_tests.json").read_text())
+    assert result["arms"] == list(build(Config()))
+    for row in result["arms"]:
+        ours, adamw = (max(self_tests.last(result, row, "float64", which)) for which in ("ours", "adamw"))
+        assert (ours < 1e-13) == (row != "B.8, |v·R|") and adamw > 1e-3
+    assert {"SwiGLU rescale", "rotation, grouped queries", "torus of rotary heads"} < set(result["arms"])
 
 
 @pytest.mark.slow

@@ -15,13 +15,18 @@ import pytest
 from examples import (
     baselines,
     diagonal_network,
+    kronecker,
     layernorm_scale,
+    lemmas,
+    minimum,
     radial_equilibrium,
     relu_rescale,
     report,
     row_shift,
+    self_tests,
     sparse_parity,
     study,
+    table3,
     tables,
 )
 
@@ -98,7 +103,7 @@ def test_runs_of_other_sizes_are_not_mixed(tmp_path: Path) -> None:
         diagonal_network.main([*options, "--steps", "2"])
 
 
-@pytest.mark.parametrize("module", [*TINY, radial_equilibrium], ids=_name)
+@pytest.mark.parametrize("module", [*TINY, kronecker, lemmas, minimum, radial_equilibrium], ids=_name)
 def test_committed_runs_are_those_of_the_defaults(module: Any) -> None:
     result = _committed(module)
     assert result["settings"] == dataclasses.asdict(module.Config())
@@ -151,6 +156,115 @@ def test_without_rounding_the_shift_gauge_changes_no_loss() -> None:
         ends[name] = observe(start, params, data)
     assert ends["DDC"]["drift"] < 1e-12 < 1e-3 < ends["AdamW"]["drift"]
     np.testing.assert_allclose(ends["DDC"]["train_loss"], ends["AdamW"]["train_loss"], rtol=1e-10)
+
+
+# What is read at a minimum ----------------------------------------------------------------------------
+
+
+def test_cells_that_are_there_are_not_made_again(tmp_path: Path) -> None:
+    made: list[tuple[str, int]] = []
+
+    def cell(arm: str, seed: int) -> dict[str, int]:
+        made.append((arm, seed))
+        return {"number": seed}
+
+    path, head = tmp_path / "x.json", {"arms": ["a", "b"], "seeds": [1, 2]}
+    assert study.fill(path, head, cell, stop_after=3) is None
+    assert made == [("a", 1), ("a", 2), ("b", 1)]
+    assert study.fill(path, head, cell) == json.loads(path.read_text())
+    assert made[3:] == [("b", 2)]
+    with pytest.raises(ValueError, match="other seeds"):
+        study.fill(path, head | {"seeds": [1]}, cell)
+
+
+def test_what_leaks_lies_where_the_fisher_is_zero() -> None:
+    config = minimum.Config(steps=12, modulus=5, width=4, hidden=8)
+    adamw, ddc = (minimum.isolation(config, arm, 42) for arm in ("AdamW", "DDC"))
+    assert ddc["share"] < minimum.FLOOR < 1e-6 < adamw["share"]
+    assert adamw["along_over_largest"] < minimum.DEAD and adamw["kernel"] >= 4  # one per channel
+    assert adamw["share_of_kernel"] >= (1 - 1e-6) * adamw["share"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("module", [lemmas, minimum], ids=_name)
+def test_reads_of_a_minimum_leave_json_and_figure(module: Any, tmp_path: Path) -> None:
+    options = {
+        lemmas: ["--toggled", "30"],
+        minimum: [
+            "--steps", "40", "--modulus", "5", "--width", "4", "--hidden", "8", "--modes", "16", "--pretraining", "2",
+            "--warmup", "1", "--twins", "2",
+        ],
+    }[module]  # fmt: skip
+    result = module.main([*options, "--seeds", "42", "--out", str(tmp_path)])
+    assert json.loads((tmp_path / f"{_name(module)}.json").read_text()) == result
+    assert (tmp_path / f"{_name(module)}.png").stat().st_size > 1000
+
+
+def test_the_gauge_holds_what_the_fisher_does_not_see() -> None:
+    result = _committed(minimum)
+    shares = {arm: minimum.values(result, minimum.ISOLATION, arm, "share") for arm in ("AdamW", "DDC")}
+    assert max(shares["DDC"]) < minimum.FLOOR < 1e-3 < min(shares["AdamW"])
+    assert max(minimum.values(result, minimum.ISOLATION, "AdamW", "along_over_largest")) < minimum.DEAD
+    for arm in minimum.STUDIES[minimum.ORDER][1]:
+        assert minimum.values(result, minimum.ORDER, arm, "lowest") == pytest.approx([2.0] * 3, rel=0.01)
+    assert max(minimum.values(result, minimum.ONE_STEP, "DDC", "spread")) < 1e-10
+    assert min(minimum.values(result, minimum.ONE_STEP, "AdamW", "spread")) > 0.01
+
+
+def test_a_statement_that_does_not_show_is_listed() -> None:
+    result = _committed(lemmas)
+    text = lemmas.section(result)
+    assert "SGD's run reads k = 2 of all pairs together (NONE of 3 seeds)" in text
+    assert "Lemma 17: (i)" in text and "(NONE of 3 seeds); Lemma 17" not in text
+    found = result["cells"]["Lemma 17"]["42"] | {"largest_ratio": 1.5}
+    assert not lemmas.ROWS[0][2](found)[2]
+
+
+@pytest.mark.parametrize("share", ["entry", "tensor", "head"])
+@pytest.mark.usefixtures("x64")
+def test_only_one_second_moment_per_head_needs_no_projection(share: str) -> None:
+    """Lemma 10 (ii): the step of a gradient that is horizontal stays so only if both tensors are divided alike."""
+    problem = table3.attention(table3.Config())
+    params, _, _ = self_tests.start(problem, 42)
+    tx = table3.b8("v·(R∘R)", share, project=False)
+    step, _ = tx.update(jax.grad(problem.loss)(params), tx.init(params), params)
+    apart = max(
+        float(jnp.linalg.norm(step[name] - part)) / float(jnp.linalg.norm(step[name]))
+        for pair in table3.PAIRS
+        for name, part in table3.horizontal(params, step, pair).items()
+    )
+    assert apart < 1e-12 if share == "head" else apart > 1e-3
+
+
+# Shampoo and SOAP -------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("x64")
+def test_shampoo_and_soap_do_what_their_papers_say() -> None:
+    """The first step of a square matrix: U·Vᵀ for Shampoo, ±1 in the eigenbases for SOAP; Adam's for a vector."""
+    gradient = {"w": jax.random.normal(jax.random.key(0), (4, 4)), "b": jnp.array([2.0, -3.0])}
+    u, _, vt = np.linalg.svd(gradient["w"])
+    steps = {}
+    for make, adam in ((kronecker._root, False), (kronecker._basis, True)):
+        tx = kronecker.kronecker(make, 1, adam)
+        steps[adam], _ = tx.update(gradient, tx.init(gradient))
+        np.testing.assert_allclose(steps[adam]["b"], [1.0, -1.0], rtol=1e-6)
+    shampoo = np.asarray(steps[False]["w"])
+    # The floor of the roots is 1e-6 of the largest eigenvalue.
+    np.testing.assert_allclose(shampoo / np.linalg.norm(shampoo), u @ vt / 2.0, atol=1e-3)
+    np.testing.assert_allclose(np.linalg.norm(steps[True]["w"]), 4.0, rtol=1e-5)
+    rotation = jnp.asarray(np.linalg.qr(np.random.default_rng(0).normal(size=(4, 4)))[0])
+    tx = kronecker.kronecker(kronecker._root, 1, False)
+    turned, _ = tx.update(gradient | {"w": gradient["w"] @ rotation}, tx.init(gradient))
+    np.testing.assert_allclose(turned["w"], steps[False]["w"] @ rotation, atol=1e-9)
+
+
+def test_shampoo_and_soap_have_twins_inside_quotient() -> None:
+    """The committed runs."""
+    result = _committed(kronecker)
+    for name in kronecker.INNER:
+        assert max(kronecker.values(result, f"quotient({name})", "gap")) <= 1e-10
+        assert min(kronecker.values(result, name, "gap")) > 1e-3
 
 
 # Baselines --------------------------------------------------------------------------------------------

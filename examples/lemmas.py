@@ -377,9 +377,9 @@ def section(result: Result) -> str:
         "smallest gap of its eigenvalues, τ the memory of the first moment in units of η times steps. The paper's "
         "constants are lost in the text that we have: those of the third column are ours.",
         "\n".join(lines),
-        f"Statements that do not show on all seeds: {listed}.",
+        f"Statements that fail on a seed: {listed}.",
         "Pair by pair and on the quotient the curvature is 2·|u·v| and the length √(2·|u·v|), whatever the optimizer: "
-        "a run reads 2 unless it turns back, AdamW's too. All pairs together show one exponent only if they die at one "
+        "a run reads 2 unless it turns back, AdamW's too. All pairs together have one exponent only if they die at one "
         f"speed. DDC's do, as they start from one product; SGD's and AdamW's do not. {_stored(result)} "
         f"{_switch(result)}",
     ])  # fmt: skip

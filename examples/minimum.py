@@ -394,10 +394,12 @@ def _isolation_verdict(result: Result) -> str:
     pinned = {arm: [x < FLOOR for x in share[arm]] for arm in ("DDC", "quotient(adamw)")}
     return " ".join([
         report.paper(
-            "AdamW leaks the readout along the orbit, on the Fisher's zeros (share above 1e-3)",
-            [x > 1e-3 for x in share["AdamW"]],
+            "AdamW leaks the readout along the orbit, on the Fisher's zeros", [x > 1e-3 for x in share["AdamW"]],
+            "the readout's share along the orbit (above 1e-3)",
         ),
-        report.paper(f"DDC pins this share at the floor (below {FLOOR:g})", pinned["DDC"]),
+        report.paper(
+            "DDC pins this share at the floor", pinned["DDC"], f"the readout's share along the orbit (below {FLOOR:g})"
+        ),
         f"The same of `quotient(adamw)`, {report.on_seeds(pinned['quotient(adamw)'])}. The Fisher along the orbit is "
         f"at most {_largest(result, ISOLATION, 'along_over_largest'):.0e} of its largest eigenvalue, roundoff.",
     ])  # fmt: skip
@@ -416,7 +418,8 @@ def _order_verdict(result: Result) -> str:
     verdict = "shows here in all" if all(within) else f"shows here in {sum(within)} of"
     return (
         "The paper: read by Gauss–Newton at the dead point along the balanced mode, the order is one number, k = 2 for "
-        f"a product of two, whatever the optimizer; this {verdict} {len(within)} reads (within 1 %). The drift of the "
+        f"a product of two, whatever the optimizer; by the order k, this {verdict} {len(within)} reads (within 1 %). "
+        f"The drift of the "
         f"gauge differs by a factor of {report.number(apart)} between the arms. The control "
         f"{'holds' if all(control) else 'FAILS'}: the curvature of live pairs is no falling power of ℓ "
         f"{'in any run' if all(control) else 'in some runs only'}."
@@ -437,24 +440,24 @@ def _step_verdict(result: Result) -> str:
         for arm in ("DDC", "DDC-Muon", PER_HEAD) for move in ("rotation", "rescale")
     }  # fmt: skip
     turned = zip(*(values(result, ONE_STEP, arm, "turned") for arm in ("DDC", "DDC-Muon")), strict=True)
-    held = [max(both) < 1e-10 for both in turned]
+    held, gap = [max(both) < 1e-10 for both in turned], "the gap of twins after a step (1e-10)"
     return " ".join([
         report.paper(
-            "on a Muon base the gauge leaves the curvature along a step where Muon without the gauge leaves it (both "
-            f"ends within {SAME:.0%})", same,
+            "on a Muon base the gauge leaves the curvature along a step where Muon without the gauge leaves it", same,
+            f"the directional Fisher (both ends within {SAME:.0%})",
         ),
         f"The ratios are {report.span([x for pair in muon for x in pair], '.3f')} beside Muon per head. Beside "
         f"textbook Muon, which takes the polar factor of all heads at once, it is {report.span(textbook, '.2f')}: "
         f"the other matrices do that, not the gauge. On the Adam base the ratios are "
         f"{report.span([x for pair in adam for x in pair], '.3f')}; AdamW's own curvature differs by "
         f"{report.span(values(result, ONE_STEP, 'AdamW', 'spread'), '.0%')} between twins, DDC's by rounding.",
-        report.paper("Table 6, the orbit is held on both bases (heads turn by less than 1e-10)", held),
-        report.paper("the Adam base composes with rotations", kept["DDC", "rotation"]),
-        report.paper("the Adam base composes with rescales", kept["DDC", "rescale"]),
-        report.paper("the Muon base composes with rotations", kept["DDC-Muon", "rotation"]),
+        report.paper("Table 6, the orbit is held on both bases", held, "the rotation of heads (below 1e-10)"),
+        report.paper("the Adam base composes with rotations", kept["DDC", "rotation"], gap),
+        report.paper("the Adam base composes with rescales", kept["DDC", "rescale"], gap),
+        report.paper("the Muon base composes with rotations", kept["DDC-Muon", "rotation"], gap),
         report.paper(
             "Muon's orthogonaliser by itself does not compose with rescales",
-            [not x for x in kept[PER_HEAD, "rescale"]],
+            [not x for x in kept[PER_HEAD, "rescale"]], gap,
         ),
         f"On the slice it does: the gap of the library's `ddc_muon` under rescales is below 1e-10 "
         f"{report.on_seeds(kept['DDC-Muon', 'rescale'])}, where Table 6 has a no.",

@@ -139,7 +139,10 @@ SECTIONS = [
         ("final accuracy", "final loss", "log|γ|"),
     ),
     Section("self_tests", "C.15 Equivariance self-tests", self_tests.section),
-    Section("minimum", "C.1, C.4 and §5.8 read at a minimum", minimum.section),
+    Section(
+        "minimum", "C.1, C.4 and §5.8 read at a minimum", minimum.section,
+        ("share along the orbit", "order k", "directional Fisher", "rotation of heads", "gap of twins"),
+    ),
     Section("lemmas", "Theorem 1, Lemmas 17 and 23, Remarks 8 and 12", lemmas.section),
     Section("released", "What discover finds in released architectures", released.section),
     Section("radial_equilibrium", "B.7 Where decay and loss balance", radial_equilibrium.section),

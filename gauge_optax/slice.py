@@ -102,9 +102,11 @@ class Slice:
 
     Attributes:
       parts: each gauge with its instances, in the order in which gauges act.
+      affine: whether all moves are affine. If not, steps and gradients move by the maps between points.
     """
 
     parts: tuple[tuple[Any, tuple[Any, ...]], ...]
+    affine: bool = True
 
     @classmethod
     def of(cls, gauges: Sequence[Any], params: Any) -> "Slice":
@@ -265,11 +267,6 @@ class Slice:
             point = instance.enter(e, point)
         return SlicePoint(point)
 
-    @functools.cached_property
-    def affine(self) -> bool:
-        """Whether all moves are affine. If not, steps and gradients move by the maps between points."""
-        return all(instance.affine for instance in self.instances)
-
     def enter_tangent(self, elements: Sequence[Any], tangent: Arrays, point: SlicePoint) -> SliceTangent:
         """F⁻¹·u for a tangent u at the stored point F·θ̂."""
         if not self.affine:
@@ -417,13 +414,10 @@ class Slice:
         for place, mask in zip(self.order.first, live, strict=False):
             instance = self.instances[place.number]
             e, _ = instance.read(place.anchor, point, mask, near=True)
-            point = self._undone(instance, e, point)
+            point = instance.enter(e, point)
+            # A constant may be moved into a leaf that is zero on the slice, such as a key bias: it is read as zero.
+            point = self.centred(point) if instance.keeps_place else point
         return point
-
-    def _undone(self, instance: Any, e: Any, point: Arrays) -> Arrays:
-        """e⁻¹·θ, where leaves that shifts make zero on the slice are zero again after a constant is moved into them."""
-        point = instance.enter(e, point)
-        return self.centred(point) if instance.targets else point
 
     def hold(self, point: SlicePoint, tangent: SliceTangent) -> SliceTangent:
         """Removes the part of a step that rotates heads: exactly where that has a closed form, else to first order."""
@@ -529,13 +523,15 @@ class Slice:
             masks.append(new)
             elements[place.number] = instance.where(new, e, elements[place.number])
             read[place.number] = read[place.number] | new
-            point = self._undone(instance, e, point)
+            point = instance.enter(e, point)
+            point = self.centred(point) if instance.keeps_place else point
         # Every anchor is read again with the entries that were left out above, because `fix` reads all entries.
         for place, mask in zip(self.order.first, masks, strict=False):
             instance = self.instances[place.number]
             e, _ = instance.read(place.anchor, point, mask, near=True)
             elements[place.number] = instance.compose(elements[place.number], e)
-            point = self._undone(instance, e, point)
+            point = instance.enter(e, point)
+            point = self.centred(point) if instance.keeps_place else point
         # Rotations are read from the returned point. Channels that no anchor could read are set to zero there, because
         # their entries differ between twins.
         for number, mask in read.items():
@@ -770,7 +766,8 @@ def _bound(gauges: tuple[Any, ...], leaves: _Leaves, hidden: tuple[str, ...]) ->
 @functools.lru_cache(maxsize=64)
 def _checked(parts: tuple[tuple[Any, tuple[Any, ...]], ...]) -> Slice:
     everything = tuple(i for _, instances in parts for i in instances)
-    checked = Slice(tuple((gauge, tuple(i.beside(everything) for i in instances)) for gauge, instances in parts))
+    parts = tuple((gauge, tuple(i.beside(everything) for i in instances)) for gauge, instances in parts)
+    checked = Slice(parts, affine=all(i.affine for _, instances in parts for i in instances))
     checked.check()
     return checked
 

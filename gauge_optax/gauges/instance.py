@@ -67,6 +67,8 @@ class Instance(abc.ABC):
     of_logits: ClassVar[bool] = False  # whether its leaves are the output layer, which Muon leaves to Adam
     # Whether it acts at its place in the list of gauges, because it does not commute with linear moves of its leaves.
     keeps_place: ClassVar[bool] = False
+    # Whether moves are affine in all leaves that steps change. If not, `push` and `pull` are not asked for.
+    affine: ClassVar[bool] = True
     # Whether `quotient(pin=False)` may let the inner optimizer leave the slice along this instance.
     known_by_action: ClassVar[bool] = False
 
@@ -79,11 +81,6 @@ class Instance(abc.ABC):
     def context(self) -> tuple[Block, ...]:
         """Blocks that the action reads and does not move."""
         return ()
-
-    @property
-    def affine(self) -> bool:
-        """Whether moves are affine in all leaves that steps change. If not, `push` and `pull` are not asked for."""
-        return True
 
     @property
     def targets(self) -> tuple[Block, ...]:

@@ -82,12 +82,12 @@ class ReadShift(Shift):
     Attributes:
       norm: the norm's scale and bias, as far as it has them; the action reads them and does not move them.
       behind: the bias behind each kernel; () for a norm without a bias.
-      trained: whether the norm's scale has no `norm_scale` and is trained as it is.
+      affine: see `Instance`; False where the norm's scale has no `norm_scale` and is trained as it is.
     """
 
     norm: tuple[Block, ...] = ()
     behind: tuple[Block, ...] = ()
-    trained: bool = False
+    affine: bool = True  # type: ignore[misc]
 
     rigid: ClassVar[str] = CHANNEL
     of_logits: ClassVar[bool] = False
@@ -113,7 +113,7 @@ class ReadShift(Shift):
                 )  # fmt: skip
         norm = tuple(block for block in blocks if block.role in (SCALE, BIAS))
         shape = tuple(sizes[name] for name in named)
-        return cls(gauge, key, named, shape, (*kernels, *behind), norm, behind)
+        return cls(gauge, key, named, shape, (*kernels, *behind), norm=norm, behind=behind)
 
     @property
     def shifted(self) -> tuple[Block, ...]:
@@ -131,14 +131,10 @@ class ReadShift(Shift):
     def divided(self) -> tuple[Block, ...]:
         return tuple(block for block in self.norm if block.role == SCALE)
 
-    @property
-    def affine(self) -> bool:
-        return not self.trained
-
     def beside(self, others: Sequence[Instance]) -> "ReadShift":
         scales = [dataclasses.replace(block, role="up") for block in self.divided]
         norms = [i.anchors[0] for i in others if i.anchors and i.log_step]
-        return dataclasses.replace(self, trained=any((scale,) not in norms for scale in scales))
+        return dataclasses.replace(self, affine=all((scale,) in norms for scale in scales))
 
     # The group: shifts add, signs stay --------------------------------------------------------------------
 

@@ -77,6 +77,13 @@ REST = [
 ]
 
 
+STREAM = go.residual_rotation(
+    {"qkv": "basis _", "gate_up": "basis _", "head": "basis _"},
+    {"embed": "_ basis", "out": "_ basis", "down": "_ basis"},
+    REST[:3],
+)
+
+
 def of_keys(constructor: Callable[..., Gauge], basis: str, **options: Any) -> Gauge:
     sizes = SIZES if basis == "basis" else {"head": KEYS}
     return constructor({"qkv": QUERY.format(basis)}, {"qkv": KEY.format(basis)}, **options, sizes=sizes)
@@ -105,7 +112,8 @@ def check(fn: Any, params: Any, batches: Any, hand: list[Gauge], **options: Any)
 def test_a_fused_block_with_grouped_queries(turn: str) -> None:
     function, gauges = TURNS[turn]
     tokens = np.random.default_rng(1).integers(0, V, (2, 2, T))
-    check(lambda p, t: fused(p, t, function), fused_params(), list(tokens), REST + gauges, linear=True)
+    hand = [STREAM, *REST, *gauges]
+    check(lambda p, t: fused(p, t, function), fused_params(), list(tokens), hand, linear=True)
 
 
 def experts(p: Any, x: Any) -> jax.Array:

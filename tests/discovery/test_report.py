@@ -37,8 +37,9 @@ def test_twins_under_discovered_gauges() -> None:
     group = go.product(report.gauges)
     with jax.enable_x64(True):
         start = twins.start_of(name, "float64")
-        hand = go.product(lm.gauges(twins.CONFIGS[name]))
-        assert group.dim(start) == hand.dim(start)
+        config = twins.CONFIGS[name]
+        d = config.d_model
+        assert group.dim(start) == go.product(lm.gauges(config)).dim(start) + d * (d - 1) // 2  # and the stream's
         tx = go.quotient(optax.adamw(3e-3), report.gauges)
         twins.check_twins("discovered", group, quick.jit(tx.init), twins.stepper(tx, loss), start, "float64")
         alone = optax.adamw(3e-3)

@@ -155,6 +155,18 @@ def panels(count: int, title: str) -> tuple[Figure, list[Axes]]:
     return fig, list(axes[0])
 
 
+def grid_of_panels(count: int, title: str, columns: int = 4) -> tuple[Figure, list[Axes]]:
+    """Rows of small panels with common axes under one title."""
+    columns = min(columns, count)
+    rows = -(-count // columns)
+    size = (3.4 * columns, 2.3 * rows + 0.6)
+    fig, axes = plt.subplots(rows, columns, figsize=size, layout="constrained", squeeze=False, sharex=True, sharey=True)
+    fig.suptitle(title)
+    for axis in axes.flat[count:]:
+        axis.set_visible(False)
+    return fig, list(axes.flat[:count])
+
+
 def colors(arms: Sequence[str]) -> dict[str, str]:
     """Red for AdamW and blue for the first DDC arm, in every figure."""
     ours = next((arm for arm in arms if arm.startswith("DDC")), "")

@@ -152,14 +152,15 @@ def header(name: str, arms: Iterable[str], config: Any, args: argparse.Namespace
         "arms": list(arms),
         "seeds": args.seeds,
         "machine": machine(),
-        "versions": {"gauge_optax": _package_version(), "jax": jax.__version__, "optax": optax.__version__},
+        "versions": versions(),
     }
 
 
-def _package_version() -> str:
-    """Of the sources here: the examples run from a checkout, installed or not."""
+def versions() -> dict[str, str]:
+    """Of jax, optax and the sources here: the examples run from a checkout, installed or not."""
     project = Path(__file__).parent.parent / "pyproject.toml"
-    return str(tomllib.loads(project.read_text())["project"]["version"])
+    version = str(tomllib.loads(project.read_text())["project"]["version"])
+    return {"gauge_optax": version, "jax": jax.__version__, "optax": optax.__version__}
 
 
 def load(path: Path, head: Result) -> Result:

@@ -1,0 +1,172 @@
+"""The grokking testbed: a small transformer that learns addition modulo a prime from pairs of numbers.
+
+Tree (p numbers, d model, h heads, e = d_head, f hidden):
+
+    embed/embedding (p, d)            pos/embedding (2, d)                  only without `rope`
+    blocks/{i}/norm1/scale (d)        blocks/{i}/norm1/bias (d)             norm2 alike
+    blocks/{i}/attn/query/kernel (d, h, e)    key, value alike    out (h, e, d)
+    blocks/{i}/mlp/up/kernel (d, f)   up/bias (f)   down/kernel (f, d)   down/bias (d)
+    lm_head/kernel (d, p)
+
+One block is the network of Nanda et al. (2023) with LayerNorms, as in DDC, C.11; the deeper ones have rotary positions.
+The paper's text lost its activation's name and the initialisation; biases of the MLP and the usual starts are ours.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import gauge_optax as go
+from models.lm import ACTIVATIONS, LINEAR_INIT, rotary
+
+Params = Any
+Pairs = tuple[jax.Array, jax.Array]
+LENGTH = 2
+
+
+@dataclass(frozen=True)
+class GrokConfig:
+    """Sizes and switches: `p` numbers, `share` of all pairs to train on."""
+
+    p: int = 113
+    d_model: int = 128
+    heads: int = 4
+    d_ff: int = 512
+    layers: int = 1
+    mlp: Literal["relu", "relu2"] = "relu"
+    rope: bool = False
+    share: float = 0.3
+
+
+def init(c: GrokConfig, key: jax.Array) -> Params:
+    """Parameters as a nested dict."""
+    keys = iter(jax.random.split(key, 3 + 6 * c.layers))
+    d, e = c.d_model, c.d_model // c.heads
+
+    def kernel(*shape: int, inputs: int = 1) -> jax.Array:
+        flat = int(np.prod(shape[:inputs])), int(np.prod(shape[inputs:]))
+        return LINEAR_INIT(next(keys), flat).reshape(shape)
+
+    def norm() -> dict[str, jax.Array]:
+        return {"scale": jnp.ones(d), "bias": jnp.zeros(d)}
+
+    def block() -> dict[str, Any]:
+        heads = {name: {"kernel": kernel(d, c.heads, e)} for name in ("query", "key", "value")}
+        return {
+            "norm1": norm(),
+            "attn": heads | {"out": {"kernel": kernel(c.heads, e, d, inputs=2)}},
+            "norm2": norm(),
+            "mlp": {
+                "up": {"kernel": kernel(d, c.d_ff), "bias": jnp.zeros(c.d_ff)},
+                "down": {"kernel": kernel(c.d_ff, d), "bias": jnp.zeros(d)},
+            },
+        }
+
+    params = {"embed": {"embedding": jax.random.normal(next(keys), (c.p, d)) * d**-0.5}}
+    if not c.rope:
+        params["pos"] = {"embedding": jax.random.normal(next(keys), (LENGTH, d)) * d**-0.5}
+    return params | {
+        "blocks": {i: block() for i in range(c.layers)},
+        "lm_head": {"kernel": kernel(d, c.p)},
+    }
+
+
+def features(c: GrokConfig, params: Params, tokens: jax.Array) -> dict[str, jax.Array]:
+    """What the last position holds: `hidden`, before the last activation, and the `stream` behind it.
+
+    Args:
+      c: the configuration.
+      params: from `init`.
+      tokens: pairs of numbers, (batch, 2).
+
+    Returns:
+      (batch, f) and (batch, d). The first block projects each number once per position, not once per pair.
+    """
+    table = jnp.broadcast_to(params["embed"]["embedding"], (LENGTH, c.p, c.d_model))
+    table = table if c.rope else table + params["pos"]["embedding"][:, None]
+    places = jnp.arange(LENGTH)
+
+    def of_pairs(rows: jax.Array) -> jax.Array:
+        return rows[places, tokens]
+
+    x = of_pairs(table)
+    for i in range(c.layers):
+        block, last = params["blocks"][i], i == c.layers - 1
+        source = _normalised(block["norm1"], table if i == 0 else x)
+        q, k, v = (
+            jnp.einsum("...d,dhe->...he", source, block["attn"][name]["kernel"]) for name in ("query", "key", "value")
+        )
+        if i == 0:
+            q, k, v = of_pairs(q), of_pairs(k), of_pairs(v)
+        if c.rope:
+            q, k = rotary(q), rotary(k)
+        if last:  # only the last position is read
+            x, q = x[:, -1:], q[:, -1:]
+        scores = jnp.einsum("bqhe,bkhe->bhqk", q, k) * q.shape[-1] ** -0.5
+        causal = jnp.tri(q.shape[1], LENGTH, LENGTH - q.shape[1], dtype=bool)
+        weights = jax.nn.softmax(jnp.where(causal, scores, -jnp.inf))
+        x = x + jnp.einsum("bhqk,bkhe,hed->bqd", weights, v, block["attn"]["out"]["kernel"])
+        hidden = _normalised(block["norm2"], x) @ block["mlp"]["up"]["kernel"] + block["mlp"]["up"]["bias"]
+        x = x + ACTIVATIONS[c.mlp](hidden) @ block["mlp"]["down"]["kernel"] + block["mlp"]["down"]["bias"]
+    return {"hidden": hidden[:, 0], "stream": x[:, 0]}
+
+
+def logits(c: GrokConfig, params: Params, tokens: jax.Array) -> jax.Array:
+    """(batch, 2) numbers to (batch, p)."""
+    return features(c, params, tokens)["stream"] @ params["lm_head"]["kernel"]
+
+
+def loss(c: GrokConfig, params: Params, pairs: Pairs) -> jax.Array:
+    """Mean cross-entropy of the sums."""
+    tokens, sums = pairs
+    return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits(c, params, tokens), sums))
+
+
+def accuracy(c: GrokConfig, params: Params, pairs: Pairs) -> jax.Array:
+    """The share of right sums."""
+    tokens, sums = pairs
+    return jnp.mean(jnp.argmax(logits(c, params, tokens), -1) == sums)
+
+
+def data(c: GrokConfig, seed: int) -> tuple[Pairs, Pairs]:
+    """All pairs with their sums modulo p, at random those to train on and those to test on."""
+    order = np.random.default_rng(seed).permutation(c.p**2)
+    tokens = np.stack(np.divmod(order, c.p), 1)
+    sums, cut = tokens.sum(1) % c.p, round(c.share * c.p**2)
+    train, test = (tokens[:cut], sums[:cut]), (tokens[cut:], sums[cut:])
+    return (jnp.asarray(train[0]), jnp.asarray(train[1])), (jnp.asarray(test[0]), jnp.asarray(test[1]))
+
+
+def gauges(c: GrokConfig, full_rotation: bool = False) -> list[go.Gauge]:
+    """The gauges of DDC, C.11: heads, the LayerNorm before the MLP, the MLP's units, the shift of the logits.
+
+    Args:
+      c: the configuration.
+      full_rotation: with rotary positions, to rotate queries and keys by all of O(d_h). It is the paper's control: only
+        the planes' rotations are a symmetry there.
+    """
+    queries = {f"blocks/{{i}}/attn/{name}/kernel": "_ head basis" for name in ("query", "key")}
+    up = {"blocks/{i}/mlp/up/kernel": "_ channel", "blocks/{i}/mlp/up/bias": "channel"}
+    norm = {f"blocks/{{i}}/norm2/{name}": "channel" for name in ("scale", "bias")}
+    return [
+        go.norm_scale(norm, {"blocks/{i}/mlp/up/kernel": "channel _"}),
+        go.head_rotation(queries) if full_rotation or not c.rope else go.rope_torus(queries),
+        go.head_rotation(
+            {"blocks/{i}/attn/value/kernel": "_ head basis", "blocks/{i}/attn/out/kernel": "head basis _"}
+        ),
+        go.rescale(up, {"blocks/{i}/mlp/down/kernel": "channel _"}, degree=2 if c.mlp == "relu2" else 1),
+        shift(),
+    ]
+
+
+def shift() -> go.Gauge:
+    """The shift of the logits alone."""
+    return go.logit_shift({"lm_head/kernel": "_ vocab"})
+
+
+def _normalised(norm: Params, x: jax.Array) -> jax.Array:
+    return jax.nn.standardize(x, epsilon=1e-5) * norm["scale"] + norm["bias"]

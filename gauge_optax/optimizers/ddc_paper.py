@@ -166,6 +166,8 @@ def paper_ddc(
         adam = Adam.at(options, optax.safe_increment(state.count))
         point, gradient = s.vectors(params), leaves_by_path(updates) | s.vectors(updates)
         gradient = s.project_turning(point, gradient)  # B.8, B.9
+        for kind, turns in s.turns_by_kind:  # not in the paper: a key bias has a gradient of roundoff alone
+            gradient = kind.without_roundoff(turns, gradient)
         now = PaperOptions(*(x(state.count) if callable(x) else x for x in paper))
         rate, matrix_rate = now.learning_rate, now.matrix_rate
 

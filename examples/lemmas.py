@@ -458,15 +458,7 @@ def figure(result: Result, path: Path) -> None:
 def main(argv: Sequence[str] | None = None) -> Result | None:
     """Make the missing cells; then draw and print. None if told to stop before the end."""
     config, args = study.parse(__doc__, Config(), FULL, argv)
-    path = args.out / "lemmas.json"
-    head = study.header("lemmas", CHECKS, config, args)
-    result = study.fill(path, head, functools.partial(cell, config), args.stop_after)
-    if result is None:
-        return None
-    figure(result, path.with_suffix(".png"))
-    print(section(result))
-    print(f"wrote {path} and {path.with_suffix('.png')}")
-    return result
+    return study.run_cells("lemmas", CHECKS, config, args, functools.partial(cell, config), figure, section)
 
 
 if __name__ == "__main__":

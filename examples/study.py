@@ -243,6 +243,25 @@ def fill(path: Path, head: Result, cell: Callable[[str, int], Cell], stop_after:
     return None if stop_after is not None and stop_after < len(missing) else result
 
 
+def run_cells(
+    name: str,
+    arms: Iterable[str],
+    config: Any,
+    args: argparse.Namespace,
+    cell: Callable[[str, int], Cell],
+    figure: Callable[[Result, Path], None],
+    section: Callable[[Result], str],
+) -> Result | None:
+    """`fill`, then draw and print. None if told to stop before the end."""
+    path = args.out / f"{name}.json"
+    result = fill(path, header(name, arms, config, args), cell, args.stop_after)
+    if result is not None:
+        figure(result, path.with_suffix(".png"))
+        print(section(result))
+        print(f"wrote {path} and {path.with_suffix('.png')}")
+    return result
+
+
 def run(
     study: Study,
     config: Any,

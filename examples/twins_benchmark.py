@@ -306,7 +306,8 @@ def section(result: Result) -> str:
     middle, end = (max(n for n in CHECKS if n <= min(limit, c.steps)) for limit in (100, c.steps))
     lines = [[
         "arm", f"{SINGLE}, rotated: 1", str(middle), str(end), f"noise: {end}",
-        f"{DOUBLE}, rotated: {middle}", str(end), f"noise: {end}", f"every symmetry: {middle}", str(end), "published, rotated",
+        f"{DOUBLE}, rotated: {middle}", str(end), f"noise: {end}", f"every symmetry: {middle}", str(end),
+        "published, rotated",
     ]]  # fmt: skip
     columns = [
         (SINGLE, "rotated", 1), (SINGLE, "rotated", middle), (SINGLE, "rotated", end), (SINGLE, "noise", end),

@@ -148,7 +148,12 @@ def run_cell(
 
 
 def _reading(observed: Mapping[str, jax.Array]) -> dict[str, float]:
-    return {key: float(f"{float(x):.{DIGITS}g}") for key, x in observed.items()}
+    return {key: rounded(x) for key, x in observed.items()}
+
+
+def rounded(x: Any) -> float:
+    """As many digits as the JSON keeps."""
+    return float(f"{float(x):.{DIGITS}g}")
 
 
 def save(path: Path, carry: Any, readings: Sequence[Mapping[str, float]]) -> None:

@@ -191,8 +191,12 @@ class Readings(NamedTuple):
     accuracy: float
 
 
-TWINS = ("same", "noise", "rotated", "every symmetry")
-"""Kinds of twins. "every symmetry" leaves the shift of the logits out, which changes what is read."""
+SINGLE, DOUBLE = "float32", "float64"
+TWINS: Mapping[str, Sequence[str]] = {
+    SINGLE: ("same", "noise", "rotated"),
+    DOUBLE: ("noise", "rotated", "every symmetry"),
+}
+"""Kinds of twins in each dtype. "every symmetry" leaves the shift of the logits out, which changes what is read."""
 
 
 def twin(c: Config, kind: str, params: Tree, key: jax.Array) -> Tree:
@@ -275,21 +279,21 @@ def drifts(a: Readings, b: Readings) -> dict[str, list[float]]:
 def cell(c: Config, arm: str, seed: int) -> Cell:
     """All twins of one arm from one seed, in float32 and in float64."""
     found: Cell = {"step": [0, *checks(c)]}
-    for wide in (False, True):
+    for dtype, kinds in TWINS.items():
+        wide = dtype == DOUBLE
         with jax.enable_x64(wide):
             start, data = jax.jit(functools.partial(init, c))(jax.random.key(seed)), pairs(c, seed)
             first = run(c, arm, start, data, wide)
             of_twins = {}
-            for kind in TWINS:
+            for kind in kinds:
                 other = run(c, arm, twin(c, kind, start, jax.random.key(1000 + seed)), data, wide)
                 of_twins[kind] = drifts(first, other) | {"accuracy": float(f"{other.accuracy:.4g}")}
-        found["float64" if wide else "float32"] = of_twins
+        found[dtype] = of_twins
     return found
 
 
 # Results ----------------------------------------------------------------------------------------------
 
-SINGLE, DOUBLE = "float32", "float64"
 SLICE = 1e-9
 """A drift in float64 that counts as rounding, which steps enlarge."""
 
@@ -333,7 +337,7 @@ LOGITS = "relative distance of the logits"
 
 def sentences(result: Result, middle: int, end: int) -> Iterator[str]:
     """What the numbers say."""
-    same = [x for arm in result["arms"] for dtype in (SINGLE, DOUBLE) for x in values(result, arm, dtype, "same", end)]
+    same = [x for arm in result["arms"] for x in values(result, arm, SINGLE, "same", end)]
     equal = report.on_seeds([x == 0.0 for x in same], "pairs")
     yield f"Two runs from the same weights end at the same logits, bit by bit, {equal}."
     for step in (1, middle, end):
@@ -377,19 +381,19 @@ def figure(result: Result, path: Path) -> None:
                 (f"quotient({name})", "noise", "tab:blue", ":", f"noise of {NOISE:g}, inside quotient"),
             ]
             for arm, kind, color, style, label in lines:
-                for n, cell in enumerate(result["cells"][arm].values()):
+                for n, cell in enumerate(result["cells"][arm].values() if kind in TWINS[dtype] else ()):
                     drift = [max(x, 1e-17) for x in cell[dtype][kind]["logits"][1:]]
                     axis.plot(cell["step"][1:], drift, style, color=color, lw=1.4, label=None if n else label)
-            for n, (step, bounds) in enumerate(PUBLISHED.get(name, {}).items() if dtype == SINGLE else ()):
-                axis.plot([step] * 2, bounds, "k_-", lw=3, label=None if n else "published")
+            for step, bounds in PUBLISHED.get(name, {}).items() if dtype == SINGLE else ():
+                axis.plot([step] * 2, bounds, "k_-", lw=3, label="published")
             axis.set(title=f"{name}, {dtype}", xscale="log", yscale="log")
             axis.grid(alpha=0.3)
     for axis in axes[-1]:
         axis.set_xlabel("step")
     for axis in axes[:, 0]:
         axis.set_ylabel("relative distance of the logits")
-    handles, labels = axes[0, 0].get_legend_handles_labels()
-    fig.legend(handles, labels, loc="outside lower center", ncols=3)
+    shown = {label: line for axis in axes.flat for line, label in zip(*axis.get_legend_handles_labels(), strict=True)}
+    fig.legend(shown.values(), shown.keys(), loc="outside lower center", ncols=3)
     report.save_as_is(fig, path)
 
 

@@ -1,0 +1,243 @@
+"""A language model trained far past the point of fit: who over-fits, and what rates can be read (DDC, §5.1 and C.5).
+
+    python -m examples.overtraining_lm            # a quarter of an hour on 2 CPU cores
+    python -m examples.overtraining_lm --full     # the paper's size: a GPU
+
+A Llama-like decoder sees a slice of text so often that it knows it by heart; the text behind the slice is held out.
+Five arms: AdamW and DDC-AdamW at one rate and decay; Muon with the textbook's Newton-Schulz on whole kernels; the
+orthogonaliser of DDC-Muon, one matrix per head, without a gauge, as the control; and DDC-Muon. All three step by 0.2
+times the rate in root mean square.
+
+A *cell* is a residual node, behind a block, and an observable of its activations. It is *readable* if the observable
+falls as a power of a length that goes to zero (`go.measure.rate_table`). The length here is the square root of the
+training loss, which no gauge changes. The paper trains 75 million parameters on 10 million tokens of FineWeb-edu,
+15,000 steps of 16 × 1,024 tokens; its text lost the decay and the rates. Here tokens are bytes of Python's standard
+library.
+"""
+
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+import gauge_optax as go
+from examples import baselines, data, report, study
+from examples.report import Result
+from examples.study import Arm, Study
+from models import lm
+from models.lm import LMConfig
+
+Params = Any
+Data = tuple[jax.Array, jax.Array, jax.Array]
+
+
+@dataclass(frozen=True)
+class Config:
+    """Sizes, and rates for the two bases. `text` is the number of bytes to learn by heart."""
+
+    steps: int = 800
+    batch: int = 8
+    length: int = 32
+    text: int = 4_096
+    held_out: int = 8_192
+    width: int = 48
+    layers: int = 3
+    heads: int = 6
+    kv_heads: int = 2
+    hidden: int = 128
+    adam_rate: float = 3e-3
+    muon_rate: float = 1e-2
+    decay: float = 0.1
+
+    @property
+    def network(self) -> LMConfig:
+        """The network."""
+        return lm.llama_config(
+            vocab=data.VOCAB, d_model=self.width, layers=self.layers, heads=self.heads, kv_heads=self.kv_heads,
+            d_head=self.width // self.heads, d_ff=self.hidden,
+        )  # fmt: skip
+
+
+FULL = Config(
+    steps=15_000, batch=16, length=1_024, text=10_000_000, held_out=500_000, width=768, layers=12, hidden=2_048,
+    adam_rate=6e-4, muon_rate=6e-4,
+)  # fmt: skip
+ADAMW, DDC, MUON, POLAR, DDC_MUON = "AdamW", "DDC-AdamW", "Muon", "Muon per head, no gauge", "DDC-Muon"
+
+
+def build(c: Config) -> Study:
+    """The five arms."""
+    gauges = lm.gauges(c.network)
+    arms = {
+        ADAMW: Arm(optax.adamw(c.adam_rate, weight_decay=c.decay)),
+        DDC: Arm(go.ddc_adamw(c.adam_rate, gauges, weight_decay=c.decay)),
+        MUON: Arm(baselines.muon(c.muon_rate, c.decay)),
+        POLAR: Arm(baselines.muon(c.muon_rate, c.decay, per_head=True)),
+        DDC_MUON: Arm(
+            go.ddc_muon(
+                c.muon_rate, gauges, weight_decay=c.decay, adam_weight_decay=c.decay, consistent_rms=0.2
+            )
+        ),
+    }  # fmt: skip
+    graph, _ = nnx.split(lm.build(c.network, nnx.Rngs(0)))
+
+    def loss(params: Params, tokens: jax.Array) -> jax.Array:
+        return lm.loss_fn(nnx.merge(graph, params), tokens)
+
+    return Study(
+        "overtraining_lm", arms, functools.partial(make, c), loss, functools.partial(observe, graph),
+        functools.partial(batch, c),
+    )  # fmt: skip
+
+
+@functools.cache
+def _text(c: Config) -> tuple[np.ndarray, np.ndarray]:
+    """Windows to learn by heart, and windows held out, from later in the text."""
+    tokens = data.read_bytes()
+
+    def windows(first: int, count: int) -> np.ndarray:
+        cut = tokens[first : first + count // c.length * c.length + 1].astype(np.int32)
+        return np.stack([cut[k : k + c.length + 1] for k in range(0, len(cut) - 1, c.length)])
+
+    middle = len(tokens) // 2
+    return windows(middle, c.text), windows(middle + 2 * c.text, c.held_out)
+
+
+def make(c: Config, seed: int) -> tuple[Params, Data]:
+    """A start, and both texts with the key of batches."""
+    known, new = _text(c)
+    params, _ = lm.params_and_loss(c.network, jax.random.key(seed))
+    return params, (jnp.asarray(known), jnp.asarray(new), jax.random.key_data(jax.random.key(1000 + seed)))
+
+
+def batch(c: Config, data: Data, step: jax.Array) -> jax.Array:
+    """Random windows of the known text."""
+    known, _, key = data
+    at = jax.random.randint(jax.random.fold_in(jax.random.wrap_key_data(key), step), (c.batch,), 0, len(known))
+    return known[at]
+
+
+READ = 32  # windows of either text that are read
+
+
+def observe(graph: Any, start: Params, params: Params, data: Data) -> dict[str, jax.Array]:
+    """Losses and accuracies on both texts, and of every block's stream the smallest singular value and the rank."""
+    model = nnx.merge(graph, params)
+    read = {}
+    for name, windows in (("train_", data[0][:READ]), ("", data[1][: 4 * READ])):
+        x, streams = model.embed.embedding[...][windows[:, :-1]], []
+        for block in model.blocks:
+            x = block(x)
+            streams.append(x.reshape(-1, x.shape[-1]))
+        logits = model.lm_head(model.final_norm(x), model.embed.embedding[...])
+        targets = windows[:, 1:]
+        read[f"{name}loss"] = jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, targets))
+        read[f"{name}accuracy"] = jnp.mean(jnp.argmax(logits, -1) == targets)
+        for number, stream in enumerate(streams if name else ()):
+            smallest = go.measure.smallest_singular_value(stream)
+            read[f"smallest {number}"] = smallest * len(stream) ** -0.5
+            read[f"rank {number}"] = go.measure.effective_rank(stream)
+    return read
+
+
+# What a run says --------------------------------------------------------------------------------------
+
+
+def gap(result: Result, arm: str) -> list[float]:
+    """Validation loss less training loss at the end, per seed."""
+    both = zip(report.final(result, arm, "loss"), report.final(result, arm, "train_loss"), strict=True)
+    return [a - b for a, b in both]
+
+
+def readable(result: Result, arm: str) -> list[int]:
+    """How many cells have a rate, per seed."""
+    counts = []
+    for cell in result["cells"][arm].values():
+        curves = cell["curves"]
+        lengths = np.sqrt(np.maximum(curves["train_loss"], 1e-30))
+        layers = Config(**result["settings"]).layers
+        observables = {
+            f"block {n}": {key: np.asarray(curves[f"{key} {n}"]) for key in ("smallest", "rank")} for n in range(layers)
+        }
+        counts.append(go.measure.rate_table(lengths, observables).readable)
+    return counts
+
+
+def figure(result: Result, path: Path) -> None:
+    """Losses, and the last block's stream."""
+    fig, (train, held_out, smallest, rank) = report.panels(4, "Learning 4 kB of text by heart: a line per seed")
+    last = Config(**result["settings"]).layers - 1
+    report.curves(train, result, "train_loss", "Loss on the text learnt", ylabel="nats per byte")
+    report.curves(held_out, result, "loss", "Loss on text held out", ylabel="nats per byte")
+    report.curves(smallest, result, f"smallest {last}", "Smallest singular value behind the last block",
+                  ylabel="per square root of rows")  # fmt: skip
+    report.curves(rank, result, f"rank {last}", "Effective rank behind the last block", "linear")
+    report.save(fig, path)
+
+
+def section(result: Result) -> str:
+    """The table, and what it says."""
+    c = Config(**result["settings"])
+    last = c.layers - 1
+    table = report.table(result, {
+        "training loss": report.column(result, "train_loss"),
+        "validation loss": report.column(result, "loss", ".2f"),
+        "its least along the run": report.column(result, "loss", ".2f", report.smallest),
+        "gap": lambda arm: report.listed(gap(result, arm), ".2f"),
+        "training accuracy": report.column(result, "train_accuracy", ".2f"),
+        "validation accuracy": report.column(result, "accuracy", ".2f"),
+        "smallest singular value": report.column(result, f"smallest {last}"),
+        "effective rank": report.column(result, f"rank {last}", ".1f"),
+        f"readable cells of {2 * c.layers}": lambda arm: report.listed(readable(result, arm), ".0f"),
+    })  # fmt: skip
+    about = (
+        f"{c.layers} blocks of width {c.width}, {c.heads} query and {c.kv_heads} key-value heads; {c.text:,} bytes, "
+        f"{c.steps:,} steps of {c.batch} × {c.length} ({c.steps * c.batch * c.length / c.text:.0f} epochs), decay "
+        f"{c.decay:g}, rates {c.adam_rate:g} (Adam) and {c.muon_rate:g} (Muon). {report.made_with(result)}"
+    )
+    return "\n\n".join([about, table, " ".join(sentences(result))])
+
+
+def sentences(result: Result) -> Iterator[str]:
+    """The paper's findings."""
+
+    def less(ours: Sequence[float], theirs: Sequence[float]) -> list[bool]:
+        return [a < b for a, b in zip(ours, theirs, strict=True)]
+
+    def final(arm: str, key: str) -> list[float]:
+        return report.final(result, arm, key)
+
+    gaps = [a / b for a, b in zip(gap(result, DDC), gap(result, ADAMW), strict=True)]
+    yield report.paper("DDC holds the gap between validation and training loss to a ninth of AdamW's (0.67 and 5.88)",
+                       [x <= 0.2 for x in gaps], "gap at the end, at most a fifth of AdamW's")  # fmt: skip
+    yield f"The gap under DDC is {report.span(gaps)} times AdamW's."
+    yield report.paper("DDC ends at a lower validation loss than AdamW", less(final(DDC, "loss"), final(ADAMW, "loss")),
+                       "validation loss")  # fmt: skip
+    yield report.paper("on Muon the gauge ends at a lower validation loss than the textbook's",
+                       less(final(DDC_MUON, "loss"), final(MUON, "loss")), "validation loss")  # fmt: skip
+    yield report.paper("on Muon the gauge ends at a lower validation loss than its orthogonaliser alone",
+                       less(final(DDC_MUON, "loss"), final(POLAR, "loss")), "validation loss")  # fmt: skip
+    yield verdict(result)
+
+
+def verdict(result: Result) -> str:
+    """Table 4's F1."""
+    more = [a > b for a, b in zip(readable(result, DDC), readable(result, ADAMW), strict=True)]
+    return report.paper("rates can be read in more cells under DDC than under AdamW", more, "number of readable cells")
+
+
+def main(argv: Sequence[str] | None = None) -> Result | None:
+    """Make the missing runs; then draw and print."""
+    config, args = study.parse(__doc__, Config(), FULL, argv)
+    return study.run(build(config), config, args, figure, section)
+
+
+if __name__ == "__main__":
+    main()

@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 from examples import (
     cli,
     demo,
+    depth8,
+    depth24,
     diagonal_network,
     gaugefix_lrm,
     kronecker,
@@ -134,6 +136,15 @@ SECTIONS = [
     Section("relu_rescale", "C.2 ReLU rescale, teacher and student", relu_rescale.section),
     Section("layernorm_scale", "C.3 LayerNorm scale", layernorm_scale.section),
     Section("diagonal_network", "C.4 Diagonal linear network", diagonal_network.section, ("log|u| − log|v|",)),
+    Section(
+        "depth24", "C.6 Grokking with 24 blocks", depth24.section,
+        ("accuracy on held-out pairs", "the smallest singular value"),
+    ),
+    Section(
+        "depth8", "C.7 and C.8 Grokking with 8 rotary blocks", depth8.section,
+        ("accuracy on held-out pairs", "the variance of that accuracy", "whether 95% stay",
+         "the smallest eigenvalue of the Fisher", "test loss", "the smallest singular value"),
+    ),
     Section(
         "sparse_parity", "C.14 Keeping or shedding a block: sparse parity", sparse_parity.section,
         ("final accuracy", "final loss", "log|γ|"),

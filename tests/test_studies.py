@@ -14,7 +14,10 @@ import pytest
 
 from examples import (
     baselines,
+    depth8,
+    depth24,
     diagonal_network,
+    grok_readings,
     kronecker,
     layernorm_scale,
     lemmas,
@@ -36,6 +39,8 @@ TINY: dict[Any, list[str]] = {
     layernorm_scale: ["--samples", "8", "--channels", "4", "--outputs", "2"],
     diagonal_network: ["--samples", "16", "--modes", "8", "--nonzero", "2"],
     sparse_parity: ["--bits", "4", "--hidden", "8"],
+    depth8: ["--p", "5", "--width", "8", "--heads", "2", "--layers", "2", "--sweep-steps", "2"],
+    depth24: ["--p", "5", "--width", "8", "--heads", "2", "--layers", "2", "--sweep-steps", "2"],
 }
 CONTAINED = [
     (row_shift, "DDC", "drift"),

@@ -67,14 +67,11 @@ def build(c: Config, rates: Rates) -> Study:
         POLAR: Arm(baselines.muon(polar, decay, per_head=True)),
         FULL_ROTATION: Arm(grok_readings.gauged(polar, decay, grokking.rotations(network, full_rotation=True))),
         TORUS: Arm(grok_readings.gauged(polar, decay, grokking.rotations(network))),
-        MASKED: Arm(
-            baselines.dead_directions_masked(muon, lambda path: "blocks" in path and path.endswith("kernel"))
-        ),
+        MASKED: Arm(baselines.dead_directions_masked(muon, lambda path: "blocks" in path and path.endswith("kernel"))),
     }
-    return Study(
-        "depth8", arms, functools.partial(grok_readings.make, network), functools.partial(grok_readings.loss, c=network),
-        functools.partial(grok_readings.reading, c=network, block=c.layers - 1),
-    )  # fmt: skip
+    make, loss = functools.partial(grok_readings.make, network), functools.partial(grok_readings.loss, c=network)
+    observe = functools.partial(grok_readings.reading, c=network, block=c.layers - 1)
+    return Study("depth8", arms, make, loss, observe)
 
 
 def figure(result: Result, path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What the studies of deep grokking networks share: when a run groks, what is read along it, and their sweep of rates."""
+"""What studies of grokking share: when a run groks, what is read along a deep one, and the sweep of its rates."""
 
 import argparse
 import dataclasses
@@ -165,7 +165,7 @@ def swept(result: Result) -> str:
         for base, scores in result["rates"].items()
     ]
     return (
-        f"Learning rates by mean test accuracy along {result['settings']['sweep_steps']:,} steps with seed "
+        f"Learning rate{"s" * (len(chosen) > 1)} by mean test accuracy along {result['settings']['sweep_steps']:,} steps with seed "
         f"{SWEEP_SEED}: {'; '.join(each)}."
     )
 

@@ -165,7 +165,7 @@ def swept(result: Result) -> str:
         for base, scores in result["rates"].items()
     ]
     return (
-        f"Learning rate{"s" * (len(chosen) > 1)} by mean test accuracy along {result['settings']['sweep_steps']:,} steps with seed "
+        f"Learning rate by mean test accuracy along {result['settings']['sweep_steps']:,} steps with seed "
         f"{SWEEP_SEED}: {'; '.join(each)}."
     )
 

@@ -1,6 +1,6 @@
 """Twenty-four rotary blocks that learn addition: does a gauge make grokking reliable at depth? (DDC, §5.6 and C.6).
 
-    python -m examples.depth24           # a quarter of an hour on one CPU core
+    python -m examples.depth24           # half an hour on one CPU core
     python -m examples.depth24 --full    # the paper's size: a GPU
 
 Muon, and DDC's Muon under the torus gauge of rotary queries and keys and the rotation gauge of values and outputs, each
@@ -39,7 +39,7 @@ ACCURACY = f"accuracy on held-out pairs, the median over the last quarter, of {F
 class Config:
     """Smaller than the paper's, so that 12 runs take minutes."""
 
-    steps: int = 1500
+    steps: int = 1000
     sweep_steps: int = 1000
     p: int = 17
     width: int = 32

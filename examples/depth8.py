@@ -1,6 +1,6 @@
 """Eight rotary blocks that learn addition: which rotation to hold, and what minimum is reached (DDC, C.7 and C.8).
 
-    python -m examples.depth8            # a quarter of an hour on one CPU core
+    python -m examples.depth8            # half an hour on one CPU core
     python -m examples.depth8 --full     # the paper's size: a GPU
 
 Five arms. Muon has one matrix per kernel. The scaled polar factor without a gauge has one matrix per head, and so have
@@ -119,10 +119,10 @@ def _accuracy(result: Result, arm: str) -> list[float]:
 def _decomposition(result: Result) -> str:
     """C.7: does each part of the gauge add accuracy?"""
     steps = {
-        "the scaled polar factor alone ends at a higher accuracy than Muon": (MUON, POLAR),
+        "the scaled polar factor without a gauge ends at a higher accuracy than Muon": (MUON, POLAR),
         "the full-rotation gauge adds to that": (POLAR, FULL_ROTATION),
         "the RoPE-torus gauge ends above the full rotation": (FULL_ROTATION, TORUS),
-        "and above Muon": (MUON, TORUS),
+        "the RoPE-torus gauge ends above Muon": (MUON, TORUS),
     }
     said = []
     for finding, (below, above) in steps.items():
@@ -165,13 +165,12 @@ def _minimum(result: Result) -> str:
             report.paper(f"the RoPE-torus gauge ends {FARTHER:g} times further off the singular floor than Muon",
                          [x >= FARTHER for x in beside_muon("fisher")], f"{FISHER} in the logits"),
             f"It is {report.listed(beside_muon('fisher'))} times Muon's.",
-            report.paper("at a lower loss", [x < 1 for x in beside_muon("test_loss")], "test loss"),
-            report.paper("it compresses the activations", [x < 1 for x in beside_muon("activations")],
+            report.paper("the gauge ends at a lower loss than Muon", [x < 1 for x in beside_muon("test_loss")], "test loss"),
+            report.paper("the gauge compresses the activations", [x < 1 for x in beside_muon("activations")],
                          f"{LEAST} of the stream behind the last block"),
             report.paper("masking dead directions ends where Muon does", [x <= NEAR for x in apart],
                          f"{ACCURACY}, to {NEAR}"),
-            f"Of the Fisher the masked arm's smallest eigenvalue is {report.listed(beside_muon('fisher', MASKED))} "
-            "times Muon's.",
+            f"The masked arm's smallest eigenvalue is {report.listed(beside_muon('fisher', MASKED))} times Muon's.",
         ]
     )  # fmt: skip
 

@@ -164,9 +164,11 @@ def swept(result: Result) -> str:
         f"{base} {chosen[base]:g} ({', '.join(f'{x:.3f} at {rate}' for rate, x in scores.items())})"
         for base, scores in result["rates"].items()
     ]
+    edges = [base for base, rate in chosen.items() if rate == max(RATES)]
+    beyond = f" Larger rates were not tried, although the largest is best for {' and '.join(edges)}." if edges else ""
     return (
         f"Learning rate by mean test accuracy along {result['settings']['sweep_steps']:,} steps with seed "
-        f"{SWEEP_SEED}: {'; '.join(each)}."
+        f"{SWEEP_SEED}: {'; '.join(each)}.{beyond}"
     )
 
 

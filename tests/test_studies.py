@@ -166,15 +166,17 @@ def test_ddc_drifts_a_thousand_times_less_than_adamw(module: Any, ours: str, mod
 
 
 def test_a_gauge_takes_from_the_scaled_polar_step_what_is_along_its_orbit_and_nothing_else() -> None:
-    case = depth8.build(depth8.Config(p=7, width=8, heads=2, layers=2), dict.fromkeys(depth8.BASES, 1e-3))
+    config = depth8.Config(p=7, width=8, heads=2, layers=2)
+    case = depth8.build(config, dict.fromkeys(depth8.BASES, 1e-3))
     start, data = case.make(1)
-    gradient = jax.grad(case.loss)(start, data)
-    arms = (depth8.POLAR, depth8.TORUS, depth8.FULL_ROTATION)
-    steps = [case.arms[arm].tx.update(gradient, case.arms[arm].tx.init(start), start)[0] for arm in arms]
-    network = depth8.Config(p=7, width=8, heads=2, layers=2).network
+    gradient = jax.jit(jax.grad(case.loss))(start, data)
+
+    def step_of(tx: optax.GradientTransformation, gradient: Any) -> Any:
+        return jax.jit(lambda g, p: tx.update(g, tx.init(p), p)[0])(gradient, start)
+
+    steps = [step_of(case.arms[arm].tx, gradient) for arm in (depth8.POLAR, depth8.TORUS, depth8.FULL_ROTATION)]
     for step, full in zip(steps[1:], (False, True), strict=True):
-        project = go.gauge_project(rotations(network, full), "update")
-        expected, _ = project.update(steps[0], project.init(start), start)
+        expected = step_of(go.gauge_project(rotations(config.network, full), "update"), steps[0])
         assert _apart(step, expected) < 1e-4 < 1e-2 < _apart(step, steps[0])
     attention = [x["blocks"][0]["attn"]["query"]["kernel"] for x in steps[1:]]
     assert _apart(*attention) > 1e-2
@@ -204,12 +206,12 @@ def test_the_fisher_in_the_logits_is_the_mean_over_labels_without_the_shift() ->
 
 def test_a_swept_rate_is_the_rate_of_the_run(tmp_path: Path) -> None:
     """A sweep has the rate in the optimizer's state, a run has it in the program: both train alike."""
-    options = [*TINY[depth8][:-1], "8", "--steps", "8", "--seeds", "42", "--out", str(tmp_path)]
-    result = depth8.main([*options, "--arms", depth8.POLAR])
+    options = [*TINY[depth8], "--p", "11", "--steps", "40", "--sweep-steps", "40", "--seeds", "42"]
+    result = depth8.main([*options, "--arms", depth8.POLAR, "--out", str(tmp_path)])
     assert result is not None
     scores = result["rates"]["scaled polar"]
     accuracy = result["cells"][depth8.POLAR]["42"]["curves"]["test_accuracy"]
-    assert max(scores.values()) == pytest.approx(np.mean(accuracy), rel=1e-3) and len(set(accuracy)) > 1
+    assert max(scores.values()) == pytest.approx(np.mean(accuracy), abs=2e-3) and len(set(accuracy)) > 1
     assert list(scores) == [f"{rate:g}" for rate in grok_readings.RATES] and len(set(scores.values())) > 1
     assert not list(tmp_path.glob("*.npz"))
 

@@ -98,7 +98,6 @@ def section(result: Result) -> str:
         "train loss": report.column(result, "train_loss", at=settled),
         "test loss": report.column(result, "test_loss", at=settled),
         "singular value": report.column(result, "activations", at=settled),
-        "Fisher": report.column(result, "fisher", at=settled),
     }
     return "\n\n".join(
         [
@@ -107,8 +106,7 @@ def section(result: Result) -> str:
             f"{report.made_with(result)}",
             "Each column after the first is the median over the last quarter of the run. The singular value is the "
             f"smallest one of the residual stream behind block {c.layers // 2}, over all pairs, divided by the root of "
-            "their number; the Fisher column is the smallest eigenvalue of the Fisher information in the logits, "
-            "without their common shift.",
+            "their number.",
             report.table(result, columns),
             _verdicts(result),
         ]

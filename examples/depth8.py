@@ -21,12 +21,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import jax
+
 from examples import baselines, grok_readings, report, study
-from examples.grok_readings import GROKKED, Rates
+from examples.grok_readings import GROKKED, Data, Rates
 from examples.report import Result
 from examples.study import Arm, Study
 from models import grokking
-from models.grokking import GrokConfig
+from models.grokking import GrokConfig, Params
 
 MUON, POLAR = "Muon", "scaled polar, no gauge"
 FULL_ROTATION, TORUS, MASKED = "full-rotation gauge", "RoPE-torus gauge", "Muon, dead directions masked"
@@ -70,8 +72,13 @@ def build(c: Config, rates: Rates) -> Study:
         MASKED: Arm(baselines.dead_directions_masked(muon, lambda path: "blocks" in path and path.endswith("kernel"))),
     }
     make, loss = functools.partial(grok_readings.make, network), functools.partial(grok_readings.loss, c=network)
-    observe = functools.partial(grok_readings.reading, c=network, block=c.layers - 1)
-    return Study("depth8", arms, make, loss, observe)
+    return Study("depth8", arms, make, loss, functools.partial(observe, c=network))
+
+
+def observe(start: Params, params: Params, data: Data, c: GrokConfig) -> dict[str, jax.Array]:
+    """Losses, accuracies, and the two smallest values."""
+    numbers = grok_readings.reading(start, params, data, c, c.layers - 1)
+    return numbers | {"fisher": grok_readings.output_fisher(params, data, c)}
 
 
 def figure(result: Result, path: Path) -> None:

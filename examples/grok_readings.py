@@ -70,11 +70,10 @@ def gauged(rate: float, decay: float, gauges: Sequence[go.Gauge]) -> optax.Gradi
 
 
 def reading(start: Params, params: Params, data: Data, c: GrokConfig, block: int) -> dict[str, jax.Array]:
-    """Losses, accuracies, and two least values, over all pairs; a `study.Study` observes it.
+    """Losses, accuracies, and `activations`, for a `study.Study` to observe.
 
-    `activations` is the least singular value of the residual stream behind a block, a row per pair, over the root of
-    the number of rows. `fisher` is the least eigenvalue of the Fisher information in the logits, other than the zero of
-    their common shift. It is the exact mean over labels, of which the paper's Monte Carlo sum is an estimate.
+    `activations` is the smallest singular value of the residual stream behind a block, a row per pair (of all pairs),
+    over the root of the number of rows.
 
     Args:
       start: not read.
@@ -84,22 +83,27 @@ def reading(start: Params, params: Params, data: Data, c: GrokConfig, block: int
       block: the number of the block whose stream is read, from 0.
     """
     del start
-    tokens = jnp.concatenate([tokens for tokens, _ in data])
-    stream = grokking.features(c, params, tokens)["streams"][block]
-
-    def shifted(shift: Params, tokens: jax.Array) -> jax.Array:
-        return grokking.logits(c, params, tokens) + shift["logits"]
-
-    fisher = go.measure.GGN(shifted, {"logits": jnp.zeros(c.p)}, [tokens]).dense()
+    stream = grokking.features(c, params, _tokens(data))["streams"][block]
     numbers = {
         f"{part}_{key}": read(c, params, pairs)
         for part, pairs in zip(("train", "test"), data, strict=True)
         for key, read in (("loss", grokking.loss), ("accuracy", grokking.accuracy))
     }
-    return numbers | {
-        "activations": jnp.linalg.svd(stream, compute_uv=False)[-1] / len(tokens) ** 0.5,
-        "fisher": jnp.linalg.eigvalsh(fisher)[1],
-    }
+    return numbers | {"activations": jnp.linalg.svd(stream, compute_uv=False)[-1] / len(stream) ** 0.5}
+
+
+def output_fisher(params: Params, data: Data, c: GrokConfig) -> jax.Array:
+    """The smallest eigenvalue of the Fisher information in the logits, but for the zero of their common shift.
+
+    The mean of diag q − q·qᵀ over all pairs, for probabilities q: the exact mean over labels, of which the paper's
+    Monte Carlo sum is an estimate.
+    """
+    q = jax.nn.softmax(grokking.logits(c, params, _tokens(data)))
+    return jnp.linalg.eigvalsh(jnp.diag(jnp.mean(q, 0)) - q.T @ q / len(q))[1]
+
+
+def _tokens(data: Data) -> jax.Array:
+    return jnp.concatenate([tokens for tokens, _ in data])
 
 
 # Rates ------------------------------------------------------------------------------------------------

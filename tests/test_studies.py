@@ -191,17 +191,20 @@ def _apart(one: Any, other: Any) -> float:
 
 
 def test_the_fisher_in_the_logits_is_the_mean_over_labels_without_the_shift() -> None:
-    c = depth8.Config(p=5, width=8, heads=2, layers=2).network
+    c = depth8.Config(p=11, width=8, heads=2, layers=2).network
     start, data = grok_readings.make(c, 1)
-    read = jax.jit(functools.partial(grok_readings.reading, c=c, block=1))(start, start, data)
-    tokens = np.stack(np.divmod(np.arange(25), 5), 1)
+    start["lm_head"]["kernel"] *= 4.0
+    read = jax.jit(functools.partial(depth8.observe, c=c))(start, start, data)
+    tokens = np.stack(np.divmod(np.arange(121), 11), 1)
     inside = np.asarray(grokking.features(c, start, tokens)["streams"][1], np.float64)
-    p = np.asarray(jax.nn.softmax(inside @ np.asarray(start["lm_head"]["kernel"], np.float64)), np.float64)
-    fisher = np.mean([np.diag(x) - np.outer(x, x) for x in p], 0)
-    shift = np.ones((5, 5)) / 5
+    exponents = np.exp(inside @ np.asarray(start["lm_head"]["kernel"], np.float64))
+    q = exponents / exponents.sum(1, keepdims=True)
+    scores = np.eye(11) - q[:, None]  # per pair and label, the gradient of the label's log-probability
+    fisher = np.einsum("nl,nli,nlj->ij", q, scores, scores) / 121
+    shift = np.ones((11, 11)) / 11
     np.testing.assert_allclose(read["fisher"], np.linalg.eigvalsh(fisher + shift)[0], rtol=1e-3)
     sizes = np.linalg.svd(inside, compute_uv=False)
-    np.testing.assert_allclose(read["activations"], sizes[-1] / 5.0, rtol=1e-3)
+    np.testing.assert_allclose(read["activations"], sizes[-1] / 11.0, rtol=1e-3)
 
 
 def test_a_swept_rate_is_the_rate_of_the_run(tmp_path: Path) -> None:

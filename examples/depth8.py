@@ -32,6 +32,8 @@ from models.grokking import GrokConfig, Params
 
 MUON, POLAR = "Muon", "scaled polar, no gauge"
 FULL_ROTATION, TORUS, MASKED = "full-rotation gauge", "RoPE-torus gauge", "Muon, dead directions masked"
+READ_AT_THE_MINIMUM = (MUON, TORUS, MASKED)
+"""The arms of C.8."""
 BASES = {"Muon": MUON, "scaled polar": POLAR}
 FARTHER, NEAR = 10.0, 0.02  # how much larger an eigenvalue is called farther, and accuracies this close count as one
 ACCURACY = "accuracy on held-out pairs, the median over the last quarter"
@@ -63,20 +65,23 @@ FULL = Config(steps=5000, sweep_steps=5000, p=113, width=128, share=0.3)
 def build(c: Config, rates: Rates) -> Study:
     """Muon, the scaled polar factor, the two gauges on it, and the control of dead directions."""
     network, decay, polar = c.network, c.weight_decay, rates["scaled polar"]
-    muon = baselines.muon(rates["Muon"], decay)
+    muon, fisher = baselines.muon(rates["Muon"], decay), functools.partial(observe, c=network)
     arms = {
-        MUON: Arm(muon),
+        MUON: Arm(muon, observe=fisher),
         POLAR: Arm(baselines.muon(polar, decay, per_head=True)),
         FULL_ROTATION: Arm(grok_readings.gauged(polar, decay, grokking.rotations(network, full_rotation=True))),
-        TORUS: Arm(grok_readings.gauged(polar, decay, grokking.rotations(network))),
-        MASKED: Arm(baselines.dead_directions_masked(muon, lambda path: "blocks" in path and path.endswith("kernel"))),
+        TORUS: Arm(grok_readings.gauged(polar, decay, grokking.rotations(network)), observe=fisher),
+        MASKED: Arm(
+            baselines.dead_directions_masked(muon, lambda path: "blocks" in path and path.endswith("kernel")),
+            observe=fisher,
+        ),
     }
     make, loss = functools.partial(grok_readings.make, network), functools.partial(grok_readings.loss, c=network)
-    return Study("depth8", arms, make, loss, functools.partial(observe, c=network))
+    return Study("depth8", arms, make, loss, functools.partial(grok_readings.reading, c=network, block=c.layers - 1))
 
 
 def observe(start: Params, params: Params, data: Data, c: GrokConfig) -> dict[str, jax.Array]:
-    """Losses, accuracies, and the two smallest values."""
+    """What the arms of C.8 read: the Fisher too."""
     numbers = grok_readings.reading(start, params, data, c, c.layers - 1)
     return numbers | {"fisher": grok_readings.output_fisher(params, data, c)}
 
@@ -87,8 +92,12 @@ def figure(result: Result, path: Path) -> None:
     report.curves(axes[0], result, "test_accuracy", "Accuracy on held-out pairs", "linear")
     axes[0].axhline(GROKKED, color="gray", ls=":")
     report.curves(axes[1], result, "test_loss", "Loss on held-out pairs", ylabel="nats")
-    report.curves(axes[2], result, "activations", "Smallest singular value behind the last block", ylabel="per √rows")
-    report.curves(axes[3], result, "fisher", "Smallest eigenvalue of the Fisher in the logits")
+    for arm, color in report.colors(result["arms"]).items():
+        for curves in (cell["curves"] for cell in result["cells"][arm].values() if arm in READ_AT_THE_MINIMUM):
+            axes[2].semilogy(curves["step"], curves["fisher"], color=color, lw=1.3, alpha=0.8)
+    axes[2].set(title="Smallest eigenvalue of the Fisher in the logits", xlabel="step")
+    axes[2].grid(alpha=0.3)
+    report.curves(axes[3], result, "activations", "Smallest singular value behind the last block", ylabel="per √rows")
     report.save(fig, path)
 
 
@@ -102,7 +111,9 @@ def section(result: Result) -> str:
         "train loss": report.column(result, "train_loss", at=settled),
         "test loss": report.column(result, "test_loss", at=settled),
         "singular value": report.column(result, "activations", at=settled),
-        "Fisher": report.column(result, "fisher", at=settled),
+        "Fisher": lambda arm: (
+            report.column(result, "fisher", at=settled)(arm) if arm in READ_AT_THE_MINIMUM else "not read"
+        ),
     }
     return "\n\n".join(
         [
@@ -159,7 +170,7 @@ def _grokking(result: Result) -> str:
 def _minimum(result: Result) -> str:
     """C.8: what minimum, and is it the gauge's doing?"""
     read = {
-        key: {arm: report.settled(result, arm, key) for arm in (MUON, TORUS, MASKED)}
+        key: {arm: report.settled(result, arm, key) for arm in READ_AT_THE_MINIMUM}
         for key in ("fisher", "test_loss", "activations", "test_accuracy")
     }
 

@@ -12,7 +12,7 @@ import optax
 from tqdm import tqdm
 
 import gauge_optax as go
-from examples import study
+from examples import report, study
 from examples.report import Column, Result
 from models import grokking
 from models.grokking import GrokConfig, Params
@@ -46,6 +46,18 @@ def grokked_at(result: Result, arm: str) -> list[float]:
 def grokked_column(result: Result) -> Column:
     """The same for a table."""
     return lambda arm: " / ".join("never" if at == math.inf else f"{at:,.0f}" for at in grokked_at(result, arm))
+
+
+def swings(result: Result) -> str:
+    """How high accuracy gets along the runs, and how low it falls after that."""
+    said = []
+    for arm in result["arms"]:
+        curves = [cell["curves"]["test_accuracy"] for cell in result["cells"][arm].values()]
+        after = [min(curve[curve.index(max(curve)) :]) for curve in curves]
+        said.append(
+            f"{arm} {report.listed([max(curve) for curve in curves], '.2f')}, then {report.listed(after, '.2f')}"
+        )
+    return f"The highest accuracy of each run and the lowest after it: {'; '.join(said)}."
 
 
 def make(c: GrokConfig, seed: int) -> tuple[Params, Data]:

@@ -81,10 +81,14 @@ def build(c: Config, rates: Rates) -> Study:
 
 def figure(result: Result, path: Path) -> None:
     """Accuracy, losses, and the stream in the middle."""
-    fig, axes = report.panels(3, f"Addition modulo {result['settings']['p']}, 24 rotary blocks: a line per seed")
-    report.curves(axes[0], result, "test_accuracy", "Accuracy on held-out pairs", "linear")
-    report.curves(axes[1], result, "train_loss", "Loss on the pairs to train on", ylabel="nats")
-    report.curves(axes[2], result, "activations", "Smallest singular value behind the middle block", ylabel="per √rows")
+    title = (
+        f"Addition modulo {result['settings']['p']}, 24 rotary blocks: running medians of 21 readings, a line per seed"
+    )
+    fig, axes = report.panels(3, title)
+    medians = functools.partial(grok_readings.medians, result=result)
+    medians(axes[0], key="test_accuracy", title="Accuracy on held-out pairs", scale="linear")
+    medians(axes[1], key="train_loss", title="Loss on the pairs to train on", ylabel="nats")
+    medians(axes[2], key="activations", title="Smallest singular value behind the middle block", ylabel="per √rows")
     report.save(fig, path)
 
 

@@ -89,16 +89,16 @@ def observe(start: Params, params: Params, data: Data, c: GrokConfig) -> dict[st
 
 def figure(result: Result, path: Path) -> None:
     """Accuracy, loss, and the two smallest values."""
-    fig, axes = report.panels(4, f"Addition modulo {result['settings']['p']}, 8 rotary blocks: a line per seed")
-    report.curves(axes[0], result, "test_accuracy", "Accuracy on held-out pairs", "linear")
-    axes[0].axhline(GROKKED, color="gray", ls=":")
-    report.curves(axes[1], result, "test_loss", "Loss on held-out pairs", ylabel="nats")
-    for arm, color in report.colors(result["arms"]).items():
-        for curves in (cell["curves"] for cell in result["cells"][arm].values() if arm in READ_AT_THE_MINIMUM):
-            axes[2].semilogy(curves["step"], curves["fisher"], color=color, lw=1.3, alpha=0.8)
-    axes[2].set(title="Smallest eigenvalue of the Fisher in the logits", xlabel="step")
-    axes[2].grid(alpha=0.3)
-    report.curves(axes[3], result, "activations", "Smallest singular value behind the last block", ylabel="per √rows")
+    title = (
+        f"Addition modulo {result['settings']['p']}, 8 rotary blocks: running medians of 21 readings, a line per seed"
+    )
+    fig, axes = report.panels(4, title)
+    medians = functools.partial(grok_readings.medians, result=result)
+    medians(axes[0], key="test_accuracy", title="Accuracy on held-out pairs", scale="linear")
+    medians(axes[1], key="test_loss", title="Loss on held-out pairs", ylabel="nats")
+    fisher = "Smallest eigenvalue of the Fisher in the logits (three arms)"
+    medians(axes[2], key="fisher", title=fisher, arms=READ_AT_THE_MINIMUM)
+    medians(axes[3], key="activations", title="Smallest singular value behind the last block", ylabel="per √rows")
     report.save(fig, path)
 
 
@@ -142,6 +142,7 @@ def _decomposition(result: Result) -> str:
         "the full-rotation gauge adds to that": (POLAR, FULL_ROTATION),
         "the RoPE-torus gauge ends above the full rotation": (FULL_ROTATION, TORUS),
         "the RoPE-torus gauge ends above Muon": (MUON, TORUS),
+        "the RoPE-torus gauge ends above the polar factor without a gauge": (POLAR, TORUS),
     }
     said = []
     for finding, (below, above) in steps.items():
@@ -165,6 +166,7 @@ def _grokking(result: Result) -> str:
             report.paper("Muon fails on two of three seeds", [not x for x in groks[MUON]], by),
             f"Seeds that grok, of {len(result['seeds'])}: {each}.",
             grok_readings.swings(result),
+            "Beside such swings a difference of some hundredths between medians says little.",
         ]
     )
 

@@ -3,12 +3,14 @@
 import argparse
 import dataclasses
 import math
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
+from matplotlib.axes import Axes
 from tqdm import tqdm
 
 import gauge_optax as go
@@ -21,6 +23,7 @@ GROKKED = 0.95
 KEPT = 10  # readings for which accuracy stays up, for a run to have grokked
 RATES = (1e-3, 3e-3, 1e-2)
 SWEEP_SEED = 42
+WINDOW = 10  # readings before and after that a running median takes
 Data = tuple[grokking.Pairs, grokking.Pairs]
 Rates = Mapping[str, float]
 """From the name of a base optimizer to its learning rate."""
@@ -116,6 +119,20 @@ def output_fisher(params: Params, data: Data, c: GrokConfig) -> jax.Array:
 
 def _tokens(data: Data) -> jax.Array:
     return jnp.concatenate([tokens for tokens, _ in data])
+
+
+def medians(
+    axis: Axes, result: Result, key: str, title: str, scale: str = "log", ylabel: str = "", arms: Sequence[str] = ()
+) -> None:
+    """Running medians of a quantity that swings, a line per seed, for all arms or some."""
+    for arm, color in report.colors(result["arms"]).items():
+        for n, cell in enumerate(result["cells"][arm].values() if arm in (arms or result["arms"]) else ()):
+            values = cell["curves"][key]
+            around = (values[max(0, k - WINDOW) : k + WINDOW + 1] for k in range(len(values)))
+            middle = [statistics.median(window) for window in around]
+            axis.plot(cell["curves"]["step"], middle, color=color, lw=1.3, alpha=0.8, label=None if n else arm)
+    axis.set(title=title, xlabel="step", ylabel=ylabel, yscale=scale)
+    axis.grid(alpha=0.3)
 
 
 # Rates ------------------------------------------------------------------------------------------------

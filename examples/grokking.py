@@ -33,13 +33,12 @@ from tqdm import tqdm
 
 import gauge_optax as go
 from examples import baselines, cli, report, study
+from examples.grok_readings import GROKKED, grok_reading
 from examples.report import Result
 from models import grokking
 from models.grokking import GrokConfig, Params
 
 NAME = "grokking"
-GROKKED = 0.95
-KEPT = 10  # readings for which accuracy stays up, for a run to have grokked
 BEST_SEED = 42
 POINTS = 100  # of a curve in the JSON
 
@@ -215,7 +214,7 @@ def last_reading(c: GrokConfig, params: Params) -> dict[str, jax.Array]:
     dead = sizes < DEAD * sizes[0]
     largest = jnp.max(jnp.square(directions), 1)
     return {
-        "effective_rank": go.measure.effective_rank(inside["stream"]),
+        "effective_rank": go.measure.effective_rank(inside["streams"][-1]),
         "dead_units": jnp.mean(go.measure.dead_units(inside["hidden"])),
         "dead_directions": jnp.mean(dead),
         "alignment": jnp.sum(largest * dead) / jnp.maximum(jnp.sum(dead), 1),
@@ -253,13 +252,13 @@ def run_cell(config: Config, cell: Cell, folder: Path, steps: int, stop_when_gro
                 curves.append({key: float(x) for key, x in read.items()})
                 bar.update(config.every)
                 bar.set_postfix({key: f"{curves[-1][key]:.3g}" for key in ("train_loss", "test_loss", "test_accuracy")})
-                if stop_when_grokked and grok_reading(curves) is not None:
+                if stop_when_grokked and _grokked(curves):
                     break
                 if time.monotonic() - wrote > study.SAVE_EVERY:
                     study.save(saved, carry, curves)
                     wrote = time.monotonic()
         last = {key: float(x) for key, x in compiled.end(carry[0]).items()}
-        whole = stop_when_grokked and grok_reading(curves) is not None
+        whole = stop_when_grokked and _grokked(curves)
         study.write(done, {
             "steps": steps if whole else (len(curves) - 1) * config.every, "every": config.every, "last": last,
             "curves": {key: [float(f"{x[key]:.5g}") for x in curves] for key in curves[0]},
@@ -271,16 +270,14 @@ def run_cell(config: Config, cell: Cell, folder: Path, steps: int, stop_when_gro
 # What a run says --------------------------------------------------------------------------------------
 
 
-def grok_reading(curves: Sequence[Mapping[str, float]]) -> int | None:
-    """The number of the reading at which a run groks: the first of 95 % that the next ones keep."""
-    up = [x["test_accuracy"] >= GROKKED for x in curves]
-    return next((k for k in range(len(up) - KEPT) if all(up[k : k + KEPT + 1])), None)
+def _grokked(curves: Sequence[Mapping[str, float]]) -> bool:
+    return grok_reading([x["test_accuracy"] for x in curves]) is not None
 
 
 def summary(record: Mapping[str, Any]) -> dict[str, float]:
     """One run in numbers: steps to grok (inf), collapses, readings below 95 % after it, final readings."""
     rows = [dict(zip(record["curves"], values, strict=True)) for values in zip(*record["curves"].values(), strict=True)]
-    at = grok_reading(rows)
+    at = grok_reading(record["curves"]["test_accuracy"])
     after = [x["test_accuracy"] >= GROKKED for x in rows[at:]] if at is not None else []
     falls = sum(a and not b for a, b in itertools.pairwise(after))
     lowest = min((x["test_accuracy"] for x in rows[at:]), default=math.nan) if at is not None else math.nan

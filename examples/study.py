@@ -31,6 +31,7 @@ from examples import cli
 Params = Any
 Data = Any
 Loss = Callable[[Params, Data], jax.Array]
+Observe = Callable[[Params, Params, Data], dict[str, jax.Array]]
 Cell = dict[str, Any]
 """One run: `final`, the last reading, and `curves`, all readings, each a list per observed quantity."""
 Result = dict[str, Any]
@@ -46,10 +47,11 @@ SAVE_EVERY = 30.0
 
 @dataclasses.dataclass(frozen=True)
 class Arm:
-    """An optimizer, and the loss it minimises where that is not the study's own."""
+    """An optimizer, and the loss it minimises and what is observed where these are not the study's own."""
 
     tx: optax.GradientTransformation
     loss: Loss | None = None
+    observe: Observe | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +71,7 @@ class Study:
     arms: Mapping[str, Arm]
     make: Callable[[int], tuple[Params, Data]]
     loss: Loss
-    observe: Callable[[Params, Params, Data], dict[str, jax.Array]]
+    observe: Observe
     batch: Callable[[Data, jax.Array], Any] = lambda data, step: data
 
 
@@ -127,7 +129,7 @@ def run_cell(
     """Train one arm from one seed, reading what the study observes at equal distances; goes on from `saved`."""
     start, data = study.make(seed)
     carry = start, jax.jit(arm.tx.init)(start)
-    observe = jax.jit(study.observe)
+    observe = jax.jit(arm.observe or study.observe)
     at = np.unique(np.linspace(0, steps, min(READINGS, steps) + 1).astype(int)).tolist()
     if saved.exists():
         carry, readings = restore(saved, carry)

@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 from examples import (
     cli,
     demo,
+    depth8,
+    depth24,
     diagonal_network,
     gaugefix_lrm,
     kronecker,
@@ -53,11 +55,12 @@ was read from: many findings are true in one coordinate and false in another.
 *The paper* is *Dead-Direction Conditioners*, whose appendix C has the studies C.1 to C.15, or, in sections of those
 names, *Rotational Equilibrium* or *GaugeFix-LRM*. `python -m examples.<name> --out examples/results` makes a JSON and
 its figure again (delete the old JSON first: finished runs are kept). The studies of appendix C run in seconds to three
-minutes on one CPU core, with three seeds, and at the paper's sizes with `--full`. *Drift* is motion that changes no
-output: the largest distance from the start among some hundred readings of a run, unless a column says otherwise. A loss
-is *matched* if it is at most twice the other's. More runs: [released architectures](released.md), [times and memory of
-updates](../../benchmarks/results/compare_cpu.md), [LoRA factors](../../benchmarks/results/lora.md), [times of
-`discover`](../../benchmarks/results/discover.md), [time to the first step](../../benchmarks/results/first_step.md)."""
+minutes on one CPU core, those of deep networks in half an hour, with three seeds, and at the paper's sizes with
+`--full`. *Drift* is motion that changes no output: the largest distance from the start among some hundred readings of a
+run, unless a column says otherwise. A loss is *matched* if it is at most twice the other's. More runs: [released
+architectures](released.md), [times and memory of updates](../../benchmarks/results/compare_cpu.md), [LoRA
+factors](../../benchmarks/results/lora.md), [times of `discover`](../../benchmarks/results/discover.md), [time to the
+first step](../../benchmarks/results/first_step.md)."""
 
 
 class Section(NamedTuple):
@@ -134,6 +137,15 @@ SECTIONS = [
     Section("relu_rescale", "C.2 ReLU rescale, teacher and student", relu_rescale.section),
     Section("layernorm_scale", "C.3 LayerNorm scale", layernorm_scale.section),
     Section("diagonal_network", "C.4 Diagonal linear network", diagonal_network.section, ("log|u| − log|v|",)),
+    Section(
+        "depth24", "C.6 Grokking with 24 blocks", depth24.section,
+        ("accuracy on held-out pairs", "the smallest singular value"),
+    ),
+    Section(
+        "depth8", "C.7 and C.8 Grokking with 8 rotary blocks", depth8.section,
+        ("accuracy on held-out pairs", "the variance of that accuracy", "whether 95% stay",
+         "the smallest eigenvalue of the Fisher", "test loss", "the smallest singular value"),
+    ),
     Section(
         "sparse_parity", "C.14 Keeping or shedding a block: sparse parity", sparse_parity.section,
         ("final accuracy", "final loss", "log|γ|"),

@@ -37,7 +37,7 @@ class GrokConfig:
     heads: int = 4
     d_ff: int = 512
     layers: int = 1
-    mlp: Literal["relu", "relu2"] = "relu"
+    mlp: Literal["relu", "relu2", "gelu"] = "relu"
     rope: bool = False
     share: float = 0.3
 
@@ -76,7 +76,7 @@ def init(c: GrokConfig, key: jax.Array) -> Params:
 
 
 def features(c: GrokConfig, params: Params, tokens: jax.Array) -> dict[str, jax.Array]:
-    """What the last position holds: `hidden`, before the last activation, and the `stream` behind it.
+    """What the last position holds: `hidden`, before the last activation, and the residual `streams` behind each block.
 
     Args:
       c: the configuration.
@@ -84,7 +84,7 @@ def features(c: GrokConfig, params: Params, tokens: jax.Array) -> dict[str, jax.
       tokens: pairs of numbers, (batch, 2).
 
     Returns:
-      (batch, f) and (batch, d). The first block projects each number once per position, not once per pair.
+      (batch, f) and (layers, batch, d). The first block projects each number once per position, not once per pair.
     """
     table = jnp.broadcast_to(params["embed"]["embedding"], (LENGTH, c.p, c.d_model))
     table = table if c.rope else table + params["pos"]["embedding"][:, None]
@@ -93,7 +93,7 @@ def features(c: GrokConfig, params: Params, tokens: jax.Array) -> dict[str, jax.
     def of_pairs(rows: jax.Array) -> jax.Array:
         return rows[places, tokens]
 
-    x = of_pairs(table)
+    x, streams = of_pairs(table), []
     for i in range(c.layers):
         block, last = params["blocks"][i], i == c.layers - 1
         source = _normalised(block["norm1"], table if i == 0 else x)
@@ -112,12 +112,13 @@ def features(c: GrokConfig, params: Params, tokens: jax.Array) -> dict[str, jax.
         x = x + jnp.einsum("bhqk,bkhe,hed->bqd", weights, v, block["attn"]["out"]["kernel"])
         hidden = _normalised(block["norm2"], x) @ block["mlp"]["up"]["kernel"] + block["mlp"]["up"]["bias"]
         x = x + ACTIVATIONS[c.mlp](hidden) @ block["mlp"]["down"]["kernel"] + block["mlp"]["down"]["bias"]
-    return {"hidden": hidden[:, 0], "stream": x[:, 0]}
+        streams.append(x[:, -1])
+    return {"hidden": hidden[:, 0], "streams": jnp.stack(streams)}
 
 
 def logits(c: GrokConfig, params: Params, tokens: jax.Array) -> jax.Array:
     """(batch, 2) numbers to (batch, p)."""
-    return features(c, params, tokens)["stream"] @ params["lm_head"]["kernel"]
+    return features(c, params, tokens)["streams"][-1] @ params["lm_head"]["kernel"]
 
 
 def loss(c: GrokConfig, params: Params, pairs: Pairs) -> jax.Array:
@@ -145,22 +146,32 @@ def gauges(c: GrokConfig, full_rotation: bool = False) -> list[go.Gauge]:
     """The gauges of DDC, C.11: heads, the LayerNorm before the MLP, the MLP's units, the shift of the logits.
 
     Args:
+      c: the configuration. A GELU's units have no gauge.
+      full_rotation: see `rotations`.
+    """
+    up = {"blocks/{i}/mlp/up/kernel": "_ channel", "blocks/{i}/mlp/up/bias": "channel"}
+    down = {"blocks/{i}/mlp/down/kernel": "channel _"}
+    norm = {f"blocks/{{i}}/norm2/{name}": "channel" for name in ("scale", "bias")}
+    return [
+        go.norm_scale(norm, {"blocks/{i}/mlp/up/kernel": "channel _"}),
+        *rotations(c, full_rotation),
+        *([] if c.mlp == "gelu" else [go.rescale(up, down, degree=2 if c.mlp == "relu2" else 1)]),
+        shift(),
+    ]
+
+
+def rotations(c: GrokConfig, full_rotation: bool = False) -> list[go.Gauge]:
+    """The gauges of the heads alone: of queries and keys, and of values and outputs.
+
+    Args:
       c: the configuration.
       full_rotation: with rotary positions, to rotate queries and keys by all of O(d_h). It is the paper's control: only
         the planes' rotations are a symmetry there.
     """
     queries = {f"blocks/{{i}}/attn/{name}/kernel": "_ head basis" for name in ("query", "key")}
-    up = {"blocks/{i}/mlp/up/kernel": "_ channel", "blocks/{i}/mlp/up/bias": "channel"}
-    norm = {f"blocks/{{i}}/norm2/{name}": "channel" for name in ("scale", "bias")}
-    return [
-        go.norm_scale(norm, {"blocks/{i}/mlp/up/kernel": "channel _"}),
-        go.head_rotation(queries) if full_rotation or not c.rope else go.rope_torus(queries),
-        go.head_rotation(
-            {"blocks/{i}/attn/value/kernel": "_ head basis", "blocks/{i}/attn/out/kernel": "head basis _"}
-        ),
-        go.rescale(up, {"blocks/{i}/mlp/down/kernel": "channel _"}, degree=2 if c.mlp == "relu2" else 1),
-        shift(),
-    ]
+    values = {"blocks/{i}/attn/value/kernel": "_ head basis", "blocks/{i}/attn/out/kernel": "head basis _"}
+    of_queries = go.head_rotation if full_rotation or not c.rope else go.rope_torus
+    return [of_queries(queries), go.head_rotation(values)]
 
 
 def shift() -> go.Gauge:

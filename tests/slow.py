@@ -55,6 +55,7 @@ SLOW: dict[str, str] = {
     "test_models.py::test_linear_gauges_keep_the_loss[[]llama/gqa]": OTHER_NET,
     "test_studies.py::test_a_tiny_study_leaves_json_figure_and_table[[]sparse_parity]": OTHER_NET,
     "test_studies.py::test_a_tiny_study_leaves_json_figure_and_table[[]row_shift]": OTHER_NET,
+    "test_studies.py::test_a_tiny_study_leaves_json_figure_and_table[[]depth*]": OTHER_NET,
     "test_studies.py::test_a_tiny_study_leaves_json_figure_and_table[[]layernorm_scale]": OTHER_NET,
     "test_studies.py::test_a_tiny_study_leaves_json_figure_and_table[[]diagonal_network]": OTHER_NET,
     "test_studies.py::test_without_rounding_the_shift_gauge_changes_no_loss": LONG,

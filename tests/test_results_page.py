@@ -8,7 +8,17 @@ from typing import Any
 
 import pytest
 
-from examples import gaugefix_lrm, report, rotational_networks, rotational_rates, rotational_variants, table4, tables
+from examples import (
+    depth8,
+    depth24,
+    gaugefix_lrm,
+    report,
+    rotational_networks,
+    rotational_rates,
+    rotational_variants,
+    table4,
+    tables,
+)
 
 SECTIONS = [*tables.SECTIONS, tables.TABLE4]
 VERDICT = re.compile(r"\b(shows?|does not show)\b", re.I)
@@ -148,6 +158,52 @@ def test_where_multipliers_drift() -> None:
     for claim, (now, then) in claims.items():
         assert now in said(section(committed("gaugefix_networks")), claim)
         assert then in said(section(changed("gaugefix_networks", still)), claim)
+
+
+def _with_curve(cells: Any, arm: str, key: str, change: Any) -> None:
+    for cell in cells[arm].values():
+        cell["curves"][key] = [change(x) for x in cell["curves"][key]]
+
+
+@pytest.mark.parametrize(
+    ("claim", "key", "yes", "no"),
+    [
+        ("ends above the full rotation", "test_accuracy", 2.0, 0.0),
+        ("gauge ends above Muon", "test_accuracy", 2.0, 0.0),
+        ("RoPE-torus gauge all seeds grok", "test_accuracy", 1.0, 0.0),
+        ("further off the singular floor", "fisher", 1.0, 0.0),
+        ("at a lower loss", "test_loss", 0.0, 1e9),
+        ("compresses the activations", "activations", 0.0, 1e9),
+    ],
+)
+def test_eight_blocks(claim: str, key: str, yes: float, no: float) -> None:
+    def to(value: float) -> str:
+        def change(cells: Any) -> None:
+            _with_curve(cells, depth8.TORUS, key, lambda _: value)
+
+        return said(depth8.section(changed("depth8", change)), claim)
+
+    assert "shows here on all" in to(yes) and "does NOT show" in to(no)
+
+
+@pytest.mark.parametrize(
+    ("claim", "optimizer", "key", "yes", "no"),
+    [
+        ("every seed groks", depth24.TORUS, "test_accuracy", 1.0, 0.0),
+        ("with Muon none does", depth24.MUON, "test_accuracy", 0.0, 1.0),
+        ("ends at the higher accuracy", depth24.TORUS, "test_accuracy", 2.0, 0.0),
+        ("compresses the activations inside", depth24.TORUS, "activations", 0.0, 1e9),
+    ],
+)
+def test_24_blocks(claim: str, optimizer: str, key: str, yes: float, no: float) -> None:
+    def to(value: float) -> str:
+        def change(cells: Any) -> None:
+            for activation in depth24.ACTIVATIONS:
+                _with_curve(cells, depth24.arm_of(optimizer, activation), key, lambda _: value)
+
+        return said(depth24.section(changed("depth24", change)), claim)
+
+    assert "shows here on all" in to(yes) and "does NOT show" in to(no)
 
 
 def test_few_are_called_few() -> None:

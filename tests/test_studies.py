@@ -1,6 +1,7 @@
 """Studies run and resume, baselines do what they say, and the committed table says what the committed runs found."""
 
 import dataclasses
+import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -12,9 +13,13 @@ import numpy as np
 import optax
 import pytest
 
+import gauge_optax as go
 from examples import (
     baselines,
+    depth8,
+    depth24,
     diagonal_network,
+    grok_readings,
     kronecker,
     layernorm_scale,
     lemmas,
@@ -29,6 +34,8 @@ from examples import (
     table3,
     tables,
 )
+from models import grokking
+from models.grokking import rotations
 
 TINY: dict[Any, list[str]] = {
     row_shift: ["--modulus", "5", "--width", "8", "--hidden", "8", "--heads", "2"],
@@ -36,6 +43,8 @@ TINY: dict[Any, list[str]] = {
     layernorm_scale: ["--samples", "8", "--channels", "4", "--outputs", "2"],
     diagonal_network: ["--samples", "16", "--modes", "8", "--nonzero", "2"],
     sparse_parity: ["--bits", "4", "--hidden", "8"],
+    depth8: ["--p", "5", "--width", "8", "--heads", "2", "--layers", "2", "--sweep-steps", "2"],
+    depth24: ["--p", "5", "--width", "8", "--heads", "2", "--layers", "2", "--sweep-steps", "2"],
 }
 CONTAINED = [
     (row_shift, "DDC", "drift"),
@@ -154,6 +163,60 @@ def test_ddc_drifts_a_thousand_times_less_than_adamw(module: Any, ours: str, mod
     result = _committed(module)
     drifts = (report.largest(result, arm, mode) for arm in ("AdamW", ours))
     assert min(report.ratios(*drifts)) >= 1000
+
+
+def test_a_gauge_takes_from_the_scaled_polar_step_what_is_along_its_orbit_and_nothing_else() -> None:
+    config = depth8.Config(p=7, width=8, heads=2, layers=2)
+    case = depth8.build(config, dict.fromkeys(depth8.BASES, 1e-3))
+    start, data = case.make(1)
+    gradient = jax.jit(jax.grad(case.loss))(start, data)
+
+    def step_of(tx: optax.GradientTransformation, gradient: Any) -> Any:
+        return jax.jit(lambda g, p: tx.update(g, tx.init(p), p)[0])(gradient, start)
+
+    steps = [step_of(case.arms[arm].tx, gradient) for arm in (depth8.POLAR, depth8.TORUS, depth8.FULL_ROTATION)]
+    for step, full in zip(steps[1:], (False, True), strict=True):
+        expected = step_of(go.gauge_project(rotations(config.network, full), "update"), steps[0])
+        assert _apart(step, expected) < 1e-4 < 1e-2 < _apart(step, steps[0])
+    attention = [x["blocks"][0]["attn"]["query"]["kernel"] for x in steps[1:]]
+    assert _apart(*attention) > 1e-2
+    assert _apart(*(x["blocks"][0]["attn"]["value"]["kernel"] for x in steps[1:])) < 1e-6
+
+
+def _apart(one: Any, other: Any) -> float:
+    return max(
+        float(jnp.linalg.norm(a - b) / jnp.linalg.norm(b))
+        for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
+    )
+
+
+def test_the_fisher_in_the_logits_is_the_mean_over_labels_without_the_shift() -> None:
+    c = depth8.Config(p=11, width=8, heads=2, layers=2).network
+    start, data = grok_readings.make(c, 1)
+    start["lm_head"]["kernel"] *= 4.0
+    read = jax.jit(functools.partial(depth8.observe, c=c))(start, start, data)
+    tokens = np.stack(np.divmod(np.arange(121), 11), 1)
+    inside = np.asarray(grokking.features(c, start, tokens)["streams"][1], np.float64)
+    exponents = np.exp(inside @ np.asarray(start["lm_head"]["kernel"], np.float64))
+    q = exponents / exponents.sum(1, keepdims=True)
+    scores = np.eye(11) - q[:, None]  # per pair and label, the gradient of the label's log-probability
+    fisher = np.einsum("nl,nli,nlj->ij", q, scores, scores) / 121
+    shift = np.ones((11, 11)) / 11
+    np.testing.assert_allclose(read["fisher"], np.linalg.eigvalsh(fisher + shift)[0], rtol=1e-3)
+    sizes = np.linalg.svd(inside, compute_uv=False)
+    np.testing.assert_allclose(read["activations"], sizes[-1] / 11.0, rtol=1e-3)
+
+
+def test_a_swept_rate_is_the_rate_of_the_run(tmp_path: Path) -> None:
+    """A sweep has the rate in the optimizer's state, a run has it in the program: both train alike."""
+    options = [*TINY[depth8], "--p", "11", "--steps", "40", "--sweep-steps", "40", "--seeds", "42"]
+    result = depth8.main([*options, "--arms", depth8.POLAR, "--out", str(tmp_path)])
+    assert result is not None
+    scores = result["rates"]["scaled polar"]
+    accuracy = result["cells"][depth8.POLAR]["42"]["curves"]["test_accuracy"]
+    assert max(scores.values()) == pytest.approx(np.mean(accuracy), abs=2e-3) and len(set(accuracy)) > 1
+    assert list(scores) == [f"{rate:g}" for rate in grok_readings.RATES] and len(set(scores.values())) > 1
+    assert not list(tmp_path.glob("*.npz"))
 
 
 def test_the_radial_coordinate_decides_whether_the_block_survives() -> None:

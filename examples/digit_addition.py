@@ -72,8 +72,9 @@ def modular(c: Config) -> Study:
         block = params["blocks"][0]
         inside = grokking.features(network, params, pairs[0])
         added = jnp.square(jax.nn.relu(inside["hidden"])) @ block["mlp"]["down"]["kernel"]
-        before = inside["stream"] - added - block["mlp"]["down"]["bias"]
-        return readings(before, inside["stream"], lambda x: x @ params["lm_head"]["kernel"], pairs[1], block)
+        after = inside["streams"][-1]
+        before = after - added - block["mlp"]["down"]["bias"]
+        return readings(before, after, lambda x: x @ params["lm_head"]["kernel"], pairs[1], block)
 
     return Study(
         MODULAR, arms(c, grokking.gauges(network)),

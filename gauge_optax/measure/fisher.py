@@ -30,6 +30,7 @@ from gauge_optax.binding.paths import match
 from gauge_optax.gauges.gauge import Gauges, Product, product
 from gauge_optax.linalg import symmetric_eigen
 from gauge_optax.measure._metric import across, across_dual, check_at, perpendicular, point_of, tangent_of
+from gauge_optax.xla import summed_apart
 
 _PER_DIMENSION = 100  # labels per parameter, the DDC paper's N ≥ 100·d
 _CHUNK = 64  # columns of a dense matrix that are computed at once
@@ -57,19 +58,20 @@ Curve = Callable[[jax.Array, jax.Array, Any], jax.Array]
 def _softmax(outputs: jax.Array, change: jax.Array, _: Any) -> jax.Array:
     """(diag p − p·pᵀ)·change."""
     p = jax.nn.softmax(outputs)
-    return p * (change - jnp.sum(p * change, -1, keepdims=True))
+    return p * (change - summed_apart(jnp.sum(p * change, -1, keepdims=True)))
 
 
 def _softmax_of_labels(outputs: jax.Array, change: jax.Array, shares: jax.Array) -> jax.Array:
     """Σ_c f_c·(p − e_c)·(p − e_c)ᵀ·change, for shares f of labels, (…, classes)."""
     p = jax.nn.softmax(outputs)
-    mean = jnp.sum(p * change, -1, keepdims=True)
-    return p * (mean - jnp.sum(shares * change, -1, keepdims=True)) + shares * (change - mean)
+    mean = summed_apart(jnp.sum(p * change, -1, keepdims=True))
+    of_labels = summed_apart(jnp.sum(shares * change, -1, keepdims=True))
+    return p * (mean - of_labels) + shares * (change - mean)
 
 
 def _softmax_of_data(outputs: jax.Array, change: jax.Array, labels: jax.Array) -> jax.Array:
     score = jax.nn.softmax(outputs) - jax.nn.one_hot(labels, outputs.shape[-1], dtype=outputs.dtype)
-    return score * jnp.sum(score * change, -1, keepdims=True)
+    return score * summed_apart(jnp.sum(score * change, -1, keepdims=True))
 
 
 def _gaussian(outputs: jax.Array, change: jax.Array, _: Any) -> jax.Array:
@@ -83,7 +85,7 @@ def _gaussian_of_labels(outputs: jax.Array, change: jax.Array, moments: jax.Arra
 
 def _gaussian_of_data(outputs: jax.Array, change: jax.Array, labels: jax.Array) -> jax.Array:
     score = outputs - labels
-    return score * jnp.sum(score * change, -1, keepdims=True)
+    return score * summed_apart(jnp.sum(score * change, -1, keepdims=True))
 
 
 _CURVES: Mapping[str, tuple[Curve, Curve, Curve]] = {

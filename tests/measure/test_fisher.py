@@ -309,3 +309,21 @@ def test_the_curvature_along_a_direction(x64: None) -> None:
 def test_messages(call: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call(_net, _point(), _noise(3, 6, 5))
+
+
+def test_many_products_at_once_are_right_where_the_outputs_are_shared() -> None:
+    """jaxlib 0.10.2 fuses two sums into one call that is wrong under `vmap` (jax issue 39103); float32, on a CPU."""
+    rows, classes = 529, 23
+    outputs = jax.random.normal(jax.random.key(0), (rows, classes))
+    params = {"shift": jnp.zeros(classes)}
+
+    def fn(p: Any, x: jax.Array) -> jax.Array:
+        return x + p["shift"]
+
+    q = np.asarray(jax.nn.softmax(outputs), np.float64)
+    exact = np.diag(q.mean(0)) - q.T @ q / rows
+    np.testing.assert_allclose(go.measure.GGN(fn, params, [outputs]).dense(), exact, atol=1e-6)
+    fisher = go.measure.Fisher(fn, params, [outputs], jax.random.key(1), 200 * rows)
+    np.testing.assert_allclose(fisher.dense(), exact, atol=3e-3)
+    one_by_one = np.stack([fisher @ x for x in jnp.eye(classes)])
+    np.testing.assert_allclose(fisher.dense(), one_by_one, atol=1e-6)

@@ -135,19 +135,27 @@ def _accuracy(result: Result, arm: str) -> list[float]:
     return report.settled(result, arm, "test_accuracy")
 
 
+def _higher(result: Result, finding: str, below: str, above: str) -> str:
+    pairs = zip(_accuracy(result, below), _accuracy(result, above), strict=True)
+    return report.paper(finding, [high > low for low, high in pairs], ACCURACY)
+
+
+def torus_above_muon(result: Result) -> str:
+    """Table 4's F3, and the comparison that isolates the gauge."""
+    isolated = "the RoPE-torus gauge ends above the polar factor without a gauge"
+    return " ".join([
+        _higher(result, "the RoPE-torus gauge ends above Muon", MUON, TORUS), _higher(result, isolated, POLAR, TORUS)
+    ])  # fmt: skip
+
+
 def _decomposition(result: Result) -> str:
     """C.7: does each part of the gauge add accuracy?"""
     steps = {
         "the scaled polar factor without a gauge ends at a higher accuracy than Muon": (MUON, POLAR),
         "the full-rotation gauge adds to that": (POLAR, FULL_ROTATION),
         "the RoPE-torus gauge ends above the full rotation": (FULL_ROTATION, TORUS),
-        "the RoPE-torus gauge ends above Muon": (MUON, TORUS),
-        "the RoPE-torus gauge ends above the polar factor without a gauge": (POLAR, TORUS),
     }
-    said = []
-    for finding, (below, above) in steps.items():
-        pairs = zip(_accuracy(result, below), _accuracy(result, above), strict=True)
-        said.append(report.paper(finding, [high > low for low, high in pairs], ACCURACY))
+    said = [*(_higher(result, finding, *arms) for finding, arms in steps.items()), torus_above_muon(result)]
     torus, full = (statistics.pvariance(_accuracy(result, arm)) for arm in (TORUS, FULL_ROTATION))
     halved = [torus <= 0.5 * full]
     by = f"the variance of that accuracy, {report.number(torus)} and {report.number(full)}"
@@ -171,6 +179,15 @@ def _grokking(result: Result) -> str:
     )
 
 
+def off_the_floor(result: Result) -> str:
+    """Table 4's F5."""
+    ours, theirs = (report.settled(result, arm, "fisher") for arm in (TORUS, MUON))
+    times = report.ratios(ours, theirs, least=1e-30)
+    claim = f"the RoPE-torus gauge ends {FARTHER:g} times further off the singular floor than Muon"
+    verdict = report.paper(claim, [x >= FARTHER for x in times], f"{FISHER} in the logits")
+    return f"{verdict} It is {report.listed(times)} times Muon's."
+
+
 def _minimum(result: Result) -> str:
     """C.8: what minimum, and is it the gauge's doing?"""
     read = {
@@ -184,9 +201,7 @@ def _minimum(result: Result) -> str:
     apart = [abs(a - b) for a, b in zip(*(read["test_accuracy"][arm] for arm in (MASKED, MUON)), strict=True)]
     return " ".join(
         [
-            report.paper(f"the RoPE-torus gauge ends {FARTHER:g} times further off the singular floor than Muon",
-                         [x >= FARTHER for x in beside_muon("fisher")], f"{FISHER} in the logits"),
-            f"It is {report.listed(beside_muon('fisher'))} times Muon's.",
+            off_the_floor(result),
             report.paper("the gauge ends at a lower loss than Muon", [x < 1 for x in beside_muon("test_loss")],
                          "test loss"),
             report.paper("the gauge compresses the activations", [x < 1 for x in beside_muon("activations")],

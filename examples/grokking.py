@@ -440,9 +440,24 @@ def sentences(result: Result) -> Iterator[str]:
             falls.append(f"{arm} ({sum(fell)} of {sum(grokked)} seeds that grok)")
         elif all(grokked):
             steady.append(arm)
+    if {"DDC-Muon", MATCHED} <= cells.keys():
+        yield verdict(result)
     yield f"Test accuracy falls below {GROKKED:.0%} again after grokking: {', '.join(falls) or 'in no arm'}."
     yield f"Arms that grok with every seed and stay there: {', '.join(steady) or 'none'}."
     yield f"Arms that do not grok in {result['settings']['steps']:,} steps: {', '.join(never) or 'none'}."
+
+
+MATCHED = "Muon, attention decay doubled"
+
+
+def verdict(result: Result) -> str:
+    """Table 4's F2; needs both arms."""
+    both = [[x["final"]["alignment"] for x in result["cells"][arm].values()] for arm in ("DDC-Muon", MATCHED)]
+    higher = [a > b for a, b in zip(*both, strict=False)]
+    return report.paper(
+        "the gauge's dead directions lie nearer to axes than those of Muon with matched decay", higher,
+        "axis alignment of the hidden layer's dead directions",
+    )  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> None:

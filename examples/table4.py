@@ -5,12 +5,13 @@ verdict from its numbers (`report.paper`).
 """
 
 import json
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from examples import grid, report, starts
+from examples import depth8, depth24, grid, grokking, overtraining_lm, report, starts, vit
 
 
 class Finding(NamedTuple):
@@ -21,14 +22,18 @@ class Finding(NamedTuple):
       setting: network and base optimizer.
       claim: what DDC changes, in the paper's numbers.
       by: the statistic that decides it, and what reads it here.
-      verdict: what is known here.
+      whole: what is known of it at the paper's size.
+      smaller: an example that runs it smaller, by its name; "" if there is none.
+      verdict: from that example's JSON to what it says.
     """
 
     name: str
     setting: str
     claim: str
     by: str
-    verdict: str
+    whole: str
+    smaller: str = ""
+    verdict: Callable[[report.Result], str] = lambda result: ""
 
 
 RATE = 5e10
@@ -44,6 +49,11 @@ def hours(parameters: float, tokens: float) -> str:
     return report.number(6.0 * parameters * tokens / RATE / 3600.0)
 
 
+def _matched_decay(result: report.Result) -> str:
+    have = {"DDC-Muon", grokking.MATCHED} <= result["cells"].keys()
+    return grokking.verdict(result) if have else "The arms with Muon are not run yet."
+
+
 BLOCK = 4 * 128**2 + 2 * 128 * 512
 """Parameters of a block of the paper's one-block network. Its text lost the width of the deeper ones."""
 FINDINGS = [
@@ -52,6 +62,7 @@ FINDINGS = [
         "number of cells, a layer and an observable each, in which a rate can be fitted; `go.measure.rate_table`",
         "not run, because it takes 75 million parameters, 15,000 steps of 16,384 tokens, four arms and three seeds: "
         f"{hours(75e6, 15_000 * 16_384)} hours a run",
+        "overtraining_lm", overtraining_lm.verdict,
     ),
     Finding(
         "F2", "one-block grokking; Muon (§5.4, C.9)", "0.889, Muon with matched decay 0.718",
@@ -59,23 +70,27 @@ FINDINGS = [
         "`go.measure.axis_alignment`",
         "not run, because it takes three arms, one of them Muon with twice the decay, five seeds and 25,000 steps of "
         "0.05 s (measured with AdamW on one core, at p = 113): 5 hours in all",
+        "grokking", _matched_decay,
     ),
     Finding(
         "F3", "grokking with 8 rotary blocks; Muon (§5.5, C.7)", "0.977, Muon 0.867",
         "final accuracy",
         "not run, because it takes 8 blocks, 5,000 steps of 16,384 tokens, four arms and three seeds: "
         f"{hours(8 * BLOCK, 5_000 * 16_384)} hours a run",
+        "depth8", depth8.torus_above_muon,
     ),
     Finding(
         "F4", "arithmetic with 24 blocks; Muon (§5.6, C.6)", "10 of 11 seeds, Muon none",
         "number of seeds that reach full accuracy",
         "not run, because it takes 24 blocks, 6,000 steps of 4,096 tokens and 22 runs: "
         f"{hours(24 * BLOCK, 6_000 * 4_096)} hours a run",
+        "depth24", depth24.seeds_that_grok,
     ),
     Finding(
         "F5", "grokking with 8 rotary blocks; Muon (§5.7, C.8)", "ten times further off the floor, at a lower loss",
         "smallest eigenvalue of the true Fisher at the end; `go.measure.Fisher`",
         "not run, because its networks are those of F3, with a third arm that masks dead directions",
+        "depth8", depth8.off_the_floor,
     ),
     Finding(
         "F6", "–", "no row: the table goes from F5 to F7", "–",
@@ -85,21 +100,32 @@ FINDINGS = [
         "F7", "vision transformer on 100 classes of ImageNet; Adam (§5.9, C.10)", "1.712 nats, AdamW 2.116",
         "validation loss at one weight decay",
         "not run, because the images are not in this repository; 50,000 steps of 256 images need an accelerator",
+        "vit", vit.verdict,
     ),
 ]  # fmt: skip
 
 
 def section(results: Path) -> str:
-    """The table, and the nearest runs of this page."""
-    head = ["", "setting; base optimizer", "the paper: DDC, baseline", "by", "here"]
+    """The table, what smaller runs say, and the nearest runs of this page."""
+    head = ["", "setting; base optimizer", "the paper: DDC, baseline", "by", "at the paper's size"]
     said = [
         f"What the paper's Table 4 claims of trained networks. Hours are for two CPU cores at {RATE:g} operations a "
         "second, six per parameter and token; the text of the paper lost the widths of the networks with 8 and 24 "
         "blocks, which are taken to be those of its one-block network.",
-        grid.table(head, [list(finding) for finding in FINDINGS]),
+        grid.table(head, [[*finding[:5]] for finding in FINDINGS]),
+        "Smaller networks, each with a section of its own on this page:",
+        "\n".join(smaller(results)),
         *_nearest_to_f7(results / "starts.json"),
     ]
     return "\n\n".join(said)
+
+
+def smaller(results: Path) -> Iterator[str]:
+    """A line per finding that an example runs smaller."""
+    for finding in FINDINGS:
+        path = results / f"{finding.smaller}.json"
+        if finding.smaller and path.exists():
+            yield f"* {finding.name} (`{finding.smaller}.py`). {finding.verdict(json.loads(path.read_text()))}"
 
 
 def _nearest_to_f7(path: Path) -> list[str]:

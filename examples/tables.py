@@ -17,13 +17,17 @@ from examples import (
     depth8,
     depth24,
     diagonal_network,
+    digit_addition,
     gaugefix_lrm,
+    grokking,
+    grokking_llc,
     kronecker,
     layernorm_scale,
     lemmas,
     lora,
     merge,
     minimum,
+    overtraining_lm,
     packed,
     probe,
     quantize,
@@ -40,6 +44,8 @@ from examples import (
     sparse_parity,
     starts,
     table4,
+    twins_benchmark,
+    vit,
     whole_model,
 )
 
@@ -147,6 +153,27 @@ SECTIONS = [
          "the smallest eigenvalue of the Fisher", "test loss", "the smallest singular value"),
     ),
     Section(
+        "grokking", "§5.4, C.9 and C.12 Grokking with every control arm", grokking.section,
+        ("norm of the output kernel's mean", "axis alignment"), "grokking.py --quick",
+    ),
+    Section("grokking_llc", "The learning coefficient along grokking runs", grokking_llc.section),
+    Section(
+        "overtraining_lm", "C.5 A language model trained past the point of fit", overtraining_lm.section,
+        ("gap at the end", "validation loss", "number of readable cells"),
+    ),
+    Section(
+        "vit", "C.10 A vision transformer under weight decay", vit.section,
+        ("validation loss at the end", "number of dead units", "smallest singular value"),
+    ),
+    Section(
+        "digit_addition", "C.13 What a feed-forward block is for", digit_addition.section,
+        ("effective rank", "scale of the block"),
+    ),
+    Section(
+        "twins_benchmark", "Twins by the protocol of arXiv 2608.05136", twins_benchmark.section,
+        ("relative distance of the logits",),
+    ),
+    Section(
         "sparse_parity", "C.14 Keeping or shedding a block: sparse parity", sparse_parity.section,
         ("final accuracy", "final loss", "log|γ|"),
     ),
@@ -159,7 +186,11 @@ SECTIONS = [
     Section("released", "What discover finds in released architectures", released.section),
     Section("radial_equilibrium", "B.7 Where decay and loss balance", radial_equilibrium.section),
 ]  # fmt: skip
-TABLE4 = Section("table4", "DDC's Table 4, finding by finding", table4.section, ("validation loss",))
+TABLE4 = Section(
+    "table4", "DDC's Table 4, finding by finding", table4.section,
+    ("validation loss", "accuracy on held-out pairs", "the smallest eigenvalue of the Fisher", "readable cells",
+     "axis alignment"),
+)  # fmt: skip
 """It has no JSON of its own: `markdown` takes the folder of results."""
 
 

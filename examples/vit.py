@@ -171,6 +171,7 @@ def figure(result: Result, path: Path) -> None:
             along.plot(curves["step"], curves["loss"], style, color=color, lw=1.2, label=f"decay {_decay(arm):g}")
     losses.set_yscale("log")
     dead.set_yscale("symlog", linthresh=1.0)
+    dead.set_ylim(bottom=-0.2)
     smallest.set_yscale("log")
     along.set(title="Validation loss along the run, first seed", xlabel="step", ylabel="nats", yscale="log")
     along.legend(fontsize=8, ncols=2)

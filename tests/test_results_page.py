@@ -69,7 +69,7 @@ def test_a_verdict_without_one_is_found() -> None:
 def test_table_4_has_a_verdict_for_each_finding() -> None:
     assert [finding.name for finding in table4.FINDINGS] == [f"F{n}" for n in range(1, 8)]
     for finding in table4.FINDINGS:
-        assert re.match(r"(shows|does NOT show|not run, because) \w+", finding.verdict) and finding.by
+        assert re.match(r"(shows|does NOT show|not run, because) \w+", finding.whole) and finding.by
     page = parts()[tables.TABLE4.heading]
     assert all(f"| {finding.name} |" in page for finding in table4.FINDINGS)
 

@@ -53,7 +53,7 @@ class Config:
     kv_heads: int = 2
     hidden: int = 128
     adam_rate: float = 3e-3
-    muon_rate: float = 1e-2
+    muon_rate: float = 3e-3
     decay: float = 0.1
 
     @property

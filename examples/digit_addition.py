@@ -46,14 +46,14 @@ ARMS = [f"{task}, {name}" for task in (MODULAR, DIGITS) for name in (ADAMW, DDC)
 class Config:
     """Sizes; `sums` is the number of additions of digits to memorise."""
 
-    steps: int = 3_000
+    steps: int = 2_000
     p: int = 31
     share: float = 0.5
     width: int = 64
     hidden: int = 256
     heads: int = 4
     places: int = 3
-    sums: int = 256
+    sums: int = 128
     rate: float = 3e-3
     decay: float = 1.0
 

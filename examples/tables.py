@@ -17,6 +17,7 @@ from examples import (
     depth8,
     depth24,
     diagonal_network,
+    digit_addition,
     gaugefix_lrm,
     kronecker,
     layernorm_scale,
@@ -24,6 +25,7 @@ from examples import (
     lora,
     merge,
     minimum,
+    overtraining_lm,
     packed,
     probe,
     quantize,
@@ -138,6 +140,10 @@ SECTIONS = [
     Section("layernorm_scale", "C.3 LayerNorm scale", layernorm_scale.section),
     Section("diagonal_network", "C.4 Diagonal linear network", diagonal_network.section, ("log|u| − log|v|",)),
     Section(
+        "overtraining_lm", "C.5 Over-training a language model", overtraining_lm.section,
+        ("gap at the end", "validation loss", "number of readable cells"),
+    ),
+    Section(
         "depth24", "C.6 Grokking with 24 blocks", depth24.section,
         ("accuracy on held-out pairs", "the smallest singular value"),
     ),
@@ -145,6 +151,10 @@ SECTIONS = [
         "depth8", "C.7 and C.8 Grokking with 8 rotary blocks", depth8.section,
         ("accuracy on held-out pairs", "the variance of that accuracy", "whether 95% stay",
          "the smallest eigenvalue of the Fisher", "test loss", "the smallest singular value"),
+    ),
+    Section(
+        "digit_addition", "C.13 Effective rank and the feed-forward block", digit_addition.section,
+        ("effective rank before the block", "effective rank behind the block", "scale of the block"),
     ),
     Section(
         "sparse_parity", "C.14 Keeping or shedding a block: sparse parity", sparse_parity.section,

@@ -14,7 +14,8 @@ The *pruning test* takes a trained network without its feed-forward block and re
 of the block is the mean over hidden units of |γ ∘ u|²·|d|, with the LayerNorm's scale γ, the unit's incoming weights u
 and its outgoing ones d: no gauge changes it. Ranks are read behind the attention and behind the block. The paper runs
 one seed for 10,000 steps; its text lost the prime, the rate and the decay, and says nothing of the digits: ours are
-below.
+below. The rate is from a sweep of AdamW on seed 42 over 1,000 steps, by the mean along the run of two accuracies, on
+held-out pairs and on the digits to memorise: 0.508 at 0.001, 0.578 at 0.003, 0.506 at 0.01. The decay was not swept.
 """
 
 import functools

@@ -1,7 +1,9 @@
 """What a feed-forward block is for: addition of digits beside addition modulo a prime (DDC, C.13, after C.14).
 
-    python -m examples.digit_addition            # some minutes on 2 CPU cores
+    OPENBLAS_NUM_THREADS=1 XLA_FLAGS=--xla_cpu_multi_thread_eigen=false python -m examples.digit_addition
     python -m examples.digit_addition --full     # the paper's steps and prime
+
+The first takes some minutes on 2 CPU cores; without these settings a reading of singular values waits for threads.
 
 Two tasks, AdamW and DDC-AdamW with all gauges on each. Addition modulo a prime has a circuit that can route around the
 feed-forward block; the paper finds that DDC lets weight decay prune the block, and that this is why activations end at
@@ -12,7 +14,8 @@ The *pruning test* takes a trained network without its feed-forward block and re
 of the block is the mean over hidden units of |γ ∘ u|²·|d|, with the LayerNorm's scale γ, the unit's incoming weights u
 and its outgoing ones d: no gauge changes it. Ranks are read behind the attention and behind the block. The paper runs
 one seed for 10,000 steps; its text lost the prime, the rate and the decay, and says nothing of the digits: ours are
-below.
+below. The rate is from a sweep of AdamW on seed 42 over 1,000 steps, by the mean along the run of two accuracies, on
+held-out pairs and on the digits to memorise: 0.508 at 0.001, 0.578 at 0.003, 0.506 at 0.01. The decay was not swept.
 """
 
 import functools
@@ -46,14 +49,14 @@ ARMS = [f"{task}, {name}" for task in (MODULAR, DIGITS) for name in (ADAMW, DDC)
 class Config:
     """Sizes; `sums` is the number of additions of digits to memorise."""
 
-    steps: int = 3_000
+    steps: int = 2_000
     p: int = 31
     share: float = 0.5
     width: int = 64
     hidden: int = 256
     heads: int = 4
     places: int = 3
-    sums: int = 256
+    sums: int = 128
     rate: float = 3e-3
     decay: float = 1.0
 
@@ -166,9 +169,9 @@ def readings(
 def observe(
     read: Callable[..., dict[str, jax.Array]], start: Params, params: Params, data: Data
 ) -> dict[str, jax.Array]:
-    """All readings on the training data, and loss and accuracy on the data held out."""
+    """All readings on the training data, and loss and accuracies on the data held out."""
     train, test = (read(params, part) for part in data)
-    return train | {"test_loss": test["loss"], "test_accuracy": test["accuracy"]}
+    return train | {f"test_{key}": test[key] for key in ("loss", "accuracy", "pruned_accuracy")}
 
 
 @functools.cache
@@ -195,7 +198,7 @@ def cell(c: Config, out: Path, arm: str, seed: int) -> study.Cell:
 
 # Results ----------------------------------------------------------------------------------------------
 
-CIRCUIT = 0.05  # how much accuracy the pruned network may lose for the block to count as dispensable
+SPARE = 0.05  # how much accuracy the pruned network may lose for the block to count as dispensable
 
 
 def figure(result: Result, path: Path) -> None:
@@ -215,7 +218,8 @@ def section(result: Result) -> str:
     table = report.table(result, {
         "training accuracy": report.column(result, "accuracy", ".2f"),
         "held out": report.column(result, "test_accuracy", ".2f"),
-        "without the block": report.column(result, "pruned_accuracy", ".2f"),
+        "training, without the block": report.column(result, "pruned_accuracy", ".2f"),
+        "held out, without the block": report.column(result, "test_pruned_accuracy", ".2f"),
         "scale of the block": report.column(result, "scale"),
         "rank before the block": report.column(result, "rank_before", ".1f", report.settled),
         "rank behind it": report.column(result, "rank_after", ".1f", report.settled),
@@ -239,11 +243,13 @@ def sentences(result: Result) -> Iterator[str]:
         ):
             ours, theirs = (report.settled(result, f"{task}, {name}", key) for name in (DDC, ADAMW))
             yield report.paper(finding, [sign * a < sign * b for a, b in zip(ours, theirs, strict=True)], by)
-    for name in (DDC, ADAMW):
-        arm = f"{MODULAR}, {name}"
+    for arm in result["arms"]:
         pairs = zip(report.final(result, arm, "accuracy"), report.final(result, arm, "pruned_accuracy"), strict=True)
-        spare = [a - b <= CIRCUIT for a, b in pairs]
-        yield f"Without its block, {arm} keeps its training accuracy to {CIRCUIT:g} {report.on_seeds(spare)}."
+        lost = [a - b for a, b in pairs]
+        yield (
+            f"Without its block, {arm} loses {report.span(lost, '.2f')} of training accuracy: at most {SPARE:g} "
+            f"{report.on_seeds([x <= SPARE for x in lost])}."
+        )
     ours, theirs = (report.final(result, f"{MODULAR}, {name}", "scale") for name in (DDC, ADAMW))
     smaller = [a < b for a, b in zip(ours, theirs, strict=True)]
     yield report.paper("the gauge lets weight decay collapse the block", smaller, "scale of the block, beside AdamW's")

@@ -229,7 +229,29 @@ def write(path: Path, result: Result) -> None:
     os.replace(unfinished, path)
 
 
-def fill(path: Path, head: Result, cell: Callable[[str, int], Cell], stop_after: int | None = None) -> Result | None:
+def chosen(args: argparse.Namespace, arms: Iterable[str]) -> list[str]:
+    """The arms to run: those of `--arms`, or all."""
+    arms = list(arms)
+    if unknown := [arm for arm in args.arms or () if arm not in arms]:
+        raise SystemExit(f"--arms: unknown {unknown}; the arms are {arms}")
+    return args.arms or arms
+
+
+def complete(path: Path, result: Result) -> bool:
+    """Whether all arms are there; says which are not."""
+    seeds, cells = set(map(str, result["seeds"])), result["cells"]
+    if absent := [arm for arm in result["arms"] if not seeds <= cells.get(arm, {}).keys()]:
+        print(f"wrote {path}; the figure and the table follow when these arms are run too: {', '.join(absent)}")
+    return not absent
+
+
+def fill(
+    path: Path,
+    head: Result,
+    cell: Callable[[str, int], Cell],
+    stop_after: int | None = None,
+    arms: Sequence[str] | None = None,
+) -> Result | None:
     """Makes the missing cells of a study whose cells are no training curves, saving each.
 
     Args:
@@ -237,13 +259,15 @@ def fill(path: Path, head: Result, cell: Callable[[str, int], Cell], stop_after:
       head: a header with `arms` and `seeds`.
       cell: (arm, seed) → what the JSON keeps of it.
       stop_after: leave after so many cells, as if killed.
+      arms: only these; by default all of the header.
 
     Returns:
       The result, or None if told to stop before the end.
     """
     result = load(path, head)
     cells = result["cells"]
-    missing = [(arm, seed) for arm in head["arms"] for seed in head["seeds"] if str(seed) not in cells.get(arm, {})]
+    wanted = head["arms"] if arms is None else arms
+    missing = [(arm, seed) for arm in wanted for seed in head["seeds"] if str(seed) not in cells.get(arm, {})]
     for arm, seed in tqdm(missing[:stop_after], unit="run", mininterval=1):
         cells.setdefault(arm, {})[str(seed)] = cell(arm, seed)
         write(path, result)
@@ -261,8 +285,9 @@ def run_cells(
 ) -> Result | None:
     """`fill`, then draw and print. None if told to stop before the end."""
     path = args.out / f"{name}.json"
-    result = fill(path, header(name, arms, config, args), cell, args.stop_after)
-    if result is not None:
+    head = header(name, arms, config, args)
+    result = fill(path, head, cell, args.stop_after, chosen(args, head["arms"]))
+    if result is not None and complete(path, result):
         figure(result, path.with_suffix(".png"))
         print(section(result))
         print(f"wrote {path} and {path.with_suffix('.png')}")
@@ -277,13 +302,11 @@ def run(
     section: Callable[[Result], str],
 ) -> Result | None:
     """Make the missing runs, saving each; with all arms there, draw and print. None if told to stop before the end."""
-    chosen = args.arms or list(study.arms)
-    if unknown := [arm for arm in chosen if arm not in study.arms]:
-        raise SystemExit(f"--arms: unknown {unknown}; the arms are {list(study.arms)}")
+    wanted = chosen(args, study.arms)
     path = args.out / f"{study.name}.json"
     result = load(path, header(study.name, study.arms, config, args))
     cells = result["cells"]
-    missing = [(arm, seed) for arm in chosen for seed in args.seeds if str(seed) not in cells.get(arm, {})]
+    missing = [(arm, seed) for arm in wanted for seed in args.seeds if str(seed) not in cells.get(arm, {})]
     write(path, result)  # with its header, which checkpoints have not
     with tqdm(total=len(missing) * config.steps, unit="step", mininterval=1) as progress:
         programs: dict[str, Any] = {}
@@ -298,8 +321,7 @@ def run(
             saved.unlink(missing_ok=True)
     if args.stop_after is not None and args.stop_after < len(missing):
         return None
-    if absent := [arm for arm in study.arms if not set(map(str, args.seeds)) <= cells.get(arm, {}).keys()]:
-        print(f"wrote {path}; the figure and the table follow when these arms are run too: {', '.join(absent)}")
+    if not complete(path, result):
         return result
     figure(result, path.with_suffix(".png"))
     print(section(result))

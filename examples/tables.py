@@ -19,8 +19,6 @@ from examples import (
     diagonal_network,
     digit_addition,
     gaugefix_lrm,
-    grokking,
-    grokking_llc,
     kronecker,
     layernorm_scale,
     lemmas,
@@ -44,7 +42,6 @@ from examples import (
     sparse_parity,
     starts,
     table4,
-    twins_benchmark,
     vit,
     whole_model,
 )
@@ -144,6 +141,10 @@ SECTIONS = [
     Section("layernorm_scale", "C.3 LayerNorm scale", layernorm_scale.section),
     Section("diagonal_network", "C.4 Diagonal linear network", diagonal_network.section, ("log|u| − log|v|",)),
     Section(
+        "overtraining_lm", "C.5 Over-training a language model", overtraining_lm.section,
+        ("gap at the end", "validation loss", "number of readable cells"),
+    ),
+    Section(
         "depth24", "C.6 Grokking with 24 blocks", depth24.section,
         ("accuracy on held-out pairs", "the smallest singular value"),
     ),
@@ -153,25 +154,12 @@ SECTIONS = [
          "the smallest eigenvalue of the Fisher", "test loss", "the smallest singular value"),
     ),
     Section(
-        "grokking", "§5.4, C.9 and C.12 Grokking with every control arm", grokking.section,
-        ("norm of the output kernel's mean", "axis alignment"), "grokking.py --quick",
-    ),
-    Section("grokking_llc", "The learning coefficient along grokking runs", grokking_llc.section),
-    Section(
-        "overtraining_lm", "C.5 A language model trained past the point of fit", overtraining_lm.section,
-        ("gap at the end", "validation loss", "number of readable cells"),
-    ),
-    Section(
         "vit", "C.10 A vision transformer under weight decay", vit.section,
-        ("validation loss at the end", "number of dead units", "smallest singular value"),
+        ("validation loss at the end", "number of dead units", "smallest singular value", "effective rank"),
     ),
     Section(
-        "digit_addition", "C.13 What a feed-forward block is for", digit_addition.section,
-        ("effective rank", "scale of the block"),
-    ),
-    Section(
-        "twins_benchmark", "Twins by the protocol of arXiv 2608.05136", twins_benchmark.section,
-        ("relative distance of the logits",),
+        "digit_addition", "C.13 Effective rank and the feed-forward block", digit_addition.section,
+        ("effective rank before the block", "effective rank behind the block", "scale of the block"),
     ),
     Section(
         "sparse_parity", "C.14 Keeping or shedding a block: sparse parity", sparse_parity.section,

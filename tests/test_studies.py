@@ -19,11 +19,13 @@ from examples import (
     depth8,
     depth24,
     diagonal_network,
+    digit_addition,
     grok_readings,
     kronecker,
     layernorm_scale,
     lemmas,
     minimum,
+    overtraining_lm,
     radial_equilibrium,
     relu_rescale,
     report,
@@ -147,7 +149,9 @@ def test_runs_of_other_sizes_are_not_mixed(tmp_path: Path) -> None:
         diagonal_network.main([*options, "--steps", "2"])
 
 
-@pytest.mark.parametrize("module", [*TINY, kronecker, lemmas, minimum, radial_equilibrium], ids=_name)
+@pytest.mark.parametrize(
+    "module", [*TINY, digit_addition, kronecker, lemmas, minimum, overtraining_lm, radial_equilibrium], ids=_name
+)
 def test_committed_runs_are_those_of_the_defaults(module: Any) -> None:
     result = _committed(module)
     assert result["settings"] == dataclasses.asdict(module.Config())

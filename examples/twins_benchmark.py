@@ -294,7 +294,7 @@ def kept(path: Path, make: Callable[[], Readings]) -> Readings:
 def cell(c: Config, out: Path, arm: str, seed: int) -> Cell:
     """All twins of one arm from one seed, in both dtypes. A killed cell goes on with the run that it was in."""
     found: Cell = {"step": [0, *checks(c)]}
-    files = []
+    files: list[Path] = []
     for dtype, kinds in TWINS.items():
         with jax.enable_x64(dtype == DOUBLE):
             start, data = jax.jit(functools.partial(init, c))(jax.random.key(seed)), pairs(c, seed)

@@ -7,9 +7,11 @@ The first takes some minutes on 2 CPU cores. With the threads that it turns off,
 and a reading of singular values takes up to fifty times as long on a busy machine.
 
 A Llama-like decoder sees a slice of text so often that it knows it by heart; the text behind the slice is held out.
-Five arms: AdamW and DDC-AdamW at one rate and decay; Muon with the textbook's Newton-Schulz on whole kernels; the
-orthogonaliser of DDC-Muon, one matrix per head, without a gauge, as the control; and DDC-Muon. All three step by 0.2
-times the rate in root mean square.
+Five arms of the paper: AdamW and DDC-AdamW at one rate and decay; Muon with the textbook's Newton-Schulz on whole
+kernels; the orthogonaliser of DDC-Muon, one matrix per head, without a gauge, as the control; and DDC-Muon. The last
+three step by 0.2 times the rate in root mean square. Three controls ask what the gauge does on the Adam base:
+`quotient` around AdamW, which decays slice points as AdamW decays weights; DDC without the scales of norms; and AdamW
+without decay.
 
 A *cell* is a residual node, behind a block, and an observable of its activations. It is *readable* if the observable
 falls as a power of a length that goes to zero (`go.measure.rate_table`). The length here is the square root of the
@@ -78,10 +80,11 @@ FULL = Config(
     adam_rate=6e-4, muon_rate=6e-4,
 )  # fmt: skip
 ADAMW, DDC, MUON, POLAR, DDC_MUON = "AdamW", "DDC-AdamW", "Muon", "Muon per head, no gauge", "DDC-Muon"
+QUOTIENT, NO_NORMS, NO_DECAY = "quotient(AdamW)", "DDC-AdamW, norms left out", "AdamW, no decay"
 
 
 def build(c: Config) -> Study:
-    """The five arms."""
+    """The paper's five arms, and three controls."""
     gauges = lm.gauges(c.network)
     arms = {
         ADAMW: Arm(optax.adamw(c.adam_rate, weight_decay=c.decay)),
@@ -94,6 +97,12 @@ def build(c: Config) -> Study:
             )
         ),
     }  # fmt: skip
+    rest = [gauge for gauge in gauges if gauge.name != "norm_scale"]
+    arms |= {
+        QUOTIENT: Arm(go.quotient(optax.adamw(c.adam_rate, weight_decay=c.decay), gauges)),
+        NO_NORMS: Arm(go.ddc_adamw(c.adam_rate, rest, weight_decay=c.decay)),
+        NO_DECAY: Arm(optax.adamw(c.adam_rate, weight_decay=0.0)),
+    }
     graph, _ = nnx.split(lm.build(c.network, nnx.Rngs(0)))
 
     def loss(params: Params, tokens: jax.Array) -> jax.Array:
@@ -132,6 +141,7 @@ def batch(c: Config, data: Data, step: jax.Array) -> jax.Array:
     return known[at]
 
 
+NEAR = 0.06  # the same, for controls that are not meant to be equal
 SAME = 0.02  # losses that differ by less, relatively, count as equal
 READ = 32  # windows of either text that are read
 
@@ -241,6 +251,22 @@ def sentences(result: Result) -> Iterator[str]:
     yield verdict(result)
     if not any(map(any, (readable(result, arm) for arm in result["arms"]))):
         yield "No cell of any arm is readable, so this statistic does not separate the arms at this size."
+    yield controls(result)
+
+
+def controls(result: Result) -> str:
+    """Which part of DDC changes the validation loss on the Adam base."""
+
+    def level(one: str, other: str) -> str:
+        pairs = zip(report.final(result, one, "loss"), report.final(result, other, "loss"), strict=True)
+        return report.on_seeds([abs(a / b - 1.0) <= NEAR for a, b in pairs])
+
+    return (
+        f"Where it comes from, to {NEAR:.0%} of the validation loss at the end: {NO_DECAY}, ends at DDC-AdamW's "
+        f"{level(NO_DECAY, DDC)}; {NO_NORMS}, ends at AdamW's {level(NO_NORMS, ADAMW)}, and {QUOTIENT} too "
+        f"{level(QUOTIENT, ADAMW)}. A norm and its reader share one scale. DDC decays it once, AdamW on both sides: so "
+        f"AdamW decays the size of the logits twice."
+    )
 
 
 def verdict(result: Result) -> str:

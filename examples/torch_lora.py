@@ -16,6 +16,7 @@ Pairs are found by PEFT's names, `...lora_A.default.weight` and `...lora_B.defau
 
 from __future__ import annotations
 
+import abc
 import json
 import math
 import re
@@ -247,7 +248,7 @@ class Slice(NamedTuple):
 # The optimizers -----------------------------------------------------------------------------------------
 
 
-class _Quotient(torch.optim.Optimizer):
+class _Quotient(torch.optim.Optimizer, abc.ABC):
     """Pairs on the slice; all other parameters by AdamW."""
 
     def __init__(
@@ -290,10 +291,11 @@ class _Quotient(torch.optim.Optimizer):
         a.add_(da.T.to(a.dtype))
         b.add_(db.to(b.dtype))
 
+    @abc.abstractmethod
     def _inner(
         self, state: State, on: Slice, point: Sequence[Tensor], gradient: Sequence[Tensor], group: State
     ) -> tuple[Tensor, Tensor]:
-        raise NotImplementedError
+        """The step of both factors at a slice point, from the gradient there."""
 
     @staticmethod
     def _adamw(state: State, gradient: Tensor, value: Tensor, group: State) -> Tensor:

@@ -283,9 +283,9 @@ def kept(path: Path, make: Callable[[], Readings]) -> Readings:
     """What `make` reads, from the file at `path` if an unfinished cell has left it there."""
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = path.with_suffix(".tmp")
+        readings, unfinished = make(), path.with_suffix(".tmp")
         with unfinished.open("wb") as file:
-            np.savez(file, **make()._asdict())
+            np.savez(file, **readings._asdict())
         os.replace(unfinished, path)
     with np.load(path) as file:
         return Readings(file["logits"], file["products"], float(file["accuracy"]))

@@ -4,11 +4,14 @@
     python -m examples.grokking --jobs 2           # p = 113, the paper's network; idle hours, or a GPU
     python -m examples.grokking --quick --show     # the figure and the table of the runs that are done
 
-A queue of runs, arm by arm. First an arm meets a grid of learning rates and weight decays with one seed; a run ends
-where it has grokked or after `--grid-steps`. Then it trains `--steps` steps with every seed at its best cell. A run
-groks at the first reading of 95 % test accuracy that the next ten readings keep, and collapses where accuracy falls
-below 95 % after that. Every run writes a checkpoint twice a minute and goes on from it, so that the queue may be killed
-at any moment; several queues may share a folder.
+A queue of runs, arm by arm. First an arm meets a grid of learning rates and weight decays with one seed, at p = 59 for
+either size. A run of the grid ends where it has grokked, where another one of the arm has grokked before it, or after
+`--grid-steps`. Then the arm trains `--steps` steps with every seed at its best cell. A run groks at the first reading
+of 95 % test accuracy that the next ten readings keep, and collapses where accuracy falls below 95 % after that.
+
+Every run writes a checkpoint twice a minute and goes on from it, so that the queue may be killed at any moment; several
+queues may share a folder. A JSON in that folder counts as well: a queue goes on from what another machine has made.
+Two processes that keep to one core each (`XLA_FLAGS=--xla_cpu_multi_thread_eigen=false`) are faster than one on two.
 """
 
 import argparse
@@ -33,24 +36,25 @@ from tqdm import tqdm
 
 import gauge_optax as go
 from examples import baselines, cli, report, study
-from examples.grok_readings import GROKKED, grok_reading
+from examples.grok_readings import GROKKED, KEPT, grok_reading
 from examples.report import Result
 from models import grokking
 from models.grokking import GrokConfig, Params
 
 NAME = "grokking"
 BEST_SEED = 42
-POINTS = 100  # of a curve in the JSON
+POINTS = 100  # of a curve that is kept
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Sizes of the study; `p` numbers, readings every `every` steps."""
+    """Sizes of the study: `p` numbers (`grid_p` in the grid), readings every `every` steps."""
 
     p: int = 113
+    grid_p: int = 59
     mlp: str = "relu"
     steps: int = 20_000
-    grid_steps: int = 10_000
+    grid_steps: int = 5_000
     every: int = 100
 
     @property
@@ -58,8 +62,13 @@ class Config:
         """The network."""
         return GrokConfig(p=self.p, mlp=self.mlp)  # type: ignore[arg-type]
 
+    @property
+    def of_grid(self) -> "Config":
+        """The sizes of the grid's runs."""
+        return dataclasses.replace(self, p=self.grid_p)
 
-QUICK = Config(p=59, grid_steps=5_000)
+
+QUICK = Config(p=59)
 
 
 class Cell(NamedTuple):
@@ -224,10 +233,19 @@ def last_reading(c: GrokConfig, params: Params) -> dict[str, jax.Array]:
 DEAD = 1e-8  # of the largest eigenvalue of the activations' Gram matrix
 
 
-def run_cell(config: Config, cell: Cell, folder: Path, steps: int, stop_when_grokked: bool, position: int) -> bool:
-    """Trains one run to its end, from its checkpoint if there is one. False if another process has it."""
+def run_cell(config: Config, cell: Cell, folder: Path, limit: int | None = None, position: int = 0) -> bool:
+    """Trains one run to its end, from its checkpoint if there is one. False if another process has it.
+
+    Args:
+      config: sizes.
+      cell: the run.
+      folder: of its files.
+      limit: for a run of the grid, the step after which it cannot be the best of its arm; it also ends where it has
+        grokked, and keeps no curves.
+      position: the line of its progress bar.
+    """
     done, saved = folder / f"{cell.name}.json", folder / f"{cell.name}.npz"
-    if finished(folder, cell, steps) is not None:
+    if done.exists():
         return True
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / f"{cell.name}.lock").open("w") as lock:
@@ -235,7 +253,7 @@ def run_cell(config: Config, cell: Cell, folder: Path, steps: int, stop_when_gro
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # let go of when the process ends, however it ends
         except BlockingIOError:
             return False
-        c, compiled = config.network, program(config, cell.arm)
+        c, compiled, steps = config.network, program(config, cell.arm), limit or config.steps
         knobs = jnp.asarray(cell.rate, jnp.float32), jnp.asarray(cell.decay, jnp.float32)
         start = jax.jit(functools.partial(grokking.init, c))(jax.random.key(cell.seed))
         train, test = grokking.data(c, cell.seed)
@@ -252,17 +270,13 @@ def run_cell(config: Config, cell: Cell, folder: Path, steps: int, stop_when_gro
                 curves.append({key: float(x) for key, x in read.items()})
                 bar.update(config.every)
                 bar.set_postfix({key: f"{curves[-1][key]:.3g}" for key in ("train_loss", "test_loss", "test_accuracy")})
-                if stop_when_grokked and _grokked(curves):
+                if limit is not None and grok_reading([x["test_accuracy"] for x in curves]) is not None:
                     break
                 if time.monotonic() - wrote > study.SAVE_EVERY:
                     study.save(saved, carry, curves)
                     wrote = time.monotonic()
         last = {key: float(x) for key, x in compiled.end(carry[0]).items()}
-        whole = stop_when_grokked and _grokked(curves)
-        study.write(done, {
-            "steps": steps if whole else (len(curves) - 1) * config.every, "every": config.every, "last": last,
-            "curves": {key: [float(f"{x[key]:.5g}") for x in curves] for key in curves[0]},
-        })  # fmt: skip
+        study.write(done, record(config, cell, curves, last, with_curves=limit is None))
         saved.unlink(missing_ok=True)
     return True
 
@@ -270,104 +284,141 @@ def run_cell(config: Config, cell: Cell, folder: Path, steps: int, stop_when_gro
 # What a run says --------------------------------------------------------------------------------------
 
 
-def _grokked(curves: Sequence[Mapping[str, float]]) -> bool:
-    return grok_reading([x["test_accuracy"] for x in curves]) is not None
+def record(
+    config: Config, cell: Cell, curves: Sequence[Mapping[str, float]], last: Mapping[str, float], with_curves: bool
+) -> dict[str, Any]:
+    """One run as the JSON keeps it: `final` in numbers, and thinned curves."""
+    final = summary([x["test_accuracy"] for x in curves], config.every) | curves[-1] | last
+    kept: dict[str, Any] = {
+        "final": {key: _number(x) for key, x in final.items()} | {"rate": cell.rate, "decay": cell.decay}
+    }
+    if with_curves:
+        at = np.unique(np.linspace(0, len(curves) - 1, min(POINTS, len(curves))).astype(int)).tolist()
+        kept["curves"] = {"step": [k * config.every for k in at]} | {
+            key: [study.rounded(curves[k][key]) for k in at] for key in curves[0]
+        }
+    return kept
 
 
-def summary(record: Mapping[str, Any]) -> dict[str, float]:
-    """One run in numbers: steps to grok (inf), collapses, readings below 95 % after it, final readings."""
-    rows = [dict(zip(record["curves"], values, strict=True)) for values in zip(*record["curves"].values(), strict=True)]
-    at = grok_reading(record["curves"]["test_accuracy"])
-    after = [x["test_accuracy"] >= GROKKED for x in rows[at:]] if at is not None else []
-    falls = sum(a and not b for a, b in itertools.pairwise(after))
-    lowest = min((x["test_accuracy"] for x in rows[at:]), default=math.nan) if at is not None else math.nan
-    return rows[-1] | record["last"] | {
-        "grokked": math.inf if at is None else at * record["every"],
-        "collapses": falls, "below": after.count(False), "lowest": lowest,
-    }  # fmt: skip
+def summary(accuracy: Sequence[float], every: int) -> dict[str, float]:
+    """Steps to grok (inf), collapses, readings below 95 % and the lowest accuracy after it.
+
+    >>> summary([0.1, *[0.97] * 12, 0.5, 0.4, 0.99], 100)
+    {'grokked': 100, 'collapses': 1, 'below': 2, 'lowest': 0.4}
+    """
+    at = grok_reading(accuracy)
+    if at is None:
+        return {"grokked": math.inf, "collapses": 0, "below": 0, "lowest": math.nan}
+    up = [x >= GROKKED for x in accuracy[at:]]
+    falls = sum(before and not after for before, after in itertools.pairwise(up))
+    return {"grokked": at * every, "collapses": falls, "below": up.count(False), "lowest": min(accuracy[at:])}
 
 
-def finished(folder: Path, cell: Cell, steps: int) -> dict[str, Any] | None:
-    """The record of a run that is done."""
-    path = folder / f"{cell.name}.json"
-    record: dict[str, Any] | None = json.loads(path.read_text()) if path.exists() else None
-    return record if record is not None and record["steps"] >= steps else None
-
-
-def grid_cells(arm: str) -> list[Cell]:
-    """The runs of an arm's grid."""
-    return [Cell(arm, rate, decay, BEST_SEED) for rate, decay in itertools.product(RATES, DECAYS)]
-
-
-def best(config: Config, folder: Path, arm: str) -> Cell | None:
-    """The cell of an arm's grid that groks first, or ends with the lowest test loss; None before the grid is done."""
-    records = [(cell, finished(folder / "grid", cell, config.grid_steps)) for cell in grid_cells(arm)]
-    if any(record is None for _, record in records):
-        return None
-    scores = {cell: summary(record) for cell, record in records if record is not None}
-    return min(scores, key=lambda cell: (scores[cell]["grokked"], _finite(scores[cell]["test_loss"])))
-
-
-def _finite(x: float) -> float:
-    return x if math.isfinite(x) else math.inf
+def _number(x: float) -> float | None:
+    return float(f"{x:.6g}") if math.isfinite(x) else None
 
 
 # The queue --------------------------------------------------------------------------------------------
 
 
-def work(config: Config, cell: Cell, folder: Path, steps: int, stop: bool) -> bool:
+def grid_cells(arm: str) -> list[Cell]:
+    """The runs of an arm's grid, from its middle outwards: a run that groks early makes the others short."""
+    cells = [Cell(arm, rate, decay, BEST_SEED) for rate, decay in itertools.product(RATES, DECAYS)]
+    middle = math.log(RATES[1]), math.log(DECAYS[1])
+    return sorted(cells, key=lambda x: abs(math.log(x.rate) - middle[0]) + abs(math.log(x.decay) - middle[1]))
+
+
+def folders(config: Config, out: Path) -> tuple[Path, Path]:
+    """Where the grid's runs lie, and those of all seeds."""
+    return out / f"grid_{config.grid_p}", out / f"runs_{config.p}"
+
+
+def finished(folder: Path, cell: Cell) -> dict[str, Any] | None:
+    """The record of a run that is done."""
+    path = folder / f"{cell.name}.json"
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def best(folder: Path, arm: str) -> Cell | None:
+    """The cell of an arm's grid that groks first, or ends with the lowest test loss; None before the grid is done."""
+    scores = {}
+    for cell in grid_cells(arm):
+        if (done := finished(folder, cell)) is None:
+            return None
+        final = done["final"]
+        scores[cell] = tuple(math.inf if x is None else x for x in (final["grokked"], final["test_loss"]))
+    return min(scores, key=lambda cell: scores[cell])
+
+
+def limit_of(config: Config, folder: Path, arm: str) -> int:
+    """After how many steps a run of an arm's grid cannot be the first to grok any more."""
+    done = [finished(folder, cell) for cell in grid_cells(arm)]
+    steps = [x["final"]["grokked"] for x in done if x is not None and x["final"]["grokked"] is not None]
+    return int(min([config.grid_steps, *(at + KEPT * config.every for at in steps)]))
+
+
+def work(config: Config, cell: Cell, folder: Path, of_grid: bool) -> bool:
     """One task of a worker process."""
     identity = multiprocessing.current_process()._identity
-    return run_cell(config, cell, folder, steps, stop, position=identity[-1] if identity else 1)
+    limit = limit_of(config, folder, cell.arm) if of_grid else None
+    return run_cell(config, cell, folder, limit, position=identity[-1] if identity else 1)
 
 
-def run_queue(config: Config, arms: Sequence[str], seeds: Sequence[int], folder: Path, jobs: int) -> None:
+def run_queue(config: Config, arms: Sequence[str], seeds: Sequence[int], out: Path, jobs: int) -> None:
     """Makes all missing runs: arm by arm its grid, then its seeds."""
+    grid, runs = folders(config, out)
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(jobs, context) as pool:
 
-        def make(cells: Sequence[Cell], into: Path, steps: int, stop: bool, name: str) -> None:
-            running = [pool.submit(work, config, cell, into, steps, stop) for cell in cells]
-            for one in tqdm(concurrent.futures.as_completed(running), total=len(cells), desc=name, unit="run"):
+        def make(sizes: Config, cells: Sequence[Cell], into: Path, of_grid: bool, name: str) -> None:
+            running = [pool.submit(work, sizes, cell, into, of_grid) for cell in cells if finished(into, cell) is None]
+            for one in tqdm(concurrent.futures.as_completed(running), total=len(running), desc=name, unit="run"):
                 one.result()
 
         for arm in arms:
-            make(grid_cells(arm), folder / "grid", config.grid_steps, True, f"{arm}, grid")
-            if (cell := best(config, folder, arm)) is not None:
-                make([cell._replace(seed=seed) for seed in seeds], folder, config.steps, False, f"{arm}, seeds")
+            make(config.of_grid, grid_cells(arm), grid, True, f"{arm}, grid")
+            if (cell := best(grid, arm)) is not None:
+                make(config, [cell._replace(seed=seed) for seed in seeds], runs, False, f"{arm}, seeds")
 
 
-def collect(config: Config, arms: Sequence[str], seeds: Sequence[int], folder: Path) -> Result:
+def collect(config: Config, arms: Sequence[str], seeds: Sequence[int], out: Path) -> Result:
     """All runs that are done as one result, in the form that `report` reads."""
+    grid, runs = folders(config, out)
     cells: dict[str, dict[str, Any]] = {}
-    grid: dict[str, Any] = {}
     for arm in arms:
-        records = {cell: finished(folder / "grid", cell, config.grid_steps) for cell in grid_cells(arm)}
-        grid[arm] = {
-            f"{cell.rate:g}, {cell.decay:g}": _number(summary(record)["grokked"])
-            for cell, record in records.items() if record is not None
-        }  # fmt: skip
-        chosen = best(config, folder, arm)
-        for seed in seeds:
-            record = None if chosen is None else finished(folder, chosen._replace(seed=seed), config.steps)
-            if chosen is None or record is None:
-                continue
-            final = {key: _number(x) for key, x in summary(record).items()}
-            count = len(record["curves"]["test_accuracy"])
-            at = np.unique(np.linspace(0, count - 1, min(POINTS, count)).astype(int)).tolist()
-            curves = {key: [values[k] for k in at] for key, values in record["curves"].items()}
-            steps = {"step": [k * config.every for k in at]}
-            cells.setdefault(arm, {})[str(seed)] = {
-                "final": final | {"rate": chosen.rate, "decay": chosen.decay}, "curves": steps | curves,
-            }  # fmt: skip
-    return {
-        "study": NAME, "settings": dataclasses.asdict(config), "arms": list(cells), "seeds": list(seeds),
-        "grid": grid, "machine": study.machine(), "versions": study.versions(), "cells": cells,
+        chosen = best(grid, arm)
+        done = {} if chosen is None else {seed: finished(runs, chosen._replace(seed=seed)) for seed in seeds}
+        if any(done.values()):
+            cells[arm] = {str(seed): x for seed, x in done.items() if x is not None}
+    return head(config, seeds) | {
+        "arms": list(cells), "cells": cells,
+        "grid": {
+            arm: {cell.name: x for cell in grid_cells(arm) if (x := finished(grid, cell)) is not None} for arm in arms
+        },
     }  # fmt: skip
 
 
-def _number(x: float) -> float | None:
-    return float(f"{x:.6g}") if math.isfinite(x) else None
+def head(config: Config, seeds: Sequence[int]) -> Result:
+    """What must agree before two runs may stand in one table."""
+    return {
+        "study": NAME, "settings": dataclasses.asdict(config), "seeds": list(seeds), "machine": study.machine(),
+        "versions": study.versions(),
+    }  # fmt: skip
+
+
+def spread(config: Config, seeds: Sequence[int], out: Path, path: Path) -> None:
+    """Writes the runs that a JSON has, and the folder has not, as files of the queue."""
+    if not path.exists():
+        return
+    result, (grid, runs) = study.load(path, head(config, seeds)), folders(config, out)
+    found = {grid / f"{name}.json": x for cells in result["grid"].values() for name, x in cells.items()}
+    for arm, cells in result["cells"].items():
+        for seed, x in cells.items():
+            cell = Cell(arm, x["final"]["rate"], x["final"]["decay"], int(seed))
+            found[runs / f"{cell.name}.json"] = x
+    for file, x in found.items():
+        if not file.exists():
+            study.write(file, x)
 
 
 # Figure and table -------------------------------------------------------------------------------------
@@ -411,7 +462,8 @@ def section(result: Result) -> str:
     about = (
         f"Addition modulo {c.p} from {GrokConfig().share:.0%} of all pairs, full batch, one block of width "
         f"{GrokConfig().d_model} ({c.mlp}), {c.steps:,} steps, a reading every {c.every}. Rates {rates} and decays "
-        f"{decays}, chosen per arm with one seed by the first grokking. A number per seed. {report.made_with(result)}"
+        f"{decays}, chosen per arm by the first grokking at p = {c.grid_p} with seed {BEST_SEED}. A number per seed. "
+        f"{report.made_with(result)}"
     )
     return "\n\n".join([about, "\n".join(rows), " ".join(sentences(result))])
 
@@ -467,7 +519,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--arms", nargs="+", choices=list(ARMS), metavar="ARM", help=f"of: {'; '.join(ARMS)}")
     parser.add_argument("--seeds", type=int, nargs="+", default=list(study.SEEDS))
     parser.add_argument("--jobs", type=int, default=1, help="processes")
-    parser.add_argument("--out", type=Path, help="runs, JSON and PNG; default: outputs/grokking, with p in its name")
+    parser.add_argument("--out", type=Path, default=Path("outputs/grokking"), help="runs, JSON and PNG")
     parser.add_argument("--show", action="store_true", help="draw and print what is done, and run nothing")
     for field in dataclasses.fields(Config):
         kind = type(field.default)
@@ -475,12 +527,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     given = {f.name: getattr(args, f.name) for f in dataclasses.fields(Config) if getattr(args, f.name) is not None}
     config = dataclasses.replace(QUICK if args.quick else Config(), **given)
-    out = args.out or Path("outputs") / f"grokking_{config.p}"
-    arms = args.arms or list(ARMS)
+    arms, path = args.arms or list(ARMS), args.out / f"{NAME}_{config.p}.json"
+    spread(config, args.seeds, args.out, path)
     if not args.show:
-        run_queue(config, arms, args.seeds, out, args.jobs)
-    result = collect(config, arms, args.seeds, out)
-    path = out / f"{NAME}.json"
+        run_queue(config, arms, args.seeds, args.out, args.jobs)
+    result = collect(config, arms, args.seeds, args.out)
     study.write(path, result)
     if result["cells"]:
         figure(result, path.with_suffix(".png"))

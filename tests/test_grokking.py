@@ -119,14 +119,27 @@ def test_a_step_leaves_dead_directions_alone(shape: tuple[int, int]) -> None:
 
 def test_grokking_is_sustained_and_falls_after_it_are_collapses() -> None:
     accuracy = [0.1, 0.96, 0.2, *[0.97] * 12, 0.5, 0.4, 0.99, 0.3, 0.99]
-    record = {"every": 100, "last": {}, "curves": {"test_accuracy": accuracy}}
-    said = example.summary(record)
+    said = example.summary(accuracy, 100)
     assert (said["grokked"], said["collapses"], said["below"], said["lowest"]) == (300, 2, 3, 0.3)
-    assert example.summary({**record, "curves": {"test_accuracy": [0.96] * 5}})["grokked"] == float("inf")
+    assert example.summary([0.96] * 5, 100)["grokked"] == float("inf")
+
+
+def test_a_grid_starts_in_its_middle_and_ends_runs_that_cannot_be_the_best(tmp_path: Path) -> None:
+    config, cells = example.Config(), example.grid_cells("AdamW")
+    assert (cells[0].rate, cells[0].decay) == (3e-3, 1.0) and len(set(cells)) == 9
+    assert example.limit_of(config, tmp_path, "AdamW") == config.grid_steps
+    for cell, grokked in zip(cells, (3000, None, 1200), strict=False):
+        study.write(tmp_path / f"{cell.name}.json", {"final": {"grokked": grokked, "test_loss": 1.0}})
+    assert example.limit_of(config, tmp_path, "AdamW") == 1200 + 10 * config.every
+    assert example.best(tmp_path, "AdamW") is None
+    for cell in cells[3:]:
+        study.write(tmp_path / f"{cell.name}.json", {"final": {"grokked": None, "test_loss": 0.1}})
+    assert example.best(tmp_path, "AdamW") == cells[2]
 
 
 ARMS = ["AdamW", "DDC-AdamW"]
-OPTIONS = ["--p", "7", "--steps", "160", "--grid-steps", "40", "--every", "20", "--seeds", "1", "--arms", *ARMS]
+SIZES = {"--p": 7, "--grid-p": 5, "--steps": 160, "--grid-steps": 40, "--every": 20, "--seeds": 1}
+OPTIONS = [*(str(x) for option in SIZES.items() for x in option), "--arms", *ARMS]
 
 
 @pytest.mark.slow
@@ -140,16 +153,20 @@ def test_a_queue_killed_at_any_moment_ends_with_the_same_numbers(tmp_path: Path)
             time.sleep(wait)
             os.killpg(running.pid, signal.SIGKILL)
     subprocess.run([*command, "--out", str(broken)], check=True, capture_output=True, timeout=600)
-    one, two = (json.loads((folder / "grokking.json").read_text()) for folder in (whole, broken))
-    assert one == two and set(one["cells"]) == set(ARMS) and (broken / "grokking.png").exists()
+    one, two = (json.loads((folder / "grokking_7.json").read_text()) for folder in (whole, broken))
+    assert one == two and set(one["cells"]) == set(ARMS) and (broken / "grokking_7.png").exists()
     assert all(len(grid) == 9 for grid in one["grid"].values())
     assert not list(broken.rglob("*.npz"))
+    elsewhere = tmp_path / "elsewhere"  # with the JSON alone, nothing is run again
+    study.write(elsewhere / "grokking_7.json", one)
+    subprocess.run([*command, "--show", "--out", str(elsewhere)], check=True, capture_output=True, timeout=600)
+    assert json.loads((elsewhere / "grokking_7.json").read_text()) == one
 
 
 def test_a_run_goes_on_from_its_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config, cell = example.Config(p=7, steps=60, every=20), example.Cell("DDC-AdamW", 1e-3, 1.0, 5)
     monkeypatch.setattr(study, "SAVE_EVERY", 0.0)
-    assert example.run_cell(config, cell, tmp_path / "whole", 60, False, 0)
+    assert example.run_cell(config, cell, tmp_path / "whole")
     saves = 0
 
     def killed_after_two(path: Path, carry: Any, curves: Any) -> None:
@@ -162,9 +179,9 @@ def test_a_run_goes_on_from_its_checkpoint(tmp_path: Path, monkeypatch: pytest.M
     save = study.save
     monkeypatch.setattr(study, "save", killed_after_two)
     with pytest.raises(KeyboardInterrupt):
-        example.run_cell(config, cell, tmp_path / "broken", 60, False, 0)
+        example.run_cell(config, cell, tmp_path / "broken")
     monkeypatch.setattr(study, "save", save)
-    assert example.run_cell(config, cell, tmp_path / "broken", 60, False, 0)
+    assert example.run_cell(config, cell, tmp_path / "broken")
     one, two = (json.loads((tmp_path / name / f"{cell.name}.json").read_text()) for name in ("whole", "broken"))
     assert one == two and len(one["curves"]["train_loss"]) == 4
     assert one["curves"]["train_loss"][-1] < one["curves"]["train_loss"][0]

@@ -288,7 +288,7 @@ def record(
     config: Config, cell: Cell, curves: Sequence[Mapping[str, float]], last: Mapping[str, float], with_curves: bool
 ) -> dict[str, Any]:
     """One run as the JSON keeps it: `final` in numbers, and thinned curves."""
-    final = summary([x["test_accuracy"] for x in curves], config.every) | curves[-1] | last
+    final = {**summary([x["test_accuracy"] for x in curves], config.every), **curves[-1], **last}
     kept: dict[str, Any] = {
         "final": {key: _number(x) for key, x in final.items()} | {"rate": cell.rate, "decay": cell.decay}
     }

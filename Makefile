@@ -9,7 +9,7 @@ JOBS   ?= 2
 help:
 	@echo "make demo      train twins under AdamW, quotient(adamw) and ddc_adamw, print the table, write outputs/demo/"
 	@echo "make test      the test suite (CPU, $(JOBS) processes), without the slow tests"
-	@echo "make notebooks  the notebooks from top to bottom, against what is stored in them"
+	@echo "make notebooks  the notebooks and the guides' code from top to bottom, against what is printed in them"
 	@echo "make test-all  the slow tests as well"
 	@echo "make lint      ruff"
 	@echo "make types     mypy"
@@ -52,7 +52,7 @@ test: $(VENV)/.installed-dev
 	@$(PYTEST)
 
 notebooks: $(VENV)/.installed-dev
-	@$(PYTEST) tests/test_notebooks.py -m notebook
+	@$(PYTEST) tests/test_notebooks.py tests/test_docs.py -m "notebook and not slow"
 
 test-all: $(VENV)/.installed-dev
 	@$(PYTEST) -m "slow or not slow"

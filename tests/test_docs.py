@@ -41,6 +41,7 @@ def test_every_public_symbol_has_a_page(tmp_path: Path) -> None:
 FIGURE = re.compile(r"\d(\.\d+)?e[+-]\d+")  # the last digits depend on the machine
 
 
+@pytest.mark.notebook
 @pytest.mark.parametrize("guide", GUIDES, ids=lambda path: path.stem)
 def test_blocks_of_a_guide_run_and_print_what_is_shown(
     guide: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -65,11 +66,13 @@ def test_blocks_of_a_guide_run_and_print_what_is_shown(
             jax.config.update(name, value)
 
 
+@pytest.mark.notebook
 def test_the_test_file_of_the_guide_on_testing_passes_on_two_devices(tmp_path: Path) -> None:
     """Its tests are only defined where the guide's blocks run; here pytest runs them, all variants of chex included."""
     text = (ROOT / "docs" / "guides" / "testing.md").read_text()
     (tmp_path / "test_trainer.py").write_text(re.findall(r"```python\n(.*?)```", text, re.S)[0])
     environment = quick.environment() | {"PYTHONPATH": str(ROOT)}
+    environment.pop("PYTEST_ADDOPTS", None)  # options of the run that this test is part of
     environment["XLA_FLAGS"] += " --xla_force_host_platform_device_count=2"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_trainer.py"]
     made = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)

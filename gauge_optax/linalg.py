@@ -441,7 +441,7 @@ def polar(m: jax.Array, ns_coeffs: Coefficients = "standard", ns_steps: int = 5,
 
     Reference: DDC B.10; Jordan et al., Muon (2024), X ← X·p(XᵀX). Deviation: the steps act on the h×h Gram matrix G of
     the smaller side, Q ← Q·p(G) and G ← G·p(G)², and X·Q follows at the end. A fresh Gram matrix is computed where
-    roundoff would grow too large. Five float32 steps cost 4d·h² + 14h³ in place of 10d·h² + 5h³; "polar_express" costs
+    roundoff would grow too large; on a mesh no device gathers the whole matrix. Five float32 steps cost 4d·h² + 14h³ in place of 10d·h² + 5h³; "polar_express" costs
     2d·h² more.
 
     >>> polar(jnp.diag(jnp.array([4.0, 1.0, 0.05])), "sharp").round(2).tolist()
@@ -450,14 +450,78 @@ def polar(m: jax.Array, ns_coeffs: Coefficients = "standard", ns_steps: int = 5,
     wide = m.shape[-2] < m.shape[-1]
     x = (transpose(m) if wide else m).astype(jnp.promote_types(m.dtype, jnp.float32))
     x = safe_divide(x, jnp.linalg.norm(x, axis=(-2, -1), keepdims=True) + eps)
+    x = _orthogonalised(ns_schedule(ns_coeffs, ns_steps), x.reshape(-1, *x.shape[-2:])).reshape(x.shape)
+    return (transpose(x) if wide else x).astype(m.dtype)
+
+
+def _orthogonalised(schedule: Schedule, x: jax.Array) -> jax.Array:
+    """Returns X after the steps of a schedule, for a stack of tall matrices, wherever its entries are on a mesh.
+
+    XLA alone would send every whole matrix to every device where its columns are divided among devices. Here each
+    device exchanges its columns for as many rows (an all-to-all, of as much as it holds), adds its part of the h×h Gram
+    matrix to the others', and exchanges the result back: the most that a device receives is h² entries.
+
+    Args:
+      schedule: the polynomials of the iteration, one per step.
+      x: (n, rows, h), rows ≥ h, singular values at most 1.
+
+    Returns:
+      (n, rows, h).
+    """
+    steps = functools.partial(_stepped, schedule)
+
+    def partition(mesh: Any, args: Sequence[Any], result: Any) -> tuple[Any, Callable[..., jax.Array], Any, Any]:
+        del result
+        n, rows, columns = (*args[0].sharding.spec, None, None, None)[:3]
+        over, exchanged = _mesh_axes(rows), _mesh_axes(columns)
+        parts = math.prod(mesh.shape[axis] for axis in exchanged)
+
+        def on_one_device(x: jax.Array) -> jax.Array:
+            if not exchanged:
+                return steps(x, over)
+            height = x.shape[1]
+            # Rows of zeros, to deal out equally many, do not change the Gram matrix.
+            x = jnp.pad(x, ((0, 0), (0, -height % parts), (0, 0)))
+            x = steps(jax.lax.all_to_all(x, exchanged, 1, 2, tiled=True), (*over, *exchanged))
+            return jax.lax.all_to_all(x, exchanged, 2, 1, tiled=True)[:, :height]
+
+        sharding = NamedSharding(mesh, P(n, rows, columns))
+        return mesh, on_one_device, sharding, (sharding,)
+
+    @jax.custom_batching.custom_vmap
+    def divided(x: jax.Array) -> jax.Array:
+        call = custom_partitioning(lambda x: steps(x))
+        call.def_partition(partition, sharding_rule="n r h -> n r h")
+        out: jax.Array = call(x)
+        return out
+
+    # `custom_partitioning` knows no rules for `vmap` and derivatives. The first adds matrices to the stack.
+    @divided.def_vmap
+    def _(size: int, batched: Sequence[bool], x: jax.Array) -> tuple[jax.Array, bool]:
+        del size, batched
+        return _orthogonalised(schedule, x.reshape(-1, *x.shape[2:])).reshape(x.shape), True
+
+    differentiable = jax.custom_jvp(divided)
+    differentiable.defjvp(lambda primals, tangents: jax.jvp(steps, primals, tangents))
+    return differentiable(x)
+
+
+def _mesh_axes(entry: Any) -> tuple[str, ...]:
+    """Returns the names in one entry of a `PartitionSpec`, which is None, a name or a tuple."""
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def _stepped(schedule: Schedule, x: jax.Array, over: tuple[str, ...] = ()) -> jax.Array:
+    """Returns X after the steps of a schedule; its rows are divided along the mesh axes `over`."""
     epsilon = float(jnp.finfo(x.dtype).eps)
-    phases = _phases(ns_schedule(ns_coeffs, ns_steps), epsilon**-0.25)
+    phases = _phases(schedule, epsilon**-0.25)
     for number, phase in enumerate(phases):
-        q = _composed(matmul(transpose(x), x), phase)
+        gram = matmul(transpose(x), x)
+        q = _composed(jax.lax.psum(gram, over) if over else gram, phase)
         # The relative roundoff of X·Q, sums of h terms, times what all later steps multiply it by. Rank one is worst.
         error = 0.2 * epsilon * math.sqrt(x.shape[-1]) * math.prod(map(_amplification, phases[number:]))
         x = _split_matmul(x, q, _amplification(phase)) if error > 1e-4 else matmul(x, q)
-    return (transpose(x) if wide else x).astype(m.dtype)
+    return x
 
 
 def ns_schedule(ns_coeffs: Coefficients, ns_steps: int) -> Schedule:

@@ -56,8 +56,9 @@ QUOTIENTS: dict[str, Callable[[list[go.Gauge]], optax.GradientTransformationExtr
     "quotient_adamw": functools.partial(go.quotient_adamw, 3e-3, weight_decay=0.1),
     "quotient_muon": functools.partial(go.quotient_muon, 3e-3, weight_decay=0.1),
 }
-# A polar factor of heads is local; one of a whole matrix takes the whole matrix.
+# A polar factor of heads is local; one of a whole matrix takes Gram matrices, which these square ones are as large as.
 LOCAL = ("ddc_adamw", "ddc_muon_heads", "quotient_adamw")
+MUON = ("ddc_muon", "quotient_muon")
 
 
 # What the compiler wrote --------------------------------------------------------------------------
@@ -129,7 +130,7 @@ class Trainer:
         self.config, self.kind = MODELS[model], kind
         # The rows of grouped heads are merged, and gathered where one of their axes is dealt out.
         grouped = self.config.heads > self.config.kv_heads
-        self.local = optimizer in LOCAL and not grouped
+        self.local, self.muon = optimizer in LOCAL and not grouped, optimizer in MUON and not grouped
         self.placed = ("mu", "nu") if optimizer in OPTIMIZERS or kind == AxisType.Explicit else ()
         self.params, self.tokens, self.loss = start(self.config)
         self.tx = tx = (OPTIMIZERS | QUOTIENTS)[optimizer](lm.gauges(self.config, linear))
@@ -239,6 +240,7 @@ def run_layout(trainer: Trainer, layout: str) -> Run:
     run = trainer.run(place)
     least, sent = smallest_gather(trainer.params, place.params), collectives(run.program)
     assert not trainer.local or [call for call in sent if call[1] >= least] == []
+    assert not trainer.muon or [call for call in sent if call[0] == "all-gather" and call[1] >= least] == []
     assert (sent == []) == (layout == "dp")
     return run
 
@@ -291,6 +293,20 @@ def check_local_decompositions() -> None:
     np.testing.assert_allclose(decompose(heads)[0][:, ::-1], np.linalg.eigvalsh(heads), atol=1e-5)
 
 
+def check_whole_matrices() -> None:
+    """A polar factor sends Gram matrices and what a device holds, whichever axes of the matrix are divided."""
+    mesh, made = lm_sharding.make_mesh(4, 2), np.random.default_rng(0).normal(size=(3, 32, 120)).astype(np.float32)
+    polar: Any = jit(linalg.polar)
+    alone = np.asarray(polar(made))
+    for spec in (P("data"), P(None, "data"), P("data", "model"), P(("data", "model"))):
+        stack = jax.device_put(made, NamedSharding(mesh, P(None, *spec)))
+        sent = collectives(polar.lower(stack).compile().as_text())
+        assert {kind for kind, _ in sent} <= {"all-reduce", "all-to-all"} and max(n for _, n in sent) <= 3 * 32 * 32
+        found = polar(stack)
+        assert found.sharding.is_equivalent_to(stack.sharding, 3)
+        assert np.max(np.abs(found - alone)) <= 1e-6
+
+
 def check_large_heads() -> None:
     """`init` of a quotient ends: XLA's threads, as many as devices, do not all wait for each other in LAPACK."""
     config = lm.LMConfig(layers=1, **_SIZES | {"d_head": 64})
@@ -333,6 +349,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         check_the_checker()
         check_eager_init()
         check_local_decompositions()
+        check_whole_matrices()
     elif args.rank is not None:
         jax.distributed.shutdown()  # waits for the other
 

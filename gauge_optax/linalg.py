@@ -441,8 +441,8 @@ def polar(m: jax.Array, ns_coeffs: Coefficients = "standard", ns_steps: int = 5,
 
     Reference: DDC B.10; Jordan et al., Muon (2024), X ← X·p(XᵀX). Deviation: the steps act on the h×h Gram matrix G of
     the smaller side, Q ← Q·p(G) and G ← G·p(G)², and X·Q follows at the end. A fresh Gram matrix is computed where
-    roundoff would grow too large; on a mesh no device gathers the whole matrix. Five float32 steps cost 4d·h² + 14h³ in place of 10d·h² + 5h³; "polar_express" costs
-    2d·h² more.
+    roundoff would grow too large. Five float32 steps cost 4d·h² + 14h³ in place of 10d·h² + 5h³; "polar_express" costs
+    2d·h² more. On a mesh no device gathers the whole matrix; see `_orthogonalised`.
 
     >>> polar(jnp.diag(jnp.array([4.0, 1.0, 0.05])), "sharp").round(2).tolist()
     [[1.0, 0.0, 0.0], [0.0, 1.0, 0.0], [0.0, 0.0, 1.0]]

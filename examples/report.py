@@ -90,6 +90,8 @@ def column(result: Result, key: str, form: str = ".2g", at: Reading = final) -> 
 def made_with(result: Result) -> str:
     """Seeds and machine, in words."""
     seeds = ", ".join(str(seed) for seed in result["seeds"])
+    if len(result["seeds"]) == 1:
+        return f"One seed, {seeds}; {result['machine']}."
     return f"Seeds {seeds}, in this order where three numbers stand; float32, {result['machine']}."
 
 
@@ -124,6 +126,8 @@ def farther(result: Result, ours: str, theirs: str, mode: str) -> str:
 
 def on_seeds(holds: Sequence[bool], cases: str = "seeds") -> str:
     """On how many seeds, or other cases, something was so."""
+    if len(holds) == 1:
+        return f"on the one {cases.removesuffix('s')}" if holds[0] else f"on NONE of 1 {cases}"
     count = "all" if all(holds) else f"{sum(holds) or 'NONE'} of"
     return f"on {count} {len(holds)} {cases}"
 

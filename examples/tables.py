@@ -42,6 +42,7 @@ from examples import (
     sparse_parity,
     starts,
     table4,
+    twins_benchmark,
     vit,
     whole_model,
 )
@@ -94,6 +95,10 @@ def _demo(runs: Any) -> str:
 
 SECTIONS = [
     Section("demo", "Twins of a small language model", _demo),
+    Section(
+        "twins_benchmark", "Twins by the protocol of arXiv 2608.05136", twins_benchmark.section,
+        ("relative distance of the logits",),
+    ),
     Section("starts", "From three usual starts", starts.section),
     Section("kronecker", "Shampoo and SOAP inside quotient", kronecker.section),
     Section("whole_model", "Every symmetry of a decoder on the quotient", whole_model.section),

@@ -327,6 +327,7 @@ def section(result: Result) -> str:
     """The table, and what it says."""
     c = Config(**result["settings"])
     middle, end = (max(n for n in CHECKS if n <= min(limit, c.steps)) for limit in (100, c.steps))
+    absent = [arm for arm in result["arms"] if arm not in result["cells"]]
     lines = [[
         "arm", f"{SINGLE}, rotated: 1", str(middle), str(end), f"noise: {end}",
         f"{DOUBLE}, rotated: {middle}", str(end), f"noise: {end}", f"every symmetry: {middle}", str(end),
@@ -337,7 +338,7 @@ def section(result: Result) -> str:
         (DOUBLE, "rotated", middle), (DOUBLE, "rotated", end), (DOUBLE, "noise", end),
         (DOUBLE, "every symmetry", middle), (DOUBLE, "every symmetry", end),
     ]  # fmt: skip
-    for arm in result["arms"]:
+    for arm in (arm for arm in result["arms"] if arm in result["cells"]):
         of_paper = [f"{step}: {low:.1e} to {high:.1e}" for step, (low, high) in PUBLISHED.get(arm, {}).items()]
         shown = [report.listed(values(result, arm, *column), ".0e") for column in columns]
         lines.append([arm, *shown, "; ".join(of_paper) or "–"])
@@ -348,6 +349,7 @@ def section(result: Result) -> str:
         f"differ by {NOISE:g}. *Every symmetry*: bases, norm scales, values and outputs. {report.made_with(result)}",
         sweep.markdown(lines),
         " ".join(sentences(result, middle, end)),
+        *([f"Not run yet: {', '.join(absent)}."] if absent else []),
     ])  # fmt: skip
 
 
@@ -356,21 +358,24 @@ LOGITS = "relative distance of the logits"
 
 def sentences(result: Result, middle: int, end: int) -> Iterator[str]:
     """What the numbers say."""
-    same = [x for arm in result["arms"] for x in values(result, arm, SINGLE, "same", end)]
+    same = [x for arm in result["cells"] for x in values(result, arm, SINGLE, "same", end)]
     equal = report.on_seeds([x == 0.0 for x in same], "pairs")
     yield f"Two runs from the same weights end at the same logits, bit by bit, {equal}."
     for step in (1, middle, end):
         low, high = PUBLISHED["Adam"].get(step, (math.nan, math.nan))
         near = [low / 2 <= x <= 2 * high for x in values(result, "Adam", SINGLE, "rotated", step)]
-        yield report.paper(f"under Adam rotated twins are {low:.2g} to {high:.2g} apart after {step} steps", near,
-                           f"{LOGITS}, within a factor of two")  # fmt: skip
+        steps = f"{step} step{'s' * (step > 1)}"
+        yield report.paper(
+            f"under Adam rotated twins are {low:.2g} to {high:.2g} apart after {steps}", near,
+            f"{LOGITS}, within a factor of two",
+        )  # fmt: skip
     if end in PUBLISHED["Muon"]:
         (low, high), drift = PUBLISHED["Muon"][end], values(result, "Muon", SINGLE, "rotated", end)
         yield report.paper(
             f"under Muon, which has the symmetry, {SINGLE} drives rotated twins {low:.2g} to {high:.2g} apart",
             [low / 2 <= x <= 2 * high for x in drift], f"{LOGITS} after {end} steps, within a factor of two",
         )  # fmt: skip
-    for arm in (*(f"quotient({name})" for name in PLAIN), "DDC-AdamW"):
+    for arm in (arm for arm in (*(f"quotient({name})" for name in PLAIN), "DDC-AdamW") if arm in result["cells"]):
         early, late, noise = (
             values(result, arm, DOUBLE, kind, step)
             for kind, step in (("every symmetry", middle), ("every symmetry", end), ("noise", end))
@@ -400,7 +405,7 @@ def figure(result: Result, path: Path) -> None:
                 (f"quotient({name})", "noise", "tab:blue", ":", f"noise of {NOISE:g}, inside quotient"),
             ]
             for arm, kind, color, style, label in lines:
-                for n, cell in enumerate(result["cells"][arm].values() if kind in TWINS[dtype] else ()):
+                for n, cell in enumerate(result["cells"].get(arm, {}).values() if kind in TWINS[dtype] else ()):
                     drift = [max(x, 1e-17) for x in cell[dtype][kind]["logits"][1:]]
                     axis.plot(cell["step"][1:], drift, style, color=color, lw=1.4, label=None if n else label)
             for step, bounds in PUBLISHED.get(name, {}).items() if dtype == SINGLE else ():

@@ -210,4 +210,4 @@ def test_few_are_called_few() -> None:
     assert report.paper("x", [True, False, True], "y") == "The paper: x; by y, this shows here on 2 of 3 seeds."
     assert report.paper("x", [True, False, False], "y").endswith("this shows here only on 1 of 3 seeds.")
     assert report.paper("x", [False], "y") == "The paper: x; by y, this does NOT show here, on none of 1 seeds."
-    assert report.paper("x", [True], "y", "tasks").endswith("on all 1 tasks.")
+    assert report.paper("x", [True], "y", "tasks").endswith("on the one task.")

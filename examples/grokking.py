@@ -4,10 +4,11 @@
     python -m examples.grokking --jobs 2           # p = 113, the paper's network; idle hours, or a GPU
     python -m examples.grokking --quick --show     # the figure and the table of the runs that are done
 
-A queue of runs, arm by arm. First an arm meets a grid of learning rates and weight decays with one seed, at p = 59 for
-either size. A run of the grid ends where it has grokked, where another one of the arm has grokked before it, or after
-`--grid-steps`. Then the arm trains `--steps` steps with every seed at its best cell. A run groks at the first reading
-of 95 % test accuracy that the next ten readings keep, and collapses where accuracy falls below 95 % after that.
+A queue of runs, arm by arm. First an arm meets a grid of learning rates and weight decays with one seed, and its best
+cell is the one with the highest mean test accuracy along `--grid-steps` steps: accuracy swings, so that one reading, or
+the first long rise, says little. Then the arm trains `--steps` steps with every seed at its best cell. A run groks at
+the first reading of 95 % test accuracy that the next ten readings keep, and collapses where accuracy falls below 95 %
+after that.
 
 Every run writes a checkpoint twice a minute and goes on from it, so that the queue may be killed at any moment; several
 queues may share a folder. A JSON in that folder counts as well: a queue goes on from what another machine has made.
@@ -36,7 +37,7 @@ from tqdm import tqdm
 
 import gauge_optax as go
 from examples import baselines, cli, report, study
-from examples.grok_readings import GROKKED, KEPT, grok_reading
+from examples.grok_readings import GROKKED, grok_reading
 from examples.report import Result
 from models import grokking
 from models.grokking import GrokConfig, Params
@@ -48,10 +49,9 @@ POINTS = 100  # of a curve that is kept
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Sizes of the study: `p` numbers (`grid_p` in the grid), readings every `every` steps."""
+    """Sizes of the study: `p` numbers, readings every `every` steps."""
 
     p: int = 113
-    grid_p: int = 59
     mlp: str = "relu"
     steps: int = 20_000
     grid_steps: int = 5_000
@@ -61,11 +61,6 @@ class Config:
     def network(self) -> GrokConfig:
         """The network."""
         return GrokConfig(p=self.p, mlp=self.mlp)  # type: ignore[arg-type]
-
-    @property
-    def of_grid(self) -> "Config":
-        """The sizes of the grid's runs."""
-        return dataclasses.replace(self, p=self.grid_p)
 
 
 QUICK = Config(p=59)
@@ -133,7 +128,7 @@ ARMS: Mapping[str, Maker] = {
         rate, grokking.gauges(c), weight_decay=decay, adam_weight_decay=decay, consistent_rms=0.2
     ),
 }
-RATES, DECAYS = (1e-3, 3e-3, 1e-2), (0.3, 1.0, 3.0)
+RATES, DECAYS = (1e-3, 3e-3, 1e-2), (1.0, 3.0)
 
 
 # One run ----------------------------------------------------------------------------------------------
@@ -233,15 +228,14 @@ def last_reading(c: GrokConfig, params: Params) -> dict[str, jax.Array]:
 DEAD = 1e-8  # of the largest eigenvalue of the activations' Gram matrix
 
 
-def run_cell(config: Config, cell: Cell, folder: Path, limit: int | None = None, position: int = 0) -> bool:
+def run_cell(config: Config, cell: Cell, folder: Path, of_grid: bool = False, position: int = 0) -> bool:
     """Trains one run to its end, from its checkpoint if there is one. False if another process has it.
 
     Args:
       config: sizes.
       cell: the run.
       folder: of its files.
-      limit: for a run of the grid, the step after which it cannot be the best of its arm; it also ends where it has
-        grokked, and keeps no curves.
+      of_grid: whether it is one of the grid, which is shorter and keeps no curves.
       position: the line of its progress bar.
     """
     done, saved = folder / f"{cell.name}.json", folder / f"{cell.name}.npz"
@@ -253,7 +247,8 @@ def run_cell(config: Config, cell: Cell, folder: Path, limit: int | None = None,
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # let go of when the process ends, however it ends
         except BlockingIOError:
             return False
-        c, compiled, steps = config.network, program(config, cell.arm), limit or config.steps
+        c, compiled = config.network, program(config, cell.arm)
+        steps = config.grid_steps if of_grid else config.steps
         knobs = jnp.asarray(cell.rate, jnp.float32), jnp.asarray(cell.decay, jnp.float32)
         start = jax.jit(functools.partial(grokking.init, c))(jax.random.key(cell.seed))
         train, test = grokking.data(c, cell.seed)
@@ -270,13 +265,11 @@ def run_cell(config: Config, cell: Cell, folder: Path, limit: int | None = None,
                 curves.append({key: float(x) for key, x in read.items()})
                 bar.update(config.every)
                 bar.set_postfix({key: f"{curves[-1][key]:.3g}" for key in ("train_loss", "test_loss", "test_accuracy")})
-                if limit is not None and grok_reading([x["test_accuracy"] for x in curves]) is not None:
-                    break
                 if time.monotonic() - wrote > study.SAVE_EVERY:
                     study.save(saved, carry, curves)
                     wrote = time.monotonic()
         last = {key: float(x) for key, x in compiled.end(carry[0]).items()}
-        study.write(done, record(config, cell, curves, last, with_curves=limit is None))
+        study.write(done, record(config, cell, curves, last, with_curves=not of_grid))
         saved.unlink(missing_ok=True)
     return True
 
@@ -301,17 +294,18 @@ def record(
 
 
 def summary(accuracy: Sequence[float], every: int) -> dict[str, float]:
-    """Steps to grok (inf), collapses, readings below 95 % and the lowest accuracy after it.
+    """Mean test accuracy, steps to grok (inf), collapses, readings below 95 % and the lowest accuracy after it.
 
-    >>> summary([0.1, *[0.97] * 12, 0.5, 0.4, 0.99], 100)
-    {'grokked': 100, 'collapses': 1, 'below': 2, 'lowest': 0.4}
+    >>> summary([0.25, *[1.0] * 12, 0.5, 0.25, 1.0], 100)
+    {'mean': 0.875, 'grokked': 100, 'collapses': 1, 'below': 2, 'lowest': 0.25}
     """
-    at = grok_reading(accuracy)
+    at, mean = grok_reading(accuracy), sum(accuracy) / len(accuracy)
     if at is None:
-        return {"grokked": math.inf, "collapses": 0, "below": 0, "lowest": math.nan}
+        return {"mean": mean, "grokked": math.inf, "collapses": 0, "below": 0, "lowest": math.nan}
     up = [x >= GROKKED for x in accuracy[at:]]
     falls = sum(before and not after for before, after in itertools.pairwise(up))
-    return {"grokked": at * every, "collapses": falls, "below": up.count(False), "lowest": min(accuracy[at:])}
+    lowest = min(accuracy[at:])
+    return {"mean": mean, "grokked": at * every, "collapses": falls, "below": up.count(False), "lowest": lowest}
 
 
 def _number(x: float) -> float | None:
@@ -322,15 +316,13 @@ def _number(x: float) -> float | None:
 
 
 def grid_cells(arm: str) -> list[Cell]:
-    """The runs of an arm's grid, from its middle outwards: a run that groks early makes the others short."""
-    cells = [Cell(arm, rate, decay, BEST_SEED) for rate, decay in itertools.product(RATES, DECAYS)]
-    middle = math.log(RATES[1]), math.log(DECAYS[1])
-    return sorted(cells, key=lambda x: abs(math.log(x.rate) - middle[0]) + abs(math.log(x.decay) - middle[1]))
+    """The runs of an arm's grid."""
+    return [Cell(arm, rate, decay, BEST_SEED) for rate, decay in itertools.product(RATES, DECAYS)]
 
 
 def folders(config: Config, out: Path) -> tuple[Path, Path]:
     """Where the grid's runs lie, and those of all seeds."""
-    return out / f"grid_{config.grid_p}", out / f"runs_{config.p}"
+    return out / f"grid_{config.p}", out / f"runs_{config.p}"
 
 
 def finished(folder: Path, cell: Cell) -> dict[str, Any] | None:
@@ -340,28 +332,19 @@ def finished(folder: Path, cell: Cell) -> dict[str, Any] | None:
 
 
 def best(folder: Path, arm: str) -> Cell | None:
-    """The cell of an arm's grid that groks first, or ends with the lowest test loss; None before the grid is done."""
+    """The cell of an arm's grid with the highest mean accuracy; None before the grid is done."""
     scores = {}
     for cell in grid_cells(arm):
         if (done := finished(folder, cell)) is None:
             return None
-        final = done["final"]
-        scores[cell] = tuple(math.inf if x is None else x for x in (final["grokked"], final["test_loss"]))
-    return min(scores, key=lambda cell: scores[cell])
-
-
-def limit_of(config: Config, folder: Path, arm: str) -> int:
-    """After how many steps a run of an arm's grid cannot be the first to grok any more."""
-    done = [finished(folder, cell) for cell in grid_cells(arm)]
-    steps = [x["final"]["grokked"] for x in done if x is not None and x["final"]["grokked"] is not None]
-    return int(min([config.grid_steps, *(at + KEPT * config.every for at in steps)]))
+        scores[cell] = done["final"]["mean"]
+    return max(scores, key=lambda cell: scores[cell])
 
 
 def work(config: Config, cell: Cell, folder: Path, of_grid: bool) -> bool:
     """One task of a worker process."""
     identity = multiprocessing.current_process()._identity
-    limit = limit_of(config, folder, cell.arm) if of_grid else None
-    return run_cell(config, cell, folder, limit, position=identity[-1] if identity else 1)
+    return run_cell(config, cell, folder, of_grid, position=identity[-1] if identity else 1)
 
 
 def run_queue(config: Config, arms: Sequence[str], seeds: Sequence[int], out: Path, jobs: int) -> None:
@@ -370,15 +353,15 @@ def run_queue(config: Config, arms: Sequence[str], seeds: Sequence[int], out: Pa
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(jobs, context) as pool:
 
-        def make(sizes: Config, cells: Sequence[Cell], into: Path, of_grid: bool, name: str) -> None:
-            running = [pool.submit(work, sizes, cell, into, of_grid) for cell in cells if finished(into, cell) is None]
+        def make(cells: Sequence[Cell], into: Path, of_grid: bool, name: str) -> None:
+            running = [pool.submit(work, config, cell, into, of_grid) for cell in cells if finished(into, cell) is None]
             for one in tqdm(concurrent.futures.as_completed(running), total=len(running), desc=name, unit="run"):
                 one.result()
 
         for arm in arms:
-            make(config.of_grid, grid_cells(arm), grid, True, f"{arm}, grid")
+            make(grid_cells(arm), grid, True, f"{arm}, grid")
             if (cell := best(grid, arm)) is not None:
-                make(config, [cell._replace(seed=seed) for seed in seeds], runs, False, f"{arm}, seeds")
+                make([cell._replace(seed=seed) for seed in seeds], runs, False, f"{arm}, seeds")
 
 
 def collect(config: Config, arms: Sequence[str], seeds: Sequence[int], out: Path) -> Result:
@@ -462,8 +445,8 @@ def section(result: Result) -> str:
     about = (
         f"Addition modulo {c.p} from {GrokConfig().share:.0%} of all pairs, full batch, one block of width "
         f"{GrokConfig().d_model} ({c.mlp}), {c.steps:,} steps, a reading every {c.every}. Rates {rates} and decays "
-        f"{decays}, chosen per arm by the first grokking at p = {c.grid_p} with seed {BEST_SEED}. A number per seed. "
-        f"{report.made_with(result)}"
+        f"{decays}, chosen per arm by the mean accuracy along {c.grid_steps:,} steps with seed {BEST_SEED}. A number "
+        f"per seed. {report.made_with(result)}"
     )
     return "\n\n".join([about, "\n".join(rows), " ".join(sentences(result))])
 

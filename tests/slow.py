@@ -181,4 +181,11 @@ SLOW: dict[str, str] = {
     "test_gauged_transformer.py::test_twins_train_alike_and_rotations_stay_orthogonal[[]gpt]": OTHER_NET,
     "test_pack.py::test_scanned_layers_and_fused_leaves": LONG,
     "test_training_studies.py::test_pruning_is_the_network_without_its_block[[]*": LONG,
+    "measure/test_fisher.py::test_twins_have_one_quotient_fisher": LONG,
+    "test_layout.py::test_explicit_axes_change_nothing[[]track]": OTHER_OPTIMIZER,
+    "test_layout.py::test_explicit_axes_change_nothing[[]scale_by_scaled_polar]": OTHER_OPTIMIZER,
+    "test_multipliers.py::test_with_transport_how_often_is_fixed_does_not_matter_on_the_slice": LONG,
+    "test_multipliers.py::test_without_biases_multipliers_that_start_alike_drift_by_rounding_alone": LONG,
+    "discovery/test_blind_spots.py::test_a_multiplier_of_every_query_head_of_a_group": LONG,
+    "test_program.py::test_fusing_changes_no_number[[]ddc_muon-*": OTHER_OPTIMIZER,
 }

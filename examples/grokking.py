@@ -321,8 +321,9 @@ def grid_cells(arm: str) -> list[Cell]:
 
 
 def folders(config: Config, out: Path) -> tuple[Path, Path]:
-    """Where the grid's runs lie, and those of all seeds."""
-    return out / f"grid_{config.p}", out / f"runs_{config.p}"
+    """Where the grid's runs lie, and those of all seeds; runs of other sizes or lengths lie elsewhere."""
+    sizes = f"{config.p}_{config.mlp}_{config.every}"
+    return out / f"grid_{sizes}_{config.grid_steps}", out / f"runs_{sizes}_{config.steps}"
 
 
 def finished(folder: Path, cell: Cell) -> dict[str, Any] | None:

@@ -459,7 +459,7 @@ def _orthogonalised(schedule: Schedule, x: jax.Array) -> jax.Array:
 
     XLA alone would send every whole matrix to every device where its columns are divided among devices. Here each
     device exchanges its columns for as many rows (an all-to-all, of as much as it holds), adds its part of the h×h Gram
-    matrix to the others', and exchanges the result back: the most that a device receives is h² entries.
+    matrix to the others', and exchanges the result back: a device receives h² entries of sums, and what it holds.
 
     Args:
       schedule: the polynomials of the iteration, one per step.

@@ -95,7 +95,7 @@ def _root(average: jax.Array) -> jax.Array:
     return matmul(vectors * values[..., None, :] ** -0.25, transpose(vectors))
 
 
-def _basis(average: jax.Array) -> jax.Array:
+def basis(average: jax.Array) -> jax.Array:
     """The eigenbasis; a ramp on the diagonal makes it one where eigenvalues are nearly equal."""
     mean = jnp.trace(average) / len(average)
     return symmetric_eigen(average + TIE_BREAK * mean * jnp.diag(jnp.linspace(0.0, 1.0, len(average))))[1]
@@ -171,7 +171,7 @@ def shampoo(rate: float, refresh: int) -> optax.GradientTransformation:
 
 def soap(rate: float, refresh: int) -> optax.GradientTransformation:
     """SOAP with decoupled decay."""
-    inner = kronecker(_basis, refresh, adam=True)
+    inner = kronecker(basis, refresh, adam=True)
     return optax.chain(inner, optax.add_decayed_weights(DECAY), optax.scale_by_learning_rate(rate))
 
 

@@ -347,7 +347,7 @@ def test_shampoo_and_soap_do_what_their_papers_say() -> None:
     gradient = {"w": jax.random.normal(jax.random.key(0), (4, 4)), "b": jnp.array([2.0, -3.0])}
     u, _, vt = np.linalg.svd(gradient["w"])
     steps = {}
-    for make, adam in ((kronecker._root, False), (kronecker._basis, True)):
+    for make, adam in ((kronecker._root, False), (kronecker.basis, True)):
         tx = kronecker.kronecker(make, 1, adam)
         steps[adam], _ = tx.update(gradient, tx.init(gradient))
         np.testing.assert_allclose(steps[adam]["b"], [1.0, -1.0], rtol=1e-6)

@@ -1,0 +1,393 @@
+"""Optimizers from three starts: loss after a fixed number of steps, and fewest steps to a stated loss.
+
+    python -m benchmarks.track3 --out benchmarks/results            # a day of one CPU core; killed, it goes on
+    python -m benchmarks.track3 --sizes 64 --arms AdamW Muon        # some of it
+    python -m benchmarks.track3 --show                              # the tables and the figure of what is done
+
+The rule of modded-nanogpt's optimization track at the size of two CPU cores: architecture, data and batch are fixed,
+the optimizer and its schedule are free, and only the loss at the end of training counts. The network is a Llama of two
+layers on bytes of text (`examples/starts.py`). An arm is an optimizer run plainly, under `quotient`, with controlled
+rotation, or both (`arms.py`). A sweep takes one seed: first the peak rate, at a decay of 0.1, until the best rate has a
+worse one on both sides, then the decay at that rate. The best pair runs with every seed. With `--ladder` it also runs
+with more or fewer steps, to find the fewest whose mean loss is below the target by 3.09 standard errors.
+
+Several processes may fill one file, if they are given different arms.
+"""
+
+import argparse
+import functools
+import itertools
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from tqdm import tqdm
+
+from benchmarks.track3 import arms
+from benchmarks.track3.arms import ARMS, WAYS
+from examples import cli, report, starts, study
+from examples.starts import STARTS
+from examples.sweep import Result, key, save
+from models import lm
+
+NAME = "track3"
+STEPS = {64: 400, 128: 300}
+SEEDS = (42, 142, 242)
+RATIO, MOST = 2.5, 4  # of neighbouring rates; how many may be added to the first three on either side
+DECAYS = (0.0, 0.1, 0.4)
+DECAY = 0.1  # while rates are swept
+WARMUP = 20
+LONGEST = 2  # times the usual number of steps
+LADDER = tuple(2 ** (k / 4) for k in range(-4, 5))  # of steps, relative to the usual number
+SIGNIFICANT = 3.09  # standard errors: p < 0.001, one-sided
+
+Cell = tuple[int, str, str, str, int, float, float, int]
+"""Size, start, arm, way, steps, decay, peak rate, seed."""
+
+
+class Group(NamedTuple):
+    """What one sweep is about."""
+
+    size: int
+    start: str
+    arm: str
+    way: str
+
+    def cell(self, decay: float, rate: float, seed: int, steps: int | None = None) -> Cell:
+        """One run of it."""
+        return (*self, STEPS[self.size] if steps is None else steps, decay, rate, seed)
+
+    def rate(self, n: int) -> float:
+        """The n-th rate above the middle one, to two digits."""
+        return float(f"{ARMS[self.arm].middle * RATIO**n:.2g}")
+
+
+# Training -----------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def program(size: int, arm: str, way: str) -> Any:
+    """Compiled once per arm and size: start, steps, rate and decay are its arguments."""
+    config = starts.model(size)
+    params, loss = lm.params_and_loss(config, jax.random.key(0))
+    gauges = lm.gauges(config)
+
+    def run(
+        params: Any, batches: jax.Array, held_out: jax.Array, rate: jax.Array, decay: jax.Array, steps: jax.Array
+    ) -> jax.Array:
+        def schedule(n: jax.Array) -> jax.Array:
+            warm, done = jnp.minimum(1.0, 0.1 + 0.9 * n / WARMUP), (n - WARMUP) / (steps - WARMUP)
+            return rate * warm * 0.5 * (1.0 + jnp.cos(jnp.pi * jnp.clip(done, 0.0, 1.0)))
+
+        tx = arms.optimizer(arm, way, schedule, decay, gauges)
+
+        def step(n: jax.Array, carry: tuple[Any, Any]) -> tuple[Any, Any]:
+            params, state = carry
+            updates, state = tx.update(jax.grad(loss)(params, batches[n]), state, params)
+            return optax.apply_updates(params, updates), state
+
+        params, _ = jax.lax.fori_loop(0, steps, step, (params, tx.init(params)))
+        return jax.lax.map(functools.partial(loss, params), held_out).mean()
+
+    inputs = params, _batches(size, SEEDS[0]), starts.held_out(), jnp.float32(0), jnp.float32(0), jnp.int32(1)
+    return jax.jit(run).lower(*inputs).compile()
+
+
+def _batches(size: int, seed: int) -> np.ndarray:
+    return starts.batches(LONGEST * STEPS[size], seed)
+
+
+def train(cell: Cell) -> dict[str, Any]:
+    """One run: its validation loss, None where it is not finite, and its seconds without compiling."""
+    size, start, arm, way, steps, decay, rate, seed = cell
+    inputs = starts.initial(size, start, seed), _batches(size, seed), starts.held_out()
+    compiled, began = program(size, arm, way), time.monotonic()
+    loss = float(compiled(*inputs, jnp.float32(rate), jnp.float32(decay), jnp.int32(steps)))
+    seconds = round(time.monotonic() - began, 1)
+    return {"validation": study.rounded(loss) if math.isfinite(loss) else None, "seconds": seconds}
+
+
+# What to train next -------------------------------------------------------------------------------------
+
+
+def loss_of(result: Result, cell: Cell) -> float | None:
+    """The loss of a finished run, infinite where it diverged; None if it is not finished."""
+    done = result["cells"].get(key(cell))
+    return None if done is None else math.inf if done["validation"] is None else done["validation"]
+
+
+def losses_of(result: Result, group: Group, decay: float, rate: float, steps: int | None = None) -> list[float]:
+    """The losses of all seeds that are done."""
+    found = (loss_of(result, group.cell(decay, rate, seed, steps)) for seed in result["seeds"])
+    return [x for x in found if x is not None]
+
+
+def swept_rates(result: Result, group: Group) -> tuple[dict[float, float], list[Cell]]:
+    """The sweep of rates: rate → loss of the first seed, and what is missing before its best is inside."""
+    low, high, seed = -1, 1, result["seeds"][0]
+    while True:
+        cells = {group.rate(n): group.cell(DECAY, group.rate(n), seed) for n in range(low, high + 1)}
+        losses = {rate: loss_of(result, cell) for rate, cell in cells.items()}
+        known = {rate: x for rate, x in losses.items() if x is not None}
+        if len(known) < len(cells):
+            return known, [cell for rate, cell in cells.items() if losses[rate] is None]
+        best = min(known, key=lambda rate: known[rate])
+        if best == group.rate(low) and low > -1 - MOST:
+            low -= 1
+        elif best == group.rate(high) and high < 1 + MOST:
+            high += 1
+        else:
+            return known, []
+
+
+def best(result: Result, group: Group) -> tuple[float, float] | None:
+    """Decay and rate of least loss; None before the sweep is done."""
+    rates, missing = swept_rates(result, group)
+    if missing:
+        return None
+    rate = min(rates, key=lambda rate: rates[rate])
+    seed = result["seeds"][0]
+    losses = {decay: loss_of(result, group.cell(decay, rate, seed)) for decay in DECAYS}
+    if any(x is None for x in losses.values()):
+        return None
+    return min(DECAYS, key=lambda decay: losses[decay] or 0.0), rate
+
+
+def missing(result: Result, group: Group, ladder: bool = False) -> list[Cell]:
+    """What a group needs next; empty once it is done."""
+    rates, cells = swept_rates(result, group)
+    if cells:
+        return cells
+    seed = result["seeds"][0]
+    pair = best(result, group)
+    if pair is None:
+        rate = min(rates, key=lambda rate: rates[rate])
+        cells = [group.cell(decay, rate, seed) for decay in DECAYS]
+    else:
+        cells = [group.cell(*pair, seed) for seed in result["seeds"]]
+    cells = [cell for cell in cells if loss_of(result, cell) is None]
+    if cells or not ladder or pair is None:
+        return cells
+    steps = fewest(result, group)[1]
+    cells = [] if steps is None else [group.cell(*pair, seed, steps) for seed in result["seeds"]]
+    return [cell for cell in cells if loss_of(result, cell) is None]
+
+
+# Statistics ---------------------------------------------------------------------------------------------
+
+
+def at_best(result: Result, group: Group) -> list[float] | None:
+    """Losses of all seeds at the best rate and decay; None before they are done."""
+    pair = best(result, group)
+    losses = [] if pair is None else losses_of(result, group, *pair)
+    return losses if len(losses) == len(result["seeds"]) else None
+
+
+def sigma(result: Result, size: int) -> float:
+    """Standard deviation of a run's loss about its arm's mean and its seed's, over all groups of a size.
+
+    Seeds share initial weights and batches between arms, so that a seed's mean over arms says nothing of an arm.
+    """
+    squares, free = 0.0, 0
+    for start in STARTS:
+        rows = [losses for group in groups([size], [start]) if (losses := at_best(result, group)) is not None]
+        if len(rows) > 1 and (table := np.array([x for x in rows if np.isfinite(x).all()])).size:
+            rest = table - table.mean(1, keepdims=True) - table.mean(0, keepdims=True) + table.mean()
+            squares += float(np.sum(rest**2))
+            free += (table.shape[0] - 1) * (table.shape[1] - 1)
+    return math.sqrt(squares / free) if free else math.nan
+
+
+def z_score(a: Sequence[float], b: Sequence[float], sigma: float) -> float:
+    """How many standard errors the mean of `a` is above that of `b`.
+
+    >>> round(z_score([1.0, 1.2], [1.0, 1.0], 0.1), 6)
+    1.0
+    """
+    return float((np.mean(a) - np.mean(b)) / (sigma * math.sqrt(1 / len(a) + 1 / len(b))))
+
+
+def target(result: Result, size: int) -> tuple[float, float] | None:
+    """The loss to reach, and σ: AdamW's mean in the usual number of steps from LeCun-normal kernels."""
+    losses = at_best(result, Group(size, STARTS[0], "AdamW", arms.PLAIN))
+    return None if losses is None else (float(np.mean(losses)), sigma(result, size))
+
+
+def fewest(result: Result, group: Group) -> tuple[int | None, int | None]:
+    """Fewest steps on the ladder that reach the target, or None; and the rung to try next, None once it is known."""
+    aim, pair = target(result, group.size), best(result, group)
+    if aim is None or pair is None or math.isnan(aim[1]):
+        return None, None
+    rungs = [round(STEPS[group.size] * x) for x in LADDER]
+    least, below, above = None, -1, len(rungs)  # rungs known to fail are up to `below`, to pass from `above` on
+    while above - below > 1:
+        # First the usual number of steps, which every arm has run; then halving.
+        middle = (below + above) // 2
+        losses = losses_of(result, group, *pair, rungs[middle])
+        if len(losses) < len(result["seeds"]):
+            return least, rungs[middle]
+        if (aim[0] - float(np.mean(losses))) * math.sqrt(len(losses)) >= SIGNIFICANT * aim[1]:
+            least, above = rungs[middle], middle
+        else:
+            below = middle
+    return least, None
+
+
+def groups(
+    sizes: Sequence[int] = tuple(STEPS), of_starts: Sequence[str] = STARTS, names: Sequence[str] = tuple(ARMS),
+    ways: Sequence[str] = WAYS,
+) -> list[Group]:  # fmt: skip
+    """All sweeps; those of one compiled program are neighbours."""
+    chosen = itertools.product(sizes, names, ways, of_starts)
+    return [Group(size, start, arm, way) for size, arm, way, start in chosen if way in ARMS[arm].ways]
+
+
+# Tables and figure --------------------------------------------------------------------------------------
+
+
+def section(result: Result) -> str:
+    """The tables, and the sentence that follows from them."""
+    decays = ", ".join(map(str, DECAYS))
+    about = (
+        f"A Llama of two layers on bytes of text, batches of {starts.BATCH} × {starts.LENGTH} tokens, a warm-up of "
+        f"{WARMUP} steps and a cosine to zero. Rates are a factor of {RATIO} apart, at a decay of {DECAY}; then decays "
+        f"{decays} at the best rate; both with seed {result['seeds'][0]}. Losses are means over seeds "
+        f"{', '.join(map(str, result['seeds']))}, in nats per byte; float32, {result['machine']}. Not run: PSGD, for "
+        "want of a package for Optax. A rotational arm turns each neuron of attention and MLP by the rate a step, at "
+        "the norm it starts with; *free* is `pin=False`. *, an end*: the best rate is the last that the sweep may try."
+    )
+    parts = [about]
+    for size in STEPS:
+        for start in STARTS:
+            rows = list(_rows(result, size, start))
+            if rows:
+                heads = ["optimizer", *WAYS, "rate, decay", "z to AdamW", "z to Muon"]
+                lines = [f"| {' | '.join(row)} |" for row in (heads, ["---"] * len(heads), *rows)]
+                spread = sigma(result, size)
+                parts.append(f"**d = {size}, {STEPS[size]} steps, {start}** (σ = {spread:.4f})\n\n" + "\n".join(lines))
+    return "\n\n".join([*parts, *sentences(result)])
+
+
+def _rows(result: Result, size: int, start: str) -> Iterator[list[str]]:
+    """A row per optimizer; rate, decay and z are those of its best way."""
+    base = {name: at_best(result, Group(size, start, name, arms.PLAIN)) for name in ("AdamW", "Muon")}
+    for arm, spec in ARMS.items():
+        found = {way: at_best(result, Group(size, start, arm, way)) for way in spec.ways}
+        done = {way: losses for way, losses in found.items() if losses is not None}
+        if not done:
+            continue
+        leading = min(done, key=lambda way: float(np.mean(done[way])))
+        shown = []
+        for way in WAYS:
+            text = f"{np.mean(done[way]):.4f}" if way in done else "–" if way not in spec.ways else "not run"
+            shown.append(f"**{text}**" if way == leading else text)
+        group = Group(size, start, arm, leading)
+        decay, rate = best(result, group) or (math.nan, math.nan)
+        ends = swept_rates(result, group)[0]
+        knobs = f"{rate:g}, {decay:g}" + ", an end" * (rate in (min(ends), max(ends)))
+        scores = [
+            "–" if other is None else f"{z_score(done[leading], other, sigma(result, size)):+.1f}"
+            for other in base.values()
+        ]
+        yield [arm, *shown, knobs, *scores]
+
+
+def sentences(result: Result) -> Iterator[str]:
+    """Which arm is never behind the better of AdamW and Muon."""
+    places = [(size, start) for size in STEPS for start in STARTS]
+    behind: dict[tuple[str, str], list[float]] = {}
+    for size, start in places:
+        plain = [at_best(result, Group(size, start, name, arms.PLAIN)) for name in ("AdamW", "Muon")]
+        for group in groups([size], [start]):
+            losses = at_best(result, group)
+            if losses is not None and all(plain):
+                better = min((x for x in plain if x is not None), key=lambda x: float(np.mean(x)))
+                behind.setdefault(group[2:], []).append(z_score(losses, better, sigma(result, size)))
+    whole = {name: x for name, x in behind.items() if len(x) == len(places)}
+    never = [name for name, x in whole.items() if max(x) < SIGNIFICANT and name[0] != "Muon"]
+    ahead = [name for name, x in whole.items() if max(x) <= -SIGNIFICANT]
+    if whole:
+        yield _listed("Ahead of both plain AdamW and plain Muon in every row, by 3.09 standard errors or more", ahead)
+        yield _listed("Never behind the better of the two by as much", never)
+
+
+def _listed(text: str, names: Sequence[tuple[str, str]]) -> str:
+    return f"{text}: {'; '.join(f'{arm} ({way})' for arm, way in names) or 'none'}."
+
+
+def figure(result: Result, path: Path) -> None:
+    """Loss over rate: a panel per size and start, the plain optimizers against their best way."""
+    places = [(d, s) for d in STEPS for s in STARTS if any(at_best(result, g) for g in groups([d], [s]))]
+    fig, axes = report.grid_of_panels(len(places), "Loss over the peak rate, one seed")
+    for axis, (size, start) in zip(axes, places, strict=True):
+        done = [group for group in groups([size], [start]) if at_best(result, group) is not None]
+        chosen = sorted(done, key=lambda group: min(swept_rates(result, group)[0].values()))[:3]
+        chosen += [Group(size, start, name, arms.PLAIN) for name in ("AdamW", "Muon")]
+        for group in dict.fromkeys(group for group in chosen if group in done):
+            rates = dict(sorted(swept_rates(result, group)[0].items()))
+            axis.plot(list(rates), list(rates.values()), ".-", label=f"{group.arm} ({group.way})")
+        floor = min(min(swept_rates(result, group)[0].values()) for group in done)
+        axis.set(title=f"d = {size}, {start}", xscale="log", ylim=(0.99 * floor, 1.25 * floor))
+        axis.legend(fontsize=6)
+    report.save(fig, path)
+
+
+# Command line -------------------------------------------------------------------------------------------
+
+
+def header() -> Mapping[str, Any]:
+    """What must agree before two runs may stand in one table."""
+    settings = {"steps": {str(d): n for d, n in STEPS.items()}, "warmup": WARMUP, "sweep_decay": DECAY}
+    return {
+        "study": NAME, "settings": settings, "seeds": list(SEEDS), "machine": study.machine(),
+        "versions": study.versions(),
+    }  # fmt: skip
+
+
+def main(argv: Sequence[str] | None = None) -> Result:
+    """Runs what is missing, then prints and draws."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=cli.Help)
+    parser.add_argument("--out", type=Path, default=Path("outputs/track3"))
+    parser.add_argument("--sizes", type=int, nargs="+", choices=STEPS, default=list(STEPS), help="d_model")
+    parser.add_argument("--starts", nargs="+", choices=STARTS, default=STARTS)
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), metavar="ARM", help="; ".join(ARMS))
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS, metavar="WAY", help="; ".join(WAYS))
+    parser.add_argument("--ladder", action="store_true", help="also find the fewest steps to the target")
+    parser.add_argument("--show", action="store_true", help="run nothing")
+    parser.add_argument("--stop-after", type=int, help="leave after this many runs")
+    args = parser.parse_args(argv)
+    path = args.out / f"{NAME}.json"
+    result = study.load(path, dict(header()))
+    if not args.show:
+        if not path.exists():
+            study.write(path, result)
+        result = fill(path, result, groups(args.sizes, args.starts, args.arms, args.ways), args.ladder, args.stop_after)
+    print(section(result))
+    if any(at_best(result, group) for group in groups()):
+        figure(result, path.with_suffix(".png"))
+    return result
+
+
+def fill(path: Path, result: Result, chosen: Sequence[Group], ladder: bool, stop_after: int | None) -> Result:
+    """Trains what is missing, group by group, saving every run."""
+    with tqdm(chosen, unit="sweep") as progress:
+        number = 0
+        for group in progress:
+            progress.set_description(" | ".join(map(str, group)))
+            while cells := missing(result, group, ladder):
+                if stop_after is not None and number >= stop_after:
+                    return result
+                result = save(path, cells[0], train(cells[0]))
+                number += 1
+    return result
+
+
+if __name__ == "__main__":
+    with jax.default_matmul_precision("highest"):
+        main()

@@ -1,0 +1,355 @@
+"""The optimizers of the comparison: links that Optax lacks, and how each arm is put together from links.
+
+A kernel counts as one matrix, inputs × outputs: (d, heads·size) for queries, keys and values, (heads·size, d) for
+attention's output. The embedding, the head and all vectors get AdamW at a share of the matrices' rate, in every arm.
+Nothing in this file knows a gauge; `arms.py` wraps what stands here.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import gauge_optax as go
+from examples import kronecker
+from gauge_optax import linalg
+
+Tree = Any
+Rate = Callable[[jax.Array], jax.Array]
+Link: TypeAlias = optax.GradientTransformation
+
+ADAM_SHARE = 0.5  # of the matrices' rate, for the other leaves of arms that treat matrices in a special way
+MOMENTUM = 0.95
+_TINY = 1e-30
+
+NEURONS: Mapping[str, str] = {
+    **{f"blocks/{{i}}/attn/{name}/kernel": "_ head neuron" for name in ("query", "key", "value")},
+    "blocks/{i}/attn/out/kernel": "_ _ neuron",
+    **{f"blocks/{{i}}/mlp/{name}/kernel": "_ neuron" for name in ("up", "gate", "down")},
+}
+"""A vector per neuron: the weights of its inputs."""
+MATRICES: Mapping[str, str] = {path: "_ " * len(axes.split()) for path, axes in NEURONS.items()}
+"""A vector per kernel."""
+
+
+def joined(path: Any) -> str:
+    """A key path as text."""
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def is_matrix(path: Any) -> bool:
+    """Whether a leaf is a kernel of attention or MLP."""
+    where = joined(path)
+    return where.startswith("blocks") and where.endswith("kernel")
+
+
+def by_path(change: Callable[[str, jax.Array], jax.Array]) -> Link:
+    """A link without state that maps every update, given its path; leaves that a partition hides are passed by."""
+    return optax.stateless(
+        lambda updates, params: jax.tree_util.tree_map_with_path(lambda path, x: change(joined(path), x), updates)
+    )
+
+
+# Links ------------------------------------------------------------------------------------------------
+
+
+def orthogonalised(heads: int | None = None) -> Link:
+    """Every kernel's update becomes its polar factor, times √(outputs/inputs) where there are more outputs.
+
+    Args:
+      heads: how many heads of attention make one matrix; None for all of them.
+
+    Reference: Jordan et al. 2024 (Muon), with Optax's factor.
+    """
+
+    def one(path: str, x: jax.Array) -> jax.Array:
+        if x.ndim == 3 and heads is not None:
+            return _per_group(path, x, heads)
+        inputs = 2 if x.ndim == 3 and "/out/" in path else 1
+        matrix = x.reshape(-1, *x.shape[inputs:]).reshape(_size(x.shape[:inputs]), -1)
+        return _polar(matrix).reshape(x.shape)
+
+    return by_path(one)
+
+
+def _size(shape: Sequence[int]) -> int:
+    size = 1
+    for length in shape:
+        size *= length
+    return size
+
+
+def _polar(matrices: jax.Array) -> jax.Array:
+    inputs, outputs = matrices.shape[-2:]
+    return linalg.polar(matrices) * max(1.0, outputs / inputs) ** 0.5
+
+
+def _per_group(path: str, x: jax.Array, heads: int) -> jax.Array:
+    """(d, h, e) as h/heads matrices of (d, heads·e); (h, e, d) as as many of (heads·e, d)."""
+    if "/out/" in path:
+        count, e, d = x.shape
+        return _polar(x.reshape(count // heads, heads * e, d)).reshape(x.shape)
+    d, count, e = x.shape
+    groups = x.reshape(d, count // heads, heads * e).swapaxes(0, 1)
+    return _polar(groups).swapaxes(0, 1).reshape(x.shape)
+
+
+class NeuronState(NamedTuple):
+    """Average mean square of each neuron's update, like the leaves with axes of length 1 for inputs; and steps."""
+
+    number: jax.Array
+    square: Tree
+
+
+def neurons_alike(b2: float = 0.95) -> Link:
+    """NorMuon's second half: every neuron's update over its own running size; the kernel's update keeps its length.
+
+    Reference: Li et al. 2025, arXiv 2510.05491, Algorithm 1.
+    """
+
+    def inputs(path: Any, x: jax.Array) -> tuple[int, ...]:
+        axes = NEURONS[_pattern(joined(path))].split()
+        return tuple(axis for axis, name in enumerate(axes) if name == "_")
+
+    def init(params: Tree) -> NeuronState:
+        def zeros(path: Any, x: jax.Array) -> jax.Array:
+            return jnp.zeros_like(jnp.sum(x, inputs(path, x), keepdims=True))
+
+        return NeuronState(jnp.int32(0), jax.tree_util.tree_map_with_path(zeros, params))
+
+    def update(updates: Tree, state: NeuronState, params: Tree = None) -> tuple[Tree, NeuronState]:
+        def average(path: Any, x: jax.Array, square: jax.Array) -> jax.Array:
+            return b2 * square + (1 - b2) * jnp.mean(jnp.square(x), inputs(path, x), keepdims=True)
+
+        def divided(x: jax.Array, square: jax.Array) -> jax.Array:
+            even = x / (jnp.sqrt(square) + 1e-8)
+            return even * jnp.linalg.norm(x) / (jnp.linalg.norm(even) + _TINY)
+
+        square = jax.tree_util.tree_map_with_path(average, updates, state.square)
+        return jax.tree.map(divided, updates, square), NeuronState(state.number + 1, square)
+
+    return optax.GradientTransformation(init, update)
+
+
+def _pattern(path: str) -> str:
+    """blocks/3/attn/out/kernel → blocks/{i}/attn/out/kernel."""
+    first, _, *rest = path.split("/")
+    return "/".join([first, "{i}", *rest])
+
+
+def rows_alike(axis: Callable[[str], int | None]) -> Link:
+    """Divides each row of an update by its root mean square, a row being what is left when `axis` is fixed.
+
+    Args:
+      axis: a leaf's path → its axis of rows; None to leave the update alone.
+
+    Reference: Lau and Su 2026, arXiv 2605.18106: a table of embeddings commutes with orders of its rows and rotations
+      of its columns, a matrix of hidden units with orders of units.
+    """
+
+    def one(path: str, x: jax.Array) -> jax.Array:
+        rows = axis(path)
+        if rows is None:
+            return x
+        others = tuple(k for k in range(x.ndim) if k != rows)
+        return x / (jnp.sqrt(jnp.mean(jnp.square(x), others, keepdims=True)) + 1e-12)
+
+    return by_path(one)
+
+
+class NaturalState(NamedTuple):
+    """State of the optimizer inside, steps, and each neuron's average squared length of a step over the rate."""
+
+    inner: Any
+    number: jax.Array
+    square: Tree
+
+
+def natural(inner: Link, rate: Rate, beta: float = 0.9) -> Link:
+    r"""Steps of a neuron of length `rate` on average, whatever it weighs; a neuron does not outgrow the length 1.
+
+    A neuron with weights of variance 1/inputs, the usual start, has a length of about 1, its natural one. With Δ the
+    step of `inner` over the rate,
+
+    .. math::
+      \nu \leftarrow \beta\nu + (1-\beta)\lVert\Delta\rVert^2, \quad
+      q = p + \eta\,\Delta/\sqrt{\nu/(1-\beta^t)}, \quad p \leftarrow q\,\min(1, 1/\lVert q\rVert)
+
+    It is controlled rotation (Kosson et al. 2024, Algorithm 1) with a step that does not depend on the norm, and with
+    norms that may be smaller than the natural one. A neuron of zeros moves.
+
+    Args:
+      inner: a whole optimizer, its rate included.
+      rate: that rate.
+      beta: memory of the average.
+    """
+
+    def inputs(path: Any) -> tuple[int, ...]:
+        axes = NEURONS[_pattern(joined(path))].split()
+        return tuple(axis for axis, name in enumerate(axes) if name == "_")
+
+    def init(params: Tree) -> NaturalState:
+        def zeros(path: Any, x: jax.Array) -> jax.Array:
+            return jnp.zeros_like(jnp.sum(x, inputs(path), keepdims=True)) if is_matrix(path) else jnp.zeros(())
+
+        return NaturalState(inner.init(params), jnp.int32(0), jax.tree_util.tree_map_with_path(zeros, params))
+
+    def update(updates: Tree, state: NaturalState, params: Tree = None) -> tuple[Tree, NaturalState]:
+        updates, inner_state = inner.update(updates, state.inner, params)
+        number, eta = state.number + 1, rate(state.number)
+
+        def over_rate(update: jax.Array) -> jax.Array:
+            return update / jnp.maximum(eta, 1e-12)
+
+        def average(path: Any, update: jax.Array, square: jax.Array) -> jax.Array:
+            if not is_matrix(path):
+                return square
+            length = jnp.sum(jnp.square(over_rate(update)), inputs(path), keepdims=True)
+            return beta * square + (1 - beta) * length
+
+        def step(path: Any, update: jax.Array, value: jax.Array, square: jax.Array) -> jax.Array:
+            if not is_matrix(path):
+                return update
+            moved = value + eta * over_rate(update) / jnp.sqrt(square / (1 - beta**number) + 1e-12)
+            length = jnp.sqrt(jnp.sum(jnp.square(moved), inputs(path), keepdims=True))
+            return moved / jnp.maximum(length, 1.0) - value
+
+        square = jax.tree_util.tree_map_with_path(average, updates, state.square)
+        steps = jax.tree_util.tree_map_with_path(step, updates, params, square)
+        return steps, NaturalState(inner_state, number, square)
+
+    return optax.GradientTransformation(init, update)
+
+
+# Whole optimizers -------------------------------------------------------------------------------------
+
+
+def split(matrices: Link, rest: Link) -> Link:
+    """One optimizer for kernels of attention and MLP, another for all other leaves."""
+
+    def labels(params: Tree) -> Tree:
+        return jax.tree_util.tree_map_with_path(lambda path, _: "matrices" if is_matrix(path) else "rest", params)
+
+    return optax.partition({"matrices": matrices, "rest": rest}, labels)
+
+
+def adamw(rate: Rate, decay: jax.Array) -> Link:
+    """Optax's, with the momentum of language models."""
+    return optax.adamw(rate, b2=0.95, weight_decay=decay)
+
+
+def muon_like(
+    rate: Rate, decay: jax.Array, before: Link, heads: int | None = None, after: Link | None = None,
+    last: Link | None = None,
+) -> Link:  # fmt: skip
+    """Momentum or another preconditioner, polar factors, decay, rate; AdamW elsewhere.
+
+    Args:
+      rate: of matrices.
+      decay: of all leaves.
+      before: what makes the update that is orthogonalised.
+      heads: as in `orthogonalised`.
+      after: a link behind that.
+      last: a link behind the rate.
+    """
+    links = [before, orthogonalised(heads), *([after] if after else [])]
+    links += [optax.add_decayed_weights(decay), optax.scale_by_learning_rate(rate), *([last] if last else [])]
+    return split(optax.chain(*links), adamw(lambda n: ADAM_SHARE * rate(n), decay))
+
+
+def momentum() -> Link:
+    """Nesterov's, as in Muon."""
+    return optax.trace(MOMENTUM, nesterov=True)
+
+
+def muon(rate: Rate, decay: jax.Array, heads: int | None = None) -> Link:
+    """Muon, one matrix per kernel or per group of heads."""
+    return muon_like(rate, decay, momentum(), heads)
+
+
+def normuon(rate: Rate, decay: jax.Array) -> Link:
+    """Muon with neurons alike."""
+    return muon_like(rate, decay, momentum(), after=neurons_alike())
+
+
+def muonh(rate: Rate, decay: jax.Array) -> Link:
+    """Muon on spheres: each kernel keeps its Frobenius norm, and turns by the rate. Only other leaves decay.
+
+    Reference: Wen et al. 2026, arXiv 2606.16899.
+    """
+    return muon_like(rate, decay, momentum(), last=go.hyperball(MATRICES, learning_rate=rate))
+
+
+def soap_muon(rate: Rate, decay: jax.Array) -> Link:
+    """Muon of SOAP's steps."""
+    return muon_like(rate, decay, kronecker_soap())
+
+
+def polar_adamw(rate: Rate, decay: jax.Array) -> Link:
+    """Muon of Adam's steps. Reference: Zhang 2026, arXiv 2605.07067."""
+    return muon_like(rate, decay, optax.scale_by_adam(b1=MOMENTUM, b2=0.95))
+
+
+def kronecker_soap() -> Link:
+    """SOAP without a rate; the eigenbases are renewed every ten steps."""
+    return kronecker.kronecker(kronecker.basis, 10, adam=True)
+
+
+def soap(rate: Rate, decay: jax.Array) -> Link:
+    """SOAP for kernels, AdamW at the same rate elsewhere."""
+    matrices = optax.chain(kronecker_soap(), optax.add_decayed_weights(decay), optax.scale_by_learning_rate(rate))
+    return split(matrices, adamw(rate, decay))
+
+
+def symmetric(rate: Rate, decay: jax.Array) -> Link:
+    """Rules that commute with each leaf's symmetry: Muon in attention, and orders of units and of tokens elsewhere.
+
+    Gate and up are orthogonalised and their units made alike, down likewise along its inputs; rows of the embedding and
+    columns of the head, which are tokens, step by their momentum over its root mean square. Vectors get AdamW.
+
+    Reference: Lau and Su 2026, arXiv 2605.18106. Their variants are many; this is the one with a rule per leaf.
+    """
+    units = {"gate": 1, "up": 1, "down": 0}
+
+    def of_units(path: str) -> int | None:
+        return units.get(path.split("/")[-2])
+
+    def of_tokens(path: str) -> int | None:
+        return {"embedding": 0, "kernel": 1}.get(path.split("/")[-1])
+
+    share = lambda n: ADAM_SHARE * rate(n)  # noqa: E731
+    # A unit's update of root mean square 1 is √inputs as long as that of an orthogonal matrix.
+    evened = optax.chain(rows_alike(of_units), by_path(_as_long_as_orthogonal))
+    matrices = optax.chain(
+        momentum(), orthogonalised(), evened, optax.add_decayed_weights(decay), optax.scale_by_learning_rate(rate)
+    )
+    tokens = optax.chain(
+        momentum(), rows_alike(of_tokens), optax.add_decayed_weights(decay), optax.scale_by_learning_rate(share)
+    )
+
+    def labels(params: Tree) -> Tree:
+        def label(path: Any, x: jax.Array) -> str:
+            return "matrices" if is_matrix(path) else "tokens" if x.ndim == 2 else "vectors"
+
+        return jax.tree_util.tree_map_with_path(label, params)
+
+    return optax.partition({"matrices": matrices, "tokens": tokens, "vectors": adamw(share, decay)}, labels)
+
+
+def _as_long_as_orthogonal(path: str, x: jax.Array) -> jax.Array:
+    """Scales an MLP kernel's update to the length of its polar factor as `orthogonalised` returns it."""
+    if x.ndim != 2:
+        return x
+    inputs, outputs = x.shape
+    length = (min(inputs, outputs) * max(1.0, outputs / inputs)) ** 0.5
+    return x * length / (jnp.linalg.norm(x) + _TINY)
+
+
+def relative_adamw(rate: Rate, decay: jax.Array, gauges: Sequence[go.Gauge]) -> Link:
+    """AdamW with steps in units of the kernels they step."""
+    return optax.chain(
+        optax.scale_by_adam(b2=0.95), go.scale_by_relative_rms(gauges), optax.add_decayed_weights(decay),
+        optax.scale_by_learning_rate(rate),
+    )  # fmt: skip

@@ -375,12 +375,13 @@ def main(argv: Sequence[str] | None = None) -> Result:
 
 
 def fill(path: Path, result: Result, chosen: Sequence[Group], ladder: bool, stop_after: int | None) -> Result:
-    """Trains what is missing, group by group, saving every run."""
-    with tqdm(chosen, unit="sweep") as progress:
-        number = 0
-        for group in progress:
+    """Trains what is missing, group by group, saving every run; the ladder last, whose target needs other groups."""
+    passes = [(group, climb) for climb in ((False, True) if ladder else (False,)) for group in chosen]
+    number = 0
+    with tqdm(passes, unit="sweep") as progress:
+        for group, climb in progress:
             progress.set_description(" | ".join(map(str, group)))
-            while cells := missing(result, group, ladder):
+            while cells := missing(result, group, climb):
                 if stop_after is not None and number >= stop_after:
                     return result
                 result = save(path, cells[0], train(cells[0]))

@@ -1,0 +1,182 @@
+"""The comparison of optimizers: its links do what they say, and its sweeps end where they should."""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from benchmarks.track3 import __main__ as track3
+from benchmarks.track3 import arms, optimizers
+from examples.sweep import Result, key
+from models import lm
+
+CONFIG = lm.llama_config(vocab=7, d_model=8, layers=1, heads=2, kv_heads=2, d_head=4, d_ff=12, max_len=5)
+OUT, DOWN = ("blocks", 0, "attn", "out", "kernel"), ("blocks", 0, "mlp", "down", "kernel")
+
+
+def weights(seed: int = 0) -> Any:
+    """Of a small decoder."""
+    return lm.params_and_loss(CONFIG, jax.random.key(seed))[0]
+
+
+def leaf(tree: Any, path: tuple[Any, ...]) -> jax.Array:
+    """One leaf."""
+    for name in path:
+        tree = tree[name]
+    return tree
+
+
+def ways(arm: str) -> list[Any]:
+    """The quick way, and the slow ones."""
+    return [
+        pytest.param(arm, way, marks=() if way == arms.PLAIN else pytest.mark.slow, id=f"{arm}-{way}")
+        for way in arms.ARMS[arm].ways
+    ]
+
+
+@pytest.mark.parametrize(("arm", "way"), [case for arm in arms.ARMS for case in ways(arm)])
+def test_every_arm_lowers_the_loss(arm: str, way: str) -> None:
+    """Five steps on one batch, with kernels of zeros among them."""
+    params, loss = lm.params_and_loss(CONFIG, jax.random.key(0))
+    params["blocks"][0]["attn"]["out"]["kernel"] *= 0.0
+    tokens = jax.random.randint(jax.random.key(1), (4, 6), 0, CONFIG.vocab)
+    tx = arms.optimizer(arm, way, lambda n: jnp.float32(arms.ARMS[arm].middle / 2), 0.1, lm.gauges(CONFIG))
+
+    @jax.jit
+    def train(params: Any) -> tuple[jax.Array, Any]:
+        def step(_: int, carry: tuple[Any, Any]) -> tuple[Any, Any]:
+            params, state = carry
+            updates, state = tx.update(jax.grad(loss)(params, tokens), state, params)
+            return jax.tree.map(jnp.add, params, updates), state
+
+        after = jax.lax.fori_loop(0, 5, step, (params, tx.init(params)))[0]
+        return loss(after, tokens), after
+
+    before = loss(params, tokens)
+    end, after = train(params)
+    assert end < before
+    assert bool(jnp.any(leaf(after, OUT) != 0))
+
+
+def test_matrices_are_kernels_groups_of_heads_or_heads() -> None:
+    """Every matrix that an arm names ends with singular values near √max(1, outputs/inputs)."""
+    noise = jax.tree.map(lambda x: jax.random.normal(jax.random.key(1), x.shape), weights())
+    for heads, shape in ((None, (1, 8, 8)), (2, (1, 8, 8)), (1, (2, 4, 8))):
+        step = optimizers.orthogonalised(heads)
+        out = leaf(step.update(noise, step.init(noise))[0], OUT)
+        sizes = np.linalg.svd(np.asarray(out).reshape(shape), compute_uv=False)
+        factor = max(1.0, shape[2] / shape[1]) ** 0.5
+        np.testing.assert_allclose(sizes / factor, 1.0, atol=0.35)
+
+
+def test_neurons_are_made_alike_and_the_kernel_keeps_its_length() -> None:
+    """After the first step every neuron's update is as long as the next."""
+    noise = {"blocks": jax.tree.map(lambda x: jax.random.normal(jax.random.key(1), x.shape), weights()["blocks"])}
+    kernels = jax.tree_util.tree_map_with_path(lambda path, x: x if optimizers.is_matrix(path) else None, noise)
+    link = optimizers.neurons_alike()
+    after = leaf(link.update(kernels, link.init(kernels))[0], DOWN)
+    lengths = jnp.linalg.norm(after, axis=0)
+    np.testing.assert_allclose(lengths, lengths[0], rtol=1e-5)
+    np.testing.assert_allclose(jnp.linalg.norm(after), jnp.linalg.norm(leaf(kernels, DOWN)), rtol=1e-5)
+
+
+def test_natural_steps_have_the_rate_s_length_and_neurons_stay_within_one() -> None:
+    """Also from zero, and also where the inner optimizer's steps are a thousand times as long."""
+    params = jax.tree.map(lambda x: 0.0 * x, weights())
+    gradient = jax.tree.map(lambda x: 1e3 * jax.random.normal(jax.random.key(1), x.shape), params)
+    tx = optimizers.natural(optimizers.muon(lambda n: 0.3, 0.0), lambda n: jnp.float32(0.3))
+    state = tx.init(params)
+    for number in range(5):
+        updates, state = tx.update(gradient, state, params)
+        params = jax.tree.map(jnp.add, params, updates)
+        lengths = jnp.linalg.norm(leaf(params, DOWN), axis=0)
+        np.testing.assert_allclose(lengths, min(1.0, 0.3 * (number + 1)), rtol=1e-3)
+
+
+def test_rows_are_made_alike() -> None:
+    """A token's row of the embedding has a root mean square of 1, whatever its gradient's size."""
+    link = optimizers.rows_alike(lambda path: 0)
+    update = {"embedding": jnp.array([[3.0, -3.0], [1e-3, 1e-3]])}
+    np.testing.assert_allclose(link.update(update, link.init(update))[0]["embedding"], [[1, -1], [1, 1]], rtol=1e-5)
+
+
+# Sweeps -------------------------------------------------------------------------------------------------
+
+MUON = track3.Group(64, "lecun", "Muon", "plain")
+
+
+def curve(cell: track3.Cell) -> float:
+    """A loss that is least at a rate of 0.25, a decay of 0.4 and many steps."""
+    _, _, arm, _, steps, decay, rate, seed = cell
+    noise = 1e-3 * ((seed * 7919) % 11 - 5)
+    gain = 0.2 if arm == "Muon" else 0.0
+    return 2.0 - gain + 0.1 * math.log(rate / 0.25) ** 2 - 0.1 * decay + noise - 0.5 * math.log(steps / 400)
+
+
+def filled(chosen: list[track3.Group], ladder: bool = False) -> tuple[Result, int]:
+    """A result of which all runs are made up, and their number; the ladder needs the losses of all arms."""
+    result: Result = {"cells": {}, "seeds": list(track3.SEEDS), "machine": "none", "settings": {}, "versions": {}}
+    for climb in (False, True) if ladder else (False,):
+        for group in chosen:
+            while cells := track3.missing(result, group, climb):
+                result["cells"][key(cells[0])] = {"validation": curve(cells[0]), "seconds": 1.0}
+    return result, len(result["cells"])
+
+
+def test_a_sweep_ends_with_its_best_inside() -> None:
+    """Five rates of one seed, two more decays, two more seeds."""
+    result, count = filled([MUON])
+    rates, missing = track3.swept_rates(result, MUON)
+    assert list(rates) == [0.016, 0.04, 0.1, 0.25, 0.62] and not missing
+    assert track3.best(result, MUON) == (0.4, 0.25)
+    assert count == 5 + 2 + 2
+    assert len(track3.at_best(result, MUON) or []) == 3
+
+
+def test_a_sweep_gives_up_where_rates_never_get_worse(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And says so in the table."""
+    monkeypatch.setattr(f"{__name__}.curve", lambda cell: 1.0 / cell[6])
+    result, _ = filled([MUON])
+    assert len(track3.swept_rates(result, MUON)[0]) == 3 + track3.MOST
+    assert ", an end" in track3.section(result)
+
+
+def test_a_diverged_run_is_no_best(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It counts as infinite."""
+    result, _ = filled([MUON])
+    result["cells"][key(MUON.cell(0.1, 0.25, 42))]["validation"] = None
+    assert (track3.best(result, MUON) or (0, 0))[1] != 0.25
+
+
+def test_the_ladder_finds_the_fewest_steps() -> None:
+    """AdamW's loss in 400 steps takes Muon 400·exp(−0.2/0.5) = 268 steps, and the next rung that is clear of it."""
+    plain = [track3.Group(64, "lecun", name, "plain") for name in ("AdamW", "Muon", "NorMuon")]
+    result, _ = filled(plain, ladder=True)
+    assert track3.fewest(result, MUON) == (283, None)
+    assert track3.fewest(result, plain[0]) == (476, None)
+
+
+def test_the_table_has_scores_and_a_sentence(tmp_path: Any) -> None:
+    """A made-up result in which Muon leads."""
+    chosen = [
+        track3.Group(size, start, name, "plain")
+        for size in track3.STEPS for start in track3.STARTS for name in ("AdamW", "Muon", "NorMuon")
+    ]  # fmt: skip
+    result, _ = filled(chosen)
+    text = track3.section(result)
+    assert text.count("| Muon |") == 6 and "not run" in text
+    assert "Never behind the better of the two by as much: none." in text
+    track3.figure(result, tmp_path / "figure.png")
+    assert (tmp_path / "figure.png").stat().st_size > 10_000
+
+
+def test_a_run_is_saved_and_gone_on_from(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two runs, then one more; none twice."""
+    trained = []
+    monkeypatch.setattr(track3, "train", lambda cell: trained.append(cell) or {"validation": curve(cell), "seconds": 0})
+    args = ["--out", str(tmp_path), "--sizes", "64", "--starts", "lecun", "--arms", "Muon", "--ways", "plain"]
+    track3.main([*args, "--stop-after", "2"])
+    assert len(track3.main([*args, "--stop-after", "1"])["cells"]) == len(set(trained)) == 3

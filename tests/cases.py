@@ -16,7 +16,7 @@ from flax import nnx
 
 import gauge_optax as go
 from gauge_optax.gauges.gauge import BlockGauge, Gauge
-from models import lm
+from models import latent, lm
 from tests.gauges.user_gauges import Translation
 
 Tree = Any
@@ -117,6 +117,13 @@ def lm_parts(config: lm.LMConfig) -> tuple[Tree, Callable[[Tree, np.ndarray], ja
 def _fixed(*shape: int) -> np.ndarray:
     """The same inputs for every call."""
     return np.random.default_rng(0).normal(size=shape)
+
+
+LATENT = {"fused": latent.LatentConfig(fused=True), "split": latent.LatentConfig(gated=False)}
+
+
+def _latent_loss(layout: str, p: Tree) -> jax.Array:
+    return jnp.mean(jnp.square(latent.outputs(LATENT[layout], p, jnp.asarray(_fixed(2, 5, 8), float)) - 1.0))
 
 
 def _square(x: jax.Array) -> jax.Array:
@@ -681,6 +688,20 @@ GAUGE_CASES: tuple[GaugeCase, ...] = (
         dim=45,
     ),
     GaugeCase(
+        "product/latent_fused",  # norms 8 + 7 + 6 + 8, query-key 6, rotary 1, values 8, experts 15, router 8
+        lambda: latent.gauges(LATENT["fused"], linear=False),
+        functools.partial(_normal, LATENT["fused"].shapes),
+        functools.partial(_latent_loss, "fused"),
+        dim=67,
+    ),
+    GaugeCase(
+        "product/latent_split",  # values and outputs 12, because there is no gate
+        lambda: latent.gauges(LATENT["split"], linear=False),
+        functools.partial(_normal, LATENT["split"].shapes),
+        functools.partial(_latent_loss, "split"),
+        dim=71,
+    ),
+    GaugeCase(
         "product/chain",
         lambda: [
             go.rescale({"w1": "_ channel"}, {"w2": "channel _"}),
@@ -732,9 +753,7 @@ FLAT_CASES: tuple[GaugeCase, ...] = (
     GaugeCase(
         "bias_absorption/value_gqa",  # two query heads read each value head
         lambda: [
-            go.bias_absorption(
-                {"value/bias": "head entry"}, {"out/kernel": "(head _) entry _"}, {"out/bias": "_"}
-            )
+            go.bias_absorption({"value/bias": "head entry"}, {"out/kernel": "(head _) entry _"}, {"out/bias": "_"})
         ],
         _params(value__kernel=(6, 2, 4), value__bias=(2, 4), out__kernel=(4, 4, 6), out__bias=(6,)),
         _value_bias_loss,
@@ -802,7 +821,9 @@ FLAT_CASES: tuple[GaugeCase, ...] = (
         "norm_read_shift/one_plus_bias",
         lambda: [
             go.norm_read_shift(
-                {"query/kernel": "channel _ _", "up/kernel": "channel _"}, {"scale": "1+ channel"}, {"bias": "channel"},
+                {"query/kernel": "channel _ _", "up/kernel": "channel _"},
+                {"scale": "1+ channel"},
+                {"bias": "channel"},
                 {"query/bias": "_ _", "up/bias": "_"},
             ),
             go.norm_scale(
@@ -933,7 +954,8 @@ DISCRETE_CASES: tuple[GaugeCase, ...] = (
         lambda: [
             go.permutation({"w1": "_ channel", "w2": "channel _"}),
             go.permutation({"w2": "_ channel", "w3": "channel _"}),
-            go.rescale({"w1": "_ channel"}, {"w2": "channel _"}), go.rescale({"w2": "_ channel"}, {"w3": "channel _"}),
+            go.rescale({"w1": "_ channel"}, {"w2": "channel _"}),
+            go.rescale({"w2": "_ channel"}, {"w3": "channel _"}),
         ],
         _params(w1=(6, 5), w2=(5, 4), w3=(4, 6)),
         _chain_loss,

@@ -10,6 +10,7 @@ OTHER_OPTIMIZER = "the same promise around another optimizer"
 LONG = "long for what it adds to the quick tests beside it"
 
 SLOW: dict[str, str] = {
+    "*[[]*product/latent_split*": OTHER_NET,
     "gauges/test_conformance.py::test_*-float32]": OTHER_PRECISION,
     "test_slice.py::test_the_same_optimizers_alone_tell_twins_apart[[][!al]*": OTHER_OPTIMIZER,
     "test_slice.py::test_the_same_optimizers_alone_tell_twins_apart[[]adafactor]": OTHER_OPTIMIZER,

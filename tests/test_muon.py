@@ -1,13 +1,20 @@
 """Muon inside a quotient: one matrix per head, or several, beside what Optax does with the same matrices."""
 
+import dataclasses
+from typing import Any
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from optax.contrib import MuonDimensionNumbers
 
 import gauge_optax as go
-from models import lm
+from gauge_optax.optimizers.polar import polar_of
+from gauge_optax.slice import Slice
+from models import latent, lm
+from tests.cases import _normal
 from tests.quick import jit
 from tests.tolerances import tolerance
 
@@ -70,3 +77,115 @@ def test_under_qk_norm_queries_are_matrices_per_head() -> None:
     muon = after.inner_state.inner_state.inner_states["muon"]
     moments = muon.inner_state[0].mu["blocks"][0]["attn"]
     assert moments["query"]["kernel"].shape == (6, 2, 4)
+
+
+# Latent attention, gates, experts ---------------------------------------------------------------------
+
+LATENT = latent.LatentConfig()
+FUSED = dataclasses.replace(LATENT, fused=True)
+# Of 2 heads: how many matrices, of how many rows and columns. By hand, from the tree in `models/latent.py`.
+ROUTED = {
+    "attn/q_a/kernel": (1, 8, 7), "attn/q_b/kernel": (2, 7, 5), "attn/kv_a/kernel": (1, 8, 8),
+    "attn/kv_b/kernel": (2, 6, 7), "attn/gate/kernel": (2, 8, 4), "attn/out/kernel": (2, 4, 8),
+    "moe/gate": (3, 8, 5), "moe/up": (3, 8, 5), "moe/gate_up": (6, 8, 5), "moe/down": (3, 5, 8),
+}  # fmt: skip
+
+
+def _latent(config: latent.LatentConfig, seed: int) -> Any:
+    """Weights; a fused tree has the numbers of the split one."""
+    tree = _normal(dataclasses.replace(config, fused=False).shapes, jax.random.key(seed))
+    if config.fused:
+        attn, moe = tree["attn"], tree["moe"]
+        for name in ("q_b", "kv_b", "gate"):
+            attn[name]["kernel"] = attn[name]["kernel"].reshape(attn[name]["kernel"].shape[0], -1)
+        attn["out"]["kernel"] = attn["out"]["kernel"].reshape(-1, config.d_model)
+        moe["gate_up"] = jnp.concatenate([moe.pop("gate"), moe.pop("up")], -1)
+    return tree
+
+
+def _muon(config: latent.LatentConfig, **options: Any) -> optax.GradientTransformation:
+    sizes = {"head": config.heads} if config.fused else None
+    return go.quotient_muon(0.1, latent.gauges(config), labels=latent.muon_labels(config), sizes=sizes, **options)
+
+
+@pytest.mark.parametrize("config", [LATENT, FUSED], ids=["split", "fused"])
+@pytest.mark.parametrize("order", [1, -1])
+def test_latent_attention_and_experts_are_routed_by_hand(config: latent.LatentConfig, order: int) -> None:
+    """Whatever the order of the gauges; the router is Adam's, because a logit shift binds it."""
+    params, gauges = _latent(config, 0), latent.gauges(config)[::order]
+    polar = polar_of("test", "standard", None, 0.9, 1e-8, "width", latent.muon_labels(config), sizes={"head": 2})
+    read = polar.matrices(Slice.of(go.product(gauges).parts, params), params)
+    expected = {path: ROUTED[path] for path in config.shapes if len(config.shapes[path]) > 1 and "router" not in path}
+    assert {path: (m.count, m.fan_in, m.fan_out) for path, m in read.items()} == expected
+
+
+def test_fused_kernels_get_the_steps_of_split_ones(x64: None) -> None:
+    """Three steps; the same function in two trees."""
+    found = []
+    for config in (LATENT, FUSED):
+        params, tx = _latent(config, 0), _muon(config)
+        state, update = jit(tx.init)(params), jit(tx.update)
+        for n in range(3):
+            updates, state = update(_latent(config, n + 1), state, params)
+            params = optax.apply_updates(params, updates)
+        found.append(params)
+    split, fused = found
+    for name in ("q_a", "q_b", "kv_a", "kv_b", "gate", "out"):
+        a, b = (tree["attn"][name]["kernel"] for tree in (split, fused))
+        np.testing.assert_allclose(a.reshape(b.shape), b, atol=1e-11)
+    both = jnp.concatenate([split["moe"]["gate"], split["moe"]["up"]], -1)
+    np.testing.assert_allclose(both, fused["moe"]["gate_up"], atol=1e-11)
+
+
+@pytest.mark.parametrize("config", [LATENT, FUSED], ids=["split", "fused"])
+def test_twins_with_latent_attention_stay_twins(config: latent.LatentConfig, x64: None) -> None:
+    """Ten steps of quotient_muon; Optax's Muon tells the twins apart at once."""
+    x, y = (jnp.asarray(np.random.default_rng(n).normal(size=(2, 5, 8))) for n in range(2))
+    params, group = _latent(config, 0), go.product(latent.gauges(config))
+    twin = group.act(group.sample(jax.random.key(1), params, 0.5), params)
+
+    def losses(tx: optax.GradientTransformation, params: Any) -> list[float]:
+        @jit
+        def step(params: Any, state: Any) -> tuple[Any, Any, jax.Array]:
+            value, grads = jax.value_and_grad(lambda p: jnp.mean(jnp.square(latent.outputs(config, p, x) - y)))(params)
+            updates, state = tx.update(grads, state, params)
+            return optax.apply_updates(params, updates), state, value
+
+        state, values = jit(tx.init)(params), []
+        for _ in range(10):
+            params, state, value = step(params, state)
+            values.append(float(value))
+        return values
+
+    plain = optax.contrib.muon(0.1)
+    assert not np.allclose(losses(plain, params), losses(plain, twin), rtol=1e-2)
+    np.testing.assert_allclose(losses(_muon(config), params), losses(_muon(config), twin), rtol=1e-9)
+
+
+@pytest.mark.parametrize("config", [LATENT, FUSED], ids=["split", "fused"])
+def test_grouped_heads_of_a_label(config: latent.LatentConfig) -> None:
+    """The entries behind the axis of heads join it."""
+    params, path = _latent(config, 0), "attn/gate/kernel"
+    polar = polar_of("test", "standard", None, 0.9, 1e-8, "width", latent.muon_labels(config), sizes={"head": 2})
+    read = polar.matrices(Slice.of(go.product(latent.gauges(config)).parts, params), params)[path].grouped(path, 2)
+    kernel = params["attn"]["gate"]["kernel"]
+    np.testing.assert_array_equal(read.view(kernel), kernel.reshape(1, 8, 8))
+    np.testing.assert_array_equal(read.leaf(read.view(kernel)), kernel)
+
+
+@pytest.mark.parametrize(
+    ("labels", "text"),
+    [
+        ({"attn/gate/kernel": "head _ size"}, "describes no matrices"),
+        ({"attn/gate/kernel": "_ _ _"}, "describes no matrices"),
+        ({"attn/q_b/kernel": "_ head _"}, "rotations say which matrices there are"),
+        ({"attn/gate/kernel": "_ head"}, "axes"),
+        ({"attn/gate/kernel": "_ (head"}, "malformed"),
+        ({"attn/gates/kernel": "_ head _"}, "no leaf matches"),
+        ({"attn/gate/kernel": "matrix"}, "axes such as"),
+    ],
+)
+def test_labels_that_describe_nothing_are_refused(labels: dict[str, str], text: str) -> None:
+    with pytest.raises(ValueError, match=text) as error:
+        go.quotient_muon(0.1, latent.gauges(LATENT), labels=labels).init(_latent(LATENT, 0))
+    assert "remedy:" in str(error.value)

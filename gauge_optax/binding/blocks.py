@@ -135,11 +135,13 @@ class Block:
         # The caller's order of names need not be the leaf's.
         order = sorted(range(len(named)), key=lambda k: labels.index(named[k]))
         out = jnp.transpose(value, order).reshape(
-            [n if label in named else 1 for n, label in zip(lengths, labels, strict=True)])
+            [n if label in named else 1 for n, label in zip(lengths, labels, strict=True)]
+        )
         # An axis of the leaf has size 1 unless the result varies along it; XLA then never stores the repeated values.
         varies = [
             window != ((0, n),) or any(labels[k] in named or selected[k] != ((0, self.split[k]),) for k in group)
-            for group, window, n in zip(self.groups, self.windows, self.shape, strict=True)]
+            for group, window, n in zip(self.groups, self.windows, self.shape, strict=True)
+        ]
         split_varies = [flag for flag, group in zip(varies, self.groups, strict=True) for _ in group]
         out = jnp.broadcast_to(out, [n if flag else 1 for n, flag in zip(lengths, split_varies, strict=True)])
         out = _padded(out, selected, self.split, split_varies, elsewhere)
@@ -269,8 +271,12 @@ def resolve_block(gauge: str, site: Site, split: tuple[int, ...]) -> Block:
     for part, length in zip(plan.parts, split, strict=True):
         if part.shortest > length:
             raise binding_error(
-                gauge, f"index out of range, '{part.text}' at '{site.path}'", f"length {length} in shape {site.shape}",
-                f"at least {part.shortest}, axes \"{site.axes}\"", "correct the index, or the sizes of its group")
+                gauge,
+                f"index out of range, '{part.text}' at '{site.path}'",
+                f"length {length} in shape {site.shape}",
+                f'at least {part.shortest}, axes "{site.axes}"',
+                "correct the index, or the sizes of its group",
+            )
         index.append(part.pick if part.pick is not None else part.ranges or ((0, length),))
     labels = tuple(part.name for part in plan.parts if part.pick is None)
     return Block(site.path, site.role, site.axes, site.shape, split, tuple(index), labels, plan.one_plus, plan.ranges)

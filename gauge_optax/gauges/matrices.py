@@ -79,6 +79,11 @@ class Matrices:
         )
 
     @property
+    def count(self) -> int:
+        """Number of matrices."""
+        return math.prod(self.split[k] for k in self.batch)
+
+    @property
     def fan_in(self) -> int:
         """Number of rows of one matrix."""
         return math.prod(self.split[k] for k in self.rows)
@@ -120,13 +125,17 @@ def matrices_of(instances: Iterable[Any]) -> dict[str, Matrices]:
       An entry for every leaf that is a matrix to a gauge that binds it, and none for vectors (biases, norms' scales).
     """
     answers = [(block.path, instance.matrices(block)) for instance in instances for block in instance.blocks]
-    read: dict[str, Matrices | None] = {}
+    read: dict[str, tuple[int, Matrices | None]] = {}
     for path, (priority, reading) in sorted((row for row in answers if row[1] is not None), key=lambda row: row[1][0]):
         # Answers come by priority (`Instance.matrices`); the first wins. A rotation's bias stays no matrix, even if a
         # scale moves it too, unless that is a scale per head (priority 1).
-        if path not in read or (priority == 1 and read[path] is None):
-            read[path] = reading
-    return {path: reading for path, reading in read.items() if reading is not None}
+        first, known = read.setdefault(path, (priority, reading))
+        # Of equal answers the one with more matrices wins, whatever the order of the gauges: a norm reads a stack of
+        # experts as one matrix, because it cannot name them, where a rescale of their units does.
+        finer = priority == first and known is not None and reading is not None and reading.count > known.count
+        if finer or (priority == 1 and known is None):
+            read[path] = priority, reading
+    return {path: reading for path, (_, reading) in read.items() if reading is not None}
 
 
 def _on_whole_axes(block: Block) -> Block | None:
@@ -175,6 +184,27 @@ def channel_matrices(block: Block, names: tuple[str, ...]) -> Matrices | None:
     if at is None or (named != "channel" and free and free[0] < at < free[-1]):
         return _between(whole, free[-1:], free[:-1])
     return _between(whole, [at], free)
+
+
+def labelled_matrices(block: Block) -> Matrices | None:
+    """Returns matrices as a user's axes describe them; None if they do not leave one side on each of two axes.
+
+    The free parts `_` of one axis of the leaf are the rows, those of a later axis the columns. Everything that has a
+    name, or an index, counts matrices.
+    """
+    whole = _on_whole_axes(block)
+    if whole is None:
+        return None
+    labels = whole.split_labels
+    sides = [free for group in whole.groups if (free := [k for k in group if labels[k] == "_"])]
+    if len(sides) != 2:
+        return None
+    made = _between(whole, *sides)
+    if made is None or made.heads is None:
+        return made
+    # The entries of a head stand behind its axis.
+    entries = made.rows if made.heads[0] < made.rows[0] else made.columns
+    return dataclasses.replace(made, heads=(made.heads[0], entries))
 
 
 def _between(block: Block, one: Sequence[int], other: Sequence[int]) -> Matrices | None:

@@ -1,5 +1,6 @@
 """Whole optimizers: DDC's, and `quotient` around AdamW and Muon, with the argument names and defaults of Optax's."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -137,6 +138,7 @@ def ddc_muon(
     consistent_rms: Scalar | None = None,
     scale: str | Scalar = "width",
     labels: Labels = None,
+    sizes: Mapping[str, int] | None = None,
     preset: str | None = None,
     match: str = "adamw",
     vertical: str = "frozen",
@@ -168,6 +170,7 @@ def ddc_muon(
       consistent_rms: optax's name for a number as `scale`; it excludes another `scale`.
       scale: see `scale_by_scaled_polar`.
       labels: see `scale_by_scaled_polar`.
+      sizes: see `scale_by_scaled_polar`.
       preset: "paper" for appendix B to the letter: B.10 and Table 1's routing for matrices, `ddc_adamw`'s preset for
         all else; without Nesterov momentum, and with ns_coeffs="sharp".
       match: see `add_gauge_decay`.
@@ -201,7 +204,7 @@ def ddc_muon(
       are left out, because a dual norm per leaf and a scale per row differ between twins.
     """
     group = _group("ddc_muon", learning_rate, gauges)
-    polar = polar_of("ddc_muon", ns_coeffs, ns_steps, beta, eps, scale, labels, preset, consistent_rms)
+    polar = polar_of("ddc_muon", ns_coeffs, ns_steps, beta, eps, scale, labels, preset, consistent_rms, sizes)
     options = checked_options(
         "ddc_muon", adam_b1, adam_b2, eps, adam_eps_root, mu_dtype, nesterov and preset is None, vertical,
         "per_head_scalar", radial, radial_scale, 0.0 if scale_floor is None else scale_floor,
@@ -344,6 +347,7 @@ def quotient_muon(
     consistent_rms: Scalar | None = None,
     scale: str | Scalar = "width",
     labels: Labels = None,
+    sizes: Mapping[str, int] | None = None,
     heads_per_matrix: int | None = None,
     hold: bool = True,
     pin: bool = False,
@@ -375,6 +379,7 @@ def quotient_muon(
       consistent_rms: optax's name for a number as `scale`; it excludes another `scale`.
       scale: see `scale_by_scaled_polar`.
       labels: see `scale_by_scaled_polar`.
+      sizes: see `scale_by_scaled_polar`.
       heads_per_matrix: how many neighbouring heads make one matrix; 1 by default. It must not be traced.
       hold: see `quotient`.
       pin: see `quotient`.
@@ -400,7 +405,7 @@ def quotient_muon(
     Reference: Jordan et al. 2024 (Muon); DDC B.10 for heads; `optax.contrib.muon` for names and defaults.
     """
     group = _group("quotient_muon", learning_rate, gauges)
-    polar = polar_of("quotient_muon", ns_coeffs, ns_steps, beta, eps, scale, labels, consistent_rms=consistent_rms)
+    polar = polar_of("quotient_muon", ns_coeffs, ns_steps, beta, eps, scale, labels, None, consistent_rms, sizes)
     tail = optax.add_decayed_weights(weight_decay, weight_decay_mask), optax.scale_by_learning_rate(learning_rate)
     adam_rate = learning_rate if adam_learning_rate is None else adam_learning_rate
     adam = optax.adamw(adam_rate, adam_b1, adam_b2, eps, adam_eps_root, mu_dtype, adam_weight_decay, nesterov=nesterov)

@@ -8,6 +8,7 @@ are along the orbit, the set of all twins of a point; the rest is *horizontal*.
 References: DDC §3, B.1–B.10.
 """
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -191,6 +192,7 @@ def scale_by_scaled_polar(
     nesterov: bool = True,
     scale: str | Scalar = "width",
     labels: Labels = None,
+    sizes: Mapping[str, int] | None = None,
     preset: str | None = None,
     adam_b1: Scalar = 0.9,
     adam_b2: Scalar = 0.999,
@@ -218,7 +220,10 @@ def scale_by_scaled_polar(
       scale: what multiplies a polar factor. "width": √max(1, outputs/inputs), the default of `optax.contrib.muon`;
         "rms": ‖M‖_F/√rank, the size of the moment (DDC B.10); "none": 1; a number: √max(inputs, outputs) times it,
         which makes it the RMS of the step (`consistent_rms` of optax).
-      labels: path pattern → "muon" or "adam", for leaves that the rule above should not decide. Later patterns win.
+      labels: path pattern → "muon", "adam" or axes, for leaves that the rule above should not decide. Later patterns
+        win. Axes say which matrices a leaf holds: `_` stands in two axes, for rows and for columns, and names count
+        matrices: "_ head _" for a gate per head, "expert _ _" for stacked experts.
+      sizes: lengths of axes inside `(a b)` in `labels` that shapes do not fix.
       preset: "paper" does what DDC does: only rotations make matrices (Table 1), `scale` is "rms" and ns_coeffs "sharp"
         (B.10), without Nesterov momentum; all other leaves as under the preset of `scale_by_ddc`.
       adam_b1: decay of Adam's first moments.
@@ -235,8 +240,9 @@ def scale_by_scaled_polar(
       `optax.MaskedNode` for every matrix, as in `optax.contrib.muon`.
 
     Raises:
-      ValueError: a mode that does not exist; a label that is neither "muon" nor "adam", or that matches no leaf; "muon"
-        for a leaf that is no matrix; bindings that do not fit; `update` without params.
+      ValueError: a mode that does not exist; a label that is neither "muon" nor "adam" nor axes, or that matches no
+        leaf; "muon" for a leaf that is no matrix; axes without two sides, or for a leaf that a rotation binds; bindings
+        that do not fit; `update` without params.
 
     >>> gauge = go.head_rotation({"query": "_ head basis", "key": "_ head basis"})
     >>> keys = jax.random.split(jax.random.key(0), 4)
@@ -257,7 +263,7 @@ def scale_by_scaled_polar(
       it; rescales make matrices too.
     """
     group = product(gauges)
-    polar = polar_of("scale_by_scaled_polar", ns_coeffs, ns_steps, beta, eps, scale, labels, preset)
+    polar = polar_of("scale_by_scaled_polar", ns_coeffs, ns_steps, beta, eps, scale, labels, preset, sizes=sizes)
     options = checked_options(
         "scale_by_scaled_polar", adam_b1, adam_b2, eps, adam_eps_root, mu_dtype, nesterov and preset is None, vertical,
         "per_head_scalar", radial, radial_scale, scale_floor,

@@ -12,9 +12,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from gauge_optax.binding import binding_error, leaves_by_path
+from gauge_optax.binding import BlockSpec, bind_leaf, binding_error, frozen_sizes, leaves_by_path
+from gauge_optax.binding.axes import parse_axes
 from gauge_optax.binding.paths import match, nearest
-from gauge_optax.gauges.matrices import Matrices, matrices_of, matrix
+from gauge_optax.binding.specs import Sizes
+from gauge_optax.gauges.matrices import Matrices, labelled_matrices, matrices_of, matrix
 from gauge_optax.linalg import Coefficients, Schedule, ns_schedule, polar
 from gauge_optax.slice import Slice
 from gauge_optax.transformation import require_choice
@@ -34,7 +36,8 @@ class Polar:
       eps: added to the norm ‖M‖_F by which a first moment M is divided.
       schedule: the polynomials of the Newton–Schulz iteration, one per step.
       scale: "width", "rms", "none", or the RMS of a step.
-      labels: the user's pairs of a path pattern and "muon" or "adam", in order.
+      labels: the user's pairs of a path pattern and "muon", "adam" or axes, in order.
+      sizes: lengths of axes in labels that shapes do not fix.
       rotations_alone: whether a leaf without a label is a matrix only where a rotation binds it.
     """
 
@@ -44,12 +47,14 @@ class Polar:
     schedule: Schedule
     scale: str | Scalar
     labels: tuple[tuple[str, str], ...]
+    sizes: Sizes
     rotations_alone: bool
 
     def matrices(self, s: Slice, params: optax.Params) -> dict[str, Matrices]:
         """Returns leaf path → how it is read, for the leaves that are stepped by their polar factor.
 
-        Raises ValueError for a label that matches no leaf, and for a leaf that is labelled "muon" but is no matrix.
+        Raises ValueError for a label that matches no leaf, for a leaf that is labelled "muon" but is no matrix, and for
+        axes that do not fit a leaf, describe no matrices, or contradict a rotation.
         """
         leaves, read = leaves_by_path(params), matrices_of(s.instances)
         rotated = {path for turn in s.turns for path in turn.paths}
@@ -66,7 +71,10 @@ class Polar:
                     "nearest " + ", ".join(path for path, _ in near) if near else "no leaves",
                     "a pattern of at least one leaf", f"write '{near[0][1]}'" if near else "drop the label",
                 )  # fmt: skip
-            muon = muon | hits if label == "muon" else muon - hits
+            muon = muon - hits if label == "adam" else muon | hits
+            if _is_axes(label):
+                for path in sorted(hits):
+                    read[path] = self._labelled(pattern, label, path, leaves[path].shape, path in rotated)
         # If gauges bind a leaf but do not read it as matrices, it is a bias or a norm's scale, whatever its shape.
         vectors = rotated | {path for i in s.instances if i.log_step and i.sides for path in i.paths}
         for path in (path for path in leaves if path in muon and path not in read):
@@ -80,6 +88,20 @@ class Polar:
                 )  # fmt: skip
             read[path] = matrix(shape)
         return {path: read[path] for path in leaves if path in muon}
+
+    def _labelled(self, pattern: str, axes: str, path: str, shape: tuple[int, ...], rotated: bool) -> Matrices:
+        """Returns how the user's axes read a leaf."""
+        block = bind_leaf(self.name, BlockSpec("labels", pattern, axes), path, shape, dict(self.sizes))
+        reading = None if block is None or rotated else labelled_matrices(block)
+        if reading is None:
+            raise binding_error(
+                self.name, f"the label of '{path}' describes no matrices",
+                f'"{axes}" for shape {shape}' + (", and a rotation that binds the leaf" if rotated else ""),
+                "'_' in two axes of a leaf that no rotation binds, for rows and columns, and names that count matrices",
+                "drop the label: rotations say which matrices there are" if rotated else
+                'write for example "_ head _", or "_ (head _)" and sizes={"head": 12}',
+            )  # fmt: skip
+        return reading
 
     def steps(self, matrices: Mapping[str, Matrices], mean: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
         """Returns every leaf's scaled polar factor; zero where the moment is zero.
@@ -114,6 +136,7 @@ def polar_of(
     labels: Labels,
     preset: str | None = None,
     consistent_rms: Scalar | None = None,
+    sizes: Mapping[str, int] | None = None,
 ) -> Polar:
     """Makes a `Polar` from the arguments that `scale_by_scaled_polar` and the aliases share.
 
@@ -142,10 +165,20 @@ def polar_of(
             'write inject_hyperparams(..., static_args=("ns_steps",)), or give ns_coeffs one tuple per step',
         )  # fmt: skip
     for pattern, label in (labels or {}).items():
-        if label not in ("muon", "adam"):
+        if _is_axes(label):
+            parse_axes(name, pattern, label)
+        elif label not in ("muon", "adam"):
             raise binding_error(
-                name, f"bad label of '{pattern}'", repr(label), "'muon' or 'adam'",
+                name, f"bad label of '{pattern}'", repr(label), "'muon', 'adam', or axes such as '_ head _'",
                 f"write labels={{{pattern!r}: 'adam'}}",
             )  # fmt: skip
     schedule = ns_schedule(ns_coeffs, 5 if ns_steps is None else ns_steps)
-    return Polar(name, beta, eps, schedule, scale, tuple((labels or {}).items()), rotations_alone=preset is not None)
+    return Polar(
+        name, beta, eps, schedule, scale, tuple((labels or {}).items()), frozen_sizes(name, sizes),
+        rotations_alone=preset is not None,
+    )  # fmt: skip
+
+
+def _is_axes(label: str) -> bool:
+    """Whether a label is an axes string, which has at least two axes."""
+    return isinstance(label, str) and " " in label

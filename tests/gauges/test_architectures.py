@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 
 import gauge_optax as go
+from models import latent
+from tests.cases import _normal
 
 Params = dict[str, jax.Array]
 TOKENS, WIDTH, HEADS, BASIS, HIDDEN, VOCAB, EXPERTS = 7, 8, 2, 4, 6, 9, 5
@@ -217,3 +219,20 @@ def test_a_finite_move_keeps_the_function_where_the_symmetry_holds(row: Row, x64
     before, after = row.fn(params), row.fn(moved)
     change = float(jnp.max(jnp.abs(after - before)) / jnp.max(jnp.abs(before)))
     assert change < 1e-12 if row.holds else change > 1e-3
+
+
+LATENT = latent.LatentConfig(gated=False, rotary=4)
+SHARED_KEY = {"attn/q_b/kernel": "_ _ basis=3:7", "attn/kv_a/kernel": "_ basis=6:10"}
+
+
+@pytest.mark.parametrize(
+    ("gauges", "holds"),
+    [(latent.gauges(LATENT), True), ([go.head_rotation(SHARED_KEY)], False)],
+    ids=["list", "rotation"],
+)
+def test_latent_attention_has_a_torus_and_no_rotation(gauges: list[go.Gauge], holds: bool, x64: None) -> None:
+    params, group = _normal(LATENT.shapes, jax.random.key(1)), go.product(gauges)
+    moved = group.act(group.sample(jax.random.key(0), params), params)
+    before, after = (latent.outputs(LATENT, p, jnp.asarray(INPUTS)[None]) for p in (params, moved))
+    change = float(jnp.max(jnp.abs(after - before)) / jnp.max(jnp.abs(before)))
+    assert change < 1e-12 if holds else change > 1e-3

@@ -511,11 +511,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     given = {f.name: getattr(args, f.name) for f in dataclasses.fields(Config) if getattr(args, f.name) is not None}
     config = dataclasses.replace(QUICK if args.quick else Config(), **given)
-    arms, path = args.arms or list(ARMS), args.out / f"{NAME}_{config.p}.json"
+    path = args.out / (f"{NAME}.json" if config.p == Config.p else f"{NAME}_{config.p}.json")
     spread(config, args.seeds, args.out, path)
     if not args.show:
-        run_queue(config, arms, args.seeds, args.out, args.jobs)
-    result = collect(config, arms, args.seeds, args.out)
+        run_queue(config, args.arms or list(ARMS), args.seeds, args.out, args.jobs)
+    result = collect(config, list(ARMS), args.seeds, args.out)  # the other arms, too, as far as they are done
     study.write(path, result)
     if result["cells"]:
         figure(result, path.with_suffix(".png"))

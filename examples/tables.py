@@ -19,6 +19,7 @@ from examples import (
     diagonal_network,
     digit_addition,
     gaugefix_lrm,
+    grokking,
     kronecker,
     layernorm_scale,
     lemmas,
@@ -145,6 +146,9 @@ SECTIONS = [
     Section("relu_rescale", "C.2 ReLU rescale, teacher and student", relu_rescale.section),
     Section("layernorm_scale", "C.3 LayerNorm scale", layernorm_scale.section),
     Section("diagonal_network", "C.4 Diagonal linear network", diagonal_network.section, ("log|u| − log|v|",)),
+    Section(
+        "grokking", "Grokking, and whether it stays", grokking.section, ("norm of the output kernel's mean",),
+    ),
     Section(
         "overtraining_lm", "C.5 Over-training a language model", overtraining_lm.section,
         ("gap at the end", "validation loss", "number of readable cells"),

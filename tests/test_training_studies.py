@@ -2,6 +2,9 @@
 
 import functools
 import json
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +15,7 @@ import pytest
 from PIL import Image
 
 import gauge_optax as go
-from examples import digit_addition, overtraining_lm, study, vit
+from examples import depth8, depth24, digit_addition, overtraining_lm, study, vit
 from models import vit as vit_model
 from models.vit import ViTConfig
 
@@ -154,3 +157,36 @@ def test_a_tiny_run_leaves_json_figure_and_table(
     assert (tmp_path / f"{name}.png").stat().st_size > 1000 and not list(tmp_path.glob("*.npz"))
     shown = capsys.readouterr().out
     assert all(f"| {arm} |" in shown for arm in result["arms"])
+
+
+SMALL_GROK = ["--p", "5", "--width", "8", "--heads", "2", "--layers", "1", "--sweep-steps", "3"]
+KILLED: dict[Any, list[str]] = WHOLE | {depth8: SMALL_GROK, depth24: SMALL_GROK}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("module", KILLED, ids=lambda module: module.__name__.split(".")[-1])
+def test_a_script_killed_three_times_ends_with_the_same_numbers(module: Any, tmp_path: Path) -> None:
+    """`kill -9`, once there is a checkpoint, and each time a little later."""
+    name = module.__name__.split(".")[-1]
+    source = f"from examples import study, {name}; study.SAVE_EVERY = 0.05; {name}.main()"
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+
+    def command(out: Path) -> list[str]:
+        options = [*KILLED[module], "--steps", "150", "--seeds", "42", "142", "--out", str(out)]
+        return [sys.executable, "-c", source, *options]
+
+    kills = []
+    for later in (0.0, 1.0, 2.0):
+        with subprocess.Popen(command(broken), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as running:
+            until = time.monotonic() + 120
+            while not list(broken.glob("*.npz")) and running.poll() is None and time.monotonic() < until:
+                time.sleep(0.01)
+            time.sleep(later)
+            kills.append(running.poll() is None)
+            running.kill()
+    assert any(kills)
+    for out in (broken, whole):
+        subprocess.run(command(out), check=True, capture_output=True, timeout=600)
+    one, two = (json.loads((out / f"{name}.json").read_text()) for out in (whole, broken))
+    assert one == two and not list(broken.glob("*.npz"))
+    assert (broken / f"{name}.png").stat().st_size > 1000

@@ -131,15 +131,15 @@ SHOWN = ("quotient-adamw", "ddc_adamw", "quotient-muon-free", "quotient_muon", "
 # Training -----------------------------------------------------------------------------------------
 
 
-def model(size: int) -> lm.LMConfig:
+def model(size: int, layers: int = 2) -> lm.LMConfig:
     """Heads of 16."""
-    sizes = dict(vocab=data.VOCAB, d_model=size, layers=2, heads=size // 16, kv_heads=size // 16, d_head=16)
+    sizes = dict(vocab=data.VOCAB, d_model=size, layers=layers, heads=size // 16, kv_heads=size // 16, d_head=16)
     return lm.llama_config(**sizes, d_ff=3 * size, max_len=LENGTH)
 
 
-def initial(size: int, start: str, seed: int) -> Params:
+def initial(size: int, start: str, seed: int, layers: int = 2) -> Params:
     """Initial weights."""
-    config = dataclasses.replace(model(size), zero_out=start == "zero outputs")
+    config = dataclasses.replace(model(size, layers), zero_out=start == "zero outputs")
     params, _ = lm.params_and_loss(config, jax.random.key(seed))
     if start == "zero outputs":
         params["lm_head"]["kernel"] = jnp.zeros_like(params["lm_head"]["kernel"])
@@ -152,9 +152,9 @@ def initial(size: int, start: str, seed: int) -> Params:
 
 
 @functools.cache
-def batches(steps: int, seed: int) -> np.ndarray:
+def batches(steps: int, seed: int, batch: int = BATCH) -> np.ndarray:
     """All batches of a run, stacked."""
-    train = data.batches(LENGTH, BATCH, seed=seed)[0]
+    train = data.batches(LENGTH, batch, seed=seed)[0]
     return np.stack([train[n] for n in range(steps)])
 
 

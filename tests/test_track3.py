@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from benchmarks.track3 import __main__ as track3
-from benchmarks.track3 import arms, optimizers
+from benchmarks.track3 import arms, optimizers, transfer
 from examples.sweep import Result, key
 from models import lm
 
@@ -43,7 +43,7 @@ def test_every_arm_lowers_the_loss(arm: str, way: str) -> None:
     params, loss = lm.params_and_loss(CONFIG, jax.random.key(0))
     params["blocks"][0]["attn"]["out"]["kernel"] *= 0.0
     tokens = jax.random.randint(jax.random.key(1), (4, 6), 0, CONFIG.vocab)
-    tx = arms.optimizer(arm, way, lambda n: jnp.float32(arms.ARMS[arm].middle / 2), 0.1, lm.gauges(CONFIG))
+    tx = arms.optimizer(arms.ARMS[arm], way, lambda n: jnp.float32(arms.ARMS[arm].middle / 2), 0.1, lm.gauges(CONFIG))
 
     @jax.jit
     def train(params: Any) -> tuple[jax.Array, Any]:
@@ -180,3 +180,43 @@ def test_a_run_is_saved_and_gone_on_from(tmp_path: Any, monkeypatch: pytest.Monk
     args = ["--out", str(tmp_path), "--sizes", "64", "--starts", "lecun", "--arms", "Muon", "--ways", "plain"]
     track3.main([*args, "--stop-after", "2"])
     assert len(track3.main([*args, "--stop-after", "1"])["cells"]) == len(set(trained)) == 3
+
+
+# Transfer -----------------------------------------------------------------------------------------------
+
+
+def made_up(of: transfer.Cell) -> dict[str, Any]:
+    """A loss whose best rate is 0.004 for AdamW at d = 64, and halves with every width but under muP."""
+    _, _, _, _, size, arm, rate, _ = of
+    best = 0.004 * (1.0 if "muP" in arm else 64 / size)
+    return {"validation": 2.0 + 0.1 * math.log(rate / best) ** 2, "seconds": 0.0}
+
+
+def test_transfer_says_how_far_the_best_rate_moves(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under AdamW to an eighth, which costs 0.1·log(8)² to ignore; under muP not at all."""
+    monkeypatch.setattr(transfer, "train", made_up)
+    args = ["--out", str(tmp_path), "--arms", "AdamW", "AdamW, muP"]
+    first = transfer.main([*args, "--stop-after", "5"])
+    assert len(first["cells"]) == 5
+    result = transfer.main(args)
+    rows = {(row[0], row[1]): row for row in transfer._rows(result)}
+    for setting in transfer.SETTINGS:
+        assert rows[setting.text, "AdamW"][-2:] == ["0.12", "0.432"]
+        assert rows[setting.text, "AdamW, muP"][-2:] == ["1", "0.000"]
+    assert (tmp_path / "transfer.png").stat().st_size > 10_000
+    monkeypatch.setattr(transfer, "train", lambda of: pytest.fail("everything is done"))
+    transfer.main(args)
+
+
+def test_mup_is_adamw_at_its_width_and_narrower_beyond() -> None:
+    """A kernel's step is 64/d of AdamW's, the embedding's is AdamW's."""
+    for width, factor in ((64, 1.0), (128, 0.5)):
+        params = {"embed": {"embedding": jnp.ones((3, width))}, "lm_head": {"kernel": jnp.ones((width, 3))}}
+        gradients = jax.tree.map(lambda x: jnp.linspace(-1.0, 1.0, x.size).reshape(x.shape), params)
+        steps = []
+        for tx in (optimizers.mup_adamw(lambda n: 0.1, 0.0), optimizers.adamw(lambda n: 0.1, 0.0)):
+            steps.append(tx.update(gradients, tx.init(params), params)[0])
+        np.testing.assert_allclose(steps[0]["lm_head"]["kernel"], factor * steps[1]["lm_head"]["kernel"], rtol=1e-6)
+        np.testing.assert_allclose(steps[0]["embed"]["embedding"], steps[1]["embed"]["embedding"], rtol=1e-6)
+        scaled = optimizers.mup_start(params, "lecun")["lm_head"]["kernel"]
+        np.testing.assert_allclose(scaled, factor**0.5, rtol=1e-6)

@@ -15,26 +15,22 @@ Several processes may fill one file, if they are given different arms.
 """
 
 import argparse
-import functools
 import itertools
 import math
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 from tqdm import tqdm
 
 from benchmarks.track3 import arms
 from benchmarks.track3.arms import ARMS, WAYS
+from benchmarks.track3.runs import WARMUP, Task
 from examples import cli, report, starts, study
 from examples.starts import STARTS
 from examples.sweep import Result, key, save
-from models import lm
 
 NAME = "track3"
 STEPS = {64: 400, 128: 300}
@@ -42,7 +38,6 @@ SEEDS = (42, 142, 242)
 RATIO, MOST = 2.5, 4  # of neighbouring rates; how many may be added to the first three on either side
 DECAYS = (0.0, 0.1, 0.4)
 DECAY = 0.1  # while rates are swept
-WARMUP = 20
 LONGEST = 2  # times the usual number of steps
 LADDER = tuple(2 ** (k / 4) for k in range(-4, 5))  # of steps, relative to the usual number
 SIGNIFICANT = 3.09  # standard errors: p < 0.001, one-sided
@@ -68,49 +63,11 @@ class Group(NamedTuple):
         return float(f"{ARMS[self.arm].middle * RATIO**n:.2g}")
 
 
-# Training -----------------------------------------------------------------------------------------------
-
-
-@functools.cache
-def program(size: int, arm: str, way: str) -> Any:
-    """Compiled once per arm and size: start, steps, rate and decay are its arguments."""
-    config = starts.model(size)
-    params, loss = lm.params_and_loss(config, jax.random.key(0))
-    gauges = lm.gauges(config)
-
-    def run(
-        params: Any, batches: jax.Array, held_out: jax.Array, rate: jax.Array, decay: jax.Array, steps: jax.Array
-    ) -> jax.Array:
-        def schedule(n: jax.Array) -> jax.Array:
-            warm, done = jnp.minimum(1.0, 0.1 + 0.9 * n / WARMUP), (n - WARMUP) / (steps - WARMUP)
-            return rate * warm * 0.5 * (1.0 + jnp.cos(jnp.pi * jnp.clip(done, 0.0, 1.0)))
-
-        tx = arms.optimizer(arm, way, schedule, decay, gauges)
-
-        def step(n: jax.Array, carry: tuple[Any, Any]) -> tuple[Any, Any]:
-            params, state = carry
-            updates, state = tx.update(jax.grad(loss)(params, batches[n]), state, params)
-            return optax.apply_updates(params, updates), state
-
-        params, _ = jax.lax.fori_loop(0, steps, step, (params, tx.init(params)))
-        return jax.lax.map(functools.partial(loss, params), held_out).mean()
-
-    inputs = params, _batches(size, SEEDS[0]), starts.held_out(), jnp.float32(0), jnp.float32(0), jnp.int32(1)
-    return jax.jit(run).lower(*inputs).compile()
-
-
-def _batches(size: int, seed: int) -> np.ndarray:
-    return starts.batches(LONGEST * STEPS[size], seed)
-
-
 def train(cell: Cell) -> dict[str, Any]:
-    """One run: its validation loss, None where it is not finite, and its seconds without compiling."""
+    """One run."""
     size, start, arm, way, steps, decay, rate, seed = cell
-    inputs = starts.initial(size, start, seed), _batches(size, seed), starts.held_out()
-    compiled, began = program(size, arm, way), time.monotonic()
-    loss = float(compiled(*inputs, jnp.float32(rate), jnp.float32(decay), jnp.int32(steps)))
-    seconds = round(time.monotonic() - began, 1)
-    return {"validation": study.rounded(loss) if math.isfinite(loss) else None, "seconds": seconds}
+    task = Task(size, longest=LONGEST * STEPS[size])
+    return task.train(ARMS[arm], way, start, steps, decay, rate, seed)
 
 
 # What to train next -------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """The arms: an optimizer by name, its sweep's middle rate, and the five ways to run it."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import optax
@@ -18,12 +18,23 @@ WAYS = (PLAIN, QUOTIENT, FREE, ROTATIONAL, BOTH)
 """`free` is `pin=False`. Rotational arms turn each neuron by the rate at a fixed norm; `both` does so on the slice."""
 
 
+Start = Callable[[Any, str], Any]
+
+
 class Arm(NamedTuple):
-    """An optimizer: what it is, the middle of its first three rates, and the ways that make sense."""
+    """An optimizer.
+
+    Attributes:
+      build: makes it, from a schedule, a decay and the network's gauges.
+      middle: the middle of its first three rates.
+      ways: those that make sense.
+      start: changes initial weights, given the start's name; most arms leave them as they are.
+    """
 
     build: Build
     middle: float
     ways: tuple[str, ...] = WAYS
+    start: Start = lambda params, name: params
 
 
 def _plain(make: Callable[[Rate, jax.Array], Link]) -> Build:
@@ -51,17 +62,21 @@ ARMS: Mapping[str, Arm] = {
 }
 
 
-def optimizer(arm: str, way: str, rate: Rate, decay: jax.Array, gauges: Gauges) -> optax.GradientTransformation:
+MUP = Arm(_plain(of.mup_adamw), ADAM, (PLAIN,), of.mup_start)
+"""AdamW by muP's rules: at a width of 64 it is AdamW."""
+
+
+def optimizer(arm: Arm, way: str, rate: Rate, decay: jax.Array, gauges: Gauges) -> optax.GradientTransformation:
     """An arm, run in one of the five ways.
 
     Args:
-      arm: its name.
+      arm: one of `ARMS`.
       way: one of `WAYS`.
       rate: the schedule, from steps to the rate.
       decay: of weights.
       gauges: those of the network.
     """
-    tx = ARMS[arm].build(rate, decay, gauges)
+    tx = arm.build(rate, decay, gauges)
     if way in (ROTATIONAL, BOTH):
         tx = go.rotational(tx, NEURONS, learning_rate=rate, weight_decay=0.0, eta_r=rate)
     if way == PLAIN or way == ROTATIONAL:

@@ -240,6 +240,38 @@ def adamw(rate: Rate, decay: jax.Array) -> Link:
     return optax.adamw(rate, b2=0.95, weight_decay=decay)
 
 
+MUP_WIDTH = 64
+
+
+def mup_adamw(rate: Rate, decay: jax.Array) -> Link:
+    """AdamW by muP's rules: kernels and the head step by the rate times 64/d, all other leaves by the rate itself.
+
+    Reference: Yang et al. 2022, arXiv 2203.03466, Table 3. Decay is not scaled; heads are of one size, so that the
+    scores' factor stays.
+    """
+
+    def narrowed(updates: Tree, params: Tree) -> Tree:
+        width = params["embed"]["embedding"].shape[1]
+
+        def one(path: Any, x: jax.Array) -> jax.Array:
+            return x * (MUP_WIDTH / width) if joined(path).endswith("kernel") else x
+
+        return jax.tree_util.tree_map_with_path(one, updates)
+
+    return optax.chain(
+        optax.scale_by_adam(b2=0.95), optax.stateless(narrowed), optax.add_decayed_weights(decay),
+        optax.scale_by_learning_rate(rate),
+    )  # fmt: skip
+
+
+def mup_start(params: Tree, start: str) -> Tree:
+    """The head of a LeCun-normal start at muP's size, a factor √(64/d) smaller; other starts as they are."""
+    if start != "lecun":
+        return params
+    width = params["embed"]["embedding"].shape[1]
+    return params | {"lm_head": {"kernel": params["lm_head"]["kernel"] * (MUP_WIDTH / width) ** 0.5}}
+
+
 def muon_like(
     rate: Rate, decay: jax.Array, before: Link, heads: int | None = None, after: Link | None = None,
     last: Link | None = None,

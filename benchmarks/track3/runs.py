@@ -1,0 +1,78 @@
+"""One training run: a Llama on bytes of text, from a start, with an arm; compiled once per network and arm."""
+
+import functools
+import math
+import time
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from benchmarks.track3 import arms
+from benchmarks.track3.arms import Arm
+from examples import starts, study
+from models import lm
+
+WARMUP = 20
+
+
+class Task(NamedTuple):
+    """A network and its data.
+
+    Attributes:
+      size: d_model.
+      layers: number of blocks.
+      warmup: steps over which the rate rises from a tenth of its peak.
+      batch: sequences.
+      longest: the most steps of a run.
+    """
+
+    size: int
+    layers: int = 2
+    warmup: int = WARMUP
+    batch: int = starts.BATCH
+    longest: int = 400
+
+    def batches(self, seed: int) -> np.ndarray:
+        """Of all steps."""
+        return starts.batches(self.longest, seed, self.batch)
+
+    def train(self, arm: Arm, way: str, start: str, steps: int, decay: float, rate: float, seed: int) -> dict[str, Any]:
+        """One run: its validation loss, None where it is not finite, and its seconds without compiling."""
+        params = arm.start(starts.initial(self.size, start, seed, self.layers), start)
+        inputs = params, self.batches(seed), starts.held_out()
+        compiled, began = program(self, arm, way), time.monotonic()
+        loss = float(compiled(*inputs, jnp.float32(rate), jnp.float32(decay), jnp.int32(steps)))
+        seconds = round(time.monotonic() - began, 1)
+        return {"validation": study.rounded(loss) if math.isfinite(loss) else None, "seconds": seconds}
+
+
+@functools.lru_cache(maxsize=2)
+def program(task: Task, arm: Arm, way: str) -> Any:
+    """The compiled run: start, steps, rate and decay are its arguments."""
+    config = starts.model(task.size, task.layers)
+    params, loss = lm.params_and_loss(config, jax.random.key(0))
+    gauges = lm.gauges(config)
+
+    def run(
+        params: Any, batches: jax.Array, held_out: jax.Array, rate: jax.Array, decay: jax.Array, steps: jax.Array
+    ) -> jax.Array:
+        def schedule(n: jax.Array) -> jax.Array:
+            warm = jnp.minimum(1.0, 0.1 + 0.9 * n / task.warmup) if task.warmup else 1.0
+            done = jnp.clip((n - task.warmup) / (steps - task.warmup), 0.0, 1.0)
+            return rate * warm * 0.5 * (1.0 + jnp.cos(jnp.pi * done))
+
+        tx = arms.optimizer(arm, way, schedule, decay, gauges)
+
+        def step(n: jax.Array, carry: tuple[Any, Any]) -> tuple[Any, Any]:
+            params, state = carry
+            updates, state = tx.update(jax.grad(loss)(params, batches[n]), state, params)
+            return optax.apply_updates(params, updates), state
+
+        params, _ = jax.lax.fori_loop(0, steps, step, (params, tx.init(params)))
+        return jax.lax.map(functools.partial(loss, params), held_out).mean()
+
+    inputs = params, task.batches(0), starts.held_out(), jnp.float32(0), jnp.float32(0), jnp.int32(1)
+    return jax.jit(run).lower(*inputs).compile()

@@ -44,7 +44,7 @@ from models.grokking import GrokConfig, Params
 
 NAME = "grokking"
 BEST_SEED = 42
-POINTS = 100  # of a curve that is kept
+POINTS = 201  # of a curve that is kept
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,9 +165,7 @@ def program(config: Config, arm: str) -> Program:
 
         return jax.lax.fori_loop(0, config.every, step, (params, state))
 
-    return Program(
-        init, advance, jax.jit(functools.partial(reading, c)), jax.jit(functools.partial(last_reading, c))
-    )
+    return Program(init, advance, jax.jit(functools.partial(reading, c)), jax.jit(functools.partial(last_reading, c)))
 
 
 def reading(
@@ -412,12 +410,14 @@ def figure(result: Result, path: Path) -> None:
     """Test accuracy of each arm, a line per seed, with the collapses after it grokked."""
     fig, axes = report.grid_of_panels(len(result["arms"]), "Test accuracy: when it rises, and whether it stays")
     for axis, arm in zip(axes, result["arms"], strict=True):
-        for cell in result["cells"][arm].values():
-            axis.plot(cell["curves"]["step"], cell["curves"]["test_accuracy"], lw=1.0)
+        for seed, cell in result["cells"][arm].items():
+            axis.plot(cell["curves"]["step"], cell["curves"]["test_accuracy"], lw=1.0, label=f"seed {seed}")
         axis.axhline(GROKKED, color="0.7", lw=0.8, zorder=0)
         axis.set_title(arm, fontsize=9)
         axis.set_ylim(-0.02, 1.02)
-    report.save(fig, path)
+        axis.set_xlabel("steps")
+        axis.legend(fontsize=6, loc="lower right")
+    report.save_as_is(fig, path)
 
 
 def section(result: Result) -> str:

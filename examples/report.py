@@ -159,12 +159,14 @@ def panels(count: int, title: str) -> tuple[Figure, list[Axes]]:
     return fig, list(axes[0])
 
 
-def grid_of_panels(count: int, title: str, columns: int = 4) -> tuple[Figure, list[Axes]]:
-    """Rows of small panels with common axes under one title."""
+def grid_of_panels(count: int, title: str, columns: int = 4, common: bool = True) -> tuple[Figure, list[Axes]]:
+    """Rows of small panels under one title, with common axes or each with its own."""
     columns = min(columns, count)
     rows = -(-count // columns)
     size = (3.4 * columns, 2.3 * rows + 0.6)
-    fig, axes = plt.subplots(rows, columns, figsize=size, layout="constrained", squeeze=False, sharex=True, sharey=True)
+    fig, axes = plt.subplots(
+        rows, columns, figsize=size, layout="constrained", squeeze=False, sharex=common, sharey=common
+    )
     fig.suptitle(title)
     for axis in axes.flat[count:]:
         axis.set_visible(False)

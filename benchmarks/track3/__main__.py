@@ -281,7 +281,7 @@ def _listed(text: str, names: Sequence[tuple[str, str]]) -> str:
 def figure(result: Result, path: Path) -> None:
     """Loss over rate: a panel per size and start, the plain optimizers against their best way."""
     places = [(d, s) for d in STEPS for s in STARTS if any(at_best(result, g) for g in groups([d], [s]))]
-    fig, axes = report.grid_of_panels(len(places), "Loss over the peak rate, one seed")
+    fig, axes = report.grid_of_panels(len(places), "Loss over the peak rate, one seed", common=False)
     for axis, (size, start) in zip(axes, places, strict=True):
         done = [group for group in groups([size], [start]) if at_best(result, group) is not None]
         chosen = sorted(done, key=lambda group: min(swept_rates(result, group)[0].values()))[:3]
@@ -292,7 +292,7 @@ def figure(result: Result, path: Path) -> None:
         floor = min(min(swept_rates(result, group)[0].values()) for group in done)
         axis.set(title=f"d = {size}, {start}", xscale="log", ylim=(0.99 * floor, 1.25 * floor))
         axis.legend(fontsize=6)
-    report.save(fig, path)
+    report.save_as_is(fig, path)
 
 
 # Command line -------------------------------------------------------------------------------------------

@@ -160,7 +160,7 @@ def _at(of_size: Mapping[float, float]) -> float:
 def figure(result: Result, path: Path) -> None:
     """Loss over rate: a panel per setting and arm, a curve per width."""
     panels = [(s, a) for s in SETTINGS for a in COMPARED if complete(result, s, SIZES[0], a)]
-    fig, axes = report.grid_of_panels(len(panels), "Loss over the peak rate: a curve per width")
+    fig, axes = report.grid_of_panels(len(panels), "Loss over the peak rate: a curve per width", common=False)
     for axis, (setting, arm) in zip(axes, panels, strict=True):
         for size in SIZES:
             of_size = dict(sorted(losses(result, setting, size, arm).items()))
@@ -170,7 +170,7 @@ def figure(result: Result, path: Path) -> None:
         axis.set(xscale="log", ylim=(0.98 * least, 1.3 * least))
         axis.set_title(f"{arm}: {setting.text}", fontsize=8)
         axis.legend(fontsize=6)
-    report.save(fig, path)
+    report.save_as_is(fig, path)
 
 
 # Command line -------------------------------------------------------------------------------------------

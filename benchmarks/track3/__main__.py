@@ -325,7 +325,9 @@ def main(argv: Sequence[str] | None = None) -> Result:
         if not path.exists():
             study.write(path, result)
         result = fill(path, result, groups(args.sizes, args.starts, args.arms, args.ways), args.ladder, args.stop_after)
-    print(section(result))
+    text = section(result)
+    path.with_suffix(".md").write_text(f"# Optimizers from three starts\n\n`python -m benchmarks.track3`. {text}\n")
+    print(text)
     if any(at_best(result, group) for group in groups()):
         figure(result, path.with_suffix(".png"))
     return result

@@ -200,7 +200,11 @@ def main(argv: Sequence[str] | None = None) -> Result:
         if not path.exists():
             study.write(path, result)
         result = fill(path, result, args.sizes, args.depths, args.arms, args.stop_after)
-    print(section(result))
+    text = section(result)
+    path.with_suffix(".md").write_text(
+        f"# Rates from narrow networks to wide ones\n\n`python -m benchmarks.track3.transfer`. {text}\n"
+    )
+    print(text)
     if any(complete(result, setting, SIZES[0], arm) for setting in SETTINGS for arm in COMPARED):
         figure(result, path.with_suffix(".png"))
     return result

@@ -4,13 +4,14 @@ VENV   := .venv
 PY     := $(VENV)/bin/python
 JOBS   ?= 2
 
-.PHONY: help test notebooks test-all lint types docs wheel demo results bench bench-modes clean
+.PHONY: help test notebooks test-all test-peers lint types docs wheel demo results bench bench-modes clean
 
 help:
 	@echo "make demo      train twins under AdamW, quotient(adamw) and ddc_adamw, print the table, write outputs/demo/"
 	@echo "make test      the test suite (CPU, $(JOBS) processes), without the slow tests"
 	@echo "make notebooks  the notebooks and the guides' code from top to bottom, against what is printed in them"
 	@echo "make test-all  the slow tests as well"
+	@echo "make test-peers  those that need PyTorch, which it installs"
 	@echo "make lint      ruff"
 	@echo "make types     mypy"
 	@echo "make docs      the site, build/docs/index.html; warnings are errors"
@@ -56,6 +57,10 @@ notebooks: $(VENV)/.installed-dev
 
 test-all: $(VENV)/.installed-dev
 	@$(PYTEST) -m "slow or not slow"
+
+# What `make test` skips for want of PyTorch: the file for PEFT's users, and the optimizers of other libraries.
+test-peers: $(VENV)/.installed-dev $(VENV)/.installed-peers
+	@$(PYTEST) tests/test_torch_lora.py tests/test_benchmarks.py
 
 lint: $(VENV)/.installed-dev
 	$(PY) -m ruff check .

@@ -3,6 +3,7 @@
     python -m examples.grokking --quick            # p = 59; some hours on 2 CPU cores
     python -m examples.grokking --jobs 2           # p = 113, the paper's network; idle hours, or a GPU
     python -m examples.grokking --quick --show     # the figure and the table of the runs that are done
+    python -m examples.grokking --hidden 128       # the width sweep of C.9: a JSON per width
 
 A queue of runs, arm by arm. First an arm meets a grid of learning rates and weight decays with one seed, and its best
 cell is the one with the highest mean test accuracy along `--grid-steps` steps: accuracy swings, so that one reading, or
@@ -49,10 +50,11 @@ POINTS = 201  # of a curve that is kept
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Sizes of the study: `p` numbers, readings every `every` steps."""
+    """Sizes of the study: `p` numbers, `hidden` units, readings every `every` steps."""
 
     p: int = 113
     mlp: str = "relu"
+    hidden: int = 512
     steps: int = 20_000
     grid_steps: int = 5_000
     every: int = 100
@@ -60,7 +62,13 @@ class Config:
     @property
     def network(self) -> GrokConfig:
         """The network."""
-        return GrokConfig(p=self.p, mlp=self.mlp)  # type: ignore[arg-type]
+        return GrokConfig(p=self.p, mlp=self.mlp, d_ff=self.hidden)  # type: ignore[arg-type]
+
+    @property
+    def name(self) -> str:
+        """Of the JSON and the figure: what differs from the paper's network."""
+        differs = [getattr(self, key) for key in ("p", "mlp", "hidden") if getattr(self, key) != getattr(Config, key)]
+        return "_".join(map(str, [NAME, *differs]))
 
 
 QUICK = Config(p=59)
@@ -320,7 +328,7 @@ def grid_cells(arm: str) -> list[Cell]:
 
 def folders(config: Config, out: Path) -> tuple[Path, Path]:
     """Where the grid's runs lie, and those of all seeds; runs of other sizes or lengths lie elsewhere."""
-    sizes = f"{config.p}_{config.mlp}_{config.every}"
+    sizes = f"{config.p}_{config.mlp}_{config.every}" + f"_{config.hidden}" * (config.hidden != Config.hidden)
     return out / f"grid_{sizes}_{config.grid_steps}", out / f"runs_{sizes}_{config.steps}"
 
 
@@ -445,7 +453,7 @@ def section(result: Result) -> str:
     rates, decays = (", ".join(f"{x:g}" for x in numbers) for numbers in (RATES, DECAYS))
     about = (
         f"Addition modulo {c.p} from {GrokConfig().share:.0%} of all pairs, full batch, one block of width "
-        f"{GrokConfig().d_model} ({c.mlp}), {c.steps:,} steps, a reading every {c.every}. Rates {rates} and decays "
+        f"{GrokConfig().d_model} with {c.hidden} units ({c.mlp}), {c.steps:,} steps, a reading every {c.every}. Rates {rates} and decays "
         f"{decays}, chosen per arm by the mean accuracy along {c.grid_steps:,} steps with seed {BEST_SEED}. A number "
         f"per seed. {report.made_with(result)}"
     )
@@ -511,7 +519,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     given = {f.name: getattr(args, f.name) for f in dataclasses.fields(Config) if getattr(args, f.name) is not None}
     config = dataclasses.replace(QUICK if args.quick else Config(), **given)
-    path = args.out / (f"{NAME}.json" if config.p == Config.p else f"{NAME}_{config.p}.json")
+    path = args.out / f"{config.name}.json"
     spread(config, args.seeds, args.out, path)
     if not args.show:
         run_queue(config, args.arms or list(ARMS), args.seeds, args.out, args.jobs)

@@ -453,9 +453,9 @@ def section(result: Result) -> str:
     rates, decays = (", ".join(f"{x:g}" for x in numbers) for numbers in (RATES, DECAYS))
     about = (
         f"Addition modulo {c.p} from {GrokConfig().share:.0%} of all pairs, full batch, one block of width "
-        f"{GrokConfig().d_model} with {c.hidden} units ({c.mlp}), {c.steps:,} steps, a reading every {c.every}. Rates {rates} and decays "
-        f"{decays}, chosen per arm by the mean accuracy along {c.grid_steps:,} steps with seed {BEST_SEED}. A number "
-        f"per seed. {report.made_with(result)}"
+        f"{GrokConfig().d_model} with {c.hidden} units ({c.mlp}), {c.steps:,} steps, a reading every {c.every}. Rates "
+        f"{rates} and decays {decays}, chosen per arm by the mean accuracy along {c.grid_steps:,} steps with seed "
+        f"{BEST_SEED}. A number per seed. {report.made_with(result)}"
     )
     return "\n\n".join([about, "\n".join(rows), " ".join(sentences(result))])
 

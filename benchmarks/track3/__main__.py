@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from matplotlib.ticker import NullFormatter
 from tqdm import tqdm
 
 from benchmarks.track3 import arms
@@ -290,7 +291,8 @@ def figure(result: Result, path: Path) -> None:
             rates = dict(sorted(swept_rates(result, group)[0].items()))
             axis.plot(list(rates), list(rates.values()), ".-", label=f"{group.arm} ({group.way})")
         floor = min(min(swept_rates(result, group)[0].values()) for group in done)
-        axis.set(title=f"d = {size}, {start}", xscale="log", ylim=(0.99 * floor, 1.25 * floor))
+        axis.set(title=f"d = {size}, {start}", xscale="log", xlabel="peak rate", ylim=(0.99 * floor, 1.25 * floor))
+        axis.xaxis.set_minor_formatter(NullFormatter())
         axis.legend(fontsize=6)
     report.save_as_is(fig, path)
 

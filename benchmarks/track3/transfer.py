@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+from matplotlib.ticker import NullFormatter
 from tqdm import tqdm
 
 from benchmarks.track3.arms import ARMS, FREE, MUP, PLAIN, QUOTIENT, Arm
@@ -167,7 +168,8 @@ def figure(result: Result, path: Path) -> None:
             if of_size:
                 axis.plot(list(of_size), list(of_size.values()), ".-", label=f"d = {size}")
         least = min(min(losses(result, setting, size, arm).values(), default=math.inf) for size in SIZES)
-        axis.set(xscale="log", ylim=(0.98 * least, 1.3 * least))
+        axis.set(xscale="log", xlabel="peak rate", ylim=(0.98 * least, 1.3 * least))
+        axis.xaxis.set_minor_formatter(NullFormatter())
         axis.set_title(f"{arm}: {setting.text}", fontsize=8)
         axis.legend(fontsize=6)
     report.save_as_is(fig, path)

@@ -173,7 +173,9 @@ def program(config: Config, arm: str) -> Program:
 
         return jax.lax.fori_loop(0, config.every, step, (params, state))
 
-    return Program(init, advance, jax.jit(functools.partial(reading, c)), jax.jit(functools.partial(last_reading, c)))
+    return Program(
+        init, advance, jax.jit(functools.partial(reading, c)), jax.jit(functools.partial(last_reading, c))
+    )
 
 
 def reading(

@@ -249,7 +249,9 @@ class Slice:
         matrix product that undoes a rotation.
         """
         shifts = [i.effect == "shift" or i.keeps_place for i in self.instances]
-        keys = [(2 * sum(shifts[:k]) + shift, self.instances[k].effect == "diagonal") for k, shift in enumerate(shifts)]
+        keys = [
+            (2 * sum(shifts[:k]) + shift, self.instances[k].effect == "diagonal") for k, shift in enumerate(shifts)
+        ]
         return tuple(sorted(range(len(keys)), key=keys.__getitem__))
 
     def _moves(self, elements: Sequence[Any], turning: bool) -> Iterator[tuple[Any, Any]]:
@@ -339,7 +341,9 @@ class Slice:
         """Raises what `divided` raises."""
         _ = self.divided
 
-    def leave(self, elements: Sequence[Any], tangent: SliceTangent, point: SlicePoint, turning: bool = True) -> Arrays:
+    def leave(
+        self, elements: Sequence[Any], tangent: SliceTangent, point: SlicePoint, turning: bool = True
+    ) -> Arrays:
         """F·(θ̂ + u) − F·θ̂ for a step u from a slice point: the step of the stored weights."""
         vector: Arrays = dict(tangent)
         if not self.affine:
@@ -429,7 +433,9 @@ class Slice:
             cotangent = kind.project_dual(turns, point, cotangent)
         return cotangent
 
-    def _over_turns(self, point: Arrays, vector: Arrays, change: Callable[[Any], Callable[..., Arrays]]) -> Arrays:
+    def _over_turns(
+        self, point: Arrays, vector: Arrays, change: Callable[[Any], Callable[..., Arrays]]
+    ) -> Arrays:
         done: list[jax.Array] = []
         for kind, turns in self.turns_by_kind:
             paths = sorted({path for turn in turns for path in turn.paths})
@@ -698,6 +704,7 @@ class Slice:
                                 instance.gauge, f"does not commute with {other.gauge} on '{path}'", *reason,
                                 "drop one of the two from this list",
                             )  # fmt: skip
+
 
     def _check_targets(self) -> None:
         """Raises ValueError where a constant is moved into a leaf that was read before: it has to be moved first.

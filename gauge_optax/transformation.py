@@ -238,12 +238,8 @@ def require_params(transformation: str, params: Any) -> None:
     """Raises ValueError if `update` was called without the parameters."""
     if params is None:
         raise binding_error(
-            transformation,
-            "update was called without params",
-            "params=None",
-            "the parameters that the updates belong to",
-            "write tx.update(grads, state, params)",
-        )
+            transformation, "update was called without params", "params=None",
+            "the parameters that the updates belong to", "write tx.update(grads, state, params)")
 
 
 def require_transformation(transformation: str, inner: Any) -> None:
@@ -256,12 +252,8 @@ def require_transformation(transformation: str, inner: Any) -> None:
         if isinstance(inner, list | tuple) or hasattr(inner, "act"):
             remedy = f"write go.{transformation}(optimizer, gauges), in this order"
         raise binding_error(
-            transformation,
-            "inner is no transformation",
-            name or type(inner).__name__,
-            "an object with init and update",
-            remedy,
-        )
+            transformation, "inner is no transformation", name or type(inner).__name__,
+            "an object with init and update", remedy)
 
 
 def require_key(function: str, key: Any) -> None:
@@ -276,12 +268,9 @@ def require_gradients(transformation: str, updates: Any) -> None:
     for path, leaf in jax.tree.leaves_with_path(updates):
         if getattr(leaf, "dtype", None) == jax.dtypes.float0:
             raise binding_error(
-                transformation,
-                f"no gradient for '{jax.tree_util.keystr(path, simple=True, separator='/')}'",
-                "float0, what jax.grad(allow_int=True) gives for integers",
-                "gradients of floating-point leaves",
-                "differentiate floating-point leaves alone, or leave integers out by optax.masked",
-            )
+                transformation, f"no gradient for '{jax.tree_util.keystr(path, simple=True, separator='/')}'",
+                "float0, what jax.grad(allow_int=True) gives for integers", "gradients of floating-point leaves",
+                "differentiate floating-point leaves alone, or leave integers out by optax.masked")
 
 
 def require_values(transformation: str, params: Any) -> None:
@@ -289,32 +278,22 @@ def require_values(transformation: str, params: Any) -> None:
     for path, leaf in jax.tree.leaves_with_path(params):
         if not hasattr(leaf, "dtype") and not isinstance(leaf, bool | int | float | complex):
             raise binding_error(
-                transformation,
-                f"a leaf that is no array, '{jax.tree_util.keystr(path, simple=True, separator='/')}'",
-                type(leaf).__name__,
-                "a tree of arrays",
-                "filter the module first: nnx.state(model, nnx.Param), eqx.filter(model, eqx.is_array)",
-            )
+                transformation, f"a leaf that is no array, '{jax.tree_util.keystr(path, simple=True, separator='/')}'",
+                type(leaf).__name__, "a tree of arrays",
+                "filter the module first: nnx.state(model, nnx.Param), eqx.filter(model, eqx.is_array)")
     if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(params)):
         raise binding_error(
-            transformation,
-            "init was called with shapes alone",
-            "jax.ShapeDtypeStruct leaves",
+            transformation, "init was called with shapes alone", "jax.ShapeDtypeStruct leaves",
             "arrays: the frame is computed from their values",
-            "write jax.eval_shape(tx.init, params) for the shapes of the state",
-        )
+            "write jax.eval_shape(tx.init, params) for the shapes of the state")
 
 
 def require_choice(transformation: str, argument: str, value: object, choices: Sequence[str]) -> None:
     """Raises ValueError if a string argument is not one of its choices."""
     if value not in choices:
         raise binding_error(
-            transformation,
-            f"bad {argument}",
-            repr(value),
-            f"one of {', '.join(map(repr, choices))}",
-            f"write {argument}={choices[0]!r}",
-        )
+            transformation, f"bad {argument}", repr(value), f"one of {', '.join(map(repr, choices))}",
+            f"write {argument}={choices[0]!r}")
 
 
 def require_every(transformation: str, every: Any) -> None:
@@ -323,12 +302,8 @@ def require_every(transformation: str, every: Any) -> None:
     # `optax.inject_hyperparams` traces the number, and then only its type can be checked.
     if not integer or (not isinstance(every, jax.core.Tracer) and (jnp.ndim(every) or every < 1)):
         raise binding_error(
-            transformation,
-            "bad every",
-            repr(every),
-            "a positive int, the number of steps from one time to the next",
-            "write every=1 for every step",
-        )
+            transformation, "bad every", repr(every), "a positive int, the number of steps from one time to the next",
+            "write every=1 for every step")
 
 
 def require_state(transformation: str, state: Any, kind: type) -> None:
@@ -356,10 +331,6 @@ def explain_state_mismatch(transformation: str, inner: Any, state: Any, params: 
 def _wrong_state(transformation: str, actual: str, expected: str) -> ValueError:
     actual, expected = (text if len(text) <= 200 else f"{text[:200]}…" for text in (actual, expected))
     return binding_error(
-        transformation,
-        "a state of another optimizer",
-        actual,
-        expected,
+        transformation, "a state of another optimizer", actual, expected,
         "call tx.init(params) of this optimizer; go.from_state(state, inner, gauges, params) converts the state of a "
-        "plain optimizer, or of version 0.2",
-    )
+        "plain optimizer, or of version 0.2")

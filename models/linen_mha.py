@@ -1,11 +1,11 @@
 """A small causal decoder from `flax.linen`'s own layers: the tree a Linen user has, and its gauges.
 
-embed/embedding (V, d)    pos (max_len, d)
-blocks_{i}/norm1, norm2/{scale (d), bias (d)}
-blocks_{i}/attn/{query,key,value}/{kernel (d, h, e), bias (h, e)}
-blocks_{i}/attn/out/{kernel (h, e, d), bias (d)}
-blocks_{i}/up/{kernel (d, f), bias (f)}    blocks_{i}/down/{kernel (f, d), bias (d)}
-final_norm/{scale (d), bias (d)}    lm_head/{kernel (d, V), bias (V)}
+    embed/embedding (V, d)    pos (max_len, d)
+    blocks_{i}/norm1, norm2/{scale (d), bias (d)}
+    blocks_{i}/attn/{query,key,value}/{kernel (d, h, e), bias (h, e)}
+    blocks_{i}/attn/out/{kernel (h, e, d), bias (d)}
+    blocks_{i}/up/{kernel (d, f), bias (f)}    blocks_{i}/down/{kernel (f, d), bias (d)}
+    final_norm/{scale (d), bias (d)}    lm_head/{kernel (d, V), bias (V)}
 """
 
 from collections.abc import Callable

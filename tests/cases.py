@@ -753,7 +753,9 @@ FLAT_CASES: tuple[GaugeCase, ...] = (
     GaugeCase(
         "bias_absorption/value_gqa",  # two query heads read each value head
         lambda: [
-            go.bias_absorption({"value/bias": "head entry"}, {"out/kernel": "(head _) entry _"}, {"out/bias": "_"})
+            go.bias_absorption(
+                {"value/bias": "head entry"}, {"out/kernel": "(head _) entry _"}, {"out/bias": "_"}
+            )
         ],
         _params(value__kernel=(6, 2, 4), value__bias=(2, 4), out__kernel=(4, 4, 6), out__bias=(6,)),
         _value_bias_loss,
@@ -821,9 +823,7 @@ FLAT_CASES: tuple[GaugeCase, ...] = (
         "norm_read_shift/one_plus_bias",
         lambda: [
             go.norm_read_shift(
-                {"query/kernel": "channel _ _", "up/kernel": "channel _"},
-                {"scale": "1+ channel"},
-                {"bias": "channel"},
+                {"query/kernel": "channel _ _", "up/kernel": "channel _"}, {"scale": "1+ channel"}, {"bias": "channel"},
                 {"query/bias": "_ _", "up/bias": "_"},
             ),
             go.norm_scale(
@@ -954,8 +954,7 @@ DISCRETE_CASES: tuple[GaugeCase, ...] = (
         lambda: [
             go.permutation({"w1": "_ channel", "w2": "channel _"}),
             go.permutation({"w2": "_ channel", "w3": "channel _"}),
-            go.rescale({"w1": "_ channel"}, {"w2": "channel _"}),
-            go.rescale({"w2": "_ channel"}, {"w3": "channel _"}),
+            go.rescale({"w1": "_ channel"}, {"w2": "channel _"}), go.rescale({"w2": "_ channel"}, {"w3": "channel _"}),
         ],
         _params(w1=(6, 5), w2=(5, 4), w3=(4, 6)),
         _chain_loss,

@@ -194,7 +194,11 @@ def _coordinates(gauge: Gauge, params: Any) -> tuple[np.ndarray, Callable[[jax.A
     parts = getattr(gauge, "parts", (gauge,))
     identity = gauge.identity(params)
     whole = identity if isinstance(identity, tuple) else (identity,)
-    arrays = [(_kind(part), x) for part, element in zip(parts, whole, strict=True) for x in jax.tree.leaves(element)]
+    arrays = [
+        (_kind(part), x)
+        for part, element in zip(parts, whole, strict=True)
+        for x in jax.tree.leaves(element)
+    ]
     counts = [_count(kind, x.shape) for kind, x in arrays]
     moduli = {k for k in range(len(arrays)) if _owner(parts, whole, k) == "rope_linear"}
 

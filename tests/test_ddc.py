@@ -95,13 +95,9 @@ def test_the_fused_step_is_the_plain_one_on_models(
     assert max(apart(found, whole).values()) <= tolerance("oracle")
 
 
-@pytest.mark.parametrize(
-    "start",
-    [
-        pytest.param(s, marks=() if s in ("zero_outputs", "dead_unit", "rank_one_heads") else pytest.mark.slow)
-        for s in ODD
-    ],
-)
+@pytest.mark.parametrize("start", [
+    pytest.param(s, marks=() if s in ("zero_outputs", "dead_unit", "rank_one_heads") else pytest.mark.slow) for s in ODD
+])
 @pytest.mark.parametrize(("mode", "dtype"), [
     ("body_frame_topk", "float32"),
     *(pytest.param(mode, "float64", marks=pytest.mark.slow) for mode in ("body_frame_topk", "muon")),
@@ -272,7 +268,7 @@ def test_arguments_are_those_of_adamw() -> None:
 @pytest.mark.parametrize("options", [{"v_mode": "diagonal"}, {"radial": "cubic"}, {"vertical": "free"}])
 @pytest.mark.parametrize("make", [go.scale_by_ddc, functools.partial(go.ddc_adamw, 0.1)])
 def test_a_choice_that_does_not_exist_is_refused(make: Callable[..., Any], options: dict[str, str]) -> None:
-    ((name, value),) = options.items()
+    (name, value), = options.items()
     with pytest.raises(ValueError, match=f"bad {name}") as error:
         make(CASES["rescale/channel"].gauges(), **options)
     for part in ("found:", "expected:", "remedy:", value):

@@ -59,7 +59,9 @@ def _check(make: Any, gradient: Any, params: Any, monkeypatch: pytest.MonkeyPatc
 def test_equal_on_every_row(case: GaugeCase, x64: None, monkeypatch: pytest.MonkeyPatch) -> None:
     gauges, params = case.gauges(), case.params(jax.random.key(0))
     loss: Any = case.loss
-    _check(lambda: go.ddc_adamw(1e-2, gauges, weight_decay=0.1), lambda p, _: jax.grad(loss)(p), params, monkeypatch)
+    _check(
+        lambda: go.ddc_adamw(1e-2, gauges, weight_decay=0.1), lambda p, _: jax.grad(loss)(p), params, monkeypatch
+    )
 
 
 @pytest.mark.parametrize("shifted", [False, True], ids=["scales alone", "a shift on one leaf"])

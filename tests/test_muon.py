@@ -104,8 +104,12 @@ def _latent(config: latent.LatentConfig, seed: int) -> Any:
 
 
 def _muon(config: latent.LatentConfig, **options: Any) -> optax.GradientTransformation:
-    sizes = {"head": config.heads} if config.fused else None
-    return go.quotient_muon(0.1, latent.gauges(config), labels=latent.muon_labels(config), sizes=sizes, **options)
+    labels = latent.muon_labels(config)
+    return go.quotient_muon(0.1, latent.gauges(config), labels=labels, sizes=_sizes(config), **options)
+
+
+def _sizes(config: latent.LatentConfig) -> dict[str, int] | None:
+    return {"head": config.heads} if config.fused else None
 
 
 @pytest.mark.parametrize("config", [LATENT, FUSED], ids=["split", "fused"])
@@ -113,7 +117,7 @@ def _muon(config: latent.LatentConfig, **options: Any) -> optax.GradientTransfor
 def test_latent_attention_and_experts_are_routed_by_hand(config: latent.LatentConfig, order: int) -> None:
     """Whatever the order of the gauges; the router is Adam's, because a logit shift binds it."""
     params, gauges = _latent(config, 0), latent.gauges(config)[::order]
-    polar = polar_of("test", "standard", None, 0.9, 1e-8, "width", latent.muon_labels(config), sizes={"head": 2})
+    polar = polar_of("test", "standard", None, 0.9, 1e-8, "width", latent.muon_labels(config), sizes=_sizes(config))
     read = polar.matrices(Slice.of(go.product(gauges).parts, params), params)
     expected = {path: ROUTED[path] for path in config.shapes if len(config.shapes[path]) > 1 and "router" not in path}
     assert {path: (m.count, m.fan_in, m.fan_out) for path, m in read.items()} == expected
@@ -166,11 +170,19 @@ def test_twins_with_latent_attention_stay_twins(config: latent.LatentConfig, x64
 def test_grouped_heads_of_a_label(config: latent.LatentConfig) -> None:
     """The entries behind the axis of heads join it."""
     params, path = _latent(config, 0), "attn/gate/kernel"
-    polar = polar_of("test", "standard", None, 0.9, 1e-8, "width", latent.muon_labels(config), sizes={"head": 2})
+    polar = polar_of("test", "standard", None, 0.9, 1e-8, "width", latent.muon_labels(config), sizes=_sizes(config))
     read = polar.matrices(Slice.of(go.product(latent.gauges(config)).parts, params), params)[path].grouped(path, 2)
     kernel = params["attn"]["gate"]["kernel"]
     np.testing.assert_array_equal(read.view(kernel), kernel.reshape(1, 8, 8))
     np.testing.assert_array_equal(read.leaf(read.view(kernel)), kernel)
+
+
+def test_sizes_that_fit_no_label_are_refused() -> None:
+    with pytest.raises(ValueError, match="unknown axis in sizes 'heads'"):
+        go.quotient_muon(0.1, latent.gauges(LATENT), labels=latent.muon_labels(LATENT), sizes={"heads": 2})
+    with pytest.raises(ValueError, match="head=3 from sizes"):
+        tx = go.quotient_muon(0.1, latent.gauges(FUSED), labels=latent.muon_labels(FUSED), sizes={"head": 3})
+        tx.init(_latent(FUSED, 0))
 
 
 @pytest.mark.parametrize(

@@ -334,7 +334,7 @@ def test_after_a_preconditioner_updates_are_averaged(x64: None) -> None:
         tx = optax.chain(optax.trace(0.9), optax.masked(first, only_up), optax.trace(0.9))
         _, state = tx.update(noise(1, PAIR), jit(tx.init)(params), params)
         moved = go.transport(state, params, UNIT, element)
-        before, after = (jax.tree.map(lambda a, b: a / b, moved[k].trace, state[k].trace) for k in (0, 2))
+        before, after = (jax.tree.map(lambda a, b: (a / b), moved[k].trace, state[k].trace) for k in (0, 2))
         np.testing.assert_allclose(before["up"][0], [0.5, 1.0, 2.0, 1 / 3])
         np.testing.assert_allclose(after["up"][0], [2.0, 1.0, 0.5, 3.0])
         np.testing.assert_allclose(after["down"][:, 0], before["down"][:, 0])

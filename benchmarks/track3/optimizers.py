@@ -5,6 +5,7 @@ attention's output. The embedding, the head and all vectors get AdamW at a share
 Nothing in this file knows a gauge; `arms.py` wraps what stands here.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -45,6 +46,13 @@ def is_matrix(path: Any) -> bool:
     return where.startswith("blocks") and where.endswith("kernel")
 
 
+def inputs(path: Any) -> tuple[int, ...]:
+    """The axes of a kernel that count a neuron's inputs."""
+    first, _, *rest = joined(path).split("/")
+    axes = NEURONS["/".join([first, "{i}", *rest])].split()
+    return tuple(axis for axis, name in enumerate(axes) if name == "_")
+
+
 def by_path(change: Callable[[str, jax.Array], jax.Array]) -> Link:
     """A link without state that maps every update, given its path; leaves that a partition hides are passed by."""
     return optax.stateless(
@@ -67,23 +75,15 @@ def orthogonalised(heads: int | None = None) -> Link:
     def one(path: str, x: jax.Array) -> jax.Array:
         if x.ndim == 3 and heads is not None:
             return _per_group(path, x, heads)
-        inputs = 2 if x.ndim == 3 and "/out/" in path else 1
-        matrix = x.reshape(-1, *x.shape[inputs:]).reshape(_size(x.shape[:inputs]), -1)
-        return _polar(matrix).reshape(x.shape)
+        rows = 2 if x.ndim == 3 and "/out/" in path else 1
+        return _polar(x.reshape(math.prod(x.shape[:rows]), -1)).reshape(x.shape)
 
     return by_path(one)
 
 
-def _size(shape: Sequence[int]) -> int:
-    size = 1
-    for length in shape:
-        size *= length
-    return size
-
-
 def _polar(matrices: jax.Array) -> jax.Array:
-    inputs, outputs = matrices.shape[-2:]
-    return linalg.polar(matrices) * max(1.0, outputs / inputs) ** 0.5
+    rows, columns = matrices.shape[-2:]
+    return linalg.polar(matrices) * max(1.0, columns / rows) ** 0.5
 
 
 def _per_group(path: str, x: jax.Array, heads: int) -> jax.Array:
@@ -97,9 +97,8 @@ def _per_group(path: str, x: jax.Array, heads: int) -> jax.Array:
 
 
 class NeuronState(NamedTuple):
-    """Average mean square of each neuron's update, like the leaves with axes of length 1 for inputs; and steps."""
+    """Average mean square of each neuron's update, like the leaves with axes of length 1 for inputs."""
 
-    number: jax.Array
     square: Tree
 
 
@@ -109,34 +108,24 @@ def neurons_alike(b2: float = 0.95) -> Link:
     Reference: Li et al. 2025, arXiv 2510.05491, Algorithm 1.
     """
 
-    def inputs(path: Any, x: jax.Array) -> tuple[int, ...]:
-        axes = NEURONS[_pattern(joined(path))].split()
-        return tuple(axis for axis, name in enumerate(axes) if name == "_")
-
     def init(params: Tree) -> NeuronState:
         def zeros(path: Any, x: jax.Array) -> jax.Array:
-            return jnp.zeros_like(jnp.sum(x, inputs(path, x), keepdims=True))
+            return jnp.zeros_like(jnp.sum(x, inputs(path), keepdims=True))
 
-        return NeuronState(jnp.int32(0), jax.tree_util.tree_map_with_path(zeros, params))
+        return NeuronState(jax.tree_util.tree_map_with_path(zeros, params))
 
     def update(updates: Tree, state: NeuronState, params: Tree = None) -> tuple[Tree, NeuronState]:
         def average(path: Any, x: jax.Array, square: jax.Array) -> jax.Array:
-            return b2 * square + (1 - b2) * jnp.mean(jnp.square(x), inputs(path, x), keepdims=True)
+            return b2 * square + (1 - b2) * jnp.mean(jnp.square(x), inputs(path), keepdims=True)
 
         def divided(x: jax.Array, square: jax.Array) -> jax.Array:
             even = x / (jnp.sqrt(square) + 1e-8)
             return even * jnp.linalg.norm(x) / (jnp.linalg.norm(even) + _TINY)
 
         square = jax.tree_util.tree_map_with_path(average, updates, state.square)
-        return jax.tree.map(divided, updates, square), NeuronState(state.number + 1, square)
+        return jax.tree.map(divided, updates, square), NeuronState(square)
 
     return optax.GradientTransformation(init, update)
-
-
-def _pattern(path: str) -> str:
-    """blocks/3/attn/out/kernel → blocks/{i}/attn/out/kernel."""
-    first, _, *rest = path.split("/")
-    return "/".join([first, "{i}", *rest])
 
 
 def rows_alike(axis: Callable[[str], int | None]) -> Link:
@@ -185,10 +174,6 @@ def natural(inner: Link, rate: Rate, beta: float = 0.9) -> Link:
       rate: that rate.
       beta: memory of the average.
     """
-
-    def inputs(path: Any) -> tuple[int, ...]:
-        axes = NEURONS[_pattern(joined(path))].split()
-        return tuple(axis for axis, name in enumerate(axes) if name == "_")
 
     def init(params: Tree) -> NaturalState:
         def zeros(path: Any, x: jax.Array) -> jax.Array:
@@ -374,8 +359,8 @@ def _as_long_as_orthogonal(path: str, x: jax.Array) -> jax.Array:
     """Scales an MLP kernel's update to the length of its polar factor as `orthogonalised` returns it."""
     if x.ndim != 2:
         return x
-    inputs, outputs = x.shape
-    length = (min(inputs, outputs) * max(1.0, outputs / inputs)) ** 0.5
+    rows, columns = x.shape
+    length = (min(rows, columns) * max(1.0, columns / rows)) ** 0.5
     return x * length / (jnp.linalg.norm(x) + _TINY)
 
 

@@ -1,10 +1,10 @@
 """Parses axes strings, and solves for the lengths of the axes that they name.
 
-axes  = ["1+"] {item}                           one item per axis of the leaf
-item  = part | "(" part {part} ")" [range]      parentheses split one axis, or a range of it, in row-major order
-part  = "_" [some] | name | name "=" i | name some
-range = "=" i ":" j
-some  = range {"+" i ":" j} ["/" n]             ranges in order; n is the full length, if nothing else fixes it
+    axes  = ["1+"] {item}                           one item per axis of the leaf
+    item  = part | "(" part {part} ")" [range]      parentheses split one axis, or a range of it, in row-major order
+    part  = "_" [some] | name | name "=" i | name some
+    range = "=" i ":" j
+    some  = range {"+" i ":" j} ["/" n]             ranges in order; n is the full length, if nothing else fixes it
 """
 
 from __future__ import annotations
@@ -90,8 +90,7 @@ def parse_axes(gauge: str, pattern: str, axes: str) -> AxesPlan:
     def malformed(found: str, remedy: str) -> ValueError:
         expected = (
             "one of '_', 'name', 'name=3', 'name=0:4', 'name=0:4+8:12', '(a b)' or '(a b)=0:8' per axis, after an "
-            "optional '1+'"
-        )
+            "optional '1+'")
         return binding_error(gauge, f"malformed axes \"{axes}\" of '{pattern}'", found, expected, remedy)
 
     def parse_part(token: str) -> Part:
@@ -175,21 +174,15 @@ def solve_lengths(
         rank = len(site.shape)
         if rank != len(site.plan.groups):
             raise binding_error(
-                gauge,
-                f"wrong rank at '{site.path}'",
-                f"shape {site.shape}, rank {rank}",
-                f'rank {len(site.plan.groups)}, axes "{site.axes}"',
-                f"write {rank} items, one per axis: '_' where free, '(a b)' where it holds two",
-            )
+                gauge, f"wrong rank at '{site.path}'", f"shape {site.shape}, rank {rank}",
+                f"rank {len(site.plan.groups)}, axes \"{site.axes}\"",
+                f"write {rank} items, one per axis: '_' where free, '(a b)' where it holds two")
         for window, length in zip(site.plan.ranges, site.shape, strict=True):
             if window is not None and window[1] > length:
                 raise binding_error(
-                    gauge,
-                    f"range out of bounds, '={window[0]}:{window[1]}' at '{site.path}'",
-                    f"length {length} in shape {site.shape}",
-                    f'at least {window[1]}, axes "{site.axes}"',
-                    "correct the range",
-                )
+                    gauge, f"range out of bounds, '={window[0]}:{window[1]}' at '{site.path}'",
+                    f"length {length} in shape {site.shape}", f"at least {window[1]}, axes \"{site.axes}\"",
+                    "correct the range")
         for part in site.plan.parts:
             # A range states the length of its name by itself; names of free axes are not shared between blocks.
             if part.ranges and part.name != "_":
@@ -197,12 +190,8 @@ def solve_lengths(
                 if lengths.setdefault(part.name, length) != length:
                     expected = f"{part.name}={lengths[part.name]} from {sources[part.name]}"
                     raise binding_error(
-                        gauge,
-                        f"unequal sizes of '{part.name}' at '{site.path}'",
-                        f"the range '{part.text}', length {length}",
-                        expected,
-                        "select ranges of one length",
-                    )
+                        gauge, f"unequal sizes of '{part.name}' at '{site.path}'",
+                        f"the range '{part.text}', length {length}", expected, "select ranges of one length")
                 sources.setdefault(part.name, f"the range '{part.text}' of '{site.path}'")
     splits: dict[tuple[Site, int], tuple[int, ...]] = {}
     pending = [(site, axis) for site in sites for axis in range(len(site.shape))]
@@ -219,12 +208,10 @@ def solve_lengths(
             needed = unknown if any(part.local for part in group) else unknown[:-1]
             sizes_to_give = ", ".join(f'"{name}": ...' for name in needed)
             raise binding_error(
-                gauge,
-                f"unknown lengths in \"{_text(group)}\" at '{site.path}'",
+                gauge, f"unknown lengths in \"{_text(group)}\" at '{site.path}'",
                 f"axis {axis} of shape {site.shape}, nothing fixes {', '.join(unknown)}",
                 "at most one unknown length per group; head counts are never inferred",
-                f"give sizes={{{sizes_to_give}}}",
-            )
+                f"give sizes={{{sizes_to_give}}}")
         splits |= solved
         pending = [item for item in pending if item not in solved]
     return lengths, [tuple(n for axis in range(len(site.shape)) for n in splits[site, axis]) for site in sites]
@@ -245,15 +232,13 @@ def _split(
     if math.prod(split) != total:
         expected = ", ".join(
             f"{part.name}={n} from " + (f"'{part.text}'" if part.full else sources[part.name])
-            for part, n in zip(group, stated, strict=True)
-            if n is not None
-        )
+            for part, n in zip(group, stated, strict=True) if n is not None)
         if len(group) == 1:
             problem = f"unequal sizes of '{group[0].name}' at '{site.path}'"
-            remedy = 'correct the axes or sizes; for grouped queries split the longer axis, "(head _)"'
+            remedy = "correct the axes or sizes; for grouped queries split the longer axis, \"(head _)\""
         else:
             problem = f"axis {axis} does not split into \"{_text(group)}\" at '{site.path}'"
-            remedy = 'correct the sizes, or the order and names of the group; for grouped queries "(head _ basis)"'
+            remedy = "correct the sizes, or the order and names of the group; for grouped queries \"(head _ basis)\""
         raise binding_error(gauge, problem, f"length {total} in shape {site.shape}", expected, remedy)
     for part, n in zip(group, stated, strict=True):
         if n is None and not part.local:

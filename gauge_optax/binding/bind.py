@@ -131,12 +131,8 @@ def bind(
         dtype = getattr(shown[path], "dtype", None)
         if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
             raise binding_error(
-                gauge,
-                f"not on real numbers: '{path}'",
-                f"a leaf of {dtype}",
-                "floating-point leaves",
-                "leave it out of the gauge; keep the real and imaginary parts of complex weights as separate leaves",
-            )
+                gauge, f"not on real numbers: '{path}'", f"a leaf of {dtype}", "floating-point leaves",
+                "leave it out of the gauge; keep the real and imaginary parts of complex weights as separate leaves")
     return binding
 
 
@@ -164,7 +160,7 @@ def _bind(
             raise _hidden(gauge, f"MaskedNode hides a leaf of '{spec.pattern}'", masked)
         if not hits:
             rank = len(parse_axes(gauge, spec.pattern, spec.axes).groups)
-            expected = f'one rank-{rank} leaf per block, axes "{spec.axes}"'
+            expected = f"one rank-{rank} leaf per block, axes \"{spec.axes}\""
             raise no_match(gauge, spec.pattern, shapes, rank, expected, hidden)
 
     instances = []
@@ -179,12 +175,8 @@ def _bind(
                     raise _hidden(gauge, problem, masked)
                 present = ", ".join(itertools.islice(itertools.chain(*paths_by_key[key]), 3))
                 raise binding_error(
-                    gauge,
-                    problem,
-                    f"for {key} only {present}",
-                    "a leaf for every pattern in every instance",
-                    "narrow the patterns; where layers differ in kind write one gauge each, in a Python loop",
-                )
+                    gauge, problem, f"for {key} only {present}", "a leaf for every pattern in every instance",
+                    "narrow the patterns; where layers differ in kind write one gauge each, in a Python loop")
             plan = parse_axes(gauge, spec.pattern, spec.axes)
             sites += [Site(spec.role, path, spec.axes, shapes[path], plan) for path in paths]
         lengths, splits = solve_lengths(gauge, sites, dict(sizes))
@@ -198,12 +190,9 @@ def _bind(
         for other in blocks_by_path[block.path]:
             if overlap(other, block):
                 raise binding_error(
-                    gauge,
-                    f"overlapping blocks on '{block.path}'",
-                    f'{other.role} "{other.axes}" and {block.role} "{block.axes}"',
-                    "blocks that select different entries",
-                    "select with 'name=3' or 'name=0:4', or drop one",
-                )
+                    gauge, f"overlapping blocks on '{block.path}'",
+                    f"{other.role} \"{other.axes}\" and {block.role} \"{block.axes}\"",
+                    "blocks that select different entries", "select with 'name=3' or 'name=0:4', or drop one")
         blocks_by_path[block.path].append(block)
     return Binding(group_axes(gauge, specs, reserved), tuple(instances))
 
@@ -222,19 +211,11 @@ def require_no_absent_leaf(gauge: str, specs: Sequence[BlockSpec], tree: Any) ->
         # What `**` matches may be one leaf of many, which the others make up for.
         if "**" not in spec.pattern and match(gauge, spec.pattern, path) is not None:
             raise binding_error(
-                gauge,
-                f"the leaf '{path}' is None",
-                "None, as a layer without a bias has",
-                "an array",
-                f"leave '{spec.pattern}' out of the gauge; where other layers have it, write one gauge for those",
-            )
+                gauge, f"the leaf '{path}' is None", "None, as a layer without a bias has", "an array",
+                f"leave '{spec.pattern}' out of the gauge; where other layers have it, write one gauge for those")
 
 
 def _hidden(gauge: str, problem: str, paths: Sequence[str]) -> ValueError:
     return binding_error(
-        gauge,
-        problem,
-        f"MaskedNode at {', '.join(paths[:3])}",
-        "every block of the gauge in the same partition",
-        "give each partition (optax.partition, optax.masked) its own gauge list, with the gauges whose leaves it holds",
-    )
+        gauge, problem, f"MaskedNode at {', '.join(paths[:3])}", "every block of the gauge in the same partition",
+        "give each partition (optax.partition, optax.masked) its own gauge list, with the gauges whose leaves it holds")

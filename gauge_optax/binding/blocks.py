@@ -135,13 +135,11 @@ class Block:
         # The caller's order of names need not be the leaf's.
         order = sorted(range(len(named)), key=lambda k: labels.index(named[k]))
         out = jnp.transpose(value, order).reshape(
-            [n if label in named else 1 for n, label in zip(lengths, labels, strict=True)]
-        )
+            [n if label in named else 1 for n, label in zip(lengths, labels, strict=True)])
         # An axis of the leaf has size 1 unless the result varies along it; XLA then never stores the repeated values.
         varies = [
             window != ((0, n),) or any(labels[k] in named or selected[k] != ((0, self.split[k]),) for k in group)
-            for group, window, n in zip(self.groups, self.windows, self.shape, strict=True)
-        ]
+            for group, window, n in zip(self.groups, self.windows, self.shape, strict=True)]
         split_varies = [flag for flag, group in zip(varies, self.groups, strict=True) for _ in group]
         out = jnp.broadcast_to(out, [n if flag else 1 for n, flag in zip(lengths, split_varies, strict=True)])
         out = _padded(out, selected, self.split, split_varies, elsewhere)
@@ -271,12 +269,8 @@ def resolve_block(gauge: str, site: Site, split: tuple[int, ...]) -> Block:
     for part, length in zip(plan.parts, split, strict=True):
         if part.shortest > length:
             raise binding_error(
-                gauge,
-                f"index out of range, '{part.text}' at '{site.path}'",
-                f"length {length} in shape {site.shape}",
-                f'at least {part.shortest}, axes "{site.axes}"',
-                "correct the index, or the sizes of its group",
-            )
+                gauge, f"index out of range, '{part.text}' at '{site.path}'", f"length {length} in shape {site.shape}",
+                f"at least {part.shortest}, axes \"{site.axes}\"", "correct the index, or the sizes of its group")
         index.append(part.pick if part.pick is not None else part.ranges or ((0, length),))
     labels = tuple(part.name for part in plan.parts if part.pick is None)
     return Block(site.path, site.role, site.axes, site.shape, split, tuple(index), labels, plan.one_plus, plan.ranges)
@@ -305,7 +299,10 @@ def overlap(a: Block, b: Block) -> bool:
     return all(((a.axis_ids(k, ()) >= 0) & (b.axis_ids(k, ()) >= 0)).any() for k in range(len(a.shape)))
 
 
-def bind_leaf(gauge: str, spec: BlockSpec, path: str, shape: tuple[int, ...], sizes: Mapping[str, int]) -> Block | None:
+def bind_leaf(
+    gauge: str, spec: BlockSpec, path: str, shape: tuple[int, ...], sizes: Mapping[str, int],
+    source: str = "the other blocks",
+) -> Block | None:  # fmt: skip
     """Resolves one spec on one bare leaf.
 
     Args:
@@ -314,6 +311,7 @@ def bind_leaf(gauge: str, spec: BlockSpec, path: str, shape: tuple[int, ...], si
       path: normalised path.
       shape: shape of the leaf.
       sizes: the lengths that are known, e.g. an instance's; the others follow from the shape where they can.
+      source: where those are from, for errors.
 
     Returns:
       The block, None if the pattern does not match.
@@ -328,5 +326,5 @@ def bind_leaf(gauge: str, spec: BlockSpec, path: str, shape: tuple[int, ...], si
     if match(gauge, spec.pattern, path) is None:
         return None
     site = Site(spec.role, path, spec.axes, tuple(shape), parse_axes(gauge, spec.pattern, spec.axes))
-    _, (split,) = solve_lengths(gauge, [site], sizes, "the other blocks")
+    _, (split,) = solve_lengths(gauge, [site], sizes, source)
     return resolve_block(gauge, site, split)

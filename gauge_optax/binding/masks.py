@@ -43,12 +43,8 @@ def by_path(values: Mapping[str, Any], default: Any = _NO_DEFAULT) -> Callable[[
         missing = [path for path in leaves if path not in out]
         if missing and default is _NO_DEFAULT:
             raise binding_error(
-                "by_path",
-                f"no pattern for '{missing[0]}'",
-                f"{len(missing)} leaves without a value",
-                "one for every leaf",
-                "give a default, or '**' last",
-            )
+                "by_path", f"no pattern for '{missing[0]}'", f"{len(missing)} leaves without a value",
+                "one for every leaf", "give a default, or '**' last")
         return with_leaves(params, dict.fromkeys(missing, default) | out)
 
     return tree_of_values

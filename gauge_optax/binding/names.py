@@ -52,21 +52,14 @@ def axes_by_name(params: Any, blocks: Mapping[str, Mapping[str, str]]) -> dict[s
         path, names = next(iter(names_by_path.items()))
         if names is None or any(others != names for others in names_by_path.values()):
             raise binding_error(
-                "axes_by_name",
-                f"no common axis names at '{pattern}'",
+                "axes_by_name", f"no common axis names at '{pattern}'",
                 f"{names} at '{path}', the first of {len(names_by_path)} leaves",
-                "the same names on every leaf that matches",
-                "pass the boxed tree, or write the axes by position",
-            )
+                "the same names on every leaf that matches", "pass the boxed tree, or write the axes by position")
         for name in parts:
             if name not in names:
                 raise binding_error(
-                    "axes_by_name",
-                    f"no axis '{name}' at '{path}'",
-                    f"axes {', '.join(map(str, names))}",
-                    "names that the leaf has",
-                    f"correct '{name}'",
-                )
+                    "axes_by_name", f"no axis '{name}' at '{path}'", f"axes {', '.join(map(str, names))}",
+                    "names that the leaf has", f"correct '{name}'")
         out[pattern] = " ".join("_" if name is None else parts.get(name, "_") for name in names)
     return out
 

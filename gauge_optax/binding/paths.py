@@ -75,12 +75,8 @@ def _flatten(tree: Any) -> tuple[list[str], list[Any], Any]:
     if len(set(paths)) < len(paths):
         twice = next(path for k, path in enumerate(paths) if path in paths[:k])
         raise binding_error(
-            "binding",
-            f"two leaves share the path '{twice}'",
-            "keys that contain '/' or print alike",
-            "one leaf per normalised path",
-            "rename one of the keys",
-        )
+            "binding", f"two leaves share the path '{twice}'", "keys that contain '/' or print alike",
+            "one leaf per normalised path", "rename one of the keys")
     return paths, [leaf for _, leaf in pairs], treedef
 
 
@@ -150,12 +146,8 @@ def with_leaves(tree: Any, leaves: Mapping[str, Any]) -> Any:
     paths, old, treedef = _flatten(tree)
     for path in set(leaves).difference(paths):
         raise binding_error(
-            "binding",
-            f"no leaf to replace at '{path}'",
-            f"leaves {', '.join(paths[:6])}",
-            "paths of the same tree",
-            "take the paths from leaves_by_path(tree)",
-        )
+            "binding", f"no leaf to replace at '{path}'", f"leaves {', '.join(paths[:6])}",
+            "paths of the same tree", "take the paths from leaves_by_path(tree)")
     return treedef.unflatten([leaves.get(path, leaf) for path, leaf in zip(paths, old, strict=True)])
 
 
@@ -220,10 +212,8 @@ def compile_pattern(gauge: str, pattern: str) -> re.Pattern[str]:
             if k % 2 == 0:
                 if set(piece) & set("{}*"):
                     raise malformed(
-                        f"'{segment}'",
-                        "text and {name} captures, or ** as a whole segment",
-                        "balance the braces; {name} matches within a segment, ** any number of segments",
-                    )
+                        f"'{segment}'", "text and {name} captures, or ** as a whole segment",
+                        "balance the braces; {name} matches within a segment, ** any number of segments")
                 regex += re.escape(piece)
             elif not piece.isidentifier() or piece == "_":
                 raise malformed(f"the capture '{{{piece}}}'", "a capture named by an identifier", "name it, as in {i}")

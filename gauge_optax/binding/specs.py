@@ -56,44 +56,29 @@ def block_specs(
     """
     if not isinstance(blocks, Mapping) or not blocks:
         raise binding_error(
-            gauge,
-            f"no blocks in '{role}'",
-            repr(blocks),
-            "a mapping from paths to axes",
-            f'write {role}={{"path/to/kernel": "_ name"}}',
-        )
+            gauge, f"no blocks in '{role}'", repr(blocks), "a mapping from paths to axes",
+            f"write {role}={{\"path/to/kernel\": \"_ name\"}}")
     specs = []
     for pattern, value in blocks.items():
         compile_pattern(gauge, pattern)
         strings = value if isinstance(value, tuple) else (value,)
         if not strings or not all(isinstance(axes, str) for axes in strings):
             raise binding_error(
-                gauge,
-                f"malformed axes of '{pattern}'",
-                repr(value),
-                "a string, or a tuple of strings",
-                "write one item per axis, and one string per block of the leaf",
-            )
+                gauge, f"malformed axes of '{pattern}'", repr(value), "a string, or a tuple of strings",
+                "write one item per axis, and one string per block of the leaf")
         for axes in strings:
             parts = {part.name: part for part in parse_axes(gauge, pattern, axes).parts}
             for name in reserved:
                 if name not in parts or parts[name].pick is not None:
                     raise binding_error(
-                        gauge,
-                        f"'{name}' out of place in \"{axes}\" of '{pattern}'",
+                        gauge, f"'{name}' out of place in \"{axes}\" of '{pattern}'",
                         f"'{parts[name].text}'" if name in parts else f"no axis '{name}'",
-                        f"the axis '{name}' once, whole or a range",
-                        f"name the axis that the gauge acts on '{name}'",
-                    )
+                        f"the axis '{name}' once, whole or a range", f"name the axis that the gauge acts on '{name}'")
             for name in parts:
                 if name in _RESERVED and name not in reserved:
                     raise binding_error(
-                        gauge,
-                        f"reserved name in \"{axes}\" of '{pattern}'",
-                        f"'{name}'",
-                        "other names: this gauge has no such axis",
-                        "rename the axis, or write '_'",
-                    )
+                        gauge, f"reserved name in \"{axes}\" of '{pattern}'", f"'{name}'",
+                        "other names: this gauge has no such axis", "rename the axis, or write '_'")
             specs.append(BlockSpec(role, pattern, axes))
     check_specs(gauge, specs, joined=joined)
     return tuple(specs)
@@ -128,22 +113,15 @@ def check_specs(
             if missing:
                 where = f"'{spec.pattern}'" if kind == "capture" else f"\"{spec.axes}\" of '{spec.pattern}'"
                 raise binding_error(
-                    gauge,
-                    f"dangling {kind} {missing[0]}, absent from {where}",
-                    ", ".join(table[spec]) or "none",
+                    gauge, f"dangling {kind} {missing[0]}, absent from {where}", ", ".join(table[spec]) or "none",
                     f"{', '.join(table[other])}, as in '{other.pattern}': \"{other.axes}\"",
-                    f"write {missing[0]} in both, or in neither",
-                )
+                    f"write {missing[0]} in both, or in neither")
     names = {part.name for spec in specs for part in parse_axes(gauge, spec.pattern, spec.axes).parts} - {"_"}
     for name, _ in sizes:
         if name not in names:
             raise binding_error(
-                gauge,
-                f"unknown axis in sizes '{name}'",
-                f"named axes: {', '.join(sorted(names)) or 'none'}",
-                "names that an axes string has",
-                f"drop '{name}' or correct it",
-            )
+                gauge, f"unknown axis in sizes '{name}'", f"named axes: {', '.join(sorted(names)) or 'none'}",
+                "names that an axes string has", f"drop '{name}' or correct it")
 
 
 def _named_axes(gauge: str, spec: BlockSpec) -> list[str]:
@@ -191,12 +169,8 @@ def frozen_sizes(gauge: str, sizes: Mapping[str, int] | None) -> Sizes:
     """
     if sizes is not None and not isinstance(sizes, Mapping):
         raise binding_error(
-            gauge,
-            f"malformed sizes '{sizes}'",
-            f"a {type(sizes).__name__}",
-            "a mapping from axis names to lengths",
-            'write sizes={"head": 12}',
-        )
+            gauge, f"malformed sizes '{sizes}'", f"a {type(sizes).__name__}", "a mapping from axis names to lengths",
+            'write sizes={"head": 12}')
     frozen = []
     for name, size in (sizes or {}).items():
         try:
@@ -206,11 +180,7 @@ def frozen_sizes(gauge: str, sizes: Mapping[str, int] | None) -> Sizes:
             length = 0
         if not isinstance(name, str) or length < 1:
             raise binding_error(
-                gauge,
-                f"malformed size of '{name}'",
-                repr(size),
-                "a positive integer",
-                'write the length of the axis, as in sizes={"head": 12}',
-            )
+                gauge, f"malformed size of '{name}'", repr(size), "a positive integer",
+                'write the length of the axis, as in sizes={"head": 12}')
         frozen.append((name, length))
     return tuple(sorted(frozen))

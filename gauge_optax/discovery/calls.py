@@ -95,12 +95,8 @@ class Call:
         ranges = [axes for blocks in self.roles.values() for axes in blocks.values() if ":" in str(axes)]
         if ranges:
             raise binding_error(
-                self.kind,
-                f"a range that belongs to another instance on '{self.paths[0]}'",
-                str(ranges[0]),
-                "axes without ranges",
-                "call discover on this instance, or write the range by hand",
-            )
+                self.kind, f"a range that belongs to another instance on '{self.paths[0]}'", str(ranges[0]),
+                "axes without ranges", "call discover on this instance, or write the range by hand")
         stated = {name: sizes.get(name, n) for name, n in self.sizes.items()}
         small = {name: n for name, n in self.sizes.items() if name not in sizes and not self._picked(name)}
         for path, text, shape, parts, length in self._groups(params) if small else ():
@@ -109,12 +105,9 @@ class Call:
             if length != size if whole else length % size:
                 needed = {**dict.fromkeys(small, "..."), **self.lengths(params, sizes)}
                 raise binding_error(
-                    "rebind",
-                    f"lengths of the smaller instance do not fit '{path}': {_listed(small)}",
-                    f'axes "{text}" on shape {shape}',
-                    f"lengths in the larger tree of {', '.join(sorted(needed))}",
-                    f"write rebind(params, {_listed(needed)})",
-                )
+                    "rebind", f"lengths of the smaller instance do not fit '{path}': {_listed(small)}",
+                    f"axes \"{text}\" on shape {shape}", f"lengths in the larger tree of {', '.join(sorted(needed))}",
+                    f"write rebind(params, {_listed(needed)})")
         gauge = self._resized(lambda name, n: sizes.get(name, n)).gauge()
         gauge.dim(params)
         return gauge

@@ -49,31 +49,23 @@ def checked_batches(batches: Any, outputs: str, near: float, seed: int) -> list[
     """The batches as a list; raises for unusable arguments of `discover`."""
     if hasattr(batches, "ndim"):
         raise _refusal(
-            "batches is one array",
-            f"an array of shape {jnp.shape(batches)}, whose rows would be batches",
+            "batches is one array", f"an array of shape {jnp.shape(batches)}, whose rows would be batches",
             "a list of at least two batches, each a value that fn accepts",
-            "write [x[:4], x[4:8]], or [(x, y), ...] if fn unpacks a pair",
-        )
+            "write [x[:4], x[4:8]], or [(x, y), ...] if fn unpacks a pair")
     if outputs not in _OUTPUTS:
         raise _refusal(
-            f"unknown outputs {outputs!r}",
-            repr(outputs),
-            f"one of {', '.join(map(repr, _OUTPUTS))}",
-            "pass 'logits' if a softmax of fn's outputs follows, else 'logprobs' or 'loss'",
-        )
+            f"unknown outputs {outputs!r}", repr(outputs), f"one of {', '.join(map(repr, _OUTPUTS))}",
+            "pass 'logits' if a softmax of fn's outputs follows, else 'logprobs' or 'loss'")
     if len(batches := list(batches)) < 2:
         raise _refusal(
-            "too few batches",
-            f"{len(batches)} batch",
-            "two or more values that fn accepts",
-            "pass a list of batches: whatever a single batch does not reach looks like a symmetry",
-        )
+            "too few batches", f"{len(batches)} batch", "two or more values that fn accepts",
+            "pass a list of batches: whatever a single batch does not reach looks like a symmetry")
     if not 0 <= near < 1:
         raise _refusal(f"bad near {near!r}", repr(near), "a number from 0 to 1", "leave it at 1e-3")
     if not isinstance(seed, int | np.integer):
         raise _refusal(
-            "seed is no integer", f"a {type(seed).__name__}", "an int, because NumPy draws the points", "write seed=0"
-        )
+            "seed is no integer", f"a {type(seed).__name__}", "an int, because NumPy draws the points",
+            "write seed=0")
     return batches
 
 
@@ -102,19 +94,14 @@ def double_leaves(params: Any, seed: int) -> Leaves:
     shapes = [path for path, x in all_leaves.items() if path not in leaves and isinstance(x, jax.ShapeDtypeStruct)]
     if shapes:
         raise _refusal(
-            f"no values of '{shapes[0]}'",
-            f"the shape of an array of {all_leaves[shapes[0]].dtype}",
+            f"no values of '{shapes[0]}'", f"the shape of an array of {all_leaves[shapes[0]].dtype}",
             "values of every leaf that is no floating-point array",
-            "put an array there, such as zeros, or pass the parameters alone, such as nnx.state(model, nnx.Param)",
-        )
+            "put an array there, such as zeros, or pass the parameters alone, such as nnx.state(model, nnx.Param)")
     if not leaves:
         kinds = ", ".join(f"{p} ({getattr(x, 'dtype', type(x).__name__)})" for p, x in list(all_leaves.items())[:4])
         raise _refusal(
-            "no floating-point leaves in params",
-            kinds or "an empty tree",
-            "a tree of parameter arrays",
-            "pass the tree that fn is differentiated in, such as nnx.state(model) or variables['params']",
-        )
+            "no floating-point leaves in params", kinds or "an empty tree", "a tree of parameter arrays",
+            "pass the tree that fn is differentiated in, such as nnx.state(model) or variables['params']")
     return leaves
 
 
@@ -123,18 +110,12 @@ def compared(out: Any, outputs: str) -> list[jax.Array]:
     leaves = [x for x in jax.tree.leaves(out) if is_float(x)]
     if not leaves:
         raise _refusal(
-            "no floating-point outputs",
-            f"{len(jax.tree.leaves(out))} leaves of other types",
-            "an array of floating-point numbers",
-            "return the logits, log-probabilities or loss from fn",
-        )
+            "no floating-point outputs", f"{len(jax.tree.leaves(out))} leaves of other types",
+            "an array of floating-point numbers", "return the logits, log-probabilities or loss from fn")
     if outputs == "logits" and any(x.ndim == 0 or x.shape[-1] == 1 for x in leaves):
         raise _refusal(
-            "outputs that are no logits",
-            f"shapes {', '.join(str(x.shape) for x in leaves)}",
-            "more than one class along the last axis",
-            "pass outputs='loss' if fn returns a number",
-        )
+            "outputs that are no logits", f"shapes {', '.join(str(x.shape) for x in leaves)}",
+            "more than one class along the last axis", "pass outputs='loss' if fn returns a number")
     return [jax.nn.log_softmax(x, axis=-1) for x in leaves] if outputs == "logits" else leaves
 
 
@@ -143,11 +124,9 @@ def check_repeatable(first: Sequence[np.ndarray], second: Sequence[np.ndarray]) 
     for k, (a, b) in enumerate(zip(first, second, strict=True)):
         if not np.allclose(a, b, rtol=0.0, atol=1e-9 * np.abs(a).max(initial=0.0), equal_nan=True):
             raise _refusal(
-                "two calls of fn differ",
-                f"output {k} changes by {np.abs(a - b).max():.1e} on one input",
+                "two calls of fn differ", f"output {k} changes by {np.abs(a - b).max():.1e} on one input",
                 "a pure function of (params, batch)",
-                "switch dropout off (deterministic=True, model.eval()), or pass the same key with every batch",
-            )
+                "switch dropout off (deterministic=True, model.eval()), or pass the same key with every batch")
 
 
 def check_finite(out: Sequence[np.ndarray], fn: Callable[..., Any], *args: Any) -> None:
@@ -162,8 +141,7 @@ def check_finite(out: Sequence[np.ndarray], fn: Callable[..., Any], *args: Any) 
                 "outputs that are not finite",
                 f"{int((~np.isfinite(x)).sum())} of {x.size} elements of output {k}; {origin}",
                 "finite outputs at random points near params",
-                "mask with a large negative number instead of -inf where a whole row is masked; check the inputs",
-            )
+                "mask with a large negative number instead of -inf where a whole row is masked; check the inputs")
 
 
 def _evaluate(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], origins: dict[str, str]) -> list[Any]:

@@ -68,11 +68,9 @@ def in_double(fn: Function, leaves: Leaves, dtypes: Mapping[str, Any], batch: An
             raise _fixed_precision(eqn, where)
         if eqn.primitive.name == "while" and _float_dtypes(eqn):
             raise _refusal(
-                "a loop that cannot be differentiated in float64",
-                f"`while`{where}",
+                "a loop that cannot be differentiated in float64", f"`while`{where}",
                 "a loop with a fixed number of steps, because derivatives that fn defines itself are in its precision",
-                "write jax.lax.scan or a fori_loop with constant bounds",
-            )
+                "write jax.lax.scan or a fori_loop with constant bounds")
     return lifted
 
 
@@ -85,31 +83,23 @@ def _checked(fn: Function, leaves: Any, batch: Any) -> list[tuple[Any, str]]:
         if type(error).__name__ != "TraceContextError":  # Flax's; this package does not import Flax
             raise
         raise _refusal(
-            "fn changes a variable that it captures",
-            f"{str(error).split(' (http')[0]}: dropout, or a counter",
-            pure,
-            f"{switch} before you split the model, or pass what it changes in params",
-        ) from error
+            "fn changes a variable that it captures", f"{str(error).split(' (http')[0]}: dropout, or a counter", pure,
+            f"{switch} before you split the model, or pass what it changes in params") from error
     marks = [_LEAVES] * len(jax.tree.leaves(leaves)) + [_BATCH] * len(jax.tree.leaves(batch))
     marked: list[tuple[Any, int, str]] = []
     drawn = any(mark & _DRAWN for mark in _mark(closed.jaxpr, marks, marked))
     for eqn, mark, where in marked:
         if drawn and eqn.primitive.name in _DRAWS and not mark & (_LEAVES | _BATCH):
             raise _refusal(
-                "random numbers from a key that fn captures",
-                f"`{eqn.primitive.name}`{where}: dropout, or noise",
-                pure,
-                f"{switch}, or pass the key with every batch",
-            )
+                "random numbers from a key that fn captures", f"`{eqn.primitive.name}`{where}: dropout, or noise", pure,
+                f"{switch}, or pass the key with every batch")
         if mark & _LEAVES and eqn.primitive.name in ("dot_general", "conv_general_dilated"):
             dtype = eqn.invars[0].aval.dtype
             if jnp.issubdtype(dtype, jnp.integer) and jnp.iinfo(dtype).bits <= 8:
                 raise _refusal(
-                    "a quantized product inside fn",
-                    f"{dtype} into `{eqn.primitive.name}`{where}",
+                    "a quantized product inside fn", f"{dtype} into `{eqn.primitive.name}`{where}",
                     "products of floating-point numbers: rounding to integers breaks every continuous symmetry",
-                    "pass the model before quantization",
-                )
+                    "pass the model before quantization")
     return [(eqn, where) for eqn, mark, where in marked if mark & _LEAVES]
 
 
@@ -191,11 +181,9 @@ def _applied(eqn: Any, ins: list[Any]) -> Sequence[Any]:
 
 def _fixed_precision(eqn: Any, where: str) -> ValueError:
     return _refusal(
-        "an operation that cannot be computed in float64",
-        f"`{eqn.primitive.name}`{where}",
+        "an operation that cannot be computed in float64", f"`{eqn.primitive.name}`{where}",
         "operations of JAX, which discover computes in float64 whatever dtype the model names",
-        "build the model for discover without this kernel, such as implementation='xla' of attention",
-    )
+        "build the model for discover without this kernel, such as implementation='xla' of attention")
 
 
 def _wide_param(x: Any) -> Any:

@@ -126,12 +126,10 @@ class Report:
             fitting = {n: x for held in self.held for n, x in held.call.lengths(params, sizes).items() if n in names}
             lengths = ", ".join(f"{name}={fitting.get(name, '...')}" for name in sorted(names))
             raise binding_error(
-                "rebind",
-                f"no gauge states a length of {', '.join(sorted(unknown))}",
+                "rebind", f"no gauge states a length of {', '.join(sorted(unknown))}",
                 f"stated lengths: {', '.join(sorted(stated)) or 'none'}",
                 "lengths that the gauges state; all others are read from the larger tree's shapes",
-                f"write rebind(params{lengths and ', '}{lengths})",
-            )
+                f"write rebind(params{lengths and ', '}{lengths})")
         return [held.call.rebound(params, sizes) for held in self.held]
 
     def __repr__(self) -> str:

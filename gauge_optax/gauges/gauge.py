@@ -539,8 +539,7 @@ def block_gauge(
     """
     reserved = () if kind.rigid is None else (kind.rigid,)
     specs = tuple(
-        spec
-        for role, blocks in roles.items()
+        spec for role, blocks in roles.items()
         for spec in block_specs(name, role, blocks, () if role in kind.without_axis else reserved, kind.joined)
     )
     frozen = frozen_sizes(name, sizes)

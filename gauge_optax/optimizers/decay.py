@@ -199,7 +199,9 @@ def require_whole_gauges(name: str, s: Slice, flags: Mapping[str, bool]) -> None
             )  # fmt: skip
 
 
-def decayed_leaves(inner: optax.GradientTransformationExtraArgs, state: Any, params: Any) -> list[dict[str, bool]]:
+def decayed_leaves(
+    inner: optax.GradientTransformationExtraArgs, state: Any, params: Any
+) -> list[dict[str, bool]]:
     """Returns which leaves an optimizer with a decay mask decays; [] for an optimizer without a mask.
 
     A mask inside an optimizer is not visible, but a leaf that decays is one whose update is computed from the leaf

@@ -91,7 +91,7 @@ class Polar:
 
     def _labelled(self, pattern: str, axes: str, path: str, shape: tuple[int, ...], rotated: bool) -> Matrices:
         """Returns how the user's axes read a leaf."""
-        block = bind_leaf(self.name, BlockSpec("labels", pattern, axes), path, shape, dict(self.sizes))
+        block = bind_leaf(self.name, BlockSpec("labels", pattern, axes), path, shape, dict(self.sizes), "sizes")
         reading = None if block is None or rotated else labelled_matrices(block)
         if reading is None:
             raise binding_error(
@@ -164,17 +164,24 @@ def polar_of(
             name, "ns_steps is traced", "an array", "a Python integer",
             'write inject_hyperparams(..., static_args=("ns_steps",)), or give ns_coeffs one tuple per step',
         )  # fmt: skip
+    named: set[str] = set()
     for pattern, label in (labels or {}).items():
         if _is_axes(label):
-            parse_axes(name, pattern, label)
+            named |= {part.name for part in parse_axes(name, pattern, label).parts} - {"_"}
         elif label not in ("muon", "adam"):
             raise binding_error(
                 name, f"bad label of '{pattern}'", repr(label), "'muon', 'adam', or axes such as '_ head _'",
                 f"write labels={{{pattern!r}: 'adam'}}",
             )  # fmt: skip
+    lengths = frozen_sizes(name, sizes)
+    if unknown := [axis for axis, _ in lengths if axis not in named]:
+        raise binding_error(
+            name, f"unknown axis in sizes '{unknown[0]}'", f"named axes: {', '.join(sorted(named)) or 'none'}",
+            "names that stand in the axes of a label", f"drop '{unknown[0]}' or correct it",
+        )  # fmt: skip
     schedule = ns_schedule(ns_coeffs, 5 if ns_steps is None else ns_steps)
     return Polar(
-        name, beta, eps, schedule, scale, tuple((labels or {}).items()), frozen_sizes(name, sizes),
+        name, beta, eps, schedule, scale, tuple((labels or {}).items()), lengths,
         rotations_alone=preset is not None,
     )  # fmt: skip
 

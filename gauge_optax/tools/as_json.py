@@ -71,12 +71,8 @@ def from_json(text: str, shapes: Mapping[str, Sequence[int]] | None = None) -> l
         entries = None
     if not isinstance(entries, list):
         raise binding_error(
-            "from_json",
-            "no list of gauges",
-            repr(text[:60]),
-            f'JSON with "format": {FORMAT} and "gauges"',
-            "pass what go.to_json returned, with a version of this library that knows its format",
-        )
+            "from_json", "no list of gauges", repr(text[:60]), f'JSON with "format": {FORMAT} and "gauges"',
+            "pass what go.to_json returned, with a version of this library that knows its format")
     gauges = [_call(entry).gauge() for entry in entries]
     if shapes is not None:
         product(gauges).dim({name: jax.ShapeDtypeStruct(tuple(shape), np.float32) for name, shape in shapes.items()})
@@ -87,12 +83,8 @@ def _entry(gauge: Gauge) -> dict[str, Any]:
     """A gauge as its constructor's name and arguments; the norms that it passes are entries too."""
     if not isinstance(gauge, BlockGauge) or gauge.name not in CONSTRUCTORS:
         raise binding_error(
-            "to_json",
-            f"a gauge of another class, {type(gauge).__name__}",
-            repr(gauge),
-            f"one of {', '.join(sorted(CONSTRUCTORS))}",
-            "store the arguments of your class yourself",
-        )
+            "to_json", f"a gauge of another class, {type(gauge).__name__}", repr(gauge),
+            f"one of {', '.join(sorted(CONSTRUCTORS))}", "store the arguments of your class yourself")
     arguments = gauge._arguments()
     norms = {"norms": [_entry(norm) for norm in arguments["norms"]]} if "norms" in arguments else {}
     return {"kind": gauge.name, **arguments, **norms}

@@ -68,12 +68,9 @@ def lora(params: Any, *, axes: Mapping[str, Pair] | None = None) -> list[Gauge]:
         calls.append(Call("head_linear", {"left": blocks, "right": {b: right}}))
     if not calls:
         raise binding_error(
-            "lora",
-            "no pair of factors",
-            f"leaves {', '.join(list(leaves)[:6])}",
+            "lora", "no pair of factors", f"leaves {', '.join(list(leaves)[:6])}",
             "paths such as '.../lora_a' and '.../lora_b', 'w_lora_a', 'lora_A/default/weight'",
-            "pass the tree that holds the adapters, or bind them with go.head_linear",
-        )
+            "pass the tree that holds the adapters, or bind them with go.head_linear")
 
     def same(merged: Call, group: list[Call]) -> bool:
         """Whether the merged patterns match the leaves of the group and no others."""
@@ -97,12 +94,9 @@ def _pairs(leaves: Mapping[str, Shape]) -> Iterator[Pair]:
             if len(leaves.get(other, ())) < 2:
                 if hit["prefix"]:
                     raise binding_error(
-                        "lora",
-                        f"a factor without its partner, '{path}'",
-                        f"no leaf '{other}'",
+                        "lora", f"a factor without its partner, '{path}'", f"no leaf '{other}'",
                         "both factors in one tree",
-                        "pass the tree that holds both; under optax.masked or partition keep pairs together",
-                    )
+                        "pass the tree that holds both; under optax.masked or partition keep pairs together")
                 continue
             a, b = (path, other) if hit["name"] in _PARTNER else (other, path)
             layouts = _layouts(a, leaves[a], leaves[b])
@@ -142,12 +136,9 @@ def _axes_of(path: str, other: str, leaves: Mapping[str, Shape], axes: Mapping[s
     layouts = _layouts(path, a, b)
     if not layouts:
         raise binding_error(
-            "lora",
-            f"factors of unequal rank, '{path}' and '{other}'",
-            f"shapes {a} and {b}",
+            "lora", f"factors of unequal rank, '{path}' and '{other}'", f"shapes {a} and {b}",
             "A (..., rank) and B (rank, ...), or PyTorch's A (rank, ...) and B (..., rank)",
-            f"say which axes: axes={{{modules[-1]!r}: ('_ basis', 'basis _')}}",
-        )
+            f"say which axes: axes={{{modules[-1]!r}: ('_ basis', 'basis _')}}")
     # An inner axis that both share (experts) could be a layer axis: the shapes cannot tell.
     shared = [k for k in range(1, len(a) - 1) if len(a) == len(b) and a[k] == b[k] and "layer" not in layouts[0][0]]
     if len(layouts) == 1 and shared and not _is_torch(path):
@@ -155,10 +146,6 @@ def _axes_of(path: str, other: str, leaves: Mapping[str, Shape], axes: Mapping[s
         layouts.append((" ".join(named[0]), " ".join(named[1])))
     if len(layouts) > 1:
         raise binding_error(
-            "lora",
-            f"ambiguous axes of '{path}'",
-            f"shapes {a} and {b}, which allow several layouts",
-            " or ".join(map(repr, layouts)),
-            f"choose one: axes={{{modules[-1]!r}: {layouts[-1]!r}}}",
-        )
+            "lora", f"ambiguous axes of '{path}'", f"shapes {a} and {b}, which allow several layouts",
+            " or ".join(map(repr, layouts)), f"choose one: axes={{{modules[-1]!r}: {layouts[-1]!r}}}")
     return layouts[0]

@@ -172,18 +172,13 @@ def plan(
     """
     if unbound not in ("allow", "warn", "error"):
         raise binding_error(
-            "plan", f"unknown unbound {unbound!r}", repr(unbound), "'allow', 'warn' or 'error'", "leave it out"
-        )
+            "plan", f"unknown unbound {unbound!r}", repr(unbound), "'allow', 'warn' or 'error'", "leave it out")
     tx = tx_or_gauges if isinstance(tx_or_gauges, optax.GradientTransformation) else None
     gauges = [] if not tx_or_gauges else list(product(tx_or_gauges).parts) if tx is None else _gauges_of(tx)
     if not gauges:
         raise binding_error(
-            "plan",
-            "no gauges",
-            f"a {type(tx_or_gauges).__name__}",
-            "gauges, or an optimizer that was made with some",
-            "pass go.quotient(...) or a list of gauges",
-        )
+            "plan", "no gauges", f"a {type(tx_or_gauges).__name__}", "gauges, or an optimizer that was made with some",
+            "pass go.quotient(...) or a list of gauges")
     leaves, matrices = leaves_by_path(params), matrices_of(product(gauges)._slice(params).instances)
     texts, heads = {}, set[str]()
     for path, matrix in matrices.items():
@@ -204,12 +199,8 @@ def plan(
         warnings.warn(f"plan: {text}", stacklevel=2)
     if result.unbound and unbound == "error":
         raise binding_error(
-            "plan",
-            f"{len(result.unbound)} leaves in no gauge",
-            ", ".join(result.unbound[:6]),
-            "a gauge on every leaf",
-            "bind them, or leave unbound='allow': the wrapped optimizer updates them as it would without gauges",
-        )
+            "plan", f"{len(result.unbound)} leaves in no gauge", ", ".join(result.unbound[:6]), "a gauge on every leaf",
+            "bind them, or leave unbound='allow': the wrapped optimizer updates them as it would without gauges")
     if result.unbound and unbound == "warn":
         warnings.warn(f"plan: in no gauge: {', '.join(result.unbound)}", stacklevel=2)
     return result

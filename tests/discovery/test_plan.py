@@ -22,6 +22,7 @@ def llama() -> object:
         return jax.tree.map(lambda x: np.asarray(x, np.float32), near(unrolled(LLAMA).params, 1))
 
 
+
 def test_an_optimizer_leaf_by_leaf() -> None:
     params, gauges = llama(), lm.gauges(LLAMA)
     found = go.plan(optax.chain(optax.clip(1.0), go.quotient(optax.adamw(0.5, weight_decay=0.25), gauges)), params)

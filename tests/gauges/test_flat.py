@@ -166,6 +166,8 @@ def test_twins_train_alike(case: GaugeCase, inner: str, dtype: str) -> None:
             assert _apart(_slice_point(gauge, apart), _slice_point(gauge, plain)) > 1e-4
 
 
+
+
 @pytest.mark.parametrize("config", [
     lm.LMConfig(vocab=7, d_model=6, layers=2, heads=2, kv_heads=2, d_head=4, d_ff=5, max_len=4, mlp="gelu"),
     lm.llama_config(vocab=7, d_model=6, layers=2, heads=4, kv_heads=2, d_head=4, d_ff=5, max_len=4),
@@ -283,6 +285,7 @@ def test_a_bias_that_does_not_follow_its_kernel_is_refused() -> None:
     gauge = go.bias_absorption({"b": "channel"}, {"w": "channel _"}, {"c": "_"})
     with pytest.raises(ValueError, match="does not follow 'w'"):
         gauge.dim({"b": jnp.zeros(3), "w": jnp.zeros((3, 4)), "c": jnp.zeros(5)})
+
 
 
 def test_transport_through_norms_with_scales_is_refused() -> None:

@@ -25,6 +25,7 @@ from gauge_optax.measure.live import track
 from gauge_optax.measure.redundancy import redundancy, transformer_redundancy
 from gauge_optax.optimizers._quotient import quotient
 from gauge_optax.optimizers.aliases import ddc_adamw, ddc_muon, quotient_adamw, quotient_muon
+from gauge_optax.optimizers.compress import compress_second_moments
 from gauge_optax.optimizers.decay import add_gauge_decay
 from gauge_optax.optimizers.fix import gauge_fix
 from gauge_optax.optimizers.hold_products import hold_products
@@ -51,6 +52,7 @@ from gauge_optax.tools.plan import plan
 __all__ = [  # noqa: RUF022  by what a user wants
     # Train with your optimizer, on the slice.
     "quotient", "quotient_adamw", "quotient_muon", "ddc_adamw", "ddc_muon", "from_state",
+    "compress_second_moments",
     # Say which symmetries a model has.
     "Gauge", "bias_absorption", "embedding_shift", "head_linear", "head_rotation", "key_bias", "logit_shift",
     "multiplier_balance", "norm_read_shift", "norm_scale", "norm_write_shift", "permutation", "product",

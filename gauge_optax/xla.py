@@ -6,6 +6,7 @@ writes an array to memory if two operations read it. Peaks are peak memories of 
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -99,9 +100,25 @@ def fixed_noise(block: int, rows: int, columns: int, draw: int | jax.Array = 0) 
 
     It hashes positions. `jax.random` has a loop, which on a CPU can block for ever if another loop runs beside it.
     """
-    x = jnp.arange(rows * columns, dtype=jnp.uint32) + jnp.uint32((_KEY + block * 0x9E3779B9) % 2**32)
+    bits = _mixed(jnp.arange(rows * columns, dtype=jnp.uint32), block, draw)
+    return (bits.astype(jnp.float32) / 2.0**31 - 1.0).reshape(rows, columns)
+
+
+def hashed_positions(shape: Sequence[int], block: int, draw: int | jax.Array) -> jax.Array:
+    """Returns 32 pseudo-random bits per entry of an array; every `block` and `draw` has its own.
+
+    Positions are sums of one iota per axis, so that no device of a mesh needs more than its part of the array.
+    """
+    position, stride = jnp.zeros(shape, jnp.uint32), 1
+    for axis in reversed(range(len(shape))):
+        iota = jax.lax.broadcasted_iota(jnp.uint32, shape, axis)
+        position, stride = position + iota * jnp.uint32(stride % 2**32), stride * shape[axis]
+    return _mixed(position, block, draw)
+
+
+def _mixed(position: jax.Array, block: int, draw: int | jax.Array) -> jax.Array:
+    x = position + jnp.uint32((_KEY + block * 0x9E3779B9) % 2**32)
     x = x ^ (jnp.uint32(0xC2B2AE35) * jnp.asarray(draw, jnp.uint32))
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
         x = (x ^ (x >> shift)) * jnp.uint32(factor)
-    x = x ^ (x >> 16)
-    return (x.astype(jnp.float32) / 2.0**31 - 1.0).reshape(rows, columns)
+    return x ^ (x >> 16)

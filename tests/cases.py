@@ -1034,6 +1034,11 @@ def _opposite_gram(
     return go.scale_by_opposite_gram(chosen, damping, diagonal=diagonal, every=every)
 
 
+def _compressed(gauges: Sequence[Gauge], dtype: str) -> Any:
+    """Around Adam on the slice."""
+    return go.compress_second_moments(go.quotient(optax.adamw(0.01, weight_decay=0.1), gauges), dtype)
+
+
 def _hold_products(gauges: Sequence[Gauge], kind: str, cap: float | None = None) -> Any:
     """Around Adam, for the units and, in place of a rotation of heads, for one scale per head on the same leaves."""
     scales: list[Gauge] = []
@@ -1076,6 +1081,8 @@ TRANSFORM_CASES: tuple[TransformCase, ...] = (
     TransformCase("quotient/adamw", go.quotient, {"inner": optax.adamw(0.01, weight_decay=0.1)}),
     TransformCase("quotient/lion", go.quotient, {"inner": optax.lion(0.01)}, linear=True),
     TransformCase("quotient/link", go.quotient, {"inner": optax.scale_by_adam(), "hold": False}),
+    TransformCase("compress_second_moments/adam", _compressed, {"dtype": "bfloat16"}),
+    TransformCase("compress_second_moments/codes", _compressed, {"dtype": "uint8"}),
     TransformCase("track/adam", go.track, {"inner": optax.adam(0.01), "every": 2}),
     TransformCase("track_balance/every", go.track_balance, {"every": 2}),
     TransformCase("track_rotation/adam", _track_rotation, {"every": 2}),

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from gauge_optax.binding import binding_error, is_empty, leaves_by_path, with_leaves
 from gauge_optax.gauges.gauge import Element, Gauge, Gauges, Product, product
+from gauge_optax.optimizers.compress import compressed, decompressed, dtype_of
 from gauge_optax.states.moves import Move, moving_part
 from gauge_optax.states.rules import RULES, Outgoing, Rule
 from gauge_optax.transformation import require_choice
@@ -101,7 +102,7 @@ def _walk(move: Move, node: Any, outgoing: Outgoing, owner: str, path: str = "")
       The part at g·θ, and the leaves of which updates leave it.
     """
     kind = type(node)
-    rules = {"gauge_optax": RULES, "optax": _OPTAX_RULES}.get(kind.__module__.partition(".")[0], {})
+    rules = {"gauge_optax": _OUR_RULES, "optax": _OPTAX_RULES}.get(kind.__module__.partition(".")[0], {})
     if kind.__name__ in rules:
         return rules[kind.__name__](move, node, outgoing)
     if isinstance(node, tuple) and hasattr(node, "_fields"):
@@ -199,6 +200,13 @@ def _injected(move: Move, state: Any, outgoing: Outgoing) -> tuple[Any, Outgoing
     return state._replace(inner_state=inner), after
 
 
+def _compressed(move: Move, state: Any, outgoing: Outgoing) -> tuple[Any, Outgoing]:
+    """Second moments move as numbers, and are rounded anew, as in a step."""
+    inner, after = _walk(move, decompressed(state), outgoing, "CompressedState")
+    return compressed(state.count, inner, dtype_of(state)), after
+
+
+_OUR_RULES: dict[str, Rule] = RULES | {"CompressedState": _compressed}
 _OPTAX_RULES: dict[str, Rule] = {
     **dict.fromkeys(_POWERS, _averages),
     "MultiStepsState": _multi_steps,

@@ -1,0 +1,177 @@
+"""Second moments in 16 and 8 bits: rounding has the right mean, averages follow, runs stay close to the optimizer's."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import gauge_optax as go
+from benchmarks.timing import nbytes
+from gauge_optax.optimizers.compress import decompressed
+from models import lm
+from tests.quick import jit
+
+Tree = Any
+DTYPES = ("bfloat16", "uint8")
+LLAMA = lm.llama_config(vocab=64, d_model=64, layers=2, heads=4, kv_heads=2, d_head=16, d_ff=128, max_len=32)
+GAUGE = go.rescale({"up": "_ channel"}, {"down": "channel _"})
+
+
+def _moments(tx: Any, squares: np.ndarray) -> tuple[Any, jax.Array]:
+    """The state after gradients whose squares are given, (steps, entries), and v as the optimizer reads it."""
+    params = {"w": jnp.zeros(squares.shape[1])}
+
+    @jit
+    def run(squares: jax.Array) -> Any:
+        def step(state: Any, square: jax.Array) -> tuple[Any, None]:
+            return tx.update({"w": jnp.sqrt(square)}, state, params)[1], None
+
+        return jax.lax.scan(step, tx.init(params), squares)[0]
+
+    state = run(jnp.asarray(squares, jnp.float32))
+    inner = decompressed(state) if hasattr(state, "tops") else state
+    return state, optax.tree.get(inner, "nu")["w"]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rounding_goes_to_both_neighbours_and_has_the_right_mean(dtype: str) -> None:
+    size = 0.3  # not a stored number
+    tx = go.compress_second_moments(optax.scale_by_rms(decay=0.0), dtype)
+    squares = np.full((1, 20_000), size)
+    squares[0, 0] = 1.0  # the largest, from which codes are counted
+    stored = np.asarray(_moments(tx, squares)[1][1:], float)
+    below, above = np.unique(stored)
+    spread = {"bfloat16": 2.0**-7, "uint8": 2.0 ** (1 / 8) - 1}[dtype]
+    assert below < size < above <= below * (1 + spread) * (1 + 1e-5)
+    chance = (size - below) / (above - below)
+    error = (above - below) * (chance * (1 - chance) / len(stored)) ** 0.5
+    print(f"{dtype}: {below:.5f}, {above:.5f}; mean {stored.mean():.6f}, standard error {error:.1e}")
+    assert abs(stored.mean() - size) < 4 * error
+
+
+@pytest.mark.parametrize(("dtype", "largest"), [("bfloat16", 0.08), ("uint8", 0.35)])
+def test_averages_follow_gradients_that_shrink(dtype: str, largest: float) -> None:
+    draw = np.random.default_rng(0).normal(size=(4000, 500))
+    squares = np.square(draw) * np.where(np.arange(4000) < 1000, 1.0, 0.01)[:, None]
+    tx = optax.scale_by_rms(decay=0.999)
+    exact = np.asarray(_moments(tx, squares)[1], float)
+    found = np.asarray(_moments(go.compress_second_moments(tx, dtype), squares)[1], float)
+    off = np.sqrt(np.mean(np.square(np.sqrt(found / exact) - 1)))
+    print(f"{dtype}: mean {found.mean() / exact.mean():.3f}, root off by {off:.3f}")
+    assert abs(found.mean() / exact.mean() - 1) < 0.1 * largest + 0.02
+    assert off < largest
+
+    def nearest(v: jax.Array, square: jax.Array) -> tuple[jax.Array, None]:
+        return (0.999 * v + 0.001 * square).astype(jnp.bfloat16).astype(jnp.float32), None
+
+    stuck = jax.lax.scan(nearest, jnp.zeros(500), jnp.asarray(squares, jnp.float32))[0]
+    assert float(jnp.mean(stuck)) > 3 * exact.mean(), "rounding to the nearest would do as well"
+
+
+def test_codes_of_zero_of_what_is_too_small_and_of_no_number() -> None:
+    tx = go.compress_second_moments(optax.scale_by_rms(decay=0.0), "uint8")
+    state, v = _moments(tx, np.array([[0.0, 1.0, 2.0**-40, 4.0]]))
+    assert optax.tree.get(state, "nu")["w"].tolist()[:2] == [0, 231] and v[0] == 0 and v[1] == 1 and v[2] < 1e-8
+    assert bool(jnp.all(jnp.isnan(_moments(tx, np.array([[1.0, np.nan]]))[1])))
+    assert _moments(tx, np.zeros((2, 3)))[1].tolist() == [0, 0, 0]
+    assert np.isinf(_moments(go.compress_second_moments(optax.scale_by_rms(decay=0.0)), np.array([[np.inf]]))[1][0])
+
+
+def test_states_are_smaller() -> None:
+    params, _ = lm.params_and_loss(LLAMA, jax.random.key(0))
+    gauges, entries = lm.gauges(LLAMA), sum(x.size for x in jax.tree.leaves(params))
+    adam = nbytes(optax.adamw(1e-3).init(params))
+    for tx in (optax.adamw(1e-3), go.quotient(optax.adamw(1e-3), gauges), go.ddc_adamw(1e-3, gauges)):
+        whole, *small = (nbytes(t.init(params)) for t in (tx, *(go.compress_second_moments(tx, d) for d in DTYPES)))
+        print(f"bytes per parameter: {whole / entries:.2f}, " + ", ".join(f"{x / entries:.2f}" for x in small))
+        assert whole - small[0] > 1.95 * entries and whole - small[1] > 2.9 * entries
+        assert max(small) < adam, "the state is no smaller than AdamW's"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["adamw", "quotient", "ddc_adamw"])
+def test_losses_are_those_of_the_optimizer(name: str, dtype: str) -> None:
+    make = {
+        "adamw": optax.adamw(1e-2),
+        "quotient": go.quotient(optax.adamw(1e-2), GAUGE),
+        "ddc_adamw": go.ddc_adamw(1e-2, GAUGE),
+    }
+    plain, small = (_train(tx) for tx in (make[name], go.compress_second_moments(make[name], dtype)))
+    print(f"{name}, {dtype}: {plain[0]:.4f} → {plain[-1]:.5f}, {small[-1]:.5f}")
+    assert plain[-1] < 0.2 * plain[0] and abs(small[-1] / plain[-1] - 1) < 0.1
+    assert small[-1] != plain[-1]
+    assert _train(go.compress_second_moments(make[name], dtype)) == small, "a run cannot be repeated"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_twins_stay_together(dtype: str) -> None:
+    element = {"": jnp.linspace(-2.0, 2.0, 8)}
+    plain = [_train(optax.adamw(1e-2), g)[-1] for g in (None, element)]
+    tx = go.compress_second_moments(go.quotient(optax.adamw(1e-2), GAUGE), dtype)
+    ours = [_train(tx, g)[-1] for g in (None, element)]
+    apart = [abs(a / b - 1) for a, b in (plain, ours)]
+    print(f"losses of twins after 200 steps: AdamW {apart[0]:.2f}, {dtype} {apart[1]:.1e}")
+    assert apart[0] > 0.05 and apart[0] > 10 * apart[1]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_moments_are_transported_as_numbers(dtype: str) -> None:
+    params = {"up": jnp.ones((4, 8)), "down": jnp.ones((8, 2))}
+    tx, element = go.compress_second_moments(optax.adam(0.1), dtype), {"": jnp.linspace(-1.0, 1.0, 8)}
+    grads = jax.tree.map(lambda x: 1.0 + jnp.arange(x.size, dtype=x.dtype).reshape(x.shape), params)
+    state = tx.update(grads, tx.init(params), params)[1]
+    before, after = (decompressed(x) for x in (state, go.transport(state, params, GAUGE, element)))
+    expected = go.transport(before, params, GAUGE, element)
+    for path in params:
+        found, wanted = (optax.tree.get(x, "nu")[path] for x in (after, expected))
+        np.testing.assert_allclose(found, wanted, rtol={"bfloat16": 2.0**-7, "uint8": 0.1}[dtype])
+        assert not np.allclose(found, optax.tree.get(before, "nu")[path], rtol=0.3)
+
+
+def test_float64_is_left_alone(x64: None) -> None:
+    params = {"w": jnp.ones(3, jnp.float64)}
+    tx, same = go.compress_second_moments(optax.adam(0.1), "uint8"), optax.adam(0.1)
+    updates, state = tx.update(params, tx.init(params), params)
+    assert optax.tree.get(state, "nu")["w"].dtype == jnp.float64
+    np.testing.assert_array_equal(updates["w"], same.update(params, same.init(params), params)[0]["w"])
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: go.compress_second_moments(optax.adam), "optax.adamw(1e-3)"),  # type: ignore[arg-type]
+        (lambda: go.compress_second_moments(optax.adam(0.1), "int4"), "write dtype='bfloat16'"),
+        (lambda: go.compress_second_moments(optax.lion(0.1)).init({"w": jnp.ones(2)}), "without a field nu"),
+    ],
+)
+def test_mistakes_are_told(make: Any, says: str) -> None:
+    with pytest.raises(ValueError, match="compress_second_moments") as error:
+        make()
+    for part in ("found:", "expected:", "remedy:"):
+        assert part in str(error.value)
+    print(error.value)
+    assert says in str(error.value) or "call it" in str(error.value)
+
+
+def _train(tx: Any, element: Tree | None = None, steps: int = 200) -> list[float]:
+    """Losses of a network of eight ReLU units, from one of its twins where an element is given."""
+    draw = np.random.default_rng(0).normal
+    params = {"up": jnp.asarray(draw(size=(4, 8)), jnp.float32), "down": jnp.asarray(draw(size=(8, 2)), jnp.float32)}
+    params = params if element is None else GAUGE.act(element, params)
+    x = jnp.asarray(draw(size=(64, 4)), jnp.float32)
+    y = jnp.sin(x[:, :2])
+
+    def loss(p: Tree) -> jax.Array:
+        return jnp.mean(jnp.square(jax.nn.relu(x @ p["up"]) @ p["down"] - y))
+
+    def step(carry: tuple[Tree, Any], _: None) -> tuple[tuple[Tree, Any], jax.Array]:
+        params, state = carry
+        value, gradient = jax.value_and_grad(loss)(params)
+        updates, state = tx.update(gradient, state, params)
+        return (optax.apply_updates(params, updates), state), value
+
+    run = jit(lambda params: jax.lax.scan(step, (params, tx.init(params)), length=steps)[1])
+    return [float(value) for value in run(params)]

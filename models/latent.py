@@ -66,26 +66,40 @@ def _rms(x: jax.Array, scale: jax.Array) -> jax.Array:
     return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + NORM_EPS) * scale
 
 
-def outputs(c: LatentConfig, params: Params, x: jax.Array) -> jax.Array:
-    """The block's outputs for a stream of (batch, time, d)."""
-    attn, moe = params["attn"], params["moe"]
+def _by_head(c: LatentConfig, kernel: jax.Array) -> jax.Array:
+    """(inputs, heads, entries), fused or not."""
+    return kernel.reshape(kernel.shape[0], c.heads, -1)
 
-    def heads(name: str) -> jax.Array:
-        kernel = attn[name]["kernel"]
-        return kernel.reshape(kernel.shape[0], c.heads, -1)
 
-    y = _rms(x, params["norm1"]["scale"])
-    query = jnp.einsum("btq,qhe->bthe", _rms(y @ attn["q_a"]["kernel"], attn["q_norm"]["scale"]), heads("q_b"))
+def logits_and_values(c: LatentConfig, params: Params, y: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Attention logits of each query and key, (batch, heads, time, time), causal or not, and values per head.
+
+    Args:
+      c: the configuration.
+      params: the block's.
+      y: what the first norm returns, (batch, time, d).
+    """
+    attn = params["attn"]
+    heads = {name: _by_head(c, attn[name]["kernel"]) for name in ("q_b", "kv_b")}
+    query = jnp.einsum("btq,qhe->bthe", _rms(y @ attn["q_a"]["kernel"], attn["q_norm"]["scale"]), heads["q_b"])
     latent, shared = jnp.split(y @ attn["kv_a"]["kernel"], [c.kv_latent], -1)
-    both = jnp.einsum("btc,che->bthe", _rms(latent, attn["kv_norm"]["scale"]), heads("kv_b"))
+    both = jnp.einsum("btc,che->bthe", _rms(latent, attn["kv_norm"]["scale"]), heads["kv_b"])
     key, value = jnp.split(both, [c.entries], -1)
     plain, turned = jnp.split(query, [c.entries], -1)
     scores = jnp.einsum("bthe,bshe->bhts", plain, key)
     scores += jnp.einsum("bthe,bse->bhts", rotary(turned), rotary(shared[:, :, None])[:, :, 0])
-    scores = jnp.where(jnp.tri(x.shape[1], dtype=bool), scores * query.shape[-1] ** -0.5, -jnp.inf)
+    return scores * query.shape[-1] ** -0.5, value
+
+
+def outputs(c: LatentConfig, params: Params, x: jax.Array) -> jax.Array:
+    """The block's outputs for a stream of (batch, time, d)."""
+    attn, moe = params["attn"], params["moe"]
+    y = _rms(x, params["norm1"]["scale"])
+    scores, value = logits_and_values(c, params, y)
+    scores = jnp.where(jnp.tri(x.shape[1], dtype=bool), scores, -jnp.inf)
     mixed = jnp.einsum("bhts,bshe->bthe", jax.nn.softmax(scores), value)
     if c.gated:
-        mixed *= jax.nn.sigmoid(jnp.einsum("btd,dhe->bthe", y, heads("gate")))
+        mixed *= jax.nn.sigmoid(jnp.einsum("btd,dhe->bthe", y, _by_head(c, attn["gate"]["kernel"])))
     x += jnp.einsum("bthe,hed->btd", mixed, attn["out"]["kernel"].reshape(c.heads, c.values, -1))
     y = _rms(x, params["norm2"]["scale"])
     gate, up = jnp.split(moe["gate_up"], 2, -1) if c.fused else (moe["gate"], moe["up"])
@@ -148,3 +162,19 @@ def muon_labels(c: LatentConfig) -> dict[str, str]:
     """What no symmetry tells Muon: that the gate has heads, and that the experts' gates are one matrix per expert."""
     gate = {"attn/gate/kernel": "_ (head _)" if c.fused else "_ head _"} if c.gated else {}
     return gate if c.fused else gate | {"moe/gate": "expert _ _"}
+
+
+def qk_clip(c: LatentConfig) -> tuple[go.Gauge, dict[str, str]]:
+    """What `hold_products(…, gauge, "cap", cap=…, alone=alone)` needs to bound the logits of every head: gauge, alone.
+
+    A head's logits are products of queries and keys without rotary, which share a factor, plus products with the
+    rotary key of all heads, where the queries take the whole factor.
+    """
+    sizes = {"head": c.heads} if c.fused else None
+
+    def part(start: int, stop: int) -> str:
+        return f"_ (head _={start}:{stop})" if c.fused else f"_ head _={start}:{stop}"
+
+    query, key = "attn/q_b/kernel", "attn/kv_b/kernel"
+    gauge = go.multiplier_balance({query: part(0, c.entries)}, {key: part(0, c.entries)}, sizes=sizes)
+    return gauge, {query: part(c.entries, c.entries + c.rotary)}

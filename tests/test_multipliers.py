@@ -10,10 +10,11 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from flax.traverse_util import unflatten_dict
 
 import gauge_optax as go
 from gauge_optax.binding import leaves_by_path
-from models import gpt2, lm, multipliers
+from models import gpt2, latent, lm, multipliers
 from tests.discovery.test_discover import near
 from tests.oracles import orbit, outside
 from tests.programs import innermost
@@ -492,6 +493,66 @@ def test_qk_clip_bounds_logits_and_leaves_the_ratio_to_the_gauge(queries: int, x
     assert free[-1].min() > 1.9 * cap and clipped.max() < 1.03 * cap and 0.8 * cap < clipped[-1].min()
     assert float(optax.tree.get(state, "drift")) <= 1e-12
     np.testing.assert_allclose(run(1e9)[0][-1], free[-1], rtol=1e-6)
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["split", "fused"])
+def test_qk_clip_bounds_the_logits_of_latent_attention(fused: bool, x64: None) -> None:
+    """Heads share a rotary key, which stays: their rotary queries take the whole factor."""
+    c = latent.LatentConfig(fused=fused)
+    draw = np.random.default_rng(0).normal
+    params = unflatten_dict({path: jnp.asarray(draw(size=shape)) for path, shape in c.shapes.items()}, sep="/")
+    y, (gauge, alone) = jnp.asarray(draw(size=(2, 5, c.d_model))), latent.qk_clip(c)
+
+    def largest(p: Tree) -> jax.Array:
+        return jnp.max(latent.logits_and_values(c, p, y)[0], (0, 2, 3))
+
+    def clipped(inner: Any, cap: float, **options: Any) -> Any:
+        return go.hold_products(inner, gauge, "cap", cap=cap, **options)
+
+    # One step that changes nothing but sizes: every head ends at the bound that its own logits ask for.
+    tx = clipped(optax.sgd(0.0), 0.5, alone=alone)
+    updates, _ = tx.update(params, tx.init(params), params, max_logits={"": largest(params)})
+    moved = optax.apply_updates(params, updates)
+    before, after = (latent.logits_and_values(c, p, y)[0] for p in (params, moved))
+    factor = after / before
+    np.testing.assert_allclose(factor, jnp.broadcast_to(factor[:1, :, :1, :1], factor.shape), rtol=1e-9)
+    assert np.all(largest(params) > 1.5) and np.all((0.45 < largest(moved)) & (largest(moved) < 0.5))
+    assert abs(factor[0, 0, 0, 0] / factor[0, 1, 0, 0] - 1) > 1e-3, "both heads have one factor"
+    np.testing.assert_array_equal(moved["attn"]["kv_a"]["kernel"], params["attn"]["kv_a"]["kernel"])
+    halves = clipped(optax.sgd(0.0), 0.5)
+    updates, _ = halves.update(params, halves.init(params), params, max_logits={"": largest(params)})
+    skewed = latent.logits_and_values(c, optax.apply_updates(params, updates), y)[0] / before
+    assert np.ptp(skewed) > 0.1, "without alone= all logits of a head have one factor, too"
+
+    def grown(cap: float) -> np.ndarray:
+        tx = clipped(optax.adam(1e-2), cap, alone=alone)
+
+        @jit
+        def step(p: Tree, state: Tree) -> tuple[Tree, Tree]:
+            gradient = jax.grad(lambda p: -jnp.sum(jnp.log(largest(p))))(p)
+            updates, state = tx.update(gradient, state, p, max_logits={"": largest(p)})
+            return optax.apply_updates(p, updates), state
+
+        point, state, seen = params, tx.init(params), []
+        for _ in range(100):
+            point, state = step(point, state)
+            seen.append(np.asarray(largest(point)))
+        return np.array(seen)
+
+    free = grown(1e9)
+    cap = 0.5 * float(free[-1].min())
+    bounded = grown(cap)
+    print(f"largest logits: free {free[-1]}, cap {cap:.1f}, bounded {bounded[-1]}, at most {bounded[1:].max():.1f}")
+    assert free[-1].min() > 1.9 * cap and bounded[1:].max() < 1.03 * cap and 0.8 * cap < bounded[-1].min()
+
+
+def test_blocks_alone_have_the_channels_of_one_gauge(x64: None) -> None:
+    adam, other = optax.adam(1e-2), go.rescale({"up": "_ channel"}, {"down": "channel _"})
+    with pytest.raises(ValueError, match="nest two hold_products"):
+        go.hold_products(adam, [PAIR, other], alone={"query": "head _"})
+    tx = go.hold_products(adam, PAIR, alone={"query": "_ _"})
+    with pytest.raises(ValueError, match="name the same axes"):
+        tx.init(_pair())
 
 
 def test_a_product_that_was_zero_is_left_alone(x64: None) -> None:

@@ -9,7 +9,7 @@ Reference: GaugeFix-LRM §4.4 and §5, which names it as future work.
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -61,13 +61,13 @@ class _OneFactor(Move):
     element of the one whose product is held. Moments move with both sides.
 
     Attributes:
-      both: the part that multiplies both sides.
+      actual: what multiplies both sides, and the blocks of `alone`.
     """
 
-    both: MovingPart
+    actual: tuple[MovingPart, ...]
 
     def with_effect(self, *effects: Effect) -> Move:
-        return Move((self.both,) if self.both.effect in effects else (), self.params, self.on_unknown)
+        return Move(tuple(part for part in self.actual if part.effect in effects), self.params, self.on_unknown)
 
 
 def hold_products(
@@ -77,6 +77,7 @@ def hold_products(
     *,
     cap: float | jax.Array | None = None,
     decay: float | jax.Array | None = None,
+    alone: Mapping[str, Axes] | None = None,
     transport: bool = True,
     on_unknown: str = "error",
 ) -> optax.GradientTransformationExtraArgs:
@@ -98,6 +99,9 @@ def hold_products(
         called with `max_logits=`, the largest attention logit of each channel at `params` (shaped like the gauge's
         element; a tuple of these for several gauges), the bound is of the logits: a smooth QK-clip.
       decay: the share that the product loses in a step, a number between 0 and 1.
+      alone: path → axes of blocks that are multiplied by the square of the factor, for one gauge and with its named
+        axes. They meet a partner that several channels share, which must not change: in latent attention, the rotary
+        part of a head's queries, whose key is one for all heads.
       transport: whether the moments of `inner` move along, as they would if the function stayed; see `gauge_fix`.
       on_unknown: what becomes of moments that cannot move along; see `transport`.
 
@@ -106,8 +110,8 @@ def hold_products(
 
     Raises:
       ValueError: an `inner` that is no transformation, another `kind` or `on_unknown`, a kind without its number, a
-        gauge without two sides of one degree; at `init`, two gauges on one leaf and bindings that do not fit; `update`
-        without params.
+        gauge without two sides of one degree, `alone` with several gauges; at `init`, two gauges on one leaf and
+        bindings that do not fit; `update` without params.
 
     >>> gauge = go.multiplier_balance({"query": "head _"}, {"key": "head _"})
     >>> params = {"query": jnp.full((1, 3), 4.0), "key": jnp.full((1, 3), 1.0)}
@@ -120,12 +124,14 @@ def hold_products(
     >>> moved["query"].round(3).tolist(), moved["key"].round(3).tolist()
     ([[1.0, 1.0, 1.0]], [[1.0, 1.0, 1.0]])
 
-    Reference: GaugeFix-LRM §5. Deviation: the paper leaves the product to the optimizer.
+    Reference: GaugeFix-LRM §5; for QK-clip and `alone`, Kimi K2 (arXiv:2507.20534), §2.1. Deviation: GaugeFix-LRM
+      leaves the product to the optimizer; Kimi K2 clips, where the bound here is smooth.
     """
     require_choice(_NAME, "kind", kind, KINDS)
     require_choice(_NAME, "on_unknown", on_unknown, ON_UNKNOWN)
     group, inner = product(gauges), checked_inner(_NAME, inner)
     _check(kind, cap, decay, group.parts)
+    squared = None if alone is None else _squared(group.parts, alone)
 
     def init(params: optax.Params) -> HoldProductsState:
         gauge_of: dict[str, str] = {}
@@ -138,6 +144,8 @@ def hold_products(
                         "one gauge per leaf", "give hold_products only the gauge whose product is meant",
                     )  # fmt: skip
                 gauge_of[path] = part.name
+        if squared is not None:
+            _require_channels(group.parts[0], squared, params)
         logs = {_label(part, params): log_products(part, params) for part in group.parts}
         return HoldProductsState(inner.init(params), HeldProducts(logs) if kind == "init" else ())
 
@@ -157,13 +165,17 @@ def hold_products(
                 before_logs = jax.tree.map(lambda x, g: jnp.log(jnp.maximum(x, 0.0)).astype(g.dtype), largest, growth)
                 after_logs = jax.tree.map(jnp.add, before_logs, growth)
                 init_logs = after_logs
-            both, factor = _both_sides(part), functools.partial(_factor, kind, cap, decay)
-            factors = jax.tree.map(factor, before_logs, after_logs, init_logs)
-            updates = in_dtype_of(updates, chords(both, factors, params, after))
+            factors = jax.tree.map(functools.partial(_factor, kind, cap, decay), before_logs, after_logs, init_logs)
+            moves: list[tuple[Gauge, Element]] = [(_both_sides(part), factors)]
+            if squared is not None:
+                moves.append((squared, jax.tree.map(lambda x: 2.0 * x, factors)))
+            moving, element = product([gauge for gauge, _ in moves]), tuple(x for _, x in moves)
+            updates = in_dtype_of(updates, chords(moving, element, params, stepped(moving, params, updates)))
             if transport:
                 elements = [factors if gauge is part else gauge.identity(params) for gauge in group.parts]
                 parts = tuple(map(MovingPart, group.parts, elements, (gauge.effect for gauge in group.parts)))
-                move = _OneFactor(parts, params, on_unknown, MovingPart(both, factors, both.effect))
+                actual = tuple(MovingPart(gauge, x, gauge.effect) for gauge, x in moves)
+                move = _OneFactor(parts, params, on_unknown, actual)
                 inner_state = transported_state(move, inner_state)
         return updates, HoldProductsState(inner_state, state.sizes)
 
@@ -214,6 +226,26 @@ def _both_sides(gauge: Any) -> BlockGauge:
         blocks[spec.pattern] = (*blocks.get(spec.pattern, ()), spec.axes)
     axes: dict[str, Axes] = {pattern: x[0] if len(x) == 1 else x for pattern, x in blocks.items()}
     return scale_invariant(axes, sizes=dict(gauge.sizes))
+
+
+def _squared(gauges: Sequence[Any], alone: Mapping[str, Axes]) -> BlockGauge:
+    """The gauge that multiplies the blocks of `alone`."""
+    if len(gauges) != 1:
+        raise binding_error(
+            _NAME, "alone= with several gauges", f"{len(gauges)} gauges", "one gauge, whose factor the blocks take",
+            "nest two hold_products, each with its own gauge",
+        )  # fmt: skip
+    return scale_invariant(alone, sizes=dict(gauges[0].sizes))
+
+
+def _require_channels(gauge: Gauge, squared: Gauge, params: Any) -> None:
+    """Raises ValueError unless both gauges have the same channels."""
+    expected, actual = (jax.tree.map(jnp.shape, x.identity(params)) for x in (gauge, squared))
+    if expected != actual:
+        raise binding_error(
+            _NAME, "channels of alone= that are not those of its gauge", f"{actual}", f"{expected}",
+            f"name the same axes in alone= as in {gauge.name}",
+        )  # fmt: skip
 
 
 def _check(kind: str, cap: Any, decay: Any, gauges: Sequence[Gauge]) -> None:

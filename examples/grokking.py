@@ -488,9 +488,23 @@ def sentences(result: Result) -> Iterator[str]:
             steady.append(arm)
     if {"DDC-Muon", MATCHED} <= cells.keys():
         yield verdict(result)
+    yield on_the_grids(result)
     yield f"Test accuracy falls below {GROKKED:.0%} again after grokking: {', '.join(falls) or 'in no arm'}."
     yield f"Arms that grok with every seed and stay there: {', '.join(steady) or 'none'}."
     yield f"Arms that do not grok in {result['settings']['steps']:,} steps: {', '.join(never) or 'none'}."
+
+
+def on_the_grids(result: Result) -> str:
+    """In how many cells of its grid each arm groks, and in how many of these it stays."""
+    told = []
+    for arm, cells in result["grid"].items():
+        finals = [x["final"] for x in cells.values() if x["final"]["grokked"] is not None]
+        if len(cells) == len(grid_cells(arm)):
+            told.append(f"{arm} in {len(finals)} and {sum(x['collapses'] == 0 for x in finals)}")
+    return (
+        f"Of the {len(RATES) * len(DECAYS)} cells of an arm's grid ({result['settings']['grid_steps']:,} steps, seed "
+        f"{BEST_SEED}), so many grok, and so many of them do not collapse: {'; '.join(told)}."
+    )
 
 
 MATCHED = "Muon, attention decay doubled"

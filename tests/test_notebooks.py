@@ -27,7 +27,7 @@ NAMES = [
     "a_scalar_failure", "b_muon_explosion", "c_sphere_is_not_balance", "d_random_gauges", "e_diagnostic",
     "f_dead_directions", "g_rotational_equilibrium", "h_learnable_multipliers",
     "i_leakage", "j_whole_model", "k_one_function_many_weights",
-    "l_measuring_a_minimum",
+    "l_measuring_a_minimum", "m_grokking",
 ]  # fmt: skip
 MOST_BYTES = 300_000
 NUMBER = re.compile(r"(?<![\w.])[-+]?\d+(?:\.\d*)?(?:e[-+]?\d+)?")

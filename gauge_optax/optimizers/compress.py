@@ -176,9 +176,10 @@ def _to_bfloat16(x: jax.Array, chances: jax.Array) -> jax.Array:
 
 def _to_codes(x: jax.Array, chances: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Codes of entries that are not negative, and the power of two that the largest code stands for."""
-    _, exponent = jnp.frexp(jnp.max(x, initial=0.0))
-    # The sum carries a NaN into the scale, and with it into all entries of the leaf: it must not become a number.
-    top = jnp.exp2(exponent.astype(jnp.float32)) + 0.0 * jnp.sum(x)
+    largest = jnp.max(x, initial=0.0)
+    _, exponent = jnp.frexp(largest)
+    # A NaN goes into the scale, and with it into all entries of the leaf: it must not become a number.
+    top = jnp.exp2(exponent.astype(jnp.float32)) + 0.0 * largest
     place = jnp.log2(jnp.maximum(x / top, jnp.finfo(jnp.float32).tiny)) * _PER_OCTAVE + 255.0
     lower = jnp.clip(jnp.floor(place), 0.0, 254.0)
     below, above = (_size_of_code(code, top) for code in (lower, lower + 1.0))

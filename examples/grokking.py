@@ -495,15 +495,16 @@ def sentences(result: Result) -> Iterator[str]:
 
 
 def on_the_grids(result: Result) -> str:
-    """In how many cells of its grid each arm groks, and in how many of these it stays."""
+    """In how many cells of its grid each arm groks, and in how many of these it never collapses."""
     told = []
     for arm, cells in result["grid"].items():
         finals = [x["final"] for x in cells.values() if x["final"]["grokked"] is not None]
         if len(cells) == len(grid_cells(arm)):
-            told.append(f"{arm} in {len(finals)} and {sum(x['collapses'] == 0 for x in finals)}")
+            told.append(f"{arm} {len(finals)} and {sum(x['collapses'] == 0 for x in finals)}")
+    steps = result["settings"]["grid_steps"]
     return (
-        f"Of the {len(RATES) * len(DECAYS)} cells of an arm's grid ({result['settings']['grid_steps']:,} steps, seed "
-        f"{BEST_SEED}), so many grok, and so many of them do not collapse: {'; '.join(told)}."
+        f"Cells of the grid (of {len(RATES) * len(DECAYS)}) that grok in {steps:,} steps with seed {BEST_SEED}, and "
+        f"those of them that never collapse: {'; '.join(told) or 'no grid is done'}."
     )
 
 

@@ -78,6 +78,9 @@ def logits_and_values(c: LatentConfig, params: Params, y: jax.Array) -> tuple[ja
       c: the configuration.
       params: the block's.
       y: what the first norm returns, (batch, time, d).
+
+    Returns:
+      Logits and values, (batch, time, heads, v).
     """
     attn = params["attn"]
     heads = {name: _by_head(c, attn[name]["kernel"]) for name in ("q_b", "kv_b")}
@@ -165,10 +168,16 @@ def muon_labels(c: LatentConfig) -> dict[str, str]:
 
 
 def qk_clip(c: LatentConfig) -> tuple[go.Gauge, dict[str, str]]:
-    """What `hold_products(…, gauge, "cap", cap=…, alone=alone)` needs to bound the logits of every head: gauge, alone.
+    """What `hold_products` needs to bound the logits of every head.
 
     A head's logits are products of queries and keys without rotary, which share a factor, plus products with the
     rotary key of all heads, where the queries take the whole factor.
+
+    Args:
+      c: the configuration.
+
+    Returns:
+      The arguments `gauges` and `alone`.
     """
     sizes = {"head": c.heads} if c.fused else None
 

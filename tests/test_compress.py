@@ -1,6 +1,6 @@
 """Second moments in 16 and 8 bits: rounding has the right mean, averages follow, runs stay close to the optimizer's."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ import pytest
 
 import gauge_optax as go
 from benchmarks.timing import nbytes
-from gauge_optax.optimizers.compress import decompressed
+from gauge_optax.optimizers.compress import compressed, decompressed
 from models import lm
 from tests.quick import jit
 
@@ -131,6 +131,53 @@ def test_moments_are_transported_as_numbers(dtype: str) -> None:
         assert not np.allclose(found, optax.tree.get(before, "nu")[path], rtol=0.3)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rare_small_gradients_take_no_large_steps(dtype: str) -> None:
+    """As those of rare tokens beside frequent ones: a second moment rounded to zero would make them m/eps."""
+    params = {"w": jnp.zeros(64)}
+    tx = go.compress_second_moments(optax.adam(1.0), dtype)
+
+    @jit
+    def run() -> jax.Array:
+        def step(state: Any, n: jax.Array) -> tuple[Any, jax.Array]:
+            rare = jnp.where(n % 50 == 0, 1e-4, 0.0)
+            updates, state = tx.update({"w": jnp.full(64, rare).at[0].set(1.0)}, state, params)
+            return state, jnp.max(jnp.abs(updates["w"]))
+
+        return jnp.max(jax.lax.scan(step, tx.init(params), jnp.arange(300))[1])
+
+    largest = float(run())
+    print(f"{dtype}: largest step {largest:.2f} of the rate")
+    assert 0.9 < largest < 1.5
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_states_of_numpy_and_of_no_leaves_and_of_bfloat16_parameters(dtype: str) -> None:
+    params = {"w": jnp.arange(1.0, 5.0)}
+    tx = go.compress_second_moments(optax.adam(0.1), dtype)
+    state = tx.init(params)
+    restored = jax.device_get(state)
+    expected, found = (tx.update(params, s, params)[0]["w"] for s in (state, restored))
+    np.testing.assert_array_equal(expected, found)
+    assert jax.tree.structure(decompressed(restored)) == jax.tree.structure(decompressed(state))
+    assert tx.update({}, tx.init({}), {})[0] == {}
+    half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+    tx = go.compress_second_moments(optax.amsgrad(0.1), dtype)
+    state = tx.init(half)
+    after = tx.update(half, state, half)[1]
+    assert jax.tree.map(lambda x: x.dtype, after) == jax.tree.map(lambda x: x.dtype, state)
+
+
+def test_two_streams_round_to_different_sides() -> None:
+    state = {"moments": optax.ScaleByRmsState(nu=jnp.full(1000, 0.3))}
+    first, second = (compressed(jnp.int32(3), state, "bfloat16", stream).inner_state["moments"].nu for stream in (0, 1))
+    assert 0.3 < float(jnp.mean(first == second)) < 0.7
+
+
+class _Named(NamedTuple):
+    nu: jax.Array
+
+
 def test_float64_is_left_alone(x64: None) -> None:
     params = {"w": jnp.ones(3, jnp.float64)}
     tx, same = go.compress_second_moments(optax.adam(0.1), "uint8"), optax.adam(0.1)
@@ -145,6 +192,9 @@ def test_float64_is_left_alone(x64: None) -> None:
         (lambda: go.compress_second_moments(optax.adam), "optax.adamw(1e-3)"),  # type: ignore[arg-type]
         (lambda: go.compress_second_moments(optax.adam(0.1), "int4"), "write dtype='bfloat16'"),
         (lambda: go.compress_second_moments(optax.lion(0.1)).init({"w": jnp.ones(2)}), "without a field nu"),
+        (lambda: _init(optax.rmsprop(0.1, centered=True)), "without a field nu"),
+        (lambda: _init(go.compress_second_moments(optax.adam(0.1))), "around the whole optimizer"),
+        (lambda: go.compress_second_moments(optax.adam(0.1)).init(_Named(jnp.ones(2))), "rename it"),
     ],
 )
 def test_mistakes_are_told(make: Any, says: str) -> None:
@@ -154,6 +204,10 @@ def test_mistakes_are_told(make: Any, says: str) -> None:
         assert part in str(error.value)
     print(error.value)
     assert says in str(error.value) or "call it" in str(error.value)
+
+
+def _init(inner: Any) -> Any:
+    return go.compress_second_moments(inner).init({"w": jnp.ones(2)})
 
 
 def _train(tx: Any, element: Tree | None = None, steps: int = 200) -> list[float]:

@@ -549,10 +549,23 @@ def test_qk_clip_bounds_the_logits_of_latent_attention(fused: bool, x64: None) -
 def test_blocks_alone_have_the_channels_of_one_gauge(x64: None) -> None:
     adam, other = optax.adam(1e-2), go.rescale({"up": "_ channel"}, {"down": "channel _"})
     with pytest.raises(ValueError, match="nest two hold_products"):
-        go.hold_products(adam, [PAIR, other], alone={"query": "head _"})
-    tx = go.hold_products(adam, PAIR, alone={"query": "_ _"})
-    with pytest.raises(ValueError, match="name the same axes"):
-        tx.init(_pair())
+        go.hold_products(adam, [PAIR, other], "cap", cap=1.0, alone={"query": "head _"})
+    with pytest.raises(ValueError, match="write kind='cap'"):
+        go.hold_products(adam, PAIR, alone={"query": "head _"})
+    with pytest.raises(ValueError, match="alone= that cannot be bound"):
+        go.hold_products(adam, PAIR, "cap", cap=1.0, alone={})
+    more = _pair() | {"rotary": jnp.ones((2, 3))}
+
+    def capped(**alone: str) -> Any:
+        return go.hold_products(adam, PAIR, "cap", cap=1.0, alone=alone)
+
+    for axes in ("_ _", "_ head", "channel _"):
+        with pytest.raises(ValueError, match="name the same axes"):
+            capped(rotary=axes).init(more)
+    with pytest.raises(ValueError, match="a range of entries that the gauge leaves out"):
+        capped(query="(head _) _", rotary="head _").init(more)
+    with pytest.raises(ValueError, match="without max_logits"):
+        capped(rotary="head _").update(more, capped(rotary="head _").init(more), more)
 
 
 def test_a_product_that_was_zero_is_left_alone(x64: None) -> None:

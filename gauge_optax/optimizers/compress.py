@@ -7,8 +7,8 @@ stored. The random numbers are hashed from the entry's position and the step, so
 *Measured* on 4,000 averages of squared normals, 6,000 steps, with gradients a tenth as large in the second half: the
 root of v is off by 5 % in two bytes and by 23 % in one at b2 = 0.999, by 0.6 % and 8 % at 0.98; its mean by 0.3 % at
 most. Rounded to the nearest, v ends 26 times too large in two bytes at 0.999, and 361 times in one at 0.98. On a Llama
-of two layers of width 64 (400 steps, three seeds, b2 = 0.999) the validation loss of AdamW and `ddc_adamw` differs by
-at most 0.2 % in two bytes and 0.5 % in one, to both sides.
+of two layers of width 64 (400 steps, three seeds, b2 = 0.999) the validation loss of AdamW and `ddc_adamw` differs from
+the loss without compression by at most 0.2 % in two bytes and 0.5 % in one, in either direction.
 References: Dettmers et al. 2022, arXiv:2110.02861 (one byte per entry, to the nearest); Gupta et al. 2015,
 arXiv:1502.02551 (rounding at random).
 """
@@ -21,11 +21,12 @@ import jax.numpy as jnp
 import optax
 
 from gauge_optax.binding import binding_error
-from gauge_optax.transformation import checked_inner, placeholder, require_choice, transformation
+from gauge_optax.transformation import checked_inner, require_choice, transformation
 from gauge_optax.xla import hashed_positions
 
 _NAME = "compress_second_moments"
 _PER_OCTAVE = 8  # codes of one byte: 255 is a power of two above the leaf's largest, 247 is half of it, and 0 is 0
+_DIFFERENCES = ("ScaleByRStdDevState", "ScaleByRStdDevWithCountState")  # ν − μ² must not become negative by rounding
 _STORED = ("bfloat16", "uint8")
 
 
@@ -51,15 +52,18 @@ def compress_second_moments(
     Args:
       inner: any Optax transformation, a whole optimizer or a link. Its second moments are the fields `nu` of its
         states, as those of Optax's Adam, NAdam, RMSProp, AdaBelief and Muon, of `ddc_adamw`, and of all inside
-        `quotient`. What a state keeps elsewhere stays as it is, and so do moments in float64.
-      dtype: "bfloat16", or "uint8": codes of 255 sizes, 8 per factor of two, from the largest entry of the leaf down.
+        `quotient`. What a state keeps elsewhere stays as it is, and so do moments in float64 and those from which a
+        squared mean is subtracted (centered RMSProp). Put `optax.apply_if_finite` around the result, not inside.
+      dtype: "bfloat16", or "uint8": codes of 255 sizes, 8 per factor of two, from the power of two above the largest
+        entry of the leaf down. They span a factor of 3.6e9. Smaller positive entries are stored as the smallest code
+        and not as zero, which makes their steps shorter. One infinite or undefined entry makes its whole leaf NaN.
 
     Returns:
       The optimizer. Its updates have the dtypes of the gradients.
 
     Raises:
-      ValueError: an `inner` that is no transformation; another `dtype`; at `init`, a state without a field `nu`;
-        `update` without params.
+      ValueError: an `inner` that is no transformation; another `dtype`; at `init`, a state without a field `nu`, a
+        state that is compressed already, parameters in a NamedTuple with a field `nu`; `update` without params.
 
     >>> params = {"w": jnp.ones(1000)}
     >>> tx = go.compress_second_moments(optax.adamw(1e-3), "uint8")
@@ -82,23 +86,39 @@ def compress_second_moments(
                 _NAME, "no second moments to compress", "a state without a field nu",
                 "an optimizer that averages squares of gradients, such as optax.adamw", f"leave {_NAME} out",
             )  # fmt: skip
+        if any(isinstance(node, CompressedState) for node in jax.tree.leaves(state, is_leaf=_is_compressed)):
+            raise binding_error(
+                _NAME, "an optimizer that is compressed already", "a CompressedState inside", "one compression",
+                f"write {_NAME} once, around the whole optimizer",
+            )  # fmt: skip
+        if list(_second_moments(params)):
+            raise binding_error(
+                _NAME, "parameters that look like second moments", "a NamedTuple with a field nu in the parameters",
+                "another name of that field", "rename it, or pass the parameters as a dict",
+            )  # fmt: skip
         return compressed(jnp.zeros((), jnp.int32), state, dtype)
 
     def update(updates: Any, state: CompressedState, params: Any, **extra: Any) -> tuple[Any, CompressedState]:
-        steps, inner_state = inner.update(updates, decompressed(state), params, **extra)
-        steps = jax.tree.map(lambda step, given: step.astype(given.dtype), steps, updates)
+        before = decompressed(state)
+        steps, after = inner.update(updates, before, params, **extra)
+        steps = jax.tree.map(lambda step, given: jnp.asarray(step, jnp.result_type(given)), steps, updates)
+        # A state made for bfloat16 parameters computes with second moments in float32 here: its types must not change.
+        inner_state = jax.tree.map(_in_dtype_of, before, after)
         return steps, compressed(optax.safe_increment(state.count), inner_state, dtype)
 
     def empty(params: Any) -> CompressedState:
-        return CompressedState(jnp.zeros((), jnp.int32), placeholder() if dtype == "uint8" else (), inner.init(params))
+        return CompressedState(jnp.zeros((), jnp.int32), jnp.zeros(0) if dtype == "uint8" else (), inner.init(params))
 
     return transformation(_NAME, init, update, CompressedState, empty)
 
 
-def compressed(count: jax.Array, state: Any, dtype: str) -> CompressedState:
-    """Rounds the second moments of a state at random; `count` says which random numbers."""
+def compressed(count: jax.Array, state: Any, dtype: str, stream: int = 0) -> CompressedState:
+    """Rounds the second moments of a state at random; `count` and `stream` say which random numbers.
+
+    What is rounded twice at one count takes two streams: with the same numbers both roundings would go to one side.
+    """
     tops: list[jax.Array] = []
-    number = 0
+    number = stream * 1_000_003
 
     def stored(x: Any) -> Any:
         nonlocal number
@@ -118,7 +138,7 @@ def compressed(count: jax.Array, state: Any, dtype: str) -> CompressedState:
 
 def decompressed(state: CompressedState) -> Any:
     """The state of the optimizer inside, with second moments in float32."""
-    tops = iter(jnp.unstack(state.tops) if isinstance(state.tops, jax.Array) else ())
+    tops = iter(() if isinstance(state.tops, tuple) else jnp.unstack(jnp.asarray(state.tops)))
 
     def read(x: Any) -> Any:
         if x.dtype == jnp.uint8:
@@ -130,14 +150,24 @@ def decompressed(state: CompressedState) -> Any:
 
 def dtype_of(state: CompressedState) -> str:
     """The argument `dtype` of the transformation that made a state."""
-    return "uint8" if isinstance(state.tops, jax.Array) else "bfloat16"
+    return "bfloat16" if isinstance(state.tops, tuple) else "uint8"
 
 
 # Where second moments are -----------------------------------------------------------------------------
 
 
 def _has_second_moments(node: Any) -> bool:
-    return "nu" in getattr(node, "_fields", ())
+    return "nu" in getattr(node, "_fields", ()) and type(node).__name__ not in _DIFFERENCES
+
+
+def _is_compressed(node: Any) -> bool:
+    return isinstance(node, CompressedState)
+
+
+def _in_dtype_of(before: Any, after: Any) -> Any:
+    """The new array of a state in the dtype of the old one."""
+    changed = jnp.result_type(after) != jnp.result_type(before)
+    return jnp.asarray(after, jnp.result_type(before)) if changed else after
 
 
 def _second_moments(state: Any) -> Iterator[Any]:
@@ -176,16 +206,16 @@ def _to_bfloat16(x: jax.Array, chances: jax.Array) -> jax.Array:
 
 def _to_codes(x: jax.Array, chances: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Codes of entries that are not negative, and the power of two that the largest code stands for."""
-    largest = jnp.max(x, initial=0.0)
-    _, exponent = jnp.frexp(largest)
-    # A NaN goes into the scale, and with it into all entries of the leaf: it must not become a number.
-    top = jnp.exp2(exponent.astype(jnp.float32)) + 0.0 * largest
+    _, exponent = jnp.frexp(jnp.max(x, initial=0.0))
+    top = jnp.ldexp(jnp.float32(1.0), jnp.minimum(exponent, 127))
+    top = jnp.where(jnp.all(jnp.isfinite(x)), top, jnp.nan)  # what is no number must not become one
     place = jnp.log2(jnp.maximum(x / top, jnp.finfo(jnp.float32).tiny)) * _PER_OCTAVE + 255.0
     lower = jnp.clip(jnp.floor(place), 0.0, 254.0)
     below, above = (_size_of_code(code, top) for code in (lower, lower + 1.0))
     share = (x - below) / (above - below)
     code = lower + (share * 2.0**24 > (chances >> 8).astype(jnp.float32)).astype(jnp.float32)
-    return code.astype(jnp.uint8), top
+    # A small entry whose second moment were zero would take a step of its first moment over eps.
+    return jnp.where((x > 0) & (code < 1), 1.0, code).astype(jnp.uint8), top
 
 
 def _size_of_code(code: jax.Array, top: jax.Array) -> jax.Array:

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from gauge_optax.binding import Axes, binding_error
+from gauge_optax.binding import Axes, binding_error, overlap
 from gauge_optax.gauges.gauge import BlockGauge, Element, Gauge, Gauges, product
 from gauge_optax.gauges.instance import Effect
 from gauge_optax.gauges.scale import keeps_product, scale_invariant
@@ -99,10 +99,11 @@ def hold_products(
         called with `max_logits=`, the largest attention logit of each channel at `params` (shaped like the gauge's
         element; a tuple of these for several gauges), the bound is of the logits: a smooth QK-clip.
       decay: the share that the product loses in a step, a number between 0 and 1.
-      alone: path → axes of blocks that are multiplied by the square of the factor, for one gauge and with its named
-        axes. They meet a partner that several channels share, which must not change: in latent attention, the rotary
-        part of a head's queries, whose key is one for all heads.
+      alone: for one gauge, and "cap" with `max_logits`: path → axes of blocks that take the square of the factor, with
+        the gauge's named axes. Use it for blocks that are multiplied with a block that several channels share and that
+        must not change: in latent attention, the rotary part of a head's queries, whose key is one for all heads.
       transport: whether the moments of `inner` move along, as they would if the function stayed; see `gauge_fix`.
+        Moments inside a `quotient` stay: put this function inside the `quotient` if you give it `alone`.
       on_unknown: what becomes of moments that cannot move along; see `transport`.
 
     Returns:
@@ -110,8 +111,9 @@ def hold_products(
 
     Raises:
       ValueError: an `inner` that is no transformation, another `kind` or `on_unknown`, a kind without its number, a
-        gauge without two sides of one degree, `alone` with several gauges; at `init`, two gauges on one leaf and
-        bindings that do not fit; `update` without params.
+        gauge without two sides of one degree, `alone` with several gauges or another kind; at `init`, two
+        gauges on one leaf, bindings that do not fit, `alone` with other channels than the gauge or with its entries;
+        `update` without params, or with `alone` and without `max_logits`.
 
     >>> gauge = go.multiplier_balance({"query": "head _"}, {"key": "head _"})
     >>> params = {"query": jnp.full((1, 3), 4.0), "key": jnp.full((1, 3), 1.0)}
@@ -131,7 +133,7 @@ def hold_products(
     require_choice(_NAME, "on_unknown", on_unknown, ON_UNKNOWN)
     group, inner = product(gauges), checked_inner(_NAME, inner)
     _check(kind, cap, decay, group.parts)
-    squared = None if alone is None else _squared(group.parts, alone)
+    squared = None if alone is None else _squared(kind, group.parts, alone)
 
     def init(params: optax.Params) -> HoldProductsState:
         gauge_of: dict[str, str] = {}
@@ -152,6 +154,11 @@ def hold_products(
     def update(updates: Any, state: HoldProductsState, params: Any, **extra: Any) -> tuple[Any, HoldProductsState]:
         # For the other kinds the argument, if there is one, is meant for the optimizer inside.
         max_logits = extra.pop("max_logits", None) if kind == "cap" else None
+        if squared is not None and max_logits is None:
+            raise binding_error(
+                _NAME, "alone= without logits", "update without max_logits", "the largest logit of every channel",
+                "write tx.update(grads, state, params, max_logits={'': largest})",
+            )  # fmt: skip
         updates, inner_state = inner.update(updates, state.inner_state, params, **extra)
         for number, part in enumerate(group.parts):
             after = stepped(part, params, updates)
@@ -228,23 +235,50 @@ def _both_sides(gauge: Any) -> BlockGauge:
     return scale_invariant(axes, sizes=dict(gauge.sizes))
 
 
-def _squared(gauges: Sequence[Any], alone: Mapping[str, Axes]) -> BlockGauge:
+def _squared(kind: str, gauges: Sequence[Any], alone: Mapping[str, Axes]) -> BlockGauge:
     """The gauge that multiplies the blocks of `alone`."""
     if len(gauges) != 1:
         raise binding_error(
             _NAME, "alone= with several gauges", f"{len(gauges)} gauges", "one gauge, whose factor the blocks take",
             "nest two hold_products, each with its own gauge",
         )  # fmt: skip
-    return scale_invariant(alone, sizes=dict(gauges[0].sizes))
+    if kind != "cap":
+        # Nothing holds the size of these blocks by itself: without logits they would drift.
+        raise binding_error(
+            _NAME, f"alone= with kind='{kind}'", repr(alone), "kind='cap', with max_logits at every update",
+            "write kind='cap', or leave alone= out",
+        )  # fmt: skip
+    try:
+        return scale_invariant(alone, sizes=dict(gauges[0].sizes))
+    except (ValueError, TypeError, AttributeError) as error:
+        raise _bad_alone(error) from error
+
+
+def _bad_alone(error: Exception) -> ValueError:
+    return binding_error(
+        _NAME, "alone= that cannot be bound", str(error).splitlines()[0], "path → axes, as a gauge takes them",
+        "write alone={'attn/q_b/kernel': '_ head _=128:192'}, with your path and range",
+    )  # fmt: skip
 
 
 def _require_channels(gauge: Gauge, squared: Gauge, params: Any) -> None:
-    """Raises ValueError unless both gauges have the same channels."""
-    expected, actual = (jax.tree.map(jnp.shape, x.identity(params)) for x in (gauge, squared))
+    """Raises ValueError unless both gauges have the same channels, and no entry in common."""
+    try:
+        instances = squared._slice(params).instances
+    except ValueError as error:
+        raise _bad_alone(error) from error
+    of_gauge = gauge._slice(params).instances
+    expected, actual = ({i.key: (i.named, i.shape) for i in x} for x in (of_gauge, instances))
     if expected != actual:
         raise binding_error(
             _NAME, "channels of alone= that are not those of its gauge", f"{actual}", f"{expected}",
-            f"name the same axes in alone= as in {gauge.name}",
+            f"name the same axes, and write the same {{i}}, in alone= as in {gauge.name}",
+        )  # fmt: skip
+    blocks = [(a, b) for i in of_gauge for a in i.blocks for k in instances for b in k.blocks if a.path == b.path]
+    if any(overlap(a, b) for a, b in blocks):
+        raise binding_error(
+            _NAME, f"entries of '{blocks[0][0].path}' in alone= and in {gauge.name}", "one entry with both factors",
+            "every entry in one of the two", "give alone= a range of entries that the gauge leaves out",
         )  # fmt: skip
 
 

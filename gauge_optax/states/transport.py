@@ -203,7 +203,7 @@ def _injected(move: Move, state: Any, outgoing: Outgoing) -> tuple[Any, Outgoing
 def _compressed(move: Move, state: Any, outgoing: Outgoing) -> tuple[Any, Outgoing]:
     """Second moments move as numbers, and are rounded anew, as in a step."""
     inner, after = _walk(move, decompressed(state), outgoing, "CompressedState")
-    return compressed(state.count, inner, dtype_of(state)), after
+    return compressed(state.count, inner, dtype_of(state), stream=1), after
 
 
 _OUR_RULES: dict[str, Rule] = RULES | {"CompressedState": _compressed}

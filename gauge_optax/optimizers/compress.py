@@ -8,7 +8,7 @@ stored. The random numbers are hashed from the entry's position and the step, so
 root of v is off by 5 % in two bytes and by 23 % in one at b2 = 0.999, by 0.6 % and 8 % at 0.98; its mean by 0.3 % at
 most. Rounded to the nearest, v ends 26 times too large in two bytes at 0.999, and 361 times in one at 0.98. On a Llama
 of two layers of width 64 (400 steps, three seeds, b2 = 0.999) the validation loss of AdamW and `ddc_adamw` differs from
-the loss without compression by at most 0.2 % in two bytes and 0.5 % in one, in either direction.
+the loss without compression by at most 0.2 % in two bytes and 0.8 % in one, in either direction.
 References: Dettmers et al. 2022, arXiv:2110.02861 (one byte per entry, to the nearest); Gupta et al. 2015,
 arXiv:1502.02551 (rounding at random).
 """

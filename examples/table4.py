@@ -68,8 +68,7 @@ FINDINGS = [
         "F2", "one-block grokking; Muon (§5.4, C.9)", "0.889, Muon with matched decay 0.718",
         "axis alignment: the mean over dead directions of the feed-forward layer of the largest squared entry; "
         "`go.measure.axis_alignment`",
-        "not run, because it takes three arms, one of them Muon with twice the decay, five seeds and 25,000 steps of "
-        "0.05 s (measured with AdamW on one core, at p = 113): 5 hours in all",
+        "run on the paper's network with three seeds of its five, and 20,000 steps of its 25,000: below",
         "grokking", _matched_decay,
     ),
     Finding(
@@ -113,7 +112,7 @@ def section(results: Path) -> str:
         "second, six per parameter and token; the text of the paper lost the widths of the networks with 8 and 24 "
         "blocks, which are taken to be those of its one-block network.",
         grid.table(head, [[*finding[:5]] for finding in FINDINGS]),
-        "Smaller networks, each with a section of its own on this page:",
+        "Smaller networks or shorter runs, each with a section of its own on this page:",
         "\n".join(smaller(results)),
         *_nearest_to_f7(results / "starts.json"),
     ]

@@ -147,7 +147,8 @@ SECTIONS = [
     Section("layernorm_scale", "C.3 LayerNorm scale", layernorm_scale.section),
     Section("diagonal_network", "C.4 Diagonal linear network", diagonal_network.section, ("log|u| − log|v|",)),
     Section(
-        "grokking", "Grokking, and whether it stays", grokking.section, ("norm of the output kernel's mean",),
+        "grokking", "Grokking, and whether it stays", grokking.section,
+        ("norm of the output kernel's mean", "axis alignment of the hidden layer's dead directions"),
     ),
     Section(
         "overtraining_lm", "C.5 Over-training a language model", overtraining_lm.section,
@@ -185,7 +186,8 @@ SECTIONS = [
 ]  # fmt: skip
 TABLE4 = Section(
     "table4", "DDC's Table 4, finding by finding", table4.section,
-    ("validation loss", "accuracy on held-out pairs", "the smallest eigenvalue of the Fisher", "readable cells"),
+    ("validation loss", "accuracy on held-out pairs", "the smallest eigenvalue of the Fisher", "readable cells",
+     "axis alignment of the hidden layer's dead directions"),
 )  # fmt: skip
 """It has no JSON of its own: `markdown` takes the folder of results."""
 

@@ -443,7 +443,9 @@ def section(result: Result) -> str:
         finals = [cell["final"] for cell in cells.values()]
 
         def shown(key: str, form: str, finals: Sequence[Mapping[str, Any]] = finals) -> str:
-            return ", ".join("–" if x[key] is None else format(x[key], form) for x in finals)
+            # What is read from weights that are NaN means nothing, even where a formula returns zero.
+            void = [x[key] is None or (diverged(x) and key not in OF_THE_CURVE) for x in finals]
+            return ", ".join("–" if no else format(x[key], form) for no, x in zip(void, finals, strict=True))
 
         cells_of_row = [
             arm, f"{finals[0]['rate']:g}, {finals[0]['decay']:g}", len(finals), shown("grokked", ".0f"),
@@ -460,6 +462,15 @@ def section(result: Result) -> str:
         f"{BEST_SEED}. A number per seed. {report.made_with(result)}"
     )
     return "\n\n".join([about, "\n".join(rows), " ".join(sentences(result))])
+
+
+OF_THE_CURVE = ("grokked", "collapses", "below", "lowest")
+"""Statistics that a run has before it diverges; the others are read from its last weights."""
+
+
+def diverged(final: Mapping[str, Any]) -> bool:
+    """Whether a run ends with a loss that is not finite."""
+    return final["train_loss"] is None
 
 
 SHIFT = "the norm of the output kernel's mean over classes"
@@ -491,6 +502,9 @@ def sentences(result: Result) -> Iterator[str]:
     yield on_the_grids(result)
     yield f"Test accuracy falls below {GROKKED:.0%} again after grokking: {', '.join(falls) or 'in no arm'}."
     yield f"Arms that grok with every seed and stay there: {', '.join(steady) or 'none'}."
+    ends = {arm: sum(diverged(x["final"]) for x in runs.values()) for arm, runs in cells.items()}
+    if told := ", ".join(f"{arm} ({n} of {len(cells[arm])} seeds)" for arm, n in ends.items() if n):
+        yield f"Arms whose loss is not finite in the end: {told}; what is read from their last weights is left out."
     yield f"Arms that do not grok in {result['settings']['steps']:,} steps: {', '.join(never) or 'none'}."
 
 

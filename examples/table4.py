@@ -68,7 +68,8 @@ FINDINGS = [
         "F2", "one-block grokking; Muon (§5.4, C.9)", "0.889, Muon with matched decay 0.718",
         "axis alignment: the mean over dead directions of the feed-forward layer of the largest squared entry; "
         "`go.measure.axis_alignment`",
-        "not run, because five seeds of 25,000 steps take too long; below, three of 20,000 on the paper's network",
+        "not run, because two arms with five seeds of 25,000 steps of 0.06 s, and their grids, take 5 hours of one "
+        "core; below, three seeds of 20,000 steps on the paper's network",
         "grokking", _matched_decay,
     ),
     Finding(

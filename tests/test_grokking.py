@@ -124,6 +124,17 @@ def test_grokking_is_sustained_and_falls_after_it_are_collapses() -> None:
     assert example.summary([0.96] * 5, 100)["grokked"] == float("inf")
 
 
+def test_the_page_says_which_runs_diverge_and_leaves_out_what_nan_weights_show() -> None:
+    result = json.loads((Path(example.__file__).parent / "results" / "grokking.json").read_text())
+    final = result["cells"]["Muon"]["142"]["final"]
+    assert "not finite" not in example.section(result | {"cells": {"Muon": result["cells"]["Muon"]}})
+    final["train_loss"] = None
+    page = example.section(result | {"cells": {"Muon": result["cells"]["Muon"]}})
+    assert "not finite in the end: Muon (1 of 3 seeds)" in page
+    (row,) = (line for line in page.splitlines() if line.startswith("| Muon |"))
+    assert "2300, 6400, 10000" in row and f"{final['test_accuracy']:.3f}" not in row
+
+
 def test_the_best_cell_of_a_grid_is_known_when_the_grid_is_done(tmp_path: Path) -> None:
     first, *others = example.grid_cells("AdamW")
     assert len({first, *others}) == 6

@@ -117,6 +117,10 @@ def compressed(count: jax.Array, state: Any, dtype: str, stream: int = 0) -> Com
     """Rounds the second moments of a state at random; `count` and `stream` say which random numbers.
 
     What is rounded twice at one count takes two streams: with the same numbers both roundings would go to one side.
+
+    >>> state = optax.scale_by_adam().init({"w": jnp.ones(4)})
+    >>> compressed(jnp.zeros((), jnp.int32), state, "uint8").inner_state.nu["w"].dtype
+    dtype('uint8')
     """
     tops: list[jax.Array] = []
     number = stream * 1_000_003
@@ -138,7 +142,12 @@ def compressed(count: jax.Array, state: Any, dtype: str, stream: int = 0) -> Com
 
 
 def decompressed(state: CompressedState) -> Any:
-    """The state of the optimizer inside, with second moments in float32."""
+    """The state of the optimizer inside, with second moments in float32.
+
+    >>> state = optax.scale_by_adam().init({"w": jnp.ones(4)})
+    >>> decompressed(compressed(jnp.zeros((), jnp.int32), state, "bfloat16")).nu["w"]
+    Array([0., 0., 0., 0.], dtype=float32)
+    """
     tops = iter(() if isinstance(state.tops, tuple) else jnp.unstack(jnp.asarray(state.tops)))
 
     def read(x: Any) -> Any:
@@ -150,7 +159,11 @@ def decompressed(state: CompressedState) -> Any:
 
 
 def dtype_of(state: CompressedState) -> str:
-    """The argument `dtype` of the transformation that made a state."""
+    """The argument `dtype` of the transformation that made a state.
+
+    >>> dtype_of(compress_second_moments(optax.adam(0.1), "uint8").init({"w": jnp.ones(4)}))
+    'uint8'
+    """
     return "bfloat16" if isinstance(state.tops, tuple) else "uint8"
 
 

@@ -33,8 +33,8 @@ def certified(
     rng = np.random.default_rng([seed, 18])
 
     def by_tree(tree: Any, batch: Any) -> Any:
-        found = leaves_by_path(tree)
-        return fn({path: found[path] for path in leaves}, batch)
+        moved = leaves_by_path(tree)
+        return fn({path: moved[path] for path in leaves}, batch)
 
     with jax.enable_x64(True):
         outputs = sum(math.prod(x.shape) for x in jax.eval_shape(fn, leaves, batches[0]))
@@ -52,15 +52,15 @@ def redrawn(batches: Sequence[Any], rng: np.random.Generator) -> Any:
     """
 
     def of(*arrays: Any) -> Any:
-        found = [np.asarray(x) for x in arrays]
-        same = [x for x in found if x.shape == found[0].shape]
-        if all(np.array_equal(x, found[0]) for x in same[1:]):
+        values_by_batch = [np.asarray(x) for x in arrays]
+        same = [x for x in values_by_batch if x.shape == values_by_batch[0].shape]
+        if all(np.array_equal(x, values_by_batch[0]) for x in same[1:]):
             return arrays[0]
         stacked = np.stack(same)
         values = np.unique(stacked)
         if len(values) > 2:
-            return rng.choice(values if stacked.dtype.kind in "iu" else stacked.ravel(), found[0].shape)
-        which = rng.integers(len(stacked), size=found[0].shape)
+            return rng.choice(values if stacked.dtype.kind in "iu" else stacked.ravel(), values_by_batch[0].shape)
+        which = rng.integers(len(stacked), size=values_by_batch[0].shape)
         return np.take_along_axis(stacked, which[None], 0)[0]
 
     return jax.tree.map(of, *batches)

@@ -138,8 +138,8 @@ def flows(trace: Trace, leaves: Leaves) -> list[Flow]:
     """Everything that is tried."""
     searched, views, parts = set(spaces_with_companions(trace)), list[View](), list[View]()
     for path, leaf in leaves.items():  # one view per leaf that reads all of it, each axis along a space of its own
-        found = [_with_numbered_parts(view, trace) for view in views_of(trace, path, leaf.shape, searched)]
-        usable = [view for view in found if None not in view.labels and len(set(view.labels)) == len(view.labels)]
+        numbered = [_with_numbered_parts(view, trace) for view in views_of(trace, path, leaf.shape, searched)]
+        usable = [view for view in numbered if None not in view.labels and len(set(view.labels)) == len(view.labels)]
         views += [view for view in usable if view.size == leaf.size > 1][:1]
         parts += [view for view in usable if 1 < view.size < leaf.size]
     layers = trace.layer_spaces()

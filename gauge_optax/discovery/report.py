@@ -345,19 +345,20 @@ def _additions(
       shifts: constants along an axis, with what gradients see of them.
       point: where leaves are named at.
     """
-    found = []
+    additions = []
     for places, _ in shifts.solve(read=True):
         kind = "a constant along an axis that only centred norms read"
-        found += [_Addition(kind, call.paths[0], call, None) for call in write_shift_calls(places)]
+        additions += [_Addition(kind, call.paths[0], call, None) for call in write_shift_calls(places)]
     for k, flow in enumerate(offsets):
         for row in flow.solve():
             call = None
             with contextlib.suppress(Unwritable):
                 call = flow.call(row)
             where = " + ".join(flow.paths(row, point))
-            found.append(_Addition(flow.kind, where, call, functools.partial(flow.moved, row, seed=k)))
+            additions.append(_Addition(flow.kind, where, call, functools.partial(flow.moved, row, seed=k)))
     unread = [unread_bias_call(trace, path, mask) for path, mask in dead.items() if mask.any()]
-    return found + [_Addition("a bias without effect", one.paths[0], one, None) for one in unread if one is not None]
+    additions += [_Addition("a bias without effect", one.paths[0], one, None) for one in unread if one is not None]
+    return additions
 
 
 def _turns(

@@ -146,11 +146,12 @@ def _groups(trace: Trace, atoms: Atoms) -> list[_Group]:
             # Single entries are taken from it, or parts of it are grids of their own, as in a fused kernel.
             if not trace.spaces.picked.isdisjoint(key) or not trace.spaces.grids.keys().isdisjoint(key):
                 fixed.add(name)
-    alike: dict[Any, list[int]] = {}
+    by_places: dict[Any, list[int]] = {}
     for name, places in families.items():
-        alike.setdefault(frozenset((template(path), axis, number) for path, axis, number in places), []).append(name)
+        kind = frozenset((template(path), axis, number) for path, axis, number in places)
+        by_places.setdefault(kind, []).append(name)
     groups = []
-    for names in alike.values():
+    for names in by_places.values():
         members = [place for name in names for place in sorted(families[name])]
         unit = math.gcd(*(atoms[path, axis][number] for path, axis, number in members))
         if unit > 1 and fixed.isdisjoint(names):

@@ -57,9 +57,9 @@ def stream_rotations(
             squares = {path: x + np.square(gradient[path]).sum(0) for path, x in squares.items()}
             for one, element in zip(tried, elements, strict=True):
                 one.observe(point, element, gradient, first=chunk == 0)
-    found = [symmetry for one in tried for symmetry in one.solve(squares, dead, 10 * ZERO)]
+    symmetries = [symmetry for one in tried for symmetry in one.solve(squares, dead, 10 * ZERO)]
     point = _with_ones(generic_point(leaves, rng(13, 0)), ones)
-    return independent([s for s in found if s.residual < ZERO], point, rng(16), before, dead)
+    return independent([s for s in symmetries if s.residual < ZERO], point, rng(16), before, dead)
 
 
 def rotation_call(symmetry: Symmetry, trace: Trace, norms: Sequence[Call], params: Any) -> Call:

@@ -244,8 +244,8 @@ def _inner_windows(whole: Space, searched: set[Space]) -> list[Window]:
 
 def _divided(key: Space, searched: set[Space]) -> list[Atom]:
     """Searched parts of an axis that lie in several ranges of it."""
-    found = [(part(key, ranges), ranges) for ranges in runs(key) if len(ranges) > 1]
-    return [Atom(inner, len(inner), None, (ranges, len(key))) for inner, ranges in found if inner in searched]
+    several = [(part(key, ranges), ranges) for ranges in runs(key) if len(ranges) > 1]
+    return [Atom(inner, len(inner), None, (ranges, len(key))) for inner, ranges in several if inner in searched]
 
 
 def _grid_readings(

@@ -94,8 +94,8 @@ class Absorption(Instance):
         kernels = [block for block in blocks if block.role == "through"]
         targets = [block for block in blocks if block.role == INTO]
         for kernel, target in zip(kernels, targets, strict=True):
-            free, own = (_free(block, named) for block in (kernel, target))
-            if free[len(free) - len(own) :] != own:
+            free, of_target = (_free(block, named) for block in (kernel, target))
+            if free[len(free) - len(of_target) :] != of_target:
                 raise binding_error(
                     gauge, f"'{target.path}' does not follow '{kernel.path}'", f"{target.view_shape}",
                     f"the last free axes of \"{kernel.axes}\", {free}", "pair every kernel with its own bias",

@@ -80,8 +80,8 @@ class Translation(Instance):
         shifted = [block for i in others if isinstance(i, WriteShift) for block in i.shifted]
 
         def hides(role: str) -> bool:
-            own = [block for block in self.blocks if block.role == role]
-            return all(any(block.path == s.path and overlap(block, s) for s in shifted) for block in own)
+            of_role = [block for block in self.blocks if block.role == role]
+            return all(any(block.path == s.path and overlap(block, s) for s in shifted) for block in of_role)
 
         return dataclasses.replace(self, hidden=len(self.named) == 1 and hides("down") and not hides("up"))
 

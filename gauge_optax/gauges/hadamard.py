@@ -42,9 +42,9 @@ def randomized_hadamard(key: jax.Array, heads: tuple[int, ...], size: int) -> ja
     """
     of_signs, of_factor = jax.random.split(key)
     signs = jax.random.rademacher(of_signs, (*heads, size), real_dtype())
-    known = known_hadamard(size)
-    if known is not None:
-        return signs[..., :, None] * jnp.asarray(known / math.sqrt(size), real_dtype())
+    matrix = known_hadamard(size)
+    if matrix is not None:
+        return signs[..., :, None] * jnp.asarray(matrix / math.sqrt(size), real_dtype())
     power = size & -size
     factor = haar(of_factor, (*heads, size // power, size // power))
     return signs[..., :, None] * _kronecker(_sylvester(power) / math.sqrt(power), factor)

@@ -129,11 +129,11 @@ def matrices_of(instances: Iterable[Any]) -> dict[str, Matrices]:
     for path, (priority, reading) in sorted((row for row in answers if row[1] is not None), key=lambda row: row[1][0]):
         # Answers come by priority (`Instance.matrices`); the first wins. A rotation's bias stays no matrix, even if a
         # scale moves it too, unless that is a scale per head (priority 1).
-        first, known = read.setdefault(path, (priority, reading))
+        first, before = read.setdefault(path, (priority, reading))
         # Of equal answers the one with more matrices wins, whatever the order of the gauges: a norm reads a stack of
         # experts as one matrix, because it cannot name them, where a rescale of their units does.
-        finer = priority == first and known is not None and reading is not None and reading.count > known.count
-        if finer or (priority == 1 and known is None):
+        finer = priority == first and before is not None and reading is not None and reading.count > before.count
+        if finer or (priority == 1 and before is None):
             read[path] = priority, reading
     return {path: reading for path, (_, reading) in read.items() if reading is not None}
 

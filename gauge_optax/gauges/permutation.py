@@ -109,11 +109,11 @@ class Permutation(Instance):
         """This instance. Raises ValueError where another gauge rotates, or adds a constant along, the permuted axis."""
         for other in others:
             for block in other.blocks if other.rigid is not None else ():
-                for own in self.blocks:
-                    if overlap(own, block) and varies_along(block, (str(other.rigid),), own, self.axis):
+                for permuted in self.blocks:
+                    if overlap(permuted, block) and varies_along(block, (str(other.rigid),), permuted, self.axis):
                         raise binding_error(
-                            self.gauge, f"permutes the axis of '{own.path}' that {other.gauge} acts on",
-                            f"'{own.axes}' and '{block.axes}'", "an axis that no other gauge mixes",
+                            self.gauge, f"permutes the axis of '{permuted.path}' that {other.gauge} acts on",
+                            f"'{permuted.axes}' and '{block.axes}'", "an axis that no other gauge mixes",
                             f"drop one of the two: rotations contain the permutations, and {other.gauge} stays",
                         )  # fmt: skip
         return self
@@ -179,11 +179,11 @@ class Permutation(Instance):
         count = math.prod(other.shape)
         numbers = jnp.arange(count, dtype=jnp.int32)
         for block in other.blocks:
-            if not any(overlap(block, own) for own in self.blocks):
+            if not any(overlap(block, permuted) for permuted in self.blocks):
                 continue
             # A leaf of channel numbers, moved like the weights, shows where each channel comes from.
             field = jnp.broadcast_to(block.spread(other.named, numbers.reshape(other.shape)), block.shape)
-            same_leaf = tuple(own for own in self.blocks if own.path == block.path)
+            same_leaf = tuple(permuted for permuted in self.blocks if permuted.path == block.path)
             moved = dataclasses.replace(self, blocks=same_leaf).act(e, {block.path: field})[block.path]
             kept = [label for label in block.row_labels if label in other.named]
             first = block.rows(moved)[tuple(slice(None) if x in kept else 0 for x in block.row_labels)]
@@ -244,8 +244,8 @@ class Permutation(Instance):
 
     def renumbers(self, other: Instance) -> bool:
         return any(
-            overlap(own, block) and varies_along(block, other.named, own, self.axis)
-            for own in self.blocks for block in other.blocks
+            overlap(permuted, block) and varies_along(block, other.named, permuted, self.axis)
+            for permuted in self.blocks for block in other.blocks
         )  # fmt: skip
 
     def _rows(self, block: Block, point: Arrays) -> jax.Array:

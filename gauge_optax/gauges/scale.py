@@ -418,8 +418,8 @@ def least_point(loss: Callable[[jax.Array], jax.Array], starts: Sequence[jax.Arr
         return jnp.where(rising, left, middle), jnp.where(rising, middle, right)
 
     left, right = jax.lax.fori_loop(0, _HALVINGS, halved, (left, right))
-    found = 0.5 * (left + right)
-    return jnp.where(loss(found) < loss(jnp.zeros_like(found)), found, 0.0)
+    least = 0.5 * (left + right)
+    return jnp.where(loss(least) < loss(jnp.zeros_like(least)), least, 0.0)
 
 
 _GRID, _HALVINGS = 129, 60

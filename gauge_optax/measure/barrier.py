@@ -28,4 +28,4 @@ def barrier(loss: Callable[[Any], Any], a: Any, b: Any) -> float:
     """
     losses = [float(loss(interpolate(a, b, step / 10))) for step in range(11)]
     chord = [(10 - step) / 10 * losses[0] + step / 10 * losses[-1] for step in range(11)]
-    return max(0.0, *(found - straight for found, straight in zip(losses, chord, strict=True)))
+    return max(0.0, *(loss_between - straight for loss_between, straight in zip(losses, chord, strict=True)))

@@ -97,7 +97,7 @@ def blocks_of(trace: Trace, leaves: Leaves, most: int, rng: np.random.Generator)
     Returns:
       Blocks, one for layers that are alike.
     """
-    found: dict[Any, list[Block]] = {}
+    by_kind: dict[Any, list[Block]] = {}
     for axes in _spaces(trace, leaves):
         for places in (axes, *_by_layer(axes)):
             ids = np.unique(np.concatenate([ids for of_leaf in places.values() for _, ids in of_leaf]))
@@ -111,7 +111,7 @@ def blocks_of(trace: Trace, leaves: Leaves, most: int, rng: np.random.Generator)
             kind = tuple(sorted({(template(path), axis) for path, of_leaf in places.items() for axis, _ in of_leaf}))
             names = sorted({template(path) for path in places})
             label = f"{min(count, len(ids))} of {len(ids)} along an axis of {', '.join(names)}"
-            found.setdefault(kind, []).append(Block(label, entries))
+            by_kind.setdefault(kind, []).append(Block(label, entries))
             if places is axes and count == 3:
                 break
     small = {path: x for path, x in leaves.items() if x.size <= most // 6}
@@ -121,8 +121,8 @@ def blocks_of(trace: Trace, leaves: Leaves, most: int, rng: np.random.Generator)
             if sum(map(len, entries.values())) + leaves[path].size <= most:
                 entries[path] = np.arange(leaves[path].size)
                 names.append(template(path))
-        found.setdefault(("small", *sorted(names)), []).append(Block(f"all of {', '.join(sorted(names))}", entries))
-    return [alike[int(rng.integers(len(alike)))] for alike in found.values()]
+        by_kind.setdefault(("small", *sorted(names)), []).append(Block(f"all of {', '.join(sorted(names))}", entries))
+    return [blocks[int(rng.integers(len(blocks)))] for blocks in by_kind.values()]
 
 
 Axes = dict[str, list[tuple[int, np.ndarray]]]

@@ -195,8 +195,8 @@ def census(
     ... }
     >>> x = jnp.sin(jnp.arange(80.0)).reshape(40, 2)
     >>> relu = go.rescale({"up": "_ channel"}, {"down": "channel _"})
-    >>> found = go.census(fn, params, [x], [relu], outputs="loss", progress=False)
-    >>> found.dead, found.explained, found.unexplained
+    >>> counts = go.census(fn, params, [x], [relu], outputs="loss", progress=False)
+    >>> counts.dead, counts.explained, counts.unexplained
     (3, 3, 0)
 
     Reference: docs/design.md §5.
@@ -217,10 +217,10 @@ def census(
         double = in_double(compared, stored, dtypes, batches[0])
         rng, point, parts = np.random.default_rng(seed), with_leaves(params, stored), product(gauges).parts
         counted = _in_blocks if total > _MOST else _whole
-        found = counted(double, stored, point, batches, parts, cutoff, block, rng, progress)
+        result = counted(double, stored, point, batches, parts, cutoff, block, rng, progress)
         if probes:
-            found = found._replace(bound=upper_bound(double, stored, batches, probes, _STEPS, rng, progress))
-    return found
+            result = result._replace(bound=upper_bound(double, stored, batches, probes, _STEPS, rng, progress))
+    return result
 
 
 def _whole(
@@ -273,9 +273,9 @@ def _in_blocks(
     rest = _basis([rest], total, absolute=1e-3)
     seen = _seen(fn, stored, point, batches, gauges, rng)
     dims = [gauge.dim(point) for gauge in gauges]
-    found = sum(dims) + len(rest)
+    dead_in_all = sum(dims) + len(rest)
     return Census(
-        total, total - found, found, sum(dims), 0, 0, len(rest), _by_leaf(rest, stored),
+        total, total - dead_in_all, dead_in_all, sum(dims), 0, 0, len(rest), _by_leaf(rest, stored),
         tuple(GaugeCount(g._description, n, n, x) for g, n, x in zip(gauges, dims, seen, strict=True)),
         min((count.gap for count in counts), key=lambda gap: gap[1] / max(gap[0], 1e-300)), tuple(counts),
     )  # fmt: skip
@@ -297,11 +297,11 @@ def _seen(
         return math.sqrt(sum(float(pushed(dict(stored), batch, dict(tangent))) for batch in batches))
 
     drawn = {path: rng.standard_normal(x.shape) for path, x in stored.items()}
-    scale, found = change(drawn), []
+    scale, changes = change(drawn), []
     for gauge in gauges:
         vertical = leaves_by_path(jax.jit(gauge.vertical)(point, with_leaves(point, drawn)))
-        found.append(change({path: vertical[path] for path in stored}) / scale)
-    return found
+        changes.append(change({path: vertical[path] for path in stored}) / scale)
+    return changes
 
 
 def _by_leaf(basis: np.ndarray, stored: Mapping[str, np.ndarray]) -> dict[str, float]:

@@ -240,12 +240,12 @@ class Operator:
                 self.name, "too large for an array", f"{self.shape[0]:,} rows", f"at most {_MOST:,}",
                 'select leaves by only="path", call .blocks(), or take .lanczos(key, steps)',
             )  # fmt: skip
-        found = self @ jnp.eye(self.shape[0], dtype=self._dtype)
-        return 0.5 * (found + found.T)
+        matrix = self @ jnp.eye(self.shape[0], dtype=self._dtype)
+        return 0.5 * (matrix + matrix.T)
 
     def blocks(self) -> dict[str, jax.Array]:
         """The diagonal blocks, one array per selected leaf of up to 20,000 entries; larger leaves are left out."""
-        found = {}
+        by_path = {}
         for path, end, leaf in zip(self.paths, self._cuts, self._arrays.leaves.values(), strict=True):
             at = slice(int(end) - leaf.size, int(end))
             if leaf.size <= _MOST:
@@ -256,8 +256,8 @@ class Operator:
                     unit = unit.at[at.start + first + np.arange(count), np.arange(count)].set(1.0)
                     chunks.append((self @ unit)[at])
                 block = jnp.concatenate(chunks, 1)
-                found[path] = 0.5 * (block + block.T)
-        return found
+                by_path[path] = 0.5 * (block + block.T)
+        return by_path
 
     def eigenvalues(self) -> np.ndarray:
         """All eigenvalues in descending order, from the dense matrix."""
@@ -289,8 +289,8 @@ class Operator:
                 return eig.eigh_partial(decompose)(self._rule.multiply, start, arrays)
             return symmetric_eigen(decompose(self._rule.multiply, start, arrays).J_small)[0], None
 
-        values, found = jax.jit(run)(start, self._arrays)
-        return Eigen(values, None) if found is None else Eigen(values[::-1], jax.vmap(self._flat)(found)[::-1])
+        values, leaves = jax.jit(run)(start, self._arrays)
+        return Eigen(values, None) if leaves is None else Eigen(values[::-1], jax.vmap(self._flat)(leaves)[::-1])
 
     def nystrom(self, key: jax.Array, rank: int) -> Eigen:
         """A low-rank approximation from products with `rank` random vectors: its eigenvalues are at most the true ones.
@@ -399,8 +399,8 @@ class Operator:
                 self.name, "too few probes", f"probes={probes}", "at least 2, for a standard error", "pass probes=2"
             )
         drawn = (self._split(self._probe(x, jax.random.rademacher)) for x in jax.random.split(key, probes))
-        found = np.array([float(run(x, self._arrays)) for x in drawn])
-        return Estimate(float(found.mean()), float(found.std(ddof=1)) / math.sqrt(probes))
+        estimates = np.array([float(run(x, self._arrays)) for x in drawn])
+        return Estimate(float(estimates.mean()), float(estimates.std(ddof=1)) / math.sqrt(probes))
 
 
 class Hessian(Operator):
@@ -588,10 +588,10 @@ class EmpiricalFisher(Operator):
         for number, batch in enumerate(batches):
             outputs = jax.eval_shape(fn, arrays.params, batch).shape
             expected = outputs[:-1] if likelihood == "softmax" else outputs
-            found = jnp.shape(labels[number]) if number < len(labels) else None
-            if found != expected:
+            shape = jnp.shape(labels[number]) if number < len(labels) else None
+            if shape != expected:
                 raise binding_error(
-                    "EmpiricalFisher", f"labels do not fit batch {number}", "none" if found is None else f"{found}",
+                    "EmpiricalFisher", f"labels do not fit batch {number}", "none" if shape is None else f"{shape}",
                     f"an array of shape {expected}", "pass one array of labels per batch",
                 )  # fmt: skip
         super().__init__("EmpiricalFisher", _Rule(fn, curve), arrays._replace(labels=labels))
@@ -640,8 +640,8 @@ class Quotient(Operator):
     def dense(self) -> jax.Array:
         """The matrix in the basis, (dim, dim)."""
         basis = self.basis()
-        found = basis @ (self @ basis.T)
-        return 0.5 * (found + found.T)
+        matrix = basis @ (self @ basis.T)
+        return 0.5 * (matrix + matrix.T)
 
     def enter(self, tangent: Any) -> jax.Array:
         """A tangent at the parameters that were given, carried to that point and perpendicular to the orbit, (d,).
@@ -779,13 +779,13 @@ def _arrays(name: str, params: Any, batches: Sequence[Any], only: str | Sequence
 def _label_shares(outputs: jax.Array, each: int, rng: np.random.Generator) -> np.ndarray:
     """The shares of so many labels that a softmax draws per row, (…, classes) in float32."""
     flat = np.asarray(outputs).reshape(-1, outputs.shape[-1])
-    found = np.empty(flat.shape, np.float32 if flat.dtype != np.float64 else np.float64)
+    shares = np.empty(flat.shape, np.float32 if flat.dtype != np.float64 else np.float64)
     step = max(1, _ROWS // flat.shape[1])
     for at in range(0, len(flat), step):
         logits = flat[at : at + step].astype(np.float64)
         p = np.exp(logits - logits.max(1, keepdims=True))
-        found[at : at + step] = rng.multinomial(each, p / p.sum(1, keepdims=True)) / each
-    return found.reshape(outputs.shape)
+        shares[at : at + step] = rng.multinomial(each, p / p.sum(1, keepdims=True)) / each
+    return shares.reshape(outputs.shape)
 
 
 def _noise_moments(outputs: jax.Array, each: int, rng: np.random.Generator) -> np.ndarray:

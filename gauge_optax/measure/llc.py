@@ -83,12 +83,12 @@ def llc(
       ValueError: no batch, or batches that differ in shape; counts below 1; bindings that do not fit.
 
     >>> quadratic = lambda p, x: 0.5 * jnp.mean(jnp.sum((x * p["w"]) ** 2, -1))
-    >>> found = go.measure.llc(
+    >>> estimate = go.measure.llc(
     ...     quadratic, {"w": jnp.zeros(4)}, [jnp.ones((1, 4))], jax.random.key(0),
     ...     n_beta=1e3, lr=1e-4, num_draws=5000, num_burnin_steps=500,
     ... )  # fmt: skip
     >>> # A regular minimum of 4 parameters: d/2.
-    >>> bool(abs(found.mean - 2.0) < 0.2)
+    >>> bool(abs(estimate.mean - 2.0) < 0.2)
     True
 
     Reference: Lau et al. 2023. Deviation: the gauge-invariant form is of this package. It keeps λ, because the loss is
@@ -174,8 +174,8 @@ def _chains(
         drawn = zip(point, jax.random.split(noise, len(point)), strict=True)
         after = {
             path: x - 0.5 * lr * (n_beta * gradient[path] + localization * (x - chart.start[path]))
-            + jnp.sqrt(lr) * jax.random.normal(own, x.shape, x.dtype)
-            for (path, own), x in zip(drawn, point.values(), strict=True)
+            + jnp.sqrt(lr) * jax.random.normal(noise_key, x.shape, x.dtype)
+            for (path, noise_key), x in zip(drawn, point.values(), strict=True)
         }  # fmt: skip
         return chart.back(point, after), value
 

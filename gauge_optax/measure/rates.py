@@ -211,19 +211,19 @@ def power_law(
         far = np.arange(len(x)) < len(x) // 2
     slope, error = _line(log_x, log_y)
     (first, first_error), (last, last_error) = _line(log_x[far], log_y[far]), _line(log_x[~far], log_y[~far])
-    found = partial(PowerLaw, exponent=slope, halves=(first, last), points=len(x))
+    power_law = partial(PowerLaw, exponent=slope, halves=(first, last), points=len(x))
     unknown = (-np.inf, np.inf)
     half = _student(len(x) - 2) * error
     if slope - half <= 0:
-        return found(readable=False, interval=unknown, reason="values do not fall")
+        return power_law(readable=False, interval=unknown, reason="values do not fall")
     apart, chance = abs(first - last), float(np.hypot(first_error, last_error))
     if apart > drift * slope and apart > min(_NORMAL * chance, 0.5 * slope):
         reason = f"the exponent drifts from {first:.2f} to {last:.2f}"
-        return found(readable=False, interval=unknown, reason=reason)
+        return power_law(readable=False, interval=unknown, reason=reason)
     if half > 0.5 * slope:
-        return found(readable=False, interval=unknown, reason="too much noise")
+        return power_law(readable=False, interval=unknown, reason="too much noise")
     half += 0.5 * max(0.0, apart - _NORMAL * chance)
-    return found(readable=True, interval=(slope - half, slope + half), reason="")
+    return power_law(readable=True, interval=(slope - half, slope + half), reason="")
 
 
 def kl_order(

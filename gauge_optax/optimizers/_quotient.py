@@ -142,8 +142,8 @@ def quotient_for(
     def init(params: optax.Params) -> QuotientState:
         frame, point = frame_and_slice_point(name, group, params)
         state = inner.init(point)
-        own = state if pin else state.inner_state
-        for flags in decayed_leaves(given, own, point):
+        at_point = state if pin else state.inner_state
+        for flags in decayed_leaves(given, at_point, point):
             require_whole_gauges(name, Slice.of(group.parts, params), flags)
         if rest != "anchor" and not is_empty(params):
             s = Slice.of(group.parts, params)

@@ -88,13 +88,13 @@ def paper_options(
     """
     require_choice(name, "preset", preset, ("paper",))
     if options.vertical != "frozen" or mask is not None or isinstance(weight_decay, Mapping) or rest != "anchor":
-        found = (
+        refused = (
             f"vertical={options.vertical!r}" if options.vertical != "frozen"
             else "a mask of the decay" if mask is not None
             else f"rest={rest!r}" if rest != "anchor" else f"weight_decay={weight_decay!r}"
         )  # fmt: skip
         raise binding_error(
-            name, "an argument that preset='paper' does not take", found,
+            name, "an argument that preset='paper' does not take", refused,
             "vertical='frozen', rest='anchor', no mask, and a number or a schedule as weight_decay",
             "drop the preset, or this",
         )  # fmt: skip
@@ -125,7 +125,7 @@ class Tensors:
 def joined_tensors(s: Slice) -> list[Tensors]:
     """Pairs of scale gauges, and chains of gauges that name no axis; every chain once."""
     scales = [i for i in s.instances if i.log_step and i.turn is None]
-    found: list[Tensors] = []
+    tensors: list[Tensors] = []
     whole = [i for i in scales if not i.named and i.sides is not None]
     while whole:
         # A chain begins with the side that is the second one of no other gauge.
@@ -136,13 +136,13 @@ def joined_tensors(s: Slice) -> list[Tensors]:
         sides = [(chain[0], chain[0].sides[0]), *((i, i.sides[1]) for i in chain)]
         degrees = [i.degree_of_decay for i in chain]
         exponents = tuple(math.prod(degrees[k:]) for k in range(len(sides)))
-        found.append(Tensors(tuple(Channels(i, side) for i, side in sides), exponents))
+        tensors.append(Tensors(tuple(Channels(i, side) for i, side in sides), exponents))
         whole = [i for i in whole if i not in chain]
     for i in (i for i in scales if i.named and i.sides is not None):
         channels = tuple(Channels(i, side) for side in i.sides)
-        found.append(Tensors(channels, (float(i.degree_of_decay), 1.0)))
-    found += [Tensors((Channels(i, i.blocks),), (1.0,), frozen=True) for i in scales if i.sides is None]
-    return found
+        tensors.append(Tensors(channels, (float(i.degree_of_decay), 1.0)))
+    tensors += [Tensors((Channels(i, i.blocks),), (1.0,), frozen=True) for i in scales if i.sides is None]
+    return tensors
 
 
 def _meet(side: Sequence[Block], other: Sequence[Block]) -> bool:
@@ -193,8 +193,8 @@ def paper_ddc(
         out: Arrays = {}
         for path, x in step.items():
             if path in matrices:
-                own = sign if matrix_rate is None else -matrix_rate
-                out[path] = own * (x + (0.0 if rate is None or path in sizes else now.matrix_decay) * values[path])
+                factor = sign if matrix_rate is None else -matrix_rate
+                out[path] = factor * (x + (0.0 if rate is None or path in sizes else now.matrix_decay) * values[path])
             elif path in sizes:
                 out[path] = sign * sizes[path] * x
             else:
@@ -256,8 +256,8 @@ def _radial(
             move, mu, nu = _log_step(joined, options, paper, adam, point, gradient, mu, nu)
             for channels, e in zip(joined.channels, joined.exponents, strict=True):
                 share = move * e / joined.square
-                grown = share if paper.learning_rate is None else jnp.expm1(share)
-                for path, x in channels.times(point, grown).items():
+                change = share if paper.learning_rate is None else jnp.expm1(share)
+                for path, x in channels.times(point, change).items():
                     out[path] = out[path] + x if path in out else x
         mus.append(mu)
         nus.append(nu)

@@ -143,10 +143,10 @@ class _Path:
         for find in (read, lambda instance, before, after: instance.nearest(after, before)):
             error = float("inf")
             while True:
-                found, reached = self._constants(elements, find)
+                candidates, reached = self._constants(elements, find)
                 last, error = error, squared_distance(reached, self.point)
                 if error < last:
-                    elements = found
+                    elements = candidates
                 if error <= _roundoff(self.point):
                     return elements
                 if error > 0.9 * last:
@@ -164,12 +164,12 @@ class _Path:
         for k, instance in reversed(pairs):
             behind[k] = after
             after = instance.enter(elements[k], after)
-        found, point = list(elements), self.start
+        updated, point = list(elements), self.start
         for k, instance in pairs:
             if _is_constant(instance):
-                found[k] = find(instance, point, behind[k])
-            point = instance.act(found[k], point)
-        return found, point
+                updated[k] = find(instance, point, behind[k])
+            point = instance.act(updated[k], point)
+        return updated, point
 
 
 def _is_constant(instance: Any) -> bool:
@@ -344,11 +344,11 @@ def check_same_tree(name: str, a: Any, b: Any) -> None:
     first, second = ({path: leaf_shape(x) for path, x in leaves_by_path(tree).items()} for tree in (a, b))
     for path in dict.fromkeys((*first, *second)):
         if first.get(path) != second.get(path):
-            found, expected = (
+            there, wanted = (
                 f"{x[path]}" if path in x else f"no leaf '{path}' among {len(x)} leaves" for x in (second, first)
             )
             raise binding_error(
-                name, f"two trees that differ at '{path}'", f"{found} in the second", f"{expected}, as in the first",
+                name, f"two trees that differ at '{path}'", f"{there} in the second", f"{wanted}, as in the first",
                 "pass two sets of weights of one architecture",
             )  # fmt: skip
 

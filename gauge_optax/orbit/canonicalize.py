@@ -87,9 +87,9 @@ def canonicalize(
 
     on_tree, leaves = product(gauges)._slice(params), leaves_by_path(params)
     require_nonzero_norms(_NAME, on_tree, leaves)
-    own = {path: leaves[path] for path in on_tree.added}
-    elements = _with_means(on_tree, signs, _read(on_tree, heads, stream, signs, own), own)
-    return with_leaves(params, (_entered_donated if donate else _entered)(on_tree, signs, elements, own))
+    bound = {path: leaves[path] for path in on_tree.added}
+    elements = _with_means(on_tree, signs, _read(on_tree, heads, stream, signs, bound), bound)
+    return with_leaves(params, (_entered_donated if donate else _entered)(on_tree, signs, elements, bound))
 
 
 # Three programs: each starts when all copies that the one before it needs are gone.

@@ -125,10 +125,10 @@ def choose(
     with tqdm(total=steps, initial=int(state.step), desc=_NAME, disable=not progress) as bar:
         for number in range(int(state.step), steps):
             state, value = step(state, params, *given(number))
-            found = float(value)
-            if not math.isfinite(found):
+            objective_now = float(value)
+            if not math.isfinite(objective_now):
                 raise binding_error(
-                    _NAME, f"an objective that is not finite, at step {number}", f"{found}", "a finite number",
+                    _NAME, f"an objective that is not finite, at step {number}", f"{objective_now}", "a finite number",
                     "lower the learning rate, or start from an element where the objective is finite",
                 )  # fmt: skip
             bar.set_postfix(objective=f"{float(state.average):.4g}", least=f"{float(state.least):.4g}", refresh=False)

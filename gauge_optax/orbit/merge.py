@@ -109,9 +109,9 @@ def interpolate(a: Params, b: Params, t: float | jax.Array) -> Params:
     return with_leaves(a, between)
 
 
-def relative_difference(found: Any, expected: Any) -> float:
+def relative_difference(value: Any, expected: Any) -> float:
     """The norm of the difference of two trees, relative to that of the second, over all leaves of real numbers."""
-    leaves, pairs = leaves_by_path(expected), leaves_by_path(found)
+    leaves, pairs = leaves_by_path(expected), leaves_by_path(value)
     real = [path for path, x in leaves.items() if _real(x)]
     apart, size = (
         sum(float(jnp.sum(jnp.square(x))) for x in arrays)

@@ -342,7 +342,7 @@ def pack(
             parts.setdefault(part.block.path, []).append(part)
         paths = {path for i in instances for path in i.paths}
         stored = {path: (values[path] - on_tree.added[path]).astype(leaves[path].dtype) for path in paths}
-    layouts = {path: Layout(tuple(own)) for path, own in parts.items()}
+    layouts = {path: Layout(tuple(kept)) for path, kept in parts.items()}
     nodes = {path: PackedLeaf(layout.arrays(stored[path]), layout) for path, layout in layouts.items()}
     return with_leaves(params, stored | nodes)
 
@@ -392,11 +392,11 @@ def packed_rows(packed: Any) -> dict[str, dict[str, dict[str, Any]]]:
     Reference: the permutation of van Nierop's identity block.
     """
     nodes = [node for node in jax.tree.leaves(packed, is_leaf=_is_packed) if _is_packed(node)]
-    found: dict[str, dict[str, dict[str, Any]]] = {}
+    by_leaf: dict[str, dict[str, dict[str, Any]]] = {}
     for part in (part for node in nodes for part in node.layout.parts):
         numbers = {"size": part.size, "rows": [list(rows) for rows in part.rows]}
-        found.setdefault(part.block.path, {})[part.block.axes] = numbers
-    return found
+        by_leaf.setdefault(part.block.path, {})[part.block.axes] = numbers
+    return by_leaf
 
 
 def packed_dot(x: jax.Array, kernel: Any, axis: int = 0) -> jax.Array:
@@ -446,7 +446,7 @@ def packed_dot(x: jax.Array, kernel: Any, axis: int = 0) -> jax.Array:
 
 def _chosen(instance: Instance, values: Arrays, leaves: Mapping[str, Any], shared: bool, size: float | None) -> Part:
     """What to leave out of one block. Raises ValueError where no block of the gauge has heads of full rank."""
-    found: list[tuple[float, int, Part]] = []
+    tried: list[tuple[float, int, Part]] = []
     for block in instance.packable:
         part = Part.of(instance, block)
         heads = part.by_head(np.asarray(block.view(leaves[block.path])))
@@ -455,17 +455,17 @@ def _chosen(instance: Instance, values: Arrays, leaves: Mapping[str, Any], share
         if np.all(numbers == numbers[:1]):
             numbers = numbers[:1]
         element, conditions = instance.to_constant(block, values, jnp.asarray(numbers), 1.0)
-        found.append((float(jnp.max(conditions)), int(jnp.argmax(conditions)), part))
-        if not found[-1][0] < 1.0 / rank_cutoff(heads.dtype):
+        tried.append((float(jnp.max(conditions)), int(jnp.argmax(conditions)), part))
+        if not tried[-1][0] < 1.0 / rank_cutoff(heads.dtype):
             continue
-        own = size if size is not None or held is None else held[1]
-        if own is None:
+        multiple = size if size is not None or held is None else held[1]
+        if multiple is None:
             points = values, instance.act(element, values)
             before, after = (float(jnp.linalg.norm(block.view(point[block.path]))) for point in points)
-            own = 2.0 ** round(math.log2(before / after))
-        own = float(np.asarray(own, heads.dtype))  # what the leaf can hold
-        return Part.of(instance, block, numbers.tolist(), own)
-    raise _singular(instance, *min(found, key=lambda worst: worst[0]), leaves, shared)
+            multiple = 2.0 ** round(math.log2(before / after))
+        multiple = float(np.asarray(multiple, heads.dtype))  # what the leaf can hold
+        return Part.of(instance, block, numbers.tolist(), multiple)
+    raise _singular(instance, *min(tried, key=lambda worst: worst[0]), leaves, shared)
 
 
 def _is_constant(part: Part, leaves: Mapping[str, Any]) -> jax.Array:
@@ -487,23 +487,23 @@ def _held(heads: np.ndarray, pattern: np.ndarray, shared: bool) -> tuple[np.ndar
         return None
     size = sizes[fits][0]
     place = fits & (sizes == size)
-    found = [place & (nearest == k) for k in range(len(pattern))]
-    if not all(x.any(-1).all() for x in found):
+    candidates = [place & (nearest == k) for k in range(len(pattern))]
+    if not all(x.any(-1).all() for x in candidates):
         return None
-    return np.stack([np.argmax(x, -1) for x in found], -1), float(size)
+    return np.stack([np.argmax(x, -1) for x in candidates], -1), float(size)
 
 
 def _given(instance: Instance, rows: Rows) -> Part:
     """The part that `rows` names. Raises ValueError where it names none, or one that does not fit."""
     blocks = [block for block in instance.packable if block.axes in rows.get(block.path, {})]
-    found: Mapping[str, Any] = rows[blocks[0].path][blocks[0].axes] if blocks else {}
-    numbers, size, count = np.asarray(found.get("rows", ())), found.get("size"), len(instance.constant_rows)
+    entry: Mapping[str, Any] = rows[blocks[0].path][blocks[0].axes] if blocks else {}
+    numbers, size, count = np.asarray(entry.get("rows", ())), entry.get("size"), len(instance.constant_rows)
     fits = numbers.ndim == 2 and np.issubdtype(numbers.dtype, np.integer) and isinstance(size, int | float) and size > 0
     if fits:
         plain = Part.of(instance, blocks[0])
         fits = numbers.shape in ((1, count), (math.prod(plain.heads), count))
         fits = fits and 0 <= numbers.min() and numbers.max() < blocks[0].view_shape[plain.axis]
-        fits = fits and all(len(set(own)) == count for own in numbers.tolist())
+        fits = fits and all(len(set(of_head)) == count for of_head in numbers.tolist())
     if not fits:
         wanted = ", ".join(f"'{block.path}' \"{block.axes}\"" for block in instance.packable)
         raise binding_error(
@@ -511,7 +511,7 @@ def _given(instance: Instance, rows: Rows) -> Part:
             f"a size and {count} row numbers, once or per head, for one of {wanted}",
             "pass go.packed_rows(packed) of a tree that was packed with these gauges",
         )  # fmt: skip
-    return Part.of(instance, blocks[0], numbers.tolist(), float(found["size"]))
+    return Part.of(instance, blocks[0], numbers.tolist(), float(entry["size"]))
 
 
 def _place(instance: Instance) -> str:

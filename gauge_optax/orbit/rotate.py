@@ -117,17 +117,17 @@ def _given(group: Gauge, on_tree: Slice, params: Any, element: Element) -> list[
             f"{jax.tree.map(np.shape, expected)}", "pass an element of the gauges that are passed, in their order",
         )  # fmt: skip
     elements = [jax.tree.map(lambda x: jnp.asarray(x, float), e) for e in element]
-    found = []
-    for instance, own in zip(on_tree.instances, _by_instance(on_tree, elements), strict=True):
+    elements_on_tree = []
+    for instance, of_instance in zip(on_tree.instances, _by_instance(on_tree, elements), strict=True):
         instance.rotation(jax.random.key(0), "random")  # refuses what is no rotation
-        if not float(instance.misfit(own)) <= noise(jnp.dtype(jnp.float32)):
+        if not float(instance.misfit(of_instance)) <= noise(jnp.dtype(jnp.float32)):
             raise binding_error(
                 instance.gauge, f"an element that is no rotation, at '{instance.key}'",
-                f"RᵀR is {float(instance.misfit(own)):.1e} from the identity", "orthogonal matrices",
+                f"RᵀR is {float(instance.misfit(of_instance)):.1e} from the identity", "orthogonal matrices",
                 "pass the orthogonal factor of a QR decomposition, or what go.choose returned",
             )  # fmt: skip
-        found.append(instance.from_element(instance.normalized(own)))
-    return found
+        elements_on_tree.append(instance.from_element(instance.normalized(of_instance)))
+    return elements_on_tree
 
 
 def _by_instance(on_tree: Slice, elements: Sequence[Element]) -> list[Any]:
@@ -139,17 +139,17 @@ def _moved_leaf(
     on_tree: Slice, elements: Sequence[Any], path: str, leaf: jax.Array, leaves: dict[str, Any]
 ) -> jax.Array:
     """One leaf, moved by all instances in the order of the list."""
-    instances, own = [], []
+    instances, of_leaf = [], []
     context: dict[str, jax.Array] = {}
     for instance, e in zip(on_tree.instances, elements, strict=True):
         if path in instance.paths:
             alone, read = instance.on_leaf(path)
             instances.append(alone)
-            own.append(e)
+            of_leaf.append(e)
             context |= {name: jnp.asarray(leaves[p]).astype(float) + on_tree.added[p] for name, p in read.items()}
     if not instances:
         return leaf
-    return _act(tuple(instances), tuple(own), leaf, context, on_tree.added[path])
+    return _act(tuple(instances), tuple(of_leaf), leaf, context, on_tree.added[path])
 
 
 @functools.partial(jax.jit, static_argnums=0)  # blocks have no paths here: layers of one shape share a program

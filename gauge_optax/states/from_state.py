@@ -109,7 +109,7 @@ def _from_0_2(s: Slice, state: Any, inner: optax.GradientTransformation, params:
             "from_state", "a state of other gauges", f"gauges {', '.join(names)}",
             f"{', '.join(gauge.name for gauge, _ in s.parts)}", "give the list that the state was made with",
         )  # fmt: skip
-    live, grown = (_listed(_field(saved, field)) for field in ("live", "grown"))
+    live, offsets = (_listed(_field(saved, field)) for field in ("live", "grown"))
     frame = s.frame(s.from_elements([_field(saved, "elements")[label] for label in labels]), live)
     point = with_leaves(params, s.enter(s.elements(frame), s.values(params)))
     template = jax.eval_shape(inner.init, point)
@@ -119,7 +119,7 @@ def _from_0_2(s: Slice, state: Any, inner: optax.GradientTransformation, params:
         template, pin = template.inner_state, False
     inner_state = _shaped_like(template, _field(state, "inner_state"))
     offset = []
-    for place, past in zip(s.order.first, grown, strict=False):
+    for place, past in zip(s.order.first, offsets, strict=False):
         identity = s.instances[place.number].identity()
         # Version 0.2 stored the moduli of rotary planes without their angles.
         same = jax.tree.map(jnp.shape, past) == jax.tree.map(jnp.shape, identity)

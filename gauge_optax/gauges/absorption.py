@@ -10,7 +10,6 @@ dead directions"; the symmetry is not in the papers.
 """
 
 import dataclasses
-import math
 import string
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -20,7 +19,7 @@ import jax.numpy as jnp
 
 from gauge_optax.binding import Axes, Block, binding_error
 from gauge_optax.gauges.gauge import BlockGauge, block_gauge
-from gauge_optax.gauges.instance import Anchor, Arrays, Effect, Instance
+from gauge_optax.gauges.instance import Additive, Anchor, Arrays, Effect
 from gauge_optax.linalg import HIGHEST, real_dtype
 
 INTO = "into"
@@ -72,7 +71,7 @@ def bias_absorption(
 
 
 @dataclasses.dataclass(frozen=True)
-class Absorption(Instance):
+class Absorption(Additive):
     """One instance: a vector t, (*shape).
 
     Attributes:
@@ -103,11 +102,6 @@ class Absorption(Instance):
         shape = tuple(sizes[name] for name in named)
         return cls(gauge, key, named, shape, (source, *targets), tuple(kernels))
 
-    @staticmethod
-    def axis_sizes(named: tuple[str, ...], element: jax.Array) -> dict[str, int]:
-        """Lengths of axes, read off an element."""
-        return dict(zip(named, element.shape, strict=True))
-
     @property
     def context(self) -> tuple[Block, ...]:
         return self.kernels
@@ -115,23 +109,6 @@ class Absorption(Instance):
     @property
     def targets(self) -> tuple[Block, ...]:
         return self.blocks[1:]
-
-    @property
-    def dim(self) -> int:
-        return math.prod(self.shape)
-
-    # The group: addition --------------------------------------------------------------------------------
-
-    def identity(self) -> jax.Array:
-        return jnp.zeros(self.shape, real_dtype())
-
-    @staticmethod
-    def inverse(e: jax.Array) -> jax.Array:
-        return -e
-
-    @staticmethod
-    def compose(a: jax.Array, b: jax.Array) -> jax.Array:
-        return a + b
 
     def sample(self, key: jax.Array, scale: float, leaves: Mapping[str, Any]) -> jax.Array:
         return scale * jax.random.normal(key, self.shape, real_dtype())

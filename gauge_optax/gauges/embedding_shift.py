@@ -8,7 +8,6 @@ Reference: docs/design.md §5, "More dead directions".
 """
 
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -17,7 +16,7 @@ import jax.numpy as jnp
 
 from gauge_optax.binding import Axes, overlap
 from gauge_optax.gauges.gauge import BlockGauge, block_gauge
-from gauge_optax.gauges.instance import Anchor, Arrays, Effect, Instance
+from gauge_optax.gauges.instance import Additive, Anchor, Arrays, Effect, Instance
 from gauge_optax.gauges.write_shift import WriteShift
 from gauge_optax.linalg import real_dtype
 
@@ -51,7 +50,7 @@ def embedding_shift(
 
 
 @dataclasses.dataclass(frozen=True)
-class Translation(Instance):
+class Translation(Additive):
     """One instance: a vector, (*shape).
 
     Attributes:
@@ -71,11 +70,6 @@ class Translation(Instance):
         """The instance of a binding's blocks."""
         return cls(gauge, key, named, tuple(sizes[name] for name in named), tuple(blocks))
 
-    @staticmethod
-    def axis_sizes(named: tuple[str, ...], element: jax.Array) -> dict[str, int]:
-        """Lengths of axes, read off an element."""
-        return dict(zip(named, element.shape, strict=True))
-
     def beside(self, others: Sequence[Instance]) -> "Translation":
         shifted = [block for i in others if isinstance(i, WriteShift) for block in i.shifted]
 
@@ -84,21 +78,6 @@ class Translation(Instance):
             return all(any(block.path == s.path and overlap(block, s) for s in shifted) for block in of_role)
 
         return dataclasses.replace(self, hidden=len(self.named) == 1 and hides("down") and not hides("up"))
-
-    @property
-    def dim(self) -> int:
-        return math.prod(self.shape)
-
-    def identity(self) -> jax.Array:
-        return jnp.zeros(self.shape, real_dtype())
-
-    @staticmethod
-    def inverse(e: jax.Array) -> jax.Array:
-        return -e
-
-    @staticmethod
-    def compose(a: jax.Array, b: jax.Array) -> jax.Array:
-        return a + b
 
     def sample(self, key: jax.Array, scale: float, leaves: Mapping[str, Any]) -> jax.Array:
         return scale * jax.random.normal(key, self.shape, real_dtype())

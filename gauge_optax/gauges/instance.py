@@ -13,6 +13,8 @@ Elements inside the library may carry more than the public ones (a matrix with i
 import abc
 import dataclasses
 import functools
+import math
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
@@ -22,7 +24,7 @@ import numpy as np
 
 from gauge_optax.binding import Block, BlockSpec, binding_error, overlap
 from gauge_optax.gauges.matrices import Matrices
-from gauge_optax.linalg import safe_divide
+from gauge_optax.linalg import real_dtype, safe_divide
 
 Arrays = dict[str, jax.Array]
 """Leaf path → array in the computing dtype."""
@@ -503,6 +505,31 @@ class Turn(Instance):
     @abc.abstractmethod
     def without_roundoff(cls, turns: Sequence[Any], cotangent: Arrays) -> Arrays:
         """Sets entries of a cotangent that are roundoff to zero: those that are zero for every invariant loss."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Additive(Instance):
+    """An instance whose group is addition: elements are arrays of `shape`, or dicts of arrays."""
+
+    @staticmethod
+    def axis_sizes(named: tuple[str, ...], element: Any) -> dict[str, int]:
+        """Lengths of axes, read off an element."""
+        return dict(zip(named, element.shape, strict=True))
+
+    @property
+    def dim(self) -> int:
+        return math.prod(self.shape)
+
+    def identity(self) -> Any:
+        return jnp.zeros(self.shape, real_dtype())
+
+    @staticmethod
+    def inverse(e: Any) -> Any:
+        return jax.tree.map(operator.neg, e)
+
+    @staticmethod
+    def compose(a: Any, b: Any) -> Any:
+        return jax.tree.map(operator.add, a, b)
 
 
 _MOST_STEPS = 200  # of conjugate gradients, which end long before

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from gauge_optax.binding import Axes
 from gauge_optax.gauges.gauge import BlockGauge, block_gauge
-from gauge_optax.gauges.instance import Arrays, Effect, Instance
+from gauge_optax.gauges.instance import Additive, Arrays, Effect
 from gauge_optax.linalg import real_dtype
 
 
@@ -43,7 +43,7 @@ def key_bias(blocks: Mapping[str, Axes], *, sizes: Mapping[str, int] | None = No
 
 
 @dataclasses.dataclass(frozen=True)
-class Constant(Instance):
+class Constant(Additive):
     """One instance: an array of the leaf's shape per block."""
 
     effect: ClassVar[Effect] = "shift"
@@ -66,14 +66,6 @@ class Constant(Instance):
 
     def identity(self) -> Arrays:
         return {block.path: jnp.zeros(block.shape, real_dtype()) for block in self.blocks}
-
-    @staticmethod
-    def inverse(e: Arrays) -> Arrays:
-        return jax.tree.map(jnp.negative, e)
-
-    @staticmethod
-    def compose(a: Arrays, b: Arrays) -> Arrays:
-        return jax.tree.map(jnp.add, a, b)
 
     @staticmethod
     def power(element: Arrays, exponent: float | jax.Array) -> Arrays:

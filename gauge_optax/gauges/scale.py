@@ -22,7 +22,7 @@ import jax.numpy as jnp
 
 from gauge_optax.binding import Axes, Block, binding_error
 from gauge_optax.gauges.gauge import BlockGauge, block_gauge
-from gauge_optax.gauges.instance import Anchor, Arrays, Effect, Instance
+from gauge_optax.gauges.instance import Additive, Anchor, Arrays, Effect, Instance
 from gauge_optax.gauges.matrices import HEAD, Matrices, channel_matrices
 from gauge_optax.linalg import real_dtype
 
@@ -157,7 +157,7 @@ def keeps_product(gauge: Any) -> bool:
 
 
 @dataclasses.dataclass(frozen=True)
-class Scale(Instance):
+class Scale(Additive):
     """One instance: log α per channel, (*shape).
 
     Attributes:
@@ -182,11 +182,6 @@ class Scale(Instance):
         """The instance of a binding's blocks."""
         return cls(gauge, key, named, tuple(sizes[name] for name in named), tuple(blocks), **options)
 
-    @staticmethod
-    def axis_sizes(named: tuple[str, ...], element: jax.Array) -> dict[str, int]:
-        """Lengths of axes, read off an element."""
-        return dict(zip(named, element.shape, strict=True))
-
     @functools.cached_property
     def up(self) -> tuple[Block, ...]:
         """The blocks that are multiplied by α."""
@@ -197,27 +192,12 @@ class Scale(Instance):
         """The blocks that are multiplied by α^(−p)."""
         return tuple(block for block in self.blocks if block.role in ("down", "right"))
 
-    @property
-    def dim(self) -> int:
-        return math.prod(self.shape)
-
     # The group: addition of logs ----------------------------------------------------------------------
-
-    def identity(self) -> jax.Array:
-        return jnp.zeros(self.shape, real_dtype())
 
     @staticmethod
     def from_logs(logs: jax.Array) -> jax.Array:
         """The element that multiplies by the exponentials of `logs`, (*shape), and does nothing else."""
         return logs
-
-    @staticmethod
-    def inverse(e: jax.Array) -> jax.Array:
-        return -e
-
-    @staticmethod
-    def compose(a: jax.Array, b: jax.Array) -> jax.Array:
-        return a + b
 
     def sample(self, key: jax.Array, scale: float, leaves: Mapping[str, Any]) -> jax.Array:
         return jax.random.uniform(key, self.shape, real_dtype(), -scale, scale)

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from gauge_optax.binding import Axes, Block, BlockSpec, binding_error, instance_key, overlap
 from gauge_optax.binding.axes import parse_axes
 from gauge_optax.gauges.gauge import BlockGauge, block_gauge
-from gauge_optax.gauges.instance import Arrays, Effect, Instance
+from gauge_optax.gauges.instance import Additive, Arrays, Effect
 from gauge_optax.linalg import real_dtype
 
 VOCAB = "vocab"
@@ -49,7 +49,7 @@ def logit_shift(blocks: Mapping[str, Axes], *, sizes: Mapping[str, int] | None =
 
 
 @dataclasses.dataclass(frozen=True)
-class Shift(Instance):
+class Shift(Additive):
     """One instance: a vector per leaf, constant along `vocab`."""
 
     effect: ClassVar[Effect] = "shift"
@@ -97,20 +97,12 @@ class Shift(Instance):
     def identity(self) -> Arrays:
         return {block.path: jnp.zeros(self.one_along(block).shape, real_dtype()) for block in self.shifted}
 
-    @staticmethod
-    def inverse(e: Arrays) -> Arrays:
-        return jax.tree.map(jnp.negative, e)
-
-    @staticmethod
-    def compose(a: Arrays, b: Arrays) -> Arrays:
-        return jax.tree.map(jnp.add, a, b)
-
     def sample(self, key: jax.Array, scale: float, leaves: Mapping[str, Any]) -> Arrays:
         shifts = self.identity()
-        for block, own_key in zip(self.shifted, jax.random.split(key, len(self.shifted)), strict=True):
+        for block, key_of_block in zip(self.shifted, jax.random.split(key, len(self.shifted)), strict=True):
             rms = jnp.sqrt(jnp.mean(jnp.square(jnp.asarray(leaves[block.path], real_dtype()))))
             target = self.one_along(block)
-            drawn = scale * rms * jax.random.normal(own_key, target.view_shape, real_dtype())
+            drawn = scale * rms * jax.random.normal(key_of_block, target.view_shape, real_dtype())
             shifts[block.path] = target.write(shifts[block.path], drawn)
         return self.to_element(shifts)
 

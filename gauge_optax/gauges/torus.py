@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from gauge_optax.binding import Axes, Block, binding_error
 from gauge_optax.gauges.gauge import BlockGauge, block_gauge
 from gauge_optax.gauges.heads import BASIS, PLANE, Heads, PlaneBlock
-from gauge_optax.gauges.instance import Arrays, Effect, Instance, apart_from
+from gauge_optax.gauges.instance import Additive, Arrays, Effect, Instance, apart_from
 from gauge_optax.gauges.matrices import Matrices, head_matrices
 from gauge_optax.linalg import equal_eigenvalues, real_dtype, rotation_2x2, safe_divide, transpose
 
@@ -72,7 +72,7 @@ def planes(gauge: str, sizes: Mapping[str, int], blocks: Sequence[Block], pairin
 
 
 @dataclasses.dataclass(frozen=True)
-class Torus(Heads):
+class Torus(Additive, Heads):
     """One instance: an angle per head and plane, (*shape); the last named axis is `plane`."""
 
     effect: ClassVar[Effect] = "orthogonal"
@@ -96,17 +96,6 @@ class Torus(Heads):
     @property
     def dim(self) -> int:
         return self.heads
-
-    def identity(self) -> jax.Array:
-        return jnp.zeros(self.shape, real_dtype())
-
-    @staticmethod
-    def inverse(e: jax.Array) -> jax.Array:
-        return -e
-
-    @staticmethod
-    def compose(a: jax.Array, b: jax.Array) -> jax.Array:
-        return a + b
 
     def sample(self, key: jax.Array, scale: float, leaves: Mapping[str, Any]) -> jax.Array:
         limit = math.pi * min(scale, 1.0)

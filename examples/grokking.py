@@ -128,10 +128,11 @@ ARMS: Mapping[str, Maker] = {
     "Muon, dead directions masked": lambda c, rate, decay: baselines.dead_directions_masked(
         _muon(rate, decay), lambda path: "blocks" in path and path.endswith("kernel")
     ),
-    "quotient Muon": lambda c, rate, decay: go.quotient(_muon(rate, decay), grokking.gauges(c)),
+    "quotient Muon": lambda c, rate, decay: go.quotient(_muon(rate, decay), grokking.gauges(c), pin=False),
     "quotient Muon, rotations not held": lambda c, rate, decay: go.quotient(
-        _muon(rate, decay), grokking.gauges(c), hold=False
+        _muon(rate, decay), grokking.gauges(c), pin=False, hold=False
     ),
+    "quotient Muon, pinned": lambda c, rate, decay: go.quotient(_muon(rate, decay), grokking.gauges(c)),
     "DDC-Muon": lambda c, rate, decay: go.ddc_muon(
         rate, grokking.gauges(c), weight_decay=decay, adam_weight_decay=decay, consistent_rms=0.2
     ),

@@ -386,7 +386,8 @@ def collect(config: Config, arms: Sequence[str], seeds: Sequence[int], out: Path
     return head(config, seeds) | {
         "arms": list(cells), "cells": cells,
         "grid": {
-            arm: {cell.name: x for cell in grid_cells(arm) if (x := finished(grid, cell)) is not None} for arm in arms
+            arm: met for arm in arms
+            if (met := {cell.name: x for cell in grid_cells(arm) if (x := finished(grid, cell)) is not None})
         },
     }  # fmt: skip
 

@@ -501,6 +501,13 @@ def sentences(result: Result) -> Iterator[str]:
             steady.append(arm)
     if {"DDC-Muon", MATCHED} <= cells.keys():
         yield verdict(result)
+    if {HELD, TURNING} <= cells.keys():
+        ends = [finals(arm, "test_accuracy") for arm in (HELD, TURNING)]
+        more = sum(x > y for x, y in zip(*ends, strict=False))
+        yield (
+            f"Muon inside quotient ends at a test accuracy of {report.span(ends[0])} where rotations of heads are held "
+            f"and {report.span(ends[1])} where they are not: higher with them held on {more} of {len(ends[0])} seeds."
+        )
     yield on_the_grids(result)
     yield f"Test accuracy falls below {GROKKED:.0%} again after grokking: {', '.join(falls) or 'in no arm'}."
     yield f"Arms that grok with every seed and stay there: {', '.join(steady) or 'none'}."
@@ -524,6 +531,7 @@ def on_the_grids(result: Result) -> str:
     )
 
 
+HELD, TURNING = "quotient Muon", "quotient Muon, rotations not held"
 MATCHED = "Muon, attention decay doubled"
 
 

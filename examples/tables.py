@@ -151,6 +151,11 @@ SECTIONS = [
         ("norm of the output kernel's mean", "axis alignment of the hidden layer's dead directions"),
     ),
     Section(
+        "grokking_59", "Grokking at p = 59: with the projection, and without", grokking.section,
+        ("norm of the output kernel's mean", "axis alignment of the hidden layer's dead directions"),
+        "grokking.py --quick --steps 8000 --grid-steps 2500",
+    ),
+    Section(
         "overtraining_lm", "C.5 Over-training a language model", overtraining_lm.section,
         ("gap at the end", "validation loss", "number of readable cells"),
     ),

@@ -502,11 +502,11 @@ def sentences(result: Result) -> Iterator[str]:
     if {"DDC-Muon", MATCHED} <= cells.keys():
         yield verdict(result)
     if {HELD, TURNING} <= cells.keys():
-        ends = [finals(arm, "test_accuracy") for arm in (HELD, TURNING)]
-        more = sum(x > y for x, y in zip(*ends, strict=False))
+        last = [finals(arm, "test_accuracy") for arm in (HELD, TURNING)]
+        more = sum(x > y for x, y in zip(*last, strict=False))
         yield (
-            f"Muon inside quotient ends at a test accuracy of {report.span(ends[0])} where rotations of heads are held "
-            f"and {report.span(ends[1])} where they are not: higher with them held on {more} of {len(ends[0])} seeds."
+            f"Muon inside quotient ends at a test accuracy of {report.span(last[0])} where rotations of heads are held "
+            f"and {report.span(last[1])} where they are not: higher with them held on {more} of {len(last[0])} seeds."
         )
     yield on_the_grids(result)
     yield f"Test accuracy falls below {GROKKED:.0%} again after grokking: {', '.join(falls) or 'in no arm'}."

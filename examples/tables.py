@@ -156,6 +156,11 @@ SECTIONS = [
         "grokking.py --quick --steps 8000 --grid-steps 2500",
     ),
     Section(
+        "grokking_59_128", "C.9 Grokking at p = 59 with 128 hidden units", grokking.section,
+        ("axis alignment of the hidden layer's dead directions",),
+        "grokking.py --quick --hidden 128 --steps 8000 --grid-steps 2500",
+    ),
+    Section(
         "overtraining_lm", "C.5 Over-training a language model", overtraining_lm.section,
         ("gap at the end", "validation loss", "number of readable cells"),
     ),

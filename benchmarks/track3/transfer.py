@@ -1,7 +1,7 @@
 """Does the best rate of a narrow network serve a wide one: loss over rate at four widths, two depths and three starts.
 
     python -m benchmarks.track3.transfer --out benchmarks/results      # a day of one CPU core; killed, it goes on
-    python -m benchmarks.track3.transfer --sizes 64 128 --depths 2     # some of it
+    python -m benchmarks.track3.transfer --panels "depth 2, lecun"     # some of it
     python -m benchmarks.track3.transfer --show                        # the table and the figure of what is done
 
 Networks and data are those of `benchmarks.track3`, with 300 steps at every width. A setting is a depth, a start, with
@@ -26,7 +26,7 @@ from examples.starts import STARTS
 from examples.sweep import Result, key, save
 
 NAME = "transfer"
-SIZES, DEPTHS = (64, 128, 256, 512), (2, 8)
+SIZES = (64, 128, 256, 512)
 STEPS, SEED, DECAY = 300, 42, 0.1
 RATIO, MOST = 2.0, 5
 COMPARED: Mapping[str, tuple[Arm, str]] = {
@@ -191,7 +191,9 @@ def main(argv: Sequence[str] | None = None) -> Result:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=cli.Help)
     parser.add_argument("--out", type=Path, default=Path("outputs/track3"))
     parser.add_argument("--sizes", type=int, nargs="+", choices=SIZES, default=SIZES, help="d_model")
-    parser.add_argument("--depths", type=int, nargs="+", choices=DEPTHS, default=DEPTHS)
+    panels = {setting.text: setting for setting in SETTINGS}
+    parser.add_argument("--panels", nargs="+", choices=panels, default=list(panels), metavar="PANEL",
+                        help="settings: " + "; ".join(panels))  # fmt: skip
     parser.add_argument("--arms", nargs="+", choices=COMPARED, default=list(COMPARED), metavar="ARM")
     parser.add_argument("--show", action="store_true", help="run nothing")
     parser.add_argument("--stop-after", type=int, help="leave after this many runs")
@@ -201,7 +203,7 @@ def main(argv: Sequence[str] | None = None) -> Result:
     if not args.show:
         if not path.exists():
             study.write(path, result)
-        result = fill(path, result, args.sizes, args.depths, args.arms, args.stop_after)
+        result = fill(path, result, args.sizes, [panels[name] for name in args.panels], args.arms, args.stop_after)
     text = section(result)
     path.with_suffix(".md").write_text(
         f"# Rates from narrow networks to wide ones\n\n`python -m benchmarks.track3.transfer`. {text}\n"
@@ -213,11 +215,11 @@ def main(argv: Sequence[str] | None = None) -> Result:
 
 
 def fill(
-    path: Path, result: Result, sizes: Sequence[int], depths: Sequence[int], names: Sequence[str],
+    path: Path, result: Result, sizes: Sequence[int], settings: Sequence[Setting], names: Sequence[str],
     stop_after: int | None,
 ) -> Result:  # fmt: skip
     """Trains what is missing, saving every run."""
-    chosen = [(size, s, arm) for size in sizes for s in SETTINGS if s.depth in depths for arm in names]
+    chosen = [(size, s, arm) for size in sizes for s in settings for arm in names]
     number = 0
     with tqdm(chosen, unit="sweep") as progress:
         for size, setting, arm in progress:

@@ -24,7 +24,7 @@ from gauge_optax.measure.census import census
 from gauge_optax.measure.live import track
 from gauge_optax.measure.redundancy import redundancy, transformer_redundancy
 from gauge_optax.optimizers._quotient import quotient
-from gauge_optax.optimizers.aliases import ddc_adamw, ddc_muon, quotient_adamw, quotient_muon
+from gauge_optax.optimizers.aliases import ddc_adamw, ddc_muon, max_norm_muon, quotient_adamw, quotient_muon
 from gauge_optax.optimizers.compress import compress_second_moments
 from gauge_optax.optimizers.decay import add_gauge_decay
 from gauge_optax.optimizers.fix import gauge_fix
@@ -40,6 +40,7 @@ from gauge_optax.orbit.pack import pack, packed_dot, packed_rows, unpack
 from gauge_optax.orbit.rotate import rotate
 from gauge_optax.rotation.aliases import rotational_adamw, rotational_lion, rotational_sgdm
 from gauge_optax.rotation.hyperball import hyperball
+from gauge_optax.rotation.max_norm import max_norm
 from gauge_optax.rotation.rotational import rotational
 from gauge_optax.rotation.tracker import track_rotation
 from gauge_optax.states.from_state import from_state
@@ -51,8 +52,8 @@ from gauge_optax.tools.plan import plan
 # The reference has the same groups.
 __all__ = [  # noqa: RUF022  by what a user wants
     # Train with your optimizer, on the slice.
-    "quotient", "quotient_adamw", "quotient_muon", "ddc_adamw", "ddc_muon", "from_state",
-    "compress_second_moments",
+    "quotient", "quotient_adamw", "quotient_muon", "max_norm_muon", "ddc_adamw", "ddc_muon",
+    "from_state", "compress_second_moments",
     # Say which symmetries a model has.
     "Gauge", "bias_absorption", "embedding_shift", "head_linear", "head_rotation", "key_bias", "logit_shift",
     "multiplier_balance", "norm_read_shift", "norm_scale", "norm_write_shift", "permutation", "product",
@@ -69,6 +70,7 @@ __all__ = [  # noqa: RUF022  by what a user wants
     "pack", "unpack", "packed_rows", "packed_dot",
     # Control rotation and norms.
     "rotational", "rotational_adamw", "rotational_lion", "rotational_sgdm", "hyperball",
+    "max_norm",
     # Links of a chain.
     "gauge_project", "scale_by_ddc", "scale_by_scaled_polar", "scale_by_relative_rms", "scale_by_opposite_gram",
     "add_gauge_decay", "gauge_retract",

@@ -1021,6 +1021,16 @@ def _rotational_lion(gauges: Sequence[Gauge], learning_rate: Any, eta_r: Any) ->
     return go.rotational_lion(learning_rate, _on_vectors(gauges), eta_r=eta_r)
 
 
+def _max_norm(gauges: Sequence[Gauge], learning_rate: Any, bound: float = 1.0) -> Any:
+    return go.max_norm(optax.adam(learning_rate), _on_vectors(gauges), learning_rate=learning_rate, bound=bound)
+
+
+def _max_norm_muon(gauges: Sequence[Gauge], learning_rate: Any) -> Any:
+    """Neurons of whatever leaf has an axis of outputs beside `_`."""
+    neurons = {path: axes for path, axes in _on_vectors(gauges).items() if set(axes.split()) - {"_"}}
+    return go.max_norm_muon(learning_rate, gauges, neurons)
+
+
 def _track_rotation(gauges: Sequence[Gauge], every: int) -> Any:
     return go.track_rotation(_on_vectors(gauges), optax.adam(0.01), every=every)
 
@@ -1090,6 +1100,9 @@ TRANSFORM_CASES: tuple[TransformCase, ...] = (
     TransformCase("rotational_adamw/schedule", _rotational_adamw, {"learning_rate": _falling, "weight_decay": 0.1}),
     TransformCase("rotational_sgdm/gain", _rotational_sgdm, {"learning_rate": 0.01}),
     TransformCase("rotational_lion/schedule", _rotational_lion, {"learning_rate": 0.01, "eta_r": _falling}),
+    TransformCase("max_norm/number", _max_norm, {"learning_rate": 0.01}),
+    TransformCase("max_norm/schedule", _max_norm, {"learning_rate": _falling, "bound": 2.0}),
+    TransformCase("max_norm_muon/schedule", _max_norm_muon, {"learning_rate": _falling}),
     TransformCase("scale_by_relative_rms/number", go.scale_by_relative_rms, {}),
     TransformCase("quotient_adamw/rotation", go.quotient_adamw, {"learning_rate": 0.01}),
     TransformCase("quotient_adamw/linear", go.quotient_adamw, {"learning_rate": 0.01, "nesterov": True}, linear=True),

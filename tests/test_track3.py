@@ -83,19 +83,6 @@ def test_neurons_are_made_alike_and_the_kernel_keeps_its_length() -> None:
     np.testing.assert_allclose(jnp.linalg.norm(after), jnp.linalg.norm(leaf(kernels, DOWN)), rtol=1e-5)
 
 
-def test_natural_steps_have_the_rate_s_length_and_neurons_stay_within_one() -> None:
-    """Also from zero, and also where the inner optimizer's steps are a thousand times as long."""
-    params = jax.tree.map(lambda x: 0.0 * x, weights())
-    gradient = jax.tree.map(lambda x: 1e3 * jax.random.normal(jax.random.key(1), x.shape), params)
-    tx = optimizers.natural(optimizers.muon(lambda n: 0.3, 0.0), lambda n: jnp.float32(0.3))
-    state = tx.init(params)
-    for number in range(5):
-        updates, state = tx.update(gradient, state, params)
-        params = jax.tree.map(jnp.add, params, updates)
-        lengths = jnp.linalg.norm(leaf(params, DOWN), axis=0)
-        np.testing.assert_allclose(lengths, min(1.0, 0.3 * (number + 1)), rtol=1e-3)
-
-
 def test_rows_are_made_alike() -> None:
     """A token's row of the embedding has a root mean square of 1, whatever its gradient's size."""
     link = optimizers.rows_alike(lambda path: 0)

@@ -41,6 +41,15 @@ def _plain(make: Callable[[Rate, jax.Array], Link]) -> Build:
     return lambda rate, decay, gauges: make(rate, decay)
 
 
+def _max_norm(make: Callable[[Rate, jax.Array], Link]) -> Build:
+    return lambda rate, decay, gauges: go.max_norm(make(rate, decay), NEURONS, learning_rate=rate)
+
+
+def _max_norm_muon(rate: Rate, decay: jax.Array, gauges: Gauges) -> Link:
+    """The library's, which is on the slice by itself."""
+    return go.max_norm_muon(rate, gauges, NEURONS, weight_decay=decay, adam_weight_decay=decay)
+
+
 ADAM, MUON = 4e-3, 4e-2
 ON_THE_SLICE = (PLAIN, QUOTIENT, FREE)  # an optimizer that controls norms itself has no rotational variant
 ARMS: Mapping[str, Arm] = {
@@ -55,10 +64,9 @@ ARMS: Mapping[str, Arm] = {
     "PolarAdamW": Arm(_plain(of.polar_adamw), MUON),
     "symmetry-compatible": Arm(_plain(of.symmetric), MUON),
     "AdamW, relative steps": Arm(of.relative_adamw, ADAM),
-    "AdamW, natural steps": Arm(
-        _plain(lambda rate, decay: of.natural(of.adamw(rate, decay), rate)), MUON, ON_THE_SLICE
-    ),
-    "Muon, natural steps": Arm(_plain(lambda rate, decay: of.natural(of.muon(rate, decay), rate)), MUON, ON_THE_SLICE),
+    "AdamW, natural steps": Arm(_max_norm(of.adamw), MUON, ON_THE_SLICE),
+    "Muon, natural steps": Arm(_max_norm(of.muon), MUON, ON_THE_SLICE),
+    "max_norm_muon": Arm(_max_norm_muon, MUON, (PLAIN,)),
 }
 
 

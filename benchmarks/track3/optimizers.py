@@ -148,66 +148,6 @@ def rows_alike(axis: Callable[[str], int | None]) -> Link:
     return by_path(one)
 
 
-class NaturalState(NamedTuple):
-    """State of the optimizer inside, steps, and each neuron's average squared length of a step over the rate."""
-
-    inner: Any
-    number: jax.Array
-    square: Tree
-
-
-def natural(inner: Link, rate: Rate, beta: float = 0.9) -> Link:
-    r"""Steps of a neuron of length `rate` on average, whatever it weighs; a neuron does not outgrow the length 1.
-
-    A neuron with weights of variance 1/inputs, the usual start, has a length of about 1, its natural one. With Δ the
-    step of `inner` over the rate,
-
-    .. math::
-      \nu \leftarrow \beta\nu + (1-\beta)\lVert\Delta\rVert^2, \quad
-      q = p + \eta\,\Delta/\sqrt{\nu/(1-\beta^t)}, \quad p \leftarrow q\,\min(1, 1/\lVert q\rVert)
-
-    It is controlled rotation (Kosson et al. 2024, Algorithm 1) with a step that does not depend on the norm, and with
-    norms that may be smaller than the natural one. A neuron of zeros moves.
-
-    Args:
-      inner: a whole optimizer, its rate included.
-      rate: that rate.
-      beta: memory of the average.
-    """
-
-    def init(params: Tree) -> NaturalState:
-        def zeros(path: Any, x: jax.Array) -> jax.Array:
-            return jnp.zeros_like(jnp.sum(x, inputs(path), keepdims=True)) if is_matrix(path) else jnp.zeros(())
-
-        return NaturalState(inner.init(params), jnp.int32(0), jax.tree_util.tree_map_with_path(zeros, params))
-
-    def update(updates: Tree, state: NaturalState, params: Tree = None) -> tuple[Tree, NaturalState]:
-        updates, inner_state = inner.update(updates, state.inner, params)
-        number, eta = state.number + 1, rate(state.number)
-
-        def over_rate(update: jax.Array) -> jax.Array:
-            return update / jnp.maximum(eta, 1e-12)
-
-        def average(path: Any, update: jax.Array, square: jax.Array) -> jax.Array:
-            if not is_matrix(path):
-                return square
-            length = jnp.sum(jnp.square(over_rate(update)), inputs(path), keepdims=True)
-            return beta * square + (1 - beta) * length
-
-        def step(path: Any, update: jax.Array, value: jax.Array, square: jax.Array) -> jax.Array:
-            if not is_matrix(path):
-                return update
-            moved = value + eta * over_rate(update) / jnp.sqrt(square / (1 - beta**number) + 1e-12)
-            length = jnp.sqrt(jnp.sum(jnp.square(moved), inputs(path), keepdims=True))
-            return moved / jnp.maximum(length, 1.0) - value
-
-        square = jax.tree_util.tree_map_with_path(average, updates, state.square)
-        steps = jax.tree_util.tree_map_with_path(step, updates, params, square)
-        return steps, NaturalState(inner_state, number, square)
-
-    return optax.GradientTransformation(init, update)
-
-
 # Whole optimizers -------------------------------------------------------------------------------------
 
 

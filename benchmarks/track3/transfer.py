@@ -37,6 +37,7 @@ COMPARED: Mapping[str, tuple[Arm, str]] = {
     "quotient(Muon)": (ARMS["Muon"], FREE),
     "Muon, natural steps": (ARMS["Muon, natural steps"], PLAIN),
     "quotient(Muon, natural steps)": (ARMS["Muon, natural steps"], FREE),
+    "max_norm_muon": (ARMS["max_norm_muon"], PLAIN),
 }
 
 

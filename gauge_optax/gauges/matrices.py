@@ -16,6 +16,7 @@ import jax
 from gauge_optax.binding import Block, binding_error
 
 BASIS, HEAD = "basis", "head"
+COUNTING = ("layer", "expert")  # names of axes that count matrices where the axes of neurons say what a matrix is
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,6 +206,23 @@ def labelled_matrices(block: Block) -> Matrices | None:
     # The entries of a head stand behind its axis.
     entries = made.rows if made.heads[0] < made.rows[0] else made.columns
     return dataclasses.replace(made, heads=(made.heads[0], entries))
+
+
+def neuron_matrices(block: Block) -> Matrices | None:
+    """Returns a kernel's one matrix, neurons as columns and their inputs `_` as rows; None if the block is no matrix.
+
+    Every name counts neurons (`head neuron` counts them in two axes), except that each layer of a stack and each expert
+    has a matrix of its own. An index, as of one part of a fused kernel, counts matrices too.
+    """
+    whole = _on_whole_axes(block)
+    if whole is None:
+        return None
+    labels = whole.split_labels
+    inputs = [k for k, label in enumerate(labels) if label == "_"]
+    neurons = [k for k, label in enumerate(labels) if label not in ("_", "", *COUNTING)]
+    made = _between(whole, inputs, neurons)
+    # The axes say which side is the inputs, so that a leaf may have its outputs first.
+    return None if made is None else dataclasses.replace(made, rows=tuple(inputs), columns=tuple(neurons), heads=None)
 
 
 def _between(block: Block, one: Sequence[int], other: Sequence[int]) -> Matrices | None:

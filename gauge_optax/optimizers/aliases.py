@@ -6,8 +6,9 @@ from typing import Any
 import jax
 import optax
 
-from gauge_optax.binding import binding_error, is_empty, leaves_by_path, with_leaves
+from gauge_optax.binding import Axes, binding_error, is_empty, leaves_by_path, with_leaves
 from gauge_optax.gauges.gauge import Gauge, Gauges, Product, product
+from gauge_optax.gauges.matrices import Matrices, neuron_matrices
 from gauge_optax.linalg import Coefficients
 from gauge_optax.optimizers._quotient import RESTS, quotient_for
 from gauge_optax.optimizers.ddc import Options, checked_options, ddc
@@ -17,6 +18,8 @@ from gauge_optax.optimizers.decay import Decay, decay
 from gauge_optax.optimizers.links import link
 from gauge_optax.optimizers.muon import muon
 from gauge_optax.optimizers.polar import Labels, Polar, polar_of
+from gauge_optax.rotation import vectors
+from gauge_optax.rotation.max_norm import named_max_norm
 from gauge_optax.slice import Slice
 from gauge_optax.transformation import require_choice
 
@@ -410,5 +413,112 @@ def quotient_muon(
     adam_rate = learning_rate if adam_learning_rate is None else adam_learning_rate
     adam = optax.adamw(adam_rate, adam_b1, adam_b2, eps, adam_eps_root, mu_dtype, adam_weight_decay, nesterov=nesterov)
     heads = 1 if heads_per_matrix is None else heads_per_matrix
-    inner = muon(group, polar, heads, nesterov, mu_dtype, tail, adam)
+
+    def matrices(params: Any) -> dict[str, Matrices]:
+        read = polar.matrices(Slice.of(group.parts, params), params)
+        return {path: stack.grouped(path, heads) for path, stack in read.items()}
+
+    inner = muon(matrices, polar, nesterov, mu_dtype, tail, adam)
     return quotient_for("quotient_muon", inner, group, hold=hold, pin=pin, rest=rest)
+
+
+def max_norm_muon(
+    learning_rate: optax.ScalarOrSchedule,
+    gauges: Gauges,
+    neurons: Mapping[str, Axes],
+    ns_coeffs: Coefficients = "standard",
+    ns_steps: int | None = None,
+    beta: Scalar = 0.95,
+    eps: Scalar = 1e-8,
+    weight_decay: optax.ScalarOrSchedule = 0.0,
+    weight_decay_mask: Any = None,
+    mu_dtype: Any = None,
+    *,
+    nesterov: bool = True,
+    adam_b1: Scalar = 0.9,
+    adam_b2: Scalar = 0.95,
+    adam_eps_root: Scalar = 0.0,
+    adam_weight_decay: optax.ScalarOrSchedule = 0.0,
+    adam_learning_rate: optax.ScalarOrSchedule | None = None,
+    bound: Scalar = 1.0,
+    sizes: Mapping[str, int] | None = None,
+    hold: bool = True,
+    pin: bool = False,
+    rest: str = "anchor",
+) -> optax.GradientTransformationExtraArgs:
+    """`quotient` around `max_norm` around Muon with one matrix per kernel: every neuron steps by the learning rate.
+
+    Neurons have norms of about 1 at the usual start, in which unit their steps are. They may not outgrow `bound`, which
+    takes the place of weight decay. Begin with a peak rate of 0.04 from any start.
+
+    Args:
+      learning_rate: a number or a schedule.
+      gauges: a gauge or a sequence of them, meaning their product.
+      neurons: path → axes of the kernels that Muon trains: `_` are a neuron's inputs, and named axes count neurons, as
+        in `"_ neuron"` for (inputs, outputs) and `"_ head neuron"` for (inputs, heads, size). A kernel is one matrix;
+        axes named `layer` or `expert` count matrices. Leave the embedding and the unembedding out.
+      ns_coeffs: see `scale_by_scaled_polar`.
+      ns_steps: see `scale_by_scaled_polar`.
+      beta: decay of the first moment of matrices.
+      eps: see `scale_by_scaled_polar`.
+      weight_decay: decoupled decay of matrices, multiplied by the learning rate; a number or a schedule.
+      weight_decay_mask: where `weight_decay` decays, as in `optax.contrib.muon`; constant over the leaves of a gauge.
+      mu_dtype: dtype of the first moment; by default that of slice coordinates, at least float32.
+      nesterov: whether to use Nesterov momentum, for matrices and all other leaves.
+      adam_b1: decay of Adam's first moments.
+      adam_b2: decay of Adam's second moments.
+      adam_eps_root: added inside the root of Adam's second moment.
+      adam_weight_decay: decoupled decay of all other leaves.
+      adam_learning_rate: learning rate of all other leaves; by default half of `learning_rate`.
+      bound: see `max_norm`.
+      sizes: lengths of axes inside `(a b)` that shapes do not fix.
+      hold: see `quotient`.
+      pin: see `quotient`.
+      rest: see `quotient`.
+
+    Returns:
+      The optimizer. Its `update` needs `params`.
+
+    Raises:
+      ValueError: as `max_norm` and `quotient`; neurons that describe no matrix.
+
+    >>> gauge = go.rescale({"up": "_ channel"}, {"down": "channel _"})
+    >>> params = {"up": jnp.full((2, 3), 0.5**0.5), "down": jnp.zeros((3, 2))}
+    >>> tx = go.max_norm_muon(0.04, gauge, {"up": "_ neuron", "down": "_ neuron"})
+    >>> grads = {"up": jnp.zeros((2, 3)), "down": -jnp.ones((3, 2))}
+    >>> step, _ = tx.update(grads, tx.init(params), params)
+    >>> jnp.linalg.norm(step["down"], axis=0).round(3)  # from zero, by the learning rate
+    Array([0.04, 0.04], dtype=float32)
+
+    Reference: Jordan et al. 2024 (Muon), whose steps get one length per neuron; `optax.contrib.muon` for names, and for
+      defaults except those of Adam's rate and b2.
+    """
+    name = "max_norm_muon"
+    group = _group(name, learning_rate, gauges)
+    specs = vectors.parse(name, neurons, sizes)
+    polar = polar_of(name, ns_coeffs, ns_steps, beta, eps, "width", None)
+
+    def matrices(params: Any) -> dict[str, Matrices]:
+        read: dict[str, Matrices] = {}
+        for selection in vectors.resolve(name, specs, params):
+            block = selection.block
+            stack = neuron_matrices(block)
+            if stack is None or read.setdefault(block.path, stack) != stack:
+                raise binding_error(
+                    name, f"the neurons of '{block.path}' describe no matrix", f"axes \"{block.axes}\"",
+                    "'_' for a neuron's inputs in one axis, and a name that counts neurons in another",
+                    'write "_ neuron" for a kernel of (inputs, outputs), and leave vectors out',
+                )  # fmt: skip
+        return read
+
+    tail = optax.add_decayed_weights(weight_decay, weight_decay_mask), optax.scale_by_learning_rate(learning_rate)
+    adam_rate = _half(learning_rate) if adam_learning_rate is None else adam_learning_rate
+    adam = optax.adamw(adam_rate, adam_b1, adam_b2, eps, adam_eps_root, mu_dtype, adam_weight_decay, nesterov=nesterov)
+    inner = muon(matrices, polar, nesterov, mu_dtype, tail, adam)
+    stepped = named_max_norm(name, inner, neurons, sizes, learning_rate, bound, beta=0.9)
+    return quotient_for(name, stepped, group, hold=hold, pin=pin, rest=rest)
+
+
+def _half(learning_rate: optax.ScalarOrSchedule) -> optax.ScalarOrSchedule:
+    schedule = learning_rate
+    return (lambda count: 0.5 * schedule(count)) if callable(schedule) else 0.5 * schedule

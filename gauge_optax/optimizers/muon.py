@@ -1,11 +1,11 @@
-"""Muon with one matrix per head and Adam for all other leaves: an ordinary optimizer of slice points.
+"""Muon for some leaves and Adam for all others: an ordinary optimizer of slice points.
 
 A rotation R of a head's basis carries over to the polar factor of a moment M = U·Σ·Vᵀ of that head:
 (M·R)(RᵀMᵀM·R)^(−1/2) = U·Vᵀ·R. Where matrices are read per head, rotations therefore need no frame.
 References: Jordan et al. 2024 (Muon); DDC B.10 for heads.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -13,10 +13,8 @@ import jax.numpy as jnp
 import optax
 
 from gauge_optax.binding import is_empty, leaves_by_path, with_leaves
-from gauge_optax.gauges.gauge import Product
 from gauge_optax.gauges.matrices import Matrices
 from gauge_optax.optimizers.polar import Polar
-from gauge_optax.slice import Slice
 
 
 class ScaleByHeadPolarState(NamedTuple):
@@ -32,9 +30,8 @@ class ScaleByHeadPolarState(NamedTuple):
 
 
 def muon(
-    group: Product,
+    matrices: Callable[[Any], Mapping[str, Matrices]],
     polar: Polar,
-    heads_per_matrix: int,
     nesterov: bool,
     mu_dtype: Any,
     matrix_tail: tuple[optax.GradientTransformation, ...],
@@ -43,9 +40,8 @@ def muon(
     """Polar factors for matrices, Adam for all other leaves.
 
     Args:
-      group: the gauges, whose bindings say which leaves are matrices.
-      polar: how matrices are stepped, and which leaves they are.
-      heads_per_matrix: how many neighbouring heads make one matrix.
+      matrices: params → leaf path → how it is read, for the leaves that are matrices; shapes alone decide.
+      polar: how matrices are stepped.
       nesterov: whether matrices have Nesterov momentum.
       mu_dtype: dtype of their first moment.
       matrix_tail: their decay and learning rate: what follows the polar factor in a chain.
@@ -57,10 +53,9 @@ def muon(
 
     # Shapes alone decide which leaves are matrices, so that the partition is made anew wherever params are traced.
     def partition(params: Any) -> optax.GradientTransformationExtraArgs:
-        read = {} if is_empty(params) else polar.matrices(Slice.of(group.parts, params), params)
-        matrices = {path: stack.grouped(path, heads_per_matrix) for path, stack in read.items()}
-        labels = with_leaves(jax.tree.map(lambda _: "adam", params), dict.fromkeys(matrices, "muon"))
-        head_polar = scale_by_head_polar(polar, matrices, nesterov, mu_dtype)
+        read = {} if is_empty(params) else matrices(params)
+        labels = with_leaves(jax.tree.map(lambda _: "adam", params), dict.fromkeys(read, "muon"))
+        head_polar = scale_by_head_polar(polar, read, nesterov, mu_dtype)
         return optax.partition({"muon": optax.chain(head_polar, *matrix_tail), "adam": adam}, labels)
 
     def update_fn(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:

@@ -10,7 +10,7 @@ import functools
 import json
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -64,6 +64,22 @@ class Sweep(NamedTuple):
                 high += 1
             else:
                 return []
+
+
+def climb(losses: Mapping[int, float], first: int, most: int) -> list[int]:
+    """Which rates of a geometric grid to try next, by number; none once the best has a worse one on both sides.
+
+    Args:
+      losses: of the rates that are done.
+      first: where to begin.
+      most: the largest number on either side of zero.
+
+    >>> climb({}, 1, 3), climb({1: 2.0}, 1, 3), climb({0: 2.2, 1: 2.0, 2: 2.1}, 1, 3)
+    ([1], [0, 2], [])
+    """
+    best = min(losses, key=lambda n: losses[n]) if losses else first
+    wanted = (best - 1, best + 1) if losses else (best,)
+    return [n for n in wanted if abs(n) <= most and n not in losses]
 
 
 def key(cell: Cell) -> str:

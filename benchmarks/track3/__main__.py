@@ -8,7 +8,8 @@ The rule of modded-nanogpt's optimization track at the size of two CPU cores: ar
 the optimizer and its schedule are free, and only the loss at the end of training counts. The network is a Llama of two
 layers on bytes of text (`examples/starts.py`). An arm is an optimizer run plainly, under `quotient`, with controlled
 rotation, or both (`arms.py`). A sweep takes one seed: first the peak rate, at a decay of 0.1, until the best rate has a
-worse one on both sides, then the decay at that rate. The best pair runs with every seed. With `--ladder` it also runs
+worse one on both sides, then the decay at that rate. Wider networks take the decay of the narrowest. The best pair runs
+with every seed. With `--ladder` it also runs
 with more or fewer steps, to find the fewest whose mean loss is below the target by 3.09 standard errors.
 
 Several processes may fill one file, if they are given different arms.
@@ -31,12 +32,12 @@ from benchmarks.track3.arms import ARMS, WAYS
 from benchmarks.track3.runs import WARMUP, Task
 from examples import cli, report, starts, study
 from examples.starts import STARTS
-from examples.sweep import Result, key, save
+from examples.sweep import Result, climb, key, save
 
 NAME = "track3"
-STEPS = {64: 400, 128: 300}
+STEPS = {64: 400, 128: 200}
 SEEDS = (42, 142, 242)
-RATIO, MOST = 2.5, 4  # of neighbouring rates; how many may be added to the first three on either side
+RATIO, MOST = 2.5, 5  # of neighbouring rates; how many on either side of the middle one may be tried
 DECAYS = (0.0, 0.1, 0.4)
 DECAY = 0.1  # while rates are swept
 LONGEST = 2  # times the usual number of steps
@@ -58,6 +59,10 @@ class Group(NamedTuple):
     def cell(self, decay: float, rate: float, seed: int, steps: int | None = None) -> Cell:
         """One run of it."""
         return (*self, STEPS[self.size] if steps is None else steps, decay, rate, seed)
+
+    def narrowest(self) -> "Group":
+        """The same sweep at the narrowest size."""
+        return self._replace(size=min(STEPS))
 
     def rate(self, n: int) -> float:
         """The n-th rate above the middle one, to two digits."""
@@ -88,33 +93,53 @@ def losses_of(result: Result, group: Group, decay: float, rate: float, steps: in
 
 def swept_rates(result: Result, group: Group) -> tuple[dict[float, float], list[Cell]]:
     """The sweep of rates: rate → loss of the first seed, and what is missing before its best is inside."""
-    low, high, seed = -1, 1, result["seeds"][0]
-    while True:
-        cells = {group.rate(n): group.cell(DECAY, group.rate(n), seed) for n in range(low, high + 1)}
-        losses = {rate: loss_of(result, cell) for rate, cell in cells.items()}
-        known = {rate: x for rate, x in losses.items() if x is not None}
-        if len(known) < len(cells):
-            return known, [cell for rate, cell in cells.items() if losses[rate] is None]
-        best = min(known, key=lambda rate: known[rate])
-        if best == group.rate(low) and low > -1 - MOST:
-            low -= 1
-        elif best == group.rate(high) and high < 1 + MOST:
-            high += 1
-        else:
-            return known, []
+    decay, seed = sweep_decay(result, group), result["seeds"][0]
+    if decay is None:
+        return {}, missing(result, group.narrowest())
+    cells = {n: group.cell(decay, group.rate(n), seed) for n in range(-MOST, MOST + 1)}
+    losses = {n: x for n, cell in cells.items() if (x := loss_of(result, cell)) is not None}
+    absent = climb(losses, 0 if losses else first_rate(result, group), MOST)
+    return {group.rate(n): losses[n] for n in sorted(losses)}, [cells[n] for n in absent]
+
+
+def sweep_decay(result: Result, group: Group) -> float | None:
+    """The decay at which rates are swept: at wider sizes the narrowest one's best, None before that is done."""
+    if group.size == min(STEPS):
+        return DECAY
+    narrow = best(result, group.narrowest())
+    return None if narrow is None else narrow[0]
+
+
+def first_rate(result: Result, group: Group) -> int:
+    """Where a sweep begins: at the best rate of the narrowest size, else of the plain optimizer, else in the middle."""
+    for other in (group.narrowest(), group._replace(way=arms.PLAIN)):
+        pair = best(result, other) if other != group else None
+        if pair is not None:
+            return round(math.log(pair[1] / ARMS[group.arm].middle, RATIO))
+    return 0
 
 
 def best(result: Result, group: Group) -> tuple[float, float] | None:
     """Decay and rate of least loss; None before the sweep is done."""
-    rates, missing = swept_rates(result, group)
-    if missing:
+    rates, absent = swept_rates(result, group)
+    if absent:
         return None
     rate = min(rates, key=lambda rate: rates[rate])
-    seed = result["seeds"][0]
-    losses = {decay: loss_of(result, group.cell(decay, rate, seed)) for decay in DECAYS}
-    if any(x is None for x in losses.values()):
-        return None
-    return min(DECAYS, key=lambda decay: losses[decay] or 0.0), rate
+    losses, absent = swept_decays(result, group, rate)
+    return None if absent else (min(losses, key=lambda decay: losses[decay]), rate)
+
+
+def swept_decays(result: Result, group: Group, rate: float) -> tuple[dict[float, float], list[Cell]]:
+    """The sweep of decays at the best rate: decay → loss of the first seed, and what is missing."""
+    decay, seed = sweep_decay(result, group), result["seeds"][0]
+    swept = group.size == min(STEPS)
+    cells = {x: group.cell(x, rate, seed) for x in (DECAYS if swept else (decay,)) if x is not None}
+    losses = {x: loss for x, cell in cells.items() if (loss := loss_of(result, cell)) is not None}
+    # More decay than is swept with is only tried where less of it was worse.
+    less, usual, more = DECAYS
+    if swept and less in losses and losses[less] < losses[usual]:
+        cells.pop(more)
+    return losses, [cell for x, cell in cells.items() if x not in losses]
 
 
 def missing(result: Result, group: Group, ladder: bool = False) -> list[Cell]:
@@ -122,14 +147,12 @@ def missing(result: Result, group: Group, ladder: bool = False) -> list[Cell]:
     rates, cells = swept_rates(result, group)
     if cells:
         return cells
-    seed = result["seeds"][0]
+    rate = min(rates, key=lambda rate: rates[rate])
+    cells = swept_decays(result, group, rate)[1][:1]
     pair = best(result, group)
-    if pair is None:
-        rate = min(rates, key=lambda rate: rates[rate])
-        cells = [group.cell(decay, rate, seed) for decay in DECAYS]
-    else:
+    if pair is not None:
         cells = [group.cell(*pair, seed) for seed in result["seeds"]]
-    cells = [cell for cell in cells if loss_of(result, cell) is None]
+        cells = [cell for cell in cells if loss_of(result, cell) is None]
     if cells or not ladder or pair is None:
         return cells
     steps = fewest(result, group)[1]
@@ -211,14 +234,15 @@ def groups(
 
 def section(result: Result) -> str:
     """The tables, and the sentence that follows from them."""
-    decays = ", ".join(map(str, DECAYS))
     about = (
         f"A Llama of two layers on bytes of text, batches of {starts.BATCH} × {starts.LENGTH} tokens, a warm-up of "
-        f"{WARMUP} steps and a cosine to zero. Rates are a factor of {RATIO} apart, at a decay of {DECAY}; then decays "
-        f"{decays} at the best rate; both with seed {result['seeds'][0]}. Losses are means over seeds "
-        f"{', '.join(map(str, result['seeds']))}, in nats per byte; float32, {result['machine']}. Not run: PSGD, for "
-        "want of a package for Optax. A rotational arm turns each neuron of attention and MLP by the rate a step, at "
-        "the norm it starts with; *free* is `pin=False`. *, an end*: the best rate is the last that the sweep may try."
+        f"{WARMUP} steps and a cosine to zero. Rates are a factor of {RATIO} apart. They are swept with seed "
+        f"{result['seeds'][0]}, at d = {min(STEPS)} with a decay of {DECAY}, until the best has a worse one on both "
+        f"sides; then no decay is tried at the best rate, and {DECAYS[-1]} where none is worse. Wider networks take "
+        f"that decay and sweep rates. Losses are means over seeds {', '.join(map(str, result['seeds']))}, in nats per "
+        f"byte; float32, {result['machine']}. A rotational arm turns each neuron of attention and MLP by the rate a "
+        "step, at the norm it starts with; *free* is `pin=False`, and *both* is pinned where the arm is not a kind of "
+        "Muon. – is not compared. *, an end*: the best rate is the last that the sweep may try."
     )
     parts = [about]
     for size in STEPS:

@@ -16,6 +16,8 @@ Build = Callable[[Rate, jax.Array, Gauges], Link]
 PLAIN, QUOTIENT, FREE, ROTATIONAL, BOTH = "plain", "quotient", "quotient, free", "rotational", "both"
 WAYS = (PLAIN, QUOTIENT, FREE, ROTATIONAL, BOTH)
 """`free` is `pin=False`. Rotational arms turn each neuron by the rate at a fixed norm; `both` does so on the slice."""
+PINNED, LOOSE = (PLAIN, QUOTIENT, ROTATIONAL, BOTH), (PLAIN, FREE, ROTATIONAL, BOTH)
+"""Muon's arms run with `pin=False`, which is `quotient_muon`'s default; AdamW and Muon themselves run both ways."""
 
 
 Start = Callable[[Any, str], Any]
@@ -26,15 +28,19 @@ class Arm(NamedTuple):
 
     Attributes:
       build: makes it, from a schedule, a decay and the network's gauges.
-      middle: the middle of its first three rates.
-      ways: those that make sense.
+      middle: the middle of its rates.
+      ways: those to run.
+      pin: what `both` passes to `quotient`.
       start: changes initial weights, given the start's name; most arms leave them as they are.
+      ready: what `FREE` runs instead of `quotient` around `build`: a function of the library that is both.
     """
 
     build: Build
     middle: float
-    ways: tuple[str, ...] = WAYS
+    ways: tuple[str, ...] = PINNED
+    pin: bool = True
     start: Start = lambda params, name: params
+    ready: Build | None = None
 
 
 def _plain(make: Callable[[Rate, jax.Array], Link]) -> Build:
@@ -46,31 +52,34 @@ def _max_norm(make: Callable[[Rate, jax.Array], Link]) -> Build:
 
 
 def _max_norm_muon(rate: Rate, decay: jax.Array, gauges: Gauges) -> Link:
-    """The library's, which is on the slice by itself."""
     return go.max_norm_muon(rate, gauges, NEURONS, weight_decay=decay, adam_weight_decay=decay)
 
 
+def _muon(make: Callable[[Rate, jax.Array], Link], ways: tuple[str, ...] = LOOSE) -> Arm:
+    return Arm(_plain(make), MUON, ways, pin=False)
+
+
 ADAM, MUON = 4e-3, 4e-2
-ON_THE_SLICE = (PLAIN, QUOTIENT, FREE)  # an optimizer that controls norms itself has no rotational variant
+# An optimizer that sets the length of steps itself has no rotational variant of its own.
 ARMS: Mapping[str, Arm] = {
-    "AdamW": Arm(_plain(of.adamw), ADAM),
-    "Muon": Arm(_plain(of.muon), MUON),
-    "Muon, per head": Arm(_plain(lambda rate, decay: of.muon(rate, decay, 1)), MUON),
-    "Muon, pairs of heads": Arm(_plain(lambda rate, decay: of.muon(rate, decay, 2)), MUON),
-    "MuonH": Arm(_plain(of.muonh), MUON, ON_THE_SLICE),
-    "NorMuon": Arm(_plain(of.normuon), MUON),
+    "AdamW": Arm(_plain(of.adamw), ADAM, WAYS),
+    "Muon": _muon(of.muon, WAYS),
+    "Muon, per head": _muon(lambda rate, decay: of.muon(rate, decay, 1)),
+    "Muon, pairs of heads": _muon(lambda rate, decay: of.muon(rate, decay, 2)),
+    "MuonH": _muon(of.muonh, (PLAIN, FREE)),
+    "NorMuon": _muon(of.normuon),
     "SOAP": Arm(_plain(of.soap), ADAM),
-    "SOAP-Muon": Arm(_plain(of.soap_muon), MUON),
-    "PolarAdamW": Arm(_plain(of.polar_adamw), MUON),
-    "symmetry-compatible": Arm(_plain(of.symmetric), MUON),
-    "AdamW, relative steps": Arm(of.relative_adamw, ADAM),
-    "AdamW, natural steps": Arm(_max_norm(of.adamw), MUON, ON_THE_SLICE),
-    "Muon, natural steps": Arm(_max_norm(of.muon), MUON, ON_THE_SLICE),
-    "max_norm_muon": Arm(_max_norm_muon, MUON, (PLAIN,)),
+    "SOAP-Muon": _muon(of.soap_muon),
+    "PolarAdamW": _muon(of.polar_adamw),
+    "symmetry-compatible": _muon(of.symmetric),
+    "PSGD Kron": Arm(_plain(of.psgd), ADAM),
+    "AdamW, relative steps": Arm(of.relative_adamw, ADAM, (PLAIN, QUOTIENT)),
+    "AdamW, max_norm": Arm(_max_norm(of.adamw), MUON, (PLAIN, QUOTIENT)),
+    "Muon, max_norm": Arm(_max_norm(of.muon), MUON, (PLAIN, FREE), ready=_max_norm_muon),
 }
 
 
-MUP = Arm(_plain(of.mup_adamw), ADAM, (PLAIN,), of.mup_start)
+MUP = Arm(_plain(of.mup_adamw), ADAM, (PLAIN,), start=of.mup_start)
 """AdamW by muP's rules: at a width of 64 it is AdamW."""
 
 
@@ -84,9 +93,11 @@ def optimizer(arm: Arm, way: str, rate: Rate, decay: jax.Array, gauges: Gauges) 
       decay: of weights.
       gauges: those of the network.
     """
+    if way == FREE and arm.ready is not None:
+        return arm.ready(rate, decay, gauges)
     tx = arm.build(rate, decay, gauges)
     if way in (ROTATIONAL, BOTH):
         tx = go.rotational(tx, NEURONS, learning_rate=rate, weight_decay=0.0, eta_r=rate)
     if way == PLAIN or way == ROTATIONAL:
         return tx
-    return go.quotient(tx, gauges, pin=way != FREE)
+    return go.quotient(tx, gauges, pin=arm.pin if way == BOTH else way == QUOTIENT)

@@ -5,7 +5,10 @@ attention's output. The embedding, the head and all vectors get AdamW at a share
 Nothing in this file knows a gauge; `arms.py` wraps what stands here.
 """
 
+import importlib
 import math
+import sys
+import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -258,6 +261,39 @@ def soap(rate: Rate, decay: jax.Array) -> Link:
     """SOAP for kernels, AdamW at the same rate elsewhere."""
     matrices = optax.chain(kronecker_soap(), optax.add_decayed_weights(decay), optax.scale_by_learning_rate(rate))
     return split(matrices, adamw(rate, decay))
+
+
+def psgd(rate: Rate, decay: jax.Array) -> Link:
+    """PSGD with Kronecker factors for kernels, AdamW at the same rate elsewhere. Needs `psgd-jax` (the extra `peers`).
+
+    Reference: Li 2018, arXiv 1512.04202; the package's defaults.
+    """
+    kron = kron_module()
+    links = [kron.scale_by_kron(), optax.add_decayed_weights(decay), optax.scale_by_learning_rate(rate)]
+    return split(as_matrices(optax.chain(*links)), adamw(rate, decay))
+
+
+def kron_module() -> Any:
+    """The package's module, which imports a name that Optax 0.2.8 has moved, without using it."""
+    sys.modules.setdefault("optax._src.clipping", types.ModuleType("optax._src.clipping"))
+    sys.modules["optax._src"].clipping = sys.modules["optax._src.clipping"]  # type: ignore[attr-defined]
+    return importlib.import_module("psgd_jax.kron")
+
+
+def as_matrices(inner: Link) -> Link:
+    """Shows `inner` every kernel as one matrix, inputs × outputs."""
+
+    def flat(tree: Tree) -> Tree:
+        def one(path: Any, x: jax.Array) -> jax.Array:
+            return x.reshape(math.prod(x.shape[axis] for axis in inputs(path)), -1)
+
+        return jax.tree_util.tree_map_with_path(one, tree)
+
+    def update(updates: Tree, state: Any, params: Tree = None) -> tuple[Tree, Any]:
+        moves, state = inner.update(flat(updates), state, flat(params))
+        return jax.tree.map(lambda move, x: move.reshape(x.shape), moves, updates), state
+
+    return optax.GradientTransformation(lambda params: inner.init(flat(params)), update)
 
 
 def symmetric(rate: Rate, decay: jax.Array) -> Link:

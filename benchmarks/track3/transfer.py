@@ -4,7 +4,7 @@
     python -m benchmarks.track3.transfer --panels "depth 2, lecun"     # some of it
     python -m benchmarks.track3.transfer --show                        # the table and the figure of what is done
 
-Networks and data are those of `benchmarks.track3`, with 300 steps at every width. A setting is a depth, a start, with
+Networks and data are those of `benchmarks.track3`, with 200 steps at every width. A setting is a depth, a start, with
 or without warm-up, and a batch. Rates are a factor of 2 apart, with one seed, until the best rate has a worse one on
 both sides; every width also runs at the best rate of the narrowest.
 """
@@ -23,21 +23,20 @@ from benchmarks.track3.arms import ARMS, FREE, MUP, PLAIN, QUOTIENT, Arm
 from benchmarks.track3.runs import WARMUP, Task
 from examples import cli, report, starts, study
 from examples.starts import STARTS
-from examples.sweep import Result, key, save
+from examples.sweep import Result, climb, key, save
 
 NAME = "transfer"
 SIZES = (64, 128, 256, 512)
-STEPS, SEED, DECAY = 300, 42, 0.1
-RATIO, MOST = 2.0, 5
+STEPS, SEED, DECAY = 200, 42, 0.1
+RATIO, MOST = 2.0, 6
 COMPARED: Mapping[str, tuple[Arm, str]] = {
     "AdamW": (ARMS["AdamW"], PLAIN),
     "AdamW, muP": (MUP, PLAIN),
     "quotient(AdamW)": (ARMS["AdamW"], QUOTIENT),
     "Muon": (ARMS["Muon"], PLAIN),
     "quotient(Muon)": (ARMS["Muon"], FREE),
-    "Muon, natural steps": (ARMS["Muon, natural steps"], PLAIN),
-    "quotient(Muon, natural steps)": (ARMS["Muon, natural steps"], FREE),
-    "max_norm_muon": (ARMS["max_norm_muon"], PLAIN),
+    "max_norm(Muon)": (ARMS["Muon, max_norm"], PLAIN),
+    "max_norm_muon": (ARMS["Muon, max_norm"], FREE),
 }
 
 
@@ -82,33 +81,27 @@ def rate_of(arm: str, n: int) -> float:
     return float(f"{COMPARED[arm][0].middle * RATIO**n:.3g}")
 
 
-def losses(result: Result, setting: Setting, size: int, arm: str) -> dict[float, float]:
-    """Rate → loss of what is done, infinite where it diverged."""
+def numbered(result: Result, setting: Setting, size: int, arm: str) -> dict[int, float]:
+    """Number of a rate → loss of what is done, infinite where it diverged."""
     found = {}
-    for n in range(-1 - MOST, 2 + MOST):
-        rate = rate_of(arm, n)
-        done = result["cells"].get(key(cell(setting, size, arm, rate)))
+    for n in range(-MOST, MOST + 1):
+        done = result["cells"].get(key(cell(setting, size, arm, rate_of(arm, n))))
         if done is not None:
-            found[rate] = math.inf if done["validation"] is None else done["validation"]
+            found[n] = math.inf if done["validation"] is None else done["validation"]
     return found
 
 
+def losses(result: Result, setting: Setting, size: int, arm: str) -> dict[float, float]:
+    """The same by rate."""
+    return {rate_of(arm, n): loss for n, loss in numbered(result, setting, size, arm).items()}
+
+
 def missing(result: Result, setting: Setting, size: int, arm: str) -> list[float]:
-    """The rates to run next; empty once the best is inside, and the narrowest width's best is among them."""
-    done, low, high = losses(result, setting, size, arm), -1, 1
-    while True:
-        wanted = [rate_of(arm, n) for n in range(low, high + 1)]
-        if absent := [rate for rate in wanted if rate not in done]:
-            return absent
-        best = min(wanted, key=lambda rate: done[rate])
-        if best == wanted[0] and low > -1 - MOST:
-            low -= 1
-        elif best == wanted[-1] and high < 1 + MOST:
-            high += 1
-        else:
-            break
-    narrow = best_rate(result, setting, SIZES[0], arm)
-    return [narrow] if narrow is not None and narrow not in done else []
+    """The rates to run next: from the narrowest width's best on, until the best is inside."""
+    narrow, done = numbered(result, setting, SIZES[0], arm), numbered(result, setting, size, arm)
+    first = min(narrow, key=lambda n: narrow[n]) if narrow else 0
+    wanted = [n for n in (first,) if n not in done] or climb(done, first, MOST)
+    return [rate_of(arm, n) for n in wanted]
 
 
 def best_rate(result: Result, setting: Setting, size: int, arm: str) -> float | None:

@@ -1,0 +1,216 @@
+"""What an update is compiled to for an H100 and for a TPU v5e, on a machine that has neither.
+
+    pip install "jax[cuda12]" "jax[tpu]"                       # the compilers; both fit beside each other
+    JAX_PLATFORMS=cpu python -m benchmarks.counts              # half an hour on a CPU core
+    JAX_PLATFORMS=cpu python -m benchmarks.counts --platforms tpu --sizes toy --only quotient
+    python -m benchmarks.counts --show
+
+XLA compiles ahead of time for a described device. What it reports are counts, not times: floating-point operations,
+bytes that kernels read and write, kernels, scratch memory. The limit beside them is the least an update can move: the
+gradients, parameters and state read once, parameters and state written once. Writes counts.json and counts.md to
+benchmarks/results/ after every row.
+"""
+
+import argparse
+import functools
+import json
+import math
+import os
+import re
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import optax
+from jax.experimental import topologies
+from jax.sharding import SingleDeviceSharding
+from tqdm import tqdm
+
+from benchmarks import compare
+from benchmarks.sizes import LABELS, SIZES, Case, Size
+from benchmarks.timing import update_step
+from examples import study
+from models import lm
+
+Tree = Any
+
+H100 = """
+gpu_device_info {
+  threads_per_block_limit: 1024, threads_per_warp: 32, threads_per_core_limit: 2048, core_count: 132,
+  fpus_per_core: 128, shared_memory_per_block: 49152, shared_memory_per_core: 233472,
+  shared_memory_per_block_optin: 232448, registers_per_core_limit: 65536, registers_per_block_limit: 65536,
+  block_dim_limit_x: 2147483647, block_dim_limit_y: 65535, block_dim_limit_z: 65535, clock_rate_ghz: 1.98,
+  memory_bandwidth: 3352320000000, l2_cache_size: 52428800, device_memory_size: 84942979072,
+  cuda_compute_capability { major: 9 }
+}
+platform_name: "CUDA", dnn_version_info { major: 9, minor: 10 }, device_description_str: "NVIDIA H100 80GB HBM3"
+"""
+"""Limits of compute capability 9.0 from NVIDIA's tables, and the sizes of the SXM card."""
+
+PLATFORMS = {"cpu": "this CPU", "cuda": "NVIDIA H100 SXM", "tpu": "TPU v5e"}
+ROWS = (
+    "optax.adamw", "quotient(optax.adamw)", "quotient(optax.adamw), hold=False", "ddc_adamw", "optax.contrib.muon",
+    "quotient_muon",
+)  # fmt: skip
+
+
+@functools.cache
+def device(platform: str) -> Any:
+    """The device to compile for."""
+    if platform == "cpu":
+        return jax.devices("cpu")[0]
+    if platform == "tpu":
+        # No metadata server is asked which TPU this is.
+        os.environ.update(TPU_SKIP_MDS_QUERY="1", TPU_ACCELERATOR_TYPE="v5litepod-4", TPU_WORKER_HOSTNAMES="localhost")
+        return topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2").devices[0]
+    return topologies.get_topology_desc(platform="cuda", target_config=H100, topology="1x1x1").devices[0]
+
+
+def shapes(size: Size) -> Case:
+    """A size's parameters and gradients as shapes; nothing is allocated."""
+    params = jax.eval_shape(lambda key: lm.params_and_loss(size.config, key)[0], jax.random.key(0))
+    return Case(params, params, lm.gauges(size.config), labels=LABELS)
+
+
+def counted(tx: optax.GradientTransformation, params: Tree, platform: str) -> dict[str, float]:
+    """The counts of one update and `apply_updates`, with parameters and state donated."""
+    to = SingleDeviceSharding(device(platform))
+
+    def placed(tree: Tree) -> Tree:
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=to), tree)
+
+    state = jax.eval_shape(tx.init, params)
+    begun = time.monotonic()
+    step = jax.jit(update_step(tx), donate_argnums=(0, 1))
+    # Kernels are not tuned by trying them, for which the device would have to be there.
+    options: dict[str, str | bool] = {"xla_gpu_autotune_level": "0"} if platform == "cuda" else {}
+    compiled = step.lower(*map(placed, (params, state, params))).compile(compiler_options=options)
+    seconds, program, plan = time.monotonic() - begun, str(compiled.as_text()), compiled.memory_analysis()
+    operations: Any = step.lower(params, state, params).cost_analysis()
+    kernels, moved = traffic(program)
+    return {
+        "gflop": operations["flops"] / 1e9, "gbyte": moved / 1e9,
+        "limit_gbyte": (3 * _nbytes(params) + 2 * _nbytes(state)) / 1e9, "kernels": kernels,
+        "scratch_mb": plan.temp_size_in_bytes / 1e6 if plan else 0.0, "state_mb": _nbytes(state) / 1e6,
+        "compile_s": seconds,
+    }  # fmt: skip
+
+
+# Operations of an entry that move nothing.
+FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "partition-id", "after-all"}
+
+
+def traffic(program: str) -> tuple[int, int]:
+    """The kernels of a compiled program's entry, and the bytes that they read and write in main memory.
+
+    Every kernel reads each operand and writes its result once. On a TPU, what lies in on-chip memory, marked S(1), is
+    not counted. A loop counts as one kernel of one round.
+
+    >>> traffic("ENTRY %m {\\n  %p = f32[8]{0} parameter(0)\\n  ROOT %f = f32[2]{0} fusion(%p), kind=kLoop\\n}")
+    (1, 40)
+    """
+    entry, kernels, moved = program[program.index("ENTRY ") :], 0, 0
+    sizes: dict[str, int] = {}
+    for line in entry.splitlines():
+        found = re.match(r"\s+(?:ROOT )?(%?[\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*)", line)
+        if not found:
+            continue
+        name, shape, operation, rest = found.groups()
+        sizes[name.lstrip("%")] = _shape_bytes(shape)
+        if operation in FREE or operation.endswith("-done"):
+            continue
+        kernels += 1
+        operands = re.findall(r"%([\w.\-]+)", rest.split("), ")[0])
+        # The start of an asynchronous operation returns its operands beside its result.
+        written = 0 if operation.endswith("-start") else sizes[name.lstrip("%")]
+        moved += written + sum(sizes.get(operand, 0) for operand in operands)
+    return kernels, moved
+
+
+WIDTHS = {"f64": 8, "s64": 8, "u64": 8, "f32": 4, "s32": 4, "u32": 4, "bf16": 2, "f16": 2, "pred": 1, "s8": 1, "u8": 1}
+
+
+def _shape_bytes(shape: str) -> int:
+    """Bytes in main memory of a shape, or of all shapes of a tuple."""
+    total = 0
+    for dtype, lengths, layout in re.findall(r"(\w+)\[([\d,]*)\](\{[^}]*\})?", shape):
+        if dtype in WIDTHS and "S(1)" not in layout:
+            total += WIDTHS[dtype] * math.prod(int(n) for n in lengths.split(",") if n)
+    return total
+
+
+def _nbytes(tree: Tree) -> int:
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+def page(result: Mapping[str, Any]) -> str:
+    """The JSON as Markdown: a table per size and platform."""
+    parts = [
+        "# What an update is compiled to\n\n`JAX_PLATFORMS=cpu python -m benchmarks.counts`. XLA compiled these "
+        "programs ahead of time, on a machine without the device: they are counts, and no time was measured. *GB* is "
+        "what the program's kernels read from and write to main memory, each its operands and its result once, where a "
+        "loop counts as one round; *limit* is the least: gradients, parameters and state read once, parameters and "
+        "state written once. Operations are counted before the compiler's passes. float32, products at full precision, "
+        f"{versions(result)}."
+    ]
+    for size, by_platform in result["sizes"].items():
+        for platform, rows in by_platform.items():
+            base = next(iter(rows.values()))
+            lines = [
+                "| update | GFLOP | GB | of the first row's | of the limit | limit GB | kernels | scratch MB "
+                "| state MB | compile s |",
+                "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+            ]
+            lines += [
+                f"| {name} | {r['gflop']:.2f} | {r['gbyte']:.2f} | {r['gbyte'] / base['gbyte']:.2f} | "
+                f"{r['gbyte'] / r['limit_gbyte']:.2f} | {r['limit_gbyte']:.2f} | {r['kernels']} | "
+                f"{r['scratch_mb']:.0f} | {r['state_mb']:.0f} | {r['compile_s']:.0f} |"
+                for name, r in rows.items()
+            ]
+            parts.append(f"## {size}, {PLATFORMS[platform]}\n\n" + "\n".join(lines))
+    return "\n\n".join(parts) + "\n"
+
+
+def versions(result: Mapping[str, Any]) -> str:
+    """For the page."""
+    return ", ".join(f"{name} {number}" for name, number in result["versions"].items())
+
+
+def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
+    """Compiles what is asked for, row by row."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--platforms", nargs="+", choices=PLATFORMS, default=["cuda", "tpu"])
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["gpt2", "1b_layer"])
+    parser.add_argument("--only", nargs="*", default=[""], help="rows whose name contains one of these")
+    parser.add_argument("--layers", type=int, help="in place of a size's own")
+    parser.add_argument("--width", type=int, help="in place of a size's own")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    parser.add_argument("--show", action="store_true", help="compile nothing")
+    args = parser.parse_args(argv)
+    path = args.out / "counts.json"
+    result: dict[str, Any] = {"versions": study.versions(), "sizes": {}}
+    if path.exists():
+        kept = json.loads(path.read_text())
+        result = kept if kept["versions"] == result["versions"] else result
+    for name in [] if args.show else args.sizes:
+        size = SIZES[name].at(args.width, args.layers)
+        sized = shapes(size)
+        blocks = compare.blocks(sized)
+        rows = {row: tx for block in blocks.values() for row, tx in block.items() if row in ROWS}
+        title = f"{name}, {size.config.layers} layers of d = {size.config.d_model}"
+        wanted = [(p, row) for p in args.platforms for row in rows if any(part in row for part in args.only)]
+        for platform, row in tqdm(wanted, desc=title):
+            by_row = result["sizes"].setdefault(title, {}).setdefault(platform, {})
+            by_row[row] = counted(rows[row], sized.params, platform)
+            result["sizes"][title][platform] = {x: by_row[x] for x in ROWS if x in by_row}
+            study.write(path, result)
+    text = page(result)
+    path.with_suffix(".md").write_text(text)
+    print(text)
+    return result
+
+
+if __name__ == "__main__":
+    main()

@@ -14,6 +14,7 @@ import pytest
 import gauge_optax as go
 from benchmarks import (
     compare,
+    counts,
     curvature,
     discover_times,
     exactness,
@@ -301,3 +302,33 @@ def test_curvature_is_timed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert all(row["seconds"] > 0 for row in result["rows"].values())
     page = (tmp_path / "curvature.md").read_text()
     assert page in capsys.readouterr().out and "Lanczos on the quotient" in page
+
+
+def test_what_a_program_moves_is_counted() -> None:
+    """Operands and results of kernels; not what lies on chip, and an asynchronous copy once."""
+    program = """
+ENTRY %main (a: f32[8]) -> f32[8] {
+  %a = f32[8]{0} parameter(0)
+  %start = (f32[8]{0:S(1)}, f32[8]{0}, u32[]{:S(2)}) copy-start(%a), metadata={op_name="%a"}
+  %done = f32[8]{0:S(1)} copy-done(%start)
+  %f = (f32[8]{0}, bf16[4,2]{1,0:T(8,128)}) fusion(%done, %a), kind=kLoop, calls=%f_computation
+  %x = f32[8]{0} get-tuple-element(%f), index=0
+  ROOT %r = f32[8]{0} fusion(%x), kind=kLoop, calls=%r_computation
+}
+"""
+    assert counts.traffic(program) == (3, 32 + (32 + 32 + 16) + (32 + 32))
+
+
+def test_an_update_is_counted(tmp_path: Path) -> None:
+    """AdamW moves what it has to and little more; the page has a row each."""
+    args = ["--platforms", "cpu", "--sizes", "toy", "--width", "16", "--layers", "1", "--only", "adamw"]
+    result = counts.main([*args, "--out", str(tmp_path)])
+    (rows,) = (by_platform["cpu"] for by_platform in result["sizes"].values())
+    assert 1.0 <= rows["optax.adamw"]["gbyte"] / rows["optax.adamw"]["limit_gbyte"] < 2.0
+    assert rows["quotient(optax.adamw)"]["kernels"] > rows["optax.adamw"]["kernels"]
+    assert (tmp_path / "counts.md").read_text().count("\n| quotient(optax.adamw)") == 2
+
+
+def test_the_page_of_counts_is_that_of_its_json() -> None:
+    folder = Path(counts.__file__).parent / "results"
+    assert (folder / "counts.md").read_text() == counts.page(json.loads((folder / "counts.json").read_text()))

@@ -304,18 +304,24 @@ def _listed(text: str, names: Sequence[tuple[str, str]]) -> str:
 
 
 def figure(result: Result, path: Path) -> None:
-    """Loss over rate: a panel per size and start, the plain optimizers against their best way."""
+    """Loss over rate: a panel per size and start, the three best optimizers in their best way beside the plain ones."""
     places = [(d, s) for d in STEPS for s in STARTS if any(at_best(result, g) for g in groups([d], [s]))]
-    fig, axes = report.grid_of_panels(len(places), "Loss over the peak rate, one seed", common=False)
+    fig, axes = report.grid_of_panels(len(places), "Validation loss over the peak rate, one seed", common=False)
     for axis, (size, start) in zip(axes, places, strict=True):
-        done = [group for group in groups([size], [start]) if at_best(result, group) is not None]
-        chosen = sorted(done, key=lambda group: min(swept_rates(result, group)[0].values()))[:3]
-        chosen += [Group(size, start, name, arms.PLAIN) for name in ("AdamW", "Muon")]
-        for group in dict.fromkeys(group for group in chosen if group in done):
-            rates = dict(sorted(swept_rates(result, group)[0].items()))
+        least = {
+            group: min(swept_rates(result, group)[0].values())
+            for group in groups([size], [start]) if at_best(result, group) is not None
+        }  # fmt: skip
+        leading: dict[str, Group] = {}
+        for group in sorted(least, key=lambda group: least[group]):
+            leading.setdefault(group.arm, group)
+        base = [Group(size, start, name, arms.PLAIN) for name in ("AdamW", "Muon")]
+        for group in dict.fromkeys([*list(leading.values())[:3], *(group for group in base if group in least)]):
+            rates = swept_rates(result, group)[0]
             axis.plot(list(rates), list(rates.values()), ".-", label=f"{group.arm} ({group.way})")
-        floor = min(min(swept_rates(result, group)[0].values()) for group in done)
-        axis.set(title=f"d = {size}, {start}", xscale="log", xlabel="peak rate", ylim=(0.99 * floor, 1.25 * floor))
+        shown = [min(least.values()), *(least[group] for group in base if group in least)]
+        axis.set(title=f"d = {size}, {start}", xscale="log", xlabel="peak rate")
+        axis.set(ylim=(0.98 * min(shown), 1.25 * max(shown)))
         axis.xaxis.set_minor_formatter(NullFormatter())
         axis.legend(fontsize=6)
     report.save_as_is(fig, path)

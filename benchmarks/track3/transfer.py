@@ -37,6 +37,7 @@ COMPARED: Mapping[str, tuple[Arm, str]] = {
     "quotient(Muon)": (ARMS["Muon"], FREE),
     "max_norm(Muon)": (ARMS["Muon, max_norm"], PLAIN),
     "max_norm_muon": (ARMS["Muon, max_norm"], FREE),
+    "symmetry-compatible": (ARMS["symmetry-compatible"], PLAIN),
 }
 
 
@@ -162,7 +163,7 @@ def figure(result: Result, path: Path) -> None:
             if of_size:
                 axis.plot(list(of_size), list(of_size.values()), ".-", label=f"d = {size}")
         least = min(min(losses(result, setting, size, arm).values(), default=math.inf) for size in SIZES)
-        axis.set(xscale="log", xlabel="peak rate", ylim=(0.98 * least, 1.3 * least))
+        axis.set(xscale="log", xlabel="peak rate", ylabel="validation loss", ylim=(0.98 * least, 1.3 * least))
         axis.xaxis.set_minor_formatter(NullFormatter())
         axis.set_title(f"{arm}: {setting.text}", fontsize=8)
         axis.legend(fontsize=6)

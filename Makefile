@@ -60,7 +60,7 @@ test-all: $(VENV)/.installed-dev
 
 # What `make test` skips for want of PyTorch: the file for PEFT's users, and the optimizers of other libraries.
 test-peers: $(VENV)/.installed-dev $(VENV)/.installed-peers
-	@$(PYTEST) tests/test_torch_lora.py tests/test_benchmarks.py
+	@$(PYTEST) tests/test_torch_lora.py tests/test_benchmarks.py tests/test_track3.py
 
 lint: $(VENV)/.installed-dev
 	$(PY) -m ruff check .

@@ -1026,8 +1026,12 @@ def _max_norm(gauges: Sequence[Gauge], learning_rate: Any, bound: float = 1.0) -
 
 
 def _max_norm_muon(gauges: Sequence[Gauge], learning_rate: Any) -> Any:
-    """Neurons of whatever leaf has an axis of outputs beside `_`."""
-    neurons = {path: axes for path, axes in _on_vectors(gauges).items() if set(axes.split()) - {"_"}}
+    """Neurons of whatever leaf has an axis of outputs beside `_`, as the first gauge that binds it names them."""
+    neurons: dict[str, str] = {}
+    for spec in (spec for gauge in gauges for spec in gauge.specs):
+        axes = spec.axes.replace("basis", "_").replace("vocab", "token")
+        if "_" in axes and set(axes.split()) - {"_"}:
+            neurons.setdefault(spec.pattern, axes)
     return go.max_norm_muon(learning_rate, gauges, neurons)
 
 

@@ -8,7 +8,7 @@ import optax
 
 import gauge_optax as go
 from benchmarks.track3 import optimizers as of
-from benchmarks.track3.optimizers import NEURONS, Link, Rate
+from benchmarks.track3.optimizers import EMBEDDINGS, NEURONS, TOKENS, Link, Rate
 
 Gauges = Sequence[go.Gauge]
 Build = Callable[[Rate, jax.Array, Gauges], Link]
@@ -16,7 +16,7 @@ Build = Callable[[Rate, jax.Array, Gauges], Link]
 PLAIN, QUOTIENT, FREE, ROTATIONAL, BOTH = "plain", "quotient", "quotient, free", "rotational", "both"
 WAYS = (PLAIN, QUOTIENT, FREE, ROTATIONAL, BOTH)
 """`free` is `pin=False`. Rotational arms turn each neuron by the rate at a fixed norm; `both` does so on the slice."""
-PINNED, LOOSE = (PLAIN, QUOTIENT, ROTATIONAL, BOTH), (PLAIN, FREE, ROTATIONAL, BOTH)
+PINNED, LOOSE, ONCE = (PLAIN, QUOTIENT, ROTATIONAL, BOTH), (PLAIN, FREE, ROTATIONAL, BOTH), (PLAIN, FREE)
 """Muon's arms run with `pin=False`, which is `quotient_muon`'s default; AdamW and Muon themselves run both ways."""
 
 
@@ -47,12 +47,8 @@ def _plain(make: Callable[[Rate, jax.Array], Link]) -> Build:
     return lambda rate, decay, gauges: make(rate, decay)
 
 
-def _max_norm(make: Callable[[Rate, jax.Array], Link]) -> Build:
-    return lambda rate, decay, gauges: go.max_norm(make(rate, decay), NEURONS, learning_rate=rate)
-
-
 def _max_norm_muon(rate: Rate, decay: jax.Array, gauges: Gauges) -> Link:
-    return go.max_norm_muon(rate, gauges, NEURONS, weight_decay=decay, adam_weight_decay=decay)
+    return go.max_norm_muon(rate, gauges, {**NEURONS, **TOKENS}, EMBEDDINGS, weight_decay=decay)
 
 
 def _muon(make: Callable[[Rate, jax.Array], Link], ways: tuple[str, ...] = LOOSE) -> Arm:
@@ -66,7 +62,7 @@ ARMS: Mapping[str, Arm] = {
     "Muon": _muon(of.muon, WAYS),
     "Muon, per head": _muon(lambda rate, decay: of.muon(rate, decay, 1)),
     "Muon, pairs of heads": _muon(lambda rate, decay: of.muon(rate, decay, 2)),
-    "MuonH": _muon(of.muonh, (PLAIN, FREE)),
+    "MuonH": _muon(of.muonh, ONCE),
     "NorMuon": _muon(of.normuon),
     "SOAP": Arm(_plain(of.soap), ADAM),
     "SOAP-Muon": _muon(of.soap_muon),
@@ -74,8 +70,9 @@ ARMS: Mapping[str, Arm] = {
     "symmetry-compatible": _muon(of.symmetric),
     "PSGD Kron": Arm(_plain(of.psgd), ADAM),
     "AdamW, relative steps": Arm(of.relative_adamw, ADAM, (PLAIN, QUOTIENT)),
-    "AdamW, max_norm": Arm(_max_norm(of.adamw), MUON, (PLAIN, QUOTIENT)),
-    "Muon, max_norm": Arm(_max_norm(of.muon), MUON, (PLAIN, FREE), ready=_max_norm_muon),
+    "AdamW, max_norm": Arm(_plain(of.max_norm_adamw), MUON, (PLAIN, QUOTIENT)),
+    "Muon, max_norm": _muon(of.max_norm_kernels, ONCE),
+    "max_norm_muon": _muon(of.max_norm_muon, ONCE)._replace(ready=_max_norm_muon),
 }
 
 

@@ -34,6 +34,10 @@ NEURONS: Mapping[str, str] = {
     **{f"blocks/{{i}}/mlp/{name}/kernel": "_ neuron" for name in ("up", "gate", "down")},
 }
 """A vector per neuron: the weights of its inputs."""
+TOKENS: Mapping[str, str] = {"lm_head/kernel": "_ token"}
+"""The unembedding's neurons."""
+EMBEDDINGS: Mapping[str, str] = {"embed/embedding": "token _"}
+"""A vector per token."""
 MATRICES: Mapping[str, str] = {path: "_ " * len(axes.split()) for path, axes in NEURONS.items()}
 """A vector per kernel."""
 
@@ -338,6 +342,43 @@ def _as_long_as_orthogonal(path: str, x: jax.Array) -> jax.Array:
     rows, columns = x.shape
     length = (min(rows, columns) * max(1.0, columns / rows)) ** 0.5
     return x * length / (jnp.linalg.norm(x) + _TINY)
+
+
+def max_norm_adamw(rate: Rate, decay: jax.Array) -> Link:
+    """AdamW; every neuron steps by the rate and stays in the unit ball."""
+    return go.max_norm(adamw(rate, decay), NEURONS, learning_rate=rate)
+
+
+def max_norm_kernels(rate: Rate, decay: jax.Array) -> Link:
+    """Muon; every neuron steps by the rate and stays in the unit ball; embedding and head get AdamW."""
+    return go.max_norm(muon(rate, decay), NEURONS, learning_rate=rate)
+
+
+def max_norm_muon(rate: Rate, decay: jax.Array) -> Link:
+    """`go.max_norm_muon` without `quotient`: tokens of the embedding and the head step by their momentum, in balls."""
+    momenta = optax.chain(momentum(), optax.add_decayed_weights(decay), optax.scale_by_learning_rate(rate))
+    matrices = optax.chain(
+        momentum(), orthogonalised(), optax.add_decayed_weights(decay), optax.scale_by_learning_rate(rate)
+    )
+
+    def labels(params: Tree) -> Tree:
+        def label(path: Any, x: jax.Array) -> str:
+            return "matrices" if is_matrix(path) else "tokens" if x.ndim == 2 else "vectors"
+
+        return jax.tree_util.tree_map_with_path(label, params)
+
+    vectors = adamw(lambda n: ADAM_SHARE * rate(n), jnp.float32(0))
+    inner = optax.partition({"matrices": matrices, "tokens": momenta, "vectors": vectors}, labels)
+    neurons = go.max_norm(inner, {**NEURONS, **TOKENS}, learning_rate=rate, beta=0.95)
+
+    def whole(params: Tree) -> Link:
+        bound = params["embed"]["embedding"].shape[1] ** 0.5
+        return go.max_norm(neurons, EMBEDDINGS, learning_rate=rate, bound=bound, beta=0.95)
+
+    def update(updates: Tree, state: Any, params: Tree = None) -> tuple[Tree, Any]:
+        return whole(params).update(updates, state, params)
+
+    return optax.GradientTransformation(lambda params: whole(params).init(params), update)
 
 
 def relative_adamw(rate: Rate, decay: jax.Array, gauges: Sequence[go.Gauge]) -> Link:

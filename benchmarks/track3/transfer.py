@@ -36,7 +36,7 @@ COMPARED: Mapping[str, tuple[Arm, str]] = {
     "Muon": (ARMS["Muon"], PLAIN),
     "quotient(Muon)": (ARMS["Muon"], FREE),
     "max_norm(Muon)": (ARMS["Muon, max_norm"], PLAIN),
-    "max_norm_muon": (ARMS["Muon, max_norm"], FREE),
+    "max_norm_muon": (ARMS["max_norm_muon"], FREE),
     "symmetry-compatible": (ARMS["symmetry-compatible"], PLAIN),
 }
 

@@ -15,7 +15,7 @@ import jax
 
 from gauge_optax.binding import Block, binding_error
 
-BASIS, HEAD = "basis", "head"
+BASIS, HEAD, TOKEN = "basis", "head", "token"
 COUNTING = ("layer", "expert")  # names of axes that count matrices where the axes of neurons say what a matrix is
 
 

@@ -1,5 +1,6 @@
 """Whole optimizers: DDC's, and `quotient` around AdamW and Muon, with the argument names and defaults of Optax's."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -8,7 +9,7 @@ import optax
 
 from gauge_optax.binding import Axes, binding_error, is_empty, leaves_by_path, with_leaves
 from gauge_optax.gauges.gauge import Gauge, Gauges, Product, product
-from gauge_optax.gauges.matrices import Matrices, neuron_matrices
+from gauge_optax.gauges.matrices import TOKEN, Matrices, neuron_matrices
 from gauge_optax.linalg import Coefficients
 from gauge_optax.optimizers._quotient import RESTS, quotient_for
 from gauge_optax.optimizers.ddc import Options, checked_options, ddc
@@ -426,6 +427,7 @@ def max_norm_muon(
     learning_rate: optax.ScalarOrSchedule,
     gauges: Gauges,
     neurons: Mapping[str, Axes],
+    embeddings: Mapping[str, Axes] | None = None,
     ns_coeffs: Coefficients = "standard",
     ns_steps: int | None = None,
     beta: Scalar = 0.95,
@@ -446,25 +448,29 @@ def max_norm_muon(
     pin: bool = False,
     rest: str = "anchor",
 ) -> optax.GradientTransformationExtraArgs:
-    """`quotient` around `max_norm` around Muon with one matrix per kernel: every neuron steps by the learning rate.
+    """`quotient` around `max_norm` around Muon: every weight vector steps by the learning rate, in a ball.
 
-    Neurons have norms of about 1 at the usual start, in which unit their steps are. They may not outgrow `bound`, which
-    takes the place of weight decay. Begin with a peak rate of 0.04 from any start.
+    Begin with a peak rate of 0.04, from any start. The unit of every step is the norm that a vector has at the usual
+    start: 1 for a neuron, that is, for its weights of variance 1/inputs, and √d for the d entries of a token in a table
+    of embeddings. No vector may outgrow `bound` of these units, which takes the place of weight decay. Kernels that are
+    read by neurons step along the polar factor of their momentum, as whole matrices; tokens step along their momentum,
+    because they may be permuted and not rotated; all other leaves get Adam.
 
     Args:
       learning_rate: a number or a schedule.
       gauges: a gauge or a sequence of them, meaning their product.
-      neurons: path → axes of the kernels that Muon trains: `_` are a neuron's inputs, and named axes count neurons, as
-        in `"_ neuron"` for (inputs, outputs) and `"_ head neuron"` for (inputs, heads, size). A kernel is one matrix;
-        axes named `layer` or `expert` count matrices. Leave the embedding and the unembedding out.
+      neurons: path → axes of kernels: `_` are a neuron's inputs, and named axes count neurons, as in `"_ neuron"` for
+        (inputs, outputs) and `"_ head neuron"` for (inputs, heads, size). A kernel is one matrix; axes named `layer` or
+        `expert` count matrices. The neurons of an unembedding are tokens: write `"_ token"`.
+      embeddings: path → axes of tables, such as `"token _"`.
       ns_coeffs: see `scale_by_scaled_polar`.
       ns_steps: see `scale_by_scaled_polar`.
-      beta: decay of the first moment of matrices.
+      beta: decay of the first moment of matrices and tokens.
       eps: see `scale_by_scaled_polar`.
-      weight_decay: decoupled decay of matrices, multiplied by the learning rate; a number or a schedule.
+      weight_decay: decoupled decay of matrices and tokens, multiplied by the learning rate; rarely needed.
       weight_decay_mask: where `weight_decay` decays, as in `optax.contrib.muon`; constant over the leaves of a gauge.
       mu_dtype: dtype of the first moment; by default that of slice coordinates, at least float32.
-      nesterov: whether to use Nesterov momentum, for matrices and all other leaves.
+      nesterov: whether to use Nesterov momentum, for all leaves.
       adam_b1: decay of Adam's first moments.
       adam_b2: decay of Adam's second moments.
       adam_eps_root: added inside the root of Adam's second moment.
@@ -480,7 +486,7 @@ def max_norm_muon(
       The optimizer. Its `update` needs `params`.
 
     Raises:
-      ValueError: as `max_norm` and `quotient`; neurons that describe no matrix.
+      ValueError: as `max_norm` and `quotient`; neurons that describe no matrix; a path in both mappings.
 
     >>> gauge = go.rescale({"up": "_ channel"}, {"down": "channel _"})
     >>> params = {"up": jnp.full((2, 3), 0.5**0.5), "down": jnp.zeros((3, 2))}
@@ -490,17 +496,31 @@ def max_norm_muon(
     >>> jnp.linalg.norm(step["down"], axis=0).round(3)  # from zero, by the learning rate
     Array([0.04, 0.04], dtype=float32)
 
-    Reference: Jordan et al. 2024 (Muon), whose steps get one length per neuron; `optax.contrib.muon` for names, and for
-      defaults except those of Adam's rate and b2.
+    Reference: Jordan et al. 2024 (Muon), whose steps get one length per vector; Lau and Su 2026, arXiv 2605.18106, for
+      tokens, whose momentum they divide by its norm of the moment, where this takes an average, so that a token that
+      is absent comes to rest; `optax.contrib.muon` for names, and for defaults except those of Adam's rate and b2.
     """
     name = "max_norm_muon"
     group = _group(name, learning_rate, gauges)
-    specs = vectors.parse(name, neurons, sizes)
+    if both := neurons.keys() & (embeddings or {}).keys():
+        raise binding_error(
+            name, f"'{min(both)}' in two mappings", "neurons and embeddings", "one of them",
+            "list a tied embedding in embeddings alone",
+        )  # fmt: skip
+    specs = vectors.parse(name, {**neurons, **(embeddings or {})}, sizes)
     polar = polar_of(name, ns_coeffs, ns_steps, beta, eps, "width", None)
+
+    def is_table(selection: vectors.Selection) -> bool:
+        return selection.pattern in (embeddings or {})
+
+    def of_tokens(selection: vectors.Selection) -> bool:
+        return is_table(selection) or TOKEN in selection.block.split_labels
 
     def matrices(params: Any) -> dict[str, Matrices]:
         read: dict[str, Matrices] = {}
         for selection in vectors.resolve(name, specs, params):
+            if of_tokens(selection):
+                continue
             block = selection.block
             stack = neuron_matrices(block)
             if stack is None or read.setdefault(block.path, stack) != stack:
@@ -511,11 +531,19 @@ def max_norm_muon(
                 )  # fmt: skip
         return read
 
+    def tokens(params: Any) -> list[str]:
+        return [selection.block.path for selection in vectors.resolve(name, specs, params) if of_tokens(selection)]
+
     tail = optax.add_decayed_weights(weight_decay, weight_decay_mask), optax.scale_by_learning_rate(learning_rate)
     adam_rate = _half(learning_rate) if adam_learning_rate is None else adam_learning_rate
     adam = optax.adamw(adam_rate, adam_b1, adam_b2, eps, adam_eps_root, mu_dtype, adam_weight_decay, nesterov=nesterov)
-    inner = muon(matrices, polar, nesterov, mu_dtype, tail, adam)
-    stepped = named_max_norm(name, inner, neurons, sizes, learning_rate, bound, beta=0.9)
+    inner = muon(matrices, polar, nesterov, mu_dtype, tail, adam, tokens)
+
+    def unit(selection: vectors.Selection) -> float:
+        return math.sqrt(selection.length) if is_table(selection) else 1.0
+
+    # A momentum decays by 0.95 a step and its average size by √0.95, so that the steps of an absent token fade.
+    stepped = named_max_norm(name, inner, specs, unit, learning_rate, bound, beta=0.95)
     return quotient_for(name, stepped, group, hold=hold, pin=pin, rest=rest)
 
 

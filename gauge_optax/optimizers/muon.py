@@ -1,11 +1,11 @@
-"""Muon for some leaves and Adam for all others: an ordinary optimizer of slice points.
+"""Muon for some leaves, momentum for some, and Adam for all others: an ordinary optimizer of slice points.
 
 A rotation R of a head's basis carries over to the polar factor of a moment M = U·Σ·Vᵀ of that head:
 (M·R)(RᵀMᵀM·R)^(−1/2) = U·Vᵀ·R. Where matrices are read per head, rotations therefore need no frame.
 References: Jordan et al. 2024 (Muon); DDC B.10 for heads.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -36,8 +36,9 @@ def muon(
     mu_dtype: Any,
     matrix_tail: tuple[optax.GradientTransformation, ...],
     adam: optax.GradientTransformation,
+    momentum: Callable[[Any], Collection[str]] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Polar factors for matrices, Adam for all other leaves.
+    """Polar factors for matrices, momentum for the leaves that are named, Adam for all others.
 
     Args:
       matrices: params → leaf path → how it is read, for the leaves that are matrices; shapes alone decide.
@@ -46,6 +47,7 @@ def muon(
       mu_dtype: dtype of their first moment.
       matrix_tail: their decay and learning rate: what follows the polar factor in a chain.
       adam: the optimizer of every other leaf.
+      momentum: params → paths of the leaves that are stepped by their momentum, with the same tail; None for none.
 
     Returns:
       A whole optimizer.
@@ -54,9 +56,13 @@ def muon(
     # Shapes alone decide which leaves are matrices, so that the partition is made anew wherever params are traced.
     def partition(params: Any) -> optax.GradientTransformationExtraArgs:
         read = {} if is_empty(params) else matrices(params)
-        labels = with_leaves(jax.tree.map(lambda _: "adam", params), dict.fromkeys(read, "muon"))
         head_polar = scale_by_head_polar(polar, read, nesterov, mu_dtype)
-        return optax.partition({"muon": optax.chain(head_polar, *matrix_tail), "adam": adam}, labels)
+        rules = {"muon": optax.chain(head_polar, *matrix_tail), "adam": adam}
+        labels = dict.fromkeys(read, "muon")
+        if momentum is not None:
+            rules["momentum"] = optax.chain(optax.trace(polar.beta, nesterov, mu_dtype), *matrix_tail)
+            labels |= dict.fromkeys(() if is_empty(params) else momentum(params), "momentum")
+        return optax.partition(rules, with_leaves(jax.tree.map(lambda _: "adam", params), labels))
 
     def update_fn(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         return partition(params).update(updates, state, params, **extra)

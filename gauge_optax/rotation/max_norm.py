@@ -6,7 +6,7 @@ small, or at zero, steps as far as any other. What would outgrow the bound is sc
 both: there a step is relative to the norm, and the norm never changes.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -95,15 +95,28 @@ def max_norm(
     Reference: Srebro and Shraibman 2005 for max-norm; Kosson et al. 2024, Algorithm 1, for steps of one length on
       average, there relative to a norm that never changes.
     """
-    return named_max_norm("max_norm", inner, blocks, sizes, learning_rate, bound, beta)
+    specs = vectors.parse("max_norm", blocks, sizes)
+    return named_max_norm("max_norm", inner, specs, lambda selection: 1.0, learning_rate, bound, beta)
 
 
 def named_max_norm(
-    name: str, inner: optax.GradientTransformation, blocks: Mapping[str, Axes], sizes: Mapping[str, int] | None,
+    name: str, inner: optax.GradientTransformation, specs: vectors.Specs, unit: Callable[[Selection], float],
     learning_rate: optax.ScalarOrSchedule, bound: Scalar, beta: Scalar,
 ) -> optax.GradientTransformationExtraArgs:  # fmt: skip
-    """`max_norm`, whose errors carry the name of the function that the user called."""
-    specs = vectors.parse(name, blocks, sizes)
+    """`max_norm` with the name of the function that the user called, for errors, and a bound per leaf.
+
+    Args:
+      name: of the public function.
+      inner: a whole optimizer.
+      specs: which vectors there are.
+      unit: the norm that `bound` counts in, for the vectors of one axes string and leaf.
+      learning_rate: inner's.
+      bound: see `max_norm`.
+      beta: see `max_norm`.
+
+    Returns:
+      A whole optimizer.
+    """
     optimizer = checked_inner(name, inner)
     if isinstance(bound, int | float) and not 0 < bound < float("inf"):
         raise binding_error(
@@ -135,16 +148,17 @@ def named_max_norm(
         def stepped(selection: Selection, square: jax.Array) -> tuple[jax.Array, jax.Array]:
             """Returns the chord from p to its new value, and the new ν."""
             point, delta = selection.value(leaves), selection.view(tangents) * inverse_eta
+            largest = bound * unit(selection)
 
             def total(x: jax.Array) -> jax.Array:
                 return jnp.sum(x, selection.axes, keepdims=True)
 
             average = memory * selection.spread(square) + (1.0 - memory) * total(delta * delta)
-            pace = eta * bound * safe_divide(jnp.ones_like(average), jnp.sqrt(average / correction))
+            pace = eta * largest * safe_divide(jnp.ones_like(average), jnp.sqrt(average / correction))
             moved = point + pace * delta
             size = jnp.sqrt(total(moved * moved))
             # 1 less the factor that scales back, so that a vector within the bound moves by its step without roundoff.
-            excess = jnp.where(moving & (size > bound), 1.0 - safe_divide(bound * jnp.ones_like(size), size), 0.0)
+            excess = jnp.where(moving & (size > largest), 1.0 - safe_divide(largest * jnp.ones_like(size), size), 0.0)
             return pace * delta - excess * moved, average.reshape(jnp.shape(square))
 
         squares = vectors.from_state(selections, state.square)

@@ -1,0 +1,147 @@
+"""`max_norm_muon`: matrices and tokens beside the same by hand, and twins that train as one."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import gauge_optax as go
+from benchmarks.track3.optimizers import EMBEDDINGS, NEURONS, TOKENS
+from models import lm
+from tests.quick import jit
+from tests.tolerances import tolerance
+
+CONFIG = lm.llama_config(vocab=7, d_model=8, layers=2, heads=2, kv_heads=2, d_head=4, d_ff=12, max_len=5)
+NO_GAUGE = go.logit_shift({"shift": "_ vocab"})
+"""On a leaf that no kernel is: a list of gauges may not be empty."""
+READ = {**NEURONS, **TOKENS}
+
+
+def noise(seed: int, *shape: int) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+
+
+def trained(tx: Any, params: Any, loss: Any, steps: int = 10) -> tuple[Any, np.ndarray]:
+    """Weights after some steps on one batch, and the losses before each."""
+    tokens = jax.random.randint(jax.random.key(1), (4, 6), 0, CONFIG.vocab)
+
+    def step(carry: Any, _: None) -> Any:
+        params, state = carry
+        value, grads = jax.value_and_grad(loss)(params, tokens)
+        updates, state = tx.update(grads, state, params)
+        return (optax.apply_updates(params, updates), state), value
+
+    (params, _), losses = jit(lambda p: jax.lax.scan(step, (p, tx.init(p)), None, length=steps))(params)
+    return params, np.asarray(losses)
+
+
+def test_twins_train_as_one(x64: None) -> None:
+    """Weights of one function, far apart by all gauges at once; AdamW and the link without `quotient` differ."""
+    params, loss = lm.params_and_loss(CONFIG, jax.random.key(0))
+    params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), params)
+    group = go.product(lm.gauges(CONFIG))
+    twin = group.act(group.sample(jax.random.key(2), params, 1.0), params)
+    muon = go.max_norm_muon(0.04, group, READ, EMBEDDINGS, weight_decay=0.1)
+    plain = go.max_norm(optax.adam(0.04), NEURONS, learning_rate=0.04)
+    apart = {}
+    for name, tx in {"adamw": optax.adamw(0.04), "plain": plain, "muon": muon}.items():
+        one, other = (trained(tx, start, loss)[1] for start in (params, twin))
+        apart[name] = float(np.abs(one - other).max())
+    assert apart["adamw"] > 1e-3
+    assert apart["plain"] > 1e-3
+    assert apart["muon"] <= tolerance("twins", "float64")
+
+
+def test_it_trains_from_zero_outputs() -> None:
+    """On the point of the slice; a head's anchor is a kernel that the bound holds, too."""
+    params, loss = lm.params_and_loss(CONFIG, jax.random.key(0))
+    params["blocks"][0]["attn"]["out"]["kernel"] *= 0.0
+    params["lm_head"]["kernel"] *= 0.0
+    after, losses = trained(go.max_norm_muon(0.04, lm.gauges(CONFIG), READ, EMBEDDINGS), params, loss, steps=30)
+    assert losses[-1] < losses[0] - 0.3
+    assert 0.1 < float(jnp.linalg.norm(after["blocks"][0]["attn"]["out"]["kernel"], axis=(0, 1)).min())
+    assert 0.1 < float(jnp.linalg.norm(after["lm_head"]["kernel"], axis=0).min())
+
+
+def test_the_axes_say_which_matrix_a_kernel_is() -> None:
+    """Inputs last as in PyTorch, stacked layers, heads side by side, and one head's matrices in a fused kernel."""
+    shapes = {
+        "inputs_last": (6, 4), "scanned": (3, 4, 6), "heads": (4, 2, 3), "experts": (2, 4, 6), "fused": (4, 3, 6),
+    }  # fmt: skip
+    neurons = {
+        "inputs_last": "neuron _", "scanned": "layer _ neuron", "heads": "_ head neuron", "experts": "expert _ neuron",
+        "fused": ("_ qkv=0 neuron", "_ qkv=1 neuron", "_ qkv=2 neuron"),
+    }  # fmt: skip
+    params = {name: noise(n, *shape) for n, (name, shape) in enumerate(shapes.items())} | {"shift": jnp.zeros((2, 3))}
+    tx = go.max_norm_muon(1.0, NO_GAUGE, neurons, ns_coeffs="sharp", bound=1e6, nesterov=False)
+    grads = jax.tree.map(lambda x: noise(9, *x.shape), params)
+    steps = jit(tx.update)(grads, jit(tx.init)(params), params)[0]
+
+    def stack(name: str, x: jax.Array) -> np.ndarray:
+        """As matrices, inputs by outputs."""
+        shaped = {
+            "inputs_last": lambda: x.T[None], "heads": lambda: x.reshape(1, 4, 6), "fused": lambda: x.swapaxes(0, 1),
+        }  # fmt: skip
+        return np.asarray(shaped.get(name, lambda: x)())
+
+    for name in neurons:
+        # A polar factor of (4, 6) has orthonormal rows; steps of one length per column leave them near it.
+        ours = stack(name, steps[name])
+        np.testing.assert_allclose(np.linalg.norm(ours, axis=1), 1e6, rtol=1e-3, err_msg=name)
+        u, _, v = np.linalg.svd(stack(name, grads[name]), full_matrices=False)
+        expected = -u @ v / np.linalg.norm(u @ v, axis=1, keepdims=True)
+        np.testing.assert_allclose(ours / 1e6, expected, atol=2e-2, err_msg=name)
+
+
+def test_tokens_step_in_their_own_units_and_come_to_rest(x64: None) -> None:
+    """By hand: a table and an unembedding whose tokens have gradients of 1e-4, 1, 1 for one step, and 0."""
+    steps, tokens, d, rate = 40, 4, 9, 0.02
+    gradients = np.random.default_rng(0).normal(size=(steps, tokens, d)) * np.array([1e-4, 1.0, 1.0, 0.0])[:, None]
+    gradients[1:, 2] = 0.0
+    params = {"table": jnp.zeros((tokens, d)), "head": jnp.zeros((d, tokens)), "w": jnp.ones((2, 2)),
+              "shift": jnp.zeros((2, 3))}  # fmt: skip
+    tx = go.max_norm_muon(rate, NO_GAUGE, {"w": "_ neuron", "head": "_ token"}, {"table": "token _"}, nesterov=False)
+    grads = {"table": jnp.asarray(gradients), "head": jnp.asarray(gradients.swapaxes(1, 2)),
+             "w": jnp.ones((steps, 2, 2)), "shift": jnp.zeros((steps, 2, 3))}  # fmt: skip
+
+    def step(carry: Any, gradient: Any) -> Any:
+        params, state = carry
+        updates, state = tx.update(gradient, state, params)
+        return (optax.apply_updates(params, updates), state), updates
+
+    moves = jit(lambda p: jax.lax.scan(step, (p, tx.init(p)), grads)[1])(params)
+    for name, unit in (("table", d**0.5), ("head", 1.0)):
+        ours = np.asarray(moves[name] if name == "table" else moves[name].swapaxes(1, 2))
+        momentum, square, weights = np.zeros((tokens, d)), np.zeros((tokens, 1)), np.zeros((tokens, d))
+        for n in range(steps):
+            momentum = 0.95 * momentum + gradients[n]
+            square = 0.95 * square + 0.05 * np.sum(momentum**2, 1, keepdims=True)
+            size = np.sqrt(square / (1.0 - 0.95 ** (n + 1)))
+            wanted = weights - rate * unit * np.divide(momentum, size, out=np.zeros((tokens, d)), where=size > 0)
+            wanted *= np.minimum(1.0, unit / np.maximum(np.linalg.norm(wanted, axis=1, keepdims=True), 1e-300))
+            np.testing.assert_allclose(ours[n], wanted - weights, rtol=1e-6, atol=1e-12)
+            weights = wanted
+        lengths = np.linalg.norm(ours, axis=2) / unit
+        np.testing.assert_allclose(lengths[0, :3], rate, rtol=1e-6)
+        assert lengths[30, 2] < 0.6 * lengths[5, 2]  # absent since the first step
+        assert not lengths[:, 3].any()
+
+
+@pytest.mark.parametrize(
+    "neurons", [{"w": "_ _"}, {"w": "a b", "v": "_ neuron"}, {"w": ("_ neuron=0", "neuron=1 _")}], ids=str
+)
+def test_neurons_that_are_no_matrix_are_refused(neurons: Any) -> None:
+    params = {"w": jnp.ones((4, 4)), "v": jnp.ones((2, 2)), "head": jnp.ones((2, 3))}
+    with pytest.raises(ValueError, match="max_norm_muon") as error:
+        go.max_norm_muon(0.1, go.logit_shift({"head": "_ vocab"}), neurons).init(params)
+    for part in ("found:", "expected:", "remedy:", "'w'"):
+        assert part in str(error.value)
+
+
+def test_a_path_in_both_mappings_is_refused() -> None:
+    with pytest.raises(ValueError, match="'w' in two mappings") as error:
+        go.max_norm_muon(0.1, NO_GAUGE, {"w": "_ token"}, {"w": "token _"})
+    assert "remedy:" in str(error.value)

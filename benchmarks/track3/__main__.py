@@ -242,7 +242,8 @@ def section(result: Result) -> str:
         f"that decay and sweep rates. Losses are means over seeds {', '.join(map(str, result['seeds']))}, in nats per "
         f"byte; float32, {result['machine']}. A rotational arm turns each neuron of attention and MLP by the rate a "
         "step, at the norm it starts with; *free* is `pin=False`, and *both* is pinned where the arm is not a kind of "
-        "Muon. – is not compared. *, an end*: the best rate is the last that the sweep may try."
+        "Muon. max_norm_muon on the quotient is the public function. – is not compared. *, an end*: the best rate is "
+        "the last that the sweep may try."
     )
     parts = [about]
     for size in STEPS:
@@ -280,23 +281,71 @@ def _rows(result: Result, size: int, start: str) -> Iterator[list[str]]:
         yield [arm, *shown, knobs, *scores]
 
 
-def sentences(result: Result) -> Iterator[str]:
-    """Which arm is never behind the better of AdamW and Muon."""
-    places = [(size, start) for size in STEPS for start in STARTS]
-    behind: dict[tuple[str, str], list[float]] = {}
-    for size, start in places:
+PLACES = tuple((size, start) for size in STEPS for start in STARTS)
+
+
+def behind(result: Result) -> dict[tuple[str, str], list[float]]:
+    """Arm and way → standard errors behind the better of plain AdamW and Muon in each place, where all are done."""
+    scores: dict[tuple[str, str], list[float]] = {}
+    for size, start in PLACES:
         plain = [at_best(result, Group(size, start, name, arms.PLAIN)) for name in ("AdamW", "Muon")]
         for group in groups([size], [start]):
             losses = at_best(result, group)
             if losses is not None and all(plain):
                 better = min((x for x in plain if x is not None), key=lambda x: float(np.mean(x)))
-                behind.setdefault(group[2:], []).append(z_score(losses, better, sigma(result, size)))
-    whole = {name: x for name, x in behind.items() if len(x) == len(places)}
-    never = [name for name, x in whole.items() if max(x) < SIGNIFICANT and name[0] != "Muon"]
-    ahead = [name for name, x in whole.items() if max(x) <= -SIGNIFICANT]
-    if whole:
-        yield _listed("Ahead of both plain AdamW and plain Muon in every row, by 3.09 standard errors or more", ahead)
-        yield _listed("Never behind the better of the two by as much", never)
+                scores.setdefault((group.arm, group.way), []).append(z_score(losses, better, sigma(result, size)))
+    return {name: x for name, x in scores.items() if len(x) == len(PLACES)}
+
+
+def one_rate(result: Result, arm: str, way: str) -> tuple[float, float] | None:
+    """The rate that serves all sizes and starts best, and the most that it adds anywhere to the loss of the best rate.
+
+    One seed. None where no rate was run everywhere.
+    """
+    swept = [swept_rates(result, Group(size, start, arm, way))[0] for size, start in PLACES]
+    common = set.intersection(*(set(rates) for rates in swept))
+    worst = {rate: max(rates[rate] - min(rates.values()) for rates in swept) for rate in common}
+    return min(worst.items(), key=lambda item: item[1]) if worst else None
+
+
+def sentences(result: Result) -> Iterator[str]:
+    """Which arms are never behind the better of AdamW and Muon, and what one rate for all sizes and starts costs."""
+    scores = behind(result)
+    never = [name for name, x in scores.items() if max(x) < SIGNIFICANT and name[0] != "Muon"]
+    ahead = [name for name, x in scores.items() if max(x) <= -SIGNIFICANT]
+    if not scores:
+        return
+    yield _listed("Ahead of both plain AdamW and plain Muon in every row, by 3.09 standard errors or more", ahead)
+    yield _listed("Never behind the better of the two by as much", never)
+    lines = [["optimizer", "one rate", "costs at most"], ["---"] * 3]
+    for arm, way in dict.fromkeys([("AdamW", arms.PLAIN), ("Muon", arms.PLAIN), *ahead]):
+        found = one_rate(result, arm, way)
+        if found is not None:
+            lines.append([f"{arm} ({way})", f"{found[0]:g}", f"{found[1]:.3f}"])
+    yield (
+        "What one rate for all sizes and starts adds to the loss, where it adds most, against the best rate of each "
+        f"(seed {result['seeds'][0]}):\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    )
+
+
+def lead(result: Result, arm: str, way: str) -> list[str]:
+    """A Markdown table for the README: an arm beside AdamW, Muon and, place by place, the lowest of all others."""
+
+    def mean(group: Group) -> float:
+        losses = at_best(result, group)
+        return math.inf if losses is None else float(np.mean(losses))
+
+    chosen = [("AdamW", arms.PLAIN), ("Muon", arms.PLAIN), (arm, way)]
+    shown = {name: [mean(Group(size, start, *name)) for size, start in PLACES] for name in chosen}
+    others = [
+        min(mean(group) for group in groups([size], [start]) if group.arm not in {name for name, _ in chosen})
+        for size, start in PLACES
+    ]
+    heads = [f"{size}, {start.removesuffix(' outputs')}" for size, start in PLACES]
+    labels = ["`optax.adamw`", "Muon", "lowest of all others", f"`{arm}`"]
+    losses = [*(shown[name] for name in chosen[:2]), others, shown[chosen[2]]]
+    rows = [[label, *(f"{x:.2f}" for x in row)] for label, row in zip(labels, losses, strict=True)]
+    return [f"| {' | '.join(row)} |" for row in (["", *heads], ["---"] * (len(heads) + 1), *rows)]
 
 
 def _listed(text: str, names: Sequence[tuple[str, str]]) -> str:

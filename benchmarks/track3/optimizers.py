@@ -356,7 +356,7 @@ def max_norm_kernels(rate: Rate, decay: jax.Array) -> Link:
 
 def max_norm_muon(rate: Rate, decay: jax.Array) -> Link:
     """`go.max_norm_muon` without `quotient`: tokens of the embedding and the head step by their momentum, in balls."""
-    momenta = optax.chain(momentum(), optax.add_decayed_weights(decay), optax.scale_by_learning_rate(rate))
+    momenta = optax.chain(momentum(), optax.scale_by_learning_rate(rate))
     matrices = optax.chain(
         momentum(), orthogonalised(), optax.add_decayed_weights(decay), optax.scale_by_learning_rate(rate)
     )

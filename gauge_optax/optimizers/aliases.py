@@ -467,7 +467,7 @@ def max_norm_muon(
       ns_steps: see `scale_by_scaled_polar`.
       beta: decay of the first moment of matrices and tokens.
       eps: see `scale_by_scaled_polar`.
-      weight_decay: decoupled decay of matrices and tokens, multiplied by the learning rate; rarely needed.
+      weight_decay: decoupled decay of matrices, multiplied by the learning rate; rarely needed.
       weight_decay_mask: where `weight_decay` decays, as in `optax.contrib.muon`; constant over the leaves of a gauge.
       mu_dtype: dtype of the first moment; by default that of slice coordinates, at least float32.
       nesterov: whether to use Nesterov momentum, for all leaves.
@@ -534,10 +534,11 @@ def max_norm_muon(
     def tokens(params: Any) -> list[str]:
         return [selection.block.path for selection in vectors.resolve(name, specs, params) if of_tokens(selection)]
 
-    tail = optax.add_decayed_weights(weight_decay, weight_decay_mask), optax.scale_by_learning_rate(learning_rate)
+    scale = optax.scale_by_learning_rate(learning_rate)
+    tail = optax.add_decayed_weights(weight_decay, weight_decay_mask), scale
     adam_rate = _half(learning_rate) if adam_learning_rate is None else adam_learning_rate
     adam = optax.adamw(adam_rate, adam_b1, adam_b2, eps, adam_eps_root, mu_dtype, adam_weight_decay, nesterov=nesterov)
-    inner = muon(matrices, polar, nesterov, mu_dtype, tail, adam, tokens)
+    inner = muon(matrices, polar, nesterov, mu_dtype, tail, adam, tokens, scale)
 
     def unit(selection: vectors.Selection) -> float:
         return math.sqrt(selection.length) if is_table(selection) else 1.0

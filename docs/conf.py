@@ -27,10 +27,16 @@ PAGES = {
     "benchmarks/results/lora.md": "/results/lora_factors.md",
     "benchmarks/results/discover.md": "/results/discover_times.md",
     "benchmarks/results/first_step.md": "/results/first_step.md",
+    "benchmarks/results/track3.md": "/results/track3.md",
+    "benchmarks/results/transfer.md": "/results/transfer.md",
+    "benchmarks/results/counts.md": "/results/counts.md",
     "released.md": "/results/released.md",
     "notebooks": "/notebooks/index.md",
     "CONTRIBUTING.md": "/contributing.md",
 }
+
+# Pages under the page of results, besides those of the examples.
+RESULTS = "released\ntrack3\ntransfer\ncompare_cpu\ncounts\nlora_factors\ndiscover_times\nfirst_step"
 
 project = "gauge_optax"
 author = "the gauge_optax authors"
@@ -92,7 +98,10 @@ def prepare(app: Any) -> None:
     """Copies what lives elsewhere, writes the pages of symbols."""
     for folder, sources in {
         "notebooks": sorted((ROOT / "notebooks").glob("*.ipynb")),
-        "results": sorted((ROOT / "examples" / "results").glob("*.png")),
+        "results": [
+            *sorted((ROOT / "examples" / "results").glob("*.png")),
+            *((ROOT / "benchmarks" / "results" / name) for name in ("track3.png", "transfer.png")),
+        ],
     }.items():
         (DOCS / folder).mkdir(exist_ok=True)
         for path in sources:
@@ -108,13 +117,16 @@ def prepare(app: Any) -> None:
         "benchmarks/results/lora.md": "results/lora_factors.md",
         "benchmarks/results/discover.md": "results/discover_times.md",
         "benchmarks/results/first_step.md": "results/first_step.md",
+        "benchmarks/results/track3.md": "results/track3.md",
+        "benchmarks/results/transfer.md": "results/transfer.md",
+        "benchmarks/results/counts.md": "results/counts.md",
     }.items():
         (DOCS / target).write_text(moved((ROOT / source).read_text(), target))
     notebooks = "\n".join(path.stem for path in sorted((ROOT / "notebooks").glob("*.ipynb")))
     with (DOCS / "notebooks" / "index.md").open("a") as page:
         page.write(f"\n```{{toctree}}\n:hidden:\n\n{notebooks}\n```\n")
     with (DOCS / "results" / "index.md").open("a") as page:
-        page.write("\n```{toctree}\n:hidden:\n\nreleased\ncompare_cpu\nlora_factors\ndiscover_times\nfirst_step\n```\n")
+        page.write("\n```{toctree}\n:hidden:\n\n" + RESULTS + "\n```\n")
     symbols.write(DOCS / "api")
 
 

@@ -407,7 +407,9 @@ def main(argv: Sequence[str] | None = None) -> Result:
             study.write(path, result)
         result = fill(path, result, groups(args.sizes, args.starts, args.arms, args.ways), args.ladder, args.stop_after)
     text = section(result)
-    path.with_suffix(".md").write_text(f"# Optimizers from three starts\n\n`python -m benchmarks.track3`. {text}\n")
+    picture = f"![Loss over rate, a panel per size and start]({NAME}.png)"
+    page = f"# Optimizers from three starts\n\n`python -m benchmarks.track3`. {text}\n\n{picture}\n"
+    path.with_suffix(".md").write_text(page)
     print(text)
     if any(at_best(result, group) for group in groups()):
         figure(result, path.with_suffix(".png"))

@@ -103,6 +103,31 @@ def _per_group(path: str, x: jax.Array, heads: int) -> jax.Array:
     return _polar(groups).swapaxes(0, 1).reshape(x.shape)
 
 
+class TokensState(NamedTuple):
+    """The number of steps, and each column's average squared length."""
+
+    count: jax.Array  # type: ignore[assignment]
+    square: Tree
+
+
+def tokens_alike(beta: float = 0.95) -> Link:
+    """Every column of a matrix over the root of its average squared length: what `max_norm` does, without a bound."""
+
+    def squares(tree: Tree) -> Tree:
+        return jax.tree.map(lambda x: jnp.sum(jnp.square(x), 0), tree)
+
+    def init(params: Tree) -> TokensState:
+        return TokensState(jnp.zeros((), jnp.int32), jax.tree.map(jnp.zeros_like, squares(params)))
+
+    def update(updates: Tree, state: TokensState, params: Tree = None) -> tuple[Tree, TokensState]:
+        count = state.count + 1
+        square = jax.tree.map(lambda new, old: beta * old + (1 - beta) * new, squares(updates), state.square)
+        even = jax.tree.map(lambda x, v: linalg.safe_divide(x, jnp.sqrt(v / (1 - beta**count))), updates, square)
+        return even, TokensState(count, square)
+
+    return optax.GradientTransformation(init, update)
+
+
 class NeuronState(NamedTuple):
     """Average mean square of each neuron's update, like the leaves with axes of length 1 for inputs."""
 
@@ -355,21 +380,23 @@ def max_norm_kernels(rate: Rate, decay: jax.Array) -> Link:
 
 
 def max_norm_muon(rate: Rate, decay: jax.Array) -> Link:
-    """`go.max_norm_muon` without `quotient`: tokens of the embedding and the head step by their momentum, in balls."""
-    momenta = optax.chain(momentum(), optax.scale_by_learning_rate(rate))
+    """`go.max_norm_muon` without `quotient`: tokens step by their momentum, those of the embedding in a ball."""
+    table = optax.chain(momentum(), optax.scale_by_learning_rate(rate))
+    head = optax.chain(momentum(), tokens_alike(), optax.scale_by_learning_rate(rate))
     matrices = optax.chain(
         momentum(), orthogonalised(), optax.add_decayed_weights(decay), optax.scale_by_learning_rate(rate)
     )
 
     def labels(params: Tree) -> Tree:
         def label(path: Any, x: jax.Array) -> str:
-            return "matrices" if is_matrix(path) else "tokens" if x.ndim == 2 else "vectors"
+            kinds = {"embed": "table", "lm_head": "head"}
+            return "matrices" if is_matrix(path) else kinds.get(joined(path).split("/")[0], "vectors")
 
         return jax.tree_util.tree_map_with_path(label, params)
 
     vectors = adamw(lambda n: ADAM_SHARE * rate(n), jnp.float32(0))
-    inner = optax.partition({"matrices": matrices, "tokens": momenta, "vectors": vectors}, labels)
-    neurons = go.max_norm(inner, {**NEURONS, **TOKENS}, learning_rate=rate, beta=0.95)
+    inner = optax.partition({"matrices": matrices, "table": table, "head": head, "vectors": vectors}, labels)
+    neurons = go.max_norm(inner, NEURONS, learning_rate=rate, beta=0.95)
 
     def whole(params: Tree) -> Link:
         bound = params["embed"]["embedding"].shape[1] ** 0.5

@@ -201,7 +201,8 @@ def main(argv: Sequence[str] | None = None) -> Result:
         result = fill(path, result, args.sizes, [panels[name] for name in args.panels], args.arms, args.stop_after)
     text = section(result)
     path.with_suffix(".md").write_text(
-        f"# Rates from narrow networks to wide ones\n\n`python -m benchmarks.track3.transfer`. {text}\n"
+        f"# Rates from narrow networks to wide ones\n\n`python -m benchmarks.track3.transfer`. {text}\n\n"
+        f"![Loss over rate, a curve per width]({NAME}.png)\n"
     )
     print(text)
     if any(complete(result, setting, SIZES[0], arm) for setting in SETTINGS for arm in COMPARED):

@@ -20,7 +20,7 @@ from gauge_optax.optimizers.links import link
 from gauge_optax.optimizers.muon import muon
 from gauge_optax.optimizers.polar import Labels, Polar, polar_of
 from gauge_optax.rotation import vectors
-from gauge_optax.rotation.max_norm import named_max_norm
+from gauge_optax.rotation.max_norm import Measure, named_max_norm
 from gauge_optax.slice import Slice
 from gauge_optax.transformation import require_choice
 
@@ -452,9 +452,9 @@ def max_norm_muon(
 
     Begin with a peak rate of 0.04, from any start. The unit of every step is the norm that a vector has at the usual
     start: 1 for a neuron, that is, for its weights of variance 1/inputs, and √d for the d entries of a token in a table
-    of embeddings. No vector may outgrow `bound` of these units, which takes the place of weight decay. Kernels that are
-    read by neurons step along the polar factor of their momentum, as whole matrices; tokens step along their momentum,
-    because they may be permuted and not rotated; all other leaves get Adam.
+    of embeddings. No vector may outgrow `bound` of these units, which takes the place of weight decay; the tokens of an
+    unembedding have no bound. Kernels step along the polar factor of their momentum, as whole matrices; tokens step
+    along their momentum, because they may be permuted and not rotated; all other leaves get Adam.
 
     Args:
       learning_rate: a number or a schedule.
@@ -540,11 +540,13 @@ def max_norm_muon(
     adam = optax.adamw(adam_rate, adam_b1, adam_b2, eps, adam_eps_root, mu_dtype, adam_weight_decay, nesterov=nesterov)
     inner = muon(matrices, polar, nesterov, mu_dtype, tail, adam, tokens, scale)
 
-    def unit(selection: vectors.Selection) -> float:
-        return math.sqrt(selection.length) if is_table(selection) else 1.0
+    # The loss sees an unembedding's tokens up to one common vector, so that a bound on their norms would depend on it.
+    def measure(selection: vectors.Selection) -> Measure:
+        table = is_table(selection)
+        return Measure(math.sqrt(selection.length) if table else 1.0, bounded=table or not of_tokens(selection))
 
     # A momentum decays by 0.95 a step and its average size by √0.95, so that the steps of an absent token fade.
-    stepped = named_max_norm(name, inner, specs, unit, learning_rate, bound, beta=0.95)
+    stepped = named_max_norm(name, inner, specs, measure, learning_rate, bound, beta=0.95)
     return quotient_for(name, stepped, group, hold=hold, pin=pin, rest=rest)
 
 

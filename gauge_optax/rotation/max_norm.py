@@ -96,20 +96,32 @@ def max_norm(
       average, there relative to a norm that never changes.
     """
     specs = vectors.parse("max_norm", blocks, sizes)
-    return named_max_norm("max_norm", inner, specs, lambda selection: 1.0, learning_rate, bound, beta)
+    return named_max_norm("max_norm", inner, specs, lambda selection: Measure(), learning_rate, bound, beta)
+
+
+class Measure(NamedTuple):
+    """In what the vectors of one axes string and leaf are measured.
+
+    Attributes:
+      unit: the norm in which steps and the bound count.
+      bounded: whether there is a bound.
+    """
+
+    unit: float = 1.0
+    bounded: bool = True
 
 
 def named_max_norm(
-    name: str, inner: optax.GradientTransformation, specs: vectors.Specs, unit: Callable[[Selection], float],
+    name: str, inner: optax.GradientTransformation, specs: vectors.Specs, measure: Callable[[Selection], Measure],
     learning_rate: optax.ScalarOrSchedule, bound: Scalar, beta: Scalar,
 ) -> optax.GradientTransformationExtraArgs:  # fmt: skip
-    """`max_norm` with the name of the function that the user called, for errors, and a bound per leaf.
+    """`max_norm` with the name of the function that the user called, for errors, and a measure per leaf.
 
     Args:
       name: of the public function.
       inner: a whole optimizer.
       specs: which vectors there are.
-      unit: the norm that `bound` counts in, for the vectors of one axes string and leaf.
+      measure: in what vectors are measured.
       learning_rate: inner's.
       bound: see `max_norm`.
       beta: see `max_norm`.
@@ -148,13 +160,16 @@ def named_max_norm(
         def stepped(selection: Selection, square: jax.Array) -> tuple[jax.Array, jax.Array]:
             """Returns the chord from p to its new value, and the new ν."""
             point, delta = selection.value(leaves), selection.view(tangents) * inverse_eta
-            largest = bound * unit(selection)
+            unit, bounded = measure(selection)
+            largest = bound * unit
 
             def total(x: jax.Array) -> jax.Array:
                 return jnp.sum(x, selection.axes, keepdims=True)
 
             average = memory * selection.spread(square) + (1.0 - memory) * total(delta * delta)
             pace = eta * largest * safe_divide(jnp.ones_like(average), jnp.sqrt(average / correction))
+            if not bounded:
+                return pace * delta, average.reshape(jnp.shape(square))
             moved = point + pace * delta
             size = jnp.sqrt(total(moved * moved))
             # 1 less the factor that scales back, so that a vector within the bound moves by its step without roundoff.

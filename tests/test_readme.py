@@ -8,11 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks.track3 import __main__ as track3
+from benchmarks.track3 import arms
 from examples import demo, lora, starts
 from examples.sweep import best
 
+OURS = ("max_norm_muon", arms.FREE)
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
+CHOOSE = (ROOT / "docs" / "guides" / "choose.md").read_text()
 
 
 def result(path: str) -> Any:
@@ -64,7 +68,7 @@ def gain(size: int, start: str, arm: str) -> tuple[str, str]:
     ],
 )
 def test_a_row_of_the_choice_is_what_was_measured(taken: str, arm: str, block: str, measured: str, plain: str) -> None:
-    row = re.search(rf"^\| `{re.escape(taken)}` \|(.*)\|$", README, re.M)
+    row = re.search(rf"^\| `{re.escape(taken)}` \|((?:[^|]*\|){{6}}[^|]*)\|$", CHOOSE, re.M)
     assert row is not None
     cells = [cell.strip().replace("\N{NO-BREAK SPACE}", " ") for cell in row[1].split("|")][1:]
     assert cells[:3] == ["{} ± {}".format(*gain(128, start, arm)) for start in starts.STARTS]
@@ -74,10 +78,13 @@ def test_a_row_of_the_choice_is_what_was_measured(taken: str, arm: str, block: s
     assert cells[3:] == [f"{x:.2f}" for x in (step, update, ours["peak_mb"] / theirs["peak_mb"])]
 
 
-def test_the_sentences_after_the_table_are_what_was_measured() -> None:
-    text = " ".join(README.split())
+def test_what_adapters_and_a_step_cost_is_what_was_measured() -> None:
     (a, b), (c, d), (e, f) = (gain(64, start, "quotient-adamw") for start in starts.STARTS)
-    assert f"{a} ± {b}, {c} ± {d} and {e} ± {f} %" in text
+    assert f"{a} ± {b}, {c} ± {d} and {e} ± {f} %" in " ".join(CHOOSE.split())
+    rows = result("benchmarks/results/compare_cpu.json")["sections"]["gpt2"]["blocks"]["adam"]
+    step = rows["quotient(optax.adamw)"]["step_ratio"][1] / rows["optax.adamw"]["step_ratio"][1]
+    assert f"takes {step:.2f} times as long with `quotient(optax.adamw)`" in " ".join(README.split())
+    guide = " ".join((ROOT / "docs" / "guides" / "lora.md").read_text().split())
     committed = result("examples/results/lora.json")
 
     def loss(rank: int, start: str, arm: str) -> float:
@@ -85,12 +92,29 @@ def test_the_sentences_after_the_table_are_what_was_measured() -> None:
         return float(np.mean(losses[best(losses)]))
 
     worse = [100 * (loss(r, "badly scaled", "adamw") / loss(r, "balanced", "adamw") - 1) for r in lora.RANKS]
-    assert f"ends {min(worse):.1f} to {max(worse):.1f} % higher from badly scaled" in text
+    assert f"ends {min(worse):.1f} to {max(worse):.1f} % higher" in guide
     for rank in lora.RANKS:
         ours = [loss(rank, start, "quotient_adamw") for start in ("balanced", "badly scaled")]
         assert ours[0] == pytest.approx(ours[1], rel=1e-4)
     speed = result("benchmarks/results/lora.json")["speed"]
-    assert f"takes {speed['quotient_adamw']['median_ms'] / speed['optax.adamw']['median_ms']:.1f} times" in text
+    assert f"takes {speed['quotient_adamw']['median_ms'] / speed['optax.adamw']['median_ms']:.1f} times" in guide
+
+
+def test_the_lead_is_the_committed_comparison() -> None:
+    """The table, and the numbers of the sentences behind it."""
+    committed = result("benchmarks/results/track3.json")
+    assert "\n".join(track3.lead(committed, *OURS)) in README
+    scores, ahead = track3.behind(committed)[OURS], track3.lead_by(committed, *OURS)
+    (rate, cost), theirs = track3.one_rate(committed, *OURS), track3.one_rate(committed, "AdamW", arms.PLAIN)
+    claims = (
+        f"ends {-max(scores):.1f} to {-min(scores):.1f} standard errors below Muon",
+        f"lowest in {sum(x < 0 for x in ahead)} of {len(ahead)} places and within {max(ahead):.3f} of the lowest",
+        f"One rate, {rate:g}, adds at most {cost:.2f} nats to its best loss anywhere",
+        f"AdamW's best single rate adds up to {theirs[1]:.2f}",
+    )
+    text = " ".join(README.split())
+    for claim in claims:
+        assert claim in text, claim
 
 
 @pytest.mark.parametrize("link", sorted(set(re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", README))))

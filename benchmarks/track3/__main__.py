@@ -308,6 +308,12 @@ def one_rate(result: Result, arm: str, way: str) -> tuple[float, float] | None:
     return min(worst.items(), key=lambda item: item[1]) if worst else None
 
 
+def ranked(result: Result, place: tuple[int, str]) -> list[tuple[str, str, float]]:
+    """Arm, way and mean loss of what is done at a size and start, least first."""
+    done = [(group, losses) for group in groups([place[0]], [place[1]]) if (losses := at_best(result, group))]
+    return sorted(((g.arm, g.way, float(np.mean(x))) for g, x in done), key=lambda row: row[2])
+
+
 def sentences(result: Result) -> Iterator[str]:
     """Which arms are never behind the better of AdamW and Muon, and what one rate for all sizes and starts costs."""
     scores = behind(result)
@@ -328,23 +334,28 @@ def sentences(result: Result) -> Iterator[str]:
     )
 
 
+def lead_by(result: Result, arm: str, way: str) -> list[float]:
+    """How far an arm's mean loss is above the lowest of all others, place by place; below it where negative."""
+    found = []
+    for place in PLACES:
+        means = ranked(result, place)
+        ours = min(loss for name, at, loss in means if (name, at) == (arm, way))
+        found.append(ours - min(loss for name, _, loss in means if name != arm))
+    return found
+
+
 def lead(result: Result, arm: str, way: str) -> list[str]:
     """A Markdown table for the README: an arm beside AdamW, Muon and, place by place, the lowest of all others."""
 
-    def mean(group: Group) -> float:
-        losses = at_best(result, group)
-        return math.inf if losses is None else float(np.mean(losses))
-
-    chosen = [("AdamW", arms.PLAIN), ("Muon", arms.PLAIN), (arm, way)]
-    shown = {name: [mean(Group(size, start, *name)) for size, start in PLACES] for name in chosen}
-    others = [
-        min(mean(group) for group in groups([size], [start]) if group.arm not in {name for name, _ in chosen})
-        for size, start in PLACES
-    ]
+    chosen = {"AdamW": arms.PLAIN, "Muon": arms.PLAIN, arm: way}
+    rows = [["AdamW"], ["Muon"], ["lowest of all others"], [f"`{arm}`"]]
+    for place in PLACES:
+        means = ranked(result, place)
+        its = {name: loss for name, at, loss in means if chosen.get(name) == at}
+        others = min(loss for name, _, loss in means if name not in chosen)
+        for row, loss in zip(rows, (its["AdamW"], its["Muon"], others, its[arm]), strict=True):
+            row.append(f"{loss:.2f}")
     heads = [f"{size}, {start.removesuffix(' outputs')}" for size, start in PLACES]
-    labels = ["`optax.adamw`", "Muon", "lowest of all others", f"`{arm}`"]
-    losses = [*(shown[name] for name in chosen[:2]), others, shown[chosen[2]]]
-    rows = [[label, *(f"{x:.2f}" for x in row)] for label, row in zip(labels, losses, strict=True)]
     return [f"| {' | '.join(row)} |" for row in (["", *heads], ["---"] * (len(heads) + 1), *rows)]
 
 
@@ -352,27 +363,29 @@ def _listed(text: str, names: Sequence[tuple[str, str]]) -> str:
     return f"{text}: {'; '.join(f'{arm} ({way})' for arm, way in names) or 'none'}."
 
 
+def leaders(result: Result, count: int = 3) -> list[tuple[str, str]]:
+    """Plain AdamW and Muon, and the other arms of least mean loss over all places, in one way each."""
+    base = [("AdamW", arms.PLAIN), ("Muon", arms.PLAIN)]
+    sums: dict[tuple[str, str], list[float]] = {}
+    for place in PLACES:
+        for arm, way, loss in ranked(result, place):
+            sums.setdefault((arm, way), []).append(loss)
+    whole = sorted((name for name, x in sums.items() if len(x) == len(PLACES)), key=lambda name: sum(sums[name]))
+    ways = {arm: way for arm, way in reversed(whole) if arm not in {name for name, _ in base}}
+    return [*base, *[name for name in whole if ways.get(name[0]) == name[1]][:count]]
+
+
 def figure(result: Result, path: Path) -> None:
-    """Loss over rate: a panel per size and start, the three best optimizers in their best way beside the plain ones."""
-    places = [(d, s) for d in STEPS for s in STARTS if any(at_best(result, g) for g in groups([d], [s]))]
-    fig, axes = report.grid_of_panels(len(places), "Validation loss over the peak rate, one seed", common=False)
-    for axis, (size, start) in zip(axes, places, strict=True):
-        least = {
-            group: min(swept_rates(result, group)[0].values())
-            for group in groups([size], [start]) if at_best(result, group) is not None
-        }  # fmt: skip
-        leading: dict[str, Group] = {}
-        for group in sorted(least, key=lambda group: least[group]):
-            leading.setdefault(group.arm, group)
-        base = [Group(size, start, name, arms.PLAIN) for name in ("AdamW", "Muon")]
-        for group in dict.fromkeys([*list(leading.values())[:3], *(group for group in base if group in least)]):
-            rates = swept_rates(result, group)[0]
-            axis.plot(list(rates), list(rates.values()), ".-", label=f"{group.arm} ({group.way})")
-        shown = [min(least.values()), *(least[group] for group in base if group in least)]
+    """Loss over rate: a panel per size and start, the optimizers that lead over all places beside the plain ones."""
+    shown = leaders(result)
+    fig, axes = report.grid_of_panels(len(PLACES), "Validation loss over the peak rate, one seed", columns=len(STARTS))
+    for axis, (size, start) in zip(axes, PLACES, strict=True):
+        for arm, way in shown:
+            rates = swept_rates(result, Group(size, start, arm, way))[0]
+            axis.plot(list(rates), list(rates.values()), ".-", label=f"{arm} ({way})")
         axis.set(title=f"d = {size}, {start}", xscale="log", xlabel="peak rate")
-        axis.set(ylim=(0.98 * min(shown), 1.25 * max(shown)))
         axis.xaxis.set_minor_formatter(NullFormatter())
-        axis.legend(fontsize=6)
+    fig.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(shown), fontsize=8)
     report.save_as_is(fig, path)
 
 

@@ -150,3 +150,18 @@ def test_a_path_in_both_mappings_is_refused() -> None:
     with pytest.raises(ValueError, match="'w' in two mappings") as error:
         go.max_norm_muon(0.1, NO_GAUGE, {"w": "_ token"}, {"w": "token _"})
     assert "remedy:" in str(error.value)
+
+
+@pytest.mark.parametrize("mappings", [({"w": "a token"},), ({"v": "_ neuron"}, {"w": "a token"})], ids=str)
+def test_tokens_without_vectors_are_refused(mappings: Any) -> None:
+    params = {"w": jnp.ones((4, 4)), "v": jnp.ones((2, 2)), "shift": jnp.ones((2, 3))}
+    with pytest.raises(ValueError, match="the tokens of 'w' have no vectors") as error:
+        go.max_norm_muon(0.1, NO_GAUGE, *mappings).init(params)
+    assert 'write "_ token"' in str(error.value)
+
+
+@pytest.mark.parametrize("mappings", [(["w"],), ({"w": "_ neuron"}, ["v"])], ids=str)
+def test_lists_in_place_of_mappings_are_refused(mappings: Any) -> None:
+    with pytest.raises(ValueError, match="max_norm_muon") as error:
+        go.max_norm_muon(0.1, NO_GAUGE, *mappings)
+    assert "remedy:" in str(error.value)

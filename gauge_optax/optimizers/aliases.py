@@ -462,7 +462,7 @@ def max_norm_muon(
       neurons: path → axes of kernels: `_` are a neuron's inputs, and named axes count neurons, as in `"_ neuron"` for
         (inputs, outputs) and `"_ head neuron"` for (inputs, heads, size). A kernel is one matrix; axes named `layer` or
         `expert` count matrices. The neurons of an unembedding are tokens: write `"_ token"`.
-      embeddings: path → axes of tables, such as `"token _"`.
+      embeddings: path → axes of the tables that have a vector `_` per input token, such as `"token _"`.
       ns_coeffs: see `scale_by_scaled_polar`.
       ns_steps: see `scale_by_scaled_polar`.
       beta: decay of the first moment of matrices and tokens.
@@ -502,16 +502,21 @@ def max_norm_muon(
     """
     name = "max_norm_muon"
     group = _group(name, learning_rate, gauges)
-    if both := neurons.keys() & (embeddings or {}).keys():
+    tables = {} if embeddings is None else embeddings
+    mappings: tuple[Any, ...] = neurons, tables
+    for mapping in mappings:
+        if not isinstance(mapping, Mapping):
+            vectors.parse(name, mapping, sizes)  # raises
+    if both := neurons.keys() & tables.keys():
         raise binding_error(
             name, f"'{min(both)}' in two mappings", "neurons and embeddings", "one of them",
             "list a tied embedding in embeddings alone",
         )  # fmt: skip
-    specs = vectors.parse(name, {**neurons, **(embeddings or {})}, sizes)
+    specs = vectors.parse(name, {**neurons, **tables}, sizes)
     polar = polar_of(name, ns_coeffs, ns_steps, beta, eps, "width", None)
 
     def is_table(selection: vectors.Selection) -> bool:
-        return selection.pattern in (embeddings or {})
+        return selection.pattern in tables
 
     def of_tokens(selection: vectors.Selection) -> bool:
         return is_table(selection) or TOKEN in selection.block.split_labels
@@ -532,7 +537,14 @@ def max_norm_muon(
         return read
 
     def tokens(params: Any) -> list[str]:
-        return [selection.block.path for selection in vectors.resolve(name, specs, params) if of_tokens(selection)]
+        listed = [selection for selection in vectors.resolve(name, specs, params) if of_tokens(selection)]
+        for block in (selection.block for selection in listed if not selection.axes):
+            raise binding_error(
+                name, f"the tokens of '{block.path}' have no vectors", f"axes \"{block.axes}\"",
+                "'_' for the entries of a token's vector, beside the name that counts tokens",
+                f'write "_ {TOKEN}" for (inputs, tokens), or "{TOKEN} _" for a table of (tokens, entries)',
+            )  # fmt: skip
+        return [selection.block.path for selection in listed]
 
     scale = optax.scale_by_learning_rate(learning_rate)
     tail = optax.add_decayed_weights(weight_decay, weight_decay_mask), scale

@@ -93,6 +93,18 @@ def best(losses: dict[float, list[float]]) -> float:
     return min(losses, key=lambda rate: float(np.mean(losses[rate])))
 
 
+def best_for_all(swept: Sequence[Mapping[float, float]]) -> tuple[float, float]:
+    """The rate that serves all sweeps best, of those that all have run, and the most that it adds to a least loss.
+
+    >>> best_for_all([{0.1: 2.0, 0.2: 2.5}, {0.1: 1.25, 0.2: 1.0}])
+    (0.1, 0.25)
+    """
+    common = set.intersection(*(set(rates) for rates in swept))
+    worst = {rate: max(rates[rate] - min(rates.values()) for rates in swept) for rate in common}
+    rate = min(worst, key=lambda rate: worst[rate])
+    return rate, worst[rate]
+
+
 def save(path: Path, cell: Cell, done: dict[str, Any]) -> Result:
     """Add a cell to the file as it is now: other processes may have added theirs."""
     folder = os.open(path.parent, os.O_RDONLY)

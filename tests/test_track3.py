@@ -190,8 +190,8 @@ def test_transfer_says_how_far_the_best_rate_moves(tmp_path: Any, monkeypatch: p
     result = transfer.main(args)
     rows = {(row[0], row[1]): row for row in transfer._rows(result)}
     for setting in transfer.SETTINGS:
-        assert rows[setting.text, "AdamW"][-2:] == ["0.12", "0.432"]
-        assert rows[setting.text, "AdamW, muP"][-2:] == ["1", "0.000"]
+        assert rows[setting.text, "AdamW"][-3:] == ["0.12", "0.432", "0.002, 0.192"]
+        assert rows[setting.text, "AdamW, muP"][-3:] == ["1", "0.000", "0.004, 0.000"]
     assert (tmp_path / "transfer.png").stat().st_size > 10_000
     monkeypatch.setattr(transfer, "train", lambda of: pytest.fail("everything is done"))
     transfer.main(args)

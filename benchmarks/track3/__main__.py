@@ -32,7 +32,7 @@ from benchmarks.track3.arms import ARMS, WAYS
 from benchmarks.track3.runs import WARMUP, Task
 from examples import cli, report, starts, study
 from examples.starts import STARTS
-from examples.sweep import Result, climb, key, save
+from examples.sweep import Result, best_for_all, climb, key, save
 
 NAME = "track3"
 STEPS = {64: 400, 128: 200}
@@ -303,9 +303,7 @@ def one_rate(result: Result, arm: str, way: str) -> tuple[float, float] | None:
     One seed. None where no rate was run everywhere.
     """
     swept = [swept_rates(result, Group(size, start, arm, way))[0] for size, start in PLACES]
-    common = set.intersection(*(set(rates) for rates in swept))
-    worst = {rate: max(rates[rate] - min(rates.values()) for rates in swept) for rate in common}
-    return min(worst.items(), key=lambda item: item[1]) if worst else None
+    return best_for_all(swept) if set.intersection(*(set(rates) for rates in swept)) else None
 
 
 def ranked(result: Result, place: tuple[int, str]) -> list[tuple[str, str, float]]:

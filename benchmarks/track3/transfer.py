@@ -23,7 +23,7 @@ from benchmarks.track3.arms import ARMS, FREE, MUP, PLAIN, QUOTIENT, Arm
 from benchmarks.track3.runs import WARMUP, Task
 from examples import cli, report, starts, study
 from examples.starts import STARTS
-from examples.sweep import Result, climb, key, save
+from examples.sweep import Result, best_for_all, climb, key, save
 
 NAME = "transfer"
 SIZES = (64, 128, 256, 512)
@@ -124,9 +124,10 @@ def section(result: Result) -> str:
     about = (
         f"A Llama on bytes of text, {STEPS} steps, decay {DECAY}, one seed ({SEED}), rates {RATIO:g}-fold apart; "
         f"float32, {result['machine']}. *Moved*: the best rate of the widest network done over that of the narrowest. "
-        "*Cost*: what the narrowest network's best rate adds to the widest one's least loss, in nats per byte."
+        "*Cost*: what the narrowest network's best rate adds to the widest one's least loss, in nats per byte. *One "
+        "rate*: that which serves all widths best, and the most that it adds to the least loss of one of them."
     )
-    heads = ["setting", "optimizer", *(f"d = {size}" for size in SIZES), "moved", "cost"]
+    heads = ["setting", "optimizer", *(f"d = {size}" for size in SIZES), "moved", "cost", "one rate"]
     lines = [heads, ["---"] * len(heads), *_rows(result)]
     return about + "\n\n" + "\n".join(f"| {' | '.join(row)} |" for row in lines)
 
@@ -141,12 +142,13 @@ def _rows(result: Result) -> Iterator[list[str]]:
             for size in SIZES:
                 of_size = losses(result, setting, size, arm)
                 shown.append(f"{min(of_size.values()):.3f} at {_at(of_size):g}" if size in done else "not run")
-            moved, cost = ("–", "–")
+            moved, cost, one = ("–", "–", "–")
             if len(done) > 1:
                 narrow, wide = (losses(result, setting, size, arm) for size in (done[0], done[-1]))
                 moved = f"{_at(wide) / _at(narrow):.2g}"
                 cost = f"{wide.get(_at(narrow), math.nan) - min(wide.values()):.3f}"
-            yield [setting.text, arm, *shown, moved, cost]
+                one = "{:g}, {:.3f}".format(*best_for_all([losses(result, setting, size, arm) for size in done]))
+            yield [setting.text, arm, *shown, moved, cost, one]
 
 
 def _at(of_size: Mapping[float, float]) -> float:

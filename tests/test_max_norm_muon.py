@@ -152,7 +152,10 @@ def test_a_path_in_both_mappings_is_refused() -> None:
     assert "remedy:" in str(error.value)
 
 
-@pytest.mark.parametrize("mappings", [({"w": "a token"},), ({"v": "_ neuron"}, {"w": "a token"})], ids=str)
+@pytest.mark.parametrize(
+    "mappings", [({"w": "a token"},), ({"v": "_ neuron"}, {"w": "a token"}), ({"v": "_ neuron"}, {"w": "_ _"})],
+    ids=str,
+)  # fmt: skip
 def test_tokens_without_vectors_are_refused(mappings: Any) -> None:
     params = {"w": jnp.ones((4, 4)), "v": jnp.ones((2, 2)), "shift": jnp.ones((2, 3))}
     with pytest.raises(ValueError, match="the tokens of 'w' have no vectors") as error:
@@ -160,8 +163,10 @@ def test_tokens_without_vectors_are_refused(mappings: Any) -> None:
     assert 'write "_ token"' in str(error.value)
 
 
-@pytest.mark.parametrize("mappings", [(["w"],), ({"w": "_ neuron"}, ["v"])], ids=str)
-def test_lists_in_place_of_mappings_are_refused(mappings: Any) -> None:
-    with pytest.raises(ValueError, match="max_norm_muon") as error:
+@pytest.mark.parametrize(
+    ("argument", "mappings"), [("neurons", (["w"],)), ("embeddings", ({"w": "_ neuron"}, ["v"]))], ids=str
+)
+def test_lists_in_place_of_mappings_are_refused(argument: str, mappings: Any) -> None:
+    with pytest.raises(ValueError, match=f"max_norm_muon: no blocks in '{argument}'") as error:
         go.max_norm_muon(0.1, NO_GAUGE, *mappings)
-    assert "remedy:" in str(error.value)
+    assert f"write {argument}=" in str(error.value)

@@ -109,7 +109,7 @@ def test_the_lead_is_the_committed_comparison() -> None:
     claims = (
         f"ends {-max(scores):.1f} to {-min(scores):.1f} standard errors below Muon",
         f"lowest in {sum(x < 0 for x in ahead)} of {len(ahead)} places and within {max(ahead):.3f} of the lowest",
-        f"One rate, {rate:g}, adds at most {cost:.2f} nats to its best loss anywhere",
+        f"One rate, {rate:g}, adds at most {cost:.2f} nats to its best loss in any of them",
         f"AdamW's best single rate adds up to {theirs[1]:.2f}",
     )
     text = " ".join(README.split())

@@ -243,7 +243,9 @@ def section(result: Result) -> str:
         f"byte; float32, {result['machine']}. A rotational arm turns each neuron of attention and MLP by the rate a "
         "step, at the norm it starts with; *free* is `pin=False`, and *both* is pinned where the arm is not a kind of "
         "Muon. max_norm_muon on the quotient is the public function. – is not compared. *, an end*: the best rate is "
-        "the last that the sweep may try."
+        "the last that the sweep may try. What max_norm_muon does with tokens was chosen among about thirty variants "
+        "at these sizes and starts, with seeds 42 and 142, at a rate of 0.04; seed 242 had no part in it. No other arm "
+        "was changed."
     )
     parts = [about]
     for size in STEPS:

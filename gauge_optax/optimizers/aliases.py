@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import optax
 
-from gauge_optax.binding import Axes, binding_error, is_empty, leaves_by_path, with_leaves
+from gauge_optax.binding import Axes, binding_error, block_specs, is_empty, leaves_by_path, with_leaves
 from gauge_optax.gauges.gauge import Gauge, Gauges, Product, product
 from gauge_optax.gauges.matrices import TOKEN, Matrices, neuron_matrices
 from gauge_optax.linalg import Coefficients
@@ -503,10 +503,10 @@ def max_norm_muon(
     name = "max_norm_muon"
     group = _group(name, learning_rate, gauges)
     tables = {} if embeddings is None else embeddings
-    mappings: tuple[Any, ...] = neurons, tables
-    for mapping in mappings:
+    arguments: dict[str, Any] = {"neurons": neurons, "embeddings": tables}
+    for argument, mapping in arguments.items():
         if not isinstance(mapping, Mapping):
-            vectors.parse(name, mapping, sizes)  # raises
+            block_specs(name, argument, mapping)  # raises
     if both := neurons.keys() & tables.keys():
         raise binding_error(
             name, f"'{min(both)}' in two mappings", "neurons and embeddings", "one of them",
@@ -538,7 +538,7 @@ def max_norm_muon(
 
     def tokens(params: Any) -> list[str]:
         listed = [selection for selection in vectors.resolve(name, specs, params) if of_tokens(selection)]
-        for block in (selection.block for selection in listed if not selection.axes):
+        for block in (x.block for x in listed if not 0 < len(x.axes) < len(x.block.view_shape)):
             raise binding_error(
                 name, f"the tokens of '{block.path}' have no vectors", f"axes \"{block.axes}\"",
                 "'_' for the entries of a token's vector, beside the name that counts tokens",
@@ -550,7 +550,7 @@ def max_norm_muon(
     tail = optax.add_decayed_weights(weight_decay, weight_decay_mask), scale
     adam_rate = _half(learning_rate) if adam_learning_rate is None else adam_learning_rate
     adam = optax.adamw(adam_rate, adam_b1, adam_b2, eps, adam_eps_root, mu_dtype, adam_weight_decay, nesterov=nesterov)
-    inner = muon(matrices, polar, nesterov, mu_dtype, tail, adam, tokens, scale)
+    inner = muon(matrices, polar, nesterov, mu_dtype, tail, adam, (tokens, scale))
 
     # The loss sees an unembedding's tokens up to one common vector, so that a bound on their norms would depend on it.
     def measure(selection: vectors.Selection) -> Measure:

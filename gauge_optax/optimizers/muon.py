@@ -36,8 +36,7 @@ def muon(
     mu_dtype: Any,
     matrix_tail: tuple[optax.GradientTransformation, ...],
     adam: optax.GradientTransformation,
-    momentum: Callable[[Any], Collection[str]] | None = None,
-    momentum_rate: optax.GradientTransformation | None = None,
+    momentum: tuple[Callable[[Any], Collection[str]], optax.GradientTransformation] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Polar factors for matrices, momentum for the leaves that are named, Adam for all others.
 
@@ -48,8 +47,8 @@ def muon(
       mu_dtype: dtype of their first moment.
       matrix_tail: their decay and learning rate: what follows the polar factor in a chain.
       adam: the optimizer of every other leaf.
-      momentum: params → paths of the leaves that are stepped by their momentum, of whatever size; None for none.
-      momentum_rate: their learning rate. They have no decay, which would not be in proportion to such a step.
+      momentum: params → paths of the leaves that are stepped by their momentum, and their learning rate; None for no
+        such leaves. They have no decay, which would not be in proportion to a momentum: that has the size of gradients.
 
     Returns:
       A whole optimizer.
@@ -61,9 +60,10 @@ def muon(
         head_polar = scale_by_head_polar(polar, read, nesterov, mu_dtype)
         rules = {"muon": optax.chain(head_polar, *matrix_tail), "adam": adam}
         labels = dict.fromkeys(read, "muon")
-        if momentum is not None and momentum_rate is not None:
-            rules["momentum"] = optax.chain(optax.trace(polar.beta, nesterov, mu_dtype), momentum_rate)
-            labels |= dict.fromkeys(() if is_empty(params) else momentum(params), "momentum")
+        if momentum is not None:
+            paths, rate = momentum
+            rules["momentum"] = optax.chain(optax.trace(polar.beta, nesterov, mu_dtype), rate)
+            labels |= dict.fromkeys(() if is_empty(params) else paths(params), "momentum")
         return optax.partition(rules, with_leaves(jax.tree.map(lambda _: "adam", params), labels))
 
     def update_fn(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:

@@ -146,6 +146,7 @@ def test_the_ladder_finds_the_fewest_steps() -> None:
     result, _ = filled(plain, ladder=True)
     assert track3.fewest(result, MUON) == (283, None)
     assert track3.fewest(result, plain[0]) == (476, None)
+    assert "| Muon (plain) | 283 | not run | not run |" in track3.section(result)
 
 
 def test_the_table_has_scores_and_a_sentence(tmp_path: Any) -> None:

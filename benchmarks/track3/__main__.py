@@ -41,7 +41,7 @@ RATIO, MOST = 2.5, 5  # of neighbouring rates; how many on either side of the mi
 DECAYS = (0.0, 0.1, 0.4)
 DECAY = 0.1  # while rates are swept
 LONGEST = 2  # times the usual number of steps
-LADDER = tuple(2 ** (k / 4) for k in range(-4, 5))  # of steps, relative to the usual number
+LADDER = tuple(2 ** (k / 4) for k in range(-8, 5))  # of steps, relative to the usual number
 SIGNIFICANT = 3.09  # standard errors: p < 0.001, one-sided
 
 Cell = tuple[int, str, str, str, int, float, float, int]
@@ -207,9 +207,8 @@ def fewest(result: Result, group: Group) -> tuple[int | None, int | None]:
         return None, None
     rungs = [round(STEPS[group.size] * x) for x in LADDER]
     least, below, above = None, -1, len(rungs)  # rungs known to fail are up to `below`, to pass from `above` on
+    middle = LADDER.index(1.0)  # which every arm has run
     while above - below > 1:
-        # First the usual number of steps, which every arm has run; then halving.
-        middle = (below + above) // 2
         losses = losses_of(result, group, *pair, rungs[middle])
         if len(losses) < len(result["seeds"]):
             return least, rungs[middle]
@@ -217,6 +216,7 @@ def fewest(result: Result, group: Group) -> tuple[int | None, int | None]:
             least, above = rungs[middle], middle
         else:
             below = middle
+        middle = (below + above) // 2
     return least, None
 
 
@@ -256,7 +256,39 @@ def section(result: Result) -> str:
                 lines = [f"| {' | '.join(row)} |" for row in (heads, ["---"] * len(heads), *rows)]
                 spread = sigma(result, size)
                 parts.append(f"**d = {size}, {STEPS[size]} steps, {start}** (σ = {spread:.4f})\n\n" + "\n".join(lines))
-    return "\n\n".join([*parts, *sentences(result)])
+    return "\n\n".join([*parts, *ladders(result), *sentences(result)])
+
+
+def ladders(result: Result) -> Iterator[str]:
+    """A table per size: the fewest steps to the target, for what has climbed the ladder."""
+    for size, usual in STEPS.items():
+        aim = target(result, size)
+        if aim is None:
+            continue
+        lines = []
+        for arm, way in dict.fromkeys((group.arm, group.way) for group in groups([size])):
+            found = [_fewest(result, Group(size, start, arm, way)) for start in STARTS]
+            if set(found) != {"not run"}:
+                lines.append([f"{arm} ({way})", *found])
+        if lines:
+            about = (
+                f"**Fewest steps at d = {size}** to the mean loss of AdamW from {STARTS[0]} in {usual} steps, "
+                f"{aim[0]:.4f}: the mean of the seeds is below it by {SIGNIFICANT} standard errors. Rate and decay are the "
+                f"best of {usual} steps, and the cosine ends with the run. Numbers of steps are a factor of 2^(1/4) "
+                f"apart, from {round(usual * LADDER[0])} to {round(usual * LADDER[-1])}."
+            )
+            rows = [["optimizer", *STARTS], ["---"] * (1 + len(STARTS)), *lines]
+            yield about + "\n\n" + "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def _fewest(result: Result, group: Group) -> str:
+    """For the table."""
+    if at_best(result, group) is None:
+        return "not run"
+    steps, untried = fewest(result, group)
+    if untried is not None:
+        return "not run"
+    return f"> {round(STEPS[group.size] * LADDER[-1])}" if steps is None else str(steps)
 
 
 def _rows(result: Result, size: int, start: str) -> Iterator[list[str]]:

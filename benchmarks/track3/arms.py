@@ -80,6 +80,21 @@ MUP = Arm(_plain(of.mup_adamw), ADAM, (PLAIN,), start=of.mup_start)
 """AdamW by muP's rules: at a width of 64 it is AdamW."""
 
 
+def _falling_rate(rate: Rate, decay: jax.Array, gauges: Gauges) -> Link:
+    def of_width(params: Any) -> Link:
+        factor = (of.MUP_WIDTH / params["embed"]["embedding"].shape[1]) ** 0.5
+        return _max_norm_muon(lambda n: factor * rate(n), decay, gauges)
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        return of_width(params).update(updates, state, params)
+
+    return optax.GradientTransformation(lambda params: of_width(params).init(params), update)
+
+
+FALLING = Arm(_falling_rate, MUON, (PLAIN,))
+"""`max_norm_muon` with every rate times √(64/d): at a width of 64 it is `max_norm_muon`."""
+
+
 def optimizer(arm: Arm, way: str, rate: Rate, decay: jax.Array, gauges: Gauges) -> optax.GradientTransformation:
     """An arm, run in one of the five ways.
 

@@ -19,7 +19,7 @@ import jax
 from matplotlib.ticker import NullFormatter
 from tqdm import tqdm
 
-from benchmarks.track3.arms import ARMS, FREE, MUP, PLAIN, QUOTIENT, Arm
+from benchmarks.track3.arms import ARMS, FALLING, FREE, MUP, PLAIN, QUOTIENT, Arm
 from benchmarks.track3.runs import WARMUP, Task
 from examples import cli, report, starts, study
 from examples.starts import STARTS
@@ -37,6 +37,7 @@ COMPARED: Mapping[str, tuple[Arm, str]] = {
     "quotient(Muon)": (ARMS["Muon"], FREE),
     "max_norm(Muon)": (ARMS["Muon, max_norm"], PLAIN),
     "max_norm_muon": (ARMS["max_norm_muon"], FREE),
+    "max_norm_muon, rate/√d": (FALLING, PLAIN),
     "symmetry-compatible": (ARMS["symmetry-compatible"], PLAIN),
 }
 
@@ -125,7 +126,8 @@ def section(result: Result) -> str:
         f"A Llama on bytes of text, {STEPS} steps, decay {DECAY}, one seed ({SEED}), rates {RATIO:g}-fold apart; "
         f"float32, {result['machine']}. *Moved*: the best rate of the widest network done over that of the narrowest. "
         "*Cost*: what the narrowest network's best rate adds to the widest one's least loss, in nats per byte. *One "
-        "rate*: that which serves all widths best, and the most that it adds to the least loss of one of them."
+        "rate*: that which serves all widths best, and the most that it adds to the least loss of one of them. *rate/√d* "
+        "runs at √(64/d) times the rates that the table shows."
     )
     heads = ["setting", "optimizer", *(f"d = {size}" for size in SIZES), "moved", "cost", "one rate"]
     lines = [heads, ["---"] * len(heads), *_rows(result)]

@@ -273,9 +273,9 @@ def ladders(result: Result) -> Iterator[str]:
         if lines:
             about = (
                 f"**Fewest steps at d = {size}** to the mean loss of AdamW from {STARTS[0]} in {usual} steps, "
-                f"{aim[0]:.4f}: the mean of the seeds is below it by {SIGNIFICANT} standard errors. Rate and decay are the "
-                f"best of {usual} steps, and the cosine ends with the run. Numbers of steps are a factor of 2^(1/4) "
-                f"apart, from {round(usual * LADDER[0])} to {round(usual * LADDER[-1])}."
+                f"{aim[0]:.4f}: the mean of the seeds is below it by {SIGNIFICANT} standard errors. Rate and decay are "
+                f"the best of {usual} steps, and the cosine ends with the run. Numbers of steps are a factor of "
+                f"2^(1/4) apart, from {round(usual * LADDER[0])} to {round(usual * LADDER[-1])}."
             )
             rows = [["optimizer", *STARTS], ["---"] * (1 + len(STARTS)), *lines]
             yield about + "\n\n" + "\n".join(f"| {' | '.join(row)} |" for row in rows)

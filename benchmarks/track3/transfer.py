@@ -126,8 +126,8 @@ def section(result: Result) -> str:
         f"A Llama on bytes of text, {STEPS} steps, decay {DECAY}, one seed ({SEED}), rates {RATIO:g}-fold apart; "
         f"float32, {result['machine']}. *Moved*: the best rate of the widest network done over that of the narrowest. "
         "*Cost*: what the narrowest network's best rate adds to the widest one's least loss, in nats per byte. *One "
-        "rate*: that which serves all widths best, and the most that it adds to the least loss of one of them. *rate/√d* "
-        "runs at √(64/d) times the rates that the table shows."
+        "rate*: that which serves all widths best, and the most that it adds to the least loss of one of them. "
+        "*rate/√d* runs at √(64/d) times the rates that the table shows."
     )
     heads = ["setting", "optimizer", *(f"d = {size}" for size in SIZES), "moved", "cost", "one rate"]
     lines = [heads, ["---"] * len(heads), *_rows(result)]

@@ -1,5 +1,6 @@
 """The comparison of optimizers: its links do what they say, and its sweeps end where they should."""
 
+import importlib.util
 import math
 from typing import Any
 
@@ -40,8 +41,9 @@ def ways(arm: str) -> list[Any]:
 @pytest.mark.parametrize(("arm", "way"), [case for arm in arms.ARMS for case in ways(arm)])
 def test_every_arm_lowers_the_loss(arm: str, way: str) -> None:
     """Five steps on one batch, with kernels of zeros among them."""
-    if arm == "PSGD Kron":
-        pytest.importorskip("psgd_jax", reason="the extra `peers` is not installed")
+    # Not `importorskip`: of itself the package imports a module that Optax no longer has, which the arm stands in for.
+    if arm == "PSGD Kron" and importlib.util.find_spec("psgd_jax") is None:
+        pytest.skip("the extra `peers` is not installed")
     params, loss = lm.params_and_loss(CONFIG, jax.random.key(0))
     params["blocks"][0]["attn"]["out"]["kernel"] *= 0.0
     tokens = jax.random.randint(jax.random.key(1), (4, 6), 0, CONFIG.vocab)

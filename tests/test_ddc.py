@@ -62,8 +62,8 @@ def _check(name: str, dtype: str, mode: str, params: Tree, slack: float = 1.0) -
 SLACK = {("llama_bias", "float32", "log"): 2.0, ("llama_bias", "float32", "per_head_scalar"): 2.5}
 """Of the tolerances of float32, where Adam divides the gradient of a query's bias that starts at zero by its own size.
 
-`log`: 8e-4 at that bias and 1.2e-4 of the loss, four to five times what an ulp of the start does. `per_head_scalar`: six
-elements end 3e-6 to 1.1e-4 apart and 5e-7 to 3.1e-5 of the loss, by luck of rounding. In float64 both hold 1e-10.
+`log`: 8e-4 at that bias and 1.2e-4 of the loss, four to five times what an ulp of the start does. `per_head_scalar`:
+six elements end 3e-6 to 1.1e-4 apart and 5e-7 to 3.1e-5 of the loss, by luck of rounding. In float64 both hold 1e-10.
 """
 
 @pytest.mark.parametrize("mode", [pytest.param(m, marks=() if m in QUICK else pytest.mark.slow) for m in MODES])

@@ -66,6 +66,7 @@ SLACK = {("llama_bias", "float32", "log"): 2.0, ("llama_bias", "float32", "per_h
 six elements end 3e-6 to 1.1e-4 apart and 5e-7 to 3.1e-5 of the loss, by luck of rounding. In float64 both hold 1e-10.
 """
 
+
 @pytest.mark.parametrize("mode", [pytest.param(m, marks=() if m in QUICK else pytest.mark.slow) for m in MODES])
 @pytest.mark.parametrize(("name", "dtype"), [
     ("gpt", "float64"), *(pytest.param(name, dtype, marks=pytest.mark.slow) for name, dtype in

@@ -283,10 +283,8 @@ def ladders(result: Result) -> Iterator[str]:
 
 def _fewest(result: Result, group: Group) -> str:
     """For the table."""
-    if at_best(result, group) is None:
-        return "not run"
     steps, untried = fewest(result, group)
-    if untried is not None:
+    if at_best(result, group) is None or untried is not None:
         return "not run"
     return f"> {round(STEPS[group.size] * LADDER[-1])}" if steps is None else str(steps)
 

@@ -82,7 +82,7 @@ MUP = Arm(_plain(of.mup_adamw), ADAM, (PLAIN,), start=of.mup_start)
 
 def _falling_rate(rate: Rate, decay: jax.Array, gauges: Gauges) -> Link:
     def of_width(params: Any) -> Link:
-        factor = (of.MUP_WIDTH / params["embed"]["embedding"].shape[1]) ** 0.5
+        factor = (of.BASE_WIDTH / params["embed"]["embedding"].shape[1]) ** 0.5
         return _max_norm_muon(lambda n: factor * rate(n), decay, gauges)
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:

@@ -197,7 +197,8 @@ def adamw(rate: Rate, decay: jax.Array) -> Link:
     return optax.adamw(rate, b2=0.95, weight_decay=decay)
 
 
-MUP_WIDTH = 64
+BASE_WIDTH = 64
+"""The width at which a rate that depends on the width is the swept rate itself."""
 
 
 def mup_adamw(rate: Rate, decay: jax.Array) -> Link:
@@ -211,7 +212,7 @@ def mup_adamw(rate: Rate, decay: jax.Array) -> Link:
         width = params["embed"]["embedding"].shape[1]
 
         def one(path: Any, x: jax.Array) -> jax.Array:
-            return x * (MUP_WIDTH / width) if joined(path).endswith("kernel") else x
+            return x * (BASE_WIDTH / width) if joined(path).endswith("kernel") else x
 
         return jax.tree_util.tree_map_with_path(one, updates)
 
@@ -226,7 +227,7 @@ def mup_start(params: Tree, start: str) -> Tree:
     if start != "lecun":
         return params
     width = params["embed"]["embedding"].shape[1]
-    return params | {"lm_head": {"kernel": params["lm_head"]["kernel"] * (MUP_WIDTH / width) ** 0.5}}
+    return params | {"lm_head": {"kernel": params["lm_head"]["kernel"] * (BASE_WIDTH / width) ** 0.5}}
 
 
 def muon_like(

@@ -17,7 +17,7 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from gauge_optax.binding import binding_error
+from gauge_optax.errors import binding_error
 
 T = TypeVar("T")
 Scalar = float | jax.Array

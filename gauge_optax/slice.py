@@ -34,9 +34,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from gauge_optax.binding import Block, binding_error, leaf_shape, leaves_by_path, overlap, with_leaves
+from gauge_optax.binding import Block, leaf_shape, leaves_by_path, overlap, with_leaves
 from gauge_optax.binding.bind import require_no_absent_leaf
 from gauge_optax.binding.paths import match, shown_and_hidden
+from gauge_optax.errors import binding_error
 from gauge_optax.gauges.instance import Anchor, Arrays, Instance, Turn
 from gauge_optax.linalg import real_dtype, roundoff
 from gauge_optax.xla import recomputed_after

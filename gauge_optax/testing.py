@@ -15,7 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from gauge_optax.binding import binding_error, leaves_by_path, match
+from gauge_optax.binding import leaves_by_path, match
+from gauge_optax.errors import binding_error
 from gauge_optax.gauges.gauge import Gauge, Gauges, Product, product
 from gauge_optax.transformation import require_key
 from gauge_optax.xla import quick_options

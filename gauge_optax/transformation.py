@@ -16,7 +16,8 @@ import numpy as np
 import optax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from gauge_optax.binding import binding_error, is_empty, leaves_by_path, with_leaves
+from gauge_optax.binding import is_empty, leaves_by_path, with_leaves
+from gauge_optax.errors import binding_error
 from gauge_optax.linalg import real_dtype
 from gauge_optax.xla import quick_options
 

@@ -26,7 +26,6 @@ from gauge_optax.binding import (
     BlockSpec,
     bind,
     bind_leaf,
-    binding_error,
     block_specs,
     check_specs,
     frozen_sizes,
@@ -38,6 +37,7 @@ from gauge_optax.binding import (
     overlap,
     with_leaves,
 )
+from gauge_optax.errors import binding_error
 
 FOUR_PARTS = re.compile(r"\w+: [^\n]*['\"][^\n]*\n  found:    \S[^\n]*\n  expected: \S[^\n]*\n  remedy:   \S[^\n]*")
 

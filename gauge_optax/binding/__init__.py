@@ -3,7 +3,6 @@
 from gauge_optax.binding.bind import Binding, Instance, bind, instance_key
 from gauge_optax.binding.blocks import Block, bind_leaf, overlap
 from gauge_optax.binding.paths import (
-    binding_error,
     hidden_match,
     hidden_paths,
     is_empty,
@@ -16,7 +15,7 @@ from gauge_optax.binding.paths import (
 from gauge_optax.binding.specs import Axes, BlockSpec, block_specs, check_specs, frozen_sizes, group_axes
 
 __all__ = [
-    "Axes", "Binding", "Block", "BlockSpec", "Instance", "bind", "bind_leaf", "binding_error", "block_specs",
+    "Axes", "Binding", "Block", "BlockSpec", "Instance", "bind", "bind_leaf", "block_specs",
     "check_specs", "frozen_sizes", "group_axes", "hidden_match", "hidden_paths", "instance_key", "is_empty",
     "leaf_shape", "leaves_by_path", "match", "nearest", "overlap", "with_leaves",
 ]  # fmt: skip

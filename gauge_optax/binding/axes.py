@@ -16,7 +16,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
-from gauge_optax.binding.paths import binding_error
+from gauge_optax.errors import binding_error
 
 # Nine digits at most: Python refuses to convert very long numbers, with an error that does not name the axes string.
 _NUMBER = "[0-9]{1,9}"

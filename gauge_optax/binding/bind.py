@@ -19,7 +19,6 @@ import jax.numpy as jnp
 from gauge_optax.binding.axes import Site, parse_axes, solve_lengths
 from gauge_optax.binding.blocks import Block, overlap, resolve_block
 from gauge_optax.binding.paths import (
-    binding_error,
     captures_of,
     hidden_match,
     leaf_shape,
@@ -29,6 +28,7 @@ from gauge_optax.binding.paths import (
     shown_and_hidden,
 )
 from gauge_optax.binding.specs import BlockSpec, Sizes, check_specs, group_axes
+from gauge_optax.errors import binding_error
 
 
 @dataclasses.dataclass(frozen=True)

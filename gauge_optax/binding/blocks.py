@@ -14,8 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from gauge_optax.binding.axes import Ranges, Site, parse_axes, solve_lengths
-from gauge_optax.binding.paths import binding_error, match
+from gauge_optax.binding.paths import match
 from gauge_optax.binding.specs import BlockSpec
+from gauge_optax.errors import binding_error
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,7 +3,8 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from gauge_optax.binding.paths import binding_error, leaf_shape, leaves_by_path, match, no_match, with_leaves
+from gauge_optax.binding.paths import leaf_shape, leaves_by_path, match, no_match, with_leaves
+from gauge_optax.errors import binding_error
 
 _NO_DEFAULT = object()  # None is a value that a user may want
 

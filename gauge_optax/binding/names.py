@@ -11,8 +11,9 @@ from typing import Any
 
 import jax
 
-from gauge_optax.binding.paths import binding_error, leaves_by_path, match, no_match
+from gauge_optax.binding.paths import leaves_by_path, match, no_match
 from gauge_optax.binding.specs import Axes
+from gauge_optax.errors import binding_error
 
 _NNX_METADATA = ("out_sharding", "sharding_names", "sharding")  # the keys of one thing, by version
 

@@ -8,7 +8,8 @@ import operator
 from collections.abc import Mapping, Sequence
 
 from gauge_optax.binding.axes import parse_axes
-from gauge_optax.binding.paths import binding_error, captures_of, compile_pattern
+from gauge_optax.binding.paths import captures_of, compile_pattern
+from gauge_optax.errors import binding_error
 
 Axes = str | tuple[str, ...]
 Sizes = tuple[tuple[str, int], ...]

@@ -8,8 +8,9 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from gauge_optax.binding import binding_error, leaf_shape, leaves_by_path, match
+from gauge_optax.binding import leaf_shape, leaves_by_path, match
 from gauge_optax.binding.axes import Part, parse_axes
+from gauge_optax.errors import binding_error
 from gauge_optax.gauges.absorption import bias_absorption
 from gauge_optax.gauges.embedding_shift import embedding_shift
 from gauge_optax.gauges.gauge import Gauge

@@ -12,9 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gauge_optax.binding import binding_error, leaves_by_path
+from gauge_optax.binding import leaves_by_path
 from gauge_optax.discovery.sketch import Leaves
 from gauge_optax.discovery.trace import called_jaxpr, source
+from gauge_optax.errors import binding_error
 
 Outputs = Literal["logits", "logprobs", "loss"]
 _OUTPUTS = get_args(Outputs)

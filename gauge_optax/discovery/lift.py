@@ -16,9 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from gauge_optax.binding import binding_error
 from gauge_optax.discovery.sketch import Function, Leaves
 from gauge_optax.discovery.trace import called_jaxpr, source
+from gauge_optax.errors import binding_error
 
 _LEAVES, _BATCH, _DRAWN = 1, 2, 4  # marks: what a value depends on; the third is noise from a captured key
 _DRAWS = ("random_bits", "threefry2x32", "rng_bit_generator", "rng_uniform")

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from tqdm import tqdm
 
-from gauge_optax.binding import binding_error, leaves_by_path, with_leaves
+from gauge_optax.binding import leaves_by_path, with_leaves
 from gauge_optax.discovery import checks, search
 from gauge_optax.discovery.calls import Call, merge_layers
 from gauge_optax.discovery.certificate import certified
@@ -27,6 +27,7 @@ from gauge_optax.discovery.sketch import Function, Gradients, Leaves, generic_po
 from gauge_optax.discovery.stream import rotation_call, stream_rotations
 from gauge_optax.discovery.trace import Trace, walk
 from gauge_optax.discovery.write import Unwritable, shift_call, write_shift_calls, written
+from gauge_optax.errors import binding_error
 from gauge_optax.gauges.gauge import Gauge
 from gauge_optax.measure.census import Census
 

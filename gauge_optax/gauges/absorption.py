@@ -17,7 +17,8 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from gauge_optax.binding import Axes, Block, binding_error
+from gauge_optax.binding import Axes, Block
+from gauge_optax.errors import binding_error
 from gauge_optax.gauges.gauge import BlockGauge, block_gauge
 from gauge_optax.gauges.instance import Additive, Anchor, Arrays, Effect
 from gauge_optax.linalg import HIGHEST, real_dtype

@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Var
 
-from gauge_optax.binding import Block, binding_error, leaves_by_path, with_leaves
+from gauge_optax.binding import Block, leaves_by_path, with_leaves
+from gauge_optax.errors import binding_error
 from gauge_optax.gauges.instance import Anchor, Arrays, Effect, Instance
 
 

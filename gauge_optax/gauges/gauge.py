@@ -28,7 +28,6 @@ from gauge_optax.binding import (
     BlockSpec,
     bind,
     bind_leaf,
-    binding_error,
     block_specs,
     check_specs,
     frozen_sizes,
@@ -37,6 +36,7 @@ from gauge_optax.binding import (
     leaves_by_path,
     with_leaves,
 )
+from gauge_optax.errors import binding_error
 from gauge_optax.gauges.by_action import ActionInstance
 from gauge_optax.gauges.instance import Effect
 from gauge_optax.gauges.matrices import matrices_of, optax_axes

@@ -22,7 +22,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gauge_optax.binding import Block, BlockSpec, binding_error, overlap
+from gauge_optax.binding import Block, BlockSpec, overlap
+from gauge_optax.errors import binding_error
 from gauge_optax.gauges.matrices import Matrices
 from gauge_optax.linalg import real_dtype, safe_divide
 

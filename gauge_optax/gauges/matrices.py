@@ -13,7 +13,8 @@ from typing import Any
 
 import jax
 
-from gauge_optax.binding import Block, binding_error
+from gauge_optax.binding import Block
+from gauge_optax.errors import binding_error
 
 BASIS, HEAD, TOKEN = "basis", "head", "token"
 COUNTING = ("layer", "expert")  # names of axes that count matrices where the axes of neurons say what a matrix is

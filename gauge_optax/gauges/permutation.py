@@ -24,7 +24,8 @@ import jax.numpy as jnp
 import numpy as np
 from scipy.optimize import linear_sum_assignment
 
-from gauge_optax.binding import Axes, Block, binding_error, group_axes, overlap
+from gauge_optax.binding import Axes, Block, group_axes, overlap
+from gauge_optax.errors import binding_error
 from gauge_optax.gauges.gauge import BlockGauge, block_gauge
 from gauge_optax.gauges.instance import Arrays, Effect, Instance, apart_from
 from gauge_optax.linalg import matmul, real_dtype, safe_divide, transpose

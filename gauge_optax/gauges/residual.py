@@ -28,7 +28,8 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from gauge_optax.binding import Axes, Block, binding_error, overlap
+from gauge_optax.binding import Axes, Block, overlap
+from gauge_optax.errors import binding_error
 from gauge_optax.gauges.gauge import BlockGauge, Gauges, block_gauge, product
 from gauge_optax.gauges.hadamard import hadamard_with_ones, randomized_hadamard
 from gauge_optax.gauges.heads import BASIS, Heads

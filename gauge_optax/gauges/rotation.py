@@ -23,7 +23,8 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from gauge_optax.binding import Axes, Block, binding_error
+from gauge_optax.binding import Axes, Block
+from gauge_optax.errors import binding_error
 from gauge_optax.gauges.gauge import BlockGauge, block_gauge
 from gauge_optax.gauges.hadamard import randomized_hadamard
 from gauge_optax.gauges.heads import BASIS, Heads, by_size, stack_heads, unstack_heads

@@ -20,7 +20,8 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from gauge_optax.binding import Axes, Block, binding_error
+from gauge_optax.binding import Axes, Block
+from gauge_optax.errors import binding_error
 from gauge_optax.gauges.gauge import BlockGauge, block_gauge
 from gauge_optax.gauges.instance import Additive, Anchor, Arrays, Effect, Instance
 from gauge_optax.gauges.matrices import HEAD, Matrices, channel_matrices

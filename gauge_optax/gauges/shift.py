@@ -17,8 +17,9 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from gauge_optax.binding import Axes, Block, BlockSpec, binding_error, instance_key, overlap
+from gauge_optax.binding import Axes, Block, BlockSpec, instance_key, overlap
 from gauge_optax.binding.axes import parse_axes
+from gauge_optax.errors import binding_error
 from gauge_optax.gauges.gauge import BlockGauge, block_gauge
 from gauge_optax.gauges.instance import Additive, Arrays, Effect
 from gauge_optax.linalg import real_dtype

@@ -14,7 +14,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from gauge_optax.binding import binding_error, with_leaves
+from gauge_optax.binding import with_leaves
+from gauge_optax.errors import binding_error
 from gauge_optax.gauges.gauge import Product
 from gauge_optax.slice import Slice
 

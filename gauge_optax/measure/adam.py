@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from gauge_optax.binding import binding_error
+from gauge_optax.errors import binding_error
 from gauge_optax.linalg import real_dtype
 
 

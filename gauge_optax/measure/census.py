@@ -16,11 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
-from gauge_optax.binding import binding_error, leaves_by_path, with_leaves
+from gauge_optax.binding import leaves_by_path, with_leaves
 from gauge_optax.discovery import checks
 from gauge_optax.discovery.checks import Outputs
 from gauge_optax.discovery.lift import in_double
 from gauge_optax.discovery.trace import walk
+from gauge_optax.errors import binding_error
 from gauge_optax.gauges.gauge import Gauge, Gauges, product
 from gauge_optax.measure.blocks import BlockCount, Span, blocks_of, null_space, rows_of, unexplained_in, upper_bound
 

@@ -25,8 +25,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gauge_optax.binding import binding_error, leaves_by_path, with_leaves
+from gauge_optax.binding import leaves_by_path, with_leaves
 from gauge_optax.binding.paths import match
+from gauge_optax.errors import binding_error
 from gauge_optax.gauges.gauge import Gauges, Product, product
 from gauge_optax.linalg import symmetric_eigen
 from gauge_optax.measure._metric import across, across_dual, check_at, perpendicular, point_of, tangent_of

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from gauge_optax.binding import binding_error
+from gauge_optax.errors import binding_error
 from gauge_optax.gauges.gauge import Element, Gauges, product
 from gauge_optax.gauges.heads import BASIS, PLANE
 from gauge_optax.gauges.instance import Effect

@@ -17,7 +17,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gauge_optax.binding import binding_error, leaves_by_path
+from gauge_optax.binding import leaves_by_path
+from gauge_optax.errors import binding_error
 from gauge_optax.gauges.gauge import Gauges, Product, product
 from gauge_optax.measure._metric import check_at, entered, moves, perpendicular, stored
 

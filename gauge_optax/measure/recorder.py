@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from tqdm import tqdm
 
-from gauge_optax.binding import binding_error
+from gauge_optax.errors import binding_error
 
 Row = dict[str, Any]
 

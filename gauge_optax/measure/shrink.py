@@ -9,7 +9,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from gauge_optax.binding import binding_error
+from gauge_optax.errors import binding_error
 from gauge_optax.linalg import matmul, real_dtype, symmetric, transpose
 
 _NAME = "gram_evolution"

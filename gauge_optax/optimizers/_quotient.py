@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from gauge_optax.binding import binding_error, is_empty, leaves_by_path, with_leaves
+from gauge_optax.binding import is_empty, leaves_by_path, with_leaves
+from gauge_optax.errors import binding_error
 from gauge_optax.gauges.gauge import Gauges, Product, product
 from gauge_optax.optimizers.decay import decayed_leaves, require_whole_gauges
 from gauge_optax.slice import Frame, Slice, SlicePoint, SliceTangent

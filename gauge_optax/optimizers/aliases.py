@@ -7,7 +7,8 @@ from typing import Any
 import jax
 import optax
 
-from gauge_optax.binding import Axes, binding_error, block_specs, is_empty, leaves_by_path, with_leaves
+from gauge_optax.binding import Axes, block_specs, is_empty, leaves_by_path, with_leaves
+from gauge_optax.errors import binding_error
 from gauge_optax.gauges.gauge import Gauge, Gauges, Product, product
 from gauge_optax.gauges.matrices import TOKEN, Matrices, neuron_matrices
 from gauge_optax.linalg import Coefficients

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from gauge_optax.binding import binding_error
+from gauge_optax.errors import binding_error
 from gauge_optax.transformation import checked_inner, require_choice, transformation
 from gauge_optax.xla import hashed_positions
 

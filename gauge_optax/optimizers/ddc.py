@@ -23,7 +23,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from gauge_optax.binding import Block, binding_error, leaves_by_path, overlap, with_leaves
+from gauge_optax.binding import Block, leaves_by_path, overlap, with_leaves
+from gauge_optax.errors import binding_error
 from gauge_optax.gauges.gauge import Product
 from gauge_optax.gauges.instance import Arrays
 from gauge_optax.gauges.matrices import Matrices

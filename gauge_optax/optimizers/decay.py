@@ -16,7 +16,8 @@ import numpy as np
 import optax
 from jax.extend.core import Literal
 
-from gauge_optax.binding import binding_error, leaves_by_path
+from gauge_optax.binding import leaves_by_path
+from gauge_optax.errors import binding_error
 from gauge_optax.gauges.gauge import Gauges, Product, product
 from gauge_optax.slice import Slice
 from gauge_optax.transformation import in_computing_dtype, in_dtype_of, require_choice, transformation

@@ -17,7 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from gauge_optax.binding import Axes, binding_error, overlap
+from gauge_optax.binding import Axes, overlap
+from gauge_optax.errors import binding_error
 from gauge_optax.gauges.gauge import BlockGauge, Element, Gauge, Gauges, product
 from gauge_optax.gauges.instance import Effect
 from gauge_optax.gauges.scale import keeps_product, scale_invariant

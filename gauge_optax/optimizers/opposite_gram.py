@@ -15,7 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from gauge_optax.binding import Block, binding_error, overlap
+from gauge_optax.binding import Block, overlap
+from gauge_optax.errors import binding_error
 from gauge_optax.gauges.gauge import Gauges, Product, product
 from gauge_optax.gauges.heads import BASIS
 from gauge_optax.linalg import inverse_gram

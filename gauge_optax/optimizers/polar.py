@@ -12,10 +12,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from gauge_optax.binding import BlockSpec, bind_leaf, binding_error, frozen_sizes, leaves_by_path
+from gauge_optax.binding import BlockSpec, bind_leaf, frozen_sizes, leaves_by_path
 from gauge_optax.binding.axes import parse_axes
 from gauge_optax.binding.paths import match, nearest
 from gauge_optax.binding.specs import Sizes
+from gauge_optax.errors import binding_error
 from gauge_optax.gauges.matrices import Matrices, labelled_matrices, matrices_of, matrix
 from gauge_optax.linalg import Coefficients, Schedule, ns_schedule, polar
 from gauge_optax.slice import Slice

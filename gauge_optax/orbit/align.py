@@ -23,7 +23,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from gauge_optax.binding import binding_error, leaf_shape, leaves_by_path, overlap
+from gauge_optax.binding import leaf_shape, leaves_by_path, overlap
+from gauge_optax.errors import binding_error
 from gauge_optax.gauges.gauge import Element, Gauge, Gauges, Product, product
 from gauge_optax.gauges.instance import Arrays
 from gauge_optax.linalg import real_dtype, roundoff

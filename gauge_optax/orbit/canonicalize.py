@@ -13,7 +13,8 @@ from typing import Any, Literal, TypeVar, get_args
 import jax
 import numpy as np
 
-from gauge_optax.binding import binding_error, leaves_by_path, with_leaves
+from gauge_optax.binding import leaves_by_path, with_leaves
+from gauge_optax.errors import binding_error
 from gauge_optax.gauges.gauge import Gauges, product
 from gauge_optax.slice import Slice
 

@@ -17,7 +17,8 @@ import numpy as np
 import optax
 from tqdm import tqdm
 
-from gauge_optax.binding import binding_error, leaves_by_path
+from gauge_optax.binding import leaves_by_path
+from gauge_optax.errors import binding_error
 from gauge_optax.gauges.gauge import Element, Gauge, Gauges, product
 from gauge_optax.linalg import real_dtype
 from gauge_optax.orbit.canonicalize import require_nonzero_norms

@@ -6,7 +6,8 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
-from gauge_optax.binding import binding_error, leaves_by_path, with_leaves
+from gauge_optax.binding import leaves_by_path, with_leaves
+from gauge_optax.errors import binding_error
 from gauge_optax.gauges.gauge import Gauges, product
 from gauge_optax.orbit.align import align, check_same_tree
 from gauge_optax.slice import Slice

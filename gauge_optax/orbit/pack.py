@@ -22,7 +22,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gauge_optax.binding import Block, binding_error, leaves_by_path, with_leaves
+from gauge_optax.binding import Block, leaves_by_path, with_leaves
+from gauge_optax.errors import binding_error
 from gauge_optax.gauges.gauge import Gauges, product
 from gauge_optax.gauges.instance import Arrays, Instance
 from gauge_optax.linalg import rank_cutoff

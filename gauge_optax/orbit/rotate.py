@@ -18,7 +18,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gauge_optax.binding import Block, binding_error, leaves_by_path, with_leaves
+from gauge_optax.binding import Block, leaves_by_path, with_leaves
+from gauge_optax.errors import binding_error
 from gauge_optax.gauges.gauge import Element, Gauge, Gauges, product
 from gauge_optax.linalg import noise
 from gauge_optax.orbit.canonicalize import require_nonzero_norms

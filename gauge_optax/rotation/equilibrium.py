@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from gauge_optax.binding import binding_error
+from gauge_optax.errors import binding_error
 from gauge_optax.transformation import require_choice
 
 Number = Any

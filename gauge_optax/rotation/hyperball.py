@@ -17,7 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from gauge_optax.binding import Axes, binding_error, leaves_by_path
+from gauge_optax.binding import Axes, leaves_by_path
+from gauge_optax.errors import binding_error
 from gauge_optax.linalg import safe_divide
 from gauge_optax.rotation import vectors
 from gauge_optax.rotation.vectors import Leaves, Selection

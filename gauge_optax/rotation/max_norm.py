@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from gauge_optax.binding import Axes, binding_error, leaves_by_path
+from gauge_optax.binding import Axes, leaves_by_path
+from gauge_optax.errors import binding_error
 from gauge_optax.linalg import real_dtype, safe_divide
 from gauge_optax.rotation import vectors
 from gauge_optax.rotation.vectors import Selection

@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from gauge_optax.binding import Axes, binding_error, leaves_by_path
+from gauge_optax.binding import Axes, leaves_by_path
+from gauge_optax.errors import binding_error
 from gauge_optax.linalg import safe_divide
 from gauge_optax.measure._recording import recorded
 from gauge_optax.measure.live import Figures

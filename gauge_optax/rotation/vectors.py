@@ -17,7 +17,6 @@ from gauge_optax.binding import (
     Block,
     BlockSpec,
     bind,
-    binding_error,
     block_specs,
     frozen_sizes,
     hidden_match,
@@ -27,6 +26,7 @@ from gauge_optax.binding import (
     overlap,
 )
 from gauge_optax.binding.axes import parse_axes
+from gauge_optax.errors import binding_error
 from gauge_optax.linalg import real_dtype
 from gauge_optax.transformation import in_dtype_of
 

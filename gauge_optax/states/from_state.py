@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from gauge_optax.binding import binding_error, with_leaves
+from gauge_optax.binding import with_leaves
+from gauge_optax.errors import binding_error
 from gauge_optax.gauges.gauge import Gauges, Product, product
 from gauge_optax.optimizers._quotient import QuotientState, UnpinnedState, unpinned_state
 from gauge_optax.slice import Slice

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from gauge_optax.binding import binding_error
+from gauge_optax.errors import binding_error
 from gauge_optax.linalg import matmul, transpose
 from gauge_optax.optimizers.opposite_gram import two_sides
 from gauge_optax.slice import Frame

@@ -11,7 +11,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from gauge_optax.binding import binding_error, is_empty, leaves_by_path, with_leaves
+from gauge_optax.binding import is_empty, leaves_by_path, with_leaves
+from gauge_optax.errors import binding_error
 from gauge_optax.gauges.gauge import Element, Gauge, Gauges, Product, product
 from gauge_optax.optimizers.compress import compressed, decompressed, dtype_of
 from gauge_optax.states.moves import Move, moving_part

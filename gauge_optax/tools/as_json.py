@@ -10,8 +10,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from gauge_optax.binding import binding_error
 from gauge_optax.discovery.calls import CONSTRUCTORS, Axes, Call
+from gauge_optax.errors import binding_error
 from gauge_optax.gauges.gauge import BlockGauge, Gauge, Gauges, product
 
 FORMAT = 1

@@ -11,8 +11,9 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from gauge_optax.binding import binding_error, leaf_shape, leaves_by_path, match
+from gauge_optax.binding import leaf_shape, leaves_by_path, match
 from gauge_optax.discovery.calls import Call, merge_layers
+from gauge_optax.errors import binding_error
 from gauge_optax.gauges.gauge import Gauge
 
 # Names without a prefix are `a` and `b` only: bare `down` and `up` are the layers of an MLP.

@@ -18,8 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from gauge_optax.binding import binding_error, leaves_by_path
+from gauge_optax.binding import leaves_by_path
 from gauge_optax.discovery.calls import bound_instances, template
+from gauge_optax.errors import binding_error
 from gauge_optax.gauges.gauge import Gauge, product
 from gauge_optax.gauges.matrices import matrices_of
 

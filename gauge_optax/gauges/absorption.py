@@ -10,18 +10,16 @@ dead directions"; the symmetry is not in the papers.
 """
 
 import dataclasses
-import string
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import jax
-import jax.numpy as jnp
 
 from gauge_optax.binding import Axes, Block
 from gauge_optax.errors import binding_error
 from gauge_optax.gauges.gauge import BlockGauge, block_gauge
-from gauge_optax.gauges.instance import Additive, Anchor, Arrays, Effect
-from gauge_optax.linalg import HIGHEST, real_dtype
+from gauge_optax.gauges.symmetry import Symmetry, label, normal
+from gauge_optax.parts.constants import Absorption
 
 INTO = "into"
 
@@ -59,7 +57,7 @@ def bias_absorption(
 
     Reference: docs/design.md §5. Not a symmetry where one reader has no bias, or reads the bias through an activation.
     """
-    gauge = block_gauge("bias_absorption", Absorption, {"bias": bias, "through": through, INTO: into}, sizes)
+    gauge = block_gauge("bias_absorption", BiasAbsorption, {"bias": bias, "through": through, INTO: into}, sizes)
     counts = {role: sum(spec.role == role for spec in gauge.specs) for role in ("bias", "through", INTO)}
     if counts["bias"] != 1 or counts["through"] != counts[INTO]:
         raise binding_error(
@@ -72,99 +70,30 @@ def bias_absorption(
 
 
 @dataclasses.dataclass(frozen=True)
-class Absorption(Additive):
-    """One instance: a vector t, (*shape).
+class BiasAbsorption(Symmetry):
+    """One copy: a vector t, (*shape)."""
 
-    Attributes:
-      kernels: the blocks that read the bias; the action reads them and does not move them.
-    """
-
-    kernels: tuple[Block, ...]
-
-    effect: ClassVar[Effect] = "linear"
-    keeps_place: ClassVar[bool] = True
     composes: ClassVar[bool] = False
     partial: ClassVar[tuple[str, ...]] = (INTO,)
     breaks: ClassVar[str] = "a reader of the bias that is not listed, or an activation between bias and kernel"
 
     @classmethod
-    def of(cls, gauge: str, key: str, named: tuple[str, ...], sizes: Mapping[str, int], blocks: Any) -> "Absorption":
-        """The instance of a binding's blocks. Raises ValueError for a bias that does not fit the kernel before it."""
-        source = next(block for block in blocks if block.role == "bias")
-        kernels = [block for block in blocks if block.role == "through"]
-        targets = [block for block in blocks if block.role == INTO]
+    def of(
+        cls, gauge: str, key: str, named: tuple[str, ...], sizes: Mapping[str, int], blocks: Any, **options: Any
+    ) -> "BiasAbsorption":
+        source, kernels, targets = (tuple(b for b in blocks if b.role == role) for role in ("bias", "through", INTO))
         for kernel, target in zip(kernels, targets, strict=True):
             free, of_target = (_free(block, named) for block in (kernel, target))
             if free[len(free) - len(of_target) :] != of_target:
                 raise binding_error(
                     gauge, f"'{target.path}' does not follow '{kernel.path}'", f"{target.view_shape}",
-                    f"the last free axes of \"{kernel.axes}\", {free}", "pair every kernel with its own bias",
-                )  # fmt: skip
+                    f"the last free axes of \"{kernel.axes}\", {free}", "pair every kernel with its own bias")
         shape = tuple(sizes[name] for name in named)
-        return cls(gauge, key, named, shape, (source, *targets), tuple(kernels))
-
-    @property
-    def context(self) -> tuple[Block, ...]:
-        return self.kernels
-
-    @property
-    def targets(self) -> tuple[Block, ...]:
-        return self.blocks[1:]
+        part = Absorption(label(gauge, key, blocks), named, shape, (*source, *targets), kernels)
+        return cls(gauge, key, (part,))
 
     def sample(self, key: jax.Array, scale: float, leaves: Mapping[str, Any]) -> jax.Array:
-        return scale * jax.random.normal(key, self.shape, real_dtype())
-
-    def coordinate(self, e: jax.Array, point: Arrays) -> Any:
-        return e
-
-    # The action -----------------------------------------------------------------------------------------
-
-    def act(self, e: jax.Array, point: Arrays) -> Arrays:
-        source = self.blocks[0]
-        order = [self.named.index(name) for name in source.labels]
-        moved = source.write(point[source.path], source.view(point[source.path]) + e.transpose(order))
-        return self.push(e, point) | {source.path: moved}
-
-    def push(self, e: jax.Array, tangent: Arrays) -> Arrays:
-        out = dict(tangent)
-        for kernel, target in zip(self.kernels, self.blocks[1:], strict=True):
-            passed = self._through(e, kernel, target, tangent[kernel.path])
-            out[target.path] = target.write(out[target.path], target.view(out[target.path]) - passed)
-        return out
-
-    def pull(self, e: jax.Array, cotangent: Arrays) -> Arrays:
-        # The transpose of `push`, which is linear in the tangent: dc loses t·dW, so that ĝ_W loses t ⊗ ĝ_c.
-        out = dict(cotangent)
-        for kernel, target in zip(self.kernels, self.blocks[1:], strict=True):
-            leaf = cotangent[kernel.path]
-            _, transposed = jax.vjp(lambda w, k=kernel, t=target: self._through(e, k, t, w), jnp.zeros_like(leaf))
-            out[kernel.path] = out[kernel.path] - transposed(target.view(cotangent[target.path]))[0]
-        return out
-
-    def _through(self, e: jax.Array, kernel: Block, target: Block, leaf: jax.Array) -> jax.Array:
-        """t·W, laid out like the bias behind this kernel."""
-        letters = iter(string.ascii_lowercase)
-        name_of = {name: next(letters) for name in self.named}
-        axes = [name_of.get(label) or next(letters) for label in kernel.labels]
-        free = [x for x, label in zip(axes, kernel.labels, strict=True) if label not in self.named]
-        kept = iter(free[len(free) - len(_free(target, self.named)) :])
-        laid = [name_of.get(label) or next(kept) for label in target.labels]
-        spec = f"{''.join(name_of[n] for n in self.named)},{''.join(axes)}->{''.join(laid)}"
-        return jnp.einsum(spec, e, kernel.view(leaf), precision=HIGHEST)
-
-    # Reading --------------------------------------------------------------------------------------------
-
-    @property
-    def anchors(self) -> tuple[Anchor, ...]:
-        return (self.blocks[:1],)
-
-    def read(self, anchor: Anchor, point: Arrays, within: jax.Array, near: bool) -> tuple[jax.Array, jax.Array]:
-        source = anchor[0]
-        order = [source.labels.index(name) for name in self.named]
-        return jnp.where(within, source.view(point[source.path]).transpose(order), 0.0), within
-
-    def read_mean(self, point: Arrays) -> jax.Array:
-        return self.read(self.anchors[0], point, jnp.ones(self.shape, bool), near=False)[0]
+        return normal(key, self.shape, scale)
 
 
 def _free(block: Block, named: tuple[str, ...]) -> tuple[int, ...]:

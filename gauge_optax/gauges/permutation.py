@@ -6,33 +6,25 @@ is a list of indices p, and a move picks entries: entry i of the moved leaf is e
 
 The group is finite, so that it has no directions. The vertical part of every tangent is zero, and its horizontal part
 is the tangent. An optimizer that treats all entries, or all heads, alike does not notice a renumbering: no frame is
-read, and `read` and `balance` return the identity; `canonicalize` sorts units and heads. Inside the library the
-identity is `None`, which adds nothing to a program and nothing to a state. What needs the gauge is `align`: the element
+read, and `read` and `balance` return the identity; `canonicalize` sorts units and heads. What needs the gauge is `align`: the element
 that takes one set of weights nearest to another solves an assignment problem.
 
 Reference: Ainsworth, Hayase and Srinivasa, Git Re-Basin, Eq. (1) and (2). Deviation: also heads and experts.
 """
 
 import dataclasses
-import functools
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from scipy.optimize import linear_sum_assignment
 
-from gauge_optax.binding import Axes, Block, group_axes, overlap
+from gauge_optax.binding import Axes, group_axes
 from gauge_optax.errors import binding_error
 from gauge_optax.gauges.gauge import BlockGauge, block_gauge
-from gauge_optax.gauges.instance import Arrays, Effect, Instance, apart_from
-from gauge_optax.linalg import matmul, real_dtype, safe_divide, transpose
-from gauge_optax.slice import varies_along
-
-Indices = jax.Array | None
-"""An element inside the library: (*shape, size), integers; None for the identity."""
+from gauge_optax.gauges.symmetry import Effect, Symmetry, label
+from gauge_optax.linalg import real_dtype
+from gauge_optax.parts.permutation import Permutation
 
 
 def permutation(
@@ -67,7 +59,7 @@ def permutation(
       A product with another gauge has no `inverse` and no `compose`, because a permutation renumbers the elements of
       gauges that have one per unit or head.
     """
-    gauge = block_gauge("permutation", Permutation, {"blocks": blocks}, sizes, axis=axis)
+    gauge = block_gauge("permutation", Order, {"blocks": blocks}, sizes, axis=axis)
     names = group_axes(gauge.name, gauge.specs, ())
     if axis not in names and (axis is not None or len(names) != 1):
         raise binding_error(
@@ -79,16 +71,8 @@ def permutation(
 
 
 @dataclasses.dataclass(frozen=True)
-class Permutation(Instance):
-    """One instance: a permutation per value of the other named axes.
-
-    Attributes:
-      axis: name of the permuted axis.
-      size: its length.
-    """
-
-    axis: str
-    size: int
+class Order(Symmetry):
+    """One copy: indices, (*shape, n)."""
 
     effect: ClassVar[Effect] = "permutation"
     composes: ClassVar[bool] = False
@@ -99,177 +83,48 @@ class Permutation(Instance):
 
     @classmethod
     def of(
-        cls, gauge: str, key: str, named: tuple[str, ...], sizes: Mapping[str, int], blocks: Any, axis: str | None
-    ) -> "Permutation":
-        """The instance of a binding's blocks."""
-        axis = named[0] if axis is None else axis
+        cls, gauge: str, key: str, named: tuple[str, ...], sizes: Mapping[str, int], blocks: Any, **options: Any
+    ) -> "Order":
+        axis = options.get("axis") or named[0]
         others = tuple(name for name in named if name != axis)
-        return cls(gauge, key, others, tuple(sizes[name] for name in others), tuple(blocks), axis, sizes[axis])
+        shape = tuple(sizes[name] for name in others)
+        part = Permutation(label(gauge, key, blocks, axis=axis), others, shape, tuple(blocks), axis, sizes[axis])
+        return cls(gauge, key, (part,))
 
-    def beside(self, others: Sequence[Instance]) -> "Permutation":
-        """This instance. Raises ValueError where another gauge rotates, or adds a constant along, the permuted axis."""
-        for other in others:
-            for block in other.blocks if other.rigid is not None else ():
-                for permuted in self.blocks:
-                    if overlap(permuted, block) and varies_along(block, (str(other.rigid),), permuted, self.axis):
-                        raise binding_error(
-                            self.gauge, f"permutes the axis of '{permuted.path}' that {other.gauge} acts on",
-                            f"'{permuted.axes}' and '{block.axes}'", "an axis that no other gauge mixes",
-                            f"drop one of the two: rotations contain the permutations, and {other.gauge} stays",
-                        )  # fmt: skip
-        return self
+    @property
+    def size(self) -> int:
+        """How many units are permuted."""
+        return int(getattr(self.parts[0], "size", 0))
 
     @property
     def dim(self) -> int:
         return 0
 
-    # The group ----------------------------------------------------------------------------------------
-
-    def identity(self) -> Indices:
-        return None
-
-    @staticmethod
-    def inverse(e: Indices) -> Indices:
-        return None if e is None else jnp.argsort(e, -1).astype(e.dtype)
-
-    @staticmethod
-    def compose(a: Indices, b: Indices) -> Indices:
-        return b if a is None else a if b is None else jnp.take_along_axis(b, a, -1)  # (θ∘b)∘a
-
     def sample(self, key: jax.Array, scale: float, leaves: Mapping[str, Any]) -> jax.Array:
         """Uniform over all permutations, whatever `scale` is: a finite group has no small moves."""
-        return jax.random.permutation(key, self.to_element(None), -1, independent=True)
+        return jax.random.permutation(key, self.identity(), -1, independent=True)
 
-    def to_element(self, e: Indices) -> jax.Array:
-        return jnp.broadcast_to(jnp.arange(self.size, dtype=jnp.int32), (*self.shape, self.size)) if e is None else e
+    def join(self, elements: Sequence[Any]) -> jax.Array:
+        still = jnp.broadcast_to(jnp.arange(self.size, dtype=jnp.int32), (*self.shape, self.size))
+        return still if elements[0] is None else elements[0]
+
+    def coordinate(self, elements: Sequence[Any]) -> None:
+        return None
 
     def algebra(self) -> jax.Array:
         return jnp.zeros((0,), real_dtype())  # there are no elements near the identity
 
     def exponential(self, coordinates: Any, near: bool = False) -> jax.Array:
-        return self.to_element(None)
+        return self.identity()
 
-    # The action ---------------------------------------------------------------------------------------
+    @staticmethod
+    def inverse(element: jax.Array) -> jax.Array:
+        return jnp.argsort(element, -1).astype(element.dtype)
 
-    def act(self, e: Indices, point: Arrays) -> Arrays:
-        if e is None:
-            return point
-        out = dict(point)
-        for block in self.blocks:
-            view, kept = block.view(out[block.path]), (*self.named, self.axis)
-            ordered = jnp.transpose(e, [kept.index(label) for label in block.labels if label in kept])
-            lengths = iter(ordered.shape)
-            laid = ordered.reshape([next(lengths) if label in kept else 1 for label in block.labels])
-            moved = jnp.take_along_axis(view, laid, block.labels.index(self.axis))
-            out[block.path] = block.write(out[block.path], moved)
-        return out
+    @staticmethod
+    def compose(a: jax.Array, b: jax.Array) -> jax.Array:
+        return jnp.take_along_axis(b, a, -1)  # (θ∘b)∘a
 
-    def pull(self, e: Indices, cotangent: Arrays) -> Arrays:
-        return self.act(self.inverse(e), cotangent)
-
-    def carried(self, e: Indices, other: Instance, value: Any) -> Any:
-        """g·h·g⁻¹ for an element h of another instance: h with its units or heads renumbered.
-
-        Args:
-          e: an element of this instance, g.
-          other: the other instance.
-          value: h; the leading axes of its arrays are `other.shape`.
-        """
-        if e is None or value is None or not other.shape:
-            return value
-        count = math.prod(other.shape)
-        numbers = jnp.arange(count, dtype=jnp.int32)
-        for block in other.blocks:
-            if not any(overlap(block, permuted) for permuted in self.blocks):
-                continue
-            # A leaf of channel numbers, moved like the weights, shows where each channel comes from.
-            field = jnp.broadcast_to(block.spread(other.named, numbers.reshape(other.shape)), block.shape)
-            same_leaf = tuple(permuted for permuted in self.blocks if permuted.path == block.path)
-            moved = dataclasses.replace(self, blocks=same_leaf).act(e, {block.path: field})[block.path]
-            kept = [label for label in block.row_labels if label in other.named]
-            first = block.rows(moved)[tuple(slice(None) if x in kept else 0 for x in block.row_labels)]
-            source = jnp.transpose(first, [kept.index(name) for name in other.named]).ravel()
-            if not bool(jnp.all(source == numbers)):
-                return jax.tree.map(functools.partial(_gathered, source), value)
-        return value
-
-    def sorting(self, point: Arrays) -> Indices:
-        """Units by the sum of the cubes of their entries, descending: no other move of a canonical point changes it.
-
-        Sums of squares would not do, because the slice makes them equal.
-        """
-        sizes = sum((self._total(block, jnp.abs(point[block.path]) ** 3) for block in self.blocks), 0.0)
-        return self.inverse(jnp.argsort(-jnp.asarray(sizes), -1).astype(jnp.int32))
-
-    # Alignment ----------------------------------------------------------------------------------------
-
-    def nearest(self, target: Arrays, point: Arrays, others: Sequence[Instance] = ()) -> jax.Array:
-        """See `Instance`. Heads are compared after the rotation, among `others`, that suits each pair of them best."""
-        inside = [other for other in others if self.renumbers(other)]
-        outside = [other for other in others if other not in inside]
-        blocks = apart_from(self.blocks, outside)
-        plain = [block for block in blocks if not any(overlap(block, x) for other in inside for x in other.blocks)]
-        gains = jnp.zeros((*self.shape, self.size, self.size), real_dtype())
-        for block in plain:
-            gains = gains + matmul(self._rows(block, target), transpose(self._rows(block, point)))
-        turned = [block for block in blocks if block not in plain]
-        if turned:
-            gains = gains + self._gains_after(inside, outside, turned, target, point)
-        return self._assigned(gains)
-
-    def _gains_after(
-        self,
-        inside: Sequence[Instance],
-        outside: Sequence[Instance],
-        blocks: Sequence[Block],
-        target: Arrays,
-        point: Arrays,
-    ) -> jax.Array:
-        """Inner products of all pairs, each after the moves of `inside` that take the one nearest to the other."""
-        numbers, columns = np.arange(self.size), []
-        for offset in range(self.size):  # every unit of the target beside the one that stands `offset` places on
-            turn = jnp.broadcast_to(jnp.asarray(np.roll(numbers, -offset), jnp.int32), (*self.shape, self.size))
-            moved = self.act(turn, point)
-            for other in inside:
-                moved = other.act(other.nearest(target, moved, outside), moved)
-            columns.append(sum(self._total(block, target[block.path] * moved[block.path]) for block in blocks))
-        gains = jnp.stack(columns, -1)  # (…, unit of the target, offset)
-        order = (numbers[None, :] - numbers[:, None]) % self.size
-        return jnp.take_along_axis(gains, jnp.broadcast_to(jnp.asarray(order), gains.shape), -1)
-
-    def _assigned(self, gains: jax.Array) -> jax.Array:
-        """The permutation with the largest sum of gains, (*shape, unit of the target, unit of the point)."""
-        tables = np.asarray(gains, np.float64).reshape(-1, self.size, self.size)
-        chosen = [linear_sum_assignment(table, maximize=True)[1] for table in tables]
-        return jnp.asarray(np.stack(chosen), jnp.int32).reshape(*self.shape, self.size)
-
-    def renumbers(self, other: Instance) -> bool:
-        return any(
-            overlap(permuted, block) and varies_along(block, other.named, permuted, self.axis)
-            for permuted in self.blocks for block in other.blocks
-        )  # fmt: skip
-
-    def _rows(self, block: Block, point: Arrays) -> jax.Array:
-        """A block with one row per unit, (*shape, size, entries)."""
-        view, kept = block.view(point[block.path]), (*self.named, self.axis)
-        free = [k for k, label in enumerate(block.labels) if label not in kept]
-        return view.transpose([*(block.labels.index(name) for name in kept), *free]).reshape(*self.shape, self.size, -1)
-
-    def _total(self, block: Block, leaf: jax.Array) -> jax.Array:
-        return block.total((*self.named, self.axis), leaf)
-
-    def responses(self, point: Arrays, gradient: Arrays) -> jax.Array:
-        products = [self._total(block, point[block.path] * gradient[block.path]) for block in self.blocks]
-        return jnp.stack(products, -1)
-
-    def matched(self, target: jax.Array, point: jax.Array) -> jax.Array:
-        rows = [safe_divide(x, jnp.sqrt(jnp.sum(jnp.square(x), -1, keepdims=True))) for x in (target, point)]
-        return self._assigned(matmul(rows[0], transpose(rows[1])))
-
-
-def _gathered(source: jax.Array, array: jax.Array) -> jax.Array:
-    """An array whose leading axes count channels, with channel source[i] in place of channel i."""
-    shape, leading = array.shape, 0
-    while math.prod(shape[:leading]) < len(source):
-        leading += 1
-    return array.reshape(len(source), *shape[leading:])[source].reshape(shape)
+    @staticmethod
+    def power(element: jax.Array, exponent: float | jax.Array) -> jax.Array:
+        return element

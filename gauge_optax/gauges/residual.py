@@ -6,14 +6,8 @@ every R; a LayerNorm commutes with those that keep the vector of ones, which mak
 skip connections tie them together (van Nierop, §4.4).
 
 A norm's scale γ does not commute with R. It can be moved into the readers first: with γ = 1 the rotation is plain. As a
-move of stored leaves it is W_read ↦ γ⁻¹·Rᵀ·γ·W, and for the norm's bias β ↦ γ·((β/γ)·R). Both orders of it and
-`norm_scale` give the same weights. Slice coordinates have γ = 1; so that the rotation acts there, it must stand before
-`norm_scale` in a list of gauges whose shifts do not commute with it.
-
-* Reading: the polar factor of CᵀE, with C fixed noise. E are the leaves that no other gauge rotates, above all the
-  embedding; under LayerNorm E is first projected off the ones vector.
-* The vertical part of a tangent U is W·A on every writer and Aᵀ·W on every reader, with the antisymmetric A that solves
-  M·A + A·M = EᵀU − UᵀE, M = EᵀE: the rotation that E shows, so that rotations of heads can be removed afterwards.
+move of stored leaves it is W_read ↦ γ⁻¹·Rᵀ·γ·W, and for the norm's bias β ↦ γ·((β/γ)·R). `parts.stream` says how it is
+read and held.
 
 Cost of a step under `quotient`: three products of a kernel with a d × d matrix for every kernel. With `hold=True` there
 is one more, and the solution of the equation above.
@@ -22,8 +16,8 @@ dimension; norm scales are part of the action, where the paper has none.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -31,25 +25,12 @@ import jax.numpy as jnp
 from gauge_optax.binding import Axes, Block, overlap
 from gauge_optax.errors import binding_error
 from gauge_optax.gauges.gauge import BlockGauge, Gauges, block_gauge, product
-from gauge_optax.gauges.hadamard import hadamard_with_ones, randomized_hadamard
-from gauge_optax.gauges.heads import BASIS, Heads
-from gauge_optax.gauges.instance import Arrays, Effect, Instance, apart_from
-from gauge_optax.gauges.rotation import lyapunov, require_even
+from gauge_optax.gauges.rotation import HeadRotation, random_rotation
 from gauge_optax.gauges.scale import Scale
-from gauge_optax.linalg import (
-    eigenbasis,
-    haar,
-    matmul,
-    nearly_orthogonal,
-    orthogonal_factor,
-    real_dtype,
-    skew,
-    skew_exponential,
-    svd,
-    transpose,
-)
-
-READ, WRITE = "read", "write"
+from gauge_optax.gauges.symmetry import Symmetry, label
+from gauge_optax.linalg import nearly_orthogonal, real_dtype, skew, skew_exponential
+from gauge_optax.parts.heads import BASIS
+from gauge_optax.parts.stream import READ, WRITE, Stream
 
 
 def residual_rotation(
@@ -102,40 +83,12 @@ def residual_rotation(
     return block_gauge("residual_rotation", ResidualRotation, roles, sizes, **options)
 
 
-class SignedRotation(NamedTuple):
-    """An element inside the library.
-
-    Attributes:
-      matrix: R, (d, d).
-      signs: ±1, shaped like the scale, for every norm with a scale: the scale itself in slice coordinates.
-    """
-
-    matrix: jax.Array
-    signs: tuple[jax.Array, ...]
-
-
 @dataclasses.dataclass(frozen=True)
-class ResidualRotation(Heads):
-    """The one instance: an orthogonal matrix, (d, d).
+class ResidualRotation(HeadRotation):
+    """The one copy: an orthogonal matrix, (d, d), for all layers."""
 
-    Attributes:
-      scales: pairs of a norm's scale and the blocks behind it: its readers, which γ multiplies, and its bias, which γ
-        divides.
-      keeps_ones: whether the rotation keeps the vector of ones.
-      held: whether optimizers hold it.
-      seen: the blocks that it is read from, because no other gauge rotates them.
-    """
-
-    scales: tuple[tuple[Block, tuple[Block, ...]], ...] = ()
-    keeps_ones: bool = False
-    held: bool = False
-    seen: tuple[Block, ...] = ()
-
-    effect: ClassVar[Effect] = "orthogonal"
-    rigid: ClassVar[str | None] = BASIS
     joined: ClassVar[bool] = True
     composes: ClassVar[bool] = False
-    of_heads: ClassVar[bool] = False
     breaks: ClassVar[str] = (
         "a reader or a writer that is not listed, a norm with a scale that is not in `norms`, a tied embedding behind "
         "such a norm, a LayerNorm without `centred=True`, or a norm behind a layer"
@@ -143,17 +96,9 @@ class ResidualRotation(Heads):
 
     @classmethod
     def of(
-        cls,
-        gauge: str,
-        key: str,
-        named: tuple[str, ...],
-        sizes: Mapping[str, int],
-        blocks: Any,
-        norms: Sequence[Scale] = (),
-        centred: bool = False,
-        hold: bool = False,
+        cls, gauge: str, key: str, named: tuple[str, ...], sizes: Mapping[str, int], blocks: Any, **options: Any
     ) -> "ResidualRotation":
-        """The instance of a binding's blocks, with the instances of its norms."""
+        norms, centred = options.get("norms", ()), bool(options.get("centred"))
         if named:
             raise binding_error(
                 gauge, f"a named axis '{named[0]}'", f"axes {', '.join(named)}", "one rotation for the whole stream",
@@ -161,256 +106,63 @@ class ResidualRotation(Heads):
             )  # fmt: skip
         moved, scales = list(blocks), []
         for norm in norms:
-            scale, *biases = norm.up
+            scale, *biases = _sides(norm)[0]
             behind = [dataclasses.replace(b, role=WRITE) for b in biases]
-            for reader in norm.down:
+            for reader in _sides(norm)[1]:
                 if any(b.role == READ and overlap(b, reader) for b in blocks):
                     behind.append(dataclasses.replace(reader, role=READ))
             stream = _stream_axis(norm, blocks)
             moved += [dataclasses.replace(b, role=WRITE, labels=_renamed(b.labels, stream)) for b in biases]
             scales.append((scale, tuple(behind)))
-        return cls(gauge, "", (), (), tuple(moved), sizes[BASIS], tuple(scales), centred, hold, tuple(moved))
-
-    def beside(self, others: Sequence[Instance]) -> "ResidualRotation":
-        turned = [b for i in others if i.turn is not None and i is not self for b in i.blocks]
-        free = tuple(b for b in self.blocks if not any(b.path == t.path and overlap(b, t) for t in turned))
-        return dataclasses.replace(self, seen=free or self.blocks)
-
-    @staticmethod
-    def axis_sizes(named: tuple[str, ...], element: jax.Array) -> dict[str, int]:
-        """Lengths of axes, read off an element."""
-        return {BASIS: element.shape[-1]}
+        name = label(gauge, "", [*moved, *(scale for scale, _ in scales)], centred=centred)
+        held = bool(options.get("hold"))
+        part = Stream(name, (), (), tuple(moved), sizes[BASIS], tuple(scales), centred, held, tuple(moved))
+        return cls(gauge, "", (part,))
 
     @property
-    def turn(self) -> "ResidualRotation":
-        return self
+    def _stream(self) -> Stream:
+        (part,) = self.parts
+        if not isinstance(part, Stream):
+            raise TypeError(part)
+        return part
 
     @property
-    def context(self) -> tuple[Block, ...]:
-        return tuple(scale for scale, _ in self.scales)
-
-    @property
-    def divided(self) -> tuple[Block, ...]:
-        return self.context
+    def _free(self) -> int:
+        """The size of the rotations that may be chosen."""
+        return self.size - self._stream.keeps_ones
 
     @property
     def dim(self) -> int:
-        size = self.size - self.keeps_ones
-        return size * (size - 1) // 2
+        return self._free * (self._free - 1) // 2
 
     def sample(self, key: jax.Array, scale: float, leaves: Mapping[str, Any]) -> jax.Array:
-        size = self.size - self.keeps_ones
-        if scale >= 1:
-            return self._whole(haar(key, (size, size)))
-        normal = jax.random.normal(key, (size, size), real_dtype())
-        return self._whole(skew_exponential(scale * (normal - transpose(normal)) / (2 * size) ** 0.5))
-
-    def rotation(self, key: jax.Array, by: str) -> jax.Array:
-        if by == "random":
-            return self.sample(key, 1.0, {})
-        require_even(self.gauge, self.blocks, self.size, 4 if self.keeps_ones else 2)
-        return hadamard_with_ones(key, self.size) if self.keeps_ones else randomized_hadamard(key, (), self.size)
+        return self._stream.whole(random_rotation(key, (self._free, self._free), scale))
 
     def algebra(self) -> jax.Array:
-        size = self.size - self.keeps_ones
-        return jnp.zeros((size, size), real_dtype())
+        return jnp.zeros((self._free, self._free), real_dtype())
 
     def exponential(self, coordinates: jax.Array, near: bool = False) -> jax.Array:
         generator = skew(coordinates)
         eye = jnp.eye(len(generator), dtype=generator.dtype)
-        return self._whole(eye + generator if near else skew_exponential(generator))
-
-    def misfit(self, element: jax.Array) -> jax.Array:
-        error = jnp.max(jnp.abs(matmul(element, transpose(element)) - jnp.eye(self.size, dtype=element.dtype)))
-        moved = jnp.max(jnp.abs(jnp.sum(element, 0) - 1.0))
-        return jnp.maximum(error, moved) if self.keeps_ones else error
+        return self._stream.whole(eye + generator if near else skew_exponential(generator))
 
     def normalized(self, element: jax.Array) -> jax.Array:
-        return self._whole(nearly_orthogonal(self._restricted(element)))
-
-    def on_leaf(self, path: str) -> tuple[Any, dict[str, str]]:
-        alone, read = super().on_leaf(path)
-        scales: list[tuple[Block, tuple[Block, ...]]] = []
-        for scale, behind in self.scales:
-            passed = tuple(dataclasses.replace(block, path="") for block in behind if block.path == path)
-            if passed:
-                name = f"norm{len(scales)}"
-                scales.append((dataclasses.replace(scale, path=name), passed))
-                read[name] = scale.path
-        return dataclasses.replace(alone, scales=tuple(scales), seen=()), read
-
-    def with_blocks(self, change: Callable[[Block], Block]) -> Any:
-        scales = tuple((scale, tuple(map(change, behind))) for scale, behind in self.scales)
-        return dataclasses.replace(super().with_blocks(change), scales=scales)
-
-    # The group: rotations multiply, signs stay ----------------------------------------------------------
-
-    def identity(self) -> SignedRotation:
-        ones = tuple(jnp.ones(scale.view_shape, real_dtype()) for scale, _ in self.scales)
-        return SignedRotation(jnp.eye(self.size, dtype=real_dtype()), ones)
+        return self._stream.whole(nearly_orthogonal(self._stream.restricted(element)))
 
     @staticmethod
-    def inverse(e: SignedRotation) -> SignedRotation:
-        return e._replace(matrix=transpose(e.matrix))
-
-    @classmethod
-    def inverse_element(cls, element: jax.Array) -> jax.Array:
-        return transpose(element)
-
-    @staticmethod
-    def compose(a: SignedRotation, b: SignedRotation) -> SignedRotation:
-        return SignedRotation(matmul(b.matrix, a.matrix), b.signs)
-
-    @classmethod
-    def compose_elements(cls, a: jax.Array, b: jax.Array) -> jax.Array:
-        return matmul(b, a)
-
-    def to_element(self, e: SignedRotation) -> jax.Array:
-        return e.matrix
-
-    def from_element(self, element: jax.Array) -> SignedRotation:
-        return self.identity()._replace(matrix=element)
-
-    @staticmethod
-    def matrix(e: SignedRotation) -> jax.Array:
-        return e.matrix
-
-    # The action -----------------------------------------------------------------------------------------
-
-    def act(self, e: SignedRotation, point: Arrays) -> Arrays:
-        return point | self._conjugated(point, e.matrix, self._gammas(point))
-
-    def enter(self, e: SignedRotation, point: Arrays) -> Arrays:
-        return self.act(self.inverse(e), point)
-
-    def push(self, e: SignedRotation, tangent: Arrays) -> Arrays:
-        # Slice coordinates: the scales of norms are ±1, and no step changes them.
-        return tangent | self._conjugated(tangent, e.matrix, e.signs)
-
-    def pull(self, e: SignedRotation, cotangent: Arrays) -> Arrays:
-        return cotangent | self._conjugated(cotangent, transpose(e.matrix), e.signs)
-
-    def _conjugated(self, vector: Arrays, matrix: jax.Array, gammas: Sequence[jax.Array]) -> Arrays:
-        """The leaves that the instance moves, rotated between the multiplication by norms' scales and its inverse."""
-        inside = self._scaled(vector, gammas)
-        return self._scaled(inside | self.turned(inside, matrix), gammas, back=True)
-
-    def _scaled(self, vector: Arrays, gammas: Sequence[jax.Array], back: bool = False) -> Arrays:
-        """Readers multiplied, and norms' biases divided, by the scales of their norms; the inverse if `back`."""
-        out = dict(vector)
-        for gamma, (scale, behind) in zip(gammas, self.scales, strict=True):
-            for block in behind:
-                rows = block.view(out[block.path])
-                shared = [label for label in block.labels if label in scale.labels]
-                sizes = dict(zip(scale.labels, gamma.shape, strict=True))
-                laid = jnp.transpose(gamma, [scale.labels.index(label) for label in shared])
-                laid = laid.reshape([sizes.get(label, 1) for label in block.labels])
-                times = (block.role == READ) != back
-                out[block.path] = block.write(out[block.path], rows * laid if times else rows / laid)
-        return {path: out[path] for path in self.paths}
-
-    def _gammas(self, point: Arrays) -> list[jax.Array]:
-        """The scales of norms at a point, (d,) each, or (layers, d) where layers are stacked."""
-        return [scale.view(point[scale.path]) for scale, _ in self.scales]
-
-    def nearest(self, target: Arrays, point: Arrays, others: Sequence[Instance] = ()) -> SignedRotation:
-        """See `Instance`: Procrustes over readers and writers, each side with its own norm scales divided out.
-
-        With scales of norms that are not 1, this is the nearest element of the divided weights, not of the stored ones.
-        """
-        seen = dataclasses.replace(self, blocks=apart_from(self.blocks, others))
-        inside = (self._scaled(x, self._gammas(x)) for x in (point, target))
-        return self.from_element(self._whole(orthogonal_factor(self._restricted(seen.gram(*inside)))))
-
-    # Reading and holding --------------------------------------------------------------------------------
-
-    def _restricted(self, matrix: jax.Array) -> jax.Array:
-        """HᵀMH for a (d, d) matrix, H an orthonormal basis of what is orthogonal to the ones; M if not `keeps_ones`."""
-        if not self.keeps_ones:
-            return matrix
-        return _reflected(_reflected(matrix, -1), -2)[1:, 1:]
-
-    def _whole(self, matrix: jax.Array) -> jax.Array:
-        """H·M·Hᵀ + 1·1ᵀ/d for an orthogonal (d − 1, d − 1) matrix: the inverse of `_restricted`."""
-        if not self.keeps_ones:
-            return matrix
-        whole = jnp.zeros((self.size, self.size), matrix.dtype).at[1:, 1:].set(matrix).at[0, 0].set(1.0)
-        return _reflected(_reflected(whole, -1), -2)
-
-    @classmethod
-    def read_all(cls, turns: Sequence[Any], point: Arrays) -> list[Any]:
-        return [turn._read(point) for turn in turns]
-
-    def _read(self, point: Arrays) -> SignedRotation:
-        gammas = self._gammas(point)
-        mixed = dataclasses.replace(self, blocks=self.seen).mixed_rows(self._scaled(point, gammas))
-        u, _, vt = svd(self._restricted(mixed)[None])
-        return self._with_signs(self._whole(matmul(u, vt)[0]), gammas)
-
-    @staticmethod
-    def _with_signs(matrix: jax.Array, gammas: Sequence[jax.Array]) -> SignedRotation:
-        signs = tuple(jnp.where(gamma < 0, -1.0, 1.0).astype(real_dtype()) for gamma in gammas)
-        return SignedRotation(matrix, signs)
-
-    @classmethod
-    def eigenbases(cls, turns: Sequence[Any], point: Arrays) -> list[Any]:
-        return [turn._eigenbasis(point) for turn in turns]
-
-    def _eigenbasis(self, point: Arrays) -> SignedRotation:
-        """The rotation that leads from the eigenbasis of EᵀE; under `keeps_ones`, of the part off the ones vector."""
-        gammas, seen = self._gammas(point), dataclasses.replace(self, blocks=self.seen)
-        values = self._scaled(point, gammas)
-        gram, mixed = seen.gram(values, values), seen.mixed_rows(values)
-        basis = eigenbasis(self._restricted(gram), self._restricted(mixed))
-        # Coordinates of the rows in this basis, without those along the ones vector, decide the signs of its columns.
-        whole = self._whole(basis)
-        columns = seen.turned(values, _reflected(whole, -1) if self.keeps_ones else whole)
-        largest = seen.largest_entries(columns)[self.size - basis.shape[-1] :]
-        signed = basis * jnp.where(largest < 0, -1.0, 1.0)
-        return self._with_signs(transpose(self._whole(signed)), gammas)
-
-    @classmethod
-    def project(
-        cls, turns: Sequence[Any], point: Arrays, vector: Arrays, into: Mapping[Any, jax.Array] | None = None
-    ) -> Arrays:
-        return cls._without_rotation(turns, point, vector, dual=False)
-
-    @classmethod
-    def project_dual(cls, turns: Sequence[Any], point: Arrays, vector: Arrays) -> Arrays:
-        return cls._without_rotation(turns, point, vector, dual=True)
-
-    @classmethod
-    def _without_rotation(cls, turns: Sequence[Any], point: Arrays, vector: Arrays, dual: bool) -> Arrays:
-        """Removes the rotation that `seen` shows from all blocks of a tangent; the transpose of that if `dual`."""
-        out = dict(vector)
-        for turn in turns:
-            seen = dataclasses.replace(turn, blocks=turn.seen)
-            measured, moved = (turn, seen) if dual else (seen, turn)
-            gammas = turn._gammas(point)
-            # A cotangent is multiplied where a tangent is divided.
-            inside, values = turn._scaled(out, gammas, back=dual), turn._scaled(point, gammas)
-            gram, moment = turn._restricted(seen.gram(values, values)), turn._restricted(measured.gram(values, inside))
-            generator = lyapunov(gram, -moment, steps=_STEPS)
-            if turn.keeps_ones:
-                generator = turn._whole(generator) - turn._whole(jnp.zeros_like(generator))
-            out |= turn._scaled(inside | moved.added(inside, values, generator), gammas, back=not dual)
-        return out
-
-    @classmethod
-    def hold(cls, turns: Sequence[Any], point: Arrays, step: Arrays) -> Arrays:
-        return cls.project([turn for turn in turns if turn.held], point, step)
-
-    @classmethod
-    def without_roundoff(cls, turns: Sequence[Any], cotangent: Arrays) -> Arrays:
-        return cotangent
+    def axis_sizes(named: tuple[str, ...], element: jax.Array) -> dict[str, int]:
+        return {BASIS: element.shape[-1]}
 
 
-_STEPS = 200
+def _sides(norm: Symmetry) -> tuple[tuple[Block, ...], tuple[Block, ...]]:
+    """The norm's own leaves, its scale first, and the kernels that read it."""
+    blocks = norm.blocks
+    return tuple(b for b in blocks if b.role == "up"), tuple(b for b in blocks if b.role == "down")
 
 
-def _stream_axis(norm: Scale, blocks: Sequence[Block]) -> str:
+def _stream_axis(norm: Symmetry, blocks: Sequence[Block]) -> str:
     """The name that a norm's gauge gives to the stream's axis; of stacked layers the norm names their axis too."""
-    for reader in norm.down:
+    for reader in _sides(norm)[1]:
         for block in blocks:
             if block.role == READ and overlap(block, reader) and block.split == reader.split:
                 return reader.split_labels[block.split_labels.index(BASIS)]
@@ -420,12 +172,3 @@ def _stream_axis(norm: Scale, blocks: Sequence[Block]) -> str:
 def _renamed(labels: Sequence[str], stream: str) -> tuple[str, ...]:
     """The labels of a norm's bias, with the stream's axis as the basis, and no other name."""
     return tuple(BASIS if label == stream else "_" for label in labels)
-
-
-def _reflected(matrix: jax.Array, axis: int) -> jax.Array:
-    """The matrix times the reflection that swaps the first unit vector and the ones of length one, along an axis."""
-    size = matrix.shape[axis]
-    normal = jnp.full(size, -1.0 / size**0.5, matrix.dtype).at[0].add(1.0)
-    unit = normal / jnp.sqrt(jnp.sum(jnp.square(normal)))
-    along = jnp.tensordot(matrix, unit, ((axis,), (0,)))
-    return matrix - 2.0 * (along[..., :, None] * unit if axis == -1 else unit[:, None] * along[None, :])

@@ -1,9 +1,8 @@
 """Rope linear: the part of GL(d_h) that commutes with rotary position embeddings.
 
 Rotary turns every plane of a head by an angle that grows with position. What commutes with that is one complex number z
-per plane: its angle turns queries and keys alike (`torus`), its modulus scales one up and the other down (`scale`). One
-instance does both: with planes as complex coordinates, it makes left·z and right/z̄. The gauge has d_h dimensions per
-head. It is new in this library.
+per plane: its modulus scales queries up and keys down (a size), its angle turns both alike (a turn). With planes as
+complex coordinates, it makes left·z and right/z̄. The gauge has d_h dimensions per head. It is new in this library.
 """
 
 import dataclasses
@@ -15,14 +14,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gauge_optax.binding import Axes, Block
+from gauge_optax.binding import Axes
 from gauge_optax.gauges.gauge import BlockGauge, block_gauge
-from gauge_optax.gauges.heads import BASIS, PLANE, packable_blocks
-from gauge_optax.gauges.instance import Anchor, Arrays, Effect, Instance
-from gauge_optax.gauges.matrices import Matrices, head_matrices
-from gauge_optax.gauges.scale import Scale, least_point
-from gauge_optax.gauges.torus import Torus, check_pairing, planes
-from gauge_optax.linalg import real_dtype, safe_divide
+from gauge_optax.gauges.symmetry import Effect, Symmetry, drawn, label
+from gauge_optax.gauges.torus import Torus, check_pairing, planes, random_angles
+from gauge_optax.parts.heads import BASIS, PLANE
+from gauge_optax.parts.sizes import Factor
+from gauge_optax.parts.turns import Planes
 
 
 def rope_linear(
@@ -58,148 +56,46 @@ def rope_linear(
 
 
 @dataclasses.dataclass(frozen=True)
-class ComplexScale(Scale):
-    """One instance: (log |z|, arg z) per head and plane, (*shape, 2)."""
+class ComplexScale(Symmetry):
+    """One copy: (log |z|, arg z) per head and plane, (*shape, 2). Its parts are the moduli and the angles."""
 
     effect: ClassVar[Effect] = "linear"
     balancing: ClassVar[Effect] = "diagonal"
-    rigid: ClassVar[str | None] = BASIS
+    axis: ClassVar[str | None] = BASIS
     breaks: ClassVar[str] = Torus.breaks
 
     @classmethod
     def of(
         cls, gauge: str, key: str, named: tuple[str, ...], sizes: Mapping[str, int], blocks: Any, **options: Any
     ) -> "ComplexScale":
-        shape = (*(sizes[name] for name in named), sizes[BASIS] // 2)
-        return cls(gauge, key, (*named, PLANE), shape, planes(gauge, sizes, blocks, options["pairing"]))
-
-    @staticmethod
-    def axis_sizes(named: tuple[str, ...], element: jax.Array) -> dict[str, int]:
-        return Torus.axis_sizes(named, element[..., 0])
+        name = label(gauge, key, blocks, pairing=options["pairing"])
+        shape = (*(sizes[axis] for axis in named), sizes[BASIS] // 2)
+        blocks, axes = planes(gauge, sizes, blocks, options["pairing"]), (*named, PLANE)
+        return cls(gauge, key, (Factor(f"{name} moduli", axes, shape, blocks), Planes(f"{name} angles", axes, shape, blocks)))
 
     @property
     def dim(self) -> int:
         return 2 * math.prod(self.shape)
 
-    @property
-    def turn(self) -> Torus:
-        return Torus(self.gauge, self.key, self.named, self.shape, self.blocks, 2)
-
-    def identity(self) -> jax.Array:
-        return jnp.zeros((*self.shape, 2), real_dtype())
-
-    @staticmethod
-    def from_logs(logs: jax.Array) -> jax.Array:
-        return jnp.stack([logs, jnp.zeros_like(logs)], -1)
-
     def sample(self, key: jax.Array, scale: float, leaves: Mapping[str, Any]) -> jax.Array:
         moduli, angles = jax.random.split(key)
-        logs = jax.random.uniform(moduli, self.shape, real_dtype(), -scale, scale)
-        return jnp.stack([logs, self.turn.sample(angles, scale, leaves)], -1)
+        return jnp.stack([drawn(moduli, self.shape, scale), random_angles(angles, self.shape, scale)], -1)
 
-    def rotation(self, key: jax.Array, by: str) -> jax.Array:
-        return self.from_turn(self.turn.rotation(key, by))
+    def split(self, element: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return jnp.exp(element[..., 0]), element[..., 1]
 
-    def coordinate(self, e: jax.Array, point: Arrays) -> None:
+    def join(self, elements: Sequence[jax.Array]) -> jax.Array:
+        return jnp.stack([jnp.log(elements[0]), elements[1]], -1)
+
+    def coordinate(self, elements: Sequence[Any]) -> None:
         return None
 
-    def motion(self, e: jax.Array, change: Any, end: Arrays, turn: jax.Array | None) -> Any:
-        return change if turn is None else jnp.stack([change[..., 0], turn[..., 0, 1]], -1)
-
-    def act(self, e: jax.Array, point: Arrays) -> Arrays:
-        return self.turn.act(e[..., 1], super().act(e, point))
-
-    def pull(self, e: jax.Array, cotangent: Arrays) -> Arrays:
-        return super().act(e, self.turn.pull(e[..., 1], cotangent))
-
-    def dual(self, e: jax.Array) -> jax.Array:
-        return e * jnp.array([1.0, -1.0], e.dtype)
-
-    def factors(self, e: jax.Array, block: Block) -> jax.Array:
-        return super().factors(e[..., 0], block)
-
-    def read(self, anchor: Anchor, point: Arrays, within: jax.Array, near: bool) -> tuple[jax.Array, jax.Array]:
-        logs, read = super().read(anchor, point, within, near)
-        return self.from_logs(logs), read
-
-    def from_turn(self, turn: jax.Array) -> jax.Array:
-        return jnp.stack([jnp.zeros_like(turn), turn], -1)
-
-    def balanced(self, point: Arrays) -> jax.Array:
-        return self.from_logs(super().balanced(point))
-
-    def nearest(self, target: Arrays, point: Arrays, others: Sequence[Instance] = ()) -> jax.Array:
-        """See `Instance`: for every modulus the best angle is known, which leaves one variable per plane."""
-        sides = [dataclasses.replace(self.turn, blocks=side) for side in (self.up, self.down)]
-        grams = [side.gram(point, target) for side in sides]
-        squares = [side.sums({path: jnp.square(point[path]) for path in side.paths}) for side in sides]
-        return _nearest_pair(*squares, *grams)
-
-    # Packing --------------------------------------------------------------------------------------------
-
-    @property
-    def packable(self) -> tuple[Block, ...]:
-        return packable_blocks(self.blocks, 1)
-
-    @property
-    def constant_rows(self) -> np.ndarray:
-        """One row of complex coordinates 1 + 0i."""
-        parts = {BASIS: np.array([1.0, 0.0]), PLANE: np.ones(self.shape[-1])}
-        first, second = (parts[label] for label in self.blocks[0].row_labels if label in parts)
-        return np.outer(first, second).reshape(1, -1)
-
-    def choose_rows(self, block: Block, point: Arrays, per_head: bool) -> jax.Array:
-        moduli = jnp.linalg.norm(self.turn.rows_of(block, point), axis=-1)
-        scores = safe_divide(moduli, jnp.mean(moduli, -1, keepdims=True)).reshape(-1, *moduli.shape[-2:])
-        least = jnp.min(scores, 1)  # over the planes of a head
-        return jnp.argmax(least if per_head else jnp.min(least, 0, keepdims=True), -1)[:, None]
-
-    def to_constant(self, block: Block, point: Arrays, rows: jax.Array, size: float) -> tuple[jax.Array, jax.Array]:
-        planes = self.turn.rows_of(block, point)
-        heads = planes.reshape(-1, *planes.shape[-3:])
-        row = jnp.take_along_axis(heads, rows[:, None, :, None], -2)[..., 0, :]
-        modulus, angle = jnp.linalg.norm(row, axis=-1), jnp.arctan2(row[..., 1], row[..., 0])
-        typical = jnp.mean(jnp.linalg.norm(heads, axis=-1), -1)
-        condition = jnp.where(modulus > 0, typical / modulus, jnp.inf)
-        logs = math.log(size) - jnp.log(modulus)  # the left side is multiplied by z, the right side divided by z̄
-        logs = logs if block.role == "left" else -logs
-        return jnp.stack([logs, -angle], -1).reshape(*self.shape, 2), jnp.max(condition, -1)
-
-    def matrices(self, block: Block) -> tuple[int, Matrices | None]:
-        return 0, head_matrices(block)
+    @staticmethod
+    def axis_sizes(named: tuple[str, ...], element: jax.Array) -> dict[str, int]:
+        return Torus.axis_sizes(named, element[..., 0])
 
     @classmethod
     def effect_of(cls, element: jax.Array) -> Effect:
         """Returns "diagonal" for an element that is known not to turn, and "linear" for any other."""
         turns = isinstance(element, jax.core.Tracer) or np.any(np.asarray(element)[..., 1])
         return "linear" if turns else "diagonal"
-
-
-@jax.jit
-def _nearest_pair(a: jax.Array, c: jax.Array, left: jax.Array, right: jax.Array) -> jax.Array:
-    """The element (x, φ) that minimises a·e²ˣ − 2·Re(e^(x − iφ)·l) + c·e⁻²ˣ − 2·Re(e^(−x − iφ)·r), per plane.
-
-    Args:
-      a: squared norms of the left side.
-      c: those of the right side.
-      left: cross-moments with the target, (…, 2, 2), which hold l: its real part on the diagonal.
-      right: those of the right side, r.
-    """
-    (l_re, l_im), (r_re, r_im) = ((x[..., 0, 0] + x[..., 1, 1], x[..., 0, 1] - x[..., 1, 0]) for x in (left, right))
-
-    def at(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return jnp.exp(x) * l_re + jnp.exp(-x) * r_re, jnp.exp(x) * l_im + jnp.exp(-x) * r_im
-
-    def loss(x: jax.Array) -> jax.Array:
-        re, im = at(x)
-        return a * jnp.exp(2.0 * x) + c * jnp.exp(-2.0 * x) - 2.0 * jnp.sqrt(re * re + im * im + _TINY)
-
-    sizes = jnp.sqrt(l_re**2 + l_im**2), jnp.sqrt(r_re**2 + r_im**2)
-    ratios = (sizes[0], a), (c, sizes[1])
-    starts = [jnp.where((x > 0) & (y > 0), jnp.log(safe_divide(x, y) + (x <= 0) + (y <= 0)), 0.0) for x, y in ratios]
-    logs = jnp.where((a > 0) & (c > 0), least_point(loss, (*starts, jnp.zeros_like(a))), 0.0)
-    re, im = at(logs)
-    return jnp.stack([logs, jnp.arctan2(im, re)], -1)
-
-
-_TINY = 1e-30  # under the root, so that its derivative is finite where both cross-moments are zero

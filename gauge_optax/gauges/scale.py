@@ -1,31 +1,26 @@
-"""Multiplicative gauges: one positive factor per channel, on two sides inversely, or on one side before a norm.
+"""Multiplicative gauges: one factor per channel, on two sides inversely, or on one side before a norm.
 
 A unit whose output is homogeneous of degree p in its input weights is unchanged by up ↦ α·up, down ↦ α⁻ᵖ·down: ReLU
 (p = 1), squared ReLU (p = 2), the linear branch of a gated unit, a norm's scale with the kernels that read it. Where a
 norm follows, the function does not depend on a block's size, and there is no second side. Elements are log α, and
 compose by addition. The vertical tangents of a channel are the multiples of (+θ_up, −p·θ_down).
-
-A channel reads as the log of its first anchor's norm divided by √(entries/rows), times −1/p for an anchor on the down
-side. On the slice the column of a kernel has norm 1, a norm's scale is 1 and multipliers have root mean square 1, close
-to the usual initial values.
 References: DDC §3.2, B.4–B.7; Rotational Equilibrium Eq. (99).
 """
 
 import dataclasses
-import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 
-from gauge_optax.binding import Axes, Block
+from gauge_optax.binding import Axes
 from gauge_optax.errors import binding_error
 from gauge_optax.gauges.gauge import BlockGauge, block_gauge
-from gauge_optax.gauges.instance import Additive, Anchor, Arrays, Effect, Instance
-from gauge_optax.gauges.matrices import HEAD, Matrices, channel_matrices
-from gauge_optax.linalg import real_dtype
+from gauge_optax.gauges.symmetry import Effect, Symmetry, drawn, label
+from gauge_optax.parts.part import Anchor
+from gauge_optax.parts.sizes import Factor
 
 
 def rescale(
@@ -74,7 +69,9 @@ def norm_scale(
       sizes: lengths of axes inside `(a b)` that no other block fixes.
 
     Returns:
-      A frozen, hashable gauge; it holds no array. Elements are log α, shaped like the named axes.
+      A frozen, hashable gauge; it holds no array. Elements are log α, shaped like the named axes. A norm's readers are
+      linear, so that its scale may change sign with their rows: `read` returns complex logarithms, whose imaginary part
+      is π where α is negative. Real arrays mean positive α.
 
     Raises:
       ValueError: malformed axes, at once; any mismatch with the tree, when it is first seen.
@@ -88,7 +85,7 @@ def norm_scale(
 
     Reference: DDC §3.2, B.5. Not a symmetry of a final norm that feeds a tied head.
     """
-    return block_gauge("norm_scale", Scale, {"up": scale, "down": into}, sizes)
+    return block_gauge("norm_scale", Scale, {"up": scale, "down": into}, sizes, signed=True)
 
 
 def scale_invariant(blocks: Mapping[str, Axes], *, sizes: Mapping[str, int] | None = None) -> BlockGauge:
@@ -146,6 +143,35 @@ def multiplier_balance(
     return block_gauge("multiplier_balance", Scale, {"up": query, "down": key}, sizes, by_entry=True)
 
 
+def residual_scale(
+    write: Mapping[str, Axes], tied: Mapping[str, Axes] | None = None, *, sizes: Mapping[str, int] | None = None
+) -> BlockGauge:
+    """One positive factor on every leaf that writes to the residual stream.
+
+    Args:
+      write: path → axes of every leaf that writes to the stream, all `_`; an embedding first, because the factor is
+        read from it. All layers share the factor, whatever the captures are.
+      tied: path → axes of the final norm's scale and bias, if the output kernel is the embedding. They are divided by
+        the factor, so that logits do not grow.
+      sizes: lengths of axes inside `(a b)`.
+
+    Returns:
+      A frozen, hashable gauge; it holds no array. Elements are {"": log α}, a number.
+
+    Raises:
+      ValueError: malformed axes, at once; any mismatch with the tree, when it is first seen.
+
+    >>> gauge = go.residual_scale({"embedding": "_ _", "blocks/{i}/out": "_ _"})
+    >>> blocks = [{"out": jnp.ones((3, 4))}, {"out": jnp.ones((3, 4))}]
+    >>> gauge.dim({"embedding": jnp.ones((7, 4)), "blocks": blocks})
+    1
+
+    Reference: docs/design.md §5. Not a symmetry where anything but a norm reads the stream.
+    """
+    roles = {"up": write} | ({} if tied is None else {"down": tied})
+    return block_gauge("residual_scale", StreamScale, roles, sizes)
+
+
 def two_sided(gauge: Any) -> bool:
     """Whether a gauge is a scale with two sides."""
     sides = {"up", "down"}
@@ -158,16 +184,8 @@ def keeps_product(gauge: Any) -> bool:
 
 
 @dataclasses.dataclass(frozen=True)
-class Scale(Additive):
-    """One instance: log α per channel, (*shape).
-
-    Attributes:
-      degree: p: up is multiplied by α, down by α^(−p).
-      by_entry: whether balance compares mean squares of each side's first block; else sums of squares of whole sides.
-    """
-
-    degree: float = 1
-    by_entry: bool = False
+class Scale(Symmetry):
+    """One copy: a `Factor`."""
 
     effect: ClassVar[Effect] = "diagonal"
     balancing: ClassVar[Effect] = "diagonal"
@@ -180,227 +198,55 @@ class Scale(Additive):
     def of(
         cls, gauge: str, key: str, named: tuple[str, ...], sizes: Mapping[str, int], blocks: Any, **options: Any
     ) -> "Scale":
-        """The instance of a binding's blocks."""
-        return cls(gauge, key, named, tuple(sizes[name] for name in named), tuple(blocks), **options)
-
-    @functools.cached_property
-    def up(self) -> tuple[Block, ...]:
-        """The blocks that are multiplied by α."""
-        return tuple(block for block in self.blocks if block.role in ("up", "left"))
-
-    @functools.cached_property
-    def down(self) -> tuple[Block, ...]:
-        """The blocks that are multiplied by α^(−p)."""
-        return tuple(block for block in self.blocks if block.role in ("down", "right"))
-
-    # The group: addition of logs ----------------------------------------------------------------------
-
-    @staticmethod
-    def from_logs(logs: jax.Array) -> jax.Array:
-        """The element that multiplies by the exponentials of `logs`, (*shape), and does nothing else."""
-        return logs
+        blocks, degree = tuple(blocks), float(options.get("degree", 1))
+        anchor: Anchor = tuple(b for b in blocks if b.role == "up")[:1]
+        signed = bool(options.get("signed")) and all(b.entries(named) == 1 for b in anchor)
+        part = Factor(
+            label(gauge, key, blocks, degree=degree),
+            named,
+            tuple(sizes[name] for name in named),
+            blocks,
+            degree,
+            bool(options.get("by_entry")),
+            signed,
+        )
+        return cls(gauge, key, (part,))
 
     def sample(self, key: jax.Array, scale: float, leaves: Mapping[str, Any]) -> jax.Array:
-        return jax.random.uniform(key, self.shape, real_dtype(), -scale, scale)
+        return drawn(key, self.shape, scale)
 
-    def coordinate(self, e: jax.Array, point: Arrays) -> Any:
-        return e
+    def split(self, element: jax.Array) -> tuple[jax.Array]:
+        return (from_log(element),)
 
-    @staticmethod
-    def power(element: jax.Array, exponent: float | jax.Array) -> jax.Array:
-        """The power of a public element."""
-        return exponent * element
-
-    # The action ---------------------------------------------------------------------------------------
-
-    def act(self, e: jax.Array, point: Arrays) -> Arrays:
-        out = dict(point)
-        # Exponentials are taken once per channel: per entry they would cost more than everything else in a step.
-        for blocks in (self.up, self.down):
-            factor = self.factors(e, blocks[0]) if blocks else None
-            for block in blocks:
-                out[block.path] = out[block.path] * block.spread(self.named, factor, elsewhere=1.0)
-        return out
-
-    def pull(self, e: jax.Array, cotangent: Arrays) -> Arrays:
-        return self.act(e, cotangent)  # diagonal: its own transpose
-
-    def factors(self, e: jax.Array, block: Block) -> jax.Array:
-        # A negated power, not a power of a negated degree: XLA then computes 1/α and the inverse of α once.
-        return jnp.exp(e if block.role in ("up", "left") else -(e if self.degree == 1.0 else self.degree * e))
-
-    # Reading and balance ------------------------------------------------------------------------------
+    def join(self, elements: Sequence[jax.Array]) -> jax.Array:
+        (alpha,) = elements
+        return to_log(alpha) if self._signed else jnp.log(alpha)
 
     @property
-    def anchors(self) -> tuple[Anchor, ...]:
-        return tuple(side for side in (self.up[:1], self.up[1:], self.down) if side)
+    def _signed(self) -> bool:
+        return bool(getattr(self.parts[0], "signed", False))
 
-    def read(self, anchor: Anchor, point: Arrays, within: jax.Array, near: bool) -> tuple[jax.Array, jax.Array]:
-        totals = [block.total(self.named, jnp.square(point[block.path])) for block in anchor]
-        square = sum(totals[1:], totals[0])
-        # The inputs of a channel are its free axes but the last, or the one free axis. The squared norm of
-        # a channel on the slice is `natural`, its number of columns; multipliers, which start at 1, have RMS 1 there.
-        free = [[n for n, x in zip(b.view_shape, b.labels, strict=True) if x not in self.named] for b in anchor]
-        inputs = max(math.prod(lengths[:-1] or lengths) for lengths in free)
-        natural = sum(map(math.prod, free)) / (1 if self.by_entry else max(1, inputs))
-        read = within & (square > 0)
-        power = 2.0 if anchor[0].role in ("up", "left") else -2.0 * self.degree
-        return jnp.log(jax.lax.select(read, square / natural, jnp.ones_like(square))) / power, read
+    def identity(self) -> jax.Array:
+        return self.coordinate([part.identity() for part in self.parts])
 
-    def with_positive_signs(self, point: Arrays) -> Arrays:
-        # A norm's readers are linear, so that a negative scale may change sign with their rows. A unit's may not.
-        if self.gauge != "norm_scale" or self.up[0].entries(self.named) > 1:
-            return point
-        negative = self.up[0].total(self.named, point[self.up[0].path]) < 0
-        signs = jnp.where(negative, -1.0, 1.0).astype(real_dtype())
-        return point | {
-            path: functools.reduce(
-                lambda leaf, block: leaf * block.spread(self.named, signs, elsewhere=1.0),
-                [block for block in self.blocks if block.path == path], point[path],
-            )
-            for path in self.paths
-        }  # fmt: skip
-
-    def squared_sides(self, point: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        """Sums of squares of both sides, per channel."""
-        zero = jnp.zeros(self.shape, real_dtype())
-        up, down = (
-            sum((b.total(self.named, jnp.square(point[b.path])) for b in side), zero) for side in (self.up, self.down)
-        )
-        return up, down
-
-    def compared(self, point: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        """The sizes that balance compares, per channel: sums of squares of both sides; mean squares for `by_entry`."""
-        up, down = (self.up[:1], self.down[:1]) if self.by_entry else (self.up, self.down)
-        sizes = []
-        for side in (up, down):
-            total = sum((b.total(self.named, jnp.square(point[b.path])) for b in side), jnp.zeros(self.shape))
-            sizes.append(total / sum(b.entries(self.named) for b in side) if self.by_entry else total)
-        return sizes[0], sizes[1]
-
-    def balanced(self, point: Arrays) -> jax.Array:
-        up, down = self.compared(point)
-        if not self.down:
-            entries = sum(block.entries(self.named) for block in self.up)
-            return jnp.where(up > 0, 0.5 * jnp.log(jnp.where(up > 0, up, 1.0) / entries), 0.0)
-        whole = (up > 0) & (down > 0)
-        up, down = (jnp.where(whole, x, 1.0) for x in (up, down))
-        p = self.degree
-        return jnp.where(whole, (jnp.log(up) - jnp.log(down) - math.log(p)) / (2.0 * (1.0 + p)), 0.0)
-
-    def log_sizes(self, point: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        """Logs of both sides' root mean squares per channel; minus infinity, on both, where a side is zero."""
-        sides = (self.up[:1], self.down[:1]) if self.by_entry else (self.up, self.down)
-        sizes = [sum(b.entries(self.named) for b in side) for side in sides]
-        up, down = self.compared(point)
-        means = (up, down) if self.by_entry else (up / sizes[0], down / sizes[1])
-        whole = (up != 0) & (down != 0)
-        logs = [jnp.where(whole, 0.5 * jnp.log(jnp.where(whole, x, 1.0)), -jnp.inf) for x in means]
-        return logs[0], logs[1]
-
-    def log_ratio(self, point: Arrays) -> jax.Array | None:
-        if not self.down:
-            return None
-        up, down = self.squared_sides(point)
-        alive = (up > 0) & (down > 0)  # a dead channel has no ratio: 0 stands for it
-        logs = [jnp.log(jnp.where(alive, x, 1.0)) for x in (up, down)]
-        return 0.5 * (logs[0] - self.degree * logs[1])
-
-    def with_log_ratio(self, e: jax.Array, change: jax.Array) -> jax.Array:
-        return e + change / (1.0 + self.degree**2)
-
-    def completed(self, point: Arrays, cotangent: Arrays, block: Block) -> Arrays | None:
-        if self.up[:1] != (block,) or not self.down:
-            return None
-
-        def pairing(blocks: tuple[Block, ...]) -> jax.Array:
-            zero = jnp.zeros(self.shape, real_dtype())
-            return sum((b.total(self.named, point[b.path] * cotangent[b.path]) for b in blocks), zero)
-
-        # Invariance: the pairing of the gradient with (up, −p·down) is zero. On the slice the anchor is ±1.
-        paired = self.degree * pairing(self.down) - pairing(self.up[1:])
-        order = [self.named.index(name) for name in block.labels]
-        sign = jnp.where(block.view(point[block.path]) < 0, -1.0, 1.0).astype(paired.dtype)
-        return cotangent | {block.path: block.write(cotangent[block.path], sign * paired.transpose(order))}
-
-    def nearest(self, target: Arrays, point: Arrays, others: Sequence[Instance] = ()) -> jax.Array:
-        """See `Instance`: the least |T_up − α·up|² + |T_down − down/α^p|², a problem in one variable per channel."""
-        up, down = (self.paired(side, target, point) for side in (self.up, self.down))
-        return _nearest_log(up, down, jnp.asarray(self.degree, real_dtype()))
-
-    def paired(self, side: tuple[Block, ...], target: Arrays, point: Arrays) -> tuple[jax.Array, jax.Array]:
-        """Sums over one side, per channel: squares of the point, and products of both."""
-        zero = jnp.zeros(self.shape, real_dtype())
-        squares = (b.total(self.named, jnp.square(point[b.path])) for b in side)
-        products = (b.total(self.named, point[b.path] * target[b.path]) for b in side)
-        return sum(squares, zero), sum(products, zero)
-
-    # What optimizers ask ------------------------------------------------------------------------------
-
-    @property
-    def log_step(self) -> float:
-        return math.hypot(1.0, self.degree)
-
-    def partner(self, anchor: Anchor) -> tuple[Block, ...]:
-        return self.down if anchor[0] in self.up else ()
-
-    @property
-    def sides(self) -> tuple[tuple[Block, ...], tuple[Block, ...]] | None:
-        return (self.up, self.down) if self.down else None
-
-    @property
-    def degree_of_decay(self) -> float | None:
-        return self.degree
-
-    def matrices(self, block: Block) -> tuple[int, Matrices | None] | None:
-        if HEAD in self.named:  # the kernels of QK-norm have one matrix per head
-            return 1, channel_matrices(block, self.named)
-        return (2, channel_matrices(block, self.named)) if self.down else None
+    def coordinate(self, elements: Sequence[jax.Array]) -> jax.Array:
+        return jnp.log(jnp.abs(elements[0]))
 
 
-@jax.jit
-def _nearest_log(up: tuple[jax.Array, jax.Array], down: tuple[jax.Array, jax.Array], degree: jax.Array) -> jax.Array:
-    """The logs x that minimise A·e²ˣ − 2B·eˣ + C·e⁻²ᵖˣ − 2E·e⁻ᵖˣ, for (A, B) and (C, E); 0 where no x is least."""
-    (a, b), (c, e) = up, down
-
-    def loss(x: jax.Array) -> jax.Array:
-        return a * jnp.exp(2.0 * x) - 2.0 * b * jnp.exp(x) + (c * jnp.exp(-degree * x) - 2.0 * e) * jnp.exp(-degree * x)
-
-    def log_ratio(x: jax.Array, y: jax.Array) -> jax.Array:
-        return jnp.where((x > 0) & (y > 0), jnp.log(jnp.where(x > 0, x, 1.0) / jnp.where(y > 0, y, 1.0)), 0.0)
-
-    # Each side alone has its least value at the first two; where the sides disagree most, both shrink to balance.
-    starts = log_ratio(b, a), -log_ratio(e, c) / degree, log_ratio(c, a) / (2.0 + 2.0 * degree), jnp.zeros_like(a)
-    bounded = ((c > 0) | (b > 0)) & ((a > 0) | (e > 0))
-    return jnp.where(bounded, least_point(loss, starts), 0.0)
+def from_log(element: jax.Array) -> jax.Array:
+    """α from its logarithm, a real or a complex one."""
+    size = jnp.exp(jnp.real(element))
+    return jnp.where(jnp.cos(jnp.imag(element)) < 0, -size, size) if jnp.iscomplexobj(element) else size
 
 
-def least_point(loss: Callable[[jax.Array], jax.Array], starts: Sequence[jax.Array]) -> jax.Array:
-    """Where a function of one variable per channel is least: on a grid around some points, then by bisection.
-
-    Args:
-      loss: entry by entry, from an array of the shape of each of `starts` to one of that shape.
-      starts: points near which the least value is expected; 0 among them.
-
-    Returns:
-      The point; 0 where no point found is lower.
-    """
-    slope = jax.grad(lambda x: jnp.sum(loss(x)))
-    low, high = jnp.min(jnp.stack(starts), 0) - 1.0, jnp.max(jnp.stack(starts), 0) + 1.0
-    grid = low + (high - low) * jnp.linspace(0.0, 1.0, _GRID).reshape(-1, *(1,) * low.ndim).astype(low.dtype)
-    best = jnp.argmin(jax.lax.map(loss, grid), 0)
-    width = (high - low) / (_GRID - 1)
-    left, right = (low + jnp.clip(best + k, 0, _GRID - 1) * width for k in (-1, 1))
-
-    def halved(_: int, sides: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        left, right = sides
-        middle = 0.5 * (left + right)
-        rising = slope(middle) > 0
-        return jnp.where(rising, left, middle), jnp.where(rising, middle, right)
-
-    left, right = jax.lax.fori_loop(0, _HALVINGS, halved, (left, right))
-    least = 0.5 * (left + right)
-    return jnp.where(loss(least) < loss(jnp.zeros_like(least)), least, 0.0)
+def to_log(alpha: jax.Array) -> jax.Array:
+    """The complex logarithm of α; its imaginary part is 0 or π."""
+    return jax.lax.complex(jnp.log(jnp.abs(alpha)), jnp.where(alpha < 0, math.pi, 0.0).astype(alpha.dtype))
 
 
-_GRID, _HALVINGS = 129, 60
+@dataclasses.dataclass(frozen=True)
+class StreamScale(Scale):
+    """The one copy: a factor for all layers."""
+
+    joined: ClassVar[bool] = True
+    breaks: ClassVar[str] = "the eps of a norm, a writer that is not listed, or a reader that is no norm"

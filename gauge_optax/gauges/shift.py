@@ -1,12 +1,16 @@
-"""Logit shift: adding the same number to the logits of all classes does not change a softmax.
+"""Shifts: constants that a softmax, a centred norm or a softmax over keys does not see.
 
-For logits z = x·W + b and any vector t and number τ, W ↦ W + t·1ᵀ and b ↦ b + τ·1 change z by a constant over classes.
-The group is Rᵈ, or Rᵈ⁺¹ with a bias, under addition. A point reads as its mean along `vocab`, and the vertical part of
-a tangent is its mean too. A shift moves points, but neither tangents nor cotangents. It is not a symmetry of a tied
-head or of soft-capped logits. Reference: the paper DDC (docs/design.md §4), §3.2 and B.2–B.3.
+* `logit_shift`: for logits z = x·W + b and any vector t and number τ, W ↦ W + t·1ᵀ and b ↦ b + τ·1 change z by a constant
+  over classes. It is not a symmetry of a tied head or of soft-capped logits. Reference: the paper DDC (docs/design.md
+  §4), §3.2 and B.2–B.3.
+* `norm_write_shift`: a LayerNorm subtracts the mean of its input. Where LayerNorms alone read a residual stream, the mean
+  over its channels never reaches the output. Reference: docs/design.md §5, "More dead directions"; van Nierop, §4.
+* `key_bias`: the score of query q and key k + b is q·k + q·b. The second term is the same for all keys, so that softmax
+  drops it, and every value of the bias gives one function. Reference: docs/design.md §5.
 
-Inside the library a shift has the leaf's shape with `vocab` of length 1, and is zero outside all blocks. Public
-elements have no `vocab` axis.
+The groups are Rⁿ under addition. A point reads as its mean along the axis, or as the bias itself, and on the slice that
+is zero. A shift moves points, but neither tangents nor cotangents. Public elements are {leaf path: shift}, the leaf's
+shape without the axis.
 """
 
 import dataclasses
@@ -21,8 +25,10 @@ from gauge_optax.binding import Axes, Block, BlockSpec, instance_key, overlap
 from gauge_optax.binding.axes import parse_axes
 from gauge_optax.errors import binding_error
 from gauge_optax.gauges.gauge import BlockGauge, block_gauge
-from gauge_optax.gauges.instance import Additive, Arrays, Effect
+from gauge_optax.gauges.symmetry import Effect, Symmetry, label, normal
 from gauge_optax.linalg import real_dtype
+from gauge_optax.parts.constants import CHANNEL, Logits, Mean
+from gauge_optax.parts.part import Arrays
 
 VOCAB = "vocab"
 
@@ -49,40 +55,84 @@ def logit_shift(blocks: Mapping[str, Axes], *, sizes: Mapping[str, int] | None =
     return block_gauge("logit_shift", Shift, {"blocks": blocks}, sizes)
 
 
+def norm_write_shift(write: Mapping[str, Axes], *, sizes: Mapping[str, int] | None = None) -> BlockGauge:
+    """A number added to all channels of what is written to a residual stream that only LayerNorms read.
+
+    Args:
+      write: path → axes of every leaf that writes to the stream; `channel` is the stream's axis:
+        `{"embed/embedding": "_ channel", "blocks/{i}/mlp/down/kernel": "_ channel"}`. Leaves of different patterns may
+        stand in one gauge each.
+      sizes: lengths of axes inside `(a b)` that no other block fixes.
+
+    Returns:
+      A frozen, hashable gauge; it holds no array. Elements are {leaf path: shift, the leaf's shape without `channel`}.
+
+    Raises:
+      ValueError: malformed axes, at once; any mismatch with the tree, when it is first seen.
+
+    >>> gauge = go.norm_write_shift({"embedding": "_ channel"})
+    >>> gauge.dim({"embedding": jnp.ones((5, 4))})
+    5
+
+    Reference: docs/design.md §5. Not a symmetry where an RMSNorm, or no norm, reads the stream, nor for an embedding
+    that is also the output kernel.
+    """
+    return block_gauge("norm_write_shift", WriteShift, {"write": write}, sizes)
+
+
+def key_bias(blocks: Mapping[str, Axes], *, sizes: Mapping[str, int] | None = None) -> BlockGauge:
+    """Any constant added to a bias that the function does not depend on, such as a key bias before softmax.
+
+    Args:
+      blocks: path → axes of such biases; name the axes that are to index an element: `{"key/bias": "head entry"}`.
+      sizes: lengths of axes inside `(a b)` that no other block fixes.
+
+    Returns:
+      A frozen, hashable gauge; it holds no array. Elements are {leaf path: what is added, the leaf's shape}; entries
+      outside the block do nothing.
+
+    Raises:
+      ValueError: malformed axes, at once; any mismatch with the tree, when it is first seen.
+
+    >>> gauge = go.key_bias({"key/bias": "_ _"})
+    >>> gauge.dim({"key": {"bias": jnp.ones((2, 3)), "kernel": jnp.ones((6, 2, 3))}})
+    6
+
+    Reference: docs/design.md §5. Not a symmetry under rotary embeddings or QK-norm.
+    """
+    return block_gauge("key_bias", Bias, {"blocks": blocks}, sizes)
+
+
 @dataclasses.dataclass(frozen=True)
-class Shift(Additive):
-    """One instance: a vector per leaf, constant along `vocab`."""
+class Shift(Symmetry):
+    """One copy: a vector per leaf, constant along `vocab`."""
 
     effect: ClassVar[Effect] = "shift"
     balancing: ClassVar[Effect] = "shift"
-    rigid: ClassVar[str] = VOCAB
-    of_logits: ClassVar[bool] = True
+    axis: ClassVar[str | None] = VOCAB
+    part: ClassVar[type[Mean]] = Logits
     breaks: ClassVar[str] = (
         "logits themselves move: return the loss, or log-probabilities; else a tied head, soft-capping, or a loss that "
         "is no softmax"
     )
 
     @classmethod
-    def of(cls, gauge: str, key: str, named: tuple[str, ...], sizes: Mapping[str, int], blocks: Any) -> "Shift":
-        """The instance of a binding's blocks. Raises ValueError for two blocks of a leaf that would share a shift."""
+    def of(
+        cls, gauge: str, key: str, named: tuple[str, ...], sizes: Mapping[str, int], blocks: Any, **options: Any
+    ) -> "Shift":
         for at, block in enumerate(blocks):
             for other in blocks[:at]:
                 if block.path == other.path and overlap(cls.one_along(block), cls.one_along(other)):
                     raise binding_error(
-                        gauge, f"two ranges of {cls.rigid} on '{block.path}'", f"'{other.axes}' and '{block.axes}'",
-                        "one range per leaf in one gauge", f"write one {gauge} per range, as a list of gauges",
-                    )  # fmt: skip
-        return cls(gauge, key, named, tuple(sizes[name] for name in named), tuple(blocks))
+                        gauge, f"two ranges of {cls.axis} on '{block.path}'", f"'{other.axes}' and '{block.axes}'",
+                        "one range per leaf in one gauge", f"write one {gauge} per range, as a list of gauges")
+        shape = tuple(sizes[name] for name in named)
+        return cls(gauge, key, (cls.part(label(gauge, key, blocks), named, shape, tuple(blocks), axis=cls.axis),))
 
     @classmethod
     def one_along(cls, block: Block) -> Block:
         """The block of one entry along the axis that a shift is constant along."""
-        return shift_block(block, cls.rigid)
-
-    @staticmethod
-    def axis_sizes(named: tuple[str, ...], element: jax.Array) -> dict[str, int]:
-        """Lengths of axes, read off an element: none, because the leaf alone determines all of them."""
-        return {}
+        return block if cls.axis is None else shift_block(block, cls.axis)
 
     @property
     def shifted(self) -> tuple[Block, ...]:
@@ -93,31 +143,27 @@ class Shift(Additive):
     def dim(self) -> int:
         return sum(math.prod(self.one_along(block).view_shape) for block in self.shifted)
 
-    # The group: addition, leaf by leaf ----------------------------------------------------------------
-
-    def identity(self) -> Arrays:
-        return {block.path: jnp.zeros(self.one_along(block).shape, real_dtype()) for block in self.shifted}
-
     def sample(self, key: jax.Array, scale: float, leaves: Mapping[str, Any]) -> Arrays:
-        shifts = self.identity()
+        views = []
         for block, key_of_block in zip(self.shifted, jax.random.split(key, len(self.shifted)), strict=True):
             rms = jnp.sqrt(jnp.mean(jnp.square(jnp.asarray(leaves[block.path], real_dtype()))))
-            target = self.one_along(block)
-            drawn = scale * rms * jax.random.normal(key_of_block, target.view_shape, real_dtype())
-            shifts[block.path] = target.write(shifts[block.path], drawn)
-        return self.to_element(shifts)
+            views.append(normal(key_of_block, self.one_along(block).view_shape, scale * rms))
+        return self.join([tuple(views)])
 
-    def to_element(self, e: Arrays) -> Arrays:
-        shapes = {block.path: _without(block, self.rigid) for block in self.shifted}
-        return {path: x.reshape(shapes[path]) for path, x in e.items()}
+    def split(self, element: Arrays) -> tuple[Any, ...]:
+        views = []
+        for block in self.shifted:
+            one = self.one_along(block)
+            views.append(one.view(jnp.asarray(element[block.path]).reshape(one.shape)))
+        return (tuple(views),)
 
-    def from_element(self, element: Arrays) -> Arrays:
-        return {block.path: element[block.path].reshape(self.one_along(block).shape) for block in self.shifted}
-
-    @staticmethod
-    def power(element: Arrays, exponent: float | jax.Array) -> Arrays:
-        """The power of a public element."""
-        return jax.tree.map(lambda x: exponent * x, element)
+    def join(self, elements: Sequence[Any]) -> Arrays:
+        ones = [(block, self.one_along(block)) for block in self.shifted]
+        out = {one.path: jnp.zeros(one.shape, real_dtype()) for _, one in ones}
+        for (_, one), view in zip(ones, elements[0], strict=True):
+            out[one.path] = one.write(out[one.path], view)
+        shapes = {block.path: _without(block, self.axis) for block in self.shifted}
+        return {path: x.reshape(shapes[path]) for path, x in out.items()}
 
     @classmethod
     def conjugated(cls, specs: Sequence[BlockSpec], element: Any, moved: Callable[[str, jax.Array], jax.Array]) -> Any:
@@ -126,68 +172,37 @@ class Shift(Additive):
             spec = next(s for s in specs if instance_key(specs, s, path) is not None)
             lengths = iter(shift.shape)
             groups = parse_axes(cls.__name__, spec.pattern, spec.axes).groups
-            shape = [1 if [part.name for part in group] == [cls.rigid] else next(lengths) for group in groups]
-            return moved(path, shift.reshape(shape)).reshape(shift.shape)
+            alone = [cls.axis is not None and [part.name for part in group] == [cls.axis] for group in groups]
+            return moved(path, shift.reshape([1 if one else next(lengths) for one in alone])).reshape(shift.shape)
 
         return {path: after(path, shift) for path, shift in element.items()}
 
-    # The action ---------------------------------------------------------------------------------------
+    @staticmethod
+    def axis_sizes(named: tuple[str, ...], element: jax.Array) -> dict[str, int]:
+        return {}  # the leaf alone determines all of them
 
-    def act(self, e: Arrays, point: Arrays) -> Arrays:
-        out = dict(point)
-        for block in self.shifted:
-            out[block.path] = block.write(
-                out[block.path], block.view(out[block.path]) + self.one_along(block).view(e[block.path])
-            )
-        return out
 
-    def enter(self, e: Arrays, point: Arrays) -> Arrays:
-        return self._subtracted(point, e)
+@dataclasses.dataclass(frozen=True)
+class WriteShift(Shift):
+    """One copy: a number per row of each leaf."""
 
-    def push(self, e: Arrays, tangent: Arrays) -> Arrays:
-        return tangent
+    axis: ClassVar[str | None] = CHANNEL
+    part: ClassVar[type[Mean]] = Mean
+    breaks: ClassVar[str] = "a reader of the stream that does not subtract its mean, such as an RMSNorm, or a tied head"
 
-    def pull(self, e: Arrays, cotangent: Arrays) -> Arrays:
-        return cotangent
 
-    def centred(self, vector: Arrays) -> Arrays:
-        return self._subtracted(vector, None)
+@dataclasses.dataclass(frozen=True)
+class Bias(Shift):
+    """One copy: an array of the leaf's shape per block."""
 
-    def _subtracted(self, vector: Arrays, e: Arrays | None) -> Arrays:
-        """Subtracts a shift, or the mean if `e` is None. Rows that are constant up to roundoff become exactly zero.
+    axis: ClassVar[str | None] = None
+    part: ClassVar[type[Mean]] = Mean
+    breaks: ClassVar[str] = "rotary embeddings or QK-norm between the bias and the scores, or no softmax"
 
-        A shifted twin of a zero head is constant. Its roundoff would be read as nonzero weights that have a frame.
-        """
-        out = dict(vector)
-        for block in self.shifted:
-            rows = block.view(out[block.path])
-            mean = jnp.mean(rows, block.labels.index(self.rigid), keepdims=True)
-            spread = jnp.max(jnp.abs(rows - mean), block.labels.index(self.rigid), keepdims=True)
-            constant = spread <= 8.0 * jnp.finfo(rows.dtype).eps * jnp.abs(mean)
-            shift = mean if e is None else self.one_along(block).view(e[block.path])
-            out[block.path] = block.write(out[block.path], jnp.where(constant, 0.0, rows - shift))
-        return out
-
-    # Reading ------------------------------------------------------------------------------------------
-
-    def coordinate(self, e: Arrays, point: Arrays) -> Arrays:
-        return self.to_element(self.read_mean(point))
-
-    def read_mean(self, point: Arrays) -> Arrays:
-        means = self.identity()
-        for block in self.shifted:
-            mean = jnp.mean(block.view(point[block.path]), block.labels.index(self.rigid), keepdims=True)
-            means[block.path] = self.one_along(block).write(means[block.path], mean)
-        return means
-
-    def signal(self, point: Arrays, gradient: Arrays) -> jax.Array | None:
-        # If the output layer is constant over classes, which is zero on the slice, only its own gradient is not zero.
-        kernels = [block for block in self.shifted if math.prod(self.one_along(block).view_shape) > 1]
-        if not kernels:
-            return None
-        largest = jnp.stack([jnp.max(jnp.abs(block.view(gradient[block.path]))) for block in self.shifted]).max()
-        constant = jnp.stack([jnp.all(block.view(point[block.path]) == 0.0) for block in kernels]).any()
-        return jnp.where(constant, largest, 0.0).astype(real_dtype())
+    def sample(self, key: jax.Array, scale: float, leaves: Mapping[str, Any]) -> Arrays:
+        keys = jax.random.split(key, len(self.blocks))
+        views = (normal(k, block.view_shape, scale) for block, k in zip(self.blocks, keys, strict=True))
+        return self.join([tuple(views)])
 
 
 def shift_block(block: Block, axis: str) -> Block:
@@ -203,8 +218,10 @@ def shift_block(block: Block, axis: str) -> Block:
     return dataclasses.replace(block, shape=shape, split=split, index=index, ranges=ranges)
 
 
-def _without(block: Block, axis: str) -> tuple[int, ...]:
+def _without(block: Block, axis: str | None) -> tuple[int, ...]:
     """Shape of a shift in a public element: without the axis, or with length 1 for it in its group."""
+    if axis is None:
+        return block.shape
     shape = shift_block(block, axis).shape
     alone = [k for k, group in enumerate(block.groups) if [block.split_labels[i] for i in group] == [axis]]
     return tuple(n for k, n in enumerate(shape) if k not in alone)

@@ -5,64 +5,62 @@ point* θ̂ = F⁻¹·θ is the same for all weights of one function; to *fix* a
 slice without changing the function.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from gauge_optax.binding import is_empty, leaves_by_path, with_leaves
-from gauge_optax.errors import binding_error
+from gauge_optax.binding import leaves_by_path, with_leaves
+from gauge_optax.gauges.bound import bound
 from gauge_optax.gauges.gauge import Gauges, Product, product
 from gauge_optax.optimizers.decay import decayed_leaves, require_whole_gauges
-from gauge_optax.slice import Frame, Slice, SlicePoint, SliceTangent
+from gauge_optax.parts.part import Arrays
+from gauge_optax.slice import Elements, Entered, Frame, Slice
 from gauge_optax.transformation import (
     at_once,
     cast_like,
     checked_inner,
     layout,
     placeholder,
-    require_choice,
     require_values,
     transformation,
     with_sharding_of,
 )
-
-RESTS = ("anchor", "balanced")
 
 
 class QuotientState(NamedTuple):
     """State of `quotient`.
 
     Attributes:
-      frame: the frame F that was read at `init`, a `slice.Frame`. Steps do not change it, except with
-        `rest="balanced"`; `go.transport` does.
-      inner_state: state of the inner transformation, in slice coordinates; with `pin=False` an `UnpinnedState`.
+      frame: the frame F that was read at `init`, a `slice.Frame`. Steps do not change it, but where growth rests on a
+        leaf that is more precise than its partners; `go.transport` does.
+      inner_state: state of the inner transformation, in slice coordinates.
+      offset: with `pin=False`, the element B that maps the point θ̃ which `inner` sees to the slice point, θ̂ = B·θ̃: label
+        of a size → element. Empty with `pin=True`, where `inner` sees the slice point itself.
     """
 
     frame: Any
     inner_state: optax.OptState
+    offset: Any = {}
 
 
 def quotient(
-    inner: optax.GradientTransformation, gauges: Gauges, *, hold: bool = True, pin: bool = True, rest: str = "anchor"
+    inner: optax.GradientTransformation, gauges: Gauges, *, hold: bool = True, pin: bool = True
 ) -> optax.GradientTransformationExtraArgs:
     """Runs any Optax transformation so that all weights of one function give one training run.
 
     Args:
       inner: a whole optimizer, with its learning rate, decay, clipping and masks, or a link of a chain.
-      gauges: a gauge or a sequence of them, meaning their product. Leaves that no gauge binds pass unchanged.
+      gauges: a gauge or a sequence of them, in any order, meaning their product. Leaves that no gauge binds pass
+        unchanged.
       hold: whether to remove from every step the part that only rotates the basis of an attention head. If False,
         heads rotate as `inner` rotates them.
-      pin: whether `inner` sees the weights on the slice, where anchors (the blocks from which scales are read) have a
+      pin: whether `inner` sees the weights on the slice, where anchors (the blocks from which sizes are read) have a
         constant size. If False, it sees anchors grow and shrink as they would if it ran alone. From small starts Adam
         trains better with True; Muon, whose steps all have one size, trains better with False
         (examples/results/starts.json).
-      rest: which weights of the function a step ends at; no function and no inner optimizer sees it. "anchor": the
-        anchor of a scale keeps its size, and its partner takes all growth. "balanced": both sides share it, so that
-        log ‖up‖ − p·log ‖down‖ stays (p is the degree of the scale): the coordinate that DDC's figures hold. An update
-        takes 16 % longer then, and 21 % under `ddc_adamw` (4 layers of width 768, 2 CPU cores).
 
     Returns:
       The transformation. Its `update` needs `params`. Line searches take the extra arguments `grad` and `value_fn`:
@@ -94,65 +92,78 @@ def quotient(
 
     Reference: docs/design.md §3.
     """
-    return quotient_for("quotient", inner, gauges, hold=hold, pin=pin, rest=rest)
+    return quotient_for("quotient", inner, gauges, hold=hold, pin=pin)
 
 
 def quotient_for(
-    name: str,
-    inner: optax.GradientTransformation,
-    gauges: Gauges,
-    *,
-    hold: bool = True,
-    pin: bool = True,
-    rest: str = "anchor",
+    name: str, inner: optax.GradientTransformation, gauges: Gauges, *, hold: bool = True, pin: bool = True
 ) -> optax.GradientTransformationExtraArgs:
     """Returns `quotient`, with messages that name the public function `name`."""
-    require_choice(name, "rest", rest, RESTS)
-    given, group = checked_inner(name, inner), product(gauges)
-    inner = given if pin else unpinned(given, group)
+    inner, group = checked_inner(name, inner), product(gauges)
 
     def update(updates: Any, state: QuotientState, params: Any, **extra: Any) -> tuple[Any, QuotientState]:
-        s = Slice.of(group.parts, params)
-        f = s.elements(state.frame)
-        point = s.enter(f, s.values(params))  # θ̂ = F⁻¹·θ
-        gradient = s.enter_dual(f, s.vectors(updates), point)  # ĝ = Fᵀ·g
-        gradient_tree = s.without_roundoff(point, with_leaves(updates, gradient))
-        extra = extra_in_slice_coordinates(s, f, params, extra) if extra else extra
-        u, inner_state = inner.update(gradient_tree, state.inner_state, with_leaves(params, point), **extra)
-        after = s.fix(jax.tree.map(jnp.add, dict(point), s.vectors(u)), state.frame.live)  # θ̂′ = fix(θ̂ + u)
-        tangent = SliceTangent(jax.tree.map(jnp.subtract, dict(after), dict(point)))
-        tangent = s.hold(point, tangent) if hold else tangent  # without rotations of heads
-        if rest == "anchor":
-            step, frame = s.leave(f, tangent, point), state.frame  # F·(θ̂′ − θ̂)
-        else:
-            if not state.frame.start:
-                raise binding_error(
-                    name, "a state made with rest='anchor'", "no lengths of the start", "a state of rest='balanced'",
-                    "write rest='anchor', or start anew by tx.init(params)",
-                )  # fmt: skip
-            end = SlicePoint(jax.tree.map(jnp.add, dict(point), dict(tangent)))
-            # F takes from the ratio of both sides what has been added to it on the slice since `init`: no roundoff of
-            # earlier steps adds up.
-            first = s.elements(Frame(state.frame.start, ()))
-            rested = s.with_log_ratios(first, jax.tree.map(jnp.subtract, state.frame.ratios, s.log_ratios(end)))
-            ends = (s.leave_point(elements, x) for elements, x in ((rested, end), (f, point)))
-            step = jax.tree.map(jnp.subtract, *ends)  # F′·θ̂′ − F·θ̂
-            frame = state.frame._replace(elements=s.frame(rested, ()).elements)
-        return with_leaves(u, cast_like(step, updates)), QuotientState(frame, inner_state)
+        s = bound(group.parts, params).slice
+        entered = s.enter(s.elements(state.frame), s.values(params))  # θ̂ = F⁻¹·θ
+        gradient = slice_gradient(s, entered, updates)  # ĝ = Fᵀ·g
+        seen = s.enter(state.offset, entered.point)  # θ̃ = B⁻¹·θ̂, the same point with pin=True
+        u, inner_state = inner.update(
+            with_leaves(gradient, seen.pull(s.vectors(gradient))),
+            state.inner_state,
+            with_leaves(params, seen.point),
+            **_extra_at(s, (entered, seen), params, extra),
+        )
+        grown, after = s.fix(_plus(entered.point, seen.push(s.vectors(u))), state.frame.live)  # θ̂′ = fix(θ̂ + u)
+        step = _minus(after, entered.point)
+        step = s.hold(entered.point, step) if hold else step  # without rotations of heads
+        step, frame = _rested(s, state.frame, grown, entered.point, step)
+        offset = {label: _part(s, label).compose(_part(s, label).inverse(grown[label]), b) for label, b in state.offset.items()}
+        out = cast_like(entered.push(step), updates)  # F·(θ̂′ − θ̂)
+        return with_leaves(u, out), QuotientState(frame, inner_state, offset)
 
     def init(params: optax.Params) -> QuotientState:
         frame, point = frame_and_slice_point(name, group, params)
-        state = inner.init(point)
-        at_point = state if pin else state.inner_state
-        for flags in decayed_leaves(given, at_point, point):
-            require_whole_gauges(name, Slice.of(group.parts, params), flags)
-        if rest != "anchor" and not is_empty(params):
-            s = Slice.of(group.parts, params)
-            start = jax.tree.map(jnp.copy, frame.elements)  # one buffer in two fields could not be donated
-            frame = frame._replace(ratios=s.log_ratios(SlicePoint(s.vectors(point))), start=start)
-        return QuotientState(frame, state)
+        state, s = inner.init(point), bound(group.parts, params).slice
+        for flags in decayed_leaves(inner, state, point):
+            require_whole_gauges(name, s, flags)
+        return QuotientState(frame, state, {} if pin else no_offset(s))
 
     return transformation(name, init, update, QuotientState, lambda p: QuotientState(placeholder(), inner.init(p)))
+
+
+def slice_gradient(s: Slice, entered: Entered, updates: Any) -> Any:
+    """The slice gradient ĝ = Fᵀ·g as a tree, without the roundoff in what is zero for every invariant loss."""
+    gradient = s.quiet(entered.point, entered.pull(s.vectors(updates)))
+    return s.without_roundoff(entered.point, with_leaves(updates, gradient))
+
+
+def no_offset(s: Slice) -> Elements:
+    """The offset of `pin=False` before the first step: the identity of every size that is fixed."""
+    return {part.label: part.identity() for part, _, _ in s.sizes if part.label not in s.alone}
+
+
+def _part(s: Slice, label: str) -> Any:
+    return next(part for part, _, _ in s.sizes if part.label == label)
+
+
+def _rested(s: Slice, frame: Frame, grown: Elements, point: Arrays, step: Arrays) -> tuple[Arrays, Frame]:
+    """The step and the frame, where the growth of some sizes rests on their anchor and F takes it.
+
+    The stored step is then F·(e·θ̂′ − θ̂), and F becomes F·e. Neither the function nor `inner` sees it.
+    """
+    elements = dict(frame.elements)
+    for part, _, _ in s.sizes:
+        if part.label in s.following:
+            elements[part.label] = part.compose(elements[part.label], grown[part.label])
+            step = _minus(part.act(grown[part.label], _plus(point, step)), point)
+    return step, frame._replace(elements=elements)
+
+
+def _plus(a: Mapping[str, jax.Array], b: Mapping[str, jax.Array]) -> Arrays:
+    return {path: x + b[path] for path, x in a.items()}
+
+
+def _minus(a: Mapping[str, jax.Array], b: Mapping[str, jax.Array]) -> Arrays:
+    return {path: x - b[path] for path, x in a.items()}
 
 
 def frame_and_slice_point(name: str, group: Product, params: Any) -> tuple[Frame, Any]:
@@ -168,135 +179,34 @@ def frame_and_slice_point(name: str, group: Product, params: Any) -> tuple[Frame
         `norm_scale`.
     """
     require_values(name, params)
-    s, mesh = Slice.of(group.parts, params), layout(params)
+    s, mesh = bound(group.parts, params).slice, layout(params)
     s.check_norms()
     with mesh.left_open():
         stored = mesh.enter(params)
         leaves = leaves_by_path(stored)
-        elements, masks, entered = at_once(_read_and_entered, (s,), {path: leaves[path] for path in s.added})
+        frame, entered = at_once(_read_and_entered, (s,), {path: leaves[path] for path in s.added})
         point = with_leaves(stored, entered)
-    return mesh.leave(s.frame(elements, masks)), with_sharding_of(params, mesh.leave(point, like=params))
+    return mesh.leave(frame), with_sharding_of(params, mesh.leave(point, like=params))
 
 
-def _read_and_entered(s: Slice, bound: Any) -> tuple[Any, ...]:
-    values = s.values(bound)
-    frame = s.read(values)
-    return frame.elements, frame.masks, s.enter(frame.elements, values)
+def _read_and_entered(s: Slice, leaves: Any) -> tuple[Frame, Arrays]:
+    values = s.values(leaves)
+    frame = Frame(*s.read(values))
+    return frame, s.enter(frame.elements, values).point
 
 
-def extra_in_slice_coordinates(s: Slice, f: Sequence[Any], params: Any, extra: dict[str, Any]) -> dict[str, Any]:
-    """Returns the extra arguments, with `grad` and `value_fn` of the weights θ replaced by those of θ̂."""
+def _extra_at(s: Slice, ways: Sequence[Entered], params: Any, extra: dict[str, Any]) -> dict[str, Any]:
+    """The extra arguments, with `grad` and `value_fn` of the weights θ replaced by those of the point `inner` sees."""
     if extra.get("grad") is not None:
-        gradient = s.enter_dual(f, s.vectors(extra["grad"]), s.enter(f, s.values(params)))
-        extra = extra | {"grad": with_leaves(extra["grad"], gradient)}
+        gradient = slice_gradient(s, ways[0], extra["grad"])
+        extra = extra | {"grad": with_leaves(gradient, ways[1].pull(s.vectors(gradient)))}
     if "value_fn" in extra:
         value_fn = extra["value_fn"]
 
-        def of_slice_point(point: Any, *args: Any, **kwargs: Any) -> Any:
-            values = s.leave_point(f, SlicePoint(s.vectors(point)))
+        def of_seen_point(seen: Any, *args: Any, **kwargs: Any) -> Any:
+            values = ways[0].leave(ways[1].leave(s.vectors(seen)))
             stored = {path: x - s.added[path] for path, x in values.items()}
-            return value_fn(with_leaves(point, cast_like(stored, params)), *args, **kwargs)
+            return value_fn(with_leaves(seen, cast_like(stored, params)), *args, **kwargs)
 
-        extra = extra | {"value_fn": of_slice_point}
+        extra = extra | {"value_fn": of_seen_point}
     return extra
-
-
-class UnpinnedState(NamedTuple):
-    """State of `unpinned`.
-
-    Attributes:
-      offset: A, one element per instance with anchors, in the order of `Slice.order`. The inner optimizer sees the
-        point θ̃ = A·θ̂, which is off the slice.
-      live: which channels are fixed at every step, as in `Frame`.
-      inner_state: state of the inner transformation, which runs at θ̃.
-    """
-
-    offset: tuple[Any, ...]
-    live: tuple[jax.Array, ...]
-    inner_state: optax.OptState
-
-
-def unpinned(inner: optax.GradientTransformationExtraArgs, group: Product) -> optax.GradientTransformationExtraArgs:
-    """Returns an optimizer for slice points whose `inner` sees anchors grow and shrink as its own steps make them.
-
-    `quotient` fixes the point after every step, which undoes that growth. This transformation accumulates the undone
-    growth in an element A, the offset, and passes the point θ̃ = A·θ̂ and the gradient A⁻ᵀ·ĝ to `inner`.
-    """
-
-    def instances_with_offset(s: Slice, state: UnpinnedState) -> list[tuple[Any, Any]]:
-        pairs = [(s.instances[place.number], a) for place, a in zip(s.order.first, state.offset, strict=True)]
-        return [(instance, a) for instance, a in pairs if not _stays_pinned(instance)]
-
-    def update(updates: Any, state: UnpinnedState, params: Any, **extra: Any) -> tuple[Any, UnpinnedState]:
-        if not isinstance(state, UnpinnedState):
-            raise binding_error(
-                "quotient", "a state made with pin=True", type(state).__name__, "UnpinnedState, of pin=False",
-                "write quotient(..., pin=True), or convert a plain state by go.from_state(..., pin=False)",
-            )  # fmt: skip
-        s = Slice.of(group.parts, params)
-        offset = instances_with_offset(s, state)
-
-        def inward(tree: Any) -> Any:  # A⁻¹ times a step u, and θ̂ = A⁻¹·θ̃
-            vectors = s.vectors(tree)
-            for instance, a in offset:
-                vectors = instance.enter(a, vectors)
-            return with_leaves(tree, vectors)
-
-        def outward_dual(tree: Any) -> Any:  # A⁻ᵀ·ĝ
-            vectors = s.vectors(tree)
-            for instance, a in offset:
-                vectors = instance.act(instance.inverse(instance.dual(a)), vectors)
-            return with_leaves(tree, vectors)
-
-        point = outside = s.vectors(params)
-        for instance, a in offset:
-            outside = instance.act(a, outside)
-        if extra.get("grad") is not None:
-            extra["grad"] = outward_dual(extra["grad"])
-        if "value_fn" in extra:
-            value_fn = extra["value_fn"]
-            extra["value_fn"] = lambda tree, *args, **kwargs: value_fn(inward(tree), *args, **kwargs)
-        u, inner_state = inner.update(outward_dual(updates), state.inner_state, with_leaves(params, outside), **extra)
-        step = inward(u)
-        moved, new_offset = jax.tree.map(jnp.add, point, s.vectors(step)), []
-        for place, live, a in zip(s.order.first, state.live, state.offset, strict=True):
-            instance = s.instances[place.number]
-            e, _ = instance.read(place.anchor, moved, live, near=True)
-            moved = instance.enter(e, moved)
-            new_offset.append(a if _stays_pinned(instance) else instance.compose(a, e))
-        return step, UnpinnedState(tuple(new_offset), state.live, inner_state)
-
-    def init(params: optax.Params) -> UnpinnedState:
-        if is_empty(params):
-            return UnpinnedState(placeholder(), placeholder(), inner.init(params))  # type: ignore[arg-type]
-        s = Slice.of(group.parts, params)
-
-        def masks(params: Any) -> tuple[jax.Array, ...]:
-            leaves = leaves_by_path(params)
-            return at_once(_masks, (s,), {path: leaves[path] for path in s.added})
-
-        live = layout(params).run(masks, params)
-        return unpinned_state(s, live, inner.init(params))
-
-    return optax.GradientTransformationExtraArgs(init, update)
-
-
-def _stays_pinned(instance: Any) -> bool:
-    """Whether no offset is kept of an instance, because it has no element whose action is the transpose of a move."""
-    return bool(instance.known_by_action or instance.keeps_place)
-
-
-def _masks(s: Slice, bound: Any) -> tuple[jax.Array, ...]:
-    return s.read(s.vectors(bound), turning=False).masks
-
-
-def unpinned_state(s: Slice, live: Sequence[jax.Array], inner_state: optax.OptState) -> UnpinnedState:
-    """Returns the state of `unpinned` before its first step: the offset is the identity.
-
-    Args:
-      s: the slice.
-      live: which channels are fixed at every step, one mask per place of `Slice.order`.
-      inner_state: state of the inner transformation.
-    """
-    identity = tuple(s.instances[place.number].identity() for place in s.order.first)
-    return UnpinnedState(identity, tuple(live[: len(identity)]), inner_state)

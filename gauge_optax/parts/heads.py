@@ -1,15 +1,14 @@
-"""Rows of heads: the code that full rotations (`rotation`) and rotary planes (`torus`) share.
+"""Rows of heads: sums and products over the rows of blocks that share a basis, for any layout of the leaves.
 
-The blocks of an instance share a basis axis of length `size`. Stacked, the rows of all its blocks form one matrix
-W (rows × size) per head, and a rotation R of the basis takes W to W·R. This file has sums and products over those rows
-for any layout of the leaves; `rotation` and `torus` say what a rotation is.
+The blocks have a basis axis of one length, `size`. Stacked, the rows of all of them form one matrix W (rows × size) per
+head, and a rotation R of the basis takes W to W·R. `turns` says what a rotation is, `stretch` what GL(d) does to rows.
 """
 
 import dataclasses
 import functools
 import math
 import string
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,8 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from gauge_optax.binding import Block
-from gauge_optax.gauges.instance import Arrays, Turn
 from gauge_optax.linalg import HIGHEST, matmul, noise, safe_divide, transpose
+from gauge_optax.parts.part import Arrays
 from gauge_optax.xla import fixed_noise
 
 BASIS, PLANE = "basis", "plane"
@@ -87,19 +86,29 @@ def _by_basis(named: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(BASIS if name == PLANE else name for name in named)
 
 
-@dataclasses.dataclass(frozen=True)
-class Heads(Turn):
-    """An instance whose blocks share a basis.
+class Heads:
+    """What has blocks that share a basis: a part that turns heads, or one side of GL(d).
 
     Attributes:
+      named: names of the axes that count heads.
+      shape: lengths of the named axes.
+      blocks: the blocks.
       size: length of the basis axis; 2 for rotary planes.
     """
 
+    named: tuple[str, ...]
+    shape: tuple[int, ...]
+    blocks: tuple[Block, ...]
     size: int
 
     @functools.cached_property
+    def paths(self) -> tuple[str, ...]:
+        """The paths of the leaves, each once."""
+        return tuple(dict.fromkeys(block.path for block in self.blocks))
+
+    @functools.cached_property
     def heads(self) -> int:
-        """How many heads (or rotary planes) the instance has."""
+        """How many heads (or rotary planes) there are."""
         return math.prod(self.shape)
 
     def rows(self, block: Block) -> int:
@@ -119,7 +128,7 @@ class Heads(Turn):
         return jnp.einsum("...ir,...jr->...ij" if wide else "...ri,...rj->...ij", left, right, precision=HIGHEST)
 
     def turned(self, point: Mapping[str, jax.Array], matrix: jax.Array) -> dict[str, jax.Array]:
-        """The leaves that the instance moves, with W·matrix in place of W; matrix is (*shape, size, size)."""
+        """All leaves of the blocks, with W·matrix in place of W; matrix is (*shape, size, size)."""
         out = {path: point[path] for path in self.paths}
         for block in self.blocks:
             rows = self.turned_view(block, block.rows(out[block.path]), matrix)
@@ -127,7 +136,7 @@ class Heads(Turn):
         return out
 
     def added(self, sums: Arrays, point: Mapping[str, jax.Array], matrix: jax.Array) -> dict[str, jax.Array]:
-        """The leaves of `sums` that the instance moves, with W·matrix added, where W are the rows of `point`."""
+        """Those leaves of `sums`, with W·matrix added, where W are the rows of `point`."""
         out = {path: sums[path] for path in self.paths}
         for block in self.blocks:
             move = self.turned_view(block, block.rows(point[block.path]), matrix)
@@ -239,27 +248,24 @@ class Heads(Turn):
 
     # Roundoff -------------------------------------------------------------------------------------------
 
-    @classmethod
-    def without_roundoff(cls, turns: Sequence["Heads"], cotangent: Arrays) -> Arrays:
+    def quiet(self, g: Arrays) -> Arrays:
         """A gradient with zeros for biases (single rows of a head) whose gradient is roundoff beside their head's.
 
         A key's bias shifts all scores of a query by one number, which softmax ignores: its gradient is only roundoff.
         """
-        out = dict(cotangent)
-        for turn in turns:
-            single = [block for block in turn.blocks if turn.rows(block) == 1]
-            if not single or len(single) == len(turn.blocks):
-                continue
-            order = [name for name in turn.named if name != PLANE]
-            sizes = [turn._row_norm(block, out[block.path], order) for block in turn.blocks]
-            largest = functools.reduce(jnp.maximum, sizes)
-            for block, size in zip(turn.blocks, sizes, strict=True):
-                if block in single:
-                    rows, labels = block.rows(out[block.path]), block.row_labels
-                    axes = [label for label in labels if label in order]
-                    small = jnp.transpose(size < noise(rows.dtype) * largest, [order.index(x) for x in axes])
-                    small = small.reshape([n if x in order else 1 for n, x in zip(rows.shape, labels, strict=True)])
-                    out[block.path] = block.write(out[block.path], jnp.where(small, 0.0, rows))
+        single = [block for block in self.blocks if self.rows(block) == 1]
+        if not single or len(single) == len(self.blocks):
+            return g
+        out, order = dict(g), [name for name in self.named if name != PLANE]
+        sizes = [self._row_norm(block, out[block.path], order) for block in self.blocks]
+        largest = functools.reduce(jnp.maximum, sizes)
+        for block, size in zip(self.blocks, sizes, strict=True):
+            if block in single:
+                rows, labels = block.rows(out[block.path]), block.row_labels
+                axes = [label for label in labels if label in order]
+                small = jnp.transpose(size < noise(rows.dtype) * largest, [order.index(x) for x in axes])
+                small = small.reshape([n if x in order else 1 for n, x in zip(rows.shape, labels, strict=True)])
+                out[block.path] = block.write(out[block.path], jnp.where(small, 0.0, rows))
         return out
 
     def _row_norm(self, block: Block, leaf: jax.Array, order: Sequence[str]) -> jax.Array:
@@ -277,8 +283,23 @@ class Heads(Turn):
         return jnp.transpose(norms, [kept.index(name) for name in order])
 
 
+@dataclasses.dataclass(frozen=True)
+class Side(Heads):
+    """The rows of one factor of a product, such as the queries of heads. See `Heads` for the attributes."""
+
+    named: tuple[str, ...]
+    shape: tuple[int, ...]
+    blocks: tuple[Block, ...]
+    size: int
+
+
+def among(parts: Iterable[Any]) -> tuple[Any, ...]:
+    """Those of some parts that turn heads or rotary planes."""
+    return tuple(part for part in parts if isinstance(part, Heads))
+
+
 def stack_heads(arrays: Sequence[jax.Array], tail: int = 2) -> jax.Array:
-    """Concatenates arrays of several instances, (*shape, …) with `tail` more axes, to one array, (heads, …)."""
+    """Concatenates arrays of several parts, (*shape, …) with `tail` more axes, to one array, (heads, …)."""
     return jnp.concatenate([x.reshape(-1, *x.shape[x.ndim - tail :]) for x in arrays])
 
 
@@ -288,12 +309,6 @@ def unstack_heads(stacked: jax.Array, turns: Sequence[Any]) -> list[jax.Array]:
     return [x.reshape(*turn.shape, *x.shape[1:]) for turn, x in zip(turns, parts, strict=True)]
 
 
-def packable_blocks(blocks: Sequence[Block], rows: int) -> tuple[Block, ...]:
-    """The blocks with one free axis of at least `rows` rows, whose stored numbers are their values."""
-    single = [block for block in blocks if block.labels.count("_") == 1 and not block.one_plus]
-    return tuple(block for block in single if block.view_shape[block.labels.index("_")] >= rows)
-
-
 def by_size(turns: Sequence[Any]) -> list[list[Any]]:
-    """Instances grouped by the size of their heads, ascending."""
+    """Parts grouped by the size of their heads, ascending."""
     return [[turn for turn in turns if turn.size == size] for size in sorted({turn.size for turn in turns})]

@@ -7,6 +7,7 @@ All other axes count matrices (are batch axes): stacked layers, a named axis bet
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -15,8 +16,12 @@ import jax
 
 from gauge_optax.binding import Block
 from gauge_optax.errors import binding_error
+from gauge_optax.parts.heads import BASIS, PLANE
+from gauge_optax.parts.part import Part
+from gauge_optax.parts.sizes import Factor
+from gauge_optax.parts.turns import Planes, Rotation
 
-BASIS, HEAD, TOKEN = "basis", "head", "token"
+HEAD, TOKEN = "head", "token"
 COUNTING = ("layer", "expert")  # names of axes that count matrices where the axes of neurons say what a matrix is
 
 
@@ -117,20 +122,49 @@ def matrix(shape: tuple[int, int]) -> Matrices:
     return Matrices(shape, shape, ((0,), (1,)), (), (0,), (1,))
 
 
-def matrices_of(instances: Iterable[Any]) -> dict[str, Matrices]:
+@functools.singledispatch
+def matrices(part: Part[Any], block: Block) -> tuple[int, Matrices | None] | None:
+    """How Muon reads a block of a part as matrices, with a priority: 0 comes before 1 before 2.
+
+    Args:
+      part: the part.
+      block: one of its blocks.
+
+    Returns:
+      None for a part that says nothing of matrices. A reading that is None says that the block is no matrix.
+    """
+    return None
+
+
+@matrices.register
+def _of_factor(part: Factor, block: Block) -> tuple[int, Matrices | None] | None:
+    if PLANE in part.named:
+        return None  # the planes' own part answers
+    if HEAD in part.named:  # the kernels of QK-norm have one matrix per head
+        return 1, channel_matrices(block, part.named)
+    return (2, channel_matrices(block, part.named)) if part.down else None
+
+
+@matrices.register(Rotation)
+@matrices.register(Planes)
+def _of_heads(part: Any, block: Block) -> tuple[int, Matrices | None]:
+    return 0, head_matrices(block)
+
+
+def matrices_of(parts: Iterable[Part[Any]]) -> dict[str, Matrices]:
     """Returns leaf path → how it is read as matrices.
 
     Args:
-      instances: of a list of gauges on a tree.
+      parts: of a list of gauges on a tree.
 
     Returns:
       An entry for every leaf that is a matrix to a gauge that binds it, and none for vectors (biases, norms' scales).
     """
-    answers = [(block.path, instance.matrices(block)) for instance in instances for block in instance.blocks]
+    answers = [(block.path, matrices(part, block)) for part in parts for block in part.blocks]
     read: dict[str, tuple[int, Matrices | None]] = {}
     for path, (priority, reading) in sorted((row for row in answers if row[1] is not None), key=lambda row: row[1][0]):
-        # Answers come by priority (`Instance.matrices`); the first wins. A rotation's bias stays no matrix, even if a
-        # scale moves it too, unless that is a scale per head (priority 1).
+        # Answers come by priority; the first wins. A rotation's bias stays no matrix, even if a scale moves it too,
+        # unless that is a scale per head (priority 1).
         first, before = read.setdefault(path, (priority, reading))
         # Of equal answers the one with more matrices wins, whatever the order of the gauges: a norm reads a stack of
         # experts as one matrix, because it cannot name them, where a rescale of their units does.

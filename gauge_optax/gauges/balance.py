@@ -1,0 +1,106 @@
+"""Balance: the move to the point of least norm on an orbit.
+
+A scale is balanced where ‖up‖² = p·‖down‖², a linear gauge where both factors have one Gram matrix (Kempf–Ness). Each
+has a closed form while the others are constant. Where parts share leaves, they take turns until none changes. Rotations
+change no norm, and a constant's point of least norm is its mean zero. Reference: docs/design.md §6.
+"""
+
+import functools
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from gauge_optax.gauges.by_action import OfUser
+from gauge_optax.linalg import balance, real_dtype, triangular_factor
+from gauge_optax.parts.part import Arrays, Part, overlaps
+from gauge_optax.parts.sizes import Factor, Stretch
+from gauge_optax.slice import Elements, Slice
+
+_MOST_ROUNDS = 200
+_Carry = tuple[tuple[Any, ...], Arrays, jax.Array, jax.Array]
+
+
+@functools.singledispatch
+def balanced(part: Part[Any], x: Arrays) -> Any:
+    """The element that maps the point of least norm along this part alone to a point; the identity if there is none."""
+    return part.identity()
+
+
+@balanced.register
+def _of_factor(part: Factor, x: Arrays) -> jax.Array:
+    up, down = compared(part, x)
+    if not part.down:
+        entries = sum(block.entries(part.named) for block in part.up)
+        return jnp.where(up > 0, jnp.sqrt(jnp.where(up > 0, up, 1.0) / entries), 1.0)
+    whole = (up > 0) & (down > 0)
+    up, down = (jnp.where(whole, y, 1.0) for y in (up, down))
+    p = part.degree
+    return jnp.where(whole, jnp.exp((jnp.log(up) - jnp.log(down) - math.log(p)) / (2.0 * (1.0 + p))), 1.0)
+
+
+@balanced.register
+def _of_stretch(part: Stretch, x: Arrays) -> jax.Array:
+    root = balance(triangular_factor(part.left.stacked(x)), triangular_factor(part.right.stacked(x)))
+    return jnp.stack([root.power(-1.0), root.power(1.0)], -3)
+
+
+@balanced.register
+def _of_user(part: OfUser, x: Arrays) -> Any:
+    return part.inverse(part.whole.balance(part.tree(x)))
+
+
+def compared(part: Factor, x: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """The sizes of both sides that balance compares, per channel.
+
+    Args:
+      part: a scale.
+      x: a point.
+
+    Returns:
+      Sums of squares of the whole sides; mean squares of each side's first block for multipliers.
+    """
+    sizes = []
+    for side in (part.up[:1], part.down[:1]) if part.by_entry else (part.up, part.down):
+        total = sum((b.total(part.named, jnp.square(x[b.path])) for b in side), jnp.zeros(part.shape, real_dtype()))
+        sizes.append(total / sum(b.entries(part.named) for b in side) if part.by_entry else total)
+    return sizes[0], sizes[1]
+
+
+def balanced_elements(s: Slice, x: Arrays) -> Elements:
+    """The elements, by label, that together map the point of least norm on the orbit of a point to that point."""
+    f: Elements = {}
+    for part, anchor, _ in s.constants:
+        f[part.label] = part.read(anchor, x)
+        x = part.undo(f[part.label], x)
+    return f | dict(zip([part.label for part, _, _ in s.sizes], _rounds(s, x), strict=True))
+
+
+@functools.partial(jax.jit, static_argnums=0)  # outside jit, a loop would be compiled anew at every call
+def _rounds(s: Slice, x: Arrays) -> tuple[Any, ...]:
+    parts = [part for part, _, _ in s.sizes]
+    blocks = [(number, block) for number, part in enumerate(parts) for block in part.blocks]
+    coupled = any(
+        a != b and y.path == z.path and overlaps(y, z) for at, (a, y) in enumerate(blocks) for b, z in blocks[:at]
+    )
+
+    def one_round(carry: _Carry) -> _Carry:
+        elements, point, _, count = carry
+        moved, new = jnp.zeros((), real_dtype()), list(elements)
+        for number, part in enumerate(parts):
+            alone = part.act(new[number], point)
+            e = balanced(part, alone)
+            # A balanced matrix is exact as soon as all scales are, so that their changes alone decide convergence.
+            if part.along is None:
+                changes = jax.tree.map(lambda y, z: jnp.max(jnp.abs(y / z - 1.0), initial=0.0), e, new[number])
+                moved = jnp.maximum(moved, jnp.max(jnp.stack(jax.tree.leaves(changes))))
+            new[number], point = e, part.undo(e, alone)
+        return tuple(new), point, moved, count + 1
+
+    tolerance = 32.0 * float(jnp.finfo(real_dtype()).eps)
+    start = tuple(part.identity() for part in parts), x, jnp.asarray(jnp.inf, real_dtype()), jnp.int32(0)
+    if not coupled:
+        return one_round(start)[0]
+    return jax.lax.while_loop(lambda c: (c[2] > tolerance) & (c[3] < _MOST_ROUNDS), one_round, start)[0]

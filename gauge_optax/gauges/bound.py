@@ -1,0 +1,249 @@
+"""`Bound`: a list of gauges on one tree. It is what `go.bind` returns, and what everything inside the library works on."""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from gauge_optax.binding import leaf_shape, leaves_by_path, with_leaves
+from gauge_optax.binding.bind import require_no_absent_leaf
+from gauge_optax.binding.paths import match, shown_and_hidden
+from gauge_optax.errors import binding_error
+from gauge_optax.gauges.symmetry import Symmetry
+from gauge_optax.linalg import safe_divide
+from gauge_optax.parts.part import Arrays, changed
+from gauge_optax.slice import Elements, Slice
+
+Params = TypeVar("Params")
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Bound:
+    """Gauges that are bound to a tree. It holds no array; its methods take parameters of that tree.
+
+    Attributes:
+      gauges: the gauges, in the order of the list.
+      copies: per gauge, its copies on the tree: one per layer, or other capture of its paths.
+      slice: all parts of the gauges, sorted.
+      alone: whether elements are those of one gauge; else they are tuples with one element per gauge.
+    """
+
+    gauges: tuple[Any, ...]
+    copies: tuple[tuple[Symmetry, ...], ...]
+    slice: Slice
+    alone: bool = False
+
+    # What a user calls ------------------------------------------------------------------------------------
+
+    def act(self, element: Any, params: Params) -> Params:
+        """The function-preserving move g·θ: turns act first, then sizes, then constants, whatever the list's order.
+
+        Args:
+          element: g, as `read` returns it: an element, or a tuple of one per gauge.
+          params: θ.
+
+        Returns:
+          Parameters like `params`, every leaf in its dtype.
+        """
+        f, x = self.elements(element), self.slice.values(params)
+        for part in (*reversed(self.slice.parts), *self.slice.free):
+            x = part.act(f[part.label], x) if part.label in f else x
+        return self.stored(x, params)
+
+    def read(self, params: Any) -> Any:
+        """The frame of a point: the element F with θ = F·θ̂, where θ̂ is the slice point.
+
+        Args:
+          params: θ (values are read).
+        """
+        return self.public(self.slice.read(self.slice.values(params)).elements)
+
+    def slice_point(self, params: Params) -> Params:
+        """The slice point θ̂ = F⁻¹·θ: weights of the same function that all twins of θ have in common.
+
+        Args:
+          params: θ (values are read).
+
+        Returns:
+          Parameters like `params`.
+        """
+        x = self.slice.values(params)
+        return self.stored(self.slice.enter(self.slice.read(x).elements, x).point, params)
+
+    def random_twin(self, key: jax.Array, params: Params, scale: float = 1.0) -> Params:
+        """Weights of the same function, moved by a random element.
+
+        Args:
+          key: a PRNG key.
+          params: the weights.
+          scale: size of the move: 1 moves log-sizes by up to 1 and takes rotations from the Haar measure.
+        """
+        keys = jax.random.split(key, max(1, len(self.gauges)))
+        drawn = tuple(g.sample(k, params, scale) for g, k in zip(self.gauges, keys, strict=False))
+        return self.act(drawn[0] if self.alone else drawn, params)
+
+    @property
+    def dim(self) -> int:
+        """The number of dimensions along the orbit: directions in which the function does not change."""
+        return sum(copy.dim for copies in self.copies for copy in copies)
+
+    def __repr__(self) -> str:
+        rows = [("gauge", "leaves", "copies", "directions")]
+        for gauge, copies in zip(self.gauges, self.copies, strict=True):
+            paths = list(dict.fromkeys(path for copy in copies for part in copy.parts for path in changed(part)))
+            leaves = ", ".join(paths[:2]) + (f", … ({len(paths)})" if len(paths) > 2 else "")
+            rows.append((gauge.name, leaves, str(len(copies)), str(sum(copy.dim for copy in copies))))
+        rows.append(("all", f"{len(self.slice.added)} leaves", "", str(self.dim)))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        return "\n".join("  ".join(x.ljust(n) for x, n in zip(row, widths, strict=True)).rstrip() for row in rows)
+
+    def asymmetry(self, params: Any, grads: Any) -> tuple[dict[str, jax.Array], ...]:
+        """How far each gauge is from a symmetry of the loss that made a gradient.
+
+        The gradient of a loss that a gauge keeps has no product with any direction along the orbit. What it has of such
+        a part is divided by the root mean square that a random covector of the same leaves has.
+
+        Args:
+          params: θ, at which the gradient was taken.
+          grads: the gradient, a tree like `params`.
+
+        Returns:
+          Per gauge, copy → number: about roundoff for a symmetry, 0.1 to 1 for what is none.
+        """
+        return tuple(_asymmetry(gauge, params, grads) for gauge in self.gauges)
+
+    # Elements ---------------------------------------------------------------------------------------------
+
+    def elements(self, element: Any) -> Elements:
+        """The elements of the parts, by label, whose moves together are that of a public element."""
+        out: Elements = {}
+        for gauge, copies, value in zip(
+            self.gauges, self.copies, (element,) if self.alone else tuple(element), strict=True
+        ):
+            for copy, own in zip(copies, gauge._split(copies, value), strict=True):
+                out |= {part.label: e for part, e in zip(copy.parts, copy.split(own), strict=True)}
+        return out
+
+    def public(self, elements: Mapping[str, Any]) -> Any:
+        """The public element of elements by label; parts that are absent move nothing."""
+
+        def joined(copy: Symmetry) -> Any:
+            return copy.join([elements[p.label] if p.label in elements else p.identity() for p in copy.parts])
+
+        out = self.by_gauge(joined)
+        return out[0] if self.alone else out
+
+    def by_gauge(self, value: Any) -> tuple[Any, ...]:
+        """One value per gauge, with the structure of an element, from a function of copies; None leaves a copy out."""
+        pairs = zip(self.gauges, self.copies, strict=True)
+        return tuple(gauge._join(copies, [value(copy) for copy in copies]) for gauge, copies in pairs)
+
+    def coordinates(self, elements: Mapping[str, Any]) -> tuple[Any, ...]:
+        """Per gauge, the coordinates whose change is drift, of a point that reads as these elements."""
+
+        def coordinate(copy: Symmetry) -> Any:
+            return copy.coordinate([elements[p.label] if p.label in elements else p.identity() for p in copy.parts])
+
+        return self.by_gauge(coordinate)
+
+    def stored(self, x: Arrays, params: Params) -> Params:
+        """Values of bound leaves as a tree stores them: less one where it does, in the leaves' dtypes."""
+        leaves, added = leaves_by_path(params), self.slice.added
+        values = {p: y - added[p] if np.any(added[p]) else y for p, y in x.items()}
+        return with_leaves(params, {p: y.astype(leaves[p].dtype) for p, y in values.items()})
+
+
+def bound(gauges: Sequence[Any], params: Any, frozen: frozenset[str] = frozenset(), alone: bool = False) -> Bound:
+    """Binds gauges to a tree.
+
+    Args:
+      gauges: the gauges of a product.
+      params: the tree; shapes are enough.
+      frozen: paths of leaves that never change.
+      alone: see `Bound`.
+
+    Raises:
+      ValueError: a binding that does not fit, or gauges that do not commute.
+    """
+    _require_unpacked(gauges, params)
+    shown, hidden = shown_and_hidden(params)
+    leaves = tuple((path, leaf_shape(leaf), getattr(leaf, "dtype", None)) for path, leaf in shown.items())
+    try:
+        if all(gauge._by_paths for gauge in gauges):
+            return _by_shapes(tuple(gauges), leaves, hidden, frozen, alone)
+        return _sliced(tuple(gauges), tuple(gauge._copies(params) for gauge in gauges), leaves, frozen, alone)
+    except ValueError:
+        for gauge in gauges:  # a leaf that is None has no path: only now is it worth a search
+            require_no_absent_leaf(gauge.name, getattr(gauge, "specs", ()), params)
+        raise
+
+
+def _asymmetry(gauge: Any, params: Any, grads: Any) -> dict[str, jax.Array]:
+    b = bound((gauge,), params)
+    s, (copies,) = b.slice, b.copies
+    g = s.vectors(grads)
+
+    def vertical(covector: Arrays) -> Arrays:
+        across = s.horizontal_at(params, with_leaves(grads, covector), dual=True)
+        return {path: x - across[path] for path, x in covector.items()}
+
+    def sizes(covector: Arrays) -> dict[str, jax.Array]:
+        found = vertical(covector)
+        return {
+            copy.key: sum(jnp.sum(jnp.square(found[p])) for p in sorted({q for x in copy.parts for q in changed(x)}))
+            for copy in copies
+        }
+
+    norms = {path: jnp.sqrt(jnp.mean(jnp.square(x))) for path, x in g.items()}
+    drawn = [
+        {path: norms[path] * jax.random.normal(jax.random.fold_in(jax.random.key(n), k), x.shape, x.dtype)
+         for k, (path, x) in enumerate(sorted(g.items()))}
+        for n in range(_DRAWS)
+    ]
+    of_gradient, of_random = sizes(g), [sizes(x) for x in drawn]
+    typical = {key: sum(x[key] for x in of_random) / _DRAWS for key in of_gradient}
+    return {key: jnp.sqrt(safe_divide(x, typical[key])) for key, x in of_gradient.items()}
+
+
+_DRAWS = 4
+_Leaves = tuple[tuple[str, tuple[int, ...], Any], ...]
+
+
+@functools.lru_cache(maxsize=64)  # an update asks for the same slice several times per trace
+def _by_shapes(
+    gauges: tuple[Any, ...], leaves: _Leaves, hidden: tuple[str, ...], frozen: frozenset[str], alone: bool
+) -> Bound:
+    """As `bound`, for gauges whose copies depend on paths, shapes and dtypes alone."""
+    tree = {path: 0.0 if dtype is None else jax.ShapeDtypeStruct(shape, dtype) for path, shape, dtype in leaves}
+    masked = dict.fromkeys(hidden, optax.MaskedNode())
+    return _sliced(gauges, tuple(gauge._copies(tree | masked) for gauge in gauges), leaves, frozen, alone)
+
+
+@functools.lru_cache(maxsize=64)
+def _sliced(
+    gauges: tuple[Any, ...],
+    copies: tuple[tuple[Symmetry, ...], ...],
+    leaves: _Leaves,
+    frozen: frozenset[str],
+    alone: bool,
+) -> Bound:
+    parts = [part for group in copies for copy in group for part in copy.parts]
+    dtypes = {path: dtype for path, _, dtype in leaves if dtype is not None}
+    return Bound(gauges, copies, Slice.of(parts, dtypes, frozen), alone)
+
+
+def _require_unpacked(gauges: Sequence[Any], params: Any) -> None:
+    """Raises ValueError where a gauge binds a leaf that a packed tree lacks rows of, which it could not move."""
+    nodes = jax.tree.leaves(params, is_leaf=lambda node: hasattr(node, "packed_path"))
+    paths = dict.fromkeys(node.packed_path for node in nodes if hasattr(node, "packed_path"))
+    for gauge, path in itertools.product(gauges, paths):
+        if any(match(gauge.name, spec.pattern, path) is not None for spec in getattr(gauge, "specs", ())):
+            raise binding_error(
+                gauge.name, f"binds the packed leaf '{path}'", "a leaf without its constant rows", "whole leaves",
+                "take this gauge out of the list for packed trees; or pass go.unpack(packed)")

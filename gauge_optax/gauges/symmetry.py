@@ -1,0 +1,169 @@
+"""`Symmetry`: what a constructor's file says of its gauge. One `Symmetry` is one copy of a gauge on a tree.
+
+A copy is a layer, or another capture of the gauge's paths. It has the parts to which the gauge compiles, and knows the
+public elements: their dimension, how a random one is drawn, and how one is split among the parts.
+"""
+
+import abc
+import dataclasses
+import math
+import operator
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, Literal
+
+import jax
+import jax.numpy as jnp
+
+from gauge_optax.binding import Block, BlockSpec
+from gauge_optax.linalg import real_dtype
+from gauge_optax.parts.part import Part
+from gauge_optax.slice import VERSION
+
+Effect = Literal["still", "shift", "diagonal", "permutation", "orthogonal", "linear"]
+"""What a move does to tangents: nothing ("still", "shift"), scale entries, renumber them, rotate, or any linear map.
+
+A "shift" adds a constant to points, a "still" move leaves points unchanged too.
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Symmetry(abc.ABC):
+    """One copy of a gauge on a tree. By default its group is addition, and its element is that of its one part.
+
+    Attributes:
+      gauge: the name of the gauge.
+      key: the captures, as in the keys of elements: "i=0", or "" for a gauge without captures.
+      parts: what the gauge is on this tree.
+    """
+
+    gauge: str
+    key: str
+    parts: tuple[Part[Any], ...]
+
+    # What the binder has to know of axes and roles.
+    axis: ClassVar[str | None] = None  # the axis on which the group acts, whose name is reserved
+    joined: ClassVar[bool] = False  # whether all captures belong to one copy: one element for all layers
+    partial: ClassVar[tuple[str, ...]] = ()  # roles whose blocks may lack named axes
+    without_axis: ClassVar[tuple[str, ...]] = ()  # roles whose blocks lack `axis`
+    # What messages and states say of it.
+    effect: ClassVar[Effect] = "linear"  # of a move on tangents and cotangents
+    balancing: ClassVar[Effect] = "still"  # of the move to the point of least norm on the orbit
+    composes: ClassVar[bool] = True  # whether its conjugates by other gauges are the same for all weights
+    breaks: ClassVar[str] = "another reader of these leaves, or an index"  # why a binding is usually no symmetry
+
+    @classmethod
+    @abc.abstractmethod
+    def of(
+        cls, gauge: str, key: str, named: tuple[str, ...], sizes: Mapping[str, int], blocks: Any, **options: Any
+    ) -> "Symmetry":
+        """The copy that a binding's blocks make. Raises ValueError for blocks that do not fit each other."""
+
+    @property
+    def named(self) -> tuple[str, ...]:
+        """Names of the axes that index an element."""
+        return self.parts[0].named
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Lengths of those axes."""
+        return self.parts[0].shape
+
+    @property
+    def blocks(self) -> tuple[Block, ...]:
+        """What it moves."""
+        return self.parts[0].blocks
+
+    @property
+    def dim(self) -> int:
+        """The dimension of the group, and of the orbit of a generic point."""
+        return math.prod(self.shape)
+
+    @abc.abstractmethod
+    def sample(self, key: jax.Array, scale: float, leaves: Mapping[str, Any]) -> Any:
+        """A random public element. `leaves` are the parameters by path: the size of a shift follows theirs."""
+
+    # Public elements, and those of the parts ----------------------------------------------------------------
+
+    def split(self, element: Any) -> tuple[Any, ...]:
+        """The elements of the parts whose moves together are that of a public element."""
+        return (element,)
+
+    def join(self, elements: Sequence[Any]) -> Any:
+        """The inverse of `split`."""
+        return elements[0]
+
+    def identity(self) -> Any:
+        """The public element that moves nothing."""
+        return self.join([part.identity() for part in self.parts])
+
+    def coordinate(self, elements: Sequence[Any]) -> Any:
+        """The coordinate whose change is drift, of a point that the parts read as these elements; None if none is."""
+        return self.join(elements)
+
+    def algebra(self) -> Any:
+        """Zero coordinates of elements near the identity."""
+        return self.identity()
+
+    def exponential(self, coordinates: Any, near: bool = False) -> Any:
+        """The public element with these coordinates; `near` asks for it to first order in them."""
+        return coordinates
+
+    def normalized(self, element: Any) -> Any:
+        """A public element near the group, without the roundoff that leads away from it."""
+        return element
+
+    # Laws of public elements, which need no tree ------------------------------------------------------------
+
+    @staticmethod
+    def inverse(element: Any) -> Any:
+        """The public element that undoes another."""
+        return jax.tree.map(operator.neg, element)
+
+    @staticmethod
+    def compose(a: Any, b: Any) -> Any:
+        """The public element that acts as `a` after `b`."""
+        return jax.tree.map(operator.add, a, b)
+
+    @staticmethod
+    def power(element: Any, exponent: float | jax.Array) -> Any:
+        """A power of a public element that `balance` returns."""
+        return jax.tree.map(lambda x: exponent * x, element)
+
+    @staticmethod
+    def conjugated(specs: Sequence[BlockSpec], element: Any, moved: Callable[[str, jax.Array], jax.Array]) -> Any:
+        """h·g·h⁻¹ for a public element g: g itself except for shifts. `moved(path, leaf)` applies h's linear part."""
+        return element
+
+    @staticmethod
+    def axis_sizes(named: tuple[str, ...], element: Any) -> dict[str, int]:
+        """Lengths of axes, read off a public element."""
+        return dict(zip(named, element.shape, strict=True))
+
+    @classmethod
+    def effect_of(cls, element: Any) -> Effect:
+        """The effect of one public element, which may be a special case of `effect`."""
+        return cls.effect
+
+
+def label(gauge: str, key: str, blocks: Sequence[Block], **options: Any) -> str:
+    """The label of a part: the name of its gauge, its captures, a checksum of what it binds, and the version of states.
+
+    Args:
+      gauge: the name of the gauge.
+      key: the captures.
+      blocks: what the gauge binds.
+      **options: further arguments of the gauge.
+    """
+    bound = sorted((b.path, b.role, b.axes, b.shape) for b in blocks)
+    return f"{gauge}[{key}].{zlib.crc32(f'{bound} {sorted(options.items())}'.encode()):08x}.v{VERSION}"
+
+
+def drawn(key: jax.Array, shape: tuple[int, ...], scale: float) -> jax.Array:
+    """Numbers uniform in [−scale, scale]."""
+    return jax.random.uniform(key, shape, real_dtype(), -scale, scale)
+
+
+def normal(key: jax.Array, shape: tuple[int, ...], scale: float | jax.Array) -> jax.Array:
+    """Normal numbers of this standard deviation."""
+    return jnp.asarray(scale * jax.random.normal(key, shape, real_dtype()))

@@ -1,0 +1,287 @@
+"""Constants: what may be added to weights without a change of the function. An element is what is added.
+
+* `Mean`: one number along an axis of every block (logits along classes, writers of a centred stream along channels), or
+  a whole block (a key bias);
+* `Trade`: a vector that the rows of some tables gain and those of others lose;
+* `Absorption`: a bias that moves through kernels into the biases behind them;
+* `ReadShift`: what a centred norm hides from the kernels that read it.
+"""
+
+import dataclasses
+import operator
+import string
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from gauge_optax.binding import Block
+from gauge_optax.linalg import HIGHEST, real_dtype, safe_divide
+from gauge_optax.parts.part import Anchor, Arrays, Constant, Part
+
+CHANNEL = "channel"
+
+
+def what_is_left(after: jax.Array, before: jax.Array, axis: int | tuple[int, ...] = ()) -> jax.Array:
+    """What a constant leaves: exactly zero where it was all there was, up to roundoff.
+
+    The roundoff of a dead unit, or of a head that is constant over classes, would be read as a size or as a frame.
+
+    Args:
+      after: the rows without the constant.
+      before: the rows with it.
+      axis: the axis along which rows are judged as a whole.
+    """
+    least = 8.0 * float(jnp.finfo(after.dtype).eps)
+    sizes = [jnp.max(jnp.abs(x), axis, keepdims=True) for x in (after, before)]
+    return jnp.where(sizes[0] <= least * sizes[1], 0.0, after)
+
+
+class Sum(Constant[Any]):
+    """A constant whose elements add: arrays of `shape`, or tuples of arrays."""
+
+    def identity(self) -> Any:
+        return jnp.zeros(self.shape, real_dtype())
+
+    def inverse(self, e: Any) -> Any:
+        return jax.tree.map(operator.neg, e)
+
+    def compose(self, a: Any, b: Any) -> Any:
+        return jax.tree.map(operator.add, a, b)
+
+
+class Translation(Sum):
+    """A sum that is the same wherever it acts, so that steps and gradients stay as they are."""
+
+    def push(self, e: Any, u: Arrays, at: Arrays) -> Arrays:
+        return u
+
+    def pull(self, e: Any, g: Arrays, at: Arrays) -> Arrays:
+        return g
+
+    def beside_frozen(self, frozen: frozenset[str]) -> Part[Any] | None:
+        return self
+
+
+@dataclasses.dataclass(frozen=True)
+class Mean(Translation):
+    """One number along an axis of every block, read as the mean. Elements are tuples of one array per block.
+
+    Attributes:
+      axis: the axis; None for whole blocks.
+    """
+
+    axis: str | None = None
+
+    @property
+    def along(self) -> str | None:
+        return self.axis
+
+    @property
+    def anchors(self) -> tuple[Anchor, ...]:
+        # Means along two axes of a leaf may be taken in any order, so that a mean need not wait for another: ().
+        return self.blocks, ()
+
+    def _mean(self, b: Block, view: jax.Array) -> jax.Array:
+        return view if self.axis is None else jnp.mean(view, b.labels.index(self.axis), keepdims=True)
+
+    def identity(self) -> tuple[jax.Array, ...]:
+        shapes = ([1 if x == self.axis else n for n, x in zip(b.view_shape, b.labels, strict=True)] for b in self.blocks)
+        return tuple(jnp.zeros(shape, real_dtype()) for shape in shapes)
+
+    def act(self, e: Any, x: Arrays) -> Arrays:
+        out = dict(x)
+        for b, shift in zip(self.blocks, e, strict=True):
+            out[b.path] = b.write(out[b.path], b.view(out[b.path]) + shift)
+        return out
+
+    def read(self, anchor: Anchor, x: Arrays) -> tuple[jax.Array, ...]:
+        return tuple(self._mean(b, b.view(x[b.path])) for b in self.blocks)
+
+    def undo(self, e: Any, x: Arrays) -> Arrays:
+        out = dict(x)
+        for b, shift in zip(self.blocks, e, strict=True):
+            rows, axis = b.view(out[b.path]), () if self.axis is None else b.labels.index(self.axis)
+            out[b.path] = b.write(out[b.path], what_is_left(rows - shift, rows, axis))
+        return out
+
+    def quiet(self, g: Arrays) -> Arrays:
+        return self.undo(self.read(self.blocks, g), g)
+
+
+class Logits(Mean):
+    """The mean over classes of an output layer. While that layer is constant, no other leaf has a gradient."""
+
+    def least_signal(self, x: Arrays, g: Arrays) -> jax.Array | None:
+        """The largest gradient of the output layer if it is constant over classes at a slice point, else 0.
+
+        None for a bias alone, which does not keep gradients from other leaves.
+        """
+        kernels = [b for b in self.blocks if len(b.view_shape) > 1]
+        if not kernels:
+            return None
+        largest = jnp.stack([jnp.max(jnp.abs(b.view(g[b.path]))) for b in self.blocks]).max()
+        constant = jnp.stack([jnp.all(b.view(x[b.path]) == 0.0) for b in kernels]).any()
+        return jnp.where(constant, largest, 0.0).astype(real_dtype())
+
+
+class Trade(Translation):
+    """A vector that rows of the "up" tables gain and rows of the "down" tables lose, read from the mean of one side."""
+
+    @property
+    def anchors(self) -> tuple[Anchor, ...]:
+        return tuple(tuple(b for b in self.blocks if b.role == role) for role in ("down", "up"))
+
+    def act(self, e: jax.Array, x: Arrays) -> Arrays:
+        out = dict(x)
+        for b in self.blocks:
+            out[b.path] = out[b.path] + b.spread(self.named, e if b.role == "up" else -e)
+        return out
+
+    def read(self, anchor: Anchor, x: Arrays) -> jax.Array:
+        means = [b.total(self.named, x[b.path]) / b.entries(self.named) for b in anchor]
+        mean = sum(means[1:], means[0]) / len(means)
+        return mean if anchor[0].role == "up" else -mean
+
+
+@dataclasses.dataclass(frozen=True)
+class Absorption(Sum):
+    """b ↦ b + t, c ↦ c − t·W: a bias that moves through kernels into the biases behind them.
+
+    Attributes:
+      kernels: the kernels that read the bias, one per further block.
+    """
+
+    kernels: tuple[Block, ...] = ()
+
+    @property
+    def passes(self) -> tuple[Block, ...]:
+        return self.kernels
+
+    @property
+    def anchors(self) -> tuple[Anchor, ...]:
+        return (self.blocks[:1],)
+
+    def read(self, anchor: Anchor, x: Arrays) -> jax.Array:
+        source = anchor[0]
+        return source.view(x[source.path]).transpose([source.labels.index(name) for name in self.named])
+
+    def act(self, e: jax.Array, x: Arrays) -> Arrays:
+        source, *targets = self.blocks
+        moved = source.view(x[source.path]) + e.transpose([self.named.index(name) for name in source.labels])
+        out = x | {source.path: source.write(x[source.path], moved)}
+        for w, c in zip(self.kernels, targets, strict=True):
+            out[c.path] = c.write(out[c.path], c.view(out[c.path]) - self._through(e, w, c, x[w.path]))
+        return out
+
+    def undo(self, e: jax.Array, x: Arrays) -> Arrays:
+        out = self.act(self.inverse(e), x)
+        return out | {p: what_is_left(out[p], x[p]) for p in dict.fromkeys(b.path for b in self.blocks[1:])}
+
+    def _through(self, e: jax.Array, kernel: Block, target: Block, leaf: jax.Array) -> jax.Array:
+        """t·W, laid out like the bias behind this kernel."""
+        letters = iter(string.ascii_lowercase)
+        name_of = {name: next(letters) for name in self.named}
+        axes = [name_of.get(label) or next(letters) for label in kernel.labels]
+        free = [x for x, label in zip(axes, kernel.labels, strict=True) if label not in self.named]
+        kept = iter(free[len(free) - sum(label not in self.named for label in target.labels) :])
+        laid = [name_of.get(label) or next(kept) for label in target.labels]
+        spec = f"{''.join(name_of[n] for n in self.named)},{''.join(axes)}->{''.join(laid)}"
+        return jnp.einsum(spec, e, kernel.view(leaf), precision=HIGHEST)
+
+    def beside_frozen(self, frozen: frozenset[str]) -> Part[Any] | None:
+        return None if frozen & {b.path for b in self.blocks[1:]} else self
+
+
+@dataclasses.dataclass(frozen=True)
+class ReadShift(Sum):
+    """W ↦ W + u/γ, c ↦ c − Σ(β/γ)·u. Elements are tuples of one array per kernel; γ and β may be trained.
+
+    Attributes:
+      scale: γ, a norm's scale; () for a norm without one.
+      bias: β, its bias, or ().
+      count: how many blocks are kernels. The others are the biases behind them, if the norm has a bias.
+    """
+
+    scale: Anchor = ()
+    bias: Anchor = ()
+    count: int = 1
+
+    @property
+    def along(self) -> str:
+        return CHANNEL
+
+    @property
+    def kernels(self) -> tuple[Block, ...]:
+        """The kernels that read the norm."""
+        return self.blocks[: self.count]
+
+    @property
+    def passes(self) -> tuple[Block, ...]:
+        return (*self.scale, *self.bias)
+
+    @property
+    def anchors(self) -> tuple[Anchor, ...]:
+        return ((*self.kernels, *self.scale),)
+
+    def identity(self) -> tuple[jax.Array, ...]:
+        shapes = ([1 if x == CHANNEL else n for n, x in zip(b.view_shape, b.labels, strict=True)] for b in self.kernels)
+        return tuple(jnp.zeros(shape, real_dtype()) for shape in shapes)
+
+    def _of_norm(self, x: Arrays, without: float) -> tuple[jax.Array, jax.Array]:
+        """γ and β, (*named, channel) each; `without` and zeros for a norm that lacks one."""
+
+        def values(blocks: Anchor, default: float) -> jax.Array:
+            if not blocks:
+                return jnp.full((*(1 for _ in self.shape), 1), default, real_dtype())
+            (b,) = blocks
+            out: jax.Array = b.view(x[b.path]).transpose([b.labels.index(name) for name in (*self.named, CHANNEL)])
+            return out
+
+        return values(self.scale, without), values(self.bias, 0.0)
+
+    def _laid(self, values: jax.Array, labels: Sequence[str]) -> jax.Array:
+        """Numbers, (*named) or (*named, channel), laid out to broadcast with axes of these labels."""
+        kept = (*self.named, CHANNEL)[: values.ndim]
+        ordered = values.transpose([kept.index(label) for label in labels if label in kept])
+        lengths = iter(ordered.shape)
+        return ordered.reshape([next(lengths) if label in kept else 1 for label in labels])
+
+    def _added(self, e: Any, x: Arrays, to_kernel: jax.Array, to_bias: jax.Array) -> Arrays:
+        out = dict(x)
+        for b, shift in zip(self.kernels, e, strict=True):
+            out[b.path] = b.write(out[b.path], b.view(out[b.path]) + shift * self._laid(to_kernel, b.labels))
+        for b, c, shift in zip(self.kernels, self.blocks[self.count :], e, strict=False):
+            outputs = [label for label in b.labels if label != CHANNEL]
+            taken = shift.squeeze(b.labels.index(CHANNEL)) * self._laid(jnp.sum(to_bias, -1), outputs)
+            out[c.path] = c.write(out[c.path], c.view(out[c.path]) - taken)
+        return out
+
+    def act(self, e: Any, x: Arrays) -> Arrays:
+        scale, bias = self._of_norm(x, 1.0)
+        return self._added(e, x, safe_divide(jnp.ones((), scale.dtype), scale), safe_divide(bias, scale))
+
+    def undo(self, e: Any, x: Arrays) -> Arrays:
+        out = self.act(self.inverse(e), x)
+        for b in self.blocks:
+            axis = b.labels.index(CHANNEL) if CHANNEL in b.labels else ()
+            out[b.path] = b.write(out[b.path], what_is_left(b.view(out[b.path]), b.view(x[b.path]), axis))
+        return out
+
+    def push(self, e: Any, u: Arrays, at: Arrays) -> Arrays:
+        """The difference of both points, as `act` is not affine in γ: 1/γ′ − 1/γ = −dγ/(γγ′), which is 0 if γ stays."""
+        (scale, bias), (ds, db) = self._of_norm(at, 1.0), self._of_norm(u, 0.0)
+        after = scale + ds
+        to_bias = safe_divide(db - safe_divide(bias, scale) * ds, after)
+        return self._added(e, u, -safe_divide(ds, scale * after), to_bias)
+
+    def read(self, anchor: Anchor, x: Arrays) -> tuple[jax.Array, ...]:
+        scale, _ = self._of_norm(x, 1.0)
+        whole = jnp.all(scale != 0.0, -1).astype(scale.dtype)  # a norm that leaves a channel out hides nothing
+        read = []
+        for b in self.kernels:
+            rows = b.view(x[b.path]) * self._laid(scale, b.labels)
+            mean = jnp.mean(rows, b.labels.index(CHANNEL), keepdims=True)
+            read.append(mean * self._laid(whole, b.labels))
+        return tuple(read)

@@ -1,0 +1,239 @@
+"""`Part`: one small group that acts on leaves. This is all that the slice knows of a symmetry.
+
+A gauge that is bound to a tree compiles to parts, one or two per layer (or other capture of its paths). The element of a
+part has one member of the group per value of the named axes (per head, per channel), all in one array. A part has one
+of three roles, and its role is its class:
+
+* a `Constant` adds something that the function does not see. It is read from the weights and removed at every step;
+* a `Size` multiplies. It is read and removed at every step too;
+* a `Turn` rotates. It is read once, at `init`; then every step loses the part of it that only rotates.
+
+A part whose class has none of the three roles (a permutation) moves weights, but no optimizer notices it.
+
+Only `act` and a way of reading must be written: how tangents (steps) and cotangents (gradients) move follows from `act`.
+What a consumer (an optimizer, a measure, `align`) needs to know of a part stands with the consumer, as a
+`functools.singledispatch` function with a default that holds for every part.
+"""
+
+import abc
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Generic, TypeVar
+
+import jax
+
+from gauge_optax.binding import Block, overlap
+
+Arrays = dict[str, jax.Array]
+"""Leaf path → array in the computing dtype."""
+
+Anchor = tuple[Block, ...]
+"""Blocks that an element is read from together."""
+
+E = TypeVar("E")
+
+overlaps = functools.cache(overlap)
+
+
+@dataclasses.dataclass(frozen=True)
+class Part(abc.ABC, Generic[E]):
+    """One symmetry on one tree. It is frozen and hashable, and holds no array.
+
+    Attributes:
+      label: the name of its gauge, its captures and a checksum, "rescale[i=0].8bc7f390". It does not depend on the order
+        of a list of gauges, and is the key of the part's element in a state.
+      named: names of the axes that index an element.
+      shape: lengths of the named axes.
+      blocks: what `act` changes.
+    """
+
+    label: str
+    named: tuple[str, ...]
+    shape: tuple[int, ...]
+    blocks: tuple[Block, ...]
+
+    @property
+    def passes(self) -> tuple[Block, ...]:
+        """Blocks that `act` reads and leaves as they are: a norm's scale, a kernel."""
+        return ()
+
+    @property
+    def along(self) -> str | None:
+        """The axis of its blocks along which all other parts have to act alike, unless this part passes them.
+
+        None where others may act as they like, and "" where no other part may move an entry of the blocks.
+        """
+        return None
+
+    @property
+    def anchors(self) -> tuple[Anchor, ...]:
+        """What an element can be read from, best first."""
+        return (self.blocks,)
+
+    @abc.abstractmethod
+    def identity(self) -> E:
+        """The element that moves nothing."""
+
+    @abc.abstractmethod
+    def inverse(self, e: E) -> E:
+        """The element that undoes `e`."""
+
+    @abc.abstractmethod
+    def compose(self, a: E, b: E) -> E:
+        """The element that acts as `a` after `b`."""
+
+    @abc.abstractmethod
+    def act(self, e: E, x: Arrays) -> Arrays:
+        """The move of a point. Leaves that the part does not change are returned as they are."""
+
+    def undo(self, e: E, x: Arrays) -> Arrays:
+        """The move back. Constants leave exact zeros where there was nothing else."""
+        return self.act(self.inverse(e), x)
+
+    def push(self, e: E, u: Arrays, at: Arrays) -> Arrays:
+        """The difference act(e, at + u) − act(e, at) of two points; `u` is a step, a tangent.
+
+        The default is the derivative, which is exact where `act` is affine. Otherwise a part has a closed form.
+        """
+        paths = paths_of(self)
+        moved = jax.jvp(lambda x: _moved(self, e, x), ({p: at[p] for p in paths},), ({p: u[p] for p in paths},))[1]
+        return u | moved
+
+    def pull(self, e: E, g: Arrays, at: Arrays) -> Arrays:
+        """The transpose of the derivative of `act` at the point `at`, applied to a gradient, a cotangent."""
+        paths = paths_of(self)
+        _, transposed = jax.vjp(lambda x: _moved(self, e, x), {p: at[p] for p in paths})
+        return g | transposed({p: g[p] for p in paths})[0]
+
+    def quiet(self, g: Arrays) -> Arrays:
+        """A gradient without the roundoff that stands where the gradient of every invariant loss is zero."""
+        return g
+
+    def beside(self, others: "Sequence[Part[Any]]") -> "Part[E]":
+        """This part in a list with others. It may be read from other blocks there."""
+        return self
+
+    def beside_frozen(self, frozen: frozenset[str]) -> "Part[E] | None":
+        """This part where the leaves with these paths never change; None where it would move another step into one."""
+        return self
+
+
+class Constant(Part[E]):
+    """A part that acts by adding. It is read and removed at every step."""
+
+    @abc.abstractmethod
+    def read(self, anchor: Anchor, x: Arrays) -> E:
+        """The element whose removal leads to the slice, where this reading is zero."""
+
+    def least_signal(self, x: Arrays, g: Arrays) -> jax.Array | None:
+        """The size below which gradients of all leaves are roundoff at a slice point; None where there is no such size.
+
+        Args:
+          x: the slice point.
+          g: the gradient, all leaves.
+        """
+        return None
+
+    def beside_frozen(self, frozen: frozenset[str]) -> "Part[E] | None":
+        return None if frozen & {b.path for b in self.blocks} else self
+
+
+class Size(Part[E]):
+    """A part that acts by multiplying. It is read and removed at every step, from an anchor that is not zero at `init`."""
+
+    @abc.abstractmethod
+    def read(self, anchor: Anchor, x: Arrays, within: jax.Array, near: bool) -> tuple[E, jax.Array]:
+        """Reads an element from one anchor.
+
+        Args:
+          anchor: one of `anchors`.
+          x: a point; all other parts that move the anchor are already undone.
+          within: which channels or heads to read, (*shape, bool); the others get the identity.
+          near: whether the point is near the slice, so that a cheaper method suffices.
+
+        Returns:
+          The element, and which channels were read, (*shape, bool): an anchor that is zero has no size.
+        """
+
+    def completed(self, x: Arrays, g: Arrays) -> Arrays:
+        """A gradient at a slice point whose entries of the anchor follow from all others, because the loss is invariant."""
+        return g
+
+    def follows(self, bits: Mapping[str, int]) -> bool:
+        """Whether growth rests on the anchor, because another leaf is less precise; `bits` are those of mantissas."""
+        return False
+
+
+class Turn(Part[E]):
+    """A part that acts orthogonally. It is read once; then every step loses what only turns.
+
+    The class methods take several parts of one class at once, so that the heads of all layers are one batch.
+    """
+
+    last: ClassVar[bool] = False  # whether its class comes after the others in a step, for the compiler's sake alone
+
+    def push(self, e: E, u: Arrays, at: Arrays) -> Arrays:
+        return self.act(e, u)
+
+    def pull(self, e: E, g: Arrays, at: Arrays) -> Arrays:
+        return self.act(self.inverse(e), g)
+
+    @classmethod
+    @abc.abstractmethod
+    def read_all(cls, turns: Sequence[Any], x: Arrays) -> list[Any]:
+        """Elements of several parts of this class, at a point where all sizes and constants are undone."""
+
+    @classmethod
+    @abc.abstractmethod
+    def project(
+        cls, turns: Sequence[Any], x: Arrays, u: Arrays, into: Mapping[Any, jax.Array] | None = None
+    ) -> Arrays:
+        """Removes the part along rotations from a tangent.
+
+        Args:
+          turns: parts of this class.
+          x: the point.
+          u: the tangent.
+          into: per part, the matrix whose product with its rows is on the slice; None if the rows are there.
+        """
+
+    @classmethod
+    def project_dual(cls, turns: Sequence[Any], x: Arrays, g: Arrays) -> Arrays:
+        """The transpose of `project`; `project` itself where that is an orthogonal projection."""
+        return cls.project(turns, x, g)
+
+    @classmethod
+    def hold(cls, turns: Sequence[Any], x: Arrays, u: Arrays) -> Arrays:
+        """Removes the part of a step that rotates: to first order, or exactly where that has a closed form."""
+        return cls.project(turns, x, u)
+
+
+def paths_of(part: Part[Any]) -> tuple[str, ...]:
+    """The leaves that a part reads or changes, each once."""
+    return _paths(part.blocks, part.passes)
+
+
+def changed(part: Part[Any]) -> tuple[str, ...]:
+    """The leaves that a part changes, each once."""
+    return _paths(part.blocks, ())
+
+
+@functools.cache
+def _paths(blocks: tuple[Block, ...], passes: tuple[Block, ...]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(b.path for b in (*blocks, *passes)))
+
+
+def _moved(part: Part[Any], e: Any, x: Arrays) -> Arrays:
+    moved = part.act(e, x)
+    return {p: moved[p] for p in x}
+
+
+def moves(part: Part[Any], blocks: Sequence[Block]) -> bool:
+    """Whether a part changes an entry of these blocks."""
+    return any(a.path == b.path and overlaps(a, b) for a in part.blocks for b in blocks)
+
+
+def name_of(part: Part[Any]) -> str:
+    """The name of the part's gauge, for messages."""
+    return part.label.split("[")[0]

@@ -4,7 +4,7 @@ One instance stands for the whole gauge. Tangents move by the derivative of the 
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import jax
@@ -78,12 +78,12 @@ class ActionInstance(Instance):
 
     @property
     def dim(self) -> int:
-        return int(self.whole.dim(self._tree(self._zeros())))
+        return int(self.whole.dim(self.tree(self._zeros())))
 
     def _zeros(self) -> Arrays:
         return {block.path: jnp.zeros(block.shape) for block in self.blocks}
 
-    def _tree(self, point: Mapping[str, jax.Array]) -> Any:
+    def tree(self, point: Mapping[str, jax.Array]) -> Any:
         """Parameters with these leaves; all other leaves are `jax.ShapeDtypeStruct`s."""
         return with_leaves(jax.tree.unflatten(self.treedef, self.leaves), self._bound(point))
 
@@ -91,10 +91,10 @@ class ActionInstance(Instance):
         return {block.path: point[block.path] for block in self.blocks}
 
     def _moved(self, e: Any, point: Mapping[str, jax.Array]) -> Arrays:
-        return self._bound(leaves_by_path(self.whole.act(e, self._tree(point))))
+        return self._bound(leaves_by_path(self.whole.act(e, self.tree(point))))
 
     def identity(self) -> Any:
-        return self.whole.identity(self._tree(self._zeros()))
+        return self.whole.identity(self.tree(self._zeros()))
 
     def inverse(self, e: Any) -> Any:  # type: ignore[override]
         return self.whole.inverse(e)
@@ -103,7 +103,7 @@ class ActionInstance(Instance):
         return self.whole.compose(a, b)
 
     def sample(self, key: jax.Array, scale: float, leaves: Mapping[str, Any]) -> Any:
-        return self.whole.sample(key, self._tree(leaves), scale)
+        return self.whole.sample(key, self.tree(leaves), scale)
 
     def coordinate(self, e: Any, point: Arrays) -> Any:
         return self.whole.logarithm(e)
@@ -130,15 +130,10 @@ class ActionInstance(Instance):
         return (self.read_blocks or self.blocks,)
 
     def read(self, anchor: Anchor, point: Arrays, within: jax.Array, near: bool) -> tuple[Any, jax.Array]:
-        return self.where(within, self.whole.read(self._tree(point)), self.identity()), within
-
-    def nearest(self, target: Arrays, point: Arrays, others: Sequence[Instance] = ()) -> Any:
-        """The element that takes the point's reading to the target's: the nearest one, if both are of one function."""
-        reading, its_own = (self.whole.read(self._tree(x)) for x in (target, point))
-        return self.whole.compose(reading, self.whole.inverse(its_own))
+        return self.where(within, self.whole.read(self.tree(point)), self.identity()), within
 
     def balanced(self, point: Arrays) -> Any:
-        return self.whole.inverse(self.whole.balance(self._tree(point)))
+        return self.whole.inverse(self.whole.balance(self.tree(point)))
 
 
 def _used(function: Any, shapes: Any, outputs: int | None) -> set[int]:

@@ -22,10 +22,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gauge_optax.binding import Block, BlockSpec, overlap
+from gauge_optax.binding import Block, BlockSpec
 from gauge_optax.errors import binding_error
 from gauge_optax.gauges.matrices import Matrices
-from gauge_optax.linalg import real_dtype, safe_divide
+from gauge_optax.linalg import real_dtype
 
 Arrays = dict[str, jax.Array]
 """Leaf path → array in the computing dtype."""
@@ -307,71 +307,6 @@ class Instance(abc.ABC):
         """
         return None
 
-    # What alignment asks (`orbit.align`) ------------------------------------------------------------------
-
-    def nearest(self, target: Arrays, point: Arrays, others: "Sequence[Instance]" = ()) -> Any:
-        """The element e for which act(e, point) is nearest to `target`: the least sum of squares over moved leaves.
-
-        Args:
-          target: leaves.
-          point: leaves.
-          others: instances whose elements are not known yet. The answer should depend on theirs as little as possible:
-            blocks that they move are left out where others remain.
-
-        This method is for actions that are affine in e, the additions of constants: it solves the normal equations by
-        conjugate gradients.
-        """
-        paths = self.paths
-
-        def moved(e: Any) -> Arrays:
-            after = self.act(e, point)
-            return {path: after[path] for path in paths}
-
-        start = self.identity()
-        at_start, linear = jax.linearize(moved, start)  # a difference of two moves would lose small directions
-        _, pull = jax.vjp(moved, start)
-
-        def inner(a: Any, b: Any) -> jax.Array:
-            return sum(jax.tree.leaves(jax.tree.map(lambda x, y: jnp.sum(x * y), a, b)), jnp.zeros(()))
-
-        residual = direction = pull({path: target[path] - at_start[path] for path in paths})[0]
-        energy, element = inner(residual, residual), start
-        least = energy * float(jnp.finfo(energy.dtype).eps) ** 2
-        for _ in range(_MOST_STEPS):
-            if not bool(energy > least):
-                break
-            change = pull(linear(direction))[0]
-            rate = safe_divide(energy, inner(direction, change))
-            element, residual = _plus(element, rate, direction), _plus(residual, -rate, change)
-            fresh = inner(residual, residual)
-            direction, energy = _plus(residual, safe_divide(fresh, energy), direction), fresh
-        return element
-
-    def renumbers(self, other: "Instance") -> bool:
-        """Whether elements of another instance have an entry per unit that this instance renumbers."""
-        return False
-
-    def carried(self, e: Any, other: "Instance", value: Any) -> Any:
-        """g·h·g⁻¹ for g = e and an element h of another instance: h itself, but for what renumbers its units."""
-        return value
-
-    def responses(self, point: Arrays, gradient: Arrays) -> jax.Array | None:
-        """Derivatives of a function by the logs of the sizes of units, (*shape, units, blocks).
-
-        Args:
-          point: leaves.
-          gradient: the function's gradient there.
-
-        Returns:
-          None for instances that are not matched by such numbers. They depend on the function and on the order of units
-          alone: all other gauges leave them as they are.
-        """
-        return None
-
-    def matched(self, target: jax.Array, point: jax.Array) -> Any:
-        """The element that takes the responses of one point's units nearest to those of another, (*shape, units, …)."""
-        raise NotImplementedError
-
     # What packing asks (`orbit.pack`) -------------------------------------------------------------------
 
     @property
@@ -531,21 +466,3 @@ class Additive(Instance):
     @staticmethod
     def compose(a: Any, b: Any) -> Any:
         return jax.tree.map(operator.add, a, b)
-
-
-_MOST_STEPS = 200  # of conjugate gradients, which end long before
-
-
-def _plus(a: Any, factor: Any, b: Any) -> Any:
-    return jax.tree.map(lambda x, y: x + factor * y, a, b)
-
-
-def apart_from(blocks: Sequence[Block], others: Sequence[Instance]) -> tuple[Block, ...]:
-    """The blocks that none of these instances moves; all of them if there is none.
-
-    Args:
-      blocks: of one instance.
-      others: other instances.
-    """
-    apart = tuple(b for b in blocks if not any(overlap(b, x) for other in others for x in other.blocks))
-    return apart or tuple(blocks)

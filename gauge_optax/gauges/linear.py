@@ -14,7 +14,7 @@ References: When Equivalent Weights Train Differently, §1, §3; docs/design.md 
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import jax
@@ -37,8 +37,6 @@ from gauge_optax.linalg import (
     matmul,
     matrix_exponential,
     real_dtype,
-    safe_divide,
-    solve,
     svd,
     symmetric_eigen,
     transpose,
@@ -229,17 +227,6 @@ class Linear(Instance):
         turn = jnp.where(whole[..., None, None], turn, jnp.eye(self.size, dtype=turn.dtype))
         return jnp.stack([turn, transpose(turn)], -3)
 
-    def nearest(self, target: Arrays, point: Arrays, others: Sequence[Instance] = ()) -> jax.Array:
-        """See `Instance`: from the best of four starts, Gauss–Newton steps with a line search.
-
-        The starts are the identity, the least-squares solutions of either side alone, and the rotation of both.
-        """
-        left, right = self.left, self.right
-        turn = self.turn.nearest(target, point, others)
-        return _nearest_matrix(
-            left.gram(point, point), left.gram(point, target), right.gram(point, point), right.gram(point, target), turn
-        )
-
     # Packing --------------------------------------------------------------------------------------------
 
     @property
@@ -283,52 +270,3 @@ def _to_identity(square: jax.Array, size: float) -> tuple[jax.Array, jax.Array, 
 
 def _conjugated(vectors: jax.Array, sizes: jax.Array) -> jax.Array:
     return matmul(transpose(vectors) * sizes[..., None, :], vectors)
-
-
-@jax.jit  # compiled once for all layers
-def _nearest_matrix(
-    left: jax.Array, left_target: jax.Array, right: jax.Array, right_target: jax.Array, turn: jax.Array
-) -> jax.Array:
-    """S and S⁻¹ that make |T_A − A·S|² + |T_B − B·S⁻ᵀ|² least, (…, 2, d_h, d_h); no start is lower.
-
-    Args:
-      left: AᵀA.
-      left_target: AᵀT_A.
-      right: BᵀB.
-      right_target: BᵀT_B.
-      turn: the rotation that serves as a start.
-    """
-    eye = jnp.broadcast_to(jnp.eye(left.shape[-1], dtype=left.dtype), left.shape)
-
-    def loss(s: jax.Array, back: jax.Array) -> jax.Array:
-        a = s * (matmul(left, s) - 2.0 * left_target)
-        b = transpose(back) * (matmul(right, transpose(back)) - 2.0 * right_target)
-        total = jnp.sum(a + b, (-2, -1))
-        return jnp.where(jnp.isfinite(total), total, jnp.inf)
-
-    def better(one: tuple[jax.Array, jax.Array], two: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        lower = (loss(*two) < loss(*one))[..., None, None]
-        return jnp.where(lower, two[0], one[0]), jnp.where(lower, two[1], one[1])
-
-    def step(_: int, pair: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        s, back = pair
-        # With A′ = A·S and B′ = B·S⁻ᵀ, and S·(1 + Z) in place of S: H_A′·Z + Z·H_B′ = K to first order.
-        gram_a, gram_b = matmul(transpose(s), matmul(left, s)), matmul(matmul(back, right), transpose(back))
-        k = matmul(transpose(s), left_target) - gram_a - transpose(matmul(back, right_target) - gram_b)
-        (a, u), (b, v) = symmetric_eigen(gram_a), symmetric_eigen(gram_b)
-        inside = safe_divide(matmul(matmul(transpose(u), k), v), a[..., :, None] + b[..., None, :])
-        z, best = matmul(matmul(u, inside), transpose(v)), pair
-        for length in _LENGTHS:
-            more = eye + length * z
-            best = better(best, (matmul(s, more), matmul(inverse(more), back)))
-        return best
-
-    pair = eye, eye
-    starts = solve(left, left_target), transpose(inverse(solve(right, right_target))), turn
-    for start in starts:
-        pair = better(pair, (start, inverse(start)))
-    return jnp.stack(jax.lax.fori_loop(0, _STEPS, step, pair), -3)
-
-
-_LENGTHS = (1.0, 0.5, 0.2, 0.05, 0.01)
-_STEPS = 20

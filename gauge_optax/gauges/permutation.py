@@ -14,21 +14,17 @@ Reference: Ainsworth, Hayase and Srinivasa, Git Re-Basin, Eq. (1) and (2). Devia
 """
 
 import dataclasses
-import functools
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from scipy.optimize import linear_sum_assignment
 
 from gauge_optax.binding import Axes, Block, group_axes, overlap
 from gauge_optax.errors import binding_error
 from gauge_optax.gauges.gauge import BlockGauge, block_gauge
-from gauge_optax.gauges.instance import Arrays, Effect, Instance, apart_from
-from gauge_optax.linalg import matmul, real_dtype, safe_divide, transpose
+from gauge_optax.gauges.instance import Arrays, Effect, Instance
+from gauge_optax.linalg import real_dtype
 from gauge_optax.slice import varies_along
 
 Indices = jax.Array | None
@@ -167,32 +163,6 @@ class Permutation(Instance):
     def pull(self, e: Indices, cotangent: Arrays) -> Arrays:
         return self.act(self.inverse(e), cotangent)
 
-    def carried(self, e: Indices, other: Instance, value: Any) -> Any:
-        """g·h·g⁻¹ for an element h of another instance: h with its units or heads renumbered.
-
-        Args:
-          e: an element of this instance, g.
-          other: the other instance.
-          value: h; the leading axes of its arrays are `other.shape`.
-        """
-        if e is None or value is None or not other.shape:
-            return value
-        count = math.prod(other.shape)
-        numbers = jnp.arange(count, dtype=jnp.int32)
-        for block in other.blocks:
-            if not any(overlap(block, permuted) for permuted in self.blocks):
-                continue
-            # A leaf of channel numbers, moved like the weights, shows where each channel comes from.
-            field = jnp.broadcast_to(block.spread(other.named, numbers.reshape(other.shape)), block.shape)
-            same_leaf = tuple(permuted for permuted in self.blocks if permuted.path == block.path)
-            moved = dataclasses.replace(self, blocks=same_leaf).act(e, {block.path: field})[block.path]
-            kept = [label for label in block.row_labels if label in other.named]
-            first = block.rows(moved)[tuple(slice(None) if x in kept else 0 for x in block.row_labels)]
-            source = jnp.transpose(first, [kept.index(name) for name in other.named]).ravel()
-            if not bool(jnp.all(source == numbers)):
-                return jax.tree.map(functools.partial(_gathered, source), value)
-        return value
-
     def sorting(self, point: Arrays) -> Indices:
         """Units by the sum of the cubes of their entries, descending: no other move of a canonical point changes it.
 
@@ -201,75 +171,5 @@ class Permutation(Instance):
         sizes = sum((self._total(block, jnp.abs(point[block.path]) ** 3) for block in self.blocks), 0.0)
         return self.inverse(jnp.argsort(-jnp.asarray(sizes), -1).astype(jnp.int32))
 
-    # Alignment ----------------------------------------------------------------------------------------
-
-    def nearest(self, target: Arrays, point: Arrays, others: Sequence[Instance] = ()) -> jax.Array:
-        """See `Instance`. Heads are compared after the rotation, among `others`, that suits each pair of them best."""
-        inside = [other for other in others if self.renumbers(other)]
-        outside = [other for other in others if other not in inside]
-        blocks = apart_from(self.blocks, outside)
-        plain = [block for block in blocks if not any(overlap(block, x) for other in inside for x in other.blocks)]
-        gains = jnp.zeros((*self.shape, self.size, self.size), real_dtype())
-        for block in plain:
-            gains = gains + matmul(self._rows(block, target), transpose(self._rows(block, point)))
-        turned = [block for block in blocks if block not in plain]
-        if turned:
-            gains = gains + self._gains_after(inside, outside, turned, target, point)
-        return self._assigned(gains)
-
-    def _gains_after(
-        self,
-        inside: Sequence[Instance],
-        outside: Sequence[Instance],
-        blocks: Sequence[Block],
-        target: Arrays,
-        point: Arrays,
-    ) -> jax.Array:
-        """Inner products of all pairs, each after the moves of `inside` that take the one nearest to the other."""
-        numbers, columns = np.arange(self.size), []
-        for offset in range(self.size):  # every unit of the target beside the one that stands `offset` places on
-            turn = jnp.broadcast_to(jnp.asarray(np.roll(numbers, -offset), jnp.int32), (*self.shape, self.size))
-            moved = self.act(turn, point)
-            for other in inside:
-                moved = other.act(other.nearest(target, moved, outside), moved)
-            columns.append(sum(self._total(block, target[block.path] * moved[block.path]) for block in blocks))
-        gains = jnp.stack(columns, -1)  # (…, unit of the target, offset)
-        order = (numbers[None, :] - numbers[:, None]) % self.size
-        return jnp.take_along_axis(gains, jnp.broadcast_to(jnp.asarray(order), gains.shape), -1)
-
-    def _assigned(self, gains: jax.Array) -> jax.Array:
-        """The permutation with the largest sum of gains, (*shape, unit of the target, unit of the point)."""
-        tables = np.asarray(gains, np.float64).reshape(-1, self.size, self.size)
-        chosen = [linear_sum_assignment(table, maximize=True)[1] for table in tables]
-        return jnp.asarray(np.stack(chosen), jnp.int32).reshape(*self.shape, self.size)
-
-    def renumbers(self, other: Instance) -> bool:
-        return any(
-            overlap(permuted, block) and varies_along(block, other.named, permuted, self.axis)
-            for permuted in self.blocks for block in other.blocks
-        )  # fmt: skip
-
-    def _rows(self, block: Block, point: Arrays) -> jax.Array:
-        """A block with one row per unit, (*shape, size, entries)."""
-        view, kept = block.view(point[block.path]), (*self.named, self.axis)
-        free = [k for k, label in enumerate(block.labels) if label not in kept]
-        return view.transpose([*(block.labels.index(name) for name in kept), *free]).reshape(*self.shape, self.size, -1)
-
     def _total(self, block: Block, leaf: jax.Array) -> jax.Array:
         return block.total((*self.named, self.axis), leaf)
-
-    def responses(self, point: Arrays, gradient: Arrays) -> jax.Array:
-        products = [self._total(block, point[block.path] * gradient[block.path]) for block in self.blocks]
-        return jnp.stack(products, -1)
-
-    def matched(self, target: jax.Array, point: jax.Array) -> jax.Array:
-        rows = [safe_divide(x, jnp.sqrt(jnp.sum(jnp.square(x), -1, keepdims=True))) for x in (target, point)]
-        return self._assigned(matmul(rows[0], transpose(rows[1])))
-
-
-def _gathered(source: jax.Array, array: jax.Array) -> jax.Array:
-    """An array whose leading axes count channels, with channel source[i] in place of channel i."""
-    shape, leading = array.shape, 0
-    while math.prod(shape[:leading]) < len(source):
-        leading += 1
-    return array.reshape(len(source), *shape[leading:])[source].reshape(shape)

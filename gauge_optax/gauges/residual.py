@@ -33,7 +33,7 @@ from gauge_optax.errors import binding_error
 from gauge_optax.gauges.gauge import BlockGauge, Gauges, block_gauge, product
 from gauge_optax.gauges.hadamard import hadamard_with_ones, randomized_hadamard
 from gauge_optax.gauges.heads import BASIS, Heads
-from gauge_optax.gauges.instance import Arrays, Effect, Instance, apart_from
+from gauge_optax.gauges.instance import Arrays, Effect, Instance
 from gauge_optax.gauges.rotation import lyapunov, require_even
 from gauge_optax.gauges.scale import Scale
 from gauge_optax.linalg import (
@@ -41,7 +41,6 @@ from gauge_optax.linalg import (
     haar,
     matmul,
     nearly_orthogonal,
-    orthogonal_factor,
     real_dtype,
     skew,
     skew_exponential,
@@ -201,9 +200,9 @@ class ResidualRotation(Heads):
     def sample(self, key: jax.Array, scale: float, leaves: Mapping[str, Any]) -> jax.Array:
         size = self.size - self.keeps_ones
         if scale >= 1:
-            return self._whole(haar(key, (size, size)))
+            return self.whole(haar(key, (size, size)))
         normal = jax.random.normal(key, (size, size), real_dtype())
-        return self._whole(skew_exponential(scale * (normal - transpose(normal)) / (2 * size) ** 0.5))
+        return self.whole(skew_exponential(scale * (normal - transpose(normal)) / (2 * size) ** 0.5))
 
     def rotation(self, key: jax.Array, by: str) -> jax.Array:
         if by == "random":
@@ -218,7 +217,7 @@ class ResidualRotation(Heads):
     def exponential(self, coordinates: jax.Array, near: bool = False) -> jax.Array:
         generator = skew(coordinates)
         eye = jnp.eye(len(generator), dtype=generator.dtype)
-        return self._whole(eye + generator if near else skew_exponential(generator))
+        return self.whole(eye + generator if near else skew_exponential(generator))
 
     def misfit(self, element: jax.Array) -> jax.Array:
         error = jnp.max(jnp.abs(matmul(element, transpose(element)) - jnp.eye(self.size, dtype=element.dtype)))
@@ -226,7 +225,7 @@ class ResidualRotation(Heads):
         return jnp.maximum(error, moved) if self.keeps_ones else error
 
     def normalized(self, element: jax.Array) -> jax.Array:
-        return self._whole(nearly_orthogonal(self._restricted(element)))
+        return self.whole(nearly_orthogonal(self.restricted(element)))
 
     def on_leaf(self, path: str) -> tuple[Any, dict[str, str]]:
         alone, read = super().on_leaf(path)
@@ -278,7 +277,7 @@ class ResidualRotation(Heads):
     # The action -----------------------------------------------------------------------------------------
 
     def act(self, e: SignedRotation, point: Arrays) -> Arrays:
-        return point | self._conjugated(point, e.matrix, self._gammas(point))
+        return point | self._conjugated(point, e.matrix, self.gammas(point))
 
     def enter(self, e: SignedRotation, point: Arrays) -> Arrays:
         return self.act(self.inverse(e), point)
@@ -292,10 +291,10 @@ class ResidualRotation(Heads):
 
     def _conjugated(self, vector: Arrays, matrix: jax.Array, gammas: Sequence[jax.Array]) -> Arrays:
         """The leaves that the instance moves, rotated between the multiplication by norms' scales and its inverse."""
-        inside = self._scaled(vector, gammas)
-        return self._scaled(inside | self.turned(inside, matrix), gammas, back=True)
+        inside = self.scaled(vector, gammas)
+        return self.scaled(inside | self.turned(inside, matrix), gammas, back=True)
 
-    def _scaled(self, vector: Arrays, gammas: Sequence[jax.Array], back: bool = False) -> Arrays:
+    def scaled(self, vector: Arrays, gammas: Sequence[jax.Array], back: bool = False) -> Arrays:
         """Readers multiplied, and norms' biases divided, by the scales of their norms; the inverse if `back`."""
         out = dict(vector)
         for gamma, (scale, behind) in zip(gammas, self.scales, strict=True):
@@ -309,46 +308,37 @@ class ResidualRotation(Heads):
                 out[block.path] = block.write(out[block.path], rows * laid if times else rows / laid)
         return {path: out[path] for path in self.paths}
 
-    def _gammas(self, point: Arrays) -> list[jax.Array]:
+    def gammas(self, point: Arrays) -> list[jax.Array]:
         """The scales of norms at a point, (d,) each, or (layers, d) where layers are stacked."""
         return [scale.view(point[scale.path]) for scale, _ in self.scales]
 
-    def nearest(self, target: Arrays, point: Arrays, others: Sequence[Instance] = ()) -> SignedRotation:
-        """See `Instance`: Procrustes over readers and writers, each side with its own norm scales divided out.
-
-        With scales of norms that are not 1, this is the nearest element of the divided weights, not of the stored ones.
-        """
-        seen = dataclasses.replace(self, blocks=apart_from(self.blocks, others))
-        inside = (self._scaled(x, self._gammas(x)) for x in (point, target))
-        return self.from_element(self._whole(orthogonal_factor(self._restricted(seen.gram(*inside)))))
-
     # Reading and holding --------------------------------------------------------------------------------
 
-    def _restricted(self, matrix: jax.Array) -> jax.Array:
+    def restricted(self, matrix: jax.Array) -> jax.Array:
         """HᵀMH for a (d, d) matrix, H an orthonormal basis of what is orthogonal to the ones; M if not `keeps_ones`."""
         if not self.keeps_ones:
             return matrix
-        return _reflected(_reflected(matrix, -1), -2)[1:, 1:]
+        return reflected(reflected(matrix, -1), -2)[1:, 1:]
 
-    def _whole(self, matrix: jax.Array) -> jax.Array:
-        """H·M·Hᵀ + 1·1ᵀ/d for an orthogonal (d − 1, d − 1) matrix: the inverse of `_restricted`."""
+    def whole(self, matrix: jax.Array) -> jax.Array:
+        """H·M·Hᵀ + 1·1ᵀ/d for an orthogonal (d − 1, d − 1) matrix: the inverse of `restricted`."""
         if not self.keeps_ones:
             return matrix
         whole = jnp.zeros((self.size, self.size), matrix.dtype).at[1:, 1:].set(matrix).at[0, 0].set(1.0)
-        return _reflected(_reflected(whole, -1), -2)
+        return reflected(reflected(whole, -1), -2)
 
     @classmethod
     def read_all(cls, turns: Sequence[Any], point: Arrays) -> list[Any]:
         return [turn._read(point) for turn in turns]
 
     def _read(self, point: Arrays) -> SignedRotation:
-        gammas = self._gammas(point)
-        mixed = dataclasses.replace(self, blocks=self.seen).mixed_rows(self._scaled(point, gammas))
-        u, _, vt = svd(self._restricted(mixed)[None])
-        return self._with_signs(self._whole(matmul(u, vt)[0]), gammas)
+        gammas = self.gammas(point)
+        mixed = dataclasses.replace(self, blocks=self.seen).mixed_rows(self.scaled(point, gammas))
+        u, _, vt = svd(self.restricted(mixed)[None])
+        return self.with_signs(self.whole(matmul(u, vt)[0]), gammas)
 
     @staticmethod
-    def _with_signs(matrix: jax.Array, gammas: Sequence[jax.Array]) -> SignedRotation:
+    def with_signs(matrix: jax.Array, gammas: Sequence[jax.Array]) -> SignedRotation:
         signs = tuple(jnp.where(gamma < 0, -1.0, 1.0).astype(real_dtype()) for gamma in gammas)
         return SignedRotation(matrix, signs)
 
@@ -358,16 +348,16 @@ class ResidualRotation(Heads):
 
     def _eigenbasis(self, point: Arrays) -> SignedRotation:
         """The rotation that leads from the eigenbasis of EᵀE; under `keeps_ones`, of the part off the ones vector."""
-        gammas, seen = self._gammas(point), dataclasses.replace(self, blocks=self.seen)
-        values = self._scaled(point, gammas)
+        gammas, seen = self.gammas(point), dataclasses.replace(self, blocks=self.seen)
+        values = self.scaled(point, gammas)
         gram, mixed = seen.gram(values, values), seen.mixed_rows(values)
-        basis = eigenbasis(self._restricted(gram), self._restricted(mixed))
+        basis = eigenbasis(self.restricted(gram), self.restricted(mixed))
         # Coordinates of the rows in this basis, without those along the ones vector, decide the signs of its columns.
-        whole = self._whole(basis)
-        columns = seen.turned(values, _reflected(whole, -1) if self.keeps_ones else whole)
+        whole = self.whole(basis)
+        columns = seen.turned(values, reflected(whole, -1) if self.keeps_ones else whole)
         largest = seen.largest_entries(columns)[self.size - basis.shape[-1] :]
         signed = basis * jnp.where(largest < 0, -1.0, 1.0)
-        return self._with_signs(transpose(self._whole(signed)), gammas)
+        return self.with_signs(transpose(self.whole(signed)), gammas)
 
     @classmethod
     def project(
@@ -386,14 +376,14 @@ class ResidualRotation(Heads):
         for turn in turns:
             seen = dataclasses.replace(turn, blocks=turn.seen)
             measured, moved = (turn, seen) if dual else (seen, turn)
-            gammas = turn._gammas(point)
+            gammas = turn.gammas(point)
             # A cotangent is multiplied where a tangent is divided.
-            inside, values = turn._scaled(out, gammas, back=dual), turn._scaled(point, gammas)
-            gram, moment = turn._restricted(seen.gram(values, values)), turn._restricted(measured.gram(values, inside))
+            inside, values = turn.scaled(out, gammas, back=dual), turn.scaled(point, gammas)
+            gram, moment = turn.restricted(seen.gram(values, values)), turn.restricted(measured.gram(values, inside))
             generator = lyapunov(gram, -moment, steps=_STEPS)
             if turn.keeps_ones:
-                generator = turn._whole(generator) - turn._whole(jnp.zeros_like(generator))
-            out |= turn._scaled(inside | moved.added(inside, values, generator), gammas, back=not dual)
+                generator = turn.whole(generator) - turn.whole(jnp.zeros_like(generator))
+            out |= turn.scaled(inside | moved.added(inside, values, generator), gammas, back=not dual)
         return out
 
     @classmethod
@@ -422,7 +412,7 @@ def _renamed(labels: Sequence[str], stream: str) -> tuple[str, ...]:
     return tuple(BASIS if label == stream else "_" for label in labels)
 
 
-def _reflected(matrix: jax.Array, axis: int) -> jax.Array:
+def reflected(matrix: jax.Array, axis: int) -> jax.Array:
     """The matrix times the reflection that swaps the first unit vector and the ones of length one, along an axis."""
     size = matrix.shape[axis]
     normal = jnp.full(size, -1.0 / size**0.5, matrix.dtype).at[0].add(1.0)

@@ -8,7 +8,7 @@ head. It is new in this library.
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import jax
@@ -18,9 +18,9 @@ import numpy as np
 from gauge_optax.binding import Axes, Block
 from gauge_optax.gauges.gauge import BlockGauge, block_gauge
 from gauge_optax.gauges.heads import BASIS, PLANE, packable_blocks
-from gauge_optax.gauges.instance import Anchor, Arrays, Effect, Instance
+from gauge_optax.gauges.instance import Anchor, Arrays, Effect
 from gauge_optax.gauges.matrices import Matrices, head_matrices
-from gauge_optax.gauges.scale import Scale, least_point
+from gauge_optax.gauges.scale import Scale
 from gauge_optax.gauges.torus import Torus, check_pairing, planes
 from gauge_optax.linalg import real_dtype, safe_divide
 
@@ -128,13 +128,6 @@ class ComplexScale(Scale):
     def balanced(self, point: Arrays) -> jax.Array:
         return self.from_logs(super().balanced(point))
 
-    def nearest(self, target: Arrays, point: Arrays, others: Sequence[Instance] = ()) -> jax.Array:
-        """See `Instance`: for every modulus the best angle is known, which leaves one variable per plane."""
-        sides = [dataclasses.replace(self.turn, blocks=side) for side in (self.up, self.down)]
-        grams = [side.gram(point, target) for side in sides]
-        squares = [side.sums({path: jnp.square(point[path]) for path in side.paths}) for side in sides]
-        return _nearest_pair(*squares, *grams)
-
     # Packing --------------------------------------------------------------------------------------------
 
     @property
@@ -173,33 +166,3 @@ class ComplexScale(Scale):
         """Returns "diagonal" for an element that is known not to turn, and "linear" for any other."""
         turns = isinstance(element, jax.core.Tracer) or np.any(np.asarray(element)[..., 1])
         return "linear" if turns else "diagonal"
-
-
-@jax.jit
-def _nearest_pair(a: jax.Array, c: jax.Array, left: jax.Array, right: jax.Array) -> jax.Array:
-    """The element (x, φ) that minimises a·e²ˣ − 2·Re(e^(x − iφ)·l) + c·e⁻²ˣ − 2·Re(e^(−x − iφ)·r), per plane.
-
-    Args:
-      a: squared norms of the left side.
-      c: those of the right side.
-      left: cross-moments with the target, (…, 2, 2), which hold l: its real part on the diagonal.
-      right: those of the right side, r.
-    """
-    (l_re, l_im), (r_re, r_im) = ((x[..., 0, 0] + x[..., 1, 1], x[..., 0, 1] - x[..., 1, 0]) for x in (left, right))
-
-    def at(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return jnp.exp(x) * l_re + jnp.exp(-x) * r_re, jnp.exp(x) * l_im + jnp.exp(-x) * r_im
-
-    def loss(x: jax.Array) -> jax.Array:
-        re, im = at(x)
-        return a * jnp.exp(2.0 * x) + c * jnp.exp(-2.0 * x) - 2.0 * jnp.sqrt(re * re + im * im + _TINY)
-
-    sizes = jnp.sqrt(l_re**2 + l_im**2), jnp.sqrt(r_re**2 + r_im**2)
-    ratios = (sizes[0], a), (c, sizes[1])
-    starts = [jnp.where((x > 0) & (y > 0), jnp.log(safe_divide(x, y) + (x <= 0) + (y <= 0)), 0.0) for x, y in ratios]
-    logs = jnp.where((a > 0) & (c > 0), least_point(loss, (*starts, jnp.zeros_like(a))), 0.0)
-    re, im = at(logs)
-    return jnp.stack([logs, jnp.arctan2(im, re)], -1)
-
-
-_TINY = 1e-30  # under the root, so that its derivative is finite where both cross-moments are zero

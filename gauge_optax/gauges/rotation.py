@@ -28,7 +28,7 @@ from gauge_optax.errors import binding_error
 from gauge_optax.gauges.gauge import BlockGauge, block_gauge
 from gauge_optax.gauges.hadamard import randomized_hadamard
 from gauge_optax.gauges.heads import BASIS, Heads, by_size, stack_heads, unstack_heads
-from gauge_optax.gauges.instance import Arrays, Effect, Instance, apart_from
+from gauge_optax.gauges.instance import Arrays, Effect
 from gauge_optax.gauges.matrices import Matrices, head_matrices
 from gauge_optax.linalg import (
     HIGHEST,
@@ -37,7 +37,6 @@ from gauge_optax.linalg import (
     matmul,
     nearly_orthogonal,
     noise,
-    orthogonal_factor,
     real_dtype,
     safe_divide,
     skew,
@@ -154,11 +153,6 @@ class Rotation(Heads):
 
     def matrices(self, block: Block) -> tuple[int, Matrices | None]:
         return 0, head_matrices(block)
-
-    def nearest(self, target: Arrays, point: Arrays, others: Sequence[Instance] = ()) -> jax.Array:
-        """See `Instance`: the polar factor of the cross-moment WᵀT (orthogonal Procrustes)."""
-        seen = dataclasses.replace(self, blocks=apart_from(self.blocks, others))
-        return orthogonal_factor(seen.gram(point, target))
 
     # Reading and holding: heads of one size are one batch, in all layers --------------------------
 

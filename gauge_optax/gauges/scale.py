@@ -14,7 +14,7 @@ References: DDC §3.2, B.4–B.7; Rotational Equilibrium Eq. (99).
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import jax
@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from gauge_optax.binding import Axes, Block
 from gauge_optax.errors import binding_error
 from gauge_optax.gauges.gauge import BlockGauge, block_gauge
-from gauge_optax.gauges.instance import Additive, Anchor, Arrays, Effect, Instance
+from gauge_optax.gauges.instance import Additive, Anchor, Arrays, Effect
 from gauge_optax.gauges.matrices import HEAD, Matrices, channel_matrices
 from gauge_optax.linalg import real_dtype
 
@@ -323,18 +323,6 @@ class Scale(Additive):
         sign = jnp.where(block.view(point[block.path]) < 0, -1.0, 1.0).astype(paired.dtype)
         return cotangent | {block.path: block.write(cotangent[block.path], sign * paired.transpose(order))}
 
-    def nearest(self, target: Arrays, point: Arrays, others: Sequence[Instance] = ()) -> jax.Array:
-        """See `Instance`: the least |T_up − α·up|² + |T_down − down/α^p|², a problem in one variable per channel."""
-        up, down = (self.paired(side, target, point) for side in (self.up, self.down))
-        return _nearest_log(up, down, jnp.asarray(self.degree, real_dtype()))
-
-    def paired(self, side: tuple[Block, ...], target: Arrays, point: Arrays) -> tuple[jax.Array, jax.Array]:
-        """Sums over one side, per channel: squares of the point, and products of both."""
-        zero = jnp.zeros(self.shape, real_dtype())
-        squares = (b.total(self.named, jnp.square(point[b.path])) for b in side)
-        products = (b.total(self.named, point[b.path] * target[b.path]) for b in side)
-        return sum(squares, zero), sum(products, zero)
-
     # What optimizers ask ------------------------------------------------------------------------------
 
     @property
@@ -356,51 +344,3 @@ class Scale(Additive):
         if HEAD in self.named:  # the kernels of QK-norm have one matrix per head
             return 1, channel_matrices(block, self.named)
         return (2, channel_matrices(block, self.named)) if self.down else None
-
-
-@jax.jit
-def _nearest_log(up: tuple[jax.Array, jax.Array], down: tuple[jax.Array, jax.Array], degree: jax.Array) -> jax.Array:
-    """The logs x that minimise A·e²ˣ − 2B·eˣ + C·e⁻²ᵖˣ − 2E·e⁻ᵖˣ, for (A, B) and (C, E); 0 where no x is least."""
-    (a, b), (c, e) = up, down
-
-    def loss(x: jax.Array) -> jax.Array:
-        return a * jnp.exp(2.0 * x) - 2.0 * b * jnp.exp(x) + (c * jnp.exp(-degree * x) - 2.0 * e) * jnp.exp(-degree * x)
-
-    def log_ratio(x: jax.Array, y: jax.Array) -> jax.Array:
-        return jnp.where((x > 0) & (y > 0), jnp.log(jnp.where(x > 0, x, 1.0) / jnp.where(y > 0, y, 1.0)), 0.0)
-
-    # Each side alone has its least value at the first two; where the sides disagree most, both shrink to balance.
-    starts = log_ratio(b, a), -log_ratio(e, c) / degree, log_ratio(c, a) / (2.0 + 2.0 * degree), jnp.zeros_like(a)
-    bounded = ((c > 0) | (b > 0)) & ((a > 0) | (e > 0))
-    return jnp.where(bounded, least_point(loss, starts), 0.0)
-
-
-def least_point(loss: Callable[[jax.Array], jax.Array], starts: Sequence[jax.Array]) -> jax.Array:
-    """Where a function of one variable per channel is least: on a grid around some points, then by bisection.
-
-    Args:
-      loss: entry by entry, from an array of the shape of each of `starts` to one of that shape.
-      starts: points near which the least value is expected; 0 among them.
-
-    Returns:
-      The point; 0 where no point found is lower.
-    """
-    slope = jax.grad(lambda x: jnp.sum(loss(x)))
-    low, high = jnp.min(jnp.stack(starts), 0) - 1.0, jnp.max(jnp.stack(starts), 0) + 1.0
-    grid = low + (high - low) * jnp.linspace(0.0, 1.0, _GRID).reshape(-1, *(1,) * low.ndim).astype(low.dtype)
-    best = jnp.argmin(jax.lax.map(loss, grid), 0)
-    width = (high - low) / (_GRID - 1)
-    left, right = (low + jnp.clip(best + k, 0, _GRID - 1) * width for k in (-1, 1))
-
-    def halved(_: int, sides: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        left, right = sides
-        middle = 0.5 * (left + right)
-        rising = slope(middle) > 0
-        return jnp.where(rising, left, middle), jnp.where(rising, middle, right)
-
-    left, right = jax.lax.fori_loop(0, _HALVINGS, halved, (left, right))
-    least = 0.5 * (left + right)
-    return jnp.where(loss(least) < loss(jnp.zeros_like(least)), least, 0.0)
-
-
-_GRID, _HALVINGS = 129, 60

@@ -18,7 +18,7 @@ from gauge_optax.binding import Axes, Block
 from gauge_optax.errors import binding_error
 from gauge_optax.gauges.gauge import BlockGauge, block_gauge
 from gauge_optax.gauges.heads import BASIS, PLANE, Heads, PlaneBlock
-from gauge_optax.gauges.instance import Additive, Arrays, Effect, Instance, apart_from
+from gauge_optax.gauges.instance import Additive, Arrays, Effect
 from gauge_optax.gauges.matrices import Matrices, head_matrices
 from gauge_optax.linalg import equal_eigenvalues, real_dtype, rotation_2x2, safe_divide, transpose
 
@@ -153,11 +153,6 @@ class Torus(Additive, Heads):
 
     def matrices(self, block: Block) -> tuple[int, Matrices | None]:
         return 0, head_matrices(block)
-
-    def nearest(self, target: Arrays, point: Arrays, others: Sequence[Instance] = ()) -> jax.Array:
-        seen = dataclasses.replace(self, blocks=apart_from(self.blocks, others))
-        gram = seen.gram(point, target)
-        return jnp.arctan2(gram[..., 0, 1] - gram[..., 1, 0], gram[..., 0, 0] + gram[..., 1, 1])
 
     # Reading and holding ------------------------------------------------------------------------------
 

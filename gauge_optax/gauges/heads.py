@@ -288,12 +288,6 @@ def unstack_heads(stacked: jax.Array, turns: Sequence[Any]) -> list[jax.Array]:
     return [x.reshape(*turn.shape, *x.shape[1:]) for turn, x in zip(turns, parts, strict=True)]
 
 
-def packable_blocks(blocks: Sequence[Block], rows: int) -> tuple[Block, ...]:
-    """The blocks with one free axis of at least `rows` rows, whose stored numbers are their values."""
-    single = [block for block in blocks if block.labels.count("_") == 1 and not block.one_plus]
-    return tuple(block for block in single if block.view_shape[block.labels.index("_")] >= rows)
-
-
 def by_size(turns: Sequence[Any]) -> list[list[Any]]:
     """Instances grouped by the size of their heads, ascending."""
     return [[turn for turn in turns if turn.size == size] for size in sorted({turn.size for turn in turns})]

@@ -20,7 +20,6 @@ from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from gauge_optax.binding import Block, BlockSpec
 from gauge_optax.errors import binding_error
@@ -306,48 +305,6 @@ class Instance(abc.ABC):
         `point` is canonical but for the order of copies, and is moved by the inverse of what is returned.
         """
         return None
-
-    # What packing asks (`orbit.pack`) -------------------------------------------------------------------
-
-    @property
-    def packable(self) -> tuple[Block, ...]:
-        """Blocks in which an element can make rows constant, best first; () if no entry can be left out of a tree.
-
-        Such a block has the named axes, one free axis of rows, and the axis `basis`.
-        """
-        return ()
-
-    @property
-    def constant_rows(self) -> np.ndarray:
-        """The rows that an element can bring about in a packable block of every head, (rows, basis)."""
-        raise NotImplementedError
-
-    def choose_rows(self, block: Block, point: Arrays, per_head: bool) -> jax.Array:
-        """Numbers of the rows of a packable block that are best made constant.
-
-        Args:
-          block: one of `packable`.
-          point: leaves.
-          per_head: whether every head has rows of its own.
-
-        Returns:
-          (heads, rows), or (1, rows) for rows that all heads share. Heads are those of all named axes, flattened.
-        """
-        raise NotImplementedError
-
-    def to_constant(self, block: Block, point: Arrays, rows: jax.Array, size: float) -> tuple[Any, jax.Array]:
-        """The element whose move makes these rows `size` times `constant_rows`, and how badly conditioned it is.
-
-        Args:
-          block: one of `packable`.
-          point: leaves.
-          rows: as `choose_rows` returns them.
-          size: a positive number.
-
-        Returns:
-          The element, and a condition number per head, flattened as in `choose_rows`; infinite if there is no element.
-        """
-        raise NotImplementedError
 
     # What optimizers ask ------------------------------------------------------------------------------
 

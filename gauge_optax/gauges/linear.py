@@ -19,11 +19,10 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from gauge_optax.binding import Axes, Block
 from gauge_optax.gauges.gauge import BlockGauge, block_gauge
-from gauge_optax.gauges.heads import BASIS, Heads, packable_blocks
+from gauge_optax.gauges.heads import BASIS, Heads
 from gauge_optax.gauges.instance import Anchor, Arrays, Effect, Instance
 from gauge_optax.gauges.matrices import Matrices, head_matrices
 from gauge_optax.gauges.rotation import Rotation
@@ -31,7 +30,6 @@ from gauge_optax.linalg import (
     balance,
     full_rank,
     haar,
-    independent_rows,
     inverse,
     inverse_sqrt_by_products,
     matmul,
@@ -227,29 +225,6 @@ class Linear(Instance):
         turn = jnp.where(whole[..., None, None], turn, jnp.eye(self.size, dtype=turn.dtype))
         return jnp.stack([turn, transpose(turn)], -3)
 
-    # Packing --------------------------------------------------------------------------------------------
-
-    @property
-    def packable(self) -> tuple[Block, ...]:
-        return packable_blocks((*self.left.blocks, *self.right.blocks), self.size)
-
-    @property
-    def constant_rows(self) -> np.ndarray:
-        return np.eye(self.size)
-
-    def choose_rows(self, block: Block, point: Arrays, per_head: bool) -> jax.Array:
-        matrices = self.turn.rows_of(block, point)
-        heads = matrices.reshape(-1, *matrices.shape[-2:])
-        return independent_rows(heads[:, None] if per_head else heads[None])
-
-    def to_constant(self, block: Block, point: Arrays, rows: jax.Array, size: float) -> tuple[jax.Array, jax.Array]:
-        matrices = self.turn.rows_of(block, point)
-        heads = matrices.reshape(-1, *matrices.shape[-2:])
-        back, to, condition = _to_identity(jnp.take_along_axis(heads, rows[..., None], -2), size)
-        # From the right side, which moves as S⁻ᵀ, the same matrices are S⁻ᵀ and Sᵀ.
-        pair = (to, back) if block in self.left.blocks else (transpose(back), transpose(to))
-        return jnp.stack(pair, -3).reshape(*self.shape, 2, self.size, self.size), condition
-
     # What optimizers ask ------------------------------------------------------------------------------
 
     @property
@@ -258,14 +233,6 @@ class Linear(Instance):
 
     def matrices(self, block: Block) -> tuple[int, Matrices | None]:
         return 0, head_matrices(block)
-
-
-@jax.jit  # compiled once for all layers
-def _to_identity(square: jax.Array, size: float) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns matrices M = A/size, their inverses, for which A·M⁻¹ = size·1, and their condition numbers."""
-    _, sizes, _ = svd(square)
-    condition = jnp.where(sizes[..., -1] > 0, sizes[..., 0] / sizes[..., -1], jnp.inf)
-    return square / size, size * inverse(square), condition
 
 
 def _conjugated(vectors: jax.Array, sizes: jax.Array) -> jax.Array:

@@ -17,12 +17,12 @@ import numpy as np
 
 from gauge_optax.binding import Axes, Block
 from gauge_optax.gauges.gauge import BlockGauge, block_gauge
-from gauge_optax.gauges.heads import BASIS, PLANE, packable_blocks
+from gauge_optax.gauges.heads import BASIS, PLANE
 from gauge_optax.gauges.instance import Anchor, Arrays, Effect
 from gauge_optax.gauges.matrices import Matrices, head_matrices
 from gauge_optax.gauges.scale import Scale
 from gauge_optax.gauges.torus import Torus, check_pairing, planes
-from gauge_optax.linalg import real_dtype, safe_divide
+from gauge_optax.linalg import real_dtype
 
 
 def rope_linear(
@@ -127,36 +127,6 @@ class ComplexScale(Scale):
 
     def balanced(self, point: Arrays) -> jax.Array:
         return self.from_logs(super().balanced(point))
-
-    # Packing --------------------------------------------------------------------------------------------
-
-    @property
-    def packable(self) -> tuple[Block, ...]:
-        return packable_blocks(self.blocks, 1)
-
-    @property
-    def constant_rows(self) -> np.ndarray:
-        """One row of complex coordinates 1 + 0i."""
-        parts = {BASIS: np.array([1.0, 0.0]), PLANE: np.ones(self.shape[-1])}
-        first, second = (parts[label] for label in self.blocks[0].row_labels if label in parts)
-        return np.outer(first, second).reshape(1, -1)
-
-    def choose_rows(self, block: Block, point: Arrays, per_head: bool) -> jax.Array:
-        moduli = jnp.linalg.norm(self.turn.rows_of(block, point), axis=-1)
-        scores = safe_divide(moduli, jnp.mean(moduli, -1, keepdims=True)).reshape(-1, *moduli.shape[-2:])
-        least = jnp.min(scores, 1)  # over the planes of a head
-        return jnp.argmax(least if per_head else jnp.min(least, 0, keepdims=True), -1)[:, None]
-
-    def to_constant(self, block: Block, point: Arrays, rows: jax.Array, size: float) -> tuple[jax.Array, jax.Array]:
-        planes = self.turn.rows_of(block, point)
-        heads = planes.reshape(-1, *planes.shape[-3:])
-        row = jnp.take_along_axis(heads, rows[:, None, :, None], -2)[..., 0, :]
-        modulus, angle = jnp.linalg.norm(row, axis=-1), jnp.arctan2(row[..., 1], row[..., 0])
-        typical = jnp.mean(jnp.linalg.norm(heads, axis=-1), -1)
-        condition = jnp.where(modulus > 0, typical / modulus, jnp.inf)
-        logs = math.log(size) - jnp.log(modulus)  # the left side is multiplied by z, the right side divided by z̄
-        logs = logs if block.role == "left" else -logs
-        return jnp.stack([logs, -angle], -1).reshape(*self.shape, 2), jnp.max(condition, -1)
 
     def matrices(self, block: Block) -> tuple[int, Matrices | None]:
         return 0, head_matrices(block)

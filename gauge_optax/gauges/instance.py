@@ -22,7 +22,6 @@ import jax
 import jax.numpy as jnp
 
 from gauge_optax.binding import Block, BlockSpec
-from gauge_optax.errors import binding_error
 from gauge_optax.gauges.matrices import Matrices
 from gauge_optax.linalg import real_dtype
 
@@ -261,13 +260,6 @@ class Instance(abc.ABC):
         """The point with signs made positive that the function does not see, and that no element can change."""
         return point
 
-    def rotation(self, key: jax.Array, by: str) -> Any:
-        """A random public element that rotates, by "random" or "hadamard". Raises ValueError where there is none."""
-        raise binding_error(
-            self.gauge, "no rotation", f"{self.gauge} in the list of go.rotate", "rotations of heads or of the stream",
-            "take it out of the list; go.canonicalize moves scales and shifts",
-        )  # fmt: skip
-
     def algebra(self) -> Any:
         """Zero coordinates of elements near the identity, in the structure of a public element unless it says so."""
         return self.to_element(self.identity())
@@ -279,25 +271,9 @@ class Instance(abc.ABC):
         """
         return coordinates
 
-    def misfit(self, element: Any) -> jax.Array | float:
-        """How far a public element is from the group, relative to 1; 0 where every array of its shape is in it."""
-        return 0.0
-
     def normalized(self, element: Any) -> Any:
         """A public element near the group, without the roundoff that leads away from it."""
         return element
-
-    def on_leaf(self, path: str) -> "tuple[Any, dict[str, str]]":
-        """The instance on one leaf, with the path "" there, and the paths of the leaves that its action reads, by name.
-
-        It says nothing of layers, so that equal leaves of several layers have equal instances.
-        """
-        blocks = tuple(dataclasses.replace(block, path="") for block in self.blocks if block.path == path)
-        return dataclasses.replace(self, key="", blocks=blocks), {}
-
-    def with_blocks(self, change: Callable[[Block], Block]) -> "Any":
-        """The instance with every block that it moves changed."""
-        return dataclasses.replace(self, blocks=tuple(map(change, self.blocks)))
 
     def sorting(self, point: Arrays) -> Any:
         """The element that sorts the copies of a unit by an invariant of theirs; None for groups that do not permute.

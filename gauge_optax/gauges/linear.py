@@ -136,9 +136,6 @@ class Linear(Instance):
         logs = jax.random.uniform(sizes, shape[:-1], real_dtype(), -scale, scale)
         return matmul(haar(first, shape) * jnp.exp(logs)[..., None, :], transpose(haar(second, shape)))
 
-    def rotation(self, key: jax.Array, by: str) -> jax.Array:
-        return self.turn.rotation(key, by)
-
     def algebra(self) -> jax.Array:
         return jnp.zeros((*self.shape, self.size, self.size), real_dtype())
 

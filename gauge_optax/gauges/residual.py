@@ -22,7 +22,7 @@ dimension; norm scales are part of the action, where the paper has none.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -31,10 +31,9 @@ import jax.numpy as jnp
 from gauge_optax.binding import Axes, Block, overlap
 from gauge_optax.errors import binding_error
 from gauge_optax.gauges.gauge import BlockGauge, Gauges, block_gauge, product
-from gauge_optax.gauges.hadamard import hadamard_with_ones, randomized_hadamard
 from gauge_optax.gauges.heads import BASIS, Heads
 from gauge_optax.gauges.instance import Arrays, Effect, Instance
-from gauge_optax.gauges.rotation import lyapunov, require_even
+from gauge_optax.gauges.rotation import lyapunov
 from gauge_optax.gauges.scale import Scale
 from gauge_optax.linalg import (
     eigenbasis,
@@ -204,12 +203,6 @@ class ResidualRotation(Heads):
         normal = jax.random.normal(key, (size, size), real_dtype())
         return self.whole(skew_exponential(scale * (normal - transpose(normal)) / (2 * size) ** 0.5))
 
-    def rotation(self, key: jax.Array, by: str) -> jax.Array:
-        if by == "random":
-            return self.sample(key, 1.0, {})
-        require_even(self.gauge, self.blocks, self.size, 4 if self.keeps_ones else 2)
-        return hadamard_with_ones(key, self.size) if self.keeps_ones else randomized_hadamard(key, (), self.size)
-
     def algebra(self) -> jax.Array:
         size = self.size - self.keeps_ones
         return jnp.zeros((size, size), real_dtype())
@@ -219,28 +212,8 @@ class ResidualRotation(Heads):
         eye = jnp.eye(len(generator), dtype=generator.dtype)
         return self.whole(eye + generator if near else skew_exponential(generator))
 
-    def misfit(self, element: jax.Array) -> jax.Array:
-        error = jnp.max(jnp.abs(matmul(element, transpose(element)) - jnp.eye(self.size, dtype=element.dtype)))
-        moved = jnp.max(jnp.abs(jnp.sum(element, 0) - 1.0))
-        return jnp.maximum(error, moved) if self.keeps_ones else error
-
     def normalized(self, element: jax.Array) -> jax.Array:
         return self.whole(nearly_orthogonal(self.restricted(element)))
-
-    def on_leaf(self, path: str) -> tuple[Any, dict[str, str]]:
-        alone, read = super().on_leaf(path)
-        scales: list[tuple[Block, tuple[Block, ...]]] = []
-        for scale, behind in self.scales:
-            passed = tuple(dataclasses.replace(block, path="") for block in behind if block.path == path)
-            if passed:
-                name = f"norm{len(scales)}"
-                scales.append((dataclasses.replace(scale, path=name), passed))
-                read[name] = scale.path
-        return dataclasses.replace(alone, scales=tuple(scales), seen=()), read
-
-    def with_blocks(self, change: Callable[[Block], Block]) -> Any:
-        scales = tuple((scale, tuple(map(change, behind))) for scale, behind in self.scales)
-        return dataclasses.replace(super().with_blocks(change), scales=scales)
 
     # The group: rotations multiply, signs stay ----------------------------------------------------------
 

@@ -97,9 +97,6 @@ class ComplexScale(Scale):
         logs = jax.random.uniform(moduli, self.shape, real_dtype(), -scale, scale)
         return jnp.stack([logs, self.turn.sample(angles, scale, leaves)], -1)
 
-    def rotation(self, key: jax.Array, by: str) -> jax.Array:
-        return self.from_turn(self.turn.rotation(key, by))
-
     def coordinate(self, e: jax.Array, point: Arrays) -> None:
         return None
 

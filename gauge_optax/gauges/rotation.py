@@ -24,9 +24,7 @@ import jax
 import jax.numpy as jnp
 
 from gauge_optax.binding import Axes, Block
-from gauge_optax.errors import binding_error
 from gauge_optax.gauges.gauge import BlockGauge, block_gauge
-from gauge_optax.gauges.hadamard import randomized_hadamard
 from gauge_optax.gauges.heads import BASIS, Heads, by_size, stack_heads, unstack_heads
 from gauge_optax.gauges.instance import Arrays, Effect
 from gauge_optax.gauges.matrices import Matrices, head_matrices
@@ -113,21 +111,12 @@ class Rotation(Heads):
         normal = jax.random.normal(key, shape, real_dtype())
         return skew_exponential(scale * (normal - transpose(normal)) / math.sqrt(2 * self.size))
 
-    def rotation(self, key: jax.Array, by: str) -> jax.Array:
-        if by == "hadamard":
-            require_even(self.gauge, self.blocks, self.size)
-            return randomized_hadamard(key, self.shape, self.size)
-        return haar(key, (*self.shape, self.size, self.size))
-
     def algebra(self) -> jax.Array:
         return jnp.zeros((*self.shape, self.size, self.size), real_dtype())
 
     def exponential(self, coordinates: jax.Array, near: bool = False) -> jax.Array:
         generator = skew(coordinates)
         return self.identity() + generator if near else skew_exponential(generator)
-
-    def misfit(self, element: jax.Array) -> jax.Array:
-        return jnp.max(jnp.abs(matmul(element, transpose(element)) - self.identity()))
 
     def normalized(self, element: jax.Array) -> jax.Array:
         return nearly_orthogonal(element)
@@ -194,15 +183,6 @@ class Rotation(Heads):
                     generator = matmul(matmul(into[turn], generator), transpose(into[turn]))
                 out |= turn.added(out, point, generator)
         return out
-
-
-def require_even(gauge: str, blocks: Sequence[Block], size: int, multiple: int = 2) -> None:
-    """Raises ValueError for a size without a Hadamard factor."""
-    if size % multiple:
-        raise binding_error(
-            gauge, f"no Hadamard rotation at '{blocks[0].path}'", f"{size} dimensions", f"a multiple of {multiple}",
-            "write by='random'",
-        )  # fmt: skip
 
 
 _Readings = tuple[jax.Array, jax.Array, jax.Array]

@@ -102,14 +102,6 @@ class Torus(Additive, Heads):
         limit = math.pi * min(scale, 1.0)
         return jax.random.uniform(key, self.shape, real_dtype(), -limit, limit)
 
-    def rotation(self, key: jax.Array, by: str) -> jax.Array:
-        if by == "hadamard":
-            raise binding_error(
-                self.gauge, "no Hadamard rotation", "rotary planes, which turn one by one", "rotations of whole heads",
-                "take it out of the list; rotary embeddings leave the values of heads alone free to rotate",
-            )  # fmt: skip
-        return self.sample(key, 1.0, {})
-
     def motion(self, e: jax.Array, change: Any, end: Arrays, turn: jax.Array | None) -> Any:
         return None if turn is None else turn[..., 0, 1]
 

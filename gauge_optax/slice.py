@@ -473,7 +473,7 @@ class Slice:
         Args:
           values: bound leaves.
           turning: whether to read rotations. If False, they are the identity.
-          reader: class of rotations → its method that reads them; None for rotations that are to be the identity.
+          reader: class of rotations → what reads them, of its instances and a point; None for the identity.
           means: whether to read shifts. If False, `with_means` is to follow.
         """
         elements, masks, point = self._read_sizes(self.centred(values))

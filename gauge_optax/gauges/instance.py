@@ -254,11 +254,7 @@ class Instance(abc.ABC):
         """A cotangent whose entries of the first anchor `block` follow from all others, by invariance; None if not."""
         return None
 
-    # What choices of a point on the orbit ask (`orbit`) ---------------------------------------------------
-
-    def with_positive_signs(self, point: Arrays) -> Arrays:
-        """The point with signs made positive that the function does not see, and that no element can change."""
-        return point
+    # Coordinates near the identity ----------------------------------------------------------------------
 
     def algebra(self) -> Any:
         """Zero coordinates of elements near the identity, in the structure of a public element unless it says so."""
@@ -274,13 +270,6 @@ class Instance(abc.ABC):
     def normalized(self, element: Any) -> Any:
         """A public element near the group, without the roundoff that leads away from it."""
         return element
-
-    def sorting(self, point: Arrays) -> Any:
-        """The element that sorts the copies of a unit by an invariant of theirs; None for groups that do not permute.
-
-        `point` is canonical but for the order of copies, and is moved by the inverse of what is returned.
-        """
-        return None
 
     # What optimizers ask ------------------------------------------------------------------------------
 
@@ -337,14 +326,6 @@ class Turn(Instance):
     @abc.abstractmethod
     def read_all(cls, turns: Sequence[Any], point: Arrays) -> list[Any]:
         """Elements of several instances, at a point where all scales are already on the slice."""
-
-    @classmethod
-    @abc.abstractmethod
-    def eigenbases(cls, turns: Sequence[Any], point: Arrays) -> list[Any]:
-        """As `read_all`, with rows on the slice in the eigenbasis of their Gram matrix, eigenvalues descending.
-
-        The entry of largest magnitude of every column is positive there. See `linalg.eigenbasis` for equal eigenvalues.
-        """
 
     @classmethod
     @abc.abstractmethod

@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from gauge_optax.binding import Axes, Block, group_axes, overlap
+from gauge_optax.binding import Axes, group_axes, overlap
 from gauge_optax.errors import binding_error
 from gauge_optax.gauges.gauge import BlockGauge, block_gauge
 from gauge_optax.gauges.instance import Arrays, Effect, Instance
@@ -162,14 +162,3 @@ class Permutation(Instance):
 
     def pull(self, e: Indices, cotangent: Arrays) -> Arrays:
         return self.act(self.inverse(e), cotangent)
-
-    def sorting(self, point: Arrays) -> Indices:
-        """Units by the sum of the cubes of their entries, descending: no other move of a canonical point changes it.
-
-        Sums of squares would not do, because the slice makes them equal.
-        """
-        sizes = sum((self._total(block, jnp.abs(point[block.path]) ** 3) for block in self.blocks), 0.0)
-        return self.inverse(jnp.argsort(-jnp.asarray(sizes), -1).astype(jnp.int32))
-
-    def _total(self, block: Block, leaf: jax.Array) -> jax.Array:
-        return block.total((*self.named, self.axis), leaf)

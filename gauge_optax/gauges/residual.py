@@ -36,7 +36,6 @@ from gauge_optax.gauges.instance import Arrays, Effect, Instance
 from gauge_optax.gauges.rotation import lyapunov
 from gauge_optax.gauges.scale import Scale
 from gauge_optax.linalg import (
-    eigenbasis,
     haar,
     matmul,
     nearly_orthogonal,
@@ -314,23 +313,6 @@ class ResidualRotation(Heads):
     def with_signs(matrix: jax.Array, gammas: Sequence[jax.Array]) -> SignedRotation:
         signs = tuple(jnp.where(gamma < 0, -1.0, 1.0).astype(real_dtype()) for gamma in gammas)
         return SignedRotation(matrix, signs)
-
-    @classmethod
-    def eigenbases(cls, turns: Sequence[Any], point: Arrays) -> list[Any]:
-        return [turn._eigenbasis(point) for turn in turns]
-
-    def _eigenbasis(self, point: Arrays) -> SignedRotation:
-        """The rotation that leads from the eigenbasis of EᵀE; under `keeps_ones`, of the part off the ones vector."""
-        gammas, seen = self.gammas(point), dataclasses.replace(self, blocks=self.seen)
-        values = self.scaled(point, gammas)
-        gram, mixed = seen.gram(values, values), seen.mixed_rows(values)
-        basis = eigenbasis(self.restricted(gram), self.restricted(mixed))
-        # Coordinates of the rows in this basis, without those along the ones vector, decide the signs of its columns.
-        whole = self.whole(basis)
-        columns = seen.turned(values, reflected(whole, -1) if self.keeps_ones else whole)
-        largest = seen.largest_entries(columns)[self.size - basis.shape[-1] :]
-        signed = basis * jnp.where(largest < 0, -1.0, 1.0)
-        return self.with_signs(transpose(self.whole(signed)), gammas)
 
     @classmethod
     def project(

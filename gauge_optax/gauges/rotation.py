@@ -30,7 +30,6 @@ from gauge_optax.gauges.instance import Arrays, Effect
 from gauge_optax.gauges.matrices import Matrices, head_matrices
 from gauge_optax.linalg import (
     HIGHEST,
-    eigenbasis,
     haar,
     matmul,
     nearly_orthogonal,
@@ -153,17 +152,6 @@ class Rotation(Heads):
             polar = _polar_factors(tuple(same), {path: point[path] for path in paths})
             factors |= zip(same, unstack_heads(polar, same), strict=True)
         return [factors[turn] for turn in turns]
-
-    @classmethod
-    def eigenbases(cls, turns: Sequence["Rotation"], point: Arrays) -> list[jax.Array]:
-        read: dict[Rotation, jax.Array] = {}
-        for same in by_size(turns):
-            grams = stack_heads([turn.gram(point, point) for turn in same])
-            mixed = stack_heads([turn.mixed_rows(point) for turn in same])
-            for turn, basis in zip(same, unstack_heads(eigenbasis(grams, mixed), same), strict=True):
-                largest = turn.largest_entries(turn.turned(point, basis))
-                read[turn] = transpose(basis * jnp.where(largest < 0, -1.0, 1.0)[..., None, :])
-        return [read[turn] for turn in turns]
 
     @classmethod
     def project(

@@ -247,20 +247,6 @@ class Scale(Additive):
         power = 2.0 if anchor[0].role in ("up", "left") else -2.0 * self.degree
         return jnp.log(jax.lax.select(read, square / natural, jnp.ones_like(square))) / power, read
 
-    def with_positive_signs(self, point: Arrays) -> Arrays:
-        # A norm's readers are linear, so that a negative scale may change sign with their rows. A unit's may not.
-        if self.gauge != "norm_scale" or self.up[0].entries(self.named) > 1:
-            return point
-        negative = self.up[0].total(self.named, point[self.up[0].path]) < 0
-        signs = jnp.where(negative, -1.0, 1.0).astype(real_dtype())
-        return point | {
-            path: functools.reduce(
-                lambda leaf, block: leaf * block.spread(self.named, signs, elsewhere=1.0),
-                [block for block in self.blocks if block.path == path], point[path],
-            )
-            for path in self.paths
-        }  # fmt: skip
-
     def squared_sides(self, point: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
         """Sums of squares of both sides, per channel."""
         zero = jnp.zeros(self.shape, real_dtype())

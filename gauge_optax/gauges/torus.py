@@ -20,7 +20,7 @@ from gauge_optax.gauges.gauge import BlockGauge, block_gauge
 from gauge_optax.gauges.heads import BASIS, PLANE, Heads, PlaneBlock
 from gauge_optax.gauges.instance import Additive, Arrays, Effect
 from gauge_optax.gauges.matrices import Matrices, head_matrices
-from gauge_optax.linalg import equal_eigenvalues, real_dtype, rotation_2x2, safe_divide, transpose
+from gauge_optax.linalg import real_dtype, rotation_2x2, safe_divide, transpose
 
 _PAIRINGS = ("half", "interleaved")
 
@@ -152,18 +152,6 @@ class Torus(Additive, Heads):
     def read_all(cls, turns: Sequence["Torus"], point: Arrays) -> list[jax.Array]:
         first = [turn.mixed_rows(point)[..., 0, :] for turn in turns]
         return [jnp.arctan2(row[..., 1], row[..., 0]) for row in first]
-
-    @classmethod
-    def eigenbases(cls, turns: Sequence["Torus"], point: Arrays) -> list[jax.Array]:
-        read = []
-        for turn, phase in zip(turns, cls.read_all(turns, point), strict=True):
-            gram = turn.gram(point, point)
-            gap, crossed = gram[..., 0, 0] - gram[..., 1, 1], 2.0 * gram[..., 0, 1]
-            equal = jnp.hypot(gap, crossed) <= equal_eigenvalues(gram.dtype) * jnp.trace(gram, axis1=-2, axis2=-1)
-            angle = jnp.where(equal, phase, 0.5 * jnp.arctan2(crossed, gap))
-            largest = turn.largest_entries(turn.act(-angle, point))[..., 0]
-            read.append(angle + jnp.where(largest < 0, math.pi, 0.0).astype(angle.dtype))
-        return read
 
     @classmethod
     def hold(cls, turns: Sequence["Torus"], point: Arrays, step: Arrays) -> Arrays:

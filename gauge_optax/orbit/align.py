@@ -4,7 +4,7 @@ Two trained networks, or two sets of weights of one network, differ by what nobo
 of heads and of the residual stream, the sizes of channels. `align` finds the element g of a list of gauges for which
 g·b is nearest to a, in the sum of squares over the leaves that the gauges bind. The function of b does not change.
 
-* For one gauge, given all others, the nearest element has a closed form or is a small problem (`Instance.nearest`):
+* For one gauge, given all others, the nearest element has a closed form or is a small problem (`orbit.nearest`):
   Procrustes for rotations, an assignment for permutations, least squares for constants, one variable per channel for
   scales. The gauges take turns until the distance no longer falls. No round makes it larger, so that rounds end.
 * That ends in a local minimum, and the start decides in which. One start is b itself. The other first moves both sets
@@ -28,6 +28,9 @@ from gauge_optax.errors import binding_error
 from gauge_optax.gauges.gauge import Element, Gauge, Gauges, Product, product
 from gauge_optax.gauges.instance import Arrays
 from gauge_optax.linalg import real_dtype, roundoff
+from gauge_optax.orbit.kinds import Stage, compact, is_constant, stage
+from gauge_optax.orbit.nearest import nearest
+from gauge_optax.orbit.renumber import carried, matched, renumbers, responses
 from gauge_optax.slice import Slice
 
 Fn = Callable[[Any, Any], Any]
@@ -74,11 +77,11 @@ def align(a: Any, b: Any, gauges: Gauges, batches: Sequence[Any] | None = None, 
     check_same_tree("align", a, b)
     check_fn("align", batches, fn)
     s = Slice.of(group.parts, a)
-    matched = _by_responses(s, a, b, list(batches or ()), fn) if fn is not None else {}
-    nearest = _from_slice(s, a, b, matched)
-    if nearest.distance > _roundoff(nearest.target):  # otherwise both have one function, and nothing is nearer
-        nearest = min(nearest, _from_itself(s, a, b, matched), key=lambda path: path.distance)
-    elements = group._packed(s.to_elements(nearest.elements()))
+    known = _by_responses(s, a, b, list(batches or ()), fn) if fn is not None else {}
+    reached = _from_slice(s, a, b, known)
+    if reached.distance > _roundoff(reached.target):  # otherwise both have one function, and nothing is nearer
+        reached = min(reached, _from_itself(s, a, b, known), key=lambda path: path.distance)
+    elements = group._packed(s.to_elements(reached.elements()))
     return elements[0] if isinstance(gauges, Gauge) and not isinstance(gauges, Product) else elements
 
 
@@ -95,7 +98,7 @@ class _Path:
 
     def __init__(self, s: Slice, start: Arrays, target: Arrays) -> None:
         self.slice, self.start, self.target, self.point = s, start, target, start
-        self.moves = [None if _is_constant(i) else i.identity() for i in s.instances]
+        self.moves = [None if is_constant(i) else i.identity() for i in s.instances]
 
     @property
     def distance(self) -> float:
@@ -106,13 +109,13 @@ class _Path:
         """Acts with an element of one instance on the point."""
         instances = self.slice.instances
         self.point = instances[number].act(e, self.point)
-        if _is_constant(instances[number]):
+        if is_constant(instances[number]):
             return
         # The new move acts last. To stand at its place it passes the moves behind it: h·g = (h·g·h⁻¹)·h.
         for k in reversed(range(number + 1, len(instances))):
-            if not _is_constant(instances[k]):
-                self.moves[k] = instances[number].carried(e, instances[k], self.moves[k])
-                e = instances[k].carried(instances[k].inverse(self.moves[k]), instances[number], e)
+            if not is_constant(instances[k]):
+                self.moves[k] = carried(instances[number], e, instances[k], self.moves[k])
+                e = carried(instances[k], instances[k].inverse(self.moves[k]), instances[number], e)
         self.moves[number] = instances[number].compose(e, self.moves[number])
 
     def kept(self) -> tuple[Arrays, list[Any]]:
@@ -133,15 +136,15 @@ class _Path:
         then least squares over all leaves of each constant follow.
         """
         elements = [
-            i.identity() if _is_constant(i) else e for i, e in zip(self.slice.instances, self.moves, strict=True)
+            i.identity() if is_constant(i) else e for i, e in zip(self.slice.instances, self.moves, strict=True)
         ]
-        if not any(map(_is_constant, self.slice.instances)):
+        if not any(map(is_constant, self.slice.instances)):
             return elements
 
         def read(instance: Any, before: Arrays, after: Arrays) -> Any:
             return instance.compose(instance.read_mean(after), instance.inverse(instance.read_mean(before)))
 
-        for find in (read, lambda instance, before, after: instance.nearest(after, before)):
+        for find in (read, lambda instance, before, after: nearest(instance, after, before)):
             error = float("inf")
             while True:
                 candidates, reached = self._constants(elements, find)
@@ -167,15 +170,10 @@ class _Path:
             after = instance.enter(elements[k], after)
         updated, point = list(elements), self.start
         for k, instance in pairs:
-            if _is_constant(instance):
+            if is_constant(instance):
                 updated[k] = find(instance, point, behind[k])
             point = instance.act(updated[k], point)
         return updated, point
-
-
-def _is_constant(instance: Any) -> bool:
-    """Whether an instance adds constants, so that its elements depend on the moves of all others."""
-    return (instance.effect == "shift" or instance.keeps_place) and not instance.known_by_action
 
 
 def _roundoff(point: Arrays) -> float:
@@ -190,55 +188,44 @@ def _order(s: Slice) -> list[int]:
     two permutations on common leaves, the one with the larger share of other leaves comes first.
     """
     instances = s.instances
-    waiting = [k for k, i in enumerate(instances) if i.effect == "permutation"]
+    waiting = [k for k, i in enumerate(instances) if stage(i) is Stage.UNITS]
     order: list[int] = []
     while waiting:
 
         def share(k: int) -> float:
-            others = [instances[j] for j in waiting if j != k and not instances[k].renumbers(instances[j])]
+            others = [instances[j] for j in waiting if j != k and not renumbers(instances[k], instances[j])]
             hidden = [b for b in instances[k].blocks if any(overlap(b, x) for o in others for x in o.blocks)]
             return len(hidden) / len(instances[k].blocks)
 
         order.append(min(waiting, key=share))
         waiting.remove(order[-1])
 
-    def stage(k: int) -> int:
-        instance = instances[k]
-        if instance.turn is not None:
-            return 2 if instance.turn.of_heads else 0
-        return 1 if k in order else 4 if _is_constant(instance) else 3
-
     rest = [k for k in range(len(instances)) if k not in order]
-    return sorted([*order, *rest], key=stage)
+    return sorted([*order, *rest], key=lambda k: stage(instances[k]))
 
 
-def _compact(instance: Any) -> Any:
-    """The part of an instance that a slice point leaves undetermined, rotations or permutations; or None."""
-    return instance.turn if instance.turn is not None else instance if instance.effect == "permutation" else None
-
-
-def _from_itself(s: Slice, a: Any, b: Any, matched: Mapping[int, Any]) -> _Path:
+def _from_itself(s: Slice, a: Any, b: Any, known: Mapping[int, Any]) -> _Path:
     """The path that starts at b as it is stored."""
     path = _Path(s, s.values(b), s.values(a))
-    for number, e in matched.items():
+    for number, e in known.items():
         path.move(number, e)
-    _take_turns(path, [k for k in _order(s) if k not in matched], on_slice=False)
+    _take_turns(path, [k for k in _order(s) if k not in known], on_slice=False)
     return path
 
 
-def _from_slice(s: Slice, a: Any, b: Any, matched: Mapping[int, Any]) -> _Path:
+def _from_slice(s: Slice, a: Any, b: Any, known: Mapping[int, Any]) -> _Path:
     """The path that leads over the slice points of both."""
     to, of = (s.nearest_slice_point(x) for x in (a, b))
     path = _Path(s, s.values(b), dict(to.point))
     for number in reversed(range(len(s.instances))):
         path.move(number, s.instances[number].inverse(of.elements[number]))
     path.point = dict(of.point)
-    for number, e in matched.items():
+    for number, e in known.items():
         path.move(number, e)
-    free = [k for k in _order(s) if k not in matched]
-    compact = [k for k in free if _compact(s.instances[k]) is not None]
-    _move_each(path, compact, "all", on_slice=True)
-    _take_turns(path, compact, on_slice=True)
+    free = [k for k in _order(s) if k not in known]
+    undetermined = [k for k in free if compact(s.instances[k]) is not None]
+    _move_each(path, undetermined, "all", on_slice=True)
+    _take_turns(path, undetermined, on_slice=True)
     for number, e in enumerate(to.elements):
         path.move(number, e)
     path.target = s.values(a)
@@ -277,12 +264,13 @@ def _move_each(path: _Path, numbers: Sequence[int], unknown: str, on_slice: bool
     """
     for at, number in enumerate(numbers):
         instance, later = path.slice.instances[number], [path.slice.instances[k] for k in numbers[at + 1 :]]
-        counted = [i for i in later if unknown == "all" or (unknown == "renumbered" and instance.renumbers(i))]
-        others = [x for x in map(_compact, counted) if x is not None]
-        if on_slice and instance.turn is not None:
-            e = instance.from_turn(instance.turn.nearest(path.target, path.point, others))
+        counted = [i for i in later if unknown == "all" or (unknown == "renumbered" and renumbers(instance, i))]
+        others = [x for x in map(compact, counted) if x is not None]
+        part = compact(instance) if on_slice else None
+        if part is not None:
+            e = instance.from_turn(nearest(part, path.target, path.point, others))
         else:
-            e = instance.nearest(path.target, path.point, others)
+            e = nearest(instance, path.target, path.point, others)
         kept, before = path.kept(), _distance_on(path, instance.paths)
         path.move(number, e)
         if not others and not _distance_on(path, instance.paths) <= before:  # a NaN is no improvement either
@@ -304,16 +292,19 @@ def squared_distance(point: Arrays, target: Arrays) -> float:
 def _by_responses(s: Slice, a: Any, b: Any, batches: Sequence[Any], fn: Fn) -> dict[int, Any]:
     """Position of an instance → the element that matches its units by their responses."""
     (of_a, grads_a), (of_b, grads_b) = ((s.values(x), _gradients(s, x, batches, fn)) for x in (a, b))
-    matched: dict[int, Any] = {}
+    known: dict[int, Any] = {}
     for number in _order(s):
         instance = s.instances[number]
-        first, second = ([instance.responses(x, y) for y in grads] for x, grads in ((of_a, grads_a), (of_b, grads_b)))
-        if first[0] is None:
+        first, second = (
+            [rows for y in grads if (rows := responses(instance, x, y)) is not None]
+            for x, grads in ((of_a, grads_a), (of_b, grads_b))
+        )
+        if not first:
             continue
-        e = instance.matched(jnp.concatenate(first, -1), jnp.concatenate(second, -1))
-        matched[number] = e
+        e = matched(instance, jnp.concatenate(first, -1), jnp.concatenate(second, -1))
+        known[number] = e
         of_b, grads_b = instance.act(e, of_b), [instance.act(e, x) for x in grads_b]
-    return matched
+    return known
 
 
 def _gradients(s: Slice, params: Any, batches: Sequence[Any], fn: Fn) -> list[Arrays]:

@@ -7,15 +7,22 @@ heads, and the residual stream, are in the eigenbasis of a Gram matrix instead, 
 """
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeVar, get_args
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from gauge_optax.binding import leaves_by_path, with_leaves
 from gauge_optax.errors import binding_error
 from gauge_optax.gauges.gauge import Gauges, product
+from gauge_optax.gauges.instance import Arrays, Instance
+from gauge_optax.gauges.permutation import Indices, Permutation
+from gauge_optax.gauges.scale import Scale
+from gauge_optax.linalg import real_dtype
+from gauge_optax.orbit.eigenbases import eigenbases
+from gauge_optax.orbit.renumber import unit_totals
 from gauge_optax.slice import Slice
 
 Params = TypeVar("Params")
@@ -98,7 +105,10 @@ def canonicalize(
 def _read(on_tree: Slice, heads: Basis, stream: Basis, signs: bool, leaves: dict[str, jax.Array]) -> tuple[Any, ...]:
     def reader(kind: Any) -> Any:
         choice = heads if kind.of_heads else stream
-        return {"eigenbasis": kind.eigenbases, "anchor": kind.read_all, "stored": None}[choice]
+        return {"eigenbasis": in_eigenbases, "anchor": kind.read_all, "stored": None}[choice]
+
+    def in_eigenbases(turns: Sequence[Any], point: Arrays) -> list[Any]:
+        return eigenbases(turns[0], turns, point)
 
     return on_tree.read(_values(on_tree, signs, leaves), reader=reader, means=False).elements
 
@@ -115,7 +125,7 @@ def _enter(
 ) -> dict[str, jax.Array]:
     point: dict[str, jax.Array] = dict(on_tree.enter(elements, _values(on_tree, signs, leaves)))
     for instance in on_tree.instances:
-        order = instance.sorting(point)
+        order = sorting(instance, point)
         point = point if order is None else instance.enter(order, point)
     return stored(point, on_tree.added, leaves)
 
@@ -127,8 +137,46 @@ _entered_donated = jax.jit(_enter, static_argnums=(0, 1), donate_argnums=3)
 def _values(on_tree: Slice, signs: bool, leaves: dict[str, jax.Array]) -> dict[str, jax.Array]:
     values = on_tree.values(leaves)
     for instance in on_tree.instances if signs else ():
-        values = instance.with_positive_signs(values)
+        values = with_positive_signs(instance, values)
     return values
+
+
+@functools.singledispatch
+def with_positive_signs(instance: Instance, point: Arrays) -> Arrays:
+    """The point with signs made positive that the function does not see, and that no element can change."""
+    return point
+
+
+@with_positive_signs.register
+def _with_positive_norms(instance: Scale, point: Arrays) -> Arrays:
+    # A norm's readers are linear, so that a negative scale may change sign with their rows. A unit's may not.
+    if instance.gauge != "norm_scale" or instance.up[0].entries(instance.named) > 1:
+        return point
+    negative = instance.up[0].total(instance.named, point[instance.up[0].path]) < 0
+    signs = jnp.where(negative, -1.0, 1.0).astype(real_dtype())
+    out = dict(point)
+    for block in instance.blocks:
+        out[block.path] = out[block.path] * block.spread(instance.named, signs, elsewhere=1.0)
+    return out
+
+
+@functools.singledispatch
+def sorting(instance: Instance, point: Arrays) -> Any:
+    """The element that sorts the copies of a unit by an invariant of theirs; None for groups that do not permute.
+
+    `point` is canonical but for the order of copies, and is moved by the inverse of what is returned.
+    """
+    return None
+
+
+@sorting.register
+def _sorted_units(instance: Permutation, point: Arrays) -> Indices:
+    """Units by the sum of the cubes of their entries, descending: no other move of a canonical point changes it.
+
+    Sums of squares would not do, because the slice makes them equal.
+    """
+    cubes = (unit_totals(instance, block, jnp.abs(point[block.path]) ** 3) for block in instance.blocks)
+    return instance.inverse(jnp.argsort(-jnp.asarray(sum(cubes, 0.0)), -1).astype(jnp.int32))
 
 
 def require_nonzero_norms(name: str, on_tree: Slice, leaves: Mapping[str, Any]) -> None:

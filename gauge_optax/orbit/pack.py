@@ -6,8 +6,8 @@ less per head and gauge. Nothing is lost, because every network whose heads have
 
 A *packed leaf* is a pytree node in place of a leaf. Its one array holds the rows that are left, so that Optax and
 `jax.grad` see ordinary smaller leaves under their old paths. Which rows are left out, and the number on their diagonal
-(the *size*), is static: it belongs to the tree's structure. What a kind of gauge can make constant is known to its
-instance (`Instance.packable`), and to nobody else.
+(the *size*), is static: it belongs to the tree's structure. What a kind of gauge can make constant is said
+in `orbit/packing.py` alone.
 Reference: van Nierop, Transformer models are gauge invariant, §3, §4.4 and §6.
 """
 
@@ -27,6 +27,7 @@ from gauge_optax.errors import binding_error
 from gauge_optax.gauges.gauge import Gauges, product
 from gauge_optax.gauges.instance import Arrays, Instance
 from gauge_optax.linalg import rank_cutoff
+from gauge_optax.orbit.packing import choose_rows, constant_rows, packable, to_constant
 from gauge_optax.slice import Slice
 
 Rows = Mapping[str, Mapping[str, Mapping[str, Any]]]
@@ -96,7 +97,7 @@ class Part:
     def of(cls, instance: Instance, block: Block, rows: Sequence[Sequence[int]] = ((),), size: float = 1.0) -> "Part":
         """The part of an instance's block without these rows."""
         named = tuple(name for name in instance.named if name in block.labels)
-        pattern = tuple(map(tuple, instance.constant_rows.tolist()))
+        pattern = tuple(map(tuple, constant_rows(instance).tolist()))
         return cls(block, named, tuple(map(tuple, rows)), pattern, size)
 
     @functools.cached_property
@@ -312,7 +313,7 @@ def pack(
     condition, the size is free, and rotary heads are packed as far as they can be.
     """
     on_tree = Slice.of(product(gauges).parts, params)
-    instances = [i for i in on_tree.instances if i.packable]
+    instances = [i for i in on_tree.instances if packable(i)]
     if not instances:
         raise binding_error(
             _NAME, "nothing to pack", f"gauges {', '.join(dict.fromkeys(i.gauge for i in on_tree.instances))}",
@@ -337,7 +338,7 @@ def pack(
         values, parts = on_tree.values(params), dict[str, list[Part]]()
         for instance in instances:
             part = _chosen(instance, values, leaves, shared, size) if rows is None else _given(instance, rows)
-            element, _ = instance.to_constant(part.block, values, jnp.asarray(part.rows), part.size)
+            element, _ = to_constant(instance, part.block, values, jnp.asarray(part.rows), part.size)
             moved, constant = instance.act(element, values), _is_constant(part, leaves)
             values |= {path: jnp.where(constant, values[path], moved[path]) for path in instance.paths}
             parts.setdefault(part.block.path, []).append(part)
@@ -448,14 +449,14 @@ def packed_dot(x: jax.Array, kernel: Any, axis: int = 0) -> jax.Array:
 def _chosen(instance: Instance, values: Arrays, leaves: Mapping[str, Any], shared: bool, size: float | None) -> Part:
     """What to leave out of one block. Raises ValueError where no block of the gauge has heads of full rank."""
     tried: list[tuple[float, int, Part]] = []
-    for block in instance.packable:
+    for block in packable(instance):
         part = Part.of(instance, block)
         heads = part.by_head(np.asarray(block.view(leaves[block.path])))
-        held = _held(heads, instance.constant_rows.astype(heads.dtype), shared)
-        numbers = np.asarray(instance.choose_rows(block, values, not shared)) if held is None else held[0]
+        held = _held(heads, constant_rows(instance).astype(heads.dtype), shared)
+        numbers = np.asarray(choose_rows(instance, block, values, not shared)) if held is None else held[0]
         if np.all(numbers == numbers[:1]):
             numbers = numbers[:1]
-        element, conditions = instance.to_constant(block, values, jnp.asarray(numbers), 1.0)
+        element, conditions = to_constant(instance, block, values, jnp.asarray(numbers), 1.0)
         tried.append((float(jnp.max(conditions)), int(jnp.argmax(conditions)), part))
         if not tried[-1][0] < 1.0 / rank_cutoff(heads.dtype):
             continue
@@ -496,9 +497,9 @@ def _held(heads: np.ndarray, pattern: np.ndarray, shared: bool) -> tuple[np.ndar
 
 def _given(instance: Instance, rows: Rows) -> Part:
     """The part that `rows` names. Raises ValueError where it names none, or one that does not fit."""
-    blocks = [block for block in instance.packable if block.axes in rows.get(block.path, {})]
+    blocks = [block for block in packable(instance) if block.axes in rows.get(block.path, {})]
     entry: Mapping[str, Any] = rows[blocks[0].path][blocks[0].axes] if blocks else {}
-    numbers, size, count = np.asarray(entry.get("rows", ())), entry.get("size"), len(instance.constant_rows)
+    numbers, size, count = np.asarray(entry.get("rows", ())), entry.get("size"), len(constant_rows(instance))
     fits = numbers.ndim == 2 and np.issubdtype(numbers.dtype, np.integer) and isinstance(size, int | float) and size > 0
     if fits:
         plain = Part.of(instance, blocks[0])
@@ -506,7 +507,7 @@ def _given(instance: Instance, rows: Rows) -> Part:
         fits = fits and 0 <= numbers.min() and numbers.max() < blocks[0].view_shape[plain.axis]
         fits = fits and all(len(set(of_head)) == count for of_head in numbers.tolist())
     if not fits:
-        wanted = ", ".join(f"'{block.path}' \"{block.axes}\"" for block in instance.packable)
+        wanted = ", ".join(f"'{block.path}' \"{block.axes}\"" for block in packable(instance))
         raise binding_error(
             instance.gauge, f"no rows for {_place(instance)}", f"rows of {', '.join(rows) or 'no leaf'}",
             f"a size and {count} row numbers, once or per head, for one of {wanted}",

@@ -23,6 +23,7 @@ from gauge_optax.errors import binding_error
 from gauge_optax.gauges.gauge import Element, Gauge, Gauges, product
 from gauge_optax.linalg import noise
 from gauge_optax.orbit.canonicalize import require_nonzero_norms
+from gauge_optax.orbit.rotations import misfit, on_leaf, random_rotation, with_blocks
 from gauge_optax.slice import Slice
 
 Params = TypeVar("Params")
@@ -104,7 +105,7 @@ def _drawn(on_tree: Slice, by: str, key: jax.Array) -> list[Any]:
             "write by='hadamard'",
         )  # fmt: skip
     keys = jax.random.split(key, max(1, len(on_tree.instances)))
-    return [i.from_element(i.rotation(k, by)) for i, k in zip(on_tree.instances, keys, strict=False)]
+    return [i.from_element(random_rotation(i, k, by)) for i, k in zip(on_tree.instances, keys, strict=False)]
 
 
 def _given(group: Gauge, on_tree: Slice, params: Any, element: Element) -> list[Any]:
@@ -120,11 +121,11 @@ def _given(group: Gauge, on_tree: Slice, params: Any, element: Element) -> list[
     elements = [jax.tree.map(lambda x: jnp.asarray(x, float), e) for e in element]
     elements_on_tree = []
     for instance, of_instance in zip(on_tree.instances, _by_instance(on_tree, elements), strict=True):
-        instance.rotation(jax.random.key(0), "random")  # refuses what is no rotation
-        if not float(instance.misfit(of_instance)) <= noise(jnp.dtype(jnp.float32)):
+        random_rotation(instance, jax.random.key(0), "random")  # refuses what is no rotation
+        if not float(misfit(instance, of_instance)) <= noise(jnp.dtype(jnp.float32)):
             raise binding_error(
                 instance.gauge, f"an element that is no rotation, at '{instance.key}'",
-                f"RᵀR is {float(instance.misfit(of_instance)):.1e} from the identity", "orthogonal matrices",
+                f"RᵀR is {float(misfit(instance, of_instance)):.1e} from the identity", "orthogonal matrices",
                 "pass the orthogonal factor of a QR decomposition, or what go.choose returned",
             )  # fmt: skip
         elements_on_tree.append(instance.from_element(instance.normalized(of_instance)))
@@ -144,7 +145,7 @@ def _moved_leaf(
     context: dict[str, jax.Array] = {}
     for instance, e in zip(on_tree.instances, elements, strict=True):
         if path in instance.paths:
-            alone, read = instance.on_leaf(path)
+            alone, read = on_leaf(instance, path)
             instances.append(alone)
             of_leaf.append(e)
             context |= {name: jnp.asarray(leaves[p]).astype(float) + on_tree.added[p] for name, p in read.items()}
@@ -200,7 +201,7 @@ def _shortened(instance: Any, axis: int, length: int) -> Any:
             index=_set(block.index, at, ((0, length),)),
         )  # fmt: skip
 
-    return instance.with_blocks(short)
+    return with_blocks(instance, short)
 
 
 def _set(values: tuple[Any, ...], at: int, value: Any) -> tuple[Any, ...]:

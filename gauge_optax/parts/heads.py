@@ -202,21 +202,6 @@ class Heads:
             total = total + jnp.einsum(spec, split, rows, precision=HIGHEST)
         return total
 
-    def largest_entries(self, point: Mapping[str, jax.Array]) -> jax.Array:
-        """The entry of largest magnitude of every column of W, with its sign: (*shape, size)."""
-        kept = (*self.named, BASIS)
-
-        def largest(block: Block) -> jax.Array:
-            rows, labels = block.rows(point[block.path]), block.row_labels
-            free = [k for k, label in enumerate(labels) if label not in kept]
-            ordered = rows.transpose([*(labels.index(label) for label in kept), *free])
-            entries = ordered.reshape(*ordered.shape[: len(kept)], -1)
-            least, most = jnp.min(entries, -1), jnp.max(entries, -1)
-            return jnp.where(-least > most, least, most)
-
-        blocks = sorted(self.blocks, key=lambda b: (b.path, b.axes))  # the order of a user's list must not matter
-        return functools.reduce(lambda x, y: jnp.where(jnp.abs(y) > jnp.abs(x), y, x), map(largest, blocks))
-
     # Sums over rows -------------------------------------------------------------------------------------
 
     def sums(self, point: Mapping[str, jax.Array], axes: tuple[str, ...] = ()) -> jax.Array:

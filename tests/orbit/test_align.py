@@ -10,6 +10,7 @@ import pytest
 
 import gauge_optax as go
 from gauge_optax.orbit import align as module
+from gauge_optax.orbit.kinds import compact, is_constant
 from models import lm
 from tests.cases import DISCRETE_CASES, FLAT_CASES, GAUGE_CASES, GaugeCase
 from tests.quick import jit
@@ -51,6 +52,17 @@ def test_a_random_element_is_found_again(case: GaugeCase, x64: None) -> None:
     assert _apart(nearest, a) <= 1e-12
     loss = jit(case.loss)  # type: ignore[arg-type]
     assert abs(float(loss(nearest)) - float(loss(b))) <= 1e-12 * abs(float(loss(b)))
+
+
+@pytest.mark.parametrize("case", (*GAUGE_CASES, *FLAT_CASES, *DISCRETE_CASES), ids=lambda case: case.name)
+def test_every_kind_says_whether_it_is_a_constant_or_compact(case: GaugeCase) -> None:
+    """A new class that nobody registers would count as a size: constants have a mean to read, rotations a `turn`."""
+    params = case.params(jax.random.key(1))
+    s = go.product(case.gauges())._slice(params)
+    for instance in s.instances:
+        assert is_constant(instance) == (instance.read_mean(s.values(params)) is not None)
+        turn, permutes = instance.turn, instance.effect == "permutation"
+        assert compact(instance) == (turn if turn is not None else instance if permutes else None)
 
 
 @pytest.mark.slow

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 import gauge_optax as go
-from gauge_optax.gauges import hadamard
-from gauge_optax.gauges.hadamard import known_hadamard
+from gauge_optax.orbit import hadamard
 from gauge_optax.orbit import rotate as module
+from gauge_optax.orbit.hadamard import known_hadamard
+from gauge_optax.orbit.rotations import random_rotation
 from models import lm
 from tests.cases import FLAT_CASES, GAUGE_CASES, lm_parts
 from tests.orbit.test_canonicalize import apart, moved, softmax_of
@@ -66,10 +67,9 @@ def test_it_is_quarots_fusing(linear: bool, x64: None) -> None:
     params, gauges = jax.tree.map(jnp.asarray, numbers(LLAMA)), rotations(LLAMA, linear)
     rotated = go.rotate(folded(params, LLAMA), gauges, "hadamard", key=jax.random.key(3))
     keys = jax.random.split(jax.random.key(3), 3)
-    r1 = np.asarray(gauges[0]._slice(params).instances[0].rotation(keys[0], "hadamard"))
-    heads = [
-        np.asarray(i.rotation(k, "hadamard")) for i, k in zip(gauges[1]._slice(params).instances, keys[1:], strict=True)
-    ]
+    r1 = np.asarray(random_rotation(gauges[0]._slice(params).instances[0], keys[0], "hadamard"))
+    of_heads = zip(gauges[1]._slice(params).instances, keys[1:], strict=True)
+    heads = [np.asarray(random_rotation(instance, k, "hadamard")) for instance, k in of_heads]
     np.testing.assert_allclose(np.abs(r1), 0.25)
     np.testing.assert_allclose(np.abs(heads), 0.5)
     assert apart(rotated, quarot(params, r1, heads)) <= 1e-13

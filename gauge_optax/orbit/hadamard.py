@@ -8,11 +8,14 @@ random. References: QuaRot (Ashkboos et al. 2024), §4; Paley 1933.
 
 import functools
 import math
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from gauge_optax.binding import Block
+from gauge_optax.errors import binding_error
 from gauge_optax.linalg import haar, matmul, real_dtype
 
 
@@ -69,6 +72,20 @@ def hadamard_with_ones(key: jax.Array, size: int) -> jax.Array:
     whole = _kronecker(regular / math.sqrt(len(regular)), factor)
     whole = jax.random.permutation(of_rows, whole, 0, independent=False)
     return jax.random.permutation(of_columns, whole, 1, independent=False)
+
+
+def require_even(gauge: str, blocks: Sequence[Block], size: int, multiple: int = 2) -> None:
+    """Raises ValueError for a size without a Hadamard factor.
+
+    Args:
+      gauge: the gauge's name, for the message.
+      blocks: what it rotates.
+      size: how many dimensions.
+      multiple: what the size has to be a multiple of.
+    """
+    if size % multiple:
+        place, wanted = f"no Hadamard rotation at '{blocks[0].path}'", f"a multiple of {multiple}"
+        raise binding_error(gauge, place, f"{size} dimensions", wanted, "write by='random'")
 
 
 def _haar_with_ones(key: jax.Array, size: int) -> jax.Array:

@@ -1,0 +1,98 @@
+"""Eigenbases: the bases of heads, rotary planes and the residual stream that are a property of the function.
+
+Optimizers read a rotation from an arbitrary constant matrix, because the eigenbasis of a Gram matrix jumps where
+eigenvalues cross. A canonical point may jump: here rows are turned to the eigenbasis of their own Gram matrix.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from gauge_optax.binding import Block
+from gauge_optax.gauges.heads import BASIS, Heads, by_size, stack_heads, unstack_heads
+from gauge_optax.gauges.instance import Arrays, Turn
+from gauge_optax.gauges.residual import ResidualRotation, SignedRotation, reflected
+from gauge_optax.gauges.rotation import Rotation
+from gauge_optax.gauges.torus import Torus
+from gauge_optax.linalg import eigenbasis, equal_eigenvalues, transpose
+
+
+@functools.singledispatch
+def eigenbases(first: Turn, turns: Sequence[Turn], point: Arrays) -> list[Any]:
+    """As `Turn.read_all`, with rows on the slice in the eigenbasis of their Gram matrix, eigenvalues descending.
+
+    The entry of largest magnitude of every column is positive there. See `linalg.eigenbasis` for equal eigenvalues.
+
+    Args:
+      first: the first of `turns`; its class is that of all of them.
+      turns: rotations of one class.
+      point: leaves, where all scales are already on the slice.
+    """
+    raise NotImplementedError
+
+
+@eigenbases.register
+def _eigenbases_of_heads(first: Rotation, turns: Sequence[Rotation], point: Arrays) -> list[jax.Array]:
+    read: dict[Rotation, jax.Array] = {}
+    for same in by_size(turns):
+        grams = stack_heads([turn.gram(point, point) for turn in same])
+        mixed = stack_heads([turn.mixed_rows(point) for turn in same])
+        for turn, basis in zip(same, unstack_heads(eigenbasis(grams, mixed), same), strict=True):
+            largest = _largest_entries(turn, turn.turned(point, basis))
+            read[turn] = transpose(basis * jnp.where(largest < 0, -1.0, 1.0)[..., None, :])
+    return [read[turn] for turn in turns]
+
+
+@eigenbases.register
+def _eigenbases_of_planes(first: Torus, turns: Sequence[Torus], point: Arrays) -> list[jax.Array]:
+    read = []
+    for turn, phase in zip(turns, first.read_all(turns, point), strict=True):
+        gram = turn.gram(point, point)
+        gap, crossed = gram[..., 0, 0] - gram[..., 1, 1], 2.0 * gram[..., 0, 1]
+        equal = jnp.hypot(gap, crossed) <= equal_eigenvalues(gram.dtype) * jnp.trace(gram, axis1=-2, axis2=-1)
+        angle = jnp.where(equal, phase, 0.5 * jnp.arctan2(crossed, gap))
+        largest = _largest_entries(turn, turn.act(-angle, point))[..., 0]
+        read.append(angle + jnp.where(largest < 0, math.pi, 0.0).astype(angle.dtype))
+    return read
+
+
+@eigenbases.register
+def _eigenbases_of_stream(
+    first: ResidualRotation, turns: Sequence[ResidualRotation], point: Arrays
+) -> list[SignedRotation]:
+    return [_eigenbasis_of_stream(turn, point) for turn in turns]
+
+
+def _eigenbasis_of_stream(turn: ResidualRotation, point: Arrays) -> SignedRotation:
+    """The rotation that leads from the eigenbasis of EᵀE; under `keeps_ones`, of the part off the ones vector."""
+    gammas, seen = turn.gammas(point), dataclasses.replace(turn, blocks=turn.seen)
+    values = turn.scaled(point, gammas)
+    gram, mixed = seen.gram(values, values), seen.mixed_rows(values)
+    basis = eigenbasis(turn.restricted(gram), turn.restricted(mixed))
+    # Coordinates of the rows in this basis, without those along the ones vector, decide the signs of its columns.
+    whole = turn.whole(basis)
+    columns = seen.turned(values, reflected(whole, -1) if turn.keeps_ones else whole)
+    largest = _largest_entries(seen, columns)[turn.size - basis.shape[-1] :]
+    signed = basis * jnp.where(largest < 0, -1.0, 1.0)
+    return turn.with_signs(transpose(turn.whole(signed)), gammas)
+
+
+def _largest_entries(turn: Heads, point: Mapping[str, jax.Array]) -> jax.Array:
+    """The entry of largest magnitude of every column of W, with its sign: (*shape, size)."""
+    kept = (*turn.named, BASIS)
+
+    def largest(block: Block) -> jax.Array:
+        rows, labels = block.rows(point[block.path]), block.row_labels
+        free = [k for k, label in enumerate(labels) if label not in kept]
+        ordered = rows.transpose([*(labels.index(label) for label in kept), *free])
+        entries = ordered.reshape(*ordered.shape[: len(kept)], -1)
+        least, most = jnp.min(entries, -1), jnp.max(entries, -1)
+        return jnp.where(-least > most, least, most)
+
+    blocks = sorted(turn.blocks, key=lambda b: (b.path, b.axes))  # the order of a user's list must not matter
+    return functools.reduce(lambda x, y: jnp.where(jnp.abs(y) > jnp.abs(x), y, x), map(largest, blocks))

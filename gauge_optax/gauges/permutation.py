@@ -22,7 +22,6 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from scipy.optimize import linear_sum_assignment
 
 from gauge_optax.binding import Axes, Block, group_axes, overlap
 from gauge_optax.errors import binding_error
@@ -239,6 +238,8 @@ class Permutation(Instance):
 
     def _assigned(self, gains: jax.Array) -> jax.Array:
         """The permutation with the largest sum of gains, (*shape, unit of the target, unit of the point)."""
+        from scipy.optimize import linear_sum_assignment  # a quarter of a second, which only this needs
+
         tables = np.asarray(gains, np.float64).reshape(-1, self.size, self.size)
         chosen = [linear_sum_assignment(table, maximize=True)[1] for table in tables]
         return jnp.asarray(np.stack(chosen), jnp.int32).reshape(*self.shape, self.size)

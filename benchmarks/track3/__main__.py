@@ -364,31 +364,6 @@ def sentences(result: Result) -> Iterator[str]:
     )
 
 
-def lead_by(result: Result, arm: str, way: str) -> list[float]:
-    """How far an arm's mean loss is above the lowest of all others, place by place; below it where negative."""
-    found = []
-    for place in PLACES:
-        means = ranked(result, place)
-        ours = min(loss for name, at, loss in means if (name, at) == (arm, way))
-        found.append(ours - min(loss for name, _, loss in means if name != arm))
-    return found
-
-
-def lead(result: Result, arm: str, way: str) -> list[str]:
-    """A Markdown table for the README: an arm beside AdamW, Muon and, place by place, the lowest of all others."""
-
-    chosen = {"AdamW": arms.PLAIN, "Muon": arms.PLAIN, arm: way}
-    rows = [["AdamW"], ["Muon"], ["lowest of all others"], [f"`{arm}`"]]
-    for place in PLACES:
-        means = ranked(result, place)
-        its = {name: loss for name, at, loss in means if chosen.get(name) == at}
-        others = min(loss for name, _, loss in means if name not in chosen)
-        for row, loss in zip(rows, (its["AdamW"], its["Muon"], others, its[arm]), strict=True):
-            row.append(f"{loss:.2f}")
-    heads = [f"{size}, {start.removesuffix(' outputs')}" for size, start in PLACES]
-    return [f"| {' | '.join(row)} |" for row in (["", *heads], ["---"] * (len(heads) + 1), *rows)]
-
-
 def _listed(text: str, names: Sequence[tuple[str, str]]) -> str:
     return f"{text}: {'; '.join(f'{arm} ({way})' for arm, way in names) or 'none'}."
 

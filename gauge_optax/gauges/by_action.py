@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Var
 
 from gauge_optax.binding import Block, leaves_by_path, with_leaves
 from gauge_optax.errors import binding_error
@@ -124,6 +123,8 @@ class UserSymmetry(Symmetry):
 
 def _used(function: Any, shapes: Any, outputs: int | None) -> set[int]:
     """Positions of the leaves that a function computes with, without those that it only passes on."""
+    from jax.extend.core import Var  # here, because it imports Pallas
+
     traced = jax.make_jaxpr(function)(shapes).jaxpr
     used = {x for equation in traced.eqns for x in equation.invars if isinstance(x, Var)}
     if outputs is None:

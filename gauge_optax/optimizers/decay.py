@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.extend.core import Literal
 
 from gauge_optax.binding import leaves_by_path
 from gauge_optax.errors import binding_error
@@ -248,6 +247,8 @@ def _has_stateless_mask(state: Any) -> bool:
 
 def _sources(jaxpr: Any) -> list[set[int]]:
     """Returns the positions of the inputs that each output of a program is computed from."""
+    from jax.extend.core import Literal  # here, because it imports Pallas
+
     sources: dict[Any, set[int]] = {var: {number} for number, var in enumerate(jaxpr.invars)}
 
     def of(atom: Any) -> set[int]:

@@ -1,0 +1,60 @@
+"""`import gauge_optax` is quick: a name is imported when it is first asked for."""
+
+import ast
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import gauge_optax as go
+
+ROOT = Path(__file__).resolve().parent.parent
+SLOW = ("gauge_optax.discovery", "gauge_optax.measure", "tqdm", "scipy.optimize")
+TRAINING = "import jax, optax, gauge_optax as go; go.quotient_adamw, go.ddc_muon, go.rescale, go.head_rotation"
+PALLAS = "jax._src.pallas.core"  # what `jax.extend` imports
+
+
+def loaded(statement: str) -> set[str]:
+    """Names of all modules that a fresh process has after a statement."""
+    program = f"{statement}\nimport json, sys; print(json.dumps(sorted(sys.modules)))"
+    made = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    return set(json.loads(made.stdout))
+
+
+@pytest.fixture(scope="module")
+def others() -> set[str]:
+    """What JAX and Optax import of themselves."""
+    return loaded("import jax, optax")
+
+
+@pytest.mark.parametrize("statement", ["import gauge_optax", "from gauge_optax import *; import gauge_optax", TRAINING])
+def test_what_is_slow_is_imported_only_where_it_is_used(statement: str, others: set[str]) -> None:
+    """All names together need all but scipy, which waits until units of two networks are paired."""
+    slow = {*SLOW, PALLAS} - others
+    used = slow - {"scipy.optimize"} if "*" in statement else set()
+    assert "gauge_optax" not in others and loaded(statement) & slow == used
+
+
+def test_every_public_name_can_be_got() -> None:
+    for name in go.__all__:
+        assert getattr(go, name) is getattr(go, name), name
+    with pytest.raises(AttributeError, match="module 'gauge_optax' has no attribute 'quotien'"):
+        go.quotien  # noqa: B018
+
+
+def listed() -> Iterator[tuple[str, str]]:
+    """Name and module of the imports that type checkers read."""
+    tree = ast.parse(Path(go.__file__).read_text())
+    branch = next(node for node in tree.body if isinstance(node, ast.If))
+    for node in branch.body:
+        assert isinstance(node, ast.ImportFrom) and node.module
+        yield from ((alias.name, node.module) for alias in node.names)
+
+
+def test_type_checkers_and_python_read_the_same_names() -> None:
+    lazy = {name: f"gauge_optax.{module}" for name, module in go._MODULE_OF.items()}
+    assert dict(listed()) == lazy | dict.fromkeys(go._MODULES, "gauge_optax")
+    assert set(dict(listed())) == set(go.__all__)

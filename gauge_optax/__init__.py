@@ -12,19 +12,16 @@ if TYPE_CHECKING:
     from gauge_optax.discovery.report import discover
     from gauge_optax.gauges.absorption import bias_absorption
     from gauge_optax.gauges.embedding_shift import embedding_shift
-    from gauge_optax.gauges.gauge import Gauge, product
-    from gauge_optax.gauges.key_bias import key_bias
+    from gauge_optax.gauges.gauge import Gauge, bind, product
     from gauge_optax.gauges.linear import head_linear
     from gauge_optax.gauges.permutation import permutation
     from gauge_optax.gauges.read_shift import norm_read_shift
     from gauge_optax.gauges.residual import residual_rotation
-    from gauge_optax.gauges.residual_scale import residual_scale
     from gauge_optax.gauges.rope_linear import rope_linear
     from gauge_optax.gauges.rotation import head_rotation
-    from gauge_optax.gauges.scale import multiplier_balance, norm_scale, rescale, scale_invariant
-    from gauge_optax.gauges.shift import logit_shift
+    from gauge_optax.gauges.scale import multiplier_balance, norm_scale, rescale, residual_scale, scale_invariant
+    from gauge_optax.gauges.shift import key_bias, logit_shift, norm_write_shift
     from gauge_optax.gauges.torus import rope_torus
-    from gauge_optax.gauges.write_shift import norm_write_shift
     from gauge_optax.measure.balance import track_balance
     from gauge_optax.measure.census import census
     from gauge_optax.measure.live import track
@@ -62,19 +59,16 @@ else:
         "discovery.report": "discover",
         "gauges.absorption": "bias_absorption",
         "gauges.embedding_shift": "embedding_shift",
-        "gauges.gauge": "Gauge product",
-        "gauges.key_bias": "key_bias",
+        "gauges.gauge": "Gauge bind product",
         "gauges.linear": "head_linear",
         "gauges.permutation": "permutation",
         "gauges.read_shift": "norm_read_shift",
         "gauges.residual": "residual_rotation",
-        "gauges.residual_scale": "residual_scale",
         "gauges.rope_linear": "rope_linear",
         "gauges.rotation": "head_rotation",
-        "gauges.scale": "multiplier_balance norm_scale rescale scale_invariant",
-        "gauges.shift": "logit_shift",
+        "gauges.scale": "multiplier_balance norm_scale rescale residual_scale scale_invariant",
+        "gauges.shift": "key_bias logit_shift norm_write_shift",
         "gauges.torus": "rope_torus",
-        "gauges.write_shift": "norm_write_shift",
         "measure.balance": "track_balance",
         "measure.census": "census",
         "measure.live": "track",
@@ -126,7 +120,7 @@ __all__ = [  # noqa: RUF022  by what a user wants
     "quotient", "quotient_adamw", "quotient_muon", "max_norm_muon", "ddc_adamw", "ddc_muon",
     "from_state", "compress_second_moments",
     # Say which symmetries a model has.
-    "Gauge", "bias_absorption", "embedding_shift", "head_linear", "head_rotation", "key_bias", "logit_shift",
+    "Gauge", "bind", "bias_absorption", "embedding_shift", "head_linear", "head_rotation", "key_bias", "logit_shift",
     "multiplier_balance", "norm_read_shift", "norm_scale", "norm_write_shift", "permutation", "product",
     "rescale", "residual_rotation", "residual_scale", "rope_linear", "rope_torus", "scale_invariant",
     # Find them, write them down, look at a run before it starts.

@@ -97,7 +97,7 @@ def in_dtype_of(tree: Any, leaves: Mapping[str, jax.Array]) -> Any:
 
 def stepped(gauge: Any, params: Any, updates: Any) -> Any:
     """Returns the parameters after the updates of the leaves that a gauge binds; other leaves do not change."""
-    leaves, steps = leaves_by_path(params), gauge._slice(params).vectors(updates)
+    leaves, steps = leaves_by_path(params), gauge._bound(params).slice.vectors(updates)
     return with_leaves(params, {path: optax.apply_updates(leaves[path], step) for path, step in steps.items()})
 
 

@@ -197,7 +197,7 @@ class Slice:
             raise binding_error(
                 "gauges", "a state of another version of this library",
                 f"states of version {', '.join(sorted(versions))}", f"version {VERSION}",
-                "convert it: go.from_state(state, inner, gauges, params); or start anew by tx.init(params)",
+                "start anew by tx.init(params), or load it with the version that made it",
             )  # fmt: skip
         mine = [
             f"{label} (on {', '.join(f'{path} {shape}' for path, shape in {b.path: b.shape for i in instances for b in i.blocks}.items())})"  # noqa: E501

@@ -5,6 +5,7 @@ point* θ̂ = F⁻¹·θ is the same for all weights of one function; to *fix* a
 slice without changing the function.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -14,7 +15,13 @@ import optax
 
 from gauge_optax.binding import is_empty, leaves_by_path, with_leaves
 from gauge_optax.errors import binding_error
+from gauge_optax.gauges.absorption import Absorption
+from gauge_optax.gauges.by_action import ActionInstance
+from gauge_optax.gauges.embedding_shift import Translation
 from gauge_optax.gauges.gauge import Gauges, Product, product
+from gauge_optax.gauges.heads import Heads
+from gauge_optax.gauges.instance import Instance
+from gauge_optax.gauges.read_shift import ReadShift
 from gauge_optax.optimizers.decay import decayed_leaves, require_whole_gauges
 from gauge_optax.slice import Frame, Slice, SlicePoint, SliceTangent
 from gauge_optax.transformation import (
@@ -225,7 +232,7 @@ def unpinned(inner: optax.GradientTransformationExtraArgs, group: Product) -> op
 
     def instances_with_offset(s: Slice, state: UnpinnedState) -> list[tuple[Any, Any]]:
         pairs = [(s.instances[place.number], a) for place, a in zip(s.order.first, state.offset, strict=True)]
-        return [(instance, a) for instance, a in pairs if not _stays_pinned(instance)]
+        return [(instance, a) for instance, a in pairs if not stays_pinned(instance)]
 
     def update(updates: Any, state: UnpinnedState, params: Any, **extra: Any) -> tuple[Any, UnpinnedState]:
         if not isinstance(state, UnpinnedState):
@@ -263,7 +270,7 @@ def unpinned(inner: optax.GradientTransformationExtraArgs, group: Product) -> op
             instance = s.instances[place.number]
             e, _ = instance.read(place.anchor, moved, live, near=True)
             moved = instance.enter(e, moved)
-            new_offset.append(a if _stays_pinned(instance) else instance.compose(a, e))
+            new_offset.append(a if stays_pinned(instance) else instance.compose(a, e))
         return step, UnpinnedState(tuple(new_offset), state.live, inner_state)
 
     def init(params: optax.Params) -> UnpinnedState:
@@ -281,9 +288,29 @@ def unpinned(inner: optax.GradientTransformationExtraArgs, group: Product) -> op
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _stays_pinned(instance: Any) -> bool:
+@functools.singledispatch
+def stays_pinned(instance: Instance) -> bool:
     """Whether no offset is kept of an instance, because it has no element whose action is the transpose of a move."""
-    return bool(instance.known_by_action or instance.keeps_place)
+    return False
+
+
+@stays_pinned.register(ActionInstance)
+@stays_pinned.register(Absorption)
+@stays_pinned.register(Translation)
+@stays_pinned.register(ReadShift)
+def _(instance: Instance) -> bool:
+    return True
+
+
+@functools.singledispatch
+def only_rotates(instance: Instance) -> bool:
+    """Whether all that it does is to rotate a basis, which is read at `init` and by nothing else."""
+    return False
+
+
+@only_rotates.register
+def _(instance: Heads) -> bool:
+    return True
 
 
 def _masks(s: Slice, bound: Any) -> tuple[jax.Array, ...]:

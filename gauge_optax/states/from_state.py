@@ -9,7 +9,7 @@ import optax
 from gauge_optax.binding import with_leaves
 from gauge_optax.errors import binding_error
 from gauge_optax.gauges.gauge import Gauges, Product, product
-from gauge_optax.optimizers._quotient import QuotientState, unpinned_state
+from gauge_optax.optimizers._quotient import QuotientState, only_rotates, unpinned_state
 from gauge_optax.states.transport import transport
 from gauge_optax.transformation import layout
 
@@ -68,7 +68,7 @@ def from_state(
         # Rotations were not read, so that gauges which only turn heads take no part in the move.
         back = s.to_elements([i.inverse(e) for i, e in zip(s.instances, elements, strict=True)])
         pairs = zip(s.parts, back, strict=True)
-        moves = [(gauge, x) for (gauge, instances), x in pairs if not all(i.turn is i for i in instances)]
+        moves = [(gauge, x) for (gauge, instances), x in pairs if not all(map(only_rotates, instances))]
         group, element = Product(tuple(gauge for gauge, _ in moves)), tuple(x for _, x in moves)
         moved = transport(plain, stored, group, element, on_unknown)
         moved = jax.tree.map(lambda x, like: x.astype(like.dtype), moved, expected)

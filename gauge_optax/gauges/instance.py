@@ -67,7 +67,6 @@ class Instance(abc.ABC):
     without_axis: ClassVar[tuple[str, ...]] = ()  # roles whose blocks lack the axis `rigid`
     # Whether products with it have `inverse` and `compose`; its conjugates by other gauges may depend on weights.
     composes: ClassVar[bool] = True
-    of_logits: ClassVar[bool] = False  # whether its leaves are the output layer, which Muon leaves to Adam
     # Whether it acts at its place in the list of gauges, because it does not commute with linear moves of its leaves.
     keeps_place: ClassVar[bool] = False
     # Whether moves are affine in all leaves that steps change. If not, `push` and `pull` are not asked for.
@@ -156,17 +155,6 @@ class Instance(abc.ABC):
     def coordinate(self, e: Any, point: Arrays) -> Any:
         """The coordinate whose change is drift, of a stored point that reads as `e`; None where there is none."""
         return None
-
-    def motion(self, e: Any, change: Any, end: Arrays, turn: jax.Array | None) -> Any:
-        """The logarithm of the part of a step along the orbit, in the public structure of an element.
-
-        Args:
-          e: the element that the point before the step reads as, without rotations.
-          change: how much the step changes that element, or its coordinate.
-          end: the point after the step, in the slice coordinates of the one before.
-          turn: the antisymmetric logarithm of the rotation of rows, (*shape, size, size), where there is one.
-        """
-        return change
 
     def where(self, condition: jax.Array, e: Any, other: Any) -> Any:
         """`e` where a condition of shape `shape` holds, `other` elsewhere."""
@@ -428,22 +416,9 @@ class Instance(abc.ABC):
         """√(1 + p²), the norm of the changes (1, −p) that log α = 1 makes to both sides' logs; 0 if it is no scale."""
         return 0.0
 
-    def partner(self, anchor: Anchor) -> tuple[Block, ...]:
-        """The blocks whose size is the length of a scale while its anchor's size is fixed; () if it is no scale."""
-        return ()
-
-    def factors(self, e: Any, block: Block) -> jax.Array:
-        """The factors by which an element of a scale multiplies a block, per channel; 1 if it is no scale."""
-        return jnp.ones(self.shape)
-
     @property
     def sides(self) -> "tuple[tuple[Block, ...], tuple[Block, ...]] | tuple[Turn, Turn] | None":
         """Both factors of a product that the gauge does not change; None where there is no second factor."""
-        return None
-
-    @property
-    def degree_of_decay(self) -> float | None:
-        """The homogeneity p of a scale, for weight decay that is matched to it; None if it is no scale."""
         return None
 
     def matrices(self, block: Block) -> tuple[int, Matrices | None] | None:

@@ -170,12 +170,6 @@ class Linear(Instance):
         values, vectors = symmetric_eigen(element)
         return matmul(vectors * (values**exponent)[..., None, :], transpose(vectors))
 
-    def motion(self, e: jax.Array, change: Any, end: Arrays, turn: jax.Array | None) -> Any:
-        stretch, _ = self.read(self.anchors[0], end, jnp.ones(self.shape, bool), near=True)
-        generator = stretch[..., 0, :, :] - jnp.eye(self.size, dtype=e.dtype) + (0.0 if turn is None else turn)
-        # With A = Â·S and the slice point Â, Â·Z·S is A·(S⁻¹·Z·S).
-        return matmul(matmul(e[..., 1, :, :], generator), e[..., 0, :, :])
-
     # The action ---------------------------------------------------------------------------------------
 
     def act(self, e: jax.Array, point: Arrays) -> Arrays:

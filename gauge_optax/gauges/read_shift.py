@@ -91,7 +91,6 @@ class ReadShift(Shift):
     affine: bool = True  # type: ignore[misc]
 
     rigid: ClassVar[str] = CHANNEL
-    of_logits: ClassVar[bool] = False
     effect: ClassVar[Effect] = "linear"
     balancing: ClassVar[Effect] = "still"
     keeps_place: ClassVar[bool] = True

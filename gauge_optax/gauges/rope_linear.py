@@ -90,6 +90,7 @@ class ComplexScale(Scale):
 
     @staticmethod
     def from_logs(logs: jax.Array) -> jax.Array:
+        """The element with these log-moduli, (*shape), and without angles."""
         return jnp.stack([logs, jnp.zeros_like(logs)], -1)
 
     def sample(self, key: jax.Array, scale: float, leaves: Mapping[str, Any]) -> jax.Array:
@@ -102,9 +103,6 @@ class ComplexScale(Scale):
 
     def coordinate(self, e: jax.Array, point: Arrays) -> None:
         return None
-
-    def motion(self, e: jax.Array, change: Any, end: Arrays, turn: jax.Array | None) -> Any:
-        return change if turn is None else jnp.stack([change[..., 0], turn[..., 0, 1]], -1)
 
     def act(self, e: jax.Array, point: Arrays) -> Arrays:
         return self.turn.act(e[..., 1], super().act(e, point))

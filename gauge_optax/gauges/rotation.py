@@ -133,9 +133,6 @@ class Rotation(Heads):
     def normalized(self, element: jax.Array) -> jax.Array:
         return nearly_orthogonal(element)
 
-    def motion(self, e: jax.Array, change: Any, end: Arrays, turn: jax.Array | None) -> Any:
-        return turn
-
     def act(self, e: jax.Array, point: Arrays) -> Arrays:
         return point | self.turned(point, e)
 

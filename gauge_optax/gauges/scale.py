@@ -195,11 +195,6 @@ class Scale(Additive):
 
     # The group: addition of logs ----------------------------------------------------------------------
 
-    @staticmethod
-    def from_logs(logs: jax.Array) -> jax.Array:
-        """The element that multiplies by the exponentials of `logs`, (*shape), and does nothing else."""
-        return logs
-
     def sample(self, key: jax.Array, scale: float, leaves: Mapping[str, Any]) -> jax.Array:
         return jax.random.uniform(key, self.shape, real_dtype(), -scale, scale)
 
@@ -226,6 +221,7 @@ class Scale(Additive):
         return self.act(e, cotangent)  # diagonal: its own transpose
 
     def factors(self, e: jax.Array, block: Block) -> jax.Array:
+        """The factors by which an element multiplies a block, per channel."""
         # A negated power, not a power of a negated degree: XLA then computes 1/α and the inverse of α once.
         return jnp.exp(e if block.role in ("up", "left") else -(e if self.degree == 1.0 else self.degree * e))
 
@@ -288,16 +284,6 @@ class Scale(Additive):
         p = self.degree
         return jnp.where(whole, (jnp.log(up) - jnp.log(down) - math.log(p)) / (2.0 * (1.0 + p)), 0.0)
 
-    def log_sizes(self, point: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        """Logs of both sides' root mean squares per channel; minus infinity, on both, where a side is zero."""
-        sides = (self.up[:1], self.down[:1]) if self.by_entry else (self.up, self.down)
-        sizes = [sum(b.entries(self.named) for b in side) for side in sides]
-        up, down = self.compared(point)
-        means = (up, down) if self.by_entry else (up / sizes[0], down / sizes[1])
-        whole = (up != 0) & (down != 0)
-        logs = [jnp.where(whole, 0.5 * jnp.log(jnp.where(whole, x, 1.0)), -jnp.inf) for x in means]
-        return logs[0], logs[1]
-
     def log_ratio(self, point: Arrays) -> jax.Array | None:
         if not self.down:
             return None
@@ -341,16 +327,9 @@ class Scale(Additive):
     def log_step(self) -> float:
         return math.hypot(1.0, self.degree)
 
-    def partner(self, anchor: Anchor) -> tuple[Block, ...]:
-        return self.down if anchor[0] in self.up else ()
-
     @property
     def sides(self) -> tuple[tuple[Block, ...], tuple[Block, ...]] | None:
         return (self.up, self.down) if self.down else None
-
-    @property
-    def degree_of_decay(self) -> float | None:
-        return self.degree
 
     def matrices(self, block: Block) -> tuple[int, Matrices | None] | None:
         if HEAD in self.named:  # the kernels of QK-norm have one matrix per head

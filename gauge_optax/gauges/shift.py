@@ -56,7 +56,6 @@ class Shift(Additive):
     effect: ClassVar[Effect] = "shift"
     balancing: ClassVar[Effect] = "shift"
     rigid: ClassVar[str] = VOCAB
-    of_logits: ClassVar[bool] = True
     breaks: ClassVar[str] = (
         "logits themselves move: return the loss, or log-probabilities; else a tied head, soft-capping, or a loss that "
         "is no softmax"

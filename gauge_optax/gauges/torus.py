@@ -110,9 +110,6 @@ class Torus(Additive, Heads):
             )  # fmt: skip
         return self.sample(key, 1.0, {})
 
-    def motion(self, e: jax.Array, change: Any, end: Arrays, turn: jax.Array | None) -> Any:
-        return None if turn is None else turn[..., 0, 1]
-
     def act(self, e: jax.Array, point: Arrays) -> Arrays:
         return self._turned_by(jnp.cos(e), jnp.sin(e), point)
 

@@ -48,7 +48,6 @@ class WriteShift(Shift):
     """One instance: a number per row of each leaf."""
 
     rigid: ClassVar[str] = CHANNEL
-    of_logits: ClassVar[bool] = False
     breaks: ClassVar[str] = "a reader of the stream that does not subtract its mean, such as an RMSNorm, or a tied head"
 
     def signal(self, point: object, gradient: object) -> None:

@@ -334,4 +334,4 @@ def _wrong_state(transformation: str, actual: str, expected: str) -> ValueError:
     return binding_error(
         transformation, "a state of another optimizer", actual, expected,
         "call tx.init(params) of this optimizer; go.from_state(state, inner, gauges, params) converts the state of a "
-        "plain optimizer, or of version 0.2")
+        "plain optimizer")

@@ -52,7 +52,6 @@ SLOW: dict[str, str] = {
     "gauges/test_flat.py::test_vertical_is_the_orbit[[]product/residual_layernorm]": OTHER_NET,
     "test_multipliers.py::test_products_are_held_around_a_quotient_and_inside_one[[]kind[12]]": OTHER_NET,
     "test_multipliers.py::test_qk_clip_bounds_logits_and_leaves_the_ratio_to_the_gauge[[]mha]": OTHER_NET,
-    "test_from_state.py::test_a_state_that_version_0_2_saved_goes_on[[]free]": OTHER_NET,
     "test_grokking.py::test_each_number_is_projected_once_and_the_logits_are_the_plain_ones[[]one block]": OTHER_NET,
     "test_grokking.py::test_its_gauges_are_symmetries_and_a_full_rotation_is_none_under_rotary[[]one block]": OTHER_NET,
     "test_muon.py::test_twins_with_latent_attention_stay_twins[[]*": "that both layouts get the same steps is quick",

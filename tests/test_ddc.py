@@ -428,3 +428,11 @@ def test_orbit_coordinates_of_a_users_gauge_are_refused(vertical: str) -> None:
     case = CASES["user_gauge/translation"]
     with pytest.raises(ValueError, match='write vertical="frozen"'):
         go.ddc_adamw(0.02, case.gauges(), vertical=vertical).init(case.params(jax.random.key(0)))
+
+
+def test_orbit_coordinates_of_constants_that_other_leaves_decide_are_refused() -> None:
+    gauge = go.bias_absorption({"b": "channel"}, {"w": "channel _"}, {"c": "_"})
+    params = {"b": jnp.ones(2), "w": jnp.ones((2, 3)), "c": jnp.zeros(3)}
+    with pytest.raises(ValueError, match='write vertical="frozen"'):
+        go.ddc_adamw(0.02, gauge, vertical="adam").init(params)
+    go.ddc_adamw(0.02, gauge).init(params)

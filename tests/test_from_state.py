@@ -1,12 +1,9 @@
 """A plain run goes on as a quotient run: moments move by what they are, and wrong states are refused."""
 
-import json
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 
@@ -113,61 +110,6 @@ def test_a_quotient_state_moves_by_its_frame(x64: None) -> None:
     assert _far(*ends) <= tolerance("quotient_twins")
     with pytest.raises(ValueError, match="a frame of"):
         go.transport(state, params, SCALES, group.sample(jax.random.key(1), params)[:3])
-
-
-# States of version 0.2 -------------------------------------------------------------------------------------
-
-
-def _gauges_of_0_2() -> list[go.Gauge]:
-    return [
-        go.norm_scale({"norm": "1+ channel"}, {"up": "channel _"}),
-        go.rescale({"up": "_ channel"}, {"down": "channel _"}, degree=2),
-        go.head_linear({"a": "_ basis"}, {"b": "basis _"}),
-        go.rope_linear({"query": "_ head basis"}, {"key": "_ head basis"}),
-        go.logit_shift({"head": "_ vocab"}),
-    ]
-
-
-def _stored() -> Any:
-    """A run of 0.2 after three steps, as nested dicts, its next gradients, and where it went."""
-    text = (Path(__file__).parent / "data" / "state_0_2.json").read_text()
-    return json.loads(text, object_hook=lambda x: jnp.asarray(x["array"]) if "array" in x else x)
-
-
-@pytest.mark.parametrize("name", ["pinned", "free"])
-def test_a_state_that_version_0_2_saved_goes_on(name: str, x64: None) -> None:
-    stored, inner, gauges = _stored(), optax.adam(1e-2), _gauges_of_0_2()
-    params, tx = stored[name]["params"], go.quotient(inner, gauges, pin=name == "pinned")
-    state = go.from_state(stored[name]["state"], inner, gauges, params)
-    assert jax.tree.structure(state) == jax.tree.structure(tx.init(params))
-    update = jit(tx.update)
-    for gradient in stored["gradients"]:
-        updates, state = update(gradient, state, params)
-        params = optax.apply_updates(params, updates)
-    for path, expected in stored[name]["after"].items():
-        np.testing.assert_allclose(params[path], expected, rtol=1e-10, atol=1e-12, err_msg=path)
-
-
-def test_a_state_of_0_2_of_other_gauges_is_refused() -> None:
-    stored = _stored()["pinned"]
-    with pytest.raises(ValueError, match="from_state: a state of other gauges"):
-        go.from_state(stored["state"], optax.adam(1e-2), _gauges_of_0_2()[:2], stored["params"])
-
-
-def test_a_state_of_flax_goes_on_under_the_alias_that_made_it(x64: None) -> None:
-    """Flax writes sequences as dicts of numbers; what made the state is known as a whole."""
-
-    def as_flax(tree: Any) -> Any:
-        if isinstance(tree, dict):
-            return {key: as_flax(x) for key, x in tree.items()}
-        return {str(k): as_flax(x) for k, x in enumerate(tree)} if isinstance(tree, list | tuple) else tree
-
-    stored, inner, gauges = _stored(), optax.adam(1e-2), _gauges_of_0_2()
-    saved, params = stored["free"]["state"], stored["free"]["params"]
-    expected = go.from_state(saved, inner, gauges, params)
-    state = go.from_state(as_flax(saved), go.quotient(inner, gauges, pin=False), gauges, params)
-    assert jax.tree.structure(state) == jax.tree.structure(expected)
-    assert all(jax.tree.leaves(jax.tree.map(lambda x, y: bool(jnp.all(x == y)), state, expected)))
 
 
 def test_an_unpinned_run_goes_on_from_a_plain_state(x64: None) -> None:

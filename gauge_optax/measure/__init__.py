@@ -29,7 +29,7 @@ from gauge_optax.measure.spectra import (
     smallest_singular_value,
     spectral_gap,
 )
-from gauge_optax.rotation.equilibrium import corrected, effective_decay, predict_equilibrium, predict_norm
+from gauge_optax.rotation.equilibrium import corrected, predict_equilibrium
 
 __all__ = [
     "GGN",
@@ -46,7 +46,6 @@ __all__ = [
     "dead_units",
     "directional_fisher",
     "drift",
-    "effective_decay",
     "effective_rank",
     "gauge_fraction",
     "gauge_sensitivity",
@@ -56,7 +55,6 @@ __all__ = [
     "llc",
     "power_law",
     "predict_equilibrium",
-    "predict_norm",
     "predicted_drift",
     "quotient_arc_length",
     "quotient_fisher",

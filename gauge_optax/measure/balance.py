@@ -11,6 +11,7 @@ import optax
 
 from gauge_optax.gauges.gauge import Gauges, Product, product
 from gauge_optax.gauges.scale import two_sided
+from gauge_optax.gauges.sizes import log_sizes
 from gauge_optax.measure._recording import either
 from gauge_optax.measure.live import Figures, labelled, labels
 from gauge_optax.transformation import require_every, stepped, transformation
@@ -100,7 +101,7 @@ def _balance(group: Product, params: Any, step: jax.Array) -> Balance:
     ratios, products = {}, {}
     for label, part in zip(labels(group), group.parts, strict=True):
         s = part._slice(params)
-        sizes = {i.key: i.log_sizes(s.values(params)) for i in s.instances} if two_sided(part) else {}
+        sizes = {i.key: log_sizes(i, s.values(params)) for i in s.instances} if two_sided(part) else {}
         for key, (up, down) in sizes.items():
             # `log_sizes` gives −∞ for both sides of a channel that has no ratio.
             ratios[labelled(label, key)] = jnp.where(jnp.isneginf(up), 0.0, up - down)

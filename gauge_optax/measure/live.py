@@ -5,6 +5,7 @@ Norms are taken in slice coordinates, where all weight sets of one function have
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -15,6 +16,8 @@ import optax
 
 from gauge_optax.binding import leaves_by_path
 from gauge_optax.gauges.gauge import Gauges, Product, product
+from gauge_optax.gauges.instance import Instance
+from gauge_optax.gauges.scale import Scale
 from gauge_optax.linalg import real_dtype
 from gauge_optax.measure._recording import recorded
 from gauge_optax.measure.motion import turning
@@ -267,7 +270,7 @@ def _metrics(
     for label, (_, instances), now, at_init, angle in zip(
         labels(group), s.parts, coordinates, start, angles, strict=True
     ):
-        named = {i.key: i.named for i in instances if i.log_step}
+        named = {i.key: i.named for i in instances if has_channels(i)}
         for key, x in jax.tree.map(jnp.subtract, now, at_init).items():
             if key in named:
                 summed = tuple(axis for axis, name in enumerate(named[key]) if name not in layers)
@@ -277,6 +280,17 @@ def _metrics(
                     drift[labelled(label, f"{key}/{path}" if key else path)] = _extreme(shift, None)
         turns |= {labelled(label, key): x for key, x in angle.items()}
     return Metrics(jnp.asarray(step, jnp.int32), Figures.of(drift), Figures.of(turns), *norms)
+
+
+@functools.singledispatch
+def has_channels(instance: Instance) -> bool:
+    """Whether its coordinate has one number per value of its named axes; that of a shift has an array per leaf."""
+    return False
+
+
+@has_channels.register
+def _(instance: Scale) -> bool:
+    return True
 
 
 def labels(group: Product) -> list[str]:

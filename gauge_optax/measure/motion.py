@@ -5,7 +5,8 @@ around a closed loop turns a head (holonomy). Its drift is the sum of `vertical_
 as a group logarithm, over steps. docs/design.md §2.
 """
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,8 +15,13 @@ import numpy as np
 from jax.tree_util import DictKey, SequenceKey
 
 from gauge_optax.gauges.gauge import Element, Gauges, product
-from gauge_optax.gauges.heads import PLANE
-from gauge_optax.gauges.instance import Arrays
+from gauge_optax.gauges.heads import PLANE, Heads
+from gauge_optax.gauges.instance import Arrays, Instance
+from gauge_optax.gauges.linear import Linear
+from gauge_optax.gauges.residual import ResidualRotation
+from gauge_optax.gauges.rope_linear import ComplexScale
+from gauge_optax.gauges.rotation import Rotation
+from gauge_optax.gauges.torus import Torus
 from gauge_optax.linalg import (
     inverse_pair_sums,
     matmul,
@@ -159,9 +165,97 @@ def vertical_motion(params: Any, update: Any, gauges: Gauges) -> tuple[Element, 
         coordinates = [instance.coordinate(x, point) for x, point in zip((e, e_after), values, strict=True)]
         pair = coordinates if jax.tree.leaves(coordinates[0]) else (e, e_after)
         change = jax.tree.map(jnp.subtract, pair[1], pair[0])
-        motions.append(instance.motion(e, change, end, turns.get(instance.turn)))
+        motions.append(motion(instance, e, change, end, turns))
     by_instance = iter(motions)
     return tuple(gauge._join(instances, [next(by_instance) for _ in instances]) for gauge, instances in s.parts)
+
+
+# What is asked of each kind of gauge ----------------------------------------------------------------------
+
+Turns = Mapping[Any, jax.Array]
+"""Rotation of heads → antisymmetric logarithm of how far they turn, (*named, size, size)."""
+
+
+@functools.singledispatch
+def motion(instance: Instance, e: Any, change: Any, end: Arrays, turns: Turns) -> Any:
+    """The logarithm of the part of a step along the orbit, in the public structure of an element.
+
+    Args:
+      instance: a copy of a gauge.
+      e: the element that the point before the step reads as, without rotations.
+      change: how much the step changes that element, or its coordinate.
+      end: the point after the step, in the slice coordinates of the one before.
+      turns: how far heads turn.
+    """
+    return change
+
+
+@motion.register
+def _(instance: Rotation, e: jax.Array, change: Any, end: Arrays, turns: Turns) -> Any:
+    return turns[instance]
+
+
+@motion.register
+def _(instance: Torus, e: jax.Array, change: Any, end: Arrays, turns: Turns) -> Any:
+    return turns[instance][..., 0, 1]
+
+
+@motion.register
+def _(instance: ComplexScale, e: jax.Array, change: Any, end: Arrays, turns: Turns) -> Any:
+    return jnp.stack([change[..., 0], turns[instance.turn][..., 0, 1]], -1)
+
+
+@motion.register
+def _(instance: Linear, e: jax.Array, change: Any, end: Arrays, turns: Turns) -> Any:
+    stretch = _stretch(instance, end)
+    generator = stretch[..., 0, :, :] - jnp.eye(instance.size, dtype=e.dtype) + turns[instance.turn]
+    # With A = Â·S and the slice point Â, Â·Z·S is A·(S⁻¹·Z·S).
+    return matmul(matmul(e[..., 1, :, :], generator), e[..., 0, :, :])
+
+
+@functools.singledispatch
+def turn_of_heads(instance: Instance) -> Any:
+    """The rotation by which it turns heads; None where it turns none."""
+    return None
+
+
+@turn_of_heads.register(ResidualRotation)  # one basis for all layers, and no head
+def _(instance: Instance) -> Any:
+    return None
+
+
+@turn_of_heads.register
+def _(instance: Heads) -> Any:
+    return instance
+
+
+@turn_of_heads.register(ComplexScale)
+@turn_of_heads.register(Linear)
+def _(instance: Any) -> Any:
+    return instance.turn
+
+
+@functools.singledispatch
+def without_stretch(instance: Instance, point: Arrays) -> Arrays:
+    """A point near the slice without what stretches its heads, which is no turn."""
+    return point
+
+
+@without_stretch.register(ComplexScale)
+@without_stretch.register(Linear)
+def _(instance: Any, point: Arrays) -> Arrays:
+    out: Arrays = instance.enter(_stretch(instance, point), point)
+    return out
+
+
+def _stretch(instance: Any, point: Arrays) -> jax.Array:
+    """The element that a point near the slice reads as, rotations apart."""
+    every_head = jnp.ones(instance.shape, bool)
+    stretch: jax.Array = instance.read(instance.anchors[0], point, every_head, near=True)[0]
+    return stretch
+
+
+# Turning --------------------------------------------------------------------------------------------------
 
 
 def turning(s: Slice, point: Arrays, tangent: Arrays) -> tuple[dict[str, jax.Array], ...]:
@@ -182,7 +276,8 @@ def turning(s: Slice, point: Arrays, tangent: Arrays) -> tuple[dict[str, jax.Arr
     turns = _read_turns(s, point, {path: x + tangent[path] for path, x in point.items()}, logarithm)
     angles: list[dict[str, jax.Array]] = []
     for _, instances in s.parts:
-        squares = {i.key: (i.turn, jnp.sum(jnp.square(turns[i.turn]), (-2, -1)) / 2) for i in instances if i.turn}
+        found = {i.key: turn for i in instances if (turn := turn_of_heads(i)) is not None}
+        squares = {key: (turn, jnp.sum(jnp.square(turns[turn]), (-2, -1)) / 2) for key, turn in found.items()}
         planes = {key: jnp.sum(x, -1) if turn.named[-1:] == (PLANE,) else x for key, (turn, x) in squares.items()}
         angles.append({key: jnp.sqrt(x) for key, x in planes.items()})
     return tuple(angles)
@@ -193,10 +288,7 @@ def _read_turns(
 ) -> dict[Any, jax.Array]:
     """The skew logarithms, (*named, size, size), by which heads turn between two points near the slice."""
     for instance in s.instances:
-        if instance.turn is not None and instance.anchors:  # a stretch is no turn
-            every_head = jnp.ones(instance.shape, bool)
-            stretch, _ = instance.read(instance.anchors[0], end, every_head, near=True)
-            end = instance.enter(stretch, end)
+        end = without_stretch(instance, end)
     change = {path: end[path] - x for path, x in start.items()}
     turns = dict.fromkeys(s.turns)  # two gauges with the same heads share one entry
     return {turn: logarithm(turn.gram(start, start), turn.gram(start, change)) for turn in turns}

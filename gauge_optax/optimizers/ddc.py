@@ -16,6 +16,7 @@ anchors, so that one radial part is left (B.6); there is no clamp (B.7). docs/de
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -26,12 +27,20 @@ import optax
 from gauge_optax.binding import Block, leaves_by_path, overlap, with_leaves
 from gauge_optax.errors import binding_error
 from gauge_optax.gauges.gauge import Product
-from gauge_optax.gauges.instance import Arrays
+from gauge_optax.gauges.instance import Arrays, Instance
+from gauge_optax.gauges.linear import Linear
 from gauge_optax.gauges.matrices import Matrices
 from gauge_optax.linalg import noise
 from gauge_optax.optimizers.adam import Adam
 from gauge_optax.optimizers.ddc_heads import V_MODES, HeadMoments, divided, in_bases, init_heads, refreshed
-from gauge_optax.optimizers.ddc_vertical import VERTICAL, VerticalMoments, init_vertical, vertical_step
+from gauge_optax.optimizers.ddc_vertical import (
+    VERTICAL,
+    VerticalMoments,
+    has_orbit_coordinates,
+    init_vertical,
+    vertical_step,
+)
+from gauge_optax.optimizers.lengths import has_lengths, log_step, partner
 from gauge_optax.optimizers.polar import Polar
 from gauge_optax.slice import Slice
 from gauge_optax.transformation import (
@@ -235,7 +244,7 @@ def channels_with_length(s: Slice) -> list[Channels]:
     whole = [block for instance, anchor in places for block in anchor if not instance.named]
     channels = []
     for instance, anchor in places:
-        for block in instance.partner(anchor):
+        for block in partner(instance, anchor):
             if instance.named or not any(overlap(block, other) for other in whole):
                 channels.append(Channels(instance, (block,)))
     return channels
@@ -244,7 +253,7 @@ def channels_with_length(s: Slice) -> list[Channels]:
 def channels_of_anchors(s: Slice) -> list[Channels]:
     """The anchors of scales, whose lengths are constant on the slice."""
     places = [(s.instances[place.number], place.anchor) for place in s.order.first]
-    return [Channels(instance, anchor) for instance, anchor in places if instance.log_step]
+    return [Channels(instance, anchor) for instance, anchor in places if has_lengths(instance)]
 
 
 def inverse_of(x: jax.Array) -> jax.Array:
@@ -288,7 +297,7 @@ def radial_step(
         derivative = pairing * inverse
         mu, nu = adam.first(derivative, mu), adam.second(jnp.square(derivative), nu)
         move = jnp.where(length < least, -_REGROWTH, adam.mean(mu, derivative) / adam.root(nu))
-        size = each.entries**0.5 if linear else each.instance.log_step
+        size = each.entries**0.5 if linear else log_step(each.instance)
         rates = options.radial_scale * size * move * inverse
         for path, x in each.times(point, rates).items():
             out[path] = out[path] + x if path in out else x
@@ -363,6 +372,17 @@ def tangential_step(
     return in_bases(bases, step, back=True), mu, nu, heads
 
 
+@functools.singledispatch
+def can_step(instance: Instance) -> bool:
+    """Whether DDC has a rule for its leaves; GL(d) has neither lengths nor a basis that Adam could keep."""
+    return True
+
+
+@can_step.register
+def _(instance: Linear) -> bool:
+    return False
+
+
 def check_ddc(s: Slice, options: Options, params: optax.Params) -> None:
     """Raises ValueError for gauges that DDC cannot step, such as GL(d), and for complex leaves.
 
@@ -372,13 +392,14 @@ def check_ddc(s: Slice, options: Options, params: optax.Params) -> None:
       params: the parameters.
     """
     for instance in s.instances:
-        if instance.known_by_action and options.vertical != "frozen":
+        if not has_orbit_coordinates(instance) and options.vertical != "frozen":
             raise binding_error(
                 "scale_by_ddc", f"vertical={options.vertical!r} with the gauge {instance.gauge}",
-                "a gauge known by its action alone, which has no orbit coordinates to step",
-                "gauges of this library", 'write vertical="frozen"',
+                "a gauge without orbit coordinates to step",
+                "scales, rotations, tori, rope_linear, permutations, and shifts of single leaves",
+                'write vertical="frozen"',
             )  # fmt: skip
-        if instance.anchors and instance.turn is not None and not instance.log_step:
+        if not can_step(instance):
             raise binding_error(
                 "scale_by_ddc", f"{instance.gauge} on '{instance.blocks[0].path}'",
                 "a linear gauge in the list of DDC", "shifts, scales, rotations, tori and rope_linear",

@@ -20,10 +20,20 @@ import jax.numpy as jnp
 import optax
 
 from gauge_optax.binding import Block, leaves_by_path, overlap, with_leaves
+from gauge_optax.gauges.absorption import Absorption
+from gauge_optax.gauges.by_action import ActionInstance
+from gauge_optax.gauges.embedding_shift import Translation
 from gauge_optax.gauges.gauge import Product
-from gauge_optax.gauges.instance import Arrays
+from gauge_optax.gauges.heads import Heads
+from gauge_optax.gauges.instance import Arrays, Instance, Turn
+from gauge_optax.gauges.key_bias import Constant
+from gauge_optax.gauges.read_shift import ReadShift
+from gauge_optax.gauges.residual import ResidualRotation
+from gauge_optax.gauges.rope_linear import ComplexScale
+from gauge_optax.gauges.scale import Scale
+from gauge_optax.gauges.shift import Shift
 from gauge_optax.linalg import noise
-from gauge_optax.optimizers._quotient import QuotientState
+from gauge_optax.optimizers._quotient import QuotientState, only_rotates
 from gauge_optax.optimizers.adam import Adam
 from gauge_optax.optimizers.ddc import (
     Channels,
@@ -38,6 +48,7 @@ from gauge_optax.optimizers.ddc import (
     tangential_step,
 )
 from gauge_optax.optimizers.polar import Polar
+from gauge_optax.optimizers.sides import factors
 from gauge_optax.slice import Slice, SliceTangent
 from gauge_optax.transformation import cast_like, explain_state_mismatch, transformation
 from gauge_optax.xla import computed_twice, not_fused_with_spread
@@ -76,10 +87,8 @@ def fused_ddc(
         slice_gradient = with_leaves(updates, s.enter_dual(f, s.vectors(updates), point, turning=False))
         gradient: Arrays = leaves_by_path(slice_gradient)
         least = s.least_signal(point, slice_gradient)
-        into = {
-            i.turn: i.turn.matrix(i.turn.inverse(e)) if i.turn is i else i.turn.matrix(i.turn.identity())
-            for i, e in zip(s.instances, f, strict=True) if i.turn is not None
-        }  # fmt: skip
+        turned = (into_slice_basis(i, e) for i, e in zip(s.instances, f, strict=True))
+        into = dict(pair for pair in turned if pair is not None)
 
         # Lengths, by sums over stored leaves.
         stored = _Stored.of(s, f, params, updates)
@@ -120,10 +129,102 @@ def fused_ddc(
 
 def _rotations_come_last(s: Slice) -> bool:
     """Whether rotations can be applied after all other gauges. On a leaf with a shift, they may have to act before."""
-    if any(i.keeps_place or (i.turn is not None and not i.turn.of_heads) for i in s.instances):
+    if any(acts_at_its_place(i) for i in s.instances):
         return False
     turned = {path for turn in s.turns for path in turn.paths}
-    return turned.isdisjoint(path for i in s.instances if i.effect == "shift" for path in i.paths)
+    return turned.isdisjoint(path for i in s.instances if adds_constants(i) for path in i.paths)
+
+
+# What is asked of each kind of gauge ----------------------------------------------------------------------
+
+
+@functools.singledispatch
+def into_slice_basis(instance: Instance, e: Any) -> tuple[Turn, jax.Array] | None:
+    """The rotation of heads, with the matrix that takes rows as `enter(turning=False)` leaves them to the slice."""
+    return None
+
+
+@into_slice_basis.register
+def _(instance: Heads, e: Any) -> tuple[Turn, jax.Array]:
+    return instance, instance.matrix(instance.inverse(e))
+
+
+@into_slice_basis.register
+def _(instance: ComplexScale, e: Any) -> tuple[Turn, jax.Array]:
+    turn = instance.turn  # `enter` undoes angles together with moduli
+    return turn, turn.matrix(turn.identity())
+
+
+@functools.singledispatch
+def acts_at_its_place(instance: Instance) -> bool:
+    """Whether it has to act at its place in the list of gauges, before or after rotations of heads."""
+    return False
+
+
+@acts_at_its_place.register(Absorption)
+@acts_at_its_place.register(Translation)
+@acts_at_its_place.register(ReadShift)
+@acts_at_its_place.register(ResidualRotation)
+def _(instance: Instance) -> bool:
+    return True
+
+
+@functools.singledispatch
+def adds_constants(instance: Instance) -> bool:
+    """Whether it adds constants to leaves, which a rotation of the same leaf would turn."""
+    return False
+
+
+@adds_constants.register(Shift)
+@adds_constants.register(Constant)
+def _(instance: Instance) -> bool:
+    return True
+
+
+@adds_constants.register
+def _(instance: ActionInstance) -> bool:
+    return instance.effect == "shift"
+
+
+@functools.singledispatch
+def only_scales(instance: Instance) -> bool:
+    """Whether all that it does is to multiply channels by factors."""
+    return False
+
+
+@only_scales.register
+def _(instance: Scale) -> bool:
+    return True
+
+
+@only_scales.register
+def _(instance: ComplexScale) -> bool:
+    return False
+
+
+@functools.singledispatch
+def keeps_pairings(instance: Instance) -> bool:
+    """Whether products of a leaf and its gradient have the same sum along a channel before and after its moves."""
+    return False
+
+
+@keeps_pairings.register(Scale)
+@keeps_pairings.register(Heads)
+def _(instance: Instance) -> bool:
+    return True
+
+
+@keeps_pairings.register
+def _(instance: ComplexScale) -> bool:
+    return False
+
+
+@keeps_pairings.register
+def _(instance: ActionInstance) -> bool:
+    return instance.effect in ("diagonal", "orthogonal")
+
+
+# Sums over stored leaves ----------------------------------------------------------------------------------
 
 
 def _above(rest: jax.Array, whole: jax.Array, least: jax.Array | None) -> jax.Array:
@@ -157,9 +258,9 @@ class _StoredBlock(NamedTuple):
         `weighted(1, 1)` multiplies twice instead of squaring: XLA:CPU would materialize the shared square.
         """
         pairs = [(named, b, x if k == 1 else computed_twice(x * x)) for named, b, x in self.others for k in powers]
-        factors = [b.spread(named, x, elsewhere=1.0) for named, b, x in pairs]
-        factors += [] if by is None else [by]
-        return self.leaf * functools.reduce(jnp.multiply, factors) if factors else self.leaf
+        spread = [b.spread(named, x, elsewhere=1.0) for named, b, x in pairs]
+        spread += [] if by is None else [by]
+        return self.leaf * functools.reduce(jnp.multiply, spread) if spread else self.leaf
 
 
 _Removed = Sequence[tuple[Channels, jax.Array]]
@@ -182,22 +283,22 @@ class _Stored:
     def of(cls, s: Slice, f: Sequence[Any], params: Any, updates: Any) -> "_Stored":
         """At a point with frame F."""
         values, vectors = s.values(params), s.vectors(updates)
-        back = {i: i.inverse(e) for i, e in zip(s.instances, f, strict=True) if i.log_step and i.turn is None}
-        moving = [(i, b) for i in s.instances if i.turn is not i for b in i.blocks]
+        back = {i: i.inverse(e) for i, e in zip(s.instances, f, strict=True) if only_scales(i)}
+        moving = [(i, b) for i in s.instances if not only_rotates(i) for b in i.blocks]
         # One array per side of an instance, computed_twice from the factors that `enter` multiplies the same leaves by.
         blocks_by_side = {(i, block.role): block for i in back for block in i.blocks}
-        sides = {(i, role): computed_twice(i.factors(back[i], block)) for (i, role), block in blocks_by_side.items()}
+        sides = {(i, role): computed_twice(factors(i, back[i], block)) for (i, role), block in blocks_by_side.items()}
         blocks: dict[tuple[Any, Block], _StoredBlock] = {}
         for instance in back:
             for block in instance.blocks:
                 others = [(i, b) for i, b in moving if i is not instance and b.path == block.path and overlap(block, b)]
                 if all(i in back for i, _ in others):
-                    factors = tuple((i.named, b, sides[i, b.role]) for i, b in others)
-                    blocks[instance, block] = _StoredBlock(values[block.path], sides[instance, block.role], factors)
+                    by_others = tuple((i.named, b, sides[i, b.role]) for i, b in others)
+                    blocks[instance, block] = _StoredBlock(values[block.path], sides[instance, block.role], by_others)
         # Only leaves that nothing but scales and rotations move make pairs. Single rows of heads make none, because
         # `enter_dual` may set their gradient to zero as roundoff.
-        plain = {b.path for i in s.instances for b in i.blocks if i.effect in ("diagonal", "orthogonal")}
-        mixed = {b.path for i in s.instances for b in i.blocks if i.effect not in ("diagonal", "orthogonal")}
+        plain = {b.path for i in s.instances if keeps_pairings(i) for b in i.blocks}
+        mixed = {b.path for i in s.instances if not keeps_pairings(i) for b in i.blocks}
         single = {b.path for turn in s.turns for b in turn.blocks if turn.rows(b) == 1}
         return cls(blocks, {p: (values[p], vectors[p]) for p in sorted(plain - mixed - single)})
 

@@ -46,6 +46,7 @@ from gauge_optax.optimizers.ddc import (
 )
 from gauge_optax.optimizers.ddc_heads import init_heads
 from gauge_optax.optimizers.ddc_vertical import init_vertical
+from gauge_optax.optimizers.lengths import joined_sides
 from gauge_optax.optimizers.polar import Polar
 from gauge_optax.slice import Slice
 from gauge_optax.transformation import cast_like, layout, placeholder, require_choice, transformation, zeros_like
@@ -125,24 +126,24 @@ class Tensors:
 
 def joined_tensors(s: Slice) -> list[Tensors]:
     """Pairs of scale gauges, and chains of gauges that name no axis; every chain once."""
-    scales = [i for i in s.instances if i.log_step and i.turn is None]
+    joined = {i: joined_sides(i) for i in s.instances}
+    pairs = {i: sides for i, sides in joined.items() if len(sides) == 2}
     tensors: list[Tensors] = []
-    whole = [i for i in scales if not i.named and i.sides is not None]
+    whole = [i for i in pairs if not i.named]
     while whole:
         # A chain begins with the side that is the second one of no other gauge.
-        sides: list[tuple[Any, tuple[Block, ...]]] = []
-        chain = [next(i for i in whole if not any(_meet(i.sides[0], j.sides[1]) for j in whole if j is not i))]
-        while later := [i for i in whole if i not in chain and _meet(chain[-1].sides[1], i.sides[0])]:
+        chain = [next(i for i in whole if not any(_meet(pairs[i][0], pairs[j][1]) for j in whole if j is not i))]
+        while later := [i for i in whole if i not in chain and _meet(pairs[chain[-1]][1], pairs[i][0])]:
             chain.append(later[0])
-        sides = [(chain[0], chain[0].sides[0]), *((i, i.sides[1]) for i in chain)]
-        degrees = [i.degree_of_decay for i in chain]
+        sides = [(chain[0], pairs[chain[0]][0]), *((i, pairs[i][1]) for i in chain)]
+        degrees = [i.degree for i in chain]
         exponents = tuple(math.prod(degrees[k:]) for k in range(len(sides)))
         tensors.append(Tensors(tuple(Channels(i, side) for i, side in sides), exponents))
         whole = [i for i in whole if i not in chain]
-    for i in (i for i in scales if i.named and i.sides is not None):
-        channels = tuple(Channels(i, side) for side in i.sides)
-        tensors.append(Tensors(channels, (float(i.degree_of_decay), 1.0)))
-    tensors += [Tensors((Channels(i, i.blocks),), (1.0,), frozen=True) for i in scales if i.sides is None]
+    for i in (i for i in pairs if i.named):
+        tensors.append(Tensors(tuple(Channels(i, side) for side in pairs[i]), (float(i.degree), 1.0)))
+    single = {i: sides[0] for i, sides in joined.items() if len(sides) == 1}
+    tensors += [Tensors((Channels(i, side),), (1.0,), frozen=True) for i, side in single.items()]
     return tensors
 
 

@@ -12,9 +12,17 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from gauge_optax.gauges.instance import Arrays
+from gauge_optax.gauges.absorption import Absorption
+from gauge_optax.gauges.by_action import ActionInstance
+from gauge_optax.gauges.embedding_shift import Translation
+from gauge_optax.gauges.instance import Arrays, Instance
+from gauge_optax.gauges.key_bias import Constant
+from gauge_optax.gauges.read_shift import ReadShift
+from gauge_optax.gauges.rope_linear import ComplexScale
+from gauge_optax.gauges.shift import Shift
 from gauge_optax.linalg import noise, real_dtype, skew
 from gauge_optax.optimizers.adam import Adam
+from gauge_optax.optimizers.lengths import has_lengths, log_step
 from gauge_optax.slice import Slice
 
 VERTICAL = ("frozen", "sgd", "adam")
@@ -24,7 +32,7 @@ class Moments(NamedTuple):
     """One moment of every orbit coordinate.
 
     Attributes:
-      scales: one array per instance with anchors.
+      scales: one array per scale instance.
       shifts: one dict by leaf per shift.
       turning: a dict by leaf; in second moments, a dict by number of the rotation, with one number per head.
     """
@@ -83,7 +91,7 @@ def vertical_step(
         inverses = {k: 1.0 / x for k, x in roots.turning.items()}
         rates = whole._replace(turning=_times(s, rates.turning, inverses))
     out = {p: jnp.zeros_like(x) for p, x in point.items()} | rates.turning
-    for instance, rate in zip(_with_anchors(s), rates.scales, strict=True):
+    for instance, rate in zip(_scales(s), rates.scales, strict=True):
         _, along = jax.jvp(functools.partial(_scaled, instance, point), (jnp.zeros_like(rate),), (rate,))
         out |= {p: out[p] + along[p] for p in instance.paths}
     for instance, rate in zip(_shifts(s), rates.shifts, strict=True):
@@ -91,17 +99,65 @@ def vertical_step(
     return out, VerticalMoments(mu, nu)
 
 
-def _with_anchors(s: Slice) -> list[Any]:
-    return [instance for instance in s.instances if instance.anchors]
+# What is asked of each kind of gauge ----------------------------------------------------------------------
+
+
+@functools.singledispatch
+def has_orbit_coordinates(instance: Instance) -> bool:
+    """Whether its orbits have coordinates of the three kinds that are stepped here, if they have any dimension."""
+    return True
+
+
+@has_orbit_coordinates.register(ActionInstance)  # known by its action alone
+@has_orbit_coordinates.register(Absorption)
+@has_orbit_coordinates.register(Translation)
+@has_orbit_coordinates.register(ReadShift)
+def _(instance: Instance) -> bool:
+    return False
+
+
+@functools.singledispatch
+def is_shift(instance: Instance) -> bool:
+    """Whether its coordinates are what it adds to leaves, one array per leaf."""
+    return False
+
+
+@is_shift.register(Shift)
+@is_shift.register(Constant)
+def _(instance: Instance) -> bool:
+    return True
+
+
+@is_shift.register
+def _(instance: ReadShift) -> bool:
+    return False
+
+
+@functools.singledispatch
+def element_of_logs(instance: Instance, logs: jax.Array) -> jax.Array:
+    """The element of a scale that multiplies by the exponentials of these logs, and does nothing else."""
+    return logs
+
+
+@element_of_logs.register
+def _(instance: ComplexScale, logs: jax.Array) -> jax.Array:
+    return jnp.stack([logs, jnp.zeros_like(logs)], -1)  # the angles of rotary planes belong to `turning`
+
+
+# Coordinates ----------------------------------------------------------------------------------------------
+
+
+def _scales(s: Slice) -> list[Any]:
+    return [instance for instance in s.instances if has_lengths(instance)]
 
 
 def _shifts(s: Slice) -> list[Any]:
-    return [instance for instance in s.instances if not instance.anchors and instance.effect == "shift"]
+    return [instance for instance in s.instances if is_shift(instance)]
 
 
 def _scaled(instance: Any, point: Arrays, logs: jax.Array) -> Arrays:
-    """A point whose channels are scaled by these logs. The angles of rotary planes belong to `turning`."""
-    out: Arrays = instance.act(instance.from_logs(logs), point)
+    """A point whose channels are scaled by these logs."""
+    out: Arrays = instance.act(element_of_logs(instance, logs), point)
     return out
 
 
@@ -109,13 +165,13 @@ def _derivatives(s: Slice, point: Arrays, gradient: Arrays) -> Moments:
     """The loss's derivatives by every orbit coordinate; zero where they are roundoff, as for an invariant loss."""
     sizes = {p: jnp.abs(point[p] * x) for p, x in gradient.items()}
     scales = []
-    for instance in _with_anchors(s):
+    for instance in _scales(s):
         logs = jnp.zeros(instance.shape, real_dtype())
         moved, pull = jax.vjp(functools.partial(_scaled, instance, point), logs)
         size = sum((b.total(instance.named, sizes[b.path]) for b in instance.blocks), start=jnp.zeros(()))
         cotangent = {p: gradient[p] if p in instance.paths else jnp.zeros_like(x) for p, x in moved.items()}
         # The coefficient of the gradient's projection on (1, −p), by which log α = 1 changes the logs of both sides.
-        scales.append(_above_noise(pull(cotangent)[0], size) / instance.log_step**2)
+        scales.append(_above_noise(pull(cotangent)[0], size) / log_step(instance) ** 2)
     absolute = {p: jnp.abs(x) for p, x in gradient.items()}
     shifts = [jax.tree.map(_above_noise, i.read_mean(gradient), i.read_mean(absolute)) for i in _shifts(s)]
     across = s.project_turning(point, gradient)

@@ -6,6 +6,7 @@ A number per role shrinks the sides of a gauge independently; a part of that fie
 References: DDC B.7 and C.14; docs/design.md §4; "When Equivalent Weights Train Differently" §4.
 """
 
+import functools
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NamedTuple, TypeAlias
@@ -18,6 +19,10 @@ import optax
 from gauge_optax.binding import leaves_by_path
 from gauge_optax.errors import binding_error
 from gauge_optax.gauges.gauge import Gauges, Product, product
+from gauge_optax.gauges.heads import Heads
+from gauge_optax.gauges.instance import Instance
+from gauge_optax.gauges.linear import Linear
+from gauge_optax.gauges.scale import Scale
 from gauge_optax.slice import Slice
 from gauge_optax.transformation import in_computing_dtype, in_dtype_of, require_choice, transformation
 
@@ -150,13 +155,39 @@ def decay(
     return transformation(_NAME, init, update, AddGaugeDecayState, empty)
 
 
+@functools.singledispatch
+def degree(instance: Instance) -> float | None:
+    """The homogeneity p of a scale, which match="horizontal" needs; None for all others, which decay as ever."""
+    return None
+
+
+@degree.register
+def _(instance: Scale) -> float | None:
+    return instance.degree
+
+
+@functools.singledispatch
+def decays_as_one(instance: Instance) -> bool:
+    """Whether a mask may not split its leaves. It may split those of a shift, whose mean decays under no mask."""
+    return False
+
+
+@decays_as_one.register(Scale)
+@decays_as_one.register(Heads)
+@decays_as_one.register(Linear)
+def _(instance: Instance) -> bool:
+    return True
+
+
 def _horizontal(s: Slice) -> dict[str, float]:
     """Returns the factors of leaves with a scale gauge under match="horizontal". Raises ValueError for two gauges."""
     factors: dict[str, float] = {}
     first: dict[str, str] = {}
     for instance in s.instances:
-        p = instance.degree_of_decay
-        for path in () if p is None else instance.paths:
+        p = degree(instance)
+        if p is None:
+            continue
+        for path in instance.paths:
             if path in factors:
                 raise binding_error(
                     _NAME, f"two scale gauges on '{path}'", f"{first[path]} and {instance.gauge}",
@@ -187,8 +218,8 @@ def require_whole_gauges(name: str, s: Slice, flags: Mapping[str, bool]) -> None
       flags: leaf path → whether it decays; leaves that are absent count as neither.
     """
     for instance in s.instances:
-        if not instance.log_step and instance.turn is None:
-            continue  # the mean along a shift does not decay under any mask
+        if not decays_as_one(instance):
+            continue
         decayed = [p for p in instance.paths if flags.get(p) is True]
         masked = [p for p in instance.paths if flags.get(p) is False]
         if decayed and masked:

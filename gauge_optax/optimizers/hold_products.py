@@ -22,6 +22,7 @@ from gauge_optax.errors import binding_error
 from gauge_optax.gauges.gauge import BlockGauge, Element, Gauge, Gauges, product
 from gauge_optax.gauges.instance import Effect
 from gauge_optax.gauges.scale import keeps_product, scale_invariant
+from gauge_optax.gauges.sizes import log_sizes
 from gauge_optax.optimizers.fix import chords
 from gauge_optax.states.moves import Move, MovingPart
 from gauge_optax.states.transport import ON_UNKNOWN, transported_state
@@ -196,7 +197,7 @@ def hold_products(
 def log_products(gauge: Gauge, params: Any) -> Element:
     """log s_up + log s_down per channel, s the root mean squares of both sides; −∞ where a side is zero."""
     s = gauge._slice(params)
-    return {instance.key: sum(instance.log_sizes(s.values(params))) for instance in s.instances}
+    return {instance.key: sum(log_sizes(instance, s.values(params))) for instance in s.instances}
 
 
 def _label(gauge: Gauge, params: Any) -> str:

@@ -19,7 +19,8 @@ from gauge_optax.binding import Block, overlap
 from gauge_optax.errors import binding_error
 from gauge_optax.gauges.gauge import Gauges, Product, product
 from gauge_optax.gauges.heads import BASIS
-from gauge_optax.linalg import inverse_gram
+from gauge_optax.linalg import inverse_gram, real_dtype
+from gauge_optax.optimizers.sides import channel_sides, matrix_sides
 from gauge_optax.slice import Slice
 from gauge_optax.transformation import in_dtype_of, placeholder, require_choice, require_every, transformation
 
@@ -174,8 +175,8 @@ def scale_by_opposite_gram(
 
 def two_sides(s: Slice) -> tuple[list[Any], list[Any]]:
     """Returns the instances with an opposite factor: scales, and those whose factors are matrices."""
-    sided = [i for i in s.instances if i.sides is not None]
-    return [i for i in sided if i.log_step], [i for i in sided if not i.log_step]
+    scales = [i for i in s.instances if channel_sides(i) is not None]
+    return scales, [i for i in s.instances if matrix_sides(i) is not None]
 
 
 def _checked_slice(group: Product, params: Any) -> Slice:
@@ -207,10 +208,10 @@ def _inverses(
     scales, linear = two_sides(s)
     channels = []
     for instance in scales:
-        up, down = instance.squared_sides(point)
-        p = float(instance.degree_of_decay)
+        up, down = _squares(instance, point)
+        p = float(instance.degree)
         channels.append((_power(down + added(down, 1), -1.0 / p), _power(up + added(up, 1), -p)))
-    sides = [side for instance in linear for side in instance.sides[::-1]]
+    sides = [side for instance in linear for side in _sides(instance)[::-1]]
     inverses: dict[int, jax.Array] = {}
     if diagonal:
         for number, side in enumerate(sides):
@@ -228,6 +229,19 @@ def _inverses(
     return OppositeInverses(tuple(channels), tuple((inverses[k], inverses[k + 1]) for k in range(0, len(sides), 2)))
 
 
+def _sides(instance: Any) -> tuple[Any, Any]:
+    """Returns both factors of an instance of `two_sides`: blocks of a scale, or the rows of a linear gauge."""
+    pair: Any = channel_sides(instance) or matrix_sides(instance)
+    return pair[0], pair[1]
+
+
+def _squares(scale: Any, point: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """Returns sums of squares of both sides, per channel."""
+    zero = jnp.zeros(scale.shape, real_dtype())
+    up, down = (sum((b.total(scale.named, jnp.square(point[b.path])) for b in x), zero) for x in _sides(scale))
+    return up, down
+
+
 def _power(x: jax.Array, exponent: float) -> jax.Array:
     """Returns x^exponent, and 0 where that is no finite number."""
     power = x**exponent
@@ -239,11 +253,11 @@ def _corrected(s: Slice, inverses: OppositeInverses, vectors: Arrays) -> Arrays:
     scales, linear = two_sides(s)
     out = dict(vectors)
     for instance, channels in zip(scales, inverses.scales, strict=True):
-        for blocks, numbers in zip(instance.sides, channels, strict=True):
+        for blocks, numbers in zip(_sides(instance), channels, strict=True):
             for block in blocks:
                 out[block.path] = out[block.path] * block.spread(instance.named, numbers, elsewhere=1.0)
     for instance, matrices in zip(linear, inverses.linear, strict=True):
-        for side, matrix in zip(instance.sides, matrices, strict=True):
+        for side, matrix in zip(_sides(instance), matrices, strict=True):
             if matrix.ndim == len(side.shape) + 2:
                 out |= side.turned(out, matrix)
                 continue

@@ -5,6 +5,7 @@ References: DDC B.10, Table 1; Jordan et al. 2024 (Muon).
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping
 
@@ -17,14 +18,36 @@ from gauge_optax.binding.axes import parse_axes
 from gauge_optax.binding.paths import match, nearest
 from gauge_optax.binding.specs import Sizes
 from gauge_optax.errors import binding_error
+from gauge_optax.gauges.instance import Instance
 from gauge_optax.gauges.matrices import Matrices, labelled_matrices, matrices_of, matrix
+from gauge_optax.gauges.read_shift import ReadShift
+from gauge_optax.gauges.shift import Shift
+from gauge_optax.gauges.write_shift import WriteShift
 from gauge_optax.linalg import Coefficients, Schedule, ns_schedule, polar
+from gauge_optax.optimizers.sides import channel_sides
 from gauge_optax.slice import Slice
 from gauge_optax.transformation import require_choice
 
 Scalar = float | jax.Array
 Labels = Mapping[str, str] | None
 SCALES = ("width", "rms", "none")
+
+
+@functools.singledispatch
+def is_output_layer(instance: Instance) -> bool:
+    """Whether its leaves are the output layer, which Muon leaves to Adam."""
+    return False
+
+
+@is_output_layer.register
+def _(instance: Shift) -> bool:
+    return True
+
+
+@is_output_layer.register(ReadShift)
+@is_output_layer.register(WriteShift)
+def _(instance: Instance) -> bool:
+    return False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +83,7 @@ class Polar:
         leaves, read = leaves_by_path(params), matrices_of(s.instances)
         rotated = {path for turn in s.turns for path in turn.paths}
         # A logit shift binds the unembedding, which Muon's authors leave to Adam although it is a matrix.
-        muon = read.keys() - {path for i in s.instances if i.of_logits for path in i.paths}
+        muon = read.keys() - {path for i in s.instances if is_output_layer(i) for path in i.paths}
         if self.rotations_alone:
             muon &= rotated
         for pattern, label in self.labels:
@@ -77,7 +100,7 @@ class Polar:
                 for path in sorted(hits):
                     read[path] = self._labelled(pattern, label, path, leaves[path].shape, path in rotated)
         # If gauges bind a leaf but do not read it as matrices, it is a bias or a norm's scale, whatever its shape.
-        vectors = rotated | {path for i in s.instances if i.log_step and i.sides for path in i.paths}
+        vectors = rotated | {path for i in s.instances if channel_sides(i) is not None for path in i.paths}
         for path in (path for path in leaves if path in muon and path not in read):
             shape, vector = leaves[path].shape, path in vectors
             if len(shape) != 2 or vector:

@@ -170,76 +170,13 @@ def polar_alignment(rows: int, columns: int) -> float:
     return float(np.sum(np.sqrt(x) * weights) / np.sum(weights))
 
 
-def predict_norm(
-    kind: str, steps: Number, start: Number, *, learning_rate: Number, weight_decay: Number, **more: Any
-) -> Number:
-    r"""Predicts the norm on its way to equilibrium: Eq. (16).
-
-    .. math::
-      E\lVert\omega_t\rVert^p = a^t \lVert\omega_0\rVert^p + (1 - a^t)\,\hat{\lVert\omega\rVert}^p
-
-    with p = 2 and a = (1 − ηλ)² for AdamW, Lion and Muon, and with p = 4 and a = (1 − ηλ/(1 − α))⁴ for SGDM, whose
-    gradients become smaller as the weights become larger.
-
-    Args:
-      kind: "sgdm", "adamw", "lion" or "muon".
-      steps: t.
-      start: ‖ω₀‖.
-      learning_rate: η.
-      weight_decay: λ.
-      more: what `predict_equilibrium` takes for this kind.
-
-    Returns:
-      √E‖ω_t‖², as if a gradient's whole contribution came at once, which is accurate where the norm changes slowly
-      over the memory of momentum.
-
-    Raises:
-      ValueError: Adam + ℓ₂, whose decay depends on the gradient and has no closed form; as `predict_equilibrium`.
-
-    >>> args = {"learning_rate": 1e-2, "weight_decay": 0.1, "dim": 100}
-    >>> steps = np.array([0, 500, 100_000])
-    >>> go.measure.predict_norm("adamw", steps, 1.0, **args).round(3).tolist()
-    [1.0, 1.879, 2.237]
-
-    Reference: Kosson et al., Eq. (13) to (18) for AdamW; the same recurrence for the others.
-    """
-    require_choice("predict_norm", "kind", kind, ("sgdm", "adamw", "lion", "muon"))
-    rates = {"learning_rate": learning_rate, "weight_decay": weight_decay}
-    rest = predict_equilibrium(kind, **rates, second_order=kind != "sgdm", **more)
-    power, kept = 2, 1 - learning_rate * weight_decay
-    if kind == "sgdm":
-        power, kept = 4, 1 - learning_rate * weight_decay / (1 - more.get("b1", 0.9))
-    share = kept ** (power * steps)
-    return (share * start**power + (1 - share) * rest.norm**power) ** (1 / power)
-
-
-def effective_decay(weight_decay: Number, weights: Any, gradient: Any, axes: Any = None) -> Number:
-    """Returns λ_e = λ + ⟨ω, g⟩/‖ω‖²: the decay, and the part of the gradient that acts as decay.
-
-    Args:
-      weight_decay: λ.
-      weights: vectors ω.
-      gradient: g at ω: for SGDM the gradient itself, for another rule what it makes of a gradient before η, g/√v.
-      axes: the axes that one vector spans; None for all.
-
-    Returns:
-      One number per vector. Predictions for weights that are not scale-invariant take it in place of λ.
-
-    >>> params, grads = jnp.array([3.0, 4.0]), jnp.array([0.0, -0.25])
-    >>> round(float(go.measure.effective_decay(0.1, params, grads)), 3)
-    0.06
-
-    Reference: Kosson et al., §3.4 and Eq. (101).
-    """
-    return weight_decay + (weights * gradient).sum(axes) / (weights * weights).sum(axes)
-
-
 def corrected(prediction: Equilibrium, *, decay_ratio: Number = 1.0, gradient_square: Number = 1.0) -> Equilibrium:
     """Corrects a prediction where two of its assumptions do not hold.
 
     Args:
       prediction: of `predict_equilibrium`, for AdamW, Lion or Muon.
-      decay_ratio: λ_err = λ_e/λ, see `effective_decay`.
+      decay_ratio: λ_err = λ_e/λ, where λ_e = λ + ⟨ω, g⟩/‖ω‖² counts the part of the gradient that decays ω, too;
+        for AdamW, g is g/√v.
       gradient_square: C_err = E‖g/√v‖²/C, which is 1 if v is the average of g².
 
     Returns:

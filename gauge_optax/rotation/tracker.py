@@ -35,7 +35,7 @@ class Rotation(NamedTuple):
       rms_update: ‖Δω‖, decay included; the root of its mean square over steps is η_g.
       weight_gradient_angle: ∠(ω, g), radians; π/2 where the loss does not depend on the size of ω.
       gradient_momentum_angle: ∠(g, m) with the moment before the step, radians; π/2 in a random walk.
-      radial_decay: λ_u = ⟨ω, g⟩/‖ω‖², the part of the gradient that acts as decay; see `effective_decay`.
+      radial_decay: λ_u = ⟨ω, g⟩/‖ω‖², the part of the gradient that acts as decay.
     """
 
     recorded_at: jax.Array

@@ -1,6 +1,5 @@
-"""`from_state`: training continues under `quotient` from a plain optimizer state, or from a state of version 0.2."""
+"""`from_state`: training continues under `quotient` from a plain optimizer state."""
 
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -10,8 +9,7 @@ import optax
 from gauge_optax.binding import with_leaves
 from gauge_optax.errors import binding_error
 from gauge_optax.gauges.gauge import Gauges, Product, product
-from gauge_optax.optimizers._quotient import QuotientState, UnpinnedState, unpinned_state
-from gauge_optax.slice import Slice
+from gauge_optax.optimizers._quotient import QuotientState, only_rotates, unpinned_state
 from gauge_optax.states.transport import transport
 from gauge_optax.transformation import layout
 
@@ -32,10 +30,8 @@ def from_state(
     moments belong.
 
     Args:
-      state: state of `inner`, after any number of steps; or a state of `quotient(inner, gauges)` that version 0.2
-        saved, as a NamedTuple or as nested dicts with its field names.
-      inner: the optimizer. For a state of version 0.2 it may also be what the state was made with as a whole, such as
-        `go.ddc_adamw(1e-3, gauges)`.
+      state: state of `inner`, after any number of steps.
+      inner: the optimizer.
       gauges: a gauge or a sequence of them, meaning their product.
       params: the parameters that the state belongs to.
       on_unknown: what to do with moments without a rule, as in `transport`: second moments of entries that
@@ -63,9 +59,6 @@ def from_state(
     """
     group = product(gauges)
     s, mesh = group._slice(params), layout(params)
-    saved = _field(state, "gauges")
-    if saved is not None and _field(saved, "inverses") is not None:
-        return _from_0_2(s, state, inner, params, pin)
     with mesh.left_open():
         stored, plain = mesh.enter((params, state))
         elements, masks = s.read(s.values(stored), turning=False)
@@ -75,7 +68,7 @@ def from_state(
         # Rotations were not read, so that gauges which only turn heads take no part in the move.
         back = s.to_elements([i.inverse(e) for i, e in zip(s.instances, elements, strict=True)])
         pairs = zip(s.parts, back, strict=True)
-        moves = [(gauge, x) for (gauge, instances), x in pairs if not all(i.turn is i for i in instances)]
+        moves = [(gauge, x) for (gauge, instances), x in pairs if not all(map(only_rotates, instances))]
         group, element = Product(tuple(gauge for gauge, _ in moves)), tuple(x for _, x in moves)
         moved = transport(plain, stored, group, element, on_unknown)
         moved = jax.tree.map(lambda x, like: x.astype(like.dtype), moved, expected)
@@ -94,59 +87,3 @@ def _check_structure(state: Any, expected: Any) -> None:
             "from_state", "not a state of this optimizer", structure, wanted,
             "pass what inner.init or inner.update returned, and the same optimizer as inner",
         )  # fmt: skip
-
-
-def _field(record: Any, name: str) -> Any:
-    return record.get(name) if isinstance(record, Mapping) else getattr(record, name, None)
-
-
-def _from_0_2(s: Slice, state: Any, inner: optax.GradientTransformation, params: Any, pin: bool) -> QuotientState:
-    """Reads a state in which elements were stored with their inverses, and the offset was called `grown`."""
-    saved = _field(state, "gauges")
-    labels = sorted(_field(saved, "elements"))
-    names = [label.split(".")[1] for label in labels]
-    if names != [gauge.name for gauge, _ in s.parts]:
-        raise binding_error(
-            "from_state", "a state of other gauges", f"gauges {', '.join(names)}",
-            f"{', '.join(gauge.name for gauge, _ in s.parts)}", "give the list that the state was made with",
-        )  # fmt: skip
-    live, offsets = (_listed(_field(saved, field)) for field in ("live", "grown"))
-    frame = s.frame(s.from_elements([_field(saved, "elements")[label] for label in labels]), live)
-    point = with_leaves(params, s.enter(s.elements(frame), s.values(params)))
-    template = jax.eval_shape(inner.init, point)
-    if isinstance(template, QuotientState):  # of an alias, which is a `quotient` itself
-        template = template.inner_state
-    if isinstance(template, UnpinnedState):
-        template, pin = template.inner_state, False
-    inner_state = _shaped_like(template, _field(state, "inner_state"))
-    offset = []
-    for place, past in zip(s.order.first, offsets, strict=False):
-        identity = s.instances[place.number].identity()
-        # Version 0.2 stored the moduli of rotary planes without their angles.
-        same = jax.tree.map(jnp.shape, past) == jax.tree.map(jnp.shape, identity)
-        offset.append(past if same else jnp.stack([past, jnp.zeros_like(past)], -1))
-    # A state of `pin=True` had no offset, and one of `pin=False` had none where no gauge has an anchor.
-    if pin and not offset:
-        return QuotientState(frame, inner_state)
-    live = jax.tree.map(jnp.copy, frame.live)  # one buffer in two fields could not be donated
-    if not offset:
-        return QuotientState(frame, unpinned_state(s, live, inner_state))
-    return QuotientState(frame, UnpinnedState(tuple(offset), live, inner_state))
-
-
-def _listed(saved: Any) -> list[Any]:
-    """The items of a saved sequence, which Flax writes as a dict of their numbers."""
-    return [saved[str(k)] for k in range(len(saved))] if isinstance(saved, Mapping) else list(saved)
-
-
-def _shaped_like(template: Any, saved: Any) -> Any:
-    """Returns a saved state in the classes of a template, matched by the names of fields."""
-    if hasattr(template, "_fields"):
-        pairs = [(getattr(template, name), _field(saved, name)) for name in template._fields]
-        return type(template)(*(_shaped_like(x, y) for x, y in pairs))
-    if isinstance(template, tuple | list):
-        return type(template)(_shaped_like(x, y) for x, y in zip(template, _listed(saved), strict=True))
-    if isinstance(template, Mapping):
-        return {key: _shaped_like(x, saved[key]) for key, x in template.items()}
-    _check_structure(saved, template)
-    return saved

@@ -1,5 +1,6 @@
 """How the states of this library move: slice coordinates are invariants, and only the frame F moves, to g·F."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -7,8 +8,11 @@ import jax
 import jax.numpy as jnp
 
 from gauge_optax.errors import binding_error
+from gauge_optax.gauges.instance import Instance
+from gauge_optax.gauges.scale import Scale
 from gauge_optax.linalg import matmul, transpose
 from gauge_optax.optimizers.opposite_gram import two_sides
+from gauge_optax.optimizers.sides import channel_sides, factors
 from gauge_optax.slice import Frame
 from gauge_optax.states.moves import Move
 
@@ -31,7 +35,7 @@ def _opposite_gram(move: Move, state: Any, outgoing: Outgoing) -> tuple[Any, Out
         # A change of basis does not map diagonals to diagonals: age 0 makes the next update compute new ones.
         return state._replace(age=jnp.zeros_like(state.age)), after
     channels = tuple(
-        tuple(x * jnp.square(i.factors(elements[i], side[0])) for side, x in zip(i.sides, pair, strict=True))
+        tuple(x * jnp.square(factors(i, elements[i], y[0])) for y, x in zip(channel_sides(i) or (), pair, strict=True))
         for i, pair in zip(scales, inverses.scales, strict=True)
     )
     linear = []
@@ -82,13 +86,24 @@ def _hyperball(move: Move, state: Any, outgoing: Outgoing) -> tuple[Any, Outgoin
     return state, outgoing | set(radii)
 
 
+@functools.singledispatch
+def keeps_product(instance: Instance) -> bool:
+    """Whether it trades one factor between two sides, so that the product of their sizes stays."""
+    return False
+
+
+@keeps_product.register
+def _(instance: Scale) -> bool:
+    return bool(instance.down) and instance.degree == 1
+
+
 def _held_products(move: Move, state: Any, outgoing: Outgoing) -> tuple[Any, Outgoing]:
     """A gauge that trades a scale between the two sides of a held product keeps it; any other move may change it."""
     for key, logs in state.logs.items() if isinstance(state.logs, dict) else ():
         leaves, shapes = set(key.split(" + ")), jax.tree.map(jnp.shape, logs)
         for part in move.with_effect("diagonal", "permutation", "orthogonal", "linear").parts:
             s = part.gauge._slice(move.params)
-            trades = all(i.log_step and i.sides is not None and i.degree_of_decay == 1 for i in s.instances)
+            trades = all(keeps_product(i) for i in s.instances)
             keeps = set(s.added) == leaves and trades and jax.tree.map(jnp.shape, part.element) == shapes
             if set(s.added) & leaves and not keeps and move.on_unknown != "keep":
                 raise move.refuse(

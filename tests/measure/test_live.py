@@ -27,6 +27,14 @@ def _close(found: Any, expected: Any, rtol: float = 1e-9) -> None:
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=rtol, atol=rtol), dict(found), dict(expected))
 
 
+def test_a_rotation_of_the_stream_turns_no_head() -> None:
+    gauge = go.residual_rotation({"head": "basis _"}, {"embedding": "_ basis"})
+    params = _drawn({"embedding": jnp.zeros((7, 4)), "head": jnp.zeros((4, 7))}, 0)
+    tx = go.track(optax.adam(1e-3), gauge, every=1)
+    _, state = tx.update(params, tx.init(params), params)
+    assert not optax.tree.get(state, "metrics").turning
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_figures_are_those_of_measure(name: str, x64: None) -> None:
     case = CASES[name]

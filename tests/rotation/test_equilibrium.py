@@ -96,23 +96,6 @@ def test_what_is_missing_is_named(kind: str, missing: str) -> None:
 def test_unknown_kinds_are_named() -> None:
     with pytest.raises(ValueError, match="adagrad"):
         predict("adagrad")
-    with pytest.raises(ValueError, match="adam_l2"):
-        go.measure.predict_norm("adam_l2", 3, 1.0, learning_rate=ETA, weight_decay=LAMBDA)
-
-
-@pytest.mark.parametrize("kind", ["adamw", "sgdm"])
-def test_the_transient_solves_the_recurrence(kind: str) -> None:
-    """Eq. (15) step by step for AdamW; for SGDM where steps are small."""
-    rate, decay, gradient, start, steps = 1e-3, 0.05, 2.0, 3.0, 4000
-    square = start**2
-    for _ in range(steps):
-        if kind == "adamw":
-            square = square * (1 - rate * decay) ** 2 + rate**2 * C
-        else:
-            square = square * (1 - rate * decay / 0.1) ** 2 + (rate * gradient / 0.1) ** 2 / square
-    more = {"dim": C} if kind == "adamw" else {"gradient_norm": gradient}
-    found = go.measure.predict_norm(kind, steps, start, learning_rate=rate, weight_decay=decay, **more)
-    assert found == pytest.approx(math.sqrt(square), rel=1e-10 if kind == "adamw" else 1e-3)
 
 
 def test_corrections_are_those_of_appendix_g() -> None:

@@ -326,6 +326,12 @@ class Slice:
                 stages.append(Stage(part, f[part.label], outside, x))
         return Entered(x, tuple(stages))
 
+    def leave(self, f: Elements, x: Arrays) -> Arrays:
+        """F·x for a point x. Parts without an element in `f` are left out."""
+        for part in reversed(self.parts):
+            x = part.act(f[part.label], x) if part.label in f else x
+        return x
+
     def without_heads(self, f: Elements) -> Elements:
         """F without the rotations of heads, which then keep the basis in which they are stored."""
         turned = {turn.label for turn in self.heads}
@@ -380,11 +386,17 @@ class Slice:
 
     # What invariance says of gradients --------------------------------------------------------------------
 
-    def quiet(self, x: Arrays, g: Arrays) -> Arrays:
-        """A slice gradient without the roundoff of what is zero for every invariant loss."""
+    def quiet(self, x: Arrays, g: Arrays, without_constants: bool = True) -> Arrays:
+        """A slice gradient without the roundoff of what is zero for every invariant loss.
+
+        Args:
+          x: the slice point.
+          g: the gradient.
+          without_constants: whether to remove the part along constants. Only a loss with a penalty on weights has one.
+        """
         for part, _, _ in self.sizes:
             g = part.completed(x, g) if part.label in self.passed else g
-        g = self.centred(g)
+        g = self.centred(g) if without_constants else g
         for _, turns in self.turns:
             for turn in turns:
                 g = turn.quiet(g)

@@ -21,6 +21,7 @@ from gauge_optax.gauges.gauge import Gauges, Product, product
 from gauge_optax.linalg import inverse_gram, real_dtype
 from gauge_optax.optimizers.sides import channel_sides, matrix_sides
 from gauge_optax.parts.heads import BASIS
+from gauge_optax.parts.part import changed, name_of
 from gauge_optax.slice import Slice
 from gauge_optax.transformation import in_dtype_of, placeholder, require_choice, require_every, transformation
 

@@ -26,7 +26,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +40,8 @@ from gauge_optax.parts.part import Anchor, Arrays, Constant, Part, Size, Turn, c
 from gauge_optax.xla import recomputed_after
 
 VERSION = 4  # version of what states mean; a state of another version raises an error
+
+Role = TypeVar("Role", bound=Part[Any])
 
 Elements = dict[str, Any]
 """Part label → element."""
@@ -179,8 +181,7 @@ class Slice:
         kept = [part for p in parts if (part := p.beside_frozen(frozen)) is not None]
         kept = [p.beside([q for q in kept if q is not p]) for p in kept]
         _check(kept)
-        roles = [[p for p in kept if isinstance(p, role)] for role in (Constant, Size, Turn)]
-        constants, sizes, turns = roles
+        constants, sizes, turns = _of_role(kept, Constant), _of_role(kept, Size), _of_role(kept, Turn)
         bits = {p: jnp.finfo(d).nmant for p, d in (dtypes or {}).items() if jnp.issubdtype(d, jnp.floating)}
         alone = frozenset(p.label for p in kept if frozen & set(changed(p)))
         following = frozenset(p.label for p in sizes if bits and p.follows(bits)) - alone
@@ -525,6 +526,10 @@ class Slice:
 
 
 # Sorting ----------------------------------------------------------------------------------------------------
+
+
+def _of_role(parts: Sequence[Part[Any]], role: type[Role]) -> list[Role]:
+    return [part for part in parts if isinstance(part, role)]
 
 
 def _label(part: Part[Any]) -> str:

@@ -194,20 +194,18 @@ def _asymmetry(gauge: Any, params: Any, grads: Any) -> dict[str, jax.Array]:
         return {path: x - across[path] for path, x in covector.items()}
 
     def sizes(covector: Arrays) -> dict[str, jax.Array]:
-        found = vertical(covector)
-        return {
-            copy.key: sum(jnp.sum(jnp.square(found[p])) for p in sorted({q for x in copy.parts for q in changed(x)}))
-            for copy in copies
-        }
+        found, zero = vertical(covector), jnp.zeros(())
+        paths = {copy.key: dict.fromkeys(p for part in copy.parts for p in changed(part)) for copy in copies}
+        return {key: sum((jnp.sum(jnp.square(found[p])) for p in of_copy), zero) for key, of_copy in paths.items()}
 
     norms = {path: jnp.sqrt(jnp.mean(jnp.square(x))) for path, x in g.items()}
-    drawn = [
-        {path: norms[path] * jax.random.normal(jax.random.fold_in(jax.random.key(n), k), x.shape, x.dtype)
-         for k, (path, x) in enumerate(sorted(g.items()))}
-        for n in range(_DRAWS)
-    ]
-    of_gradient, of_random = sizes(g), [sizes(x) for x in drawn]
-    typical = {key: sum(x[key] for x in of_random) / _DRAWS for key in of_gradient}
+
+    def drawn(number: int) -> Arrays:
+        keys = jax.random.split(jax.random.key(number), len(g))
+        return {p: norms[p] * jax.random.normal(k, g[p].shape, g[p].dtype) for p, k in zip(sorted(g), keys, strict=True)}
+
+    of_gradient, of_random = sizes(g), [sizes(drawn(number)) for number in range(_DRAWS)]
+    typical = {key: sum((x[key] for x in of_random), jnp.zeros(())) / _DRAWS for key in of_gradient}
     return {key: jnp.sqrt(safe_divide(x, typical[key])) for key, x in of_gradient.items()}
 
 

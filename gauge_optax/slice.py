@@ -26,7 +26,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -40,8 +40,6 @@ from gauge_optax.parts.part import Anchor, Arrays, Constant, Part, Size, Turn, c
 from gauge_optax.xla import recomputed_after
 
 VERSION = 4  # version of what states mean; a state of another version raises an error
-
-Role = TypeVar("Role", bound=Part[Any])
 
 Elements = dict[str, Any]
 """Part label → element."""
@@ -181,7 +179,9 @@ class Slice:
         kept = [part for p in parts if (part := p.beside_frozen(frozen)) is not None]
         kept = [p.beside([q for q in kept if q is not p]) for p in kept]
         _check(kept)
-        constants, sizes, turns = _of_role(kept, Constant), _of_role(kept, Size), _of_role(kept, Turn)
+        constants: list[Any] = [p for p in kept if isinstance(p, Constant)]
+        sizes: list[Any] = [p for p in kept if isinstance(p, Size)]
+        turns: list[Any] = [p for p in kept if isinstance(p, Turn)]
         bits = {p: jnp.finfo(d).nmant for p, d in (dtypes or {}).items() if jnp.issubdtype(d, jnp.floating)}
         alone = frozenset(p.label for p in kept if frozen & set(changed(p)))
         following = frozenset(p.label for p in sizes if bits and p.follows(bits)) - alone
@@ -525,11 +525,17 @@ class Slice:
         return out
 
 
+def plus(a: Arrays, b: Mapping[str, jax.Array]) -> Arrays:
+    """The sum of two points or tangents, over the leaves of the first."""
+    return {path: x + b[path] for path, x in a.items()}
+
+
+def minus(a: Arrays, b: Mapping[str, jax.Array]) -> Arrays:
+    """The difference of two points or tangents, over the leaves of the first."""
+    return {path: x - b[path] for path, x in a.items()}
+
+
 # Sorting ----------------------------------------------------------------------------------------------------
-
-
-def _of_role(parts: Sequence[Part[Any]], role: type[Role]) -> list[Role]:
-    return [part for part in parts if isinstance(part, role)]
 
 
 def _label(part: Part[Any]) -> str:

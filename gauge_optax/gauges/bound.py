@@ -16,7 +16,7 @@ from gauge_optax.binding.bind import require_no_absent_leaf
 from gauge_optax.binding.paths import match, shown_and_hidden
 from gauge_optax.errors import binding_error
 from gauge_optax.gauges.symmetry import Symmetry
-from gauge_optax.linalg import safe_divide
+from gauge_optax.linalg import real_dtype, safe_divide
 from gauge_optax.parts.part import Arrays, changed
 from gauge_optax.slice import Elements, Slice
 
@@ -198,7 +198,11 @@ def _asymmetry(gauge: Any, params: Any, grads: Any) -> dict[str, jax.Array]:
         paths = {copy.key: dict.fromkeys(p for part in copy.parts for p in changed(part)) for copy in copies}
         return {key: sum((jnp.sum(jnp.square(found[p])) for p in of_copy), zero) for key, of_copy in paths.items()}
 
-    norms = {path: jnp.sqrt(jnp.mean(jnp.square(x))) for path, x in g.items()}
+    # A leaf all of whose gradient is roundoff, as that of a key bias is, is compared with the gradient of other leaves.
+    real = [x for x in map(jnp.asarray, leaves_by_path(grads).values()) if jnp.issubdtype(x.dtype, jnp.floating)]
+    entries = sum(x.size for x in real)
+    total = jnp.sqrt(sum((jnp.sum(jnp.square(jnp.asarray(x, real_dtype()))) for x in real), jnp.zeros(())) / entries)
+    norms = {path: jnp.maximum(jnp.sqrt(jnp.mean(jnp.square(x))), _LEAST_SHARE * total) for path, x in g.items()}
 
     def drawn(number: int) -> Arrays:
         keys = jax.random.split(jax.random.key(number), len(g))
@@ -210,6 +214,7 @@ def _asymmetry(gauge: Any, params: Any, grads: Any) -> dict[str, jax.Array]:
 
 
 _DRAWS = 4
+_LEAST_SHARE = 0.01  # of the root mean square of all gradients, below which a leaf's gradient may be roundoff
 _Leaves = tuple[tuple[str, tuple[int, ...], Any], ...]
 
 

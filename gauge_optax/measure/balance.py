@@ -14,7 +14,7 @@ from gauge_optax.gauges.scale import two_sided
 from gauge_optax.gauges.sizes import log_sizes
 from gauge_optax.measure._recording import either
 from gauge_optax.measure.live import Figures, labelled, labels
-from gauge_optax.transformation import require_every, stepped, transformation
+from gauge_optax.transformation import GaugeTransformation, require_every, stepped, transformation
 
 _NAME = "track_balance"
 
@@ -47,7 +47,7 @@ class TrackBalanceState(NamedTuple):
     metrics: Balance
 
 
-def track_balance(gauges: Gauges, *, every: int | jax.Array = 1) -> optax.GradientTransformationExtraArgs:
+def track_balance(gauges: Gauges, *, every: int | jax.Array = 1) -> GaugeTransformation:
     """Records how far both sides of every scale are apart, and how large together; updates pass unchanged.
 
     It comes last in a chain, after an optimizer and whatever fixes its gauges. Read it by name:
@@ -94,7 +94,7 @@ def track_balance(gauges: Gauges, *, every: int | jax.Array = 1) -> optax.Gradie
     def empty(params: Any) -> TrackBalanceState:
         return TrackBalanceState(jnp.int32(0), jnp.zeros(()))  # type: ignore[arg-type]
 
-    return transformation(_NAME, init, update, TrackBalanceState, empty)
+    return transformation(_NAME, init, update, TrackBalanceState, empty, gauges=group.parts)
 
 
 def _balance(group: Product, params: Any, step: jax.Array) -> Balance:

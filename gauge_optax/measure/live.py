@@ -22,7 +22,15 @@ from gauge_optax.linalg import real_dtype
 from gauge_optax.measure._recording import recorded
 from gauge_optax.measure.motion import turning
 from gauge_optax.slice import NearestSlicePoint, Slice
-from gauge_optax.transformation import checked_inner, layout, placeholder, require_every, transformation
+from gauge_optax.transformation import (
+    GaugeTransformation,
+    checked_inner,
+    layout,
+    placeholder,
+    require_every,
+    transformation,
+    with_gauges_of,
+)
 
 Arrays = dict[str, jax.Array]
 
@@ -134,7 +142,7 @@ def track(
     *,
     every: int | jax.Array = 20,
     layers: Collection[str] = LAYERS,
-) -> optax.GradientTransformationExtraArgs:
+) -> GaugeTransformation:
     """Runs an optimizer unchanged, and records what it does to gauges: drift, turning, norms on the slice.
 
     Read the figures by name wherever they are in a state: `optax.tree.get(state, "drift")`, or all at once by
@@ -194,7 +202,7 @@ def track(
     def empty(params: Any) -> TrackState:
         return TrackState(inner.init(params), *(placeholder(),) * 3)  # type: ignore[arg-type]
 
-    return transformation("track", init, update, TrackState, empty)
+    return transformation("track", init, update, TrackState, empty, gauges=with_gauges_of(inner, group.parts))
 
 
 def slice_norms(

@@ -19,7 +19,14 @@ from gauge_optax.gauges.gauge import Product
 from gauge_optax.parts.part import Arrays, Part
 from gauge_optax.parts.sizes import Factor
 from gauge_optax.slice import Elements, Slice
-from gauge_optax.transformation import cast_like, layout, placeholder, require_choice, transformation
+from gauge_optax.transformation import (
+    GaugeTransformation,
+    cast_like,
+    layout,
+    placeholder,
+    require_choice,
+    transformation,
+)
 
 RESTS = ("anchor", "balanced")
 
@@ -65,8 +72,8 @@ def _share(part: Any) -> float:
 
 
 def resting(
-    name: str, tx: optax.GradientTransformationExtraArgs, group: Product, rest: str
-) -> optax.GradientTransformationExtraArgs:
+    name: str, tx: GaugeTransformation, group: Product, rest: str
+) -> GaugeTransformation:
     """Returns a `quotient` whose stored weights rest at "anchor", as it is, or at "balanced".
 
     Args:
@@ -108,4 +115,7 @@ def resting(
         frame = after.frame._replace(elements=f)
         return with_leaves(step, out), RestedState(after._replace(frame=frame), state.held)
 
-    return transformation(name, init, update, RestedState, lambda p: RestedState(tx.init(p), placeholder()))
+    def empty(params: Any) -> RestedState:
+        return RestedState(tx.init(params), placeholder())
+
+    return transformation(name, init, update, RestedState, empty, gauges=tx.gauges)

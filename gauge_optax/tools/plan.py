@@ -23,6 +23,7 @@ from gauge_optax.discovery.calls import bound_instances, template
 from gauge_optax.errors import binding_error
 from gauge_optax.gauges.gauge import Gauge, product
 from gauge_optax.gauges.matrices import matrices_of
+from gauge_optax.transformation import GaugeTransformation
 
 Unbound = Literal["allow", "warn", "error"]
 _ROUNDOFF = 1e-12  # of a leaf's norm, in float64
@@ -208,7 +209,10 @@ def plan(
 
 
 def _gauges_of(tx: Any) -> list[Any]:
-    """The gauges that a transformation's functions close over, each once, in order of appearance."""
+    """The gauges that a transformation says it holds, and those behind Optax's wrappers, each once.
+
+    Wrappers of Optax keep what they wrap in the closures of their functions; the order is that of appearance there.
+    """
     gauges: dict[Gauge, None] = {}
     visited: set[int] = set()
 
@@ -216,6 +220,8 @@ def _gauges_of(tx: Any) -> list[Any]:
         if depth > _MOST_NESTED or id(thing) in visited:
             return
         visited.add(id(thing))
+        if isinstance(thing, GaugeTransformation):
+            gauges.update(dict.fromkeys(thing.gauges))
         if isinstance(thing, Gauge):
             gauges.update(dict.fromkeys(product(thing).parts))
             return

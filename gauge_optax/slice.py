@@ -392,11 +392,17 @@ class Slice:
 
     # What invariance says of gradients --------------------------------------------------------------------
 
-    def quiet(self, x: Arrays, g: Arrays) -> Arrays:
-        """A slice gradient without the roundoff of what is zero for every invariant loss."""
+    def quiet(self, x: Arrays, g: Arrays, without_constants: bool = True) -> Arrays:
+        """A slice gradient without the roundoff of what is zero for every invariant loss.
+
+        Args:
+          x: the slice point.
+          g: the gradient.
+          without_constants: whether to remove the part along constants. Only a loss with a penalty on weights has one.
+        """
         for part, _, _ in self.sizes:
             g = part.completed(x, g) if part.label in self.passed else g
-        g = self.centred(g)
+        g = self.centred(g) if without_constants else g
         for _, turns in self.turns:
             for turn in turns:
                 g = turn.quiet(g)

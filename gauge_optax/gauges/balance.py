@@ -69,6 +69,35 @@ def compared(part: Factor, x: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.A
     return sizes[0], sizes[1]
 
 
+@functools.singledispatch
+def log_sizes(part: Part[Any], x: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """Logs of both sides' root mean squares, per channel.
+
+    Args:
+      part: any part.
+      x: a point.
+
+    Returns:
+      Minus infinity on both sides, for a channel with a side that is zero or for what has no two sides. For multipliers,
+      the sizes are those of the first blocks of both sides.
+    """
+    nothing = jnp.full(part.shape, -jnp.inf)
+    return nothing, nothing
+
+
+@log_sizes.register
+def _of_two_sides(part: Factor, x: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    sides = (part.up[:1], part.down[:1]) if part.by_entry else (part.up, part.down)
+    if not all(sides):
+        nothing = jnp.full(part.shape, -jnp.inf)
+        return nothing, nothing
+    counts = [1 if part.by_entry else sum(b.entries(part.named) for b in side) for side in sides]
+    means = [total / count for total, count in zip(compared(part, x), counts, strict=True)]
+    whole = (means[0] != 0) & (means[1] != 0)
+    logs = [jnp.where(whole, 0.5 * jnp.log(jnp.where(whole, y, 1.0)), -jnp.inf) for y in means]
+    return logs[0], logs[1]
+
+
 def balanced_elements(s: Slice, x: Arrays) -> Elements:
     """The elements, by label, that together map the point of least norm on the orbit of a point to that point."""
     f: Elements = {}

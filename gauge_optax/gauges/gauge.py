@@ -23,7 +23,6 @@ from typing import Any, ClassVar, TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax.contrib
 
 from gauge_optax.binding import (

@@ -9,13 +9,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import optax
 
 from gauge_optax.binding import leaves_by_path, with_leaves
 from gauge_optax.gauges.bound import bound
 from gauge_optax.gauges.gauge import Gauges, Product, product
 from gauge_optax.optimizers.decay import decayed_leaves, require_whole_gauges
+from gauge_optax.optimizers.rest import resting
 from gauge_optax.parts.part import Arrays
 from gauge_optax.slice import Elements, Entered, Frame, Slice
 from gauge_optax.transformation import (
@@ -47,7 +47,7 @@ class QuotientState(NamedTuple):
 
 
 def quotient(
-    inner: optax.GradientTransformation, gauges: Gauges, *, hold: bool = True, pin: bool = True
+    inner: optax.GradientTransformation, gauges: Gauges, *, hold: bool = True, pin: bool = True, rest: str = "anchor"
 ) -> optax.GradientTransformationExtraArgs:
     """Runs any Optax transformation so that all weights of one function give one training run.
 
@@ -61,6 +61,9 @@ def quotient(
         constant size. If False, it sees anchors grow and shrink as they would if it ran alone. From small starts Adam
         trains better with True; Muon, whose steps all have one size, trains better with False
         (examples/results/starts.json).
+      rest: which weights of the function a step ends at; no function and no inner optimizer sees it. "anchor": the
+        anchor of a scale keeps its size, and its partner takes all growth. "balanced": both sides share it, see
+        `optimizers/rest.py`.
 
     Returns:
       The transformation. Its `update` needs `params`. Line searches take the extra arguments `grad` and `value_fn`:
@@ -92,11 +95,17 @@ def quotient(
 
     Reference: docs/design.md §3.
     """
-    return quotient_for("quotient", inner, gauges, hold=hold, pin=pin)
+    return quotient_for("quotient", inner, gauges, hold=hold, pin=pin, rest=rest)
 
 
 def quotient_for(
-    name: str, inner: optax.GradientTransformation, gauges: Gauges, *, hold: bool = True, pin: bool = True
+    name: str,
+    inner: optax.GradientTransformation,
+    gauges: Gauges,
+    *,
+    hold: bool = True,
+    pin: bool = True,
+    rest: str = "anchor",
 ) -> optax.GradientTransformationExtraArgs:
     """Returns `quotient`, with messages that name the public function `name`."""
     inner, group = checked_inner(name, inner), product(gauges)
@@ -127,12 +136,20 @@ def quotient_for(
             require_whole_gauges(name, s, flags)
         return QuotientState(frame, state, {} if pin else no_offset(s))
 
-    return transformation(name, init, update, QuotientState, lambda p: QuotientState(placeholder(), inner.init(p)))
+    tx = transformation(name, init, update, QuotientState, lambda p: QuotientState(placeholder(), inner.init(p)))
+    return resting(name, tx, group, rest)
 
 
-def slice_gradient(s: Slice, entered: Entered, updates: Any) -> Any:
-    """The slice gradient ĝ = Fᵀ·g as a tree, without the roundoff in what is zero for every invariant loss."""
-    gradient = s.quiet(entered.point, entered.pull(s.vectors(updates)))
+def slice_gradient(s: Slice, entered: Entered, updates: Any, without_constants: bool = True) -> Any:
+    """The slice gradient ĝ = Fᵀ·g as a tree, without the roundoff in what is zero for every invariant loss.
+
+    Args:
+      s: the slice.
+      entered: the point, with the maps from it.
+      updates: the gradient g, a tree.
+      without_constants: whether to remove the part along constants. Only a loss with a penalty on weights has one.
+    """
+    gradient = s.quiet(entered.point, entered.pull(s.vectors(updates)), without_constants)
     return s.without_roundoff(entered.point, with_leaves(updates, gradient))
 
 

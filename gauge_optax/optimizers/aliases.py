@@ -10,9 +10,8 @@ import optax
 from gauge_optax.binding import Axes, block_specs, is_empty, leaves_by_path, with_leaves
 from gauge_optax.errors import binding_error
 from gauge_optax.gauges.gauge import Gauge, Gauges, Product, product
-from gauge_optax.gauges.matrices import TOKEN, Matrices, neuron_matrices
 from gauge_optax.linalg import Coefficients
-from gauge_optax.optimizers._quotient import RESTS, quotient_for
+from gauge_optax.optimizers._quotient import quotient_for
 from gauge_optax.optimizers.ddc import Options, checked_options, ddc
 from gauge_optax.optimizers.ddc_fused import fused_ddc
 from gauge_optax.optimizers.ddc_paper import PaperOptions, paper_ddc, paper_options
@@ -20,6 +19,8 @@ from gauge_optax.optimizers.decay import Decay, decay
 from gauge_optax.optimizers.links import link
 from gauge_optax.optimizers.muon import muon
 from gauge_optax.optimizers.polar import Labels, Polar, polar_of
+from gauge_optax.optimizers.rest import RESTS
+from gauge_optax.parts.matrices import TOKEN, Matrices, neuron_matrices
 from gauge_optax.rotation import vectors
 from gauge_optax.rotation.max_norm import Measure, named_max_norm
 from gauge_optax.slice import Slice
@@ -228,7 +229,7 @@ def ddc_muon(
         return leaves_by_path(params).keys() - matrices(s, params).keys()
 
     def labelled(params: Any) -> Any:
-        muon_paths = {} if is_empty(params) else matrices(Slice.of(group.parts, params), params)
+        muon_paths = {} if is_empty(params) else matrices(group._bound(params).slice, params)
         return with_leaves(jax.tree.map(lambda _: "adam", params), dict.fromkeys(muon_paths, "muon"))
 
     rates = {"muon": learning_rate, "adam": adam_rate}
@@ -417,7 +418,7 @@ def quotient_muon(
     heads = 1 if heads_per_matrix is None else heads_per_matrix
 
     def matrices(params: Any) -> dict[str, Matrices]:
-        read = polar.matrices(Slice.of(group.parts, params), params)
+        read = polar.matrices(group._bound(params).slice, params)
         return {path: stack.grouped(path, heads) for path, stack in read.items()}
 
     inner = muon(matrices, polar, nesterov, mu_dtype, tail, adam)

@@ -27,9 +27,6 @@ import optax
 from gauge_optax.binding import Block, leaves_by_path, overlap, with_leaves
 from gauge_optax.errors import binding_error
 from gauge_optax.gauges.gauge import Product
-from gauge_optax.gauges.instance import Arrays, Instance
-from gauge_optax.gauges.linear import Linear
-from gauge_optax.gauges.matrices import Matrices
 from gauge_optax.linalg import noise
 from gauge_optax.optimizers.adam import Adam
 from gauge_optax.optimizers.ddc_heads import V_MODES, HeadMoments, divided, in_bases, init_heads, refreshed
@@ -42,6 +39,9 @@ from gauge_optax.optimizers.ddc_vertical import (
 )
 from gauge_optax.optimizers.lengths import has_lengths, log_step, partner
 from gauge_optax.optimizers.polar import Polar
+from gauge_optax.parts.matrices import Matrices
+from gauge_optax.parts.part import Arrays, Part, name_of
+from gauge_optax.parts.sizes import Stretch
 from gauge_optax.slice import Slice
 from gauge_optax.transformation import (
     at_once,
@@ -138,7 +138,7 @@ def ddc(group: Product, options: Options, polar: Polar | None = None) -> optax.G
     """
 
     def update(updates: Any, state: ScaleByDDCState, params: Any, **extra: Any) -> tuple[Any, ScaleByDDCState]:
-        s, past = Slice.of(group.parts, params), state.gauges
+        s, past = group._bound(params).slice, state.gauges
         adam = Adam.at(options, optax.safe_increment(state.count))
         point, gradient = s.vectors(params), leaves_by_path(updates) | s.vectors(updates)
 
@@ -177,7 +177,7 @@ def ddc(group: Product, options: Options, polar: Polar | None = None) -> optax.G
 
 def init_ddc(group: Product, options: Options, polar: Polar | None, params: optax.Params) -> ScaleByDDCState:
     """The state at a slice point. Raises ValueError for gauges or leaves that DDC cannot step."""
-    s = Slice.of(group.parts, params)
+    s = group._bound(params).slice
     check_ddc(s, options, params)
 
     def moments(params: optax.Params) -> GaugeMoments:
@@ -208,52 +208,50 @@ def polar_matrices(s: Slice, polar: Polar | None, params: Any) -> dict[str, Matr
 
 @dataclasses.dataclass(frozen=True)
 class Channels:
-    """Blocks of one scale instance that have one length per channel.
+    """Blocks of one scale that have one length per channel.
 
     Attributes:
-      instance: the scale instance.
+      part: the scale.
       blocks: the blocks.
     """
 
-    instance: Any
+    part: Any
     blocks: tuple[Block, ...]
 
     @property
     def entries(self) -> int:
         """How many entries carry one length."""
-        return sum(block.entries(self.instance.named) for block in self.blocks)
+        return sum(block.entries(self.part.named) for block in self.blocks)
 
     def dot(self, a: Arrays, b: Arrays) -> jax.Array:
         """Sums of products, per channel."""
-        totals = [block.total(self.instance.named, a[block.path] * b[block.path]) for block in self.blocks]
+        totals = [block.total(self.part.named, a[block.path] * b[block.path]) for block in self.blocks]
         return sum(totals[1:], totals[0])
 
     def times(self, point: Arrays, rates: jax.Array) -> Arrays:
         """The blocks of a point times a number per channel; zero elsewhere on their leaves."""
         out: Arrays = {}
         for block in self.blocks:
-            part = point[block.path] * block.spread(self.instance.named, rates)
+            part = point[block.path] * block.spread(self.part.named, rates)
             out[block.path] = out[block.path] + part if block.path in out else part
         return out
 
 
 def channels_with_length(s: Slice) -> list[Channels]:
     """The blocks opposite to anchors; every block has lengths of its own."""
-    places = [(s.instances[place.number], place.anchor) for place in s.order.first]
     # A whole block that is the anchor of another gauge without named axes has no length to change.
-    whole = [block for instance, anchor in places for block in anchor if not instance.named]
+    whole = [block for part, anchor, _ in s.sizes for block in anchor if not part.named]
     channels = []
-    for instance, anchor in places:
-        for block in partner(instance, anchor):
-            if instance.named or not any(overlap(block, other) for other in whole):
-                channels.append(Channels(instance, (block,)))
+    for part, anchor, _ in s.sizes:
+        for block in partner(part, anchor):
+            if part.named or not any(overlap(block, other) for other in whole):
+                channels.append(Channels(part, (block,)))
     return channels
 
 
 def channels_of_anchors(s: Slice) -> list[Channels]:
     """The anchors of scales, whose lengths are constant on the slice."""
-    places = [(s.instances[place.number], place.anchor) for place in s.order.first]
-    return [Channels(instance, anchor) for instance, anchor in places if has_lengths(instance)]
+    return [Channels(part, anchor) for part, anchor, _ in s.sizes if has_lengths(part)]
 
 
 def inverse_of(x: jax.Array) -> jax.Array:
@@ -297,7 +295,7 @@ def radial_step(
         derivative = pairing * inverse
         mu, nu = adam.first(derivative, mu), adam.second(jnp.square(derivative), nu)
         move = jnp.where(length < least, -_REGROWTH, adam.mean(mu, derivative) / adam.root(nu))
-        size = each.entries**0.5 if linear else log_step(each.instance)
+        size = each.entries**0.5 if linear else log_step(each.part)
         rates = options.radial_scale * size * move * inverse
         for path, x in each.times(point, rates).items():
             out[path] = out[path] + x if path in out else x
@@ -373,13 +371,13 @@ def tangential_step(
 
 
 @functools.singledispatch
-def can_step(instance: Instance) -> bool:
+def can_step(part: Part[Any]) -> bool:
     """Whether DDC has a rule for its leaves; GL(d) has neither lengths nor a basis that Adam could keep."""
     return True
 
 
 @can_step.register
-def _(instance: Linear) -> bool:
+def _cannot_step_matrices(part: Stretch) -> bool:
     return False
 
 
@@ -391,17 +389,17 @@ def check_ddc(s: Slice, options: Options, params: optax.Params) -> None:
       options: the settings.
       params: the parameters.
     """
-    for instance in s.instances:
-        if not has_orbit_coordinates(instance) and options.vertical != "frozen":
+    for part in s.parts:
+        if not has_orbit_coordinates(part) and options.vertical != "frozen":
             raise binding_error(
-                "scale_by_ddc", f"vertical={options.vertical!r} with the gauge {instance.gauge}",
+                "scale_by_ddc", f"vertical={options.vertical!r} with the gauge {name_of(part)}",
                 "a gauge without orbit coordinates to step",
                 "scales, rotations, tori, rope_linear, permutations, and shifts of single leaves",
                 'write vertical="frozen"',
             )  # fmt: skip
-        if not can_step(instance):
+        if not can_step(part):
             raise binding_error(
-                "scale_by_ddc", f"{instance.gauge} on '{instance.blocks[0].path}'",
+                "scale_by_ddc", f"{name_of(part)} on '{part.blocks[0].path}'",
                 "a linear gauge in the list of DDC", "shifts, scales, rotations, tori and rope_linear",
                 "write go.quotient_adamw or go.quotient_muon, which take the whole list, or put go.head_rotation in "
                 "its place",

@@ -20,20 +20,10 @@ import jax.numpy as jnp
 import optax
 
 from gauge_optax.binding import Block, leaves_by_path, overlap, with_leaves
-from gauge_optax.gauges.absorption import Absorption
-from gauge_optax.gauges.by_action import ActionInstance
-from gauge_optax.gauges.embedding_shift import Translation
+from gauge_optax.gauges.by_action import OfUser
 from gauge_optax.gauges.gauge import Product
-from gauge_optax.gauges.heads import Heads
-from gauge_optax.gauges.instance import Arrays, Instance, Turn
-from gauge_optax.gauges.key_bias import Constant
-from gauge_optax.gauges.read_shift import ReadShift
-from gauge_optax.gauges.residual import ResidualRotation
-from gauge_optax.gauges.rope_linear import ComplexScale
-from gauge_optax.gauges.scale import Scale
-from gauge_optax.gauges.shift import Shift
-from gauge_optax.linalg import noise
-from gauge_optax.optimizers._quotient import QuotientState, only_rotates
+from gauge_optax.linalg import noise, rotation_2x2, transpose
+from gauge_optax.optimizers._quotient import QuotientState
 from gauge_optax.optimizers.adam import Adam
 from gauge_optax.optimizers.ddc import (
     Channels,
@@ -48,8 +38,12 @@ from gauge_optax.optimizers.ddc import (
     tangential_step,
 )
 from gauge_optax.optimizers.polar import Polar
-from gauge_optax.optimizers.sides import factors
-from gauge_optax.slice import Slice, SliceTangent
+from gauge_optax.parts.constants import Mean
+from gauge_optax.parts.part import Arrays, Constant, Part, Turn, changed
+from gauge_optax.parts.sizes import Factor
+from gauge_optax.parts.stream import Stream
+from gauge_optax.parts.turns import Planes, Rotation
+from gauge_optax.slice import Elements, Slice
 from gauge_optax.transformation import cast_like, explain_state_mismatch, transformation
 from gauge_optax.xla import computed_twice, not_fused_with_spread
 
@@ -74,8 +68,8 @@ def fused_ddc(
     """
 
     def update(updates: Any, state: QuotientState, params: Any, **extra: Any) -> tuple[Any, QuotientState]:
-        s = Slice.of(group.parts, params)
-        if not _rotations_come_last(s):
+        s = group._bound(params).slice
+        if not _applies(s):
             return plain.update(updates, state, params, **extra)
         f = s.elements(state.frame)
         with explain_state_mismatch(name, plain, state, params):
@@ -83,12 +77,12 @@ def fused_ddc(
             adam, before = Adam.at(options, optax.safe_increment(past.count)), past.gauges
 
         # The slice point, with heads in their stored basis; the matrices of `into` take their rows to the slice.
-        point = s.enter(f, s.values(params), turning=False)
-        slice_gradient = with_leaves(updates, s.enter_dual(f, s.vectors(updates), point, turning=False))
+        entered = s.enter(s.without_heads(f), s.values(params))
+        point = entered.point
+        slice_gradient = with_leaves(updates, s.quiet(point, entered.pull(s.vectors(updates))))
         gradient: Arrays = leaves_by_path(slice_gradient)
         least = s.least_signal(point, slice_gradient)
-        turned = (into_slice_basis(i, e) for i, e in zip(s.instances, f, strict=True))
-        into = dict(pair for pair in turned if pair is not None)
+        into = {turn: matrix(turn, turn.inverse(f[turn.label])) for turn in s.heads}
 
         # Lengths, by sums over stored leaves.
         stored = _Stored.of(s, f, params, updates)
@@ -119,109 +113,99 @@ def fused_ddc(
         # The decay, the learning rate and the way back from the slice are the same in any basis of heads.
         u = with_leaves(slice_gradient, cast_like(step, slice_gradient))
         u, tail_state = tail.update(u, state.inner_state[1:], with_leaves(params, point), **extra)
-        after = s.fix(jax.tree.map(jnp.add, dict(point), s.vectors(u)), state.frame.live)
-        tangent = SliceTangent(jax.tree.map(jnp.subtract, dict(after), dict(point)))
-        out = with_leaves(u, cast_like(s.leave(f, tangent, point, turning=False), updates))
-        return out, QuotientState(state.frame, (ddc_state, *tail_state))
+        _, after = s.fix(jax.tree.map(jnp.add, point, s.vectors(u)), state.frame.live)
+        step = entered.push(jax.tree.map(jnp.subtract, after, point))
+        return with_leaves(u, cast_like(step, updates)), QuotientState(state.frame, (ddc_state, *tail_state))
 
     return transformation(name, plain.init, update, QuotientState, plain.init)
 
 
-def _rotations_come_last(s: Slice) -> bool:
-    """Whether rotations can be applied after all other gauges. On a leaf with a shift, they may have to act before."""
-    if any(acts_at_its_place(i) for i in s.instances):
-        return False
-    turned = {path for turn in s.turns for path in turn.paths}
-    return turned.isdisjoint(path for i in s.instances if adds_constants(i) for path in i.paths)
+def _applies(s: Slice) -> bool:
+    """Whether heads may keep their stored basis: nothing but scales, and constants on other leaves, acts beside them."""
+    turned = {path for turn in s.heads for path in turn.paths}
+    beside = (path for part in s.parts if not acts_in_any_basis(part) for path in changed(part))
+    return not any(map(moves_the_stream, s.parts)) and turned.isdisjoint(beside) and not s.following
 
 
-# What is asked of each kind of gauge ----------------------------------------------------------------------
-
-
-@functools.singledispatch
-def into_slice_basis(instance: Instance, e: Any) -> tuple[Turn, jax.Array] | None:
-    """The rotation of heads, with the matrix that takes rows as `enter(turning=False)` leaves them to the slice."""
-    return None
-
-
-@into_slice_basis.register
-def _(instance: Heads, e: Any) -> tuple[Turn, jax.Array]:
-    return instance, instance.matrix(instance.inverse(e))
-
-
-@into_slice_basis.register
-def _(instance: ComplexScale, e: Any) -> tuple[Turn, jax.Array]:
-    turn = instance.turn  # `enter` undoes angles together with moduli
-    return turn, turn.matrix(turn.identity())
+# What is asked of each kind of part -----------------------------------------------------------------------
 
 
 @functools.singledispatch
-def acts_at_its_place(instance: Instance) -> bool:
-    """Whether it has to act at its place in the list of gauges, before or after rotations of heads."""
+def matrix(part: Part[Any], e: Any) -> jax.Array:
+    """The matrices of an element of a turn of heads, (*shape, size, size): rows W go to W·matrix."""
+    raise NotImplementedError(type(part).__name__)
+
+
+@matrix.register
+def _of_rotation(part: Rotation, e: jax.Array) -> jax.Array:
+    return e
+
+
+@matrix.register
+def _of_planes(part: Planes, e: jax.Array) -> jax.Array:
+    return transpose(rotation_2x2(e))  # rows (l, r) ↦ (l·cos − r·sin, l·sin + r·cos)
+
+
+@functools.singledispatch
+def moves_the_stream(part: Part[Any]) -> bool:
+    """Whether it moves the residual stream, or biases by amounts that depend on kernels: then the plain form runs."""
     return False
 
 
-@acts_at_its_place.register(Absorption)
-@acts_at_its_place.register(Translation)
-@acts_at_its_place.register(ReadShift)
-@acts_at_its_place.register(ResidualRotation)
-def _(instance: Instance) -> bool:
+@moves_the_stream.register(Stream)
+@moves_the_stream.register(Constant)
+def _moves_it(part: Part[Any]) -> bool:
     return True
 
 
-@functools.singledispatch
-def adds_constants(instance: Instance) -> bool:
-    """Whether it adds constants to leaves, which a rotation of the same leaf would turn."""
+@moves_the_stream.register
+def _means_do_not(part: Mean) -> bool:
     return False
 
 
-@adds_constants.register(Shift)
-@adds_constants.register(Constant)
-def _(instance: Instance) -> bool:
+@functools.singledispatch
+def acts_in_any_basis(part: Part[Any]) -> bool:
+    """Whether it acts on heads alike in any basis. Constants do not: a rotation of the same leaf would turn them."""
     return True
 
 
-@adds_constants.register
-def _(instance: ActionInstance) -> bool:
-    return instance.effect == "shift"
-
-
-@functools.singledispatch
-def only_scales(instance: Instance) -> bool:
-    """Whether all that it does is to multiply channels by factors."""
+@acts_in_any_basis.register
+def _constants_do_not(part: Constant) -> bool:
     return False
 
 
-@only_scales.register
-def _(instance: Scale) -> bool:
-    return True
-
-
-@only_scales.register
-def _(instance: ComplexScale) -> bool:
-    return False
+@acts_in_any_basis.register
+def _users_say(part: OfUser) -> bool:
+    return bool(part.whole.effect != "shift")
 
 
 @functools.singledispatch
-def keeps_pairings(instance: Instance) -> bool:
+def keeps_pairings(part: Part[Any]) -> bool:
     """Whether products of a leaf and its gradient have the same sum along a channel before and after its moves."""
     return False
 
 
-@keeps_pairings.register(Scale)
-@keeps_pairings.register(Heads)
-def _(instance: Instance) -> bool:
+@keeps_pairings.register(Factor)
+@keeps_pairings.register(Turn)
+def _they_keep(part: Part[Any]) -> bool:
     return True
 
 
 @keeps_pairings.register
-def _(instance: ComplexScale) -> bool:
-    return False
+def _users_keep(part: OfUser) -> bool:
+    return part.whole.effect in ("diagonal", "orthogonal")
 
 
-@keeps_pairings.register
-def _(instance: ActionInstance) -> bool:
-    return instance.effect in ("diagonal", "orthogonal")
+@functools.singledispatch
+def factors(part: Part[Any], e: Any) -> dict[str, jax.Array]:
+    """Role of a block → the factors by which an element multiplies its channels; {} for what is no scale."""
+    return {}
+
+
+@factors.register
+def _of_scale(part: Factor, e: jax.Array) -> dict[str, jax.Array]:
+    down = part.down_factor(e)
+    return {"up": e, "left": e, "down": down, "right": down}
 
 
 # Sums over stored leaves ----------------------------------------------------------------------------------
@@ -272,7 +256,7 @@ class _Stored:
     """Sums along channels, computed from stored leaves where that is possible.
 
     Attributes:
-      blocks: the stored blocks, by instance and block.
+      blocks: the stored blocks, by part and block.
       pairs: leaf path → its stored values and gradient, which have the same sums along a channel as on the slice.
     """
 
@@ -280,33 +264,33 @@ class _Stored:
     pairs: Mapping[str, tuple[jax.Array, jax.Array]]
 
     @classmethod
-    def of(cls, s: Slice, f: Sequence[Any], params: Any, updates: Any) -> "_Stored":
+    def of(cls, s: Slice, f: Elements, params: Any, updates: Any) -> "_Stored":
         """At a point with frame F."""
-        values, vectors = s.values(params), s.vectors(updates)
-        back = {i: i.inverse(e) for i, e in zip(s.instances, f, strict=True) if only_scales(i)}
-        moving = [(i, b) for i in s.instances if not only_rotates(i) for b in i.blocks]
-        # One array per side of an instance, computed_twice from the factors that `enter` multiplies the same leaves by.
-        blocks_by_side = {(i, block.role): block for i in back for block in i.blocks}
-        sides = {(i, role): computed_twice(factors(i, back[i], block)) for (i, role), block in blocks_by_side.items()}
+        values, vectors, heads = s.values(params), s.vectors(updates), set(s.heads)
+        back = {p: by_role for p in s.parts if (by_role := factors(p, p.inverse(f[p.label])))}
+        moving = [(p, b) for p in s.parts if p not in heads for b in p.blocks]
+        # One array per side of a part, computed_twice from the factors that `enter` multiplies the same leaves by.
+        roles = {(p, b.role) for p in back for b in p.blocks}
+        sides = {(p, role): computed_twice(back[p][role]) for p, role in roles}
         blocks: dict[tuple[Any, Block], _StoredBlock] = {}
-        for instance in back:
-            for block in instance.blocks:
-                others = [(i, b) for i, b in moving if i is not instance and b.path == block.path and overlap(block, b)]
-                if all(i in back for i, _ in others):
-                    by_others = tuple((i.named, b, sides[i, b.role]) for i, b in others)
-                    blocks[instance, block] = _StoredBlock(values[block.path], sides[instance, block.role], by_others)
+        for part in back:
+            for block in part.blocks:
+                others = [(p, b) for p, b in moving if p is not part and b.path == block.path and overlap(block, b)]
+                if all(p in back for p, _ in others):
+                    by_others = tuple((p.named, b, sides[p, b.role]) for p, b in others)
+                    blocks[part, block] = _StoredBlock(values[block.path], sides[part, block.role], by_others)
         # Only leaves that nothing but scales and rotations move make pairs. Single rows of heads make none, because
-        # `enter_dual` may set their gradient to zero as roundoff.
-        plain = {b.path for i in s.instances if keeps_pairings(i) for b in i.blocks}
-        mixed = {b.path for i in s.instances if not keeps_pairings(i) for b in i.blocks}
-        single = {b.path for turn in s.turns for b in turn.blocks if turn.rows(b) == 1}
+        # `quiet` may set their gradient to zero as roundoff.
+        plain = {b.path for p in s.parts if keeps_pairings(p) for b in p.blocks}
+        mixed = {b.path for p in s.parts if not keeps_pairings(p) for b in p.blocks}
+        single = {b.path for turn in s.heads for b in turn.blocks if turn.rows(b) == 1}
         return cls(blocks, {p: (values[p], vectors[p]) for p in sorted(plain - mixed - single)})
 
     def squares(self, channels: Channels, point: Arrays) -> jax.Array:
         """Squared lengths at a point."""
-        totals, named = [], channels.instance.named
+        totals, named = [], channels.part.named
         for block in channels.blocks:
-            if stored := self.blocks.get((channels.instance, block)):
+            if stored := self.blocks.get((channels.part, block)):
                 total = block.total(named, stored.weighted(1, 1) * stored.leaf)
                 totals.append(total * stored.along * stored.along)
             else:
@@ -322,10 +306,10 @@ class _Stored:
           vector: bound leaves.
           removed: what was subtracted from the gradient to make the vector; None if the vector is not a gradient.
         """
-        totals, named = [], channels.instance.named
+        totals, named = [], channels.part.named
         for block in channels.blocks:
             pair = None if removed is None else self._rest_of_pair(block, removed)
-            stored = self.blocks.get((channels.instance, block))
+            stored = self.blocks.get((channels.part, block))
             if pair is not None:
                 totals.append(block.total(named, pair[0] * pair[1]))
             elif stored is not None:
@@ -342,10 +326,10 @@ class _Stored:
         for channels, rates in removed:
             for other in channels.blocks:
                 if overlap(other, block):
-                    stored = self.blocks.get((channels.instance, other))
+                    stored = self.blocks.get((channels.part, other))
                     if stored is None:
                         return None
-                    part = other.spread(channels.instance.named, rates * stored.along * stored.along)
+                    part = other.spread(channels.part.named, rates * stored.along * stored.along)
                     gradient = gradient - stored.weighted(2, by=part)
         return leaf, gradient
 

@@ -23,8 +23,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from gauge_optax.gauges.heads import by_size, stack_heads, unstack_heads
-from gauge_optax.gauges.instance import Arrays
 from gauge_optax.linalg import (
     eigenvalue_cutoff,
     inverse_sqrt_by_products,
@@ -34,6 +32,8 @@ from gauge_optax.linalg import (
     transpose,
 )
 from gauge_optax.optimizers.adam import Adam
+from gauge_optax.parts.heads import by_size, stack_heads, unstack_heads
+from gauge_optax.parts.part import Arrays
 from gauge_optax.slice import Slice
 
 V_MODES = ("body_frame_topk", "body_frame", "per_head_scalar", "per_head_matrix", "none")
@@ -46,7 +46,7 @@ class HeadMoments(NamedTuple):
 
     Attributes:
       bases: eigenbasis per head, (heads, d, d), one array per size of heads; () for modes without.
-      outer: second moment gᵀg/rows per head of every block, instance after instance; () for modes without.
+      outer: second moment gᵀg/rows per head of every block, part after part; () for modes without.
       age: steps since the bases were renewed, int32.
     """
 
@@ -79,9 +79,9 @@ def init_heads(s: Slice, point: Arrays, v_mode: str, paper: bool = False) -> Hea
     bases: tuple[jax.Array, ...] = ()
     outer: tuple[jax.Array, ...] = ()
     if v_mode.startswith("body_frame"):
-        bases = tuple(_eigenbasis(_grams(turns, point), paper) for turns in by_size(s.turns))
+        bases = tuple(_eigenbasis(_grams(turns, point), paper) for turns in by_size(s.heads))
     if v_mode == "per_head_matrix":
-        outer = tuple(jnp.zeros((*t.shape, t.size, t.size), real_dtype()) for t in s.turns for _ in t.blocks)
+        outer = tuple(jnp.zeros((*t.shape, t.size, t.size), real_dtype()) for t in s.heads for _ in t.blocks)
     return HeadMoments(bases, outer, jnp.zeros((), jnp.int32))
 
 
@@ -105,7 +105,7 @@ def refreshed(
       nu: second moments.
       options: the settings of `scale_by_ddc`.
     """
-    groups = by_size(s.turns)
+    groups = by_size(s.heads)
     turns = [turn for group in groups for turn in group]
     if not heads.bases:
         return heads, Bases(into or {}, {}), mu, nu
@@ -129,7 +129,7 @@ def refreshed(
         squares = {turn: weights(rotation) for turn, rotation in rotations.items()}
         return fresh, _turned(rotations, mu), _turned(squares, nu), jnp.zeros_like(age)
 
-    paths = [path for turn in s.turns for path in turn.paths]
+    paths = [path for turn in s.heads for path in turn.paths]
     head_mu, head_nu = ({p: moments[p].astype(real_dtype()) for p in paths} for moments in (mu, nu))
     bases, head_mu, head_nu, age = jax.lax.cond(
         stale, renew, lambda mu, nu: (heads.bases, mu, nu, age), head_mu, head_nu
@@ -177,7 +177,7 @@ def divided(
     """
     mode = options.v_mode
     squares = {p: jnp.square(gradient[p]) for p in nu}
-    for turn in s.turns if mode in ("none", "per_head_scalar", "per_head_matrix") else ():
+    for turn in s.heads if mode in ("none", "per_head_scalar", "per_head_matrix") else ():
         pooled = None if mode == "per_head_scalar" else turn.mean({p: jnp.square(gradient[p]) for p in turn.paths})
         for block in turn.blocks:
             if block.path in squares:  # matrices under Muon have no second moment
@@ -244,8 +244,8 @@ def _by_matrix(
     s: Slice, outer: tuple[jax.Array, ...], adam: Adam, mean: Arrays, gradient: Arrays, paper: bool
 ) -> tuple[Arrays, tuple[jax.Array, ...]]:
     """The leaves of heads, rows multiplied by (V̂ + floor)^(−1/2), and the new V of every block."""
-    out, fresh, past = {p: mean[p] for turn in s.turns for p in turn.paths}, [], iter(outer)
-    for turn in s.turns:
+    out, fresh, past = {p: mean[p] for turn in s.heads for p in turn.paths}, [], iter(outer)
+    for turn in s.heads:
         products = [turn.block_gram(b, gradient[b.path], gradient[b.path]) / turn.rows(b) for b in turn.blocks]
         moments = [adam.second(square, next(past)) for square in products]
         fresh += moments

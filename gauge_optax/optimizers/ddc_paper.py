@@ -30,7 +30,6 @@ import optax
 from gauge_optax.binding import Block, leaves_by_path, overlap, with_leaves
 from gauge_optax.errors import binding_error
 from gauge_optax.gauges.gauge import Product
-from gauge_optax.gauges.instance import Arrays
 from gauge_optax.optimizers.adam import Adam
 from gauge_optax.optimizers.ddc import (
     Channels,
@@ -48,6 +47,7 @@ from gauge_optax.optimizers.ddc_heads import init_heads
 from gauge_optax.optimizers.ddc_vertical import init_vertical
 from gauge_optax.optimizers.lengths import joined_sides
 from gauge_optax.optimizers.polar import Polar
+from gauge_optax.parts.part import Arrays
 from gauge_optax.slice import Slice
 from gauge_optax.transformation import cast_like, layout, placeholder, require_choice, transformation, zeros_like
 
@@ -126,7 +126,7 @@ class Tensors:
 
 def joined_tensors(s: Slice) -> list[Tensors]:
     """Pairs of scale gauges, and chains of gauges that name no axis; every chain once."""
-    joined = {i: joined_sides(i) for i in s.instances}
+    joined = {i: joined_sides(i) for i in s.parts}
     pairs = {i: sides for i, sides in joined.items() if len(sides) == 2}
     tensors: list[Tensors] = []
     whole = [i for i in pairs if not i.named]
@@ -164,12 +164,12 @@ def paper_ddc(
     """
 
     def update(updates: Any, state: ScaleByDDCState, params: Any, **extra: Any) -> tuple[Any, ScaleByDDCState]:
-        s, past = Slice.of(group.parts, params), state.gauges
+        s, past = group._bound(params).slice, state.gauges
         adam = Adam.at(options, optax.safe_increment(state.count))
         point, gradient = s.vectors(params), leaves_by_path(updates) | s.vectors(updates)
         gradient = s.project_turning(point, gradient)  # B.8, B.9
-        for kind, turns in s.turns_by_kind:  # not in the paper: a key bias has a gradient of roundoff alone
-            gradient = kind.without_roundoff(turns, gradient)
+        for turn in s.heads:  # not in the paper: a key bias has a gradient of roundoff alone
+            gradient = turn.quiet(gradient)
         now = PaperOptions(*(x(state.count) if callable(x) else x for x in paper))
         rate, matrix_rate = now.learning_rate, now.matrix_rate
 
@@ -208,7 +208,7 @@ def paper_ddc(
         return with_leaves(updates, cast_like(out, updates)), ScaleByDDCState(adam.count, mu, nu, moments)
 
     def init(params: optax.Params) -> ScaleByDDCState:
-        s = Slice.of(group.parts, params)
+        s = group._bound(params).slice
         check_ddc(s, options, params)
 
         def moments(params: optax.Params) -> GaugeMoments:
@@ -234,7 +234,7 @@ def _sizes(sized: Sequence[tuple[Channels, jax.Array]], point: Arrays) -> Arrays
     for channels, square in sized:
         length = jnp.sqrt(jnp.where(square > 0, square, 1.0))
         for block in channels.blocks:
-            named, path = channels.instance.named, block.path
+            named, path = channels.part.named, block.path
             one = block.spread(named, jnp.ones_like(length)) * jnp.ones_like(point[path])
             log = block.spread(named, jnp.log(length)) * jnp.ones_like(point[path])
             logs[path], counts[path] = logs.get(path, 0.0) + log, counts.get(path, 0.0) + one

@@ -12,17 +12,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from gauge_optax.gauges.absorption import Absorption
-from gauge_optax.gauges.by_action import ActionInstance
-from gauge_optax.gauges.embedding_shift import Translation
-from gauge_optax.gauges.instance import Arrays, Instance
-from gauge_optax.gauges.key_bias import Constant
-from gauge_optax.gauges.read_shift import ReadShift
-from gauge_optax.gauges.rope_linear import ComplexScale
-from gauge_optax.gauges.shift import Shift
+from gauge_optax.gauges.by_action import OfUser
 from gauge_optax.linalg import noise, real_dtype, skew
 from gauge_optax.optimizers.adam import Adam
 from gauge_optax.optimizers.lengths import has_lengths, log_step
+from gauge_optax.parts.constants import Mean
+from gauge_optax.parts.part import Anchor, Arrays, Constant, Part, changed
 from gauge_optax.slice import Slice
 
 VERTICAL = ("frozen", "sgd", "adam")
@@ -33,7 +28,7 @@ class Moments(NamedTuple):
 
     Attributes:
       scales: one array per scale instance.
-      shifts: one dict by leaf per shift.
+      shifts: one tuple, an array per block, per shift.
       turning: a dict by leaf; in second moments, a dict by number of the rotation, with one number per head.
     """
 
@@ -62,7 +57,7 @@ def init_vertical(s: Slice, mode: str, point: Arrays) -> VerticalMoments:
     first: Moments = jax.tree.map(jnp.zeros_like, derivatives)
     if mode != "adam":
         return VerticalMoments(first, ())
-    heads = {str(k): jnp.zeros(turn.shape, real_dtype()) for k, turn in enumerate(s.turns)}
+    heads = {str(k): jnp.zeros(turn.shape, real_dtype()) for k, turn in enumerate(s.heads)}
     return VerticalMoments(first, jax.tree.map(jnp.zeros_like, derivatives._replace(turning=heads)))
 
 
@@ -83,7 +78,7 @@ def vertical_step(
     mu: Moments = jax.tree.map(adam.first, derivatives, past.first)
     nu, rates = past.second, jax.tree.map(adam.mean, mu, derivatives)
     if mode == "adam":
-        heads = {str(k): turn.mean(jax.tree.map(jnp.square, derivatives.turning)) for k, turn in enumerate(s.turns)}
+        heads = {str(k): turn.mean(jax.tree.map(jnp.square, derivatives.turning)) for k, turn in enumerate(s.heads)}
         squares = jax.tree.map(jnp.square, derivatives._replace(turning=()))._replace(turning=heads)
         nu = jax.tree.map(adam.second, squares, nu)
         roots = jax.tree.map(adam.root, nu)
@@ -91,11 +86,11 @@ def vertical_step(
         inverses = {k: 1.0 / x for k, x in roots.turning.items()}
         rates = whole._replace(turning=_times(s, rates.turning, inverses))
     out = {p: jnp.zeros_like(x) for p, x in point.items()} | rates.turning
-    for instance, rate in zip(_scales(s), rates.scales, strict=True):
-        _, along = jax.jvp(functools.partial(_scaled, instance, point), (jnp.zeros_like(rate),), (rate,))
-        out |= {p: out[p] + along[p] for p in instance.paths}
-    for instance, rate in zip(_shifts(s), rates.shifts, strict=True):
-        out = instance.act(rate, out)
+    for part, rate in zip(_scales(s), rates.scales, strict=True):
+        _, along = jax.jvp(functools.partial(_scaled, part, point), (jnp.zeros_like(rate),), (rate,))
+        out |= {p: out[p] + along[p] for p in changed(part)}
+    for (part, _), rate in zip(_shifts(s), rates.shifts, strict=True):
+        out = part.act(rate, out)
     return out, VerticalMoments(mu, nu)
 
 
@@ -103,61 +98,47 @@ def vertical_step(
 
 
 @functools.singledispatch
-def has_orbit_coordinates(instance: Instance) -> bool:
+def has_orbit_coordinates(part: Part[Any]) -> bool:
     """Whether its orbits have coordinates of the three kinds that are stepped here, if they have any dimension."""
     return True
 
 
-@has_orbit_coordinates.register(ActionInstance)  # known by its action alone
-@has_orbit_coordinates.register(Absorption)
-@has_orbit_coordinates.register(Translation)
-@has_orbit_coordinates.register(ReadShift)
-def _(instance: Instance) -> bool:
+@has_orbit_coordinates.register(OfUser)  # known by its action alone
+@has_orbit_coordinates.register(Constant)
+def _has_none(part: Part[Any]) -> bool:
     return False
 
 
-@functools.singledispatch
-def is_shift(instance: Instance) -> bool:
-    """Whether its coordinates are what it adds to leaves, one array per leaf."""
-    return False
-
-
-@is_shift.register(Shift)
-@is_shift.register(Constant)
-def _(instance: Instance) -> bool:
+@has_orbit_coordinates.register
+def _means_have(part: Mean) -> bool:
     return True
 
 
-@is_shift.register
-def _(instance: ReadShift) -> bool:
+@functools.singledispatch
+def is_shift(part: Part[Any]) -> bool:
+    """Whether its coordinates are what it adds to leaves, one array per block."""
     return False
 
 
-@functools.singledispatch
-def element_of_logs(instance: Instance, logs: jax.Array) -> jax.Array:
-    """The element of a scale that multiplies by the exponentials of these logs, and does nothing else."""
-    return logs
-
-
-@element_of_logs.register
-def _(instance: ComplexScale, logs: jax.Array) -> jax.Array:
-    return jnp.stack([logs, jnp.zeros_like(logs)], -1)  # the angles of rotary planes belong to `turning`
+@is_shift.register
+def _means_are(part: Mean) -> bool:
+    return True
 
 
 # Coordinates ----------------------------------------------------------------------------------------------
 
 
 def _scales(s: Slice) -> list[Any]:
-    return [instance for instance in s.instances if has_lengths(instance)]
+    return [part for part, _, _ in s.sizes if has_lengths(part)]
 
 
-def _shifts(s: Slice) -> list[Any]:
-    return [instance for instance in s.instances if is_shift(instance)]
+def _shifts(s: Slice) -> list[tuple[Any, Anchor]]:
+    return [(part, anchor) for part, anchor, _ in s.constants if is_shift(part)]
 
 
-def _scaled(instance: Any, point: Arrays, logs: jax.Array) -> Arrays:
-    """A point whose channels are scaled by these logs."""
-    out: Arrays = instance.act(element_of_logs(instance, logs), point)
+def _scaled(part: Any, point: Arrays, logs: jax.Array) -> Arrays:
+    """A point whose channels are scaled by the exponentials of these logs."""
+    out: Arrays = part.act(jnp.exp(logs), point)
     return out
 
 
@@ -165,25 +146,25 @@ def _derivatives(s: Slice, point: Arrays, gradient: Arrays) -> Moments:
     """The loss's derivatives by every orbit coordinate; zero where they are roundoff, as for an invariant loss."""
     sizes = {p: jnp.abs(point[p] * x) for p, x in gradient.items()}
     scales = []
-    for instance in _scales(s):
-        logs = jnp.zeros(instance.shape, real_dtype())
-        moved, pull = jax.vjp(functools.partial(_scaled, instance, point), logs)
-        size = sum((b.total(instance.named, sizes[b.path]) for b in instance.blocks), start=jnp.zeros(()))
-        cotangent = {p: gradient[p] if p in instance.paths else jnp.zeros_like(x) for p, x in moved.items()}
+    for part in _scales(s):
+        logs = jnp.zeros(part.shape, real_dtype())
+        moved, pull = jax.vjp(functools.partial(_scaled, part, point), logs)
+        size = sum((b.total(part.named, sizes[b.path]) for b in part.blocks), start=jnp.zeros(()))
+        cotangent = {p: gradient[p] if p in changed(part) else jnp.zeros_like(x) for p, x in moved.items()}
         # The coefficient of the gradient's projection on (1, −p), by which log α = 1 changes the logs of both sides.
-        scales.append(_above_noise(pull(cotangent)[0], size) / log_step(instance) ** 2)
+        scales.append(_above_noise(pull(cotangent)[0], size) / log_step(part) ** 2)
     absolute = {p: jnp.abs(x) for p, x in gradient.items()}
-    shifts = [jax.tree.map(_above_noise, i.read_mean(gradient), i.read_mean(absolute)) for i in _shifts(s)]
+    shifts = [jax.tree.map(_above_noise, i.read(a, gradient), i.read(a, absolute)) for i, a in _shifts(s)]
     across = s.project_turning(point, gradient)
-    turning = {path: gradient[path] - across[path] for turn in s.turns for path in turn.paths}
-    live = {str(k): _is_turned(turn, point, gradient).astype(real_dtype()) for k, turn in enumerate(s.turns)}
+    turning = {path: gradient[path] - across[path] for turn in s.heads for path in turn.paths}
+    live = {str(k): _is_turned(turn, point, gradient).astype(real_dtype()) for k, turn in enumerate(s.heads)}
     return Moments(tuple(scales), tuple(shifts), _times(s, turning, live))
 
 
 def _times(s: Slice, turning: Arrays, factors: Arrays) -> Arrays:
     """The leaves of heads, each head multiplied by its factor."""
     out = dict(turning)
-    for k, turn in enumerate(s.turns):
+    for k, turn in enumerate(s.heads):
         for block in turn.blocks:
             rows = block.rows(out[block.path]) * turn.per_head(block, factors[str(k)])
             out[block.path] = block.write(out[block.path], rows)

@@ -19,10 +19,8 @@ import optax
 from gauge_optax.binding import leaves_by_path
 from gauge_optax.errors import binding_error
 from gauge_optax.gauges.gauge import Gauges, Product, product
-from gauge_optax.gauges.heads import Heads
-from gauge_optax.gauges.instance import Instance
-from gauge_optax.gauges.linear import Linear
-from gauge_optax.gauges.scale import Scale
+from gauge_optax.parts.part import Part, Turn, changed, name_of
+from gauge_optax.parts.sizes import Factor, Stretch
 from gauge_optax.slice import Slice
 from gauge_optax.transformation import in_computing_dtype, in_dtype_of, require_choice, transformation
 
@@ -63,7 +61,7 @@ def add_gauge_decay(
       match: "adamw" shrinks every joint scale as AdamW would; "horizontal" is the rate of DDC B.7, (p²+1)/(p+1) times
         that on leaves with one rescale gauge.
       mask: None, a tree or prefix of booleans, or a callable from parameters to one; leaves with False do not decay. It
-        must be constant over the leaves of every instance of a gauge.
+        must be constant over the leaves of every copy of a gauge.
 
     Returns:
       A transformation of updates (tangents).
@@ -133,13 +131,13 @@ def decay(
         return {path: factor for path, factor in factors.items() if factor}
 
     def init(params: optax.Params) -> AddGaugeDecayState:
-        factors_of(Slice.of(group.parts, params), params)  # raises where arguments or bindings do not fit
+        factors_of(group._bound(params).slice, params)  # raises where arguments or bindings do not fit
         return empty(params)
 
     def update(updates: Any, state: AddGaugeDecayState, params: Any, **extra: Any) -> tuple[Any, AddGaugeDecayState]:
         rate: Any = 1.0 if by_role is not None else weight_decay
         rate = rate(state.count) if callable(rate) else rate
-        s = Slice.of(group.parts, params)
+        s = group._bound(params).slice
         # The function does not see the mean along a shift: it is no weight, and does not decay.
         bound = s.centred(s.vectors(params) if on_slice else s.values(params))
         values, vectors = leaves_by_path(params) | bound, leaves_by_path(updates)
@@ -156,26 +154,26 @@ def decay(
 
 
 @functools.singledispatch
-def degree(instance: Instance) -> float | None:
+def degree(part: Part[Any]) -> float | None:
     """The homogeneity p of a scale, which match="horizontal" needs; None for all others, which decay as ever."""
     return None
 
 
 @degree.register
-def _(instance: Scale) -> float | None:
-    return instance.degree
+def _degree_of_factor(part: Factor) -> float | None:
+    return part.degree
 
 
 @functools.singledispatch
-def decays_as_one(instance: Instance) -> bool:
+def decays_as_one(part: Part[Any]) -> bool:
     """Whether a mask may not split its leaves. It may split those of a shift, whose mean decays under no mask."""
     return False
 
 
-@decays_as_one.register(Scale)
-@decays_as_one.register(Heads)
-@decays_as_one.register(Linear)
-def _(instance: Instance) -> bool:
+@decays_as_one.register(Factor)
+@decays_as_one.register(Stretch)
+@decays_as_one.register(Turn)
+def _decays_whole(part: Part[Any]) -> bool:
     return True
 
 
@@ -183,17 +181,17 @@ def _horizontal(s: Slice) -> dict[str, float]:
     """Returns the factors of leaves with a scale gauge under match="horizontal". Raises ValueError for two gauges."""
     factors: dict[str, float] = {}
     first: dict[str, str] = {}
-    for instance in s.instances:
-        p = degree(instance)
+    for part in s.parts:
+        p = degree(part)
         if p is None:
             continue
-        for path in instance.paths:
+        for path in changed(part):
             if path in factors:
                 raise binding_error(
-                    _NAME, f"two scale gauges on '{path}'", f"{first[path]} and {instance.gauge}",
+                    _NAME, f"two scale gauges on '{path}'", f"{first[path]} and {name_of(part)}",
                     "one scale gauge per leaf for match='horizontal'", "write match='adamw'",
                 )  # fmt: skip
-            factors[path], first[path] = (p**2 + 1) / (p + 1), instance.gauge
+            factors[path], first[path] = (p**2 + 1) / (p + 1), name_of(part)
     return factors
 
 
@@ -217,14 +215,14 @@ def require_whole_gauges(name: str, s: Slice, flags: Mapping[str, bool]) -> None
       s: the gauges on the tree.
       flags: leaf path → whether it decays; leaves that are absent count as neither.
     """
-    for instance in s.instances:
-        if not decays_as_one(instance):
+    for part in s.parts:
+        if not decays_as_one(part):
             continue
-        decayed = [p for p in instance.paths if flags.get(p) is True]
-        masked = [p for p in instance.paths if flags.get(p) is False]
+        decayed = [p for p in changed(part) if flags.get(p) is True]
+        masked = [p for p in changed(part) if flags.get(p) is False]
         if decayed and masked:
             raise binding_error(
-                name, f"the mask splits {instance.gauge} at '{masked[0]}'",
+                name, f"the mask splits {name_of(part)} at '{masked[0]}'",
                 f"decay on {decayed[0]}, none on {masked[0]}", "one value for all leaves of a gauge",
                 "mask all leaves of the gauge, or none of them",
             )  # fmt: skip
@@ -301,9 +299,9 @@ def _numbers(s: Slice, by_role: Mapping[str, float]) -> tuple[dict[str, float], 
     Raises ValueError for a role without a number, a key that is no role, and a leaf with two different numbers.
     """
     roles = []  # of every block: its leaf, the constructor's argument, and the key under which its number is looked up
-    for instance in s.instances:
-        for block in instance.blocks:
-            argument = _ARGUMENTS.get((instance.gauge, block.role), block.role)
+    for part in (*s.parts, *s.free):
+        for block in part.blocks:
+            argument = _ARGUMENTS.get((name_of(part), block.role), block.role)
             roles.append((block.path, argument, argument if argument in by_role else block.role))
 
     def listed(names: Iterable[str]) -> str:

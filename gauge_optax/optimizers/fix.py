@@ -15,7 +15,6 @@ import optax
 
 from gauge_optax.errors import binding_error
 from gauge_optax.gauges.gauge import Gauge, Gauges, Product, product
-from gauge_optax.slice import Slice
 from gauge_optax.states.moves import Move, MovingPart
 from gauge_optax.states.transport import ON_UNKNOWN, transported_state
 from gauge_optax.transformation import in_dtype_of, require_choice, require_every, stepped, transformation
@@ -101,7 +100,7 @@ def gauge_fix(
     within = optax.with_extra_args_support(optax.identity() if inner is None else inner)
 
     def init(params: optax.Params) -> GaugeFixState:
-        Slice.of(group.parts, params)  # raises where a binding does not fit
+        group._bound(params)  # raises where a binding does not fit
         return empty(params)
 
     def update(updates: Any, state: GaugeFixState, params: Any, **extra: Any) -> tuple[Any, GaugeFixState]:
@@ -138,6 +137,6 @@ def gauge_fix(
 
 def chords(gauge: Gauge, element: Any, params: Any, after: Any) -> dict[str, jax.Array]:
     """Returns g·θ′ − θ by leaf."""
-    s = gauge._slice(params)
+    s = gauge._bound(params).slice
     moved, before = (s.vectors(tree) for tree in (gauge.act(element, after), params))
     return {path: x - before[path] for path, x in moved.items()}

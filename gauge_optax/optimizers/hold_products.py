@@ -19,10 +19,10 @@ import optax
 
 from gauge_optax.binding import Axes, overlap
 from gauge_optax.errors import binding_error
+from gauge_optax.gauges.balance import log_sizes
 from gauge_optax.gauges.gauge import BlockGauge, Element, Gauge, Gauges, product
-from gauge_optax.gauges.instance import Effect
 from gauge_optax.gauges.scale import keeps_product, scale_invariant
-from gauge_optax.gauges.sizes import log_sizes
+from gauge_optax.gauges.symmetry import Effect
 from gauge_optax.optimizers.fix import chords
 from gauge_optax.states.moves import Move, MovingPart
 from gauge_optax.states.transport import ON_UNKNOWN, transported_state
@@ -140,7 +140,7 @@ def hold_products(
     def init(params: optax.Params) -> HoldProductsState:
         gauge_of: dict[str, str] = {}
         for part in group.parts:
-            for path in part._slice(params).added:
+            for path in part._bound(params).slice.added:
                 # A factor for one gauge would change the product of the other.
                 if path in gauge_of:
                     raise binding_error(
@@ -196,13 +196,14 @@ def hold_products(
 
 def log_products(gauge: Gauge, params: Any) -> Element:
     """log s_up + log s_down per channel, s the root mean squares of both sides; −∞ where a side is zero."""
-    s = gauge._slice(params)
-    return {instance.key: sum(log_sizes(instance, s.values(params))) for instance in s.instances}
+    b = gauge._bound(params)
+    values, (copies,) = b.slice.values(params), b.copies
+    return {copy.key: sum(log_sizes(copy.parts[0], values)) for copy in copies}
 
 
 def _label(gauge: Gauge, params: Any) -> str:
     """The key of a gauge in `HeldProducts`: `transport` reads from it which leaves a product belongs to."""
-    return " + ".join(gauge._slice(params).added)
+    return " + ".join(gauge._bound(params).slice.added)
 
 
 def _factor(
@@ -266,17 +267,17 @@ def _bad_alone(error: Exception) -> ValueError:
 def _require_channels(gauge: Gauge, squared: Gauge, params: Any) -> None:
     """Raises ValueError unless both gauges have the same channels, and no entry in common."""
     try:
-        instances = squared._slice(params).instances
+        (others,) = squared._bound(params).copies
     except ValueError as error:
         raise _bad_alone(error) from error
-    of_gauge = gauge._slice(params).instances
-    expected, actual = ({i.key: (i.named, i.shape) for i in x} for x in (of_gauge, instances))
+    (copies,) = gauge._bound(params).copies
+    expected, actual = ({copy.key: (copy.named, copy.shape) for copy in x} for x in (copies, others))
     if expected != actual:
         raise binding_error(
             _NAME, "channels of alone= that are not those of its gauge", f"{actual}", f"{expected}",
             f"name the same axes, and write the same {{i}}, in alone= as in {gauge.name}",
         )  # fmt: skip
-    blocks = [(a, b) for i in of_gauge for a in i.blocks for k in instances for b in k.blocks if a.path == b.path]
+    blocks = [(a, b) for i in copies for a in i.blocks for k in others for b in k.blocks if a.path == b.path]
     if any(overlap(a, b) for a, b in blocks):
         raise binding_error(
             _NAME, f"entries of '{blocks[0][0].path}' in alone= and in {gauge.name}", "one entry with both factors",

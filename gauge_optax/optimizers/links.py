@@ -18,11 +18,10 @@ import optax
 from gauge_optax.binding import with_leaves
 from gauge_optax.gauges.gauge import Gauges, Product, product
 from gauge_optax.linalg import Coefficients
-from gauge_optax.optimizers._quotient import QuotientState, frame_and_slice_point
+from gauge_optax.optimizers._quotient import QuotientState, frame_and_slice_point, slice_gradient
 from gauge_optax.optimizers.ddc import checked_options, ddc
 from gauge_optax.optimizers.ddc_paper import PaperOptions, paper_ddc, paper_options
 from gauge_optax.optimizers.polar import Labels, polar_of
-from gauge_optax.slice import Slice, SliceTangent
 from gauge_optax.transformation import (
     cast_like,
     checked_inner,
@@ -49,13 +48,11 @@ def link(
     inner = checked_inner(name, inner)
 
     def update(updates: Any, state: QuotientState, params: Any, **extra: Any) -> tuple[Any, QuotientState]:
-        s = Slice.of(group.parts, params)
-        f = s.elements(state.frame)
-        point = s.enter(f, s.values(params))
-        gradient = with_leaves(updates, s.enter_dual(f, s.vectors(updates), point, without_shifts=without_shifts))
-        gradient = s.without_roundoff(point, gradient)
-        u, inner_state = inner.update(gradient, state.inner_state, with_leaves(params, point), **extra)
-        step = s.leave(f, SliceTangent(s.vectors(u)), point)
+        s = group._bound(params).slice
+        entered = s.enter(s.elements(state.frame), s.values(params))
+        gradient = slice_gradient(s, entered, updates, without_shifts)
+        u, inner_state = inner.update(gradient, state.inner_state, with_leaves(params, entered.point), **extra)
+        step = entered.push(s.vectors(u))
         return with_leaves(u, cast_like(step, updates)), QuotientState(state.frame, inner_state)
 
     def init(params: Any) -> QuotientState:
@@ -102,11 +99,11 @@ def gauge_project(gauges: Gauges, kind: str = "gradient") -> optax.GradientTrans
     group = product(gauges)
 
     def init(params: optax.Params) -> optax.EmptyState:
-        Slice.of(group.parts, params)  # raises where a binding does not fit
+        group._bound(params)  # raises where a binding does not fit
         return optax.EmptyState()
 
     def update(updates: Any, state: optax.EmptyState, params: Any, **extra: Any) -> tuple[Any, optax.EmptyState]:
-        horizontal = Slice.of(group.parts, params).horizontal_at(params, updates, dual=kind == "gradient")
+        horizontal = group._bound(params).slice.horizontal_at(params, updates, dual=kind == "gradient")
         return in_dtype_of(updates, horizontal), state
 
     return transformation("gauge_project", init, update, optax.EmptyState, lambda params: optax.EmptyState())
@@ -305,12 +302,11 @@ def gauge_retract(gauges: Gauges) -> optax.GradientTransformationExtraArgs:
     group = product(gauges)
 
     def update(updates: Any, state: GaugeRetractState, params: Any, **extra: Any) -> tuple[Any, GaugeRetractState]:
-        s = Slice.of(group.parts, params)
-        f = s.elements(state.frame)
-        point = s.enter(f, s.values(params))
-        tangent = s.enter_step(f, s.vectors(updates), point)
-        after = s.fix(jax.tree.map(jnp.add, dict(point), dict(tangent)), state.frame.live)
-        step = s.leave(f, SliceTangent(jax.tree.map(jnp.subtract, dict(after), dict(point))), point)
+        s = group._bound(params).slice
+        entered = s.enter(s.elements(state.frame), s.values(params))
+        tangent = entered.enter_step(s.vectors(updates))
+        _, after = s.fix(jax.tree.map(jnp.add, entered.point, tangent), state.frame.live)
+        step = entered.push(jax.tree.map(jnp.subtract, after, entered.point))
         return in_dtype_of(updates, step), state
 
     def init(params: optax.Params) -> GaugeRetractState:

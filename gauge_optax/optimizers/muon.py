@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import optax
 
 from gauge_optax.binding import is_empty, leaves_by_path, with_leaves
-from gauge_optax.gauges.matrices import Matrices
 from gauge_optax.optimizers.polar import Polar
+from gauge_optax.parts.matrices import Matrices
 
 
 class ScaleByHeadPolarState(NamedTuple):

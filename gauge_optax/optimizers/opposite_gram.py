@@ -18,9 +18,10 @@ import optax
 from gauge_optax.binding import Block, overlap
 from gauge_optax.errors import binding_error
 from gauge_optax.gauges.gauge import Gauges, Product, product
-from gauge_optax.gauges.heads import BASIS
 from gauge_optax.linalg import inverse_gram, real_dtype
 from gauge_optax.optimizers.sides import channel_sides, matrix_sides
+from gauge_optax.parts.heads import BASIS
+from gauge_optax.parts.part import changed, name_of
 from gauge_optax.slice import Slice
 from gauge_optax.transformation import in_dtype_of, placeholder, require_choice, require_every, transformation
 
@@ -34,8 +35,8 @@ class OppositeInverses(NamedTuple):
     """What each side's increments are multiplied by: an inverse of the opposite side's Gram matrix.
 
     Attributes:
-      scales: per scale instance with two sides, a number per channel for `up` and one for `down`, shaped like its axes.
-      linear: per linear instance, a matrix for `left` and one for `right`, (*shape, d, d); with `diagonal`, their
+      scales: per scale part with two sides, a number per channel for `up` and one for `down`, shaped like its axes.
+      linear: per linear part, a matrix for `left` and one for `right`, (*shape, d, d); with `diagonal`, their
         diagonals, (*shape, d).
     """
 
@@ -174,27 +175,27 @@ def scale_by_opposite_gram(
 
 
 def two_sides(s: Slice) -> tuple[list[Any], list[Any]]:
-    """Returns the instances with an opposite factor: scales, and those whose factors are matrices."""
-    scales = [i for i in s.instances if channel_sides(i) is not None]
-    return scales, [i for i in s.instances if matrix_sides(i) is not None]
+    """Returns the parts with an opposite factor: scales, and those whose factors are matrices."""
+    scales = [i for i in s.parts if channel_sides(i) is not None]
+    return scales, [i for i in s.parts if matrix_sides(i) is not None]
 
 
 def _checked_slice(group: Product, params: Any) -> Slice:
     """Returns the slice. Raises ValueError for an entry in two gauges with two sides, so in two opposite factors."""
-    s = Slice.of(group.parts, params)
+    s = group._bound(params).slice
     scales, linear = two_sides(s)
     earlier: list[tuple[str, Block]] = []
-    for instance in scales + linear:
-        for block in instance.blocks:
+    for part in scales + linear:
+        for block in part.blocks:
             for gauge, other in earlier:
                 if overlap(block, other):
                     raise binding_error(
                         _NAME, f"two opposite factors for '{block.path}'",
-                        f"a side of {gauge} and a side of {instance.gauge}",
+                        f"a side of {gauge} and a side of {name_of(part)}",
                         "at most one gauge with two sides per entry",
                         "drop one from this list; or write go.quotient(tx, gauges), which takes both",
                     )  # fmt: skip
-        earlier += [(instance.gauge, block) for block in instance.blocks]
+        earlier += [(name_of(part), block) for block in part.blocks]
     return s
 
 
@@ -207,11 +208,11 @@ def _inverses(
 
     scales, linear = two_sides(s)
     channels = []
-    for instance in scales:
-        up, down = _squares(instance, point)
-        p = float(instance.degree)
+    for part in scales:
+        up, down = _squares(part, point)
+        p = float(part.degree)
         channels.append((_power(down + added(down, 1), -1.0 / p), _power(up + added(up, 1), -p)))
-    sides = [side for instance in linear for side in _sides(instance)[::-1]]
+    sides = [side for part in linear for side in _sides(part)[::-1]]
     inverses: dict[int, jax.Array] = {}
     if diagonal:
         for number, side in enumerate(sides):
@@ -229,9 +230,9 @@ def _inverses(
     return OppositeInverses(tuple(channels), tuple((inverses[k], inverses[k + 1]) for k in range(0, len(sides), 2)))
 
 
-def _sides(instance: Any) -> tuple[Any, Any]:
-    """Returns both factors of an instance of `two_sides`: blocks of a scale, or the rows of a linear gauge."""
-    pair: Any = channel_sides(instance) or matrix_sides(instance)
+def _sides(part: Any) -> tuple[Any, Any]:
+    """Returns both factors of a part of `two_sides`: blocks of a scale, or the rows of a linear gauge."""
+    pair: Any = channel_sides(part) or matrix_sides(part)
     return pair[0], pair[1]
 
 
@@ -252,16 +253,16 @@ def _corrected(s: Slice, inverses: OppositeInverses, vectors: Arrays) -> Arrays:
     """Returns the leaves of all instances with two sides, corrected."""
     scales, linear = two_sides(s)
     out = dict(vectors)
-    for instance, channels in zip(scales, inverses.scales, strict=True):
-        for blocks, numbers in zip(_sides(instance), channels, strict=True):
+    for part, channels in zip(scales, inverses.scales, strict=True):
+        for blocks, numbers in zip(_sides(part), channels, strict=True):
             for block in blocks:
-                out[block.path] = out[block.path] * block.spread(instance.named, numbers, elsewhere=1.0)
-    for instance, matrices in zip(linear, inverses.linear, strict=True):
-        for side, matrix in zip(_sides(instance), matrices, strict=True):
+                out[block.path] = out[block.path] * block.spread(part.named, numbers, elsewhere=1.0)
+    for part, matrices in zip(linear, inverses.linear, strict=True):
+        for side, matrix in zip(_sides(part), matrices, strict=True):
             if matrix.ndim == len(side.shape) + 2:
                 out |= side.turned(out, matrix)
                 continue
             for block in side.blocks:
                 rows = block.rows(out[block.path]) * side.along_basis(block, matrix)
                 out[block.path] = block.write(out[block.path], rows)
-    return {path: out[path] for instance in scales + linear for path in instance.paths}
+    return {path: out[path] for part in scales + linear for path in changed(part)}

@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,13 +19,11 @@ from gauge_optax.binding.axes import parse_axes
 from gauge_optax.binding.paths import match, nearest
 from gauge_optax.binding.specs import Sizes
 from gauge_optax.errors import binding_error
-from gauge_optax.gauges.instance import Instance
-from gauge_optax.gauges.matrices import Matrices, labelled_matrices, matrices_of, matrix
-from gauge_optax.gauges.read_shift import ReadShift
-from gauge_optax.gauges.shift import Shift
-from gauge_optax.gauges.write_shift import WriteShift
 from gauge_optax.linalg import Coefficients, Schedule, ns_schedule, polar
 from gauge_optax.optimizers.sides import channel_sides
+from gauge_optax.parts.constants import Logits
+from gauge_optax.parts.matrices import Matrices, labelled_matrices, matrices_of, matrix
+from gauge_optax.parts.part import Part, changed
 from gauge_optax.slice import Slice
 from gauge_optax.transformation import require_choice
 
@@ -34,20 +33,14 @@ SCALES = ("width", "rms", "none")
 
 
 @functools.singledispatch
-def is_output_layer(instance: Instance) -> bool:
+def is_output_layer(part: Part[Any]) -> bool:
     """Whether its leaves are the output layer, which Muon leaves to Adam."""
     return False
 
 
 @is_output_layer.register
-def _(instance: Shift) -> bool:
+def _logits_are(part: Logits) -> bool:
     return True
-
-
-@is_output_layer.register(ReadShift)
-@is_output_layer.register(WriteShift)
-def _(instance: Instance) -> bool:
-    return False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,10 +73,10 @@ class Polar:
         Raises ValueError for a label that matches no leaf, for a leaf that is labelled "muon" but is no matrix, and for
         axes that do not fit a leaf, describe no matrices, or contradict a rotation.
         """
-        leaves, read = leaves_by_path(params), matrices_of(s.instances)
-        rotated = {path for turn in s.turns for path in turn.paths}
+        leaves, read = leaves_by_path(params), matrices_of(s.parts)
+        rotated = {path for turn in s.heads for path in turn.paths}
         # A logit shift binds the unembedding, which Muon's authors leave to Adam although it is a matrix.
-        muon = read.keys() - {path for i in s.instances if is_output_layer(i) for path in i.paths}
+        muon = read.keys() - {path for part in s.parts if is_output_layer(part) for path in changed(part)}
         if self.rotations_alone:
             muon &= rotated
         for pattern, label in self.labels:
@@ -100,7 +93,7 @@ class Polar:
                 for path in sorted(hits):
                     read[path] = self._labelled(pattern, label, path, leaves[path].shape, path in rotated)
         # If gauges bind a leaf but do not read it as matrices, it is a bias or a norm's scale, whatever its shape.
-        vectors = rotated | {path for i in s.instances if channel_sides(i) is not None for path in i.paths}
+        vectors = rotated | {path for part in s.parts if channel_sides(part) is not None for path in changed(part)}
         for path in (path for path in leaves if path in muon and path not in read):
             shape, vector = leaves[path].shape, path in vectors
             if len(shape) != 2 or vector:

@@ -16,8 +16,7 @@ import optax
 
 from gauge_optax.binding import leaves_by_path, with_leaves
 from gauge_optax.gauges.gauge import Gauges, product
-from gauge_optax.gauges.matrices import matrices_of
-from gauge_optax.slice import Slice
+from gauge_optax.parts.matrices import matrices_of
 from gauge_optax.transformation import transformation
 
 
@@ -48,13 +47,13 @@ def scale_by_relative_rms(gauges: Gauges, min_scale: float | jax.Array = 0.1) ->
     group = product(gauges)
 
     def init(params: optax.Params) -> optax.EmptyState:
-        Slice.of(group.parts, params)  # raises where a binding does not fit
+        group._bound(params)  # raises where a binding does not fit
         return optax.EmptyState()
 
     def update(updates: Any, state: optax.EmptyState, params: Any, **extra: Any) -> tuple[Any, optax.EmptyState]:
         leaves, steps = leaves_by_path(params), leaves_by_path(updates)
         scaled = {}
-        for path, stack in matrices_of(Slice.of(group.parts, params).instances).items():
+        for path, stack in matrices_of(group._bound(params).slice.parts).items():
             kernel, inputs = leaves[path], stack.fan_in
             if stack.heads is not None and stack.heads[1] == stack.rows:
                 # The basis of heads is on the rows' side: their outputs are summed, so that all of them are inputs.

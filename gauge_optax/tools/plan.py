@@ -19,10 +19,10 @@ import numpy as np
 import optax
 
 from gauge_optax.binding import leaves_by_path
-from gauge_optax.discovery.calls import bound_instances, template
+from gauge_optax.discovery.calls import bound_copies, template
 from gauge_optax.errors import binding_error
 from gauge_optax.gauges.gauge import Gauge, product
-from gauge_optax.gauges.matrices import matrices_of
+from gauge_optax.parts.matrices import matrices_of
 
 Unbound = Literal["allow", "warn", "error"]
 _ROUNDOFF = 1e-12  # of a leaf's norm, in float64
@@ -180,7 +180,7 @@ def plan(
         raise binding_error(
             "plan", "no gauges", f"a {type(tx_or_gauges).__name__}", "gauges, or an optimizer that was made with some",
             "pass go.quotient(...) or a list of gauges")
-    leaves, matrices = leaves_by_path(params), matrices_of(product(gauges)._slice(params).instances)
+    leaves, matrices = leaves_by_path(params), matrices_of(product(gauges)._bound(params).slice.parts)
     texts, heads = {}, set[str]()
     for path, matrix in matrices.items():
         texts[path] = f"{math.prod(matrix.split[k] for k in matrix.batch)} × ({matrix.fan_in}, {matrix.fan_out})"
@@ -239,7 +239,7 @@ def _gauges_of(tx: Any) -> list[Any]:
 
 def _gauge_plan(gauge: Any, params: Any, leaves: Mapping[str, Any], labels: dict[str, dict[str, None]]) -> GaugePlan:
     """The row of a gauge; adds its label to those of the leaves that it binds."""
-    instances, axes = bound_instances(gauge, params), list[str]()
+    instances, axes = bound_copies(gauge, params), list[str]()
     for key, sizes, blocks in instances:
         axes.append(", ".join(f"{name} {n}" for name, n in sizes.items()))
         text = " ".join([gauge.name, *([f"[{key}]"] if key else []), *([f"({axes[-1]})"] if axes[-1] else [])])

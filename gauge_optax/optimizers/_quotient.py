@@ -12,6 +12,7 @@ import jax
 import optax
 
 from gauge_optax.binding import leaves_by_path, with_leaves
+from gauge_optax.errors import binding_error
 from gauge_optax.gauges.bound import bound
 from gauge_optax.gauges.gauge import Gauges, Product, product
 from gauge_optax.optimizers.decay import decayed_leaves, require_whole_gauges
@@ -113,6 +114,7 @@ def quotient_for(
     def update(updates: Any, state: QuotientState, params: Any, **extra: Any) -> tuple[Any, QuotientState]:
         s = bound(group.parts, params).slice
         entered = s.enter(s.elements(state.frame), s.values(params))  # θ̂ = F⁻¹·θ
+        _require_offset(name, state.offset, {} if pin else no_offset(s))
         gradient = slice_gradient(s, entered, updates)  # ĝ = Fᵀ·g
         seen = s.enter(state.offset, entered.point)  # θ̃ = B⁻¹·θ̂, the same point with pin=True
         u, inner_state = inner.update(
@@ -156,6 +158,17 @@ def slice_gradient(s: Slice, entered: Entered, updates: Any, without_constants: 
 def no_offset(s: Slice) -> Elements:
     """The offset of `pin=False` before the first step: the identity of every size that is fixed."""
     return {part.label: part.identity() for part, _, _ in s.sizes if part.label not in s.alone}
+
+
+def _require_offset(name: str, offset: Elements, expected: Elements) -> None:
+    """Raises ValueError for a state that was made with another `pin`."""
+    if set(offset) != set(expected):
+        made, wanted = ("True", "False") if expected else ("False", "True")
+        raise binding_error(
+            name, f"a state made with pin={made}", f"an offset of {', '.join(sorted(offset)) or 'nothing'}",
+            f"a state of pin={wanted}",
+            f"write {name}(..., pin={made}), or convert a plain state by go.from_state(..., pin={wanted})",
+        )  # fmt: skip
 
 
 def _part(s: Slice, label: str) -> Any:

@@ -182,10 +182,11 @@ def bound_copies(gauge: Any, params: Any) -> list[tuple[str, dict[str, int], lis
     A gauge of which only the action is known has one copy.
     """
     (copies,) = gauge._bound(params).copies
-    return [
-        (copy.key, {name: n for name, n in zip(copy.named, copy.shape, strict=True) if name != PLANE}, list(copy.blocks))
-        for copy in copies
-    ]
+    found = []
+    for copy in copies:
+        sizes = {name: n for name, n in zip(copy.named, copy.shape, strict=True) if name != PLANE}
+        found.append((copy.key, sizes, list(copy.blocks)))
+    return found
 
 
 def captured_blocks(blocks: Mapping[str, Axes]) -> dict[str, Axes]:

@@ -51,10 +51,7 @@ class Bound:
         Returns:
           Parameters like `params`, every leaf in its dtype.
         """
-        f, x = self.elements(element), self.slice.values(params)
-        for part in (*reversed(self.slice.parts), *self.slice.free):
-            x = part.act(f[part.label], x) if part.label in f else x
-        return self.stored(x, params)
+        return self.stored(self.slice.act(self.elements(element), self.slice.values(params)), params)
 
     def read(self, params: Any) -> Any:
         """The frame of a point: the element F with θ = F·θ̂, where θ̂ is the slice point.

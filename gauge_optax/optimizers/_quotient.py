@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import optax
 
 from gauge_optax.binding import leaves_by_path, with_leaves
+from gauge_optax.errors import binding_error
 from gauge_optax.gauges.gauge import Gauges, Product, product
 from gauge_optax.optimizers.decay import decayed_leaves, require_whole_gauges
 from gauge_optax.optimizers.rest import resting
@@ -111,7 +112,7 @@ def quotient_for(
 
     def update(updates: Any, state: QuotientState, params: Any, **extra: Any) -> tuple[Any, QuotientState]:
         s = group._bound(params).slice
-        entered = s.enter(s.elements(state.frame), s.values(params))  # θ̂ = F⁻¹·θ
+        entered = s.enter(_frame_of(name, s, state, pin), s.values(params))  # θ̂ = F⁻¹·θ
         gradient = slice_gradient(s, entered, updates)  # ĝ = Fᵀ·g
         seen = s.enter(state.offset, entered.point)  # what `inner` sees: θ̃ = B⁻¹·θ̂, with pin=True θ̂ itself
         of_seen, extra = with_leaves(gradient, seen.pull(s.vectors(gradient))), _extra_at(s, entered, seen, params, extra)
@@ -159,6 +160,20 @@ def _offset_after(s: Slice, offset: Elements, grown: Elements) -> Elements:
     """The offset after a step: with θ̂ + B·u = e·θ̂′, the point that `inner` sees next is (e⁻¹·B)⁻¹·θ̂′."""
     parts = {part.label: part for part, _, _ in s.sizes}
     return {label: parts[label].compose(parts[label].inverse(grown[label]), b) for label, b in offset.items()}
+
+
+def _frame_of(name: str, s: Slice, state: QuotientState, pin: bool) -> Elements:
+    """F. Raises ValueError for the state of other gauges, and for one that was made with another `pin`."""
+    if set(state.offset) != set({} if pin else no_offset(s)):
+        made, wanted = ("False", "True") if pin else ("True", "False")
+        raise binding_error(
+            name,
+            f"a state made with pin={made}",
+            f"an offset of {', '.join(sorted(state.offset)) or 'nothing'}",
+            f"a state of pin={wanted}",
+            f"write {name}(..., pin={made}), or convert a plain state by go.from_state(..., pin={wanted})",
+        )
+    return s.elements(state.frame)
 
 
 def _rested(s: Slice, frame: Frame, grown: Elements, point: Arrays, step: Arrays) -> tuple[Arrays, Frame]:

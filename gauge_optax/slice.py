@@ -381,7 +381,7 @@ class Slice:
         done: list[jax.Array] = []
         for kind, turns in self.turns:
             chosen = [turn for turn in turns if turn.label not in alone]
-            paths = sorted({path for turn in chosen for path in turn.paths})
+            paths = sorted({path for turn in chosen for path in changed(turn)})
             # A point that is computed entry by entry is cheap to compute twice. This keeps XLA from holding a copy in
             # memory while the rotations before it are computed.
             again = {path: x[path] for path in paths} if kind.last and done else {}

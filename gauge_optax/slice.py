@@ -229,6 +229,11 @@ class Slice:
         turns = (turn for _, turns in self.turns for turn in turns)
         return (*(x.part for x in self.constants), *(x.part for x in self.sizes), *turns)
 
+    @property
+    def acting(self) -> tuple[Any, ...]:
+        """All parts, in the order in which an element of a product acts: turns, sizes, constants, permutations."""
+        return (*reversed(self.parts), *self.free)
+
     @functools.cached_property
     def heads(self) -> tuple[Any, ...]:
         """The turns of heads and of rotary planes, without that of the residual stream."""
@@ -335,7 +340,7 @@ class Slice:
 
     def act(self, f: Elements, x: Arrays) -> Arrays:
         """f·x: turns act first, then sizes, then constants, and parts without a role last."""
-        for part in (*reversed(self.parts), *self.free):
+        for part in self.acting:
             x = part.act(f[part.label], x) if part.label in f else x
         return x
 

@@ -51,7 +51,7 @@ class Bound:
         Returns:
           Parameters like `params`, every leaf in its dtype.
         """
-        return self.stored(self.slice.act(self.elements(element), self.slice.values(params)), params)
+        return self.stored(self.whole.act(self.elements(element), self.whole.values(params)), params)
 
     def read(self, params: Any) -> Any:
         """The frame of a point: the element F with θ = F·θ̂, where θ̂ is the slice point.
@@ -59,7 +59,7 @@ class Bound:
         Args:
           params: θ (values are read).
         """
-        return self.public(self.slice.read(self.slice.values(params)).elements)
+        return self.public(self.whole.read(self.whole.values(params)).elements)
 
     def slice_point(self, params: Params) -> Params:
         """The slice point θ̂ = F⁻¹·θ: weights of the same function that all twins of θ have in common.
@@ -70,8 +70,8 @@ class Bound:
         Returns:
           Parameters like `params`.
         """
-        x = self.slice.values(params)
-        return self.stored(self.slice.enter(self.slice.read(x).elements, x).point, params)
+        x = self.whole.values(params)
+        return self.stored(self.whole.enter(self.whole.read(x).elements, x).point, params)
 
     def random_twin(self, key: jax.Array, params: Params, scale: float = 1.0) -> Params:
         """Weights of the same function, moved by a random element.
@@ -96,7 +96,7 @@ class Bound:
             paths = list(dict.fromkeys(path for copy in copies for part in copy.parts for path in changed(part)))
             leaves = ", ".join(paths[:2]) + (f", … ({len(paths)})" if len(paths) > 2 else "")
             rows.append((gauge.name, leaves, str(len(copies)), str(sum(copy.dim for copy in copies))))
-        rows.append(("all", f"{len(self.slice.added)} leaves", "", str(self.dim)))
+        rows.append(("all", f"{len(self.whole.added)} leaves", "", str(self.dim)))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         return "\n".join("  ".join(x.ljust(n) for x, n in zip(row, widths, strict=True)).rstrip() for row in rows)
 
@@ -116,6 +116,13 @@ class Bound:
         return tuple(_asymmetry(gauge, params, grads) for gauge in self.gauges)
 
     # Elements ---------------------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def whole(self) -> Slice:
+        """The slice with all parts. `slice` lacks the turns that optimizers leave out on this tree."""
+        if not self.slice.alone and not self.slice.following:
+            return self.slice
+        return Slice.of([part for copies in self.copies for copy in copies for part in copy.parts])
 
     def elements(self, element: Any) -> Elements:
         """The elements of the parts, by label, whose moves together are that of a public element."""
@@ -151,7 +158,7 @@ class Bound:
 
     def stored(self, x: Arrays, params: Params) -> Params:
         """Values of bound leaves as a tree stores them: less one where it does, in the leaves' dtypes."""
-        leaves, added = leaves_by_path(params), self.slice.added
+        leaves, added = leaves_by_path(params), self.whole.added
         values = {p: y - added[p] if np.any(added[p]) else y for p, y in x.items()}
         return with_leaves(params, {p: y.astype(leaves[p].dtype) for p, y in values.items()})
 
@@ -183,7 +190,7 @@ def bound(gauges: Sequence[Any], params: Any, frozen: frozenset[str] = frozenset
 
 def _asymmetry(gauge: Any, params: Any, grads: Any) -> dict[str, jax.Array]:
     b = bound((gauge,), params)
-    s, (copies,) = b.slice, b.copies
+    s, (copies,) = b.whole, b.copies
     g = s.vectors(grads)
 
     def vertical(covector: Arrays) -> Arrays:

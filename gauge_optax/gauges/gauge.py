@@ -220,7 +220,7 @@ class Gauge(abc.ABC):
           The vertical part; zero on leaves the gauge does not bind.
         """
         horizontal, leaves = leaves_by_path(self.horizontal(params, tangent)), leaves_by_path(tangent)
-        paths = self._bound(params).slice.added
+        paths = self._bound(params).whole.added
         parts = {p: x - horizontal[p] if p in paths else jnp.zeros_like(x) for p, x in leaves.items()}
         return with_leaves(tangent, parts)
 
@@ -244,7 +244,7 @@ class Gauge(abc.ABC):
         ... )
         True
         """
-        leaves, parts = leaves_by_path(tangent), self._bound(params).slice.horizontal_at(params, tangent)
+        leaves, parts = leaves_by_path(tangent), self._bound(params).whole.horizontal_at(params, tangent)
         return with_leaves(tangent, {p: x.astype(leaves[p].dtype) for p, x in parts.items()})
 
     def coordinates(self, params: Any) -> Element:

@@ -4,14 +4,14 @@ Two trained networks, or two sets of weights of one network, differ by what nobo
 of heads and of the residual stream, the sizes of channels. `align` finds the element g of a list of gauges for which
 g·b is nearest to a, in the sum of squares over the leaves that the gauges bind. The function of b does not change.
 
-* For one gauge, given all others, the nearest element has a closed form or is a small problem (`orbit.nearest`):
+* For one part, given all others, the nearest element has a closed form or is a small problem (`orbit.nearest`):
   Procrustes for rotations, an assignment for permutations, least squares for constants, one variable per channel for
-  scales. The gauges take turns until the distance no longer falls. No round makes it larger, so that rounds end.
+  scales. The parts take turns until the distance no longer falls. No round makes it larger, so that rounds end.
 * That ends in a local minimum, and the start decides in which. One start is b itself. The other first moves both sets
-  of weights to their slice points, where scales, shifts and the shapes of GL are gone and only rotations and
-  permutations are left. There the residual stream is rotated by those leaves that no other gauge rotates or renumbers;
-  then heads are matched, each pair after the rotation that suits it best, and units; then heads are rotated. For two
-  sets of weights of one function, every one of these answers is exact. The nearer end of both starts is returned.
+  of weights to their slice points, where sizes and constants are gone and only rotations and permutations are left.
+  There the residual stream is rotated by those leaves that no other gauge rotates or renumbers; then heads are matched,
+  each pair after the rotation that suits it best, and units; then heads are rotated. For two sets of weights of one
+  function, every one of these answers is exact. The nearer end of both starts is returned.
 
 All of it is deterministic. References: Ainsworth, Hayase and Srinivasa, Git Re-Basin, §3; Schönemann 1966 (Procrustes).
 """
@@ -25,13 +25,13 @@ import jax.numpy as jnp
 
 from gauge_optax.binding import leaf_shape, leaves_by_path, overlap
 from gauge_optax.errors import binding_error
-from gauge_optax.gauges.gauge import Element, Gauge, Gauges, Product, product
-from gauge_optax.gauges.instance import Arrays
+from gauge_optax.gauges.gauge import Element, Gauges, bind
 from gauge_optax.linalg import real_dtype, roundoff
-from gauge_optax.orbit.kinds import Stage, compact, is_constant, stage
+from gauge_optax.orbit.kinds import Stage, is_compact, is_constant, stage
 from gauge_optax.orbit.nearest import nearest
 from gauge_optax.orbit.renumber import carried, matched, renumbers, responses
-from gauge_optax.slice import Slice
+from gauge_optax.parts.part import Arrays, Part, changed
+from gauge_optax.slice import Elements, Slice
 
 Fn = Callable[[Any, Any], Any]
 
@@ -73,78 +73,78 @@ def align(a: Any, b: Any, gauges: Gauges, batches: Sequence[Any] | None = None, 
     Reference: Git Re-Basin, §3.1 (activations) and §3.2 (weights). Deviations: rotations, scales and all other gauges
       beside permutations; derivatives, which no other gauge changes, in place of activations.
     """
-    group = product(gauges)
+    on_tree = bind(gauges, a)
     check_same_tree("align", a, b)
     check_fn("align", batches, fn)
-    s = Slice.of(group.parts, a)
+    s = on_tree.whole
     known = _by_responses(s, a, b, list(batches or ()), fn) if fn is not None else {}
     reached = _from_slice(s, a, b, known)
     if reached.distance > _roundoff(reached.target):  # otherwise both have one function, and nothing is nearer
         reached = min(reached, _from_itself(s, a, b, known), key=lambda path: path.distance)
-    elements = group._packed(s.to_elements(reached.elements()))
-    return elements[0] if isinstance(gauges, Gauge) and not isinstance(gauges, Product) else elements
+    return on_tree.public(reached.elements())
 
 
 class _Path:
     """The way from b along its orbit: the point that was reached, and the moves that led there.
 
     Attributes:
-      slice: all instances.
+      parts: all parts, in the order in which an element of a product acts.
       start: bound leaves of b, as values.
       target: those of a.
       point: those of the point that was reached.
-      moves: one element per instance, in the order of the list; None for constants, which are found at the end.
+      moves: part label → element. Constants have none, because they are found at the end.
     """
 
     def __init__(self, s: Slice, start: Arrays, target: Arrays) -> None:
-        self.slice, self.start, self.target, self.point = s, start, target, start
-        self.moves = [None if is_constant(i) else i.identity() for i in s.instances]
+        self.parts, self.start, self.target, self.point = s.acting, start, target, start
+        self.moves: Elements = {part.label: part.identity() for part in s.acting if not is_constant(part)}
+        self._anchors = {part: anchor for part, anchor, _ in s.constants}
 
     @property
     def distance(self) -> float:
         """The sum of squares between the point and the target."""
         return squared_distance(self.point, self.target)
 
-    def move(self, number: int, e: Any) -> None:
-        """Acts with an element of one instance on the point."""
-        instances = self.slice.instances
-        self.point = instances[number].act(e, self.point)
-        if is_constant(instances[number]):
+    def move(self, part: Part[Any], e: Any) -> None:
+        """Acts with an element of one part on the point."""
+        self.point = part.act(e, self.point)
+        if part.label not in self.moves:
             return
         # The new move acts last. To stand at its place it passes the moves behind it: h·g = (h·g·h⁻¹)·h.
-        for k in reversed(range(number + 1, len(instances))):
-            if not is_constant(instances[k]):
-                self.moves[k] = carried(instances[number], e, instances[k], self.moves[k])
-                e = carried(instances[k], instances[k].inverse(self.moves[k]), instances[number], e)
-        self.moves[number] = instances[number].compose(e, self.moves[number])
+        for other in reversed(self.parts[self.parts.index(part) + 1 :]):
+            if other.label in self.moves:
+                value = carried(part, e, other, self.moves[other.label])
+                e = carried(other, other.inverse(value), part, e)
+                self.moves[other.label] = value
+        self.moves[part.label] = part.compose(e, self.moves[part.label])
 
-    def kept(self) -> tuple[Arrays, list[Any]]:
+    def kept(self) -> tuple[Arrays, Elements]:
         """What `back_to` needs to undo all later moves."""
-        return self.point, list(self.moves)
+        return self.point, dict(self.moves)
 
-    def back_to(self, kept: tuple[Arrays, list[Any]]) -> None:
+    def back_to(self, kept: tuple[Arrays, Elements]) -> None:
         """Undoes all moves since `kept`."""
-        self.point, self.moves = kept[0], list(kept[1])
+        self.point, self.moves = kept[0], dict(kept[1])
 
-    def elements(self) -> list[Any]:
-        """One element per instance that together, in the order of the list, take b to the point.
+    def elements(self) -> Elements:
+        """The elements, by label, that together take b to the point.
 
-        Constants are read from the mean, or the bias, that they change: before and after their place in the list. What
-        stands before depends on earlier constants, what stands after on later ones. They are therefore computed in
-        rounds; each constant depends on few others, so that few rounds are enough. Where two gauges share a direction
-        (position embeddings can gain one number per row in two ways), a reading does not tell which of them to take:
-        then least squares over all leaves of each constant follow.
+        Constants are read from what they change: before and after their place. What stands before depends on earlier
+        constants, what stands after on later ones. They are therefore computed in rounds; each constant depends on few
+        others, so that few rounds are enough. Where two gauges share a direction (position embeddings can gain one
+        number per row in two ways), a reading does not tell which of them to take: then least squares over all leaves
+        of each constant follow.
         """
-        elements = [
-            i.identity() if is_constant(i) else e for i, e in zip(self.slice.instances, self.moves, strict=True)
-        ]
-        if not any(map(is_constant, self.slice.instances)):
+        constants = {part.label: part.identity() for part in self._anchors}
+        elements = self.moves | constants
+        if not constants:
             return elements
 
-        def read(instance: Any, before: Arrays, after: Arrays) -> Any:
-            return instance.compose(instance.read_mean(after), instance.inverse(instance.read_mean(before)))
+        def read(part: Any, before: Arrays, after: Arrays) -> Any:
+            own, new = (part.read(self._anchors[part], x) for x in (before, after))
+            return part.compose(new, part.inverse(own))
 
-        for find in (read, lambda instance, before, after: nearest(instance, after, before)):
+        for find in (read, lambda part, before, after: nearest(part, after, before)):
             error = float("inf")
             while True:
                 candidates, reached = self._constants(elements, find)
@@ -157,22 +157,22 @@ class _Path:
                     break
         return elements
 
-    def _constants(self, elements: Sequence[Any], find: Callable[..., Any]) -> tuple[list[Any], Arrays]:
+    def _constants(self, elements: Elements, find: Callable[..., Any]) -> tuple[Elements, Arrays]:
         """One round: elements with every constant found anew, and the point that they take b to.
 
         Args:
-          elements: one per instance.
-          find: (instance, point before it, point after it) to its element.
+          elements: of all parts.
+          find: (part, point before it, point after it) to its element.
         """
-        pairs, after, behind = list(enumerate(self.slice.instances)), self.point, {}
-        for k, instance in reversed(pairs):
-            behind[k] = after
-            after = instance.enter(elements[k], after)
-        updated, point = list(elements), self.start
-        for k, instance in pairs:
-            if is_constant(instance):
-                updated[k] = find(instance, point, behind[k])
-            point = instance.act(updated[k], point)
+        after, behind = self.point, {}
+        for part in reversed(self.parts):
+            behind[part] = after
+            after = part.undo(elements[part.label], after)
+        updated, point = dict(elements), self.start
+        for part in self.parts:
+            if part in self._anchors:
+                updated[part.label] = find(part, point, behind[part])
+            point = part.act(updated[part.label], point)
         return updated, point
 
 
@@ -181,59 +181,57 @@ def _roundoff(point: Arrays) -> float:
     return roundoff(real_dtype()) ** 2 * sum(float(jnp.sum(jnp.square(x))) for x in point.values())
 
 
-def _order(s: Slice) -> list[int]:
-    """The order in which gauges take turns: what others are compared by comes first.
+def _order(s: Slice) -> list[Any]:
+    """The order in which parts take turns: what others are compared by comes first.
 
     The residual stream comes first, then what renumbers units and heads, then rotations of heads, then all the rest. Of
     two permutations on common leaves, the one with the larger share of other leaves comes first.
     """
-    instances = s.instances
-    waiting = [k for k, i in enumerate(instances) if stage(i) is Stage.UNITS]
-    order: list[int] = []
+    waiting = [part for part in s.acting if stage(part) is Stage.UNITS]
+    order: list[Any] = []
     while waiting:
 
-        def share(k: int) -> float:
-            others = [instances[j] for j in waiting if j != k and not renumbers(instances[k], instances[j])]
-            hidden = [b for b in instances[k].blocks if any(overlap(b, x) for o in others for x in o.blocks)]
-            return len(hidden) / len(instances[k].blocks)
+        def share(part: Part[Any]) -> float:
+            others = [other for other in waiting if other is not part and not renumbers(part, other)]
+            hidden = [b for b in part.blocks if any(overlap(b, x) for other in others for x in other.blocks)]
+            return len(hidden) / len(part.blocks)
 
         order.append(min(waiting, key=share))
         waiting.remove(order[-1])
 
-    rest = [k for k in range(len(instances)) if k not in order]
-    return sorted([*order, *rest], key=lambda k: stage(instances[k]))
+    return sorted([*order, *(part for part in s.acting if part not in order)], key=stage)
 
 
-def _from_itself(s: Slice, a: Any, b: Any, known: Mapping[int, Any]) -> _Path:
+def _from_itself(s: Slice, a: Any, b: Any, known: Mapping[Any, Any]) -> _Path:
     """The path that starts at b as it is stored."""
     path = _Path(s, s.values(b), s.values(a))
-    for number, e in known.items():
-        path.move(number, e)
-    _take_turns(path, [k for k in _order(s) if k not in known], on_slice=False)
+    for part, e in known.items():
+        path.move(part, e)
+    _take_turns(path, [part for part in _order(s) if part not in known])
     return path
 
 
-def _from_slice(s: Slice, a: Any, b: Any, known: Mapping[int, Any]) -> _Path:
+def _from_slice(s: Slice, a: Any, b: Any, known: Mapping[Any, Any]) -> _Path:
     """The path that leads over the slice points of both."""
-    to, of = (s.nearest_slice_point(x) for x in (a, b))
-    path = _Path(s, s.values(b), dict(to.point))
-    for number in reversed(range(len(s.instances))):
-        path.move(number, s.instances[number].inverse(of.elements[number]))
-    path.point = dict(of.point)
-    for number, e in known.items():
-        path.move(number, e)
-    free = [k for k in _order(s) if k not in known]
-    undetermined = [k for k in free if compact(s.instances[k]) is not None]
-    _move_each(path, undetermined, "all", on_slice=True)
-    _take_turns(path, undetermined, on_slice=True)
-    for number, e in enumerate(to.elements):
-        path.move(number, e)
+    there, here = (s.nearest_slice_point(x)[1] for x in (a, b))
+    path = _Path(s, s.values(b), dict(there.point))
+    for part, e, _, _ in here.stages:
+        path.move(part, part.inverse(e))
+    path.point = dict(here.point)
+    for part, e in known.items():
+        path.move(part, e)
+    free = [part for part in _order(s) if part not in known]
+    undetermined = [part for part in free if is_compact(part)]
+    _move_each(path, undetermined, "all")
+    _take_turns(path, undetermined)
+    for part, e, _, _ in reversed(there.stages):
+        path.move(part, e)
     path.target = s.values(a)
-    _take_turns(path, free, on_slice=False)
+    _take_turns(path, free)
     return path
 
 
-def _take_turns(path: _Path, numbers: Sequence[int], on_slice: bool) -> None:
+def _take_turns(path: _Path, parts: Sequence[Any]) -> None:
     """Rounds of `_move_each` until the distance no longer falls.
 
     A round matches heads, each pair after the rotation that suits it best. Where this makes the distance larger,
@@ -244,7 +242,7 @@ def _take_turns(path: _Path, numbers: Sequence[int], on_slice: bool) -> None:
         if before <= _roundoff(path.target):
             return
         for unknown in ("renumbered", "none"):
-            _move_each(path, numbers, unknown, on_slice)
+            _move_each(path, parts, unknown)
             if path.distance < (1.0 - _LEAST_FALL) * before:
                 break
             path.back_to(kept)
@@ -252,28 +250,21 @@ def _take_turns(path: _Path, numbers: Sequence[int], on_slice: bool) -> None:
             return
 
 
-def _move_each(path: _Path, numbers: Sequence[int], unknown: str, on_slice: bool) -> None:
-    """Moves the point by the nearest element of each of these instances in turn.
+def _move_each(path: _Path, parts: Sequence[Any], unknown: str) -> None:
+    """Moves the point by the nearest element of each of these parts in turn.
 
     Args:
       path: the path, which becomes longer.
-      numbers: positions of instances, in the order in which they take turns.
-      unknown: which elements later in that order count as unknown: "all", "renumbered" (those that this one renumbers)
-        or "none".
-      on_slice: whether to move by rotations and permutations alone.
+      parts: the parts, in the order in which they take turns.
+      unknown: which rotations and permutations later in that order count as unknown: "all", "renumbered" (those that
+        this one renumbers) or "none".
     """
-    for at, number in enumerate(numbers):
-        instance, later = path.slice.instances[number], [path.slice.instances[k] for k in numbers[at + 1 :]]
-        counted = [i for i in later if unknown == "all" or (unknown == "renumbered" and renumbers(instance, i))]
-        others = [x for x in map(compact, counted) if x is not None]
-        part = compact(instance) if on_slice else None
-        if part is not None:
-            e = instance.from_turn(nearest(part, path.target, path.point, others))
-        else:
-            e = nearest(instance, path.target, path.point, others)
-        kept, before = path.kept(), _distance_on(path, instance.paths)
-        path.move(number, e)
-        if not others and not _distance_on(path, instance.paths) <= before:  # a NaN is no improvement either
+    for at, part in enumerate(parts):
+        later = [other for other in parts[at + 1 :] if is_compact(other)]
+        others = [other for other in later if unknown == "all" or (unknown == "renumbered" and renumbers(part, other))]
+        kept, before = path.kept(), _distance_on(path, changed(part))
+        path.move(part, nearest(part, path.target, path.point, others))
+        if not others and not _distance_on(path, changed(part)) <= before:  # a NaN is no improvement either
             path.back_to(kept)
 
 
@@ -289,21 +280,19 @@ def squared_distance(point: Arrays, target: Arrays) -> float:
 # By activations -----------------------------------------------------------------------------------------
 
 
-def _by_responses(s: Slice, a: Any, b: Any, batches: Sequence[Any], fn: Fn) -> dict[int, Any]:
-    """Position of an instance → the element that matches its units by their responses."""
+def _by_responses(s: Slice, a: Any, b: Any, batches: Sequence[Any], fn: Fn) -> dict[Any, Any]:
+    """Part → the element that matches its units by their responses."""
     (of_a, grads_a), (of_b, grads_b) = ((s.values(x), _gradients(s, x, batches, fn)) for x in (a, b))
-    known: dict[int, Any] = {}
-    for number in _order(s):
-        instance = s.instances[number]
+    known: dict[Any, Any] = {}
+    for part in _order(s):
         first, second = (
-            [rows for y in grads if (rows := responses(instance, x, y)) is not None]
+            [rows for y in grads if (rows := responses(part, x, y)) is not None]
             for x, grads in ((of_a, grads_a), (of_b, grads_b))
         )
         if not first:
             continue
-        e = matched(instance, jnp.concatenate(first, -1), jnp.concatenate(second, -1))
-        known[number] = e
-        of_b, grads_b = instance.act(e, of_b), [instance.act(e, x) for x in grads_b]
+        known[part] = matched(part, jnp.concatenate(first, -1), jnp.concatenate(second, -1))
+        of_b, grads_b = part.act(known[part], of_b), [part.act(known[part], x) for x in grads_b]
     return known
 
 

@@ -6,6 +6,7 @@ Rotations have no slice through all points, so that optimizers read them once, f
 heads, and the residual stream, are in the eigenbasis of a Gram matrix instead, which is a property of the function.
 """
 
+import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeVar, get_args
@@ -14,16 +15,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gauge_optax.binding import leaves_by_path, with_leaves
+from gauge_optax.binding import Block, leaves_by_path, with_leaves
 from gauge_optax.errors import binding_error
-from gauge_optax.gauges.gauge import Gauges, product
-from gauge_optax.gauges.instance import Arrays, Instance
-from gauge_optax.gauges.permutation import Indices, Permutation
-from gauge_optax.gauges.scale import Scale
-from gauge_optax.linalg import real_dtype
+from gauge_optax.gauges.gauge import Gauges, bind
 from gauge_optax.orbit.eigenbases import eigenbases
-from gauge_optax.orbit.renumber import unit_totals
-from gauge_optax.slice import Slice
+from gauge_optax.parts.constants import ReadShift
+from gauge_optax.parts.part import Arrays, Part
+from gauge_optax.parts.permutation import Permutation
+from gauge_optax.parts.sizes import Factor
+from gauge_optax.parts.stream import Stream
+from gauge_optax.slice import Elements, Slice
 
 Params = TypeVar("Params")
 Basis = Literal["eigenbasis", "anchor", "stored"]
@@ -67,7 +68,7 @@ def canonicalize(
       heads: the basis of heads and rotary planes. "eigenbasis"; "anchor", the one in which optimizers see them;
         "stored", which does not turn them.
       stream: the basis of the residual stream, likewise.
-      signs: whether negative norm scales become positive. No element of `norm_scale` does that.
+      signs: whether negative norm scales become positive. If not, they become −1.
       donate: whether the arrays of `params` may be overwritten, which saves the memory of a second tree.
 
     Returns:
@@ -93,105 +94,98 @@ def canonicalize(
                 f"write {argument}='eigenbasis'",
             )  # fmt: skip
 
-    on_tree, leaves = product(gauges)._slice(params), leaves_by_path(params)
-    require_nonzero_norms(_NAME, on_tree, leaves)
-    bound = {path: leaves[path] for path in on_tree.added}
-    elements = _with_means(on_tree, signs, _read(on_tree, heads, stream, signs, bound), bound)
-    return with_leaves(params, (_entered_donated if donate else _entered)(on_tree, signs, elements, bound))
+    s, leaves = bind(gauges, params).whole, leaves_by_path(params)
+    require_nonzero_norms(_NAME, s, leaves)
+    s = s if signs else _without_signs(s)
+    bound = {path: leaves[path] for path in s.added}
+    elements = _read(s, heads, stream, bound)
+    return with_leaves(params, (_entered_donated if donate else _entered)(s, elements, bound))
 
 
-# Three programs: each starts when all copies that the one before it needs are gone.
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
-def _read(on_tree: Slice, heads: Basis, stream: Basis, signs: bool, leaves: dict[str, jax.Array]) -> tuple[Any, ...]:
+# Two programs: the second starts when all copies that the first one needs are gone.
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _read(s: Slice, heads: Basis, stream: Basis, leaves: dict[str, jax.Array]) -> Elements:
+    of_heads = {type(turn) for turn in s.heads}
+
     def reader(kind: Any) -> Any:
-        choice = heads if kind.of_heads else stream
+        choice = heads if kind in of_heads else stream
         return {"eigenbasis": in_eigenbases, "anchor": kind.read_all, "stored": None}[choice]
 
     def in_eigenbases(turns: Sequence[Any], point: Arrays) -> list[Any]:
         return eigenbases(turns[0], turns, point)
 
-    return on_tree.read(_values(on_tree, signs, leaves), reader=reader, means=False).elements
+    return s.read(s.values(leaves), reader=reader).elements
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _with_means(
-    on_tree: Slice, signs: bool, elements: tuple[Any, ...], leaves: dict[str, jax.Array]
-) -> tuple[Any, ...]:
-    return on_tree.with_means(elements, _values(on_tree, signs, leaves))
+def _enter(s: Slice, elements: Elements, leaves: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    point = s.enter(elements, s.values(leaves)).point
+    for part in s.free:
+        point = part.undo(sorting(part, point), point)
+    return {path: (x - s.added[path]).astype(leaves[path].dtype) for path, x in point.items()}
 
 
-def _enter(
-    on_tree: Slice, signs: bool, elements: tuple[Any, ...], leaves: dict[str, jax.Array]
-) -> dict[str, jax.Array]:
-    point: dict[str, jax.Array] = dict(on_tree.enter(elements, _values(on_tree, signs, leaves)))
-    for instance in on_tree.instances:
-        order = sorting(instance, point)
-        point = point if order is None else instance.enter(order, point)
-    return stored(point, on_tree.added, leaves)
+_entered = jax.jit(_enter, static_argnums=0)
+_entered_donated = jax.jit(_enter, static_argnums=0, donate_argnums=2)
 
 
-_entered = jax.jit(_enter, static_argnums=(0, 1))
-_entered_donated = jax.jit(_enter, static_argnums=(0, 1), donate_argnums=3)
-
-
-def _values(on_tree: Slice, signs: bool, leaves: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    values = on_tree.values(leaves)
-    for instance in on_tree.instances if signs else ():
-        values = with_positive_signs(instance, values)
-    return values
+@functools.lru_cache(maxsize=64)
+def _without_signs(s: Slice) -> Slice:
+    """The slice on which negative scales of norms are −1."""
+    return Slice.of([unsigned(part) for part in (*s.parts, *s.free)])
 
 
 @functools.singledispatch
-def with_positive_signs(instance: Instance, point: Arrays) -> Arrays:
-    """The point with signs made positive that the function does not see, and that no element can change."""
-    return point
+def unsigned(part: Part[Any]) -> Part[Any]:
+    """The part without elements that only change signs."""
+    return part
 
 
-@with_positive_signs.register
-def _with_positive_norms(instance: Scale, point: Arrays) -> Arrays:
-    # A norm's readers are linear, so that a negative scale may change sign with their rows. A unit's may not.
-    if instance.gauge != "norm_scale" or instance.up[0].entries(instance.named) > 1:
-        return point
-    negative = instance.up[0].total(instance.named, point[instance.up[0].path]) < 0
-    signs = jnp.where(negative, -1.0, 1.0).astype(real_dtype())
-    out = dict(point)
-    for block in instance.blocks:
-        out[block.path] = out[block.path] * block.spread(instance.named, signs, elsewhere=1.0)
-    return out
+@unsigned.register
+def _positive(part: Factor) -> Factor:
+    return dataclasses.replace(part, signed=False)
 
 
 @functools.singledispatch
-def sorting(instance: Instance, point: Arrays) -> Any:
-    """The element that sorts the copies of a unit by an invariant of theirs; None for groups that do not permute.
+def sorting(part: Part[Any], point: Arrays) -> Any:
+    """The element that sorts the copies of a unit by an invariant of theirs; the identity if a part does not permute.
 
     `point` is canonical but for the order of copies, and is moved by the inverse of what is returned.
     """
-    return None
+    return part.identity()
 
 
 @sorting.register
-def _sorted_units(instance: Permutation, point: Arrays) -> Indices:
+def _sorted_units(part: Permutation, point: Arrays) -> Any:
     """Units by the sum of the cubes of their entries, descending: no other move of a canonical point changes it.
 
     Sums of squares would not do, because the slice makes them equal.
     """
-    cubes = (unit_totals(instance, block, jnp.abs(point[block.path]) ** 3) for block in instance.blocks)
-    return instance.inverse(jnp.argsort(-jnp.asarray(sum(cubes, 0.0)), -1).astype(jnp.int32))
+    cubes = (part.total(block, jnp.abs(point[block.path]) ** 3) for block in part.blocks)
+    return part.inverse(jnp.argsort(-jnp.asarray(sum(cubes, 0.0)), -1).astype(jnp.int32))
 
 
-def require_nonzero_norms(name: str, on_tree: Slice, leaves: Mapping[str, Any]) -> None:
-    """Raises ValueError where a rotation of the stream passes a norm with a zero scale, by which it would divide."""
-    for block in dict.fromkeys(block for instance in on_tree.instances for block in instance.divided):
+@functools.singledispatch
+def divides_by(part: Part[Any]) -> tuple[Block, ...]:
+    """Scales of norms by which an element of the part divides."""
+    return ()
+
+
+@divides_by.register
+def _norms_before_readers(part: Stream) -> tuple[Block, ...]:
+    return part.passes
+
+
+@divides_by.register
+def _norm_before_kernels(part: ReadShift) -> tuple[Block, ...]:
+    return part.scale
+
+
+def require_nonzero_norms(name: str, s: Slice, leaves: Mapping[str, Any]) -> None:
+    """Raises ValueError where a part divides by a norm's scale that is zero, as a rotation of the stream would."""
+    for block in dict.fromkeys(block for part in s.parts for block in divides_by(part)):
         scale = leaves[block.path]
         if not isinstance(scale, jax.core.Tracer) and not np.all(np.asarray(block.view(scale)) + block.one_plus):
             raise binding_error(
                 name, f"a norm that hides a channel, '{block.path}'", "a scale of zero", "scales that are not zero",
                 "take residual_rotation and norm_read_shift out of the list, or give the channel a small scale",
             )  # fmt: skip
-
-
-def stored(point: Mapping[str, jax.Array], added: Mapping[str, Any], leaves: Mapping[str, Any]) -> dict[str, jax.Array]:
-    """The numbers of a point as a tree with these leaves stores them: less one where it does, in the leaves' dtypes."""
-    return {
-        path: (x - added[path] if np.any(added[path]) else x).astype(leaves[path].dtype) for path, x in point.items()
-    }

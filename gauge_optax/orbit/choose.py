@@ -111,8 +111,7 @@ def choose(
     rotations.
     """
     group = product(gauges)
-    on_tree = group._slice(params)
-    require_nonzero_norms(_NAME, on_tree, leaves_by_path(params))
+    require_nonzero_norms(_NAME, group._bound(params).whole, leaves_by_path(params))
     tx = optax.with_extra_args_support(optax.adam(0.02) if optimizer is None else optimizer)
     stochastic = batches is not None or key is not None
     given = _arguments(batches, key)

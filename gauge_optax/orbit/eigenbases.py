@@ -4,7 +4,6 @@ Optimizers read a rotation from an arbitrary constant matrix, because the eigenb
 eigenvalues cross. A canonical point may jump: here rows are turned to the eigenbasis of their own Gram matrix.
 """
 
-import dataclasses
 import functools
 import math
 from collections.abc import Mapping, Sequence
@@ -14,26 +13,25 @@ import jax
 import jax.numpy as jnp
 
 from gauge_optax.binding import Block
-from gauge_optax.gauges.heads import BASIS, Heads, by_size, stack_heads, unstack_heads
-from gauge_optax.gauges.instance import Arrays, Turn
-from gauge_optax.gauges.residual import ResidualRotation, SignedRotation, reflected
-from gauge_optax.gauges.rotation import Rotation
-from gauge_optax.gauges.torus import Torus
 from gauge_optax.linalg import eigenbasis, equal_eigenvalues, transpose
+from gauge_optax.parts.heads import BASIS, Heads, by_size, stack_heads, unstack_heads
+from gauge_optax.parts.part import Arrays, Turn
+from gauge_optax.parts.stream import Stream, reflected
+from gauge_optax.parts.turns import Planes, Rotation
 
 
 @functools.singledispatch
-def eigenbases(first: Turn, turns: Sequence[Turn], point: Arrays) -> list[Any]:
+def eigenbases(first: Turn[Any], turns: Sequence[Any], point: Arrays) -> list[Any]:
     """As `Turn.read_all`, with rows on the slice in the eigenbasis of their Gram matrix, eigenvalues descending.
 
     The entry of largest magnitude of every column is positive there. See `linalg.eigenbasis` for equal eigenvalues.
 
     Args:
       first: the first of `turns`; its class is that of all of them.
-      turns: rotations of one class.
-      point: leaves, where all scales are already on the slice.
+      turns: turns of one class.
+      point: leaves, where all sizes and constants are already undone.
     """
-    raise NotImplementedError
+    return type(first).read_all(turns, point)
 
 
 @eigenbases.register
@@ -49,7 +47,7 @@ def _eigenbases_of_heads(first: Rotation, turns: Sequence[Rotation], point: Arra
 
 
 @eigenbases.register
-def _eigenbases_of_planes(first: Torus, turns: Sequence[Torus], point: Arrays) -> list[jax.Array]:
+def _eigenbases_of_planes(first: Planes, turns: Sequence[Planes], point: Arrays) -> list[jax.Array]:
     read = []
     for turn, phase in zip(turns, first.read_all(turns, point), strict=True):
         gram = turn.gram(point, point)
@@ -62,37 +60,33 @@ def _eigenbases_of_planes(first: Torus, turns: Sequence[Torus], point: Arrays) -
 
 
 @eigenbases.register
-def _eigenbases_of_stream(
-    first: ResidualRotation, turns: Sequence[ResidualRotation], point: Arrays
-) -> list[SignedRotation]:
+def _eigenbases_of_stream(first: Stream, turns: Sequence[Stream], point: Arrays) -> list[jax.Array]:
     return [_eigenbasis_of_stream(turn, point) for turn in turns]
 
 
-def _eigenbasis_of_stream(turn: ResidualRotation, point: Arrays) -> SignedRotation:
+def _eigenbasis_of_stream(turn: Stream, point: Arrays) -> jax.Array:
     """The rotation that leads from the eigenbasis of EᵀE; under `keeps_ones`, of the part off the ones vector."""
-    gammas, seen = turn.gammas(point), dataclasses.replace(turn, blocks=turn.seen)
-    values = turn.scaled(point, gammas)
+    values, seen = turn.divided(point, point), turn.rows_seen
     gram, mixed = seen.gram(values, values), seen.mixed_rows(values)
     basis = eigenbasis(turn.restricted(gram), turn.restricted(mixed))
     # Coordinates of the rows in this basis, without those along the ones vector, decide the signs of its columns.
     whole = turn.whole(basis)
     columns = seen.turned(values, reflected(whole, -1) if turn.keeps_ones else whole)
     largest = _largest_entries(seen, columns)[turn.size - basis.shape[-1] :]
-    signed = basis * jnp.where(largest < 0, -1.0, 1.0)
-    return turn.with_signs(transpose(turn.whole(signed)), gammas)
+    return transpose(turn.whole(basis * jnp.where(largest < 0, -1.0, 1.0)))
 
 
-def _largest_entries(turn: Heads, point: Mapping[str, jax.Array]) -> jax.Array:
+def _largest_entries(rows: Heads, point: Mapping[str, jax.Array]) -> jax.Array:
     """The entry of largest magnitude of every column of W, with its sign: (*shape, size)."""
-    kept = (*turn.named, BASIS)
+    kept = (*rows.named, BASIS)
 
     def largest(block: Block) -> jax.Array:
-        rows, labels = block.rows(point[block.path]), block.row_labels
+        view, labels = block.rows(point[block.path]), block.row_labels
         free = [k for k, label in enumerate(labels) if label not in kept]
-        ordered = rows.transpose([*(labels.index(label) for label in kept), *free])
+        ordered = view.transpose([*(labels.index(label) for label in kept), *free])
         entries = ordered.reshape(*ordered.shape[: len(kept)], -1)
         least, most = jnp.min(entries, -1), jnp.max(entries, -1)
         return jnp.where(-least > most, least, most)
 
-    blocks = sorted(turn.blocks, key=lambda b: (b.path, b.axes))  # the order of a user's list must not matter
+    blocks = sorted(rows.blocks, key=lambda b: (b.path, b.axes))  # the order of a user's list must not matter
     return functools.reduce(lambda x, y: jnp.where(jnp.abs(y) > jnp.abs(x), y, x), map(largest, blocks))

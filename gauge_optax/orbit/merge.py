@@ -10,7 +10,6 @@ from gauge_optax.binding import leaves_by_path, with_leaves
 from gauge_optax.errors import binding_error
 from gauge_optax.gauges.gauge import Gauges, product
 from gauge_optax.orbit.align import align, check_same_tree
-from gauge_optax.slice import Slice
 
 Params = TypeVar("Params")
 
@@ -127,6 +126,6 @@ def _real(leaf: Any) -> bool:
 
 def _slice_point(group: Any, params: Any) -> Any:
     """The slice point as a tree of stored numbers, with heads in the basis that they have."""
-    s = Slice.of(group.parts, params)
-    point = s.nearest_slice_point(params).point
-    return with_leaves(params, {path: x - s.added[path] for path, x in point.items()})
+    s = group._bound(params).whole
+    _, entered = s.nearest_slice_point(params)
+    return with_leaves(params, {path: x - s.added[path] for path, x in entered.point.items()})

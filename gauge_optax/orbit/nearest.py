@@ -1,6 +1,6 @@
-"""The element of one gauge that takes a point nearest to a target: what alignment asks of each kind of gauge.
+"""The element of one part that takes a point nearest to a target: what alignment asks of each kind of part.
 
-For one gauge, given all others, the nearest element has a closed form or is a small problem: Procrustes for rotations,
+For one part, given all others, the nearest element has a closed form or is a small problem: Procrustes for rotations,
 an assignment for permutations, one variable per channel for scales, Gauss–Newton steps for invertible matrices. What
 remains are additions of constants, which are affine in their element: the default solves their normal equations.
 References: Schönemann 1966 (Procrustes); Ainsworth, Hayase and Srinivasa, Git Re-Basin, §3.2 (assignment).
@@ -16,15 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gauge_optax.binding import Block, overlap
-from gauge_optax.gauges.by_action import ActionInstance
-from gauge_optax.gauges.instance import Arrays, Instance
-from gauge_optax.gauges.linear import Linear
-from gauge_optax.gauges.permutation import Permutation
-from gauge_optax.gauges.residual import ResidualRotation, SignedRotation
-from gauge_optax.gauges.rope_linear import ComplexScale
-from gauge_optax.gauges.rotation import Rotation
-from gauge_optax.gauges.scale import Scale
-from gauge_optax.gauges.torus import Torus
+from gauge_optax.gauges.by_action import OfUser
 from gauge_optax.linalg import (
     inverse,
     matmul,
@@ -35,30 +27,36 @@ from gauge_optax.linalg import (
     symmetric_eigen,
     transpose,
 )
-from gauge_optax.orbit.renumber import assigned, renumbers, unit_totals
+from gauge_optax.orbit.renumber import assigned, renumbers
+from gauge_optax.parts.heads import Side
+from gauge_optax.parts.part import Arrays, Part, changed
+from gauge_optax.parts.permutation import Permutation
+from gauge_optax.parts.sizes import Factor, Stretch
+from gauge_optax.parts.stream import Stream
+from gauge_optax.parts.turns import Planes, Rotation
 
 
 @functools.singledispatch
-def nearest(instance: Instance, target: Arrays, point: Arrays, others: Sequence[Instance] = ()) -> Any:
+def nearest(part: Part[Any], target: Arrays, point: Arrays, others: Sequence[Part[Any]] = ()) -> Any:
     """The element e for which act(e, point) is nearest to `target`: the least sum of squares over moved leaves.
 
     Args:
-      instance: the instance whose element it is.
+      part: the part whose element it is.
       target: leaves.
       point: leaves.
-      others: instances whose elements are not known yet. The answer should depend on theirs as little as possible:
+      others: parts whose elements are not known yet. The answer should depend on theirs as little as possible:
         blocks that they move are left out where others remain.
 
     The default is for actions that are affine in e, the additions of constants: it solves the normal equations by
     conjugate gradients.
     """
-    paths = instance.paths
+    paths = changed(part)
 
     def moved(e: Any) -> Arrays:
-        after = instance.act(e, point)
+        after = part.act(e, point)
         return {path: after[path] for path in paths}
 
-    start = instance.identity()
+    start = part.identity()
     at_start, linear = jax.linearize(moved, start)  # a difference of two moves would lose small directions
     _, pull = jax.vjp(moved, start)
 
@@ -80,103 +78,89 @@ def nearest(instance: Instance, target: Arrays, point: Arrays, others: Sequence[
 
 
 @nearest.register
-def _nearest_scale(instance: Scale, target: Arrays, point: Arrays, others: Sequence[Instance] = ()) -> jax.Array:
+def _nearest_factor(part: Factor, target: Arrays, point: Arrays, others: Sequence[Part[Any]] = ()) -> jax.Array:
     """The least |T_up − α·up|² + |T_down − down/α^p|², a problem in one variable per channel."""
 
     def paired(side: tuple[Block, ...]) -> tuple[jax.Array, jax.Array]:
         """Sums over one side, per channel: squares of the point, and products of both."""
-        zero = jnp.zeros(instance.shape, real_dtype())
-        squares = (b.total(instance.named, jnp.square(point[b.path])) for b in side)
-        products = (b.total(instance.named, point[b.path] * target[b.path]) for b in side)
+        zero = jnp.zeros(part.shape, real_dtype())
+        squares = (b.total(part.named, jnp.square(point[b.path])) for b in side)
+        products = (b.total(part.named, point[b.path] * target[b.path]) for b in side)
         return sum(squares, zero), sum(products, zero)
 
-    return _nearest_log(paired(instance.up), paired(instance.down), jnp.asarray(instance.degree, real_dtype()))
+    return _nearest_factors(paired(part.up), paired(part.down), jnp.asarray(part.degree, real_dtype()), part.signed)
 
 
 @nearest.register
-def _nearest_complex_scale(
-    instance: ComplexScale, target: Arrays, point: Arrays, others: Sequence[Instance] = ()
-) -> jax.Array:
-    """For every modulus the best angle is known, which leaves one variable per plane."""
-    sides = [dataclasses.replace(instance.turn, blocks=side) for side in (instance.up, instance.down)]
-    grams = [side.gram(point, target) for side in sides]
-    squares = [side.sums({path: jnp.square(point[path]) for path in side.paths}) for side in sides]
-    return _nearest_pair(*squares, *grams)
+def _nearest_stretch(part: Stretch, target: Arrays, point: Arrays, others: Sequence[Part[Any]] = ()) -> jax.Array:
+    """Any invertible matrix: Gauss–Newton steps with a line search, from the best of three starts.
+
+    The starts are the identity and the least-squares solutions of either side alone. The rotation of both sides is
+    no start, because the turn of the same heads moves before.
+    """
+    grams = [side.gram(point, x) for side in (part.left, part.right) for x in (point, target)]
+    return _nearest_matrix(*grams)
 
 
 @nearest.register
-def _nearest_rotation(instance: Rotation, target: Arrays, point: Arrays, others: Sequence[Instance] = ()) -> jax.Array:
+def _nearest_rotation(part: Rotation, target: Arrays, point: Arrays, others: Sequence[Part[Any]] = ()) -> jax.Array:
     """The polar factor of the cross-moment WᵀT (orthogonal Procrustes)."""
-    seen = dataclasses.replace(instance, blocks=apart_from(instance.blocks, others))
+    seen = dataclasses.replace(part, blocks=apart_from(part.blocks, others))
     return orthogonal_factor(seen.gram(point, target))
 
 
 @nearest.register
-def _nearest_angles(instance: Torus, target: Arrays, point: Arrays, others: Sequence[Instance] = ()) -> jax.Array:
+def _nearest_angles(part: Planes, target: Arrays, point: Arrays, others: Sequence[Part[Any]] = ()) -> jax.Array:
     """Procrustes in two dimensions: the angle of every plane's cross-moment."""
-    seen = dataclasses.replace(instance, blocks=apart_from(instance.blocks, others))
+    seen = dataclasses.replace(part, blocks=apart_from(part.blocks, others))
     gram = seen.gram(point, target)
     return jnp.arctan2(gram[..., 0, 1] - gram[..., 1, 0], gram[..., 0, 0] + gram[..., 1, 1])
 
 
 @nearest.register
 def _nearest_stream_rotation(
-    instance: ResidualRotation, target: Arrays, point: Arrays, others: Sequence[Instance] = ()
-) -> SignedRotation:
-    """Procrustes over readers and writers, each side with its own norm scales divided out.
+    part: Stream, target: Arrays, point: Arrays, others: Sequence[Part[Any]] = ()
+) -> jax.Array:
+    """Procrustes over readers and writers, each set of weights with its own norm scales divided out.
 
     With scales of norms that are not 1, this is the nearest element of the divided weights, not of the stored ones.
     """
-    seen = dataclasses.replace(instance, blocks=apart_from(instance.blocks, others))
-    inside = (instance.scaled(x, instance.gammas(x)) for x in (point, target))
-    matrix = orthogonal_factor(instance.restricted(seen.gram(*inside)))
-    return instance.from_element(instance.whole(matrix))
-
-
-@nearest.register
-def _nearest_linear(instance: Linear, target: Arrays, point: Arrays, others: Sequence[Instance] = ()) -> jax.Array:
-    """From the best of four starts, Gauss–Newton steps with a line search.
-
-    The starts are the identity, the least-squares solutions of either side alone, and the rotation of both.
-    """
-    left, right = instance.left, instance.right
-    turn = nearest(instance.turn, target, point, others)
-    return _nearest_matrix(
-        left.gram(point, point), left.gram(point, target), right.gram(point, point), right.gram(point, target), turn
-    )
+    seen = Side((), (), apart_from(part.blocks, others), part.size)
+    inside = (part.divided(x, x) for x in (point, target))
+    return part.whole(orthogonal_factor(part.restricted(seen.gram(*inside))))
 
 
 @nearest.register
 def _nearest_permutation(
-    instance: Permutation, target: Arrays, point: Arrays, others: Sequence[Instance] = ()
+    part: Permutation, target: Arrays, point: Arrays, others: Sequence[Part[Any]] = ()
 ) -> jax.Array:
     """An assignment. Heads are compared after the rotation, among `others`, that suits each pair of them best."""
-    inside = [other for other in others if renumbers(instance, other)]
+    inside = [other for other in others if renumbers(part, other)]
     outside = [other for other in others if other not in inside]
-    blocks = apart_from(instance.blocks, outside)
+    blocks = apart_from(part.blocks, outside)
     plain = [block for block in blocks if not any(overlap(block, x) for other in inside for x in other.blocks)]
-    gains = jnp.zeros((*instance.shape, instance.size, instance.size), real_dtype())
+    gains = jnp.zeros((*part.shape, part.size, part.size), real_dtype())
     for block in plain:
-        gains = gains + matmul(_units(instance, block, target), transpose(_units(instance, block, point)))
+        gains = gains + matmul(part.rows(block, target), transpose(part.rows(block, point)))
     turned = [block for block in blocks if block not in plain]
     if turned:
-        gains = gains + _gains_after(instance, inside, outside, turned, target, point)
-    return assigned(instance, gains)
+        gains = gains + _gains_after(part, inside, outside, turned, target, point)
+    return assigned(part, gains)
 
 
 @nearest.register
-def _nearest_by_action(instance: ActionInstance, target: Arrays, point: Arrays, others: Sequence[Instance] = ()) -> Any:
+def _nearest_by_action(part: OfUser, target: Arrays, point: Arrays, others: Sequence[Part[Any]] = ()) -> Any:
     """The element that takes the point's reading to the target's: the nearest one, if both are of one function."""
-    reading, its_own = (instance.whole.read(instance.tree(x)) for x in (target, point))
-    return instance.compose(reading, instance.inverse(its_own))
+    reading, its_own = (part.whole.read(part.tree(x)) for x in (target, point))
+    return part.compose(reading, part.inverse(its_own))
 
 
-def apart_from(blocks: Sequence[Block], others: Sequence[Instance]) -> tuple[Block, ...]:
-    """The blocks that none of these instances moves; all of them if there is none.
+def apart_from(blocks: Sequence[Block], others: Sequence[Part[Any]]) -> tuple[Block, ...]:
+    """The blocks that none of these parts moves; all of them if there is none.
 
     Args:
-      blocks: of one instance.
-      others: other instances.
+      blocks: of one part.
+      others: other parts.
     """
     apart = tuple(b for b in blocks if not any(overlap(b, x) for other in others for x in other.blocks))
     return apart or tuple(blocks)
@@ -195,30 +179,22 @@ def _plus(a: Any, factor: Any, b: Any) -> Any:
 # Permutations: gains of all pairs -----------------------------------------------------------------------
 
 
-def _units(instance: Permutation, block: Block, point: Arrays) -> jax.Array:
-    """A block with one row per unit, (*shape, size, entries)."""
-    view, kept = block.view(point[block.path]), (*instance.named, instance.axis)
-    free = [k for k, label in enumerate(block.labels) if label not in kept]
-    ordered = view.transpose([*(block.labels.index(name) for name in kept), *free])
-    return ordered.reshape(*instance.shape, instance.size, -1)
-
-
 def _gains_after(
-    instance: Permutation,
-    inside: Sequence[Instance],
-    outside: Sequence[Instance],
+    part: Permutation,
+    inside: Sequence[Part[Any]],
+    outside: Sequence[Part[Any]],
     blocks: Sequence[Block],
     target: Arrays,
     point: Arrays,
 ) -> jax.Array:
     """Inner products of all pairs, each after the moves of `inside` that take the one nearest to the other."""
-    size, numbers, columns = instance.size, np.arange(instance.size), []
+    size, numbers, columns = part.size, np.arange(part.size), []
     for offset in range(size):  # every unit of the target beside the one that stands `offset` places on
-        turn = jnp.broadcast_to(jnp.asarray(np.roll(numbers, -offset), jnp.int32), (*instance.shape, size))
-        moved = instance.act(turn, point)
+        turn = jnp.broadcast_to(jnp.asarray(np.roll(numbers, -offset), jnp.int32), (*part.shape, size))
+        moved = part.act(turn, point)
         for other in inside:
             moved = other.act(nearest(other, target, moved, outside), moved)
-        columns.append(sum(unit_totals(instance, block, target[block.path] * moved[block.path]) for block in blocks))
+        columns.append(sum(part.total(block, target[block.path] * moved[block.path]) for block in blocks))
     gains = jnp.stack(columns, -1)  # (…, unit of the target, offset)
     order = (numbers[None, :] - numbers[:, None]) % size
     return jnp.take_along_axis(gains, jnp.broadcast_to(jnp.asarray(order), gains.shape), -1)
@@ -227,21 +203,39 @@ def _gains_after(
 # Scales: one variable per channel -----------------------------------------------------------------------
 
 
-@jax.jit
-def _nearest_log(up: tuple[jax.Array, jax.Array], down: tuple[jax.Array, jax.Array], degree: jax.Array) -> jax.Array:
-    """The logs x that minimise A·e²ˣ − 2B·eˣ + C·e⁻²ᵖˣ − 2E·e⁻ᵖˣ, for (A, B) and (C, E); 0 where no x is least."""
+@functools.partial(jax.jit, static_argnums=3)
+def _nearest_factors(
+    up: tuple[jax.Array, jax.Array], down: tuple[jax.Array, jax.Array], degree: jax.Array, signed: bool
+) -> jax.Array:
+    """The α that minimise A·α² − 2B·α + C·α⁻²ᵖ − 2E·α⁻ᵖ, for (A, B) and (C, E); 1 where none is least.
+
+    Args:
+      up: A and B, per channel.
+      down: C and E.
+      degree: p.
+      signed: whether α may be negative, which takes (B, E) to their negatives.
+    """
     (a, b), (c, e) = up, down
 
-    def loss(x: jax.Array) -> jax.Array:
-        return a * jnp.exp(2.0 * x) - 2.0 * b * jnp.exp(x) + (c * jnp.exp(-degree * x) - 2.0 * e) * jnp.exp(-degree * x)
+    def loss(x: jax.Array, sign: float = 1.0) -> jax.Array:
+        shrunk = jnp.exp(-degree * x)
+        return a * jnp.exp(2.0 * x) - 2.0 * sign * b * jnp.exp(x) + (c * shrunk - 2.0 * sign * e) * shrunk
 
     def log_ratio(x: jax.Array, y: jax.Array) -> jax.Array:
         return jnp.where((x > 0) & (y > 0), jnp.log(jnp.where(x > 0, x, 1.0) / jnp.where(y > 0, y, 1.0)), 0.0)
 
-    # Each side alone has its least value at the first two; where the sides disagree most, both shrink to balance.
-    starts = log_ratio(b, a), -log_ratio(e, c) / degree, log_ratio(c, a) / (2.0 + 2.0 * degree), jnp.zeros_like(a)
-    bounded = ((c > 0) | (b > 0)) & ((a > 0) | (e > 0))
-    return jnp.where(bounded, least_point(loss, starts), 0.0)
+    def least(sign: float) -> jax.Array:
+        # Each side alone has its least value at the first two; where the sides disagree most, both shrink to balance.
+        sides = log_ratio(sign * b, a), -log_ratio(sign * e, c) / degree
+        starts = *sides, log_ratio(c, a) / (2.0 + 2.0 * degree), jnp.zeros_like(a)
+        bounded = ((c > 0) | (sign * b > 0)) & ((a > 0) | (sign * e > 0))
+        return jnp.where(bounded, least_point(functools.partial(loss, sign=sign), starts), 0.0)
+
+    positive = least(1.0)
+    if not signed:
+        return jnp.exp(positive)
+    negative = least(-1.0)
+    return jnp.where(loss(negative, -1.0) < loss(positive), -jnp.exp(negative), jnp.exp(positive))
 
 
 def least_point(loss: Callable[[jax.Array], jax.Array], starts: Sequence[jax.Array]) -> jax.Array:
@@ -272,35 +266,7 @@ def least_point(loss: Callable[[jax.Array], jax.Array], starts: Sequence[jax.Arr
     return jnp.where(loss(least) < loss(jnp.zeros_like(least)), least, 0.0)
 
 
-@jax.jit
-def _nearest_pair(a: jax.Array, c: jax.Array, left: jax.Array, right: jax.Array) -> jax.Array:
-    """The element (x, φ) that minimises a·e²ˣ − 2·Re(e^(x − iφ)·l) + c·e⁻²ˣ − 2·Re(e^(−x − iφ)·r), per plane.
-
-    Args:
-      a: squared norms of the left side.
-      c: those of the right side.
-      left: cross-moments with the target, (…, 2, 2), which hold l: its real part on the diagonal.
-      right: those of the right side, r.
-    """
-    (l_re, l_im), (r_re, r_im) = ((x[..., 0, 0] + x[..., 1, 1], x[..., 0, 1] - x[..., 1, 0]) for x in (left, right))
-
-    def at(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return jnp.exp(x) * l_re + jnp.exp(-x) * r_re, jnp.exp(x) * l_im + jnp.exp(-x) * r_im
-
-    def loss(x: jax.Array) -> jax.Array:
-        re, im = at(x)
-        return a * jnp.exp(2.0 * x) + c * jnp.exp(-2.0 * x) - 2.0 * jnp.sqrt(re * re + im * im + _TINY)
-
-    sizes = jnp.sqrt(l_re**2 + l_im**2), jnp.sqrt(r_re**2 + r_im**2)
-    ratios = (sizes[0], a), (c, sizes[1])
-    starts = [jnp.where((x > 0) & (y > 0), jnp.log(safe_divide(x, y) + (x <= 0) + (y <= 0)), 0.0) for x, y in ratios]
-    logs = jnp.where((a > 0) & (c > 0), least_point(loss, (*starts, jnp.zeros_like(a))), 0.0)
-    re, im = at(logs)
-    return jnp.stack([logs, jnp.arctan2(im, re)], -1)
-
-
 _GRID, _HALVINGS = 129, 60
-_TINY = 1e-30  # under the root, so that its derivative is finite where both cross-moments are zero
 
 
 # Invertible matrices: Gauss–Newton steps ---------------------------------------------------------------
@@ -308,7 +274,7 @@ _TINY = 1e-30  # under the root, so that its derivative is finite where both cro
 
 @jax.jit  # compiled once for all layers
 def _nearest_matrix(
-    left: jax.Array, left_target: jax.Array, right: jax.Array, right_target: jax.Array, turn: jax.Array
+    left: jax.Array, left_target: jax.Array, right: jax.Array, right_target: jax.Array
 ) -> jax.Array:
     """S and S⁻¹ that make |T_A − A·S|² + |T_B − B·S⁻ᵀ|² least, (…, 2, d_h, d_h); no start is lower.
 
@@ -317,7 +283,6 @@ def _nearest_matrix(
       left_target: AᵀT_A.
       right: BᵀB.
       right_target: BᵀT_B.
-      turn: the rotation that serves as a start.
     """
     eye = jnp.broadcast_to(jnp.eye(left.shape[-1], dtype=left.dtype), left.shape)
 
@@ -345,8 +310,7 @@ def _nearest_matrix(
         return best
 
     pair = eye, eye
-    starts = solve(left, left_target), transpose(inverse(solve(right, right_target))), turn
-    for start in starts:
+    for start in (solve(left, left_target), transpose(inverse(solve(right, right_target)))):
         pair = better(pair, (start, inverse(start)))
     return jnp.stack(jax.lax.fori_loop(0, _STEPS, step, pair), -3)
 

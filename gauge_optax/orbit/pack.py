@@ -6,14 +6,15 @@ less per head and gauge. Nothing is lost, because every network whose heads have
 
 A *packed leaf* is a pytree node in place of a leaf. Its one array holds the rows that are left, so that Optax and
 `jax.grad` see ordinary smaller leaves under their old paths. Which rows are left out, and the number on their diagonal
-(the *size*), is static: it belongs to the tree's structure. What a kind of gauge can make constant is said
-in `orbit/packing.py` alone.
+(the *size*), is static: it belongs to the tree's structure. What a gauge can make constant is said in
+`orbit/packing.py` alone.
 Reference: van Nierop, Transformer models are gauge invariant, §3, §4.4 and §6.
 """
 
 import contextlib
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -24,11 +25,11 @@ import numpy as np
 
 from gauge_optax.binding import Block, leaves_by_path, with_leaves
 from gauge_optax.errors import binding_error
-from gauge_optax.gauges.gauge import Gauges, product
-from gauge_optax.gauges.instance import Arrays, Instance
+from gauge_optax.gauges.gauge import Gauges, bind
+from gauge_optax.gauges.symmetry import Symmetry
 from gauge_optax.linalg import rank_cutoff
 from gauge_optax.orbit.packing import choose_rows, constant_rows, packable, to_constant
-from gauge_optax.slice import Slice
+from gauge_optax.parts.part import Arrays, changed
 
 Rows = Mapping[str, Mapping[str, Mapping[str, Any]]]
 """Leaf path → axes of the block → {"size": the number on the diagonal, "rows": row numbers per head, or one list}."""
@@ -38,7 +39,7 @@ _BASIS, _FREE = "basis", "_"
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
+class PackedBlock:
     """A block of a leaf with the rows that are left out of it. It is hashable and holds no array.
 
     Attributes:
@@ -94,10 +95,12 @@ class Part:
         return tuple(math.prod(sizes[k] for k in group) for group in self.block.groups)
 
     @classmethod
-    def of(cls, instance: Instance, block: Block, rows: Sequence[Sequence[int]] = ((),), size: float = 1.0) -> "Part":
-        """The part of an instance's block without these rows."""
-        named = tuple(name for name in instance.named if name in block.labels)
-        pattern = tuple(map(tuple, constant_rows(instance).tolist()))
+    def of(
+        cls, copy: Symmetry, block: Block, rows: Sequence[Sequence[int]] = ((),), size: float = 1.0
+    ) -> "PackedBlock":
+        """A block of one copy of a gauge without these rows."""
+        named = tuple(name for name in copy.named if name in block.labels)
+        pattern = tuple(map(tuple, constant_rows(copy).tolist()))
         return cls(block, named, tuple(map(tuple, rows)), pattern, size)
 
     @functools.cached_property
@@ -162,15 +165,15 @@ class Layout:
     """How a packed leaf is made of its arrays. Static.
 
     Attributes:
-      parts: the blocks from which rows are left out, one array each.
+      blocks: the blocks from which rows are left out, one array each.
     """
 
-    parts: tuple[Part, ...]
+    blocks: tuple[PackedBlock, ...]
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Of the whole leaf."""
-        return self.parts[0].block.shape
+        return self.blocks[0].block.shape
 
     @functools.cached_property
     def joint(self) -> int | None:
@@ -181,7 +184,7 @@ class Layout:
     @functools.cached_property
     def _masks(self) -> tuple[tuple[np.ndarray, ...], ...]:
         """Per block and axis of the leaf, which indices the block selects."""
-        return tuple(tuple(p.block.axis_ids(k, ()) >= 0 for k in range(len(self.shape))) for p in self.parts)
+        return tuple(tuple(b.block.axis_ids(k, ()) >= 0 for k in range(len(self.shape))) for b in self.blocks)
 
     @functools.cached_property
     def rest(self) -> np.ndarray | None:
@@ -194,7 +197,7 @@ class Layout:
 
     def arrays(self, leaf: Any) -> tuple[Any, ...]:
         """A leaf without its constant rows: an array per block, and the rest where there is one."""
-        stored = [part.taken(part.block.view(leaf)) for part in self.parts]
+        stored = [b.taken(b.block.view(leaf)) for b in self.blocks]
         if self.rest is None:
             return tuple(stored)
         flat = leaf.reshape(-1) if self.joint is None else leaf
@@ -207,13 +210,13 @@ class Layout:
             whole = whole.reshape(-1).at[self.rest].set(arrays[-1]).reshape(self.shape)
         elif self.rest is not None:
             whole = whole.at[(*[slice(None)] * (self.joint or 0), self.rest)].set(arrays[-1])
-        for part, stored in zip(self.parts, arrays, strict=False):
-            whole = part.block.write(whole, part.whole(stored))
+        for b, stored in zip(self.blocks, arrays, strict=False):
+            whole = b.block.write(whole, b.whole(stored))
         return whole
 
     def dot(self, x: jax.Array, arrays: Sequence[jax.Array], axis: int) -> jax.Array:
         """The product of x, (…, rows), with the leaf along one of its axes."""
-        products = [part.dot(x, stored) for part, stored in zip(self.parts, arrays, strict=False)]
+        products = [b.dot(x, stored) for b, stored in zip(self.blocks, arrays, strict=False)]
         if self.joint is None:
             return products[0]
         places = [np.flatnonzero(masks[self.joint]) for masks in self._masks]
@@ -241,13 +244,13 @@ class PackedLeaf:
 
     @property
     def packed_path(self) -> str:
-        """The path of the leaf in the whole tree. Gauges that bind it are refused (`Slice.of`)."""
-        return self.layout.parts[0].block.path
+        """The path of the leaf in the whole tree. Gauges that bind it are refused (`gauges.bound`)."""
+        return self.layout.blocks[0].block.path
 
     def tree_flatten_with_keys(self) -> tuple[tuple[tuple[Any, Any], ...], Layout]:
         """A single array is called `value`, which the path of a leaf does not name (`binding.paths`)."""
-        parts = len(self.layout.parts)
-        names = ["value"] if len(self.arrays) == 1 else [f"part{k}" for k in range(parts)] + ["rest"]
+        count = len(self.layout.blocks)
+        names = ["value"] if len(self.arrays) == 1 else [f"part{k}" for k in range(count)] + ["rest"]
         keys = [jax.tree_util.GetAttrKey(name) for name in names]
         return tuple(zip(keys, self.arrays, strict=False)), self.layout
 
@@ -312,11 +315,12 @@ def pack(
     Reference: van Nierop, Transformer models are gauge invariant, §3 and §6. Deviations: rows are chosen for their
     condition, the size is free, and rotary heads are packed as far as they can be.
     """
-    on_tree = Slice.of(product(gauges).parts, params)
-    instances = [i for i in on_tree.instances if packable(i)]
-    if not instances:
+    on_tree = bind(gauges, params)
+    every = list(itertools.chain(*on_tree.copies))
+    copies = [copy for copy in every if packable(copy)]
+    if not copies:
         raise binding_error(
-            _NAME, "nothing to pack", f"gauges {', '.join(dict.fromkeys(i.gauge for i in on_tree.instances))}",
+            _NAME, "nothing to pack", f"gauges {', '.join(dict.fromkeys(copy.gauge for copy in every))}",
             "a head_linear or rope_linear gauge, one of whose blocks has a free axis of at least d_h rows",
             "write go.head_linear(left, right) in place of go.head_rotation; under rotary, go.rope_linear",
         )  # fmt: skip
@@ -324,27 +328,26 @@ def pack(
         raise binding_error(
             _NAME, "bad size", repr(size), "a positive number, or None", "write size=1.0 for the identity"
         )
-    leaves = leaves_by_path(params)
-    if rows is None:
-        for path in {path for i in instances for path in i.paths}:
-            if isinstance(leaves[path], jax.core.Tracer | jax.ShapeDtypeStruct):
-                raise binding_error(
-                    _NAME, f"no numbers in '{path}'", "a traced array or a shape", "an array to choose rows from",
-                    "call pack outside of jit; or pass rows=go.packed_rows(packed) of an earlier packed tree",
-                )  # fmt: skip
+    s, leaves = on_tree.whole, leaves_by_path(params)
+    paths = list(dict.fromkeys(path for copy in copies for part in copy.parts for path in changed(part)))
+    for path in paths if rows is None else ():
+        if isinstance(leaves[path], jax.core.Tracer | jax.ShapeDtypeStruct):
+            raise binding_error(
+                _NAME, f"no numbers in '{path}'", "a traced array or a shape", "an array to choose rows from",
+                "call pack outside of jit; or pass rows=go.packed_rows(packed) of an earlier packed tree",
+            )  # fmt: skip
     traced = any(isinstance(leaf, jax.core.Tracer) for leaf in leaves.values())
     # In float64, float32 weights lose less: logits of GPT-2 then change by 4e-6 in place of 1.1e-5 (shared rows).
     with contextlib.nullcontext() if traced else jax.enable_x64(True):
-        values, parts = on_tree.values(params), dict[str, list[Part]]()
-        for instance in instances:
-            part = _chosen(instance, values, leaves, shared, size) if rows is None else _given(instance, rows)
-            element, _ = to_constant(instance, part.block, values, jnp.asarray(part.rows), part.size)
-            moved, constant = instance.act(element, values), _is_constant(part, leaves)
-            values |= {path: jnp.where(constant, values[path], moved[path]) for path in instance.paths}
-            parts.setdefault(part.block.path, []).append(part)
-        paths = {path for i in instances for path in i.paths}
-        stored = {path: (values[path] - on_tree.added[path]).astype(leaves[path].dtype) for path in paths}
-    layouts = {path: Layout(tuple(kept)) for path, kept in parts.items()}
+        values, packed = s.values(params), dict[str, list[PackedBlock]]()
+        for copy in copies:
+            b = _chosen(copy, values, leaves, shared, size) if rows is None else _given(copy, rows)
+            elements, _ = to_constant(copy, b.block, values, jnp.asarray(b.rows), b.size)
+            moved, constant = _moved(copy, elements, values), _is_constant(b, leaves)
+            values |= {path: jnp.where(constant, values[path], x) for path, x in moved.items()}
+            packed.setdefault(b.block.path, []).append(b)
+        stored = {path: (values[path] - s.added[path]).astype(leaves[path].dtype) for path in paths}
+    layouts = {path: Layout(tuple(blocks)) for path, blocks in packed.items()}
     nodes = {path: PackedLeaf(layout.arrays(stored[path]), layout) for path, layout in layouts.items()}
     return with_leaves(params, stored | nodes)
 
@@ -395,9 +398,9 @@ def packed_rows(packed: Any) -> dict[str, dict[str, dict[str, Any]]]:
     """
     nodes = [node for node in jax.tree.leaves(packed, is_leaf=_is_packed) if _is_packed(node)]
     by_leaf: dict[str, dict[str, dict[str, Any]]] = {}
-    for part in (part for node in nodes for part in node.layout.parts):
-        numbers = {"size": part.size, "rows": [list(rows) for rows in part.rows]}
-        by_leaf.setdefault(part.block.path, {})[part.block.axes] = numbers
+    for b in (b for node in nodes for b in node.layout.blocks):
+        numbers = {"size": b.size, "rows": [list(rows) for rows in b.rows]}
+        by_leaf.setdefault(b.block.path, {})[b.block.axes] = numbers
     return by_leaf
 
 
@@ -432,12 +435,12 @@ def packed_dot(x: jax.Array, kernel: Any, axis: int = 0) -> jax.Array:
         return jnp.tensordot(x, kernel, ([-1], [axis]))
     layout, rank = kernel.layout, len(kernel.layout.shape)
     axis = axis % rank
-    for part in layout.parts:
-        alone = len(part.block.groups[part.leaf_axis]) == 1 and part.block.ranges[part.leaf_axis] is None
-        if part.leaf_axis != axis or not alone or (layout.joint is None and layout.rest is not None):
+    for b in layout.blocks:
+        alone = len(b.block.groups[b.leaf_axis]) == 1 and b.block.ranges[b.leaf_axis] is None
+        if b.leaf_axis != axis or not alone or (layout.joint is None and layout.rest is not None):
             raise binding_error(
-                "packed_dot", f"no product with '{part.block.path}' along axis {axis}",
-                f"axes \"{part.block.axes}\"", f"rows that are the whole of axis {axis}",
+                "packed_dot", f"no product with '{b.block.path}' along axis {axis}",
+                f"axes \"{b.block.axes}\"", f"rows that are the whole of axis {axis}",
                 "multiply with the leaf of go.unpack(packed)",
             )  # fmt: skip
     return layout.dot(x, kernel.arrays, axis)
@@ -446,35 +449,44 @@ def packed_dot(x: jax.Array, kernel: Any, axis: int = 0) -> jax.Array:
 # How rows are chosen --------------------------------------------------------------------------------
 
 
-def _chosen(instance: Instance, values: Arrays, leaves: Mapping[str, Any], shared: bool, size: float | None) -> Part:
+def _moved(copy: Symmetry, elements: Sequence[Any], values: Arrays) -> Arrays:
+    """The leaves of one copy, moved by elements of its parts."""
+    for part, e in reversed(list(zip(copy.parts, elements, strict=True))):
+        values = part.act(e, values)
+    return {path: values[path] for part in copy.parts for path in changed(part)}
+
+
+def _chosen(
+    copy: Symmetry, values: Arrays, leaves: Mapping[str, Any], shared: bool, size: float | None
+) -> PackedBlock:
     """What to leave out of one block. Raises ValueError where no block of the gauge has heads of full rank."""
-    tried: list[tuple[float, int, Part]] = []
-    for block in packable(instance):
-        part = Part.of(instance, block)
-        heads = part.by_head(np.asarray(block.view(leaves[block.path])))
-        held = _held(heads, constant_rows(instance).astype(heads.dtype), shared)
-        numbers = np.asarray(choose_rows(instance, block, values, not shared)) if held is None else held[0]
+    tried: list[tuple[float, int, PackedBlock]] = []
+    for block in packable(copy):
+        whole = PackedBlock.of(copy, block)
+        heads = whole.by_head(np.asarray(block.view(leaves[block.path])))
+        held = _held(heads, constant_rows(copy).astype(heads.dtype), shared)
+        numbers = np.asarray(choose_rows(copy, block, values, not shared)) if held is None else held[0]
         if np.all(numbers == numbers[:1]):
             numbers = numbers[:1]
-        element, conditions = to_constant(instance, block, values, jnp.asarray(numbers), 1.0)
-        tried.append((float(jnp.max(conditions)), int(jnp.argmax(conditions)), part))
+        elements, conditions = to_constant(copy, block, values, jnp.asarray(numbers), 1.0)
+        tried.append((float(jnp.max(conditions)), int(jnp.argmax(conditions)), whole))
         if not tried[-1][0] < 1.0 / rank_cutoff(heads.dtype):
             continue
         multiple = size if size is not None or held is None else held[1]
         if multiple is None:
-            points = values, instance.act(element, values)
+            points = values, _moved(copy, elements, values)
             before, after = (float(jnp.linalg.norm(block.view(point[block.path]))) for point in points)
             multiple = 2.0 ** round(math.log2(before / after))
         multiple = float(np.asarray(multiple, heads.dtype))  # what the leaf can hold
-        return Part.of(instance, block, numbers.tolist(), multiple)
-    raise _singular(instance, *min(tried, key=lambda worst: worst[0]), leaves, shared)
+        return PackedBlock.of(copy, block, numbers.tolist(), multiple)
+    raise _singular(copy, *min(tried, key=lambda worst: worst[0]), leaves, shared)
 
 
-def _is_constant(part: Part, leaves: Mapping[str, Any]) -> jax.Array:
-    """Whether the rows of a part are constant in the tree as it is."""
-    heads = part.by_head(part.block.view(leaves[part.block.path]))
-    rows = jnp.take_along_axis(heads, jnp.asarray(part.rows)[..., None], -2)
-    return jnp.all(rows == jnp.asarray(part.size * np.asarray(part.pattern), rows.dtype))
+def _is_constant(b: PackedBlock, leaves: Mapping[str, Any]) -> jax.Array:
+    """Whether the rows of a block are constant in the tree as it is."""
+    heads = b.by_head(b.block.view(leaves[b.block.path]))
+    rows = jnp.take_along_axis(heads, jnp.asarray(b.rows)[..., None], -2)
+    return jnp.all(rows == jnp.asarray(b.size * np.asarray(b.pattern), rows.dtype))
 
 
 def _held(heads: np.ndarray, pattern: np.ndarray, shared: bool) -> tuple[np.ndarray, float] | None:
@@ -495,39 +507,39 @@ def _held(heads: np.ndarray, pattern: np.ndarray, shared: bool) -> tuple[np.ndar
     return np.stack([np.argmax(x, -1) for x in candidates], -1), float(size)
 
 
-def _given(instance: Instance, rows: Rows) -> Part:
-    """The part that `rows` names. Raises ValueError where it names none, or one that does not fit."""
-    blocks = [block for block in packable(instance) if block.axes in rows.get(block.path, {})]
+def _given(copy: Symmetry, rows: Rows) -> PackedBlock:
+    """The block that `rows` names. Raises ValueError where it names none, or one that does not fit."""
+    blocks = [block for block in packable(copy) if block.axes in rows.get(block.path, {})]
     entry: Mapping[str, Any] = rows[blocks[0].path][blocks[0].axes] if blocks else {}
-    numbers, size, count = np.asarray(entry.get("rows", ())), entry.get("size"), len(constant_rows(instance))
+    numbers, size, count = np.asarray(entry.get("rows", ())), entry.get("size"), len(constant_rows(copy))
     fits = numbers.ndim == 2 and np.issubdtype(numbers.dtype, np.integer) and isinstance(size, int | float) and size > 0
     if fits:
-        plain = Part.of(instance, blocks[0])
+        plain = PackedBlock.of(copy, blocks[0])
         fits = numbers.shape in ((1, count), (math.prod(plain.heads), count))
         fits = fits and 0 <= numbers.min() and numbers.max() < blocks[0].view_shape[plain.axis]
         fits = fits and all(len(set(of_head)) == count for of_head in numbers.tolist())
     if not fits:
-        wanted = ", ".join(f"'{block.path}' \"{block.axes}\"" for block in packable(instance))
+        wanted = ", ".join(f"'{block.path}' \"{block.axes}\"" for block in packable(copy))
         raise binding_error(
-            instance.gauge, f"no rows for {_place(instance)}", f"rows of {', '.join(rows) or 'no leaf'}",
+            copy.gauge, f"no rows for {_place(copy)}", f"rows of {', '.join(rows) or 'no leaf'}",
             f"a size and {count} row numbers, once or per head, for one of {wanted}",
             "pass go.packed_rows(packed) of a tree that was packed with these gauges",
         )  # fmt: skip
-    return Part.of(instance, blocks[0], numbers.tolist(), float(entry["size"]))
+    return PackedBlock.of(copy, blocks[0], numbers.tolist(), float(entry["size"]))
 
 
-def _place(instance: Instance) -> str:
-    return f"instance '{instance.key}'" if instance.key else f"'{instance.blocks[0].path}'"
+def _place(copy: Symmetry) -> str:
+    return f"copy '{copy.key}'" if copy.key else f"'{copy.blocks[0].path}'"
 
 
 def _singular(
-    instance: Instance, condition: float, head: int, part: Part, leaves: Mapping[str, Any], shared: bool
+    copy: Symmetry, condition: float, head: int, b: PackedBlock, leaves: Mapping[str, Any], shared: bool
 ) -> ValueError:
-    index = zip(part.named, np.unravel_index(head, part.heads), strict=True)
-    where = ", ".join([_place(instance), *(f"{label}={k}" for label, k in index)])
-    dtype = leaves[part.block.path].dtype
+    index = zip(b.named, np.unravel_index(head, b.heads), strict=True)
+    where = ", ".join([_place(copy), *(f"{label}={k}" for label, k in index)])
+    dtype = leaves[b.block.path].dtype
     return binding_error(
-        instance.gauge, f"singular heads in '{part.block.path}'", f"a condition number of {condition:.2g} at {where}",
+        copy.gauge, f"singular heads in '{b.block.path}'", f"a condition number of {condition:.2g} at {where}",
         f"below {1.0 / rank_cutoff(dtype):.0e} in {dtype}",
         "leave out shared=True, so that every head has rows of its own" if shared else
         "leave this layer out of the gauges that you pass to pack, or pack it after some training",

@@ -1,13 +1,13 @@
-"""What packing asks of each kind of gauge: which blocks can have constant rows, and the element that makes them so.
+"""What packing asks of each gauge: which blocks can have constant rows, and the element that makes them so.
 
 A block can be packed where the gauge has enough freedom to bring some of its rows to fixed numbers: d_h rows per head
 under GL(d_h), which become the identity, and one row per rotary plane under complex numbers, which becomes 1 + 0i. All
-other kinds have no such block. Each question is one rule, with a default and what `Linear` and `ComplexScale` answer.
+other gauges have no such block. Each question is one rule on a copy of a gauge, because complex numbers need both of
+its parts, the moduli and the angles: a default, and what `Linear` and `ComplexScale` answer.
 Reference: van Nierop, Transformer models are gauge invariant, §3 and §6.
 """
 
 import functools
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,15 +16,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from gauge_optax.binding import Block
-from gauge_optax.gauges.heads import BASIS, PLANE
-from gauge_optax.gauges.instance import Arrays, Instance
 from gauge_optax.gauges.linear import Linear
 from gauge_optax.gauges.rope_linear import ComplexScale
+from gauge_optax.gauges.symmetry import Symmetry
 from gauge_optax.linalg import independent_rows, inverse, safe_divide, svd, transpose
+from gauge_optax.parts.heads import BASIS, PLANE
+from gauge_optax.parts.part import Arrays
 
 
 @functools.singledispatch
-def packable(instance: Instance) -> tuple[Block, ...]:
+def packable(copy: Symmetry) -> tuple[Block, ...]:
     """Blocks in which an element can make rows constant, best first; () if no entry can be left out of a tree.
 
     Such a block has the named axes, one free axis of rows, and the axis `basis`.
@@ -33,13 +34,14 @@ def packable(instance: Instance) -> tuple[Block, ...]:
 
 
 @packable.register
-def _packable_linear(instance: Linear) -> tuple[Block, ...]:
-    return _with_rows((*instance.left.blocks, *instance.right.blocks), instance.size)
+def _packable_linear(copy: Linear) -> tuple[Block, ...]:
+    _, turn = copy.parts  # whose blocks are the left ones, then the right ones
+    return _with_rows(turn.blocks, copy.size)
 
 
 @packable.register
-def _packable_planes(instance: ComplexScale) -> tuple[Block, ...]:
-    return _with_rows(instance.blocks, 1)
+def _packable_planes(copy: ComplexScale) -> tuple[Block, ...]:
+    return _with_rows(copy.blocks, 1)
 
 
 def _with_rows(blocks: Sequence[Block], rows: int) -> tuple[Block, ...]:
@@ -49,30 +51,30 @@ def _with_rows(blocks: Sequence[Block], rows: int) -> tuple[Block, ...]:
 
 
 @functools.singledispatch
-def constant_rows(instance: Instance) -> np.ndarray:
+def constant_rows(copy: Symmetry) -> np.ndarray:
     """The rows that an element can bring about in a packable block of every head, (rows, basis)."""
     raise NotImplementedError
 
 
 @constant_rows.register
-def _identity_rows(instance: Linear) -> np.ndarray:
-    return np.eye(instance.size)
+def _identity_rows(copy: Linear) -> np.ndarray:
+    return np.eye(copy.size)
 
 
 @constant_rows.register
-def _real_row(instance: ComplexScale) -> np.ndarray:
+def _real_row(copy: ComplexScale) -> np.ndarray:
     """One row of complex coordinates 1 + 0i."""
-    parts = {BASIS: np.array([1.0, 0.0]), PLANE: np.ones(instance.shape[-1])}
-    first, second = (parts[label] for label in instance.blocks[0].row_labels if label in parts)
+    coordinates = {BASIS: np.array([1.0, 0.0]), PLANE: np.ones(copy.shape[-1])}
+    first, second = (coordinates[label] for label in copy.blocks[0].row_labels if label in coordinates)
     return np.outer(first, second).reshape(1, -1)
 
 
 @functools.singledispatch
-def choose_rows(instance: Instance, block: Block, point: Arrays, per_head: bool) -> jax.Array:
+def choose_rows(copy: Symmetry, block: Block, point: Arrays, per_head: bool) -> jax.Array:
     """Numbers of the rows of a packable block that are best made constant.
 
     Args:
-      instance: the instance.
+      copy: the copy.
       block: one of `packable`.
       point: leaves.
       per_head: whether every head has rows of its own.
@@ -84,62 +86,70 @@ def choose_rows(instance: Instance, block: Block, point: Arrays, per_head: bool)
 
 
 @choose_rows.register
-def _choose_independent_rows(instance: Linear, block: Block, point: Arrays, per_head: bool) -> jax.Array:
-    matrices = instance.turn.rows_of(block, point)
-    heads = matrices.reshape(-1, *matrices.shape[-2:])
+def _choose_independent_rows(copy: Linear, block: Block, point: Arrays, per_head: bool) -> jax.Array:
+    heads = _rows_of_heads(copy, block, point)
     return independent_rows(heads[:, None] if per_head else heads[None])
 
 
 @choose_rows.register
-def _choose_long_row(instance: ComplexScale, block: Block, point: Arrays, per_head: bool) -> jax.Array:
-    moduli = jnp.linalg.norm(instance.turn.rows_of(block, point), axis=-1)
-    scores = safe_divide(moduli, jnp.mean(moduli, -1, keepdims=True)).reshape(-1, *moduli.shape[-2:])
-    least = jnp.min(scores, 1)  # over the planes of a head
+def _choose_long_row(copy: ComplexScale, block: Block, point: Arrays, per_head: bool) -> jax.Array:
+    moduli = jnp.linalg.norm(_rows_of_heads(copy, block, point), axis=-1)  # (heads, planes, rows)
+    moduli = moduli.reshape(-1, copy.shape[-1], moduli.shape[-1])
+    least = jnp.min(safe_divide(moduli, jnp.mean(moduli, -1, keepdims=True)), 1)  # over the planes of a head
     return jnp.argmax(least if per_head else jnp.min(least, 0, keepdims=True), -1)[:, None]
 
 
 @functools.singledispatch
-def to_constant(instance: Instance, block: Block, point: Arrays, rows: jax.Array, size: float) -> tuple[Any, jax.Array]:
+def to_constant(
+    copy: Symmetry, block: Block, point: Arrays, rows: jax.Array, size: float
+) -> tuple[tuple[Any, ...], jax.Array]:
     """The element whose move makes these rows `size` times `constant_rows`, and how badly conditioned it is.
 
     Args:
-      instance: the instance.
+      copy: the copy.
       block: one of `packable`.
       point: leaves.
       rows: as `choose_rows` returns them.
       size: a positive number.
 
     Returns:
-      The element, and a condition number per head, flattened as in `choose_rows`; infinite if there is no element.
+      The elements of the copy's parts, and a condition number per head, flattened as in `choose_rows`; infinite if
+      there is no element.
     """
     raise NotImplementedError
 
 
 @to_constant.register
 def _to_identity_rows(
-    instance: Linear, block: Block, point: Arrays, rows: jax.Array, size: float
-) -> tuple[jax.Array, jax.Array]:
-    matrices = instance.turn.rows_of(block, point)
-    heads = matrices.reshape(-1, *matrices.shape[-2:])
+    copy: Linear, block: Block, point: Arrays, rows: jax.Array, size: float
+) -> tuple[tuple[Any, ...], jax.Array]:
+    heads = _rows_of_heads(copy, block, point)
     back, to, condition = _to_identity(jnp.take_along_axis(heads, rows[..., None], -2), size)
     # From the right side, which moves as S⁻ᵀ, the same matrices are S⁻ᵀ and Sᵀ.
-    pair = (to, back) if block in instance.left.blocks else (transpose(back), transpose(to))
-    return jnp.stack(pair, -3).reshape(*instance.shape, 2, instance.size, instance.size), condition
+    pair = (to, back) if block.role == "left" else (transpose(back), transpose(to))
+    _, turn = copy.parts
+    return (jnp.stack(pair, -3).reshape(*copy.shape, 2, copy.size, copy.size), turn.identity()), condition
 
 
 @to_constant.register
 def _to_real_row(
-    instance: ComplexScale, block: Block, point: Arrays, rows: jax.Array, size: float
-) -> tuple[jax.Array, jax.Array]:
-    planes = instance.turn.rows_of(block, point)
-    heads = planes.reshape(-1, *planes.shape[-3:])
+    copy: ComplexScale, block: Block, point: Arrays, rows: jax.Array, size: float
+) -> tuple[tuple[Any, ...], jax.Array]:
+    planes = _rows_of_heads(copy, block, point)
+    heads = planes.reshape(-1, copy.shape[-1], *planes.shape[-2:])
     row = jnp.take_along_axis(heads, rows[:, None, :, None], -2)[..., 0, :]
     modulus, angle = jnp.linalg.norm(row, axis=-1), jnp.arctan2(row[..., 1], row[..., 0])
     typical = jnp.mean(jnp.linalg.norm(heads, axis=-1), -1)
     condition = jnp.where(modulus > 0, typical / modulus, jnp.inf)
-    logs = math.log(size) - jnp.log(modulus)  # the left side is multiplied by z, the right side divided by z̄
-    logs = logs if block.role == "left" else -logs
-    return jnp.stack([logs, -angle], -1).reshape(*instance.shape, 2), jnp.max(condition, -1)
+    factor = size / modulus if block.role == "left" else modulus / size  # left·z, and right/z̄
+    return (factor.reshape(copy.shape), -angle.reshape(copy.shape)), jnp.max(condition, -1)
+
+
+def _rows_of_heads(copy: Symmetry, block: Block, point: Arrays) -> jax.Array:
+    """The rows of one block, (heads, rows, basis). Heads, or their planes, are those of all named axes, flattened."""
+    turn: Any = copy.parts[-1]
+    matrices: jax.Array = turn.rows_of(block, point)
+    return matrices.reshape(-1, *matrices.shape[-2:])
 
 
 @jax.jit  # compiled once for all layers

@@ -1,8 +1,8 @@
-"""Renumbering: what alignment asks of gauges that permute units, heads or experts, and of all others beside them.
+"""What alignment asks of two parts that do not commute, and of permutations, whose units it can match by what they do.
 
-A permutation renumbers the entries that elements of other gauges have per unit. Alignment needs to know whose elements
-it renumbers, and what becomes of them; and it can match units by what they do, which no other gauge changes. Each
-question is one rule: a default that holds for every instance, and what `Permutation` answers.
+A permutation renumbers the entries that elements of other parts have per unit; a rotation of heads conjugates the
+stretch of the same heads. Alignment needs to know whose elements change, and what becomes of them. It can also match
+units by what they do, which no other gauge changes. Each question is one rule with a default that holds for every part.
 Reference: Ainsworth, Hayase and Srinivasa, Git Re-Basin, Eq. (1) and (2).
 """
 
@@ -16,55 +16,77 @@ import jax.numpy as jnp
 import numpy as np
 from scipy.optimize import linear_sum_assignment
 
-from gauge_optax.binding import Block, overlap
-from gauge_optax.gauges.instance import Arrays, Instance
-from gauge_optax.gauges.permutation import Indices, Permutation
+from gauge_optax.binding import overlap
 from gauge_optax.linalg import matmul, safe_divide, transpose
+from gauge_optax.parts.part import Arrays, Part
+from gauge_optax.parts.permutation import Indices, Permutation
+from gauge_optax.parts.sizes import Stretch
+from gauge_optax.parts.turns import Rotation
 from gauge_optax.slice import varies_along
 
 
 @functools.singledispatch
-def renumbers(instance: Instance, other: Instance) -> bool:
-    """Whether elements of another instance have an entry per unit that this instance renumbers."""
+def renumbers(part: Part[Any], other: Part[Any]) -> bool:
+    """Whether elements of another part have an entry per unit that this part renumbers."""
     return False
 
 
 @renumbers.register
-def _permutation_renumbers(instance: Permutation, other: Instance) -> bool:
+def _permutation_renumbers(part: Permutation, other: Part[Any]) -> bool:
     return any(
-        overlap(permuted, block) and varies_along(block, other.named, permuted, instance.axis)
-        for permuted in instance.blocks
+        overlap(permuted, block) and varies_along(block, other.named, permuted, part.axis)
+        for permuted in part.blocks
         for block in other.blocks
     )
 
 
 @functools.singledispatch
-def carried(instance: Instance, e: Any, other: Instance, value: Any) -> Any:
-    """g·h·g⁻¹ for elements g and h of two instances: h itself, but for what renumbers its units.
+def carried(part: Part[Any], e: Any, other: Part[Any], value: Any) -> Any:
+    """g·h·g⁻¹ for elements g and h of two parts: h itself, where both commute.
 
     Args:
-      instance: the one instance.
+      part: the one part.
       e: an element of it, g.
-      other: the other instance.
+      other: the other part.
       value: h; the leading axes of its arrays are `other.shape`.
     """
     return value
 
 
 @carried.register
-def _carried_by_permutation(instance: Permutation, e: Indices, other: Instance, value: Any) -> Any:
+def _carried_by_rotation(part: Rotation, e: jax.Array, other: Part[Any], value: Any) -> Any:
+    return rotated(other, value, part, e)
+
+
+@functools.singledispatch
+def rotated(part: Part[Any], value: Any, rotation: Rotation, e: jax.Array) -> Any:
+    """As `carried` by a rotation of heads: most elements do not change."""
+    return value
+
+
+@rotated.register
+def _rotated_stretch(part: Stretch, value: jax.Array, rotation: Rotation, e: jax.Array) -> jax.Array:
+    """R⁻¹·S·R, where both act on the same heads."""
+    if set(part.blocks) != set(rotation.blocks):
+        return value
+    r = e[..., None, :, :]
+    return matmul(transpose(r), matmul(value, r))
+
+
+@carried.register
+def _carried_by_permutation(part: Permutation, e: Indices, other: Part[Any], value: Any) -> Any:
     """The element h with its units or heads renumbered."""
     if e is None or value is None or not other.shape:
         return value
     count = math.prod(other.shape)
     numbers = jnp.arange(count, dtype=jnp.int32)
     for block in other.blocks:
-        if not any(overlap(block, permuted) for permuted in instance.blocks):
+        if not any(overlap(block, permuted) for permuted in part.blocks):
             continue
         # A leaf of channel numbers, moved like the weights, shows where each channel comes from.
         field = jnp.broadcast_to(block.spread(other.named, numbers.reshape(other.shape)), block.shape)
-        same_leaf = tuple(permuted for permuted in instance.blocks if permuted.path == block.path)
-        moved = dataclasses.replace(instance, blocks=same_leaf).act(e, {block.path: field})[block.path]
+        same_leaf = tuple(permuted for permuted in part.blocks if permuted.path == block.path)
+        moved = dataclasses.replace(part, blocks=same_leaf).act(e, {block.path: field})[block.path]
         kept = [label for label in block.row_labels if label in other.named]
         first = block.rows(moved)[tuple(slice(None) if x in kept else 0 for x in block.row_labels)]
         source = jnp.transpose(first, [kept.index(name) for name in other.named]).ravel()
@@ -74,49 +96,44 @@ def _carried_by_permutation(instance: Permutation, e: Indices, other: Instance, 
 
 
 @functools.singledispatch
-def responses(instance: Instance, point: Arrays, gradient: Arrays) -> jax.Array | None:
+def responses(part: Part[Any], point: Arrays, gradient: Arrays) -> jax.Array | None:
     """Derivatives of a function by the logs of the sizes of units, (*shape, units, blocks).
 
     Args:
-      instance: the instance.
+      part: the part.
       point: leaves.
       gradient: the function's gradient there.
 
     Returns:
-      None for instances that are not matched by such numbers. They depend on the function and on the order of units
-      alone: all other gauges leave them as they are.
+      None for parts that are not matched by such numbers. They depend on the function and on the order of units alone:
+      all other gauges leave them as they are.
     """
     return None
 
 
 @responses.register
-def _responses_of_units(instance: Permutation, point: Arrays, gradient: Arrays) -> jax.Array:
-    products = [unit_totals(instance, block, point[block.path] * gradient[block.path]) for block in instance.blocks]
+def _responses_of_units(part: Permutation, point: Arrays, gradient: Arrays) -> jax.Array:
+    products = [part.total(block, point[block.path] * gradient[block.path]) for block in part.blocks]
     return jnp.stack(products, -1)
 
 
 @functools.singledispatch
-def matched(instance: Instance, target: jax.Array, point: jax.Array) -> Any:
+def matched(part: Part[Any], target: jax.Array, point: jax.Array) -> Any:
     """The element that takes the responses of one point's units nearest to those of another, (*shape, units, …)."""
     raise NotImplementedError
 
 
 @matched.register
-def _matched_units(instance: Permutation, target: jax.Array, point: jax.Array) -> jax.Array:
+def _matched_units(part: Permutation, target: jax.Array, point: jax.Array) -> jax.Array:
     rows = [safe_divide(x, jnp.sqrt(jnp.sum(jnp.square(x), -1, keepdims=True))) for x in (target, point)]
-    return assigned(instance, matmul(rows[0], transpose(rows[1])))
+    return assigned(part, matmul(rows[0], transpose(rows[1])))
 
 
-def assigned(instance: Permutation, gains: jax.Array) -> jax.Array:
+def assigned(part: Permutation, gains: jax.Array) -> jax.Array:
     """The permutation with the largest sum of gains, (*shape, unit of the target, unit of the point)."""
-    tables = np.asarray(gains, np.float64).reshape(-1, instance.size, instance.size)
+    tables = np.asarray(gains, np.float64).reshape(-1, part.size, part.size)
     chosen = [linear_sum_assignment(table, maximize=True)[1] for table in tables]
-    return jnp.asarray(np.stack(chosen), jnp.int32).reshape(*instance.shape, instance.size)
-
-
-def unit_totals(instance: Permutation, block: Block, leaf: jax.Array) -> jax.Array:
-    """Sums over the entries of each unit in one block: (*shape, size)."""
-    return block.total((*instance.named, instance.axis), leaf)
+    return jnp.asarray(np.stack(chosen), jnp.int32).reshape(*part.shape, part.size)
 
 
 def _gathered(source: jax.Array, array: jax.Array) -> jax.Array:

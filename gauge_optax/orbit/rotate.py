@@ -20,11 +20,14 @@ import numpy as np
 
 from gauge_optax.binding import Block, leaves_by_path, with_leaves
 from gauge_optax.errors import binding_error
-from gauge_optax.gauges.gauge import Element, Gauge, Gauges, product
+from gauge_optax.gauges.bound import Bound
+from gauge_optax.gauges.gauge import Element, Gauges, product
+from gauge_optax.gauges.symmetry import Symmetry
 from gauge_optax.linalg import noise
 from gauge_optax.orbit.canonicalize import require_nonzero_norms
 from gauge_optax.orbit.rotations import misfit, on_leaf, random_rotation, with_blocks
-from gauge_optax.slice import Slice
+from gauge_optax.parts.part import changed
+from gauge_optax.slice import Elements
 
 Params = TypeVar("Params")
 
@@ -75,105 +78,112 @@ def rotate(
 
     Reference: QuaRot, §4, stages 1a and 1b; `Q = diag(±1)·H/√d`.
     """
-    parts = product(gauges)
+    group = product(gauges)
     with jax.enable_x64(True):
-        on_tree, leaves = parts._slice(params), leaves_by_path(params)
-        if any(isinstance(leaves[path], jax.core.Tracer) for path in on_tree.added):
+        on_tree, leaves = group._bound(params), leaves_by_path(params)
+        added = on_tree.whole.added
+        if any(isinstance(leaves[path], jax.core.Tracer) for path in added):
             raise binding_error(
                 _NAME, "called under jit", "traced parameters", "arrays", "call it outside jit, grad and vmap"
             )
-        require_nonzero_norms(_NAME, on_tree, leaves)
+        require_nonzero_norms(_NAME, on_tree.whole, leaves)
         if isinstance(by, str):
             elements = _drawn(on_tree, by, jax.random.key(0) if key is None else key)
         else:
-            elements = _given(parts, on_tree, params, by)
+            elements = _given(on_tree, jax.eval_shape(lambda: group.identity(params)), by)
+        norms = {block.path for part in on_tree.whole.parts for block in part.passes}
         moved = {}
-        for path in on_tree.added:
+        for path in added:
             leaf = jnp.asarray(leaves[path])
             moved[path] = _moved_leaf(on_tree, elements, path, leaf, leaves)
-            norm = any(block.path == path for instance in on_tree.instances for block in instance.context)
-            if donate and not norm and moved[path] is not leaf and isinstance(leaves[path], jax.Array):
+            if donate and path not in norms and moved[path] is not leaf and isinstance(leaves[path], jax.Array):
                 leaves[path].delete()
         return with_leaves(params, moved)
 
 
-def _drawn(on_tree: Slice, by: str, key: jax.Array) -> list[Any]:
-    """A random element per instance."""
+def _drawn(on_tree: Bound, by: str, key: jax.Array) -> Elements:
+    """A random element of every rotation."""
     if by not in ("hadamard", "random"):
         raise binding_error(
             _NAME, f"no such rotation, by={by!r}", f"{by!r}", "'hadamard', 'random' or an element of the gauges",
             "write by='hadamard'",
         )  # fmt: skip
-    keys = jax.random.split(key, max(1, len(on_tree.instances)))
-    return [i.from_element(random_rotation(i, k, by)) for i, k in zip(on_tree.instances, keys, strict=False)]
+    copies = list(itertools.chain(*on_tree.copies))
+    keys = jax.random.split(key, max(1, len(copies)))
+    pairs = zip(copies, keys, strict=False)
+    return {turn.label: random_rotation(turn, k, by) for copy, k in pairs for turn in _turns(on_tree, copy)}
 
 
-def _given(group: Gauge, on_tree: Slice, params: Any, element: Element) -> list[Any]:
-    """The element that a user gives, per instance. Raises ValueError where it is none of these gauges'."""
-    expected = jax.eval_shape(lambda: group.identity(params))
-    if len(on_tree.parts) == 1 and isinstance(element, dict):
+def _turns(on_tree: Bound, copy: Symmetry) -> Sequence[Any]:
+    """The rotations of one copy of a gauge; what else it has, where it has none."""
+    turns = {turn.label: turn for _, same in on_tree.whole.turns for turn in same}
+    return [turns[part.label] for part in copy.parts if part.label in turns] or copy.parts
+
+
+def _given(on_tree: Bound, expected: Any, element: Element) -> Elements:
+    """The elements of the parts of what a user gives. Raises ValueError where it is none of these gauges'."""
+    for copy in itertools.chain(*on_tree.copies):
+        for turn in _turns(on_tree, copy):  # refuses what is no rotation
+            jax.eval_shape(functools.partial(random_rotation, turn, by="random"), jax.random.key(0))
+    if len(on_tree.gauges) == 1 and isinstance(element, dict):
         element = (element,)
     if jax.tree.map(np.shape, element) != jax.tree.map(np.shape, expected):
         raise binding_error(
             _NAME, "an element of other gauges", f"{jax.tree.map(np.shape, element)}",
             f"{jax.tree.map(np.shape, expected)}", "pass an element of the gauges that are passed, in their order",
         )  # fmt: skip
-    elements = [jax.tree.map(lambda x: jnp.asarray(x, float), e) for e in element]
-    elements_on_tree = []
-    for instance, of_instance in zip(on_tree.instances, _by_instance(on_tree, elements), strict=True):
-        random_rotation(instance, jax.random.key(0), "random")  # refuses what is no rotation
-        if not float(misfit(instance, of_instance)) <= noise(jnp.dtype(jnp.float32)):
-            raise binding_error(
-                instance.gauge, f"an element that is no rotation, at '{instance.key}'",
-                f"RᵀR is {float(misfit(instance, of_instance)):.1e} from the identity", "orthogonal matrices",
-                "pass the orthogonal factor of a QR decomposition, or what go.choose returned",
-            )  # fmt: skip
-        elements_on_tree.append(instance.from_element(instance.normalized(of_instance)))
-    return elements_on_tree
-
-
-def _by_instance(on_tree: Slice, elements: Sequence[Element]) -> list[Any]:
-    pairs = zip(on_tree.parts, elements, strict=True)
-    return [x for (gauge, instances), element in pairs for x in gauge._split(instances, element)]
+    elements: Elements = {}
+    for gauge, copies, value in zip(on_tree.gauges, on_tree.copies, element, strict=True):
+        for copy, own in zip(copies, gauge._split(copies, value), strict=True):
+            own = jnp.asarray(own, float)
+            worst = max(float(misfit(part, e)) for part, e in zip(copy.parts, copy.split(own), strict=True))
+            if not worst <= noise(jnp.dtype(jnp.float32)):
+                raise binding_error(
+                    copy.gauge, f"an element that is no rotation, at '{copy.key}'",
+                    f"RᵀR is {worst:.1e} from the identity", "orthogonal matrices",
+                    "pass the orthogonal factor of a QR decomposition, or what go.choose returned",
+                )  # fmt: skip
+            elements |= zip([part.label for part in copy.parts], copy.split(copy.normalized(own)), strict=True)
+    return elements
 
 
 def _moved_leaf(
-    on_tree: Slice, elements: Sequence[Any], path: str, leaf: jax.Array, leaves: dict[str, Any]
+    on_tree: Bound, elements: Elements, path: str, leaf: jax.Array, leaves: dict[str, jax.Array]
 ) -> jax.Array:
-    """One leaf, moved by all instances in the order of the list."""
-    instances, of_leaf = [], []
+    """One leaf, moved by all parts that have an element."""
+    parts, of_leaf, added = [], [], on_tree.whole.added
     context: dict[str, jax.Array] = {}
-    for instance, e in zip(on_tree.instances, elements, strict=True):
-        if path in instance.paths:
-            alone, read = on_leaf(instance, path)
-            instances.append(alone)
-            of_leaf.append(e)
-            context |= {name: jnp.asarray(leaves[p]).astype(float) + on_tree.added[p] for name, p in read.items()}
-    if not instances:
+    for part in on_tree.whole.acting:
+        if part.label in elements and path in changed(part):
+            alone, read = on_leaf(part, path)
+            parts.append(alone)
+            of_leaf.append(elements[part.label])
+            context |= {name: jnp.asarray(leaves[p]).astype(float) + added[p] for name, p in read.items()}
+    if not parts:
         return leaf
-    return _act(tuple(instances), tuple(of_leaf), leaf, context, on_tree.added[path])
+    return _act(tuple(parts), tuple(of_leaf), leaf, context, added[path])
 
 
 @functools.partial(jax.jit, static_argnums=0)  # blocks have no paths here: layers of one shape share a program
 def _act(
-    instances: tuple[Any, ...], elements: tuple[Any, ...], leaf: jax.Array, context: dict[str, jax.Array], added: Any
+    parts: tuple[Any, ...], elements: tuple[Any, ...], leaf: jax.Array, context: dict[str, jax.Array], added: Any
 ) -> jax.Array:
-    def moved(instances: Sequence[Any], part: jax.Array, added: Any) -> jax.Array:
-        point = {"": part.astype(float) + added} | context
-        for instance, e in zip(instances, elements, strict=True):
-            point = instance.act(e, point)
+    def moved(parts: Sequence[Any], rows: jax.Array, added: Any) -> jax.Array:
+        point = {"": rows.astype(float) + added} | context
+        for part, e in zip(parts, elements, strict=True):
+            point = part.act(e, point)
         return (point[""] - added).astype(leaf.dtype)
 
-    axis = _free_axis([block for instance in instances for block in instance.blocks])
+    axis = _free_axis([block for part in parts for block in part.blocks])
     rows = None if axis is None else max(1, _CHUNK * leaf.shape[axis] // max(1, leaf.size))
     if axis is None or rows is None or rows >= leaf.shape[axis] or np.ndim(added):
-        return moved(instances, leaf, added)
-    short = [_shortened(instance, axis, rows) for instance in instances]
+        return moved(parts, leaf, added)
+    short = [_shortened(part, axis, rows) for part in parts]
 
     def chunk(number: jax.Array, out: jax.Array) -> jax.Array:
         start = jnp.minimum(number * rows, leaf.shape[axis] - rows)  # the last chunk overlaps the one before it
-        part = jax.lax.dynamic_slice_in_dim(leaf, start, rows, axis)
-        return jax.lax.dynamic_update_slice_in_dim(out, moved(short, part, added), start, axis)
+        chosen = jax.lax.dynamic_slice_in_dim(leaf, start, rows, axis)
+        return jax.lax.dynamic_update_slice_in_dim(out, moved(short, chosen, added), start, axis)
 
     return jax.lax.fori_loop(0, math.ceil(leaf.shape[axis] / rows), chunk, jnp.zeros_like(leaf))
 
@@ -191,8 +201,8 @@ def _free_axis(blocks: Sequence[Block]) -> int | None:
     return max((axis for axis in range(len(shape)) if free(axis)), key=shape.__getitem__, default=None)
 
 
-def _shortened(instance: Any, axis: int, length: int) -> Any:
-    """The instance on a leaf with fewer entries along a free axis."""
+def _shortened(part: Any, axis: int, length: int) -> Any:
+    """The part on a leaf with fewer entries along a free axis."""
 
     def short(block: Block) -> Block:
         at = block.groups[axis][0]
@@ -201,7 +211,7 @@ def _shortened(instance: Any, axis: int, length: int) -> Any:
             index=_set(block.index, at, ((0, length),)),
         )  # fmt: skip
 
-    return with_blocks(instance, short)
+    return with_blocks(part, lambda blocks: tuple(map(short, blocks)))
 
 
 def _set(values: tuple[Any, ...], at: int, value: Any) -> tuple[Any, ...]:

@@ -113,7 +113,7 @@ def test_quotient_takes_it_in_a_list_and_changes_nothing(case: GaugeCase) -> Non
         states.append(jax.eval_shape(tx.init, params))
         traced = jax.make_jaxpr(lambda g, s, p, tx=tx: tx.update(g, s, p))(params, states[-1], params)
         programs.append(traced)
-        bound.append(set(go.product(listed)._slice(params).added) if listed else set())
+        bound.append(set(go.bind(listed, params).slice.added) if listed else set())
     assert [x.shape for x in jax.tree.leaves(states[0])] == [x.shape for x in jax.tree.leaves(states[1])]
     assert bound[0] >= bound[1] and (str(programs[0]) == str(programs[1])) == (bound[0] == bound[1])
     counts = [len(program.eqns) for program in programs]

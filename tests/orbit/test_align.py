@@ -10,7 +10,7 @@ import pytest
 
 import gauge_optax as go
 from gauge_optax.orbit import align as module
-from gauge_optax.orbit.kinds import compact, is_constant
+from gauge_optax.orbit.kinds import Stage, is_compact, is_constant, stage
 from models import lm
 from tests.cases import DISCRETE_CASES, FLAT_CASES, GAUGE_CASES, GaugeCase
 from tests.quick import jit
@@ -55,14 +55,14 @@ def test_a_random_element_is_found_again(case: GaugeCase, x64: None) -> None:
 
 
 @pytest.mark.parametrize("case", (*GAUGE_CASES, *FLAT_CASES, *DISCRETE_CASES), ids=lambda case: case.name)
-def test_every_kind_says_whether_it_is_a_constant_or_compact(case: GaugeCase) -> None:
-    """A new class that nobody registers would count as a size: constants have a mean to read, rotations a `turn`."""
-    params = case.params(jax.random.key(1))
-    s = go.product(case.gauges())._slice(params)
-    for instance in s.instances:
-        assert is_constant(instance) == (instance.read_mean(s.values(params)) is not None)
-        turn, permutes = instance.turn, instance.effect == "permutation"
-        assert compact(instance) == (turn if turn is not None else instance if permutes else None)
+def test_every_part_says_when_it_takes_its_turn(case: GaugeCase) -> None:
+    """Its role does, so that a new class needs no rule; only turns and permutations are left on the slice."""
+    s = go.bind(case.gauges(), case.params(jax.random.key(1))).slice
+    turns = [turn for _, same in s.turns for turn in same]
+    assert [part for part in s.acting if is_constant(part)] == [part for part, _, _ in reversed(s.constants)]
+    assert {part for part in s.acting if is_compact(part)} == {*turns, *s.free}
+    assert all(stage(part) is Stage.UNITS for part in s.free)
+    assert all((stage(turn) is Stage.HEADS) == (turn in s.heads) for turn in turns)
 
 
 @pytest.mark.slow
@@ -118,9 +118,9 @@ def test_no_round_makes_the_distance_larger(x64: None, monkeypatch: pytest.Monke
     case, rounds = _case("permutation/rotated_heads"), []
     inner = module._take_turns
 
-    def watched(path: Any, numbers: Any, on_slice: bool) -> None:
+    def watched(path: Any, parts: Any) -> None:
         before = path.distance
-        inner(path, numbers, on_slice)
+        inner(path, parts)
         rounds.append((before, path.distance))
 
     monkeypatch.setattr(module, "_take_turns", watched)

@@ -197,16 +197,29 @@ def test_bases_by_choice(x64: None) -> None:
     """`anchor` is the slice point of optimizers; `stored` leaves heads and the stream where they are."""
     case = next(case for case in FLAT_CASES if case.name == "product/whole_gpt")
     group, params = go.product(case.gauges()), case.params(jax.random.key(1))
-    s = group._slice(params)
-    values = s.values(params)
-    point = s.enter(s.read(values).elements, values)
-    anchored = go.canonicalize(params, group, heads="anchor", stream="anchor", signs=False)
-    assert apart(anchored, go.canonicalize(anchored, group, heads="stored", stream="stored", signs=False)) <= 1e-12
-    for path, leaf in leaves_by_path(anchored).items():
-        np.testing.assert_allclose(leaf, point[path], atol=1e-12)
+    anchored = go.canonicalize(params, group, heads="anchor", stream="anchor")
+    assert apart(anchored, go.canonicalize(anchored, group, heads="stored", stream="stored")) <= 1e-12
+    assert apart(anchored, go.bind(group, params).slice_point(params)) <= 1e-12
     plain = {"q": jnp.ones((6, 2, 3)), "k": jnp.ones((6, 2, 3))}
     turn = go.head_rotation({"q": "_ head basis", "k": "_ head basis"})
     assert apart(go.canonicalize(plain, turn, heads="stored"), plain) == 0.0
+
+
+def test_negative_scales_of_norms_may_stay_negative(x64: None) -> None:
+    """They become −1 then, their twins by positive scales too; the function stays, and so does all that has no sign."""
+    case = next(case for case in FLAT_CASES if case.name == "product/whole_llama")
+    gauges, params = case.gauges(), case.params(jax.random.key(1))
+    for block in params["blocks"].values():
+        block["norm1"]["scale"] = block["norm1"]["scale"].at[::2].multiply(-1.0)
+    kept, positive = (go.canonicalize(params, gauges, signs=signs) for signs in (False, True))
+    for path, scale in leaves_by_path(kept).items():
+        if path.endswith("scale"):
+            np.testing.assert_allclose(scale, jnp.sign(leaves_by_path(params)[path]), rtol=1e-12)
+            np.testing.assert_allclose(leaves_by_path(positive)[path], 1.0, rtol=1e-12)
+    assert apart(go.canonicalize(twin_of(gauges, params), gauges, signs=False), kept) <= 1e-10
+    assert apart(go.canonicalize(kept, gauges), positive) <= 1e-10
+    loss = float(case.loss(params))  # type: ignore[misc]
+    assert abs(float(case.loss(kept)) - loss) <= 1e-12 * abs(loss)  # type: ignore[misc]
 
 
 def test_dead_heads_and_channels_stay_finite() -> None:

@@ -67,9 +67,10 @@ def test_it_is_quarots_fusing(linear: bool, x64: None) -> None:
     params, gauges = jax.tree.map(jnp.asarray, numbers(LLAMA)), rotations(LLAMA, linear)
     rotated = go.rotate(folded(params, LLAMA), gauges, "hadamard", key=jax.random.key(3))
     keys = jax.random.split(jax.random.key(3), 3)
-    r1 = np.asarray(random_rotation(gauges[0]._slice(params).instances[0], keys[0], "hadamard"))
-    of_heads = zip(gauges[1]._slice(params).instances, keys[1:], strict=True)
-    heads = [np.asarray(random_rotation(instance, k, "hadamard")) for instance, k in of_heads]
+    (stream,), heads_of_layers = go.bind(gauges, params).copies
+    r1 = np.asarray(random_rotation(stream.parts[-1], keys[0], "hadamard"))
+    of_heads = zip(heads_of_layers, keys[1:], strict=True)
+    heads = [np.asarray(random_rotation(copy.parts[-1], k, "hadamard")) for copy, k in of_heads]
     np.testing.assert_allclose(np.abs(r1), 0.25)
     np.testing.assert_allclose(np.abs(heads), 0.5)
     assert apart(rotated, quarot(params, r1, heads)) <= 1e-13
@@ -132,6 +133,22 @@ def test_presets(name: str, dtype: str) -> None:
         rotated = go.rotate(params, gauges)
         limit = 1e-12 if dtype == "float64" else 1e-5
         assert apart(rotated, params) > 0.1 and moved(softmax_of(tree.fn), batch, params, rotated) <= limit
+
+
+def test_norms_that_are_more_precise_than_kernels_are_passed() -> None:
+    """Optimizers leave such a rotation out, because the norms' growth could not leave them; `rotate` does not."""
+    kernels = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32 if x.ndim == 1 else jnp.bfloat16), numbers(LLAMA))
+    whole = jax.tree.map(lambda x: x.astype(jnp.float32), kernels)
+    gauges = [gauge for gauge in lm.whole_gauges(LLAMA) if gauge.name == "norm_scale"] + rotations(LLAMA)
+    key = jax.random.key(3)
+    stream = gauges[-2]
+    assert stream.name == "residual_rotation" and not go.bind(gauges, kernels).slice.turns[1:]
+    rotated, expected = (go.rotate(p, rotations(LLAMA), key=key) for p in (kernels, whole))
+    assert apart(jax.tree.map(lambda x: x.astype(jnp.float32), rotated), expected) < 1e-2
+    assert apart(rotated["embed"]["embedding"].astype(jnp.float32), whole["embed"]["embedding"]) > 0.5
+    element = stream.sample(jax.random.key(4), kernels)
+    moved = [stream.act(element, p)["embed"]["embedding"].astype(jnp.float32) for p in (kernels, whole)]
+    assert apart(*moved) < 1e-2 < 0.5 < apart(moved[0], whole["embed"]["embedding"])
 
 
 def test_products_are_rounded_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,8 +13,8 @@ from a mean, rotations from the polar factor of a matrix.
 * To *fix* a point near the slice is to read its constants and sizes again, and to apply the inverse of that element.
 * To *hold* a step is to remove the part that rotates heads: rotations are read at `init` alone, and are not fixed.
 
-F = constants · sizes · turns, whatever the order of a list of gauges: turns act first and constants last. Within a role,
-a part waits for every part that moves what it is read from (`_sorted`). An optimizer step has five parts:
+F = constants · sizes · turns, whatever the order of a list of gauges: turns act first and constants last. Within a
+role, a part waits for every part that moves what it is read from (`_sorted`). An optimizer step has five parts:
 
     θ̂ = F⁻¹·θ      ĝ = Fᵀ·g      u = inner(ĝ, θ̂)      θ̂′ = fix(θ̂ + u)      step = F·hold(θ̂′ − θ̂)
 
@@ -277,10 +277,11 @@ class Slice:
             pairs = zip(reversed(shape or ()), reversed(block.shape), strict=False)
             # A number may stand for a whole leaf, as a preconditioner's often does.
             if shape is None or len(shape) > len(block.shape) or any(n not in (1, m) for n, m in pairs):
+                absent = shape is None
                 raise binding_error(
                     "gauges",
-                    f"no update for '{block.path}'" if shape is None else f"an update of another shape for '{block.path}'",
-                    f"a tree with {', '.join(list(leaves)[:3])}" if shape is None else f"{shape}",
+                    f"{'no update' if absent else 'an update of another shape'} for '{block.path}'",
+                    f"a tree with {', '.join(list(leaves)[:3])}" if absent else f"{shape}",
                     f"{block.shape}, the parameter's",
                     "pass gradients or updates of the very parameters that are passed as params",
                 )

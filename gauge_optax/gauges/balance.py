@@ -78,8 +78,8 @@ def log_sizes(part: Part[Any], x: Mapping[str, jax.Array]) -> tuple[jax.Array, j
       x: a point.
 
     Returns:
-      Minus infinity on both sides, for a channel with a side that is zero or for what has no two sides. For multipliers,
-      the sizes are those of the first blocks of both sides.
+      Minus infinity on both sides, for a channel with a side that is zero or for what has no two sides. For
+      multipliers, the sizes are those of the first blocks of both sides.
     """
     nothing = jnp.full(part.shape, -jnp.inf)
     return nothing, nothing

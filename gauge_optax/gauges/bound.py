@@ -1,4 +1,5 @@
-"""`Bound`: a list of gauges on one tree. It is what `go.bind` returns, and what everything inside the library works on."""
+"""`Bound`: a list of gauges on one tree. It is what `go.bind` returns, and what everything inside the library works on.
+"""
 
 import dataclasses
 import functools
@@ -210,7 +211,8 @@ def _asymmetry(gauge: Any, params: Any, grads: Any) -> dict[str, jax.Array]:
 
     def drawn(number: int) -> Arrays:
         keys = jax.random.split(jax.random.key(number), len(g))
-        return {p: norms[p] * jax.random.normal(k, g[p].shape, g[p].dtype) for p, k in zip(sorted(g), keys, strict=True)}
+        pairs = zip(sorted(g), keys, strict=True)
+        return {p: norms[p] * jax.random.normal(k, g[p].shape, g[p].dtype) for p, k in pairs}
 
     of_gradient, of_random = sizes(g), [sizes(drawn(number)) for number in range(_DRAWS)]
     typical = {key: sum((x[key] for x in of_random), jnp.zeros(())) / _DRAWS for key in of_gradient}

@@ -76,7 +76,8 @@ class Linear(Symmetry):
         cls, gauge: str, key: str, named: tuple[str, ...], sizes: Mapping[str, int], blocks: Any, **options: Any
     ) -> "Linear":
         shape, size, name = tuple(sizes[axis] for axis in named), sizes[BASIS], label(gauge, key, blocks)
-        left, right = (Side(named, shape, tuple(b for b in blocks if b.role == role), size) for role in ("left", "right"))
+        of_role = (tuple(b for b in blocks if b.role == role) for role in ("left", "right"))
+        left, right = (Side(named, shape, side, size) for side in of_role)
         stretch = Stretch(f"{name} stretch", named, shape, tuple(blocks), left, right)
         turn = Rotation(f"{name} rotation", named, shape, (*left.blocks, *right.blocks), size, of_linear=True)
         return cls(gauge, key, (stretch, turn))

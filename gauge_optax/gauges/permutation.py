@@ -6,8 +6,8 @@ is a list of indices p, and a move picks entries: entry i of the moved leaf is e
 
 The group is finite, so that it has no directions. The vertical part of every tangent is zero, and its horizontal part
 is the tangent. An optimizer that treats all entries, or all heads, alike does not notice a renumbering: no frame is
-read, and `read` and `balance` return the identity; `canonicalize` sorts units and heads. What needs the gauge is `align`: the element
-that takes one set of weights nearest to another solves an assignment problem.
+read, and `read` and `balance` return the identity; `canonicalize` sorts units and heads. What needs the gauge is
+`align`: the element that takes one set of weights nearest to another solves an assignment problem.
 
 Reference: Ainsworth, Hayase and Srinivasa, Git Re-Basin, Eq. (1) and (2). Deviation: also heads and experts.
 """

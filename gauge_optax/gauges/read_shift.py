@@ -2,9 +2,9 @@
 
 A LayerNorm's output x̂, before its scale γ and its bias β, has the mean zero over channels. So W ↦ W + γ⁻¹ ⊗ u changes
 x̂·γ·W by Σ x̂·u = 0, for any vector u over the kernel's outputs; what β sends through W changes by Σ(β/γ)·u, which the
-bias behind W takes back. The group is one number per output of each kernel, under addition. A point reads as the mean of
-γ·W over channels. A norm behind a layer (BERT) has no `norm_scale`, because the next layer's residual sees γ too. Then γ
-is trained like any weight, and the move is not affine in W and γ together.
+bias behind W takes back. The group is one number per output of each kernel, under addition. A point reads as the mean
+of γ·W over channels. A norm behind a layer (BERT) has no `norm_scale`, because the next layer's residual sees γ too.
+Then γ is trained like any weight, and the move is not affine in W and γ together.
 Reference: docs/design.md §5, "More dead directions"; van Nierop, §4 (the plane that layer normalisation restricts to).
 """
 
@@ -81,7 +81,8 @@ class NormReadShift(WriteShift):
     def of(
         cls, gauge: str, key: str, named: tuple[str, ...], sizes: Mapping[str, int], blocks: Any, **options: Any
     ) -> "NormReadShift":
-        kernels, scale, bias, behind = (tuple(b for b in blocks if b.role == role) for role in (READ, SCALE, BIAS, INTO))
+        roles = (READ, SCALE, BIAS, INTO)
+        kernels, scale, bias, behind = (tuple(b for b in blocks if b.role == role) for role in roles)
         for kernel, target in zip(kernels, behind, strict=bool(behind)):
             outputs = tuple(n for n, x in zip(kernel.view_shape, kernel.labels, strict=True) if x != CHANNEL)
             if outputs != target.view_shape:

@@ -71,7 +71,8 @@ class ComplexScale(Symmetry):
         name = label(gauge, key, blocks, pairing=options["pairing"])
         shape = (*(sizes[axis] for axis in named), sizes[BASIS] // 2)
         blocks, axes = planes(gauge, sizes, blocks, options["pairing"]), (*named, PLANE)
-        return cls(gauge, key, (Factor(f"{name} moduli", axes, shape, blocks), Planes(f"{name} angles", axes, shape, blocks)))
+        moduli = Factor(f"{name} moduli", axes, shape, blocks)
+        return cls(gauge, key, (moduli, Planes(f"{name} angles", axes, shape, blocks)))
 
     @property
     def dim(self) -> int:

@@ -2,8 +2,8 @@
 
 Scores q·kᵀ depend on W_Q·W_Kᵀ alone and outputs on W_V·W_O alone, so one orthogonal R that rotates the basis of both
 factors does not change the function. Stack the rows of all blocks to W (rows × d_h): a bias is one more row, W_O enters
-as its transpose. The vertical tangents are W·A for antisymmetric A: d_h(d_h−1)/2 dimensions per head. `parts.turns` says
-how heads are read and held. Not a symmetry under rotary embeddings or QK-norm.
+as its transpose. The vertical tangents are W·A for antisymmetric A: d_h(d_h−1)/2 dimensions per head. `parts.turns`
+says how heads are read and held. Not a symmetry under rotary embeddings or QK-norm.
 Reference: the paper DDC (docs/design.md §4), §3.2 and B.8; Lemma 25 for grouped queries.
 """
 
@@ -107,7 +107,8 @@ class HeadRotation(Symmetry):
 
 
 def random_rotation(key: jax.Array, shape: tuple[int, ...], scale: float) -> jax.Array:
-    """Orthogonal matrices (…, d, d): of the Haar measure for a scale of 1 or more, near the identity for a small one."""
+    """Orthogonal matrices (…, d, d): of the Haar measure for a scale of 1 or more, near the identity for a small one.
+    """
     if scale >= 1:
         return haar(key, shape)
     drawn = normal(key, shape, 1.0)

@@ -1,10 +1,10 @@
 """Shifts: constants that a softmax, a centred norm or a softmax over keys does not see.
 
-* `logit_shift`: for logits z = x·W + b and any vector t and number τ, W ↦ W + t·1ᵀ and b ↦ b + τ·1 change z by a constant
-  over classes. It is not a symmetry of a tied head or of soft-capped logits. Reference: the paper DDC (docs/design.md
-  §4), §3.2 and B.2–B.3.
-* `norm_write_shift`: a LayerNorm subtracts the mean of its input. Where LayerNorms alone read a residual stream, the mean
-  over its channels never reaches the output. Reference: docs/design.md §5, "More dead directions"; van Nierop, §4.
+* `logit_shift`: for logits z = x·W + b and any vector t and number τ, W ↦ W + t·1ᵀ and b ↦ b + τ·1 change z by a
+  constant over classes. It is not a symmetry of a tied head or of soft-capped logits. Reference: the paper DDC
+  (docs/design.md §4), §3.2 and B.2–B.3.
+* `norm_write_shift`: a LayerNorm subtracts the mean of its input. Where LayerNorms alone read a residual stream, the
+  mean over its channels never reaches the output. Reference: docs/design.md §5, "More dead directions"; van Nierop, §4.
 * `key_bias`: the score of query q and key k + b is q·k + q·b. The second term is the same for all keys, so that softmax
   drops it, and every value of the bias gives one function. Reference: docs/design.md §5.
 

@@ -1,7 +1,8 @@
 """Rope torus: SO(2) per rotary plane, the rotations that commute with rotary position embeddings.
 
 Rotary turns each plane of query and key by an angle that grows with position. An extra angle per head and plane, the
-same on both, cancels in q·kᵀ. The gauge has d_h/2 dimensions per head. Reference: DDC B.9; Lemma 25 for grouped queries.
+same on both, cancels in q·kᵀ. The gauge has d_h/2 dimensions per head. Reference: DDC B.9; Lemma 25 for grouped
+queries.
 """
 
 import dataclasses

@@ -37,8 +37,8 @@ class QuotientState(NamedTuple):
       frame: the frame F that was read at `init`, a `slice.Frame`. Steps do not change it, but where growth rests on a
         leaf that is more precise than its partners; `go.transport` does.
       inner_state: state of the inner transformation, in slice coordinates.
-      offset: with `pin=False`, the element B that maps the point θ̃ which `inner` sees to the slice point, θ̂ = B·θ̃: label
-        of a size → element. Empty with `pin=True`, where `inner` sees the slice point itself.
+      offset: with `pin=False`, the element B that maps the point θ̃ which `inner` sees to the slice point, θ̂ = B·θ̃:
+        label of a size → element. Empty with `pin=True`, where `inner` sees the slice point itself.
     """
 
     frame: Any
@@ -115,7 +115,8 @@ def quotient_for(
         entered = s.enter(_frame_of(name, s, state, pin), s.values(params))  # θ̂ = F⁻¹·θ
         gradient = slice_gradient(s, entered, updates)  # ĝ = Fᵀ·g
         seen = s.enter(state.offset, entered.point)  # what `inner` sees: θ̃ = B⁻¹·θ̂, with pin=True θ̂ itself
-        of_seen, extra = with_leaves(gradient, seen.pull(s.vectors(gradient))), _extra_at(s, entered, seen, params, extra)
+        of_seen = with_leaves(gradient, seen.pull(s.vectors(gradient)))
+        extra = _extra_at(s, entered, seen, params, extra) if extra else extra
         u, inner_state = inner.update(of_seen, state.inner_state, with_leaves(params, seen.point), **extra)
         grown, after = s.fix(plus(entered.point, seen.push(s.vectors(u))), state.frame.live)  # θ̂′ = fix(θ̂ + u)
         step = minus(after, entered.point)

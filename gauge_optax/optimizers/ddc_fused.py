@@ -121,7 +121,8 @@ def fused_ddc(
 
 
 def _applies(s: Slice) -> bool:
-    """Whether heads may keep their stored basis: nothing but scales, and constants on other leaves, acts beside them."""
+    """Whether heads may keep their stored basis: nothing but scales, and constants on other leaves, acts beside them.
+    """
     turned = {path for turn in s.heads for path in turn.paths}
     beside = (path for part in s.parts if not acts_in_any_basis(part) for path in changed(part))
     return not any(map(moves_the_stream, s.parts)) and turned.isdisjoint(beside) and not s.following

@@ -2,8 +2,8 @@
 
 No function and no inner optimizer sees where on its orbit a point rests. With the anchor's rest, the anchor of a scale
 keeps its size, and its partner takes all growth. Here log ‖up‖ − p·log ‖down‖ stays (p is the degree of the scale): the
-coordinate that the figures of *Dead-Direction Conditioners* hold. The wrapper moves the weights after each step, and the
-frame with them, so that the slice point stays.
+coordinate that the figures of *Dead-Direction Conditioners* hold. The wrapper moves the weights after each step, and
+the frame with them, so that the slice point stays.
 """
 
 import functools

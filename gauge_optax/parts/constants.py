@@ -38,6 +38,11 @@ def what_is_left(after: jax.Array, before: jax.Array, axis: int | tuple[int, ...
     return jnp.where(sizes[0] <= least * sizes[1], 0.0, after)
 
 
+def _without(b: Block, axis: str | None) -> list[int]:
+    """The shape of a block's view with length 1 along an axis."""
+    return [1 if label == axis else n for n, label in zip(b.view_shape, b.labels, strict=True)]
+
+
 class Sum(Constant[Any]):
     """A constant whose elements add: arrays of `shape`, or tuples of arrays."""
 
@@ -87,8 +92,7 @@ class Mean(Translation):
         return view if self.axis is None else jnp.mean(view, b.labels.index(self.axis), keepdims=True)
 
     def identity(self) -> tuple[jax.Array, ...]:
-        shapes = ([1 if x == self.axis else n for n, x in zip(b.view_shape, b.labels, strict=True)] for b in self.blocks)
-        return tuple(jnp.zeros(shape, real_dtype()) for shape in shapes)
+        return tuple(jnp.zeros(_without(b, self.axis), real_dtype()) for b in self.blocks)
 
     def act(self, e: Any, x: Arrays) -> Arrays:
         out = dict(x)
@@ -226,8 +230,7 @@ class ReadShift(Sum):
         return ((*self.kernels, *self.scale),)
 
     def identity(self) -> tuple[jax.Array, ...]:
-        shapes = ([1 if x == CHANNEL else n for n, x in zip(b.view_shape, b.labels, strict=True)] for b in self.kernels)
-        return tuple(jnp.zeros(shape, real_dtype()) for shape in shapes)
+        return tuple(jnp.zeros(_without(b, CHANNEL), real_dtype()) for b in self.kernels)
 
     def _of_norm(self, x: Arrays, without: float) -> tuple[jax.Array, jax.Array]:
         """γ and β, (*named, channel) each; `without` and zeros for a norm that lacks one."""

@@ -1,7 +1,7 @@
 """`Part`: one small group that acts on leaves. This is all that the slice knows of a symmetry.
 
-A gauge that is bound to a tree compiles to parts, one or two per layer (or other capture of its paths). The element of a
-part has one member of the group per value of the named axes (per head, per channel), all in one array. A part has one
+A gauge that is bound to a tree compiles to parts, one or two per layer (or other capture of its paths). The element of
+a part has one member of the group per value of the named axes (per head, per channel), all in one array. A part has one
 of three roles, and its role is its class:
 
 * a `Constant` adds something that the function does not see. It is read from the weights and removed at every step;
@@ -10,8 +10,8 @@ of three roles, and its role is its class:
 
 A part whose class has none of the three roles (a permutation) moves weights, but no optimizer notices it.
 
-Only `act` and a way of reading must be written: how tangents (steps) and cotangents (gradients) move follows from `act`.
-What a consumer (an optimizer, a measure, `align`) needs to know of a part stands with the consumer, as a
+Only `act` and a way of reading must be written: how tangents (steps) and cotangents (gradients) move follows from
+`act`. What a consumer (an optimizer, a measure, `align`) needs to know of a part stands with the consumer, as a
 `functools.singledispatch` function with a default that holds for every part.
 """
 
@@ -41,8 +41,8 @@ class Part(abc.ABC, Generic[E]):
     """One symmetry on one tree. It is frozen and hashable, and holds no array.
 
     Attributes:
-      label: the name of its gauge, its captures and a checksum, "rescale[i=0].8bc7f390". It does not depend on the order
-        of a list of gauges, and is the key of the part's element in a state.
+      label: the name of its gauge, its captures and a checksum, "rescale[i=0].8bc7f390". It does not depend on the
+        order of a list of gauges, and is the key of the part's element in a state.
       named: names of the axes that index an element.
       shape: lengths of the named axes.
       blocks: what `act` changes.
@@ -140,7 +140,8 @@ class Constant(Part[E]):
 
 
 class Size(Part[E]):
-    """A part that acts by multiplying. It is read and removed at every step, from an anchor that is not zero at `init`."""
+    """A part that acts by multiplying. It is read and removed at every step, from an anchor that is not zero at `init`.
+    """
 
     @abc.abstractmethod
     def read(self, anchor: Anchor, x: Arrays, within: jax.Array, near: bool) -> tuple[E, jax.Array]:
@@ -157,7 +158,9 @@ class Size(Part[E]):
         """
 
     def completed(self, x: Arrays, g: Arrays) -> Arrays:
-        """A gradient at a slice point whose entries of the anchor follow from all others, because the loss is invariant."""
+        """A gradient at a slice point whose entries of the anchor follow from all others, because the loss is
+        invariant.
+        """
         return g
 
     def follows(self, bits: Mapping[str, int]) -> bool:

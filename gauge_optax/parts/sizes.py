@@ -111,8 +111,8 @@ class Factor(Size[jax.Array]):
 
         paired = self.degree * pairing(self.down) - pairing(self.up[1:])
         order, entries = [self.named.index(name) for name in anchor.labels], anchor.view(x[anchor.path])
-        found = safe_divide(paired.transpose(order), entries)
-        return g | {anchor.path: anchor.write(g[anchor.path], jnp.where(entries == 0.0, anchor.view(g[anchor.path]), found))}
+        found = jnp.where(entries == 0.0, anchor.view(g[anchor.path]), safe_divide(paired.transpose(order), entries))
+        return g | {anchor.path: anchor.write(g[anchor.path], found)}
 
     def follows(self, bits: Mapping[str, int]) -> bool:
         """Whether growth rests on the anchor, because a leaf of the other side is less precise and would round it away.

@@ -117,6 +117,12 @@ class Entered(NamedTuple):
             u = part.push(part.inverse(e), u, outside)
         return u
 
+    def enter(self, x: Arrays) -> Arrays:
+        """F⁻¹·x for another point x. It has a derivative everywhere, which `undo` lacks where it leaves exact zeros."""
+        for part, e, _, _ in self.stages:
+            x = part.act(part.inverse(e), x)
+        return x
+
     def leave(self, x: Arrays) -> Arrays:
         """F·x for another point x."""
         for part, e, _, _ in reversed(self.stages):
@@ -179,8 +185,9 @@ class Slice:
         kept = [part for p in parts if (part := p.beside_frozen(frozen)) is not None]
         kept = [p.beside([q for q in kept if q is not p]) for p in kept]
         _check(kept)
-        roles = [[p for p in kept if isinstance(p, role)] for role in (Constant, Size, Turn)]
-        constants, sizes, turns = roles
+        constants: list[Any] = [p for p in kept if isinstance(p, Constant)]
+        sizes: list[Any] = [p for p in kept if isinstance(p, Size)]
+        turns: list[Any] = [p for p in kept if isinstance(p, Turn)]
         bits = {p: jnp.finfo(d).nmant for p, d in (dtypes or {}).items() if jnp.issubdtype(d, jnp.floating)}
         alone = frozenset(p.label for p in kept if frozen & set(changed(p)))
         following = frozenset(p.label for p in sizes if bits and p.follows(bits)) - alone
@@ -331,9 +338,9 @@ class Slice:
                 stages.append(Stage(part, f[part.label], outside, x))
         return Entered(x, tuple(stages))
 
-    def leave(self, f: Elements, x: Arrays) -> Arrays:
-        """F·x for a point x. Parts without an element in `f` are left out."""
-        for part in reversed(self.parts):
+    def act(self, f: Elements, x: Arrays) -> Arrays:
+        """f·x: turns act first, then sizes, then constants, and parts without a role last."""
+        for part in self.acting:
             x = part.act(f[part.label], x) if part.label in f else x
         return x
 
@@ -498,35 +505,44 @@ class Slice:
     def horizontal_at(self, params: Any, vector: Any, dual: bool = False) -> Arrays:
         """The horizontal part of a tangent, or of a cotangent, at any point: bound leaves.
 
-        A tangent's part is the derivative of `fix` at the slice point, then `project_turning`. A cotangent's part is the
-        transpose of that: its product with every vertical tangent is zero.
+        A tangent's part is that of `horizontal`. A cotangent's part is the transpose of that: its product with every
+        vertical tangent is zero.
         """
-        (f, live), entered = self.nearest_slice_point(params)
+        (_, live), entered = self.nearest_slice_point(params)
         values, vectors, point = self.values(params), self.vectors(vector), entered.point
-
-        def enter(x: Arrays) -> Arrays:  # as `undo`, which has no derivative where it leaves exact zeros
-            for part, e, _, _ in entered.stages:
-                x = part.act(part.inverse(e), x)
-            return x
-
-        def fixed(x: Arrays) -> Arrays:
-            for part, anchor, _ in self.constants:
-                x = part.act(part.inverse(part.read(anchor, x)), x)
-            for part, anchor, _ in self.sizes:
-                e, _ = part.read(anchor, x, live[part.label], near=True)
-                x = part.act(part.inverse(e), x)
-            return x
 
         out: Arrays
         if dual:
             inside = jax.vjp(entered.leave, point)[1](vectors)[0]
-            across = jax.vjp(fixed, point)[1](self.project_turning_dual(point, inside))[0]
-            out = jax.vjp(enter, values)[1](across)[0]
+            across = jax.vjp(lambda x: self._fixed(x, live), point)[1](self.project_turning_dual(point, inside))[0]
+            out = jax.vjp(entered.enter, values)[1](across)[0]
         else:
-            inside = jax.jvp(enter, (values,), (vectors,))[1]
-            across = self.project_turning(point, jax.jvp(fixed, (point,), (inside,))[1])
-            out = jax.jvp(entered.leave, (point,), (across,))[1]
+            inside = jax.jvp(entered.enter, (values,), (vectors,))[1]
+            out = jax.jvp(entered.leave, (point,), (self.horizontal(point, inside, live),))[1]
         return out
+
+    def horizontal(self, x: Arrays, u: Arrays, live: Mapping[str, jax.Array]) -> Arrays:
+        """The horizontal part of a tangent at a slice point: the derivative of `fix`, then `project_turning`."""
+        return self.project_turning(x, jax.jvp(lambda y: self._fixed(y, live), (x,), (u,))[1])
+
+    def _fixed(self, x: Arrays, live: Mapping[str, jax.Array]) -> Arrays:
+        """As `fix`, with a derivative everywhere."""
+        for part, anchor, _ in self.constants:
+            x = part.act(part.inverse(part.read(anchor, x)), x)
+        for part, anchor, _ in self.sizes:
+            e, _ = part.read(anchor, x, live[part.label], near=True)
+            x = part.act(part.inverse(e), x)
+        return x
+
+
+def plus(a: Arrays, b: Mapping[str, jax.Array]) -> Arrays:
+    """The sum of two points or tangents, over the leaves of the first."""
+    return {path: x + b[path] for path, x in a.items()}
+
+
+def minus(a: Arrays, b: Mapping[str, jax.Array]) -> Arrays:
+    """The difference of two points or tangents, over the leaves of the first."""
+    return {path: x - b[path] for path, x in a.items()}
 
 
 # Sorting ----------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ times the largest entry, so that zeros need not be exact. Chex comes with `pip i
 else needs it.
 """
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ import optax
 from gauge_optax.binding import leaves_by_path, match
 from gauge_optax.errors import binding_error
 from gauge_optax.gauges.gauge import Gauge, Gauges, Product, product
+from gauge_optax.parts.part import Arrays
 from gauge_optax.transformation import require_key
 from gauge_optax.xla import quick_options
 
@@ -87,7 +89,8 @@ def assert_invariant(
     keys = jax.random.split(key, len(group.parts) + 1)
     checks: list[Gauge] = [*group.parts, *([group] if len(group.parts) > 1 else [])]
     for gauge, gauge_key in zip(checks, keys, strict=False):
-        after = loss_fn(_compiled(_random_move(gauge, scale))(gauge_key, params))
+        twin = functools.partial(gauge._bound(params).random_twin, scale=scale)
+        after = loss_fn(_compiled(twin)(gauge_key, params))
         if (difference := _difference(after, before, rtol, atol)) is not None:
             raise AssertionError(
                 f"{describe(gauge)} is no symmetry of this loss\n"
@@ -217,11 +220,6 @@ def assert_equivariant_step(
             compare(number, path, twin[path], moved[path], leaf_tolerance)
 
 
-def _random_move(gauge: Gauge, scale: float) -> Callable[[jax.Array, Any], Any]:
-    """Returns the function (key, params) → params that moves them by a random element."""
-    return lambda key, params: gauge.act(gauge.sample(key, params, scale), params)
-
-
 def _step_of(tx: optax.GradientTransformation, loss_fn: LossFn) -> Callable[[Any, Any], Any]:
     """Returns one training step, (params, state) → ((params, state), loss)."""
     gradient, update = jax.value_and_grad(loss_fn), tx.update
@@ -279,15 +277,15 @@ def describe(gauge: Gauge) -> str:
 
 def _leaves_of(gauge: Gauge, params: Any) -> Sequence[str]:
     """Returns the paths of the leaves that a gauge moves."""
-    return tuple(gauge._slice(params).added)
+    return tuple(gauge._bound(params).slice.added)
 
 
-def _on_slice(group: Product, params: Any, updates: Any) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
+def _on_slice(group: Product, params: Any, updates: Any) -> tuple[Arrays, Arrays]:
     """Returns the bound leaves of a tangent, and those of its horizontal part, in slice coordinates."""
-    s = group._slice(params)
-    near = s.nearest_slice_point(params)
-    tangent: dict[str, jax.Array] = dict(s.enter_tangent(near.elements, s.vectors(updates), near.point))
-    return tangent, s.horizontal(dict(near.point), near.masks, tangent)
+    s = group._bound(params).slice
+    (_, live), entered = s.nearest_slice_point(params)
+    tangent = jax.jvp(entered.enter, (s.values(params),), (s.vectors(updates),))[1]
+    return tangent, s.horizontal(entered.point, tangent, live)
 
 
 def _difference(value: Any, expected: Any, rtol: float, atol: float | None) -> str | None:

@@ -7,7 +7,7 @@ the checks and the handling of meshes.
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -24,6 +24,30 @@ from gauge_optax.xla import quick_options
 Tree = TypeVar("Tree")
 
 
+class GaugeTransformation(optax.GradientTransformationExtraArgs):
+    """An Optax transformation, a pair of `init` and `update`, that says which gauges it holds.
+
+    What Optax makes of it (`chain`, `masked`, `inject_hyperparams`) does not say so.
+
+    Attributes:
+      gauges: the gauges that it was given, with products taken apart, and behind them others that the optimizer inside
+        says it holds.
+    """
+
+    gauges: tuple[Any, ...] = ()
+
+    def __new__(cls, init: Any, update: Any, gauges: Iterable[Any] = ()) -> "GaugeTransformation":
+        """See `gauges`, and Optax for `init` and `update`."""
+        self = super().__new__(cls, init, update)
+        self.gauges = tuple(gauges)
+        return self
+
+
+def with_gauges_of(inner: Any, gauges: Iterable[Any] = ()) -> tuple[Any, ...]:
+    """Returns gauges, and behind them the others that a transformation says it holds."""
+    return tuple(dict.fromkeys((*gauges, *getattr(inner, "gauges", ()))))
+
+
 def transformation(
     name: str,
     init: Callable[[Any], Any],
@@ -31,7 +55,8 @@ def transformation(
     state_type: type,
     init_empty: Callable[[Any], Any],
     needs_params: bool = True,
-) -> optax.GradientTransformationExtraArgs:
+    gauges: Iterable[Any] = (),
+) -> GaugeTransformation:
     """Makes an Optax transformation from an `init` and an `update` that only compute.
 
     Args:
@@ -42,6 +67,7 @@ def transformation(
       state_type: the NamedTuple that `init` returns.
       init_empty: params → state, for trees without leaves: `optax.tree.map_params` calls `init` with one.
       needs_params: whether `update` without params is an error.
+      gauges: what it says of itself, see `GaugeTransformation`.
 
     Returns:
       The transformation.
@@ -61,22 +87,22 @@ def transformation(
 
         return layout((updates, params)).run(plain, updates, state, params, extra, like=(updates, state))
 
-    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+    return GaugeTransformation(init_fn, update_fn, gauges)
 
 
-def checked_inner(name: str, inner: Any) -> optax.GradientTransformationExtraArgs:
+def checked_inner(name: str, inner: Any) -> GaugeTransformation:
     """Returns `inner` with support of extra arguments and an error message for another optimizer's state.
 
     Raises ValueError unless `inner` has `init` and `update`.
     """
     require_transformation(name, inner)
-    inner = optax.with_extra_args_support(inner)
+    gauges, inner = with_gauges_of(inner), optax.with_extra_args_support(inner)
 
     def update_fn(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         with explain_state_mismatch(name, inner, state, params):
             return inner.update(updates, state, params, **extra)
 
-    return optax.GradientTransformationExtraArgs(inner.init, update_fn)
+    return GaugeTransformation(inner.init, update_fn, gauges)
 
 
 def in_computing_dtype(leaf: Any) -> jax.Array:

@@ -5,6 +5,7 @@ a retrace. Compiling is what takes time here: rows run compiled once each, wrapp
 what a wrapper computes is checked on `ddc_adamw` with a short list of gauges.
 """
 
+import copy
 import functools
 import operator
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from flax.core import FrozenDict
 
 import gauge_optax as go
 from gauge_optax.binding import leaves_by_path
+from gauge_optax.tools.plan import _gauges_of
 from tests.cases import TRANSFORM_CASES, TransformCase
 from tests.quick import jit
 from tests.tolerances import tolerance
@@ -123,6 +125,32 @@ def _three_steps(case: TransformCase, dtype: Any) -> None:
         assert _signature(state) == expected
         assert _signature(updates) == _signature(params) == _signature(_abstract(dtype))
         assert _finite((updates, state, params))
+
+
+GAUGELESS = ("hyperball", "max_norm", "rotational", "rotational_adamw", "rotational_lion", "rotational_sgdm")
+
+
+@rows
+def test_a_transformation_says_which_gauges_it_holds(case: TransformCase) -> None:
+    tx, kind = case.make(EVERY_KIND), case.name.split("/")[0]
+    init, update = tx
+    assert (init, update) == (tx.init, tx.update)
+    held = getattr(tx, "gauges", ())
+    if kind in (*GAUGELESS, "track_rotation"):
+        assert held == ()
+    elif case.factory is getattr(go, kind) or kind in ("compress_second_moments", "max_norm_muon"):
+        assert held == tuple(case.of_its_kind(EVERY_KIND))
+    else:  # these rows choose some of the gauges, or write others for the same leaves
+        assert UNIT in held
+    assert copy.copy(tx).gauges == held
+    assert _gauges_of(optax.chain(optax.clip(1.0), optax.masked(tx, True))) == list(held)
+
+
+def test_wrappers_hold_what_they_wrap_too() -> None:
+    inner = go.quotient(optax.adam(0.01), [UNIT])
+    assert go.track(inner, go.product([NORM, UNIT])).gauges == (NORM, UNIT)
+    assert go.gauge_fix(inner, [NORM]).gauges == (NORM, UNIT)
+    assert go.compress_second_moments(optax.adam(0.01)).gauges == ()
 
 
 # Compiled once per row; what other rows of a kind compute is checked where their options are.

@@ -54,6 +54,31 @@ def test_the_moments_on_the_slice_do_not_depend_on_the_representative(x64: None)
     assert _far(there.inner_state, here.inner_state) <= tolerance("quotient_twins")
 
 
+def test_a_moment_is_moved_by_constants_before_sizes(x64: None) -> None:
+    """A norm's bias flows through a kernel that the norm's scale multiplies."""
+    shapes = {"norm": (4,), "shift": (4,), "up": (4, 5), "bias": (5,), "down": (5, 3)}
+    keys = jax.random.split(jax.random.key(0), len(shapes))
+    params = {n: jax.random.normal(k, s, jnp.float64) for k, (n, s) in zip(keys, shapes.items(), strict=True)}
+    gauges = [
+        go.norm_scale({"norm": "channel", "shift": "channel"}, {"up": "channel _"}),
+        go.bias_absorption({"shift": "channel"}, {"up": "channel _"}, {"bias": "_"}),
+        go.rescale({"up": "_ channel", "bias": "channel"}, {"down": "channel _"}),
+    ]
+
+    def loss(p: Any) -> jax.Array:
+        x = jnp.linspace(-1.0, 1.0, 12).reshape(3, 4) * p["norm"] + p["shift"]
+        return jnp.sum(jnp.square(jax.nn.relu(x @ p["up"] + p["bias"]) @ p["down"]))
+
+    def moments(p: Any) -> Any:
+        _, state = inner.update(jax.grad(loss)(p), inner.init(p), p)
+        return go.from_state(state, inner, gauges, p).inner_state
+
+    inner, group = optax.trace(0.9), go.product(gauges)
+    twin = group.act(group.sample(jax.random.key(1), params), params)
+    assert float(loss(twin)) == pytest.approx(float(loss(params)))
+    assert _far(moments(twin), moments(params)) <= tolerance("quotient_twins")
+
+
 def test_a_state_on_the_slice_goes_on_as_it_is(x64: None) -> None:
     """Where the frame is the identity, the next step is the plain optimizer's, but for coming back to the slice."""
     inner = optax.adamw(1e-5, weight_decay=0.0)

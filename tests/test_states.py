@@ -16,6 +16,7 @@ Tree = Any
 RESCALE = go.rescale({"up": "_ channel"}, {"down": "channel _"})
 OTHER = go.rescale({"gate": "_ channel"}, {"under": "channel _"})
 TURN = go.head_rotation({"heads": "_ head basis"})
+ALONE = go.scale_invariant({"gate": "_ channel"})
 GAUGES: list[Gauge] = [RESCALE, OTHER, TURN]
 SHAPES = {"up": (3, 4), "down": (4, 2), "gate": (3, 4), "under": (4, 2), "heads": (3, 2, 4)}
 FRAMED: dict[str, Callable[[list[Gauge]], optax.GradientTransformation]] = {
@@ -44,14 +45,23 @@ def _params(**other: Any) -> Tree:
 
 @pytest.mark.filterwarnings("ignore:an empty list of gauges")
 @pytest.mark.parametrize("name", FRAMED)
-@pytest.mark.parametrize(
-    "gauges", [[OTHER, RESCALE, TURN], GAUGES[:2], [], [RESCALE, OTHER]], ids=["order", "fewer", "none", "others"]
-)
+@pytest.mark.parametrize("gauges", [GAUGES[:2], [], [RESCALE, TURN, ALONE]], ids=["fewer", "none", "others"])
 def test_a_state_of_another_list_is_refused(name: str, gauges: list[Gauge]) -> None:
     params = _params()
     state = FRAMED[name](GAUGES).init(params)
-    with pytest.raises(ValueError, match=r"a state of other gauges\n.*000\.rescale\..*\n.*expected.*\n.*remedy"):
+    with pytest.raises(ValueError, match=r"a state of other gauges\n.*rescale\[\]\..*\n.*expected.*\n.*remedy"):
         FRAMED[name](gauges).update(params, state, params)
+
+
+@pytest.mark.parametrize("name", FRAMED)
+def test_a_state_goes_on_under_the_same_list_in_another_order(name: str) -> None:
+    params, gradient = _params(), jax.tree.map(jnp.cos, _params())
+    state = FRAMED[name](GAUGES).init(params)
+    expected, after = FRAMED[name](GAUGES).update(gradient, state, params)
+    found, also = FRAMED[name](GAUGES[::-1]).update(gradient, state, params)
+    assert jax.tree.structure(also) == jax.tree.structure(after)
+    for x, y in zip(jax.tree.leaves((found, also)), jax.tree.leaves((expected, after)), strict=True):
+        np.testing.assert_array_equal(x, y)
 
 
 @pytest.mark.parametrize("name", FRAMED)
@@ -74,7 +84,7 @@ def test_a_state_of_another_version_is_refused() -> None:
     state: Any = tx.init(params)
     older = {label.rpartition(".v")[0] + ".v2": x for label, x in state.frame.elements.items()}
     state = state._replace(frame=state.frame._replace(elements=older))
-    with pytest.raises(ValueError, match=r"another version of this library\n.*version 2\n.*version 3\n.*tx.init"):
+    with pytest.raises(ValueError, match=r"another version of this library\n.*version 2\n.*version 4\n.*tx.init"):
         tx.update(params, state, params)
 
 

@@ -14,19 +14,16 @@ from gauge_optax.errors import binding_error
 from gauge_optax.gauges.absorption import bias_absorption
 from gauge_optax.gauges.embedding_shift import embedding_shift
 from gauge_optax.gauges.gauge import Gauge
-from gauge_optax.gauges.heads import PLANE
-from gauge_optax.gauges.key_bias import key_bias
 from gauge_optax.gauges.linear import head_linear
 from gauge_optax.gauges.permutation import permutation
 from gauge_optax.gauges.read_shift import norm_read_shift
 from gauge_optax.gauges.residual import residual_rotation
-from gauge_optax.gauges.residual_scale import residual_scale
 from gauge_optax.gauges.rope_linear import rope_linear
 from gauge_optax.gauges.rotation import head_rotation
-from gauge_optax.gauges.scale import multiplier_balance, norm_scale, rescale, scale_invariant
-from gauge_optax.gauges.shift import logit_shift
+from gauge_optax.gauges.scale import multiplier_balance, norm_scale, rescale, residual_scale, scale_invariant
+from gauge_optax.gauges.shift import key_bias, logit_shift, norm_write_shift
 from gauge_optax.gauges.torus import rope_torus
-from gauge_optax.gauges.write_shift import norm_write_shift
+from gauge_optax.parts.heads import PLANE
 
 CONSTRUCTORS: Mapping[str, Callable[..., Gauge]] = {
     constructor.__name__: constructor
@@ -41,7 +38,6 @@ Axes = str | tuple[str, ...]
 Roles = Mapping[str, Mapping[str, Axes]]
 _CAPTURES = "ijklmn"
 _NUMBER = re.compile("([0-9]+)")
-_CAPTURE_OR_NUMBER = re.compile(r"[0-9]+|\{\w+\}")
 _RANGE_END = re.compile("(=(?=[0-9]+:)|:|/)([0-9]+)")  # of "=4:16" and "=4:16/64"
 
 
@@ -77,10 +73,6 @@ class Call:
     def paths(self) -> list[str]:
         """Paths or patterns of all roles."""
         return [path for blocks in self.roles.values() for path in blocks]
-
-    def templates(self, role: str) -> set[str]:
-        """The paths of a role with `#` in place of numbers and captures: equal for the same leaf of any layers."""
-        return {_CAPTURE_OR_NUMBER.sub("#", path) for path in self.roles.get(role, ())}
 
     def within(self, other: Call) -> bool:
         """Whether another call has the same kind and all of these paths."""
@@ -178,25 +170,23 @@ class Call:
         if self.kind in ("rescale", "norm_scale") and not self.options:
             one, other = self.roles.values()
             sides.append(Call("rescale", {"up": other, "down": one}, {}, self.sizes))
-        if self.kind == "embedding_shift":  # it is read from the second table
-            roles = {"token": self.roles["position"], "position": self.roles["token"]}
-            sides.append(dataclasses.replace(self, roles=roles))
         for call in sides:
             first, blocks = next(iter(call.roles.items()))
             for path in blocks:
                 yield dataclasses.replace(call, roles={**call.roles, first: {path: blocks[path], **blocks}})
 
 
-def bound_instances(gauge: Any, params: Any) -> list[tuple[str, dict[str, int], list[Any]]]:
-    """What a gauge binds: key, lengths of the named axes, and blocks of each instance.
+def bound_copies(gauge: Any, params: Any) -> list[tuple[str, dict[str, int], list[Any]]]:
+    """What a gauge binds: key, lengths of the named axes, and blocks of each copy.
 
-    A gauge of which only the action is known counts as one instance.
+    A gauge of which only the action is known has one copy.
     """
-    parts = []
-    for instance in gauge._slice(params).instances:
-        sizes = {name: n for name, n in zip(instance.named, instance.shape, strict=True) if name != PLANE}
-        parts.append((instance.key, sizes, list(instance.blocks)))
-    return parts
+    (copies,) = gauge._bound(params).copies
+    found = []
+    for copy in copies:
+        sizes = {name: n for name, n in zip(copy.named, copy.shape, strict=True) if name != PLANE}
+        found.append((copy.key, sizes, list(copy.blocks)))
+    return found
 
 
 def captured_blocks(blocks: Mapping[str, Axes]) -> dict[str, Axes]:

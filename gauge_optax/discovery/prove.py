@@ -11,7 +11,7 @@ import numpy as np
 
 from gauge_optax.binding import leaves_by_path, with_leaves
 from gauge_optax.discovery import checks
-from gauge_optax.discovery.calls import Call, bound_instances
+from gauge_optax.discovery.calls import Call, bound_copies
 from gauge_optax.discovery.sketch import Function, Leaves
 from gauge_optax.gauges.gauge import Gauge, product
 from gauge_optax.xla import quick_options
@@ -140,31 +140,28 @@ class Prover:
 
         def paths(calls: Sequence[Call]) -> list[list[str]]:
             gauges = [self._bound(call) for call in calls]
-            instances = [i for gauge in gauges if gauge is not None for i in bound_instances(gauge, self._params)]
-            return sorted(sorted(block.path for block in blocks) for _, _, blocks in instances)
+            copies = [copy for gauge in gauges if gauge is not None for copy in bound_copies(gauge, self._params)]
+            return sorted(sorted(block.path for block in blocks) for _, _, blocks in copies)
 
         return paths([merged]) == paths(group)
 
-    def together(self, held: Sequence[Held], *other_orders: Sequence[Held]) -> tuple[list[Held], list[str]]:
-        """The gauges that the library accepts as one product, in order, and why it refuses the others.
+    def together(self, held: Sequence[Held]) -> tuple[list[Held], list[str]]:
+        """The gauges that the library accepts as one product, and why it refuses the others.
 
-        Readings need an order in which no gauge acts on an anchor that is read before it. Where the list has none,
-        other anchors are tried, and then the merged layers one by one.
+        Where gauges wait for each other in a circle, other anchors are tried, and then the merged layers one by one.
         """
-        orders = [order for order in (held, *other_orders) if order]
-        for order in orders:
-            if self._refusal(order) is None:
-                return list(order), []
+        reason = self._refusal(held)
+        if reason is None:
+            return list(held), []
         dropped: tuple[list[Held], list[str]] | None = None
-        for order in orders:
-            for k, one in enumerate(order):  # mostly one of them is to blame
-                for fitting in ([one._replace(call=c, gauge=c.gauge())] for c in one.call.alternatives()):
-                    if self._refusal([*order[:k], *fitting, *order[k + 1 :]]) is None:
-                        return [*order[:k], *fitting, *order[k + 1 :]], []
-                others = [*order[:k], *order[k + 1 :]]
-                if dropped is None and self._refusal(others) is None:
-                    dropped = others, [f"{one}: {self._refusal(order)}"]
-        return dropped or min(map(self._one_by_one, orders), key=lambda pair: len(pair[1]), default=([], []))
+        for k, one in enumerate(held):  # mostly one of them is to blame
+            before, after = held[:k], held[k + 1 :]
+            for other in _with_other_anchors(one):
+                if self._refusal([*before, other, *after]) is None:
+                    return [*before, other, *after], []
+            if dropped is None and self._refusal([*before, *after]) is None:
+                dropped = [*before, *after], [f"{one}: {reason}"]
+        return dropped or self._one_by_one(held)
 
     def _one_by_one(self, held: Sequence[Held]) -> tuple[list[Held], list[str]]:
         """The gauges that fit beside those before them, with other anchors or layer by layer, and the others."""
@@ -174,7 +171,7 @@ class Prover:
         def beside(new: Sequence[Held]) -> list[Held]:
             done: list[Held] = []
             for one in new:
-                choices = (one, *(one._replace(call=c, gauge=c.gauge()) for c in one.call.alternatives()))
+                choices = (one, *_with_other_anchors(one))
                 fitting = next((h for h in choices if self._refusal([*kept, *done, h]) is None), None)
                 if fitting is None:
                     return []
@@ -191,11 +188,13 @@ class Prover:
     def _refusal(self, held: Sequence[Held]) -> str | None:
         if not held:
             return None
-        group = product([h.gauge for h in held])
         try:
-            # Over the leaves, because the tree may have others that are no arrays, such as a module's functions.
-            jax.eval_shape(lambda leaves: group.read(with_leaves(self._params, leaves)), self.points[0])
-            group._slice(self._params).check_norms()  # optimizers need it, actions do not
+            product([h.gauge for h in held])._bound(self._params).slice.check_norms()  # optimizers need it
         except ValueError as error:
             return str(error).splitlines()[0]
         return None
+
+
+def _with_other_anchors(one: Held) -> Iterator[Held]:
+    for call in one.call.alternatives():
+        yield one._replace(call=call, gauge=call.gauge())

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -36,8 +36,7 @@ _CLOSE = 12  # candidates for what nearly holds
 _REACH = 2  # points at which a large instance is asked what its batches reach
 _ROWS = 1.5  # gradients for each column: with fewer rows than columns, any columns have null vectors
 _DEAD = 1e-11  # an element whose gradient is smaller, relative to a typical one, has no effect
-# Norm scales come before logit shifts: a shift is measured after the final norm's scale has moved. What acts where
-# norms' scales are one stands before them.
+# The order in which a report lists kinds of gauges.
 _ORDER = ("residual_rotation", "norm_read_shift", "norm_write_shift", "norm_scale", "scale_invariant", "head_rotation",
           "head_linear", "rope_torus", "rope_linear", "rescale", "logit_shift", "embedding_shift", "key_bias",
           "bias_absorption")  # fmt: skip
@@ -308,7 +307,7 @@ def _searched(
         rejected += [_refuted(call, change) for call, change in failed if np.isfinite(change)]
         proved += more
         additions = [one for one in additions if one.call is None or any(one.call.within(call) for call, _ in failed)]
-    held, refused = prover.together(*_orders(proved))
+    held, refused = prover.together(sorted(proved, key=lambda one: _ORDER.index(one.call.kind)))
     for addition in additions:
         if addition.move is None or prover.change([addition.move(point) for point in points]) < ZERO:
             where = ungauged.setdefault(addition.kind, [])
@@ -382,28 +381,6 @@ def _turns(
     return claims
 
 
-def _orders(held: Iterable[Held]) -> tuple[list[Held], list[Held]]:
-    """Gauges by kind, and an order for networks whose norms' biases cannot be moved away, as those behind a layer.
-
-    Of biases that flow into biases the last comes first, because a bias is bound before those that flow into it. In the
-    second order such biases, and those without effect, also stand before `norm_read_shift`, which moves them.
-    """
-    rest = sorted(held, key=lambda one: _ORDER.index(one.call.kind))
-    ordered = [one for one in rest if one.call.kind != "bias_absorption"]
-    rest, flowing = rest[len(ordered) :], list[Held]()
-    while rest:
-        left = set[str]().union(*(one.call.templates("bias") for one in rest))
-        last = [one for one in rest if left.isdisjoint(one.call.templates("into"))] or rest  # a cycle is refused later
-        flowing += last
-        rest = [one for one in rest if one not in last]
-    reads = [one.call for one in ordered if one.call.kind == "norm_read_shift"]
-    moved = set[str]().union(*(call.templates("into") for call in reads))
-    biases = [one for one in flowing if not moved.isdisjoint(one.call.templates("bias"))]
-    first = [one for one in ordered if one.call.kind in ("residual_rotation", "norm_write_shift")]
-    first += [one for one in ordered if one.call.kind == "key_bias"] + biases
-    return ordered + flowing, first + [one for one in ordered + flowing if one not in first]
-
-
 def _carried(
     report: Report, small: Small, fn: Function, params: Any, leaves: Leaves, batches: Sequence[Any], near: float,
     seed: int, bar: Any,
@@ -438,7 +415,7 @@ def _carried(
                 kept.append(one._replace(gauge=call.gauge(), call=call, change=change, parts=()))
             elif limit == ZERO:
                 failed.append(_refuted(call, change))
-    held, refused = prover.together(proved)  # the small instance has put them in order
+    held, refused = prover.together(proved)
     rejected = [*report.rejected, *failed, *refused]
     return Report(tuple(held), tuple(nearly), tuple(rejected), tuple(dead), tuple(uncovered), report.ungauged)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from gauge_optax.discovery.calls import Axes, Call, bound_instances, captured_blocks
+from gauge_optax.discovery.calls import Axes, Call, bound_copies, captured_blocks
 from gauge_optax.discovery.groups import ZERO, Symmetry, draw, independent
 from gauge_optax.discovery.search import candidates
 from gauge_optax.discovery.sketch import Gradients, Leaves, generic_point
@@ -77,7 +77,7 @@ def rotation_call(symmetry: Symmetry, trace: Trace, norms: Sequence[Call], param
     readers = {kernel for kernel, axis in trace.readers if set(symmetry.space) <= set(trace.spaces.key(axis))}
     passed, moved = [], set[str]()
     for norm in norms:
-        blocks = [block for _, _, blocks in bound_instances(norm.gauge(), params) for block in blocks]
+        blocks = [block for _, _, blocks in bound_copies(norm.gauge(), params) for block in blocks]
         into = {block.path for block in blocks if block.role == "down"}
         if into <= symmetry.paths:
             passed.append(norm)
@@ -105,7 +105,7 @@ def _scales(norms: Iterable[Call], params: Any) -> Mapping[str, float]:
     """The stored value of every norm's scale where the scale is one."""
     out = {}
     for norm in norms:
-        for _, _, blocks in bound_instances(norm.gauge(), params):
+        for _, _, blocks in bound_copies(norm.gauge(), params):
             scale = next(block for block in blocks if block.role == "up")
             out[scale.path] = 0.0 if scale.one_plus else 1.0
     return out

@@ -16,7 +16,7 @@ from gauge_optax.binding.bind import require_no_absent_leaf
 from gauge_optax.binding.paths import match, shown_and_hidden
 from gauge_optax.errors import binding_error
 from gauge_optax.gauges.symmetry import Symmetry
-from gauge_optax.linalg import safe_divide
+from gauge_optax.linalg import real_dtype, safe_divide
 from gauge_optax.parts.part import Arrays, changed
 from gauge_optax.slice import Elements, Slice
 
@@ -51,11 +51,7 @@ class Bound:
         Returns:
           Parameters like `params`, every leaf in its dtype.
         """
-        f, s = self.elements(element), self.whole
-        x = s.values(params)
-        for part in s.acting:
-            x = part.act(f[part.label], x) if part.label in f else x
-        return self.stored(x, params)
+        return self.stored(self.whole.act(self.elements(element), self.whole.values(params)), params)
 
     def read(self, params: Any) -> Any:
         """The frame of a point: the element F with θ = F·θ̂, where θ̂ is the slice point.
@@ -202,24 +198,27 @@ def _asymmetry(gauge: Any, params: Any, grads: Any) -> dict[str, jax.Array]:
         return {path: x - across[path] for path, x in covector.items()}
 
     def sizes(covector: Arrays) -> dict[str, jax.Array]:
-        found = vertical(covector)
-        return {
-            copy.key: sum(jnp.sum(jnp.square(found[p])) for p in sorted({q for x in copy.parts for q in changed(x)}))
-            for copy in copies
-        }
+        found, zero = vertical(covector), jnp.zeros(())
+        paths = {copy.key: dict.fromkeys(p for part in copy.parts for p in changed(part)) for copy in copies}
+        return {key: sum((jnp.sum(jnp.square(found[p])) for p in of_copy), zero) for key, of_copy in paths.items()}
 
-    norms = {path: jnp.sqrt(jnp.mean(jnp.square(x))) for path, x in g.items()}
-    drawn = [
-        {path: norms[path] * jax.random.normal(jax.random.fold_in(jax.random.key(n), k), x.shape, x.dtype)
-         for k, (path, x) in enumerate(sorted(g.items()))}
-        for n in range(_DRAWS)
-    ]
-    of_gradient, of_random = sizes(g), [sizes(x) for x in drawn]
-    typical = {key: sum(x[key] for x in of_random) / _DRAWS for key in of_gradient}
+    # A leaf all of whose gradient is roundoff, as that of a key bias is, is compared with the gradient of other leaves.
+    real = [x for x in map(jnp.asarray, leaves_by_path(grads).values()) if jnp.issubdtype(x.dtype, jnp.floating)]
+    entries = sum(x.size for x in real)
+    total = jnp.sqrt(sum((jnp.sum(jnp.square(jnp.asarray(x, real_dtype()))) for x in real), jnp.zeros(())) / entries)
+    norms = {path: jnp.maximum(jnp.sqrt(jnp.mean(jnp.square(x))), _LEAST_SHARE * total) for path, x in g.items()}
+
+    def drawn(number: int) -> Arrays:
+        keys = jax.random.split(jax.random.key(number), len(g))
+        return {p: norms[p] * jax.random.normal(k, g[p].shape, g[p].dtype) for p, k in zip(sorted(g), keys, strict=True)}
+
+    of_gradient, of_random = sizes(g), [sizes(drawn(number)) for number in range(_DRAWS)]
+    typical = {key: sum((x[key] for x in of_random), jnp.zeros(())) / _DRAWS for key in of_gradient}
     return {key: jnp.sqrt(safe_divide(x, typical[key])) for key, x in of_gradient.items()}
 
 
 _DRAWS = 4
+_LEAST_SHARE = 0.01  # of the root mean square of all gradients, below which a leaf's gradient may be roundoff
 _Leaves = tuple[tuple[str, tuple[int, ...], Any], ...]
 
 

@@ -14,10 +14,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from gauge_optax.binding import with_leaves
 from gauge_optax.errors import binding_error
+from gauge_optax.gauges.balance import balanced_elements
 from gauge_optax.gauges.gauge import Product
-from gauge_optax.slice import Slice
+from gauge_optax.slice import Elements, Entered, Slice
 
 Leaves = dict[str, jax.Array]
 
@@ -33,32 +33,28 @@ def check_at(name: str, at: str) -> None:
         )
 
 
-def moves(group: Product, params: Any, at: str, frame: tuple[Any, ...] | None = None) -> list[tuple[Any, ...]]:
-    """The frames whose inverses lead from a point to the balanced point or the slice point, one after the other.
+def ways(group: Product, params: Any, at: str, frame: Elements | None = None) -> list[Entered]:
+    """The ways from a point to the balanced point or the slice point, one after the other.
 
     Args:
       group: the gauges.
       params: the point.
       at: "balanced" or "slice".
       frame: elements of another point, whose rotations are undone in place of this one's.
+
+    Returns:
+      Each way starts at the point of the one before.
     """
-    s = group._slice(params)
+    s = group._bound(params).slice
     values = s.values(params)
-    frames = [s.read(values).elements if frame is None else frame]
-    point: Any = s.enter(frames[0], values)
+    found = [s.enter(s.read(values).elements if frame is None else frame, values)]
     if frame is not None:
-        frames.append(s.read(point, turning=False).elements)
-        point = s.enter(frames[1], point)
+        point = found[-1].point
+        found.append(s.enter(s.read(point, turning=False).elements, point))
     if at == "balanced":
-        frames.append(s.balanced(with_leaves(params, stored(s, point))))
-    return frames
-
-
-def entered(s: Slice, frames: list[tuple[Any, ...]], values: Any) -> Leaves:
-    """Bound leaves of the point that the frames' inverses lead to."""
-    for elements in frames:
-        values = s.enter(elements, values)
-    return dict(values)
+        point = found[-1].point
+        found.append(s.enter(balanced_elements(s, point), point))
+    return found
 
 
 def stored(s: Slice, values: Any) -> Leaves:
@@ -69,26 +65,27 @@ def stored(s: Slice, values: Any) -> Leaves:
 @partial(jax.jit, static_argnums=(0, 1))
 def point_of(group: Product, at: str, params: Any) -> Leaves:
     """Bound leaves of the balanced point or the slice point, as they are stored."""
-    s = group._slice(params)
-    return stored(s, entered(s, moves(group, params, at), s.values(params)))
+    return stored(group._bound(params).slice, ways(group, params, at)[-1].point)
 
 
 @partial(jax.jit, static_argnums=(0, 1))
 def tangent_of(group: Product, at: str, params: Any, tangent: Any) -> Leaves:
     """Bound leaves of a tangent, carried there by the elements that carry the point."""
-    s = group._slice(params)
-    frames = moves(group, params, at)
-    return jax.jvp(lambda x: entered(s, frames, x), (s.values(params),), (s.vectors(tangent),))[1]
+    s = group._bound(params).slice
+    values, vectors = s.values(params), s.vectors(tangent)
+    for way in ways(group, params, at):
+        values, vectors = jax.jvp(way.enter, (values,), (vectors,))
+    return vectors
 
 
 def across(group: Product, params: Any, vector: Leaves) -> Leaves:
     """The horizontal part of a tangent: a projection along orbits, which need not be perpendicular to them."""
-    return vector | group._slice(params).horizontal_at(params, vector)
+    return vector | group._bound(params).slice.horizontal_at(params, vector)
 
 
 def across_dual(group: Product, params: Any, vector: Leaves) -> Leaves:
     """The transpose of `across`: a projection onto the vectors perpendicular to orbits."""
-    return vector | group._slice(params).horizontal_at(params, vector, dual=True)
+    return vector | group._bound(params).slice.horizontal_at(params, vector, dual=True)
 
 
 def perpendicular(group: Product, params: Any, vector: Leaves) -> Leaves:

@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from gauge_optax.gauges.balance import log_sizes
 from gauge_optax.gauges.gauge import Gauges, Product, product
 from gauge_optax.gauges.scale import two_sided
-from gauge_optax.gauges.sizes import log_sizes
 from gauge_optax.measure._recording import either
 from gauge_optax.measure.live import Figures, labelled, labels
-from gauge_optax.transformation import require_every, stepped, transformation
+from gauge_optax.transformation import GaugeTransformation, require_every, stepped, transformation
 
 _NAME = "track_balance"
 
@@ -24,8 +24,8 @@ class Balance(NamedTuple):
 
     Attributes:
       recorded_at: that step's number, from 0.
-      drift: |log(s_up/s_down)|, the largest over channels, instances and gauges.
-      log_ratio: log(s_up/s_down) by "gauge/instance", per channel; for `multiplier_balance` per head.
+      drift: |log(s_up/s_down)|, the largest over channels, layers and gauges.
+      log_ratio: log(s_up/s_down) by "gauge/layer", per channel; for `multiplier_balance` per head.
       product: s_up·s_down, likewise.
     """
 
@@ -47,7 +47,7 @@ class TrackBalanceState(NamedTuple):
     metrics: Balance
 
 
-def track_balance(gauges: Gauges, *, every: int | jax.Array = 1) -> optax.GradientTransformationExtraArgs:
+def track_balance(gauges: Gauges, *, every: int | jax.Array = 1) -> GaugeTransformation:
     """Records how far both sides of every scale are apart, and how large together; updates pass unchanged.
 
     It comes last in a chain, after an optimizer and whatever fixes its gauges. Read it by name:
@@ -94,15 +94,16 @@ def track_balance(gauges: Gauges, *, every: int | jax.Array = 1) -> optax.Gradie
     def empty(params: Any) -> TrackBalanceState:
         return TrackBalanceState(jnp.int32(0), jnp.zeros(()))  # type: ignore[arg-type]
 
-    return transformation(_NAME, init, update, TrackBalanceState, empty)
+    return transformation(_NAME, init, update, TrackBalanceState, empty, gauges=group.parts)
 
 
 def _balance(group: Product, params: Any, step: jax.Array) -> Balance:
     ratios, products = {}, {}
-    for label, part in zip(labels(group), group.parts, strict=True):
-        s = part._slice(params)
-        sizes = {i.key: log_sizes(i, s.values(params)) for i in s.instances} if two_sided(part) else {}
-        for key, (up, down) in sizes.items():
+    b = group._bound(params)
+    point = b.slice.values(params)
+    for label, gauge, copies in zip(labels(group), b.gauges, b.copies, strict=True):
+        for copy in copies if two_sided(gauge) else ():
+            key, (up, down) = copy.key, log_sizes(copy.parts[0], point)
             # `log_sizes` gives −∞ for both sides of a channel that has no ratio.
             ratios[labelled(label, key)] = jnp.where(jnp.isneginf(up), 0.0, up - down)
             products[labelled(label, key)] = jnp.exp(up + down)

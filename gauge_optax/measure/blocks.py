@@ -255,8 +255,7 @@ class Span:
         for apart in itertools.chain(few, [smallest]):
             together = [gauge for gauge in gauges if not any(gauge is other for other in apart)]
             try:
-                s = product(together)._slice(params)
-                _ = s.order, s.divided
+                product(together)._bound(params)
                 break
             except ValueError:
                 continue

@@ -707,7 +707,7 @@ def quotient_fisher(operator: Operator, gauges: Gauges, at: str = "balanced") ->
             "pass go.measure.GGN(fn, params, batches)",
         )  # fmt: skip
     params = operator._arrays.params
-    s = group._slice(params)
+    s = group._bound(params).slice
     outside = [path for path in s.added if path not in operator.paths]
     if outside:
         raise binding_error(

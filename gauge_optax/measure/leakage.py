@@ -15,9 +15,9 @@ import jax.numpy as jnp
 
 from gauge_optax.errors import binding_error
 from gauge_optax.gauges.gauge import Element, Gauges, product
-from gauge_optax.gauges.heads import BASIS, PLANE
-from gauge_optax.gauges.instance import Effect
+from gauge_optax.gauges.symmetry import Effect
 from gauge_optax.linalg import lyapunov, safe_divide, skew
+from gauge_optax.parts.heads import BASIS, PLANE
 from gauge_optax.transformation import require_choice
 
 Arrays = Mapping[str, jax.Array]
@@ -81,7 +81,7 @@ class Orbit:
     """One gauge's orbit through one point, in the Euclidean metric.
 
     Everything is a derivative of the gauge's action at the identity, so that no formula of any kind of gauge is
-    repeated. An element is an array per instance: a number per channel or plane, or a matrix per head.
+    repeated. An element is an array per layer: a number per channel or plane, or a matrix per head.
 
     Args:
       caller: the public function, for messages.
@@ -90,8 +90,8 @@ class Orbit:
       effects: which effects the gauge may have. Raises ValueError for any other gauge, or for several.
 
     Attributes:
-      named: instance → names of the axes that count its channels, heads or planes.
-      blocks: instance → the blocks that it moves.
+      named: copy → names of the axes that count its channels, heads or planes.
+      blocks: copy → the blocks that it moves.
       vectors: tangent or cotangent tree → those of its leaves that the gauge moves, in the computing dtype.
     """
 
@@ -104,16 +104,14 @@ class Orbit:
                 "pass one gauge at a time: scales have `rescale_leakage`, rotations `rotation_leakage`, both "
                 "`step_leakage`; other gauges have none",
             )  # fmt: skip
-        s = parts[0]._slice(params)
-        self.named = {i.key: i.named for i in s.instances}
-        self.blocks = {i.key: i.blocks for i in s.instances}
-        self.vectors, point, identity = s.vectors, s.values(params), parts[0].identity(params)
+        b = parts[0]._bound(params)
+        (copies,) = b.copies
+        self.named = {copy.key: copy.named for copy in copies}
+        self.blocks = {copy.key: copy.blocks for copy in copies}
+        self.vectors, point, identity = b.slice.vectors, b.slice.values(params), parts[0].identity(params)
 
         def act(element: Element) -> Arrays:
-            values = point
-            for instance in s.instances:
-                values = instance.act(instance.from_element(element[instance.key]), values)
-            return values
+            return b.slice.act(b.elements((element,)), point)
 
         _, self._push = jax.linearize(act, identity)
         _, self._pull = jax.vjp(act, identity)
@@ -233,7 +231,7 @@ def rotation_leakage(
     >>> [float(x[""][0, 1]) for x in leakage[:4]]  # (3 − 1)·skew(qᵀg)₀₁
     [2.0, 0.0, 2.0, 0.0]
 
-    Reference: DDC Lemma 10; grouped queries and tori by instance. The lemma writes its residual as a column-pair
+    Reference: DDC Lemma 10; grouped queries and tori likewise. The lemma writes its residual as a column-pair
     covariance, which holds for deviations of zero mean in every column; the deviations from a tensor's mean that it
     takes have zero mean over the tensor only. The columns' means add skew(θᵀg·diag(c − d̄)): `residual` − `covariance`.
     """

@@ -5,7 +5,6 @@ Norms are taken in slice coordinates, where all weight sets of one function have
 """
 
 import dataclasses
-import functools
 import math
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -16,15 +15,20 @@ import optax
 
 from gauge_optax.binding import leaves_by_path
 from gauge_optax.gauges.gauge import Gauges, Product, product
-from gauge_optax.gauges.instance import Instance
-from gauge_optax.gauges.scale import Scale
 from gauge_optax.linalg import real_dtype
 from gauge_optax.measure._recording import recorded
 from gauge_optax.measure.motion import turning
-from gauge_optax.slice import NearestSlicePoint, Slice
-from gauge_optax.transformation import checked_inner, layout, placeholder, require_every, transformation
-
-Arrays = dict[str, jax.Array]
+from gauge_optax.parts.part import Arrays
+from gauge_optax.slice import Elements, Slice
+from gauge_optax.transformation import (
+    GaugeTransformation,
+    checked_inner,
+    layout,
+    placeholder,
+    require_every,
+    transformation,
+    with_gauges_of,
+)
 
 LAYERS = ("layer",)
 
@@ -95,8 +99,8 @@ class Metrics(NamedTuple):
 
     Attributes:
       recorded_at: that step's number, from 0.
-      drift: largest change of what a gauge's anchors read, since `init`, by "gauge/instance"; log-scales and shifts.
-      turning: by how much the step turns every head, by "gauge/instance": radians, the root of the sum over planes.
+      drift: largest change of what a gauge's anchors read, since `init`, by "gauge/layer"; log-scales and shifts.
+      turning: by how much the step turns every head, by "gauge/layer": radians, the root of the sum over planes.
       parameter_norm: norms of the parameters before the step.
       gradient_norm: norms of the gradient that the optimizer got.
       update_norm: norms of the update that it returned.
@@ -134,7 +138,7 @@ def track(
     *,
     every: int | jax.Array = 20,
     layers: Collection[str] = LAYERS,
-) -> optax.GradientTransformationExtraArgs:
+) -> GaugeTransformation:
     """Runs an optimizer unchanged, and records what it does to gauges: drift, turning, norms on the slice.
 
     Read the figures by name wherever they are in a state: `optax.tree.get(state, "drift")`, or all at once by
@@ -194,7 +198,7 @@ def track(
     def empty(params: Any) -> TrackState:
         return TrackState(inner.init(params), *(placeholder(),) * 3)  # type: ignore[arg-type]
 
-    return transformation("track", init, update, TrackState, empty)
+    return transformation("track", init, update, TrackState, empty, gauges=with_gauges_of(inner, group.parts))
 
 
 def slice_norms(
@@ -222,18 +226,18 @@ def slice_norms(
     >>> {path: round(float(x), 3) for path, x in norms.items()}
     {'down': 12.0, 'up': 1.0}
     """
-    return _slice_norms(product(gauges)._slice(params), layers, params, gradient, update)[0]
+    return _slice_norms(product(gauges)._bound(params).slice, layers, params, gradient, update)[0]
 
 
 def _slice_norms(
     s: Slice, layers: Collection[str], params: Any, gradient: Any, update: Any
-) -> tuple[SliceNorms, NearestSlicePoint, Arrays]:
-    """The norms; the slice point of `params` with its frame; û of bound leaves."""
-    near = s.nearest_slice_point(params)
-    slice_gradient = s.pulled(near.elements, s.vectors(gradient), near.point)
-    slice_update: Arrays = dict(s.enter_tangent(near.elements, s.vectors(update), near.point))
+) -> tuple[SliceNorms, Elements, Arrays, Arrays]:
+    """The norms; the frame of `params` and its slice point; û of bound leaves."""
+    (elements, live), entered = s.nearest_slice_point(params)
+    slice_gradient = entered.pull(s.vectors(gradient))
+    slice_update: Arrays = jax.jvp(entered.enter, (s.values(params),), (s.vectors(update),))[1]
 
-    across = s.horizontal(dict(near.point), near.masks, slice_update)
+    across = s.horizontal(entered.point, slice_update, live)
     along = {path: x - across[path] for path, x in slice_update.items()}
     free = {path: jnp.asarray(x, real_dtype()) for path, x in leaves_by_path(update).items() if path not in along}
     relevant, lost = (
@@ -256,41 +260,28 @@ def _slice_norms(
             named[path] = jnp.sqrt(jnp.sum(jnp.square(x), summed))
         return Figures.of(named)
 
-    by_leaf = (norms(params, dict(near.point)), norms(gradient, slice_gradient), norms(update, slice_update))
-    return SliceNorms(*by_leaf, share), near, slice_update
+    by_leaf = (norms(params, entered.point), norms(gradient, slice_gradient), norms(update, slice_update))
+    return SliceNorms(*by_leaf, share), elements, entered.point, slice_update
 
 
 def _metrics(
     group: Product, layers: Collection[str], params: Any, start: Any, gradient: Any, update: Any, step: Any
 ) -> Metrics:
-    s = group._slice(params)
-    norms, near, slice_update = _slice_norms(s, layers, params, gradient, update)
+    b = group._bound(params)
+    norms, elements, point, slice_update = _slice_norms(b.slice, layers, params, gradient, update)
     drift, turns = Arrays(), Arrays()
-    coordinates, angles = s.coordinates(s.values(params), near.elements), turning(s, dict(near.point), slice_update)
-    for label, (_, instances), now, at_init, angle in zip(
-        labels(group), s.parts, coordinates, start, angles, strict=True
-    ):
-        named = {i.key: i.named for i in instances if has_channels(i)}
+    coordinates, angles = b.coordinates(elements), turning(b, point, slice_update)
+    for label, copies, now, at_init, angle in zip(labels(group), b.copies, coordinates, start, angles, strict=True):
+        named = {copy.key: copy.named for copy in copies}
         for key, x in jax.tree.map(jnp.subtract, now, at_init).items():
-            if key in named:
-                summed = tuple(axis for axis, name in enumerate(named[key]) if name not in layers)
-                drift[labelled(label, key)] = _extreme(x, summed)
-            else:  # a shift has an array per leaf
+            if isinstance(x, Mapping):  # a shift has an array per leaf
                 for path, shift in leaves_by_path(x).items():
                     drift[labelled(label, f"{key}/{path}" if key else path)] = _extreme(shift, None)
+            else:
+                names = [*named.get(key, ()), *[""] * x.ndim][: x.ndim]
+                drift[labelled(label, key)] = _extreme(x, tuple(k for k in range(x.ndim) if names[k] not in layers))
         turns |= {labelled(label, key): x for key, x in angle.items()}
     return Metrics(jnp.asarray(step, jnp.int32), Figures.of(drift), Figures.of(turns), *norms)
-
-
-@functools.singledispatch
-def has_channels(instance: Instance) -> bool:
-    """Whether its coordinate has one number per value of its named axes; that of a shift has an array per leaf."""
-    return False
-
-
-@has_channels.register
-def _(instance: Scale) -> bool:
-    return True
 
 
 def labels(group: Product) -> list[str]:
@@ -299,9 +290,9 @@ def labels(group: Product) -> list[str]:
     return [name if names.count(name) == 1 else f"{name}{names[:k].count(name)}" for k, name in enumerate(names)]
 
 
-def labelled(gauge: str, instance: str) -> str:
-    """Name of a figure: "gauge/instance", or the gauge alone where it has one instance."""
-    return f"{gauge}/{instance}" if instance else gauge
+def labelled(gauge: str, layer: str) -> str:
+    """Name of a figure: "gauge/layer", or the gauge alone where it has no layers."""
+    return f"{gauge}/{layer}" if layer else gauge
 
 
 def _extreme(x: jax.Array, axes: tuple[int, ...] | None) -> jax.Array:

@@ -24,8 +24,7 @@ import jax.numpy as jnp
 from gauge_optax.binding import leaves_by_path, with_leaves
 from gauge_optax.errors import binding_error
 from gauge_optax.gauges.gauge import Gauges, Product, product
-from gauge_optax.measure._metric import Leaves, entered, moves, stored
-from gauge_optax.slice import SlicePoint, SliceTangent
+from gauge_optax.measure._metric import Leaves, stored, ways
 
 
 class LLC(NamedTuple):
@@ -135,23 +134,20 @@ def _chart(params: Any, group: Product | None) -> _Chart:
     leaves = {path: x for path, x in leaves.items() if jnp.issubdtype(x.dtype, jnp.floating)}
     if group is None:
         return _Chart(leaves, lambda before, after: after, lambda point: with_leaves(params, point))
-    s = group._slice(params)
+    s = group._bound(params).slice
     values = s.values(params)
-    to_slice, to_balanced = moves(group, params, "balanced")
-    masks = s.read(values).masks
+    _, to_balanced = ways(group, params, "balanced")
+    live = s.read(values, turning=False).live
 
     def back(before: Leaves, after: Leaves) -> Leaves:
         # The slice through the balanced point is that of the gauges, moved by one element.
-        ends = [dict(s.leave_point(to_balanced, SlicePoint({p: x[p] for p in values}))) for x in (before, after)]
-        fixed = s.fix(ends[1], masks)
-        step = s.hold(SlicePoint(ends[0]), SliceTangent({p: fixed[p] - ends[0][p] for p in values}))
-        return after | dict(s.enter(to_balanced, {p: ends[0][p] + step[p] for p in values}))
+        here, there = (to_balanced.leave({p: x[p] for p in values}) for x in (before, after))
+        _, fixed = s.fix(there, live)
+        step = s.hold(here, {p: fixed[p] - here[p] for p in values})
+        return after | to_balanced.enter({p: here[p] + step[p] for p in values})
 
-    start = leaves | entered(s, [to_slice, to_balanced], values)
-    bound = dict.fromkeys(values)
-    return _Chart(
-        start, back, lambda point: with_leaves(params, point | stored(s, {path: point[path] for path in bound}))
-    )
+    start = leaves | to_balanced.point
+    return _Chart(start, back, lambda point: with_leaves(params, point | stored(s, {p: point[p] for p in values})))
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2))

@@ -6,33 +6,37 @@ as a group logarithm, over steps. docs/design.md §2.
 """
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import DictKey, SequenceKey
 
+from gauge_optax.gauges.bound import Bound
 from gauge_optax.gauges.gauge import Element, Gauges, product
-from gauge_optax.gauges.heads import PLANE, Heads
-from gauge_optax.gauges.instance import Arrays, Instance
 from gauge_optax.gauges.linear import Linear
-from gauge_optax.gauges.residual import ResidualRotation
 from gauge_optax.gauges.rope_linear import ComplexScale
-from gauge_optax.gauges.rotation import Rotation
+from gauge_optax.gauges.rotation import HeadRotation
+from gauge_optax.gauges.symmetry import Symmetry
 from gauge_optax.gauges.torus import Torus
 from gauge_optax.linalg import (
     inverse_pair_sums,
     matmul,
     orthogonal_logarithm,
     skew,
+    skew_exponential,
     svd,
     symmetric,
     symmetric_eigen,
     transpose,
 )
-from gauge_optax.slice import Slice
+from gauge_optax.parts.heads import PLANE
+from gauge_optax.parts.part import Arrays, Part
+from gauge_optax.parts.sizes import Stretch
+from gauge_optax.parts.stream import Stream
+from gauge_optax.slice import Elements, Slice
 
 _SMALL = 0.1  # relative size of a step up to which `_near_logarithm` converges to float64
 _CAYLEY_STEPS = 6  # each leaves the square of the half angle, 1e-2 at most
@@ -45,7 +49,7 @@ class Drift(tuple[Element, ...]):
     It is a pytree, so that a jitted function may return it.
 
     Attributes:
-      names: per gauge, its description, and pairs of an instance's key with the names of its axes.
+      names: per gauge, its description, and pairs of a copy's key with the names of its axes.
     """
 
     names: tuple[tuple[str, tuple[tuple[str, tuple[str, ...]], ...]], ...]
@@ -120,9 +124,10 @@ def drift(params_0: Any, params_t: Any, gauges: Gauges) -> Drift:
     """
     group = product(gauges)
     elements = jax.tree.map(jnp.subtract, group.coordinates(params_t), group.coordinates(params_0))
+    b = group._bound(params_0)
     names = tuple(
-        (gauge._description, tuple((i.key, tuple(i.named)) for i in instances))
-        for gauge, instances in group._slice(params_0).parts
+        (gauge._description, tuple((copy.key, copy.named) for copy in copies))
+        for gauge, copies in zip(b.gauges, b.copies, strict=True)
     )
     return Drift(elements, names)
 
@@ -140,7 +145,8 @@ def vertical_motion(params: Any, update: Any, gauges: Gauges) -> tuple[Element, 
       skew logarithm of the rotation that, in slice coordinates, best carries the rows before to those after (polar
       factor of Wᵀ(W + U)), to first order the A of the vertical part W·A, zero for a horizontal step of any size. Tori:
       its angles; `rope_linear`: the change of the log-modulus, and these angles. `head_linear`: to first order alone,
-      the Z of the vertical part (A·Z, −B·Zᵀ), d_h × d_h.
+      the Z of the vertical part (A·Z, −B·Zᵀ), d_h × d_h. A rotation of the residual stream is that of the rows from
+      which it is read.
 
     Raises:
       ValueError: bindings that do not fit the tree.
@@ -152,146 +158,142 @@ def vertical_motion(params: Any, update: Any, gauges: Gauges) -> tuple[Element, 
     >>> round(float(go.measure.vertical_motion(params, step, gauge)[0][""][0, 1]), 3)
     1.571
     """
-    s = product(gauges)._slice(params)
-    after = jax.tree.map(lambda p, u: p + u.astype(p.dtype), params, update)
+    b = product(gauges)._bound(params)
+    s, after = b.slice, jax.tree.map(lambda p, u: p + u.astype(p.dtype), params, update)
     # Turning is measured in the basis in which the point is stored, so that its frame need not be read.
     values = s.values(params), s.values(after)
     before, now = (s.read(point, turning=False).elements for point in values)
-    start, end = (dict(s.enter(before, point)) for point in values)
-    turns = _read_turns(s, start, end, _logarithm)
-    motions: list[Any] = []
-    for instance, e, e_after in zip(s.instances, before, now, strict=True):
-        # A shift's coordinate is that of the stored leaf, whatever else moves it.
-        coordinates = [instance.coordinate(x, point) for x, point in zip((e, e_after), values, strict=True)]
-        pair = coordinates if jax.tree.leaves(coordinates[0]) else (e, e_after)
-        change = jax.tree.map(jnp.subtract, pair[1], pair[0])
-        motions.append(motion(instance, e, change, end, turns))
-    by_instance = iter(motions)
-    return tuple(gauge._join(instances, [next(by_instance) for _ in instances]) for gauge, instances in s.parts)
+    start, end = (s.enter(before, point).point for point in values)
+    found: dict[str, Any] = {}
+    for part in s.parts:
+        found[part.label], end = along(part, start, end)
+    found |= {part.label: turn for part, turn in _turns_of_heads(s, start, end, _logarithm).items()}
+    step = Step(before, now, found)
+    return b.by_gauge(lambda copy: motion(copy, step))
+
+
+class Step(NamedTuple):
+    """What a step does along parts; all by label.
+
+    Attributes:
+      before: elements of constants and sizes before the step.
+      now: the same after it.
+      found: what `along` finds, in the slice coordinates of the point before; per head, how far it turns.
+    """
+
+    before: Elements
+    now: Elements
+    found: Elements
 
 
 # What is asked of each kind of gauge ----------------------------------------------------------------------
 
-Turns = Mapping[Any, jax.Array]
-"""Rotation of heads → antisymmetric logarithm of how far they turn, (*named, size, size)."""
-
 
 @functools.singledispatch
-def motion(instance: Instance, e: Any, change: Any, end: Arrays, turns: Turns) -> Any:
-    """The logarithm of the part of a step along the orbit, in the public structure of an element.
+def motion(copy: Symmetry, step: Step) -> Any:
+    """The logarithm of the part of a step along the orbit, in the public structure of an element; None for no part.
 
     Args:
-      instance: a copy of a gauge.
-      e: the element that the point before the step reads as, without rotations.
-      change: how much the step changes that element, or its coordinate.
-      end: the point after the step, in the slice coordinates of the one before.
-      turns: how far heads turn.
+      copy: a copy of a gauge.
+      step: what the step does along its parts.
     """
-    return change
+    pair = [
+        copy.coordinate([f[part.label] if part.label in f else part.identity() for part in copy.parts])
+        for f in (step.now, step.before)
+    ]
+    return jax.tree.map(jnp.subtract, *pair)
 
 
 @motion.register
-def _(instance: Rotation, e: jax.Array, change: Any, end: Arrays, turns: Turns) -> Any:
-    return turns[instance]
+def _of_rotation(copy: HeadRotation, step: Step) -> Any:
+    return step.found[copy.parts[0].label]
 
 
 @motion.register
-def _(instance: Torus, e: jax.Array, change: Any, end: Arrays, turns: Turns) -> Any:
-    return turns[instance][..., 0, 1]
+def _of_angles(copy: Torus, step: Step) -> Any:
+    return step.found[copy.parts[0].label][..., 0, 1]
 
 
 @motion.register
-def _(instance: ComplexScale, e: jax.Array, change: Any, end: Arrays, turns: Turns) -> Any:
-    return jnp.stack([change[..., 0], turns[instance.turn][..., 0, 1]], -1)
+def _of_complex_numbers(copy: ComplexScale, step: Step) -> Any:
+    moduli, angles = (part.label for part in copy.parts)
+    change = jnp.log(step.now[moduli]) - jnp.log(step.before[moduli])
+    return jnp.stack([change, step.found[angles][..., 0, 1]], -1)
 
 
 @motion.register
-def _(instance: Linear, e: jax.Array, change: Any, end: Arrays, turns: Turns) -> Any:
-    stretch = _stretch(instance, end)
-    generator = stretch[..., 0, :, :] - jnp.eye(instance.size, dtype=e.dtype) + turns[instance.turn]
+def _of_matrices(copy: Linear, step: Step) -> Any:
+    stretch, turn = (part.label for part in copy.parts)
+    generator = step.found[stretch][..., 0, :, :] - copy.identity() + step.found[turn]
     # With A = Â·S and the slice point Â, Â·Z·S is A·(S⁻¹·Z·S).
-    return matmul(matmul(e[..., 1, :, :], generator), e[..., 0, :, :])
+    matrix, inverse = jnp.unstack(step.before[stretch], axis=-3)
+    return matmul(matmul(inverse, generator), matrix)
 
 
 @functools.singledispatch
-def turn_of_heads(instance: Instance) -> Any:
-    """The rotation by which it turns heads; None where it turns none."""
-    return None
+def along(part: Part[Any], start: Arrays, end: Arrays) -> tuple[Any, Arrays]:
+    """How far a step moves along a part, and its end without that, because the turns of heads are read there.
+
+    Args:
+      part: any part. Nothing is found along those that do not hide the turns of heads.
+      start: a slice point.
+      end: a point near it.
+    """
+    return None, end
 
 
-@turn_of_heads.register(ResidualRotation)  # one basis for all layers, and no head
-def _(instance: Instance) -> Any:
-    return None
+@along.register
+def _along_stretch(part: Stretch, start: Arrays, end: Arrays) -> tuple[Any, Arrays]:
+    stretch, _ = part.read(part.anchors[0], end, jnp.ones(part.shape, bool), near=True)
+    return stretch, part.undo(stretch, end)
 
 
-@turn_of_heads.register
-def _(instance: Heads) -> Any:
-    return instance
-
-
-@turn_of_heads.register(ComplexScale)
-@turn_of_heads.register(Linear)
-def _(instance: Any) -> Any:
-    return instance.turn
-
-
-@functools.singledispatch
-def without_stretch(instance: Instance, point: Arrays) -> Arrays:
-    """A point near the slice without what stretches its heads, which is no turn."""
-    return point
-
-
-@without_stretch.register(ComplexScale)
-@without_stretch.register(Linear)
-def _(instance: Any, point: Arrays) -> Arrays:
-    out: Arrays = instance.enter(_stretch(instance, point), point)
-    return out
-
-
-def _stretch(instance: Any, point: Arrays) -> jax.Array:
-    """The element that a point near the slice reads as, rotations apart."""
-    every_head = jnp.ones(instance.shape, bool)
-    stretch: jax.Array = instance.read(instance.anchors[0], point, every_head, near=True)[0]
-    return stretch
+@along.register
+def _along_stream(part: Stream, start: Arrays, end: Arrays) -> tuple[Any, Arrays]:
+    rows, (here, there) = part.rows_seen, (part.divided(x, x) for x in (start, end))
+    change = {path: there[path] - x for path, x in here.items()}
+    gram, step = (part.restricted(rows.gram(here, x))[None] for x in (here, change))
+    (turn,) = _logarithm(gram, step)
+    still = part.whole(jnp.zeros_like(turn))
+    return part.whole(turn) - still, part.undo(part.whole(skew_exponential(turn)), end)
 
 
 # Turning --------------------------------------------------------------------------------------------------
 
 
-def turning(s: Slice, point: Arrays, tangent: Arrays) -> tuple[dict[str, jax.Array], ...]:
+def turning(b: Bound, point: Arrays, tangent: Arrays) -> tuple[dict[str, jax.Array], ...]:
     """By how much a step turns every head, for steps that turn by less than 0.1.
 
     Args:
-      s: the slice.
+      b: the gauges.
       point: bound leaves of a slice point, heads in the basis in which they are stored.
       tangent: bound leaves of the step in slice coordinates.
 
     Returns:
-      Per gauge, instance → radians, the root of the sum of squares over planes; one number per head.
+      Per gauge, copy → radians, the root of the sum of squares over planes; one number per head.
     """
 
     def logarithm(gram: jax.Array, step: jax.Array) -> jax.Array:
         return _near_logarithm(gram + symmetric(step), skew(step))
 
-    turns = _read_turns(s, point, {path: x + tangent[path] for path, x in point.items()}, logarithm)
-    angles: list[dict[str, jax.Array]] = []
-    for _, instances in s.parts:
-        found = {i.key: turn for i in instances if (turn := turn_of_heads(i)) is not None}
-        squares = {key: (turn, jnp.sum(jnp.square(turns[turn]), (-2, -1)) / 2) for key, turn in found.items()}
-        planes = {key: jnp.sum(x, -1) if turn.named[-1:] == (PLANE,) else x for key, (turn, x) in squares.items()}
-        angles.append({key: jnp.sqrt(x) for key, x in planes.items()})
-    return tuple(angles)
+    end = {path: x + tangent[path] for path, x in point.items()}
+    for part, _, _ in b.slice.sizes:
+        _, end = along(part, point, end)
+    angles = {}
+    for turn, generator in _turns_of_heads(b.slice, point, end, logarithm).items():
+        squares = jnp.sum(jnp.square(generator), (-2, -1)) / 2
+        angles[turn] = jnp.sqrt(jnp.sum(squares, -1) if turn.named[-1:] == (PLANE,) else squares)
+    return tuple(
+        {copy.key: angles[part] for copy in copies for part in copy.parts if part in angles} for copies in b.copies
+    )
 
 
-def _read_turns(
+def _turns_of_heads(
     s: Slice, start: Arrays, end: Arrays, logarithm: Callable[[jax.Array, jax.Array], jax.Array]
 ) -> dict[Any, jax.Array]:
     """The skew logarithms, (*named, size, size), by which heads turn between two points near the slice."""
-    for instance in s.instances:
-        end = without_stretch(instance, end)
     change = {path: end[path] - x for path, x in start.items()}
-    turns = dict.fromkeys(s.turns)  # two gauges with the same heads share one entry
-    return {turn: logarithm(turn.gram(start, start), turn.gram(start, change)) for turn in turns}
+    return {turn: logarithm(turn.gram(start, start), turn.gram(start, change)) for turn in s.heads}
 
 
 def _logarithm(gram: jax.Array, step: jax.Array) -> jax.Array:

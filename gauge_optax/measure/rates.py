@@ -20,7 +20,8 @@ import numpy as np
 from gauge_optax.binding import leaves_by_path
 from gauge_optax.errors import binding_error
 from gauge_optax.gauges.gauge import Gauges, Product, product
-from gauge_optax.measure._metric import check_at, entered, moves, perpendicular, stored
+from gauge_optax.measure._metric import check_at, perpendicular, stored, ways
+from gauge_optax.slice import Elements
 
 _LEAST_POINTS = 8  # fewer have no halves to compare
 _NORMAL = 3.0  # standard errors by which two halves may differ by chance
@@ -138,20 +139,20 @@ def quotient_arc_length(points: Sequence[Any], gauges: Gauges, end: Any = None, 
 
 
 @partial(jax.jit, static_argnums=0)
-def _frame(group: Product, params: Any) -> tuple[Any, ...]:
-    s = group._slice(params)
+def _frame(group: Product, params: Any) -> Elements:
+    s = group._bound(params).slice
     return s.read(s.values(params)).elements
 
 
 @partial(jax.jit, static_argnums=(0, 1))
-def _step(group: Product, at: str, frame: tuple[Any, ...], before: Any, after: Any) -> jax.Array:
+def _step(group: Product, at: str, frame: Elements, before: Any, after: Any) -> jax.Array:
     """The length of the perpendicular part of a step between two points, with heads in the basis of the frame."""
-    s = group._slice(before)
+    s = group._bound(before).slice
     ends = []
     for params in (before, after):
         free = {p: jnp.asarray(x) for p, x in leaves_by_path(params).items()}
         free = {p: x for p, x in free.items() if jnp.issubdtype(x.dtype, jnp.floating)}
-        ends.append(free | stored(s, entered(s, moves(group, params, at, frame), s.values(params))))
+        ends.append(free | stored(s, ways(group, params, at, frame)[-1].point))
     step = perpendicular(group, ends[0], jax.tree.map(jnp.subtract, ends[1], ends[0]))
     return jnp.sqrt(sum((jnp.sum(jnp.square(x)) for x in step.values()), start=jnp.zeros(())))
 

@@ -43,7 +43,7 @@ def redundancy(gauges: Gauges, params: Any) -> int:
       params: the parameters, or their shapes (`jax.eval_shape`).
 
     Returns:
-      The dimensions, summed over all gauges and their instances; `go.plan` shows them per gauge. Directions that two
+      The dimensions, summed over all gauges and their copies; `go.plan` shows them per gauge. Directions that two
       orbits share are counted twice; `go.census` finds such an overlap.
 
     Raises:

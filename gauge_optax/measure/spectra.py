@@ -236,7 +236,7 @@ def gauge_fraction(params: Any, gauges: Gauges, tangent: Any = None) -> dict[str
     def size(x: Any) -> jax.Array:
         return jnp.sum(jnp.square(jnp.asarray(x, real_dtype())))
 
-    return {path: safe_divide(size(along[path]), size(whole[path])) for path in group._slice(params).added}
+    return {path: safe_divide(size(along[path]), size(whole[path])) for path in group._bound(params).slice.added}
 
 
 def _singular_values(name: str, matrix: jax.Array) -> jax.Array:

@@ -5,20 +5,19 @@ point* θ̂ = F⁻¹·θ is the same for all weights of one function; to *fix* a
 slice without changing the function.
 """
 
-from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-import jax
 import optax
 
 from gauge_optax.binding import leaves_by_path, with_leaves
-from gauge_optax.gauges.bound import bound
+from gauge_optax.errors import binding_error
 from gauge_optax.gauges.gauge import Gauges, Product, product
 from gauge_optax.optimizers.decay import decayed_leaves, require_whole_gauges
 from gauge_optax.optimizers.rest import resting
 from gauge_optax.parts.part import Arrays
-from gauge_optax.slice import Elements, Entered, Frame, Slice
+from gauge_optax.slice import Elements, Entered, Frame, Slice, minus, plus
 from gauge_optax.transformation import (
+    GaugeTransformation,
     at_once,
     cast_like,
     checked_inner,
@@ -26,6 +25,7 @@ from gauge_optax.transformation import (
     placeholder,
     require_values,
     transformation,
+    with_gauges_of,
     with_sharding_of,
 )
 
@@ -48,7 +48,7 @@ class QuotientState(NamedTuple):
 
 def quotient(
     inner: optax.GradientTransformation, gauges: Gauges, *, hold: bool = True, pin: bool = True, rest: str = "anchor"
-) -> optax.GradientTransformationExtraArgs:
+) -> GaugeTransformation:
     """Runs any Optax transformation so that all weights of one function give one training run.
 
     Args:
@@ -106,38 +106,36 @@ def quotient_for(
     hold: bool = True,
     pin: bool = True,
     rest: str = "anchor",
-) -> optax.GradientTransformationExtraArgs:
+) -> GaugeTransformation:
     """Returns `quotient`, with messages that name the public function `name`."""
     inner, group = checked_inner(name, inner), product(gauges)
 
     def update(updates: Any, state: QuotientState, params: Any, **extra: Any) -> tuple[Any, QuotientState]:
-        s = bound(group.parts, params).slice
-        entered = s.enter(s.elements(state.frame), s.values(params))  # θ̂ = F⁻¹·θ
+        s = group._bound(params).slice
+        entered = s.enter(_frame_of(name, s, state, pin), s.values(params))  # θ̂ = F⁻¹·θ
         gradient = slice_gradient(s, entered, updates)  # ĝ = Fᵀ·g
-        seen = s.enter(state.offset, entered.point)  # θ̃ = B⁻¹·θ̂, the same point with pin=True
-        u, inner_state = inner.update(
-            with_leaves(gradient, seen.pull(s.vectors(gradient))),
-            state.inner_state,
-            with_leaves(params, seen.point),
-            **_extra_at(s, (entered, seen), params, extra),
-        )
-        grown, after = s.fix(_plus(entered.point, seen.push(s.vectors(u))), state.frame.live)  # θ̂′ = fix(θ̂ + u)
-        step = _minus(after, entered.point)
+        seen = s.enter(state.offset, entered.point)  # what `inner` sees: θ̃ = B⁻¹·θ̂, with pin=True θ̂ itself
+        of_seen, extra = with_leaves(gradient, seen.pull(s.vectors(gradient))), _extra_at(s, entered, seen, params, extra)
+        u, inner_state = inner.update(of_seen, state.inner_state, with_leaves(params, seen.point), **extra)
+        grown, after = s.fix(plus(entered.point, seen.push(s.vectors(u))), state.frame.live)  # θ̂′ = fix(θ̂ + u)
+        step = minus(after, entered.point)
         step = s.hold(entered.point, step) if hold else step  # without rotations of heads
         step, frame = _rested(s, state.frame, grown, entered.point, step)
-        offset = {label: _part(s, label).compose(_part(s, label).inverse(grown[label]), b) for label, b in state.offset.items()}
-        out = cast_like(entered.push(step), updates)  # F·(θ̂′ − θ̂)
-        return with_leaves(u, out), QuotientState(frame, inner_state, offset)
+        out = with_leaves(u, cast_like(entered.push(step), updates))  # F·(θ̂′ − θ̂)
+        return out, QuotientState(frame, inner_state, _offset_after(s, state.offset, grown))
 
     def init(params: optax.Params) -> QuotientState:
         frame, point = frame_and_slice_point(name, group, params)
-        state, s = inner.init(point), bound(group.parts, params).slice
+        state, s = inner.init(point), group._bound(params).slice
         for flags in decayed_leaves(inner, state, point):
             require_whole_gauges(name, s, flags)
         return QuotientState(frame, state, {} if pin else no_offset(s))
 
-    tx = transformation(name, init, update, QuotientState, lambda p: QuotientState(placeholder(), inner.init(p)))
-    return resting(name, tx, group, rest)
+    def empty(params: Any) -> QuotientState:
+        return QuotientState(placeholder(), inner.init(params))
+
+    gauges_held = with_gauges_of(inner, group.parts)
+    return resting(name, transformation(name, init, update, QuotientState, empty, gauges=gauges_held), group, rest)
 
 
 def slice_gradient(s: Slice, entered: Entered, updates: Any, without_constants: bool = True) -> Any:
@@ -158,8 +156,24 @@ def no_offset(s: Slice) -> Elements:
     return {part.label: part.identity() for part, _, _ in s.sizes if part.label not in s.alone}
 
 
-def _part(s: Slice, label: str) -> Any:
-    return next(part for part, _, _ in s.sizes if part.label == label)
+def _offset_after(s: Slice, offset: Elements, grown: Elements) -> Elements:
+    """The offset after a step: with θ̂ + B·u = e·θ̂′, the point that `inner` sees next is (e⁻¹·B)⁻¹·θ̂′."""
+    parts = {part.label: part for part, _, _ in s.sizes}
+    return {label: parts[label].compose(parts[label].inverse(grown[label]), b) for label, b in offset.items()}
+
+
+def _frame_of(name: str, s: Slice, state: QuotientState, pin: bool) -> Elements:
+    """F. Raises ValueError for the state of other gauges, and for one that was made with another `pin`."""
+    if set(state.offset) != set({} if pin else no_offset(s)):
+        made, wanted = ("False", "True") if pin else ("True", "False")
+        raise binding_error(
+            name,
+            f"a state made with pin={made}",
+            f"an offset of {', '.join(sorted(state.offset)) or 'nothing'}",
+            f"a state of pin={wanted}",
+            f"write {name}(..., pin={made}), or convert a plain state by go.from_state(..., pin={wanted})",
+        )
+    return s.elements(state.frame)
 
 
 def _rested(s: Slice, frame: Frame, grown: Elements, point: Arrays, step: Arrays) -> tuple[Arrays, Frame]:
@@ -171,16 +185,8 @@ def _rested(s: Slice, frame: Frame, grown: Elements, point: Arrays, step: Arrays
     for part, _, _ in s.sizes:
         if part.label in s.following:
             elements[part.label] = part.compose(elements[part.label], grown[part.label])
-            step = _minus(part.act(grown[part.label], _plus(point, step)), point)
+            step = minus(part.act(grown[part.label], plus(point, step)), point)
     return step, frame._replace(elements=elements)
-
-
-def _plus(a: Mapping[str, jax.Array], b: Mapping[str, jax.Array]) -> Arrays:
-    return {path: x + b[path] for path, x in a.items()}
-
-
-def _minus(a: Mapping[str, jax.Array], b: Mapping[str, jax.Array]) -> Arrays:
-    return {path: x - b[path] for path, x in a.items()}
 
 
 def frame_and_slice_point(name: str, group: Product, params: Any) -> tuple[Frame, Any]:
@@ -196,7 +202,7 @@ def frame_and_slice_point(name: str, group: Product, params: Any) -> tuple[Frame
         `norm_scale`.
     """
     require_values(name, params)
-    s, mesh = bound(group.parts, params).slice, layout(params)
+    s, mesh = group._bound(params).slice, layout(params)
     s.check_norms()
     with mesh.left_open():
         stored = mesh.enter(params)
@@ -212,18 +218,18 @@ def _read_and_entered(s: Slice, leaves: Any) -> tuple[Frame, Arrays]:
     return frame, s.enter(frame.elements, values).point
 
 
-def _extra_at(s: Slice, ways: Sequence[Entered], params: Any, extra: dict[str, Any]) -> dict[str, Any]:
+def _extra_at(s: Slice, entered: Entered, seen: Entered, params: Any, extra: dict[str, Any]) -> dict[str, Any]:
     """The extra arguments, with `grad` and `value_fn` of the weights θ replaced by those of the point `inner` sees."""
     if extra.get("grad") is not None:
-        gradient = slice_gradient(s, ways[0], extra["grad"])
-        extra = extra | {"grad": with_leaves(gradient, ways[1].pull(s.vectors(gradient)))}
+        gradient = slice_gradient(s, entered, extra["grad"])
+        extra = extra | {"grad": with_leaves(gradient, seen.pull(s.vectors(gradient)))}
     if "value_fn" in extra:
         value_fn = extra["value_fn"]
 
-        def of_seen_point(seen: Any, *args: Any, **kwargs: Any) -> Any:
-            values = ways[0].leave(ways[1].leave(s.vectors(seen)))
+        def of_seen_point(point: Any, *args: Any, **kwargs: Any) -> Any:
+            values = entered.leave(seen.leave(s.vectors(point)))
             stored = {path: x - s.added[path] for path, x in values.items()}
-            return value_fn(with_leaves(seen, cast_like(stored, params)), *args, **kwargs)
+            return value_fn(with_leaves(point, cast_like(stored, params)), *args, **kwargs)
 
         extra = extra | {"value_fn": of_seen_point}
     return extra

@@ -24,7 +24,7 @@ from gauge_optax.parts.matrices import TOKEN, Matrices, neuron_matrices
 from gauge_optax.rotation import vectors
 from gauge_optax.rotation.max_norm import Measure, named_max_norm
 from gauge_optax.slice import Slice
-from gauge_optax.transformation import require_choice
+from gauge_optax.transformation import GaugeTransformation, require_choice
 
 Scalar = float | jax.Array
 
@@ -53,7 +53,7 @@ def ddc_adamw(
     preset: str | None = None,
     max_log_step: Scalar = 0.5,
     rest: str = "anchor",
-) -> optax.GradientTransformationExtraArgs:
+) -> GaugeTransformation:
     """DDC's AdamW on the slice: one Adam per length of a scale channel, and second moments per head.
 
     It equals the chain of gauge_project, scale_by_ddc, add_gauge_decay, scale_by_learning_rate and gauge_retract.
@@ -153,7 +153,7 @@ def ddc_muon(
     scale_floor: Scalar | None = None,
     max_log_step: Scalar = 0.5,
     rest: str = "anchor",
-) -> optax.GradientTransformationExtraArgs:
+) -> GaugeTransformation:
     """DDC's Muon on the slice: polar factors for matrices, Adam for the lengths of scales, `ddc_adamw` for all else.
 
     Args:
@@ -263,7 +263,7 @@ def _ddc_optimizer(
     polar: Polar | None,
     tail: tuple[optax.GradientTransformation, ...],
     rest: str,
-) -> optax.GradientTransformationExtraArgs:
+) -> GaugeTransformation:
     """DDC's optimizers: `quotient` around a chain of `ddc` and `tail`, which is the decay and the learning rate."""
     inner = optax.chain(ddc(group, options, polar), *tail)
     require_choice(name, "rest", rest, RESTS if options.vertical == "frozen" else RESTS[:1])
@@ -291,7 +291,7 @@ def quotient_adamw(
     hold: bool = True,
     pin: bool = True,
     rest: str = "anchor",
-) -> optax.GradientTransformationExtraArgs:
+) -> GaugeTransformation:
     """`quotient` around `optax.adamw`.
 
     Args:
@@ -358,7 +358,7 @@ def quotient_muon(
     hold: bool = True,
     pin: bool = False,
     rest: str = "anchor",
-) -> optax.GradientTransformationExtraArgs:
+) -> GaugeTransformation:
     """`quotient` around Muon with one matrix per head, and Adam for the leaves that are not matrices.
 
     Matrices are the leaves of rotations, tori, linear gauges and rescales and the consumers of norms, except vectors
@@ -449,7 +449,7 @@ def max_norm_muon(
     hold: bool = True,
     pin: bool = False,
     rest: str = "anchor",
-) -> optax.GradientTransformationExtraArgs:
+) -> GaugeTransformation:
     """`quotient` around `max_norm` around Muon: every weight vector steps by the learning rate, in a ball.
 
     Begin with a peak rate of 0.02 in runs of 1,000 steps or more, from any start. Whether it trains better than Muon is

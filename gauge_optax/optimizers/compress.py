@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import optax
 
 from gauge_optax.errors import binding_error
-from gauge_optax.transformation import checked_inner, require_choice, transformation
+from gauge_optax.transformation import GaugeTransformation, checked_inner, require_choice, transformation
 from gauge_optax.xla import hashed_positions
 
 _NAME = "compress_second_moments"
@@ -47,7 +47,7 @@ class CompressedState(NamedTuple):
 
 def compress_second_moments(
     inner: optax.GradientTransformation, dtype: str = "bfloat16"
-) -> optax.GradientTransformationExtraArgs:
+) -> GaugeTransformation:
     """Wraps an optimizer so that its state holds second moments in 16 or 8 bits per entry, rounded at random.
 
     Args:
@@ -110,7 +110,7 @@ def compress_second_moments(
     def empty(params: Any) -> CompressedState:
         return CompressedState(jnp.zeros((), jnp.int32), jnp.zeros(0) if dtype == "uint8" else (), inner.init(params))
 
-    return transformation(_NAME, init, update, CompressedState, empty)
+    return transformation(_NAME, init, update, CompressedState, empty, gauges=inner.gauges)
 
 
 def compressed(count: jax.Array, state: Any, dtype: str, stream: int = 0) -> CompressedState:

@@ -35,15 +35,16 @@ from gauge_optax.optimizers.ddc_vertical import (
     VerticalMoments,
     has_orbit_coordinates,
     init_vertical,
+    log_step,
     vertical_step,
 )
-from gauge_optax.optimizers.lengths import has_lengths, log_step, partner
 from gauge_optax.optimizers.polar import Polar
 from gauge_optax.parts.matrices import Matrices
-from gauge_optax.parts.part import Arrays, Part, name_of
-from gauge_optax.parts.sizes import Stretch
+from gauge_optax.parts.part import Anchor, Arrays, Part, name_of
+from gauge_optax.parts.sizes import Factor, Stretch
 from gauge_optax.slice import Slice
 from gauge_optax.transformation import (
+    GaugeTransformation,
     at_once,
     cast_like,
     layout,
@@ -124,7 +125,7 @@ class ScaleByDDCState(NamedTuple):
     gauges: Any
 
 
-def ddc(group: Product, options: Options, polar: Polar | None = None) -> optax.GradientTransformationExtraArgs:
+def ddc(group: Product, options: Options, polar: Polar | None = None) -> GaugeTransformation:
     """DDC's Adam for slice gradients at slice points; with `polar`, DDC's Muon.
 
     Args:
@@ -172,7 +173,7 @@ def ddc(group: Product, options: Options, polar: Polar | None = None) -> optax.G
     def init(params: optax.Params) -> ScaleByDDCState:
         return init_ddc(group, options, polar, params)
 
-    return transformation("scale_by_ddc", init, update, ScaleByDDCState, empty)
+    return transformation("scale_by_ddc", init, update, ScaleByDDCState, empty, gauges=group.parts)
 
 
 def init_ddc(group: Product, options: Options, polar: Polar | None, params: optax.Params) -> ScaleByDDCState:
@@ -235,6 +236,28 @@ class Channels:
             part = point[block.path] * block.spread(self.part.named, rates)
             out[block.path] = out[block.path] + part if block.path in out else part
         return out
+
+
+@functools.singledispatch
+def has_lengths(part: Part[Any]) -> bool:
+    """Whether its blocks have a length per channel, which its elements change; only those of scales have."""
+    return False
+
+
+@has_lengths.register
+def _factor_has_lengths(part: Factor) -> bool:
+    return True
+
+
+@functools.singledispatch
+def partner(part: Part[Any], anchor: Anchor) -> tuple[Block, ...]:
+    """The blocks whose size is the length of a channel while its anchor's size is fixed; () where there are none."""
+    return ()
+
+
+@partner.register
+def _partner_of_factor(part: Factor, anchor: Anchor) -> tuple[Block, ...]:
+    return part.down if anchor[0] in part.up else ()
 
 
 def channels_with_length(s: Slice) -> list[Channels]:

@@ -44,18 +44,18 @@ from gauge_optax.parts.sizes import Factor
 from gauge_optax.parts.stream import Stream
 from gauge_optax.parts.turns import Planes, Rotation
 from gauge_optax.slice import Elements, Slice
-from gauge_optax.transformation import cast_like, explain_state_mismatch, transformation
+from gauge_optax.transformation import GaugeTransformation, cast_like, explain_state_mismatch, transformation
 from gauge_optax.xla import computed_twice, not_fused_with_spread
 
 
 def fused_ddc(
     name: str,
-    plain: optax.GradientTransformationExtraArgs,
+    plain: GaugeTransformation,
     group: Product,
     options: Options,
     polar: Polar | None,
     tail: optax.GradientTransformationExtraArgs,
-) -> optax.GradientTransformationExtraArgs:
+) -> GaugeTransformation:
     """The same transformation as `plain`, with the same states.
 
     Args:
@@ -117,7 +117,7 @@ def fused_ddc(
         step = entered.push(jax.tree.map(jnp.subtract, after, point))
         return with_leaves(u, cast_like(step, updates)), QuotientState(state.frame, (ddc_state, *tail_state))
 
-    return transformation(name, plain.init, update, QuotientState, plain.init)
+    return transformation(name, plain.init, update, QuotientState, plain.init, gauges=plain.gauges)
 
 
 def _applies(s: Slice) -> bool:

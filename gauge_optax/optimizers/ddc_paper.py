@@ -19,6 +19,7 @@ the lengths rest where the step leaves them. Numbers that the text does not give
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -45,11 +46,20 @@ from gauge_optax.optimizers.ddc import (
 )
 from gauge_optax.optimizers.ddc_heads import init_heads
 from gauge_optax.optimizers.ddc_vertical import init_vertical
-from gauge_optax.optimizers.lengths import joined_sides
 from gauge_optax.optimizers.polar import Polar
-from gauge_optax.parts.part import Arrays
+from gauge_optax.parts.heads import PLANE
+from gauge_optax.parts.part import Arrays, Part
+from gauge_optax.parts.sizes import Factor
 from gauge_optax.slice import Slice
-from gauge_optax.transformation import cast_like, layout, placeholder, require_choice, transformation, zeros_like
+from gauge_optax.transformation import (
+    GaugeTransformation,
+    cast_like,
+    layout,
+    placeholder,
+    require_choice,
+    transformation,
+    zeros_like,
+)
 
 Scalar = float | jax.Array
 _RESET_EVERY = 1000  # steps after which eigenbases are renewed in any case; the text has no number
@@ -124,6 +134,23 @@ class Tensors:
         return sum(e * e for e in self.exponents)
 
 
+@functools.singledispatch
+def joined_sides(part: Part[Any]) -> tuple[tuple[Block, ...], ...]:
+    """The tensors that appendix B joins by a product of their norms; () where it has no rule for norms.
+
+    That product of both sides is what a scale does not change. A scale of one side leaves no product, and its one
+    tensor has no length to step. The planes of rotary heads have no lengths in the paper.
+    """
+    return ()
+
+
+@joined_sides.register
+def _joined_by_factor(part: Factor) -> tuple[tuple[Block, ...], ...]:
+    if PLANE in part.named:
+        return ()
+    return (part.up, part.down) if part.down else (part.blocks,)
+
+
 def joined_tensors(s: Slice) -> list[Tensors]:
     """Pairs of scale gauges, and chains of gauges that name no axis; every chain once."""
     joined = {i: joined_sides(i) for i in s.parts}
@@ -153,7 +180,7 @@ def _meet(side: Sequence[Block], other: Sequence[Block]) -> bool:
 
 def paper_ddc(
     group: Product, options: Options, paper: PaperOptions, polar: Polar | None = None
-) -> optax.GradientTransformationExtraArgs:
+) -> GaugeTransformation:
     """Appendix B for gradients in the coordinates of `link`: into a step; into a direction without a learning rate.
 
     Args:
@@ -224,7 +251,7 @@ def paper_ddc(
     def empty(params: Any) -> ScaleByDDCState:
         return ScaleByDDCState(jnp.int32(0), zeros_like(params, options.mu_dtype), zeros_like(params), placeholder())
 
-    return transformation("scale_by_ddc", init, update, ScaleByDDCState, empty)
+    return transformation("scale_by_ddc", init, update, ScaleByDDCState, empty, gauges=group.parts)
 
 
 def _sizes(sized: Sequence[tuple[Channels, jax.Array]], point: Arrays) -> Arrays:

@@ -15,9 +15,9 @@ import jax.numpy as jnp
 from gauge_optax.gauges.by_action import OfUser
 from gauge_optax.linalg import noise, real_dtype, skew
 from gauge_optax.optimizers.adam import Adam
-from gauge_optax.optimizers.lengths import has_lengths, log_step
 from gauge_optax.parts.constants import Mean
 from gauge_optax.parts.part import Anchor, Arrays, Constant, Part, changed
+from gauge_optax.parts.sizes import Factor
 from gauge_optax.slice import Slice
 
 VERTICAL = ("frozen", "sgd", "adam")
@@ -115,6 +115,17 @@ def _means_have(part: Mean) -> bool:
 
 
 @functools.singledispatch
+def log_step(part: Part[Any]) -> float:
+    """√(1 + p²), the norm of the changes (1, −p) that log α = 1 makes to both sides' logs; 0 if it is no scale."""
+    return 0.0
+
+
+@log_step.register
+def _log_step_of_factor(part: Factor) -> float:
+    return math.hypot(1.0, part.degree)
+
+
+@functools.singledispatch
 def is_shift(part: Part[Any]) -> bool:
     """Whether its coordinates are what it adds to leaves, one array per block."""
     return False
@@ -129,7 +140,7 @@ def _means_are(part: Mean) -> bool:
 
 
 def _scales(s: Slice) -> list[Any]:
-    return [part for part, _, _ in s.sizes if has_lengths(part)]
+    return [part for part, _, _ in s.sizes if log_step(part)]
 
 
 def _shifts(s: Slice) -> list[tuple[Any, Anchor]]:

@@ -22,7 +22,13 @@ from gauge_optax.gauges.gauge import Gauges, Product, product
 from gauge_optax.parts.part import Part, Turn, changed, name_of
 from gauge_optax.parts.sizes import Factor, Stretch
 from gauge_optax.slice import Slice
-from gauge_optax.transformation import in_computing_dtype, in_dtype_of, require_choice, transformation
+from gauge_optax.transformation import (
+    GaugeTransformation,
+    in_computing_dtype,
+    in_dtype_of,
+    require_choice,
+    transformation,
+)
 
 Decay: TypeAlias = optax.ScalarOrSchedule | Mapping[str, float]
 """A decoupled decay: a number or a schedule for all leaves, or a number per role."""
@@ -48,7 +54,7 @@ class AddGaugeDecayState(NamedTuple):
 
 def add_gauge_decay(
     weight_decay: Decay, gauges: Gauges, match: str = "adamw", mask: Any = None
-) -> optax.GradientTransformationExtraArgs:
+) -> GaugeTransformation:
     """Adds weight_decay·θ to the updates, before the learning rate.
 
     Args:
@@ -101,7 +107,7 @@ def decay(
     mask: Any = None,
     only: Callable[[Slice, Any], Collection[str]] | None = None,
     on_slice: bool = False,
-) -> optax.GradientTransformationExtraArgs:
+) -> GaugeTransformation:
     """`add_gauge_decay`, also for an optimizer inside `quotient`.
 
     Args:
@@ -150,7 +156,7 @@ def decay(
     def empty(params: Any) -> AddGaugeDecayState:
         return AddGaugeDecayState(jnp.zeros((), jnp.int32))
 
-    return transformation(_NAME, init, update, AddGaugeDecayState, empty)
+    return transformation(_NAME, init, update, AddGaugeDecayState, empty, gauges=group.parts)
 
 
 @functools.singledispatch

@@ -17,7 +17,15 @@ from gauge_optax.errors import binding_error
 from gauge_optax.gauges.gauge import Gauge, Gauges, Product, product
 from gauge_optax.states.moves import Move, MovingPart
 from gauge_optax.states.transport import ON_UNKNOWN, transported_state
-from gauge_optax.transformation import in_dtype_of, require_choice, require_every, stepped, transformation
+from gauge_optax.transformation import (
+    GaugeTransformation,
+    in_dtype_of,
+    require_choice,
+    require_every,
+    stepped,
+    transformation,
+    with_gauges_of,
+)
 
 _NAME = "gauge_fix"
 
@@ -42,7 +50,7 @@ def gauge_fix(
     transport: bool = True,
     *,
     on_unknown: str = "error",
-) -> optax.GradientTransformationExtraArgs:
+) -> GaugeTransformation:
     r"""Wraps an optimizer: after its step the weights move to the balanced representative, the function unchanged.
 
     .. math::
@@ -132,7 +140,7 @@ def gauge_fix(
     def empty(params: Any) -> GaugeFixState:
         return GaugeFixState(jnp.zeros((), jnp.int32), within.init(params))
 
-    return transformation(_NAME, init, update, GaugeFixState, empty)
+    return transformation(_NAME, init, update, GaugeFixState, empty, gauges=with_gauges_of(inner, group.parts))
 
 
 def chords(gauge: Gauge, element: Any, params: Any, after: Any) -> dict[str, jax.Array]:

@@ -26,7 +26,16 @@ from gauge_optax.gauges.symmetry import Effect
 from gauge_optax.optimizers.fix import chords
 from gauge_optax.states.moves import Move, MovingPart
 from gauge_optax.states.transport import ON_UNKNOWN, transported_state
-from gauge_optax.transformation import checked_inner, in_dtype_of, placeholder, require_choice, stepped, transformation
+from gauge_optax.transformation import (
+    GaugeTransformation,
+    checked_inner,
+    in_dtype_of,
+    placeholder,
+    require_choice,
+    stepped,
+    transformation,
+    with_gauges_of,
+)
 
 _NAME = "hold_products"
 KINDS = ("init", "cap", "decay")
@@ -82,7 +91,7 @@ def hold_products(
     alone: Mapping[str, Axes] | None = None,
     transport: bool = True,
     on_unknown: str = "error",
-) -> optax.GradientTransformationExtraArgs:
+) -> GaugeTransformation:
     r"""Wraps an optimizer: after its step both sides of every scale are multiplied by one factor.
 
     .. math::
@@ -191,7 +200,8 @@ def hold_products(
     def empty(params: Any) -> HoldProductsState:
         return HoldProductsState(inner.init(params), HeldProducts(placeholder()) if kind == "init" else ())
 
-    return transformation(_NAME, init, update, HoldProductsState, empty)
+    held = with_gauges_of(inner, group.parts)
+    return transformation(_NAME, init, update, HoldProductsState, empty, gauges=held)
 
 
 def log_products(gauge: Gauge, params: Any) -> Element:

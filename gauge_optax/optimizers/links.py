@@ -23,12 +23,14 @@ from gauge_optax.optimizers.ddc import checked_options, ddc
 from gauge_optax.optimizers.ddc_paper import PaperOptions, paper_ddc, paper_options
 from gauge_optax.optimizers.polar import Labels, polar_of
 from gauge_optax.transformation import (
+    GaugeTransformation,
     cast_like,
     checked_inner,
     in_dtype_of,
     placeholder,
     require_choice,
     transformation,
+    with_gauges_of,
 )
 
 Scalar = float | jax.Array
@@ -36,7 +38,7 @@ Scalar = float | jax.Array
 
 def link(
     name: str, inner: optax.GradientTransformation, group: Product, without_shifts: bool = True
-) -> optax.GradientTransformationExtraArgs:
+) -> GaugeTransformation:
     """A link of a chain: `inner` on the slice. Its step ends off the slice; `gauge_retract` leads back to it.
 
     Args:
@@ -59,7 +61,10 @@ def link(
         frame, point = frame_and_slice_point(name, group, params)
         return QuotientState(frame, inner.init(point))
 
-    return transformation(name, init, update, QuotientState, lambda p: QuotientState(placeholder(), inner.init(p)))
+    def empty(params: Any) -> QuotientState:
+        return QuotientState(placeholder(), inner.init(params))
+
+    return transformation(name, init, update, QuotientState, empty, gauges=with_gauges_of(inner, group.parts))
 
 
 class GaugeRetractState(NamedTuple):
@@ -72,7 +77,7 @@ class GaugeRetractState(NamedTuple):
     frame: Any
 
 
-def gauge_project(gauges: Gauges, kind: str = "gradient") -> optax.GradientTransformationExtraArgs:
+def gauge_project(gauges: Gauges, kind: str = "gradient") -> GaugeTransformation:
     """Keeps the horizontal part of updates: it removes their part along the orbit.
 
     Args:
@@ -106,7 +111,10 @@ def gauge_project(gauges: Gauges, kind: str = "gradient") -> optax.GradientTrans
         horizontal = group._bound(params).slice.horizontal_at(params, updates, dual=kind == "gradient")
         return in_dtype_of(updates, horizontal), state
 
-    return transformation("gauge_project", init, update, optax.EmptyState, lambda params: optax.EmptyState())
+    def empty(params: Any) -> optax.EmptyState:
+        return optax.EmptyState()
+
+    return transformation("gauge_project", init, update, optax.EmptyState, empty, gauges=group.parts)
 
 
 def scale_by_ddc(
@@ -127,7 +135,7 @@ def scale_by_ddc(
     refresh_drift: Scalar = 0.1,
     refresh_every: int | jax.Array | None = None,
     preset: str | None = None,
-) -> optax.GradientTransformationExtraArgs:
+) -> GaugeTransformation:
     """DDC's Adam on the slice of a product of gauges; leaves that no gauge binds get Adam.
 
     Args:
@@ -198,7 +206,7 @@ def scale_by_scaled_polar(
     radial: str = "linear",
     radial_scale: Scalar = 1.0,
     scale_floor: Scalar = 0.0,
-) -> optax.GradientTransformationExtraArgs:
+) -> GaugeTransformation:
     """Muon on the slice of a product of gauges for matrices, `scale_by_ddc` for everything else.
 
     Matrices are the leaves of rotations, tori and rescales and the consumers of norms, except vectors and the leaves of
@@ -272,7 +280,7 @@ def scale_by_scaled_polar(
     return link("scale_by_scaled_polar", ddc(group, options, polar), group, without_shifts=vertical == "frozen")
 
 
-def gauge_retract(gauges: Gauges) -> optax.GradientTransformationExtraArgs:
+def gauge_retract(gauges: Gauges) -> GaugeTransformation:
     """Turns a scaled tangent into a step that ends on the slice, moved to the starting point: no coordinate drifts.
 
     Args:
@@ -312,4 +320,7 @@ def gauge_retract(gauges: Gauges) -> optax.GradientTransformationExtraArgs:
     def init(params: optax.Params) -> GaugeRetractState:
         return GaugeRetractState(frame_and_slice_point("gauge_retract", group, params)[0])
 
-    return transformation("gauge_retract", init, update, GaugeRetractState, lambda p: GaugeRetractState(placeholder()))
+    def empty(params: Any) -> GaugeRetractState:
+        return GaugeRetractState(placeholder())
+
+    return transformation("gauge_retract", init, update, GaugeRetractState, empty, gauges=group.parts)

@@ -23,7 +23,14 @@ from gauge_optax.optimizers.sides import channel_sides, matrix_sides
 from gauge_optax.parts.heads import BASIS
 from gauge_optax.parts.part import changed, name_of
 from gauge_optax.slice import Slice
-from gauge_optax.transformation import in_dtype_of, placeholder, require_choice, require_every, transformation
+from gauge_optax.transformation import (
+    GaugeTransformation,
+    in_dtype_of,
+    placeholder,
+    require_choice,
+    require_every,
+    transformation,
+)
 
 Arrays = dict[str, jax.Array]
 Pair = tuple[jax.Array, jax.Array]
@@ -62,7 +69,7 @@ def scale_by_opposite_gram(
     damping_mode: str = "relative",
     diagonal: bool = False,
     every: int | jax.Array = 1,
-) -> optax.GradientTransformationExtraArgs:
+) -> GaugeTransformation:
     r"""Multiplies each factor's increments by the inverse Gram matrix of the opposite factor.
 
     It comes after an optimizer's scaling and before decoupled decay; the learning rate may be before or after it. For
@@ -171,7 +178,7 @@ def scale_by_opposite_gram(
     def empty(params: Any) -> ScaleByOppositeGramState:
         return ScaleByOppositeGramState((), ()) if always else ScaleByOppositeGramState(placeholder(), jnp.int32(0))
 
-    return transformation(_NAME, init, update, ScaleByOppositeGramState, empty)
+    return transformation(_NAME, init, update, ScaleByOppositeGramState, empty, gauges=group.parts)
 
 
 def two_sides(s: Slice) -> tuple[list[Any], list[Any]]:

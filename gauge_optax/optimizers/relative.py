@@ -17,10 +17,10 @@ import optax
 from gauge_optax.binding import leaves_by_path, with_leaves
 from gauge_optax.gauges.gauge import Gauges, product
 from gauge_optax.parts.matrices import matrices_of
-from gauge_optax.transformation import transformation
+from gauge_optax.transformation import GaugeTransformation, transformation
 
 
-def scale_by_relative_rms(gauges: Gauges, min_scale: float | jax.Array = 0.1) -> optax.GradientTransformation:
+def scale_by_relative_rms(gauges: Gauges, min_scale: float | jax.Array = 0.1) -> GaugeTransformation:
     """Multiplies the update of every kernel that a gauge binds by max(RMS(kernel)·√fan-in, min_scale).
 
     Args:
@@ -63,4 +63,7 @@ def scale_by_relative_rms(gauges: Gauges, min_scale: float | jax.Array = 0.1) ->
             scaled[path] = (factor * steps[path]).astype(steps[path].dtype)
         return with_leaves(updates, scaled), state
 
-    return transformation("scale_by_relative_rms", init, update, optax.EmptyState, lambda params: optax.EmptyState())
+    def empty(params: Any) -> optax.EmptyState:
+        return optax.EmptyState()
+
+    return transformation("scale_by_relative_rms", init, update, optax.EmptyState, empty, gauges=group.parts)

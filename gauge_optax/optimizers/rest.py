@@ -19,7 +19,14 @@ from gauge_optax.gauges.gauge import Product
 from gauge_optax.parts.part import Arrays, Part
 from gauge_optax.parts.sizes import Factor
 from gauge_optax.slice import Elements, Slice
-from gauge_optax.transformation import cast_like, layout, placeholder, require_choice, transformation
+from gauge_optax.transformation import (
+    GaugeTransformation,
+    cast_like,
+    layout,
+    placeholder,
+    require_choice,
+    transformation,
+)
 
 RESTS = ("anchor", "balanced")
 
@@ -56,17 +63,17 @@ def _of_factor(part: Factor, x: Arrays) -> jax.Array | None:
 def held_ratios(s: Slice, f: Elements, x: Arrays) -> dict[str, jax.Array]:
     """The coordinates of stored weights with the frame f and the slice point x."""
     ratios = ((part, log_ratio(part, x)) for part, _, _ in s.sizes)
-    return {p.label: r + _share(p) * jnp.log(jnp.abs(f[p.label])) for p, r in ratios if r is not None}
+    return {p.label: r + share(p) * jnp.log(jnp.abs(f[p.label])) for p, r in ratios if r is not None}
 
 
-def _share(part: Any) -> float:
+def share(part: Any) -> float:
     """By how much log α = 1 changes log ‖up‖ − p·log ‖down‖."""
     return 1.0 + float(part.degree) ** 2
 
 
 def resting(
-    name: str, tx: optax.GradientTransformationExtraArgs, group: Product, rest: str
-) -> optax.GradientTransformationExtraArgs:
+    name: str, tx: GaugeTransformation, group: Product, rest: str
+) -> GaugeTransformation:
     """Returns a `quotient` whose stored weights rest at "anchor", as it is, or at "balanced".
 
     Args:
@@ -102,10 +109,13 @@ def resting(
         for part, _, _ in s.sizes:
             ratio = log_ratio(part, x)
             if ratio is not None:  # F follows from the coordinate alone, so that no roundoff of earlier steps adds up
-                size = jnp.exp((state.held[part.label] - ratio) / _share(part))
+                size = jnp.exp((state.held[part.label] - ratio) / share(part))
                 f[part.label] = jnp.where(f[part.label] < 0, -size, size)
-        out = cast_like(jax.tree.map(jnp.subtract, s.leave(f, x), before), updates)
+        out = cast_like(jax.tree.map(jnp.subtract, s.act(f, x), before), updates)
         frame = after.frame._replace(elements=f)
         return with_leaves(step, out), RestedState(after._replace(frame=frame), state.held)
 
-    return transformation(name, init, update, RestedState, lambda p: RestedState(tx.init(p), placeholder()))
+    def empty(params: Any) -> RestedState:
+        return RestedState(tx.init(params), placeholder())
+
+    return transformation(name, init, update, RestedState, empty, gauges=tx.gauges)

@@ -160,9 +160,10 @@ def matrices_of(parts: Iterable[Part[Any]]) -> dict[str, Matrices]:
     Returns:
       An entry for every leaf that is a matrix to a gauge that binds it, and none for vectors (biases, norms' scales).
     """
-    answers = [(block.path, matrices(part, block)) for part in parts for block in part.blocks]
+    pairs = ((block.path, matrices(part, block)) for part in parts for block in part.blocks)
+    answers = [(answer[0], path, answer[1]) for path, answer in pairs if answer is not None]
     read: dict[str, tuple[int, Matrices | None]] = {}
-    for path, (priority, reading) in sorted((row for row in answers if row[1] is not None), key=lambda row: row[1][0]):
+    for priority, path, reading in sorted(answers, key=lambda row: row[0]):
         # Answers come by priority; the first wins. A rotation's bias stays no matrix, even if a scale moves it too,
         # unless that is a scale per head (priority 1).
         first, before = read.setdefault(path, (priority, reading))

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -113,7 +114,7 @@ class Factor(Size[jax.Array]):
         found = safe_divide(paired.transpose(order), entries)
         return g | {anchor.path: anchor.write(g[anchor.path], jnp.where(entries == 0.0, anchor.view(g[anchor.path]), found))}
 
-    def follows(self, bits: dict[str, int]) -> bool:
+    def follows(self, bits: Mapping[str, int]) -> bool:
         """Whether growth rests on the anchor, because a leaf of the other side is less precise and would round it away.
 
         Args:

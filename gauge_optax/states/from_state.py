@@ -3,13 +3,13 @@
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 
 from gauge_optax.binding import with_leaves
 from gauge_optax.errors import binding_error
 from gauge_optax.gauges.gauge import Gauges, Product, product
-from gauge_optax.optimizers._quotient import QuotientState, only_rotates, unpinned_state
+from gauge_optax.optimizers._quotient import QuotientState, no_offset
+from gauge_optax.slice import Frame
 from gauge_optax.states.transport import transport
 from gauge_optax.transformation import layout
 
@@ -58,26 +58,27 @@ def from_state(
     Reference: docs/design.md §1 for how moments move.
     """
     group = product(gauges)
-    s, mesh = group._slice(params), layout(params)
+    b, mesh = group._bound(params), layout(params)
+    s = b.slice
     with mesh.left_open():
         stored, plain = mesh.enter((params, state))
-        elements, masks = s.read(s.values(stored), turning=False)
-        frame = s.frame(elements, masks)
-        expected = jax.eval_shape(inner.init, with_leaves(stored, s.enter(elements, s.values(stored))))
+        (elements, live), entered = s.nearest_slice_point(stored)
+        expected = jax.eval_shape(inner.init, with_leaves(stored, entered.point))
         _check_structure(plain, expected)
-        # Rotations were not read, so that gauges which only turn heads take no part in the move.
-        back = s.to_elements([i.inverse(e) for i, e in zip(s.instances, elements, strict=True)])
-        pairs = zip(s.parts, back, strict=True)
-        moves = [(gauge, x) for (gauge, instances), x in pairs if not all(map(only_rotates, instances))]
-        group, element = Product(tuple(gauge for gauge, _ in moves)), tuple(x for _, x in moves)
-        moved = transport(plain, stored, group, element, on_unknown)
-        moved = jax.tree.map(lambda x, like: x.astype(like.dtype), moved, expected)
-        # One buffer in two fields could not be donated.
-        live = () if pin else jax.tree.map(jnp.copy, frame.live)
-    inner_state = mesh.leave(moved, like=state)
-    if not pin:
-        inner_state = unpinned_state(s, mesh.leave(live), inner_state)
-    return QuotientState(mesh.leave(frame), inner_state)
+        # Turns are not read, so that gauges which only turn take no part in the move. Constants are undone first.
+        back = b.public({part.label: part.inverse(e) for part, e, _, _ in entered.stages})
+        for undone in (s.constants, s.sizes):
+            labels = {part.label for part, _, _ in undone}
+            moves = [
+                (gauge, x)
+                for gauge, copies, x in zip(b.gauges, b.copies, back, strict=True)
+                if any(part.label in labels for copy in copies for part in copy.parts)
+            ]
+            moving, element = Product(tuple(gauge for gauge, _ in moves)), tuple(x for _, x in moves)
+            plain = transport(plain, stored, moving, element, on_unknown)
+        inner_state = jax.tree.map(lambda x, like: x.astype(like.dtype), plain, expected)
+        frame = Frame(elements | {turn.label: turn.identity() for _, turns in s.turns for turn in turns}, live)
+    return QuotientState(mesh.leave(frame), mesh.leave(inner_state, like=state), {} if pin else no_offset(s))
 
 
 def _check_structure(state: Any, expected: Any) -> None:

@@ -12,8 +12,11 @@ import numpy as np
 from gauge_optax.binding import leaves_by_path, with_leaves
 from gauge_optax.errors import binding_error
 from gauge_optax.gauges.gauge import Element, Gauge, Product
-from gauge_optax.gauges.instance import Arrays, Effect
+from gauge_optax.gauges.symmetry import Effect
 from gauge_optax.linalg import real_dtype
+from gauge_optax.parts.constants import ReadShift
+from gauge_optax.parts.part import Arrays, Part
+from gauge_optax.parts.stream import Stream
 
 Tree = TypeVar("Tree")
 
@@ -69,7 +72,7 @@ class Move:
         """Returns leaf path → name of the first gauge with one of these effects that binds it."""
         names: dict[str, str] = {}
         for part in self.with_effect(*effects).parts:
-            for path in part.gauge._slice(self.params).added:
+            for path in part.gauge._bound(self.params).slice.added:
                 names.setdefault(path, part.gauge.name)
         return names
 
@@ -92,21 +95,14 @@ class Move:
 
         Only gauges that scale or renumber entries can move a power above 1.
         """
-        entrywise: tuple[Effect, ...] = ("diagonal", "permutation")
-        move = self.with_effect(*entrywise) if power > 1 else self.with_effect(*entrywise, "orthogonal", "linear")
-        if not move.parts:
-            return leaves
-        if power > 1 and move.with_effect("permutation").parts:
-            if not move.with_effect("diagonal").parts:
-                return move.averages(leaves, outgoing)
-            # Factors are squared, but entries move to their new places once: the square root moves like the entries.
-            roots = {path: jnp.sqrt(x) for path, x in leaves.items()}
-            return {path: jnp.square(x) for path, x in move.averages(roots, outgoing).items()}
         tangents = {path: x for path, x in leaves.items() if path in outgoing}
         cotangents = {path: x for path, x in leaves.items() if path not in outgoing}
-        for _ in range(power):
-            tangents = move_tangent(move.group, move.element, self.params, tangents) if tangents else {}
-            cotangents = move_cotangent(move.group, move.element, self.params, cotangents) if cotangents else {}
+        mixing: tuple[Effect, ...] = ("orthogonal", "linear") if power == 1 else ()
+        # Factors are raised to the power, but entries move to their new places once, and after that.
+        for move in (*[self.with_effect("diagonal", *mixing)] * power, self.with_effect("permutation")):
+            if move.parts:
+                tangents = move_tangent(move.group, move.element, self.params, tangents) if tangents else {}
+                cotangents = move_cotangent(move.group, move.element, self.params, cotangents) if cotangents else {}
         return tangents | cotangents
 
 
@@ -115,13 +111,25 @@ def moving_part(gauge: Gauge, element: Element, params: Any) -> MovingPart:
     leaves = jax.tree.leaves(element)
     traced = any(isinstance(x, jax.core.Tracer) for x in leaves)
     still = not traced and all(map(np.array_equal, leaves, jax.tree.leaves(gauge.identity(params))))
-    if not still and any(i.divided for i in gauge._instances(params)):
+    if not still and any(depends_on_scales(p) for copy in gauge._copies(params) for p in copy.parts):
         raise binding_error(
             "transport", f"no rule for {gauge.name} through norms with scales", "a move that depends on the scales",
             "an identity element for it, or norms without scales",
             "move the other gauges, and leave this one where it is",
         )  # fmt: skip
     return MovingPart(gauge, element, "still" if still else gauge._effect_of(element))
+
+
+@functools.singledispatch
+def depends_on_scales(part: Part[Any]) -> bool:
+    """Whether what a move does to steps depends on the values of norms' scales, which are not at hand here."""
+    return False
+
+
+@depends_on_scales.register(ReadShift)
+@depends_on_scales.register(Stream)
+def _through_norms(part: Any) -> bool:
+    return bool(part.passes)
 
 
 def move_tangent(group: Product, element: Element, params: Any, tangent: Tree) -> Tree:
@@ -145,12 +153,12 @@ def move_cotangent(group: Product, element: Element, params: Any, cotangent: Tre
 
 
 def _moved(group: Product, element: Element, params: Any, tree: Tree, dual: bool) -> Tree:
-    s, leaves, shapes = group._slice(params), leaves_by_path(tree), leaves_by_path(params)
-    # Instances move all their leaves, so that leaves which `tree` lacks count as zero.
-    vectors = {
-        path: jnp.asarray(leaves[path] if path in leaves else jnp.zeros(jnp.shape(x)), real_dtype())
-        for path, x in shapes.items() if path in s.added
-    }  # fmt: skip
-    for instance, e in zip(s.instances, s.from_elements(element), strict=True):
-        vectors = instance.pull(instance.inverse(e), vectors) if dual else instance.push(e, vectors)
+    b, leaves, shapes = group._bound(params), leaves_by_path(tree), leaves_by_path(params)
+    s, elements = b.slice, b.elements(element)
+    # Parts move all their leaves, so that leaves which `tree` lacks count as zero. No value of the point matters.
+    at = {path: jnp.zeros(jnp.shape(shapes[path]), real_dtype()) for path in s.added}
+    vectors = {path: jnp.asarray(leaves.get(path, x), real_dtype()) for path, x in at.items()}
+    for part in (*reversed(s.parts), *s.free):
+        e = elements[part.label]
+        vectors = part.pull(part.inverse(e), vectors, at) if dual else part.push(e, vectors, at)
     return with_leaves(tree, {path: x.astype(leaves[path].dtype) for path, x in vectors.items() if path in leaves})

@@ -1,5 +1,6 @@
 """How the states of this library move: slice coordinates are invariants, and only the frame F moves, to g·F."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -8,12 +9,12 @@ import jax
 import jax.numpy as jnp
 
 from gauge_optax.errors import binding_error
-from gauge_optax.gauges.instance import Instance
-from gauge_optax.gauges.scale import Scale
 from gauge_optax.linalg import matmul, transpose
 from gauge_optax.optimizers.opposite_gram import two_sides
-from gauge_optax.optimizers.sides import channel_sides, factors
-from gauge_optax.slice import Frame
+from gauge_optax.optimizers.rest import share
+from gauge_optax.parts.part import Part
+from gauge_optax.parts.sizes import Factor
+from gauge_optax.slice import Elements, Frame
 from gauge_optax.states.moves import Move
 
 Outgoing = frozenset[str]
@@ -28,47 +29,64 @@ def _opposite_gram(move: Move, state: Any, outgoing: Outgoing) -> tuple[Any, Out
     after, inverses = outgoing | set(move.shapes), state.gauges
     if not hasattr(inverses, "linear"):  # with every=1 the state has no inverses
         return state, after
-    s = move.group._slice(move.params)
-    elements = dict(zip(s.instances, s.from_elements(move.element), strict=True))
-    scales, matrices = two_sides(s)
+    b = move.group._bound(move.params)
+    elements, (scales, matrices) = b.elements(move.element), two_sides(b.slice)
     if matrices and inverses.linear[0][0].ndim == len(matrices[0].shape) + 1:
         # A change of basis does not map diagonals to diagonals: age 0 makes the next update compute new ones.
         return state._replace(age=jnp.zeros_like(state.age)), after
-    channels = tuple(
-        tuple(x * jnp.square(factors(i, elements[i], y[0])) for y, x in zip(channel_sides(i) or (), pair, strict=True))
-        for i, pair in zip(scales, inverses.scales, strict=True)
-    )
+    channels = []
+    for part, (up, down) in zip(scales, inverses.scales, strict=True):
+        alpha = elements[part.label]
+        channels.append((up * jnp.square(alpha), down * jnp.square(part.down_factor(alpha))))
     linear = []
-    for i, (left, right) in zip(matrices, inverses.linear, strict=True):
-        matrix, inverse = jnp.unstack(elements[i], axis=-3)
+    for part, (left, right) in zip(matrices, inverses.linear, strict=True):
+        matrix, inverse = jnp.unstack(elements[part.label], axis=-3)
         moved_left = matmul(matmul(transpose(matrix), left), matrix)
         linear.append((moved_left, matmul(matmul(inverse, right), transpose(inverse))))
-    return state._replace(gauges=type(inverses)(channels, tuple(linear))), after
+    return state._replace(gauges=type(inverses)(tuple(channels), tuple(linear))), after
 
 
 def _framed(move: Move, state: Any, outgoing: Outgoing) -> tuple[Any, Outgoing]:
     """A state in slice coordinates: everything inside holds invariants, and only the frame moves."""
-    frame = state.frame
     # A retraction takes tangents and returns them. Every other such transformation makes updates of gradients.
     after = outgoing if not hasattr(state, "inner_state") else outgoing | set(move.shapes)
-    if not isinstance(frame, Frame):  # the tree has no leaves
+    if not isinstance(state.frame, Frame):  # the tree has no leaves
         return state, after
-    s = move.group._slice(move.params)
-    if set(frame.elements) != set(s.labels):
-        shapes = jax.tree.map(jnp.shape, frame.elements)
+    elements = _moved_frame(move, type(state).__name__, state.frame.elements)
+    return state._replace(frame=state.frame._replace(elements=elements)), after
+
+
+def _moved_frame(move: Move, name: str, elements: Elements) -> Elements:
+    """g·F, for the frame of a state with this name."""
+    order = move.binders("permutation")
+    if order:
+        raise move.refuse(f"a {name}", next(iter(order.values())), "weights on the slice, which it renumbers")
+    # A list with permutations has no products of elements, but they have no part in a frame.
+    move = dataclasses.replace(move, parts=tuple(part for part in move.parts if part.gauge.effect != "permutation"))
+    b = move.group._bound(move.params)
+    labels = [part.label for part in b.slice.parts]
+    if set(elements) != set(labels):
         raise binding_error(
-            "transport", f"a {type(state).__name__} of another list of gauges", f"a frame of {shapes}",
-            f"of {', '.join(s.labels)}, as the gauges given have",
+            "transport", f"a {name} of another list of gauges", f"a frame of {jax.tree.map(jnp.shape, elements)}",
+            f"of {', '.join(labels)}, as the gauges given have",
             "give transport the optimizer's own list of gauges, identity elements for what does not move, and give "
             "go.gauge_fix the same list as the optimizer inside it",
         )  # fmt: skip
+    moved = b.elements(move.group.compose(move.element, b.public(elements)))
+    return {label: moved[label] for label in labels}
 
-    def moved(elements: Any) -> Any:
-        after = move.group.compose(move.element, s.to_elements(s.elements(Frame(elements, ()))))
-        return s.frame(s.from_elements(after), ()).elements
 
-    start = moved(frame.start) if frame.start else frame.start  # its ratios are invariants
-    return state._replace(frame=frame._replace(elements=moved(frame.elements), start=start)), after
+def _rested(move: Move, state: Any, outgoing: Outgoing) -> tuple[Any, Outgoing]:
+    """The ratios that are held are those of stored weights, which move as the frame does."""
+    inside, after = _framed(move, state.quotient, outgoing)
+    if not isinstance(inside.frame, Frame):
+        return state, after
+    held = dict(state.held)
+    for part, _, _ in move.group._bound(move.params).slice.sizes:
+        if part.label in held:
+            sizes = [jnp.log(jnp.abs(x.frame.elements[part.label])) for x in (inside, state.quotient)]
+            held[part.label] += share(part) * (sizes[0] - sizes[1])
+    return state._replace(quotient=inside, held=held), after
 
 
 def _hyperball(move: Move, state: Any, outgoing: Outgoing) -> tuple[Any, Outgoing]:
@@ -87,14 +105,14 @@ def _hyperball(move: Move, state: Any, outgoing: Outgoing) -> tuple[Any, Outgoin
 
 
 @functools.singledispatch
-def keeps_product(instance: Instance) -> bool:
+def keeps_product(part: Part[Any]) -> bool:
     """Whether it trades one factor between two sides, so that the product of their sizes stays."""
     return False
 
 
 @keeps_product.register
-def _(instance: Scale) -> bool:
-    return bool(instance.down) and instance.degree == 1
+def _keeps_product_of_sides(part: Factor) -> bool:
+    return bool(part.down) and part.degree == 1
 
 
 def _held_products(move: Move, state: Any, outgoing: Outgoing) -> tuple[Any, Outgoing]:
@@ -102,8 +120,8 @@ def _held_products(move: Move, state: Any, outgoing: Outgoing) -> tuple[Any, Out
     for key, logs in state.logs.items() if isinstance(state.logs, dict) else ():
         leaves, shapes = set(key.split(" + ")), jax.tree.map(jnp.shape, logs)
         for part in move.with_effect("diagonal", "permutation", "orthogonal", "linear").parts:
-            s = part.gauge._slice(move.params)
-            trades = all(keeps_product(i) for i in s.instances)
+            s = part.gauge._bound(move.params).slice
+            trades = all(keeps_product(p) for p in (*s.parts, *s.free))
             keeps = set(s.added) == leaves and trades and jax.tree.map(jnp.shape, part.element) == shapes
             if set(s.added) & leaves and not keeps and move.on_unknown != "keep":
                 raise move.refuse(
@@ -118,6 +136,7 @@ def _held_products(move: Move, state: Any, outgoing: Outgoing) -> tuple[Any, Out
 # of some of them import this one.
 RULES: dict[str, Rule] = {
     "QuotientState": _framed,
+    "RestedState": _rested,
     "GaugeRetractState": _framed,
     "ScaleByOppositeGramState": _opposite_gram,
     "AddGaugeDecayState": lambda move, state, outgoing: (state, outgoing),  # a count

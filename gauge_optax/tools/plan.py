@@ -1,6 +1,6 @@
 """`plan`: what an optimizer, or a list of gauges, does to each leaf of a tree, as one table.
 
-Gauges and instances come from the bindings, rules and bytes from the state; decay is measured on one update with zero
+Gauges and copies come from the bindings, rules and bytes from the state; decay is measured on one update with zero
 gradients.
 """
 
@@ -19,10 +19,11 @@ import numpy as np
 import optax
 
 from gauge_optax.binding import leaves_by_path
-from gauge_optax.discovery.calls import bound_instances, template
+from gauge_optax.discovery.calls import bound_copies, template
 from gauge_optax.errors import binding_error
 from gauge_optax.gauges.gauge import Gauge, product
-from gauge_optax.gauges.matrices import matrices_of
+from gauge_optax.parts.matrices import matrices_of
+from gauge_optax.transformation import GaugeTransformation
 
 Unbound = Literal["allow", "warn", "error"]
 _ROUNDOFF = 1e-12  # of a leaf's norm, in float64
@@ -39,7 +40,7 @@ class LeafPlan(NamedTuple):
     Attributes:
       leaf: normalised path.
       shape: its shape.
-      gauges: what binds it: name, instance and named axes with their lengths.
+      gauges: what binds it: name, copy and named axes with their lengths.
       matrices: how Muon reads it, as "count × (rows, columns)"; "" for vectors.
       rule: what makes its update: Adam, polar, momentum, a bare gradient; "" for a list of gauges.
       decay: share of the leaf's norm that the first step removes where the gradient is zero (1e-5: a learning rate of
@@ -64,8 +65,8 @@ class GaugePlan(NamedTuple):
       gauge: its name.
       leaves: its patterns.
       instances: copies, one per combination of captures; each has its own element.
-      axes: named axes of an instance with their lengths; each index has its own element too.
-      dim: dimensions of all instances together.
+      axes: named axes of a copy with their lengths; each index has its own element too.
+      dim: dimensions of all copies together.
       joint: what shares one element though it looks like layers; "" if nothing does.
     """
 
@@ -141,7 +142,7 @@ class Plan:
 def plan(
     tx_or_gauges: optax.GradientTransformation | Gauge | Sequence[Gauge], params: Any, *, unbound: Unbound = "allow"
 ) -> Plan:
-    """One table of what happens to every leaf: gauges, instances, matrices, rule, decay, state.
+    """One table of what happens to every leaf: gauges, copies, matrices, rule, decay, state.
 
     A gauge that moves several layers by one element (`_` or `**` in place of a layer axis or of `{i}`) passes every
     assertion; the plan names it and warns.
@@ -180,7 +181,7 @@ def plan(
         raise binding_error(
             "plan", "no gauges", f"a {type(tx_or_gauges).__name__}", "gauges, or an optimizer that was made with some",
             "pass go.quotient(...) or a list of gauges")
-    leaves, matrices = leaves_by_path(params), matrices_of(product(gauges)._slice(params).instances)
+    leaves, matrices = leaves_by_path(params), matrices_of(product(gauges)._bound(params).slice.parts)
     texts, heads = {}, set[str]()
     for path, matrix in matrices.items():
         texts[path] = f"{math.prod(matrix.split[k] for k in matrix.batch)} × ({matrix.fan_in}, {matrix.fan_out})"
@@ -208,7 +209,10 @@ def plan(
 
 
 def _gauges_of(tx: Any) -> list[Any]:
-    """The gauges that a transformation's functions close over, each once, in order of appearance."""
+    """The gauges that a transformation says it holds, and those behind Optax's wrappers, each once.
+
+    Wrappers of Optax keep what they wrap in the closures of their functions; the order is that of appearance there.
+    """
     gauges: dict[Gauge, None] = {}
     visited: set[int] = set()
 
@@ -216,6 +220,8 @@ def _gauges_of(tx: Any) -> list[Any]:
         if depth > _MOST_NESTED or id(thing) in visited:
             return
         visited.add(id(thing))
+        if isinstance(thing, GaugeTransformation):
+            gauges.update(dict.fromkeys(thing.gauges))
         if isinstance(thing, Gauge):
             gauges.update(dict.fromkeys(product(thing).parts))
             return
@@ -239,19 +245,19 @@ def _gauges_of(tx: Any) -> list[Any]:
 
 def _gauge_plan(gauge: Any, params: Any, leaves: Mapping[str, Any], labels: dict[str, dict[str, None]]) -> GaugePlan:
     """The row of a gauge; adds its label to those of the leaves that it binds."""
-    instances, axes = bound_instances(gauge, params), list[str]()
-    for key, sizes, blocks in instances:
+    copies, axes = bound_copies(gauge, params), list[str]()
+    for key, sizes, blocks in copies:
         axes.append(", ".join(f"{name} {n}" for name, n in sizes.items()))
         text = " ".join([gauge.name, *([f"[{key}]"] if key else []), *([f"({axes[-1]})"] if axes[-1] else [])])
         for block in blocks:
             labels.setdefault(block.path, {})[text] = None
-    patterns = [spec.pattern for spec in gauge.specs] if hasattr(gauge, "specs") else [b.path for b in instances[0][2]]
-    joint = _joint([blocks for _, _, blocks in instances], leaves) if hasattr(gauge, "specs") else ""
-    texts = tuple(dict.fromkeys(patterns)), len(instances), " or ".join(dict.fromkeys(axes))
+    patterns = [spec.pattern for spec in gauge.specs] if hasattr(gauge, "specs") else [b.path for b in copies[0][2]]
+    joint = _joint([blocks for _, _, blocks in copies], leaves) if hasattr(gauge, "specs") else ""
+    texts = tuple(dict.fromkeys(patterns)), len(copies), " or ".join(dict.fromkeys(axes))
     return GaugePlan(gauge.name, *texts, gauge.dim(params), joint)
 
 
-def _joint(instances: Sequence[Sequence[Any]], leaves: Mapping[str, Any]) -> str:
+def _joint(copies: Sequence[Sequence[Any]], leaves: Mapping[str, Any]) -> str:
     """What one element of a gauge moves though it looks like layers."""
     nodes: dict[str, list[tuple[int, ...]]] = {}
     for path, leaf in leaves.items():
@@ -261,7 +267,7 @@ def _joint(instances: Sequence[Sequence[Any]], leaves: Mapping[str, Any]) -> str
         lengths, ranks = {s[0] if s else 0 for s in shapes}, {len(s) for s in shapes}
         if len(shapes) > 2 and len(lengths) == 1 and len(ranks) > 1 and min(ranks) > 1:
             layers[node] = lengths.pop()
-    for blocks in instances:
+    for blocks in copies:
         equal: dict[tuple[Any, ...], list[str]] = {}
         for b in blocks:
             equal.setdefault((b.role, b.axes, template(b.path), b.shape), []).append(b.path)

@@ -12,7 +12,7 @@ from flax import nnx
 
 import gauge_optax as go
 from gauge_optax.binding import leaves_by_path, with_leaves
-from gauge_optax.discovery.calls import bound_instances
+from gauge_optax.discovery.calls import bound_copies
 
 
 def ones(*shape: int) -> np.ndarray:
@@ -24,7 +24,7 @@ def found(params: Any, **options: Any) -> set[tuple[tuple[str, str], ...]]:
     out = set()
     for gauge in go.lora(params, **options):
         assert go.to_json(gauge).count('"kind": "head_linear"') == 1
-        out |= {tuple((block.path, block.axes) for block in blocks) for _, _, blocks in bound_instances(gauge, params)}
+        out |= {tuple((block.path, block.axes) for block in blocks) for _, _, blocks in bound_copies(gauge, params)}
     return out
 
 

@@ -52,6 +52,12 @@ def test_gauges_are_found_in_aliases(make: object) -> None:
     assert len(found.gauges) == 7 and all(row.decay is None and row.rule == "Adam" for row in found.leaves)
 
 
+def test_gauges_are_found_behind_injected_hyperparameters() -> None:
+    gauges = lm.gauges(LLAMA)
+    injected = optax.inject_hyperparams(go.quotient_adamw)(learning_rate=0.1, gauges=gauges)
+    assert [row.gauge for row in go.plan(injected, llama()).gauges] == [gauge.name for gauge in gauges]
+
+
 def test_text_markdown_and_json_say_the_same() -> None:
     found = go.plan(lm.gauges(LLAMA), llama())
     table, data = found.markdown(), json.loads(found.json())

@@ -142,6 +142,30 @@ def test_turns_of_small_steps_add_up(case: GaugeCase, x64: None) -> None:
     assert _largest(total - whole) <= 10 * tolerance("logarithm")
 
 
+def test_a_turn_of_the_residual_stream_gives_its_logarithm(x64: None) -> None:
+    """Behind a norm with a scale, and with heads that turn on their own."""
+    draw = np.random.default_rng(0).normal
+    shapes = {"embedding": (7, 4), "norm": (4,), "query": (4, 2, 3), "key": (4, 2, 3), "head": (4, 7)}
+    params = {path: draw(size=shape) for path, shape in shapes.items()}
+    norm = go.norm_scale({"norm": "channel"}, {"query": "channel _ _", "key": "channel _ _"})
+    readers = {"query": "basis _ _", "key": "basis _ _", "head": "basis _"}
+    for centred in (False, True):
+        stream = go.residual_rotation(readers, {"embedding": "_ basis"}, norm, centred=centred)
+        heads = go.head_rotation({"query": "_ head basis", "key": "_ head basis"})
+        for gauges in ([stream], [heads, norm, stream]):
+            group = go.product(gauges)
+            element = list(group.identity(params))
+            element[-1] = stream.sample(jax.random.key(1), params, 0.3)
+            if len(gauges) > 1:
+                element[0] = heads.sample(jax.random.key(2), params, 0.3)
+            found = go.measure.vertical_motion(params, _minus(group.act(tuple(element), params), params), gauges)
+            turned = oracles.exponential(np.asarray(found[-1][""]))
+            assert _largest(turned - element[-1][""]) <= tolerance("logarithm")
+            if len(gauges) > 1:
+                turned = np.stack([oracles.exponential(x) for x in np.asarray(found[0][""])])
+                assert _largest(turned - element[0][""]) <= tolerance("logarithm")
+
+
 def test_drift_is_the_change_of_the_joint_coordinate(x64: None) -> None:
     (case,) = (c for c in GAUGE_CASES if c.name == "product/chain")
     group, act, _ = _compiled(case)

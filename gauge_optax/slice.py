@@ -587,7 +587,8 @@ def _sorted(parts: Sequence[Any]) -> list[Place]:
             offered = [p for p in waiting if level < len(p.anchors)]
             ready = [(p, level) for p in offered if not movers[p, level].intersection(waiting)]
             if ready:
-                ready = ready[:1] if level else ready
+                # One at a time, and first what needs no anchor: others may then keep their best one.
+                ready = sorted(ready, key=lambda place: bool(place[0].anchors[place[1]]))[:1] if level else ready
                 break
         if not ready:
             raise _cycle(waiting)

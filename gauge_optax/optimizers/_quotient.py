@@ -165,6 +165,7 @@ def _offset_after(s: Slice, offset: Elements, grown: Elements) -> Elements:
 
 def _frame_of(name: str, s: Slice, state: QuotientState, pin: bool) -> Elements:
     """F. Raises ValueError for the state of other gauges, and for one that was made with another `pin`."""
+    f = s.elements(state.frame)
     if set(state.offset) != set({} if pin else no_offset(s)):
         made, wanted = ("False", "True") if pin else ("True", "False")
         raise binding_error(
@@ -174,7 +175,7 @@ def _frame_of(name: str, s: Slice, state: QuotientState, pin: bool) -> Elements:
             f"a state of pin={wanted}",
             f"write {name}(..., pin={made}), or convert a plain state by go.from_state(..., pin={wanted})",
         )
-    return s.elements(state.frame)
+    return f
 
 
 def _rested(s: Slice, frame: Frame, grown: Elements, point: Arrays, step: Arrays) -> tuple[Arrays, Frame]:

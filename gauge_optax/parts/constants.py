@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from gauge_optax.binding import Block
 from gauge_optax.linalg import HIGHEST, real_dtype, safe_divide
-from gauge_optax.parts.part import Anchor, Arrays, Constant, Part
+from gauge_optax.parts.part import Anchor, Arrays, Constant, Part, moves
 
 CHANNEL = "channel"
 
@@ -130,12 +130,29 @@ class Logits(Mean):
         return jnp.where(constant, largest, 0.0).astype(real_dtype())
 
 
+@dataclasses.dataclass(frozen=True)
 class Trade(Translation):
-    """A vector that rows of the "up" tables gain and rows of the "down" tables lose, read from the mean of one side."""
+    """A vector that rows of the "up" tables gain and rows of the "down" tables lose, read from the mean of one side.
+
+    Attributes:
+      hidden: whether the "down" tables alone are centred along the vector's axis. They then hide the vector's mean, which
+        is read from the "up" tables.
+    """
+
+    hidden: bool = False
 
     @property
     def anchors(self) -> tuple[Anchor, ...]:
-        return tuple(tuple(b for b in self.blocks if b.role == role) for role in ("down", "up"))
+        # What is read from tables that other parts centre does not depend on their means, so that it need not wait: ().
+        return ((),) if self.hidden else (self._side("down"), self._side("up"))
+
+    def _side(self, role: str) -> Anchor:
+        return tuple(b for b in self.blocks if b.role == role)
+
+    def beside(self, others: Sequence[Part[Any]]) -> "Trade":
+        means = [part for part in others if isinstance(part, Mean) and part.axis in self.named]
+        down, up = (all(any(moves(m, (b,)) for m in means) for b in self._side(role)) for role in ("down", "up"))
+        return dataclasses.replace(self, hidden=len(self.named) == 1 and down and not up)
 
     def act(self, e: jax.Array, x: Arrays) -> Arrays:
         out = dict(x)
@@ -144,9 +161,14 @@ class Trade(Translation):
         return out
 
     def read(self, anchor: Anchor, x: Arrays) -> jax.Array:
-        means = [b.total(self.named, x[b.path]) / b.entries(self.named) for b in anchor]
-        mean = sum(means[1:], means[0]) / len(means)
-        return mean if anchor[0].role == "up" else -mean
+        if not self.hidden:
+            return self._mean(anchor, x) if anchor[0].role == "up" else -self._mean(anchor, x)
+        down, up = (self._mean(self._side(role), x) for role in ("down", "up"))
+        return jnp.mean(down) - down + jnp.mean(up)
+
+    def _mean(self, blocks: Anchor, x: Arrays) -> jax.Array:
+        means = [b.total(self.named, x[b.path]) / b.entries(self.named) for b in blocks]
+        return sum(means[1:], means[0]) / len(means)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -82,13 +82,13 @@ def traced(tx: optax.GradientTransformation, params: Any) -> dict[str, int]:
 def rows() -> dict[str, dict[str, int]]:
     """The counts of each optimizer."""
     gauges, params = five_gauges()
-    applies = ddc_fused._rotations_come_last
+    applies = ddc_fused._applies
     counts = {"quotient": traced(go.quotient(optax.adam(1e-3), gauges), params)}
     try:
-        ddc_fused._rotations_come_last = lambda s: False
+        ddc_fused._applies = lambda s: False
         counts["ddc_adamw, plain"] = traced(go.ddc_adamw(1e-3, gauges), params)
     finally:
-        ddc_fused._rotations_come_last = applies
+        ddc_fused._applies = applies
     return counts | {"ddc_adamw, fused": traced(go.ddc_adamw(1e-3, gauges), params)}
 
 

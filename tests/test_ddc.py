@@ -95,7 +95,7 @@ def test_the_fused_step_is_the_plain_one_on_models(
     params = start_of(name, "float64") if start is None else odd(start, start_of(name, "float64"))
     twin = group.act(group.sample(jax.random.key(3), params), params)
     found, _ = train(init, step, twin)
-    monkeypatch.setattr(ddc_fused, "_rotations_come_last", lambda s: False)
+    monkeypatch.setattr(ddc_fused, "_applies", lambda s: False)
     tx = _tx(mode, group)
     whole, _ = train(jit(tx.init), stepper(tx, loss_of(name)), twin)
     assert max(apart(found, whole).values()) <= tolerance("oracle")

@@ -45,11 +45,11 @@ def _trained(tx: optax.GradientTransformation, gradient: Any, params: Any) -> An
 
 def _check(make: Any, gradient: Any, params: Any, monkeypatch: pytest.MonkeyPatch, fused: bool = True) -> None:
     calls = []
-    applies = ddc_fused._rotations_come_last
-    monkeypatch.setattr(ddc_fused, "_rotations_come_last", lambda s: calls.append(applies(s)) or calls[-1])
+    applies = ddc_fused._applies
+    monkeypatch.setattr(ddc_fused, "_applies", lambda s: calls.append(applies(s)) or calls[-1])
     ours = _trained(make(), gradient, params)
     assert all(calls) == fused and calls
-    monkeypatch.setattr(ddc_fused, "_rotations_come_last", lambda s: False)
+    monkeypatch.setattr(ddc_fused, "_applies", lambda s: False)
     for x, y in zip(jax.tree.leaves(ours), jax.tree.leaves(_trained(make(), gradient, params)), strict=True):
         size = float(np.linalg.norm(np.asarray(y, float)))
         assert float(np.linalg.norm(np.asarray(x, float) - np.asarray(y, float))) <= 1e-13 * max(size, 1.0)

@@ -12,6 +12,7 @@ import pytest
 from flax import nnx
 
 import gauge_optax as go
+from gauge_optax.parts.sizes import Stretch
 from gauge_optax.binding import leaves_by_path
 from gauge_optax.linalg import symmetric_eigen
 from models import lm
@@ -53,8 +54,8 @@ def _language_model(config: lm.LMConfig) -> tuple[Callable[..., Any], Callable[.
     graph, _ = nnx.split(nnx.eval_shape(lambda: lm.build(config, nnx.Rngs(0))))
 
     def seen(params: Tree) -> Any:
-        s = group._slice(params)
-        values, linear = s.values(params), [i for i in s.instances if i.gauge == "head_linear"]
+        s = group._bound(params).slice
+        values, linear = s.values(params), [part for part in s.parts if isinstance(part, Stretch)]
         grams = [(i.left.gram(values, values), i.right.gram(values, values)) for i in linear]
         # A softmax does not see the constant that a logit shift takes away.
         return jax.nn.log_softmax(nnx.merge(graph, params)(TOKENS)), grams, _logs(group, params)

@@ -12,7 +12,6 @@ from optax.contrib import MuonDimensionNumbers
 
 import gauge_optax as go
 from gauge_optax.optimizers.polar import polar_of
-from gauge_optax.slice import Slice
 from models import latent, lm
 from tests.cases import _normal
 from tests.quick import jit
@@ -118,7 +117,7 @@ def test_latent_attention_and_experts_are_routed_by_hand(config: latent.LatentCo
     """Whatever the order of the gauges; the router is Adam's, because a logit shift binds it."""
     params, gauges = _latent(config, 0), latent.gauges(config)[::order]
     polar = polar_of("test", "standard", None, 0.9, 1e-8, "width", latent.muon_labels(config), sizes=_sizes(config))
-    read = polar.matrices(Slice.of(go.product(gauges).parts, params), params)
+    read = polar.matrices(go.product(gauges)._bound(params).slice, params)
     expected = {path: ROUTED[path] for path in config.shapes if len(config.shapes[path]) > 1 and "router" not in path}
     assert {path: (m.count, m.fan_in, m.fan_out) for path, m in read.items()} == expected
 
@@ -171,7 +170,7 @@ def test_grouped_heads_of_a_label(config: latent.LatentConfig) -> None:
     """The entries behind the axis of heads join it."""
     params, path = _latent(config, 0), "attn/gate/kernel"
     polar = polar_of("test", "standard", None, 0.9, 1e-8, "width", latent.muon_labels(config), sizes=_sizes(config))
-    read = polar.matrices(Slice.of(go.product(latent.gauges(config)).parts, params), params)[path].grouped(path, 2)
+    read = polar.matrices(go.product(latent.gauges(config))._bound(params).slice, params)[path].grouped(path, 2)
     kernel = params["attn"]["gate"]["kernel"]
     np.testing.assert_array_equal(read.view(kernel), kernel.reshape(1, 8, 8))
     np.testing.assert_array_equal(read.leaf(read.view(kernel)), kernel)

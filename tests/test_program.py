@@ -15,7 +15,7 @@ import optax
 import pytest
 
 import gauge_optax as go
-from gauge_optax import slice as slices
+from gauge_optax.gauges import bound
 from gauge_optax.slice import Slice
 from models import lm
 from tests.cases import GAUGE_CASES
@@ -72,16 +72,16 @@ def test_the_program_of_ddc_has_one_conditional_at_most() -> None:
 def test_a_trace_binds_the_product_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """However many transformations a chain has: a binding looks at all leaves."""
     params, tx = _shapes(LLAMA), getattr(go, name)(1e-3, lm.gauges(LLAMA))
-    state, check, count = jax.eval_shape(tx.init, params), Slice.check, 0
+    state, made, count = jax.eval_shape(tx.init, params), Slice.of, 0
 
-    def counted(self: Slice) -> None:
+    def counted(*arguments: Any) -> Slice:
         nonlocal count
         count += 1
-        check(self)
+        return made(*arguments)
 
-    monkeypatch.setattr(Slice, "check", counted)
-    slices._bound.cache_clear()
-    slices._checked.cache_clear()
+    monkeypatch.setattr(Slice, "of", counted)
+    bound._by_shapes.cache_clear()
+    bound._sliced.cache_clear()
     jax.make_jaxpr(tx.update)(params, state, params)
     assert count == 1
 

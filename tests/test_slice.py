@@ -15,7 +15,7 @@ import optax
 import pytest
 
 import gauge_optax as go
-from gauge_optax.gauges.rotation import lyapunov
+from gauge_optax.parts.turns import lyapunov
 from models import lm
 from tests.quick import jit
 from tests.tolerances import tolerance

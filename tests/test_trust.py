@@ -81,8 +81,9 @@ def test_a_users_gauge_prints_its_attributes() -> None:
 
 
 def test_labels_of_states_are_those_of_before() -> None:
-    """A label has a checksum of the gauge; were it one of what gauges print, no older state would load."""
-    assert RELU._slice(NET).labels == ("000.rescale.8bc7f390.v3",)
+    """A label has a checksum of what the gauge binds; were it to change, no older state would load."""
+    (part,) = go.bind(RELU, NET).slice.parts
+    assert part.label == "rescale[].5567429f.v4"
 
 
 # What drift prints -------------------------------------------------------------------------------------------

@@ -43,7 +43,7 @@ class QuotientState(NamedTuple):
 
     frame: Any
     inner_state: optax.OptState
-    offset: Any = {}
+    offset: Any
 
 
 def quotient(
@@ -133,7 +133,7 @@ def quotient_for(
         return QuotientState(frame, state, {} if pin else no_offset(s))
 
     def empty(params: Any) -> QuotientState:
-        return QuotientState(placeholder(), inner.init(params))
+        return QuotientState(placeholder(), inner.init(params), {} if pin else placeholder())
 
     gauges_held = with_gauges_of(inner, group.parts)
     return resting(name, transformation(name, init, update, QuotientState, empty, gauges=gauges_held), group, rest)

@@ -115,7 +115,7 @@ def fused_ddc(
         u, tail_state = tail.update(u, state.inner_state[1:], with_leaves(params, point), **extra)
         _, after = s.fix(jax.tree.map(jnp.add, point, s.vectors(u)), state.frame.live)
         step = entered.push(jax.tree.map(jnp.subtract, after, point))
-        return with_leaves(u, cast_like(step, updates)), QuotientState(state.frame, (ddc_state, *tail_state))
+        return with_leaves(u, cast_like(step, updates)), QuotientState(state.frame, (ddc_state, *tail_state), {})
 
     return transformation(name, plain.init, update, QuotientState, plain.init, gauges=plain.gauges)
 

@@ -55,14 +55,14 @@ def link(
         gradient = slice_gradient(s, entered, updates, without_shifts)
         u, inner_state = inner.update(gradient, state.inner_state, with_leaves(params, entered.point), **extra)
         step = entered.push(s.vectors(u))
-        return with_leaves(u, cast_like(step, updates)), QuotientState(state.frame, inner_state)
+        return with_leaves(u, cast_like(step, updates)), QuotientState(state.frame, inner_state, {})
 
     def init(params: Any) -> QuotientState:
         frame, point = frame_and_slice_point(name, group, params)
-        return QuotientState(frame, inner.init(point))
+        return QuotientState(frame, inner.init(point), {})
 
     def empty(params: Any) -> QuotientState:
-        return QuotientState(placeholder(), inner.init(params))
+        return QuotientState(placeholder(), inner.init(params), {})
 
     return transformation(name, init, update, QuotientState, empty, gauges=with_gauges_of(inner, group.parts))
 

@@ -13,6 +13,7 @@ import pytest
 import gauge_optax as go
 from gauge_optax.binding import leaves_by_path
 from gauge_optax.gauges.gauge import Gauge
+from gauge_optax.parts.sizes import Stretch
 from tests import oracles
 from tests.cases import GAUGE_CASES, GaugeCase
 from tests.quick import jit
@@ -266,7 +267,7 @@ def test_act_keeps_the_loss(subject: Subject) -> None:
 
 
 def test_act_moves_what_is_bound_and_nothing_else(exact: Subject) -> None:
-    bound = exact.gauge._slice(exact.params).added
+    bound = exact.gauge._bound(exact.params).slice.added
     moved = leaves_by_path(exact.act(exact.element(0), exact.params))
     for path, leaf in leaves_by_path(exact.params).items():
         if path in bound:
@@ -576,7 +577,7 @@ def _degenerate(params: Tree) -> Iterator[tuple[str, Tree]]:
 def _has_a_frame(gauge: Gauge, params: Tree) -> bool:
     """Whether one side of every linear head has full rank: else a noncompact group keeps the point, and no split."""
     values = {path: jnp.asarray(x) for path, x in leaves_by_path(params).items()}
-    for head in (i for i in gauge._slice(params).instances if i.gauge == "head_linear"):
+    for head in (part for part in gauge._bound(params).slice.parts if isinstance(part, Stretch)):
         ranks = [np.linalg.matrix_rank(np.asarray(side.stacked(values))) for side in (head.left, head.right)]
         if (np.maximum(*ranks) < head.size).any():
             return False

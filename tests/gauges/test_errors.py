@@ -53,7 +53,7 @@ def test_gauges_that_do_not_commute_are_refused(name: str) -> None:
     for gauge in gauges:
         assert gauge.dim(params) > 0  # each alone is fine
     group = go.product(gauges)
-    _refused(lambda: group._slice(params), f"'{path}'", "does not commute", *(g.name for g in gauges))
+    _refused(lambda: go.bind(gauges, params), f"'{path}'", "does not commute", *(g.name for g in gauges))
     for method in (group.coordinates, group.balance, lambda p: group.vertical(p, p)):
         _refused(lambda method=method: method(params), "does not commute")
 
@@ -72,12 +72,12 @@ def test_gauges_that_do_not_commute_are_refused(name: str) -> None:
 def test_gauges_that_commute_are_taken(gauges: list[Gauge]) -> None:
     group = go.product(gauges)
     assert group.dim(HEADS | LOGITS) == sum(gauge.dim(HEADS | LOGITS) for gauge in gauges)
-    assert group._slice(HEADS | LOGITS)
+    assert go.bind(gauges, HEADS | LOGITS)
 
 
 def test_disjoint_halves_of_a_leaf_take_a_rotation_each() -> None:
     halves = [go.head_rotation({"q": f"_ head basis={span}"}) for span in ("0:2", "2:4")]
-    assert go.product(halves)._slice(HEADS)
+    assert go.bind(halves, HEADS)
 
 
 @pytest.mark.parametrize("axes", ["_ head basis=0:3", "_ basis _"])

@@ -47,9 +47,9 @@ def _normal(seed: int, like: Tree) -> Tree:
 
 
 def _slice_point(gauge: go.Gauge, params: Tree) -> Mapping[str, jax.Array]:
-    s = gauge._slice(params)
+    s = gauge._bound(params).slice
     values = s.values(params)
-    return s.enter(s.read(values).elements, values)
+    return s.enter(s.read(values).elements, values).point
 
 
 @rows
@@ -68,7 +68,7 @@ def test_twins_have_one_slice_point(case: GaugeCase, x64: None) -> None:
     point = _slice_point(gauge, params)
     assert _apart(_slice_point(gauge, twin), point) <= 1e-11
     # The reading is the element that leads from there to the point, in the order of the list.
-    added = gauge._slice(params).added
+    added = gauge._bound(params).slice.added
     stored = with_leaves(params, {path: x - added[path] for path, x in point.items()})
     assert _apart(gauge.act(gauge.read(params), stored), params) <= 1e-11
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import gauge_optax as go
 from gauge_optax.binding import leaves_by_path
-from gauge_optax.gauges.matrices import Matrices, matrices_of, matrix
+from gauge_optax.parts.matrices import Matrices, matrices_of, matrix
 from models import lm
 from tests.cases import GAUGE_CASES
 from tests.quick import jit
@@ -189,7 +189,7 @@ def _params(shapes: dict[str, Shape], seed: int = 0) -> Tree:
 
 
 def _read(gauges: list[go.Gauge], params: Tree) -> dict[str, Matrices]:
-    return matrices_of(go.product(gauges)._slice(params).instances)
+    return matrices_of(go.product(gauges)._bound(params).slice.parts)
 
 
 def _stack(own: Matrices, leaf: Any) -> Any:

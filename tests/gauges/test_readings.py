@@ -117,7 +117,7 @@ def test_a_slice_is_made_once() -> None:
     case = CASES["product/gpt"]
     group, params = go.product(case.gauges()), case.params(jax.random.key(0))
     shapes = jax.eval_shape(lambda: params)
-    assert group._slice(params) is group._slice(shapes) is go.product(case.gauges())._slice(params)
+    assert group._bound(params).slice is group._bound(shapes).slice is go.product(case.gauges())._bound(params).slice
 
 
 def test_heads_of_full_rank_read_as_orthogonal_matrices() -> None:

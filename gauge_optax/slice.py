@@ -14,7 +14,7 @@ from a mean, rotations from the polar factor of a matrix.
 * To *hold* a step is to remove the part that rotates heads: rotations are read at `init` alone, and are not fixed.
 
 F = constants · sizes · turns, whatever the order of a list of gauges: turns act first and constants last. Within a
-role, a part waits for every part that moves what it is read from (`_sorted`). An optimizer step has five parts:
+role, a part waits for every part that moves what it is read from (`parts.order`). An optimizer step has five parts:
 
     θ̂ = F⁻¹·θ      ĝ = Fᵀ·g      u = inner(ĝ, θ̂)      θ̂′ = fix(θ̂ + u)      step = F·hold(θ̂′ − θ̂)
 
@@ -24,7 +24,6 @@ methods too. All of them are loops over parts. References: Fels and Olver 1999, 
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -36,7 +35,8 @@ from gauge_optax.binding import Block, leaves_by_path, with_leaves
 from gauge_optax.errors import binding_error
 from gauge_optax.linalg import real_dtype, roundoff
 from gauge_optax.parts import heads
-from gauge_optax.parts.part import Anchor, Arrays, Constant, Part, Size, Turn, changed, moves, name_of, overlaps
+from gauge_optax.parts.order import Place, check_commute, in_order, label_of, others_of, place_of
+from gauge_optax.parts.part import Arrays, Constant, Part, Size, Turn, changed, moves, name_of
 from gauge_optax.xla import recomputed_after
 
 VERSION = 4  # version of what states mean; a state of another version raises an error
@@ -56,20 +56,6 @@ class Frame(NamedTuple):
 
     elements: Elements
     live: dict[str, jax.Array]
-
-
-class Place(NamedTuple):
-    """A constant or a size, and what it is read from.
-
-    Attributes:
-      part: the part.
-      anchor: the blocks that it is read from.
-      others: the other parts of its role that move entries of this anchor, with their blocks.
-    """
-
-    part: Any
-    anchor: Anchor
-    others: tuple[tuple[Any, Block], ...]
 
 
 class Stage(NamedTuple):
@@ -184,27 +170,27 @@ class Slice:
         """
         kept = [part for p in parts if (part := p.beside_frozen(frozen)) is not None]
         kept = [p.beside([q for q in kept if q is not p]) for p in kept]
-        _check(kept)
+        check_commute(kept)
         constants: list[Any] = [p for p in kept if isinstance(p, Constant)]
         sizes: list[Any] = [p for p in kept if isinstance(p, Size)]
         turns: list[Any] = [p for p in kept if isinstance(p, Turn)]
         bits = {p: jnp.finfo(d).nmant for p, d in (dtypes or {}).items() if jnp.issubdtype(d, jnp.floating)}
         alone = frozenset(p.label for p in kept if frozen & set(changed(p)))
         following = frozenset(p.label for p in sizes if bits and p.follows(bits)) - alone
-        at_one = {_place(p.anchors[0]): p.label for p in sizes if p.anchors}
-        unpassed = tuple((t, b.path) for t in turns for b in t.passes if _place((b,)) not in at_one)
+        at_one = {place_of(p.anchors[0]): p.label for p in sizes if p.anchors}
+        unpassed = tuple((t, b.path) for t in turns for b in t.passes if place_of((b,)) not in at_one)
         # A turn needs γ = 1. Where γ's growth may not leave γ, its kernels cannot turn, and the turn is no symmetry.
         stuck = alone | following
-        turns = [t for t in turns if not stuck & {at_one.get(_place((b,)), "") for b in t.passes}]
-        passed = frozenset(at_one[_place((b,))] for t in turns for b in t.passes if _place((b,)) in at_one)
-        first = _sorted(sizes)
+        turns = [t for t in turns if not stuck & {at_one.get(place_of((b,)), "") for b in t.passes}]
+        passed = frozenset(at_one[place_of((b,))] for t in turns for b in t.passes if place_of((b,)) in at_one)
+        first = in_order(sizes)
         later = [
-            Place(p, anchor, _others(p, anchor, sizes))
+            Place(p, anchor, others_of(p, anchor, sizes))
             for p, used, _ in reversed(first)
             for anchor in p.anchors
             if anchor != used
         ]
-        ordered = [place.part for place in _sorted(turns)]
+        ordered = [place.part for place in in_order(turns)]
         # Within one level of the order, a class that is the compiler's last comes last.
         levels = {t: sum(moves(q, t.anchors[0]) for q in turns if q is not t) > 0 for t in ordered}
         kinds = sorted({(levels[t], type(t).last, type(t).__name__): type(t) for t in ordered}.items())
@@ -212,11 +198,11 @@ class Slice:
             (kind, tuple(t for t in ordered if type(t) is kind and levels[t] == key[0])) for key, kind in kinds
         ]
         return cls(
-            tuple(_sorted(constants)),
+            tuple(in_order(constants)),
             tuple(first),
             tuple(later),
             tuple(grouped),
-            tuple(p for p in sorted(kept, key=_label) if not isinstance(p, Constant | Size | Turn)),
+            tuple(p for p in sorted(kept, key=label_of) if not isinstance(p, Constant | Size | Turn)),
             passed,
             alone,
             following,
@@ -546,141 +532,9 @@ def minus(a: Arrays, b: Mapping[str, jax.Array]) -> Arrays:
     return {path: x - b[path] for path, x in a.items()}
 
 
-# Sorting ----------------------------------------------------------------------------------------------------
-
-
-def _label(part: Part[Any]) -> str:
-    return part.label
-
-
-def _place(anchor: Anchor) -> tuple[tuple[str, str], ...]:
-    return tuple((b.path, b.axes) for b in anchor)
-
-
 def _masked(x: Arrays, moved: Iterable[tuple[Any, Block]], known: Mapping[str, jax.Array]) -> Arrays:
     """The point without the entries of channels that are not known."""
     out = dict(x)
     for part, b in moved:
         out[b.path] = out[b.path] * b.spread(part.named, known[part.label].astype(real_dtype()), elsewhere=1.0)
     return out
-
-
-def _others(part: Any, anchor: Anchor, parts: Sequence[Any]) -> tuple[tuple[Any, Block], ...]:
-    """The other parts that move an anchor, with the blocks by which they do, in the order of their labels."""
-    pairs = ((q, b) for a in anchor for q in parts if q is not part for b in q.blocks if a.path == b.path)
-    found = dict.fromkeys((q, b) for q, b in pairs if any(overlaps(a, b) for a in anchor if a.path == b.path))
-    return tuple(sorted(found, key=lambda pair: (pair[0].label, pair[1].path, pair[1].axes)))
-
-
-def _sorted(parts: Sequence[Any]) -> list[Place]:
-    """Parts of one role, each with an anchor that only earlier parts move. Raises ValueError for a cycle.
-
-    A later anchor is taken only where parts would wait for each other with all earlier ones. Ties are broken by label,
-    so that the order of a list of gauges does not matter.
-    """
-    waiting = sorted(parts, key=_label)
-    movers = {(p, level): {q for q, _ in _others(p, a, waiting)} for p in waiting for level, a in enumerate(p.anchors)}
-    places: list[Place] = []
-    while waiting:
-        ready: list[tuple[Any, int]] = []
-        for level in range(max((len(p.anchors) for p in waiting), default=0)):
-            offered = [p for p in waiting if level < len(p.anchors)]
-            ready = [(p, level) for p in offered if not movers[p, level].intersection(waiting)]
-            if ready:
-                # One at a time, and first what needs no anchor: others may then keep their best one.
-                ready = sorted(ready, key=lambda place: bool(place[0].anchors[place[1]]))[:1] if level else ready
-                break
-        if not ready:
-            raise _cycle(waiting)
-        places += [Place(p, p.anchors[k], _others(p, p.anchors[k], parts)) for p, k in ready]
-        done = {p for p, _ in ready}
-        waiting = [p for p in waiting if p not in done]
-    return places
-
-
-def _cycle(waiting: Sequence[Any]) -> ValueError:
-    names = ", ".join(part.label.split(".")[0] for part in waiting)
-    return binding_error(
-        name_of(waiting[0]),
-        f"cyclic gauges at '{waiting[0].blocks[0].path}'",
-        f"every leaf of {names} is moved by another gauge of the list",
-        "for each gauge a leaf from which it can be read before, or after, the others",
-        "drop one gauge of the cycle, or train it with its own transformation",
-    )
-
-
-# Whether parts commute --------------------------------------------------------------------------------------
-
-
-def _check(parts: Sequence[Any]) -> None:
-    """Raises ValueError where one part does not map the moves of another one to moves of that part."""
-    by_path: dict[str, list[tuple[Any, Block]]] = {}
-    for part in parts:
-        for block in part.blocks:
-            by_path.setdefault(block.path, []).append((part, block))
-    for path, pairs in by_path.items():
-        for (p, a), (q, b) in itertools.permutations(pairs, 2):
-            error = _clash(p, a, q, b)
-            if error is not None:
-                raise error
-
-
-def _clash(p: Any, a: Block, q: Any, b: Block) -> ValueError | None:
-    """The error where a part does not act alike along the axis that another one needs; None where it does."""
-    if p is q or p.along is None or p.label.split(" ")[0] == q.label.split(" ")[0] or not overlaps(a, b):
-        return None  # a gauge may be two parts of the same blocks, which commute
-    roles = Constant | Size | Turn
-    # Constants are normal in the whole group: sizes that act alike, and rotations, map them to each other.
-    if not isinstance(p, roles) or isinstance(q, Constant):
-        return None
-
-    def error(found: str, expected: str) -> ValueError:
-        problem = f"does not commute with {name_of(q)} on '{a.path}'"
-        return binding_error(name_of(p), problem, found, expected, "drop one of the two from this list")
-
-    if p.along == "":
-        return error(
-            "a gauge known by its action alone, which cannot be told to commute",
-            "leaves that no other gauge of the list binds, or a gauge that says `commutes = True`",
-        )
-    if isinstance(p, Constant) and isinstance(q, roles) and q.along is not None:
-        return None
-    if isinstance(q, Size) and {_place((x,)) for x in p.passes} & {_place(x) for x in q.anchors}:
-        return None  # the part acts where this size is 1
-    named = q.named if not q.along else (*q.named, q.along)
-    if p.along not in a.names or not varies_along(b, named, a, p.along):
-        return None
-    if not isinstance(q, roles):
-        return binding_error(
-            name_of(q),
-            f"permutes the axis of '{b.path}' that {name_of(p)} acts on",
-            f"'{b.axes}' and '{a.axes}'",
-            "an axis that no other gauge mixes",
-            f"drop one of the two: rotations contain the permutations, and {name_of(p)} stays",
-        )
-    if q.along is None:
-        return error(
-            f"the axis that {name_of(p)} needs constant is scaled entry by entry",
-            f"scales of {name_of(q)} constant along `{p.along}`",
-        )
-    return error("the same entries turned by two gauges", "at most one rotation or linear gauge per entry")
-
-
-@functools.cache
-def varies_along(scaled: Block, named: tuple[str, ...], rigid_block: Block, rigid: str) -> bool:
-    """Whether entries that differ only along the axis `rigid` of one block differ in a named index of another one.
-
-    Args:
-      scaled: a block.
-      named: names of its axes.
-      rigid_block: another block of the same leaf.
-      rigid: name of one of its axes.
-    """
-    fixed = {*rigid_block.names, "_"} - {rigid}
-    for axis in range(len(rigid_block.shape)):
-        groups, channels = rigid_block.axis_ids(axis, fixed), scaled.axis_ids(axis, set(named))
-        used = groups >= 0
-        pairs = np.unique(np.stack([groups[used], channels[used]]), axis=1)
-        if pairs.shape[1] > len(np.unique(groups[used])):
-            return True
-    return False

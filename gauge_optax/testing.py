@@ -18,7 +18,7 @@ import optax
 
 from gauge_optax.binding import leaves_by_path, match
 from gauge_optax.errors import binding_error
-from gauge_optax.gauges.gauge import Gauge, Gauges, Product, product
+from gauge_optax.gauges.gauge import Gauge, Gauges, Product, bind, product
 from gauge_optax.parts.part import Arrays
 from gauge_optax.transformation import require_key
 from gauge_optax.xla import quick_options
@@ -89,7 +89,7 @@ def assert_invariant(
     keys = jax.random.split(key, len(group.parts) + 1)
     checks: list[Gauge] = [*group.parts, *([group] if len(group.parts) > 1 else [])]
     for gauge, gauge_key in zip(checks, keys, strict=False):
-        twin = functools.partial(gauge._bound(params).random_twin, scale=scale)
+        twin = functools.partial(bind(gauge, params).random_twin, scale=scale)
         after = loss_fn(_compiled(twin)(gauge_key, params))
         if (difference := _difference(after, before, rtol, atol)) is not None:
             raise AssertionError(

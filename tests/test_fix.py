@@ -12,9 +12,9 @@ import pytest
 from flax import nnx
 
 import gauge_optax as go
-from gauge_optax.parts.sizes import Stretch
 from gauge_optax.binding import leaves_by_path
 from gauge_optax.linalg import symmetric_eigen
+from gauge_optax.parts.sizes import Stretch
 from models import lm
 from tests.cases import GAUGE_CASES, GPT, LLAMA
 from tests.quick import jit

@@ -82,9 +82,10 @@ class Bound:
           params: the weights.
           scale: size of the move: 1 moves log-sizes by up to 1 and takes rotations from the Haar measure.
         """
+        if self.alone:
+            return self.act(self.gauges[0].sample(key, params, scale), params)
         keys = jax.random.split(key, max(1, len(self.gauges)))
-        drawn = tuple(g.sample(k, params, scale) for g, k in zip(self.gauges, keys, strict=False))
-        return self.act(drawn[0] if self.alone else drawn, params)
+        return self.act(tuple(g.sample(k, params, scale) for g, k in zip(self.gauges, keys, strict=False)), params)
 
     @property
     def dim(self) -> int:

@@ -701,8 +701,8 @@ def bind(gauges: Gauges, params: Any) -> Bound:
     gauge    leaves    copies  directions
     rescale  up, down  1       2
     all      2 leaves          2
-    >>> bound.slice_point(params)["down"].round(3).tolist()
-    [[3.0], [3.0]]
+    >>> bool(jnp.allclose(bound.slice_point(params)["down"], 3.0))
+    True
     >>> twin = bound.random_twin(jax.random.key(0), params)
     >>> bool(jnp.allclose(bound.slice_point(twin)["down"], 3.0))
     True

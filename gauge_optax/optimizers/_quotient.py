@@ -11,6 +11,7 @@ import optax
 
 from gauge_optax.binding import leaves_by_path, with_leaves
 from gauge_optax.errors import binding_error
+from gauge_optax.gauges.bound import bound
 from gauge_optax.gauges.gauge import Gauges, Product, product
 from gauge_optax.optimizers.decay import decayed_leaves, require_whole_gauges
 from gauge_optax.optimizers.rest import resting
@@ -111,7 +112,7 @@ def quotient_for(
     inner, group = checked_inner(name, inner), product(gauges)
 
     def update(updates: Any, state: QuotientState, params: Any, **extra: Any) -> tuple[Any, QuotientState]:
-        s = group._bound(params).slice
+        s = bound(group.parts, params).slice
         entered = s.enter(_frame_of(name, s, state, pin), s.values(params))  # θ̂ = F⁻¹·θ
         gradient = slice_gradient(s, entered, updates)  # ĝ = Fᵀ·g
         seen = s.enter(state.offset, entered.point)  # what `inner` sees: θ̃ = B⁻¹·θ̂, with pin=True θ̂ itself
@@ -127,7 +128,7 @@ def quotient_for(
 
     def init(params: optax.Params) -> QuotientState:
         frame, point = frame_and_slice_point(name, group, params)
-        state, s = inner.init(point), group._bound(params).slice
+        state, s = inner.init(point), bound(group.parts, params).slice
         for flags in decayed_leaves(inner, state, point):
             require_whole_gauges(name, s, flags)
         return QuotientState(frame, state, {} if pin else no_offset(s))
@@ -204,7 +205,7 @@ def frame_and_slice_point(name: str, group: Product, params: Any) -> tuple[Frame
         `norm_scale`.
     """
     require_values(name, params)
-    s, mesh = group._bound(params).slice, layout(params)
+    s, mesh = bound(group.parts, params).slice, layout(params)
     s.check_norms()
     with mesh.left_open():
         stored = mesh.enter(params)

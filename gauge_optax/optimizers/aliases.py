@@ -9,6 +9,7 @@ import optax
 
 from gauge_optax.binding import Axes, block_specs, is_empty, leaves_by_path, with_leaves
 from gauge_optax.errors import binding_error
+from gauge_optax.gauges.bound import bound
 from gauge_optax.gauges.gauge import Gauge, Gauges, Product, product
 from gauge_optax.linalg import Coefficients
 from gauge_optax.optimizers._quotient import quotient_for
@@ -229,7 +230,7 @@ def ddc_muon(
         return leaves_by_path(params).keys() - matrices(s, params).keys()
 
     def labelled(params: Any) -> Any:
-        muon_paths = {} if is_empty(params) else matrices(group._bound(params).slice, params)
+        muon_paths = {} if is_empty(params) else matrices(bound(group.parts, params).slice, params)
         return with_leaves(jax.tree.map(lambda _: "adam", params), dict.fromkeys(muon_paths, "muon"))
 
     rates = {"muon": learning_rate, "adam": adam_rate}
@@ -418,7 +419,7 @@ def quotient_muon(
     heads = 1 if heads_per_matrix is None else heads_per_matrix
 
     def matrices(params: Any) -> dict[str, Matrices]:
-        read = polar.matrices(group._bound(params).slice, params)
+        read = polar.matrices(bound(group.parts, params).slice, params)
         return {path: stack.grouped(path, heads) for path, stack in read.items()}
 
     inner = muon(matrices, polar, nesterov, mu_dtype, tail, adam)

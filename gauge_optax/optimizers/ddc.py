@@ -26,6 +26,7 @@ import optax
 
 from gauge_optax.binding import Block, leaves_by_path, overlap, with_leaves
 from gauge_optax.errors import binding_error
+from gauge_optax.gauges.bound import bound
 from gauge_optax.gauges.gauge import Product
 from gauge_optax.linalg import noise
 from gauge_optax.optimizers.adam import Adam
@@ -139,7 +140,7 @@ def ddc(group: Product, options: Options, polar: Polar | None = None) -> GaugeTr
     """
 
     def update(updates: Any, state: ScaleByDDCState, params: Any, **extra: Any) -> tuple[Any, ScaleByDDCState]:
-        s, past = group._bound(params).slice, state.gauges
+        s, past = bound(group.parts, params).slice, state.gauges
         adam = Adam.at(options, optax.safe_increment(state.count))
         point, gradient = s.vectors(params), leaves_by_path(updates) | s.vectors(updates)
 
@@ -178,7 +179,7 @@ def ddc(group: Product, options: Options, polar: Polar | None = None) -> GaugeTr
 
 def init_ddc(group: Product, options: Options, polar: Polar | None, params: optax.Params) -> ScaleByDDCState:
     """The state at a slice point. Raises ValueError for gauges or leaves that DDC cannot step."""
-    s = group._bound(params).slice
+    s = bound(group.parts, params).slice
     check_ddc(s, options, params)
 
     def moments(params: optax.Params) -> GaugeMoments:

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import optax
 
 from gauge_optax.binding import Block, leaves_by_path, overlap, with_leaves
+from gauge_optax.gauges.bound import bound
 from gauge_optax.gauges.by_action import OfUser
 from gauge_optax.gauges.gauge import Product
 from gauge_optax.linalg import noise, rotation_2x2, transpose
@@ -68,7 +69,7 @@ def fused_ddc(
     """
 
     def update(updates: Any, state: QuotientState, params: Any, **extra: Any) -> tuple[Any, QuotientState]:
-        s = group._bound(params).slice
+        s = bound(group.parts, params).slice
         if not _applies(s):
             return plain.update(updates, state, params, **extra)
         f = s.elements(state.frame)

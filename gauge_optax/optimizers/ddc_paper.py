@@ -30,6 +30,7 @@ import optax
 
 from gauge_optax.binding import Block, leaves_by_path, overlap, with_leaves
 from gauge_optax.errors import binding_error
+from gauge_optax.gauges.bound import bound
 from gauge_optax.gauges.gauge import Product
 from gauge_optax.optimizers.adam import Adam
 from gauge_optax.optimizers.ddc import (
@@ -191,7 +192,7 @@ def paper_ddc(
     """
 
     def update(updates: Any, state: ScaleByDDCState, params: Any, **extra: Any) -> tuple[Any, ScaleByDDCState]:
-        s, past = group._bound(params).slice, state.gauges
+        s, past = bound(group.parts, params).slice, state.gauges
         adam = Adam.at(options, optax.safe_increment(state.count))
         point, gradient = s.vectors(params), leaves_by_path(updates) | s.vectors(updates)
         gradient = s.project_turning(point, gradient)  # B.8, B.9
@@ -235,7 +236,7 @@ def paper_ddc(
         return with_leaves(updates, cast_like(out, updates)), ScaleByDDCState(adam.count, mu, nu, moments)
 
     def init(params: optax.Params) -> ScaleByDDCState:
-        s = group._bound(params).slice
+        s = bound(group.parts, params).slice
         check_ddc(s, options, params)
 
         def moments(params: optax.Params) -> GaugeMoments:

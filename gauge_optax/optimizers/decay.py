@@ -18,6 +18,7 @@ import optax
 
 from gauge_optax.binding import leaves_by_path
 from gauge_optax.errors import binding_error
+from gauge_optax.gauges.bound import bound
 from gauge_optax.gauges.gauge import Gauges, Product, product
 from gauge_optax.parts.part import Part, Turn, changed, name_of
 from gauge_optax.parts.sizes import Factor, Stretch
@@ -137,16 +138,16 @@ def decay(
         return {path: factor for path, factor in factors.items() if factor}
 
     def init(params: optax.Params) -> AddGaugeDecayState:
-        factors_of(group._bound(params).slice, params)  # raises where arguments or bindings do not fit
+        factors_of(bound(group.parts, params).slice, params)  # raises where arguments or bindings do not fit
         return empty(params)
 
     def update(updates: Any, state: AddGaugeDecayState, params: Any, **extra: Any) -> tuple[Any, AddGaugeDecayState]:
         rate: Any = 1.0 if by_role is not None else weight_decay
         rate = rate(state.count) if callable(rate) else rate
-        s = group._bound(params).slice
+        s = bound(group.parts, params).slice
         # The function does not see the mean along a shift: it is no weight, and does not decay.
-        bound = s.centred(s.vectors(params) if on_slice else s.values(params))
-        values, vectors = leaves_by_path(params) | bound, leaves_by_path(updates)
+        centred = s.centred(s.vectors(params) if on_slice else s.values(params))
+        values, vectors = leaves_by_path(params) | centred, leaves_by_path(updates)
         decayed = {
             p: in_computing_dtype(vectors[p]) + rate * factor * in_computing_dtype(values[p])
             for p, factor in factors_of(s, params).items()

@@ -14,6 +14,7 @@ import numpy as np
 import optax
 
 from gauge_optax.errors import binding_error
+from gauge_optax.gauges.bound import bound
 from gauge_optax.gauges.gauge import Gauge, Gauges, Product, product
 from gauge_optax.states.moves import Move, MovingPart
 from gauge_optax.states.transport import ON_UNKNOWN, transported_state
@@ -108,7 +109,7 @@ def gauge_fix(
     within = optax.with_extra_args_support(optax.identity() if inner is None else inner)
 
     def init(params: optax.Params) -> GaugeFixState:
-        group._bound(params)  # raises where a binding does not fit
+        bound(group.parts, params)  # raises where a binding does not fit
         return empty(params)
 
     def update(updates: Any, state: GaugeFixState, params: Any, **extra: Any) -> tuple[Any, GaugeFixState]:

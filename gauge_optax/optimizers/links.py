@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import optax
 
 from gauge_optax.binding import with_leaves
+from gauge_optax.gauges.bound import bound
 from gauge_optax.gauges.gauge import Gauges, Product, product
 from gauge_optax.linalg import Coefficients
 from gauge_optax.optimizers._quotient import QuotientState, frame_and_slice_point, slice_gradient
@@ -50,7 +51,7 @@ def link(
     inner = checked_inner(name, inner)
 
     def update(updates: Any, state: QuotientState, params: Any, **extra: Any) -> tuple[Any, QuotientState]:
-        s = group._bound(params).slice
+        s = bound(group.parts, params).slice
         entered = s.enter(s.elements(state.frame), s.values(params))
         gradient = slice_gradient(s, entered, updates, without_shifts)
         u, inner_state = inner.update(gradient, state.inner_state, with_leaves(params, entered.point), **extra)
@@ -104,11 +105,11 @@ def gauge_project(gauges: Gauges, kind: str = "gradient") -> GaugeTransformation
     group = product(gauges)
 
     def init(params: optax.Params) -> optax.EmptyState:
-        group._bound(params)  # raises where a binding does not fit
+        bound(group.parts, params)  # raises where a binding does not fit
         return optax.EmptyState()
 
     def update(updates: Any, state: optax.EmptyState, params: Any, **extra: Any) -> tuple[Any, optax.EmptyState]:
-        horizontal = group._bound(params).slice.horizontal_at(params, updates, dual=kind == "gradient")
+        horizontal = bound(group.parts, params).slice.horizontal_at(params, updates, dual=kind == "gradient")
         return in_dtype_of(updates, horizontal), state
 
     def empty(params: Any) -> optax.EmptyState:
@@ -310,7 +311,7 @@ def gauge_retract(gauges: Gauges) -> GaugeTransformation:
     group = product(gauges)
 
     def update(updates: Any, state: GaugeRetractState, params: Any, **extra: Any) -> tuple[Any, GaugeRetractState]:
-        s = group._bound(params).slice
+        s = bound(group.parts, params).slice
         entered = s.enter(s.elements(state.frame), s.values(params))
         tangent = entered.enter_step(s.vectors(updates))
         _, after = s.fix(jax.tree.map(jnp.add, entered.point, tangent), state.frame.live)

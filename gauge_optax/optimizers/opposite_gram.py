@@ -17,6 +17,7 @@ import optax
 
 from gauge_optax.binding import Block, overlap
 from gauge_optax.errors import binding_error
+from gauge_optax.gauges.bound import bound
 from gauge_optax.gauges.gauge import Gauges, Product, product
 from gauge_optax.linalg import inverse_gram, real_dtype
 from gauge_optax.optimizers.sides import channel_sides, matrix_sides
@@ -189,7 +190,7 @@ def two_sides(s: Slice) -> tuple[list[Any], list[Any]]:
 
 def _checked_slice(group: Product, params: Any) -> Slice:
     """Returns the slice. Raises ValueError for an entry in two gauges with two sides, so in two opposite factors."""
-    s = group._bound(params).slice
+    s = bound(group.parts, params).slice
     scales, linear = two_sides(s)
     earlier: list[tuple[str, Block]] = []
     for part in scales + linear:

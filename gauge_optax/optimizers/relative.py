@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import optax
 
 from gauge_optax.binding import leaves_by_path, with_leaves
+from gauge_optax.gauges.bound import bound
 from gauge_optax.gauges.gauge import Gauges, product
 from gauge_optax.parts.matrices import matrices_of
 from gauge_optax.transformation import GaugeTransformation, transformation
@@ -47,13 +48,13 @@ def scale_by_relative_rms(gauges: Gauges, min_scale: float | jax.Array = 0.1) ->
     group = product(gauges)
 
     def init(params: optax.Params) -> optax.EmptyState:
-        group._bound(params)  # raises where a binding does not fit
+        bound(group.parts, params)  # raises where a binding does not fit
         return optax.EmptyState()
 
     def update(updates: Any, state: optax.EmptyState, params: Any, **extra: Any) -> tuple[Any, optax.EmptyState]:
         leaves, steps = leaves_by_path(params), leaves_by_path(updates)
         scaled = {}
-        for path, stack in matrices_of(group._bound(params).slice.parts).items():
+        for path, stack in matrices_of(bound(group.parts, params).slice.parts).items():
             kernel, inputs = leaves[path], stack.fan_in
             if stack.heads is not None and stack.heads[1] == stack.rows:
                 # The basis of heads is on the rows' side: their outputs are summed, so that all of them are inputs.

@@ -15,6 +15,7 @@ import optax
 
 from gauge_optax.binding import with_leaves
 from gauge_optax.errors import binding_error
+from gauge_optax.gauges.bound import bound
 from gauge_optax.gauges.gauge import Product
 from gauge_optax.parts.part import Arrays, Part
 from gauge_optax.parts.sizes import Factor
@@ -91,19 +92,15 @@ def resting(
 
     def init(params: optax.Params) -> RestedState:
         def coordinates(elements: Elements, params: Any) -> dict[str, jax.Array]:
-            s = group._bound(params).slice
+            s = bound(group.parts, params).slice
             return held_ratios(s, elements, s.enter(elements, s.values(params)).point)
 
         state = tx.init(params)
         return RestedState(state, layout(params).run(coordinates, state.frame.elements, params))
 
     def update(updates: Any, state: RestedState, params: Any, **extra: Any) -> tuple[Any, RestedState]:
-        if not isinstance(state, RestedState):
-            raise binding_error(
-                name, "a state made with rest='anchor'", "no coordinates that are held", "a state of rest='balanced'",
-                "write rest='anchor', or start anew by tx.init(params)")
         step, after = tx.update(updates, state.quotient, params, **extra)
-        s, f = group._bound(params).slice, dict(after.frame.elements)
+        s, f = bound(group.parts, params).slice, dict(after.frame.elements)
         before = s.values(params)
         x = s.enter(f, jax.tree.map(jnp.add, before, s.vectors(step))).point
         for part, _, _ in s.sizes:
@@ -118,4 +115,13 @@ def resting(
     def empty(params: Any) -> RestedState:
         return RestedState(tx.init(params), placeholder())
 
-    return transformation(name, init, update, RestedState, empty, gauges=tx.gauges)
+    rested = transformation(name, init, update, RestedState, empty, gauges=tx.gauges)
+
+    def update_fn(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, RestedState]:
+        if hasattr(state, "frame"):
+            raise binding_error(
+                name, "a state made with rest='anchor'", "no coordinates that are held", "a state of rest='balanced'",
+                "write rest='anchor', or start anew by tx.init(params)")
+        return rested.update(updates, state, params, **extra)
+
+    return GaugeTransformation(rested.init, update_fn, rested.gauges)

@@ -14,15 +14,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from scipy.optimize import linear_sum_assignment
 
 from gauge_optax.binding import overlap
 from gauge_optax.linalg import matmul, safe_divide, transpose
+from gauge_optax.parts.order import varies_along
 from gauge_optax.parts.part import Arrays, Part
 from gauge_optax.parts.permutation import Indices, Permutation
 from gauge_optax.parts.sizes import Stretch
 from gauge_optax.parts.turns import Rotation
-from gauge_optax.slice import varies_along
 
 
 @functools.singledispatch
@@ -131,6 +130,8 @@ def _matched_units(part: Permutation, target: jax.Array, point: jax.Array) -> ja
 
 def assigned(part: Permutation, gains: jax.Array) -> jax.Array:
     """The permutation with the largest sum of gains, (*shape, unit of the target, unit of the point)."""
+    from scipy.optimize import linear_sum_assignment  # here, because it takes a quarter of a second
+
     tables = np.asarray(gains, np.float64).reshape(-1, part.size, part.size)
     chosen = [linear_sum_assignment(table, maximize=True)[1] for table in tables]
     return jnp.asarray(np.stack(chosen), jnp.int32).reshape(*part.shape, part.size)

@@ -135,8 +135,8 @@ class Trade(Translation):
     """A vector that rows of the "up" tables gain and rows of the "down" tables lose, read from the mean of one side.
 
     Attributes:
-      hidden: whether the "down" tables alone are centred along the vector's axis. They then hide the vector's mean, which
-        is read from the "up" tables.
+      hidden: whether the "down" tables alone are centred along the vector's axis. They then hide the vector's mean,
+        which is read from the "up" tables.
     """
 
     hidden: bool = False

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import gauge_optax as go
@@ -20,9 +21,10 @@ LARGE = 2.303  # condition 100 of linear gauges, factors of 10 of scales
 
 
 def _far(a: Any, b: Any) -> float:
-    """The largest distance of a leaf, relative to its size."""
-    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
-    return max(float(jnp.linalg.norm(x - y)) / max(float(jnp.linalg.norm(y)), 1e-30) for x, y in pairs)
+    """The largest distance of a leaf, relative to its size, or to 0.001 of the tree's: a leaf γ − 1 may be zero."""
+    pairs = list(zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
+    least = 1e-3 * float(optax.tree.norm(b))
+    return max(float(jnp.linalg.norm(x - y)) / max(float(jnp.linalg.norm(y)), least, 1e-30) for x, y in pairs)
 
 
 def _slice_point(group: go.Gauge, params: Any) -> Any:

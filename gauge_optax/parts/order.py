@@ -1,0 +1,165 @@
+"""The order in which parts are read, and whether they commute.
+
+A part is read once the other parts of its role that move what it is read from are undone. What it merely passes does
+not count: an absorption passes kernels that a read shift moves, and the read shift passes a norm's bias that the
+absorption moves, but the two commute. So the order follows from the parts alone, and the order of a list of gauges
+means nothing.
+"""
+
+import functools
+import itertools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from gauge_optax.binding import Block
+from gauge_optax.errors import binding_error
+from gauge_optax.parts.part import Anchor, Constant, Part, Size, Turn, name_of, overlaps
+
+
+class Place(NamedTuple):
+    """A constant or a size, and what it is read from.
+
+    Attributes:
+      part: the part.
+      anchor: the blocks that it is read from.
+      others: the other parts of its role that move entries of this anchor, with their blocks.
+    """
+
+    part: Any
+    anchor: Anchor
+    others: tuple[tuple[Any, Block], ...]
+
+
+def label_of(part: Part[Any]) -> str:
+    """What parts are sorted by where nothing else decides."""
+    return part.label
+
+
+def place_of(anchor: Anchor) -> tuple[tuple[str, str], ...]:
+    """Where an anchor stands: paths and axes, which two parts of one block share."""
+    return tuple((b.path, b.axes) for b in anchor)
+
+
+def others_of(part: Any, anchor: Anchor, parts: Sequence[Any]) -> tuple[tuple[Any, Block], ...]:
+    """The other parts that move an anchor, with the blocks by which they do, in the order of their labels."""
+    pairs = ((q, b) for a in anchor for q in parts if q is not part for b in q.blocks if a.path == b.path)
+    found = dict.fromkeys((q, b) for q, b in pairs if any(overlaps(a, b) for a in anchor if a.path == b.path))
+    return tuple(sorted(found, key=lambda pair: (pair[0].label, pair[1].path, pair[1].axes)))
+
+
+def in_order(parts: Sequence[Any]) -> list[Place]:
+    """Parts of one role, each with an anchor that only earlier parts move. Raises ValueError for a cycle.
+
+    A later anchor is taken only where parts would wait for each other with all earlier ones. Ties are broken by label,
+    so that the order of a list of gauges does not matter.
+    """
+    waiting = sorted(parts, key=label_of)
+    read = [(p, level, anchor) for p in waiting for level, anchor in enumerate(p.anchors)]
+    movers = {(p, level): {q for q, _ in others_of(p, anchor, waiting)} for p, level, anchor in read}
+    places: list[Place] = []
+    while waiting:
+        ready: list[tuple[Any, int]] = []
+        for level in range(max((len(p.anchors) for p in waiting), default=0)):
+            offered = [p for p in waiting if level < len(p.anchors)]
+            ready = [(p, level) for p in offered if not movers[p, level].intersection(waiting)]
+            if ready:
+                # One at a time, and first what needs no anchor: others may then keep their best one.
+                ready = sorted(ready, key=lambda place: bool(place[0].anchors[place[1]]))[:1] if level else ready
+                break
+        if not ready:
+            raise _cycle(waiting)
+        places += [Place(p, p.anchors[k], others_of(p, p.anchors[k], parts)) for p, k in ready]
+        done = {p for p, _ in ready}
+        waiting = [p for p in waiting if p not in done]
+    return places
+
+
+def _cycle(waiting: Sequence[Any]) -> ValueError:
+    names = ", ".join(part.label.split(".")[0] for part in waiting)
+    first = min(waiting, key=lambda part: part.blocks[0].path)
+    return binding_error(
+        name_of(first),
+        f"cyclic gauges at '{first.blocks[0].path}'",
+        f"every leaf of {names} is moved by another gauge of the list",
+        "for each gauge a leaf from which it can be read before, or after, the others",
+        "drop one gauge of the cycle, or train it with its own transformation",
+    )
+
+
+# Whether parts commute --------------------------------------------------------------------------------------
+
+
+def check_commute(parts: Sequence[Any]) -> None:
+    """Raises ValueError where one part does not map the moves of another one to moves of that part."""
+    by_path: dict[str, list[tuple[Any, Block]]] = {}
+    for part in parts:
+        for block in part.blocks:
+            by_path.setdefault(block.path, []).append((part, block))
+    for pairs in by_path.values():
+        for (p, a), (q, b) in itertools.permutations(pairs, 2):
+            error = _clash(p, a, q, b)
+            if error is not None:
+                raise error
+
+
+def _clash(p: Any, a: Block, q: Any, b: Block) -> ValueError | None:
+    """The error where a part does not act alike along the axis that another one needs; None where it does."""
+    if p is q or p.along is None or p.label.split(" ")[0] == q.label.split(" ")[0] or not overlaps(a, b):
+        return None  # a gauge may be two parts of the same blocks, which commute
+    roles = Constant | Size | Turn
+    # Constants are normal in the whole group: sizes that act alike, and rotations, map them to each other.
+    if not isinstance(p, roles) or isinstance(q, Constant):
+        return None
+
+    def error(found: str, expected: str) -> ValueError:
+        problem = f"does not commute with {name_of(q)} on '{a.path}'"
+        return binding_error(name_of(p), problem, found, expected, "drop one of the two from this list")
+
+    if p.along == "":
+        return error(
+            "a gauge known by its action alone, which cannot be told to commute",
+            "leaves that no other gauge of the list binds, or a gauge that says `commutes = True`",
+        )
+    if isinstance(p, Constant) and isinstance(q, roles) and q.along is not None:
+        return None
+    if isinstance(q, Size) and {place_of((x,)) for x in p.passes} & {place_of(x) for x in q.anchors}:
+        return None  # the part acts where this size is 1
+    named = q.named if not q.along else (*q.named, q.along)
+    if p.along not in a.names or not varies_along(b, named, a, p.along):
+        return None
+    if not isinstance(q, roles):
+        return binding_error(
+            name_of(q),
+            f"permutes the axis of '{b.path}' that {name_of(p)} acts on",
+            f"'{b.axes}' and '{a.axes}'",
+            "an axis that no other gauge mixes",
+            f"drop one of the two: rotations contain the permutations, and {name_of(p)} stays",
+        )
+    if q.along is None:
+        return error(
+            f"the axis that {name_of(p)} needs constant is scaled entry by entry",
+            f"scales of {name_of(q)} constant along `{p.along}`",
+        )
+    return error("the same entries turned by two gauges", "at most one rotation or linear gauge per entry")
+
+
+@functools.cache
+def varies_along(scaled: Block, named: tuple[str, ...], rigid_block: Block, rigid: str) -> bool:
+    """Whether entries that differ only along the axis `rigid` of one block differ in a named index of another one.
+
+    Args:
+      scaled: a block.
+      named: names of its axes.
+      rigid_block: another block of the same leaf.
+      rigid: name of one of its axes.
+    """
+    fixed = {*rigid_block.names, "_"} - {rigid}
+    for axis in range(len(rigid_block.shape)):
+        groups, channels = rigid_block.axis_ids(axis, fixed), scaled.axis_ids(axis, set(named))
+        used = groups >= 0
+        pairs = np.unique(np.stack([groups[used], channels[used]]), axis=1)
+        if pairs.shape[1] > len(np.unique(groups[used])):
+            return True
+    return False

@@ -35,7 +35,7 @@ from gauge_optax.binding import Block, leaves_by_path, with_leaves
 from gauge_optax.errors import binding_error
 from gauge_optax.linalg import real_dtype, roundoff
 from gauge_optax.parts import heads
-from gauge_optax.parts.order import Place, check_commute, in_order, label_of, others_of, place_of
+from gauge_optax.parts.order import Place, check_commute, in_order, label_of, others_of, place_of, turns_by_class
 from gauge_optax.parts.part import Arrays, Constant, Part, Size, Turn, changed, moves, name_of
 from gauge_optax.xla import recomputed_after
 
@@ -46,12 +46,12 @@ Elements = dict[str, Any]
 
 
 class Frame(NamedTuple):
-    """What a state keeps of the point at `init`.
+    """The frame of a point; a state keeps that of the point at `init`.
 
     Attributes:
       elements: the frame F: part label → element.
-      live: label of a size → which of its channels had a first anchor that was not zero, (*shape, bool). Only live
-        channels are fixed at every step.
+      live: label of a size → which of its channels were read from its first anchor, (*shape, bool): where that is not
+        zero. Only live channels are fixed at every step.
     """
 
     elements: Elements
@@ -116,18 +116,6 @@ class Entered(NamedTuple):
         return x
 
 
-class FrameOfPoint(NamedTuple):
-    """The frame of any point, as `Slice.read` returns it.
-
-    Attributes:
-      elements: part label → element.
-      live: per size, which channels were read from its first anchor.
-    """
-
-    elements: Elements
-    live: dict[str, jax.Array]
-
-
 @dataclasses.dataclass(frozen=True)
 class Slice:
     """All parts of a list of gauges on one tree, sorted. It is static: made from paths, shapes and dtypes.
@@ -190,18 +178,11 @@ class Slice:
             for anchor in p.anchors
             if anchor != used
         ]
-        ordered = [place.part for place in in_order(turns)]
-        # Within one level of the order, a class that is the compiler's last comes last.
-        levels = {t: sum(moves(q, t.anchors[0]) for q in turns if q is not t) > 0 for t in ordered}
-        kinds = sorted({(levels[t], type(t).last, type(t).__name__): type(t) for t in ordered}.items())
-        grouped = [
-            (kind, tuple(t for t in ordered if type(t) is kind and levels[t] == key[0])) for key, kind in kinds
-        ]
         return cls(
             tuple(in_order(constants)),
             tuple(first),
             tuple(later),
-            tuple(grouped),
+            turns_by_class(turns),
             tuple(p for p in sorted(kept, key=label_of) if not isinstance(p, Constant | Size | Turn)),
             passed,
             alone,
@@ -280,15 +261,11 @@ class Slice:
             return
         versions = {label.rpartition(".v")[2].split(" ")[0] for label in labels}
         if versions - {str(VERSION)}:
-            raise binding_error(
-                "gauges",
-                "a state of another version of this library",
-                f"states of version {', '.join(sorted(versions))}",
-                f"version {VERSION}",
-                "start anew by tx.init(params)",
-            )
-        shapes = {p.label: ", ".join(f"{path} {n}" for path, n in {b.path: b.shape for b in p.blocks}.items())
-                  for p in self.parts}
+            found = f"states of version {', '.join(sorted(versions))}"
+            problem, remedy = "a state of another version of this library", "start anew by tx.init(params)"
+            raise binding_error("gauges", problem, found, f"version {VERSION}", remedy)
+        leaves = {p.label: {b.path: b.shape for b in p.blocks} for p in self.parts}
+        shapes = {label: ", ".join(f"{path} {n}" for path, n in of_part.items()) for label, of_part in leaves.items()}
         raise binding_error(
             "gauges",
             "a state of other gauges",
@@ -306,13 +283,8 @@ class Slice:
     def check_norms(self) -> None:
         """Raises ValueError for a turn that passes a norm's scale which no size makes 1. Optimizers need that."""
         for turn, path in self.unpassed:
-            raise binding_error(
-                name_of(turn),
-                f"the norm's scale '{path}' is not divided out",
-                "no norm_scale of it",
-                "the go.norm_scale gauge of that norm in the same list",
-                "add it to the list of gauges",
-            )
+            problem, expected = f"the norm's scale '{path}' is not divided out", "the go.norm_scale gauge of that norm"
+            raise binding_error(name_of(turn), problem, "no norm_scale of it", expected, "add it to the list of gauges")
 
     # The arrows -------------------------------------------------------------------------------------------
 
@@ -434,7 +406,7 @@ class Slice:
         x: Arrays,
         turning: bool = True,
         reader: Callable[[type[Turn]], Any] = lambda kind: kind.read_all,
-    ) -> FrameOfPoint:
+    ) -> Frame:
         """The frame of any point. A channel whose anchors are all zero reads as the identity.
 
         Args:
@@ -458,7 +430,7 @@ class Slice:
             rest = [turn for _, others in self.turns for turn in others if turn.label not in f]
             for turn in turns:
                 x = turn.undo(read[turn], x) if any(moves(turn, other.blocks) for other in rest) else x
-        return FrameOfPoint(f, live)
+        return Frame(f, live)
 
     def _read_sizes(self, x: Arrays) -> tuple[Elements, dict[str, jax.Array], Arrays]:
         """Elements of sizes, the channels that each one's first anchor read, and the point without both.
@@ -483,7 +455,7 @@ class Slice:
 
     # Vertical and horizontal ------------------------------------------------------------------------------
 
-    def nearest_slice_point(self, params: Any) -> tuple[FrameOfPoint, Entered]:
+    def nearest_slice_point(self, params: Any) -> tuple[Frame, Entered]:
         """The slice point on the orbit of `params`, with heads in the basis in which they are stored."""
         values = self.values(params)
         frame = self.read(values, turning=False)

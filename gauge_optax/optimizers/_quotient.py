@@ -217,7 +217,7 @@ def frame_and_slice_point(name: str, group: Product, params: Any) -> tuple[Frame
 
 def _read_and_entered(s: Slice, leaves: Any) -> tuple[Frame, Arrays]:
     values = s.values(leaves)
-    frame = Frame(*s.read(values))
+    frame = s.read(values)
     return frame, s.enter(frame.elements, values).point
 
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from gauge_optax.binding import Block
 from gauge_optax.errors import binding_error
-from gauge_optax.parts.part import Anchor, Constant, Part, Size, Turn, name_of, overlaps
+from gauge_optax.parts.part import Anchor, Constant, Part, Size, Turn, moves, name_of, overlaps
 
 
 class Place(NamedTuple):
@@ -74,6 +74,18 @@ def in_order(parts: Sequence[Any]) -> list[Place]:
         done = {p for p, _ in ready}
         waiting = [p for p in waiting if p not in done]
     return places
+
+
+def turns_by_class(turns: Sequence[Any]) -> tuple[tuple[type[Any], tuple[Any, ...]], ...]:
+    """Turns in order, those of one class together, because a class computes with all of its heads at once.
+
+    A turn whose anchor another turn moves comes behind those that wait for nothing. Among either, the class that is the
+    compiler's last comes last.
+    """
+    ordered = [place.part for place in in_order(turns)]
+    waits = {t: any(moves(q, t.anchors[0]) for q in turns if q is not t) for t in ordered}
+    kinds = sorted({(waits[t], type(t).last, type(t).__name__): type(t) for t in ordered}.items())
+    return tuple((kind, tuple(t for t in ordered if type(t) is kind and waits[t] == key[0])) for key, kind in kinds)
 
 
 def _cycle(waiting: Sequence[Any]) -> ValueError:

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import optax
 
 import gauge_optax as go
-from gauge_optax.optimizers import ddc_fused
+from gauge_optax.ddc import fused as ddc_fused
 
 PACKAGE = Path(go.__file__).parent
 GLOSSARY = PACKAGE.parent / "CONTRIBUTING.md"

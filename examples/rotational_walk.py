@@ -21,7 +21,7 @@ import optax
 import gauge_optax as go
 from examples import grid, report
 from examples.report import Result
-from gauge_optax.rotation.equilibrium import Equilibrium
+from gauge_optax.norms.equilibrium import Equilibrium
 from models import random_walk
 
 WINDOW = 100

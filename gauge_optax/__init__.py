@@ -9,6 +9,9 @@ if TYPE_CHECKING:
     from gauge_optax import measure, testing
     from gauge_optax.binding.masks import by_path
     from gauge_optax.binding.names import axes_by_name
+    from gauge_optax.ddc.aliases import ddc_adamw, ddc_muon
+    from gauge_optax.ddc.links import gauge_project, gauge_retract, scale_by_ddc, scale_by_scaled_polar
+    from gauge_optax.discovery.census import census
     from gauge_optax.discovery.report import discover
     from gauge_optax.gauges.absorption import bias_absorption
     from gauge_optax.gauges.embedding_shift import embedding_shift
@@ -23,16 +26,17 @@ if TYPE_CHECKING:
     from gauge_optax.gauges.shift import key_bias, logit_shift, norm_write_shift
     from gauge_optax.gauges.torus import rope_torus
     from gauge_optax.measure.balance import track_balance
-    from gauge_optax.measure.census import census
     from gauge_optax.measure.live import track
     from gauge_optax.measure.redundancy import redundancy, transformer_redundancy
+    from gauge_optax.measure.rotation import track_rotation
+    from gauge_optax.norms.aliases import rotational_adamw, rotational_lion, rotational_sgdm
+    from gauge_optax.norms.hyperball import hyperball
+    from gauge_optax.norms.max_norm import max_norm
+    from gauge_optax.norms.rotational import rotational
     from gauge_optax.optimizers._quotient import quotient
-    from gauge_optax.optimizers.aliases import ddc_adamw, ddc_muon, max_norm_muon, quotient_adamw, quotient_muon
+    from gauge_optax.optimizers.aliases import max_norm_muon, quotient_adamw, quotient_muon
     from gauge_optax.optimizers.compress import compress_second_moments
     from gauge_optax.optimizers.decay import add_gauge_decay
-    from gauge_optax.optimizers.fix import gauge_fix
-    from gauge_optax.optimizers.hold_products import hold_products
-    from gauge_optax.optimizers.links import gauge_project, gauge_retract, scale_by_ddc, scale_by_scaled_polar
     from gauge_optax.optimizers.opposite_gram import scale_by_opposite_gram
     from gauge_optax.optimizers.relative import scale_by_relative_rms
     from gauge_optax.orbit.align import align
@@ -41,12 +45,9 @@ if TYPE_CHECKING:
     from gauge_optax.orbit.merge import average, distance, interpolate
     from gauge_optax.orbit.pack import pack, packed_dot, packed_rows, unpack
     from gauge_optax.orbit.rotate import rotate
-    from gauge_optax.rotation.aliases import rotational_adamw, rotational_lion, rotational_sgdm
-    from gauge_optax.rotation.hyperball import hyperball
-    from gauge_optax.rotation.max_norm import max_norm
-    from gauge_optax.rotation.rotational import rotational
-    from gauge_optax.rotation.tracker import track_rotation
+    from gauge_optax.states.fix import gauge_fix
     from gauge_optax.states.from_state import from_state
+    from gauge_optax.states.hold_products import hold_products
     from gauge_optax.states.transport import transport
     from gauge_optax.tools.as_json import from_json, to_json
     from gauge_optax.tools.lora import lora
@@ -56,6 +57,9 @@ else:
     _NAMES = {
         "binding.masks": "by_path",
         "binding.names": "axes_by_name",
+        "ddc.aliases": "ddc_adamw ddc_muon",
+        "ddc.links": "gauge_project gauge_retract scale_by_ddc scale_by_scaled_polar",
+        "discovery.census": "census",
         "discovery.report": "discover",
         "gauges.absorption": "bias_absorption",
         "gauges.embedding_shift": "embedding_shift",
@@ -70,16 +74,17 @@ else:
         "gauges.shift": "key_bias logit_shift norm_write_shift",
         "gauges.torus": "rope_torus",
         "measure.balance": "track_balance",
-        "measure.census": "census",
         "measure.live": "track",
         "measure.redundancy": "redundancy transformer_redundancy",
+        "measure.rotation": "track_rotation",
+        "norms.aliases": "rotational_adamw rotational_lion rotational_sgdm",
+        "norms.hyperball": "hyperball",
+        "norms.max_norm": "max_norm",
+        "norms.rotational": "rotational",
         "optimizers._quotient": "quotient",
-        "optimizers.aliases": "ddc_adamw ddc_muon max_norm_muon quotient_adamw quotient_muon",
+        "optimizers.aliases": "max_norm_muon quotient_adamw quotient_muon",
         "optimizers.compress": "compress_second_moments",
         "optimizers.decay": "add_gauge_decay",
-        "optimizers.fix": "gauge_fix",
-        "optimizers.hold_products": "hold_products",
-        "optimizers.links": "gauge_project gauge_retract scale_by_ddc scale_by_scaled_polar",
         "optimizers.opposite_gram": "scale_by_opposite_gram",
         "optimizers.relative": "scale_by_relative_rms",
         "orbit.align": "align",
@@ -88,12 +93,9 @@ else:
         "orbit.merge": "average distance interpolate",
         "orbit.pack": "pack packed_dot packed_rows unpack",
         "orbit.rotate": "rotate",
-        "rotation.aliases": "rotational_adamw rotational_lion rotational_sgdm",
-        "rotation.hyperball": "hyperball",
-        "rotation.max_norm": "max_norm",
-        "rotation.rotational": "rotational",
-        "rotation.tracker": "track_rotation",
+        "states.fix": "gauge_fix",
         "states.from_state": "from_state",
+        "states.hold_products": "hold_products",
         "states.transport": "transport",
         "tools.as_json": "from_json to_json",
         "tools.lora": "lora",

@@ -14,7 +14,7 @@ import pytest
 
 import gauge_optax as go
 from gauge_optax.binding import leaves_by_path
-from gauge_optax.optimizers import ddc_fused
+from gauge_optax.ddc import fused as ddc_fused
 from models import lm
 from tests.cases import GAUGE_CASES
 from tests.quick import jit

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import gauge_optax as go
-from gauge_optax.optimizers import ddc_fused
+from gauge_optax.ddc import fused as ddc_fused
 from tests.cases import GAUGE_CASES, GaugeCase
 
 STEPS = 3

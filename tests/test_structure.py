@@ -34,8 +34,8 @@ LAYERS: dict[str, int] = {
     "states": 5,
     "orbit": 5,
     "measure": 6,
-    "rotation": 5,
-    "rotation.tracker": 6,
+    "ddc": 5,
+    "norms": 5,
     "tools": 6,
     "discovery": 6,
     "testing": 6,
@@ -84,7 +84,28 @@ def test_imports_never_go_upwards(path: Path) -> None:
     if layer < LAYERS["__init__"]:
         assert "gauge_optax" not in [name for name in imports(path) if name == "gauge_optax"]
     if part_of(path) in BLACK_BOX:
-        assert "optimizers" not in imported_parts(path)
+        assert not {"optimizers", "ddc"} & imported_parts(path)
+
+
+def test_no_two_folders_import_each_other() -> None:
+    """Directly or through others; a file beside the folders counts as one."""
+    edges: dict[str, set[str]] = {}
+    for path in SOURCES:
+        if path.name != "__init__.py" or path.parent != PACKAGE:
+            edges.setdefault(part_of(path), set()).update(imported_parts(path) - {part_of(path)})
+    assert edges["ddc"] >= {"optimizers"} and edges["states"] >= {"optimizers"}
+
+    def reached(start: str) -> set[str]:
+        found: set[str] = set()
+        waiting = list(edges[start])
+        while waiting:
+            part = waiting.pop()
+            if part not in found:
+                found.add(part)
+                waiting += edges[part]
+        return found
+
+    assert [part for part in edges if part in reached(part)] == []
 
 
 def test_the_check_sees_imports() -> None:

@@ -10,9 +10,9 @@ import jax
 import numpy as np
 
 from gauge_optax.binding import leaves_by_path, with_leaves
+from gauge_optax.discovery.census import Census, census
 from gauge_optax.discovery.sketch import Function, Leaves, generic_point
 from gauge_optax.gauges.gauge import Gauge
-from gauge_optax.measure.census import Census, census
 
 _MARGIN = 2  # outputs per parameter: the outputs of one sequence depend on each other
 

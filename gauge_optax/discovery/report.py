@@ -16,6 +16,7 @@ from tqdm import tqdm
 from gauge_optax.binding import leaves_by_path, with_leaves
 from gauge_optax.discovery import checks, search
 from gauge_optax.discovery.calls import Call, merge_layers
+from gauge_optax.discovery.census import Census
 from gauge_optax.discovery.certificate import certified
 from gauge_optax.discovery.checks import Outputs
 from gauge_optax.discovery.groups import ZERO, Symmetry, draw, independent
@@ -29,7 +30,6 @@ from gauge_optax.discovery.trace import Trace, walk
 from gauge_optax.discovery.write import Unwritable, shift_call, write_shift_calls, written
 from gauge_optax.errors import binding_error
 from gauge_optax.gauges.gauge import Gauge
-from gauge_optax.measure.census import Census
 
 _POINTS = 5  # one alone can have dead units, whose null vectors are accidents
 _CLOSE = 12  # candidates for what nearly holds

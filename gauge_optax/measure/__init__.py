@@ -29,7 +29,7 @@ from gauge_optax.measure.spectra import (
     smallest_singular_value,
     spectral_gap,
 )
-from gauge_optax.rotation.equilibrium import corrected, predict_equilibrium
+from gauge_optax.norms.equilibrium import corrected, predict_equilibrium
 
 __all__ = [
     "GGN",

@@ -12,7 +12,7 @@ import optax
 from gauge_optax.binding import leaves_by_path, with_leaves
 from gauge_optax.errors import binding_error
 from gauge_optax.gauges.bound import bound
-from gauge_optax.gauges.gauge import Gauges, Product, product
+from gauge_optax.gauges.gauge import Gauge, Gauges, Product, product
 from gauge_optax.optimizers.decay import decayed_leaves, require_whole_gauges
 from gauge_optax.optimizers.rest import resting
 from gauge_optax.parts.part import Arrays
@@ -138,6 +138,17 @@ def quotient_for(
 
     gauges_held = with_gauges_of(inner, group.parts)
     return resting(name, transformation(name, init, update, QuotientState, empty, gauges=gauges_held), group, rest)
+
+
+def group_of(name: str, learning_rate: Any, gauges: Any) -> Product:
+    """The product of the gauges. Raises ValueError where the first two arguments are swapped."""
+    if isinstance(learning_rate, Gauge | list | tuple):
+        rate = repr(gauges) if isinstance(gauges, int | float) else "learning_rate"
+        raise binding_error(
+            name, "learning_rate and gauges are swapped", f"{name}(gauges, {rate})", f"{name}(learning_rate, gauges)",
+            f"write go.{name}({rate}, gauges)",
+        )  # fmt: skip
+    return product(gauges)
 
 
 def slice_gradient(s: Slice, entered: Entered, updates: Any, without_constants: bool = True) -> Any:

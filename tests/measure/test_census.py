@@ -14,9 +14,9 @@ import pytest
 import gauge_optax as go
 from benchmarks.certificates import LLAMA, Row, decoder, design_block
 from gauge_optax.binding import leaves_by_path, with_leaves
+from gauge_optax.discovery import census as dense
+from gauge_optax.discovery.blocks import blocks_of, upper_bound
 from gauge_optax.discovery.trace import walk
-from gauge_optax.measure import census as dense
-from gauge_optax.measure.blocks import blocks_of, upper_bound
 
 GROUPED = LLAMA | dict(kv_heads=1)
 NAMES = ["residual_rotation", "norm1", "norm2", "final_norm", "query", "value", "rescale", "logits", "residual_scale"]

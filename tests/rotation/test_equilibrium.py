@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import gauge_optax as go
-from gauge_optax.rotation.equilibrium import polar_alignment
+from gauge_optax.norms.equilibrium import polar_alignment
 from models import random_walk
 
 ETA, LAMBDA, C, BETA = 3e-3, 0.2, 48, 0.8

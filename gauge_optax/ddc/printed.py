@@ -8,7 +8,7 @@ s = Π ρᵢ^eᵢ does not change along the orbit (e = (p, 1) for a pair of degr
 * radial (B.4, B.6, B.7): one scalar Adam on s, or on log s / |e|; its step is clamped, and log ρᵢ moves by its share
   eᵢ/|e|², so that the lengths keep their ratios. Decay acts here, as a factor exp(−|e|²·lr·wd) of s;
 * tangential (B.4, B.5): Adam entry by entry on ρ·g without its radial part; the step is relative, −lr·ρ·U;
-* heads (B.8, B.9): the gradient without its part along rotations, then one of the second moments of `ddc_heads`, with
+* heads (B.8, B.9): the gradient without its part along rotations, then one of the second moments of `ddc.heads`, with
   its paper's floor, |R| for second moments that move, and bare means in directions below the cut;
 * matrices under Muon (B.10): the polar factor of the horizontal first moment, times ‖M‖_F/√rank.
 
@@ -29,11 +29,9 @@ import jax.numpy as jnp
 import optax
 
 from gauge_optax.binding import Block, leaves_by_path, overlap, with_leaves
-from gauge_optax.errors import binding_error
-from gauge_optax.gauges.bound import bound
-from gauge_optax.gauges.gauge import Product
-from gauge_optax.optimizers.adam import Adam
-from gauge_optax.optimizers.ddc import (
+from gauge_optax.ddc.adam import Adam
+from gauge_optax.ddc.heads import init_heads
+from gauge_optax.ddc.plain import (
     Channels,
     GaugeMoments,
     Options,
@@ -45,8 +43,10 @@ from gauge_optax.optimizers.ddc import (
     without_lengths,
     without_roundoff,
 )
-from gauge_optax.optimizers.ddc_heads import init_heads
-from gauge_optax.optimizers.ddc_vertical import init_vertical
+from gauge_optax.ddc.vertical import init_vertical
+from gauge_optax.errors import binding_error
+from gauge_optax.gauges.bound import bound
+from gauge_optax.gauges.gauge import Product
 from gauge_optax.optimizers.polar import Polar
 from gauge_optax.parts.heads import PLANE
 from gauge_optax.parts.part import Arrays, Part

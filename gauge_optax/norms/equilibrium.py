@@ -157,7 +157,7 @@ def predict_equilibrium(
 def polar_alignment(rows: int, columns: int) -> float:
     """Returns ‖X‖_*/(√r·‖X‖_F) of a large Gaussian matrix with smaller side r, by the Marchenko–Pastur law.
 
-    >>> from gauge_optax.rotation.equilibrium import polar_alignment
+    >>> from gauge_optax.norms.equilibrium import polar_alignment
     >>> round(polar_alignment(64, 64), 4)  # 8/(3π)
     0.8488
     """

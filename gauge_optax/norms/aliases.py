@@ -7,8 +7,8 @@ import jax
 import optax
 
 from gauge_optax.binding import Axes, is_empty, with_leaves
-from gauge_optax.rotation import vectors
-from gauge_optax.rotation.rotational import named_rotational
+from gauge_optax.norms import vectors
+from gauge_optax.norms.rotational import named_rotational
 
 Scalar = float | jax.Array
 

@@ -16,12 +16,12 @@ import jax.numpy as jnp
 import optax
 
 from gauge_optax.binding import with_leaves
+from gauge_optax.ddc.plain import checked_options, ddc
+from gauge_optax.ddc.printed import PaperOptions, paper_ddc, paper_options
 from gauge_optax.gauges.bound import bound
 from gauge_optax.gauges.gauge import Gauges, Product, product
 from gauge_optax.linalg import Coefficients
 from gauge_optax.optimizers._quotient import QuotientState, frame_and_slice_point, slice_gradient
-from gauge_optax.optimizers.ddc import checked_options, ddc
-from gauge_optax.optimizers.ddc_paper import PaperOptions, paper_ddc, paper_options
 from gauge_optax.optimizers.polar import Labels, polar_of
 from gauge_optax.transformation import (
     GaugeTransformation,
@@ -149,7 +149,7 @@ def scale_by_ddc(
       nesterov: whether to use Nesterov momentum, as in `optax.adam`.
       vertical: "frozen" (no motion along orbits), "sgd" or "adam" (for losses that hold a penalty).
       v_mode: second moment of rotated leaves: "body_frame_topk", "body_frame", "per_head_scalar",
-        "per_head_matrix" or "none"; `optimizers/ddc_heads.py` defines them.
+        "per_head_matrix" or "none"; `ddc/heads.py` defines them.
       radial: "linear" (Adam on a channel's length s) or "log" (on log s, which decay drives to zero).
       radial_scale: factor on the radial step; at 1 a length moves as far as Adam can move it, lr·√n for n entries.
       scale_floor: share of a gauge's mean length at `init`; a shorter length is made to grow. 0 lets channels die.
@@ -174,7 +174,7 @@ def scale_by_ddc(
     >>> updates, state = tx.update(jax.tree.map(jnp.ones_like, params), state, params)
     >>> go.testing.assert_horizontal(updates, params, gauge)
 
-    Reference: DDC Eq. (2), B.4–B.9; `optimizers/ddc.py` and `optimizers/ddc_heads.py` list the deviations.
+    Reference: DDC Eq. (2), B.4–B.9; `ddc/plain.py` and `ddc/heads.py` list the deviations.
     """
     group = product(gauges)
     options = checked_options(

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from gauge_optax.ddc.adam import Adam
 from gauge_optax.linalg import (
     eigenvalue_cutoff,
     inverse_sqrt_by_products,
@@ -31,7 +32,6 @@ from gauge_optax.linalg import (
     symmetric_eigen,
     transpose,
 )
-from gauge_optax.optimizers.adam import Adam
 from gauge_optax.parts.heads import by_size, stack_heads, unstack_heads
 from gauge_optax.parts.part import Arrays
 from gauge_optax.slice import Slice

@@ -17,8 +17,8 @@ from gauge_optax.errors import binding_error
 from gauge_optax.linalg import safe_divide
 from gauge_optax.measure._recording import recorded
 from gauge_optax.measure.live import Figures
-from gauge_optax.rotation import vectors
-from gauge_optax.rotation.vectors import Leaves, Selection
+from gauge_optax.norms import vectors
+from gauge_optax.norms.vectors import Leaves, Selection
 from gauge_optax.transformation import checked_inner, layout, placeholder, require_every, transformation
 
 # Two vectors whose squared sine is below so many machine epsilons are parallel up to roundoff.

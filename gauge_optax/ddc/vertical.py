@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from gauge_optax.ddc.adam import Adam
 from gauge_optax.gauges.by_action import OfUser
 from gauge_optax.linalg import noise, real_dtype, skew
-from gauge_optax.optimizers.adam import Adam
 from gauge_optax.parts.constants import Mean
 from gauge_optax.parts.part import Anchor, Arrays, Constant, Part, changed
 from gauge_optax.parts.sizes import Factor

@@ -20,8 +20,8 @@ import optax
 from gauge_optax.binding import Axes, leaves_by_path
 from gauge_optax.errors import binding_error
 from gauge_optax.linalg import safe_divide
-from gauge_optax.rotation import vectors
-from gauge_optax.rotation.vectors import Leaves, Selection
+from gauge_optax.norms import vectors
+from gauge_optax.norms.vectors import Leaves, Selection
 from gauge_optax.transformation import placeholder, transformation
 
 Radius = float | jax.Array

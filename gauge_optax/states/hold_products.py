@@ -23,7 +23,7 @@ from gauge_optax.gauges.balance import log_sizes
 from gauge_optax.gauges.gauge import BlockGauge, Element, Gauge, Gauges, product
 from gauge_optax.gauges.scale import keeps_product, scale_invariant
 from gauge_optax.gauges.symmetry import Effect
-from gauge_optax.optimizers.fix import chords
+from gauge_optax.states.fix import chords
 from gauge_optax.states.moves import Move, MovingPart
 from gauge_optax.states.transport import ON_UNKNOWN, transported_state
 from gauge_optax.transformation import (

@@ -18,12 +18,12 @@ from tqdm import tqdm
 
 from gauge_optax.binding import leaves_by_path, with_leaves
 from gauge_optax.discovery import checks
+from gauge_optax.discovery.blocks import BlockCount, Span, blocks_of, null_space, rows_of, unexplained_in, upper_bound
 from gauge_optax.discovery.checks import Outputs
 from gauge_optax.discovery.lift import in_double
 from gauge_optax.discovery.trace import walk
 from gauge_optax.errors import binding_error
 from gauge_optax.gauges.gauge import Gauge, Gauges, product
-from gauge_optax.measure.blocks import BlockCount, Span, blocks_of, null_space, rows_of, unexplained_in, upper_bound
 
 _CHUNK = 128  # rows of the Jacobian that are computed at once
 _MOST = 12_000  # parameters of which the whole Jacobian is made; of larger models, blocks of it

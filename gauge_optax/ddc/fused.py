@@ -4,7 +4,7 @@ On one wide layer (d = 2048, f = 8192) its peak memory is 1.27 of AdamW's; `quot
 save memory:
 
 * Most of what DDC does to heads is the same in any basis. Heads stay in the basis that they are stored in. Only moments
-  need the slice's basis, and one product of F⁻¹ and an eigenbasis (`ddc_heads`) takes a gradient to that of moments.
+  need the slice's basis, and one product of F⁻¹ and an eigenbasis (`ddc.heads`) takes a gradient to that of moments.
 * Along a channel, a stored leaf and its stored gradient have the same sums as on the slice, ⟨θ̂, ĝ⟩ = ⟨θ, g⟩, and a
   scale that is constant along a channel is a factor of the sum. So XLA can fuse θ̂ and ĝ into the operations that read
   them, and never stores them as arrays.
@@ -20,13 +20,8 @@ import jax.numpy as jnp
 import optax
 
 from gauge_optax.binding import Block, leaves_by_path, overlap, with_leaves
-from gauge_optax.gauges.bound import bound
-from gauge_optax.gauges.by_action import OfUser
-from gauge_optax.gauges.gauge import Product
-from gauge_optax.linalg import noise, rotation_2x2, transpose
-from gauge_optax.optimizers._quotient import QuotientState
-from gauge_optax.optimizers.adam import Adam
-from gauge_optax.optimizers.ddc import (
+from gauge_optax.ddc.adam import Adam
+from gauge_optax.ddc.plain import (
     Channels,
     GaugeMoments,
     Options,
@@ -38,6 +33,11 @@ from gauge_optax.optimizers.ddc import (
     radial_step,
     tangential_step,
 )
+from gauge_optax.gauges.bound import bound
+from gauge_optax.gauges.by_action import OfUser
+from gauge_optax.gauges.gauge import Product
+from gauge_optax.linalg import noise, rotation_2x2, transpose
+from gauge_optax.optimizers._quotient import QuotientState
 from gauge_optax.optimizers.polar import Polar
 from gauge_optax.parts.constants import Mean
 from gauge_optax.parts.part import Arrays, Constant, Part, Turn, changed

@@ -6,7 +6,7 @@ The channel's other block (a unit's outgoing weights, the rows that read a norm)
 
 * radial: one Adam per channel on s, or on log s (B.4);
 * tangential: Adam entry by entry on the part of the gradient that changes no length (B.5). Heads get one of five second
-  moments (B.8, `ddc_heads`). Under Muon, a matrix gets the polar factor of its first moment (B.10, `polar`).
+  moments (B.8, `ddc.heads`). Under Muon, a matrix gets the polar factor of its first moment (B.10, `polar`).
 
 Twins have one slice point, so their moments are the same numbers, and no gauge has to move a moment.
 
@@ -25,13 +25,9 @@ import jax.numpy as jnp
 import optax
 
 from gauge_optax.binding import Block, leaves_by_path, overlap, with_leaves
-from gauge_optax.errors import binding_error
-from gauge_optax.gauges.bound import bound
-from gauge_optax.gauges.gauge import Product
-from gauge_optax.linalg import noise
-from gauge_optax.optimizers.adam import Adam
-from gauge_optax.optimizers.ddc_heads import V_MODES, HeadMoments, divided, in_bases, init_heads, refreshed
-from gauge_optax.optimizers.ddc_vertical import (
+from gauge_optax.ddc.adam import Adam
+from gauge_optax.ddc.heads import V_MODES, HeadMoments, divided, in_bases, init_heads, refreshed
+from gauge_optax.ddc.vertical import (
     VERTICAL,
     VerticalMoments,
     has_orbit_coordinates,
@@ -39,6 +35,10 @@ from gauge_optax.optimizers.ddc_vertical import (
     log_step,
     vertical_step,
 )
+from gauge_optax.errors import binding_error
+from gauge_optax.gauges.bound import bound
+from gauge_optax.gauges.gauge import Product
+from gauge_optax.linalg import noise
 from gauge_optax.optimizers.polar import Polar
 from gauge_optax.parts.matrices import Matrices
 from gauge_optax.parts.part import Anchor, Arrays, Part, name_of
@@ -80,7 +80,7 @@ class Options(NamedTuple):
     live_threshold: Scalar = 1e-3
     refresh_drift: Scalar = 0.1
     refresh_every: int | jax.Array | None = None
-    paper: bool = False  # second moments of heads to the letter of B.8, see `ddc_heads`
+    paper: bool = False  # second moments of heads to the letter of B.8, see `ddc.heads`
 
 
 def checked_options(name: str, *settings: Any) -> Options:
@@ -100,7 +100,7 @@ class GaugeMoments(NamedTuple):
       radial_nu: its second moment.
       least: per block that has lengths, the floor below which a length is made to grow.
       heads: what `v_mode` keeps of heads.
-      vertical: moments of the coordinates along orbits, see `ddc_vertical`.
+      vertical: moments of the coordinates along orbits, see `ddc.vertical`.
     """
 
     radial_mu: tuple[jax.Array, ...]

@@ -16,8 +16,8 @@ import optax
 from gauge_optax.binding import Axes, leaves_by_path
 from gauge_optax.errors import binding_error
 from gauge_optax.linalg import real_dtype, safe_divide
-from gauge_optax.rotation import vectors
-from gauge_optax.rotation.vectors import Selection
+from gauge_optax.norms import vectors
+from gauge_optax.norms.vectors import Selection
 from gauge_optax.transformation import checked_inner, placeholder, transformation
 
 Scalar = float | jax.Array

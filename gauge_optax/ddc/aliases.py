@@ -1,0 +1,260 @@
+"""DDC's whole optimizers: `ddc_adamw` and `ddc_muon`, with the argument names and defaults of Optax's."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import optax
+
+from gauge_optax.binding import is_empty, leaves_by_path, with_leaves
+from gauge_optax.ddc.fused import fused_ddc
+from gauge_optax.ddc.links import link
+from gauge_optax.ddc.plain import Options, checked_options, ddc
+from gauge_optax.ddc.printed import PaperOptions, paper_ddc, paper_options
+from gauge_optax.gauges.bound import bound
+from gauge_optax.gauges.gauge import Gauges, Product
+from gauge_optax.linalg import Coefficients
+from gauge_optax.optimizers._quotient import group_of, quotient_for
+from gauge_optax.optimizers.decay import Decay, decay
+from gauge_optax.optimizers.polar import Labels, Polar, polar_of
+from gauge_optax.optimizers.rest import RESTS
+from gauge_optax.slice import Slice
+from gauge_optax.transformation import GaugeTransformation, require_choice
+
+Scalar = float | jax.Array
+
+
+def ddc_adamw(
+    learning_rate: optax.ScalarOrSchedule,
+    gauges: Gauges,
+    b1: Scalar = 0.9,
+    b2: Scalar = 0.999,
+    eps: Scalar = 1e-8,
+    eps_root: Scalar = 0.0,
+    mu_dtype: Any = None,
+    weight_decay: Decay = 1e-4,
+    mask: Any = None,
+    *,
+    match: str = "adamw",
+    nesterov: bool = False,
+    vertical: str = "frozen",
+    v_mode: str = "body_frame_topk",
+    radial: str = "linear",
+    radial_scale: Scalar = 1.0,
+    scale_floor: Scalar | None = None,
+    live_threshold: Scalar = 1e-3,
+    refresh_drift: Scalar = 0.1,
+    refresh_every: int | jax.Array | None = None,
+    preset: str | None = None,
+    max_log_step: Scalar = 0.5,
+    rest: str = "anchor",
+) -> GaugeTransformation:
+    """DDC's AdamW on the slice: one Adam per length of a scale channel, and second moments per head.
+
+    It equals the chain of gauge_project, scale_by_ddc, add_gauge_decay, scale_by_learning_rate and gauge_retract.
+
+    Args:
+      learning_rate: a number or a schedule.
+      gauges: a gauge or a sequence of them, meaning their product; leaves that none binds get AdamW.
+      b1: decay of first moments.
+      b2: decay of second moments.
+      eps: added to the root of the second moment.
+      eps_root: added inside that root.
+      mu_dtype: dtype of the first moment; by default that of slice coordinates, at least float32.
+      weight_decay: decoupled decay, multiplied by the learning rate as in `optax.adamw`; a number, a schedule, or a
+        number per role as in `add_gauge_decay`.
+      mask: where to decay, as in `optax.adamw`; constant over the leaves of a gauge.
+      match: see `add_gauge_decay`.
+      nesterov: whether to use Nesterov momentum.
+      vertical: see `scale_by_ddc`; unless it is "frozen", steps do not return to the slice.
+      v_mode: see `scale_by_ddc`.
+      radial: see `scale_by_ddc`.
+      radial_scale: see `scale_by_ddc`.
+      scale_floor: see `scale_by_ddc`.
+      live_threshold: see `scale_by_ddc`.
+      refresh_drift: see `scale_by_ddc`.
+      refresh_every: see `scale_by_ddc`.
+      preset: "paper" for appendix B to the letter; None for what trains best, which deviates from it
+        (`ddc/plain.py`, and a table in docs/design.md §4).
+      max_log_step: under `preset="paper"`, the most that the log of a joint scale moves in a step.
+      rest: see `quotient`; the preset has its own, and takes "anchor" alone.
+
+    Returns:
+      The optimizer. Its `update` needs `params`.
+
+    Raises:
+      ValueError: a mode that does not exist; a preset with a mask or a decay per role; bindings that do not fit;
+        `update` without params.
+
+    >>> gauge = go.rescale(up={"up": "_ channel"}, down={"down": "channel _"})
+    >>> params = {"up": jnp.ones((2, 3)), "down": jnp.full((3, 1), 0.5)}
+    >>> loss = lambda p: jnp.sum(
+    ...     (jax.nn.relu(jnp.array([1.0, 2.0]) @ p["up"]) @ p["down"] - 1.0) ** 2
+    ... )
+    >>> tx = go.ddc_adamw(0.03, gauge)
+    >>> state = tx.init(params)
+    >>> for _ in range(5):
+    ...     updates, state = tx.update(jax.grad(loss)(params), state, params)
+    ...     params = optax.apply_updates(params, updates)
+    ...     print(f"{loss(params):.2f}")
+    10.55
+    8.97
+    7.52
+    6.21
+    5.05
+
+    Reference: DDC §3, App. B; `optax.adamw` for the leaves that no gauge binds. Deviations of the default: see
+      `ddc/plain.py`; with `preset="paper"` none, but for two numbers that the text does not give.
+    """
+    options = checked_options(
+        "ddc_adamw", b1, b2, eps, eps_root, mu_dtype, nesterov, vertical, v_mode, radial, radial_scale,
+        0.0 if scale_floor is None else scale_floor, live_threshold, refresh_drift, refresh_every,
+    )  # fmt: skip
+    group = group_of("ddc_adamw", learning_rate, gauges)
+    if preset is not None:
+        options = paper_options("ddc_adamw", preset, options, weight_decay, mask, rest)
+        paper = PaperOptions(learning_rate, weight_decay, max_log_step=max_log_step, **_floor(scale_floor))
+        return link("ddc_adamw", paper_ddc(group, options, paper), group)
+    tail = (decay(weight_decay, group, match, mask, on_slice=True), optax.scale_by_learning_rate(learning_rate))
+    return _ddc_optimizer("ddc_adamw", group, options, None, tail, rest)
+
+
+def ddc_muon(
+    learning_rate: optax.ScalarOrSchedule,
+    gauges: Gauges,
+    ns_coeffs: Coefficients = "standard",
+    ns_steps: int | None = None,
+    beta: Scalar = 0.95,
+    eps: Scalar = 1e-8,
+    weight_decay: Decay = 0.0,
+    weight_decay_mask: Any = None,
+    mu_dtype: Any = None,
+    *,
+    nesterov: bool = True,
+    adam_b1: Scalar = 0.9,
+    adam_b2: Scalar = 0.999,
+    adam_eps_root: Scalar = 0.0,
+    adam_weight_decay: Decay = 0.0,
+    adam_learning_rate: optax.ScalarOrSchedule | None = None,
+    consistent_rms: Scalar | None = None,
+    scale: str | Scalar = "width",
+    labels: Labels = None,
+    sizes: Mapping[str, int] | None = None,
+    preset: str | None = None,
+    match: str = "adamw",
+    vertical: str = "frozen",
+    radial: str = "linear",
+    radial_scale: Scalar = 1.0,
+    scale_floor: Scalar | None = None,
+    max_log_step: Scalar = 0.5,
+    rest: str = "anchor",
+) -> GaugeTransformation:
+    """DDC's Muon on the slice: polar factors for matrices, Adam for the lengths of scales, `ddc_adamw` for all else.
+
+    Args:
+      learning_rate: a number or a schedule.
+      gauges: a gauge or a sequence of them, meaning their product; leaves that none binds get AdamW.
+      ns_coeffs: see `scale_by_scaled_polar`.
+      ns_steps: see `scale_by_scaled_polar`.
+      beta: decay of the first moment of matrices.
+      eps: see `scale_by_scaled_polar`.
+      weight_decay: decoupled decay of matrices, multiplied by the learning rate as in `optax.contrib.muon`; a number, a
+        schedule, or a number per role as in `add_gauge_decay`.
+      weight_decay_mask: where `weight_decay` decays, as in `optax.contrib.muon`; constant over the leaves of a gauge.
+      mu_dtype: dtype of the first moment; by default that of slice coordinates, at least float32.
+      nesterov: whether to use Nesterov momentum, for matrices and all other leaves.
+      adam_b1: decay of Adam's first moments.
+      adam_b2: decay of Adam's second moments.
+      adam_eps_root: added inside the root of Adam's second moment.
+      adam_weight_decay: decoupled decay of all other leaves.
+      adam_learning_rate: learning rate of all other leaves; by default `learning_rate`.
+      consistent_rms: optax's name for a number as `scale`; it excludes another `scale`.
+      scale: see `scale_by_scaled_polar`.
+      labels: see `scale_by_scaled_polar`.
+      sizes: see `scale_by_scaled_polar`.
+      preset: "paper" for appendix B to the letter: B.10 and Table 1's routing for matrices, `ddc_adamw`'s preset for
+        all else; without Nesterov momentum, and with ns_coeffs="sharp".
+      match: see `add_gauge_decay`.
+      vertical: see `scale_by_ddc`; unless it is "frozen", steps do not return to the slice.
+      radial: see `scale_by_ddc`.
+      radial_scale: see `scale_by_ddc`.
+      scale_floor: see `scale_by_ddc`.
+      max_log_step: see `ddc_adamw`.
+      rest: see `ddc_adamw`.
+
+    Returns:
+      The optimizer. Its `update` needs `params`.
+
+    Raises:
+      ValueError: as `scale_by_scaled_polar`; `consistent_rms` with another `scale`.
+
+    >>> gauge = go.rescale(up={"up": "_ channel"}, down={"down": "channel _"})
+    >>> params = {"up": jnp.ones((2, 3)), "down": jnp.full((3, 1), 0.5)}
+    >>> loss = lambda p: jnp.sum(
+    ...     (jax.nn.relu(jnp.array([1.0, 2.0]) @ p["up"]) @ p["down"] - 1.0) ** 2
+    ... )
+    >>> tx = go.ddc_muon(0.03, gauge)
+    >>> state = tx.init(params)
+    >>> for _ in range(5):
+    ...     updates, state = tx.update(jax.grad(loss)(params), state, params)
+    ...     params = optax.apply_updates(params, updates)
+    >>> bool(loss(params) < 8)
+    True
+
+    Reference: DDC §3.1, B.10, C.14; `optax.contrib.muon` for names and defaults. Its `adaptive` and `preconditioning`
+      are left out, because a dual norm per leaf and a scale per row differ between twins.
+    """
+    group = group_of("ddc_muon", learning_rate, gauges)
+    polar = polar_of("ddc_muon", ns_coeffs, ns_steps, beta, eps, scale, labels, preset, consistent_rms, sizes)
+    options = checked_options(
+        "ddc_muon", adam_b1, adam_b2, eps, adam_eps_root, mu_dtype, nesterov and preset is None, vertical,
+        "per_head_scalar", radial, radial_scale, 0.0 if scale_floor is None else scale_floor,
+    )  # fmt: skip
+    adam_rate = learning_rate if adam_learning_rate is None else adam_learning_rate
+    if preset is not None:
+        for given in (weight_decay, adam_weight_decay):
+            options = paper_options("ddc_muon", preset, options, given, weight_decay_mask, rest)
+        paper = PaperOptions(
+            adam_rate, adam_weight_decay, learning_rate, weight_decay, max_log_step, **_floor(scale_floor)
+        )
+        return link("ddc_muon", paper_ddc(group, options, paper, polar), group)
+    matrices = polar.matrices
+
+    def others(s: Slice, params: Any) -> set[str]:
+        return leaves_by_path(params).keys() - matrices(s, params).keys()
+
+    def labelled(params: Any) -> Any:
+        muon_paths = {} if is_empty(params) else matrices(bound(group.parts, params).slice, params)
+        return with_leaves(jax.tree.map(lambda _: "adam", params), dict.fromkeys(muon_paths, "muon"))
+
+    rates = {"muon": learning_rate, "adam": adam_rate}
+    tail = (
+        decay(weight_decay, group, match, weight_decay_mask, only=matrices, on_slice=True),
+        decay(adam_weight_decay, group, match, only=others, on_slice=True),
+        optax.partition({name: optax.scale_by_learning_rate(rate) for name, rate in rates.items()}, labelled),
+    )
+    return _ddc_optimizer("ddc_muon", group, options, polar, tail, rest)
+
+
+def _floor(scale_floor: Scalar | None) -> dict[str, Any]:
+    return {} if scale_floor is None else {"scale_floor": scale_floor}
+
+
+def _ddc_optimizer(
+    name: str,
+    group: Product,
+    options: Options,
+    polar: Polar | None,
+    tail: tuple[optax.GradientTransformation, ...],
+    rest: str,
+) -> GaugeTransformation:
+    """DDC's optimizers: `quotient` around a chain of `ddc` and `tail`, which is the decay and the learning rate."""
+    inner = optax.chain(ddc(group, options, polar), *tail)
+    require_choice(name, "rest", rest, RESTS if options.vertical == "frozen" else RESTS[:1])
+    if options.vertical != "frozen":  # `inner` moves along orbits, so its steps must not return to the slice
+        return link(name, inner, group, without_shifts=False)
+    plain = quotient_for(name, inner, group, hold=False, rest=rest)  # DDC's steps turn no head: nothing to take out
+    if rest != "anchor":
+        return plain
+    # The same step with less memory: it sums over stored leaves in place of slice points (see ddc.fused).
+    return fused_ddc(name, plain, group, options, polar, optax.chain(*tail))

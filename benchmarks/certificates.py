@@ -140,7 +140,7 @@ def design_block(seed: int = 0) -> Row:
         **{f"{name}/bias": (heads, size) for name in ("query", "key", "value")},
         "out/kernel": (heads, size, d), "out/bias": (d,), "up/kernel": (d, hidden), "up/bias": (hidden,),
         "down/kernel": (hidden, d), "down/bias": (d,), "head/kernel": (d, vocab), "head/bias": (1,),
-    }  # fmt: skip
+    }
     rng = np.random.default_rng(seed)
     params = {k: 0.6 * rng.standard_normal(n) + float(k.endswith("scale")) for k, n in shapes.items()}
 
@@ -227,7 +227,7 @@ def large() -> int:
         found[omitted] = {
             "unexplained": counted.unexplained, "printed": str(counted),
             "seconds": round(time.perf_counter() - start),
-        }  # fmt: skip
+        }
         path.write_text(json.dumps(found, indent=1) + "\n")
         if omitted:
             counted.plot().figure.savefig(RESULTS / "census_large.png", dpi=100)

@@ -206,7 +206,7 @@ def peer_section(args: argparse.Namespace) -> Iterator[Section]:
     section: Section = {
         "versions": peers.versions(), "repeats": args.repeats, "rank": peers.RANK, "pairs": 4 * size.config.layers,
         "blocks": {},
-    }  # fmt: skip
+    }
     for name, block, given in (
         ("muon", peers.muon_rows(sized, RATE), sized.grads),
         ("lora", peers.lora_rows(lora, RATE), lora.grads),
@@ -261,7 +261,7 @@ def main(argv: Sequence[str] | None = None) -> Section:
     about = {
         "host": host(), "device": device(),
         "versions": {name: version(name) for name in ("jax", "jaxlib", "optax")},
-    }  # fmt: skip
+    }
     args.out.mkdir(parents=True, exist_ok=True)
     json_file, page_file = (args.out / f"compare_{device()}.{kind}" for kind in ("json", "md"))
     result: Section = about | {"sections": {}}

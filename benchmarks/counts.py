@@ -53,7 +53,7 @@ PLATFORMS = {"cpu": "this CPU", "cuda": "NVIDIA H100 SXM", "tpu": "TPU v5e"}
 ROWS = (
     "optax.adamw", "quotient(optax.adamw)", "quotient(optax.adamw), hold=False", "ddc_adamw", "optax.contrib.muon",
     "quotient_muon",
-)  # fmt: skip
+)
 
 
 @functools.cache
@@ -95,7 +95,7 @@ def counted(tx: optax.GradientTransformation, params: Tree, platform: str) -> di
         "limit_gbyte": (3 * _nbytes(params) + 2 * _nbytes(state)) / 1e9, "kernels": kernels,
         "scratch_mb": plan.temp_size_in_bytes / 1e6 if plan else 0.0, "state_mb": _nbytes(state) / 1e6,
         "compile_s": seconds,
-    }  # fmt: skip
+    }
 
 
 # Operations of an entry that move nothing.

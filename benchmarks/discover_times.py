@@ -218,13 +218,13 @@ def render(result: dict[str, Any]) -> str:
         "the last minute, this one included.", "",
         "| model | million parameters | seconds | CPU seconds | peak MiB | load | gauges |",
         "|---|---|---|---|---|---|---|",
-    ]  # fmt: skip
+    ]
     for name, case in CASES.items():
         if row := result["cases"].get(name):
             cells = (
                 case.about, f"{row['parameters'] / 1e6:.1f}", f"{row['seconds']:.0f}", f"{row['cpu_seconds']:.0f}",
                 f"{row['peak_mib']:,}", f"{row['load']:.1f}", len(row["gauges"]),
-            )  # fmt: skip
+            )
             lines.append("| " + " | ".join(map(str, cells)) + " |")
     return "\n".join(lines) + "\n"
 

@@ -161,14 +161,14 @@ def page(result: Mapping[str, Any]) -> str:
         f"`python -m benchmarks.exactness`: {result['host']}. The largest change of an output when another point of "
         "the orbit is chosen, divided by the largest output; log-probabilities where outputs are logits. Limits: "
         "1e-12 in float64, 1e-5 in float32. A dash: the model has no such rotation, or none of these sizes.", "",
-    ]  # fmt: skip
+    ]
     over = []
     for dtype, limit in LIMITS.items():
         lines += [f"## {dtype}", "", f"| | {' | '.join(functions)} |", "|---" * (len(functions) + 1) + "|"]
         for name, row in result["rows"].items():
             cells = [row[dtype].get(function, "–") for function in functions]
             over += [f"{name}, {f}, {x:.1e}" for f, x in zip(functions, cells, strict=True)
-                     if isinstance(x, float) and x > limit]  # fmt: skip
+                     if isinstance(x, float) and x > limit]
             shown = [f"{x:.0e}" if isinstance(x, float) else "–" for x in cells]
             lines.append(f"| {name} | {' | '.join(shown)} |")
         lines.append("")
@@ -182,7 +182,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     rows: dict[str, Callable[[], Model]] = {row: lambda row=row: of_decoder(row) for row in ROWS}  # type: ignore[misc]
     rows |= {f"preset {name}": lambda name=name: of_preset(name) for name in TREES}  # type: ignore[misc]
     rows |= {f"released {name}": lambda name=name: of_released(name)  # type: ignore[misc]
-             for name in (*released.MODELS, "equinox")}  # fmt: skip
+             for name in (*released.MODELS, "equinox")}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=cli.Help)
     parser.add_argument("--only", default="", help="measure rows with this in their name, and keep the others")
     parser.add_argument("--again", action="store_true", help="measure rows anew that have a result")

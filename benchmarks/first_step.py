@@ -51,7 +51,7 @@ def measured(row: str, layers: int, width: int) -> dict[str, float]:
     config = lm.LMConfig(
         vocab=256, d_model=width, layers=layers, heads=width // 32, kv_heads=width // 32, d_head=32, d_ff=4 * width,
         max_len=128,
-    )  # fmt: skip
+    )
     params, loss = lm.params_and_loss(config, jax.random.key(0))
     tokens = jax.random.randint(jax.random.key(1), (2, 33), 0, config.vocab)
     jax.block_until_ready((params, tokens))
@@ -128,7 +128,7 @@ def page(result: dict[str, Any]) -> str:
         + (f" Before: the total with {result['before']}." if before else ""), "",
         "| | " + " | ".join([*columns, *(["before"] if before else [])]) + " |",
         "|---|" + "---|" * (len(columns) + before),
-    ]  # fmt: skip
+    ]
     for name, row in result["rows"].items():
         best, cached = (min(row[kind], key=lambda run: run["total"]) for kind in ("now", "cached"))
         cells = [f"{best[stage]:.1f}" for stage in STAGES] + [f"{best['programs']:.0f}", f"**{best['total']:.1f}**"]

@@ -167,7 +167,7 @@ def render(result: dict[str, Any]) -> str:
         "far the products of two runs are apart that start from such pairs, *twins*, and how long updates take.", "",
         f"{result['host']}; load average {result['load']:.1f} when times were taken. Distances: geometric mean",
         f"over {result['seeds']} seeds; forming the twin alone costs about as much.", "",
-    ]  # fmt: skip
+    ]
     for first, by_dtype in result["equivariance"].items():
         for dtype, rows in by_dtype.items():
             lines += [f"## Products of twins apart after {STEPS} steps, start {first}, {dtype}", ""]
@@ -194,7 +194,7 @@ def main() -> None:
     result = {
         "host": host(), "versions": peers.versions(), "seeds": args.seeds, "rounds": args.rounds,
         "load": os.getloadavg()[0], "speed": speed(24, 768, args.rounds), "equivariance": equivariance(args.seeds),
-    }  # fmt: skip
+    }
     OUT.mkdir(exist_ok=True)
     (OUT / "lora.json").write_text(json.dumps(result, indent=2) + "\n")
     (OUT / "lora.md").write_text(render(result))

@@ -91,7 +91,7 @@ def page(result: dict[str, Any]) -> str:
         "# What `go.track` costs", "",
         f"`python -m benchmarks.metrics`: {result['host']}; float32; `quotient_adamw` inside. {about()}", "",
         *table(result["sizes"]), ""
-    ])  # fmt: skip
+    ])
 
 
 def about(every: int = EVERY) -> str:
@@ -106,7 +106,7 @@ def table(sizes: dict[str, Any], every: int = EVERY) -> list[str]:
         f"| model, batch | step ms | a record | other steps | each step | 10 | {every} | 100 | compile s, without and "
         "with |",
         "|---|---|---|---|---|---|---|---|---|",
-    ]  # fmt: skip
+    ]
     for name, ms in sizes.items():
         mean = {n: (ms["record"] + (n - 1) * ms["other"]) / n for n in (1, 10, every, 100)}
         ratios = [f"{mean[n]:.3f}" for n in (1, 10, every, 100)]

@@ -43,7 +43,7 @@ def measured(config: lm.LMConfig, rounds: int) -> dict[str, Any]:
     params = nnx.to_pure_dict(nnx.split(gpt2.build(config, nnx.Rngs(0)))[1])
     sides = {"query": ("rows",), "key": ("rows",)}
     bound = {"blocks": {i: {"attn": {n: {k: x["attn"][n][k] for k in keys} for n, keys in sides.items()}}
-             for i, x in params["blocks"].items()}}  # fmt: skip
+             for i, x in params["blocks"].items()}}
     gauge = multipliers.head_gauge(config)
     whole = _timed(variants(multipliers.condition("C", 1e-4, gauge), gauge), params, rounds)
     alone = _timed(variants(optax.adam(1e-4), gauge), bound, 20 * rounds)
@@ -75,7 +75,7 @@ def page(result: dict[str, Any]) -> str:
         f"`python -m benchmarks.multipliers`: {result['host']}; float32. {about}", "",
         "| | over AdamW's update (quartiles) | added on the gauge's leaves, ms | of the update | state |",
         "|---|---|---|---|---|",
-    ]  # fmt: skip
+    ]
     for name, (low, middle, high) in result["ratios"].items():
         added = result["alone"][name]
         share = added / plain

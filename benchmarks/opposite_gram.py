@@ -185,7 +185,7 @@ def apart(tx: optax.GradientTransformation, steps: int) -> dict[str, float | Non
     figures = {
         "error": float(jnp.linalg.norm(motion - other) / jnp.linalg.norm(motion)),
         "start": float(loss(params)), "loss": float(loss_end), "twin_loss": float(twin_end),
-    }  # fmt: skip
+    }
     return {name: x if np.isfinite(x) else None for name, x in figures.items()}
 
 
@@ -217,7 +217,7 @@ def times(name: str, params: Tree, repeats: int) -> dict[str, float]:
     return {
         "ms": 1e3 * amortised(seconds), "ratio": amortised(seconds / of_base),
         "adamw_ms": 1e3 * float(np.median(of_base[1:])), "compile_s": row.compile_seconds,
-    }  # fmt: skip
+    }
 
 
 # Page ---------------------------------------------------------------------------------------------
@@ -289,7 +289,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         "host": host(), "jax": jax.__version__, "load": os.getloadavg()[0],
         "openblas_threads": os.environ.get("OPENBLAS_NUM_THREADS", "not set"), "leaves": 4 * args.layers,
         "width": args.width, "repeats": args.repeats, "steps": args.steps,
-    }  # fmt: skip
+    }
     params = kernels(args.layers, args.width, args.width // 64, 64, jnp.float32)
     timed = {name: times(name, params, args.repeats) for name in tqdm(args.only, unit="rung")}
     with jax.enable_x64(True):

@@ -115,7 +115,7 @@ def measured(row: Row, sizes: dict[str, int]) -> dict[str, Any]:
     return {
         "parameters": size // 4, "first": seconds[0], "first_cpu": cpu[0], "seconds": seconds[1], "cpu": cpu[1],
         "peak": peak, "change": change,
-    }  # fmt: skip
+    }
 
 
 def page(result: dict[str, Any]) -> str:
@@ -129,7 +129,7 @@ def page(result: dict[str, Any]) -> str:
         "change is the largest one of a log-probability, of the largest log-probability.", "",
         "| | parameters, millions | first call, s (CPU s) | later, s (CPU s) | peak | change (limit 1e-05) |",
         "|---|---|---|---|---|---|",
-    ]  # fmt: skip
+    ]
     for name, own in result["rows"].items():
         missed = " **missed**" if own["change"] > 1e-5 else ""
         most = 3.0 if name.startswith("align") else 2.0

@@ -113,12 +113,12 @@ def measured(config: lm.LMConfig, batch: int, length: int, rounds: int) -> dict[
     heads = {name: [tree["blocks"][0]["attn"][n]["kernel"] for n in ("query", "value")] for name, tree in trees.items()}
     products = {
         name: Call.of(_products(name), kernels, x) for name, kernels in heads.items()
-    }  # fmt: skip
+    }
     result["work"]["query and value of a layer"] = _timed(products, x, 10 * rounds)
     forwards = {
         name: Call.of(logits_of(graphdef, name == "packed, shared"), tree, tokens[:, :-1])
         for name, tree in trees.items()
-    }  # fmt: skip
+    }
     result["work"]["forward"] = _timed(forwards, tokens[:, :-1], rounds)
     del forwards, products
     steps = {}
@@ -137,7 +137,7 @@ def measured(config: lm.LMConfig, batch: int, length: int, rounds: int) -> dict[
             "ratio": quartiles(step, steps["plain"]),
         }
         for name, step in steps.items()
-    }  # fmt: skip
+    }
     return result
 
 
@@ -157,7 +157,7 @@ def _timed(calls: dict[str, Call], given: Any, rounds: int) -> dict[str, Any]:
             "ratio": quartiles(call, calls["plain"]),
         }
         for name, call in calls.items()
-    }  # fmt: skip
+    }
 
 
 def _exactness(graphdef: Any, params: Any, gauges: Sequence[go.Gauge], tokens: jax.Array) -> dict[str, Any]:
@@ -195,7 +195,7 @@ def page(result: dict[str, Any]) -> str:
         f"{', exactly that in both packed trees' if exact else ' **missed**'}, {100 * formula / plain:.2f} % of "
         f"{plain:,}; AdamW's state has twice as many less.", "",
         "| | | GFLOP | of plain's | ms | over plain's time |", "|---|---|---|---|---|---|",
-    ]  # fmt: skip
+    ]
     for work, rows in result["work"].items():
         for name, own in rows.items():
             low, middle, high = own["ratio"]
@@ -209,7 +209,7 @@ def page(result: dict[str, Any]) -> str:
         most = 1e-11 if name.endswith("float64") else 1e-5
         missed = " **missed**" if own["change"] > most else ""
         lines.append(f"| {name} | {own['change']:.1e} (limit {most:.0e}){missed} | "
-                     f"{'the same bits' if own['same_bits'] else '**other bits**'} |")  # fmt: skip
+                     f"{'the same bits' if own['same_bits'] else '**other bits**'} |")
     took = ", ".join(f"{name} {own:.1f} s" for name, own in result["pack_seconds"].items())
     return "\n".join([*lines, "", f"`go.pack` itself, compiled before: {took}."]) + "\n"
 

@@ -87,7 +87,7 @@ def traced(tx: optax.GradientTransformation, params: Any) -> dict[str, int]:
         "files": len({file for file, _ in functions}), "functions": len(functions), "hops": counts["hops"],
         "classes": len(classes), "flattenings": counts["flattenings"],
         "nouns": sum(re.search(rf"\b{term}s?\b", text) is not None for term in glossary()),
-    }  # fmt: skip
+    }
 
 
 def rows() -> dict[str, dict[str, int]]:

@@ -90,7 +90,7 @@ def _size(section: Section) -> Iterator[str]:
                 name, _number(r["ms"]), _ratio(r["ratio"]), _number(r.get("step_ms")), _ratio(r.get("step_ratio")),
                 _number(r["peak_mb"]) + counted, _number(r["peak_mb"] / adamw if adamw else None) + least,
                 _number(r["state_mb"]), _number(r["compile_s"]),
-            ])  # fmt: skip
+            ])
         names = "optimizer, update ms, ratio, step ms, ratio, peak MB, of adamw's, state MB, compile s"
         yield from _table(names, rows)
 
@@ -107,7 +107,7 @@ def _orthogonalisers(section: Section) -> Iterator[str]:
             _number(r["peak_mb"]), _number(r["compile_s"]),
         ]
         for name, r in section["blocks"]["rows"].items()
-    ]  # fmt: skip
+    ]
     yield from _table("row, ms, of plain Muon's, of the scaled polar's, ms beyond it, peak MB, compile s", rows)
 
 

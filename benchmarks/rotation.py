@@ -90,7 +90,7 @@ def page(result: dict[str, Any]) -> str:
         f"`python -m benchmarks.rotation`: {result['host']}; float32. Updates on {result['layers']} layers of width "
         f"768; held to {MOST} times the inner optimizer's.", "",
         "| inner | its update, ms | variant over it (quartiles) | state |", "|---|---|---|---|",
-    ]  # fmt: skip
+    ]
     for name, row in result["updates"].items():
         low, middle, high = row["ratio"]
         missed = " **missed**" if middle > MOST else ""
@@ -125,7 +125,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         "host": host(), "layers": args.layers, "updates": updates(args.layers, args.rounds),
         "whole": {name: whole_steps(metrics.SIZES[name], args.rounds) for name in args.sizes},
         "steps": {name: metrics.measured(metrics.SIZES[name], tracked) for name in args.sizes},
-    }  # fmt: skip
+    }
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "rotation.json").write_text(json.dumps(result, indent=1) + "\n")
     (args.out / "rotation.md").write_text(page(result))

@@ -189,13 +189,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--optimizers", nargs="+", default=list(OPTIMIZERS), metavar="NAME",
         help="dotted names of functions that take a learning_rate; those with an argument `gauges` get the layer's",
-    )  # fmt: skip
+    )
     parser.add_argument("--learning-rate", type=_above(float, 0.0), default=1e-3, metavar="RATE", help="learning rate")
     parser.add_argument("--samples", type=_above(int, 0), default=8, help="how many equivalent weights")
     parser.add_argument(
         "--condition", type=_above(float, 1.0), default=100.0,
         help="largest condition number of the elements of GL(d_h); those of O(d_h) are uniform",
-    )  # fmt: skip
+    )
     parser.add_argument("--steps", type=_above(int, 0), default=1, help="how many steps before the motion is read")
     parser.add_argument("--seed", type=int, default=0, help="of the layer, its data and the equivalent weights")
     parser.add_argument("--float32", action="store_true", help="measure in float32 instead of float64")
@@ -288,7 +288,7 @@ def _measured(setting: Setting, group: str, tx: optax.GradientTransformation) ->
     return plain(go.measure.gauge_sensitivity(
         tx, model.loss_fn, model.params, model.groups[group], represent=model.represent, key=setting.key,
         num_samples=setting.samples, scale=setting.scales[group], steps=setting.steps,
-    ))  # fmt: skip
+    ))
 
 
 def _clipping(setting: Setting, report: Json) -> Iterator[str]:

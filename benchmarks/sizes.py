@@ -45,7 +45,7 @@ class Size:
         c = dataclasses.replace(
             c, d_model=width, heads=heads, kv_heads=heads, d_head=d_head, d_ff=width * c.d_ff // c.d_model,
             vocab=min(c.vocab, 64), max_len=min(c.max_len, 64),
-        )  # fmt: skip
+        )
         return dataclasses.replace(self, config=c, length=(min(self.length[0], 16), min(self.length[1], 16)))
 
 
@@ -53,7 +53,7 @@ def _gpt2(layers: int, width: int) -> lm.LMConfig:
     return lm.LMConfig(
         vocab=50257, d_model=width, layers=layers, heads=width // 64, kv_heads=width // 64, d_head=64, d_ff=4 * width,
         max_len=1024, mlp="gelu", tied=True,
-    )  # fmt: skip
+    )
 
 
 SIZES = {

@@ -42,7 +42,7 @@ def optimizers(gauges: Sequence[go.Gauge]) -> dict[str, optax.GradientTransforma
     chain = optax.chain(
         go.gauge_project(gauges), go.scale_by_ddc(gauges), go.add_gauge_decay(0.1, gauges),
         optax.scale_by_learning_rate(RATE), go.gauge_retract(gauges),
-    )  # fmt: skip
+    )
     with warnings.catch_warnings(action="ignore"):  # an empty list warns
         without = ddc([])
     return {
@@ -145,7 +145,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     config = lm.LMConfig(
         vocab=args.vocab, d_model=args.width, layers=args.layers, heads=args.width // 64, kv_heads=args.width // 64,
         d_head=64, d_ff=4 * args.width, max_len=max(args.step_length, 64),
-    )  # fmt: skip
+    )
     params, loss = lm.params_and_loss(config, jax.random.key(0))
     tokens = jax.random.randint(jax.random.key(1), (2, 65), 0, config.vocab)
     grads = jax.block_until_ready(jax.jit(jax.grad(loss))(params, tokens))
@@ -157,7 +157,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         },
         "host": f"{os.cpu_count()} cores {platform.machine()}, {jax.devices()[0].device_kind}",
         "jax": jax.__version__, "repeats": args.repeats, "machine": machine(), "rows": {},
-    }  # fmt: skip
+    }
     for name, tx in tqdm(chosen.items(), unit="row"):
         pair = {"optax.adamw": prepared(optax.adamw(RATE, weight_decay=0.1), params, grads)}
         pair[name] = prepared(tx, params, grads)

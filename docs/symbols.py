@@ -51,7 +51,7 @@ def _public(module: Any) -> list[str]:
     names = getattr(module, "__all__", None) or [
         name for name, symbol in vars(module).items()
         if inspect.isfunction(symbol) and symbol.__module__ == module.__name__ and not name.startswith("_")
-    ]  # fmt: skip
+    ]
     return [f"{module.__name__}.{name}" for name in sorted(names)]
 
 

@@ -88,7 +88,7 @@ def muon(
     return optax.contrib.muon(
         learning_rate, weight_decay=weight_decay, adam_learning_rate=learning_rate, adam_weight_decay=weight_decay,
         consistent_rms=0.2, muon_weight_dimension_numbers=matrices,
-    )  # fmt: skip
+    )
 
 
 class SharedScalarState(NamedTuple):

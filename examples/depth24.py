@@ -146,7 +146,7 @@ def _verdicts(result: Result) -> str:
         report.paper("the gauge compresses the activations inside", [x < 1 for x in times],
                      "the smallest singular value of the stream behind the middle block", "runs"),
         f"It is {report.listed(times)} times Muon's.",
-    ]  # fmt: skip
+    ]
     return " ".join(sentences)
 
 

@@ -145,7 +145,7 @@ def torus_above_muon(result: Result) -> str:
     isolated = "the RoPE-torus gauge ends above the polar factor without a gauge"
     return " ".join([
         _higher(result, "the RoPE-torus gauge ends above Muon", MUON, TORUS), _higher(result, isolated, POLAR, TORUS)
-    ])  # fmt: skip
+    ])
 
 
 def _decomposition(result: Result) -> str:
@@ -210,7 +210,7 @@ def _minimum(result: Result) -> str:
                          f"{ACCURACY}, to {NEAR}"),
             f"The masked arm's smallest eigenvalue is {report.listed(beside_muon('fisher', MASKED))} times Muon's.",
         ]
-    )  # fmt: skip
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> Result | None:

@@ -83,7 +83,7 @@ def modular(c: Config) -> Study:
         MODULAR, arms(c, grokking.gauges(network)),
         lambda seed: (grokking.init(network, jax.random.key(seed)), grokking.data(network, seed)),
         lambda params, data: grokking.loss(network, params, data[0]), functools.partial(observe, read),
-    )  # fmt: skip
+    )
 
 
 VOCAB, PLUS, EQUALS = 12, 10, 11
@@ -95,7 +95,7 @@ def digits(c: Config) -> Study:
     network = lm.LMConfig(
         vocab=VOCAB, d_model=c.width, layers=1, heads=c.heads, kv_heads=c.heads, d_head=c.width // c.heads,
         d_ff=c.hidden, max_len=length, mlp="relu2",
-    )  # fmt: skip
+    )
     graph, _ = nnx.split(lm.build(network, nnx.Rngs(0)))
     answer = slice(2 * c.places + 1, None)  # positions behind which a digit of the sum stands
 
@@ -120,7 +120,7 @@ def digits(c: Config) -> Study:
         DIGITS, arms(c, lm.gauges(network)),
         lambda seed: (lm.params_and_loss(network, jax.random.key(seed))[0], sums(c, seed)),
         loss, functools.partial(observe, read),
-    )  # fmt: skip
+    )
 
 
 def sums(c: Config, seed: int) -> tuple[jax.Array, jax.Array]:
@@ -133,7 +133,7 @@ def sums(c: Config, seed: int) -> tuple[jax.Array, jax.Array]:
     columns = [
         written(numbers[:, 0], c.places), np.full((len(numbers), 1), PLUS), written(numbers[:, 1], c.places),
         np.full((len(numbers), 1), EQUALS), written(numbers.sum(1), c.places + 1),
-    ]  # fmt: skip
+    ]
     rows = jnp.asarray(np.concatenate(columns, 1))
     return rows[: c.sums], rows[c.sums :]
 
@@ -206,7 +206,7 @@ def figure(result: Result, path: Path) -> None:
     fig, axes = report.panels(4, "Addition modulo a prime and of digits: the feed-forward block under weight decay")
     panels = (("rank_after", "Effective rank behind the block", "linear"), ("scale", "Scale of the block", "log"),
               ("test_accuracy", "Accuracy held out", "linear"),
-              ("pruned_accuracy", "Training accuracy without the block", "linear"))  # fmt: skip
+              ("pruned_accuracy", "Training accuracy without the block", "linear"))
     for axis, (key, title, scale) in zip(axes, panels, strict=True):
         report.curves(axis, result, key, title, scale)
     report.save(fig, path)
@@ -223,7 +223,7 @@ def section(result: Result) -> str:
         "scale of the block": report.column(result, "scale"),
         "rank before the block": report.column(result, "rank_before", ".1f", report.settled),
         "rank behind it": report.column(result, "rank_after", ".1f", report.settled),
-    })  # fmt: skip
+    })
     about = (
         f"Addition modulo {c.p} from {c.share:.0%} of all pairs, and of two numbers of {c.places} digits from {c.sums} "
         f"examples; one block of width {c.width}, {c.steps:,} steps with all examples, rate {c.rate:g}, decay "

@@ -266,7 +266,7 @@ def measured(run: Run, name: str, dtype: str, seeds: Sequence[int]) -> Cell:
         ends = {
             "loss": loss[-1], "best": np.nanmin(loss), "drift": drift.max(), "mean_drift": mean_drift.mean(),
             "end": last[-1], "product": product[-1], "spike": late.max() / np.median(late),
-        }  # fmt: skip
+        }
         for key, value in ends.items():
             out[key].append(float(value))
         if seed == seeds[0]:
@@ -333,7 +333,7 @@ def section(result: Result) -> str:
          read(name, f"{max(cell['end']):.1e}"), read(name, grid.spread(cell["product"], ".3f")),
          f"{max(cell['spike']):.1f}"]
         for name, cell in cells.items()
-    ]  # fmt: skip
+    ]
     about = f"{len(result['seeds'])} seeds, {result['settings']['steps']} steps, {result['machine']}."
     head = ["", "validation loss", "best", "largest drift", "mean drift", "at the end", "s_Q·s_K", "spike"]
     explained = "Drift: Eq. (3), over heads, layers, all steps and seeds; product: at the end; spike: the largest "
@@ -364,7 +364,7 @@ def told(cells: dict[str, Cell]) -> str:
         "every 100 steps −0.031 (best, one seed); one seed of B unstable by its table, two by its text.",
         _verdicts(cells, complete),
         f"Not finite: {', '.join(bad) or 'none'}. Largest spike: {max(cells[spiky]['spike']):.1f}, {spiky}.",
-    ])  # fmt: skip
+    ])
 
 
 def _told(cells: dict[str, Cell], dtype: str) -> str:
@@ -418,7 +418,7 @@ def _verdicts(cells: dict[str, Cell], complete: Sequence[str]) -> str:
         report.paper("fixes at every step are unstable late in training",
                      [max(cells[f"B, every 1, {x}"]["spike"]) >= 50.0 for x in complete],
                      "the largest gradient norm of a window over the median, 50 or more", cases),
-    ])  # fmt: skip
+    ])
 
 
 def _gaps(cells: dict[str, Cell], name: str, dtype: str) -> list[float]:
@@ -575,14 +575,14 @@ def networks_section(result: Result) -> str:
          grid.spread(per_seed(cells, run, arm, "loss").tolist(), ".4f"),
          grid.spread(_less_a(cells, run, arm).tolist(), "+.4f").replace("± +", "± ")]
         for run in SHOWN for arm in NETWORK_ARMS
-    ]  # fmt: skip
+    ]
     why = [
         [network, *(f"{most(cells, 'C', key)[network]:.1e}" for key in ("entries", "sums")),
          *(report.listed(per_seed(cells, network, "C", "ratio", rate).tolist(), ".1e") for rate in (RATE, FAST))]
         for network in NETWORKS
-    ]  # fmt: skip
+    ]
     head = ["network", "arm", "log(s_Q/s_K)", "at the end", "log s_Q", "log‖Q side‖ − log‖K side‖", "s_Q·s_K",
-            "validation loss", "less A's"]  # fmt: skip
+            "validation loss", "less A's"]
     return "\n\n".join([
         f"The same network with what parts multipliers: *biases*, *rotary* embeddings, *grouped* queries (two heads "
         f"per key head), all three. {SHORT} steps at rate {RATE:g}, and {LONG:,} steps of the last; "
@@ -599,7 +599,7 @@ def networks_section(result: Result) -> str:
         "whose sums differ. The last two columns have |log(s_Q/s_K)| by seed.",
         grid.table(["network", "entries", "sums", f"rate {RATE:g}", f"rate {FAST:g}"], why),
         _on_drift(cells), _on_losses(cells), _on_quotients(cells),
-    ])  # fmt: skip
+    ])
 
 
 def _less_a(cells: dict[str, Cell], run: str, arm: str) -> np.ndarray:
@@ -637,7 +637,7 @@ def _on_drift(cells: dict[str, Cell]) -> str:
                      f"{by}, under A more than half of that under C", "runs that drift"),
         report.paper("without decay products grow further", [x > 0 for x in grown],
                      "the mean of s_Q·s_K at the end, under B above that under A", cases),
-    ])  # fmt: skip
+    ])
 
 
 def _on_losses(cells: dict[str, Cell]) -> str:
@@ -645,7 +645,7 @@ def _on_losses(cells: dict[str, Cell]) -> str:
     gaps = {arm: {run: _less_a(cells, run, arm) for run in SHOWN} for arm in NETWORK_ARMS if arm != "A"}
     rarely, always = gaps["B, every 100"], gaps["B, every 1"]
     best = [x.mean() < min(0.0, y.mean()) and _apart(x) and _apart(x - y)
-            for x, y in zip(rarely.values(), always.values(), strict=True)]  # fmt: skip
+            for x, y in zip(rarely.values(), always.values(), strict=True)]
     far = {arm: [run for run, x in by_run.items() if _apart(x)] for arm, by_run in gaps.items()}
     named = [f"{arm} ({', '.join(runs)})" for arm, runs in far.items() if runs]
     by, cases = "validation loss, by two standard deviations of the gap", "runs"
@@ -656,7 +656,7 @@ def _on_losses(cells: dict[str, Cell]) -> str:
         "Further from A's validation loss than two standard deviations of the gap: "
         f"{'; '.join(named) or 'no arm'}. The largest gap "
         f"of a mean is {max(abs(x.mean()) for by_run in gaps.values() for x in by_run.values()):.4f}.",
-    ])  # fmt: skip
+    ])
 
 
 def _on_quotients(cells: dict[str, Cell]) -> str:
@@ -665,11 +665,11 @@ def _on_quotients(cells: dict[str, Cell]) -> str:
     further = sum(ratio[run] > free[run] for run in SHOWN)
     balanced = most(cells, "quotient, balanced", "ratio")
     parted = {biased: [balanced[run] for run, (name, _) in SHOWN.items() if ("bias" in NETWORKS[name]) == biased]
-              for biased in (False, True)}  # fmt: skip
+              for biased in (False, True)}
     rests = [per_seed(cells, run, arm, "loss") for run in SHOWN for arm in ("quotient", "quotient, balanced")]
     gap = max(float(np.abs(a - b).max()) for a, b in zip(rests[::2], rests[1::2], strict=True))
     from_c = max(float(np.abs(x - per_seed(cells, run, "C", "loss")).max())
-                 for x, run in zip(rests[::2], SHOWN, strict=True))  # fmt: skip
+                 for x, run in zip(rests[::2], SHOWN, strict=True))
     return (
         "`quotient` holds what its gauge reads: log s_Q changes by at most "
         f"{max(most(cells, 'quotient', 'anchor').values()):.1e}. By |log(s_Q/s_K)| it moves by "

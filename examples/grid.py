@@ -66,7 +66,7 @@ def main(
     head = {
         "settings": json.loads(json.dumps(dict(experiment.settings))), "seeds": args.seeds,
         "machine": study.machine(), "versions": {"jax": jax.__version__, "optax": optax.__version__},
-    }  # fmt: skip
+    }
     result = _kept(path, head)
     missing = [name for name in experiment.cells if name not in result["cells"]][: args.stop_after]
     for name in (progress := tqdm(missing)):

@@ -81,7 +81,7 @@ def gauged(rate: float, decay: float, gauges: Sequence[go.Gauge]) -> optax.Gradi
     return go.ddc_muon(
         rate, gauges, weight_decay=decay, adam_weight_decay=decay, consistent_rms=0.2,
         labels={f"blocks/{{i}}/mlp/{name}/kernel": "muon" for name in ("up", "down")},
-    )  # fmt: skip
+    )
 
 
 def reading(start: Params, params: Params, data: Data, c: GrokConfig, block: int) -> dict[str, jax.Array]:

@@ -267,7 +267,7 @@ def run_cell(config: Config, cell: Cell, folder: Path, of_grid: bool = False, po
             carry, curves = study.restore(saved, carry)
         wrote = time.monotonic()
         with tqdm(total=steps, initial=(len(curves) - 1) * config.every, desc=cell.name, position=position, leave=False,
-                  mininterval=1, unit="step") as bar:  # fmt: skip
+                  mininterval=1, unit="step") as bar:
             while (len(curves) - 1) * config.every < steps:
                 carry = compiled.advance(*carry, train, *knobs)
                 read = compiled.read(start, carry[0], train, test)
@@ -389,7 +389,7 @@ def collect(config: Config, arms: Sequence[str], seeds: Sequence[int], out: Path
             arm: met for arm in arms
             if (met := {cell.name: x for cell in grid_cells(arm) if (x := finished(grid, cell)) is not None})
         },
-    }  # fmt: skip
+    }
 
 
 def head(config: Config, seeds: Sequence[int]) -> Result:
@@ -397,7 +397,7 @@ def head(config: Config, seeds: Sequence[int]) -> Result:
     return {
         "study": NAME, "settings": dataclasses.asdict(config), "seeds": list(seeds), "machine": study.machine(),
         "versions": study.versions(),
-    }  # fmt: skip
+    }
 
 
 def spread(config: Config, seeds: Sequence[int], out: Path, path: Path) -> None:
@@ -439,7 +439,7 @@ def section(result: Result) -> str:
         "arm", "rate, decay", "seeds", "grokked at", "collapses", "readings below 95 %", "lowest after",
         "final accuracy", "shift of logits", "drift, ours", "drift, paper's", "effective rank", "dead units",
         "alignment",
-    )  # fmt: skip
+    )
     rows = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for arm, cells in result["cells"].items():
         finals = [cell["final"] for cell in cells.values()]
@@ -454,7 +454,7 @@ def section(result: Result) -> str:
             shown("collapses", ".0f"), shown("below", ".0f"), shown("lowest", ".3f"), shown("test_accuracy", ".3f"),
             shown("shift", ".1e"), shown("anchor", ".1e"), shown("ratio", ".1e"), shown("effective_rank", ".1f"),
             shown("dead_units", ".2f"), shown("alignment", ".2f"),
-        ]  # fmt: skip
+        ]
         rows.append("| " + " | ".join(map(str, cells_of_row)) + " |")
     rates, decays = (", ".join(f"{x:g}" for x in numbers) for numbers in (RATES, DECAYS))
     about = (
@@ -542,7 +542,7 @@ def verdict(result: Result) -> str:
     return report.paper(
         "the gauge's dead directions lie nearer to axes than those of Muon with matched decay", higher,
         "axis alignment of the hidden layer's dead directions",
-    )  # fmt: skip
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> None:

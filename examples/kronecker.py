@@ -299,7 +299,7 @@ def section(result: Result) -> str:
         f"*Gap* is the largest relative distance of a leaf between runs of twins after {c.twin_steps} steps in "
         f"float64. Inside `quotient` twins agree to 1e-10 {report.on_seeds(agree)}; plain ones are more than 1e-3 "
         f"apart under all three optimizers {report.on_seeds(part)}. {_losses(result)}",
-    ])  # fmt: skip
+    ])
 
 
 def _losses(result: Result) -> str:

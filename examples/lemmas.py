@@ -111,7 +111,7 @@ def body_frame(c: Config, seed: int) -> Cell:
         "largest_ratio": float(ratios.max()), "swaps": swaps, "separated": len(turns), "not_separated": apart,
         "largest_moment_ratio": max(moments), "largest_total_ratio": max(totals),
         "turns": [turns[k] for k in shown], "bounds": [bounds[k] for k in shown],
-    }  # fmt: skip
+    }
 
 
 # The diagonal network --------------------------------------------------------------------------------------
@@ -201,7 +201,7 @@ def discrete(c: Config, seed: int) -> Cell:
         "slope": float(np.polyfit(np.log(rates[2:]), np.log(errors[2:]), 1)[0]),
         "excess": [a / b / (errors[-1] / rates[-1]) - 1 for a, b in zip(errors, rates, strict=True)],
         "drift": max(float(jnp.abs(x).max()) for x in drifts), "twins": float(gap),
-    }  # fmt: skip
+    }
 
 
 def path_noise(c: Config, seed: int) -> Cell:
@@ -231,7 +231,7 @@ def path_noise(c: Config, seed: int) -> Cell:
             f"{name}, mean": float(np.mean(stored)), f"{name}, spread": float(np.std(stored)),
             f"{name}, scatter": float(np.mean(scatter)), f"{name}, on the quotient": float(np.mean(own)),
             f"{name}, drift": float(spread[-1]),
-        }  # fmt: skip
+        }
         if name == "AdamW":
             steps_taken = np.arange(10, 101)
             growth = np.polyfit(np.log(steps_taken), np.log(spread[10:101] ** 2), 1)[0] if len(spread) > 100 else 0.0
@@ -355,7 +355,7 @@ ROWS: list[tuple[str, str, Callable[[Cell], Verdict]]] = [
                 x["tensor, query"] <= x["entry, query"] / 6)),
     ("Remark 12", "with one second moment per head it moves nothing (Lemma 10, ii): queries",
      lambda x: _below(x["head, query"], ROUNDING, ".0e")),
-]  # fmt: skip
+]
 
 
 # Results ---------------------------------------------------------------------------------------------------
@@ -382,7 +382,7 @@ def section(result: Result) -> str:
         "a run reads 2 unless it turns back, AdamW's too. All pairs together have one exponent only if they die at one "
         f"speed. DDC's do, as they start from one product; SGD's and AdamW's do not. {_stored(result)} "
         f"{_switch(result)}",
-    ])  # fmt: skip
+    ])
 
 
 def _titled(name: str, statement: str) -> str:

@@ -57,7 +57,7 @@ def record(state: Any, loss: float) -> dict[str, Any]:
     """The last record in a state, as JSON."""
     metrics = optax.tree.get(state, "metrics")
     named = {field: {k: np.asarray(v).tolist() for k, v in getattr(metrics, field).items()} for field in
-             ("drift", "turning", "parameter_norm", "gradient_norm", "update_norm")}  # fmt: skip
+             ("drift", "turning", "parameter_norm", "gradient_norm", "update_norm")}
     share = float(metrics.relevant_share)
     return {"step": int(metrics.recorded_at), "loss": round(loss, 6), "relevant_share": share, **named}
 
@@ -93,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]] | None:
     config = lm.llama_config(
         vocab=data.VOCAB, d_model=args.width, layers=args.layers, heads=4, kv_heads=2,
         d_head=args.width // 4, d_ff=3 * args.width, max_len=args.length,
-    )  # fmt: skip
+    )
     train, _ = data.batches(args.length, args.batch, args.data)
     params, state, step = create(config, args)
 

@@ -275,7 +275,7 @@ def transfer(result: Result) -> str:
         lines.append([
             arm, f"{at:g}", f"{np.mean(excess[at]):.1f} %", f"{np.max(excess[at]):.1f} %",
             f"{rates[0]:g}" if rates[0] == rates[-1] else f"{rates[0]:g} to {rates[-1]:g}",
-        ])  # fmt: skip
+        ])
     return markdown(lines)
 
 
@@ -298,7 +298,7 @@ def figure(result: Result, path: Path) -> None:
     fig, axes = plt.subplots(
         len(rows), len(columns), figsize=(4.4 * len(columns), 3.2 * len(rows)), layout="constrained", squeeze=False,
         sharex=True, sharey=True,
-    )  # fmt: skip
+    )
     for rank, start, arm in done:
         losses = swept((rank, start, arm)).losses(result)
         axis, values = axes[rows.index(start), columns.index(rank)], np.array(list(losses.values()))

@@ -107,7 +107,7 @@ def lora_muon(learning_rate: optax.ScalarOrSchedule, beta: float = 0.95) -> opta
 
     return optax.chain(
         optax.trace(beta, nesterov=True), optax.stateless(divided), optax.scale_by_learning_rate(learning_rate)
-    )  # fmt: skip
+    )
 
 
 def _is_pair(node: Any) -> bool:

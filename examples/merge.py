@@ -119,7 +119,7 @@ def classifier() -> Net:
 
 NETS: dict[str, Callable[[], Net]] = {
     "digits": classifier, "gpt": lambda: decoder(GPT), "llama": lambda: decoder(LLAMA),
-}  # fmt: skip
+}
 net = functools.cache(lambda name: NETS[name]())
 ARMS = ("plain", "permutations", "rotations per head", "all gauges", "all, matched by use", "all, learned")
 KINDS = ("seeds", "AdamW and Muon", "fine-tunings")
@@ -128,7 +128,7 @@ PAIRS = (
     "seeds 42, 142", "seeds 42, 242", "seeds 142, 242",
     "AdamW and Muon 42, 142", "AdamW and Muon 42, 242", "AdamW and Muon 142, 242",
     "fine-tunings of 42", "fine-tunings of 142",
-)  # fmt: skip
+)
 
 
 @functools.cache
@@ -308,7 +308,7 @@ def figure(result: Result, path: Path) -> None:
             axis.grid(alpha=0.3)
     handles = {label: line for axis in axes.flat for line, label in zip(*axis.get_legend_handles_labels(), strict=True)}
     fig.legend([handles[arm] for arm in ARMS if arm in handles], [arm for arm in ARMS if arm in handles],
-               loc="outside lower center", ncols=len(ARMS))  # fmt: skip
+               loc="outside lower center", ncols=len(ARMS))
     fig.savefig(path, dpi=100)
     plt.close(fig)
 

@@ -111,7 +111,7 @@ def isolation(c: Config, name: str, seed: int) -> Cell:
         share_of_kernel=np.sum((kernel.T @ flat) ** 2) / np.sum(flat**2),
         along_over_largest=abs(steepness) / values[-1], labels=fisher.samples,
         **{key: x for key, x in case.observe(start, params, data).items() if key.startswith("t")},
-    )  # fmt: skip
+    )
 
 
 # C.4: the order at the dead point -----------------------------------------------------------------------
@@ -152,7 +152,7 @@ def order(c: Config, name: str, seed: int) -> Cell:
         lowest=min(fisher.order for fisher, _ in dead), highest=max(fisher.order for fisher, _ in dead),
         by_kl=float(np.mean([kl.order for _, kl in dead])), live_by_kl=float(np.mean(alive_kl)),
         live_readable=sum(live), pairs=len(dead), drift=drift,
-    )  # fmt: skip
+    )
 
 
 def _walk(end: Tree, x: jax.Array, at: int, center: float) -> tuple[list[float], list[float]]:
@@ -186,7 +186,7 @@ class OneStep:
         self.config = lm.LMConfig(
             vocab=c.vocab, d_model=16, layers=1, heads=2, kv_heads=2, d_head=8, d_ff=32, max_len=16,
             norm="rmsnorm", mlp="relu", bias=False,
-        )  # fmt: skip
+        )
         self.graph = nnx.split(lm.build(self.config, nnx.Rngs(0)))[0]
         gauges = lm.gauges(self.config)
         self.rotations = [gauge for gauge in gauges if gauge.name == "head_rotation"]
@@ -281,7 +281,7 @@ def one_step(c: Config, name: str, seed: int) -> Cell:
         return _numbers(
             before=before[0], after=after[0], spread=np.ptp(before) / before[0], turned=turned / length,
             loss=case.loss(params, batches[0]), **gaps,
-        )  # fmt: skip
+        )
 
 
 def _of_attention(step: Tree) -> Tree:
@@ -386,7 +386,7 @@ def section(result: Result) -> str:
             "turned": ("turned", ".0e"), "gap, rotations": ("rotation", ".0e"), "gap, rescales": ("rescale", ".0e"),
         }),
         _step_verdict(result),
-    ])  # fmt: skip
+    ])
 
 
 def _isolation_verdict(result: Result) -> str:
@@ -402,7 +402,7 @@ def _isolation_verdict(result: Result) -> str:
         ),
         f"The same of `quotient(adamw)`, {report.on_seeds(pinned['quotient(adamw)'])}. The Fisher along the orbit is "
         f"at most {_largest(result, ISOLATION, 'along_over_largest'):.0e} of its largest eigenvalue, roundoff.",
-    ])  # fmt: skip
+    ])
 
 
 def _order_verdict(result: Result) -> str:
@@ -438,7 +438,7 @@ def _step_verdict(result: Result) -> str:
     kept = {
         (arm, move): [x < 1e-10 for x in values(result, ONE_STEP, arm, move)]
         for arm in ("DDC", "DDC-Muon", PER_HEAD) for move in ("rotation", "rescale")
-    }  # fmt: skip
+    }
     turned = zip(*(values(result, ONE_STEP, arm, "turned") for arm in ("DDC", "DDC-Muon")), strict=True)
     held, gap = [max(both) < 1e-10 for both in turned], "the gap of twins after a step (1e-10)"
     return " ".join([
@@ -461,7 +461,7 @@ def _step_verdict(result: Result) -> str:
         ),
         f"On the slice it does: the gap of the library's `ddc_muon` under rescales is below 1e-10 "
         f"{report.on_seeds(kept['DDC-Muon', 'rescale'])}, where Table 6 has a no.",
-    ])  # fmt: skip
+    ])
 
 
 def _largest(result: Result, name: str, key: str) -> float:

@@ -72,13 +72,13 @@ class Config:
         return lm.llama_config(
             vocab=data.VOCAB, d_model=self.width, layers=self.layers, heads=self.heads, kv_heads=self.kv_heads,
             d_head=self.width // self.heads, d_ff=self.hidden,
-        )  # fmt: skip
+        )
 
 
 FULL = Config(
     steps=15_000, batch=16, length=1_024, text=10_000_000, held_out=500_000, width=768, layers=12, hidden=2_048,
     adam_rate=6e-4, muon_rate=6e-4,
-)  # fmt: skip
+)
 ADAMW, DDC, MUON, POLAR, DDC_MUON = "AdamW", "DDC-AdamW", "Muon", "Muon per head, no gauge", "DDC-Muon"
 QUOTIENT, NO_NORMS, NO_DECAY = "quotient(AdamW)", "DDC-AdamW, norms left out", "AdamW, no decay"
 
@@ -96,7 +96,7 @@ def build(c: Config) -> Study:
                 c.muon_rate, gauges, weight_decay=c.decay, adam_weight_decay=c.decay, consistent_rms=0.2
             )
         ),
-    }  # fmt: skip
+    }
     rest = [gauge for gauge in gauges if gauge.name != "norm_scale"]
     arms |= {
         QUOTIENT: Arm(go.quotient(optax.adamw(c.adam_rate, weight_decay=c.decay), gauges)),
@@ -111,7 +111,7 @@ def build(c: Config) -> Study:
     return Study(
         "overtraining_lm", arms, functools.partial(make, c), loss, functools.partial(observe, graph),
         functools.partial(batch, c),
-    )  # fmt: skip
+    )
 
 
 @functools.cache
@@ -198,7 +198,7 @@ def figure(result: Result, path: Path) -> None:
     report.curves(train, result, "train_loss", "Loss on the text learnt", ylabel="nats per byte")
     report.curves(held_out, result, "loss", "Loss on text held out", "linear", ylabel="nats per byte")
     report.curves(smallest, result, f"smallest {last}", "Smallest singular value behind the last block",
-                  ylabel="per square root of rows")  # fmt: skip
+                  ylabel="per square root of rows")
     report.curves(rank, result, f"rank {last}", "Effective rank behind the last block", "linear")
     report.save(fig, path)
 
@@ -217,7 +217,7 @@ def section(result: Result) -> str:
         "smallest singular value": report.column(result, f"smallest {last}"),
         "effective rank": report.column(result, f"rank {last}", ".1f"),
         f"readable cells of {2 * c.layers}": lambda arm: report.listed(readable(result, arm), ".0f"),
-    })  # fmt: skip
+    })
     about = (
         f"{c.layers} blocks of width {c.width}, {c.heads} query and {c.kv_heads} key-value heads; {c.text:,} bytes, "
         f"{c.steps:,} steps of {c.batch} × {c.length} ({c.steps * c.batch * c.length / c.text:.0f} epochs), decay "
@@ -237,17 +237,17 @@ def sentences(result: Result) -> Iterator[str]:
 
     gaps = [a / b for a, b in zip(gap(result, DDC), gap(result, ADAMW), strict=True)]
     yield report.paper("DDC holds the gap between validation and training loss to a ninth of AdamW's (0.67 and 5.88)",
-                       [x <= 0.2 for x in gaps], "gap at the end, at most a fifth of AdamW's")  # fmt: skip
+                       [x <= 0.2 for x in gaps], "gap at the end, at most a fifth of AdamW's")
     yield f"The gap under DDC is {report.span(gaps)} times AdamW's."
     yield report.paper("DDC ends at a lower validation loss than AdamW", less(final(DDC, "loss"), final(ADAMW, "loss")),
-                       "validation loss")  # fmt: skip
+                       "validation loss")
     yield report.paper("on Muon the gauge ends at a lower validation loss than the textbook's",
-                       less(final(DDC_MUON, "loss"), final(MUON, "loss")), "validation loss")  # fmt: skip
+                       less(final(DDC_MUON, "loss"), final(MUON, "loss")), "validation loss")
     yield report.paper("on Muon the gauge ends at a lower validation loss than its orthogonaliser alone",
-                       less(final(DDC_MUON, "loss"), final(POLAR, "loss")), "validation loss")  # fmt: skip
+                       less(final(DDC_MUON, "loss"), final(POLAR, "loss")), "validation loss")
     apart = [abs(a / b - 1.0) for a, b in zip(final(POLAR, "loss"), final(MUON, "loss"), strict=True)]
     yield report.paper("the orthogonaliser alone ends at the textbook's validation loss", [x <= SAME for x in apart],
-                       f"validation loss, to {SAME:.0%}")  # fmt: skip
+                       f"validation loss, to {SAME:.0%}")
     yield verdict(result)
     if not any(map(any, (readable(result, arm) for arm in result["arms"]))):
         yield "No cell of any arm is readable, so this statistic does not separate the arms at this size."

@@ -144,7 +144,7 @@ def table(result: Result) -> str:
             arm, f"{cells[0]['parameters']:,}", f"{best(losses):g}", f"{at.mean():.4f} ± {at.std():.4f}",
             "" if arm == REFERENCE else f"{change.mean():+.2f} ± {change.std():.2f}",
             f"{sum(not cell['finite'] for cell in cells)} of {len(cells)}",
-        ])  # fmt: skip
+        ])
     return markdown(lines)
 
 

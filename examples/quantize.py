@@ -140,7 +140,7 @@ def statistics(params: Params, tokens: jax.Array) -> dict[str, jax.Array]:
     kernels = [
         own["kernel"].reshape(-1, CONFIG.d_model) if name == "out" else own["kernel"]
         for block in params["blocks"].values() for part in ("attn", "mlp") for name, own in block[part].items()
-    ]  # fmt: skip
+    ]
     return {
         # A block has seven products; its norms are read by the first and by the fifth.
         "kurtosis": jnp.max(jnp.stack([kurtosis(x) for x in [*seen[0::7], *seen[4::7]]])),
@@ -303,7 +303,7 @@ def verdicts(result: Result) -> str:
     eight = [
         x.mean() for name in result["settings"]["optimizers"] for start in STARTS
         for arm, x in rises(result, name, start, "W8A8").items() if (arm, start) != ("plain", "planted")
-    ]  # fmt: skip
+    ]
     if eight:
         said.append(f"- W8A8 costs at most {max(eight):.4f} nats, except as planted: too little to compare arms by.")
     return "\n".join(said)
@@ -373,7 +373,7 @@ def main(argv: Sequence[str] | None = None) -> Result:
     settings = {
         "steps": args.steps, "searched": args.searched, "optimizers": list(RATES), "rates": RATES, "decay": DECAY,
         "batch": BATCH, "length": LENGTH,
-    }  # fmt: skip
+    }
     head = {"study": "quantize", "settings": settings, "machine": study.machine()}
     path = args.out / "quantize.json"
     result = study.load(path, head | {"versions": {"jax": jax.__version__, "optax": optax.__version__}})

@@ -24,13 +24,13 @@ from examples import cli
 
 RESULT = Path("examples/results/released.json")
 DECODER = dict(vocab_size=13, hidden_size=16, intermediate_size=12, num_hidden_layers=2, num_attention_heads=4,
-               num_key_value_heads=2, max_position_embeddings=8)  # fmt: skip
+               num_key_value_heads=2, max_position_embeddings=8)
 OLD = dict(vocab_size=13, n_positions=8, n_embd=16, n_layer=2, n_head=2, n_inner=12)
 ENCODER = dict(vocab_size=13, hidden_size=8, num_hidden_layers=2, num_attention_heads=2, intermediate_size=12,
-               max_position_embeddings=12)  # fmt: skip
+               max_position_embeddings=12)
 BART = dict(vocab_size=13, d_model=8, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
             decoder_attention_heads=2, encoder_ffn_dim=12, decoder_ffn_dim=12, max_position_embeddings=8,
-            decoder_start_token_id=0)  # fmt: skip
+            decoder_start_token_id=0)
 # name → transformers' model, configuration, its arguments
 MODELS: Mapping[str, tuple[str, str, Mapping[str, Any]]] = {
     "GPT-2": ("FlaxGPT2LMHeadModel", "GPT2Config", OLD),
@@ -53,7 +53,7 @@ MODELS: Mapping[str, tuple[str, str, Mapping[str, Any]]] = {
         num_labels=5)),
     "ResNet": ("FlaxResNetForImageClassification", "ResNetConfig", dict(
         embedding_size=4, hidden_sizes=[4, 6], depths=[1, 1], layer_type="basic", num_labels=5)),
-}  # fmt: skip
+}
 Built = tuple[Callable[[Any, Any], Any], Any, list[np.ndarray]]
 
 

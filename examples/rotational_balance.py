@@ -102,7 +102,7 @@ def measured(name: str, seeds: Sequence[int]) -> Cell:
     out: Cell = {
         "sweep": swept.loss.mean(1).reshape(len(RATES), -1), "best": list(pairs[at]), "loss": swept.loss[at],
         "accuracy": swept.accuracy[at],
-    }  # fmt: skip
+    }
     if name in WATCHED:
         observed = digits.train(task, make, [pairs[at]], seeds, digits.rotations(net)).observed[0]
         late = observed[:, task.steps // 4 : task.steps * 3 // 4].mean(1)
@@ -149,7 +149,7 @@ def section(result: Result) -> str:
     for name, cell in cells.items():
         apart = [
             report.span(cell[key], ".2f") if key in cell else "" for key in ("layers_apart", "neurons_apart")
-        ]  # fmt: skip
+        ]
         rate, decay = cell["best"]
         right = f"{np.mean(cell['accuracy']):.2%}"
         rows.append([name, grid.spread(cell["loss"], ".4f"), right, f"{rate:g}, {decay:g}", *apart])
@@ -177,7 +177,7 @@ def section(result: Result) -> str:
         report.paper("weight standardization on top of layer norm helps", list(wrapped < plain), "test loss")
         + f" {grid.spread(list(wrapped - plain), '+.4f')}; the rotational variant: "
         f"{grid.spread(list(even - plain), '+.4f')}.",
-    ])  # fmt: skip
+    ])
 
 
 def experiment() -> grid.Experiment:

@@ -79,7 +79,7 @@ def observer(net: Net, axes: Mapping[str, str]) -> Callable[..., dict[str, jax.A
                 jnp.sqrt(size).mean(), jnp.arctan2(across, (1.0 + along) * jnp.sqrt(size)).mean(),
                 (net.weight_decay + dot(w, scaled) / size).mean() / rate, (dot(scaled, scaled) / entries).mean(),
                 _cosine(w, g, dot).mean(), _cosine(g, before[path], dot).mean(),
-            ])  # fmt: skip
+            ])
         return kept
 
     return of
@@ -114,7 +114,7 @@ def measured(name: str, seeds: Sequence[int]) -> Cell:
         rest = go.measure.predict_equilibrium(
             "adamw", learning_rate=net.learning_rate, weight_decay=net.weight_decay or np.nan, dim=entries[path],
             second_order=True,
-        )  # fmt: skip
+        )
         means = curves[0, :, last:].mean(1)
         out["layers"][path] = {key: means[:, k] for k, key in enumerate(FIGURES)} | {
             "predicted": [float(rest.norm), float(rest.rotation)] if net.weight_decay else [],
@@ -161,7 +161,7 @@ def figure(result: Result, path: Path) -> None:
 
 HEAD = (
     "", "norm", "rotation", "norm, corrected", "rotation, corrected", "λ_e/λ", "E‖g/√v‖²/C", "cos(ω, g)", "cos(g, m)",
-)  # fmt: skip
+)
 
 
 def _row(name: str, layers: Mapping[str, Cell]) -> list[str]:
@@ -192,7 +192,7 @@ def section(result: Result) -> str:
             "without decay rotation approaches zero", _left(cells),
             f"rotation at the end over that after a twentieth of the run, below {STILL:g}", "layers of the first seed",
         ),
-    ])  # fmt: skip
+    ])
 
 
 INVARIANT = ("LM, standardized", "digits, batch norm", "digits, standardized")
@@ -215,7 +215,7 @@ def _verdicts(cells: Mapping[str, Cell]) -> list[str]:
             f"{key} over its prediction, within {NEAR:.0%}", cases,
         )
         for k, key in enumerate(("norm", "rotation"))
-    ]  # fmt: skip
+    ]
     said += [
         report.paper(
             "other layers are off by the radial part of their gradient",
@@ -223,11 +223,11 @@ def _verdicts(cells: Mapping[str, Cell]) -> list[str]:
             f"{key} over its prediction, nearer to 1 when corrected by λ_e and C_err", cases,
         )
         for k, key in enumerate(("norm", "rotation"))
-    ]  # fmt: skip
+    ]
     aligned = [np.asarray(layer["gradient_momentum"]) < 0 for layer in cells["LM"]["layers"].values()]
     negative = list(np.concatenate(aligned))
     return [*said, report.paper("a transformer's gradient is aligned negatively with its momentum", negative,
-                                "the sign of cos(g, m) of the LM", cases)]  # fmt: skip
+                                "the sign of cos(g, m) of the LM", cases)]
 
 
 def _left(cells: Mapping[str, Cell]) -> list[bool]:
@@ -235,7 +235,7 @@ def _left(cells: Mapping[str, Cell]) -> list[bool]:
     curves = [
         np.asarray(layer["curves"]["rotation"])
         for name, cell in cells.items() if not NETS[name].weight_decay for layer in cell["layers"].values()
-    ]  # fmt: skip
+    ]
     return [bool(x[-1] < STILL * x[len(x) // 20]) for x in curves]
 
 

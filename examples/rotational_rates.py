@@ -199,7 +199,7 @@ def experiment() -> grid.Experiment:
     """All of them."""
     settings = {
         "product": PRODUCT, "rates": [DIGITS_RATES, LM_RATES, WARM_RATES, SGD_RATES], "decays": [LM_DECAY, SGD_DECAY],
-    }  # fmt: skip
+    }
     return grid.Experiment("rotational_rates", settings, cells(), figure, section)
 
 

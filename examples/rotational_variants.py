@@ -72,7 +72,7 @@ def compared(name: str, seeds: Sequence[int]) -> Cell:
     return {
         "pair": [rate, decay], "baseline": swept[at], "no decay": losses(task, make, [(rate, 0.0)], seeds)[0],
         "zero-shot": by_decay[few.index(decay)], "few-shot": by_decay[best], "few-shot decay": few[best],
-    }  # fmt: skip
+    }
 
 
 def optioned(name: str, task: str, seeds: Sequence[int]) -> Cell:
@@ -132,7 +132,7 @@ def section(result: Result) -> str:
         cell = cells[name]
         rate, decay = cell["pair"]
         rows.append([f"{name}, {rate:g}, {decay:g}", *(grid.spread(cell[column], ".4f") for column in COLUMNS),
-                     f"{cell['few-shot decay']:g}"])  # fmt: skip
+                     f"{cell['few-shot decay']:g}"])
         base = np.mean(cell["baseline"])
         zero, few, none = (np.mean(cell[column]) / base - 1 for column in ("zero-shot", "few-shot", "no decay"))
         said.append(f"{name} {zero:+.1%} zero-shot, {few:+.1%} few-shot, {none:+.1%} without decay")
@@ -156,7 +156,7 @@ def section(result: Result) -> str:
         f"Options of RV-AdamW at rate {RATE:g}; on digits each with the best of five decays:",
         grid.table(["", "digits", "LM"], options),
         " ".join(_stable(cells, task) for task in ("digits", "LM")),
-    ])  # fmt: skip
+    ])
 
 
 STABLE = 0.05
@@ -176,7 +176,7 @@ def _stable(cells: dict[str, Cell], task: str) -> str:
         f"on {task}, results stay stable over β, centring and granularity",
         [abs(x / default - 1.0) <= STABLE for x in others],
         f"held-out loss, within {STABLE:.0%} of the default's", "options",
-    )  # fmt: skip
+    )
 
 
 def experiment() -> grid.Experiment:

@@ -165,7 +165,7 @@ def measured(c: Config, name: str, seeds: Sequence[int]) -> dict[str, Any]:
                     "predicted": float(np.mean(getattr(plain, key))),
                 }
                 for key in ("norm", "rotation")
-            }  # fmt: skip
+            }
             if arm.kind != "adam_l2":
                 out["curves"]["norm"]["transient"] = _law(arm, curves, plain)
     return out
@@ -224,7 +224,7 @@ def section(result: Result) -> str:
     accurate = [
         all(abs(x - 1.0) <= NEAR for key in ("norm", "rotation") for x in cell[key])
         for name, cell in result["cells"].items() if name != "Muon"  # which the paper does not have
-    ]  # fmt: skip
+    ]
     lion = result["cells"]["Lion"]
     pooled = [a * (2 / np.pi) ** 0.5 / b for a, b in zip(lion["norm"], lion["pooled_alignment"], strict=True)]
     return "\n\n".join([
@@ -246,7 +246,7 @@ def section(result: Result) -> str:
         f"coordinate it is {report.span(lion['alignment'], '.3f')}, and norm and rotation come to "
         f"{report.span(lion['aligned_norm'], '.3f')} and {report.span(lion['aligned_rotation'], '.3f')} of the "
         "prediction. Muon is not in the paper; its prediction is Lion's with a polar factor in the sign's place.",
-    ])  # fmt: skip
+    ])
 
 
 def experiment(c: Config) -> grid.Experiment:

@@ -211,7 +211,7 @@ def _z_losses(result: Result) -> str:
                 f"that norm, below AdamW's, and test accuracy, below {GROKKED}",
             ),
         ]
-    )  # fmt: skip
+    )
 
 
 def _beside_adamw(result: Result, arm: str) -> list[float]:

@@ -169,7 +169,7 @@ def _muon(result: Result) -> str:
             f"The log arm ends at accuracy {report.span(accuracy, '.3f')}, gain {report.span(gain)}, "
             f"{report.span(dead, '.0%')} of units dead.",
         ]
-    )  # fmt: skip
+    )
 
 
 def _split(result: Result) -> str:
@@ -215,7 +215,7 @@ def _sweep(result: Result) -> str:
             arm = _swept(radial, decay)
             accuracy, gain = (report.final(result, arm, key) for key in ("accuracy", "gain"))
             sentences.append(f"at {decay:g} the {radial} arm ends at accuracy {report.span(accuracy, '.3f')}, "
-                         f"gain {report.span(gain)}")  # fmt: skip
+                         f"gain {report.span(gain)}")
     return f"By strength of decay: {'; '.join(sentences)}."
 
 

@@ -220,7 +220,7 @@ def table(result: Result) -> str:
             f"{at:g}" + ", an end" * (at in (min(losses), max(losses))), f"{ratio.mean():.4f} ± {ratio.std():.4f}",
             f"{sum(not cell['finite'] for cell in cells)} of {len(cells)}",
             f"{np.median([cell['cpu_seconds'] for cell in cells]):.1f}",
-        ]]  # fmt: skip
+        ]]
     return markdown(lines)
 
 
@@ -267,7 +267,7 @@ def figure(result: Result, path: Path) -> None:
     rows = list(dict.fromkeys((size, ARMS[arm].plain) for size, _, arm in sweeps))
     fig, axes = plt.subplots(
         len(rows), len(STARTS), figsize=(13, 3 * len(rows)), sharex="row", layout="constrained", squeeze=False
-    )  # fmt: skip
+    )
     for (size, plain), row in zip(rows, axes, strict=True):
         shown = {group: x for group, x in sweeps.items() if (group[0], ARMS[group[2]].plain) == (size, plain)}
         ticks = sorted({rate for losses in shown.values() for rate in losses})

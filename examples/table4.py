@@ -102,7 +102,7 @@ FINDINGS = [
         "not run, because the images are not in this repository; 50,000 steps of 256 images need an accelerator",
         "vit", vit.verdict,
     ),
-]  # fmt: skip
+]
 
 
 def section(results: Path) -> str:

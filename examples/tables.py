@@ -193,12 +193,12 @@ SECTIONS = [
     Section("lemmas", "Theorem 1, Lemmas 17 and 23, Remarks 8 and 12", lemmas.section),
     Section("released", "What discover finds in released architectures", released.section),
     Section("radial_equilibrium", "B.7 Where decay and loss balance", radial_equilibrium.section),
-]  # fmt: skip
+]
 TABLE4 = Section(
     "table4", "DDC's Table 4, finding by finding", table4.section,
     ("validation loss", "accuracy on held-out pairs", "the smallest eigenvalue of the Fisher", "readable cells",
      "axis alignment of the hidden layer's dead directions"),
-)  # fmt: skip
+)
 """It has no JSON of its own: `markdown` takes the folder of results."""
 
 

@@ -25,7 +25,7 @@ Make = Callable[[optax.Schedule, jax.Array], optax.GradientTransformation]
 KERNELS = {
     "query": "_ head channel", "key": "_ head channel", "value": "_ head channel", "out": "_ _ channel",
     "up": "_ channel", "gate": "_ channel", "down": "_ channel",
-}  # fmt: skip
+}
 """Attribute name → axes of its neurons."""
 
 

@@ -84,7 +84,7 @@ def _bound(entry: State, names: Sequence[str]) -> Iterable[Pair]:
     pattern = "".join(
         f"(?P<{piece[1:-1]}>[^./]+)" if piece.startswith("{") else groups.get(piece, re.escape(piece))
         for piece in pieces
-    )  # fmt: skip
+    )
     for name in names:
         if hit := re.fullmatch(pattern, name):
             if "**" in right:

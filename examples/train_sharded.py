@@ -79,7 +79,7 @@ def laid_out(tx: optax.GradientTransformation, params: Any, shardings: Any, whol
     places = optax.tree.map_params(
         tx, like_parameter, chosen, shardings, transform_non_params=on_mesh,
         is_leaf=lambda x: isinstance(x, optax.MaskedNode),
-    )  # fmt: skip
+    )
     shapes = jax.eval_shape(tx.init, params)
     return params, jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, places)
 
@@ -99,7 +99,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any] | None:
     config = lm.llama_config(
         vocab=data.VOCAB, d_model=args.width, layers=args.layers, heads=HEADS, kv_heads=HEADS // 2,
         d_head=max(2, args.width // HEADS), d_ff=3 * args.width, max_len=args.length,
-    )  # fmt: skip
+    )
     train, held_out = data.batches(args.length, args.batch, args.data)
     rate = optax.warmup_cosine_decay_schedule(0.0, args.rate, min(20, args.steps // 2), args.steps)
     tx = OPTIMIZERS[args.optimizer](rate, lm.gauges(config))

@@ -332,12 +332,12 @@ def section(result: Result) -> str:
         "arm", f"{SINGLE}, rotated: 1", str(middle), str(end), f"noise: {end}",
         f"{DOUBLE}, rotated: {middle}", str(end), f"noise: {end}", f"every symmetry: {middle}", str(end),
         "published, rotated",
-    ]]  # fmt: skip
+    ]]
     columns = [
         (SINGLE, "rotated", 1), (SINGLE, "rotated", middle), (SINGLE, "rotated", end), (SINGLE, "noise", end),
         (DOUBLE, "rotated", middle), (DOUBLE, "rotated", end), (DOUBLE, "noise", end),
         (DOUBLE, "every symmetry", middle), (DOUBLE, "every symmetry", end),
-    ]  # fmt: skip
+    ]
     for arm in (arm for arm in result["arms"] if arm in result["cells"]):
         of_paper = [f"{step}: {low:.1e} to {high:.1e}" for step, (low, high) in PUBLISHED.get(arm, {}).items()]
         shown = [report.listed(values(result, arm, *column), ".0e") for column in columns]
@@ -350,7 +350,7 @@ def section(result: Result) -> str:
         sweep.markdown(lines),
         " ".join(sentences(result, middle, end)),
         *([f"Not run yet: {', '.join(absent)}."] if absent else []),
-    ])  # fmt: skip
+    ])
 
 
 LOGITS = "relative distance of the logits"
@@ -368,13 +368,13 @@ def sentences(result: Result, middle: int, end: int) -> Iterator[str]:
         yield report.paper(
             f"under Adam rotated twins are {low:.2g} to {high:.2g} apart after {steps}", near,
             f"{LOGITS}, within a factor of two",
-        )  # fmt: skip
+        )
     if end in PUBLISHED["Muon"]:
         (low, high), drift = PUBLISHED["Muon"][end], values(result, "Muon", SINGLE, "rotated", end)
         yield report.paper(
             f"under Muon, which has the symmetry, {SINGLE} drives rotated twins {low:.2g} to {high:.2g} apart",
             [low / 2 <= x <= 2 * high for x in drift], f"{LOGITS} after {end} steps, within a factor of two",
-        )  # fmt: skip
+        )
     for arm in (arm for arm in (*(f"quotient({name})" for name in PLAIN), "DDC-AdamW") if arm in result["cells"]):
         early, late, noise = (
             values(result, arm, DOUBLE, kind, step)
@@ -383,7 +383,7 @@ def sentences(result: Result, middle: int, end: int) -> Iterator[str]:
         held = [x <= SLICE for x in late]
         more = "" if all(held) else (
             f"; what it does to rounding it does to noise of {NOISE:g}, whose twins end {report.span(noise)} apart"
-        )  # fmt: skip
+        )
         yield (
             f"Under {arm} twins by every symmetry are {report.span(early)} apart after {middle} steps in {DOUBLE} and "
             f"{report.span(late)} after {end} (at most {SLICE:g} {report.on_seeds(held)}){more}."
@@ -393,7 +393,7 @@ def sentences(result: Result, middle: int, end: int) -> Iterator[str]:
 def figure(result: Result, path: Path) -> None:
     """Drift along the run, per optimizer and dtype."""
     fig, axes = plt.subplots(2, len(PLAIN), figsize=(3.6 * len(PLAIN), 6.4), layout="constrained", sharex=True,
-                             sharey=True)  # fmt: skip
+                             sharey=True)
     fig.suptitle("Two sets of weights of one function, trained alike: how far their logits part")
     for row, dtype in zip(axes, (SINGLE, DOUBLE), strict=True):
         for axis, name in zip(row, PLAIN, strict=True):

@@ -144,7 +144,7 @@ def build(c: Config) -> Study:
     return Study(
         "vit", arms, functools.partial(make, c, net), functools.partial(loss, net), functools.partial(observe, net),
         functools.partial(batch, c),
-    )  # fmt: skip
+    )
 
 
 def _decay(arm: str) -> float:
@@ -156,7 +156,7 @@ def figure(result: Result, path: Path) -> None:
     fig, (losses, dead, smallest, along) = report.panels(4, "A vision transformer under weight decay")
     panels = ((losses, "loss", "Validation loss at the end", "nats"),
               (dead, "dead_units", "Dead hidden units", "units"),
-              (smallest, "smallest", "Smallest singular value of the stream", "per square root of rows"))  # fmt: skip
+              (smallest, "smallest", "Smallest singular value of the stream", "per square root of rows"))
     for name, color in (("DDC-AdamW", "tab:blue"), ("AdamW", "tab:red")):
         arms = [arm for arm in result["arms"] if arm.startswith(name)]
         for axis, key, title, unit in panels:
@@ -192,7 +192,7 @@ def section(result: Result) -> str:
         "dead units": report.column(result, "dead_units", ".0f"),
         "smallest singular value": report.column(result, "smallest"),
         "effective rank": report.column(result, "effective_rank", ".1f"),
-    })  # fmt: skip
+    })
     data = f"images of {Path(c.images).name}" if c.images else "797 digits of 8 × 8, the other 1,000 held out"
     about = (
         f"{data}; {c.depth} blocks of width {c.width}, {c.hidden} hidden units each, {c.steps:,} steps of {c.batch} "

@@ -69,7 +69,7 @@ def model(name: str, width: int = WIDTH) -> lm.LMConfig:
     return lm.LMConfig(
         vocab=data.VOCAB, d_model=width, layers=2, heads=4, kv_heads=groups, d_head=width // 4, d_ff=hidden,
         max_len=LENGTH, **MODELS[name],
-    )  # fmt: skip
+    )
 
 
 def optimizer(arm: str, config: lm.LMConfig, rate: optax.ScalarOrSchedule) -> optax.GradientTransformation:
@@ -143,7 +143,7 @@ def finals(result: Result, name: str) -> dict[str, tuple[float, np.ndarray]]:
 def table(result: Result) -> str:
     """Markdown: every arm at its best rate, beside "usual" seed by seed, and what its update costs."""
     lines = [["model", "arm", "dead directions", "loss", "at rate", "less usual's", f"update, d = {WIDTH}",
-              f"update, d = {LARGER}"]]  # fmt: skip
+              f"update, d = {LARGER}"]]
     for name in MODELS:
         found = finals(result, name)
         for arm, (rate, losses) in found.items():
@@ -152,7 +152,7 @@ def table(result: Result) -> str:
                 f"{(losses - found['usual'][1]).mean():+.4f} ± {(losses - found['usual'][1]).std():.4f}"
                 if "usual" in found else "",
                 *(_cost(result, name, width, arm) for width in (WIDTH, LARGER)),
-            ]]  # fmt: skip
+            ]]
     return markdown(lines)
 
 

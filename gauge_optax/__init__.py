@@ -144,4 +144,4 @@ __all__ = [  # noqa: RUF022  by what a user wants
     # Watch a run, measure, assert.
     "track", "track_balance", "track_rotation", "census", "redundancy", "transformer_redundancy", "measure",
     "testing",
-]  # fmt: skip
+]

@@ -533,7 +533,7 @@ def ns_schedule(ns_coeffs: Coefficients, ns_steps: int) -> Schedule:
         raise binding_error(
             "polar", "bad ns_coeffs", f"{ns_coeffs!r}, ns_steps={ns_steps}",
             f"one of {presets}; (a, b, c) and ns_steps ≥ 1; or one (a, b, c) per step", "write ns_coeffs='standard'",
-        )  # fmt: skip
+        )
     return tuple(tuple(map(float, step)) for step in steps)
 
 

@@ -255,7 +255,7 @@ def _compared(params: Any, ignore: Sequence[str]) -> list[str]:
             raise binding_error(
                 "assert_equivariant_step", f"no leaf matches ignore '{pattern}'", f"leaves {', '.join(paths[:3])}",
                 "path patterns of leaves to leave out", "correct the pattern, or drop it",
-            )  # fmt: skip
+            )
         ignored |= hits
     return [path for path in paths if path not in ignored]
 

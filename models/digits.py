@@ -53,7 +53,7 @@ def patches(x: jax.Array, stride: int) -> jax.Array:
     rows, columns = x.shape[1], x.shape[2]
     moved = [
         padded[:, i : i + rows : stride, j : j + columns : stride] for i in range(3) for j in range(3)
-    ]  # fmt: skip
+    ]
     return jnp.concatenate(moved, -1)
 
 

@@ -53,13 +53,13 @@ class LatentConfig:
         shapes["attn/out/kernel"] = (h * c.values, d) if c.fused else (h, c.values, d)
         kernels = {"moe/gate_up": (c.experts, d, 2 * c.d_ff)} if c.fused else {
             "moe/gate": (c.experts, d, c.d_ff), "moe/up": (c.experts, d, c.d_ff),
-        }  # fmt: skip
+        }
         return shapes | kernels | {
             "norm1/scale": (d,), "norm2/scale": (d,), "attn/q_norm/scale": (c.q_latent,),
             "attn/kv_norm/scale": (c.kv_latent,), "attn/q_a/kernel": (d, c.q_latent),
             "attn/kv_a/kernel": (d, c.kv_latent + c.rotary), "moe/router/kernel": (d, c.experts),
             "moe/down": (c.experts, c.d_ff, d),
-        }  # fmt: skip
+        }
 
 
 def _rms(x: jax.Array, scale: jax.Array) -> jax.Array:

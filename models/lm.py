@@ -378,7 +378,7 @@ def _bias_gauges(c: LMConfig) -> list[go.Gauge]:
     """Constants that a later bias can take over, and those that nothing reads."""
     found: list[go.Gauge] = [] if c.rope else [
         go.embedding_shift({"embed/embedding": "_ channel"}, {"pos/embedding": "_ channel"})
-    ]  # fmt: skip
+    ]
     if not c.bias:
         return found
     # A norm's bias moves into the key and value biases, so that its gauge stands behind theirs.

@@ -24,7 +24,7 @@ from models.wrapping import called_with, inputs_of, replaced, wrapped
 AXES = {
     "query": "_ head channel", "key": "_ head channel", "value": "_ head channel", "out": "head channel _",
     "up": "_ channel", "gate": "_ channel", "down": "channel _",
-}  # fmt: skip
+}
 """Attribute name of a layer of `models/lm.py` → names of its kernel's axes; `_` is the residual stream's."""
 OUTPUTS = {"out": "_ _ residual", "down": "_ residual"}
 """Where outputs are the residual stream: axes as the wrapper takes them."""

@@ -124,7 +124,7 @@ def multiplicative_gauges() -> list[go.Gauge]:
             {"blocks/{i}/mlp/up/kernel": "_ channel", "blocks/{i}/mlp/up/bias": "channel"},
             {"blocks/{i}/mlp/down/kernel": "channel _"}, degree=2,
         ),
-    ]  # fmt: skip
+    ]
 
 
 def _normalised(norm: Params, x: jax.Array) -> jax.Array:

@@ -108,7 +108,7 @@ class Head:
             square = {
                 "per_head_scalar": lambda g: np.mean(g**2), "per_head_matrix": lambda g: g.T @ g / len(g),
                 "body_frame": np.square,
-            }[self.v_mode](g)  # fmt: skip
+            }[self.v_mode](g)
             self.m[k] = B1 * self.m[k] + (1 - B1) * g
             self.v[k] = B2 * self.v[k] + (1 - B2) * square
             mean, variance = self.m[k] / (1 - B1**self.t), self.v[k] / (1 - B2**self.t)

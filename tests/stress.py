@@ -39,7 +39,7 @@ def programs(devices: int) -> dict[str, Callable[[Any], Any]]:
         go.head_rotation({f"blocks/{{i}}/{name}": "_ head basis" for name in ("query", "key")}),
         go.head_rotation({"blocks/{i}/value": "_ head basis", "blocks/{i}/out": "head basis _"}),
         go.head_linear({"blocks/{i}/gate": "_ head basis"}, {"blocks/{i}/down": "head basis _"}),
-    ])  # fmt: skip
+    ])
     tx = go.quotient_adamw(1e-3, gauges)
 
     def moved(key: Any) -> Any:
@@ -51,7 +51,7 @@ def programs(devices: int) -> dict[str, Callable[[Any], Any]]:
         return (
             linalg.symmetric_eigen(spd), linalg.svd(stacks[1]), linalg.qr(stacks[2]), linalg.solve(spd, stacks[3]),
             linalg.skew_exponential(linalg.skew(stacks[4])), linalg.inverse(spd), linalg.balance(stacks[1], stacks[2]),
-        )  # fmt: skip
+        )
 
     return {
         "sample and act": moved,

@@ -74,7 +74,7 @@ def test_a_comparison_is_printed_and_kept(tmp_path: Path, capsys: pytest.Capture
     assert list(found["toy"]["blocks"]["muon"]) == ["optax.contrib.muon", "optax.contrib.muon, per head"]
     assert set(found["attention"]["blocks"]["muon"]) == {
         "optax.contrib.muon", "optax.contrib.muon, per head", "ddc_muon",
-    }  # fmt: skip
+    }
     for block in found["toy"]["blocks"].values():
         base, *_ = block.values()
         assert base["ratio"] == base["step_ratio"] == [1.0, 1.0, 1.0]
@@ -104,7 +104,7 @@ def test_a_page_says_what_was_missed() -> None:
             "adam": {"optax.adamw": row(1.0, 4.0)},
             "muon": {"optax.contrib.muon": row(1.0, 6.0), "ddc_muon": row(0.2, 4.4)},
         },
-    }  # fmt: skip
+    }
     result = {"host": "h", "device": "cpu", "versions": {"jax": "1"}, "sections": {"attention": section}}
     text = page(result)
     assert "`ddc_muon`'s update, of `optax.contrib.muon`'s | 0.15 | 0.20 | **missed** |" in text
@@ -133,7 +133,7 @@ def test_both_muons_have_the_same_leaves(mlp: str) -> None:
     """Adam keeps two moments of a leaf, Muon one: arrays of every matrix's shape are counted in the states."""
     config = lm.LMConfig(
         vocab=23, d_model=16, layers=2, heads=2, kv_heads=2, d_head=8, d_ff=40, max_len=29, mlp=mlp,
-    )  # fmt: skip
+    )
     params, _ = lm.params_and_loss(config, jax.random.key(0))
     axes = sizes.muon_axes(params)
     assert len(jax.tree.leaves(axes, is_leaf=lambda x: hasattr(x, "output_axis"))) == config.layers * (

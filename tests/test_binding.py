@@ -323,7 +323,7 @@ def test_pattern_that_is_no_string() -> None:
 def test_tuples_flatten_in_order() -> None:
     specs = block_specs("gauge", "blocks", {"qkv": ("qkv=0 basis", "qkv=1 basis"), "w": "basis"}, ("basis",))
     assert [(spec.pattern, spec.axes) for spec in specs] == [("qkv", "qkv=0 basis"), ("qkv", "qkv=1 basis"),
-                                                             ("w", "basis")]  # fmt: skip
+                                                             ("w", "basis")]
 
 
 @pytest.mark.parametrize(
@@ -464,7 +464,7 @@ def test_fix_point_passes_through_several_groups() -> None:
         ({"q": ()}, {"q": "c"}, None, ["wrong rank at 'q'"]),
         ({"q": (4,)}, {"q": ""}, None, ["wrong rank at 'q'"]),
     ],
-)  # fmt: skip
+)
 def test_size_errors(shapes: Any, blocks: Mapping[str, Axes], sizes: Any, words: Sequence[str]) -> None:
     text = fails(nested(shapes), blocks, sizes=sizes)
     assert all(word in text for word in words), text
@@ -492,7 +492,7 @@ def test_no_match_names_the_nearest_and_the_remedy() -> None:
     shapes: dict[str, Any] = {f"blocks/{i}/attn/{n}_proj/kernel": (768, 12, 64) for i in range(3) for n in "qkv"}
     shapes |= {f"blocks/{i}/mlp/up/kernel": (768, 3072) for i in range(3)}
     text = fails(nested(shapes), {"blocks/{i}/attn/query/kernel": "_ head basis"}, reserved=("basis",),
-                 gauge="head_rotation")  # fmt: skip
+                 gauge="head_rotation")
     assert text.startswith("head_rotation: no leaf matches 'blocks/{i}/attn/query/kernel'\n")
     assert "found:    nearest blocks/0/attn/q_proj/kernel (768, 12, 64), blocks/0/attn/" in text
     assert 'expected: one rank-3 leaf per block, axes "_ head basis"' in text
@@ -839,7 +839,7 @@ def test_bind_leaf_on_a_slice_of_a_leaf() -> None:
 
 def test_binding_error_has_four_lines() -> None:
     assert str(binding_error("g", "p 'w'", "f", "e", "r")).split("\n") == [
-        "g: p 'w'", "  found:    f", "  expected: e", "  remedy:   r"]  # fmt: skip
+        "g: p 'w'", "  found:    f", "  expected: e", "  remedy:   r"]
 
 
 # --- the trees of the field --------------------------------------------------------------------------------
@@ -857,7 +857,7 @@ def under(prefix: str, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple
 
 
 FLAX = attention("query", "key", "value") | {"up/kernel": (D, F), "up/bias": (F,), "down/kernel": (F, D),
-                                             "norm/scale": (D,)}  # fmt: skip
+                                             "norm/scale": (D,)}
 NANODO = {
     path: shape
     for i in range(11)
@@ -865,24 +865,24 @@ NANODO = {
         **{f"CausalAttn_0/{name}/kernel": (D, H, E) for name in ("query", "key", "value")},
         "CausalAttn_0/attn_out_proj/kernel": (H, E, D), "LayerNorm_1/scale": (D,), "LayerNorm_1/bias": (D,),
         "Mlp_0/Dense_0/kernel": (D, F)}).items()
-}  # fmt: skip
+}
 VIT = {
     f"Transformer/encoderblock/{path}": (L, *shape)
     for path, shape in (under("MultiHeadDotProductAttention_0", attention("query", "key", "value"))
                         | {"LayerNorm_0/scale": (D,), "LayerNorm_0/bias": (D,)}).items()
-}  # fmt: skip
+}
 MAXTEXT = under("decoder/layers", {
     "self_attention/query/kernel": (D, L, H, E), "self_attention/key/kernel": (D, L, K, E),
     "self_attention/value/kernel": (D, L, K, E), "self_attention/out/kernel": (H, L, E, D),
     "mlp/wi_0/kernel": (D, L, F), "mlp/wi_1/kernel": (D, L, F), "mlp/wo/kernel": (F, L, D),
-    "norm/scale": (D, L)})  # fmt: skip
+    "norm/scale": (D, L)})
 GEMMA = {
     path: shape
     for i in range(2)
     for path, shape in under(f"layer_{i}", {
         "attn/q_einsum/w": (H, D, E), "attn/kv_einsum/w": (2, K, D, E), "attn/attn_vec_einsum/w": (H, E, D),
         "mlp/gating_einsum": (2, D, F), "mlp/linear": (F, D), "pre_attention_norm/scale": (D,)}).items()
-}  # fmt: skip
+}
 BONSAI = {
     path: shape
     for i in range(2)
@@ -890,14 +890,14 @@ BONSAI = {
         "attn/q_proj/kernel": (D, H, E), "attn/k_proj/kernel": (D, K, E), "attn/v_proj/kernel": (D, K, E),
         "attn/o_proj/kernel": (H, E, D), "attn/q_norm/scale": (E,), "input_layernorm/scale": (D,),
         "mlp/up_proj/kernel": (D, F), "mlp/down_proj/kernel": (F, D)}).items()
-} | {"lm_head/kernel": (D, V)}  # fmt: skip
+} | {"lm_head/kernel": (D, V)}
 GPT2 = {
     path: shape
     for i in range(2)
     for path, shape in under(f"h/{i}", {
         "attn/c_attn/kernel": (3 * D, D), "attn/c_attn/bias": (3 * D,), "attn/c_proj/kernel": (D, D),
         "ln_1/scale": (D,), "ln_1/bias": (D,)}).items()
-}  # fmt: skip
+}
 
 HEADS = {"head": H, "basis": E}
 ATTN = "self_attention"
@@ -966,7 +966,7 @@ ATTN = "self_attention"
         (GPT2, [{"h/{i}/ln_1/scale": "channel", "h/{i}/ln_1/bias": "channel"},
                 {"h/{i}/attn/c_attn/kernel": "_ channel"}], {}, 2, {"channel": D}),
     ],
-)  # fmt: skip
+)
 def test_real_trees(
     shapes: Mapping[str, tuple[int, ...]],
     roles: list[Any],

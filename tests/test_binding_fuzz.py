@@ -241,7 +241,7 @@ def test_overlap_is_a_common_entry(data: st.DataObject) -> None:
             groups.append((Part(f"x{axis}", outer, slice(start, stop)), Part(f"y{axis}", inner, pick)))
         leaf = Leaf(tuple(groups), False)
         sizes = frozen_sizes("gauge", {part.name: part.length if i == 0 else part.full
-                                       for group in groups for i, part in enumerate(group)})  # fmt: skip
+                                       for group in groups for i, part in enumerate(group)})
         tree = {"w": np.zeros(shape)}
         blocks.append(bind("gauge", block_specs("gauge", "b", {"w": leaf.axes}), sizes, tree).instances[0].blocks[0])
         chosen.append(set(leaf.view(np.arange(math.prod(shape)).reshape(shape)).ravel().tolist()))
@@ -316,7 +316,7 @@ def spoil_index(case: Case, k: int) -> Callable[[], Any]:
 
 
 SPOILS = [spoil_rank, spoil_pattern, spoil_capture, spoil_name, spoil_duplicate, spoil_tuple, spoil_sizes,
-          spoil_size, spoil_leaf, spoil_mask, spoil_index]  # fmt: skip
+          spoil_size, spoil_leaf, spoil_mask, spoil_index]
 
 
 @pytest.mark.parametrize("spoil", SPOILS)
@@ -343,7 +343,7 @@ AXES = st.one_of(TEXT, st.sampled_from(["_", "a _", "(a b) _", "(a=0 _)", "a=0:2
     st.dictionaries(st.sampled_from(["a", "b", "i"]), st.integers(-1, 4), max_size=2),
     st.dictionaries(st.sampled_from(["a", "b", "0", "a/b", "a/0", "i/b"]), st.sampled_from([
         (), (2,), (0,), (4, 2), (0, 3), (2, 1, 6), "mask", "none"]), max_size=4),
-)  # fmt: skip
+)
 def test_anything_binds_or_raises_in_four_parts(blocks: Any, sizes: dict[str, int], shapes: dict[str, Any]) -> None:
     special = {"mask": optax.MaskedNode(), "none": None}
     tree = {path: special[s] if isinstance(s, str) else np.zeros(s) for path, s in shapes.items()}

@@ -71,7 +71,7 @@ six elements end 3e-6 to 1.1e-4 apart and 5e-7 to 3.1e-5 of the loss, by luck of
 @pytest.mark.parametrize(("name", "dtype"), [
     ("gpt", "float64"), *(pytest.param(name, dtype, marks=pytest.mark.slow) for name, dtype in
                           [("gpt", "float32"), *((n, d) for n in list(CONFIGS)[1:] for d in ("float64", "float32"))])
-])  # fmt: skip
+])
 def test_twins_of_every_mode(name: str, dtype: str, mode: str) -> None:
     with jax.enable_x64(dtype == "float64"):
         params = start_of(name, dtype)
@@ -86,7 +86,7 @@ def test_twins_of_every_mode(name: str, dtype: str, mode: str) -> None:
         ("llama", "none", None), ("llama_bias", "body_frame", None), ("relu2", "body_frame_topk", None),
         ("mqa", "body_frame_topk", None), ("qk_norm", "paper", None),
     ]),
-])  # fmt: skip
+])
 def test_the_fused_step_is_the_plain_one_on_models(
     name: str, mode: str, start: str | None, x64: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -107,7 +107,7 @@ def test_the_fused_step_is_the_plain_one_on_models(
 @pytest.mark.parametrize(("mode", "dtype"), [
     ("body_frame_topk", "float32"),
     *(pytest.param(mode, "float64", marks=pytest.mark.slow) for mode in ("body_frame_topk", "muon")),
-])  # fmt: skip
+])
 def test_odd_starts(start: str, mode: str, dtype: str) -> None:
     with jax.enable_x64(dtype == "float64"):
         params = odd(start, start_of("gpt", dtype))
@@ -128,7 +128,7 @@ SPECTRA = {
     ("body_frame_topk", "float32"),
     *(pytest.param(mode, dtype, marks=pytest.mark.slow)
       for mode in ("body_frame", "per_head_matrix") for dtype in ("float64", "float32")),
-])  # fmt: skip
+])
 def test_degenerate_heads(spectrum: str, mode: str, dtype: str) -> None:
     """Heads whose Gram matrix has these eigenvalues, squared: an eigenbasis is what rounding makes of them."""
     with jax.enable_x64(dtype == "float64"):
@@ -207,7 +207,7 @@ def test_coordinates_stand_still_for_a_thousand_float32_steps(name: str) -> None
             here = after
         heads = [turned[k] for k, part in enumerate(group.parts) if part.name in ("head_rotation", "rope_torus")]
         drift, angle = (max(float(jnp.max(jnp.abs(x))) for x in jax.tree.leaves(t))
-                        for t in (go.measure.drift(start, here, group), heads))  # fmt: skip
+                        for t in (go.measure.drift(start, here, group), heads))
         print(f"{name}: drift {drift:.1e}, turned {angle:.1e}")
         assert drift <= tolerance("quotient_drift", "float32")
         assert angle <= 1e-3
@@ -236,7 +236,7 @@ def test_the_size_of_the_loss_changes_nothing() -> None:
     """Of 1e8 times the loss, and of gradients of 1e25, nothing is left but what Adam's eps makes of it."""
     params, gauges, loss = start_of("gpt", "float32"), lm.gauges(CONFIGS["gpt"]), loss_of("gpt")
     ends = [train(jit(tx.init), stepper(tx, lambda p, s=s: s * loss(p)), params, 5)[0]
-            for s in (1.0, 1e8) for tx in [_tx("body_frame_topk", gauges)]]  # fmt: skip
+            for s in (1.0, 1e8) for tx in [_tx("body_frame_topk", gauges)]]
     assert max(apart(*ends).values()) <= 1e-4
     tx = _tx("body_frame_topk", gauges)
     grads = jax.tree.map(lambda x: 1e25 * jnp.sign(x), params)
@@ -304,7 +304,7 @@ def test_matrices_keep_no_second_moment() -> None:
 
 
 @pytest.mark.parametrize("name", ["logit_shift/kernel_bias", "rescale/degree_2", "norm_scale/one_plus",
-                                  "head_rotation/gqa", "head_rotation/value_out", "rope_torus/partial"])  # fmt: skip
+                                  "head_rotation/gqa", "head_rotation/value_out", "rope_torus/partial"])
 def test_tangents_are_horizontal(name: str, x64: None) -> None:
     case = CASES[name]
     gauges, params = case.gauges(), case.params(jax.random.key(0))

@@ -134,7 +134,7 @@ def test_a_channel_without_a_balance_stays_and_its_neighbours_are_balanced_with_
     params = {
         "norm": jax.random.normal(keys[0], (3,)), "up": jax.random.normal(keys[1], (3, 4)),
         "down": jax.random.normal(keys[2], (4, 3)).at[1:].set(0.0),
-    }  # fmt: skip
+    }
     moved = _balanced(params, gauges)
     np.testing.assert_array_equal(moved["down"][1:], 0.0)
     close = functools.partial(np.testing.assert_allclose, rtol=tolerance("invariant"))
@@ -283,7 +283,7 @@ def test_rotations_do_not_move_and_may_stand_in_the_list() -> None:
         ({"strength": True}, "bad strength"), ({"strength": float("nan")}, "bad strength"),
         ({"on_unknown": "ignore"}, "bad on_unknown"),
     ],
-)  # fmt: skip
+)
 def test_arguments_that_make_no_sense_are_refused(options: dict[str, Any], problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
         go.gauge_fix(None, UNIT.gauges(), **options)

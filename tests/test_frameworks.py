@@ -152,7 +152,7 @@ def _every_gauge() -> tuple[list[go.Gauge], Tree]:
         go.logit_shift({"head": "_ vocab"}),
     ]
     shapes = {"norm": (3,), "up": (3, 4), "down": (4, 3), "normed": (3, 2), "value": (3, 2), "out": (2, 3),
-              "query": (3, 2), "key": (3, 2), "head": (3, 5)}  # fmt: skip
+              "query": (3, 2), "key": (3, 2), "head": (3, 5)}
     draw = np.random.default_rng(0).normal
     params = {name: jnp.asarray(draw(size=shape), jnp.float32) for name, shape in shapes.items()}
     return gauges, params

@@ -94,7 +94,7 @@ def _one_step(tx: optax.GradientTransformation, params: Any) -> Any:
 def test_decay_is_doubled_in_attention_alone() -> None:
     params = _generic(SMALL[0])
     once, twice = (_one_step(example.ARMS[arm](SMALL[0], 1e-2, 0.3), params) for arm in (
-        "Muon", "Muon, attention decay doubled"))  # fmt: skip
+        "Muon", "Muon, attention decay doubled"))
     block, start = jax.tree.map(jnp.subtract, twice, once)["blocks"][0], params["blocks"][0]
     np.testing.assert_allclose(block["attn"]["out"]["kernel"], -3e-3 * start["attn"]["out"]["kernel"], atol=1e-6)
     assert not np.any(block["mlp"]["up"]["kernel"])
@@ -157,7 +157,7 @@ def test_a_queue_killed_at_any_moment_ends_with_the_same_numbers(tmp_path: Path)
     subprocess.run([*command, "--out", str(whole)], check=True, capture_output=True, timeout=600)
     for wait in (12.0, 20.0, 28.0):
         with subprocess.Popen([*command, "--out", str(broken)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-                              start_new_session=True) as running:  # fmt: skip
+                              start_new_session=True) as running:
             time.sleep(wait)
             os.killpg(running.pid, signal.SIGKILL)
     subprocess.run([*command, "--out", str(broken)], check=True, capture_output=True, timeout=600)

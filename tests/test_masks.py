@@ -17,7 +17,7 @@ def test_the_first_pattern_counts() -> None:
     values = {"blocks/1/**": "last", "**/bias": "bias", "blocks/{i}/kernel": "kernel"}
     assert go.by_path(values, default="rest")(PARAMS) == {
         "blocks": [{"kernel": "kernel", "bias": "bias"}, {"kernel": "last", "bias": "last"}], "head": {"kernel": "rest"}
-    }  # fmt: skip
+    }
 
 
 def test_in_partition_masked_and_nnx() -> None:

@@ -70,11 +70,11 @@ def test_the_axes_say_which_matrix_a_kernel_is() -> None:
     """Inputs last as in PyTorch, stacked layers, heads side by side, and one head's matrices in a fused kernel."""
     shapes = {
         "inputs_last": (6, 4), "scanned": (3, 4, 6), "heads": (4, 2, 3), "experts": (2, 4, 6), "fused": (4, 3, 6),
-    }  # fmt: skip
+    }
     neurons = {
         "inputs_last": "neuron _", "scanned": "layer _ neuron", "heads": "_ head neuron", "experts": "expert _ neuron",
         "fused": ("_ qkv=0 neuron", "_ qkv=1 neuron", "_ qkv=2 neuron"),
-    }  # fmt: skip
+    }
     params = {name: noise(n, *shape) for n, (name, shape) in enumerate(shapes.items())} | {"shift": jnp.zeros((2, 3))}
     tx = go.max_norm_muon(1.0, NO_GAUGE, neurons, ns_coeffs="sharp", bound=1e6, nesterov=False)
     grads = jax.tree.map(lambda x: noise(9, *x.shape), params)
@@ -84,7 +84,7 @@ def test_the_axes_say_which_matrix_a_kernel_is() -> None:
         """As matrices, inputs by outputs."""
         shaped = {
             "inputs_last": lambda: x.T[None], "heads": lambda: x.reshape(1, 4, 6), "fused": lambda: x.swapaxes(0, 1),
-        }  # fmt: skip
+        }
         return np.asarray(shaped.get(name, lambda: x)())
 
     for name in neurons:
@@ -102,10 +102,10 @@ def test_tokens_step_in_their_own_units_and_come_to_rest(x64: None) -> None:
     gradients = np.random.default_rng(0).normal(size=(steps, tokens, d)) * np.array([1e-4, 1.0, 1.0, 0.0])[:, None]
     gradients[1:, 2] = 0.0
     params = {"table": jnp.zeros((tokens, d)), "head": jnp.zeros((d, tokens)), "w": jnp.ones((2, 2)),
-              "shift": jnp.zeros((2, 3))}  # fmt: skip
+              "shift": jnp.zeros((2, 3))}
     tx = go.max_norm_muon(rate, NO_GAUGE, {"w": "_ neuron", "head": "_ token"}, {"table": "token _"}, nesterov=False)
     grads = {"table": jnp.asarray(gradients), "head": jnp.asarray(gradients.swapaxes(1, 2)),
-             "w": jnp.ones((steps, 2, 2)), "shift": jnp.zeros((steps, 2, 3))}  # fmt: skip
+             "w": jnp.ones((steps, 2, 2)), "shift": jnp.zeros((steps, 2, 3))}
 
     def step(carry: Any, gradient: Any) -> Any:
         params, state = carry
@@ -155,7 +155,7 @@ def test_a_path_in_both_mappings_is_refused() -> None:
 @pytest.mark.parametrize(
     "mappings", [({"w": "a token"},), ({"v": "_ neuron"}, {"w": "a token"}), ({"v": "_ neuron"}, {"w": "_ _"})],
     ids=str,
-)  # fmt: skip
+)
 def test_tokens_without_vectors_are_refused(mappings: Any) -> None:
     params = {"w": jnp.ones((4, 4)), "v": jnp.ones((2, 2)), "shift": jnp.ones((2, 3))}
     with pytest.raises(ValueError, match="the tokens of 'w' have no vectors") as error:

@@ -87,7 +87,7 @@ ROUTED = {
     "attn/q_a/kernel": (1, 8, 7), "attn/q_b/kernel": (2, 7, 5), "attn/kv_a/kernel": (1, 8, 8),
     "attn/kv_b/kernel": (2, 6, 7), "attn/gate/kernel": (2, 8, 4), "attn/out/kernel": (2, 4, 8),
     "moe/gate": (3, 8, 5), "moe/up": (3, 8, 5), "moe/gate_up": (6, 8, 5), "moe/down": (3, 5, 8),
-}  # fmt: skip
+}
 
 
 def _latent(config: latent.LatentConfig, seed: int) -> Any:

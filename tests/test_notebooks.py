@@ -28,7 +28,7 @@ NAMES = [
     "f_dead_directions", "g_rotational_equilibrium", "h_learnable_multipliers",
     "i_leakage", "j_whole_model", "k_one_function_many_weights",
     "l_measuring_a_minimum", "m_grokking",
-]  # fmt: skip
+]
 MOST_BYTES = 300_000
 NUMBER = re.compile(r"(?<![\w.])[-+]?\d+(?:\.\d*)?(?:e[-+]?\d+)?")
 # Another machine rounds otherwise: a last digit of two may differ, and so may all of what is rounding and nothing else.

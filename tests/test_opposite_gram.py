@@ -174,7 +174,7 @@ def test_channels_have_the_same_with_one_column(degree: int, rule: str, x64: Non
 TWO_SIDED = (
     "rescale/degree_2", "norm_scale/one_plus", "head_linear/value_out", "head_linear/fused", "rope_linear/half",
     "rope_linear/partial", "product/semidirect",
-)  # fmt: skip
+)
 
 
 @pytest.mark.parametrize("name", TWO_SIDED)
@@ -201,7 +201,7 @@ def test_what_has_no_opposite_side_passes(x64: None) -> None:
     gauges = [
         go.head_rotation({"turned": "_ basis", "other": "_ basis"}), go.scale_invariant({"normed": "_ channel"}),
         go.logit_shift({"head": "_ vocab"}), go.scale_invariant({"up": "_ _"}),
-    ]  # fmt: skip
+    ]
     found = _update(go.scale_by_opposite_gram(gauges), params, params)
     jax.tree.map(np.testing.assert_array_equal, found, params)
 
@@ -240,7 +240,7 @@ def test_twins_take_one_step_of_gradients_and_damping_breaks_it(x64: None) -> No
     ("rule", "matrix"),
     [("relative", 3.0 * np.linalg.qr(_noise(0, 4, 4))[0]), ("absolute", np.linalg.qr(_noise(0, 4, 4))[0]),
      ("diagonal", np.diag([10.0, 1.0, 0.3, 0.1])), ("diagonal, relative", 3.0 * np.eye(4))],
-)  # fmt: skip
+)
 def test_what_damping_and_diagonals_leave_exact(rule: str, matrix: Numbers, x64: None) -> None:
     params, gradient = ({"a": _noise(k, 6, 4), "b": _noise(k + 1, 4, 5)} for k in (0, 2))
     dual = np.linalg.inv(matrix)
@@ -274,7 +274,7 @@ def test_twins_stay_twins_under_averages_of_gradients(every: int, x64: None) -> 
 def _walk(tx: optax.GradientTransformation, number: int = 5) -> list[tuple[Tree, Tree, Tree]]:
     """Parameters, increments and what became of them, at points that have nothing to do with each other."""
     given = [({"a": _noise(k, 6, 4), "b": _noise(k + 20, 4, 5)}, {"a": _noise(k + 40, 6, 4), "b": _noise(k, 4, 5)})
-             for k in range(number)]  # fmt: skip
+             for k in range(number)]
     state, step, found = tx.init(given[0][0]), jit(tx.update), []
     for params, updates in given:
         corrected, state = step(updates, state, params)
@@ -395,7 +395,7 @@ RELU = go.rescale({"norm": "channel"}, {"other": "channel"})
     [{"damping": -1e-3}, {"damping": "1e-3"}, {"damping": np.nan}, {"damping": np.ones(2)}, {"damping_mode": "trace"},
      {"every": 0}, {"every": -1}, {"every": 2.0}, {"every": True}],
     ids=repr,
-)  # fmt: skip
+)
 def test_bad_options_are_refused_at_once(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="scale_by_opposite_gram: bad ") as error:
         go.scale_by_opposite_gram(LORA, **options)

@@ -144,7 +144,7 @@ def test_scanned_layers_and_fused_leaves() -> None:
     assert _size(fused) - _size(packed) == 2 * 2 * 9
     assert {path: x.shape for path, x in leaves_by_path(packed).items() if path != "out"} == {
         "qkv/part0": (3, 6), "qkv/part1": (3, 6), "qkv/rest": (6, 6),
-    }  # fmt: skip
+    }
     np.testing.assert_allclose(_fused_outputs(go.unpack(packed)), _fused_outputs(fused), atol=1e-5)
     assert _same_bits(go.unpack(go.pack(go.unpack(packed), gauges)), go.unpack(packed))
 
@@ -236,7 +236,7 @@ def test_packed_products_are_plain_ones(shared: bool) -> None:
     layouts = {
         "_ head basis": ((6, 2, 3), 0), "head basis _": ((2, 3, 6), 2), "_ (head basis)": ((6, 6), 0),
         "basis head _": ((3, 2, 6), -1),
-    }  # fmt: skip
+    }
     for axes, (shape, axis) in layouts.items():
         params = _normal(0, query=shape, key=(6, 2, 3))
         packed = go.pack(params, go.head_linear({"query": axes}, {"key": "_ head basis"}), shared=shared)
@@ -397,7 +397,7 @@ def test_what_cannot_be_packed_is_refused() -> None:
      {"query": {"_ head basis": {"rows": [[0, 1, 2]]}}},
      {"query": {"_ head basis": {"size": 1.0, "rows": [[0, 1, 1]]}}},
      {"query": {"_ head basis": {"size": 1.0, "rows": [[0, 1, 2]] * 3}}}],
-)  # fmt: skip
+)
 def test_rows_of_another_tree_are_refused(rows: Any) -> None:
     with pytest.raises(ValueError, match=r"no rows for 'query'"):
         go.pack(_normal(0, query=(6, 2, 3), key=(6, 2, 3)), HEADS, rows=rows)

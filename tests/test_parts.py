@@ -85,7 +85,7 @@ def test_steps_and_gradients_follow_from_the_action(x64: None) -> None:
         assert _relative(
             {p: y for p, y in pulled.items() if p not in passed},
             {p: y for p, y in transposed.items() if p not in passed},
-        ) <= 1e-12, type(part)  # fmt: skip
+        ) <= 1e-12, type(part)
 
 
 def test_a_norms_own_gradient_beside_a_rotation_of_the_stream(x64: None) -> None:
@@ -117,7 +117,7 @@ def test_the_center_is_small() -> None:
     fields = {"label", "named", "shape", "blocks", "passes", "along", "anchors"}
     assert set(_own_members(Part)) - fields == {
         "identity", "inverse", "compose", "act", "undo", "push", "pull", "quiet", "beside", "beside_frozen",
-    }  # fmt: skip
+    }
     inherited = set(_own_members(Part))
     for role in (Constant, Size, Turn):
         assert len(set(_own_members(role)) - inherited - {"last"}) <= 4, role

@@ -94,7 +94,7 @@ NANODO = {f"blocks_{{i}}/CausalAttn_0/{n}/kernel": (D, H, E) for n in ("query", 
     "blocks_{i}/CausalAttn_0/attn_out_proj/kernel": (H, E, D), "blocks_{i}/LayerNorm_0/scale": (D,),
     "blocks_{i}/LayerNorm_1/scale": (D,), "blocks_{i}/Mlp_0/Dense_0/kernel": (D, F),
     "blocks_{i}/Mlp_0/Dense_1/kernel": (F, D), "embed/embedding": (V, D), "out_ln/scale": (D,),
-}  # fmt: skip
+}
 
 
 def maxtext_layer(p: Any, i: int) -> Layer:
@@ -125,7 +125,7 @@ MAXTEXT = {
     "decoder/layers/mlp/wo/kernel": (F, L, D), "decoder/layers/pre_self_attention_layer_norm/scale": (D, L),
     "decoder/layers/post_self_attention_layer_norm/scale": (D, L), "decoder/decoder_norm/scale": (D,),
     "decoder/logits_dense/kernel": (D, V), "token_embedder/embedding": (V, D),
-}  # fmt: skip
+}
 
 
 def gemma_layer(p: Any, i: int) -> Layer:
@@ -138,7 +138,7 @@ def gemma_layer(p: Any, i: int) -> Layer:
         1 + p[f"{b}/pre_ffw_norm/scale"], up, p[f"{b}/mlp/linear"], gate,
         (1 + p[f"{a}/_query_norm/scale"], 1 + p[f"{a}/_key_norm/scale"]) if third else None,
         (1 + p[f"{b}/post_attention_norm/scale"], 1 + p[f"{b}/post_ffw_norm/scale"]) if third else None,
-    )  # fmt: skip
+    )
 
 
 GEMMA = {
@@ -146,11 +146,11 @@ GEMMA = {
     "layer_{i}/attn/attn_vec_einsum/w": (H, E, D), "layer_{i}/mlp/gating_einsum": (2, D, F),
     "layer_{i}/mlp/linear": (F, D), "layer_{i}/pre_attention_norm/scale": (D,), "layer_{i}/pre_ffw_norm/scale": (D,),
     "embedder/input_embedding": (V, D), "final_norm/scale": (D,),
-}  # fmt: skip
+}
 GEMMA3 = GEMMA | {
     "layer_{i}/attn/_query_norm/scale": (E,), "layer_{i}/attn/_key_norm/scale": (E,),
     "layer_{i}/post_attention_norm/scale": (D,), "layer_{i}/post_ffw_norm/scale": (D,),
-}  # fmt: skip
+}
 
 
 def qwen_layer(p: Any, i: int) -> Layer:
@@ -169,7 +169,7 @@ QWEN = {
     "layers/{i}/mlp/down_proj/kernel": (F, D), "layers/{i}/input_layernorm/scale": (D,),
     "layers/{i}/post_attention_layernorm/scale": (D,), "embedder/embedding": (V, D), "final_norm/scale": (D,),
     "lm_head/kernel": (D, V),
-}  # fmt: skip
+}
 
 
 def gpt2_layer(p: Any, i: int) -> Layer:
@@ -180,7 +180,7 @@ def gpt2_layer(p: Any, i: int) -> Layer:
     norms = [(p[f"{b}/{name}/scale"], p[f"{b}/{name}/bias"]) for name in ("ln_1", "ln_2")]
     out = p[f"{b}/attn/c_proj/kernel"].T.reshape(H, D // H, D)
     return Layer(norms[0], q, k, v, out, norms[1], p[f"{b}/mlp/c_fc/kernel"].T, p[f"{b}/mlp/c_proj/kernel"].T,
-                 biases=tuple(biases[n] for n in range(3)))  # fmt: skip
+                 biases=tuple(biases[n] for n in range(3)))
 
 
 GPT2 = {
@@ -189,7 +189,7 @@ GPT2 = {
     "transformer/h/{i}/mlp/c_proj/kernel": (D, F), "transformer/h/{i}/ln_1/scale": (D,),
     "transformer/h/{i}/ln_1/bias": (D,), "transformer/h/{i}/ln_2/scale": (D,), "transformer/h/{i}/ln_2/bias": (D,),
     "transformer/wte/embedding": (V, D), "transformer/ln_f/scale": (D,), "transformer/ln_f/bias": (D,),
-}  # fmt: skip
+}
 
 
 def llama_layer(p: Any, i: int) -> Layer:
@@ -207,7 +207,7 @@ LLAMA = {
     "model/layers/{i}/mlp/down_proj/kernel": (F, D), "model/layers/{i}/input_layernorm/weight": (D,),
     "model/layers/{i}/post_attention_layernorm/weight": (D,), "model/embed_tokens/embedding": (V, D),
     "model/norm/weight": (D,), "lm_head/kernel": (D, V),
-}  # fmt: skip
+}
 
 
 def vit(p: Any, patches: Any) -> jax.Array:
@@ -235,7 +235,7 @@ VIT = {f"Transformer/encoderblock/MultiHeadDotProductAttention_0/{n}": s for n, 
     "Transformer/encoderblock/MlpBlock_0/Dense_0/kernel": (L, D, F),
     "Transformer/encoderblock/MlpBlock_0/Dense_1/kernel": (L, F, D), "Transformer/encoder_norm/scale": (D,),
     "Transformer/encoder_norm/bias": (D,), "embedding/kernel": (6, D), "head/kernel": (D, V), "head/bias": (V,),
-}  # fmt: skip
+}
 
 
 class Tree(NamedTuple):
@@ -272,7 +272,7 @@ TREES: Mapping[str, Tree] = {
     "hf_llama": Tree(
         decoder(llama_layer, "model/embed_tokens/embedding", scale("model/norm/weight"), "lm_head/kernel", True, False),
         LLAMA, lambda linear: presets.hf_llama(K, linear=linear)),
-}  # fmt: skip
+}
 
 QUICK = {("hf_gpt2", True)}
 ROWS = [

@@ -124,7 +124,7 @@ def test_layers_share_compiled_programs() -> None:
     def programs(layers: int) -> int:
         config = lm.LMConfig(
             vocab=16, d_model=16, layers=layers, heads=2, kv_heads=2, d_head=8, d_ff=32, max_len=8
-        )  # fmt: skip
+        )
         params, tx = _shapes(config), go.ddc_adamw(1e-3, lm.gauges(config))
         text = jit(tx.update).lower(params, jax.eval_shape(tx.init, params), params).compile().as_text()
         found = set()
@@ -145,7 +145,7 @@ def test_init_outside_jit_compiles_few_programs(name: str, caplog: pytest.LogCap
     width = {"quotient_adamw": 20, "ddc_adamw": 28, "ddc_muon": 36, "quotient_muon": 44}[name]
     config = lm.LMConfig(
         vocab=13, d_model=width, layers=2, heads=2, kv_heads=2, d_head=width // 2, d_ff=3 * width, max_len=8
-    )  # fmt: skip
+    )
     params, _ = lm.params_and_loss(config, jax.random.key(0))
     tx = getattr(go, name)(1e-3, lm.gauges(config))
 
@@ -182,7 +182,7 @@ OPTIMIZERS = {
     for row in ("head_rotation/fused", "head_linear/fused", "rope_torus/partial", "rope_linear/partial",
                 "logit_shift/padded", "logit_shift/two_heads")
     if not (name.startswith("ddc") and row == "head_linear/fused")
-])  # fmt: skip
+])
 def test_fusing_changes_no_number(name: str, row: str, x64: None) -> None:
     """A step on leaves of which gauges bind a part, compiled with and without the compiler's fusion of operations.
 

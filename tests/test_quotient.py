@@ -286,7 +286,7 @@ def test_gauges_on_one_leaf_have_frames_of_their_own(x64: None) -> None:
     gauges = go.product([
         go.rope_torus({"qkv": ("_ (qkv=0 head basis)", "_ (qkv=1 head basis)")}, sizes=sizes),
         go.head_linear({"qkv": "_ (qkv=2 head basis)"}, {"out": "(head basis) _"}, sizes=sizes),
-    ])  # fmt: skip
+    ])
     params, grads = (_normal(seed, qkv=(6, 24), out=(8, 6)) for seed in (0, 1))
     tx, element = go.quotient(optax.adam(1e-2), gauges), gauges.sample(jax.random.key(0), params, CONDITION_100)
     here, _ = tx.update(grads, jit(tx.init)(params), params)

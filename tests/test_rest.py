@@ -62,7 +62,7 @@ def test_the_papers_coordinate_stays(name: str, degree: int) -> None:
     gauge = go.rescale({"up": "_ channel", "bias": "channel"}, {"down": "channel _"}, degree=degree)
     keys = jax.random.split(jax.random.key(0), 4)
     params = {"up": jax.random.normal(keys[0], (4, 8)) / 2, "bias": jnp.full(8, 0.1),
-              "down": jax.random.normal(keys[1], (8, 3)) / 3}  # fmt: skip
+              "down": jax.random.normal(keys[1], (8, 3)) / 3}
     x, y = jax.random.normal(keys[2], (64, 4)), jax.random.normal(keys[3], (64, 3))
 
     def loss(p: Tree) -> jax.Array:

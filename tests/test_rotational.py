@@ -72,7 +72,7 @@ def test_every_vector_follows_the_algorithm(axes: str, beta: float, eps: float, 
     tx = go.rotational(
         optax.sgd(RATE), {"w": axes}, learning_rate=RATE, weight_decay=DECAY, eta_r=0.05, beta=beta, eps=eps,
         center=center,
-    )  # fmt: skip
+    )
     found, _ = _run(tx, {"w": weights}, {"w": gradients})
     named = VECTORS[axes]
     for index in np.ndindex(*(SHAPE[k] for k in named)):
@@ -176,7 +176,7 @@ def test_a_gain_is_trained_as_a_parameter_of_its_own(x64: None) -> None:
     tx = go.rotational(
         optax.sgd(RATE), {"w": "_ channel"}, learning_rate=RATE, weight_decay=DECAY, eta_r=0.05, eps=0.0,
         gain=optax.sgd(1e-3),
-    )  # fmt: skip
+    )
     apart = go.rotational(
         optax.sgd(RATE), {"w": "_ channel"}, learning_rate=RATE, weight_decay=DECAY, eta_r=0.05, eps=0.0, beta=0.9
     )

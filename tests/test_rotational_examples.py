@@ -33,7 +33,7 @@ def _experiment(trained: list[str], rate: float = 1.0) -> grid.Experiment:
     return grid.Experiment(
         "tiny", {"rate": rate}, {name: cell(name) for name in "abc"}, lambda result, path: path.write_bytes(b"png"),
         lambda result: "a section",
-    )  # fmt: skip
+    )
 
 
 def test_a_killed_experiment_goes_on(tmp_path: Path) -> None:

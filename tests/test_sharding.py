@@ -74,7 +74,7 @@ def test_a_quotient_on_an_explicit_mesh_and_resumed_on_another(tmp_path: Path) -
     ("optimizer", "flags"),
     [("quotient_adamw", ""), ("quotient_adamw", "explicit"), ("quotient_adamw", "explicit linear"),
      ("quotient_muon", "explicit")],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("model", MODELS)
 def test_a_quotient_in_every_layout(model: str, optimizer: str, flags: str, tmp_path: Path) -> None:
     (lines,) = _programs(tmp_path, [model, optimizer, *MESHES, *(f"--{x}" for x in flags.split())])

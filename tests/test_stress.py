@@ -32,7 +32,7 @@ def test_one_module_calls_lapack() -> None:
     callers = {
         path.name for path in (ROOT / "gauge_optax").rglob("*.py")
         if "discovery" not in path.parts and any(calls.search(line) for line in path.read_text().splitlines())
-    }  # fmt: skip
+    }
     assert callers == {"linalg.py"}
     # `discovery` computes null spaces on the host, with NumPy.
     searchers = [path.read_text() for path in (ROOT / "gauge_optax" / "discovery").glob("*.py")]

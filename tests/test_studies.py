@@ -296,7 +296,7 @@ def test_reads_of_a_minimum_leave_json_and_figure(module: Any, tmp_path: Path) -
             "--steps", "40", "--modulus", "5", "--width", "4", "--hidden", "8", "--modes", "16", "--pretraining", "2",
             "--warmup", "1", "--twins", "2",
         ],
-    }[module]  # fmt: skip
+    }[module]
     result = module.main([*options, "--seeds", "42", "--out", str(tmp_path)])
     assert json.loads((tmp_path / f"{_name(module)}.json").read_text()) == result
     assert (tmp_path / f"{_name(module)}.png").stat().st_size > 1000

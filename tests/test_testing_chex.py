@@ -131,7 +131,7 @@ def test_our_message_comes_first_and_chexs_after_it() -> None:
     ours, chexs = text.split("[Chex] Assertion assert_trees_all_close failed")
     assert [line.split(":")[0].strip() for line in ours.strip().splitlines()[1:]] == [
         "gauges", "found", "expected", "remedy"
-    ]  # fmt: skip
+    ]
     assert "Mismatched elements" in chexs and "Not equal to tolerance rtol=0.0001" in chexs
 
 
@@ -194,4 +194,4 @@ except ImportError as error:
     assert made.returncode == 0, made.stderr
     assert made.stdout.splitlines() == [
         "rescale('up', 'down') 1e-05", 'gauge_optax.testing compares by chex: pip install "gauge_optax[testing]"'
-    ]  # fmt: skip
+    ]

@@ -156,7 +156,7 @@ def test_the_table_has_scores_and_a_sentence(tmp_path: Any) -> None:
     chosen = [
         track3.Group(size, start, name, "plain")
         for size in track3.STEPS for start in track3.STARTS for name in ("AdamW", "Muon", "NorMuon")
-    ]  # fmt: skip
+    ]
     result, _ = filled(chosen)
     text = track3.section(result)
     assert text.count("| Muon |") == 6 and "not run" in text

@@ -107,7 +107,7 @@ def test_no_gauge_changes_the_scale_of_the_block(x64: None) -> None:
     params, data = of_task.make(0)
     params = jax.tree.map(lambda x: x.astype(jnp.float64), params)
     group = go.product(digit_addition.grokking.gauges(digit_addition.GrokConfig(p=5, d_model=8, heads=2, d_ff=12,
-                                                                                  mlp="relu2")))  # fmt: skip
+                                                                                  mlp="relu2")))
     moved = group.act(group.sample(jax.random.key(2), params), params)
     before, after = (of_task.observe(params, p, data) for p in (params, moved))
     for key in ("scale", "loss", "rank_before", "rank_after"):
@@ -117,7 +117,7 @@ def test_no_gauge_changes_the_scale_of_the_block(x64: None) -> None:
 # The language model -----------------------------------------------------------------------------------
 
 LM = overtraining_lm.Config(steps=3, batch=2, length=8, text=64, held_out=64, width=12, layers=1, heads=2, kv_heads=1,
-                            hidden=16)  # fmt: skip
+                            hidden=16)
 
 
 def test_the_text_held_out_lies_behind_the_text_learnt() -> None:
@@ -143,7 +143,7 @@ WHOLE: dict[Any, list[str]] = {
     overtraining_lm: ["--batch", "2", "--length", "8", "--text", "64", "--held-out", "64", "--width", "12", "--layers",
                       "1", "--heads", "2", "--kv-heads", "1", "--hidden", "16"],
     digit_addition: ["--p", "5", "--width", "8", "--hidden", "12", "--heads", "2", "--places", "2", "--sums", "6"],
-}  # fmt: skip
+}
 
 
 @pytest.mark.slow

@@ -24,7 +24,7 @@ Tree = Any
 SHAPES: dict[str, tuple[int, ...]] = {
     "norm": (3,), "up": (3, 4), "down": (4, 3), "value": (3, 2, 3), "out": (2, 3, 4), "query": (3, 4), "key": (3, 4),
     "head": (3, 5), "free": (2,),
-}  # fmt: skip
+}
 NORM = go.norm_scale({"norm": "channel"}, {"up": "channel _", "value": "channel _ _", "head": "channel _"})
 UNIT = go.rescale({"up": "_ channel"}, {"down": "channel _"})
 TURN = go.head_rotation({"value": "_ head basis", "out": "head basis _"})
@@ -293,7 +293,7 @@ OPTAX = {
     "chain": optax.chain(
         optax.add_noise(0.0, 0.5, 0), optax.clip(9.0), optax.zero_nans(), optax.ema(0.9), optax.adam(0.1)
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", OPTAX)
@@ -444,7 +444,7 @@ def test_arguments_that_make_no_sense_are_refused() -> None:
     for gauge, element in (
         (UNIT, {"": jnp.zeros(3)}), (UNIT, (UNIT.identity(params),)), ([UNIT], UNIT.identity(params)),
         ([UNIT, TURN], (UNIT.identity(params),)),
-    ):  # fmt: skip
+    ):
         with pytest.raises(ValueError, match="not an element of this gauge"):
             go.transport(state, params, gauge, element)
     assert go.transport(state, {}, UNIT, {}) is state
@@ -457,6 +457,6 @@ def test_signatures_are_kept() -> None:
     moved = jax.eval_shape(
         lambda state, element: go.transport(state, params, EVERY_KIND, element),
         state, go.product(EVERY_KIND).identity(params),
-    )  # fmt: skip
+    )
     assert jax.tree.structure(moved) == jax.tree.structure(state)
     assert jax.tree.map(lambda x: (x.shape, x.dtype), moved) == jax.tree.map(lambda x: (x.shape, x.dtype), state)

@@ -64,7 +64,7 @@ def test_sizes_tuples_and_options_are_written_and_defaults_are_not() -> None:
 def test_discover_writes_the_same_source() -> None:
     x, y = np.random.default_rng(0).normal(size=(2, 4, 3))
     report = go.discover(lambda p, x: jax.nn.relu(x @ p["up"]["kernel"] + p["up"]["bias"]) @ p["down"]["kernel"],
-                         NET, [x, y], outputs="loss", progress=False)  # fmt: skip
+                         NET, [x, y], outputs="loss", progress=False)
     (gauge,) = report.gauges
     assert report.code() == "[\n" + "".join(f"  {line}\n" for line in repr(gauge).splitlines())[:-1] + ",\n]"
 
@@ -99,7 +99,7 @@ def test_drift_names_gauge_layer_and_channel() -> None:
     heads = {"value": jnp.ones((3, 2, 2)), "out": jnp.ones((2, 2, 3))}
     params = {"layers": [layer, layer], **heads, "head": jnp.ones((3, 5))}
     element = ({"i=0": jnp.zeros(3), "i=1": jnp.array([0.1, 0.0, -0.25])}, {"": jnp.stack([jnp.eye(2)] * 2)},
-               {"": {"head": jnp.array([0.0, 0.5, 0.0])}})  # fmt: skip
+               {"": {"head": jnp.array([0.0, 0.5, 0.0])}})
     moved = go.product(gauges).act(element, params)
     drift = go.measure.drift(params, moved, gauges)
     rows = [re.split(r"  +", line.strip()) for line in str(drift).splitlines()]
@@ -193,7 +193,7 @@ def test_what_does_not_decay_by_itself_splits_nothing() -> None:
 
 
 @pytest.mark.parametrize("make", [lambda: go.quotient(optax.adam(1e-3), []), lambda: go.ddc_adamw(1e-3, ()),
-                                  lambda: go.product([])])  # fmt: skip
+                                  lambda: go.product([])])
 def test_an_empty_list_of_gauges_warns_where_the_user_wrote_it(make: Callable[[], Any]) -> None:
     with pytest.warns(UserWarning, match="an empty list of gauges does nothing") as caught:
         make()
@@ -208,7 +208,7 @@ def test_swapped_arguments() -> None:
         _says(swapped, heading, f"write go.{name}(learning_rate, gauges)")
     for gauges in (RELU, [RELU]):
         _says(functools.partial(go.quotient, gauges, optax.adam(1e-3)), "quotient: inner is no transformation",
-              "write go.quotient(optimizer, gauges), in this order")  # fmt: skip
+              "write go.quotient(optimizer, gauges), in this order")
 
 
 def test_an_absent_leaf() -> None:
@@ -216,7 +216,7 @@ def test_an_absent_leaf() -> None:
     gauge = go.rescale({"layers/0/weight": "channel _", "layers/0/bias": "channel"}, {"layers/1/weight": "_ channel"})
     init = go.quotient(optax.adam(1e-3), gauge).init
     _says(lambda: init(eqx.filter(linear, eqx.is_array)), "rescale: the leaf 'layers/0/bias' is None",
-          "leave 'layers/0/bias' out of the gauge")  # fmt: skip
+          "leave 'layers/0/bias' out of the gauge")
     layers = [NET, NET | {"up": NET["up"] | {"bias": None}}]
     each = go.rescale({"{i}/up/kernel": "_ c", "{i}/up/bias": "c"}, {"{i}/down/kernel": "c _"})
     _says(lambda: each.dim(layers), "rescale: the leaf '1/up/bias' is None", "leave '{i}/up/bias' out of the gauge")
@@ -240,7 +240,7 @@ def test_discover_called_with_a_module() -> None:
     _says(lambda: go.discover(mlp, eqx.filter(mlp, eqx.is_array), batches), "discover: fn is a module, MLP", remedy)
     variables = dense.init(jax.random.key(0), batches[0])
     _says(lambda: go.discover(dense, variables, batches), "discover: fn is a module, Dense",
-          "write go.discover(model.apply, model.init(key, x), batches)")  # fmt: skip
+          "write go.discover(model.apply, model.init(key, x), batches)")
     with pytest.raises(ValueError, match="discover: fn does not take parameters and a batch, <lambda>"):
         go.discover(lambda p: p, variables, batches)  # type: ignore[arg-type, misc]
     # The remedies work as they are written.

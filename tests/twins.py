@@ -93,7 +93,7 @@ ODD: dict[str, Callable[[str, jax.Array], jax.Array]] = {
         1e6 * x if p.endswith(("up/kernel", "up/bias", "value/kernel", "value/bias"))
         else 1e-6 * x if p.endswith(("down/kernel", "out/kernel")) else x
     ),
-}  # fmt: skip
+}
 
 
 def odd(start: str, params: Tree) -> Tree:

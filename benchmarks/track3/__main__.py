@@ -223,7 +223,7 @@ def fewest(result: Result, group: Group) -> tuple[int | None, int | None]:
 def groups(
     sizes: Sequence[int] = tuple(STEPS), of_starts: Sequence[str] = STARTS, names: Sequence[str] = tuple(ARMS),
     ways: Sequence[str] = WAYS,
-) -> list[Group]:  # fmt: skip
+) -> list[Group]:
     """All sweeps; those of one compiled program are neighbours."""
     chosen = itertools.product(sizes, names, ways, of_starts)
     return [Group(size, start, arm, way) for size, arm, way, start in chosen if way in ARMS[arm].ways]
@@ -403,7 +403,7 @@ def header() -> Mapping[str, Any]:
     return {
         "study": NAME, "settings": settings, "seeds": list(SEEDS), "machine": study.machine(),
         "versions": study.versions(),
-    }  # fmt: skip
+    }
 
 
 def main(argv: Sequence[str] | None = None) -> Result:

@@ -219,7 +219,7 @@ def mup_adamw(rate: Rate, decay: jax.Array) -> Link:
     return optax.chain(
         optax.scale_by_adam(b2=0.95), optax.stateless(narrowed), optax.add_decayed_weights(decay),
         optax.scale_by_learning_rate(rate),
-    )  # fmt: skip
+    )
 
 
 def mup_start(params: Tree, start: str) -> Tree:
@@ -233,7 +233,7 @@ def mup_start(params: Tree, start: str) -> Tree:
 def muon_like(
     rate: Rate, decay: jax.Array, before: Link, heads: int | None = None, after: Link | None = None,
     last: Link | None = None,
-) -> Link:  # fmt: skip
+) -> Link:
     """Momentum or another preconditioner, polar factors, decay, rate; AdamW elsewhere.
 
     Args:
@@ -414,4 +414,4 @@ def relative_adamw(rate: Rate, decay: jax.Array, gauges: Sequence[go.Gauge]) -> 
     return optax.chain(
         optax.scale_by_adam(b2=0.95), go.scale_by_relative_rms(gauges), optax.add_decayed_weights(decay),
         optax.scale_by_learning_rate(rate),
-    )  # fmt: skip
+    )

@@ -61,7 +61,7 @@ class Setting(NamedTuple):
 SETTINGS = (
     *(Setting(2, start) for start in STARTS), Setting(2, "lecun", warmup=0),
     Setting(2, "lecun", batch=4 * starts.BATCH), Setting(8, "lecun"),
-)  # fmt: skip
+)
 Cell = tuple[int, str, int, int, int, str, float, int]
 """Depth, start, warm-up, batch, size, arm, rate, seed."""
 
@@ -182,7 +182,7 @@ def header() -> dict[str, Any]:
     settings = {"steps": STEPS, "decay": DECAY, "warmup": WARMUP}
     return {
         "study": NAME, "settings": settings, "seeds": [SEED], "machine": study.machine(), "versions": study.versions(),
-    }  # fmt: skip
+    }
 
 
 def main(argv: Sequence[str] | None = None) -> Result:
@@ -192,7 +192,7 @@ def main(argv: Sequence[str] | None = None) -> Result:
     parser.add_argument("--sizes", type=int, nargs="+", choices=SIZES, default=SIZES, help="d_model")
     panels = {setting.text: setting for setting in SETTINGS}
     parser.add_argument("--panels", nargs="+", choices=panels, default=list(panels), metavar="PANEL",
-                        help="settings: " + "; ".join(panels))  # fmt: skip
+                        help="settings: " + "; ".join(panels))
     parser.add_argument("--arms", nargs="+", choices=COMPARED, default=list(COMPARED), metavar="ARM")
     parser.add_argument("--show", action="store_true", help="run nothing")
     parser.add_argument("--stop-after", type=int, help="leave after this many runs")
@@ -217,7 +217,7 @@ def main(argv: Sequence[str] | None = None) -> Result:
 def fill(
     path: Path, result: Result, sizes: Sequence[int], settings: Sequence[Setting], names: Sequence[str],
     stop_after: int | None,
-) -> Result:  # fmt: skip
+) -> Result:
     """Trains what is missing, saving every run."""
     chosen = [(size, s, arm) for size in sizes for s in settings for arm in names]
     number = 0

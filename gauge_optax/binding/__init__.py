@@ -18,4 +18,4 @@ __all__ = [
     "Axes", "Binding", "Block", "BlockSpec", "Instance", "bind", "bind_leaf", "block_specs",
     "check_specs", "frozen_sizes", "group_axes", "hidden_match", "hidden_paths", "instance_key", "is_empty",
     "leaf_shape", "leaves_by_path", "match", "nearest", "overlap", "with_leaves",
-]  # fmt: skip
+]

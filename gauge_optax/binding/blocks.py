@@ -303,7 +303,7 @@ def overlap(a: Block, b: Block) -> bool:
 def bind_leaf(
     gauge: str, spec: BlockSpec, path: str, shape: tuple[int, ...], sizes: Mapping[str, int],
     source: str = "the other blocks",
-) -> Block | None:  # fmt: skip
+) -> Block | None:
     """Resolves one spec on one bare leaf.
 
     Args:

@@ -109,7 +109,7 @@ def ddc_adamw(
     options = checked_options(
         "ddc_adamw", b1, b2, eps, eps_root, mu_dtype, nesterov, vertical, v_mode, radial, radial_scale,
         0.0 if scale_floor is None else scale_floor, live_threshold, refresh_drift, refresh_every,
-    )  # fmt: skip
+    )
     group = group_of("ddc_adamw", learning_rate, gauges)
     if preset is not None:
         options = paper_options("ddc_adamw", preset, options, weight_decay, mask, rest)
@@ -209,7 +209,7 @@ def ddc_muon(
     options = checked_options(
         "ddc_muon", adam_b1, adam_b2, eps, adam_eps_root, mu_dtype, nesterov and preset is None, vertical,
         "per_head_scalar", radial, radial_scale, 0.0 if scale_floor is None else scale_floor,
-    )  # fmt: skip
+    )
     adam_rate = learning_rate if adam_learning_rate is None else adam_learning_rate
     if preset is not None:
         for given in (weight_decay, adam_weight_decay):

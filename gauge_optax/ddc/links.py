@@ -180,7 +180,7 @@ def scale_by_ddc(
     options = checked_options(
         "scale_by_ddc", b1, b2, eps, eps_root, mu_dtype, nesterov, vertical, v_mode, radial, radial_scale, scale_floor,
         live_threshold, refresh_drift, refresh_every,
-    )  # fmt: skip
+    )
     if preset is not None:
         options = paper_options("scale_by_ddc", preset, options, 0.0, None)
         return link("scale_by_ddc", paper_ddc(group, options, PaperOptions(None, 0.0)), group)
@@ -273,7 +273,7 @@ def scale_by_scaled_polar(
     options = checked_options(
         "scale_by_scaled_polar", adam_b1, adam_b2, eps, adam_eps_root, mu_dtype, nesterov and preset is None, vertical,
         "per_head_scalar", radial, radial_scale, scale_floor,
-    )  # fmt: skip
+    )
     if preset is not None:
         options = paper_options("scale_by_scaled_polar", preset, options, 0.0, None)
         inner = paper_ddc(group, options, PaperOptions(None, 0.0), polar)

@@ -420,17 +420,17 @@ def check_ddc(s: Slice, options: Options, params: optax.Params) -> None:
                 "a gauge without orbit coordinates to step",
                 "scales, rotations, tori, rope_linear, permutations, and shifts of single leaves",
                 'write vertical="frozen"',
-            )  # fmt: skip
+            )
         if not can_step(part):
             raise binding_error(
                 "scale_by_ddc", f"{name_of(part)} on '{part.blocks[0].path}'",
                 "a linear gauge in the list of DDC", "shifts, scales, rotations, tori and rope_linear",
                 "write go.quotient_adamw or go.quotient_muon, which take the whole list, or put go.head_rotation in "
                 "its place",
-            )  # fmt: skip
+            )
     for path, leaf in leaves_by_path(params).items():
         if jnp.iscomplexobj(leaf):
             raise binding_error(
                 "scale_by_ddc", f"a complex leaf '{path}'", f"{leaf.dtype}", "real leaves",
                 "mask it with optax.masked, or write go.quotient(optax.adamw(...)), which leaves it to Optax",
-            )  # fmt: skip
+            )

@@ -105,12 +105,12 @@ def paper_options(
             f"vertical={options.vertical!r}" if options.vertical != "frozen"
             else "a mask of the decay" if mask is not None
             else f"rest={rest!r}" if rest != "anchor" else f"weight_decay={weight_decay!r}"
-        )  # fmt: skip
+        )
         raise binding_error(
             name, "an argument that preset='paper' does not take", refused,
             "vertical='frozen', rest='anchor', no mask, and a number or a schedule as weight_decay",
             "drop the preset, or this",
-        )  # fmt: skip
+        )
     every = _RESET_EVERY if options.refresh_every is None else options.refresh_every
     return options._replace(paper=True, refresh_every=every)
 
@@ -213,7 +213,7 @@ def paper_ddc(
         step, mu, nu, heads = tangential_step(
             s, options, adam, polar, matrices, point, relative, state,
             before_polar=lambda mean: s.project_turning(point, mean),
-        )  # fmt: skip
+        )
         # Adam's steps are tangent again; a polar factor is taken as it is, but for lengths, which are radial.
         step = without_lengths(sized, point, step)
         step = s.centred(s.project_turning(point, step)) | {path: step[path] for path in matrices}

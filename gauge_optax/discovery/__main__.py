@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         report = discover(
             fn, params, batches, outputs=chosen.outputs, linear=chosen.linear, near=chosen.near, seed=chosen.seed,
             progress=sys.stderr.isatty(),
-        )  # fmt: skip
+        )
     except ValueError as error:
         sys.stderr.write(f"{error}\n")
         return 1

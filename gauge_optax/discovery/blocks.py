@@ -180,7 +180,7 @@ def _selected(places: Axes, leaves: Leaves, picked: np.ndarray) -> dict[str, np.
 def rows_of(
     fn: Function, leaves: Leaves, batches: Sequence[Any], blocks: Sequence[Block], count: int,
     rng: np.random.Generator, progress: bool,
-) -> list[np.ndarray]:  # fmt: skip
+) -> list[np.ndarray]:
     """For every block, so many random combinations of the rows of its Jacobian, (count, entries)."""
     sizes = [sum(x.size for x in jax.eval_shape(fn, leaves, batch)) for batch in batches]
 
@@ -321,7 +321,7 @@ def unexplained_in(
 def upper_bound(
     fn: Function, leaves: Leaves, batches: Sequence[Any], probes: int, steps: int, rng: np.random.Generator,
     progress: bool,
-) -> tuple[float, float]:  # fmt: skip
+) -> tuple[float, float]:
     """An upper bound for the number of dead directions, and its standard error over probes.
 
     Args:

@@ -32,7 +32,7 @@ CONSTRUCTORS: Mapping[str, Callable[..., Gauge]] = {
         norm_read_shift, norm_scale, norm_write_shift, permutation, rescale, residual_rotation, residual_scale,
         rope_linear, rope_torus, scale_invariant,
     )
-}  # fmt: skip
+}
 
 Axes = str | tuple[str, ...]
 Roles = Mapping[str, Mapping[str, Axes]]

@@ -227,7 +227,7 @@ def census(
 def _whole(
     fn: Callable[..., Any], stored: Mapping[str, np.ndarray], point: Any, batches: Sequence[Any],
     gauges: Sequence[Gauge], cutoff: float, block: int, rng: np.random.Generator, progress: bool,
-) -> Census:  # fmt: skip
+) -> Census:
     """The census of all parameters at once."""
     total = sum(x.size for x in stored.values())
     jacobian = _jacobian(fn, stored, batches, total, rng, progress)
@@ -248,13 +248,13 @@ def _whole(
         total, rank, total - rank, inside, sum(len(x) for x in orbits) - len(basis),
         total - rank - inside - len(rest), len(rest), _by_leaf(rest, stored), tuple(counts),
         (float(singular[rank]) if rank < total else 0.0, float(singular[rank - 1])),
-    )  # fmt: skip
+    )
 
 
 def _in_blocks(
     fn: Callable[..., Any], stored: Mapping[str, np.ndarray], point: Any, batches: Sequence[Any],
     gauges: Sequence[Gauge], cutoff: float, block: int, rng: np.random.Generator, progress: bool,
-) -> Census:  # fmt: skip
+) -> Census:
     """The census of a large model: of each orbit some directions, and all directions of some blocks."""
     total = sum(x.size for x in stored.values())
     closed = jax.make_jaxpr(lambda *x: fn(dict(zip(stored, x, strict=True)), batches[0]))(*stored.values())
@@ -279,13 +279,13 @@ def _in_blocks(
         total, total - dead_in_all, dead_in_all, sum(dims), 0, 0, len(rest), _by_leaf(rest, stored),
         tuple(GaugeCount(g._description, n, n, x) for g, n, x in zip(gauges, dims, seen, strict=True)),
         min((count.gap for count in counts), key=lambda gap: gap[1] / max(gap[0], 1e-300)), tuple(counts),
-    )  # fmt: skip
+    )
 
 
 def _seen(
     fn: Callable[..., Any], stored: Mapping[str, np.ndarray], point: Any, batches: Sequence[Any],
     gauges: Sequence[Gauge], rng: np.random.Generator,
-) -> list[float]:  # fmt: skip
+) -> list[float]:
     """The change of the outputs along a random direction of each orbit, relative to that along a random direction."""
 
     @jax.jit
@@ -324,7 +324,7 @@ def _floating(leaf: Any) -> bool:
 def _jacobian(
     fn: Callable[..., Any], stored: Mapping[str, np.ndarray], batches: Sequence[Any], total: int,
     rng: np.random.Generator, progress: bool,
-) -> np.ndarray:  # fmt: skip
+) -> np.ndarray:
     """Rows of the Jacobian: gradients of random combinations of the outputs of each batch, (rows, parameters)."""
 
     def flat(leaves: Any, batch: Any) -> jax.Array:

@@ -146,7 +146,7 @@ def _projected(family: str, space: Space, element: np.ndarray) -> np.ndarray:
 def independent(
     symmetries: Sequence[Symmetry], point: Leaves, rng: np.random.Generator, before: Sequence[Symmetry] = (),
     dead: Mapping[str, np.ndarray] | None = None,
-) -> list[Symmetry]:  # fmt: skip
+) -> list[Symmetry]:
     """The symmetries that larger ones, or those in `before`, do not contain.
 
     Args:

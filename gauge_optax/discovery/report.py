@@ -39,7 +39,7 @@ _DEAD = 1e-11  # an element whose gradient is smaller, relative to a typical one
 # The order in which a report lists kinds of gauges.
 _ORDER = ("residual_rotation", "norm_read_shift", "norm_write_shift", "norm_scale", "scale_invariant", "head_rotation",
           "head_linear", "rope_torus", "rope_linear", "rescale", "logit_shift", "embedding_shift", "key_bias",
-          "bias_absorption")  # fmt: skip
+          "bias_absorption")
 
 
 class Uncovered(NamedTuple):
@@ -152,7 +152,7 @@ class Report:
 def discover(
     fn: Callable[[Any, Any], Any], params: Any, batches: Sequence[Any], outputs: Outputs = "logits",
     linear: bool = False, whole: bool = True, near: float = 1e-3, seed: int = 0, progress: bool = True,
-) -> Report:  # fmt: skip
+) -> Report:
     """Finds the gauges of a function; a finite move proves every gauge that it returns.
 
     Args:
@@ -229,7 +229,7 @@ def _walked(fn: Function, leaves: Leaves, batch: Any) -> Trace:
 def _searched(
     fn: Function, params: Any, leaves: Leaves, batches: Sequence[Any], trace: Trace, linear: bool, whole: bool,
     near: float, seed: int, bar: Any,
-) -> Report:  # fmt: skip
+) -> Report:
     """What `discover` returns for one instance.
 
     Args:
@@ -365,7 +365,7 @@ def _turns(
     trace: Trace, leaves: Leaves, gradients: Gradients, at_once: int, norms: Sequence[Call], params: Any,
     before: Sequence[Symmetry], dead: Mapping[str, np.ndarray], rng: Callable[..., np.random.Generator],
     ungauged: dict[str, list[str]],
-) -> list[_Claim]:  # fmt: skip
+) -> list[_Claim]:
     """The rotations of the residual stream; adds those without a gauge to `ungauged`."""
     claims = []
     matrices = {path for one in before if one.family not in ("diagonal", "per_plane") for path in one.paths}
@@ -384,7 +384,7 @@ def _turns(
 def _carried(
     report: Report, small: Small, fn: Function, params: Any, leaves: Leaves, batches: Sequence[Any], near: float,
     seed: int, bar: Any,
-) -> Report:  # fmt: skip
+) -> Report:
     """The report on a small instance as one on the large instance: every gauge is proved again there.
 
     What no batch reaches is measured anew, because indices of the small instance stand for several of the large one.

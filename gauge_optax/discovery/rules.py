@@ -65,7 +65,7 @@ def default(trace: Trace, eqn: Any, ins: list[Value]) -> list[Axes]:
     """Unites axis by axis where all operands have the results' shape, up to axes of length one; else guesses."""
     results, operands = shapes(eqn.outvars), shapes(eqn.invars)
     fits = (not s or (len(s) == len(results[0]) and all(n in (1, m) for n, m in zip(s, results[0], strict=True)))
-            for s in operands)  # fmt: skip
+            for s in operands)
     if len(set(results)) != 1 or not all(fits):
         return _opaque(trace, eqn, ins)
     out = []
@@ -122,7 +122,7 @@ def _same(trace: Trace, eqn: Any, ins: list[Value]) -> list[Axes]:
 
 
 @rule("iota", "random_bits", "random_wrap", "random_unwrap", "random_seed", "random_fold_in", "random_split",
-      "threefry2x32", "rng_bit_generator", "create_token")  # fmt: skip
+      "threefry2x32", "rng_bit_generator", "create_token")
 def _nothing(trace: Trace, eqn: Any, ins: list[Value]) -> list[Axes]:
     return [[None] * len(getattr(out.aval, "shape", ())) for out in eqn.outvars]
 
@@ -249,7 +249,7 @@ def _pad(trace: Trace, eqn: Any, ins: list[Value]) -> list[Axes]:
 
 
 @rule("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "select_and_gather_add",
-      "reduce_window", "reduce_window_sum", "reduce_window_max", "reduce_window_min")  # fmt: skip
+      "reduce_window", "reduce_window_sum", "reduce_window_max", "reduce_window_min")
 def _window(trace: Trace, eqn: Any, ins: list[Value]) -> list[Axes]:
     lengths = zip(ins[0].axes, shapes(eqn.invars)[0], shapes(eqn.outvars)[0], strict=True)
     kept = [axis if n == m else None for axis, n, m in lengths]
@@ -345,7 +345,7 @@ def _convolution(trace: Trace, eqn: Any, ins: list[Value]) -> list[Axes]:
 
 
 @rule("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "argmax", "argmin",
-      "reduce_precision", "reduce")  # fmt: skip
+      "reduce_precision", "reduce")
 def _reduce(trace: Trace, eqn: Any, ins: list[Value]) -> list[Axes]:
     gone = eqn.params.get("axes", eqn.params.get("dimensions", ()))
     for k in gone:

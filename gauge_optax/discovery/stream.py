@@ -25,7 +25,7 @@ _POINTS = 3
 def stream_rotations(
     trace: Trace, leaves: Leaves, gradients: Gradients, at_once: int, rows: float, norms: Sequence[Call], params: Any,
     before: Sequence[Symmetry], dead: Mapping[str, np.ndarray], rng: Callable[..., np.random.Generator],
-) -> list[Symmetry]:  # fmt: skip
+) -> list[Symmetry]:
     """Rotations of axes that kernels read and all heads share.
 
     Args:

@@ -20,13 +20,13 @@ from gauge_optax.discovery.spaces import Axis, Space, Spaces
 
 # Primitives that move the entries of a parameter but compute nothing.
 _MOVES = {"transpose", "reshape", "convert_element_type", "squeeze", "slice", "split", "dynamic_slice",
-          "broadcast_in_dim", "copy", "gather", "rev", "unstack"}  # fmt: skip
+          "broadcast_in_dim", "copy", "gather", "rev", "unstack"}
 _SUMS = {"add", "sub", "add_any"}
 _LINEAR = {*_MOVES, *_SUMS, "neg", "concatenate", "reduce_sum", "cumsum", "select_n", "pad"}
 _CONTRACTIONS = {"dot_general", "conv_general_dilated"}
 # Primitives of which tables of cosines and sines are made.
 _TABLES = {*_MOVES, "mul", "div", "neg", "exp", "log", "pow", "integer_pow", "cos", "sin", "concatenate", "iota",
-           "dot_general", "add", "sub"}  # fmt: skip
+           "dot_general", "add", "sub"}
 _PASSES = 6  # walks, at most; two or three reach the fixed point
 _MOST_CONSTANT = 100_000  # entries of index arithmetic that is evaluated
 

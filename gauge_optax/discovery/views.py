@@ -218,7 +218,7 @@ def _readings(trace: Trace, axis: Axis, length: int, searched: set[Space]) -> li
     cuts = [
         k for k, (a, b) in enumerate(itertools.pairwise(grids), start=1)
         if (a is None) != (b is None) or (a and b and (a.sizes != b.sizes or b.place != a.place + 1))
-    ]  # fmt: skip
+    ]
     if cuts:
         segments = itertools.pairwise([0, *cuts, length])
         parts = [_grid_readings(trace, a, b, trace.atom_keys(axis[a:b]), searched) for a, b in segments]

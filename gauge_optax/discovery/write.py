@@ -220,7 +220,7 @@ def axes_text(view: View, names: Mapping[Space, str], unit: str = "_") -> tuple[
 def _axis_text(
     length: int, window: Window, names: Sequence[str], sizes: dict[str, int], pairing: str | None = None,
     target: str = "",
-) -> str:  # fmt: skip
+) -> str:
     """One axis of an axes string; adds the lengths that it needs to `sizes`."""
     parts: list[tuple[str, int]] = []
     for atom, name in zip(window.atoms, names, strict=True):

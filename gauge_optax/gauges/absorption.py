@@ -65,7 +65,7 @@ def bias_absorption(
             ", ".join(f"{n} in {k}" for k, n in counts.items()),
             "one bias, and one entry of `into` per entry of `through`, in the same order",
             "list the bias behind every kernel that reads the one in `bias`",
-        )  # fmt: skip
+        )
     return gauge
 
 

@@ -168,7 +168,7 @@ class Gauge(abc.ABC):
         raise binding_error(
             self.name, "no way to go a part of", "a gauge without a logarithm", "strength=1.0, all the way",
             "write strength=1.0, or give the gauge a method `power(element, exponent)`",
-        )  # fmt: skip
+        )
 
     def algebra(self, params: Any) -> Any:
         """Zero coordinates of the elements near the identity: any tree of arrays, which `exponential` takes.
@@ -205,7 +205,7 @@ class Gauge(abc.ABC):
         return binding_error(
             self.name, "no coordinates of", "a gauge without an algebra", "a gauge whose elements have coordinates",
             "give the gauge methods `algebra(params)` and `exponential(coordinates, params, near=False)`",
-        )  # fmt: skip
+        )
 
     # Derived --------------------------------------------------------------------------------------------
 
@@ -577,7 +577,7 @@ def product(gauges: Gauges) -> "Product":
         raise binding_error(
             "product", "no gauges", f"a {type(gauges).__name__}", "a gauge, or a sequence of gauges",
             "pass the list of gauges; it comes after the learning rate, or after the optimizer that is wrapped",
-        )  # fmt: skip
+        )
     parts: list[Gauge] = []
     gauges = tuple(gauges)
     if not gauges:
@@ -591,7 +591,7 @@ def product(gauges: Gauges) -> "Product":
             raise binding_error(
                 "product", f"not a gauge: {gauge!r}", f"a {type(gauge).__name__}", "a gauge, or a sequence of gauges",
                 "pass what go.rescale(...) and the like return",
-            )  # fmt: skip
+            )
         parts.extend(gauge._parts)
     twice = next((part for at, part in enumerate(parts) if part in parts[:at]), None)
     if twice is not None:
@@ -648,7 +648,7 @@ class Product(SliceGauge):
                     part.name, f"no {what} of elements of a product", f"a product with {part.name}, which does not "
                     "commute with the others in a way that is the same for all weights", "the elements of one gauge",
                     f"act with one element after the other, or call {what} of each gauge",
-                )  # fmt: skip
+                )
 
     def inverse(self, element: Element) -> Element:
         self._require_elements_that_compose("inverse")

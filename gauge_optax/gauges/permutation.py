@@ -66,7 +66,7 @@ def permutation(
             "permutation", "no axis to permute" if axis is None else f"no axis '{axis}'",
             f"named axes: {', '.join(names) or 'none'}", "one named axis, or `axis` with the name of one of them",
             f"write axis={names[-1]!r}" if names else "name the axis of units, heads or experts, as in '_ channel'",
-        )  # fmt: skip
+        )
     return gauge
 
 

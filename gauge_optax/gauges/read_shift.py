@@ -62,7 +62,7 @@ def norm_read_shift(
             ", ".join(f"{n} in {k}" for k, n in counts.items()),
             "at most one scale and one bias; with a bias, one entry of `into` per entry of `read`",
             "list the bias behind every kernel, in the same order; readers without one have no such symmetry",
-        )  # fmt: skip
+        )
     return gauge
 
 

@@ -78,7 +78,7 @@ def residual_rotation(
                 "residual_rotation", "norms that are no norm_scale", repr(norm).splitlines()[0],
                 "the go.norm_scale gauges of the norms that the rotation passes",
                 "pass norms=[go.norm_scale(...), ...]",
-            )  # fmt: skip
+            )
     roles, options = {READ: read, WRITE: write}, {"norms": norms, "centred": centred, "hold": hold}
     return block_gauge("residual_rotation", ResidualRotation, roles, sizes, **options)
 
@@ -103,7 +103,7 @@ class ResidualRotation(HeadRotation):
             raise binding_error(
                 gauge, f"a named axis '{named[0]}'", f"axes {', '.join(named)}", "one rotation for the whole stream",
                 "write '_' for every axis but basis; one rotation serves all layers and heads",
-            )  # fmt: skip
+            )
         moved, scales = list(blocks), []
         for norm in norms:
             scale, *biases = _sides(norm)[0]

@@ -54,7 +54,7 @@ def rescale(
         raise binding_error(
             "rescale", "bad degree", repr(degree), "a positive number, the homogeneity of the unit",
             "write 1 for ReLU and gated units, 2 for squared ReLU",
-        )  # fmt: skip
+        )
     return block_gauge("rescale", Scale, {"up": up, "down": down}, sizes, degree=degree)
 
 

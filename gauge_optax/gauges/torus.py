@@ -55,7 +55,7 @@ def check_pairing(gauge: str, pairing: str) -> None:
         raise binding_error(
             gauge, "bad pairing", repr(pairing), " or ".join(map(repr, _PAIRINGS)),
             "write 'half' if your rotary code splits the head in two halves, 'interleaved' if it takes neighbours",
-        )  # fmt: skip
+        )
 
 
 def planes(gauge: str, sizes: Mapping[str, int], blocks: Sequence[Block], pairing: str) -> tuple[PlaneBlock, ...]:
@@ -65,7 +65,7 @@ def planes(gauge: str, sizes: Mapping[str, int], blocks: Sequence[Block], pairin
             gauge, f"odd basis at '{blocks[0].path}'", f"basis of length {sizes[BASIS]}",
             "an even number of rotary coordinates",
             "bind the rotary range alone, e.g. 'basis=0:4', if only part of the head is rotary",
-        )  # fmt: skip
+        )
     return tuple(PlaneBlock.of(block, pairing) for block in blocks)
 
 

@@ -117,5 +117,5 @@ def _only_adam(caller: str, opt_state: Any) -> optax.ScaleByAdamState:
             caller, f"{len(states)} Adam states", f"a {type(opt_state).__name__}",
             "the state of an optimizer with one optax.scale_by_adam in it",
             "pass the one partition's state; of other optimizers measure the step itself, with step_leakage",
-        )  # fmt: skip
+        )
     return states[0]

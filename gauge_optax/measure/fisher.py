@@ -100,7 +100,7 @@ def _curves(name: str, likelihood: str) -> tuple[Curve, Curve, Curve]:
         raise binding_error(
             name, f"unknown likelihood '{likelihood}'", repr(likelihood), " or ".join(map(repr, _CURVES)),
             'pass likelihood="softmax" for logits, "gaussian" for regression',
-        )  # fmt: skip
+        )
     return _CURVES[likelihood]
 
 
@@ -215,7 +215,7 @@ class Operator:
             raise binding_error(
                 self.name, "a vector of another length", f"shape {jnp.shape(vector)}",
                 f"({self.shape[0]},), or ({self.shape[0]}, k)", "make it of a tree by `operator.ravel(tree)`",
-            )  # fmt: skip
+            )
         if jnp.ndim(vector) == 1:
             return self._flat(_multiply(self._rule, self._split(vector), self._arrays))
         columns = jnp.asarray(vector).T
@@ -240,7 +240,7 @@ class Operator:
             raise binding_error(
                 self.name, "too large for an array", f"{self.shape[0]:,} rows", f"at most {_MOST:,}",
                 'select leaves by only="path", call .blocks(), or take .lanczos(key, steps)',
-            )  # fmt: skip
+            )
         matrix = self @ jnp.eye(self.shape[0], dtype=self._dtype)
         return 0.5 * (matrix + matrix.T)
 
@@ -311,7 +311,7 @@ class Operator:
             raise binding_error(
                 self.name, "no Nyström approximation", "an operator with negative eigenvalues", "GGN, or a Fisher",
                 "call .lanczos(key, steps)",
-            )  # fmt: skip
+            )
         approximate = _matfree("stochtrace").nystrom_eigh()
         probes = jnp.stack([self._probe(x, jax.random.normal) for x in jax.random.split(key, rank)], 1)
 
@@ -594,7 +594,7 @@ class EmpiricalFisher(Operator):
                 raise binding_error(
                     "EmpiricalFisher", f"labels do not fit batch {number}", "none" if shape is None else f"{shape}",
                     f"an array of shape {expected}", "pass one array of labels per batch",
-                )  # fmt: skip
+                )
         super().__init__("EmpiricalFisher", _Rule(fn, curve), arrays._replace(labels=labels))
 
 
@@ -626,7 +626,7 @@ class Quotient(Operator):
                 raise binding_error(
                     self.name, "too large for a basis", f"{self.shape[0]:,} rows", f"at most {_MOST:,}",
                     "take .lanczos(key, steps)",
-                )  # fmt: skip
+                )
             eye = jnp.eye(self.shape[0], dtype=self._dtype)
             rows = [eye[at : at + _CHUNK] for at in range(0, len(eye), _CHUNK)]
             across = [
@@ -705,7 +705,7 @@ def quotient_fisher(operator: Operator, gauges: Gauges, at: str = "balanced") ->
         raise binding_error(
             name, "no operator with zeros along orbits", operator.name, "a GGN, Fisher or EmpiricalFisher",
             "pass go.measure.GGN(fn, params, batches)",
-        )  # fmt: skip
+        )
     params = operator._arrays.params
     s = group._bound(params).slice
     outside = [path for path in s.added if path not in operator.paths]
@@ -713,7 +713,7 @@ def quotient_fisher(operator: Operator, gauges: Gauges, at: str = "balanced") ->
         raise binding_error(
             name, f"a gauge moves '{outside[0]}', which is not selected", f"the leaves {', '.join(operator.paths[:6])}",
             "all leaves that the gauges bind", "leave out `only`, or that gauge",
-        )  # fmt: skip
+        )
     point = point_of(group, at, params)
     dtypes = {path: x.dtype for path, x in operator._arrays.leaves.items()}
     point = {path: x.astype(dtypes[path]) for path, x in point.items()}
@@ -771,7 +771,7 @@ def _arrays(name: str, params: Any, batches: Sequence[Any], only: str | Sequence
                 raise binding_error(
                     name, f"no leaf matches '{pattern}'", f"leaves {', '.join(list(leaves)[:6])}", "a path of a leaf",
                     "write a path, with {i} for a part that varies",
-                )  # fmt: skip
+                )
         chosen = {path for paths in hits.values() for path in paths}
         selected = {path: x for path, x in leaves.items() if path in chosen}
     return _Arrays(with_leaves(params, leaves), selected, list(batches), [])

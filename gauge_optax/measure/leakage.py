@@ -103,7 +103,7 @@ class Orbit:
                 "one gauge of the kind that this measure reads",
                 "pass one gauge at a time: scales have `rescale_leakage`, rotations `rotation_leakage`, both "
                 "`step_leakage`; other gauges have none",
-            )  # fmt: skip
+            )
         b = parts[0]._bound(params)
         (copies,) = b.copies
         self.named = {copy.key: copy.named for copy in copies}
@@ -319,7 +319,7 @@ def leakage_along(measure: Callable[..., Any], trajectory: Iterable[Sequence[Any
         raise binding_error(
             "leakage_along", "an empty trajectory", "no points", "at least one tuple of what the measure takes",
             "collect points while training; an iterator can be read once only",
-        )  # fmt: skip
+        )
     return jax.tree.map(lambda *x: jnp.stack(x), *results)
 
 

@@ -86,7 +86,7 @@ def llc(
     >>> estimate = go.measure.llc(
     ...     quadratic, {"w": jnp.zeros(4)}, [jnp.ones((1, 4))], jax.random.key(0),
     ...     n_beta=1e3, lr=1e-4, num_draws=5000, num_burnin_steps=500,
-    ... )  # fmt: skip
+    ... )
     >>> # A regular minimum of 4 parameters: d/2.
     >>> bool(abs(estimate.mean - 2.0) < 0.2)
     True
@@ -100,7 +100,7 @@ def llc(
         raise binding_error(
             "llc", "batches that cannot be stacked", "none" if not batches else "batches of different shapes",
             "one batch or more, alike in shape", "drop the last, smaller batch",
-        )  # fmt: skip
+        )
     counts = {"num_chains": num_chains, "num_draws": num_draws, "num_steps_bw_draws": num_steps_bw_draws}
     for name, count in counts.items():
         if count < 1:
@@ -110,7 +110,7 @@ def llc(
     losses, initial = _chains(
         loss, None if gauges is None else product(gauges), (num_draws, num_burnin_steps, num_steps_bw_draws),
         params, stacked, keys, (n_beta, lr, localization),
-    )  # fmt: skip
+    )
     per_chain = n_beta * (jnp.mean(losses, 1) - initial)
     return LLC(jnp.mean(per_chain), jnp.std(per_chain, ddof=int(num_chains > 1)), per_chain, losses, initial)
 
@@ -154,7 +154,7 @@ def _chart(params: Any, group: Product | None) -> _Chart:
 def _chains(
     loss: Callable[[Any, Any], jax.Array], group: Product | None, counts: tuple[int, int, int], params: Any,
     stacked: Any, keys: jax.Array, sizes: tuple[float, float, float],
-) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+) -> tuple[jax.Array, jax.Array]:
     """Losses at the draws, (chains, draws), and the loss at the minimum."""
     num_draws, num_burnin_steps, num_steps_bw_draws = counts
     n_beta, lr, localization = sizes
@@ -173,7 +173,7 @@ def _chains(
             path: x - 0.5 * lr * (n_beta * gradient[path] + localization * (x - chart.start[path]))
             + jnp.sqrt(lr) * jax.random.normal(noise_key, x.shape, x.dtype)
             for (path, noise_key), x in zip(drawn, point.values(), strict=True)
-        }  # fmt: skip
+        }
         return chart.back(point, after), value
 
     def draw(point: Leaves, key: jax.Array) -> tuple[Leaves, jax.Array]:

@@ -197,7 +197,7 @@ def power_law(
         raise binding_error(
             "power_law", "arrays that do not belong together", f"{x.size} lengths and {y.size} values",
             "one value per length", "pass what was read at the same points",
-        )  # fmt: skip
+        )
     kept = (x > 0) & (x >= window[0]) & (x <= window[1])
     x, y = x[kept], y[kept]
     if len(x) < _LEAST_POINTS:
@@ -305,7 +305,7 @@ def rate_table(
     return RateTable({
         (layer, name): power_law(lengths, values, window=window, drift=drift, span=span)
         for layer, read in observables.items() for name, values in read.items()
-    })  # fmt: skip
+    })
 
 
 def _line(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:

@@ -62,7 +62,7 @@ class Recorder:
     ) -> None:
         if not isinstance(every, int) or every < 1:
             raise binding_error("Recorder", "a cadence that is no number of steps", repr(every), "an integer from 1",
-                                "write every=50")  # fmt: skip
+                                "write every=50")
         self.path, self.readings, self.every, self.steps = Path(path), dict(readings), every, steps
         self.progress = progress
         self.rows: list[Row] = self._kept()
@@ -85,7 +85,7 @@ class Recorder:
             raise binding_error(
                 "Recorder", f"'{self.path}' is of another run", f"{list(rows[0])} at steps {due[:4]}",
                 f"{names} every {self.every} steps", "delete the file, or give another path",
-            )  # fmt: skip
+            )
         if whole < len(text):
             self.path.write_text(text[:whole])
         return rows

@@ -155,7 +155,7 @@ def _first_moments(state: Any) -> dict[str, jax.Array]:
             raise binding_error(
                 "track_rotation", f"several first moments of '{path}'", f"two in {type(state).__name__}", "one",
                 "track the one optimizer that has the moment meant, inside the other",
-            )  # fmt: skip
+            )
         moments[path] = moment
     return moments
 

@@ -104,7 +104,7 @@ def gauge_sensitivity(
         raise binding_error(
             _NAME, "no gauges", "an empty list", "at least one gauge",
             "pass the gauges under which the optimizer is to be tested",
-        )  # fmt: skip
+        )
     for name, value in (("num_samples", num_samples), ("steps", steps)):
         if value < 1:
             raise binding_error(_NAME, f"bad {name}", repr(value), "a positive integer", f"write {name}=1 or more")
@@ -119,7 +119,7 @@ def gauge_sensitivity(
             f"‖Δ‖ = {float(motion):.2e}, ‖represent(θ)‖ = {float(value):.2e}", "a finite motion beyond rounding",
             "measure where the gradient is finite and not zero, with a learning rate that the parameters' dtype can "
             "resolve, and represent what the loss depends on",
-        )  # fmt: skip
+        )
     rows = [Sensitivity(row, jnp.mean(row), jnp.max(row), ()) for row in motion_changes / motion]
     return rows[0]._replace(per_gauge=tuple(rows[-len(group.parts) :]))
 
@@ -156,7 +156,7 @@ def _compare(
             raise binding_error(
                 _NAME, "represent returns no arrays", f"a {type(out).__name__} without leaves",
                 "a pytree with an array in it", "return the products or the outputs that the optimizer is to move",
-            )  # fmt: skip
+            )
         return jax.tree.map(lambda x: jnp.asarray(x, jnp.promote_types(jnp.asarray(x).dtype, real_dtype())), out)
 
     def step(carry: tuple[Any, Any]) -> tuple[Any, Any]:
@@ -201,4 +201,4 @@ def _check_invariant(group: Product, size: float, changes: np.ndarray, most: flo
                 f"a relative change of at most {most:.1e}",
                 "represent what the gauge leaves alone (products of factors, outputs of the network); if it does, list "
                 "every leaf that the gauge moves, or measure in float64",
-            )  # fmt: skip
+            )

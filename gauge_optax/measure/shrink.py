@@ -69,14 +69,14 @@ def gram_evolution(
             _NAME, "factors that are no pair", f"shapes {left.shape} and {right.shape}",
             "(…, m, r) and (…, n, r), so that left·rightᵀ is the product",
             "put heads first and the shared axis last; W_O enters as its transpose",
-        )  # fmt: skip
+        )
 
     def evolved(name: str, factor: jax.Array, update: jax.Array, shrink: float | jax.Array) -> jax.Array:
         if factor.shape != update.shape:
             raise binding_error(
                 _NAME, f"{name}_update of another shape", f"{update.shape}", f"{factor.shape}, as {name}",
                 "pass the update of this very factor, transposed as it is",
-            )  # fmt: skip
+            )
         a, u, rho = (jnp.asarray(x, real_dtype()) for x in (factor, update, shrink))
         cross, rho = matmul(transpose(a), u), rho[..., None, None]
         return rho**2 * matmul(transpose(a), a) + 2 * rho * symmetric(cross) + matmul(transpose(u), u)

@@ -105,7 +105,7 @@ def dead_units(preactivations: jax.Array) -> jax.Array:
         raise binding_error(
             "dead_units", "no inputs", f"an array of shape {preactivations.shape}", "one of shape (inputs, units)",
             "stack the pre-activations of all inputs",
-        )  # fmt: skip
+        )
     return jnp.all(preactivations <= 0, tuple(range(preactivations.ndim - 1)))
 
 
@@ -172,7 +172,7 @@ def axis_alignment(directions: jax.Array) -> jax.Array:
         raise binding_error(
             "axis_alignment", "no directions", f"an array of shape {directions.shape}",
             "one of shape (count, dimensions)", "pass one direction per row",
-        )  # fmt: skip
+        )
     squares = jnp.square(directions)
     return jnp.mean(jnp.max(squares, -1) / jnp.sum(squares, -1))
 
@@ -199,7 +199,7 @@ def spectral_gap(sizes: jax.Array) -> SpectralGap:
         raise binding_error(
             "spectral_gap", "no neighbours", f"an array of shape {sizes.shape}", "at least two sizes in one axis",
             "pass one spectrum",
-        )  # fmt: skip
+        )
     falling = jnp.sort(sizes)[::-1]
     over, under = falling[:-1], falling[1:]
     ratios = jnp.where(under > 0, over / jnp.where(under > 0, under, 1.0), jnp.where(over > 0, jnp.inf, 1.0))
@@ -255,4 +255,4 @@ def _require_matrix(name: str, matrix: jax.Array) -> None:
         raise binding_error(
             name, "no matrix", f"an array of shape {matrix.shape}", "(…, rows, columns)",
             "reshape it to the matrix that it stands for",
-        )  # fmt: skip
+        )

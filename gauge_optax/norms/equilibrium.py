@@ -116,7 +116,7 @@ def predict_equilibrium(
             raise binding_error(
                 "predict_equilibrium", f"'{kind}' without {argument}", f"{argument}=None", "a number",
                 f"give {argument}: see the argument's line in the docstring",
-            )  # fmt: skip
+            )
         return value
 
     lr, decay = learning_rate, weight_decay

@@ -119,7 +119,7 @@ def hyperball(
                     f"norm 0 of {int(jnp.sum(radii == 0))} of {radii.size} spheres, axes \"{sphere.block.axes}\"",
                     "weights with a direction, for radius='initial'",
                     "give it a number for a radius, or leave the leaf out (LoRA's B, zero output kernels)",
-                )  # fmt: skip
+                )
         return HyperballState(vectors.to_state(spheres, norms), count)
 
     def update(updates: Any, state: HyperballState, params: Any, **extra: Any) -> tuple[Any, HyperballState]:
@@ -172,7 +172,7 @@ def _radii(axes: Mapping[str, Axes], radius: Any) -> Mapping[str, Radius]:
                 "hyperball", f"'{pattern}' in {'axes' if pattern in axes else 'radius'} alone",
                 f"radii of {', '.join(map(repr, numbers)) or 'nothing'}", f"of {', '.join(map(repr, axes))}",
                 "give every pattern of axes a radius, and no other",
-            )  # fmt: skip
+            )
     for pattern, number in numbers.items():
         if isinstance(number, jax.core.Tracer) and number.ndim == 0:
             continue  # `inject_hyperparams` traces numbers, whose sign nobody can tell
@@ -185,5 +185,5 @@ def _radii(axes: Mapping[str, Axes], radius: Any) -> Mapping[str, Radius]:
                 "hyperball", f"bad radius of '{pattern}'" if isinstance(radius, Mapping) else "bad radius",
                 repr(number), "'initial', a positive number, or pattern → positive number",
                 "write radius='initial' for the norms at init",
-            )  # fmt: skip
+            )
     return numbers

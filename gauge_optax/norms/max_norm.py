@@ -115,7 +115,7 @@ class Measure(NamedTuple):
 def named_max_norm(
     name: str, inner: optax.GradientTransformation, specs: vectors.Specs, measure: Callable[[Selection], Measure],
     learning_rate: optax.ScalarOrSchedule, bound: Scalar, beta: Scalar,
-) -> optax.GradientTransformationExtraArgs:  # fmt: skip
+) -> optax.GradientTransformationExtraArgs:
     """`max_norm` with the name of the function that the user called, for errors, and a measure per leaf.
 
     Args:

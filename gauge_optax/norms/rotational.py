@@ -140,7 +140,7 @@ def named_rotational(
     name: str, inner: optax.GradientTransformation, blocks: Mapping[str, Axes], sizes: Mapping[str, int] | None,
     learning_rate: optax.ScalarOrSchedule, weight_decay: optax.ScalarOrSchedule, eta_r: optax.ScalarOrSchedule | None,
     beta: Scalar, center: bool, gain: optax.GradientTransformation | None, eps: Scalar, b1: Scalar, b2: Scalar = 0.99,
-) -> optax.GradientTransformationExtraArgs:  # fmt: skip
+) -> optax.GradientTransformationExtraArgs:
     """`rotational`, whose errors carry the name of the function that the user called."""
     specs = vectors.parse(name, blocks, sizes)
     optimizer = checked_inner(name, inner)
@@ -164,7 +164,7 @@ def named_rotational(
                     f"at least {least}" + (" with center=True" if center else ""),
                     "leave norms and biases out: they get the inner update; in a kernel, `_` is the axis that is "
                     "summed over",
-                )  # fmt: skip
+                )
         length = vectors.to_state(selections, [selection.norm(leaves) for selection in selections])
         gains = () if gain is None else jax.tree.map(jnp.ones_like, length)
         gain_state = () if gain is None else gain.init(gains)
@@ -187,7 +187,7 @@ def named_rotational(
             angle = predict_equilibrium(
                 _kind(name, state.inner_state), learning_rate=eta, weight_decay=_at(weight_decay, state.count),
                 b1=b1, b2=b2, dim=1.0, gradient_norm=1.0,
-            ).rotation  # fmt: skip
+            ).rotation
         angle, inverse_eta = jnp.where(moving, angle, 0.0), jnp.where(moving, 1.0 / eta, 0.0)
         memory = jnp.where(moving, beta, 1.0)
         tracked = state.tracked + moving.astype(jnp.int32)
@@ -260,5 +260,5 @@ def _kind(name: str, inner_state: Any) -> str:
             ", ".join(kind.__name__ for kind in kinds) or f"a state of {type(inner_state).__name__}",
             f"one of {', '.join(kind.__name__ for kind in _KINDS)} in inner's state",
             "give eta_r: radians a step, a number or a schedule",
-        )  # fmt: skip
+        )
     return _KINDS[kinds[0]]

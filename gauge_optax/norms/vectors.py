@@ -102,7 +102,7 @@ def parse(name: str, axes: Mapping[str, Axes], sizes: Mapping[str, int] | None) 
                 name, f"unknown axis in sizes '{axis}'",
                 f"named axes: {', '.join(sorted(set().union(*names.values()) - {'_'})) or 'none'}",
                 "names that stand in an axes string", f"drop '{axis}' or correct it",
-            )  # fmt: skip
+            )
     return tuple((spec, tuple(size for size in lengths if size[0] in names[spec])) for spec in specs)
 
 
@@ -132,7 +132,7 @@ def resolve(name: str, specs: Specs, tree: Any) -> list[Selection]:
                 name, f"MaskedNode hides a leaf of '{spec.pattern}'", f"MaskedNode at {', '.join(masked[:3])}",
                 "every leaf that is listed",
                 "give each partition (optax.partition, optax.masked) its own axes, of the leaves it holds",
-            )  # fmt: skip
+            )
         # Leaf by leaf, because a name that two leaves share may have two lengths. Without a match, `bind` gets the
         # whole tree and raises.
         trees = [{path: leaves[path]} for path in paths] or [tree]
@@ -145,7 +145,7 @@ def resolve(name: str, specs: Specs, tree: Any) -> list[Selection]:
                         name, f"an entry in two vectors of '{block.path}'",
                         f"\"{other.block.axes}\" and \"{block.axes}\"", "every entry of a leaf in one vector",
                         "drop one, or select different entries with 'name=3' or 'name=0:4'",
-                    )  # fmt: skip
+                    )
             axes = tuple(k for k, label in enumerate(block.labels) if label == "_")
             length = math.prod(block.view_shape[k] for k in axes)
             on_leaf.append(Selection(block, spec.pattern, axes, length))
@@ -165,7 +165,7 @@ def updates_by_path(name: str, selections: Sequence[Selection], updates: Any) ->
                 name, f"no update for '{selection.block.path}'",
                 f"a tree with {', '.join(list(leaves)[:3]) or 'no leaves'}",
                 "updates of the same structure as params", "pass the updates of the very parameters that are passed",
-            )  # fmt: skip
+            )
     return leaves
 
 

@@ -147,7 +147,7 @@ def group_of(name: str, learning_rate: Any, gauges: Any) -> Product:
         raise binding_error(
             name, "learning_rate and gauges are swapped", f"{name}(gauges, {rate})", f"{name}(learning_rate, gauges)",
             f"write go.{name}({rate}, gauges)",
-        )  # fmt: skip
+        )
     return product(gauges)
 
 

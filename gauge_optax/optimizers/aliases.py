@@ -267,7 +267,7 @@ def max_norm_muon(
         raise binding_error(
             name, f"'{min(both)}' in two mappings", "neurons and embeddings", "one of them",
             "list a tied embedding in embeddings alone",
-        )  # fmt: skip
+        )
     specs = vectors.parse(name, {**neurons, **tables}, sizes)
     polar = polar_of(name, ns_coeffs, ns_steps, beta, eps, "width", None)
 
@@ -289,7 +289,7 @@ def max_norm_muon(
                     name, f"the neurons of '{block.path}' describe no matrix", f"axes \"{block.axes}\"",
                     "'_' for a neuron's inputs in one axis, and a name that counts neurons in another",
                     'write "_ neuron" for a kernel of (inputs, outputs), and leave vectors out',
-                )  # fmt: skip
+                )
         return read
 
     def tokens(params: Any) -> list[str]:
@@ -299,7 +299,7 @@ def max_norm_muon(
                 name, f"the tokens of '{block.path}' have no vectors", f"axes \"{block.axes}\"",
                 "'_' for the entries of a token's vector, beside the name that counts tokens",
                 f'write "_ {TOKEN}" for (inputs, tokens), or "{TOKEN} _" for a table of (tokens, entries)',
-            )  # fmt: skip
+            )
         return [selection.block.path for selection in listed]
 
     scale = optax.scale_by_learning_rate(learning_rate)

@@ -86,17 +86,17 @@ def compress_second_moments(
             raise binding_error(
                 _NAME, "no second moments to compress", "no field nu that may be rounded",
                 "an optimizer that averages squares of gradients, such as optax.adamw", f"leave {_NAME} out",
-            )  # fmt: skip
+            )
         if any(isinstance(node, CompressedState) for node in jax.tree.leaves(state, is_leaf=_is_compressed)):
             raise binding_error(
                 _NAME, "an optimizer that is compressed already", "a CompressedState inside", "one compression",
                 f"write {_NAME} once, around the whole optimizer",
-            )  # fmt: skip
+            )
         if list(_second_moments(params)):
             raise binding_error(
                 _NAME, "parameters that look like second moments", "a NamedTuple with a field nu in the parameters",
                 "another name of that field", "rename it, or pass the parameters as a dict",
-            )  # fmt: skip
+            )
         return compressed(jnp.zeros((), jnp.int32), state, dtype)
 
     def update(updates: Any, state: CompressedState, params: Any, **extra: Any) -> tuple[Any, CompressedState]:

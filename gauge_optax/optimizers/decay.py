@@ -40,7 +40,7 @@ _OTHER = "other"
 _ARGUMENTS = {
     ("norm_scale", "up"): "scale", ("norm_scale", "down"): "into", ("scale_invariant", "up"): "blocks",
     ("multiplier_balance", "up"): "query", ("multiplier_balance", "down"): "key",
-}  # fmt: skip
+}
 
 
 class AddGaugeDecayState(NamedTuple):
@@ -127,7 +127,7 @@ def decay(
             raise binding_error(
                 _NAME, f"bad decay of role '{role}'", repr(number), "a number for every role",
                 "write role → number; a schedule, or a traced number, stands alone and is for all roles",
-            )  # fmt: skip
+            )
 
     def factors_of(s: Slice, params: Any) -> dict[str, float]:
         """Returns what multiplies rate·θ on every leaf that decays."""
@@ -197,7 +197,7 @@ def _horizontal(s: Slice) -> dict[str, float]:
                 raise binding_error(
                     _NAME, f"two scale gauges on '{path}'", f"{first[path]} and {name_of(part)}",
                     "one scale gauge per leaf for match='horizontal'", "write match='adamw'",
-                )  # fmt: skip
+                )
             factors[path], first[path] = (p**2 + 1) / (p + 1), name_of(part)
     return factors
 
@@ -232,7 +232,7 @@ def require_whole_gauges(name: str, s: Slice, flags: Mapping[str, bool]) -> None
                 name, f"the mask splits {name_of(part)} at '{masked[0]}'",
                 f"decay on {decayed[0]}, none on {masked[0]}", "one value for all leaves of a gauge",
                 "mask all leaves of the gauge, or none of them",
-            )  # fmt: skip
+            )
 
 
 def decayed_leaves(
@@ -321,17 +321,17 @@ def _numbers(s: Slice, by_role: Mapping[str, float]) -> tuple[dict[str, float], 
             raise binding_error(
                 _NAME, f"no decay for the role '{argument}' of '{path}'", keys, f"a number for each of {arguments}",
                 f"add '{argument}': 0.0, or another number",
-            )  # fmt: skip
+            )
         earlier = chosen.setdefault(path, key)
         if by_role[earlier] != by_role[key]:
             raise binding_error(
                 _NAME, f"two decays on '{path}'", f"'{earlier}': {by_role[earlier]} and '{key}': {by_role[key]}",
                 "one number per leaf, which decays once whatever its gauges", "give these two roles the same number",
-            )  # fmt: skip
+            )
     unknown = [key for key in by_role if key not in {_OTHER, *(key for _, _, key in roles)}]
     if unknown:
         raise binding_error(
             _NAME, f"no block has the role '{unknown[0]}'", keys,
             f"roles {arguments}, and '{_OTHER}' for leaves without a gauge", f"drop '{unknown[0]}' or correct it",
-        )  # fmt: skip
+        )
     return {path: float(by_role[key]) for path, key in chosen.items()}, float(by_role.get(_OTHER, 0.0))

@@ -143,7 +143,7 @@ def scale_by_opposite_gram(
             raise binding_error(
                 _NAME, "bad damping", repr(damping), "a number that is not negative",
                 "write damping=0.0, or 1e-3 of the mean eigenvalue",
-            )  # fmt: skip
+            )
     require_every(_NAME, every)
     group = product(gauges)
     # Under `inject_hyperparams` `every` is traced, so that the state must have one form for all values of an array.
@@ -171,7 +171,7 @@ def scale_by_opposite_gram(
                     _NAME, "a state of other gauges", f"{stored}", f"{expected}",
                     "give it the list that its state was made with, on leaves of those shapes; or start anew: "
                     "tx.init(params)",
-                )  # fmt: skip
+                )
             inverses = jax.lax.cond(state.age == 0, lambda: inverses_at(s, params), lambda: state.gauges)
             state = ScaleByOppositeGramState(inverses, jnp.where(state.age + 1 < every, state.age + 1, 0))
         return in_dtype_of(updates, _corrected(s, inverses, s.vectors(updates))), state
@@ -202,7 +202,7 @@ def _checked_slice(group: Product, params: Any) -> Slice:
                         f"a side of {gauge} and a side of {name_of(part)}",
                         "at most one gauge with two sides per entry",
                         "drop one from this list; or write go.quotient(tx, gauges), which takes both",
-                    )  # fmt: skip
+                    )
         earlier += [(name_of(part), block) for block in part.blocks]
     return s
 

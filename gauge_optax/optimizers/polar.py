@@ -87,7 +87,7 @@ class Polar:
                     self.name, f"no leaf matches the label '{pattern}'",
                     "nearest " + ", ".join(path for path, _ in near) if near else "no leaves",
                     "a pattern of at least one leaf", f"write '{near[0][1]}'" if near else "drop the label",
-                )  # fmt: skip
+                )
             muon = muon - hits if label == "adam" else muon | hits
             if _is_axes(label):
                 for path in sorted(hits):
@@ -102,7 +102,7 @@ class Polar:
                     f"shape {shape}, {'vectors to its gauges' if vector else 'in no gauge that names its axes'}",
                     "a matrix, or a leaf of a rotation, rescale or norm",
                     "label it adam" if vector else "label it adam, or bind it",
-                )  # fmt: skip
+                )
             read[path] = matrix(shape)
         return {path: read[path] for path in leaves if path in muon}
 
@@ -117,7 +117,7 @@ class Polar:
                 "'_' in two axes of a leaf that no rotation binds, for rows and columns, and names that count matrices",
                 "drop the label: rotations say which matrices there are" if rotated else
                 'write for example "_ head _", or "_ (head _)" and sizes={"head": 12}',
-            )  # fmt: skip
+            )
         return reading
 
     def steps(self, matrices: Mapping[str, Matrices], mean: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
@@ -180,7 +180,7 @@ def polar_of(
         raise binding_error(
             name, "ns_steps is traced", "an array", "a Python integer",
             'write inject_hyperparams(..., static_args=("ns_steps",)), or give ns_coeffs one tuple per step',
-        )  # fmt: skip
+        )
     named: set[str] = set()
     for pattern, label in (labels or {}).items():
         if _is_axes(label):
@@ -189,18 +189,18 @@ def polar_of(
             raise binding_error(
                 name, f"bad label of '{pattern}'", repr(label), "'muon', 'adam', or axes such as '_ head _'",
                 f"write labels={{{pattern!r}: 'adam'}}",
-            )  # fmt: skip
+            )
     lengths = frozen_sizes(name, sizes)
     if unknown := [axis for axis, _ in lengths if axis not in named]:
         raise binding_error(
             name, f"unknown axis in sizes '{unknown[0]}'", f"named axes: {', '.join(sorted(named)) or 'none'}",
             "names that stand in the axes of a label", f"drop '{unknown[0]}' or correct it",
-        )  # fmt: skip
+        )
     schedule = ns_schedule(ns_coeffs, 5 if ns_steps is None else ns_steps)
     return Polar(
         name, beta, eps, schedule, scale, tuple((labels or {}).items()), lengths,
         rotations_alone=preset is not None,
-    )  # fmt: skip
+    )
 
 
 def _is_axes(label: str) -> bool:

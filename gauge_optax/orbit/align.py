@@ -331,7 +331,7 @@ def check_same_tree(name: str, a: Any, b: Any) -> None:
             raise binding_error(
                 name, f"two trees that differ at '{path}'", f"{there} in the second", f"{wanted}, as in the first",
                 "pass two sets of weights of one architecture",
-            )  # fmt: skip
+            )
 
 
 def check_fn(name: str, batches: Sequence[Any] | None, fn: Fn | None) -> None:
@@ -347,14 +347,14 @@ def check_fn(name: str, batches: Sequence[Any] | None, fn: Fn | None) -> None:
             name, "batches and a function come together", f"fn={fn!r} and batches={batches!r:.60}",
             "both, with at least one batch, or neither",
             f"write {name}(..., batches=[batch], fn=lambda params, batch: ...)",
-        )  # fmt: skip
+        )
     try:
         _ = fn is None or inspect.signature(fn).bind(None, None)
     except TypeError as error:
         raise binding_error(
             name, "a function of other arguments", f"{inspect.signature(fn)}",  # type: ignore[arg-type]
             "a function of parameters and one batch", "write fn=lambda params, batch: model(params, *batch)",
-        ) from error  # fmt: skip
+        ) from error
 
 
 _MOST_ROUNDS = 100

@@ -92,7 +92,7 @@ def canonicalize(
             raise binding_error(
                 _NAME, f"no such basis, {argument}={choice!r}", f"{choice!r}", ", ".join(map(repr, get_args(Basis))),
                 f"write {argument}='eigenbasis'",
-            )  # fmt: skip
+            )
 
     s, leaves = bind(gauges, params).whole, leaves_by_path(params)
     require_nonzero_norms(_NAME, s, leaves)
@@ -188,4 +188,4 @@ def require_nonzero_norms(name: str, s: Slice, leaves: Mapping[str, Any]) -> Non
             raise binding_error(
                 name, f"a norm that hides a channel, '{block.path}'", "a scale of zero", "scales that are not zero",
                 "take residual_rotation and norm_read_shift out of the list, or give the channel a small scale",
-            )  # fmt: skip
+            )

@@ -130,7 +130,7 @@ def choose(
                 raise binding_error(
                     _NAME, f"an objective that is not finite, at step {number}", f"{objective_now}", "a finite number",
                     "lower the learning rate, or start from an element where the objective is finite",
-                )  # fmt: skip
+                )
             bar.set_postfix(objective=f"{float(state.average):.4g}", least=f"{float(state.least):.4g}", refresh=False)
             bar.update()
             if patience is not None and int(state.step) - int(state.progress_step) > patience:
@@ -170,7 +170,7 @@ def _check_objective(objective: Callable[..., Any], params: Any, count: int) -> 
             _NAME, "an objective that does not take these arguments", f"{inspect.signature(objective)}: {error}",
             f"the parameters{', and a batch or a key' if count == 1 else ', a batch and a key' if count else ''}",
             "pass batches= for a second argument, key= for the last one, or change the objective",
-        ) from error  # fmt: skip
+        ) from error
 
 
 def _scalar(value: Any) -> jax.Array:

@@ -71,7 +71,7 @@ def average(trees: Sequence[Params], gauges: Gauges) -> Params:
         raise binding_error(
             "average", "no list of trees", f"a {type(trees).__name__} of {len(trees)}",
             "at least one tree of parameters", "pass [params_a, params_b]",
-        )  # fmt: skip
+        )
     first, *others = trees
     group = product(gauges)
     aligned = [first, *(group.act(align(first, tree, group), tree) for tree in others)]

@@ -323,7 +323,7 @@ def pack(
             _NAME, "nothing to pack", f"gauges {', '.join(dict.fromkeys(copy.gauge for copy in every))}",
             "a head_linear or rope_linear gauge, one of whose blocks has a free axis of at least d_h rows",
             "write go.head_linear(left, right) in place of go.head_rotation; under rotary, go.rope_linear",
-        )  # fmt: skip
+        )
     if size is not None and not (isinstance(size, int | float) and 0 < size < math.inf):
         raise binding_error(
             _NAME, "bad size", repr(size), "a positive number, or None", "write size=1.0 for the identity"
@@ -335,7 +335,7 @@ def pack(
             raise binding_error(
                 _NAME, f"no numbers in '{path}'", "a traced array or a shape", "an array to choose rows from",
                 "call pack outside of jit; or pass rows=go.packed_rows(packed) of an earlier packed tree",
-            )  # fmt: skip
+            )
     traced = any(isinstance(leaf, jax.core.Tracer) for leaf in leaves.values())
     # In float64, float32 weights lose less: logits of GPT-2 then change by 4e-6 in place of 1.1e-5 (shared rows).
     with contextlib.nullcontext() if traced else jax.enable_x64(True):
@@ -442,7 +442,7 @@ def packed_dot(x: jax.Array, kernel: Any, axis: int = 0) -> jax.Array:
                 "packed_dot", f"no product with '{b.block.path}' along axis {axis}",
                 f"axes \"{b.block.axes}\"", f"rows that are the whole of axis {axis}",
                 "multiply with the leaf of go.unpack(packed)",
-            )  # fmt: skip
+            )
     return layout.dot(x, kernel.arrays, axis)
 
 
@@ -524,7 +524,7 @@ def _given(copy: Symmetry, rows: Rows) -> PackedBlock:
             copy.gauge, f"no rows for {_place(copy)}", f"rows of {', '.join(rows) or 'no leaf'}",
             f"a size and {count} row numbers, once or per head, for one of {wanted}",
             "pass go.packed_rows(packed) of a tree that was packed with these gauges",
-        )  # fmt: skip
+        )
     return PackedBlock.of(copy, blocks[0], numbers.tolist(), float(entry["size"]))
 
 
@@ -543,4 +543,4 @@ def _singular(
         f"below {1.0 / rank_cutoff(dtype):.0e} in {dtype}",
         "leave out shared=True, so that every head has rows of its own" if shared else
         "leave this layer out of the gauges that you pass to pack, or pack it after some training",
-    )  # fmt: skip
+    )

@@ -107,7 +107,7 @@ def _drawn(on_tree: Bound, by: str, key: jax.Array) -> Elements:
         raise binding_error(
             _NAME, f"no such rotation, by={by!r}", f"{by!r}", "'hadamard', 'random' or an element of the gauges",
             "write by='hadamard'",
-        )  # fmt: skip
+        )
     copies = list(itertools.chain(*on_tree.copies))
     keys = jax.random.split(key, max(1, len(copies)))
     pairs = zip(copies, keys, strict=False)
@@ -131,7 +131,7 @@ def _given(on_tree: Bound, expected: Any, element: Element) -> Elements:
         raise binding_error(
             _NAME, "an element of other gauges", f"{jax.tree.map(np.shape, element)}",
             f"{jax.tree.map(np.shape, expected)}", "pass an element of the gauges that are passed, in their order",
-        )  # fmt: skip
+        )
     elements: Elements = {}
     for gauge, copies, value in zip(on_tree.gauges, on_tree.copies, element, strict=True):
         for copy, own in zip(copies, gauge._split(copies, value), strict=True):
@@ -142,7 +142,7 @@ def _given(on_tree: Bound, expected: Any, element: Element) -> Elements:
                     copy.gauge, f"an element that is no rotation, at '{copy.key}'",
                     f"RᵀR is {worst:.1e} from the identity", "orthogonal matrices",
                     "pass the orthogonal factor of a QR decomposition, or what go.choose returned",
-                )  # fmt: skip
+                )
             elements |= zip([part.label for part in copy.parts], copy.split(copy.normalized(own)), strict=True)
     return elements
 
@@ -195,7 +195,7 @@ def _free_axis(blocks: Sequence[Block]) -> int | None:
         return all(
             len(b.groups[axis]) == 1 and b.split_labels[b.groups[axis][0]] == "_" and b.ranges[axis] is None
             and b.index[b.groups[axis][0]] == ((0, b.shape[axis]),) for b in blocks
-        )  # fmt: skip
+        )
 
     shape = blocks[0].shape
     return max((axis for axis in range(len(shape)) if free(axis)), key=shape.__getitem__, default=None)
@@ -209,7 +209,7 @@ def _shortened(part: Any, axis: int, length: int) -> Any:
         return dataclasses.replace(
             block, shape=_set(block.shape, axis, length), split=_set(block.split, at, length),
             index=_set(block.index, at, ((0, length),)),
-        )  # fmt: skip
+        )
 
     return with_blocks(part, lambda blocks: tuple(map(short, blocks)))
 

@@ -61,7 +61,7 @@ class Matrices:
             raise binding_error(
                 "quotient_muon", "heads_per_matrix is traced", "an array", "a Python integer",
                 'write inject_hyperparams(..., static_args=("heads_per_matrix",))',
-            )  # fmt: skip
+            )
         if count == 1 or self.heads is None:
             return self
         (at, side), total = self.heads, self.split[self.heads[0]]
@@ -69,7 +69,7 @@ class Matrices:
             raise binding_error(
                 "quotient_muon", f"heads_per_matrix={count} at '{path}'", f"{total} heads",
                 "a divisor of the number of heads", "write heads_per_matrix=1",
-            )  # fmt: skip
+            )
 
         # The axis `at` is split in two: groups of heads count matrices, and the heads of a group extend their side.
         def after(axes: tuple[int, ...]) -> tuple[int, ...]:

@@ -103,7 +103,7 @@ def gauge_fix(
             raise binding_error(
                 _NAME, "bad strength", repr(strength), "a number in (0, 1], the fraction of the way",
                 "write strength=1.0 for all the way; leave gauge_fix out for none of it",
-            )  # fmt: skip
+            )
     group = product(gauges)
     moving = Product(tuple(part for part in group.parts if part.balancing != "still"))
     within = optax.with_extra_args_support(optax.identity() if inner is None else inner)

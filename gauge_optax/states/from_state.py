@@ -87,4 +87,4 @@ def _check_structure(state: Any, expected: Any) -> None:
         raise binding_error(
             "from_state", "not a state of this optimizer", structure, wanted,
             "pass what inner.init or inner.update returned, and the same optimizer as inner",
-        )  # fmt: skip
+        )

@@ -155,7 +155,7 @@ def hold_products(
                     raise binding_error(
                         _NAME, f"sizes of two gauges with '{path}'", f"{gauge_of[path]} and {part.name}",
                         "one gauge per leaf", "give hold_products only the gauge whose product is meant",
-                    )  # fmt: skip
+                    )
                 gauge_of[path] = part.name
         if squared is not None:
             _require_channels(group.parts[0], squared, params)
@@ -169,7 +169,7 @@ def hold_products(
             raise binding_error(
                 _NAME, "alone= without logits", "update without max_logits", "the largest logit of every channel",
                 "write tx.update(grads, state, params, max_logits={'': largest})",
-            )  # fmt: skip
+            )
         updates, inner_state = inner.update(updates, state.inner_state, params, **extra)
         for number, part in enumerate(group.parts):
             after = stepped(part, params, updates)
@@ -254,13 +254,13 @@ def _squared(kind: str, gauges: Sequence[Any], alone: Mapping[str, Axes]) -> Blo
         raise binding_error(
             _NAME, "alone= with several gauges", f"{len(gauges)} gauges", "one gauge, whose factor the blocks take",
             "nest two hold_products, each with its own gauge",
-        )  # fmt: skip
+        )
     if kind != "cap":
         # Nothing holds the size of these blocks by itself: without logits they would drift.
         raise binding_error(
             _NAME, f"alone= with kind='{kind}'", repr(alone), "kind='cap', with max_logits at every update",
             "write kind='cap', or leave alone= out",
-        )  # fmt: skip
+        )
     try:
         return scale_invariant(alone, sizes=dict(gauges[0].sizes))
     except (ValueError, TypeError, AttributeError) as error:
@@ -271,7 +271,7 @@ def _bad_alone(error: Exception) -> ValueError:
     return binding_error(
         _NAME, "alone= that cannot be bound", str(error).splitlines()[0], "path → axes, as a gauge takes them",
         "write alone={'attn/q_b/kernel': '_ head _=128:192'}, with your path and range",
-    )  # fmt: skip
+    )
 
 
 def _require_channels(gauge: Gauge, squared: Gauge, params: Any) -> None:
@@ -286,13 +286,13 @@ def _require_channels(gauge: Gauge, squared: Gauge, params: Any) -> None:
         raise binding_error(
             _NAME, "channels of alone= that are not those of its gauge", f"{actual}", f"{expected}",
             f"name the same axes, and write the same {{i}}, in alone= as in {gauge.name}",
-        )  # fmt: skip
+        )
     blocks = [(a, b) for i in copies for a in i.blocks for k in others for b in k.blocks if a.path == b.path]
     if any(overlap(a, b) for a, b in blocks):
         raise binding_error(
             _NAME, f"entries of '{blocks[0][0].path}' in alone= and in {gauge.name}", "one entry with both factors",
             "every entry in one of the two", "give alone= a range of entries that the gauge leaves out",
-        )  # fmt: skip
+        )
 
 
 def _check(kind: str, cap: Any, decay: Any, gauges: Sequence[Gauge]) -> None:
@@ -301,24 +301,24 @@ def _check(kind: str, cap: Any, decay: Any, gauges: Sequence[Gauge]) -> None:
         raise binding_error(
             _NAME, "kind='cap' without a number", f"cap={cap!r}", "a positive number, the bound of s_up·s_down",
             "write cap=10.0",
-        )  # fmt: skip
+        )
     if kind == "decay" and not _between(decay, 1.0):
         raise binding_error(
             _NAME, "kind='decay' without a number", f"decay={decay!r}",
             "a number between 0 and 1, the share that s_up·s_down loses in a step", "write decay=1e-3",
-        )  # fmt: skip
+        )
     if (kind != "cap" and cap is not None) or (kind != "decay" and decay is not None):
         raise binding_error(
             _NAME, f"a number that kind='{kind}' does not take", f"cap={cap!r}, decay={decay!r}",
             "cap= for 'cap' alone, decay= for 'decay' alone", "leave it out",
-        )  # fmt: skip
+        )
     for gauge in gauges:
         if not keeps_product(gauge):
             raise binding_error(
                 _NAME, "a gauge without two sides of one degree", gauge.name,
                 "rescale of degree 1, norm_scale or multiplier_balance, whose balance leaves the product alone",
                 "give hold_products only gauges of these three kinds",
-            )  # fmt: skip
+            )
 
 
 def _between(number: Any, upper: float) -> bool:

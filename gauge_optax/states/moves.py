@@ -88,7 +88,7 @@ class Move:
             "averages of gradients, or squares of their entries under a gauge that scales entries",
             remedy or "write on_unknown='reset' to start that leaf's moments afresh or 'keep' to leave them as they "
             f"are, train with go.quotient(tx, gauges), whose state moves exactly, or leave {gauge} where it is",
-        )  # fmt: skip
+        )
 
     def averages(self, leaves: Arrays, outgoing: Collection[str], power: int = 1) -> Arrays:
         """Moves averages of a power of every entry: of updates on `outgoing` leaves, of gradients on the others.
@@ -116,7 +116,7 @@ def moving_part(gauge: Gauge, element: Element, params: Any) -> MovingPart:
             "transport", f"no rule for {gauge.name} through norms with scales", "a move that depends on the scales",
             "an identity element for it, or norms without scales",
             "move the other gauges, and leave this one where it is",
-        )  # fmt: skip
+        )
     return MovingPart(gauge, element, "still" if still else gauge._effect_of(element))
 
 

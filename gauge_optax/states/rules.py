@@ -71,7 +71,7 @@ def _moved_frame(move: Move, name: str, elements: Elements) -> Elements:
             f"of {', '.join(labels)}, as the gauges given have",
             "give transport the optimizer's own list of gauges, identity elements for what does not move, and give "
             "go.gauge_fix the same list as the optimizer inside it",
-        )  # fmt: skip
+        )
     moved = b.elements(move.group.compose(move.element, b.public(elements)))
     return {label: moved[label] for label in labels}
 
@@ -100,7 +100,7 @@ def _hyperball(move: Move, state: Any, outgoing: Outgoing) -> tuple[Any, Outgoin
             f"HyperballState.radius of '{path}'", name, "radii of spheres, which the move changes",
             "write on_unknown='keep' to have the next step draw the weights back to their old spheres, or give "
             "go.hyperball numbers as radii, or leave these leaves to one of the two",
-        )  # fmt: skip
+        )
     return state, outgoing | set(radii)
 
 
@@ -128,7 +128,7 @@ def _held_products(move: Move, state: Any, outgoing: Outgoing) -> tuple[Any, Out
                     f"HoldProductsState.sizes of '{key}'", part.gauge.name, "products held, which the move changes",
                     "write on_unknown='keep' to have the next step bring them back to what they were at init, or leave "
                     "these leaves to one of the two",
-                )  # fmt: skip
+                )
     return state, outgoing
 
 

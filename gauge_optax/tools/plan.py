@@ -195,7 +195,7 @@ def plan(
             path, tuple(jnp.shape(leaf)), tuple(labels.get(path, ())), texts.get(path, ""),
             rules.get(path, "" if tx is None else "gradient"), decay.get(path), sizes.get(path, 0))
         for path, leaf in leaves.items()
-    )  # fmt: skip
+    )
     result = Plan(rows, gauge_plans, tuple(path for path in leaves if path not in labels))
     for text in result.warnings:
         warnings.warn(f"plan: {text}", stacklevel=2)
@@ -277,7 +277,7 @@ def _joint(copies: Sequence[Sequence[Any]], leaves: Mapping[str, Any]) -> str:
                 return f"one element moves {count}: write {{i}} in place of their number"
         length = layers.get(blocks[0].path.split("/")[0]) if blocks else None
         free = (b.path.split("/")[0] in layers and b.labels and b.split_labels[0] == "_" and len(b.groups[0]) == 1
-                for b in blocks)  # fmt: skip
+                for b in blocks)
         if length and all(free):
             return f"one element moves all {length} layers of {blocks[0].path}: name the axis, as in 'layer ...'"
     return ""

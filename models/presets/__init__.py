@@ -13,4 +13,4 @@ from models.presets.jax_lms import maxtext_llama, nanodo, qwen3
 __all__ = [
     "flax_attention", "gemma", "gemma3", "hf_gpt2", "hf_llama", "maxtext_llama", "nanodo", "qwen3",
     "vision_transformer",
-]  # fmt: skip
+]

@@ -47,7 +47,7 @@ def gemma3(kv_heads: int, d_head: int, *, linear: bool = False) -> list[Gauge]:
         *_values({"head": kv_heads}, linear),
         go.scale_invariant({f"{_ATTENTION}/attn_vec_einsum/w": "_ _ _"}),
         go.scale_invariant({f"{_MLP}/linear": "_ _"}),
-    ]  # fmt: skip
+    ]
 
 
 def _norms() -> list[Gauge]:

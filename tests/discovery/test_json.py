@@ -30,7 +30,7 @@ def test_it_says_the_constructors_own_arguments() -> None:
         {"kind": "norm_scale", "scale": {"n": "1+ channel"}, "sizes": {"qkv": 3},
          "into": {"q": ["channel (qkv=0 _)", "channel (qkv=1 _)"]}},
         {"kind": "rope_torus", "blocks": {"q": "_ head basis=0:2+4:6"}, "pairing": "interleaved"},
-    ]  # fmt: skip
+    ]
 
 
 def test_names_of_another_framework() -> None:

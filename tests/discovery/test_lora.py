@@ -101,7 +101,7 @@ def test_nothing_else() -> None:
         "a": {"kernel": ones(8, 2)}, "b": {"kernel": ones(2, 8)},  # two layers of an autoencoder
         "ssm": {"A": ones(6, 6), "B": ones(6, 6)}, "gate": {"a": ones(5), "b": ones(5)},
         "unlike": {"a": ones(4, 5), "b": ones(6, 7)}, "lora": {"alpha": ones(2, 2)},
-    }  # fmt: skip
+    }
     params = others | {"q": {"lora": {"a": ones(8, 2), "b": ones(2, 8)}}}
     assert found(params) == {pair("q/lora/a", "_ basis", "q/lora/b", "basis _")}
 
@@ -109,15 +109,15 @@ def test_nothing_else() -> None:
 def test_a_bias_of_the_first_factor_moves_with_it() -> None:
     params = {
         "lora_a": {"kernel": ones(8, 2), "bias": ones(2)}, "lora_b": {"kernel": ones(2, 8), "bias": ones(8)}
-    }  # fmt: skip
+    }
     assert found(params) == {
         (("lora_a/kernel", "_ basis"), ("lora_a/bias", "basis"), ("lora_b/kernel", "basis _"))
-    }  # fmt: skip
+    }
 
 
 def test_axes_of_a_module_by_hand() -> None:
     params = {"moe": {"w_lora_a": ones(8, 5, 2), "w_lora_b": ones(2, 5, 6)}, "q": {"w_lora_a": ones(8, 2),
-              "w_lora_b": ones(2, 6)}}  # fmt: skip
+              "w_lora_b": ones(2, 6)}}
     assert found(params, axes={"**/moe": ("_ expert basis", "basis expert _")}) == {
         pair("moe/w_lora_a", "_ expert basis", "moe/w_lora_b", "basis expert _"),
         pair("q/w_lora_a", "_ basis", "q/w_lora_b", "basis _"),
@@ -137,7 +137,7 @@ def test_axes_of_a_module_by_hand() -> None:
         ({"m": {"lora_a": ones(8, 5, 2), "lora_b": ones(2, 5, 8)}},
          ["ambiguous axes of 'm/lora_a'", "axes={'m': ('_ layer basis', 'basis layer _')}"]),
     ],
-)  # fmt: skip
+)
 def test_errors(params: Any, words: list[str]) -> None:
     with pytest.raises(ValueError) as error:
         go.lora(params)

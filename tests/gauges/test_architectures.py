@@ -126,7 +126,7 @@ SHAPES = {
     "embed": (VOCAB, WIDTH), "head": (WIDTH, VOCAB), "head_bias": (VOCAB,), "out_bias": (WIDTH,),
     "down_bias": (WIDTH,), "router": (WIDTH, EXPERTS), "router_bias": (EXPERTS,),
     "expert_up": (EXPERTS, WIDTH, HIDDEN), "expert_down": (EXPERTS, HIDDEN, WIDTH),
-}  # fmt: skip
+}
 
 ROTATION = go.head_rotation({"query": "_ head basis", "key": "_ head basis"})
 TORUS = go.rope_torus({"query": "_ head basis", "key": "_ head basis"}, pairing="half")
@@ -206,7 +206,7 @@ ROWS = [
     Row("a sigmoid router, top 2 renormalised", _experts(2, True, jax.nn.sigmoid), LOGITS, False),
     Row("experts: factors of units", _experts(2, True), go.rescale(
         {"expert_up": "expert _ channel"}, {"expert_down": "expert channel _"}), True),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)

@@ -151,7 +151,7 @@ def _trained(tx: optax.GradientTransformation, case: GaugeCase, params: Tree) ->
     )
     for case in FLAT_CASES
     for inner, dtype in [(x, y) for x in INNER for y in ("float64", "float32") if (x, y) != ("free", "float32")]
-])  # fmt: skip
+])
 def test_twins_train_alike(case: GaugeCase, inner: str, dtype: str) -> None:
     with jax.enable_x64(dtype == "float64"):
         gauge, params, _ = _made(case)
@@ -171,7 +171,7 @@ def test_twins_train_alike(case: GaugeCase, inner: str, dtype: str) -> None:
 @pytest.mark.parametrize("config", [
     lm.LMConfig(vocab=7, d_model=6, layers=2, heads=2, kv_heads=2, d_head=4, d_ff=5, max_len=4, mlp="gelu"),
     lm.llama_config(vocab=7, d_model=6, layers=2, heads=4, kv_heads=2, d_head=4, d_ff=5, max_len=4),
-], ids=["gpt", "llama"])  # fmt: skip
+], ids=["gpt", "llama"])
 @pytest.mark.slow
 def test_no_coordinate_drifts(config: lm.LMConfig) -> None:
     """1,000 float32 steps: the coordinates of all scales and shifts stay, and a held stream does not turn."""
@@ -273,7 +273,7 @@ def test_elements_of_such_products_do_not_compose() -> None:
     ),
     (lambda: go.bias_absorption({"b": "channel"}, {"w": "channel _", "v": "channel _"}, {"c": "_"}), "do not pair"),
     (lambda: go.norm_read_shift({"w": "channel _"}, None, {"b": "channel"}), "do not pair"),
-])  # fmt: skip
+])
 def test_lists_that_do_not_fit_are_refused(make: Callable[[], Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
@@ -303,7 +303,7 @@ SIZES: dict[str, Any] = dict(
 @pytest.mark.parametrize("switches", [
     {"mlp": "gelu"}, {"mlp": "relu", "bias": False}, {"mlp": "swiglu", "rope": True, "qk_norm": True}, {"tied": True},
     {"norm": "rmsnorm", "rope": True, "mlp": "swiglu", "bias": False}, {"norm": "rmsnorm", "tied": True},
-], ids=lambda switches: " ".join(map(str, switches)))  # fmt: skip
+], ids=lambda switches: " ".join(map(str, switches)))
 def test_the_formula_counts_what_the_gauges_have(switches: dict[str, Any]) -> None:
     config = lm.LMConfig(**(SIZES | switches))
     by_formula = go.transformer_redundancy(
@@ -311,7 +311,7 @@ def test_the_formula_counts_what_the_gauges_have(switches: dict[str, Any]) -> No
         d_head=config.d_head, d_ff=config.d_ff, vocab=config.vocab, positions=0 if config.rope else config.max_len,
         norm=config.norm, bias=config.bias, rope=config.rope, qk_norm=config.qk_norm, mlp=config.mlp,
         tied=config.tied, eps=False,
-    )  # fmt: skip
+    )
     params = jax.eval_shape(lambda: lm.params_and_loss(config, jax.random.key(0))[0])
     by_gauges = go.redundancy(lm.whole_gauges(config), params)
     assert type(by_gauges) is int
@@ -327,7 +327,7 @@ def test_van_nierops_counts() -> None:
     llama = go.transformer_redundancy(
         layers=80, d_model=8192, heads=64, d_head=128, d_ff=22016, vocab=32000, norm="rmsnorm", bias=False, rope=True,
         mlp="swiglu",
-    )  # fmt: skip
+    )
     assert (gpt2.paper, xl.paper, llama.paper) == (1_473_409, 11_108_001, 201_314_305)
     assert llama.parts["queries and keys"] == 655_360 and llama.parts["values and outputs"] == 83_886_080
     assert "655,360" in str(llama) and "201,314,305" in str(llama)
@@ -337,7 +337,7 @@ def test_van_nierops_counts() -> None:
     pytest.param({"mlp": "gelu"}, marks=pytest.mark.slow),
     pytest.param({"mlp": "swiglu", "rope": True, "norm": "rmsnorm", "bias": False}, marks=pytest.mark.slow),
     {"mlp": "gelu", "bias": False, "tied": True},
-], ids=lambda switches: " ".join(map(str, switches)))  # fmt: skip
+], ids=lambda switches: " ".join(map(str, switches)))
 def test_a_census_explains_every_dead_direction(switches: dict[str, Any]) -> None:
     row = decoder(switches)
     found = go.census(row.fn, row.params, row.batches, row.gauges, progress=False)

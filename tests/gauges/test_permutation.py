@@ -30,7 +30,7 @@ ALONE = [case for case in DISCRETE_CASES if len(case.gauges()) == 1]
 alone = pytest.mark.parametrize("case", ALONE, ids=lambda case: case.name)
 ELEMENTS = {
     "permutation/units": (5,), "permutation/stacked": (2, 5), "permutation/grouped_heads": (3,),
-}  # fmt: skip
+}
 
 
 @functools.cache
@@ -135,7 +135,7 @@ def test_adam_does_not_notice_and_its_state_moves_along() -> None:
     twin, moved = gauge.act(g, there), go.transport(state, there, gauge, g)
     assert _equal(moved[0].nu, gauge.act(g, state[0].nu))
     for x, y in zip(jax.tree.leaves(steps(twin, moved, 3)[0]),
-                    jax.tree.leaves(gauge.act(g, steps(there, state, 3)[0])), strict=True):  # fmt: skip
+                    jax.tree.leaves(gauge.act(g, steps(there, state, 3)[0])), strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
 
 

@@ -68,7 +68,7 @@ def test_a_block_has_the_dead_directions_that_the_whole_jacobian_has_in_it(small
     pytest.param("value", 8, marks=pytest.mark.slow), pytest.param("logits", 3, marks=pytest.mark.slow),
     # It moves all entries of the stream's writers: no block has them.
     pytest.param("residual_scale", 0, marks=pytest.mark.slow),
-])  # fmt: skip
+])
 def test_blocks_find_a_gauge_that_is_left_out(small: None, omitted: str, expected: int) -> None:
     row = _llama()
     gauges = [gauge for name, gauge in zip(NAMES, row.gauges, strict=True) if name != omitted]

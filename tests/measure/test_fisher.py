@@ -304,7 +304,7 @@ def test_the_curvature_along_a_direction(x64: None) -> None:
         go.measure.GGN(fn, p, [x], only="up"), go.rescale({"up": "_ c"}, {"down": "c _"})), "'down', which is not"),
     (lambda fn, p, x: go.measure.quotient_fisher(
         go.measure.Hessian(lambda p, x: jnp.sum(fn(p, x)), p, [x]), []), "no operator with zeros along orbits"),
-])  # fmt: skip
+])
 @pytest.mark.filterwarnings("ignore:an empty list of gauges")
 def test_messages(call: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):

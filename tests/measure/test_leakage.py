@@ -165,7 +165,7 @@ def test_two_blocks_give_the_lemmas_own_formulas(x64: None) -> None:
     expected = (d_up.mean(0) - d_down.mean(1)) * (up * slope_up).sum(0)
     assert _largest(found.per_tensor[""] - expected) <= 10 * tolerance("kernel")
     covariance = [np.cov((w * g)[:, 2], d[:, 2], bias=True)[0, 1] * len(w) for w, g, d in (
-        (up, slope_up, d_up), (down.T, slope_down.T, d_down.T))]  # fmt: skip
+        (up, slope_up, d_up), (down.T, slope_down.T, d_down.T))]
     assert abs(float(found.residual[""][2]) - (covariance[0] - 2.0 * covariance[1])) <= 10 * tolerance("kernel")
 
 

@@ -83,7 +83,7 @@ def test_deep_linear_networks_have_their_coefficient(
     found = go.measure.llc(
         _loss, params, [_product(params)], KEY, _gauges(widths) if invariant else None, **SAMPLED,
         num_chains=8, num_burnin_steps=10_000, num_draws=2_000, num_steps_bw_draws=20,
-    )  # fmt: skip
+    )
     assert float(found.mean) == pytest.approx(expected, rel=0.1)
     assert found.per_chain.shape == (8,) and found.losses.shape == (8, 2000)
     assert float(found.std) == pytest.approx(np.std(found.per_chain, ddof=1)) and found.std < 0.1 * expected
@@ -124,7 +124,7 @@ def test_a_regular_minimum_has_half_its_dimensions_less_what_the_pull_takes(x64:
         lambda p, x: 0.5 * jnp.sum(x * jnp.square(p["w"])), {"w": jnp.zeros(4)}, [curvatures], KEY,
         n_beta=1e3, lr=1e-4, localization=10.0, num_chains=16, num_draws=5000, num_burnin_steps=5000,
         num_steps_bw_draws=20,
-    )  # fmt: skip
+    )
     expected = 0.5 * np.sum(1e3 * curvatures / (1e3 * curvatures + 10.0))
     assert float(found.mean) == pytest.approx(float(expected), rel=0.03)
 
@@ -135,7 +135,7 @@ def test_batches_are_drawn_at_random(x64: None) -> None:
     found = go.measure.llc(
         lambda p, x: 0.5 * jnp.sum(jnp.square(p["w"] - x)), {"w": jnp.zeros(2)}, batches, KEY,
         n_beta=100.0, lr=1e-3, num_chains=8, num_draws=5000, num_burnin_steps=1000,
-    )  # fmt: skip
+    )
     assert float(found.initial_loss) == pytest.approx(0.01)
     assert float(found.mean) == pytest.approx(1.0, rel=0.15)
 
@@ -145,7 +145,7 @@ def test_batches_are_drawn_at_random(x64: None) -> None:
     ([jnp.ones(2), jnp.ones(3)], {}, "different shapes"),
     ([jnp.ones(2)], {"num_draws": 0}, "num_draws=1"),
     ([jnp.ones(2)], {"num_chains": 0}, "num_chains=1"),
-])  # fmt: skip
+])
 def test_messages(batches: list[jax.Array], options: dict[str, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         go.measure.llc(

@@ -43,7 +43,7 @@ def test_the_interval_covers_the_truth(exponent: float, along: float) -> None:
     (1.0 / LENGTHS, "do not fall"),
     (LENGTHS - 0.5, "not positive"),
     (np.exp(4.0 * np.random.default_rng(0).normal(size=60)) * LENGTHS, "noise|do not fall"),
-])  # fmt: skip
+])
 def test_what_is_no_power_law_is_unreadable(values: np.ndarray, reason: str) -> None:
     fit = go.measure.power_law(LENGTHS, values)
     assert not fit.readable and fit.interval == (-np.inf, np.inf)

@@ -47,7 +47,7 @@ def _measured(name: str, group: str) -> Any:
         found = go.measure.gauge_sensitivity(
             factories[name](), model.loss_fn, model.params, gauges, represent=model.represent, key=jax.random.key(1),
             num_samples=3, scale=SCALES[group],
-        )  # fmt: skip
+        )
         print(f"{name}, {group}: mean {found.mean:.2g}, max {found.max:.2g}")
         return jax.tree.map(np.asarray, found)
 
@@ -104,7 +104,7 @@ def test_the_figures_are_those_of_a_plain_loop(x64: None) -> None:
     found = go.measure.gauge_sensitivity(
         tx, loss, params, gauges, represent=represent, key=jax.random.key(2), num_samples=samples, scale=0.7,
         steps=steps,
-    )  # fmt: skip
+    )
 
     @jit
     def motion(p: Tree) -> jax.Array:
@@ -151,7 +151,7 @@ def _refusal(represent: Any = None, gauges: Any = None, shift: float = 0.0, **op
         go.measure.gauge_sensitivity(
             optax.sgd(0.01), loss, params, both if gauges is None else gauges, represent=represent or own,
             key=jax.random.key(0), **{"num_samples": 2} | options,
-        )  # fmt: skip
+        )
     return str(error.value)
 
 

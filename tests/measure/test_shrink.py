@@ -93,7 +93,7 @@ NORMED = go.scale_invariant({"normed": "_ channel"})
 SHAPES = {
     "norm": (6,), "up": (6, 5), "bias": (5,), "down": (5, 3), "value": (6, 2, 3), "out": (2, 3, 4), "logits": (3, 7),
     "normed": (4, 2), "free": (3,),
-}  # fmt: skip
+}
 EVERY_KIND = [NORM, UNIT, TURN, SHIFT, NORMED]
 
 
@@ -179,7 +179,7 @@ def test_an_alias_decays_by_roles_as_its_chain_does(name: str, x64: None) -> Non
     chain = optax.chain(
         go.gauge_project(BLOCK), precondition(BLOCK), go.add_gauge_decay(DECAY, BLOCK),
         optax.scale_by_learning_rate(RATE), go.gauge_retract(BLOCK),
-    )  # fmt: skip
+    )
     params = _params("norm", "up", "bias", "down") | {"free": _noise(22, 3)}
     _close(_trained(alias(RATE, BLOCK), params), _trained(chain, params), "oracle")
 

@@ -21,7 +21,7 @@ Tree = Any
 QUICK = (
     "user_gauge/translation", "rope_torus/half", "head_linear/lora", "product/residual_layernorm",
     "permutation/rotated_heads", "permutation/chain",
-)  # fmt: skip
+)
 rows = pytest.mark.parametrize(
     "case",
     [
@@ -83,7 +83,7 @@ def test_functions_are_told_apart_and_twins_are_not(case: GaugeCase, x64: None) 
     "rescale/degree_2", "permutation/units", *(pytest.param(name, marks=pytest.mark.slow) for name in (
         "head_rotation/bias", "head_linear/value_out", "rope_linear/half", "product/gpt", "norm_scale/one_plus",
         "bias_absorption/norm", "residual_rotation/plain"))
-])  # fmt: skip
+])
 def test_no_small_move_comes_nearer(name: str, x64: None) -> None:
     """Of two different functions: the point found is a local minimum of the distance."""
     case = _case(name)
@@ -182,7 +182,7 @@ CONFIGS: Mapping[str, dict[str, Any]] = {
     "llama": {"norm": "rmsnorm", "rope": True, "mlp": "swiglu", "bias": False},
     "qwen": {"norm": "rmsnorm", "rope": True, "mlp": "swiglu", "bias": False, "qk_norm": True, "norm_eps": 0.0},
     "qk_norm": {"qk_norm": True}, "mqa": {"kv_heads": 1}, "mha": {"kv_heads": 4, "rope": True},
-}  # fmt: skip
+}
 
 
 def _general(params: Tree, seed: int) -> Tree:
@@ -238,7 +238,7 @@ UNITS: Mapping[str, tuple[str, Mapping[str, str]]] = {
     "qwen3": ("layers/{i}/mlp/*_proj/kernel", _MLP),
     "hf_gpt2": ("transformer/h/{i}/mlp/*/kernel", {"c_fc": "channel _", "c_proj": "_ channel"}),
     "hf_llama": ("model/layers/{i}/mlp/*_proj/kernel", _MLP),
-}  # fmt: skip
+}
 HEADS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "nanodo": ("blocks_{i}/CausalAttn_0/*/kernel", _QKV | {"attn_out_proj": "head _ _"}),
     "vision_transformer": ("Transformer/encoderblock/MultiHeadDotProductAttention_0/*", {
@@ -256,7 +256,7 @@ HEADS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         "c_attn/bias": tuple(f"(qkv={n} head _)" for n in range(3)), "c_proj/kernel": "_ (head _)"}),
     "hf_llama": ("model/layers/{i}/self_attn/*_proj/kernel", {
         "q": "_ (head _)", "k": "_ (head _)", "v": "_ (head _)", "o": "(head _) _"}),
-}  # fmt: skip
+}
 
 
 def _orders(name: str) -> list[go.Gauge]:
@@ -344,7 +344,7 @@ class Bad(NamedTuple):
     Bad(lambda: go.average([], UNIT), r"average: no list of trees"),
     Bad(lambda: go.average(TREE, UNIT), r"average: no list of trees"),
     Bad(lambda: go.align(TREE, TREE, TREE), r"no gauges"),
-], ids=lambda bad: bad.message[:30])  # fmt: skip
+], ids=lambda bad: bad.message[:30])
 def test_errors_say_what_to_write(bad: Bad) -> None:
     with pytest.raises(ValueError, match=bad.message) as error:
         bad.call()

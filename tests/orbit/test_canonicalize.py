@@ -22,11 +22,11 @@ Tree = Any
 
 QUICK = ("bias_absorption/value_gqa", "residual_rotation/stacked", "product/whole_llama", "product/linear",
          "rope_linear/half", "rescale/layers", "norm_scale/one_plus", "head_rotation/gqa",
-         "user_gauge/translation", "product/slow_planes")  # fmt: skip
+         "user_gauge/translation", "product/slow_planes")
 rows = pytest.mark.parametrize("case", [
     pytest.param(case, id=case.name, marks=() if case.name in QUICK else pytest.mark.slow)
     for case in (*FLAT_CASES, *GAUGE_CASES)
-])  # fmt: skip
+])
 
 
 def apart(a: Tree, b: Tree) -> float:
@@ -67,7 +67,7 @@ def softmax_of(fn: Callable[..., Any]) -> Callable[..., Any]:
 @pytest.mark.parametrize(("name", "linear"), [
     pytest.param(name, linear, marks=() if (name, linear) == ("hf_gpt2", False) else pytest.mark.slow)
     for name in TREES for linear in (False, True)
-])  # fmt: skip
+])
 def test_presets(name: str, linear: bool, dtype: str) -> None:
     tree, rng = TREES[name], np.random.default_rng(0)
     with jax.enable_x64(dtype == "float64"):
@@ -84,7 +84,7 @@ def test_presets(name: str, linear: bool, dtype: str) -> None:
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 @pytest.mark.parametrize("row", [
     pytest.param(row, marks=() if row == next(iter(ROWS)) else pytest.mark.slow) for row in ROWS
-])  # fmt: skip
+])
 def test_every_switch_of_the_decoder(row: str, dtype: str) -> None:
     with jax.enable_x64():
         made = decoder(ROWS[row])

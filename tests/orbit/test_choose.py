@@ -47,15 +47,15 @@ def test_the_least_norm_is_the_balanced_point(optimizer: Any, x64: None) -> None
 CASES = [
     case for case in (*FLAT_CASES, *GAUGE_CASES)
     if case.name not in ("user_gauge/translation", "scale_invariant/kernel", "scale_invariant/kernel_bias")
-]  # fmt: skip
+]
 QUICK = ("product/whole_llama", "head_linear/value_out", "residual_rotation/plain", "rope_linear/half",
          "norm_read_shift/one_plus_bias", "bias_absorption/norm", "rope_torus/half",
-         "key_bias/fused")  # fmt: skip
+         "key_bias/fused")
 
 
 @pytest.mark.parametrize("case", [
     pytest.param(case, id=case.name, marks=() if case.name in QUICK else pytest.mark.slow) for case in CASES
-])  # fmt: skip
+])
 def test_every_kind_goes_towards_a_twin_and_keeps_the_function(case: Any, x64: None) -> None:
     """The distance from a twin that is near falls for every kind of gauge; the loss is what it was."""
     gauge, params = go.product(case.gauges()), case.params(jax.random.key(1))
@@ -99,7 +99,7 @@ def test_a_search_is_resumed_where_it_was_saved(tmp_path: Path) -> None:
     search = functools.partial(
         go.choose, rounding, llama(), ROTATIONS, batches=list(batches), key=jax.random.key(0), progress=False,
         return_state=True,
-    )  # fmt: skip
+    )
     whole, state = search(steps=6)
     _, half = search(steps=3)
     with ocp.StandardCheckpointer() as saver:
@@ -137,7 +137,7 @@ def test_a_start_and_an_early_stop(capsys: pytest.CaptureFixture[str]) -> None:
     element, state = go.choose(
         lambda p, batch: squares(p) * batch, params, gauge, steps=3, batches=iter([1.0, 2.0, 3.0]), progress=False,
         return_state=True,
-    )  # fmt: skip
+    )
     assert apart(element, state.element[0]) == 0.0
 
 

@@ -98,7 +98,7 @@ def test_the_function_stays(name: str, by: str, dtype: str) -> None:
 ROTATING = [
     case for case in (*FLAT_CASES, *GAUGE_CASES)
     if all(g.name in (*ROTATIONS, "rope_torus", "rope_linear") for g in case.gauges())
-]  # fmt: skip
+]
 
 
 QUICK = ("plain", "fused", "slow_planes")
@@ -106,7 +106,7 @@ QUICK = ("plain", "fused", "slow_planes")
 
 @pytest.mark.parametrize("case", [
     pytest.param(case, id=case.name, marks=() if case.name.endswith(QUICK) else pytest.mark.slow) for case in ROTATING
-])  # fmt: skip
+])
 def test_every_rotation_of_the_registers(case: Any, x64: None) -> None:
     params = case.params(jax.random.key(1))
     for by in ("random", "hadamard"):
@@ -230,7 +230,7 @@ def test_bad_input_is_refused() -> None:
         jax.jit(lambda p: go.rotate(p, heads, "random"))(params)
     with pytest.raises(ValueError, match=r"(?s)no Hadamard rotation.*rotary planes"):
         go.rotate({"q": jnp.ones((6, 2, 4)), "k": jnp.ones((6, 2, 4))},
-                  go.rope_torus({"q": "_ head basis", "k": "_ head basis"}))  # fmt: skip
+                  go.rope_torus({"q": "_ head basis", "k": "_ head basis"}))
     centred = go.residual_rotation({"out": "_ _ basis"}, {"value": "basis _ _"}, centred=True)
     with pytest.raises(ValueError, match=r"(?s)6 dimensions.*a multiple of 4"):
         go.rotate(params, centred)

@@ -255,7 +255,7 @@ class Gauge(abc.ABC):
 
         Returns:
           The structure of an element; empty dicts for rotations and linear gauges, which have no coordinate, because
-          closed horizontal paths can rotate heads (holonomy). For scales, coordinates(g·θ) = coordinates(θ) + log |α|.
+          closed horizontal paths can rotate heads (holonomy). For scales, coordinates(g·θ) = coordinates(θ) + log α.
           A shift's coordinate is the mean along `vocab` of the stored leaf.
         """
         b = self._bound(params)

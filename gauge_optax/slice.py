@@ -6,15 +6,17 @@ from a block, its *anchor*, here `up`: a channel whose `up` column has the norm 
 from a mean, rotations from the polar factor of a matrix.
 
 * The *slice* is the set of points that read as the identity: here, all `up` columns have the norm 1.
-* The *frame* F of a point θ is the element that the point reads as. It maps the slice to the point: θ = F·θ̂.
-* The *slice point* is θ̂ = F⁻¹·θ, here up/3 and down·3. Twins, weight sets of one function, have one slice point.
+* The *frame* F of a point θ is the element that the point reads as.
+* The *slice point* is θ̂ = F⁻¹·θ, here up/3 and down·3; F maps it back to θ = F·θ̂. *Twins* are weights that elements of
+  the gauges move into each other. They compute one function, and have one slice point.
 * The *orbit* of a point is the set of points that elements move it to. A tangent along it is *vertical*; the projection
   that the slice defines splits every tangent into a vertical and a *horizontal* part.
 * To *fix* a point near the slice is to read its constants and sizes again, and to apply the inverse of that element.
-* To *hold* a step is to remove the part that rotates heads: rotations are read at `init` alone, and are not fixed.
+* To *hold* a step is to remove the part that rotates heads, or the residual stream where its gauge asks for it:
+  rotations are read at `init` alone, and are not fixed.
 
 F = constants · sizes · turns, whatever the order of a list of gauges: turns act first and constants last. Within a
-role, a part waits for every part that moves what it is read from (`parts.order`). An optimizer step has five parts:
+role, a part waits for every part that moves what it is read from (`parts.order`). An optimizer step has five stages:
 
     θ̂ = F⁻¹·θ      ĝ = Fᵀ·g      u = inner(ĝ, θ̂)      θ̂′ = fix(θ̂ + u)      step = F·hold(θ̂′ − θ̂)
 
@@ -165,13 +167,13 @@ class Slice:
         bits = {p: jnp.finfo(d).nmant for p, d in (dtypes or {}).items() if jnp.issubdtype(d, jnp.floating)}
         alone = frozenset(p.label for p in kept if frozen & set(changed(p)))
         following = frozenset(p.label for p in sizes if bits and p.follows(bits)) - alone
-        at_one = {place_of(p.anchors[0]): p.label for p in sizes if p.anchors}
+        first = in_order(sizes)
+        at_one = {place_of(place.anchor): place.part.label for place in first}
         unpassed = tuple((t, b.path) for t in turns for b in t.passes if place_of((b,)) not in at_one)
         # A turn needs γ = 1. Where γ's growth may not leave γ, its kernels cannot turn, and the turn is no symmetry.
         stuck = alone | following
         turns = [t for t in turns if not stuck & {at_one.get(place_of((b,)), "") for b in t.passes}]
         passed = frozenset(at_one[place_of((b,))] for t in turns for b in t.passes if place_of((b,)) in at_one)
-        first = in_order(sizes)
         later = [
             Place(p, anchor, others_of(p, anchor, sizes))
             for p, used, _ in reversed(first)
@@ -252,7 +254,7 @@ class Slice:
                     f"{block.shape}, the parameter's",
                     "pass gradients or updates of the very parameters that are passed as params",
                 )
-        return {path: jnp.asarray(leaves[path], dtype) for path in self.added}
+        return {b.path: jnp.broadcast_to(jnp.asarray(leaves[b.path], dtype), b.shape) for b in self.blocks}
 
     def check(self, labels: Collection[str]) -> None:
         """Raises ValueError where a state with these labels was made with other gauges, or on other leaves."""
@@ -455,8 +457,8 @@ class Slice:
 
     # Vertical and horizontal ------------------------------------------------------------------------------
 
-    def nearest_slice_point(self, params: Any) -> tuple[Frame, Entered]:
-        """The slice point on the orbit of `params`, with heads in the basis in which they are stored."""
+    def unturned_slice_point(self, params: Any) -> tuple[Frame, Entered]:
+        """The slice point up to rotations: heads and the residual stream keep the basis in which they are stored."""
         values = self.values(params)
         frame = self.read(values, turning=False)
         return frame, self.enter(frame.elements, values)
@@ -467,7 +469,7 @@ class Slice:
         A tangent's part is that of `horizontal`. A cotangent's part is the transpose of that: its product with every
         vertical tangent is zero.
         """
-        (_, live), entered = self.nearest_slice_point(params)
+        (_, live), entered = self.unturned_slice_point(params)
         values, vectors, point = self.values(params), self.vectors(vector), entered.point
 
         out: Arrays

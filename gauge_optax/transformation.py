@@ -113,7 +113,7 @@ def in_computing_dtype(leaf: Any) -> jax.Array:
 def cast_like(leaves: Mapping[str, jax.Array], tree: Any) -> dict[str, jax.Array]:
     """Returns leaves by path, each cast to the dtype that it has in `tree`."""
     targets = leaves_by_path(tree)
-    return {path: leaf.astype(targets[path].dtype) for path, leaf in leaves.items()}
+    return {path: leaf.astype(jnp.result_type(targets[path])) for path, leaf in leaves.items()}
 
 
 def in_dtype_of(tree: Any, leaves: Mapping[str, jax.Array]) -> Any:

@@ -237,6 +237,46 @@ def test_a_stream_that_heads_turn_everywhere_is_refused() -> None:
     assert go.bind([stream], params).dim == 15
 
 
+def _step(gauges: Any, params: Tree, updates: Tree) -> Tree:
+    tx = go.quotient(optax.adam(1e-2), gauges)
+    return tx.update(updates, tx.init(params), params)[0]
+
+
+def test_a_norm_that_hides_a_channel_beside_a_rotation_of_the_stream_is_refused() -> None:
+    """The rotation divides by its scale: the first update was NaN, without a word."""
+    norm = go.norm_scale({"norm": "channel"}, {"read": "channel _"})
+    params = {"norm": jnp.ones(4), "read": jnp.ones((4, 5)), "embed": jnp.eye(4)}
+    stream = go.residual_rotation({"read": "basis _"}, {"embed": "_ basis"}, [norm])
+    assert all(bool(jnp.all(jnp.isfinite(x))) for x in jax.tree.leaves(_step([norm, stream], params, params)))
+    with pytest.raises(ValueError, match="a norm that hides a channel, 'norm'"):
+        _step([norm, stream], params | {"norm": jnp.ones(4).at[1].set(0.0)}, params)
+
+
+def test_a_state_says_what_sizes_are_read_from() -> None:
+    """Two anchors are two slices: a state of one was taken by an optimizer of the other."""
+    params = {"w": jnp.ones((3, 4)), "b": jnp.full(4, 2.0), "down": jnp.ones((4, 2))}
+    up = {"w": "_ channel", "b": "channel"}
+    one, other = (go.rescale(order, {"down": "channel _"}) for order in (up, dict(reversed(up.items()))))
+    state = go.quotient(optax.adam(1e-2), one).init(params)
+    with pytest.raises(ValueError, match="a state of other gauges"):
+        go.quotient(optax.adam(1e-2), other).update(params, state, params)
+    tables = {"x": "_ vocab", "y": "vocab"}
+    shifts = [go.logit_shift(order) for order in (tables, dict(reversed(tables.items())))]
+    leaves = {"x": jnp.ones((2, 3)), "y": jnp.arange(3.0)}
+    first, second = (go.quotient(optax.adam(1e-2), shift) for shift in shifts)
+    updates = [tx.update(leaves, first.init(leaves), leaves)[0] for tx in (first, second)]
+    jax.tree.map(np.testing.assert_array_equal, *updates)
+
+
+def test_a_number_may_stand_for_a_leaf() -> None:
+    """As a preconditioner's scalar; a bound leaf may be a number too."""
+    params = {"q": jnp.ones((4, 2, 3)), "k": jnp.ones((4, 2, 3))}
+    heads = go.head_rotation({"q": "_ head basis", "k": "_ head basis"})
+    assert _step(heads, params, {"q": 0.0, "k": params["k"]})["q"].shape == (4, 2, 3)
+    unit = go.rescale({"w": "_"}, {"b": ""})
+    assert float(_step(unit, {"w": jnp.ones(3), "b": 0.5}, {"w": jnp.ones(3), "b": 1.0})["b"]) != 0.0
+
+
 # The bound object ----------------------------------------------------------------------------------------------
 
 

@@ -99,6 +99,24 @@ def test_a_state_of_the_other_rest_is_refused() -> None:
         go.quotient(optax.adam(0.1), gauge, rest="balanced").update(params, state, params)
 
 
+def test_a_side_of_zeros_rests_where_its_first_step_ends() -> None:
+    """The first step away from zeros moved the other side by its own size, to a ratio that was made up."""
+    gauge = go.rescale({"up": "_ channel"}, {"down": "channel _"})
+    params = {"up": jnp.ones((2, 3)), "down": jnp.zeros((3, 2))}
+    tx = go.quotient(optax.sgd(0.01), gauge, rest="balanced")
+    state = tx.init(params)
+    gradients = {"up": jnp.zeros((2, 3)), "down": jnp.ones((3, 2))}
+    ratios = []
+    for number in range(3):
+        updates, state = tx.update(gradients, state, params)
+        largest = max(float(jnp.max(jnp.abs(x))) for x in jax.tree.leaves(updates))
+        assert number > 0 or largest < 0.03, largest
+        params = optax.apply_updates(params, updates)
+        ratios.append(jnp.log(jnp.linalg.norm(params["up"], axis=0) / jnp.linalg.norm(params["down"], axis=1)))
+    np.testing.assert_allclose(ratios[1], ratios[0], atol=1e-5)
+    np.testing.assert_allclose(ratios[2], ratios[0], atol=1e-5)
+
+
 def test_a_state_goes_on_after_a_move(x64: None) -> None:
     """Transport moves the frame; the ratios are invariants, and go on to hold the new coordinate."""
     gauge = go.rescale({"up": "_ channel"}, {"down": "channel _"})

@@ -12,13 +12,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from gauge_optax.binding import leaf_shape, leaves_by_path, with_leaves
+from gauge_optax.binding import Block, leaf_shape, leaves_by_path, with_leaves
 from gauge_optax.binding.bind import require_no_absent_leaf
 from gauge_optax.binding.paths import match, shown_and_hidden
 from gauge_optax.errors import binding_error
 from gauge_optax.gauges.symmetry import Symmetry
 from gauge_optax.linalg import real_dtype, safe_divide
-from gauge_optax.parts.part import Arrays, changed
+from gauge_optax.parts.constants import ReadShift
+from gauge_optax.parts.part import Arrays, Part, changed
+from gauge_optax.parts.stream import Stream
 from gauge_optax.slice import Elements, Slice
 
 Params = TypeVar("Params")
@@ -32,13 +34,13 @@ class Bound:
       gauges: the gauges, in the order of the list.
       copies: per gauge, its copies on the tree: one per layer, or other capture of its paths.
       slice: all parts of the gauges, sorted.
-      alone: whether elements are those of one gauge; else they are tuples with one element per gauge.
+      single: whether one gauge was given, so that elements are its own; else they are tuples with one per gauge.
     """
 
     gauges: tuple[Any, ...]
     copies: tuple[tuple[Symmetry, ...], ...]
     slice: Slice
-    alone: bool = False
+    single: bool = False
 
     # What a user calls ------------------------------------------------------------------------------------
 
@@ -82,7 +84,7 @@ class Bound:
           params: the weights.
           scale: size of the move: 1 moves log-sizes by up to 1 and takes rotations from the Haar measure.
         """
-        if self.alone:
+        if self.single:
             return self.act(self.gauges[0].sample(key, params, scale), params)
         keys = jax.random.split(key, max(1, len(self.gauges)))
         return self.act(tuple(g.sample(k, params, scale) for g, k in zip(self.gauges, keys, strict=False)), params)
@@ -121,16 +123,16 @@ class Bound:
 
     @functools.cached_property
     def whole(self) -> Slice:
-        """The slice with all parts. `slice` lacks the turns that optimizers leave out on this tree."""
-        if not self.slice.alone and not self.slice.following:
-            return self.slice
-        return Slice.of([part for copies in self.copies for copy in copies for part in copy.parts])
+        """The slice with all parts. `slice` lacks those that optimizers leave out on this tree."""
+        parts = [part for copies in self.copies for copy in copies for part in copy.parts]
+        kept = {part.label for part in self.slice.acting}
+        return self.slice if kept == {part.label for part in parts} else Slice.of(parts)
 
     def elements(self, element: Any) -> Elements:
         """The elements of the parts, by label, whose moves together are that of a public element."""
         out: Elements = {}
         for gauge, copies, value in zip(
-            self.gauges, self.copies, (element,) if self.alone else tuple(element), strict=True
+            self.gauges, self.copies, (element,) if self.single else tuple(element), strict=True
         ):
             for copy, own in zip(copies, gauge._split(copies, value), strict=True):
                 out |= {part.label: e for part, e in zip(copy.parts, copy.split(own), strict=True)}
@@ -143,7 +145,7 @@ class Bound:
             return copy.join([elements[p.label] if p.label in elements else p.identity() for p in copy.parts])
 
         out = self.by_gauge(joined)
-        return out[0] if self.alone else out
+        return out[0] if self.single else out
 
     def by_gauge(self, value: Any) -> tuple[Any, ...]:
         """One value per gauge, with the structure of an element, from a function of copies; None leaves a copy out."""
@@ -165,14 +167,14 @@ class Bound:
         return with_leaves(params, {p: y.astype(leaves[p].dtype) for p, y in values.items()})
 
 
-def bound(gauges: Sequence[Any], params: Any, frozen: frozenset[str] = frozenset(), alone: bool = False) -> Bound:
+def bound(gauges: Sequence[Any], params: Any, frozen: frozenset[str] = frozenset(), single: bool = False) -> Bound:
     """Binds gauges to a tree.
 
     Args:
       gauges: the gauges of a product.
       params: the tree; shapes are enough.
       frozen: paths of leaves that never change.
-      alone: see `Bound`.
+      single: see `Bound`.
 
     Raises:
       ValueError: a binding that does not fit, or gauges that do not commute.
@@ -182,8 +184,8 @@ def bound(gauges: Sequence[Any], params: Any, frozen: frozenset[str] = frozenset
     leaves = tuple((path, leaf_shape(leaf), getattr(leaf, "dtype", None)) for path, leaf in shown.items())
     try:
         if all(gauge._by_paths for gauge in gauges):
-            return _by_shapes(tuple(gauges), leaves, hidden, frozen, alone)
-        return _sliced(tuple(gauges), tuple(gauge._copies(params) for gauge in gauges), leaves, frozen, alone)
+            return _by_shapes(tuple(gauges), leaves, hidden, frozen, single)
+        return _sliced(tuple(gauges), tuple(gauge._copies(params) for gauge in gauges), leaves, frozen, single)
     except ValueError:
         for gauge in gauges:  # a leaf that is None has no path: only now is it worth a search
             require_no_absent_leaf(gauge.name, getattr(gauge, "specs", ()), params)
@@ -227,12 +229,12 @@ _Leaves = tuple[tuple[str, tuple[int, ...], Any], ...]
 
 @functools.lru_cache(maxsize=64)  # an update asks for the same slice several times per trace
 def _by_shapes(
-    gauges: tuple[Any, ...], leaves: _Leaves, hidden: tuple[str, ...], frozen: frozenset[str], alone: bool
+    gauges: tuple[Any, ...], leaves: _Leaves, hidden: tuple[str, ...], frozen: frozenset[str], single: bool
 ) -> Bound:
     """As `bound`, for gauges whose copies depend on paths, shapes and dtypes alone."""
     tree = {path: 0.0 if dtype is None else jax.ShapeDtypeStruct(shape, dtype) for path, shape, dtype in leaves}
     masked = dict.fromkeys(hidden, optax.MaskedNode())
-    return _sliced(gauges, tuple(gauge._copies(tree | masked) for gauge in gauges), leaves, frozen, alone)
+    return _sliced(gauges, tuple(gauge._copies(tree | masked) for gauge in gauges), leaves, frozen, single)
 
 
 @functools.lru_cache(maxsize=64)
@@ -241,11 +243,11 @@ def _sliced(
     copies: tuple[tuple[Symmetry, ...], ...],
     leaves: _Leaves,
     frozen: frozenset[str],
-    alone: bool,
+    single: bool,
 ) -> Bound:
     parts = [part for group in copies for copy in group for part in copy.parts]
     dtypes = {path: dtype for path, _, dtype in leaves if dtype is not None}
-    return Bound(gauges, copies, Slice.of(parts, dtypes, frozen), alone)
+    return Bound(gauges, copies, Slice.of(parts, dtypes, frozen), single)
 
 
 def _require_unpacked(gauges: Sequence[Any], params: Any) -> None:
@@ -257,3 +259,36 @@ def _require_unpacked(gauges: Sequence[Any], params: Any) -> None:
             raise binding_error(
                 gauge.name, f"binds the packed leaf '{path}'", "a leaf without its constant rows", "whole leaves",
                 "take this gauge out of the list for packed trees; or pass go.unpack(packed)")
+
+
+@functools.singledispatch
+def divides_by(part: Part[Any]) -> tuple[Block, ...]:
+    """Scales of norms by which an element of the part divides."""
+    return ()
+
+
+@divides_by.register
+def _norms_before_readers(part: Stream) -> tuple[Block, ...]:
+    return part.passes
+
+
+@divides_by.register
+def _norm_before_kernels(part: ReadShift) -> tuple[Block, ...]:
+    return part.scale
+
+
+def require_nonzero_norms(name: str, s: Slice, leaves: Mapping[str, Any]) -> None:
+    """Raises ValueError where a part divides by a norm's scale that is zero, as a rotation of the stream would.
+
+    Args:
+      name: of the public function, for messages.
+      s: the slice.
+      leaves: the parameters by path; tracers are not looked at.
+    """
+    for block in dict.fromkeys(block for part in s.parts for block in divides_by(part)):
+        scale = leaves[block.path]
+        if not isinstance(scale, jax.core.Tracer) and not np.all(np.asarray(block.view(scale)) + block.one_plus):
+            raise binding_error(
+                name, f"a norm that hides a channel, '{block.path}'", "a scale of zero", "scales that are not zero",
+                "take residual_rotation and norm_read_shift out of the list, or give the channel a small scale",
+            )

@@ -710,4 +710,4 @@ def bind(gauges: Gauges, params: Any) -> Bound:
     Reference: docs/design.md §2.
     """
     group = product(gauges)
-    return bound(group.parts, params, alone=isinstance(gauges, Gauge) and not isinstance(gauges, Product))
+    return bound(group.parts, params, single=isinstance(gauges, Gauge) and not isinstance(gauges, Product))

@@ -90,7 +90,8 @@ class NormReadShift(WriteShift):
                     gauge, f"'{target.path}' does not follow '{kernel.path}'", f"{target.view_shape}",
                     f"the axes of \"{kernel.axes}\" without channel, {outputs}", "pair every kernel with its own bias")
         shape = tuple(sizes[name] for name in named)
-        part = ReadShift(label(gauge, key, blocks), named, shape, (*kernels, *behind), scale, bias, len(kernels))
+        name = label(gauge, key, blocks, kernels=[(b.path, b.axes) for b in kernels])  # elements have this order
+        part = ReadShift(name, named, shape, (*kernels, *behind), scale, bias, len(kernels))
         return cls(gauge, key, (part,))
 
     @property

@@ -68,7 +68,8 @@ class ComplexScale(Symmetry):
     def of(
         cls, gauge: str, key: str, named: tuple[str, ...], sizes: Mapping[str, int], blocks: Any, **options: Any
     ) -> "ComplexScale":
-        name = label(gauge, key, blocks, pairing=options["pairing"])
+        # The moduli are read from the first block, whichever order the others have.
+        name = label(gauge, key, blocks, pairing=options["pairing"], anchor=[(b.path, b.axes) for b in blocks][:1])
         shape = (*(sizes[axis] for axis in named), sizes[BASIS] // 2)
         blocks, axes = planes(gauge, sizes, blocks, options["pairing"]), (*named, PLANE)
         moduli = Factor(f"{name} moduli", axes, shape, blocks)

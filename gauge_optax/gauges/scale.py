@@ -202,7 +202,7 @@ class Scale(Symmetry):
         anchor: Anchor = tuple(b for b in blocks if b.role == "up")[:1]
         signed = bool(options.get("signed")) and all(b.entries(named) == 1 for b in anchor)
         part = Factor(
-            label(gauge, key, blocks, degree=degree),
+            label(gauge, key, blocks, degree=degree, anchor=[(b.path, b.axes) for b in anchor]),
             named,
             tuple(sizes[name] for name in named),
             blocks,

@@ -127,7 +127,9 @@ class Shift(Symmetry):
                         gauge, f"two ranges of {cls.axis} on '{block.path}'", f"'{other.axes}' and '{block.axes}'",
                         "one range per leaf in one gauge", f"write one {gauge} per range, as a list of gauges")
         shape = tuple(sizes[name] for name in named)
-        return cls(gauge, key, (cls.part(label(gauge, key, blocks), named, shape, tuple(blocks), axis=cls.axis),))
+        # A state has one array per block: in an order that does not depend on that of a dict.
+        blocks = tuple(sorted(blocks, key=lambda block: (block.path, block.axes)))
+        return cls(gauge, key, (cls.part(label(gauge, key, blocks), named, shape, blocks, axis=cls.axis),))
 
     @classmethod
     def one_along(cls, block: Block) -> Block:

@@ -11,7 +11,7 @@ import optax
 
 from gauge_optax.binding import leaves_by_path, with_leaves
 from gauge_optax.errors import binding_error
-from gauge_optax.gauges.bound import bound
+from gauge_optax.gauges.bound import bound, require_nonzero_norms
 from gauge_optax.gauges.gauge import Gauge, Gauges, Product, product
 from gauge_optax.optimizers.decay import decayed_leaves, require_whole_gauges
 from gauge_optax.optimizers.rest import resting
@@ -56,14 +56,15 @@ def quotient(
       inner: a whole optimizer, with its learning rate, decay, clipping and masks, or a link of a chain.
       gauges: a gauge or a sequence of them, in any order, meaning their product. Leaves that no gauge binds pass
         unchanged.
-      hold: whether to remove from every step the part that only rotates the basis of an attention head. If False,
-        heads rotate as `inner` rotates them.
+      hold: whether to remove from every step the part that only rotates the basis of an attention head, and that of
+        the residual stream where its gauge has `hold=True`. If False, they rotate as `inner` rotates them.
       pin: whether `inner` sees the weights on the slice, where anchors (the blocks from which sizes are read) have a
         constant size. If False, it sees anchors grow and shrink as they would if it ran alone. From small starts Adam
         trains better with True; Muon, whose steps all have one size, trains better with False
         (examples/results/starts.json).
       rest: which weights of the function a step ends at; no function and no inner optimizer sees it. "anchor": the
-        anchor of a scale keeps its size, and its partner takes all growth. "balanced": both sides share it, see
+        anchor of a scale keeps its size, and its partner takes all growth (if another leaf of the scale is less
+        precise than the anchor, the anchor takes it). "balanced": both sides share it, see
         `optimizers/rest.py`.
 
     Returns:
@@ -119,7 +120,7 @@ def quotient_for(
         of_seen = with_leaves(gradient, seen.pull(s.vectors(gradient)))
         extra = _extra_at(s, entered, seen, params, extra) if extra else extra
         u, inner_state = inner.update(of_seen, state.inner_state, with_leaves(params, seen.point), **extra)
-        grown, after = s.fix(plus(entered.point, seen.push(s.vectors(u))), state.frame.live)  # θ̂′ = fix(θ̂ + u)
+        grown, after = s.fix(plus(entered.point, seen.push(s.vectors(u))), state.frame.live)  # θ̂′ = fix(θ̂ + B·u)
         step = minus(after, entered.point)
         step = s.hold(entered.point, step) if hold else step  # without rotations of heads
         step, frame = _rested(s, state.frame, grown, entered.point, step)
@@ -152,7 +153,10 @@ def group_of(name: str, learning_rate: Any, gauges: Any) -> Product:
 
 
 def slice_gradient(s: Slice, entered: Entered, updates: Any, without_constants: bool = True) -> Any:
-    """The slice gradient ĝ = Fᵀ·g as a tree, without the roundoff in what is zero for every invariant loss.
+    """The slice gradient ĝ = Fᵀ·g as a tree, with what invariance says of it.
+
+    The gradient of a norm's scale that a rotation passes is computed from the others, and roundoff is removed from what
+    is zero for every invariant loss.
 
     Args:
       s: the slice.
@@ -213,11 +217,12 @@ def frame_and_slice_point(name: str, group: Product, params: Any) -> tuple[Frame
 
     Raises:
       ValueError: leaves that have no values, as in a tree of shapes; gauges that pass a norm's scale without its
-        `norm_scale`.
+        `norm_scale`, or divide by one that is zero.
     """
     require_values(name, params)
     s, mesh = bound(group.parts, params).slice, layout(params)
     s.check_norms()
+    require_nonzero_norms(name, s, leaves_by_path(params))
     with mesh.left_open():
         stored = mesh.enter(params)
         leaves = leaves_by_path(stored)

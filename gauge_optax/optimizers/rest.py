@@ -37,7 +37,8 @@ class RestedState(NamedTuple):
 
     Attributes:
       quotient: its own state, whose frame changes with every step.
-      held: label of a scale with two sides → log ‖up‖ − p·log ‖down‖ of the stored weights, which stays.
+      held: label of a scale with two sides → log ‖up‖ − p·log ‖down‖ of the stored weights, which stays; infinite for
+        channels that have had a side of zeros at every step, and have no such coordinate yet.
     """
 
     quotient: Any
@@ -46,7 +47,7 @@ class RestedState(NamedTuple):
 
 @functools.singledispatch
 def log_ratio(part: Part[Any], x: Arrays) -> jax.Array | None:
-    """log ‖up‖ − p·log ‖down‖ per channel, of a scale with two sides; None for other kinds."""
+    """log ‖up‖ − p·log ‖down‖ per channel, of a scale with two sides, infinite where one is zero; None for others."""
     return None
 
 
@@ -56,9 +57,9 @@ def _of_factor(part: Factor, x: Arrays) -> jax.Array | None:
         return None
     zero = jnp.zeros(part.shape)
     up, down = (sum((b.total(part.named, jnp.square(x[b.path])) for b in side), zero) for side in (part.up, part.down))
-    alive = (up > 0) & (down > 0)  # a dead channel has no ratio: 0 stands for it
+    alive = (up > 0) & (down > 0)
     logs = [jnp.log(jnp.where(alive, y, 1.0)) for y in (up, down)]
-    return 0.5 * (logs[0] - part.degree * logs[1])
+    return jnp.where(alive, 0.5 * (logs[0] - part.degree * logs[1]), jnp.inf)
 
 
 def held_ratios(s: Slice, f: Elements, x: Arrays) -> dict[str, jax.Array]:
@@ -68,7 +69,7 @@ def held_ratios(s: Slice, f: Elements, x: Arrays) -> dict[str, jax.Array]:
 
 
 def share(part: Any) -> float:
-    """By how much log α = 1 changes log ‖up‖ − p·log ‖down‖."""
+    """By how much log ‖up‖ − p·log ‖down‖ grows where log α grows by 1."""
     return 1.0 + float(part.degree) ** 2
 
 
@@ -103,14 +104,21 @@ def resting(
         s, f = bound(group.parts, params).slice, dict(after.frame.elements)
         before = s.values(params)
         x = s.enter(f, jax.tree.map(jnp.add, before, s.vectors(step))).point
+        held = dict(state.held)
         for part, _, _ in s.sizes:
-            ratio = log_ratio(part, x)
-            if ratio is not None:  # F follows from the coordinate alone, so that no roundoff of earlier steps adds up
-                size = jnp.exp((state.held[part.label] - ratio) / share(part))
-                f[part.label] = jnp.where(f[part.label] < 0, -size, size)
+            ratio, label = log_ratio(part, x), part.label
+            if ratio is None:
+                continue
+            after_step = ratio + share(part) * jnp.log(jnp.abs(f[label]))
+            # F follows from the coordinate alone, so that no roundoff of earlier steps adds up.
+            known = jnp.isfinite(held[label]) & jnp.isfinite(ratio)
+            size = jnp.exp((jnp.where(known, held[label], 0.0) - jnp.where(known, ratio, 0.0)) / share(part))
+            f[label] = jnp.where(known, jnp.where(f[label] < 0, -size, size), f[label])
+            # A channel that had a side of zeros until this step rests from now on where the step ends.
+            held[label] = jnp.where(jnp.isfinite(held[label]), held[label], after_step)
         out = cast_like(jax.tree.map(jnp.subtract, s.act(f, x), before), updates)
         frame = after.frame._replace(elements=f)
-        return with_leaves(step, out), RestedState(after._replace(frame=frame), state.held)
+        return with_leaves(step, out), RestedState(after._replace(frame=frame), held)
 
     def empty(params: Any) -> RestedState:
         return RestedState(tx.init(params), placeholder())

@@ -213,7 +213,7 @@ def _from_itself(s: Slice, a: Any, b: Any, known: Mapping[Any, Any]) -> _Path:
 
 def _from_slice(s: Slice, a: Any, b: Any, known: Mapping[Any, Any]) -> _Path:
     """The path that leads over the slice points of both."""
-    there, here = (s.nearest_slice_point(x)[1] for x in (a, b))
+    there, here = (s.unturned_slice_point(x)[1] for x in (a, b))
     path = _Path(s, s.values(b), dict(there.point))
     for part, e, _, _ in here.stages:
         path.move(part, part.inverse(e))

@@ -8,22 +8,20 @@ heads, and the residual stream, are in the eigenbasis of a Gram matrix instead, 
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, TypeVar, get_args
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from gauge_optax.binding import Block, leaves_by_path, with_leaves
+from gauge_optax.binding import leaves_by_path, with_leaves
 from gauge_optax.errors import binding_error
+from gauge_optax.gauges.bound import require_nonzero_norms
 from gauge_optax.gauges.gauge import Gauges, bind
 from gauge_optax.orbit.eigenbases import eigenbases
-from gauge_optax.parts.constants import ReadShift
 from gauge_optax.parts.part import Arrays, Part
 from gauge_optax.parts.permutation import Permutation
 from gauge_optax.parts.sizes import Factor
-from gauge_optax.parts.stream import Stream
 from gauge_optax.slice import Elements, Slice
 
 Params = TypeVar("Params")
@@ -162,30 +160,3 @@ def _sorted_units(part: Permutation, point: Arrays) -> Any:
     """
     cubes = (part.total(block, jnp.abs(point[block.path]) ** 3) for block in part.blocks)
     return part.inverse(jnp.argsort(-jnp.asarray(sum(cubes, 0.0)), -1).astype(jnp.int32))
-
-
-@functools.singledispatch
-def divides_by(part: Part[Any]) -> tuple[Block, ...]:
-    """Scales of norms by which an element of the part divides."""
-    return ()
-
-
-@divides_by.register
-def _norms_before_readers(part: Stream) -> tuple[Block, ...]:
-    return part.passes
-
-
-@divides_by.register
-def _norm_before_kernels(part: ReadShift) -> tuple[Block, ...]:
-    return part.scale
-
-
-def require_nonzero_norms(name: str, s: Slice, leaves: Mapping[str, Any]) -> None:
-    """Raises ValueError where a part divides by a norm's scale that is zero, as a rotation of the stream would."""
-    for block in dict.fromkeys(block for part in s.parts for block in divides_by(part)):
-        scale = leaves[block.path]
-        if not isinstance(scale, jax.core.Tracer) and not np.all(np.asarray(block.view(scale)) + block.one_plus):
-            raise binding_error(
-                name, f"a norm that hides a channel, '{block.path}'", "a scale of zero", "scales that are not zero",
-                "take residual_rotation and norm_read_shift out of the list, or give the channel a small scale",
-            )

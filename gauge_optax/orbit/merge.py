@@ -127,5 +127,5 @@ def _real(leaf: Any) -> bool:
 def _slice_point(group: Any, params: Any) -> Any:
     """The slice point as a tree of stored numbers, with heads in the basis that they have."""
     s = group._bound(params).whole
-    _, entered = s.nearest_slice_point(params)
+    _, entered = s.unturned_slice_point(params)
     return with_leaves(params, {path: x - s.added[path] for path, x in entered.point.items()})

@@ -20,11 +20,10 @@ import numpy as np
 
 from gauge_optax.binding import Block, leaves_by_path, with_leaves
 from gauge_optax.errors import binding_error
-from gauge_optax.gauges.bound import Bound
+from gauge_optax.gauges.bound import Bound, require_nonzero_norms
 from gauge_optax.gauges.gauge import Element, Gauges, product
 from gauge_optax.gauges.symmetry import Symmetry
 from gauge_optax.linalg import noise
-from gauge_optax.orbit.canonicalize import require_nonzero_norms
 from gauge_optax.orbit.rotations import misfit, on_leaf, random_rotation, with_blocks
 from gauge_optax.parts.part import changed
 from gauge_optax.slice import Elements

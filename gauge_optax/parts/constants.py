@@ -208,12 +208,13 @@ class Absorption(Sum):
     def _through(self, e: jax.Array, kernel: Block, target: Block, leaf: jax.Array) -> jax.Array:
         """t·W, laid out like the bias behind this kernel."""
         letters = iter(string.ascii_lowercase)
-        name_of = {name: next(letters) for name in self.named}
-        axes = [name_of.get(label) or next(letters) for label in kernel.labels]
+        letter_of = {name: next(letters) for name in self.named}
+        axes = [letter_of.get(label) or next(letters) for label in kernel.labels]
         free = [x for x, label in zip(axes, kernel.labels, strict=True) if label not in self.named]
+        # The axes of a target are the last free axes of its kernel; the sum runs over the earlier ones.
         kept = iter(free[len(free) - sum(label not in self.named for label in target.labels) :])
-        laid = [name_of.get(label) or next(kept) for label in target.labels]
-        spec = f"{''.join(name_of[n] for n in self.named)},{''.join(axes)}->{''.join(laid)}"
+        laid = [letter_of.get(label) or next(kept) for label in target.labels]
+        spec = f"{''.join(letter_of[n] for n in self.named)},{''.join(axes)}->{''.join(laid)}"
         return jnp.einsum(spec, e, kernel.view(leaf), precision=HIGHEST)
 
     def beside_frozen(self, frozen: frozenset[str]) -> Part[Any] | None:
@@ -254,8 +255,8 @@ class ReadShift(Sum):
     def identity(self) -> tuple[jax.Array, ...]:
         return tuple(jnp.zeros(_without(b, CHANNEL), real_dtype()) for b in self.kernels)
 
-    def _of_norm(self, x: Arrays, without: float) -> tuple[jax.Array, jax.Array]:
-        """γ and β, (*named, channel) each; `without` and zeros for a norm that lacks one."""
+    def _of_norm(self, x: Arrays, if_absent: float) -> tuple[jax.Array, jax.Array]:
+        """γ and β, (*named, channel) each; `if_absent` and zeros for a norm that lacks one."""
 
         def values(blocks: Anchor, default: float) -> jax.Array:
             if not blocks:
@@ -264,7 +265,7 @@ class ReadShift(Sum):
             out: jax.Array = b.view(x[b.path]).transpose([b.labels.index(name) for name in (*self.named, CHANNEL)])
             return out
 
-        return values(self.scale, without), values(self.bias, 0.0)
+        return values(self.scale, if_absent), values(self.bias, 0.0)
 
     def _laid(self, values: jax.Array, labels: Sequence[str]) -> jax.Array:
         """Numbers, (*named) or (*named, channel), laid out to broadcast with axes of these labels."""

@@ -77,10 +77,10 @@ def in_order(parts: Sequence[Any]) -> list[Place]:
 
 
 def turns_by_class(turns: Sequence[Any]) -> tuple[tuple[type[Any], tuple[Any, ...]], ...]:
-    """Turns in order, those of one class together, because a class computes with all of its heads at once.
+    """Turns in order, in groups of one class, because a class computes with all of its heads at once.
 
-    A turn whose anchor another turn moves comes behind those that wait for nothing. Among either, the class that is the
-    compiler's last comes last.
+    Turns whose anchor another turn moves form groups of their own, behind those that wait for nothing. Among either,
+    the class that is the compiler's last comes last.
     """
     ordered = [place.part for place in in_order(turns)]
     waits = {t: any(moves(q, t.anchors[0]) for q in turns if q is not t) for t in ordered}

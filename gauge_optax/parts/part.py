@@ -10,9 +10,10 @@ of three roles, and its role is its class:
 
 A part whose class has none of the three roles (a permutation) moves weights, but no optimizer notices it.
 
-Only `act` and a way of reading must be written: how tangents (steps) and cotangents (gradients) move follows from
-`act`. What a consumer (an optimizer, a measure, `align`) needs to know of a part stands with the consumer, as a
-`functools.singledispatch` function with a default that holds for every part.
+A part says what its group is (`identity`, `inverse`, `compose`), how it acts, and how it is read; a turn also says how
+a step loses what only turns. How tangents (steps) and cotangents (gradients) move follows from `act`. What a consumer
+(an optimizer, a measure, `align`) needs to know of a part stands with the consumer, as a `functools.singledispatch`
+function with a default that holds for every part.
 """
 
 import abc
@@ -41,8 +42,9 @@ class Part(abc.ABC, Generic[E]):
     """One symmetry on one tree. It is frozen and hashable, and holds no array.
 
     Attributes:
-      label: the name of its gauge, its captures and a checksum, "rescale[i=0].8bc7f390". It does not depend on the
-        order of a list of gauges, and is the key of the part's element in a state.
+      label: the name of its gauge, its captures, a checksum and the version of states, "rescale[i=0].8bc7f390.v4";
+        where a gauge has two parts, a word for this one behind it. It does not depend on the order of a list of
+        gauges, and is the key of the part's element in a state.
       named: names of the axes that index an element.
       shape: lengths of the named axes.
       blocks: what `act` changes.
@@ -60,7 +62,7 @@ class Part(abc.ABC, Generic[E]):
 
     @property
     def along(self) -> str | None:
-        """The axis of its blocks along which all other parts have to act alike, unless this part passes them.
+        """The axis of its blocks along which all other parts have to act alike, but sizes read from what it passes.
 
         None where others may act as they like, and "" where no other part may move an entry of the blocks.
         """
@@ -127,7 +129,9 @@ class Constant(Part[E]):
         """The element whose removal leads to the slice, where this reading is zero."""
 
     def least_signal(self, x: Arrays, g: Arrays) -> jax.Array | None:
-        """The size below which gradients of all leaves are roundoff at a slice point; None where there is no such size.
+        """The size that gradients of all leaves are compared with at a slice point; None where there is none.
+
+        Below this size times the roundoff of the dtype they are roundoff (`Slice.least_signal`).
 
         Args:
           x: the slice point.
@@ -140,7 +144,10 @@ class Constant(Part[E]):
 
 
 class Size(Part[E]):
-    """A part that acts by multiplying. It is read and removed at every step, from an anchor that is not zero at `init`.
+    """A part that acts by multiplying.
+
+    It is read and removed at every step, in the channels whose first anchor is not zero at `init`; other channels are
+    read at `init` alone.
     """
 
     @abc.abstractmethod

@@ -22,16 +22,18 @@ from gauge_optax.linalg import (
 from gauge_optax.parts.heads import Side
 from gauge_optax.parts.part import Anchor, Arrays, Size
 
-_LEAST = 1e-4  # least λ_min/‖H‖_F of a Gram matrix H after one step from which the way back to the slice is exact
+# A step may take λ_min/‖H‖_F of an anchor's Gram matrix H down to this; below it the way back to the slice is inexact.
+_LEAST = 1e-4
 
 
 @dataclasses.dataclass(frozen=True)
 class Factor(Size[jax.Array]):
     """up·α and down·α⁻ᵖ per channel. An element is α itself, not its logarithm, and may be negative.
 
-    A channel reads as the norm of its first anchor divided by √(entries/rows), to the power −1/p for an anchor on the
-    down side. On the slice the column of a kernel has norm 1, a norm's scale is +1 and multipliers have root mean
-    square 1, which is close to the usual initial values.
+    A channel reads as the norm of its first anchor divided by √(entries/inputs), to the power −1/p for an anchor on the
+    down side; inputs are the lengths of the free axes but the last, or of the only one, multiplied. On the slice the
+    column of a kernel has norm 1, a norm's scale is +1 and multipliers have root mean square 1, which is close to the
+    usual initial values.
 
     Attributes:
       degree: p.
@@ -115,14 +117,15 @@ class Factor(Size[jax.Array]):
         return g | {anchor.path: anchor.write(g[anchor.path], found)}
 
     def follows(self, bits: Mapping[str, int]) -> bool:
-        """Whether growth rests on the anchor, because a leaf of the other side is less precise and would round it away.
+        """Whether growth rests on the anchor, because another leaf is less precise and would round it away.
 
         Args:
           bits: leaf path → bits of the mantissa of its dtype.
         """
         anchor = self.anchors[0]
-        others = [bits[b.path] for b in self.blocks if b not in anchor]
-        return min(others, default=99) < bits[anchor[0].path]
+        most = max(bits.values(), default=0)  # a Python number has no dtype, and rounds nothing away
+        others = [bits.get(b.path, most) for b in self.blocks if b not in anchor]
+        return min(others, default=most) < bits.get(anchor[0].path, most)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -80,7 +80,7 @@ class Rotation(Heads, Turn[jax.Array]):
             if basis is not None:
                 # The equation is solved on the slice, because the residual error of the iteration depends on the basis.
                 gram, moment = (matmul(matmul(transpose(basis), y), basis) for y in (gram, moment))
-            # Per rotation, only products read the solution: XLA then compiles one program for all layers.
+            # The heads of all layers are solved as one batch. Each part then multiplies by its share of the solution.
             for turn, generator in zip(same, unstack_heads(lyapunov(gram, -moment), same), strict=True):
                 if into is not None:
                     generator = matmul(matmul(into[turn], generator), transpose(into[turn]))

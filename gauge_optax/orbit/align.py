@@ -145,16 +145,16 @@ class _Path:
             return part.compose(new, part.inverse(own))
 
         for find in (read, lambda part, before, after: nearest(part, after, before)):
-            error = float("inf")
-            while True:
-                candidates, reached = self._constants(elements, find)
-                last, error = error, squared_distance(reached, self.point)
-                if error < last:
-                    elements = candidates
+            # Wrong constants may grow for some rounds, until those that they depend on are right.
+            candidates, least, waited = elements, float("inf"), 0
+            while waited < _PATIENCE:
+                candidates, reached = self._constants(candidates, find)
+                error = squared_distance(reached, self.point)
+                waited = waited + 1 if not error < 0.9 * least else 0
+                if error < least:
+                    elements, least = candidates, error
                 if error <= _roundoff(self.point):
                     return elements
-                if error > 0.9 * last:
-                    break
         return elements
 
     def _constants(self, elements: Elements, find: Callable[..., Any]) -> tuple[Elements, Arrays]:
@@ -359,4 +359,5 @@ def check_fn(name: str, batches: Sequence[Any] | None, fn: Fn | None) -> None:
 
 _MOST_ROUNDS = 100
 _LEAST_FALL = 1e-3  # the share of the squared distance that a round has to save
+_PATIENCE = 4  # rounds of constants without progress
 _DIRECTIONS = 8

@@ -83,7 +83,7 @@ def test_a_users_gauge_prints_its_attributes() -> None:
 def test_labels_of_states_are_those_of_before() -> None:
     """A label has a checksum of what the gauge binds; were it to change, no older state would load."""
     (part,) = go.bind(RELU, NET).slice.parts
-    assert part.label == "rescale[].5567429f.v4"
+    assert part.label == "rescale[].dbbd71a7.v4"
 
 
 # What drift prints -------------------------------------------------------------------------------------------

@@ -323,7 +323,7 @@ def eigenbasis(gram: jax.Array, mixed: jax.Array) -> jax.Array:
     # roundoff of large ones out of small ones.
     squares = jnp.sum(jnp.square(inside), -1, keepdims=True)
     u, _, vt = svd(safe_divide(inside, jnp.sqrt(matmul(same.astype(squares.dtype), squares))))
-    return matmul(vectors, matmul(u, vt))
+    return nearly_orthogonal(matmul(vectors, matmul(u, vt)))  # a product of three has the roundoff of three
 
 
 def rotation_2x2(angle: jax.Array) -> jax.Array:

@@ -18,10 +18,11 @@ from gauge_optax.binding import leaves_by_path, with_leaves
 from gauge_optax.errors import binding_error
 from gauge_optax.gauges.bound import require_nonzero_norms
 from gauge_optax.gauges.gauge import Gauges, bind
+from gauge_optax.linalg import matmul
 from gauge_optax.orbit.eigenbases import eigenbases
 from gauge_optax.parts.part import Arrays, Part
 from gauge_optax.parts.permutation import Permutation
-from gauge_optax.parts.sizes import Factor
+from gauge_optax.parts.sizes import Factor, Stretch
 from gauge_optax.slice import Elements, Slice
 
 Params = TypeVar("Params")
@@ -112,7 +113,8 @@ def _read(s: Slice, heads: Basis, stream: Basis, leaves: dict[str, jax.Array]) -
     def in_eigenbases(turns: Sequence[Any], point: Arrays) -> list[Any]:
         return eigenbases(turns[0], turns, point)
 
-    return s.read(s.values(leaves), reader=reader).elements
+    elements = s.read(s.values(leaves), reader=reader).elements
+    return elements | {part.label: refined(part, elements[part.label]) for part, _, _ in s.sizes}
 
 
 def _enter(s: Slice, elements: Elements, leaves: dict[str, jax.Array]) -> dict[str, jax.Array]:
@@ -141,6 +143,19 @@ def unsigned(part: Part[Any]) -> Part[Any]:
 @unsigned.register
 def _positive(part: Factor) -> Factor:
     return dataclasses.replace(part, signed=False)
+
+
+@functools.singledispatch
+def refined(part: Part[Any], e: Any) -> Any:
+    """An element of a size without the roundoff that would change the function."""
+    return e
+
+
+@refined.register
+def _with_exact_inverse(part: Stretch, e: jax.Array) -> jax.Array:
+    """S⁻¹ after one step of Newton: both are read separately, and as S·S⁻¹ differs from 1, a head's product changes."""
+    s, inverse = jnp.unstack(e, axis=-3)
+    return jnp.stack([s, 2.0 * inverse - matmul(matmul(inverse, s), inverse)], -3)
 
 
 @functools.singledispatch

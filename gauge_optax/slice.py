@@ -54,10 +54,12 @@ class Frame(NamedTuple):
       elements: the frame F: part label → element.
       live: label of a size → which of its channels were read from its first anchor, (*shape, bool): where that is not
         zero. Only live channels are fixed at every step.
+      frozen: path of a leaf that never changes → (). It has no arrays, so that its keys are known under `jit`.
     """
 
     elements: Elements
     live: dict[str, jax.Array]
+    frozen: dict[str, tuple[()]] = {}  # noqa: RUF012  a NamedTuple's default; nobody writes to it
 
 
 class Stage(NamedTuple):
@@ -469,7 +471,7 @@ class Slice:
         A tangent's part is that of `horizontal`. A cotangent's part is the transpose of that: its product with every
         vertical tangent is zero.
         """
-        (_, live), entered = self.unturned_slice_point(params)
+        (_, live, _), entered = self.unturned_slice_point(params)
         values, vectors, point = self.values(params), self.vectors(vector), entered.point
 
         out: Arrays

@@ -283,7 +283,7 @@ def _leaves_of(gauge: Gauge, params: Any) -> Sequence[str]:
 def _on_slice(group: Product, params: Any, updates: Any) -> tuple[Arrays, Arrays]:
     """Returns the bound leaves of a tangent, and those of its horizontal part, in slice coordinates."""
     s = group._bound(params).slice
-    (_, live), entered = s.unturned_slice_point(params)
+    (_, live, _), entered = s.unturned_slice_point(params)
     tangent = jax.jvp(entered.enter, (s.values(params),), (s.vectors(updates),))[1]
     return tangent, s.horizontal(entered.point, tangent, live)
 

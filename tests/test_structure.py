@@ -27,6 +27,7 @@ LAYERS: dict[str, int] = {
     "linalg": 1,
     "xla": 1,
     "transformation": 1,
+    "frozen": 1,
     "parts": 2,
     "slice": 3,
     "gauges": 4,

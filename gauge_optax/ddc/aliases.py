@@ -63,7 +63,7 @@ def ddc_adamw(
       mu_dtype: dtype of the first moment; by default that of slice coordinates, at least float32.
       weight_decay: decoupled decay, multiplied by the learning rate as in `optax.adamw`; a number, a schedule, or a
         number per role as in `add_gauge_decay`.
-      mask: where to decay, as in `optax.adamw`; constant over the leaves of a gauge.
+      mask: where to decay, as in `optax.adamw`. It sees slice coordinates, so that any mask treats twins alike.
       match: see `add_gauge_decay`.
       nesterov: whether to use Nesterov momentum.
       vertical: see `scale_by_ddc`; unless it is "frozen", steps do not return to the slice.
@@ -160,7 +160,7 @@ def ddc_muon(
       eps: see `scale_by_scaled_polar`.
       weight_decay: decoupled decay of matrices, multiplied by the learning rate as in `optax.contrib.muon`; a number, a
         schedule, or a number per role as in `add_gauge_decay`.
-      weight_decay_mask: where `weight_decay` decays, as in `optax.contrib.muon`; constant over the leaves of a gauge.
+      weight_decay_mask: where `weight_decay` decays, as in `optax.contrib.muon`. Any mask treats twins alike.
       mu_dtype: dtype of the first moment; by default that of slice coordinates, at least float32.
       nesterov: whether to use Nesterov momentum, for matrices and all other leaves.
       adam_b1: decay of Adam's first moments.

@@ -233,7 +233,7 @@ def _slice_norms(
     s: Slice, layers: Collection[str], params: Any, gradient: Any, update: Any
 ) -> tuple[SliceNorms, Elements, Arrays, Arrays]:
     """The norms; the frame of `params` and its slice point; û of bound leaves."""
-    (elements, live), entered = s.unturned_slice_point(params)
+    (elements, live, _), entered = s.unturned_slice_point(params)
     slice_gradient = entered.pull(s.vectors(gradient))
     slice_update: Arrays = jax.jvp(entered.enter, (s.values(params),), (s.vectors(update),))[1]
 

@@ -5,15 +5,17 @@ point* θ̂ = F⁻¹·θ is the same for all weights of one function; to *fix* a
 slice without changing the function.
 """
 
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import optax
 
 from gauge_optax.binding import leaves_by_path, with_leaves
 from gauge_optax.errors import binding_error
+from gauge_optax.frozen import frozen_leaves, said_to_be_frozen
 from gauge_optax.gauges.bound import bound, require_nonzero_norms
 from gauge_optax.gauges.gauge import Gauge, Gauges, Product, product
-from gauge_optax.optimizers.decay import decayed_leaves, require_whole_gauges
 from gauge_optax.optimizers.rest import resting
 from gauge_optax.parts.part import Arrays
 from gauge_optax.slice import Elements, Entered, Frame, Slice, minus, plus
@@ -48,7 +50,13 @@ class QuotientState(NamedTuple):
 
 
 def quotient(
-    inner: optax.GradientTransformation, gauges: Gauges, *, hold: bool = True, pin: bool = True, rest: str = "anchor"
+    inner: optax.GradientTransformation,
+    gauges: Gauges,
+    *,
+    hold: bool = True,
+    pin: bool = True,
+    rest: str = "anchor",
+    frozen: Any = None,
 ) -> GaugeTransformation:
     """Runs any Optax transformation so that all weights of one function give one training run.
 
@@ -66,14 +74,18 @@ def quotient(
         anchor of a scale keeps its size, and its partner takes all growth (if another leaf of the scale is less
         precise than the anchor, the anchor takes it). "balanced": both sides share it, see
         `optimizers/rest.py`.
+      frozen: leaves that never change, beside those that `inner` never changes (`set_to_zero` in a partition, `freeze`,
+        a learning rate of zero), which need not be said: a tree or prefix of booleans, or a callable from parameters to
+        one. Say it of leaves that the loss reads behind `stop_gradient`. A gauge of frozen and other leaves is left
+        alone: no growth moves from one side to the other.
 
     Returns:
       The transformation. Its `update` needs `params`. Line searches take the extra arguments `grad` and `value_fn`:
       pass those of the weights θ, and `inner` gets those of θ̂. All other extra arguments reach it unchanged.
 
     Raises:
-      ValueError: bindings that do not fit the tree, gauges that do not commute; a decay mask in `inner` that splits a
-        gauge, unless `inner` needs extra arguments; `update` without params.
+      ValueError: bindings that do not fit the tree, gauges that do not commute; `frozen` that does not fit the tree;
+        `update` without params.
 
     >>> gauge = go.rescale(up={"up": "_ channel"}, down={"down": "channel _"})
     >>> params = {"up": jnp.ones((2, 3)), "down": jnp.full((3, 1), 0.5)}
@@ -97,7 +109,7 @@ def quotient(
 
     Reference: docs/design.md §3.
     """
-    return quotient_for("quotient", inner, gauges, hold=hold, pin=pin, rest=rest)
+    return quotient_for("quotient", inner, gauges, hold=hold, pin=pin, rest=rest, frozen=frozen)
 
 
 def quotient_for(
@@ -108,31 +120,33 @@ def quotient_for(
     hold: bool = True,
     pin: bool = True,
     rest: str = "anchor",
+    frozen: Any = None,
 ) -> GaugeTransformation:
     """Returns `quotient`, with messages that name the public function `name`."""
     inner, group = checked_inner(name, inner), product(gauges)
 
     def update(updates: Any, state: QuotientState, params: Any, **extra: Any) -> tuple[Any, QuotientState]:
-        s = bound(group.parts, params).slice
+        s = bound(group.parts, params, frozenset(state.frame.frozen)).slice
         entered = s.enter(_frame_of(name, s, state, pin), s.values(params))  # θ̂ = F⁻¹·θ
         gradient = slice_gradient(s, entered, updates)  # ĝ = Fᵀ·g
         seen = s.enter(state.offset, entered.point)  # what `inner` sees: θ̃ = B⁻¹·θ̂, with pin=True θ̂ itself
         of_seen = with_leaves(gradient, seen.pull(s.vectors(gradient)))
         extra = _extra_at(s, entered, seen, params, extra) if extra else extra
         u, inner_state = inner.update(of_seen, state.inner_state, with_leaves(params, seen.point), **extra)
+        u = _still(u, state.frame.frozen)
         grown, after = s.fix(plus(entered.point, seen.push(s.vectors(u))), state.frame.live)  # θ̂′ = fix(θ̂ + B·u)
         step = minus(after, entered.point)
         step = s.hold(entered.point, step) if hold else step  # without rotations of heads
         step, frame = _rested(s, state.frame, grown, entered.point, step)
         out = with_leaves(u, cast_like(entered.push(step), updates))  # F·(θ̂′ − θ̂)
+        out = _still(out, state.frame.frozen)  # zero by construction; this says so to whoever reads the program
         return out, QuotientState(frame, inner_state, _offset_after(s, state.offset, grown))
 
     def init(params: optax.Params) -> QuotientState:
-        frame, point = frame_and_slice_point(name, group, params)
-        state, s = inner.init(point), bound(group.parts, params).slice
-        for flags in decayed_leaves(inner, state, point):
-            require_whole_gauges(name, s, flags)
-        return QuotientState(frame, state, {} if pin else no_offset(s))
+        still = frozen_leaves(name, inner, params) | said_to_be_frozen(name, frozen, params)
+        frame, point = frame_and_slice_point(name, group, params, still)
+        s = bound(group.parts, params, still).slice
+        return QuotientState(frame, inner.init(point), {} if pin else no_offset(s))
 
     def empty(params: Any) -> QuotientState:
         return QuotientState(placeholder(), inner.init(params), {} if pin else placeholder())
@@ -146,7 +160,10 @@ def group_of(name: str, learning_rate: Any, gauges: Any) -> Product:
     if isinstance(learning_rate, Gauge | list | tuple):
         rate = repr(gauges) if isinstance(gauges, int | float) else "learning_rate"
         raise binding_error(
-            name, "learning_rate and gauges are swapped", f"{name}(gauges, {rate})", f"{name}(learning_rate, gauges)",
+            name,
+            "learning_rate and gauges are swapped",
+            f"{name}(gauges, {rate})",
+            f"{name}(learning_rate, gauges)",
             f"write go.{name}({rate}, gauges)",
         )
     return product(gauges)
@@ -194,6 +211,12 @@ def _frame_of(name: str, s: Slice, state: QuotientState, pin: bool) -> Elements:
     return f
 
 
+def _still(u: Any, frozen: Collection[str]) -> Any:
+    """A step with zeros for leaves that never change, which `inner` may not know."""
+    leaves = leaves_by_path(u) if frozen else {}
+    return with_leaves(u, {path: jnp.zeros_like(leaves[path]) for path in frozen}) if frozen else u
+
+
 def _rested(s: Slice, frame: Frame, grown: Elements, point: Arrays, step: Arrays) -> tuple[Arrays, Frame]:
     """The step and the frame, where the growth of some sizes rests on their anchor and F takes it.
 
@@ -207,20 +230,23 @@ def _rested(s: Slice, frame: Frame, grown: Elements, point: Arrays, step: Arrays
     return step, frame._replace(elements=elements)
 
 
-def frame_and_slice_point(name: str, group: Product, params: Any) -> tuple[Frame, Any]:
+def frame_and_slice_point(
+    name: str, group: Product, params: Any, frozen: frozenset[str] = frozenset()
+) -> tuple[Frame, Any]:
     """Returns the frame of the starting point, and its slice point as a tree with the sharding of `params`.
 
     Args:
       name: name of the transformation, for messages.
       group: the product of the gauges.
       params: the starting point.
+      frozen: paths of leaves that never change.
 
     Raises:
       ValueError: leaves that have no values, as in a tree of shapes; gauges that pass a norm's scale without its
         `norm_scale`, or divide by one that is zero.
     """
     require_values(name, params)
-    s, mesh = bound(group.parts, params).slice, layout(params)
+    s, mesh = bound(group.parts, params, frozen).slice, layout(params)
     s.check_norms()
     require_nonzero_norms(name, s, leaves_by_path(params))
     with mesh.left_open():
@@ -228,7 +254,8 @@ def frame_and_slice_point(name: str, group: Product, params: Any) -> tuple[Frame
         leaves = leaves_by_path(stored)
         frame, entered = at_once(_read_and_entered, (s,), {path: leaves[path] for path in s.added})
         point = with_leaves(stored, entered)
-    return mesh.leave(frame), with_sharding_of(params, mesh.leave(point, like=params))
+    frame = mesh.leave(frame)._replace(frozen=dict.fromkeys(sorted(frozen), ()))
+    return frame, with_sharding_of(params, mesh.leave(point, like=params))
 
 
 def _read_and_entered(s: Slice, leaves: Any) -> tuple[Frame, Arrays]:

@@ -50,7 +50,7 @@ def quotient_adamw(
       eps_root: added inside that root.
       mu_dtype: dtype of the first moment; by default that of slice coordinates, at least float32.
       weight_decay: decoupled decay, multiplied by the learning rate; a number or a schedule.
-      mask: where to decay, as in `optax.adamw`; constant over the leaves of a gauge.
+      mask: where to decay, as in `optax.adamw`. It sees slice coordinates, so that any mask treats twins alike.
       nesterov: whether to use Nesterov momentum.
       hold: see `quotient`.
       pin: see `quotient`.
@@ -121,7 +121,7 @@ def quotient_muon(
       beta: decay of the first moment of matrices.
       eps: see `scale_by_scaled_polar`.
       weight_decay: decoupled decay of matrices, multiplied by the learning rate; a number or a schedule.
-      weight_decay_mask: where `weight_decay` decays, as in `optax.contrib.muon`; constant over the leaves of a gauge.
+      weight_decay_mask: where `weight_decay` decays, as in `optax.contrib.muon`. Any mask treats twins alike.
       mu_dtype: dtype of the first moment; by default that of slice coordinates, at least float32.
       nesterov: whether to use Nesterov momentum, for matrices and all other leaves.
       adam_b1: decay of Adam's first moments.
@@ -224,7 +224,7 @@ def max_norm_muon(
       beta: decay of the first moment of matrices and tokens.
       eps: see `scale_by_scaled_polar`.
       weight_decay: decoupled decay of matrices, multiplied by the learning rate; rarely needed.
-      weight_decay_mask: where `weight_decay` decays, as in `optax.contrib.muon`; constant over the leaves of a gauge.
+      weight_decay_mask: where `weight_decay` decays, as in `optax.contrib.muon`. Any mask treats twins alike.
       mu_dtype: dtype of the first moment; by default that of slice coordinates, at least float32.
       nesterov: whether to use Nesterov momentum, for all leaves.
       adam_b1: decay of Adam's first moments.

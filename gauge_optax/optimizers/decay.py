@@ -16,12 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from gauge_optax.binding import leaves_by_path
+from gauge_optax.binding import leaves_by_path, mask_by_path
 from gauge_optax.errors import binding_error
 from gauge_optax.gauges.bound import bound
 from gauge_optax.gauges.gauge import Gauges, Product, product
-from gauge_optax.parts.part import Part, Turn, changed, name_of
-from gauge_optax.parts.sizes import Factor, Stretch
+from gauge_optax.parts.part import Part, changed, name_of
+from gauge_optax.parts.sizes import Factor
 from gauge_optax.slice import Slice
 from gauge_optax.transformation import (
     GaugeTransformation,
@@ -68,15 +68,14 @@ def add_gauge_decay(
       match: "adamw" shrinks every joint scale as AdamW would; "horizontal" is the rate of DDC B.7, (p²+1)/(p+1) times
         that on leaves with one rescale gauge.
       mask: None, a tree or prefix of booleans, or a callable from parameters to one; leaves with False do not decay. It
-        must be constant over the leaves of every copy of a gauge.
+        may split a gauge: twins then still decay alike.
 
     Returns:
       A transformation of updates (tangents).
 
     Raises:
-      ValueError: another `match`; a mask that splits a gauge; `"horizontal"` on a leaf with two scale gauges; a role
-        without a number, a key that is no role, a leaf with two roles of different numbers; bindings that do not fit;
-        `update` without params.
+      ValueError: another `match`; `"horizontal"` on a leaf with two scale gauges; a role without a number, a key that
+        is no role, a leaf with two roles of different numbers; bindings that do not fit; `update` without params.
 
     >>> gauge = go.rescale({"up": "_ channel"}, {"down": "channel _"})
     >>> params = {"up": jnp.full((1, 1), 2.0), "down": jnp.full((1, 1), 3.0)}
@@ -131,7 +130,8 @@ def decay(
 
     def factors_of(s: Slice, params: Any) -> dict[str, float]:
         """Returns what multiplies rate·θ on every leaf that decays."""
-        matched, decays = _horizontal(s) if match == "horizontal" else {}, _unmasked(s, mask, params)
+        matched = _horizontal(s) if match == "horizontal" else {}
+        decays = mask_by_path(True if mask is None else mask, params)
         numbers, other = ({}, 1.0) if by_role is None else _numbers(s, by_role)
         chosen = decays if only is None else only(s, params)
         factors = {p: matched.get(p, 1.0) * numbers.get(p, other) for p in decays if p in chosen and decays[p]}
@@ -171,19 +171,6 @@ def _degree_of_factor(part: Factor) -> float | None:
     return part.degree
 
 
-@functools.singledispatch
-def decays_as_one(part: Part[Any]) -> bool:
-    """Whether a mask may not split its leaves. It may split those of a shift, whose mean decays under no mask."""
-    return False
-
-
-@decays_as_one.register(Factor)
-@decays_as_one.register(Stretch)
-@decays_as_one.register(Turn)
-def _decays_whole(part: Part[Any]) -> bool:
-    return True
-
-
 def _horizontal(s: Slice) -> dict[str, float]:
     """Returns the factors of leaves with a scale gauge under match="horizontal". Raises ValueError for two gauges."""
     factors: dict[str, float] = {}
@@ -200,104 +187,6 @@ def _horizontal(s: Slice) -> dict[str, float]:
                 )
             factors[path], first[path] = (p**2 + 1) / (p + 1), name_of(part)
     return factors
-
-
-def _unmasked(s: Slice, mask: Any, params: optax.Params) -> dict[str, bool]:
-    """Returns whether every leaf decays. Raises ValueError for a mask that splits a gauge."""
-    leaves = leaves_by_path(params)
-    if mask is None:
-        return dict.fromkeys(leaves, True)
-    prefix = mask(params) if callable(mask) else mask
-    whole = jax.tree.map(lambda flag, part: jax.tree.map(lambda _: bool(flag), part), prefix, params)
-    flags = dict(zip(leaves, jax.tree.leaves(whole), strict=True))
-    require_whole_gauges(_NAME, s, flags)
-    return flags
-
-
-def require_whole_gauges(name: str, s: Slice, flags: Mapping[str, bool]) -> None:
-    """Raises ValueError where some leaves of a gauge decay, and others do not.
-
-    Args:
-      name: of the public function, for messages.
-      s: the gauges on the tree.
-      flags: leaf path → whether it decays; leaves that are absent count as neither.
-    """
-    for part in s.parts:
-        if not decays_as_one(part):
-            continue
-        decayed = [p for p in changed(part) if flags.get(p) is True]
-        masked = [p for p in changed(part) if flags.get(p) is False]
-        if decayed and masked:
-            raise binding_error(
-                name, f"the mask splits {name_of(part)} at '{masked[0]}'",
-                f"decay on {decayed[0]}, none on {masked[0]}", "one value for all leaves of a gauge",
-                "mask all leaves of the gauge, or none of them",
-            )
-
-
-def decayed_leaves(
-    inner: optax.GradientTransformationExtraArgs, state: Any, params: Any
-) -> list[dict[str, bool]]:
-    """Returns which leaves an optimizer with a decay mask decays; [] for an optimizer without a mask.
-
-    A mask inside an optimizer is not visible, but a leaf that decays is one whose update is computed from the leaf
-    itself. The optimizer is traced, not run. Leaves whose update does not depend on their gradient (frozen ones) are
-    left out.
-
-    Args:
-      inner: the optimizer.
-      state: its state.
-      params: the parameters, of which the shapes are read.
-
-    Returns:
-      Leaf path → whether it decays, one dict for each set of leaves that the same fields of the state belong to. Muon
-      has two such sets, its matrices and the leaves that Adam steps, whose decays are separate numbers by design.
-    """
-    if not _has_stateless_mask(state):
-        return []
-    shapes, states = jax.eval_shape(lambda *trees: trees, params, state)
-    try:
-        traced = jax.make_jaxpr(lambda g, p, x: inner.update(g, x, p)[0])(shapes, shapes, states).jaxpr
-    except (TypeError, ValueError):
-        return []  # it needs extra arguments, as line searches do
-    fields: dict[str, set[str]] = {path: set() for path in leaves_by_path(params)}
-    for keys, _ in jax.tree.leaves_with_path(state):
-        names = jax.tree_util.keystr(keys, simple=True, separator="/").split("/")
-        suffixes = ("/".join(names[number:]) for number in range(len(names)))
-        path = next((suffix for suffix in suffixes if suffix in fields), None)
-        if path is not None:
-            fields[path].add("/".join(names).removesuffix(path))
-    flags: dict[frozenset[str], dict[str, bool]] = {}
-    for number, (path, sources) in enumerate(zip(fields, _sources(traced), strict=True)):
-        if number in sources:  # gradients are the first inputs, parameters the next
-            flags.setdefault(frozenset(fields[path]), {})[path] = number + len(fields) in sources
-    return list(flags.values())
-
-
-def _has_stateless_mask(state: Any) -> bool:
-    """Whether a part of an optimizer without a state, such as weight decay, is masked."""
-    nodes = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, optax.MaskedState))
-    inside = [node.inner_state for node in nodes if isinstance(node, optax.MaskedState)]
-    return any(not jax.tree.leaves(one) or _has_stateless_mask(one) for one in inside)
-
-
-def _sources(jaxpr: Any) -> list[set[int]]:
-    """Returns the positions of the inputs that each output of a program is computed from."""
-    from jax.extend.core import Literal  # here, because it imports Pallas
-
-    sources: dict[Any, set[int]] = {var: {number} for number, var in enumerate(jaxpr.invars)}
-
-    def of(atom: Any) -> set[int]:
-        return set() if isinstance(atom, Literal) else sources.get(atom, set())
-
-    for equation in jaxpr.eqns:
-        given, inside = [of(atom) for atom in equation.invars], equation.params.get("jaxpr")
-        if equation.primitive.name in ("jit", "pjit"):
-            made = [set().union(*(given[number] for number in one)) for one in _sources(inside.jaxpr)]
-        else:
-            made = [set().union(*given)] * len(equation.outvars)
-        sources.update(zip(equation.outvars, made, strict=True))
-    return [of(atom) for atom in jaxpr.outvars]
 
 
 def _numbers(s: Slice, by_role: Mapping[str, float]) -> tuple[dict[str, float], float]:

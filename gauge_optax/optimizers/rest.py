@@ -73,9 +73,7 @@ def share(part: Any) -> float:
     return 1.0 + float(part.degree) ** 2
 
 
-def resting(
-    name: str, tx: GaugeTransformation, group: Product, rest: str
-) -> GaugeTransformation:
+def resting(name: str, tx: GaugeTransformation, group: Product, rest: str) -> GaugeTransformation:
     """Returns a `quotient` whose stored weights rest at "anchor", as it is, or at "balanced".
 
     Args:
@@ -93,21 +91,22 @@ def resting(
 
     def init(params: optax.Params) -> RestedState:
         def coordinates(elements: Elements, params: Any) -> dict[str, jax.Array]:
-            s = bound(group.parts, params).slice
+            s = bound(group.parts, params, still).slice
             return held_ratios(s, elements, s.enter(elements, s.values(params)).point)
 
         state = tx.init(params)
+        still = frozenset(state.frame.frozen)
         return RestedState(state, layout(params).run(coordinates, state.frame.elements, params))
 
     def update(updates: Any, state: RestedState, params: Any, **extra: Any) -> tuple[Any, RestedState]:
         step, after = tx.update(updates, state.quotient, params, **extra)
-        s, f = bound(group.parts, params).slice, dict(after.frame.elements)
+        s, f = bound(group.parts, params, frozenset(after.frame.frozen)).slice, dict(after.frame.elements)
         before = s.values(params)
         x = s.enter(f, jax.tree.map(jnp.add, before, s.vectors(step))).point
         held = dict(state.held)
         for part, _, _ in s.sizes:
             ratio, label = log_ratio(part, x), part.label
-            if ratio is None:
+            if ratio is None or label in s.alone:
                 continue
             after_step = ratio + share(part) * jnp.log(jnp.abs(f[label]))
             # F follows from the coordinate alone, so that no roundoff of earlier steps adds up.
@@ -116,7 +115,8 @@ def resting(
             f[label] = jnp.where(known, jnp.where(f[label] < 0, -size, size), f[label])
             # A channel that had a side of zeros until this step rests from now on where the step ends.
             held[label] = jnp.where(jnp.isfinite(held[label]), held[label], after_step)
-        out = cast_like(jax.tree.map(jnp.subtract, s.act(f, x), before), updates)
+        moved = jax.tree.map(jnp.subtract, s.act(f, x), before)
+        out = cast_like({path: u for path, u in moved.items() if path not in after.frame.frozen}, updates)
         frame = after.frame._replace(elements=f)
         return with_leaves(step, out), RestedState(after._replace(frame=frame), held)
 
@@ -128,8 +128,12 @@ def resting(
     def update_fn(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, RestedState]:
         if hasattr(state, "frame"):
             raise binding_error(
-                name, "a state made with rest='anchor'", "no coordinates that are held", "a state of rest='balanced'",
-                "write rest='anchor', or start anew by tx.init(params)")
+                name,
+                "a state made with rest='anchor'",
+                "no coordinates that are held",
+                "a state of rest='balanced'",
+                "write rest='anchor', or start anew by tx.init(params)",
+            )
         return rested.update(updates, state, params, **extra)
 
     return GaugeTransformation(rested.init, update_fn, rested.gauges)

@@ -6,6 +6,7 @@ logarithm of the imbalance.
 References: "When Equivalent Weights Train Differently" §4, §8; docs/design.md §6.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -14,8 +15,12 @@ import numpy as np
 import optax
 
 from gauge_optax.errors import binding_error
+from gauge_optax.frozen import frozen_leaves
+from gauge_optax.gauges.balance import balanced_elements
 from gauge_optax.gauges.bound import bound
 from gauge_optax.gauges.gauge import Gauge, Gauges, Product, product
+from gauge_optax.parts.part import changed
+from gauge_optax.slice import Slice
 from gauge_optax.states.moves import Move, MovingPart
 from gauge_optax.states.transport import ON_UNKNOWN, transported_state
 from gauge_optax.transformation import (
@@ -37,10 +42,12 @@ class GaugeFixState(NamedTuple):
     Attributes:
       count: steps so far, int32.
       inner_state: state of the optimizer inside.
+      frozen: path of a leaf that the optimizer never changes → ().
     """
 
     count: jax.Array  # type: ignore[assignment]
     inner_state: Any
+    frozen: dict[str, tuple[()]] = {}  # noqa: RUF012  a NamedTuple's default; nobody writes to it
 
 
 def gauge_fix(
@@ -59,7 +66,8 @@ def gauge_fix(
 
     where b is the balance: both sides of a scale get one norm, both factors of a head get one Gram matrix, shifts get
     mean zero, and blocks that a norm follows get RMS 1; rotations have no balance. Channels and heads without a
-    balanced representative (a side is zero, as LoRA's B at the start, or lacks ranks) stay where they are.
+    balanced representative (a side is zero, as LoRA's B at the start, or lacks ranks) stay where they are, and so do
+    copies of a gauge one of whose leaves `inner` never changes (`frozen` in `quotient` says which leaves those are).
 
     Args:
       inner: a whole optimizer, with its learning rate. With None the result only moves parameters, as the last element
@@ -110,22 +118,23 @@ def gauge_fix(
 
     def init(params: optax.Params) -> GaugeFixState:
         bound(group.parts, params)  # raises where a binding does not fit
-        return empty(params)
+        return empty(params)._replace(frozen=dict.fromkeys(sorted(frozen_leaves(_NAME, within, params)), ()))
 
     def update(updates: Any, state: GaugeFixState, params: Any, **extra: Any) -> tuple[Any, GaugeFixState]:
         updates, inner_state = within.update(updates, state.inner_state, params, **extra)
         count = optax.safe_increment(state.count)
+        move = functools.partial(balanced, frozenset(state.frozen))
         if isinstance(every, int) and every == 1:
-            updates, inner_state = balanced(params, updates, inner_state)
+            updates, inner_state = move(params, updates, inner_state)
         else:
             updates, inner_state = jax.lax.cond(
-                count % every == 0, balanced, lambda _, *unmoved: unmoved, params, updates, inner_state
+                count % every == 0, move, lambda _, *unmoved: unmoved, params, updates, inner_state
             )
-        return updates, GaugeFixState(count, inner_state)
+        return updates, GaugeFixState(count, inner_state, state.frozen)
 
-    def balanced(params: Any, updates: Any, inner_state: Any) -> tuple[Any, Any]:
+    def balanced(frozen: frozenset[str], params: Any, updates: Any, inner_state: Any) -> tuple[Any, Any]:
         after = stepped(moving, params, updates)
-        element = moving.balance(after)
+        element = balance_beside(moving, after, frozen)
         if not (isinstance(strength, float | int) and strength == 1):
             element = moving.power(element, strength)
         if transport:
@@ -136,12 +145,23 @@ def gauge_fix(
                 for part in group.parts
             )
             inner_state = transported_state(Move(parts, params, on_unknown), inner_state)
-        return in_dtype_of(updates, chords(moving, element, params, after)), inner_state
+        moved = chords(moving, element, params, after)
+        return in_dtype_of(updates, {path: u for path, u in moved.items() if path not in frozen}), inner_state
 
     def empty(params: Any) -> GaugeFixState:
         return GaugeFixState(jnp.zeros((), jnp.int32), within.init(params))
 
     return transformation(_NAME, init, update, GaugeFixState, empty, gauges=with_gauges_of(inner, group.parts))
+
+
+def balance_beside(gauge: Product, params: Any, frozen: frozenset[str]) -> Any:
+    """The element that balances a point, with the identity for copies of a gauge that move a frozen leaf."""
+    if not frozen:
+        return gauge.balance(params)
+    b = gauge._bound(params)
+    s = Slice.of([part for part in b.whole.acting if not frozen & set(changed(part))])
+    elements = b.public(balanced_elements(s, s.values(params)))
+    return gauge.inverse(gauge._packed(jax.tree.map(jnp.real, elements)))
 
 
 def chords(gauge: Gauge, element: Any, params: Any, after: Any) -> dict[str, jax.Array]:

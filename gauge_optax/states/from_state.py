@@ -62,7 +62,7 @@ def from_state(
     s = b.slice
     with mesh.left_open():
         stored, plain = mesh.enter((params, state))
-        (elements, live), entered = s.unturned_slice_point(stored)
+        (elements, live, _), entered = s.unturned_slice_point(stored)
         expected = jax.eval_shape(inner.init, with_leaves(stored, entered.point))
         _check_structure(plain, expected)
         # Turns are not read, so that gauges which only turn take no part in the move. Constants are undone first.

@@ -9,7 +9,7 @@ Reference: GaugeFix-LRM §4.4 and §5, which names it as future work.
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -19,6 +19,7 @@ import optax
 
 from gauge_optax.binding import Axes, overlap
 from gauge_optax.errors import binding_error
+from gauge_optax.frozen import frozen_leaves
 from gauge_optax.gauges.balance import log_sizes
 from gauge_optax.gauges.gauge import BlockGauge, Element, Gauge, Gauges, product
 from gauge_optax.gauges.scale import keeps_product, scale_invariant
@@ -58,10 +59,12 @@ class HoldProductsState(NamedTuple):
     Attributes:
       inner_state: the state of the optimizer inside.
       sizes: a `HeldProducts`; () unless `kind` is "init".
+      frozen: path of a leaf that the optimizer inside never changes → (). A channel with such a leaf stays.
     """
 
     inner_state: Any
     sizes: Any
+    frozen: dict[str, tuple[()]] = {}  # noqa: RUF012  a NamedTuple's default; nobody writes to it
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -102,7 +105,7 @@ def hold_products(
     inside `gauge_fix(every=n)` too.
 
     Args:
-      inner: an optimizer, whole: its learning rate included.
+      inner: an optimizer, whole: its learning rate included. Channels with a leaf that it never changes stay.
       gauges: `rescale` of degree 1, `norm_scale` or `multiplier_balance`, one or a sequence; no two may share a leaf.
       kind: what the product of a channel becomes: "init", what it was at `init`; "cap", a number below `cap`, by a
         smooth bound that changes nothing far below it; "decay", the share 1 − `decay` of what the step made it.
@@ -160,7 +163,8 @@ def hold_products(
         if squared is not None:
             _require_channels(group.parts[0], squared, params)
         logs = {_label(part, params): log_products(part, params) for part in group.parts}
-        return HoldProductsState(inner.init(params), HeldProducts(logs) if kind == "init" else ())
+        frozen = dict.fromkeys(sorted(frozen_leaves(_NAME, inner, params)), ())
+        return HoldProductsState(inner.init(params), HeldProducts(logs) if kind == "init" else (), frozen)
 
     def update(updates: Any, state: HoldProductsState, params: Any, **extra: Any) -> tuple[Any, HoldProductsState]:
         # For the other kinds the argument, if there is one, is meant for the optimizer inside.
@@ -184,18 +188,21 @@ def hold_products(
                 after_logs = jax.tree.map(jnp.add, before_logs, growth)
                 init_logs = after_logs
             factors = jax.tree.map(functools.partial(_factor, kind, cap, decay), before_logs, after_logs, init_logs)
+            for key in _with_leaf_of(state.frozen, [part, *([] if squared is None else [squared])], params):
+                factors[key] = jnp.zeros_like(factors[key])
             moves: list[tuple[Gauge, Element]] = [(_both_sides(part), factors)]
             if squared is not None:
                 moves.append((squared, jax.tree.map(lambda x: 2.0 * x, factors)))
             moving, element = product([gauge for gauge, _ in moves]), tuple(x for _, x in moves)
-            updates = in_dtype_of(updates, chords(moving, element, params, stepped(moving, params, updates)))
+            moved = chords(moving, element, params, stepped(moving, params, updates))
+            updates = in_dtype_of(updates, {path: u for path, u in moved.items() if path not in state.frozen})
             if transport:
                 elements = [factors if gauge is part else gauge.identity(params) for gauge in group.parts]
                 parts = tuple(map(MovingPart, group.parts, elements, (gauge.effect for gauge in group.parts)))
                 actual = tuple(MovingPart(gauge, x, gauge.effect) for gauge, x in moves)
                 move = _OneFactor(parts, params, on_unknown, actual)
                 inner_state = transported_state(move, inner_state)
-        return updates, HoldProductsState(inner_state, state.sizes)
+        return updates, HoldProductsState(inner_state, state.sizes, state.frozen)
 
     def empty(params: Any) -> HoldProductsState:
         return HoldProductsState(inner.init(params), HeldProducts(placeholder()) if kind == "init" else ())
@@ -209,6 +216,12 @@ def log_products(gauge: Gauge, params: Any) -> Element:
     b = gauge._bound(params)
     values, (copies,) = b.slice.values(params), b.copies
     return {copy.key: sum(log_sizes(copy.parts[0], values)) for copy in copies}
+
+
+def _with_leaf_of(frozen: Collection[str], gauges: Sequence[Gauge], params: Any) -> set[str]:
+    """The keys of copies that move one of these leaves."""
+    copies = (copy for gauge in gauges if frozen for of_gauge in gauge._bound(params).copies for copy in of_gauge)
+    return {copy.key for copy in copies if any(b.path in frozen for b in copy.blocks)}
 
 
 def _label(gauge: Gauge, params: Any) -> str:

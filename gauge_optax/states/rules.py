@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from gauge_optax.errors import binding_error
+from gauge_optax.gauges.bound import bound
 from gauge_optax.linalg import matmul, transpose
 from gauge_optax.optimizers.opposite_gram import two_sides
 from gauge_optax.optimizers.rest import share
@@ -52,18 +53,18 @@ def _framed(move: Move, state: Any, outgoing: Outgoing) -> tuple[Any, Outgoing]:
     after = outgoing if not hasattr(state, "inner_state") else outgoing | set(move.shapes)
     if not isinstance(state.frame, Frame):  # the tree has no leaves
         return state, after
-    elements = _moved_frame(move, type(state).__name__, state.frame.elements)
+    elements = _moved_frame(move, type(state).__name__, state.frame)
     return state._replace(frame=state.frame._replace(elements=elements)), after
 
 
-def _moved_frame(move: Move, name: str, elements: Elements) -> Elements:
+def _moved_frame(move: Move, name: str, frame: Frame) -> Elements:
     """g·F, for the frame of a state with this name."""
     order = move.binders("permutation")
     if order:
         raise move.refuse(f"a {name}", next(iter(order.values())), "weights on the slice, which it renumbers")
     # A list with permutations has no products of elements, but they have no part in a frame.
     move = dataclasses.replace(move, parts=tuple(part for part in move.parts if part.gauge.effect != "permutation"))
-    b = move.group._bound(move.params)
+    elements, b = frame.elements, bound(move.group.parts, move.params, frozenset(frame.frozen))
     labels = [part.label for part in b.slice.parts]
     if set(elements) != set(labels):
         raise binding_error(
@@ -82,7 +83,7 @@ def _rested(move: Move, state: Any, outgoing: Outgoing) -> tuple[Any, Outgoing]:
     if not isinstance(inside.frame, Frame):
         return state, after
     held = dict(state.held)
-    for part, _, _ in move.group._bound(move.params).slice.sizes:
+    for part, _, _ in bound(move.group.parts, move.params, frozenset(inside.frame.frozen)).slice.sizes:
         if part.label in held:
             sizes = [jnp.log(jnp.abs(x.frame.elements[part.label])) for x in (inside, state.quotient)]
             held[part.label] += share(part) * (sizes[0] - sizes[1])

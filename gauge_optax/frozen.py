@@ -1,0 +1,177 @@
+"""Which leaves an Optax transformation never changes, whatever the gradients are. It is read from the program.
+
+Optax freezes leaves in many ways: `set_to_zero` in a partition, `freeze`, `selective_transform`, a learning rate of
+zero. All have in common that the update is zero by construction. So one abstract run is enough, in which every number
+is known to be zero or not known at all.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from gauge_optax.binding import leaves_by_path, mask_by_path
+from gauge_optax.errors import binding_error
+
+_HYPERPARAMETERS = "hyperparams"  # the field of Optax's states whose numbers users change between steps
+_ZERO_OF_FIRST = frozenset(
+    "neg sign abs sqrt tanh sin asin atan sinh asinh atanh expm1 log1p square cbrt erf real imag conj floor ceil round "
+    "convert_element_type bitcast_convert_type reduce_precision copy copy_p stop_gradient optimization_barrier "
+    "broadcast_in_dim reshape transpose squeeze expand_dims slice dynamic_slice gather rev reduce_sum reduce_max "
+    "reduce_min reduce_prod cumsum cummax cummin cumprod integer_pow div sharding_constraint reshard".split()
+)
+_ZERO_OF_ANY = frozenset(("mul", "dot_general", "conv_general_dilated", "and"))
+_ZERO_OF_ALL = frozenset(
+    ("add", "add_any", "sub", "max", "min", "concatenate", "pad", "or", "dynamic_update_slice", "atan2", "scatter")
+)
+
+
+def frozen_leaves(name: str, inner: Any, params: Any) -> frozenset[str]:
+    """The leaves whose updates are zero at every step of a run.
+
+    An array of the state counts as zero if it is so after `init` and each `update` leaves it so, as Adam's moments do
+    behind `optax.freeze`. A learning rate that is a schedule, or one of `optax.inject_hyperparams`, is not known.
+
+    Args:
+      name: of the public function, for messages.
+      inner: the transformation. It is traced, and not run.
+      params: the parameters, of which shapes and dtypes are read.
+
+    Returns:
+      Paths.
+
+    Raises:
+      ValueError: a transformation of parts of a tree that cannot be traced.
+    """
+    shapes = jax.eval_shape(lambda p: p, params)
+    paths = list(leaves_by_path(shapes))
+    if len(paths) != len(jax.tree.leaves(shapes)):
+        return frozenset()
+    start = jax.make_jaxpr(inner.init)(shapes)
+    state = jax.eval_shape(inner.init, shapes)
+    step = _traced(name, inner, shapes, state)
+    if step is None:
+        return frozenset()
+    unknown = [False] * len(paths)
+    fixed = [_HYPERPARAMETERS not in jax.tree_util.keystr(keys) for keys, _ in jax.tree.leaves_with_path(state)]
+    at_first = _zero_outputs(start.jaxpr, start.consts, unknown)
+    zeros = [a and b for a, b in zip(at_first, fixed, strict=True)]
+    while True:
+        out = _zero_outputs(step.jaxpr, step.consts, [*unknown, *zeros, *unknown])
+        updates, after = out[: len(paths)], out[len(paths) :]
+        still = [a and b for a, b in zip(zeros, after, strict=True)]
+        if still == zeros:
+            return frozenset(path for path, zero in zip(paths, updates, strict=True) if zero)
+        zeros = still
+
+
+def said_to_be_frozen(name: str, frozen: Any, params: Any) -> frozenset[str]:
+    """The leaves that a mask of Optax's form names: a tree or prefix of booleans, or a callable from parameters to one.
+
+    Raises ValueError for a mask of another structure.
+    """
+    if frozen is None:
+        return frozenset()
+    try:
+        mask = mask_by_path(frozen, params)
+    except (ValueError, TypeError) as error:
+        raise binding_error(
+            name,
+            "a mask `frozen` that does not fit the tree",
+            str(jax.tree.structure(frozen))[:200],
+            "booleans in a tree or prefix of the parameters' structure, or a callable that makes one",
+            'write frozen=go.by_path({"encoder/**": True}, default=False)',
+        ) from error
+    return frozenset(path for path, flag in mask.items() if flag)
+
+
+def _traced(name: str, inner: Any, shapes: Any, state: Any) -> Any:
+    """The program of an update; None where it cannot be traced and freezes nothing."""
+    # Line searches ask for the loss. Which one does not matter, because no update is zero whatever the loss is.
+    searching = {"value": 0.0, "grad": None, "value_fn": lambda p: sum(jax.tree.leaves(jax.tree.map(_sum, p)))}
+    error: Exception | None = None
+    for extra in ({}, searching):
+
+        def update(g: Any, s: Any, p: Any, extra: dict[str, Any] = extra) -> Any:
+            given = extra | {"grad": g} if extra else extra
+            return inner.update(g, s, p, **given)
+
+        try:
+            return jax.make_jaxpr(update)(shapes, state, shapes)
+        except Exception as failed:  # whatever an optimizer asks for: it is traced again, and raises, in its own update
+            error = failed
+    if "Masked" in str(jax.tree.structure(state)) or "Partition" in str(jax.tree.structure(state)):
+        raise binding_error(
+            name,
+            "cannot see which leaves `inner` freezes",
+            f"{type(error).__name__}: {error}",
+            "an update that can be traced with gradients, a state and parameters alone",
+            f"say it: {name}(..., frozen=mask), with True for leaves that never change",
+        ) from error
+    return None
+
+
+def _sum(x: Any) -> Any:
+    return jax.numpy.sum(x)
+
+
+def _zero_outputs(jaxpr: Any, consts: Sequence[Any], inputs: Sequence[bool]) -> list[bool]:
+    """Which outputs of a program are zero, where it is known which inputs are."""
+    from jax.extend.core import Literal  # here, because it imports Pallas
+
+    zero = dict(zip(jaxpr.invars, inputs, strict=True))
+    zero |= {var: _is_zero(value) for var, value in zip(jaxpr.constvars, consts, strict=True)}
+
+    def of(atom: Any) -> bool:
+        return _is_zero(atom.val) if isinstance(atom, Literal) else zero[atom]
+
+    for equation in jaxpr.eqns:
+        given = [of(atom) for atom in equation.invars]
+        zero |= dict(zip(equation.outvars, _zeros_of(equation, given), strict=True))
+    return [of(atom) for atom in jaxpr.outvars]
+
+
+def _zeros_of(equation: Any, given: list[bool]) -> list[bool]:
+    """Which results of one equation are zero."""
+    kind, options, count = equation.primitive.name, equation.params, len(equation.outvars)
+    if kind in _ZERO_OF_FIRST:
+        return given[:count] if kind == "optimization_barrier" else [given[0]] * count
+    if kind in _ZERO_OF_ANY:
+        return [any(given)]
+    if kind in _ZERO_OF_ALL:
+        return [all(given)]
+    if kind == "select_n":
+        return [all(given[1:])]
+    if kind == "cond":
+        of_branches = [_closed(branch, given[1:]) for branch in options["branches"]]
+        return [all(of_branch) for of_branch in zip(*of_branches, strict=True)]
+    if kind == "scan":
+        constants, carried = options["num_consts"], options["num_carry"]
+        return _repeated(options["jaxpr"], given, constants, carried)
+    if kind == "while":
+        constants = options["body_nconsts"]
+        return _repeated(options["body_jaxpr"], given[options["cond_nconsts"] :], constants, len(given))
+    inside = next((options[key] for key in ("jaxpr", "call_jaxpr", "fun_jaxpr") if key in options), None)
+    if inside is not None and len(getattr(inside, "jaxpr", inside).invars) == len(given):
+        return _closed(inside, given)
+    return [False] * count
+
+
+def _repeated(closed: Any, given: list[bool], constants: int, carried: int) -> list[bool]:
+    """The results of a loop: what it carries is zero if it is so at first and every turn leaves it so."""
+    fixed, carry, rest = given[:constants], given[constants : constants + carried], given[constants + carried :]
+    while True:
+        out = _closed(closed, [*fixed, *carry, *rest])
+        still = [a and b for a, b in zip(carry, out, strict=False)]
+        if still == carry:
+            return out
+        carry = still
+
+
+def _closed(closed: Any, given: list[bool]) -> list[bool]:
+    return _zero_outputs(getattr(closed, "jaxpr", closed), getattr(closed, "consts", ()), given)
+
+
+def _is_zero(value: Any) -> bool:
+    return not isinstance(value, jax.core.Tracer) and not np.any(np.asarray(value))

@@ -1,0 +1,219 @@
+"""Leaves that an optimizer never changes: which they are, and that they stay what they are beside gauges."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import gauge_optax as go
+from gauge_optax.binding import leaves_by_path
+from gauge_optax.frozen import frozen_leaves
+from tests.cases import GAUGE_CASES, GaugeCase
+
+TREE = {"a": jnp.ones((3, 4)), "b": jnp.ones((4, 2)), "c": jnp.ones(3)}
+ON_B = {"a": False, "b": True, "c": False}
+LABELS = {"a": "trained", "b": "frozen", "c": "trained"}
+
+
+def _partition(frozen: optax.GradientTransformation) -> optax.GradientTransformation:
+    return optax.partition({"trained": optax.adamw(1e-3), "frozen": frozen}, LABELS)
+
+
+FREEZING: dict[str, Callable[[], Any]] = {
+    "partition": lambda: _partition(optax.set_to_zero()),
+    "rate zero": lambda: _partition(optax.adamw(0.0)),
+    "schedule of zero": lambda: _partition(optax.adamw(optax.constant_schedule(0.0))),
+    "momentum at rate zero": lambda: _partition(optax.sgd(0.0, momentum=0.9)),
+    "masked last": lambda: optax.chain(optax.adamw(1e-3), optax.masked(optax.set_to_zero(), ON_B)),
+    "masked first": lambda: optax.chain(optax.masked(optax.set_to_zero(), ON_B), optax.adam(1e-3)),
+    "freeze": lambda: optax.chain(optax.freeze(ON_B), optax.adam(1e-3)),
+    "freeze before Muon": lambda: optax.chain(optax.freeze(ON_B), optax.contrib.muon(1e-3)),
+    "freeze before Adafactor": lambda: optax.chain(optax.freeze(ON_B), optax.adafactor(1e-3)),
+    "selective_transform": lambda: optax.selective_transform(optax.adamw(1e-3), freeze_mask=ON_B),
+    "in MultiSteps": lambda: optax.MultiSteps(_partition(optax.set_to_zero()), 4),
+    "in apply_if_finite": lambda: optax.apply_if_finite(_partition(optax.set_to_zero()), 3),
+    "in a line search": lambda: optax.chain(
+        optax.freeze(ON_B), optax.sgd(1.0), optax.scale_by_backtracking_linesearch(5)
+    ),
+}
+MOVING: dict[str, Callable[[], Any]] = {
+    "adamw": lambda: optax.adamw(1e-3),
+    "a warm-up from zero": lambda: optax.adamw(optax.warmup_cosine_decay_schedule(0.0, 1e-3, 10, 100)),
+    "a rate that users change": lambda: optax.inject_hyperparams(optax.adamw)(0.0),
+    "freeze, and then decay": lambda: optax.chain(optax.freeze(ON_B), optax.adamw(1e-3)),
+    "muon": lambda: optax.contrib.muon(1e-3),
+    "lbfgs": lambda: optax.lbfgs(),
+    "a mask that passes gradients on": lambda: optax.masked(optax.adamw(1e-3), {"a": True, "b": False, "c": True}),
+}
+
+
+@pytest.mark.parametrize("name", FREEZING)
+def test_what_never_changes_is_found(name: str) -> None:
+    assert frozen_leaves("quotient", FREEZING[name](), TREE) == {"b"}
+
+
+@pytest.mark.parametrize("name", MOVING)
+def test_what_may_change_is_not(name: str) -> None:
+    assert frozen_leaves("quotient", MOVING[name](), TREE) == frozenset()
+
+
+def test_a_transformation_that_cannot_be_traced_asks_for_a_mask() -> None:
+    def update(updates: Any, state: Any, params: Any = None, *, batch: Any) -> Any:
+        return updates, state
+
+    strange = optax.GradientTransformationExtraArgs(lambda p: optax.MaskedState(optax.EmptyState()), update)
+    with pytest.raises(ValueError, match="cannot see which leaves") as caught:
+        frozen_leaves("quotient", strange, TREE)
+    assert "frozen=mask" in str(caught.value)
+
+
+# Beside gauges --------------------------------------------------------------------------------------------
+
+QUICK = (
+    "rescale/channel", "rescale/layers", "norm_scale/bias", "head_rotation/value_out", "head_linear/lora",
+    "logit_shift/kernel_bias", "product/chain", "product/llama",
+)
+ROWS = [
+    pytest.param(case, marks=() if case.name in QUICK else pytest.mark.slow, id=case.name)
+    for case in GAUGE_CASES
+    if case.loss is not None
+]
+
+
+def frozen_adamw(params: Any, path: str) -> optax.GradientTransformation:
+    """AdamW on all leaves but one."""
+    labels = go.by_path({path: "frozen"}, default="trained")(params)
+    return optax.partition({"trained": optax.adamw(1e-2), "frozen": optax.set_to_zero()}, labels)
+
+
+def trained(tx: Any, loss: Any, params: Any, steps: int = 8) -> Any:
+    @jax.jit
+    def step(params: Any, state: Any) -> Any:
+        updates, state = tx.update(jax.grad(loss)(params), state, params)
+        return optax.apply_updates(params, updates), state
+
+    state = tx.init(params)
+    for _ in range(steps):
+        params, state = step(params, state)
+    return params
+
+
+def stayed(before: Any, after: Any, path: str) -> bool:
+    return bool(jnp.all(leaves_by_path(before)[path] == leaves_by_path(after)[path]))
+
+
+@pytest.mark.parametrize("case", ROWS)
+def test_a_frozen_leaf_stays_and_twins_agree(case: GaugeCase, x64: None) -> None:
+    gauges, params = case.gauges(), case.params(jax.random.key(1))
+    bound = go.bind(gauges, params)
+    paths = sorted({b.path for part in bound.slice.parts for b in part.blocks})
+    if not paths:
+        pytest.skip("no optimizer notices it")
+    twin = bound.random_twin(jax.random.key(7), params)
+    for path in dict.fromkeys((paths[0], paths[-1])):
+        tx = go.quotient(frozen_adamw(params, path), gauges)
+        ends = [trained(tx, case.loss, start) for start in (params, twin)]
+        assert stayed(params, ends[0], path) and stayed(twin, ends[1], path)
+        losses = [float(case.loss(end)) for end in ends]
+        assert losses[0] == pytest.approx(losses[1], rel=1e-10, abs=1e-10)
+        if len(leaves_by_path(params)) > 2:  # something else is there to be trained
+            assert losses[0] <= float(case.loss(params)) + 1e-12
+
+
+NET = {"up": jnp.arange(8.0).reshape(2, 4) / 4 - 0.8, "down": jnp.arange(12.0).reshape(4, 3) / 9 - 0.5}
+TARGET = jnp.array([[0.3, -0.2, 0.5], [0.1, 0.4, -0.3]])
+RELU = go.rescale({"up": "_ channel"}, {"down": "channel _"})
+
+
+def net_loss(p: Any) -> jax.Array:
+    x = jnp.array([[1.0, -0.5], [0.4, 0.9]])
+    return jnp.mean((jax.nn.relu(x @ p["up"]) @ p["down"] - TARGET) ** 2)
+
+
+WRAPPERS: dict[str, Callable[[Any], Any]] = {
+    "quotient": lambda inner: go.quotient(inner, RELU),
+    "pin=False": lambda inner: go.quotient(inner, RELU, pin=False),
+    "balanced": lambda inner: go.quotient(inner, RELU, rest="balanced"),
+    "gauge_fix": lambda inner: go.gauge_fix(inner, RELU),
+    "gauge_fix every other step": lambda inner: go.gauge_fix(inner, RELU, every=2, strength=0.5),
+    "quotient in gauge_fix": lambda inner: go.gauge_fix(go.quotient(inner, RELU), RELU),
+    "hold_products": lambda inner: go.hold_products(inner, RELU),
+    "hold_products, decay": lambda inner: go.hold_products(inner, RELU, "decay", decay=0.1),
+    "max_norm": lambda inner: go.max_norm(
+        inner, {"up": "_ neuron", "down": "_ neuron"}, learning_rate=1e-2, bound=0.1
+    ),
+    "rotational": lambda inner: go.rotational(
+        inner, {"up": "_ neuron", "down": "_ neuron"}, learning_rate=1e-2, weight_decay=0.1, center=False
+    ),
+}
+
+
+@pytest.mark.parametrize("path", ["up", "down"])
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_no_wrapper_moves_a_frozen_leaf(name: str, path: str, x64: None) -> None:
+    params = jax.tree.map(lambda x: jnp.asarray(x, float), NET)
+    start = float(net_loss(params))
+    end = trained(WRAPPERS[name](frozen_adamw(params, path)), net_loss, params)
+    assert stayed(params, end, path)
+    other = "down" if path == "up" else "up"
+    assert not stayed(params, end, other)
+    if name not in ("max_norm", "hold_products, decay"):  # which shrink the other leaf
+        assert float(net_loss(end)) < start
+
+
+@pytest.mark.parametrize("name", ["quotient", "pin=False", "balanced", "gauge_fix", "hold_products"])
+def test_a_leaf_that_is_frozen_has_no_part_in_the_training_of_the_others(name: str, x64: None) -> None:
+    """The gauge is left alone, so that the other leaf trains as it would without gauges, up to its frame."""
+    params = jax.tree.map(lambda x: jnp.asarray(x, float), NET)
+    inner = optax.partition(
+        {"trained": optax.sgd(1e-2, momentum=0.9), "frozen": optax.set_to_zero()}, {"up": "frozen", "down": "trained"}
+    )
+    if name in ("gauge_fix", "hold_products"):  # where there is no frame
+        alone, beside = (trained(tx, net_loss, params) for tx in (inner, WRAPPERS[name](inner)))
+        np.testing.assert_allclose(beside["down"], alone["down"], rtol=1e-13)
+
+
+def test_frozen_can_be_said(x64: None) -> None:
+    """Of a leaf that the loss reads behind `stop_gradient`, whose gradients alone do not say it."""
+    params = jax.tree.map(lambda x: jnp.asarray(x, float), NET)
+    loss = lambda p: net_loss(p | {"down": jax.lax.stop_gradient(p["down"])})  # noqa: E731
+    assert not stayed(params, trained(go.quotient(optax.adam(1e-2), RELU), loss, params), "down")
+    twin = go.bind(RELU, params).random_twin(jax.random.key(0), params)
+    for mask in (go.by_path({"down": True}, default=False), {"up": False, "down": True}):
+        tx = go.quotient(optax.adamw(1e-2, weight_decay=0.1), RELU, frozen=mask)
+        ends = [trained(tx, loss, start) for start in (params, twin)]
+        assert stayed(params, ends[0], "down") and stayed(twin, ends[1], "down")
+        assert float(net_loss(ends[0])) == pytest.approx(float(net_loss(ends[1])), rel=1e-12)
+    with pytest.raises(ValueError, match="a mask `frozen` that does not fit"):
+        go.quotient(optax.adam(1e-2), RELU, frozen={"up": True, "bias": False}).init(params)
+
+
+def test_a_layer_may_be_frozen_on_one_side_and_another_not_at_all(x64: None) -> None:
+    """Only the copy with the frozen leaf is left alone: the other layer's anchor keeps its size."""
+    params = {f"l{i}": jax.tree.map(lambda x, i=i: jnp.asarray(x, float) + 0.1 * i, NET) for i in range(2)}
+    gauge = go.rescale({"l{i}/up": "_ channel"}, {"l{i}/down": "channel _"})
+    loss = lambda p: net_loss(p["l0"]) + net_loss(p["l1"])  # noqa: E731
+    end = trained(go.quotient(frozen_adamw(params, "l1/down"), gauge), loss, params)
+    assert stayed(params, end, "l1/down")
+    norms = functools.partial(jnp.linalg.norm, axis=0)
+    np.testing.assert_allclose(norms(end["l0"]["up"]), norms(params["l0"]["up"]), rtol=1e-12)
+    assert float(jnp.max(jnp.abs(norms(end["l1"]["up"]) - norms(params["l1"]["up"])))) > 1e-3
+
+
+def test_states_with_frozen_leaves_move_convert_and_restore(x64: None) -> None:
+    params = jax.tree.map(lambda x: jnp.asarray(x, float), NET)
+    tx = go.quotient(frozen_adamw(params, "down"), RELU)
+    state = tx.init(params)
+    _, state = tx.update(jax.grad(net_loss)(params), state, params)
+    assert jax.tree.structure(jax.eval_shape(tx.init, params)) == jax.tree.structure(state)
+    element = RELU.sample(jax.random.key(3), params)
+    moved = go.transport(state, params, RELU, element)
+    there = RELU.act(element, params)
+    steps = [tx.update(jax.grad(net_loss)(p), s, p)[0] for p, s in ((params, state), (there, moved))]
+    ends = [optax.apply_updates(p, u) for p, u in zip((params, there), steps, strict=True)]
+    assert float(net_loss(ends[0])) == pytest.approx(float(net_loss(ends[1])), rel=1e-12)

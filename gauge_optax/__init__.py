@@ -45,11 +45,13 @@ if TYPE_CHECKING:
     from gauge_optax.orbit.merge import average, distance, interpolate
     from gauge_optax.orbit.pack import pack, packed_dot, packed_rows, unpack
     from gauge_optax.orbit.rotate import rotate
+    from gauge_optax.states.evaluate import evaluate, restart
     from gauge_optax.states.fix import gauge_fix
     from gauge_optax.states.from_state import from_state
     from gauge_optax.states.hold_products import hold_products
     from gauge_optax.states.transport import transport
     from gauge_optax.tools.as_json import from_json, to_json
+    from gauge_optax.tools.check import check
     from gauge_optax.tools.lora import lora
     from gauge_optax.tools.plan import plan
 else:
@@ -93,11 +95,13 @@ else:
         "orbit.merge": "average distance interpolate",
         "orbit.pack": "pack packed_dot packed_rows unpack",
         "orbit.rotate": "rotate",
+        "states.evaluate": "evaluate restart",
         "states.fix": "gauge_fix",
         "states.from_state": "from_state",
         "states.hold_products": "hold_products",
         "states.transport": "transport",
         "tools.as_json": "from_json to_json",
+        "tools.check": "check",
         "tools.lora": "lora",
         "tools.plan": "plan",
     }
@@ -120,13 +124,13 @@ else:
 __all__ = [  # noqa: RUF022  by what a user wants
     # Train with your optimizer, on the slice.
     "quotient", "quotient_adamw", "quotient_muon", "max_norm_muon", "ddc_adamw", "ddc_muon",
-    "from_state", "compress_second_moments",
+    "from_state", "evaluate", "restart", "compress_second_moments",
     # Say which symmetries a model has.
     "Gauge", "bind", "bias_absorption", "embedding_shift", "head_linear", "head_rotation", "key_bias", "logit_shift",
     "multiplier_balance", "norm_read_shift", "norm_scale", "norm_write_shift", "permutation", "product",
     "rescale", "residual_rotation", "residual_scale", "rope_linear", "rope_torus", "scale_invariant",
     # Find them, write them down, look at a run before it starts.
-    "discover", "lora", "plan", "to_json", "from_json", "axes_by_name", "by_path",
+    "discover", "lora", "plan", "check", "to_json", "from_json", "axes_by_name", "by_path",
     # Move weights along orbits, and optimizer states with them.
     "gauge_fix", "hold_products", "transport",
     # Choose the point of an orbit that serves a purpose.

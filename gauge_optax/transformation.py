@@ -32,15 +32,29 @@ class GaugeTransformation(optax.GradientTransformationExtraArgs):
     Attributes:
       gauges: the gauges that it was given, with products taken apart, and behind them others that the optimizer inside
         says it holds.
+      preflight: params → what `go.check` should say of them before training: errors to raise, and sentences.
+      inner: the optimizer that it runs on the slice; None if it is no such wrapper.
     """
 
     gauges: tuple[Any, ...] = ()
+    preflight: "Preflight"
+    inner: Any = None
 
-    def __new__(cls, init: Any, update: Any, gauges: Iterable[Any] = ()) -> "GaugeTransformation":
-        """See `gauges`, and Optax for `init` and `update`."""
+    def __new__(
+        cls, init: Any, update: Any, gauges: Iterable[Any] = (), preflight: "Preflight | None" = None
+    ) -> "GaugeTransformation":
+        """See the attributes, and Optax for `init` and `update`."""
         self = super().__new__(cls, init, update)
         self.gauges = tuple(gauges)
+        self.preflight = preflight or _nothing_to_say
         return self
+
+
+Preflight = Callable[[Any], Sequence[str | ValueError]]
+
+
+def _nothing_to_say(params: Any) -> Sequence[str | ValueError]:
+    return ()
 
 
 def with_gauges_of(inner: Any, gauges: Iterable[Any] = ()) -> tuple[Any, ...]:
@@ -56,6 +70,7 @@ def transformation(
     init_empty: Callable[[Any], Any],
     needs_params: bool = True,
     gauges: Iterable[Any] = (),
+    preflight: Preflight | None = None,
 ) -> GaugeTransformation:
     """Makes an Optax transformation from an `init` and an `update` that only compute.
 
@@ -68,6 +83,7 @@ def transformation(
       init_empty: params → state, for trees without leaves: `optax.tree.map_params` calls `init` with one.
       needs_params: whether `update` without params is an error.
       gauges: what it says of itself, see `GaugeTransformation`.
+      preflight: likewise.
 
     Returns:
       The transformation.
@@ -87,7 +103,9 @@ def transformation(
 
         return layout((updates, params)).run(plain, updates, state, params, extra, like=(updates, state))
 
-    return GaugeTransformation(init_fn, update_fn, gauges)
+    made = GaugeTransformation(init_fn, update_fn, gauges, preflight)
+    init_fn.made_by = made  # type: ignore[attr-defined]  # `optax.chain` keeps functions alone
+    return made
 
 
 def checked_inner(name: str, inner: Any) -> GaugeTransformation:
@@ -336,6 +354,13 @@ def require_every(transformation: str, every: Any) -> None:
 def require_state(transformation: str, state: Any, kind: type) -> None:
     """Raises ValueError unless a state has the fields of the class that `init` returns."""
     if not all(hasattr(state, field) for field in getattr(kind, "_fields", ())):
+        if isinstance(state, Mapping | list) and not hasattr(state, "_fields"):
+            raise binding_error(
+                transformation, "a state that has lost its classes",
+                f"a {type(state).__name__}, as of a checkpoint that was restored without a target",
+                f"a {kind.__name__}",
+                "restore into jax.eval_shape(tx.init, params), for example "
+                "checkpointer.restore(path, target=jax.eval_shape(tx.init, params))")
         raise _wrong_state(transformation, type(state).__name__, kind.__name__)
 
 

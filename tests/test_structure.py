@@ -28,6 +28,7 @@ LAYERS: dict[str, int] = {
     "xla": 1,
     "transformation": 1,
     "frozen": 1,
+    "wrapped": 1,
     "parts": 2,
     "slice": 3,
     "gauges": 4,

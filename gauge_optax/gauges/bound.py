@@ -21,7 +21,7 @@ from gauge_optax.linalg import real_dtype, safe_divide
 from gauge_optax.parts.constants import ReadShift
 from gauge_optax.parts.part import Arrays, Part, changed
 from gauge_optax.parts.stream import Stream
-from gauge_optax.slice import Elements, Slice
+from gauge_optax.slice import Elements, Frame, Slice
 
 Params = TypeVar("Params")
 
@@ -192,6 +192,30 @@ def bound(gauges: Sequence[Any], params: Any, frozen: frozenset[str] = frozenset
         raise
 
 
+def slice_of_frame(frame: Frame, params: Any) -> Slice:
+    """The slice that the frame of a state belongs to.
+
+    A state has labels of parts and no parts. A label has a checksum of all that its part binds, so that it means the
+    same part wherever it was bound.
+
+    Args:
+      frame: the frame.
+      params: a tree that it belongs to.
+
+    Raises:
+      ValueError: parts that were not bound in this process.
+    """
+    unknown = [label for label in frame.elements if label not in _PARTS]
+    if unknown:
+        raise binding_error(
+            "gauges", f"a frame of gauges that are not known yet, '{unknown[0]}'", "a restored state",
+            "gauges that were bound to this tree", "call jax.eval_shape(tx.init, params) first"
+        )
+    dtypes = {path: getattr(leaf, "dtype", None) for path, leaf in leaves_by_path(params).items()}
+    known = tuple((path, dtype) for path, dtype in dtypes.items() if dtype is not None)
+    return _of_labels(tuple(frame.elements), known, frozenset(frame.frozen))
+
+
 def _asymmetry(gauge: Any, params: Any, grads: Any) -> dict[str, jax.Array]:
     b = bound((gauge,), params)
     s, (copies,) = b.whole, b.copies
@@ -237,6 +261,14 @@ def _by_shapes(
     return _sliced(gauges, tuple(gauge._copies(tree | masked) for gauge in gauges), leaves, frozen, single)
 
 
+_PARTS: dict[str, Part[Any]] = {}  # by label; only `slice_of_frame` reads it
+
+
+@functools.lru_cache(maxsize=64)
+def _of_labels(labels: tuple[str, ...], dtypes: tuple[tuple[str, Any], ...], frozen: frozenset[str]) -> Slice:
+    return Slice.of([_PARTS[label] for label in labels], dict(dtypes), frozen)
+
+
 @functools.lru_cache(maxsize=64)
 def _sliced(
     gauges: tuple[Any, ...],
@@ -247,7 +279,9 @@ def _sliced(
 ) -> Bound:
     parts = [part for group in copies for copy in group for part in copy.parts]
     dtypes = {path: dtype for path, _, dtype in leaves if dtype is not None}
-    return Bound(gauges, copies, Slice.of(parts, dtypes, frozen), single)
+    s = Slice.of(parts, dtypes, frozen)
+    _PARTS.update({part.label: part for part in s.parts})
+    return Bound(gauges, copies, s, single)
 
 
 def _require_unpacked(gauges: Sequence[Any], params: Any) -> None:

@@ -5,7 +5,7 @@ point* θ̂ = F⁻¹·θ is the same for all weights of one function; to *fix* a
 slice without changing the function.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -31,6 +31,7 @@ from gauge_optax.transformation import (
     with_gauges_of,
     with_sharding_of,
 )
+from gauge_optax.wrapped import preflight_of
 
 
 class QuotientState(NamedTuple):
@@ -123,7 +124,7 @@ def quotient_for(
     frozen: Any = None,
 ) -> GaugeTransformation:
     """Returns `quotient`, with messages that name the public function `name`."""
-    inner, group = checked_inner(name, inner), product(gauges)
+    given, inner, group = inner, checked_inner(name, inner), product(gauges)
 
     def update(updates: Any, state: QuotientState, params: Any, **extra: Any) -> tuple[Any, QuotientState]:
         s = bound(group.parts, params, frozenset(state.frame.frozen)).slice
@@ -143,7 +144,7 @@ def quotient_for(
         return out, QuotientState(frame, inner_state, _offset_after(s, state.offset, grown))
 
     def init(params: optax.Params) -> QuotientState:
-        still = frozen_leaves(name, inner, params) | said_to_be_frozen(name, frozen, params)
+        still = never_changing(params)
         frame, point = frame_and_slice_point(name, group, params, still)
         s = bound(group.parts, params, still).slice
         return QuotientState(frame, inner.init(point), {} if pin else no_offset(s))
@@ -151,8 +152,17 @@ def quotient_for(
     def empty(params: Any) -> QuotientState:
         return QuotientState(placeholder(), inner.init(params), {} if pin else placeholder())
 
-    gauges_held = with_gauges_of(inner, group.parts)
-    return resting(name, transformation(name, init, update, QuotientState, empty, gauges=gauges_held), group, rest)
+    def never_changing(params: Any) -> frozenset[str]:
+        return frozen_leaves(name, inner, params) | said_to_be_frozen(name, frozen, params)
+
+    def preflight(params: Any) -> Sequence[str | ValueError]:
+        _, point = frame_and_slice_point(name, group, params, never_changing(params))
+        return preflight_of(given)(point)
+
+    held = with_gauges_of(inner, group.parts)
+    tx = transformation(name, init, update, QuotientState, empty, gauges=held, preflight=preflight)
+    tx.inner = given
+    return resting(name, tx, group, rest)
 
 
 def group_of(name: str, learning_rate: Any, gauges: Any) -> Product:

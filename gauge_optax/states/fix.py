@@ -32,6 +32,7 @@ from gauge_optax.transformation import (
     transformation,
     with_gauges_of,
 )
+from gauge_optax.wrapped import preflight_of
 
 _NAME = "gauge_fix"
 
@@ -151,7 +152,8 @@ def gauge_fix(
     def empty(params: Any) -> GaugeFixState:
         return GaugeFixState(jnp.zeros((), jnp.int32), within.init(params))
 
-    return transformation(_NAME, init, update, GaugeFixState, empty, gauges=with_gauges_of(inner, group.parts))
+    held = with_gauges_of(inner, group.parts)
+    return transformation(_NAME, init, update, GaugeFixState, empty, gauges=held, preflight=preflight_of(inner))
 
 
 def balance_beside(gauge: Product, params: Any, frozen: frozenset[str]) -> Any:

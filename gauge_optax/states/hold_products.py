@@ -37,6 +37,7 @@ from gauge_optax.transformation import (
     transformation,
     with_gauges_of,
 )
+from gauge_optax.wrapped import preflight_of
 
 _NAME = "hold_products"
 KINDS = ("init", "cap", "decay")
@@ -145,7 +146,7 @@ def hold_products(
     """
     require_choice(_NAME, "kind", kind, KINDS)
     require_choice(_NAME, "on_unknown", on_unknown, ON_UNKNOWN)
-    group, inner = product(gauges), checked_inner(_NAME, inner)
+    group, given, inner = product(gauges), inner, checked_inner(_NAME, inner)
     _check(kind, cap, decay, group.parts)
     squared = None if alone is None else _squared(kind, group.parts, alone)
 
@@ -208,7 +209,9 @@ def hold_products(
         return HoldProductsState(inner.init(params), HeldProducts(placeholder()) if kind == "init" else ())
 
     held = with_gauges_of(inner, group.parts)
-    return transformation(_NAME, init, update, HoldProductsState, empty, gauges=held)
+    return transformation(
+        _NAME, init, update, HoldProductsState, empty, gauges=held, preflight=preflight_of(given)
+    )
 
 
 def log_products(gauge: Gauge, params: Any) -> Element:

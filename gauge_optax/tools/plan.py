@@ -24,6 +24,7 @@ from gauge_optax.errors import binding_error
 from gauge_optax.gauges.gauge import Gauge, product
 from gauge_optax.parts.matrices import matrices_of
 from gauge_optax.transformation import GaugeTransformation
+from gauge_optax.wrapped import walk
 
 Unbound = Literal["allow", "warn", "error"]
 _ROUNDOFF = 1e-12  # of a leaf's norm, in float64
@@ -31,7 +32,6 @@ _DECAY = (
     "decay per step: the share of a leaf's norm that the first step removes where the gradient is zero; "
     "blank for a leaf that is zero today, whose decay cannot be measured"
 )
-_MOST_NESTED = 12  # closures within closures in which gauges are looked for
 
 
 class LeafPlan(NamedTuple):
@@ -176,7 +176,7 @@ def plan(
         raise binding_error(
             "plan", f"unknown unbound {unbound!r}", repr(unbound), "'allow', 'warn' or 'error'", "leave it out")
     tx = tx_or_gauges if isinstance(tx_or_gauges, optax.GradientTransformation) else None
-    gauges = [] if not tx_or_gauges else list(product(tx_or_gauges).parts) if tx is None else _gauges_of(tx)
+    gauges = [] if not tx_or_gauges else list(product(tx_or_gauges).parts) if tx is None else gauges_of(tx)
     if not gauges:
         raise binding_error(
             "plan", "no gauges", f"a {type(tx_or_gauges).__name__}", "gauges, or an optimizer that was made with some",
@@ -208,38 +208,18 @@ def plan(
     return result
 
 
-def _gauges_of(tx: Any) -> list[Any]:
-    """The gauges that a transformation says it holds, and those behind Optax's wrappers, each once.
-
-    Wrappers of Optax keep what they wrap in the closures of their functions; the order is that of appearance there.
-    """
+def gauges_of(tx: Any) -> list[Any]:
+    """The gauges of an optimizer, in the order of appearance, each once."""
     gauges: dict[Gauge, None] = {}
-    visited: set[int] = set()
 
-    def look(thing: Any, depth: int) -> None:
-        if depth > _MOST_NESTED or id(thing) in visited:
-            return
-        visited.add(id(thing))
+    def keep(thing: Any) -> bool:
         if isinstance(thing, GaugeTransformation):
             gauges.update(dict.fromkeys(thing.gauges))
         if isinstance(thing, Gauge):
             gauges.update(dict.fromkeys(product(thing).parts))
-            return
-        if isinstance(thing, list | tuple):
-            inside = list(thing)
-        elif isinstance(thing, Mapping):
-            inside = list(thing.values())
-        elif dataclasses.is_dataclass(thing) and not isinstance(thing, type):
-            inside = [getattr(thing, field.name) for field in dataclasses.fields(thing)]
-        else:
-            inside = [cell.cell_contents for cell in getattr(thing, "__closure__", None) or ()]
-            # Decorated functions, partials and bound methods hold what they call in these attributes.
-            names = ("__wrapped__", "func", "args", "keywords", "__self__")
-            inside += [getattr(thing, name, None) for name in names]
-        for item in inside:
-            look(item, depth + 1)
+        return isinstance(thing, Gauge)
 
-    look(tx, 0)
+    walk(tx, keep)
     return list(gauges)
 
 

@@ -1,0 +1,148 @@
+"""What an optimizer inside a `quotient` knows of weights, as stored weights; and a new start of its state.
+
+A `quotient` has two coordinate systems: its inner optimizer sees the slice point θ̂ = F⁻¹·θ, and the user has the stored
+weights θ. Functions of both a state and weights, such as the evaluation weights of schedule-free methods, have to be
+computed on the slice, and their result moved back by F.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import optax
+
+from gauge_optax.binding import with_leaves
+from gauge_optax.errors import binding_error
+from gauge_optax.gauges.bound import slice_of_frame
+from gauge_optax.optimizers._quotient import QuotientState, no_offset
+from gauge_optax.slice import Elements, Entered, Slice, minus
+from gauge_optax.transformation import cast_like, layout, require_params
+from gauge_optax.wrapped import wrapped_by
+
+Fn = Callable[[Any, Any], Any]
+
+
+def evaluate(fn: Fn, state: Any, params: Any) -> Any:
+    """Applies a function of an inner state and weights on the slice, and returns stored weights.
+
+    Args:
+      fn: (inner state, weights) → weights, such as `optax.contrib.schedule_free_eval_params`, or `lambda s, p: s.slow`
+        for weights that the inner optimizer keeps. It gets the state of the optimizer inside the `quotient`, and the
+        weights that this optimizer sees.
+      state: the state of the optimizer, with one `quotient` (or an alias of it) somewhere inside.
+      params: the stored weights θ that the state belongs to.
+
+    Returns:
+      Weights like `params`, of the function that `fn` means.
+
+    Raises:
+      ValueError: a state without a `quotient`, or with several; a state of gauges that were bound to no tree yet in
+        this process; weights of another structure from `fn`.
+
+    >>> gauge = go.rescale({"up": "_ channel"}, {"down": "channel _"})
+    >>> params = {"up": jnp.full((1, 2), 3.0), "down": jnp.ones((2, 1))}
+    >>> tx = go.quotient(optax.contrib.schedule_free_sgd(0.1), gauge)
+    >>> state = tx.init(params)
+    >>> averaged = go.evaluate(optax.contrib.schedule_free_eval_params, state, params)
+    >>> averaged["up"].round(4)  # before the first step, the weights themselves
+    Array([[3., 3.]], dtype=float32)
+
+    Reference: Defazio et al. 2024 for schedule-free methods; docs/design.md §3 for the maps.
+    """
+    require_params("evaluate", params)
+    inside = _one_quotient("evaluate", state)
+
+    def on_slice(inside: Any, params: Any) -> Any:
+        entered, seen = _points(inside, params)
+        made = fn(inside.inner_state, with_leaves(params, seen.point))
+        if jax.tree.structure(made) != jax.tree.structure(params):
+            raise binding_error(
+                "evaluate", "fn returns no weights", str(jax.tree.structure(made))[:200],
+                f"the structure of params, {str(jax.tree.structure(params))[:200]}",
+                "return one tree of weights, such as state.z or optax.contrib.schedule_free_eval_params(state, params)")
+        s = _slice(inside, params)
+        values = entered.leave(seen.leave(s.vectors(made)))
+        return with_leaves(made, cast_like(minus(values, s.added), params))
+
+    return layout(params).run(on_slice, inside, params, like=params)
+
+
+def restart(
+    tx: optax.GradientTransformation, state: Any, params: Any, choose: Callable[[Any, Any], Any] | None = None
+) -> Any:
+    """Starts the inner optimizer of a `quotient` anew at the current slice point. The frame stays.
+
+    `tx.init(params)` would read a new frame too, in which moments that are kept elsewhere mean other directions.
+
+    Args:
+      tx: the optimizer, with one `quotient` (or an alias of it) somewhere inside.
+      state: its state.
+      params: the stored weights θ.
+      choose: (old inner state, fresh inner state) → inner state, which keeps a part of the old one, for example
+        `lambda old, new: (old[0]._replace(nu=new[0].nu), *old[1:])`. By default all of it is fresh.
+
+    Returns:
+      A state like `state`.
+
+    Raises:
+      ValueError: an optimizer or a state without a `quotient`, or with several; another structure from `choose`.
+
+    >>> gauge = go.rescale({"up": "_ channel"}, {"down": "channel _"})
+    >>> params = {"up": jnp.full((1, 2), 3.0), "down": jnp.ones((2, 1))}
+    >>> tx = go.quotient_adamw(0.1, gauge)
+    >>> _, state = tx.update(params, tx.init(params), params)
+    >>> int(state.inner_state[0].count), int(go.restart(tx, state, params).inner_state[0].count)
+    (1, 0)
+
+    Reference: docs/design.md §3.
+    """
+    require_params("restart", params)
+    inside = _one_quotient("restart", state)
+    inner = wrapped_by(tx)
+    if len(inner) != 1:
+        raise _no_quotient("restart", "an optimizer", len(inner))
+
+    def fresh(inside: Any, params: Any) -> Any:
+        entered, seen = _points(inside, params)
+        new = inner[0].init(with_leaves(params, (entered if choose is None else seen).point))
+        kept = new if choose is None else choose(inside.inner_state, new)
+        return inside._replace(inner_state=kept)
+
+    made = layout(params).run(fresh, inside, params)
+    if jax.tree.structure(made) != jax.tree.structure(inside):
+        raise binding_error(
+            "restart", "another structure of the inner state", str(jax.tree.structure(made.inner_state))[:200],
+            str(jax.tree.structure(inside.inner_state))[:200], "give restart the optimizer that made the state")
+    if choose is None and inside.offset:  # what starts anew starts on the slice
+        made = made._replace(offset=no_offset(_slice(inside, params)))
+    return jax.tree.map(lambda node: made if _is_quotient(node) else node, state, is_leaf=_is_quotient)
+
+
+def _slice(inside: Any, params: Any) -> Slice:
+    return slice_of_frame(inside.frame, params)
+
+
+def _points(inside: Any, params: Any) -> tuple[Entered, Entered]:
+    """The slice point, and the point that the inner optimizer sees, with the ways back."""
+    s = _slice(inside, params)
+    f: Elements = s.elements(inside.frame)
+    entered = s.enter(f, s.values(params))
+    return entered, s.enter(inside.offset, entered.point)
+
+
+def _is_quotient(node: Any) -> bool:
+    return isinstance(node, QuotientState)
+
+
+def _one_quotient(name: str, state: Any) -> Any:
+    found = [node for node in jax.tree.leaves(state, is_leaf=_is_quotient) if _is_quotient(node)]
+    if len(found) != 1:
+        raise _no_quotient(name, "a state", len(found))
+    return found[0]
+
+
+def _no_quotient(name: str, what: str, count: int) -> ValueError:
+    return binding_error(
+        name, f"{what} with {count} quotients", f"{count}", "one, in any wrapper of Optax",
+        "pass the part of a partition or chain that has it, such as state.inner_states['body']; a restored state needs "
+        "the structure of jax.eval_shape(tx.init, params)")

@@ -4,7 +4,7 @@
 import dataclasses
 import functools
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -107,8 +107,9 @@ class Bound:
     def asymmetry(self, params: Any, grads: Any) -> tuple[dict[str, jax.Array], ...]:
         """How far each gauge is from a symmetry of the loss that made a gradient.
 
-        The gradient of a loss that a gauge keeps has no product with any direction along the orbit. What it has of such
-        a part is divided by the root mean square that a random covector of the same leaves has.
+        The gradient of a loss that a gauge keeps has no product with any direction of the orbit: the sum over `vocab`
+        is zero, and so are ⟨up, g_up⟩ − p·⟨down, g_down⟩ and the products with the generators of rotations. What it has
+        of these products is divided by the root mean square of those of random covectors of the same leaves.
 
         Args:
           params: θ, at which the gradient was taken.
@@ -219,22 +220,18 @@ def slice_of_frame(frame: Frame, params: Any) -> Slice:
 def _asymmetry(gauge: Any, params: Any, grads: Any) -> dict[str, jax.Array]:
     b = bound((gauge,), params)
     s, (copies,) = b.whole, b.copies
-    g = s.vectors(grads)
-
-    def vertical(covector: Arrays) -> Arrays:
-        across = s.horizontal_at(params, with_leaves(grads, covector), dual=True)
-        return {path: x - across[path] for path, x in covector.items()}
+    x, g = s.values(params), s.vectors(grads)
+    pairings = _by_generators(gauge, b, params, x) or _by_projection(s, copies, params, grads)
 
     def sizes(covector: Arrays) -> dict[str, jax.Array]:
-        found, zero = vertical(covector), jnp.zeros(())
-        paths = {copy.key: dict.fromkeys(p for part in copy.parts for p in changed(part)) for copy in copies}
-        return {key: sum((jnp.sum(jnp.square(found[p])) for p in of_copy), zero) for key, of_copy in paths.items()}
+        squares = jax.tree.map(lambda y: jnp.sum(jnp.square(y)), pairings(covector))
+        return {key: sum(jax.tree.leaves(of_copy), jnp.zeros(())) for key, of_copy in squares.items()}
 
     # A leaf all of whose gradient is roundoff, as that of a key bias is, is compared with the gradient of other leaves.
-    real = [x for x in map(jnp.asarray, leaves_by_path(grads).values()) if jnp.issubdtype(x.dtype, jnp.floating)]
-    entries = sum(x.size for x in real)
-    total = jnp.sqrt(sum((jnp.sum(jnp.square(jnp.asarray(x, real_dtype()))) for x in real), jnp.zeros(())) / entries)
-    norms = {path: jnp.maximum(jnp.sqrt(jnp.mean(jnp.square(x))), _LEAST_SHARE * total) for path, x in g.items()}
+    real = [y for y in map(jnp.asarray, leaves_by_path(grads).values()) if jnp.issubdtype(y.dtype, jnp.floating)]
+    entries = sum(y.size for y in real)
+    total = jnp.sqrt(sum((jnp.sum(jnp.square(jnp.asarray(y, real_dtype()))) for y in real), jnp.zeros(())) / entries)
+    norms = {path: jnp.maximum(jnp.sqrt(jnp.mean(jnp.square(y))), _LEAST_SHARE * total) for path, y in g.items()}
 
     def drawn(number: int) -> Arrays:
         keys = jax.random.split(jax.random.key(number), len(g))
@@ -242,8 +239,39 @@ def _asymmetry(gauge: Any, params: Any, grads: Any) -> dict[str, jax.Array]:
         return {p: norms[p] * jax.random.normal(k, g[p].shape, g[p].dtype) for p, k in pairs}
 
     of_gradient, of_random = sizes(g), [sizes(drawn(number)) for number in range(_DRAWS)]
-    typical = {key: sum((x[key] for x in of_random), jnp.zeros(())) / _DRAWS for key in of_gradient}
-    return {key: jnp.sqrt(safe_divide(x, typical[key])) for key, x in of_gradient.items()}
+    typical = {key: sum((y[key] for y in of_random), jnp.zeros(())) / _DRAWS for key in of_gradient}
+    return {key: jnp.sqrt(safe_divide(y, typical[key])) for key, y in of_gradient.items()}
+
+
+def _by_generators(gauge: Any, b: Bound, params: Any, x: Arrays) -> Callable[[Arrays], dict[str, Any]] | None:
+    """The products of a cotangent with the directions along the orbit; None for a gauge without coordinates."""
+    try:
+        zero = gauge.algebra(params)
+    except ValueError:  # of a user
+        return None
+    if not isinstance(zero, dict):
+        return None
+    if not zero or not any(y.size for y in jax.tree.leaves(zero)):
+        return lambda covector: {}
+
+    def moved(coordinates: Any) -> Arrays:
+        return b.whole.act(b.elements((gauge.exponential(coordinates, params, near=True),)), x)
+
+    transposed = jax.vjp(moved, zero)[1]
+    return lambda covector: transposed(covector)[0]
+
+
+def _by_projection(
+    s: Slice, copies: Sequence[Symmetry], params: Any, grads: Any
+) -> Callable[[Arrays], dict[str, Any]]:
+    """The vertical part of a cotangent by the slice alone, for a gauge without coordinates."""
+    paths = {copy.key: dict.fromkeys(p for part in copy.parts for p in changed(part)) for copy in copies}
+
+    def vertical(covector: Arrays) -> dict[str, Any]:
+        across = s.horizontal_at(params, with_leaves(grads, covector), dual=True)
+        return {key: {p: covector[p] - across[p] for p in of_copy} for key, of_copy in paths.items()}
+
+    return vertical
 
 
 _DRAWS = 4

@@ -18,6 +18,7 @@ from gauge_optax.discovery.lift import in_double
 from gauge_optax.errors import binding_error
 from gauge_optax.frozen import frozen_leaves
 from gauge_optax.gauges.bound import bound
+from gauge_optax.linalg import real_dtype
 from gauge_optax.parts.part import changed
 from gauge_optax.slice import Frame
 from gauge_optax.tools.plan import gauges_of
@@ -32,6 +33,7 @@ _ALL_ROUNDED = 0.95  # share of a leaf's entries whose update its dtype rounds a
 _OTHER_SIZE = 0.3  # how far logs of sizes may be from those of a frame, beyond the first step
 _OTHER_WEIGHTS = 0.05  # the relative difference of a state at the first step that is no roundoff
 _NOISE = 1e-5  # relative size of a perturbation under which a state's arrays have to be stable to be compared
+_TIMES_ROUNDOFF = 16.0
 _FEW = 64  # fewer entries than this do not show in what precision they were computed
 _MOST_ENTRIES = 4096  # of each leaf, that are looked at for that
 _TRAILING = 4  # zeros at the end of most mantissas: they were computed in less precision than they are stored in
@@ -373,8 +375,11 @@ def _require_steps_that_count(tx: Any, state: Any, params: Any, grads: Any) -> l
     for (path, leaf), update in zip(leaves_by_path(params).items(), jax.tree.leaves(updates), strict=True):
         if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
             continue
-        moving = np.asarray(update) != 0
-        stuck = moving & (np.asarray(jnp.asarray(leaf) + update).astype(leaf.dtype) == np.asarray(leaf))
+        # What is roundoff where updates are computed, as that of an anchor, is no update.
+        least = _TIMES_ROUNDOFF * float(jnp.finfo(real_dtype()).eps)
+        u, p = (np.asarray(x, np.float64) for x in (update, leaf))
+        moving = np.abs(u) > least * np.abs(p)
+        stuck = moving & (np.asarray(optax.apply_updates(leaf, update)) == np.asarray(leaf))
         if moving.any() and stuck.sum() > _ALL_ROUNDED * moving.sum():
             raise binding_error(
                 "check", f"the update of '{path}' is rounded away by {jnp.result_type(leaf)}",

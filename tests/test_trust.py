@@ -142,51 +142,53 @@ def test_the_decay_column_says_what_it_is_and_is_blank_for_a_leaf_that_is_zero()
 
 # A decay mask that splits a gauge ----------------------------------------------------------------------------
 
-NO_BIAS = go.by_path({"**/bias": False}, default=True)
-NO_NET = go.by_path({"up/**": False, "down/kernel": False}, default=True)
-SLOWLY = optax.warmup_cosine_decay_schedule(0.0, 1e-3, 10, 100)  # zero at the first step
-INNERS: dict[str, Callable[[Any], optax.GradientTransformation]] = {
-    "adamw": lambda mask: optax.adamw(1e-3, mask=mask),
-    "chain": lambda mask: optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(SLOWLY, mask=mask)),
-    "lion": lambda mask: optax.lion(1e-3, mask=mask),
-    "jitted": lambda mask: optax.GradientTransformation(
-        optax.adamw(1e-3, mask=mask).init, jax.jit(optax.adamw(1e-3, mask=mask).update)
+MATRICES = {
+    "callable": lambda p: jax.tree.map(lambda x: jnp.ndim(x) > 1, p),
+    "tree": {"up": {"kernel": True, "bias": False}, "down": {"kernel": True, "bias": False}},
+    "one side": go.by_path({"up/**": True}, default=False),
+}
+DECAYING: dict[str, Callable[[Any], Any]] = {
+    "quotient": lambda mask: go.quotient(optax.adamw(1e-2, weight_decay=0.5, mask=mask), RELU),
+    "pin=False": lambda mask: go.quotient(optax.adamw(1e-2, weight_decay=0.5, mask=mask), RELU, pin=False),
+    "in a chain": lambda mask: go.quotient(
+        optax.chain(optax.clip_by_global_norm(1.0), optax.lion(1e-3, weight_decay=0.5, mask=mask)), RELU
+    ),
+    "quotient_adamw": lambda mask: go.quotient_adamw(1e-2, RELU, weight_decay=0.5, mask=mask),
+    "quotient_muon": lambda mask: go.quotient_muon(1e-2, RELU, weight_decay=0.5, weight_decay_mask=mask),
+    "max_norm_muon": lambda mask: go.max_norm_muon(
+        1e-2, RELU, {"up/kernel": "_ neuron", "down/kernel": "_ neuron"}, weight_decay=0.5, weight_decay_mask=mask
+    ),
+    "ddc_adamw": lambda mask: go.ddc_adamw(1e-2, RELU, weight_decay=0.5, mask=mask),
+    "ddc_muon": lambda mask: go.ddc_muon(1e-2, RELU, weight_decay=0.5, weight_decay_mask=mask),
+    "links": lambda mask: optax.chain(
+        go.gauge_project(RELU), go.scale_by_ddc(RELU), go.add_gauge_decay(0.5, RELU, mask=mask),
+        optax.scale_by_learning_rate(1e-2), go.gauge_retract(RELU),
     ),
 }
 
 
-@pytest.mark.parametrize("pin", [True, False])
-@pytest.mark.parametrize("name", INNERS)
-def test_a_mask_that_splits_a_gauge_is_an_error_in_quotient(name: str, pin: bool) -> None:
-    def start(mask: Any) -> Any:
-        return jax.eval_shape(go.quotient(INNERS[name](mask), RELU, pin=pin).init, NET)
+@pytest.mark.parametrize("mask", MATRICES)
+@pytest.mark.parametrize("name", DECAYING)
+def test_a_mask_that_splits_a_gauge_treats_twins_alike(name: str, mask: str, x64: None) -> None:
+    """The usual mask decays matrices and no biases, which a rescaled unit has both of."""
+    params = jax.tree.map(lambda x: jnp.asarray(x, float) + 0.1, NET)
+    twin = RELU.act(RELU.sample(jax.random.key(3), params, 2.0), params)
+    x = jnp.array([[1.0, -0.5, 0.3], [0.4, 0.9, -1.0]])
 
-    _says(lambda: start(NO_BIAS), "quotient: the mask splits rescale at 'up/bias'", "mask all leaves of the gauge")
-    start(NO_NET), start(None)
+    def loss(p: Any) -> jax.Array:
+        hidden = jax.nn.relu(x @ p["up"]["kernel"] + p["up"]["bias"])
+        return jnp.mean((hidden @ p["down"]["kernel"] + p["down"]["bias"] - 1.0) ** 2)
 
-
-def test_the_aliases_say_so_too() -> None:
-    def start(make: Any, **options: Any) -> Any:
-        return jax.eval_shape(make(1e-3, RELU, weight_decay=0.1, **options).init, NET)
-
-    for make in (go.quotient_adamw, go.ddc_adamw):
-        with pytest.raises(ValueError, match="the mask splits rescale at 'up/bias'"):
-            start(make, mask=NO_BIAS)
-        start(make, mask=NO_NET)
-    one_side = lambda p: jax.tree.map(lambda x: jnp.shape(x) == (3, 4), p)  # noqa: E731
-    with pytest.raises(ValueError, match="quotient_muon: the mask splits rescale at 'down/kernel'"):
-        start(go.quotient_muon, weight_decay_mask=one_side)
-    # Muon's matrices and the leaves that Adam steps have decays of their own, which no mask sets.
-    start(go.quotient_muon, weight_decay_mask=lambda p: jax.tree.map(lambda x: jnp.ndim(x) > 1, p))
-
-
-def test_what_does_not_decay_by_itself_splits_nothing() -> None:
-    """Frozen leaves, and inners that cannot be traced without the loss."""
-    frozen = {"train": optax.adamw(1e-3), "frozen": optax.set_to_zero()}
-    labels = go.by_path({"up/bias": "frozen"}, default="train")
-    jax.eval_shape(go.quotient(optax.partition(frozen, labels), RELU).init, NET)
-    search = optax.chain(optax.add_decayed_weights(0.1, NO_BIAS), optax.scale_by_backtracking_linesearch(5))
-    jax.eval_shape(go.quotient(search, RELU).init, NET)
+    ends = []
+    for tx, start in ((tx, p) for tx in (DECAYING[name](MATRICES[mask]), DECAYING[name](None)) for p in (params, twin)):
+        step = jax.jit(lambda p, s, tx=tx: tx.update(jax.grad(loss)(p), s, p))
+        p, state = start, tx.init(start)
+        for _ in range(5):
+            updates, state = step(p, state)
+            p = optax.apply_updates(p, updates)
+        ends.append(float(loss(p)))
+    assert ends[0] == pytest.approx(ends[1], rel=1e-10) and ends[2] == pytest.approx(ends[3], rel=1e-10)
+    assert ends[0] != ends[2] or ("muon" in name and mask != "one side")  # only matrices have Muon's decay
 
 
 # Slips -------------------------------------------------------------------------------------------------------

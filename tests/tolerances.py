@@ -34,9 +34,9 @@ def tolerance(check: str, dtype: Any = jnp.float64) -> float:
     return _TABLE[check][_COLUMNS.index(jnp.dtype(dtype).name)]
 
 
-# What `bound.asymmetry` is for a symmetry: the largest over every net of the register, unit-normal weights, 2026-11; and
-# beside it the least over the wrong bindings of tests/test_check.py, penalties of 1e-4 to 1e-2 among them (bfloat16:
-# bindings alone). `go.check` raises above 1e-8, 3e-5 and 5e-2.
+# `bound.asymmetry`: the largest of a symmetry over every net of the register, and the least of the wrong bindings of
+# tests/test_check.py, with penalties of 1e-4 to 1e-2 among them (bfloat16: bindings alone). `go.check` raises above
+# 1e-8, 3e-5 and 5e-2.
 _ASYMMETRY = {"float64": (1e-13, 1e-4), "float32": (4e-6, 1e-4), "bfloat16": (1e-2, 1e-1)}
 
 

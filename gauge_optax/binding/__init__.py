@@ -2,13 +2,13 @@
 
 from gauge_optax.binding.bind import Binding, Instance, bind, instance_key
 from gauge_optax.binding.blocks import Block, bind_leaf, overlap
-from gauge_optax.binding.masks import mask_by_path
 from gauge_optax.binding.paths import (
     hidden_match,
     hidden_paths,
     is_empty,
     leaf_shape,
     leaves_by_path,
+    mask_by_path,
     match,
     nearest,
     with_leaves,

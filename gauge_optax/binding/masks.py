@@ -3,9 +3,6 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import jax
-import numpy as np
-
 from gauge_optax.binding.paths import leaf_shape, leaves_by_path, match, no_match, with_leaves
 from gauge_optax.errors import binding_error
 
@@ -56,17 +53,3 @@ def by_path(values: Mapping[str, Any], default: Any = _NO_DEFAULT) -> Callable[[
         return with_leaves(params, dict.fromkeys(missing, default) | out)
 
     return tree_of_values
-
-
-def mask_by_path(mask: Any, params: Any) -> dict[str, bool]:
-    """Leaf path → what a mask of Optax's form says of it.
-
-    Args:
-      mask: a tree or prefix of booleans, or a callable from parameters to one.
-      params: the tree.
-    """
-    # A mask in the form of an equinox module is callable, and still a tree.
-    is_tree = all(isinstance(flag, bool | np.bool_) for flag in jax.tree.leaves(mask))
-    prefix = mask if is_tree or not callable(mask) else mask(params)
-    whole = jax.tree.map(lambda flag, part: jax.tree.map(lambda _: bool(flag), part), prefix, params)
-    return dict(zip(leaves_by_path(params), jax.tree.leaves(whole), strict=True))

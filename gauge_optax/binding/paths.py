@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
+import numpy as np
 import optax
 from jax.tree_util import FlattenedIndexKey, GetAttrKey
 
@@ -324,3 +325,17 @@ def _with_captures(pattern: str, path: str) -> str:
             return path
         start = place + 1
     return "/".join(pieces)
+
+
+def mask_by_path(mask: Any, params: Any) -> dict[str, bool]:
+    """Leaf path → what a mask of Optax's form says of it.
+
+    Args:
+      mask: a tree or prefix of booleans, or a callable from parameters to one.
+      params: the tree.
+    """
+    # A mask in the form of an equinox module is callable, and still a tree.
+    is_tree = all(isinstance(flag, bool | np.bool_) for flag in jax.tree.leaves(mask))
+    prefix = mask if is_tree or not callable(mask) else mask(params)
+    whole = jax.tree.map(lambda flag, part: jax.tree.map(lambda _: bool(flag), part), prefix, params)
+    return dict(zip(leaves_by_path(params), jax.tree.leaves(whole), strict=True))

@@ -227,11 +227,13 @@ def _asymmetry(gauge: Any, params: Any, grads: Any) -> dict[str, jax.Array]:
         squares = jax.tree.map(lambda y: jnp.sum(jnp.square(y)), pairings(covector))
         return {key: sum(jax.tree.leaves(of_copy), jnp.zeros(())) for key, of_copy in squares.items()}
 
-    # A leaf all of whose gradient is roundoff, as that of a key bias is, is compared with the gradient of other leaves.
+    # Each leaf is measured by its gradient across constants. Where a constant is all there is, as in a key bias, or the
+    # gradient is roundoff, it is measured by the gradient of all leaves.
     real = [y for y in map(jnp.asarray, leaves_by_path(grads).values()) if jnp.issubdtype(y.dtype, jnp.floating)]
     entries = sum(y.size for y in real)
     total = jnp.sqrt(sum((jnp.sum(jnp.square(jnp.asarray(y, real_dtype()))) for y in real), jnp.zeros(())) / entries)
-    norms = {path: jnp.maximum(jnp.sqrt(jnp.mean(jnp.square(y))), _LEAST_SHARE * total) for path, y in g.items()}
+    across = {path: jnp.sqrt(jnp.mean(jnp.square(y))) for path, y in s.centred(g).items()}
+    norms = {p: jnp.where(y > 0, jnp.maximum(y, _LEAST_SHARE * total), total) for p, y in across.items()}
 
     def drawn(number: int) -> Arrays:
         keys = jax.random.split(jax.random.key(number), len(g))

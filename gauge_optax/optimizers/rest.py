@@ -106,7 +106,7 @@ def resting(name: str, tx: GaugeTransformation, group: Product, rest: str) -> Ga
         held = dict(state.held)
         for part, _, _ in s.sizes:
             ratio, label = log_ratio(part, x), part.label
-            if ratio is None or label in s.alone:
+            if ratio is None or label in s.alone | s.following:
                 continue
             after_step = ratio + share(part) * jnp.log(jnp.abs(f[label]))
             # F follows from the coordinate alone, so that no roundoff of earlier steps adds up.

@@ -33,7 +33,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -333,7 +333,7 @@ class Slice(NamedTuple):
 # The optimizers -----------------------------------------------------------------------------------------
 
 
-Params = torch.nn.Module | Iterable[Any]  # a model; names with tensors; tensors; or dicts of them with options
+Params: TypeAlias = torch.nn.Module | Iterable[Any]  # a model; tensors, with names or without; groups of them
 
 
 class _Quotient(torch.optim.Optimizer, abc.ABC):
@@ -353,7 +353,7 @@ class _Quotient(torch.optim.Optimizer, abc.ABC):
         self._pairing: tuple[str | None, int | None] = gauges, experts
         self.pairs: list[Pair] = []
         self._complete = False
-        items = list(params)
+        items: list[Any] = list(params)
         super().__init__(items if items and all(isinstance(x, dict) for x in items) else [{"params": items}], defaults)
         self._complete = True
         self._pair()

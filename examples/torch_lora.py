@@ -95,14 +95,17 @@ def pairs_of(
             "pass model.named_parameters() of a PEFT model with LoRA, or the JSON of its gauges")
     if gauges is None:
         everything = shapes | {name: tuple(x.shape) for name, x in (frozen or {}).items()}
-        found = [_checked(pair, everything, experts, {name for pair in found for name in pair[:2]}) for pair in found]
+        factors = {name for pair in found for name in pair[:2]}
+        found = [_checked(pair, everything, experts, factors, known) for pair in found]
     for pair in found:
         if pair.a in shapes:
             _check_shapes(pair, shapes[pair.a], shapes[pair.b])
     return found
 
 
-def _checked(pair: Pair, shapes: Mapping[str, tuple[int, ...]], experts: int | None, factors: set[str]) -> Pair:
+def _checked(
+    pair: Pair, shapes: Mapping[str, tuple[int, ...]], experts: int | None, factors: set[str], known: set[str]
+) -> Pair:
     """A pair found by its names, with the number of experts; raises where GL(rank) is no symmetry, or may be none."""
     module, _, rest = re.split(r"((?:^|\.)[^.]*lora_(?:embedding_)?A(?:\.|$))", pair.a, maxsplit=1)
     method = pair.a[len(module) :].lstrip(".").split(".")[0]
@@ -115,7 +118,14 @@ def _checked(pair: Pair, shapes: Mapping[str, tuple[int, ...]], experts: int | N
     many = last is not None and not any(x.isdigit() or x in ("gate", "router") for x in names[last + 1 :])
     many = many and not any(re.search(r"shared|router|attn|attention|expert_?\d+$", name) for name in names)
     many = many and ("expert" in names[last or 0] or len(names) - 1 - (last or 0) < 2)
-    if pair.a not in shapes:
+    if pair.a not in shapes:  # names alone
+        between = [x for x in known if x not in factors and x.startswith(f"{module}." if module else "") and re.match(
+            r"[^.]*lora_(?!magnitude|alpha|scaling|embedding_B\.bias|B\.)", x[len(module) :].lstrip("."))]
+        if between or (many and experts is None):
+            raise _error(
+                f"{between[0]!r} may stand between {pair.a!r} and {pair.b!r}" if between
+                else f"factors that may be those of all experts, {pair.a!r}", "names without shapes",
+                "a product of two factors alone", "pass names with tensors, dict(model.named_parameters())")
         return pair._replace(experts=experts or 1) if many else pair
     flat, out = shapes[pair.a][0], shapes[pair.b][0]
     if many and experts is None and flat > 1 and len(shapes[pair.a]) == 2:

@@ -164,6 +164,15 @@ def test_a_tensor_between_the_factors_is_refused_by_name(name: str, shape: tuple
     assert name.replace("__", ".") in text and all(part in text for part in ("found:", "expected:", "remedy:"))
 
 
+def test_names_alone_are_enough_to_refuse() -> None:
+    names = ["q.lora_A.default", "q.lora_B.default"]
+    assert len(torch_lora.pairs_of([*names, "q.lora_magnitude_vector.default.weight", "q.lora_B.default.bias"])) == 1
+    with pytest.raises(ValueError, match="may stand between"):
+        torch_lora.pairs_of([*names, "q.lora_E.default"])
+    with pytest.raises(ValueError, match="may be those of all experts"):
+        torch_lora.pairs_of([name.replace("q.", "experts.") for name in names])
+
+
 @pytest.mark.parametrize("out", [6, 3])
 def test_magnitudes_of_dora_and_biases_of_b_pass(out: int) -> None:
     params = _tensors(

@@ -7,6 +7,7 @@ Every doubt is an error, because a wrong gauge trains to a wrong model without a
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Collection, Mapping
@@ -24,6 +25,7 @@ _KERNELS = ("kernel", "weight", "w", "embedding", "bias")
 _BASES = ("base_layer", "base_module", "base")
 _MAGNITUDE = re.compile(r"magnitude|dora", re.IGNORECASE)
 _OF_ADAPTERS = re.compile(r"lora|vera|hada|lokr|mixer|gate|lambda|diag|latent|singular|sigma", re.IGNORECASE)
+_SHARED = re.compile(r"(lora|vera|hada|lokr)_|mixer", re.IGNORECASE)
 _WHOLE_FACTOR = re.compile(r"lokr_w[12]")  # the other factor of a Kronecker product
 
 
@@ -112,7 +114,7 @@ def refuse_between(
     rank = adapter.rank(flat)
     marks = {flat, rank} - {1}
     tail = len(re.split("[/.]", adapter.a)) - len(adapter.module)
-    for path, rest in _beside(adapter, modules):
+    for path, rest in [*_beside(adapter, modules), *_above(adapter, modules, bound)]:
         shape = leaves[path]
         at = [k for k, n in enumerate(shape) if n in marks]
         inner = shape[len(batch) :] if shape[: len(batch)] == batch else shape
@@ -137,6 +139,19 @@ def _beside(adapter: Adapter, modules: Modules) -> list[tuple[str, Names]]:
         above = [(path, rest) for path, rest in modules[module[:-1]] if rest[0] != module[-1]]
         return [*modules[module], *above]
     return modules[module]
+
+
+def _above(adapter: Adapter, modules: Modules, bound: Collection[str]) -> list[tuple[str, Names]]:
+    """Leaves of adapters in modules further up, which several pairs may share."""
+    factors = {tuple(re.split("[/.]", path)) for path in bound}
+    found = []
+    for k in range(len(adapter.module)):
+        scope = adapter.module[:k]
+        for path, rest in modules[scope]:
+            inside = (*scope, rest[0])
+            if _SHARED.search(rest[0]) and not any(names[: len(inside)] == inside for names in factors):
+                found.append((path, rest))
+    return found
 
 
 def _harmless(adapter: Adapter, rest: Names, shape: Shape, batch: Shape, inputs: Shape, outputs: Shape) -> bool:
@@ -198,7 +213,11 @@ def refuse_flattened(adapter: Adapter, leaves: Mapping[str, Shape], modules: Mod
     """
     a, b = leaves[adapter.a], leaves[adapter.b]
     flat, batch, _ = adapter.side(adapter.a, a)
-    if len(a) != 2 or len(b) != 2 or batch or flat == 1 or re.search("(hada|lokr)_w", adapter.a):
+    if flat == 1 or re.search("(hada|lokr)_w", adapter.a):
+        return
+    if len(a) == len(b) == 3 and len(batch) == 1:
+        _refuse_scanned(adapter, a, b)
+    if len(a) != 2 or len(b) != 2 or batch:
         return
     torch = adapter.left == "basis _"
     sides = ("({} basis) _", "_ (basis {})") if torch else ("_ ({} basis)", "(basis {}) _")
@@ -236,6 +255,22 @@ def refuse_flattened(adapter: Adapter, leaves: Mapping[str, Shape], modules: Mod
             f"{flat}, or one for each in axes of length experts·rank",
             f"for one adapter, axes={{{key!r}: {one!r}}}; for PEFT's adapters of fused experts, "
             f"axes={{{key!r}: {axes!r}}}, sizes={{'expert': ...}} with their number")
+
+
+def _refuse_scanned(adapter: Adapter, a: Shape, b: Shape) -> None:
+    """Raises ValueError for experts in scanned layers, where an axis in front is one of layers."""
+    names = [*adapter.module, ""]
+    scanned = any(re.fullmatch("layers?|blocks?", x) and not y.isdigit() for x, y in itertools.pairwise(names))
+    if scanned and _of_experts(adapter.module):
+        one, key = (adapter.left, adapter.right), pattern_of(adapter.module)
+        front = tuple(side.replace(side.split()[0], "expert") for side in one)
+        split = (one[0].replace("basis", "(expert basis)"), one[1].replace("basis", "(basis expert)"))
+        raise binding_error(
+            "lora", f"'{adapter.a}' and '{adapter.b}' may hold the factors of all experts of a layer",
+            f"shapes {a} and {b} in a module of experts in layers, with one axis in front",
+            "to know whether this axis is that of layers or that of experts",
+            f"for experts in front, axes={{{key!r}: {front!r}}}; for layers in front, with experts in PEFT's order, "
+            f"axes={{{key!r}: {split!r}}}, sizes={{'expert': ...}} with their number")
 
 
 def _of_experts(module: tuple[str, ...]) -> bool:

@@ -251,6 +251,10 @@ BETWEEN: dict[str, tuple[Tree, str]] = {
     "a magnitude per rank": (peft(A, B, lora_magnitude={"default": drawn(2, 3)}), "lora_magnitude/default"),
     "scanned": ({"lora_a": drawn(0, 5, 8, 3), "lora_b": drawn(1, 5, 3, 6), "lora_e": drawn(2, 5, 3)}, "lora_e"),
     "loha with a core": ({**LOHA, "hada_t1": drawn(2, 3, 3, 2, 2)}, "hada_t1"),
+    "shared by modules": (
+        {"layers": [{"q": peft(A, B)} for _ in range(2)], "lora_E": {"default": drawn(2, 3)}},
+        "lora_E/default",
+    ),
     "outside, by kind": (
         {f"lora_{x}": {"q": {"w": v}} for x, v in (("A", A.T), ("B", B.T), ("M", drawn(2, 3, 3)))},
         "lora_M/q/w",
@@ -390,3 +394,38 @@ def test_experts_with_an_axis_of_their_own_are_bound(x64: None) -> None:
     gauges = go.lora(params)
     assert go.product(gauges).dim(params) == 16
     assert moved(gauges, params, lambda p: jnp.einsum("eri,eor->eoi", *factors(p["experts"]))) < 1e-9
+
+
+def test_scanned_layers_of_experts_are_refused_or_told(x64: None) -> None:
+    params = {"layers": {"experts": peft(drawn(0, 4, 6, 8), drawn(1, 4, 5, 6))}}
+    text = refused(params, "may hold the factors of all experts of a layer")
+    front, layers = re.findall(r"axes=(\{.*?\})[;,]", text)
+    assert go.product(go.lora(params, axes=eval(front))).dim(params) == 4 * 36
+    gauges = go.lora(params, axes=eval(layers), sizes={"expert": 3})
+    assert go.product(gauges).dim(params) == 4 * 3 * 4
+
+    def function(p: Tree) -> jax.Array:
+        a, b = factors(p["layers"]["experts"])
+        return jnp.einsum("lore,leri->leoi", b.reshape(4, 5, 2, 3), a.reshape(4, 3, 2, 8))
+
+    assert moved(gauges, params, function) < 1e-9
+    one_layer = {"layers": [{"experts": peft(drawn(0, 4, 6, 8), drawn(1, 4, 5, 6))}]}
+    assert go.product(go.lora(one_layer)).dim(one_layer) == 4 * 36
+
+
+def test_a_whole_model_is_bound_without_a_word() -> None:
+    """Leaves of the rank's length in other places: norms, kernels and biases as wide as the rank."""
+    attention = {"w": drawn(0, 4, 8, 3), "w_lora_a": drawn(1, 8, 3), "w_lora_b": drawn(2, 3, 4, 3)}
+    quantized = {"array": {"qvalue": drawn(3, 8, 6), "scale": drawn(4, 3, 6)}}
+    layer = {
+        "attention": {"q_einsum": attention, "q_norm": {"scale": drawn(5, 3)}},
+        "narrow": {"kernel": drawn(6, 3, 3), "bias": drawn(7, 3), "lora_a": drawn(8, 3, 3), "lora_b": drawn(9, 3, 3)},
+        "quantized": {"kernel": quantized, "kernel_lora_a": drawn(10, 8, 3), "kernel_lora_b": drawn(11, 3, 6)},
+        "nested": {
+            "base_module": {"kernel": drawn(12, 8, 3), "bias": drawn(13, 3)},
+            "lora_a": drawn(14, 8, 3),
+            "lora_b": drawn(15, 3, 3),
+        },
+    }
+    params = {"layers": [layer, layer], "norm": {"scale": drawn(16, 3)}, "alpha": drawn(17, 3)}
+    assert go.product(go.lora(params)).dim(params) == 2 * 4 * 9

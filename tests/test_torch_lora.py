@@ -150,9 +150,15 @@ PLAIN = {"q__lora_A__default__weight": (3, 8), "q__lora_B__default__weight": (6,
 @pytest.mark.parametrize(
     ("name", "shape"),
     [
-        ("q__lora_E__default", (3, 1)), ("q__lora_mixer__default__weight", (3, 3)), ("q__lora_diag__default", (3,)),
-        ("q__default_lora_latent_mapping__weight", (3, 3)), ("q__gate", (3,)), ("q__lora_xs__default", (9,)),
-        ("q__vera_lambda_d__default", (3,)), ("q__lora_A__default__bias", (3,)), ("q__lora_magnitude__default", (3,)),
+        ("q__lora_E__default", (3, 1)),
+        ("q__lora_mixer__default__weight", (3, 3)),
+        ("q__lora_diag__default", (3,)),
+        ("q__default_lora_latent_mapping__weight", (3, 3)),
+        ("q__gate", (3,)),
+        ("q__lora_xs__default", (9,)),
+        ("q__vera_lambda_d__default", (3,)),
+        ("q__lora_A__default__bias", (3,)),
+        ("q__lora_magnitude__default", (3,)),
     ],
 )
 def test_a_tensor_between_the_factors_is_refused_by_name(name: str, shape: tuple[int, ...], frozen: bool) -> None:
@@ -176,13 +182,22 @@ def test_names_alone_are_enough_to_refuse() -> None:
 @pytest.mark.parametrize("out", [6, 3])
 def test_magnitudes_of_dora_and_biases_of_b_pass(out: int) -> None:
     params = _tensors(
-        q__lora_A__default__weight=(3, 8), q__lora_B__default__weight=(out, 3), q__lora_B__default__bias=(out,),
-        q__lora_magnitude_vector__default__weight=(out,), q__base_layer__weight=(3, 3), q__lora_alpha=(),
-        e__lora_embedding_A__default=(3, 20), e__lora_embedding_B__default=(8, 3),
-        c__lora_A__default__weight=(2, 8, 3), c__lora_B__default__weight=(8, 2, 1),
+        q__lora_A__default__weight=(3, 8),
+        q__lora_B__default__weight=(out, 3),
+        q__lora_B__default__bias=(out,),
+        q__lora_magnitude_vector__default__weight=(out,),
+        q__base_layer__weight=(3, 3),
+        q__lora_alpha=(),
+        e__lora_embedding_A__default=(3, 20),
+        e__lora_embedding_B__default=(8, 3),
+        c__lora_A__default__weight=(2, 8, 3),
+        c__lora_B__default__weight=(8, 2, 1),
     )
     assert [pair.a for pair in torch_lora.QuotientAdamW(params.items()).pairs] == [
-        "q.lora_A.default.weight", "e.lora_embedding_A.default", "c.lora_A.default.weight"]
+        "q.lora_A.default.weight",
+        "e.lora_embedding_A.default",
+        "c.lora_A.default.weight",
+    ]
 
 
 @pytest.mark.parametrize("method", ["delora", "gralora", "poly_lora"])
@@ -314,10 +329,12 @@ WAYS = {
     "model": lambda make, model: make(model, lr=1e-2, weight_decay=0.0),
     "tensors and model": lambda make, model: make(model.parameters(), lr=1e-2, weight_decay=0.0, model=model),
     "tensors and names": lambda make, model: make(
-        model.parameters(), lr=1e-2, weight_decay=0.0, names=dict(model.named_parameters())),
+        model.parameters(), lr=1e-2, weight_decay=0.0, names=dict(model.named_parameters())
+    ),
     "groups": lambda make, model: make(_trainer_groups(model, 0.0), lr=1e-2, model=model),
     "groups with names": lambda make, model: make(
-        [{"params": list(model.named_parameters()), "lr": 1e-2, "weight_decay": 0.0}], lr=5.0),
+        [{"params": list(model.named_parameters()), "lr": 1e-2, "weight_decay": 0.0}], lr=5.0
+    ),
 }
 
 
@@ -357,8 +374,10 @@ def test_options_of_groups_are_used(name: str) -> None:
         assert sizes[1] < 0.99 * sizes[0]
     model = Model()
     named = dict(model.named_parameters())
-    groups = [{"params": [x for p, x in named.items() if f"{part}." in p or p == part], "lr": lr}
-              for part, lr in (("q", 0.0), ("k", 1e-2), ("bias", 1e-2))]
+    groups = [
+        {"params": [x for p, x in named.items() if f"{part}." in p or p == part], "lr": lr}
+        for part, lr in (("q", 0.0), ("k", 1e-2), ("bias", 1e-2))
+    ]
     for path, value in _steps(model, make(groups, model=model)).items():
         assert (np.abs(value - start[path].detach().numpy()).max() > 1e-3) == (not path.startswith("q.")), path
 
@@ -369,8 +388,10 @@ def test_a_pair_in_two_groups_needs_the_same_options(name: str) -> None:
 
     def split(model: Model, **options: float) -> list[dict[str, Any]]:
         named = dict(model.named_parameters())
-        return [{"params": [x for p, x in named.items() if "lora_B" not in p]},
-                {"params": [x for p, x in named.items() if "lora_B" in p], **options}]
+        return [
+            {"params": [x for p, x in named.items() if "lora_B" not in p]},
+            {"params": [x for p, x in named.items() if "lora_B" in p], **options},
+        ]
 
     with pytest.raises(ValueError, match="two factors in groups with other options, 'q"):
         make(split(model, lr=1e-2), lr=1e-3, model=model)

@@ -12,6 +12,18 @@ Pairs are found by PEFT's names, `...lora_A.default.weight` and `...lora_B.defau
 
     model = peft.get_peft_model(...)
     optimizer = QuotientAdamW(model.named_parameters(), lr=1e-3)
+
+Groups of parameters have no names. Pass the model beside them, in which names are looked up:
+
+    optimizer = QuotientAdamW([{"params": ..., "lr": 1e-3}, {"params": ...}], model=model)
+
+`transformers.Trainer` makes such groups. It keeps a keyword called `model` for itself, so give it the names:
+
+    names = dict(model.named_parameters())
+    Trainer(model, optimizer_cls_and_kwargs=(QuotientAdamW, {"lr": 1e-3, "names": names}), ...)
+
+What is no product of two factors is refused with its name: AdaLoRA's `lora_E` between them, or factors of all experts
+in two matrices, unless `experts=` has their number.
 """
 
 from __future__ import annotations
@@ -20,8 +32,8 @@ import abc
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -33,52 +45,137 @@ State = dict[str, Any]
 
 
 class Pair(NamedTuple):
-    """Names of the two factors of an adapter."""
+    """Names of two factors, and how many experts they hold: the first axis of A within the rank's, the last of B."""
 
     a: str
     b: str
+    experts: int = 1
 
 
-def pairs_of(names: Iterable[str], gauges: str | None = None) -> list[Pair]:
+def _error(problem: str, found: Any, expected: str, remedy: str) -> ValueError:
+    return ValueError(f"{problem}\n  found:    {found}\n  expected: {expected}\n  remedy:   {remedy}")
+
+
+def _partner(name: str) -> str:
+    """The name of B for that of A, or the same where a name is not that of a factor A."""
+    return re.sub(r"(lora_(?:embedding_)?)A(?=\.|$)", r"\1B", name)
+
+
+def pairs_of(
+    names: Iterable[str] | Mapping[str, Tensor], gauges: str | None = None, experts: int | None = None,
+    frozen: Mapping[str, Tensor] | None = None,
+) -> list[Pair]:
     """The pairs of factors among parameter names.
 
     Args:
-      names: of all parameters.
+      names: of all parameters that are trained; with their tensors, shapes are checked too.
       gauges: JSON from `gauge_optax.to_json`; by default pairs are found by PEFT's names.
+      experts: the number of experts whose factors lie in two matrices (PEFT's `target_parameters`), 1 for one adapter.
+      frozen: other parameters of the model, which may stand between two factors too.
 
     Raises:
-      ValueError: no pair; JSON of another format, or with a gauge that is not LoRA's; a factor without its partner.
+      ValueError: no pair; JSON of another format, or with a gauge that is not LoRA's; a factor without its partner;
+        another tensor between two factors, or a method that is no product of two; experts whose number is unknown.
     """
+    shapes = {name: tuple(x.shape) for name, x in names.items()} if isinstance(names, Mapping) else {}
     names = list(names)
     if gauges is None:
-        found = [Pair(name, name.replace("lora_A", "lora_B")) for name in names if "lora_A" in name]
+        found = [Pair(name, _partner(name)) for name in names if _partner(name) != name and not name.endswith(".bias")]
     else:
         found = [pair for entry in json.loads(gauges)["gauges"] for pair in _bound(entry, names)]
-    missing = [name for pair in found for name in pair if name not in names]
+    known = set(names)
+    missing = [name for pair in found for name in pair[:2] if name not in known]
+    if gauges is None:
+        of_b = [x for x in names if re.search(r"lora_(embedding_)?B(\.|$)", x) and not x.endswith(".bias")]
+        missing += [name for name in of_b if name not in {pair.b for pair in found}]
     if missing or not found:
-        raise ValueError(
-            f"{'a factor without its partner' if missing else 'no pair of LoRA factors'}\n"
-            f"  found:    {missing[:1] or names[:4]}\n"
-            f"  expected: '...lora_A...weight' with '...lora_B...weight'\n"
-            f"  remedy:   pass model.named_parameters() of a PEFT model with LoRA, or the JSON of its gauges"
-        )
+        raise _error(
+            "a factor without its partner" if missing else "no pair of LoRA factors", missing[:1] or names[:4],
+            "'...lora_A...weight' with '...lora_B...weight', both of them trained",
+            "pass model.named_parameters() of a PEFT model with LoRA, or the JSON of its gauges")
+    if gauges is None:
+        everything = shapes | {name: tuple(x.shape) for name, x in (frozen or {}).items()}
+        factors = {name for pair in found for name in pair[:2]}
+        found = [_checked(pair, everything, experts, factors, known) for pair in found]
+    for pair in found:
+        if pair.a in shapes:
+            _check_shapes(pair, shapes[pair.a], shapes[pair.b])
     return found
+
+
+def _checked(
+    pair: Pair, shapes: Mapping[str, tuple[int, ...]], experts: int | None, factors: set[str], known: set[str]
+) -> Pair:
+    """A pair found by its names, with the number of experts; raises where GL(rank) is no symmetry, or may be none."""
+    module, _, rest = re.split(r"((?:^|\.)[^.]*lora_(?:embedding_)?A(?:\.|$))", pair.a, maxsplit=1)
+    method = pair.a[len(module) :].lstrip(".").split(".")[0]
+    if not re.fullmatch(r"lora_(embedding_)?A", method):
+        raise _error(
+            f"factors of another method, {pair.a!r}", f"the name {method!r}", "'lora_A' or 'lora_embedding_A'",
+            "leave these parameters to another optimizer; if only their product counts, pass gauges=")
+    names = [name for name in module.lower().split(".") if name != "base_layer"]
+    last = max((k for k, name in enumerate(names) if "expert" in name or "moe" in name), default=None)
+    many = last is not None and not any(x.isdigit() or x in ("gate", "router") for x in names[last + 1 :])
+    many = many and not any(re.search(r"shared|router|attn|attention|expert_?\d+$", name) for name in names)
+    many = many and ("expert" in names[last or 0] or len(names) - 1 - (last or 0) < 2)
+    if pair.a not in shapes:  # names alone
+        between = [x for x in known if x not in factors and x.startswith(f"{module}." if module else "") and re.match(
+            r"[^.]*lora_(?!magnitude|alpha|scaling|embedding_B\.bias|B\.)", x[len(module) :].lstrip("."))]
+        if between or (many and experts is None):
+            raise _error(
+                f"{between[0]!r} may stand between {pair.a!r} and {pair.b!r}" if between
+                else f"factors that may be those of all experts, {pair.a!r}", "names without shapes",
+                "a product of two factors alone", "pass names with tensors, dict(model.named_parameters())")
+        return pair._replace(experts=experts or 1) if many else pair
+    flat, out = shapes[pair.a][0], shapes[pair.b][0]
+    if many and experts is None and flat > 1 and len(shapes[pair.a]) == 2:
+        raise _error(
+            f"factors that may be those of all experts, {pair.a!r}", f"shape {shapes[pair.a]}",
+            "to know whether they are one adapter or one for each expert",
+            "pass experts= with the number of experts for PEFT's target_parameters, experts=1 for one adapter")
+    number = (experts or 1) if many else 1
+    rank = flat // number
+    for name, shape in shapes.items():
+        if name in factors or not name.startswith(f"{module}." if module else ""):
+            continue
+        inside = name[len(module) :].lstrip(".").split(".")
+        marked = any(n in (rank, flat) and n > 1 for n in shape) or (shape == (rank * rank,) and rank > 1)
+        near = len(inside) <= len(rest.split(".")) + 2 and inside[0] not in ("base_layer", "weight", "bias")
+        of_ends = re.search(r"magnitude|dora", name) or (inside[0] == _partner(method) and inside[-1] == "bias")
+        if marked and near and not (of_ends and (math.prod(shape) == out or math.prod(shape) == shapes[pair.a][1])):
+            if "lora" in name or all(n in (1, rank, flat) for n in shape) or len(inside) == 1:
+                raise _error(
+                    f"{name!r} stands between {pair.a!r} and {pair.b!r}, or may", f"shape {shape}, rank {rank}",
+                    "a product of two factors alone: otherwise S between them is no symmetry",
+                    "train this adapter by another optimizer; if it stands elsewhere, pass gauges=")
+    return pair._replace(experts=number)
+
+
+def _check_shapes(pair: Pair, a: tuple[int, ...], b: tuple[int, ...]) -> None:
+    """Raises ValueError unless A is (experts·rank, in, ...) and B is (out, rank·experts, 1, ...)."""
+    if len(a) < 2 or len(b) < 2 or a[0] != b[1] or math.prod(b[2:]) != 1 or a[0] % pair.experts:
+        of = f", for {pair.experts} experts" if pair.experts > 1 else ""
+        raise _error(
+            f"factors that do not fit each other, {pair.a!r} and {pair.b!r}", f"shapes {a} and {b}{of}",
+            "A (rank, in) and B (out, rank); of experts (experts·rank, in) and (out, rank·experts)",
+            "leave these parameters to another optimizer")
 
 
 def _bound(entry: State, names: Sequence[str]) -> Iterable[Pair]:
     """The pairs of one `head_linear` entry: patterns with captures in braces, which hold no separator."""
     if entry.get("kind") != "head_linear" or len(entry["left"]) != 1 or len(entry["right"]) != 1:
-        raise ValueError(
-            f"a gauge that is no pair of LoRA factors\n  found:    {entry}\n"
-            "  expected: 'head_linear' with one path a side\n"
-            "  remedy:   pass go.to_json(go.lora(params)) of the adapters alone"
-        )
+        raise _error(
+            "a gauge that is no pair of LoRA factors", entry, "'head_linear' with one path a side",
+            "pass go.to_json(go.lora(params)) of the adapters alone")
     (left, a_axes), (right, b_axes) = (next(iter(entry[side].items())) for side in ("left", "right"))
-    if a_axes != "basis _" or b_axes != "_ basis":
-        raise ValueError(
-            f"factors in another layout\n  found:    {a_axes!r} and {b_axes!r}\n  expected: 'basis _' and '_ basis'"
-            "\n  remedy:   write the JSON for PyTorch's tensors, A (rank, in) and B (out, rank)"
-        )
+    stacked = re.fullmatch(r"\((\w+) basis\) _", a_axes)
+    several = stacked is not None and b_axes == f"_ (basis {stacked[1]})"
+    if not several and not (re.fullmatch("basis( _)+", a_axes) and re.fullmatch("_ basis( _)*", b_axes)):
+        raise _error(
+            "factors in another layout", f"{a_axes!r} and {b_axes!r}",
+            "'basis _' and '_ basis', or '(expert basis) _' and '_ (basis expert)'",
+            "write the JSON for PyTorch's tensors, A (rank, in) and B (out, rank)")
+    experts = int(entry["sizes"][stacked[1]]) if several and stacked else 1
     pieces = re.split(r"(\{\w+\}|\*\*)", left)
     groups = {"**": r".+"}
     pattern = "".join(
@@ -87,10 +184,8 @@ def _bound(entry: State, names: Sequence[str]) -> Iterable[Pair]:
     )
     for name in names:
         if hit := re.fullmatch(pattern, name):
-            if "**" in right:
-                yield Pair(name, name.replace("lora_A", "lora_B"))
-            else:
-                yield Pair(name, right.format(**hit.groupdict()))
+            other = _partner(name) if "**" in right else right.format(**hit.groupdict())
+            yield Pair(name, other, experts)
 
 
 # Linear algebra -----------------------------------------------------------------------------------------
@@ -248,16 +343,93 @@ class Slice(NamedTuple):
 # The optimizers -----------------------------------------------------------------------------------------
 
 
+Params: TypeAlias = torch.nn.Module | Iterable[Any]  # a model; tensors, with names or without; groups of them
+
+
 class _Quotient(torch.optim.Optimizer, abc.ABC):
     """Pairs on the slice; all other parameters by AdamW."""
 
+    matrices_alone = False  # whether factors of experts and of convolutions are refused
+
     def __init__(
-        self, named_parameters: Iterable[tuple[str, Tensor]], gauges: str | None, defaults: State
+        self, params: Params, defaults: State, gauges: str | None, model: torch.nn.Module | None,
+        names: Mapping[str, Tensor] | None, experts: int | None,
     ) -> None:
-        named = [(name, x) for name, x in named_parameters if x.requires_grad]
-        self.names = [name for name, _ in named]
-        self.pairs = pairs_of(self.names, gauges)
-        super().__init__([{"params": [x for _, x in named]}], defaults)
+        if isinstance(params, torch.nn.Module):
+            model = model or params
+            params = params.named_parameters()
+        self._given = dict(names or {}) | (dict(model.named_parameters()) if model is not None else {})
+        self._names = {x: name for name, x in self._given.items()}  # tensors are compared by identity
+        self._pairing: tuple[str | None, int | None] = gauges, experts
+        self.pairs: list[Pair] = []
+        self._complete = False
+        items: list[Any] = list(params)
+        super().__init__(items if items and all(isinstance(x, dict) for x in items) else [{"params": items}], defaults)
+        self._complete = True
+        self._pair()
+
+    def add_param_group(self, param_group: State) -> None:
+        """Adds a group of tensors, or of names with tensors; those that need no gradient are left out.
+
+        Raises:
+          ValueError: a tensor whose name is unknown; and what `pairs_of` and the class raise.
+        """
+        group, given = dict(param_group), param_group["params"]
+        tensors = []
+        for item in [given] if isinstance(given, Tensor) else list(given):
+            if isinstance(item, dict):
+                raise _error(
+                    "dicts beside parameters", sorted(item), "groups or parameters, not both", "pass groups alone")
+            name, x = (self._names.get(item), item) if isinstance(item, Tensor) else item
+            if name is None:
+                raise _error(
+                    "a parameter whose name is unknown", f"a tensor of shape {tuple(x.shape)}",
+                    "names, by which factors are found",
+                    f"pass model.named_parameters(), or the model too: {type(self).__name__}(groups, model=model)")
+            self._names[x] = name
+            self._given[name] = x
+            tensors += [x] if x.requires_grad else []
+        group["params"] = tensors
+        group.pop("param_names", None)
+        super().add_param_group(self._options(group))
+        if self._complete:
+            self._pair()
+
+    def _options(self, group: State) -> State:
+        """Options of a group, in the names that the steps read."""
+        return group
+
+    def _pair(self) -> None:
+        """Finds the pairs among the parameters of all groups."""
+        trained = {self._names[x]: x for group in self.param_groups for x in group["params"]}
+        gauges, experts = self._pairing
+        rest = {name: x for name, x in self._given.items() if name not in trained}
+        self.pairs = pairs_of(trained, gauges, experts, rest)
+        for pair in self.pairs if self.matrices_alone else ():
+            if pair.experts > 1 or trained[pair.a].ndim > 2:
+                raise _error(
+                    f"factors that are no matrices, {pair.a!r}",
+                    f"shape {tuple(trained[pair.a].shape)}, experts: {pair.experts}", "one matrix each",
+                    "train this adapter by QuotientAdamW")
+        self._groups()
+
+    def _groups(self) -> dict[str, State]:
+        """The group of every name.
+
+        Raises:
+          ValueError: the two factors of a pair are in groups with other options.
+        """
+        of = {self._names[x]: group for group in self.param_groups for x in group["params"]}
+        for a, b, _ in self.pairs:
+            options = [key for key in of[a] if key not in ("params", "param_names")]
+            unlike = [key for key in options if of[a] is not of[b] and of[a][key] != of[b].get(key)]
+            if unlike:
+                key = unlike[0]
+                raise _error(
+                    f"two factors in groups with other options, {a!r} and {b!r}",
+                    f"{key} {of[a][key]} and {of[b][key]}", "the same options for both: a step moves them together",
+                    "put both into one group, or give both groups the same options")
+        return of
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -266,30 +438,40 @@ class _Quotient(torch.optim.Optimizer, abc.ABC):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for group in self.param_groups:
-            parameters = dict(zip(self.names, group["params"], strict=True))
-            paired = {name for pair in self.pairs for name in pair}
-            for a, b in self.pairs:
-                self._step_pair(parameters[a], parameters[b], group)
-            for name, x in parameters.items():
-                if name not in paired and x.grad is not None:
-                    state = self.state[x]
-                    x.add_(self._adamw(state, _wide(x.grad), _wide(x), group).to(x.dtype))
+        groups = self._groups()
+        paired = {name for pair in self.pairs for name in pair[:2]}
+        parameters = {self._names[x]: x for group in self.param_groups for x in group["params"]}
+        for pair in self.pairs:
+            self._step_pair(pair, parameters[pair.a], parameters[pair.b], groups[pair.a])
+        for name, x in parameters.items():
+            if name not in paired and x.grad is not None:
+                x.add_(self._adamw(self.state[x], _wide(x.grad), _wide(x), groups[name]).to(x.dtype))
         return loss
 
-    def _step_pair(self, a: Tensor, b: Tensor, group: State) -> None:
+    def _step_pair(self, pair: Pair, a: Tensor, b: Tensor, group: State) -> None:
         if a.grad is None or b.grad is None:
             return
-        state = self.state[a]
-        wide_a, wide_b = _wide(a).T, _wide(b)
+        state, number = self.state[a], pair.experts
+        states = [state] if number == 1 else state.setdefault("experts", [{} for _ in range(number)])
+        # Factors with rows of length rank, one pair for each expert: A is (experts·rank, in), B is (out, rank·experts).
+        of_a = [_wide(x).reshape(number, -1, math.prod(a.shape[1:])).mT for x in (a, a.grad)]
+        of_b = [_wide(x).reshape(len(b), -1, number).permute(2, 0, 1) for x in (b, b.grad)]
+        steps = [
+            self._step_factors(states[k], of_a[0][k], of_b[0][k], (of_a[1][k], of_b[1][k]), group)
+            for k in range(number)
+        ]
+        a.add_(torch.stack([da.T for da, _ in steps]).reshape(a.shape).to(a.dtype))
+        b.add_(torch.stack([db for _, db in steps], -1).reshape(b.shape).to(b.dtype))
+
+    def _step_factors(
+        self, state: State, a: Tensor, b: Tensor, gradient: tuple[Tensor, Tensor], group: State
+    ) -> tuple[Tensor, Tensor]:
+        """The step of one pair of factors with rows of length rank."""
         if "s" not in state:  # tensors alone, which `state_dict` keeps
-            state |= Slice.of(wide_a, wide_b)._asdict()
+            state |= Slice.of(a, b)._asdict()
         on = Slice(state["s"], state["inverse"], state["live"])
-        point = on.enter(wide_a, wide_b)
-        gradient = on.enter_dual(_wide(a.grad).T, _wide(b.grad))
-        da, db = on.leave(*on.step(*point, *self._inner(state, on, point, gradient, group)))
-        a.add_(da.T.to(a.dtype))
-        b.add_(db.to(b.dtype))
+        point = on.enter(a, b)
+        return on.leave(*on.step(*point, *self._inner(state, on, point, on.enter_dual(*gradient), group)))
 
     @abc.abstractmethod
     def _inner(
@@ -317,28 +499,39 @@ class QuotientAdamW(_Quotient):
     """AdamW that does not notice how the product of LoRA factors is split between them.
 
     Args:
-      named_parameters: as from `model.named_parameters()`; those that need no gradient are left out.
+      params: as from `model.named_parameters()`, a model, or groups: dicts with "params" and options of their own, as
+        `torch.optim` takes them. Tensors without names need `model` or `names`. Those that need no gradient are left
+        out. Both factors of a pair must have the same options.
       lr: learning rate.
       betas: decays of the first and second moments.
       eps: added to the root of the second moment.
       weight_decay: decoupled decay, multiplied by the learning rate.
       gauges: JSON from `gauge_optax.to_json`; by default pairs are found by PEFT's names.
+      model: the model in which the names of parameters are looked up.
+      names: the same as a mapping, `dict(model.named_parameters())`.
+      experts: the number of experts, where PEFT keeps their factors in two matrices (`target_parameters`).
+
+    Raises:
+      ValueError: names that are unknown, and what `pairs_of` raises; factors in groups with other options.
 
     Parameters that are in no pair get AdamW.
     """
 
     def __init__(
         self,
-        named_parameters: Iterable[tuple[str, Tensor]],
+        params: Params,
         lr: float = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 1e-4,
         gauges: str | None = None,
+        model: torch.nn.Module | None = None,
+        names: Mapping[str, Tensor] | None = None,
+        experts: int | None = None,
     ) -> None:
         """See the class."""
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "nesterov": False}
-        super().__init__(named_parameters, gauges, defaults)
+        super().__init__(params, defaults, gauges, model, names, experts)
 
     def _inner(
         self, state: State, on: Slice, point: Sequence[Tensor], gradient: Sequence[Tensor], group: State
@@ -352,30 +545,47 @@ class QuotientMuon(_Quotient):
     """Muon that does not notice how the product of LoRA factors is split between them.
 
     Args:
-      named_parameters: as from `model.named_parameters()`; those that need no gradient are left out.
+      params: as from `model.named_parameters()`, a model, or groups: dicts with "params" and options of their own, as
+        `torch.optim` takes them. Tensors without names need `model` or `names`. Those that need no gradient are left
+        out. Both factors of a pair must have the same options.
       lr: learning rate.
       beta: decay of the first moment of factors, with Nesterov's look-ahead.
       eps: added to norms, and to the root of AdamW's second moment.
       weight_decay: decoupled decay of factors, multiplied by the learning rate.
       gauges: JSON from `gauge_optax.to_json`; by default pairs are found by PEFT's names.
+      model: the model in which the names of parameters are looked up.
+      names: the same as a mapping, `dict(model.named_parameters())`.
+      experts: the number of experts, where PEFT keeps their factors in two matrices (`target_parameters`).
 
-    Parameters that are in no pair get AdamW without decay, with Nesterov's look-ahead. The optimizer sees A grow and
-    shrink, as Muon alone would.
+    Raises:
+      ValueError: names that are unknown, and what `pairs_of` raises; factors in groups with other options.
+
+    Parameters that are in no pair get AdamW without decay, with Nesterov's look-ahead; with decay in a group that has a
+    `weight_decay` of its own. The optimizer sees A grow and shrink, as Muon alone would. Factors of experts in two
+    matrices, and of convolutions, are refused.
     """
+
+    matrices_alone = True
 
     def __init__(
         self,
-        named_parameters: Iterable[tuple[str, Tensor]],
+        params: Params,
         lr: float = 1e-3,
         beta: float = 0.95,
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         gauges: str | None = None,
+        model: torch.nn.Module | None = None,
+        names: Mapping[str, Tensor] | None = None,
+        experts: int | None = None,
     ) -> None:
         """See the class."""
         others = {"betas": (0.9, 0.999), "eps": eps, "weight_decay": 0.0, "nesterov": True}
         defaults = others | {"lr": lr, "beta": beta, "decay": weight_decay}
-        super().__init__(named_parameters, gauges, defaults)
+        super().__init__(params, defaults, gauges, model, names, experts)
+
+    def _options(self, group: State) -> State:
+        return group | ({"decay": group["weight_decay"]} if "weight_decay" in group else {})
 
     def _inner(
         self, state: State, on: Slice, point: Sequence[Tensor], gradient: Sequence[Tensor], group: State

@@ -10,6 +10,10 @@ mean excess loss of λ/nβ. They are drawn by stochastic gradient Langevin dynam
 the scale of each leaf. With gauges, the chain starts from the point of least norm on the orbit of w*, and after every
 step returns to the slice through that point, along the orbit: the pull is toward the orbit of w*, noise along orbits
 has no effect, and all weights of one function get one number.
+
+Away from a minimum the mean excess loss is no λ: in mid-training or at a saddle the samples find losses below that of
+w*, and the number comes out too small, often negative. Therefore descents without noise start from w* and from the end
+of every chain. If the losses that they find would raise the estimate by more than a quarter, `at_minimum` is False.
 References: Lau et al. 2023, arXiv:2308.12108, Eq. (13) and Alg. 1; Watanabe 2009. The names of the arguments are those
 of devinterp.
 """
@@ -35,7 +39,15 @@ class LLC(NamedTuple):
       std: the standard deviation over chains; 0 for one chain.
       per_chain: one estimate per chain, (chains,).
       losses: the loss at every draw, (chains, draws): it must not fall below `initial_loss` for long, nor still rise.
-      initial_loss: at the minimum.
+      initial_loss: at the given parameters, the mean over batches.
+      lowest_loss: the lowest mean over batches that descents found, from the given parameters along the gradient and by
+        steps, and from the end of every chain; at most `initial_loss`.
+      at_minimum: whether `mean` may be read as a learning coefficient. Descents find losses below `initial_loss`: from
+        the given parameters, or from the ends of chains on average. True if n_beta times the larger fall, by which an
+        estimate over the lower loss would be larger, is at most a quarter of `mean`. False at a saddle, in
+        mid-training, where chains left for a lower basin, and where a loss is not finite because a chain diverges. A
+        descent takes at most 200 steps: True is no proof, and directions of a curvature below 1/(200·lr·n_beta) may
+        go unseen.
     """
 
     mean: jax.Array
@@ -43,6 +55,8 @@ class LLC(NamedTuple):
     per_chain: jax.Array
     losses: jax.Array
     initial_loss: jax.Array
+    lowest_loss: jax.Array
+    at_minimum: jax.Array
 
 
 def llc(
@@ -77,7 +91,8 @@ def llc(
       num_steps_bw_draws: steps per draw.
 
     Returns:
-      n_beta·(mean loss − loss at the minimum), per chain and their mean.
+      n_beta·(mean loss − loss at the minimum), per chain and their mean, and whether this is a minimum: where
+      `at_minimum` is False, `mean` is no learning coefficient.
 
     Raises:
       ValueError: no batch, or batches that differ in shape; counts below 1; bindings that do not fit.
@@ -88,8 +103,8 @@ def llc(
     ...     n_beta=1e3, lr=1e-4, num_draws=5000, num_burnin_steps=500,
     ... )
     >>> # A regular minimum of 4 parameters: d/2.
-    >>> bool(abs(estimate.mean - 2.0) < 0.2)
-    True
+    >>> bool(abs(estimate.mean - 2.0) < 0.2), bool(estimate.at_minimum)
+    (True, True)
 
     Reference: Lau et al. 2023. Deviation: the gauge-invariant form is of this package. It keeps λ, because the loss is
     constant along orbits. Channels that are zero at w* are sampled as without gauges; a rotation whose heads have less
@@ -107,12 +122,19 @@ def llc(
             raise binding_error("llc", "nothing to draw", f"{name}={count}", "at least 1", f"pass {name}=1")
     stacked = jax.tree.map(lambda *x: jnp.stack(x), *batches)
     keys = jax.random.split(key, num_chains)
-    losses, initial = _chains(
+    losses, initial, found = _chains(
         loss, None if gauges is None else product(gauges), (num_draws, num_burnin_steps, num_steps_bw_draws),
         params, stacked, keys, (n_beta, lr, localization),
     )
     per_chain = n_beta * (jnp.mean(losses, 1) - initial)
-    return LLC(jnp.mean(per_chain), jnp.std(per_chain, ddof=int(num_chains > 1)), per_chain, losses, initial)
+    mean, std = jnp.mean(per_chain), jnp.std(per_chain, ddof=int(num_chains > 1))
+    falls = jnp.maximum(initial - found, 0.0)
+    fall = jnp.maximum(jnp.max(falls[:2]), jnp.mean(falls[2:]))
+    fall = fall - 8 * jnp.finfo(losses.dtype).eps * jnp.abs(initial)  # which may be roundoff
+    finite = jnp.all(jnp.isfinite(losses)) & jnp.all(jnp.isfinite(falls))
+    at_minimum = finite & (n_beta * fall <= 0.25 * jnp.maximum(mean, 0.0))
+    lowest = jnp.minimum(initial, jnp.min(found))
+    return LLC(mean, std, per_chain, losses, initial, lowest, at_minimum)
 
 
 class _Chart(NamedTuple):
@@ -154,8 +176,11 @@ def _chart(params: Any, group: Product | None) -> _Chart:
 def _chains(
     loss: Callable[[Any, Any], jax.Array], group: Product | None, counts: tuple[int, int, int], params: Any,
     stacked: Any, keys: jax.Array, sizes: tuple[float, float, float],
-) -> tuple[jax.Array, jax.Array]:
-    """Losses at the draws, (chains, draws), and the loss at the minimum."""
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Losses at the draws, (chains, draws), the loss at the start, and the losses that descents find.
+
+    The latter are from the start along the gradient and by steps, and from the end of every chain.
+    """
     num_draws, num_burnin_steps, num_steps_bw_draws = counts
     n_beta, lr, localization = sizes
     chart = _chart(params, group)
@@ -180,10 +205,48 @@ def _chains(
         point, values = jax.lax.scan(step, point, jax.random.split(key, num_steps_bw_draws))
         return point, values[-1]
 
-    def chain(key: jax.Array) -> jax.Array:
+    def chain(key: jax.Array) -> tuple[Leaves, jax.Array]:
         burnin, rest = jax.random.split(key)
         point, _ = jax.lax.scan(step, chart.start, jax.random.split(burnin, num_burnin_steps))
-        return jax.lax.scan(draw, point, jax.random.split(rest, num_draws))[1]
+        return jax.lax.scan(draw, point, jax.random.split(rest, num_draws))
 
-    initial = jnp.mean(jax.lax.map(lambda batch: at(chart.start, batch), stacked))
-    return jax.vmap(chain)(keys), initial
+    def mean_of(function: Callable[[Any], Any]) -> Any:
+        return jax.tree.map(lambda x: jnp.mean(x, 0), jax.lax.map(function, stacked))
+
+    def full(point: Leaves) -> jax.Array:
+        return mean_of(lambda batch: at(point, batch))
+
+    def descend(point: Leaves, key: jax.Array) -> jax.Array:
+        """The lower of the losses at a point and behind a descent with momentum, whose steps shrink to zero."""
+
+        def down(state: tuple[Leaves, Leaves], x: tuple[jax.Array, jax.Array]) -> tuple[tuple[Leaves, Leaves], None]:
+            (point, velocity), (share, key) = state, x
+            batch = jax.tree.map(lambda x: x[jax.random.randint(key, (), 0, number)], stacked)
+            gradient = jax.grad(at)(point, batch)
+            velocity = jax.tree.map(lambda v, g: 0.9 * v - 0.5 * lr * n_beta * g, velocity, gradient)
+            after = jax.tree.map(lambda w, v: w + share.astype(w.dtype) * v, point, velocity)
+            return (chart.back(point, after), velocity), None
+
+        steps = min(200, num_burnin_steps + num_draws * num_steps_bw_draws)
+        shares = 1.0 - jnp.arange(steps) / steps
+        start = point, jax.tree.map(jnp.zeros_like, point)
+        (end, _), _ = jax.lax.scan(down, start, (shares, jax.random.split(key, steps)))
+        ends = full(point), full(end)
+        # A descent that diverges is none; a chain that does has infinite losses.
+        return jnp.minimum(ends[0], jnp.where(jnp.isnan(ends[1]), jnp.inf, ends[1]))
+
+    def along_gradient() -> jax.Array:
+        """The lowest loss on a line along the gradient, for a step size that is too large for a descent."""
+        gradient = mean_of(lambda batch: jax.grad(at)(chart.start, batch))
+        sizes = lr * n_beta * 4.0 ** -jnp.arange(12)
+
+        def after(size: jax.Array) -> jax.Array:
+            point = jax.tree.map(lambda w, g: w - size.astype(w.dtype) * g, chart.start, gradient)
+            return full(chart.back(chart.start, point))
+
+        return jnp.nanmin(jax.lax.map(after, sizes))
+
+    ends, losses = jax.vmap(chain)(keys)
+    starts = jax.tree.map(lambda x, end: jnp.concatenate([x[None], end]), chart.start, ends)
+    found = jax.vmap(descend)(starts, jax.random.split(jax.random.fold_in(keys[0], 0), len(keys) + 1))
+    return losses, full(chart.start), jnp.concatenate([along_gradient()[None], found])

@@ -9,42 +9,56 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from gauge_optax.binding import leaf_shape, leaves_by_path, match
+from gauge_optax.binding.axes import parse_axes
 from gauge_optax.discovery.calls import Call, merge_layers
 from gauge_optax.errors import binding_error
 from gauge_optax.gauges.gauge import Gauge
+from gauge_optax.tools import _adapters
 
 # Names without a prefix are `a` and `b` only: bare `down` and `up` are the layers of an MLP.
-_NAMES = re.compile(r"(?P<prefix>.*lora_|.*lora_embedding_|)(?P<name>a|b|A|B|(?<=lora_)(?:down|up))")
+_NAMES = re.compile(
+    r"(?P<prefix>.*lora_|.*lora_embedding_|hada_w[12]_|lokr_w[12]_|)(?P<name>a|b|A|B|(?<=lora_)(?:down|up))")
 _PARTNER = {"a": "b", "A": "B", "down": "up"}
 _FIRST = {b: a for a, b in _PARTNER.items()}
-Pair = tuple[str, str]  # of A and of B: paths, or axes
+Axes = tuple[str, str]  # of A and of B
 Shape = tuple[int, ...]
 
 
-def lora(params: Any, *, axes: Mapping[str, Pair] | None = None) -> list[Gauge]:
+def lora(
+    params: Any, *, axes: Mapping[str, Axes] | None = None, sizes: Mapping[str, int] | None = None
+) -> list[Gauge]:
     """The gauges of all LoRA factors in a tree: one `head_linear` per kind of pair, layers as captures.
 
     A pair is two leaves whose paths differ in one name: `...lora_a` and `...lora_b` (Qwix's `w_lora_a`, Flax's
-    `lora_a`, PEFT's `lora_A/default/weight`), `lora_embedding_A`, `lora_down` and `lora_up`, or plain `a` and `b`, `A`
-    and `B` where shapes say that their product has low rank. Ranks may differ from pair to pair. The rank is A's last
-    axis, and B's first axis after leading axes that both factors share (scanned layers, experts); each index of those
-    has its own group. In PyTorch's layout (`weight`, or where it has the lowest rank) the rank is A's first axis and
-    B's second. The bias of A, if it has one, moves with it.
+    `lora_a`, PEFT's `lora_A/default/weight`), `lora_embedding_A`, `lora_down` and `lora_up`, LoHa's `hada_w1_a` and
+    LoKr's `lokr_w2_a` with their `b`, or plain `a` and `b`, `A` and `B` where shapes say that their product has low
+    rank. Ranks may differ from pair to pair. The rank is A's last axis, and B's first axis after leading axes that both
+    factors share (scanned layers, experts); each index of those has its own group. In PyTorch's layout (`weight`, or
+    where it has the lowest rank) the rank is A's first axis and B's second. A's bias moves with it.
+
+    Only the product of the two may count. A leaf of the same module that has an axis of the rank's length is refused:
+    AdaLoRA's `lora_E`, a mixer or a gate between the factors. Known not to stand there are the adapted kernel and its
+    bias, the biases of A and B, and DoRA's magnitudes. PEFT stores the factors of all experts of a fused kernel in two
+    matrices, whose shapes are those of one adapter of a higher rank; say so by `axes` and `sizes`:
+    `axes={"**/experts": ("(expert basis) _", "_ (basis expert)")}, sizes={"expert": 8}`.
 
     Args:
       params: arrays or shapes: the adapters alone, `nnx.state(model, nnx.LoRAParam)`, or a whole model with them.
       axes: for modules whose shapes are ambiguous: path pattern of the pair's module → axes of A and of B, for example
         `{"**/experts": ("_ expert basis", "basis expert _")}`.
+      sizes: lengths of axes inside `(a b)` that no other axis fixes.
 
     Returns:
       A list for `quotient`, its aliases and `gauge_fix`.
 
     Raises:
       ValueError: the tree has no pair; a factor called `lora_...` has no partner, or one of another rank; the shapes
-        allow several axes.
+        allow several axes; another leaf stands between the factors, or may; a pair in a module of experts, or of
+        another size than its kernel, without `axes`; factors of a method that is no product of two (`delora_A`);
+        `axes` or `sizes` that apply to no pair.
 
     >>> ranks = {"layer_0": 2, "layer_1": 4}
     >>> params = {
@@ -59,19 +73,39 @@ def lora(params: Any, *, axes: Mapping[str, Pair] | None = None) -> list[Gauge]:
     Reference: Hu et al. 2022 (LoRA); the group is `head_linear`'s.
     """
     leaves = {path: leaf_shape(leaf) for path, leaf in leaves_by_path(params).items()}
-    calls = []
-    for a, b in _pairs(leaves):
-        left, right = _axes_of(a, b, leaves, axes or {})
-        blocks, bias = {a: left}, re.sub(r"(kernel|weight)$", "bias", a)
-        named = [item for item in left.split() if item != "_"]
-        if bias != a and len(leaves.get(bias, ())) == len(named):
-            blocks[bias] = " ".join(named)
-        calls.append(Call("head_linear", {"left": blocks, "right": {b: right}}))
+    axes, sizes = axes or {}, sizes or {}
+    calls, pairs, used, bound = [], [], set[str](), set[str]()
+    for pair in _pairs(leaves):
+        patterns = _patterns_of(pair, axes)
+        left, right = axes[patterns[0]] if patterns else _axes_of(pair, leaves)
+        used |= set(patterns)
+        blocks, bias = {pair.a: left}, re.sub(r"(kernel|weight)$", "bias", pair.a)
+        items = [item for item in _items(left) if item != "_"]
+        if bias != pair.a and len(leaves.get(bias, ())) == len(items):
+            blocks[bias] = " ".join(items)
+        names = {part.name for side in (left, right) for part in parse_axes("lora", pair.a, side).parts}
+        given = {name: n for name, n in sizes.items() if name in names}
+        used |= set(given)
+        calls.append(Call("head_linear", {"left": blocks, "right": {pair.b: right}}, sizes=given))
+        bound |= {*blocks, pair.b}
+        pairs.append((pair, left, right, bool(patterns)))
     if not calls:
         raise binding_error(
             "lora", "no pair of factors", f"leaves {', '.join(list(leaves)[:6])}",
             "paths such as '.../lora_a' and '.../lora_b', 'w_lora_a', 'lora_A/default/weight'",
             "pass the tree that holds the adapters, or bind them with go.head_linear")
+    for name, given_names, kind in (("axes", axes, "module of a pair"), ("sizes", sizes, "axis of a pair")):
+        for unused in (x for x in given_names if x not in used):
+            raise binding_error(
+                "lora", f"{name} for '{unused}', which is no {kind}",
+                f"pairs {', '.join(repr(pair.a) for pair, *_ in pairs[:4])}", f"the {kind}",
+                "correct the pattern" if name == "axes" else "name the axis inside parentheses in axes={...}")
+    modules = _adapters.by_module(leaves)
+    for pair, left, right, told in pairs:
+        adapter = _adapters.Adapter(pair.a, pair.b, pair.module, left, right, sizes)
+        _adapters.refuse_between(adapter, leaves, modules, bound)
+        if not told:
+            _adapters.refuse_flattened(adapter, leaves, modules)
 
     def same(merged: Call, group: list[Call]) -> bool:
         """Whether the merged patterns match the leaves of the group and no others."""
@@ -81,8 +115,21 @@ def lora(params: Any, *, axes: Mapping[str, Pair] | None = None) -> list[Gauge]:
     return [call.gauge() for call, _ in merge_layers(calls, same)]
 
 
-def _pairs(leaves: Mapping[str, Shape]) -> Iterator[Pair]:
-    """Paths of A and B, in tree order."""
+class _Pair(NamedTuple):
+    """Two factors: their paths, and the names of the module that holds both."""
+
+    a: str
+    b: str
+    module: tuple[str, ...]
+
+
+def _items(axes: str) -> list[str]:
+    """The items of an axes string, one per axis."""
+    return re.findall(r"\([^()]*\)|\S+", axes)
+
+
+def _pairs(leaves: Mapping[str, Shape]) -> Iterator[_Pair]:
+    """Pairs of factors, in tree order."""
     paired = set[str]()
     for path, shape in leaves.items():
         pieces = re.split(r"([/.])", path)  # names, with the separators between them
@@ -100,46 +147,73 @@ def _pairs(leaves: Mapping[str, Shape]) -> Iterator[Pair]:
                         "pass the tree that holds both; under optax.masked or partition keep pairs together")
                 continue
             a, b = (path, other) if hit["name"] in _PARTNER else (other, path)
+            _adapters.refuse_method(hit["prefix"], a, b)
             layouts = _layouts(a, leaves[a], leaves[b])
             rank = leaves[a][layouts[0][0].split().index("basis")] if layouts else math.inf
-            if "lora" in path.lower() or rank < min(max(leaves[a]), max(leaves[b])):
+            if hit["prefix"] or "lora" in path.lower() or rank < min(max(leaves[a]), max(leaves[b])):
                 paired |= {a, b}
-                yield a, b
+                yield _Pair(a, b, tuple(pieces[:at:2]))
                 break
 
 
 def _is_torch(path: str) -> bool:
     """Whether a name belongs to PyTorch's layout."""
-    return re.search(r"[/.]weight$|lora_embedding_", path) is not None
+    return re.search(r"[/.]weight$", path) is not None
 
 
-def _layouts(path: str, a: Shape, b: Shape) -> list[Pair]:
-    """Axes of the two factors in every way that the shapes allow, of the least rank."""
-    ways: list[tuple[int, Pair]] = []
-    for lead in () if _is_torch(path) else range(min(len(a), len(b)) - 1):
+def _layouts(path: str, a: Shape, b: Shape) -> list[Axes]:
+    """Axes of the two factors in every way that the shapes and names allow, of the least rank."""
+    ways: list[tuple[int, Axes]] = []
+    if re.search(r"(hada|lokr)_w[12]_", path):  # LoHa and LoKr: a·b, in PyTorch too
+        return [("_ basis", "basis _")] if len(a) == len(b) == 2 and a[1] == b[0] else []
+    torch = _is_torch(path)
+    for lead in () if torch else range(min(len(a), len(b)) - 1):
         if a[:lead] == b[:lead] and b[lead] == a[-1]:
-            batch = [f"layer{k}" if k else "layer" for k in range(lead)]
             left, right = ["_"] * (len(a) - lead - 1), ["_"] * (len(b) - lead - 1)
-            ways.append((a[-1], (" ".join([*batch, *left, "basis"]), " ".join([*batch, "basis", *right]))))
+            ways.append((a[-1], _joined(lead, [*left, "basis"], ["basis", *right])))
     least = min((rank for rank, _ in ways), default=min(math.prod(a[1:]), b[0]) + 1)
-    if a[0] == b[1] and (_is_torch(path) or a[0] < least):
-        ways.append((a[0], (" ".join(["basis", *["_"] * (len(a) - 1)]), " ".join(["_ basis", *["_"] * (len(b) - 2)]))))
+    # Equal ranks: a capital letter says nothing of the layout, except in PEFT's embeddings.
+    either = re.search(r"lora_[AB]\b|lora_(?:down|up)\b", path) is not None
+    embedding = re.search(r"lora_embedding_[AB]\b", path) is not None
+    if a[0] == b[1] and (torch or a[0] < least or (a[0] == least and (either or embedding))):
+        ways = [] if embedding and a[0] == least else ways
+        ways.append((a[0], _joined(0, ["basis", *["_"] * (len(a) - 1)], ["_", "basis", *["_"] * (len(b) - 2)])))
+    for lead in range(1, min(len(a), len(b)) - 1) if torch else ():  # experts; a convolution's B has ones behind
+        if a[:lead] == b[:lead] and a[lead] == b[lead + 1]:
+            left, right = ["_"] * (len(a) - lead - 1), ["_"] * (len(b) - lead - 2)
+            ways.append((a[lead], _joined(lead, ["basis", *left], ["_", "basis", *right])))
+    if torch:  # a name settles the side of the rank, and a higher rank is no reason against an axis in front
+        return [way for _, way in ways]
     return [way for rank, way in ways if rank == min(rank for rank, _ in ways)]
 
 
-def _axes_of(path: str, other: str, leaves: Mapping[str, Shape], axes: Mapping[str, Pair]) -> Pair:
-    """Axes of A and B: the user's for their module, or the only ones that the shapes allow."""
-    (a, b), pieces = (leaves[path], leaves[other]), path.split("/")
-    modules = ["/".join(pieces[:k]) for k in range(len(pieces))]
-    for pattern, pair in axes.items():
-        if any(match("lora", pattern, module) is not None for module in modules):
-            return pair
-    layouts = _layouts(path, a, b)
+def _joined(lead: int, left: list[str], right: list[str]) -> Axes:
+    """Axes of both factors behind `lead` axes that they share."""
+    shared = [f"layer{k}" if k else "layer" for k in range(lead)]
+    return " ".join([*shared, *left]), " ".join([*shared, *right])
+
+
+def _patterns_of(pair: _Pair, axes: Mapping[str, Axes]) -> list[str]:
+    """The user's patterns for the module of a pair, or for one that holds it."""
+    texts = {tuple(pair.a.split("/")), tuple(re.split("[/.]", pair.a))}
+    modules = {"/".join(names[:k]) for names in texts for k in range(len(names))}
+    return [pattern for pattern in axes if any(match("lora", pattern, module) is not None for module in modules)]
+
+
+def _axes_of(pair: _Pair, leaves: Mapping[str, Shape]) -> Axes:
+    """Axes of A and B, the only ones that the shapes allow."""
+    path, a, b = pair.a, leaves[pair.a], leaves[pair.b]
+    layouts, key = _layouts(path, a, b), _adapters.pattern_of(pair.module)
+    if not layouts and re.search(r"(hada|lokr)_w", path):
+        raise binding_error(
+            "lora", f"no product of two factors, '{path}' and '{pair.b}'", f"shapes {a} and {b}",
+            "(out, rank) and (rank, in); a convolution's factors may have a core between them",
+            "pass the tree without this adapter, or with use_effective_conv2d=False")
     if not layouts:
         raise binding_error(
-            "lora", f"factors of unequal rank, '{path}' and '{other}'", f"shapes {a} and {b}",
+            "lora", f"factors of unequal rank, '{path}' and '{pair.b}'", f"shapes {a} and {b}",
             "A (..., rank) and B (rank, ...), or PyTorch's A (rank, ...) and B (..., rank)",
-            f"say which axes: axes={{{modules[-1]!r}: ('_ basis', 'basis _')}}")
+            f"say which axes: axes={{{key!r}: ('_ basis', 'basis _')}}")
     # An inner axis that both share (experts) could be a layer axis: the shapes cannot tell.
     shared = [k for k in range(1, len(a) - 1) if len(a) == len(b) and a[k] == b[k] and "layer" not in layouts[0][0]]
     if len(layouts) == 1 and shared and not _is_torch(path):
@@ -148,5 +222,5 @@ def _axes_of(path: str, other: str, leaves: Mapping[str, Shape], axes: Mapping[s
     if len(layouts) > 1:
         raise binding_error(
             "lora", f"ambiguous axes of '{path}'", f"shapes {a} and {b}, which allow several layouts",
-            " or ".join(map(repr, layouts)), f"choose one: axes={{{modules[-1]!r}: {layouts[-1]!r}}}")
+            " or ".join(map(repr, layouts)), f"choose one: axes={{{key!r}: {layouts[-1]!r}}}")
     return layouts[0]

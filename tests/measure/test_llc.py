@@ -87,7 +87,7 @@ def test_deep_linear_networks_have_their_coefficient(
     assert float(found.mean) == pytest.approx(expected, rel=0.1)
     assert found.per_chain.shape == (8,) and found.losses.shape == (8, 2000)
     assert float(found.std) == pytest.approx(np.std(found.per_chain, ddof=1)) and found.std < 0.1 * expected
-    assert found.initial_loss < 1e-25
+    assert found.initial_loss < 1e-25 and found.at_minimum
 
 
 @pytest.mark.parametrize("widths", [(4, 3, 4), (5, 3, 3, 5)])
@@ -151,3 +151,107 @@ def test_messages(batches: list[jax.Array], options: dict[str, int], message: st
         go.measure.llc(
             lambda p, x: jnp.sum(p["w"] * x), {"w": jnp.ones(2)}, batches, KEY, n_beta=1.0, lr=1e-3, **options
         )
+
+
+# Away from a minimum ------------------------------------------------------------------------------------
+
+QUICK = dict(n_beta=200.0, lr=1e-3, localization=1.0, num_chains=4, num_draws=300, num_burnin_steps=100)
+
+
+def _net_loss(p: Tree, batch: Any) -> jax.Array:
+    x, y = batch
+    return jnp.mean(jnp.square(jnp.tanh(x @ p["w"]) * p.get("scale", 1.0) @ p["v"] - y))
+
+
+def _net(seed: int) -> Tree:
+    rng = np.random.default_rng(seed)
+    return {"w": jnp.asarray(rng.normal(size=(3, 4))), "v": jnp.asarray(rng.normal(size=4))}
+
+
+@pytest.mark.parametrize("batches", [1, 4])
+@pytest.mark.parametrize("invariant", [False, True], ids=["plain", "invariant"])
+def test_a_teacher_is_at_a_minimum_and_a_net_in_training_is_not(x64: None, batches: int, invariant: bool) -> None:
+    x, teacher = jnp.asarray(np.random.default_rng(0).normal(size=(64, 3))), _net(1)
+    y = jnp.tanh(x @ teacher["w"]) @ teacher["v"]
+    parts = list(zip(jnp.split(x, batches), jnp.split(y, batches), strict=True))
+    gauges = [go.rescale({"scale": "_ channel"}, {"v": "channel"})] if invariant else None
+    more = {"scale": jnp.ones((1, 4))} if invariant else {}
+    step = jax.jit(lambda p: jax.tree.map(lambda w, g: w - 0.05 * g, p, jax.grad(_net_loss)(p, (x, y))))
+    found, point = {"teacher": go.measure.llc(_net_loss, teacher | more, parts, KEY, gauges, **QUICK)}, _net(2)
+    for steps in range(101):
+        if steps in (0, 100):
+            found[steps] = go.measure.llc(_net_loss, point | more, parts, KEY, gauges, **QUICK)
+        point = step(point)
+    assert {name: bool(x.at_minimum) for name, x in found.items()} == {"teacher": True, 0: False, 100: False}
+    assert found[100].at_minimum.shape == () and found[100].at_minimum.dtype == bool
+    assert all(x.lowest_loss <= x.initial_loss for x in found.values())
+    assert found[100].lowest_loss < 0.9 * found[100].initial_loss
+
+
+def test_noisy_labels_have_a_minimum_at_the_least_squares_alone(x64: None) -> None:
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(200, 5)), rng.normal(size=200)
+    best = np.linalg.lstsq(x, y)[0]
+    batches = [(jnp.asarray(x[k::4]), jnp.asarray(y[k::4])) for k in range(4)]
+    expected = {0.0: True, 0.01: True, 0.5: False, 1.0: False}
+    for away in expected:
+        found = go.measure.llc(
+            lambda p, batch: 0.5 * jnp.mean(jnp.square(batch[0] @ p["w"] - batch[1])),
+            {"w": jnp.asarray(best + away * np.ones(5))}, batches, KEY, **QUICK,
+        )
+        assert bool(found.at_minimum) == expected[away], away
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"), [("minimum", True), ("minimum of fourth order", True), ("saddle", False),
+                           ("saddle that levels off", False), ("saddle held by the pull", False), ("maximum", False)])
+def test_a_saddle_without_a_gradient_is_no_minimum(x64: None, name: str, expected: bool) -> None:
+    losses = {
+        "minimum": lambda x, y: x**2 + 0.5 * y**2,
+        "minimum of fourth order": lambda x, y: x**2 + y**4,
+        "saddle": lambda x, y: x * y,
+        "saddle that levels off": lambda x, y: x**2 - 0.5 * y**2 + y**4,
+        "saddle held by the pull": lambda x, y: 5 * x**2 - 0.5 * y**2 + y**4,
+        "maximum": lambda x, y: jnp.cos(x) + jnp.cos(y),
+    }
+    options = QUICK | ({"localization": 300.0} if "held" in name else {})
+    point = {"x": jnp.zeros(()), "y": jnp.zeros(())}
+    found = go.measure.llc(lambda p, _: losses[name](p["x"], p["y"]), point, [jnp.ones(1)], KEY, **options)
+    assert bool(found.at_minimum) == expected
+    if "held" in name:
+        assert found.mean > 0, "the estimate alone does not tell"
+
+
+@pytest.mark.parametrize("lr", [1e-6, 1e-3, 1e-1, 10.0])
+@pytest.mark.parametrize("bounded", [False, True])
+def test_a_large_gradient_is_seen_at_every_step_size(x64: None, lr: float, bounded: bool) -> None:
+    """At rates that are far too large the chain diverges, or stays at high losses where they are bounded."""
+    def loss(p: Tree, _: Any) -> jax.Array:
+        size = 50.0 * jnp.sum(jnp.square(p["w"]))
+        return size / (1 + size) if bounded else size
+
+    point = {"w": jnp.full(3, 0.05)}
+    found = go.measure.llc(loss, point, [jnp.ones(1)], KEY, **QUICK | {"lr": lr, "n_beta": 1000.0})
+    assert not bool(found.at_minimum) and not bool(jnp.isnan(found.lowest_loss) & jnp.isfinite(found.mean))
+    if lr == 1e-1 and bounded:
+        assert found.mean > 0, "the estimate alone does not tell"
+
+
+def test_a_minimum_of_a_mean_is_one_though_single_batches_fall_below(x64: None) -> None:
+    batches = [jnp.array([1.0, -1.0]), jnp.array([-1.0, 1.0]), jnp.array([0.5, 0.5]), jnp.array([-0.5, -0.5])]
+    found = go.measure.llc(
+        lambda p, x: 0.5 * jnp.sum(jnp.square(p["w"] - x)), {"w": jnp.zeros(2)}, batches, KEY,
+        n_beta=100.0, lr=1e-3, num_chains=8, num_draws=3000, num_burnin_steps=1000,
+    )
+    assert bool(found.at_minimum) and float(jnp.min(found.losses)) < float(found.initial_loss)
+
+
+def test_the_flag_of_twins_is_one(x64: None) -> None:
+    params, gauges = _minimum((4, 3, 4), 2), _gauges((4, 3, 4))
+    for point, expected in ((params, True), (jax.tree.map(lambda x: 1.1 * x, params), False)):
+        group = go.product(gauges)
+        twin = jit(group.act)(group.sample(jax.random.key(3), point), point)
+        options = SAMPLED | dict(num_chains=2, num_draws=300, num_burnin_steps=500)
+        found = [go.measure.llc(_loss, p, [_product(params)], KEY, gauges, **options) for p in (point, twin)]
+        assert [bool(x.at_minimum) for x in found] == [expected] * 2
+        np.testing.assert_allclose(found[0].lowest_loss, found[1].lowest_loss, rtol=1e-6, atol=1e-12)

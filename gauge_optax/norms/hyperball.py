@@ -19,7 +19,7 @@ import optax
 
 from gauge_optax.binding import Axes, leaves_by_path
 from gauge_optax.errors import binding_error
-from gauge_optax.linalg import safe_divide
+from gauge_optax.linalg import safe_divide, unit_and_size
 from gauge_optax.norms import vectors
 from gauge_optax.norms.vectors import Leaves, Selection
 from gauge_optax.transformation import placeholder, transformation
@@ -147,8 +147,10 @@ def _chord(sphere: Selection, leaves: Leaves, tangents: Leaves, radius: Any, rat
 
     flat = projected(tangent)
     if rate is not None:
-        # The first projection leaves roundoff along W, which would count towards the length.
-        flat = projected(flat)
+        # Only the direction counts, so that squares are of a tangent whose largest entry is 1. The first projection
+        # leaves roundoff along W, which would count towards the length.
+        tangent, _ = unit_and_size(tangent, sphere.axes)
+        flat = projected(projected(tangent))
         length = jnp.sqrt(dot(flat, flat))
         # An update that is all decay leaves roundoff, in the coarser of its dtype and the computing dtype.
         dtypes = tangents[sphere.block.path].dtype, tangent.dtype
@@ -158,7 +160,7 @@ def _chord(sphere: Selection, leaves: Leaves, tangents: Leaves, radius: Any, rat
     moved = point + flat
     chord = radius * safe_divide(moved, jnp.sqrt(dot(moved, moved))) - point
     # A traced `init` gives zeros the radius 0, and leaves them free.
-    return jnp.where(radius > 0, chord, tangent)
+    return jnp.where(radius > 0, chord, sphere.view(tangents))
 
 
 def _radii(axes: Mapping[str, Axes], radius: Any) -> Mapping[str, Radius]:

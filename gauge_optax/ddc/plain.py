@@ -40,7 +40,7 @@ from gauge_optax.gauges.bound import bound
 from gauge_optax.gauges.gauge import Product
 from gauge_optax.linalg import noise
 from gauge_optax.optimizers.polar import Polar
-from gauge_optax.parts.matrices import Matrices
+from gauge_optax.parts.matrices import Reading
 from gauge_optax.parts.part import Anchor, Arrays, Part, name_of
 from gauge_optax.parts.sizes import Factor, Stretch
 from gauge_optax.slice import Slice
@@ -200,7 +200,7 @@ def _init_moments(s: Slice, v_mode: str, vertical: str, scale_floor: Scalar, bou
     return GaugeMoments(mus, nus, least, init_heads(s, point, v_mode), init_vertical(s, vertical, point))
 
 
-def polar_matrices(s: Slice, polar: Polar | None, params: Any) -> dict[str, Matrices]:
+def polar_matrices(s: Slice, polar: Polar | None, params: Any) -> dict[str, Reading]:
     """Leaf path → how it is read as matrices, for leaves stepped by their polar factor."""
     return {} if polar is None else polar.matrices(s, params)
 
@@ -357,7 +357,7 @@ def tangential_step(
     options: Options,
     adam: Adam,
     polar: Polar | None,
-    matrices: Mapping[str, Matrices],
+    matrices: Mapping[str, Reading],
     point: Arrays,
     across: Arrays,
     state: ScaleByDDCState,

@@ -17,7 +17,7 @@ from gauge_optax.norms.max_norm import Measure, named_max_norm
 from gauge_optax.optimizers._quotient import group_of, quotient_for
 from gauge_optax.optimizers.muon import muon
 from gauge_optax.optimizers.polar import Labels, polar_of
-from gauge_optax.parts.matrices import TOKEN, Matrices, neuron_matrices
+from gauge_optax.parts.matrices import TOKEN, Fused, Matrices, Reading, neuron_matrices
 from gauge_optax.transformation import GaugeTransformation
 
 Scalar = float | jax.Array
@@ -164,7 +164,7 @@ def quotient_muon(
     adam = optax.adamw(adam_rate, adam_b1, adam_b2, eps, adam_eps_root, mu_dtype, adam_weight_decay, nesterov=nesterov)
     heads = 1 if heads_per_matrix is None else heads_per_matrix
 
-    def matrices(params: Any) -> dict[str, Matrices]:
+    def matrices(params: Any) -> dict[str, Reading]:
         read = polar.matrices(bound(group.parts, params).slice, params)
         return {path: stack.grouped(path, heads) for path, stack in read.items()}
 
@@ -277,30 +277,53 @@ def max_norm_muon(
     def of_tokens(selection: vectors.Selection) -> bool:
         return is_table(selection) or TOKEN in selection.block.split_labels
 
-    def matrices(params: Any) -> dict[str, Matrices]:
-        read: dict[str, Matrices] = {}
+    def listed(params: Any) -> dict[str, list[vectors.Selection]]:
+        """Returns leaf path → its vectors, for the leaves of the mappings; raises ValueError for a leaf listed in part.
+        """
+        by_path: dict[str, list[vectors.Selection]] = {}
         for selection in vectors.resolve(name, specs, params):
-            if of_tokens(selection):
-                continue
-            block = selection.block
-            stack = neuron_matrices(block)
-            if stack is None or read.setdefault(block.path, stack) != stack:
+            by_path.setdefault(selection.block.path, []).append(selection)
+        for path, own in by_path.items():
+            axes, size = ", ".join(f'"{x.block.axes}"' for x in own), math.prod(own[0].block.shape)
+            if (count := sum(math.prod(x.block.view_shape) for x in own)) != size:
                 raise binding_error(
-                    name, f"the neurons of '{block.path}' describe no matrix", f"axes \"{block.axes}\"",
-                    "'_' for a neuron's inputs in one axis, and a name that counts neurons in another",
-                    'write "_ neuron" for a kernel of (inputs, outputs), and leave vectors out',
+                    name, f"'{path}' is listed in part", f"{count} of {size} entries, axes {axes}",
+                    "every entry of a leaf in one vector: each range of a fused kernel is a matrix of its own",
+                    "list the other ranges too",
                 )
+            if len(kinds := {of_tokens(x) for x in own}) > 1:
+                raise binding_error(
+                    name, f"tokens and neurons in one leaf '{path}'", f"axes {axes}", f"one of them, not {len(kinds)}",
+                    "give the table of tokens a leaf of its own",
+                )
+        return by_path
+
+    def matrices(params: Any) -> dict[str, Reading]:
+        read: dict[str, Reading] = {}
+        for path, own in listed(params).items():
+            stacks: dict[Matrices, None] = {}
+            for block in (selection.block for selection in own if not of_tokens(selection)):
+                stack = neuron_matrices(block)
+                if stack is None or (stacks and None in (stack.block, next(iter(stacks)).block) and stack not in stacks):
+                    raise binding_error(
+                        name, f"the neurons of '{path}' describe no matrix", f"axes \"{block.axes}\"",
+                        "'_' for a neuron's inputs in one axis, and a name that counts neurons in another",
+                        'write "_ neuron" for a kernel of (inputs, outputs), and leave vectors out',
+                    )
+                stacks[stack] = None
+            if stacks:
+                read[path] = next(iter(stacks)) if len(stacks) == 1 else Fused(tuple(stacks))
         return read
 
     def tokens(params: Any) -> list[str]:
-        listed = [selection for selection in vectors.resolve(name, specs, params) if of_tokens(selection)]
-        for block in (x.block for x in listed if not 0 < len(x.axes) < len(x.block.view_shape)):
+        found = [selection for own in listed(params).values() for selection in own if of_tokens(selection)]
+        for block in (x.block for x in found if not 0 < len(x.axes) < len(x.block.view_shape)):
             raise binding_error(
                 name, f"the tokens of '{block.path}' have no vectors", f"axes \"{block.axes}\"",
                 "'_' for the entries of a token's vector, beside the name that counts tokens",
                 f'write "_ {TOKEN}" for (inputs, tokens), or "{TOKEN} _" for a table of (tokens, entries)',
             )
-        return [selection.block.path for selection in listed]
+        return [selection.block.path for selection in found]
 
     scale = optax.scale_by_learning_rate(learning_rate)
     tail = optax.add_decayed_weights(weight_decay, weight_decay_mask), scale

@@ -14,7 +14,7 @@ import optax
 
 from gauge_optax.binding import is_empty, leaves_by_path, with_leaves
 from gauge_optax.optimizers.polar import Polar
-from gauge_optax.parts.matrices import Matrices
+from gauge_optax.parts.matrices import Reading
 
 
 class ScaleByHeadPolarState(NamedTuple):
@@ -30,7 +30,7 @@ class ScaleByHeadPolarState(NamedTuple):
 
 
 def muon(
-    matrices: Callable[[Any], Mapping[str, Matrices]],
+    matrices: Callable[[Any], Mapping[str, Reading]],
     polar: Polar,
     nesterov: bool,
     mu_dtype: Any,
@@ -73,7 +73,7 @@ def muon(
 
 
 def scale_by_head_polar(
-    polar: Polar, matrices: Mapping[str, Matrices], nesterov: bool, mu_dtype: Any
+    polar: Polar, matrices: Mapping[str, Reading], nesterov: bool, mu_dtype: Any
 ) -> optax.GradientTransformation:
     """The scaled polar factor of every matrix of a first moment.
 

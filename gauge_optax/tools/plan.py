@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
@@ -184,8 +183,8 @@ def plan(
     leaves, matrices = leaves_by_path(params), matrices_of(product(gauges)._bound(params).slice.parts)
     texts, heads = {}, set[str]()
     for path, matrix in matrices.items():
-        texts[path] = f"{math.prod(matrix.split[k] for k in matrix.batch)} × ({matrix.fan_in}, {matrix.fan_out})"
-        heads |= {path} if matrix.heads is not None else set()
+        texts[path] = matrix.text
+        heads |= {path} if any(piece.heads is not None for piece in matrix.pieces) else set()
     labels: dict[str, dict[str, None]] = {}
     gauge_plans = tuple(_gauge_plan(gauge, params, leaves, labels) for gauge in gauges)
     rules, sizes = ({}, {}) if tx is None else _state_of(tx, params, leaves, heads)

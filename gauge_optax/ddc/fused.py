@@ -96,7 +96,7 @@ def fused_ddc(
                 small = jnp.abs(pairings[k]) < channels.entries**0.5 * least * jnp.sqrt(squares[k])
                 pairings[k] = jnp.where(small, 0.0, pairings[k])
         along, radial_mu, radial_nu = radial_step(
-            options, adam, carriers, point, squares[: len(carriers)], pairings, before
+            options, adam, carriers, point, squares[: len(carriers)], pairings, before, polar is not None
         )
 
         # Directions.

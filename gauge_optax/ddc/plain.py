@@ -38,7 +38,7 @@ from gauge_optax.ddc.vertical import (
 from gauge_optax.errors import binding_error
 from gauge_optax.gauges.bound import bound
 from gauge_optax.gauges.gauge import Product
-from gauge_optax.linalg import noise
+from gauge_optax.linalg import noise, root_mean_square, safe_divide
 from gauge_optax.optimizers.polar import Polar
 from gauge_optax.parts.matrices import Reading
 from gauge_optax.parts.part import Anchor, Arrays, Part, name_of
@@ -97,7 +97,7 @@ class GaugeMoments(NamedTuple):
 
     Attributes:
       radial_mu: first moment of the derivative by s (or log s), per scale channel that has a length.
-      radial_nu: its second moment.
+      radial_nu: its second moment; under Muon the root of it.
       least: per block that has lengths, the floor below which a length is made to grow.
       heads: what `v_mode` keeps of heads.
       vertical: moments of the coordinates along orbits, see `ddc.vertical`.
@@ -148,7 +148,9 @@ def ddc(group: Product, options: Options, polar: Polar | None = None) -> GaugeTr
         carriers, anchors = channels_with_length(s), channels_of_anchors(s)
         squares = [channels.dot(point, point) for channels in carriers]
         pairings = [channels.dot(point, gradient) for channels in carriers]
-        along, radial_mu, radial_nu = radial_step(options, adam, carriers, point, squares, pairings, past)
+        along, radial_mu, radial_nu = radial_step(
+            options, adam, carriers, point, squares, pairings, past, polar is not None
+        )
 
         # B.5: the rest of the gradient changes only directions.
         sized = [*zip(carriers, squares, strict=True), *((c, c.dot(point, point)) for c in anchors)]
@@ -292,6 +294,7 @@ def radial_step(
     squares: Sequence[jax.Array],
     pairings: Sequence[jax.Array],
     past: GaugeMoments,
+    muon: bool,
 ) -> tuple[Arrays, tuple[jax.Array, ...], tuple[jax.Array, ...]]:
     """Adam on the length of every channel.
 
@@ -303,6 +306,8 @@ def radial_step(
       squares: the squared lengths, per block of `channels`.
       pairings: ⟨θ̂, ĝ⟩ along every channel, per block of `channels`.
       past: moments so far.
+      muon: whether steps of directions are polar factors. Like those, steps of lengths then do not depend on the size
+        of gradients: roots of second moments are kept, which do not underflow, and eps counts in units of the largest.
 
     Returns:
       A tangent along the lengths, and both new moments.
@@ -317,8 +322,15 @@ def radial_step(
         unit = jnp.maximum(length, _LEAST_SHARE * jnp.mean(length)) if linear else jnp.ones_like(length)
         inverse = inverse_of(unit)
         derivative = pairing * inverse
-        mu, nu = adam.first(derivative, mu), adam.second(jnp.square(derivative), nu)
-        move = jnp.where(length < least, -_REGROWTH, adam.mean(mu, derivative) / adam.root(nu))
+        mu = adam.first(derivative, mu)
+        if muon:
+            nu = root_mean_square(adam.b2, nu, jnp.abs(derivative))
+            root = adam.without_bias(nu)
+            move = safe_divide(adam.mean(mu, derivative), root + adam.eps * jnp.max(root))
+        else:
+            nu = adam.second(jnp.square(derivative), nu)
+            move = adam.mean(mu, derivative) / adam.root(nu)
+        move = jnp.where(length < least, -_REGROWTH, move)
         size = each.entries**0.5 if linear else log_step(each.part)
         rates = options.radial_scale * size * move * inverse
         for path, x in each.times(point, rates).items():

@@ -57,12 +57,12 @@ def max_norm(
     .. math::
       \nu^2 \leftarrow \beta\nu^2 + (1 - \beta)\lVert\Delta\rVert^2, \qquad
       q = p + \eta R\,\frac{\Delta}{\nu/\sqrt{1 - \beta^t}}, \qquad
-      p \leftarrow q\,\min\!\left(1, \frac{\max(R, (1 - \eta)\lVert p\rVert)}{\lVert q\rVert}\right)
+      p \leftarrow q\,\min\!\left(1, \frac{\max(R, \lVert p\rVert - \lVert q - p\rVert)}{\lVert q\rVert}\right)
 
     A step has the length ηR on average over steps. Its direction is that of `inner`, and so is how its length varies
     from step to step. A vector of zeros moves like any other. A vector within the bound stays within it. One that
-    starts above it never grows, and shrinks by the factor 1 − η per step until it is within: by half in 0.7/η steps, so
-    that a small rate changes the function little, whatever the weights. Such vectors still step by ηR.
+    starts above it never grows: its norm falls by the length of its step, ηR on average, until it is within, so that a
+    small rate changes the function little, whatever the weights. Without a gradient nothing moves.
 
     Args:
       inner: a whole optimizer, its learning rate included; Muon gains most. Its decay counts as part of Δ, and is
@@ -172,16 +172,16 @@ def named_max_norm(
             def total(x: jax.Array) -> jax.Array:
                 return jnp.sum(x, selection.axes, keepdims=True)
 
-            length = size * jnp.sqrt(total(direction * direction))
-            after = root_mean_square(memory, selection.spread(usual), length)
-            step = eta * largest * safe_divide(size, after / jnp.sqrt(correction)) * direction
-            after = after.reshape(jnp.shape(usual))
+            share = jnp.sqrt(total(direction * direction))
+            average = root_mean_square(memory, selection.spread(usual), size * share)
+            reach = eta * largest * safe_divide(size * share, average / jnp.sqrt(correction))
+            step, after = safe_divide(reach, share) * direction, average.reshape(jnp.shape(usual))
             if not bounded:
                 return step, after
             moved = point + step
             norm, norm_before = (jnp.sqrt(total(x * x)) for x in (moved, point))
-            # What is above the bound, as trained weights may be, shrinks no faster than by the rate.
-            most = jnp.maximum(largest, (1.0 - eta) * norm_before)
+            # What is above the bound, as trained weights may be, shrinks by no more than its step is long.
+            most = jnp.maximum(largest, norm_before - reach)
             # 1 less the factor that scales back, so that a vector within the bound moves by its step without roundoff.
             excess = jnp.where(moving & (norm > most), 1.0 - safe_divide(most, norm), 0.0)
             return step - excess * moved, after

@@ -2,6 +2,7 @@
 
 from gauge_optax.binding.bind import Binding, Instance, bind, instance_key
 from gauge_optax.binding.blocks import Block, bind_leaf, overlap
+from gauge_optax.binding.masks import values_at
 from gauge_optax.binding.paths import (
     hidden_match,
     hidden_paths,
@@ -17,5 +18,5 @@ from gauge_optax.binding.specs import Axes, BlockSpec, block_specs, check_specs,
 __all__ = [
     "Axes", "Binding", "Block", "BlockSpec", "Instance", "bind", "bind_leaf", "block_specs",
     "check_specs", "frozen_sizes", "group_axes", "hidden_match", "hidden_paths", "instance_key", "is_empty",
-    "leaf_shape", "leaves_by_path", "match", "nearest", "overlap", "with_leaves",
+    "leaf_shape", "leaves_by_path", "match", "nearest", "overlap", "values_at", "with_leaves",
 ]

@@ -3,10 +3,29 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
+
 from gauge_optax.binding.paths import leaf_shape, leaves_by_path, match, no_match, with_leaves
 from gauge_optax.errors import binding_error
 
 _NO_DEFAULT = object()  # None is a value that a user may want
+
+
+def values_at(mask: Any, params: Any) -> Any:
+    """Returns the tree of a mask, or of labels, that may be a function of the parameters.
+
+    The modules of some frameworks are trees that can be called (`eqx.Module`). So are masks of their structure, and
+    `callable` cannot tell them from functions.
+
+    Args:
+      mask: a tree, or a function from a tree to a tree.
+      params: what a function gets.
+
+    >>> from gauge_optax.binding import values_at
+    >>> values_at({"w": True}, {"w": 1.0}), values_at(lambda p: {"w": p["w"] > 2}, {"w": 1.0})
+    ({'w': True}, {'w': False})
+    """
+    return mask(params) if callable(mask) and jax.tree.leaves(mask) == [mask] else mask
 
 
 def by_path(values: Mapping[str, Any], default: Any = _NO_DEFAULT) -> Callable[[Any], Any]:

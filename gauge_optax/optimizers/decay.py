@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from gauge_optax.binding import leaves_by_path
+from gauge_optax.binding import leaves_by_path, values_at
 from gauge_optax.errors import binding_error
 from gauge_optax.gauges.bound import bound
 from gauge_optax.gauges.gauge import Gauges, Product, product
@@ -207,7 +207,7 @@ def _unmasked(s: Slice, mask: Any, params: optax.Params) -> dict[str, bool]:
     leaves = leaves_by_path(params)
     if mask is None:
         return dict.fromkeys(leaves, True)
-    prefix = mask(params) if callable(mask) else mask
+    prefix = values_at(mask, params)
     whole = jax.tree.map(lambda flag, part: jax.tree.map(lambda _: bool(flag), part), prefix, params)
     flags = dict(zip(leaves, jax.tree.leaves(whole), strict=True))
     require_whole_gauges(_NAME, s, flags)

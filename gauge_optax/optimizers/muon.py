@@ -64,7 +64,8 @@ def muon(
             paths, rate = momentum
             rules["momentum"] = optax.chain(optax.trace(polar.beta, nesterov, mu_dtype), rate)
             labels |= dict.fromkeys(() if is_empty(params) else paths(params), "momentum")
-        return optax.partition(rules, with_leaves(jax.tree.map(lambda _: "adam", params), labels))
+        tree = with_leaves(jax.tree.map(lambda _: "adam", params), labels)
+        return optax.partition(rules, lambda _: tree)  # a tree that can be called, as modules can, would be called
 
     def update_fn(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         return partition(params).update(updates, state, params, **extra)

@@ -118,7 +118,7 @@ def fused_ddc(
         step = entered.push(jax.tree.map(jnp.subtract, after, point))
         return with_leaves(u, cast_like(step, updates)), QuotientState(state.frame, (ddc_state, *tail_state), {})
 
-    return transformation(name, plain.init, update, QuotientState, plain.init, gauges=plain.gauges)
+    return transformation(name, plain.init, update, QuotientState, plain.init, gauges=plain.gauges, rules=plain.rules)
 
 
 def _applies(s: Slice) -> bool:

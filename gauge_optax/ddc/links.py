@@ -65,7 +65,7 @@ def link(
     def empty(params: Any) -> QuotientState:
         return QuotientState(placeholder(), inner.init(params), {})
 
-    return transformation(name, init, update, QuotientState, empty, gauges=with_gauges_of(inner, group.parts))
+    return transformation(name, init, update, QuotientState, empty, gauges=with_gauges_of(inner, group.parts), rules=inner.rules)
 
 
 class GaugeRetractState(NamedTuple):

@@ -39,6 +39,7 @@ from gauge_optax.errors import binding_error
 from gauge_optax.gauges.bound import bound
 from gauge_optax.gauges.gauge import Product
 from gauge_optax.linalg import noise, root_mean_square, safe_divide
+from gauge_optax.optimizers.muon import polar_rules
 from gauge_optax.optimizers.polar import Polar
 from gauge_optax.parts.matrices import Reading
 from gauge_optax.parts.part import Anchor, Arrays, Part, name_of
@@ -46,6 +47,7 @@ from gauge_optax.parts.sizes import Factor, Stretch
 from gauge_optax.slice import Slice
 from gauge_optax.transformation import (
     GaugeTransformation,
+    LeafRule,
     at_once,
     cast_like,
     layout,
@@ -176,7 +178,10 @@ def ddc(group: Product, options: Options, polar: Polar | None = None) -> GaugeTr
     def init(params: optax.Params) -> ScaleByDDCState:
         return init_ddc(group, options, polar, params)
 
-    return transformation("scale_by_ddc", init, update, ScaleByDDCState, empty, gauges=group.parts)
+    def rules(params: Any) -> dict[str, LeafRule]:
+        return polar_rules(leaves_by_path(params), polar_matrices(bound(group.parts, params).slice, polar, params))
+
+    return transformation("scale_by_ddc", init, update, ScaleByDDCState, empty, gauges=group.parts, rules=rules)
 
 
 def init_ddc(group: Product, options: Options, polar: Polar | None, params: optax.Params) -> ScaleByDDCState:

@@ -192,7 +192,7 @@ def named_max_norm(
         after = _by_axes(selections, [length for _, length in pairs])
         return moves, MaxNormState(inner_state, optax.safe_increment(state.count), tracked, after)
 
-    return transformation(name, init, update, MaxNormState, empty)
+    return transformation(name, init, update, MaxNormState, empty, rules=optimizer.rules)
 
 
 def _by_axes(selections: Sequence[Selection], arrays: Sequence[Any]) -> dict[str, dict[str, Any]]:

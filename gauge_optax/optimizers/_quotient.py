@@ -138,7 +138,8 @@ def quotient_for(
         return QuotientState(placeholder(), inner.init(params), {} if pin else placeholder())
 
     gauges_held = with_gauges_of(inner, group.parts)
-    return resting(name, transformation(name, init, update, QuotientState, empty, gauges=gauges_held), group, rest)
+    made = transformation(name, init, update, QuotientState, empty, gauges=gauges_held, rules=inner.rules)
+    return resting(name, made, group, rest)
 
 
 def group_of(name: str, learning_rate: Any, gauges: Any) -> Product:

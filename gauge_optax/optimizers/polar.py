@@ -110,9 +110,7 @@ class Polar:
                 of_gauges = read[path].pieces if path in read and all(piece.block for piece in own) else ()
                 others = [x for x in of_gauges if x.block and not any(overlap(x.block, y.block) for y in own if y.block)]
                 read[path] = own[0] if len(own + others) == 1 else Fused((*own, *others))
-        # If gauges bind a leaf but do not read it as matrices, it is a bias or a norm's scale, whatever its shape.
-        channels = {path for part in s.parts if channel_sides(part) is not None for path in changed(part)}
-        vectors = rotated.keys() | channels
+        vectors = rotated_or_scaled(s)
         for path in (path for path in leaves if path in muon and path not in read):
             shape, vector = leaves[path].shape, path in vectors
             if len(shape) != 2 or vector:
@@ -176,6 +174,15 @@ class Polar:
                 factor = norm / math.sqrt(min(inputs, outputs)) * factor
             steps[path] = stack.write(steps[path], factor)
         return {path: steps[path] for path in matrices}
+
+
+def rotated_or_scaled(s: Slice) -> set[str]:
+    """Returns the leaves that gauges of heads or channels bind.
+
+    Those of them that gauges do not read as matrices are biases or norms' scales, whatever their shape.
+    """
+    scales = {path for part in s.parts if channel_sides(part) is not None for path in changed(part)}
+    return scales | {path for turn in s.heads for path in turn.paths}
 
 
 def polar_of(

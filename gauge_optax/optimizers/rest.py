@@ -123,7 +123,7 @@ def resting(
     def empty(params: Any) -> RestedState:
         return RestedState(tx.init(params), placeholder())
 
-    rested = transformation(name, init, update, RestedState, empty, gauges=tx.gauges)
+    rested = transformation(name, init, update, RestedState, empty, gauges=tx.gauges, rules=tx.rules)
 
     def update_fn(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, RestedState]:
         if hasattr(state, "frame"):
@@ -132,4 +132,4 @@ def resting(
                 "write rest='anchor', or start anew by tx.init(params)")
         return rested.update(updates, state, params, **extra)
 
-    return GaugeTransformation(rested.init, update_fn, rested.gauges)
+    return GaugeTransformation(rested.init, update_fn, rested.gauges, rested.rules)

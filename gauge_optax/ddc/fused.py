@@ -87,7 +87,8 @@ def fused_ddc(
 
         # Lengths, by sums over stored leaves.
         stored = _Stored.of(s, f, params, updates)
-        carriers, anchors = channels_with_length(s), channels_of_anchors(s)
+        matrices = polar_matrices(s, polar, params)
+        carriers, anchors = channels_with_length(s, matrices), channels_of_anchors(s)
         squares = [stored.squares(channels, point) for channels in carriers + anchors]
         sized = [(c, inverse_of(square)) for c, square in zip(carriers + anchors, squares, strict=True)]
         pairings = [stored.pairing(channels, point, gradient, ()) for channels in carriers]
@@ -102,7 +103,6 @@ def fused_ddc(
         # Directions.
         across = stored.without_lengths(sized, point, gradient, paired=True)
         across = {p: _above(x, gradient[p], least) for p, x in across.items()}
-        matrices = polar_matrices(s, polar, params)
         step, mu, nu, heads = tangential_step(s, options, adam, polar, matrices, point, across, past, into)
         step = stored.without_lengths(sized, point, step, paired=False)
         step = s.centred(s.project_turning(point, step, into))

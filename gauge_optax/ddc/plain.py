@@ -41,7 +41,7 @@ from gauge_optax.gauges.gauge import Product
 from gauge_optax.linalg import noise, root_mean_square, safe_divide
 from gauge_optax.optimizers.muon import polar_rules
 from gauge_optax.optimizers.polar import Polar
-from gauge_optax.parts.matrices import Reading
+from gauge_optax.parts.matrices import Reading, within
 from gauge_optax.parts.part import Anchor, Arrays, Part, name_of
 from gauge_optax.parts.sizes import Factor, Stretch
 from gauge_optax.slice import Slice
@@ -147,7 +147,8 @@ def ddc(group: Product, options: Options, polar: Polar | None = None) -> GaugeTr
         point, gradient = s.vectors(params), leaves_by_path(updates) | s.vectors(updates)
 
         # B.4: the derivative by every length s is ⟨θ̂, ĝ⟩/s over the entries that carry it.
-        carriers, anchors = channels_with_length(s), channels_of_anchors(s)
+        matrices = polar_matrices(s, polar, params)
+        carriers, anchors = channels_with_length(s, matrices), channels_of_anchors(s)
         squares = [channels.dot(point, point) for channels in carriers]
         pairings = [channels.dot(point, gradient) for channels in carriers]
         along, radial_mu, radial_nu = radial_step(
@@ -158,7 +159,6 @@ def ddc(group: Product, options: Options, polar: Polar | None = None) -> GaugeTr
         sized = [*zip(carriers, squares, strict=True), *((c, c.dot(point, point)) for c in anchors)]
         across = without_lengths(sized, point, gradient)
         across = {p: without_roundoff(x, gradient[p]) for p, x in across.items()}
-        matrices = polar_matrices(s, polar, params)
         step, mu, nu, heads = tangential_step(s, options, adam, polar, matrices, point, across, state)
         step = without_lengths(sized, point, step)
         step = s.centred(s.project_turning(point, step))
@@ -192,16 +192,20 @@ def init_ddc(group: Product, options: Options, polar: Polar | None, params: opta
     def moments(params: optax.Params) -> GaugeMoments:
         leaves = leaves_by_path(params)
         bound = {path: leaves[path] for path in s.added}
-        return at_once(_init_moments, (s, options.v_mode, options.vertical), options.scale_floor, bound)
+        carriers = tuple(channels_with_length(s, matrices))
+        return at_once(_init_moments, (s, options.v_mode, options.vertical, carriers), options.scale_floor, bound)
 
-    matrices = dict.fromkeys(polar_matrices(s, polar, params), optax.MaskedNode())
-    mu, nu = zeros_like(params, options.mu_dtype), with_leaves(zeros_like(params), matrices)
+    matrices = polar_matrices(s, polar, params)
+    hidden = dict.fromkeys(matrices, optax.MaskedNode())
+    mu, nu = zeros_like(params, options.mu_dtype), with_leaves(zeros_like(params), hidden)
     return ScaleByDDCState(jnp.zeros((), jnp.int32), mu, nu, layout(params).run(moments, params))
 
 
-def _init_moments(s: Slice, v_mode: str, vertical: str, scale_floor: Scalar, bound: Any) -> GaugeMoments:
+def _init_moments(
+    s: Slice, v_mode: str, vertical: str, carriers: "Sequence[Channels]", scale_floor: Scalar, bound: Any
+) -> GaugeMoments:
     point = s.vectors(bound)
-    lengths = [jnp.sqrt(channels.dot(point, point)) for channels in channels_with_length(s)]
+    lengths = [jnp.sqrt(channels.dot(point, point)) for channels in carriers]
     mus, nus = (tuple(jnp.zeros_like(length) for length in lengths) for _ in range(2))
     least = tuple(scale_floor * jnp.mean(length) for length in lengths)
     return GaugeMoments(mus, nus, least, init_heads(s, point, v_mode), init_vertical(s, vertical, point))
@@ -268,15 +272,15 @@ def _partner_of_factor(part: Factor, anchor: Anchor) -> tuple[Block, ...]:
     return part.down if anchor[0] in part.up else ()
 
 
-def channels_with_length(s: Slice) -> list[Channels]:
-    """The blocks opposite to anchors; every block has lengths of its own."""
+def channels_with_length(s: Slice, matrices: Mapping[str, Reading]) -> list[Channels]:
+    """The blocks opposite to anchors; every block has lengths of its own, and so has every range of a fused kernel."""
     # A whole block that is the anchor of another gauge without named axes has no length to change.
     whole = [block for part, anchor, _ in s.sizes for block in anchor if not part.named]
     channels = []
     for part, anchor, _ in s.sizes:
         for block in partner(part, anchor):
             if part.named or not any(overlap(block, other) for other in whole):
-                channels.append(Channels(part, (block,)))
+                channels += [Channels(part, (own,)) for own in within(block, matrices.get(block.path))]
     return channels
 
 

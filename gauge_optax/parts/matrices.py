@@ -315,6 +315,18 @@ def _restricted(block: Block, axis: int, piece: Ranges) -> Block | None:
     return dataclasses.replace(block, split=tuple(split), index=tuple(index), ranges=tuple(ranges))
 
 
+def within(block: Block, reading: Reading | None) -> tuple[Block, ...]:
+    """Returns what a block selects of each range in which its leaf is read; the block itself where there are none."""
+    ranges = [piece.block for piece in reading.pieces if piece.block is not None] if isinstance(reading, Fused) else []
+    kept: list[Block] = []
+    for span in ranges:
+        own: Block | None = block
+        for axis, cut in enumerate(cuts_of(span)):
+            own = own if own is None or cut is None else _restricted(own, axis, cut)
+        kept += [] if own is None else [own]
+    return tuple(kept) or (block,)
+
+
 def _widened(block: Block) -> Block:
     """Returns a block with all that it selects a part of, except ranges that are leaves of their own.
 

@@ -117,7 +117,7 @@ def safe_divide(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def unit_and_size(x: jax.Array, axes: int | tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
-    """Returns arrays over their largest entry, and that entry's size: squares of the first neither underflow nor overflow.
+    """Returns arrays over their largest entry, whose squares neither underflow nor overflow, and that entry's size.
 
     Args:
       x: any array.

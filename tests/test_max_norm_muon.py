@@ -235,7 +235,7 @@ def test_a_leaf_that_is_listed_in_part_is_refused(axes: Any) -> None:
     """Nothing says what the rest is; nor can a part of a kernel be a table of tokens."""
     params = {"fused": jnp.ones((16, 48)), **SHIFT}
     sizes = {"head": 2} if "(" in str(axes[0]) else None
-    with pytest.raises(ValueError, match="'fused' is listed in part|tokens and neurons in one leaf 'fused'") as error:
+    with pytest.raises(ValueError, match=r"'fused' is listed in part|tokens and neurons in one leaf 'fused'") as error:
         go.max_norm_muon(0.1, NO_GAUGE, {"fused": axes}, sizes=sizes).init(params)
     for part in ("max_norm_muon", "found:", "expected:", "remedy:"):
         assert part in str(error.value)
@@ -313,7 +313,8 @@ def test_matrices_that_no_mapping_lists_are_named(gauge: go.Gauge) -> None:
 
 
 def test_scanned_biases_are_no_matrices() -> None:
-    params = {"up": jnp.ones((2, 4, 4)), "bias": jnp.ones((2, 4)), "down": jnp.ones((2, 4, 4)), "free": jnp.ones((2, 4))}
+    params = {"up": jnp.ones((2, 4, 4)), "bias": jnp.ones((2, 4)), "down": jnp.ones((2, 4, 4))}
+    params["free"] = jnp.ones((2, 4))
     gauge = go.rescale({"up": "layer _ channel", "bias": "layer channel"}, {"down": "layer channel _"})
     with pytest.warns(UserWarning, match="'free'") as told:
         go.max_norm_muon(0.1, gauge, {"up": "layer _ n", "down": "layer _ n"}).init(params)

@@ -219,5 +219,6 @@ def _require_same_vectors(name: str, selections: Sequence[Selection], length: An
         path = next((p for p in {**expected, **found} if found.get(p) != expected.get(p)), "")
         raise binding_error(
             name, f"a state that was made for other vectors, at '{path}'", text({path: found.get(path, {})}),
-            text({path: expected.get(path, {})}), "write state = tx.init(params), or give the axes that it was made with",
+            text({path: expected.get(path, {})}),
+            "write state = tx.init(params), or give the axes that it was made with",
         )

@@ -111,9 +111,9 @@ def quotient_muon(
 
     Matrices are the leaves of rotations, tori, linear gauges and rescales and the consumers of norms, except vectors
     and the leaves of a `logit_shift`. A leaf has one matrix per head where one of these gauges or an axis called `head`
-    names heads. Otherwise channels are on one side and free axes on the other. Where gauges bind ranges of a fused kernel,
-    each range is read as a leaf of its own would be. Every other leaf gets Adam, even a kernel that no gauge binds, unless
-    `labels` say "muon".
+    names heads. Otherwise channels are on one side and free axes on the other. Where gauges bind ranges of a fused
+    kernel, each range is read as a leaf of its own would be. Every other leaf gets Adam, even a kernel that no gauge
+    binds, unless `labels` say "muon".
 
     Args:
       learning_rate: a number or a schedule.
@@ -144,8 +144,8 @@ def quotient_muon(
       The optimizer. Its `update` needs `params`.
 
     Raises:
-      ValueError: as `scale_by_scaled_polar`; `heads_per_matrix` that does not divide the heads; a kernel of which gauges
-        bind some ranges, while neither they nor `labels` say what matrices the others are.
+      ValueError: as `scale_by_scaled_polar`; `heads_per_matrix` that does not divide the heads; a kernel of which
+        gauges bind some ranges, while neither they nor `labels` say what matrices the others are.
 
     >>> gauge = go.head_linear({"a": "_ basis"}, {"b": "basis _"})
     >>> params = {"a": jnp.array([[2.0], [1.0]]), "b": jnp.array([[0.5, 0.0]])}
@@ -311,7 +311,8 @@ def max_norm_muon(
             stacks: dict[Matrices, None] = {}
             for block in (selection.block for selection in own if not of_tokens(selection)):
                 stack = neuron_matrices(block)
-                if stack is None or (stacks and None in (stack.block, next(iter(stacks)).block) and stack not in stacks):
+                # Readings of a whole leaf are one; those of ranges stand side by side.
+                if stack is None or any(stack != other and None in (stack.block, other.block) for other in stacks):
                     raise binding_error(
                         name, f"the neurons of '{path}' describe no matrix", f"axes \"{block.axes}\"",
                         "'_' for a neuron's inputs in one axis, and a name that counts neurons in another",

@@ -107,8 +107,9 @@ class Polar:
                 own = [self._labelled(pattern, axes, path, leaves[path].shape, rotated.get(path, []))
                        for axes in (label if isinstance(label, tuple) else (label,))]
                 # Ranges that gauges bind stay as they are where the labels are of other ranges.
-                of_gauges = read[path].pieces if path in read and all(piece.block for piece in own) else ()
-                others = [x for x in of_gauges if x.block and not any(overlap(x.block, y.block) for y in own if y.block)]
+                blocks = [piece.block for piece in own if piece.block]
+                of_gauges = read[path].pieces if path in read and len(blocks) == len(own) else ()
+                others = [x for x in of_gauges if x.block and not any(overlap(x.block, other) for other in blocks)]
                 read[path] = own[0] if len(own + others) == 1 else Fused((*own, *others))
         vectors = rotated_or_scaled(s)
         for path in (path for path in leaves if path in muon and path not in read):
@@ -129,7 +130,8 @@ class Polar:
                     self.name, f"nothing says which matrices '{path}' holds beside its ranges",
                     f"{beside} of {', '.join(ranges) or 'its ranges'}",
                     "every entry of a fused kernel in one range of a gauge or of a label",
-                    f"write labels={{'{path}': (\"_ _=0:8\", \"_ _=8:12\")}} with its ranges, bind them, or label it adam",
+                    f"write labels={{'{path}': (\"_ _=0:8\", \"_ _=8:12\")}} with its ranges, bind them, or label it "
+                    "adam",
                 )
         return {path: read[path] for path in leaves if path in muon}
 

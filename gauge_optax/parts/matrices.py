@@ -6,8 +6,8 @@ All other axes count matrices (are batch axes): stacked layers, a named axis bet
 (`qkv=0`), and an axis that shares parentheses with a head (`(head _)`, grouped queries).
 
 A kernel that holds several matrices of unequal widths side by side is bound in ranges, `(head basis)=0:32` or
-`channel=0:12`. Each range is read by itself, as the leaf of its own that it would be in a tree that is not fused. A range
-within a head (`head basis=0:4`, the part of a head that is rotary) is no such cut: a head's matrix is whole.
+`channel=0:12`. Each range is read by itself, as the leaf of its own that it would be in a tree that is not fused. A
+range within a head (`head basis=0:4`, the part of a head that is rotary) is no such cut: a head's matrix is whole.
 """
 
 import dataclasses
@@ -277,7 +277,8 @@ def cuts_of(block: Block) -> tuple[Ranges | None, ...]:
 
 
 def _pieces(cuts: Sequence[Ranges], length: int) -> list[Ranges]:
-    """Returns the ranges into which ranges cut an axis: indices that the same ones hold. What none holds is left out."""
+    """Returns the ranges into which ranges cut an axis: indices that the same ones hold. What none holds is left out.
+    """
     held = np.zeros((len(cuts), length), bool)
     for row, ranges in zip(held, cuts, strict=True):
         for start, stop in ranges:

@@ -1,7 +1,7 @@
 """`plan`: what an optimizer, or a list of gauges, does to each leaf of a tree, as one table.
 
-Gauges and copies come from the bindings, and bytes from the state. Rules are what the optimizer says of itself; where it
-says nothing they come from the state, too. Decay is measured on one update with zero gradients.
+Gauges and copies come from the bindings, and bytes from the state. Rules are what the optimizer says of itself; where
+it says nothing they come from the state, too. Decay is measured on one update with zero gradients.
 """
 
 from __future__ import annotations

@@ -280,7 +280,8 @@ def channels_with_length(s: Slice, matrices: Mapping[str, Reading]) -> list[Chan
     for part, anchor, _ in s.sizes:
         for block in partner(part, anchor):
             if part.named or not any(overlap(block, other) for other in whole):
-                channels += [Channels(part, (own,)) for own in within(block, matrices.get(block.path))]
+                ranges = within(block, matrices[block.path]) if block.path in matrices else (block,)
+                channels += [Channels(part, (own,)) for own in ranges]
     return channels
 
 

@@ -55,7 +55,7 @@ def scale_by_relative_rms(gauges: Gauges, min_scale: float | jax.Array = 0.1) ->
 
     def update(updates: Any, state: optax.EmptyState, params: Any, **extra: Any) -> tuple[Any, optax.EmptyState]:
         leaves, steps = leaves_by_path(params), leaves_by_path(updates)
-        scaled = {}
+        scaled: dict[str, jax.Array] = {}
         read = matrices_of(bound(group.parts, params).slice.parts)
         for path, stack in ((path, piece) for path, reading in read.items() for piece in reading.pieces):
             kernel, inputs = stack.view(leaves[path]), stack.fan_in

@@ -316,7 +316,7 @@ def _restricted(block: Block, axis: int, piece: Ranges) -> Block | None:
     return dataclasses.replace(block, split=tuple(split), index=tuple(index), ranges=tuple(ranges))
 
 
-def within(block: Block, reading: Reading | None) -> tuple[Block, ...]:
+def within(block: Block, reading: Reading) -> tuple[Block, ...]:
     """Returns what a block selects of each range in which its leaf is read; the block itself where there are none."""
     ranges = [piece.block for piece in reading.pieces if piece.block is not None] if isinstance(reading, Fused) else []
     kept: list[Block] = []

@@ -24,7 +24,8 @@ from gauge_optax.transformation import GaugeTransformation, transformation
 def scale_by_relative_rms(gauges: Gauges, min_scale: float | jax.Array = 0.1) -> GaugeTransformation:
     """Multiplies the update of every kernel that a gauge binds by max(RMS(kernel)·√fan-in, min_scale).
 
-    In a fused kernel whose ranges gauges bind, each range has a factor of its own.
+    In a fused kernel whose ranges gauges bind, each range has a factor of its own; entries outside them keep their
+    updates.
 
     Args:
       gauges: a gauge or a sequence of them; they say which leaves are kernels, and which of their axes are inputs (the

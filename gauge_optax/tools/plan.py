@@ -191,6 +191,8 @@ def plan(
         decay = {} if tx is None else _decay_of(tx, params, leaves)
     for text in dict.fromkeys(str(warning.message) for warning in told):
         warnings.warn(text, stacklevel=2)
+    # How an optimizer reads a matrix is not in its state: gauges say how `quotient_muon` would.
+    texts |= {path: "" for path, rule in rules.items() if rule == "polar"}
     for path, said in ({} if tx is None else _said_by(tx, params)).items():
         # Another optimizer, behind a partition, may have the leaf: then the state has other fields.
         if (said.rule == "Adam") == (rules.get(path) == "Adam"):

@@ -5,13 +5,14 @@ zero. All have in common that the update is zero by construction. So one abstrac
 is known to be zero or not known at all.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from gauge_optax.binding import leaves_by_path, mask_by_path
+from gauge_optax.binding import leaves_by_path, mask_by_path, with_leaves
 from gauge_optax.errors import binding_error
 
 _HYPERPARAMETERS = "hyperparams"  # the field of Optax's states whose numbers users change between steps
@@ -84,6 +85,12 @@ def said_to_be_frozen(name: str, frozen: Any, params: Any) -> frozenset[str]:
             'write frozen=go.by_path({"encoder/**": True}, default=False)',
         ) from error
     return frozenset(path for path, flag in mask.items() if flag)
+
+
+def still(updates: Any, frozen: Collection[str]) -> Any:
+    """Updates with zeros for leaves that never change. Whoever reads the program then sees that they never do."""
+    leaves = leaves_by_path(updates) if frozen else {}
+    return with_leaves(updates, {path: jnp.zeros_like(leaves[path]) for path in frozen}) if frozen else updates
 
 
 def _traced(name: str, inner: Any, shapes: Any, state: Any) -> Any:

@@ -116,6 +116,39 @@ def safe_divide(a: jax.Array, b: jax.Array) -> jax.Array:
     return jnp.where(empty, 0.0, a / jnp.where(empty, 1.0, b))
 
 
+def unit_and_size(x: jax.Array, axes: int | tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
+    """Returns arrays over their largest entry, whose squares neither underflow nor overflow, and that entry's size.
+
+    Args:
+      x: any array.
+      axes: the axes of one array; all others count arrays.
+
+    Returns:
+      x/max|x|, zero where x is zero, and max|x| with `axes` kept at length 1.
+
+    >>> unit_and_size(jnp.array([3e-30, -4e-30]), 0)[0].round(2).tolist()
+    [0.75, -1.0]
+    """
+    size = jnp.max(jnp.abs(x), axes, keepdims=True)
+    return safe_divide(x, size), size
+
+
+def root_mean_square(weight: Any, old: jax.Array, new: jax.Array) -> jax.Array:
+    """Returns √(w·old² + (1 − w)·new²), whatever the size of its arguments.
+
+    Args:
+      weight: w, the weight of the old square.
+      old: a root mean square so far, not negative.
+      new: what joins the mean, not negative.
+
+    >>> round(1e30 * float(root_mean_square(0.5, jnp.float32(1e-30), jnp.float32(7e-30))), 3)
+    5.0
+    """
+    size = jnp.maximum(old, new)
+    parts = jnp.square(safe_divide(old, size)), jnp.square(safe_divide(new, size))
+    return size * jnp.sqrt(weight * parts[0] + (1.0 - weight) * parts[1])
+
+
 # LAPACK -------------------------------------------------------------------------------------------
 
 

@@ -8,7 +8,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,22 @@ from gauge_optax.xla import quick_options
 Tree = TypeVar("Tree")
 
 
+class LeafRule(NamedTuple):
+    """What an optimizer says of one leaf.
+
+    Attributes:
+      rule: what makes its update: "Adam", "polar", "per-head polar", "momentum".
+      matrices: how it reads the leaf, as in "4 × (8, 3)"; "" unless it orthogonalizes it.
+    """
+
+    rule: str
+    matrices: str = ""
+
+
+Rules = Callable[[Any], Mapping[str, LeafRule]]
+"""Parameters, or their shapes → leaf path → what is done to it."""
+
+
 class GaugeTransformation(optax.GradientTransformationExtraArgs):
     """An Optax transformation, a pair of `init` and `update`, that says which gauges it holds.
 
@@ -32,20 +48,27 @@ class GaugeTransformation(optax.GradientTransformationExtraArgs):
     Attributes:
       gauges: the gauges that it was given, with products taken apart, and behind them others that the optimizer inside
         says it holds.
+      rules: what it says of the leaves; None if it says nothing.
       preflight: params → what `go.check` should say of them before training: errors to raise, and sentences.
       inner: the optimizer that it runs on the slice; None if it is no such wrapper.
     """
 
     gauges: tuple[Any, ...] = ()
+    rules: Rules | None = None
     preflight: "Preflight"
     inner: Any = None
 
     def __new__(
-        cls, init: Any, update: Any, gauges: Iterable[Any] = (), preflight: "Preflight | None" = None
+        cls,
+        init: Any,
+        update: Any,
+        gauges: Iterable[Any] = (),
+        rules: Rules | None = None,
+        preflight: "Preflight | None" = None,
     ) -> "GaugeTransformation":
         """See the attributes, and Optax for `init` and `update`."""
         self = super().__new__(cls, init, update)
-        self.gauges = tuple(gauges)
+        self.gauges, self.rules = tuple(gauges), rules
         self.preflight = preflight or _nothing_to_say
         return self
 
@@ -70,6 +93,7 @@ def transformation(
     init_empty: Callable[[Any], Any],
     needs_params: bool = True,
     gauges: Iterable[Any] = (),
+    rules: Rules | None = None,
     preflight: Preflight | None = None,
 ) -> GaugeTransformation:
     """Makes an Optax transformation from an `init` and an `update` that only compute.
@@ -83,6 +107,7 @@ def transformation(
       init_empty: params → state, for trees without leaves: `optax.tree.map_params` calls `init` with one.
       needs_params: whether `update` without params is an error.
       gauges: what it says of itself, see `GaugeTransformation`.
+      rules: likewise.
       preflight: likewise.
 
     Returns:
@@ -103,7 +128,7 @@ def transformation(
 
         return layout((updates, params)).run(plain, updates, state, params, extra, like=(updates, state))
 
-    made = GaugeTransformation(init_fn, update_fn, gauges, preflight)
+    made = GaugeTransformation(init_fn, update_fn, gauges, rules, preflight)
     init_fn.made_by = made  # type: ignore[attr-defined]  # `optax.chain` keeps functions alone
     return made
 
@@ -114,13 +139,13 @@ def checked_inner(name: str, inner: Any) -> GaugeTransformation:
     Raises ValueError unless `inner` has `init` and `update`.
     """
     require_transformation(name, inner)
-    gauges, inner = with_gauges_of(inner), optax.with_extra_args_support(inner)
+    gauges, rules, inner = with_gauges_of(inner), getattr(inner, "rules", None), optax.with_extra_args_support(inner)
 
     def update_fn(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         with explain_state_mismatch(name, inner, state, params):
             return inner.update(updates, state, params, **extra)
 
-    return GaugeTransformation(inner.init, update_fn, gauges)
+    return GaugeTransformation(inner.init, update_fn, gauges, rules)
 
 
 def in_computing_dtype(leaf: Any) -> jax.Array:
@@ -374,6 +399,9 @@ def explain_state_mismatch(transformation: str, inner: Any, state: Any, params: 
     try:
         yield
     except Exception as error:
+        told, *rest = str(error).splitlines() or [""]
+        if "state" in told and any(line.startswith("  remedy:") for line in rest):
+            raise  # a transformation inside has said more of its state
         actual, expected = (str(jax.tree.structure(tree)) for tree in (state, jax.eval_shape(inner.init, params)))
         if actual == expected:
             raise

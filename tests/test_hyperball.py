@@ -1,6 +1,7 @@
 """Hyperball: weights stay on their spheres, decay has no part in a step, a number for a radius moves them there."""
 
 import functools
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -213,6 +214,24 @@ def test_zeros_that_init_cannot_see_are_free(x64: None) -> None:
     assert state.radius["b"][0] == 0
     np.testing.assert_array_equal(moves["b"][:, 0], update[:, 0])
     _close(weights[:, 1] + moves["b"][:, 1], _retracted(weights[:, 1], update[:, 1], None, None))
+
+
+@pytest.mark.parametrize(
+    ("weights", "axes", "radius"),
+    [(_noise(0, 8, 3), "_ c", 1.0), (np.zeros((4, 3)), "_ _", {"w": 0.5}), (3.0 * np.eye(4), "c _", 1.0)],
+    ids=["normal", "zero", "too large"],
+)
+def test_a_number_that_moves_weights_at_once_is_told(weights: Any, axes: str, radius: Any) -> None:
+    """The first step goes to the sphere at any rate; weights that are on it already, and "initial", are silent."""
+    tx = go.hyperball({"w": axes}, radius, learning_rate=1e-8)
+    with pytest.warns(UserWarning, match="the first step moves weights onto their spheres") as told:
+        tx.init({"w": weights})
+    for part in ("hyperball", "found:    norms of 'w'", "expected:", "remedy:", "radius='initial'"):
+        assert part in str(told[0].message)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        go.hyperball({"w": "_ c"}, 2.0).init({"w": jnp.asarray(2.0 * np.eye(4), jnp.bfloat16)})
+        go.hyperball({"w": "_ c"}).init({"w": _noise(0, 8, 3)})
 
 
 # Lengths ------------------------------------------------------------------------------------------

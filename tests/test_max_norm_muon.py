@@ -1,5 +1,6 @@
 """`max_norm_muon`: matrices and tokens beside the same by hand, and twins that train as one."""
 
+import warnings
 from typing import Any
 
 import jax
@@ -15,7 +16,7 @@ from tests.quick import jit
 from tests.tolerances import tolerance
 
 CONFIG = lm.llama_config(vocab=7, d_model=8, layers=2, heads=2, kv_heads=2, d_head=4, d_ff=12, max_len=5)
-NO_GAUGE = go.logit_shift({"shift": "_ vocab"})
+NO_GAUGE = go.logit_shift({"shift": "vocab"})
 """On a leaf that no kernel is: a list of gauges may not be empty."""
 READ = {**NEURONS, **TOKENS}
 
@@ -75,7 +76,7 @@ def test_the_axes_say_which_matrix_a_kernel_is() -> None:
         "inputs_last": "neuron _", "scanned": "layer _ neuron", "heads": "_ head neuron", "experts": "expert _ neuron",
         "fused": ("_ qkv=0 neuron", "_ qkv=1 neuron", "_ qkv=2 neuron"),
     }
-    params = {name: noise(n, *shape) for n, (name, shape) in enumerate(shapes.items())} | {"shift": jnp.zeros((2, 3))}
+    params = {name: noise(n, *shape) for n, (name, shape) in enumerate(shapes.items())} | {"shift": jnp.zeros(3)}
     tx = go.max_norm_muon(1.0, NO_GAUGE, neurons, ns_coeffs="sharp", bound=1e6, nesterov=False)
     grads = jax.tree.map(lambda x: noise(9, *x.shape), params)
     steps = jit(tx.update)(grads, jit(tx.init)(params), params)[0]
@@ -102,10 +103,10 @@ def test_tokens_step_in_their_own_units_and_come_to_rest(x64: None) -> None:
     gradients = np.random.default_rng(0).normal(size=(steps, tokens, d)) * np.array([1e-4, 1.0, 1.0, 0.0])[:, None]
     gradients[1:, 2] = 0.0
     params = {"table": jnp.zeros((tokens, d)), "head": jnp.zeros((d, tokens)), "w": jnp.ones((2, 2)),
-              "shift": jnp.zeros((2, 3))}
+              "shift": jnp.zeros(3)}
     tx = go.max_norm_muon(rate, NO_GAUGE, {"w": "_ neuron", "head": "_ token"}, {"table": "token _"}, nesterov=False)
     grads = {"table": jnp.asarray(gradients), "head": jnp.asarray(gradients.swapaxes(1, 2)),
-             "w": jnp.ones((steps, 2, 2)), "shift": jnp.zeros((steps, 2, 3))}
+             "w": jnp.ones((steps, 2, 2)), "shift": jnp.zeros((steps, 3))}
 
     def step(carry: Any, gradient: Any) -> Any:
         params, state = carry
@@ -157,7 +158,7 @@ def test_a_path_in_both_mappings_is_refused() -> None:
     ids=str,
 )
 def test_tokens_without_vectors_are_refused(mappings: Any) -> None:
-    params = {"w": jnp.ones((4, 4)), "v": jnp.ones((2, 2)), "shift": jnp.ones((2, 3))}
+    params = {"w": jnp.ones((4, 4)), "v": jnp.ones((2, 2)), "shift": jnp.ones(3)}
     with pytest.raises(ValueError, match="the tokens of 'w' have no vectors") as error:
         go.max_norm_muon(0.1, NO_GAUGE, *mappings).init(params)
     assert 'write "_ token"' in str(error.value)
@@ -170,3 +171,164 @@ def test_lists_in_place_of_mappings_are_refused(argument: str, mappings: Any) ->
     with pytest.raises(ValueError, match=f"max_norm_muon: no blocks in '{argument}'") as error:
         go.max_norm_muon(0.1, NO_GAUGE, *mappings)
     assert f"write {argument}=" in str(error.value)
+
+
+# Ranges of a fused kernel ------------------------------------------------------------------------------
+
+SHIFT = {"shift": jnp.zeros(3)}
+PARTS: dict[str, tuple[int, int]] = {"q": (0, 32), "k": (32, 40), "v": (40, 48)}
+
+
+def _joined(tree: dict[str, jax.Array], axis: int) -> dict[str, jax.Array]:
+    """The parts side by side in one kernel, and what else the tree has."""
+    names = [name for name in PARTS if name in tree]
+    others = {name: x for name, x in tree.items() if name not in names}
+    return {"fused": jnp.concatenate([tree[name] for name in names], axis), **others}
+
+
+# Name → the fused kernel's axes, the parts' axes, the shape of a part of some length, and the axis that is fused.
+FUSED: dict[str, tuple[tuple[str, ...], str, Any, int]] = {
+    "groups": (tuple(f"_ (head unit)={a}:{b}" for a, b in PARTS.values()), "_ unit", lambda n: (16, n), 1),
+    "lone ranges": (tuple(f"_ unit={a}:{b}" for a, b in PARTS.values()), "_ unit", lambda n: (16, n), 1),
+    "first axis": (tuple(f"(head unit)={a}:{b} _" for a, b in PARTS.values()), "unit _", lambda n: (n, 16), 0),
+    "scanned": (tuple(f"layer _ (head unit)={a}:{b}" for a, b in PARTS.values()), "layer _ unit",
+                lambda n: (3, 16, n), 2),
+    "inputs in two axes": (tuple(f"_ _ unit={a}:{b}" for a, b in PARTS.values()), "_ _ unit", lambda n: (4, 4, n), 2),
+    "ranges in an index": (("_ unit=0:32", "_ (kv=0 unit)=32:48", "_ (kv=1 unit)=32:48"), "_ unit",
+                           lambda n: (16, n), 1),
+}
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize("name", FUSED)
+def test_ranges_step_as_kernels_of_their_own(name: str, nesterov: bool, x64: None) -> None:
+    """Three steps, with momentum, from norms below and above the bound; one whole matrix takes other steps."""
+    axes, part_axes, shape, axis = FUSED[name]
+    draw = lambda seed: {part: noise(seed + n, *shape(b - a)).astype(float)  # noqa: E731
+                         for n, (part, (a, b)) in enumerate(PARTS.items())}
+    start = {part: x / (8 if part == "q" else 2) for part, x in draw(0).items()} | SHIFT
+    options: dict[str, Any] = {"nesterov": nesterov}
+    sizes = {"head": 2} if any("(head" in string for string in axes) else {"kv": 2} if "index" in name else {}
+    fused = go.max_norm_muon(0.02, NO_GAUGE, {"fused": axes}, sizes=sizes, **options)
+    plain = go.max_norm_muon(0.02, NO_GAUGE, dict.fromkeys(PARTS, part_axes), **options)
+    whole = go.max_norm_muon(0.02, NO_GAUGE, {"fused": part_axes}, **options)
+    one, two, three = _joined(start, axis), start, _joined(start, axis)
+    states = [fused.init(one), plain.init(two), whole.init(three)]
+    for n in range(3):
+        grads = draw(10 * n + 10) | SHIFT
+        u, states[0] = jit(fused.update)(_joined(grads, axis), states[0], one)
+        v, states[1] = jit(plain.update)(grads, states[1], two)
+        w, states[2] = jit(whole.update)(_joined(grads, axis), states[2], three)
+        one, two, three = (optax.apply_updates(p, x) for p, x in ((one, u), (two, v), (three, w)))
+    moved = float(jnp.linalg.norm(one["fused"] - _joined(start, axis)["fused"]))
+    assert moved > 0.1
+    assert float(jnp.linalg.norm(one["fused"] - _joined(two, axis)["fused"])) <= 1e-10 * moved
+    assert float(jnp.linalg.norm(one["fused"] - three["fused"])) > 0.05 * moved
+
+
+@pytest.mark.parametrize(
+    "axes",
+    [("_ unit=0:32", "_ unit=32:40"), "_ unit=40:48", ("_ (head unit)=0:32",), ("_ unit=0:32", "_ token=32:48")],
+    ids=str,
+)
+def test_a_leaf_that_is_listed_in_part_is_refused(axes: Any) -> None:
+    """Nothing says what the rest is; nor can a part of a kernel be a table of tokens."""
+    params = {"fused": jnp.ones((16, 48)), **SHIFT}
+    sizes = {"head": 2} if "(" in str(axes[0]) else None
+    with pytest.raises(ValueError, match=r"'fused' is listed in part|tokens and neurons in one leaf 'fused'") as error:
+        go.max_norm_muon(0.1, NO_GAUGE, {"fused": axes}, sizes=sizes).init(params)
+    for part in ("max_norm_muon", "found:", "expected:", "remedy:"):
+        assert part in str(error.value)
+
+
+# The size of gradients ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
+@pytest.mark.parametrize("size", [1e-12, 1e-30])
+def test_kernels_and_tokens_step_alike_at_tiny_gradients(size: float, dtype: str) -> None:
+    with jax.enable_x64(dtype == "float64"):
+        gauge = go.rescale({"up": "_ channel"}, {"down": "channel _"})
+        tx = go.max_norm_muon(0.02, gauge, {"up": "_ unit", "down": "_ unit", "head": "_ token"}, {"table": "token _"})
+        shapes = {"up": (8, 16), "down": (16, 8), "head": (8, 5), "table": (5, 8)}
+        draw = lambda n, c: {k: jnp.asarray(c * noise(n + m, *s).astype(float) / 4, dtype)  # noqa: E731
+                             for m, (k, s) in enumerate(shapes.items())}
+        start, after = draw(0, 1.0), []
+        for c in (1.0, size, 0.0):
+            params, state = start, tx.init(start)
+            for n in range(3):
+                updates, state = jit(tx.update)(draw(4 * n + 4, c), state, params)
+                params = optax.apply_updates(params, updates)
+            after.append(params)
+        close = {"bfloat16": 5e-2, "float32": 2e-5, "float64": 1e-12}[dtype]
+        for name in shapes:
+            one, other, still, first = (np.asarray(x[name], float) for x in (*after, start))
+            assert np.linalg.norm(other - one) <= close * np.linalg.norm(one - first)
+            np.testing.assert_allclose(still, first, atol=1e-6)
+
+
+# The first step ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("schedule", [False, True])
+@pytest.mark.parametrize("scale", [1.0, 3.0])
+def test_a_small_rate_changes_the_function_little(scale: float, schedule: bool) -> None:
+    """A net of He-normal kernels, and one with norms three times as large: by less than a millionth of its outputs."""
+    gauges = [go.rescale({f"l{i}": "_ channel"}, {f"l{i + 1}": "channel _"}) for i in range(3)]
+    params = {f"l{i}": scale * noise(i, 32, 32) * (2 / 32) ** 0.5 for i in range(4)}
+    x, y = noise(8, 64, 32), noise(9, 64, 32)
+
+    def outputs(p: Any) -> jax.Array:
+        h = x
+        for i in range(4):
+            h = jax.nn.relu(h @ p[f"l{i}"])
+        return h
+
+    rate: Any = (lambda count: 1e-8) if schedule else 1e-8
+    tx = go.max_norm_muon(rate, gauges, {"{name}": "_ unit"})
+    grads = jax.grad(lambda p: jnp.mean(jnp.square(outputs(p) - y)))(params)
+    moved = optax.apply_updates(params, tx.update(grads, tx.init(params), params)[0])
+    assert float(jnp.linalg.norm(outputs(moved) - outputs(params))) <= 2e-6 * float(jnp.linalg.norm(outputs(params)))
+
+
+# What init tells, and what a state is for ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("gauge", [NO_GAUGE, go.rescale({"w": "_ channel"}, {"other": "channel _"})], ids=repr)
+def test_matrices_that_no_mapping_lists_are_named(gauge: go.Gauge) -> None:
+    """Whether a gauge binds them or not; vectors, single rows and scanned biases of a gauge are none."""
+    params = {"w": jnp.ones((4, 4)), "other": jnp.ones((4, 2)), "row": jnp.ones((1, 4)), "bias": jnp.ones(4), **SHIFT}
+    tx = go.max_norm_muon(0.1, gauge, {"w": "_ neuron"})
+    with pytest.warns(UserWarning, match="no mapping lists 1 matrix") as told:
+        state = tx.init(params)
+    assert len(told) == 1
+    for part in ("max_norm_muon", "found:    'other' (4, 2)", "expected:", "remedy:", "half of the learning rate"):
+        assert part in str(told[0].message)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        go.max_norm_muon(0.1, gauge, {"w": "_ neuron", "other": "_ neuron"}).init(params)
+        go.max_norm_muon(0.1, gauge, {"w": "_ neuron"}, {"other": "token _"}).init(params)
+        tx.update(params, state, params)
+        tx.init({})
+
+
+def test_scanned_biases_are_no_matrices() -> None:
+    params = {"up": jnp.ones((2, 4, 4)), "bias": jnp.ones((2, 4)), "down": jnp.ones((2, 4, 4))}
+    params["free"] = jnp.ones((2, 4))
+    gauge = go.rescale({"up": "layer _ channel", "bias": "layer channel"}, {"down": "layer channel _"})
+    with pytest.warns(UserWarning, match="'free'") as told:
+        go.max_norm_muon(0.1, gauge, {"up": "layer _ n", "down": "layer _ n"}).init(params)
+    assert "'bias'" not in str(told[0].message)
+
+
+@pytest.mark.parametrize(
+    "neurons", [{"w": "neuron _", "v": "_ neuron"}, {"w": "_ neuron"}, {"w": ("_ n=0:2", "_ n=2:4"), "v": "_ neuron"}],
+    ids=str,
+)
+def test_a_state_of_other_neurons_is_refused(neurons: Any) -> None:
+    params = {"w": jnp.ones((4, 4)), "v": jnp.ones((4, 4)), **SHIFT}
+    tx = go.max_norm_muon(0.1, NO_GAUGE, {"w": "_ neuron", "v": "_ neuron"})
+    state = go.max_norm_muon(0.1, NO_GAUGE, neurons).init(params)
+    with pytest.raises(ValueError, match="a state that was made for other vectors") as error:
+        jit(tx.update)(params, state, params)
+    assert "state = tx.init(params)" in str(error.value)

@@ -200,3 +200,186 @@ def test_labels_that_describe_nothing_are_refused(labels: dict[str, str], text: 
     with pytest.raises(ValueError, match=text) as error:
         go.quotient_muon(0.1, latent.gauges(LATENT), labels=labels).init(_latent(LATENT, 0))
     assert "remedy:" in str(error.value)
+
+
+# Fused kernels whose ranges gauges bind ------------------------------------------------------------------
+
+RANGES = {"q": (0, 32), "k": (32, 40), "v": (40, 48)}
+HEADS = {"head": 2}
+
+
+def _fused(tree: dict[str, jax.Array], axis: int = -1) -> dict[str, jax.Array]:
+    others = {name: x for name, x in tree.items() if name not in RANGES}
+    return {"qkv": jnp.concatenate([tree[name] for name in RANGES], axis), **others}
+
+
+def _span(name: str) -> str:
+    return "{}:{}".format(*RANGES[name])
+
+
+def _attention_gauges(fused: bool) -> list[go.Gauge]:
+    """A norm's readers, and rotations of two heads of unequal sizes: 4 key heads' worth of queries, keys and values."""
+    def side(name: str, axes: str = "(head basis)") -> dict[str, str]:
+        return {"qkv": f"_ {axes}={_span(name)}"} if fused else {name: f"_ {axes}"}
+
+    def both(one: dict[str, str], other: dict[str, str]) -> Any:
+        return {path: (one[path], other[path]) for path in one} if fused else one | other
+
+    readers = {"qkv": "channel _"} if fused else dict.fromkeys(RANGES, "channel _")
+    return [
+        go.norm_scale({"norm": "channel"}, readers),
+        go.head_rotation(both(side("q", "(head _ basis)"), side("k")), sizes=HEADS),
+        go.head_rotation(side("v") | {"out": "(head basis) _"}, sizes=HEADS),
+    ]
+
+
+def _gate_gauges(fused: bool) -> list[go.Gauge]:
+    """A gated MLP of unequal parts: a norm reads both, a rescale binds the second alone."""
+    readers = {"qkv": "channel _"} if fused else dict.fromkeys(RANGES, "channel _")
+    up = {"qkv": f"_ channel={_span('v')}"} if fused else {"v": "_ channel"}
+    return [go.norm_scale({"norm": "channel"}, readers), go.rescale(up, {"out": "channel _"})]
+
+
+def _tree(seed: int) -> dict[str, jax.Array]:
+    shapes = {"norm": (16,), "out": (8, 16)} | {name: (16, stop - start) for name, (start, stop) in RANGES.items()}
+    draw = np.random.default_rng(seed).normal
+    return {name: jnp.asarray(draw(size=shape) / 4 + (name == "norm")) for name, shape in shapes.items()}
+
+
+MAKERS: dict[str, Any] = {
+    "quotient_muon": lambda gauges, **options: go.quotient_muon(0.05, gauges, **options),
+    "quotient_muon, rms": lambda gauges, **options: go.quotient_muon(0.05, gauges, consistent_rms=0.2, **options),
+    "ddc_muon": lambda gauges, **options: go.ddc_muon(0.05, gauges, **options),
+    "scale_by_scaled_polar": lambda gauges, **options: optax.chain(
+        go.scale_by_scaled_polar(gauges, **options), go.scale_by_relative_rms(gauges), optax.scale(-0.05),
+        go.gauge_retract(gauges),
+    ),
+}
+LABELLED = {"qkv": (f"_ _={_span('q')}", f"_ _={_span('k')}", f"_ _={_span('v')}")}
+
+
+def _after(tx: optax.GradientTransformation, fused: bool, make: Any = _tree) -> dict[str, jax.Array]:
+    """The weights after three steps, fused."""
+    params = _fused(make(0)) if fused else make(0)
+    state, update = jit(tx.init)(params), jit(tx.update)
+    for n in range(3):
+        updates, state = update(_fused(make(n + 1)) if fused else make(n + 1), state, params)
+        params = optax.apply_updates(params, updates)
+    return params if fused else _fused(params)
+
+
+def _same(one: Any, two: Any, start: Any) -> None:
+    for name, x in one.items():
+        moved = float(jnp.linalg.norm(x - start[name]))
+        assert float(jnp.linalg.norm(x - two[name])) <= 1e-9 * moved, name
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_ranges_of_heads_get_the_steps_of_split_kernels(name: str, x64: None) -> None:
+    one, two = (_after(MAKERS[name](_attention_gauges(fused)), fused) for fused in (True, False))
+    _same(one, two, _fused(_tree(0)))
+
+
+@pytest.mark.parametrize("name", [name for name in MAKERS if "polar" not in name])
+def test_labels_say_what_gauges_leave_open(name: str, x64: None) -> None:
+    """A norm reads all, a rescale binds one range: whether the rest is one matrix or two is for the user to say."""
+    fused, split = (MAKERS[name](_gate_gauges(fused), **({"labels": LABELLED} if fused else {}))
+                    for fused in (True, False))
+    _same(_after(fused, True), _after(split, False), _fused(_tree(0)))
+    with pytest.raises(ValueError, match="nothing says which matrices 'qkv' holds beside its ranges") as error:
+        MAKERS[name](_gate_gauges(True)).init(_fused(_tree(0)))
+    for part in ("found:    640 of 768 entries", "expected:", "remedy:", "labels="):
+        assert part in str(error.value)
+
+
+def test_labels_of_other_ranges_stand_beside_a_rotation(x64: None) -> None:
+    gauges = [_attention_gauges(fused)[::2] for fused in (True, False)]  # without queries and keys
+    tx = go.quotient_muon(0.05, gauges[0], labels={"qkv": LABELLED["qkv"][:2]})
+    _same(_after(tx, True), _after(go.quotient_muon(0.05, gauges[1]), False), _fused(_tree(0)))
+    with pytest.raises(ValueError, match="rotations say which matrices there are"):
+        go.quotient_muon(0.05, gauges[0], labels=LABELLED).init(_fused(_tree(0)))
+    with pytest.raises(ValueError, match="nothing says which matrices 'qkv' holds"):
+        go.quotient_muon(0.05, gauges[0]).init(_fused(_tree(0)))
+
+
+@pytest.mark.parametrize("labels", [LABELLED["qkv"][:2], (*LABELLED["qkv"], "_ _=0:4")], ids=["missing", "twice"])
+def test_labels_that_do_not_cover_a_kernel_once_are_refused(labels: Any) -> None:
+    with pytest.raises(ValueError, match="nothing says which matrices 'qkv' holds"):
+        go.quotient_muon(0.05, go.norm_scale({"norm": "channel"}, {"qkv": "channel _"}), labels={"qkv": labels}).init(
+            _fused(_tree(0))
+        )
+
+
+@pytest.mark.parametrize("scanned", [False, True])
+@pytest.mark.parametrize("first", [False, True])
+def test_a_fused_gate_and_up_of_unequal_parts(first: bool, scanned: bool, x64: None) -> None:
+    """Bound as lone ranges, along either axis, in stacked layers too."""
+    lengths = {"gate": (0, 10), "up": (10, 16)}
+    axis = 0 if first else 1
+
+    def make(seed: int, fused: bool) -> dict[str, jax.Array]:
+        draw = np.random.default_rng(seed).normal
+        shape = lambda n: ((2,) if scanned else ()) + ((n, 8) if first else (8, n))  # noqa: E731
+        tree = {name: jnp.asarray(draw(size=shape(b - a))) / 3 for name, (a, b) in lengths.items()}
+        tree |= {f"{name}_down": jnp.asarray(draw(size=(2,) * scanned + (b - a, 8))) / 3
+                 for name, (a, b) in lengths.items()}
+        both = jnp.concatenate([tree["gate"], tree["up"]], axis + scanned)
+        return {"both": both, **{n: tree[n] for n in tree if "down" in n}} if fused else tree
+
+    def gauges(fused: bool) -> list[go.Gauge]:
+        layer, bound = "layer " if scanned else "", []
+        for name, (a, b) in lengths.items():
+            channel = f"channel={a}:{b}" if fused else "channel"
+            axes = layer + (f"{channel} _" if first else f"_ {channel}")
+            bound.append(go.rescale({"both" if fused else name: axes}, {f"{name}_down": f"{layer}channel _"}))
+        return bound
+
+    found = []
+    for fused in (True, False):
+        tx, params = go.quotient_muon(0.05, gauges(fused)), make(0, fused)
+        state = jit(tx.init)(params)
+        for n in range(2):
+            updates, state = jit(tx.update)(make(n + 1, fused), state, params)
+            params = optax.apply_updates(params, updates)
+        found.append(params)
+    split = jnp.concatenate([found[1]["gate"], found[1]["up"]], axis + scanned)
+    np.testing.assert_allclose(found[0]["both"], split, atol=1e-11)
+    assert float(jnp.abs(split - make(0, True)["both"]).max()) > 0.01
+
+
+# The size of gradients ------------------------------------------------------------------------------------
+
+TINY: dict[str, Any] = MAKERS | {
+    "ddc_muon, log": lambda gauges: go.ddc_muon(0.05, gauges, radial="log"),
+    "ddc_muon, balanced": lambda gauges: go.ddc_muon(0.05, gauges, rest="balanced"),
+    "hyperball": lambda _: optax.chain(
+        optax.scale(-1.0), go.hyperball({"a": "_ c", "b": "_ _"}, learning_rate=0.05)
+    ),
+}
+
+
+@pytest.mark.parametrize("gauge", ["rescale", "heads"])
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
+@pytest.mark.parametrize("name", TINY)
+def test_steps_do_not_depend_on_the_size_of_gradients(name: str, dtype: str, gauge: str) -> None:
+    """Three steps with gradients down to 1e-30, whose squares are no float32; none moves without a gradient."""
+    with jax.enable_x64(dtype == "float64"):
+        gauges: go.Gauge = go.rescale({"a": "_ channel"}, {"b": "channel _"})
+        if gauge == "heads":
+            gauges = go.head_rotation({"a": "_ (head basis)", "b": "(head basis) _"}, sizes={"head": 2})
+        draw = lambda n, c: {k: jnp.asarray(c * np.random.default_rng(n + m).normal(size=s) / 3, dtype)  # noqa: E731
+                             for m, (k, s) in enumerate({"a": (6, 8), "b": (8, 5)}.items())}
+        tx, after = TINY[name](gauges), []
+        for c in (1.0, 1e-12, 1e-30, 1e6, 0.0):
+            params, state, update = draw(0, 1.0), tx.init(draw(0, 1.0)), jit(tx.update)
+            for n in range(3):
+                updates, state = update(draw(2 * n + 2, c), state, params)
+                params = optax.apply_updates(params, updates)
+            after.append(params)
+        close = {"bfloat16": 6e-2, "float32": 2e-5, "float64": 1e-6}[dtype]
+        for leaf, start in draw(0, 1.0).items():
+            moved = float(jnp.linalg.norm((after[0][leaf] - start).astype(float)))
+            assert moved > 0.01
+            for other in after[1:4]:
+                assert float(jnp.linalg.norm((other[leaf] - after[0][leaf]).astype(float))) <= close * moved
+            np.testing.assert_allclose(after[4][leaf].astype(float), start.astype(float), atol=3e-6)

@@ -11,6 +11,7 @@ from gauge_optax.binding.paths import (
     mask_by_path,
     match,
     nearest,
+    values_at,
     with_leaves,
 )
 from gauge_optax.binding.specs import Axes, BlockSpec, block_specs, check_specs, frozen_sizes, group_axes
@@ -18,5 +19,5 @@ from gauge_optax.binding.specs import Axes, BlockSpec, block_specs, check_specs,
 __all__ = [
     "Axes", "Binding", "Block", "BlockSpec", "Instance", "bind", "bind_leaf", "block_specs",
     "check_specs", "frozen_sizes", "group_axes", "hidden_match", "hidden_paths", "instance_key", "is_empty",
-    "leaf_shape", "leaves_by_path", "mask_by_path", "match", "nearest", "overlap", "with_leaves",
+    "leaf_shape", "leaves_by_path", "mask_by_path", "match", "nearest", "overlap", "values_at", "with_leaves",
 ]

@@ -15,7 +15,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
-import numpy as np
 import optax
 from jax.tree_util import FlattenedIndexKey, GetAttrKey
 
@@ -334,8 +333,22 @@ def mask_by_path(mask: Any, params: Any) -> dict[str, bool]:
       mask: a tree or prefix of booleans, or a callable from parameters to one.
       params: the tree.
     """
-    # A mask in the form of an equinox module is callable, and still a tree.
-    is_tree = all(isinstance(flag, bool | np.bool_) for flag in jax.tree.leaves(mask))
-    prefix = mask if is_tree or not callable(mask) else mask(params)
-    whole = jax.tree.map(lambda flag, part: jax.tree.map(lambda _: bool(flag), part), prefix, params)
+    whole = jax.tree.map(lambda flag, part: jax.tree.map(lambda _: bool(flag), part), values_at(mask, params), params)
     return dict(zip(leaves_by_path(params), jax.tree.leaves(whole), strict=True))
+
+
+def values_at(mask: Any, params: Any) -> Any:
+    """Returns the tree of a mask, or of labels, that may be a function of the parameters.
+
+    The modules of some frameworks are trees that can be called (`eqx.Module`). So are masks of their structure, and
+    `callable` cannot tell them from functions.
+
+    Args:
+      mask: a tree, or a function from a tree to a tree.
+      params: what a function gets.
+
+    >>> from gauge_optax.binding import values_at
+    >>> values_at({"w": True}, {"w": 1.0}), values_at(lambda p: {"w": p["w"] > 2}, {"w": 1.0})
+    ({'w': True}, {'w': False})
+    """
+    return mask(params) if callable(mask) and jax.tree.leaves(mask) == [mask] else mask

@@ -58,6 +58,12 @@ class Adam(NamedTuple):
         """Returns the second moment with its bias corrected."""
         return moment / self.second_weight
 
+    def without_bias(self, root: jax.Array) -> jax.Array:
+        """Returns the root of a second moment with its bias corrected."""
+        root = root / jnp.sqrt(self.second_weight)
+        zero = isinstance(self.eps_root, int | float) and self.eps_root == 0
+        return root if zero else jnp.sqrt(jnp.square(root) + self.eps_root)
+
     def root(self, moment: jax.Array) -> jax.Array:
         """Returns what a mean is divided by."""
         variance = self.variance(moment)

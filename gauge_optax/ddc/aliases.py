@@ -249,7 +249,9 @@ def _ddc_optimizer(
     rest: str,
 ) -> GaugeTransformation:
     """DDC's optimizers: `quotient` around a chain of `ddc` and `tail`, which is the decay and the learning rate."""
-    inner = optax.chain(ddc(group, options, polar), *tail)
+    first = ddc(group, options, polar)
+    chain = optax.chain(first, *tail)
+    inner = GaugeTransformation(chain.init, chain.update, rules=first.rules)
     require_choice(name, "rest", rest, RESTS if options.vertical == "frozen" else RESTS[:1])
     if options.vertical != "frozen":  # `inner` moves along orbits, so its steps must not return to the slice
         return link(name, inner, group, without_shifts=False)

@@ -87,7 +87,8 @@ def fused_ddc(
 
         # Lengths, by sums over stored leaves.
         stored = _Stored.of(s, f, params, updates)
-        carriers, anchors = channels_with_length(s), channels_of_anchors(s)
+        matrices = polar_matrices(s, polar, params)
+        carriers, anchors = channels_with_length(s, matrices), channels_of_anchors(s)
         squares = [stored.squares(channels, point) for channels in carriers + anchors]
         sized = [(c, inverse_of(square)) for c, square in zip(carriers + anchors, squares, strict=True)]
         pairings = [stored.pairing(channels, point, gradient, ()) for channels in carriers]
@@ -96,13 +97,12 @@ def fused_ddc(
                 small = jnp.abs(pairings[k]) < channels.entries**0.5 * least * jnp.sqrt(squares[k])
                 pairings[k] = jnp.where(small, 0.0, pairings[k])
         along, radial_mu, radial_nu = radial_step(
-            options, adam, carriers, point, squares[: len(carriers)], pairings, before
+            options, adam, carriers, point, squares[: len(carriers)], pairings, before, polar is not None
         )
 
         # Directions.
         across = stored.without_lengths(sized, point, gradient, paired=True)
         across = {p: _above(x, gradient[p], least) for p, x in across.items()}
-        matrices = polar_matrices(s, polar, params)
         step, mu, nu, heads = tangential_step(s, options, adam, polar, matrices, point, across, past, into)
         step = stored.without_lengths(sized, point, step, paired=False)
         step = s.centred(s.project_turning(point, step, into))
@@ -118,7 +118,8 @@ def fused_ddc(
         step = entered.push(jax.tree.map(jnp.subtract, after, point))
         return with_leaves(u, cast_like(step, updates)), QuotientState(state.frame, (ddc_state, *tail_state), {})
 
-    return transformation(name, plain.init, update, QuotientState, plain.init, gauges=plain.gauges)
+    said: dict[str, Any] = {"gauges": plain.gauges, "rules": plain.rules, "preflight": plain.preflight}
+    return transformation(name, plain.init, update, QuotientState, plain.init, **said)
 
 
 def _applies(s: Slice) -> bool:

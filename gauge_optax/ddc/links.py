@@ -65,7 +65,8 @@ def link(
     def empty(params: Any) -> QuotientState:
         return QuotientState(placeholder(), inner.init(params), {})
 
-    return transformation(name, init, update, QuotientState, empty, gauges=with_gauges_of(inner, group.parts))
+    gauges = with_gauges_of(inner, group.parts)
+    return transformation(name, init, update, QuotientState, empty, gauges=gauges, rules=inner.rules)
 
 
 class GaugeRetractState(NamedTuple):
@@ -212,7 +213,7 @@ def scale_by_scaled_polar(
 
     Matrices are the leaves of rotations, tori and rescales and the consumers of norms, except vectors and the leaves of
     a `logit_shift`. A leaf has one matrix per head where a rotation or torus binds it. Otherwise channels are on one
-    side and free axes on the other.
+    side and free axes on the other. Ranges of a fused kernel that gauges bind are read as leaves of their own would be.
 
     Args:
       gauges: a gauge or a sequence of them, meaning their product.
@@ -220,7 +221,8 @@ def scale_by_scaled_polar(
         one tuple of coefficients, or a tuple of such tuples.
       ns_steps: how often a single polynomial is applied; 5 by default. It must not be traced.
       beta: decay of the first moment of matrices.
-      eps: added to ‖M‖_F where a moment is normalised, and to √v̂ of Adam.
+      eps: added to ‖M‖_F where a moment is normalised, in units of its largest entry, and to √v̂ of Adam; for lengths
+        in units of the largest √v̂. Steps of matrices and lengths do not depend on the size of gradients.
       mu_dtype: dtype of the first moment; by default that of slice coordinates, at least float32.
       nesterov: whether to use Nesterov momentum, for matrices and all other leaves.
       scale: what multiplies a polar factor. "width": √max(1, outputs/inputs), the default of `optax.contrib.muon`;
@@ -228,7 +230,8 @@ def scale_by_scaled_polar(
         which makes it the RMS of the step (`consistent_rms` of optax).
       labels: path pattern → "muon", "adam" or axes, for leaves that the rule above should not decide. Later patterns
         win. Axes say which matrices a leaf holds: `_` stands in two axes, for rows and for columns, and names count
-        matrices: "_ head _" for a gate per head, "expert _ _" for stacked experts.
+        matrices: "_ head _" for a gate per head, "expert _ _" for stacked experts. A tuple of axes says it for the
+        ranges of a fused kernel: ("_ _=0:32", "_ _=32:40").
       sizes: lengths of axes inside `(a b)` in `labels` that shapes do not fix.
       preset: "paper" does what DDC does: only rotations make matrices (Table 1), `scale` is "rms" and ns_coeffs "sharp"
         (B.10), without Nesterov momentum; all other leaves as under the preset of `scale_by_ddc`.
@@ -247,8 +250,9 @@ def scale_by_scaled_polar(
 
     Raises:
       ValueError: a mode that does not exist; a label that is neither "muon" nor "adam" nor axes, or that matches no
-        leaf; "muon" for a leaf that is no matrix; axes without two sides, or for a leaf that a rotation binds; bindings
-        that do not fit; `update` without params.
+        leaf; "muon" for a leaf that is no matrix; axes without two sides, or for a leaf that a rotation binds; a kernel
+        of which gauges bind some ranges, and nothing says what the others are; bindings that do not fit; `update`
+        without params.
 
     >>> gauge = go.head_rotation({"query": "_ head basis", "key": "_ head basis"})
     >>> keys = jax.random.split(jax.random.key(0), 4)

@@ -38,14 +38,16 @@ from gauge_optax.ddc.vertical import (
 from gauge_optax.errors import binding_error
 from gauge_optax.gauges.bound import bound
 from gauge_optax.gauges.gauge import Product
-from gauge_optax.linalg import noise
+from gauge_optax.linalg import noise, root_mean_square, safe_divide
+from gauge_optax.optimizers.muon import polar_rules
 from gauge_optax.optimizers.polar import Polar
-from gauge_optax.parts.matrices import Matrices
+from gauge_optax.parts.matrices import Reading, within
 from gauge_optax.parts.part import Anchor, Arrays, Part, name_of
 from gauge_optax.parts.sizes import Factor, Stretch
 from gauge_optax.slice import Slice
 from gauge_optax.transformation import (
     GaugeTransformation,
+    LeafRule,
     at_once,
     cast_like,
     layout,
@@ -97,7 +99,7 @@ class GaugeMoments(NamedTuple):
 
     Attributes:
       radial_mu: first moment of the derivative by s (or log s), per scale channel that has a length.
-      radial_nu: its second moment.
+      radial_nu: its second moment; under Muon the root of it.
       least: per block that has lengths, the floor below which a length is made to grow.
       heads: what `v_mode` keeps of heads.
       vertical: moments of the coordinates along orbits, see `ddc.vertical`.
@@ -145,16 +147,18 @@ def ddc(group: Product, options: Options, polar: Polar | None = None) -> GaugeTr
         point, gradient = s.vectors(params), leaves_by_path(updates) | s.vectors(updates)
 
         # B.4: the derivative by every length s is ⟨θ̂, ĝ⟩/s over the entries that carry it.
-        carriers, anchors = channels_with_length(s), channels_of_anchors(s)
+        matrices = polar_matrices(s, polar, params)
+        carriers, anchors = channels_with_length(s, matrices), channels_of_anchors(s)
         squares = [channels.dot(point, point) for channels in carriers]
         pairings = [channels.dot(point, gradient) for channels in carriers]
-        along, radial_mu, radial_nu = radial_step(options, adam, carriers, point, squares, pairings, past)
+        along, radial_mu, radial_nu = radial_step(
+            options, adam, carriers, point, squares, pairings, past, polar is not None
+        )
 
         # B.5: the rest of the gradient changes only directions.
         sized = [*zip(carriers, squares, strict=True), *((c, c.dot(point, point)) for c in anchors)]
         across = without_lengths(sized, point, gradient)
         across = {p: without_roundoff(x, gradient[p]) for p, x in across.items()}
-        matrices = polar_matrices(s, polar, params)
         step, mu, nu, heads = tangential_step(s, options, adam, polar, matrices, point, across, state)
         step = without_lengths(sized, point, step)
         step = s.centred(s.project_turning(point, step))
@@ -174,7 +178,10 @@ def ddc(group: Product, options: Options, polar: Polar | None = None) -> GaugeTr
     def init(params: optax.Params) -> ScaleByDDCState:
         return init_ddc(group, options, polar, params)
 
-    return transformation("scale_by_ddc", init, update, ScaleByDDCState, empty, gauges=group.parts)
+    def rules(params: Any) -> dict[str, LeafRule]:
+        return polar_rules(leaves_by_path(params), polar_matrices(bound(group.parts, params).slice, polar, params))
+
+    return transformation("scale_by_ddc", init, update, ScaleByDDCState, empty, gauges=group.parts, rules=rules)
 
 
 def init_ddc(group: Product, options: Options, polar: Polar | None, params: optax.Params) -> ScaleByDDCState:
@@ -185,22 +192,26 @@ def init_ddc(group: Product, options: Options, polar: Polar | None, params: opta
     def moments(params: optax.Params) -> GaugeMoments:
         leaves = leaves_by_path(params)
         bound = {path: leaves[path] for path in s.added}
-        return at_once(_init_moments, (s, options.v_mode, options.vertical), options.scale_floor, bound)
+        carriers = tuple(channels_with_length(s, matrices))
+        return at_once(_init_moments, (s, options.v_mode, options.vertical, carriers), options.scale_floor, bound)
 
-    matrices = dict.fromkeys(polar_matrices(s, polar, params), optax.MaskedNode())
-    mu, nu = zeros_like(params, options.mu_dtype), with_leaves(zeros_like(params), matrices)
+    matrices = polar_matrices(s, polar, params)
+    hidden = dict.fromkeys(matrices, optax.MaskedNode())
+    mu, nu = zeros_like(params, options.mu_dtype), with_leaves(zeros_like(params), hidden)
     return ScaleByDDCState(jnp.zeros((), jnp.int32), mu, nu, layout(params).run(moments, params))
 
 
-def _init_moments(s: Slice, v_mode: str, vertical: str, scale_floor: Scalar, bound: Any) -> GaugeMoments:
+def _init_moments(
+    s: Slice, v_mode: str, vertical: str, carriers: "Sequence[Channels]", scale_floor: Scalar, bound: Any
+) -> GaugeMoments:
     point = s.vectors(bound)
-    lengths = [jnp.sqrt(channels.dot(point, point)) for channels in channels_with_length(s)]
+    lengths = [jnp.sqrt(channels.dot(point, point)) for channels in carriers]
     mus, nus = (tuple(jnp.zeros_like(length) for length in lengths) for _ in range(2))
     least = tuple(scale_floor * jnp.mean(length) for length in lengths)
     return GaugeMoments(mus, nus, least, init_heads(s, point, v_mode), init_vertical(s, vertical, point))
 
 
-def polar_matrices(s: Slice, polar: Polar | None, params: Any) -> dict[str, Matrices]:
+def polar_matrices(s: Slice, polar: Polar | None, params: Any) -> dict[str, Reading]:
     """Leaf path → how it is read as matrices, for leaves stepped by their polar factor."""
     return {} if polar is None else polar.matrices(s, params)
 
@@ -261,15 +272,16 @@ def _partner_of_factor(part: Factor, anchor: Anchor) -> tuple[Block, ...]:
     return part.down if anchor[0] in part.up else ()
 
 
-def channels_with_length(s: Slice) -> list[Channels]:
-    """The blocks opposite to anchors; every block has lengths of its own."""
+def channels_with_length(s: Slice, matrices: Mapping[str, Reading]) -> list[Channels]:
+    """The blocks opposite to anchors; every block has lengths of its own, and so has every range of a fused kernel."""
     # A whole block that is the anchor of another gauge without named axes has no length to change.
     whole = [block for part, anchor, _ in s.sizes for block in anchor if not part.named]
     channels = []
     for part, anchor, _ in s.sizes:
         for block in partner(part, anchor):
             if part.named or not any(overlap(block, other) for other in whole):
-                channels.append(Channels(part, (block,)))
+                ranges = within(block, matrices[block.path]) if block.path in matrices else (block,)
+                channels += [Channels(part, (own,)) for own in ranges]
     return channels
 
 
@@ -292,6 +304,7 @@ def radial_step(
     squares: Sequence[jax.Array],
     pairings: Sequence[jax.Array],
     past: GaugeMoments,
+    muon: bool,
 ) -> tuple[Arrays, tuple[jax.Array, ...], tuple[jax.Array, ...]]:
     """Adam on the length of every channel.
 
@@ -303,6 +316,8 @@ def radial_step(
       squares: the squared lengths, per block of `channels`.
       pairings: ⟨θ̂, ĝ⟩ along every channel, per block of `channels`.
       past: moments so far.
+      muon: whether steps of directions are polar factors. Like those, steps of lengths then do not depend on the size
+        of gradients: roots of second moments are kept, which do not underflow, and eps counts in units of the largest.
 
     Returns:
       A tangent along the lengths, and both new moments.
@@ -317,8 +332,15 @@ def radial_step(
         unit = jnp.maximum(length, _LEAST_SHARE * jnp.mean(length)) if linear else jnp.ones_like(length)
         inverse = inverse_of(unit)
         derivative = pairing * inverse
-        mu, nu = adam.first(derivative, mu), adam.second(jnp.square(derivative), nu)
-        move = jnp.where(length < least, -_REGROWTH, adam.mean(mu, derivative) / adam.root(nu))
+        mu = adam.first(derivative, mu)
+        if muon:
+            nu = root_mean_square(adam.b2, nu, jnp.abs(derivative))
+            root = adam.without_bias(nu)
+            move = safe_divide(adam.mean(mu, derivative), root + adam.eps * jnp.max(root))
+        else:
+            nu = adam.second(jnp.square(derivative), nu)
+            move = adam.mean(mu, derivative) / adam.root(nu)
+        move = jnp.where(length < least, -_REGROWTH, move)
         size = each.entries**0.5 if linear else log_step(each.part)
         rates = options.radial_scale * size * move * inverse
         for path, x in each.times(point, rates).items():
@@ -357,7 +379,7 @@ def tangential_step(
     options: Options,
     adam: Adam,
     polar: Polar | None,
-    matrices: Mapping[str, Matrices],
+    matrices: Mapping[str, Reading],
     point: Arrays,
     across: Arrays,
     state: ScaleByDDCState,

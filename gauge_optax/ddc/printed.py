@@ -47,6 +47,7 @@ from gauge_optax.ddc.vertical import init_vertical
 from gauge_optax.errors import binding_error
 from gauge_optax.gauges.bound import bound
 from gauge_optax.gauges.gauge import Product
+from gauge_optax.optimizers.muon import polar_rules
 from gauge_optax.optimizers.polar import Polar
 from gauge_optax.parts.heads import PLANE
 from gauge_optax.parts.part import Arrays, Part
@@ -54,6 +55,7 @@ from gauge_optax.parts.sizes import Factor
 from gauge_optax.slice import Slice
 from gauge_optax.transformation import (
     GaugeTransformation,
+    LeafRule,
     cast_like,
     layout,
     placeholder,
@@ -252,7 +254,10 @@ def paper_ddc(
     def empty(params: Any) -> ScaleByDDCState:
         return ScaleByDDCState(jnp.int32(0), zeros_like(params, options.mu_dtype), zeros_like(params), placeholder())
 
-    return transformation("scale_by_ddc", init, update, ScaleByDDCState, empty, gauges=group.parts)
+    def rules(params: Any) -> dict[str, LeafRule]:
+        return polar_rules(leaves_by_path(params), polar_matrices(bound(group.parts, params).slice, polar, params))
+
+    return transformation("scale_by_ddc", init, update, ScaleByDDCState, empty, gauges=group.parts, rules=rules)
 
 
 def _sizes(sized: Sequence[tuple[Channels, jax.Array]], point: Arrays) -> Arrays:

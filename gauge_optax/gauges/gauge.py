@@ -272,7 +272,8 @@ class Gauge(abc.ABC):
           a norm, and None for every other leaf: what `muon_weight_dimension_numbers` takes.
 
         A leaf whose heads share an axis with its rows or columns (a fused kernel) is one matrix to optax: its polar
-        factor turns with every head too, but has one scale for all. `quotient_muon` reads it per head.
+        factor turns with every head too, but has one scale for all. So is a kernel of which gauges bind ranges.
+        `quotient_muon` reads it per head, and range by range.
 
         >>> gauge = go.head_rotation({"value": "_ head basis", "out": "head basis _"})
         >>> numbers = gauge.muon_dimension_numbers(

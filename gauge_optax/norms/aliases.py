@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import optax
 
-from gauge_optax.binding import Axes, is_empty, with_leaves
+from gauge_optax.binding import Axes, is_empty, values_at, with_leaves
 from gauge_optax.norms import vectors
 from gauge_optax.norms.rotational import named_rotational
 
@@ -122,7 +122,7 @@ def rotational_sgdm(
     def decays(params: Any) -> Any:
         """Returns a mask of the leaves whose gradient gets decay: those of `mask` without those that turn."""
         turning = [] if is_empty(params) else vectors.resolve("rotational_sgdm", specs, params)
-        wanted = mask(params) if callable(mask) else mask
+        wanted = values_at(mask, params)
         chosen = jax.tree.map(lambda _: True, params) if wanted is None else wanted
         return with_leaves(chosen, {selection.block.path: False for selection in turning})
 

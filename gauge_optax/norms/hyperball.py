@@ -9,7 +9,8 @@ Reference: "When Equivalent Weights Train Differently" §5.
 """
 
 import math
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -19,12 +20,13 @@ import optax
 
 from gauge_optax.binding import Axes, leaves_by_path
 from gauge_optax.errors import binding_error
-from gauge_optax.linalg import safe_divide
+from gauge_optax.linalg import safe_divide, unit_and_size
 from gauge_optax.norms import vectors
 from gauge_optax.norms.vectors import Leaves, Selection
 from gauge_optax.transformation import placeholder, transformation
 
 Radius = float | jax.Array
+_JUMP = 0.01  # of a radius; bfloat16 rounds norms by less
 
 
 class HyperballState(NamedTuple):
@@ -63,7 +65,8 @@ def hyperball(
         a sphere per matrix, `"_ head _"` one per head, `"_ channel"` one per channel. Every leaf has separate spheres,
         also where a pattern matches several leaves. Under `1+` the value is on the sphere, not the stored number.
       radius: "initial" for the norm at `init`; a positive number; or pattern → number, with the keys of `axes`. Under a
-        number the first step moves the weights onto their sphere.
+        number the first step moves the weights onto their sphere, however small the learning rate; `init` warns where
+        that is far, unless it is traced.
       learning_rate: None, or a number or a schedule that sets the length of the step: U_T is scaled to the length
         learning_rate·R, so that only its direction comes from the transformations before. A sphere on which the tangent
         part is roundoff does not move. Weights that are not yet on their sphere turn by atan(learning_rate·R/‖W‖).
@@ -109,9 +112,10 @@ def hyperball(
     def init(params: optax.Params) -> HyperballState:
         count = jnp.zeros((), jnp.int32) if callable(learning_rate) else ()
         spheres, leaves = vectors.resolve("hyperball", specs, params), leaves_by_path(params)
-        if not initial:
-            return HyperballState((), count)
         norms = [sphere.norm(leaves) for sphere in spheres]
+        if not initial:
+            _warn_of_jumps([(s, norm, numbers[s.pattern]) for s, norm in zip(spheres, norms, strict=True)])
+            return HyperballState((), count)
         for sphere, radii in zip(spheres, norms, strict=True):
             if not isinstance(radii, jax.core.Tracer) and bool(jnp.any(radii == 0)):
                 raise binding_error(
@@ -147,8 +151,10 @@ def _chord(sphere: Selection, leaves: Leaves, tangents: Leaves, radius: Any, rat
 
     flat = projected(tangent)
     if rate is not None:
-        # The first projection leaves roundoff along W, which would count towards the length.
-        flat = projected(flat)
+        # Only the direction counts, so that squares are of a tangent whose largest entry is 1. The first projection
+        # leaves roundoff along W, which would count towards the length.
+        tangent, _ = unit_and_size(tangent, sphere.axes)
+        flat = projected(projected(tangent))
         length = jnp.sqrt(dot(flat, flat))
         # An update that is all decay leaves roundoff, in the coarser of its dtype and the computing dtype.
         dtypes = tangents[sphere.block.path].dtype, tangent.dtype
@@ -158,7 +164,24 @@ def _chord(sphere: Selection, leaves: Leaves, tangents: Leaves, radius: Any, rat
     moved = point + flat
     chord = radius * safe_divide(moved, jnp.sqrt(dot(moved, moved))) - point
     # A traced `init` gives zeros the radius 0, and leaves them free.
-    return jnp.where(radius > 0, chord, tangent)
+    return jnp.where(radius > 0, chord, sphere.view(tangents))
+
+
+def _warn_of_jumps(spheres: Iterable[tuple[Selection, jax.Array, Radius]]) -> None:
+    """Warns of spheres on which weights are not yet; a traced `init` cannot see them."""
+    found = []
+    for sphere, norms, radius in spheres:
+        if norms.size and not isinstance(jnp.asarray(radius) + norms, jax.core.Tracer):
+            if float(jnp.max(jnp.abs(norms - radius))) > _JUMP * float(radius):
+                found.append(f"'{sphere.block.path}' {jnp.min(norms):.3g} to {jnp.max(norms):.3g}, radius {radius:.3g}")
+    if found:
+        warnings.warn(
+            str(binding_error(
+                "hyperball", "the first step moves weights onto their spheres, however small the learning rate",
+                f"norms of {'; '.join(found)}", "weights whose norms are the radii",
+                "write radius='initial' to keep the norms, scale the weights first, or silence this warning",
+            )), stacklevel=4,
+        )
 
 
 def _radii(axes: Mapping[str, Axes], radius: Any) -> Mapping[str, Radius]:

@@ -2,11 +2,12 @@
 
 A neuron whose weights have variance 1/inputs, the usual start, has a norm of about 1. In that unit the wrapper sets the
 length of a neuron's steps by the learning rate alone, whatever the neuron weighs now, so that a neuron that starts too
-small, or at zero, steps as far as any other. What would outgrow the bound is scaled back to it. `rotational` differs in
-both: there a step is relative to the norm, and the norm never changes.
+small, or at zero, steps as far as any other. What would outgrow the bound is scaled back to it, and what starts above
+it comes back to it at the pace of the steps. `rotational` differs in both: there a step is relative to the norm, and
+the norm never changes.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -15,10 +16,12 @@ import optax
 
 from gauge_optax.binding import Axes, leaves_by_path
 from gauge_optax.errors import binding_error
-from gauge_optax.linalg import real_dtype, safe_divide
+from gauge_optax.frozen import frozen_leaves, still
+from gauge_optax.linalg import real_dtype, root_mean_square, safe_divide, unit_and_size
 from gauge_optax.norms import vectors
 from gauge_optax.norms.vectors import Selection
 from gauge_optax.transformation import checked_inner, placeholder, transformation
+from gauge_optax.wrapped import preflight_of
 
 Scalar = float | jax.Array
 
@@ -30,14 +33,16 @@ class MaxNormState(NamedTuple):
       inner_state: the state of the optimizer inside.
       count: the number of steps so far.
       tracked: the number of steps whose learning rate was not zero.
-      square: leaf path → the average squared length of the inner update over its learning rate, shaped like the named
-        axes; a tuple of them where a leaf has several axes strings.
+      length: leaf path → axes → ν, the root mean square of the inner update's length over its learning rate, shaped
+        like the named axes. The keys say what the state was made for.
+      frozen: path of a leaf that the optimizer inside never changes → (). Its vectors stay, above the bound too.
     """
 
     inner_state: optax.OptState
     count: Any
     tracked: jax.Array
-    square: Any
+    length: Any
+    frozen: dict[str, tuple[()]] = {}  # noqa: RUF012  a NamedTuple's default; nobody writes to it
 
 
 def max_norm(
@@ -54,12 +59,14 @@ def max_norm(
     For each vector p, with Δ the update of `inner` over its learning rate η, and R the bound,
 
     .. math::
-      \nu \leftarrow \beta\nu + (1 - \beta)\lVert\Delta\rVert^2, \qquad
-      q = p + \eta R\,\frac{\Delta}{\sqrt{\nu/(1 - \beta^t)}}, \qquad
-      p \leftarrow q\,\min\!\left(1, \frac{R}{\lVert q\rVert}\right)
+      \nu^2 \leftarrow \beta\nu^2 + (1 - \beta)\lVert\Delta\rVert^2, \qquad
+      q = p + \eta R\,\frac{\Delta}{\nu/\sqrt{1 - \beta^t}}, \qquad
+      p \leftarrow q\,\min\!\left(1, \frac{\max(R, \lVert p\rVert - \lVert q - p\rVert)}{\lVert q\rVert}\right)
 
     A step has the length ηR on average over steps. Its direction is that of `inner`, and so is how its length varies
-    from step to step. A vector of zeros moves like any other.
+    from step to step. A vector of zeros moves like any other. A vector within the bound stays within it. One that
+    starts above it never grows: its norm falls by the length of its step, ηR on average, until it is within, so that a
+    small rate changes the function little, whatever the weights. Without a gradient nothing moves.
 
     Args:
       inner: a whole optimizer, its learning rate included; Muon gains most. Its decay counts as part of Δ, and is
@@ -67,8 +74,8 @@ def max_norm(
       blocks: path → axes, as in `rotational`. Named axes count vectors, and a vector spans the axes `_`: `"_ channel"`
         for a neuron per output of a kernel (inputs, outputs).
       learning_rate: inner's, a number or a schedule.
-      bound: R, the largest norm of a vector. 1 is the norm of a neuron of variance 1/inputs. A vector that starts above
-        it is scaled back to it in the first step, so that weights which are already trained need a larger bound.
+      bound: R, the largest norm of a vector. 1 is the norm of a neuron of variance 1/inputs. Weights that are already
+        trained, and shall keep their norms, need a larger one.
       beta: the memory of the average squared length; 0 steps by exactly ηR each time.
       sizes: lengths of axes inside `(a b)` that shapes do not fix.
 
@@ -77,7 +84,7 @@ def max_norm(
 
     Raises:
       ValueError: when called, malformed axes or a bound that is not positive; at `init`, no match, entries in two
-        vectors or a hidden leaf; `update` without params.
+        vectors or a hidden leaf; `update` without params, or with a state that was made for other `blocks`.
 
     A step whose learning rate is zero moves nothing, and does not scale back.
 
@@ -141,13 +148,15 @@ def named_max_norm(
 
     def init(params: optax.Params) -> MaxNormState:
         selections, leaves = vectors.resolve(name, specs, params), leaves_by_path(params)
-        square = vectors.to_state(selections, [jnp.zeros_like(selection.norm(leaves)) for selection in selections])
+        length = _by_axes(selections, [jnp.zeros_like(selection.norm(leaves)) for selection in selections])
         count, tracked = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
-        return MaxNormState(optimizer.init(params), count, tracked, square)
+        frozen = dict.fromkeys(sorted(frozen_leaves(name, optimizer, params)), ())
+        return MaxNormState(optimizer.init(params), count, tracked, length, frozen)
 
     def update(updates: Any, state: MaxNormState, params: Any, **extra: Any) -> tuple[Any, MaxNormState]:
-        moves, inner_state = optimizer.update(updates, state.inner_state, params, **extra)
         selections, leaves = vectors.resolve(name, specs, params), leaves_by_path(params)
+        _require_same_vectors(name, selections, state.length)
+        moves, inner_state = optimizer.update(updates, state.inner_state, params, **extra)
         tangents = vectors.updates_by_path(name, selections, moves)
 
         eta = learning_rate(state.count) if callable(learning_rate) else learning_rate
@@ -158,29 +167,86 @@ def named_max_norm(
         correction = 1.0 - jnp.asarray(beta, real_dtype()) ** jnp.maximum(tracked, 1)
         memory, inverse_eta = jnp.where(moving, beta, 1.0), jnp.where(moving, 1.0 / jnp.where(moving, eta, 1.0), 0.0)
 
-        def stepped(selection: Selection, square: jax.Array) -> tuple[jax.Array, jax.Array]:
+        def stepped(selection: Selection, usual: jax.Array) -> tuple[jax.Array, jax.Array]:
             """Returns the chord from p to its new value, and the new ν."""
-            point, delta = selection.value(leaves), selection.view(tangents) * inverse_eta
+            point = selection.value(leaves)
+            direction, size = unit_and_size(selection.view(tangents) * inverse_eta, selection.axes)
             unit, bounded = measure(selection)
             largest = bound * unit
 
             def total(x: jax.Array) -> jax.Array:
                 return jnp.sum(x, selection.axes, keepdims=True)
 
-            average = memory * selection.spread(square) + (1.0 - memory) * total(delta * delta)
-            pace = eta * largest * safe_divide(jnp.ones_like(average), jnp.sqrt(average / correction))
+            share = jnp.sqrt(total(direction * direction))
+            average = root_mean_square(memory, selection.spread(usual), size * share)
+            reach = eta * largest * safe_divide(size * share, average / jnp.sqrt(correction))
+            step, after = safe_divide(reach, share) * direction, average.reshape(jnp.shape(usual))
             if not bounded:
-                return pace * delta, average.reshape(jnp.shape(square))
-            moved = point + pace * delta
-            size = jnp.sqrt(total(moved * moved))
+                return step, after
+            moved = point + step
+            norm, norm_before = (jnp.sqrt(total(x * x)) for x in (moved, point))
+            # What is above the bound, as trained weights may be, shrinks by no more than its step is long.
+            most = jnp.maximum(largest, norm_before - reach)
             # 1 less the factor that scales back, so that a vector within the bound moves by its step without roundoff.
-            excess = jnp.where(moving & (size > largest), 1.0 - safe_divide(largest * jnp.ones_like(size), size), 0.0)
-            return pace * delta - excess * moved, average.reshape(jnp.shape(square))
+            excess = jnp.where(moving & (norm > most), 1.0 - safe_divide(most, norm), 0.0)
+            return step - excess * moved, after
 
-        squares = vectors.from_state(selections, state.square)
-        pairs = [stepped(*arguments) for arguments in zip(selections, squares, strict=True)]
-        moves = vectors.replace(moves, selections, [chord for chord, _ in pairs])
-        square = vectors.to_state(selections, [average for _, average in pairs])
-        return moves, MaxNormState(inner_state, optax.safe_increment(state.count), tracked, square)
+        lengths = [state.length[selection.block.path][selection.block.axes] for selection in selections]
+        pairs = [stepped(*arguments) for arguments in zip(selections, lengths, strict=True)]
+        moves = still(vectors.replace(moves, selections, [chord for chord, _ in pairs]), state.frozen)
+        after = _by_axes(selections, [length for _, length in pairs])
+        return moves, MaxNormState(inner_state, optax.safe_increment(state.count), tracked, after, state.frozen)
 
-    return transformation(name, init, update, MaxNormState, empty)
+    def preflight(params: Any) -> list[str | ValueError]:
+        said = preflight_of(inner)(params)
+        frozen, leaves = frozen_leaves(name, optimizer, params), leaves_by_path(params)
+        for selection in vectors.resolve(name, specs, params):
+            unit, bounded = measure(selection)
+            if isinstance(bound, jax.Array) or not bounded or selection.block.path in frozen:
+                continue
+            usual = float(jnp.sqrt(jnp.mean(jnp.square(selection.norm(leaves))))) / (bound * unit)
+            if usual > _ABOVE:
+                said.append(_above(name, selection, usual, bound))
+        return said
+
+    return transformation(name, init, update, MaxNormState, empty, rules=optimizer.rules, preflight=preflight)
+
+
+_ABOVE = 1.25  # LeCun-normal vectors are at 1 in the mean, He-normal ones at 1.41
+
+
+def _above(name: str, selection: Selection, usual: float, bound: float) -> ValueError:
+    return binding_error(
+        name, f"weights above the norm bound, '{selection.block.path}'",
+        f"vectors \"{selection.block.axes}\" with a root mean square norm of {usual:.3g} times the bound",
+        "vectors within the bound at the start: others shrink in training, whatever the loss says",
+        f"write bound={1.1 * usual * bound:.2g} or more, or start from kernels of variance 1/inputs")
+
+
+def _by_axes(selections: Sequence[Selection], arrays: Sequence[Any]) -> dict[str, dict[str, Any]]:
+    """Returns leaf path → axes → array, of an array per selection."""
+    kept: dict[str, dict[str, Any]] = {}
+    for selection, array in zip(selections, arrays, strict=True):
+        kept.setdefault(selection.block.path, {})[selection.block.axes] = array
+    return kept
+
+
+def _require_same_vectors(name: str, selections: Sequence[Selection], length: Any) -> None:
+    """Raises ValueError where a state was made for other vectors; shapes alone cannot tell rows from columns."""
+
+    def text(kept: Any) -> str:
+        rows = [f'"{path}" as "{axes}" {shape}' for path, by_axes in kept.items() for axes, shape in by_axes.items()]
+        return ", ".join(rows) or "no vectors"
+
+    named = [tuple(selection.block.view_shape[k] for k in range(len(selection.block.view_shape))
+                   if k not in selection.axes) for selection in selections]
+    expected = _by_axes(selections, named)
+    by_path = isinstance(length, Mapping) and all(isinstance(by_axes, Mapping) for by_axes in length.values())
+    found = {p: {axes: jnp.shape(x) for axes, x in by_axes.items()} for p, by_axes in length.items()} if by_path else {}
+    if found != expected:
+        path = next((p for p in {**expected, **found} if found.get(p) != expected.get(p)), "")
+        raise binding_error(
+            name, f"a state that was made for other vectors, at '{path}'", text({path: found.get(path, {})}),
+            text({path: expected.get(path, {})}),
+            "write state = tx.init(params), or give the axes that it was made with",
+        )

@@ -17,11 +17,13 @@ import optax
 
 from gauge_optax.binding import Axes, leaves_by_path
 from gauge_optax.errors import binding_error
+from gauge_optax.frozen import frozen_leaves, still
 from gauge_optax.linalg import real_dtype, safe_divide
 from gauge_optax.norms import vectors
 from gauge_optax.norms.equilibrium import predict_equilibrium
 from gauge_optax.norms.vectors import Selection
 from gauge_optax.transformation import checked_inner, placeholder, transformation
+from gauge_optax.wrapped import preflight_of
 
 Scalar = float | jax.Array
 
@@ -44,6 +46,7 @@ class RotationalState(NamedTuple):
         vector.
       gain: in the same form, the factor of the norm, where it is trained; else ().
       gain_state: the state of the optimizer of the gains; else ().
+      frozen: path of a leaf that the optimizer inside never changes → ().
     """
 
     inner_state: optax.OptState
@@ -53,6 +56,7 @@ class RotationalState(NamedTuple):
     square: Any
     gain: Any
     gain_state: Any
+    frozen: dict[str, tuple[()]] = {}  # noqa: RUF012  a NamedTuple's default; nobody writes to it
 
 
 def rotational(
@@ -169,7 +173,8 @@ def named_rotational(
         gains = () if gain is None else jax.tree.map(jnp.ones_like, length)
         gain_state = () if gain is None else gain.init(gains)
         square = jax.tree.map(jnp.zeros_like, length)
-        return RotationalState(inner_state, count, tracked, length, square, gains, gain_state)
+        frozen = dict.fromkeys(sorted(frozen_leaves(name, optimizer, params)), ())
+        return RotationalState(inner_state, count, tracked, length, square, gains, gain_state, frozen)
 
     def update(updates: Any, state: RotationalState, params: Any, **extra: Any) -> tuple[Any, RotationalState]:
         moves, inner_state = optimizer.update(updates, state.inner_state, params, **extra)
@@ -237,12 +242,13 @@ def named_rotational(
 
         squares = vectors.from_state(selections, state.square)
         pairs = [turned(*arguments) for arguments in zip(selections, lengths, squares, strict=True)]
-        moves = vectors.replace(moves, selections, [chord for chord, _ in pairs])
+        moves = still(vectors.replace(moves, selections, [chord for chord, _ in pairs]), state.frozen)
         square = vectors.to_state(selections, [average for _, average in pairs])
         count = optax.safe_increment(state.count)
-        return moves, RotationalState(inner_state, count, tracked, state.length, square, gains, gain_state)
+        after = inner_state, count, tracked, state.length, square, gains, gain_state, state.frozen
+        return moves, RotationalState(*after)
 
-    return transformation(name, init, update, RotationalState, empty)
+    return transformation(name, init, update, RotationalState, empty, preflight=preflight_of(inner))
 
 
 def _at(value: optax.ScalarOrSchedule, count: jax.Array) -> jax.Array:

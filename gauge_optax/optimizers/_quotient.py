@@ -5,15 +5,14 @@ point* θ̂ = F⁻¹·θ is the same for all weights of one function; to *fix* a
 slice without changing the function.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
 import optax
 
 from gauge_optax.binding import leaves_by_path, with_leaves
 from gauge_optax.errors import binding_error
-from gauge_optax.frozen import frozen_leaves, said_to_be_frozen
+from gauge_optax.frozen import frozen_leaves, said_to_be_frozen, still
 from gauge_optax.gauges.bound import bound, require_nonzero_norms
 from gauge_optax.gauges.gauge import Gauge, Gauges, Product, product
 from gauge_optax.optimizers.rest import resting
@@ -134,19 +133,18 @@ def quotient_for(
         of_seen = with_leaves(gradient, seen.pull(s.vectors(gradient)))
         extra = _extra_at(s, entered, seen, params, extra) if extra else extra
         u, inner_state = inner.update(of_seen, state.inner_state, with_leaves(params, seen.point), **extra)
-        u = _still(u, state.frame.frozen)
+        u = still(u, state.frame.frozen)
         grown, after = s.fix(plus(entered.point, seen.push(s.vectors(u))), state.frame.live)  # θ̂′ = fix(θ̂ + B·u)
         step = minus(after, entered.point)
         step = s.hold(entered.point, step) if hold else step  # without rotations of heads
         step, frame = _rested(s, state.frame, grown, entered.point, step)
         out = with_leaves(u, cast_like(entered.push(step), updates))  # F·(θ̂′ − θ̂)
-        out = _still(out, state.frame.frozen)  # zero by construction; this says so to whoever reads the program
-        return out, QuotientState(frame, inner_state, _offset_after(s, state.offset, grown))
+        return still(out, state.frame.frozen), QuotientState(frame, inner_state, _offset_after(s, state.offset, grown))
 
     def init(params: optax.Params) -> QuotientState:
-        still = never_changing(params)
-        frame, point = frame_and_slice_point(name, group, params, still)
-        s = bound(group.parts, params, still).slice
+        unchanged = never_changing(params)
+        frame, point = frame_and_slice_point(name, group, params, unchanged)
+        s = bound(group.parts, params, unchanged).slice
         return QuotientState(frame, inner.init(point), {} if pin else no_offset(s))
 
     def empty(params: Any) -> QuotientState:
@@ -160,7 +158,7 @@ def quotient_for(
         return preflight_of(given)(point)
 
     held = with_gauges_of(inner, group.parts)
-    tx = transformation(name, init, update, QuotientState, empty, gauges=held, preflight=preflight)
+    tx = transformation(name, init, update, QuotientState, empty, gauges=held, rules=inner.rules, preflight=preflight)
     tx.inner = given
     return resting(name, tx, group, rest)
 
@@ -219,12 +217,6 @@ def _frame_of(name: str, s: Slice, state: QuotientState, pin: bool) -> Elements:
             f"write {name}(..., pin={made}), or convert a plain state by go.from_state(..., pin={wanted})",
         )
     return f
-
-
-def _still(u: Any, frozen: Collection[str]) -> Any:
-    """A step with zeros for leaves that never change, which `inner` may not know."""
-    leaves = leaves_by_path(u) if frozen else {}
-    return with_leaves(u, {path: jnp.zeros_like(leaves[path]) for path in frozen}) if frozen else u
 
 
 def _rested(s: Slice, frame: Frame, grown: Elements, point: Arrays, step: Arrays) -> tuple[Arrays, Frame]:

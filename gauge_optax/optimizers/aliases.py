@@ -1,23 +1,24 @@
 """Whole optimizers: `quotient` around AdamW and Muon, with the argument names and defaults of Optax's."""
 
 import math
-from collections.abc import Mapping
+import warnings
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import optax
 
-from gauge_optax.binding import Axes, block_specs
+from gauge_optax.binding import Axes, block_specs, is_empty, leaf_shape, leaves_by_path
 from gauge_optax.errors import binding_error
-from gauge_optax.gauges.bound import bound
-from gauge_optax.gauges.gauge import Gauges
+from gauge_optax.gauges.bound import bound as slice_of
+from gauge_optax.gauges.gauge import Gauges, Product
 from gauge_optax.linalg import Coefficients
 from gauge_optax.norms import vectors
 from gauge_optax.norms.max_norm import Measure, named_max_norm
 from gauge_optax.optimizers._quotient import group_of, quotient_for
 from gauge_optax.optimizers.muon import muon
-from gauge_optax.optimizers.polar import Labels, polar_of
-from gauge_optax.parts.matrices import TOKEN, Matrices, neuron_matrices
+from gauge_optax.optimizers.polar import Labels, polar_of, rotated_or_scaled
+from gauge_optax.parts.matrices import TOKEN, Fused, Matrices, Reading, matrices_of, neuron_matrices
 from gauge_optax.transformation import GaugeTransformation
 
 Scalar = float | jax.Array
@@ -110,8 +111,9 @@ def quotient_muon(
 
     Matrices are the leaves of rotations, tori, linear gauges and rescales and the consumers of norms, except vectors
     and the leaves of a `logit_shift`. A leaf has one matrix per head where one of these gauges or an axis called `head`
-    names heads. Otherwise channels are on one side and free axes on the other. Every other leaf gets Adam, even a
-    kernel that no gauge binds, unless `labels` say "muon".
+    names heads. Otherwise channels are on one side and free axes on the other. Where gauges bind ranges of a fused
+    kernel, each range is read as a leaf of its own would be. Every other leaf gets Adam, even a kernel that no gauge
+    binds, unless `labels` say "muon".
 
     Args:
       learning_rate: a number or a schedule.
@@ -142,7 +144,8 @@ def quotient_muon(
       The optimizer. Its `update` needs `params`.
 
     Raises:
-      ValueError: as `scale_by_scaled_polar`; `heads_per_matrix` that does not divide the heads.
+      ValueError: as `scale_by_scaled_polar`; `heads_per_matrix` that does not divide the heads; a kernel of which
+        gauges bind some ranges, while neither they nor `labels` say what matrices the others are.
 
     >>> gauge = go.head_linear({"a": "_ basis"}, {"b": "basis _"})
     >>> params = {"a": jnp.array([[2.0], [1.0]]), "b": jnp.array([[0.5, 0.0]])}
@@ -164,8 +167,8 @@ def quotient_muon(
     adam = optax.adamw(adam_rate, adam_b1, adam_b2, eps, adam_eps_root, mu_dtype, adam_weight_decay, nesterov=nesterov)
     heads = 1 if heads_per_matrix is None else heads_per_matrix
 
-    def matrices(params: Any) -> dict[str, Matrices]:
-        read = polar.matrices(bound(group.parts, params).slice, params)
+    def matrices(params: Any) -> dict[str, Reading]:
+        read = polar.matrices(slice_of(group.parts, params).slice, params)
         return {path: stack.grouped(path, heads) for path, stack in read.items()}
 
     inner = muon(matrices, polar, nesterov, mu_dtype, tail, adam)
@@ -242,7 +245,11 @@ def max_norm_muon(
       The optimizer. Its `update` needs `params`.
 
     Raises:
-      ValueError: as `max_norm` and `quotient`; neurons that describe no matrix; a path in both mappings.
+      ValueError: as `max_norm` and `quotient`; neurons that describe no matrix; a path in both mappings; a leaf that is
+        listed in part.
+
+    A fused kernel lists its parts as ranges, `("_ (head unit)=0:32", "_ (head unit)=32:40")`, each of which is a matrix
+    of its own. Leaves that neither mapping lists get Adam, with its eps; `init` warns of those that are matrices.
 
     >>> gauge = go.rescale({"up": "_ channel"}, {"down": "channel _"})
     >>> params = {"up": jnp.full((2, 3), 0.5**0.5), "down": jnp.zeros((3, 2))}
@@ -277,30 +284,54 @@ def max_norm_muon(
     def of_tokens(selection: vectors.Selection) -> bool:
         return is_table(selection) or TOKEN in selection.block.split_labels
 
-    def matrices(params: Any) -> dict[str, Matrices]:
-        read: dict[str, Matrices] = {}
+    def listed(params: Any) -> dict[str, list[vectors.Selection]]:
+        """Returns leaf path → its vectors, for the leaves of the mappings; raises ValueError for a leaf listed in part.
+        """
+        by_path: dict[str, list[vectors.Selection]] = {}
         for selection in vectors.resolve(name, specs, params):
-            if of_tokens(selection):
-                continue
-            block = selection.block
-            stack = neuron_matrices(block)
-            if stack is None or read.setdefault(block.path, stack) != stack:
+            by_path.setdefault(selection.block.path, []).append(selection)
+        for path, own in by_path.items():
+            axes, size = ", ".join(f'"{x.block.axes}"' for x in own), math.prod(own[0].block.shape)
+            if (count := sum(math.prod(x.block.view_shape) for x in own)) != size:
                 raise binding_error(
-                    name, f"the neurons of '{block.path}' describe no matrix", f"axes \"{block.axes}\"",
-                    "'_' for a neuron's inputs in one axis, and a name that counts neurons in another",
-                    'write "_ neuron" for a kernel of (inputs, outputs), and leave vectors out',
+                    name, f"'{path}' is listed in part", f"{count} of {size} entries, axes {axes}",
+                    "every entry of a leaf in one vector: each range of a fused kernel is a matrix of its own",
+                    "list the other ranges too",
                 )
+            if len(kinds := {of_tokens(x) for x in own}) > 1:
+                raise binding_error(
+                    name, f"tokens and neurons in one leaf '{path}'", f"axes {axes}", f"one of them, not {len(kinds)}",
+                    "give the table of tokens a leaf of its own",
+                )
+        return by_path
+
+    def matrices(params: Any) -> dict[str, Reading]:
+        read: dict[str, Reading] = {}
+        for path, own in listed(params).items():
+            stacks: dict[Matrices, None] = {}
+            for block in (selection.block for selection in own if not of_tokens(selection)):
+                stack = neuron_matrices(block)
+                # Readings of a whole leaf are one; those of ranges stand side by side.
+                if stack is None or any(stack != other and None in (stack.block, other.block) for other in stacks):
+                    raise binding_error(
+                        name, f"the neurons of '{path}' describe no matrix", f"axes \"{block.axes}\"",
+                        "'_' for a neuron's inputs in one axis, and a name that counts neurons in another",
+                        'write "_ neuron" for a kernel of (inputs, outputs), and leave vectors out',
+                    )
+                stacks[stack] = None
+            if stacks:
+                read[path] = next(iter(stacks)) if len(stacks) == 1 else Fused(tuple(stacks))
         return read
 
     def tokens(params: Any) -> list[str]:
-        listed = [selection for selection in vectors.resolve(name, specs, params) if of_tokens(selection)]
-        for block in (x.block for x in listed if not 0 < len(x.axes) < len(x.block.view_shape)):
+        found = [selection for own in listed(params).values() for selection in own if of_tokens(selection)]
+        for block in (x.block for x in found if not 0 < len(x.axes) < len(x.block.view_shape)):
             raise binding_error(
                 name, f"the tokens of '{block.path}' have no vectors", f"axes \"{block.axes}\"",
                 "'_' for the entries of a token's vector, beside the name that counts tokens",
                 f'write "_ {TOKEN}" for (inputs, tokens), or "{TOKEN} _" for a table of (tokens, entries)',
             )
-        return [selection.block.path for selection in listed]
+        return [selection.block.path for selection in found]
 
     scale = optax.scale_by_learning_rate(learning_rate)
     tail = optax.add_decayed_weights(weight_decay, weight_decay_mask), scale
@@ -315,7 +346,41 @@ def max_norm_muon(
 
     # A momentum decays by 0.95 a step and its average size by √0.95, so that the steps of an absent token fade.
     stepped = named_max_norm(name, inner, specs, measure, learning_rate, bound, beta=0.95)
-    return quotient_for(name, stepped, group, hold=hold, pin=pin, rest=rest)
+    made = quotient_for(name, stepped, group, hold=hold, pin=pin, rest=rest)
+
+    def of_unlisted(params: Any) -> list[ValueError]:
+        unlisted = {} if is_empty(params) else _unlisted(group, params, vectors.resolve(name, specs, params))
+        shapes = ", ".join(f"'{path}' {shape}" for path, shape in unlisted.items())
+        error = binding_error(
+            name, f"no mapping lists {len(unlisted)} {'matrix' if len(unlisted) == 1 else 'matrices'}", shapes,
+            "every kernel and table in neurons or embeddings: Adam steps all other leaves, at "
+            + ("half of the learning rate" if adam_learning_rate is None else "its own rate"),
+            "list the leaf, or give Adam a rate of its own: adam_learning_rate=1e-3",
+        )
+        return [error] if unlisted else []
+
+    def init(params: Any) -> Any:
+        state = made.init(params)
+        for error in of_unlisted(params):
+            warnings.warn(str(error), stacklevel=2)
+        return state
+
+    def preflight(params: Any) -> Sequence[str | ValueError]:
+        unlisted = of_unlisted(params)
+        own_rate = adam_learning_rate is not None
+        return [*(map(str, unlisted) if own_rate else unlisted), *made.preflight(params)]
+
+    tx = GaugeTransformation(init, made.update, made.gauges, made.rules, preflight)
+    init.made_by = tx  # type: ignore[attr-defined]  # `optax.chain` keeps functions alone
+    return tx
+
+
+def _unlisted(group: Product, params: Any, listed: list[vectors.Selection]) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of leaves that have two axes, are no vectors to gauges, and have no listed vectors."""
+    s = slice_of(group.parts, params).slice
+    known = rotated_or_scaled(s) - matrices_of(s.parts).keys() | {selection.block.path for selection in listed}
+    shapes = {path: leaf_shape(leaf) for path, leaf in leaves_by_path(params).items() if path not in known}
+    return {path: shape for path, shape in shapes.items() if sum(length > 1 for length in shape) > 1}
 
 
 def _half(learning_rate: optax.ScalarOrSchedule) -> optax.ScalarOrSchedule:

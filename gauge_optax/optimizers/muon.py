@@ -5,7 +5,7 @@ A rotation R of a head's basis carries over to the polar factor of a moment M = 
 References: Jordan et al. 2024 (Muon); DDC B.10 for heads.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -14,7 +14,8 @@ import optax
 
 from gauge_optax.binding import is_empty, leaves_by_path, with_leaves
 from gauge_optax.optimizers.polar import Polar
-from gauge_optax.parts.matrices import Matrices
+from gauge_optax.parts.matrices import Reading
+from gauge_optax.transformation import GaugeTransformation, LeafRule
 
 
 class ScaleByHeadPolarState(NamedTuple):
@@ -30,14 +31,14 @@ class ScaleByHeadPolarState(NamedTuple):
 
 
 def muon(
-    matrices: Callable[[Any], Mapping[str, Matrices]],
+    matrices: Callable[[Any], Mapping[str, Reading]],
     polar: Polar,
     nesterov: bool,
     mu_dtype: Any,
     matrix_tail: tuple[optax.GradientTransformation, ...],
     adam: optax.GradientTransformation,
     momentum: tuple[Callable[[Any], Collection[str]], optax.GradientTransformation] | None = None,
-) -> optax.GradientTransformationExtraArgs:
+) -> GaugeTransformation:
     """Polar factors for matrices, momentum for the leaves that are named, Adam for all others.
 
     Args:
@@ -64,16 +65,31 @@ def muon(
             paths, rate = momentum
             rules["momentum"] = optax.chain(optax.trace(polar.beta, nesterov, mu_dtype), rate)
             labels |= dict.fromkeys(() if is_empty(params) else paths(params), "momentum")
-        return optax.partition(rules, with_leaves(jax.tree.map(lambda _: "adam", params), labels))
+        tree = with_leaves(jax.tree.map(lambda _: "adam", params), labels)
+        return optax.partition(rules, lambda _: tree)  # a tree that can be called, as modules can, would be called
 
     def update_fn(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         return partition(params).update(updates, state, params, **extra)
 
-    return optax.GradientTransformationExtraArgs(lambda params: partition(params).init(params), update_fn)
+    def rules(params: Any) -> dict[str, LeafRule]:
+        found = polar_rules(leaves_by_path(params), matrices(params))
+        return found | dict.fromkeys(() if momentum is None else momentum[0](params), LeafRule("momentum"))
+
+    return GaugeTransformation(lambda params: partition(params).init(params), update_fn, rules=rules)
+
+
+def polar_rules(paths: Iterable[str], matrices: Mapping[str, Reading]) -> dict[str, LeafRule]:
+    """Returns what is done to each leaf where those that are matrices get polar factors, and all others Adam."""
+
+    def rule(reading: Reading) -> LeafRule:
+        by_head = all(piece.heads is not None for piece in reading.pieces)
+        return LeafRule("per-head polar" if by_head else "polar", reading.text)
+
+    return {path: rule(matrices[path]) if path in matrices else LeafRule("Adam") for path in paths}
 
 
 def scale_by_head_polar(
-    polar: Polar, matrices: Mapping[str, Matrices], nesterov: bool, mu_dtype: Any
+    polar: Polar, matrices: Mapping[str, Reading], nesterov: bool, mu_dtype: Any
 ) -> optax.GradientTransformation:
     """The scaled polar factor of every matrix of a first moment.
 

@@ -7,28 +7,37 @@ References: DDC B.10, Table 1; Jordan et al. 2024 (Muon).
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from gauge_optax.binding import BlockSpec, bind_leaf, frozen_sizes, leaves_by_path
+from gauge_optax.binding import Axes, Block, BlockSpec, bind_leaf, frozen_sizes, leaves_by_path, overlap
 from gauge_optax.binding.axes import parse_axes
 from gauge_optax.binding.paths import match, nearest
 from gauge_optax.binding.specs import Sizes
 from gauge_optax.errors import binding_error
-from gauge_optax.linalg import Coefficients, Schedule, ns_schedule, polar
+from gauge_optax.linalg import Coefficients, Schedule, ns_schedule, polar, unit_and_size
 from gauge_optax.optimizers.sides import channel_sides
 from gauge_optax.parts.constants import Logits
-from gauge_optax.parts.matrices import Matrices, labelled_matrices, matrices_of, matrix
+from gauge_optax.parts.matrices import (
+    Fused,
+    Matrices,
+    Reading,
+    cuts_of,
+    labelled_matrices,
+    matrices_of,
+    matrix,
+    uncovered,
+)
 from gauge_optax.parts.part import Part, changed
 from gauge_optax.slice import Slice
 from gauge_optax.transformation import require_choice
 
 Scalar = float | jax.Array
-Labels = Mapping[str, str] | None
+Labels = Mapping[str, Axes] | None
 SCALES = ("width", "rms", "none")
 
 
@@ -50,10 +59,11 @@ class Polar:
     Attributes:
       name: of the public function, for messages.
       beta: decay of first moments.
-      eps: added to the norm ‖M‖_F by which a first moment M is divided.
+      eps: added to the norm ‖M‖_F by which a first moment M is divided, in units of M's largest entry: a step does not
+        depend on the size of gradients.
       schedule: the polynomials of the Newton–Schulz iteration, one per step.
       scale: "width", "rms", "none", or the RMS of a step.
-      labels: the user's pairs of a path pattern and "muon", "adam" or axes, in order.
+      labels: the user's pairs of a path pattern and "muon", "adam" or one or more axes, in order.
       sizes: lengths of axes in labels that shapes do not fix.
       rotations_alone: whether a leaf without a label is a matrix only where a rotation binds it.
     """
@@ -63,22 +73,26 @@ class Polar:
     eps: Scalar
     schedule: Schedule
     scale: str | Scalar
-    labels: tuple[tuple[str, str], ...]
+    labels: tuple[tuple[str, Axes], ...]
     sizes: Sizes
     rotations_alone: bool
 
-    def matrices(self, s: Slice, params: optax.Params) -> dict[str, Matrices]:
+    def matrices(self, s: Slice, params: optax.Params) -> dict[str, Reading]:
         """Returns leaf path → how it is read, for the leaves that are stepped by their polar factor.
 
-        Raises ValueError for a label that matches no leaf, for a leaf that is labelled "muon" but is no matrix, and for
-        axes that do not fit a leaf, describe no matrices, or contradict a rotation.
+        Raises ValueError for a label that matches no leaf, for a leaf that is labelled "muon" but is no matrix, for
+        axes that do not fit a leaf, describe no matrices, or contradict a rotation, and for a leaf of which neither
+        gauges nor labels say what matrices it holds beside the ranges that gauges bind.
         """
         leaves, read = leaves_by_path(params), matrices_of(s.parts)
-        rotated = {path for turn in s.heads for path in turn.paths}
+        rotated = {path: [b for turn in s.heads for b in turn.blocks if b.path == path]
+                   for turn in s.heads for path in turn.paths}
+        if self.rotations_alone:  # a range that no rotation binds is no matrix, as a leaf of its own would be none
+            read |= matrices_of(s.heads)
         # A logit shift binds the unembedding, which Muon's authors leave to Adam although it is a matrix.
         muon = read.keys() - {path for part in s.parts if is_output_layer(part) for path in changed(part)}
         if self.rotations_alone:
-            muon &= rotated
+            muon &= rotated.keys()
         for pattern, label in self.labels:
             hits = {path for path in leaves if match(self.name, pattern, path) is not None}
             if not hits:
@@ -89,11 +103,15 @@ class Polar:
                     "a pattern of at least one leaf", f"write '{near[0][1]}'" if near else "drop the label",
                 )
             muon = muon - hits if label == "adam" else muon | hits
-            if _is_axes(label):
-                for path in sorted(hits):
-                    read[path] = self._labelled(pattern, label, path, leaves[path].shape, path in rotated)
-        # If gauges bind a leaf but do not read it as matrices, it is a bias or a norm's scale, whatever its shape.
-        vectors = rotated | {path for part in s.parts if channel_sides(part) is not None for path in changed(part)}
+            for path in sorted(hits) if _is_axes(label) else ():
+                own = [self._labelled(pattern, axes, path, leaves[path].shape, rotated.get(path, []))
+                       for axes in (label if isinstance(label, tuple) else (label,))]
+                # Ranges that gauges bind stay as they are where the labels are of other ranges.
+                blocks = [piece.block for piece in own if piece.block]
+                of_gauges = read[path].pieces if path in read and len(blocks) == len(own) else ()
+                others = [x for x in of_gauges if x.block and not any(overlap(x.block, other) for other in blocks)]
+                read[path] = own[0] if len(own + others) == 1 else Fused((*own, *others))
+        vectors = rotated_or_scaled(s)
         for path in (path for path in leaves if path in muon and path not in read):
             shape, vector = leaves[path].shape, path in vectors
             if len(shape) != 2 or vector:
@@ -104,11 +122,26 @@ class Polar:
                     "label it adam" if vector else "label it adam, or bind it",
                 )
             read[path] = matrix(shape)
+        for path in (path for path in leaves if path in muon):
+            if rest := uncovered(read[path], leaves[path].shape):
+                ranges = [f'"{piece.block.axes}"' for piece in read[path].pieces if piece.block is not None]
+                beside = f"{abs(rest)} of {math.prod(leaves[path].shape)} entries in {'none' if rest > 0 else 'two'}"
+                raise binding_error(
+                    self.name, f"nothing says which matrices '{path}' holds beside its ranges",
+                    f"{beside} of {', '.join(ranges) or 'its ranges'}",
+                    "every entry of a fused kernel in one range of a gauge or of a label",
+                    f"write labels={{'{path}': (\"_ _=0:8\", \"_ _=8:12\")}} with its ranges, bind them, or label it "
+                    "adam",
+                )
         return {path: read[path] for path in leaves if path in muon}
 
-    def _labelled(self, pattern: str, axes: str, path: str, shape: tuple[int, ...], rotated: bool) -> Matrices:
-        """Returns how the user's axes read a leaf."""
+    def _labelled(
+        self, pattern: str, axes: str, path: str, shape: tuple[int, ...], turns: Sequence[Block]
+    ) -> Matrices:
+        """Returns how the user's axes read a leaf, or a range of it."""
         block = bind_leaf(self.name, BlockSpec("labels", pattern, axes), path, shape, dict(self.sizes), "sizes")
+        # A rotation says which matrices its own range holds.
+        rotated = turns and (block is None or not any(cuts_of(block)) or any(overlap(block, turn) for turn in turns))
         reading = None if block is None or rotated else labelled_matrices(block)
         if reading is None:
             raise binding_error(
@@ -120,16 +153,17 @@ class Polar:
             )
         return reading
 
-    def steps(self, matrices: Mapping[str, Matrices], mean: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+    def steps(self, matrices: Mapping[str, Reading], mean: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
         """Returns every leaf's scaled polar factor; zero where the moment is zero.
 
         Args:
           matrices: leaf path → how it is read.
           mean: leaf path → bias-corrected first moment.
         """
-        steps = {}
-        for path, stack in matrices.items():
-            m, inputs, outputs = stack.view(mean[path]), stack.fan_in, stack.fan_out
+        steps = dict(mean)
+        for path, stack in ((path, piece) for path, reading in matrices.items() for piece in reading.pieces):
+            moment, inputs, outputs = stack.view(mean[path]), stack.fan_in, stack.fan_out
+            m, size = unit_and_size(moment.astype(jnp.promote_types(moment.dtype, jnp.float32)), (-2, -1))
             factor = polar(m, self.schedule, eps=self.eps)
             if not isinstance(self.scale, str):
                 # The RMS of a polar factor is 1/√max(inputs, outputs).
@@ -138,9 +172,19 @@ class Polar:
                 factor = math.sqrt(max(1.0, outputs / inputs)) * factor
             elif self.scale == "rms":
                 # ‖factor‖_F = √rank, so that the step has the norm of the moment (B.10).
-                factor = jnp.linalg.norm(m, axis=(-2, -1), keepdims=True) / math.sqrt(min(inputs, outputs)) * factor
-            steps[path] = stack.leaf(factor)
-        return steps
+                norm = size * jnp.linalg.norm(m, axis=(-2, -1), keepdims=True)
+                factor = norm / math.sqrt(min(inputs, outputs)) * factor
+            steps[path] = stack.write(steps[path], factor)
+        return {path: steps[path] for path in matrices}
+
+
+def rotated_or_scaled(s: Slice) -> set[str]:
+    """Returns the leaves that gauges of heads or channels bind.
+
+    Those of them that gauges do not read as matrices are biases or norms' scales, whatever their shape.
+    """
+    scales = {path for part in s.parts if channel_sides(part) is not None for path in changed(part)}
+    return scales | {path for turn in s.heads for path in turn.paths}
 
 
 def polar_of(
@@ -184,7 +228,8 @@ def polar_of(
     named: set[str] = set()
     for pattern, label in (labels or {}).items():
         if _is_axes(label):
-            named |= {part.name for part in parse_axes(name, pattern, label).parts} - {"_"}
+            for axes in label if isinstance(label, tuple) else (label,):
+                named |= {part.name for part in parse_axes(name, pattern, axes).parts} - {"_"}
         elif label not in ("muon", "adam"):
             raise binding_error(
                 name, f"bad label of '{pattern}'", repr(label), "'muon', 'adam', or axes such as '_ head _'",
@@ -203,6 +248,7 @@ def polar_of(
     )
 
 
-def _is_axes(label: str) -> bool:
-    """Whether a label is an axes string, which has at least two axes."""
-    return isinstance(label, str) and " " in label
+def _is_axes(label: Any) -> bool:
+    """Whether a label is an axes string, which has at least two axes, or a tuple of them."""
+    several = label if isinstance(label, tuple) and label else (label,)
+    return all(isinstance(axes, str) and " " in axes for axes in several)

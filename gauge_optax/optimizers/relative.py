@@ -24,6 +24,9 @@ from gauge_optax.transformation import GaugeTransformation, transformation
 def scale_by_relative_rms(gauges: Gauges, min_scale: float | jax.Array = 0.1) -> GaugeTransformation:
     """Multiplies the update of every kernel that a gauge binds by max(RMS(kernel)·√fan-in, min_scale).
 
+    In a fused kernel whose ranges gauges bind, each range has a factor of its own; entries outside them keep their
+    updates.
+
     Args:
       gauges: a gauge or a sequence of them; they say which leaves are kernels, and which of their axes are inputs (the
         axis of heads goes with their basis). Vectors and leaves in no gauge keep their updates.
@@ -53,15 +56,17 @@ def scale_by_relative_rms(gauges: Gauges, min_scale: float | jax.Array = 0.1) ->
 
     def update(updates: Any, state: optax.EmptyState, params: Any, **extra: Any) -> tuple[Any, optax.EmptyState]:
         leaves, steps = leaves_by_path(params), leaves_by_path(updates)
-        scaled = {}
-        for path, stack in matrices_of(bound(group.parts, params).slice.parts).items():
-            kernel, inputs = leaves[path], stack.fan_in
+        scaled: dict[str, jax.Array] = {}
+        read = matrices_of(bound(group.parts, params).slice.parts)
+        for path, stack in ((path, piece) for path, reading in read.items() for piece in reading.pieces):
+            kernel, inputs = stack.view(leaves[path]), stack.fan_in
             if stack.heads is not None and stack.heads[1] == stack.rows:
                 # The basis of heads is on the rows' side: their outputs are summed, so that all of them are inputs.
                 inputs *= stack.split[stack.heads[0]]
             rms = jnp.sqrt(jnp.mean(jnp.square(kernel.astype(jnp.promote_types(kernel.dtype, jnp.float32)))))
             factor = jnp.maximum(rms * math.sqrt(inputs), min_scale)
-            scaled[path] = (factor * steps[path]).astype(steps[path].dtype)
+            step = scaled.get(path, steps[path])
+            scaled[path] = stack.write(step, factor * stack.view(step))
         return with_leaves(updates, scaled), state
 
     def empty(params: Any) -> optax.EmptyState:

@@ -123,7 +123,8 @@ def resting(name: str, tx: GaugeTransformation, group: Product, rest: str) -> Ga
     def empty(params: Any) -> RestedState:
         return RestedState(tx.init(params), placeholder())
 
-    rested = transformation(name, init, update, RestedState, empty, gauges=tx.gauges, preflight=tx.preflight)
+    said: dict[str, Any] = {"gauges": tx.gauges, "rules": tx.rules, "preflight": tx.preflight}
+    rested = transformation(name, init, update, RestedState, empty, **said)
 
     def update_fn(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, RestedState]:
         if hasattr(state, "frame"):
@@ -136,4 +137,4 @@ def resting(name: str, tx: GaugeTransformation, group: Product, rest: str) -> Ga
             )
         return rested.update(updates, state, params, **extra)
 
-    return GaugeTransformation(rested.init, update_fn, tx.gauges, tx.preflight)
+    return GaugeTransformation(rested.init, update_fn, **said)

@@ -4,17 +4,23 @@ A rotated leaf has one matrix per head, with the basis on one side. A leaf with 
 side and its free axes on the other; among several named axes, the channels are the axis called `channel`, or the last.
 All other axes count matrices (are batch axes): stacked layers, a named axis between free axes (`_ head _`), an index
 (`qkv=0`), and an axis that shares parentheses with a head (`(head _)`, grouped queries).
+
+A kernel that holds several matrices of unequal widths side by side is bound in ranges, `(head basis)=0:32` or
+`channel=0:12`. Each range is read by itself, as the leaf of its own that it would be in a tree that is not fused. A
+range within a head (`head basis=0:4`, the part of a head that is rotary) is no such cut: a head's matrix is whole.
 """
 
 import dataclasses
 import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
+import numpy as np
 
 from gauge_optax.binding import Block
+from gauge_optax.binding.axes import Ranges
 from gauge_optax.errors import binding_error
 from gauge_optax.parts.heads import BASIS, PLANE
 from gauge_optax.parts.part import Part
@@ -27,16 +33,18 @@ COUNTING = ("layer", "expert")  # names of axes that count matrices where the ax
 
 @dataclasses.dataclass(frozen=True)
 class Matrices:
-    """How a leaf is read as matrices, (*batch, rows, columns): rows are inputs, columns outputs, in the leaf's order.
+    """How a leaf, or a range of it, is read as matrices, (*batch, rows, columns): rows are inputs, columns outputs, in
+    the leaf's order.
 
     Attributes:
       shape: the leaf's shape.
-      split: the shape after groups of axes are split.
+      split: the shape after groups of axes are split, that of the range if there is one.
       groups: per leaf axis, the axes of `split` it was split into.
       batch: the axes of `split` that count matrices.
       rows: those that are one matrix's rows.
       columns: those that are its columns.
       heads: the axis of `split` that counts heads, and the axes of one head's basis or channels; None without heads.
+      block: the range; None for a whole leaf.
     """
 
     shape: tuple[int, ...]
@@ -46,6 +54,12 @@ class Matrices:
     rows: tuple[int, ...]
     columns: tuple[int, ...]
     heads: tuple[int, tuple[int, ...]] | None = None
+    block: Block | None = None
+
+    @property
+    def pieces(self) -> "tuple[Matrices, ...]":
+        """The readings of the leaf's ranges: this one alone."""
+        return (self,)
 
     def grouped(self, path: str, count: Any) -> "Matrices":
         """Returns the reading with `count` neighbouring heads side by side in one matrix.
@@ -83,6 +97,7 @@ class Matrices:
             after(self.batch),
             joined if set(side) == set(self.rows) else after(self.rows),
             joined if set(side) == set(self.columns) else after(self.columns),
+            block=self.block,
         )
 
     @property
@@ -100,21 +115,63 @@ class Matrices:
         """Number of columns of one matrix."""
         return math.prod(self.split[k] for k in self.columns)
 
+    @property
+    def text(self) -> str:
+        """How many matrices of which shape, as in `4 × (8, 3)`."""
+        return f"{self.count} × ({self.fan_in}, {self.fan_out})"
+
     def view(self, leaf: jax.Array) -> jax.Array:
         """Returns the matrices, (*batch, rows, columns)."""
         order = self.batch + self.rows + self.columns
         batch = tuple(self.split[k] for k in self.batch)
-        return leaf.reshape(self.split).transpose(order).reshape((*batch, self.fan_in, self.fan_out))
+        entries = leaf if self.block is None else self.block.view(leaf)
+        return entries.reshape(self.split).transpose(order).reshape((*batch, self.fan_in, self.fan_out))
 
     def leaf(self, view: jax.Array) -> jax.Array:
-        """Returns the leaf from its matrices: the inverse of `view`."""
+        """Returns a whole leaf from its matrices: the inverse of `view`."""
+        return self._entries(view).reshape(self.shape)
+
+    def write(self, leaf: jax.Array, view: jax.Array) -> jax.Array:
+        """Returns a leaf with these matrices in place of its own, in the leaf's dtype."""
+        return self.leaf(view).astype(leaf.dtype) if self.block is None else self.block.write(leaf, self._entries(view))
+
+    def _entries(self, view: jax.Array) -> jax.Array:
         order = self.batch + self.rows + self.columns
         back = tuple(order.index(k) for k in range(len(order)))
-        return view.reshape(tuple(self.split[k] for k in order)).transpose(back).reshape(self.shape)
+        return view.reshape(tuple(self.split[k] for k in order)).transpose(back)
 
     def leaf_axes(self, axes: tuple[int, ...]) -> tuple[int, ...]:
         """Returns the axes of the leaf that hold any of these axes of `split`."""
         return tuple(k for k, group in enumerate(self.groups) if set(group) & set(axes))
+
+
+@dataclasses.dataclass(frozen=True)
+class Fused:
+    """How a leaf is read whose ranges are matrices of their own.
+
+    Attributes:
+      pieces: the readings of its ranges, which share no entry. They may leave entries out, of which nothing says what
+        matrices they are.
+    """
+
+    pieces: tuple[Matrices, ...]
+
+    def grouped(self, path: str, count: Any) -> "Fused":
+        """See `Matrices.grouped`."""
+        return Fused(tuple(piece.grouped(path, count) for piece in self.pieces))
+
+    @property
+    def text(self) -> str:
+        """Those of the ranges, as in `1 × (8, 12) + 1 × (8, 3)`."""
+        return " + ".join(piece.text for piece in self.pieces)
+
+
+Reading: TypeAlias = Matrices | Fused
+
+
+def uncovered(reading: Reading, shape: Sequence[int]) -> int:
+    """Returns the number of a leaf's entries that are in no matrix."""
+    return math.prod(shape) - sum(math.prod(piece.split) for piece in reading.pieces)
 
 
 def matrix(shape: tuple[int, int]) -> Matrices:
@@ -151,7 +208,7 @@ def _of_heads(part: Any, block: Block) -> tuple[int, Matrices | None]:
     return 0, head_matrices(block)
 
 
-def matrices_of(parts: Iterable[Part[Any]]) -> dict[str, Matrices]:
+def matrices_of(parts: Iterable[Part[Any]]) -> dict[str, Reading]:
     """Returns leaf path → how it is read as matrices.
 
     Args:
@@ -159,48 +216,134 @@ def matrices_of(parts: Iterable[Part[Any]]) -> dict[str, Matrices]:
 
     Returns:
       An entry for every leaf that is a matrix to a gauge that binds it, and none for vectors (biases, norms' scales).
+      Where gauges bind ranges of a leaf, every range is read by itself. What no range holds is left out.
     """
-    pairs = ((block.path, matrices(part, block)) for part in parts for block in part.blocks)
-    answers = [(answer[0], path, answer[1]) for path, answer in pairs if answer is not None]
-    read: dict[str, tuple[int, Matrices | None]] = {}
-    for priority, path, reading in sorted(answers, key=lambda row: row[0]):
+    by_path: dict[str, list[tuple[Part[Any], Block]]] = {}
+    for part in parts:
+        for block in part.blocks:
+            by_path.setdefault(block.path, []).append((part, block))
+    read: dict[str, Reading] = {}
+    for path, pairs in by_path.items():
+        whole = _chosen(matrices(part, block) for part, block in pairs)
+        cuts = {(axis, cut) for _, block in pairs for axis, cut in enumerate(cuts_of(block)) if cut is not None}
+        if whole is None or not cuts:
+            read |= {} if whole is None else {path: whole}
+            continue
+        axes, shape = {axis for axis, _ in cuts}, pairs[0][1].shape
+        axis = min(axes)
+        pieces = _pieces([cut for at, cut in cuts if at == axis], shape[axis]) if len(axes) == 1 else []
+        within = [[(part, kept) for part, block in pairs if (kept := _restricted(block, axis, piece)) is not None]
+                  for piece in pieces]
+        readings = [_chosen(matrices(part, block) for part, block in chosen) for chosen in within]
+        read[path] = Fused(tuple(reading for reading in readings if reading is not None))
+    return read
+
+
+def _chosen(answers: Iterable[tuple[int, Matrices | None] | None]) -> Matrices | None:
+    """Returns the reading that counts, of the answers of all parts for one leaf or range; None if it is no matrix."""
+    first: int | None = None
+    chosen: Matrices | None = None
+    for priority, reading in sorted((answer for answer in answers if answer is not None), key=lambda row: row[0]):
         # Answers come by priority; the first wins. A rotation's bias stays no matrix, even if a scale moves it too,
         # unless that is a scale per head (priority 1).
-        first, before = read.setdefault(path, (priority, reading))
+        if first is None:
+            first, chosen = priority, reading
         # Of equal answers the one with more matrices wins, whatever the order of the gauges: a norm reads a stack of
         # experts as one matrix, because it cannot name them, where a rescale of their units does.
-        finer = priority == first and before is not None and reading is not None and reading.count > before.count
-        if finer or (priority == 1 and before is None):
-            read[path] = priority, reading
-    return {path: reading for path, (_, reading) in read.items() if reading is not None}
+        finer = priority == first and chosen is not None and reading is not None and reading.count > chosen.count
+        if finer or (priority == 1 and chosen is None):
+            first, chosen = priority, reading
+    return chosen
 
 
-def _on_whole_axes(block: Block) -> Block | None:
-    """Returns a block that selects whole axes: (k, …, n) on a range becomes (length/n, 1, …, n) on the whole axis.
+def cuts_of(block: Block) -> tuple[Ranges | None, ...]:
+    """Returns, per axis of the leaf, the ranges to which a block is confined as a leaf of its own would be.
 
-    In a fused kernel, heads outside the bound range are matrices too. Returns None where n does not divide
-    the start of the range or the length of the axis.
+    That is the range of a group, `(head basis)=0:32`, or of a lone axis, `channel=0:12`, unless it is a part of a head.
     """
-    split, index = list(block.split), list(block.index)
-    for axis, (span, group) in enumerate(zip(block.ranges, block.groups, strict=True)):
-        if span is None:
-            continue
-        length, last = block.shape[axis], split[group[-1]] if len(group) > 1 else 1
-        if length % last or span[0] % last or any(isinstance(index[k], int) for k in group):
+    labels = block.split_labels
+
+    def cut(axis: int) -> Ranges | None:
+        window, (first, *others) = block.ranges[axis], block.groups[axis]
+        if window is not None:
+            return (window,)
+        index, label = block.index[first], labels[first]
+        in_head = label in (BASIS, PLANE) or (HEAD in labels and label != HEAD)
+        if others or isinstance(index, int) or in_head or index == ((0, block.split[first]),):
+            return None
+        return index
+
+    return tuple(cut(axis) for axis in range(len(block.shape)))
+
+
+def _pieces(cuts: Sequence[Ranges], length: int) -> list[Ranges]:
+    """Returns the ranges into which ranges cut an axis: indices that the same ones hold. What none holds is left out.
+    """
+    held = np.zeros((len(cuts), length), bool)
+    for row, ranges in zip(held, cuts, strict=True):
+        for start, stop in ranges:
+            row[start:stop] = True
+    pieces = []
+    for kind in dict.fromkeys(map(tuple, held.T.tolist())):
+        if any(kind):
+            edges = np.flatnonzero(np.diff(np.r_[0, (held.T == kind).all(1).astype(int), 0])).tolist()
+            pieces.append(tuple(zip(edges[::2], edges[1::2], strict=True)))
+    return sorted(pieces)
+
+
+def _restricted(block: Block, axis: int, piece: Ranges) -> Block | None:
+    """Returns what a block selects of a piece of an axis; None if that is nothing, or if it does not split evenly.
+
+    A group (k, …, n) becomes (length/n, 1, …, n) on a piece of its range.
+    """
+    held = cuts_of(block)[axis] or ((0, block.shape[axis]),)
+    if held == piece:
+        return block
+    if not all(any(start <= first and last <= stop for start, stop in held) for first, last in piece):
+        return None
+    split, index, ranges, group = list(block.split), list(block.index), list(block.ranges), block.groups[axis]
+    if len(group) == 1:
+        index[group[0]] = piece
+    else:
+        ((start, stop), *others), last = piece, split[group[-1]]
+        length = stop - start
+        if others or length % last or (start - held[0][0]) % last or any(isinstance(index[k], int) for k in group):
             return None
         for k in group:
             split[k] = last if k == group[-1] else length // last if k == group[0] else 1
             index[k] = ((0, split[k]),)
-        if len(group) == 1:
-            split[group[0]], index[group[0]] = length, ((0, length),)
-    return dataclasses.replace(block, split=tuple(split), index=tuple(index), ranges=(None,) * len(block.shape))
+        ranges[axis] = (start, stop)
+    return dataclasses.replace(block, split=tuple(split), index=tuple(index), ranges=tuple(ranges))
+
+
+def within(block: Block, reading: Reading) -> tuple[Block, ...]:
+    """Returns what a block selects of each range in which its leaf is read; the block itself where there are none."""
+    ranges = [piece.block for piece in reading.pieces if piece.block is not None] if isinstance(reading, Fused) else []
+    kept: list[Block] = []
+    for span in ranges:
+        own: Block | None = block
+        for axis, cut in enumerate(cuts_of(span)):
+            own = own if own is None or cut is None else _restricted(own, axis, cut)
+        kept += [] if own is None else [own]
+    return tuple(kept) or (block,)
+
+
+def _widened(block: Block) -> Block:
+    """Returns a block with all that it selects a part of, except ranges that are leaves of their own.
+
+    Indices count matrices (`qkv=0`), and a part of a head stands for the head.
+    """
+    cuts = cuts_of(block)
+    index: list[int | Ranges] = []
+    for axis, group in enumerate(block.groups):
+        lone = cuts[axis] is not None and block.ranges[axis] is None
+        index += [block.index[k] if lone else ((0, block.split[k]),) for k in group]
+    return dataclasses.replace(block, index=tuple(index), labels=block.split_labels)
 
 
 def head_matrices(block: Block) -> Matrices | None:
     """Returns one matrix per head, with the basis on one side; None if the block is no matrix."""
-    whole = _on_whole_axes(block)
-    if whole is None:
-        return None
+    whole = _widened(block)
     labels = whole.split_labels
     # A free part that shares its parentheses with a name counts matrices: `(head _)` are heads of grouped queries.
     counting = {k for group in whole.groups for k in group if any(labels[j] not in ("_", "", BASIS) for j in group)}
@@ -210,9 +353,7 @@ def head_matrices(block: Block) -> Matrices | None:
 
 def channel_matrices(block: Block, names: tuple[str, ...]) -> Matrices | None:
     """Returns matrices with channels on one side and free axes on the other; None if the block is no matrix."""
-    whole = _on_whole_axes(block)
-    if whole is None:
-        return None
+    whole = _widened(block)
     labels = whole.split_labels
     free = [k for k, label in enumerate(labels) if label == "_"]
     named = "channel" if "channel" in names else next(reversed(names), None)
@@ -229,9 +370,7 @@ def labelled_matrices(block: Block) -> Matrices | None:
     The free parts `_` of one axis of the leaf are the rows, those of a later axis the columns. Everything that has a
     name, or an index, counts matrices.
     """
-    whole = _on_whole_axes(block)
-    if whole is None:
-        return None
+    whole = _widened(block)
     labels = whole.split_labels
     sides = [free for group in whole.groups if (free := [k for k in group if labels[k] == "_"])]
     if len(sides) != 2:
@@ -250,9 +389,7 @@ def neuron_matrices(block: Block) -> Matrices | None:
     Every name counts neurons (`head neuron` counts them in two axes), except that each layer of a stack and each expert
     has a matrix of its own. An index, as of one part of a fused kernel, counts matrices too.
     """
-    whole = _on_whole_axes(block)
-    if whole is None:
-        return None
+    whole = _widened(block)
     labels = whole.split_labels
     inputs = [k for k, label in enumerate(labels) if label == "_"]
     neurons = [k for k, label in enumerate(labels) if label not in ("_", "", *COUNTING)]
@@ -269,9 +406,11 @@ def _between(block: Block, one: Sequence[int], other: Sequence[int]) -> Matrices
     batch = tuple(k for k in range(len(block.split)) if k not in rows + columns)
     counting = [k for k in batch if block.split_labels[k] == HEAD]
     heads = (counting[0], tuple(one)) if counting else None
-    return Matrices(block.shape, block.split, block.groups, batch, rows, columns, heads)
+    whole = None if block.whole else block
+    return Matrices(block.shape, block.view_shape, block.groups, batch, rows, columns, heads, whole)
 
 
-def optax_axes(matrices: Mapping[str, Matrices]) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
+def optax_axes(matrices: Mapping[str, Reading]) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
     """Returns leaf path → the leaf's axes that hold rows, and those that hold columns; `_between` keeps them apart."""
-    return {path: (m.leaf_axes(m.rows), m.leaf_axes(m.columns)) for path, m in matrices.items()}
+    first = {path: reading.pieces[0] for path, reading in matrices.items() if reading.pieces}
+    return {path: (m.leaf_axes(m.rows), m.leaf_axes(m.columns)) for path, m in first.items()}

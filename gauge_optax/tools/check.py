@@ -21,8 +21,8 @@ from gauge_optax.gauges.bound import bound
 from gauge_optax.linalg import real_dtype
 from gauge_optax.parts.part import changed
 from gauge_optax.slice import Frame
-from gauge_optax.tools.plan import gauges_of
-from gauge_optax.transformation import require_gradients, require_params, require_values
+from gauge_optax.tools.plan import gauges_of, said_by
+from gauge_optax.transformation import LeafRule, require_gradients, require_params, require_values
 from gauge_optax.wrapped import transformations_of
 from gauge_optax.xla import quick_options
 
@@ -33,7 +33,10 @@ _ALL_ROUNDED = 0.95  # share of a leaf's entries whose update its dtype rounds a
 _OTHER_SIZE = 0.3  # how far logs of sizes may be from those of a frame, beyond the first step
 _OTHER_WEIGHTS = 0.05  # the relative difference of a state at the first step that is no roundoff
 _NOISE = 1e-5  # relative size of a perturbation under which a state's arrays have to be stable to be compared
+_CANCELLED = 10.0  # by how much more roundoff there is where a sum of large terms is zero, as in a key bias
 _TIMES_ROUNDOFF = 16.0
+_FAST = 0.1  # share of a matrix that one step of Adam may be long beside Muon
+_NO_RULE = LeafRule("")
 _FEW = 64  # fewer entries than this do not show in what precision they were computed
 _MOST_ENTRIES = 4096  # of each leaf, that are looked at for that
 _TRAILING = 4  # zeros at the end of most mantissas: they were computed in less precision than they are stored in
@@ -128,7 +131,7 @@ def check(
     shares = _shares(gauges, params, grads, frozen, loss_fn, batch)
     for gauge, copies in zip(gauges, shares, strict=True):
         for copy, share in copies.items():
-            if not share.number <= limit:
+            if not share.number <= (limit if share.real else _CANCELLED * limit):
                 raise _no_symmetry(gauge.name, copy, share, limit, precision)
     notes = [f"{precision} hides penalties below {limit:.0%} of a gradient; loss_fn= and batch= show them"] * (
         limit > 1e-2 and bool(gauges)
@@ -150,11 +153,13 @@ class _Share(NamedTuple):
       number: its asymmetry.
       leaves: what it moves.
       zero: those of them whose whole gradient is zero, if the gradient of another one is not.
+      real: whether its leaves have another gradient than along constants. That of a key bias is what cancels in a sum.
     """
 
     number: float
     leaves: tuple[str, ...]
     zero: tuple[str, ...]
+    real: bool
 
     def notes(self) -> list[str]:
         return [
@@ -180,13 +185,13 @@ def _shares(
     by_gauge = _asymmetries(gauges, params, grads) if loss_fn is None else _in_double(gauges, params, loss_fn, batch)
     shares = []
     for gauge, numbers in zip(gauges, by_gauge, strict=True):
-        (copies,) = bound((gauge,), params).copies
-        of_gauge = {}
+        b, of_gauge = bound((gauge,), params), {}
+        across, (copies,) = b.whole.centred(b.whole.vectors(grads)), b.copies
         for copy in copies:
             paths = tuple(dict.fromkeys(path for part in copy.parts for path in changed(part)))
             still = tuple(path for path in paths if path in zero) if not zero >= set(paths) else ()
             if copy.key in numbers and not frozen & set(paths):
-                of_gauge[copy.key] = _Share(float(numbers[copy.key]), paths, still)
+                of_gauge[copy.key] = _Share(float(numbers[copy.key]), paths, still, any(bool(jnp.any(across[p])) for p in paths))
         shares.append(of_gauge)
     return shares
 
@@ -372,6 +377,8 @@ def _require_steps_that_count(tx: Any, state: Any, params: Any, grads: Any) -> l
         updates, _ = jax.jit(tx.update, compiler_options=quick_options())(grads, state, params)
     except TypeError:
         return ["the first update was not looked at, because the optimizer needs further arguments"]
+    rules = said_by(tx, params)
+    polar = any("polar" in rule.rule for rule in rules.values())
     for (path, leaf), update in zip(leaves_by_path(params).items(), jax.tree.leaves(updates), strict=True):
         if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
             continue
@@ -379,6 +386,8 @@ def _require_steps_that_count(tx: Any, state: Any, params: Any, grads: Any) -> l
         least = _TIMES_ROUNDOFF * float(jnp.finfo(real_dtype()).eps)
         u, p = (np.asarray(x, np.float64) for x in (update, leaf))
         moving = np.abs(u) > least * np.abs(p)
+        if rules.get(path, _NO_RULE).rule == "Adam" and polar and sum(n > 1 for n in p.shape) > 1:
+            _require_slow(path, u, p)
         stuck = moving & (np.asarray(optax.apply_updates(leaf, update)) == np.asarray(leaf))
         if moving.any() and stuck.sum() > _ALL_ROUNDED * moving.sum():
             raise binding_error(
@@ -387,3 +396,12 @@ def _require_steps_that_count(tx: Any, state: Any, params: Any, grads: Any) -> l
                 f"at most {_ALL_ROUNDED:.0%}",
                 f"keep '{path}' in float32 while it is trained, or take a larger learning rate")
     return []
+
+
+def _require_slow(path: str, u: np.ndarray, p: np.ndarray) -> None:
+    """Raises ValueError for a matrix that Adam steps at a rate which is meant for orthogonalized steps."""
+    share = float(np.linalg.norm(u) / max(np.linalg.norm(p), np.finfo(np.float64).tiny))
+    if _FAST < share and np.any(p):
+        raise binding_error(
+            "check", f"Adam steps the matrix '{path}' at Muon's rate", f"a step of {share:.0%} of its size",
+            f"at most {_FAST:.0%}", "give Adam a rate of its own, adam_learning_rate=1e-3, or list the matrix for Muon")

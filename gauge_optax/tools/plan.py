@@ -1,14 +1,13 @@
 """`plan`: what an optimizer, or a list of gauges, does to each leaf of a tree, as one table.
 
-Gauges and copies come from the bindings, rules and bytes from the state; decay is measured on one update with zero
-gradients.
+Gauges and copies come from the bindings, and bytes from the state. Rules are what the optimizer says of itself; where
+it says nothing they come from the state, too. Decay is measured on one update with zero gradients.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
@@ -23,7 +22,7 @@ from gauge_optax.discovery.calls import bound_copies, template
 from gauge_optax.errors import binding_error
 from gauge_optax.gauges.gauge import Gauge, product
 from gauge_optax.parts.matrices import matrices_of
-from gauge_optax.transformation import GaugeTransformation
+from gauge_optax.transformation import GaugeTransformation, LeafRule
 from gauge_optax.wrapped import walk
 
 Unbound = Literal["allow", "warn", "error"]
@@ -41,7 +40,8 @@ class LeafPlan(NamedTuple):
       leaf: normalised path.
       shape: its shape.
       gauges: what binds it: name, copy and named axes with their lengths.
-      matrices: how Muon reads it, as "count × (rows, columns)"; "" for vectors.
+      matrices: how the optimizer reads it, as "count × (rows, columns)", if it says so, and else how Muon would; "" for
+        vectors.
       rule: what makes its update: Adam, polar, momentum, a bare gradient; "" for a list of gauges.
       decay: share of the leaf's norm that the first step removes where the gradient is zero (1e-5: a learning rate of
         1e-3 times a weight decay of 0.01). None where it cannot be measured: for a leaf that is zero today, shapes
@@ -182,14 +182,21 @@ def plan(
             "plan", "no gauges", f"a {type(tx_or_gauges).__name__}", "gauges, or an optimizer that was made with some",
             "pass go.quotient(...) or a list of gauges")
     leaves, matrices = leaves_by_path(params), matrices_of(product(gauges)._bound(params).slice.parts)
-    texts, heads = {}, set[str]()
-    for path, matrix in matrices.items():
-        texts[path] = f"{math.prod(matrix.split[k] for k in matrix.batch)} × ({matrix.fan_in}, {matrix.fan_out})"
-        heads |= {path} if matrix.heads is not None else set()
+    texts = {path: reading.text for path, reading in matrices.items()}
     labels: dict[str, dict[str, None]] = {}
     gauge_plans = tuple(_gauge_plan(gauge, params, leaves, labels) for gauge in gauges)
-    rules, sizes = ({}, {}) if tx is None else _state_of(tx, params, leaves, heads)
-    decay = {} if tx is None else _decay_of(tx, params, leaves)
+    with warnings.catch_warnings(record=True) as told:  # `init` is called twice
+        warnings.simplefilter("always")
+        rules, sizes = ({}, {}) if tx is None else _state_of(tx, params, leaves)
+        decay = {} if tx is None else _decay_of(tx, params, leaves)
+    for text in dict.fromkeys(str(warning.message) for warning in told):
+        warnings.warn(text, stacklevel=2)
+    # How an optimizer reads a matrix is not in its state: gauges say how `quotient_muon` would.
+    texts |= {path: "" for path, rule in rules.items() if rule == "polar"}
+    for path, said in ({} if tx is None else said_by(tx, params)).items():
+        # Another optimizer, behind a partition, may have the leaf: then the state has other fields.
+        if (said.rule == "Adam") == (rules.get(path) == "Adam"):
+            rules[path], texts[path] = said
     rows = tuple(
         LeafPlan(
             path, tuple(jnp.shape(leaf)), tuple(labels.get(path, ())), texts.get(path, ""),
@@ -221,6 +228,20 @@ def gauges_of(tx: Any) -> list[Any]:
 
     walk(tx, keep)
     return list(gauges)
+
+
+def said_by(tx: Any, params: Any) -> Mapping[str, LeafRule]:
+    """What the outermost transformation that knows says of every leaf; nothing where several stand side by side."""
+    found: list[Any] = []
+
+    def keep(thing: Any) -> bool:
+        rules = getattr(thing, "rules", None) if isinstance(thing, GaugeTransformation) else None
+        found.extend([] if rules is None else [rules])
+        return rules is not None
+
+    walk(tx, keep)
+    one = found[0] if len({id(rules) for rules in found}) == 1 else None
+    return {} if one is None else one(params)
 
 
 def _gauge_plan(gauge: Any, params: Any, leaves: Mapping[str, Any], labels: dict[str, dict[str, None]]) -> GaugePlan:
@@ -264,7 +285,7 @@ def _joint(copies: Sequence[Sequence[Any]], leaves: Mapping[str, Any]) -> str:
 
 
 def _state_of(
-    tx: Any, params: Any, leaves: Mapping[str, Any], heads: set[str]
+    tx: Any, params: Any, leaves: Mapping[str, Any]
 ) -> tuple[dict[str, str], dict[str, int]]:
     """Rule and bytes per leaf, from the fields of the state that mirror the parameters."""
     shapes = {path: tuple(jnp.shape(leaf)) for path, leaf in leaves.items()}
@@ -290,7 +311,7 @@ def _state_of(
     rules = {}
     for path, names in fields.items():
         if "polar" in kinds[path] or "muon" in kinds[path]:
-            rules[path] = "Adam" if "nu" in names else "per-head polar" if path in heads else "polar"
+            rules[path] = "Adam" if "nu" in names else "polar"
         else:
             rules[path] = "Adam" if {"mu", "nu"} <= names else ", ".join(sorted(names))
     return rules, sizes

@@ -45,6 +45,38 @@ def test_muon_reads_matrices_per_head_and_adam_the_rest() -> None:
     assert rules["blocks/0/norm1/scale"] == rules["lm_head/kernel"] == "Adam"
 
 
+def test_an_optimizer_says_how_it_reads_a_leaf() -> None:
+    """max_norm_muon reads whole kernels where gauges name heads; fused ranges, tokens and what nothing lists."""
+    params = {"q": jnp.ones((8, 8)), "fused": jnp.ones((8, 12)), "table": jnp.ones((5, 8)), "free": jnp.ones((3, 4))}
+    gauge = go.head_rotation({"q": "_ (head basis)", "fused": "_ (head basis)=0:8"}, sizes={"head": 2})
+    neurons = {"q": "_ unit", "fused": ("_ unit=0:8", "_ unit=8:12")}
+    tx = optax.chain(optax.clip(1.0), go.max_norm_muon(0.1, gauge, neurons, {"table": "token _"}))
+    with pytest.warns(UserWarning, match=r"no mapping lists 1 matrix\n.*'free'") as told:
+        found = {row.leaf: (row.matrices, row.rule) for row in go.plan(tx, params).leaves}
+    assert len(told) == 1
+    assert found == {
+        "q": ("1 × (8, 8)", "polar"), "fused": ("1 × (8, 8) + 1 × (8, 4)", "polar"), "table": ("", "momentum"),
+        "free": ("", "Adam"),
+    }
+    both = (go.quotient_muon(0.1, gauge, labels={"fused": "adam"}), go.ddc_muon(0.1, gauge, labels={"fused": "adam"}))
+    for tx in (*both, optax.chain(optax.clip(1.0), both[1]), go.quotient_muon(0.1, gauge, labels={"fused": "adam"},
+                                                                           rest="balanced")):
+        found = {row.leaf: (row.matrices, row.rule) for row in go.plan(tx, params).leaves}
+        assert found["q"] == ("2 × (8, 4)", "per-head polar") and found["fused"] == found["table"] == ("", "Adam")
+
+
+def test_what_no_optimizer_says_comes_from_the_state() -> None:
+    """Optax's Muon reads whole kernels, and a partition may leave a leaf to another optimizer."""
+    params = {"q": jnp.ones((8, 8)), "k": jnp.ones((8, 8)), "other": jnp.ones((3, 4))}
+    gauge = go.head_rotation({"q": "_ (head basis)", "k": "_ (head basis)"}, sizes={"head": 2})
+    plan = go.plan(go.quotient(optax.contrib.muon(0.1), gauge), params)
+    assert {(row.rule, row.matrices) for row in plan.leaves} == {("polar", "")}
+    labels = {"q": "muon", "k": "muon", "other": "sgd"}
+    tx = optax.partition({"muon": go.quotient_muon(0.1, gauge), "sgd": optax.sgd(0.1)}, labels)
+    rules = {row.leaf: row.rule for row in go.plan(tx, params).leaves}
+    assert rules == {"q": "per-head polar", "k": "per-head polar", "other": "gradient"}
+
+
 @pytest.mark.parametrize("make", [go.ddc_adamw, go.quotient_adamw])
 def test_gauges_are_found_in_aliases(make: object) -> None:
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), llama())

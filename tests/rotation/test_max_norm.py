@@ -42,8 +42,10 @@ def _by_hand(weights: np.ndarray, gradients: np.ndarray, rates: np.ndarray, boun
             tracked += 1
             nu = beta * nu + (1.0 - beta) * float(gradient @ gradient)
             length = np.sqrt(nu / (1.0 - beta**tracked))
-            weights = weights - (rate * bound * gradient / length if length > 0.0 else 0.0)
-            weights = weights * min(1.0, bound / max(float(np.linalg.norm(weights)), 1e-300))
+            step = rate * bound * gradient / length if length > 0.0 else np.zeros_like(weights)
+            most = max(bound, float(np.linalg.norm(weights)) - float(np.linalg.norm(step)))
+            weights = weights - step
+            weights = weights * min(1.0, most / max(float(np.linalg.norm(weights)), 1e-300))
         points.append(weights)
     return np.stack(points)
 
@@ -63,8 +65,10 @@ def test_every_vector_steps_by_the_formula(bound: float, beta: float, x64: None)
         expected = _by_hand(weights[:, n], gradients[:, :, n], rates, bound, beta)
         np.testing.assert_allclose(found[:, :, n], expected, rtol=1e-12, atol=1e-14)
     norms = np.linalg.norm(found, axis=1)
-    assert norms[0].max() > bound
-    assert norms[1:].max() <= bound * (1.0 + 1e-14)
+    above = norms[0] > bound
+    assert above.any() and not above.all()
+    assert norms[:, ~above].max() <= bound * (1.0 + 1e-14)
+    assert (norms[1:, above] <= np.maximum(bound, norms[:-1, above]) + 1e-14).all()
     np.testing.assert_allclose(norms[1, 0], RATE * bound, rtol=1e-12)  # from zero, by the rate
 
 
@@ -84,3 +88,78 @@ def test_a_bound_is_positive(bound: float) -> None:
         go.max_norm(optax.sgd(0.1), {"w": "_ neuron"}, learning_rate=0.1, bound=bound)
     for part in ("max_norm", "found:", "expected:", "remedy:", "write bound=1.0"):
         assert part in str(error.value)
+
+
+# The first steps of weights that start above the bound ------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
+@pytest.mark.parametrize("schedule", [False, True])
+def test_a_small_rate_moves_large_weights_little(schedule: bool, dtype: str) -> None:
+    """He-normal weights, and trained ones of norm 5: the step is as small as the rate."""
+    with jax.enable_x64(dtype == "float64"):
+        weights = {"he": _noise(0, 32, 8) * (2 / 32) ** 0.5, "trained": _noise(1, 32, 8) * (25 / 32) ** 0.5}
+        params = {name: jnp.asarray(x, dtype) for name, x in weights.items()}
+        gradients = {name: jnp.asarray(_noise(2, 1, 32, 8), dtype) for name in weights}
+        rate: Any = (lambda count: 1e-8 * (1 + count)) if schedule else 1e-8
+        tx = go.max_norm(optax.sgd(rate), {"**": "_ neuron"}, learning_rate=rate)
+        points = _run(tx, params, gradients)
+        for name in weights:
+            before, after = np.asarray(points[name], float)
+            assert np.linalg.norm(after - before) <= 3e-7 * np.linalg.norm(before)
+
+
+@pytest.mark.parametrize("rate", [0.01, 0.1])
+def test_weights_above_the_bound_come_back_to_it_at_the_pace_of_the_rate(rate: float, x64: None) -> None:
+    """None grows on the way, even outwards; each is within after (norm − 1)/rate steps. Without gradient none moves."""
+    steps = int(np.ceil(2.0 / rate)) + 1
+    directions = _noise(0, 16, 6)
+    weights = 3.0 * directions / np.linalg.norm(directions, axis=0)
+    outwards = np.broadcast_to(-weights * np.array([1.0, 1.0, 1.0, 0.0, 0.0, 0.0]), (steps + 5, 16, 6))
+    tx = go.max_norm(optax.sgd(rate), {"w": "_ neuron"}, learning_rate=rate)
+    norms = np.linalg.norm(_run(tx, {"w": jnp.asarray(weights)}, {"w": jnp.asarray(outwards)})["w"], axis=1)
+    assert (np.diff(norms, axis=0) <= 1e-12).all()
+    np.testing.assert_allclose(norms[1, :3], 3.0 - rate, rtol=1e-12)
+    np.testing.assert_allclose(norms[-5:, :3], 1.0, rtol=1e-12)
+    np.testing.assert_allclose(norms[steps // 2, :3], 2.0, rtol=0.06)
+    np.testing.assert_array_equal(norms[:, 3:], norms[:1, 3:].repeat(len(norms), 0))
+
+
+# The size of gradients ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
+@pytest.mark.parametrize("size", [1e-12, 1e-30, 1e12])
+def test_the_size_of_gradients_does_not_matter(size: float, dtype: str) -> None:
+    """Over steps, in which a vector has no gradient at all; squares of 1e-30 are no float32."""
+    with jax.enable_x64(dtype == "float64"):
+        params = {"w": jnp.asarray(_noise(0, 6, 4) / 3, dtype)}
+        gradients = _noise(1, 5, 6, 4) * np.array([1.0, 1e-3, 0.0, 1.0])
+        tx = go.max_norm(optax.sgd(RATE), {"w": "_ neuron"}, learning_rate=RATE)
+        one, other = (_run(tx, params, {"w": jnp.asarray(c * gradients, dtype)})["w"] for c in (1.0, size))
+        assert np.isfinite(np.asarray(other, float)).all()
+        np.testing.assert_array_equal(other[:, :, 2], other[0, :, 2][None].repeat(6, 0))
+        moved = np.linalg.norm(np.asarray(one - one[0], float))
+        close = {"bfloat16": 2e-2, "float32": tolerance("twins", "float32"), "float64": 1e-12}[dtype]
+        assert moved > 0.05 and np.linalg.norm(np.asarray(one - other, float)) <= close * moved
+
+
+# States of other vectors ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"w": "neuron _"}, {"w": "_ neuron", "v": "_ neuron"}, {"v": "_ neuron"}, {"w": ("_ neuron=0:2", "_ neuron=2:4")}],
+    ids=str,
+)
+def test_a_state_of_other_vectors_is_refused(other: Any) -> None:
+    """Whatever their number: rows and columns of a square kernel have states of one shape."""
+    params = {"w": jnp.ones((4, 4)), "v": jnp.ones((4, 4))}
+    make = lambda blocks: go.max_norm(optax.sgd(RATE), blocks, learning_rate=RATE)  # noqa: E731
+    state = make(other).init(params)
+    tx = make({"w": "_ neuron"})
+    with pytest.raises(ValueError, match="max_norm: a state that was made for other vectors") as error:
+        jax.eval_shape(tx.update, params, state, params)
+    for part in ("found:", "expected:", "remedy:", "state = tx.init(params)"):
+        assert part in str(error.value)
+    tx.update(params, tx.init(params), params)

@@ -1,0 +1,121 @@
+"""Parameters whose tree can be called, as equinox's modules can: every optimizer takes the steps of a plain dict.
+
+Optax calls labels and masks that are callable. A tree of labels that is made from such parameters is callable too.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import gauge_optax as go
+from tests.quick import jit
+from tests.tolerances import tolerance
+
+Tree = Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Net:
+    """A module without a framework."""
+
+    up: Any
+    bias: Any
+    down: Any
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        hidden: jax.Array = jax.nn.relu(x @ self.up + self.bias) @ self.down
+        return hidden
+
+
+def _noise(seed: int, *shape: int) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+
+
+LEAVES = {"up": _noise(0, 4, 8) / 3, "bias": _noise(1, 8) / 9, "down": _noise(2, 8, 3) / 3}
+X, Y = _noise(3, 16, 4), _noise(4, 16, 3)
+GAUGE = go.rescale({"up": "_ channel", "bias": "channel"}, {"down": "channel _"})
+KERNELS = {"up": "_ neuron", "down": "_ neuron"}
+RATE = 0.01
+# Each gets a mask, which some do not take.
+OPTIMIZERS: dict[str, Callable[[Any], optax.GradientTransformation]] = {
+    "quotient": lambda mask: go.quotient(optax.adamw(RATE, weight_decay=0.1, mask=mask), GAUGE),
+    "quotient_adamw": lambda mask: go.quotient_adamw(RATE, GAUGE, mask=mask),
+    "quotient_muon": lambda mask: go.quotient_muon(RATE, GAUGE, weight_decay=0.1, weight_decay_mask=mask),
+    "max_norm_muon": lambda mask: go.max_norm_muon(RATE, GAUGE, KERNELS, weight_decay=0.1, weight_decay_mask=mask),
+    "ddc_adamw": lambda mask: go.ddc_adamw(RATE, GAUGE, mask=mask),
+    "ddc_muon": lambda mask: go.ddc_muon(RATE, GAUGE, weight_decay=0.1, weight_decay_mask=mask),
+    "scale_by_scaled_polar": lambda _: optax.chain(
+        go.scale_by_scaled_polar(GAUGE), optax.scale(-RATE), go.gauge_retract(GAUGE)
+    ),
+    "gauge_fix": lambda mask: go.gauge_fix(optax.adamw(RATE, mask=mask), GAUGE),
+    "max_norm": lambda _: go.max_norm(optax.sgd(RATE), KERNELS, learning_rate=RATE),
+    "rotational_adamw": lambda mask: go.rotational_adamw(RATE, KERNELS, mask=mask),
+    "rotational_sgdm": lambda mask: go.rotational_sgdm(RATE, KERNELS, mask=mask),
+    "rotational_lion": lambda mask: go.rotational_lion(RATE, KERNELS, mask=mask),
+    "hyperball": lambda _: optax.chain(optax.sgd(RATE), go.hyperball(KERNELS)),
+    "add_gauge_decay": lambda mask: optax.chain(go.add_gauge_decay(0.1, GAUGE, mask=mask), optax.sgd(RATE)),
+    "by_path": lambda _: optax.adamw(RATE, mask=go.by_path({"bias": False}, default=True)),
+}
+
+
+def _trained(tx: optax.GradientTransformation, params: Tree, apply: Callable[[Tree, jax.Array], jax.Array]) -> Tree:
+    @jit
+    def step(params: Tree, state: Tree) -> tuple[Tree, Tree]:
+        grads = jax.grad(lambda p: jnp.mean(jnp.square(apply(p, X) - Y)))(params)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    state = tx.init(params)
+    for _ in range(5):
+        params, state = step(params, state)
+    return params
+
+
+@pytest.mark.parametrize("kind", ["tree", "function"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_module_takes_the_steps_of_a_dict(name: str, kind: str) -> None:
+    """Five steps, with a mask as a tree, which is callable then, and as a function."""
+    function = lambda tree: jax.tree.map(lambda _: True, tree)  # noqa: E731
+    found = []
+    for tree in (LEAVES, Net(**LEAVES)):
+        tx = OPTIMIZERS[name](function if kind == "function" else function(tree))
+        apply = (lambda p, x: Net(**p)(x)) if isinstance(tree, dict) else (lambda p, x: p(x))
+        found.append(_trained(tx, tree, apply))
+    plain, module = found
+    for path, start in LEAVES.items():
+        moved = float(jnp.linalg.norm(plain[path] - start))
+        assert moved > 1e-4
+        assert float(jnp.linalg.norm(getattr(module, path) - plain[path])) <= tolerance("twins", "float32") * moved
+
+
+@pytest.mark.parametrize("name", ["quotient_muon", "max_norm_muon", "ddc_muon", "quotient_adamw"])
+def test_an_equinox_module_takes_the_steps_of_a_dict(name: str) -> None:
+    """Kernels are (outputs, inputs) there, and the leaves that are no arrays are None."""
+    eqx = pytest.importorskip("equinox")
+    model = eqx.nn.MLP(4, 3, 8, 1, key=jax.random.key(0))
+    params, static = eqx.partition(model, eqx.is_array)
+    gauge = go.rescale(
+        {"layers/0/weight": "channel _", "layers/0/bias": "channel"}, {"layers/1/weight": "_ channel"}
+    )
+    kernels = {"layers/0/weight": "neuron _", "layers/1/weight": "neuron _"}
+    tx = go.max_norm_muon(RATE, gauge, kernels) if name == "max_norm_muon" else getattr(go, name)(RATE, gauge)
+    plain = {"layers": [{"weight": layer.weight, "bias": layer.bias} for layer in model.layers]}
+
+    def of_dict(p: Tree, x: jax.Array) -> jax.Array:
+        first, second = p["layers"]
+        hidden: jax.Array = jax.nn.relu(x @ first["weight"].T + first["bias"]) @ second["weight"].T + second["bias"]
+        return hidden
+
+    module = _trained(tx, params, lambda p, x: jax.vmap(eqx.combine(p, static))(x))
+    expected = _trained(tx, plain, of_dict)
+    for layer, own in zip(module.layers, expected["layers"], strict=True):
+        np.testing.assert_allclose(layer.weight, own["weight"], atol=1e-5)
+        np.testing.assert_allclose(layer.bias, own["bias"], atol=1e-5)
+    assert float(jnp.abs(module.layers[0].weight - model.layers[0].weight).max()) > 1e-3

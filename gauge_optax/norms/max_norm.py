@@ -198,7 +198,7 @@ def named_max_norm(
         return moves, MaxNormState(inner_state, optax.safe_increment(state.count), tracked, after, state.frozen)
 
     def preflight(params: Any) -> list[str | ValueError]:
-        said = preflight_of(inner)(params)
+        said = list(preflight_of(inner)(params))
         frozen, leaves = frozen_leaves(name, optimizer, params), leaves_by_path(params)
         for selection in vectors.resolve(name, specs, params):
             unit, bounded = measure(selection)

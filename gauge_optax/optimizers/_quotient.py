@@ -133,13 +133,14 @@ def quotient_for(
         of_seen = with_leaves(gradient, seen.pull(s.vectors(gradient)))
         extra = _extra_at(s, entered, seen, params, extra) if extra else extra
         u, inner_state = inner.update(of_seen, state.inner_state, with_leaves(params, seen.point), **extra)
-        u = still(u, state.frame.frozen)
+        u = still(u, state.frame.frozen) if state.frame.frozen else u
         grown, after = s.fix(plus(entered.point, seen.push(s.vectors(u))), state.frame.live)  # θ̂′ = fix(θ̂ + B·u)
         step = minus(after, entered.point)
         step = s.hold(entered.point, step) if hold else step  # without rotations of heads
         step, frame = _rested(s, state.frame, grown, entered.point, step)
         out = with_leaves(u, cast_like(entered.push(step), updates))  # F·(θ̂′ − θ̂)
-        return still(out, state.frame.frozen), QuotientState(frame, inner_state, _offset_after(s, state.offset, grown))
+        out = still(out, state.frame.frozen) if state.frame.frozen else out
+        return out, QuotientState(frame, inner_state, _offset_after(s, state.offset, grown))
 
     def init(params: optax.Params) -> QuotientState:
         unchanged = never_changing(params)

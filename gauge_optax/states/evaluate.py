@@ -15,7 +15,7 @@ from gauge_optax.binding import with_leaves
 from gauge_optax.errors import binding_error
 from gauge_optax.gauges.bound import slice_of_frame
 from gauge_optax.optimizers._quotient import QuotientState, no_offset
-from gauge_optax.slice import Elements, Entered, Slice, minus
+from gauge_optax.slice import Elements, Entered, Slice
 from gauge_optax.transformation import cast_like, layout, require_params
 from gauge_optax.wrapped import wrapped_by
 
@@ -55,14 +55,15 @@ def evaluate(fn: Fn, state: Any, params: Any) -> Any:
     def on_slice(inside: Any, params: Any) -> Any:
         entered, seen = _points(inside, params)
         made = fn(inside.inner_state, with_leaves(params, seen.point))
-        if jax.tree.structure(made) != jax.tree.structure(params):
+        if str(jax.tree.structure(made)) != str(jax.tree.structure(params)):
             raise binding_error(
                 "evaluate", "fn returns no weights", str(jax.tree.structure(made))[:200],
                 f"the structure of params, {str(jax.tree.structure(params))[:200]}",
                 "return one tree of weights, such as state.z or optax.contrib.schedule_free_eval_params(state, params)")
         s = _slice(inside, params)
         values = entered.leave(seen.leave(s.vectors(made)))
-        return with_leaves(made, cast_like(minus(values, s.added), params))
+        stored = {path: x - s.added[path] for path, x in values.items()}
+        return with_leaves(made, cast_like(stored, params))
 
     return layout(params).run(on_slice, inside, params, like=params)
 
@@ -91,7 +92,8 @@ def restart(
     >>> params = {"up": jnp.full((1, 2), 3.0), "down": jnp.ones((2, 1))}
     >>> tx = go.quotient_adamw(0.1, gauge)
     >>> _, state = tx.update(params, tx.init(params), params)
-    >>> int(state.inner_state[0].count), int(go.restart(tx, state, params).inner_state[0].count)
+    >>> fresh = go.restart(tx, state, params)
+    >>> int(state.inner_state[0].count), int(fresh.inner_state[0].count)
     (1, 0)
 
     Reference: docs/design.md §3.
@@ -109,7 +111,7 @@ def restart(
         return inside._replace(inner_state=kept)
 
     made = layout(params).run(fresh, inside, params)
-    if jax.tree.structure(made) != jax.tree.structure(inside):
+    if str(jax.tree.structure(made)) != str(jax.tree.structure(inside)):
         raise binding_error(
             "restart", "another structure of the inner state", str(jax.tree.structure(made.inner_state))[:200],
             str(jax.tree.structure(inside.inner_state))[:200], "give restart the optimizer that made the state")

@@ -190,8 +190,9 @@ def _shares(
         for copy in copies:
             paths = tuple(dict.fromkeys(path for part in copy.parts for path in changed(part)))
             still = tuple(path for path in paths if path in zero) if not zero >= set(paths) else ()
+            real = any(bool(jnp.any(across[path])) for path in paths)
             if copy.key in numbers and not frozen & set(paths):
-                of_gauge[copy.key] = _Share(float(numbers[copy.key]), paths, still, any(bool(jnp.any(across[p])) for p in paths))
+                of_gauge[copy.key] = _Share(float(numbers[copy.key]), paths, still, real)
         shares.append(of_gauge)
     return shares
 
@@ -241,7 +242,7 @@ def _precision(grads: Any) -> tuple[float, str]:
         dtype = np.dtype(np.float32) if bits > _HALF else np.dtype(jnp.bfloat16)
         return _ROUNDOFF[int(jnp.finfo(dtype).nmant)], f"a gradient that was computed in {dtype.name}"
     fast = jax.default_backend() != "cpu" and coarse == np.float32
-    if fast and jax.config.jax_default_matmul_precision not in ("highest", "float32"):
+    if fast and getattr(jax.config, "jax_default_matmul_precision", None) not in ("highest", "float32"):
         return _ROUNDOFF[7], "matrix products of an accelerator in less than float32"
     return _ROUNDOFF[int(jnp.finfo(coarse).nmant)], coarse.name
 
@@ -315,7 +316,7 @@ def _require_state_of(tx: Any, state: Any, params: Any) -> None:
     """
     fresh = tx.init(params)
     pairs = list(zip(jax.tree.leaves_with_path(state), jax.tree.leaves(fresh), strict=False))
-    if jax.tree.structure(jax.tree.leaves(state)) != jax.tree.structure(jax.tree.leaves(fresh)) or any(
+    if len(jax.tree.leaves(state)) != len(jax.tree.leaves(fresh)) or any(
         jnp.shape(a) != jnp.shape(b) for (_, a), b in pairs
     ):
         raise binding_error(

@@ -218,13 +218,13 @@ def _in_double(gauges: Sequence[Any], params: Any, loss_fn: Callable[..., Any], 
     dtypes = {path: jnp.result_type(leaf) for path, leaf in leaves_by_path(params).items()}
     with jax.enable_x64(True):
         doubled = {
-            path: jnp.asarray(np.asarray(leaf, np.float64 if jnp.issubdtype(dtypes[path], jnp.floating) else None))
+            path: np.asarray(leaf, np.float64 if jnp.issubdtype(dtypes[path], jnp.floating) else None)
             for path, leaf in leaves_by_path(params).items()
         }
         lifted = in_double(fn, doubled, dtypes, batch)
         real = {path: x for path, x in doubled.items() if jnp.issubdtype(x.dtype, jnp.floating)}
         gradient = jax.jit(jax.grad(lambda x: jnp.sum(lifted(doubled | x, batch)[0])), compiler_options=quick_options())
-        zeros = {path: jnp.zeros_like(x) for path, x in doubled.items()}
+        zeros = {path: np.zeros_like(x) for path, x in doubled.items()}
         grads = with_leaves(params, zeros | gradient(real))
         return _asymmetries(gauges, with_leaves(params, doubled), grads)
 

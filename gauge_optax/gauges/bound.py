@@ -234,15 +234,11 @@ def _asymmetry(gauge: Any, params: Any, grads: Any) -> dict[str, jax.Array]:
     total = jnp.sqrt(sum((jnp.sum(jnp.square(jnp.asarray(y, real_dtype()))) for y in real), jnp.zeros(())) / entries)
     across = {path: jnp.sqrt(jnp.mean(jnp.square(y))) for path, y in s.centred(g).items()}
     norms = {p: jnp.where(y > 0, jnp.maximum(y, _LEAST_SHARE * total), total) for p, y in across.items()}
-
-    def drawn(number: int) -> Arrays:
-        keys = jax.random.split(jax.random.key(number), len(g))
-        pairs = zip(sorted(g), keys, strict=True)
-        return {p: norms[p] * jax.random.normal(k, g[p].shape, g[p].dtype) for p, k in pairs}
-
-    of_gradient, of_random = sizes(g), [sizes(drawn(number)) for number in range(_DRAWS)]
-    typical = {key: sum((y[key] for y in of_random), jnp.zeros(())) / _DRAWS for key in of_gradient}
-    return {key: jnp.sqrt(safe_divide(y, typical[key])) for key, y in of_gradient.items()}
+    keys = dict(zip(sorted(g), jax.random.split(jax.random.key(0), len(g)), strict=True))
+    drawn = {p: norms[p] * jax.random.normal(keys[p], (_DRAWS, *y.shape), y.dtype) for p, y in g.items()}
+    # The gradient and random covectors at once, so that the pairing is compiled once.
+    found = jax.vmap(sizes)({p: jnp.concatenate([y[None], drawn[p]]) for p, y in g.items()})
+    return {key: jnp.sqrt(safe_divide(y[0], jnp.mean(y[1:]))) for key, y in found.items()}
 
 
 def _by_generators(gauge: Any, b: Bound, params: Any, x: Arrays) -> Callable[[Arrays], dict[str, Any]] | None:

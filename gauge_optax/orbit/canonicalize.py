@@ -18,6 +18,7 @@ from gauge_optax.binding import leaves_by_path, with_leaves
 from gauge_optax.errors import binding_error
 from gauge_optax.gauges.bound import require_nonzero_norms
 from gauge_optax.gauges.gauge import Gauges, bind
+from gauge_optax.gauges.statistics import require_no_statistics_behind
 from gauge_optax.linalg import matmul
 from gauge_optax.orbit.eigenbases import eigenbases
 from gauge_optax.parts.part import Arrays, Part
@@ -74,8 +75,8 @@ def canonicalize(
       Parameters like `params`, every leaf in its dtype. Computation is in float32, and in float64 under x64.
 
     Raises:
-      ValueError: gauges of another tree, an unknown choice of a basis, or a rotation of the stream that passes a norm
-        with a scale of zero.
+      ValueError: gauges of another tree, an unknown choice of a basis, a rotation of the stream that passes a norm with
+        a scale of zero, or a `scale_invariant` beside running statistics that it does not bind.
 
     >>> gauge = go.norm_scale({"scale": "channel"}, {"kernel": "channel _"})
     >>> params = {"scale": jnp.array([2.0, -3.0]), "kernel": jnp.ones((2, 3))}
@@ -95,6 +96,7 @@ def canonicalize(
 
     s, leaves = bind(gauges, params).whole, leaves_by_path(params)
     require_nonzero_norms(_NAME, s, leaves)
+    require_no_statistics_behind(_NAME, s, params)
     s = s if signs else _without_signs(s)
     bound = {path: leaves[path] for path in s.added}
     elements = _read(s, heads, stream, bound)

@@ -21,6 +21,7 @@ from gauge_optax.binding import leaves_by_path
 from gauge_optax.errors import binding_error
 from gauge_optax.gauges.bound import require_nonzero_norms
 from gauge_optax.gauges.gauge import Element, Gauge, Gauges, product
+from gauge_optax.gauges.statistics import require_no_statistics_behind
 from gauge_optax.linalg import real_dtype
 
 _NAME = "choose"
@@ -112,6 +113,7 @@ def choose(
     """
     group = product(gauges)
     require_nonzero_norms(_NAME, group._bound(params).whole, leaves_by_path(params))
+    require_no_statistics_behind(_NAME, group._bound(params).whole, params)
     tx = optax.with_extra_args_support(optax.adam(0.02) if optimizer is None else optimizer)
     stochastic = batches is not None or key is not None
     given = _arguments(batches, key)

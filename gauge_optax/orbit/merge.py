@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from gauge_optax.binding import leaves_by_path, with_leaves
 from gauge_optax.errors import binding_error
 from gauge_optax.gauges.gauge import Gauges, product
+from gauge_optax.gauges.statistics import require_no_statistics
 from gauge_optax.orbit.align import align, check_same_tree
 
 Params = TypeVar("Params")
@@ -72,6 +73,7 @@ def average(trees: Sequence[Params], gauges: Gauges) -> Params:
             "average", "no list of trees", f"a {type(trees).__name__} of {len(trees)}",
             "at least one tree of parameters", "pass [params_a, params_b]",
         )
+    require_no_statistics("average", trees)
     first, *others = trees
     group = product(gauges)
     aligned = [first, *(group.act(align(first, tree, group), tree) for tree in others)]
@@ -101,6 +103,7 @@ def interpolate(a: Params, b: Params, t: float | jax.Array) -> Params:
     [0.25, 0.25]
     """
     check_same_tree("interpolate", a, b)
+    require_no_statistics("interpolate", [a])
     end = leaves_by_path(b)
     between = {
         path: ((1.0 - t) * x + t * end[path]).astype(jnp.asarray(x).dtype) if _real(x) else x

@@ -19,6 +19,7 @@ from gauge_optax.frozen import frozen_leaves
 from gauge_optax.gauges.balance import balanced_elements
 from gauge_optax.gauges.bound import bound
 from gauge_optax.gauges.gauge import Gauge, Gauges, Product, product
+from gauge_optax.gauges.statistics import require_no_statistics_behind
 from gauge_optax.parts.part import changed
 from gauge_optax.slice import Slice
 from gauge_optax.states.moves import Move, MovingPart
@@ -88,8 +89,9 @@ def gauge_fix(
 
     Raises:
       ValueError: `every` that is no positive int, `strength` outside (0, 1], another `on_unknown`; bindings that do not
-        fit; at the first update, a state that cannot move along, as Adam's under `head_linear` (use
-        `go.quotient_adamw`, or choose another `on_unknown`); `update` without params.
+        fit, or a `scale_invariant` beside running statistics that it does not bind; at the first update, a state that
+        cannot move along, as Adam's under `head_linear` (use `go.quotient_adamw`, or choose another `on_unknown`);
+        `update` without params.
 
     >>> gauge = go.head_linear({"a": "_ basis"}, {"b": "basis _"})
     >>> params = {"a": jnp.array([[8.0], [0.0]]), "b": jnp.array([[0.5, 0.0]])}
@@ -118,7 +120,8 @@ def gauge_fix(
     within = optax.with_extra_args_support(optax.identity() if inner is None else inner)
 
     def init(params: optax.Params) -> GaugeFixState:
-        bound(group.parts, params)  # raises where a binding does not fit
+        b = bound(group.parts, params)  # raises where a binding does not fit
+        require_no_statistics_behind(_NAME, b.slice, params)
         return empty(params)._replace(frozen=dict.fromkeys(sorted(frozen_leaves(_NAME, within, params)), ()))
 
     def update(updates: Any, state: GaugeFixState, params: Any, **extra: Any) -> tuple[Any, GaugeFixState]:
@@ -152,8 +155,17 @@ def gauge_fix(
     def empty(params: Any) -> GaugeFixState:
         return GaugeFixState(jnp.zeros((), jnp.int32), within.init(params))
 
+    def preflight(params: Any) -> list[str | ValueError]:
+        return [*preflight_of(inner)(params), _AVERAGES]
+
     held = with_gauges_of(inner, group.parts)
-    return transformation(_NAME, init, update, GaugeFixState, empty, gauges=held, preflight=preflight_of(inner))
+    return transformation(_NAME, init, update, GaugeFixState, empty, gauges=held, preflight=preflight)
+
+
+_AVERAGES = (
+    "gauge_fix moves weights between steps: an average of weights over steps, kept outside, is of no network; put it "
+    "inside a quotient (go.evaluate), or average copies by go.average"
+)
 
 
 def balance_beside(gauge: Product, params: Any, frozen: frozenset[str]) -> Any:

@@ -22,7 +22,7 @@ from gauge_optax.linalg import real_dtype
 from gauge_optax.parts.part import changed
 from gauge_optax.slice import Frame
 from gauge_optax.tools.plan import gauges_of, said_by
-from gauge_optax.transformation import LeafRule, require_gradients, require_params, require_values
+from gauge_optax.transformation import LeafRule, at_once, require_gradients, require_params, require_values
 from gauge_optax.wrapped import transformations_of
 from gauge_optax.xla import quick_options
 
@@ -199,13 +199,12 @@ def _shares(
 
 def _asymmetries(gauges: Sequence[Any], params: Any, grads: Any) -> list[Mapping[str, Any]]:
     """Per gauge, copy → asymmetry."""
-    together = [bound((gauge,), params) for gauge in gauges]
-
-    def each(params: Any, grads: Any) -> list[Any]:
-        return [b.asymmetry(params, grads)[0] for b in together]
-
     arrays = jax.tree.map(jnp.asarray, (params, grads))
-    return list(jax.device_get(jax.jit(each, compiler_options=quick_options())(*arrays)))
+    return list(jax.device_get(at_once(_asymmetry_of_each, (tuple(gauges),), *arrays)))
+
+
+def _asymmetry_of_each(gauges: Sequence[Any], params: Any, grads: Any) -> list[Mapping[str, Any]]:
+    return [bound((gauge,), params).asymmetry(params, grads)[0] for gauge in gauges]
 
 
 def _in_double(gauges: Sequence[Any], params: Any, loss_fn: Callable[..., Any], batch: Any) -> list[Mapping[str, Any]]:
@@ -374,14 +373,17 @@ def _other_weights(where: str, off: float) -> ValueError:
 
 def _require_steps_that_count(tx: Any, state: Any, params: Any, grads: Any) -> list[str]:
     """Raises ValueError where the dtype of a leaf rounds its update away; returns sentences."""
+    rules, leaves = said_by(tx, params), leaves_by_path(params)
+    polar = any("polar" in rule.rule for rule in rules.values())
+    coarse = any(jnp.finfo(x.dtype).nmant < jnp.finfo(real_dtype()).nmant for x in leaves.values() if _is_real(x))
+    if not polar and not coarse:  # what float32 rounds away is roundoff
+        return []
     try:
         updates, _ = jax.jit(tx.update, compiler_options=quick_options())(grads, state, params)
     except TypeError:
         return ["the first update was not looked at, because the optimizer needs further arguments"]
-    rules = said_by(tx, params)
-    polar = any("polar" in rule.rule for rule in rules.values())
-    for (path, leaf), update in zip(leaves_by_path(params).items(), jax.tree.leaves(updates), strict=True):
-        if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
+    for (path, leaf), update in zip(leaves.items(), jax.tree.leaves(updates), strict=True):
+        if not _is_real(leaf):
             continue
         # What is roundoff where updates are computed, as that of an anchor, is no update.
         least = _TIMES_ROUNDOFF * float(jnp.finfo(real_dtype()).eps)
@@ -397,6 +399,10 @@ def _require_steps_that_count(tx: Any, state: Any, params: Any, grads: Any) -> l
                 f"at most {_ALL_ROUNDED:.0%}",
                 f"keep '{path}' in float32 while it is trained, or take a larger learning rate")
     return []
+
+
+def _is_real(leaf: Any) -> bool:
+    return bool(jnp.issubdtype(jnp.result_type(leaf), jnp.floating))
 
 
 def _require_slow(path: str, u: np.ndarray, p: np.ndarray) -> None:

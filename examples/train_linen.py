@@ -55,6 +55,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any] | None:
     if saved is not None:
         state, losses = saved
         print(f"resuming after step {len(losses)}")
+    else:  # once, before the first step: raises for what would go wrong without a word
+        print(go.check(state.tx, state.opt_state, state.params, jax.grad(state.apply_fn)(state.params, train[0])))
 
     last = min(args.steps, args.stop_after or args.steps)
     for n in tqdm(range(len(losses), last), initial=len(losses), total=args.steps, unit="step"):

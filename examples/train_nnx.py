@@ -58,6 +58,9 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any] | None:
         state, losses = saved
         nnx.update((model, optimizer), state)
         print(f"resuming after step {len(losses)}")
+    else:  # once, before the first step: raises for what would go wrong without a word
+        params, grads = nnx.state(model, nnx.Param), nnx.grad(lm.loss_fn)(model, jnp.asarray(train[0]))
+        print(go.check(optimizer.tx, optimizer.tx.init(params), params, grads))
 
     last = min(args.steps, args.stop_after or args.steps)
     for n in tqdm(range(len(losses), last), initial=len(losses), total=args.steps, unit="step"):

@@ -234,10 +234,15 @@ def _asymmetry(gauge: Any, params: Any, grads: Any) -> dict[str, jax.Array]:
     total = jnp.sqrt(sum((jnp.sum(jnp.square(jnp.asarray(y, real_dtype()))) for y in real), jnp.zeros(())) / entries)
     across = {path: jnp.sqrt(jnp.mean(jnp.square(y))) for path, y in s.centred(g).items()}
     norms = {p: jnp.where(y > 0, jnp.maximum(y, _LEAST_SHARE * total), total) for p, y in across.items()}
-    keys = dict(zip(sorted(g), jax.random.split(jax.random.key(0), len(g)), strict=True))
-    drawn = {p: norms[p] * jax.random.normal(keys[p], (_DRAWS, *y.shape), y.dtype) for p, y in g.items()}
-    # The gradient and random covectors at once, so that the pairing is compiled once.
-    found = jax.vmap(sizes)({p: jnp.concatenate([y[None], drawn[p]]) for p, y in g.items()})
+
+    def nth(number: jax.Array) -> dict[str, jax.Array]:
+        """The products of the gradient, and after it of random covectors."""
+        keys = jax.random.split(jax.random.fold_in(jax.random.key(0), number), len(g))
+        drawn = {p: jax.random.normal(k, g[p].shape, g[p].dtype) for p, k in zip(sorted(g), keys, strict=True)}
+        return sizes({p: jnp.where(number == 0, y, norms[p] * drawn[p]) for p, y in g.items()})
+
+    # One after the other: one program, and the memory of one covector.
+    found = jax.lax.map(nth, jnp.arange(1 + _DRAWS))
     return {key: jnp.sqrt(safe_divide(y[0], jnp.mean(y[1:]))) for key, y in found.items()}
 
 

@@ -105,6 +105,8 @@ class Metrics(NamedTuple):
       gradient_norm: norms of the gradient that the optimizer got.
       update_norm: norms of the update that it returned.
       relevant_share: the update's relevant share.
+      asymmetry: how far the gradient is from that of a loss with the gauge's symmetry, by "gauge/layer"; see
+        `go.check`. About roundoff, unless something in the loss, such as a penalty, sees the gauge.
     """
 
     recorded_at: jax.Array
@@ -114,6 +116,7 @@ class Metrics(NamedTuple):
     gradient_norm: Figures
     update_norm: Figures
     relevant_share: jax.Array
+    asymmetry: Figures
 
 
 class TrackState(NamedTuple):
@@ -139,7 +142,7 @@ def track(
     every: int | jax.Array = 20,
     layers: Collection[str] = LAYERS,
 ) -> GaugeTransformation:
-    """Runs an optimizer unchanged, and records what it does to gauges: drift, turning, norms on the slice.
+    """Runs an optimizer unchanged, and records what it does to gauges: drift, turning, norms on the slice, asymmetry.
 
     Read the figures by name wherever they are in a state: `optax.tree.get(state, "drift")`, or all at once by
     `optax.tree.get(state, "metrics")`.
@@ -281,7 +284,11 @@ def _metrics(
                 names = [*named.get(key, ()), *[""] * x.ndim][: x.ndim]
                 drift[labelled(label, key)] = _extreme(x, tuple(k for k in range(x.ndim) if names[k] not in layers))
         turns |= {labelled(label, key): x for key, x in angle.items()}
-    return Metrics(jnp.asarray(step, jnp.int32), Figures.of(drift), Figures.of(turns), *norms)
+    pairs = zip(labels(group), b.asymmetry(params, gradient), strict=True)
+    asymmetry = {labelled(label, key): x for label, of_gauge in pairs for key, x in of_gauge.items()}
+    return Metrics(
+        jnp.asarray(step, jnp.int32), Figures.of(drift), Figures.of(turns), *norms, asymmetry=Figures.of(asymmetry)
+    )
 
 
 def labels(group: Product) -> list[str]:

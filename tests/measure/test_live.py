@@ -35,6 +35,18 @@ def test_a_rotation_of_the_stream_turns_no_head() -> None:
     assert not optax.tree.get(state, "metrics").turning
 
 
+def test_it_records_what_a_penalty_does_to_a_gauge(x64: None) -> None:
+    case = CASES["product/llama"]
+    params = jax.tree.map(jnp.asarray, case.params(jax.random.key(0)))
+    tx = go.track(optax.adam(1e-3), case.gauges(), every=1)
+    for weight, low, high in ((0.0, 0.0, 1e-10), (1e-2, 1e-3, 10.0)):
+        penalized = lambda p, w=weight: case.loss(p) + w * sum(jnp.sum(x**2) for x in jax.tree.leaves(p))  # noqa: E731
+        _, state = jit(tx.update)(jax.grad(penalized)(params), tx.init(params), params)
+        found = {name: float(x) for name, x in optax.tree.get(state, "metrics").asymmetry.items()}
+        assert low <= max(found.values()) <= high
+        assert any("logit_shift" in name for name in found) and all(x >= 0.0 for x in found.values())
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_figures_are_those_of_measure(name: str, x64: None) -> None:
     case = CASES[name]

@@ -45,6 +45,8 @@ def frozen_leaves(name: str, inner: Any, params: Any) -> frozenset[str]:
     Raises:
       ValueError: a transformation of parts of a tree that cannot be traced.
     """
+    if not all(hasattr(leaf, "dtype") or isinstance(leaf, int | float | complex) for leaf in jax.tree.leaves(params)):
+        return frozenset()  # a tree that `init` refuses
     shapes = jax.eval_shape(lambda p: p, params)
     paths = list(leaves_by_path(shapes))
     if len(paths) != len(jax.tree.leaves(shapes)):
@@ -65,6 +67,16 @@ def frozen_leaves(name: str, inner: Any, params: Any) -> frozenset[str]:
         if still == zeros:
             return frozenset(path for path, zero in zip(paths, updates, strict=True) if zero)
         zeros = still
+
+
+def frozen_beside_others(name: str, inner: Any, params: Any) -> frozenset[str]:
+    """As `frozen_leaves`, for a wrapper that moves weights by itself.
+
+    Around an optimizer that never changes any leaf, as at a learning rate of zero, no leaf counts: the wrapper's moves
+    are then what is wanted.
+    """
+    found = frozen_leaves(name, inner, params)
+    return frozenset() if found >= set(leaves_by_path(params)) else found
 
 
 def said_to_be_frozen(name: str, frozen: Any, params: Any) -> frozenset[str]:

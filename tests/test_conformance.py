@@ -22,7 +22,7 @@ from flax.core import FrozenDict
 
 import gauge_optax as go
 from gauge_optax.binding import leaves_by_path
-from gauge_optax.tools.plan import _gauges_of
+from gauge_optax.tools.plan import gauges_of
 from tests.cases import TRANSFORM_CASES, TransformCase
 from tests.quick import jit
 from tests.tolerances import tolerance
@@ -143,7 +143,7 @@ def test_a_transformation_says_which_gauges_it_holds(case: TransformCase) -> Non
     else:  # these rows choose some of the gauges, or write others for the same leaves
         assert UNIT in held
     assert copy.copy(tx).gauges == held
-    assert _gauges_of(optax.chain(optax.clip(1.0), optax.masked(tx, True))) == list(held)
+    assert gauges_of(optax.chain(optax.clip(1.0), optax.masked(tx, True))) == list(held)
 
 
 def test_wrappers_hold_what_they_wrap_too() -> None:

@@ -332,6 +332,10 @@ def mask_by_path(mask: Any, params: Any) -> dict[str, bool]:
     Args:
       mask: a tree or prefix of booleans, or a callable from parameters to one.
       params: the tree.
+
+    >>> from gauge_optax.binding import mask_by_path
+    >>> mask_by_path({"up": True, "down": False}, {"up": {"kernel": 1.0}, "down": 2.0})
+    {'down': False, 'up/kernel': True}
     """
     whole = jax.tree.map(lambda flag, part: jax.tree.map(lambda _: bool(flag), part), values_at(mask, params), params)
     return dict(zip(leaves_by_path(params), jax.tree.leaves(whole), strict=True))

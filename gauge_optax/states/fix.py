@@ -15,7 +15,7 @@ import numpy as np
 import optax
 
 from gauge_optax.errors import binding_error
-from gauge_optax.frozen import frozen_leaves
+from gauge_optax.frozen import frozen_beside_others
 from gauge_optax.gauges.balance import balanced_elements
 from gauge_optax.gauges.bound import bound
 from gauge_optax.gauges.gauge import Gauge, Gauges, Product, product
@@ -122,7 +122,7 @@ def gauge_fix(
     def init(params: optax.Params) -> GaugeFixState:
         b = bound(group.parts, params)  # raises where a binding does not fit
         require_no_statistics_behind(_NAME, b.slice, params)
-        return empty(params)._replace(frozen=dict.fromkeys(sorted(frozen_leaves(_NAME, within, params)), ()))
+        return empty(params)._replace(frozen=dict.fromkeys(sorted(frozen_beside_others(_NAME, within, params)), ()))
 
     def update(updates: Any, state: GaugeFixState, params: Any, **extra: Any) -> tuple[Any, GaugeFixState]:
         updates, inner_state = within.update(updates, state.inner_state, params, **extra)

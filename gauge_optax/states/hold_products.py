@@ -19,7 +19,7 @@ import optax
 
 from gauge_optax.binding import Axes, overlap
 from gauge_optax.errors import binding_error
-from gauge_optax.frozen import frozen_leaves
+from gauge_optax.frozen import frozen_beside_others
 from gauge_optax.gauges.balance import log_sizes
 from gauge_optax.gauges.gauge import BlockGauge, Element, Gauge, Gauges, product
 from gauge_optax.gauges.scale import keeps_product, scale_invariant
@@ -164,7 +164,7 @@ def hold_products(
         if squared is not None:
             _require_channels(group.parts[0], squared, params)
         logs = {_label(part, params): log_products(part, params) for part in group.parts}
-        frozen = dict.fromkeys(sorted(frozen_leaves(_NAME, inner, params)), ())
+        frozen = dict.fromkeys(sorted(frozen_beside_others(_NAME, inner, params)), ())
         return HoldProductsState(inner.init(params), HeldProducts(logs) if kind == "init" else (), frozen)
 
     def update(updates: Any, state: HoldProductsState, params: Any, **extra: Any) -> tuple[Any, HoldProductsState]:

@@ -114,7 +114,7 @@ def check(
     ...     go.check(tx, state, params, jax.grad(penalized)(params))
     ... except ValueError as error:
     ...     print(str(error).splitlines()[0])
-    check: rescale of 'up', 'down' is no symmetry of the loss that made these gradients
+    check: rescale on 'up', 'down' is no symmetry of the loss that made these gradients
 
     Reference: docs/guides/preflight.md, with every message.
     """

@@ -143,6 +143,8 @@ def quotient_for(
         return out, QuotientState(frame, inner_state, _offset_after(s, state.offset, grown))
 
     def init(params: optax.Params) -> QuotientState:
+        require_values(name, params)
+        bound(group.parts, params)  # raises where a binding does not fit, before anybody looks at `inner`
         unchanged = never_changing(params)
         frame, point = frame_and_slice_point(name, group, params, unchanged)
         s = bound(group.parts, params, unchanged).slice

@@ -1,0 +1,89 @@
+"""Trees of several precisions: float32 scales beside bfloat16 kernels train at rates that bfloat16 rounds away."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import gauge_optax as go
+
+X = jax.random.normal(jax.random.key(0), (64, 8))
+KERNEL = (jax.random.normal(jax.random.key(1), (8, 16)) / 3).astype(jnp.bfloat16)
+DOWN = (jax.random.normal(jax.random.key(2), (16, 4)) / 4).astype(jnp.bfloat16)
+
+
+class Row(NamedTuple):
+    """A net with float32 factors beside bfloat16 kernels."""
+
+    params: Any
+    fn: Callable[[Any], jax.Array]
+    gauges: Any
+
+
+def _up(x: jax.Array) -> jax.Array:
+    return x.astype(jnp.float32)
+
+
+def _gated(p: Any) -> jax.Array:
+    x = X * p["scale"]
+    return (x @ _up(p["k"])) * jax.nn.sigmoid(x @ _up(p["l"]))
+
+
+NORM = go.norm_scale({"scale": "channel"}, {"k": "channel _"})
+ROWS = {
+    "norm": Row({"scale": jnp.ones(8), "k": KERNEL}, lambda p: (X * p["scale"]) @ _up(p["k"]), NORM),
+    "1 + scale": Row(
+        {"scale": jnp.zeros(8), "k": KERNEL},
+        lambda p: (X * (1 + p["scale"])) @ _up(p["k"]),
+        go.norm_scale({"scale": "1+ channel"}, {"k": "channel _"}),
+    ),
+    "a scale of two kernels": Row(
+        {"scale": jnp.ones(8), "k": KERNEL, "l": KERNEL[:, ::-1]},
+        _gated,
+        go.norm_scale({"scale": "channel"}, {"k": "channel _", "l": "channel _"}),
+    ),
+    "multiplier": Row(
+        {"factor": jnp.ones(16), "k": KERNEL},
+        lambda p: X @ (_up(p["k"]) * p["factor"]),
+        go.rescale({"factor": "channel"}, {"k": "_ channel"}),
+    ),
+    "one multiplier": Row(
+        {"factor": jnp.ones(1), "k": KERNEL},
+        lambda p: X @ (_up(p["k"]) * p["factor"]),
+        go.rescale({"factor": "_"}, {"k": "_ _"}),
+    ),
+    "norm and units": Row(
+        {"scale": jnp.ones(8), "k": KERNEL, "down": DOWN},
+        lambda p: jax.nn.relu((X * p["scale"]) @ _up(p["k"])) @ _up(p["down"]),
+        [NORM, go.rescale({"k": "_ channel"}, {"down": "channel _"})],
+    ),
+}
+
+
+def moved(row: Row, tx: Any, steps: int = 200) -> float:
+    """How far the function moves, relative to its size."""
+    target = 1.3 * row.fn(row.params)
+    params, state = row.params, tx.init(row.params)
+
+    @jax.jit
+    def step(params: Any, state: Any) -> Any:
+        grads = jax.grad(lambda p: jnp.mean((row.fn(p) - target) ** 2))(params)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    for _ in range(steps):
+        params, state = step(params, state)
+    assert jax.tree.map(lambda x: x.dtype, params) == jax.tree.map(lambda x: x.dtype, row.params)
+    return float(jnp.linalg.norm(row.fn(params) - row.fn(row.params)) / jnp.linalg.norm(row.fn(row.params)))
+
+
+@pytest.mark.parametrize("options", [{}, {"pin": False}, {"rest": "balanced"}], ids=["anchor", "pin=False", "balanced"])
+@pytest.mark.parametrize("name", ROWS)
+def test_a_quotient_moves_the_function_as_its_optimizer_does(name: str, options: dict[str, Any]) -> None:
+    """A rate of 1e-4 is below half of bfloat16's spacing for most entries."""
+    row = ROWS[name]
+    plain = moved(row, optax.adamw(1e-4))
+    assert moved(row, go.quotient(optax.adamw(1e-4), row.gauges, **options)) >= 0.9 * plain

@@ -50,7 +50,7 @@ def test_nothing_is_raised_for_a_net_of_the_register(case: GaugeCase, dtype: str
         report = _preflight(go.quotient_adamw(1e-2, case.gauges()), params, case.loss)
         assert len(report.asymmetries) == len(go.product(case.gauges()).parts)
         worst = max(number for *_, number in report.asymmetries)
-        # What is left of a key bias's gradient is a sum of large terms that is zero: there is nothing to compare it with.
+        # A key bias's gradient is a sum of large terms that is zero: there is nothing to compare it with.
         cancelled = 50.0 if case.name.startswith("key_bias") else 1.0
         assert worst <= cancelled * roundoff_of_asymmetry(dtype) and roundoff_of_asymmetry(dtype) <= report.limit / 5
 

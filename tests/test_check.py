@@ -324,6 +324,17 @@ def test_an_update_that_is_rounded_away_is_named(dtype: str) -> None:
     assert "%" in str(caught.value) and "float32" in str(caught.value)
 
 
+def test_the_roundoff_of_an_anchor_that_stores_one_less_is_no_update() -> None:
+    gauge = go.norm_scale({"scale": "1+ channel"}, {"up": "channel _"})
+    params = {"scale": 1e-3 * jnp.arange(1.0, 9.0), "up": MLP["up"], "down": MLP["down"]}
+    low = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+
+    def loss(p: Any) -> jax.Array:
+        return _cross_entropy((jax.nn.relu((X * (1 + p["scale"])) @ p["up"]) @ p["down"]).astype(jnp.float32))
+
+    _preflight(go.quotient_adamw(1e-2, gauge), low, loss)
+
+
 def test_it_is_called_outside_jit_and_with_gauges_or_without() -> None:
     tx = go.quotient_adamw(1e-3, [UNITS])
     with pytest.raises(ValueError, match="called inside jit"):

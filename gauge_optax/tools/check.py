@@ -382,13 +382,17 @@ def _require_steps_that_count(tx: Any, state: Any, params: Any, grads: Any) -> l
         updates, _ = jax.jit(tx.update, compiler_options=quick_options())(grads, state, params)
     except TypeError:
         return ["the first update was not looked at, because the optimizer needs further arguments"]
+    # Where a leaf stores γ − 1, roundoff is that of γ.
+    added: dict[str, Any] = {}
+    for gauge in gauges_of(tx):
+        added |= bound((gauge,), params).whole.added
     for (path, leaf), update in zip(leaves.items(), jax.tree.leaves(updates), strict=True):
         if not _is_real(leaf):
             continue
         # What is roundoff where updates are computed, as that of an anchor, is no update.
         least = _TIMES_ROUNDOFF * float(jnp.finfo(real_dtype()).eps)
         u, p = (np.asarray(x, np.float64) for x in (update, leaf))
-        moving = np.abs(u) > least * np.abs(p)
+        moving = np.abs(u) > least * (np.abs(p) + added.get(path, 0.0))
         if rules.get(path, _NO_RULE).rule == "Adam" and polar and sum(n > 1 for n in p.shape) > 1:
             _require_slow(path, u, p)
         stuck = moving & (np.asarray(optax.apply_updates(leaf, update)) == np.asarray(leaf))

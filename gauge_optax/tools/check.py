@@ -169,9 +169,11 @@ class _Share(NamedTuple):
 
 
 def _row(gauge: Any, copies: Mapping[str, _Share]) -> tuple[str, str, float]:
+    if not copies:  # all of them are left alone, or the group has no directions
+        return gauge.name, "left alone", 0.0
     paths = list(dict.fromkeys(path for share in copies.values() for path in share.leaves))
     leaves = ", ".join(paths[:2]) + (f", … ({len(paths)})" if len(paths) > 2 else "")
-    return gauge.name, leaves, max((share.number for share in copies.values()), default=0.0)
+    return gauge.name, leaves, max(share.number for share in copies.values())
 
 
 # Gauges and gradients -------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ through the function as float64, whatever casts it has. Writes benchmarks/result
 """
 
 import argparse
+import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -177,12 +178,16 @@ def page(result: Mapping[str, Any]) -> str:
     return "\n".join([*lines, said + (": " + "; ".join(over) if over else "") + "."]) + "\n"
 
 
+def models() -> dict[str, Callable[[], Model]]:
+    """Name of a row → what makes it."""
+    rows: dict[str, Callable[[], Model]] = {row: functools.partial(of_decoder, row) for row in ROWS}
+    rows |= {f"preset {name}": functools.partial(of_preset, name) for name in TREES}
+    return rows | {f"released {x}": functools.partial(of_released, x) for x in (*released.MODELS, "equinox")}
+
+
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Measure what has no result yet; write JSON and table."""
-    rows: dict[str, Callable[[], Model]] = {row: lambda row=row: of_decoder(row) for row in ROWS}  # type: ignore[misc]
-    rows |= {f"preset {name}": lambda name=name: of_preset(name) for name in TREES}  # type: ignore[misc]
-    rows |= {f"released {name}": lambda name=name: of_released(name)  # type: ignore[misc]
-             for name in (*released.MODELS, "equinox")}
+    rows = models()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=cli.Help)
     parser.add_argument("--only", default="", help="measure rows with this in their name, and keep the others")
     parser.add_argument("--again", action="store_true", help="measure rows anew that have a result")

@@ -82,6 +82,7 @@ def train_twins(
     moved = jax.jit(lambda start, params: largest(go.measure.drift(start, params, gauges)))
     evaluate = jax.jit(loss)
     twins, states = list(starts), [tx.init(start) for start in starts]
+    go.check(tx, states[0], starts[0], jax.grad(loss)(starts[0], train[0]))
     losses, drift = np.zeros((2, args.steps + 1)), {}
     for n in tqdm(range(args.steps + 1), unit="step", mininterval=1):
         if n % DRIFT_EVERY == 0:

@@ -36,8 +36,8 @@ OPTIMIZERS: dict[str, Callable[[Any, Sequence[go.Gauge]], optax.GradientTransfor
 COLORS = dict(zip(OPTIMIZERS, ("tab:red", "tab:blue", "tab:green"), strict=True))
 
 
-def create(config: lm.LMConfig, args: argparse.Namespace) -> tuple[Any, Any, Callable[..., Any]]:
-    """Parameters, optimizer state, and the jitted step."""
+def create(config: lm.LMConfig, args: argparse.Namespace) -> tuple[Any, Any, Callable[..., Any], Callable[..., Any]]:
+    """Parameters, optimizer, loss, and the jitted step."""
     params, loss_fn = lm.params_and_loss(config, jax.random.key(args.seed))
     warmup = min(20, args.steps // 2)
     rate = optax.warmup_cosine_decay_schedule(0.0, args.rate, warmup_steps=warmup, decay_steps=args.steps)
@@ -50,7 +50,7 @@ def create(config: lm.LMConfig, args: argparse.Namespace) -> tuple[Any, Any, Cal
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state, loss
 
-    return params, tx.init(params), step
+    return params, tx, loss_fn, step
 
 
 def record(state: Any, loss: float) -> dict[str, Any]:
@@ -95,7 +95,8 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]] | None:
         d_head=args.width // 4, d_ff=3 * args.width, max_len=args.length,
     )
     train, _ = data.batches(args.length, args.batch, args.data)
-    params, state, step = create(config, args)
+    params, tx, loss_fn, step = create(config, args)
+    state = tx.init(params)
 
     checkpoints = common.Checkpoints(args.out / args.optimizer)
     path, losses, rows = args.out / f"{args.optimizer}.jsonl", list[float](), list[dict[str, Any]]()
@@ -104,6 +105,8 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]] | None:
         (params, state), losses = saved
         rows = [row for line in path.read_text().splitlines() if (row := json.loads(line))["step"] < len(losses)]
         print(f"resuming after step {len(losses)}")
+    else:
+        print(go.check(tx, state, params, jax.jit(jax.grad(loss_fn))(params, train[0])))
 
     last = min(args.steps, args.stop_after or args.steps)
     with path.open("w") as lines, tqdm(initial=len(losses), total=args.steps, unit="step") as progress:

@@ -1,7 +1,7 @@
 """Fine-tuning with LoRA: which optimizer, from which start, at which rank, at which rate?
 
     python -m examples.lora --out examples/results        # about two hours on one CPU core; killed, it goes on
-    python -m examples.lora --ranks 4 --steps 50 --arms adamw quotient_adamw            # to try it
+    python -m examples.lora --ranks 2 --steps 50 --arms adamw quotient_adamw            # to try it
     python -m examples.lora --out examples/results --plan           # what is missing, without training
 
 A Llama of 2 layers is trained on the standard library's sources, then frozen; adapters on all its attention and MLP
@@ -207,6 +207,9 @@ def program(arm: str, rank: int, steps: int, pretraining: int) -> Callable[..., 
 
         return trained(tx, of, start, batches, held_out)
 
+    tx = ARMS[arm].build(lambda n: ARMS[arm].first * shape(n), gauges)
+    grads = jax.grad(lambda factors: loss(adapted(base, example, factors), held_out()[0]))(example)
+    go.check(tx, tx.init(example), example, grads)
     return jax.jit(run).lower(example, batches(steps, SEEDS[0]), held_out(), jnp.float32(0)).compile()
 
 

@@ -102,6 +102,9 @@ def program(arm: str, seed: int, steps: int) -> Callable[..., tuple[jax.Array, j
         return trained(tx, lambda p, tokens: loss(go.unpack(p), tokens), params, batches, held_out)
 
     inputs = initial(arm, seed), batches(steps, seed), held_out(), jnp.float32(0)
+    if ARMS[arm].quotient:
+        tx, start = go.quotient(optax.adamw(1e-3), gauges()[1]), inputs[0]
+        go.check(tx, tx.init(start), start, jax.grad(lambda p: loss(go.unpack(p), inputs[2][0]))(start))
     return jax.jit(run).lower(*inputs).compile()
 
 

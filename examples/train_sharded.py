@@ -121,6 +121,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any] | None:
     if saved is None:
         params = jax.device_put(fresh, places[0])
         state, losses = jax.jit(tx.init, out_shardings=places[1])(params), list[float]()
+        print(go.check(tx, state, params, jax.jit(jax.grad(loss))(params, jax.device_put(train[0], by_batch))))
     else:
         (params, state), losses = saved
         print(f"resuming after step {len(losses)}, on a mesh of {args.mesh}")

@@ -6,7 +6,7 @@ refutes every gauge, because that of an invariant loss has no part along an orbi
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ from gauge_optax.linalg import real_dtype
 from gauge_optax.parts.part import changed
 from gauge_optax.slice import Frame
 from gauge_optax.tools.plan import gauges_of, said_by
-from gauge_optax.transformation import LeafRule, at_once, require_gradients, require_params, require_values
+from gauge_optax.transformation import LeafRule, require_gradients, require_params, require_values
 from gauge_optax.wrapped import transformations_of
 from gauge_optax.xla import quick_options
 
@@ -125,6 +125,7 @@ def check(
         raise binding_error(
             "check", "called inside jit", "tracers", "arrays, whose values it looks at",
             "call go.check once, outside jit, before training")
+    jax.block_until_ready((state, params, grads))
     gauges, frozen = gauges_of(tx), _frozen_in(state)
     _require_no_mask_outside(tx, gauges, params, frozen)
     limit, precision = (_ROUNDOFF[52], "float64") if loss_fn is not None else _precision(grads)
@@ -184,32 +185,45 @@ def _shares(
 ) -> list[dict[str, _Share]]:
     """Per gauge, copy → its share of the gradient, without the copies that a frozen leaf leaves alone."""
     zero = {p for p, g in leaves_by_path(grads).items() if not np.any(np.asarray(g)) and p not in frozen}
-    by_gauge = _asymmetries(gauges, params, grads) if loss_fn is None else _in_double(gauges, params, loss_fn, batch)
+    numbers_of = _asymmetries(gauges, params, grads) if loss_fn is None else _in_double(gauges, params, loss_fn, batch)
     shares = []
-    for gauge, numbers in zip(gauges, by_gauge, strict=True):
-        b, of_gauge = bound((gauge,), params), {}
-        across, (copies,) = b.whole.centred(b.whole.vectors(grads)), b.copies
-        for copy in copies:
+    for gauge, (numbers, nonzero) in zip(gauges, numbers_of, strict=True):
+        of_gauge = {}
+        for copy in bound((gauge,), params).copies[0]:
             paths = tuple(dict.fromkeys(path for part in copy.parts for path in changed(part)))
             still = tuple(path for path in paths if path in zero) if not zero >= set(paths) else ()
-            real = any(bool(jnp.any(across[path])) for path in paths)
+            real = any(bool(nonzero[path]) for path in paths)
             if copy.key in numbers and not frozen & set(paths):
                 of_gauge[copy.key] = _Share(float(numbers[copy.key]), paths, still, real)
         shares.append(of_gauge)
     return shares
 
 
-def _asymmetries(gauges: Sequence[Any], params: Any, grads: Any) -> list[Mapping[str, Any]]:
-    """Per gauge, copy → asymmetry."""
+_Numbers = list[tuple[Mapping[str, Any], Mapping[str, Any]]]
+
+
+def _asymmetries(gauges: Sequence[Any], params: Any, grads: Any) -> _Numbers:
+    """Per gauge: copy → asymmetry, and leaf → whether it has a gradient across constants."""
+
+    def of_each(params: Any, grads: Any) -> _Numbers:
+        numbers: _Numbers = []
+        for gauge in gauges:
+            b = bound((gauge,), params)
+            across = b.whole.centred(b.whole.vectors(grads))
+            numbers.append((b.asymmetry(params, grads)[0], {path: jnp.any(x) for path, x in across.items()}))
+        return numbers
+
     arrays = jax.tree.map(jnp.asarray, (params, grads))
-    return list(jax.device_get(at_once(_asymmetry_of_each, (tuple(gauges),), *arrays)))
+    return cast(_Numbers, jax.device_get(_one_program(of_each)(*arrays)))
 
 
-def _asymmetry_of_each(gauges: Sequence[Any], params: Any, grads: Any) -> list[Mapping[str, Any]]:
-    return [bound((gauge,), params).asymmetry(params, grads)[0] for gauge in gauges]
+def _one_program(function: Callable[..., Any]) -> Callable[..., Any]:
+    """One program at a time: on CPUs, two whose devices wait for each other at once can wait for ever."""
+    compiled = jax.jit(function, compiler_options=quick_options())
+    return lambda *arrays: jax.block_until_ready(compiled(*arrays))
 
 
-def _in_double(gauges: Sequence[Any], params: Any, loss_fn: Callable[..., Any], batch: Any) -> list[Mapping[str, Any]]:
+def _in_double(gauges: Sequence[Any], params: Any, loss_fn: Callable[..., Any], batch: Any) -> _Numbers:
     """As `_asymmetries`, of the gradient of a function that is evaluated in float64."""
 
     def fn(leaves: Any, batch: Any) -> list[Any]:
@@ -315,7 +329,8 @@ def _require_state_of(tx: Any, state: Any, params: Any) -> None:
 
     At the first step, all of its arrays are those of `tx.init(params)`. Later, the sizes of its frames are.
     """
-    fresh = tx.init(params)
+    init = _one_program(tx.init)
+    fresh = init(params)
     pairs = list(zip(jax.tree.leaves_with_path(state), jax.tree.leaves(fresh), strict=False))
     if len(jax.tree.leaves(state)) != len(jax.tree.leaves(fresh)) or any(
         jnp.shape(a) != jnp.shape(b) for (_, a), b in pairs
@@ -326,7 +341,8 @@ def _require_state_of(tx: Any, state: Any, params: Any) -> None:
     started = all(np.array_equal(a, b) for (_, a), b in pairs if jnp.issubdtype(jnp.result_type(a), jnp.integer))
     if not started:
         return _require_sizes(state, fresh)
-    for (keys, a), b, c in zip((p for p, _ in pairs), jax.tree.leaves(fresh), _disturbed(tx, params), strict=True):
+    disturbed = jax.tree.leaves(init(_disturbed(params)))
+    for (keys, a), b, c in zip((p for p, _ in pairs), jax.tree.leaves(fresh), disturbed, strict=True):
         if not jnp.issubdtype(jnp.result_type(a), jnp.floating):
             continue
         size = float(np.linalg.norm(np.asarray(b, np.float64)))
@@ -337,8 +353,8 @@ def _require_state_of(tx: Any, state: Any, params: Any) -> None:
     return None
 
 
-def _disturbed(tx: Any, params: Any) -> list[Any]:
-    """The arrays of a state at weights that differ by roundoff."""
+def _disturbed(params: Any) -> Any:
+    """Weights that differ by roundoff."""
 
     def moved(key: jax.Array, leaf: Any) -> Any:
         real = jnp.issubdtype(jnp.result_type(leaf), jnp.floating)
@@ -347,7 +363,7 @@ def _disturbed(tx: Any, params: Any) -> list[Any]:
     leaves, structure = jax.tree.flatten(params)
     keys = jax.random.split(jax.random.key(0), max(1, len(leaves)))
     arrays = map(jnp.asarray, leaves)
-    return jax.tree.leaves(tx.init(jax.tree.unflatten(structure, map(moved, keys, arrays))))
+    return jax.block_until_ready(jax.tree.unflatten(structure, map(moved, keys, arrays)))
 
 
 def _require_sizes(state: Any, fresh: Any) -> None:
@@ -381,7 +397,7 @@ def _require_steps_that_count(tx: Any, state: Any, params: Any, grads: Any) -> l
     if not polar and not coarse:  # what float32 rounds away is roundoff
         return []
     try:
-        updates, _ = jax.jit(tx.update, compiler_options=quick_options())(grads, state, params)
+        updates, _ = _one_program(tx.update)(grads, state, params)
     except TypeError:
         return ["the first update was not looked at, because the optimizer needs further arguments"]
     # Where a leaf stores γ − 1, roundoff is that of γ.

@@ -223,7 +223,7 @@ def large() -> int:
         gauges = [gauge for gauge in row.gauges if not omitted or not gauge._description.startswith(omitted)]
         assert len(gauges) == len(row.gauges) - bool(omitted)
         start = time.perf_counter()
-        counted = go.census(row.fn, row.params, row.batches, gauges, probes=0 if omitted else 2)
+        counted = go.measure.census(row.fn, row.params, row.batches, gauges, probes=0 if omitted else 2)
         found[omitted] = {
             "unexplained": counted.unexplained, "printed": str(counted),
             "seconds": round(time.perf_counter() - start),
@@ -279,7 +279,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for name, make in bar:
             bar.set_description(name)
             row, start = make(), time.perf_counter()
-            found = go.census(row.fn, row.params, row.batches, row.gauges, progress=False)
+            found = go.measure.census(row.fn, row.params, row.batches, row.gauges, progress=False)
             bar.write(f"{name}\n{found}\n")
             rows[name] = {
                 **{k: v for k, v in found._asdict().items() if k not in ("gauges", "by_leaf", "blocks", "bound")},

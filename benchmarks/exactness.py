@@ -105,15 +105,15 @@ def points(model: Model, params: Any, other: Any) -> dict[str, Callable[[], Any]
     turning = [gauge for gauge in model.gauges if gauge.name in ROTATIONS]
 
     def chosen() -> Any:
-        element = go.choose(fourth_powers, params, group, optax.adam(0.02), steps=5, progress=False)
+        element = go.orbit.choose(fourth_powers, params, group, optax.adam(0.02), steps=5, progress=False)
         return group.act(element, params)
 
-    made: dict[str, Callable[[], Any]] = {"canonicalize": lambda: go.canonicalize(params, model.gauges)}
+    made: dict[str, Callable[[], Any]] = {"canonicalize": lambda: go.orbit.canonicalize(params, model.gauges)}
     if turning:
-        made["rotate, Hadamard"] = lambda: go.rotate(params, turning)
-        made["rotate, random"] = lambda: go.rotate(params, turning, "random")
+        made["rotate, Hadamard"] = lambda: go.orbit.rotate(params, turning)
+        made["rotate, random"] = lambda: go.orbit.rotate(params, turning, "random")
     made["choose"] = chosen
-    made["align"] = lambda: group.act(go.align(other, params, group), params)
+    made["align"] = lambda: group.act(go.orbit.align(other, params, group), params)
     return made
 
 

@@ -1,4 +1,4 @@
-"""What `go.track` costs: whole training steps with it and without, in turns.
+"""What `go.measure.track` costs: whole training steps with it and without, in turns.
 
     python -m benchmarks.metrics                              # ten minutes on 2 CPU cores
     python -m benchmarks.metrics --sizes "demo, 16 x 64"      # model, sequences x tokens
@@ -58,7 +58,7 @@ def gauges_tracked(config: lm.LMConfig) -> Arms:
     """`quotient_adamw`, and with `track` around it."""
     gauges = lm.gauges(config)
     plain = go.quotient_adamw(1e-4, gauges)
-    return {"plain": plain, "tracked": go.track(plain, gauges, every=EACH)}
+    return {"plain": plain, "tracked": go.measure.track(plain, gauges, every=EACH)}
 
 
 def measured(size: Size, make: Callable[[lm.LMConfig], Arms] = gauges_tracked) -> dict[str, Any]:
@@ -88,7 +88,7 @@ def measured(size: Size, make: Callable[[lm.LMConfig], Arms] = gauges_tracked) -
 def page(result: dict[str, Any]) -> str:
     """Markdown."""
     return "\n".join([
-        "# What `go.track` costs", "",
+        "# What `go.measure.track` costs", "",
         f"`python -m benchmarks.metrics`: {result['host']}; float32; `quotient_adamw` inside. {about()}", "",
         *table(result["sizes"]), ""
     ])

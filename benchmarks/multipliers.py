@@ -32,9 +32,9 @@ def variants(plain: optax.GradientTransformation, gauge: go.Gauge) -> dict[str, 
     """An optimizer, and what is put around it."""
     return {
         "AdamW": plain,
-        "fixed at every step": go.gauge_fix(plain, gauge),
-        "fixed, product capped": go.gauge_fix(go.hold_products(plain, gauge, "cap", cap=3.0), gauge),
-        "tracked": optax.chain(plain, go.track_balance(gauge)),
+        "fixed at every step": go.orbit.gauge_fix(plain, gauge),
+        "fixed, product capped": go.orbit.gauge_fix(go.orbit.hold_products(plain, gauge, "cap", cap=3.0), gauge),
+        "tracked": optax.chain(plain, go.measure.track_balance(gauge)),
     }
 
 

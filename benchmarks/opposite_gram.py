@@ -1,4 +1,4 @@
-"""The ladder of `go.scale_by_opposite_gram`: how far each rung leaves equal weights apart, and what it costs.
+"""The ladder of `go.links.scale_by_opposite_gram`: how far each rung leaves equal weights apart, and what it costs.
 
     OPENBLAS_NUM_THREADS=1 python -m benchmarks.opposite_gram           # two minutes on 2 CPU cores
     python -m benchmarks.opposite_gram --layers 1 --width 64 --repeats 4 --only full raw
@@ -50,7 +50,7 @@ class LiteralState(NamedTuple):
 
 def literal(gauges: Sequence[go.Gauge], every: int) -> optax.GradientTransformationExtraArgs:
     """The other reading of "every k steps": increments are corrected at every k-th update and raw in between."""
-    whole = go.scale_by_opposite_gram(gauges)
+    whole = go.links.scale_by_opposite_gram(gauges)
 
     def update_fn(updates: Tree, state: LiteralState, params: Tree = None, **extra: Any) -> tuple[Tree, LiteralState]:
         del extra
@@ -64,7 +64,7 @@ def literal(gauges: Sequence[go.Gauge], every: int) -> optax.GradientTransformat
 
 def corrected(**options: Any) -> Link:
     """One rung."""
-    return lambda gauges: go.scale_by_opposite_gram(gauges, **options)
+    return lambda gauges: go.links.scale_by_opposite_gram(gauges, **options)
 
 
 def rung(name: str) -> Link:

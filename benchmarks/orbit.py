@@ -94,7 +94,7 @@ def measured(row: Row, sizes: dict[str, int]) -> dict[str, Any]:
         twin = jax.block_until_ready(act(group.sample(jax.random.key(1), params), params))
 
         def call(params: Any, gauges: Any) -> Any:
-            return act(go.align(params, twin, group), twin)
+            return act(go.orbit.align(params, twin, group), twin)
 
     else:
         call = functools.partial(getattr(go, row.function), donate=row.donate)

@@ -28,7 +28,7 @@ def orthogonalisers(case: Case) -> dict[str, optax.GradientTransformation]:
         "plain Muon's, per head": optax.contrib.scale_by_muon(weight_dimension_numbers=by_head),
         POLAR: per_head(case.params, lambda matrices: [_sized(m, polar(m)) for m in matrices]),
         "exact SVD per head, no gauge": per_head(case.params, exact_polar),
-        "scaled polar per head, rotation gauge": go.scale_by_scaled_polar(case.gauges, scale="rms"),
+        "scaled polar per head, rotation gauge": go.links.scale_by_scaled_polar(case.gauges, scale="rms"),
     }
 
 

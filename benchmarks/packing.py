@@ -4,9 +4,10 @@
     python -m benchmarks.packing --layers 2 --rounds 5    # to try it
 
 One attention layer's query and value products, a whole forward pass and a whole training step (AdamW), each compiled,
-and timed in turns in one process. *Packed* leaves out rows of its own in every head, which `go.unpack` puts back before
-the product. *Packed, shared* leaves out the same rows in all heads, and multiplies with `go.packed_dot`. Also: how far
-logits move, and whether a second round trip changes a bit. Writes benchmarks/results/packing.json and packing.md.
+and timed in turns in one process. *Packed* leaves out rows of its own in every head, which `go.orbit.unpack` puts back
+before the product. *Packed, shared* leaves out the same rows in all heads, and multiplies with `go.orbit.packed_dot`.
+Also: how far logits move, and whether a second round trip changes a bit. Writes benchmarks/results/packing.json and
+packing.md.
 """
 
 import argparse
@@ -66,7 +67,7 @@ class PackedLinear(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """The packed product, then the bias."""
-        y = go.packed_dot(x, self.kernel)
+        y = go.orbit.packed_dot(x, self.kernel)
         return y if self.layer.bias is None else y + self.layer.bias[...]
 
 
@@ -74,7 +75,7 @@ def logits_of(graphdef: Any, packed_products: bool) -> Callable[[Any, jax.Array]
     """(packed or plain tree, tokens) → logits; with products of packed leaves where `packed_products` says so."""
 
     def logits(tree: Any, tokens: jax.Array) -> jax.Array:
-        model = nnx.merge(graphdef, go.unpack(tree))
+        model = nnx.merge(graphdef, go.orbit.unpack(tree))
         for number, block in enumerate(model.blocks if packed_products else ()):
             for name in ("query", "value"):
                 kernel = tree["blocks"][number]["attn"][name]["kernel"]
@@ -95,7 +96,7 @@ def measured(config: lm.LMConfig, batch: int, length: int, rounds: int) -> dict[
         if options is not None:
             for _ in range(2):  # the first call compiles
                 start = time.perf_counter()
-                trees[name] = jax.block_until_ready(go.pack(params, gauges, **options))
+                trees[name] = jax.block_until_ready(go.orbit.pack(params, gauges, **options))
                 seconds[name] = time.perf_counter() - start
     generator = np.random.default_rng(0)
     tokens = jnp.asarray(generator.integers(config.vocab, size=(batch, length + 1)))
@@ -143,8 +144,8 @@ def measured(config: lm.LMConfig, batch: int, length: int, rounds: int) -> dict[
 
 def _products(name: str) -> Callable[..., Any]:
     def products(kernels: Any, x: jax.Array) -> list[jax.Array]:
-        kernels = kernels if name == "packed, shared" else go.unpack(kernels)
-        return [go.packed_dot(x, kernel) for kernel in kernels]
+        kernels = kernels if name == "packed, shared" else go.orbit.unpack(kernels)
+        return [go.orbit.packed_dot(x, kernel) for kernel in kernels]
 
     return products
 
@@ -171,8 +172,8 @@ def _exactness(graphdef: Any, params: Any, gauges: Sequence[go.Gauge], tokens: j
             for name, options in LAYOUTS.items():
                 if options is None:
                     continue
-                whole = go.unpack(go.pack(tree, gauges, **options))
-                again = go.unpack(go.pack(whole, gauges, **options))
+                whole = go.orbit.unpack(go.orbit.pack(tree, gauges, **options))
+                again = go.orbit.unpack(go.orbit.pack(whole, gauges, **options))
                 change = jnp.max(jnp.abs(logits(whole, tokens) - before)) / jnp.max(jnp.abs(before))
                 pairs = zip(jax.tree.leaves(whole), jax.tree.leaves(again), strict=True)
                 same = all(np.asarray(x).tobytes() == np.asarray(y).tobytes() for x, y in pairs)
@@ -211,7 +212,7 @@ def page(result: dict[str, Any]) -> str:
         lines.append(f"| {name} | {own['change']:.1e} (limit {most:.0e}){missed} | "
                      f"{'the same bits' if own['same_bits'] else '**other bits**'} |")
     took = ", ".join(f"{name} {own:.1f} s" for name, own in result["pack_seconds"].items())
-    return "\n".join([*lines, "", f"`go.pack` itself, compiled before: {took}."]) + "\n"
+    return "\n".join([*lines, "", f"`go.orbit.pack` itself, compiled before: {took}."]) + "\n"
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:

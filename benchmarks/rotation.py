@@ -35,9 +35,9 @@ NEURONS = {
 def pairs() -> dict[str, tuple[optax.GradientTransformation, optax.GradientTransformation]]:
     """Name → (inner, its rotational variant)."""
     return {
-        "adamw": (optax.adamw(1e-4, weight_decay=0.1), go.rotational_adamw(1e-4, NEURONS, weight_decay=0.1)),
-        "sgdm": (optax.sgd(1e-2, 0.9), go.rotational_sgdm(1e-2, NEURONS)),
-        "lion": (optax.lion(1e-4, weight_decay=0.1), go.rotational_lion(1e-4, NEURONS, weight_decay=0.1)),
+        "adamw": (optax.adamw(1e-4, weight_decay=0.1), go.norms.rotational_adamw(1e-4, NEURONS, weight_decay=0.1)),
+        "sgdm": (optax.sgd(1e-2, 0.9), go.norms.rotational_sgdm(1e-2, NEURONS)),
+        "lion": (optax.lion(1e-4, weight_decay=0.1), go.norms.rotational_lion(1e-4, NEURONS, weight_decay=0.1)),
     }
 
 
@@ -63,7 +63,7 @@ def whole_steps(size: metrics.Size, rounds: int) -> dict[str, Any]:
     """A training step with RV-AdamW in units of the same with AdamW."""
     params, loss = lm.params_and_loss(size.config, jax.random.key(0))
     tokens = np.random.default_rng(0).integers(0, size.config.vocab, (size.batch, size.config.max_len + 1))
-    inner, variant = optax.adamw(1e-4, weight_decay=0.1), go.rotational_adamw(1e-4, neurons(size.config))
+    inner, variant = optax.adamw(1e-4, weight_decay=0.1), go.norms.rotational_adamw(1e-4, neurons(size.config))
     both = {name: prepared(tx, params, tokens, loss) for name, tx in (("inner", inner), ("variant", variant))}
     in_turns(both, tokens, rounds)
     return {
@@ -80,7 +80,7 @@ def neurons(config: lm.LMConfig) -> dict[str, str]:
 def tracked(config: lm.LMConfig) -> metrics.Arms:
     """AdamW, and with `track_rotation` around it."""
     plain = optax.adamw(1e-4, weight_decay=0.1)
-    return {"plain": plain, "tracked": go.track_rotation(neurons(config), plain, every=metrics.EACH)}
+    return {"plain": plain, "tracked": go.measure.track_rotation(neurons(config), plain, every=metrics.EACH)}
 
 
 def page(result: dict[str, Any]) -> str:

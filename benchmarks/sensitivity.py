@@ -303,7 +303,9 @@ def _clipping(setting: Setting, report: Json) -> Iterator[str]:
     clip, sgd = optax.clip_by_global_norm(most), optax.sgd(setting.rate)
     chains = {
         "clip_by_global_norm, sgd": optax.chain(clip, sgd),
-        "clip_by_global_norm, scale_by_opposite_gram, sgd": optax.chain(clip, go.scale_by_opposite_gram(gauges), sgd),
+        "clip_by_global_norm, scale_by_opposite_gram, sgd": optax.chain(
+            clip, go.links.scale_by_opposite_gram(gauges), sgd
+        ),
         "quotient(clip_by_global_norm, sgd)": go.quotient(optax.chain(clip, sgd), gauges),
     }
     yield from _head([setting.names["GL"]], chains)

@@ -73,7 +73,7 @@ def optimizers(go: Any, gauges: Sequence[Any]) -> dict[str, Callable[[], optax.G
         "quotient_muon": lambda: go.quotient_muon(1e-2, gauges),
         "ddc_adamw": lambda: go.ddc_adamw(1e-2, gauges, weight_decay=0.1),
         "ddc_muon": lambda: go.ddc_muon(1e-2, gauges, weight_decay=0.1),
-        "gauge_fix": lambda: go.gauge_fix(optax.sgd(1e-2, momentum=0.9), gauges, on_unknown="keep"),
+        "gauge_fix": lambda: go.orbit.gauge_fix(optax.sgd(1e-2, momentum=0.9), gauges, on_unknown="keep"),
     }
 
 
@@ -87,7 +87,7 @@ def transported(go: Any, gauges: Sequence[Any], element: Any, gradient: Callable
         for _ in range(3):
             updates, state = tx.update(gradient(params), state, params)
             params = optax.apply_updates(params, updates)
-        return go.transport(state, start, gauges, element, on_unknown="keep")
+        return go.orbit.transport(state, start, gauges, element, on_unknown="keep")
 
     return run(params)
 

@@ -4,6 +4,7 @@ The headings are the comments in `gauge_optax/__init__.py`, so that a new name i
 what the pages look like.
 """
 
+import importlib
 import inspect
 import re
 import shutil
@@ -20,7 +21,10 @@ All weights that the moves reach are an *orbit*; they compute one function. The 
 orbit, and the *frame* is the element that leads from that point to the weights at `init`; it is read from one block
 of weights per gauge, the *anchor*. A part of a step along the orbit is *vertical*, the rest is *horizontal*. [How
 gauge_optax works](../design.md) explains these words."""
-MODULES = {"Measures": go.measure, "Assertions": go.testing}
+MODULES = {
+    "Orbits": go.orbit, "Norms and rotation": go.norms, "Further links": go.links, "Paths and JSON": go.tools,
+    "Measures": go.measure, "Assertions": go.testing,
+}
 
 
 def groups() -> dict[str, list[str]]:
@@ -39,10 +43,10 @@ def groups() -> dict[str, list[str]]:
 
 
 def paths() -> dict[str, list[str]]:
-    """Heading → dotted paths of its symbols; the two modules among the public names have headings of their own."""
+    """Heading → dotted paths of its symbols; the modules among the public names have headings of their own."""
     modules = {module.__name__ for module in MODULES.values()}
     dotted = {heading: [f"gauge_optax.{name}" for name in names] for heading, names in groups().items()}
-    symbols = {heading: [path for path in listed if path not in modules] for heading, listed in dotted.items()}
+    symbols = {heading: listed for heading, listed in dotted.items() if not modules & set(listed)}
     return symbols | {heading: _public(module) for heading, module in MODULES.items()}
 
 
@@ -52,7 +56,7 @@ def _public(module: Any) -> list[str]:
         name for name, symbol in vars(module).items()
         if inspect.isfunction(symbol) and symbol.__module__ == module.__name__ and not name.startswith("_")
     ]
-    return [f"{module.__name__}.{name}" for name in sorted(names)]
+    return [f"{module.__name__}.{name}" for name in names]
 
 
 def write(folder: Path) -> None:
@@ -64,7 +68,7 @@ def write(folder: Path) -> None:
         index += [f"## {heading}", "", "| | |", "|---|---|"]
         for path in symbols:
             module, _, name = path.rpartition(".")
-            symbol = getattr({"gauge_optax": go, "gauge_optax.measure": go.measure}.get(module, go.testing), name)
+            symbol = getattr(importlib.import_module(module), name)
             title = path.replace("gauge_optax.", "go.")
             summary = (inspect.getdoc(symbol) or "").splitlines()[0].replace("|", "\\|")
             index.append(f"| [`{title}`]({path}.md) | {summary} |")

@@ -184,7 +184,7 @@ def program(run: Run, arm: Arm, dtype: str, observe: Callable[[Any, Any, Any], A
     if multiplied:
         tx = multipliers.condition(arm.which, schedule(run), gauge, arm.held, **arm.fixing)
         tx = tx if arm.quotient is None else go.quotient(tx, gauge, **arm.quotient)
-        tx = optax.chain(tx, go.track_balance(gauge))
+        tx = optax.chain(tx, go.measure.track_balance(gauge))
 
     def loss(params: Any, tokens: jax.Array) -> jax.Array:
         low = jax.tree.map(lambda x: x.astype(dtype), params)

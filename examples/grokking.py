@@ -118,7 +118,7 @@ ARMS: Mapping[str, Maker] = {
     "DDC-AdamW, as printed": lambda c, rate, decay: go.ddc_adamw(
         rate, grokking.gauges(c), b2=B2, weight_decay=decay, preset="paper"
     ),
-    "rotational AdamW": lambda c, rate, decay: go.rotational_adamw(rate, NEURONS, b2=B2, weight_decay=decay),
+    "rotational AdamW": lambda c, rate, decay: go.norms.rotational_adamw(rate, NEURONS, b2=B2, weight_decay=decay),
     "Muon": lambda c, rate, decay: _muon(rate, decay),
     "Muon, per head": lambda c, rate, decay: _muon(rate, decay, per_head=True),
     "Muon, logit shift alone": lambda c, rate, decay: go.quotient(_muon(rate, decay), grokking.shift()),

@@ -4,9 +4,9 @@
     python -m examples.live_metrics --optimizer quotient_adamw       # beside it in the same folder
     python -m examples.live_metrics --stop-after 150                 # leaves half-way; the same command goes on
 
-`go.track` runs the optimizer as it is and records every tenth step in its state, where `optax.tree.get` finds it. Each
-line of <optimizer>.jsonl is one record; metrics.png draws all runs of the folder: how far anchors have drifted, how
-much a step turns heads, and which share of a step the loss can notice.
+`go.measure.track` runs the optimizer as it is and records every tenth step in its state, where `optax.tree.get` finds
+it. Each line of <optimizer>.jsonl is one record; metrics.png draws all runs of the folder: how far anchors have
+drifted, how much a step turns heads, and which share of a step the loss can notice.
 """
 
 import argparse
@@ -42,7 +42,7 @@ def create(config: lm.LMConfig, args: argparse.Namespace) -> tuple[Any, Any, Cal
     warmup = min(20, args.steps // 2)
     rate = optax.warmup_cosine_decay_schedule(0.0, args.rate, warmup_steps=warmup, decay_steps=args.steps)
     gauges = lm.gauges(config)
-    tx = go.track(OPTIMIZERS[args.optimizer](rate, gauges), gauges, every=args.every)
+    tx = go.measure.track(OPTIMIZERS[args.optimizer](rate, gauges), gauges, every=args.every)
 
     @jax.jit
     def step(params: Any, state: Any, tokens: jax.Array) -> tuple[Any, Any, jax.Array]:

@@ -7,9 +7,9 @@ Three networks: an MLP on digits (two ReLU layers of 64), a decoder on bytes of 
 positions (2 layers, d = 64, 4 heads), and one with RMSNorms, rotary embeddings, SwiGLU and two query heads per key
 head. A pair is two *seeds* (initial weights and order of the data) under AdamW, two seeds of which *Muon* trains the
 second, or two *fine-tunings*: one network, trained, then trained on in two orders of the data. The second network of a
-pair is aligned to the first (`go.align`), by several lists of gauges; in one arm, the element is then learned
-(`go.choose`): 100 steps of Adam on the training loss half-way. The barrier is the largest rise of the held-out loss
-above the chord, at λ = 0, 0.1, …, 1 (`go.measure.barrier`). Finished pairs are kept in merge.json and not trained
+pair is aligned to the first (`go.orbit.align`), by several lists of gauges; in one arm, the element is then learned
+(`go.orbit.choose`): 100 steps of Adam on the training loss half-way. The barrier is the largest rise of the held-out
+loss above the chord, at λ = 0, 0.1, …, 1 (`go.measure.barrier`). Finished pairs are kept in merge.json and not trained
 again; merge.png is drawn at the end, and the table printed.
 """
 
@@ -179,16 +179,16 @@ def aligned(name: str, arm: str, a: Params, b: Params) -> Params:
         batches = own.batches(MATCHED, 0)
         options = {"batches": [jax.tree.map(lambda x, n=n: x[n], batches) for n in range(MATCHED)], "fn": own.logits}
     group = go.product(gauges)
-    element = go.align(a, b, gauges, **options)
+    element = go.orbit.align(a, b, gauges, **options)
     if arm == "all, learned":
 
         def half_way(moved: Params, batch: Any) -> jax.Array:
-            return own.loss(go.interpolate(a, moved, 0.5), batch)
+            return own.loss(go.orbit.interpolate(a, moved, 0.5), batch)
 
         batches = own.batches(LEARNED, 1)
         stream = [jax.tree.map(lambda x, n=n: x[n], batches) for n in range(LEARNED)]
         tx = optax.adam(optax.cosine_decay_schedule(LEARNING_RATE, LEARNED))
-        element = go.choose(half_way, b, group, tx, steps=LEARNED, batches=stream, start=element, progress=False)
+        element = go.orbit.choose(half_way, b, group, tx, steps=LEARNED, batches=stream, start=element, progress=False)
     return group.act(element, b)
 
 
@@ -215,7 +215,7 @@ def run_pair(name: str, pair: str, steps: int, done: dict[str, Any]) -> dict[str
         began = time.monotonic()
         end = aligned(name, arm, a, b)
         seconds = round(time.monotonic() - began, 1)
-        losses = [float(loss(go.interpolate(a, end, k / 10))) for k in range(11)]
+        losses = [float(loss(go.orbit.interpolate(a, end, k / 10))) for k in range(11)]
         done[arm] = {
             "losses": [round(x, 4) for x in losses],
             "barrier": round(go.measure.barrier(loss, a, end), 4),

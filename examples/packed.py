@@ -3,14 +3,14 @@
     python -m examples.packed --out examples/results      # half an hour on two CPU cores; killed, it goes on
     python -m examples.packed --steps 30 --arms plain packed       # to try it
 
-A decoder of 2 layers (LayerNorm, GELU, learned positions, biases, 4 heads of 16) on bytes of text. `go.pack` leaves
-d_h² numbers per head out of the queries and as many out of the values. AdamW then trains what is left, from the same
-function as the plain run. A cell is one arm, peak rate and seed (initial weights and order of the data). A sweep of
-rates goes on until the best mean over seeds has a worse neighbour on both sides. Finished cells are kept in packed.json
-and not trained again. packed.png is drawn at the end, and the table printed.
+A decoder of 2 layers (LayerNorm, GELU, learned positions, biases, 4 heads of 16) on bytes of text. `go.orbit.pack`
+leaves d_h² numbers per head out of the queries and as many out of the values. AdamW then trains what is left, from the
+same function as the plain run. A cell is one arm, peak rate and seed (initial weights and order of the data). A sweep
+of rates goes on until the best mean over seeds has a worse neighbour on both sides. Finished cells are kept in
+packed.json and not trained again. packed.png is drawn at the end, and the table printed.
 
-"packed" is `go.pack` as it is by default. "shared" says that all heads leave out the same rows, "identity" that the
-block is exactly the identity (`size=1.0`). "quotient" is AdamW inside `go.quotient`, with the gauges that bind no
+"packed" is `go.orbit.pack` as it is by default. "shared" says that all heads leave out the same rows, "identity" that
+the block is exactly the identity (`size=1.0`). "quotient" is AdamW inside `go.quotient`, with the gauges that bind no
 packed leaf.
 """
 
@@ -87,7 +87,7 @@ def initial(arm: str, seed: int) -> Any:
     """The initial parameters, packed if the arm says so."""
     params, _ = lm.params_and_loss(CONFIG, jax.random.key(seed))
     options = ARMS[arm].options
-    return params if options is None else go.pack(params, gauges()[0], **options)
+    return params if options is None else go.orbit.pack(params, gauges()[0], **options)
 
 
 @functools.lru_cache(maxsize=4)
@@ -99,12 +99,12 @@ def program(arm: str, seed: int, steps: int) -> Callable[..., tuple[jax.Array, j
     def run(params: Any, batches: jax.Array, held_out: jax.Array, rate: jax.Array) -> tuple[jax.Array, jax.Array]:
         tx: Any = optax.adamw(lambda n: rate * shape(n), weight_decay=DECAY)
         tx = go.quotient(tx, gauges()[1]) if ARMS[arm].quotient else tx
-        return trained(tx, lambda p, tokens: loss(go.unpack(p), tokens), params, batches, held_out)
+        return trained(tx, lambda p, tokens: loss(go.orbit.unpack(p), tokens), params, batches, held_out)
 
     inputs = initial(arm, seed), batches(steps, seed), held_out(), jnp.float32(0)
     if ARMS[arm].quotient:
         tx, start = go.quotient(optax.adamw(1e-3), gauges()[1]), inputs[0]
-        go.check(tx, tx.init(start), start, jax.grad(lambda p: loss(go.unpack(p), inputs[2][0]))(start))
+        go.check(tx, tx.init(start), start, jax.grad(lambda p: loss(go.orbit.unpack(p), inputs[2][0]))(start))
     return jax.jit(run).lower(*inputs).compile()
 
 
@@ -160,7 +160,8 @@ def section(result: Result) -> str:
     saved = 2 * CONFIG.layers * CONFIG.heads * CONFIG.d_head**2
     about = (
         "A decoder of 2 layers and 4 heads of 16 (GELU, learned positions) on bytes of text, "
-        f"{result['settings']['steps']} steps, {len(result['seeds'])} seeds, {result['machine']}, float32. `go.pack` "
+        f"{result['settings']['steps']} steps, {len(result['seeds'])} seeds, {result['machine']}, float32. "
+        "`go.orbit.pack` "
         f"leaves 2 · layers · heads · d_h² = {saved:,} numbers out, and AdamW trains what is left. By default every "
         "head leaves out rows of its own, and `pack` chooses the number on the diagonal. *Shared*: all heads leave out "
         "the same rows (`shared=True`). *Identity*: that number is 1 (`size=1.0`). *Quotient*: AdamW inside "

@@ -5,10 +5,10 @@
 
 Two small Llamas (`examples.merge`) are trained from two seeds. A linear probe reads the kind of the next byte (letter,
 digit, …) from the residual stream behind a block of the first network. The streams of two seeds have different bases,
-so that the probe says nothing about the second network. A rotation of the stream is a gauge: `go.align` finds the one
-that takes the second network nearest to the first, by weights alone, and `go.canonicalize` gives both a basis of their
-own. The probe is read again after each. A twin of the first network, moved by a random element of all gauges, is the
-control: there alignment has to give the probe its accuracy back.
+so that the probe says nothing about the second network. A rotation of the stream is a gauge: `go.orbit.align` finds
+the one that takes the second network nearest to the first, by weights alone, and `go.orbit.canonicalize` gives both a
+basis of their own. The probe is read again after each. A twin of the first network, moved by a random element of all
+gauges, is the control: there alignment has to give the probe its accuracy back.
 
 Finished pairs are kept in probe.json; probe.png is drawn at the end, and the table printed.
 """
@@ -106,11 +106,11 @@ def run_pair(pair: str, steps: int) -> dict[str, Any]:
         return [np.asarray(x, np.float64) for x in stream()(params, jnp.asarray(tokens[:, :-1]))]
 
     to_fit, to_test = (kind(tokens[:, 1:]).ravel() for tokens in (fit, test))
-    canonical = [go.canonicalize(p, gauges) for p in (first, second)]
+    canonical = [go.orbit.canonicalize(p, gauges) for p in (first, second)]
     moved = {
         "as it is": (first, second),
-        "all gauges": (first, group.act(go.align(first, second, gauges), second)),
-        "permutations": (first, go.product(own.order).act(go.align(first, second, own.order), second)),
+        "all gauges": (first, group.act(go.orbit.align(first, second, gauges), second)),
+        "permutations": (first, go.product(own.order).act(go.orbit.align(first, second, own.order), second)),
         "canonical": tuple(canonical),
         "trained there": (second, second),
     }

@@ -12,10 +12,11 @@ their readers as much smaller; and *grown*: trained from an embedding in which o
 so that the stream itself has an outlier, which no norm's scale takes out. The arms:
 
 * plain: the weights as they are;
-* folded: norm scales folded into their readers (`go.canonicalize`);
-* R1: and the residual stream rotated by a random Hadamard matrix (`go.rotate`);
+* folded: norm scales folded into their readers (`go.orbit.canonicalize`);
+* R1: and the residual stream rotated by a random Hadamard matrix (`go.orbit.rotate`);
 * R1+R2: and the values of each head;
-* chosen: rotations and scales by gradient (`go.choose`), from R1+R2: 60 steps of Adam on the divergence between the
+* chosen: rotations and scales by gradient (`go.orbit.choose`), from R1+R2: 60 steps of Adam on the divergence between
+the
   rounded and the exact network, with rounding taken as the identity in derivatives, on 8 sequences of training data.
 
 Finished runs are kept in quantize.json; quantize.png is drawn at the end, and the table printed.
@@ -179,7 +180,7 @@ SCALES = [g for g in GAUGES if g.name == "rescale"]
 
 def planted(params: Params) -> Params:
     """The same function with outliers: the stream in principal axes, and channels of norms 20 times larger."""
-    params = go.canonicalize(params, [*NORMS, *STREAM])
+    params = go.orbit.canonicalize(params, [*NORMS, *STREAM])
     group = go.product(NORMS)
 
     def larger(logs: jax.Array) -> jax.Array:
@@ -190,9 +191,9 @@ def planted(params: Params) -> Params:
 
 def points(params: Params) -> dict[str, Params]:
     """Arm → weights of the same function; all but the chosen ones."""
-    folded = go.canonicalize(params, NORMS)
-    turned = go.rotate(folded, STREAM)
-    return {"plain": params, "folded": folded, "R1": turned, "R1+R2": go.rotate(turned, VALUES)}
+    folded = go.orbit.canonicalize(params, NORMS)
+    turned = go.orbit.rotate(folded, STREAM)
+    return {"plain": params, "folded": folded, "R1": turned, "R1+R2": go.orbit.rotate(turned, VALUES)}
 
 
 def chosen(params: Params, bits: tuple[int, int], batches: Sequence[jax.Array], steps: int) -> Params:
@@ -208,7 +209,7 @@ def chosen(params: Params, bits: tuple[int, int], batches: Sequence[jax.Array], 
 
     tx = optax.adam(optax.cosine_decay_schedule(1e-2, max(1, steps)))
     given = [(params, tokens[:, :-1], jnp.asarray(bits)) for tokens in batches]
-    element = go.choose(objective, params, group, tx, steps=steps, batches=given, progress=False)
+    element = go.orbit.choose(objective, params, group, tx, steps=steps, batches=given, progress=False)
     return group.act(element, params)
 
 

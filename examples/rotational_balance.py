@@ -46,7 +46,7 @@ def adam_l2(rate: Any, decay: Any) -> optax.GradientTransformation:
 
 def rotational(rate: Any, decay: Any, net: DigitsConfig = NET) -> optax.GradientTransformation:
     """RV-AdamW on the hidden layers."""
-    return go.rotational_adamw(rate, neurons(net), weight_decay=decay, mask=matrices)
+    return go.norms.rotational_adamw(rate, neurons(net), weight_decay=decay, mask=matrices)
 
 
 def special(rate: Any, decay: Any, l2: float | None = None) -> optax.GradientTransformation:
@@ -60,7 +60,7 @@ def special(rate: Any, decay: Any, l2: float | None = None) -> optax.GradientTra
 
     added = optax.add_decayed_weights(decay if l2 is None else l2, hidden)
     inner = optax.chain(added, optax.adamw(rate, weight_decay=decay, mask=head))
-    return go.rotational(inner, neurons(NET), learning_rate=rate, weight_decay=decay)
+    return go.norms.rotational(inner, neurons(NET), learning_rate=rate, weight_decay=decay)
 
 
 def slowed(rate: Any, decay: Any, share: float, factor: float) -> optax.GradientTransformation:
@@ -72,7 +72,7 @@ def slowed(rate: Any, decay: Any, share: float, factor: float) -> optax.Gradient
     for axes, schedule in parts:
         blocks = dict.fromkeys(neurons(NET), axes)
         if not axes.endswith("=0:0"):
-            inner = go.rotational(inner, blocks, learning_rate=rate, weight_decay=decay, eta_r=schedule)
+            inner = go.norms.rotational(inner, blocks, learning_rate=rate, weight_decay=decay, eta_r=schedule)
     return inner
 
 

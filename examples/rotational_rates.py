@@ -34,7 +34,7 @@ def lm_adamw(rate: Any, decay: Any) -> optax.GradientTransformation:
 
 def lm_rotational(rate: Any, decay: Any) -> optax.GradientTransformation:
     """RV-AdamW on every neuron of the blocks, with gains, since nothing normalises them."""
-    return go.rotational_adamw(rate, text.neurons(), weight_decay=decay, mask=text.kernels, gain=optax.adam(rate))
+    return go.norms.rotational_adamw(rate, text.neurons(), weight_decay=decay, mask=text.kernels, gain=optax.adam(rate))
 
 
 def adamw(rate: Any, decay: Any) -> optax.GradientTransformation:
@@ -44,7 +44,7 @@ def adamw(rate: Any, decay: Any) -> optax.GradientTransformation:
 
 def rotational(rate: Any, decay: Any) -> optax.GradientTransformation:
     """RV-AdamW on the hidden layers."""
-    return go.rotational_adamw(rate, neurons(NET), weight_decay=decay, mask=text.kernels)
+    return go.norms.rotational_adamw(rate, neurons(NET), weight_decay=decay, mask=text.kernels)
 
 
 def sgdm(rate: Any, decay: Any) -> optax.GradientTransformation:
@@ -54,7 +54,7 @@ def sgdm(rate: Any, decay: Any) -> optax.GradientTransformation:
 
 def rotational_sgdm(rate: Any, decay: Any) -> optax.GradientTransformation:
     """RV-SGDM on the hidden layers."""
-    return go.rotational_sgdm(rate, neurons(NET), weight_decay=decay, mask=text.kernels)
+    return go.norms.rotational_sgdm(rate, neurons(NET), weight_decay=decay, mask=text.kernels)
 
 
 def on_digits(make: digits.Make, pairs: Sequence[tuple[float, float]], warmup: float, seeds: Sequence[int]) -> Cell:

@@ -31,7 +31,7 @@ def lion(rate: Any, decay: Any) -> optax.GradientTransformation:
 
 def rotational_lion(rate: Any, decay: Any) -> optax.GradientTransformation:
     """RV-Lion on the hidden layers."""
-    return go.rotational_lion(rate, neurons(NET), weight_decay=decay, mask=text.kernels)
+    return go.norms.rotational_lion(rate, neurons(NET), weight_decay=decay, mask=text.kernels)
 
 
 PAIRS: dict[str, tuple[str, Make, Make, Sequence[float], Sequence[float]]] = {
@@ -84,7 +84,7 @@ def optioned(name: str, task: str, seeds: Sequence[int]) -> Cell:
 
     def make(rate: Any, decay: Any) -> optax.GradientTransformation:
         gain = optax.adam(rate) if task == "LM" else None
-        return go.rotational_adamw(rate, blocks, weight_decay=decay, mask=text.kernels, gain=gain, **options)
+        return go.norms.rotational_adamw(rate, blocks, weight_decay=decay, mask=text.kernels, gain=gain, **options)
 
     decays = (DECAY,) if task == "LM" else (0.01, 0.03, DECAY, 0.3, 1.0)
     by_decay = losses(task, make, [(RATE, decay) for decay in decays], seeds)

@@ -75,7 +75,7 @@ ARMS = {
 
 def readings(c: Config, arm: Arm, seed: int) -> dict[str, np.ndarray]:
     """Means over windows, (windows, neurons): norm, rotation, rms_update, and what predictions need."""
-    tx = go.track_rotation({"w": "channel _"}, arm.make(), every=1)
+    tx = go.measure.track_rotation({"w": "channel _"}, arm.make(), every=1)
     first, key = jax.random.split(jax.random.key(seed))
     walk, weights = random_walk.start(first, c.width, c.width, arm.even)
 

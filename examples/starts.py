@@ -70,7 +70,7 @@ def relative(rate: Schedule, gauges: Sequence[go.Gauge]) -> optax.GradientTransf
     """AdamW with steps in units of the kernels they step."""
     return optax.chain(
         optax.scale_by_adam(),
-        go.scale_by_relative_rms(gauges),
+        go.links.scale_by_relative_rms(gauges),
         optax.add_decayed_weights(DECAY),
         optax.scale_by_learning_rate(rate),
     )

@@ -8,7 +8,7 @@ stay equal. They take the same steps as `gauge_optax.quotient_adamw` and `gauge_
 steps, tests/test_torch_lora.py), whose documentation explains the method.
 
 Pairs are found by PEFT's names, `...lora_A.default.weight` and `...lora_B.default.weight`, or given as the JSON that
-`gauge_optax.to_json(gauge_optax.lora(shapes))` writes:
+`gauge_optax.tools.to_json(gauge_optax.lora(shapes))` writes:
 
     model = peft.get_peft_model(...)
     optimizer = QuotientAdamW(model.named_parameters(), lr=1e-3)
@@ -69,7 +69,7 @@ def pairs_of(
 
     Args:
       names: of all parameters that are trained; with their tensors, shapes are checked too.
-      gauges: JSON from `gauge_optax.to_json`; by default pairs are found by PEFT's names.
+      gauges: JSON from `gauge_optax.tools.to_json`; by default pairs are found by PEFT's names.
       experts: the number of experts whose factors lie in two matrices (PEFT's `target_parameters`), 1 for one adapter.
       frozen: other parameters of the model, which may stand between two factors too.
 
@@ -166,7 +166,7 @@ def _bound(entry: State, names: Sequence[str]) -> Iterable[Pair]:
     if entry.get("kind") != "head_linear" or len(entry["left"]) != 1 or len(entry["right"]) != 1:
         raise _error(
             "a gauge that is no pair of LoRA factors", entry, "'head_linear' with one path a side",
-            "pass go.to_json(go.lora(params)) of the adapters alone")
+            "pass go.tools.to_json(go.lora(params)) of the adapters alone")
     (left, a_axes), (right, b_axes) = (next(iter(entry[side].items())) for side in ("left", "right"))
     stacked = re.fullmatch(r"\((\w+) basis\) _", a_axes)
     several = stacked is not None and b_axes == f"_ (basis {stacked[1]})"
@@ -506,7 +506,7 @@ class QuotientAdamW(_Quotient):
       betas: decays of the first and second moments.
       eps: added to the root of the second moment.
       weight_decay: decoupled decay, multiplied by the learning rate.
-      gauges: JSON from `gauge_optax.to_json`; by default pairs are found by PEFT's names.
+      gauges: JSON from `gauge_optax.tools.to_json`; by default pairs are found by PEFT's names.
       model: the model in which the names of parameters are looked up.
       names: the same as a mapping, `dict(model.named_parameters())`.
       experts: the number of experts, where PEFT keeps their factors in two matrices (`target_parameters`).
@@ -552,7 +552,7 @@ class QuotientMuon(_Quotient):
       beta: decay of the first moment of factors, with Nesterov's look-ahead.
       eps: added to norms, and to the root of AdamW's second moment.
       weight_decay: decoupled decay of factors, multiplied by the learning rate.
-      gauges: JSON from `gauge_optax.to_json`; by default pairs are found by PEFT's names.
+      gauges: JSON from `gauge_optax.tools.to_json`; by default pairs are found by PEFT's names.
       model: the model in which the names of parameters are looked up.
       names: the same as a mapping, `dict(model.named_parameters())`.
       experts: the number of experts, where PEFT keeps their factors in two matrices (`target_parameters`).

@@ -119,7 +119,7 @@ def costs(name: str, width: int, arms: Sequence[str]) -> dict[str, Any]:
         arm: {
             "milliseconds": round(1e3 * float(np.median(update.seconds)), 2),
             "ratio": [round(x, 2) for x in quartiles(update, updates["adamw"])],
-            "dimensions": 0 if (gauges := ARMS[arm](config)) is None else go.redundancy(gauges, params),
+            "dimensions": 0 if (gauges := ARMS[arm](config)) is None else go.measure.redundancy(gauges, params),
             "parameters": sum(x.size for x in leaves),
         }
         for arm, update in updates.items()

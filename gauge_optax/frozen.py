@@ -94,7 +94,7 @@ def said_to_be_frozen(name: str, frozen: Any, params: Any) -> frozenset[str]:
             "a mask `frozen` that does not fit the tree",
             str(jax.tree.structure(frozen))[:200],
             "booleans in a tree or prefix of the parameters' structure, or a callable that makes one",
-            'write frozen=go.by_path({"encoder/**": True}, default=False)',
+            'write frozen=go.tools.by_path({"encoder/**": True}, default=False)',
         ) from error
     return frozenset(path for path, flag in mask.items() if flag)
 

@@ -411,6 +411,10 @@ def explain_state_mismatch(transformation: str, inner: Any, state: Any, params: 
 def _wrong_state(transformation: str, actual: str, expected: str) -> ValueError:
     actual, expected = (text if len(text) <= 200 else f"{text[:200]}…" for text in (actual, expected))
     return binding_error(
-        transformation, "a state of another optimizer", actual, expected,
-        "call tx.init(params) of this optimizer; go.from_state(state, inner, gauges, params) converts the state of a "
-        "plain optimizer")
+        transformation,
+        "a state of another optimizer",
+        actual,
+        expected,
+        "call tx.init(params) of this optimizer; go.orbit.from_state(state, inner, gauges, params) converts the state "
+        "of a plain optimizer",
+    )

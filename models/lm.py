@@ -308,7 +308,7 @@ def whole_gauges(config: LMConfig, linear: bool = True, residual: bool = True, h
 def permutations(config: LMConfig) -> list[go.Gauge]:
     """The orders that the function does not depend on: of units, and of heads (query heads move with their group).
 
-    Optimizers need no gauge for them; `go.align` does.
+    Optimizers need no gauge for them; `go.orbit.align` does.
     """
     unit = {"blocks/{i}/mlp/down/kernel": "channel _"}
     for name in ("up", "gate") if config.mlp == "swiglu" else ("up",):

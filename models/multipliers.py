@@ -187,9 +187,10 @@ def condition(
       which: "A", decay on all multipliers; "B", none on those of queries and keys, which are fixed; "C", neither.
       learning_rate: a number or a schedule.
       gauge: the gauge of queries and keys, `head_gauge(config)`.
-      held: keyword arguments of `go.hold_products` in B, {"kind": "cap", "cap": 2.0}; None leaves s_Q·s_K free, as the
-        paper does.
-      **fixing: keyword arguments of `go.gauge_fix` in B: `every=`; `transport=False`, which is what the paper did.
+      held: keyword arguments of `go.orbit.hold_products` in B, {"kind": "cap", "cap": 2.0}; None leaves s_Q·s_K free,
+        as the paper does.
+      **fixing: keyword arguments of `go.orbit.gauge_fix` in B: `every=`; `transport=False`, which is what the paper
+        did.
 
     Returns:
       The optimizer: gradients clipped at 1, b2 of 0.95, decay of 0.1 on matrices and 2e-3 on multipliers.
@@ -202,7 +203,7 @@ def condition(
     decays = ("qk", "multiplier") if which == "A" else ("multiplier",)
 
     def among(*kinds: str) -> Callable[[Any], Any]:
-        labels = go.by_path(KINDS, default="other")
+        labels = go.tools.by_path(KINDS, default="other")
         return lambda params: jax.tree.map(lambda label: label in kinds, labels(params))
 
     adamw = optax.chain(
@@ -214,4 +215,4 @@ def condition(
     )
     if which != "B":
         return optax.with_extra_args_support(adamw)
-    return go.gauge_fix(go.hold_products(adamw, gauge, **held) if held else adamw, gauge, **fixing)
+    return go.orbit.gauge_fix(go.orbit.hold_products(adamw, gauge, **held) if held else adamw, gauge, **fixing)

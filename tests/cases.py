@@ -987,7 +987,7 @@ def _hyperball(
     gauges: Sequence[Gauge], radius: str | float = "initial", learning_rate: optax.ScalarOrSchedule | None = None
 ) -> optax.GradientTransformationExtraArgs:
     """Spheres on the leaves that gauges bind, each as the first of them reads it."""
-    return go.hyperball(_axes(gauges), radius, learning_rate=learning_rate)
+    return go.norms.hyperball(_axes(gauges), radius, learning_rate=learning_rate)
 
 
 def _axes(gauges: Sequence[Gauge]) -> dict[str, str]:
@@ -1004,25 +1004,25 @@ def _on_vectors(gauges: Sequence[Gauge]) -> dict[str, str]:
 
 
 def _rotational(gauges: Sequence[Gauge], learning_rate: Any, eta_r: Any, center: bool) -> Any:
-    return go.rotational(
+    return go.norms.rotational(
         optax.adam(0.01), _on_vectors(gauges), learning_rate=learning_rate, weight_decay=0.1, eta_r=eta_r, center=center
     )
 
 
 def _rotational_adamw(gauges: Sequence[Gauge], learning_rate: Any, weight_decay: Any) -> Any:
-    return go.rotational_adamw(learning_rate, _on_vectors(gauges), weight_decay=weight_decay)
+    return go.norms.rotational_adamw(learning_rate, _on_vectors(gauges), weight_decay=weight_decay)
 
 
 def _rotational_sgdm(gauges: Sequence[Gauge], learning_rate: Any) -> Any:
-    return go.rotational_sgdm(learning_rate, _on_vectors(gauges), gain=optax.adam(0.01))
+    return go.norms.rotational_sgdm(learning_rate, _on_vectors(gauges), gain=optax.adam(0.01))
 
 
 def _rotational_lion(gauges: Sequence[Gauge], learning_rate: Any, eta_r: Any) -> Any:
-    return go.rotational_lion(learning_rate, _on_vectors(gauges), eta_r=eta_r)
+    return go.norms.rotational_lion(learning_rate, _on_vectors(gauges), eta_r=eta_r)
 
 
 def _max_norm(gauges: Sequence[Gauge], learning_rate: Any, bound: float = 1.0) -> Any:
-    return go.max_norm(optax.adam(learning_rate), _on_vectors(gauges), learning_rate=learning_rate, bound=bound)
+    return go.norms.max_norm(optax.adam(learning_rate), _on_vectors(gauges), learning_rate=learning_rate, bound=bound)
 
 
 def _max_norm_muon(gauges: Sequence[Gauge], learning_rate: Any) -> Any:
@@ -1036,7 +1036,7 @@ def _max_norm_muon(gauges: Sequence[Gauge], learning_rate: Any) -> Any:
 
 
 def _track_rotation(gauges: Sequence[Gauge], every: int) -> Any:
-    return go.track_rotation(_on_vectors(gauges), optax.adam(0.01), every=every)
+    return go.measure.track_rotation(_on_vectors(gauges), optax.adam(0.01), every=every)
 
 
 def _opposite_gram(
@@ -1045,12 +1045,12 @@ def _opposite_gram(
     """Without norms, which share kernels with units; with GL in place of a torus."""
     linear = {"rope_torus": lambda torus: go.head_linear(*({s.pattern: s.axes} for s in torus.specs))}
     chosen = [linear.get(g.name, lambda gauge: gauge)(g) for g in gauges if g.name != "norm_scale"]
-    return go.scale_by_opposite_gram(chosen, damping, diagonal=diagonal, every=every)
+    return go.links.scale_by_opposite_gram(chosen, damping, diagonal=diagonal, every=every)
 
 
 def _compressed(gauges: Sequence[Gauge], dtype: str) -> Any:
     """Around Adam on the slice."""
-    return go.compress_second_moments(go.quotient(optax.adamw(0.01, weight_decay=0.1), gauges), dtype)
+    return go.links.compress_second_moments(go.quotient(optax.adamw(0.01, weight_decay=0.1), gauges), dtype)
 
 
 def _hold_products(gauges: Sequence[Gauge], kind: str, cap: float | None = None) -> Any:
@@ -1062,7 +1062,7 @@ def _hold_products(gauges: Sequence[Gauge], kind: str, cap: float | None = None)
             scales.append(go.rescale(up, down))
         elif gauge.name == "rescale":
             scales.append(gauge)
-    return go.hold_products(optax.adam(0.01), scales, kind, cap=cap)
+    return go.orbit.hold_products(optax.adam(0.01), scales, kind, cap=cap)
 
 
 TRANSFORM_CASES: tuple[TransformCase, ...] = (
@@ -1076,12 +1076,12 @@ TRANSFORM_CASES: tuple[TransformCase, ...] = (
     TransformCase("scale_by_ddc/adam", go.scale_by_ddc, {"vertical": "adam"}),
     TransformCase("scale_by_ddc/log", go.scale_by_ddc, {"radial": "log", "scale_floor": 0.1}),
     TransformCase("scale_by_ddc/nesterov", go.scale_by_ddc, {"nesterov": True, "refresh_every": 2}),
-    TransformCase("scale_by_scaled_polar/sharp", go.scale_by_scaled_polar, {"scale": 0.2, "ns_coeffs": "sharp"}),
+    TransformCase("scale_by_scaled_polar/sharp", go.links.scale_by_scaled_polar, {"scale": 0.2, "ns_coeffs": "sharp"}),
     TransformCase("add_gauge_decay/number", go.add_gauge_decay, {"weight_decay": 0.1}),
     TransformCase("add_gauge_decay/schedule", go.add_gauge_decay, {"weight_decay": _falling}),
     TransformCase("gauge_retract/rotation", go.gauge_retract, {}),
-    TransformCase("gauge_fix/none", go.gauge_fix, {"inner": None}),
-    TransformCase("gauge_fix/adam", go.gauge_fix, {"inner": optax.adam(0.01), "every": 2, "strength": 0.5}),
+    TransformCase("gauge_fix/none", go.orbit.gauge_fix, {"inner": None}),
+    TransformCase("gauge_fix/adam", go.orbit.gauge_fix, {"inner": optax.adam(0.01), "every": 2, "strength": 0.5}),
     TransformCase("hold_products/init", _hold_products, {"kind": "init"}),
     TransformCase("hold_products/cap", _hold_products, {"kind": "cap", "cap": 0.5}),
     TransformCase("hyperball/initial", _hyperball, {}),
@@ -1097,8 +1097,8 @@ TRANSFORM_CASES: tuple[TransformCase, ...] = (
     TransformCase("quotient/link", go.quotient, {"inner": optax.scale_by_adam(), "hold": False}),
     TransformCase("compress_second_moments/adam", _compressed, {"dtype": "bfloat16"}),
     TransformCase("compress_second_moments/codes", _compressed, {"dtype": "uint8"}),
-    TransformCase("track/adam", go.track, {"inner": optax.adam(0.01), "every": 2}),
-    TransformCase("track_balance/every", go.track_balance, {"every": 2}),
+    TransformCase("track/adam", go.measure.track, {"inner": optax.adam(0.01), "every": 2}),
+    TransformCase("track_balance/every", go.measure.track_balance, {"every": 2}),
     TransformCase("track_rotation/adam", _track_rotation, {"every": 2}),
     TransformCase("rotational/adam", _rotational, {"learning_rate": 0.01, "eta_r": _falling, "center": False}),
     TransformCase("rotational_adamw/schedule", _rotational_adamw, {"learning_rate": _falling, "weight_decay": 0.1}),
@@ -1107,7 +1107,7 @@ TRANSFORM_CASES: tuple[TransformCase, ...] = (
     TransformCase("max_norm/number", _max_norm, {"learning_rate": 0.01}),
     TransformCase("max_norm/schedule", _max_norm, {"learning_rate": _falling, "bound": 2.0}),
     TransformCase("max_norm_muon/schedule", _max_norm_muon, {"learning_rate": _falling}),
-    TransformCase("scale_by_relative_rms/number", go.scale_by_relative_rms, {}),
+    TransformCase("scale_by_relative_rms/number", go.links.scale_by_relative_rms, {}),
     TransformCase("quotient_adamw/rotation", go.quotient_adamw, {"learning_rate": 0.01}),
     TransformCase("quotient_adamw/linear", go.quotient_adamw, {"learning_rate": 0.01, "nesterov": True}, linear=True),
     TransformCase(

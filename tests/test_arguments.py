@@ -18,7 +18,7 @@ WRAPPERS: dict[str, Callable[[], optax.GradientTransformation]] = {
     "quotient": lambda: go.quotient(optax.adam(0.1), GAUGE),
     "ddc_adamw": lambda: go.ddc_adamw(0.1, GAUGE),
     "quotient_muon": lambda: go.quotient_muon(0.1, GAUGE),
-    "track": lambda: go.track(optax.sgd(0.1), GAUGE),
+    "track": lambda: go.measure.track(optax.sgd(0.1), GAUGE),
 }
 
 
@@ -105,7 +105,9 @@ def test_a_mesh_of_more_devices_than_there_are() -> None:
     _fails(lambda: lm_sharding.make_mesh(64, 2), "a mesh of 64x2 devices", "jax_num_cpu_devices")
 
 
-@pytest.mark.parametrize("wrap", [go.quotient, go.track, lambda f, _: go.track_rotation({"up": "_ channel"}, f)])
+@pytest.mark.parametrize(
+    "wrap", [go.quotient, go.measure.track, lambda f, _: go.measure.track_rotation({"up": "_ channel"}, f)]
+)
 def test_an_optimizer_that_was_not_called_is_named(wrap: Any) -> None:
     with pytest.raises(ValueError, match="inner is no transformation") as error:
         wrap(optax.adam, GAUGE)

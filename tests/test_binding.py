@@ -650,7 +650,7 @@ def test_axes_by_the_names_that_a_tree_carries() -> None:
         state = nnx.state(nnx.Linear(2, 3, rngs=nnx.Rngs(0), kernel_init=init))
     linen = nn.Partitioned(jnp.ones((2, 3)), ("embed", "mlp"))
     for kernel in (haliax, state["kernel"], linen):
-        assert go.axes_by_name({"layers": [{"up": kernel}]}, {"layers/{i}/up": {"mlp": "channel"}}) == {
+        assert go.tools.axes_by_name({"layers": [{"up": kernel}]}, {"layers/{i}/up": {"mlp": "channel"}}) == {
             "layers/{i}/up": "_ channel"
         }
     for blocks, problem in (
@@ -659,7 +659,7 @@ def test_axes_by_the_names_that_a_tree_carries() -> None:
         ({"bare": {"embed": "_"}}, "no common axis names at 'bare'"),
     ):
         with pytest.raises(ValueError) as error:
-            go.axes_by_name({"up": linen, "bare": np.ones(3)}, blocks)
+            go.tools.axes_by_name({"up": linen, "bare": np.ones(3)}, blocks)
         assert problem in four_parts(error)
 
 

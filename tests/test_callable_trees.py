@@ -52,16 +52,16 @@ OPTIMIZERS: dict[str, Callable[[Any], optax.GradientTransformation]] = {
     "ddc_adamw": lambda mask: go.ddc_adamw(RATE, GAUGE, mask=mask),
     "ddc_muon": lambda mask: go.ddc_muon(RATE, GAUGE, weight_decay=0.1, weight_decay_mask=mask),
     "scale_by_scaled_polar": lambda _: optax.chain(
-        go.scale_by_scaled_polar(GAUGE), optax.scale(-RATE), go.gauge_retract(GAUGE)
+        go.links.scale_by_scaled_polar(GAUGE), optax.scale(-RATE), go.gauge_retract(GAUGE)
     ),
-    "gauge_fix": lambda mask: go.gauge_fix(optax.adamw(RATE, mask=mask), GAUGE),
-    "max_norm": lambda _: go.max_norm(optax.sgd(RATE), KERNELS, learning_rate=RATE),
-    "rotational_adamw": lambda mask: go.rotational_adamw(RATE, KERNELS, mask=mask),
-    "rotational_sgdm": lambda mask: go.rotational_sgdm(RATE, KERNELS, mask=mask),
-    "rotational_lion": lambda mask: go.rotational_lion(RATE, KERNELS, mask=mask),
-    "hyperball": lambda _: optax.chain(optax.sgd(RATE), go.hyperball(KERNELS)),
+    "gauge_fix": lambda mask: go.orbit.gauge_fix(optax.adamw(RATE, mask=mask), GAUGE),
+    "max_norm": lambda _: go.norms.max_norm(optax.sgd(RATE), KERNELS, learning_rate=RATE),
+    "rotational_adamw": lambda mask: go.norms.rotational_adamw(RATE, KERNELS, mask=mask),
+    "rotational_sgdm": lambda mask: go.norms.rotational_sgdm(RATE, KERNELS, mask=mask),
+    "rotational_lion": lambda mask: go.norms.rotational_lion(RATE, KERNELS, mask=mask),
+    "hyperball": lambda _: optax.chain(optax.sgd(RATE), go.norms.hyperball(KERNELS)),
     "add_gauge_decay": lambda mask: optax.chain(go.add_gauge_decay(0.1, GAUGE, mask=mask), optax.sgd(RATE)),
-    "by_path": lambda _: optax.adamw(RATE, mask=go.by_path({"bias": False}, default=True)),
+    "by_path": lambda _: optax.adamw(RATE, mask=go.tools.by_path({"bias": False}, default=True)),
 }
 
 

@@ -108,7 +108,7 @@ WRAPPERS: dict[str, Callable[[], Any]] = {
         go.gauge_retract([UNITS]),
     ),
     "inject": lambda: optax.inject_hyperparams(lambda learning_rate: go.quotient_adamw(learning_rate, [UNITS]))(1e-3),
-    "gauge_fix": lambda: go.gauge_fix(go.quotient_adamw(1e-3, [UNITS]), [UNITS]),
+    "gauge_fix": lambda: go.orbit.gauge_fix(go.quotient_adamw(1e-3, [UNITS]), [UNITS]),
     "ddc_adamw": lambda: go.ddc_adamw(1e-3, [UNITS, LOGITS]),
     "quotient_muon": lambda: go.quotient_muon(1e-2, [UNITS]),
     "balanced": lambda: go.quotient_adamw(1e-3, [UNITS], rest="balanced"),
@@ -297,8 +297,8 @@ def test_the_report_says_what_is_left_alone() -> None:
     stopped = lambda p: mlp_loss(p | {"down": jax.lax.stop_gradient(p["down"])})  # noqa: E731
     with pytest.raises(ValueError, match="is no symmetry") as caught:
         _preflight(go.quotient_adamw(1e-3, [UNITS]), MLP, stopped)
-    assert "stop_gradient" in str(caught.value) and "frozen=go.by_path({'down': True}" in str(caught.value)
-    said = go.quotient(optax.adamw(1e-3), [UNITS], frozen=go.by_path({"down": True}, default=False))
+    assert "stop_gradient" in str(caught.value) and "frozen=go.tools.by_path({'down': True}" in str(caught.value)
+    said = go.quotient(optax.adamw(1e-3), [UNITS], frozen=go.tools.by_path({"down": True}, default=False))
     assert _preflight(said, MLP, stopped).frozen == ("down",)
 
 
@@ -309,7 +309,7 @@ def test_a_mask_behind_the_step_is_named(name: str) -> None:
     tx = {
         "set_to_zero": optax.chain(quotient, optax.masked(optax.set_to_zero(), mask)),
         "freeze": optax.chain(quotient, optax.freeze(mask)),
-        "gauge_fix": optax.chain(go.gauge_fix(optax.adamw(1e-3), [UNITS]), optax.freeze(mask)),
+        "gauge_fix": optax.chain(go.orbit.gauge_fix(optax.adamw(1e-3), [UNITS]), optax.freeze(mask)),
         "rate zero": optax.chain(quotient, optax.masked(optax.scale(0.0), mask)),
     }[name]
     with pytest.raises(ValueError, match="'down' is frozen outside the optimizer that moves rescale"):

@@ -39,7 +39,7 @@ def _moments(tx: Any, squares: np.ndarray) -> tuple[Any, jax.Array]:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rounding_goes_to_both_neighbours_and_has_the_right_mean(dtype: str) -> None:
     size = 0.3  # not a stored number
-    tx = go.compress_second_moments(optax.scale_by_rms(decay=0.0), dtype)
+    tx = go.links.compress_second_moments(optax.scale_by_rms(decay=0.0), dtype)
     squares = np.full((1, 20_000), size)
     squares[0, 0] = 1.0  # the largest, from which codes are counted
     stored = np.asarray(_moments(tx, squares)[1][1:], float)
@@ -58,7 +58,7 @@ def test_averages_follow_gradients_that_shrink(dtype: str, largest: float) -> No
     squares = np.square(draw) * np.where(np.arange(4000) < 1000, 1.0, 0.01)[:, None]
     tx = optax.scale_by_rms(decay=0.999)
     exact = np.asarray(_moments(tx, squares)[1], float)
-    found = np.asarray(_moments(go.compress_second_moments(tx, dtype), squares)[1], float)
+    found = np.asarray(_moments(go.links.compress_second_moments(tx, dtype), squares)[1], float)
     off = np.sqrt(np.mean(np.square(np.sqrt(found / exact) - 1)))
     print(f"{dtype}: mean {found.mean() / exact.mean():.3f}, root off by {off:.3f}")
     assert abs(found.mean() / exact.mean() - 1) < 0.1 * largest + 0.02
@@ -72,12 +72,14 @@ def test_averages_follow_gradients_that_shrink(dtype: str, largest: float) -> No
 
 
 def test_codes_of_zero_of_what_is_too_small_and_of_no_number() -> None:
-    tx = go.compress_second_moments(optax.scale_by_rms(decay=0.0), "uint8")
+    tx = go.links.compress_second_moments(optax.scale_by_rms(decay=0.0), "uint8")
     state, v = _moments(tx, np.array([[0.0, 1.0, 2.0**-40, 4.0]]))
     assert optax.tree.get(state, "nu")["w"].tolist()[:2] == [0, 231] and v[0] == 0 and v[1] == 1 and v[2] < 1e-8
     assert bool(jnp.all(jnp.isnan(_moments(tx, np.array([[1.0, np.nan]]))[1])))
     assert _moments(tx, np.zeros((2, 3)))[1].tolist() == [0, 0, 0]
-    assert np.isinf(_moments(go.compress_second_moments(optax.scale_by_rms(decay=0.0)), np.array([[np.inf]]))[1][0])
+    assert np.isinf(
+        _moments(go.links.compress_second_moments(optax.scale_by_rms(decay=0.0)), np.array([[np.inf]]))[1][0]
+    )
 
 
 def test_states_are_smaller() -> None:
@@ -85,7 +87,9 @@ def test_states_are_smaller() -> None:
     gauges, entries = lm.gauges(LLAMA), sum(x.size for x in jax.tree.leaves(params))
     adam = nbytes(optax.adamw(1e-3).init(params))
     for tx in (optax.adamw(1e-3), go.quotient(optax.adamw(1e-3), gauges), go.ddc_adamw(1e-3, gauges)):
-        whole, *small = (nbytes(t.init(params)) for t in (tx, *(go.compress_second_moments(tx, d) for d in DTYPES)))
+        whole, *small = (
+            nbytes(t.init(params)) for t in (tx, *(go.links.compress_second_moments(tx, d) for d in DTYPES))
+        )
         print(f"bytes per parameter: {whole / entries:.2f}, " + ", ".join(f"{x / entries:.2f}" for x in small))
         assert whole - small[0] > 1.95 * entries and whole - small[1] > 2.9 * entries
         assert max(small) < adam, "the state is no smaller than AdamW's"
@@ -99,18 +103,18 @@ def test_losses_are_those_of_the_optimizer(name: str, dtype: str) -> None:
         "quotient": go.quotient(optax.adamw(1e-2), GAUGE),
         "ddc_adamw": go.ddc_adamw(1e-2, GAUGE),
     }
-    plain, small = (_train(tx) for tx in (make[name], go.compress_second_moments(make[name], dtype)))
+    plain, small = (_train(tx) for tx in (make[name], go.links.compress_second_moments(make[name], dtype)))
     print(f"{name}, {dtype}: {plain[0]:.4f} → {plain[-1]:.5f}, {small[-1]:.5f}")
     assert plain[-1] < 0.2 * plain[0] and abs(small[-1] / plain[-1] - 1) < 0.1
     assert small[-1] != plain[-1]
-    assert _train(go.compress_second_moments(make[name], dtype)) == small, "a run cannot be repeated"
+    assert _train(go.links.compress_second_moments(make[name], dtype)) == small, "a run cannot be repeated"
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_twins_stay_together(dtype: str) -> None:
     element = {"": jnp.linspace(-2.0, 2.0, 8)}
     plain = [_train(optax.adamw(1e-2), g)[-1] for g in (None, element)]
-    tx = go.compress_second_moments(go.quotient(optax.adamw(1e-2), GAUGE), dtype)
+    tx = go.links.compress_second_moments(go.quotient(optax.adamw(1e-2), GAUGE), dtype)
     ours = [_train(tx, g)[-1] for g in (None, element)]
     apart = [abs(a / b - 1) for a, b in (plain, ours)]
     print(f"losses of twins after 200 steps: AdamW {apart[0]:.2f}, {dtype} {apart[1]:.1e}")
@@ -120,11 +124,11 @@ def test_twins_stay_together(dtype: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_moments_are_transported_as_numbers(dtype: str) -> None:
     params = {"up": jnp.ones((4, 8)), "down": jnp.ones((8, 2))}
-    tx, element = go.compress_second_moments(optax.adam(0.1), dtype), {"": jnp.linspace(-1.0, 1.0, 8)}
+    tx, element = go.links.compress_second_moments(optax.adam(0.1), dtype), {"": jnp.linspace(-1.0, 1.0, 8)}
     grads = jax.tree.map(lambda x: 1.0 + jnp.arange(x.size, dtype=x.dtype).reshape(x.shape), params)
     state = tx.update(grads, tx.init(params), params)[1]
-    before, after = (decompressed(x) for x in (state, go.transport(state, params, GAUGE, element)))
-    expected = go.transport(before, params, GAUGE, element)
+    before, after = (decompressed(x) for x in (state, go.orbit.transport(state, params, GAUGE, element)))
+    expected = go.orbit.transport(before, params, GAUGE, element)
     for path in params:
         found, wanted = (optax.tree.get(x, "nu")[path] for x in (after, expected))
         np.testing.assert_allclose(found, wanted, rtol={"bfloat16": 2.0**-7, "uint8": 0.1}[dtype])
@@ -135,7 +139,7 @@ def test_moments_are_transported_as_numbers(dtype: str) -> None:
 def test_rare_small_gradients_take_no_large_steps(dtype: str) -> None:
     """As those of rare tokens beside frequent ones: a second moment rounded to zero would make them m/eps."""
     params = {"w": jnp.zeros(64)}
-    tx = go.compress_second_moments(optax.adam(1.0), dtype)
+    tx = go.links.compress_second_moments(optax.adam(1.0), dtype)
 
     @jit
     def run() -> jax.Array:
@@ -154,7 +158,7 @@ def test_rare_small_gradients_take_no_large_steps(dtype: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_states_of_numpy_and_of_no_leaves_and_of_bfloat16_parameters(dtype: str) -> None:
     params = {"w": jnp.arange(1.0, 5.0)}
-    tx = go.compress_second_moments(optax.adam(0.1), dtype)
+    tx = go.links.compress_second_moments(optax.adam(0.1), dtype)
     state = tx.init(params)
     restored = jax.device_get(state)
     expected, found = (tx.update(params, s, params)[0]["w"] for s in (state, restored))
@@ -162,7 +166,7 @@ def test_states_of_numpy_and_of_no_leaves_and_of_bfloat16_parameters(dtype: str)
     assert jax.tree.structure(decompressed(restored)) == jax.tree.structure(decompressed(state))
     assert tx.update({}, tx.init({}), {})[0] == {}
     half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
-    tx = go.compress_second_moments(optax.amsgrad(0.1), dtype)
+    tx = go.links.compress_second_moments(optax.amsgrad(0.1), dtype)
     state = tx.init(half)
     after = tx.update(half, state, half)[1]
     assert jax.tree.map(lambda x: x.dtype, after) == jax.tree.map(lambda x: x.dtype, state)
@@ -180,7 +184,7 @@ class _Named(NamedTuple):
 
 def test_float64_is_left_alone(x64: None) -> None:
     params = {"w": jnp.ones(3, jnp.float64)}
-    tx, same = go.compress_second_moments(optax.adam(0.1), "uint8"), optax.adam(0.1)
+    tx, same = go.links.compress_second_moments(optax.adam(0.1), "uint8"), optax.adam(0.1)
     updates, state = tx.update(params, tx.init(params), params)
     assert optax.tree.get(state, "nu")["w"].dtype == jnp.float64
     np.testing.assert_array_equal(updates["w"], same.update(params, same.init(params), params)[0]["w"])
@@ -189,12 +193,12 @@ def test_float64_is_left_alone(x64: None) -> None:
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda: go.compress_second_moments(optax.adam), "optax.adamw(1e-3)"),  # type: ignore[arg-type]
-        (lambda: go.compress_second_moments(optax.adam(0.1), "int4"), "write dtype='bfloat16'"),
+        (lambda: go.links.compress_second_moments(optax.adam), "optax.adamw(1e-3)"),  # type: ignore[arg-type]
+        (lambda: go.links.compress_second_moments(optax.adam(0.1), "int4"), "write dtype='bfloat16'"),
         (lambda: _init(optax.lion(0.1)), "no field nu that may be rounded"),
         (lambda: _init(optax.rmsprop(0.1, centered=True)), "no field nu that may be rounded"),
-        (lambda: _init(go.compress_second_moments(optax.adam(0.1))), "around the whole optimizer"),
-        (lambda: go.compress_second_moments(optax.adam(0.1)).init(_Named(jnp.ones(2))), "rename it"),
+        (lambda: _init(go.links.compress_second_moments(optax.adam(0.1))), "around the whole optimizer"),
+        (lambda: go.links.compress_second_moments(optax.adam(0.1)).init(_Named(jnp.ones(2))), "rename it"),
     ],
 )
 def test_mistakes_are_told(make: Any, says: str) -> None:
@@ -207,7 +211,7 @@ def test_mistakes_are_told(make: Any, says: str) -> None:
 
 
 def _init(inner: Any) -> Any:
-    return go.compress_second_moments(inner).init({"w": jnp.ones(2)})
+    return go.links.compress_second_moments(inner).init({"w": jnp.ones(2)})
 
 
 def _train(tx: Any, element: Tree | None = None, steps: int = 200) -> list[float]:

@@ -148,9 +148,9 @@ def test_a_transformation_says_which_gauges_it_holds(case: TransformCase) -> Non
 
 def test_wrappers_hold_what_they_wrap_too() -> None:
     inner = go.quotient(optax.adam(0.01), [UNIT])
-    assert go.track(inner, go.product([NORM, UNIT])).gauges == (NORM, UNIT)
-    assert go.gauge_fix(inner, [NORM]).gauges == (NORM, UNIT)
-    assert go.compress_second_moments(optax.adam(0.01)).gauges == ()
+    assert go.measure.track(inner, go.product([NORM, UNIT])).gauges == (NORM, UNIT)
+    assert go.orbit.gauge_fix(inner, [NORM]).gauges == (NORM, UNIT)
+    assert go.links.compress_second_moments(optax.adam(0.01)).gauges == ()
 
 
 # Compiled once per row; what other rows of a kind compute is checked where their options are.

@@ -31,8 +31,9 @@ GUIDES = sorted((ROOT / "docs" / "guides").glob("*.md"))
 def test_every_public_symbol_has_a_page(tmp_path: Path) -> None:
     symbols.write(tmp_path / "api")
     pages = {path.stem for path in (tmp_path / "api").glob("*.md")} - {"index"}
-    public = {f"gauge_optax.{name}" for name in go.__all__ if name not in ("measure", "testing")}
-    public |= {f"gauge_optax.measure.{name}" for name in go.measure.__all__}
+    public = {f"gauge_optax.{name}" for name in go.__all__ if name not in go._MODULES}
+    for module in ("orbit", "norms", "links", "tools", "measure"):
+        public |= {f"gauge_optax.{module}.{name}" for name in getattr(go, module).__all__}
     assert pages >= public and {"gauge_optax.testing.assert_invariant"} <= pages
     index = (tmp_path / "api" / "index.md").read_text()
     assert all(f"({page}.md)" in index for page in pages)

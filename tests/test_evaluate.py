@@ -70,7 +70,7 @@ def test_averages_of_twins_are_twins(name: str, average: str, pin: bool, x64: No
     losses, points = [], []
     for start in (params, twin):
         end, state = trained(tx, case.loss, start)
-        averaged = go.evaluate(fn, state, end)
+        averaged = go.orbit.evaluate(fn, state, end)
         losses.append(float(case.loss(averaged)))
         points.append((averaged, end))
         assert jax.tree.structure(averaged) == jax.tree.structure(params)
@@ -97,18 +97,20 @@ def test_the_state_may_stand_in_wrappers_and_at_rest(x64: None) -> None:
     fn = optax.contrib.schedule_free_eval_params
     for wrap in (
         lambda tx: optax.chain(optax.clip_by_global_norm(1e6), tx),
-        lambda tx: go.gauge_fix(tx, case.gauges(), every=100),
+        lambda tx: go.orbit.gauge_fix(tx, case.gauges(), every=100),
         lambda tx: optax.MultiSteps(tx, 1),
     ):
-        expected = go.evaluate(fn, *reversed(trained(go.quotient(made, case.gauges()), case.loss, params)))
+        expected = go.orbit.evaluate(fn, *reversed(trained(go.quotient(made, case.gauges()), case.loss, params)))
         tx = wrap(go.quotient(made, case.gauges()))
         tx = tx.gradient_transformation() if hasattr(tx, "gradient_transformation") else tx
         end, state = trained(tx, case.loss, params)
-        for a, b in zip(*map(jax.tree.leaves, (go.evaluate(fn, state, end), expected)), strict=True):
+        for a, b in zip(*map(jax.tree.leaves, (go.orbit.evaluate(fn, state, end), expected)), strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-12)
     twin = go.bind(case.gauges(), params).random_twin(jax.random.key(5), params)
     tx = go.quotient(made, case.gauges(), rest="balanced")
-    losses = [float(case.loss(go.evaluate(fn, s, p))) for p, s in (trained(tx, case.loss, x) for x in (params, twin))]
+    losses = [
+        float(case.loss(go.orbit.evaluate(fn, s, p))) for p, s in (trained(tx, case.loss, x) for x in (params, twin))
+    ]
     assert losses[0] == pytest.approx(losses[1], rel=1e-9)
 
 
@@ -117,16 +119,16 @@ def test_what_cannot_be_evaluated_is_said() -> None:
     gauge = go.rescale({"up": "_ channel"}, {"down": "channel _"})
     plain = optax.adam(1e-3)
     with pytest.raises(ValueError, match="a state with 0 quotients"):
-        go.evaluate(lambda s, p: p, plain.init(params), params)
+        go.orbit.evaluate(lambda s, p: p, plain.init(params), params)
     state = go.quotient(plain, gauge).init(params)
     with pytest.raises(ValueError, match="fn returns no weights"):
-        go.evaluate(lambda s, p: s, state, params)
+        go.orbit.evaluate(lambda s, p: s, state, params)
     unknown = state._replace(frame=state.frame._replace(elements={"rescale[].0.v4": jnp.ones(3)}))
     with pytest.raises(ValueError, match="not known yet") as caught:
-        go.evaluate(lambda s, p: p, unknown, params)
+        go.orbit.evaluate(lambda s, p: p, unknown, params)
     assert "jax.eval_shape(tx.init, params)" in str(caught.value)
     with pytest.raises(ValueError, match="an optimizer with 0 quotients"):
-        go.restart(plain, state, params)
+        go.orbit.restart(plain, state, params)
 
 
 @pytest.mark.parametrize("restored", [dict, list])
@@ -154,7 +156,7 @@ def test_a_restarted_twin_stays_a_twin(name: str, pin: bool, x64: None) -> None:
         losses = []
         for start in (params, twin):
             end, state = trained(tx, case.loss, start)
-            state = go.restart(tx, state, end, choose)
+            state = go.orbit.restart(tx, state, end, choose)
             inside = state[1].inner_state[0]
             assert int(inside.count) == (0 if choose is None else 8)
             assert not any(np.any(x) for x in jax.tree.leaves(inside.nu))
@@ -171,10 +173,10 @@ def test_a_restart_keeps_the_frame(x64: None) -> None:
     params = case.params(jax.random.key(1))
     tx = go.quotient(optax.contrib.schedule_free_adamw(1e-2), case.gauges())
     end, state = trained(tx, case.loss, params)
-    new = go.restart(tx, state, end)
+    new = go.orbit.restart(tx, state, end)
     for a, b in zip(*(jax.tree.leaves(x.frame) for x in (state, new)), strict=True):
         np.testing.assert_array_equal(a, b)
     # Its z is the slice point, which the stored weights are by F.
-    again = go.evaluate(lambda s, p: s.z, new, end)
+    again = go.orbit.evaluate(lambda s, p: s.z, new, end)
     for path, leaf in leaves_by_path(again).items():
         np.testing.assert_allclose(leaf, leaves_by_path(end)[path], rtol=1e-10, atol=1e-12)

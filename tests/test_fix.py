@@ -34,7 +34,7 @@ def _apart(found: Tree, expected: Tree) -> float:
 
 def _moved(params: Tree, gauges: Any, **options: Any) -> Tree:
     """Where `gauge_fix` alone takes a point."""
-    tx = go.gauge_fix(None, gauges, **options)
+    tx = go.orbit.gauge_fix(None, gauges, **options)
     zero = jax.tree.map(jnp.zeros_like, params)
     return optax.apply_updates(params, tx.update(zero, tx.init(params), params)[0])
 
@@ -178,7 +178,7 @@ def _does_not_notice(make: Callable[..., optax.GradientTransformation], case: An
     """Training with a fix every third step is the same function at every step as training without."""
     tx = make(case.gauges())
     losses, raw, points = _train(tx, case)
-    fixed_losses, fixed, fixed_points = _train(go.gauge_fix(tx, case.gauges(), every=3), case)
+    fixed_losses, fixed, fixed_points = _train(go.orbit.gauge_fix(tx, case.gauges(), every=3), case)
     assert losses[-1] < losses[0] and _apart(fixed[-1], raw[-1]) > 0.1, "nothing is shown"
     assert _imbalances(case, fixed[2]) <= 1e-9 < 0.01 < _imbalances(case, fixed[1])
     off = max(abs(a - b) / abs(b) for a, b in zip(fixed_losses, losses, strict=True))
@@ -200,7 +200,7 @@ def test_a_quotient_optimizer_does_not_notice(name: str, x64: None) -> None:
 
 def test_adam_does_notice(x64: None) -> None:
     _, _, points = _train(optax.adam(0.03), UNIT)
-    _, _, fixed = _train(go.gauge_fix(optax.adam(0.03), UNIT.gauges(), every=3), UNIT)
+    _, _, fixed = _train(go.orbit.gauge_fix(optax.adam(0.03), UNIT.gauges(), every=3), UNIT)
     assert _apart(fixed[2], points[2]) <= 1e-9  # the first fix comes after the third step
     assert _apart(fixed[-1], points[-1]) > 1e-2
 
@@ -210,21 +210,21 @@ def test_a_fix_is_a_step_a_balance_and_a_transport(name: str, x64: None) -> None
     case, inner = CASES[name], optax.sgd(0.1, momentum=0.9)
     gauges, params = case.gauges(), case.params(jax.random.key(0))
     group, grads = go.product(gauges), jax.tree.map(jnp.cos, params)
-    tx = go.gauge_fix(inner, gauges)
+    tx = go.orbit.gauge_fix(inner, gauges)
     updates, state = tx.update(grads, tx.init(params), params)
     step, expected = inner.update(grads, inner.init(params), params)
     after = optax.apply_updates(params, step)
     balance = group.balance(after)
     assert _apart(optax.apply_updates(params, updates), group.act(balance, after)) <= tolerance("invariant")
-    assert _apart(state.inner_state, go.transport(expected, params, gauges, balance)) <= tolerance("invariant")
+    assert _apart(state.inner_state, go.orbit.transport(expected, params, gauges, balance)) <= tolerance("invariant")
     assert _apart(state.inner_state, expected) > 0.1
-    _, unmoved = go.gauge_fix(inner, gauges, transport=False).update(grads, tx.init(params), params)
+    _, unmoved = go.orbit.gauge_fix(inner, gauges, transport=False).update(grads, tx.init(params), params)
     assert _apart(unmoved.inner_state, expected) == 0.0
 
 
 def test_every_counts_steps_and_the_others_are_the_optimizers(x64: None) -> None:
     params, gauges, grads = UNIT.params(jax.random.key(0)), UNIT.gauges(), UNIT.params(jax.random.key(1))
-    tx, plain = go.gauge_fix(optax.sgd(0.1), gauges, every=3), jax.tree.map(lambda g: -0.1 * g, grads)
+    tx, plain = go.orbit.gauge_fix(optax.sgd(0.1), gauges, every=3), jax.tree.map(lambda g: -0.1 * g, grads)
     update, state = jit(tx.update), tx.init(params)
     kept = []
     for _ in range(7):
@@ -236,8 +236,8 @@ def test_every_counts_steps_and_the_others_are_the_optimizers(x64: None) -> None
 
 def test_none_is_the_last_link_of_a_chain(x64: None) -> None:
     params, gauges, grads = LORA.params(jax.random.key(0)), LORA.gauges(), LORA.params(jax.random.key(1))
-    chain = optax.chain(optax.sgd(0.1), go.gauge_fix(None, gauges))
-    wrapped = go.gauge_fix(optax.sgd(0.1), gauges)
+    chain = optax.chain(optax.sgd(0.1), go.orbit.gauge_fix(None, gauges))
+    wrapped = go.orbit.gauge_fix(optax.sgd(0.1), gauges)
     found, expected = (tx.update(grads, tx.init(params), params)[0] for tx in (chain, wrapped))
     assert _apart(found, expected) == 0.0
 
@@ -247,19 +247,19 @@ def test_arguments_reach_the_optimizer_inside(x64: None) -> None:
         return jax.tree.map(lambda g: factor * g, updates), state
 
     inner = optax.GradientTransformationExtraArgs(optax.init_empty_state, update)
-    params, tx = UNIT.params(jax.random.key(0)), go.gauge_fix(inner, UNIT.gauges(), every=2)
+    params, tx = UNIT.params(jax.random.key(0)), go.orbit.gauge_fix(inner, UNIT.gauges(), every=2)
     updates, _ = tx.update(params, tx.init(params), params, factor=3.0)
     assert _apart(updates, jax.tree.map(lambda g: 3.0 * g, params)) == 0.0
 
 
 def test_moments_that_cannot_move_are_refused_or_decided_on() -> None:
     params, gauges, grads = LORA.params(jax.random.key(0)), LORA.gauges(), LORA.params(jax.random.key(1))
-    refused = go.gauge_fix(optax.adam(0.1), gauges, every=100)
+    refused = go.orbit.gauge_fix(optax.adam(0.1), gauges, every=100)
     with pytest.raises(ValueError, match=r"ScaleByAdamState\.nu of 'a' under head_linear") as error:
         jax.eval_shape(refused.update, grads, refused.init(params), params)  # not at the hundredth step
     for part in ("found:", "expected:", "remedy:", "on_unknown='reset'", "go.quotient(tx, gauges)"):
         assert part in str(error.value)
-    reset = go.gauge_fix(optax.adam(0.1), gauges, on_unknown="reset")
+    reset = go.orbit.gauge_fix(optax.adam(0.1), gauges, on_unknown="reset")
     updates, state = jit(reset.update)(grads, reset.init(params), params)
     assert all(bool(jnp.all(x == 0)) for x in leaves_by_path(state.inner_state[0].mu).values())
     assert all(bool(jnp.all(jnp.isfinite(x))) for x in jax.tree.leaves(updates))
@@ -268,7 +268,7 @@ def test_moments_that_cannot_move_are_refused_or_decided_on() -> None:
 def test_rotations_do_not_move_and_may_stand_in_the_list() -> None:
     """Adam has no rule for them, and needs none: their balance is the identity, traced or not."""
     case = CASES["head_rotation/value_out"]
-    params, tx = case.params(jax.random.key(0)), go.gauge_fix(optax.adam(0.1), case.gauges())
+    params, tx = case.params(jax.random.key(0)), go.orbit.gauge_fix(optax.adam(0.1), case.gauges())
     found = jit(lambda p: tx.update(p, tx.init(p), p))(params)
     expected = optax.adam(0.1).update(params, optax.adam(0.1).init(params), params)
     assert _apart(found[0], expected[0]) <= tolerance("optax", "float32")
@@ -286,5 +286,5 @@ def test_rotations_do_not_move_and_may_stand_in_the_list() -> None:
 )
 def test_arguments_that_make_no_sense_are_refused(options: dict[str, Any], problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
-        go.gauge_fix(None, UNIT.gauges(), **options)
-    go.gauge_fix(None, UNIT.gauges(), every=np.int32(2), strength=jnp.float32(0.5))
+        go.orbit.gauge_fix(None, UNIT.gauges(), **options)
+    go.orbit.gauge_fix(None, UNIT.gauges(), every=np.int32(2), strength=jnp.float32(0.5))

@@ -48,9 +48,9 @@ def test_the_moments_on_the_slice_do_not_depend_on_the_representative(x64: None)
     params, state = _after(inner, _params(), 5)
     group = go.product(SCALES)
     g = group.sample(jax.random.key(1), params)
-    twin, twin_state = group.act(g, params), go.transport(state, params, SCALES, g)
+    twin, twin_state = group.act(g, params), go.orbit.transport(state, params, SCALES, g)
     assert _far(twin_state[0].mu, state[0].mu) > 1e-3
-    here, there = (go.from_state(s, inner, SCALES, p) for s, p in ((state, params), (twin_state, twin)))
+    here, there = (go.orbit.from_state(s, inner, SCALES, p) for s, p in ((state, params), (twin_state, twin)))
     assert _far(there.inner_state, here.inner_state) <= tolerance("quotient_twins")
 
 
@@ -71,7 +71,7 @@ def test_a_moment_is_moved_by_constants_before_sizes(x64: None) -> None:
 
     def moments(p: Any) -> Any:
         _, state = inner.update(jax.grad(loss)(p), inner.init(p), p)
-        return go.from_state(state, inner, gauges, p).inner_state
+        return go.orbit.from_state(state, inner, gauges, p).inner_state
 
     inner, group = optax.trace(0.9), go.product(gauges)
     twin = group.act(group.sample(jax.random.key(1), params), params)
@@ -88,7 +88,7 @@ def test_a_state_on_the_slice_goes_on_as_it_is(x64: None) -> None:
     _, state = _after(inner, start, 3)
     plain, _ = inner.update(jit(jax.grad(_loss))(start), state, start)
     tx = go.quotient(inner, SCALES)
-    ours, _ = tx.update(jit(jax.grad(_loss))(start), go.from_state(state, inner, SCALES, start), start)
+    ours, _ = tx.update(jit(jax.grad(_loss))(start), go.orbit.from_state(state, inner, SCALES, start), start)
     moved = [float(_loss(optax.apply_updates(start, u)) - _loss(start)) for u in (ours, plain)]
     assert moved[0] == pytest.approx(moved[1], rel=1e-3)
 
@@ -96,7 +96,7 @@ def test_a_state_on_the_slice_goes_on_as_it_is(x64: None) -> None:
 def test_heads_keep_their_basis(x64: None) -> None:
     inner = optax.adamw(1e-2)
     params, state = _after(inner, _params(), 3)
-    own = go.from_state(state, inner, [TURN], params)
+    own = go.orbit.from_state(state, inner, [TURN], params)
     assert _far(own.inner_state, state) == 0.0
     (frame,) = own.frame.elements.values()
     assert _far(frame, TURN.identity(params)) == 0.0
@@ -107,7 +107,7 @@ def test_heads_keep_their_basis(x64: None) -> None:
 def test_a_state_of_another_optimizer_is_refused(x64: None) -> None:
     params = _params()
     with pytest.raises(ValueError, match="not a state of this optimizer") as error:
-        go.from_state(optax.sgd(0.1).init(params), optax.adamw(1e-2), SCALES, params)
+        go.orbit.from_state(optax.sgd(0.1).init(params), optax.adamw(1e-2), SCALES, params)
     for part in ("found:", "expected:", "remedy:", "from_state"):
         assert part in str(error.value)
 
@@ -117,8 +117,8 @@ def test_what_mixes_entries_is_refused_or_reset(x64: None) -> None:
     inner = optax.adamw(1e-2)
     params, state = _after(inner, _params(), 3)
     with pytest.raises(ValueError, match="second moments"):
-        go.from_state(state, inner, [linear], params)
-    own = go.from_state(state, inner, [linear], params, on_unknown="reset")
+        go.orbit.from_state(state, inner, [linear], params)
+    own = go.orbit.from_state(state, inner, [linear], params, on_unknown="reset")
     assert float(jnp.max(jnp.abs(own.inner_state[0].nu["value"]))) == 0.0
 
 
@@ -127,14 +127,14 @@ def test_a_quotient_state_moves_by_its_frame(x64: None) -> None:
     group, tx = go.product(gauges), go.quotient(optax.adamw(1e-2), [*SCALES, TURN])
     params, state = _after(tx, _params(), 3)
     g = group.sample(jax.random.key(1), params)
-    twin, moved = group.act(g, params), go.transport(state, params, gauges, g)
+    twin, moved = group.act(g, params), go.orbit.transport(state, params, gauges, g)
     assert _far(moved.inner_state, state.inner_state) == 0.0
     ours, _ = tx.update(jit(jax.grad(_loss))(params), state, params)
     theirs, _ = tx.update(jit(jax.grad(_loss))(twin), moved, twin)
     ends = optax.apply_updates(twin, theirs), group.act(g, optax.apply_updates(params, ours))
     assert _far(*ends) <= tolerance("quotient_twins")
     with pytest.raises(ValueError, match="a frame of"):
-        go.transport(state, params, SCALES, group.sample(jax.random.key(1), params)[:3])
+        go.orbit.transport(state, params, SCALES, group.sample(jax.random.key(1), params)[:3])
 
 
 def test_an_unpinned_run_goes_on_from_a_plain_state(x64: None) -> None:
@@ -142,10 +142,10 @@ def test_an_unpinned_run_goes_on_from_a_plain_state(x64: None) -> None:
     params, state = _after(inner, _params(), 3)
     gradient = jit(jax.grad(_loss))(params)
     tx = go.quotient(inner, SCALES, pin=False)
-    converted = go.from_state(state, inner, SCALES, params, pin=False)
+    converted = go.orbit.from_state(state, inner, SCALES, params, pin=False)
     assert jax.tree.structure(converted) == jax.tree.structure(tx.init(params))
     ours, _ = tx.update(gradient, converted, params)
-    pinned = go.from_state(state, inner, SCALES, params)
+    pinned = go.orbit.from_state(state, inner, SCALES, params)
     same, _ = go.quotient(inner, SCALES).update(gradient, pinned, params)
     assert _far(ours, same) <= 1e-12, "at its first step the optimizer is on the slice either way"
     with pytest.raises(ValueError, match="pin=True"):

@@ -88,7 +88,7 @@ ROWS = [
 
 def frozen_adamw(params: Any, path: str) -> optax.GradientTransformation:
     """AdamW on all leaves but one."""
-    labels = go.by_path({path: "frozen"}, default="trained")(params)
+    labels = go.tools.by_path({path: "frozen"}, default="trained")(params)
     return optax.partition({"trained": optax.adamw(1e-2), "frozen": optax.set_to_zero()}, labels)
 
 
@@ -149,15 +149,15 @@ WRAPPERS: dict[str, Callable[[Any], Any]] = {
     "quotient": lambda inner: go.quotient(inner, RELU),
     "pin=False": lambda inner: go.quotient(inner, RELU, pin=False),
     "balanced": lambda inner: go.quotient(inner, RELU, rest="balanced"),
-    "gauge_fix": lambda inner: go.gauge_fix(inner, RELU),
-    "gauge_fix every other step": lambda inner: go.gauge_fix(inner, RELU, every=2, strength=0.5),
-    "quotient in gauge_fix": lambda inner: go.gauge_fix(go.quotient(inner, RELU), RELU),
-    "hold_products": lambda inner: go.hold_products(inner, RELU),
-    "hold_products, decay": lambda inner: go.hold_products(inner, RELU, "decay", decay=0.1),
-    "max_norm": lambda inner: go.max_norm(
+    "gauge_fix": lambda inner: go.orbit.gauge_fix(inner, RELU),
+    "gauge_fix every other step": lambda inner: go.orbit.gauge_fix(inner, RELU, every=2, strength=0.5),
+    "quotient in gauge_fix": lambda inner: go.orbit.gauge_fix(go.quotient(inner, RELU), RELU),
+    "hold_products": lambda inner: go.orbit.hold_products(inner, RELU),
+    "hold_products, decay": lambda inner: go.orbit.hold_products(inner, RELU, "decay", decay=0.1),
+    "max_norm": lambda inner: go.norms.max_norm(
         inner, {"up": "_ neuron", "down": "_ neuron"}, learning_rate=1e-2, bound=0.1
     ),
-    "rotational": lambda inner: go.rotational(
+    "rotational": lambda inner: go.norms.rotational(
         inner, {"up": "_ neuron", "down": "_ neuron"}, learning_rate=1e-2, weight_decay=0.1, center=False
     ),
 }
@@ -194,7 +194,7 @@ def test_frozen_can_be_said(x64: None) -> None:
     loss = lambda p: net_loss(p | {"down": jax.lax.stop_gradient(p["down"])})  # noqa: E731
     assert not stayed(params, trained(go.quotient(optax.adam(1e-2), RELU), loss, params), "down")
     twin = go.bind(RELU, params).random_twin(jax.random.key(0), params)
-    for mask in (go.by_path({"down": True}, default=False), {"up": False, "down": True}):
+    for mask in (go.tools.by_path({"down": True}, default=False), {"up": False, "down": True}):
         tx = go.quotient(optax.adamw(1e-2, weight_decay=0.1), RELU, frozen=mask)
         ends = [trained(tx, loss, start) for start in (params, twin)]
         assert stayed(params, ends[0], "down") and stayed(twin, ends[1], "down")
@@ -222,7 +222,7 @@ def test_states_with_frozen_leaves_move_convert_and_restore(x64: None) -> None:
     _, state = tx.update(jax.grad(net_loss)(params), state, params)
     assert jax.tree.structure(jax.eval_shape(tx.init, params)) == jax.tree.structure(state)
     element = RELU.sample(jax.random.key(3), params)
-    moved = go.transport(state, params, RELU, element)
+    moved = go.orbit.transport(state, params, RELU, element)
     there = RELU.act(element, params)
     steps = [tx.update(jax.grad(net_loss)(p), s, p)[0] for p, s in ((params, state), (there, moved))]
     ends = [optax.apply_updates(p, u) for p, u in zip((params, there), steps, strict=True)]

@@ -72,7 +72,7 @@ def test_every_sphere_has_the_formulas_of_the_post(axes: str, radius: Any, rate:
             expected[own] = np.sign(weights[own]) * (np.abs(weights[own]) if radius == "initial" else radius)
         else:
             expected[own] = _retracted(weights[own], update[own], None if radius == "initial" else radius, rate)
-    found, state = _step(go.hyperball({"w": axes}, radius, learning_rate=rate), {"w": weights}, {"w": update})
+    found, state = _step(go.norms.hyperball({"w": axes}, radius, learning_rate=rate), {"w": weights}, {"w": update})
     _close(found["w"], expected)
     assert state.radius == () if radius != "initial" else state.radius["w"].shape == tuple(SHAPE[k] for k in named)
     assert state.count == ()
@@ -82,7 +82,7 @@ def test_leaves_of_a_pattern_have_spheres_of_their_own(x64: None) -> None:
     """Whatever captures say; a name may have two lengths."""
     params = {"0": {"up": _noise(0, 4, 3), "down": _noise(1, 2, 5)}, "1": {"up": _noise(2, 3, 2), "free": _noise(3, 2)}}
     updates = jax.tree.map(lambda x: 0.1 * np.cos(x), params)
-    tx = go.hyperball({"{i}/up": "_ channel", "**/down": "_ _"})
+    tx = go.norms.hyperball({"{i}/up": "_ channel", "**/down": "_ _"})
     found, state = _step(tx, params, updates)
     for i in "01":
         columns = [_retracted(w, u, None, None) for w, u in zip(params[i]["up"].T, updates[i]["up"].T, strict=True)]
@@ -96,7 +96,7 @@ def test_selected_entries_alone_are_on_spheres(x64: None) -> None:
     """Heads of queries and keys, fused with values that are free."""
     axes = ("(qkv=0 head _) _", "(qkv=1 head _) _")
     weights, update = _noise(0, 3, 2, 4, 5), 0.1 * _noise(1, 3, 2, 4, 5)
-    tx = go.hyperball({"qkv": axes}, sizes={"head": 2, "qkv": 3})
+    tx = go.norms.hyperball({"qkv": axes}, sizes={"head": 2, "qkv": 3})
     flat = {"qkv": weights.reshape(24, 5)}, {"qkv": update.reshape(24, 5)}
     (moves, state), _ = jit(lambda p, u: (tx.update(u, tx.init(p), p), None))(*flat)
     moved = weights + moves["qkv"].reshape(weights.shape)
@@ -108,7 +108,7 @@ def test_selected_entries_alone_are_on_spheres(x64: None) -> None:
 
 def test_a_value_stored_less_one_is_on_the_sphere(x64: None) -> None:
     stored, update = 0.1 * _noise(0, 6), 0.1 * _noise(1, 6)
-    found, _ = _step(go.hyperball({"scale": "1+ _"}), {"scale": stored}, {"scale": update})
+    found, _ = _step(go.norms.hyperball({"scale": "1+ _"}), {"scale": stored}, {"scale": update})
     _close(found["scale"] + 1, _retracted(stored + 1, update, None, None))
 
 
@@ -116,7 +116,7 @@ def test_a_sphere_turns_with_its_weights_and_does_not_stretch_with_them(x64: Non
     """Equivariant under rotations within it; under a rescaling of its columns another function comes out."""
     weights, update = _noise(0, 6, 4), 0.1 * _noise(1, 6, 4)
     rotation, stretch = np.linalg.qr(_noise(2, 4, 4))[0], np.diag([4.0, 1.0, 1.0, 0.25])
-    tx = go.hyperball({"w": "_ _"}, learning_rate=0.1)
+    tx = go.norms.hyperball({"w": "_ _"}, learning_rate=0.1)
     plain, turned, stretched = (
         _step(tx, {"w": weights @ s}, {"w": update @ s})[0]["w"] @ np.linalg.inv(s)
         for s in (np.eye(4), rotation, stretch)
@@ -135,7 +135,7 @@ def test_decay_vanishes(dtype: str, rate: Any) -> None:
     with jax.enable_x64(dtype == "float64"):
         params = {"w": _noise(0, 8, 5).astype(dtype), "still": _noise(1, 8, 5).astype(dtype)}
         grads = {"w": _noise(2, 8, 5).astype(dtype), "still": np.zeros((8, 5), dtype)}
-        last = optax.scale(-RATE), go.hyperball({"w": "_ _", "still": "_ channel"}, learning_rate=rate)
+        last = optax.scale(-RATE), go.norms.hyperball({"w": "_ _", "still": "_ channel"}, learning_rate=rate)
         plain, _ = _step(optax.chain(*last), params, grads, 3)
         decayed, _ = _step(optax.chain(optax.add_decayed_weights(0.5), *last), params, grads, 3)
         assert np.linalg.norm(plain["w"] - params["w"]) > 1e-3
@@ -151,7 +151,9 @@ STEPS = 50
 @functools.cache
 def _walk(dtype: Any, radius: Any) -> tuple[Tree, Tree]:
     """Start, and every point of a random walk of 50 steps."""
-    tx = optax.chain(optax.scale(-0.1), go.hyperball({"matrix": "_ _", "heads": "_ head _", "columns": "_ c"}, radius))
+    tx = optax.chain(
+        optax.scale(-0.1), go.norms.hyperball({"matrix": "_ _", "heads": "_ head _", "columns": "_ c"}, radius)
+    )
     shapes = {"matrix": (6, 5), "heads": (6, 2, 4), "columns": (6, 5)}
     params = {name: jnp.asarray(_noise(k, *shape), dtype) for k, (name, shape) in enumerate(shapes.items())}
     grads = {name: jnp.asarray(_noise(k + 5, STEPS, *shape), dtype) for k, (name, shape) in enumerate(shapes.items())}
@@ -192,7 +194,7 @@ def test_a_number_for_a_radius_moves_weights_onto_their_spheres() -> None:
 
 def test_every_pattern_may_have_a_number(x64: None) -> None:
     params = {"a": _noise(0, 3, 4), "b": _noise(1, 4, 3)}
-    tx = go.hyperball({"a": "_ _", "b": "_ c"}, {"a": 2.0, "b": jnp.asarray(0.5)})
+    tx = go.norms.hyperball({"a": "_ _", "b": "_ c"}, {"a": 2.0, "b": jnp.asarray(0.5)})
     found, state = _step(tx, params, jax.tree.map(np.zeros_like, params))
     _close(found["a"], 2.0 * params["a"] / np.linalg.norm(params["a"]))
     _close(found["b"], 0.5 * params["b"] / np.linalg.norm(params["b"], axis=0))
@@ -202,13 +204,13 @@ def test_every_pattern_may_have_a_number(x64: None) -> None:
 @pytest.mark.parametrize("rate", [None, 0.1])
 def test_a_zero_takes_the_direction_of_its_first_update(rate: float | None, x64: None) -> None:
     update = np.stack([_noise(0, 5), np.zeros(5)], 1)
-    found, _ = _step(go.hyperball({"b": "_ c"}, 2.0, learning_rate=rate), {"b": np.zeros((5, 2))}, {"b": update})
+    found, _ = _step(go.norms.hyperball({"b": "_ c"}, 2.0, learning_rate=rate), {"b": np.zeros((5, 2))}, {"b": update})
     _close(found["b"], 2.0 * update / np.linalg.norm(update[:, 0]))  # the second has none, and stays
 
 
 def test_zeros_that_init_cannot_see_are_free(x64: None) -> None:
     weights = np.stack([np.zeros(5), _noise(0, 5)], 1)
-    update, tx = _noise(1, 5, 2), go.hyperball({"b": "_ c"})
+    update, tx = _noise(1, 5, 2), go.norms.hyperball({"b": "_ c"})
     state = jit(tx.init)({"b": weights})
     moves, _ = jit(tx.update)({"b": update}, state, {"b": weights})
     assert state.radius["b"][0] == 0
@@ -223,15 +225,15 @@ def test_zeros_that_init_cannot_see_are_free(x64: None) -> None:
 )
 def test_a_number_that_moves_weights_at_once_is_told(weights: Any, axes: str, radius: Any) -> None:
     """The first step goes to the sphere at any rate; weights that are on it already, and "initial", are silent."""
-    tx = go.hyperball({"w": axes}, radius, learning_rate=1e-8)
+    tx = go.norms.hyperball({"w": axes}, radius, learning_rate=1e-8)
     with pytest.warns(UserWarning, match="the first step moves weights onto their spheres") as told:
         tx.init({"w": weights})
     for part in ("hyperball", "found:    norms of 'w'", "expected:", "remedy:", "radius='initial'"):
         assert part in str(told[0].message)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        go.hyperball({"w": "_ c"}, 2.0).init({"w": jnp.asarray(2.0 * np.eye(4), jnp.bfloat16)})
-        go.hyperball({"w": "_ c"}).init({"w": _noise(0, 8, 3)})
+        go.norms.hyperball({"w": "_ c"}, 2.0).init({"w": jnp.asarray(2.0 * np.eye(4), jnp.bfloat16)})
+        go.norms.hyperball({"w": "_ c"}).init({"w": _noise(0, 8, 3)})
 
 
 # Lengths ------------------------------------------------------------------------------------------
@@ -240,7 +242,7 @@ def test_a_number_that_moves_weights_at_once_is_told(weights: Any, axes: str, ra
 def test_a_schedule_is_read_at_every_step(x64: None) -> None:
     """Each step's length along the tangent is the schedule's, whatever comes in."""
     schedule: Callable[[Any], Any] = lambda count: 0.5 / (1.0 + count)  # noqa: E731
-    tx, params = go.hyperball({"w": "_ _"}, learning_rate=schedule), {"w": _noise(0, 6, 4)}
+    tx, params = go.norms.hyperball({"w": "_ _"}, learning_rate=schedule), {"w": _noise(0, 6, 4)}
     state, step = tx.init(params), jit(tx.update)
     assert state.count.dtype == jnp.int32 and state.count == 0
     for n in range(3):
@@ -258,7 +260,7 @@ def test_a_schedule_is_read_at_every_step(x64: None) -> None:
 def test_updates_of_another_precision_keep_it() -> None:
     """bf16 weights may get float32 updates, which stay float32."""
     params = {"w": jnp.asarray(_noise(0, 6, 4), jnp.bfloat16)}
-    tx = go.hyperball({"w": "_ _"})
+    tx = go.norms.hyperball({"w": "_ _"})
     moves, state = tx.update({"w": jnp.asarray(_noise(1, 6, 4), jnp.float32)}, tx.init(params), params)
     assert moves["w"].dtype == jnp.float32 and state.radius["w"].dtype == jnp.float32
     exact = np.asarray(params["w"], float) + np.asarray(moves["w"], float)
@@ -268,13 +270,13 @@ def test_updates_of_another_precision_keep_it() -> None:
 def test_injected_numbers_compute_the_same(x64: None) -> None:
     options: dict[str, Any] = {"axes": {"w": "_ c"}, "radius": 2.0, "learning_rate": 0.1}
     params, updates = {"w": _noise(0, 6, 4)}, {"w": _noise(1, 6, 4)}
-    found, state = _step(optax.inject_hyperparams(go.hyperball)(**options), params, updates, 2)
-    _close(found["w"], np.asarray(_step(go.hyperball(**options), params, updates, 2)[0]["w"]))
+    found, state = _step(optax.inject_hyperparams(go.norms.hyperball)(**options), params, updates, 2)
+    _close(found["w"], np.asarray(_step(go.norms.hyperball(**options), params, updates, 2)[0]["w"]))
     assert {"radius", "learning_rate"} <= set(state.hyperparams)
 
 
 def test_a_hidden_subtree_that_may_be_another_does_not_count_beside_a_match() -> None:
-    tx = go.hyperball({"{name}/up": "_ _"})
+    tx = go.norms.hyperball({"{name}/up": "_ _"})
     assert set(tx.init({"a": {"up": ONES}, "free": optax.MaskedNode()}).radius) == {"a/up"}
     with pytest.raises(ValueError, match="MaskedNode hides a leaf"):
         tx.init({"free": optax.MaskedNode()})
@@ -282,11 +284,11 @@ def test_a_hidden_subtree_that_may_be_another_does_not_count_beside_a_match() ->
 
 def test_a_tree_without_leaves() -> None:
     for radius, leaves in (("initial", 1), (1.0, 0)):
-        assert len(jax.tree.leaves(go.hyperball({"w": "_ _"}, radius).init({}))) == leaves
+        assert len(jax.tree.leaves(go.norms.hyperball({"w": "_ _"}, radius).init({}))) == leaves
 
 
 def _built(**arguments: Any) -> Callable[[], Any]:
-    return lambda: go.hyperball(**{"axes": {"w": "_ _"}, **arguments})
+    return lambda: go.norms.hyperball(**{"axes": {"w": "_ _"}, **arguments})
 
 
 def _begun(params: Tree, **arguments: Any) -> Callable[[], Any]:
@@ -326,7 +328,7 @@ def test_complaints_say_what_to_do(complaint: str) -> None:
 
 
 def test_updates_without_a_leaf_are_refused() -> None:
-    tx, params = go.hyperball(W), {"w": ONES}
+    tx, params = go.norms.hyperball(W), {"w": ONES}
     with pytest.raises(ValueError, match="no update for 'w'") as error:
         tx.update({"w": optax.MaskedNode()}, tx.init(params), params)
     assert all(part in str(error.value) for part in ("found:", "expected:", "remedy:"))

@@ -41,6 +41,9 @@ def test_what_is_slow_is_imported_only_where_it_is_used(statement: str, others: 
 def test_every_public_name_can_be_got() -> None:
     for name in go.__all__:
         assert getattr(go, name) is getattr(go, name), name
+    for module in ("orbit", "norms", "links", "tools", "measure"):
+        for name in getattr(go, module).__all__:
+            assert getattr(go, name) is getattr(getattr(go, module), name), name
     with pytest.raises(AttributeError, match="module 'gauge_optax' has no attribute 'quotien'"):
         go.quotien  # noqa: B018
 

@@ -28,15 +28,15 @@ ROWS: dict[str, Callable[[], optax.GradientTransformation]] = {
     "gauge_project": lambda: go.gauge_project(GAUGES),
     "gauge_retract": lambda: optax.chain(ADAM, go.gauge_retract(GAUGES)),
     "add_gauge_decay": lambda: optax.chain(ADAM, go.add_gauge_decay(0.1, GAUGES)),
-    "gauge_fix": lambda: go.gauge_fix(ADAM, GAUGES, every=2),
-    "scale_by_opposite_gram": lambda: go.scale_by_opposite_gram(ONE_PER_LEAF, every=2, damping=1e-3),
-    "scale_by_scaled_polar": lambda: go.scale_by_scaled_polar(GAUGES),
+    "gauge_fix": lambda: go.orbit.gauge_fix(ADAM, GAUGES, every=2),
+    "scale_by_opposite_gram": lambda: go.links.scale_by_opposite_gram(ONE_PER_LEAF, every=2, damping=1e-3),
+    "scale_by_scaled_polar": lambda: go.links.scale_by_scaled_polar(GAUGES),
     "ddc_adamw": lambda: go.ddc_adamw(1e-2, GAUGES),
-    "rotational_adamw": lambda: go.rotational_adamw(1e-2, NEURONS),
-    "hyperball": lambda: optax.chain(ADAM, go.hyperball(NEURONS)),
-    "track": lambda: go.track(ADAM, GAUGES, every=2),
-    "track_balance": lambda: optax.chain(ADAM, go.track_balance(GAUGES, every=2)),
-    "track_rotation": lambda: go.track_rotation(NEURONS, ADAM, every=2),
+    "rotational_adamw": lambda: go.norms.rotational_adamw(1e-2, NEURONS),
+    "hyperball": lambda: optax.chain(ADAM, go.norms.hyperball(NEURONS)),
+    "track": lambda: go.measure.track(ADAM, GAUGES, every=2),
+    "track_balance": lambda: optax.chain(ADAM, go.measure.track_balance(GAUGES, every=2)),
+    "track_rotation": lambda: go.measure.track_rotation(NEURONS, ADAM, every=2),
 }
 
 

@@ -46,7 +46,7 @@ def test_twins_train_as_one(x64: None) -> None:
     group = go.product(lm.gauges(CONFIG))
     twin = group.act(group.sample(jax.random.key(2), params, 1.0), params)
     muon = go.max_norm_muon(0.04, group, READ, EMBEDDINGS, weight_decay=0.1)
-    plain = go.max_norm(optax.adam(0.04), NEURONS, learning_rate=0.04)
+    plain = go.norms.max_norm(optax.adam(0.04), NEURONS, learning_rate=0.04)
     apart = {}
     for name, tx in {"adamw": optax.adamw(0.04), "plain": plain, "muon": muon}.items():
         one, other = (trained(tx, start, loss)[1] for start in (params, twin))

@@ -145,7 +145,7 @@ def _trained(tx: optax.GradientTransformation, steps: int = 210) -> tuple[jax.Ar
 def _run(every: int, kind: str, transport: bool = True) -> np.ndarray:
     gauge = multipliers.head_gauge(GPT)
     inner = go.quotient(optax.adam(1e-2), gauge) if kind == "quotient" else optax.adam(1e-2)
-    tx = inner if every == 0 else go.gauge_fix(inner, gauge, every=every, transport=transport)
+    tx = inner if every == 0 else go.orbit.gauge_fix(inner, gauge, every=every, transport=transport)
     return np.asarray(_trained(tx)[0])
 
 
@@ -169,8 +169,8 @@ def _after(steps: int, heads: int = 2, dtype: Any = jnp.float64, fixed: bool = F
     graph, state = nnx.split(multipliers.build(config, nnx.Rngs(0)))
     params = jax.tree.map(lambda x: x.astype(dtype), nnx.to_pure_dict(state))
     gauge = multipliers.head_gauge(config)
-    tx = go.gauge_fix(optax.adam(1e-2), gauge) if fixed else optax.adam(1e-2)
-    tx = optax.chain(tx, go.track_balance(gauge))
+    tx = go.orbit.gauge_fix(optax.adam(1e-2), gauge) if fixed else optax.adam(1e-2)
+    tx = optax.chain(tx, go.measure.track_balance(gauge))
     opt_state = tx.init(params)
 
     @jit
@@ -205,7 +205,7 @@ def test_fixing_leaves_logits_alone(dtype: Any) -> None:
     gauge = multipliers.head_gauge(GPT)
     apart = gauge.act({"i=0": jnp.array([1.0, -1.0])}, jax.tree.map(lambda x: x.astype(jnp.float32), params))
     apart = jax.tree.map(lambda x: x.astype(dtype), apart)
-    tx = optax.chain(go.gauge_fix(optax.sgd(0.0), gauge), go.track_balance(gauge))
+    tx = optax.chain(go.orbit.gauge_fix(optax.sgd(0.0), gauge), go.measure.track_balance(gauge))
     updates, state = tx.update(jax.tree.map(jnp.zeros_like, apart), tx.init(apart), apart)
     fixed = optax.apply_updates(apart, updates)
     before, after = (np.asarray(logits(tree), np.float32) for tree in (apart, fixed))
@@ -276,7 +276,7 @@ def _products(p: Tree) -> np.ndarray:
 def _run_of_products(kind: str, steps: int = 300, **number: float) -> np.ndarray:
     """Products after every step of a run whose loss makes them grow for ever; "free" holds none."""
     inner = optax.adam(1e-2)
-    tx = go.gauge_fix(inner if kind == "free" else go.hold_products(inner, PAIR, kind, **number), PAIR)
+    tx = go.orbit.gauge_fix(inner if kind == "free" else go.orbit.hold_products(inner, PAIR, kind, **number), PAIR)
     params = _pair()
     state, products = tx.init(params), []
 
@@ -307,7 +307,7 @@ def test_a_cap_far_away_changes_nothing_and_rest_stays_at_rest(x64: None) -> Non
     capped, free = _run_of_products("cap", cap=1e8), _run_of_products("free")
     np.testing.assert_allclose(capped[-1], free[-1], rtol=1e-6)
     params = _pair()
-    tx = go.gauge_fix(go.hold_products(optax.sgd(0.0), PAIR, "cap", cap=3.0), PAIR)
+    tx = go.orbit.gauge_fix(go.orbit.hold_products(optax.sgd(0.0), PAIR, "cap", cap=3.0), PAIR)
     balanced = PAIR.act(PAIR.balance(params), params)
     updates, _ = tx.update(balanced, tx.init(balanced), balanced)
     np.testing.assert_allclose(_products(optax.apply_updates(balanced, updates)), _products(balanced), rtol=1e-12)
@@ -319,7 +319,7 @@ def test_moments_go_along_with_a_factor_as_gradients_do(x64: None) -> None:
     grads = jax.tree.map(jnp.ones_like, params)
     kept = []
     for transport in (True, False):
-        tx = go.hold_products(optax.adam(0.0), PAIR, "decay", decay=0.19, transport=transport)
+        tx = go.orbit.hold_products(optax.adam(0.0), PAIR, "decay", decay=0.19, transport=transport)
         _, state = tx.update(grads, tx.init(params), params)
         kept.append([optax.tree.get(state, name)["key"] for name in ("mu", "nu")])
     (mu, nu), (adam_mu, adam_nu) = kept
@@ -330,9 +330,9 @@ def test_moments_go_along_with_a_factor_as_gradients_do(x64: None) -> None:
 @pytest.mark.parametrize("kind", [{"kind": "cap", "cap": 0.3}, {"kind": "init"}, {"kind": "decay", "decay": 0.1}])
 def test_products_are_held_at_every_step_and_balanced_at_every_fifth(kind: dict[str, Any], x64: None) -> None:
     """Between two fixes a step of both is a step of `hold_products`; at a fix the balance leaves the product alone."""
-    held = go.hold_products(optax.adam(0.05), PAIR, **kind)
+    held = go.orbit.hold_products(optax.adam(0.05), PAIR, **kind)
     runs = []
-    for tx in (held, go.gauge_fix(held, PAIR, every=5)):
+    for tx in (held, go.orbit.gauge_fix(held, PAIR, every=5)):
         params = _pair()
         state, points = tx.init(params), []
         for _ in range(5):
@@ -351,7 +351,7 @@ def test_every_gauge_of_a_list_keeps_its_products_under_jit(x64: None) -> None:
     """`jit` sorts the keys of the state's dict, so the order of the list is not the order in which it comes back."""
     late, early = (go.rescale({f"{name}/up": "channel"}, {f"{name}/down": "channel"}) for name in ("z", "a"))
     params = {name: {"up": jnp.array([x, 2.0]), "down": jnp.array([x, 5.0])} for name, x in (("z", 3.0), ("a", 0.5))}
-    tx = go.hold_products(optax.sgd(0.1), [late, early], "init")
+    tx = go.orbit.hold_products(optax.sgd(0.1), [late, early], "init")
     state = jit(tx.init)(params)
     start = jax.tree.map(jnp.copy, params)
     for _ in range(3):
@@ -372,8 +372,8 @@ def test_products_are_held_around_a_quotient_and_inside_one(kind: dict[str, Any]
     start, gauges, adam = _pair() | weights, [PAIR, units], optax.adam(0.03)
     element = ({"": jnp.array([1.0, -0.5])}, {"": jnp.array([-1.0, 0.7])})
     optimizers = {
-        "inside": go.quotient(go.hold_products(adam, PAIR, **kind), gauges),
-        "around": go.hold_products(go.quotient(adam, gauges), gauges, **kind),
+        "inside": go.quotient(go.orbit.hold_products(adam, PAIR, **kind), gauges),
+        "around": go.orbit.hold_products(go.quotient(adam, gauges), gauges, **kind),
     }
 
     def loss(p: Tree) -> jax.Array:
@@ -413,7 +413,7 @@ def test_products_are_held_around_a_quotient_and_inside_one(kind: dict[str, Any]
 )
 def test_numbers_that_are_missing_are_named(options: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError) as error:
-        go.hold_products(optax.adam(1e-2), PAIR, **options)
+        go.orbit.hold_products(optax.adam(1e-2), PAIR, **options)
     for text in ("hold_products", said, "found:", "expected:", "remedy:"):
         assert text in str(error.value)
 
@@ -421,36 +421,36 @@ def test_numbers_that_are_missing_are_named(options: dict[str, Any], said: str) 
 def test_a_gauge_without_two_sides_has_no_product() -> None:
     rotation = go.head_rotation({"query": "head basis", "key": "head basis"})
     with pytest.raises(ValueError, match="without two sides"):
-        go.hold_products(optax.adam(1e-2), [PAIR, rotation])
+        go.orbit.hold_products(optax.adam(1e-2), [PAIR, rotation])
 
 
 def test_two_gauges_on_one_leaf_have_no_product_each(x64: None) -> None:
     other = go.rescale({"query": "(head _) _"}, {"kernel": "head"})
-    tx = go.hold_products(optax.adam(1e-2), [PAIR, other])
+    tx = go.orbit.hold_products(optax.adam(1e-2), [PAIR, other])
     with pytest.raises(ValueError, match="sizes of two gauges with 'query'"):
         tx.init(_pair() | {"kernel": jnp.ones(2)})
     squared = go.rescale({"query": "(head _) _"}, {"key": "head _"}, degree=2)
     with pytest.raises(ValueError, match="two sides of one degree"):
-        go.hold_products(optax.adam(1e-2), squared)
+        go.orbit.hold_products(optax.adam(1e-2), squared)
 
 
 def test_a_held_product_moves_with_its_gauge_and_with_no_other(x64: None) -> None:
     """A move that changes what is held has no rule: the next step would undo it, and change the function."""
-    params, tx = _pair(), go.gauge_fix(go.hold_products(optax.adam(1e-2), PAIR, "init"), PAIR)
+    params, tx = _pair(), go.orbit.gauge_fix(go.orbit.hold_products(optax.adam(1e-2), PAIR, "init"), PAIR)
     state, element = tx.init(params), {"": jnp.array([1.0, -0.5])}
     assert jax.tree.structure(optax.tree.map_params(tx, lambda x: x, state)) == jax.tree.structure(state)
-    moved = go.transport(state, params, PAIR, element)
+    moved = go.orbit.transport(state, params, PAIR, element)
     twin = PAIR.act(element, params)
     updates, _ = tx.update(jax.tree.map(jnp.zeros_like, params), moved, twin)
     np.testing.assert_allclose(_products(optax.apply_updates(twin, updates)), _products(params), rtol=1e-12)
     other = go.rescale({"query": "(head _) _"}, {"kernel": "head"})
     more = params | {"kernel": jnp.ones(2)}
     with pytest.raises(ValueError, match="products held, which the move changes"):
-        go.transport(tx.init(more), more, other, element)
+        go.orbit.transport(tx.init(more), more, other, element)
     finer = go.rescale({"query": "(head _) channel"}, {"key": "head channel"})
     with pytest.raises(ValueError, match="products held, which the move changes"):
-        go.transport(state, params, finer, {"": jnp.full((2, 3), 0.5)})
-    kept = go.transport(tx.init(more), more, other, element, on_unknown="keep")
+        go.orbit.transport(state, params, finer, {"": jnp.full((2, 3), 0.5)})
+    kept = go.orbit.transport(tx.init(more), more, other, element, on_unknown="keep")
     assert jax.tree.structure(kept) == jax.tree.structure(tx.init(more))
 
 
@@ -471,8 +471,8 @@ def test_qk_clip_bounds_logits_and_leaves_the_ratio_to_the_gauge(queries: int, x
 
     def run(cap: float | None = None) -> tuple[np.ndarray, Tree]:
         adam = optax.adam(1e-2)
-        fixed = go.gauge_fix(adam if cap is None else go.hold_products(adam, gauge, "cap", cap=cap), gauge)
-        tx = optax.chain(fixed, go.track_balance(gauge))
+        fixed = go.orbit.gauge_fix(adam if cap is None else go.orbit.hold_products(adam, gauge, "cap", cap=cap), gauge)
+        tx = optax.chain(fixed, go.measure.track_balance(gauge))
         point, state, logits = params, tx.init(params), []
 
         @jit
@@ -507,7 +507,7 @@ def test_qk_clip_bounds_the_logits_of_latent_attention(fused: bool, x64: None) -
         return jnp.max(latent.logits_and_values(c, p, y)[0], (0, 2, 3))
 
     def clipped(inner: Any, cap: float, **options: Any) -> Any:
-        return go.hold_products(inner, gauge, "cap", cap=cap, **options)
+        return go.orbit.hold_products(inner, gauge, "cap", cap=cap, **options)
 
     # One step that changes nothing but sizes: every head ends at the bound that its own logits ask for.
     tx = clipped(optax.sgd(0.0), 0.5, alone=alone)
@@ -549,15 +549,15 @@ def test_qk_clip_bounds_the_logits_of_latent_attention(fused: bool, x64: None) -
 def test_blocks_alone_have_the_channels_of_one_gauge(x64: None) -> None:
     adam, other = optax.adam(1e-2), go.rescale({"up": "_ channel"}, {"down": "channel _"})
     with pytest.raises(ValueError, match="nest two hold_products"):
-        go.hold_products(adam, [PAIR, other], "cap", cap=1.0, alone={"query": "head _"})
+        go.orbit.hold_products(adam, [PAIR, other], "cap", cap=1.0, alone={"query": "head _"})
     with pytest.raises(ValueError, match="write kind='cap'"):
-        go.hold_products(adam, PAIR, alone={"query": "head _"})
+        go.orbit.hold_products(adam, PAIR, alone={"query": "head _"})
     with pytest.raises(ValueError, match="alone= that cannot be bound"):
-        go.hold_products(adam, PAIR, "cap", cap=1.0, alone={})
+        go.orbit.hold_products(adam, PAIR, "cap", cap=1.0, alone={})
     more = _pair() | {"rotary": jnp.ones((2, 3))}
 
     def capped(**alone: str) -> Any:
-        return go.hold_products(adam, PAIR, "cap", cap=1.0, alone=alone)
+        return go.orbit.hold_products(adam, PAIR, "cap", cap=1.0, alone=alone)
 
     for axes in ("_ _", "_ head", "channel _"):
         with pytest.raises(ValueError, match="name the same axes"):
@@ -571,7 +571,7 @@ def test_blocks_alone_have_the_channels_of_one_gauge(x64: None) -> None:
 def test_a_product_that_was_zero_is_left_alone(x64: None) -> None:
     params = _pair()
     params["key"] = params["key"].at[0].set(0.0)
-    tx = go.hold_products(optax.sgd(1.0), PAIR, "init")
+    tx = go.orbit.hold_products(optax.sgd(1.0), PAIR, "init")
     updates, _ = tx.update(jax.tree.map(lambda x: -0.5 * jnp.ones_like(x), params), tx.init(params), params)
     moved = optax.apply_updates(params, updates)
     np.testing.assert_allclose(moved["key"][0], 0.5, rtol=1e-12)

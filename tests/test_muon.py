@@ -251,7 +251,7 @@ MAKERS: dict[str, Any] = {
     "quotient_muon, rms": lambda gauges, **options: go.quotient_muon(0.05, gauges, consistent_rms=0.2, **options),
     "ddc_muon": lambda gauges, **options: go.ddc_muon(0.05, gauges, **options),
     "scale_by_scaled_polar": lambda gauges, **options: optax.chain(
-        go.scale_by_scaled_polar(gauges, **options), go.scale_by_relative_rms(gauges), optax.scale(-0.05),
+        go.links.scale_by_scaled_polar(gauges, **options), go.links.scale_by_relative_rms(gauges), optax.scale(-0.05),
         go.gauge_retract(gauges),
     ),
 }
@@ -353,7 +353,7 @@ TINY: dict[str, Any] = MAKERS | {
     "ddc_muon, log": lambda gauges: go.ddc_muon(0.05, gauges, radial="log"),
     "ddc_muon, balanced": lambda gauges: go.ddc_muon(0.05, gauges, rest="balanced"),
     "hyperball": lambda _: optax.chain(
-        optax.scale(-1.0), go.hyperball({"a": "_ c", "b": "_ _"}, learning_rate=0.05)
+        optax.scale(-1.0), go.norms.hyperball({"a": "_ c", "b": "_ _"}, learning_rate=0.05)
     ),
 }
 

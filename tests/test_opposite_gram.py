@@ -76,7 +76,7 @@ def test_the_smallest_failure_and_its_remedy(kind: str, x64: None) -> None:
         bracket = -1.0 + ETA * squares + ETA**2 * EPSILON * (1.0 - EPSILON)
         np.testing.assert_allclose(_loss(plain(p)), 0.5 * EPSILON**2 * bracket**2, rtol=1e-9)
     assert 4e11 < _loss(plain(imbalanced)) < 6e11
-    corrected, products = _stepper(optax.chain(go.scale_by_opposite_gram(gauge), optax.sgd(ETA))), []
+    corrected, products = _stepper(optax.chain(go.links.scale_by_opposite_gram(gauge), optax.sgd(ETA))), []
     for p in (balanced, imbalanced):
         after = corrected(p)
         assert _loss(after) < _loss(p)
@@ -88,7 +88,10 @@ def test_the_smallest_failure_and_its_remedy(kind: str, x64: None) -> None:
 
 def test_increments_that_do_not_grow_with_gradients_are_overcorrected(x64: None) -> None:
     """Adam's first: what it does at (a, b) raw, it does at (b, a) corrected, over the product."""
-    adam, corrected = optax.adam(ETA), optax.chain(optax.adam(ETA), go.scale_by_opposite_gram(SCALARS["rescale"][0]))
+    adam, corrected = (
+        optax.adam(ETA),
+        optax.chain(optax.adam(ETA), go.links.scale_by_opposite_gram(SCALARS["rescale"][0])),
+    )
 
     @functools.partial(jit, static_argnums=0)
     def motion(tx: optax.GradientTransformation, a: float, b: float) -> jax.Array:
@@ -140,7 +143,7 @@ def _inverse(factor: Numbers, damping: float = 0.0, damping_mode: str = "relativ
 @pytest.mark.parametrize("rule", RULES)
 def test_heads_have_the_formulas_of_the_post(rule: str, x64: None) -> None:
     params, updates = _heads(0), _heads(1)
-    found = _update(go.scale_by_opposite_gram([QUERY_KEY, VALUE_OUT], **RULES[rule]), params, updates)
+    found = _update(go.links.scale_by_opposite_gram([QUERY_KEY, VALUE_OUT], **RULES[rule]), params, updates)
     for head in range(2):
         at, increment, corrected = (_rows(tree, head) for tree in (params, updates, found))
         for name, opposite in (("query", "key"), ("key", "query"), ("value", "out"), ("out", "value")):
@@ -156,7 +159,7 @@ def test_channels_have_the_same_with_one_column(degree: int, rule: str, x64: Non
     gauge = go.rescale({"up": "_ channel", "bias": "channel"}, {"down": "channel _"}, degree=degree)
     shapes = {"up": (6, 5), "bias": (5,), "down": (5, 3)}
     params, updates = ({n: _noise(10 * k + len(n), *s) for n, s in shapes.items()} for k in (0, 1))
-    found = _update(go.scale_by_opposite_gram(gauge, **RULES[rule]), params, updates)
+    found = _update(go.links.scale_by_opposite_gram(gauge, **RULES[rule]), params, updates)
     options = {"damping": 0.0, "damping_mode": "relative"} | RULES[rule]
     up = np.sum(params["up"] ** 2, 0) + params["bias"] ** 2
     down = np.sum(params["down"] ** 2, 1)
@@ -183,7 +186,7 @@ def test_cotangents_become_tangents(name: str, x64: None) -> None:
     case = next(c for c in GAUGE_CASES if c.name == name)
     group, params = go.product(case.gauges()), case.params(jax.random.key(0))
     gradient = jax.tree.map(lambda x: jnp.asarray(_noise(x.size, *x.shape)), params)
-    tx = go.scale_by_opposite_gram(group)
+    tx = go.links.scale_by_opposite_gram(group)
 
     def both(params: Tree, gradient: Tree) -> tuple[Tree, Tree]:
         element = group.sample(jax.random.key(1), params, 2.303)
@@ -202,7 +205,7 @@ def test_what_has_no_opposite_side_passes(x64: None) -> None:
         go.head_rotation({"turned": "_ basis", "other": "_ basis"}), go.scale_invariant({"normed": "_ channel"}),
         go.logit_shift({"head": "_ vocab"}), go.scale_invariant({"up": "_ _"}),
     ]
-    found = _update(go.scale_by_opposite_gram(gauges), params, params)
+    found = _update(go.links.scale_by_opposite_gram(gauges), params, params)
     jax.tree.map(np.testing.assert_array_equal, found, params)
 
 
@@ -224,7 +227,7 @@ def _motion(tx: optax.GradientTransformation, params: Tree, updates: Tree) -> ja
 
 def _motions_apart(**options: Any) -> float:
     params, twin, gradient = _attention()
-    motion = jit(functools.partial(_motion, go.scale_by_opposite_gram(bench.GAUGES, **options)))
+    motion = jit(functools.partial(_motion, go.links.scale_by_opposite_gram(bench.GAUGES, **options)))
     return _apart(motion(twin, gradient(twin)), motion(params, gradient(params)))
 
 
@@ -244,7 +247,7 @@ def test_twins_take_one_step_of_gradients_and_damping_breaks_it(x64: None) -> No
 def test_what_damping_and_diagonals_leave_exact(rule: str, matrix: Numbers, x64: None) -> None:
     params, gradient = ({"a": _noise(k, 6, 4), "b": _noise(k + 1, 4, 5)} for k in (0, 2))
     dual = np.linalg.inv(matrix)
-    update = functools.partial(_update, go.scale_by_opposite_gram(LORA, **RULES[rule]))
+    update = functools.partial(_update, go.links.scale_by_opposite_gram(LORA, **RULES[rule]))
     there = update(
         {"a": params["a"] @ matrix, "b": dual @ params["b"]},
         {"a": gradient["a"] @ dual.T, "b": matrix.T @ gradient["b"]},
@@ -257,7 +260,7 @@ def test_what_damping_and_diagonals_leave_exact(rule: str, matrix: Numbers, x64:
 def test_twins_stay_twins_under_averages_of_gradients(every: int, x64: None) -> None:
     """Momentum is a cotangent, and an old inverse still makes tangents."""
     params, twin, gradient = _attention()
-    tx = optax.chain(optax.trace(0.9), go.scale_by_opposite_gram(bench.GAUGES, every=every), optax.scale(-0.01))
+    tx = optax.chain(optax.trace(0.9), go.links.scale_by_opposite_gram(bench.GAUGES, every=every), optax.scale(-0.01))
     step, ends = jit(tx.update), []
     for start in (params, twin):
         point, state = start, tx.init(start)
@@ -283,7 +286,7 @@ def _walk(tx: optax.GradientTransformation, number: int = 5) -> list[tuple[Tree,
 
 
 def test_inverses_are_kept_between_every_third_update(x64: None) -> None:
-    walk = _walk(go.scale_by_opposite_gram(LORA, every=3))
+    walk = _walk(go.links.scale_by_opposite_gram(LORA, every=3))
     for k, (_, updates, corrected) in enumerate(walk):
         old = walk[k - k % 3][0]
         expected = {"a": updates["a"] @ _inverse(old["b"].T), "b": _inverse(old["a"]) @ updates["b"]}
@@ -293,18 +296,18 @@ def test_inverses_are_kept_between_every_third_update(x64: None) -> None:
 def test_an_injected_period_computes_the_same(x64: None) -> None:
     """It is traced there, as damping is."""
     options: dict[str, Any] = {"gauges": LORA, "damping": 1e-2, "every": 2}
-    plain = _walk(go.scale_by_opposite_gram(**options), 3)
-    injected = _walk(optax.inject_hyperparams(go.scale_by_opposite_gram)(**options), 3)
+    plain = _walk(go.links.scale_by_opposite_gram(**options), 3)
+    injected = _walk(optax.inject_hyperparams(go.links.scale_by_opposite_gram)(**options), 3)
     assert _apart([x[2] for x in injected], [x[2] for x in plain]) <= 1e-12
 
 
 def test_the_state_holds_what_the_next_update_needs() -> None:
     params = {"a": jnp.ones((6, 4)), "b": jnp.ones((4, 5))}
-    assert jax.tree.leaves(go.scale_by_opposite_gram(LORA).init(params)) == []
+    assert jax.tree.leaves(go.links.scale_by_opposite_gram(LORA).init(params)) == []
     for diagonal, shape in ((False, (4, 4)), (True, (4,))):
-        state = go.scale_by_opposite_gram(LORA, every=4, diagonal=diagonal).init(params)
+        state = go.links.scale_by_opposite_gram(LORA, every=4, diagonal=diagonal).init(params)
         assert [x.shape for x in state.gauges.linear[0]] == [shape, shape] and state.age.dtype == jnp.int32
-    scale = go.scale_by_opposite_gram(go.rescale({"a": "_ channel"}, {"b": "channel _"}), every=4).init(params)
+    scale = go.links.scale_by_opposite_gram(go.rescale({"a": "_ channel"}, {"b": "channel _"}), every=4).init(params)
     assert [x.shape for x in scale.gauges.scales[0]] == [(4,), (4,)]
 
 
@@ -320,7 +323,7 @@ def test_an_opposite_factor_of_zero_gives_zero(gauge: go.Gauge, diagonal: bool) 
 
     @functools.partial(jit, static_argnums=1)
     def corrected(damping: jax.Array, mode: str) -> Tree:
-        tx = go.scale_by_opposite_gram(gauge, damping, mode, diagonal)
+        tx = go.links.scale_by_opposite_gram(gauge, damping, mode, diagonal)
         return tx.update(updates, tx.init(params), params)[0]
 
     for damping in (0.0, 0.1):
@@ -380,7 +383,7 @@ def test_columns_too_small_to_invert_count_as_zero() -> None:
     np.testing.assert_array_equal(jit(inverse_gram)(rows), np.diag([1.0, 0.0, 0.0]))
     params = {"a": np.ones((1, 3), "f"), "b": np.diag([1.0, 1e-25, 0.0]).astype("f")}
     for gauge in (LORA, go.rescale({"a": "_ channel"}, {"b": "channel _"}, degree=3)):
-        found = _update(go.scale_by_opposite_gram(gauge, diagonal=True), params, params)
+        found = _update(go.links.scale_by_opposite_gram(gauge, diagonal=True), params, params)
         np.testing.assert_allclose(found["a"], [[1.0, 0.0, 0.0]])
 
 
@@ -398,7 +401,7 @@ RELU = go.rescale({"norm": "channel"}, {"other": "channel"})
 )
 def test_bad_options_are_refused_at_once(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="scale_by_opposite_gram: bad ") as error:
-        go.scale_by_opposite_gram(LORA, **options)
+        go.links.scale_by_opposite_gram(LORA, **options)
     assert all(part in str(error.value) for part in ("found:", "expected:", "remedy:"))
 
 
@@ -407,7 +410,7 @@ def test_a_leaf_with_two_opposite_factors_is_refused(others: list[go.Gauge]) -> 
     params = _heads(0) | {"norm": np.ones(6), "other": np.ones(6)}
     gauges = others if len(others) == 2 else [*others, VALUE_OUT]
     with pytest.raises(ValueError, match=r"two opposite factors for '(value/kernel|norm)'") as error:
-        go.scale_by_opposite_gram(gauges).init(params)
+        go.links.scale_by_opposite_gram(gauges).init(params)
     assert all(part in str(error.value) for part in ("found:", "expected:", "go.quotient(tx, gauges)"))
 
 
@@ -417,7 +420,7 @@ def test_two_gauges_may_share_a_leaf_of_which_each_has_its_own_entries() -> None
         go.head_linear({"qkv": "_ qkv=0 head basis"}, {"qkv": "_ qkv=1 head basis"}),
         go.head_linear({"qkv": "_ qkv=2 head basis"}, {"out": "head basis _"}),
     ]
-    found = _update(go.scale_by_opposite_gram(gauges), parts, parts)
+    found = _update(go.links.scale_by_opposite_gram(gauges), parts, parts)
     for head in range(2):
         query, key, value = (parts["qkv"][:, k, head] for k in range(3))
         for k, (own, opposite) in enumerate(((query, key), (key, query), (value, parts["out"][head].T))):

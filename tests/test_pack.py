@@ -57,14 +57,14 @@ def test_every_register_row_is_packed(case: GaugeCase, dtype: str, shared: bool)
     with jax.enable_x64(dtype == "float64"):
         params = jax.tree.map(lambda x: x.astype(dtype), case.params(jax.random.key(0)))
         gauges = [gauge for gauge in case.gauges() if gauge.name in PACKABLE]
-        packed = go.pack(params, case.gauges(), shared=shared)
+        packed = go.orbit.pack(params, case.gauges(), shared=shared)
         assert _size(params) - _size(packed) == sum(gauge.dim(params) for gauge in gauges)
-        whole = go.unpack(packed)
+        whole = go.orbit.unpack(packed)
         assert jax.tree.map(jnp.shape, whole) == jax.tree.map(jnp.shape, params)
         np.testing.assert_allclose(case.loss(whole), case.loss(params), rtol=tolerance("invariant", dtype))
-        again = go.pack(whole, case.gauges(), shared=shared)
+        again = go.orbit.pack(whole, case.gauges(), shared=shared)
         assert jax.tree.structure(again) == jax.tree.structure(packed)
-        assert _same_bits(again, packed) and _same_bits(go.unpack(again), whole)
+        assert _same_bits(again, packed) and _same_bits(go.orbit.unpack(again), whole)
         assert all(x.dtype == dtype for x in jax.tree.leaves(packed))
 
 
@@ -75,7 +75,7 @@ def test_gpt2_saves_two_squares_per_layer_and_head() -> None:
     gauges = [gauge for gauge in lm.gauges(config, linear=True) if gauge.name == "head_linear"]
     own = {"_ head basis": {"size": 1.0, "rows": [list(range(64))]}}
     rows = {f"blocks/{i}/attn/{name}/kernel": own for i in range(12) for name in ("query", "value")}
-    packed = jax.eval_shape(lambda p: go.pack(p, gauges, rows=rows), shapes)
+    packed = jax.eval_shape(lambda p: go.orbit.pack(p, gauges, rows=rows), shapes)
     assert _size(shapes) - _size(packed) == 2 * 12 * 12 * 64**2 == 1_179_648
     assert leaves_by_path(packed)["blocks/3/attn/query/kernel"].shape == (704, 12, 64)
 
@@ -89,34 +89,37 @@ def test_logits_of_heads_of_64_stay(dtype: str, most: float, shared: bool) -> No
         params = jax.tree.map(lambda x: x.astype(dtype), nnx.to_pure_dict(state))
         gauges = [gauge for gauge in lm.gauges(config, linear=True) if gauge.name == "head_linear"]
         tokens = np.random.default_rng(0).integers(97, size=(2, 16))
-        logits = jax.jit(lambda p: nnx.merge(graphdef, go.unpack(p))(tokens))
-        before, after = logits(params), logits(go.pack(params, gauges, shared=shared))
+        logits = jax.jit(lambda p: nnx.merge(graphdef, go.orbit.unpack(p))(tokens))
+        before, after = logits(params), logits(go.orbit.pack(params, gauges, shared=shared))
         assert float(jnp.max(jnp.abs(after - before)) / jnp.max(jnp.abs(before))) < most
 
 
 def test_constant_rows_are_the_identity() -> None:
     params = _normal(0, query=(6, 2, 3), key=(6, 2, 3))
-    packed = go.pack(params, HEADS, size=1.0)
-    whole, rows = go.unpack(packed), go.packed_rows(packed)["query"]["_ head basis"]
+    packed = go.orbit.pack(params, HEADS, size=1.0)
+    whole, rows = go.orbit.unpack(packed), go.orbit.packed_rows(packed)["query"]["_ head basis"]
     assert rows["size"] == 1.0 and np.shape(rows["rows"]) == (2, 3)
     for head, own in enumerate(rows["rows"]):
         np.testing.assert_array_equal(whole["query"][jnp.array(own), head], np.eye(3))
-    assert go.packed_rows(go.pack(params, HEADS, size=1.0, shared=True))["query"]["_ head basis"]["rows"][1:] == []
+    assert (
+        go.orbit.packed_rows(go.orbit.pack(params, HEADS, size=1.0, shared=True))["query"]["_ head basis"]["rows"][1:]
+        == []
+    )
 
 
 def test_the_size_keeps_the_block_as_large_as_it_was() -> None:
     params = jax.tree.map(lambda x: 0.01 * x, _normal(0, query=(64, 4, 8), key=(64, 4, 8)))
-    packed = go.pack(params, HEADS)
-    size = go.packed_rows(packed)["query"]["_ head basis"]["size"]
+    packed = go.orbit.pack(params, HEADS)
+    size = go.orbit.packed_rows(packed)["query"]["_ head basis"]["size"]
     assert np.log2(size) == round(np.log2(size))
-    ratio = jnp.linalg.norm(go.unpack(packed)["query"]) / jnp.linalg.norm(params["query"])
+    ratio = jnp.linalg.norm(go.orbit.unpack(packed)["query"]) / jnp.linalg.norm(params["query"])
     assert 2**-0.5 <= ratio <= 2**0.5
     # Another size than the one that a block has is set, and an odd one is rounded to what the leaf can hold.
-    whole = go.unpack(go.pack(go.unpack(packed), HEADS, size=0.1))
-    assert _same_bits(go.unpack(go.pack(whole, HEADS, size=0.1)), whole)
-    assert float(jnp.max(whole["query"][np.array(go.packed_rows(packed)["query"]["_ head basis"]["rows"])[0], 0])) == (
-        float(np.float32(0.1))
-    )
+    whole = go.orbit.unpack(go.orbit.pack(go.orbit.unpack(packed), HEADS, size=0.1))
+    assert _same_bits(go.orbit.unpack(go.orbit.pack(whole, HEADS, size=0.1)), whole)
+    assert float(
+        jnp.max(whole["query"][np.array(go.orbit.packed_rows(packed)["query"]["_ head basis"]["rows"])[0], 0])
+    ) == (float(np.float32(0.1)))
 
 
 def test_scanned_layers_and_fused_leaves() -> None:
@@ -125,37 +128,39 @@ def test_scanned_layers_and_fused_leaves() -> None:
     params = _normal(0, query=(2, 6, 2, 3), key=(2, 6, 2, 3))
     gauge = go.head_linear({"query": axes}, {"key": axes})
     for shared in (False, True):
-        packed = go.pack(params, gauge, shared=shared)
+        packed = go.orbit.pack(params, gauge, shared=shared)
         assert leaves_by_path(packed)["query"].shape == (2, 3, 2, 3)
-        scores = [jnp.einsum("ldhe,lfhe->lhdf", *(p[name] for name in params)) for p in (params, go.unpack(packed))]
+        scores = [
+            jnp.einsum("ldhe,lfhe->lhdf", *(p[name] for name in params)) for p in (params, go.orbit.unpack(packed))
+        ]
         np.testing.assert_allclose(*scores, atol=1e-5)
 
     # The leaf that is packed may count heads in another order than the gauge.
     gauge = go.head_linear({"query": axes}, {"key": "head _ layer basis"})
     params = {"query": jnp.zeros((2, 6, 3, 3)), "key": _normal(0, key=(3, 6, 2, 3))["key"]}
-    rows = go.packed_rows(go.pack(params, gauge))["key"]["head _ layer basis"]["rows"]
-    whole = go.unpack(go.pack(params, gauge, size=1.0))["key"]
+    rows = go.orbit.packed_rows(go.orbit.pack(params, gauge))["key"]["head _ layer basis"]["rows"]
+    whole = go.orbit.unpack(go.orbit.pack(params, gauge, size=1.0))["key"]
     for at, own in enumerate(rows):
         np.testing.assert_array_equal(whole[at % 3, np.array(own), at // 3], np.eye(3))
 
     fused = _normal(0, qkv=(6, 18), out=(6, 5))
     gauges = _fused_gauges()
-    packed = go.pack(fused, gauges)
+    packed = go.orbit.pack(fused, gauges)
     assert _size(fused) - _size(packed) == 2 * 2 * 9
     assert {path: x.shape for path, x in leaves_by_path(packed).items() if path != "out"} == {
         "qkv/part0": (3, 6), "qkv/part1": (3, 6), "qkv/rest": (6, 6),
     }
-    np.testing.assert_allclose(_fused_outputs(go.unpack(packed)), _fused_outputs(fused), atol=1e-5)
-    assert _same_bits(go.unpack(go.pack(go.unpack(packed), gauges)), go.unpack(packed))
+    np.testing.assert_allclose(_fused_outputs(go.orbit.unpack(packed)), _fused_outputs(fused), atol=1e-5)
+    assert _same_bits(go.orbit.unpack(go.orbit.pack(go.orbit.unpack(packed), gauges)), go.orbit.unpack(packed))
 
     part = go.head_linear({"qkv": "qkv=0 _ head=0:2 basis"}, {"qkv": "qkv=1 _ head=0:2 basis"})
     leaf = _normal(0, qkv=(3, 6, 4, 3))
-    packed = go.pack(leaf, part)
+    packed = go.orbit.pack(leaf, part)
     assert _size(leaf) - _size(packed) == 2 * 9
-    whole = go.unpack(packed)
+    whole = go.orbit.unpack(packed)
     np.testing.assert_array_equal(whole["qkv"][2], leaf["qkv"][2])
     np.testing.assert_array_equal(whole["qkv"][:, :, 2:], leaf["qkv"][:, :, 2:])
-    assert _same_bits(go.unpack(go.pack(whole, part)), whole)
+    assert _same_bits(go.orbit.unpack(go.orbit.pack(whole, part)), whole)
 
 
 def _fused_gauges() -> list[go.Gauge]:
@@ -167,7 +172,7 @@ def _fused_gauges() -> list[go.Gauge]:
     ]
 
 
-def _fused_outputs(params: Tree, dot: Callable[..., jax.Array] = go.packed_dot) -> jax.Array:
+def _fused_outputs(params: Tree, dot: Callable[..., jax.Array] = go.orbit.packed_dot) -> jax.Array:
     x = jnp.asarray(np.random.default_rng(1).normal(size=(4, 6)), float)
     q, k, v = jnp.moveaxis(dot(x, params["qkv"]).reshape(4, 3, 2, 3), 1, 0)
     weights = jax.nn.softmax(jnp.einsum("nhe,mhe->hnm", q, k))
@@ -176,19 +181,19 @@ def _fused_outputs(params: Tree, dot: Callable[..., jax.Array] = go.packed_dot) 
 
 def test_keys_are_packed_where_queries_are_grouped_and_outputs_where_values_are_zero() -> None:
     grouped = go.head_linear({"query": "_ (head _) basis"}, {"key": "_ head basis"})
-    assert list(go.packed_rows(go.pack(_normal(0, query=(6, 4, 3), key=(6, 2, 3)), grouped))) == ["key"]
+    assert list(go.orbit.packed_rows(go.orbit.pack(_normal(0, query=(6, 4, 3), key=(6, 2, 3)), grouped))) == ["key"]
     gauge = go.head_linear({"value": "_ head basis"}, {"out": "head basis _"})
     params = _normal(0, value=(6, 2, 3), out=(2, 3, 5)) | {"value": jnp.zeros((6, 2, 3))}
-    packed = go.pack(params, gauge)
-    assert list(go.packed_rows(packed)) == ["out"] and leaves_by_path(packed)["out"].shape == (2, 3, 2)
-    assert not jnp.any(go.unpack(packed)["value"])
+    packed = go.orbit.pack(params, gauge)
+    assert list(go.orbit.packed_rows(packed)) == ["out"] and leaves_by_path(packed)["out"].shape == (2, 3, 2)
+    assert not jnp.any(go.orbit.unpack(packed)["value"])
 
 
 def test_bfloat16_leaves_keep_their_dtype_and_bits() -> None:
     params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), _normal(0, query=(16, 2, 3), key=(16, 2, 3)))
-    whole = go.unpack(go.pack(params, HEADS, size=0.3))
+    whole = go.orbit.unpack(go.orbit.pack(params, HEADS, size=0.3))
     assert whole["query"].dtype == jnp.bfloat16
-    assert _same_bits(go.unpack(go.pack(whole, HEADS)), whole)
+    assert _same_bits(go.orbit.unpack(go.orbit.pack(whole, HEADS)), whole)
     scores = [jnp.einsum("dhe,fhe->hdf", p["query"], p["key"], precision="highest") for p in (params, whole)]
     np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in scores), atol=0.2)
 
@@ -201,10 +206,10 @@ def test_twins_have_one_packed_tree(case: GaugeCase, x64: None) -> None:
     """With the same rows, all weights of one function are packed to the same numbers: no other gauge is left."""
     gauges = [gauge for gauge in case.gauges() if gauge.name in PACKABLE]
     params, group = case.params(jax.random.key(0)), go.product(gauges)
-    packed = go.pack(params, gauges)
+    packed = go.orbit.pack(params, gauges)
     for seed in range(3):
         twin = group.act(group.sample(jax.random.key(seed), params), params)
-        again = go.pack(twin, gauges, rows=go.packed_rows(packed))
+        again = go.orbit.pack(twin, gauges, rows=go.orbit.packed_rows(packed))
         assert jax.tree.structure(again) == jax.tree.structure(packed)
         for x, y in zip(jax.tree.leaves(again), jax.tree.leaves(packed), strict=True):
             np.testing.assert_allclose(x, y, atol=1e-10 * float(jnp.max(jnp.abs(y))))
@@ -213,13 +218,13 @@ def test_twins_have_one_packed_tree(case: GaugeCase, x64: None) -> None:
 def test_nothing_is_lost_on_the_slice(x64: None) -> None:
     """The Jacobian of a head's scores has the same rank over the numbers that are left, and no gauge among them."""
     params = _normal(0, query=(6, 2, 3), key=(6, 2, 3))
-    packed = go.pack(params, HEADS)
+    packed = go.orbit.pack(params, HEADS)
 
     def rank(tree: Tree) -> int:
         flat, back = jax.flatten_util.ravel_pytree(tree)
 
         def scores(x: jax.Array) -> jax.Array:
-            whole = go.unpack(back(x))
+            whole = go.orbit.unpack(back(x))
             return jnp.einsum("dhe,fhe->hdf", whole["query"], whole["key"]).reshape(-1)
 
         return int(jnp.linalg.matrix_rank(jax.jacobian(scores)(flat)))
@@ -239,36 +244,36 @@ def test_packed_products_are_plain_ones(shared: bool) -> None:
     }
     for axes, (shape, axis) in layouts.items():
         params = _normal(0, query=shape, key=(6, 2, 3))
-        packed = go.pack(params, go.head_linear({"query": axes}, {"key": "_ head basis"}), shared=shared)
-        plain = jnp.tensordot(x, go.unpack(packed)["query"], ([-1], [axis]))
-        np.testing.assert_allclose(go.packed_dot(x, packed["query"], axis), plain, atol=1e-5)
+        packed = go.orbit.pack(params, go.head_linear({"query": axes}, {"key": "_ head basis"}), shared=shared)
+        plain = jnp.tensordot(x, go.orbit.unpack(packed)["query"], ([-1], [axis]))
+        np.testing.assert_allclose(go.orbit.packed_dot(x, packed["query"], axis), plain, atol=1e-5)
         np.testing.assert_array_equal(
-            go.packed_dot(x, params["query"], axis), jnp.tensordot(x, params["query"], ([-1], [axis]))
+            go.orbit.packed_dot(x, params["query"], axis), jnp.tensordot(x, params["query"], ([-1], [axis]))
         )
     rotary = go.rope_linear({"query": "_ head basis"}, {"key": "_ head basis"}, pairing="interleaved")
-    packed = go.pack(_normal(0, query=(6, 2, 4), key=(6, 2, 4)), rotary, shared=shared)
-    plain = jnp.tensordot(x, go.unpack(packed)["query"], 1)
-    np.testing.assert_allclose(go.packed_dot(x, packed["query"]), plain, atol=1e-5)
-    fused = go.pack(_normal(0, qkv=(6, 18), out=(6, 5)), _fused_gauges(), shared=shared)
-    np.testing.assert_allclose(_fused_outputs(fused), _fused_outputs(go.unpack(fused)), atol=1e-5)
+    packed = go.orbit.pack(_normal(0, query=(6, 2, 4), key=(6, 2, 4)), rotary, shared=shared)
+    plain = jnp.tensordot(x, go.orbit.unpack(packed)["query"], 1)
+    np.testing.assert_allclose(go.orbit.packed_dot(x, packed["query"]), plain, atol=1e-5)
+    fused = go.orbit.pack(_normal(0, qkv=(6, 18), out=(6, 5)), _fused_gauges(), shared=shared)
+    np.testing.assert_allclose(_fused_outputs(fused), _fused_outputs(go.orbit.unpack(fused)), atol=1e-5)
 
 
 def test_shared_rows_save_multiplications() -> None:
     params = _normal(0, query=(64, 4, 16), key=(64, 4, 16))
-    packed = go.pack(params, HEADS, shared=True)["query"]
+    packed = go.orbit.pack(params, HEADS, shared=True)["query"]
     x = jnp.ones((32, 64))
 
     def flops(kernel: Any) -> float:
-        analysis = jax.jit(go.packed_dot).lower(x, kernel).compile().cost_analysis()
+        analysis = jax.jit(go.orbit.packed_dot).lower(x, kernel).compile().cost_analysis()
         return float((analysis[0] if isinstance(analysis, list) else analysis)["flops"])
 
     assert flops(packed) < 0.8 * flops(params["query"])  # 48 of 64 rows, and one addition per output
 
 
 def test_a_product_along_another_axis_is_refused() -> None:
-    packed = go.pack(_normal(0, query=(6, 2, 3), key=(6, 2, 3)), HEADS)
+    packed = go.orbit.pack(_normal(0, query=(6, 2, 3), key=(6, 2, 3)), HEADS)
     with pytest.raises(ValueError, match=r"no product with 'query' along axis 1"):
-        go.packed_dot(jnp.ones((2, 2)), packed["query"], 1)
+        go.orbit.packed_dot(jnp.ones((2, 2)), packed["query"], 1)
 
 
 # Training -------------------------------------------------------------------------------------------------
@@ -277,24 +282,24 @@ def test_a_product_along_another_axis_is_refused() -> None:
 def test_a_packed_tree_trains_under_optax() -> None:
     """States mirror it under the plain tree's paths; constant rows stay; one program serves all steps."""
     params, plain_loss = start_of("gpt", "float32"), loss_of("gpt")
-    packed = go.pack(params, WHOLE, size=1.0)
-    mask = go.by_path({"**/kernel": True}, default=False)
+    packed = go.orbit.pack(params, WHOLE, size=1.0)
+    mask = go.tools.by_path({"**/kernel": True}, default=False)
     tx = optax.adamw(1e-2, weight_decay=0.1, mask=mask)
     state = tx.init(packed)
     assert list(leaves_by_path(packed)) == list(leaves_by_path(params))
     assert _size(state[0].mu) == _size(packed) == _size(params) - sum(gauge.dim(params) for gauge in WHOLE)
-    step = stepper(tx, lambda p: plain_loss(go.unpack(p)))
+    step = stepper(tx, lambda p: plain_loss(go.orbit.unpack(p)))
     trained, losses = train(tx.init, step, packed, 5)
     assert losses[-1] < losses[0] and step._cache_size() == 1
-    rows = go.packed_rows(trained)["blocks/0/attn/query/kernel"]["_ head basis"]["rows"]
+    rows = go.orbit.packed_rows(trained)["blocks/0/attn/query/kernel"]["_ head basis"]["rows"]
     np.testing.assert_array_equal(
-        go.unpack(trained)["blocks"][0]["attn"]["query"]["kernel"][np.array(rows[0]), 0], np.eye(3)
+        go.orbit.unpack(trained)["blocks"][0]["attn"]["query"]["kernel"][np.array(rows[0]), 0], np.eye(3)
     )
     # The gradient is the plain one's without the constant rows.
     weights = _normal(1, query=(6, 2, 3), key=(6, 2, 3))
-    packed = go.pack(_normal(0, query=(6, 2, 3), key=(6, 2, 3)), HEADS)
-    grads = jax.grad(lambda p: jnp.sum(go.unpack(p)["query"] * weights["query"]))(packed)
-    rows = go.packed_rows(packed)["query"]["_ head basis"]["rows"]
+    packed = go.orbit.pack(_normal(0, query=(6, 2, 3), key=(6, 2, 3)), HEADS)
+    grads = jax.grad(lambda p: jnp.sum(go.orbit.unpack(p)["query"] * weights["query"]))(packed)
+    rows = go.orbit.packed_rows(packed)["query"]["_ head basis"]["rows"]
     kept = np.stack([np.setdiff1d(np.arange(6), row) for row in rows], 1)
     np.testing.assert_array_equal(
         leaves_by_path(grads)["query"], jnp.take_along_axis(weights["query"], kept[..., None], 0)
@@ -304,11 +309,11 @@ def test_a_packed_tree_trains_under_optax() -> None:
 def test_gauges_that_are_left_go_on_under_quotient(x64: None) -> None:
     """Twins under the gauges that bind no packed leaf make one packed run; the other gauges are refused."""
     plain_loss = loss_of("gpt")
-    packed = go.pack(start_of("gpt", "float64"), WHOLE)
+    packed = go.orbit.pack(start_of("gpt", "float64"), WHOLE)
     left = [g for g in lm.gauges(GPT, linear=True) if "attn" not in repr(g)]
     assert {gauge.name for gauge in left} == {"norm_scale", "rescale", "logit_shift"}
     tx, group = go.quotient(optax.adamw(1e-2), left), go.product(left)
-    step = stepper(tx, lambda p: plain_loss(go.unpack(p)))
+    step = stepper(tx, lambda p: plain_loss(go.orbit.unpack(p)))
     twin = group.act(group.sample(jax.random.key(0), packed), packed)
     (first, losses), (_, of_twin) = (train(quick.jit(tx.init), step, p, 3) for p in (packed, twin))
     assert jax.tree.structure(first) == jax.tree.structure(packed)
@@ -329,29 +334,29 @@ folder = Path(sys.argv[1])
 gauge = go.head_linear({"query": "_ head basis"}, {"key": "_ head basis"})
 shapes = {name: jax.ShapeDtypeStruct((6, 2, 3), jnp.float32) for name in ("query", "key")}
 rows = json.loads((folder / "rows.json").read_text())
-packed = jax.eval_shape(lambda p: go.pack(p, gauge, rows=rows), shapes)
+packed = jax.eval_shape(lambda p: go.orbit.pack(p, gauge, rows=rows), shapes)
 abstract = {"packed": packed, "state": jax.eval_shape(optax.adamw(1e-2).init, packed)}
 found = ocp.StandardCheckpointer().restore(folder / "tree", abstract)
 updates, _ = optax.adamw(1e-2).update(found["packed"], found["state"], found["packed"])
-whole = go.unpack(optax.apply_updates(found["packed"], updates))
+whole = go.orbit.unpack(optax.apply_updates(found["packed"], updates))
 print(json.dumps([whole["query"].tolist(), whole["key"].tolist()]))
 """
 
 
 def test_a_new_process_restores_a_packed_run(tmp_path: Path) -> None:
     """The arrays by Orbax, the rows as JSON; the next step is the one that the first process would take."""
-    packed = go.pack(_normal(0, query=(6, 2, 3), key=(6, 2, 3)), HEADS)
+    packed = go.orbit.pack(_normal(0, query=(6, 2, 3), key=(6, 2, 3)), HEADS)
     tx = optax.adamw(1e-2)
     state = tx.init(packed)
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "tree", {"packed": packed, "state": state})
-    (tmp_path / "rows.json").write_text(json.dumps(go.packed_rows(packed)))
+    (tmp_path / "rows.json").write_text(json.dumps(go.orbit.packed_rows(packed)))
     command = [sys.executable, "-c", _RESUME, str(tmp_path)]
     environment = quick.environment() | {"PYTHONPATH": str(Path(__file__).parent.parent)}
     made = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert made.returncode == 0, made.stderr
     updates, _ = tx.update(packed, state, packed)
-    whole = go.unpack(optax.apply_updates(packed, updates))
+    whole = go.orbit.unpack(optax.apply_updates(packed, updates))
     np.testing.assert_allclose(json.loads(made.stdout.splitlines()[-1]), [whole["query"], whole["key"]], atol=1e-6)
 
 
@@ -363,7 +368,7 @@ def test_singular_heads_are_named() -> None:
     for name in ("query", "key"):
         params[name] = params[name].at[:, 1, 2].set(params[name][:, 1, 0])
     with pytest.raises(ValueError, match=r"singular heads in '(query|key)'") as raised:
-        go.pack(params, HEADS)
+        go.orbit.pack(params, HEADS)
     message = str(raised.value)
     assert message.startswith("head_linear") and "head=1" in message and "condition number" in message
     assert "leave this layer out" in message
@@ -371,23 +376,26 @@ def test_singular_heads_are_named() -> None:
     eye = jnp.eye(6)
     params = {"query": jnp.stack([eye[:, :3], eye[:, 3:]], 1), "key": jnp.stack([eye[:, :3], eye[:, 3:]], 1)}
     with pytest.raises(ValueError, match=r"leave out shared=True"):
-        go.pack(params, HEADS, shared=True)
-    assert _same_bits(go.unpack(go.pack(params, HEADS)), params)
+        go.orbit.pack(params, HEADS, shared=True)
+    assert _same_bits(go.orbit.unpack(go.orbit.pack(params, HEADS)), params)
 
 
 def test_what_cannot_be_packed_is_refused() -> None:
     params = _normal(0, query=(6, 2, 3), key=(6, 2, 3))
     rotation = go.head_rotation({"query": "_ head basis", "key": "_ head basis"})
     with pytest.raises(ValueError, match=r"nothing to pack\n  found:    gauges head_rotation"):
-        go.pack(params, rotation)
+        go.orbit.pack(params, rotation)
     with pytest.raises(ValueError, match=r"bad size"):
-        go.pack(params, HEADS, size=0.0)
-    calls: list[Any] = [jax.jit(lambda p: go.pack(p, HEADS)), lambda p: jax.eval_shape(lambda q: go.pack(q, HEADS), p)]
+        go.orbit.pack(params, HEADS, size=0.0)
+    calls: list[Any] = [
+        jax.jit(lambda p: go.orbit.pack(p, HEADS)),
+        lambda p: jax.eval_shape(lambda q: go.orbit.pack(q, HEADS), p),
+    ]
     for call in calls:
         with pytest.raises(ValueError, match=r"no numbers in '(query|key)'"):
             call(params)
     with pytest.raises(ValueError, match=r"no numbers in"):
-        go.pack({name: jax.ShapeDtypeStruct((6, 2, 3), jnp.float32) for name in params}, HEADS)
+        go.orbit.pack({name: jax.ShapeDtypeStruct((6, 2, 3), jnp.float32) for name in params}, HEADS)
 
 
 @pytest.mark.parametrize(
@@ -400,15 +408,15 @@ def test_what_cannot_be_packed_is_refused() -> None:
 )
 def test_rows_of_another_tree_are_refused(rows: Any) -> None:
     with pytest.raises(ValueError, match=r"no rows for 'query'"):
-        go.pack(_normal(0, query=(6, 2, 3), key=(6, 2, 3)), HEADS, rows=rows)
+        go.orbit.pack(_normal(0, query=(6, 2, 3), key=(6, 2, 3)), HEADS, rows=rows)
 
 
 def test_given_rows_can_be_traced() -> None:
     params = _normal(0, query=(6, 2, 3), key=(6, 2, 3))
-    packed = go.pack(params, HEADS)
-    rows = go.packed_rows(packed)
+    packed = go.orbit.pack(params, HEADS)
+    rows = go.orbit.packed_rows(packed)
     assert json.loads(json.dumps(rows)) == rows
-    traced = jax.jit(lambda p: go.pack(p, HEADS, rows=rows))
+    traced = jax.jit(lambda p: go.orbit.pack(p, HEADS, rows=rows))
     for x, y in zip(jax.tree.leaves(traced(params)), jax.tree.leaves(packed), strict=True):
         np.testing.assert_allclose(x, y, atol=1e-5)
-    assert _same_bits(traced(go.unpack(packed)), packed)
+    assert _same_bits(traced(go.orbit.unpack(packed)), packed)

@@ -172,7 +172,7 @@ OPTIMIZERS = {
     "ddc_adamw": lambda gauges: go.ddc_adamw(1e-2, gauges),
     "quotient": lambda gauges: go.quotient(optax.adamw(1e-2), gauges),
     "quotient_muon": lambda gauges: go.quotient_muon(1e-2, gauges),
-    "gauge_fix": lambda gauges: go.gauge_fix(optax.adam(1e-2), gauges, on_unknown="keep"),
+    "gauge_fix": lambda gauges: go.orbit.gauge_fix(optax.adam(1e-2), gauges, on_unknown="keep"),
 }
 
 

@@ -133,7 +133,7 @@ def test_a_state_goes_on_after_a_move(x64: None) -> None:
     updates, state = tx.update(gradient(params), tx.init(params), params)
     params = optax.apply_updates(params, updates)
     element = {"": jnp.array([1.0, -1.0, 0.5])}
-    moved = after(gauge.act(element, params), go.transport(state, params, gauge, element))
+    moved = after(gauge.act(element, params), go.orbit.transport(state, params, gauge, element))
     expected = gauge.act(element, after(params, state))
     np.testing.assert_allclose(moved["up"], expected["up"], rtol=1e-12)
     np.testing.assert_allclose(moved["down"], expected["down"], rtol=1e-12)

@@ -69,7 +69,7 @@ VECTORS = {"_ _ _ channel": (3,), "_ _ head _": (2,), "layer _ head _": (0, 2), 
 @pytest.mark.parametrize(("beta", "eps", "center"), [(0.9, 0.0, True), (0.5, 0.3, False)])
 def test_every_vector_follows_the_algorithm(axes: str, beta: float, eps: float, center: bool, x64: None) -> None:
     weights, gradients = _noise(0, *SHAPE), _noise(1, 5, *SHAPE)
-    tx = go.rotational(
+    tx = go.norms.rotational(
         optax.sgd(RATE), {"w": axes}, learning_rate=RATE, weight_decay=DECAY, eta_r=0.05, beta=beta, eps=eps,
         center=center,
     )
@@ -88,7 +88,9 @@ def test_norms_stay_and_the_mean_angle_is_table_1s() -> None:
     weights, steps = jnp.asarray(_noise(0, 64, 32), jnp.float32), 1000
     scales = np.exp(_noise(2, 32))  # neurons of different gradients
     gradients = jnp.asarray(_noise(1, steps, 64, 32) * scales, jnp.float32)
-    found, _ = _run(go.rotational_adamw(RATE, {"w": "_ channel"}, weight_decay=DECAY), {"w": weights}, {"w": gradients})
+    found, _ = _run(
+        go.norms.rotational_adamw(RATE, {"w": "_ channel"}, weight_decay=DECAY), {"w": weights}, {"w": gradients}
+    )
     norms = np.linalg.norm(np.asarray(found["w"], np.float64), axis=1)
     assert np.max(np.abs(norms / norms[0] - 1.0)) <= 1e-5
     plain, _ = _run(optax.adamw(RATE, weight_decay=DECAY), {"w": weights}, {"w": gradients})
@@ -101,10 +103,10 @@ def test_norms_stay_and_the_mean_angle_is_table_1s() -> None:
 PARAMS = {"w": _noise(0, 6, 4), "bias": _noise(1, 4), "gain": _noise(2, 4), "fused": _noise(3, 2, 6, 4)}
 BLOCKS = {"w": "_ channel", "fused": "part=1 _ channel"}
 INNER = {
-    "adamw": (go.rotational_adamw, functools.partial(optax.adamw, weight_decay=DECAY)),
-    "lion": (go.rotational_lion, functools.partial(optax.lion, weight_decay=DECAY)),
+    "adamw": (go.norms.rotational_adamw, functools.partial(optax.adamw, weight_decay=DECAY)),
+    "lion": (go.norms.rotational_lion, functools.partial(optax.lion, weight_decay=DECAY)),
     "sgdm": (
-        go.rotational_sgdm,
+        go.norms.rotational_sgdm,
         lambda rate: optax.chain(
             optax.add_decayed_weights(DECAY, {"w": False, "bias": True, "gain": True, "fused": False}),
             optax.sgd(rate, 0.9),
@@ -148,9 +150,13 @@ def test_a_rate_of_zero_turns_nothing_and_is_not_counted(x64: None) -> None:
     gradients = {"w": _noise(1, 4, 6, 4)}
     start = {"w": _noise(0, 6, 4)}
     late = optax.join_schedules([optax.constant_schedule(0.0), optax.constant_schedule(RATE)], [2])
-    tx = go.rotational(optax.sgd(late), {"w": "_ channel"}, learning_rate=late, weight_decay=DECAY, eta_r=0.1, eps=0.0)
+    tx = go.norms.rotational(
+        optax.sgd(late), {"w": "_ channel"}, learning_rate=late, weight_decay=DECAY, eta_r=0.1, eps=0.0
+    )
     waited, state = _run(tx, start, gradients)
-    tx = go.rotational(optax.sgd(RATE), {"w": "_ channel"}, learning_rate=RATE, weight_decay=DECAY, eta_r=0.1, eps=0.0)
+    tx = go.norms.rotational(
+        optax.sgd(RATE), {"w": "_ channel"}, learning_rate=RATE, weight_decay=DECAY, eta_r=0.1, eps=0.0
+    )
     fresh, _ = _run(tx, start, {"w": gradients["w"][2:]})
     np.testing.assert_allclose(waited["w"][-1], fresh["w"][-1], rtol=1e-12)
     assert np.all(np.isfinite(waited["w"])) and int(state.tracked) == 2
@@ -160,7 +166,7 @@ def test_a_rate_of_zero_turns_nothing_and_is_not_counted(x64: None) -> None:
 def test_the_scale_of_the_loss_changes_nothing(size: float, x64: None) -> None:
     """Of SGD, whose updates grow with it."""
     start, gradients = {"w": _noise(0, 6, 4)}, _noise(1, 4, 6, 4)
-    tx = go.rotational_sgdm(RATE, {"w": "_ channel"})
+    tx = go.norms.rotational_sgdm(RATE, {"w": "_ channel"})
     ends = [_run(tx, start, {"w": scale * gradients})[0]["w"] for scale in (1.0, size)]
     np.testing.assert_allclose(ends[0], ends[1], rtol=1e-9)
 
@@ -173,11 +179,11 @@ def test_a_gain_is_trained_as_a_parameter_of_its_own(x64: None) -> None:
     def loss(weights: jax.Array) -> jax.Array:
         return 0.5 * jnp.sum(jnp.square(weights - goal))
 
-    tx = go.rotational(
+    tx = go.norms.rotational(
         optax.sgd(RATE), {"w": "_ channel"}, learning_rate=RATE, weight_decay=DECAY, eta_r=0.05, eps=0.0,
         gain=optax.sgd(1e-3),
     )
-    apart = go.rotational(
+    apart = go.norms.rotational(
         optax.sgd(RATE), {"w": "_ channel"}, learning_rate=RATE, weight_decay=DECAY, eta_r=0.05, eps=0.0, beta=0.9
     )
     params, state = {"w": jnp.asarray(start)}, tx.init({"w": jnp.asarray(start)})
@@ -196,7 +202,7 @@ def test_a_gain_is_trained_as_a_parameter_of_its_own(x64: None) -> None:
 
 def test_two_numbers_a_neuron_are_kept_beside_the_inner_state() -> None:
     params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), PARAMS)
-    state = go.rotational_adamw(RATE, BLOCKS).init(params)
+    state = go.norms.rotational_adamw(RATE, BLOCKS).init(params)
     inner = optax.adamw(RATE).init(params)
     assert jax.tree.structure(state.inner_state) == jax.tree.structure(inner)
     beside = sum(x.size for x in jax.tree.leaves(state)) - sum(x.size for x in jax.tree.leaves(inner))
@@ -206,7 +212,7 @@ def test_two_numbers_a_neuron_are_kept_beside_the_inner_state() -> None:
 def test_zeros_wait_for_a_direction() -> None:
     params = {"w": jnp.asarray(_noise(0, 6, 4), jnp.float32).at[:, 1].set(0.0)}
     gradients = {"w": jnp.asarray(_noise(1, 3, 6, 4), jnp.float32)}
-    found, _ = _run(go.rotational_adamw(RATE, {"w": "_ channel"}), params, gradients)
+    found, _ = _run(go.norms.rotational_adamw(RATE, {"w": "_ channel"}), params, gradients)
     assert np.all(np.isfinite(found["w"]))
     plain, _ = _run(optax.adamw(RATE, weight_decay=1e-4), params, gradients)
     np.testing.assert_array_equal(found["w"][:, :, 1], plain["w"][:, :, 1])
@@ -217,7 +223,7 @@ def test_a_constant_neuron_has_no_direction_of_its_own() -> None:
     """Centred, only rounding is left of it."""
     params = {"w": jnp.asarray(_noise(0, 48, 4), jnp.float32).at[:, 2].set(0.1)}
     gradients = {"w": jnp.asarray(_noise(1, 3, 48, 4), jnp.float32)}
-    tx = go.rotational_adamw(RATE, {"w": "_ channel"}, weight_decay=DECAY)
+    tx = go.norms.rotational_adamw(RATE, {"w": "_ channel"}, weight_decay=DECAY)
     found, _ = _run(tx, params, gradients)
     plain, _ = _run(optax.adamw(RATE, weight_decay=DECAY), params, gradients)
     np.testing.assert_array_equal(found["w"][1, :, 2], plain["w"][1, :, 2])
@@ -229,7 +235,7 @@ def test_a_neuron_without_a_gradient_does_not_turn(dtype: str, x64: None) -> Non
     params = {"w": jnp.asarray(_noise(0, 48, 4), dtype)}
     params["w"] -= params["w"].mean(0)
     gradients = {"w": jnp.asarray(_noise(1, 20, 48, 4), dtype).at[:, :, 1].set(0.0)}
-    found, _ = _run(go.rotational_adamw(RATE, {"w": "_ channel"}, weight_decay=DECAY), params, gradients)
+    found, _ = _run(go.norms.rotational_adamw(RATE, {"w": "_ channel"}, weight_decay=DECAY), params, gradients)
     angles = _angles(np.asarray(found["w"], np.float64)).sum(0)
     assert angles[1] <= 1e-5 and angles[[0, 2, 3]].min() > 0.1
 
@@ -260,9 +266,9 @@ def test_on_the_slice_twins_stay_twins(x64: None) -> None:
         here, there = trained(tx, params), trained(tx, twin)
         return float(np.linalg.norm(there - here) / np.linalg.norm(here))
 
-    inner = go.rotational_adamw(RATE, {"b": "head _ _"}, weight_decay=DECAY)
+    inner = go.norms.rotational_adamw(RATE, {"b": "head _ _"}, weight_decay=DECAY)
     assert apart(optax.adamw(RATE)) > 1e-3 and apart(inner) > 1e-3
-    assert apart(go.quotient(go.rotational_sgdm(RATE, {"b": "head _ _"}, weight_decay=DECAY), gauge)) <= 1e-10
+    assert apart(go.quotient(go.norms.rotational_sgdm(RATE, {"b": "head _ _"}, weight_decay=DECAY), gauge)) <= 1e-10
 
 
 MISTAKES = {
@@ -278,7 +284,7 @@ MISTAKES = {
 def test_complaints_say_what_to_do(mistake: str) -> None:
     axes, more, *parts = MISTAKES[mistake]
     with pytest.raises(ValueError) as error:
-        go.rotational_adamw(RATE, axes, **more).init({"w": jnp.ones((6, 4)), "pair": jnp.ones((2, 4))})
+        go.norms.rotational_adamw(RATE, axes, **more).init({"w": jnp.ones((6, 4)), "pair": jnp.ones((2, 4))})
     for part in ("rotational", *parts):
         assert part in str(error.value)
 
@@ -287,8 +293,8 @@ def test_an_unknown_kind_needs_an_angle() -> None:
     params = {"w": jnp.ones((6, 4))}
     both = optax.chain(optax.adam(RATE), optax.trace(0.9))
     for inner, found in [(optax.sgd(RATE), "an unknown kind"), (both, "several kinds")]:
-        tx = go.rotational(inner, {"w": "_ channel"}, learning_rate=RATE, weight_decay=DECAY)
+        tx = go.norms.rotational(inner, {"w": "_ channel"}, learning_rate=RATE, weight_decay=DECAY)
         with pytest.raises(ValueError, match=found) as error:
             tx.init(params)
         assert "give eta_r" in str(error.value)
-        go.rotational(inner, {"w": "_ channel"}, learning_rate=RATE, weight_decay=DECAY, eta_r=0.1).init(params)
+        go.norms.rotational(inner, {"w": "_ channel"}, learning_rate=RATE, weight_decay=DECAY, eta_r=0.1).init(params)

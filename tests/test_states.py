@@ -25,13 +25,13 @@ FRAMED: dict[str, Callable[[list[Gauge]], optax.GradientTransformation]] = {
     "ddc_adamw": lambda g: go.ddc_adamw(0.1, g),
     "ddc_muon": lambda g: go.ddc_muon(0.1, g),
     "scale_by_ddc": go.scale_by_ddc,
-    "scale_by_scaled_polar": go.scale_by_scaled_polar,
+    "scale_by_scaled_polar": go.links.scale_by_scaled_polar,
     "gauge_retract": go.gauge_retract,
 }
 ALL = FRAMED | {
     "gauge_project": go.gauge_project,
-    "gauge_fix": lambda g: go.gauge_fix(optax.sgd(0.1), g),
-    "scale_by_opposite_gram": lambda g: go.scale_by_opposite_gram(g, every=2),
+    "gauge_fix": lambda g: go.orbit.gauge_fix(optax.sgd(0.1), g),
+    "scale_by_opposite_gram": lambda g: go.links.scale_by_opposite_gram(g, every=2),
     "add_gauge_decay": lambda g: go.add_gauge_decay(0.1, g),
 }
 
@@ -89,10 +89,10 @@ def test_a_state_of_another_version_is_refused() -> None:
 
 
 def test_the_opposite_grams_state_too() -> None:
-    tx, params = go.scale_by_opposite_gram(GAUGES, every=2), _params()
+    tx, params = go.links.scale_by_opposite_gram(GAUGES, every=2), _params()
     state = tx.init(params)
     with pytest.raises(ValueError, match="scale_by_opposite_gram: a state of other gauges"):
-        go.scale_by_opposite_gram(GAUGES[:1], every=2).update(params, state, params)
+        go.links.scale_by_opposite_gram(GAUGES[:1], every=2).update(params, state, params)
 
 
 @pytest.mark.parametrize("name", ALL)

@@ -38,6 +38,7 @@ LAYERS: dict[str, int] = {
     "measure": 6,
     "ddc": 5,
     "norms": 5,
+    "links": 6,
     "tools": 6,
     "discovery": 6,
     "testing": 6,
@@ -139,9 +140,10 @@ def public_functions(module: ModuleType) -> dict[str, Callable[..., object]]:
     return {name: member for name, member in members.items() if inspect.isfunction(member)}
 
 
+MODULES = tuple(getattr(go, name) for name in go._MODULES)
 FUNCTIONS = {
     f"{module.__name__}.{name}": function
-    for module in (go, go.measure, go.testing)
+    for module in (go, *MODULES)
     for name, function in public_functions(module).items()
 }
 
@@ -151,7 +153,7 @@ def test_all_is_grouped_and_whole_and_the_reference_has_the_same_names() -> None
     assert len(grouped) > 1 and all(len(names) > 1 for names in grouped.values())
     assert [name for names in grouped.values() for name in names] == go.__all__
     assert len(set(go.__all__)) == len(go.__all__)
-    assert dir(go) == sorted(go.__all__)
+    assert dir(go) == sorted(go.__all__) and len(go.__all__) <= 40
     pages = [path for paths in symbols.paths().values() for path in paths]
     assert len(set(pages)) == len(pages)
     classes = {f"gauge_optax.measure.{name}" for name in ("EmpiricalFisher", "Fisher", "GGN", "Hessian", "Recorder")}
@@ -179,7 +181,8 @@ def test_public_functions_are_documented_with_a_running_example(name: str) -> No
 
 def returning(base: type) -> set[str]:
     """Names of public functions whose result is one of these."""
-    hints = {name: typing.get_type_hints(getattr(go, name))["return"] for name in public_functions(go)}
+    functions = {name.split(".")[-1]: function for name, function in FUNCTIONS.items()}
+    hints = {name: typing.get_type_hints(function)["return"] for name, function in functions.items()}
     return {name for name, hint in hints.items() if inspect.isclass(hint) and issubclass(hint, base)}
 
 

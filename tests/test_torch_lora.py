@@ -94,7 +94,7 @@ def test_twins_take_one_way(name: str) -> None:
 
 def test_bindings_from_json_are_those_of_names() -> None:
     start = _start(False)
-    gauges = go.to_json(go.lora({path: jnp.asarray(x) for path, x in start.items() if "lora" in path}))
+    gauges = go.tools.to_json(go.lora({path: jnp.asarray(x) for path, x in start.items() if "lora" in path}))
     names = torch_lora.pairs_of(start)
     assert sorted(torch_lora.pairs_of(start, gauges)) == sorted(names) and len(names) == 3
     for path, value in _in_torch("adamw", start, 3, gauges).items():
@@ -106,8 +106,8 @@ def test_bindings_from_json_are_those_of_names() -> None:
     [
         (["layer.weight"], None, "no pair of LoRA factors"),
         (["q.lora_A.default.weight"], None, "a factor without its partner"),
-        (["a"], go.to_json(go.logit_shift({"head": "_ vocab"})), "a gauge that is no pair of LoRA factors"),
-        (["a", "b"], go.to_json(go.head_linear({"a": "_ basis"}, {"b": "basis _"})), "factors in another layout"),
+        (["a"], go.tools.to_json(go.logit_shift({"head": "_ vocab"})), "a gauge that is no pair of LoRA factors"),
+        (["a", "b"], go.tools.to_json(go.head_linear({"a": "_ basis"}, {"b": "basis _"})), "factors in another layout"),
     ],
 )
 def test_what_does_not_fit_says_what_to_pass(names: list[str], gauges: str | None, message: str) -> None:
@@ -233,7 +233,7 @@ def test_experts_in_two_matrices_are_refused_or_take_the_steps_of_jax(x64: None)
     axes = {"**/experts": ("(expert basis) _", "_ (basis expert)")}
     gauges = go.lora(start, axes=axes, sizes={"expert": 3})
     ours = _run_experts(start, experts=3, weight_decay=0.1)
-    for path, value in _run_experts(start, gauges=go.to_json(gauges), weight_decay=0.1).items():
+    for path, value in _run_experts(start, gauges=go.tools.to_json(gauges), weight_decay=0.1).items():
         np.testing.assert_array_equal(ours[path], value)
     params: Any = {path: jnp.asarray(x) for path, x in start.items()}
     tx = go.quotient_adamw(1e-2, gauges, weight_decay=0.1)

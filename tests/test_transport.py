@@ -140,7 +140,7 @@ def test_a_state_moves_to_where_its_twin_is(name: str, x64: None) -> None:
     twin = group.act(element, start)
     params, state = ours.run(start, init(start), range(1, 4))
     twin, expected = theirs.run(twin, init(twin), range(1, 4))
-    moved = jit(lambda state, element: go.transport(state, start, gauges, element))(state, element)
+    moved = jit(lambda state, element: go.orbit.transport(state, start, gauges, element))(state, element)
     same(group.act(element, params), twin)
     assert differ(_without_whole_turns(state), _without_whole_turns(expected)), "nothing had to move"
     same(_without_whole_turns(moved), _without_whole_turns(expected))
@@ -160,7 +160,7 @@ def test_a_quotient_state_goes_on_where_its_twin_does(name: str, x64: None) -> N
 
 def test_kept_inverses_move_along(x64: None) -> None:
     gauges = [UNIT, LINEAR]
-    _check_that_it_goes_on(gauges, optax.chain(go.scale_by_opposite_gram(gauges, every=4), optax.sgd(0.003)))
+    _check_that_it_goes_on(gauges, optax.chain(go.links.scale_by_opposite_gram(gauges, every=4), optax.sgd(0.003)))
 
 
 def test_weights_that_rest_at_balance_go_on(x64: None) -> None:
@@ -174,10 +174,10 @@ def test_an_order_that_does_not_move_keeps_no_frame_from_moving(x64: None) -> No
     state, still = jit(tx.init)(params), order.identity(params)
     element = UNIT.sample(jax.random.key(1), params)
     alone = go.quotient(optax.adam(0.1), [UNIT])
-    expected = go.transport(jit(alone.init)(params), params, [UNIT], (element,))
-    same(go.transport(state, params, gauges, (element, still)), expected)
+    expected = go.orbit.transport(jit(alone.init)(params), params, [UNIT], (element,))
+    same(go.orbit.transport(state, params, gauges, (element, still)), expected)
     with pytest.raises(ValueError, match="no rule for a QuotientState under permutation"):
-        go.transport(state, params, gauges, (element, order.sample(jax.random.key(0), params)))
+        go.orbit.transport(state, params, gauges, (element, order.sample(jax.random.key(0), params)))
 
 
 def _check_that_it_goes_on(gauges: list[go.Gauge], tx: optax.GradientTransformation) -> None:
@@ -185,7 +185,7 @@ def _check_that_it_goes_on(gauges: list[go.Gauge], tx: optax.GradientTransformat
     element = jit(group.sample)(jax.random.key(1), start)
     ours, theirs = Twin(tx, gauges, None), Twin(tx, gauges, element)
     params, state = ours.run(start, jit(tx.init)(start), range(1, 4))
-    moved = jit(lambda state, element: go.transport(state, start, gauges, element))(state, element)
+    moved = jit(lambda state, element: go.orbit.transport(state, start, gauges, element))(state, element)
     assert differ(state, moved), "nothing had to move"
     after, _ = ours.run(params, state, range(4, 6))
     found = theirs.run(group.act(element, params), moved, range(4, 6))[0]
@@ -199,7 +199,7 @@ def test_a_shift_that_a_rotation_turns_moves_with_it(x64: None) -> None:
     for order in (gauges, gauges[::-1]):  # the shift is measured before the rotation, or after it
         group, init = go.product(order), jit(go.gauge_retract(order).init)
         element = group.sample(jax.random.key(1), params)
-        same(go.transport(init(params), params, order, element), init(group.act(element, params)))
+        same(go.orbit.transport(init(params), params, order, element), init(group.act(element, params)))
 
 
 def test_a_state_of_another_list_is_refused() -> None:
@@ -215,7 +215,7 @@ def test_a_state_of_another_list_is_refused() -> None:
 
 
 def _shapes_of_transported(state: Tree, *arguments: Any) -> Tree:
-    return jax.eval_shape(lambda state: go.transport(state, *arguments), state)
+    return jax.eval_shape(lambda state: go.orbit.transport(state, *arguments), state)
 
 
 def test_a_linear_gauge_is_none_of_ddc() -> None:
@@ -238,27 +238,27 @@ def test_what_does_not_move_is_given_its_identity(x64: None) -> None:
     still = go.product([UNIT, TURN]).identity(params)
     moved = {"": jnp.ones(4)}
     state = jit(go.ddc_adamw(0.03, [UNIT, TURN]).init)(params)
-    found = go.transport(state, params, [UNIT, TURN], (moved, still[1]))
+    found = go.orbit.transport(state, params, [UNIT, TURN], (moved, still[1]))
     assert float(_first(found) - _first(state)) == pytest.approx(1.0, abs=tolerance("group", float))
     same(found._replace(frame=state.frame), state)
     adam = optax.adam(0.1)
-    go.transport(adam.init(params), params, [UNIT, TURN], (moved, still[1]))
+    go.orbit.transport(adam.init(params), params, [UNIT, TURN], (moved, still[1]))
     with pytest.raises(ValueError, match="head_rotation"):  # while tracing, an element may be any
-        jax.eval_shape(lambda e: go.transport(adam.init(params), params, TURN, e), still[1])
+        jax.eval_shape(lambda e: go.orbit.transport(adam.init(params), params, TURN, e), still[1])
 
 
 def test_radii_are_refused_where_norms_move() -> None:
     params = noise(0)
-    tx = go.hyperball({"up": "_ _", "value": "_ head _"})
+    tx = go.norms.hyperball({"up": "_ _", "value": "_ head _"})
     state = jit(tx.init)(params)
-    same(go.transport(state, params, TURN, TURN.sample(jax.random.key(0), params)), state)
+    same(go.orbit.transport(state, params, TURN, TURN.sample(jax.random.key(0), params)), state)
     element = UNIT.sample(jax.random.key(0), params)
     for choice in ("error", "reset"):
         with pytest.raises(ValueError, match=r"HyperballState.radius of 'up' under rescale"):
-            go.transport(state, params, UNIT, element, choice)
-    same(go.transport(state, params, UNIT, element, "keep"), state)
-    given = go.hyperball({"up": "_ _"}, 2.0).init(params)
-    same(go.transport(given, params, UNIT, element), given)
+            go.orbit.transport(state, params, UNIT, element, choice)
+    same(go.orbit.transport(state, params, UNIT, element, "keep"), state)
+    given = go.norms.hyperball({"up": "_ _"}, 2.0).init(params)
+    same(go.orbit.transport(given, params, UNIT, element), given)
 
 
 # Optax's states ------------------------------------------------------------------------------------
@@ -283,7 +283,7 @@ OPTAX = {
     "muon": optax.contrib.muon(0.1),
     "multi_steps": optax.MultiSteps(optax.adam(0.1), 4).gradient_transformation(),
     "inject_hyperparams": optax.inject_hyperparams(optax.adam)(0.1),
-    "gauge_fix": go.gauge_fix(optax.adam(0.1), UNIT, every=9),
+    "gauge_fix": go.orbit.gauge_fix(optax.adam(0.1), UNIT, every=9),
     "apply_if_finite": optax.apply_if_finite(optax.adam(0.1), 3),
     "conditionally": optax.conditionally_mask(optax.adam(0.1), lambda *_, **__: True),
     "masked": optax.masked(optax.adam(0.1), {"up": True, "down": True, "free": False}),
@@ -308,7 +308,7 @@ def test_moments_of_optax_are_those_of_the_gradients_there(name: str, x64: None)
         _, state = step(grads, state, params)
         _, expected = step(move_cotangent(go.product(UNIT), (element,), params, grads), expected, twin)
     assert differ(state, expected)
-    same(go.transport(state, params, UNIT, element), expected)
+    same(go.orbit.transport(state, params, UNIT, element), expected)
 
 
 def test_a_first_moment_is_no_weight(x64: None) -> None:
@@ -325,10 +325,10 @@ def test_a_first_moment_is_no_weight(x64: None) -> None:
     print(f"a first moment moved like a weight is off by {off:.2f}")
     assert off > 0.5
     # And one step more: at g·θ from the carried state, what the step at θ has, carried.
-    moved = go.transport(state, params, UNIT, element)
+    moved = go.orbit.transport(state, params, UNIT, element)
     there, after = tx.update(gradient, moved, UNIT.act(element, params))
     here, plain = tx.update(noise(1, PAIR), state, params)
-    same(after, go.transport(plain, params, UNIT, element))
+    same(after, go.orbit.transport(plain, params, UNIT, element))
     assert not differ(there, here)  # Adam's eps alone sees which it is
 
 
@@ -336,7 +336,7 @@ def test_adadelta_squares_its_steps_as_tangents(x64: None) -> None:
     tx, params = optax.scale_by_adadelta(), noise(0, PAIR)
     element = {"": jnp.log(jnp.array([2.0, 1.0, 0.5, 3.0]))}
     _, state = tx.update(noise(1, PAIR), jit(tx.init)(params), params)
-    moved = go.transport(state, params, UNIT, element)
+    moved = go.orbit.transport(state, params, UNIT, element)
     ratios = jax.tree.map(lambda a, b: (a / b)[0], moved.e_x, state.e_x)
     np.testing.assert_allclose(ratios["up"], [4.0, 1.0, 0.25, 9.0])
     ratios = jax.tree.map(lambda a, b: (a / b)[0], moved.e_g, state.e_g)
@@ -351,7 +351,7 @@ def test_after_a_preconditioner_updates_are_averaged(x64: None) -> None:
     for first in (optax.scale_by_adam(), optax.scale_by_lion(), optax.scale_by_rms()):
         tx = optax.chain(optax.trace(0.9), optax.masked(first, only_up), optax.trace(0.9))
         _, state = tx.update(noise(1, PAIR), jit(tx.init)(params), params)
-        moved = go.transport(state, params, UNIT, element)
+        moved = go.orbit.transport(state, params, UNIT, element)
         before, after = (jax.tree.map(lambda a, b: (a / b), moved[k].trace, state[k].trace) for k in (0, 2))
         np.testing.assert_allclose(before["up"][0], [0.5, 1.0, 2.0, 1 / 3])
         np.testing.assert_allclose(after["up"][0], [2.0, 1.0, 0.5, 3.0])
@@ -367,13 +367,13 @@ def test_a_full_gauge_and_second_moments_of_entries(gauge: go.Gauge, x64: None) 
     element = gauge.sample(jax.random.key(1), params)
     _, state = tx.update(noise(1, FULL), jit(tx.init)(params), params)
     with pytest.raises(ValueError, match=f"ScaleByAdamState.nu of 'value' under {gauge.name}") as error:
-        go.transport(state, params, gauge, element)
+        go.orbit.transport(state, params, gauge, element)
     for part in ("found:", "expected:", "remedy:", "on_unknown='reset'", "go.quotient(tx, gauges)"):
         assert part in str(error.value)
     expected = move_cotangent(go.product(gauge), (element,), params, state[0].mu)
-    kept = go.transport(state, params, gauge, element, "keep")
+    kept = go.orbit.transport(state, params, gauge, element, "keep")
     same(kept[0], state[0]._replace(mu=expected))
-    reset = go.transport(state, params, gauge, element, "reset")
+    reset = go.orbit.transport(state, params, gauge, element, "reset")
     none = jax.tree.map(jnp.zeros_like, params)
     same(reset[0], state[0]._replace(**{k: none | {"free": getattr(state[0], k)["free"]} for k in ("mu", "nu")}))
 
@@ -387,17 +387,17 @@ def test_first_moments_alone_move_under_every_gauge(tx: optax.GradientTransforma
     step, start = jit(tx.update), jit(tx.init)(params)
     _, state = step(grads, start, params)
     _, expected = step(move_cotangent(go.product(gauge), (element,), params, grads), start, params)
-    same(go.transport(state, params, gauge, element), expected)
+    same(go.orbit.transport(state, params, gauge, element), expected)
 
 
 def test_moduli_scale_entries_where_no_angle_turns(x64: None) -> None:
     params = {"query": noise(0)["query"], "key": noise(0)["key"]}
     tx, element = optax.adam(0.1), {"": jnp.array([[0.7, 0.0], [-0.2, 0.0]])}
     _, state = tx.update(params, jit(tx.init)(params), params)
-    found = go.transport(state, params, ROPE, element)
+    found = go.orbit.transport(state, params, ROPE, element)
     np.testing.assert_allclose((found[0].nu["query"] / state[0].nu["query"])[0], np.exp([-1.4, 0.4, -1.4, 0.4]))
     with pytest.raises(ValueError, match="rope_linear"):
-        go.transport(state, params, ROPE, {"": element[""] + 0.1})
+        go.orbit.transport(state, params, ROPE, {"": element[""] + 0.1})
 
 
 # States without a rule -----------------------------------------------------------------------------
@@ -415,12 +415,12 @@ def test_a_state_without_a_rule_is_for_the_user_to_decide() -> None:
     element = UNIT.sample(jax.random.key(0), params)
     state = ({"anything": Curvature(jnp.ones(()), noise(1))}, optax.EmptyState())
     with pytest.raises(ValueError, match="Curvature at up, which may be of 'up', under rescale"):
-        go.transport(state, params, UNIT, element)
-    same(go.transport(state, params, UNIT, element, "keep"), state)
-    (found, _), zero = go.transport(state, params, UNIT, element, "reset"), jax.tree.map(jnp.zeros_like, noise(1))
+        go.orbit.transport(state, params, UNIT, element)
+    same(go.orbit.transport(state, params, UNIT, element, "keep"), state)
+    (found, _), zero = go.orbit.transport(state, params, UNIT, element, "reset"), jax.tree.map(jnp.zeros_like, noise(1))
     same(found["anything"].diagonal, noise(1) | {"up": zero["up"], "down": zero["down"]})
     elsewhere = (Curvature(jnp.ones(()), {"free": jnp.ones(2), "other": jnp.ones((7, 3))}), 3, jnp.ones((3, 4), int))
-    same(go.transport(elsewhere, params, UNIT, element), elsewhere)
+    same(go.orbit.transport(elsewhere, params, UNIT, element), elsewhere)
 
 
 def test_factored_moments_are_found_by_their_path() -> None:
@@ -430,8 +430,8 @@ def test_factored_moments_are_found_by_their_path() -> None:
     for tx, name in ((optax.scale_by_factored_rms(), "FactoredState"), (optax.scale_by_sm3(), "ScaleBySM3State")):
         state = jax.tree.map(jnp.ones_like, jit(tx.init)(params))
         with pytest.raises(ValueError, match=f"{name} at down"):
-            go.transport(state, params, UNIT, element)
-        found = go.transport(state, params, UNIT, element, "reset")
+            go.orbit.transport(state, params, UNIT, element)
+        found = go.orbit.transport(state, params, UNIT, element, "reset")
         left = {jax.tree_util.keystr(path) for path, x in jax.tree.leaves_with_path(found) if jnp.any(x)}
         assert all("free" in path or "count" in path for path in left) and len(left) >= 2
 
@@ -440,14 +440,14 @@ def test_arguments_that_make_no_sense_are_refused() -> None:
     params = noise(0)
     state = optax.adam(0.1).init(params)
     with pytest.raises(ValueError, match="bad on_unknown"):
-        go.transport(state, params, UNIT, UNIT.identity(params), "ignore")
+        go.orbit.transport(state, params, UNIT, UNIT.identity(params), "ignore")
     for gauge, element in (
         (UNIT, {"": jnp.zeros(3)}), (UNIT, (UNIT.identity(params),)), ([UNIT], UNIT.identity(params)),
         ([UNIT, TURN], (UNIT.identity(params),)),
     ):
         with pytest.raises(ValueError, match="not an element of this gauge"):
-            go.transport(state, params, gauge, element)
-    assert go.transport(state, {}, UNIT, {}) is state
+            go.orbit.transport(state, params, gauge, element)
+    assert go.orbit.transport(state, {}, UNIT, {}) is state
 
 
 def test_signatures_are_kept() -> None:
@@ -455,7 +455,7 @@ def test_signatures_are_kept() -> None:
     tx = go.ddc_adamw(0.03, EVERY_KIND, mu_dtype=jnp.bfloat16)
     state = jax.eval_shape(tx.init, params)
     moved = jax.eval_shape(
-        lambda state, element: go.transport(state, params, EVERY_KIND, element),
+        lambda state, element: go.orbit.transport(state, params, EVERY_KIND, element),
         state, go.product(EVERY_KIND).identity(params),
     )
     assert jax.tree.structure(moved) == jax.tree.structure(state)

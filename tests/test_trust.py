@@ -145,7 +145,7 @@ def test_the_decay_column_says_what_it_is_and_is_blank_for_a_leaf_that_is_zero()
 MATRICES = {
     "callable": lambda p: jax.tree.map(lambda x: jnp.ndim(x) > 1, p),
     "tree": {"up": {"kernel": True, "bias": False}, "down": {"kernel": True, "bias": False}},
-    "one side": go.by_path({"up/**": True}, default=False),
+    "one side": go.tools.by_path({"up/**": True}, default=False),
 }
 DECAYING: dict[str, Callable[[Any], Any]] = {
     "quotient": lambda mask: go.quotient(optax.adamw(1e-2, weight_decay=0.5, mask=mask), RELU),

@@ -109,7 +109,7 @@ def optimizer(arm: Arm, way: str, rate: Rate, decay: jax.Array, gauges: Gauges) 
         return arm.ready(rate, decay, gauges)
     tx = arm.build(rate, decay, gauges)
     if way in (ROTATIONAL, BOTH):
-        tx = go.rotational(tx, NEURONS, learning_rate=rate, weight_decay=0.0, eta_r=rate)
+        tx = go.norms.rotational(tx, NEURONS, learning_rate=rate, weight_decay=0.0, eta_r=rate)
     if way == PLAIN or way == ROTATIONAL:
         return tx
     return go.quotient(tx, gauges, pin=arm.pin if way == BOTH else way == QUOTIENT)

@@ -269,7 +269,7 @@ def muonh(rate: Rate, decay: jax.Array) -> Link:
 
     Reference: Wen et al. 2026, arXiv 2606.16899.
     """
-    return muon_like(rate, decay, momentum(), last=go.hyperball(MATRICES, learning_rate=rate))
+    return muon_like(rate, decay, momentum(), last=go.norms.hyperball(MATRICES, learning_rate=rate))
 
 
 def soap_muon(rate: Rate, decay: jax.Array) -> Link:
@@ -372,12 +372,12 @@ def _as_long_as_orthogonal(path: str, x: jax.Array) -> jax.Array:
 
 def max_norm_adamw(rate: Rate, decay: jax.Array) -> Link:
     """AdamW; every neuron steps by the rate and stays in the unit ball."""
-    return go.max_norm(adamw(rate, decay), NEURONS, learning_rate=rate)
+    return go.norms.max_norm(adamw(rate, decay), NEURONS, learning_rate=rate)
 
 
 def max_norm_kernels(rate: Rate, decay: jax.Array) -> Link:
     """Muon; every neuron steps by the rate and stays in the unit ball; embedding and head get AdamW."""
-    return go.max_norm(muon(rate, decay), NEURONS, learning_rate=rate)
+    return go.norms.max_norm(muon(rate, decay), NEURONS, learning_rate=rate)
 
 
 def max_norm_muon(rate: Rate, decay: jax.Array) -> Link:
@@ -397,11 +397,11 @@ def max_norm_muon(rate: Rate, decay: jax.Array) -> Link:
 
     vectors = adamw(lambda n: ADAM_SHARE * rate(n), jnp.float32(0))
     inner = optax.partition({"matrices": matrices, "table": table, "head": head, "vectors": vectors}, labels)
-    neurons = go.max_norm(inner, NEURONS, learning_rate=rate, beta=0.95)
+    neurons = go.norms.max_norm(inner, NEURONS, learning_rate=rate, beta=0.95)
 
     def whole(params: Tree) -> Link:
         bound = params["embed"]["embedding"].shape[1] ** 0.5
-        return go.max_norm(neurons, EMBEDDINGS, learning_rate=rate, bound=bound, beta=0.95)
+        return go.norms.max_norm(neurons, EMBEDDINGS, learning_rate=rate, bound=bound, beta=0.95)
 
     def update(updates: Tree, state: Any, params: Tree = None) -> tuple[Tree, Any]:
         return whole(params).update(updates, state, params)
@@ -412,6 +412,6 @@ def max_norm_muon(rate: Rate, decay: jax.Array) -> Link:
 def relative_adamw(rate: Rate, decay: jax.Array, gauges: Sequence[go.Gauge]) -> Link:
     """AdamW with steps in units of the kernels they step."""
     return optax.chain(
-        optax.scale_by_adam(b2=0.95), go.scale_by_relative_rms(gauges), optax.add_decayed_weights(decay),
+        optax.scale_by_adam(b2=0.95), go.links.scale_by_relative_rms(gauges), optax.add_decayed_weights(decay),
         optax.scale_by_learning_rate(rate),
     )

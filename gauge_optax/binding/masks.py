@@ -24,9 +24,9 @@ def by_path(values: Mapping[str, Any], default: Any = _NO_DEFAULT) -> Callable[[
     ...     "blocks": [{"kernel": jnp.ones((2, 2)), "bias": jnp.ones(2)}],
     ...     "head": {"kernel": jnp.ones((2, 3))},
     ... }
-    >>> go.by_path({"**/bias": False}, default=True)(params)
+    >>> go.tools.by_path({"**/bias": False}, default=True)(params)
     {'blocks': [{'bias': False, 'kernel': True}], 'head': {'kernel': True}}
-    >>> labels = go.by_path({"head/**": "head", "**": "body"})
+    >>> labels = go.tools.by_path({"head/**": "head", "**": "body"})
     >>> tx = optax.partition({"head": optax.adamw(1e-4), "body": optax.adamw(1e-3)}, labels)
     """
 

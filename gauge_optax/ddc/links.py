@@ -264,7 +264,7 @@ def scale_by_scaled_polar(
     ...     "query": jax.random.normal(keys[2], (6, 2, 3)),
     ...     "key": jax.random.normal(keys[3], (6, 2, 3)),
     ... }
-    >>> tx = go.scale_by_scaled_polar(gauge)
+    >>> tx = go.links.scale_by_scaled_polar(gauge)
     >>> updates, _ = tx.update(grads, tx.init(params), params)
     >>> go.testing.assert_horizontal(updates, params, gauge)
 

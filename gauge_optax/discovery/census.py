@@ -196,7 +196,7 @@ def census(
     ... }
     >>> x = jnp.sin(jnp.arange(80.0)).reshape(40, 2)
     >>> relu = go.rescale({"up": "_ channel"}, {"down": "channel _"})
-    >>> counts = go.census(fn, params, [x], [relu], outputs="loss", progress=False)
+    >>> counts = go.measure.census(fn, params, [x], [relu], outputs="loss", progress=False)
     >>> counts.dead, counts.explained, counts.unexplained
     (3, 3, 0)
 

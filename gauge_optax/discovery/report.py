@@ -85,13 +85,13 @@ class Report:
     def certificate(self) -> Census:
         """How many dead directions the function has at a generic point, and how many of them the gauges explain.
 
-        It is computed when it is first asked for, by `go.census`: seconds for 2,000 parameters, minutes for 12,000; of
-        more parameters, the directions in blocks of entries are counted. For a large tree it is that of the small
-        instance on which gauges were searched. Its inputs are new ones, drawn from the numbers that the batches hold.
-        Raises what `go.census` raises.
+        It is computed when it is first asked for, by `go.measure.census`: seconds for 2,000 parameters, minutes for
+        12,000; of more parameters, the directions in blocks of entries are counted. For a large tree it is that of the
+        small instance on which gauges were searched. Its inputs are new ones, drawn from the numbers that the batches
+        hold. Raises what `go.measure.census` raises.
         """
         if self.census is None:
-            raise ValueError("a report that `discover` did not make has no certificate; call go.census")
+            raise ValueError("a report that `discover` did not make has no certificate; call go.measure.census")
         return self.census()
 
     @property

@@ -323,7 +323,7 @@ def _require_unpacked(gauges: Sequence[Any], params: Any) -> None:
         if any(match(gauge.name, spec.pattern, path) is not None for spec in getattr(gauge, "specs", ())):
             raise binding_error(
                 gauge.name, f"binds the packed leaf '{path}'", "a leaf without its constant rows", "whole leaves",
-                "take this gauge out of the list for packed trees; or pass go.unpack(packed)")
+                "take this gauge out of the list for packed trees; or pass go.orbit.unpack(packed)")
 
 
 @functools.singledispatch

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from gauge_optax.binding import Block, leaves_by_path, with_leaves
 from gauge_optax.errors import binding_error
 from gauge_optax.gauges.symmetry import Effect, Symmetry
+from gauge_optax.linalg import real_dtype
 from gauge_optax.parts.part import Anchor, Arrays, Size
 from gauge_optax.slice import VERSION
 
@@ -119,6 +120,36 @@ class UserSymmetry(Symmetry):
         """The effect that the user's class states."""
         effect: Effect = self.part.whole.effect
         return effect
+
+
+def broken_law(gauge: Any, params: Any) -> str | None:
+    """The law of a group, or of a reading, that a user's gauge breaks at these parameters, as a sentence; else None.
+
+    Args:
+      gauge: a `Gauge`.
+      params: the parameters (values are read).
+    """
+    element = gauge.sample(jax.random.key(0), params, 0.5)
+    moved = gauge.act(element, params)
+    slice_point = gauge.act(gauge.inverse(gauge.read(params)), params)
+    twice = gauge.act(gauge.compose(element, element), params)
+    laws = {
+        "act(inverse(g), act(g, θ)) = θ": (gauge.act(gauge.inverse(element), moved), params),
+        "act(compose(g, g), θ) = act(g, act(g, θ))": (twice, gauge.act(element, moved)),
+        "act(identity(θ), θ) = θ": (gauge.act(gauge.identity(params), params), params),
+        "act(inverse(read(θ)), θ) is the same for θ and g·θ": (
+            gauge.act(gauge.inverse(gauge.read(moved)), moved), slice_point),
+    }
+    return next((law for law, pair in laws.items() if not all(map(_near, *map(jax.tree.leaves, pair)))), None)
+
+
+def _near(a: Any, b: Any) -> bool:
+    """Whether two leaves are equal up to the roundoff of a few operations in their dtype."""
+    if not jnp.issubdtype(a.dtype, jnp.floating):
+        return True
+    x, y = (jnp.asarray(leaf, real_dtype()) for leaf in (a, b))
+    limit = float(jnp.finfo(a.dtype).eps) ** 0.5 * float(jnp.max(jnp.abs(y), initial=0.0))
+    return float(jnp.max(jnp.abs(x - y), initial=0.0)) <= limit
 
 
 def _used(function: Any, shapes: Any, outputs: int | None) -> set[int]:

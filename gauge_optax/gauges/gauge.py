@@ -1,9 +1,10 @@
 """`Gauge`: a symmetry of a parameter tree, bound to its leaves.
 
-A subclass with the seven abstract methods works everywhere: every other method, and everything that transformations and
-measures need, is derived from its action and its reading (`by_action`). The gauges of this library are `BlockGauge`s: a
-frozen list of blocks and the class that makes parts of them (`symmetry`). Their methods are loops over the copies of a
-gauge on a tree.
+A subclass works everywhere with two methods, its action and its reading, if its group is addition (of shifts, or of
+logs of scales). Another group also needs `identity`, `inverse` and `compose`, and its coordinates for `align` and
+`choose`. What transformations and measures need is derived from these (`by_action`). The gauges of this library are
+`BlockGauge`s: a frozen list of blocks and the class that makes parts of them (`symmetry`). Their methods are loops over
+the copies of a gauge on a tree.
 
 `product` makes one gauge of several. Its turns act first, then its sizes, then its constants, whatever the order of the
 list. Sizes and turns commute, so that their elements multiply separately. A constant t does not commute with a linear
@@ -71,22 +72,10 @@ class Gauge(abc.ABC):
     >>> class Translation(go.Gauge):  # a constant from one table of embeddings to another
     ...     name, effect = "translation", "shift"
     ...     def act(self, element, params):
-    ...         return {
-    ...             "token": params["token"] + element[""],
-    ...             "place": params["place"] - element[""],
-    ...         }
+    ...         token, place = params["token"] + element, params["place"] - element
+    ...         return {"token": token, "place": place}
     ...     def read(self, params):  # the slice: positions of mean zero
-    ...         return {"": -jnp.mean(params["place"], 0)}
-    ...     def sample(self, key, params, scale=1.0):
-    ...         return {"": scale * jax.random.normal(key, params["place"].shape[1:])}
-    ...     def identity(self, params):
-    ...         return {"": jnp.zeros(params["place"].shape[1:])}
-    ...     def inverse(self, element):
-    ...         return {"": -element[""]}
-    ...     def compose(self, a, b):
-    ...         return {"": a[""] + b[""]}
-    ...     def dim(self, params):
-    ...         return params["place"].shape[1]
+    ...         return -jnp.mean(params["place"], 0)
     >>> params = {"token": jnp.ones((5, 2)), "place": jnp.arange(6.0).reshape(3, 2)}
     >>> step = {"token": jnp.zeros((5, 2)), "place": jnp.ones((3, 2))}
     >>> # The part that the function can see.
@@ -106,28 +95,6 @@ class Gauge(abc.ABC):
         """The function-preserving move g·θ: the same structure, every leaf in its dtype."""
 
     @abc.abstractmethod
-    def sample(self, key: jax.Array, params: Any, scale: float = 1.0) -> Element:
-        """A random element; `scale` 1 moves log-scales by up to 1 and takes rotations from the Haar measure.
-
-        Args:
-          key: a PRNG key.
-          params: the parameters (values are read for shifts, whose size follows the leaf's RMS).
-          scale: size of the move.
-        """
-
-    @abc.abstractmethod
-    def identity(self, params: Any) -> Element:
-        """The element that moves nothing."""
-
-    @abc.abstractmethod
-    def inverse(self, element: Element) -> Element:
-        """The element g⁻¹ with act(g⁻¹, act(g, θ)) = θ."""
-
-    @abc.abstractmethod
-    def compose(self, a: Element, b: Element) -> Element:
-        """The product with act(compose(a, b), θ) = act(a, act(b, θ))."""
-
-    @abc.abstractmethod
     def read(self, params: Any) -> Element:
         """The element that maps the slice to this point (the frame of the point): read(g·θ) = g·read(θ).
 
@@ -145,11 +112,36 @@ class Gauge(abc.ABC):
         5.0
         """
 
-    @abc.abstractmethod
+    # By default the group is addition -----------------------------------------------------------------
+
+    def identity(self, params: Any) -> Element:
+        """The element that moves nothing."""
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(self.read, params))
+
+    def inverse(self, element: Element) -> Element:
+        """The element g⁻¹ with act(g⁻¹, act(g, θ)) = θ."""
+        return jax.tree.map(jnp.negative, element)
+
+    def compose(self, a: Element, b: Element) -> Element:
+        """The product with act(compose(a, b), θ) = act(a, act(b, θ))."""
+        return jax.tree.map(jnp.add, a, b)
+
+    def sample(self, key: jax.Array, params: Any, scale: float = 1.0) -> Element:
+        """A random element; `scale` 1 moves log-scales by up to 1 and takes rotations from the Haar measure.
+
+        Args:
+          key: a PRNG key.
+          params: the parameters (values are read for shifts, whose size follows the leaf's RMS).
+          scale: size of the move.
+        """
+        zeros, structure = jax.tree.flatten(self.algebra(params))
+        keys = jax.random.split(key, max(1, len(zeros)))
+        drawn = [jax.random.uniform(k, x.shape, x.dtype, -scale, scale) for k, x in zip(keys, zeros, strict=False)]
+        return self.exponential(jax.tree.unflatten(structure, drawn), params)
+
     def dim(self, params: Any) -> int:
         """The number of dimensions along the orbit, summed over instances."""
-
-    # Optional: what a subclass may add ----------------------------------------------------------------
+        return sum(x.size for x in jax.tree.leaves(jax.eval_shape(self.algebra, params)))
 
     def balance(self, params: Any) -> Element:
         """The element that moves a point to the point of least norm on its orbit.
@@ -165,10 +157,8 @@ class Gauge(abc.ABC):
 
     def power(self, element: Element, exponent: float | jax.Array) -> Element:
         """The power of an element that `balance` returns: exponent times its logarithm in the group."""
-        raise binding_error(
-            self.name, "no way to go a part of", "a gauge without a logarithm", "strength=1.0, all the way",
-            "write strength=1.0, or give the gauge a method `power(element, exponent)`",
-        )
+        self._require_addition("power(element, exponent)")
+        return jax.tree.map(lambda x: exponent * x, element)
 
     def algebra(self, params: Any) -> Any:
         """Zero coordinates of the elements near the identity: any tree of arrays, which `exponential` takes.
@@ -180,7 +170,8 @@ class Gauge(abc.ABC):
         >>> gauge.algebra({"value": jnp.ones((6, 2, 4)), "out": jnp.ones((2, 4, 6))})[""].shape
         (2, 4, 4)
         """
-        raise self._without_coordinates()
+        self._require_addition("algebra(params)")
+        return self.identity(params)
 
     def exponential(self, coordinates: Any, params: Any, near: bool = False) -> Element:
         """The element with these coordinates; the identity for zeros.
@@ -191,7 +182,8 @@ class Gauge(abc.ABC):
           params: the parameters.
           near: whether the element is needed to first order in the coordinates alone, for a derivative at zero.
         """
-        raise self._without_coordinates()
+        self._require_addition("exponential(coordinates, params, near=False)")
+        return coordinates
 
     def normalized(self, element: Element, params: Any) -> Element:
         """An element without the roundoff that leads away from the group, such as a rotation's after many products."""
@@ -199,13 +191,18 @@ class Gauge(abc.ABC):
 
     def logarithm(self, element: Element) -> Element:
         """The coordinate of an element whose change is drift, additive under `compose`; {} where there is none."""
-        return {}
+        return element if self._adds else {}
 
-    def _without_coordinates(self) -> ValueError:
-        return binding_error(
-            self.name, "no coordinates of", "a gauge without an algebra", "a gauge whose elements have coordinates",
-            "give the gauge methods `algebra(params)` and `exponential(coordinates, params, near=False)`",
-        )
+    @property
+    def _adds(self) -> bool:
+        """Whether the group is addition, because the class does not compose elements in another way."""
+        return type(self).compose is Gauge.compose
+
+    def _require_addition(self, method: str) -> None:
+        if not self._adds:
+            raise binding_error(
+                self.name, f"no method {method.partition('(')[0]}", "a group with its own `compose`",
+                "coordinates of its elements", f"give the gauge a method `{method}`")
 
     # Derived --------------------------------------------------------------------------------------------
 

@@ -67,7 +67,7 @@ def track_balance(gauges: Gauges, *, every: int | jax.Array = 1) -> GaugeTransfo
 
     >>> gauge = go.multiplier_balance({"query": "head _"}, {"key": "head _"})
     >>> params = {"query": jnp.full((2, 3), 4.0), "key": jnp.full((2, 3), -1.0)}
-    >>> tx = optax.chain(optax.sgd(0.1), go.track_balance(gauge))
+    >>> tx = optax.chain(optax.sgd(0.1), go.measure.track_balance(gauge))
     >>> state = tx.update(params, tx.init(params), params)[1]
     >>> (
     ...     round(float(optax.tree.get(state, "drift")), 3),

@@ -12,7 +12,7 @@ def barrier(loss: Callable[[Any], Any], a: Any, b: Any) -> float:
     Args:
       loss: a function of the parameters, such as the loss of a whole test set.
       a: parameters.
-      b: parameters with the same structure and shapes. Align them to a first: `go.align`.
+      b: parameters with the same structure and shapes. Align them to a first: `go.orbit.align`.
 
     Returns:
       The maximum of loss(λ) − ((1 − λ)·loss(0) + λ·loss(1)) over λ = 0, 0.1, …, 1; zero where no point lies above.

@@ -1,7 +1,7 @@
 """A recorder: readings of a training run at a fixed cadence, as lines of JSON that a killed run goes on from.
 
 What lives here reads parameters between steps, outside `jit`, and writes files. Metrics that are part of an optimizer's
-update are in `motion` and `live` (`go.track`).
+update are in `motion` and `live` (`go.measure.track`).
 """
 
 import json

@@ -44,14 +44,14 @@ def redundancy(gauges: Gauges, params: Any) -> int:
 
     Returns:
       The dimensions, summed over all gauges and their copies; `go.plan` shows them per gauge. Directions that two
-      orbits share are counted twice; `go.census` finds such an overlap.
+      orbits share are counted twice; `go.measure.census` finds such an overlap.
 
     Raises:
       ValueError: bindings that do not fit the tree.
 
     >>> params = {"query": jnp.ones((6, 2, 3)), "key": jnp.ones((6, 2, 3))}
     >>> gauge = go.head_linear({"query": "_ head basis"}, {"key": "_ head basis"})
-    >>> go.redundancy(gauge, jax.eval_shape(lambda: params))  # 2 heads of 3 × 3
+    >>> go.measure.redundancy(gauge, jax.eval_shape(lambda: params))  # 2 heads of 3 × 3
     18
 
     Reference: van Nierop, §3 and §4.5.
@@ -101,7 +101,7 @@ def transformer_redundancy(
     Returns:
       The counts, and the paper's. Overlaps of orbits are taken out, so that `total` is the number of dead directions.
 
-    >>> gpt2 = go.transformer_redundancy(
+    >>> gpt2 = go.measure.transformer_redundancy(
     ...     layers=12, d_model=768, heads=12, d_head=64, d_ff=3072,
     ...     vocab=50257, positions=1024, head_bias=False, tied=True,
     ... )

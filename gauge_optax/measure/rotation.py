@@ -70,9 +70,9 @@ def track_rotation(
 ) -> optax.GradientTransformationExtraArgs:
     """Records norm, angle and step of weight vectors; updates pass unchanged.
 
-    Around an optimizer, `go.track_rotation(blocks, inner)`, it sees the gradient, the first moment and the update. Last
-    in a chain, `optax.chain(optax.adamw(1e-3), go.track_rotation(blocks))`, it sees the update alone: figures that need
-    more are NaN, unless `update` gets `gradient=` and `momentum=`. Read a record by name:
+    Around an optimizer, `go.measure.track_rotation(blocks, inner)`, it sees the gradient, the first moment and the
+    update. Last in a chain, `optax.chain(optax.adamw(1e-3), go.measure.track_rotation(blocks))`, it sees the update
+    alone: figures that need more are NaN, unless `update` gets `gradient=` and `momentum=`. Read a record by name:
     `optax.tree.get(state, "rotation")["mlp/up/kernel"]`.
 
     Args:
@@ -90,7 +90,7 @@ def track_rotation(
 
     >>> params = {"kernel": jnp.array([[3.0, 1.0], [4.0, 0.0]])}
     >>> tx = optax.chain(
-    ...     optax.sgd(1.0), go.track_rotation({"kernel": "_ channel"}, every=1)
+    ...     optax.sgd(1.0), go.measure.track_rotation({"kernel": "_ channel"}, every=1)
     ... )
     >>> grads = {"kernel": jnp.array([[0.0, 0.0], [0.0, 1.0]])}
     >>> _, state = tx.update(grads, tx.init(params), params, gradient=grads)

@@ -1,1 +1,8 @@
-"""Controlled rotation: steps that turn vectors by a chosen angle and hold their norms, with measures of both."""
+"""Control of norms and rotation: steps and balls per weight vector."""
+
+from gauge_optax.norms._hyperball import hyperball
+from gauge_optax.norms._max_norm import max_norm
+from gauge_optax.norms._rotational import rotational
+from gauge_optax.norms.aliases import rotational_adamw, rotational_lion, rotational_sgdm
+
+__all__ = ["hyperball", "max_norm", "rotational", "rotational_adamw", "rotational_lion", "rotational_sgdm"]

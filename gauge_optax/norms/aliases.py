@@ -8,7 +8,7 @@ import optax
 
 from gauge_optax.binding import Axes, is_empty, values_at, with_leaves
 from gauge_optax.norms import vectors
-from gauge_optax.norms.rotational import named_rotational
+from gauge_optax.norms._rotational import named_rotational
 
 Scalar = float | jax.Array
 
@@ -57,7 +57,7 @@ def rotational_adamw(
       ValueError: as `rotational`.
 
     >>> params = {"kernel": jnp.array([[1.0, 0.0], [0.0, 2.0], [-1.0, -2.0]])}
-    >>> tx = go.rotational_adamw(0.01, {"kernel": "_ channel"}, weight_decay=0.5, beta=0.0)
+    >>> tx = go.norms.rotational_adamw(0.01, {"kernel": "_ channel"}, weight_decay=0.5, beta=0.0)
     >>> step, _ = tx.update({"kernel": jnp.eye(3, 2)}, tx.init(params), params)
     >>> moved = optax.apply_updates(params, step)["kernel"]
     >>> inner = jnp.sum(moved * params["kernel"], axis=0)
@@ -113,7 +113,7 @@ def rotational_sgdm(
     Raises:
       ValueError: as `rotational`.
 
-    >>> tx = go.rotational_sgdm(0.1, {"**/kernel": "_ channel"}, weight_decay=5e-4)
+    >>> tx = go.norms.rotational_sgdm(0.1, {"**/kernel": "_ channel"}, weight_decay=5e-4)
 
     Reference: Kosson et al. 2024, Algorithm 1 and Table 1 (RV-SGDM). Deviation: `eps`.
     """
@@ -170,7 +170,7 @@ def rotational_lion(
     Raises:
       ValueError: as `rotational`.
 
-    >>> tx = go.rotational_lion(5e-4, {"**/kernel": "_ channel"}, weight_decay=1.0)
+    >>> tx = go.norms.rotational_lion(5e-4, {"**/kernel": "_ channel"}, weight_decay=1.0)
 
     Reference: Kosson et al. 2024, Algorithm 1 and Table 1 (RV-Lion); `measure.predict_equilibrium` defines γ.
     """

@@ -38,7 +38,7 @@ class QuotientState(NamedTuple):
 
     Attributes:
       frame: the frame F that was read at `init`, a `slice.Frame`. Steps do not change it, but where growth rests on a
-        leaf that is more precise than its partners; `go.transport` does.
+        leaf that is more precise than its partners; `go.orbit.transport` does.
       inner_state: state of the inner transformation, in slice coordinates.
       offset: with `pin=False`, the element B that maps the point θ̃ which `inner` sees to the slice point, θ̂ = B·θ̃:
         label of a size → element. Empty with `pin=True`, where `inner` sees the slice point itself.
@@ -217,7 +217,7 @@ def _frame_of(name: str, s: Slice, state: QuotientState, pin: bool) -> Elements:
             f"a state made with pin={made}",
             f"an offset of {', '.join(sorted(state.offset)) or 'nothing'}",
             f"a state of pin={wanted}",
-            f"write {name}(..., pin={made}), or convert a plain state by go.from_state(..., pin={wanted})",
+            f"write {name}(..., pin={made}), or convert a plain state by go.orbit.from_state(..., pin={wanted})",
         )
     return f
 

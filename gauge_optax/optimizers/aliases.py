@@ -14,7 +14,7 @@ from gauge_optax.gauges.bound import bound as slice_of
 from gauge_optax.gauges.gauge import Gauges, Product
 from gauge_optax.linalg import Coefficients
 from gauge_optax.norms import vectors
-from gauge_optax.norms.max_norm import Measure, named_max_norm
+from gauge_optax.norms._max_norm import Measure, named_max_norm
 from gauge_optax.optimizers._quotient import group_of, quotient_for
 from gauge_optax.optimizers.muon import muon
 from gauge_optax.optimizers.polar import Labels, polar_of, rotated_or_scaled

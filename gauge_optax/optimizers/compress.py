@@ -67,7 +67,7 @@ def compress_second_moments(
         state that is compressed already, parameters in a NamedTuple with a field `nu`; `update` without params.
 
     >>> params = {"w": jnp.ones(1000)}
-    >>> tx = go.compress_second_moments(optax.adamw(1e-3), "uint8")
+    >>> tx = go.links.compress_second_moments(optax.adamw(1e-3), "uint8")
     >>> state = tx.init(params)
     >>> _, state = tx.update({"w": jnp.ones(1000)}, state, params)
     >>> optax.tree.get(state, "nu")["w"].dtype

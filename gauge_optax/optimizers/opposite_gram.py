@@ -123,7 +123,7 @@ def scale_by_opposite_gram(
     ...     return round(float(p["a"] * p["b"]), 3)
     >>> [product_after_a_step(optax.sgd(0.1), p) for p in (balanced, twin)]
     [0.564, 13.301]
-    >>> tx = optax.chain(go.scale_by_opposite_gram(gauge), optax.sgd(0.1))
+    >>> tx = optax.chain(go.links.scale_by_opposite_gram(gauge), optax.sgd(0.1))
     >>> [product_after_a_step(tx, p) for p in (balanced, twin)]
     [0.605, 0.605]
 

@@ -40,7 +40,7 @@ def scale_by_relative_rms(gauges: Gauges, min_scale: float | jax.Array = 0.1) ->
 
     >>> gauge = go.rescale({"up": "_ channel"}, {"down": "channel _"})
     >>> params = {"up": jnp.full((4, 2), 0.25), "down": jnp.zeros((2, 3))}
-    >>> tx = go.scale_by_relative_rms(gauge)
+    >>> tx = go.links.scale_by_relative_rms(gauge)
     >>> updates, _ = tx.update(jax.tree.map(jnp.ones_like, params), tx.init(params), params)
     >>> float(updates["up"][0, 0]), round(float(updates["down"][0, 0]), 3)
     (0.5, 0.1)

@@ -10,7 +10,7 @@ from gauge_optax.binding import leaves_by_path, with_leaves
 from gauge_optax.errors import binding_error
 from gauge_optax.gauges.gauge import Gauges, product
 from gauge_optax.gauges.statistics import require_no_statistics
-from gauge_optax.orbit.align import align, check_same_tree
+from gauge_optax.orbit._align import align, check_same_tree
 
 Params = TypeVar("Params")
 
@@ -35,7 +35,7 @@ def distance(a: Any, b: Any, gauges: Gauges) -> float:
     >>> gauge = go.rescale({"up": "_ channel"}, {"down": "channel _"})
     >>> a = {"up": jnp.array([[1.0, 2.0]]), "down": jnp.array([[3.0], [1.0]])}
     >>> b = {"up": jnp.array([[2.0, 1.0]]), "down": jnp.array([[1.5], [2.0]])}
-    >>> round(go.distance(a, b, gauge), 4)  # one function
+    >>> round(go.orbit.distance(a, b, gauge), 4)  # one function
     0.0
     """
     check_same_tree("distance", a, b)
@@ -63,7 +63,7 @@ def average(trees: Sequence[Params], gauges: Gauges) -> Params:
     >>> gauge = go.permutation({"up": "_ channel", "down": "channel _"})
     >>> a = {"up": jnp.array([[1.0, 2.0]]), "down": jnp.array([[3.0], [4.0]])}
     >>> b = {"up": jnp.array([[2.5, 1.0]]), "down": jnp.array([[4.0], [3.0]])}
-    >>> go.average([a, b], gauge)["up"].round(2).tolist()
+    >>> go.orbit.average([a, b], gauge)["up"].round(2).tolist()
     [[1.0, 2.25]]
 
     Reference: Git Re-Basin, §3; deviation: its Algorithm 3 (MergeMany) aligns each tree to the mean of the others.
@@ -99,7 +99,7 @@ def interpolate(a: Params, b: Params, t: float | jax.Array) -> Params:
     Raises:
       ValueError: trees that differ in structure or shapes.
 
-    >>> go.interpolate({"w": jnp.zeros(2)}, {"w": jnp.ones(2)}, 0.25)["w"].tolist()
+    >>> go.orbit.interpolate({"w": jnp.zeros(2)}, {"w": jnp.ones(2)}, 0.25)["w"].tolist()
     [0.25, 0.25]
     """
     check_same_tree("interpolate", a, b)

@@ -56,14 +56,19 @@ def nearest(part: Part[Any], target: Arrays, point: Arrays, others: Sequence[Par
         after = part.act(e, point)
         return {path: after[path] for path in paths}
 
-    start = part.identity()
+    return _least_squares(moved, part.identity(), {path: target[path] for path in paths})
+
+
+def _least_squares(moved: Callable[[Any], Arrays], start: Any, target: Arrays) -> Any:
+    """The e with the least |moved(e) − target|², where `moved` is affine, by conjugate gradients; else one step."""
+
     at_start, linear = jax.linearize(moved, start)  # a difference of two moves would lose small directions
     _, pull = jax.vjp(moved, start)
 
     def inner(a: Any, b: Any) -> jax.Array:
         return sum(jax.tree.leaves(jax.tree.map(lambda x, y: jnp.sum(x * y), a, b)), jnp.zeros(()))
 
-    residual = direction = pull({path: target[path] - at_start[path] for path in paths})[0]
+    residual = direction = pull({path: target[path] - at_start[path] for path in target})[0]
     energy, element = inner(residual, residual), start
     least = energy * float(jnp.finfo(energy.dtype).eps) ** 2
     for _ in range(_MOST_STEPS):
@@ -150,9 +155,40 @@ def _nearest_permutation(
 
 @nearest.register
 def _nearest_by_action(part: OfUser, target: Arrays, point: Arrays, others: Sequence[Part[Any]] = ()) -> Any:
-    """The element that takes the point's reading to the target's: the nearest one, if both are of one function."""
+    """Gauss–Newton steps in the coordinates of the group, each halved until it leads nearer to the target.
+
+    They start where the point's reading goes to the target's: the nearest element, if both are of one function. A
+    group without coordinates stays there.
+    """
     reading, its_own = (part.whole.read(part.tree(x)) for x in (target, point))
-    return part.compose(reading, part.inverse(its_own))
+    element, paths = part.compose(reading, part.inverse(its_own)), changed(part)
+    try:
+        still = part.whole.algebra(part.zeros())
+    except ValueError:
+        return element
+
+    def apart(e: Any) -> float:
+        after = part.act(e, point)
+        return float(sum(jnp.sum(jnp.square(after[path] - target[path])) for path in paths))
+
+    least = apart(element)
+    for _ in range(_MOST_ROUNDS):
+        here = part.act(element, point)
+
+        def moved(coordinates: Any, here: Arrays = here) -> Arrays:
+            after = part.act(part.whole.exponential(coordinates, part.zeros(), near=True), here)
+            return {path: after[path] for path in paths}
+
+        step = _least_squares(moved, still, {path: target[path] for path in paths})
+        tried = (
+            part.compose(part.whole.exponential(jax.tree.map(lambda x, f=0.5**n: f * x, step), part.zeros()), element)
+            for n in range(_MOST_HALVINGS)
+        )
+        nearer = next((e for e in tried if apart(e) < least), None)
+        if nearer is None:
+            return element
+        element, least = nearer, apart(nearer)
+    return element
 
 
 def apart_from(blocks: Sequence[Block], others: Sequence[Part[Any]]) -> tuple[Block, ...]:
@@ -170,6 +206,7 @@ def apart_from(blocks: Sequence[Block], others: Sequence[Part[Any]]) -> tuple[Bl
 
 
 _MOST_STEPS = 200  # of conjugate gradients, which end long before
+_MOST_ROUNDS, _MOST_HALVINGS = 50, 10  # of Gauss–Newton, for a user's gauge
 
 
 def _plus(a: Any, factor: Any, b: Any) -> Any:

@@ -30,9 +30,9 @@ def random_rotation(part: Part[Any], key: jax.Array, by: str) -> Any:
     raise binding_error(
         name_of(part),
         "no rotation",
-        f"{name_of(part)} in the list of go.rotate",
+        f"{name_of(part)} in the list of go.orbit.rotate",
         "rotations of heads or of the stream",
-        "take it out of the list; go.canonicalize moves scales and shifts",
+        "take it out of the list; go.orbit.canonicalize moves scales and shifts",
     )
 
 

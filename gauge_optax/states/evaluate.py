@@ -43,7 +43,7 @@ def evaluate(fn: Fn, state: Any, params: Any) -> Any:
     >>> params = {"up": jnp.full((1, 2), 3.0), "down": jnp.ones((2, 1))}
     >>> tx = go.quotient(optax.contrib.schedule_free_sgd(0.1), gauge)
     >>> state = tx.init(params)
-    >>> averaged = go.evaluate(optax.contrib.schedule_free_eval_params, state, params)
+    >>> averaged = go.orbit.evaluate(optax.contrib.schedule_free_eval_params, state, params)
     >>> averaged["up"].round(4)  # before the first step, the weights themselves
     Array([[3., 3.]], dtype=float32)
 
@@ -92,7 +92,7 @@ def restart(
     >>> params = {"up": jnp.full((1, 2), 3.0), "down": jnp.ones((2, 1))}
     >>> tx = go.quotient_adamw(0.1, gauge)
     >>> _, state = tx.update(params, tx.init(params), params)
-    >>> fresh = go.restart(tx, state, params)
+    >>> fresh = go.orbit.restart(tx, state, params)
     >>> int(state.inner_state[0].count), int(fresh.inner_state[0].count)
     (1, 0)
 

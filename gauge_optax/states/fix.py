@@ -95,7 +95,7 @@ def gauge_fix(
 
     >>> gauge = go.head_linear({"a": "_ basis"}, {"b": "basis _"})
     >>> params = {"a": jnp.array([[8.0], [0.0]]), "b": jnp.array([[0.5, 0.0]])}
-    >>> tx = go.gauge_fix(optax.sgd(0.0), gauge)
+    >>> tx = go.orbit.gauge_fix(optax.sgd(0.0), gauge)
     >>> updates, _ = tx.update(jax.tree.map(jnp.ones_like, params), tx.init(params), params)
     >>> balanced = optax.apply_updates(params, updates)
     >>> # Their product stays.
@@ -164,7 +164,7 @@ def gauge_fix(
 
 _AVERAGES = (
     "gauge_fix moves weights between steps: an average of weights over steps, kept outside, is of no network; put it "
-    "inside a quotient (go.evaluate), or average copies by go.average"
+    "inside a quotient (go.orbit.evaluate), or average copies by go.orbit.average"
 )
 
 

@@ -49,7 +49,7 @@ def from_state(
     >>> plain = optax.adamw(1e-3)
     >>> _, state = plain.update(params, plain.init(params), params)
     >>> tx = go.quotient(plain, gauge)
-    >>> state = go.from_state(state, plain, gauge, params)
+    >>> state = go.orbit.from_state(state, plain, gauge, params)
     >>> # A tenth of the gradient 2, times the column's norm 4.
     >>> round(float(state.inner_state[0].mu["up"][0, 0]), 4)
     0.8

@@ -132,8 +132,8 @@ def hold_products(
 
     >>> gauge = go.multiplier_balance({"query": "head _"}, {"key": "head _"})
     >>> params = {"query": jnp.full((1, 3), 4.0), "key": jnp.full((1, 3), 1.0)}
-    >>> tx = go.gauge_fix(
-    ...     go.hold_products(optax.sgd(0.0), gauge, "decay", decay=0.75), gauge
+    >>> tx = go.orbit.gauge_fix(
+    ...     go.orbit.hold_products(optax.sgd(0.0), gauge, "decay", decay=0.75), gauge
     ... )
     >>> updates, _ = tx.update(params, tx.init(params), params)
     >>> # The product falls from 4 to 1, and `gauge_fix` balances the rest.

@@ -71,7 +71,7 @@ def _moved_frame(move: Move, name: str, frame: Frame) -> Elements:
             "transport", f"a {name} of another list of gauges", f"a frame of {jax.tree.map(jnp.shape, elements)}",
             f"of {', '.join(labels)}, as the gauges given have",
             "give transport the optimizer's own list of gauges, identity elements for what does not move, and give "
-            "go.gauge_fix the same list as the optimizer inside it",
+            "go.orbit.gauge_fix the same list as the optimizer inside it",
         )
     moved = b.elements(move.group.compose(move.element, b.public(elements)))
     return {label: moved[label] for label in labels}
@@ -100,7 +100,7 @@ def _hyperball(move: Move, state: Any, outgoing: Outgoing) -> tuple[Any, Outgoin
         raise move.refuse(
             f"HyperballState.radius of '{path}'", name, "radii of spheres, which the move changes",
             "write on_unknown='keep' to have the next step draw the weights back to their old spheres, or give "
-            "go.hyperball numbers as radii, or leave these leaves to one of the two",
+            "go.norms.hyperball numbers as radii, or leave these leaves to one of the two",
         )
     return state, outgoing | set(radii)
 

@@ -56,7 +56,7 @@ def transport(opt_state: Any, params: Any, gauge: Gauges, element: Element, on_u
     >>> _, state = tx.update(
     ...     {"up": jnp.full((1, 1), 3.0), "down": jnp.ones((1, 1))}, tx.init(params), params
     ... )
-    >>> moved = go.transport(state, params, gauge, {"": jnp.log(jnp.array([2.0]))})
+    >>> moved = go.orbit.transport(state, params, gauge, {"": jnp.log(jnp.array([2.0]))})
     >>> moments = [
     ...     moved[0].mu["up"] / state[0].mu["up"],
     ...     moved[0].nu["up"] / state[0].nu["up"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import json
 from collections.abc import Mapping, Sequence
@@ -21,15 +22,16 @@ def to_json(gauges: Gauges) -> str:
     """A gauge list as JSON: constructors with their arguments, patterns and axes as the user wrote them.
 
     Args:
-      gauges: a gauge or a sequence of them, from this library's constructors.
+      gauges: a gauge or a sequence of them. A class of yours is a dataclass whose fields are strings, numbers, or lists
+        and dictionaries of them.
 
     Returns:
       The text; `from_json` gives equal gauges back.
 
     Raises:
-      ValueError: a gauge has a class of the user's, whose arguments this function does not know.
+      ValueError: a gauge has a class of the user's that is no dataclass, or a field that JSON does not have.
 
-    >>> print(go.to_json(go.logit_shift({"head": "_ vocab"})))
+    >>> print(go.tools.to_json(go.logit_shift({"head": "_ vocab"})))
     {
       "format": 1,
       "gauges": [
@@ -45,13 +47,16 @@ def to_json(gauges: Gauges) -> str:
     return json.dumps({"format": FORMAT, "gauges": [_entry(gauge) for gauge in product(gauges).parts]}, indent=2)
 
 
-def from_json(text: str, shapes: Mapping[str, Sequence[int]] | None = None) -> list[Gauge]:
+def from_json(
+    text: str, shapes: Mapping[str, Sequence[int]] | None = None, classes: Sequence[type[Gauge]] = ()
+) -> list[Gauge]:
     """The gauges of a JSON text.
 
     Args:
       text: the result of `to_json`.
       shapes: leaf name → shape, from any framework. The gauges are bound to it, so that a list that does not fit fails
         here.
+      classes: your own subclasses of `go.Gauge` that the text may name.
 
     Returns:
       The gauges, in their order.
@@ -61,7 +66,7 @@ def from_json(text: str, shapes: Mapping[str, Sequence[int]] | None = None) -> l
         `shapes`.
 
     >>> gauges = [go.rescale({"{i}/up": "_ channel"}, {"{i}/down": "channel _"})]
-    >>> go.from_json(go.to_json(gauges), {"0/up": (4, 8), "0/down": (8, 4)}) == gauges
+    >>> go.tools.from_json(go.tools.to_json(gauges), {"0/up": (4, 8), "0/down": (8, 4)}) == gauges
     True
     """
     try:
@@ -72,8 +77,9 @@ def from_json(text: str, shapes: Mapping[str, Sequence[int]] | None = None) -> l
     if not isinstance(entries, list):
         raise binding_error(
             "from_json", "no list of gauges", repr(text[:60]), f'JSON with "format": {FORMAT} and "gauges"',
-            "pass what go.to_json returned, with a version of this library that knows its format")
-    gauges = [_call(entry).gauge() for entry in entries]
+            "pass what go.tools.to_json returned, with a version of this library that knows its format")
+    own = {of.__name__: of for of in classes}
+    gauges = [_gauge(entry, own) for entry in entries]
     if shapes is not None:
         product(gauges).dim({name: jax.ShapeDtypeStruct(tuple(shape), np.float32) for name, shape in shapes.items()})
     return gauges
@@ -81,13 +87,30 @@ def from_json(text: str, shapes: Mapping[str, Sequence[int]] | None = None) -> l
 
 def _entry(gauge: Gauge) -> dict[str, Any]:
     """A gauge as its constructor's name and arguments; the norms that it passes are entries too."""
-    if not isinstance(gauge, BlockGauge) or gauge.name not in CONSTRUCTORS:
-        raise binding_error(
-            "to_json", f"a gauge of another class, {type(gauge).__name__}", repr(gauge),
-            f"one of {', '.join(sorted(CONSTRUCTORS))}", "store the arguments of your class yourself")
+    if not isinstance(gauge, BlockGauge):
+        own: Any = gauge
+        named = dataclasses.fields(own) if dataclasses.is_dataclass(own) else None
+        fields = None if named is None else {field.name: getattr(own, field.name) for field in named}
+        if fields is None or json.loads(json.dumps(fields, default=lambda _: None)) != fields:
+            raise binding_error(
+                "to_json", f"the class {type(gauge).__name__} has arguments that JSON does not keep", repr(gauge),
+                "a dataclass whose fields are strings, numbers, or lists and dictionaries of them",
+                "make the class one, or store its arguments yourself")
+        return {"class": type(gauge).__name__, **fields}
     arguments = gauge._arguments()
     norms = {"norms": [_entry(norm) for norm in arguments["norms"]]} if "norms" in arguments else {}
     return {"kind": gauge.name, **arguments, **norms}
+
+
+def _gauge(entry: Any, own: Mapping[str, type[Gauge]]) -> Gauge:
+    """The gauge of one JSON entry; `own` has the user's classes by name."""
+    if not isinstance(entry, dict) or "class" not in entry:
+        return _call(entry).gauge()
+    if entry["class"] not in own:
+        raise binding_error(
+            "from_json", f"no class {entry['class']!r}", f"classes {sorted(own)}", f"{entry['class']} among classes=",
+            f"write go.tools.from_json(text, classes=[{entry['class']}])")
+    return own[entry["class"]](**{name: value for name, value in entry.items() if name != "class"})
 
 
 def _call(entry: Any) -> Call:
@@ -95,7 +118,7 @@ def _call(entry: Any) -> Call:
     kind = str(entry.get("kind")) if isinstance(entry, dict) else ""
     parameters = list(inspect.signature(CONSTRUCTORS[kind]).parameters) if kind in CONSTRUCTORS else []
     unknown = sorted(set(entry) - {"kind", *parameters}) if parameters else []
-    remedy = "pass what go.to_json returned, with this version of the library or an older one"
+    remedy = "pass what go.tools.to_json returned, with this version of the library or an older one"
     if not parameters:
         names = ", ".join(sorted(CONSTRUCTORS))
         raise binding_error("from_json", f"no constructor for {kind!r}", repr(kind), names, remedy)

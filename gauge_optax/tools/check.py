@@ -18,6 +18,7 @@ from gauge_optax.discovery.lift import in_double
 from gauge_optax.errors import binding_error
 from gauge_optax.frozen import frozen_leaves
 from gauge_optax.gauges.bound import bound
+from gauge_optax.gauges.by_action import UserSymmetry, broken_law
 from gauge_optax.linalg import real_dtype
 from gauge_optax.parts.part import changed
 from gauge_optax.slice import Frame
@@ -127,6 +128,8 @@ def check(
             "call go.check once, outside jit, before training")
     jax.block_until_ready((state, params, grads))
     gauges, frozen = gauges_of(tx), _frozen_in(state)
+    for gauge in gauges:
+        _require_laws(gauge, params)
     _require_no_mask_outside(tx, gauges, params, frozen)
     limit, precision = (_ROUNDOFF[52], "float64") if loss_fn is not None else _precision(grads)
     shares = _shares(gauges, params, grads, frozen, loss_fn, batch)
@@ -175,6 +178,16 @@ def _row(gauge: Any, copies: Mapping[str, _Share]) -> tuple[str, str, float]:
     paths = list(dict.fromkeys(path for share in copies.values() for path in share.leaves))
     leaves = ", ".join(paths[:2]) + (f", … ({len(paths)})" if len(paths) > 2 else "")
     return gauge.name, leaves, max(share.number for share in copies.values())
+
+
+def _require_laws(gauge: Any, params: Any) -> None:
+    """Raises ValueError for a gauge of a user's class whose methods contradict each other."""
+    law = broken_law(gauge, params) if isinstance(bound((gauge,), params).copies[0][0], UserSymmetry) else None
+    if law is not None:
+        raise binding_error(
+            "check", f"the methods of {gauge.name} break a law of groups and their readings", f"not true: {law}",
+            "that it holds for all elements g and parameters θ",
+            "see the table of docs/guides/gauge.md; a group that is no addition needs identity, inverse and compose")
 
 
 # Gauges and gradients -------------------------------------------------------------------------------------
@@ -287,7 +300,7 @@ def _no_symmetry(name: str, copy: str, share: _Share, limit: float, precision: s
 
 
 def _say_frozen(path: str) -> str:
-    return f"say so: go.quotient(..., frozen=go.by_path({{'{path}': True}}, default=False))"
+    return f"say so: go.quotient(..., frozen=go.tools.by_path({{'{path}': True}}, default=False))"
 
 
 # Frozen leaves --------------------------------------------------------------------------------------------

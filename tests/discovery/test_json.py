@@ -15,7 +15,7 @@ OURS = [case for case in (*GAUGE_CASES, *FLAT_CASES) if not case.name.startswith
 @pytest.mark.parametrize("case", OURS, ids=lambda case: case.name)
 def test_gauges_come_back_equal(case: Any) -> None:
     gauges = case.gauges()
-    assert go.from_json(go.to_json(gauges)) == list(go.product(gauges).parts)
+    assert go.tools.from_json(go.tools.to_json(gauges)) == list(go.product(gauges).parts)
     assert eval(repr(go.product(gauges)), {"go": go}) == go.product(gauges)
 
 
@@ -24,7 +24,7 @@ def test_it_says_the_constructors_own_arguments() -> None:
         go.norm_scale({"n": "1+ channel"}, {"q": ("channel (qkv=0 _)", "channel (qkv=1 _)")}, sizes={"qkv": 3}),
         go.rope_torus({"q": "_ head basis=0:2+4:6"}, pairing="interleaved"),
     ]
-    written = json.loads(go.to_json(gauges))
+    written = json.loads(go.tools.to_json(gauges))
     assert written["format"] == 1
     assert written["gauges"] == [
         {"kind": "norm_scale", "scale": {"n": "1+ channel"}, "sizes": {"qkv": 3},
@@ -36,9 +36,9 @@ def test_it_says_the_constructors_own_arguments() -> None:
 def test_names_of_another_framework() -> None:
     gauges = [go.rescale({"h.{i}.up.weight": "channel _"}, {"h.{i}.down.weight": "_ channel"})]
     shapes = {f"h.{i}.{name}.weight": shape for i in range(2) for name, shape in (("up", (8, 4)), ("down", (4, 8)))}
-    assert go.from_json(go.to_json(gauges), shapes) == gauges
+    assert go.tools.from_json(go.tools.to_json(gauges), shapes) == gauges
     with pytest.raises(ValueError, match="unequal sizes of 'channel'"):
-        go.from_json(go.to_json(gauges), shapes | {"h.1.down.weight": (4, 9)})
+        go.tools.from_json(go.tools.to_json(gauges), shapes | {"h.1.down.weight": (4, 9)})
 
 
 @pytest.mark.parametrize(
@@ -54,11 +54,22 @@ def test_names_of_another_framework() -> None:
 )
 def test_errors(text: str, words: str) -> None:
     with pytest.raises(ValueError) as error:
-        go.from_json(text)
+        go.tools.from_json(text)
     assert words in str(error.value) and "remedy:" in str(error.value)
 
 
-def test_a_gauge_of_another_class_is_named() -> None:
+def test_a_class_of_the_user_is_stored_by_its_fields() -> None:
     mine = next(case for case in GAUGE_CASES if case.name.startswith("user_gauge")).gauges()
-    with pytest.raises(ValueError, match=f"a gauge of another class, {type(mine[0]).__name__}"):
-        go.to_json([*lm.gauges(lm.LMConfig()), *mine])
+    gauges = [*lm.gauges(lm.LMConfig()), *mine]
+    text = go.tools.to_json(gauges)
+    assert go.tools.from_json(text, classes=[type(mine[0])]) == gauges
+    name = type(mine[0]).__name__
+    with pytest.raises(ValueError, match=rf"no class '{name}'[\s\S]*classes=\[{name}\]"):
+        go.tools.from_json(text)
+
+    class Bare(type(mine[0])):  # type: ignore[misc]
+        def __init__(self, scale: object) -> None:
+            self.__dict__.update(tokens=scale, positions="b")
+
+    with pytest.raises(ValueError, match="Bare has arguments that JSON does not keep"):
+        go.tools.to_json(Bare(object()))

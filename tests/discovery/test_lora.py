@@ -23,7 +23,7 @@ def found(params: Any, **options: Any) -> set[tuple[tuple[str, str], ...]]:
     """(path, axes) of every block, a tuple per instance."""
     out = set()
     for gauge in go.lora(params, **options):
-        assert go.to_json(gauge).count('"kind": "head_linear"') == 1
+        assert go.tools.to_json(gauge).count('"kind": "head_linear"') == 1
         out |= {tuple((block.path, block.axes) for block in blocks) for _, _, blocks in bound_copies(gauge, params)}
     return out
 

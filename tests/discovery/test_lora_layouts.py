@@ -188,7 +188,7 @@ def test_experts_of_several_modules(x64: None, nested: bool) -> None:
         params = {"layers": [{"mlp": {"experts": peft(drawn(k, 6, 8), drawn(2 + k, 5, 6))}} for k in (0, 1)]}
     gauges = go.lora(params, **SAID)
     assert len(gauges) == 1 and go.product(gauges).dim(params) == 2 * 3 * 4
-    assert go.product(go.from_json(go.to_json(gauges))).dim(params) == 2 * 3 * 4
+    assert go.product(go.tools.from_json(go.tools.to_json(gauges))).dim(params) == 2 * 3 * 4
 
 
 def test_training_does_not_depend_on_how_experts_are_split(x64: None) -> None:

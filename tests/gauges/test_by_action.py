@@ -1,5 +1,6 @@
 """A gauge that a user wrote works everywhere: optimizers, transport, measures and assertions know it by its action."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -77,13 +78,13 @@ def test_state_moves_with_the_weights() -> None:
     group, tx = go.product(gauges), go.quotient(optax.adamw(0.02), gauges)
     element, step = group.sample(jax.random.key(1), params), stepper(tx, _loss)
     here, state, _ = step(params, tx.init(params))
-    there, moved = group.act(element, here), go.transport(state, here, gauges, element)
+    there, moved = group.act(element, here), go.orbit.transport(state, here, gauges, element)
     for _ in range(3):
         (here, state, _), (there, moved, _) = step(here, state), step(there, moved)
     assert max(apart(group.act(element, here), there).values()) <= tolerance("quotient_twins")
     bare, plain = stepper(optax.adam(0.02), _loss), optax.adam(0.02).init(params)  # a shift moves no moment
     _, plain, _ = bare(params, plain)
-    same = go.transport(plain, params, gauges[2], element[2])
+    same = go.orbit.transport(plain, params, gauges[2], element[2])
     assert all(map(jnp.array_equal, jax.tree.leaves(plain), jax.tree.leaves(same)))
 
 
@@ -96,7 +97,7 @@ def test_balance_is_the_least_norm_and_gauge_fix_goes_there() -> None:
 
     slope = jax.grad(norm)(gauge.balance(params)[""])
     assert float(jnp.max(jnp.abs(slope))) <= tolerance("oracle")
-    tx = go.gauge_fix(optax.adam(0.0), [*OURS[1:], gauge])
+    tx = go.orbit.gauge_fix(optax.adam(0.0), [*OURS[1:], gauge])
     updates, _ = jax.jit(tx.update)(params, tx.init(params), params)
     found = apart(optax.apply_updates(params, updates), gauge.act(gauge.balance(params), params))
     assert max(found[path] for path in ("token", "position")) <= tolerance("oracle")
@@ -121,8 +122,96 @@ def test_errors_name_the_gauge_and_the_remedy() -> None:
         go.product([go.rescale({"position": "_ channel"}, {"up": "channel _"}), gauge]).read(params)
     with pytest.raises(ValueError, match="not on real numbers: 'token'"):
         go.quotient(optax.sgd(0.1), gauge).init(params | {"token": jnp.ones((5, 4), jnp.int32)})
-    tx = go.gauge_fix(optax.sgd(0.1), gauge, strength=0.5)
-    with pytest.raises(ValueError, match="translation: no way to go a part of"):
+    tx = go.orbit.gauge_fix(optax.sgd(0.1), gauge, strength=0.5)
+    with pytest.raises(ValueError, match="translation: no method power"):
         tx.update(params, tx.init(params), params)
     with pytest.raises(ValueError, match="translation: no leaf"):
         Translation("tokens", "position").read(params)
+
+
+# A class of two methods --------------------------------------------------------------------------------------
+
+
+def _units() -> tuple[go.Gauge, go.Gauge, Tree]:
+    """The same symmetry by two methods and by the library, on the leaves that it moves."""
+    params = {path: x for path, x in _params().items() if path in ("up", "down")}
+    return Trade("up", "down"), OURS[0], params
+
+
+@pytest.mark.usefixtures("x64")
+def test_two_methods_open_every_door() -> None:
+    mine, ours, params = _units()
+    other = jax.tree.map(lambda x: x + 0.1 * jnp.cos(jnp.arange(x.size)).reshape(x.shape), params)
+
+    def objective(p: Tree) -> jax.Array:
+        return sum((jnp.sum(x**4) for x in jax.tree.leaves(p)), jnp.zeros(()))
+
+    def found(gauge: go.Gauge) -> dict[str, Any]:
+        element = {"": jnp.linspace(-0.4, 0.4, 6)}
+        return {
+            "align": go.orbit.align(params, other, gauge)[""],
+            "average": go.orbit.average([params, other], gauge),
+            "canonicalize": go.orbit.canonicalize(params, gauge),
+            "choose": go.orbit.choose(objective, params, gauge, optax.adam(0.05), steps=30, progress=False)[""],
+            "distance": go.orbit.distance(params, other, gauge),
+            "drift": go.measure.drift(params, other, gauge)[0][""],
+            "pin": _trained_on(go.quotient(optax.adamw(0.02), gauge, pin=False), params),
+            "transport": go.orbit.transport(optax.adam(0.1).init(params), params, gauge, element),
+        }
+
+    def _trained_on(tx: optax.GradientTransformation, params: Tree) -> Tree:
+        return train(jax.jit(tx.init), stepper(tx, lambda p: objective(p) + jnp.sum(p["up"] @ p["down"])), params)[0]
+
+    mine_found, ours_found = found(mine), found(ours)
+    for door, here in mine_found.items():
+        assert max(apart(here, ours_found[door]).values()) <= 1e-6, door
+    assert mine.dim(params) == ours.dim(params) == 6
+    assert go.tools.from_json(go.tools.to_json([mine, ours]), classes=[Trade]) == [mine, ours]
+    tx = go.quotient(optax.adamw(0.01), [mine, go.logit_shift({"down": "_ vocab"})])
+    assert tx.init(params).frame.elements
+
+
+@pytest.mark.usefixtures("x64")
+def test_a_group_that_is_no_addition_says_what_it_lacks() -> None:
+    params = _units()[-1]
+
+    @dataclasses.dataclass(frozen=True)
+    class Product(Trade):
+        """The same with factors in place of their logarithms, and with an inverse that was forgotten."""
+
+        def act(self, element: Any, params: Any) -> Any:
+            return super().act(jax.tree.map(jnp.log, element), params)
+
+        def read(self, params: Any) -> Any:
+            return jax.tree.map(jnp.exp, super().read(params))
+
+        def identity(self, params: Any) -> Any:
+            return jax.tree.map(jnp.ones_like, super().identity(params))
+
+        def compose(self, a: Any, b: Any) -> Any:
+            return jax.tree.map(jnp.multiply, a, b)
+
+        def sample(self, key: jax.Array, params: Any, scale: float = 1.0) -> Any:
+            return {"": jax.random.uniform(key, (6,), minval=0.5, maxval=2.0)}
+
+        def dim(self, params: Any) -> int:
+            return 6
+
+    @dataclasses.dataclass(frozen=True)
+    class Whole(Product):
+        """With its inverse."""
+
+        def inverse(self, element: Any) -> Any:
+            return jax.tree.map(jnp.reciprocal, element)
+
+    def checked(gauge: go.Gauge) -> Any:
+        tx = go.quotient_adamw(1e-2, gauge)
+        grads = jax.grad(lambda p: jnp.sum(jnp.sin(p["up"] @ p["down"])))(params)
+        state = jax.eval_shape(tx.init, params) if type(gauge) is Product else tx.init(params)
+        return go.check(tx, state, params, grads)
+
+    with pytest.raises(ValueError, match=r"break a law .*\n.*act\(inverse\(g\), act\(g, θ\)\) = θ"):
+        checked(Product("up", "down"))
+    assert len(checked(Whole("up", "down")).asymmetries) == 1
+    with pytest.raises(ValueError, match=r"no method algebra"):
+        go.orbit.choose(lambda p: jnp.sum(p["up"] ** 4), params, Whole("up", "down"), optax.adam(0.1), progress=False)

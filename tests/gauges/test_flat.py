@@ -292,7 +292,7 @@ def test_transport_through_norms_with_scales_is_refused() -> None:
     state, group = optax.adam(1e-3).init(params), go.product(gauges)
     turn = gauges[0].sample(jax.random.key(0), params)
     with pytest.raises(ValueError, match="no rule for residual_rotation through norms with scales"):
-        go.transport(state, params, gauges, (turn, *group.identity(params)[1:]))
+        go.orbit.transport(state, params, gauges, (turn, *group.identity(params)[1:]))
 
 
 SIZES: dict[str, Any] = dict(
@@ -306,14 +306,14 @@ SIZES: dict[str, Any] = dict(
 ], ids=lambda switches: " ".join(map(str, switches)))
 def test_the_formula_counts_what_the_gauges_have(switches: dict[str, Any]) -> None:
     config = lm.LMConfig(**(SIZES | switches))
-    by_formula = go.transformer_redundancy(
+    by_formula = go.measure.transformer_redundancy(
         layers=config.layers, d_model=config.d_model, heads=config.heads, kv_heads=config.kv_heads,
         d_head=config.d_head, d_ff=config.d_ff, vocab=config.vocab, positions=0 if config.rope else config.max_len,
         norm=config.norm, bias=config.bias, rope=config.rope, qk_norm=config.qk_norm, mlp=config.mlp,
         tied=config.tied, eps=False,
     )
     params = jax.eval_shape(lambda: lm.params_and_loss(config, jax.random.key(0))[0])
-    by_gauges = go.redundancy(lm.whole_gauges(config), params)
+    by_gauges = go.measure.redundancy(lm.whole_gauges(config), params)
     assert type(by_gauges) is int
     assert by_formula.total == by_gauges + by_formula.parts["counted twice"]
     assert by_formula.parameters == sum(x.size for x in jax.tree.leaves(params))
@@ -322,9 +322,9 @@ def test_the_formula_counts_what_the_gauges_have(switches: dict[str, Any]) -> No
 def test_van_nierops_counts() -> None:
     """Table 1, and why the count of LLaMA differs: rotary embeddings commute with less than GL."""
     tied = {"positions": 1024, "head_bias": False, "tied": True, "vocab": 50257}
-    gpt2 = go.transformer_redundancy(layers=12, d_model=768, heads=12, d_head=64, d_ff=3072, **tied)  # type: ignore[arg-type]
-    xl = go.transformer_redundancy(layers=48, d_model=1600, heads=25, d_head=64, d_ff=6400, **tied)  # type: ignore[arg-type]
-    llama = go.transformer_redundancy(
+    gpt2 = go.measure.transformer_redundancy(layers=12, d_model=768, heads=12, d_head=64, d_ff=3072, **tied)  # type: ignore[arg-type]
+    xl = go.measure.transformer_redundancy(layers=48, d_model=1600, heads=25, d_head=64, d_ff=6400, **tied)  # type: ignore[arg-type]
+    llama = go.measure.transformer_redundancy(
         layers=80, d_model=8192, heads=64, d_head=128, d_ff=22016, vocab=32000, norm="rmsnorm", bias=False, rope=True,
         mlp="swiglu",
     )
@@ -340,11 +340,11 @@ def test_van_nierops_counts() -> None:
 ], ids=lambda switches: " ".join(map(str, switches)))
 def test_a_census_explains_every_dead_direction(switches: dict[str, Any]) -> None:
     row = decoder(switches)
-    found = go.census(row.fn, row.params, row.batches, row.gauges, progress=False)
+    found = go.measure.census(row.fn, row.params, row.batches, row.gauges, progress=False)
     assert found.unexplained == found.unreached == 0 and found.dead == found.explained == found.parameters - found.rank
     assert found.gap[0] < 1e-12 < 1e-8 < found.gap[1]
     assert max(count.seen for count in found.gauges) < 1e-11
-    missing = go.census(row.fn, row.params, row.batches, row.gauges[1:], progress=False)
+    missing = go.measure.census(row.fn, row.params, row.batches, row.gauges[1:], progress=False)
     assert missing.unexplained == found.gauges[0].alone > 0
     assert sum(missing.by_leaf.values()) == pytest.approx(missing.unexplained)
     assert f"{missing.unexplained} unexplained" in str(missing) and row.gauges[1].name in str(missing)
@@ -353,6 +353,6 @@ def test_a_census_explains_every_dead_direction(switches: dict[str, Any]) -> Non
 def test_a_census_refuses_what_it_cannot_count() -> None:
     row = decoder({"mlp": "gelu"})
     with pytest.raises(ValueError, match="pass more batches"):
-        go.census(row.fn, row.params, [np.zeros((1, 5), int)], row.gauges, progress=False)
+        go.measure.census(row.fn, row.params, [np.zeros((1, 5), int)], row.gauges, progress=False)
     with pytest.raises(ValueError, match="probes=1"):
-        go.census(row.fn, row.params, row.batches, row.gauges, probes=1, progress=False)
+        go.measure.census(row.fn, row.params, row.batches, row.gauges, probes=1, progress=False)

@@ -48,7 +48,7 @@ def test_groups_are_balanced_by_root_mean_squares(x64: None) -> None:
 def test_zeros_stay_and_signs_are_kept(dtype: str) -> None:
     params = _params(dtype)
     params["key"] = params["key"].at[0].set(0.0)
-    tx = go.gauge_fix(optax.sgd(0.0), GROUPED)
+    tx = go.orbit.gauge_fix(optax.sgd(0.0), GROUPED)
     updates, _ = tx.update(params, tx.init(params), params)
     moved = optax.apply_updates(params, updates)
     np.testing.assert_array_equal(moved["query"][:2], params["query"][:2])
@@ -63,7 +63,7 @@ def test_zeros_stay_and_signs_are_kept(dtype: str) -> None:
 def test_drift_is_rounding_at_every_frequency(every: int) -> None:
     """After a fix; Table 2 has 3.5e-7."""
     params = _params(jnp.float32)
-    tx = go.gauge_fix(optax.adam(1e-2), GROUPED, every=every)
+    tx = go.orbit.gauge_fix(optax.adam(1e-2), GROUPED, every=every)
     state = tx.init(params)
 
     @jax.jit

@@ -80,7 +80,7 @@ def test_elements_form_a_group_exactly(case: GaugeCase) -> None:
     for nothing in (gauge.compose(a, gauge.inverse(a)), gauge.compose(gauge.inverse(a), a)):
         assert _equal(nothing, identity)
     assert {(x.shape, str(x.dtype)) for x in a.values()} == {(ELEMENTS[case.name], "int32")}
-    assert eval(repr(gauge), {"go": go}) == gauge and go.from_json(go.to_json(gauge)) == [gauge]
+    assert eval(repr(gauge), {"go": go}) == gauge and go.tools.from_json(go.tools.to_json(gauge)) == [gauge]
 
 
 def test_samples_are_uniform() -> None:
@@ -132,7 +132,7 @@ def test_adam_does_not_notice_and_its_state_moves_along() -> None:
         return params, state
 
     there, state = steps(params, tx.init(params), 3)
-    twin, moved = gauge.act(g, there), go.transport(state, there, gauge, g)
+    twin, moved = gauge.act(g, there), go.orbit.transport(state, there, gauge, g)
     assert _equal(moved[0].nu, gauge.act(g, state[0].nu))
     for x, y in zip(jax.tree.leaves(steps(twin, moved, 3)[0]),
                     jax.tree.leaves(gauge.act(g, steps(there, state, 3)[0])), strict=True):
@@ -148,7 +148,7 @@ def test_second_moments_move_under_a_scale_and_an_order() -> None:
     scale, order = go.rescale(*blocks), go.permutation(blocks[0] | blocks[1])
     moves = {scale: {"": jnp.array([1.0, 0.0, -1.0])}, order: {"": jnp.array([2, 0, 1])}}
     for gauges in itertools.permutations((scale, order)):
-        moved = go.transport(state, params, gauges, tuple(moves[gauge] for gauge in gauges))[0]
+        moved = go.orbit.transport(state, params, gauges, tuple(moves[gauge] for gauge in gauges))[0]
         for path in params:
             np.testing.assert_allclose(moved.nu[path], 0.1 * jnp.square(moved.mu[path]), rtol=1e-5)
 
@@ -176,8 +176,8 @@ def test_malformed_permutations_are_refused() -> None:
 def test_canonical_weights_do_not_depend_on_the_order(case: GaugeCase, x64: None) -> None:
     gauges, params = case.gauges(), case.params(jax.random.key(1))
     group = go.product(gauges)
-    canonical = go.canonicalize(params, gauges)
-    twin = go.canonicalize(group.act(group.sample(jax.random.key(3), params), params), gauges)
+    canonical = go.orbit.canonicalize(params, gauges)
+    twin = go.orbit.canonicalize(group.act(group.sample(jax.random.key(3), params), params), gauges)
     for x, y in zip(jax.tree.leaves(twin), jax.tree.leaves(canonical), strict=True):
         assert float(jnp.max(jnp.abs(x - y))) <= 1e-10 * float(jnp.max(jnp.abs(y)))
     loss = jit(case.loss)  # type: ignore[arg-type]
@@ -187,5 +187,5 @@ def test_canonical_weights_do_not_depend_on_the_order(case: GaugeCase, x64: None
 def test_choose_leaves_the_order_as_it_is() -> None:
     (gauge,) = ALONE[0].gauges()
     params = jax.tree.map(jnp.asarray, _params(ALONE[0]))
-    element = go.choose(lambda p: jnp.sum(p["down"]), params, gauge, optax.sgd(0.1), steps=2, progress=False)
+    element = go.orbit.choose(lambda p: jnp.sum(p["down"]), params, gauge, optax.sgd(0.1), steps=2, progress=False)
     assert _equal(element, gauge.identity(params))

@@ -1,4 +1,5 @@
-"""Gauges as a user writes them: subclasses of `go.Gauge` with the seven abstract methods and nothing else.
+"""Gauges as a user writes them: subclasses of `go.Gauge`, one with every method of a group and one with the two methods
+that a group of additions needs.
 
 `Translation` finds its leaves by the binding language; `Trade` is `go.rescale` once more, by its action alone, so that
 the two can be compared.
@@ -87,18 +88,3 @@ class Trade(go.Gauge):
 
     def read(self, params: Tree) -> Tree:
         return {"": 0.5 * jnp.log(jnp.sum(jnp.square(jnp.asarray(params[self.up], _REAL)), 0))}
-
-    def sample(self, key: jax.Array, params: Tree, scale: float = 1.0) -> Tree:
-        return {"": jax.random.uniform(key, params[self.up].shape[1:], _REAL, -scale, scale)}
-
-    def identity(self, params: Tree) -> Tree:
-        return {"": jnp.zeros(params[self.up].shape[1:], _REAL)}
-
-    def inverse(self, element: Tree) -> Tree:
-        return {"": -element[""]}
-
-    def compose(self, a: Tree, b: Tree) -> Tree:
-        return {"": a[""] + b[""]}
-
-    def dim(self, params: Tree) -> int:
-        return params[self.up].shape[1]

@@ -31,7 +31,7 @@ def _sizes(block: Tree) -> tuple[np.ndarray, np.ndarray]:
 
 
 def test_figures_are_those_of_numpy_after_the_step(x64: None) -> None:
-    params, tx = _drawn(0), optax.chain(optax.adam(0.1), go.track_balance(GAUGES))
+    params, tx = _drawn(0), optax.chain(optax.adam(0.1), go.measure.track_balance(GAUGES))
     state, update = tx.init(params), jit(tx.update)
     for step in range(3):
         updates, state = update(_drawn(step + 1), state, params)
@@ -52,7 +52,7 @@ def test_figures_are_those_of_numpy_after_the_step(x64: None) -> None:
 
 
 def test_it_records_when_it_is_due(x64: None) -> None:
-    params, tx = _drawn(0), optax.chain(optax.sgd(0.1), go.track_balance(GAUGES, every=3))
+    params, tx = _drawn(0), optax.chain(optax.sgd(0.1), go.measure.track_balance(GAUGES, every=3))
     state, seen = tx.init(params), []
     for step in range(5):
         updates, state = tx.update(_drawn(step + 1), state, params)
@@ -64,7 +64,7 @@ def test_it_records_when_it_is_due(x64: None) -> None:
 
 def test_a_side_that_is_zero_has_no_ratio() -> None:
     params = {"query": jnp.ones((2, 3)), "key": jnp.zeros((2, 3)).at[1].set(4.0)}
-    tx = go.track_balance(go.multiplier_balance({"query": "head _"}, {"key": "head _"}))
+    tx = go.measure.track_balance(go.multiplier_balance({"query": "head _"}, {"key": "head _"}))
     _, state = tx.update(jax.tree.map(jnp.zeros_like, params), tx.init(params), params)
     np.testing.assert_allclose(state.metrics.product["multiplier_balance"], [0.0, 4.0])
     np.testing.assert_allclose(state.metrics.log_ratio["multiplier_balance"], [0.0, -np.log(4.0)], rtol=1e-6)

@@ -34,7 +34,7 @@ def _llama() -> Row:
 
 
 def _counted(row: Row, gauges: Any, **options: Any) -> Any:
-    return go.census(row.fn, row.params, row.batches, gauges, block=250, progress=False, **options)
+    return go.measure.census(row.fn, row.params, row.batches, gauges, block=250, progress=False, **options)
 
 
 def test_a_block_has_the_dead_directions_that_the_whole_jacobian_has_in_it(small: None, x64: None) -> None:
@@ -56,7 +56,7 @@ def test_a_block_has_the_dead_directions_that_the_whole_jacobian_has_in_it(small
         assert count.size <= 250
     stream = found.blocks[0]
     assert stream.dead == 3 * 3 + 3 + 3  # of three channels: three norms, rotations, the shift of their logits
-    assert found.unexplained == 0 and found.dead == found.explained == go.redundancy(row.gauges, row.params)
+    assert found.unexplained == 0 and found.dead == found.explained == go.measure.redundancy(row.gauges, row.params)
     assert max(gauge.seen for gauge in found.gauges) < 1e-12
     assert found.gap[0] < 1e-12 < 1e-6 < found.gap[1]
     assert "at least 67 dead directions" in str(found)
@@ -130,15 +130,15 @@ def test_the_figure_names_gauges_and_leaves(small: None) -> None:
 def test_too_few_outputs_for_a_block_are_refused(small: None) -> None:
     row = _llama()
     with pytest.raises(ValueError, match="pass more batches"):
-        go.census(row.fn, row.params, [np.zeros((1, 5), int)], row.gauges, block=250, progress=False)
+        go.measure.census(row.fn, row.params, [np.zeros((1, 5), int)], row.gauges, block=250, progress=False)
 
 
 def test_the_designs_block_has_a_gauge_for_all_its_dead_directions(x64: None) -> None:
     row = design_block()
-    found = go.census(row.fn, row.params, row.batches, row.gauges, progress=False)
+    found = go.measure.census(row.fn, row.params, row.batches, row.gauges, progress=False)
     assert (found.dead, found.explained, found.unexplained) == (126, 126, 0)
     assert max(gauge.seen for gauge in found.gauges) < 1e-12
-    without = go.census(row.fn, row.params, row.batches, row.gauges[:-1], progress=False)
+    without = go.measure.census(row.fn, row.params, row.batches, row.gauges[:-1], progress=False)
     assert without.unexplained == row.gauges[-1].dim(row.params) == 6
 
 

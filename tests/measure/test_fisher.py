@@ -237,7 +237,7 @@ def test_the_quotient_has_no_zeros_and_the_whole_exactly_those_of_its_gauges(x64
     else:
         operator = go.measure.GGN(fn, params, [tokens])
     values, quotient = operator.eigenvalues(), go.measure.quotient_fisher(operator, gauges)
-    dead = go.redundancy(gauges, params)
+    dead = go.measure.redundancy(gauges, params)
     assert np.sum(values < 1e-12 * values[0]) == dead > 20
     assert values[-dead - 1] > 1e-9 * values[0]
     across = quotient.eigenvalues()

@@ -30,7 +30,7 @@ def _close(found: Any, expected: Any, rtol: float = 1e-9) -> None:
 def test_a_rotation_of_the_stream_turns_no_head() -> None:
     gauge = go.residual_rotation({"head": "basis _"}, {"embedding": "_ basis"})
     params = _drawn({"embedding": jnp.zeros((7, 4)), "head": jnp.zeros((4, 7))}, 0)
-    tx = go.track(optax.adam(1e-3), gauge, every=1)
+    tx = go.measure.track(optax.adam(1e-3), gauge, every=1)
     _, state = tx.update(params, tx.init(params), params)
     assert not optax.tree.get(state, "metrics").turning
 
@@ -38,7 +38,7 @@ def test_a_rotation_of_the_stream_turns_no_head() -> None:
 def test_it_records_what_a_penalty_does_to_a_gauge(x64: None) -> None:
     case = CASES["product/llama"]
     params = jax.tree.map(jnp.asarray, case.params(jax.random.key(0)))
-    tx = go.track(optax.adam(1e-3), case.gauges(), every=1)
+    tx = go.measure.track(optax.adam(1e-3), case.gauges(), every=1)
     for weight, low, high in ((0.0, 0.0, 1e-10), (1e-2, 1e-3, 10.0)):
         penalized = lambda p, w=weight: case.loss(p) + w * sum(jnp.sum(x**2) for x in jax.tree.leaves(p))  # noqa: E731
         _, state = jit(tx.update)(jax.grad(penalized)(params), tx.init(params), params)
@@ -52,7 +52,7 @@ def test_figures_are_those_of_measure(name: str, x64: None) -> None:
     case = CASES[name]
     gauges = go.product(case.gauges())
     start = params = jax.tree.map(jnp.asarray, case.params(jax.random.key(0)))
-    tx = go.track(optax.adam(1e-3), gauges, every=1)
+    tx = go.measure.track(optax.adam(1e-3), gauges, every=1)
     state, update = tx.init(params), jit(tx.update)
     for step in range(3):
         before, grads = params, _drawn(params, step)
@@ -127,7 +127,7 @@ def _scanned() -> tuple[Tree, list[go.Gauge]]:
 
 def test_scanned_layers_are_kept_apart() -> None:
     params, gauges = _scanned()
-    tx = go.track(optax.sgd(1.0), gauges, every=1)
+    tx = go.measure.track(optax.sgd(1.0), gauges, every=1)
     steps = jax.tree.map(jnp.zeros_like, params)
     steps["up"] = steps["up"].at[1].set(-0.5)
     update = jit(tx.update)
@@ -137,14 +137,14 @@ def test_scanned_layers_are_kept_apart() -> None:
     assert drifts == {"norm_scale": (3,), "rescale": (3,), "logit_shift/head": ()}
     assert norms == {"norm": (3,), "up": (3,), "down": (3,), "head": ()}
     np.testing.assert_allclose(metrics.drift["rescale"], [0.0, np.log(1.5), 0.0], atol=1e-6)
-    assert go.track(optax.sgd(1.0), gauges, layers=()).init(params).metrics.drift["rescale"].shape == ()
+    assert go.measure.track(optax.sgd(1.0), gauges, layers=()).init(params).metrics.drift["rescale"].shape == ()
 
 
 @pytest.mark.parametrize("large", [0, 10**9], ids=["large", "small"])
 def test_records_every_so_many_steps_and_changes_nothing(large: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_recording, "_LARGE", large)
     params, gauges = _scanned()
-    plain, tx = optax.adam(0.01), optax.chain(optax.clip(1.0), go.track(optax.adam(0.01), gauges, every=3))
+    plain, tx = optax.adam(0.01), optax.chain(optax.clip(1.0), go.measure.track(optax.adam(0.01), gauges, every=3))
     traced = []
 
     @jax.jit
@@ -168,7 +168,7 @@ def test_the_slice_does_not_drift_and_adam_does() -> None:
     params = _drawn(params, 3)
     drifts = []
     for inner in (optax.adam(0.05), go.quotient_adamw(0.05, gauges)):
-        tx, now = go.track(inner, gauges, every=1), params
+        tx, now = go.measure.track(inner, gauges, every=1), params
         state, update = tx.init(params), jit(tx.update)
         for step in range(5):
             updates, state = update(_drawn(params, step), state, now)
@@ -180,11 +180,11 @@ def test_the_slice_does_not_drift_and_adam_does() -> None:
 
 def test_a_state_has_parameters_mapped_and_hidden_leaves_left_out() -> None:
     params, gauges = _scanned()
-    tx = go.track(optax.adam(0.01), gauges)
+    tx = go.measure.track(optax.adam(0.01), gauges)
     mapped = optax.tree.map_params(tx, lambda x: x + 1.0, tx.init(params))
     assert float(optax.tree.get(mapped, "mu")["up"].min()) == 1.0
     hidden = optax.masked(tx, {"norm": True, "up": True, "down": True, "head": False})
-    masked = go.track(optax.adam(0.01), gauges[:2])
+    masked = go.measure.track(optax.adam(0.01), gauges[:2])
     hidden = optax.masked(masked, {"norm": True, "up": True, "down": True, "head": False})
     state = hidden.update(params, hidden.init(params), params)[1]
     assert set(optax.tree.get(state, "update_norm")) == {"norm", "up", "down"}
@@ -193,7 +193,7 @@ def test_a_state_has_parameters_mapped_and_hidden_leaves_left_out() -> None:
 def test_errors() -> None:
     params, gauges = _scanned()
     with pytest.raises(ValueError, match="track: bad every"):
-        go.track(optax.adam(0.01), gauges, every=0)
-    tx = go.track(optax.adam(0.01), gauges)
+        go.measure.track(optax.adam(0.01), gauges, every=0)
+    tx = go.measure.track(optax.adam(0.01), gauges)
     with pytest.raises(ValueError, match="update was called without params"):
         tx.update(params, tx.init(params))

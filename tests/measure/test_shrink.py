@@ -168,7 +168,10 @@ def _trained(tx: optax.GradientTransformation, params: Tree, steps: int = 3) -> 
 OPTIMIZERS: dict[str, tuple[Any, Any]] = {
     "ddc_adamw": (functools.partial(go.ddc_adamw, weight_decay=DECAY), go.scale_by_ddc),
     # What Muon leaves to Adam has a decay of its own.
-    "ddc_muon": (functools.partial(go.ddc_muon, weight_decay=DECAY, adam_weight_decay=DECAY), go.scale_by_scaled_polar),
+    "ddc_muon": (
+        functools.partial(go.ddc_muon, weight_decay=DECAY, adam_weight_decay=DECAY),
+        go.links.scale_by_scaled_polar,
+    ),
 }
 
 

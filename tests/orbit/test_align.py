@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import gauge_optax as go
-from gauge_optax.orbit import align as module
+from gauge_optax.orbit import _align as module
 from gauge_optax.orbit.kinds import Stage, is_compact, is_constant, stage
 from models import lm
 from tests.cases import DISCRETE_CASES, FLAT_CASES, GAUGE_CASES, GaugeCase
@@ -48,7 +48,7 @@ def test_a_random_element_is_found_again(case: GaugeCase, x64: None) -> None:
     group, a = go.product(case.gauges()), case.params(jax.random.key(1))
     b = group.act(group.sample(jax.random.key(3), a), a)
     assert _apart(b, a) > 1e-2
-    nearest = group.act(go.align(a, b, case.gauges()), b)
+    nearest = group.act(go.orbit.align(a, b, case.gauges()), b)
     assert _apart(nearest, a) <= 1e-12
     loss = jit(case.loss)  # type: ignore[arg-type]
     assert abs(float(loss(nearest)) - float(loss(b))) <= 1e-12 * abs(float(loss(b)))
@@ -72,11 +72,11 @@ def test_functions_are_told_apart_and_twins_are_not(case: GaugeCase, x64: None) 
     gauges, (a, b) = case.gauges(), (case.params(jax.random.key(seed)) for seed in (1, 5))
     group = go.product(gauges)
     twin = group.act(group.sample(jax.random.key(3), a), a)
-    assert go.distance(a, twin, gauges) <= 1e-12
-    apart = go.distance(a, b, gauges)
+    assert go.orbit.distance(a, twin, gauges) <= 1e-12
+    apart = go.orbit.distance(a, b, gauges)
     assert apart > 0.1 or case.name == "key_bias/mha"
     if len(gauges) == 1 and gauges[0].name != "permutation":
-        assert abs(go.distance(twin, b, gauges) - apart) <= 1e-6 * apart
+        assert abs(go.orbit.distance(twin, b, gauges) - apart) <= 1e-6 * apart
 
 
 @pytest.mark.parametrize("name", [
@@ -88,7 +88,7 @@ def test_no_small_move_comes_nearer(name: str, x64: None) -> None:
     """Of two different functions: the point found is a local minimum of the distance."""
     case = _case(name)
     group, (a, b) = go.product(case.gauges()), (case.params(jax.random.key(seed)) for seed in (1, 5))
-    nearest = group.act(go.align(a, b, group), b)
+    nearest = group.act(go.orbit.align(a, b, group), b)
     least = _apart(nearest, a)
     assert least < _apart(b, a)
     for seed in range(10):
@@ -103,7 +103,7 @@ def test_scales_have_the_least_value_of_a_dense_grid(degree: float, x64: None) -
     shapes = {"up": (2, 200), "down": (200, 2)}
     a, b = ({name: jnp.asarray(generator.normal(size=s)) for name, s in shapes.items()} for _ in range(2))
     gauge = go.rescale({"up": "_ channel"}, {"down": "channel _"}, degree=degree)
-    logs = np.asarray(go.align(a, b, gauge)[""])
+    logs = np.asarray(go.orbit.align(a, b, gauge)[""])
 
     def loss(x: Any) -> Any:
         up = np.sum((np.asarray(a["up"]) - np.exp(x) * np.asarray(b["up"])) ** 2, 0)
@@ -125,7 +125,7 @@ def test_no_round_makes_the_distance_larger(x64: None, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(module, "_take_turns", watched)
     a, b = (case.params(jax.random.key(seed)) for seed in (1, 5))
-    elements = [go.align(a, b, case.gauges()) for _ in range(2)]
+    elements = [go.orbit.align(a, b, case.gauges()) for _ in range(2)]
     assert len(rounds) == 6 and all(after <= before for before, after in rounds)
     assert any(after < before for before, after in rounds)
     assert all(map(np.array_equal, *map(jax.tree.leaves, elements)))  # deterministic
@@ -134,7 +134,7 @@ def test_no_round_makes_the_distance_larger(x64: None, monkeypatch: pytest.Monke
 def test_the_order_of_units_is_that_of_an_exhaustive_search(x64: None) -> None:
     case = _case("permutation/units")
     (gauge,), (a, b) = case.gauges(), (case.params(jax.random.key(seed)) for seed in (1, 5))
-    found = _apart(gauge.act(go.align(a, b, gauge), b), a)
+    found = _apart(gauge.act(go.orbit.align(a, b, gauge), b), a)
     orders = np.stack(np.meshgrid(*[np.arange(5)] * 5), -1).reshape(-1, 5)
     orders = [order for order in orders if len(set(order)) == 5]
     assert found == pytest.approx(min(_apart(gauge.act({"": jnp.asarray(order)}, b), a) for order in orders))
@@ -156,7 +156,7 @@ def test_units_are_matched_by_what_they_do(x64: None) -> None:
         return jax.nn.gelu(x @ p["read"] @ p["up"]) @ p["down"]
 
     assert _apart(fn(a, x), fn(b, x)) <= 1e-12
-    by_use, by_weights = go.align(a, b, gauge, batches=[x], fn=fn), go.align(a, b, gauge)
+    by_use, by_weights = go.orbit.align(a, b, gauge, batches=[x], fn=fn), go.orbit.align(a, b, gauge)
     assert np.array_equal(by_use[""], gauge.inverse(g)[""]) and not np.array_equal(by_weights[""], by_use[""])
 
 
@@ -170,7 +170,7 @@ def test_heads_and_units_of_a_decoder_are_matched_by_what_they_do(config: Any, x
     group = go.product(gauges)
     b = group.act(group.sample(jax.random.key(1), a), a)
     batches = [jax.random.randint(jax.random.key(seed), (4, 6), 0, 7) for seed in range(3)]
-    assert _apart(group.act(go.align(a, b, gauges, batches=batches, fn=loss), b), a) <= 1e-10
+    assert _apart(group.act(go.orbit.align(a, b, gauges, batches=batches, fn=loss), b), a) <= 1e-10
 
 
 # Whole models -------------------------------------------------------------------------------------
@@ -218,12 +218,12 @@ def _check(gauges: list[go.Gauge], a: Tree, other: Tree, loss: Callable[[Tree], 
         scale = 1.0 if dtype == "float64" else 0.3
         g = group.sample(jax.random.key(1), a, scale)
     b = group.act(jax.tree.map(lambda x: np.asarray(x, dtype if x.dtype == float else x.dtype), g), a)
-    nearest = group.act(go.align(a, b, gauges), b)
+    nearest = group.act(go.orbit.align(a, b, gauges), b)
     recovered, same = (1e-9, 1e-12) if dtype == "float64" else (2e-4, 1e-5)
     moved = _apart(loss(nearest), loss(b))
     print(f"recovered to {_apart(nearest, a):.1e} of {_apart(b, a):.1e}; outputs moved by {moved:.1e}")
     assert _apart(nearest, a) <= recovered and moved <= same
-    assert go.distance(a, b, gauges) <= recovered < 0.1 < go.distance(a, other, gauges)
+    assert go.orbit.distance(a, b, gauges) <= recovered < 0.1 < go.orbit.distance(a, other, gauges)
 
 
 _QKV = dict.fromkeys(("query", "key", "value"), "_ head _")
@@ -295,25 +295,25 @@ def test_an_average_of_twins_is_the_first_of_them(x64: None) -> None:
     case = _case("permutation/chain")
     group, a = go.product(case.gauges()), case.params(jax.random.key(1))
     twins = [group.act(group.sample(jax.random.key(seed), a), a) for seed in (2, 3)]
-    mean = go.average([a, *twins], group)
+    mean = go.orbit.average([a, *twins], group)
     assert _apart(mean, a) <= 1e-12 < 0.1 < _apart(jax.tree.map(lambda *x: sum(x) / 3, a, *twins), a)
-    assert _apart(go.average([a, *reversed(twins)], group), mean) <= 1e-12
+    assert _apart(go.orbit.average([a, *reversed(twins)], group), mean) <= 1e-12
 
 
 def test_lines_and_barriers() -> None:
     gauge = go.permutation({"up": "_ channel", "down": "channel _"})
     a = {"up": jnp.array([[1.0, -2.0]], jnp.bfloat16), "down": jnp.array([[1.0], [3.0]]), "step": jnp.int32(4)}
     b = gauge.act({"": jnp.array([1, 0])}, a)
-    middle = go.interpolate(a, b, 0.5)
+    middle = go.orbit.interpolate(a, b, 0.5)
     assert middle["up"].tolist() == [[-0.5, -0.5]] and middle["step"] == 4
     assert [x.dtype for x in jax.tree.leaves(middle)] == [x.dtype for x in jax.tree.leaves(a)]
-    assert go.average([a, b], gauge)["up"].tolist() == a["up"].tolist()
+    assert go.orbit.average([a, b], gauge)["up"].tolist() == a["up"].tolist()
 
     def loss(p: Tree) -> jax.Array:
         return jnp.mean(jnp.square(jax.nn.relu(jnp.array([[1.0], [-1.0]]) @ p["up"]) @ p["down"] - jnp.ones((2, 1))))
 
-    plain, aligned = (go.measure.barrier(loss, a, x) for x in (b, gauge.act(go.align(a, b, gauge), b)))
-    losses = [float(loss(go.interpolate(a, b, k / 10))) for k in range(11)]
+    plain, aligned = (go.measure.barrier(loss, a, x) for x in (b, gauge.act(go.orbit.align(a, b, gauge), b)))
+    losses = [float(loss(go.orbit.interpolate(a, b, k / 10))) for k in range(11)]
     assert go.measure.barrier(loss, a, a) == aligned == 0.0
     assert plain == pytest.approx(max(0.0, max(losses) - losses[0]))
     assert go.measure.barrier(lambda p: -loss(p), a, b) == pytest.approx(losses[0] - min(losses))
@@ -330,21 +330,32 @@ class Bad(NamedTuple):
     message: str
 
 
-@pytest.mark.parametrize("bad", [
-    Bad(lambda: go.align(TREE, TREE | {"up": jnp.ones((2, 4))}, UNIT), r"align: two trees that differ at 'up'"),
-    Bad(lambda: go.align(TREE, TREE | {"bias": jnp.ones(3)}, UNIT), r"no leaf 'bias' among 2 leaves, as in the first"),
-    Bad(lambda: go.distance(TREE, {"up": TREE["up"]}, UNIT), r"distance: two trees that differ at 'down'"),
-    Bad(lambda: go.interpolate(TREE, {"up": TREE["up"]}, 0.5), r"interpolate: two trees that differ at 'down'"),
-    Bad(lambda: go.measure.barrier(lambda p: 0.0, TREE, {}), r"interpolate: two trees that differ at"),
-    Bad(lambda: go.align(TREE, TREE, go.permutation({"gate": "_ channel"})), r"no leaf matches 'gate'"),
-    Bad(lambda: go.align(TREE, TREE, UNIT, batches=[1]), r"batches and a function come together"),
-    Bad(lambda: go.align(TREE, TREE, UNIT, fn=lambda p, x: x), r"batches and a function come together"),
-    Bad(lambda: go.align(TREE, TREE, UNIT, batches=[], fn=lambda p, x: x), r"with at least one batch"),
-    Bad(lambda: go.align(TREE, TREE, UNIT, [1], lambda p, x, y: x), r"model\(params, \*batch\)"),
-    Bad(lambda: go.average([], UNIT), r"average: no list of trees"),
-    Bad(lambda: go.average(TREE, UNIT), r"average: no list of trees"),
-    Bad(lambda: go.align(TREE, TREE, TREE), r"no gauges"),
-], ids=lambda bad: bad.message[:30])
+@pytest.mark.parametrize(
+    "bad",
+    [
+        Bad(
+            lambda: go.orbit.align(TREE, TREE | {"up": jnp.ones((2, 4))}, UNIT), r"align: two trees that differ at 'up'"
+        ),
+        Bad(
+            lambda: go.orbit.align(TREE, TREE | {"bias": jnp.ones(3)}, UNIT),
+            r"no leaf 'bias' among 2 leaves, as in the first",
+        ),
+        Bad(lambda: go.orbit.distance(TREE, {"up": TREE["up"]}, UNIT), r"distance: two trees that differ at 'down'"),
+        Bad(
+            lambda: go.orbit.interpolate(TREE, {"up": TREE["up"]}, 0.5), r"interpolate: two trees that differ at 'down'"
+        ),
+        Bad(lambda: go.measure.barrier(lambda p: 0.0, TREE, {}), r"interpolate: two trees that differ at"),
+        Bad(lambda: go.orbit.align(TREE, TREE, go.permutation({"gate": "_ channel"})), r"no leaf matches 'gate'"),
+        Bad(lambda: go.orbit.align(TREE, TREE, UNIT, batches=[1]), r"batches and a function come together"),
+        Bad(lambda: go.orbit.align(TREE, TREE, UNIT, fn=lambda p, x: x), r"batches and a function come together"),
+        Bad(lambda: go.orbit.align(TREE, TREE, UNIT, batches=[], fn=lambda p, x: x), r"with at least one batch"),
+        Bad(lambda: go.orbit.align(TREE, TREE, UNIT, [1], lambda p, x, y: x), r"model\(params, \*batch\)"),
+        Bad(lambda: go.orbit.average([], UNIT), r"average: no list of trees"),
+        Bad(lambda: go.orbit.average(TREE, UNIT), r"average: no list of trees"),
+        Bad(lambda: go.orbit.align(TREE, TREE, TREE), r"no gauges"),
+    ],
+    ids=lambda bad: bad.message[:30],
+)
 def test_errors_say_what_to_write(bad: Bad) -> None:
     with pytest.raises(ValueError, match=bad.message) as error:
         bad.call()

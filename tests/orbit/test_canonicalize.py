@@ -44,10 +44,10 @@ def twin_of(gauges: Any, params: Tree, scale: float = 1.0) -> Tree:
 def test_twins_become_the_same_numbers_and_the_loss_stays(case: GaugeCase, x64: None) -> None:
     gauges, params = case.gauges(), case.params(jax.random.key(1))
     twin = twin_of(gauges, params)
-    canonical = go.canonicalize(params, gauges)
+    canonical = go.orbit.canonicalize(params, gauges)
     assert apart(twin, params) > 0.1 < apart(canonical, params) + apart(canonical, twin)
-    assert apart(go.canonicalize(twin, gauges), canonical) <= 1e-10
-    assert apart(go.canonicalize(canonical, gauges), canonical) <= 1e-12
+    assert apart(go.orbit.canonicalize(twin, gauges), canonical) <= 1e-10
+    assert apart(go.orbit.canonicalize(canonical, gauges), canonical) <= 1e-12
     loss = float(case.loss(params))  # type: ignore[misc]
     assert abs(float(case.loss(canonical)) - loss) <= 1e-12 * abs(loss)  # type: ignore[misc]
 
@@ -75,10 +75,10 @@ def test_presets(name: str, linear: bool, dtype: str) -> None:
         params = {p: jnp.asarray(0.4 * rng.standard_normal(s) + (len(s) == 1), dtype) for p, s in shapes.items()}
         batch = rng.standard_normal((2, T, 6)) if name == "vision_transformer" else rng.integers(0, V, (2, T))
         gauges, fn = tree.gauges(linear), softmax_of(tree.fn)
-        canonical = go.canonicalize(params, gauges)
+        canonical = go.orbit.canonicalize(params, gauges)
         assert moved(fn, batch, params, canonical) <= (1e-12 if dtype == "float64" else 1e-5)
         if dtype == "float64":
-            assert apart(go.canonicalize(twin_of(gauges, params), gauges), canonical) <= 1e-10
+            assert apart(go.orbit.canonicalize(twin_of(gauges, params), gauges), canonical) <= 1e-10
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
@@ -92,10 +92,10 @@ def test_every_switch_of_the_decoder(row: str, dtype: str) -> None:
     with jax.enable_x64(dtype == "float64"):
         params = jax.tree.map(lambda x: jnp.asarray(np.asarray(x), dtype), made.params)
         batch = jnp.asarray(np.asarray(made.batches[0]))
-        canonical = go.canonicalize(params, made.gauges)
+        canonical = go.orbit.canonicalize(params, made.gauges)
         assert moved(fn, batch, params, canonical) <= (1e-12 if dtype == "float64" else 1e-5)
         if dtype == "float64":
-            assert apart(go.canonicalize(twin_of(made.gauges, params), made.gauges), canonical) <= 1e-10
+            assert apart(go.orbit.canonicalize(twin_of(made.gauges, params), made.gauges), canonical) <= 1e-10
 
 
 SIZES: dict[str, Any] = dict(vocab=7, d_model=8, layers=2, heads=4, kv_heads=2, d_head=4, d_ff=5, max_len=4)
@@ -112,7 +112,7 @@ def gpt() -> tuple[Tree, list[go.Gauge]]:
 def test_what_holds_at_the_canonical_point(x64: None) -> None:
     """Norm scales 1, biases that pass on 0, writers and logits centred, heads as singular value decompositions."""
     params, gauges = gpt()
-    p = go.canonicalize(jax.tree.map(jnp.asarray, params), gauges)
+    p = go.orbit.canonicalize(jax.tree.map(jnp.asarray, params), gauges)
     zero = functools.partial(np.testing.assert_allclose, desired=0.0, atol=1e-12)
     for block in p["blocks"].values():
         for norm in ("norm1", "norm2"):
@@ -146,12 +146,12 @@ def test_equal_eigenvalues_have_one_basis_too(x64: None) -> None:
     columns = np.stack([np.linalg.qr(rng.normal(size=(12, 4)))[0] for _ in range(2)], 1)
     columns[:, 1] *= np.array([3.0, 1.0, 3.0, 1.0])
     params = {"q": jnp.asarray(columns[:6]), "k": jnp.asarray(columns[6:])}
-    canonical = go.canonicalize(params, gauge)
+    canonical = go.orbit.canonicalize(params, gauge)
     for seed in range(5):
         twin = gauge.act(gauge.sample(jax.random.key(seed), params), params)
-        assert apart(go.canonicalize(twin, gauge), canonical) <= 1e-12
+        assert apart(go.orbit.canonicalize(twin, gauge), canonical) <= 1e-12
     torus = go.rope_torus({"q": "_ head basis", "k": "_ head basis"})
-    assert apart(go.canonicalize(twin_of(torus, params), torus), go.canonicalize(params, torus)) <= 1e-12
+    assert apart(go.orbit.canonicalize(twin_of(torus, params), torus), go.orbit.canonicalize(params, torus)) <= 1e-12
 
 
 def test_the_order_of_heads_and_units_does_not_matter(x64: None) -> None:
@@ -173,8 +173,8 @@ def test_the_order_of_heads_and_units_does_not_matter(x64: None) -> None:
         return out
 
     gauges = lm.whole_gauges(config)
-    canonical = go.canonicalize(params, gauges)
-    assert apart(go.canonicalize(reordered(params), gauges), reordered(canonical)) <= 1e-12
+    canonical = go.orbit.canonicalize(params, gauges)
+    assert apart(go.orbit.canonicalize(reordered(params), gauges), reordered(canonical)) <= 1e-12
 
 
 def test_multipliers_become_one_and_biases_pass_on(x64: None) -> None:
@@ -184,7 +184,7 @@ def test_multipliers_become_one_and_biases_pass_on(x64: None) -> None:
     graphdef, state = nnx.split(build(config, nnx.Rngs(0)))
     rng = np.random.default_rng(0)
     params = jax.tree.map(lambda x: jnp.asarray(x + 0.2 * rng.normal(size=x.shape)), nnx.to_pure_dict(state))
-    canonical = go.canonicalize(params, kernel_gauges(config))
+    canonical = go.orbit.canonicalize(params, kernel_gauges(config))
     for block in canonical["blocks"].values():
         for layer in (*block["attn"].values(), *block["mlp"].values()):
             np.testing.assert_allclose(jnp.abs(layer["rows"]), 1.0, rtol=1e-12)
@@ -197,12 +197,12 @@ def test_bases_by_choice(x64: None) -> None:
     """`anchor` is the slice point of optimizers; `stored` leaves heads and the stream where they are."""
     case = next(case for case in FLAT_CASES if case.name == "product/whole_gpt")
     group, params = go.product(case.gauges()), case.params(jax.random.key(1))
-    anchored = go.canonicalize(params, group, heads="anchor", stream="anchor")
-    assert apart(anchored, go.canonicalize(anchored, group, heads="stored", stream="stored")) <= 1e-12
+    anchored = go.orbit.canonicalize(params, group, heads="anchor", stream="anchor")
+    assert apart(anchored, go.orbit.canonicalize(anchored, group, heads="stored", stream="stored")) <= 1e-12
     assert apart(anchored, go.bind(group, params).slice_point(params)) <= 1e-12
     plain = {"q": jnp.ones((6, 2, 3)), "k": jnp.ones((6, 2, 3))}
     turn = go.head_rotation({"q": "_ head basis", "k": "_ head basis"})
-    assert apart(go.canonicalize(plain, turn, heads="stored"), plain) == 0.0
+    assert apart(go.orbit.canonicalize(plain, turn, heads="stored"), plain) == 0.0
 
 
 def test_negative_scales_of_norms_may_stay_negative(x64: None) -> None:
@@ -211,13 +211,13 @@ def test_negative_scales_of_norms_may_stay_negative(x64: None) -> None:
     gauges, params = case.gauges(), case.params(jax.random.key(1))
     for block in params["blocks"].values():
         block["norm1"]["scale"] = block["norm1"]["scale"].at[::2].multiply(-1.0)
-    kept, positive = (go.canonicalize(params, gauges, signs=signs) for signs in (False, True))
+    kept, positive = (go.orbit.canonicalize(params, gauges, signs=signs) for signs in (False, True))
     for path, scale in leaves_by_path(kept).items():
         if path.endswith("scale"):
             np.testing.assert_allclose(scale, jnp.sign(leaves_by_path(params)[path]), rtol=1e-12)
             np.testing.assert_allclose(leaves_by_path(positive)[path], 1.0, rtol=1e-12)
-    assert apart(go.canonicalize(twin_of(gauges, params), gauges, signs=False), kept) <= 1e-10
-    assert apart(go.canonicalize(kept, gauges), positive) <= 1e-10
+    assert apart(go.orbit.canonicalize(twin_of(gauges, params), gauges, signs=False), kept) <= 1e-10
+    assert apart(go.orbit.canonicalize(kept, gauges), positive) <= 1e-10
     loss = float(case.loss(params))  # type: ignore[misc]
     assert abs(float(case.loss(kept)) - loss) <= 1e-12 * abs(loss)  # type: ignore[misc]
 
@@ -233,9 +233,9 @@ def test_dead_heads_and_channels_stay_finite() -> None:
     block["mlp"]["up"]["kernel"] = block["mlp"]["up"]["kernel"].at[:, 0].set(0.0)
     block["attn"]["query"]["kernel"] = jnp.ones_like(block["attn"]["query"]["kernel"])
     with pytest.raises(ValueError, match=r"(?s)hides a channel, 'blocks/0/norm1/scale'.*take residual_rotation"):
-        go.canonicalize(params, lm.whole_gauges(config))
+        go.orbit.canonicalize(params, lm.whole_gauges(config))
     for linear in (False, True):
-        canonical = go.canonicalize(params, lm.whole_gauges(config, linear, residual=False))
+        canonical = go.orbit.canonicalize(params, lm.whole_gauges(config, linear, residual=False))
         assert all(bool(jnp.all(jnp.isfinite(x))) for x in jax.tree.leaves(canonical))
         tokens = rng.integers(0, 7, (2, 5))
         assert moved(lambda p, x: lm_parts(config)[1](p, x), tokens, params, canonical) <= 1e-5
@@ -244,9 +244,11 @@ def test_dead_heads_and_channels_stay_finite() -> None:
 def test_it_may_be_compiled_and_keeps_dtypes() -> None:
     case = next(case for case in FLAT_CASES if case.name == "product/whole_llama")
     gauges, params = case.gauges(), case.params(jax.random.key(1))
-    inside = jit(lambda p: go.canonicalize(p, gauges))(params)
-    assert apart(inside, go.canonicalize(params, gauges)) <= 1e-4
-    low = jax.eval_shape(lambda p: go.canonicalize(p, gauges), jax.tree.map(lambda x: x.astype(jnp.bfloat16), params))
+    inside = jit(lambda p: go.orbit.canonicalize(p, gauges))(params)
+    assert apart(inside, go.orbit.canonicalize(params, gauges)) <= 1e-4
+    low = jax.eval_shape(
+        lambda p: go.orbit.canonicalize(p, gauges), jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+    )
     assert {x.dtype for x in jax.tree.leaves(low)} == {jnp.dtype(jnp.bfloat16)}
 
 
@@ -254,6 +256,6 @@ def test_bad_input_is_refused() -> None:
     gauge = go.norm_scale({"scale": "channel"}, {"kernel": "channel _"})
     params = {"scale": jnp.ones(2), "kernel": jnp.ones((2, 3))}
     with pytest.raises(ValueError, match=r"(?s)no such basis, heads='svd'.*expected.*write heads='eigenbasis'"):
-        go.canonicalize(params, gauge, heads="svd")  # type: ignore[arg-type]
+        go.orbit.canonicalize(params, gauge, heads="svd")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"norm_scale: no leaf matches"):
-        go.canonicalize({"other": jnp.ones(2)}, gauge)
+        go.orbit.canonicalize({"other": jnp.ones(2)}, gauge)

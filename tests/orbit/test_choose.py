@@ -37,7 +37,9 @@ def normal(*shapes: tuple[int, ...]) -> list[jax.Array]:
 def test_the_least_norm_is_the_balanced_point(optimizer: Any, x64: None) -> None:
     """GL of a pair: the closed form of `balance` is what the search finds."""
     params = dict(zip("ab", normal((6, 3), (3, 5)), strict=True))
-    element = go.choose(squares, params, LINEAR, optimizer, steps=40 if optimizer is not None else 400, progress=False)
+    element = go.orbit.choose(
+        squares, params, LINEAR, optimizer, steps=40 if optimizer is not None else 400, progress=False
+    )
     found, least = LINEAR.act(element, params), LINEAR.act(LINEAR.balance(params), params)
     np.testing.assert_allclose(float(squares(found)), float(squares(least)), rtol=1e-3)
     assert float(squares(found)) < 0.95 * float(squares(params))
@@ -66,7 +68,7 @@ def test_every_kind_goes_towards_a_twin_and_keeps_the_function(case: Any, x64: N
     def distance(p: Tree) -> jax.Array:
         return squares(jax.tree.map(jnp.subtract, p, twin))
 
-    element = go.choose(distance, params, gauge, optax.adam(0.01), steps=30, progress=False)
+    element = go.orbit.choose(distance, params, gauge, optax.adam(0.01), steps=30, progress=False)
     found = gauge.act(element, params)
     assert float(distance(found)) < 0.5 * float(distance(params))
     loss = float(case.loss(params))
@@ -97,7 +99,7 @@ def test_a_search_is_resumed_where_it_was_saved(tmp_path: Path) -> None:
     """Batches and keys depend on the step's number: 6 steps are 3 steps, a checkpoint, and 3 steps."""
     batches = np.random.default_rng(1).integers(0, 7, (4, 5))
     search = functools.partial(
-        go.choose, rounding, llama(), ROTATIONS, batches=list(batches), key=jax.random.key(0), progress=False,
+        go.orbit.choose, rounding, llama(), ROTATIONS, batches=list(batches), key=jax.random.key(0), progress=False,
         return_state=True,
     )
     whole, state = search(steps=6)
@@ -114,7 +116,7 @@ def test_a_search_is_resumed_where_it_was_saved(tmp_path: Path) -> None:
 
 def test_rotations_stay_orthogonal_in_float32() -> None:
     batches = [np.array([0, 1, 2])]
-    element = go.choose(
+    element = go.orbit.choose(
         rounding, llama(), ROTATIONS, optax.adam(0.1), steps=150, batches=batches, key=jax.random.key(0), progress=False
     )
     for matrix in jax.tree.leaves(element):
@@ -122,7 +124,7 @@ def test_rotations_stay_orthogonal_in_float32() -> None:
         assert (
             float(jnp.max(jnp.abs(error))) < 2e-6 < 1e-2 < float(jnp.max(jnp.abs(matrix - jnp.eye(matrix.shape[-1]))))
         )
-    rotated = go.rotate(llama(), ROTATIONS, element)  # what it finds can be fused in float64
+    rotated = go.orbit.rotate(llama(), ROTATIONS, element)  # what it finds can be fused in float64
     assert apart(rotated, go.product(ROTATIONS).act(element, llama())) < 1e-5
 
 
@@ -130,11 +132,11 @@ def test_a_start_and_an_early_stop(capsys: pytest.CaptureFixture[str]) -> None:
     gauge = go.rescale({"up": "_ channel"}, {"down": "channel _"})
     params = {"up": jnp.full((1, 2), 4.0), "down": jnp.ones((2, 1))}
     balanced = gauge.balance(params)
-    element, state = go.choose(squares, params, gauge, steps=100, start=balanced, patience=5, return_state=True)
+    element, state = go.orbit.choose(squares, params, gauge, steps=100, start=balanced, patience=5, return_state=True)
     assert int(state.step) == 6 and apart(element, balanced) < 1e-6
     assert "choose" in capsys.readouterr().err
     # An iterator of batches, and the last element: with batches, no value is comparable with another.
-    element, state = go.choose(
+    element, state = go.orbit.choose(
         lambda p, batch: squares(p) * batch, params, gauge, steps=3, batches=iter([1.0, 2.0, 3.0]), progress=False,
         return_state=True,
     )
@@ -144,7 +146,7 @@ def test_a_start_and_an_early_stop(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_users_gauge_needs_coordinates() -> None:
     params = {"token": jnp.ones((5, 2)), "position": jnp.arange(6.0).reshape(3, 2)}
     with pytest.raises(ValueError, match=r"(?s)no coordinates of.*algebra\(params\)"):
-        go.choose(squares, params, Translation("token", "position"), progress=False)
+        go.orbit.choose(squares, params, Translation("token", "position"), progress=False)
 
     class WithAlgebra(Translation):
         def algebra(self, params: Any) -> Any:
@@ -154,7 +156,7 @@ def test_a_users_gauge_needs_coordinates() -> None:
             return coordinates
 
     gauge = WithAlgebra("token", "position")
-    element = go.choose(squares, params, gauge, optax.adam(0.1), steps=200, progress=False)
+    element = go.orbit.choose(squares, params, gauge, optax.adam(0.1), steps=200, progress=False)
     moved = gauge.act(element, params)
     np.testing.assert_allclose(jnp.sum(moved["token"], 0), jnp.sum(moved["position"], 0), atol=1e-2)
 
@@ -163,10 +165,10 @@ def test_bad_input_is_refused() -> None:
     gauge = go.rescale({"up": "_ channel"}, {"down": "channel _"})
     params = {"up": jnp.full((1, 2), 4.0), "down": jnp.ones((2, 1))}
     with pytest.raises(ValueError, match=r"(?s)does not take these arguments.*pass batches="):
-        go.choose(lambda p, batch: squares(p), params, gauge, progress=False)
+        go.orbit.choose(lambda p, batch: squares(p), params, gauge, progress=False)
     with pytest.raises(ValueError, match=r"(?s)does not take these arguments"):
-        go.choose(squares, params, gauge, batches=[1.0], progress=False)
+        go.orbit.choose(squares, params, gauge, batches=[1.0], progress=False)
     with pytest.raises(ValueError, match=r"(?s)no scalar.*shape \(1, 2\)"):
-        go.choose(lambda p: p["up"], params, gauge, progress=False)
+        go.orbit.choose(lambda p: p["up"], params, gauge, progress=False)
     with pytest.raises(ValueError, match=r"(?s)not finite, at step 0.*lower the learning rate"):
-        go.choose(lambda p: squares(p) * jnp.nan, params, gauge, progress=False)
+        go.orbit.choose(lambda p: squares(p) * jnp.nan, params, gauge, progress=False)

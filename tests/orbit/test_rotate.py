@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import gauge_optax as go
+from gauge_optax.orbit import _rotate as module
 from gauge_optax.orbit import hadamard
-from gauge_optax.orbit import rotate as module
 from gauge_optax.orbit.hadamard import known_hadamard
 from gauge_optax.orbit.rotations import random_rotation
 from models import lm
@@ -59,13 +59,13 @@ def quarot(p: Tree, r1: np.ndarray, r2: list[np.ndarray]) -> Tree:
 
 def folded(params: Tree, config: lm.LMConfig) -> Tree:
     """Norm scales folded into readers, and nothing else."""
-    return go.canonicalize(params, [gauge for gauge in lm.whole_gauges(config) if gauge.name == "norm_scale"])
+    return go.orbit.canonicalize(params, [gauge for gauge in lm.whole_gauges(config) if gauge.name == "norm_scale"])
 
 
 @pytest.mark.parametrize("linear", [False, True])
 def test_it_is_quarots_fusing(linear: bool, x64: None) -> None:
     params, gauges = jax.tree.map(jnp.asarray, numbers(LLAMA)), rotations(LLAMA, linear)
-    rotated = go.rotate(folded(params, LLAMA), gauges, "hadamard", key=jax.random.key(3))
+    rotated = go.orbit.rotate(folded(params, LLAMA), gauges, "hadamard", key=jax.random.key(3))
     keys = jax.random.split(jax.random.key(3), 3)
     (stream,), heads_of_layers = go.bind(gauges, params).copies
     r1 = np.asarray(random_rotation(stream.parts[-1], keys[0], "hadamard"))
@@ -75,7 +75,7 @@ def test_it_is_quarots_fusing(linear: bool, x64: None) -> None:
     np.testing.assert_allclose(np.abs(heads), 0.5)
     assert apart(rotated, quarot(params, r1, heads)) <= 1e-13
     element = ({"": r1}, {f"i={number}": head for number, head in enumerate(heads)})
-    assert apart(go.rotate(folded(params, LLAMA), gauges, element), rotated) <= 1e-13
+    assert apart(go.orbit.rotate(folded(params, LLAMA), gauges, element), rotated) <= 1e-13
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
@@ -87,7 +87,7 @@ def test_the_function_stays(name: str, by: str, dtype: str) -> None:
     with jax.enable_x64(dtype == "float64"):
         params = jax.tree.map(lambda x: jnp.asarray(x, dtype), numbers(config))
         tokens = np.random.default_rng(0).integers(0, 11, (2, 6))
-        rotated = go.rotate(params, rotations(config), by)
+        rotated = go.orbit.rotate(params, rotations(config), by)
         assert {x.dtype for x in jax.tree.leaves(rotated)} == {jnp.dtype(dtype)}
         assert apart(rotated, params) > 0.5
         assert moved(lambda p, x: lm_parts(config)[1](p, x), tokens, params, rotated) <= (
@@ -114,7 +114,7 @@ def test_every_rotation_of_the_registers(case: Any, x64: None) -> None:
             continue
         if by == "hadamard" and any(g.name == "head_linear" for g in case.gauges()) and "lora" in case.name:
             continue  # of rank 3
-        rotated = go.rotate(params, case.gauges(), by)
+        rotated = go.orbit.rotate(params, case.gauges(), by)
         assert apart(rotated, params) > 0.1
         loss = float(case.loss(params))
         assert abs(float(case.loss(rotated)) - loss) <= 1e-12 * abs(loss)
@@ -130,7 +130,7 @@ def test_presets(name: str, dtype: str) -> None:
         params = {p: jnp.asarray(0.4 * rng.standard_normal(s) + (len(s) == 1), dtype) for p, s in shapes.items()}
         batch = rng.standard_normal((2, T, 6)) if name == "vision_transformer" else rng.integers(0, V, (2, T))
         gauges = [gauge for gauge in tree.gauges(False) if gauge.name in ROTATIONS]
-        rotated = go.rotate(params, gauges)
+        rotated = go.orbit.rotate(params, gauges)
         limit = 1e-12 if dtype == "float64" else 1e-5
         assert apart(rotated, params) > 0.1 and moved(softmax_of(tree.fn), batch, params, rotated) <= limit
 
@@ -143,7 +143,7 @@ def test_norms_that_are_more_precise_than_kernels_are_passed() -> None:
     key = jax.random.key(3)
     stream = gauges[-2]
     assert stream.name == "residual_rotation" and not go.bind(gauges, kernels).slice.turns[1:]
-    rotated, expected = (go.rotate(p, rotations(LLAMA), key=key) for p in (kernels, whole))
+    rotated, expected = (go.orbit.rotate(p, rotations(LLAMA), key=key) for p in (kernels, whole))
     assert apart(jax.tree.map(lambda x: x.astype(jnp.float32), rotated), expected) < 1e-2
     assert apart(rotated["embed"]["embedding"].astype(jnp.float32), whole["embed"]["embedding"]) > 0.5
     element = stream.sample(jax.random.key(4), kernels)
@@ -159,14 +159,15 @@ def test_products_are_rounded_once(monkeypatch: pytest.MonkeyPatch) -> None:
         exact = {"embedding": rng.normal(size=(37, 16)), "head": rng.normal(size=(16, 37))}
         low = jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), exact)
         whole = jax.tree.map(lambda x: x.astype(float), low)
-        expected = jax.tree.map(lambda x: x.astype(jnp.bfloat16), go.rotate(whole, gauge))
+        expected = jax.tree.map(lambda x: x.astype(jnp.bfloat16), go.orbit.rotate(whole, gauge))
     before = jax.tree.map(jnp.copy, low)
     assert all(
-        bool(jnp.all(x == y)) for x, y in zip(*map(jax.tree.leaves, (go.rotate(low, gauge), expected)), strict=True)
+        bool(jnp.all(x == y))
+        for x, y in zip(*map(jax.tree.leaves, (go.orbit.rotate(low, gauge), expected)), strict=True)
     )
     monkeypatch.setattr(module, "_CHUNK", 160)  # ten rows
     jax.clear_caches()
-    parts = go.rotate(low, gauge, donate=True)
+    parts = go.orbit.rotate(low, gauge, donate=True)
     assert all(bool(jnp.all(x == y)) for x, y in zip(*map(jax.tree.leaves, (parts, expected)), strict=True))
     assert low["head"].is_deleted() and jax.tree.leaves(before)[0].dtype == jnp.bfloat16
     jax.clear_caches()
@@ -209,28 +210,28 @@ def test_an_outlier_spreads_where_norms_are_folded_first(x64: None) -> None:
 
     gauges = rotations(LLAMA)
     plain = folded(params, LLAMA)
-    assert peak(go.rotate(plain, gauges)) < 0.6 * peak(plain)
-    assert peak(go.rotate(params, gauges)) > peak(go.rotate(plain, gauges))
+    assert peak(go.orbit.rotate(plain, gauges)) < 0.6 * peak(plain)
+    assert peak(go.orbit.rotate(params, gauges)) > peak(go.orbit.rotate(plain, gauges))
 
 
 def test_bad_input_is_refused() -> None:
     params = {"value": jnp.ones((6, 2, 3)), "out": jnp.ones((2, 3, 6)), "scale": jnp.ones(6)}
     heads = go.head_rotation({"value": "_ head basis", "out": "head basis _"})
     with pytest.raises(ValueError, match=r"(?s)no Hadamard rotation at 'value'.*3 dimensions.*by='random'"):
-        go.rotate(params, heads)
+        go.orbit.rotate(params, heads)
     with pytest.raises(ValueError, match=r"(?s)no such rotation, by='walsh'"):
-        go.rotate(params, heads, "walsh")
+        go.orbit.rotate(params, heads, "walsh")
     with pytest.raises(ValueError, match=r"(?s)norm_scale: no rotation.*take it out of the list"):
-        go.rotate(params, go.norm_scale({"scale": "channel"}, {"value": "channel _ _"}))
+        go.orbit.rotate(params, go.norm_scale({"scale": "channel"}, {"value": "channel _ _"}))
     with pytest.raises(ValueError, match=r"(?s)an element of other gauges"):
-        go.rotate(params, heads, {"": jnp.eye(3)})
+        go.orbit.rotate(params, heads, {"": jnp.eye(3)})
     with pytest.raises(ValueError, match=r"(?s)an element that is no rotation.*QR"):
-        go.rotate(params, heads, {"": jnp.ones((2, 3, 3))})
+        go.orbit.rotate(params, heads, {"": jnp.ones((2, 3, 3))})
     with pytest.raises(ValueError, match=r"(?s)called under jit.*outside jit"):
-        jax.jit(lambda p: go.rotate(p, heads, "random"))(params)
+        jax.jit(lambda p: go.orbit.rotate(p, heads, "random"))(params)
     with pytest.raises(ValueError, match=r"(?s)no Hadamard rotation.*rotary planes"):
-        go.rotate({"q": jnp.ones((6, 2, 4)), "k": jnp.ones((6, 2, 4))},
+        go.orbit.rotate({"q": jnp.ones((6, 2, 4)), "k": jnp.ones((6, 2, 4))},
                   go.rope_torus({"q": "_ head basis", "k": "_ head basis"}))
     centred = go.residual_rotation({"out": "_ _ basis"}, {"value": "basis _ _"}, centred=True)
     with pytest.raises(ValueError, match=r"(?s)6 dimensions.*a multiple of 4"):
-        go.rotate(params, centred)
+        go.orbit.rotate(params, centred)

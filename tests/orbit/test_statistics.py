@@ -41,11 +41,11 @@ def test_a_move_that_leaves_statistics_behind_is_refused(name: str) -> None:
     tree = TREES[name]
     assert len(statistics_of(tree)) == 2
     calls = {
-        "canonicalize": lambda: go.canonicalize(tree, KERNEL),
-        "gauge_fix": lambda: go.gauge_fix(optax.sgd(0.1), KERNEL).init(tree),
-        "choose": lambda: go.choose(lambda p: jnp.sum(p["kernel"] ** 2), tree, KERNEL, steps=1),
-        "average": lambda: go.average([tree, tree], KERNEL),
-        "interpolate": lambda: go.interpolate(tree, tree, 0.5),
+        "canonicalize": lambda: go.orbit.canonicalize(tree, KERNEL),
+        "gauge_fix": lambda: go.orbit.gauge_fix(optax.sgd(0.1), KERNEL).init(tree),
+        "choose": lambda: go.orbit.choose(lambda p: jnp.sum(p["kernel"] ** 2), tree, KERNEL, steps=1),
+        "average": lambda: go.orbit.average([tree, tree], KERNEL),
+        "interpolate": lambda: go.orbit.interpolate(tree, tree, 0.5),
     }
     for function, call in calls.items():
         with pytest.raises(ValueError, match=f"^{function}: running statistics") as caught:
@@ -68,10 +68,10 @@ def test_the_refusal_is_about_something() -> None:
 def test_what_does_not_disturb_statistics_passes() -> None:
     tree = TREES["nnx"] | {"out": jax.random.normal(KEYS[2], (5, 3))}
     behind = go.rescale({"norm/scale": "channel", "norm/bias": "channel"}, {"out": "channel _"})
-    go.canonicalize(tree, behind)  # the norm's affine part trades with the next kernel, behind the statistics
-    go.gauge_fix(optax.sgd(0.1), behind).init(tree)
+    go.orbit.canonicalize(tree, behind)  # the norm's affine part trades with the next kernel, behind the statistics
+    go.orbit.gauge_fix(optax.sgd(0.1), behind).init(tree)
     prior = {"mean": jnp.zeros(3), "var": jnp.ones(3), "kernel": jnp.ones((6, 3))}  # no norm beside them
     assert statistics_of(prior) == {}
-    go.average([prior, prior], go.scale_invariant({"kernel": "_ channel"}))
+    go.orbit.average([prior, prior], go.scale_invariant({"kernel": "_ channel"}))
     without = {"kernel": tree["kernel"], "norm": {k: tree["norm"][k] for k in ("scale", "bias")}}
-    go.canonicalize(without, KERNEL)
+    go.orbit.canonicalize(without, KERNEL)

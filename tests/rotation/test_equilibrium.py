@@ -113,7 +113,7 @@ def test_corrections_are_those_of_appendix_g() -> None:
 
 def _walk(tx: optax.GradientTransformation, steps: int, width: int, even: bool = False) -> dict[str, np.ndarray]:
     """Means over the second half: norm, rotation, and the squares of gradients at norm 1, by neuron."""
-    tracked = go.track_rotation({"w": "channel _"}, tx, every=1)
+    tracked = go.measure.track_rotation({"w": "channel _"}, tx, every=1)
     walk, weights = random_walk.start(jax.random.key(0), width, width, even)
 
     @jax.jit

@@ -59,7 +59,7 @@ def test_every_vector_steps_by_the_formula(bound: float, beta: float, x64: None)
     gradients = _noise(1, steps, inputs, 5) * np.array([1e-6, 1.0, 1e6, 1.0, 0.0])
     rates = np.where(np.arange(steps) == 3, 0.0, RATE * (1.0 + np.arange(steps)))
     schedule = lambda n: jnp.asarray(rates)[n]  # noqa: E731
-    tx = go.max_norm(optax.sgd(schedule), {"w": "_ neuron"}, learning_rate=schedule, bound=bound, beta=beta)
+    tx = go.norms.max_norm(optax.sgd(schedule), {"w": "_ neuron"}, learning_rate=schedule, bound=bound, beta=beta)
     found = _run(tx, {"w": jnp.asarray(weights)}, {"w": jnp.asarray(gradients)})["w"]
     for n in range(5):
         expected = _by_hand(weights[:, n], gradients[:, :, n], rates, bound, beta)
@@ -76,7 +76,7 @@ def test_the_scale_of_the_loss_and_other_leaves() -> None:
     """Gradients 1e12 times as large make the same run; what is not listed gets inner's update."""
     params = {"w": jnp.asarray(_noise(0, 6, 4), jnp.float32), "b": jnp.zeros(4)}
     gradients = {"w": jnp.asarray(_noise(1, 5, 6, 4), jnp.float32), "b": jnp.ones((5, 4))}
-    tx = go.max_norm(optax.sgd(RATE), {"w": "_ neuron"}, learning_rate=RATE)
+    tx = go.norms.max_norm(optax.sgd(RATE), {"w": "_ neuron"}, learning_rate=RATE)
     one, other = (_run(tx, params, jax.tree.map(lambda g, c=c: c * g, gradients)) for c in (1.0, 2.0**40))
     np.testing.assert_allclose(one["w"], other["w"], atol=tolerance("twins", "float32"))
     np.testing.assert_allclose(one["b"][-1], -5 * RATE, rtol=1e-6)
@@ -85,7 +85,7 @@ def test_the_scale_of_the_loss_and_other_leaves() -> None:
 @pytest.mark.parametrize("bound", [0.0, -1.0, float("nan"), float("inf")])
 def test_a_bound_is_positive(bound: float) -> None:
     with pytest.raises(ValueError, match="bad bound") as error:
-        go.max_norm(optax.sgd(0.1), {"w": "_ neuron"}, learning_rate=0.1, bound=bound)
+        go.norms.max_norm(optax.sgd(0.1), {"w": "_ neuron"}, learning_rate=0.1, bound=bound)
     for part in ("max_norm", "found:", "expected:", "remedy:", "write bound=1.0"):
         assert part in str(error.value)
 
@@ -102,7 +102,7 @@ def test_a_small_rate_moves_large_weights_little(schedule: bool, dtype: str) -> 
         params = {name: jnp.asarray(x, dtype) for name, x in weights.items()}
         gradients = {name: jnp.asarray(_noise(2, 1, 32, 8), dtype) for name in weights}
         rate: Any = (lambda count: 1e-8 * (1 + count)) if schedule else 1e-8
-        tx = go.max_norm(optax.sgd(rate), {"**": "_ neuron"}, learning_rate=rate)
+        tx = go.norms.max_norm(optax.sgd(rate), {"**": "_ neuron"}, learning_rate=rate)
         points = _run(tx, params, gradients)
         for name in weights:
             before, after = np.asarray(points[name], float)
@@ -116,7 +116,7 @@ def test_weights_above_the_bound_come_back_to_it_at_the_pace_of_the_rate(rate: f
     directions = _noise(0, 16, 6)
     weights = 3.0 * directions / np.linalg.norm(directions, axis=0)
     outwards = np.broadcast_to(-weights * np.array([1.0, 1.0, 1.0, 0.0, 0.0, 0.0]), (steps + 5, 16, 6))
-    tx = go.max_norm(optax.sgd(rate), {"w": "_ neuron"}, learning_rate=rate)
+    tx = go.norms.max_norm(optax.sgd(rate), {"w": "_ neuron"}, learning_rate=rate)
     norms = np.linalg.norm(_run(tx, {"w": jnp.asarray(weights)}, {"w": jnp.asarray(outwards)})["w"], axis=1)
     assert (np.diff(norms, axis=0) <= 1e-12).all()
     np.testing.assert_allclose(norms[1, :3], 3.0 - rate, rtol=1e-12)
@@ -135,7 +135,7 @@ def test_the_size_of_gradients_does_not_matter(size: float, dtype: str) -> None:
     with jax.enable_x64(dtype == "float64"):
         params = {"w": jnp.asarray(_noise(0, 6, 4) / 3, dtype)}
         gradients = _noise(1, 5, 6, 4) * np.array([1.0, 1e-3, 0.0, 1.0])
-        tx = go.max_norm(optax.sgd(RATE), {"w": "_ neuron"}, learning_rate=RATE)
+        tx = go.norms.max_norm(optax.sgd(RATE), {"w": "_ neuron"}, learning_rate=RATE)
         one, other = (_run(tx, params, {"w": jnp.asarray(c * gradients, dtype)})["w"] for c in (1.0, size))
         assert np.isfinite(np.asarray(other, float)).all()
         np.testing.assert_array_equal(other[:, :, 2], other[0, :, 2][None].repeat(6, 0))
@@ -155,7 +155,7 @@ def test_the_size_of_gradients_does_not_matter(size: float, dtype: str) -> None:
 def test_a_state_of_other_vectors_is_refused(other: Any) -> None:
     """Whatever their number: rows and columns of a square kernel have states of one shape."""
     params = {"w": jnp.ones((4, 4)), "v": jnp.ones((4, 4))}
-    make = lambda blocks: go.max_norm(optax.sgd(RATE), blocks, learning_rate=RATE)  # noqa: E731
+    make = lambda blocks: go.norms.max_norm(optax.sgd(RATE), blocks, learning_rate=RATE)  # noqa: E731
     state = make(other).init(params)
     tx = make({"w": "_ neuron"})
     with pytest.raises(ValueError, match="max_norm: a state that was made for other vectors") as error:

@@ -32,7 +32,7 @@ def _vectors(tree: Any) -> dict[str, np.ndarray]:
 
 def test_every_figure_is_what_it_says(x64: None) -> None:
     params, grads = _params(), [jax.tree.map(lambda x, s=s: _noise(s, *x.shape), _params()) for s in (5, 6)]
-    tracked = go.track_rotation(BLOCKS, optax.adamw(0.01, weight_decay=0.5), every=1)
+    tracked = go.measure.track_rotation(BLOCKS, optax.adamw(0.01, weight_decay=0.5), every=1)
     tx = optax.chain(optax.clip_by_global_norm(1e3), tracked)
     state = tx.init(params)
     _, state = tx.update(grads[0], state, params)
@@ -56,7 +56,7 @@ def test_every_figure_is_what_it_says(x64: None) -> None:
 
 def test_last_in_a_chain_it_needs_the_gradient_for_angles_with_it() -> None:
     params, grads = _params(), _params()
-    tx = optax.chain(optax.sgd(0.1), go.track_rotation(BLOCKS, every=1))
+    tx = optax.chain(optax.sgd(0.1), go.measure.track_rotation(BLOCKS, every=1))
     _, bare = tx.update(grads, tx.init(params), params)
     _, told = tx.update(grads, tx.init(params), params, gradient=grads, momentum=grads)
     for name in ("norm", "rotation", "rms_update"):
@@ -69,7 +69,7 @@ def test_last_in_a_chain_it_needs_the_gradient_for_angles_with_it() -> None:
 def test_it_changes_nothing_and_keeps_what_it_recorded() -> None:
     params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), _params())
     inner = optax.adamw(0.01)
-    tx = go.track_rotation(BLOCKS, inner, every=3)
+    tx = go.measure.track_rotation(BLOCKS, inner, every=3)
     state, plain = tx.init(params), inner.init(params)
     for step in range(5):
         updates, state = jax.jit(tx.update)(params, state, params)
@@ -81,7 +81,7 @@ def test_it_changes_nothing_and_keeps_what_it_recorded() -> None:
 def test_moments_of_a_partition_are_found_by_leaf() -> None:
     params = {"a": jnp.ones((6, 4)), "b": jnp.ones((6, 4))}
     inner = optax.partition({"a": optax.adam(0.1), "b": optax.sgd(0.1, 0.9)}, {"a": "a", "b": "b"})
-    tx = go.track_rotation({"{leaf}": "_ channel"}, inner, every=1)
+    tx = go.measure.track_rotation({"{leaf}": "_ channel"}, inner, every=1)
     _, state = tx.update(params, tx.init(params), params)
     _, state = tx.update(params, state, params)
     for path in ("a", "b"):
@@ -90,6 +90,6 @@ def test_moments_of_a_partition_are_found_by_leaf() -> None:
 
 def test_two_moments_of_a_leaf_are_refused() -> None:
     params = {"a": jnp.ones((6, 4))}
-    tx = go.track_rotation({"a": "_ channel"}, optax.chain(optax.adam(0.1), optax.trace(0.9)), every=1)
+    tx = go.measure.track_rotation({"a": "_ channel"}, optax.chain(optax.adam(0.1), optax.trace(0.9)), every=1)
     with pytest.raises(ValueError, match="several first moments of 'a'"):
         tx.update(params, tx.init(params), params)

@@ -308,7 +308,7 @@ def pack(
     ...     "key": jax.random.normal(keys[1], (6, 2, 3)),
     ... }
     >>> gauge = go.head_linear({"query": "_ head basis"}, {"key": "_ head basis"})
-    >>> packed = go.pack(params, gauge)
+    >>> packed = go.orbit.pack(params, gauge)
     >>> sum(x.size for x in jax.tree.leaves(packed))  # 72 - 2 heads * 3 * 3
     54
 
@@ -334,7 +334,7 @@ def pack(
         if isinstance(leaves[path], jax.core.Tracer | jax.ShapeDtypeStruct):
             raise binding_error(
                 _NAME, f"no numbers in '{path}'", "a traced array or a shape", "an array to choose rows from",
-                "call pack outside of jit; or pass rows=go.packed_rows(packed) of an earlier packed tree",
+                "call pack outside of jit; or pass rows=go.orbit.packed_rows(packed) of an earlier packed tree",
             )
     traced = any(isinstance(leaf, jax.core.Tracer) for leaf in leaves.values())
     # In float64, float32 weights lose less: logits of GPT-2 then change by 4e-6 in place of 1.1e-5 (shared rows).
@@ -364,7 +364,7 @@ def unpack(packed: Any) -> Any:
     >>> gauge = go.head_linear({"a": "_ basis"}, {"b": "basis _"})
     >>> factor = jnp.array([[1.0, 1.0], [0.0, 2.0], [3.0, 0.0]])
     >>> params = {"a": factor, "b": jnp.ones((2, 1))}
-    >>> whole = go.unpack(go.pack(params, gauge, size=1.0))
+    >>> whole = go.orbit.unpack(go.orbit.pack(params, gauge, size=1.0))
     >>> # Two rows are the identity, and the product is as before.
     >>> whole["a"][1:].tolist(), (whole["a"] @ whole["b"]).round(4).tolist()
     ([[0.0, 1.0], [1.0, 0.0]], [[2.0], [2.0], [3.0]])
@@ -387,11 +387,11 @@ def packed_rows(packed: Any) -> dict[str, dict[str, dict[str, Any]]]:
     >>> gauge = go.head_linear({"a": "_ basis"}, {"b": "basis _"})
     >>> factor = jnp.array([[1.0, 1.0], [0.0, 2.0], [3.0, 0.0]])
     >>> params = {"a": factor, "b": jnp.ones((2, 1))}
-    >>> rows = go.packed_rows(go.pack(params, gauge, size=1.0))
+    >>> rows = go.orbit.packed_rows(go.orbit.pack(params, gauge, size=1.0))
     >>> rows
     {'a': {'_ basis': {'size': 1.0, 'rows': [[2, 1]]}}}
     >>> # What a checkpoint is restored into.
-    >>> jax.eval_shape(lambda p: go.pack(p, gauge, rows=rows), params)["a"]
+    >>> jax.eval_shape(lambda p: go.orbit.pack(p, gauge, rows=rows), params)["a"]
     PackedLeaf((1, 2) of (3, 2))
 
     Reference: the permutation of van Nierop's identity block.
@@ -421,9 +421,9 @@ def packed_dot(x: jax.Array, kernel: Any, axis: int = 0) -> jax.Array:
     >>> gauge = go.head_linear({"a": "_ basis"}, {"b": "basis _"})
     >>> factor = jnp.array([[1.0, 1.0], [0.0, 2.0], [3.0, 0.0]])
     >>> params = {"a": factor, "b": jnp.ones((2, 1))}
-    >>> packed = go.pack(params, gauge)
+    >>> packed = go.orbit.pack(params, gauge)
     >>> x = jnp.ones((4, 3))
-    >>> out = go.packed_dot(go.packed_dot(x, packed["a"]), packed["b"])
+    >>> out = go.orbit.packed_dot(go.orbit.packed_dot(x, packed["a"]), packed["b"])
     >>> bool(jnp.allclose(out, x @ params["a"] @ params["b"]))
     True
 
@@ -441,7 +441,7 @@ def packed_dot(x: jax.Array, kernel: Any, axis: int = 0) -> jax.Array:
             raise binding_error(
                 "packed_dot", f"no product with '{b.block.path}' along axis {axis}",
                 f"axes \"{b.block.axes}\"", f"rows that are the whole of axis {axis}",
-                "multiply with the leaf of go.unpack(packed)",
+                "multiply with the leaf of go.orbit.unpack(packed)",
             )
     return layout.dot(x, kernel.arrays, axis)
 
@@ -523,7 +523,7 @@ def _given(copy: Symmetry, rows: Rows) -> PackedBlock:
         raise binding_error(
             copy.gauge, f"no rows for {_place(copy)}", f"rows of {', '.join(rows) or 'no leaf'}",
             f"a size and {count} row numbers, once or per head, for one of {wanted}",
-            "pass go.packed_rows(packed) of a tree that was packed with these gauges",
+            "pass go.orbit.packed_rows(packed) of a tree that was packed with these gauges",
         )
     return PackedBlock.of(copy, blocks[0], numbers.tolist(), float(entry["size"]))
 

@@ -71,7 +71,7 @@ def rotate(
     >>> gauge = go.head_rotation({"value": "_ head basis", "out": "head basis _"})
     >>> value = jnp.zeros((4, 1, 4)).at[:, 0, 0].set(1.0)  # one channel has everything
     >>> params = {"value": value, "out": jnp.ones((1, 4, 4))}
-    >>> rotated = go.rotate(params, gauge, "hadamard")
+    >>> rotated = go.orbit.rotate(params, gauge, "hadamard")
     >>> jnp.abs(rotated["value"][0, 0]).tolist()
     [0.5, 0.5, 0.5, 0.5]
 
@@ -140,7 +140,7 @@ def _given(on_tree: Bound, expected: Any, element: Element) -> Elements:
                 raise binding_error(
                     copy.gauge, f"an element that is no rotation, at '{copy.key}'",
                     f"RᵀR is {worst:.1e} from the identity", "orthogonal matrices",
-                    "pass the orthogonal factor of a QR decomposition, or what go.choose returned",
+                    "pass the orthogonal factor of a QR decomposition, or what go.orbit.choose returned",
                 )
             elements |= zip([part.label for part in copy.parts], copy.split(copy.normalized(own)), strict=True)
     return elements

@@ -66,7 +66,7 @@ def align(a: Any, b: Any, gauges: Gauges, batches: Sequence[Any] | None = None, 
     >>> a = {"up": jnp.array([[1.0, -2.0, 3.0]]), "down": jnp.array([[1.0], [0.5], [2.0]])}
     >>> group = go.product(gauges)
     >>> b = group.act(group.sample(jax.random.key(0), a), a)
-    >>> nearest = group.act(go.align(a, b, gauges), b)
+    >>> nearest = group.act(go.orbit.align(a, b, gauges), b)
     >>> bool(jnp.allclose(nearest["up"], a["up"], atol=1e-5))
     True
 

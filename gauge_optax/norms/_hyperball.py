@@ -87,7 +87,7 @@ def hyperball(
     >>> tx = optax.chain(
     ...     optax.add_decayed_weights(0.1),
     ...     optax.sgd(0.1),
-    ...     go.hyperball({"kernel": "_ channel"}),
+    ...     go.norms.hyperball({"kernel": "_ channel"}),
     ... )
     >>> params = {"kernel": jnp.array([[3.0, 0.0], [4.0, 2.0]])}
     >>> step, _ = tx.update(

@@ -89,7 +89,7 @@ def max_norm(
     A step whose learning rate is zero moves nothing, and does not scale back.
 
     >>> params = {"kernel": jnp.array([[0.0, 0.1], [0.0, 0.0]]), "bias": jnp.zeros(2)}
-    >>> tx = go.max_norm(optax.sgd(0.5), {"kernel": "_ neuron"}, learning_rate=0.5)
+    >>> tx = go.norms.max_norm(optax.sgd(0.5), {"kernel": "_ neuron"}, learning_rate=0.5)
     >>> state = tx.init(params)
     >>> for _ in range(3):
     ...     grads = {"kernel": -jnp.ones((2, 2)), "bias": jnp.ones(2)}

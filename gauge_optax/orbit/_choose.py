@@ -104,7 +104,7 @@ def choose(
     >>> params = {"up": jnp.full((1, 2), 4.0), "down": jnp.ones((2, 1))}
     >>> def size(p):
     ...     return jnp.sum(p["up"] ** 2) + jnp.sum(p["down"] ** 2)
-    >>> element = go.choose(size, params, gauge, progress=False)
+    >>> element = go.orbit.choose(size, params, gauge, progress=False)
     >>> gauge.act(element, params)["up"].round(2).tolist()  # balanced: 4·½ = 1/½
     [[2.0, 2.0]]
 

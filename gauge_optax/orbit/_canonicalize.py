@@ -80,7 +80,7 @@ def canonicalize(
 
     >>> gauge = go.norm_scale({"scale": "channel"}, {"kernel": "channel _"})
     >>> params = {"scale": jnp.array([2.0, -3.0]), "kernel": jnp.ones((2, 3))}
-    >>> folded = go.canonicalize(params, gauge)
+    >>> folded = go.orbit.canonicalize(params, gauge)
     >>> folded["scale"].round(4).tolist(), folded["kernel"][:, 0].round(4).tolist()
     ([1.0, 1.0], [2.0, -3.0])
 

@@ -120,7 +120,7 @@ def rotational(
     ...     "kernel": jnp.array([[3.0, 0.0], [-4.0, 2.0], [1.0, -2.0]]),
     ...     "bias": jnp.zeros(2),
     ... }
-    >>> tx = go.rotational(
+    >>> tx = go.norms.rotational(
     ...     optax.adamw(1e-3), {"kernel": "_ channel"}, learning_rate=1e-3, weight_decay=0.1
     ... )
     >>> step, state = tx.update(

@@ -6,6 +6,7 @@ from gauge_optax.orbit._choose import choose
 from gauge_optax.orbit._pack import pack, packed_dot, packed_rows, unpack
 from gauge_optax.orbit._rotate import rotate
 from gauge_optax.orbit.merge import average, distance, interpolate
+from gauge_optax.orbit.tied import untie
 from gauge_optax.states.evaluate import evaluate, restart
 from gauge_optax.states.fix import gauge_fix
 from gauge_optax.states.from_state import from_state
@@ -14,7 +15,7 @@ from gauge_optax.states.transport import transport
 
 __all__ = [  # noqa: RUF022  by what a user wants
     # Choose the point of an orbit that serves a purpose.
-    "canonicalize", "rotate", "choose",
+    "canonicalize", "rotate", "untie", "choose",
     # Align two sets of weights, and merge them.
     "align", "distance", "average", "interpolate",
     # Move weights while they are trained, and optimizer states with them.

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -41,6 +41,8 @@ def rotate(
     *,
     key: jax.Array | None = None,
     donate: bool = False,
+    fn: Callable[[Any, Any], Any] | None = None,
+    batch: Any = None,
 ) -> Params:
     """Weights of the same function in a rotated basis, such as the one from which they are quantized.
 
@@ -59,6 +61,8 @@ def rotate(
         permuted rows and columns. "random": from the Haar measure. Or an element, such as `choose` and `align` return.
       key: a PRNG key for the random parts; `jax.random.key(0)` if None.
       donate: whether the arrays of `params` are deleted, each as soon as its rotated leaf is there.
+      fn: (params, batch) → outputs, an array or a tree of them. With it, the function is checked before and after.
+      batch: inputs of `fn`.
 
     Returns:
       Parameters like `params`. Every product is computed in float64, whatever the dtype of the leaf and of the process,
@@ -66,7 +70,8 @@ def rotate(
 
     Raises:
       ValueError: a gauge that is no rotation, or has no Hadamard matrix of its size; an element of other gauges, or
-        matrices that are not orthogonal; a norm with a scale of zero; gauges of another tree.
+        matrices that are not orthogonal; a norm with a scale of zero; gauges of another tree; outputs of `fn` that
+        the rotation changes.
 
     >>> gauge = go.head_rotation({"value": "_ head basis", "out": "head basis _"})
     >>> value = jnp.zeros((4, 1, 4)).at[:, 0, 0].set(1.0)  # one channel has everything
@@ -78,6 +83,7 @@ def rotate(
     Reference: QuaRot, §4, stages 1a and 1b; `Q = diag(±1)·H/√d`.
     """
     group = product(gauges)
+    before = None if fn is None else jax.tree.map(np.asarray, fn(params, batch))
     with jax.enable_x64(True):
         on_tree, leaves = group._bound(params), leaves_by_path(params)
         added = on_tree.whole.added
@@ -97,7 +103,25 @@ def rotate(
             moved[path] = _moved_leaf(on_tree, elements, path, leaf, leaves)
             if donate and path not in norms and moved[path] is not leaf and isinstance(leaves[path], jax.Array):
                 leaves[path].delete()
-        return with_leaves(params, moved)
+        rotated = with_leaves(params, moved)
+    if fn is not None:
+        _require_same_function(before, jax.tree.map(np.asarray, fn(rotated, batch)), rotated)
+    return rotated
+
+
+def _require_same_function(before: Any, after: Any, params: Any) -> None:
+    """Raises ValueError for outputs that differ by more than the roundoff of the weights' dtypes."""
+    pairs = zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True)
+    floats = [(a.astype(np.float64), b.astype(np.float64)) for a, b in pairs if jnp.issubdtype(a.dtype, jnp.floating)]
+    change = max((np.max(np.abs(b - a), initial=0.0) / max(np.max(np.abs(a), initial=0.0), 1e-30) for a, b in floats))
+    dtypes = [jnp.result_type(x) for x in (*jax.tree.leaves(params), *jax.tree.leaves(after))]
+    limit = max(float(jnp.finfo(x).eps) for x in dtypes if jnp.issubdtype(x, jnp.floating)) ** 0.5
+    if not change <= limit:
+        raise binding_error(
+            _NAME, "the rotated weights compute another function",
+            f"outputs that change by {change:.1e} of the largest", f"at most {limit:.0e}, roundoff",
+            "look for a reader or a writer that the gauges do not list; a table that logits are read through, too, "
+            "needs go.orbit.untie first")
 
 
 def _drawn(on_tree: Bound, by: str, key: jax.Array) -> Elements:

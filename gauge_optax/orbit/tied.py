@@ -1,0 +1,97 @@
+"""`untie`: a head of its own for a model whose logits are read through its table of embeddings.
+
+A tied table is read by tokens and by logits, and the final norm's scale stands between the stream and the second of
+them. A rotation of the stream turns the table; only if all norms' scales are 1 do logits read it turned back. With a
+head of its own, whose rows hold the final norm's scale, the stream rotates freely.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gauge_optax.binding import leaves_by_path, with_leaves
+from gauge_optax.errors import binding_error
+
+_NAME = "untie"
+
+
+def untie(
+    params: Any, table: str, head: str, scale: str | None = None, *, bias: str | None = None, one_plus: bool = False
+) -> Any:
+    """Weights of the same function with a head of its own, and a final norm whose scale is 1.
+
+    Let the function read logits by `x @ head` where it had `x @ table.T`.
+
+    Args:
+      params: nested dictionaries of arrays.
+      table: path of the embeddings, (vocab, d).
+      head: path of the new leaf, (d, vocab), such as "lm_head/kernel".
+      scale: path of the final norm's scale, (d,), which moves into the head; None if the norm has none.
+      bias: path of the final norm's bias, (d,), which is divided by the scale.
+      one_plus: whether the norm multiplies by one more than what is stored, as Gemma's do.
+
+    Returns:
+      Parameters with one more leaf, in the table's dtype. Products are computed in float64 and rounded once.
+
+    Raises:
+      ValueError: no such leaf, shapes that do not fit, a `head` that exists, parameters that are no dictionaries, or a
+        bias beside a scale of zero.
+
+    >>> params = {"embed": jnp.array([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]), "norm": jnp.array([2.0, 10.0])}
+    >>> untied = go.orbit.untie(params, table="embed", head="head", scale="norm")
+    >>> untied["head"].tolist()
+    [[2.0, 6.0, 10.0], [20.0, 40.0, 60.0]]
+    >>> untied["norm"].tolist()
+    [1.0, 1.0]
+
+    Reference: SpinQuant (Liu et al. 2024), §3, unties the head before it rotates; QuaRot, §4, folds norms' scales.
+    """
+    leaves = leaves_by_path(params)
+    for argument, path in (("table", table), ("scale", scale), ("bias", bias)):
+        if path is not None and path not in leaves:
+            raise binding_error(
+                _NAME, f"no leaf at {argument}='{path}'", ", ".join(list(leaves)[:6]), "the path of a leaf",
+                "take the path from the tree, with / between keys")
+    if len(rows := np.shape(leaves[table])) != 2:
+        raise binding_error(_NAME, f"no table at '{table}'", f"shape {rows}", "(vocab, d)", "give the table of tokens")
+    for path in (scale, bias):
+        if path is not None and np.shape(leaves[path]) != rows[1:]:
+            raise binding_error(
+                _NAME, f"'{path}' does not fit the table '{table}'", f"shape {np.shape(leaves[path])}",
+                f"{rows[1:]}, one number per channel of the stream", "give the final norm's, not a layer's stack")
+    if head in leaves:
+        raise binding_error(_NAME, f"a leaf at head='{head}'", f"shape {np.shape(leaves[head])}", "a new path",
+                            "write head='lm_head/kernel'; a model that has a head is untied")
+    if bias is not None and scale is None:
+        raise binding_error(_NAME, "a bias without a scale", f"bias='{bias}'", "scale='…', which divides it",
+                            "leave bias out: it stays what it is")
+
+    def wide(path: str) -> np.ndarray:
+        return np.asarray(leaves[path]).astype(np.float64)
+
+    factor = np.ones(rows[1]) if scale is None else wide(scale) + one_plus
+    moved = {head: (wide(table) * factor).T}
+    if scale is not None:
+        moved[scale] = np.full(rows[1], 0.0 if one_plus else 1.0)
+    if bias is not None:
+        if not np.all(factor):
+            raise binding_error(_NAME, f"a scale of zero at '{scale}'", f"channel {int(np.argmin(np.abs(factor)))}",
+                                f"numbers that divide '{bias}'", "give that channel a scale of another size first")
+        moved[bias] = wide(bias) / factor
+    dtypes = {path: jnp.result_type(leaves[path if path in leaves else table]) for path in moved}
+    placed = {path: jnp.asarray(x).astype(dtypes[path]) for path, x in moved.items()}
+    return _with_leaf(with_leaves(params, {p: x for p, x in placed.items() if p != head}), head, placed[head])
+
+
+def _with_leaf(tree: Any, path: str, leaf: jax.Array) -> Any:
+    """The same nested dictionaries with one more leaf."""
+    key, _, rest = path.partition("/")
+    if not isinstance(tree, Mapping) or (rest and key in tree and not isinstance(tree[key], Mapping)):
+        raise binding_error(
+            _NAME, f"no place for a leaf at '{path}'", f"a {type(tree).__name__}", "nested dictionaries",
+            "pass nnx.to_pure_dict(nnx.state(model)), or a dictionary, and give the result to the untied model")
+    inner = _with_leaf(tree.get(key, {}), rest, leaf) if rest else leaf
+    return {**tree, key: inner}

@@ -35,7 +35,8 @@ def axes_by_name(params: Any, blocks: Mapping[str, Mapping[str, str]]) -> dict[s
     >>> import flax.linen as nn
     >>> params = {"up": nn.Partitioned(jnp.ones((2, 3)), ("embed", "mlp")),
     ...           "down": nn.Partitioned(jnp.ones((3, 2)), ("mlp", "embed"))}
-    >>> go.tools.axes_by_name(params, {"up": {"mlp": "channel"}, "down": {"mlp": "channel"}})
+    >>> names = {"up": {"mlp": "channel"}, "down": {"mlp": "channel"}}
+    >>> go.tools.axes_by_name(params, names)
     {'up': '_ channel', 'down': 'channel _'}
     """
 

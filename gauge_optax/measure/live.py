@@ -162,7 +162,8 @@ def track(
     >>> gauge = go.rescale({"up": "_ channel"}, {"down": "channel _"})
     >>> params = {"up": jnp.ones((2, 3)), "down": jnp.full((3, 1), 0.5)}
     >>> tx = optax.chain(
-    ...     optax.clip_by_global_norm(1.0), go.measure.track(optax.adam(0.1), gauge, every=1)
+    ...     optax.clip_by_global_norm(1.0),
+    ...     go.measure.track(optax.adam(0.1), gauge, every=1),
     ... )
     >>> state = tx.init(params)
     >>> for _ in range(3):

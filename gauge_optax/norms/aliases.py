@@ -57,7 +57,8 @@ def rotational_adamw(
       ValueError: as `rotational`.
 
     >>> params = {"kernel": jnp.array([[1.0, 0.0], [0.0, 2.0], [-1.0, -2.0]])}
-    >>> tx = go.norms.rotational_adamw(0.01, {"kernel": "_ channel"}, weight_decay=0.5, beta=0.0)
+    >>> blocks = {"kernel": "_ channel"}
+    >>> tx = go.norms.rotational_adamw(0.01, blocks, weight_decay=0.5, beta=0.0)
     >>> step, _ = tx.update({"kernel": jnp.eye(3, 2)}, tx.init(params), params)
     >>> moved = optax.apply_updates(params, step)["kernel"]
     >>> inner = jnp.sum(moved * params["kernel"], axis=0)

@@ -40,7 +40,8 @@ def untie(
       ValueError: no such leaf, shapes that do not fit, a `head` that exists, parameters that are no dictionaries, or a
         bias beside a scale of zero.
 
-    >>> params = {"embed": jnp.array([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]), "norm": jnp.array([2.0, 10.0])}
+    >>> embed = jnp.array([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
+    >>> params = {"embed": embed, "norm": jnp.array([2.0, 10.0])}
     >>> untied = go.orbit.untie(params, table="embed", head="head", scale="norm")
     >>> untied["head"].tolist()
     [[2.0, 6.0, 10.0], [20.0, 40.0, 60.0]]

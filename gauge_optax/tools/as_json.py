@@ -66,7 +66,8 @@ def from_json(
         `shapes`.
 
     >>> gauges = [go.rescale({"{i}/up": "_ channel"}, {"{i}/down": "channel _"})]
-    >>> go.tools.from_json(go.tools.to_json(gauges), {"0/up": (4, 8), "0/down": (8, 4)}) == gauges
+    >>> shapes = {"0/up": (4, 8), "0/down": (8, 4)}
+    >>> go.tools.from_json(go.tools.to_json(gauges), shapes) == gauges
     True
     """
     try:

@@ -36,6 +36,7 @@ _OTHER_WEIGHTS = 0.05  # the relative difference of a state at the first step th
 _NOISE = 1e-5  # relative size of a perturbation under which a state's arrays have to be stable to be compared
 _CANCELLED = 20.0  # by how much more roundoff there is where a sum of large terms is zero, as in a key bias
 _TIMES_ROUNDOFF = 16.0
+_OF_USUAL = 1e-2  # share of a usual leaf's step that is roundoff on a leaf which a gauge holds
 _FAST = 0.1  # share of a matrix that one step of Adam may be long beside Muon
 _NO_RULE = LeafRule("")
 _FEW = 64  # fewer entries than this do not show in what precision they were computed
@@ -417,12 +418,18 @@ def _require_steps_that_count(tx: Any, state: Any, params: Any, grads: Any) -> l
     added: dict[str, Any] = {}
     for gauge in gauges_of(tx):
         added |= bound((gauge,), params).whole.added
+    pairs = {
+        path: (np.asarray(update, np.float64), np.asarray(leaf, np.float64))
+        for (path, leaf), update in zip(leaves.items(), jax.tree.leaves(updates), strict=True) if _is_real(leaf)
+    }
+    shares = {path: _ratio(u, p) for path, (u, p) in pairs.items()}
+    usual = float(np.median(list(shares.values()) or [0.0]))
     for (path, leaf), update in zip(leaves.items(), jax.tree.leaves(updates), strict=True):
-        if not _is_real(leaf):
+        # What is roundoff where updates are computed, as that of an anchor, is no update. Behind other parts it grows.
+        if path not in pairs or (path in added and shares[path] < _OF_USUAL * usual):
             continue
-        # What is roundoff where updates are computed, as that of an anchor, is no update.
         least = _TIMES_ROUNDOFF * float(jnp.finfo(real_dtype()).eps)
-        u, p = (np.asarray(x, np.float64) for x in (update, leaf))
+        u, p = pairs[path]
         moving = np.abs(u) > least * (np.abs(p) + added.get(path, 0.0))
         if rules.get(path, _NO_RULE).rule == "Adam" and polar and sum(n > 1 for n in p.shape) > 1:
             _require_slow(path, u, p)
@@ -436,13 +443,17 @@ def _require_steps_that_count(tx: Any, state: Any, params: Any, grads: Any) -> l
     return []
 
 
+def _ratio(u: np.ndarray, p: np.ndarray) -> float:
+    return float(np.linalg.norm(u) / max(np.linalg.norm(p), np.finfo(np.float64).tiny))
+
+
 def _is_real(leaf: Any) -> bool:
     return bool(jnp.issubdtype(jnp.result_type(leaf), jnp.floating))
 
 
 def _require_slow(path: str, u: np.ndarray, p: np.ndarray) -> None:
     """Raises ValueError for a matrix that Adam steps at a rate which is meant for orthogonalized steps."""
-    share = float(np.linalg.norm(u) / max(np.linalg.norm(p), np.finfo(np.float64).tiny))
+    share = _ratio(u, p)
     if _FAST < share and np.any(p):
         raise binding_error(
             "check", f"Adam steps the matrix '{path}' at Muon's rate", f"a step of {share:.0%} of its size",

@@ -12,11 +12,12 @@ import pytest
 
 from tests.cases import VARIANTS
 from tests.slow import SLOW
+from tests.suites import is_chosen
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Rows of `cases.VARIANTS` and tests of `slow.SLOW` are slow tests."""
+    """Rows of `cases.VARIANTS` and tests of `slow.SLOW` are slow tests. `--suite` leaves the others out."""
     used = set()
     for item in items:
         given = item.callspec.params.values() if isinstance(item, pytest.Function) and hasattr(item, "callspec") else ()
@@ -28,6 +29,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     stale = [pattern for pattern in SLOW if pattern not in used and pattern.split("::")[0] in files]
     if stale and not any("::" in argument for argument in config.args):
         raise pytest.UsageError(f"tests/slow.py: no test is called {stale[0]}")
+    suite = config.getoption("--suite")
+    if suite is not None:
+        left_out = [item for item in items if not is_chosen(item.nodeid, suite)]
+        items[:] = [item for item in items if is_chosen(item.nodeid, suite)]
+        config.hook.pytest_deselected(items=left_out)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

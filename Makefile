@@ -4,13 +4,14 @@ VENV   := .venv
 PY     := $(VENV)/bin/python
 JOBS   ?= 2
 
-.PHONY: help test notebooks test-all test-peers lint types docs wheel demo results bench bench-modes clean
+.PHONY: help test test-core test-parts test-studies notebooks test-all test-peers lint types docs wheel demo results bench bench-modes clean
 
 help:
 	@echo "make demo      train twins under AdamW, quotient(adamw) and ddc_adamw, print the table, write outputs/demo/"
-	@echo "make test      the test suite (CPU, $(JOBS) processes), without the slow tests"
+	@echo "make test      the core's tests and a sample of the others (CPU, $(JOBS) processes), without the slow tests"
+	@echo "make test-core, test-parts, test-studies  one suite (tests/suites.py), without the slow tests"
 	@echo "make notebooks  the notebooks and the guides' code from top to bottom, against what is printed in them"
-	@echo "make test-all  the slow tests as well"
+	@echo "make test-all  all suites, the slow tests as well"
 	@echo "make test-peers  those that need PyTorch, which it installs"
 	@echo "make lint      ruff"
 	@echo "make types     mypy"
@@ -50,7 +51,10 @@ $(VENV)/.installed-peers: pyproject.toml | $(PY)
 	@touch $@ $(VENV)/.installed
 
 test: $(VENV)/.installed-dev
-	@$(PYTEST)
+	@$(PYTEST) --suite quick
+
+test-core test-parts test-studies: test-%: $(VENV)/.installed-dev
+	@$(PYTEST) --suite $*
 
 notebooks: $(VENV)/.installed-dev
 	@$(PYTEST) tests/test_notebooks.py tests/test_docs.py -m "notebook and not slow"

@@ -25,13 +25,10 @@ from gauge_optax.measure.sensitivity import gauge_sensitivity
 from gauge_optax.measure.shrink import gram_evolution
 from gauge_optax.measure.spectra import (
     axis_alignment,
-    column_norms,
     dead_units,
     effective_rank,
     gauge_fraction,
-    row_norms,
     smallest_singular_value,
-    spectral_gap,
 )
 from gauge_optax.norms.equilibrium import corrected, predict_equilibrium
 
@@ -42,9 +39,9 @@ __all__ = [  # noqa: RUF022  by what a user wants
     "census", "redundancy", "transformer_redundancy",
     # Measure.
     "EmpiricalFisher", "Fisher", "GGN", "Hessian", "adam_factors", "adam_precondition", "axis_alignment", "barrier",
-    "column_norms", "corrected", "dead_units", "directional_fisher", "drift", "effective_rank", "gauge_fraction",
+    "corrected", "dead_units", "directional_fisher", "drift", "effective_rank", "gauge_fraction",
     "gauge_sensitivity", "gram_evolution", "kl_order", "leakage_along", "llc", "power_law", "predict_equilibrium",
     "predicted_drift", "quotient_arc_length", "quotient_fisher", "rate_table", "rescale_leakage",
-    "rotation_leakage", "row_norms", "second_order_leakage", "slice_norms", "smallest_singular_value",
-    "spectral_gap", "step_leakage", "vertical_motion",
+    "rotation_leakage", "second_order_leakage", "slice_norms", "smallest_singular_value",
+    "step_leakage", "vertical_motion",
 ]

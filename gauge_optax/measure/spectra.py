@@ -5,7 +5,7 @@ channels are dead, and how much of a leaf lies along an orbit. None of these fun
 Reference: DDC §5.4, App. C.1, C.6, C.11.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,30 +14,6 @@ from gauge_optax.binding import leaves_by_path
 from gauge_optax.errors import binding_error
 from gauge_optax.gauges.gauge import Gauges, product
 from gauge_optax.linalg import real_dtype, safe_divide, svd
-
-
-class Norms(NamedTuple):
-    """Norms of the rows or of the columns of a matrix.
-
-    Attributes:
-      norms: one number each.
-      below: how many are below the floor, an int32.
-    """
-
-    norms: jax.Array
-    below: jax.Array
-
-
-class SpectralGap(NamedTuple):
-    """The widest gap in a list of sizes.
-
-    Attributes:
-      ratio: the size above the gap over the size below it; inf where the sizes below are zero.
-      above: how many sizes are above it, an int32.
-    """
-
-    ratio: jax.Array
-    above: jax.Array
 
 
 def effective_rank(matrix: jax.Array) -> jax.Array:
@@ -109,47 +85,6 @@ def dead_units(preactivations: jax.Array) -> jax.Array:
     return jnp.all(preactivations <= 0, tuple(range(preactivations.ndim - 1)))
 
 
-def row_norms(matrix: jax.Array, floor: float = 1e-3) -> Norms:
-    """Norms of rows, and how many are below a floor that does not depend on the matrix.
-
-    Args:
-      matrix: (…, rows, columns).
-      floor: the norm below which a row is dead. It is absolute: where all rows shrink alike, none is small beside the
-        median.
-
-    Returns:
-      The norms (…, rows), and the number of rows below the floor (…).
-
-    Raises:
-      ValueError: an array without rows and columns.
-
-    >>> go.measure.row_norms(jnp.array([[3.0, 4.0], [0.0, 1e-4]])).below
-    Array(1, dtype=int32)
-
-    Reference: DDC App. C.14, "the per-channel joint norm read against an absolute floor".
-    """
-    return _norms("row_norms", matrix, -1, floor)
-
-
-def column_norms(matrix: jax.Array, floor: float = 1e-3) -> Norms:
-    """Norms of columns, and how many are below a floor that does not depend on the matrix.
-
-    Args:
-      matrix: (…, rows, columns).
-      floor: the norm below which a column is dead, as in `row_norms`.
-
-    Returns:
-      The norms (…, columns), and the number of columns below the floor (…).
-
-    Raises:
-      ValueError: an array without rows and columns.
-
-    >>> go.measure.column_norms(jnp.array([[3.0, 0.0], [4.0, 1e-4]])).norms[0]
-    Array(5., dtype=float32)
-    """
-    return _norms("column_norms", matrix, -2, floor)
-
-
 def axis_alignment(directions: jax.Array) -> jax.Array:
     """How close directions are to coordinate axes: the mean of the largest squared entry of each, at length 1.
 
@@ -175,36 +110,6 @@ def axis_alignment(directions: jax.Array) -> jax.Array:
         )
     squares = jnp.square(directions)
     return jnp.mean(jnp.max(squares, -1) / jnp.sum(squares, -1))
-
-
-def spectral_gap(sizes: jax.Array) -> SpectralGap:
-    """Where a list of sizes falls apart: the widest gap between neighbours, as a ratio.
-
-    Args:
-      sizes: (count,), singular values, eigenvalues or norms, none negative, in any order; at least two.
-
-    Returns:
-      The ratio, and how many sizes are above it.
-
-    Raises:
-      ValueError: fewer than two sizes.
-
-    >>> gap = go.measure.spectral_gap(jnp.array([1.0, 0.01, 2.0, 0.02]))
-    >>> round(float(gap.ratio)), int(gap.above)
-    (50, 2)
-
-    Reference: DDC App. C.13 reads a separated cluster of joint norms by a threshold on it.
-    """
-    if sizes.ndim != 1 or sizes.size < 2:
-        raise binding_error(
-            "spectral_gap", "no neighbours", f"an array of shape {sizes.shape}", "at least two sizes in one axis",
-            "pass one spectrum",
-        )
-    falling = jnp.sort(sizes)[::-1]
-    over, under = falling[:-1], falling[1:]
-    ratios = jnp.where(under > 0, over / jnp.where(under > 0, under, 1.0), jnp.where(over > 0, jnp.inf, 1.0))
-    at = jnp.argmax(ratios)
-    return SpectralGap(ratios[at], (at + 1).astype(jnp.int32))
 
 
 def gauge_fraction(params: Any, gauges: Gauges, tangent: Any = None) -> dict[str, jax.Array]:
@@ -242,12 +147,6 @@ def gauge_fraction(params: Any, gauges: Gauges, tangent: Any = None) -> dict[str
 def _singular_values(name: str, matrix: jax.Array) -> jax.Array:
     _require_matrix(name, matrix)
     return svd(jnp.asarray(matrix, real_dtype()))[1]
-
-
-def _norms(name: str, matrix: jax.Array, axis: int, floor: float) -> Norms:
-    _require_matrix(name, matrix)
-    norms = jnp.sqrt(jnp.sum(jnp.square(jnp.asarray(matrix, real_dtype())), axis))
-    return Norms(norms, jnp.sum(norms < floor, -1).astype(jnp.int32))
 
 
 def _require_matrix(name: str, matrix: jax.Array) -> None:

@@ -990,6 +990,14 @@ def _hyperball(
     return go.norms.hyperball(_axes(gauges), radius, learning_rate=learning_rate)
 
 
+def _scale_by_vector_norm(gauges: Sequence[Gauge]) -> optax.GradientTransformationExtraArgs:
+    return go.links.scale_by_vector_norm(_on_vectors(gauges))
+
+
+def _keep_norms_below(gauges: Sequence[Gauge], bound: float) -> optax.GradientTransformationExtraArgs:
+    return go.links.keep_norms_below(_on_vectors(gauges), bound)
+
+
 def _axes(gauges: Sequence[Gauge]) -> dict[str, str]:
     """Path → axes as the first gauge reads it, summed over what its group acts on."""
     axes: dict[str, str] = {}
@@ -1026,13 +1034,21 @@ def _max_norm(gauges: Sequence[Gauge], learning_rate: Any, bound: float = 1.0) -
 
 
 def _max_norm_muon(gauges: Sequence[Gauge], learning_rate: Any) -> Any:
+    return go.max_norm_muon(learning_rate, gauges, _neurons(gauges))
+
+
+def _scale_by_polar(gauges: Sequence[Gauge]) -> optax.GradientTransformationExtraArgs:
+    return go.links.scale_by_polar(_neurons(gauges))
+
+
+def _neurons(gauges: Sequence[Gauge]) -> dict[str, str]:
     """Neurons of whatever leaf has an axis of outputs beside `_`, as the first gauge that binds it names them."""
     neurons: dict[str, str] = {}
     for spec in (spec for gauge in gauges for spec in gauge.specs):
         axes = spec.axes.replace("basis", "_").replace("vocab", "token")
         if "_" in axes and set(axes.split()) - {"_"}:
             neurons.setdefault(spec.pattern, axes)
-    return go.max_norm_muon(learning_rate, gauges, neurons)
+    return neurons
 
 
 def _track_rotation(gauges: Sequence[Gauge], every: int) -> Any:
@@ -1107,6 +1123,9 @@ TRANSFORM_CASES: tuple[TransformCase, ...] = (
     TransformCase("max_norm/number", _max_norm, {"learning_rate": 0.01}),
     TransformCase("max_norm/schedule", _max_norm, {"learning_rate": _falling, "bound": 2.0}),
     TransformCase("max_norm_muon/schedule", _max_norm_muon, {"learning_rate": _falling}),
+    TransformCase("scale_by_polar/number", _scale_by_polar, {}),
+    TransformCase("scale_by_vector_norm/number", _scale_by_vector_norm, {}),
+    TransformCase("keep_norms_below/number", _keep_norms_below, {"bound": 0.5}),
     TransformCase("scale_by_relative_rms/number", go.links.scale_by_relative_rms, {}),
     TransformCase("quotient_adamw/rotation", go.quotient_adamw, {"learning_rate": 0.01}),
     TransformCase("quotient_adamw/linear", go.quotient_adamw, {"learning_rate": 0.01, "nesterov": True}, linear=True),

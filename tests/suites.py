@@ -2,7 +2,7 @@
 
 *core* is what the library promises about bindings, gauges, the slice, optimizers and their states. *parts* are
 discovery, orbits, measures, DDC and what stands beside other libraries. *studies* are examples, notebooks, benchmarks,
-models and pages. `make test` runs the core and a sample of the others, `make test-SUITE` one suite, `make test-all` all.
+models and pages. `make test` runs the core and a sample of the others, `make test-core` one suite, `make test-all` all.
 """
 
 import zlib

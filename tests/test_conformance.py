@@ -127,7 +127,11 @@ def _three_steps(case: TransformCase, dtype: Any) -> None:
         assert _finite((updates, state, params))
 
 
-GAUGELESS = ("hyperball", "max_norm", "rotational", "rotational_adamw", "rotational_lion", "rotational_sgdm")
+ON_VECTORS = (
+    "hyperball", "max_norm", "rotational", "track_rotation", "scale_by_polar", "scale_by_vector_norm",
+    "keep_norms_below",
+)
+GAUGELESS = (*ON_VECTORS, "rotational_adamw", "rotational_lion", "rotational_sgdm")
 
 
 @rows
@@ -136,7 +140,7 @@ def test_a_transformation_says_which_gauges_it_holds(case: TransformCase) -> Non
     init, update = tx
     assert (init, update) == (tx.init, tx.update)
     held = getattr(tx, "gauges", ())
-    if kind in (*GAUGELESS, "track_rotation"):
+    if kind in GAUGELESS:
         assert held == ()
     elif case.factory is getattr(go, kind) or kind in ("compress_second_moments", "max_norm_muon"):
         assert held == tuple(case.of_its_kind(EVERY_KIND))
@@ -332,9 +336,6 @@ def test_map_params_gives_moments_the_specs_of_their_leaves(case: TransformCase)
     mapped = optax.tree_utils.tree_map_params(tx, lambda leaf, spec: spec, jax.eval_shape(tx.init, _params()), specs)
     for moment in ("mu", "nu"):
         assert optax.tree_utils.tree_get(mapped, moment) == specs
-
-
-ON_VECTORS = ("hyperball", "max_norm", "rotational", "track_rotation")
 
 
 def _complaint(case: TransformCase, gauge: str) -> tuple[str, str]:

@@ -7,7 +7,7 @@ it comes back to it at the pace of the steps. `rotational` differs in both: ther
 the norm never changes.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -17,8 +17,9 @@ import optax
 from gauge_optax.binding import Axes, leaves_by_path
 from gauge_optax.errors import binding_error
 from gauge_optax.frozen import frozen_leaves, still
-from gauge_optax.linalg import real_dtype, root_mean_square, safe_divide, unit_and_size
+from gauge_optax.linalg import real_dtype
 from gauge_optax.norms import vectors
+from gauge_optax.norms.links import kept_below, no_lengths, of_length_one, require_bound
 from gauge_optax.norms.vectors import Selection
 from gauge_optax.transformation import checked_inner, placeholder, transformation
 from gauge_optax.wrapped import preflight_of
@@ -138,24 +139,20 @@ def named_max_norm(
       A whole optimizer.
     """
     optimizer = checked_inner(name, inner)
-    if isinstance(bound, int | float) and not 0 < bound < float("inf"):
-        raise binding_error(
-            name, "bad bound", repr(bound), "a positive number", "write bound=1.0: the norm of a neuron at the start"
-        )
+    require_bound(name, bound)
 
     def empty(params: Any) -> MaxNormState:
         return MaxNormState(optimizer.init(params), jnp.int32(0), jnp.int32(0), placeholder())
 
     def init(params: optax.Params) -> MaxNormState:
-        selections, leaves = vectors.resolve(name, specs, params), leaves_by_path(params)
-        length = _by_axes(selections, [jnp.zeros_like(selection.norm(leaves)) for selection in selections])
+        length = no_lengths(vectors.resolve(name, specs, params), params)
         count, tracked = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
         frozen = dict.fromkeys(sorted(frozen_leaves(name, optimizer, params)), ())
         return MaxNormState(optimizer.init(params), count, tracked, length, frozen)
 
     def update(updates: Any, state: MaxNormState, params: Any, **extra: Any) -> tuple[Any, MaxNormState]:
         selections, leaves = vectors.resolve(name, specs, params), leaves_by_path(params)
-        _require_same_vectors(name, selections, state.length)
+        vectors.require_same(name, selections, state.length)
         moves, inner_state = optimizer.update(updates, state.inner_state, params, **extra)
         tangents = vectors.updates_by_path(name, selections, moves)
 
@@ -169,32 +166,18 @@ def named_max_norm(
 
         def stepped(selection: Selection, usual: jax.Array) -> tuple[jax.Array, jax.Array]:
             """Returns the chord from p to its new value, and the new ν."""
-            point = selection.value(leaves)
-            direction, size = unit_and_size(selection.view(tangents) * inverse_eta, selection.axes)
             unit, bounded = measure(selection)
-            largest = bound * unit
+            direction, after = of_length_one(
+                selection, selection.view(tangents) * inverse_eta, usual, memory, correction)
+            step = eta * bound * unit * direction
+            if bounded:
+                step = kept_below(selection, selection.value(leaves), step, bound * unit)
+            return step, after
 
-            def total(x: jax.Array) -> jax.Array:
-                return jnp.sum(x, selection.axes, keepdims=True)
-
-            share = jnp.sqrt(total(direction * direction))
-            average = root_mean_square(memory, selection.spread(usual), size * share)
-            reach = eta * largest * safe_divide(size * share, average / jnp.sqrt(correction))
-            step, after = safe_divide(reach, share) * direction, average.reshape(jnp.shape(usual))
-            if not bounded:
-                return step, after
-            moved = point + step
-            norm, norm_before = (jnp.sqrt(total(x * x)) for x in (moved, point))
-            # What is above the bound, as trained weights may be, shrinks by no more than its step is long.
-            most = jnp.maximum(largest, norm_before - reach)
-            # 1 less the factor that scales back, so that a vector within the bound moves by its step without roundoff.
-            excess = jnp.where(moving & (norm > most), 1.0 - safe_divide(most, norm), 0.0)
-            return step - excess * moved, after
-
-        lengths = [state.length[selection.block.path][selection.block.axes] for selection in selections]
+        lengths = vectors.lengths_of(selections, state.length)
         pairs = [stepped(*arguments) for arguments in zip(selections, lengths, strict=True)]
         moves = still(vectors.replace(moves, selections, [chord for chord, _ in pairs]), state.frozen)
-        after = _by_axes(selections, [length for _, length in pairs])
+        after = vectors.by_axes(selections, [length for _, length in pairs])
         return moves, MaxNormState(inner_state, optax.safe_increment(state.count), tracked, after, state.frozen)
 
     def preflight(params: Any) -> list[str | ValueError]:
@@ -221,32 +204,3 @@ def _above(name: str, selection: Selection, usual: float, bound: float) -> Value
         f"vectors \"{selection.block.axes}\" with a root mean square norm of {usual:.3g} times the bound",
         "vectors within the bound at the start: others shrink in training, whatever the loss says",
         f"write bound={1.1 * usual * bound:.2g} or more, or start from kernels of variance 1/inputs")
-
-
-def _by_axes(selections: Sequence[Selection], arrays: Sequence[Any]) -> dict[str, dict[str, Any]]:
-    """Returns leaf path → axes → array, of an array per selection."""
-    kept: dict[str, dict[str, Any]] = {}
-    for selection, array in zip(selections, arrays, strict=True):
-        kept.setdefault(selection.block.path, {})[selection.block.axes] = array
-    return kept
-
-
-def _require_same_vectors(name: str, selections: Sequence[Selection], length: Any) -> None:
-    """Raises ValueError where a state was made for other vectors; shapes alone cannot tell rows from columns."""
-
-    def text(kept: Any) -> str:
-        rows = [f'"{path}" as "{axes}" {shape}' for path, by_axes in kept.items() for axes, shape in by_axes.items()]
-        return ", ".join(rows) or "no vectors"
-
-    named = [tuple(selection.block.view_shape[k] for k in range(len(selection.block.view_shape))
-                   if k not in selection.axes) for selection in selections]
-    expected = _by_axes(selections, named)
-    by_path = isinstance(length, Mapping) and all(isinstance(by_axes, Mapping) for by_axes in length.values())
-    found = {p: {axes: jnp.shape(x) for axes, x in by_axes.items()} for p, by_axes in length.items()} if by_path else {}
-    if found != expected:
-        path = next((p for p in {**expected, **found} if found.get(p) != expected.get(p)), "")
-        raise binding_error(
-            name, f"a state that was made for other vectors, at '{path}'", text({path: found.get(path, {})}),
-            text({path: expected.get(path, {})}),
-            "write state = tx.init(params), or give the axes that it was made with",
-        )

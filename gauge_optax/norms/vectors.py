@@ -191,3 +191,37 @@ def from_state(selections: Sequence[Selection], kept: Mapping[str, Any]) -> list
     """Returns the arrays that `to_state` got, in the order of the selections."""
     remaining = {path: iter(arrays if isinstance(arrays, tuple) else (arrays,)) for path, arrays in kept.items()}
     return [next(remaining[selection.block.path]) for selection in selections]
+
+
+def by_axes(selections: Sequence[Selection], arrays: Sequence[Any]) -> dict[str, dict[str, Any]]:
+    """Returns leaf path → axes → array, of an array per selection."""
+    kept: dict[str, dict[str, Any]] = {}
+    for selection, array in zip(selections, arrays, strict=True):
+        kept.setdefault(selection.block.path, {})[selection.block.axes] = array
+    return kept
+
+
+def lengths_of(selections: Sequence[Selection], kept: Mapping[str, Mapping[str, Any]]) -> list[Any]:
+    """Returns the arrays that `by_axes` got, in the order of the selections."""
+    return [kept[selection.block.path][selection.block.axes] for selection in selections]
+
+
+def require_same(name: str, selections: Sequence[Selection], length: Any) -> None:
+    """Raises ValueError where a state was made for other vectors; shapes alone cannot tell rows from columns."""
+
+    def text(kept: Any) -> str:
+        rows = [f'"{path}" as "{axes}" {shape}' for path, by_axes in kept.items() for axes, shape in by_axes.items()]
+        return ", ".join(rows) or "no vectors"
+
+    named = [tuple(selection.block.view_shape[k] for k in range(len(selection.block.view_shape))
+                   if k not in selection.axes) for selection in selections]
+    expected = by_axes(selections, named)
+    by_path = isinstance(length, Mapping) and all(isinstance(by_axes, Mapping) for by_axes in length.values())
+    found = {p: {axes: jnp.shape(x) for axes, x in by_axes.items()} for p, by_axes in length.items()} if by_path else {}
+    if found != expected:
+        path = next((p for p in {**expected, **found} if found.get(p) != expected.get(p)), "")
+        raise binding_error(
+            name, f"a state that was made for other vectors, at '{path}'", text({path: found.get(path, {})}),
+            text({path: expected.get(path, {})}),
+            "write state = tx.init(params), or give the axes that it was made with",
+        )

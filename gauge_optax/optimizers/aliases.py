@@ -16,9 +16,9 @@ from gauge_optax.linalg import Coefficients
 from gauge_optax.norms import vectors
 from gauge_optax.norms._max_norm import Measure, named_max_norm
 from gauge_optax.optimizers._quotient import group_of, quotient_for
-from gauge_optax.optimizers.muon import muon
+from gauge_optax.optimizers.muon import muon, readings_of_neurons
 from gauge_optax.optimizers.polar import Labels, polar_of, rotated_or_scaled
-from gauge_optax.parts.matrices import TOKEN, Fused, Matrices, Reading, matrices_of, neuron_matrices
+from gauge_optax.parts.matrices import TOKEN, Reading, matrices_of
 from gauge_optax.transformation import GaugeTransformation
 
 Scalar = float | jax.Array
@@ -306,22 +306,7 @@ def max_norm_muon(
         return by_path
 
     def matrices(params: Any) -> dict[str, Reading]:
-        read: dict[str, Reading] = {}
-        for path, own in listed(params).items():
-            stacks: dict[Matrices, None] = {}
-            for block in (selection.block for selection in own if not of_tokens(selection)):
-                stack = neuron_matrices(block)
-                # Readings of a whole leaf are one; those of ranges stand side by side.
-                if stack is None or any(stack != other and None in (stack.block, other.block) for other in stacks):
-                    raise binding_error(
-                        name, f"the neurons of '{path}' describe no matrix", f"axes \"{block.axes}\"",
-                        "'_' for a neuron's inputs in one axis, and a name that counts neurons in another",
-                        'write "_ neuron" for a kernel of (inputs, outputs), and leave vectors out',
-                    )
-                stacks[stack] = None
-            if stacks:
-                read[path] = next(iter(stacks)) if len(stacks) == 1 else Fused(tuple(stacks))
-        return read
+        return readings_of_neurons(name, [x for own in listed(params).values() for x in own if not of_tokens(x)])
 
     def tokens(params: Any) -> list[str]:
         found = [selection for own in listed(params).values() for selection in own if of_tokens(selection)]

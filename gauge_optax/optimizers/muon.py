@@ -12,10 +12,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from gauge_optax.binding import is_empty, leaves_by_path, with_leaves
-from gauge_optax.optimizers.polar import Polar
-from gauge_optax.parts.matrices import Reading
-from gauge_optax.transformation import GaugeTransformation, LeafRule
+from gauge_optax.binding import Axes, is_empty, leaves_by_path, with_leaves
+from gauge_optax.errors import binding_error
+from gauge_optax.linalg import Coefficients
+from gauge_optax.norms import vectors
+from gauge_optax.optimizers.polar import Polar, polar_of
+from gauge_optax.parts.matrices import Fused, Matrices, Reading, neuron_matrices
+from gauge_optax.transformation import GaugeTransformation, LeafRule, transformation
 
 
 class ScaleByHeadPolarState(NamedTuple):
@@ -121,3 +124,75 @@ def scale_by_head_polar(
         return with_leaves(updates, steps), ScaleByHeadPolarState(count, optax.tree.cast(mu, mu_dtype))
 
     return optax.GradientTransformation(init_fn, update_fn)
+
+
+def scale_by_polar(
+    neurons: Mapping[str, Axes],
+    ns_coeffs: Coefficients = "standard",
+    ns_steps: int | None = None,
+    eps: float | jax.Array = 1e-8,
+    *,
+    sizes: Mapping[str, int] | None = None,
+) -> GaugeTransformation:
+    """Replaces the update of every kernel by nearly its polar factor, times √max(1, outputs/inputs): Muon's step.
+
+    Args:
+      neurons: path → axes of kernels, as in `max_norm_muon`: `_` are a neuron's inputs, and named axes count neurons.
+        A kernel is one matrix; axes named `layer` or `expert` count matrices. Other leaves keep their updates.
+      ns_coeffs: see `scale_by_scaled_polar`.
+      ns_steps: see `scale_by_scaled_polar`.
+      eps: see `scale_by_scaled_polar`.
+      sizes: lengths of axes inside `(a b)` that shapes do not fix.
+
+    Returns:
+      A link without state, behind a momentum. Its `update` needs `params`, of which it reads the shapes.
+
+    Raises:
+      ValueError: malformed axes; no match, entries in two matrices, or neurons that describe no matrix.
+
+    >>> neurons = {"kernel": "_ neuron"}
+    >>> tx = optax.chain(
+    ...     optax.trace(0.95, nesterov=True),
+    ...     go.links.scale_by_polar(neurons, "sharp"),
+    ...     go.links.scale_by_vector_norm(neurons),
+    ...     optax.scale_by_learning_rate(0.02),
+    ...     go.links.keep_norms_below(neurons),
+    ... )
+    >>> params = {"kernel": 0.5 * jnp.eye(2)}
+    >>> updates, _ = tx.update({"kernel": -jnp.diag(jnp.array([1.0, 9.0]))}, tx.init(params), params)
+    >>> jnp.abs(updates["kernel"]).round(3)
+    Array([[0.02, 0.  ],
+           [0.  , 0.02]], dtype=float32)
+
+    Reference: Jordan et al. 2024 (Muon).
+    """
+    name = "scale_by_polar"
+    specs, polar = vectors.parse(name, neurons, sizes), polar_of(name, ns_coeffs, ns_steps, 0.0, eps, "width", None)
+
+    def init(params: optax.Params) -> optax.EmptyState:
+        readings_of_neurons(name, vectors.resolve(name, specs, params))  # raises where axes describe no matrix
+        return optax.EmptyState()
+
+    def update(updates: Any, state: optax.EmptyState, params: Any, **extra: Any) -> tuple[Any, optax.EmptyState]:
+        selections = vectors.resolve(name, specs, params)
+        leaves = vectors.updates_by_path(name, selections, updates)
+        steps = polar.steps(read := readings_of_neurons(name, selections), {path: leaves[path] for path in read})
+        return with_leaves(updates, {path: x.astype(leaves[path].dtype) for path, x in steps.items()}), state
+
+    return transformation(name, init, update, optax.EmptyState, lambda params: optax.EmptyState())
+
+
+def readings_of_neurons(name: str, selections: Iterable[vectors.Selection]) -> dict[str, Reading]:
+    """Returns leaf path → the matrices that its neurons form. Raises ValueError for neurons that form none."""
+    stacks: dict[str, dict[Matrices, None]] = {}
+    for block in (selection.block for selection in selections):
+        own, stack = stacks.setdefault(block.path, {}), neuron_matrices(block)
+        # Readings of a whole leaf are one; those of ranges stand side by side.
+        if stack is None or any(stack != other and None in (stack.block, other.block) for other in own):
+            raise binding_error(
+                name, f"the neurons of '{block.path}' describe no matrix", f"axes \"{block.axes}\"",
+                "'_' for a neuron's inputs in one axis, and a name that counts neurons in another",
+                'write "_ neuron" for a kernel of (inputs, outputs), and leave vectors out',
+            )
+        own[stack] = None
+    return {path: next(iter(own)) if len(own) == 1 else Fused(tuple(own)) for path, own in stacks.items()}

@@ -163,3 +163,54 @@ def test_a_state_of_other_vectors_is_refused(other: Any) -> None:
     for part in ("found:", "expected:", "remedy:", "state = tx.init(params)"):
         assert part in str(error.value)
     tx.update(params, tx.init(params), params)
+
+
+# Link by link ------------------------------------------------------------------------------------------------
+
+NEURONS = {"up": "_ neuron", "down": "_ neuron"}
+
+
+@pytest.mark.parametrize("bound", [1.0, 0.3])
+def test_two_links_around_a_rate_are_max_norm(bound: float, x64: None) -> None:
+
+    def rate(count: Any) -> Any:  # in float64, which schedules of Optax are not
+        return 0.01 * (2.0 + count)
+
+    params = {"up": jnp.asarray(_noise(0, 4, 6)), "down": jnp.asarray(_noise(1, 6, 3)), "bias": jnp.zeros(3)}
+    gradients = {path: jnp.asarray(_noise(number, 10, *x.shape)) for number, (path, x) in enumerate(params.items())}
+    momentum = optax.trace(0.9, nesterov=True)
+    whole = go.norms.max_norm(
+        optax.chain(momentum, optax.scale_by_learning_rate(rate)), NEURONS, learning_rate=rate, bound=bound)
+    links = optax.chain(
+        momentum, go.links.scale_by_vector_norm(NEURONS),
+        optax.masked(optax.scale(bound), {"up": True, "down": True, "bias": False}),
+        optax.scale_by_learning_rate(rate), go.links.keep_norms_below(NEURONS, bound),
+    )
+    a, b = (_run(tx, params, gradients) for tx in (whole, links))
+    for path in params:
+        np.testing.assert_allclose(a[path], b[path], rtol=1e-12, atol=1e-13)
+
+
+def test_a_polar_factor_is_muons(x64: None) -> None:
+    params = {"up": jnp.asarray(_noise(0, 4, 6)), "bias": jnp.zeros(6)}
+    updates = {"up": jnp.asarray(_noise(1, 4, 6)), "bias": jnp.ones(6)}
+    tx = go.links.scale_by_polar({"up": "_ neuron"}, "sharp", 12)
+    found, _ = tx.update(updates, tx.init(params), params)
+    u, _, v = np.linalg.svd(updates["up"], full_matrices=False)
+    np.testing.assert_allclose(found["up"], (6 / 4) ** 0.5 * u @ v, atol=1e-2)
+    assert found["bias"] is updates["bias"] or bool(jnp.all(found["bias"] == updates["bias"]))
+    stacked = go.links.scale_by_polar({"up": "layer _ neuron"}, "sharp", 12)
+    three = {"up": jnp.stack([updates["up"]] * 3)}
+    layers, _ = stacked.update(three, stacked.init(three), three)
+    np.testing.assert_allclose(layers["up"][1], found["up"], atol=1e-12)
+
+
+@pytest.mark.parametrize("link", ["scale_by_polar", "scale_by_vector_norm", "keep_norms_below"])
+def test_links_name_a_wrong_path(link: str) -> None:
+    with pytest.raises(ValueError, match=f"{link}[\\s\\S]*remedy:"):
+        getattr(go.links, link)({"upp": "_ neuron"}).init({"up": jnp.ones((2, 3))})
+
+
+def test_neurons_without_inputs_are_no_matrix() -> None:
+    with pytest.raises(ValueError, match="the neurons of 'up' describe no matrix"):
+        go.links.scale_by_polar({"up": "neuron other"}).init({"up": jnp.ones((2, 3))})

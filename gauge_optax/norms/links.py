@@ -1,0 +1,182 @@
+"""Two links around a learning rate: steps of one length per weight vector before it, a bound on norms behind it.
+
+`max_norm` does both around a whole optimizer.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from gauge_optax.binding import Axes, leaves_by_path
+from gauge_optax.errors import binding_error
+from gauge_optax.linalg import real_dtype, root_mean_square, safe_divide, unit_and_size
+from gauge_optax.norms import vectors
+from gauge_optax.norms.vectors import Selection
+from gauge_optax.transformation import GaugeTransformation, placeholder, transformation
+
+Scalar = float | jax.Array
+
+
+class ScaleByVectorNormState(NamedTuple):
+    """State of `scale_by_vector_norm`.
+
+    Attributes:
+      count: the number of steps so far, int32.
+      length: leaf path → axes → ν, the root mean square of the length of updates, shaped like the named axes.
+    """
+
+    count: Any
+    length: Any
+
+
+def scale_by_vector_norm(
+    neurons: Mapping[str, Axes], *, beta: Scalar = 0.9, sizes: Mapping[str, int] | None = None
+) -> GaugeTransformation:
+    r"""Divides the update of every weight vector by its usual length, so that it is 1 on average over steps.
+
+    .. math::
+      \nu^2 \leftarrow \beta\nu^2 + (1 - \beta)\lVert u\rVert^2, \qquad u \leftarrow \frac{u}{\nu/\sqrt{1 - \beta^t}}
+
+    Args:
+      neurons: path → axes. Named axes count vectors, and a vector spans the axes `_`: `"_ neuron"` for a kernel
+        (inputs, outputs). Leaves that it does not list keep their updates.
+      beta: the memory of the average squared length; 0 makes every update 1 long.
+      sizes: lengths of axes inside `(a b)` that shapes do not fix.
+
+    Returns:
+      A link, before the learning rate. Its `update` needs `params`, of which it reads the shapes.
+
+    Raises:
+      ValueError: malformed axes; no match, or entries in two vectors; a state that was made for other vectors.
+
+    >>> neurons = {"kernel": "_ neuron"}
+    >>> tx = optax.chain(
+    ...     go.links.scale_by_vector_norm(neurons),
+    ...     optax.scale_by_learning_rate(0.1),
+    ...     go.links.keep_norms_below(neurons, bound=1.0),
+    ... )
+    >>> params = {"kernel": jnp.array([[0.8, 0.0], [0.6, 0.0]])}
+    >>> grads = {"kernel": jnp.array([[-7.0, 3.0], [0.0, 4.0]])}
+    >>> updates, _ = tx.update(grads, tx.init(params), params)
+    >>> moved = optax.apply_updates(params, updates)["kernel"]
+    >>> jnp.linalg.norm(moved, axis=0).round(3)  # on the bound, and one step from zero
+    Array([1. , 0.1], dtype=float32)
+
+    Reference: Kosson et al. 2024, Algorithm 1, for steps of one length on average.
+    """
+    name = "scale_by_vector_norm"
+    specs = vectors.parse(name, neurons, sizes)
+
+    def init(params: optax.Params) -> ScaleByVectorNormState:
+        length = no_lengths(vectors.resolve(name, specs, params), params)
+        return ScaleByVectorNormState(jnp.zeros((), jnp.int32), length)
+
+    def update(updates: Any, state: ScaleByVectorNormState, params: Any, **extra: Any) -> tuple[Any, Any]:
+        selections = vectors.resolve(name, specs, params)
+        vectors.require_same(name, selections, state.length)
+        tangents = vectors.updates_by_path(name, selections, updates)
+        count = optax.safe_increment(state.count)
+        correction = 1.0 - jnp.asarray(beta, real_dtype()) ** count
+        kept = zip(selections, vectors.lengths_of(selections, state.length), strict=True)
+        pairs = [of_length_one(x, x.view(tangents), nu, beta, correction) for x, nu in kept]
+        after = vectors.by_axes(selections, [nu for _, nu in pairs])
+        return vectors.replace(updates, selections, [u for u, _ in pairs]), ScaleByVectorNormState(count, after)
+
+    def empty(params: Any) -> ScaleByVectorNormState:
+        return ScaleByVectorNormState(jnp.int32(0), placeholder())
+
+    return transformation(name, init, update, ScaleByVectorNormState, empty)
+
+
+def keep_norms_below(
+    neurons: Mapping[str, Axes], bound: Scalar = 1.0, *, sizes: Mapping[str, int] | None = None
+) -> GaugeTransformation:
+    r"""Scales back what a step would lead beyond a bound on norms.
+
+    .. math::
+      q = p + u, \qquad
+      p \leftarrow q\,\min\!\left(1, \frac{\max(R, \lVert p\rVert - \lVert u\rVert)}{\lVert q\rVert}\right)
+
+    Args:
+      neurons: path → axes, as in `scale_by_vector_norm`. Other leaves keep their updates.
+      bound: R, the largest norm of a vector. A vector that starts above it never grows, and shrinks by no more than its
+        step is long.
+      sizes: lengths of axes inside `(a b)` that shapes do not fix.
+
+    Returns:
+      A link without state, last in a chain. Its `update` needs `params`.
+
+    Raises:
+      ValueError: malformed axes, or a bound that is not positive; no match, or entries in two vectors.
+
+    >>> tx = optax.chain(optax.sgd(1.0), go.links.keep_norms_below({"w": "_ neuron"}, 2.0))
+    >>> params = {"w": jnp.array([[1.0, 0.0]])}
+    >>> updates, _ = tx.update({"w": jnp.array([[-5.0, -1.5]])}, tx.init(params), params)
+    >>> optax.apply_updates(params, updates)["w"].round(3)
+    Array([[2. , 1.5]], dtype=float32)
+
+    Reference: Srebro and Shraibman 2005 for max-norm.
+    """
+    name = "keep_norms_below"
+    specs = vectors.parse(name, neurons, sizes)
+    require_bound(name, bound)
+
+    def init(params: optax.Params) -> optax.EmptyState:
+        vectors.resolve(name, specs, params)  # raises where axes do not fit
+        return optax.EmptyState()
+
+    def update(updates: Any, state: optax.EmptyState, params: Any, **extra: Any) -> tuple[Any, optax.EmptyState]:
+        selections, leaves = vectors.resolve(name, specs, params), leaves_by_path(params)
+        tangents = vectors.updates_by_path(name, selections, updates)
+        chords = [kept_below(x, x.value(leaves), x.view(tangents), bound) for x in selections]
+        return vectors.replace(updates, selections, chords), state
+
+    return transformation(name, init, update, optax.EmptyState, lambda params: optax.EmptyState())
+
+
+def no_lengths(selections: list[Selection], params: Any) -> dict[str, dict[str, jax.Array]]:
+    """Returns ν of vectors that took no step."""
+    leaves = leaves_by_path(params)
+    return vectors.by_axes(selections, [jnp.zeros_like(selection.norm(leaves)) for selection in selections])
+
+
+def of_length_one(
+    selection: Selection, tangent: jax.Array, usual: jax.Array, memory: Scalar, correction: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Returns a tangent in units of the usual length of its vectors, and the new ν.
+
+    Args:
+      selection: which vectors.
+      tangent: their updates, as `selection.view` returns them.
+      usual: ν so far.
+      memory: β.
+      correction: 1 − βᵗ.
+    """
+    direction, size = unit_and_size(tangent, selection.axes)
+    share = jnp.sqrt(jnp.sum(direction * direction, selection.axes, keepdims=True))
+    average = root_mean_square(memory, selection.spread(usual), size * share)
+    return safe_divide(size, average / jnp.sqrt(correction)) * direction, average.reshape(jnp.shape(usual))
+
+
+def kept_below(selection: Selection, point: jax.Array, step: jax.Array, bound: Scalar) -> jax.Array:
+    """Returns the chord from vectors to where a step leads them, scaled back to the bound."""
+
+    def norm(x: jax.Array) -> jax.Array:
+        return jnp.sqrt(jnp.sum(x * x, selection.axes, keepdims=True))
+
+    moved = point + step
+    after, most = norm(moved), jnp.maximum(bound, norm(point) - norm(step))
+    # 1 less the factor that scales back, so that a vector within the bound moves by its step without roundoff.
+    excess = jnp.where(after > most, 1.0 - safe_divide(most, after), 0.0)
+    return step - excess * moved
+
+
+def require_bound(name: str, bound: Scalar) -> None:
+    """Raises ValueError for a bound that is no positive number."""
+    if isinstance(bound, int | float) and not 0 < bound < float("inf"):
+        raise binding_error(
+            name, "bad bound", repr(bound), "a positive number", "write bound=1.0: the norm of a neuron at the start"
+        )

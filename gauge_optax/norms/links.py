@@ -115,8 +115,8 @@ def keep_norms_below(
     >>> tx = optax.chain(optax.sgd(1.0), go.links.keep_norms_below({"w": "_ neuron"}, 2.0))
     >>> params = {"w": jnp.array([[1.0, 0.0]])}
     >>> updates, _ = tx.update({"w": jnp.array([[-5.0, -1.5]])}, tx.init(params), params)
-    >>> optax.apply_updates(params, updates)["w"].round(3)
-    Array([[2. , 1.5]], dtype=float32)
+    >>> [round(float(x), 3) for x in optax.apply_updates(params, updates)["w"][0]]
+    [2.0, 1.5]
 
     Reference: Srebro and Shraibman 2005 for max-norm.
     """

@@ -159,7 +159,8 @@ def scale_by_polar(
     ...     go.links.keep_norms_below(neurons),
     ... )
     >>> params = {"kernel": 0.5 * jnp.eye(2)}
-    >>> updates, _ = tx.update({"kernel": -jnp.diag(jnp.array([1.0, 9.0]))}, tx.init(params), params)
+    >>> grads = {"kernel": -jnp.diag(jnp.array([1.0, 9.0]))}
+    >>> updates, _ = tx.update(grads, tx.init(params), params)
     >>> jnp.abs(updates["kernel"]).round(3)
     Array([[0.02, 0.  ],
            [0.  , 0.02]], dtype=float32)

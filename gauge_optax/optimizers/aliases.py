@@ -3,7 +3,7 @@
 import math
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import optax
@@ -11,7 +11,7 @@ import optax
 from gauge_optax.binding import Axes, block_specs, is_empty, leaf_shape, leaves_by_path
 from gauge_optax.errors import binding_error
 from gauge_optax.gauges.bound import bound as slice_of
-from gauge_optax.gauges.gauge import Gauges, Product
+from gauge_optax.gauges.gauge import Gauge, Gauges, Product
 from gauge_optax.linalg import Coefficients
 from gauge_optax.norms import vectors
 from gauge_optax.norms._max_norm import Measure, named_max_norm
@@ -175,10 +175,27 @@ def quotient_muon(
     return quotient_for("quotient_muon", inner, group, hold=hold, pin=pin, rest=rest)
 
 
+@runtime_checkable
+class Found(Protocol):
+    """What a report of `go.discover` says of a function."""
+
+    @property
+    def gauges(self) -> Sequence[Gauge]:
+        """The symmetries that training takes."""
+
+    @property
+    def neurons(self) -> Mapping[str, Axes]:
+        """Path → axes of kernels."""
+
+    @property
+    def embeddings(self) -> Mapping[str, Axes]:
+        """Path → axes of tables of tokens."""
+
+
 def max_norm_muon(
     learning_rate: optax.ScalarOrSchedule,
-    gauges: Gauges,
-    neurons: Mapping[str, Axes],
+    gauges: Gauges | Found,
+    neurons: Mapping[str, Axes] | None = None,
     embeddings: Mapping[str, Axes] | None = None,
     ns_coeffs: Coefficients = "standard",
     ns_steps: int | None = None,
@@ -217,10 +234,12 @@ def max_norm_muon(
 
     Args:
       learning_rate: a number or a schedule.
-      gauges: a gauge or a sequence of them, meaning their product.
-      neurons: path → axes of kernels: `_` are a neuron's inputs, and named axes count neurons, as in `"_ neuron"` for
-        (inputs, outputs) and `"_ head neuron"` for (inputs, heads, size). A kernel is one matrix; axes named `layer` or
-        `expert` count matrices. The neurons of an unembedding are tokens: write `"_ token"`.
+      gauges: a gauge or a sequence of them, meaning their product. Or the report of `go.discover`, which has gauges,
+        neurons and embeddings: `go.max_norm_muon(0.02, report)`.
+      neurons: path → axes of kernels, by default those of the report: `_` are a neuron's inputs, and named axes count
+        neurons, as in `"_ neuron"` for (inputs, outputs) and `"_ head neuron"` for (inputs, heads, size). A kernel is
+        one matrix; axes named `layer` or `expert` count matrices. The neurons of an unembedding are tokens: write `"_
+        token"`.
       embeddings: path → axes of the tables that have a vector `_` per input token, such as `"token _"`.
       ns_coeffs: see `scale_by_scaled_polar`.
       ns_steps: see `scale_by_scaled_polar`.
@@ -264,8 +283,17 @@ def max_norm_muon(
       is absent comes to rest; `optax.contrib.muon` for names, and for defaults except those of Adam's rate and b2.
     """
     name = "max_norm_muon"
+    if isinstance(gauges, Found):
+        neurons = gauges.neurons if neurons is None else neurons
+        embeddings = gauges.embeddings if embeddings is None else embeddings
+        gauges = gauges.gauges
+    elif neurons is None:
+        raise binding_error(
+            name, "no neurons", "gauges without a mapping", "path → axes of every kernel, or a report of go.discover",
+            "write go.max_norm_muon(rate, go.discover(fn, params, batches)), or neurons={'up/kernel': '_ neuron', ...}")
     group = group_of(name, learning_rate, gauges)
     tables = {} if embeddings is None else embeddings
+    neurons = {} if neurons is None else neurons
     arguments: dict[str, Any] = {"neurons": neurons, "embeddings": tables}
     for argument, mapping in arguments.items():
         if not isinstance(mapping, Mapping):

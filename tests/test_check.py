@@ -117,6 +117,7 @@ WRAPPERS: dict[str, Callable[[], Any]] = {
     "warm-up": lambda: go.quotient_adamw(optax.warmup_cosine_decay_schedule(0.0, 1e-3, 10, 100), [UNITS]),
     "MultiSteps": lambda: optax.MultiSteps(go.quotient_adamw(1e-3, [UNITS]), 4),
     "sgd": lambda: go.quotient(optax.sgd(1e-2), [UNITS]),
+    "mechanize": lambda: go.quotient(optax.contrib.mechanize(optax.adamw(1e-3)), [UNITS]),
     "momentum": lambda: go.quotient(optax.sgd(1e-2, 0.9), [UNITS], pin=False),
 }
 

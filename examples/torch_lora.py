@@ -273,6 +273,8 @@ def antisymmetric_solution(m: Tensor, k: Tensor, steps: int = 24) -> Tensor:
 def polar(m: Tensor, eps: float) -> Tensor:
     """Nearly the polar factor U·Vᵀ: five Newton–Schulz steps, with Muon's coefficients."""
     x = m.T if m.shape[0] < m.shape[1] else m
+    # In units of the largest entry, `eps` is small beside gradients of any size.
+    x = x / x.abs().max().clamp_min(torch.finfo(x.dtype).tiny)
     x = x / (torch.linalg.norm(x) + eps)
     eye = torch.eye(x.shape[1], dtype=x.dtype, device=x.device)
     for _ in range(5):
@@ -450,6 +452,12 @@ class _Quotient(torch.optim.Optimizer, abc.ABC):
 
     def _step_pair(self, pair: Pair, a: Tensor, b: Tensor, group: State) -> None:
         if a.grad is None or b.grad is None:
+            if a.grad is not b.grad:
+                raise _error(
+                    f"a factor without a gradient, '{pair.a if a.grad is None else pair.b}'",
+                    "a gradient of the other one",
+                    "gradients of both factors, which a step moves together",
+                    "train both; or freeze one before the optimizer is made, and leave the other to torch.optim.AdamW")
             return
         state, number = self.state[a], pair.experts
         states = [state] if number == 1 else state.setdefault("experts", [{} for _ in range(number)])
@@ -550,7 +558,7 @@ class QuotientMuon(_Quotient):
         out. Both factors of a pair must have the same options.
       lr: learning rate.
       beta: decay of the first moment of factors, with Nesterov's look-ahead.
-      eps: added to norms, and to the root of AdamW's second moment.
+      eps: added to norms, in units of the largest entry, and to the root of AdamW's second moment.
       weight_decay: decoupled decay of factors, multiplied by the learning rate.
       gauges: JSON from `gauge_optax.tools.to_json`; by default pairs are found by PEFT's names.
       model: the model in which the names of parameters are looked up.

@@ -122,6 +122,7 @@ def transformation(
             require_params(name, params)
         require_gradients(name, updates)
         require_state(name, state, state_type)
+        _tell(updates, None, None)
 
         def plain(updates: Any, state: Any, params: Any, extra: Any) -> tuple[Any, Any]:
             return update(updates, state, params, **extra)
@@ -143,9 +144,30 @@ def checked_inner(name: str, inner: Any) -> GaugeTransformation:
 
     def update_fn(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         with explain_state_mismatch(name, inner, state, params):
-            return inner.update(updates, state, params, **extra)
+            steps, state = inner.update(updates, state, params, **extra)
+        _tell(updates, steps, params)
+        return steps, state
 
     return GaugeTransformation(inner.init, update_fn, gauges, rules)
+
+
+_LISTENING: list[list[tuple[Any, Any, Any]]] = []
+
+
+@contextlib.contextmanager
+def listening() -> Iterator[list[tuple[Any, Any, Any]]]:
+    """Collects, while an update runs, gradients, steps and points: the gradients that transformations of this library
+    are given, with None and None; and what the optimizers inside them are given, return, and see as parameters."""
+    _LISTENING.append([])
+    try:
+        yield _LISTENING[-1]
+    finally:
+        _LISTENING.pop()
+
+
+def _tell(updates: Any, steps: Any, point: Any) -> None:
+    for heard in _LISTENING:
+        heard.append((updates, steps, point))
 
 
 def in_computing_dtype(leaf: Any) -> jax.Array:

@@ -68,10 +68,23 @@ def walk(tx: Any, keep: Callable[[Any], bool]) -> None:
             inside = [getattr(thing, field.name) for field in dataclasses.fields(thing)]
         else:
             inside = [cell.cell_contents for cell in getattr(thing, "__closure__", None) or ()]
-            # Functions of this library, decorated ones, partials and bound methods hold what they call in these.
-            names = ("made_by", "__wrapped__", "func", "args", "keywords", "__self__")
-            inside += [getattr(thing, name, None) for name in names]
+            # Functions of this library, decorated ones, partials, bound methods, MultiSteps hold what they call here.
+            names = ("made_by", "__wrapped__", "func", "args", "keywords", "__self__", "_opt")
+            inside += [*(getattr(thing, name, None) for name in names), _injected(thing)]
         for item in inside:
             look(item, depth + 1)
 
     look(tx, 0)
+
+
+def _injected(thing: Any) -> Any:
+    """The optimizer that `optax.inject_hyperparams` makes at each step, with its first numbers; None for other things.
+
+    Only a factory is held there, and the `init` beside it holds the numbers.
+    """
+    names = getattr(getattr(thing, "__code__", None), "co_freevars", ())
+    if not {"inner_factory", "numeric_hps", "other_hps", "sched_hps"} <= set(names):
+        return None
+    held = dict(zip(names, (cell.cell_contents for cell in thing.__closure__), strict=True))
+    scheduled = {name: schedule(schedule.init()) for name, schedule in held["sched_hps"].items()}
+    return held["inner_factory"](**held["other_hps"], **held["numeric_hps"], **scheduled)

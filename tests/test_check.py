@@ -116,6 +116,9 @@ WRAPPERS: dict[str, Callable[[], Any]] = {
     "schedule_free": lambda: go.quotient(optax.contrib.schedule_free_adamw(1e-3), [UNITS]),
     "warm-up": lambda: go.quotient_adamw(optax.warmup_cosine_decay_schedule(0.0, 1e-3, 10, 100), [UNITS]),
     "MultiSteps": lambda: optax.MultiSteps(go.quotient_adamw(1e-3, [UNITS]), 4),
+    "sgd": lambda: go.quotient(optax.sgd(1e-2), [UNITS]),
+    "mechanize": lambda: go.quotient(optax.contrib.mechanize(optax.adamw(1e-3)), [UNITS]),
+    "momentum": lambda: go.quotient(optax.sgd(1e-2, 0.9), [UNITS], pin=False),
 }
 
 
@@ -132,6 +135,20 @@ def test_nothing_is_raised_at_the_first_step_or_later(name: str, jitted: bool) -
         updates, state = step(params, state)
         params = optax.apply_updates(params, updates)
     go.check(tx, state, params, jax.grad(mlp_loss)(params))
+
+
+@pytest.mark.parametrize("inner", [optax.sgd(3e-3), optax.sgd(0.01, 0.9), optax.adagrad(0.1)])
+def test_nothing_is_raised_later_for_an_optimizer_without_a_counter(inner: Any, x64: None) -> None:
+    """Whose heads' bases have left those of the frame, which is no other state's."""
+    case = {case.name: case for case in GAUGE_CASES}["head_linear/value_out"]
+    assert case.loss is not None
+    tx, params = go.quotient(inner, case.gauges()), case.params(jax.random.key(1))
+    state = tx.init(params)
+    step = jax.jit(lambda p, s: tx.update(jax.grad(case.loss)(p), s, p))  # type: ignore[arg-type]
+    for _ in range(50):
+        updates, state = step(params, state)
+        params = optax.apply_updates(params, updates)
+    _preflight(tx, params, case.loss, state)
 
 
 # What is no symmetry ------------------------------------------------------------------------------------------
@@ -237,6 +254,57 @@ def test_what_is_no_symmetry_is_named(name: str, dtype: str) -> None:
         assert text.startswith(f"check: {gauge.name} on '") and "remedy:" in text and "found:" in text
 
 
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_what_is_no_symmetry_is_named_in_every_wrapper(name: str) -> None:
+    gelu = lambda p: _cross_entropy(jax.nn.gelu(X @ p["up"] + p["bias"]) @ p["down"])  # noqa: E731
+    with pytest.raises(ValueError, match="check: rescale on 'up'"):
+        _preflight(WRAPPERS[name](), MLP, gelu)
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e-20, 1e20, 1e30])
+def test_the_size_of_gradients_does_not_count(size: float) -> None:
+    tx = go.quotient_adamw(1e-3, [UNITS])
+    with jax.enable_x64(False):
+        params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), MLP)
+        right, wrong = (
+            jax.tree.map(lambda x: jnp.float32(size) * x, jax.grad(loss)(params))
+            for loss in (mlp_loss, lambda p: _cross_entropy(jax.nn.gelu(X @ p["up"] + p["bias"]) @ p["down"]))
+        )
+        assert 0 < go.check(tx, tx.init(params), params, right).asymmetries[0][2] < 1e-5
+        with pytest.raises(ValueError, match="is no symmetry"):
+            go.check(tx, tx.init(params), params, wrong)
+        with pytest.raises(ValueError, match="a gradient that is not finite, 'bias'"):
+            go.check(tx, tx.init(params), params, right | {"bias": right["bias"] * jnp.nan})
+
+
+def test_a_gradient_that_proves_nothing_is_said() -> None:
+    """At B = 0, where adapters start, no gradient of A·E·B shows that E stands between them."""
+    params = {"a": _normal(2, 8, 3), "e": 1 + _normal(3, 3), "b": jnp.zeros((3, 5))}
+    loss = lambda p: _cross_entropy((X @ p["a"]) * p["e"] @ p["b"])  # noqa: E731
+    tx = go.quotient_adamw(1e-3, [go.head_linear({"a": "_ basis"}, {"b": "basis _"})])
+    assert "head_linear on 'a' could not be tested" in repr(_preflight(tx, params, loss))
+    with pytest.raises(ValueError, match="head_linear on 'a', 'b' is no symmetry"):
+        _preflight(tx, params, loss, loss_fn=loss)
+    report = _preflight(tx, params, lambda p: _cross_entropy(X @ p["a"] @ p["b"]), loss_fn=lambda p: _cross_entropy(
+        X @ p["a"] @ p["b"]))
+    assert 0 < report.asymmetries[0][2] < 1e-12 and "could not be tested" not in repr(report)
+
+
+def test_a_key_bias_in_bfloat16_is_said_to_be_open() -> None:
+    """Nothing tells the gradient of a bias that does not count from roundoff there."""
+    params = {"key": QK["key"][:, 0], "query": QK["query"][:, 0], "bias": _normal(4, 4)}
+
+    def loss(p: Any) -> jax.Array:
+        scores = (X @ p["query"]) @ (X @ p["key"] + p["bias"]).T
+        return _cross_entropy(jax.nn.softmax(3 * jnp.tanh(scores / 3)) @ X[:, :5])
+
+    tx = go.quotient_adamw(1e-2, [go.key_bias({"bias": "_"})])
+    low = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+    assert "key_bias on 'bias' has no gradient but roundoff, or is no symmetry" in repr(_preflight(tx, low, loss))
+    with pytest.raises(ValueError, match="key_bias on 'bias' is no symmetry"):
+        _preflight(tx, low, loss, loss_fn=loss)
+
+
 def test_a_small_penalty_shows_in_float64() -> None:
     """In bfloat16 its part is roundoff, which the report says; with the loss, `check` lifts it to float64."""
     tx = go.quotient_adamw(1e-2, [UNITS])
@@ -286,6 +354,8 @@ def test_a_state_of_another_optimizer_is_named() -> None:
     tx = go.quotient_adamw(1e-3, [UNITS])
     with pytest.raises(ValueError, match="a state of another optimizer"):
         _preflight(tx, MLP, mlp_loss, go.quotient(optax.sgd(1e-3), [UNITS]).init(MLP))
+    with pytest.raises(ValueError, match=r"jax\.eval_shape\(tx\.init, params\)"):  # as a checkpoint restores it
+        _preflight(tx, MLP, mlp_loss, tx.init(MLP)._asdict())
 
 
 def test_the_report_says_what_is_left_alone() -> None:
@@ -318,12 +388,65 @@ def test_a_mask_behind_the_step_is_named(name: str) -> None:
     _preflight(every, MLP, mlp_loss)
 
 
+ON_DOWN = {"up": False, "bias": False, "down": True}
+ROWS_OF_DOWN = jnp.arange(16.0)[:, None] > 4
+
+
+def _labelled() -> Any:
+    labels = {"up": "t", "bias": "t", "down": "f"}
+    return optax.partition({"t": optax.adam(1e-3), "f": optax.set_to_zero()}, labels)
+
+
+UNSEEN: dict[str, tuple[str, Callable[[], Any]]] = {
+    "in front": ("in front of", lambda: optax.chain(optax.freeze(ON_DOWN), go.quotient_adamw(1e-3, [UNITS]))),
+    "in front, in MultiSteps": (
+        "in front of",
+        lambda: optax.MultiSteps(optax.chain(optax.freeze(ON_DOWN), go.quotient_adamw(1e-3, [UNITS])), 4),
+    ),
+    "between links": (
+        "in front of",
+        lambda: optax.chain(go.scale_by_ddc([UNITS]), optax.freeze(ON_DOWN), go.gauge_retract([UNITS])),
+    ),
+    "an average around it": (
+        "but for roundoff",
+        lambda: go.quotient(optax.contrib.schedule_free(_labelled(), 1e-3), [UNITS]),
+    ),
+    "some rows": (
+        "in part",
+        lambda: go.quotient(
+            optax.chain(optax.adam(1e-3), optax.stateless(lambda u, p: u | {"down": u["down"] * ROWS_OF_DOWN})), [UNITS]
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNSEEN)
+def test_a_leaf_that_is_frozen_where_no_state_knows_is_named(name: str) -> None:
+    """Growth of `up` would move it."""
+    words, make = UNSEEN[name]
+    with pytest.raises(ValueError, match=f"'down' is frozen {words}") as caught:
+        _preflight(make(), MLP, mlp_loss)
+    assert "frozen=go.tools.by_path({'down': True}" in str(caught.value)
+
+
+def test_a_leaf_that_rests_at_the_first_step_is_said() -> None:
+    later = optax.join_schedules([optax.constant_schedule(0.0), optax.constant_schedule(1e-3)], [100])
+    labels = {"up": "t", "bias": "t", "down": "later"}
+    inner = optax.partition({"t": optax.adam(1e-3), "later": optax.adam(later)}, labels)
+    report = _preflight(go.quotient(inner, [UNITS]), MLP, mlp_loss)
+    assert "the first step of 'down' is zero" in repr(report) and report.frozen == ()
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_an_update_that_is_rounded_away_is_named(dtype: str) -> None:
     params = jax.tree.map(lambda x: (1.0 + 0.1 * x).astype(dtype), MLP)
     with pytest.raises(ValueError, match=f"is rounded away by {dtype}") as caught:
         _preflight(go.quotient_adamw(1e-5, [UNITS]), params, mlp_loss)
     assert "%" in str(caught.value) and "float32" in str(caught.value)
+    with pytest.raises(ValueError, match="is rounded away"):
+        _preflight(optax.MultiSteps(go.quotient_adamw(1e-5, [UNITS]), 4), params, mlp_loss)
+    report = _preflight(go.quotient_adamw(optax.linear_schedule(0.0, 1e-5, 10), [UNITS]), params, mlp_loss)
+    assert "the first update is zero" in repr(report)
 
 
 def test_the_roundoff_of_an_anchor_that_stores_one_less_is_no_update() -> None:

@@ -55,6 +55,11 @@ ROWS = {
         lambda p: X @ (_up(p["k"]) * p["factor"]),
         go.rescale({"factor": "_"}, {"k": "_ _"}),
     ),
+    "a coarse anchor": Row(
+        {"k": KERNEL, "down": DOWN.astype(jnp.float32)},
+        lambda p: jax.nn.relu(X @ _up(p["k"])) @ p["down"],
+        go.rescale({"k": "_ channel"}, {"down": "channel _"}),
+    ),
     "norm and units": Row(
         {"scale": jnp.ones(8), "k": KERNEL, "down": DOWN},
         lambda p: jax.nn.relu((X * p["scale"]) @ _up(p["k"])) @ _up(p["down"]),

@@ -444,3 +444,28 @@ def test_a_group_that_is_added_later_brings_its_pairs() -> None:
     assert [pair.a for pair in optimizer.pairs] == ["lora_A.default.weight", "k.lora_A.default.weight"]
     with pytest.raises(ValueError, match="a parameter whose name is unknown"):
         optimizer.add_param_group({"params": [model.bias]})
+
+
+@pytest.mark.parametrize("size", [1e-12, 1e-30])
+def test_a_step_of_muon_does_not_depend_on_the_size_of_gradients(size: float) -> None:
+    start, steps = _start(False), []
+    for scale in (1.0, size):
+        params = {path: torch.nn.Parameter(torch.tensor(x)) for path, x in start.items() if "lora" in path}
+        optimizer = torch_lora.QuotientMuon(params.items(), lr=1e-2)
+        (scale * torch.stack([torch.sum(x**3) for x in params.values()]).sum()).backward()
+        optimizer.step()
+        steps.append({path: x.detach().numpy() - start[path] for path, x in params.items()})
+    for path, step in steps[0].items():
+        np.testing.assert_allclose(steps[1][path], step, atol=1e-5 * np.abs(step).max())
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_a_factor_that_is_frozen_later_is_named(name: str) -> None:
+    """Its partner alone would not be trained, without a word."""
+    params = {path: torch.nn.Parameter(torch.tensor(x)) for path, x in _start(False).items()}
+    optimizer = MAKERS[name][1](params.items(), lr=1e-2)
+    frozen = next(path for path in params if "lora_A" in path)
+    params[frozen].requires_grad_(False)
+    _loss(params, torch.sum).backward()
+    with pytest.raises(ValueError, match=f"a factor without a gradient, '{frozen}'"):
+        optimizer.step()

@@ -220,7 +220,11 @@ def slice_of_frame(frame: Frame, params: Any) -> Slice:
 def _asymmetry(gauge: Any, params: Any, grads: Any) -> dict[str, jax.Array]:
     b = bound((gauge,), params)
     s, (copies,) = b.whole, b.copies
-    x, g = s.values(params), s.vectors(grads)
+    # Squares of gradients of 1e-20 or 1e20 are no numbers of float32; the asymmetry does not depend on their size.
+    real = [y for y in map(jnp.asarray, leaves_by_path(grads).values()) if jnp.issubdtype(y.dtype, jnp.floating)]
+    real = [jnp.asarray(y, real_dtype()) for y in real]
+    most = jnp.max(jnp.stack([jnp.max(jnp.abs(y), initial=0.0) for y in real]))
+    x, g = s.values(params), {path: safe_divide(y, most) for path, y in s.vectors(grads).items()}
     pairings = _by_generators(gauge, b, params, x) or _by_projection(s, copies, params, grads)
 
     def sizes(covector: Arrays) -> dict[str, jax.Array]:
@@ -229,9 +233,8 @@ def _asymmetry(gauge: Any, params: Any, grads: Any) -> dict[str, jax.Array]:
 
     # Each leaf is measured by its gradient across constants. Where a constant is all there is, as in a key bias, or the
     # gradient is roundoff, it is measured by the gradient of all leaves.
-    real = [y for y in map(jnp.asarray, leaves_by_path(grads).values()) if jnp.issubdtype(y.dtype, jnp.floating)]
     entries = sum(y.size for y in real)
-    total = jnp.sqrt(sum((jnp.sum(jnp.square(jnp.asarray(y, real_dtype()))) for y in real), jnp.zeros(())) / entries)
+    total = jnp.sqrt(sum((jnp.sum(jnp.square(safe_divide(y, most))) for y in real), jnp.zeros(())) / entries)
     across = {path: jnp.sqrt(jnp.mean(jnp.square(y))) for path, y in s.centred(g).items()}
     norms = {p: jnp.where(y > 0, jnp.maximum(y, _LEAST_SHARE * total), total) for p, y in across.items()}
 

@@ -5,6 +5,7 @@ and leaves the statistics of other outputs behind for evaluation.
 """
 
 import functools
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -12,13 +13,21 @@ import numpy as np
 
 from gauge_optax.binding import leaves_by_path
 from gauge_optax.errors import binding_error
+from gauge_optax.parts.constants import Mean
 from gauge_optax.parts.part import Part, changed
+from gauge_optax.parts.permutation import Permutation
 from gauge_optax.parts.sizes import Factor
 from gauge_optax.slice import Slice
 
-_PAIRS = (("running_mean", "running_var"), ("moving_mean", "moving_variance"), ("moving_mean", "moving_var"))
-_BESIDE = ("mean", "var")  # these are statistics only beside a scale or a bias, or in a collection of statistics
-_COLLECTION = "batch_stats"
+_PAIRS = (
+    ("running_mean", "running_var"), ("moving_mean", "moving_variance"), ("moving_mean", "moving_var"),
+    ("ra_mean", "ra_var"), ("mean_ema", "var_ema"),
+)
+_BESIDE = ("mean", "var")  # these are statistics only beside a scale or a bias, or in a module that is called a norm
+_AFFINE = {"scale", "bias", "weight", "offset", "gamma", "beta"}
+_NORM = re.compile("norm|bn|batch_?stats|batch_?stat", re.IGNORECASE)
+_OF_AVERAGES = re.compile(r"(_ema)/(average|hidden)$")  # Haiku's average has leaves of its own
+_COLLECTIONS = re.compile(r"^(params|batch_stats)/")
 _REMEDY = (
     "pass trained weights alone, nnx.state(model, nnx.Param) or variables['params'], and make the statistics anew "
     "afterwards, from some batches in training mode"
@@ -28,30 +37,47 @@ _REMEDY = (
 def statistics_of(tree: Any) -> dict[str, tuple[int, ...]]:
     """Path → shape of the leaves that are running statistics by their names."""
     leaves = {path: tuple(np.shape(leaf)) for path, leaf in leaves_by_path(tree).items()}
-    by_parent: dict[str, set[str]] = {}
+    by_parent: dict[str, dict[str, list[str]]] = {}
     for path in leaves:
-        parent, _, name = path.rpartition("/")
-        by_parent.setdefault(parent, set()).add(name)
+        parent, name = _parent_and_name(path)
+        by_parent.setdefault(parent, {}).setdefault(name, []).append(path)
 
     def found() -> Iterator[str]:
         for parent, names in by_parent.items():
-            pairs = [pair for pair in _PAIRS if names >= set(pair)]
-            if names >= set(_BESIDE) and (names & {"scale", "bias", "weight"} or _COLLECTION in parent.split("/")):
+            pairs = [pair for pair in _PAIRS if names.keys() >= set(pair)]
+            if names.keys() >= set(_BESIDE) and (names.keys() & _AFFINE or _NORM.search(parent)):
                 pairs.append(_BESIDE)
-            yield from (f"{parent}/{name}".lstrip("/") for pair in pairs for name in pair)
+            yield from (path for pair in pairs for name in pair for path in names[name])
 
     return {path: leaves[path] for path in found()}
 
 
+def _parent_and_name(path: str) -> tuple[str, str]:
+    """The module of a leaf, and its name there. NNX ends paths in `value`, and PyTorch has dots."""
+    *parent, name = re.split("[/.]", _OF_AVERAGES.sub(r"\1", path.removesuffix("/value").replace("/~/", "/")))
+    return "/".join(parent), name
+
+
 @functools.singledispatch
-def needs_a_norm_behind(part: Part[Any]) -> bool:
-    """Whether a part keeps the function only because a norm of its outputs follows."""
-    return False
+def outputs_before_a_norm(part: Part[Any]) -> tuple[int, ...]:
+    """The shape of the outputs that a part moves, if it keeps the function only because a norm follows; else ()."""
+    return ()
 
 
-@needs_a_norm_behind.register
-def _scale_without_a_partner(part: Factor) -> bool:
-    return not part.down
+@outputs_before_a_norm.register
+def _scale_without_a_partner(part: Factor) -> tuple[int, ...]:
+    return () if part.down else part.shape
+
+
+@outputs_before_a_norm.register
+def _bias_alone(part: Mean) -> tuple[int, ...]:
+    return part.blocks[0].shape if part.axis is None else ()
+
+
+def _permutes_others_of(part: Part[Any], path: str) -> bool:
+    """Whether a part permutes other leaves of the norm that a statistic belongs to."""
+    own, *others = (_COLLECTIONS.sub("", _parent_and_name(p)[0]) for p in (path, *changed(part)))
+    return isinstance(part, Permutation) and own in others
 
 
 def require_no_statistics_behind(name: str, s: Slice, params: Any) -> None:
@@ -63,13 +89,17 @@ def require_no_statistics_behind(name: str, s: Slice, params: Any) -> None:
       params: the tree.
     """
     statistics = statistics_of(params)
-    for part in filter(needs_a_norm_behind, s.parts if statistics else ()):
-        left = [p for p, shape in statistics.items() if shape[-1:] == part.shape[-1:] and p not in changed(part)]
+    for part in (*s.parts, *s.free) if statistics else ():
+        width = outputs_before_a_norm(part)[-1:]
+        left = [
+            p for p, shape in statistics.items()
+            if p not in changed(part) and ((width and shape[-1:] == width) or _permutes_others_of(part, p))
+        ]
         if left:
             raise binding_error(
                 name, f"running statistics that a move of '{part.blocks[0].path}' leaves behind, '{left[0]}'",
                 f"{len(statistics)} statistics in the tree", "a tree of trained weights alone",
-                f"leave this scale_invariant out of the list; or {_REMEDY}")
+                f"leave this gauge out of the list, or let a permutation bind '{left[0]}' too; or {_REMEDY}")
 
 
 def require_no_statistics(name: str, trees: Sequence[Any]) -> None:

@@ -185,11 +185,11 @@ def named_max_norm(
         frozen, leaves = frozen_leaves(name, optimizer, params), leaves_by_path(params)
         for selection in vectors.resolve(name, specs, params):
             unit, bounded = measure(selection)
-            if isinstance(bound, jax.Array) or not bounded or selection.block.path in frozen:
+            if isinstance(bound, jax.core.Tracer) or not bounded or selection.block.path in frozen:
                 continue
-            usual = float(jnp.sqrt(jnp.mean(jnp.square(selection.norm(leaves))))) / (bound * unit)
+            usual = float(jnp.sqrt(jnp.mean(jnp.square(selection.norm(leaves)))) / (bound * unit))
             if usual > _ABOVE:
-                said.append(_above(name, selection, usual, bound))
+                said.append(_above(name, selection, usual, float(bound)))
         return said
 
     return transformation(name, init, update, MaxNormState, empty, rules=optimizer.rules, preflight=preflight)

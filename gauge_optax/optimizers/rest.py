@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from gauge_optax.binding import with_leaves
+from gauge_optax.binding import leaves_by_path, with_leaves
 from gauge_optax.errors import binding_error
 from gauge_optax.gauges.bound import bound
 from gauge_optax.gauges.gauge import Product
@@ -68,6 +68,13 @@ def held_ratios(s: Slice, f: Elements, x: Arrays) -> dict[str, jax.Array]:
     return {p.label: r + share(p) * jnp.log(jnp.abs(f[p.label])) for p, r in ratios if r is not None}
 
 
+def _rounds_growth(part: Any, params: Any) -> bool:
+    """Whether the anchor is less precise than its partners, and would round its share of their growth away."""
+    leaves = leaves_by_path(params)
+    bits = [jnp.finfo(jnp.result_type(leaves[b.path])).nmant for b in (*part.anchors[0], *part.down)]
+    return min(bits[len(part.anchors[0]) :]) > min(bits[: len(part.anchors[0])])
+
+
 def share(part: Any) -> float:
     """By how much log ‖up‖ − p·log ‖down‖ grows where log α grows by 1."""
     return 1.0 + float(part.degree) ** 2
@@ -106,7 +113,7 @@ def resting(name: str, tx: GaugeTransformation, group: Product, rest: str) -> Ga
         held = dict(state.held)
         for part, _, _ in s.sizes:
             ratio, label = log_ratio(part, x), part.label
-            if ratio is None or label in s.alone | s.following:
+            if ratio is None or label in s.alone | s.following or _rounds_growth(part, params):
                 continue
             after_step = ratio + share(part) * jnp.log(jnp.abs(f[label]))
             # F follows from the coordinate alone, so that no roundoff of earlier steps adds up.

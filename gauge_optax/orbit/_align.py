@@ -26,6 +26,7 @@ import jax.numpy as jnp
 from gauge_optax.binding import leaf_shape, leaves_by_path, overlap
 from gauge_optax.errors import binding_error
 from gauge_optax.gauges.gauge import Element, Gauges, bind
+from gauge_optax.gauges.statistics import require_no_statistics_behind
 from gauge_optax.linalg import real_dtype, roundoff
 from gauge_optax.orbit.kinds import Stage, is_compact, is_constant, stage
 from gauge_optax.orbit.nearest import nearest
@@ -77,6 +78,7 @@ def align(a: Any, b: Any, gauges: Gauges, batches: Sequence[Any] | None = None, 
     check_same_tree("align", a, b)
     check_fn("align", batches, fn)
     s = on_tree.whole
+    require_no_statistics_behind("align", s, b)
     known = _by_responses(s, a, b, list(batches or ()), fn) if fn is not None else {}
     reached = _from_slice(s, a, b, known)
     if reached.distance > _roundoff(reached.target):  # otherwise both have one function, and nothing is nearer

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from gauge_optax.binding import leaves_by_path, with_leaves
 from gauge_optax.errors import binding_error
 from gauge_optax.gauges.gauge import Gauges, product
-from gauge_optax.gauges.statistics import require_no_statistics
+from gauge_optax.gauges.statistics import require_no_statistics, require_no_statistics_behind
 from gauge_optax.orbit._align import align, check_same_tree
 
 Params = TypeVar("Params")
@@ -40,6 +40,7 @@ def distance(a: Any, b: Any, gauges: Gauges) -> float:
     """
     check_same_tree("distance", a, b)
     group = product(gauges)
+    require_no_statistics_behind("distance", group._bound(a).whole, a)
     first, second = (_slice_point(group, x) for x in (a, b))
     return relative_difference(group.act(align(first, second, group), second), first)
 

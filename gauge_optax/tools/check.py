@@ -5,7 +5,7 @@ refutes every gauge, because that of an invariant loss has no part along an orbi
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -23,7 +23,7 @@ from gauge_optax.linalg import real_dtype
 from gauge_optax.parts.part import changed
 from gauge_optax.slice import Frame
 from gauge_optax.tools.plan import gauges_of, said_by
-from gauge_optax.transformation import LeafRule, require_gradients, require_params, require_values
+from gauge_optax.transformation import LeafRule, listening, require_gradients, require_params, require_values
 from gauge_optax.wrapped import transformations_of
 from gauge_optax.xla import quick_options
 
@@ -37,6 +37,8 @@ _NOISE = 1e-5  # relative size of a perturbation under which a state's arrays ha
 _CANCELLED = 20.0  # by how much more roundoff there is where a sum of large terms is zero, as in a key bias
 _TIMES_ROUNDOFF = 16.0
 _OF_USUAL = 1e-2  # share of a usual leaf's step that is roundoff on a leaf which a gauge holds
+_SIGNAL = 1e-6  # share of the largest gradient below which one is roundoff
+_QUIET = 1e-4  # share of its partners' step below which a leaf's step is none, beside its share of the gradient
 _FAST = 0.1  # share of a matrix that one step of Adam may be long beside Muon
 _NO_RULE = LeafRule("")
 _FEW = 64  # fewer entries than this do not show in what precision they were computed
@@ -90,7 +92,8 @@ def check(
       grads: the gradient of the loss that is trained, penalties and dropout included, a tree like `params`. An average
         of a few batches has less roundoff.
       loss_fn: (params) or (params, batch) → loss. If it is given, the gauges are checked by its gradient in float64,
-        which shows smaller penalties than `grads` does; dropout has to be switched off for that.
+        which shows smaller penalties than `grads` does; dropout has to be switched off for that. Leaves of zeros that
+        are trained are drawn at random, because at LoRA's B = 0 no gradient shows a wrong pair.
       batch: the second argument of `loss_fn`; None if it has none.
 
     Returns:
@@ -99,7 +102,8 @@ def check(
     Raises:
       ValueError: something would go wrong without a word in training: a gauge that is no symmetry of the loss; a state
         that was made for other weights; weights above the bound of `max_norm`; a matrix that Adam steps at Muon's rate;
-        a leaf that is frozen outside the wrapper that moves its partners; an update that its leaf's dtype rounds away.
+        a leaf that is frozen outside the wrapper that moves its partners, or in part; an update that its leaf's dtype
+        rounds away; a gradient that is not finite.
 
     >>> gauge = go.rescale({"up": "_ channel"}, {"down": "channel _"})
     >>> params = {"up": jnp.array([[1.0, -2.0]]), "down": jnp.array([[0.5], [1.5]])}
@@ -128,6 +132,7 @@ def check(
             "check", "called inside jit", "tracers", "arrays, whose values it looks at",
             "call go.check once, outside jit, before training")
     jax.block_until_ready((state, params, grads))
+    _require_finite(grads)
     gauges, frozen = gauges_of(tx), _frozen_in(state)
     for gauge in gauges:
         _require_laws(gauge, params)
@@ -141,12 +146,16 @@ def check(
     notes = [f"{precision} hides penalties below {limit:.0%} of a gradient; loss_fn= and batch= show them"] * (
         limit > 1e-2 and bool(gauges)
     )
-    notes += [note for copies in shares for share in copies.values() for note in share.notes()]
+    for gauge, copies in zip(gauges, shares, strict=True):
+        notes += [note for share in copies.values() for note in share.notes(gauge.name, limit)]
     _require_state_of(tx, state, params)
     for said in (said for held in transformations_of(tx) for said in held.preflight(params)):
         if isinstance(said, ValueError):
             raise said
         notes.append(said)
+    while isinstance(tx, optax.MultiSteps):  # whose first update is zero
+        tx, state = tx._opt, state.inner_opt_state
+    notes += _require_none_frozen_unseen(tx, state, params, grads, gauges, frozen)
     notes += _require_steps_that_count(tx, state, params, grads)
     return Report(tuple(map(_row, gauges, shares)), limit, precision, tuple(sorted(frozen)), tuple(notes))
 
@@ -159,18 +168,29 @@ class _Share(NamedTuple):
       leaves: what it moves.
       zero: those of them whose whole gradient is zero, if the gradient of another one is not.
       real: whether its leaves have another gradient than along constants. That of a key bias is what cancels in a sum.
+      told: whether the gradient could show that it is no symmetry. It cannot where all its leaves are zero, or their
+        gradients are, as those of LoRA's factors at B = 0.
     """
 
     number: float
     leaves: tuple[str, ...]
     zero: tuple[str, ...]
     real: bool
+    told: bool
 
-    def notes(self) -> list[str]:
-        return [
+    def notes(self, name: str, limit: float) -> list[str]:
+        said = [
             f"the gradient of '{path}' is zero here; if the loss never trains it (stop_gradient), {_say_frozen(path)}"
             for path in self.zero
         ]
+        where = f"{name} on '{self.leaves[0]}'"
+        if not self.told:
+            said.append(
+                f"{where} could not be tested, because its leaves or their gradients are zero: check it again after a "
+                "few steps, or with loss_fn= and batch=")
+        elif self.number > limit:
+            said.append(f"{where} has no gradient but roundoff, or is no symmetry: loss_fn= and batch= show which")
+        return said
 
 
 def _row(gauge: Any, copies: Mapping[str, _Share]) -> tuple[str, str, float]:
@@ -191,6 +211,14 @@ def _require_laws(gauge: Any, params: Any) -> None:
             "see the table of docs/guides/gauge.md; a group that is no addition needs identity, inverse and compose")
 
 
+def _require_finite(grads: Any) -> None:
+    for path, leaf in leaves_by_path(grads).items():
+        if _is_real(leaf) and not np.all(np.isfinite(np.asarray(leaf, np.float64))):
+            raise binding_error(
+                "check", f"a gradient that is not finite, '{path}'", "NaN or infinity", "numbers",
+                "look at the loss of this batch; in float16, scale the loss so that its gradient does not overflow")
+
+
 # Gauges and gradients -------------------------------------------------------------------------------------
 
 
@@ -198,8 +226,13 @@ def _shares(
     gauges: Sequence[Any], params: Any, grads: Any, frozen: frozenset[str], loss_fn: Any, batch: Any
 ) -> list[dict[str, _Share]]:
     """Per gauge, copy → its share of the gradient, without the copies that a frozen leaf leaves alone."""
-    zero = {p for p, g in leaves_by_path(grads).items() if not np.any(np.asarray(g)) and p not in frozen}
-    numbers_of = _asymmetries(gauges, params, grads) if loss_fn is None else _in_double(gauges, params, loss_fn, batch)
+    none = {p for p, g in leaves_by_path(grads).items() if not np.any(np.asarray(g))}
+    empty = {p for p, x in leaves_by_path(params).items() if _is_real(x) and not np.any(np.asarray(x))}
+    zero = none - frozen
+    if loss_fn is None:
+        numbers_of = _asymmetries(gauges, params, grads)
+    else:
+        numbers_of = _in_double(gauges, params, loss_fn, batch, empty - none - frozen)
     shares = []
     for gauge, (numbers, nonzero) in zip(gauges, numbers_of, strict=True):
         of_gauge = {}
@@ -208,7 +241,9 @@ def _shares(
             still = tuple(path for path in paths if path in zero) if not zero >= set(paths) else ()
             real = any(bool(nonzero[path]) for path in paths)
             if copy.key in numbers and not frozen & set(paths):
-                of_gauge[copy.key] = _Share(float(numbers[copy.key]), paths, still, real)
+                number = float(numbers[copy.key])
+                told = loss_fn is not None or number > 0 or not none | empty >= set(paths)
+                of_gauge[copy.key] = _Share(number, paths, still, real, told)
         shares.append(of_gauge)
     return shares
 
@@ -237,8 +272,14 @@ def _one_program(function: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *arrays: jax.block_until_ready(compiled(*arrays))
 
 
-def _in_double(gauges: Sequence[Any], params: Any, loss_fn: Callable[..., Any], batch: Any) -> _Numbers:
-    """As `_asymmetries`, of the gradient of a function that is evaluated in float64."""
+def _in_double(
+    gauges: Sequence[Any], params: Any, loss_fn: Callable[..., Any], batch: Any, empty: Collection[str]
+) -> _Numbers:
+    """As `_asymmetries`, of the gradient of a function that is evaluated in float64.
+
+    Leaves of zeros that are trained (`empty`) are drawn at random: at LoRA's B = 0 no gradient shows a wrong pair.
+    """
+    draw = np.random.default_rng(0).normal
 
     def fn(leaves: Any, batch: Any) -> list[Any]:
         p = with_leaves(params, leaves)
@@ -250,6 +291,7 @@ def _in_double(gauges: Sequence[Any], params: Any, loss_fn: Callable[..., Any], 
             path: np.asarray(leaf, np.float64 if jnp.issubdtype(dtypes[path], jnp.floating) else None)
             for path, leaf in leaves_by_path(params).items()
         }
+        doubled |= {path: 0.1 * draw(size=doubled[path].shape) for path in sorted(empty)}
         lifted = in_double(fn, doubled, dtypes, batch)
         real = {path: x for path, x in doubled.items() if jnp.issubdtype(x.dtype, jnp.floating)}
         gradient = jax.jit(jax.grad(lambda x: jnp.sum(lifted(doubled | x, batch)[0])), compiler_options=quick_options())
@@ -335,6 +377,66 @@ def _require_no_mask_outside(tx: Any, gauges: Sequence[Any], params: Any, frozen
                     f"gauges), or {_say_frozen(still)}")
 
 
+def _require_none_frozen_unseen(
+    tx: Any, state: Any, params: Any, grads: Any, gauges: Sequence[Any], frozen: frozenset[str]
+) -> list[str]:
+    """Raises ValueError for leaves or entries that are frozen and that no state of this library knows of.
+
+    A step of zero is a leaf's own at a rate of zero, or in a warm-up, and a sentence about it is returned.
+    """
+
+    def update(grads: Any, state: Any, params: Any) -> Any:
+        with listening() as heard:
+            tx.update(grads, state, params)
+        return heard
+
+    try:
+        heard = _one_program(update)(grads, state, params) if gauges else []
+    except Exception:  # it needs further arguments, or runs inside a loop: nothing is known of it
+        return []
+    most = {path: _most(leaf) for path, leaf in leaves_by_path(grads).items()}
+    zero = {path for path, leaf in leaves_by_path(params).items() if not _most(leaf)}
+    notes = dict[str, None]()
+    for given, steps, point in heard:
+        g, u, at = (leaves_by_path(tree) if tree is not None else {} for tree in (given, steps, point))
+        for gauge in gauges:
+            for copy in bound((gauge,), params).copies[0]:
+                paths = [p for p in dict.fromkeys(p for part in copy.parts for p in changed(part)) if p in g]
+                if frozen & set(paths) or len(paths) < 2:
+                    continue
+                sizes = {p: _most(g[p]) for p in paths}
+                still = [p for p in paths if not sizes[p] and most[p] > _SIGNAL * max(most.values())]
+                if steps is None:
+                    if still and any(sizes.values()):
+                        raise _frozen_unseen(still[0], f"in front of the optimizer that moves {gauge.name}", "gradient")
+                    continue
+                moves = {p: _most(u[p]) for p in paths}
+                for p in (p for p in paths if max(moves.values()) and sizes[p] > 0 and p not in zero):
+                    share = moves[p] / max(moves.values())
+                    x, y = np.asarray(g[p]), np.asarray(u[p])
+                    # An average of weights returns differences, where small steps are rounded to zero.
+                    seen = moves[p] > _TIMES_ROUNDOFF * float(jnp.finfo(real_dtype()).eps) * np.abs(np.asarray(at[p]))
+                    if 0 < share < _QUIET * min(1.0, sizes[p] / max(sizes.values())):
+                        raise _frozen_unseen(p, f"but for roundoff, inside {gauge.name}", "step")
+                    if moves[p] and np.any((y == 0) & seen & (np.abs(x) > 0.1 * sizes[p])):
+                        raise _frozen_unseen(p, f"in part, inside {gauge.name}", "step")
+                    if not moves[p]:
+                        notes[f"the first step of '{p}' is zero; if it stays so, {_say_frozen(p)}"] = None
+    return list(notes)
+
+
+def _most(leaf: Any) -> float:
+    return float(np.max(np.abs(np.asarray(leaf, np.float64)), initial=0.0)) if _is_real(leaf) else 0.0
+
+
+def _frozen_unseen(path: str, how: str, what: str) -> ValueError:
+    return binding_error(
+        "check", f"'{path}' is frozen {how}", f"a {what} of '{path}' that is made zero, while its partners keep theirs",
+        "a mask of whole leaves inside, which says what stays",
+        "put the mask inside, go.quotient(optax.partition({'t': inner, 'f': optax.set_to_zero()}, labels), gauges), or "
+        f"{_say_frozen(path)}; a leaf that is frozen in part needs this gauge left out, or leaves of its own")
+
+
 # States ---------------------------------------------------------------------------------------------------
 
 
@@ -346,15 +448,17 @@ def _require_state_of(tx: Any, state: Any, params: Any) -> None:
     init = _one_program(tx.init)
     fresh = init(params)
     pairs = list(zip(jax.tree.leaves_with_path(state), jax.tree.leaves(fresh), strict=False))
-    if len(jax.tree.leaves(state)) != len(jax.tree.leaves(fresh)) or any(
-        jnp.shape(a) != jnp.shape(b) for (_, a), b in pairs
-    ):
+    made, expected = (str(jax.tree.structure(x)) for x in (state, fresh))
+    if made != expected or any(jnp.shape(a) != jnp.shape(b) for (_, a), b in pairs):
         raise binding_error(
-            "check", "a state of another optimizer, or of another tree", f"{len(jax.tree.leaves(state))} arrays",
-            f"{len(jax.tree.leaves(fresh))} arrays, as tx.init(params) makes", "write state = tx.init(params)")
-    started = all(np.array_equal(a, b) for (_, a), b in pairs if jnp.issubdtype(jnp.result_type(a), jnp.integer))
-    if not started:
-        return _require_sizes(state, fresh)
+            "check", "a state of another optimizer, or of another tree", made[:200], expected[:200],
+            "write state = tx.init(params), or restore a checkpoint into jax.eval_shape(tx.init, params)")
+    # Without a counter, as in momentum, nothing but a frame says that a run has begun if other arrays are as new.
+    counted = [p for p in pairs if jnp.issubdtype(jnp.result_type(p[1]), jnp.integer)]
+    kept = [p for p in pairs if ".frame." not in jax.tree_util.keystr(p[0][0])]
+    started = all(np.array_equal(a, b) for (_, a), b in counted or kept)
+    if not started or not (counted or kept):
+        return _require_sizes(state, fresh, _OTHER_SIZE if counted else _OTHER_WEIGHTS)
     disturbed = jax.tree.leaves(init(_disturbed(params)))
     for (keys, a), b, c in zip((p for p, _ in pairs), jax.tree.leaves(fresh), disturbed, strict=True):
         if not jnp.issubdtype(jnp.result_type(a), jnp.floating):
@@ -380,8 +484,8 @@ def _disturbed(params: Any) -> Any:
     return jax.block_until_ready(jax.tree.unflatten(structure, map(moved, keys, arrays)))
 
 
-def _require_sizes(state: Any, fresh: Any) -> None:
-    """Raises ValueError where the sizes of a frame are not those of the weights."""
+def _require_sizes(state: Any, fresh: Any, most: float) -> None:
+    """Raises ValueError where the sizes of a frame differ from those of the weights by more than a share of them."""
     is_frame = lambda node: isinstance(node, Frame)  # noqa: E731
     both = ([n for n in jax.tree.leaves(x, is_leaf=is_frame) if is_frame(n)] for x in (state, fresh))
     for kept, read in zip(*both, strict=True):
@@ -390,7 +494,7 @@ def _require_sizes(state: Any, fresh: Any) -> None:
             off = np.abs(a - b) / np.maximum(np.maximum(np.abs(a), np.abs(b)), np.finfo(np.float64).tiny)
             known = np.asarray(live & read.live[label])
             number = float(np.mean(off[known])) if off.shape == known.shape and known.any() else 0.0
-            if number > _OTHER_SIZE:
+            if number > most:
                 raise _other_weights(label, number)
 
 
@@ -415,7 +519,7 @@ def _require_steps_that_count(tx: Any, state: Any, params: Any, grads: Any) -> l
     except TypeError:
         return ["the first update was not looked at, because the optimizer needs further arguments"]
     # Where a leaf stores γ − 1, roundoff is that of γ.
-    added: dict[str, Any] = {}
+    added, moved = dict[str, Any](), False
     for gauge in gauges_of(tx):
         added |= bound((gauge,), params).whole.added
     pairs = {
@@ -434,12 +538,15 @@ def _require_steps_that_count(tx: Any, state: Any, params: Any, grads: Any) -> l
         if rules.get(path, _NO_RULE).rule == "Adam" and polar and sum(n > 1 for n in p.shape) > 1:
             _require_slow(path, u, p)
         stuck = moving & (np.asarray(optax.apply_updates(leaf, update)) == np.asarray(leaf))
+        moved |= bool(moving.any())
         if moving.any() and stuck.sum() > _ALL_ROUNDED * moving.sum():
             raise binding_error(
                 "check", f"the update of '{path}' is rounded away by {jnp.result_type(leaf)}",
                 f"{stuck.sum() / moving.sum():.1%} of its entries stay what they are",
                 f"at most {_ALL_ROUNDED:.0%}",
                 f"keep '{path}' in float32 while it is trained, or take a larger learning rate")
+    if not moved:
+        return ["the first update is zero, as in a warm-up: what later ones lose to roundoff was not seen"]
     return []
 
 

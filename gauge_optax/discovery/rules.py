@@ -350,6 +350,8 @@ def _reduce(trace: Trace, eqn: Any, ins: list[Value]) -> list[Axes]:
     gone = eqn.params.get("axes", eqn.params.get("dimensions", ()))
     for k in gone:
         trace.note(ins[0].axes[k])
+        if (axis := ins[0].axes[k]) is not None:
+            (trace.summed if eqn.primitive.name == "reduce_sum" else trace.ranked).append(axis)
     return [[axis for k, axis in enumerate(ins[0].axes) if k not in gone] for _ in eqn.outvars]
 
 
@@ -359,5 +361,7 @@ def _sort(trace: Trace, eqn: Any, ins: list[Value]) -> list[Axes]:
     for axes in outs:
         at = eqn.params.get("dimension", -1)
         trace.note(axes[at])
+        trace.ranked += [] if axes[at] is None else [axes[at]]
+        trace.summed += [] if axes[at] is None else [axes[at]]
         axes[at] = None
     return (outs * len(eqn.outvars))[: len(eqn.outvars)]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -28,12 +29,104 @@ from gauge_optax.parts.matrices import Fused, Matrices, Reading, neuron_matrices
 _CONSTANT = 100_000  # entries of index arithmetic that is evaluated
 _POINTS = 64  # places at which the numbers along single axes are compared with those of the whole array
 _NAMES = ("head", "group", "unit", "other")  # of output axes before the last one
-_FREE = -1  # a place where no entry of the parameter stands
+_PART = re.compile(r"\bpart=[0-9]+\b")
+_FREE = -(2**58)  # added where no entry stands
 
 Owner = str | int
 """A parameter's path, or the number of a product."""
-Tags = Mapping[Owner, np.ndarray | None]
-"""For each owner, the number of its entry at each place; None where the places are no longer known apart."""
+class Places(NamedTuple):
+    """Which entry stands at each place of an array: a first one, and how the number changes along each axis.
+
+    Attributes:
+      base: the number at the places where nothing is added.
+      steps: per axis, what each index adds; far below zero where no entry stands.
+    """
+
+    base: int
+    steps: tuple[np.ndarray, ...]
+
+    @classmethod
+    def of(cls, shape: Sequence[int]) -> Places:
+        """All entries in order."""
+        strides = [math.prod(shape[k + 1 :]) for k in range(len(shape))]
+        return cls(0, tuple(np.arange(n) * stride for n, stride in zip(shape, strides, strict=True)))
+
+    @classmethod
+    def found(cls, numbers: np.ndarray) -> Places | None:
+        """The places of an array of numbers; None where its axes do not change them independently."""
+        at = np.unravel_index(int((numbers >= 0).argmax()), numbers.shape) if numbers.ndim else ()
+        base = int(numbers[at]) if numbers.size and numbers[at] >= 0 else _FREE
+        lines = [numbers[tuple(slice(None) if j == k else at[j] for j in range(numbers.ndim))]
+                 for k in range(numbers.ndim)]
+        made = cls(base, tuple(np.where(line < 0, _FREE, line - base) for line in lines))
+        return made if base < 0 or np.array_equal(made.numbers(), np.maximum(numbers, -1)) else None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """That of the array."""
+        return tuple(map(len, self.steps))
+
+    def numbers(self, axes: Iterable[int] | None = None) -> np.ndarray:
+        """The numbers as an array, -1 where no entry stands, along some axes or all."""
+        total = np.full((1,) * len(self.steps), self.base)
+        for k in range(len(self.steps)) if axes is None else axes:
+            total = total + self.steps[k].reshape([-1 if j == k else 1 for j in range(len(self.steps))])
+        return np.maximum(total, -1)
+
+    def entries(self) -> np.ndarray:
+        """The entries that stand somewhere."""
+        numbers = self.numbers([k for k, step in enumerate(self.steps) if (step != 0).any()]).ravel()
+        return numbers[numbers >= 0]
+
+    def line(self, axis: int) -> np.ndarray:
+        """The numbers along an axis."""
+        return self.base + self.steps[axis][self.steps[axis] > _FREE // 2]
+
+    def take(self, axis: int, index: int) -> Places:
+        """One index of an axis, which is dropped."""
+        rest = tuple(x for k, x in enumerate(self.steps) if k != axis)
+        return Places(self.base + int(self.steps[axis][index]), rest)
+
+    def part(self, axis: int, index: Any) -> Places:
+        """Some indices of an axis."""
+        return Places(self.base, tuple(x[index] if k == axis else x for k, x in enumerate(self.steps)))
+
+    def spread(self, shape: Sequence[int]) -> Places:
+        """Axes of length one repeated."""
+        pairs = zip(self.steps, shape, strict=True)
+        return Places(self.base, tuple(np.broadcast_to(x, n) if len(x) == 1 else x for x, n in pairs))
+
+    def at(self, axes: Sequence[int], shape: Sequence[int]) -> Places:
+        """In an array of this shape, with the own axes at these places and the others repeated."""
+        steps = [np.zeros(n, int) for n in shape]
+        for k, x in zip(axes, self.steps, strict=True):
+            steps[k] = np.broadcast_to(x, shape[k])
+        return Places(self.base, tuple(steps))
+
+    def reshape(self, shape: Sequence[int]) -> Places | None:
+        """In another shape, run by run of axes of equal size."""
+        steps: list[np.ndarray] = []
+        base, i, j = self.base, 0, 0
+        while i < len(self.steps) or j < len(shape):
+            a, b = min(i + 1, len(self.steps)), min(j + 1, len(shape))
+            while (before := math.prod(map(len, self.steps[i:a]))) != (after := math.prod(shape[j:b])):
+                a, b = (a + 1, b) if before < after else (a, b + 1)
+            if b - j == a - i == 1:
+                steps.append(self.steps[i])
+            elif b > j:
+                low = -sum(min(0, int(x[x > _FREE // 2].min(initial=0))) for x in self.steps[i:a])
+                made = Places.found(Places(low, self.steps[i:a]).numbers().reshape(shape[j:b]))
+                if made is None:
+                    return None
+                base, steps = base + made.base - low, [*steps, *made.steps]
+            else:
+                base += int(sum(x[0] for x in self.steps[i:a]))
+            i, j = a, b
+        return Places(base, tuple(steps))
+
+
+Tags = Mapping[Owner, Places | None]
+"""For each owner, which of its entries stand where; None where that is not known, or all are read together."""
 
 
 class Value(NamedTuple):
@@ -48,6 +141,8 @@ class Value(NamedTuple):
       before: kernels that made it.
       one_hot: whether it compares data with a range of numbers.
       row: whether its parameters are rows that were taken by index.
+      terms: (product, number of a mask): what was contracted with data to make it. Two terms of a sum are one
+        contraction, of both at once.
     """
 
     shape: tuple[int, ...]
@@ -58,10 +153,15 @@ class Value(NamedTuple):
     before: frozenset[str] = frozenset()
     one_hot: bool = False
     row: bool = False
+    terms: frozenset[tuple[int, int]] = frozenset()
 
-    def leaves(self) -> dict[str, np.ndarray]:
+    def leaves(self) -> dict[str, Places]:
         """The parameters that it consists of."""
         return {name: x for name, x in self.tags.items() if isinstance(name, str) and x is not None}
+
+    def moved(self, move: Callable[[Places], Places | None]) -> Tags:
+        """The tags of the value that a movement of entries makes."""
+        return {own: None if x is None else move(x) for own, x in self.tags.items()}
 
 
 @dataclasses.dataclass
@@ -78,10 +178,11 @@ class Product:
       pieces: places of the result that are read together, as masks that do not overlap.
       maxed: whether a maximum is taken over its outputs, as a softmax does.
       last: whether its outputs are the function's, up to a softmax and sums.
+      terms: masks of outputs that were contracted with data.
     """
 
     path: str
-    ids: np.ndarray
+    ids: Places
     inputs: tuple[int, ...]
     batch: tuple[int, ...]
     before: frozenset[str]
@@ -89,11 +190,24 @@ class Product:
     pieces: list[np.ndarray] = dataclasses.field(default_factory=list)
     maxed: bool = False
     last: bool = False
+    terms: list[np.ndarray] = dataclasses.field(default_factory=list)
 
     @property
     def outputs(self) -> tuple[int, ...]:
         """The other axes, batch axes first."""
-        return (*self.batch, *(k for k in range(self.ids.ndim) if k not in (*self.inputs, *self.batch)))
+        return (*self.batch, *(k for k in range(len(self.ids.shape)) if k not in (*self.inputs, *self.batch)))
+
+    def meet(self, places: Sequence[Places]) -> None:
+        """Makes what stands at these places one piece."""
+        if places and not self.settled:
+            self.read_together(self.mask(places))
+
+    def mask(self, places: Sequence[Places]) -> np.ndarray:
+        """Which outputs stand at these places."""
+        mask = np.zeros(math.prod(self.ids.shape[k] for k in self.outputs), bool)
+        for x in places:
+            mask[x.entries()] = True
+        return mask
 
     def read_together(self, mask: np.ndarray) -> None:
         """Joins the pieces that share a place with the mask."""
@@ -160,16 +274,38 @@ class Walk:
         common = Value(
             (), {}, any(x.params for x in ins), any(x.data for x in ins), None,
             frozenset().union(*(x.before for x in ins)))
+        self._lost(ins, found)
         one_hot = any(x.one_hot for x in ins) and name in (*_MOVES, "convert_element_type", "copy")
         row = any(x.row for x in ins)
         outs = []
         for aval, out in zip(avals, found, strict=True):
             tags, before = (out.tags, out.before) if isinstance(out, Value) else (out, frozenset())
+            terms = out.terms if isinstance(out, Value) else self._terms(name, ins)
             outs.append(common._replace(
+                terms=terms,
                 shape=tuple(getattr(aval, "shape", ())), tags=self._unsettled(tags), before=common.before | before,
                 one_hot=one_hot or (isinstance(out, Value) and out.one_hot),
                 row=row or (isinstance(out, Value) and out.row)))
         return outs
+
+    def _terms(self, name: str, ins: Sequence[Value]) -> frozenset[tuple[int, int]]:
+        """What was contracted to make a sum, or one value that is moved or scaled."""
+        for (own, one), (other, two) in itertools.product(ins[0].terms, ins[-1].terms) if name in _SUMS else ():
+            if own == other and one != two:
+                product = self.products[own]
+                product.read_together(product.terms[one] | product.terms[two])
+        moving = [x for x in ins if x.data and x.params]
+        return frozenset().union(*(x.terms for x in moving)) if name in _SUMS or len(moving) == 1 else frozenset()
+
+    def _lost(self, ins: Sequence[Value], outs: Sequence[Any]) -> None:
+        """An operation behind which places are no longer known reads them; a parameter is named."""
+        after = [out.tags if isinstance(out, Value) else out for out in outs]
+        for own, places in ((own, x) for value in ins for own, x in value.tags.items() if x is not None):
+            if any(own in tags and tags[own] is None for tags in after):
+                if isinstance(own, int):
+                    self.products[own].meet([places])
+                else:
+                    self.unknown[own] = "its entries are mixed in an order that axes do not express"
 
     def _unsettled(self, tags: Tags) -> Tags:
         """Tags without the places of products whose outputs are all read together."""
@@ -187,11 +323,8 @@ class Walk:
             for own in {own for value in group for own in value.tags if isinstance(own, int)}:
                 product = self.products[own]
                 places = [x for value in group if (x := value.tags.get(own)) is not None]
-                if places and not product.settled and (not linear or len(places) > 1):
-                    mask = np.zeros(math.prod(product.ids.shape[k] for k in product.outputs), bool)
-                    for x in places:
-                        mask[x[x >= 0]] = True
-                    product.read_together(mask)
+                if not linear or len(places) > 1:
+                    product.meet(places)
 
     def contract(self, kernel: Value, other: Value, inputs: Sequence[int], batch: Sequence[int]) -> dict[Owner, Any]:
         """Notes a parameter that is contracted with data; returns the tags of the result, (batch, outputs)."""
@@ -200,7 +333,7 @@ class Walk:
         for path, ids in kernel.leaves().items():
             product = Product(path, ids, tuple(inputs), tuple(batch), other.before, other.one_hot)
             shape = [ids.shape[k] for k in product.outputs]
-            tags[len(self.products)] = np.arange(math.prod(shape)).reshape(shape)
+            tags[len(self.products)] = Places.of(shape)
             self.products.append(product)
         return tags
 
@@ -216,109 +349,104 @@ def _constant(number: Any) -> Value:
 # Entries moved --------------------------------------------------------------------------------------------
 
 
-def _broadcast(x: np.ndarray, p: Mapping[str, Any]) -> np.ndarray:
-    shape = [1] * len(p["shape"])
-    for k, at in enumerate(p["broadcast_dimensions"]):
-        shape[at] = x.shape[k]
-    return np.broadcast_to(x.reshape(shape), p["shape"])
+def _general(eqn: Any, x: Places, *operands: Any) -> Places | None:
+    """What a primitive does to an array of numbers."""
+    params = eqn.params | ({"fill_value": -1} if eqn.primitive.name == "gather" else {})
+    return Places.found(np.asarray(eqn.primitive.bind(jnp.asarray(x.numbers()), *operands, **params)))
 
 
-def _sliced(x: np.ndarray, p: Mapping[str, Any]) -> np.ndarray:
-    strides = p["strides"] or [1] * x.ndim
-    return x[tuple(map(slice, p["start_indices"], p["limit_indices"], strides))]
+def _sliced(x: Places, p: Mapping[str, Any]) -> Places:
+    for k, cut in enumerate(zip(p["start_indices"], p["limit_indices"], p["strides"] or x.shape, strict=True)):
+        x = x.part(k, slice(*cut[:2], cut[2] if p["strides"] else 1))
+    return x
 
 
-def _padded(x: np.ndarray, p: Mapping[str, Any]) -> np.ndarray:
-    value = jax.lax.pad(jnp.asarray(x), jnp.asarray(_FREE, x.dtype), p["padding_config"])
-    return np.asarray(value)
+def _squeezed(x: Places, p: Mapping[str, Any]) -> Places:
+    for k in sorted(p["dimensions"], reverse=True):
+        x = x.take(k, 0)
+    return x
 
 
-_MOVES: Mapping[str, Callable[[np.ndarray, Mapping[str, Any]], np.ndarray]] = {
-    "broadcast_in_dim": _broadcast,
+def _reversed(x: Places, p: Mapping[str, Any]) -> Places:
+    for k in p["dimensions"]:
+        x = x.part(k, slice(None, None, -1))
+    return x
+
+
+_MOVES: Mapping[str, Callable[[Places, Mapping[str, Any]], Places | None]] = {
+    "broadcast_in_dim": lambda x, p: x.at(p["broadcast_dimensions"], p["shape"]),
     "reshape": lambda x, p: x.reshape(p["new_sizes"]),
-    "transpose": lambda x, p: x.transpose(p["permutation"]),
-    "squeeze": lambda x, p: np.squeeze(x, tuple(p["dimensions"])),
-    "rev": lambda x, p: np.flip(x, p["dimensions"]),
-    "slice": _sliced,
-    "pad": _padded,
-    "tile": lambda x, p: np.tile(x, p["reps"]),
+    "transpose": lambda x, p: Places(x.base, tuple(x.steps[k] for k in p["permutation"])),
+    "squeeze": _squeezed, "rev": _reversed, "slice": _sliced,
 }
 
 
 def _move(walk: Walk, eqn: Any, ins: list[Value]) -> list[Tags]:
     move = _MOVES[eqn.primitive.name]
-    return [{own: None if x is None else move(x, eqn.params) for own, x in ins[0].tags.items()}]
+    return [ins[0].moved(lambda x: move(x, eqn.params))]
+
+
+def _padded(walk: Walk, eqn: Any, ins: list[Value]) -> list[Tags]:
+    filled = jnp.asarray(-1)
+    return [ins[0].moved(lambda x: _general(eqn, x, filled) if eqn.primitive.name == "pad" else _general(eqn, x))]
 
 
 def _split(walk: Walk, eqn: Any, ins: list[Value]) -> list[Tags]:
-    at = np.cumsum(eqn.params["sizes"])[:-1]
-    parts = {own: [None] * len(eqn.outvars) if x is None else np.split(x, at, eqn.params["axis"])
-             for own, x in ins[0].tags.items()}
-    return [{own: part[k] for own, part in parts.items()} for k in range(len(eqn.outvars))]
+    axis, ends = eqn.params["axis"], np.cumsum(eqn.params["sizes"])
+    return [ins[0].moved(lambda x, cut=slice(end - n, end): x.part(axis, cut))  # type: ignore[misc]
+            for n, end in zip(eqn.params["sizes"], ends, strict=True)]
 
 
 def _unstack(walk: Walk, eqn: Any, ins: list[Value]) -> list[Tags]:
-    return [{own: None if x is None else np.take(x, k, eqn.params["axis"]) for own, x in ins[0].tags.items()}
-            for k in range(len(eqn.outvars))]
+    axis = eqn.params["axis"]
+    return [ins[0].moved(lambda x, k=k: x.take(axis, k)) for k in range(len(eqn.outvars))]  # type: ignore[misc]
 
 
 def _joined(walk: Walk, eqn: Any, ins: list[Value]) -> list[Tags]:
     """A concatenation: places of other operands are free."""
-    tags: dict[Owner, np.ndarray | None] = {}
+    stack = eqn.primitive.name == "stack"
+    axis, tags = eqn.params["axis" if stack else "dimension"], dict[Owner, Places | None]()
     for own in {own: None for value in ins for own in value.tags}:
-        parts = [value.tags.get(own, np.broadcast_to(np.int64(_FREE), value.shape)) for value in ins]
-        known = [part for part in parts if part is not None]
-        join = np.stack if eqn.primitive.name == "stack" else np.concatenate
-        axis = eqn.params["axis" if eqn.primitive.name == "stack" else "dimension"]
-        tags[own] = join(known, axis) if len(known) == len(parts) else None
+        parts = [value.tags.get(own, Places(_FREE, tuple(np.zeros(n, int) for n in value.shape))) for value in ins]
+        known = [part.numbers() for part in parts if part is not None]
+        made = (np.stack if stack else np.concatenate)(known, axis) if len(known) == len(parts) else None
+        tags[own] = None if made is None else Places.found(made)
     return [tags]
 
 
 def _indexed(walk: Walk, eqn: Any, ins: list[Value]) -> list[Tags | Value]:
     """A gather or a dynamic slice: exact where the index is known; else one row stands for all."""
     name, source, index = eqn.primitive.name, ins[0], ins[1:]
-    if not source.tags:
-        return [{}]
-    if all(x.constant is not None for x in index):
-        operands, params = [jnp.asarray(x.constant) for x in index], dict(eqn.params)
-        params |= {"fill_value": _FREE} if name == "gather" else {}
-        places = {own: None if x is None else np.asarray(eqn.primitive.bind(jnp.asarray(x), *operands, **params))
-                  for own, x in source.tags.items()}
-        for path in source.leaves() if name == "gather" and math.prod(index[0].shape[:-1]) > 1 else ():
-            walk.tables |= {(path, k) for k in _collapsed(eqn, source.leaves()[path], walk.shapes[path])}
-        return [places]
+    gather = name == "gather"
+    single = not gather or math.prod(index[0].shape[:-1]) == 1
+    sizes = eqn.params["slice_sizes"]
+    taken = [k for k, (n, size) in enumerate(zip(source.shape, sizes, strict=True)) if size < n]
+    axes = {(path, a) for path, ids in source.leaves().items() for k in taken
+            for a in _varying(ids, k, walk.shapes[path])}
+    if all(x.constant is not None for x in index) and source.tags:
+        walk.tables |= set() if single or source.data else axes
+        return [source.moved(lambda x: _general(eqn, x, *(jnp.asarray(y.constant) for y in index)))]
     if source.data or not source.leaves():
         walk.sight(source)
         return [dict.fromkeys(source.tags)]
-    sizes = eqn.params["slice_sizes"]
-    taken = [k for k, (n, size) in enumerate(zip(source.shape, sizes, strict=True)) if size < n]
-    rows = name == "gather" and (any(x.data for x in index) or math.prod(index[0].shape[:-1]) > 1)
-    tags: dict[Owner, np.ndarray | None] = {}
+    rows = gather and (any(x.data for x in index) or not single)
+    (walk.tables if rows else walk.counted).update(axes)
+    tags: dict[Owner, Places | None] = {}
     for path, ids in source.leaves().items():
-        axes = {a for k in taken for a in _varying(ids, k, walk.shapes[path])}
-        (walk.tables if rows else walk.counted).update((path, a) for a in axes)
-        tags[path] = ids[tuple(slice(0, size) for size in sizes)]
-    if name == "gather":
-        numbers = eqn.params["dimension_numbers"]
-        gone = (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
-        out = tuple(eqn.outvars[0].aval.shape)
-        for path, ids in tags.items():
-            kept = np.squeeze(ids[tuple(slice(0, 1) if k in gone else slice(None) for k in range(ids.ndim))], gone)
-            shape = [1] * len(out)
-            for at, n in zip(numbers.offset_dims, kept.shape, strict=True):
-                shape[at] = n
-            tags[path] = np.broadcast_to(kept.reshape(shape), out)
+        for k in taken:
+            ids = ids.part(k, slice(sizes[k]))
+        if gather:
+            numbers = eqn.params["dimension_numbers"]
+            for k in sorted((*numbers.collapsed_slice_dims, *numbers.operand_batching_dims), reverse=True):
+                ids = ids.take(k, 0)
+            ids = ids.at(numbers.offset_dims, eqn.outvars[0].aval.shape)
+        tags[path] = ids
     return [Value((), tags, row=rows)]
 
 
-def _collapsed(eqn: Any, ids: np.ndarray, shape: tuple[int, ...]) -> set[int]:
-    """The axes of a parameter of which a gather takes single rows."""
-    return {a for k in eqn.params["dimension_numbers"].collapsed_slice_dims for a in _varying(ids, k, shape)}
-
-
-def _varying(ids: np.ndarray, axis: int, shape: tuple[int, ...]) -> list[int]:
+def _varying(ids: Places, axis: int, shape: tuple[int, ...]) -> list[int]:
     """The axes of a parameter whose index changes along an axis of an operand."""
-    line = ids[tuple(slice(None) if k == axis else 0 for k in range(ids.ndim))]
+    line = ids.line(axis)
     at = np.unravel_index(line[line >= 0], shape)
     return [a for a, index in enumerate(at) if len(index) and (index != index[0]).any()]
 
@@ -349,10 +477,10 @@ def _elementwise(walk: Walk, eqn: Any, ins: list[Value]) -> list[Tags]:
             walk.sight(*moving, linear=True)
         # Data alone may multiply a parameter, as a mask does; the result is no kernel of anything.
         ins = moving
-    tags: dict[Owner, np.ndarray | None] = {}
+    tags: dict[Owner, Places | None] = {}
     for x in ins:
         for own, places in x.tags.items():
-            full = None if places is None else np.broadcast_to(places, shape)
+            full = None if places is None else places.spread(shape) if places.steps else places.at((), shape)
             if own in tags and isinstance(own, int):
                 walk.sight(x, Value(shape, tags), linear=True)
             tags.setdefault(own, full)
@@ -364,15 +492,14 @@ _SUMS = ("add", "sub", "add_any", "select_n", "concatenate")
 
 def _reduced(walk: Walk, eqn: Any, ins: list[Value]) -> list[Tags]:
     """A sum or a maximum over axes: places that differ along them meet."""
-    gone, tags = tuple(eqn.params.get("axes", ())), dict[Owner, np.ndarray | None]()
+    gone, tags = tuple(eqn.params.get("axes", ())), dict[Owner, Places | None]()
     value, maximum = ins[0], eqn.primitive.name not in ("reduce_sum", "cumsum")
     for own, x in value.tags.items():
-        first = None if x is None else x[tuple(slice(0, 1) if k in gone else slice(None) for k in range(x.ndim))]
-        same = x is not None and bool((x == first).all())
+        same = x is not None and not any((x.steps[k] != x.steps[k][:1]).any() for k in gone)
         if isinstance(own, int):
             walk.products[own].maxed |= maximum and not same
-        if same and first is not None:
-            tags[own] = np.squeeze(first, gone)
+        if same and x is not None:
+            tags[own] = _squeezed(x, {"dimensions": gone})
         elif isinstance(own, int):
             walk.sight(Value(value.shape, {own: x}))
             tags |= {} if maximum else {own: None}
@@ -409,38 +536,43 @@ def _dot(walk: Walk, eqn: Any, ins: list[Value]) -> list[Tags | Value]:
         kernels = [k for k in (0, 1) if ins[k].row and any(_is_matrix(x, sums[k]) for x in ins[k].leaves().values())]
         if len(kernels) != 1:
             walk.sight(*ins)
-            return [{}]
+            terms = set()
+            for own in ins[0].tags.keys() ^ ins[1].tags.keys():
+                x = ins[0].tags.get(own, ins[1].tags.get(own))
+                if isinstance(own, int) and x is not None:
+                    walk.products[own].terms.append(walk.products[own].mask([x]))
+                    terms.add((own, len(walk.products[own].terms) - 1))
+            return [Value((), {}, terms=frozenset(terms))]
     k = kernels[0]
     tags = walk.contract(ins[k], ins[1 - k], sums[k], batches[k])
-    spare = [n for j in (0, 1) for a, n in enumerate(ins[j].shape) if a not in (*sums[j], *batches[j])]
-    first = sum(a not in (*sums[0], *batches[0]) for a in range(len(ins[0].shape)))
-    shape, count = [n for n in (ins[k].shape[a] for a in batches[k])], len(batches[k])
-    free = spare[:first] if k == 0 else spare[first:]
-    lead = [*shape, *free, *[1] * (len(spare) - first)] if k == 0 else [*shape, *[1] * first, *free]
-    out = (*shape, *spare)
-    del count
-    made = frozenset(ins[k].leaves())
-    return [Value((), {own: np.broadcast_to(x.reshape(lead), out) for own, x in tags.items()}, before=made)]
+    out = _dot_places(eqn, ins, k)
+    shape = tuple(eqn.outvars[0].aval.shape)
+    return [Value((), {own: x.at(out, shape) for own, x in tags.items()}, before=frozenset(ins[k].leaves()))]
 
 
-def _is_matrix(ids: np.ndarray, inputs: Sequence[int]) -> bool:
+def _dot_places(eqn: Any, ins: list[Value], k: int) -> list[int]:
+    """The axes of a product that batch axes and free axes of one operand become."""
+    sums, batches = eqn.params["dimension_numbers"]
+    count = [len(x.shape) - len(sums[j]) - len(batches[j]) for j, x in enumerate(ins)]
+    lead = len(batches[0])
+    return [*range(lead), *range(lead + k * count[0], lead + k * count[0] + count[k])]
+
+
+def _is_matrix(ids: Places, inputs: Sequence[int]) -> bool:
     """Whether entries differ along contracted axes and along others."""
-    differs = [ids.shape[k] > 1 and bool((np.take(ids, 0, k) != np.take(ids, 1, k)).any()) for k in range(ids.ndim)]
-    return any(differs[k] for k in inputs) and any(differs[k] for k in range(ids.ndim) if k not in inputs)
+    differs = [bool((step != step[:1]).any()) for step in ids.steps]
+    return any(differs[k] for k in inputs) and any(x for k, x in enumerate(differs) if k not in inputs)
 
 
 def _outer(eqn: Any, ins: list[Value], sums: Any, batches: Any) -> Tags:
     """The tags of a product of two parameters, each at the first place of what is contracted."""
-    tags: dict[Owner, np.ndarray | None] = {}
-    count, out = len(batches[0]), tuple(eqn.outvars[0].aval.shape)
-    first = len(ins[0].shape) - len(sums[0]) - count
+    tags: dict[Owner, Places | None] = {}
     for k in (0, 1):
-        spare = [a for a in range(len(ins[k].shape)) if a not in (*sums[k], *batches[k])]
         for own, x in ins[k].leaves().items():
-            kept = np.squeeze(x[tuple(slice(0, 1) if a in sums[k] else slice(None) for a in range(x.ndim))], ())
-            kept = kept.transpose([*batches[k], *spare, *sums[k]]).reshape([x.shape[a] for a in (*batches[k], *spare)])
-            lead = [*kept.shape[:count], *[1] * (first if k else 0), *kept.shape[count:]]
-            tags[own] = np.broadcast_to(kept.reshape(lead + [1] * (len(out) - len(lead))), out)
+            spare = [a for a in range(len(x.steps)) if a not in (*sums[k], *batches[k])]
+            first = x.base + sum(int(x.steps[a][0]) for a in sums[k])
+            kept = Places(first, tuple(x.steps[a] for a in (*batches[k], *spare)))
+            tags[own] = kept.at(_dot_places(eqn, ins, k), eqn.outvars[0].aval.shape)
     return tags
 
 
@@ -459,16 +591,15 @@ def _convolution(walk: Walk, eqn: Any, ins: list[Value]) -> list[Tags | Value]:
         walk.sight(data)
         return [{}]
     walk.sight(data)
-    tags: dict[Owner, np.ndarray] = {}
+    tags: dict[Owner, Places] = {}
     for path, ids in kernel.leaves().items():
         # The outputs of each group are matrices of their own: (groups, outputs) before the other axes.
-        moved = np.moveaxis(ids, out_axis, 0).reshape(groups, outputs // groups, *np.delete(ids.shape, out_axis))
-        moved = moved[0] if groups == 1 else moved
-        lead = moved.ndim - ids.ndim
-        product = Product(path, moved, tuple(range(lead + 1, moved.ndim)), tuple(range(lead)), data.before)
-        shape = [1] * len(eqn.outvars[0].aval.shape)
-        shape[at] = outputs
-        tags[len(walk.products)] = np.broadcast_to(np.arange(outputs).reshape(shape), eqn.outvars[0].aval.shape)
+        rest = [x for k, x in enumerate(ids.steps) if k != out_axis]
+        grouped = Places(ids.base, (ids.steps[out_axis],)).reshape((groups, outputs // groups)[groups == 1 :])
+        assert grouped is not None  # an axis of a parameter is a grid
+        lead, moved = len(grouped.steps) - 1, Places(grouped.base, (*grouped.steps, *rest))
+        product = Product(path, moved, tuple(range(lead + 1, len(moved.steps))), tuple(range(lead)), data.before)
+        tags[len(walk.products)] = Places.of([outputs]).at([at], eqn.outvars[0].aval.shape)
         walk.products.append(product)
     return [Value((), tags, before=frozenset(kernel.leaves()))]
 
@@ -480,11 +611,13 @@ def _ragged(walk: Walk, eqn: Any, ins: list[Value]) -> list[Tags | Value]:
         return _elementwise(walk, eqn, ins)
     tags = walk.contract(kernel, rows, (1,), (0,))
     out = tuple(eqn.outvars[0].aval.shape)
-    return [Value((), {n: np.broadcast_to(x[0], out) for n, x in tags.items()}, before=frozenset(kernel.leaves()))]
+    made = {n: x.take(0, 0).at([1], out) for n, x in tags.items()}
+    return [Value((), made, before=frozenset(kernel.leaves()))]
 
 
 _RULES: Mapping[str, Callable[[Walk, Any, list[Value]], Sequence[Any]]] = {
     **dict.fromkeys(_MOVES, _move),
+    **dict.fromkeys(("pad", "tile"), _padded),
     **dict.fromkeys(("gather", "dynamic_slice"), _indexed),
     **dict.fromkeys(("concatenate", "stack"), _joined),
     **dict.fromkeys(("reduce_sum", "reduce_max", "reduce_min", "argmax", "argmin", "reduce_prod"), _reduced),
@@ -532,13 +665,13 @@ def _scan(walk: Walk, eqn: Any, ins: list[Value]) -> list[Value]:
         if not value.data:
             walk.counted |= {(path, a) for path, ids in value.leaves().items()
                              for a in _varying(ids, 0, walk.shapes[path])}
-        tags = {own: None if x is None else x[0] for own, x in value.tags.items()}
+        tags = value.moved(lambda x: x.take(0, 0))
         slices.append(value._replace(shape=value.shape[1:], tags=tags, constant=None))
     outs = _loop(walk, eqn.params["jaxpr"], ins[:first], ins[first : first + count], slices)
     length = eqn.params["length"]
     return outs[:count] + [
-        value._replace(shape=(length, *value.shape), constant=None, tags={
-            own: None if x is None else np.broadcast_to(x, (length, *x.shape)) for own, x in value.tags.items()})
+        value._replace(shape=(length, *value.shape), constant=None, tags=value.moved(
+            lambda x: Places(x.base, (np.zeros(length, int), *x.steps))))
         for value in outs[count:]
     ]
 
@@ -610,7 +743,7 @@ def read_axes(fn: Callable[..., Any], shapes: Mapping[str, Any], batch: Any, tra
     closed = jax.make_jaxpr(lambda leaves, batch: fn(dict(zip(structs, leaves, strict=True)), batch))(
         list(structs.values()), batch)
     walk = Walk({path: tuple(x.shape) for path, x in structs.items()})
-    args = [Value(s, {path: np.arange(math.prod(s)).reshape(s)}, params=True) for path, s in walk.shapes.items()]
+    args = [Value(s, {path: Places.of(s)}, params=True) for path, s in walk.shapes.items()]
     args += [Value(tuple(v.aval.shape), data=True) for v in closed.jaxpr.invars[len(args) :]]
     for value in walk.run(closed.jaxpr, closed.consts, args):
         walk.sight(value)
@@ -705,7 +838,7 @@ class _Reader:
     def _by_row(self, product: Product, tokens: set[int]) -> bool:
         """Whether rows that were taken by index are matrices, as those of experts are."""
         shape = self.walk.shapes[product.path]
-        moving = {a for k in range(product.ids.ndim) for a in _varying(product.ids, k, shape)}
+        moving = {a for k in range(len(product.ids.shape)) for a in _varying(product.ids, k, shape)}
         return not tokens & moving and not product.one_hot
 
     def _neither(self, path: str, shape: tuple[int, ...]) -> None:
@@ -724,8 +857,9 @@ class _Reader:
         found: dict[str, np.ndarray] = {}
         uses = [product for product in self.uses[path] if not product.one_hot]
         for product in uses:
-            for matrix in self._matrices(product, shape):
-                found.setdefault(matrix.axes, matrix.ids)
+            for single in self._singled(product, shape):
+                for matrix in self._matrices(single, shape):
+                    found.setdefault(matrix.axes, matrix.ids)
         seen = np.zeros(math.prod(shape), np.uint8)
         for ids in found.values():
             if seen[ids].any():
@@ -735,13 +869,31 @@ class _Reader:
             raise Undecided(f"{int(seen.sum())} of its {len(seen)} entries are matrices, {', '.join(map(repr, found))}, "
                             "and nothing says what the others are: list it by hand")
         texts = list(found)
+        layers = list(dict.fromkeys(_PART.sub("layer", text) for text in texts))
+        if len(texts) > 1 and len(layers) == 1 and any(path in product.before for product in uses):
+            texts = layers  # each of them reads what the one before it made
         return texts[0] if len(texts) == 1 else tuple(texts)
+
+    def _singled(self, product: Product, shape: tuple[int, ...]) -> list[Product]:
+        """One contraction as several, where an axis of the parameter counts matrices and is part of them too."""
+        for k in product.batch:
+            others = {a for j in range(len(product.ids.shape)) if j != k for a in _varying(product.ids, j, shape)}
+            if others & set(_varying(product.ids, k, shape)):
+                at, sizes = product.outputs.index(k), [product.ids.shape[j] for j in product.outputs]
+                masks = [piece.reshape(sizes) for piece in product.pieces]
+                inputs, batch = (tuple(j - (j > k) for j in side if j != k) for side in (product.inputs, product.batch))
+                singles = [dataclasses.replace(
+                    product, ids=product.ids.take(k, i), inputs=inputs, batch=batch,
+                    pieces=[part.ravel() for mask in masks if (part := np.take(mask, i, at)).any()])
+                    for i in range(product.ids.shape[k])]
+                return [one for single in singles for one in self._singled(single, shape)]
+        return [product]
 
     def _matrices(self, product: Product, shape: tuple[int, ...]) -> list[Matrix]:
         """The matrices of one contraction."""
         path = product.path
         layers = {a for p, a in self.walk.counted | self.walk.tables if p == path}
-        varying = [_varying(product.ids, k, shape) for k in range(product.ids.ndim)]
+        varying = [_varying(product.ids, k, shape) for k in range(len(product.ids.shape))]
         _require_grid(product.ids, shape)
         names: dict[int, str] = {}
         for side in (product.batch, product.outputs[len(product.batch) :], product.inputs):
@@ -757,7 +909,7 @@ class _Reader:
             others = [b for b, other in names.items() if other == name and b != a]
             if self._key(path, a) in chosen and others and name != "expert":
                 names[a] = "expert"
-        names |= {a: "layer" for a in layers if a not in names}
+        names |= {a: "layer" if (path, a) in self.walk.counted else "expert" for a in layers if a not in names}
         whole = self._pieces(product)
         token = product.maxed and product.last and not self.later.get(path, set()) - {path}
         return [self._matrix(product, shape, names, varying, piece, token, layers) for piece in whole]
@@ -787,20 +939,14 @@ class _Reader:
         lines: list[np.ndarray], token: bool, layers: set[int],
     ) -> Matrix:
         at = dict(zip(product.outputs, lines, strict=True))
-        part = product.ids[np.ix_(*(at.get(k, np.arange(n)) for k, n in enumerate(product.ids.shape)))]
-        covered: list[np.ndarray] = []
+        ids, covered = product.ids, list[np.ndarray]()
+        base = np.unravel_index(ids.base, shape)
         for a, n in enumerate(shape):
-            if a in layers:
-                covered.append(np.arange(n))
-                continue
-            base = np.unravel_index(part.flat[0], shape)[a]
-            sums = np.zeros(1, int)
-            for k in range(part.ndim):
-                if a in varying[k]:
-                    line = part[tuple(slice(None) if j == k else 0 for j in range(part.ndim))]
-                    offsets = np.unravel_index(line[line >= 0], shape)[a] - base
-                    sums = (sums[:, None] + offsets[None]).ravel()
-            covered.append(np.unique(sums + base))
+            index = base[a][None]
+            for k in [k for k, axes in enumerate(varying) if a in axes]:
+                line = np.unravel_index(ids.part(k, at.get(k, slice(None))).line(k), shape)[a] - base[a]
+                index = np.unique(index[:, None] + line)
+            covered.append(np.arange(n) if a in layers else index)
         outs = [a for a in range(len(shape)) if names.get(a) == "out" and len(covered[a]) > 1]
         cut = any(len(covered[a]) < shape[a] for a in outs)
         spare = [name for name in _NAMES if not (cut and name == "head")]
@@ -828,19 +974,16 @@ class _Reader:
         return merged
 
 
-def _require_grid(ids: np.ndarray, shape: tuple[int, ...]) -> None:
-    """Raises where the entries at an operand's places are not the sum of what they are along single axes."""
+def _require_grid(ids: Places, shape: tuple[int, ...]) -> None:
+    """Raises where the entries at an operand's places are not all of some indices of each axis."""
+    if ids.base < 0 or any((step < _FREE // 2).any() for step in ids.steps):
+        raise Undecided("it is used beside entries of others in one matrix: list it by hand")
     rng = np.random.default_rng(0)
-    lines = [np.stack(np.unravel_index(ids[tuple(slice(None) if j == k else 0 for j in range(ids.ndim))], shape))
-             for k in range(ids.ndim)] if (ids.flat[0] >= 0 and ids.size) else []
-    base = np.stack(np.unravel_index(ids.flat[0], shape)) if lines else None
-    for at in zip(*(rng.integers(0, n, _POINTS) for n in ids.shape), strict=True):
-        found = ids[at]
-        if base is None or found < 0:
-            raise Undecided("it is used beside entries of others in one matrix: list it by hand")
-        told = base + sum(line[:, i] - base for line, i in zip(lines, at, strict=True))
-        if (np.stack(np.unravel_index(found, shape)) != told).any():
-            raise Undecided("its entries are mixed in an order that axes do not express: list it by hand")
+    base = np.stack(np.unravel_index(ids.base, shape))
+    picks = [step[rng.integers(0, len(step), _POINTS)] for step in ids.steps]
+    told = sum((np.stack(np.unravel_index(ids.base + x, shape)) - base[:, None] for x in picks), base[:, None])
+    if (np.stack(np.unravel_index(ids.base + sum(picks), shape)) != told).any():
+        raise Undecided("its entries are mixed in an order that axes do not express: list it by hand")
 
 
 def _ranges(index: np.ndarray) -> Iterable[tuple[int, int]]:

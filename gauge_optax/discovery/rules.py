@@ -256,6 +256,21 @@ def _window(trace: Trace, eqn: Any, ins: list[Value]) -> list[Axes]:
     return [list(kept) for _ in eqn.outvars]
 
 
+@rule("eq")
+def _compare(trace: Trace, eqn: Any, ins: list[Value]) -> list[Axes]:
+    """A comparison of what parameters choose with all numbers of a range, as in a one-hot code, has an axis of its own.
+    """
+    (axes,) = default(trace, eqn, ins)
+    constant = next((value.constant for value in ins if value.constant is not None), None)
+    if any(value.depends for value in ins) and constant is not None and np.ndim(constant) == len(axes):
+        for k, axis in enumerate(axes):
+            if axis is None and np.any(np.diff(constant, axis=k)):
+                axes[k] = trace.spaces.nothing(id(eqn), k, np.shape(constant)[k])
+                trace.ranked.append(axes[k])
+                trace.summed.append(axes[k])
+    return [axes]
+
+
 @rule("gather")
 def _gather(trace: Trace, eqn: Any, ins: list[Value]) -> list[Axes]:
     numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]

@@ -265,9 +265,9 @@ def _compare(trace: Trace, eqn: Any, ins: list[Value]) -> list[Axes]:
     if any(value.depends for value in ins) and constant is not None and np.ndim(constant) == len(axes):
         for k, axis in enumerate(axes):
             if axis is None and np.any(np.diff(constant, axis=k)):
-                axes[k] = trace.spaces.nothing(id(eqn), k, np.shape(constant)[k])
-                trace.ranked.append(axes[k])
-                trace.summed.append(axes[k])
+                axes[k] = chosen = trace.spaces.nothing(id(eqn), k, np.shape(constant)[k])
+                trace.ranked.append(chosen)
+                trace.summed.append(chosen)
     return [axes]
 
 

@@ -20,7 +20,7 @@ class Case(NamedTuple):
     shapes: Mapping[str, tuple[int, ...]]
     batch: Callable[[np.random.Generator], Any]
     neurons: Mapping[str, Any]
-    embeddings: Mapping[str, Any] = {}  # noqa: RUF012
+    embeddings: Mapping[str, Any] = {}
     outputs: str = "logits"
 
 

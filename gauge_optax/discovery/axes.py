@@ -17,7 +17,7 @@ import numpy as np
 import optax
 
 from gauge_optax.binding import Axes, BlockSpec, bind_leaf, leaves_by_path, match, with_leaves
-from gauge_optax.discovery.calls import captured_blocks
+from gauge_optax.discovery.calls import template
 from gauge_optax.discovery.places import FREE, Places, varying
 from gauge_optax.discovery.products import Product, Value, Walk
 from gauge_optax.discovery.trace import Trace
@@ -25,6 +25,7 @@ from gauge_optax.parts.matrices import Fused, Matrices, Reading, neuron_matrices
 
 _POINTS = 64  # places at which the numbers along single axes are compared with those of the whole array
 _NAMES = ("head", "group", "unit", "other")  # of output axes before the last one
+_NUMBER, _CAPTURES = re.compile("([0-9]+)"), ("{i}", "{j}", "{k}", "{l}", "{m}", "{n}")
 _PART = re.compile(r"\bpart=[0-9]+\b")
 
 
@@ -150,11 +151,16 @@ class _Reader:
             {path: reading for path, reading in readings.items() if reading is not None}, undecided)
 
     def _resolve_pairs(self) -> None:
-        """Of two parameters that are contracted with each other, the one that is added to data is data."""
-        for one, other in self.walk.pairs:
-            for kernel, data in ((one, other), (other, one)):
-                if data.path in self.walk.added and kernel.path not in self.walk.added:
-                    self.uses.setdefault(kernel.path, []).append(kernel)
+        """Of parameters that are contracted with each other, those that are data are so with what is added to them."""
+        data = self.walk.added | {path for path, _ in self.walk.tables}
+        for pair in self.walk.pairs:
+            sides = [{product.path for product in side} for side in pair]
+            for k in (0, 1):
+                if sides[1 - k] & data and not sides[k] & data:
+                    self.walk.added |= sides[1 - k]
+                    for product in pair[k]:
+                        if self._sides(product):
+                            self.uses.setdefault(product.path, []).append(product)
 
     def _table(self, path: str, shape: tuple[int, ...]) -> str:
         """The axes of a table, of which rows are looked up or added to data; "" if it is none."""
@@ -190,8 +196,8 @@ class _Reader:
 
     def _neither(self, path: str, shape: tuple[int, ...]) -> None:
         """Raises for a parameter that is no kernel and no table, unless the function says what it is."""
-        pairs = [{one.path, other.path} for one, other in self.walk.pairs]
-        partners = sorted(other for pair in pairs if path in pair for other in pair - {path})
+        sides = [[[product.path for product in side] for side in pair] for pair in self.walk.pairs]
+        partners = [pair[1 - k][0] for pair in sides for k in (0, 1) if path in pair[k]]
         if path in self.walk.filters or path in self.walk.added or path in self.walk.multiplied:
             return
         if partners:
@@ -314,11 +320,16 @@ class _Reader:
 
     def _merged(self, mapping: Mapping[str, Axes]) -> dict[str, Axes]:
         """Layers as captures, where a pattern matches the leaves that have its axes and no others."""
+        groups: dict[tuple[str, Axes], list[str]] = {}
+        for path, axes in mapping.items():
+            groups.setdefault((template(path), axes), []).append(path)
         merged: dict[str, Axes] = {}
-        for pattern, axes in captured_blocks(mapping).items():
-            paths = [path for path in self.walk.shapes if match("discover", pattern, path) is not None]
-            same = all(mapping.get(path) == axes for path in paths)
-            merged |= {pattern: axes} if same else {path: axes for path in paths if mapping.get(path) == axes}
+        for (_, axes), paths in groups.items():
+            pieces = [list(piece) for piece in zip(*map(_NUMBER.split, paths), strict=True)]
+            names = iter(_CAPTURES)
+            pattern = "".join(piece[0] if len(set(piece)) == 1 else next(names, "") for piece in pieces)
+            same = [path for path in self.walk.shapes if match("discover", pattern, path) is not None]
+            merged |= {pattern: axes} if set(same) == set(paths) else dict.fromkeys(paths, axes)
         return merged
 
 

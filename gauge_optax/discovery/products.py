@@ -132,7 +132,7 @@ class Walk:
       multiplied: parameters that multiply data entry by entry.
       filters: kernels of depthwise convolutions.
       unknown: parameters in operations that are not understood, with a sentence.
-      pairs: two parameters that are contracted with each other.
+      pairs: parameters that are contracted with each other, those of either side.
     """
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -144,7 +144,7 @@ class Walk:
         self.multiplied: set[str] = set()
         self.filters: set[str] = set()
         self.unknown: dict[str, str] = {}
-        self.pairs: list[tuple[Product, Product]] = []
+        self.pairs: list[tuple[list[Product], list[Product]]] = []
 
     def run(self, jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[Value]) -> list[Value]:
         """Walks a jaxpr."""
@@ -164,7 +164,7 @@ class Walk:
         if name in _CONTROL:
             return _CONTROL[name](self, eqn, ins)
         whole = all(x.constant is not None for x in ins)
-        integer = all(getattr(a, "dtype", np.dtype(float)).kind in "iub" for a in avals)
+        integer = all(getattr(getattr(a, "dtype", None), "kind", "") in ("i", "u", "b") for a in avals)
         if whole and integer and sum(math.prod(a.shape) for a in avals) <= _CONSTANT:
             outs = eqn.primitive.bind(*[jnp.asarray(x.constant) for x in ins], **eqn.params)
             return [_constant(np.asarray(x)) for x in (outs if eqn.primitive.multiple_results else [outs])]
@@ -422,19 +422,15 @@ def _compared(walk: Walk, eqn: Any, ins: list[Value]) -> Sequence[Tags | Value]:
 
 def _dot(walk: Walk, eqn: Any, ins: list[Value]) -> Sequence[Tags | Value]:
     sums, batches = eqn.params["dimension_numbers"]
-    kernels = [k for k in (0, 1) if ins[k].leaves() and not ins[k].data]
-    if len(kernels) == 2:
-        vectors = [k for k in kernels if all(sum(n > 1 for n in walk.shapes[path]) < 2 for path in ins[k].leaves())]
-        if len(vectors) == 1:
-            kernels.remove(vectors[0])
+    kernels = [k for k in (0, 1) if not ins[k].data and _is_matrix(ins[k], sums[k])]
     if len(kernels) == 2:
         one, other = (
             [Product(path, ids, tuple(sums[k]), tuple(batches[k]), frozenset()) for path, ids in ins[k].leaves().items()]
             for k in (0, 1))
-        walk.pairs += list(itertools.product(one, other))
+        walk.pairs.append((one, other))
         return [_outer(eqn, ins, sums, batches)]
     if not kernels:  # rows that were taken by index may be matrices, as those of experts are
-        kernels = [k for k in (0, 1) if ins[k].row and any(_is_matrix(x, sums[k]) for x in ins[k].leaves().values())]
+        kernels = [k for k in (0, 1) if ins[k].row and _is_matrix(ins[k], sums[k])]
         if len(kernels) != 1:
             walk.sight(*ins)
             terms = set()
@@ -459,10 +455,13 @@ def _dot_places(eqn: Any, ins: list[Value], k: int) -> list[int]:
     return [*range(lead), *range(lead + k * count[0], lead + k * count[0] + count[k])]
 
 
-def _is_matrix(ids: Places, inputs: Sequence[int]) -> bool:
-    """Whether entries differ along contracted axes and along others."""
-    differs = [bool((step != step[:1]).any()) for step in ids.steps]
-    return any(differs[k] for k in inputs) and any(x for k, x in enumerate(differs) if k not in inputs)
+def _is_matrix(value: Value, inputs: Sequence[int]) -> bool:
+    """Whether entries of a parameter differ along contracted axes and along others; those of a vector do not."""
+    for ids in value.leaves().values():
+        differs = [bool((step != step[:1]).any()) for step in ids.steps]
+        if any(differs[k] for k in inputs) and any(x for k, x in enumerate(differs) if k not in inputs):
+            return True
+    return False
 
 
 def _outer(eqn: Any, ins: list[Value], sums: Any, batches: Any) -> Tags:

@@ -70,10 +70,10 @@ class LeafAxes:
         return json.dumps({"neurons": self.neurons, "embeddings": self.embeddings, "matrices": matrices,
                            "undecided": self.undecided}, indent=1)
 
-    def of(self, path: str) -> Axes | None:
-        """The axes of one leaf; None if it is in neither mapping."""
-        mappings = {**self.neurons, **self.embeddings}
-        return next((x for pattern, x in mappings.items() if match("discover", pattern, path) is not None), None)
+    def of(self, path: str) -> tuple[str, Axes] | None:
+        """The pattern and the axes of one leaf; None if it is in neither mapping."""
+        both = {**self.neurons, **self.embeddings}
+        return next((pair for pair in both.items() if match("discover", pair[0], path) is not None), None)
 
 
 class Undecided(Exception):
@@ -220,8 +220,8 @@ class _Reader:
                 raise Undecided(f"it is read in several ways, {' and '.join(map(repr, found))}: list one by hand")
             seen[ids] = 1
         if not seen.all():
-            texts = ", ".join(map(repr, found))
-            raise Undecided(f"{int(seen.sum())} of its {len(seen)} entries are matrices, {texts}, and nothing says "
+            read = ", ".join(map(repr, found))
+            raise Undecided(f"{int(seen.sum())} of its {len(seen)} entries are matrices, {read}, and nothing says "
                             "what the others are: list it by hand")
         texts = list(found)
         layers = list(dict.fromkeys(_PART.sub("layer", text) for text in texts))

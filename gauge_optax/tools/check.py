@@ -21,6 +21,7 @@ from gauge_optax.gauges.bound import bound
 from gauge_optax.linalg import real_dtype
 from gauge_optax.parts.part import changed
 from gauge_optax.slice import Frame
+from gauge_optax.tools.mappings import require_no_contradiction
 from gauge_optax.tools.plan import gauges_of, said_by
 from gauge_optax.transformation import LeafRule, at_once, require_gradients, require_params, require_values
 from gauge_optax.wrapped import transformations_of
@@ -78,6 +79,7 @@ def check(
     *,
     loss_fn: Callable[..., Any] | None = None,
     batch: Any = None,
+    report: Any = None,
 ) -> Report:
     """Checks an optimizer with gauges once, before training and outside `jit`. It changes nothing.
 
@@ -90,6 +92,8 @@ def check(
       loss_fn: (params) or (params, batch) → loss. If it is given, the gauges are checked by its gradient in float64,
         which shows smaller penalties than `grads` does; dropout has to be switched off for that.
       batch: the second argument of `loss_fn`; None if it has none.
+      report: what `discover` returned for the function. If it is given, `neurons` and `embeddings` of `max_norm_muon`
+        are compared with the axes that the function uses.
 
     Returns:
       A report; print it.
@@ -97,7 +101,8 @@ def check(
     Raises:
       ValueError: something would go wrong without a word in training: a gauge that is no symmetry of the loss; a state
         that was made for other weights; weights above the bound of `max_norm`; a matrix that Adam steps at Muon's rate;
-        a leaf that is frozen outside the wrapper that moves its partners; an update that its leaf's dtype rounds away.
+        a leaf that is frozen outside the wrapper that moves its partners; an update that its leaf's dtype rounds away;
+        axes of a leaf that contradict the report.
 
     >>> gauge = go.rescale({"up": "_ channel"}, {"down": "channel _"})
     >>> params = {"up": jnp.array([[1.0, -2.0]]), "down": jnp.array([[0.5], [1.5]])}
@@ -142,6 +147,7 @@ def check(
         if isinstance(said, ValueError):
             raise said
         notes.append(said)
+    notes += [] if report is None else require_no_contradiction(state, params, report)
     notes += _require_steps_that_count(tx, state, params, grads)
     return Report(tuple(map(_row, gauges, shares)), limit, precision, tuple(sorted(frozen)), tuple(notes))
 

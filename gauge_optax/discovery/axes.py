@@ -117,17 +117,26 @@ class _Reader:
                 self.uses.setdefault(product.path, []).append(product)
         # A kernel is the last one if no other contracts what it made.
         self.last = self.uses.keys() - {path for product in walk.products for path in product.before - {product.path}}
-        self.read_spaces = {trace.spaces.key(axis) for axis in trace.read}
+        # A kernel is the last one if no other contracts what it made.
+        self.last = self.uses.keys() - {path for product in walk.products for path in product.before - {product.path}}
+        self.read_together = [
+            {self._key(product.path, a) for k in product.inputs if k not in product.window
+             for a in varying(product.ids, k, walk.shapes[product.path])}
+            for products in self.uses.values() for product in products]
 
     def _key(self, path: str, axis: int) -> Any:
         ids = self.trace.leaves[path][axis]
         return None if ids is None else self.trace.spaces.key(ids)
 
+    def _inputs(self, product: Product) -> set[int]:
+        """The axes of a parameter that a contraction sums over."""
+        return {a for k in product.inputs for a in varying(product.ids, k, self.walk.shapes[product.path])}
+
     def _sides(self, product: Product) -> bool:
         """Whether a contraction has inputs and outputs: that of a vector has not."""
-        shape = self.walk.shapes[product.path]
-        inputs = [a for k in product.inputs for a in varying(product.ids, k, shape)]
-        return bool(inputs) and any(varying(product.ids, k, shape) for k in product.outputs if k not in product.batch)
+        outputs = (k for k in product.outputs if k not in product.batch)
+        return bool(self._inputs(product)) and any(
+            varying(product.ids, k, self.walk.shapes[product.path]) for k in outputs)
 
     def read(self) -> LeafAxes:
         """The mappings."""
@@ -145,6 +154,8 @@ class _Reader:
                     self._neither(path, shape)
             except Undecided as sentence:
                 undecided[path] = str(sentence)
+            except (IndexError, KeyError, ValueError):  # a layout that nothing here foresaw
+                undecided[path] = "its layout is not understood: list it by hand"
         readings = {path: _reading(path, axes, self.walk.shapes[path]) for path, axes in neurons.items()}
         return LeafAxes(
             self._merged(neurons), self._merged(tables),
@@ -153,14 +164,18 @@ class _Reader:
     def _resolve_pairs(self) -> None:
         """Of parameters that are contracted with each other, those that are data are so with what is added to them."""
         data = self.walk.added | {path for path, _ in self.walk.tables}
-        for pair in self.walk.pairs:
-            sides = [{product.path for product in side} for side in pair]
-            for k in (0, 1):
-                if sides[1 - k] & data and not sides[k] & data:
-                    self.walk.added |= sides[1 - k]
-                    for product in pair[k]:
-                        if self._sides(product):
-                            self.uses.setdefault(product.path, []).append(product)
+        contracted = {product.path for product in self.walk.products if self._inputs(product)}
+        for one, other in (order for pair in self.walk.pairs for order in (pair, pair[::-1])):
+            first, second = ({product.path for product in side} for side in (one, other))
+            found = list[Product]()
+            if first & contracted and not second & contracted:  # A·B within a kernel: A reads what B's rows then read
+                found = [*(dataclasses.replace(x, inputs=x.outputs, batch=()) for x in one), *other]
+            elif first & data and not second & data:
+                self.walk.added |= first
+                found = other
+            for product in found:
+                if self._sides(product):
+                    self.uses.setdefault(product.path, []).append(product)
 
     def _table(self, path: str, shape: tuple[int, ...]) -> str:
         """The axes of a table, of which rows are looked up or added to data; "" if it is none."""
@@ -169,20 +184,28 @@ class _Reader:
         hot = [product for product in kernels if product.one_hot]
         tokens |= {a for product in hot for k in product.inputs for a in varying(product.ids, k, shape)}
         free = [a for a, n in enumerate(shape) if n > 1 and (path, a) not in self.walk.counted]
-        vectors = [a for a in free if self._key(path, a) in self.read_spaces]
         if not tokens and path in self.walk.added and not kernels:
             own = {self._key(p, a) for p in self.uses for a in range(len(self.walk.shapes[p]))}
-            tokens = {a for a in free if a not in vectors and self._key(path, a) not in own} if vectors else set()
+            tokens = {a for a in free if self._key(path, a) not in own}
+            tokens = tokens if self._vectors(path, free, tokens) else set()
         if not tokens or any(self._by_row(product, tokens) for product in kernels):
             return ""
         rest = [a for a in free if a not in tokens]
         if not rest:
             raise Undecided("single entries of it are taken by index, so that it has no vectors: Adam may step it")
-        if not kernels and not any(a in vectors for a in rest):
+        if not kernels and not self._vectors(path, free, tokens):
             raise Undecided(
-                "rows of it are taken by index, but no kernel reads them, as of a table of biases: leave it to Adam, "
-                f"or list it in embeddings={{'{path}': '{self._text(path, shape, tokens)}'}}")
+                "rows of it are taken by index, and no kernel contracts them, as in a table of biases: leave it to "
+                f"Adam, or list it in embeddings={{'{path}': '{self._text(path, shape, tokens)}'}}")
         return self._text(path, shape, tokens)
+
+    def _vectors(self, path: str, free: list[int], tokens: set[int]) -> bool:
+        """Whether some kernel contracts the rows of a table, and nothing beside them."""
+        rows = {self._key(path, a) for a in free if a not in tokens}
+        return any(
+            rows == {self._key(product.path, a) for k in product.inputs if k not in product.window
+                     for a in varying(product.ids, k, self.walk.shapes[product.path])}
+            for products in self.uses.values() for product in products)
 
     def _text(self, path: str, shape: tuple[int, ...], tokens: set[int]) -> str:
         layers = {a for p, a in self.walk.counted if p == path}
@@ -198,6 +221,9 @@ class _Reader:
         """Raises for a parameter that is no kernel and no table, unless the function says what it is."""
         sides = [[[product.path for product in side] for side in pair] for pair in self.walk.pairs]
         partners = [pair[1 - k][0] for pair in sides for k in (0, 1) if path in pair[k]]
+        if path in self.walk.summed:
+            raise Undecided("it multiplies data entry by entry, and the product is summed: if it is a kernel, list it "
+                            "by hand")
         if path in self.walk.filters or path in self.walk.added or path in self.walk.multiplied:
             return
         if partners:
@@ -260,6 +286,11 @@ class _Reader:
                                     "them: give it two axes, or list it by hand")
                 names[a] = name
         chosen = self.trace.chosen_spaces()
+        for a, axis in enumerate(self.trace.leaves[path]):
+            atoms = [] if axis is None else self.trace.atom_keys(axis)
+            if len(atoms) > 1 and chosen & set(atoms):
+                raise Undecided(f"axis {a} of {shape} counts experts beside other things: give it two axes, or list "
+                                "it by hand")
         for a, name in list(names.items()):
             others = [b for b, other in names.items() if other == name and b != a]
             if self._key(path, a) in chosen and others and name != "expert":
@@ -302,14 +333,15 @@ class _Reader:
                 line = np.unravel_index(ids.part(k, at.get(k, slice(None))).line(k), shape)[a] - base[a]
                 index = np.unique(index[:, None] + line)
             covered.append(np.arange(n) if a in layers else index)
-        outs = [a for a in range(len(shape)) if names.get(a) == "out" and len(covered[a]) > 1]
+        outs = [a for a in range(len(shape)) if names.get(a) == "out"]
+        outs = [a for a in outs if len(covered[a]) > 1] or outs[-1:]  # one index is a part of its own beside others
         cut = any(len(covered[a]) < shape[a] for a in outs)
         spare = [name for name in _NAMES if not (cut and name == "head")]
         own = dict(zip(outs, [*spare[: len(outs) - 1], "token" if token else "neuron"], strict=True))
         words = []
         for a, n in enumerate(shape):
             name = own.get(a, names.get(a, "_"))
-            if len(covered[a]) == 1 and n > 1:
+            if len(covered[a]) == 1 and n > 1 and a not in outs:
                 name = f"part={int(covered[a][0])}"
             elif name == "out":
                 name = "unit"

@@ -59,6 +59,17 @@ class Places(NamedTuple):
         """The numbers along an axis."""
         return self.base + self.steps[axis][self.steps[axis] > FREE // 2]
 
+    def held(self) -> Places:
+        """Without the indices at which no entry stands."""
+        return Places(self.base, tuple(step[step > FREE // 2] for step in self.steps))
+
+    def within(self, others: Sequence[np.ndarray]) -> Places:
+        """Spread over longer axes, of which no entry stands where none of another array does."""
+        steps = [np.full(len(other), FREE) for other in others]
+        for step, other, own in zip(steps, others, self.steps, strict=True):
+            step[other > FREE // 2] = own
+        return Places(self.base, tuple(steps))
+
     def take(self, axis: int, index: int) -> Places:
         """One index of an axis, which is dropped."""
         rest = tuple(x for k, x in enumerate(self.steps) if k != axis)

@@ -26,7 +26,7 @@ _CONSTANT = 100_000  # entries of index arithmetic that is evaluated
 Owner = str | int
 """A parameter's path, or the number of a product."""
 Tags = Mapping[Owner, Places | None]
-"""For each owner, which of its entries stand where; None where that is not known, or all are read together."""
+"""For each owner, which of its entries stand where; None where that is no longer known."""
 
 
 class Value(NamedTuple):
@@ -73,6 +73,7 @@ class Product:
       ids: its entries as they stand in the operand.
       inputs: contracted axes of the operand.
       batch: axes of the operand that the other one has too.
+      window: contracted axes of a convolution's window.
       before: kernels that made the other operand.
       one_hot: whether the other operand is one-hot.
       pieces: places of the result that are read together, as masks that do not overlap.
@@ -87,6 +88,7 @@ class Product:
     batch: tuple[int, ...]
     before: frozenset[str]
     one_hot: bool = False
+    window: tuple[int, ...] = ()
     pieces: list[np.ndarray] = dataclasses.field(default_factory=list)
     maxed: bool = False
     last: bool = False
@@ -111,6 +113,8 @@ class Product:
 
     def read_together(self, mask: np.ndarray) -> None:
         """Joins the pieces that share a place with the mask."""
+        if not mask.any():
+            return
         touched = [piece for piece in self.pieces if (piece & mask).any()]
         self.pieces = [piece for piece in self.pieces if not (piece & mask).any()]
         self.pieces.append(np.logical_or.reduce([mask, *touched]))
@@ -130,6 +134,7 @@ class Walk:
       tables: (path, axis): axes of which rows are taken by index.
       added: parameters that are added to data, with those of their axes that vary.
       multiplied: parameters that multiply data entry by entry.
+      summed: those of which the product is then summed along one of their axes.
       filters: kernels of depthwise convolutions.
       unknown: parameters in operations that are not understood, with a sentence.
       pairs: parameters that are contracted with each other, those of either side.
@@ -142,6 +147,7 @@ class Walk:
         self.tables: set[tuple[str, int]] = set()
         self.added: set[str] = set()
         self.multiplied: set[str] = set()
+        self.summed: set[str] = set()
         self.filters: set[str] = set()
         self.unknown: dict[str, str] = {}
         self.pairs: list[tuple[list[Product], list[Product]]] = []
@@ -186,7 +192,7 @@ class Walk:
             terms = out.terms if isinstance(out, Value) else self._terms(name, ins)
             outs.append(common._replace(
                 terms=terms,
-                shape=tuple(getattr(aval, "shape", ())), tags=self._unsettled(tags), before=common.before | before,
+                shape=tuple(getattr(aval, "shape", ())), tags=tags, before=common.before | before,
                 one_hot=one_hot or (isinstance(out, Value) and out.one_hot),
                 row=row or (isinstance(out, Value) and out.row)))
         return outs
@@ -210,10 +216,6 @@ class Walk:
                 else:
                     self.unknown[own] = "its entries are mixed in an order that axes do not express"
 
-    def _unsettled(self, tags: Tags) -> Tags:
-        """Tags without the places of products whose outputs are all read together."""
-        return {own: None if isinstance(own, int) and self.products[own].settled else x for own, x in tags.items()}
-
     def sight(self, *values: Value, linear: bool = False) -> None:
         """Notes that what a product has at all places of these values is one piece.
 
@@ -234,9 +236,9 @@ class Walk:
         self.sight(other)
         tags: dict[Owner, Any] = {}
         for path, ids in kernel.leaves().items():
-            product = Product(path, ids, tuple(inputs), tuple(batch), other.before, other.one_hot)
-            shape = [ids.shape[k] for k in product.outputs]
-            tags[len(self.products)] = Places.of(shape)
+            product = Product(path, ids.held(), tuple(inputs), tuple(batch), other.before, other.one_hot)
+            slots = Places.of([product.ids.shape[k] for k in product.outputs])
+            tags[len(self.products)] = slots.within([ids.steps[k] for k in product.outputs])
             self.products.append(product)
         return tags
 
@@ -361,8 +363,8 @@ def _unknown(walk: Walk, eqn: Any, ins: list[Value]) -> Sequence[Tags]:
 def _elementwise(walk: Walk, eqn: Any, ins: list[Value]) -> Sequence[Tags]:
     """Entry by entry: tags stay where all of the result depends on one operand; else what meets is read."""
     shape, name = tuple(getattr(eqn.outvars[0].aval, "shape", ())), eqn.primitive.name
-    fits = all(not x.shape or (len(x.shape) == len(shape) and all(n in (1, m) for n, m in zip(x.shape, shape, strict=True)))
-               for x in ins)
+    ranks = all(len(x.shape) in (0, len(shape)) for x in ins)
+    fits = ranks and all(n in (1, m) for x in ins if x.shape for n, m in zip(x.shape, shape, strict=True))
     moving = [x for x in ins if x.data and x.params]
     still = [x for x in ins if x.leaves() and not x.data]
     if not fits or len(eqn.outvars) > 1:
@@ -374,6 +376,8 @@ def _elementwise(walk: Walk, eqn: Any, ins: list[Value]) -> Sequence[Tags]:
         if not linear and len(moving) > 1:
             walk.sight(*moving)
             return [{}]
+        if not linear and still:
+            moving = [*moving, *(x for x in still if any(len(x.shape) > 1 for x in still))]
         if linear:
             walk.sight(*moving, linear=True)
         # Data alone may multiply a parameter, as a mask does; the result is no kernel of anything.
@@ -398,7 +402,9 @@ def _reduced(walk: Walk, eqn: Any, ins: list[Value]) -> Sequence[Tags]:
     for own, x in value.tags.items():
         same = x is not None and not any((x.steps[k] != x.steps[k][:1]).any() for k in gone)
         if isinstance(own, int):
-            walk.products[own].maxed |= maximum and not same
+            walk.products[own].maxed |= maximum and x is not None and not same
+        elif x is not None and not same and value.data and not value.row:
+            walk.summed.add(own)
         if same and x is not None:
             tags[own] = _squeezed(x, {"dimensions": gone})
         elif isinstance(own, int):
@@ -424,9 +430,8 @@ def _dot(walk: Walk, eqn: Any, ins: list[Value]) -> Sequence[Tags | Value]:
     sums, batches = eqn.params["dimension_numbers"]
     kernels = [k for k in (0, 1) if not ins[k].data and _is_matrix(ins[k], sums[k])]
     if len(kernels) == 2:
-        one, other = (
-            [Product(path, ids, tuple(sums[k]), tuple(batches[k]), frozenset()) for path, ids in ins[k].leaves().items()]
-            for k in (0, 1))
+        one, other = ([Product(path, ids, tuple(sums[k]), tuple(batches[k]), frozenset())
+                       for path, ids in ins[k].leaves().items()] for k in (0, 1))
         walk.pairs.append((one, other))
         return [_outer(eqn, ins, sums, batches)]
     if not kernels:  # rows that were taken by index may be matrices, as those of experts are
@@ -501,7 +506,9 @@ def _convolution(walk: Walk, eqn: Any, ins: list[Value]) -> Sequence[Tags | Valu
             walk.unknown[path] = "the outputs of its groups are mixed in an order that axes do not express"
             continue
         lead, moved = len(grouped.steps) - 1, Places(grouped.base, (*grouped.steps, *rest))
-        product = Product(path, moved, tuple(range(lead + 1, len(moved.steps))), tuple(range(lead)), data.before)
+        inputs = tuple(range(lead + 1, len(moved.steps)))
+        window = tuple(k for k in inputs if k != lead + 1 + in_axis - (in_axis > out_axis))
+        product = Product(path, moved, inputs, tuple(range(lead)), data.before, window=window)
         tags[len(walk.products)] = Places.of([outputs]).at([at], eqn.outvars[0].aval.shape)
         walk.products.append(product)
     return [Value((), tags, before=frozenset(kernel.leaves()))]

@@ -200,6 +200,13 @@ def _dynamic_slice(trace: Trace, eqn: Any, ins: list[Value]) -> list[Axes]:
 def _update(trace: Trace, eqn: Any, ins: list[Value]) -> list[Axes]:
     at = 1 if eqn.primitive.name == "dynamic_update_slice" else 2
     target, update = shapes(eqn.invars)[0], shapes(eqn.invars)[at]
+    if at == 2 and ins[1].depends:  # parameters choose where it goes: an axis of experts
+        out = list(ins[0].axes)
+        for k in eqn.params["dimension_numbers"].scatter_dims_to_operand_dims:
+            out[k] = chosen = trace.spaces.nothing(id(eqn), k, target[k]) if out[k] is None else out[k]
+            trace.ranked.append(chosen)
+            trace.summed.append(chosen)
+        return [out]
     if len(target) != len(update):
         return [list(ins[0].axes)]
     pairs = zip(ins[0].axes, ins[at].axes, target, update, strict=True)

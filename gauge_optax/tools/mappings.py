@@ -57,7 +57,8 @@ def require_no_contradiction(state: Any, params: Any, report: Report) -> list[st
                 mapping = "embeddings" if pattern in report.embeddings else "neurons"
                 raise binding_error(
                     "check", f"the axes of '{path}' are not those that the function uses", f"{said} on shape {shape}",
-                    ", ".join(f'"{text}"' for text in texts), f"write {mapping}={{{pattern!r}: {axes!r}, ...}}, or take report.{mapping}")
+                    ", ".join(f'"{text}"' for text in texts),
+                    f"write {mapping}={{{pattern!r}: {axes!r}, ...}}, or take report.{mapping}")
     missing = {path: told[1] for path in leaves if listed and path not in listed and (told := report.axes.of(path))}
     return notes + [f"Adam steps '{path}', of which the function says {axes!r}" for path, axes in missing.items()]
 

@@ -317,6 +317,41 @@ def torch_linear(p: Any, t: Any) -> jax.Array:
     return jax.nn.relu(p["embed"][t] @ p["up"].T) @ p["head"].T
 
 
+def merged(p: Any, x: Any) -> jax.Array:
+    return jax.nn.relu(x @ (p["w"] + p["a"] @ p["b"])) @ p["head"]
+
+
+def joined(p: Any, x: Any) -> jax.Array:
+    """One product with two kernels side by side, and one with two above each other."""
+    both = x @ jnp.concatenate([p["up"], p["gate"]], 1)
+    up, gate = jnp.split(both, 2, -1)
+    return jnp.concatenate([up * jax.nn.silu(gate), x], -1) @ jnp.concatenate([p["down"], p["skip"]], 0)
+
+
+def latents(p: Any, x: Any) -> jax.Array:
+    """Learned queries that a residual sum keeps."""
+    own = jnp.broadcast_to(p["latents"], (2, *p["latents"].shape))
+    y = own + jax.nn.softmax(own @ p["q"] @ jnp.swapaxes(x @ p["k"], 1, 2)) @ (x @ p["v"])
+    return jnp.mean(jax.nn.relu(y), 1) @ p["head"]
+
+
+def state_space(p: Any, t: Any) -> jax.Array:
+    """Mamba's layer: a scan whose matrices depend on the inputs."""
+    x = p["embed"][t]
+    u, gate = jnp.split(x @ p["in"], 2, -1)
+    step, b, c = jnp.split(u @ p["select"], [1, 1 + E], -1)
+    decay = jnp.exp(jax.nn.softplus(step)[..., None] * -jnp.exp(p["decay"]))
+
+    def move(h: jax.Array, own: Any) -> Any:
+        h = own[0] * h + own[1]
+        return h, h
+
+    driven = b[:, :, None] * u[..., None]
+    _, h = jax.lax.scan(move, jnp.zeros((2, F, E), u.dtype), (jnp.swapaxes(decay, 0, 1), jnp.swapaxes(driven, 0, 1)))
+    y = jnp.einsum("tbfe,bte->btf", h, c) + u * p["through"]
+    return (x + (y * jax.nn.silu(gate)) @ p["out"]) @ p["head"]
+
+
 def block_diagonal(p: Any, x: jax.Array) -> jax.Array:
     return flat(jnp.einsum("bthe,hef->bthf", heads(x), p["w"]))
 
@@ -335,7 +370,36 @@ def of_decoder(
     return Case(decoder(inner), {**EMBED, **shapes}, tokens, {**neurons, **HEAD}, TABLE)
 
 
+def latent_block(fused: bool) -> Case:
+    """`models.latent`: latent attention with gated outputs, and experts that a softmax weighs."""
+    c = latent.LatentConfig(fused=fused)
+    heads = "_ neuron" if fused else "_ head neuron"
+    units = ("expert _ neuron=0:5", "expert _ neuron=5:10") if fused else "expert _ neuron"
+    key_value = ("_ neuron=0:3+7:10", "_ neuron=3:7+10:14") if fused else ("_ group neuron=0:3", "_ group neuron=3:7")
+    neurons = {
+        "attn/q_a/kernel": MATRIX, "attn/q_b/kernel": heads, "attn/gate/kernel": heads,
+        "attn/kv_a/kernel": ("_ neuron=0:6", "_ neuron=6:8"), "attn/kv_b/kernel": key_value,
+        "attn/out/kernel": MATRIX if fused else "_ _ neuron", "moe/router/kernel": MATRIX,
+        "moe/down": "expert _ neuron",
+        **dict.fromkeys(("moe/gate_up",) if fused else ("moe/gate", "moe/up"), units),
+    }
+
+    def fn(p: Any, x: Any) -> jax.Array:
+        tree: dict[str, Any] = {}
+        for path, leaf in p.items():
+            *outer, last = path.split("/")
+            node = tree
+            for name in outer:
+                node = node.setdefault(name, {})
+            node[last] = leaf
+        return latent.outputs(c, tree, x)
+
+    return Case(fn, c.shapes, features, neurons, outputs="loss")
+
+
 CASES: Mapping[str, Case] = {
+    "latent attention": latent_block(False),
+    "latent attention, fused": latent_block(True),
     "heads by reshape": of_decoder(plain, ATTENTION, dict.fromkeys("qkvo", MATRIX)),
     "fused": of_decoder(contiguous, {"qkv": (D, 3 * H * E), "o": (D, D)}, {
         "qkv": ("_ neuron=0:8", "_ neuron=8:16", "_ neuron=16:24"), "o": MATRIX}),
@@ -364,7 +428,8 @@ CASES: Mapping[str, Case] = {
     "adaLN": Case(
         modulated, {"patches": (D, D), "modulation": (D, 3 * D), "bias": (3 * D,), "up": (D, F), "down": (F, D)},
         lambda rng: (rng.normal(size=(2, T, D)), rng.normal(size=(2, D))),
-        {"modulation": ("_ neuron=0:8", "_ neuron=8:16", "_ neuron=16:24"), **dict.fromkeys(("patches", "up", "down"), MATRIX)}, outputs="loss"),
+        {"modulation": ("_ neuron=0:8", "_ neuron=8:16", "_ neuron=16:24"),
+         **dict.fromkeys(("patches", "up", "down"), MATRIX)}, outputs="loss"),
     "encoder-decoder": Case(
         translator, {"embed": (V, D), "positions": (T + 2, D), **CROSS}, lambda rng: (tokens(rng), tokens(rng)),
         dict.fromkeys(CROSS, MATRIX), {"embed": "token _", "positions": "token _"}),
@@ -410,13 +475,16 @@ CASES: Mapping[str, Case] = {
     "one-hot table": Case(one_hot_table, {**EMBED, "up": (D, D)}, tokens, {"up": MATRIX, **HEAD}, TABLE),
     "kernels as in PyTorch": Case(torch_linear, {"embed": (V, D), "up": (F, D), "head": (V, F)}, tokens,
                                   {"up": "neuron _", "head": "token _"}, TABLE),
+    "merged LoRA": Case(merged, {"w": (D, F), "a": (D, 3), "b": (3, F), "head": (F, V)}, features,
+                        {"w": MATRIX, "a": MATRIX, "b": MATRIX, **HEAD}),
+    "kernels side by side": Case(joined, {"up": (D, F), "gate": (D, F), "down": (F, D), "skip": (D, D)}, features,
+                                 dict.fromkeys(("up", "gate", "down", "skip"), MATRIX), outputs="loss"),
+    "latents": Case(latents, {"latents": (N, D), **dict.fromkeys("qkv", (D, D)), "head": (D, 5)}, features,
+                    {**dict.fromkeys("qkv", MATRIX), **HEAD}, {"latents": "token _"}),
+    "state space": Case(
+        state_space,
+        {**EMBED, "in": (D, 2 * F), "select": (F, 2 * E + 1), "decay": (F, E), "through": (F,), "out": (F, D)}, tokens,
+        {"in": ("_ neuron=0:12", "_ neuron=12:24"), "select": ("_ neuron=0:1", "_ neuron=1:5", "_ neuron=5:9"),
+         "out": MATRIX, **HEAD}, TABLE),
     "block-diagonal": of_decoder(block_diagonal, {"w": (H, E, E)}, {"w": "expert _ neuron"}),
-}
-
-LATENT = latent.LatentConfig()
-_KV = ("_ group neuron=0:3", "_ group neuron=3:7")
-LATENT_NEURONS = {
-    "attn/q_a/kernel": MATRIX, "attn/q_b/kernel": "_ head neuron", "attn/gate/kernel": "_ head neuron",
-    "attn/kv_a/kernel": ("_ neuron=0:6", "_ neuron=6:8"), "attn/kv_b/kernel": _KV, "attn/out/kernel": "_ _ neuron",
-    "moe/router/kernel": MATRIX, **{f"moe/{name}": "expert _ neuron" for name in ("gate", "up", "down")},
 }

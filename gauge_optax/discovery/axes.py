@@ -110,7 +110,7 @@ class _Reader:
     """Turns the notes of a walk into mappings."""
 
     def __init__(self, walk: Walk, trace: Trace) -> None:
-        self.walk, self.trace = walk, trace
+        self.walk, self.trace, self.chosen = walk, trace, trace.chosen_spaces()
         self.uses: dict[str, list[Product]] = {}
         for product in walk.products:
             if self._sides(product):
@@ -285,7 +285,7 @@ class _Reader:
                     raise Undecided(f"axis {a} of {shape} is inputs and outputs at once, or counts matrices beside "
                                     "them: give it two axes, or list it by hand")
                 names[a] = name
-        chosen = self.trace.chosen_spaces()
+        chosen = self.chosen
         for a, axis in enumerate(self.trace.leaves[path]):
             atoms = [] if axis is None else self.trace.atom_keys(axis)
             if len(atoms) > 1 and chosen & set(atoms):

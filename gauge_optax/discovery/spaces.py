@@ -11,7 +11,7 @@ import collections
 import itertools
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -43,8 +43,8 @@ class Spaces:
         self.grids: dict[int, Grid] = {}
         self._parent = np.arange(1024)
         self._count = 0
-        # By components, and how many cells before it in its grid have the same: those of a rotary plane are two.
-        self._joined: dict[tuple[tuple[int, ...], int], int] = {}
+        # By components, sizes, and how many cells before it have the same: those of a rotary plane are two.
+        self._joined: dict[tuple[tuple[int, ...], tuple[int, ...], int], int] = {}
         self._nothing: dict[tuple[int, int], np.ndarray] = {}
 
     def fresh(self, count: int) -> np.ndarray:
@@ -163,7 +163,7 @@ class Spaces:
         ids, number = list[int](), collections.Counter[tuple[int, ...]]()
         for place, at in enumerate(np.ndindex(*sizes)):
             components = tuple(int(atom[k]) for atom, k in zip(atoms, at, strict=True))
-            cell = components, number[components]
+            cell = components, sizes, number[components]
             number[components] += 1
             if cell not in self._joined:
                 self._joined[cell] = int(self.fresh(1)[0])
@@ -179,10 +179,10 @@ class Spaces:
             for x, grid in list(self.grids.items()):
                 cell = grid._replace(components=self.key(np.array(grid.components)))
                 self.unite(cells.setdefault(cell, x), x)
-            self._joined, number = {}, collections.Counter[tuple[int, ...]]()
-            for (components, _, _), x in sorted(cells.items(), key=lambda item: item[0].place):
-                self._joined[components, number[components]] = x
-                number[components] += 1
+            self._joined, number = {}, collections.Counter[Any]()
+            for (components, sizes, _), x in sorted(cells.items(), key=lambda item: item[0].place):
+                self._joined[components, sizes, number[components, sizes]] = x
+                number[components, sizes] += 1
 
     def reshape(self, axes: Sequence[Axis], shape: Sequence[int], new: Sequence[int]) -> list[Axis]:
         """The axes of a reshaped array."""

@@ -285,7 +285,8 @@ class _Reader:
                     raise Undecided(f"axis {a} of {shape} is inputs and outputs at once, or counts matrices beside "
                                     "them: give it two axes, or list it by hand")
                 names[a] = name
-        chosen = self.chosen
+        token = product.maxed and product.last and path in self.last
+        chosen = set() if token else self.chosen  # a softmax over classes chooses no experts
         for a, axis in enumerate(self.trace.leaves[path]):
             atoms = [] if axis is None else self.trace.atom_keys(axis)
             if len(atoms) > 1 and chosen & set(atoms):
@@ -296,9 +297,7 @@ class _Reader:
             if self._key(path, a) in chosen and others and name != "expert":
                 names[a] = "expert"
         names |= {a: "layer" if (path, a) in self.walk.counted else "expert" for a in layers if a not in names}
-        whole = self._pieces(product)
-        token = product.maxed and product.last and path in self.last
-        return [self._matrix(product, shape, names, moves, piece, token, layers) for piece in whole]
+        return [self._matrix(product, shape, names, moves, piece, token, layers) for piece in self._pieces(product)]
 
     def _pieces(self, product: Product) -> list[list[np.ndarray]]:
         """Per piece of the outputs, the places along each axis of the operand."""

@@ -308,6 +308,11 @@ def regression(p: Any, batch: Any) -> jax.Array:
     return jnp.mean((jax.nn.relu(x @ p["up"]) @ p["down"] - y) ** 2)
 
 
+def several_tokens(p: Any, t: Any) -> jax.Array:
+    """Three next tokens at once."""
+    return jnp.einsum("btd,ndv->btnv", jax.nn.relu(p["embed"][t] @ p["up"]), p["heads"])
+
+
 def one_hot_table(p: Any, t: Any) -> jax.Array:
     x = jax.nn.one_hot(t, V, dtype=p["embed"].dtype) @ p["embed"]
     return jax.nn.relu(x @ p["up"]) @ p["head"]
@@ -472,6 +477,8 @@ CASES: Mapping[str, Case] = {
     "regression": Case(regression, {"up": (D, F), "down": (F, 3)},
                        lambda rng: (rng.normal(size=(4, D)), rng.normal(size=(4, 3))),
                        {"up": MATRIX, "down": MATRIX}, outputs="loss"),
+    "several tokens": Case(several_tokens, {"embed": (V, D), "up": (D, D), "heads": (N, D, V)}, tokens,
+                           {"up": MATRIX, "heads": "head _ token"}, TABLE),
     "one-hot table": Case(one_hot_table, {**EMBED, "up": (D, D)}, tokens, {"up": MATRIX, **HEAD}, TABLE),
     "kernels as in PyTorch": Case(torch_linear, {"embed": (V, D), "up": (F, D), "head": (V, F)}, tokens,
                                   {"up": "neuron _", "head": "token _"}, TABLE),

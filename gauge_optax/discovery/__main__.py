@@ -1,4 +1,4 @@
-"""`python -m gauge_optax.discovery my.module:build`: the report of what `build()` returns, and its gauges as source.
+"""`python -m gauge_optax.discovery my.module:build`: the report of what `build()` returns; gauges and axes as source.
 
 `build` takes no argument and returns (fn, params, batches), as `gauge_optax.discover` takes them.
 """
@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ValueError as error:
         sys.stderr.write(f"{error}\n")
         return 1
-    sys.stdout.write(f"{report}\n\ngauges = {report.code()}\n")
+    sys.stdout.write(f"{report}\n\ngauges = {report.code()}\n{report.axes}\n")
     return 0
 
 

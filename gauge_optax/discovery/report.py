@@ -15,6 +15,7 @@ from tqdm import tqdm
 
 from gauge_optax.binding import leaves_by_path, with_leaves
 from gauge_optax.discovery import checks, search
+from gauge_optax.discovery.axes import LeafAxes, Mappings, read_axes
 from gauge_optax.discovery.calls import Call, merge_layers
 from gauge_optax.discovery.census import Census
 from gauge_optax.discovery.certificate import certified
@@ -59,7 +60,7 @@ class _Claim(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Report:
+class Report(Mappings):
     """The result of `discover`.
 
     Attributes:
@@ -71,6 +72,7 @@ class Report:
       uncovered: elements that no batch reaches; nothing is known about them.
       ungauged: symmetries that hold and have no gauge: kind → where.
       census: computes `certificate`.
+      axes: which axes of each leaf are inputs and outputs; printed, it is `neurons` and `embeddings` as source.
     """
 
     held: tuple[Held, ...]
@@ -80,6 +82,7 @@ class Report:
     uncovered: tuple[Uncovered, ...]
     ungauged: Mapping[str, tuple[str, ...]]
     census: Callable[[], Census] | None = dataclasses.field(default=None, repr=False, compare=False)
+    axes: LeafAxes = LeafAxes()  # noqa: RUF009  it is frozen
 
     @functools.cached_property
     def certificate(self) -> Census:
@@ -144,6 +147,7 @@ class Report:
             ("leaves that do not affect the outputs", self.dead),
             ("not reached by any batch", [f"{u.entries} of {u.of} entries of {u.path}" for u in self.uncovered]),
             ("symmetries without a gauge", [f"{kind}: {', '.join(where)}" for kind, where in self.ungauged.items()]),
+            ("axes that the function does not decide", [f"{path}: {why}" for path, why in self.undecided.items()]),
         ):
             rows += [title] * bool(items) + [f"  {item}" for item in items]
         return "\n".join(rows)
@@ -206,18 +210,19 @@ def discover(
         dtypes = {path: x.dtype for path, x in leaves_by_path(params).items() if path in leaves}
         by_leaves = in_double(as_stored, leaves, dtypes, batches[0])
         trace = _walked(by_leaves, leaves, batches[0])
+        axes = read_axes(by_leaves, leaves, batches[0], trace)
         small = smaller(by_leaves, trace, leaves, batches)
         bar.update()
         if small is None:
             report = _searched(by_leaves, params, leaves, batches, trace, linear, whole, near, seed, bar)
             census = functools.partial(certified, by_leaves, params, leaves, batches, report.gauges, seed)
-            return dataclasses.replace(report, census=census)
+            return dataclasses.replace(report, census=census, axes=axes)
         tree, trace = with_leaves(params, small.leaves), _walked(by_leaves, small.leaves, small.batches[0])
         report = _searched(by_leaves, tree, small.leaves, small.batches, trace, linear, whole, near, seed, bar)
         census = functools.partial(certified, by_leaves, tree, small.leaves, small.batches, report.gauges, seed)
         leaves = jax.device_put(leaves)
         report = _carried(report, small, by_leaves, params, leaves, batches, near, seed, bar)
-        return dataclasses.replace(report, census=census)
+        return dataclasses.replace(report, census=census, axes=axes)
 
 
 def _walked(fn: Function, leaves: Leaves, batch: Any) -> Trace:

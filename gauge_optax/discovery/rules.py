@@ -200,6 +200,13 @@ def _dynamic_slice(trace: Trace, eqn: Any, ins: list[Value]) -> list[Axes]:
 def _update(trace: Trace, eqn: Any, ins: list[Value]) -> list[Axes]:
     at = 1 if eqn.primitive.name == "dynamic_update_slice" else 2
     target, update = shapes(eqn.invars)[0], shapes(eqn.invars)[at]
+    if at == 2 and ins[1].depends:  # parameters choose where it goes: an axis of experts
+        out = list(ins[0].axes)
+        for k in eqn.params["dimension_numbers"].scatter_dims_to_operand_dims:
+            out[k] = chosen = trace.spaces.nothing(id(eqn), k, target[k]) if out[k] is None else out[k]
+            trace.ranked.append(chosen)
+            trace.summed.append(chosen)
+        return [out]
     if len(target) != len(update):
         return [list(ins[0].axes)]
     pairs = zip(ins[0].axes, ins[at].axes, target, update, strict=True)
@@ -254,6 +261,21 @@ def _window(trace: Trace, eqn: Any, ins: list[Value]) -> list[Axes]:
     lengths = zip(ins[0].axes, shapes(eqn.invars)[0], shapes(eqn.outvars)[0], strict=True)
     kept = [axis if n == m else None for axis, n, m in lengths]
     return [list(kept) for _ in eqn.outvars]
+
+
+@rule("eq")
+def _compare(trace: Trace, eqn: Any, ins: list[Value]) -> list[Axes]:
+    """A comparison of what parameters choose with all numbers of a range, as in a one-hot code, has an axis of its own.
+    """
+    (axes,) = default(trace, eqn, ins)
+    constant = next((value.constant for value in ins if value.constant is not None), None)
+    if any(value.depends for value in ins) and constant is not None and np.ndim(constant) == len(axes):
+        for k, axis in enumerate(axes):
+            if axis is None and np.any(np.diff(constant, axis=k)):
+                axes[k] = chosen = trace.spaces.nothing(id(eqn), k, np.shape(constant)[k])
+                trace.ranked.append(chosen)
+                trace.summed.append(chosen)
+    return [axes]
 
 
 @rule("gather")
@@ -350,6 +372,8 @@ def _reduce(trace: Trace, eqn: Any, ins: list[Value]) -> list[Axes]:
     gone = eqn.params.get("axes", eqn.params.get("dimensions", ()))
     for k in gone:
         trace.note(ins[0].axes[k])
+        if (axis := ins[0].axes[k]) is not None:
+            (trace.summed if eqn.primitive.name == "reduce_sum" else trace.ranked).append(axis)
     return [[axis for k, axis in enumerate(ins[0].axes) if k not in gone] for _ in eqn.outvars]
 
 
@@ -359,5 +383,7 @@ def _sort(trace: Trace, eqn: Any, ins: list[Value]) -> list[Axes]:
     for axes in outs:
         at = eqn.params.get("dimension", -1)
         trace.note(axes[at])
+        trace.ranked += [] if axes[at] is None else [axes[at]]
+        trace.summed += [] if axes[at] is None else [axes[at]]
         axes[at] = None
     return (outs * len(eqn.outvars))[: len(eqn.outvars)]

@@ -153,7 +153,7 @@ def candidates(trace: Trace, leaves: Leaves, which: Literal["stream", "other", "
                 of_stream = family == "orthogonal" and which != "all" and not beside and space in read
                 tried_here = (of_stream or family == "centred") == stream
                 if tried_here and (fits or family == "diagonal"):
-                    columns = [(piece, m) for piece in pieces for m in modes if m != "offset" or piece.vector]
+                    columns = [(piece, m) for piece in pieces for m in modes if m != "offset" or piece.lone]
                     tried.append(Candidate(family, space, beside, columns))
     return tried
 

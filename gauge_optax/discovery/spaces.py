@@ -7,10 +7,11 @@ its components (one `Grid` per id), so that a later split recovers them; ids wit
 
 from __future__ import annotations
 
+import collections
 import itertools
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -42,7 +43,8 @@ class Spaces:
         self.grids: dict[int, Grid] = {}
         self._parent = np.arange(1024)
         self._count = 0
-        self._joined: dict[tuple[int, ...], int] = {}
+        # By components, sizes, and how many cells before it have the same: those of a rotary plane are two.
+        self._joined: dict[tuple[tuple[int, ...], tuple[int, ...], int], int] = {}
         self._nothing: dict[tuple[int, int], np.ndarray] = {}
 
     def fresh(self, count: int) -> np.ndarray:
@@ -158,13 +160,15 @@ class Spaces:
         sizes = tuple(map(len, atoms))
         if math.prod(sizes) > MOST_IDS:
             return None
-        ids = []
+        ids, number = list[int](), collections.Counter[tuple[int, ...]]()
         for place, at in enumerate(np.ndindex(*sizes)):
             components = tuple(int(atom[k]) for atom, k in zip(atoms, at, strict=True))
-            if components not in self._joined:
-                self._joined[components] = int(self.fresh(1)[0])
-                self.grids[self._joined[components]] = Grid(components, sizes, place)
-            ids.append(self._joined[components])
+            cell = components, sizes, number[components]
+            number[components] += 1
+            if cell not in self._joined:
+                self._joined[cell] = int(self.fresh(1)[0])
+                self.grids[self._joined[cell]] = Grid(components, sizes, place)
+            ids.append(self._joined[cell])
         return np.array(ids)
 
     def close(self) -> None:
@@ -175,7 +179,10 @@ class Spaces:
             for x, grid in list(self.grids.items()):
                 cell = grid._replace(components=self.key(np.array(grid.components)))
                 self.unite(cells.setdefault(cell, x), x)
-            self._joined = {cell.components: x for cell, x in cells.items()}
+            self._joined, number = {}, collections.Counter[Any]()
+            for (components, sizes, _), x in sorted(cells.items(), key=lambda item: item[0].place):
+                self._joined[components, sizes, number[components, sizes]] = x
+                number[components, sizes] += 1
 
     def reshape(self, axes: Sequence[Axis], shape: Sequence[int], new: Sequence[int]) -> list[Axis]:
         """The axes of a reshaped array."""

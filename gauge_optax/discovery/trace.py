@@ -51,6 +51,8 @@ class Trace:
       added_behind: (kernel, vector): the vector is added to the kernel's product.
       added: parameters that are added to a value which depends on others, as a bias is and a norm's scale is not.
       opaque: names of primitives whose effect was guessed.
+      ranked: axes that are sorted, or of which the largest entry is taken.
+      summed: axes that are summed over.
     """
 
     def __init__(self, spaces: Spaces, leaves: dict[str, Axes]) -> None:
@@ -65,6 +67,8 @@ class Trace:
         self.added_behind: set[tuple[str, str]] = set()
         self.added: set[str] = set()
         self.opaque: set[str] = set()
+        self.ranked: list[np.ndarray] = []
+        self.summed: list[np.ndarray] = []
 
     def note(self, axis: Axis, beside: Sequence[Axis] = ()) -> None:
         """Records an axis for the search."""
@@ -83,6 +87,10 @@ class Trace:
     def layer_spaces(self) -> set[Space]:
         """The axes that are scanned over, as spaces."""
         return {self.spaces.key(axis) for axis in self.stacked}
+
+    def chosen_spaces(self) -> set[Space]:
+        """Axes along which a softmax or a sort chooses, such as experts and classes."""
+        return {self.spaces.key(axis) for axis in self.ranked} & {self.spaces.key(axis) for axis in self.summed}
 
     def atom_keys(self, axis: np.ndarray) -> list[Space]:
         """The components of an axis, as spaces."""

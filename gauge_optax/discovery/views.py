@@ -139,6 +139,11 @@ class Piece:
         """Whether the whole leaf consists of the space and its companions alone, as a bias does."""
         return self.view.size == math.prod(self.view.shape) and len(self.view.places) == 1 + len(self.beside)
 
+    @property
+    def lone(self) -> bool:
+        """Whether it has no other axes than the space and its companions, as a bias or a part of one has none."""
+        return len(self.view.places) == 1 + len(self.beside)
+
     @functools.cached_property
     def entries(self) -> np.ndarray:
         """Flat indices in the leaf: (companions, space, rest)."""

@@ -183,14 +183,16 @@ class _Names:
     def role(
         self, terms: Iterable[Term], target: str, plus: Collection[str] = (), pairing: str | None = None
     ) -> dict[str, Axes]:
-        """Paths and axes of some terms: kernels first, then norms' scales."""
+        """Paths and axes of some terms: what is stored less one, then kernels, then norms' scales."""
 
-        def order(term: Term) -> tuple[bool, bool, str]:
+        def order(term: Term) -> tuple[bool, bool, bool, str]:
             path = term.piece.path
-            return term.piece.vector, path not in plus and path not in self._positive, path
+            # What is stored less one starts at one, where a kernel that modulates it may start at zero.
+            stored = path in plus and term.mode == "offset"
+            return not stored, term.piece.vector, path not in plus and path not in self._positive, path
 
         out: dict[str, Axes] = {}
-        for piece, _, _ in sorted(terms, key=order):
+        for piece, mode, _ in sorted(terms, key=order):
             names = {place: self._names[k] or target for k, place in enumerate(piece.places)}
             items = []
             for k, (length, window) in enumerate(zip(piece.view.shape, piece.view.windows, strict=True)):
@@ -198,7 +200,8 @@ class _Names:
                 planes = pairing if target in inside else None
                 items.append(_axis_text(length, window, inside, self.sizes, planes, target))
             text = " ".join(items)
-            out[piece.path] = joined(out.get(piece.path), f"1+ {text}" if piece.path in plus else text)
+            one_plus = piece.path in plus and mode == "offset"  # of a leaf that holds several blocks perhaps one
+            out[piece.path] = joined(out.get(piece.path), f"1+ {text}" if one_plus else text)
         return out
 
 

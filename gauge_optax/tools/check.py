@@ -22,6 +22,7 @@ from gauge_optax.gauges.by_action import UserSymmetry, broken_law
 from gauge_optax.linalg import real_dtype
 from gauge_optax.parts.part import changed
 from gauge_optax.slice import Frame
+from gauge_optax.tools.mappings import require_no_contradiction
 from gauge_optax.tools.plan import gauges_of, said_by
 from gauge_optax.transformation import LeafRule, listening, require_gradients, require_params, require_values
 from gauge_optax.wrapped import transformations_of
@@ -82,6 +83,7 @@ def check(
     *,
     loss_fn: Callable[..., Any] | None = None,
     batch: Any = None,
+    report: Any = None,
 ) -> Report:
     """Checks an optimizer with gauges once, before training and outside `jit`. It changes nothing.
 
@@ -95,6 +97,8 @@ def check(
         which shows smaller penalties than `grads` does; dropout has to be switched off for that. Leaves of zeros that
         are trained are drawn at random, because at LoRA's B = 0 no gradient shows a wrong pair.
       batch: the second argument of `loss_fn`; None if it has none.
+      report: what `discover` returned for the function. If it is given, `neurons` and `embeddings` of `max_norm_muon`
+        are compared with the axes that the function uses.
 
     Returns:
       A report; print it.
@@ -103,7 +107,7 @@ def check(
       ValueError: something would go wrong without a word in training: a gauge that is no symmetry of the loss; a state
         that was made for other weights; weights above the bound of `max_norm`; a matrix that Adam steps at Muon's rate;
         a leaf that is frozen outside the wrapper that moves its partners, or in part; an update that its leaf's dtype
-        rounds away; a gradient that is not finite.
+        rounds away; a gradient that is not finite; axes of a leaf that contradict the report.
 
     >>> gauge = go.rescale({"up": "_ channel"}, {"down": "channel _"})
     >>> params = {"up": jnp.array([[1.0, -2.0]]), "down": jnp.array([[0.5], [1.5]])}
@@ -153,6 +157,7 @@ def check(
         if isinstance(said, ValueError):
             raise said
         notes.append(said)
+    notes += [] if report is None else require_no_contradiction(state, params, report)
     while isinstance(tx, optax.MultiSteps):  # whose first update is zero
         tx, state = tx._opt, state.inner_opt_state
     notes += _require_none_frozen_unseen(tx, state, params, grads, gauges, frozen)

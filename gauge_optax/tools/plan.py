@@ -47,6 +47,8 @@ class LeafPlan(NamedTuple):
         1e-3 times a weight decay of 0.01). None where it cannot be measured: for a leaf that is zero today, shapes
         without values, a list of gauges.
       state_bytes: size of the state that mirrors it.
+      axes: what a report of `discover` says of its axes, "_ neuron" for a matrix of inputs and outputs; "" without one,
+        and for vectors.
     """
 
     leaf: str
@@ -56,6 +58,7 @@ class LeafPlan(NamedTuple):
     rule: str
     decay: float | None
     state_bytes: int
+    axes: str = ""
 
 
 class GaugePlan(NamedTuple):
@@ -103,7 +106,10 @@ class Plan:
         for row in self.leaves:
             decay, size = "" if row.decay is None else f"{row.decay:.2g}", str(row.state_bytes) if row.rule else ""
             rows.append((row.leaf, str(row.shape), ", ".join(row.gauges), row.matrices, row.rule, decay, size))
-        return rows
+        if not any(row.axes for row in self.leaves):
+            return rows
+        axes = ["axes", *(row.axes for row in self.leaves)]
+        return [(*row[:2], text, *row[2:]) for row, text in zip(rows, axes, strict=True)]
 
     def markdown(self) -> str:
         """The tables in Markdown."""
@@ -140,7 +146,8 @@ class Plan:
 
 
 def plan(
-    tx_or_gauges: optax.GradientTransformation | Gauge | Sequence[Gauge], params: Any, *, unbound: Unbound = "allow"
+    tx_or_gauges: optax.GradientTransformation | Gauge | Sequence[Gauge], params: Any, *, unbound: Unbound = "allow",
+    report: Any = None,
 ) -> Plan:
     """One table of what happens to every leaf: gauges, copies, matrices, rule, decay, state.
 
@@ -151,6 +158,7 @@ def plan(
       tx_or_gauges: an optimizer with gauges, in any wrapper of optax, or a gauge or list of them.
       params: the tree: arrays, or ShapeDtypeStructs, for which decay is not measured.
       unbound: what to do about leaves in no gauge: nothing, a warning, or an error.
+      report: what `discover` returned for the function: the table gets a column of the axes that it uses.
 
     Returns:
       The plan: print it, or call `markdown()` or `json()`.
@@ -200,7 +208,8 @@ def plan(
     rows = tuple(
         LeafPlan(
             path, tuple(jnp.shape(leaf)), tuple(labels.get(path, ())), texts.get(path, ""),
-            rules.get(path, "" if tx is None else "gradient"), decay.get(path), sizes.get(path, 0))
+            rules.get(path, "" if tx is None else "gradient"), decay.get(path), sizes.get(path, 0),
+            _axes_of(report, path))
         for path, leaf in leaves.items()
     )
     result = Plan(rows, gauge_plans, tuple(path for path in leaves if path not in labels))
@@ -213,6 +222,14 @@ def plan(
     if result.unbound and unbound == "warn":
         warnings.warn(f"plan: in no gauge: {', '.join(result.unbound)}", stacklevel=2)
     return result
+
+
+def _axes_of(report: Any, path: str) -> str:
+    """What a report says of a leaf's axes."""
+    found = None if report is None else report.axes.of(path)
+    if found is None:
+        return "undecided" if report is not None and path in report.undecided else ""
+    return found[1] if isinstance(found[1], str) else " + ".join(found[1])
 
 
 def gauges_of(tx: Any) -> list[Any]:

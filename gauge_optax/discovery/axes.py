@@ -1,0 +1,432 @@
+"""Which axes of a parameter are inputs, which are outputs, and which count matrices: mappings for Muon.
+
+The jaxpr says what shapes do not: what is contracted with data, what is looked up, and which outputs are the logits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import optax
+
+from gauge_optax.binding import Axes, BlockSpec, bind_leaf, leaves_by_path, match, with_leaves
+from gauge_optax.discovery.calls import template
+from gauge_optax.discovery.places import FREE, Places, varying
+from gauge_optax.discovery.products import Product, Value, Walk
+from gauge_optax.discovery.trace import Trace
+from gauge_optax.parts.matrices import Fused, Matrices, Reading, neuron_matrices, optax_axes
+
+_POINTS = 64  # places at which the numbers along single axes are compared with those of the whole array
+_NAMES = ("head", "group", "unit", "other")  # of output axes before the last one
+_NUMBER, _CAPTURES = re.compile("([0-9]+)"), ("{i}", "{j}", "{k}", "{l}", "{m}", "{n}")
+_PART = re.compile(r"\bpart=[0-9]+\b")
+
+
+class Matrix(NamedTuple):
+    """Entries of a parameter that are one matrix, or several that are alike.
+
+    Attributes:
+      axes: its axes string.
+      ids: its entries.
+    """
+
+    axes: str
+    ids: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True)
+class LeafAxes:
+    """What the function says about the axes of every parameter.
+
+    Attributes:
+      neurons: path or pattern → axes of kernels, as `max_norm_muon` takes them: `_` are inputs, `layer` and `expert`
+        count matrices, other names are outputs, and `token` are those of an unembedding.
+      embeddings: path or pattern → axes of tables, `token _`, a tied one included.
+      readings: path → how Muon reads it as matrices.
+      undecided: path → a sentence that says why the function does not decide its axes.
+    """
+
+    neurons: Mapping[str, Axes] = dataclasses.field(default_factory=dict)
+    embeddings: Mapping[str, Axes] = dataclasses.field(default_factory=dict)
+    readings: Mapping[str, Reading] = dataclasses.field(default_factory=dict)
+    undecided: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    def __str__(self) -> str:
+        rows = []
+        for name, mapping in (("neurons", self.neurons), ("embeddings", self.embeddings)):
+            rows += [f"{name} = {{", *(f"  {path!r}: {axes!r}," for path, axes in mapping.items()), "}"]
+        return "\n".join([*rows, *(f"# undecided, {path!r}: {why}" for path, why in self.undecided.items())])
+
+    def json(self) -> str:
+        """The mappings as JSON, with the matrices of every kernel."""
+        matrices = {path: reading.text for path, reading in self.readings.items()}
+        return json.dumps({"neurons": self.neurons, "embeddings": self.embeddings, "matrices": matrices,
+                           "undecided": self.undecided}, indent=1)
+
+    def of(self, path: str) -> tuple[str, Axes] | None:
+        """The pattern and the axes of one leaf; None if it is in neither mapping."""
+        both = {**self.neurons, **self.embeddings}
+        return next((pair for pair in both.items() if match("discover", pair[0], path) is not None), None)
+
+
+class Undecided(Exception):
+    """A sentence about a parameter whose axes the function does not decide."""
+
+
+def read_axes(fn: Callable[..., Any], shapes: Mapping[str, Any], batch: Any, trace: Trace) -> LeafAxes:
+    """Reads the axes of every parameter from a function's jaxpr.
+
+    Args:
+      fn: (leaves, batch) to a list of outputs.
+      shapes: the leaves, or their shapes and dtypes, by path.
+      batch: one of the batches.
+      trace: the walk over the function's index spaces.
+
+    Returns:
+      Mappings with concrete layers merged into captures.
+    """
+    structs = {path: jax.ShapeDtypeStruct(x.shape, x.dtype) for path, x in shapes.items()}
+    closed = jax.make_jaxpr(lambda leaves, batch: fn(dict(zip(structs, leaves, strict=True)), batch))(
+        list(structs.values()), batch)
+    walk = Walk({path: tuple(x.shape) for path, x in structs.items()})
+    args = [Value(s, {path: Places.of(s)}, params=True) for path, s in walk.shapes.items()]
+    args += [Value(tuple(v.aval.shape), data=True) for v in closed.jaxpr.invars[len(args) :]]
+    for value in walk.run(closed.jaxpr, closed.consts, args):
+        walk.sight(value)
+        for own in value.tags:
+            if isinstance(own, int):
+                walk.products[own].last = True
+    return _Reader(walk, trace).read()
+
+
+class _Reader:
+    """Turns the notes of a walk into mappings."""
+
+    def __init__(self, walk: Walk, trace: Trace) -> None:
+        self.walk, self.trace, self.chosen = walk, trace, trace.chosen_spaces()
+        self.uses: dict[str, list[Product]] = {}
+        for product in walk.products:
+            if self._sides(product):
+                self.uses.setdefault(product.path, []).append(product)
+        # A kernel is the last one if no other contracts what it made.
+        self.last = self.uses.keys() - {path for product in walk.products for path in product.before - {product.path}}
+        self.read_together = [
+            {self._key(product.path, a) for k in product.inputs if k not in product.window
+             for a in varying(product.ids, k, walk.shapes[product.path])}
+            for products in self.uses.values() for product in products]
+
+    def _key(self, path: str, axis: int) -> Any:
+        ids = self.trace.leaves[path][axis]
+        return None if ids is None else self.trace.spaces.key(ids)
+
+    def _inputs(self, product: Product) -> set[int]:
+        """The axes of a parameter that a contraction sums over."""
+        return {a for k in product.inputs for a in varying(product.ids, k, self.walk.shapes[product.path])}
+
+    def _sides(self, product: Product) -> bool:
+        """Whether a contraction has inputs and outputs: that of a vector has not."""
+        outputs = (k for k in product.outputs if k not in product.batch)
+        return bool(self._inputs(product)) and any(
+            varying(product.ids, k, self.walk.shapes[product.path]) for k in outputs)
+
+    def read(self) -> LeafAxes:
+        """The mappings."""
+        self._resolve_pairs()
+        neurons, tables, undecided = dict[str, Axes](), dict[str, Axes](), dict[str, str]()
+        for path, shape in self.walk.shapes.items():
+            if sum(n > 1 for a, n in enumerate(shape) if (path, a) not in self.walk.counted) < 2:
+                continue
+            try:
+                if table := self._table(path, shape):
+                    tables[path] = table
+                elif path in self.uses:
+                    neurons[path] = self._kernel(path, shape)
+                else:
+                    self._neither(path, shape)
+            except Undecided as sentence:
+                undecided[path] = str(sentence)
+            except (IndexError, KeyError, ValueError):  # a layout that nothing here foresaw
+                undecided[path] = "its layout is not understood: list it by hand"
+        readings = {path: _reading(path, axes, self.walk.shapes[path]) for path, axes in neurons.items()}
+        return LeafAxes(
+            self._merged(neurons), self._merged(tables),
+            {path: reading for path, reading in readings.items() if reading is not None}, undecided)
+
+    def _resolve_pairs(self) -> None:
+        """Of parameters that are contracted with each other, those that are data are so with what is added to them."""
+        data = self.walk.added | {path for path, _ in self.walk.tables}
+        contracted = {product.path for product in self.walk.products if self._inputs(product)}
+        for one, other in (order for pair in self.walk.pairs for order in (pair, pair[::-1])):
+            first, second = ({product.path for product in side} for side in (one, other))
+            found = list[Product]()
+            if first & contracted and not second & contracted:  # A·B within a kernel: A reads what B's rows then read
+                found = [*(dataclasses.replace(x, inputs=x.outputs, batch=()) for x in one), *other]
+            elif first & data and not second & data:
+                self.walk.added |= first
+                found = other
+            for product in found:
+                if self._sides(product):
+                    self.uses.setdefault(product.path, []).append(product)
+
+    def _table(self, path: str, shape: tuple[int, ...]) -> str:
+        """The axes of a table, of which rows are looked up or added to data; "" if it is none."""
+        tokens = {a for p, a in self.walk.tables if p == path}
+        kernels = self.uses.get(path, [])
+        hot = [product for product in kernels if product.one_hot]
+        tokens |= {a for product in hot for k in product.inputs for a in varying(product.ids, k, shape)}
+        free = [a for a, n in enumerate(shape) if n > 1 and (path, a) not in self.walk.counted]
+        if not tokens and path in self.walk.added and not kernels:
+            own = {self._key(p, a) for p in self.uses for a in range(len(self.walk.shapes[p]))}
+            tokens = {a for a in free if self._key(path, a) not in own}
+            tokens = tokens if self._vectors(path, free, tokens) else set()
+        if not tokens or any(self._by_row(product, tokens) for product in kernels):
+            return ""
+        rest = [a for a in free if a not in tokens]
+        if not rest:
+            raise Undecided("single entries of it are taken by index, so that it has no vectors: Adam may step it")
+        if not kernels and not self._vectors(path, free, tokens):
+            raise Undecided(
+                "rows of it are taken by index, and no kernel contracts them, as in a table of biases: leave it to "
+                f"Adam, or list it in embeddings={{'{path}': '{self._text(path, shape, tokens)}'}}")
+        return self._text(path, shape, tokens)
+
+    def _vectors(self, path: str, free: list[int], tokens: set[int]) -> bool:
+        """Whether some kernel contracts the rows of a table, and nothing beside them."""
+        rows = {self._key(path, a) for a in free if a not in tokens}
+        return any(
+            rows == {self._key(product.path, a) for k in product.inputs if k not in product.window
+                     for a in varying(product.ids, k, self.walk.shapes[product.path])}
+            for products in self.uses.values() for product in products)
+
+    def _text(self, path: str, shape: tuple[int, ...], tokens: set[int]) -> str:
+        layers = {a for p, a in self.walk.counted if p == path}
+        return " ".join("token" if a in tokens else "layer" if a in layers else "_" for a in range(len(shape)))
+
+    def _by_row(self, product: Product, tokens: set[int]) -> bool:
+        """Whether rows that were taken by index are matrices, as those of experts are."""
+        shape = self.walk.shapes[product.path]
+        moving = {a for k in range(len(product.ids.shape)) for a in varying(product.ids, k, shape)}
+        return not tokens & moving and not product.one_hot
+
+    def _neither(self, path: str, shape: tuple[int, ...]) -> None:
+        """Raises for a parameter that is no kernel and no table, unless the function says what it is."""
+        sides = [[[product.path for product in side] for side in pair] for pair in self.walk.pairs]
+        partners = [pair[1 - k][0] for pair in sides for k in (0, 1) if path in pair[k]]
+        if path in self.walk.summed:
+            raise Undecided("it multiplies data entry by entry, and the product is summed: if it is a kernel, list it "
+                            "by hand")
+        if path in self.walk.filters or path in self.walk.added or path in self.walk.multiplied:
+            return
+        if partners:
+            raise Undecided(f"it is contracted with '{partners[0]}', and the function does not say which of the two is "
+                            "data: list it by hand")
+        if path in self.walk.unknown:
+            raise Undecided(f"{self.walk.unknown[path]}: list it by hand")
+
+    def _kernel(self, path: str, shape: tuple[int, ...]) -> Axes:
+        """The axes strings of a kernel's matrices."""
+        found: dict[str, np.ndarray] = {}
+        uses = [product for product in self.uses[path] if not product.one_hot]
+        for product in uses:
+            for single in self._singled(product, shape):
+                for matrix in self._matrices(single, shape):
+                    found.setdefault(matrix.axes, matrix.ids)
+        seen = np.zeros(math.prod(shape), np.uint8)
+        for ids in found.values():
+            if seen[ids].any():
+                raise Undecided(f"it is read in several ways, {' and '.join(map(repr, found))}: list one by hand")
+            seen[ids] = 1
+        if not seen.all():
+            read = ", ".join(map(repr, found))
+            raise Undecided(f"{int(seen.sum())} of its {len(seen)} entries are matrices, {read}, and nothing says "
+                            "what the others are: list it by hand")
+        texts = list(found)
+        layers = list(dict.fromkeys(_PART.sub("layer", text) for text in texts))
+        if len(texts) > 1 and len(layers) == 1 and any(path in product.before for product in uses):
+            texts = layers  # each of them reads what the one before it made
+        return texts[0] if len(texts) == 1 else tuple(texts)
+
+    def _singled(self, product: Product, shape: tuple[int, ...]) -> list[Product]:
+        """One contraction as several, where an axis of the parameter counts matrices and is part of them too."""
+        for k in product.batch:
+            others = {a for j in range(len(product.ids.shape)) if j != k for a in varying(product.ids, j, shape)}
+            if others & set(varying(product.ids, k, shape)):
+                at, sizes = product.outputs.index(k), [product.ids.shape[j] for j in product.outputs]
+                masks = [piece.reshape(sizes) for piece in product.pieces]
+                inputs, batch = (tuple(j - (j > k) for j in side if j != k) for side in (product.inputs, product.batch))
+                singles = [dataclasses.replace(
+                    product, ids=product.ids.take(k, i), inputs=inputs, batch=batch,
+                    pieces=[part.ravel() for mask in masks if (part := np.take(mask, i, at)).any()])
+                    for i in range(product.ids.shape[k])]
+                return [one for single in singles for one in self._singled(single, shape)]
+        return [product]
+
+    def _matrices(self, product: Product, shape: tuple[int, ...]) -> list[Matrix]:
+        """The matrices of one contraction."""
+        path = product.path
+        layers = {a for p, a in self.walk.counted | self.walk.tables if p == path}
+        moves = [varying(product.ids, k, shape) for k in range(len(product.ids.shape))]
+        _require_grid(product.ids, shape)
+        names: dict[int, str] = {}
+        for side in (product.batch, product.outputs[len(product.batch) :], product.inputs):
+            for a in {a for k in side for a in moves[k]}:
+                mixed = names.get(a)
+                name = "expert" if side is product.batch else "_" if side is product.inputs else "out"
+                if mixed not in (None, name):
+                    raise Undecided(f"axis {a} of {shape} is inputs and outputs at once, or counts matrices beside "
+                                    "them: give it two axes, or list it by hand")
+                names[a] = name
+        token = product.maxed and product.last and path in self.last
+        chosen = set() if token else self.chosen  # a softmax over classes chooses no experts
+        for a, axis in enumerate(self.trace.leaves[path]):
+            atoms = [] if axis is None else self.trace.atom_keys(axis)
+            if len(atoms) > 1 and chosen & set(atoms):
+                raise Undecided(f"axis {a} of {shape} counts experts beside other things: give it two axes, or list "
+                                "it by hand")
+        for a, name in list(names.items()):
+            others = [b for b, other in names.items() if other == name and b != a]
+            if self._key(path, a) in chosen and others and name != "expert":
+                names[a] = "expert"
+        names |= {a: "layer" if (path, a) in self.walk.counted else "expert" for a in layers if a not in names}
+        return [self._matrix(product, shape, names, moves, piece, token, layers) for piece in self._pieces(product)]
+
+    def _pieces(self, product: Product) -> list[list[np.ndarray]]:
+        """Per piece of the outputs, the places along each axis of the operand."""
+        outputs = product.outputs
+        sizes = [product.ids.shape[k] for k in outputs]
+        batch = len(product.batch)
+        masks = [piece.reshape(sizes) for piece in product.pieces]
+        if batch:  # what one matrix of a stack does, all do
+            masks = [np.broadcast_to(mask.any(tuple(range(batch)), keepdims=True), sizes) for mask in masks]
+            whole = Product(product.path, product.ids, product.inputs, product.batch, product.before)
+            for mask in masks:
+                whole.read_together(mask.ravel())
+            masks = [piece.reshape(sizes) for piece in whole.pieces]
+        found = []
+        for mask in masks:
+            lines = [np.flatnonzero(mask.any(tuple(j for j in range(mask.ndim) if j != k))) for k in range(mask.ndim)]
+            if math.prod(map(len, lines)) != mask.sum():
+                raise Undecided("its outputs are used apart in a way that ranges do not express: list it by hand")
+            found.append(lines)
+        return sorted(found, key=lambda lines: [line[0] for line in lines]) or [[np.arange(n) for n in sizes]]
+
+    def _matrix(
+        self, product: Product, shape: tuple[int, ...], names: Mapping[int, str], moves: list[list[int]],
+        lines: list[np.ndarray], token: bool, layers: set[int],
+    ) -> Matrix:
+        at = dict(zip(product.outputs, lines, strict=True))
+        ids, covered = product.ids, list[np.ndarray]()
+        base = np.unravel_index(ids.base, shape)
+        for a, n in enumerate(shape):
+            index = np.array([base[a]])
+            for k in [k for k, axes in enumerate(moves) if a in axes]:
+                line = np.unravel_index(ids.part(k, at.get(k, slice(None))).line(k), shape)[a] - base[a]
+                index = np.unique(index[:, None] + line)
+            covered.append(np.arange(n) if a in layers else index)
+        outs = [a for a in range(len(shape)) if names.get(a) == "out"]
+        outs = [a for a in outs if len(covered[a]) > 1] or outs[-1:]  # one index is a part of its own beside others
+        cut = any(len(covered[a]) < shape[a] for a in outs)
+        spare = [name for name in _NAMES if not (cut and name == "head")]
+        own = dict(zip(outs, [*spare[: len(outs) - 1], "token" if token else "neuron"], strict=True))
+        words = []
+        for a, n in enumerate(shape):
+            name = own.get(a, names.get(a, "_"))
+            if len(covered[a]) == 1 and n > 1 and a not in outs:
+                name = f"part={int(covered[a][0])}"
+            elif name == "out":
+                name = "unit"
+            elif len(covered[a]) < n:
+                name += "=" + "+".join(f"{i}:{j}" for i, j in _ranges(covered[a]))
+            words.append(name)
+        return Matrix(" ".join(words), np.ravel_multi_index(np.ix_(*covered), shape).ravel())
+
+    def _merged(self, mapping: Mapping[str, Axes]) -> dict[str, Axes]:
+        """Layers as captures, where a pattern matches the leaves that have its axes and no others."""
+        groups: dict[tuple[str, Axes], list[str]] = {}
+        for path, axes in mapping.items():
+            groups.setdefault((template(path), axes), []).append(path)
+        merged: dict[str, Axes] = {}
+        for (_, axes), paths in groups.items():
+            pieces = [list(piece) for piece in zip(*map(_NUMBER.split, paths), strict=True)]
+            names = iter(_CAPTURES)
+            pattern = "".join(piece[0] if len(set(piece)) == 1 else next(names, "") for piece in pieces)
+            same = [path for path in self.walk.shapes if match("discover", pattern, path) is not None]
+            merged |= {pattern: axes} if set(same) == set(paths) else dict.fromkeys(paths, axes)
+        return merged
+
+
+def _require_grid(ids: Places, shape: tuple[int, ...]) -> None:
+    """Raises where the entries at an operand's places are not all of some indices of each axis."""
+    if ids.base < 0 or any((step < FREE // 2).any() for step in ids.steps):
+        raise Undecided("it is used beside entries of others in one matrix: list it by hand")
+    rng = np.random.default_rng(0)
+    base = np.stack(np.unravel_index(ids.base, shape))
+    picks = [step[rng.integers(0, len(step), _POINTS)] for step in ids.steps]
+    told = sum((np.stack(np.unravel_index(ids.base + x, shape)) - base[:, None] for x in picks), base[:, None])
+    if (np.stack(np.unravel_index(ids.base + sum(picks), shape)) != told).any():
+        raise Undecided("its entries are mixed in an order that axes do not express: list it by hand")
+
+
+def _ranges(index: np.ndarray) -> Iterable[tuple[int, int]]:
+    """Indices in order as ranges (start, stop)."""
+    runs = np.split(index, np.flatnonzero(np.diff(index) != 1) + 1)
+    return [(int(run[0]), int(run[-1]) + 1) for run in runs]
+
+
+def _reading(path: str, axes: Axes, shape: tuple[int, ...]) -> Reading | None:
+    """How Muon reads a kernel; None for the tokens of an unembedding, which are no matrix to it."""
+    stacks: dict[Matrices, None] = {}
+    for text in (axes,) if isinstance(axes, str) else axes:
+        block = bind_leaf("discover", BlockSpec("neurons", path, text), path, shape, {}, "sizes")
+        if block is None or "token" in block.split_labels:
+            return None
+        if (made := neuron_matrices(block)) is not None:
+            stacks[made] = None
+    return next(iter(stacks)) if len(stacks) == 1 else Fused(tuple(stacks))
+
+
+class Mappings:
+    """The part of a report that says which axes are which."""
+
+    axes: LeafAxes
+
+    @property
+    def neurons(self) -> Mapping[str, Axes]:
+        """Path or pattern → axes of every kernel: what `max_norm_muon` takes as `neurons`."""
+        return self.axes.neurons
+
+    @property
+    def embeddings(self) -> Mapping[str, Axes]:
+        """Path or pattern → axes of every table: what `max_norm_muon` takes as `embeddings`."""
+        return self.axes.embeddings
+
+    @property
+    def matrices(self) -> Mapping[str, str]:
+        """Path → the matrices that Muon should step, as "count × (inputs, outputs)"."""
+        return {path: reading.text for path, reading in self.axes.readings.items()}
+
+    @property
+    def undecided(self) -> Mapping[str, str]:
+        """Path → why the function does not decide which axes are which."""
+        return self.axes.undecided
+
+    def muon_dimension_numbers(self, params: Any) -> Any:
+        """How `optax.contrib.muon` should read every leaf: give it this method as `muon_weight_dimension_numbers`.
+
+        Args:
+          params: a tree of parameters; shapes are enough.
+
+        Returns:
+          A tree like `params` with an `optax.contrib.MuonDimensionNumbers` for every kernel, and None for all other
+          leaves: tables, the unembedding, norms, biases. A fused kernel is one matrix to Optax.
+        """
+        axes, leaves = optax_axes(self.axes.readings), leaves_by_path(params)
+        numbers = {path: optax.contrib.MuonDimensionNumbers(*sides) for path, sides in axes.items() if path in leaves}
+        return with_leaves(params, dict.fromkeys(leaves) | numbers)

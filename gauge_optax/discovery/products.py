@@ -1,0 +1,600 @@
+"""What each parameter is contracted with: a walk over a jaxpr that follows every entry of every parameter.
+
+Beside every value it carries which entries of which parameters stand where. Where such a value is contracted with data,
+the contracted axes are inputs and the others outputs. The walk then follows the outputs until something that is not
+linear reads them: those that are never read together, such as queries and keys of a fused kernel, are of two matrices.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core
+
+from gauge_optax.discovery.places import FREE, Places, varying
+from gauge_optax.discovery.trace import called_jaxpr
+
+_CONSTANT = 100_000  # entries of index arithmetic that is evaluated
+
+Owner = str | int
+"""A parameter's path, or the number of a product."""
+Tags = Mapping[Owner, Places | None]
+"""For each owner, which of its entries stand where; None where that is no longer known."""
+
+
+class Value(NamedTuple):
+    """What the walk knows of an intermediate array.
+
+    Attributes:
+      shape: its shape.
+      tags: the parameters that it consists of, or the products that it contains in a linear way.
+      params: whether parameters reach it.
+      data: whether the batch reaches it.
+      constant: its numbers, where they are small integers that do not depend on either.
+      before: kernels that made it.
+      one_hot: whether it compares data with a range of numbers.
+      row: whether its parameters are rows that were taken by index.
+      terms: (product, number of a mask): what was contracted with data to make it. Two terms of a sum are one
+        contraction, of both at once.
+    """
+
+    shape: tuple[int, ...]
+    tags: Tags = {}  # noqa: RUF012  a NamedTuple's default; nobody writes to it
+    params: bool = False
+    data: bool = False
+    constant: np.ndarray | None = None
+    before: frozenset[str] = frozenset()
+    one_hot: bool = False
+    row: bool = False
+    terms: frozenset[tuple[int, int]] = frozenset()
+
+    def leaves(self) -> dict[str, Places]:
+        """The parameters that it consists of."""
+        return {name: x for name, x in self.tags.items() if isinstance(name, str) and x is not None}
+
+    def moved(self, move: Callable[[Places], Places | None]) -> Tags:
+        """The tags of the value that a movement of entries makes."""
+        return {own: None if x is None else move(x) for own, x in self.tags.items()}
+
+
+@dataclasses.dataclass
+class Product:
+    """One contraction of a parameter.
+
+    Attributes:
+      path: the parameter's.
+      ids: its entries as they stand in the operand.
+      inputs: contracted axes of the operand.
+      batch: axes of the operand that the other one has too.
+      window: contracted axes of a convolution's window.
+      before: kernels that made the other operand.
+      one_hot: whether the other operand is one-hot.
+      pieces: places of the result that are read together, as masks that do not overlap.
+      maxed: whether a maximum is taken over its outputs, as a softmax does.
+      last: whether its outputs are the function's, up to a softmax and sums.
+      terms: masks of outputs that were contracted with data.
+    """
+
+    path: str
+    ids: Places
+    inputs: tuple[int, ...]
+    batch: tuple[int, ...]
+    before: frozenset[str]
+    one_hot: bool = False
+    window: tuple[int, ...] = ()
+    pieces: list[np.ndarray] = dataclasses.field(default_factory=list)
+    maxed: bool = False
+    last: bool = False
+    terms: list[np.ndarray] = dataclasses.field(default_factory=list)
+
+    @property
+    def outputs(self) -> tuple[int, ...]:
+        """The other axes, batch axes first."""
+        return (*self.batch, *(k for k in range(len(self.ids.shape)) if k not in (*self.inputs, *self.batch)))
+
+    def meet(self, places: Sequence[Places]) -> None:
+        """Makes what stands at these places one piece."""
+        if places and not self.settled:
+            self.read_together(self.mask(places))
+
+    def mask(self, places: Sequence[Places]) -> np.ndarray:
+        """Which outputs stand at these places."""
+        mask = np.zeros(math.prod(self.ids.shape[k] for k in self.outputs), bool)
+        for x in places:
+            mask[x.entries()] = True
+        return mask
+
+    def read_together(self, mask: np.ndarray) -> None:
+        """Joins the pieces that share a place with the mask."""
+        if not mask.any():
+            return
+        touched = [piece for piece in self.pieces if (piece & mask).any()]
+        self.pieces = [piece for piece in self.pieces if not (piece & mask).any()]
+        self.pieces.append(np.logical_or.reduce([mask, *touched]))
+
+    @property
+    def settled(self) -> bool:
+        """Whether all of its outputs are read together."""
+        return len(self.pieces) == 1 and bool(self.pieces[0].all())
+
+
+class Walk:
+    """One walk over a jaxpr.
+
+    Attributes:
+      products: contractions of parameters with data.
+      counted: (path, axis): axes that count matrices, because a scan or an index takes one of them at a time.
+      tables: (path, axis): axes of which rows are taken by index.
+      added: parameters that are added to data, with those of their axes that vary.
+      multiplied: parameters that multiply data entry by entry.
+      summed: those of which the product is then summed along one of their axes.
+      filters: kernels of depthwise convolutions.
+      unknown: parameters in operations that are not understood, with a sentence.
+      pairs: parameters that are contracted with each other, those of either side.
+    """
+
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        self.shapes = shapes
+        self.products: list[Product] = []
+        self.counted: set[tuple[str, int]] = set()
+        self.tables: set[tuple[str, int]] = set()
+        self.added: set[str] = set()
+        self.multiplied: set[str] = set()
+        self.summed: set[str] = set()
+        self.filters: set[str] = set()
+        self.unknown: dict[str, str] = {}
+        self.pairs: list[tuple[list[Product], list[Product]]] = []
+
+    def run(self, jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[Value]) -> list[Value]:
+        """Walks a jaxpr."""
+        values: dict[Any, Value] = dict(zip(jaxpr.constvars, map(_constant, consts), strict=True))
+        values.update(zip(jaxpr.invars, args, strict=True))
+
+        def read(atom: Any) -> Value:
+            return _constant(atom.val) if isinstance(atom, core.Literal) else values[atom]
+
+        for eqn in jaxpr.eqns:
+            outs = self._outputs(eqn, [read(atom) for atom in eqn.invars])
+            values.update(zip(eqn.outvars, outs, strict=True))
+        return [read(atom) for atom in jaxpr.outvars]
+
+    def _outputs(self, eqn: Any, ins: list[Value]) -> list[Value]:
+        name, avals = eqn.primitive.name, [out.aval for out in eqn.outvars]
+        if name in _CONTROL:
+            return _CONTROL[name](self, eqn, ins)
+        whole = all(x.constant is not None for x in ins)
+        integer = all(getattr(getattr(a, "dtype", None), "kind", "") in ("i", "u", "b") for a in avals)
+        if whole and integer and sum(math.prod(a.shape) for a in avals) <= _CONSTANT:
+            outs = eqn.primitive.bind(*[jnp.asarray(x.constant) for x in ins], **eqn.params)
+            return [_constant(np.asarray(x)) for x in (outs if eqn.primitive.multiple_results else [outs])]
+        if inlined := called_jaxpr(eqn):
+            return self.run(*inlined, ins[len(ins) - len(inlined[0].invars) :])
+        try:
+            found = _RULES.get(name, _elementwise)(self, eqn, ins)
+        except (IndexError, KeyError, TypeError, ValueError):  # a form of the operation that its rule does not know
+            found = _unknown(self, eqn, ins)
+        common = Value(
+            (), {}, any(x.params for x in ins), any(x.data for x in ins), None,
+            frozenset().union(*(x.before for x in ins)))
+        self._lost(ins, found)
+        one_hot = any(x.one_hot for x in ins) and name in (*_MOVES, "convert_element_type", "copy")
+        row = any(x.row for x in ins)
+        outs = []
+        for aval, out in zip(avals, found, strict=True):
+            tags, before = (out.tags, out.before) if isinstance(out, Value) else (out, frozenset())
+            terms = out.terms if isinstance(out, Value) else self._terms(name, ins)
+            outs.append(common._replace(
+                terms=terms,
+                shape=tuple(getattr(aval, "shape", ())), tags=tags, before=common.before | before,
+                one_hot=one_hot or (isinstance(out, Value) and out.one_hot),
+                row=row or (isinstance(out, Value) and out.row)))
+        return outs
+
+    def _terms(self, name: str, ins: Sequence[Value]) -> frozenset[tuple[int, int]]:
+        """What was contracted to make a sum, or one value that is moved or scaled."""
+        for (own, one), (other, two) in itertools.product(ins[0].terms, ins[-1].terms) if name in _SUMS else ():
+            if own == other and one != two:
+                product = self.products[own]
+                product.read_together(product.terms[one] | product.terms[two])
+        moving = [x for x in ins if x.data and x.params]
+        return frozenset().union(*(x.terms for x in moving)) if name in _SUMS or len(moving) == 1 else frozenset()
+
+    def _lost(self, ins: Sequence[Value], outs: Sequence[Any]) -> None:
+        """An operation behind which places are no longer known reads them; a parameter is named."""
+        after = [out.tags if isinstance(out, Value) else out for out in outs]
+        for own, places in ((own, x) for value in ins for own, x in value.tags.items() if x is not None):
+            if any(own in tags and tags[own] is None for tags in after):
+                if isinstance(own, int):
+                    self.products[own].meet([places])
+                else:
+                    self.unknown[own] = "its entries are mixed in an order that axes do not express"
+
+    def sight(self, *values: Value, linear: bool = False) -> None:
+        """Notes that what a product has at all places of these values is one piece.
+
+        Args:
+          *values: read by one operation; each is a piece, or all are one if the operation adds them.
+          linear: whether the operation adds them.
+        """
+        groups = [values] if linear else [(value,) for value in values]
+        for group in groups:
+            for own in {own for value in group for own in value.tags if isinstance(own, int)}:
+                product = self.products[own]
+                places = [x for value in group if (x := value.tags.get(own)) is not None]
+                if not linear or len(places) > 1:
+                    product.meet(places)
+
+    def contract(self, kernel: Value, other: Value, inputs: Sequence[int], batch: Sequence[int]) -> dict[Owner, Any]:
+        """Notes a parameter that is contracted with data; returns the tags of the result, (batch, outputs)."""
+        self.sight(other)
+        tags: dict[Owner, Any] = {}
+        for path, ids in kernel.leaves().items():
+            product = Product(path, ids.held(), tuple(inputs), tuple(batch), other.before, other.one_hot)
+            slots = Places.of([product.ids.shape[k] for k in product.outputs])
+            tags[len(self.products)] = slots.within([ids.steps[k] for k in product.outputs])
+            self.products.append(product)
+        return tags
+
+
+def _constant(number: Any) -> Value:
+    dtype = getattr(number, "dtype", None)
+    key = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.extended)
+    small = not key and np.size(number) <= _CONSTANT
+    kept = np.asarray(number) if small and np.asarray(number).dtype.kind in "iub" else None
+    return Value(tuple(np.shape(number)), constant=kept)
+
+
+# Entries moved --------------------------------------------------------------------------------------------
+
+
+def _general(eqn: Any, x: Places, *operands: Any) -> Places | None:
+    """What a primitive does to an array of numbers."""
+    params = eqn.params | ({"fill_value": -1} if eqn.primitive.name == "gather" else {})
+    return Places.found(np.asarray(eqn.primitive.bind(jnp.asarray(x.numbers()), *operands, **params)))
+
+
+def _sliced(x: Places, p: Mapping[str, Any]) -> Places:
+    for k, cut in enumerate(zip(p["start_indices"], p["limit_indices"], p["strides"] or x.shape, strict=True)):
+        x = x.part(k, slice(*cut[:2], cut[2] if p["strides"] else 1))
+    return x
+
+
+def _squeezed(x: Places, p: Mapping[str, Any]) -> Places:
+    for k in sorted(p["dimensions"], reverse=True):
+        x = x.take(k, 0)
+    return x
+
+
+def _reversed(x: Places, p: Mapping[str, Any]) -> Places:
+    for k in p["dimensions"]:
+        x = x.part(k, slice(None, None, -1))
+    return x
+
+
+_MOVES: Mapping[str, Callable[[Places, Mapping[str, Any]], Places | None]] = {
+    "broadcast_in_dim": lambda x, p: x.at(p["broadcast_dimensions"], p["shape"]),
+    "reshape": lambda x, p: x.reshape(p["new_sizes"]),
+    "transpose": lambda x, p: Places(x.base, tuple(x.steps[k] for k in p["permutation"])),
+    "squeeze": _squeezed, "rev": _reversed, "slice": _sliced,
+}
+
+
+def _move(walk: Walk, eqn: Any, ins: list[Value]) -> Sequence[Tags]:
+    move = _MOVES[eqn.primitive.name]
+    return [ins[0].moved(lambda x: move(x, eqn.params))]
+
+
+def _padded(walk: Walk, eqn: Any, ins: list[Value]) -> Sequence[Tags]:
+    filled = jnp.asarray(-1)
+    return [ins[0].moved(lambda x: _general(eqn, x, filled) if eqn.primitive.name == "pad" else _general(eqn, x))]
+
+
+def _split(walk: Walk, eqn: Any, ins: list[Value]) -> Sequence[Tags]:
+    axis, ends = eqn.params["axis"], np.cumsum(eqn.params["sizes"])
+    return [ins[0].moved(lambda x, cut=slice(end - n, end): x.part(axis, cut))  # type: ignore[misc]
+            for n, end in zip(eqn.params["sizes"], ends, strict=True)]
+
+
+def _unstack(walk: Walk, eqn: Any, ins: list[Value]) -> Sequence[Tags]:
+    axis = eqn.params["axis"]
+    return [ins[0].moved(lambda x, k=k: x.take(axis, k)) for k in range(len(eqn.outvars))]  # type: ignore[misc]
+
+
+def _joined(walk: Walk, eqn: Any, ins: list[Value]) -> Sequence[Tags]:
+    """A concatenation: places of other operands are free."""
+    stack = eqn.primitive.name == "stack"
+    axis, tags = eqn.params["axis" if stack else "dimension"], dict[Owner, Places | None]()
+    for own in {own: None for value in ins for own in value.tags}:
+        parts = [value.tags.get(own, Places(FREE, tuple(np.zeros(n, int) for n in value.shape))) for value in ins]
+        known = [part.numbers() for part in parts if part is not None]
+        made = (np.stack if stack else np.concatenate)(known, axis) if len(known) == len(parts) else None
+        tags[own] = None if made is None else Places.found(made)
+    return [tags]
+
+
+def _indexed(walk: Walk, eqn: Any, ins: list[Value]) -> Sequence[Tags | Value]:
+    """A gather or a dynamic slice: exact where the index is known; else one row stands for all."""
+    name, source, index = eqn.primitive.name, ins[0], ins[1:]
+    gather = name == "gather"
+    single = not gather or math.prod(index[0].shape[:-1]) == 1
+    sizes = eqn.params["slice_sizes"]
+    taken = [k for k, (n, size) in enumerate(zip(source.shape, sizes, strict=True)) if size < n]
+    axes = {(path, a) for path, ids in source.leaves().items() for k in taken
+            for a in varying(ids, k, walk.shapes[path])}
+    if all(x.constant is not None for x in index) and source.tags:
+        walk.tables |= set() if single or source.data else axes
+        return [source.moved(lambda x: _general(eqn, x, *(jnp.asarray(y.constant) for y in index)))]
+    if source.data or not source.leaves():
+        walk.sight(source)
+        return [dict.fromkeys(source.tags)]
+    rows = gather and (any(x.data for x in index) or not single)
+    (walk.tables if rows else walk.counted).update(axes)
+    tags: dict[Owner, Places | None] = {}
+    for path, ids in source.leaves().items():
+        for k in taken:
+            ids = ids.part(k, slice(sizes[k]))
+        if gather:
+            numbers = eqn.params["dimension_numbers"]
+            for k in sorted((*numbers.collapsed_slice_dims, *numbers.operand_batching_dims), reverse=True):
+                ids = ids.take(k, 0)
+            ids = ids.at(numbers.offset_dims, eqn.outvars[0].aval.shape)
+        tags[path] = ids
+    return [Value((), tags, row=rows)]
+
+
+# Arithmetic -----------------------------------------------------------------------------------------------
+
+
+def _unknown(walk: Walk, eqn: Any, ins: list[Value]) -> Sequence[Tags]:
+    """An operation of which nothing is known reads all that it gets; its parameters are named."""
+    walk.sight(*ins)
+    for path in {path for x in ins if not x.data for path in x.leaves()}:
+        walk.unknown[path] = f"`{eqn.primitive.name}` is an operation whose axes are not known"
+    return [{} for _ in eqn.outvars]
+
+
+def _elementwise(walk: Walk, eqn: Any, ins: list[Value]) -> Sequence[Tags]:
+    """Entry by entry: tags stay where all of the result depends on one operand; else what meets is read."""
+    shape, name = tuple(getattr(eqn.outvars[0].aval, "shape", ())), eqn.primitive.name
+    ranks = all(len(x.shape) in (0, len(shape)) for x in ins)
+    fits = ranks and all(n in (1, m) for x in ins if x.shape for n, m in zip(x.shape, shape, strict=True))
+    moving = [x for x in ins if x.data and x.params]
+    still = [x for x in ins if x.leaves() and not x.data]
+    if not fits or len(eqn.outvars) > 1:
+        return _unknown(walk, eqn, ins)
+    linear = name in _SUMS
+    if any(x.data for x in ins):
+        for x in still:
+            (walk.added if linear else walk.multiplied).update(x.leaves())
+        if not linear and len(moving) > 1:
+            walk.sight(*moving)
+            return [{}]
+        if not linear and still:
+            moving = [*moving, *(x for x in still if any(len(x.shape) > 1 for x in still))]
+        if linear:
+            walk.sight(*moving, linear=True)
+        # Data alone may multiply a parameter, as a mask does; the result is no kernel of anything.
+        ins = moving
+    tags: dict[Owner, Places | None] = {}
+    for x in ins:
+        for own, places in x.tags.items():
+            full = None if places is None else places.spread(shape) if places.steps else places.at((), shape)
+            if own in tags and isinstance(own, int):
+                walk.sight(x, Value(shape, tags), linear=True)
+            tags.setdefault(own, full)
+    return [tags]
+
+
+_SUMS = ("add", "sub", "add_any", "select_n", "concatenate")
+
+
+def _reduced(walk: Walk, eqn: Any, ins: list[Value]) -> Sequence[Tags]:
+    """A sum or a maximum over axes: places that differ along them meet."""
+    gone, tags = tuple(eqn.params.get("axes", ())), dict[Owner, Places | None]()
+    value, maximum = ins[0], eqn.primitive.name not in ("reduce_sum", "cumsum")
+    for own, x in value.tags.items():
+        same = x is not None and not any((x.steps[k] != x.steps[k][:1]).any() for k in gone)
+        if isinstance(own, int):
+            walk.products[own].maxed |= maximum and x is not None and not same
+        elif x is not None and not same and value.data and not value.row:
+            walk.summed.add(own)
+        if same and x is not None:
+            tags[own] = _squeezed(x, {"dimensions": gone})
+        elif isinstance(own, int):
+            walk.sight(Value(value.shape, {own: x}))
+            tags |= {} if maximum else {own: None}
+    return [dict(tags) for _ in eqn.outvars]
+
+
+def _sorted(walk: Walk, eqn: Any, ins: list[Value]) -> Sequence[Tags]:
+    walk.sight(*ins)
+    return [{} for _ in eqn.outvars]
+
+
+def _compared(walk: Walk, eqn: Any, ins: list[Value]) -> Sequence[Tags | Value]:
+    walk.sight(*ins)
+    return [Value((), {}, one_hot=any(x.data for x in ins) and any(x.constant is not None for x in ins))]
+
+
+# Contractions ---------------------------------------------------------------------------------------------
+
+
+def _dot(walk: Walk, eqn: Any, ins: list[Value]) -> Sequence[Tags | Value]:
+    sums, batches = eqn.params["dimension_numbers"]
+    kernels = [k for k in (0, 1) if not ins[k].data and _is_matrix(ins[k], sums[k])]
+    if len(kernels) == 2:
+        one, other = ([Product(path, ids, tuple(sums[k]), tuple(batches[k]), frozenset())
+                       for path, ids in ins[k].leaves().items()] for k in (0, 1))
+        walk.pairs.append((one, other))
+        return [_outer(eqn, ins, sums, batches)]
+    if not kernels:  # rows that were taken by index may be matrices, as those of experts are
+        kernels = [k for k in (0, 1) if ins[k].row and _is_matrix(ins[k], sums[k])]
+        if len(kernels) != 1:
+            walk.sight(*ins)
+            terms = set()
+            for own in ins[0].tags.keys() ^ ins[1].tags.keys():
+                x = ins[0].tags.get(own, ins[1].tags.get(own))
+                if isinstance(own, int) and x is not None:
+                    walk.products[own].terms.append(walk.products[own].mask([x]))
+                    terms.add((own, len(walk.products[own].terms) - 1))
+            return [Value((), {}, terms=frozenset(terms))]
+    k = kernels[0]
+    tags = walk.contract(ins[k], ins[1 - k], sums[k], batches[k])
+    out = _dot_places(eqn, ins, k)
+    shape = tuple(eqn.outvars[0].aval.shape)
+    return [Value((), {own: x.at(out, shape) for own, x in tags.items()}, before=frozenset(ins[k].leaves()))]
+
+
+def _dot_places(eqn: Any, ins: list[Value], k: int) -> list[int]:
+    """The axes of a product that batch axes and free axes of one operand become."""
+    sums, batches = eqn.params["dimension_numbers"]
+    count = [len(x.shape) - len(sums[j]) - len(batches[j]) for j, x in enumerate(ins)]
+    lead = len(batches[0])
+    return [*range(lead), *range(lead + k * count[0], lead + k * count[0] + count[k])]
+
+
+def _is_matrix(value: Value, inputs: Sequence[int]) -> bool:
+    """Whether entries of a parameter differ along contracted axes and along others; those of a vector do not."""
+    for ids in value.leaves().values():
+        differs = [bool((step != step[:1]).any()) for step in ids.steps]
+        if any(differs[k] for k in inputs) and any(x for k, x in enumerate(differs) if k not in inputs):
+            return True
+    return False
+
+
+def _outer(eqn: Any, ins: list[Value], sums: Any, batches: Any) -> Tags:
+    """The tags of a product of two parameters, each at the first place of what is contracted."""
+    tags: dict[Owner, Places | None] = {}
+    for k in (0, 1):
+        for own, x in ins[k].leaves().items():
+            spare = [a for a in range(len(x.steps)) if a not in (*sums[k], *batches[k])]
+            first = x.base + sum(int(x.steps[a][0]) for a in sums[k])
+            kept = Places(first, tuple(x.steps[a] for a in (*batches[k], *spare)))
+            tags[own] = kept.at(_dot_places(eqn, ins, k), eqn.outvars[0].aval.shape)
+    return tags
+
+
+def _convolution(walk: Walk, eqn: Any, ins: list[Value]) -> Sequence[Tags | Value]:
+    numbers, groups = eqn.params["dimension_numbers"], eqn.params["feature_group_count"]
+    data, kernel = ins
+    if data.leaves() and not data.data:
+        walk.unknown |= dict.fromkeys(data.leaves(), "a convolution reads it as its data")
+    if kernel.data or not kernel.leaves():
+        walk.sight(*ins)
+        return [{}]
+    (out_axis, in_axis), at = numbers.rhs_spec[:2], numbers.out_spec[1]
+    outputs = kernel.shape[out_axis]
+    if groups > 1 and kernel.shape[in_axis] == 1:
+        walk.filters |= set(kernel.leaves())
+        walk.sight(data)
+        return [{}]
+    walk.sight(data)
+    tags: dict[Owner, Places] = {}
+    for path, ids in kernel.leaves().items():
+        # The outputs of each group are matrices of their own: (groups, outputs) before the other axes.
+        rest = [x for k, x in enumerate(ids.steps) if k != out_axis]
+        own = Places(ids.base, (ids.steps[out_axis],))
+        grouped = own if groups == 1 else own.reshape((groups, outputs // groups))
+        if grouped is None:
+            walk.unknown[path] = "the outputs of its groups are mixed in an order that axes do not express"
+            continue
+        lead, moved = len(grouped.steps) - 1, Places(grouped.base, (*grouped.steps, *rest))
+        inputs = tuple(range(lead + 1, len(moved.steps)))
+        window = tuple(k for k in inputs if k != lead + 1 + in_axis - (in_axis > out_axis))
+        product = Product(path, moved, inputs, tuple(range(lead)), data.before, window=window)
+        tags[len(walk.products)] = Places.of([outputs]).at([at], eqn.outvars[0].aval.shape)
+        walk.products.append(product)
+    return [Value((), tags, before=frozenset(kernel.leaves()))]
+
+
+def _ragged(walk: Walk, eqn: Any, ins: list[Value]) -> Sequence[Tags | Value]:
+    """Rows times the matrix of their group: (rows, k) and (groups, k, columns)."""
+    rows, kernel = ins[:2]
+    if kernel.data or len(kernel.shape) != 3:
+        return _elementwise(walk, eqn, ins)
+    tags = walk.contract(kernel, rows, (1,), (0,))
+    out = tuple(eqn.outvars[0].aval.shape)
+    made = {n: x.take(0, 0).at([1], out) for n, x in tags.items()}
+    return [Value((), made, before=frozenset(kernel.leaves()))]
+
+
+_RULES: Mapping[str, Callable[[Walk, Any, list[Value]], Sequence[Any]]] = {
+    **dict.fromkeys(_MOVES, _move),
+    **dict.fromkeys(("pad", "tile"), _padded),
+    **dict.fromkeys(("gather", "dynamic_slice"), _indexed),
+    **dict.fromkeys(("concatenate", "stack"), _joined),
+    **dict.fromkeys(("reduce_sum", "reduce_max", "reduce_min", "argmax", "argmin", "reduce_prod"), _reduced),
+    **dict.fromkeys(("sort", "top_k", "reduce_and", "reduce_or"), _sorted),
+    "optimization_barrier": lambda walk, eqn, ins: [x.tags for x in ins],
+    "split": _split, "unstack": _unstack, "eq": _compared, "dot_general": _dot, "ragged_dot": _ragged,
+    "ragged_dot_general": _ragged, "conv_general_dilated": _convolution,
+}
+
+
+# Control flow ---------------------------------------------------------------------------------------------
+
+
+def _either(*lists: Sequence[Value]) -> list[Value]:
+    """Values of which control flow takes one."""
+    return [
+        first._replace(
+            tags={own: x for value in (*others, first) for own, x in value.tags.items()}, constant=None,
+            params=any(x.params for x in (first, *others)), data=any(x.data for x in (first, *others)),
+            before=first.before.union(*(x.before for x in others)), row=any(x.row for x in (first, *others)))
+        for first, *others in zip(*lists, strict=True)
+    ]
+
+
+def _loop(walk: Walk, body: Any, consts: list[Value], carry: list[Value], xs: list[Value]) -> list[Value]:
+    """A loop's body; what it notes counts once the carry's marks no longer change."""
+    carry = [value._replace(constant=None) for value in carry]
+    while True:
+        start = len(walk.products), len(walk.pairs)
+        outs = walk.run(body.jaxpr, body.consts, [*consts, *carry, *xs])
+        after = _either(carry, outs[: len(carry)])
+        same = all((a.params, a.data, a.before) == (b.params, b.data, b.before)
+                   for a, b in zip(carry, after, strict=True))
+        if same:
+            return after + outs[len(carry) :]
+        carry = [value._replace(tags={own: x for own, x in value.tags.items() if own in before.tags})
+                 for value, before in zip(after, carry, strict=True)]
+        del walk.products[start[0] :], walk.pairs[start[1] :]
+
+
+def _scan(walk: Walk, eqn: Any, ins: list[Value]) -> list[Value]:
+    count, first = eqn.params["num_carry"], eqn.params["num_consts"]
+    slices = []
+    for value in ins[first + count :]:
+        if not value.data:
+            walk.counted |= {(path, a) for path, ids in value.leaves().items()
+                             for a in varying(ids, 0, walk.shapes[path])}
+        tags = value.moved(lambda x: x.take(0, 0))
+        slices.append(value._replace(shape=value.shape[1:], tags=tags, constant=None))
+    outs = _loop(walk, eqn.params["jaxpr"], ins[:first], ins[first : first + count], slices)
+    length = eqn.params["length"]
+    return outs[:count] + [
+        value._replace(shape=(length, *value.shape), constant=None, tags=value.moved(
+            lambda x: Places(x.base, (np.zeros(length, int), *x.steps))))
+        for value in outs[count:]
+    ]
+
+
+def _while(walk: Walk, eqn: Any, ins: list[Value]) -> list[Value]:
+    first, second = eqn.params["cond_nconsts"], eqn.params["cond_nconsts"] + eqn.params["body_nconsts"]
+    return _loop(walk, eqn.params["body_jaxpr"], ins[first:second], ins[second:], [])
+
+
+def _cond(walk: Walk, eqn: Any, ins: list[Value]) -> list[Value]:
+    return _either(*(walk.run(branch.jaxpr, branch.consts, ins[1:]) for branch in eqn.params["branches"]))
+
+
+_CONTROL: Mapping[str, Callable[[Walk, Any, list[Value]], list[Value]]] = {
+    "scan": _scan, "while": _while, "cond": _cond,
+}

@@ -1,0 +1,122 @@
+"""A mapping of neurons and embeddings that a user wrote, beside what the function says about the same leaves."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from gauge_optax.binding import Block, BlockSpec, bind_leaf, leaves_by_path
+from gauge_optax.discovery.report import Report
+from gauge_optax.errors import binding_error
+from gauge_optax.parts.matrices import COUNTING, TOKEN
+
+_MOST_ALIKE = 4096  # matrices of one leaf that are compared one by one
+Kinds = tuple[Any, ...]
+
+
+def require_no_contradiction(state: Any, params: Any, report: Report) -> list[str]:
+    """Compares the vectors that a state of `max_norm` was made for with the axes of a report.
+
+    Args:
+      state: of any optimizer.
+      params: the parameters.
+      report: of `discover`, on the same tree.
+
+    Returns:
+      Sentences about leaves that cannot be compared, or that no mapping of the optimizer lists.
+
+    Raises:
+      ValueError: a leaf is listed with other axes than those that the function uses.
+    """
+    leaves, notes, listed = leaves_by_path(params), list[str](), _listed(state)
+    for path, by_axes in listed.items():
+        shape = tuple(jnp.shape(leaves[path]))
+        own, told = tuple(by_axes), report.axes.of(path)
+        said = ", ".join(f'"{text}"' for text in own)
+        if path in report.undecided:
+            notes.append(f"the function does not decide the axes of '{path}', which is listed as {said}")
+        elif told is None:
+            raise binding_error(
+                "check", f"'{path}' is no matrix and no table", f"axes {said}",
+                "kernels that the function contracts with data, and tables of which it takes rows",
+                f"take '{path}' out of neurons and embeddings: Adam steps it")
+        else:
+            pattern, axes = told
+            texts = (axes,) if isinstance(axes, str) else axes
+            try:
+                expected = _matrices(path, shape, dict.fromkeys(texts))
+            except ValueError:
+                notes.append(f"'{path}' has shape {shape}, which the report's axes {axes!r} do not fit")
+                continue
+            if expected != _matrices(path, shape, by_axes):
+                mapping = "embeddings" if pattern in report.embeddings else "neurons"
+                raise binding_error(
+                    "check", f"the axes of '{path}' are not those that the function uses", f"{said} on shape {shape}",
+                    ", ".join(f'"{text}"' for text in texts),
+                    f"write {mapping}={{{pattern!r}: {axes!r}, ...}}, or take report.{mapping}")
+    missing = {path: told[1] for path in leaves if listed and path not in listed and (told := report.axes.of(path))}
+    return notes + [f"Adam steps '{path}', of which the function says {axes!r}" for path, axes in missing.items()]
+
+
+def _listed(state: Any) -> dict[str, Mapping[str, Any]]:
+    """Leaf path → axes → lengths, of the states that keep lengths of vectors."""
+
+    def says(node: Any) -> bool:
+        kept = getattr(node, "length", None)
+        return isinstance(kept, Mapping) and all(isinstance(by_axes, Mapping) for by_axes in kept.values())
+
+    found: dict[str, Mapping[str, Any]] = {}
+    for node in filter(says, jax.tree.leaves(state, is_leaf=says)):
+        found |= node.length
+    return found
+
+
+def _matrices(path: str, shape: tuple[int, ...], by_axes: Mapping[str, Any]) -> set[Kinds]:
+    """What axes strings mean, whatever they call their axes; arrays beside them tell the lengths of their names."""
+    found: set[Kinds] = set()
+    for text, lengths in by_axes.items():
+        names = [word.strip("()").split("=")[0] for word in text.split()]
+        spec, sizes = BlockSpec("neurons", path, text), dict[str, int]()
+        if lengths is not None:
+            named = [name for name, word in zip(names, text.split(), strict=True) if name != "_" and not _picks(word)]
+            sizes = dict(zip(named, jnp.shape(lengths), strict=True))
+        block = bind_leaf("check", spec, path, shape, sizes, "sizes")
+        if block is not None:
+            found |= _kinds(block)
+    return found
+
+
+def _picks(word: str) -> bool:
+    """Whether a word of an axes string selects one index."""
+    return word.strip("()").partition("=")[2].isdigit()
+
+
+def _kinds(block: Block) -> set[Kinds]:
+    """Per axis of a leaf, what its parts are for; one for each matrix where names count matrices."""
+    options: list[list[Any]] = []
+    for axis, group in enumerate(block.groups):
+        parts: list[list[Any]] = []
+        for k in group:
+            label, size = block.split_labels[k], block.split[k]
+            index = block.index[k]
+            kind = ("index" if isinstance(index, int) else "inputs" if label == "_" else
+                    "count" if label in COUNTING else TOKEN if label == TOKEN else "outputs")
+            picked = index if isinstance(index, int) or index != ((0, size),) else None
+            if size > 1 and parts and parts[-1][0] == kind and parts[-1][2] is picked is None:
+                parts[-1][1] *= size
+            elif size > 1:
+                parts.append([kind, size, picked])
+        if block.ranges[axis] is not None and len(parts) == 1:
+            parts[0] = [parts[0][0], block.shape[axis], (block.ranges[axis],)]
+        single = [[kind, size, picked] for kind, size, picked in parts]
+        counts = math.prod(size for kind, size, _ in single if kind == "count")
+        if len(single) == 1 and single[0][0] == "count" and single[0][2] is None and counts <= _MOST_ALIKE:
+            options.append([(("index", counts, i),) for i in range(counts)])
+        else:
+            options.append([tuple(map(tuple, single))])
+    return set(itertools.product(*options))

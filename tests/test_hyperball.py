@@ -74,7 +74,8 @@ def test_every_sphere_has_the_formulas_of_the_post(axes: str, radius: Any, rate:
             expected[own] = _retracted(weights[own], update[own], None if radius == "initial" else radius, rate)
     found, state = _step(go.norms.hyperball({"w": axes}, radius, learning_rate=rate), {"w": weights}, {"w": update})
     _close(found["w"], expected)
-    assert state.radius == () if radius != "initial" else state.radius["w"].shape == tuple(SHAPE[k] for k in named)
+    shape = tuple(SHAPE[k] for k in named)
+    assert state.radius == () if radius != "initial" else state.radius["w"][axes].shape == shape
     assert state.count == ()
 
 
@@ -89,7 +90,8 @@ def test_leaves_of_a_pattern_have_spheres_of_their_own(x64: None) -> None:
         _close(found[i]["up"], np.stack(columns, 1))
     _close(found["0"]["down"], _retracted(params["0"]["down"], updates["0"]["down"], None, None))
     np.testing.assert_array_equal(found["1"]["free"], params["1"]["free"] + updates["1"]["free"])
-    assert {path: r.shape for path, r in state.radius.items()} == {"0/up": (3,), "1/up": (2,), "0/down": ()}
+    shapes = {path: r.shape for path, by_axes in state.radius.items() for r in by_axes.values()}
+    assert shapes == {"0/up": (3,), "1/up": (2,), "0/down": ()}
 
 
 def test_selected_entries_alone_are_on_spheres(x64: None) -> None:
@@ -103,7 +105,7 @@ def test_selected_entries_alone_are_on_spheres(x64: None) -> None:
     for part, head in np.ndindex(2, 2):
         _close(moved[part, head], _retracted(weights[part, head], update[part, head], None, None))
     np.testing.assert_array_equal(moves["qkv"].reshape(weights.shape)[2], update[2])
-    assert [r.shape for r in state.radius["qkv"]] == [(2,), (2,)]
+    assert [r.shape for r in state.radius["qkv"].values()] == [(2,), (2,)]
 
 
 def test_a_value_stored_less_one_is_on_the_sphere(x64: None) -> None:
@@ -213,7 +215,7 @@ def test_zeros_that_init_cannot_see_are_free(x64: None) -> None:
     update, tx = _noise(1, 5, 2), go.norms.hyperball({"b": "_ c"})
     state = jit(tx.init)({"b": weights})
     moves, _ = jit(tx.update)({"b": update}, state, {"b": weights})
-    assert state.radius["b"][0] == 0
+    assert state.radius["b"]["_ c"][0] == 0
     np.testing.assert_array_equal(moves["b"][:, 0], update[:, 0])
     _close(weights[:, 1] + moves["b"][:, 1], _retracted(weights[:, 1], update[:, 1], None, None))
 
@@ -262,9 +264,9 @@ def test_updates_of_another_precision_keep_it() -> None:
     params = {"w": jnp.asarray(_noise(0, 6, 4), jnp.bfloat16)}
     tx = go.norms.hyperball({"w": "_ _"})
     moves, state = tx.update({"w": jnp.asarray(_noise(1, 6, 4), jnp.float32)}, tx.init(params), params)
-    assert moves["w"].dtype == jnp.float32 and state.radius["w"].dtype == jnp.float32
+    assert moves["w"].dtype == jnp.float32 and state.radius["w"]["_ _"].dtype == jnp.float32
     exact = np.asarray(params["w"], float) + np.asarray(moves["w"], float)
-    np.testing.assert_allclose(np.linalg.norm(exact), state.radius["w"], rtol=4e-7)
+    np.testing.assert_allclose(np.linalg.norm(exact), state.radius["w"]["_ _"], rtol=4e-7)
 
 
 def test_injected_numbers_compute_the_same(x64: None) -> None:
@@ -332,3 +334,15 @@ def test_updates_without_a_leaf_are_refused() -> None:
     with pytest.raises(ValueError, match="no update for 'w'") as error:
         tx.update({"w": optax.MaskedNode()}, tx.init(params), params)
     assert all(part in str(error.value) for part in ("found:", "expected:", "remedy:"))
+
+
+@pytest.mark.parametrize("make", [
+    lambda axes: go.norms.hyperball({"w": axes}),
+    lambda axes: go.norms.rotational_adamw(0.01, {"w": axes}, weight_decay=0.1),
+    lambda axes: go.links.scale_by_vector_norm({"w": axes}),
+], ids=["hyperball", "rotational_adamw", "scale_by_vector_norm"])
+def test_a_state_of_other_vectors_is_refused(make: Any) -> None:
+    """On a square kernel, whose shapes do not tell rows from columns."""
+    params = {"w": jnp.asarray(_noise(0, 4, 4), jnp.float32)}
+    with pytest.raises(ValueError, match=r"a state that was made for other vectors, at 'w'[\s\S]*tx\.init"):
+        make("_ c").update(params, make("c _").init(params), params)

@@ -197,7 +197,7 @@ def test_a_gain_is_trained_as_a_parameter_of_its_own(x64: None) -> None:
         moves, other = apart.update({"w": jax.grad(loss)(gain * parts["w"])}, other, parts)
         parts, gain = optax.apply_updates(parts, moves), gain - 1e-3 * slope
     np.testing.assert_allclose(params["w"], gain * parts["w"], rtol=1e-10)
-    np.testing.assert_allclose(state.gain["w"], gain, rtol=1e-10)
+    np.testing.assert_allclose(*state.gain["w"].values(), gain, rtol=1e-10)
 
 
 def test_two_numbers_a_neuron_are_kept_beside_the_inner_state() -> None:

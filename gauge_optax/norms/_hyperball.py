@@ -33,8 +33,8 @@ class HyperballState(NamedTuple):
     """State of `hyperball`.
 
     Attributes:
-      radius: leaf path → the radii of its spheres, an array shaped like the named axes, or a tuple of them where the
-        leaf has several axes strings; () where the user gave numbers.
+      radius: leaf path → axes → the radii of its spheres, shaped like the named axes; () where the user gave numbers.
+        The keys say what the state was made for.
       count: the number of steps so far, int32; () unless the learning rate is a schedule.
     """
 
@@ -124,7 +124,7 @@ def hyperball(
                     "weights with a direction, for radius='initial'",
                     "give it a number for a radius, or leave the leaf out (LoRA's B, zero output kernels)",
                 )
-        return HyperballState(vectors.to_state(spheres, norms), count)
+        return HyperballState(vectors.by_axes(spheres, norms), count)
 
     def update(updates: Any, state: HyperballState, params: Any, **extra: Any) -> tuple[Any, HyperballState]:
         count, rate = state.count, learning_rate
@@ -132,7 +132,9 @@ def hyperball(
             rate, count = learning_rate(state.count), optax.safe_increment(state.count)
         spheres, leaves = vectors.resolve("hyperball", specs, params), leaves_by_path(params)
         tangents = vectors.updates_by_path("hyperball", spheres, updates)
-        radii = vectors.from_state(spheres, state.radius) if initial else [numbers[s.pattern] for s in spheres]
+        if initial:
+            vectors.require_same("hyperball", spheres, state.radius)
+        radii = vectors.arrays_of(spheres, state.radius) if initial else [numbers[s.pattern] for s in spheres]
         chords = [_chord(sphere, leaves, tangents, r, rate) for sphere, r in zip(spheres, radii, strict=True)]
         return vectors.replace(updates, spheres, chords), HyperballState(state.radius, count)
 

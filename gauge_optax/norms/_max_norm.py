@@ -174,7 +174,7 @@ def named_max_norm(
                 step = kept_below(selection, selection.value(leaves), step, bound * unit)
             return step, after
 
-        lengths = vectors.lengths_of(selections, state.length)
+        lengths = vectors.arrays_of(selections, state.length)
         pairs = [stepped(*arguments) for arguments in zip(selections, lengths, strict=True)]
         moves = still(vectors.replace(moves, selections, [chord for chord, _ in pairs]), state.frozen)
         after = vectors.by_axes(selections, [length for _, length in pairs])

@@ -40,8 +40,7 @@ class RotationalState(NamedTuple):
       inner_state: the state of the optimizer inside.
       count: the number of steps so far.
       tracked: the number of steps whose learning rate was not zero.
-      length: leaf path → norms at `init`, shaped like the named axes; a tuple of them where a leaf has several axes
-        strings.
+      length: leaf path → axes → norms at `init`, shaped like the named axes. The keys say what the state was made for.
       square: in the same form, the average squared length of the inner update over its learning rate, across the
         vector.
       gain: in the same form, the factor of the norm, where it is trained; else ().
@@ -169,7 +168,7 @@ def named_rotational(
                     "leave norms and biases out: they get the inner update; in a kernel, `_` is the axis that is "
                     "summed over",
                 )
-        length = vectors.to_state(selections, [selection.norm(leaves) for selection in selections])
+        length = vectors.by_axes(selections, [selection.norm(leaves) for selection in selections])
         gains = () if gain is None else jax.tree.map(jnp.ones_like, length)
         gain_state = () if gain is None else gain.init(gains)
         square = jax.tree.map(jnp.zeros_like, length)
@@ -198,17 +197,18 @@ def named_rotational(
         tracked = state.tracked + moving.astype(jnp.int32)
         correction = 1.0 - jnp.asarray(beta, real_dtype()) ** jnp.maximum(tracked, 1)
 
-        lengths, gains, gain_state = vectors.from_state(selections, state.length), state.gain, state.gain_state
+        vectors.require_same(name, selections, state.length)
+        lengths, gains, gain_state = vectors.arrays_of(selections, state.length), state.gain, state.gain_state
         if gain is not None:
             gradients = vectors.updates_by_path(name, selections, updates)
             # The weights are gain·p₁ with a p₁ that the gain does not change, so that the derivative is ⟨p, g⟩/gain.
             gain_gradients = [
                 safe_divide(jnp.sum(selection.value(leaves) * selection.view(gradients), selection.axes), factor)
-                for selection, factor in zip(selections, vectors.from_state(selections, gains), strict=True)
+                for selection, factor in zip(selections, vectors.arrays_of(selections, gains), strict=True)
             ]
-            steps, gain_state = gain.update(vectors.to_state(selections, gain_gradients), gain_state, gains)
+            steps, gain_state = gain.update(vectors.by_axes(selections, gain_gradients), gain_state, gains)
             gains = optax.apply_updates(gains, steps)
-            lengths = [n * factor for n, factor in zip(lengths, vectors.from_state(selections, gains), strict=True)]
+            lengths = [n * factor for n, factor in zip(lengths, vectors.arrays_of(selections, gains), strict=True)]
 
         def turned(selection: Selection, length: jax.Array, square: jax.Array) -> tuple[jax.Array, jax.Array]:
             """Returns the chord from p to the turned p, and the new ν."""
@@ -240,10 +240,10 @@ def named_rotational(
             # A vector that has no direction or no norm gets inner's update.
             return jnp.where((size > 0) & (norm != 0), chord, step), average.reshape(jnp.shape(square))
 
-        squares = vectors.from_state(selections, state.square)
+        squares = vectors.arrays_of(selections, state.square)
         pairs = [turned(*arguments) for arguments in zip(selections, lengths, squares, strict=True)]
         moves = still(vectors.replace(moves, selections, [chord for chord, _ in pairs]), state.frozen)
-        square = vectors.to_state(selections, [average for _, average in pairs])
+        square = vectors.by_axes(selections, [average for _, average in pairs])
         count = optax.safe_increment(state.count)
         after = inner_state, count, tracked, state.length, square, gains, gain_state, state.frozen
         return moves, RotationalState(*after)

@@ -80,7 +80,7 @@ def scale_by_vector_norm(
         tangents = vectors.updates_by_path(name, selections, updates)
         count = optax.safe_increment(state.count)
         correction = 1.0 - jnp.asarray(beta, real_dtype()) ** count
-        kept = zip(selections, vectors.lengths_of(selections, state.length), strict=True)
+        kept = zip(selections, vectors.arrays_of(selections, state.length), strict=True)
         pairs = [of_length_one(x, x.view(tangents), nu, beta, correction) for x, nu in kept]
         after = vectors.by_axes(selections, [nu for _, nu in pairs])
         return vectors.replace(updates, selections, [u for u, _ in pairs]), ScaleByVectorNormState(count, after)

@@ -6,7 +6,7 @@ leaves have nothing in common: no shared sizes, and no shared group element.
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -179,20 +179,6 @@ def replace(updates: Any, selections: Sequence[Selection], views: Sequence[jax.A
     return in_dtype_of(updates, changed)
 
 
-def to_state(selections: Sequence[Selection], arrays: Iterable[jax.Array]) -> dict[str, Any]:
-    """Returns what a state keeps: leaf path → the leaf's array, or a tuple of them under several axes strings."""
-    grouped: dict[str, tuple[jax.Array, ...]] = {}
-    for selection, array in zip(selections, arrays, strict=True):
-        grouped[selection.block.path] = (*grouped.get(selection.block.path, ()), array)
-    return {path: several[0] if len(several) == 1 else several for path, several in grouped.items()}
-
-
-def from_state(selections: Sequence[Selection], kept: Mapping[str, Any]) -> list[jax.Array]:
-    """Returns the arrays that `to_state` got, in the order of the selections."""
-    remaining = {path: iter(arrays if isinstance(arrays, tuple) else (arrays,)) for path, arrays in kept.items()}
-    return [next(remaining[selection.block.path]) for selection in selections]
-
-
 def by_axes(selections: Sequence[Selection], arrays: Sequence[Any]) -> dict[str, dict[str, Any]]:
     """Returns leaf path → axes → array, of an array per selection."""
     kept: dict[str, dict[str, Any]] = {}
@@ -201,7 +187,7 @@ def by_axes(selections: Sequence[Selection], arrays: Sequence[Any]) -> dict[str,
     return kept
 
 
-def lengths_of(selections: Sequence[Selection], kept: Mapping[str, Mapping[str, Any]]) -> list[Any]:
+def arrays_of(selections: Sequence[Selection], kept: Mapping[str, Mapping[str, Any]]) -> list[Any]:
     """Returns the arrays that `by_axes` got, in the order of the selections."""
     return [kept[selection.block.path][selection.block.axes] for selection in selections]
 

@@ -19,7 +19,8 @@ from gauge_optax.discovery.sketch import Leaves
 from gauge_optax.discovery.spaces import Space
 from gauge_optax.discovery.views import Piece
 
-ZERO = 1e-9  # relative to a column's size: anything smaller is roundoff
+ZERO = 1e-11  # relative to a column's size: anything smaller is roundoff; a norm's eps leaves 1e-10 to 1e-3
+_WITHIN = 1e-6  # distance of a random motion of a group from others that contain it: its exponents are exact
 _STEPS = 500  # of conjugate gradients, at most
 _PATIENCE = 30  # steps that have to bring the distance down
 WHOLE: Space = (0,)  # stands for the space of one scale of whole leaves
@@ -201,9 +202,9 @@ def _contained(
         gradient = [other.adjoint(point, rest) for other in others]
         before, length = length, _squared(gradient)
         last, distance = distance, _squared(rest.values())
-        if distance < ZERO**2:
+        if distance < _WITHIN**2:
             return True
-        if length < (ZERO * 1e-4) ** 2 * first or distance >= last:  # converged at a positive distance
+        if length < (_WITHIN * 1e-6) ** 2 * first or distance >= last:  # converged at a positive distance
             break
         if number % _PATIENCE == 0:
             if distance > 0.99 * level:  # it will end at a positive distance

@@ -18,7 +18,7 @@ import numpy as np
 
 from gauge_optax.discovery.calls import Axes, Call
 from gauge_optax.discovery.groups import ZERO
-from gauge_optax.discovery.search import singular_vectors, spaces_with_companions, sparse_basis
+from gauge_optax.discovery.search import BLUR, echelon, singular_vectors, spaces_with_companions, sparse
 from gauge_optax.discovery.sketch import Leaves
 from gauge_optax.discovery.spaces import Space
 from gauge_optax.discovery.trace import Trace
@@ -105,7 +105,7 @@ class Flow:
         if len(alive) < self.least or (self.required is not None and self.required not in alive):
             return
         values, right = singular_vectors(np.concatenate(self.products)[:, alive] / sizes[alive])
-        for row in sparse_basis(right[values < ZERO] / sizes[alive], 1e-6):
+        for row in sparse(echelon(right[values < ZERO], sizes[alive], BLUR)[0]):
             whole = np.zeros(len(sizes))
             whole[alive] = row
             if np.count_nonzero(whole) >= self.least and (self.required is None or whole[self.required]):

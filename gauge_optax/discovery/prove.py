@@ -154,8 +154,9 @@ class Prover:
         if reason is None:
             return list(held), []
         dropped: tuple[list[Held], list[str]] | None = None
-        for k, one in enumerate(held):  # mostly one of them is to blame
-            before, after = held[:k], held[k + 1 :]
+        # Mostly one of them is to blame; of several, the one with the fewest dimensions.
+        for k in sorted(range(len(held)), key=lambda k: held[k].gauge.dim(self._params)):
+            one, before, after = held[k], held[:k], held[k + 1 :]
             for other in _with_other_anchors(one):
                 if self._refusal([*before, other, *after]) is None:
                     return [*before, other, *after], []

@@ -79,7 +79,8 @@ def rotation_call(symmetry: Symmetry, trace: Trace, norms: Sequence[Call], param
     for norm in norms:
         blocks = [block for _, _, blocks in bound_copies(norm.gauge(), params) for block in blocks]
         into = {block.path for block in blocks if block.role == "down"}
-        if into <= symmetry.paths:
+        free = any("_" in block.labels for block in blocks if block.role == "up")  # one factor for several channels
+        if into <= symmetry.paths and not free:
             passed.append(norm)
             readers |= into
             moved |= {block.path for block in blocks if block.role == "up"}

@@ -89,8 +89,10 @@ def _scale_call(symmetry: Symmetry, names: _Names) -> Call:
 
     if len(values) == 1:
         return Call("scale_invariant", {"blocks": role(values[0])}, {}, names.sizes)
-    ratio = Fraction(-values[0] / values[1]).limit_denominator(12)
-    degree = max(ratio, 1 / ratio)
+    quotient = max(-values[0] / values[1], -values[1] / values[0])
+    degree = Fraction(quotient).limit_denominator(12)
+    if abs(degree - quotient) > 10 * _CLOSE * quotient:
+        raise Unwritable(f"a scale with exponents {', '.join(f'{v:g}' for v in values)}")
     # "up" is the side that moves less, or the one that is computed first.
     up, down = sorted(values, key=lambda value: (abs(value), *_order(sides[value])))
     vectors, kernels = all(t.piece.vector for t in sides[up]), not all(t.piece.vector for t in sides[down])

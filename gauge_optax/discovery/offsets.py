@@ -34,7 +34,7 @@ class Shifts:
     """Leaves whose gradients sum to zero along one space: a constant along it leaves the outputs unchanged."""
 
     def __init__(self, trace: Trace, leaves: Leaves) -> None:
-        self._read = {space for axis in trace.read for space in trace.atom_keys(axis)}
+        self._returned = {space for axis in trace.returned for space in trace.atom_keys(axis)}
         searched = set(spaces_with_companions(trace))
         self._places: list[tuple[View, int]] = []
         for path, leaf in leaves.items():
@@ -50,18 +50,18 @@ class Shifts:
             rows = view.read(gradients[view.path])
             self._sums[k] += np.square(rows.sum(1 + at)).sum(), np.square(rows).sum()
 
-    def solve(self, read: bool = False) -> list[tuple[list[tuple[View, int]], float]]:
+    def solve(self, returned: bool) -> list[tuple[list[tuple[View, int]], float]]:
         """Views and atoms by space, with the largest residual of each space.
 
         Args:
-          read: whether to return the spaces that a kernel reads, or the others. A constant along an axis that a kernel
-            reads is hidden by a centred norm: it is no logit shift.
+          returned: whether to return the axes of the outputs, or the others. A constant along another axis is hidden by
+            a centred norm: it is no logit shift.
         """
         out: dict[Space, tuple[list[tuple[View, int]], float]] = {}
         for (view, at), (along, whole) in zip(self._places, self._sums, strict=True):
             residual = math.sqrt(along / whole) if whole > 0 else 1.0
             space = view.labels[at]
-            if residual < ZERO and space is not None and (space in self._read) == read:
+            if residual < ZERO and space is not None and (space in self._returned) == returned:
                 places, worst = out.get(space, ([], 0.0))
                 out[space] = [*places, (view, at)], max(worst, residual)
         return list(out.values())
@@ -157,6 +157,9 @@ def flows(trace: Trace, leaves: Leaves) -> list[Flow]:
     for view in vectors + vector_parts:
         readers = [kernel for kernel in kernels if (view.path, kernel.path) in trace.vector_reads]
         tried.append(_absorbed(view, readers, behind, layers))
+        norms = [norm for norm in vectors if norm.path != view.path and norm.labels == view.labels]
+        for norm, plus in itertools.product([n for n in norms if n.module == view.module], (False, True)):
+            tried.append(_hidden_and_absorbed(view, norm, plus, readers, behind, layers))
     for norm, kernel, plus in itertools.product(vectors, kernels, (False, True)):
         if (norm.path, kernel.path) in trace.vector_reads and set(norm.labels) < set(kernel.labels):
             beside = [b for b in vectors if (b.path, kernel.path) in trace.vector_reads]
@@ -221,6 +224,42 @@ def _hidden_by_norm(
         return _call("norm_read_shift", blocks, _axis_names(norm, layers), [norm.path] if plus else [])
 
     return Flow("a direction that a centred norm hides from the kernel behind it", make, 1 + len(pairs), write)
+
+
+def _hidden_and_absorbed(
+    bias: View, norm: View, plus: bool, kernels: Sequence[View], behind: Mapping[str, Sequence[View]],
+    layers: set[Space],
+) -> Flow:
+    """A shift δ of a centred norm's bias β, with Σδ/γ = 0, that kernels without a bias take up as −(1/γ) ⊗ Wᵀδ/Σ(β/γ)."""
+    stacked = tuple(label for label in bias.labels if label in layers)
+    axis = next((k for k, label in enumerate(bias.labels) if label not in layers), 0)
+    readers = [k for k in kernels if set(bias.labels) < set(k.labels)]
+    biases = {k.path: [b for b in behind.get(k.path, []) if set(b.labels) <= set(k.labels)] for k in readers}
+
+    def make(point: Leaves, rng: np.random.Generator) -> list[Motion]:
+        scale = _tensor(norm, point) + plus
+        inverse = 1.0 / np.where(np.abs(scale) > 1e-3, scale, np.inf)
+        shift = rng.standard_normal(inverse.shape)
+        along = (shift * inverse).sum(axis, keepdims=True) / np.square(inverse).sum(axis, keepdims=True)
+        shift = shift - along * inverse
+        total = _einsum(bias.labels, norm.labels, stacked, _tensor(bias, point), inverse)
+        motions = [_motion(bias, shift)]
+        for kernel in readers:
+            out = tuple(label for label in kernel.labels if label not in set(bias.labels) - set(stacked))
+            flow = _einsum(bias.labels, kernel.labels, out, shift, _tensor(kernel, point))
+            for b in biases[kernel.path]:
+                motions.append(_motion(b, _einsum(stacked, out, b.labels, np.ones_like(total), flow)))
+            if not biases[kernel.path]:
+                taken = _einsum(stacked, out, out, 1.0 / np.where(total == 0, np.inf, total), flow)
+                motions.append(_motion(kernel, _einsum(norm.labels, out, kernel.labels, inverse, taken)))
+        return motions
+
+    def write(taken: list[int], unread: list[int]) -> Call:
+        raise Unwritable(kind)
+
+    kind = "a norm's bias that the kernels without a bias behind it take up in the direction that the norm hides"
+    count = 1 + sum(max(1, len(biases[k.path])) for k in readers)
+    return Flow(kind, make, count if not all(biases.values()) else 0, write, least=2)
 
 
 def _common_row(space: Space, tables: Sequence[View]) -> Flow:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -50,12 +50,23 @@ class Prover:
       fn: (leaves, batch) to a list of outputs.
       params: the tree that gauges bind to.
       batches: at least two.
-      points: at least two, other than those of the sketch.
+      points: other than those of the sketch; the first at which the outputs are finite are taken.
+      count: how many points.
     """
 
-    def __init__(self, fn: Function, params: Any, batches: Sequence[Any], points: Sequence[Leaves]) -> None:
-        self._fn, self._params, self._batches, self.points = fn, params, list(batches)[:2], points
+    def __init__(
+        self, fn: Function, params: Any, batches: Sequence[Any], points: Iterable[Leaves], count: int = 2
+    ) -> None:
+        self._fn, self._params, self._batches = fn, params, list(batches)[:2]
         self._call = jax.jit(fn, compiler_options=quick_options())
+        self.points = list[Leaves]()
+        for point in points:
+            if all(np.isfinite(x).all() for batch in self._batches for x in self._outputs(point, batch)):
+                self.points.append(point)
+            last = point
+            if len(self.points) == count:
+                break
+        self.points += [last] * (count - len(self.points))  # `check_outputs` says what is not finite there
         self._before: list[list[list[np.ndarray]]] = []
 
     def _outputs(self, leaves: Leaves, batch: Any) -> list[np.ndarray]:
@@ -154,8 +165,8 @@ class Prover:
         if reason is None:
             return list(held), []
         dropped: tuple[list[Held], list[str]] | None = None
-        # Mostly one of them is to blame; of several, the one with the fewest dimensions.
-        for k in sorted(range(len(held)), key=lambda k: held[k].gauge.dim(self._params)):
+        # Mostly one of them is to blame; of several, the last in the report's order, in which training's come first.
+        for k in reversed(range(len(held))):
             one, before, after = held[k], held[:k], held[k + 1 :]
             for other in _with_other_anchors(one):
                 if self._refusal([*before, other, *after]) is None:

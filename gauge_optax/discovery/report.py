@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -32,14 +32,15 @@ from gauge_optax.errors import binding_error
 from gauge_optax.gauges.gauge import Gauge
 
 _POINTS = 5  # one alone can have dead units, whose null vectors are accidents
+_DRAWS = 5  # of a point, until the function is finite there
 _CLOSE = 12  # candidates for what nearly holds
 _REACH = 2  # points at which a large instance is asked what its batches reach
 _ROWS = 1.5  # gradients for each column: with fewer rows than columns, any columns have null vectors
 _DEAD = 1e-11  # an element whose gradient is smaller, relative to a typical one, has no effect
-# The order in which a report lists kinds of gauges.
-_ORDER = ("residual_rotation", "norm_read_shift", "norm_write_shift", "norm_scale", "scale_invariant", "head_rotation",
-          "head_linear", "rope_torus", "rope_linear", "rescale", "logit_shift", "embedding_shift", "key_bias",
-          "bias_absorption")
+# The order in which a report lists kinds of gauges: first those that training takes, then those that make a step dearer.
+_TRAINING = ("norm_scale", "scale_invariant", "head_rotation", "head_linear", "rope_torus", "rope_linear", "rescale",
+             "logit_shift")
+_REST = ("residual_rotation", "norm_read_shift", "norm_write_shift", "embedding_shift", "key_bias", "bias_absorption")
 
 
 class Uncovered(NamedTuple):
@@ -63,8 +64,7 @@ class Report:
     """The result of `discover`.
 
     Attributes:
-      gauges: those that hold, ready for `go.quotient`.
-      held: the same with their evidence.
+      held: the gauges that hold, with their evidence.
       nearly: gauges that change the outputs by less than ten times `near`, for example because of a norm's eps.
       rejected: candidates that a finite move refutes, or that the library cannot bind beside the others, with reasons.
       dead: leaves whose values do not affect the outputs.
@@ -96,15 +96,24 @@ class Report:
 
     @property
     def gauges(self) -> list[Gauge]:
-        """The gauges that hold."""
-        return [held.gauge for held in self.held]
+        """What training should take: scales, shifts of logits, and heads. A step is hardly dearer with them."""
+        return [held.gauge for held in self.held if held.call.kind in _TRAINING]
 
-    def code(self) -> str:
-        """The gauges as Python source, an expression in `go`."""
-        return "\n".join(["[", *(textwrap.indent(held.call.source(), "  ") + "," for held in self.held), "]"])
+    @property
+    def whole(self) -> tuple[Gauge, ...]:
+        """Every gauge that holds, for `census`, `canonicalize`, `rotate` and `align`.
 
-    def rebind(self, params: Any, **sizes: int) -> list[Gauge]:
-        """The gauges on a larger instance of the same architecture.
+        Beside `gauges` it has the rotation of the residual stream, and the constants that norms and biases hide.
+        """
+        return tuple(held.gauge for held in self.held)
+
+    def code(self, gauges: Iterable[Gauge] | None = None) -> str:
+        """A list as Python source, an expression in `go`: `report.gauges` by default, or `report.whole`."""
+        listed = self.gauges if gauges is None else gauges
+        return "\n".join(["[", *(textwrap.indent(repr(gauge), "  ") + "," for gauge in listed), "]"])
+
+    def rebind(self, params: Any, **sizes: int) -> Report:
+        """The same gauges on a larger instance of the same architecture; the evidence stays that of the small one.
 
         Paths and axes carry over unchanged. Lengths that `report.code()` shows as `sizes=` do not: state all of them,
         because `rebind` reads shapes alone and cannot tell two heads of 8 from four heads of 4.
@@ -114,7 +123,7 @@ class Report:
           **sizes: the larger instance's lengths of the axes that the gauges' `sizes` name (`head=32`).
 
         Returns:
-          Gauges that bind to it.
+          A report whose `gauges` and `whole` bind to it.
 
         Raises:
           ValueError: a gauge does not fit the tree, or contains a range of an axis, which holds for the small instance
@@ -130,15 +139,19 @@ class Report:
                 f"stated lengths: {', '.join(sorted(stated)) or 'none'}",
                 "lengths that the gauges state; all others are read from the larger tree's shapes",
                 f"write rebind(params{lengths and ', '}{lengths})")
-        return [held.call.rebound(params, sizes) for held in self.held]
+        calls = [held.call.rebound(params, sizes) for held in self.held]
+        moved = [held._replace(gauge=c.gauge(), call=c, parts=()) for held, c in zip(self.held, calls, strict=True)]
+        return dataclasses.replace(self, held=tuple(moved), nearly=(), census=None)
 
     def __repr__(self) -> str:
         return str(self)
 
     def __str__(self) -> str:
-        count = len(self.held)
-        rows = [f"{count} gauge{'s' * (count != 1)}"] + [f"  {held}" for held in self.held]
+        rest = [held for held in self.held if held.call.kind in _REST]
+        count = len(self.held) - len(rest)
+        rows = [f"{count} gauge{'s' * (count != 1)}"] + [f"  {held}" for held in self.held[:count]]
         for title, items in (
+            (f"{len(rest)} more in report.whole, which make a training step dearer", rest),
             ("nearly gauges: the outputs change a little, for example because of a norm's eps", self.nearly),
             ("rejected candidates", self.rejected),
             ("leaves that do not affect the outputs", self.dead),
@@ -151,7 +164,7 @@ class Report:
 
 def discover(
     fn: Callable[[Any, Any], Any], params: Any, batches: Sequence[Any], outputs: Outputs = "logits",
-    linear: bool = False, whole: bool = True, near: float = 1e-3, seed: int = 0, progress: bool = True,
+    near: float = 1e-3, seed: int = 0, progress: bool = True,
 ) -> Report:
     """Finds the gauges of a function; a finite move proves every gauge that it returns.
 
@@ -163,17 +176,13 @@ def discover(
       batches: at least two values that `fn` accepts; together they should reach what training reaches.
       outputs: what `fn` returns. With "logits", outputs count as unchanged if one number is added to all entries along
         the last axis, because a softmax follows; with "logprobs" or "loss", every change counts.
-      linear: whether to return all invertible matrices of a head (`head_linear`; `rope_linear` under rotary embeddings)
-        in place of the rotations among them (`head_rotation`, `rope_torus`).
-      whole: whether to return also the rotation of the residual stream (`residual_rotation`) and the directions that
-        norms and biases leave flat (`bias_absorption`, `embedding_shift`, `key_bias`, `norm_read_shift`,
-        `norm_write_shift`), which make training steps dearer. Without them the report names the flat directions.
       near: largest singular value, relative to a column, that is reported as nearly a symmetry.
       seed: of points, projections and elements.
       progress: whether to show a bar.
 
     Returns:
-      The report; `report.gauges` is a list for `go.quotient`, `report.code()` is its source.
+      The report: `report.gauges` is a list for `go.quotient`, `report.code()` is its source; `report.whole` has every
+      gauge.
 
     Raises:
       ValueError: no floating-point leaves; outputs that are not finite or differ between two calls; an operation that
@@ -209,12 +218,12 @@ def discover(
         small = smaller(by_leaves, trace, leaves, batches)
         bar.update()
         if small is None:
-            report = _searched(by_leaves, params, leaves, batches, trace, linear, whole, near, seed, bar)
-            census = functools.partial(certified, by_leaves, params, leaves, batches, report.gauges, seed)
+            report = _searched(by_leaves, params, leaves, batches, trace, near, seed, bar)
+            census = functools.partial(certified, by_leaves, params, leaves, batches, report.whole, seed)
             return dataclasses.replace(report, census=census)
         tree, trace = with_leaves(params, small.leaves), _walked(by_leaves, small.leaves, small.batches[0])
-        report = _searched(by_leaves, tree, small.leaves, small.batches, trace, linear, whole, near, seed, bar)
-        census = functools.partial(certified, by_leaves, tree, small.leaves, small.batches, report.gauges, seed)
+        report = _searched(by_leaves, tree, small.leaves, small.batches, trace, near, seed, bar)
+        census = functools.partial(certified, by_leaves, tree, small.leaves, small.batches, report.whole, seed)
         leaves = jax.device_put(leaves)
         report = _carried(report, small, by_leaves, params, leaves, batches, near, seed, bar)
         return dataclasses.replace(report, census=census)
@@ -227,8 +236,7 @@ def _walked(fn: Function, leaves: Leaves, batch: Any) -> Trace:
 
 
 def _searched(
-    fn: Function, params: Any, leaves: Leaves, batches: Sequence[Any], trace: Trace, linear: bool, whole: bool,
-    near: float, seed: int, bar: Any,
+    fn: Function, params: Any, leaves: Leaves, batches: Sequence[Any], trace: Trace, near: float, seed: int, bar: Any
 ) -> Report:
     """What `discover` returns for one instance.
 
@@ -238,8 +246,6 @@ def _searched(
       leaves: its float64 leaves by path.
       batches: at least two.
       trace: the walk over fn.
-      linear: as for `discover`, with `whole`, `near` and `seed`.
-      whole: whether to return the rotation of the residual stream and flat directions.
       near: largest singular value of what nearly holds.
       seed: of everything random.
       bar: the progress bar.
@@ -251,12 +257,11 @@ def _searched(
     def rng(*purpose: int) -> np.random.Generator:
         return np.random.default_rng([seed, *purpose])
 
-    points = [generic_point(leaves, rng(1, k)) for k in (100, 101)]
-    prover = Prover(fn, params, batches, points)
+    prover = Prover(fn, params, batches, (generic_point(leaves, rng(1, k)) for k in range(100, 100 + _DRAWS)))
     prover.check_outputs(leaves)
 
     bar.set_postfix_str("gradients")
-    tried = search.candidates(trace, leaves, "other" if whole else "all")
+    tried = search.candidates(trace, leaves)
     offsets, shifts = flows(trace, leaves), Shifts(trace, leaves)
     gradients = Gradients(fn, batches)
     columns = max([*(len(one.columns) for one in tried), *(flow.columns for flow in offsets)])
@@ -265,18 +270,23 @@ def _searched(
     at_once = min(-(-rows // _POINTS), gradients.outputs(leaves) * len(batches))
     bar.total = bar.n + 3 + (count := -(-rows // at_once))
     squares = {path: np.zeros(leaf.shape) for path, leaf in leaves.items()}
-    for k in range(count):
+    seen = 0
+    for k in range(_DRAWS * count):
+        if seen >= rows:
+            break
         bar.set_postfix_str(f"gradients at point {k + 1} of {count}, for {len(tried)} groups of motions")
         point = generic_point(leaves, rng(1, k))
         elements = [draw(rng(3, k, n), one.family, one.space, one.beside) for n, one in enumerate(tried)]
         for chunk, gradient in enumerate(gradients.at(point, at_once, rng(2, k))):
+            seen += len(next(iter(gradient.values())))
             shifts.observe(gradient)
             squares = {path: x + np.square(gradient[path]).sum(0) for path, x in squares.items()}
             for n, flow in enumerate(offsets):
                 flow.observe(point, gradient, rng(9, k, n))
             for one, element in zip(tried, elements, strict=True):
                 one.observe(point, element, gradient, first=chunk == 0)
-        bar.update()
+        bar.update(k < count)
+    checks.check_gradients(seen, rows)
 
     bar.set_postfix_str("null spaces")
     masks, dead, uncovered, rejected = _unreached(prover, squares, rng(4))
@@ -291,30 +301,33 @@ def _searched(
     bar.set_postfix_str("finite moves")
     # Anchors of norms are their scales, not their biases, which may be zero.
     positive = {path for path, x in leaves.items() if (x > 0).all() or path not in trace.added}
-    claims, ungauged = _claims(exact, linear, trace, positive)
-    for places, residual in shifts.solve():
+    claims, ungauged = _claims(exact, trace, positive)
+    for places, residual in shifts.solve(returned=True):
         claims.append(_Claim(shift_call(places), {view.path: 1.0 for view, _ in places}, residual))
     proved, failed = _proved(prover, claims, ZERO, rng(5))
     rejected += [_refuted(call, change) for call, change in failed]
-    nearly, _ = _proved(prover, _claims(close, linear, trace, positive)[0], 10 * near, rng(6))
-    additions = _additions(trace, masks, offsets, shifts, points[0])
-    if whole:
-        norms = [one.call for one in proved if one.call.kind == "norm_scale"]
-        turns = _turns(trace, leaves, gradients, at_once, norms, params, exact, masks, rng, ungauged)
-        calls = merged_reads([addition.call for addition in additions if addition.call is not None])
-        flat = [_Claim(call, dict.fromkeys(call.paths, 1.0), 0.0) for call in calls]
-        more, failed = _proved(prover, [*turns, *flat], ZERO, rng(17))
-        rejected += [_refuted(call, change) for call, change in failed if np.isfinite(change)]
-        proved += more
-        additions = [one for one in additions if one.call is None or any(one.call.within(call) for call, _ in failed)]
-    held, refused = prover.together(sorted(proved, key=lambda one: _ORDER.index(one.call.kind)))
+    nearly, _ = _proved(prover, _claims(close, trace, positive)[0], 10 * near, rng(6))
+    additions = _additions(trace, masks, offsets, shifts, prover.points[0])
+    norms = [one.call for one in proved if one.call.kind == "norm_scale"]
+    turns = _turns(trace, leaves, gradients, at_once, norms, params, exact, masks, rng, ungauged)
+    calls = merged_reads([addition.call for addition in additions if addition.call is not None])
+    flat = [_Claim(call, dict.fromkeys(call.paths, 1.0), 0.0) for call in calls]
+    more, failed = _proved(prover, [*turns, *flat], ZERO, rng(17))
+    rejected += [_refuted(call, change) for call, change in failed if np.isfinite(change)]
+    proved += more
+    additions = [one for one in additions if one.call is None or any(one.call.within(call) for call, _ in failed)]
+    held, refused = prover.together(_sorted(proved))
     for addition in additions:
-        if addition.move is None or prover.change([addition.move(point) for point in points]) < ZERO:
+        if addition.move is None or prover.change([addition.move(point) for point in prover.points]) < ZERO:
             where = ungauged.setdefault(addition.kind, [])
             where += [addition.where] * (addition.where not in where)
     bar.update()
     kinds = {kind: tuple(where) for kind, where in ungauged.items()}
     return Report(tuple(held), tuple(nearly), (*rejected, *refused), tuple(dead), tuple(uncovered), kinds)
+
+
+def _sorted(held: Sequence[Held]) -> list[Held]:
+    return sorted(held, key=lambda one: (*_TRAINING, *_REST).index(one.call.kind))
 
 
 class _Addition(NamedTuple):
@@ -346,7 +359,7 @@ def _additions(
       point: where leaves are named at.
     """
     additions = []
-    for places, _ in shifts.solve(read=True):
+    for places, _ in shifts.solve(returned=False):
         kind = "a constant along an axis that only centred norms read"
         additions += [_Addition(kind, call.paths[0], call, None) for call in write_shift_calls(places)]
     for k, flow in enumerate(offsets):
@@ -373,7 +386,7 @@ def _turns(
         try:
             call = rotation_call(symmetry, trace, norms, params)
             if not call.norms and symmetry.family == "orthogonal" and matrices.isdisjoint(symmetry.paths):
-                call = written(symmetry, False, trace.layer_spaces(), ())  # no stream, but one rotation of a few leaves
+                call = written(symmetry, trace.layer_spaces(), ())  # no stream, but one rotation of a few leaves
         except Unwritable as reason:
             ungauged.setdefault(str(reason), []).append(", ".join(sorted(symmetry.paths)))
         else:
@@ -392,7 +405,8 @@ def _carried(
     rng = np.random.default_rng([seed, 12])
     bar.set_postfix_str("the large instance")
     # Arrays on the device are not copied at every call; of a tree of 1 GB that is the difference between 8 GB and 6.
-    prover = Prover(fn, params, batches, [jax.device_put(generic_point(leaves, rng))])
+    drawn = (jax.device_put(generic_point(leaves, rng)) for _ in range(_DRAWS))
+    prover = Prover(fn, params, batches, drawn, count=1)
     prover.check_outputs(leaves)
     squares = {path: np.zeros(leaf.shape, np.float32) for path, leaf in leaves.items()}
     gradients = Gradients(fn, batches)
@@ -415,7 +429,7 @@ def _carried(
                 kept.append(one._replace(gauge=call.gauge(), call=call, change=change, parts=()))
             elif limit == ZERO:
                 failed.append(_refuted(call, change))
-    held, refused = prover.together(proved)
+    held, refused = prover.together(_sorted(proved))
     rejected = [*report.rejected, *failed, *refused]
     return Report(tuple(held), tuple(nearly), tuple(rejected), tuple(dead), tuple(uncovered), report.ungauged)
 
@@ -454,7 +468,7 @@ def _refuted(call: Call, change: float) -> str:
 
 
 def _claims(
-    symmetries: Sequence[Symmetry], linear: bool, trace: Trace, positive: set[str]
+    symmetries: Sequence[Symmetry], trace: Trace, positive: set[str]
 ) -> tuple[list[_Claim], dict[str, list[str]]]:
     """Symmetries as gauges, and the leaves of those that have no gauge, by kind."""
     claims, ungauged = [], dict[str, list[str]]()
@@ -462,7 +476,7 @@ def _claims(
         signs = {"covector": -1.0}
         exponents = {t.piece.path: round(t.exponent * signs.get(t.mode, 1.0), 6) for t in symmetry.terms}
         try:
-            call = written(symmetry, linear, trace.layer_spaces(), positive)
+            call = written(symmetry, trace.layer_spaces(), positive)
         except Unwritable as reason:
             ungauged.setdefault(str(reason), []).append(", ".join(sorted(symmetry.paths)))
         else:

@@ -11,7 +11,7 @@ import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -119,17 +119,16 @@ def spaces_with_companions(trace: Trace) -> dict[Space, set[Space]]:
     return spaces
 
 
-def candidates(trace: Trace, leaves: Leaves, which: Literal["stream", "other", "all"] = "all") -> list[Candidate]:
+def candidates(trace: Trace, leaves: Leaves, stream: bool = False) -> list[Candidate]:
     """Everything that is tried.
 
     Args:
       trace: the walk.
       leaves: the parameters by path.
-      which: "stream" means rotations of a residual stream, an axis that kernels read and that all heads share, as they
-        show at points where norms' scales are one; "other" means everything but these; "all" means everything that
-        shows at any point.
+      stream: whether to try the rotations of a residual stream, an axis that kernels read and that all heads share, as
+        they show at points where norms' scales are one; else everything but these is tried.
     """
-    spaces, stream = spaces_with_companions(trace), which == "stream"
+    spaces = spaces_with_companions(trace)
     read = {space for axis in trace.read for space in trace.atom_keys(axis)}
     searched = set(spaces)
     views = [view for path, leaf in leaves.items() for view in views_of(trace, path, leaf.shape, searched)]
@@ -152,10 +151,9 @@ def candidates(trace: Trace, leaves: Leaves, which: Literal["stream", "other", "
             pieces = list(_pieces(space, beside, views))
             for family, modes in FAMILIES.items() if pieces else ():
                 matrices = family in ("linear", "orthogonal", "centred")
-                fits = 2 <= len(space) <= _MATRIX if matrices else _is_planes(space)
-                of_stream = family == "orthogonal" and which != "all" and not beside and space in read
-                tried_here = (of_stream or family == "centred") == stream
-                if tried_here and (fits or family == "diagonal"):
+                fits = 2 + (family == "centred") <= len(space) <= _MATRIX if matrices else _is_planes(space)
+                of_stream = family in ("orthogonal", "centred") and not beside and space in read
+                if of_stream == stream and (fits or family == "diagonal"):
                     columns = [(piece, m) for piece in pieces for m in modes if m != "offset" or piece.vector]
                     tried.append(Candidate(family, space, beside, columns))
     return tried

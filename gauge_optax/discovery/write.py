@@ -24,12 +24,11 @@ class Unwritable(Exception):
     """A symmetry for which the library has no gauge; its text says which kind."""
 
 
-def written(symmetry: Symmetry, linear: bool, layers: set[Space], positive: Collection[str]) -> Call:
+def written(symmetry: Symmetry, layers: set[Space], positive: Collection[str]) -> Call:
     """The gauge of a symmetry.
 
     Args:
       symmetry: the symmetry.
-      linear: whether to return linear groups as such, or the rotations in them.
       layers: spaces that are scanned over, which get the name `layer`.
       positive: leaves that are no bias or have no zero or negative element: among vectors they are listed first, as a
         gauge's anchor.
@@ -43,6 +42,8 @@ def written(symmetry: Symmetry, linear: bool, layers: set[Space], positive: Coll
     names = _Names(symmetry, layers, positive)
     if symmetry.family in ("diagonal", "per_plane"):
         return _scale_call(symmetry, names)
+    if symmetry.family == "centred":
+        raise Unwritable("a rotation of heads that keeps the vector of ones")
     options = {"pairing": _pairing(symmetry)} if symmetry.family in ("complex", "phase") else {}
     sides: dict[str, list[Term]] = {"vector": [], "covector": []}
     for term in whole_leaves(symmetry.terms + symmetry.along):
@@ -53,7 +54,7 @@ def written(symmetry: Symmetry, linear: bool, layers: set[Space], positive: Coll
         sides[term.mode].append(term)
     roles = [(_order(terms), names.role(terms, "basis")) for terms in sides.values()]
     (_, left), (_, right) = sorted(roles, key=lambda side: (side[0], list(side[1].values())))
-    if linear and symmetry.family in ("linear", "complex"):
+    if symmetry.family in ("linear", "complex"):
         if not left or not right:
             raise Unwritable("a linear map with one side")
         kind = "rope_linear" if options else "head_linear"
@@ -198,7 +199,9 @@ class _Names:
             for k, (length, window) in enumerate(zip(piece.view.shape, piece.view.windows, strict=True)):
                 inside = [names.get((k, j), "_") for j in range(len(window.atoms))]
                 planes = pairing if target in inside else None
-                items.append(_axis_text(length, window, inside, self.sizes, planes, target))
+                # The axis of a stack of one layer, on a norm's scale: a free axis would be one factor for several.
+                one = length == 1 and piece.vector and inside == ["_"]
+                items.append("part1=0" if one else _axis_text(length, window, inside, self.sizes, planes, target))
             text = " ".join(items)
             out[piece.path] = joined(out.get(piece.path), f"1+ {text}" if piece.path in plus else text)
         return out

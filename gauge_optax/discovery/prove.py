@@ -12,7 +12,7 @@ import numpy as np
 from gauge_optax.binding import leaves_by_path, with_leaves
 from gauge_optax.discovery import checks
 from gauge_optax.discovery.calls import Call, bound_copies
-from gauge_optax.discovery.sketch import Function, Leaves
+from gauge_optax.discovery.sketch import Function, Leaves, finite_points
 from gauge_optax.gauges.gauge import Gauge, product
 from gauge_optax.xla import quick_options
 
@@ -50,7 +50,7 @@ class Prover:
       fn: (leaves, batch) to a list of outputs.
       params: the tree that gauges bind to.
       batches: at least two.
-      points: other than those of the sketch; the first at which the outputs are finite are taken.
+      points: other than those of the sketch; the first at which the outputs are finite count.
       count: how many points.
     """
 
@@ -59,14 +59,7 @@ class Prover:
     ) -> None:
         self._fn, self._params, self._batches = fn, params, list(batches)[:2]
         self._call = jax.jit(fn, compiler_options=quick_options())
-        self.points = list[Leaves]()
-        for point in points:
-            if all(np.isfinite(x).all() for batch in self._batches for x in self._outputs(point, batch)):
-                self.points.append(point)
-            last = point
-            if len(self.points) == count:
-                break
-        self.points += [last] * (count - len(self.points))  # `check_outputs` says what is not finite there
+        self.points = finite_points(self._call, self._batches, points, count)
         self._before: list[list[list[np.ndarray]]] = []
 
     def _outputs(self, leaves: Leaves, batch: Any) -> list[np.ndarray]:

@@ -75,14 +75,16 @@ def drawn(number: int) -> Spec:
     norm = of("rms", "layer")
     layout = of("heads", "flat", "fused", p=(0.6, 0.25, 0.15))
     kv_heads = heads if layout == "fused" else of(*(k for k in (1, 2, 4) if k <= heads))
+    position = of("none", "learned", "half", "interleaved", "partial", p=(0.1, 0.2, 0.35, 0.2, 0.15))
+    head = 8 if position == "partial" else of(4, 6, p=(0.75, 0.25))  # a single plane would be no axis
     return Spec(
-        layers=of(1, 2), width=of(6, 8), heads=heads, kv_heads=kv_heads, head=of(4, 6, p=(0.75, 0.25)),
+        layers=of(1, 2), width=of(6, 8), heads=heads, kv_heads=kv_heads, head=head,
         hidden=of(5, 7), norm=norm, scale=of("plain", "one_plus", "none", p=(0.7, 0.15, 0.15)),
         norm_bias=norm == "layer" and of(True, False), eps=of(0.0, 1e-6, 1e-5),
         place=of("before", "after", "both", p=(0.8, 0.05, 0.15)),
         qk_norm=of("none", "rms", "layer", "bare", "wide", p=(0.5, 0.25, 0.1, 0.1, 0.05)),
         bias=of("none", "qkv", "all", p=(0.4, 0.2, 0.4)),
-        position=of("none", "learned", "half", "interleaved", "partial", p=(0.1, 0.2, 0.35, 0.2, 0.15)),
+        position=position,
         mlp=of("relu", "relu2", "gelu", "swiglu", "reglu"), gated_heads=of(True, False, p=(0.15, 0.85)),
         layout=layout, parallel=of(True, False, p=(0.15, 0.85)), tied=of(True, False),
         head_bias=of(True, False, p=(0.2, 0.8)), cap=of(True, False, p=(0.1, 0.9)),

@@ -12,7 +12,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -157,13 +157,13 @@ def flows(trace: Trace, leaves: Leaves) -> list[Flow]:
     for view in vectors + vector_parts:
         readers = [kernel for kernel in kernels if (view.path, kernel.path) in trace.vector_reads]
         tried.append(_absorbed(view, readers, behind, layers))
-        norms = [norm for norm in vectors if norm.path != view.path and norm.labels == view.labels]
-        for norm, plus in itertools.product([n for n in norms if n.module == view.module], (False, True)):
-            tried.append(_hidden_and_absorbed(view, norm, plus, readers, behind, layers))
-    for norm, kernel, plus in itertools.product(vectors, kernels, (False, True)):
-        if (norm.path, kernel.path) in trace.vector_reads and set(norm.labels) < set(kernel.labels):
+        for vector in [v for v in vectors if v.module == view.module and v.labels == view.labels]:
+            for norm in [_Norm(vector, None)] if vector is view else [_Norm(vector, 0.0), _Norm(vector, 1.0)]:
+                tried.append(_hidden_and_absorbed(view, norm, readers, behind, layers))
+    for vector, kernel, plus in itertools.product(vectors, kernels, (0.0, 1.0, None)):
+        if (vector.path, kernel.path) in trace.vector_reads and set(vector.labels) < set(kernel.labels):
             beside = [b for b in vectors if (b.path, kernel.path) in trace.vector_reads]
-            tried.append(_hidden_by_norm(kernel, norm, plus, beside, behind.get(kernel.path, []), layers))
+            tried.append(_hidden_by_norm(kernel, _Norm(vector, plus), beside, behind.get(kernel.path, []), layers))
     for space in sorted({label for view in views for label in view.labels if label is not None}):
         tried.append(_common_row(space, [view for view in views if view.labels.count(space) == 1]))
     return [flow for flow in tried if 0 < flow.columns <= _MOST]
@@ -194,55 +194,67 @@ def _absorbed(vector: View, kernels: Sequence[View], behind: Mapping[str, Sequen
     return Flow("a bias that flows into the biases behind it", make, 1 + len(pairs) if pairs else 0, write, least=2)
 
 
+class _Norm(NamedTuple):
+    """A centred norm: a vector of it, and what its scale is: the vector plus `plus`, or one if that is None."""
+
+    vector: View
+    plus: float | None
+
+    def inverse(self, point: Leaves) -> np.ndarray:
+        """1/γ; zero where γ is nearly."""
+        values = _tensor(self.vector, point)
+        scale = np.ones_like(values) if self.plus is None else values + self.plus
+        return 1.0 / np.where(np.abs(scale) > 1e-3, scale, np.inf)
+
+
 def _hidden_by_norm(
-    kernel: View, norm: View, plus: bool, beside: Sequence[View], behind: Sequence[View], layers: set[Space]
+    kernel: View, norm: _Norm, beside: Sequence[View], behind: Sequence[View], layers: set[Space]
 ) -> Flow:
     """W + u/γ on the axis that a kernel reads; it adds u·Σβ/γ of the norm's bias, which the kernel's bias takes up."""
-    read = set(norm.labels) - layers
+    vector, scaled = norm.vector, norm.plus is not None
+    read = set(vector.labels) - layers
     rest = tuple(label for label in kernel.labels if label not in read)
-    stacked = tuple(label for label in norm.labels if label in layers)
-    biases = [b for b in beside if b.path != norm.path and set(b.labels) == set(norm.labels)]
+    stacked = tuple(label for label in vector.labels if label in layers)
+    biases = [b for b in beside if (b.path == vector.path) != scaled and set(b.labels) == set(vector.labels)]
     pairs = [(beta, b) for beta in biases for b in behind if set(b.labels) == set(rest)]
 
     def make(point: Leaves, rng: np.random.Generator) -> list[Motion]:
         shape = zip(kernel.labels, _tensor(kernel, point).shape, strict=True)
         free = rng.standard_normal([n for label, n in shape if label not in read])
-        scale = _tensor(norm, point) + plus
-        inverse = 1.0 / np.where(np.abs(scale) > 1e-3, scale, np.inf)
-        motions = [_motion(kernel, _einsum(norm.labels, rest, kernel.labels, inverse, free))]
+        inverse = norm.inverse(point)
+        motions = [_motion(kernel, _einsum(vector.labels, rest, kernel.labels, inverse, free))]
         for beta, b in pairs:
-            total = _einsum(beta.labels, norm.labels, stacked, _tensor(beta, point), inverse)
+            total = _einsum(beta.labels, vector.labels, stacked, _tensor(beta, point), inverse)
             motions.append(_motion(b, _einsum(stacked, rest, b.labels, total, free)))
         return motions
 
     def write(taken: list[int], unread: list[int]) -> Call:
         used = [pairs[k - 1] for k in taken if k > 0]
-        used += [pair for k in unread if k > 0 and (pair := pairs[k - 1])[0].module == norm.module]
-        blocks = {"read": [kernel], "scale": [norm]}
+        used += [pair for k in unread if k > 0 and (pair := pairs[k - 1])[0].module == vector.module]
+        blocks = {"read": [kernel]} | ({"scale": [vector]} if scaled else {})
         if used:
             blocks |= {"bias": [beta for beta, _ in used], "into": [b for _, b in used]}
-        return _call("norm_read_shift", blocks, _axis_names(norm, layers), [norm.path] if plus else [])
+        return _call("norm_read_shift", blocks, _axis_names(vector, layers), [vector.path] if norm.plus else [])
 
-    return Flow("a direction that a centred norm hides from the kernel behind it", make, 1 + len(pairs), write)
+    kind, least = "a direction that a centred norm hides from the kernel behind it", 1 if scaled else 2
+    return Flow(kind, make, 1 + len(pairs) if scaled or pairs else 0, write, least=least)
 
 
 def _hidden_and_absorbed(
-    bias: View, norm: View, plus: bool, kernels: Sequence[View], behind: Mapping[str, Sequence[View]],
-    layers: set[Space],
+    bias: View, norm: _Norm, kernels: Sequence[View], behind: Mapping[str, Sequence[View]], layers: set[Space]
 ) -> Flow:
-    """A shift δ of a centred norm's bias β, with Σδ/γ = 0, that kernels without a bias take up as −(1/γ) ⊗ Wᵀδ/Σ(β/γ)."""
+    """A shift δ of a centred norm's bias β, Σδ/γ = 0, that kernels without a bias take up as −(1/γ) ⊗ Wᵀδ/Σ(β/γ)."""
     stacked = tuple(label for label in bias.labels if label in layers)
     axis = next((k for k, label in enumerate(bias.labels) if label not in layers), 0)
     readers = [k for k in kernels if set(bias.labels) < set(k.labels)]
     biases = {k.path: [b for b in behind.get(k.path, []) if set(b.labels) <= set(k.labels)] for k in readers}
 
     def make(point: Leaves, rng: np.random.Generator) -> list[Motion]:
-        scale = _tensor(norm, point) + plus
-        inverse = 1.0 / np.where(np.abs(scale) > 1e-3, scale, np.inf)
+        inverse = norm.inverse(point)
         shift = rng.standard_normal(inverse.shape)
         along = (shift * inverse).sum(axis, keepdims=True) / np.square(inverse).sum(axis, keepdims=True)
         shift = shift - along * inverse
-        total = _einsum(bias.labels, norm.labels, stacked, _tensor(bias, point), inverse)
+        total = _einsum(bias.labels, norm.vector.labels, stacked, _tensor(bias, point), inverse)
         motions = [_motion(bias, shift)]
         for kernel in readers:
             out = tuple(label for label in kernel.labels if label not in set(bias.labels) - set(stacked))
@@ -251,7 +263,7 @@ def _hidden_and_absorbed(
                 motions.append(_motion(b, _einsum(stacked, out, b.labels, np.ones_like(total), flow)))
             if not biases[kernel.path]:
                 taken = _einsum(stacked, out, out, 1.0 / np.where(total == 0, np.inf, total), flow)
-                motions.append(_motion(kernel, _einsum(norm.labels, out, kernel.labels, inverse, taken)))
+                motions.append(_motion(kernel, _einsum(norm.vector.labels, out, kernel.labels, inverse, taken)))
         return motions
 
     def write(taken: list[int], unread: list[int]) -> Call:

@@ -37,7 +37,7 @@ _CLOSE = 12  # candidates for what nearly holds
 _REACH = 2  # points at which a large instance is asked what its batches reach
 _ROWS = 1.5  # gradients for each column: with fewer rows than columns, any columns have null vectors
 _DEAD = 1e-11  # an element whose gradient is smaller, relative to a typical one, has no effect
-# The order in which a report lists kinds of gauges: first those that training takes, then those that make a step dearer.
+# The order in which a report lists kinds: first those that training takes, then those that make a step dearer.
 _TRAINING = ("norm_scale", "scale_invariant", "head_rotation", "head_linear", "rope_torus", "rope_linear", "rescale",
              "logit_shift")
 _REST = ("residual_rotation", "norm_read_shift", "norm_write_shift", "embedding_shift", "key_bias", "bias_absorption")

@@ -145,7 +145,8 @@ def test_the_command_line_prints_source_that_runs(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     report, source, whole = re.split("\n\n(?:gauges|whole) = ", done.stdout)
     assert report.startswith("1 gauge\n  rescale: up, down")
-    assert eval(source, {"go": go}) == eval(whole, {"go": go}) == [go.rescale({"up": "_ channel"}, {"down": "channel _"})]
+    lists = [eval(text, {"go": go}) for text in (source, whole)]
+    assert lists == [[go.rescale({"up": "_ channel"}, {"down": "channel _"})]] * 2
     for argument, complaint in (("net", "write module:function"), ("net:none", "no attribute 'none'")):
         refused = run(argument, tmp_path)
         assert refused.returncode == 2 and complaint in refused.stderr and "Traceback" not in refused.stderr

@@ -73,7 +73,7 @@ def of_preset(name: str) -> Model:
     images = name == "vision_transformer"
     batches: Any = rng.standard_normal((2, 2, T, 6)) if images else rng.integers(0, V, (2, 2, T))
     report = go.discover(tree.fn, params, list(batches), progress=False)
-    return Model(tree.fn, params, batches[0], report.gauges)
+    return Model(tree.fn, params, batches[0], report.whole)
 
 
 def of_released(name: str) -> Model:

@@ -266,28 +266,30 @@ def tried(number: int, seeds: int, certificate: bool = True) -> dict[str, Any]:
     answers = {(repr(report.gauges), repr(report.whole), repr(sorted(report.ungauged))) for report in reports}
     if len(answers) > 1:
         wrong.append(f"{len(answers)} answers: {[[g.name for g in report.whole] for report in reports]}")
-    row = {"spec": dataclasses.asdict(spec), "seeds": seeds}
+    row: dict[str, Any] = {"spec": dataclasses.asdict(spec), "seeds": seeds}
     if reports:
         first = reports[0]
         worst = max((held.change for held in first.held), default=0.0)
-        row |= {"whole": [gauge.name for gauge in first.whole], "ungauged": {k: list(v) for k, v in first.ungauged.items()}}
-        row |= {"rejected": list(first.rejected), "moves": worst}
+        row |= {"whole": [gauge.name for gauge in first.whole], "rejected": list(first.rejected), "moves": worst}
+        row["ungauged"] = {kind: list(where) for kind, where in first.ungauged.items()}
         row["nearly"] = len({repr([held.gauge for held in report.nearly]) for report in reports})
         if certificate:
             try:
                 counts = first.certificate
-                row |= {"dead": counts.dead, "explained": counts.explained, "unexplained": counts.unexplained}
-                row |= {"gap": list(counts.gap)}
-                exact = counts.gap[0] < 1e-13 and counts.gap[1] > 1e3 * counts.gap[0]
-                row["exact"] = exact
-                if counts.unexplained and exact and not first.ungauged:
-                    wrong.append(f"{counts.unexplained} unexplained, gap {counts.gap}: { {p: round(x, 2) for p, x in counts.by_leaf.items() if x > 0.005} }")
             except Exception as error:
                 wrong.append(f"certificate: {type(error).__name__}: {str(error)[:200]}")
+            else:
+                exact = counts.gap[0] < 1e-13 and counts.gap[1] > 1e3 * counts.gap[0]
+                row |= {"dead": counts.dead, "explained": counts.explained, "unexplained": counts.unexplained}
+                row |= {"gap": list(counts.gap), "exact": exact}
+                if counts.unexplained and exact and not first.ungauged:
+                    shares = {path: round(x, 2) for path, x in counts.by_leaf.items() if x > 0.005}
+                    wrong.append(f"{counts.unexplained} unexplained, gap {counts.gap}: {shares}")
     return row | {"wrong": wrong, "seconds": round(time.perf_counter() - started, 1)}
 
 
 def main() -> None:
+    """Tries what the command line asks for, and writes every row as it is finished."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--count", type=int, default=200)

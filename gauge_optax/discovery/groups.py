@@ -14,12 +14,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
+from scipy.linalg import expm
 
 from gauge_optax.discovery.sketch import Leaves
 from gauge_optax.discovery.spaces import Space
 from gauge_optax.discovery.views import Piece
 
-ZERO = 1e-11  # relative to a column's size: anything smaller is roundoff; a norm's eps leaves 1e-10 to 1e-3
+ZERO = 1e-13  # relative to a column's size: anything smaller is roundoff; a norm's eps leaves 1e-12 to 1e-3
+STILL = 1e-12  # relative change of the outputs under a finite move that is roundoff
 _WITHIN = 1e-6  # distance of a random motion of a group from others that contain it: its exponents are exact
 _STEPS = 500  # of conjugate gradients, at most
 _PATIENCE = 30  # steps that have to bring the distance down
@@ -88,6 +90,29 @@ class Symmetry:
         for piece, mode, exponent in self.terms:
             values = point[piece.path].reshape(-1)[piece.entries]
             out[piece.path][piece.entries] += exponent / largest * direction(mode, values, element)
+        return out
+
+    def moved(self, point: Leaves, rng: np.random.Generator) -> Leaves:
+        """The point moved by a random element."""
+        largest, out = max(abs(term.exponent) for term in self.terms), dict(point)
+        element = 0.5 * draw(rng, self.family, self.space, self.beside)
+        exponents: dict[Piece, dict[str, float]] = {}
+        for piece, mode, exponent in (*self.terms, *self.along):
+            exponents.setdefault(piece, {})[mode] = exponent / largest
+        for piece, modes in exponents.items():
+            flat = out[piece.path].reshape(-1).copy()
+            values, scale = flat[piece.entries], modes.get("scale", 0.0)
+            if matrix := modes.get("vector", 0.0):
+                values = expm(matrix * element).swapaxes(-1, -2) @ values
+            elif matrix := modes.get("covector", 0.0):
+                values = expm(-matrix * element) @ values
+            elif scale:  # about a centre, if there is an offset too
+                centre = -modes.get("offset", 0.0) / scale
+                values = centre + (values - centre) * np.exp(scale * element[:, :, None])
+            else:
+                values = values + modes["offset"] * element[:, :, None]
+            flat[piece.entries] = values
+            out[piece.path] = flat.reshape(point[piece.path].shape)
         return out
 
     def adjoint(self, point: Leaves, tangent: Mapping[str, np.ndarray]) -> np.ndarray:

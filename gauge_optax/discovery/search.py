@@ -237,6 +237,7 @@ def sparse(rows: np.ndarray, beside: np.ndarray | None = None) -> np.ndarray:
         if not sum(_thinned(together, i, j) for i, j in pairs if i != j and np.any(together[i] * together[j])):
             break
     out = together[: len(rows)]
+    out = out[out.any(1)]  # a row that holds nearly may be one of those beside it but for blur
     for row in out:
         row /= np.abs(row[row != 0]).min()
         row *= np.sign(row[np.nonzero(row)[0][0]])

@@ -102,7 +102,7 @@ def whole(report: Report) -> Sequence[Gauge]:
 
 
 def check(
-    fn: Any, params: Any, batches: Any, hand: list[Gauge], listed: Callable[[Report], Sequence[Gauge]] = whole,
+    fn: Any, params: Any, batches: Any, hand: Sequence[Gauge], listed: Callable[[Report], Sequence[Gauge]] = whole,
     **options: Any,
 ) -> Report:
     """Whether a list of the report and one written by hand have the same orbits."""

@@ -55,7 +55,8 @@ def lm_logits(name: str, params: object, tokens: object) -> jax.Array:
 def test_the_report_is_lines_that_name_every_gauge(found: tuple[Net, Report]) -> None:
     _, report = found
     lines = str(report).splitlines()
-    assert lines[0] == "7 gauges" and "1 more in report.whole, which make a training step dearer" in lines and len([line for line in lines if "moves the outputs by" in line]) >= 8
+    assert lines[0] == "7 gauges" and "1 more in report.whole, which make a training step dearer" in lines
+    assert len([line for line in lines if "moves the outputs by" in line]) >= 8
     for held in report.held:
         assert held.residual < 1e-9 and held.change < 1e-9 and held.exponents
     (rescale,) = [held for held in report.held if held.gauge.name == "rescale"]

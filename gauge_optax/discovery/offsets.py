@@ -370,7 +370,7 @@ def _call(
     for role, views in blocks.items():
         roles[role] = {}
         for view in views:
-            text, lengths = axes_text(view, names, unit="part1=0" if role in ("bias", "scale") else "_")
+            text, lengths = axes_text(view, names, role in ("bias", "scale") or kind == "bias_absorption")
             roles[role][view.path] = f"1+ {text}" if view.path in plus else text
             sizes |= lengths
     return Call(kind, roles, {}, sizes)

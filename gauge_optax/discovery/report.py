@@ -25,7 +25,7 @@ from gauge_optax.discovery.offsets import Flow, Shifts, flows, merged_reads, unr
 from gauge_optax.discovery.prove import Held, Prover
 from gauge_optax.discovery.shrink import Small, smaller
 from gauge_optax.discovery.sketch import Function, Gradients, Leaves, generic_point
-from gauge_optax.discovery.stream import rotation_call, stream_rotations
+from gauge_optax.discovery.stream import passed, rotation_call, stream_rotations
 from gauge_optax.discovery.trace import Trace, walk
 from gauge_optax.discovery.write import Unwritable, shift_call, write_shift_calls, written
 from gauge_optax.errors import binding_error
@@ -314,7 +314,7 @@ def _searched(
     rejected += [_refuted(call, change) for call, change in failed if change > 10 * near]
     nearly, _ = _proved(prover, [*almost, *_claims(close, trace, positive)[0]], 10 * near, rng(6))
     additions = _additions(trace, masks, offsets, shifts, prover.points[0])
-    norms = [one.call for one in proved if one.call.kind == "norm_scale"]
+    norms = passed([one.call for one in proved if one.call.kind == "norm_scale"], params)
     turns = _turns(trace, leaves, gradients, at_once, norms, params, exact, masks, rng, ungauged)
     calls = merged_reads([addition.call for addition in additions if addition.call is not None])
     flat = [_Claim(call, dict.fromkeys(call.paths, 1.0), 0.0) for call in calls]

@@ -86,8 +86,7 @@ def rotation_call(symmetry: Symmetry, trace: Trace, norms: Sequence[Call], param
     for norm in norms:
         blocks = [block for _, _, blocks in bound_copies(norm.gauge(), params) for block in blocks]
         into = {block.path for block in blocks if block.role == "down"}
-        free = any("_" in block.labels for block in blocks if block.role == "up")  # one factor for several channels
-        if into <= symmetry.paths and not free:
+        if into <= symmetry.paths:
             passed.append(norm)
             readers |= into
             moved |= {block.path for block in blocks if block.role == "up"}
@@ -107,6 +106,15 @@ def rotation_call(symmetry: Symmetry, trace: Trace, norms: Sequence[Call], param
     options = {"centred": True} if symmetry.family == "centred" else {}
     roles = {role: captured_blocks(blocks) for role, blocks in sides.items()}
     return Call("residual_rotation", roles, options, sizes, tuple(passed))
+
+
+def passed(norms: Iterable[Call], params: Any) -> list[Call]:
+    """The norms whose gauges move every channel of the scale alone, so that it can be divided out."""
+
+    def blocks(norm: Call) -> list[Any]:
+        return [block for _, _, copy in bound_copies(norm.gauge(), params) for block in copy if block.role == "up"]
+
+    return [norm for norm in norms if not any("_" in block.labels for block in blocks(norm))]
 
 
 def _scales(norms: Iterable[Call], params: Any) -> Mapping[str, float]:

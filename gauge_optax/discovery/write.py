@@ -201,24 +201,30 @@ class _Names:
                 planes = pairing if target in inside else None
                 # The axis of a stack of one layer, on a norm's scale: a free axis would be one factor for several.
                 one = length == 1 and piece.vector and inside == ["_"]
-                items.append("part1=0" if one else _axis_text(length, window, inside, self.sizes, planes, target))
+                items.append(_only(k) if one else _axis_text(length, window, inside, self.sizes, planes, target))
             text = " ".join(items)
             out[piece.path] = joined(out.get(piece.path), f"1+ {text}" if piece.path in plus else text)
         return out
 
 
-def axes_text(view: View, names: Mapping[Space, str], unit: str = "_") -> tuple[str, dict[str, int]]:
+def _only(axis: int) -> str:
+    """The one index of an axis of length 1, which is no free axis then; every such axis of a leaf has its own name."""
+    return f"only{axis}=0" if axis else "only=0"
+
+
+def axes_text(view: View, names: Mapping[Space, str], only: bool = False) -> tuple[str, dict[str, int]]:
     """The axes string of a view, and the lengths that it needs.
 
     Args:
       view: the view.
       names: spaces that have a name; all others are free.
-      unit: what to write for an axis of length 1.
+      only: whether to write an axis of length 1 as its one index, so that it is no free axis.
     """
     items, sizes = [], dict[str, int]()
-    for length, window in zip(view.shape, view.windows, strict=True):
+    for k, (length, window) in enumerate(zip(view.shape, view.windows, strict=True)):
         inside = [names.get(atom.space, "_") if atom.space is not None else "_" for atom in window.atoms]
-        items.append(unit if length == 1 else _axis_text(length, window, inside, sizes))
+        text = _axis_text(length, window, inside, sizes) if length > 1 else _only(k) if only else "_"
+        items.append(text)
     return " ".join(items), sizes
 
 

@@ -25,7 +25,7 @@ import numpy as np
 import gauge_optax as go
 
 OUT = Path(__file__).parent / "results" / "fuzz.json"
-VOCAB, TOKENS = 9, 6
+VOCAB, TOKENS = 13, 6
 OUTLIER = 30.0  # how many times a channel of the residual stream is as large as the others
 
 
@@ -77,8 +77,9 @@ def drawn(number: int) -> Spec:
     kv_heads = heads if layout == "fused" else of(*(k for k in (1, 2, 4) if k <= heads))
     position = of("none", "learned", "half", "interleaved", "partial", p=(0.1, 0.2, 0.35, 0.2, 0.15))
     head = 8 if position == "partial" else of(4, 6, p=(0.75, 0.25))  # a single plane would be no axis
+    # A head wider than its input, or fewer tokens than channels, would leave directions dead that no model has.
     return Spec(
-        layers=of(1, 2), width=of(6, 8), heads=heads, kv_heads=kv_heads, head=head,
+        layers=of(1, 2), width=max(of(6, 8), head + 2), heads=heads, kv_heads=kv_heads, head=head,
         hidden=of(5, 7), norm=norm, scale=of("plain", "one_plus", "none", p=(0.7, 0.15, 0.15)),
         norm_bias=norm == "layer" and of(True, False), eps=of(0.0, 1e-6, 1e-5),
         place=of("before", "after", "both", p=(0.8, 0.05, 0.15)),

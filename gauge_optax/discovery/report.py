@@ -292,7 +292,7 @@ def _searched(
     masks, dead, uncovered, rejected = _unreached(prover, squares, rng(4))
     symmetries = [symmetry for one in tried for symmetry in one.solve(squares, masks, near)]
     point = generic_point(leaves, rng(1, 0))
-    exact = independent([s for s in symmetries if s.residual < ZERO], point, rng(7))
+    exact = independent([s for s in symmetries if s.residual < ZERO], point, rng(7), dead=masks)
     close = [s for s in symmetries if s.residual >= ZERO]
     limit = sorted([*(s.residual for s in close), *[np.inf] * _CLOSE])[_CLOSE - 1]
     close = independent([s for s in close if s.residual <= limit], point, rng(8), exact)

@@ -1003,3 +1003,15 @@ def test_public_names_are_documented() -> None:
         if inspect.isfunction(thing):
             doc = inspect.getdoc(thing) or ""
             assert "Args:" in doc and ">>>" in doc, name
+
+
+@pytest.mark.parametrize("shape", [(48,), (48, 5)])
+def test_parts_of_a_fused_leaf_are_written_under_jit_as_without(shape: tuple[int, ...]) -> None:
+    """jaxlib 0.10.2 wrote the planes of query and key in place, and read what it had overwritten."""
+    rest = " _" * (len(shape) - 1)
+    parts = tuple(f"(part={k} head basis){rest}" for k in range(2))
+    gauge = go.rope_torus({"qkv": parts}, sizes={"part": 3, "head": 4})
+    params = {"qkv": jnp.cos(jnp.arange(float(np.prod(shape)))).reshape(shape)}
+    element = gauge.sample(jax.random.key(0), params)
+    moved, expected = jax.jit(gauge.act)(element, params), gauge.act(element, params)
+    np.testing.assert_allclose(moved["qkv"], expected["qkv"], atol=1e-5)

@@ -1,4 +1,4 @@
-"""`python -m gauge_optax.discovery my.module:build`: the report of what `build()` returns; gauges and axes as source.
+"""`python -m gauge_optax.discovery my.module:build`: the report of what `build()` returns, lists and axes as source.
 
 `build` takes no argument and returns (fn, params, batches), as `gauge_optax.discover` takes them.
 """
@@ -19,7 +19,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m gauge_optax.discovery", description=__doc__)
     parser.add_argument("build", metavar="module:function", help="returns (fn, params, batches)")
     parser.add_argument("--outputs", choices=("logits", "logprobs", "loss"), default="logits")
-    parser.add_argument("--linear", action="store_true", help="linear groups in place of the rotations in them")
     parser.add_argument("--near", type=float, default=1e-3)
     parser.add_argument("--seed", type=int, default=0)
     chosen = parser.parse_args(arguments)
@@ -34,13 +33,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         fn, params, batches = build()
         report = discover(
-            fn, params, batches, outputs=chosen.outputs, linear=chosen.linear, near=chosen.near, seed=chosen.seed,
+            fn, params, batches, outputs=chosen.outputs, near=chosen.near, seed=chosen.seed,
             progress=sys.stderr.isatty(),
         )
     except ValueError as error:
         sys.stderr.write(f"{error}\n")
         return 1
-    sys.stdout.write(f"{report}\n\ngauges = {report.code()}\n{report.axes}\n")
+    lists = f"gauges = {report.code()}\n\nwhole = {report.code(report.whole)}"
+    sys.stdout.write(f"{report}\n\n{lists}\n\n{report.axes}\n")
     return 0
 
 

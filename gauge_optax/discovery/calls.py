@@ -83,8 +83,8 @@ class Call:
         norms = {"norms": [norm.gauge() for norm in self.norms]} if self.norms else {}
         return CONSTRUCTORS[self.kind](**self.roles, **self.options, **norms, sizes=self.sizes or None)
 
-    def rebound(self, params: Any, sizes: Mapping[str, int]) -> Gauge:
-        """The gauge on another tree, with other lengths of the axes that the call states."""
+    def rebound(self, params: Any, sizes: Mapping[str, int]) -> Call:
+        """The call for another tree, with other lengths of the axes that it states."""
         ranges = [axes for blocks in self.roles.values() for axes in blocks.values() if ":" in str(axes)]
         if ranges:
             raise binding_error(
@@ -101,9 +101,9 @@ class Call:
                     "rebind", f"lengths of the smaller instance do not fit '{path}': {_listed(small)}",
                     f"axes \"{text}\" on shape {shape}", f"lengths in the larger tree of {', '.join(sorted(needed))}",
                     f"write rebind(params, {_listed(needed)})")
-        gauge = self._resized(lambda name, n: sizes.get(name, n)).gauge()
-        gauge.dim(params)
-        return gauge
+        call = self._resized(lambda name, n: sizes.get(name, n))
+        call.gauge().dim(params)
+        return call
 
     def _resized(self, length: Callable[[str, int], int]) -> Call:
         """The call with other stated lengths, a function of an axis's name and its length."""
@@ -159,10 +159,6 @@ class Call:
         roles = {role: {path: axes(text) for path, text in blocks.items()} for role, blocks in self.roles.items()}
         norms = tuple(norm.scaled(full) for norm in self.norms)
         return dataclasses.replace(self, roles=roles, norms=norms)._resized(lambda _, n: full(n))
-
-    def source(self) -> str:
-        """The call as Python source."""
-        return repr(self.gauge())
 
     def alternatives(self) -> Iterator[Call]:
         """The same gauge with other anchors: each block listed first once, then the two sides exchanged."""

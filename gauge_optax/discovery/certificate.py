@@ -11,9 +11,11 @@ import numpy as np
 
 from gauge_optax.binding import leaves_by_path, with_leaves
 from gauge_optax.discovery.census import Census, census
-from gauge_optax.discovery.sketch import Function, Leaves, generic_point
+from gauge_optax.discovery.sketch import Function, Leaves, finite_points, generic_point
 from gauge_optax.gauges.gauge import Gauge
+from gauge_optax.xla import quick_options
 
+_DRAWS = 5  # of a point, until the function is finite there
 _MARGIN = 2  # outputs per parameter: the outputs of one sequence depend on each other
 
 
@@ -40,8 +42,9 @@ def certified(
         outputs = sum(math.prod(x.shape) for x in jax.eval_shape(fn, leaves, batches[0]))
         count = -(-_MARGIN * sum(leaf.size for leaf in leaves.values()) // max(1, outputs))
         inputs = [*batches, *(redrawn(batches, rng) for _ in range(count))]
-        point = with_leaves(params, generic_point(leaves, rng))
-        return census(by_tree, point, inputs, gauges, "loss", seed=seed, progress=False)
+        drawn = (generic_point(leaves, rng) for _ in range(_DRAWS))
+        (point,) = finite_points(jax.jit(fn, compiler_options=quick_options()), batches, drawn, 1)
+        return census(by_tree, with_leaves(params, point), inputs, gauges, "loss", seed=seed, progress=False)
 
 
 def redrawn(batches: Sequence[Any], rng: np.random.Generator) -> Any:

@@ -145,6 +145,15 @@ def check_finite(out: Sequence[np.ndarray], fn: Callable[..., Any], *args: Any) 
                 "mask with a large negative number instead of -inf where a whole row is masked; check the inputs")
 
 
+def check_gradients(count: int, needed: int) -> None:
+    """Raises where too few gradients are finite."""
+    if count < needed:
+        raise _refusal(
+            "gradients that are not finite", f"{count} finite ones where {needed} are needed",
+            "finite gradients at random points near params",
+            "guard square roots and divisions at zero, in front of the operation and not behind it")
+
+
 def _evaluate(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], origins: dict[str, str]) -> list[Any]:
     """Evaluates a jaxpr one operation at a time and notes in `origins` where NaN and infinity first appear."""
     values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))

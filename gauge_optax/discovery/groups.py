@@ -14,12 +14,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
+from scipy.linalg import expm
 
 from gauge_optax.discovery.sketch import Leaves
 from gauge_optax.discovery.spaces import Space
 from gauge_optax.discovery.views import Piece
 
-ZERO = 1e-9  # relative to a column's size: anything smaller is roundoff
+ZERO = 1e-13  # relative to a column's size: anything smaller is roundoff; a norm's eps leaves 1e-12 to 1e-3
+STILL = 1e-12  # relative change of the outputs under a finite move that is roundoff
+_WITHIN = 1e-6  # distance of a random motion of a group from others that contain it: its exponents are exact
 _STEPS = 500  # of conjugate gradients, at most
 _PATIENCE = 30  # steps that have to bring the distance down
 WHOLE: Space = (0,)  # stands for the space of one scale of whole leaves
@@ -87,6 +90,29 @@ class Symmetry:
         for piece, mode, exponent in self.terms:
             values = point[piece.path].reshape(-1)[piece.entries]
             out[piece.path][piece.entries] += exponent / largest * direction(mode, values, element)
+        return out
+
+    def moved(self, point: Leaves, rng: np.random.Generator) -> Leaves:
+        """The point moved by a random element."""
+        largest, out = max(abs(term.exponent) for term in self.terms), dict(point)
+        element = 0.5 * draw(rng, self.family, self.space, self.beside)
+        exponents: dict[Piece, dict[str, float]] = {}
+        for piece, mode, exponent in (*self.terms, *self.along):
+            exponents.setdefault(piece, {})[mode] = exponent / largest
+        for piece, modes in exponents.items():
+            flat = out[piece.path].reshape(-1).copy()
+            values, scale = flat[piece.entries], modes.get("scale", 0.0)
+            if matrix := modes.get("vector", 0.0):
+                values = expm(matrix * element).swapaxes(-1, -2) @ values
+            elif matrix := modes.get("covector", 0.0):
+                values = expm(-matrix * element) @ values
+            elif scale:  # about a centre, if there is an offset too
+                centre = -modes.get("offset", 0.0) / scale
+                values = centre + (values - centre) * np.exp(scale * element[:, :, None])
+            else:
+                values = values + modes["offset"] * element[:, :, None]
+            flat[piece.entries] = values
+            out[piece.path] = flat.reshape(point[piece.path].shape)
         return out
 
     def adjoint(self, point: Leaves, tangent: Mapping[str, np.ndarray]) -> np.ndarray:
@@ -201,9 +227,9 @@ def _contained(
         gradient = [other.adjoint(point, rest) for other in others]
         before, length = length, _squared(gradient)
         last, distance = distance, _squared(rest.values())
-        if distance < ZERO**2:
+        if distance < _WITHIN**2:
             return True
-        if length < (ZERO * 1e-4) ** 2 * first or distance >= last:  # converged at a positive distance
+        if length < (_WITHIN * 1e-6) ** 2 * first or distance >= last:  # converged at a positive distance
             break
         if number % _PATIENCE == 0:
             if distance > 0.99 * level:  # it will end at a positive distance

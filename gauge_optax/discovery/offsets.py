@@ -12,13 +12,13 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from gauge_optax.discovery.calls import Axes, Call
 from gauge_optax.discovery.groups import ZERO
-from gauge_optax.discovery.search import singular_vectors, spaces_with_companions, sparse_basis
+from gauge_optax.discovery.search import BLUR, echelon, singular_vectors, spaces_with_companions, sparse
 from gauge_optax.discovery.sketch import Leaves
 from gauge_optax.discovery.spaces import Space
 from gauge_optax.discovery.trace import Trace
@@ -34,7 +34,7 @@ class Shifts:
     """Leaves whose gradients sum to zero along one space: a constant along it leaves the outputs unchanged."""
 
     def __init__(self, trace: Trace, leaves: Leaves) -> None:
-        self._read = {space for axis in trace.read for space in trace.atom_keys(axis)}
+        self._returned = {space for axis in trace.returned for space in trace.atom_keys(axis)}
         searched = set(spaces_with_companions(trace))
         self._places: list[tuple[View, int]] = []
         for path, leaf in leaves.items():
@@ -50,18 +50,18 @@ class Shifts:
             rows = view.read(gradients[view.path])
             self._sums[k] += np.square(rows.sum(1 + at)).sum(), np.square(rows).sum()
 
-    def solve(self, read: bool = False) -> list[tuple[list[tuple[View, int]], float]]:
+    def solve(self, returned: bool) -> list[tuple[list[tuple[View, int]], float]]:
         """Views and atoms by space, with the largest residual of each space.
 
         Args:
-          read: whether to return the spaces that a kernel reads, or the others. A constant along an axis that a kernel
-            reads is hidden by a centred norm: it is no logit shift.
+          returned: whether to return the axes of the outputs, or the others. A constant along another axis is hidden by
+            a centred norm: it is no logit shift.
         """
         out: dict[Space, tuple[list[tuple[View, int]], float]] = {}
         for (view, at), (along, whole) in zip(self._places, self._sums, strict=True):
             residual = math.sqrt(along / whole) if whole > 0 else 1.0
             space = view.labels[at]
-            if residual < ZERO and space is not None and (space in self._read) == read:
+            if residual < ZERO and space is not None and (space in self._returned) == returned:
                 places, worst = out.get(space, ([], 0.0))
                 out[space] = [*places, (view, at)], max(worst, residual)
         return list(out.values())
@@ -105,7 +105,7 @@ class Flow:
         if len(alive) < self.least or (self.required is not None and self.required not in alive):
             return
         values, right = singular_vectors(np.concatenate(self.products)[:, alive] / sizes[alive])
-        for row in sparse_basis(right[values < ZERO] / sizes[alive], 1e-6):
+        for row in sparse(echelon(right[values < ZERO], sizes[alive], BLUR)[0]):
             whole = np.zeros(len(sizes))
             whole[alive] = row
             if np.count_nonzero(whole) >= self.least and (self.required is None or whole[self.required]):
@@ -157,10 +157,13 @@ def flows(trace: Trace, leaves: Leaves) -> list[Flow]:
     for view in vectors + vector_parts:
         readers = [kernel for kernel in kernels if (view.path, kernel.path) in trace.vector_reads]
         tried.append(_absorbed(view, readers, behind, layers))
-    for norm, kernel, plus in itertools.product(vectors, kernels, (False, True)):
-        if (norm.path, kernel.path) in trace.vector_reads and set(norm.labels) < set(kernel.labels):
+        for vector in [v for v in vectors if v.module == view.module and v.labels == view.labels]:
+            for norm in [_Norm(vector, None)] if vector is view else [_Norm(vector, 0.0), _Norm(vector, 1.0)]:
+                tried.append(_hidden_and_absorbed(view, norm, readers, behind, layers))
+    for vector, kernel, plus in itertools.product(vectors, kernels, (0.0, 1.0, None)):
+        if (vector.path, kernel.path) in trace.vector_reads and set(vector.labels) < set(kernel.labels):
             beside = [b for b in vectors if (b.path, kernel.path) in trace.vector_reads]
-            tried.append(_hidden_by_norm(kernel, norm, plus, beside, behind.get(kernel.path, []), layers))
+            tried.append(_hidden_by_norm(kernel, _Norm(vector, plus), beside, behind.get(kernel.path, []), layers))
     for space in sorted({label for view in views for label in view.labels if label is not None}):
         tried.append(_common_row(space, [view for view in views if view.labels.count(space) == 1]))
     return [flow for flow in tried if 0 < flow.columns <= _MOST]
@@ -191,36 +194,84 @@ def _absorbed(vector: View, kernels: Sequence[View], behind: Mapping[str, Sequen
     return Flow("a bias that flows into the biases behind it", make, 1 + len(pairs) if pairs else 0, write, least=2)
 
 
+class _Norm(NamedTuple):
+    """A centred norm: a vector of it, and what its scale is: the vector plus `plus`, or one if that is None."""
+
+    vector: View
+    plus: float | None
+
+    def inverse(self, point: Leaves) -> np.ndarray:
+        """1/γ; zero where γ is nearly."""
+        values = _tensor(self.vector, point)
+        scale = np.ones_like(values) if self.plus is None else values + self.plus
+        return 1.0 / np.where(np.abs(scale) > 1e-3, scale, np.inf)
+
+
 def _hidden_by_norm(
-    kernel: View, norm: View, plus: bool, beside: Sequence[View], behind: Sequence[View], layers: set[Space]
+    kernel: View, norm: _Norm, beside: Sequence[View], behind: Sequence[View], layers: set[Space]
 ) -> Flow:
     """W + u/γ on the axis that a kernel reads; it adds u·Σβ/γ of the norm's bias, which the kernel's bias takes up."""
-    read = set(norm.labels) - layers
+    vector, scaled = norm.vector, norm.plus is not None
+    read = set(vector.labels) - layers
     rest = tuple(label for label in kernel.labels if label not in read)
-    stacked = tuple(label for label in norm.labels if label in layers)
-    biases = [b for b in beside if b.path != norm.path and set(b.labels) == set(norm.labels)]
+    stacked = tuple(label for label in vector.labels if label in layers)
+    biases = [b for b in beside if (b.path == vector.path) != scaled and set(b.labels) == set(vector.labels)]
     pairs = [(beta, b) for beta in biases for b in behind if set(b.labels) == set(rest)]
 
     def make(point: Leaves, rng: np.random.Generator) -> list[Motion]:
         shape = zip(kernel.labels, _tensor(kernel, point).shape, strict=True)
         free = rng.standard_normal([n for label, n in shape if label not in read])
-        scale = _tensor(norm, point) + plus
-        inverse = 1.0 / np.where(np.abs(scale) > 1e-3, scale, np.inf)
-        motions = [_motion(kernel, _einsum(norm.labels, rest, kernel.labels, inverse, free))]
+        inverse = norm.inverse(point)
+        motions = [_motion(kernel, _einsum(vector.labels, rest, kernel.labels, inverse, free))]
         for beta, b in pairs:
-            total = _einsum(beta.labels, norm.labels, stacked, _tensor(beta, point), inverse)
+            total = _einsum(beta.labels, vector.labels, stacked, _tensor(beta, point), inverse)
             motions.append(_motion(b, _einsum(stacked, rest, b.labels, total, free)))
         return motions
 
     def write(taken: list[int], unread: list[int]) -> Call:
         used = [pairs[k - 1] for k in taken if k > 0]
-        used += [pair for k in unread if k > 0 and (pair := pairs[k - 1])[0].module == norm.module]
-        blocks = {"read": [kernel], "scale": [norm]}
+        used += [pair for k in unread if k > 0 and (pair := pairs[k - 1])[0].module == vector.module]
+        blocks = {"read": [kernel]} | ({"scale": [vector]} if scaled else {})
         if used:
             blocks |= {"bias": [beta for beta, _ in used], "into": [b for _, b in used]}
-        return _call("norm_read_shift", blocks, _axis_names(norm, layers), [norm.path] if plus else [])
+        return _call("norm_read_shift", blocks, _axis_names(vector, layers), [vector.path] if norm.plus else [])
 
-    return Flow("a direction that a centred norm hides from the kernel behind it", make, 1 + len(pairs), write)
+    kind, least = "a direction that a centred norm hides from the kernel behind it", 1 if scaled else 2
+    return Flow(kind, make, 1 + len(pairs) if scaled or pairs else 0, write, least=least)
+
+
+def _hidden_and_absorbed(
+    bias: View, norm: _Norm, kernels: Sequence[View], behind: Mapping[str, Sequence[View]], layers: set[Space]
+) -> Flow:
+    """A shift δ of a centred norm's bias β, Σδ/γ = 0, that kernels without a bias take up as −(1/γ) ⊗ Wᵀδ/Σ(β/γ)."""
+    stacked = tuple(label for label in bias.labels if label in layers)
+    axis = next((k for k, label in enumerate(bias.labels) if label not in layers), 0)
+    readers = [k for k in kernels if set(bias.labels) < set(k.labels)]
+    biases = {k.path: [b for b in behind.get(k.path, []) if set(b.labels) <= set(k.labels)] for k in readers}
+
+    def make(point: Leaves, rng: np.random.Generator) -> list[Motion]:
+        inverse = norm.inverse(point)
+        shift = rng.standard_normal(inverse.shape)
+        along = (shift * inverse).sum(axis, keepdims=True) / np.square(inverse).sum(axis, keepdims=True)
+        shift = shift - along * inverse
+        total = _einsum(bias.labels, norm.vector.labels, stacked, _tensor(bias, point), inverse)
+        motions = [_motion(bias, shift)]
+        for kernel in readers:
+            out = tuple(label for label in kernel.labels if label not in set(bias.labels) - set(stacked))
+            flow = _einsum(bias.labels, kernel.labels, out, shift, _tensor(kernel, point))
+            for b in biases[kernel.path]:
+                motions.append(_motion(b, _einsum(stacked, out, b.labels, np.ones_like(total), flow)))
+            if not biases[kernel.path]:
+                taken = _einsum(stacked, out, out, 1.0 / np.where(total == 0, np.inf, total), flow)
+                motions.append(_motion(kernel, _einsum(norm.vector.labels, out, kernel.labels, inverse, taken)))
+        return motions
+
+    def write(taken: list[int], unread: list[int]) -> Call:
+        raise Unwritable(kind)
+
+    kind = "a norm's bias that the kernels without a bias behind it take up in the direction that the norm hides"
+    count = 1 + sum(max(1, len(biases[k.path])) for k in readers)
+    return Flow(kind, make, count if not all(biases.values()) else 0, write, least=2)
 
 
 def _common_row(space: Space, tables: Sequence[View]) -> Flow:
@@ -319,7 +370,7 @@ def _call(
     for role, views in blocks.items():
         roles[role] = {}
         for view in views:
-            text, lengths = axes_text(view, names, unit="part1=0" if role == "bias" else "_")
+            text, lengths = axes_text(view, names, role in ("bias", "scale") or kind == "bias_absorption")
             roles[role][view.path] = f"1+ {text}" if view.path in plus else text
             sizes |= lengths
     return Call(kind, roles, {}, sizes)

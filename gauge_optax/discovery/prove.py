@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -12,7 +12,7 @@ import numpy as np
 from gauge_optax.binding import leaves_by_path, with_leaves
 from gauge_optax.discovery import checks
 from gauge_optax.discovery.calls import Call, bound_copies
-from gauge_optax.discovery.sketch import Function, Leaves
+from gauge_optax.discovery.sketch import Function, Leaves, finite_points
 from gauge_optax.gauges.gauge import Gauge, product
 from gauge_optax.xla import quick_options
 
@@ -50,12 +50,16 @@ class Prover:
       fn: (leaves, batch) to a list of outputs.
       params: the tree that gauges bind to.
       batches: at least two.
-      points: at least two, other than those of the sketch.
+      points: other than those of the sketch; the first at which the outputs are finite count.
+      count: how many points.
     """
 
-    def __init__(self, fn: Function, params: Any, batches: Sequence[Any], points: Sequence[Leaves]) -> None:
-        self._fn, self._params, self._batches, self.points = fn, params, list(batches)[:2], points
+    def __init__(
+        self, fn: Function, params: Any, batches: Sequence[Any], points: Iterable[Leaves], count: int = 2
+    ) -> None:
+        self._fn, self._params, self._batches = fn, params, list(batches)[:2]
         self._call = jax.jit(fn, compiler_options=quick_options())
+        self.points = finite_points(self._call, self._batches, points, count)
         self._before: list[list[list[np.ndarray]]] = []
 
     def _outputs(self, leaves: Leaves, batch: Any) -> list[np.ndarray]:
@@ -154,8 +158,9 @@ class Prover:
         if reason is None:
             return list(held), []
         dropped: tuple[list[Held], list[str]] | None = None
-        for k, one in enumerate(held):  # mostly one of them is to blame
-            before, after = held[:k], held[k + 1 :]
+        # Mostly one of them is to blame; of several, the last in the report's order, in which training's come first.
+        for k in reversed(range(len(held))):
+            one, before, after = held[k], held[:k], held[k + 1 :]
             for other in _with_other_anchors(one):
                 if self._refusal([*before, other, *after]) is None:
                     return [*before, other, *after], []

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -20,27 +20,28 @@ from gauge_optax.discovery.calls import Call, merge_layers
 from gauge_optax.discovery.census import Census
 from gauge_optax.discovery.certificate import certified
 from gauge_optax.discovery.checks import Outputs
-from gauge_optax.discovery.groups import ZERO, Symmetry, draw, independent
+from gauge_optax.discovery.groups import STILL, ZERO, Symmetry, draw, independent
 from gauge_optax.discovery.lift import in_double
 from gauge_optax.discovery.offsets import Flow, Shifts, flows, merged_reads, unread_bias_call
 from gauge_optax.discovery.prove import Held, Prover
 from gauge_optax.discovery.shrink import Small, smaller
 from gauge_optax.discovery.sketch import Function, Gradients, Leaves, generic_point
-from gauge_optax.discovery.stream import rotation_call, stream_rotations
+from gauge_optax.discovery.stream import passed, rotation_call, stream_rotations
 from gauge_optax.discovery.trace import Trace, walk
 from gauge_optax.discovery.write import Unwritable, shift_call, write_shift_calls, written
 from gauge_optax.errors import binding_error
 from gauge_optax.gauges.gauge import Gauge
 
 _POINTS = 5  # one alone can have dead units, whose null vectors are accidents
+_DRAWS = 5  # of a point, until the function is finite there
 _CLOSE = 12  # candidates for what nearly holds
 _REACH = 2  # points at which a large instance is asked what its batches reach
 _ROWS = 1.5  # gradients for each column: with fewer rows than columns, any columns have null vectors
 _DEAD = 1e-11  # an element whose gradient is smaller, relative to a typical one, has no effect
-# The order in which a report lists kinds of gauges.
-_ORDER = ("residual_rotation", "norm_read_shift", "norm_write_shift", "norm_scale", "scale_invariant", "head_rotation",
-          "head_linear", "rope_torus", "rope_linear", "rescale", "logit_shift", "embedding_shift", "key_bias",
-          "bias_absorption")
+# The order in which a report lists kinds: first those that training takes, then those that make a step dearer.
+_TRAINING = ("norm_scale", "scale_invariant", "head_rotation", "head_linear", "rope_torus", "rope_linear", "rescale",
+             "logit_shift")
+_REST = ("residual_rotation", "norm_read_shift", "norm_write_shift", "embedding_shift", "key_bias", "bias_absorption")
 
 
 class Uncovered(NamedTuple):
@@ -64,8 +65,7 @@ class Report(Mappings):
     """The result of `discover`.
 
     Attributes:
-      gauges: those that hold, ready for `go.quotient`.
-      held: the same with their evidence.
+      held: the gauges that hold, with their evidence.
       nearly: gauges that change the outputs by less than ten times `near`, for example because of a norm's eps.
       rejected: candidates that a finite move refutes, or that the library cannot bind beside the others, with reasons.
       dead: leaves whose values do not affect the outputs.
@@ -99,15 +99,24 @@ class Report(Mappings):
 
     @property
     def gauges(self) -> list[Gauge]:
-        """The gauges that hold."""
-        return [held.gauge for held in self.held]
+        """What training should take: scales, shifts of logits, and heads. A step is hardly dearer with them."""
+        return [held.gauge for held in self.held if held.call.kind in _TRAINING]
 
-    def code(self) -> str:
-        """The gauges as Python source, an expression in `go`."""
-        return "\n".join(["[", *(textwrap.indent(held.call.source(), "  ") + "," for held in self.held), "]"])
+    @property
+    def whole(self) -> tuple[Gauge, ...]:
+        """Every gauge that holds, for `census`, `canonicalize`, `rotate` and `align`.
 
-    def rebind(self, params: Any, **sizes: int) -> list[Gauge]:
-        """The gauges on a larger instance of the same architecture.
+        Beside `gauges` it has the rotation of the residual stream, and the constants that norms and biases hide.
+        """
+        return tuple(held.gauge for held in self.held)
+
+    def code(self, gauges: Iterable[Gauge] | None = None) -> str:
+        """A list as Python source, an expression in `go`: `report.gauges` by default, or `report.whole`."""
+        listed = self.gauges if gauges is None else gauges
+        return "\n".join(["[", *(textwrap.indent(repr(gauge), "  ") + "," for gauge in listed), "]"])
+
+    def rebind(self, params: Any, **sizes: int) -> Report:
+        """The same gauges on a larger instance of the same architecture; the evidence stays that of the small one.
 
         Paths and axes carry over unchanged. Lengths that `report.code()` shows as `sizes=` do not: state all of them,
         because `rebind` reads shapes alone and cannot tell two heads of 8 from four heads of 4.
@@ -117,7 +126,7 @@ class Report(Mappings):
           **sizes: the larger instance's lengths of the axes that the gauges' `sizes` name (`head=32`).
 
         Returns:
-          Gauges that bind to it.
+          A report whose `gauges` and `whole` bind to it.
 
         Raises:
           ValueError: a gauge does not fit the tree, or contains a range of an axis, which holds for the small instance
@@ -133,15 +142,19 @@ class Report(Mappings):
                 f"stated lengths: {', '.join(sorted(stated)) or 'none'}",
                 "lengths that the gauges state; all others are read from the larger tree's shapes",
                 f"write rebind(params{lengths and ', '}{lengths})")
-        return [held.call.rebound(params, sizes) for held in self.held]
+        calls = [held.call.rebound(params, sizes) for held in self.held]
+        moved = [held._replace(gauge=c.gauge(), call=c, parts=()) for held, c in zip(self.held, calls, strict=True)]
+        return dataclasses.replace(self, held=tuple(moved), nearly=(), census=None)
 
     def __repr__(self) -> str:
         return str(self)
 
     def __str__(self) -> str:
-        count = len(self.held)
-        rows = [f"{count} gauge{'s' * (count != 1)}"] + [f"  {held}" for held in self.held]
+        rest = [held for held in self.held if held.call.kind in _REST]
+        count = len(self.held) - len(rest)
+        rows = [f"{count} gauge{'s' * (count != 1)}"] + [f"  {held}" for held in self.held[:count]]
         for title, items in (
+            (f"{len(rest)} more in report.whole, which make a training step dearer", rest),
             ("nearly gauges: the outputs change a little, for example because of a norm's eps", self.nearly),
             ("rejected candidates", self.rejected),
             ("leaves that do not affect the outputs", self.dead),
@@ -155,7 +168,7 @@ class Report(Mappings):
 
 def discover(
     fn: Callable[[Any, Any], Any], params: Any, batches: Sequence[Any], outputs: Outputs = "logits",
-    linear: bool = False, whole: bool = True, near: float = 1e-3, seed: int = 0, progress: bool = True,
+    near: float = 1e-3, seed: int = 0, progress: bool = True,
 ) -> Report:
     """Finds the gauges of a function; a finite move proves every gauge that it returns.
 
@@ -167,17 +180,13 @@ def discover(
       batches: at least two values that `fn` accepts; together they should reach what training reaches.
       outputs: what `fn` returns. With "logits", outputs count as unchanged if one number is added to all entries along
         the last axis, because a softmax follows; with "logprobs" or "loss", every change counts.
-      linear: whether to return all invertible matrices of a head (`head_linear`; `rope_linear` under rotary embeddings)
-        in place of the rotations among them (`head_rotation`, `rope_torus`).
-      whole: whether to return also the rotation of the residual stream (`residual_rotation`) and the directions that
-        norms and biases leave flat (`bias_absorption`, `embedding_shift`, `key_bias`, `norm_read_shift`,
-        `norm_write_shift`), which make training steps dearer. Without them the report names the flat directions.
       near: largest singular value, relative to a column, that is reported as nearly a symmetry.
       seed: of points, projections and elements.
       progress: whether to show a bar.
 
     Returns:
-      The report; `report.gauges` is a list for `go.quotient`, `report.code()` is its source.
+      The report: `report.gauges` is a list for `go.quotient`, `report.code()` is its source; `report.whole` has every
+      gauge.
 
     Raises:
       ValueError: no floating-point leaves; outputs that are not finite or differ between two calls; an operation that
@@ -214,12 +223,12 @@ def discover(
         small = smaller(by_leaves, trace, leaves, batches)
         bar.update()
         if small is None:
-            report = _searched(by_leaves, params, leaves, batches, trace, linear, whole, near, seed, bar)
-            census = functools.partial(certified, by_leaves, params, leaves, batches, report.gauges, seed)
+            report = _searched(by_leaves, params, leaves, batches, trace, near, seed, bar)
+            census = functools.partial(certified, by_leaves, params, leaves, batches, report.whole, seed)
             return dataclasses.replace(report, census=census, axes=axes)
         tree, trace = with_leaves(params, small.leaves), _walked(by_leaves, small.leaves, small.batches[0])
-        report = _searched(by_leaves, tree, small.leaves, small.batches, trace, linear, whole, near, seed, bar)
-        census = functools.partial(certified, by_leaves, tree, small.leaves, small.batches, report.gauges, seed)
+        report = _searched(by_leaves, tree, small.leaves, small.batches, trace, near, seed, bar)
+        census = functools.partial(certified, by_leaves, tree, small.leaves, small.batches, report.whole, seed)
         leaves = jax.device_put(leaves)
         report = _carried(report, small, by_leaves, params, leaves, batches, near, seed, bar)
         return dataclasses.replace(report, census=census, axes=axes)
@@ -232,8 +241,7 @@ def _walked(fn: Function, leaves: Leaves, batch: Any) -> Trace:
 
 
 def _searched(
-    fn: Function, params: Any, leaves: Leaves, batches: Sequence[Any], trace: Trace, linear: bool, whole: bool,
-    near: float, seed: int, bar: Any,
+    fn: Function, params: Any, leaves: Leaves, batches: Sequence[Any], trace: Trace, near: float, seed: int, bar: Any
 ) -> Report:
     """What `discover` returns for one instance.
 
@@ -243,8 +251,6 @@ def _searched(
       leaves: its float64 leaves by path.
       batches: at least two.
       trace: the walk over fn.
-      linear: as for `discover`, with `whole`, `near` and `seed`.
-      whole: whether to return the rotation of the residual stream and flat directions.
       near: largest singular value of what nearly holds.
       seed: of everything random.
       bar: the progress bar.
@@ -256,12 +262,11 @@ def _searched(
     def rng(*purpose: int) -> np.random.Generator:
         return np.random.default_rng([seed, *purpose])
 
-    points = [generic_point(leaves, rng(1, k)) for k in (100, 101)]
-    prover = Prover(fn, params, batches, points)
+    prover = Prover(fn, params, batches, (generic_point(leaves, rng(1, k)) for k in range(100, 100 + _DRAWS)))
     prover.check_outputs(leaves)
 
     bar.set_postfix_str("gradients")
-    tried = search.candidates(trace, leaves, "other" if whole else "all")
+    tried = search.candidates(trace, leaves)
     offsets, shifts = flows(trace, leaves), Shifts(trace, leaves)
     gradients = Gradients(fn, batches)
     columns = max([*(len(one.columns) for one in tried), *(flow.columns for flow in offsets)])
@@ -270,24 +275,29 @@ def _searched(
     at_once = min(-(-rows // _POINTS), gradients.outputs(leaves) * len(batches))
     bar.total = bar.n + 3 + (count := -(-rows // at_once))
     squares = {path: np.zeros(leaf.shape) for path, leaf in leaves.items()}
-    for k in range(count):
+    seen = 0
+    for k in range(_DRAWS * count):
+        if seen >= rows:
+            break
         bar.set_postfix_str(f"gradients at point {k + 1} of {count}, for {len(tried)} groups of motions")
         point = generic_point(leaves, rng(1, k))
         elements = [draw(rng(3, k, n), one.family, one.space, one.beside) for n, one in enumerate(tried)]
         for chunk, gradient in enumerate(gradients.at(point, at_once, rng(2, k))):
+            seen += len(next(iter(gradient.values())))
             shifts.observe(gradient)
             squares = {path: x + np.square(gradient[path]).sum(0) for path, x in squares.items()}
             for n, flow in enumerate(offsets):
                 flow.observe(point, gradient, rng(9, k, n))
             for one, element in zip(tried, elements, strict=True):
                 one.observe(point, element, gradient, first=chunk == 0)
-        bar.update()
+        bar.update(k < count)
+    checks.check_gradients(seen, rows)
 
     bar.set_postfix_str("null spaces")
     masks, dead, uncovered, rejected = _unreached(prover, squares, rng(4))
     symmetries = [symmetry for one in tried for symmetry in one.solve(squares, masks, near)]
     point = generic_point(leaves, rng(1, 0))
-    exact = independent([s for s in symmetries if s.residual < ZERO], point, rng(7))
+    exact = independent([s for s in symmetries if s.residual < ZERO], point, rng(7), dead=masks)
     close = [s for s in symmetries if s.residual >= ZERO]
     limit = sorted([*(s.residual for s in close), *[np.inf] * _CLOSE])[_CLOSE - 1]
     close = independent([s for s in close if s.residual <= limit], point, rng(8), exact)
@@ -296,30 +306,39 @@ def _searched(
     bar.set_postfix_str("finite moves")
     # Anchors of norms are their scales, not their biases, which may be zero.
     positive = {path for path, x in leaves.items() if (x > 0).all() or path not in trace.added}
-    claims, ungauged = _claims(exact, linear, trace, positive)
-    for places, residual in shifts.solve():
+    claims, unwritten = _claims(exact, trace, positive)
+    ungauged = dict[str, list[str]]()
+    for reason, symmetry in unwritten:
+        if prover.change([symmetry.moved(point, rng(20)) for point in prover.points]) <= STILL:
+            ungauged.setdefault(reason, []).append(", ".join(sorted(symmetry.paths)))
+    for places, residual in shifts.solve(returned=True):
         claims.append(_Claim(shift_call(places), {view.path: 1.0 for view, _ in places}, residual))
-    proved, failed = _proved(prover, claims, ZERO, rng(5))
-    rejected += [_refuted(call, change) for call, change in failed]
-    nearly, _ = _proved(prover, _claims(close, linear, trace, positive)[0], 10 * near, rng(6))
-    additions = _additions(trace, masks, offsets, shifts, points[0])
-    if whole:
-        norms = [one.call for one in proved if one.call.kind == "norm_scale"]
-        turns = _turns(trace, leaves, gradients, at_once, norms, params, exact, masks, rng, ungauged)
-        calls = merged_reads([addition.call for addition in additions if addition.call is not None])
-        flat = [_Claim(call, dict.fromkeys(call.paths, 1.0), 0.0) for call in calls]
-        more, failed = _proved(prover, [*turns, *flat], ZERO, rng(17))
-        rejected += [_refuted(call, change) for call, change in failed if np.isfinite(change)]
-        proved += more
-        additions = [one for one in additions if one.call is None or any(one.call.within(call) for call, _ in failed)]
-    held, refused = prover.together(sorted(proved, key=lambda one: _ORDER.index(one.call.kind)))
+    proved, failed = _proved(prover, claims, STILL, rng(5))
+    # What gradients tell apart from roundoff at some points only nearly holds.
+    almost = [claim for claim in claims if any(claim.call is call and change <= 10 * near for call, change in failed)]
+    rejected += [_refuted(call, change) for call, change in failed if change > 10 * near]
+    nearly, _ = _proved(prover, [*almost, *_claims(close, trace, positive)[0]], 10 * near, rng(6))
+    additions = _additions(trace, masks, offsets, shifts, prover.points[0])
+    norms = passed([one.call for one in proved if one.call.kind == "norm_scale"], params)
+    turns = _turns(trace, leaves, gradients, at_once, norms, params, exact, masks, rng, ungauged)
+    calls = merged_reads([addition.call for addition in additions if addition.call is not None])
+    flat = [_Claim(call, dict.fromkeys(call.paths, 1.0), 0.0) for call in calls]
+    more, failed = _proved(prover, [*turns, *flat], STILL, rng(17))
+    rejected += [_refuted(call, change) for call, change in failed if np.isfinite(change)]
+    proved += more
+    additions = [one for one in additions if one.call is None or any(one.call.within(call) for call, _ in failed)]
+    held, refused = prover.together(_sorted(proved))
     for addition in additions:
-        if addition.move is None or prover.change([addition.move(point) for point in points]) < ZERO:
+        if addition.move is None or prover.change([addition.move(point) for point in prover.points]) <= STILL:
             where = ungauged.setdefault(addition.kind, [])
             where += [addition.where] * (addition.where not in where)
     bar.update()
     kinds = {kind: tuple(where) for kind, where in ungauged.items()}
     return Report(tuple(held), tuple(nearly), (*rejected, *refused), tuple(dead), tuple(uncovered), kinds)
+
+
+def _sorted(held: Sequence[Held]) -> list[Held]:
+    return sorted(held, key=lambda one: (*_TRAINING, *_REST).index(one.call.kind))
 
 
 class _Addition(NamedTuple):
@@ -351,7 +370,7 @@ def _additions(
       point: where leaves are named at.
     """
     additions = []
-    for places, _ in shifts.solve(read=True):
+    for places, _ in shifts.solve(returned=False):
         kind = "a constant along an axis that only centred norms read"
         additions += [_Addition(kind, call.paths[0], call, None) for call in write_shift_calls(places)]
     for k, flow in enumerate(offsets):
@@ -378,7 +397,7 @@ def _turns(
         try:
             call = rotation_call(symmetry, trace, norms, params)
             if not call.norms and symmetry.family == "orthogonal" and matrices.isdisjoint(symmetry.paths):
-                call = written(symmetry, False, trace.layer_spaces(), ())  # no stream, but one rotation of a few leaves
+                call = written(symmetry, trace.layer_spaces(), ())  # no stream, but one rotation of a few leaves
         except Unwritable as reason:
             ungauged.setdefault(str(reason), []).append(", ".join(sorted(symmetry.paths)))
         else:
@@ -397,7 +416,8 @@ def _carried(
     rng = np.random.default_rng([seed, 12])
     bar.set_postfix_str("the large instance")
     # Arrays on the device are not copied at every call; of a tree of 1 GB that is the difference between 8 GB and 6.
-    prover = Prover(fn, params, batches, [jax.device_put(generic_point(leaves, rng))])
+    drawn = (jax.device_put(generic_point(leaves, rng)) for _ in range(_DRAWS))
+    prover = Prover(fn, params, batches, drawn, count=1)
     prover.check_outputs(leaves)
     squares = {path: np.zeros(leaf.shape, np.float32) for path, leaf in leaves.items()}
     gradients = Gradients(fn, batches)
@@ -411,16 +431,16 @@ def _carried(
     _, dead, uncovered, _ = _unreached(prover, squares, rng)
     del squares, gradients
     nearly, proved, failed = list[Held](), list[Held](), list[str]()
-    for claims, limit, kept in ((report.held, ZERO, proved), (report.nearly, 10 * near, nearly)):
+    for claims, limit, kept in ((report.held, STILL, proved), (report.nearly, 10 * near, nearly)):
         for one in claims:
             call = one.call.scaled(small.full)
             bar.set_postfix_str(f"finite move of {call.kind}: {call.paths[0]}")
             change = prover.changes([call], rng)[0]
             if change <= limit:
                 kept.append(one._replace(gauge=call.gauge(), call=call, change=change, parts=()))
-            elif limit == ZERO:
+            elif limit == STILL:
                 failed.append(_refuted(call, change))
-    held, refused = prover.together(proved)
+    held, refused = prover.together(_sorted(proved))
     rejected = [*report.rejected, *failed, *refused]
     return Report(tuple(held), tuple(nearly), tuple(rejected), tuple(dead), tuple(uncovered), report.ungauged)
 
@@ -444,7 +464,7 @@ def _unreached(
         if not mask.any():
             continue
         change = prover.change_of_entries(path, mask, noise)
-        if change > ZERO:  # stop_gradient hides a value from gradients, not from the outputs
+        if change > STILL:  # stop_gradient hides a value from gradients, not from the outputs
             moves = f"its values move the outputs by {change:.1e}"
             rejected.append(f"{path}: no gradient (stop_gradient?), but {moves}")
         elif mask.all():
@@ -459,20 +479,20 @@ def _refuted(call: Call, change: float) -> str:
 
 
 def _claims(
-    symmetries: Sequence[Symmetry], linear: bool, trace: Trace, positive: set[str]
-) -> tuple[list[_Claim], dict[str, list[str]]]:
-    """Symmetries as gauges, and the leaves of those that have no gauge, by kind."""
-    claims, ungauged = [], dict[str, list[str]]()
+    symmetries: Sequence[Symmetry], trace: Trace, positive: set[str]
+) -> tuple[list[_Claim], list[tuple[str, Symmetry]]]:
+    """Symmetries as gauges, and those that have no gauge, with the reason."""
+    claims, unwritten = [], list[tuple[str, Symmetry]]()
     for symmetry in symmetries:
         signs = {"covector": -1.0}
         exponents = {t.piece.path: round(t.exponent * signs.get(t.mode, 1.0), 6) for t in symmetry.terms}
         try:
-            call = written(symmetry, linear, trace.layer_spaces(), positive)
+            call = written(symmetry, trace.layer_spaces(), positive)
         except Unwritable as reason:
-            ungauged.setdefault(str(reason), []).append(", ".join(sorted(symmetry.paths)))
+            unwritten.append((str(reason), symmetry))
         else:
             claims.append(_Claim(call, exponents, symmetry.residual))
-    return claims, ungauged
+    return claims, unwritten
 
 
 def _proved(

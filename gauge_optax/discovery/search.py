@@ -10,7 +10,8 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from fractions import Fraction
+from typing import Any
 
 import numpy as np
 
@@ -22,6 +23,8 @@ from gauge_optax.discovery.views import Piece, View, part, runs, views_of
 
 _MOST_NEAR = 16  # null vectors of what nearly holds, per candidate
 _PASSES = 8  # of thinning a basis; one or two suffice but for accidents
+BLUR = 1e-5  # what roundoff leaves of an entry that is zero, beside what nearly holds
+_DENOMINATOR = 6  # of exponents, at most
 _MATRIX = 128  # the largest basis on which a linear group is tried
 Column = tuple[Piece, str]  # a piece and its mode
 
@@ -70,7 +73,8 @@ class Candidate:
         """
         lengths = np.broadcast_to(self.lengths, len(self.columns))
         live = [not piece.read(dead[piece.path][None]).all() for piece, _ in self.columns]
-        kept = [k for k in range(len(live)) if live[k] and lengths[k] > 0]
+        # A motion of roundoff is none: a rotation that keeps the vector of ones does not move a norm's scale there.
+        kept = [k for k in range(len(live)) if live[k] and lengths[k] > ZERO**2 * lengths.max()]
         if not kept:
             return []
         columns, products = [self.columns[k] for k in kept], np.concatenate(self.products)[:, kept]
@@ -78,25 +82,24 @@ class Candidate:
         sizes = np.sqrt(energy * lengths[kept] * len(products))
         values, right = singular_vectors(products / sizes)
         asleep = [column for column, alive in zip(self.columns, live, strict=True) if not alive]
+        # Values descend. What nearly holds is a hint, and is worth no more than the best few.
+        last = len(values) - int((values < ZERO).sum())
+        first = max(last - _MOST_NEAR, int((values >= near).sum()))
+        basis, pivots = echelon(right[last:], sizes, BLUR)
+        hints = right[first:last] - right[first:last][:, pivots] / sizes[pivots] @ (basis * sizes)
+        exact = sparse(basis)
+        if self.family in ("diagonal", "per_plane"):
+            exact = _of_two_exponents(exact)
+        close = sparse(echelon(np.linalg.qr(hints.T)[0].T, sizes, 10 * near)[0], exact)
         symmetries = []
-        exact = int((values < ZERO).sum())
-        for bound, coarse in ((ZERO, 1e-6), (near, 10 * near)):
-            # Values descend. What nearly holds is a hint, and is worth no more than the best few.
-            null = right[len(values) - min(int((values < bound).sum()), exact + _MOST_NEAR) :]
-            if bound == near and len(null) == exact:
-                break
-            rows = sparse_basis(null / sizes, coarse)
-            for row in _of_two_exponents(rows) if self.family in ("diagonal", "per_plane") else rows:
-                if bound == near:  # exponents of what nearly holds are nearly halves and thirds
-                    rounded = np.round(row * 6) / 6
-                    row = np.where(np.abs(rounded - row) < 0.05 * np.abs(row), rounded, row)
-                residual = float(np.linalg.norm(products @ row) / np.linalg.norm(row * sizes))
-                terms = tuple(Term(*columns[k], float(row[k])) for k in np.nonzero(row)[0].tolist())
-                moved = [term.piece for term in terms if term.mode in ("vector", "covector")]
-                # A piece that moves as vector and as covector: only a smaller family's part of that holds.
-                if (bound == ZERO or residual >= ZERO) and len(set(moved)) == len(moved):
-                    along = _moved_along(terms, asleep)
-                    symmetries.append(Symmetry(self.family, self.space, self.beside, terms, residual, along))
+        for row in (*exact, *close):
+            residual = float(np.linalg.norm(products @ row) / np.linalg.norm(row * sizes))
+            terms = tuple(Term(*columns[k], float(row[k])) for k in np.nonzero(row)[0].tolist())
+            moved = [term.piece for term in terms if term.mode in ("vector", "covector")]
+            # A piece that moves as vector and as covector: only a smaller family's part of that holds.
+            if len(set(moved)) == len(moved):
+                along = _moved_along(terms, asleep)
+                symmetries.append(Symmetry(self.family, self.space, self.beside, terms, residual, along))
         return symmetries
 
 
@@ -116,17 +119,16 @@ def spaces_with_companions(trace: Trace) -> dict[Space, set[Space]]:
     return spaces
 
 
-def candidates(trace: Trace, leaves: Leaves, which: Literal["stream", "other", "all"] = "all") -> list[Candidate]:
+def candidates(trace: Trace, leaves: Leaves, stream: bool = False) -> list[Candidate]:
     """Everything that is tried.
 
     Args:
       trace: the walk.
       leaves: the parameters by path.
-      which: "stream" means rotations of a residual stream, an axis that kernels read and that all heads share, as they
-        show at points where norms' scales are one; "other" means everything but these; "all" means everything that
-        shows at any point.
+      stream: whether to try the rotations of a residual stream, an axis that kernels read and that all heads share, as
+        they show at points where norms' scales are one; else everything but these is tried.
     """
-    spaces, stream = spaces_with_companions(trace), which == "stream"
+    spaces = spaces_with_companions(trace)
     read = {space for axis in trace.read for space in trace.atom_keys(axis)}
     searched = set(spaces)
     views = [view for path, leaf in leaves.items() for view in views_of(trace, path, leaf.shape, searched)]
@@ -149,10 +151,9 @@ def candidates(trace: Trace, leaves: Leaves, which: Literal["stream", "other", "
             pieces = list(_pieces(space, beside, views))
             for family, modes in FAMILIES.items() if pieces else ():
                 matrices = family in ("linear", "orthogonal", "centred")
-                fits = 2 <= len(space) <= _MATRIX if matrices else _is_planes(space)
-                of_stream = family == "orthogonal" and which != "all" and not beside and space in read
-                tried_here = (of_stream or family == "centred") == stream
-                if tried_here and (fits or family == "diagonal"):
+                fits = 2 + (family == "centred") <= len(space) <= _MATRIX if matrices else _is_planes(space)
+                of_stream = family in ("orthogonal", "centred") and not beside and space in read
+                if of_stream == stream and (fits or family == "diagonal"):
                     columns = [(piece, m) for piece in pieces for m in modes if m != "offset" or piece.lone]
                     tried.append(Candidate(family, space, beside, columns))
     return tried
@@ -198,32 +199,56 @@ def singular_vectors(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return np.concatenate([values, np.zeros(rows.shape[1] - len(values))]), right
 
 
-def sparse_basis(null: np.ndarray, zero: float) -> np.ndarray:
-    """A basis of the row space with few entries: reduced echelon form by largest pivots, then pairs of rows thinned.
+def echelon(null: np.ndarray, sizes: np.ndarray, zero: float) -> tuple[np.ndarray, list[int]]:
+    """The reduced echelon form of a space of exponents, which belongs to the space and not to the rows that span it.
+
+    Its entries are small fractions where a group acts; roundoff, and what nearly holds beside it, blur them.
 
     Args:
-      null: rows that span it.
-      zero: smaller entries, relative to a row's largest, are roundoff.
+      null: orthonormal rows that span the space, in units of `sizes`.
+      sizes: of the columns.
+      zero: of a row of length one, smaller entries are blur.
+
+    Returns:
+      Its rows, in units of one, and the columns of their pivots.
+    """
+    rows, pivots = list[np.ndarray](), list[int]()
+    for j in range(null.shape[1]):
+        if len(null) and np.linalg.norm(null[:, j]) > zero:
+            turned = np.linalg.svd(null[None, :, j])[2] @ null  # only the first of these rows has this column
+            rows, pivots, null = [*rows, turned[0]], [*pivots, j], turned[1:]
+    basis = np.array(rows).reshape(len(rows), len(sizes))
+    for i in reversed(range(len(basis))):
+        basis[i] /= basis[i, pivots[i]]
+        basis[:i] -= np.outer(basis[:i, pivots[i]], basis[i])
+    basis[np.abs(basis) < zero * np.linalg.norm(basis, axis=1, keepdims=True)] = 0.0
+    return _with_fractions(basis / sizes * sizes[pivots, None], 5 * zero), pivots
+
+
+def sparse(rows: np.ndarray, beside: np.ndarray | None = None) -> np.ndarray:
+    """Rows with fewer entries that span the same space; modulo the rows `beside` if there are any.
 
     Returns:
       Rows whose smallest entry is ±1 and whose first is positive.
     """
-    rows = null.copy()
-    for i in range(len(rows)):
-        k, j = np.unravel_index(np.abs(rows[i:]).argmax(), rows[i:].shape)
-        rows[[i, i + k]] = rows[[i + k, i]]
-        rows[i] /= rows[i, j]
-        others = np.arange(len(rows)) != i
-        rows[others] -= np.outer(rows[others, j], rows[i])
-    rows[np.abs(rows) < zero] = 0.0
+    together = rows.copy() if beside is None else np.concatenate([rows, beside])
     for _ in range(_PASSES):
-        pairs = itertools.permutations(range(len(rows)), 2)
-        if not sum(_thinned(rows, i, j, zero) for i, j in pairs if np.any(rows[i] * rows[j])):
+        pairs = itertools.product(range(len(rows)), range(len(together)))
+        if not sum(_thinned(together, i, j) for i, j in pairs if i != j and np.any(together[i] * together[j])):
             break
-    for row in rows:
+    out = together[: len(rows)]
+    out = out[out.any(1)]  # a row that holds nearly may be one of those beside it but for blur
+    for row in out:
         row /= np.abs(row[row != 0]).min()
         row *= np.sign(row[np.nonzero(row)[0][0]])
-    return rows
+    return out
+
+
+def _with_fractions(rows: np.ndarray, close: float) -> np.ndarray:
+    """The rows with entries that are close to a fraction of a small denominator set to it."""
+    fractions = [float(Fraction(x).limit_denominator(_DENOMINATOR)) for x in rows.ravel().tolist()]
+    near = np.array(fractions).reshape(rows.shape)
+    return np.where(np.abs(near - rows) < close * np.abs(rows), near, rows)
 
 
 def _of_two_exponents(rows: np.ndarray) -> np.ndarray:
@@ -233,21 +258,19 @@ def _of_two_exponents(rows: np.ndarray) -> np.ndarray:
         values = np.unique(row[row != 0].round(5))
         return len(values) == 1 or (len(values) == 2 and values[0] * values[1] < 0)
 
-    def several(row: np.ndarray) -> bool:
-        return len(np.unique(row[row != 0].round(5))) > 2
-
-    rows = rows.copy()
+    rows, most = rows.copy(), [np.count_nonzero(row) for row in rows]
     for i, j, factor in itertools.product(range(len(rows)), range(len(rows)), (1.0, -1.0, 2.0, -2.0)):
-        if i != j and several(rows[i]) and simple(changed := rows[i] + factor * rows[j]):
+        changed = rows[i] + factor * rows[j]
+        if i != j and not simple(rows[i]) and simple(changed) and np.count_nonzero(changed) <= most[i]:
             rows[i] = changed
     return rows
 
 
-def _thinned(rows: np.ndarray, i: int, j: int, zero: float) -> bool:
+def _thinned(rows: np.ndarray, i: int, j: int) -> bool:
     """Subtracts a multiple of row j from row i if that leaves fewer entries; returns whether it did."""
     for k in np.nonzero(rows[i] * rows[j])[0]:
         thinner = rows[i] - rows[i, k] / rows[j, k] * rows[j]
-        thinner[np.abs(thinner) < zero] = 0.0
+        thinner[np.abs(thinner) < 1e-6 * np.abs(rows[i]).max()] = 0.0
         if np.count_nonzero(thinner) < np.count_nonzero(rows[i]):
             rows[i] = thinner
             return True

@@ -6,7 +6,7 @@ points are generic because zeros, ones and equal leaves of an initialization mak
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -44,6 +44,22 @@ def generic_point(leaves: Mapping[str, np.ndarray], rng: np.random.Generator) ->
     return {path: moved(leaf) for path, leaf in leaves.items()}
 
 
+def finite_points(
+    fn: Function, batches: Sequence[Any], points: Iterable[Leaves], count: int
+) -> list[Leaves]:
+    """The first so many points at which the outputs are finite; if there are fewer, the last point fills their places.
+
+    A norm without eps may meet a layer of which no unit is alive.
+    """
+    found, last = list[Leaves](), dict[str, np.ndarray]()
+    for last in points:
+        if all(np.isfinite(x).all() for batch in batches for x in jax.tree.leaves(fn(last, batch))):
+            found.append(last)
+        if len(found) == count:
+            break
+    return found + [last] * (count - len(found))
+
+
 class Gradients:
     """Gradients of random projections, a chunk at a time; the program is compiled once per shape of batches.
 
@@ -67,6 +83,8 @@ class Gradients:
     def at(self, leaves: Leaves, count: int, rng: np.random.Generator) -> Iterator[Leaves]:
         """At least `count` gradients at a point, shared out over the batches, in chunks that fit in memory.
 
+        Those that are not finite are left out.
+
         Args:
           leaves: the point.
           count: how many.
@@ -79,7 +97,8 @@ class Gradients:
         each = -(-count // len(self._batches))
         if each * len(self._batches) <= most:  # all at once: what is computed per chunk is computed once
             chunks = [chunk for batch in self._batches for chunk in self._chunks(leaves, [batch], each, most, rng)]
-            yield {path: np.concatenate([chunk[path] for chunk in chunks]) for path in leaves}
+            if chunks:
+                yield {path: np.concatenate([chunk[path] for chunk in chunks]) for path in leaves}
         else:
             yield from self._chunks(leaves, self._batches, each, most, rng)
 
@@ -93,4 +112,7 @@ class Gradients:
                 rows = min(most, each - start)
                 projections = [rng.standard_normal((rows, *x.shape)).astype(x.dtype) for x in jax.tree.leaves(outputs)]
                 chunk = self._pull(leaves, batch, jax.tree.unflatten(jax.tree.structure(outputs), projections))
-                yield {path: np.asarray(gradient) for path, gradient in chunk.items()}
+                whole = {path: np.asarray(gradient) for path, gradient in chunk.items()}
+                finite = np.all([np.isfinite(x.reshape(rows, -1)).all(1) for x in whole.values()], axis=0)
+                if finite.any():
+                    yield whole if finite.all() else {path: x[finite] for path, x in whole.items()}

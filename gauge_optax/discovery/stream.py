@@ -7,12 +7,14 @@ have shown to be movable into their readers, and the finite move that proves the
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from gauge_optax.discovery.calls import Axes, Call, bound_copies, captured_blocks
+from gauge_optax.discovery.checks import check_gradients
 from gauge_optax.discovery.groups import ZERO, Symmetry, draw, independent
 from gauge_optax.discovery.search import candidates
 from gauge_optax.discovery.sketch import Gradients, Leaves, generic_point
@@ -20,6 +22,7 @@ from gauge_optax.discovery.trace import Trace
 from gauge_optax.discovery.write import Unwritable, axes_text, joined, whole_leaves
 
 _POINTS = 3
+_DRAWS = 5  # times as many gradients as are needed are drawn, until enough are finite
 
 
 def stream_rotations(
@@ -44,19 +47,23 @@ def stream_rotations(
       The symmetries that `before` do not contain.
     """
     ones = _scales(norms, params)
-    tried = candidates(trace, leaves, "stream")
+    tried = candidates(trace, leaves, stream=True)
     if not tried:
         return []
     columns = max(len(one.columns) for one in tried)
     squares = {path: np.zeros(leaf.shape) for path, leaf in leaves.items()}
-    points = max(_POINTS, -(-int(rows * columns + 8) // at_once))
-    for k in range(points):
+    needed, seen = max(_POINTS * at_once, int(rows * columns) + 8), 0
+    for k in itertools.count():
+        if seen >= needed or k * at_once > _DRAWS * needed:
+            break
         point = _with_ones(generic_point(leaves, rng(13, k)), ones)
         elements = [draw(rng(14, k, n), one.family, one.space, one.beside) for n, one in enumerate(tried)]
         for chunk, gradient in enumerate(gradients.at(point, at_once, rng(15, k))):
+            seen += len(next(iter(gradient.values())))
             squares = {path: x + np.square(gradient[path]).sum(0) for path, x in squares.items()}
             for one, element in zip(tried, elements, strict=True):
                 one.observe(point, element, gradient, first=chunk == 0)
+    check_gradients(seen, needed)
     symmetries = [symmetry for one in tried for symmetry in one.solve(squares, dead, 10 * ZERO)]
     point = _with_ones(generic_point(leaves, rng(13, 0)), ones)
     return independent([s for s in symmetries if s.residual < ZERO], point, rng(16), before, dead)
@@ -99,6 +106,15 @@ def rotation_call(symmetry: Symmetry, trace: Trace, norms: Sequence[Call], param
     options = {"centred": True} if symmetry.family == "centred" else {}
     roles = {role: captured_blocks(blocks) for role, blocks in sides.items()}
     return Call("residual_rotation", roles, options, sizes, tuple(passed))
+
+
+def passed(norms: Iterable[Call], params: Any) -> list[Call]:
+    """The norms whose gauges move every channel of the scale alone, so that it can be divided out."""
+
+    def blocks(norm: Call) -> list[Any]:
+        return [block for _, _, copy in bound_copies(norm.gauge(), params) for block in copy if block.role == "up"]
+
+    return [norm for norm in norms if not any("_" in block.labels for block in blocks(norm))]
 
 
 def _scales(norms: Iterable[Call], params: Any) -> Mapping[str, float]:

@@ -45,6 +45,7 @@ class Trace:
       layers: leading axes of the enclosing scans.
       stacked: all axes that are scanned over.
       tables: axes of which rows are taken by index.
+      returned: axes of the outputs.
       read: axes along which a parameter contracts a value that parameters made, as a kernel does the residual stream.
       readers: (kernel, axis): the leaves that contract such a value, and along which of their axes.
       vector_reads: (vector, kernel): the kernel contracts what the vector was added to or multiplied with.
@@ -61,6 +62,7 @@ class Trace:
         self.layers: list[np.ndarray] = []
         self.stacked: list[np.ndarray] = []
         self.tables: list[np.ndarray] = []
+        self.returned: list[np.ndarray] = []
         self.read: list[np.ndarray] = []
         self.readers: list[tuple[str, np.ndarray]] = []
         self.vector_reads: set[tuple[str, str]] = set()
@@ -174,6 +176,7 @@ def walk(closed: core.ClosedJaxpr, paths: Sequence[str]) -> Trace:
         for out in trace.run(closed.jaxpr, closed.consts, args):
             for axis in out.axes:
                 trace.note(axis)
+                trace.returned += [axis] if axis is not None else []
         spaces.close()
     return trace
 

@@ -137,7 +137,8 @@ class Piece:
     @property
     def vector(self) -> bool:
         """Whether the whole leaf consists of the space and its companions alone, as a bias does."""
-        return self.view.size == math.prod(self.view.shape) and len(self.view.places) == 1 + len(self.beside)
+        longer = [atom for atom in self.view.atoms.values() if atom.size > 1 or atom.space is not None]
+        return self.view.size == math.prod(self.view.shape) and len(longer) == 1 + len(self.beside)
 
     @property
     def lone(self) -> bool:
@@ -231,7 +232,9 @@ def _readings(trace: Trace, axis: Axis, length: int, searched: set[Space]) -> li
             ways.append([window for part in parts if k < len(part) for window in part[k]])
     ways += [[Window(0, length, (atom,))] for atom in _divided(whole, searched)]
     inner = _inner_windows(whole, searched)
-    return [*ways, inner] if inner else ways or [[one]]
+    if not ways and sum(window.stop - window.start for window in inner) < length:
+        ways = [[one]]  # the main reading reads all entries
+    return [*ways, inner] if inner else ways
 
 
 def _inner_windows(whole: Space, searched: set[Space]) -> list[Window]:

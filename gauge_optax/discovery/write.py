@@ -24,12 +24,11 @@ class Unwritable(Exception):
     """A symmetry for which the library has no gauge; its text says which kind."""
 
 
-def written(symmetry: Symmetry, linear: bool, layers: set[Space], positive: Collection[str]) -> Call:
+def written(symmetry: Symmetry, layers: set[Space], positive: Collection[str]) -> Call:
     """The gauge of a symmetry.
 
     Args:
       symmetry: the symmetry.
-      linear: whether to return linear groups as such, or the rotations in them.
       layers: spaces that are scanned over, which get the name `layer`.
       positive: leaves that are no bias or have no zero or negative element: among vectors they are listed first, as a
         gauge's anchor.
@@ -43,6 +42,8 @@ def written(symmetry: Symmetry, linear: bool, layers: set[Space], positive: Coll
     names = _Names(symmetry, layers, positive)
     if symmetry.family in ("diagonal", "per_plane"):
         return _scale_call(symmetry, names)
+    if symmetry.family == "centred":
+        raise Unwritable("a rotation of heads that keeps the vector of ones")
     options = {"pairing": _pairing(symmetry)} if symmetry.family in ("complex", "phase") else {}
     sides: dict[str, list[Term]] = {"vector": [], "covector": []}
     for term in whole_leaves(symmetry.terms + symmetry.along):
@@ -53,7 +54,7 @@ def written(symmetry: Symmetry, linear: bool, layers: set[Space], positive: Coll
         sides[term.mode].append(term)
     roles = [(_order(terms), names.role(terms, "basis")) for terms in sides.values()]
     (_, left), (_, right) = sorted(roles, key=lambda side: (side[0], list(side[1].values())))
-    if linear and symmetry.family in ("linear", "complex"):
+    if symmetry.family in ("linear", "complex"):
         if not left or not right:
             raise Unwritable("a linear map with one side")
         kind = "rope_linear" if options else "head_linear"
@@ -89,8 +90,10 @@ def _scale_call(symmetry: Symmetry, names: _Names) -> Call:
 
     if len(values) == 1:
         return Call("scale_invariant", {"blocks": role(values[0])}, {}, names.sizes)
-    ratio = Fraction(-values[0] / values[1]).limit_denominator(12)
-    degree = max(ratio, 1 / ratio)
+    quotient = max(-values[0] / values[1], -values[1] / values[0])
+    degree = Fraction(quotient).limit_denominator(12)
+    if abs(degree - quotient) > 10 * _CLOSE * quotient:
+        raise Unwritable(f"a scale with exponents {', '.join(f'{v:g}' for v in values)}")
     # "up" is the side that moves less, or the one that is computed first.
     up, down = sorted(values, key=lambda value: (abs(value), *_order(sides[value])))
     vectors, kernels = all(t.piece.vector for t in sides[up]), not all(t.piece.vector for t in sides[down])
@@ -198,25 +201,33 @@ class _Names:
             for k, (length, window) in enumerate(zip(piece.view.shape, piece.view.windows, strict=True)):
                 inside = [names.get((k, j), "_") for j in range(len(window.atoms))]
                 planes = pairing if target in inside else None
-                items.append(_axis_text(length, window, inside, self.sizes, planes, target))
+                # The axis of a stack of one layer, on a norm's scale: a free axis would be one factor for several.
+                one = length == 1 and piece.vector and inside == ["_"]
+                items.append(_only(k) if one else _axis_text(length, window, inside, self.sizes, planes, target))
             text = " ".join(items)
             one_plus = piece.path in plus and mode == "offset"  # of a leaf that holds several blocks perhaps one
             out[piece.path] = joined(out.get(piece.path), f"1+ {text}" if one_plus else text)
         return out
 
 
-def axes_text(view: View, names: Mapping[Space, str], unit: str = "_") -> tuple[str, dict[str, int]]:
+def _only(axis: int) -> str:
+    """The one index of an axis of length 1, which is no free axis then; every such axis of a leaf has its own name."""
+    return f"only{axis}=0" if axis else "only=0"
+
+
+def axes_text(view: View, names: Mapping[Space, str], only: bool = False) -> tuple[str, dict[str, int]]:
     """The axes string of a view, and the lengths that it needs.
 
     Args:
       view: the view.
       names: spaces that have a name; all others are free.
-      unit: what to write for an axis of length 1.
+      only: whether to write an axis of length 1 as its one index, so that it is no free axis.
     """
     items, sizes = [], dict[str, int]()
-    for length, window in zip(view.shape, view.windows, strict=True):
+    for k, (length, window) in enumerate(zip(view.shape, view.windows, strict=True)):
         inside = [names.get(atom.space, "_") if atom.space is not None else "_" for atom in window.atoms]
-        items.append(unit if length == 1 else _axis_text(length, window, inside, sizes))
+        text = _axis_text(length, window, inside, sizes) if length > 1 else _only(k) if only else "_"
+        items.append(text)
     return " ".join(items), sizes
 
 

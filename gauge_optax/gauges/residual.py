@@ -107,6 +107,12 @@ class ResidualRotation(HeadRotation):
         moved, scales = list(blocks), []
         for norm in norms:
             scale, *biases = _sides(norm)[0]
+            if "_" in scale.labels:
+                raise binding_error(
+                    gauge, f"a norm whose scale '{scale.path}' has a free axis", f"'{scale.axes}'",
+                    "norms whose gauges name every axis of the scale, so that it can be divided out entry by entry",
+                    f"name the axis: scale={{'{scale.path}': 'channel'}}, and in `into` the axis that it multiplies",
+                )
             behind = [dataclasses.replace(b, role=WRITE) for b in biases]
             for reader in _sides(norm)[1]:
                 if any(b.role == READ and overlap(b, reader) for b in blocks):

@@ -1,5 +1,6 @@
 """Functions whose gauges are known: `models.lm` under every switch, unrolled and scanned, and as a Linen module."""
 
+import dataclasses
 import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -10,6 +11,7 @@ import numpy as np
 from flax import nnx
 
 import gauge_optax as go
+from benchmarks.fuzz import Spec
 from gauge_optax.gauges.gauge import Gauge
 from models import lm
 
@@ -117,4 +119,46 @@ def linen(config: lm.LMConfig) -> Net:
     )
 
 
+_LLAMA = Spec(
+    layers=2, width=8, heads=2, kv_heads=1, head=4, hidden=7, norm="rms", scale="plain", norm_bias=False, eps=1e-6,
+    place="before", qk_norm="none", bias="none", position="half", mlp="swiglu", gated_heads=False, layout="heads",
+    parallel=False, tied=False, head_bias=False, cap=False, final=True, scanned=False, outlier=False,
+)
+# Kinds of decoders that gave another list for another seed, a crash, or no gauge where there is one; and what each has.
+KINDS: Mapping[str, tuple[Spec, dict[str, int]]] = {
+    "qk_norm": (
+        dataclasses.replace(_LLAMA, qk_norm="rms"),
+        {"norm_scale": 3, "head_linear": 1, "rescale": 2, "logit_shift": 1, "residual_rotation": 1},
+    ),
+    "qk_norm_scanned": (
+        dataclasses.replace(_LLAMA, qk_norm="rms", scanned=True, eps=1e-5),
+        {"norm_scale": 3, "head_linear": 1, "rescale": 2, "logit_shift": 1, "residual_rotation": 1},
+    ),
+    "tied_without_eps": (
+        dataclasses.replace(_LLAMA, tied=True, eps=0.0, kv_heads=2),
+        {"norm_scale": 3, "head_linear": 1, "rope_linear": 1, "rescale": 1},
+    ),
+    "outlier": (
+        dataclasses.replace(_LLAMA, tied=True, outlier=True),
+        {"norm_scale": 2, "head_linear": 1, "rope_linear": 1, "rescale": 1},
+    ),
+    "one_interleaved_key": (
+        dataclasses.replace(_LLAMA, layers=1, position="interleaved", layout="flat", bias="qkv"),
+        {"norm_scale": 3, "head_linear": 1, "rope_linear": 1, "rescale": 1, "logit_shift": 1, "residual_rotation": 1},
+    ),
+    "stack_of_one": (
+        dataclasses.replace(
+            _LLAMA, layers=1, scanned=True, norm="layer", norm_bias=True, bias="all", head_bias=True, mlp="relu"
+        ),
+        {"norm_scale": 3, "head_linear": 1, "rope_linear": 1, "rescale": 1, "logit_shift": 1, "residual_rotation": 1,
+         "norm_read_shift": 3, "norm_write_shift": 5, "bias_absorption": 4},
+    ),
+    "no_scale": (
+        dataclasses.replace(
+            _LLAMA, norm="layer", scale="none", norm_bias=True, bias="all", head_bias=True, mlp="relu", layers=1
+        ),
+        {"head_linear": 1, "rope_linear": 1, "rescale": 1, "logit_shift": 1, "residual_rotation": 1,
+         "norm_read_shift": 3, "norm_write_shift": 5, "bias_absorption": 4},
+    ),
+}
 FORMS: Mapping[str, Callable[[lm.LMConfig], Net]] = {"unrolled": unrolled, "scanned": scanned, "linen": linen}

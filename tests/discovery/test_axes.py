@@ -233,7 +233,7 @@ def found() -> tuple[Any, Any, Report]:
         logits = net.fn(p, net.batches[0])
         return optax.softmax_cross_entropy_with_integer_labels(logits, net.batches[1]).mean()
 
-    report = go.discover(net.fn, net.params, net.batches, whole=False, progress=False)
+    report = go.discover(net.fn, net.params, net.batches, progress=False)
     return params, jax.grad(loss)(params), report
 
 

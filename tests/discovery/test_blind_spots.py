@@ -65,7 +65,7 @@ def test_planes_that_rotary_leaves_still_have_all_matrices() -> None:
         go.scale_invariant({"embed": "_ _", "v": "_ _ _"}),
         go.logit_shift({"head": "_ vocab"}),
     ]
-    check(fn, params, TOKENS, hand, linear=True)
+    check(fn, params, TOKENS, hand)
 
 
 def test_a_learned_probe_has_query_and_key_matrices() -> None:
@@ -86,7 +86,7 @@ def test_a_learned_probe_has_query_and_key_matrices() -> None:
         go.head_linear({"v": "_ head basis"}, {"o": "head basis _"}),
         go.head_linear({"probe": "_ _ basis"}, {"q": "basis _ _"}),
     ]
-    check(fn, params, list(RNG.standard_normal((2, 5, 7, 6))), hand, outputs="loss", linear=True)
+    check(fn, params, list(RNG.standard_normal((2, 5, 7, 6))), hand, outputs="loss")
 
 
 def test_a_multiplier_of_every_query_head_of_a_group() -> None:
@@ -108,7 +108,7 @@ def test_a_multiplier_of_every_query_head_of_a_group() -> None:
         go.scale_invariant({"embed": "_ _", "v": "_ _ _"}),
         go.logit_shift({"head": "_ vocab"}),
     ]
-    check(fn, params, TOKENS, hand, linear=True)
+    check(fn, params, TOKENS, hand)
 
 
 def test_biases_of_a_fused_kernel() -> None:
@@ -122,7 +122,7 @@ def test_biases_of_a_fused_kernel() -> None:
 
     shapes = {"qkv": (D, 3 * H * E), "bias": (3 * H * E,), "o": (H * E, D), "out": (D,), "scale": (D,), "shift": (D,)}
     params = {name: normal(*shape) for name, shape in shapes.items()} | {"embed": normal(V, D)}
-    report = go.discover(fn, params, TOKENS, outputs="loss", linear=True, progress=False)
+    report = go.discover(fn, params, TOKENS, outputs="loss", progress=False)
     found = {(gauge.name, tuple(sorted({spec.pattern for spec in gauge.specs}))) for gauge in report.gauges}  # type: ignore[attr-defined]
     assert {
         ("bias_absorption", ("bias", "qkv", "shift")),

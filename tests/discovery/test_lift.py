@@ -110,8 +110,8 @@ HAND = [
         [NORM],
     ),
     NORM,
-    go.head_rotation({"attn/query/kernel": "_ head basis", "attn/key/kernel": "_ head basis"}),
-    go.head_rotation({"attn/value/kernel": "_ head basis", "attn/out/kernel": "head basis _"}),
+    go.head_linear({"attn/query/kernel": "_ head basis"}, {"attn/key/kernel": "_ head basis"}),
+    go.head_linear({"attn/value/kernel": "_ head basis"}, {"attn/out/kernel": "head basis _"}),
     go.logit_shift({"head/kernel": "_ vocab"}),
 ]
 

@@ -88,5 +88,5 @@ def test_kernels_by_head_that_the_model_flattens(turns: bool, gated: bool) -> No
     rng = np.random.default_rng(1)
     batches = list(rng.integers(0, 11, (2, 2, 6)))
     params = drawn(shapes | {"o": (H, E, D)})
-    report = check(decoder(inner), params, batches, hand, linear=True)
+    report = check(decoder(inner), params, batches, hand)
     assert not report.rejected and not report.ungauged

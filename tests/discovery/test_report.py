@@ -1,5 +1,6 @@
 """What the report is for: training with its gauges, source that runs, a larger instance, a command line."""
 
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -38,8 +39,7 @@ def test_twins_under_discovered_gauges() -> None:
     with jax.enable_x64(True):
         start = twins.start_of(name, "float64")
         config = twins.CONFIGS[name]
-        d = config.d_model
-        assert group.dim(start) == go.product(lm.gauges(config)).dim(start) + d * (d - 1) // 2  # and the stream's
+        assert group.dim(start) == go.product(lm.gauges(config, linear=True)).dim(start)
         tx = go.quotient(optax.adamw(3e-3), report.gauges)
         twins.check_twins("discovered", group, quick.jit(tx.init), twins.stepper(tx, loss), start, "float64")
         alone = optax.adamw(3e-3)
@@ -55,7 +55,8 @@ def lm_logits(name: str, params: object, tokens: object) -> jax.Array:
 def test_the_report_is_lines_that_name_every_gauge(found: tuple[Net, Report]) -> None:
     _, report = found
     lines = str(report).splitlines()
-    assert lines[0] == "8 gauges" and len([line for line in lines if "moves the outputs by" in line]) >= 8
+    assert lines[0] == "7 gauges" and "1 more in report.whole, which make a training step dearer" in lines
+    assert len([line for line in lines if "moves the outputs by" in line]) >= 8
     for held in report.held:
         assert held.residual < 1e-9 and held.change < 1e-9 and held.exponents
     (rescale,) = [held for held in report.held if held.gauge.name == "rescale"]
@@ -66,8 +67,9 @@ def test_gauges_of_a_small_instance_on_a_larger_one(found: tuple[Net, Report]) -
     _, report = found
     large = replace(TINY, d_model=24, layers=5, heads=8, kv_heads=4, d_head=6, d_ff=30)
     shapes = jax.eval_shape(lambda: unrolled(large).params)
-    gauges = report.rebind(shapes, head=4)
-    assert go.product(gauges).dim(shapes) == go.product(lm.whole_gauges(large, linear=False)).dim(shapes)
+    rebound = report.rebind(shapes, head=4)
+    assert go.product(rebound.whole).dim(shapes) == go.product(lm.whole_gauges(large)).dim(shapes)
+    assert go.product(rebound.gauges).dim(shapes) == go.product(lm.gauges(large, linear=True)).dim(shapes)
     with pytest.raises(ValueError, match="remedy"):
         report.rebind(shapes, head=3)
     with pytest.raises(ValueError, match="no gauge states a length of heads"):
@@ -108,7 +110,7 @@ def test_lengths_that_a_larger_instance_needs_are_named() -> None:
     with pytest.raises(ValueError, match="no leaf matches 'key'"):
         report.rebind({"query": grouped(8, 4, 2, 4)["query"]})
     right = report.rebind(large, head=4, basis=6)
-    assert go.product(right).dim(large) == 2 * 4 * 6 * 5 // 2
+    assert go.product(right.whole).dim(large) == 2 * 4 * 6 * 6
 
 
 def test_a_range_is_the_small_instances_own() -> None:
@@ -142,9 +144,10 @@ def test_the_command_line_prints_source_that_runs(tmp_path: Path) -> None:
     )
     done = run("net:build", tmp_path)
     assert done.returncode == 0, done.stderr
-    report, source = done.stdout.split("\n\ngauges = ")
+    report, source, whole = re.split("\n\n(?:gauges|whole) = ", done.stdout)
     assert report.startswith("1 gauge\n  rescale: up, down")
-    assert eval(source, {"go": go}) == [go.rescale({"up": "_ channel"}, {"down": "channel _"})]
+    lists = [eval(text, {"go": go}) for text in (source, whole)]
+    assert lists == [[go.rescale({"up": "_ channel"}, {"down": "channel _"})]] * 2
     for argument, complaint in (("net", "write module:function"), ("net:none", "no attribute 'none'")):
         refused = run(argument, tmp_path)
         assert refused.returncode == 2 and complaint in refused.stderr and "Traceback" not in refused.stderr

@@ -17,7 +17,7 @@ from gauge_optax.discovery.sketch import Leaves
 from gauge_optax.discovery.trace import called_jaxpr, source
 from gauge_optax.errors import binding_error
 
-Outputs = Literal["logits", "logprobs", "loss"]
+Outputs = Literal["logits", "logprobs", "predictions", "loss"]
 _OUTPUTS = get_args(Outputs)
 _refusal = functools.partial(binding_error, "discover")
 
@@ -56,7 +56,7 @@ def checked_batches(batches: Any, outputs: str, near: float, seed: int) -> list[
     if outputs not in _OUTPUTS:
         raise _refusal(
             f"unknown outputs {outputs!r}", repr(outputs), f"one of {', '.join(map(repr, _OUTPUTS))}",
-            "pass 'logits' if a softmax of fn's outputs follows, else 'logprobs' or 'loss'")
+            "pass 'logits' if a softmax of fn's outputs follows, else 'predictions', 'logprobs' or 'loss'")
     if len(batches := list(batches)) < 2:
         raise _refusal(
             "too few batches", f"{len(batches)} batch", "two or more values that fn accepts",
@@ -116,7 +116,8 @@ def compared(out: Any, outputs: str) -> list[jax.Array]:
     if outputs == "logits" and any(x.ndim == 0 or x.shape[-1] == 1 for x in leaves):
         raise _refusal(
             "outputs that are no logits", f"shapes {', '.join(str(x.shape) for x in leaves)}",
-            "more than one class along the last axis", "pass outputs='loss' if fn returns a number")
+            "more than one class along the last axis",
+            "pass outputs='predictions' for a regression, outputs='loss' if fn returns a loss")
     return [jax.nn.log_softmax(x, axis=-1) for x in leaves] if outputs == "logits" else leaves
 
 

@@ -179,7 +179,8 @@ def discover(
         on `params`.
       batches: at least two values that `fn` accepts; together they should reach what training reaches.
       outputs: what `fn` returns. With "logits", outputs count as unchanged if one number is added to all entries along
-        the last axis, because a softmax follows; with "logprobs" or "loss", every change counts.
+        the last axis, because a softmax follows; with "predictions" (of a regression), "logprobs" or "loss", every
+        change counts.
       near: largest singular value, relative to a column, that is reported as nearly a symmetry.
       seed: of points, projections and elements.
       progress: whether to show a bar.

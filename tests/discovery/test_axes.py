@@ -311,3 +311,20 @@ def test_ranges_and_indices_compare_by_what_they_select() -> None:
     tx = go.max_norm_muon(0.02, NO_GAUGE, {**report.neurons, "qkv": "_ qkv head neuron"}, report.embeddings, bound=9.0)
     with pytest.raises(ValueError, match="the axes of 'qkv'"):
         go.check(tx, tx.init(params), params, grads, report=report)
+
+
+def test_the_report_is_all_that_max_norm_muon_needs() -> None:
+    """Its steps are those with the gauges and mappings written out, and a list without mappings is refused."""
+    case = CASES["heads by reshape"]
+    params = {path: jnp.asarray(x) for path, x in drawn(case.shapes).items()}
+    batches = [case.batch(RNG(1)), case.batch(RNG(2))]
+    report = go.discover(case.fn, params, batches, progress=False)
+    assert report.neurons == case.neurons and report.embeddings == case.embeddings
+    grads = jax.tree.map(lambda x: jnp.cos(jnp.arange(x.size, dtype=jnp.float32)).reshape(x.shape), params)
+    by_hand = go.max_norm_muon(0.02, report.gauges, report.neurons, report.embeddings)
+    steps = []
+    for tx in (go.max_norm_muon(0.02, report), by_hand):
+        steps.append(jax.tree.leaves(tx.update(grads, tx.init(params), params)[0]))
+    assert all(bool(jnp.all(a == b)) for a, b in zip(*steps, strict=True))
+    with pytest.raises(ValueError, match=r"no neurons[\s\S]*go\.discover"):
+        go.max_norm_muon(0.02, report.gauges)

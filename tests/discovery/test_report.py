@@ -5,6 +5,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -162,3 +163,18 @@ def test_a_seed_gives_one_report(found: tuple[Net, Report]) -> None:
     batches = list(rng.normal(size=(2, 5, 4)))
     reports = [go.discover(fn, params, batches, "loss", seed=seed, progress=False) for seed in (0, 0, 1)]
     assert str(reports[0]) == str(reports[1]) and reports[0].gauges == reports[2].gauges
+
+
+def test_predictions_have_no_shift() -> None:
+    """What no softmax follows changes where a number is added to all of it."""
+    params = {"up": np.random.default_rng(0).normal(size=(4, 6)), "down": np.random.default_rng(1).normal(size=(6, 3))}
+    batches = list(np.random.default_rng(2).normal(size=(2, 8, 4)))
+
+    def fn(p: Any, x: Any) -> Any:
+        return jax.nn.relu(x @ p["up"]) @ p["down"]
+
+    found = {outputs: [g.name for g in go.discover(fn, params, batches, outputs=outputs, progress=False).gauges]
+             for outputs in ("logits", "predictions")}  # type: ignore[arg-type]
+    assert found == {"logits": ["rescale", "logit_shift"], "predictions": ["rescale"]}
+    with pytest.raises(ValueError, match="outputs='predictions' for a regression"):
+        go.discover(lambda p, x: fn(p, x)[..., :1], params, batches, progress=False)

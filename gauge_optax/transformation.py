@@ -122,12 +122,12 @@ def transformation(
             require_params(name, params)
         require_gradients(name, updates)
         require_state(name, state, state_type)
-        _tell(updates, None, None)
 
         def plain(updates: Any, state: Any, params: Any, extra: Any) -> tuple[Any, Any]:
             return update(updates, state, params, **extra)
 
-        return layout((updates, params)).run(plain, updates, state, params, extra, like=(updates, state))
+        with _outermost_tells(updates):
+            return layout((updates, params)).run(plain, updates, state, params, extra, like=(updates, state))
 
     made = GaugeTransformation(init_fn, update_fn, gauges, rules, preflight)
     init_fn.made_by = made  # type: ignore[attr-defined]  # `optax.chain` keeps functions alone
@@ -152,6 +152,7 @@ def checked_inner(name: str, inner: Any) -> GaugeTransformation:
 
 
 _LISTENING: list[list[tuple[Any, Any, Any]]] = []
+_RUNNING: list[None] = []  # one per transformation of this library whose update is being traced
 
 
 @contextlib.contextmanager
@@ -163,6 +164,18 @@ def listening() -> Iterator[list[tuple[Any, Any, Any]]]:
         yield _LISTENING[-1]
     finally:
         _LISTENING.pop()
+
+
+@contextlib.contextmanager
+def _outermost_tells(updates: Any) -> Iterator[None]:
+    """What is inside another one gets gradients of the slice, which may be zero for a norm's scale."""
+    if not _RUNNING:
+        _tell(updates, None, None)
+    _RUNNING.append(None)
+    try:
+        yield
+    finally:
+        _RUNNING.pop()
 
 
 def _tell(updates: Any, steps: Any, point: Any) -> None:

@@ -468,3 +468,30 @@ def test_it_is_called_outside_jit_and_with_gauges_or_without() -> None:
     assert report.asymmetries == ()
     with pytest.raises(ValueError, match=r"no update for|update of another shape"):
         go.check(tx, tx.init(MLP), MLP, {"up": MLP["up"]})
+
+
+NORMED = {"g": jnp.linspace(0.5, 1.5, 8), **MLP}
+LISTED = [go.norm_scale({"g": "channel"}, {"up": "channel _"}), UNITS, LOGITS]
+
+
+def _normed_loss(p: Any) -> jax.Array:
+    h = X / jnp.sqrt(jnp.mean(X**2, -1, keepdims=True)) * p["g"]
+    return _cross_entropy(jax.nn.relu(h @ p["up"] + p["bias"]) @ p["down"])
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: go.ddc_adamw(1e-3, LISTED, weight_decay=0.1),
+        lambda: go.ddc_muon(1e-3, LISTED),
+        lambda: optax.chain(
+            go.gauge_project(LISTED), go.scale_by_ddc(LISTED), go.add_gauge_decay(0.1, LISTED),
+            optax.scale_by_learning_rate(3e-4), go.gauge_retract(LISTED),
+        ),
+        lambda: optax.chain(optax.clip_by_global_norm(1.0), go.quotient_adamw(1e-3, LISTED)),
+    ],
+    ids=["ddc_adamw", "ddc_muon", "the chain of ddc", "clipped"],
+)
+def test_a_norms_scale_without_a_gradient_on_the_slice_is_not_frozen(make: Callable[[], Any]) -> None:
+    """Inside, or behind a projection, its gradient is zero: the kernel behind it has all of it."""
+    assert _preflight(make(), NORMED, _normed_loss).asymmetries

@@ -402,7 +402,7 @@ def _require_none_frozen_unseen(
     most = {path: _most(leaf) for path, leaf in leaves_by_path(grads).items()}
     zero = {path for path, leaf in leaves_by_path(params).items() if not _most(leaf)}
     notes = dict[str, None]()
-    for given, steps, point in heard:
+    for number, (given, steps, point) in enumerate(heard):
         g, u, at = (leaves_by_path(tree) if tree is not None else {} for tree in (given, steps, point))
         for gauge in gauges:
             for copy in bound((gauge,), params).copies[0]:
@@ -411,6 +411,9 @@ def _require_none_frozen_unseen(
                     continue
                 sizes = {p: _most(g[p]) for p in paths}
                 still = [p for p in paths if not sizes[p] and most[p] > _SIGNAL * max(most.values())]
+                # What later links are given has lost its part along orbits, which may be all that a norm's scale had.
+                single = {b.path for part in copy.parts for b in part.blocks if b.view_shape == part.shape}
+                still = [p for p in still if number == 0 or p not in single]
                 if steps is None:
                     if still and any(sizes.values()):
                         raise _frozen_unseen(still[0], f"in front of the optimizer that moves {gauge.name}", "gradient")

@@ -51,6 +51,9 @@ def template(path: str) -> str:
     return _NUMBER.sub("#", path)
 
 
+_TURNING = {"head_linear": "head_rotation", "rope_linear": "rope_torus"}
+
+
 @dataclasses.dataclass(frozen=True)
 class Call:
     """A gauge's constructor with its arguments.
@@ -82,6 +85,17 @@ class Call:
         """The gauge that the call makes."""
         norms = {"norms": [norm.gauge() for norm in self.norms]} if self.norms else {}
         return CONSTRUCTORS[self.kind](**self.roles, **self.options, **norms, sizes=self.sizes or None)
+
+    def turning(self) -> Call:
+        """The call of the rotations among invertible matrices of heads; any other call as it is."""
+        if self.kind not in _TURNING:
+            return self
+        blocks: dict[str, Axes] = {}
+        for path, axes in (item for role in self.roles.values() for item in role.items()):
+            listed = (blocks.get(path, ()), axes)
+            both = tuple(text for x in listed for text in ((x,) if isinstance(x, str) else x))
+            blocks[path] = both[0] if len(both) == 1 else both
+        return dataclasses.replace(self, kind=_TURNING[self.kind], roles={"blocks": blocks})
 
     def rebound(self, params: Any, sizes: Mapping[str, int]) -> Call:
         """The call for another tree, with other lengths of the axes that it states."""

@@ -14,7 +14,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from scipy.linalg import expm
 
 from gauge_optax.discovery.sketch import Leaves
 from gauge_optax.discovery.spaces import Space
@@ -103,9 +102,9 @@ class Symmetry:
             flat = out[piece.path].reshape(-1).copy()
             values, scale = flat[piece.entries], modes.get("scale", 0.0)
             if matrix := modes.get("vector", 0.0):
-                values = expm(matrix * element).swapaxes(-1, -2) @ values
+                values = _exponential(matrix * element).swapaxes(-1, -2) @ values
             elif matrix := modes.get("covector", 0.0):
-                values = expm(-matrix * element) @ values
+                values = _exponential(-matrix * element) @ values
             elif scale:  # about a centre, if there is an offset too
                 centre = -modes.get("offset", 0.0) / scale
                 values = centre + (values - centre) * np.exp(scale * element[:, :, None])
@@ -241,3 +240,16 @@ def _contained(
 
 def _squared(arrays: Iterable[np.ndarray]) -> float:
     return float(sum(np.square(x).sum() for x in arrays))
+
+
+def _exponential(a: np.ndarray) -> np.ndarray:
+    """exp(A) of matrices (…, d, d): the series of A/2ᵏ, whose norm is below 1/2, squared k times."""
+    halvings = max(0, math.ceil(math.log2(max(float(np.abs(a).sum(-1).max(initial=0.0)), 1e-30))) + 1)
+    small = a / 2.0**halvings
+    term = total = np.broadcast_to(np.eye(a.shape[-1]), a.shape)
+    for n in range(1, 15):  # 2⁻¹⁴/14! is below the roundoff of float64
+        term = term @ small / n
+        total = total + term
+    for _ in range(halvings):
+        total = total @ total
+    return np.asarray(total)

@@ -103,6 +103,11 @@ class Report(Mappings):
         return [held.gauge for held in self.held if held.call.kind in _TRAINING]
 
     @property
+    def turning(self) -> list[Gauge]:
+        """`gauges` with rotations of heads in place of their invertible matrices, which change the norms of neurons."""
+        return [held.call.turning().gauge() for held in self.held if held.call.kind in _TRAINING]
+
+    @property
     def whole(self) -> tuple[Gauge, ...]:
         """Every gauge that holds, for `census`, `canonicalize`, `rotate` and `align`.
 

@@ -180,8 +180,8 @@ class Found(Protocol):
     """What a report of `go.discover` says of a function."""
 
     @property
-    def gauges(self) -> Sequence[Gauge]:
-        """The symmetries that training takes."""
+    def turning(self) -> Sequence[Gauge]:
+        """The symmetries that training takes, of heads their rotations."""
 
     @property
     def neurons(self) -> Mapping[str, Axes]:
@@ -235,7 +235,8 @@ def max_norm_muon(
     Args:
       learning_rate: a number or a schedule.
       gauges: a gauge or a sequence of them, meaning their product. Or the report of `go.discover`, which has gauges,
-        neurons and embeddings: `go.max_norm_muon(0.02, report)`.
+        neurons and embeddings: `go.max_norm_muon(0.02, report)`. Of heads it takes rotations, `report.turning`, because
+        other matrices change the norms that it bounds.
       neurons: path → axes of kernels, by default those of the report: `_` are a neuron's inputs, and named axes count
         neurons, as in `"_ neuron"` for (inputs, outputs) and `"_ head neuron"` for (inputs, heads, size). A kernel is
         one matrix; axes named `layer` or `expert` count matrices. The neurons of an unembedding are tokens: write `"_
@@ -286,7 +287,7 @@ def max_norm_muon(
     if isinstance(gauges, Found):
         neurons = gauges.neurons if neurons is None else neurons
         embeddings = gauges.embeddings if embeddings is None else embeddings
-        gauges = gauges.gauges
+        gauges = gauges.turning
     elif neurons is None:
         raise binding_error(
             name, "no neurons", "gauges without a mapping", "path → axes of every kernel, or a report of go.discover",

@@ -264,7 +264,7 @@ OTHER = {
 def test_other_names_of_the_same_axes_pass(changed: Mapping[str, str], found: Any) -> None:
     params, grads, report = found
     sizes = {"a": 2} if changed else None
-    tx = go.max_norm_muon(0.02, report.gauges, {**report.neurons, **changed}, report.embeddings, sizes=sizes)
+    tx = go.max_norm_muon(0.02, report.turning, {**report.neurons, **changed}, report.embeddings, sizes=sizes)
     assert not go.check(tx, tx.init(params), params, grads, report=report).notes
 
 
@@ -272,7 +272,7 @@ def test_other_names_of_the_same_axes_pass(changed: Mapping[str, str], found: An
 def test_a_mapping_that_contradicts_the_function_is_named(name: str, found: Any) -> None:
     params, grads, report = found
     changed, embeddings, path = OTHER[name]
-    tx = go.max_norm_muon(0.02, report.gauges, {**report.neurons, **changed}, embeddings)
+    tx = go.max_norm_muon(0.02, report.turning, {**report.neurons, **changed}, embeddings)
     state = tx.init(params)
     go.check(tx, state, params, grads)
     with pytest.raises(ValueError, match=f"check: the axes of '{path}'") as error:
@@ -321,7 +321,7 @@ def test_the_report_is_all_that_max_norm_muon_needs() -> None:
     report = go.discover(case.fn, params, batches, progress=False)
     assert report.neurons == case.neurons and report.embeddings == case.embeddings
     grads = jax.tree.map(lambda x: jnp.cos(jnp.arange(x.size, dtype=jnp.float32)).reshape(x.shape), params)
-    by_hand = go.max_norm_muon(0.02, report.gauges, report.neurons, report.embeddings)
+    by_hand = go.max_norm_muon(0.02, report.turning, report.neurons, report.embeddings)
     steps = []
     for tx in (go.max_norm_muon(0.02, report), by_hand):
         steps.append(jax.tree.leaves(tx.update(grads, tx.init(params), params)[0]))

@@ -145,7 +145,7 @@ def test_a_start_and_an_early_stop(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_users_gauge_needs_coordinates() -> None:
     params = {"token": jnp.ones((5, 2)), "position": jnp.arange(6.0).reshape(3, 2)}
-    with pytest.raises(ValueError, match=r"(?s)no coordinates of.*algebra\(params\)"):
+    with pytest.raises(ValueError, match=r"(?s)no method algebra.*algebra\(params\)"):
         go.orbit.choose(squares, params, Translation("token", "position"), progress=False)
 
     class WithAlgebra(Translation):

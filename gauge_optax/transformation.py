@@ -126,8 +126,13 @@ def transformation(
         def plain(updates: Any, state: Any, params: Any, extra: Any) -> tuple[Any, Any]:
             return update(updates, state, params, **extra)
 
-        with _outermost_tells(updates):
+        if not _RUNNING:  # what is inside another one gets gradients of the slice, zero for a norm's scale
+            _tell(updates, None, None)
+        _RUNNING.append(None)
+        try:
             return layout((updates, params)).run(plain, updates, state, params, extra, like=(updates, state))
+        finally:
+            _RUNNING.pop()
 
     made = GaugeTransformation(init_fn, update_fn, gauges, rules, preflight)
     init_fn.made_by = made  # type: ignore[attr-defined]  # `optax.chain` keeps functions alone
@@ -164,18 +169,6 @@ def listening() -> Iterator[list[tuple[Any, Any, Any]]]:
         yield _LISTENING[-1]
     finally:
         _LISTENING.pop()
-
-
-@contextlib.contextmanager
-def _outermost_tells(updates: Any) -> Iterator[None]:
-    """What is inside another one gets gradients of the slice, which may be zero for a norm's scale."""
-    if not _RUNNING:
-        _tell(updates, None, None)
-    _RUNNING.append(None)
-    try:
-        yield
-    finally:
-        _RUNNING.pop()
 
 
 def _tell(updates: Any, steps: Any, point: Any) -> None:

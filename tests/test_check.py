@@ -473,7 +473,7 @@ def test_it_is_called_outside_jit_and_with_gauges_or_without() -> None:
         go.check(tx, tx.init(MLP), MLP, {"up": MLP["up"]})
 
 
-NORMED = {"g": jnp.linspace(0.5, 1.5, 8), **MLP}
+SCALED = {"g": jnp.linspace(0.5, 1.5, 8), **MLP}
 LISTED = [go.norm_scale({"g": "channel"}, {"up": "channel _"}), UNITS, LOGITS]
 
 
@@ -497,4 +497,4 @@ def _normed_loss(p: Any) -> jax.Array:
 )
 def test_a_norms_scale_without_a_gradient_on_the_slice_is_not_frozen(make: Callable[[], Any]) -> None:
     """Inside, or behind a projection, its gradient is zero: the kernel behind it has all of it."""
-    assert _preflight(make(), NORMED, _normed_loss).asymmetries
+    assert _preflight(make(), SCALED, _normed_loss).asymmetries

@@ -498,3 +498,14 @@ def _normed_loss(p: Any) -> jax.Array:
 def test_a_norms_scale_without_a_gradient_on_the_slice_is_not_frozen(make: Callable[[], Any]) -> None:
     """Inside, or behind a projection, its gradient is zero: the kernel behind it has all of it."""
     assert _preflight(make(), SCALED, _normed_loss).asymmetries
+
+
+def test_an_optimizer_that_cannot_be_tried_is_said() -> None:
+    """One that asks its update for the loss: frozen leaves cannot be listened for, and the report says so."""
+
+    def update(updates: Any, state: Any, params: Any = None, *, value: Any, **extra: Any) -> Any:
+        return jax.tree.map(lambda g: -1e-3 * value * g, updates), state
+
+    asks = optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
+    report = _preflight(go.quotient(asks, [UNITS]), MLP, mlp_loss)
+    assert any("the update raised TypeError" in note for note in report.notes)

@@ -122,8 +122,7 @@ def test_a_frozen_leaf_stays_and_twins_agree(case: GaugeCase, x64: None) -> None
     gauges, params = case.gauges(), case.params(jax.random.key(1))
     bound = go.bind(gauges, params)
     paths = sorted({b.path for part in bound.slice.parts for b in part.blocks})
-    if not paths:
-        pytest.skip("no optimizer notices it")
+    assert paths, "a row whose gauges move nothing tests nothing"
     for path in dict.fromkeys((paths[0], paths[-1])):
         tx = go.quotient(frozen_adamw(params, path), gauges)
         twin = _twin(bound, params, set(jax.eval_shape(tx.init, params).frame.elements))

@@ -397,8 +397,8 @@ def _require_none_frozen_unseen(
 
     try:
         heard = _one_program(update)(grads, state, params) if gauges else []
-    except Exception:  # it needs further arguments, or runs inside a loop: nothing is known of it
-        return []
+    except Exception as error:  # whatever an optimizer asks for: further arguments, or a loop around it
+        return [f"frozen leaves were not looked for beyond what states say: the update raised {type(error).__name__}"]
     most = {path: _most(leaf) for path, leaf in leaves_by_path(grads).items()}
     zero = {path for path, leaf in leaves_by_path(params).items() if not _most(leaf)}
     notes = dict[str, None]()

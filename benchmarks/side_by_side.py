@@ -1,26 +1,31 @@
-"""The package of version 0.2 beside this one, in one process: the same updates to 1e-12, on the whole register.
+"""The package as it was before its core became parts beside this one, in one process: the same updates to 1e-12.
 
-    python -m benchmarks.side_by_side                 # every row; minutes
+    python -m benchmarks.side_by_side                 # every row; an hour of one core; killed, it goes on
     python -m benchmarks.side_by_side --only quotient --rows gpt
+    python -m benchmarks.side_by_side --show
 
 Takes 20 float64 steps of every optimizer on every row of `tests/cases.py` that it accepts, from random, zero-output and
-dead-channel starts, and prints the largest difference of any leaf relative to its norm. The old sources are taken from
-the repository's history under another name. Kept until the release that replaces 0.2.
+dead-channel starts, and compares every leaf, relative to its norm; `transport`, `canonicalize` and `align` are compared
+by what they return. The old sources are taken from the repository's history under another name.
+
+The scales of norms start positive: the old package kept their signs, and this one's slice has γ = +1.
 
 A run can amplify roundoff: Newton–Schulz makes any direction of a matrix near zero as large as the others. Where a
-difference is above the tolerance, the old package is run again with gradients that differ by a relative 1e-15. The
-largest of its own differences is printed beside ours, and ours may be `AMPLIFIED` times as large.
+difference is above the tolerance, the old package is run again with gradients, or weights, that differ by a relative
+1e-15. The largest of its own differences stands beside ours, and ours may be `AMPLIFIED` times as large.
 """
 
 import argparse
 import functools
 import importlib
+import inspect
 import io
+import json
 import subprocess
 import sys
 import tarfile
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,18 +36,28 @@ import optax
 from tqdm import tqdm
 
 import gauge_optax as new
-from tests.cases import GAUGE_CASES, GaugeCase
+from gauge_optax.binding.paths import leaves_by_path, match
+from tests.cases import FLAT_CASES, GAUGE_CASES, GaugeCase
 
-REVISION = "d2b521b"
-"""The last commit of version 0.2."""
+REVISION = "374c5b0"
+"""The last commit whose gauges were instances with switches; parts of three roles came after it."""
 STEPS = 20
 TOLERANCE = 1e-12
 PERTURBED = 1e-15
 AMPLIFIED = 10.0
+EPS = 1e-20
+"""Of Muon: the old package added it to a norm, this one in units of the largest entry; small enough to mean nothing."""
+SMALL = 1e-3
+"""Leaves with a smaller norm are compared by the difference over this one: a canonical scale stored less one is 0."""
+OUT = Path("benchmarks/results/side_by_side.json")
+
+Tree = Any
+Gradient = Callable[[Tree], Tree]
+Run = Callable[[Gradient, Tree], Tree]
 
 
 def old_package() -> Any:
-    """Version 0.2 as the package `gauge_optax_old`."""
+    """The old sources as the package `gauge_optax_old`."""
     folder = Path(tempfile.mkdtemp())
     archive = subprocess.run(["git", "archive", REVISION, "gauge_optax"], capture_output=True, check=True).stdout
     with tarfile.open(fileobj=io.BytesIO(archive)) as files:
@@ -51,7 +66,9 @@ def old_package() -> Any:
     for path in (folder / "gauge_optax_old").rglob("*.py"):
         path.write_text(path.read_text().replace("gauge_optax", "gauge_optax_old"))
     sys.path.insert(0, str(folder))
-    return importlib.import_module("gauge_optax_old")
+    old: Any = importlib.import_module("gauge_optax_old")
+    old.orbit = old  # what stands in modules today stood at the top
+    return old
 
 
 def rebuilt(gauge: Any, package: Any) -> Any:
@@ -61,40 +78,70 @@ def rebuilt(gauge: Any, package: Any) -> Any:
         blocks = roles.setdefault(spec.role, {})
         axes = blocks.get(spec.pattern)
         blocks[spec.pattern] = spec.axes if axes is None else (*((axes,) if isinstance(axes, str) else axes), spec.axes)
-    options = {name: value for name, value in gauge.options if name != "by_entry"}
-    return getattr(package, gauge.name)(*roles.values(), sizes=dict(gauge.sizes), **options)
+    make = getattr(package, gauge.name)
+    options = {name: value for name, value in gauge.options if name in inspect.signature(make).parameters}
+    return make(*roles.values(), sizes=dict(gauge.sizes), **options)
 
 
-def optimizers(go: Any, gauges: Sequence[Any]) -> dict[str, Callable[[], optax.GradientTransformation]]:
-    """What is compared."""
+def runs(go: Any, gauges: Sequence[Any], element: Any, other: Tree) -> Mapping[str, Callable[[], Run]]:
+    """What is compared, each made by a function, because construction may refuse.
+
+    Args:
+      go: the package.
+      gauges: the row's, in that package.
+      element: what `transport` moves by.
+      other: what `align` leads towards the start.
+    """
     return {
-        "quotient": lambda: go.quotient(optax.adamw(1e-2, weight_decay=0.1), gauges),
-        "quotient, free": lambda: go.quotient(optax.adamw(1e-2, weight_decay=0.1), gauges, hold=False, pin=False),
-        "quotient_muon": lambda: go.quotient_muon(1e-2, gauges),
-        "ddc_adamw": lambda: go.ddc_adamw(1e-2, gauges, weight_decay=0.1),
-        "ddc_muon": lambda: go.ddc_muon(1e-2, gauges, weight_decay=0.1),
-        "gauge_fix": lambda: go.orbit.gauge_fix(optax.sgd(1e-2, momentum=0.9), gauges, on_unknown="keep"),
+        "quotient": lambda: trains(go.quotient(optax.adamw(1e-2, weight_decay=0.1), gauges)),
+        "pin=False": lambda: trains(
+            go.quotient(optax.adamw(1e-2, weight_decay=0.1), gauges, hold=False, pin=False)
+        ),
+        "quotient_muon": lambda: trains(go.quotient_muon(1e-2, gauges, eps=EPS)),
+        "ddc_adamw": lambda: trains(go.ddc_adamw(1e-2, gauges, weight_decay=0.1)),
+        "ddc_muon": lambda: trains(go.ddc_muon(1e-2, gauges, weight_decay=0.1, eps=EPS)),
+        "gauge_fix": lambda: trains(go.orbit.gauge_fix(optax.sgd(1e-2, momentum=0.9), gauges, on_unknown="keep")),
+        "transport": lambda: moves_a_state(go, gauges, element),
+        "canonicalize": lambda: lambda gradient, params: go.orbit.canonicalize(params, gauges),
+        "align": lambda: lambda gradient, params: go.product(gauges).act(go.orbit.align(params, other, gauges), other),
     }
 
 
-def transported(go: Any, gauges: Sequence[Any], element: Any, gradient: Callable[[Any], Any], params: Any) -> Any:
+def trains(tx: optax.GradientTransformation) -> Run:
+    """Parameters after all steps; one program serves all starts."""
+    initial, updated = jax.jit(tx.init), jax.jit(lambda *args: stepped(tx, *args))
+
+    def run(gradient: Gradient, params: Tree) -> Tree:
+        state = initial(params)
+        for _ in range(STEPS):
+            params, state = updated(gradient(params), state, params)
+        return params
+
+    return run
+
+
+def stepped(tx: optax.GradientTransformation, grads: Tree, state: Tree, params: Tree) -> tuple[Tree, Tree]:
+    """Parameters and state after a step."""
+    updates, state = tx.update(grads, state, params)
+    return optax.apply_updates(params, updates), state
+
+
+def moves_a_state(go: Any, gauges: Sequence[Any], element: Any) -> Run:
     """Adam's state after three steps, moved by an element as far as its moments can move."""
     tx = optax.adam(1e-2)
 
-    @jax.jit
-    def run(params: Any) -> Any:
-        start, state = params, tx.init(params)
+    def run(gradient: Gradient, start: Tree) -> Tree:
+        params, state = start, tx.init(start)
         for _ in range(3):
-            updates, state = tx.update(gradient(params), state, params)
-            params = optax.apply_updates(params, updates)
+            params, state = stepped(tx, gradient(params), state, params)
         return go.orbit.transport(state, start, gauges, element, on_unknown="keep")
 
-    return run(params)
+    return run
 
 
-def starts(case: GaugeCase) -> Iterator[tuple[str, Any]]:
+def starts(case: GaugeCase) -> Iterator[tuple[str, Tree]]:
     """The row's own point, the same with the last leaf zero, and with one channel of every leaf zero."""
-    params = case.params(jax.random.key(1))
+    params = positive(case, case.params(jax.random.key(1)))
     treedef: Any
     leaves, treedef = jax.tree.flatten(params)
     yield "random", params
@@ -102,108 +149,135 @@ def starts(case: GaugeCase) -> Iterator[tuple[str, Any]]:
     yield "dead channel", treedef.unflatten([x.at[..., 0].set(0.0) if x.ndim else x for x in leaves])
 
 
-def trained(tx: optax.GradientTransformation, gradient: Callable[[Any], Any], params: Any) -> Any:
-    """Parameters after all steps."""
+def positive(case: GaugeCase, params: Tree) -> Tree:
+    """The point with the sizes of all norms' scales."""
+    norms: list[Any] = [gauge for gauge in case.gauges() if gauge.name == "norm_scale"]
+    specs = [spec for norm in norms for spec in norm.specs if spec.role == "scale"]
 
-    @jax.jit
-    def step(params: Any, state: Any) -> tuple[Any, Any]:
-        updates, state = tx.update(gradient(params), state, params)
-        return optax.apply_updates(params, updates), state
+    def size(path: str, x: jax.Array) -> jax.Array:
+        for spec in specs:
+            if match("norm_scale", spec.pattern, path) is not None:
+                offset = 1.0 if str(spec.axes).startswith("1+") else 0.0
+                return jnp.abs(x + offset) - offset
+        return x
 
-    state = jax.jit(tx.init)(params)
-    for _ in range(STEPS):
-        params, state = step(params, state)
-    return params
-
-
-def made_and_trained(make: Callable[[], optax.GradientTransformation], gradient: Any, params: Any) -> Any:
-    """Makes the optimizer and trains with it: both may refuse."""
-    return trained(make(), gradient, params)
+    paths = leaves_by_path(params)
+    return jax.tree.unflatten(jax.tree.structure(params), [size(path, x) for path, x in paths.items()])
 
 
-def perturbed(gradient: Callable[[Any], Any], seed: int) -> Callable[[Any], Any]:
-    """The same gradient, with every entry multiplied by 1 + `PERTURBED` times a fixed normal number."""
-
-    def inexact(params: Any) -> Any:
-        treedef: Any
-        leaves, treedef = jax.tree.flatten(gradient(params))
-        keys = jax.random.split(jax.random.key(seed), len(leaves))
-        noise = [jax.random.normal(key, x.shape, x.dtype) for key, x in zip(keys, leaves, strict=True)]
-        return treedef.unflatten([x * (1.0 + PERTURBED * n) for x, n in zip(leaves, noise, strict=True)])
-
-    return inexact
+def perturbed(tree: Tree, seed: int) -> Tree:
+    """The same, with every entry multiplied by 1 + `PERTURBED` times a fixed normal number."""
+    treedef: Any
+    leaves, treedef = jax.tree.flatten(tree)
+    keys = jax.random.split(jax.random.key(seed), len(leaves))
+    noise = [jax.random.normal(key, x.shape, x.dtype) for key, x in zip(keys, leaves, strict=True)]
+    return treedef.unflatten([x * (1.0 + PERTURBED * n) for x, n in zip(leaves, noise, strict=True)])
 
 
-def difference(ours: Any, theirs: Any) -> float:
+def difference(ours: Tree, theirs: Tree) -> float:
     """The largest over leaves, relative to the leaf."""
     worst = 0.0
     for x, y in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
-        size = max(float(np.linalg.norm(y)), 1e-30)
+        size = max(float(np.linalg.norm(y)), SMALL)
         worst = max(worst, float(np.linalg.norm(np.asarray(x) - np.asarray(y))) / size)
     return worst
+
+
+def distance(a: Tree, b: Tree) -> float:
+    """The root of the sum of squares over all leaves."""
+    return float(optax.global_norm(jax.tree.map(jnp.subtract, a, b)))
 
 
 def attempt(make: Callable[[], Any]) -> Any:
     """A result, or the first line of what is said in its place."""
     try:
         return make()
-    except ValueError as error:
+    except (ValueError, TypeError) as error:
         return str(error).splitlines()[0]
 
 
+def compared(name: str, pair: Sequence[Any], gradient: Gradient, params: Tree) -> dict[str, Any]:
+    """One comparison: how far the two ends are apart, and what explains it.
+
+    Args:
+      name: of what is compared. `align` may also end nearer to the start: its group has the signs of norms' scales now.
+      pair: this package's run and the old one's, or what was said in their places.
+      gradient: of the row's loss.
+      params: the start.
+    """
+    ends = [run if isinstance(run, str) else attempt(functools.partial(run, gradient, params)) for run in pair]
+    refused = [end for end in ends if isinstance(end, str)]
+    if len(refused) == 2:
+        return {"outcome": "both refuse", "said": refused[0]}
+    if refused:
+        side = "this" if isinstance(ends[0], str) else "the old"
+        return {"outcome": f"only {side} refuses", "said": refused[0]}
+    off = difference(*ends)
+    if off <= TOLERANCE:
+        return {"outcome": "same", "off": off}
+    if name == "align" and distance(ends[0], params) < distance(ends[1], params):
+        return {"outcome": "nearer", "off": off}
+    again = [
+        pair[1](lambda p, seed=seed: perturbed(gradient(p), seed), perturbed(params, seed + 10)) for seed in range(3)
+    ]
+    amplified = max(difference(end, ends[1]) for end in again)
+    outcome = "ill-conditioned" if off <= AMPLIFIED * amplified else "different"
+    return {"outcome": outcome, "off": off, "amplified": amplified}
+
+
+def summary(cells: Mapping[str, Mapping[str, Any]]) -> str:
+    """One line per optimizer, then every comparison that is not the same."""
+    outcomes = (
+        "same", "nearer", "both refuse", "only the old refuses", "ill-conditioned", "only this refuses", "different",
+    )  # fmt: skip
+    lines = []
+    for name in dict.fromkeys(key.split(" | ")[1] for key in cells):
+        mine = [cell for key, cell in cells.items() if key.split(" | ")[1] == name]
+        counts = {outcome: sum(cell["outcome"] == outcome for cell in mine) for outcome in outcomes}
+        worst = max((cell["off"] for cell in mine if cell["outcome"] == "same"), default=0.0)
+        lines.append(f"{name:14} " + ", ".join(f"{n} {o}" for o, n in counts.items() if n) + f"; same to {worst:.1e}")
+    for key, cell in cells.items():
+        if cell["outcome"] not in ("same", "nearer", "both refuse"):
+            figures = " ".join(f"{name} {cell[name]:.1e}" for name in ("off", "amplified") if name in cell)
+            lines.append(f"{cell['outcome']:21} {key}: {cell.get('said', '')}{figures}")
+    return "\n".join(lines)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Prints a line per comparison that differs, and the largest difference; 1 where one is above the tolerance."""
+    """Fills the JSON and prints the summary; 1 where a comparison differs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", default=[], help="optimizers")
     parser.add_argument("--rows", nargs="*", default=[], help="parts of names of rows")
-    parser.add_argument("--starts", nargs="*", default=[], help="starts")
+    parser.add_argument("--show", action="store_true", help="only what is in the JSON")
     chosen = parser.parse_args(arguments)
-    jax.config.update("jax_enable_x64", True)
-    old, worst, count, excused, failed = old_package(), 0.0, 0, 0, 0
-    rows = [case for case in GAUGE_CASES if case.loss is not None and not case.name.startswith("user_gauge")]
-    rows = [case for case in rows if not chosen.rows or any(part in case.name for part in chosen.rows)]
+    cells: dict[str, Any] = json.loads(OUT.read_text())["cells"] if OUT.exists() else {}
+    if not chosen.show:
+        jax.config.update("jax_enable_x64", True)
+        fill(cells, chosen.only, chosen.rows)
+    print(summary(cells))
+    return int(any(cell["outcome"] in ("different", "only this refuses") for cell in cells.values()))
+
+
+def fill(cells: dict[str, Any], only: Sequence[str], parts: Sequence[str]) -> None:
+    """Runs what is not in the cells yet, and writes the JSON after every optimizer of every row."""
+    old = old_package()
+    rows = [case for case in (*GAUGE_CASES, *FLAT_CASES) if case.loss and not case.name.startswith("user_gauge")]
+    rows = [case for case in rows if not parts or any(part in case.name for part in parts)]
     with tqdm(rows) as bar:
         for case in bar:
             bar.set_description(case.name)
             gauges = case.gauges()
-            lists = [[rebuilt(g, go) for g in gauges] for go in (new, old)]
-            pairs = [optimizers(go, gs) for go, gs in zip((new, old), lists, strict=True)]
-            for start, params in starts(case):
-                for name in [*pairs[0], "transport"]:
-                    if (chosen.only and name not in chosen.only) or (chosen.starts and start not in chosen.starts):
-                        continue
-                    gradient: Any = jax.grad(case.loss)  # type: ignore[arg-type]
-                    if name == "transport":
-                        element = new.product(gauges).sample(jax.random.key(2), params)
-                        packages = zip((new, old), lists, strict=True)
-                        runs = [functools.partial(transported, go, g, element=element) for go, g in packages]
-                    else:
-                        runs = [functools.partial(made_and_trained, p[name]) for p in pairs]
-                    ends = [attempt(functools.partial(run, gradient=gradient, params=params)) for run in runs]
-                    count += 1
-                    if any(isinstance(x, str) for x in ends):
-                        off = 0.0 if all(isinstance(x, str) for x in ends) else np.inf
-                        said = " | ".join(x if isinstance(x, str) else "" for x in ends)
-                    else:
-                        off, said = difference(*ends), ""
-                    if off <= TOLERANCE:
-                        worst = max(worst, off)
-                        continue
-                    if not said:
-                        again = [runs[1](gradient=perturbed(gradient, seed), params=params) for seed in range(3)]
-                        amplified = max(difference(end, ends[1]) for end in again)
-                        said = f"0.2 against itself, gradients perturbed by {PERTURBED:.0e}: {amplified:.1e}"
-                        if off <= AMPLIFIED * amplified:
-                            excused += 1
-                            bar.write(f"{off:.1e}  {name:16}{case.name:32}{start}  ill-conditioned; {said}")
-                            continue
-                    failed += 1
-                    bar.write(f"{off:.1e}  {name:16}{case.name:32}{start}  DIFFERENT; {said}")
-    print(
-        f"{count} comparisons on {len(rows)} rows; largest difference {worst:.1e} (limit {TOLERANCE:.0e}), "
-        f"without {excused} ill-conditioned runs; {failed} different"
-    )
-    return int(failed > 0)
+            points, gradient = dict(starts(case)), jax.jit(jax.grad(case.loss))  # type: ignore[arg-type]
+            element = new.product(gauges).sample(jax.random.key(2), points["random"])
+            other = positive(case, case.params(jax.random.key(3)))
+            both = [runs(go, [rebuilt(g, go) for g in gauges], element, other) for go in (new, old)]
+            for name in both[0]:
+                if (only and name not in only) or f"{case.name} | {name} | dead channel" in cells:
+                    continue
+                pair = [attempt(side[name]) for side in both]
+                for start, params in points.items():
+                    cells[f"{case.name} | {name} | {start}"] = compared(name, pair, gradient, params)
+                OUT.write_text(json.dumps({"revision": REVISION, "steps": STEPS, "cells": cells}, indent=1))
 
 
 if __name__ == "__main__":

@@ -128,6 +128,44 @@ def test_files_say_what_they_are(path: Path) -> None:
     assert ast.get_docstring(ast.parse(path.read_text()))
 
 
+def kinds() -> set[str]:
+    """Names of the classes of parts and of symmetries, and of all gauges but the two that a caller may hold."""
+    files = [*(PACKAGE / "parts").rglob("*.py"), *(PACKAGE / "gauges").rglob("*.py")]
+    nodes = [node for path in files for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef)]
+    return {node.name for node in nodes} - {"Gauge", "Product"}
+
+
+def questions(source: str) -> Iterator[str]:
+    """Where a source asks of what kind something is: `isinstance` of a kind, or a comparison of `effect`."""
+    asked = kinds()
+    for node in ast.walk(ast.parse(source)):
+        names = {leaf.id for leaf in ast.walk(node) if isinstance(leaf, ast.Name)}
+        attributes = {leaf.attr for leaf in ast.walk(node) if isinstance(leaf, ast.Attribute)}
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "isinstance":
+            if names & asked:
+                yield ast.unparse(node)
+        elif isinstance(node, ast.Compare) and {"effect", "kind"} & attributes and "dtype" not in attributes:
+            yield ast.unparse(node)
+
+
+def test_nobody_but_gauges_and_parts_asks_of_what_kind_a_part_is() -> None:
+    """Consumers register a rule per class. The slice sorts parts by their three roles, discovery compares the names of
+    constructors, and a move of a state has an effect of its own, which is no kind of gauge."""
+    found = {
+        (str(path.relative_to(PACKAGE)), question)
+        for path in SOURCES if part_of(path) not in ("gauges", "parts", "discovery")
+        for question in questions(path.read_text())
+    }  # fmt: skip
+    roles = {"slice.py"}
+    moves = {"states/moves.py", "states/hold_products.py"}
+    assert {file for file, _ in found} <= roles | moves
+    assert {question for file, question in found if file in roles} == {
+        "isinstance(p, Constant)", "isinstance(p, Size)", "isinstance(p, Turn)", "isinstance(p, Constant | Size | Turn)",
+    }
+    assert {question for file, question in found if file in moves} == {"part.effect in effects"}
+    assert list(questions("isinstance(part, Factor) or gauge.effect == 'shift'")) != []
+
+
 # Documentation ------------------------------------------------------------------------------------
 
 

@@ -34,7 +34,7 @@ from gauge_optax.ddc.plain import (
     tangential_step,
 )
 from gauge_optax.gauges.bound import bound
-from gauge_optax.gauges.by_action import OfUser
+from gauge_optax.gauges.by_action import IsometryOfUser, ShiftOfUser
 from gauge_optax.gauges.gauge import Product
 from gauge_optax.linalg import noise, rotation_2x2, transpose
 from gauge_optax.optimizers._quotient import QuotientState
@@ -172,14 +172,10 @@ def acts_in_any_basis(part: Part[Any]) -> bool:
     return True
 
 
-@acts_in_any_basis.register
-def _constants_do_not(part: Constant) -> bool:
+@acts_in_any_basis.register(Constant)
+@acts_in_any_basis.register(ShiftOfUser)
+def _constants_do_not(part: Part[Any]) -> bool:
     return False
-
-
-@acts_in_any_basis.register
-def _users_say(part: OfUser) -> bool:
-    return bool(part.whole.effect != "shift")
 
 
 @functools.singledispatch
@@ -190,13 +186,9 @@ def keeps_pairings(part: Part[Any]) -> bool:
 
 @keeps_pairings.register(Factor)
 @keeps_pairings.register(Turn)
+@keeps_pairings.register(IsometryOfUser)
 def _they_keep(part: Part[Any]) -> bool:
     return True
-
-
-@keeps_pairings.register
-def _users_keep(part: OfUser) -> bool:
-    return part.whole.effect in ("diagonal", "orthogonal")
 
 
 @functools.singledispatch

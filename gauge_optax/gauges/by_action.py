@@ -68,6 +68,23 @@ class OfUser(Size[Any]):
         return jax.tree.map(lambda a, b: jnp.where(within, a, b), read, still), within
 
 
+class ShiftOfUser(OfUser):
+    """A gauge of a user that moves points and no tangents."""
+
+
+class PermutationOfUser(OfUser):
+    """A gauge of a user that renumbers."""
+
+
+class IsometryOfUser(OfUser):
+    """A gauge of a user that multiplies entries or rotates, so that a leaf and its gradient keep their products."""
+
+
+_BY_EFFECT: Mapping[Effect, type[OfUser]] = {
+    "shift": ShiftOfUser, "permutation": PermutationOfUser, "diagonal": IsometryOfUser, "orthogonal": IsometryOfUser,
+}
+
+
 @dataclasses.dataclass(frozen=True)
 class UserSymmetry(Symmetry):
     """The one copy of such a gauge on a tree."""
@@ -94,7 +111,8 @@ class UserSymmetry(Symmetry):
         bound = {path: _whole_leaf(path, by_path[path].shape) for path in paths}
         anchor = tuple(bound[path] for number, path in enumerate(by_path) if number in reading)
         name = f"{gauge}[].{whole._checksum(bound.values())}.v{VERSION}"
-        part = OfUser(name, (), (), tuple(bound.values()), whole, treedef, tuple(leaves), anchor)
+        kind = _BY_EFFECT.get(whole.effect, OfUser)
+        part = kind(name, (), (), tuple(bound.values()), whole, treedef, tuple(leaves), anchor)
         return cls(gauge, "", (part,))
 
     @property
@@ -115,12 +133,6 @@ class UserSymmetry(Symmetry):
     def coordinate(self, elements: Sequence[Any]) -> Any:
         return self.part.whole.logarithm(elements[0])
 
-    @property
-    def user_effect(self) -> Effect:
-        """The effect that the user's class states."""
-        effect: Effect = self.part.whole.effect
-        return effect
-
 
 def broken_law(gauge: Any, params: Any) -> str | None:
     """The law of a group, or of a reading, that a user's gauge breaks at these parameters, as a sentence; else None.
@@ -129,6 +141,8 @@ def broken_law(gauge: Any, params: Any) -> str | None:
       gauge: a `Gauge`.
       params: the parameters (values are read).
     """
+    if not isinstance(gauge._bound(params).copies[0][0], UserSymmetry):
+        return None  # what axes describe is a group by construction
     element = gauge.sample(jax.random.key(0), params, 0.5)
     moved = gauge.act(element, params)
     slice_point = gauge.act(gauge.inverse(gauge.read(params)), params)

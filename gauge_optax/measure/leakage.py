@@ -7,6 +7,7 @@ below return. All of it is in the Euclidean metric, as the lemmas are; what a st
 keeps is measured by `motion.vertical_motion`. `second_order` has what a step of finite size adds.
 """
 
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -15,12 +16,36 @@ import jax.numpy as jnp
 
 from gauge_optax.errors import binding_error
 from gauge_optax.gauges.gauge import Element, Gauges, product
-from gauge_optax.gauges.symmetry import Effect
 from gauge_optax.linalg import lyapunov, safe_divide, skew
 from gauge_optax.parts.heads import BASIS, PLANE
+from gauge_optax.parts.part import Part
+from gauge_optax.parts.sizes import Factor
+from gauge_optax.parts.stream import Stream
+from gauge_optax.parts.turns import Planes, Rotation
 from gauge_optax.transformation import require_choice
 
 Arrays = Mapping[str, jax.Array]
+
+RESCALE, ROTATION = "rescale_leakage", "rotation_leakage"
+"""The two lemmas, by the functions that compute them."""
+
+
+@functools.singledispatch
+def lemma_of(part: Part[Any]) -> str | None:
+    """Which lemma says what leaks along a part; None where neither does."""
+    return None
+
+
+@lemma_of.register
+def _of_factors(part: Factor) -> str:
+    return RESCALE
+
+
+@lemma_of.register(Rotation)
+@lemma_of.register(Planes)
+@lemma_of.register(Stream)
+def _of_turns(part: Part[Any]) -> str:
+    return ROTATION
 
 
 class StepLeakage(NamedTuple):
@@ -87,7 +112,8 @@ class Orbit:
       caller: the public function, for messages.
       gauges: one gauge.
       params: the point.
-      effects: which effects the gauge may have. Raises ValueError for any other gauge, or for several.
+      lemmas: which of the lemmas the gauge may have, see `lemma_of`. Raises ValueError for any other gauge, or for
+        several.
 
     Attributes:
       named: copy → names of the axes that count its channels, heads or planes.
@@ -95,16 +121,18 @@ class Orbit:
       vectors: tangent or cotangent tree → those of its leaves that the gauge moves, in the computing dtype.
     """
 
-    def __init__(self, caller: str, gauges: Gauges, params: Any, effects: tuple[Effect, ...]) -> None:
+    def __init__(self, caller: str, gauges: Gauges, params: Any, lemmas: tuple[str, ...]) -> None:
         parts = product(gauges).parts
-        if len(parts) != 1 or parts[0].effect not in effects:
+        bounds = [part._bound(params) for part in parts]
+        found = {lemma_of(part) for b in bounds for copies in b.copies for copy in copies for part in copy.parts}
+        if len(parts) != 1 or not found <= set(lemmas):
             raise binding_error(
                 caller, "another kind of gauge", ", ".join(part.name for part in parts) or "no gauges",
                 "one gauge of the kind that this measure reads",
                 "pass one gauge at a time: scales have `rescale_leakage`, rotations `rotation_leakage`, both "
                 "`step_leakage`; other gauges have none",
             )
-        b = parts[0]._bound(params)
+        (b,) = bounds
         (copies,) = b.copies
         self.named = {copy.key: copy.named for copy in copies}
         self.blocks = {copy.key: copy.blocks for copy in copies}
@@ -161,7 +189,7 @@ def step_leakage(gauge: Gauges, params: Any, step: Any) -> StepLeakage:
     >>> float(go.measure.step_leakage(gauge, params, params).measured[""])  # 4·2² − 4·1²
     12.0
     """
-    orbit = Orbit("step_leakage", gauge, params, ("diagonal", "orthogonal"))
+    orbit = Orbit("step_leakage", gauge, params, (RESCALE, ROTATION))
     tangent = orbit.vectors(step)
     return StepLeakage(orbit.pairing(tangent), orbit.rates(tangent))
 
@@ -201,7 +229,7 @@ def rescale_leakage(
     (d̄_up − d̄_down)·⟨θ_up, g_up⟩. The lemma's "iff" overlooks that this is zero, too, where the gradient has no radial
     part.
     """
-    fields = _lemma("rescale_leakage", ("diagonal",), gauge, params, gradient, preconditioner, means)
+    fields = _lemma(RESCALE, gauge, params, gradient, preconditioner, means)
     return RescaleLeakage(**fields)
 
 
@@ -235,16 +263,16 @@ def rotation_leakage(
     covariance, which holds for deviations of zero mean in every column; the deviations from a tensor's mean that it
     takes have zero mean over the tensor only. The columns' means add skew(θᵀg·diag(c − d̄)): `residual` − `covariance`.
     """
-    fields = _lemma("rotation_leakage", ("orthogonal",), gauge, params, gradient, preconditioner, means)
+    fields = _lemma(ROTATION, gauge, params, gradient, preconditioner, means)
     return RotationLeakage(**fields)
 
 
 def _lemma(
-    caller: str, effects: tuple[Effect, ...], gauge: Gauges, params: Any, gradient: Any, preconditioner: Any, means: str
+    lemma: str, gauge: Gauges, params: Any, gradient: Any, preconditioner: Any, means: str
 ) -> dict[str, Element]:
     """The fields of both lemmas by name: D is taken apart, and every part's step paired with the orbit."""
-    require_choice(caller, "means", means, ("entries", "gradient"))
-    orbit = Orbit(caller, gauge, params, effects)
+    require_choice(lemma, "means", means, ("entries", "gradient"))
+    orbit = Orbit(lemma, gauge, params, (lemma,))
     gradients, d = orbit.vectors(gradient), orbit.vectors(preconditioner)
     d = {path: jnp.broadcast_to(d[path], g.shape) for path, g in gradients.items()}
     weights = {path: jnp.square(g) if means == "gradient" else jnp.ones_like(g) for path, g in gradients.items()}
@@ -271,7 +299,7 @@ def _lemma(
         "residual": orbit.pairing({path: (d[path] - by_tensor[path]) * g for path, g in gradients.items()}),
         "rate": orbit.rates(step),
     }
-    if effects == ("orthogonal",):
+    if lemma == ROTATION:
         columns = {key: (*(name for name in named if name != PLANE), BASIS) for key, named in orbit.named.items()}
         by_column = average(columns)
         fields["covariance"] = orbit.pairing({p: (d[p] - by_column[p]) * g for p, g in gradients.items()})

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from gauge_optax.gauges.gauge import Element, Gauges
-from gauge_optax.measure.leakage import Orbit
+from gauge_optax.measure.leakage import RESCALE, ROTATION, Orbit
 
 
 class SecondOrderLeakage(NamedTuple):
@@ -70,7 +70,7 @@ def second_order_leakage(
     up to sign; it is that of the flow. Remark 22 says that SGD has no second order. That holds for rotations; along a
     scale's orbit SGD's pairing is −½(‖g_up‖² − p·‖g_down‖²), because the generator of that orbit is symmetric.
     """
-    orbit = Orbit("second_order_leakage", gauge, params, ("diagonal", "orthogonal"))
+    orbit = Orbit("second_order_leakage", gauge, params, (RESCALE, ROTATION))
     gradient = grad_fn(params)
     # A preconditioner may compute in another dtype; forward derivatives want the parameters'.
     step = jax.tree.map(lambda x, p: jnp.asarray(x, p.dtype), precondition(params, gradient), params)

@@ -4,7 +4,7 @@ import enum
 import functools
 from typing import Any
 
-from gauge_optax.gauges.by_action import OfUser
+from gauge_optax.gauges.by_action import PermutationOfUser
 from gauge_optax.parts.part import Constant, Part, Size, Turn
 from gauge_optax.parts.stream import Stream
 
@@ -41,9 +41,8 @@ def _multiplies(part: Size) -> Stage:
 
 
 @stage.register
-def _known_by_action(part: OfUser) -> Stage:
-    """A user's gauge says by its `effect` alone that it permutes."""
-    return Stage.UNITS if part.whole.effect == "permutation" else Stage.SIZES
+def _renumbers(part: PermutationOfUser) -> Stage:
+    return Stage.UNITS
 
 
 @stage.register

@@ -62,8 +62,9 @@ def _moved_frame(move: Move, name: str, frame: Frame) -> Elements:
     order = move.binders("permutation")
     if order:
         raise move.refuse(f"a {name}", next(iter(order.values())), "weights on the slice, which it renumbers")
-    # A list with permutations has no products of elements, but they have no part in a frame.
-    move = dataclasses.replace(move, parts=tuple(part for part in move.parts if part.gauge.effect != "permutation"))
+    # A list with permutations has no products of elements. They have no part in a frame, and so they can stay behind.
+    framed = tuple(part for part in move.parts if part.gauge._bound(move.params).slice.parts)
+    move = dataclasses.replace(move, parts=framed)
     elements, b = frame.elements, bound(move.group.parts, move.params, frozenset(frame.frozen))
     labels = [part.label for part in b.slice.parts]
     if set(elements) != set(labels):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import json
 from collections.abc import Mapping, Sequence
@@ -86,18 +87,22 @@ def from_json(
     return gauges
 
 
-def _entry(gauge: Gauge) -> dict[str, Any]:
-    """A gauge as its constructor's name and arguments; the norms that it passes are entries too."""
-    if not isinstance(gauge, BlockGauge):
-        own: Any = gauge
-        named = dataclasses.fields(own) if dataclasses.is_dataclass(own) else None
-        fields = None if named is None else {field.name: getattr(own, field.name) for field in named}
-        if fields is None or json.loads(json.dumps(fields, default=lambda _: None)) != fields:
-            raise binding_error(
-                "to_json", f"the class {type(gauge).__name__} has arguments that JSON does not keep", repr(gauge),
-                "a dataclass whose fields are strings, numbers, or lists and dictionaries of them",
-                "make the class one, or store its arguments yourself")
-        return {"class": type(gauge).__name__, **fields}
+@functools.singledispatch
+def _entry(gauge: Any) -> dict[str, Any]:
+    """A gauge as JSON: of a user's class, the class and its fields."""
+    named = dataclasses.fields(gauge) if dataclasses.is_dataclass(gauge) else None
+    fields = None if named is None else {field.name: getattr(gauge, field.name) for field in named}
+    if fields is None or json.loads(json.dumps(fields, default=lambda _: None)) != fields:
+        raise binding_error(
+            "to_json", f"the class {type(gauge).__name__} has arguments that JSON does not keep", repr(gauge),
+            "a dataclass whose fields are strings, numbers, or lists and dictionaries of them",
+            "make the class one, or store its arguments yourself")
+    return {"class": type(gauge).__name__, **fields}
+
+
+@_entry.register
+def _entry_of_blocks(gauge: BlockGauge) -> dict[str, Any]:
+    """The constructor's name and arguments; the norms that it passes are entries too."""
     arguments = gauge._arguments()
     norms = {"norms": [_entry(norm) for norm in arguments["norms"]]} if "norms" in arguments else {}
     return {"kind": gauge.name, **arguments, **norms}

@@ -18,7 +18,7 @@ from gauge_optax.discovery.lift import in_double
 from gauge_optax.errors import binding_error
 from gauge_optax.frozen import frozen_leaves
 from gauge_optax.gauges.bound import bound
-from gauge_optax.gauges.by_action import UserSymmetry, broken_law
+from gauge_optax.gauges.by_action import broken_law
 from gauge_optax.linalg import real_dtype
 from gauge_optax.parts.part import changed
 from gauge_optax.slice import Frame
@@ -208,7 +208,7 @@ def _row(gauge: Any, copies: Mapping[str, _Share]) -> tuple[str, str, float]:
 
 def _require_laws(gauge: Any, params: Any) -> None:
     """Raises ValueError for a gauge of a user's class whose methods contradict each other."""
-    law = broken_law(gauge, params) if isinstance(bound((gauge,), params).copies[0][0], UserSymmetry) else None
+    law = broken_law(gauge, params)
     if law is not None:
         raise binding_error(
             "check", f"the methods of {gauge.name} break a law of groups and their readings", f"not true: {law}",

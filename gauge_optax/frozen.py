@@ -63,10 +63,10 @@ def frozen_leaves(name: str, inner: Any, params: Any) -> frozenset[str]:
     while True:
         out = _zero_outputs(step.jaxpr, step.consts, [*unknown, *zeros, *unknown])
         updates, after = out[: len(paths)], out[len(paths) :]
-        still = [a and b for a, b in zip(zeros, after, strict=True)]
-        if still == zeros:
+        both = [a and b for a, b in zip(zeros, after, strict=True)]
+        if both == zeros:
             return frozenset(path for path, zero in zip(paths, updates, strict=True) if zero)
-        zeros = still
+        zeros = both
 
 
 def frozen_beside_others(name: str, inner: Any, params: Any) -> frozenset[str]:
@@ -99,10 +99,12 @@ def said_to_be_frozen(name: str, frozen: Any, params: Any) -> frozenset[str]:
     return frozenset(path for path, flag in mask.items() if flag)
 
 
-def still(updates: Any, frozen: Collection[str]) -> Any:
+def zero_frozen(updates: Any, frozen: Collection[str]) -> Any:
     """Updates with zeros for leaves that never change. Whoever reads the program then sees that they never do."""
-    leaves = leaves_by_path(updates) if frozen else {}
-    return with_leaves(updates, {path: jnp.zeros_like(leaves[path]) for path in frozen}) if frozen else updates
+    if not frozen:
+        return updates
+    leaves = leaves_by_path(updates)
+    return with_leaves(updates, {path: jnp.zeros_like(leaves[path]) for path in frozen})
 
 
 def _traced(name: str, inner: Any, shapes: Any, state: Any) -> Any:
@@ -182,10 +184,10 @@ def _repeated(closed: Any, given: list[bool], constants: int, carried: int) -> l
     fixed, carry, rest = given[:constants], given[constants : constants + carried], given[constants + carried :]
     while True:
         out = _closed(closed, [*fixed, *carry, *rest])
-        still = [a and b for a, b in zip(carry, out, strict=False)]
-        if still == carry:
+        both = [a and b for a, b in zip(carry, out, strict=False)]
+        if both == carry:
             return out
-        carry = still
+        carry = both
 
 
 def _closed(closed: Any, given: list[bool]) -> list[bool]:

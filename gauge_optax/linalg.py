@@ -58,7 +58,7 @@ def roundoff(dtype: jnp.dtype) -> float:
     return 64.0 * float(jnp.finfo(dtype).eps)
 
 
-def noise(dtype: jnp.dtype) -> float:
+def direction_tolerance(dtype: jnp.dtype) -> float:
     """Returns the relative size below which roundoff decides a direction: 1,000 machine epsilons."""
     return 1e3 * float(jnp.finfo(dtype).eps)
 
@@ -90,7 +90,7 @@ def rank_cutoff(dtype: jnp.dtype) -> float:
 
 
 def matmul(a: jax.Array, b: jax.Array) -> jax.Array:
-    """Multiplies at full precision: on accelerators the default precision costs 1e-3 of equivariance."""
+    """Multiplies at full precision: at the default precision of accelerators steps of twins differ by 1e-3."""
     return jnp.matmul(a, b, precision=HIGHEST)
 
 

@@ -82,7 +82,7 @@ class Entered(NamedTuple):
     """A point that was moved to the slice, with the way back.
 
     Attributes:
-      point: θ̂ = F⁻¹·θ. It holds the value γ where the stored leaf is γ − 1.
+      point: θ̂ = F⁻¹·θ. A leaf that is bound as `1+` (a norm's scale that is stored less one) has the 1 added.
       stages: the parts that were undone, in this order.
     """
 
@@ -127,13 +127,15 @@ class Slice:
     Attributes:
       constants: in the order in which they are undone.
       sizes: likewise, each read from the anchor that is read at every step.
-      later: the other anchors of sizes, for channels whose first anchor is zero at `init`.
+      later: the other anchors of sizes, for channels whose first anchor is zero at `init`. A *channel* is one index
+        of the named axes of a part: one hidden unit, say.
       turns: classes of turns, with the turns of each, in the order in which they are undone.
-      free: parts without a role, which no optimizer notices.
-      passed: labels of sizes whose anchor a turn passes: the turn acts where that anchor is 1.
+      free: parts without a role (permutations), which no optimizer notices.
+      passed: labels of sizes whose anchor a turn passes: the turn is a symmetry only where that anchor, a norm's
+        scale, is 1.
       alone: labels of parts that move a leaf which never changes. They are read at `init` and then left alone.
       following: labels of sizes whose growth rests on their anchor, because another leaf is less precise.
-      unpassed: turns with a norm's scale that they pass and no size makes 1.
+      unpassed: turns, each with the path of a norm's scale that it passes and that no size makes 1.
     """
 
     constants: tuple[Place, ...]
@@ -172,7 +174,8 @@ class Slice:
         first = in_order(sizes)
         at_one = {place_of(place.anchor): place.part.label for place in first}
         unpassed = tuple((t, b.path) for t in turns for b in t.passes if place_of((b,)) not in at_one)
-        # A turn needs γ = 1. Where γ's growth may not leave γ, its kernels cannot turn, and the turn is no symmetry.
+        # A turn is a symmetry only where the norm's scale γ that it passes is 1, which `fix` restores by moving γ into
+        # the kernels. Where γ may not move there (it is frozen, or more precise than they are), the turn is dropped.
         stuck = alone | following
         turns = [t for t in turns if not stuck & {at_one.get(place_of((b,)), "") for b in t.passes}]
         passed = frozenset(at_one[place_of((b,))] for t in turns for b in t.passes if place_of((b,)) in at_one)
@@ -279,7 +282,7 @@ class Slice:
             "or start anew by tx.init(params)",
         )
 
-    def elements(self, frame: Frame) -> Elements:
+    def checked(self, frame: Frame) -> Elements:
         """F. Raises ValueError for the frame of other gauges."""
         self.check(frame.elements)
         return frame.elements
@@ -332,7 +335,10 @@ class Slice:
         return grown, x
 
     def hold(self, x: Arrays, u: Arrays) -> Arrays:
-        """Removes the part of a step that rotates heads: exactly where that has a closed form, else to first order."""
+        """Removes the part of a step that rotates heads, and the residual stream if its gauge says `hold=True`.
+
+        It is exact where there is a closed form, and else right to first order. Turns beside frozen leaves are left in.
+        """
         return self._over_turns(x, u, lambda kind: kind.hold, self.alone)
 
     def project_turning(self, x: Arrays, u: Arrays, into: Mapping[Any, jax.Array] | None = None) -> Arrays:
@@ -341,21 +347,21 @@ class Slice:
 
     def project_turning_dual(self, x: Arrays, g: Arrays) -> Arrays:
         """The transpose of `project_turning`."""
-        for kind, turns in reversed(self.turns):
-            g = kind.project_dual(turns, x, g)
+        for turn_class, turns in reversed(self.turns):
+            g = turn_class.project_dual(turns, x, g)
         return g
 
     def _over_turns(
         self, x: Arrays, u: Arrays, change: Callable[[Any], Callable[..., Arrays]], alone: frozenset[str] = frozenset()
     ) -> Arrays:
         done: list[jax.Array] = []
-        for kind, turns in self.turns:
+        for turn_class, turns in self.turns:
             chosen = [turn for turn in turns if turn.label not in alone]
             paths = sorted({path for turn in chosen for path in changed(turn)})
             # A point that is computed entry by entry is cheap to compute twice. This keeps XLA from holding a copy in
             # memory while the rotations before it are computed.
-            again = {path: x[path] for path in paths} if kind.last and done else {}
-            u = change(kind)(chosen, x | (recomputed_after(done, again) if again else {}), u) if chosen else u
+            again = {path: x[path] for path in paths} if turn_class.last and done else {}
+            u = change(turn_class)(chosen, x | (recomputed_after(done, again) if again else {}), u) if chosen else u
             done = [u[path] for path in paths]
         return u
 
@@ -424,8 +430,8 @@ class Slice:
             x = part.undo(f[part.label], x)
         sizes, live, x = self._read_sizes(x)
         f |= sizes
-        for kind, turns in self.turns if turning else ():
-            method = reader(kind)
+        for turn_class, turns in self.turns if turning else ():
+            method = reader(turn_class)
             if method is None:
                 continue
             read = dict(zip(turns, method(turns, x), strict=True))
@@ -489,7 +495,7 @@ class Slice:
         return self.project_turning(x, jax.jvp(lambda y: self._fixed(y, live), (x,), (u,))[1])
 
     def _fixed(self, x: Arrays, live: Mapping[str, jax.Array]) -> Arrays:
-        """As `fix`, with a derivative everywhere."""
+        """As `fix`, with a derivative everywhere, and for parts beside frozen leaves too."""
         for part, anchor, _ in self.constants:
             x = part.act(part.inverse(part.read(anchor, x)), x)
         for part, anchor, _ in self.sizes:

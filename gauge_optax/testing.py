@@ -86,8 +86,8 @@ def assert_invariant(
     group = product(gauges)
     rtol = tolerance("invariant", params) if rtol is None else rtol
     before = loss_fn(params)
-    keys = jax.random.split(key, len(group.parts) + 1)
-    checks: list[Gauge] = [*group.parts, *([group] if len(group.parts) > 1 else [])]
+    keys = jax.random.split(key, len(group.gauges) + 1)
+    checks: list[Gauge] = [*group.gauges, *([group] if len(group.gauges) > 1 else [])]
     for gauge, gauge_key in zip(checks, keys, strict=False):
         twin = functools.partial(bind(gauge, params).random_twin, scale=scale)
         after = loss_fn(_compiled(twin)(gauge_key, params))
@@ -136,7 +136,7 @@ def assert_horizontal(
     tangent, across = _compiled(lambda params, updates: _on_slice(group, params, updates))(params, updates)
     if (difference := _difference(across, tangent, rtol, atol)) is not None:
         # Where gauges share leaves, the message names the gauge with the largest part along its orbits.
-        blamed = max(group.parts, key=lambda part: _norm(jax.tree.leaves(part.vertical(params, updates))))
+        blamed = max(group.gauges, key=lambda part: _norm(jax.tree.leaves(part.vertical(params, updates))))
         worst = max(_leaves_of(blamed, params), key=lambda path: _norm([across[path] - tangent[path]]))
         raise AssertionError(
             f"updates move along {describe(blamed)}\n"
@@ -198,10 +198,10 @@ def assert_equivariant_step(
     def compare(number: int, where: str, value: Any, expected: Any, rtol: float) -> None:
         if (difference := _difference(value, expected, rtol, atol)) is None:
             return
-        acting = [gauge for gauge in group.parts if where in _leaves_of(gauge, params)]
+        acting = [gauge for gauge in group.gauges if where in _leaves_of(gauge, params)]
         raise AssertionError(
             f"twins came apart at step {number}: {f'leaf {where}' if where else 'the loss'}\n"
-            f"  gauges:   {', '.join(map(describe, acting or group.parts))}\n"
+            f"  gauges:   {', '.join(map(describe, acting or group.gauges))}\n"
             f"  found:    relative error {_relative(value, expected):.2e}\n"
             f"  expected: at most {rtol:.1e}\n"
             f"  remedy:   an optimizer that commutes with these gauges, such as go.ddc_adamw(learning_rate, gauges)\n"

@@ -41,13 +41,13 @@ Rules = Callable[[Any], Mapping[str, LeafRule]]
 
 
 class GaugeTransformation(optax.GradientTransformationExtraArgs):
-    """An Optax transformation, a pair of `init` and `update`, that says which gauges it holds.
+    """An Optax transformation, a pair of `init` and `update`, that carries the list of gauges that it was given.
 
-    What Optax makes of it (`chain`, `masked`, `inject_hyperparams`) does not say so.
+    What Optax makes of it (`chain`, `masked`, `inject_hyperparams`) does not carry the list.
 
     Attributes:
       gauges: the gauges that it was given, with products taken apart, and behind them others that the optimizer inside
-        says it holds.
+        carries.
       rules: what it says of the leaves; None if it says nothing.
       preflight: params → what `go.check` should say of them before training: errors to raise, and sentences.
       inner: the optimizer that it runs on the slice; None if it is no such wrapper.
@@ -126,7 +126,9 @@ def transformation(
         def plain(updates: Any, state: Any, params: Any, extra: Any) -> tuple[Any, Any]:
             return update(updates, state, params, **extra)
 
-        if not _RUNNING:  # what is inside another one gets gradients of the slice, zero for a norm's scale
+        # Only the outermost transformation reports the gradient that it is given. Those inside it are given slice
+        # gradients, which are zero for a norm's scale, and `go.check` would call that leaf frozen.
+        if not _RUNNING:
             _tell(updates, None, None)
         _RUNNING.append(None)
         try:
@@ -141,6 +143,8 @@ def transformation(
 
 def checked_inner(name: str, inner: Any) -> GaugeTransformation:
     """Returns `inner` with support of extra arguments and an error message for another optimizer's state.
+
+    Its update also reports what it is given and returns to those who are `listening`, as `go.check` is.
 
     Raises ValueError unless `inner` has `init` and `update`.
     """
@@ -244,46 +248,46 @@ class Layout:
     mesh: Mesh | AbstractMesh | None
 
     def left_open(self) -> contextlib.AbstractContextManager[Any]:
-        """Returns a context in which the compiler chooses all layouts. Pass outside arrays through `enter`."""
+        """Returns a context in which the compiler chooses all layouts. Pass outside arrays through `drop`."""
         if self.mesh is None:
             return contextlib.nullcontext()
         automatic = dict.fromkeys(self.mesh.explicit_axes, AxisType.Auto)
         return jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh.update_axis_types(automatic))
 
-    def enter(self, tree: Tree) -> Tree:
+    def drop(self, tree: Tree) -> Tree:
         """Returns arrays whose types do not name a layout. Call it inside the context of `left_open`."""
         if self.mesh is None:
             return tree
         return jax.tree.map(lambda x: x if _sharding(x) is None else jax.sharding.reshard(x, PartitionSpec()), tree)
 
-    def leave(self, tree: Tree, like: Any = None) -> Tree:
-        """Returns arrays with the layouts of the leaves of `like`, by default replicated on every device.
+    def restore(self, tree: Tree, like: Any = None) -> Tree:
+        """Returns arrays with the layouts of the leaves of `like`, by default of their own; replicated without one.
 
         Call it outside the context of `left_open`. `like` has the structure of `tree`.
         """
         if self.mesh is None:
             return tree
-        whole = NamedSharding(self.mesh, PartitionSpec())
+        everywhere = NamedSharding(self.mesh, PartitionSpec())
 
         def laid_out(x: Any, target: Any) -> Any:
-            return jax.sharding.reshard(x, _sharding(target) or whole) if isinstance(x, jax.Array) else x
+            return jax.sharding.reshard(x, _sharding(target) or everywhere) if isinstance(x, jax.Array) else x
 
         return jax.tree.map(laid_out, tree, tree if like is None else like)
 
-    def whole(self, tree: Tree) -> Tree:
+    def replicated(self, tree: Tree) -> Tree:
         """Returns arrays that are replicated on every device. Call it outside the context of `left_open`."""
         if self.mesh is None:
             return tree
-        whole = NamedSharding(self.mesh, PartitionSpec())
-        return jax.tree.map(lambda x: jax.sharding.reshard(x, whole), tree)
+        everywhere = NamedSharding(self.mesh, PartitionSpec())
+        return jax.tree.map(lambda x: jax.sharding.reshard(x, everywhere), tree)
 
     def run(self, function: Callable[..., Tree], *arrays: Any, like: Any = None) -> Tree:
-        """Returns function(*arrays), computed in the context of `left_open`, with the layouts that `leave` gives."""
+        """Returns function(*arrays), computed in the context of `left_open`, with the layouts that `restore` gives."""
         if self.mesh is None:
             return function(*arrays)
         with self.left_open():
-            made = function(*self.enter(arrays))
-        return self.leave(made, like=like)
+            made = function(*self.drop(arrays))
+        return self.restore(made, like=like)
 
 
 def layout(tree: Any) -> Layout:

@@ -205,7 +205,7 @@ def test_coordinates_stand_still_for_a_thousand_float32_steps(name: str) -> None
             found = motion(here, after)
             turned = found if turned is None else jax.tree.map(jnp.add, turned, found)
             here = after
-        heads = [turned[k] for k, part in enumerate(group.parts) if part.name in ("head_rotation", "rope_torus")]
+        heads = [turned[k] for k, part in enumerate(group.gauges) if part.name in ("head_rotation", "rope_torus")]
         drift, angle = (max(float(jnp.max(jnp.abs(x))) for x in jax.tree.leaves(t))
                         for t in (go.measure.drift(start, here, group), heads))
         print(f"{name}: drift {drift:.1e}, turned {angle:.1e}")

@@ -66,7 +66,7 @@ def _language_model(config: lm.LMConfig) -> tuple[Callable[..., Any], Callable[.
 def _logs(group: Any, params: Tree) -> list[jax.Array]:
     """log f of every scale, and the logarithms of the eigenvalues of H_A⁻¹ # H_B, whose inverse root is the frame."""
     found: list[jax.Array] = []
-    for part, own in zip(group.parts, group.inverse(group.balance(params)), strict=True):
+    for part, own in zip(group.gauges, group.inverse(group.balance(params)), strict=True):
         if part.name == "head_linear":
             own = jax.tree.map(lambda x: -2.0 * jnp.log(symmetric_eigen(x)[0]), own)
         found += jax.tree.leaves(own) if part.name != "logit_shift" else []

@@ -316,7 +316,7 @@ def test_a_frozen_leaf_stays_and_twins_stay_twins(x64: None) -> None:
     gauges, params = case.gauges(), case.params(jax.random.key(1))
     group = go.product(gauges)
     for path in itertools.islice(leaves_by_path(params), 0, None, 3):
-        s = bound(group.parts, params, frozenset({path})).slice
+        s = bound(group.gauges, params, frozenset({path})).slice
         x = s.values(params)
         frame = s.read(x)
         entered = s.enter(frame.elements, x)

@@ -256,7 +256,7 @@ def test_coordinates_stand_still_for_a_thousand_float32_steps(name: str) -> None
     group, init, step = program(name, "float32", "adamw", False)
     params = start_of(name, "float32")
     motion = jit(lambda p, q: go.measure.vertical_motion(p, jax.tree.map(jnp.subtract, q, p), group))
-    turning = [k for k, part in enumerate(group.parts) if part.name in ("head_rotation", "rope_torus")]
+    turning = [k for k, part in enumerate(group.gauges) if part.name in ("head_rotation", "rope_torus")]
     for start in (params, group.act(group.sample(jax.random.key(3), params), params)):
         here, state, turned = start, init(start), None
         for _ in range(1000):

@@ -29,7 +29,7 @@ _ITEM = re.compile(r"\(([^()]*)\)(?:=([^\s()]*))?|([^\s()]+)")
 Ranges: TypeAlias = tuple[tuple[int, int], ...]
 
 
-class Part(NamedTuple):
+class AxisItem(NamedTuple):
     """One name of an axes string and what it selects.
 
     Attributes:
@@ -69,16 +69,16 @@ class AxesPlan(NamedTuple):
     """
 
     one_plus: bool
-    groups: tuple[tuple[Part, ...], ...]
+    groups: tuple[tuple[AxisItem, ...], ...]
     ranges: tuple[tuple[int, int] | None, ...]
 
     @property
-    def parts(self) -> tuple[Part, ...]:
+    def parts(self) -> tuple[AxisItem, ...]:
         """All parts in order; they are the axes of the split leaf."""
         return tuple(itertools.chain.from_iterable(self.groups))
 
 
-def _text(group: Sequence[Part]) -> str:
+def _text(group: Sequence[AxisItem]) -> str:
     text = " ".join(part.text for part in group)
     return f"({text})" if len(group) > 1 else text
 
@@ -93,13 +93,13 @@ def parse_axes(gauge: str, pattern: str, axes: str) -> AxesPlan:
             "optional '1+'")
         return binding_error(gauge, f"malformed axes \"{axes}\" of '{pattern}'", found, expected, remedy)
 
-    def parse_part(token: str) -> Part:
+    def parse_part(token: str) -> AxisItem:
         hit = _PART.fullmatch(token)
         if hit is None or not hit[1].isidentifier():
             raise malformed(f"'{token}'", "names are identifiers, an index is '=3', a range '=0:4'; '1+' comes first")
         pick, full = (None if number is None else int(number) for number in (hit[2], hit[4]))
         ranges = tuple((int(start), int(stop)) for start, stop in _RANGE.findall(hit[3] or ""))
-        part = Part(token, hit[1], pick, ranges, full)
+        part = AxisItem(token, hit[1], pick, ranges, full)
         if part.name == "_" and pick is not None:
             raise malformed(f"an index on a free axis, '{token}'", "give the axis a name")
         if any(start >= stop for start, stop in ranges) or (full is not None and part.shortest > full):
@@ -114,7 +114,7 @@ def parse_axes(gauge: str, pattern: str, axes: str) -> AxesPlan:
         raise malformed("parentheses that are nested or unbalanced", "write '(a b)', one level deep")
     items = list(_ITEM.finditer(axes))
     one_plus = bool(items) and items[0][0] == "1+"
-    groups: list[tuple[Part, ...]] = []
+    groups: list[tuple[AxisItem, ...]] = []
     windows: list[tuple[int, int] | None] = []
     for item in items[one_plus:]:
         inside, window, single = item.groups()

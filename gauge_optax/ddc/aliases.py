@@ -224,7 +224,7 @@ def ddc_muon(
         return leaves_by_path(params).keys() - matrices(s, params).keys()
 
     def labelled(params: Any) -> Any:
-        muon_paths = {} if is_empty(params) else matrices(bound(group.parts, params).slice, params)
+        muon_paths = {} if is_empty(params) else matrices(bound(group.gauges, params).slice, params)
         return with_leaves(jax.tree.map(lambda _: "adam", params), dict.fromkeys(muon_paths, "muon"))
 
     rates = {"muon": learning_rate, "adam": adam_rate}

@@ -36,7 +36,7 @@ from gauge_optax.ddc.plain import (
 from gauge_optax.gauges.bound import bound
 from gauge_optax.gauges.by_action import IsometryOfUser, ShiftOfUser
 from gauge_optax.gauges.gauge import Product
-from gauge_optax.linalg import noise, rotation_2x2, transpose
+from gauge_optax.linalg import direction_tolerance, rotation_2x2, transpose
 from gauge_optax.optimizers._quotient import QuotientState
 from gauge_optax.optimizers.polar import Polar
 from gauge_optax.parts.constants import Mean
@@ -69,10 +69,10 @@ def fused_ddc(
     """
 
     def update(updates: Any, state: QuotientState, params: Any, **extra: Any) -> tuple[Any, QuotientState]:
-        s = bound(group.parts, params).slice
+        s = bound(group.gauges, params).slice
         if not _applies(s):
             return plain.update(updates, state, params, **extra)
-        f = s.elements(state.frame)
+        f = s.checked(state.frame)
         with explain_state_mismatch(name, plain, state, params):
             past: ScaleByDDCState = state.inner_state[0]
             adam, before = Adam.at(options, optax.safe_increment(past.count)), past.gauges
@@ -212,7 +212,7 @@ def _above(rest: jax.Array, whole: jax.Array, least: jax.Array | None) -> jax.Ar
         return rest
     size, small = jnp.abs(whole), []
     if rest is not whole:
-        small.append(jnp.abs(rest) <= noise(rest.dtype) * size)
+        small.append(jnp.abs(rest) <= direction_tolerance(rest.dtype) * size)
     if least is not None:
         small.append(size < least)  # false for NaN, so that NaN is passed on
     return jax.lax.select(functools.reduce(jnp.logical_or, small), jnp.zeros_like(rest), rest) if small else rest
@@ -278,7 +278,7 @@ class _Stored:
         # `quiet` may set their gradient to zero as roundoff.
         plain = {b.path for p in s.parts if keeps_pairings(p) for b in p.blocks}
         mixed = {b.path for p in s.parts if not keeps_pairings(p) for b in p.blocks}
-        single = {b.path for turn in s.heads for b in turn.blocks if turn.rows(b) == 1}
+        single = {b.path for turn in s.heads for b in turn.blocks if turn.row_count(b) == 1}
         return cls(blocks, {p: (values[p], vectors[p]) for p in sorted(plain - mixed - single)})
 
     def squares(self, channels: Channels, point: Arrays) -> jax.Array:

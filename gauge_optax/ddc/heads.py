@@ -182,7 +182,8 @@ def divided(
         for block in turn.blocks:
             if block.path in squares:  # matrices under Muon have no second moment
                 rows = block.rows(squares[block.path])
-                variance = turn.block_sums(block, rows) / (turn.rows(block) * turn.size) if pooled is None else pooled
+                own = turn.block_sums(block, rows) / (turn.row_count(block) * turn.size)
+                variance = own if pooled is None else pooled
                 spread = jnp.broadcast_to(turn.per_head(block, variance), rows.shape)
                 squares[block.path] = block.write(squares[block.path], spread)
     nu = {p: adam.second(squares[p], x) for p, x in nu.items()}
@@ -246,7 +247,7 @@ def _by_matrix(
     """The leaves of heads, rows multiplied by (V̂ + floor)^(−1/2), and the new V of every block."""
     out, fresh, past = {p: mean[p] for turn in s.heads for p in turn.paths}, [], iter(outer)
     for turn in s.heads:
-        products = [turn.block_gram(b, gradient[b.path], gradient[b.path]) / turn.rows(b) for b in turn.blocks]
+        products = [turn.block_gram(b, gradient[b.path], gradient[b.path]) / turn.row_count(b) for b in turn.blocks]
         moments = [adam.second(square, next(past)) for square in products]
         fresh += moments
         variances = [adam.variance(x) for x in moments]

@@ -51,8 +51,8 @@ def link(
     inner = checked_inner(name, inner)
 
     def update(updates: Any, state: QuotientState, params: Any, **extra: Any) -> tuple[Any, QuotientState]:
-        s = bound(group.parts, params).slice
-        entered = s.enter(s.elements(state.frame), s.values(params))
+        s = bound(group.gauges, params).slice
+        entered = s.enter(s.checked(state.frame), s.values(params))
         gradient = slice_gradient(s, entered, updates, without_shifts)
         u, inner_state = inner.update(gradient, state.inner_state, with_leaves(params, entered.point), **extra)
         step = entered.push(s.vectors(u))
@@ -65,7 +65,7 @@ def link(
     def empty(params: Any) -> QuotientState:
         return QuotientState(placeholder(), inner.init(params), {})
 
-    gauges = with_gauges_of(inner, group.parts)
+    gauges = with_gauges_of(inner, group.gauges)
     return transformation(name, init, update, QuotientState, empty, gauges=gauges, rules=inner.rules)
 
 
@@ -106,17 +106,17 @@ def gauge_project(gauges: Gauges, kind: str = "gradient") -> GaugeTransformation
     group = product(gauges)
 
     def init(params: optax.Params) -> optax.EmptyState:
-        bound(group.parts, params)  # raises where a binding does not fit
+        bound(group.gauges, params)  # raises where a binding does not fit
         return optax.EmptyState()
 
     def update(updates: Any, state: optax.EmptyState, params: Any, **extra: Any) -> tuple[Any, optax.EmptyState]:
-        horizontal = bound(group.parts, params).slice.horizontal_at(params, updates, dual=kind == "gradient")
+        horizontal = bound(group.gauges, params).slice.horizontal_at(params, updates, dual=kind == "gradient")
         return in_dtype_of(updates, horizontal), state
 
     def empty(params: Any) -> optax.EmptyState:
         return optax.EmptyState()
 
-    return transformation("gauge_project", init, update, optax.EmptyState, empty, gauges=group.parts)
+    return transformation("gauge_project", init, update, optax.EmptyState, empty, gauges=group.gauges)
 
 
 def scale_by_ddc(
@@ -315,8 +315,8 @@ def gauge_retract(gauges: Gauges) -> GaugeTransformation:
     group = product(gauges)
 
     def update(updates: Any, state: GaugeRetractState, params: Any, **extra: Any) -> tuple[Any, GaugeRetractState]:
-        s = bound(group.parts, params).slice
-        entered = s.enter(s.elements(state.frame), s.values(params))
+        s = bound(group.gauges, params).slice
+        entered = s.enter(s.checked(state.frame), s.values(params))
         tangent = entered.enter_step(s.vectors(updates))
         _, after = s.fix(jax.tree.map(jnp.add, entered.point, tangent), state.frame.live)
         step = entered.push(jax.tree.map(jnp.subtract, after, entered.point))
@@ -328,4 +328,4 @@ def gauge_retract(gauges: Gauges) -> GaugeTransformation:
     def empty(params: Any) -> GaugeRetractState:
         return GaugeRetractState(placeholder())
 
-    return transformation("gauge_retract", init, update, GaugeRetractState, empty, gauges=group.parts)
+    return transformation("gauge_retract", init, update, GaugeRetractState, empty, gauges=group.gauges)

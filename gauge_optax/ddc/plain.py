@@ -38,7 +38,7 @@ from gauge_optax.ddc.vertical import (
 from gauge_optax.errors import binding_error
 from gauge_optax.gauges.bound import bound
 from gauge_optax.gauges.gauge import Product
-from gauge_optax.linalg import noise, root_mean_square, safe_divide
+from gauge_optax.linalg import direction_tolerance, root_mean_square, safe_divide
 from gauge_optax.optimizers.muon import polar_rules
 from gauge_optax.optimizers.polar import Polar
 from gauge_optax.parts.matrices import Reading, within
@@ -142,7 +142,7 @@ def ddc(group: Product, options: Options, polar: Polar | None = None) -> GaugeTr
     """
 
     def update(updates: Any, state: ScaleByDDCState, params: Any, **extra: Any) -> tuple[Any, ScaleByDDCState]:
-        s, past = bound(group.parts, params).slice, state.gauges
+        s, past = bound(group.gauges, params).slice, state.gauges
         adam = Adam.at(options, optax.safe_increment(state.count))
         point, gradient = s.vectors(params), leaves_by_path(updates) | s.vectors(updates)
 
@@ -179,14 +179,14 @@ def ddc(group: Product, options: Options, polar: Polar | None = None) -> GaugeTr
         return init_ddc(group, options, polar, params)
 
     def rules(params: Any) -> dict[str, LeafRule]:
-        return polar_rules(leaves_by_path(params), polar_matrices(bound(group.parts, params).slice, polar, params))
+        return polar_rules(leaves_by_path(params), polar_matrices(bound(group.gauges, params).slice, polar, params))
 
-    return transformation("scale_by_ddc", init, update, ScaleByDDCState, empty, gauges=group.parts, rules=rules)
+    return transformation("scale_by_ddc", init, update, ScaleByDDCState, empty, gauges=group.gauges, rules=rules)
 
 
 def init_ddc(group: Product, options: Options, polar: Polar | None, params: optax.Params) -> ScaleByDDCState:
     """The state at a slice point. Raises ValueError for gauges or leaves that DDC cannot step."""
-    s = bound(group.parts, params).slice
+    s = bound(group.gauges, params).slice
     check_ddc(s, options, params)
 
     def moments(params: optax.Params) -> GaugeMoments:
@@ -371,7 +371,7 @@ def without_roundoff(rest: jax.Array, whole: jax.Array) -> jax.Array:
     """
     if rest is whole:
         return rest
-    return jax.lax.select(jnp.abs(rest) <= noise(rest.dtype) * jnp.abs(whole), jnp.zeros_like(rest), rest)
+    return jax.lax.select(jnp.abs(rest) <= direction_tolerance(rest.dtype) * jnp.abs(whole), jnp.zeros_like(rest), rest)
 
 
 def tangential_step(

@@ -194,7 +194,7 @@ def paper_ddc(
     """
 
     def update(updates: Any, state: ScaleByDDCState, params: Any, **extra: Any) -> tuple[Any, ScaleByDDCState]:
-        s, past = bound(group.parts, params).slice, state.gauges
+        s, past = bound(group.gauges, params).slice, state.gauges
         adam = Adam.at(options, optax.safe_increment(state.count))
         point, gradient = s.vectors(params), leaves_by_path(updates) | s.vectors(updates)
         gradient = s.project_turning(point, gradient)  # B.8, B.9
@@ -238,7 +238,7 @@ def paper_ddc(
         return with_leaves(updates, cast_like(out, updates)), ScaleByDDCState(adam.count, mu, nu, moments)
 
     def init(params: optax.Params) -> ScaleByDDCState:
-        s = bound(group.parts, params).slice
+        s = bound(group.gauges, params).slice
         check_ddc(s, options, params)
 
         def moments(params: optax.Params) -> GaugeMoments:
@@ -255,9 +255,9 @@ def paper_ddc(
         return ScaleByDDCState(jnp.int32(0), zeros_like(params, options.mu_dtype), zeros_like(params), placeholder())
 
     def rules(params: Any) -> dict[str, LeafRule]:
-        return polar_rules(leaves_by_path(params), polar_matrices(bound(group.parts, params).slice, polar, params))
+        return polar_rules(leaves_by_path(params), polar_matrices(bound(group.gauges, params).slice, polar, params))
 
-    return transformation("scale_by_ddc", init, update, ScaleByDDCState, empty, gauges=group.parts, rules=rules)
+    return transformation("scale_by_ddc", init, update, ScaleByDDCState, empty, gauges=group.gauges, rules=rules)
 
 
 def _sizes(sized: Sequence[tuple[Channels, jax.Array]], point: Arrays) -> Arrays:

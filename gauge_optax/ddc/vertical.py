@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from gauge_optax.ddc.adam import Adam
 from gauge_optax.gauges.by_action import OfUser
-from gauge_optax.linalg import noise, real_dtype, skew
+from gauge_optax.linalg import direction_tolerance, real_dtype, skew
 from gauge_optax.parts.constants import Mean
 from gauge_optax.parts.part import Anchor, Arrays, Constant, Part, changed
 from gauge_optax.parts.sizes import Factor
@@ -184,11 +184,11 @@ def _times(s: Slice, turning: Arrays, factors: Arrays) -> Arrays:
 
 def _above_noise(derivative: jax.Array, size: jax.Array) -> jax.Array:
     """A derivative, with zeros where it is roundoff of a sum whose terms have this size."""
-    return jnp.where(jnp.abs(derivative) > noise(derivative.dtype) * size, derivative, 0.0)
+    return jnp.where(jnp.abs(derivative) > direction_tolerance(derivative.dtype) * size, derivative, 0.0)
 
 
 def _is_turned(turn: Any, point: Arrays, gradient: Arrays) -> jax.Array:
     """Whether a gradient turns a head by more than the roundoff of sums over its rows."""
     lengths = (jnp.sqrt(jnp.trace(turn.gram(x, x), axis1=-2, axis2=-1)) for x in (point, gradient))
     moment = jnp.linalg.norm(skew(turn.gram(point, gradient)), axis=(-2, -1))
-    return moment > noise(moment.dtype) * math.prod(lengths, start=jnp.ones(()))
+    return moment > direction_tolerance(moment.dtype) * math.prod(lengths, start=jnp.ones(()))

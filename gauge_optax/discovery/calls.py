@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from gauge_optax.binding import leaf_shape, leaves_by_path, match
-from gauge_optax.binding.axes import Part, parse_axes
+from gauge_optax.binding.axes import AxisItem, parse_axes
 from gauge_optax.errors import binding_error
 from gauge_optax.gauges.absorption import bias_absorption
 from gauge_optax.gauges.embedding_shift import embedding_shift
@@ -141,7 +141,7 @@ class Call:
                 out[left[0]] = length // size
         return out
 
-    def _groups(self, params: Any) -> Iterator[tuple[str, str, tuple[int, ...], tuple[Part, ...], int]]:
+    def _groups(self, params: Any) -> Iterator[tuple[str, str, tuple[int, ...], tuple[AxisItem, ...], int]]:
         """Path, axes and shape of every leaf with an axis `(a b)`, the parts of this axis, and its length."""
         leaves = leaves_by_path(params)
         for role in self.roles.values():

@@ -216,7 +216,7 @@ def census(
 
         dtypes = {path: x.dtype for path, x in leaves_by_path(params).items() if path in stored}
         double = in_double(compared, stored, dtypes, batches[0])
-        rng, point, parts = np.random.default_rng(seed), with_leaves(params, stored), product(gauges).parts
+        rng, point, parts = np.random.default_rng(seed), with_leaves(params, stored), product(gauges).gauges
         counted = _in_blocks if total > _MOST else _whole
         result = counted(double, stored, point, batches, parts, cutoff, block, rng, progress)
         if probes:

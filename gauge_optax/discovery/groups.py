@@ -46,7 +46,7 @@ class Term(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Symmetry:
+class Copy:
     """A null vector of the gradients: a group with the pieces that it moves.
 
     Attributes:
@@ -169,9 +169,9 @@ def _projected(family: str, space: Space, element: np.ndarray) -> np.ndarray:
 
 
 def independent(
-    symmetries: Sequence[Symmetry], point: Leaves, rng: np.random.Generator, before: Sequence[Symmetry] = (),
+    symmetries: Sequence[Copy], point: Leaves, rng: np.random.Generator, before: Sequence[Copy] = (),
     dead: Mapping[str, np.ndarray] | None = None,
-) -> list[Symmetry]:
+) -> list[Copy]:
     """The symmetries that larger ones, or those in `before`, do not contain.
 
     Args:
@@ -185,7 +185,7 @@ def independent(
     order = sorted(symmetries, key=lambda s: (-s.dim, families.index(s.family), -len(s.beside), len(s.terms)))
     for symmetry in order:
         # Only those on its spaces that share a leaf with it, or with one that does, can contain it.
-        paths, linked = set(symmetry.paths), list[Symmetry]()
+        paths, linked = set(symmetry.paths), list[Copy]()
         near = [other for other in kept if WHOLE in (symmetry.space, other.space) or symmetry.ids & other.ids]
         while more := [other for other in near if other not in linked and other.paths & paths]:
             linked += more
@@ -196,7 +196,7 @@ def independent(
 
 
 def _contained(
-    one: Symmetry, others: Sequence[Symmetry], point: Leaves, rng: np.random.Generator, dead: Mapping[str, np.ndarray]
+    one: Copy, others: Sequence[Copy], point: Leaves, rng: np.random.Generator, dead: Mapping[str, np.ndarray]
 ) -> bool:
     """Whether a random motion of a group is a motion of the others: least squares by conjugate gradients."""
     if not others:

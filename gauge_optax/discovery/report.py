@@ -20,7 +20,7 @@ from gauge_optax.discovery.calls import Call, merge_layers
 from gauge_optax.discovery.census import Census
 from gauge_optax.discovery.certificate import certified
 from gauge_optax.discovery.checks import Outputs
-from gauge_optax.discovery.groups import STILL, ZERO, Symmetry, draw, independent
+from gauge_optax.discovery.groups import STILL, ZERO, Copy, draw, independent
 from gauge_optax.discovery.lift import in_double
 from gauge_optax.discovery.offsets import Flow, Shifts, flows, merged_reads, unread_bias_call
 from gauge_optax.discovery.prove import Held, Prover
@@ -393,7 +393,7 @@ def _additions(
 
 def _turns(
     trace: Trace, leaves: Leaves, gradients: Gradients, at_once: int, norms: Sequence[Call], params: Any,
-    before: Sequence[Symmetry], dead: Mapping[str, np.ndarray], rng: Callable[..., np.random.Generator],
+    before: Sequence[Copy], dead: Mapping[str, np.ndarray], rng: Callable[..., np.random.Generator],
     ungauged: dict[str, list[str]],
 ) -> list[_Claim]:
     """The rotations of the residual stream; adds those without a gauge to `ungauged`."""
@@ -485,10 +485,10 @@ def _refuted(call: Call, change: float) -> str:
 
 
 def _claims(
-    symmetries: Sequence[Symmetry], trace: Trace, positive: set[str]
-) -> tuple[list[_Claim], list[tuple[str, Symmetry]]]:
+    symmetries: Sequence[Copy], trace: Trace, positive: set[str]
+) -> tuple[list[_Claim], list[tuple[str, Copy]]]:
     """Symmetries as gauges, and those that have no gauge, with the reason."""
-    claims, unwritten = [], list[tuple[str, Symmetry]]()
+    claims, unwritten = [], list[tuple[str, Copy]]()
     for symmetry in symmetries:
         signs = {"covector": -1.0}
         exponents = {t.piece.path: round(t.exponent * signs.get(t.mode, 1.0), 6) for t in symmetry.terms}

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from gauge_optax.discovery.groups import FAMILIES, WHOLE, ZERO, Symmetry, Term, direction
+from gauge_optax.discovery.groups import FAMILIES, WHOLE, ZERO, Copy, Term, direction
 from gauge_optax.discovery.sketch import Leaves
 from gauge_optax.discovery.spaces import Space
 from gauge_optax.discovery.trace import Trace
@@ -60,7 +60,7 @@ class Candidate:
         self.products.append(np.stack(products, 1))
         self.lengths = self.lengths + np.array(lengths) * first
 
-    def solve(self, squares: Leaves, dead: Mapping[str, np.ndarray], near: float) -> list[Symmetry]:
+    def solve(self, squares: Leaves, dead: Mapping[str, np.ndarray], near: float) -> list[Copy]:
         """The symmetries whose residual is below `near`, on pieces that affect the outputs.
 
         Args:
@@ -99,7 +99,7 @@ class Candidate:
             # A piece that moves as vector and as covector: only a smaller family's part of that holds.
             if len(set(moved)) == len(moved):
                 along = _moved_along(terms, asleep)
-                symmetries.append(Symmetry(self.family, self.space, self.beside, terms, residual, along))
+                symmetries.append(Copy(self.family, self.space, self.beside, terms, residual, along))
         return symmetries
 
 

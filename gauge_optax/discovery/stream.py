@@ -15,7 +15,7 @@ import numpy as np
 
 from gauge_optax.discovery.calls import Axes, Call, bound_copies, captured_blocks
 from gauge_optax.discovery.checks import check_gradients
-from gauge_optax.discovery.groups import ZERO, Symmetry, draw, independent
+from gauge_optax.discovery.groups import ZERO, Copy, draw, independent
 from gauge_optax.discovery.search import candidates
 from gauge_optax.discovery.sketch import Gradients, Leaves, generic_point
 from gauge_optax.discovery.trace import Trace
@@ -27,8 +27,8 @@ _DRAWS = 5  # times as many gradients as are needed are drawn, until enough are 
 
 def stream_rotations(
     trace: Trace, leaves: Leaves, gradients: Gradients, at_once: int, rows: float, norms: Sequence[Call], params: Any,
-    before: Sequence[Symmetry], dead: Mapping[str, np.ndarray], rng: Callable[..., np.random.Generator],
-) -> list[Symmetry]:
+    before: Sequence[Copy], dead: Mapping[str, np.ndarray], rng: Callable[..., np.random.Generator],
+) -> list[Copy]:
     """Rotations of axes that kernels read and all heads share.
 
     Args:
@@ -69,7 +69,7 @@ def stream_rotations(
     return independent([s for s in symmetries if s.residual < ZERO], point, rng(16), before, dead)
 
 
-def rotation_call(symmetry: Symmetry, trace: Trace, norms: Sequence[Call], params: Any) -> Call:
+def rotation_call(symmetry: Copy, trace: Trace, norms: Sequence[Call], params: Any) -> Call:
     """The gauge of a rotation of the stream.
 
     Args:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from gauge_optax.discovery.calls import Axes, Call, template
-from gauge_optax.discovery.groups import Symmetry, Term
+from gauge_optax.discovery.groups import Copy, Term
 from gauge_optax.discovery.spaces import Space
 from gauge_optax.discovery.views import Atom, Piece, View, Window, selected
 
@@ -24,7 +24,7 @@ class Unwritable(Exception):
     """A symmetry for which the library has no gauge; its text says which kind."""
 
 
-def written(symmetry: Symmetry, layers: set[Space], positive: Collection[str]) -> Call:
+def written(symmetry: Copy, layers: set[Space], positive: Collection[str]) -> Call:
     """The gauge of a symmetry.
 
     Args:
@@ -65,7 +65,7 @@ def written(symmetry: Symmetry, layers: set[Space], positive: Collection[str]) -
     return Call("rope_torus" if options else "head_rotation", {"blocks": blocks}, options, names.sizes)
 
 
-def _scale_call(symmetry: Symmetry, names: _Names) -> Call:
+def _scale_call(symmetry: Copy, names: _Names) -> Call:
     exponents: dict[Piece, dict[str, float]] = {}
     for term in symmetry.terms + symmetry.along:
         exponents.setdefault(term.piece, {})[term.mode] = term.exponent
@@ -124,7 +124,7 @@ def _constants(places: Sequence[tuple[View, int]], name: str) -> tuple[dict[str,
         if not counts[term.piece.entries].any():
             terms.append(term)
             counts[term.piece.entries] = True
-    names = _Names(Symmetry("shift", (), (), tuple(terms), 0.0), set(), ())
+    names = _Names(Copy("shift", (), (), tuple(terms), 0.0), set(), ())
     return names.role(whole_leaves(terms), name), names.sizes
 
 
@@ -143,7 +143,7 @@ def _order(terms: Sequence[Term]) -> tuple[Any, ...]:
     return len(kernels) == len(pieces), len(last) == 0, len(kernels), sorted(template(p.path) for p in pieces)
 
 
-def _pairing(symmetry: Symmetry) -> str:
+def _pairing(symmetry: Copy) -> str:
     space = symmetry.space
     halves = tuple(dict.fromkeys(space))
     if space == halves * 2:
@@ -163,7 +163,7 @@ class _Names:
     entry separately.
     """
 
-    def __init__(self, symmetry: Symmetry, layers: set[Space], positive: Collection[str]) -> None:
+    def __init__(self, symmetry: Copy, layers: set[Space], positive: Collection[str]) -> None:
         self.sizes: dict[str, int] = {}
         self._positive = positive
         places = [term.piece.places for term in symmetry.terms]  # of the space, then of each companion

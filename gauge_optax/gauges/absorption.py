@@ -17,8 +17,8 @@ import jax
 
 from gauge_optax.binding import Axes, Block
 from gauge_optax.errors import binding_error
+from gauge_optax.gauges.copies import Copy, label, normal
 from gauge_optax.gauges.gauge import BlockGauge, block_gauge
-from gauge_optax.gauges.symmetry import Symmetry, label, normal
 from gauge_optax.parts.constants import Absorption
 
 INTO = "into"
@@ -70,7 +70,7 @@ def bias_absorption(
 
 
 @dataclasses.dataclass(frozen=True)
-class BiasAbsorption(Symmetry):
+class BiasAbsorption(Copy):
     """One copy: a vector t, (*shape)."""
 
     composes: ClassVar[bool] = False

@@ -49,7 +49,7 @@ def _of_stretch(part: Stretch, x: Arrays) -> jax.Array:
 
 @balanced.register
 def _of_user(part: OfUser, x: Arrays) -> Any:
-    return part.inverse(part.whole.balance(part.tree(x)))
+    return part.inverse(part.gauge.balance(part.tree(x)))
 
 
 def compared(part: Factor, x: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array]:

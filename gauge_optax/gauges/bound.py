@@ -16,7 +16,7 @@ from gauge_optax.binding import Block, leaf_shape, leaves_by_path, with_leaves
 from gauge_optax.binding.bind import require_no_absent_leaf
 from gauge_optax.binding.paths import match, shown_and_hidden
 from gauge_optax.errors import binding_error
-from gauge_optax.gauges.symmetry import Symmetry
+from gauge_optax.gauges.copies import Copy
 from gauge_optax.linalg import real_dtype, safe_divide
 from gauge_optax.parts.constants import ReadShift
 from gauge_optax.parts.part import Arrays, Part, changed
@@ -38,7 +38,7 @@ class Bound:
     """
 
     gauges: tuple[Any, ...]
-    copies: tuple[tuple[Symmetry, ...], ...]
+    copies: tuple[tuple[Copy, ...], ...]
     slice: Slice
     single: bool = False
 
@@ -124,7 +124,8 @@ class Bound:
 
     @functools.cached_property
     def whole(self) -> Slice:
-        """The slice with all parts. `slice` lacks those that optimizers leave out on this tree."""
+        """The slice with all parts. `slice` lacks those that would move a frozen leaf, and a rotation of the residual
+        stream that passes a norm's scale which cannot be brought to 1."""
         parts = [part for copies in self.copies for copy in copies for part in copy.parts]
         kept = {part.label for part in self.slice.acting}
         return self.slice if kept == {part.label for part in parts} else Slice.of(parts)
@@ -142,7 +143,7 @@ class Bound:
     def public(self, elements: Mapping[str, Any]) -> Any:
         """The public element of elements by label; parts that are absent move nothing."""
 
-        def joined(copy: Symmetry) -> Any:
+        def joined(copy: Copy) -> Any:
             return copy.join([elements[p.label] if p.label in elements else p.identity() for p in copy.parts])
 
         out = self.by_gauge(joined)
@@ -156,7 +157,7 @@ class Bound:
     def coordinates(self, elements: Mapping[str, Any]) -> tuple[Any, ...]:
         """Per gauge, the coordinates whose change is drift, of a point that reads as these elements."""
 
-        def coordinate(copy: Symmetry) -> Any:
+        def coordinate(copy: Copy) -> Any:
             return copy.coordinate([elements[p.label] if p.label in elements else p.identity() for p in copy.parts])
 
         return self.by_gauge(coordinate)
@@ -268,7 +269,7 @@ def _by_generators(gauge: Any, b: Bound, params: Any, x: Arrays) -> Callable[[Ar
 
 
 def _by_projection(
-    s: Slice, copies: Sequence[Symmetry], params: Any, grads: Any
+    s: Slice, copies: Sequence[Copy], params: Any, grads: Any
 ) -> Callable[[Arrays], dict[str, Any]]:
     """The vertical part of a cotangent by the slice alone, for a gauge without coordinates."""
     paths = {copy.key: dict.fromkeys(p for part in copy.parts for p in changed(part)) for copy in copies}
@@ -306,7 +307,7 @@ def _of_labels(labels: tuple[str, ...], dtypes: tuple[tuple[str, Any], ...], fro
 @functools.lru_cache(maxsize=64)
 def _sliced(
     gauges: tuple[Any, ...],
-    copies: tuple[tuple[Symmetry, ...], ...],
+    copies: tuple[tuple[Copy, ...], ...],
     leaves: _Leaves,
     frozen: frozenset[str],
     single: bool,

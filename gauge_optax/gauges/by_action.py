@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from gauge_optax.binding import Block, leaves_by_path, with_leaves
 from gauge_optax.errors import binding_error
-from gauge_optax.gauges.symmetry import Effect, Symmetry
+from gauge_optax.gauges.copies import Copy, Effect
 from gauge_optax.linalg import real_dtype
 from gauge_optax.parts.part import Anchor, Arrays, Size
 from gauge_optax.slice import VERSION
@@ -23,20 +23,20 @@ class OfUser(Size[Any]):
     """A whole gauge; it is read anew at every step.
 
     Attributes:
-      whole: the gauge, a `Gauge`.
+      gauge: the gauge, a `Gauge`.
       treedef: structure of the parameters.
       leaves: shapes and dtypes of the parameters.
       read_from: the leaves that its reading depends on.
     """
 
-    whole: Any = None
+    gauge: Any = None
     treedef: Any = None
     leaves: tuple[jax.ShapeDtypeStruct, ...] = ()
     read_from: tuple[Block, ...] = ()
 
     @property
     def along(self) -> str | None:
-        return None if self.whole.commutes else ""
+        return None if self.gauge.commutes else ""
 
     @property
     def anchors(self) -> tuple[Anchor, ...]:
@@ -51,21 +51,21 @@ class OfUser(Size[Any]):
         return self.tree({b.path: jnp.zeros(b.shape) for b in self.blocks})
 
     def identity(self) -> Any:
-        return self.whole.identity(self.zeros())
+        return self.gauge.identity(self.zeros())
 
     def inverse(self, e: Any) -> Any:
-        return self.whole.inverse(e)
+        return self.gauge.inverse(e)
 
     def compose(self, a: Any, b: Any) -> Any:
-        return self.whole.compose(a, b)
+        return self.gauge.compose(a, b)
 
     def act(self, e: Any, x: Arrays) -> Arrays:
-        moved = leaves_by_path(self.whole.act(e, self.tree(x)))
+        moved = leaves_by_path(self.gauge.act(e, self.tree(x)))
         return x | {b.path: moved[b.path] for b in self.blocks}
 
     def read(self, anchor: Anchor, x: Arrays, within: jax.Array, near: bool) -> tuple[Any, jax.Array]:
-        read, still = self.whole.read(self.tree(x)), self.identity()
-        return jax.tree.map(lambda a, b: jnp.where(within, a, b), read, still), within
+        read, identity = self.gauge.read(self.tree(x)), self.identity()
+        return jax.tree.map(lambda a, b: jnp.where(within, a, b), read, identity), within
 
 
 class ShiftOfUser(OfUser):
@@ -86,13 +86,13 @@ _BY_EFFECT: Mapping[Effect, type[OfUser]] = {
 
 
 @dataclasses.dataclass(frozen=True)
-class UserSymmetry(Symmetry):
+class UserCopy(Copy):
     """The one copy of such a gauge on a tree."""
 
     @classmethod
     def of(
         cls, gauge: str, key: str, named: tuple[str, ...], sizes: Mapping[str, int], blocks: Any, **options: Any
-    ) -> "UserSymmetry":
+    ) -> "UserCopy":
         whole, params = options["whole"], options["params"]
         shapes = jax.eval_shape(lambda tree: tree, params)
         leaves, treedef = jax.tree.flatten(shapes)
@@ -125,13 +125,13 @@ class UserSymmetry(Symmetry):
 
     @property
     def dim(self) -> int:
-        return int(self.part.whole.dim(self.part.zeros()))
+        return int(self.part.gauge.dim(self.part.zeros()))
 
     def sample(self, key: jax.Array, scale: float, leaves: Mapping[str, Any]) -> Any:
-        return self.part.whole.sample(key, self.part.tree(leaves), scale)
+        return self.part.gauge.sample(key, self.part.tree(leaves), scale)
 
     def coordinate(self, elements: Sequence[Any]) -> Any:
-        return self.part.whole.logarithm(elements[0])
+        return self.part.gauge.logarithm(elements[0])
 
 
 def broken_law(gauge: Any, params: Any) -> str | None:
@@ -141,7 +141,7 @@ def broken_law(gauge: Any, params: Any) -> str | None:
       gauge: a `Gauge`.
       params: the parameters (values are read).
     """
-    if not isinstance(gauge._bound(params).copies[0][0], UserSymmetry):
+    if not isinstance(gauge._bound(params).copies[0][0], UserCopy):
         return None  # what axes describe is a group by construction
     element = gauge.sample(jax.random.key(0), params, 0.5)
     moved = gauge.act(element, params)

@@ -13,8 +13,8 @@ from typing import Any, ClassVar
 import jax
 
 from gauge_optax.binding import Axes
+from gauge_optax.gauges.copies import Copy, Effect, label, normal
 from gauge_optax.gauges.gauge import BlockGauge, block_gauge
-from gauge_optax.gauges.symmetry import Effect, Symmetry, label, normal
 from gauge_optax.parts.constants import Trade
 
 
@@ -47,7 +47,7 @@ def embedding_shift(
 
 
 @dataclasses.dataclass(frozen=True)
-class EmbeddingShift(Symmetry):
+class EmbeddingShift(Copy):
     """One copy: a vector, (*shape)."""
 
     effect: ClassVar[Effect] = "shift"

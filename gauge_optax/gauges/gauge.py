@@ -43,8 +43,8 @@ from gauge_optax.binding import bind as bind_blocks
 from gauge_optax.errors import binding_error
 from gauge_optax.gauges.balance import balanced_elements
 from gauge_optax.gauges.bound import Bound, bound
-from gauge_optax.gauges.by_action import UserSymmetry
-from gauge_optax.gauges.symmetry import Effect, Symmetry
+from gauge_optax.gauges.by_action import UserCopy
+from gauge_optax.gauges.copies import Copy, Effect
 from gauge_optax.parts.matrices import matrices_of, optax_axes
 
 Element = Any
@@ -222,7 +222,9 @@ class Gauge(abc.ABC):
         return with_leaves(tangent, parts)
 
     def horizontal(self, params: Any, tangent: Params) -> Params:
-        """The part of a tangent across the orbit: what remains of it when `Slice.fix` and `Slice.hold` follow the step.
+        """The part of a tangent across the orbit: the tangent less its vertical part.
+
+        To first order it is what `Slice.fix` and `Slice.hold` leave of a small step.
 
         Args:
           params: the point (values are read).
@@ -303,27 +305,27 @@ class Gauge(abc.ABC):
         return f"{zlib.crc32(f'{text} {[(b.path, b.shape) for b in blocks]}'.encode()):08x}"
 
     @property
-    def _parts(self) -> "tuple[Gauge, ...]":
+    def _gauges(self) -> "tuple[Gauge, ...]":
         """The gauges of a product, or this one."""
         return (self,)
 
-    def _copies(self, params: Any) -> tuple[Symmetry, ...]:
+    def _copies(self, params: Any) -> tuple[Copy, ...]:
         """The copies of this gauge on a tree. Raises ValueError where the binding does not fit it."""
-        return (UserSymmetry.of(self.name, "", (), {}, (), whole=self, params=params),)
+        return (UserCopy.of(self.name, "", (), {}, (), whole=self, params=params),)
 
     def _bound(self, params: Any) -> Bound:
         """This gauge, or the gauges of a product, on a tree."""
-        return bound(self._parts, params)
+        return bound(self._gauges, params)
 
     def _packed(self, elements: Sequence[Element]) -> Element:
         """Makes an element of one value per gauge of a product."""
         return elements[0]
 
-    def _join(self, copies: Sequence[Symmetry], values: Sequence[Any]) -> Element:
+    def _join(self, copies: Sequence[Copy], values: Sequence[Any]) -> Element:
         """The element made of one value per copy; None where a copy has none."""
         return values[0]
 
-    def _split(self, copies: Sequence[Symmetry], element: Element) -> tuple[Any, ...]:
+    def _split(self, copies: Sequence[Copy], element: Element) -> tuple[Any, ...]:
         """The inverse of `_join`."""
         return (element,)
 
@@ -430,7 +432,7 @@ class BlockGauge(SliceGauge):
     def _reserved(self) -> tuple[str, ...]:
         return () if self.kind.axis is None else (self.kind.axis,)
 
-    def _copies(self, params: Any) -> tuple[Symmetry, ...]:
+    def _copies(self, params: Any) -> tuple[Copy, ...]:
         kind, options = self.kind, dict(self.options)
         if "norms" in options:  # gauges that this one needs on the same tree
             options["norms"] = tuple(copy for norm in options["norms"] for copy in norm._copies(params))
@@ -439,10 +441,10 @@ class BlockGauge(SliceGauge):
             kind.of(self.name, i.key, binding.named, dict(i.sizes), i.blocks, **options) for i in binding.instances
         )
 
-    def _join(self, copies: Sequence[Symmetry], values: Sequence[Any]) -> Element:
+    def _join(self, copies: Sequence[Copy], values: Sequence[Any]) -> Element:
         return {copy.key: x for copy, x in zip(copies, values, strict=True) if x is not None}
 
-    def _split(self, copies: Sequence[Symmetry], element: Element) -> tuple[Any, ...]:
+    def _split(self, copies: Sequence[Copy], element: Element) -> tuple[Any, ...]:
         return tuple(element[copy.key] for copy in copies)
 
     # Loops over copies ------------------------------------------------------------------------------------
@@ -450,7 +452,7 @@ class BlockGauge(SliceGauge):
     def act(self, element: Element, params: Params) -> Params:
         return self._bound(params).act((element,), params)
 
-    def _by_copy(self, params: Any) -> tuple[Symmetry, ...]:
+    def _by_copy(self, params: Any) -> tuple[Copy, ...]:
         (copies,) = self._bound(params).copies
         return copies
 
@@ -590,7 +592,7 @@ def product(gauges: Gauges) -> "Product":
                 "product", f"not a gauge: {gauge!r}", f"a {type(gauge).__name__}", "a gauge, or a sequence of gauges",
                 "pass what go.rescale(...) and the like return",
             )
-        parts.extend(gauge._parts)
+        parts.extend(gauge._gauges)
     twice = next((part for at, part in enumerate(parts) if part in parts[:at]), None)
     if twice is not None:
         raise binding_error(
@@ -611,7 +613,7 @@ def _level_of_caller() -> int:
 class Product(SliceGauge):
     """See `product`."""
 
-    parts: tuple[Gauge, ...]
+    gauges: tuple[Gauge, ...]
     name: ClassVar[str] = "product"
 
     @property
@@ -619,11 +621,11 @@ class Product(SliceGauge):
         return f"{self.name} of all the gauges together"
 
     def __repr__(self) -> str:
-        return "\n".join(["go.product([", *(textwrap.indent(repr(part), "  ") + "," for part in self.parts), "])"])
+        return "\n".join(["go.product([", *(textwrap.indent(repr(gauge), "  ") + "," for gauge in self.gauges), "])"])
 
     @property
-    def _parts(self) -> tuple[Gauge, ...]:
-        return self.parts
+    def _gauges(self) -> tuple[Gauge, ...]:
+        return self.gauges
 
     def _packed(self, elements: Sequence[Element]) -> Element:
         return tuple(elements)
@@ -632,49 +634,49 @@ class Product(SliceGauge):
         return self._bound(params).act(element, params)
 
     def sample(self, key: jax.Array, params: Any, scale: float = 1.0) -> Element:
-        keys = jax.random.split(key, max(1, len(self.parts)))
-        return tuple(part.sample(k, params, scale) for part, k in zip(self.parts, keys, strict=False))
+        keys = jax.random.split(key, max(1, len(self.gauges)))
+        return tuple(gauge.sample(k, params, scale) for gauge, k in zip(self.gauges, keys, strict=False))
 
     def identity(self, params: Any) -> Element:
-        return tuple(part.identity(params) for part in self.parts)
+        return tuple(gauge.identity(params) for gauge in self.gauges)
 
     def _require_elements_that_compose(self, what: str) -> None:
-        """Raises ValueError where the conjugate of a part by the others depends on the weights."""
-        for part in self.parts:
-            if len(self.parts) > 1 and isinstance(part, BlockGauge) and not part.kind.composes:
+        """Raises ValueError where the conjugate of a gauge by the others depends on the weights."""
+        for gauge in self.gauges:
+            if len(self.gauges) > 1 and isinstance(gauge, BlockGauge) and not gauge.kind.composes:
                 raise binding_error(
-                    part.name, f"no {what} of elements of a product", f"a product with {part.name}, which does not "
+                    gauge.name, f"no {what} of elements of a product", f"a product with {gauge.name}, which does not "
                     "commute with the others in a way that is the same for all weights", "the elements of one gauge",
                     f"act with one element after the other, or call {what} of each gauge",
                 )
 
     def inverse(self, element: Element) -> Element:
         self._require_elements_that_compose("inverse")
-        plain = tuple(part.inverse(x) for part, x in zip(self.parts, element, strict=True))
-        return tuple(part._conjugated(x, self._pairs(plain)) for part, x in self._pairs(plain))
+        plain = tuple(gauge.inverse(x) for gauge, x in zip(self.gauges, element, strict=True))
+        return tuple(gauge._conjugated(x, self._pairs(plain)) for gauge, x in self._pairs(plain))
 
     def compose(self, a: Element, b: Element) -> Element:
         self._require_elements_that_compose("compose")
-        moved = (part._conjugated(x, self._pairs(a)) for part, x in self._pairs(b))
-        return tuple(part.compose(x, y) for part, x, y in zip(self.parts, a, moved, strict=True))
+        moved = (gauge._conjugated(x, self._pairs(a)) for gauge, x in self._pairs(b))
+        return tuple(gauge.compose(x, y) for gauge, x, y in zip(self.gauges, a, moved, strict=True))
 
     def power(self, element: Element, exponent: float | jax.Array) -> Element:
-        return tuple(part.power(x, exponent) for part, x in zip(self.parts, element, strict=True))
+        return tuple(gauge.power(x, exponent) for gauge, x in zip(self.gauges, element, strict=True))
 
     def algebra(self, params: Any) -> Any:
-        return tuple(part.algebra(params) for part in self.parts)
+        return tuple(gauge.algebra(params) for gauge in self.gauges)
 
     def exponential(self, coordinates: Any, params: Any, near: bool = False) -> Element:
-        return tuple(part.exponential(x, params, near) for part, x in zip(self.parts, coordinates, strict=True))
+        return tuple(gauge.exponential(x, params, near) for gauge, x in zip(self.gauges, coordinates, strict=True))
 
     def normalized(self, element: Element, params: Any) -> Element:
-        return tuple(part.normalized(x, params) for part, x in zip(self.parts, element, strict=True))
+        return tuple(gauge.normalized(x, params) for gauge, x in zip(self.gauges, element, strict=True))
 
     def dim(self, params: Any) -> int:
-        return sum(part.dim(params) for part in self.parts)
+        return sum(gauge.dim(params) for gauge in self.gauges)
 
     def _pairs(self, element: Element) -> list[tuple[Gauge, Element]]:
-        return list(zip(self.parts, element, strict=True))
+        return list(zip(self.gauges, element, strict=True))
 
 
 def bind(gauges: Gauges, params: Any) -> Bound:
@@ -708,4 +710,4 @@ def bind(gauges: Gauges, params: Any) -> Bound:
     Reference: docs/design.md §2.
     """
     group = product(gauges)
-    return bound(group.parts, params, single=isinstance(gauges, Gauge) and not isinstance(gauges, Product))
+    return bound(group.gauges, params, single=isinstance(gauges, Gauge) and not isinstance(gauges, Product))

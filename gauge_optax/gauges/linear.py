@@ -21,9 +21,9 @@ import jax
 import jax.numpy as jnp
 
 from gauge_optax.binding import Axes
+from gauge_optax.gauges.copies import Copy, Effect, drawn, label
 from gauge_optax.gauges.gauge import BlockGauge, block_gauge
 from gauge_optax.gauges.rotation import HeadRotation
-from gauge_optax.gauges.symmetry import Effect, Symmetry, drawn, label
 from gauge_optax.linalg import haar, inverse, matmul, matrix_exponential, symmetric_eigen, transpose
 from gauge_optax.parts.heads import BASIS, Side
 from gauge_optax.parts.sizes import Stretch
@@ -63,7 +63,7 @@ def head_linear(
 
 
 @dataclasses.dataclass(frozen=True)
-class Linear(Symmetry):
+class Linear(Copy):
     """One copy: S per head, (*shape, d_h, d_h). Its parts are the stretch and the rotation of S = Q·P."""
 
     effect: ClassVar[Effect] = "linear"

@@ -21,8 +21,8 @@ import jax.numpy as jnp
 
 from gauge_optax.binding import Axes, group_axes
 from gauge_optax.errors import binding_error
+from gauge_optax.gauges.copies import Copy, Effect, label
 from gauge_optax.gauges.gauge import BlockGauge, block_gauge
-from gauge_optax.gauges.symmetry import Effect, Symmetry, label
 from gauge_optax.linalg import real_dtype
 from gauge_optax.parts.permutation import Permutation
 
@@ -71,7 +71,7 @@ def permutation(
 
 
 @dataclasses.dataclass(frozen=True)
-class Order(Symmetry):
+class Order(Copy):
     """One copy: indices, (*shape, n)."""
 
     effect: ClassVar[Effect] = "permutation"

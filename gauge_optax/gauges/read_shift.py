@@ -14,9 +14,9 @@ from typing import Any, ClassVar
 
 from gauge_optax.binding import Axes, Block
 from gauge_optax.errors import binding_error
+from gauge_optax.gauges.copies import Effect, label
 from gauge_optax.gauges.gauge import BlockGauge, block_gauge
 from gauge_optax.gauges.shift import WriteShift
-from gauge_optax.gauges.symmetry import Effect, label
 from gauge_optax.parts.constants import CHANNEL, ReadShift
 
 READ, SCALE, BIAS, INTO = "read", "scale", "bias", "into"

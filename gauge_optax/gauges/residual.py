@@ -24,10 +24,10 @@ import jax.numpy as jnp
 
 from gauge_optax.binding import Axes, Block, overlap
 from gauge_optax.errors import binding_error
+from gauge_optax.gauges.copies import Copy, label
 from gauge_optax.gauges.gauge import BlockGauge, Gauges, block_gauge, product
 from gauge_optax.gauges.rotation import HeadRotation, random_rotation
 from gauge_optax.gauges.scale import Scale
-from gauge_optax.gauges.symmetry import Symmetry, label
 from gauge_optax.linalg import nearly_orthogonal, real_dtype, skew, skew_exponential
 from gauge_optax.parts.heads import BASIS
 from gauge_optax.parts.stream import READ, WRITE, Stream
@@ -71,7 +71,7 @@ def residual_rotation(
     Reference: van Nierop, Eq. (6)-(17). Not a symmetry of a tied embedding behind a norm with a scale, of norms after a
     layer (unless every one of them is a reader's), or of anything that reads single channels.
     """
-    norms = product(norms).parts if norms else ()
+    norms = product(norms).gauges if norms else ()
     for norm in norms:
         if not isinstance(norm, BlockGauge) or norm.kind is not Scale or norm.name != "norm_scale":
             raise binding_error(
@@ -142,7 +142,7 @@ class ResidualRotation(HeadRotation):
         return self._free * (self._free - 1) // 2
 
     def sample(self, key: jax.Array, scale: float, leaves: Mapping[str, Any]) -> jax.Array:
-        return self._stream.whole(random_rotation(key, (self._free, self._free), scale))
+        return self._stream.embedded(random_rotation(key, (self._free, self._free), scale))
 
     def algebra(self) -> jax.Array:
         return jnp.zeros((self._free, self._free), real_dtype())
@@ -150,23 +150,23 @@ class ResidualRotation(HeadRotation):
     def exponential(self, coordinates: jax.Array, near: bool = False) -> jax.Array:
         generator = skew(coordinates)
         eye = jnp.eye(len(generator), dtype=generator.dtype)
-        return self._stream.whole(eye + generator if near else skew_exponential(generator))
+        return self._stream.embedded(eye + generator if near else skew_exponential(generator))
 
     def normalized(self, element: jax.Array) -> jax.Array:
-        return self._stream.whole(nearly_orthogonal(self._stream.restricted(element)))
+        return self._stream.embedded(nearly_orthogonal(self._stream.restricted(element)))
 
     @staticmethod
     def axis_sizes(named: tuple[str, ...], element: jax.Array) -> dict[str, int]:
         return {BASIS: element.shape[-1]}
 
 
-def _sides(norm: Symmetry) -> tuple[tuple[Block, ...], tuple[Block, ...]]:
+def _sides(norm: Copy) -> tuple[tuple[Block, ...], tuple[Block, ...]]:
     """The norm's own leaves, its scale first, and the kernels that read it."""
     blocks = norm.blocks
     return tuple(b for b in blocks if b.role == "up"), tuple(b for b in blocks if b.role == "down")
 
 
-def _stream_axis(norm: Symmetry, blocks: Sequence[Block]) -> str:
+def _stream_axis(norm: Copy, blocks: Sequence[Block]) -> str:
     """The name that a norm's gauge gives to the stream's axis; of stacked layers the norm names their axis too."""
     for reader in _sides(norm)[1]:
         for block in blocks:

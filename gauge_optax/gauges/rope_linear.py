@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from gauge_optax.binding import Axes
+from gauge_optax.gauges.copies import Copy, Effect, drawn, label
 from gauge_optax.gauges.gauge import BlockGauge, block_gauge
-from gauge_optax.gauges.symmetry import Effect, Symmetry, drawn, label
 from gauge_optax.gauges.torus import Torus, check_pairing, planes, random_angles
 from gauge_optax.parts.heads import BASIS, PLANE
 from gauge_optax.parts.sizes import Factor
@@ -56,7 +56,7 @@ def rope_linear(
 
 
 @dataclasses.dataclass(frozen=True)
-class ComplexScale(Symmetry):
+class ComplexScale(Copy):
     """One copy: (log |z|, arg z) per head and plane, (*shape, 2). Its parts are the moduli and the angles."""
 
     effect: ClassVar[Effect] = "linear"

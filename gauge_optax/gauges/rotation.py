@@ -15,8 +15,8 @@ from typing import Any, ClassVar
 import jax
 
 from gauge_optax.binding import Axes
+from gauge_optax.gauges.copies import Copy, Effect, label, normal
 from gauge_optax.gauges.gauge import BlockGauge, block_gauge
-from gauge_optax.gauges.symmetry import Effect, Symmetry, label, normal
 from gauge_optax.linalg import haar, matmul, nearly_orthogonal, skew, skew_exponential, transpose
 from gauge_optax.parts.heads import BASIS
 from gauge_optax.parts.turns import Rotation
@@ -47,7 +47,7 @@ def head_rotation(blocks: Mapping[str, Axes], *, sizes: Mapping[str, int] | None
 
 
 @dataclasses.dataclass(frozen=True)
-class HeadRotation(Symmetry):
+class HeadRotation(Copy):
     """One copy: an orthogonal matrix per head, (*shape, d_h, d_h)."""
 
     effect: ClassVar[Effect] = "orthogonal"

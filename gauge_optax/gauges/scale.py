@@ -17,8 +17,8 @@ import jax.numpy as jnp
 
 from gauge_optax.binding import Axes
 from gauge_optax.errors import binding_error
+from gauge_optax.gauges.copies import Copy, Effect, drawn, label
 from gauge_optax.gauges.gauge import BlockGauge, block_gauge
-from gauge_optax.gauges.symmetry import Effect, Symmetry, drawn, label
 from gauge_optax.parts.part import Anchor
 from gauge_optax.parts.sizes import Factor
 
@@ -184,7 +184,7 @@ def keeps_product(gauge: Any) -> bool:
 
 
 @dataclasses.dataclass(frozen=True)
-class Scale(Symmetry):
+class Scale(Copy):
     """One copy: a `Factor`."""
 
     effect: ClassVar[Effect] = "diagonal"

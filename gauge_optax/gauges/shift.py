@@ -24,8 +24,8 @@ import jax.numpy as jnp
 from gauge_optax.binding import Axes, Block, BlockSpec, instance_key, overlap
 from gauge_optax.binding.axes import parse_axes
 from gauge_optax.errors import binding_error
+from gauge_optax.gauges.copies import Copy, Effect, label, normal
 from gauge_optax.gauges.gauge import BlockGauge, block_gauge
-from gauge_optax.gauges.symmetry import Effect, Symmetry, label, normal
 from gauge_optax.linalg import real_dtype
 from gauge_optax.parts.constants import CHANNEL, Logits, Mean
 from gauge_optax.parts.part import Arrays
@@ -104,7 +104,7 @@ def key_bias(blocks: Mapping[str, Axes], *, sizes: Mapping[str, int] | None = No
 
 
 @dataclasses.dataclass(frozen=True)
-class Shift(Symmetry):
+class Shift(Copy):
     """One copy: a vector per leaf, constant along `vocab`."""
 
     effect: ClassVar[Effect] = "shift"

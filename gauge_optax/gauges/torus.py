@@ -14,8 +14,8 @@ import jax
 
 from gauge_optax.binding import Axes, Block
 from gauge_optax.errors import binding_error
+from gauge_optax.gauges.copies import Copy, Effect, drawn, label
 from gauge_optax.gauges.gauge import BlockGauge, block_gauge
-from gauge_optax.gauges.symmetry import Effect, Symmetry, drawn, label
 from gauge_optax.parts.heads import BASIS, PLANE, PlaneBlock
 from gauge_optax.parts.turns import Planes
 
@@ -70,7 +70,7 @@ def planes(gauge: str, sizes: Mapping[str, int], blocks: Sequence[Block], pairin
 
 
 @dataclasses.dataclass(frozen=True)
-class Torus(Symmetry):
+class Torus(Copy):
     """One copy: an angle per head and plane, (*shape); the last named axis is `plane`."""
 
     effect: ClassVar[Effect] = "orthogonal"

@@ -52,8 +52,8 @@ def either(
     taken: jax.Array, every: int | jax.Array, record: Callable[[], Metrics], last: Metrics, measured: Any
 ) -> Metrics:
     """A new record at every `every`-th step, else the last one; replicated over the mesh of `measured`."""
-    mesh = layout(measured)
+    sharding = layout(measured)
     if isinstance(every, int) and every == 1:
-        return mesh.whole(record())
+        return sharding.replicated(record())
     # Both branches must return arrays of one sharding.
-    return jax.lax.cond(taken % every == 0, lambda: mesh.whole(record()), lambda: mesh.whole(last))
+    return jax.lax.cond(taken % every == 0, lambda: sharding.replicated(record()), lambda: sharding.replicated(last))

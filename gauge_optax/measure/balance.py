@@ -94,7 +94,7 @@ def track_balance(gauges: Gauges, *, every: int | jax.Array = 1) -> GaugeTransfo
     def empty(params: Any) -> TrackBalanceState:
         return TrackBalanceState(jnp.int32(0), jnp.zeros(()))  # type: ignore[arg-type]
 
-    return transformation(_NAME, init, update, TrackBalanceState, empty, gauges=group.parts)
+    return transformation(_NAME, init, update, TrackBalanceState, empty, gauges=group.gauges)
 
 
 def _balance(group: Product, params: Any, step: jax.Array) -> Balance:

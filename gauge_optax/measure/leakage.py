@@ -122,7 +122,7 @@ class Orbit:
     """
 
     def __init__(self, caller: str, gauges: Gauges, params: Any, lemmas: tuple[str, ...]) -> None:
-        parts = product(gauges).parts
+        parts = product(gauges).gauges
         bounds = [part._bound(params) for part in parts]
         found = {lemma_of(part) for b in bounds for copies in b.copies for copy in copies for part in copy.parts}
         if len(parts) != 1 or not found <= set(lemmas):

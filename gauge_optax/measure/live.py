@@ -183,9 +183,9 @@ def track(
     group, inner = product(gauges), checked_inner("track", inner)
 
     def init(params: optax.Params) -> TrackState:
-        mesh = layout(params)
-        start = mesh.run(group.coordinates, params)
-        shapes = jax.eval_shape(lambda p, s: mesh.run(_metrics, group, layers, p, s, p, p, 0), params, start)
+        sharding = layout(params)
+        start = sharding.run(group.coordinates, params)
+        shapes = jax.eval_shape(lambda p, s: sharding.run(_metrics, group, layers, p, s, p, p, 0), params, start)
         metrics = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
         return TrackState(inner.init(params), jnp.zeros((), jnp.int32), start, metrics)
 
@@ -202,7 +202,7 @@ def track(
     def empty(params: Any) -> TrackState:
         return TrackState(inner.init(params), *(placeholder(),) * 3)  # type: ignore[arg-type]
 
-    return transformation("track", init, update, TrackState, empty, gauges=with_gauges_of(inner, group.parts))
+    return transformation("track", init, update, TrackState, empty, gauges=with_gauges_of(inner, group.gauges))
 
 
 def slice_norms(
@@ -294,7 +294,7 @@ def _metrics(
 
 def labels(group: Product) -> list[str]:
     """Names of a product's gauges, numbered where one occurs again."""
-    names = [part.name for part in group.parts]
+    names = [part.name for part in group.gauges]
     return [name if names.count(name) == 1 else f"{name}{names[:k].count(name)}" for k, name in enumerate(names)]
 
 

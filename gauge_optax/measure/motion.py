@@ -15,11 +15,11 @@ import numpy as np
 from jax.tree_util import DictKey, SequenceKey
 
 from gauge_optax.gauges.bound import Bound
+from gauge_optax.gauges.copies import Copy
 from gauge_optax.gauges.gauge import Element, Gauges, product
 from gauge_optax.gauges.linear import Linear
 from gauge_optax.gauges.rope_linear import ComplexScale
 from gauge_optax.gauges.rotation import HeadRotation
-from gauge_optax.gauges.symmetry import Symmetry
 from gauge_optax.gauges.torus import Torus
 from gauge_optax.linalg import (
     inverse_pair_sums,
@@ -190,7 +190,7 @@ class Step(NamedTuple):
 
 
 @functools.singledispatch
-def motion(copy: Symmetry, step: Step) -> Any:
+def motion(copy: Copy, step: Step) -> Any:
     """The logarithm of the part of a step along the orbit, in the public structure of an element; None for no part.
 
     Args:
@@ -254,8 +254,8 @@ def _along_stream(part: Stream, start: Arrays, end: Arrays) -> tuple[Any, Arrays
     change = {path: there[path] - x for path, x in here.items()}
     gram, step = (part.restricted(rows.gram(here, x))[None] for x in (here, change))
     (turn,) = _logarithm(gram, step)
-    still = part.whole(jnp.zeros_like(turn))
-    return part.whole(turn) - still, part.undo(part.whole(skew_exponential(turn)), end)
+    still = part.embedded(jnp.zeros_like(turn))
+    return part.embedded(turn) - still, part.undo(part.embedded(skew_exponential(turn)), end)
 
 
 # Turning --------------------------------------------------------------------------------------------------

@@ -100,7 +100,7 @@ def gauge_sensitivity(
     Reference: the diagnostic of "When Equivalent Weights Train Differently", §9, and §7 on random gauges, which asks
       for the variance of the represented step; the change relative to the step at θ has no unit.
     """
-    if not gauges or not (group := product(gauges)).parts:
+    if not gauges or not (group := product(gauges)).gauges:
         raise binding_error(
             _NAME, "no gauges", "an empty list", "at least one gauge",
             "pass the gauges under which the optimizer is to be tested",
@@ -121,7 +121,7 @@ def gauge_sensitivity(
             "resolve, and represent what the loss depends on",
         )
     rows = [Sensitivity(row, jnp.mean(row), jnp.max(row), ()) for row in motion_changes / motion]
-    return rows[0]._replace(per_gauge=tuple(rows[-len(group.parts) :]))
+    return rows[0]._replace(per_gauge=tuple(rows[-len(group.gauges) :]))
 
 
 def _twins(group: Product, params: Any, key: jax.Array, *, num_samples: int, scale: float) -> Any:
@@ -129,7 +129,7 @@ def _twins(group: Product, params: Any, key: jax.Array, *, num_samples: int, sca
 
     A single gauge has one row: acting alone is all it does.
     """
-    keys, count = jax.random.split(key, num_samples), len(group.parts)
+    keys, count = jax.random.split(key, num_samples), len(group.gauges)
     whole = jax.vmap(lambda k: group.sample(k, params, scale))(keys)
     still = jax.tree.map(lambda e, x: jnp.broadcast_to(e, x.shape), group.identity(params), whole)
     alone = [tuple(whole[j] if j == k else still[j] for j in range(count)) for k in range(count) if count > 1]
@@ -190,7 +190,7 @@ def _compare(
 
 def _check_invariant(group: Product, size: float, changes: np.ndarray, most: float) -> None:
     """Raises for the first gauge that changes the representation alone, or else for their product."""
-    parts = [describe(part) for part in group.parts]
+    parts = [describe(part) for part in group.gauges]
     errors = np.max(changes, 1)
     # The product, which names all gauges, comes last: a single culprit says more.
     for name, error in [*zip(parts, errors[-len(parts) :], strict=True), (" with ".join(parts), errors[0])]:

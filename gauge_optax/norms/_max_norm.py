@@ -16,7 +16,7 @@ import optax
 
 from gauge_optax.binding import Axes, leaves_by_path
 from gauge_optax.errors import binding_error
-from gauge_optax.frozen import frozen_leaves, still
+from gauge_optax.frozen import frozen_leaves, zero_frozen
 from gauge_optax.linalg import real_dtype
 from gauge_optax.norms import vectors
 from gauge_optax.norms.links import kept_below, no_lengths, of_length_one, require_bound
@@ -176,7 +176,7 @@ def named_max_norm(
 
         lengths = vectors.arrays_of(selections, state.length)
         pairs = [stepped(*arguments) for arguments in zip(selections, lengths, strict=True)]
-        moves = still(vectors.replace(moves, selections, [chord for chord, _ in pairs]), state.frozen)
+        moves = zero_frozen(vectors.replace(moves, selections, [chord for chord, _ in pairs]), state.frozen)
         after = vectors.by_axes(selections, [length for _, length in pairs])
         return moves, MaxNormState(inner_state, optax.safe_increment(state.count), tracked, after, state.frozen)
 

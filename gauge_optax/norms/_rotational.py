@@ -17,7 +17,7 @@ import optax
 
 from gauge_optax.binding import Axes, leaves_by_path
 from gauge_optax.errors import binding_error
-from gauge_optax.frozen import frozen_leaves, still
+from gauge_optax.frozen import frozen_leaves, zero_frozen
 from gauge_optax.linalg import real_dtype, safe_divide
 from gauge_optax.norms import vectors
 from gauge_optax.norms.equilibrium import predict_equilibrium
@@ -242,7 +242,7 @@ def named_rotational(
 
         squares = vectors.arrays_of(selections, state.square)
         pairs = [turned(*arguments) for arguments in zip(selections, lengths, squares, strict=True)]
-        moves = still(vectors.replace(moves, selections, [chord for chord, _ in pairs]), state.frozen)
+        moves = zero_frozen(vectors.replace(moves, selections, [chord for chord, _ in pairs]), state.frozen)
         square = vectors.by_axes(selections, [average for _, average in pairs])
         count = optax.safe_increment(state.count)
         after = inner_state, count, tracked, state.length, square, gains, gain_state, state.frozen

@@ -12,7 +12,7 @@ import optax
 
 from gauge_optax.binding import leaves_by_path, with_leaves
 from gauge_optax.errors import binding_error
-from gauge_optax.frozen import frozen_leaves, said_to_be_frozen, still
+from gauge_optax.frozen import frozen_leaves, said_to_be_frozen, zero_frozen
 from gauge_optax.gauges.bound import bound, require_nonzero_norms
 from gauge_optax.gauges.gauge import Gauge, Gauges, Product, product
 from gauge_optax.optimizers.rest import resting
@@ -37,16 +37,16 @@ class QuotientState(NamedTuple):
     """State of `quotient`.
 
     Attributes:
-      frame: the frame F that was read at `init`, a `slice.Frame`. Steps do not change it, but where growth rests on a
-        leaf that is more precise than its partners; `go.orbit.transport` does.
+      frame: the frame F that was read at `init`, a `slice.Frame`. Steps change it only for a size whose anchor is
+        stored more precisely (float32) than another leaf of it (bfloat16), see `Slice.following`.
       inner_state: state of the inner transformation, in slice coordinates.
       offset: with `pin=False`, the element B that maps the point θ̃ which `inner` sees to the slice point, θ̂ = B·θ̃:
         label of a size → element. Empty with `pin=True`, where `inner` sees the slice point itself.
     """
 
-    frame: Any
+    frame: Frame | Any  # without leaves, a placeholder
     inner_state: optax.OptState
-    offset: Any
+    offset: Elements | Any
 
 
 def quotient(
@@ -61,7 +61,9 @@ def quotient(
     """Runs any Optax transformation so that all weights of one function give one training run.
 
     Args:
-      inner: a whole optimizer, with its learning rate, decay, clipping and masks, or a link of a chain.
+      inner: a whole optimizer, with its learning rate, decay, clipping and masks, or a link of a chain. It sees bound
+        leaves in float32 (float64 with x64), and a leaf that a gauge binds as `1+` with the 1 added: decay pulls
+        that value towards zero.
       gauges: a gauge or a sequence of them, in any order, meaning their product. Leaves that no gauge binds pass
         unchanged.
       hold: whether to remove from every step the part that only rotates the basis of an attention head, and that of
@@ -70,14 +72,14 @@ def quotient(
         constant size. If False, it sees anchors grow and shrink as they would if it ran alone. From small starts Adam
         trains better with True; Muon, whose steps all have one size, trains better with False
         (examples/results/starts.json).
-      rest: which weights of the function a step ends at; no function and no inner optimizer sees it. "anchor": the
-        anchor of a scale keeps its size, and its partner takes all growth (if another leaf of the scale is less
-        precise than the anchor, the anchor takes it). "balanced": both sides share it, see
-        `optimizers/rest.py`.
+      rest: which of the weights that compute one function is stored after a step. It changes no output of the network,
+        and no later step of `inner`. "anchor": the anchor of a scale keeps its size, and its partner takes all
+        growth (if another leaf of the scale is less precise than the anchor, the anchor takes it). "balanced": both
+        sides share it, see `optimizers/rest.py`.
       frozen: leaves that never change, beside those that `inner` never changes (`set_to_zero` in a partition, `freeze`,
         a learning rate of zero), which need not be said: a tree or prefix of booleans, or a callable from parameters to
-        one. Say it of leaves that the loss reads behind `stop_gradient`. A gauge of frozen and other leaves is left
-        alone: no growth moves from one side to the other.
+        one. Name every leaf that must not move and that `inner` would move, as weight decay moves a leaf behind
+        `stop_gradient`. A gauge of frozen and other leaves is left alone: no growth moves from one side to the other.
 
     Returns:
       The transformation. Its `update` needs `params`. Line searches take the extra arguments `grad` and `value_fn`:
@@ -126,28 +128,28 @@ def quotient_for(
     given, inner, group = inner, checked_inner(name, inner), product(gauges)
 
     def update(updates: Any, state: QuotientState, params: Any, **extra: Any) -> tuple[Any, QuotientState]:
-        s = bound(group.parts, params, frozenset(state.frame.frozen)).slice
-        entered = s.enter(_frame_of(name, s, state, pin), s.values(params))  # θ̂ = F⁻¹·θ
+        s = bound(group.gauges, params, frozenset(state.frame.frozen)).slice
+        entered = s.enter(_frame_of(name, s, state, pin), s.values(params))  # θ̂ = F⁻¹·θ, and the way back
         gradient = slice_gradient(s, entered, updates)  # ĝ = Fᵀ·g
-        seen = s.enter(state.offset, entered.point)  # what `inner` sees: θ̃ = B⁻¹·θ̂, with pin=True θ̂ itself
-        of_seen = with_leaves(gradient, seen.pull(s.vectors(gradient)))
+        seen = s.enter(state.offset, entered.point)  # what `inner` sees: θ̃ = B⁻¹·θ̂; with pin=True B is empty, θ̃ = θ̂
+        seen_gradient = with_leaves(gradient, seen.pull(s.vectors(gradient)))
         extra = _extra_at(s, entered, seen, params, extra) if extra else extra
-        u, inner_state = inner.update(of_seen, state.inner_state, with_leaves(params, seen.point), **extra)
-        u = still(u, state.frame.frozen) if state.frame.frozen else u
+        u, inner_state = inner.update(seen_gradient, state.inner_state, with_leaves(params, seen.point), **extra)
+        u = zero_frozen(u, state.frame.frozen)
         grown, after = s.fix(plus(entered.point, seen.push(s.vectors(u))), state.frame.live)  # θ̂′ = fix(θ̂ + B·u)
         step = minus(after, entered.point)
         step = s.hold(entered.point, step) if hold else step  # without rotations of heads
         step, frame = _rested(s, state.frame, grown, entered.point, step)
         out = with_leaves(u, cast_like(entered.push(step), updates))  # F·(θ̂′ − θ̂)
-        out = still(out, state.frame.frozen) if state.frame.frozen else out
+        out = zero_frozen(out, state.frame.frozen)
         return out, QuotientState(frame, inner_state, _offset_after(s, state.offset, grown))
 
     def init(params: optax.Params) -> QuotientState:
         require_values(name, params)
-        bound(group.parts, params)  # raises where a binding does not fit, before anybody looks at `inner`
+        bound(group.gauges, params)  # raises where a binding does not fit, before anybody looks at `inner`
         unchanged = never_changing(params)
         frame, point = frame_and_slice_point(name, group, params, unchanged)
-        s = bound(group.parts, params, unchanged).slice
+        s = bound(group.gauges, params, unchanged).slice
         return QuotientState(frame, inner.init(point), {} if pin else no_offset(s))
 
     def empty(params: Any) -> QuotientState:
@@ -160,7 +162,7 @@ def quotient_for(
         _, point = frame_and_slice_point(name, group, params, never_changing(params))
         return preflight_of(given)(point)
 
-    held = with_gauges_of(inner, group.parts)
+    held = with_gauges_of(inner, group.gauges)
     tx = transformation(name, init, update, QuotientState, empty, gauges=held, rules=inner.rules, preflight=preflight)
     tx.inner = given
     return resting(name, tx, group, rest)
@@ -181,10 +183,10 @@ def group_of(name: str, learning_rate: Any, gauges: Any) -> Product:
 
 
 def slice_gradient(s: Slice, entered: Entered, updates: Any, without_constants: bool = True) -> Any:
-    """The slice gradient ĝ = Fᵀ·g as a tree, with what invariance says of it.
+    """The slice gradient ĝ = Fᵀ·g as a tree, cleaned by what invariance says.
 
-    The gradient of a norm's scale that a rotation passes is computed from the others, and roundoff is removed from what
-    is zero for every invariant loss.
+    The gradient of a norm's scale that a rotation passes is computed from the other entries, and entries that are zero
+    for every invariant loss, up to roundoff, are set to zero.
 
     Args:
       s: the slice.
@@ -209,7 +211,7 @@ def _offset_after(s: Slice, offset: Elements, grown: Elements) -> Elements:
 
 def _frame_of(name: str, s: Slice, state: QuotientState, pin: bool) -> Elements:
     """F. Raises ValueError for the state of other gauges, and for one that was made with another `pin`."""
-    f = s.elements(state.frame)
+    f = s.checked(state.frame)
     if set(state.offset) != set({} if pin else no_offset(s)):
         made, wanted = ("False", "True") if pin else ("True", "False")
         raise binding_error(
@@ -251,16 +253,16 @@ def frame_and_slice_point(
         `norm_scale`, or divide by one that is zero.
     """
     require_values(name, params)
-    s, mesh = bound(group.parts, params, frozen).slice, layout(params)
+    s, sharding = bound(group.gauges, params, frozen).slice, layout(params)
     s.check_norms()
     require_nonzero_norms(name, s, leaves_by_path(params))
-    with mesh.left_open():
-        stored = mesh.enter(params)
+    with sharding.left_open():
+        stored = sharding.drop(params)
         leaves = leaves_by_path(stored)
         frame, entered = at_once(_read_and_entered, (s,), {path: leaves[path] for path in s.added})
         point = with_leaves(stored, entered)
-    frame = mesh.leave(frame)._replace(frozen=dict.fromkeys(sorted(frozen), ()))
-    return frame, with_sharding_of(params, mesh.leave(point, like=params))
+    frame = sharding.restore(frame)._replace(frozen=dict.fromkeys(sorted(frozen), ()))
+    return frame, with_sharding_of(params, sharding.restore(point, like=params))
 
 
 def _read_and_entered(s: Slice, leaves: Any) -> tuple[Frame, Arrays]:

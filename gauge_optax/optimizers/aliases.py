@@ -168,7 +168,7 @@ def quotient_muon(
     heads = 1 if heads_per_matrix is None else heads_per_matrix
 
     def matrices(params: Any) -> dict[str, Reading]:
-        read = polar.matrices(slice_of(group.parts, params).slice, params)
+        read = polar.matrices(slice_of(group.gauges, params).slice, params)
         return {path: stack.grouped(path, heads) for path, stack in read.items()}
 
     inner = muon(matrices, polar, nesterov, mu_dtype, tail, adam)
@@ -391,7 +391,7 @@ def max_norm_muon(
 
 def _unlisted(group: Product, params: Any, listed: list[vectors.Selection]) -> dict[str, tuple[int, ...]]:
     """Returns the shapes of leaves that have two axes, are no vectors to gauges, and have no listed vectors."""
-    s = slice_of(group.parts, params).slice
+    s = slice_of(group.gauges, params).slice
     known = rotated_or_scaled(s) - matrices_of(s.parts).keys() | {selection.block.path for selection in listed}
     shapes = {path: leaf_shape(leaf) for path, leaf in leaves_by_path(params).items() if path not in known}
     return {path: shape for path, shape in shapes.items() if sum(length > 1 for length in shape) > 1}

@@ -138,13 +138,13 @@ def decay(
         return {path: factor for path, factor in factors.items() if factor}
 
     def init(params: optax.Params) -> AddGaugeDecayState:
-        factors_of(bound(group.parts, params).slice, params)  # raises where arguments or bindings do not fit
+        factors_of(bound(group.gauges, params).slice, params)  # raises where arguments or bindings do not fit
         return empty(params)
 
     def update(updates: Any, state: AddGaugeDecayState, params: Any, **extra: Any) -> tuple[Any, AddGaugeDecayState]:
         rate: Any = 1.0 if by_role is not None else weight_decay
         rate = rate(state.count) if callable(rate) else rate
-        s = bound(group.parts, params).slice
+        s = bound(group.gauges, params).slice
         # The function does not see the mean along a shift: it is no weight, and does not decay.
         centred = s.centred(s.vectors(params) if on_slice else s.values(params))
         values, vectors = leaves_by_path(params) | centred, leaves_by_path(updates)
@@ -157,7 +157,7 @@ def decay(
     def empty(params: Any) -> AddGaugeDecayState:
         return AddGaugeDecayState(jnp.zeros((), jnp.int32))
 
-    return transformation(_NAME, init, update, AddGaugeDecayState, empty, gauges=group.parts)
+    return transformation(_NAME, init, update, AddGaugeDecayState, empty, gauges=group.gauges)
 
 
 @functools.singledispatch

@@ -179,7 +179,7 @@ def scale_by_opposite_gram(
     def empty(params: Any) -> ScaleByOppositeGramState:
         return ScaleByOppositeGramState((), ()) if always else ScaleByOppositeGramState(placeholder(), jnp.int32(0))
 
-    return transformation(_NAME, init, update, ScaleByOppositeGramState, empty, gauges=group.parts)
+    return transformation(_NAME, init, update, ScaleByOppositeGramState, empty, gauges=group.gauges)
 
 
 def two_sides(s: Slice) -> tuple[list[Any], list[Any]]:
@@ -190,7 +190,7 @@ def two_sides(s: Slice) -> tuple[list[Any], list[Any]]:
 
 def _checked_slice(group: Product, params: Any) -> Slice:
     """Returns the slice. Raises ValueError for an entry in two gauges with two sides, so in two opposite factors."""
-    s = bound(group.parts, params).slice
+    s = bound(group.gauges, params).slice
     scales, linear = two_sides(s)
     earlier: list[tuple[str, Block]] = []
     for part in scales + linear:

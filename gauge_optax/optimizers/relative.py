@@ -51,13 +51,13 @@ def scale_by_relative_rms(gauges: Gauges, min_scale: float | jax.Array = 0.1) ->
     group = product(gauges)
 
     def init(params: optax.Params) -> optax.EmptyState:
-        bound(group.parts, params)  # raises where a binding does not fit
+        bound(group.gauges, params)  # raises where a binding does not fit
         return optax.EmptyState()
 
     def update(updates: Any, state: optax.EmptyState, params: Any, **extra: Any) -> tuple[Any, optax.EmptyState]:
         leaves, steps = leaves_by_path(params), leaves_by_path(updates)
         scaled: dict[str, jax.Array] = {}
-        read = matrices_of(bound(group.parts, params).slice.parts)
+        read = matrices_of(bound(group.gauges, params).slice.parts)
         for path, stack in ((path, piece) for path, reading in read.items() for piece in reading.pieces):
             kernel, inputs = stack.view(leaves[path]), stack.fan_in
             if stack.heads is not None and stack.heads[1] == stack.rows:
@@ -72,4 +72,4 @@ def scale_by_relative_rms(gauges: Gauges, min_scale: float | jax.Array = 0.1) ->
     def empty(params: Any) -> optax.EmptyState:
         return optax.EmptyState()
 
-    return transformation("scale_by_relative_rms", init, update, optax.EmptyState, empty, gauges=group.parts)
+    return transformation("scale_by_relative_rms", init, update, optax.EmptyState, empty, gauges=group.gauges)

@@ -1,9 +1,10 @@
 """`rest="balanced"`: the stored weights of a `quotient` end where both sides of a scale share its growth.
 
-No function and no inner optimizer sees where on its orbit a point rests. With the anchor's rest, the anchor of a scale
-keeps its size, and its partner takes all growth. Here log ‖up‖ − p·log ‖down‖ stays (p is the degree of the scale): the
-coordinate that the figures of *Dead-Direction Conditioners* hold. The wrapper moves the weights after each step, and
-the frame with them, so that the slice point stays.
+A scale multiplies `up` by α and `down` by α⁻ᵖ, with p its degree, and `up` is its anchor. Which weights of the function
+a step ends at is free: no function and no inner optimizer sees it. With `rest="anchor"` ‖up‖ keeps its size: where a
+step would double it, `up` stays and `down` is doubled (p = 1). Here log ‖up‖ − p·log ‖down‖ stays, and both grow by √2:
+the coordinate that the figures of *Dead-Direction Conditioners* hold. The wrapper moves the weights after each step,
+and the frame with them, so that the slice point stays.
 """
 
 import functools
@@ -98,16 +99,16 @@ def resting(name: str, tx: GaugeTransformation, group: Product, rest: str) -> Ga
 
     def init(params: optax.Params) -> RestedState:
         def coordinates(elements: Elements, params: Any) -> dict[str, jax.Array]:
-            s = bound(group.parts, params, still).slice
+            s = bound(group.gauges, params, frozen).slice
             return held_ratios(s, elements, s.enter(elements, s.values(params)).point)
 
         state = tx.init(params)
-        still = frozenset(state.frame.frozen)
+        frozen = frozenset(state.frame.frozen)
         return RestedState(state, layout(params).run(coordinates, state.frame.elements, params))
 
     def update(updates: Any, state: RestedState, params: Any, **extra: Any) -> tuple[Any, RestedState]:
         step, after = tx.update(updates, state.quotient, params, **extra)
-        s, f = bound(group.parts, params, frozenset(after.frame.frozen)).slice, dict(after.frame.elements)
+        s, f = bound(group.gauges, params, frozenset(after.frame.frozen)).slice, dict(after.frame.elements)
         before = s.values(params)
         x = s.enter(f, jax.tree.map(jnp.add, before, s.vectors(step))).point
         held = dict(state.held)

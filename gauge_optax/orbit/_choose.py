@@ -147,7 +147,7 @@ def choose(
 
 def _alone(gauges: Gauges) -> bool:
     """Whether elements are those of one gauge, not tuples."""
-    return isinstance(gauges, Gauge) and gauges._parts == (gauges,)
+    return isinstance(gauges, Gauge) and gauges._gauges == (gauges,)
 
 
 def _arguments(batches: Iterable[Any] | None, key: jax.Array | None) -> Callable[[int], tuple[Any, ...]]:
@@ -192,7 +192,7 @@ def _step(
     def step(state: ChooseState, params: Any, *given: Any) -> tuple[ChooseState, jax.Array]:
         def moved(coordinates: Any, near: bool) -> Element:
             by = group.exponential(coordinates, params, near)
-            return tuple(part.compose(x, e) for part, x, e in zip(group.parts, by, state.element, strict=True))
+            return tuple(part.compose(x, e) for part, x, e in zip(group.gauges, by, state.element, strict=True))
 
         def value_at(coordinates: Any, near: bool = True) -> jax.Array:
             return _scalar(objective(group.act(moved(coordinates, near), params), *given))

@@ -25,8 +25,8 @@ import numpy as np
 
 from gauge_optax.binding import Block, leaves_by_path, with_leaves
 from gauge_optax.errors import binding_error
+from gauge_optax.gauges.copies import Copy
 from gauge_optax.gauges.gauge import Gauges, bind
-from gauge_optax.gauges.symmetry import Symmetry
 from gauge_optax.linalg import rank_cutoff
 from gauge_optax.orbit.packing import choose_rows, constant_rows, packable, to_constant
 from gauge_optax.parts.part import Arrays, changed
@@ -96,7 +96,7 @@ class PackedBlock:
 
     @classmethod
     def of(
-        cls, copy: Symmetry, block: Block, rows: Sequence[Sequence[int]] = ((),), size: float = 1.0
+        cls, copy: Copy, block: Block, rows: Sequence[Sequence[int]] = ((),), size: float = 1.0
     ) -> "PackedBlock":
         """A block of one copy of a gauge without these rows."""
         named = tuple(name for name in copy.named if name in block.labels)
@@ -449,7 +449,7 @@ def packed_dot(x: jax.Array, kernel: Any, axis: int = 0) -> jax.Array:
 # How rows are chosen --------------------------------------------------------------------------------
 
 
-def _moved(copy: Symmetry, elements: Sequence[Any], values: Arrays) -> Arrays:
+def _moved(copy: Copy, elements: Sequence[Any], values: Arrays) -> Arrays:
     """The leaves of one copy, moved by elements of its parts."""
     for part, e in reversed(list(zip(copy.parts, elements, strict=True))):
         values = part.act(e, values)
@@ -457,7 +457,7 @@ def _moved(copy: Symmetry, elements: Sequence[Any], values: Arrays) -> Arrays:
 
 
 def _chosen(
-    copy: Symmetry, values: Arrays, leaves: Mapping[str, Any], shared: bool, size: float | None
+    copy: Copy, values: Arrays, leaves: Mapping[str, Any], shared: bool, size: float | None
 ) -> PackedBlock:
     """What to leave out of one block. Raises ValueError where no block of the gauge has heads of full rank."""
     tried: list[tuple[float, int, PackedBlock]] = []
@@ -507,7 +507,7 @@ def _held(heads: np.ndarray, pattern: np.ndarray, shared: bool) -> tuple[np.ndar
     return np.stack([np.argmax(x, -1) for x in candidates], -1), float(size)
 
 
-def _given(copy: Symmetry, rows: Rows) -> PackedBlock:
+def _given(copy: Copy, rows: Rows) -> PackedBlock:
     """The block that `rows` names. Raises ValueError where it names none, or one that does not fit."""
     blocks = [block for block in packable(copy) if block.axes in rows.get(block.path, {})]
     entry: Mapping[str, Any] = rows[blocks[0].path][blocks[0].axes] if blocks else {}
@@ -528,12 +528,12 @@ def _given(copy: Symmetry, rows: Rows) -> PackedBlock:
     return PackedBlock.of(copy, blocks[0], numbers.tolist(), float(entry["size"]))
 
 
-def _place(copy: Symmetry) -> str:
+def _place(copy: Copy) -> str:
     return f"copy '{copy.key}'" if copy.key else f"'{copy.blocks[0].path}'"
 
 
 def _singular(
-    copy: Symmetry, condition: float, head: int, b: PackedBlock, leaves: Mapping[str, Any], shared: bool
+    copy: Copy, condition: float, head: int, b: PackedBlock, leaves: Mapping[str, Any], shared: bool
 ) -> ValueError:
     index = zip(b.named, np.unravel_index(head, b.heads), strict=True)
     where = ", ".join([_place(copy), *(f"{label}={k}" for label, k in index)])

@@ -21,9 +21,9 @@ import numpy as np
 from gauge_optax.binding import Block, leaves_by_path, with_leaves
 from gauge_optax.errors import binding_error
 from gauge_optax.gauges.bound import Bound, require_nonzero_norms
+from gauge_optax.gauges.copies import Copy
 from gauge_optax.gauges.gauge import Element, Gauges, product
-from gauge_optax.gauges.symmetry import Symmetry
-from gauge_optax.linalg import noise
+from gauge_optax.linalg import direction_tolerance
 from gauge_optax.orbit.rotations import misfit, on_leaf, random_rotation, with_blocks
 from gauge_optax.parts.part import changed
 from gauge_optax.slice import Elements
@@ -137,7 +137,7 @@ def _drawn(on_tree: Bound, by: str, key: jax.Array) -> Elements:
     return {turn.label: random_rotation(turn, k, by) for copy, k in pairs for turn in _turns(on_tree, copy)}
 
 
-def _turns(on_tree: Bound, copy: Symmetry) -> Sequence[Any]:
+def _turns(on_tree: Bound, copy: Copy) -> Sequence[Any]:
     """The rotations of one copy of a gauge; what else it has, where it has none."""
     turns = {turn.label: turn for _, same in on_tree.whole.turns for turn in same}
     return [turns[part.label] for part in copy.parts if part.label in turns] or copy.parts
@@ -160,7 +160,7 @@ def _given(on_tree: Bound, expected: Any, element: Element) -> Elements:
         for copy, own in zip(copies, gauge._split(copies, value), strict=True):
             own = jnp.asarray(own, float)
             worst = max(float(misfit(part, e)) for part, e in zip(copy.parts, copy.split(own), strict=True))
-            if not worst <= noise(jnp.dtype(jnp.float32)):
+            if not worst <= direction_tolerance(jnp.dtype(jnp.float32)):
                 raise binding_error(
                     copy.gauge, f"an element that is no rotation, at '{copy.key}'",
                     f"RᵀR is {worst:.1e} from the identity", "orthogonal matrices",

@@ -70,10 +70,10 @@ def _eigenbasis_of_stream(turn: Stream, point: Arrays) -> jax.Array:
     gram, mixed = seen.gram(values, values), seen.mixed_rows(values)
     basis = eigenbasis(turn.restricted(gram), turn.restricted(mixed))
     # Coordinates of the rows in this basis, without those along the ones vector, decide the signs of its columns.
-    whole = turn.whole(basis)
+    whole = turn.embedded(basis)
     columns = seen.turned(values, reflected(whole, -1) if turn.keeps_ones else whole)
     largest = _largest_entries(seen, columns)[turn.size - basis.shape[-1] :]
-    return transpose(turn.whole(basis * jnp.where(largest < 0, -1.0, 1.0)))
+    return transpose(turn.embedded(basis * jnp.where(largest < 0, -1.0, 1.0)))
 
 
 def _largest_entries(rows: Heads, point: Mapping[str, jax.Array]) -> jax.Array:

@@ -132,7 +132,7 @@ def _nearest_stream_rotation(
     """
     seen = Side((), (), apart_from(part.blocks, others), part.size)
     inside = (part.divided(x, x) for x in (point, target))
-    return part.whole(orthogonal_factor(part.restricted(seen.gram(*inside))))
+    return part.embedded(orthogonal_factor(part.restricted(seen.gram(*inside))))
 
 
 @nearest.register
@@ -160,10 +160,10 @@ def _nearest_by_action(part: OfUser, target: Arrays, point: Arrays, others: Sequ
     They start where the point's reading goes to the target's: the nearest element, if both are of one function. A
     group without coordinates stays there.
     """
-    reading, its_own = (part.whole.read(part.tree(x)) for x in (target, point))
+    reading, its_own = (part.gauge.read(part.tree(x)) for x in (target, point))
     element, paths = part.compose(reading, part.inverse(its_own)), changed(part)
     try:
-        still = part.whole.algebra(part.zeros())
+        zero = part.gauge.algebra(part.zeros())
     except ValueError:
         return element
 
@@ -176,12 +176,12 @@ def _nearest_by_action(part: OfUser, target: Arrays, point: Arrays, others: Sequ
         here = part.act(element, point)
 
         def moved(coordinates: Any, here: Arrays = here) -> Arrays:
-            after = part.act(part.whole.exponential(coordinates, part.zeros(), near=True), here)
+            after = part.act(part.gauge.exponential(coordinates, part.zeros(), near=True), here)
             return {path: after[path] for path in paths}
 
-        step = _least_squares(moved, still, {path: target[path] for path in paths})
+        step = _least_squares(moved, zero, {path: target[path] for path in paths})
         tried = (
-            part.compose(part.whole.exponential(jax.tree.map(lambda x, f=0.5**n: f * x, step), part.zeros()), element)
+            part.compose(part.gauge.exponential(jax.tree.map(lambda x, f=0.5**n: f * x, step), part.zeros()), element)
             for n in range(_MOST_HALVINGS)
         )
         nearer = next((e for e in tried if apart(e) < least), None)

@@ -16,16 +16,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from gauge_optax.binding import Block
+from gauge_optax.gauges.copies import Copy
 from gauge_optax.gauges.linear import Linear
 from gauge_optax.gauges.rope_linear import ComplexScale
-from gauge_optax.gauges.symmetry import Symmetry
 from gauge_optax.linalg import independent_rows, inverse, safe_divide, svd, transpose
 from gauge_optax.parts.heads import BASIS, PLANE
 from gauge_optax.parts.part import Arrays
 
 
 @functools.singledispatch
-def packable(copy: Symmetry) -> tuple[Block, ...]:
+def packable(copy: Copy) -> tuple[Block, ...]:
     """Blocks in which an element can make rows constant, best first; () if no entry can be left out of a tree.
 
     Such a block has the named axes, one free axis of rows, and the axis `basis`.
@@ -51,7 +51,7 @@ def _with_rows(blocks: Sequence[Block], rows: int) -> tuple[Block, ...]:
 
 
 @functools.singledispatch
-def constant_rows(copy: Symmetry) -> np.ndarray:
+def constant_rows(copy: Copy) -> np.ndarray:
     """The rows that an element can bring about in a packable block of every head, (rows, basis)."""
     raise NotImplementedError
 
@@ -70,7 +70,7 @@ def _real_row(copy: ComplexScale) -> np.ndarray:
 
 
 @functools.singledispatch
-def choose_rows(copy: Symmetry, block: Block, point: Arrays, per_head: bool) -> jax.Array:
+def choose_rows(copy: Copy, block: Block, point: Arrays, per_head: bool) -> jax.Array:
     """Numbers of the rows of a packable block that are best made constant.
 
     Args:
@@ -101,7 +101,7 @@ def _choose_long_row(copy: ComplexScale, block: Block, point: Arrays, per_head: 
 
 @functools.singledispatch
 def to_constant(
-    copy: Symmetry, block: Block, point: Arrays, rows: jax.Array, size: float
+    copy: Copy, block: Block, point: Arrays, rows: jax.Array, size: float
 ) -> tuple[tuple[Any, ...], jax.Array]:
     """The element whose move makes these rows `size` times `constant_rows`, and how badly conditioned it is.
 
@@ -145,7 +145,7 @@ def _to_real_row(
     return (factor.reshape(copy.shape), -angle.reshape(copy.shape)), jnp.max(condition, -1)
 
 
-def _rows_of_heads(copy: Symmetry, block: Block, point: Arrays) -> jax.Array:
+def _rows_of_heads(copy: Copy, block: Block, point: Arrays) -> jax.Array:
     """The rows of one block, (heads, rows, basis). Heads, or their planes, are those of all named axes, flattened."""
     turn: Any = copy.parts[-1]
     matrices: jax.Array = turn.rows_of(block, point)

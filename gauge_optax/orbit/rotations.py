@@ -61,7 +61,7 @@ def _random_angles(part: Planes, key: jax.Array, by: str) -> jax.Array:
 def _random_stream(part: Stream, key: jax.Array, by: str) -> jax.Array:
     if by == "random":
         size = part.size - part.keeps_ones
-        return part.whole(haar(key, (size, size)))
+        return part.embedded(haar(key, (size, size)))
     require_even(name_of(part), part.blocks, part.size, 4 if part.keeps_ones else 2)
     if part.keeps_ones:
         return hadamard_with_ones(key, part.size)

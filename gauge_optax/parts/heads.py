@@ -1,7 +1,8 @@
 """Rows of heads: sums and products over the rows of blocks that share a basis, for any layout of the leaves.
 
 The blocks have a basis axis of one length, `size`. Stacked, the rows of all of them form one matrix W (rows × size) per
-head, and a rotation R of the basis takes W to W·R. `turns` says what a rotation is, `stretch` what GL(d) does to rows.
+head, and a rotation R of the basis takes W to W·R. `turns.Rotation` is such a rotation; `sizes.Stretch` is what
+GL(d) does to the length of rows.
 """
 
 import dataclasses
@@ -16,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gauge_optax.binding import Block
-from gauge_optax.linalg import HIGHEST, matmul, noise, safe_divide, transpose
+from gauge_optax.linalg import HIGHEST, direction_tolerance, matmul, safe_divide, transpose
 from gauge_optax.parts.part import Arrays
 from gauge_optax.xla import fixed_noise
 
@@ -111,7 +112,7 @@ class Heads:
         """How many heads (or rotary planes) there are."""
         return math.prod(self.shape)
 
-    def rows(self, block: Block) -> int:
+    def row_count(self, block: Block) -> int:
         """How many rows of a head one block holds."""
         return math.prod(block.view_shape) // (self.heads * self.size)
 
@@ -191,7 +192,7 @@ class Heads:
         # Blocks are sorted, because the order in which a user lists them must not change what is read.
         for number, block in enumerate(sorted(self.blocks, key=lambda b: (b.path, b.axes))):
             rows = block.rows(point[block.path])
-            constant = fixed_noise(number, self.rows(block), self.size, noise_number)
+            constant = fixed_noise(number, self.row_count(block), self.size, noise_number)
             free = iter(string.ascii_lowercase[len(self.named) :])
             axes = [letters[x] if x in letters else next(free) for x in block.row_labels]
             lengths = {x: n for x, n in zip(axes, rows.shape, strict=True) if x not in letters.values()}
@@ -218,7 +219,7 @@ class Heads:
 
     def mean(self, point: Mapping[str, jax.Array]) -> jax.Array:
         """Mean over all rows of all blocks and over the basis: (*shape)."""
-        return self.sums(point) / (self.size * sum(map(self.rows, self.blocks)))
+        return self.sums(point) / (self.size * sum(map(self.row_count, self.blocks)))
 
     def along_basis(self, block: Block, vectors: jax.Array) -> jax.Array:
         """A vector per head, (*shape, size), laid out to broadcast with the block's view."""
@@ -238,7 +239,7 @@ class Heads:
 
         A key's bias shifts all scores of a query by one number, which softmax ignores: its gradient is only roundoff.
         """
-        single = [block for block in self.blocks if self.rows(block) == 1]
+        single = [block for block in self.blocks if self.row_count(block) == 1]
         if not single or len(single) == len(self.blocks):
             return g
         out, order = dict(g), [name for name in self.named if name != PLANE]
@@ -248,7 +249,7 @@ class Heads:
             if block in single:
                 rows, labels = block.rows(out[block.path]), block.row_labels
                 axes = [label for label in labels if label in order]
-                small = jnp.transpose(size < noise(rows.dtype) * largest, [order.index(x) for x in axes])
+                small = jnp.transpose(size < direction_tolerance(rows.dtype) * largest, [order.index(x) for x in axes])
                 small = small.reshape([n if x in order else 1 for n, x in zip(rows.shape, labels, strict=True)])
                 out[block.path] = block.write(out[block.path], jnp.where(small, 0.0, rows))
         return out
@@ -263,7 +264,7 @@ class Heads:
         # Rows are divided by the largest entry first, because squares of gradients may underflow or overflow.
         largest = jnp.max(jnp.abs(rows), spare, keepdims=True)
         squares = jnp.sum(jnp.square(rows * safe_divide(jnp.ones(()), largest)), spare, keepdims=True)
-        norms = jnp.squeeze(largest * jnp.sqrt(squares / self.rows(block)), spare)
+        norms = jnp.squeeze(largest * jnp.sqrt(squares / self.row_count(block)), spare)
         kept = [label for label in labels if label in order]
         return jnp.transpose(norms, [kept.index(name) for name in order])
 

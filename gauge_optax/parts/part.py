@@ -5,15 +5,20 @@ a part has one member of the group per value of the named axes (per head, per ch
 of three roles, and its role is its class:
 
 * a `Constant` adds something that the function does not see. It is read from the weights and removed at every step;
-* a `Size` multiplies. It is read and removed at every step too;
+* a `Size` multiplies. It is read and removed at every step too. A gauge that a user defines by its action is one, too,
+  whatever it does;
 * a `Turn` rotates. It is read once, at `init`; then every step loses the part of it that only rotates.
 
 A part whose class has none of the three roles (a permutation) moves weights, but no optimizer notices it.
 
 A part says what its group is (`identity`, `inverse`, `compose`), how it acts, and how it is read; a turn also says how
-a step loses what only turns. How tangents (steps) and cotangents (gradients) move follows from `act`. What a consumer
+a step loses what only turns. What a consumer
 (an optimizer, a measure, `align`) needs to know of a part stands with the consumer, as a `functools.singledispatch`
 function with a default that holds for every part.
+
+How steps and gradients move follows from `act`. A *tangent* is a change of weights, as a step is: `push` moves it
+out of the slice with the weights. A *cotangent* is a gradient: `pull` moves it in, by the transpose of the same
+derivative. At W = 2·Ŵ a step of Ŵ is doubled on its way out, and a gradient at W on its way in.
 """
 
 import abc
@@ -39,7 +44,7 @@ overlaps = functools.cache(overlap)
 
 @dataclasses.dataclass(frozen=True)
 class Part(abc.ABC, Generic[E]):
-    """One symmetry on one tree. It is frozen and hashable, and holds no array.
+    """One small group on one tree. It is frozen and hashable, and holds no array.
 
     Attributes:
       label: the name of its gauge, its captures, a checksum and the version of states, "rescale[i=0].8bc7f390.v4";
@@ -57,14 +62,15 @@ class Part(abc.ABC, Generic[E]):
 
     @property
     def passes(self) -> tuple[Block, ...]:
-        """Blocks that `act` reads and leaves as they are: a norm's scale, a kernel."""
+        """Blocks whose values `act` uses and does not change: a norm's scale, a kernel."""
         return ()
 
     @property
     def along(self) -> str | None:
-        """The axis of its blocks along which all other parts have to act alike, but sizes read from what it passes.
+        """The axis of its blocks whose entries this part mixes, as a rotation mixes those of `basis`.
 
-        None where others may act as they like, and "" where no other part may move an entry of the blocks.
+        Every other part on these blocks must multiply all entries along that axis by one number; a size that is read
+        from a block which this part passes is exempt. None: no condition. "": no other part may move these blocks.
         """
         return None
 
@@ -113,7 +119,7 @@ class Part(abc.ABC, Generic[E]):
         return g
 
     def beside(self, others: "Sequence[Part[Any]]") -> "Part[E]":
-        """This part in a list with others. It may be read from other blocks there."""
+        """This part in a list with others: one that is read from a block which no other part moves, if there is any."""
         return self
 
     def beside_frozen(self, frozen: frozenset[str]) -> "Part[E] | None":

@@ -30,10 +30,9 @@ _LEAST = 1e-4
 class Factor(Size[jax.Array]):
     """up·α and down·α⁻ᵖ per channel. An element is α itself, not its logarithm, and may be negative.
 
-    A channel reads as the norm of its first anchor divided by √(entries/inputs), to the power −1/p for an anchor on the
-    down side; inputs are the lengths of the free axes but the last, or of the only one, multiplied. On the slice the
-    column of a kernel has norm 1, a norm's scale is +1 and multipliers have root mean square 1, which is close to the
-    usual initial values.
+    A channel reads as the norm of its first anchor divided by √(number of columns), to the power −1/p for an anchor on
+    the down side. On the slice every column of a kernel has norm 1, a norm's scale is +1 and multipliers have root mean
+    square 1, which is close to the usual initial values.
 
     Attributes:
       degree: p.

@@ -119,12 +119,12 @@ class Stream(Turn[jax.Array]):
             return matrix
         return reflected(reflected(matrix, -1), -2)[1:, 1:]
 
-    def whole(self, matrix: jax.Array) -> jax.Array:
+    def embedded(self, matrix: jax.Array) -> jax.Array:
         """H·M·Hᵀ + 1·1ᵀ/d for an orthogonal (d − 1, d − 1) matrix: the inverse of `restricted`."""
         if not self.keeps_ones:
             return matrix
-        whole = jnp.zeros((self.size, self.size), matrix.dtype).at[1:, 1:].set(matrix).at[0, 0].set(1.0)
-        return reflected(reflected(whole, -1), -2)
+        embedded = jnp.zeros((self.size, self.size), matrix.dtype).at[1:, 1:].set(matrix).at[0, 0].set(1.0)
+        return reflected(reflected(embedded, -1), -2)
 
     @classmethod
     def read_all(cls, turns: Sequence[Any], x: Arrays) -> list[jax.Array]:
@@ -132,7 +132,7 @@ class Stream(Turn[jax.Array]):
 
     def _read(self, x: Arrays) -> jax.Array:
         u, _, vt = svd(self.restricted(self.rows_seen.mixed_rows(self.divided(x, x)))[None])
-        return self.whole(matmul(u, vt)[0])
+        return self.embedded(matmul(u, vt)[0])
 
     @classmethod
     def project(
@@ -156,7 +156,7 @@ class Stream(Turn[jax.Array]):
             gram, moment = (turn.restricted(side.gram(values, y)) for side, y in ((seen, values), (measured, inside)))
             generator = lyapunov(gram, -moment, steps=_STEPS)
             if turn.keeps_ones:
-                generator = turn.whole(generator) - turn.whole(jnp.zeros_like(generator))
+                generator = turn.embedded(generator) - turn.embedded(jnp.zeros_like(generator))
             out |= turn.divided(inside | moved.added(inside, values, generator), x, back=not dual)
         return out
 

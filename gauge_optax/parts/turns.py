@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from gauge_optax.binding import Block
-from gauge_optax.linalg import HIGHEST, matmul, noise, real_dtype, safe_divide, svd, transpose
+from gauge_optax.linalg import HIGHEST, direction_tolerance, matmul, real_dtype, safe_divide, svd, transpose
 from gauge_optax.parts.heads import BASIS, Heads, by_size, stack_heads, unstack_heads
 from gauge_optax.parts.part import Arrays, Turn
 
@@ -194,7 +194,7 @@ def _polar_factors(turns: tuple[Any, ...], point: Arrays) -> jax.Array:
 
     def with_noise(number: jax.Array) -> tuple[jax.Array, jax.Array]:
         u, sizes, vt = svd(stack_heads([turn.mixed_rows(point, number) for turn in turns]))
-        live = sizes > noise(sizes.dtype) * sizes[..., :1]
+        live = sizes > direction_tolerance(sizes.dtype) * sizes[..., :1]
         return matmul(u * live[..., None, :].astype(u.dtype), vt), jnp.sum(live, -1)
 
     def again(carry: _Readings) -> _Readings:

@@ -127,7 +127,7 @@ def _slice(inside: Any, params: Any) -> Slice:
 def _points(inside: Any, params: Any) -> tuple[Entered, Entered]:
     """The slice point, and the point that the inner optimizer sees, with the ways back."""
     s = _slice(inside, params)
-    f: Elements = s.elements(inside.frame)
+    f: Elements = s.checked(inside.frame)
     entered = s.enter(f, s.values(params))
     return entered, s.enter(inside.offset, entered.point)
 

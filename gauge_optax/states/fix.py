@@ -116,11 +116,11 @@ def gauge_fix(
                 "write strength=1.0 for all the way; leave gauge_fix out for none of it",
             )
     group = product(gauges)
-    moving = Product(tuple(part for part in group.parts if part.balancing != "still"))
+    moving = Product(tuple(part for part in group.gauges if part.balancing != "still"))
     within = optax.with_extra_args_support(optax.identity() if inner is None else inner)
 
     def init(params: optax.Params) -> GaugeFixState:
-        b = bound(group.parts, params)  # raises where a binding does not fit
+        b = bound(group.gauges, params)  # raises where a binding does not fit
         require_no_statistics_behind(_NAME, b.slice, params)
         return empty(params)._replace(frozen=dict.fromkeys(sorted(frozen_beside_others(_NAME, within, params)), ()))
 
@@ -146,7 +146,7 @@ def gauge_fix(
             elements = iter(element)
             parts = tuple(
                 MovingPart(part, part.identity(params) if part.balancing == "still" else next(elements), part.balancing)
-                for part in group.parts
+                for part in group.gauges
             )
             inner_state = transported_state(Move(parts, params, on_unknown), inner_state)
         moved = chords(moving, element, params, after)
@@ -158,7 +158,7 @@ def gauge_fix(
     def preflight(params: Any) -> list[str | ValueError]:
         return [*preflight_of(inner)(params), _AVERAGES]
 
-    held = with_gauges_of(inner, group.parts)
+    held = with_gauges_of(inner, group.gauges)
     return transformation(_NAME, init, update, GaugeFixState, empty, gauges=held, preflight=preflight)
 
 

@@ -58,10 +58,10 @@ def from_state(
     Reference: docs/design.md §1 for how moments move.
     """
     group = product(gauges)
-    b, mesh = group._bound(params), layout(params)
+    b, sharding = group._bound(params), layout(params)
     s = b.slice
-    with mesh.left_open():
-        stored, plain = mesh.enter((params, state))
+    with sharding.left_open():
+        stored, plain = sharding.drop((params, state))
         (elements, live, _), entered = s.unturned_slice_point(stored)
         expected = jax.eval_shape(inner.init, with_leaves(stored, entered.point))
         _check_structure(plain, expected)
@@ -78,7 +78,8 @@ def from_state(
             plain = transport(plain, stored, moving, element, on_unknown)
         inner_state = jax.tree.map(lambda x, like: x.astype(like.dtype), plain, expected)
         frame = Frame(elements | {turn.label: turn.identity() for _, turns in s.turns for turn in turns}, live)
-    return QuotientState(mesh.leave(frame), mesh.leave(inner_state, like=state), {} if pin else no_offset(s))
+    frame, inner_state = sharding.restore(frame), sharding.restore(inner_state, like=state)
+    return QuotientState(frame, inner_state, {} if pin else no_offset(s))
 
 
 def _check_structure(state: Any, expected: Any) -> None:

@@ -21,9 +21,9 @@ from gauge_optax.binding import Axes, overlap
 from gauge_optax.errors import binding_error
 from gauge_optax.frozen import frozen_beside_others
 from gauge_optax.gauges.balance import log_sizes
+from gauge_optax.gauges.copies import Effect
 from gauge_optax.gauges.gauge import BlockGauge, Element, Gauge, Gauges, product
 from gauge_optax.gauges.scale import keeps_product, scale_invariant
-from gauge_optax.gauges.symmetry import Effect
 from gauge_optax.states.fix import chords
 from gauge_optax.states.moves import Move, MovingPart
 from gauge_optax.states.transport import ON_UNKNOWN, transported_state
@@ -147,12 +147,12 @@ def hold_products(
     require_choice(_NAME, "kind", kind, KINDS)
     require_choice(_NAME, "on_unknown", on_unknown, ON_UNKNOWN)
     group, given, inner = product(gauges), inner, checked_inner(_NAME, inner)
-    _check(kind, cap, decay, group.parts)
-    squared = None if alone is None else _squared(kind, group.parts, alone)
+    _check(kind, cap, decay, group.gauges)
+    squared = None if alone is None else _squared(kind, group.gauges, alone)
 
     def init(params: optax.Params) -> HoldProductsState:
         gauge_of: dict[str, str] = {}
-        for part in group.parts:
+        for part in group.gauges:
             for path in part._bound(params).slice.added:
                 # A factor for one gauge would change the product of the other.
                 if path in gauge_of:
@@ -162,8 +162,8 @@ def hold_products(
                     )
                 gauge_of[path] = part.name
         if squared is not None:
-            _require_channels(group.parts[0], squared, params)
-        logs = {_label(part, params): log_products(part, params) for part in group.parts}
+            _require_channels(group.gauges[0], squared, params)
+        logs = {_label(part, params): log_products(part, params) for part in group.gauges}
         frozen = dict.fromkeys(sorted(frozen_beside_others(_NAME, inner, params)), ())
         return HoldProductsState(inner.init(params), HeldProducts(logs) if kind == "init" else (), frozen)
 
@@ -176,14 +176,14 @@ def hold_products(
                 "write tx.update(grads, state, params, max_logits={'': largest})",
             )
         updates, inner_state = inner.update(updates, state.inner_state, params, **extra)
-        for number, part in enumerate(group.parts):
+        for number, part in enumerate(group.gauges):
             after = stepped(part, params, updates)
             before_logs, after_logs = log_products(part, params), log_products(part, after)
             # By key and not by position: a dict that passes through `jit` comes back sorted by its keys.
             init_logs = state.sizes.logs[_label(part, params)] if kind == "init" else after_logs
             if max_logits is not None:
                 # Logits of the new parameters are not known before the next forward pass. They grow as products do.
-                largest = max_logits if len(group.parts) == 1 else max_logits[number]
+                largest = max_logits if len(group.gauges) == 1 else max_logits[number]
                 growth = jax.tree.map(jnp.subtract, after_logs, before_logs)
                 before_logs = jax.tree.map(lambda x, g: jnp.log(jnp.maximum(x, 0.0)).astype(g.dtype), largest, growth)
                 after_logs = jax.tree.map(jnp.add, before_logs, growth)
@@ -198,8 +198,8 @@ def hold_products(
             moved = chords(moving, element, params, stepped(moving, params, updates))
             updates = in_dtype_of(updates, {path: u for path, u in moved.items() if path not in state.frozen})
             if transport:
-                elements = [factors if gauge is part else gauge.identity(params) for gauge in group.parts]
-                parts = tuple(map(MovingPart, group.parts, elements, (gauge.effect for gauge in group.parts)))
+                elements = [factors if gauge is part else gauge.identity(params) for gauge in group.gauges]
+                parts = tuple(map(MovingPart, group.gauges, elements, (gauge.effect for gauge in group.gauges)))
                 actual = tuple(MovingPart(gauge, x, gauge.effect) for gauge, x in moves)
                 move = _OneFactor(parts, params, on_unknown, actual)
                 inner_state = transported_state(move, inner_state)
@@ -208,7 +208,7 @@ def hold_products(
     def empty(params: Any) -> HoldProductsState:
         return HoldProductsState(inner.init(params), HeldProducts(placeholder()) if kind == "init" else ())
 
-    held = with_gauges_of(inner, group.parts)
+    held = with_gauges_of(inner, group.gauges)
     return transformation(
         _NAME, init, update, HoldProductsState, empty, gauges=held, preflight=preflight_of(given)
     )

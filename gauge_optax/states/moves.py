@@ -11,8 +11,8 @@ import numpy as np
 
 from gauge_optax.binding import leaves_by_path, with_leaves
 from gauge_optax.errors import binding_error
+from gauge_optax.gauges.copies import Effect
 from gauge_optax.gauges.gauge import Element, Gauge, Product
-from gauge_optax.gauges.symmetry import Effect
 from gauge_optax.linalg import real_dtype
 from gauge_optax.parts.constants import ReadShift
 from gauge_optax.parts.part import Arrays, Part

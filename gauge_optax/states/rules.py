@@ -65,7 +65,7 @@ def _moved_frame(move: Move, name: str, frame: Frame) -> Elements:
     # A list with permutations has no products of elements. They have no part in a frame, and so they can stay behind.
     framed = tuple(part for part in move.parts if part.gauge._bound(move.params).slice.parts)
     move = dataclasses.replace(move, parts=framed)
-    elements, b = frame.elements, bound(move.group.parts, move.params, frozenset(frame.frozen))
+    elements, b = frame.elements, bound(move.group.gauges, move.params, frozenset(frame.frozen))
     labels = [part.label for part in b.slice.parts]
     if set(elements) != set(labels):
         raise binding_error(
@@ -84,7 +84,7 @@ def _rested(move: Move, state: Any, outgoing: Outgoing) -> tuple[Any, Outgoing]:
     if not isinstance(inside.frame, Frame):
         return state, after
     held = dict(state.held)
-    for part, _, _ in bound(move.group.parts, move.params, frozenset(inside.frame.frozen)).slice.sizes:
+    for part, _, _ in bound(move.group.gauges, move.params, frozenset(inside.frame.frozen)).slice.sizes:
         if part.label in held:
             sizes = [jnp.log(jnp.abs(x.frame.elements[part.label])) for x in (inside, state.quotient)]
             held[part.label] += share(part) * (sizes[0] - sizes[1])

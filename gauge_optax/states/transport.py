@@ -80,7 +80,7 @@ def transport(opt_state: Any, params: Any, gauge: Gauges, element: Element, on_u
             "transport", "not an element of this gauge", f"shapes {jax.tree.map(jnp.shape, elements)}", f"{expected}",
             "pass what its sample, balance or identity returns: a dict for one gauge, a tuple for a sequence",
         )
-    parts = tuple(moving_part(part, x, params) for part, x in zip(group.parts, elements, strict=True))
+    parts = tuple(moving_part(part, x, params) for part, x in zip(group.gauges, elements, strict=True))
     return transported_state(Move(parts, params, on_unknown), opt_state)
 
 

@@ -45,7 +45,7 @@ def to_json(gauges: Gauges) -> str:
       ]
     }
     """
-    return json.dumps({"format": FORMAT, "gauges": [_entry(gauge) for gauge in product(gauges).parts]}, indent=2)
+    return json.dumps({"format": FORMAT, "gauges": [_entry(gauge) for gauge in product(gauges).gauges]}, indent=2)
 
 
 def from_json(

@@ -184,7 +184,7 @@ def plan(
         raise binding_error(
             "plan", f"unknown unbound {unbound!r}", repr(unbound), "'allow', 'warn' or 'error'", "leave it out")
     tx = tx_or_gauges if isinstance(tx_or_gauges, optax.GradientTransformation) else None
-    gauges = [] if not tx_or_gauges else list(product(tx_or_gauges).parts) if tx is None else gauges_of(tx)
+    gauges = [] if not tx_or_gauges else list(product(tx_or_gauges).gauges) if tx is None else gauges_of(tx)
     if not gauges:
         raise binding_error(
             "plan", "no gauges", f"a {type(tx_or_gauges).__name__}", "gauges, or an optimizer that was made with some",
@@ -240,7 +240,7 @@ def gauges_of(tx: Any) -> list[Any]:
         if isinstance(thing, GaugeTransformation):
             gauges.update(dict.fromkeys(thing.gauges))
         if isinstance(thing, Gauge):
-            gauges.update(dict.fromkeys(product(thing).parts))
+            gauges.update(dict.fromkeys(product(thing).gauges))
         return isinstance(thing, Gauge)
 
     walk(tx, keep)

@@ -15,7 +15,7 @@ OURS = [case for case in (*GAUGE_CASES, *FLAT_CASES) if not case.name.startswith
 @pytest.mark.parametrize("case", OURS, ids=lambda case: case.name)
 def test_gauges_come_back_equal(case: Any) -> None:
     gauges = case.gauges()
-    assert go.tools.from_json(go.tools.to_json(gauges)) == list(go.product(gauges).parts)
+    assert go.tools.from_json(go.tools.to_json(gauges)) == list(go.product(gauges).gauges)
     assert eval(repr(go.product(gauges)), {"go": go}) == go.product(gauges)
 
 

@@ -72,7 +72,7 @@ def test_figures_are_those_of_measure(name: str, x64: None) -> None:
     assert found.turning and all(x.shape for x in found.turning.values()) == (name == "product/llama")
     for label, angle in found.turning.items():
         kind, _, key = label.partition("/")
-        own = turned[[part.name for part in gauges.parts].index(kind)][key]
+        own = turned[[part.name for part in gauges.gauges].index(kind)][key]
         skew = own if kind == "rope_torus" else 0.5 * (own - np.swapaxes(own, -1, -2))
         axes = (-1,) if kind == "rope_torus" else (-2, -1)
         size = np.sqrt(np.sum(np.square(skew), axes) / len(axes))

@@ -62,7 +62,7 @@ def _moved(case: GaugeCase, size: float, dtype: str) -> tuple[Tree, Tree, Tree, 
 def test_a_gauge_move_gives_its_logarithm(case: GaugeCase, size: float, dtype: str) -> None:
     group, _, _ = _compiled(case)
     _, element, _, motion = _moved(case, size, dtype)
-    for gauge, own, found in zip(group.parts, element, motion, strict=True):
+    for gauge, own, found in zip(group.gauges, element, motion, strict=True):
         if gauge.name == "head_rotation":
             for key, r in own.items():
                 generators = np.asarray(found[key], np.float64).reshape(-1, *r.shape[-2:])
@@ -79,7 +79,7 @@ def test_a_small_linear_move_gives_its_generator(case: GaugeCase, x64: None) -> 
     """S = 1 + Z: to first order, in the basis in which the point stands."""
     group, act, motion = _compiled(case)
     params, draw = _as(case.params(jax.random.key(0)), "float64"), np.random.default_rng(3).normal
-    for index in (k for k, g in enumerate(group.parts) if g.name == "head_linear"):
+    for index in (k for k, g in enumerate(group.gauges) if g.name == "head_linear"):
         still = group.identity(params)
         z = {key: 1e-6 * draw(size=x.shape) for key, x in still[index].items()}
         element = tuple(
@@ -117,7 +117,7 @@ def test_a_horizontal_step_does_not_turn(case: GaugeCase, x64: None) -> None:
 
     for size in (1e-3, 0.3):
         found = motion_along(flat, size)
-        for gauge, own in zip(group.parts, found, strict=True):
+        for gauge, own in zip(group.gauges, found, strict=True):
             if gauge.name in ("head_rotation", "rope_torus"):
                 assert _largest(own) <= tolerance("logarithm")
                 assert _largest(motion_along(direction, size)) > size / 100
@@ -186,5 +186,5 @@ def test_drift_has_no_rotations(x64: None) -> None:
     params = _as(case.params(jax.random.key(0)), "float64")
     moved = act(group.sample(jax.random.key(1), params), params)
     found = jit(lambda a, b: go.measure.drift(a, b, group))(params, moved)
-    for gauge, own in zip(group.parts, found, strict=True):
+    for gauge, own in zip(group.gauges, found, strict=True):
         assert (own == {}) == (gauge.name == "head_rotation")

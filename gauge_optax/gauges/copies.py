@@ -1,4 +1,4 @@
-"""`Symmetry`: what a constructor's file says of its gauge. One `Symmetry` is one copy of a gauge on a tree.
+"""`Copy`: what a constructor's file says of its gauge. One `Copy` is one copy of a gauge on a tree.
 
 A copy is a layer, or another capture of the gauge's paths. It has the parts to which the gauge compiles, and knows the
 public elements: their dimension, how a random one is drawn, and how one is split among the parts.
@@ -28,7 +28,7 @@ A "shift" adds a constant to points, a "still" move leaves points unchanged too.
 
 
 @dataclasses.dataclass(frozen=True)
-class Symmetry(abc.ABC):
+class Copy(abc.ABC):
     """One copy of a gauge on a tree. By default its group is addition, and its element is that of its one part.
 
     Attributes:
@@ -56,7 +56,7 @@ class Symmetry(abc.ABC):
     @abc.abstractmethod
     def of(
         cls, gauge: str, key: str, named: tuple[str, ...], sizes: Mapping[str, int], blocks: Any, **options: Any
-    ) -> "Symmetry":
+    ) -> "Copy":
         """The copy that a binding's blocks make. Raises ValueError for blocks that do not fit each other."""
 
     @property

@@ -81,7 +81,7 @@ class DenseLinear(Dense):
 
 def dense(gauge: Gauge, params: Any) -> Dense:
     """The oracle of a gauge, or of a product, at a point in float64."""
-    if any(part.name == "head_linear" for part in getattr(gauge, "parts", (gauge,))):
+    if any(part.name == "head_linear" for part in getattr(gauge, "gauges", (gauge,))):
         return _dense_linear(gauge, params)
     flat, unravel = ravel_pytree(params)
     kinds, element = _coordinates(gauge, params)
@@ -191,7 +191,7 @@ def _range(matrix: np.ndarray) -> np.ndarray:
 
 def _coordinates(gauge: Gauge, params: Any) -> tuple[np.ndarray, Callable[[jax.Array], Any]]:
     """The kind of every coordinate of an element, and coordinates ↦ element, to first order at the identity."""
-    parts = getattr(gauge, "parts", (gauge,))
+    parts = getattr(gauge, "gauges", (gauge,))
     identity = gauge.identity(params)
     whole = identity if isinstance(identity, tuple) else (identity,)
     arrays = [

@@ -135,13 +135,13 @@ def quotient_for(
         seen_gradient = with_leaves(gradient, seen.pull(s.vectors(gradient)))
         extra = _extra_at(s, entered, seen, params, extra) if extra else extra
         u, inner_state = inner.update(seen_gradient, state.inner_state, with_leaves(params, seen.point), **extra)
-        u = zero_frozen(u, state.frame.frozen)
+        u = zero_frozen(u, state.frame.frozen) if state.frame.frozen else u
         grown, after = s.fix(plus(entered.point, seen.push(s.vectors(u))), state.frame.live)  # θ̂′ = fix(θ̂ + B·u)
         step = minus(after, entered.point)
         step = s.hold(entered.point, step) if hold else step  # without rotations of heads
         step, frame = _rested(s, state.frame, grown, entered.point, step)
         out = with_leaves(u, cast_like(entered.push(step), updates))  # F·(θ̂′ − θ̂)
-        out = zero_frozen(out, state.frame.frozen)
+        out = zero_frozen(out, state.frame.frozen) if state.frame.frozen else out
         return out, QuotientState(frame, inner_state, _offset_after(s, state.offset, grown))
 
     def init(params: optax.Params) -> QuotientState:

@@ -149,7 +149,7 @@ class Subject:
 
     def parts(self, *elements: Tree) -> Iterator[tuple[Any, ...]]:
         """Every gauge of the product with its part of each element."""
-        gauges = getattr(self.gauge, "parts", None)
+        gauges = getattr(self.gauge, "gauges", None)
         yield from zip(gauges, *elements, strict=True) if gauges else [(self.gauge, *elements)]
 
 

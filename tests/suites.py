@@ -43,6 +43,7 @@ PATTERNS: dict[str, str] = {
     "test_track3.py*": "studies",
     "test_train_sharded.py*": "studies",
     "test_training_studies.py*": "studies",
+    "test_tuned.py*": "studies",
     "test_twins_benchmark.py*": "studies",
 }
 SUITES = ("core", "parts", "studies")

@@ -233,12 +233,13 @@ def find(model: str) -> dict[str, Any]:
 
 def moved(model: str, name: str, double: bool) -> dict[str, Any]:
     """How far one function of `go.orbit` moves log-probabilities, or MiniLM's embeddings, and some leaf of weights."""
+    batch: Any
     if model == "SmolLM2":
         params, move, batch = smollm2()[0], LLAMA_MOVES[name], jnp.asarray(text(True)[:2, :-1])
         outputs: Callable[..., jax.Array] = log_probabilities
     else:
-        params, batch = minilm()
-        move, outputs, batch = BERT_MOVES[name], jax.jit(weights.bert_embeddings), (batch[0][:16], batch[1][:16])
+        params, (tokens, mask) = minilm()
+        move, outputs, batch = BERT_MOVES[name], jax.jit(weights.bert_embeddings), (tokens[:16], mask[:16])
     with jax.enable_x64(double):
         params = halved(params) if double else params
         before, began = outputs(params, batch), time.monotonic()

@@ -98,7 +98,7 @@ def smollm2() -> tuple[Params, Any]:
 def _byte_pairs(tokens: Sequence[str], merges: Sequence[str]) -> Any:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-    pairs = [tuple(pair.split(" ")) for pair in merges]
+    pairs = [(first, second) for first, second in (pair.split(" ") for pair in merges)]
     tokenizer = Tokenizer(models.BPE({token: n for n, token in enumerate(tokens)}, pairs))
     steps = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)

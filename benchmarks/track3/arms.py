@@ -33,6 +33,7 @@ class Arm(NamedTuple):
       pin: what `both` passes to `quotient`.
       start: changes initial weights, given the start's name; most arms leave them as they are.
       ready: what `FREE` runs instead of `quotient` around `build`: a function of the library that is both.
+      kinds: how many rates the schedule returns, one for each kind of leaf; 0 where it returns a number.
     """
 
     build: Build
@@ -41,6 +42,7 @@ class Arm(NamedTuple):
     pin: bool = True
     start: Start = lambda params, name: params
     ready: Build | None = None
+    kinds: int = 0
 
 
 def _plain(make: Callable[[Rate, jax.Array], Link]) -> Build:

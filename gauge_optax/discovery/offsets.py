@@ -34,7 +34,8 @@ class Shifts:
     """Leaves whose gradients sum to zero along one space: a constant along it leaves the outputs unchanged."""
 
     def __init__(self, trace: Trace, leaves: Leaves) -> None:
-        self._returned = {space for axis in trace.returned for space in trace.atom_keys(axis)}
+        returned = {space for axis in trace.returned for space in trace.atom_keys(axis)}
+        self._softmax = returned | trace.chosen_spaces()
         searched = set(spaces_with_companions(trace))
         self._places: list[tuple[View, int]] = []
         for path, leaf in leaves.items():
@@ -50,18 +51,18 @@ class Shifts:
             rows = view.read(gradients[view.path])
             self._sums[k] += np.square(rows.sum(1 + at)).sum(), np.square(rows).sum()
 
-    def solve(self, returned: bool) -> list[tuple[list[tuple[View, int]], float]]:
+    def solve(self, softmax: bool) -> list[tuple[list[tuple[View, int]], float]]:
         """Views and atoms by space, with the largest residual of each space.
 
         Args:
-          returned: whether to return the axes of the outputs, or the others. A constant along another axis is hidden by
-            a centred norm: it is no logit shift.
+          softmax: whether to return the axes of the outputs and those along which the function has a softmax, or the
+            others. A constant along another axis is hidden by a centred norm: it is no logit shift.
         """
         out: dict[Space, tuple[list[tuple[View, int]], float]] = {}
         for (view, at), (along, whole) in zip(self._places, self._sums, strict=True):
             residual = math.sqrt(along / whole) if whole > 0 else 1.0
             space = view.labels[at]
-            if residual < ZERO and space is not None and (space in self._returned) == returned:
+            if residual < ZERO and space is not None and (space in self._softmax) == softmax:
                 places, worst = out.get(space, ([], 0.0))
                 out[space] = [*places, (view, at)], max(worst, residual)
         return list(out.values())

@@ -38,7 +38,7 @@ def rows(model: eqx.Module, x: jax.Array) -> jax.Array:
 
 
 def gauges_of(fn: object, params: object) -> list[Gauge]:
-    return go.discover(fn, params, BATCHES, progress=False).gauges  # type: ignore[arg-type]
+    return go.discover(fn, params, BATCHES, "logits", progress=False).gauges  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("cut", ["whole", "shapes", "arrays", "bfloat16"])

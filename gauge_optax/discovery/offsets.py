@@ -163,9 +163,10 @@ def flows(trace: Trace, leaves: Leaves) -> list[Flow]:
         if (vector.path, kernel.path) in trace.vector_reads and set(vector.labels) < set(kernel.labels):
             beside = [b for b in vectors if (b.path, kernel.path) in trace.vector_reads]
             tried.append(_hidden_by_norm(kernel, _Norm(vector, plus), beside, behind.get(kernel.path, []), layers))
-    shared = {frozenset(one.labels) & frozenset(other.labels) for one, other in itertools.combinations(views, 2)}
-    for spaces in sorted(map(sorted, shared - {frozenset()})):
-        tried.append(_common_row(spaces, [view for view in views if set(spaces) <= set(view.labels)], layers))
+    labels = {view.path: {label for label in view.labels if label is not None} for view in views}
+    shared = {frozenset(one & other) for one, other in itertools.combinations(labels.values(), 2)}
+    for spaces in sorted(sorted(common) for common in shared if common):
+        tried.append(_common_row(spaces, [view for view in views if labels[view.path] >= set(spaces)], layers))
     return [flow for flow in tried if 0 < flow.columns <= _MOST]
 
 

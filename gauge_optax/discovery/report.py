@@ -161,7 +161,7 @@ class Report(Mappings):
         rest = [held for held in self.held if held.call.kind in _REST]
         count = len(self.held) - len(rest)
         rows = [f"{count} gauge{'s' * (count != 1)}"] + [f"  {held}" for held in self.held[:count]]
-        asked = "if a softmax of them follows, pass outputs='logits', which finds their shift; else outputs='predictions'"
+        asked = "pass outputs='logits' if a softmax of them follows, which hides a shift; else outputs='predictions'"
         for title, items in (
             (f"{len(rest)} more in report.whole, which make a training step dearer", rest),
             ("nearly gauges: the outputs change a little, for example because of a norm's eps", self.nearly),

@@ -73,7 +73,7 @@ def of_preset(name: str) -> Model:
     params = {p: (0.4 * rng.standard_normal(s) + (len(s) == 1)).astype(np.float32) for p, s in shapes.items()}
     images = name == "vision_transformer"
     batches: Any = rng.standard_normal((2, 2, T, 6)) if images else rng.integers(0, V, (2, 2, T))
-    report = go.discover(tree.fn, params, list(batches), progress=False)
+    report = go.discover(tree.fn, params, list(batches), "logits", progress=False)
     return Model(tree.fn, params, batches[0], report.whole)
 
 

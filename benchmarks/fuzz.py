@@ -25,7 +25,7 @@ import numpy as np
 import gauge_optax as go
 
 OUT = Path(__file__).parent / "results" / "fuzz.json"
-VOCAB, TOKENS = 13, 6
+TOKENS = 6
 OUTLIER = 30.0  # how many times a channel of the residual stream is as large as the others
 
 
@@ -57,6 +57,11 @@ class Spec:
     final: bool
     scanned: bool
     outlier: bool
+
+    @property
+    def vocab(self) -> int:
+        """How many tokens there are. The first parallel MLP sees tokens alone, of which it needs more than weights."""
+        return 61 if self.parallel else 13
 
     @property
     def rotary(self) -> bool:
@@ -145,24 +150,23 @@ def built(spec: Spec) -> Net:
             out |= {"q_norm": norm(h * e), "k_norm": norm(k * e)}
         return out
 
-    params: dict[str, Any] = {"embed": kernel(VOCAB, d, fan=1), "layers": [layer() for _ in range(spec.layers)]}
+    params: dict[str, Any] = {"embed": kernel(spec.vocab, d, fan=1), "layers": [layer() for _ in range(spec.layers)]}
     if spec.position == "learned":
         params["pos"] = kernel(TOKENS, d, fan=1)
     if spec.final:
         params["norm"] = norm(d)
     if not spec.tied:
-        params["head"] = kernel(d, VOCAB, fan=d)
+        params["head"] = kernel(d, spec.vocab, fan=d)
     if spec.head_bias:
-        params["head_bias"] = np.zeros(VOCAB, np.float32)
+        params["head_bias"] = np.zeros(spec.vocab, np.float32)
     if spec.outlier:
         params["embed"][:, 3] *= OUTLIER
         params["layers"][0]["down"][:, 3] *= OUTLIER
     if spec.scanned:
         params["layers"] = jax.tree.map(lambda *x: np.stack(x), *params["layers"])
-    batches = list(rng.integers(0, VOCAB, (2, 4, TOKENS)))
-    batches[0][:2] = np.arange(2 * TOKENS).reshape(2, TOKENS) % VOCAB
-    batches[1][0, 0] = VOCAB - 1
-    return Net(lambda p, tokens: _outputs(spec, p, tokens), params, batches)
+    batches = rng.integers(0, spec.vocab, (2, 8 if spec.parallel else 4, TOKENS))
+    batches.ravel()[: spec.vocab] = np.arange(spec.vocab)  # every token occurs
+    return Net(lambda p, tokens: _outputs(spec, p, tokens), params, list(batches))
 
 
 def _normed(spec: Spec, x: Any, weights: Mapping[str, Any], kind: str = "") -> Any:

@@ -101,7 +101,7 @@ def measure(name: str) -> dict[str, Any]:
     with jax.enable_x64(False):
         fn, params, batches = of_equinox() if name == "equinox" else of_transformers(*MODELS[name])
     began = time.perf_counter()
-    report = go.discover(fn, params, batches, progress=False)
+    report = go.discover(fn, params, batches, "logits", progress=False)
     assert eval(report.code(), {"go": go}) == report.gauges
     return {
         "leaves": len(jax.tree.leaves(params)),

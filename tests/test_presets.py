@@ -299,7 +299,7 @@ def test_the_residual_rotation_is_found_where_the_architecture_has_it(name: str)
     params = {p: 0.4 * rng.standard_normal(s).astype(np.float32) for p, s in stacked_numbers(tree.shapes).items()}
     images = name == "vision_transformer"
     batches: list[Any] = list(rng.standard_normal((2, 2, T, 6))) if images else list(rng.integers(0, V, (2, 2, T)))
-    report = go.discover(tree.fn, params, batches, progress=False)
+    report = go.discover(tree.fn, params, batches, "logits", progress=False)
     turned = [gauge for gauge in report.whole if gauge.name == "residual_rotation"]
     assert len(turned) == (name in ("vision_transformer", "maxtext_llama", "qwen3", "hf_llama")), report
     size = (D - images) * (D - images - 1) // 2  # a LayerNorm keeps the vector of ones

@@ -246,7 +246,7 @@ def test_discover_called_with_a_module() -> None:
     with pytest.raises(ValueError, match="discover: fn does not take parameters and a batch, <lambda>"):
         go.discover(lambda p: p, variables, batches)  # type: ignore[arg-type, misc]
     # The remedies work as they are written.
-    report = go.discover(lambda model, x: model(x), net, batches, progress=False)
+    report = go.discover(lambda model, x: model(x), net, batches, "logits", progress=False)
     assert [gauge.name for gauge in report.gauges] == ["rescale", "logit_shift"]
-    report = go.discover(dense.apply, variables, batches, progress=False)  # type: ignore[arg-type]
+    report = go.discover(dense.apply, variables, batches, "logits", progress=False)  # type: ignore[arg-type]
     assert [gauge.name for gauge in report.gauges] == ["logit_shift"]

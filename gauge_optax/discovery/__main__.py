@@ -10,7 +10,9 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
+from typing import get_args
 
+from gauge_optax.discovery.checks import Outputs
 from gauge_optax.discovery.report import discover
 
 
@@ -18,7 +20,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Prints the report; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m gauge_optax.discovery", description=__doc__)
     parser.add_argument("build", metavar="module:function", help="returns (fn, params, batches)")
-    parser.add_argument("--outputs", choices=("logits", "logprobs", "predictions", "loss"), default="logits")
+    parser.add_argument("--outputs", choices=get_args(Outputs), help="by default, as fn shows")
     parser.add_argument("--near", type=float, default=1e-3)
     parser.add_argument("--seed", type=int, default=0)
     chosen = parser.parse_args(arguments)

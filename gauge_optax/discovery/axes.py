@@ -80,7 +80,9 @@ class Undecided(Exception):
     """A sentence about a parameter whose axes the function does not decide."""
 
 
-def read_axes(fn: Callable[..., Any], shapes: Mapping[str, Any], batch: Any, trace: Trace) -> LeafAxes:
+def read_axes(
+    fn: Callable[..., Any], shapes: Mapping[str, Any], batch: Any, trace: Trace, asked: bool = False
+) -> LeafAxes:
     """Reads the axes of every parameter from a function's jaxpr.
 
     Args:
@@ -88,6 +90,7 @@ def read_axes(fn: Callable[..., Any], shapes: Mapping[str, Any], batch: Any, tra
       shapes: the leaves, or their shapes and dtypes, by path.
       batch: one of the batches.
       trace: the walk over the function's index spaces.
+      asked: whether outputs may be logits or not, so that the last kernel may be an unembedding or not.
 
     Returns:
       Mappings with concrete layers merged into captures.
@@ -103,14 +106,14 @@ def read_axes(fn: Callable[..., Any], shapes: Mapping[str, Any], batch: Any, tra
         for own in value.tags:
             if isinstance(own, int):
                 walk.products[own].last = True
-    return _Reader(walk, trace).read()
+    return _Reader(walk, trace, asked).read()
 
 
 class _Reader:
     """Turns the notes of a walk into mappings."""
 
-    def __init__(self, walk: Walk, trace: Trace) -> None:
-        self.walk, self.trace, self.chosen = walk, trace, trace.chosen_spaces()
+    def __init__(self, walk: Walk, trace: Trace, asked: bool) -> None:
+        self.walk, self.trace, self.asked, self.chosen = walk, trace, asked, trace.chosen_spaces()
         self.uses: dict[str, list[Product]] = {}
         for product in walk.products:
             if self._sides(product):
@@ -284,6 +287,9 @@ class _Reader:
                                     "them: give it two axes, or list it by hand")
                 names[a] = name
         token = product.maxed and product.last and path in self.last
+        if self.asked and product.last and path in self.last and not token:
+            raise Undecided("it makes the outputs, and is an unembedding if a softmax of them follows: pass "
+                            "outputs='logits' to discover, or else outputs='predictions'")
         chosen = set() if token else self.chosen  # a softmax over classes chooses no experts
         for a, axis in enumerate(self.trace.leaves[path]):
             atoms = [] if axis is None else self.trace.atom_keys(axis)

@@ -180,6 +180,9 @@ class Call:
         if self.kind in ("rescale", "norm_scale") and not self.options:
             one, other = self.roles.values()
             sides.append(Call("rescale", {"up": other, "down": one}, {}, self.sizes))
+        if self.kind in ("head_linear", "rope_linear"):
+            left, right = self.roles.values()
+            sides.append(dataclasses.replace(self, roles={"left": right, "right": left}))
         for call in sides:
             first, blocks = next(iter(call.roles.items()))
             for path in blocks:

@@ -151,7 +151,7 @@ def census(
     params: Any,
     batches: Sequence[Any],
     gauges: Gauges,
-    outputs: Outputs = "logits",
+    outputs: Outputs | None = None,
     *,
     cutoff: float = 1e-10,
     block: int = 2_000,
@@ -173,6 +173,7 @@ def census(
         entries in a block; in a block also more rows of inputs (tokens) than the kernels have.
       gauges: the gauges that should explain the dead directions.
       outputs: as in `discover`: with "logits", a number that is added to all entries along the last axis is no change.
+        By default they are logits if the gauges have a `logit_shift`, else what the function shows.
       cutoff: singular values below this share of the largest count as zero.
       block: the most entries of a block, for models of more than 12,000 parameters. Time grows with its cube.
       probes: random directions for an upper bound of all dead directions, at least 2; 0 for no bound. The bound counts
@@ -209,14 +210,17 @@ def census(
         )
     with jax.enable_x64(True):
         stored = {p: np.asarray(x, np.float64) for p, x in leaves_by_path(params).items() if _floating(x)}
-        total = sum(x.size for x in stored.values())
-
-        def compared(leaves: Mapping[str, Any], batch: Any) -> list[Any]:
-            return checks.compared(fn(with_leaves(params, leaves), batch), outputs)
-
+        total, parts = sum(x.size for x in stored.values()), product(gauges).gauges
         dtypes = {path: x.dtype for path, x in leaves_by_path(params).items() if path in stored}
-        double = in_double(compared, stored, dtypes, batches[0])
-        rng, point, parts = np.random.default_rng(seed), with_leaves(params, stored), product(gauges).gauges
+        plain = in_double(lambda x, batch: fn(with_leaves(params, x), batch), stored, dtypes, batches[0])
+        if outputs is None and any(part.name == "logit_shift" for part in parts):
+            outputs = "logits"
+        outputs = outputs or checks.shown_outputs(plain, stored, batches[0])
+
+        def double(leaves: Mapping[str, Any], batch: Any) -> list[Any]:
+            return checks.compared(plain(leaves, batch), outputs)
+
+        rng, point = np.random.default_rng(seed), with_leaves(params, stored)
         counted = _in_blocks if total > _MOST else _whole
         result = counted(double, stored, point, batches, parts, cutoff, block, rng, progress)
         if probes:

@@ -5,17 +5,19 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend import core
 
 from gauge_optax.binding import leaves_by_path
 from gauge_optax.discovery.sketch import Leaves
 from gauge_optax.discovery.trace import called_jaxpr, source
 from gauge_optax.errors import binding_error
+from gauge_optax.xla import quick_options
 
 Outputs = Literal["logits", "logprobs", "predictions", "loss"]
 _OUTPUTS = get_args(Outputs)
@@ -46,14 +48,14 @@ def check_function(fn: Any, params: Any, batches: Sequence[Any]) -> None:
     raise _refusal(problem, takes, "a pure function of (params, batch)", remedy)
 
 
-def checked_batches(batches: Any, outputs: str, near: float, seed: int) -> list[Any]:
+def checked_batches(batches: Any, outputs: str | None, near: float, seed: int) -> list[Any]:
     """The batches as a list; raises for unusable arguments of `discover`."""
     if hasattr(batches, "ndim"):
         raise _refusal(
             "batches is one array", f"an array of shape {jnp.shape(batches)}, whose rows would be batches",
             "a list of at least two batches, each a value that fn accepts",
             "write [x[:4], x[4:8]], or [(x, y), ...] if fn unpacks a pair")
-    if outputs not in _OUTPUTS:
+    if outputs is not None and outputs not in _OUTPUTS:
         raise _refusal(
             f"unknown outputs {outputs!r}", repr(outputs), f"one of {', '.join(map(repr, _OUTPUTS))}",
             "pass 'logits' if a softmax of fn's outputs follows, else 'predictions', 'logprobs' or 'loss'")
@@ -106,9 +108,49 @@ def double_leaves(params: Any, seed: int) -> Leaves:
     return leaves
 
 
-def compared(out: Any, outputs: str) -> list[jax.Array]:
+def shown_outputs(fn: Callable[..., Any], leaves: Leaves, batch: Any) -> Outputs | None:
+    """What a function shows of its outputs; None where it does not say whether a softmax follows.
+
+    Numbers and single columns are no logits. Where a table of V rows is looked up by the tokens of a batch, and every
+    token has V outputs, these are the next token's logits. Outputs whose sums, or those of their exponentials, are one
+    come out of a softmax.
+
+    Args:
+      fn: (leaves, batch) to a tree of outputs.
+      leaves: by path.
+      batch: one of the batches.
+    """
+    closed, shapes = jax.make_jaxpr(fn, return_shape=True)(leaves, batch)
+    found = {x.shape for x in _output_arrays(shapes)}
+    if all(not shape or shape[-1] == 1 for shape in found):
+        return "loss" if found == {()} else "predictions"
+    if found <= set(_looked_up(closed.jaxpr)):
+        return "logits"
+    out = jax.jit(fn, compiler_options=quick_options())(leaves, batch)
+    sums = [jnp.sum(make(x), -1) for make in (jnp.exp, jnp.asarray) for x in _output_arrays(out)]
+    ones = [bool(jnp.allclose(x, 1.0, rtol=0.0, atol=1e-9)) for x in sums]
+    half = len(ones) // 2
+    return "logprobs" if all(ones[:half]) or all(ones[half:]) else None
+
+
+def _looked_up(jaxpr: Any) -> Iterator[tuple[int, ...]]:
+    """For every table whose rows are taken by index: the shape of the indices, followed by the number of rows."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "gather" and eqn.params["dimension_numbers"].collapsed_slice_dims == (0,):
+            yield (*eqn.invars[1].aval.shape[:-1], eqn.invars[0].aval.shape[0])
+        for inner in core.jaxprs_in_params(eqn.params):
+            yield from _looked_up(inner)
+
+
+def _output_arrays(out: Any) -> list[Any]:
+    """Floating-point arrays, without the new statistics that Flax's `apply` returns beside its outputs."""
+    paths = jax.tree_util.tree_flatten_with_path(out)[0]
+    return [x for path, x in paths if is_float(x) and jax.tree_util.DictKey("batch_stats") not in path]
+
+
+def compared(out: Any, outputs: Outputs | None) -> list[jax.Array]:
     """The part of the outputs that is compared: floating-point leaves; logits as log-probabilities."""
-    leaves = [x for x in jax.tree.leaves(out) if is_float(x)]
+    leaves = _output_arrays(out)
     if not leaves:
         raise _refusal(
             "no floating-point outputs", f"{len(jax.tree.leaves(out))} leaves of other types",
@@ -128,7 +170,7 @@ def check_repeatable(first: Sequence[np.ndarray], second: Sequence[np.ndarray]) 
             raise _refusal(
                 "two calls of fn differ", f"output {k} changes by {np.abs(a - b).max():.1e} on one input",
                 "a pure function of (params, batch)",
-                "switch dropout off (deterministic=True, model.eval()), or pass the same key with every batch")
+                "switch dropout off (deterministic=True), or pass the same key with every batch")
 
 
 def check_finite(out: Sequence[np.ndarray], fn: Callable[..., Any], *args: Any) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import operator
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -46,7 +47,9 @@ def in_double(fn: Function, leaves: Leaves, dtypes: Mapping[str, Any], batch: An
     """
 
     def plain(leaves: Mapping[str, Any], batch: Any) -> Any:
-        return fn(leaves, jax.tree.map(_doubled, batch))
+        with warnings.catch_warnings():  # statistics that fn captures may be float32; no output depends on their update
+            warnings.simplefilter("ignore", FutureWarning)
+            return fn(leaves, jax.tree.map(_doubled, batch))
 
     def lifted(leaves: Mapping[str, Any], batch: Any) -> Any:
         shapes = {path: jax.ShapeDtypeStruct(x.shape, dtypes[path]) for path, x in leaves.items()}
@@ -76,15 +79,17 @@ def in_double(fn: Function, leaves: Leaves, dtypes: Mapping[str, Any], batch: An
 
 def _checked(fn: Function, leaves: Any, batch: Any) -> list[tuple[Any, str]]:
     """The equations whose inputs depend on the leaves, with their lines; raises for those that are never usable."""
-    pure, switch = "a pure function of (params, batch)", "switch dropout off (model.eval(), deterministic=True)"
+    pure = "a pure function of (params, batch)"
+    switch = "switch dropout off: write model.set_attributes(deterministic=True), or pass deterministic=True in Linen"
     try:
         closed = jax.make_jaxpr(fn)(leaves, batch)
     except Exception as error:
         if type(error).__name__ != "TraceContextError":  # Flax's; this package does not import Flax
             raise
         raise _refusal(
-            "fn changes a variable that it captures", f"{str(error).split(' (http')[0]}: dropout, or a counter", pure,
-            f"{switch} before you split the model, or pass what it changes in params") from error
+            "fn changes a variable that it captures", str(error).split(" (http")[0], pure,
+            "change a copy: write nnx.merge(graph, params, rest, copy=True), which BatchNorm's statistics need in "
+            f"training; {switch}") from error
     marks = [_LEAVES] * len(jax.tree.leaves(leaves)) + [_BATCH] * len(jax.tree.leaves(batch))
     marked: list[tuple[Any, int, str]] = []
     drawn = any(mark & _DRAWN for mark in _mark(closed.jaxpr, marks, marked))
@@ -92,7 +97,7 @@ def _checked(fn: Function, leaves: Any, batch: Any) -> list[tuple[Any, str]]:
         if drawn and eqn.primitive.name in _DRAWS and not mark & (_LEAVES | _BATCH):
             raise _refusal(
                 "random numbers from a key that fn captures", f"`{eqn.primitive.name}`{where}: dropout, or noise", pure,
-                f"{switch}, or pass the key with every batch")
+                f"{switch}; or pass the key with every batch")
         if mark & _LEAVES and eqn.primitive.name in ("dot_general", "conv_general_dilated"):
             dtype = eqn.invars[0].aval.dtype
             if jnp.issubdtype(dtype, jnp.integer) and jnp.iinfo(dtype).bits <= 8:

@@ -34,7 +34,8 @@ class Shifts:
     """Leaves whose gradients sum to zero along one space: a constant along it leaves the outputs unchanged."""
 
     def __init__(self, trace: Trace, leaves: Leaves) -> None:
-        self._returned = {space for axis in trace.returned for space in trace.atom_keys(axis)}
+        returned = {space for axis in trace.returned for space in trace.atom_keys(axis)}
+        self._softmax = returned | trace.chosen_spaces()
         searched = set(spaces_with_companions(trace))
         self._places: list[tuple[View, int]] = []
         for path, leaf in leaves.items():
@@ -50,18 +51,18 @@ class Shifts:
             rows = view.read(gradients[view.path])
             self._sums[k] += np.square(rows.sum(1 + at)).sum(), np.square(rows).sum()
 
-    def solve(self, returned: bool) -> list[tuple[list[tuple[View, int]], float]]:
+    def solve(self, softmax: bool) -> list[tuple[list[tuple[View, int]], float]]:
         """Views and atoms by space, with the largest residual of each space.
 
         Args:
-          returned: whether to return the axes of the outputs, or the others. A constant along another axis is hidden by
-            a centred norm: it is no logit shift.
+          softmax: whether to return the axes of the outputs and those along which the function has a softmax, or the
+            others. A constant along another axis is hidden by a centred norm: it is no logit shift.
         """
         out: dict[Space, tuple[list[tuple[View, int]], float]] = {}
         for (view, at), (along, whole) in zip(self._places, self._sums, strict=True):
             residual = math.sqrt(along / whole) if whole > 0 else 1.0
             space = view.labels[at]
-            if residual < ZERO and space is not None and (space in self._returned) == returned:
+            if residual < ZERO and space is not None and (space in self._softmax) == softmax:
                 places, worst = out.get(space, ([], 0.0))
                 out[space] = [*places, (view, at)], max(worst, residual)
         return list(out.values())
@@ -77,8 +78,7 @@ class Flow:
       columns: how many motions.
       write: (columns that take part, columns that nothing depends on) to the gauge that moves them so. A key bias, on
         which nothing depends, takes up a norm's bias as the query's does.
-      required: the column without which a combination belongs to another flow; None where any columns will do.
-      least: how many columns a combination has at least.
+      belongs: whether a combination of these columns belongs to this flow and not to another.
       products: products of gradients with the motions, chunk after chunk.
       squares: expected squares of the columns.
     """
@@ -87,8 +87,7 @@ class Flow:
     make: Callable[[Leaves, np.random.Generator], list[Motion]]
     columns: int
     write: Callable[[list[int], list[int]], Call]
-    required: int | None = 0
-    least: int = 1
+    belongs: Callable[[list[int]], bool]
     products: list[np.ndarray] = dataclasses.field(default_factory=list)
     squares: np.ndarray | float = 0.0
 
@@ -102,13 +101,13 @@ class Flow:
     def solve(self) -> Iterator[np.ndarray]:
         """Coefficients of the combinations that the gradients do not see."""
         sizes, alive = np.sqrt(np.asarray(self.squares)), self._alive
-        if len(alive) < self.least or (self.required is not None and self.required not in alive):
+        if not self.belongs(alive.tolist()):
             return
         values, right = singular_vectors(np.concatenate(self.products)[:, alive] / sizes[alive])
         for row in sparse(echelon(right[values < ZERO], sizes[alive], BLUR)[0]):
             whole = np.zeros(len(sizes))
             whole[alive] = row
-            if np.count_nonzero(whole) >= self.least and (self.required is None or whole[self.required]):
+            if self.belongs(np.nonzero(whole)[0].tolist()):
                 yield whole
 
     @property
@@ -164,8 +163,10 @@ def flows(trace: Trace, leaves: Leaves) -> list[Flow]:
         if (vector.path, kernel.path) in trace.vector_reads and set(vector.labels) < set(kernel.labels):
             beside = [b for b in vectors if (b.path, kernel.path) in trace.vector_reads]
             tried.append(_hidden_by_norm(kernel, _Norm(vector, plus), beside, behind.get(kernel.path, []), layers))
-    for space in sorted({label for view in views for label in view.labels if label is not None}):
-        tried.append(_common_row(space, [view for view in views if view.labels.count(space) == 1]))
+    labels = {view.path: {label for label in view.labels if label is not None} for view in views}
+    shared = {frozenset(one & other) for one, other in itertools.combinations(labels.values(), 2)}
+    for spaces in sorted(sorted(common) for common in shared if common):
+        tried.append(_common_row(spaces, [view for view in views if labels[view.path] >= set(spaces)], layers))
     return [flow for flow in tried if 0 < flow.columns <= _MOST]
 
 
@@ -191,7 +192,8 @@ def _absorbed(vector: View, kernels: Sequence[View], behind: Mapping[str, Sequen
         blocks = {"bias": [vector], "through": [k for k, _ in used], "into": [b for _, b in used]}
         return _call("bias_absorption", blocks, names)
 
-    return Flow("a bias that flows into the biases behind it", make, 1 + len(pairs) if pairs else 0, write, least=2)
+    kind, count = "a bias that flows into the biases behind it", 1 + len(pairs) if pairs else 0
+    return Flow(kind, make, count, write, _with_the_first(2))
 
 
 class _Norm(NamedTuple):
@@ -237,7 +239,7 @@ def _hidden_by_norm(
         return _call("norm_read_shift", blocks, _axis_names(vector, layers), [vector.path] if norm.plus else [])
 
     kind, least = "a direction that a centred norm hides from the kernel behind it", 1 if scaled else 2
-    return Flow(kind, make, 1 + len(pairs) if scaled or pairs else 0, write, least=least)
+    return Flow(kind, make, 1 + len(pairs) if scaled or pairs else 0, write, _with_the_first(least))
 
 
 def _hidden_and_absorbed(
@@ -271,28 +273,39 @@ def _hidden_and_absorbed(
 
     kind = "a norm's bias that the kernels without a bias behind it take up in the direction that the norm hides"
     count = 1 + sum(max(1, len(biases[k.path])) for k in readers)
-    return Flow(kind, make, count if not all(biases.values()) else 0, write, least=2)
+    return Flow(kind, make, count if not all(biases.values()) else 0, write, _with_the_first(2))
 
 
-def _common_row(space: Space, tables: Sequence[View]) -> Flow:
-    """One vector on every row of several tables."""
+def _common_row(spaces: Sequence[Space], tables: Sequence[View], layers: set[Space]) -> Flow:
+    """One array on several tables, the same at all indices of the axes that the tables do not share."""
+    lone = len(set(spaces) - layers) == 1
 
     def make(point: Leaves, rng: np.random.Generator) -> list[Motion]:
-        row, motions = rng.standard_normal(len(space)), []
+        lengths = dict(zip(tables[0].labels, _tensor(tables[0], point).shape, strict=True))
+        row, motions = rng.standard_normal([lengths[space] for space in spaces]), []
         for view in tables:
-            shape, at = _tensor(view, point).shape, view.labels.index(space)
-            wide = row.reshape([-1 if k == at else 1 for k in range(len(shape))])
-            motions.append(_motion(view, np.broadcast_to(wide, shape)))
+            ones = np.ones(_tensor(view, point).shape)
+            motions.append(_motion(view, _einsum(spaces, view.labels, view.labels, row, ones)))
         return motions
 
     def write(taken: list[int], unread: list[int]) -> Call:
         if len(taken) != 2:
             raise Unwritable("one vector on every row of more than two leaves")
         token, position = (tables[k] for k in taken)
-        return _call("embedding_shift", {"token": [token], "position": [position]}, {space: "channel"})
+        return _call("embedding_shift", {"token": [token], "position": [position]}, _names(spaces, layers))
 
-    count = len(tables) if len(tables) > 1 else 0
-    return Flow("one vector on every row of several leaves", make, count, write, None, least=2)
+    def belongs(taken: list[int]) -> bool:
+        """Tables that share more axes trade more; biases do so entry by entry, as the search for scales finds."""
+        if len(taken) < 2 or (lone and all(len(tables[k].labels) == len(spaces) for k in taken)):
+            return False
+        return frozenset.intersection(*(frozenset(tables[k].labels) for k in taken)) == set(spaces)
+
+    return Flow("one vector on every row of several leaves", make, len(tables), write, belongs)
+
+
+def _with_the_first(least: int) -> Callable[[list[int]], bool]:
+    """Whether columns are so many at least, the first among them: without it they belong to another flow."""
+    return lambda taken: len(taken) >= least and taken[0] == 0
 
 
 def unread_bias_call(trace: Trace, path: str, mask: np.ndarray) -> Call | None:
@@ -347,8 +360,12 @@ def _with_numbered_parts(view: View, trace: Trace) -> View:
 
 
 def _axis_names(vector: View, layers: set[Space]) -> dict[Space, str]:
-    """Names of a vector's axes: `layer` for stacked layers, `channel` for its last, `head` and so on before it."""
-    spaces = [label for label in vector.labels if label is not None]
+    """Names of a vector's axes."""
+    return _names([label for label in vector.labels if label is not None], layers)
+
+
+def _names(spaces: Sequence[Space], layers: set[Space]) -> dict[Space, str]:
+    """Names of axes: `layer` for stacked layers, `channel` for the only other one, `head` and so on for several."""
     names = {space: "layer" for space in spaces if space in layers}
     others = [space for space in spaces if space not in layers]
     words = ["channel"] if len(others) == 1 else ["head", "entry", "part", "slot"]

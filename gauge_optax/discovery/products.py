@@ -375,7 +375,10 @@ def _elementwise(walk: Walk, eqn: Any, ins: list[Value]) -> Sequence[Tags]:
             (walk.added if linear else walk.multiplied).update(x.leaves())
         if not linear and len(moving) > 1:
             walk.sight(*moving)
-            return [{}]
+            # What is divided by its own sum, as a softmax divides, stands where it stood.
+            sums = moving[1].tags if name == "div" else {}
+            shares = bool(sums) and sums.keys() == moving[0].tags.keys() and not any(sums.values())
+            return [moving[0].tags if shares else {}]
         if not linear and still:
             moving = [*moving, *(x for x in still if any(len(x.shape) > 1 for x in still))]
         if linear:

@@ -73,6 +73,8 @@ class Report(Mappings):
       ungauged: symmetries that hold and have no gauge: kind → where.
       census: computes `certificate`.
       axes: which axes of each leaf are inputs and outputs; printed, it is `neurons` and `embeddings` as source.
+      outputs: what `fn` returns, as it was said or as the function shows; None where it shows nothing, so that every
+        change counted.
     """
 
     held: tuple[Held, ...]
@@ -83,6 +85,7 @@ class Report(Mappings):
     ungauged: Mapping[str, tuple[str, ...]]
     census: Callable[[], Census] | None = dataclasses.field(default=None, repr=False, compare=False)
     axes: LeafAxes = LeafAxes()  # noqa: RUF009  it is frozen
+    outputs: Outputs | None = None
 
     @functools.cached_property
     def certificate(self) -> Census:
@@ -158,6 +161,7 @@ class Report(Mappings):
         rest = [held for held in self.held if held.call.kind in _REST]
         count = len(self.held) - len(rest)
         rows = [f"{count} gauge{'s' * (count != 1)}"] + [f"  {held}" for held in self.held[:count]]
+        asked = "pass outputs='logits' if a softmax of them follows, which hides a shift; else outputs='predictions'"
         for title, items in (
             (f"{len(rest)} more in report.whole, which make a training step dearer", rest),
             ("nearly gauges: the outputs change a little, for example because of a norm's eps", self.nearly),
@@ -166,13 +170,15 @@ class Report(Mappings):
             ("not reached by any batch", [f"{u.entries} of {u.of} entries of {u.path}" for u in self.uncovered]),
             ("symmetries without a gauge", [f"{kind}: {', '.join(where)}" for kind, where in self.ungauged.items()]),
             ("axes that the function does not decide", [f"{path}: {why}" for path, why in self.undecided.items()]),
+            ("the function does not show what its outputs are, so that every change of them counted",
+             [asked] * (self.outputs is None)),
         ):
             rows += [title] * bool(items) + [f"  {item}" for item in items]
         return "\n".join(rows)
 
 
 def discover(
-    fn: Callable[[Any, Any], Any], params: Any, batches: Sequence[Any], outputs: Outputs = "logits",
+    fn: Callable[[Any, Any], Any], params: Any, batches: Sequence[Any], outputs: Outputs | None = None,
     near: float = 1e-3, seed: int = 0, progress: bool = True,
 ) -> Report:
     """Finds the gauges of a function; a finite move proves every gauge that it returns.
@@ -185,7 +191,9 @@ def discover(
       batches: at least two values that `fn` accepts; together they should reach what training reaches.
       outputs: what `fn` returns. With "logits", outputs count as unchanged if one number is added to all entries along
         the last axis, because a softmax follows; with "predictions" (of a regression), "logprobs" or "loss", every
-        change counts.
+        change counts. By default the function decides: a softmax or a loss in it hides what it hides, and V outputs for
+        every token of a table of V rows are logits. Arrays without any of these, such as `model(x)` of images, may be
+        logits or predictions. Every change of them counts then, so that no gauge is false, and the report asks.
       near: largest singular value, relative to a column, that is reported as nearly a symmetry.
       seed: of points, projections and elements.
       progress: whether to show a bar.
@@ -218,26 +226,28 @@ def discover(
     with jax.enable_x64(True), tqdm(total=8, desc="discover", disable=not progress, leave=False) as bar:
         leaves = checks.double_leaves(params, seed)
 
-        def as_stored(leaves: Mapping[str, Any], batch: Any) -> Any:
-            return checks.compared(fn(with_leaves(params, leaves), batch), outputs)
-
         bar.set_postfix_str("tracing")
         dtypes = {path: x.dtype for path, x in leaves_by_path(params).items() if path in leaves}
-        by_leaves = in_double(as_stored, leaves, dtypes, batches[0])
+        double = in_double(lambda x, batch: fn(with_leaves(params, x), batch), leaves, dtypes, batches[0])
+        outputs = outputs or checks.shown_outputs(double, leaves, batches[0])
+
+        def by_leaves(leaves: Mapping[str, Any], batch: Any) -> Any:
+            return checks.compared(double(leaves, batch), outputs)
+
         trace = _walked(by_leaves, leaves, batches[0])
-        axes = read_axes(by_leaves, leaves, batches[0], trace)
+        axes = read_axes(by_leaves, leaves, batches[0], trace, asked=outputs is None)
         small = smaller(by_leaves, trace, leaves, batches)
         bar.update()
         if small is None:
             report = _searched(by_leaves, params, leaves, batches, trace, near, seed, bar)
             census = functools.partial(certified, by_leaves, params, leaves, batches, report.whole, seed)
-            return dataclasses.replace(report, census=census, axes=axes)
+            return dataclasses.replace(report, census=census, axes=axes, outputs=outputs)
         tree, trace = with_leaves(params, small.leaves), _walked(by_leaves, small.leaves, small.batches[0])
         report = _searched(by_leaves, tree, small.leaves, small.batches, trace, near, seed, bar)
         census = functools.partial(certified, by_leaves, tree, small.leaves, small.batches, report.whole, seed)
         leaves = jax.device_put(leaves)
         report = _carried(report, small, by_leaves, params, leaves, batches, near, seed, bar)
-        return dataclasses.replace(report, census=census, axes=axes)
+        return dataclasses.replace(report, census=census, axes=axes, outputs=outputs)
 
 
 def _walked(fn: Function, leaves: Leaves, batch: Any) -> Trace:
@@ -317,7 +327,7 @@ def _searched(
     for reason, symmetry in unwritten:
         if prover.change([symmetry.moved(point, rng(20)) for point in prover.points]) <= STILL:
             ungauged.setdefault(reason, []).append(", ".join(sorted(symmetry.paths)))
-    for places, residual in shifts.solve(returned=True):
+    for places, residual in shifts.solve(softmax=True):
         claims.append(_Claim(shift_call(places), {view.path: 1.0 for view, _ in places}, residual))
     proved, failed = _proved(prover, claims, STILL, rng(5))
     # What gradients tell apart from roundoff at some points only nearly holds.
@@ -376,7 +386,7 @@ def _additions(
       point: where leaves are named at.
     """
     additions = []
-    for places, _ in shifts.solve(returned=False):
+    for places, _ in shifts.solve(softmax=False):
         kind = "a constant along an axis that only centred norms read"
         additions += [_Addition(kind, call.paths[0], call, None) for call in write_shift_calls(places)]
     for k, flow in enumerate(offsets):

@@ -81,7 +81,9 @@ class Candidate:
         energy = np.array([piece.read(squares[piece.path][None]).mean() for piece, _ in columns])
         sizes = np.sqrt(energy * lengths[kept] * len(products))
         values, right = singular_vectors(products / sizes)
-        asleep = [column for column, alive in zip(self.columns, live, strict=True) if not alive]
+        # What has no gradient at all is not read, as the statistics of a BatchNorm that trains: it moves with nothing.
+        read = {piece.path for piece, _ in self.columns if squares[piece.path].any()}
+        asleep = [c for c, alive in zip(self.columns, live, strict=True) if not alive and c[0].path in read]
         # Values descend. What nearly holds is a hint, and is worth no more than the best few.
         last = len(values) - int((values < ZERO).sum())
         first = max(last - _MOST_NEAR, int((values >= near).sum()))

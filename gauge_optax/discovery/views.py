@@ -137,13 +137,13 @@ class Piece:
     @property
     def vector(self) -> bool:
         """Whether the whole leaf consists of the space and its companions alone, as a bias does."""
-        longer = [atom for atom in self.view.atoms.values() if atom.size > 1 or atom.space is not None]
-        return self.view.size == math.prod(self.view.shape) and len(longer) == 1 + len(self.beside)
+        return self.lone and self.view.size == math.prod(self.view.shape)
 
     @property
     def lone(self) -> bool:
-        """Whether it has no other axes than the space and its companions, as a bias or a part of one has none."""
-        return len(self.view.places) == 1 + len(self.beside)
+        """Whether it has no longer axes than the space and its companions, as a bias or a part of one has none."""
+        longer = [atom for atom in self.view.atoms.values() if atom.size > 1 or atom.space is not None]
+        return len(longer) == 1 + len(self.beside)
 
     @functools.cached_property
     def entries(self) -> np.ndarray:

@@ -69,6 +69,8 @@ def _scale_call(symmetry: Copy, names: _Names) -> Call:
     exponents: dict[Piece, dict[str, float]] = {}
     for term in symmetry.terms + symmetry.along:
         exponents.setdefault(term.piece, {})[term.mode] = term.exponent
+    if len(exponents) == 2 and not any(modes.get("scale") for modes in exponents.values()):
+        return _trade_call(symmetry.terms, names)
     terms, plus = [], set()  # `plus`: leaves that store the value less one, a scale and an equal offset
     for piece, modes in exponents.items():
         scale, offset = modes.get("scale", 0.0), modes.get("offset", 0.0)
@@ -101,6 +103,15 @@ def _scale_call(symmetry: Copy, names: _Names) -> Call:
         return Call("norm_scale", {"scale": role(up), "into": role(down)}, {}, names.sizes)
     options = {} if degree == 1 else {"degree": int(degree) if degree.denominator == 1 else float(degree)}
     return Call("rescale", {"up": role(up), "down": role(down)}, options, names.sizes)
+
+
+def _trade_call(terms: Sequence[Term], names: _Names) -> Call:
+    """The gauge of two biases that are added to each other: what one gains at an entry, the other loses."""
+    gains, loses = terms
+    if abs(gains.exponent + loses.exponent) > _CLOSE * abs(gains.exponent):
+        raise Unwritable("a constant added")
+    roles = {"token": names.role([gains], "channel"), "position": names.role([loses], "channel")}
+    return Call("embedding_shift", roles, {}, names.sizes)
 
 
 def shift_call(places: Sequence[tuple[View, int]]) -> Call:

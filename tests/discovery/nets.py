@@ -153,6 +153,11 @@ KINDS: Mapping[str, tuple[Spec, dict[str, int]]] = {
         {"norm_scale": 3, "head_linear": 1, "rope_linear": 1, "rescale": 1, "logit_shift": 1, "residual_rotation": 1,
          "norm_read_shift": 3, "norm_write_shift": 5, "bias_absorption": 4},
     ),
+    "parallel_stack_of_one": (
+        dataclasses.replace(_LLAMA, layers=1, scanned=True, scale="one_plus", bias="all", parallel=True),
+        {"norm_scale": 2, "head_linear": 1, "rope_linear": 1, "rescale": 1, "logit_shift": 1, "residual_rotation": 1,
+         "embedding_shift": 1, "bias_absorption": 1},
+    ),
     "no_scale": (
         dataclasses.replace(
             _LLAMA, norm="layer", scale="none", norm_bias=True, bias="all", head_bias=True, mlp="relu", layers=1

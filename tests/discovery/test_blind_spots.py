@@ -123,7 +123,7 @@ def test_biases_of_a_fused_kernel() -> None:
     shapes = {"qkv": (D, 3 * H * E), "bias": (3 * H * E,), "o": (H * E, D), "out": (D,), "scale": (D,), "shift": (D,)}
     params = {name: normal(*shape) for name, shape in shapes.items()} | {"embed": normal(V, D)}
     report = go.discover(fn, params, TOKENS, outputs="loss", progress=False)
-    found = {(gauge.name, tuple(sorted({spec.pattern for spec in gauge.specs}))) for gauge in report.gauges}  # type: ignore[attr-defined]
+    found = {(gauge.name, tuple(sorted({spec.pattern for spec in gauge.specs}))) for gauge in report.whole}  # type: ignore[attr-defined]
     assert {
         ("bias_absorption", ("bias", "qkv", "shift")),
         ("bias_absorption", ("bias", "o", "out")),
@@ -132,6 +132,26 @@ def test_biases_of_a_fused_kernel() -> None:
         ("key_bias", ("bias",)),
     } <= found, report
     assert not report.rejected and not report.ungauged, report
+
+
+def test_arrays_that_are_added_to_each_other_trade_every_entry() -> None:
+    """Biases of parallel branches, of one stacked layer too, and two tables of positions."""
+
+    def fn(p: Any, x: Any) -> jax.Array:
+        y, _ = jax.lax.scan(lambda y, w: (jnp.tanh(y @ w["up"] + w["a"] + w["b"]), None), x, p["layers"])
+        return jnp.sin(y @ p["out"] + p["c"] + p["d"] + p["e"] + p["first"] + p["second"])
+
+    shapes = {"out": (4, 3), "c": (3,), "d": (3,), "e": (3,), "first": (5, 3), "second": (5, 3)}
+    layers = {"up": normal(1, 4, 4), "a": normal(1, 4), "b": normal(1, 4)}
+    params = {name: normal(*shape) for name, shape in shapes.items()} | {"layers": layers}
+    hand = [
+        go.embedding_shift({"layers/a": "only=0 channel"}, {"layers/b": "only=0 channel"}),
+        go.embedding_shift({"first": "row channel"}, {"second": "row channel"}),
+        go.embedding_shift({"c": "channel"}, {"d": "channel"}),
+        go.embedding_shift({"d": "channel"}, {"e": "channel"}),
+        go.embedding_shift({"first": "_ channel"}, {"d": "channel"}),
+    ]
+    check(fn, params, list(RNG.standard_normal((2, 6, 5, 4))), hand, outputs="loss")
 
 
 def test_what_a_norm_behind_a_layer_hides_from_its_readers() -> None:

@@ -170,5 +170,5 @@ def test_convolutions_around_a_residual_sum() -> None:
         go.logit_shift({"head": "_ vocab"}),
     ]
     params = {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
-    report = check(convolutions, params, list(rng.normal(size=(2, 3, 5, 5, 2))), hand)
+    report = check(convolutions, params, list(rng.normal(size=(2, 3, 5, 5, 2))), hand, outputs="logits")
     assert not report.rejected

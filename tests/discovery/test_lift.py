@@ -188,7 +188,7 @@ def test_dropout_captured_through_merge_is_named() -> None:
 
     graph, params, rest = nnx.split(Net(), nnx.Param, ...)
     text = refused(lambda p, x: nnx.merge(graph, p, rest)(x), params)
-    assert "dropout" in text and "model.eval()" in text
+    assert "dropout" in text and "model.set_attributes(deterministic=True)" in text
 
 
 def test_a_float64_function_stays_as_it_is() -> None:

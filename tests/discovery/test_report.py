@@ -145,10 +145,12 @@ def test_the_command_line_prints_source_that_runs(tmp_path: Path) -> None:
     )
     done = run("net:build", tmp_path)
     assert done.returncode == 0, done.stderr
-    report, source, whole = re.split("\n\n(?:gauges|whole) = ", done.stdout)
+    report, source = done.stdout.split("\n\n", 1)
     assert report.startswith("1 gauge\n  rescale: up, down")
-    lists = [eval(text, {"go": go}) for text in (source, whole)]
-    assert lists == [[go.rescale({"up": "_ channel"}, {"down": "channel _"})]] * 2
+    names: dict[str, Any] = {"go": go}
+    exec(source, names)
+    assert names["gauges"] == names["whole"] == [go.rescale({"up": "_ channel"}, {"down": "channel _"})]
+    assert names["neurons"] == {"up": "_ neuron", "down": "_ neuron"} and names["embeddings"] == {}
     for argument, complaint in (("net", "write module:function"), ("net:none", "no attribute 'none'")):
         refused = run(argument, tmp_path)
         assert refused.returncode == 2 and complaint in refused.stderr and "Traceback" not in refused.stderr
@@ -165,16 +167,27 @@ def test_a_seed_gives_one_report(found: tuple[Net, Report]) -> None:
     assert str(reports[0]) == str(reports[1]) and reports[0].gauges == reports[2].gauges
 
 
-def test_predictions_have_no_shift() -> None:
-    """What no softmax follows changes where a number is added to all of it."""
+def test_what_no_softmax_follows_has_no_shift() -> None:
+    """The function shows a softmax, a cross-entropy, one column; of plain arrays the report asks what they are."""
     params = {"up": np.random.default_rng(0).normal(size=(4, 6)), "down": np.random.default_rng(1).normal(size=(6, 3))}
     batches = list(np.random.default_rng(2).normal(size=(2, 8, 4)))
 
     def fn(p: Any, x: Any) -> Any:
         return jax.nn.relu(x @ p["up"]) @ p["down"]
 
-    found = {outputs: [g.name for g in go.discover(fn, params, batches, outputs=outputs, progress=False).gauges]
-             for outputs in ("logits", "predictions")}  # type: ignore[arg-type]
-    assert found == {"logits": ["rescale", "logit_shift"], "predictions": ["rescale"]}
+    def entropy(p: Any, x: Any) -> Any:
+        labels = jnp.arange(len(x)) % 3
+        return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(fn(p, x)), labels[:, None], 1))
+
+    both, one, axes = ["rescale", "logit_shift"], ["rescale"], {"up": "_ neuron"}
+    token, neuron = axes | {"down": "_ token"}, axes | {"down": "_ neuron"}
+    for function, outputs, shown, names, neurons in (
+        (fn, "logits", "logits", both, token), (fn, "predictions", "predictions", one, neuron), (fn, None, None, one, axes),
+        (lambda p, x: jax.nn.softmax(fn(p, x)), None, "logprobs", both, token), (entropy, None, "loss", both, token),
+        (lambda p, x: jnp.mean(jnp.square(fn(p, x) - 1.0)), None, "loss", one, neuron),
+    ):
+        report = go.discover(function, params, batches, outputs, progress=False)  # type: ignore[arg-type]
+        assert (report.outputs, [g.name for g in report.gauges], report.neurons) == (shown, names, neurons)
+        assert ("outputs='logits'" in str(report)) == (shown is None) == ("down" in report.undecided)
     with pytest.raises(ValueError, match="outputs='predictions' for a regression"):
-        go.discover(lambda p, x: fn(p, x)[..., :1], params, batches, progress=False)
+        go.discover(lambda p, x: fn(p, x)[..., :1], params, batches, "logits", progress=False)

@@ -163,7 +163,7 @@ def test_logits_hide_their_shift_unless_they_are_called_logits() -> None:
         return x @ p["head"] + p["bias"]
 
     shift = go.logit_shift({"head": "_ vocab", "bias": "vocab"})
-    check(fn, params, BATCHES, [shift])
+    check(fn, params, BATCHES, [shift], outputs="logits")
     assert not found(fn, params, outputs="logprobs").gauges
     capped = found(lambda p, x: 3.0 * jnp.tanh(fn(p, x) / 3.0), params, outputs="logits")
     assert not capped.gauges

@@ -90,7 +90,7 @@ def rank_cutoff(dtype: jnp.dtype) -> float:
 
 
 def matmul(a: jax.Array, b: jax.Array) -> jax.Array:
-    """Multiplies at full precision: at the default precision of accelerators steps of twins differ by 1e-3."""
+    """Multiplies at full precision: the default of accelerators is off by 1e-3, and no symmetry would hold better."""
     return jnp.matmul(a, b, precision=HIGHEST)
 
 

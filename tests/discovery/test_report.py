@@ -1,6 +1,5 @@
 """What the report is for: training with its gauges, source that runs, a larger instance, a command line."""
 
-import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -8,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -182,7 +182,9 @@ def test_what_no_softmax_follows_has_no_shift() -> None:
     both, one, axes = ["rescale", "logit_shift"], ["rescale"], {"up": "_ neuron"}
     token, neuron = axes | {"down": "_ token"}, axes | {"down": "_ neuron"}
     for function, outputs, shown, names, neurons in (
-        (fn, "logits", "logits", both, token), (fn, "predictions", "predictions", one, neuron), (fn, None, None, one, axes),
+        (fn, "logits", "logits", both, token),
+        (fn, "predictions", "predictions", one, neuron),
+        (fn, None, None, one, axes),
         (lambda p, x: jax.nn.softmax(fn(p, x)), None, "logprobs", both, token), (entropy, None, "loss", both, token),
         (lambda p, x: jnp.mean(jnp.square(fn(p, x) - 1.0)), None, "loss", one, neuron),
     ):

@@ -46,14 +46,17 @@ def in_double(fn: Function, leaves: Leaves, dtypes: Mapping[str, Any], batch: An
         than double precision.
     """
 
-    def plain(leaves: Mapping[str, Any], batch: Any) -> Any:
+    def given(leaves: Mapping[str, Any], batch: Any) -> Any:
         with warnings.catch_warnings():  # statistics that fn captures may be float32; no output depends on their update
             warnings.simplefilter("ignore", FutureWarning)
-            return fn(leaves, jax.tree.map(_doubled, batch))
+            return fn(leaves, batch)
+
+    def plain(leaves: Mapping[str, Any], batch: Any) -> Any:
+        return given(leaves, jax.tree.map(_doubled, batch))
 
     def lifted(leaves: Mapping[str, Any], batch: Any) -> Any:
         shapes = {path: jax.ShapeDtypeStruct(x.shape, dtypes[path]) for path, x in leaves.items()}
-        closed, outputs = jax.make_jaxpr(fn, return_shape=True)(shapes, batch)
+        closed, outputs = jax.make_jaxpr(given, return_shape=True)(shapes, batch)
         flat = [_doubled(x) for x in jax.tree.leaves((leaves, batch))]
         return jax.tree.unflatten(jax.tree.structure(outputs), _evaluate(closed.jaxpr, closed.consts, flat))
 
@@ -66,7 +69,7 @@ def in_double(fn: Function, leaves: Leaves, dtypes: Mapping[str, Any], batch: An
     except (TypeError, ValueError):
         pass  # fn puts float64 beside a dtype that it fixes, such as that of a loop's carry
     shapes = {path: jax.ShapeDtypeStruct(x.shape, dtypes[path]) for path, x in leaves.items()}
-    for eqn, where in _checked(fn, shapes, batch):
+    for eqn, where in _checked(given, shapes, batch):
         if eqn.primitive.name in _FIXED:
             raise _fixed_precision(eqn, where)
         if eqn.primitive.name == "while" and _float_dtypes(eqn):

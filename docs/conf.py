@@ -29,6 +29,7 @@ PAGES = {
     "benchmarks/results/first_step.md": "/results/first_step.md",
     "benchmarks/results/track3.md": "/results/track3.md",
     "benchmarks/results/transfer.md": "/results/transfer.md",
+    "benchmarks/results/tuned.md": "/results/tuned.md",
     "benchmarks/results/counts.md": "/results/counts.md",
     "released.md": "/results/released.md",
     "notebooks": "/notebooks/index.md",
@@ -36,7 +37,7 @@ PAGES = {
 }
 
 # Pages under the page of results, besides those of the examples.
-RESULTS = "released\ntrack3\ntransfer\ncompare_cpu\ncounts\nlora_factors\ndiscover_times\nfirst_step"
+RESULTS = "released\ntuned\ntrack3\ntransfer\ncompare_cpu\ncounts\nlora_factors\ndiscover_times\nfirst_step"
 
 project = "gauge_optax"
 author = "the gauge_optax authors"
@@ -119,6 +120,7 @@ def prepare(app: Any) -> None:
         "benchmarks/results/first_step.md": "results/first_step.md",
         "benchmarks/results/track3.md": "results/track3.md",
         "benchmarks/results/transfer.md": "results/transfer.md",
+        "benchmarks/results/tuned.md": "results/tuned.md",
         "benchmarks/results/counts.md": "results/counts.md",
     }.items():
         (DOCS / target).write_text(moved((ROOT / source).read_text(), target))

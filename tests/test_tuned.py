@@ -1,13 +1,18 @@
 """The queue of tuned optimizers: its search, its order, its table, and a dry run of a tiny network."""
 
 import dataclasses
+import json
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+import gauge_optax as go
 from benchmarks import tuned
 from examples.sweep import Result, key
+
+ROOT = Path(__file__).parent.parent
 
 
 def curve(run: tuned.Cell) -> float:
@@ -73,3 +78,22 @@ def test_a_run_is_saved_and_gone_on_from(tmp_path: Any, monkeypatch: pytest.Monk
     assert all(2 < run["validation"] < 7 for run in result["cells"].values())
     assert [name.split(" | ")[2] for name in result["cells"]] == list(tuned.STAGES[0].arms)
     assert "1 of 15" in (tmp_path / "tuned.md").read_text()
+
+
+def test_pages_say_what_the_finished_part_shows() -> None:
+    """The sentence of the guide and the share that README and the docstring name, computed from the stored runs."""
+    result = json.loads((ROOT / "benchmarks" / "results" / "tuned.json").read_text())
+    stage = tuned.STAGES[0]
+    ends = {
+        arm: tuned.mean_and_error(list(tuned.found(result, stage._replace(arms=(arm,)), arm).final.values()))
+        for arm in tuned.ARMS
+    }
+    words = {arm: "{:.4f} ± {:.4f}".format(*end) for arm, end in ends.items()}
+    share = f"{1.0 - ends['max_norm_muon'][0] / ends['Muon'][0]:.1%} below Muon".replace("%", " %")
+    said = {page: " ".join((ROOT / page).read_text().split()) for page in ("README.md", "docs/guides/choose.md")}
+    assert all(share in text for text in said.values())
+    assert share in " ".join((go.max_norm_muon.__doc__ or "").split())
+    assert (
+        f"`max_norm_muon` ends at {words['max_norm_muon']} nats per byte, `optax.contrib.muon` at {words['Muon']} and "
+        f"AdamW at {words['AdamW']}" in said["docs/guides/choose.md"]
+    )

@@ -223,8 +223,10 @@ def max_norm_muon(
     not settled: in an independent run of 1,000 steps (a Llama of 3 layers, width 128, 8 × 128 bytes per step, one seed
     per start, from LeCun-normal kernels, from 0.02 and from zero outputs) a Muon whose Adam rate and decay were tuned
     apart ended at validation losses of 1.383, 1.388 and 1.383, and this at 1.416, 1.393 and 1.409 with a rate of 0.04,
-    level or behind, and at 1.375, 1.355 and 1.374 with 0.02, 0.6 to 2.4 % ahead. In runs of 200 and 400 steps the best
-    rate was 0.04, and about 0.5/√d at widths d above 256 (benchmarks/results/transfer.md).
+    level or behind, and at 1.375, 1.355 and 1.374 with 0.02, 0.6 to 2.4 % ahead. Our own comparison with equal budgets
+    of tuning (benchmarks/results/tuned.md) has finished one start: 1.8 % below Muon from LeCun-normal kernels. In runs
+    of 200 and 400 steps the best rate was 0.04, and about 0.5/√d at widths d above 256
+    (benchmarks/results/transfer.md).
 
     The unit of every step is the norm that a vector has at the usual start: 1 for a neuron, that is, for its weights of
     variance 1/inputs, and √d for the d entries of a token in a table of embeddings. No vector may outgrow `bound` of

@@ -14,6 +14,7 @@ PATTERNS: dict[str, str] = {
     "orbit/*": "parts",
     "measure/*": "parts",
     "test_binding_fuzz.py*": "parts",
+    "test_frozen_states.py*": "parts",
     "test_ddc*": "parts",
     "test_opposite_gram.py*": "parts",
     "test_compress.py*": "parts",

@@ -1,0 +1,93 @@
+"""States of every transformation as this version writes them, kept in `tests/data` so that later versions are tested.
+
+    python -m tests.frozen_states        # writes them anew: only with a new `gauge_optax.slice.VERSION`
+
+A state in the file is one after two steps, with the parameters there and the update of the third step.
+"""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+from flax import nnx
+
+import gauge_optax as go
+from gauge_optax.slice import VERSION
+from tests.cases import TRANSFORM_CASES, TransformCase
+from tests.test_conformance import EVERY_KIND, FIRST_OF_ITS_KIND, _noise, _params
+
+Tree = Any
+DATA = Path(__file__).parent / "data"
+FILE = DATA / f"states.v{VERSION}.npz"
+FOLDER = DATA / f"nnx_state.v{VERSION}"
+CASES = [case for case in TRANSFORM_CASES if case.name in FIRST_OF_ITS_KIND]
+
+
+def named(tree: Tree) -> dict[str, Any]:
+    """Path of a leaf in any tree → the leaf."""
+    return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]}
+
+
+def plain(leaf: jax.Array) -> np.ndarray:
+    """The leaf as NumPy keeps it: the bits of a bfloat16, which is no dtype of its files."""
+    return np.asarray(leaf).view(np.uint16) if leaf.dtype == jnp.bfloat16 else np.asarray(leaf)
+
+
+def third_step(case: TransformCase) -> tuple[Tree, Tree, Tree]:
+    """Parameters and state after two steps, and the update of the third."""
+    tx, params = case.make(EVERY_KIND), _params()
+    update = jax.jit(tx.update)
+    state = jax.jit(tx.init)(params)
+    for n in range(2):
+        updates, state = update(_noise(n + 1, params), state, params)
+        params = optax.apply_updates(params, updates)
+    return params, state, update(_noise(3, params), state, params)[0]
+
+
+class Net(nnx.Module):
+    """Two kernels around a ReLU."""
+
+    def __init__(self) -> None:
+        self.up, self.down = nnx.Linear(3, 4, rngs=nnx.Rngs(0)), nnx.Linear(4, 3, rngs=nnx.Rngs(1))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.down(nnx.relu(self.up(x)))
+
+
+def optimizer() -> tuple[Net, nnx.Optimizer]:
+    """A new network with a new optimizer."""
+    model = Net()
+    unit = go.rescale({"up/kernel": "_ channel", "up/bias": "channel"}, {"down/kernel": "channel _"})
+    return model, nnx.Optimizer(model, go.quotient_adamw(0.01, unit), wrt=nnx.Param)
+
+
+def step(model: Net, by: nnx.Optimizer) -> float:
+    """One step; the loss before it."""
+    x = jnp.arange(12.0).reshape(4, 3) / 12.0
+    loss, grads = nnx.value_and_grad(lambda m: jnp.mean(jnp.square(m(x) - 1.0)))(model)
+    by.update(model, grads)
+    return float(loss)
+
+
+def main() -> None:
+    """Writes the file and the folder."""
+    arrays: dict[str, np.ndarray] = {}
+    for case in CASES:
+        for part, tree in zip(("params", "state", "update"), third_step(case), strict=True):
+            arrays |= {f"{case.name} | {part} | {path}": plain(leaf) for path, leaf in named(tree).items()}
+    DATA.mkdir(exist_ok=True)
+    np.savez_compressed(FILE, **arrays)
+    model, by = optimizer()
+    step(model, by)
+    shutil.rmtree(FOLDER, ignore_errors=True)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(FOLDER.resolve(), nnx.to_pure_dict(nnx.state((model, by))))
+
+
+if __name__ == "__main__":
+    main()

@@ -24,6 +24,7 @@ from gauge_optax.gauges.gauge import Gauge, product
 from gauge_optax.parts.matrices import matrices_of
 from gauge_optax.transformation import GaugeTransformation, LeafRule
 from gauge_optax.wrapped import walk
+from gauge_optax.xla import quick_options
 
 Unbound = Literal["allow", "warn", "error"]
 _ROUNDOFF = 1e-12  # of a leaf's norm, in float64
@@ -101,15 +102,24 @@ class Plan:
         return tuple(f"{g.gauge} of {', '.join(g.leaves)}: {g.joint}" for g in self.gauges if g.joint)
 
     def table(self) -> list[tuple[str, ...]]:
-        """Rows of text, headings first."""
-        rows: list[tuple[str, ...]] = [("leaf", "shape", "gauges", "matrices", "rule", "decay per step", "state bytes")]
-        for row in self.leaves:
-            decay, size = "" if row.decay is None else f"{row.decay:.2g}", str(row.state_bytes) if row.rule else ""
-            rows.append((row.leaf, str(row.shape), ", ".join(row.gauges), row.matrices, row.rule, decay, size))
-        if not any(row.axes for row in self.leaves):
-            return rows
-        axes = ["axes", *(row.axes for row in self.leaves)]
-        return [(*row[:2], text, *row[2:]) for row, text in zip(rows, axes, strict=True)]
+        """Rows of text, headings first. A column in which nothing stands is left out, and decay where there is none."""
+        leaves = self.leaves
+        columns: dict[str, list[str]] = {
+            "leaf": [row.leaf for row in leaves],
+            "shape": [str(row.shape) for row in leaves],
+            "axes": [row.axes for row in leaves],
+            "gauges": [", ".join(row.gauges) for row in leaves],
+            "matrices": [row.matrices for row in leaves],
+            "rule": [row.rule for row in leaves],
+            "decay per step": ["" if row.decay is None else f"{row.decay:.2g}" for row in leaves] * self._decays,
+            "state bytes": [str(row.state_bytes) if row.rule else "" for row in leaves],
+        }
+        told = {name: texts for name, texts in columns.items() if any(texts) or name == "gauges"}
+        return [tuple(told), *zip(*told.values(), strict=True)]
+
+    @property
+    def _decays(self) -> bool:
+        return any(row.decay for row in self.leaves)
 
     def markdown(self) -> str:
         """The tables in Markdown."""
@@ -128,7 +138,7 @@ class Plan:
     def _tables_and_notes(self) -> tuple[list[list[tuple[str, ...]]], list[str]]:
         gauges: list[tuple[str, ...]] = [("gauge", "leaves", "instances", "axes", "dimensions")]
         gauges += [(g.gauge, ", ".join(g.leaves), str(g.instances), g.axes, str(g.dim)) for g in self.gauges]
-        notes = [_DECAY] if any(row.decay is not None for row in self.leaves) else []
+        notes = [_DECAY] if self._decays else []
         notes += [f"in no gauge: {', '.join(self.unbound)}"] if self.unbound else []
         return [self.table(), gauges], notes + [f"joint: {text}" for text in self.warnings]
 
@@ -170,7 +180,7 @@ def plan(
     >>> params = {"up": jnp.ones((2, 3)), "down": jnp.ones((3, 4)), "bias": jnp.ones(4)}
     >>> gauges = [go.rescale({"up": "_ channel"}, {"down": "channel _"})]
     >>> print(go.plan(gauges, params))
-    leaf  shape   gauges               matrices    rule  decay per step  state bytes
+    leaf  shape   gauges               matrices
     bias  (4,)
     down  (3, 4)  rescale (channel 3)  1 × (3, 4)
     up    (2, 3)  rescale (channel 3)  1 × (2, 3)
@@ -345,7 +355,8 @@ def _decay_of(tx: Any, params: Any, leaves: Mapping[str, Any]) -> dict[str, floa
     def double(leaf: Any) -> Any:
         return np.asarray(leaf, np.float64) if jnp.issubdtype(jnp.result_type(leaf), jnp.floating) else leaf
 
-    still = jax.jit(lambda p: tx.update(jax.tree.map(jnp.zeros_like, p), tx.init(p), p)[0])
+    first = lambda p: tx.update(jax.tree.map(jnp.zeros_like, p), tx.init(p), p)[0]  # noqa: E731
+    still = jax.jit(first, compiler_options=quick_options())
     with jax.enable_x64(True):  # float32 cannot tell a decay of 1e-6 per step from roundoff
         update = still(jax.tree.map(double, params))
         steps = {path: float(np.linalg.norm(np.asarray(step))) for path, step in leaves_by_path(update).items()}

@@ -21,6 +21,8 @@ bounds their number.
 from __future__ import annotations
 
 import itertools
+import math
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -179,9 +181,12 @@ def _selected(places: Axes, leaves: Leaves, picked: np.ndarray) -> dict[str, np.
 
 def rows_of(
     fn: Function, leaves: Leaves, batches: Sequence[Any], blocks: Sequence[Block], count: int,
-    rng: np.random.Generator, progress: bool,
+    rng: np.random.Generator, progress: bool, deadline: float = math.inf,
 ) -> list[np.ndarray]:
-    """For every block, so many random combinations of the rows of its Jacobian, (count, entries)."""
+    """For every block, so many random combinations of the rows of its Jacobian, (count, entries).
+
+    There are fewer where `time.monotonic()` passes the deadline before all are computed.
+    """
     sizes = [sum(x.size for x in jax.eval_shape(fn, leaves, batch)) for batch in batches]
 
     @jax.jit
@@ -195,7 +200,7 @@ def rows_of(
         for batch, size in zip(batches, sizes, strict=True):
             left = -(-count * size // sum(sizes))
             shapes = jax.eval_shape(fn, leaves, batch)
-            while left > 0:
+            while left > 0 and time.monotonic() < deadline:
                 weights = [rng.standard_normal((chunk, *x.shape)) / size**0.5 for x in shapes]
                 gradients = pulled(dict(leaves), batch, weights)
                 flat = {path: np.asarray(x).reshape(chunk, -1) for path, x in gradients.items()}
@@ -203,7 +208,7 @@ def rows_of(
                     rows.append(np.concatenate([flat[path][:, at] for path, at in block.entries.items()], 1))
                 left -= chunk
                 bar.update(chunk)
-    return [np.concatenate(rows) for rows in parts]
+    return [np.concatenate([np.zeros((0, block.size)), *rows]) for block, rows in zip(blocks, parts, strict=True)]
 
 
 def null_space(rows: np.ndarray, cutoff: float) -> tuple[np.ndarray, np.ndarray, tuple[float, float]]:

@@ -8,6 +8,7 @@ Reference: docs/design.md §5, "More dead directions"; van Nierop, Eq. (17), cou
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -29,6 +30,7 @@ _CHUNK = 128  # rows of the Jacobian that are computed at once
 _MOST = 12_000  # parameters of which the whole Jacobian is made; of larger models, blocks of it
 _SHOWN = 12  # leaves in a figure
 _STEPS = 64  # of Lanczos, for an upper bound
+_SPARE = 64  # rows beyond the entries of a block: random combinations lose no rank
 _SPAN = 1e-9  # relative size below which a direction lies in the span of others
 
 
@@ -65,6 +67,7 @@ class Census(NamedTuple):
         with `blocks`, those of the block in which they are closest.
       blocks: the blocks in which directions were counted; () where all parameters were one.
       bound: an upper bound for all dead directions and its standard error; None if none was asked for.
+      skipped: names of the blocks for which the time did not suffice: their dead directions are not in these numbers.
     """
 
     parameters: int
@@ -79,13 +82,15 @@ class Census(NamedTuple):
     gap: tuple[float, float]
     blocks: tuple[BlockCount, ...] = ()
     bound: tuple[float, float] | None = None
+    skipped: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        alone = [f"{g.alone:6d}" if not self.blocks else "" for g in self.gauges]
-        rows = [f"{'gauge':44} {'orbit':>6} {'' if self.blocks else 'alone':>6} {'outputs change by':>18}"]
+        in_blocks = bool(self.blocks or self.skipped)
+        alone = ["" if in_blocks else f"{g.alone:6d}" for g in self.gauges]
+        rows = [f"{'gauge':44} {'orbit':>6} {'' if in_blocks else 'alone':>6} {'outputs change by':>18}"]
         rows += [f"{g.name[:44]:44} {g.dim:6d} {x:6} {g.seen:18.1e}" for g, x in zip(self.gauges, alone, strict=True)]
         gap = f"(singular values {self.gap[0]:.0e} | {self.gap[1]:.0e})"
-        if self.blocks:
+        if in_blocks:
             rows += ["", f"{'block':64} {'entries':>8} {'dead':>6} {'unreached':>10} {'unexplained':>12}"]
             rows += [
                 f"{b.name[:64]:64} {b.size:8d} {b.dead:6d} {b.unreached:10d} {b.unexplained:12d}" for b in self.blocks
@@ -95,6 +100,9 @@ class Census(NamedTuple):
                 f"{self.parameters} parameters, at least {self.dead} dead directions: {self.explained} along orbits, "
                 f"{self.unexplained} unexplained in blocks {gap}",
             ]
+            if self.skipped:
+                names = ", ".join(self.skipped[:3]) + (", …" if len(self.skipped) > 3 else "")
+                rows += [f"a lower bound: the time ended before {len(self.skipped)} blocks were counted ({names})"]
         else:
             rows += [
                 "",
@@ -135,7 +143,7 @@ class Census(NamedTuple):
         axes.set_ylim(len(rows) - 0.4, -0.6)
         axes.margins(x=0.12)
         axes.set_axisbelow(True)
-        least = "at least " if self.blocks else ""
+        least = "at least " if self.blocks or self.skipped else ""
         axes.set(
             xlabel="dimensions",
             title=f"Of {self.parameters:,} dimensions {least}{self.dead:,} change no output; "
@@ -158,6 +166,7 @@ def census(
     probes: int = 0,
     seed: int = 0,
     progress: bool = True,
+    seconds: float = math.inf,
 ) -> Census:
     """Counts the dead directions of a function at a point, and those that gauges explain.
 
@@ -181,6 +190,8 @@ def census(
         It needs `matfree`, which `pip install "gauge_optax[measure]"` installs.
       seed: of projections and directions.
       progress: whether to show a bar.
+      seconds: after which no further block is counted. The census then says that its count is a lower bound, and names
+        the blocks that it lacks. A model of up to 12,000 parameters is counted whole, however long that takes.
 
     Returns:
       The counts; `print` shows them as a table, `.plot()` draws them.
@@ -222,7 +233,8 @@ def census(
 
         rng, point = np.random.default_rng(seed), with_leaves(params, stored)
         counted = _in_blocks if total > _MOST else _whole
-        result = counted(double, stored, point, batches, parts, cutoff, block, rng, progress)
+        deadline = time.monotonic() + seconds
+        result = counted(double, stored, point, batches, parts, cutoff, block, rng, progress, deadline)
         if probes:
             result = result._replace(bound=upper_bound(double, stored, batches, probes, _STEPS, rng, progress))
     return result
@@ -230,7 +242,7 @@ def census(
 
 def _whole(
     fn: Callable[..., Any], stored: Mapping[str, np.ndarray], point: Any, batches: Sequence[Any],
-    gauges: Sequence[Gauge], cutoff: float, block: int, rng: np.random.Generator, progress: bool,
+    gauges: Sequence[Gauge], cutoff: float, block: int, rng: np.random.Generator, progress: bool, deadline: float,
 ) -> Census:
     """The census of all parameters at once."""
     total = sum(x.size for x in stored.values())
@@ -257,18 +269,23 @@ def _whole(
 
 def _in_blocks(
     fn: Callable[..., Any], stored: Mapping[str, np.ndarray], point: Any, batches: Sequence[Any],
-    gauges: Sequence[Gauge], cutoff: float, block: int, rng: np.random.Generator, progress: bool,
+    gauges: Sequence[Gauge], cutoff: float, block: int, rng: np.random.Generator, progress: bool, deadline: float,
 ) -> Census:
     """The census of a large model: of each orbit some directions, and all directions of some blocks."""
     total = sum(x.size for x in stored.values())
     closed = jax.make_jaxpr(lambda *x: fn(dict(zip(stored, x, strict=True)), batches[0]))(*stored.values())
     blocks = blocks_of(walk(closed, list(stored)), stored, block, rng)
-    needed = max(each.size for each in blocks) + 64
+    needed = max(each.size for each in blocks) + _SPARE
     outputs = sum(x.size for batch in batches for x in jax.eval_shape(fn, stored, batch))
     if outputs < needed:
         raise _too_few(outputs, f"{needed:,} entries of a block")
-    span, rest, counts = Span(gauges, point, stored), np.zeros((0, total)), []
-    for each, rows in zip(blocks, rows_of(fn, stored, batches, blocks, needed, rng, progress), strict=True):
+    span, rest = Span(gauges, point, stored), np.zeros((0, total))
+    counts: list[BlockCount] = []
+    skipped: list[str] = []
+    for each, rows in zip(blocks, rows_of(fn, stored, batches, blocks, needed, rng, progress, deadline), strict=True):
+        if len(rows) < each.size + _SPARE or (counts and time.monotonic() > deadline):
+            skipped.append(each.name)
+            continue
         dead, reached, gap = null_space(rows, cutoff)
         lost = unexplained_in(each, dead, reached, span, stored, rng)
         unreached = each.size - len(reached)
@@ -282,7 +299,8 @@ def _in_blocks(
     return Census(
         total, total - dead_in_all, dead_in_all, sum(dims), 0, 0, len(rest), _by_leaf(rest, stored),
         tuple(GaugeCount(g._description, n, n, x) for g, n, x in zip(gauges, dims, seen, strict=True)),
-        min((count.gap for count in counts), key=lambda gap: gap[1] / max(gap[0], 1e-300)), tuple(counts),
+        min((count.gap for count in counts), key=lambda gap: gap[1] / max(gap[0], 1e-300), default=(0.0, 1.0)),
+        tuple(counts), skipped=tuple(skipped),
     )
 
 

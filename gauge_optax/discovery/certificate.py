@@ -15,12 +15,14 @@ from gauge_optax.discovery.sketch import Function, Leaves, finite_points, generi
 from gauge_optax.gauges.gauge import Gauge
 from gauge_optax.xla import quick_options
 
+_SECONDS = 600.0  # after which no further block is counted
 _DRAWS = 5  # of a point, until the function is finite there
 _MARGIN = 2  # outputs per parameter: the outputs of one sequence depend on each other
 
 
 def certified(
-    fn: Function, params: Any, leaves: Leaves, batches: Sequence[Any], gauges: Sequence[Gauge], seed: int
+    fn: Function, params: Any, leaves: Leaves, batches: Sequence[Any], gauges: Sequence[Gauge], seed: int,
+    progress: bool = False,
 ) -> Census:
     """The census of gauges at a generic point.
 
@@ -31,6 +33,7 @@ def certified(
       batches: at least two.
       gauges: the gauges.
       seed: of the point, the inputs and the census.
+      progress: whether to show a bar.
     """
     rng = np.random.default_rng([seed, 18])
 
@@ -44,7 +47,8 @@ def certified(
         inputs = [*batches, *(redrawn(batches, rng) for _ in range(count))]
         drawn = (generic_point(leaves, rng) for _ in range(_DRAWS))
         (point,) = finite_points(jax.jit(fn, compiler_options=quick_options()), batches, drawn, 1)
-        return census(by_tree, with_leaves(params, point), inputs, gauges, "loss", seed=seed, progress=False)
+        point = with_leaves(params, point)
+        return census(by_tree, point, inputs, gauges, "loss", seed=seed, progress=progress, seconds=_SECONDS)
 
 
 def redrawn(batches: Sequence[Any], rng: np.random.Generator) -> Any:

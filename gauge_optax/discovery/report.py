@@ -94,7 +94,8 @@ class Report(Mappings):
         It is computed when it is first asked for, by `go.measure.census`: seconds for 2,000 parameters, minutes for
         12,000; of more parameters, the directions in blocks of entries are counted. For a large tree it is that of the
         small instance on which gauges were searched. Its inputs are new ones, drawn from the numbers that the batches
-        hold. Raises what `go.measure.census` raises.
+        hold. It shows a bar if `discover` does. After ten minutes it counts no further block, and says that its count
+        is a lower bound. Raises what `go.measure.census` raises.
         """
         if self.census is None:
             raise ValueError("a report that `discover` did not make has no certificate; call go.measure.census")
@@ -240,11 +241,12 @@ def discover(
         bar.update()
         if small is None:
             report = _searched(by_leaves, params, leaves, batches, trace, near, seed, bar)
-            census = functools.partial(certified, by_leaves, params, leaves, batches, report.whole, seed)
+            census = functools.partial(certified, by_leaves, params, leaves, batches, report.whole, seed, progress)
             return dataclasses.replace(report, census=census, axes=axes, outputs=outputs)
         tree, trace = with_leaves(params, small.leaves), _walked(by_leaves, small.leaves, small.batches[0])
         report = _searched(by_leaves, tree, small.leaves, small.batches, trace, near, seed, bar)
-        census = functools.partial(certified, by_leaves, tree, small.leaves, small.batches, report.whole, seed)
+        given = tree, small.leaves, small.batches, report.whole, seed, progress
+        census = functools.partial(certified, by_leaves, *given)
         leaves = jax.device_put(leaves)
         report = _carried(report, small, by_leaves, params, leaves, batches, near, seed, bar)
         return dataclasses.replace(report, census=census, axes=axes, outputs=outputs)

@@ -89,6 +89,17 @@ def test_gauges_that_share_leaves_explain_all_blocks(small: None) -> None:
     assert _counted(row, missing).unexplained == 8
 
 
+def test_without_time_the_count_says_that_it_is_a_lower_bound(small: None) -> None:
+    """Orbits are counted whatever the time; every block is named as one that is lacking."""
+    row = _llama()
+    gauges = [gauge for name, gauge in zip(NAMES, row.gauges, strict=True) if name != "rescale"]
+    found = _counted(row, gauges, seconds=0.0)
+    assert found.blocks == () and len(found.skipped) > 3 and found.unexplained == 0
+    assert found.dead == found.explained == sum(gauge.dim for gauge in found.gauges) > 0
+    assert f"a lower bound: the time ended before {len(found.skipped)} blocks were counted" in str(found)
+    assert "at least" in str(found)
+
+
 def test_the_upper_bound_is_above_the_count(small: None) -> None:
     pytest.importorskip("matfree")
     row = _llama()

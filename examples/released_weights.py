@@ -219,7 +219,8 @@ def answer() -> dict[str, Any]:
 
 
 def find(model: str) -> dict[str, Any]:
-    """`go.discover` on the released weights, whole."""
+    """`go.discover` on the released weights, whole, and how long it took."""
+    began = time.monotonic()
     if model == "SmolLM2":
         short = jnp.asarray(text(False, 15)[:4])
         fn: Callable[[Any, Any], Any] = weights.llama_logits
@@ -228,7 +229,8 @@ def find(model: str) -> dict[str, Any]:
         params, (tokens, mask) = minilm()
         batches = [(tokens[k : k + 2, :16], mask[k : k + 2, :16]) for k in (0, 2)]
         report = go.discover(weights.bert_embeddings, params, batches, outputs="predictions", progress=False)
-    return {"gauges": [gauge.name for gauge in report.whole], "code": report.code()}
+    seconds = round(time.monotonic() - began, 1)
+    return {"gauges": [gauge.name for gauge in report.whole], "code": report.code(), "seconds": seconds}
 
 
 def moved(model: str, name: str, double: bool) -> dict[str, Any]:

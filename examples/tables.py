@@ -32,6 +32,7 @@ from examples import (
     quantize,
     radial_equilibrium,
     released,
+    released_weights,
     relu_rescale,
     rotational_balance,
     rotational_networks,
@@ -109,6 +110,7 @@ SECTIONS = [
         "quantize", "Rounding to few bits from other points of the orbit", quantize.section,
         ("rise of the held-out loss",),
     ),
+    Section("released_weights", "Two released models, job by job", released_weights.section),
     Section("probe", "One probe for two networks", probe.section),
     Section("packed", "Packed heads: training what a gauge leaves", packed.section),
     Section(

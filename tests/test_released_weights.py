@@ -77,9 +77,10 @@ def test_smollm2_answers_and_keeps_its_loss_folded_and_rotated(smollm2: tuple[An
 def test_a_tied_table_cannot_be_rotated(smollm2: tuple[Any, Any]) -> None:
     """Its logits would be other ones: `rotate` says so, given the function."""
     params, _ = smollm2
-    read, write = dict(jobs.STREAM[0].read), dict(jobs.STREAM[0].write)  # type: ignore[attr-defined]
+    specs = jobs.STREAM[0].specs  # type: ignore[attr-defined]
+    read, write = ({x.pattern: x.axes for x in specs if x.role == role} for role in ("read", "write"))
     del read["lm_head/kernel"]
-    wrong = go.residual_rotation(read, write, jobs.NORMS)
+    wrong = go.residual_rotation(read=read, write=write, norms=jobs.NORMS)
     with pytest.raises(ValueError, match="untie"):
         go.orbit.rotate(params, wrong, fn=weights.llama_logits, batch=jnp.asarray(jobs.text(True)[:1, :8]))
 

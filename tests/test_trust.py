@@ -15,7 +15,8 @@ import pytest
 from flax import nnx
 
 import gauge_optax as go
-from tests.cases import GAUGE_CASES
+from gauge_optax.binding import leaves_by_path, with_leaves
+from tests.cases import FLAT_CASES, GAUGE_CASES
 from tests.gauges.user_gauges import Translation
 from tests.quick import jit
 
@@ -250,3 +251,40 @@ def test_discover_called_with_a_module() -> None:
     assert [gauge.name for gauge in report.gauges] == ["rescale", "logit_shift"]
     report = go.discover(dense.apply, variables, batches, "logits", progress=False)  # type: ignore[arg-type]
     assert [gauge.name for gauge in report.gauges] == ["logit_shift"]
+
+
+# A norm's scale of zero --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["residual_rotation/stacked", "norm_read_shift/one_plus_bias"])
+def test_what_would_divide_by_a_norms_scale_of_zero_says_so(name: str, x64: None) -> None:
+    """No function returns NaN in its place; the message names the leaf."""
+    (case,) = (case for case in FLAT_CASES if case.name == name)
+    gauges, params = case.gauges(), case.params(jax.random.key(0))
+    bound, group = go.bind(gauges, params), go.product(gauges)
+    (scale,) = {spec.pattern: spec.axes for gauge in gauges if gauge.name == "norm_scale" for spec in gauge.specs
+                if spec.role == "up" and "bias" not in spec.pattern}.items()  # type: ignore[attr-defined]
+    leaves, stored = leaves_by_path(params), -1.0 if "1+" in str(scale[1]) else 0.0
+    hidden = with_leaves(params, {scale[0]: leaves[scale[0]].at[..., 0].set(stored)})
+    element, step = group.sample(jax.random.key(1), params), jax.tree.map(jnp.ones_like, params)
+    calls = {
+        "act": lambda: group.act(element, hidden),
+        "read": lambda: bound.read(hidden),
+        "slice_point": lambda: bound.slice_point(hidden),
+        "random_twin": lambda: bound.random_twin(jax.random.key(2), hidden),
+        "vertical": lambda: group.vertical(hidden, step),
+        "horizontal": lambda: group.horizontal(hidden, step),
+        "align from": lambda: go.orbit.align(params, hidden, gauges),
+        "align to": lambda: go.orbit.align(hidden, params, gauges),
+        "distance": lambda: go.orbit.distance(params, hidden, gauges),
+        "average": lambda: go.orbit.average([params, hidden], gauges),
+        "canonicalize": lambda: go.orbit.canonicalize(hidden, gauges),
+        "gauge_project": lambda: go.gauge_project(gauges).update(step, optax.EmptyState(), hidden),
+        "drift": lambda: go.measure.drift(params, hidden, gauges),
+        "vertical_motion": lambda: go.measure.vertical_motion(hidden, step, gauges),
+        "quotient": lambda: go.quotient(optax.sgd(0.1), gauges).init(hidden),
+        "from_state": lambda: go.orbit.from_state(optax.sgd(0.1).init(hidden), optax.sgd(0.1), gauges, hidden),
+    }
+    for call in calls.values():
+        with pytest.raises(ValueError, match=f"(?s)hides a channel, '{scale[0]}'.*found:    a scale of zero"):
+            call()

@@ -15,10 +15,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from gauge_optax.binding import with_leaves
+from gauge_optax.binding import leaves_by_path, with_leaves
 from gauge_optax.ddc.plain import checked_options, ddc
 from gauge_optax.ddc.printed import PaperOptions, paper_ddc, paper_options
-from gauge_optax.gauges.bound import bound
+from gauge_optax.gauges.bound import bound, require_nonzero_norms
 from gauge_optax.gauges.gauge import Gauges, Product, product
 from gauge_optax.linalg import Coefficients
 from gauge_optax.optimizers._quotient import QuotientState, frame_and_slice_point, slice_gradient
@@ -110,7 +110,9 @@ def gauge_project(gauges: Gauges, kind: str = "gradient") -> GaugeTransformation
         return optax.EmptyState()
 
     def update(updates: Any, state: optax.EmptyState, params: Any, **extra: Any) -> tuple[Any, optax.EmptyState]:
-        horizontal = bound(group.gauges, params).slice.horizontal_at(params, updates, dual=kind == "gradient")
+        s = bound(group.gauges, params).slice
+        require_nonzero_norms("gauge_project", s, leaves_by_path(params))
+        horizontal = s.horizontal_at(params, updates, dual=kind == "gradient")
         return in_dtype_of(updates, horizontal), state
 
     def empty(params: Any) -> optax.EmptyState:

@@ -54,6 +54,7 @@ class Bound:
         Returns:
           Parameters like `params`, every leaf in its dtype.
         """
+        require_nonzero_norms("act", self.whole, leaves_by_path(params))
         return self.stored(self.whole.act(self.elements(element), self.whole.values(params)), params)
 
     def read(self, params: Any) -> Any:
@@ -62,6 +63,7 @@ class Bound:
         Args:
           params: θ (values are read).
         """
+        require_nonzero_norms("read", self.whole, leaves_by_path(params))
         return self.public(self.whole.read(self.whole.values(params)).elements)
 
     def slice_point(self, params: Params) -> Params:
@@ -73,6 +75,7 @@ class Bound:
         Returns:
           Parameters like `params`.
         """
+        require_nonzero_norms("slice_point", self.whole, leaves_by_path(params))
         x = self.whole.values(params)
         return self.stored(self.whole.enter(self.whole.read(x).elements, x).point, params)
 
@@ -356,7 +359,10 @@ def require_nonzero_norms(name: str, s: Slice, leaves: Mapping[str, Any]) -> Non
     """
     for block in dict.fromkeys(block for part in s.parts for block in divides_by(part)):
         scale = leaves[block.path]
-        if not isinstance(scale, jax.core.Tracer) and not np.all(np.asarray(block.view(scale)) + block.one_plus):
+        # Neither a tracer's values nor those on devices of other processes are at hand.
+        if isinstance(scale, jax.core.Tracer) or not getattr(scale, "is_fully_addressable", True):
+            continue
+        if not np.all(np.asarray(block.view(scale)) + block.one_plus):
             raise binding_error(
                 name, f"a norm that hides a channel, '{block.path}'", "a scale of zero", "scales that are not zero",
                 "take residual_rotation and norm_read_shift out of the list, or give the channel a small scale",

@@ -42,7 +42,7 @@ from gauge_optax.binding import (
 from gauge_optax.binding import bind as bind_blocks
 from gauge_optax.errors import binding_error
 from gauge_optax.gauges.balance import balanced_elements
-from gauge_optax.gauges.bound import Bound, bound
+from gauge_optax.gauges.bound import Bound, bound, require_nonzero_norms
 from gauge_optax.gauges.by_action import UserCopy
 from gauge_optax.gauges.copies import Copy, Effect
 from gauge_optax.parts.matrices import matrices_of, optax_axes
@@ -243,7 +243,9 @@ class Gauge(abc.ABC):
         ... )
         True
         """
-        leaves, parts = leaves_by_path(tangent), self._bound(params).whole.horizontal_at(params, tangent)
+        s = self._bound(params).whole
+        require_nonzero_norms("horizontal", s, leaves_by_path(params))
+        leaves, parts = leaves_by_path(tangent), s.horizontal_at(params, tangent)
         return with_leaves(tangent, {p: x.astype(leaves[p].dtype) for p, x in parts.items()})
 
     def coordinates(self, params: Any) -> Element:

@@ -14,7 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import DictKey, SequenceKey
 
-from gauge_optax.gauges.bound import Bound
+from gauge_optax.binding import leaves_by_path
+from gauge_optax.gauges.bound import Bound, require_nonzero_norms
 from gauge_optax.gauges.copies import Copy
 from gauge_optax.gauges.gauge import Element, Gauges, product
 from gauge_optax.gauges.linear import Linear
@@ -123,6 +124,8 @@ def drift(params_0: Any, params_t: Any, gauges: Gauges) -> Drift:
     [0.0, -0.5, 0.1]
     """
     group = product(gauges)
+    for params in (params_0, params_t):
+        require_nonzero_norms("drift", group._bound(params).whole, leaves_by_path(params))
     elements = jax.tree.map(jnp.subtract, group.coordinates(params_t), group.coordinates(params_0))
     b = group._bound(params_0)
     names = tuple(
@@ -160,6 +163,8 @@ def vertical_motion(params: Any, update: Any, gauges: Gauges) -> tuple[Element, 
     """
     b = product(gauges)._bound(params)
     s, after = b.slice, jax.tree.map(lambda p, u: p + u.astype(p.dtype), params, update)
+    for point in (params, after):
+        require_nonzero_norms("vertical_motion", s, leaves_by_path(point))
     # Turning is measured in the basis in which the point is stored, so that its frame need not be read.
     values = s.values(params), s.values(after)
     before, now = (s.read(point, turning=False).elements for point in values)

@@ -25,6 +25,7 @@ import jax.numpy as jnp
 
 from gauge_optax.binding import leaf_shape, leaves_by_path, overlap
 from gauge_optax.errors import binding_error
+from gauge_optax.gauges.bound import require_nonzero_norms
 from gauge_optax.gauges.gauge import Element, Gauges, bind
 from gauge_optax.gauges.statistics import require_no_statistics_behind
 from gauge_optax.linalg import real_dtype, roundoff
@@ -79,6 +80,8 @@ def align(a: Any, b: Any, gauges: Gauges, batches: Sequence[Any] | None = None, 
     check_fn("align", batches, fn)
     s = on_tree.whole
     require_no_statistics_behind("align", s, b)
+    for params in (a, b):
+        require_nonzero_norms("align", s, leaves_by_path(params))
     known = _by_responses(s, a, b, list(batches or ()), fn) if fn is not None else {}
     reached = _from_slice(s, a, b, known)
     if reached.distance > _roundoff(reached.target):  # otherwise both have one function, and nothing is nearer

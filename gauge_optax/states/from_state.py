@@ -5,8 +5,9 @@ from typing import Any
 import jax
 import optax
 
-from gauge_optax.binding import with_leaves
+from gauge_optax.binding import leaves_by_path, with_leaves
 from gauge_optax.errors import binding_error
+from gauge_optax.gauges.bound import require_nonzero_norms
 from gauge_optax.gauges.gauge import Gauges, Product, product
 from gauge_optax.optimizers._quotient import QuotientState, no_offset
 from gauge_optax.slice import Frame
@@ -60,6 +61,7 @@ def from_state(
     group = product(gauges)
     b, sharding = group._bound(params), layout(params)
     s = b.slice
+    require_nonzero_norms("from_state", s, leaves_by_path(params))
     with sharding.left_open():
         stored, plain = sharding.drop((params, state))
         (elements, live, _), entered = s.unturned_slice_point(stored)

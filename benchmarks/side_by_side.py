@@ -220,8 +220,9 @@ def compared(name: str, pair: Sequence[Any], gradient: Gradient, params: Tree) -
     off = difference(*ends)
     if off <= TOLERANCE:
         return {"outcome": "same", "off": off}
-    if name == "align" and distance(ends[0], params) ** 2 < (1.0 + LEAST_FALL) * distance(ends[1], params) ** 2:
-        return {"outcome": "as near", "off": off}
+    if name == "align":
+        ours, theirs = (distance(end, params) ** 2 for end in ends)
+        return {"outcome": "as near" if ours < (1.0 + LEAST_FALL) * theirs else "different", "off": off}
     again = [
         pair[1](lambda p, seed=seed: perturbed(gradient(p), seed), perturbed(params, seed + 10)) for seed in range(3)
     ]

@@ -224,7 +224,7 @@ def find(model: str) -> dict[str, Any]:
     if model == "SmolLM2":
         short = jnp.asarray(text(False, 15)[:4])
         fn: Callable[[Any, Any], Any] = weights.llama_logits
-        report = go.discover(fn, smollm2()[0], [short[:2], short[2:]], progress=False)
+        report = go.discover(fn, smollm2()[0], [short[:2], short[2:]], "logits", progress=False)
     else:
         params, (tokens, mask) = minilm()
         batches = [(tokens[k : k + 2, :16], mask[k : k + 2, :16]) for k in (0, 2)]

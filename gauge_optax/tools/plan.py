@@ -296,6 +296,8 @@ def _joint(copies: Sequence[Sequence[Any]], leaves: Mapping[str, Any]) -> str:
         if len(shapes) > 2 and len(lengths) == 1 and len(ranks) > 1 and min(ranks) > 1:
             layers[node] = lengths.pop()
     for blocks in copies:
+        if any(template(b.path) == b.path and b.path.split("/")[0] not in layers for b in blocks):
+            continue  # a leaf outside the layers, such as the table, is theirs in common: they have one stream
         equal: dict[tuple[Any, ...], list[str]] = {}
         for b in blocks:
             equal.setdefault((b.role, b.axes, template(b.path), b.shape), []).append(b.path)

@@ -50,32 +50,42 @@ class Prover:
       fn: (leaves, batch) to a list of outputs.
       params: the tree that gauges bind to.
       batches: at least two.
-      points: other than those of the sketch; the first at which the outputs are finite count.
-      count: how many points.
     """
 
-    def __init__(
-        self, fn: Function, params: Any, batches: Sequence[Any], points: Iterable[Leaves], count: int = 2
-    ) -> None:
+    def __init__(self, fn: Function, params: Any, batches: Sequence[Any]) -> None:
         self._fn, self._params, self._batches = fn, params, list(batches)[:2]
         self._call = jax.jit(fn, compiler_options=quick_options())
-        self.points = finite_points(self._call, self._batches, points, count)
+        self.points: list[Leaves] = []
         self._before: list[list[list[np.ndarray]]] = []
 
     def _outputs(self, leaves: Leaves, batch: Any) -> list[np.ndarray]:
         return [np.asarray(x) for x in self._call(leaves, batch)]
 
+    def _finite_outputs(self, leaves: Leaves) -> list[list[np.ndarray]]:
+        """The outputs of every batch; raises where some are not finite."""
+        outputs = [self._outputs(leaves, batch) for batch in self._batches]
+        for out, batch in zip(outputs, self._batches, strict=True):
+            checks.check_finite(out, self._fn, leaves, batch)
+        return outputs
+
     def check_outputs(self, leaves: Leaves) -> None:
-        """Raises where outputs are not finite or differ between two calls, at `leaves` and at the points."""
-        batch = self._batches[0]
-        for point in (leaves, *self.points):
-            for b in self._batches:
-                checks.check_finite(self._outputs(point, b), self._fn, point, b)
+        """Raises where the outputs of the given leaves are not finite or differ between two calls."""
+        first = self._finite_outputs(leaves)[0]
         # A second trace draws anew whatever fn reads outside its arguments, such as a key or a counter.
         again = jax.jit(lambda p, b: self._fn(p, b), compiler_options=quick_options())
         for call in (self._call, again):
-            checks.check_repeatable(self._outputs(leaves, batch), [np.asarray(x) for x in call(leaves, batch)])
-        self._before = [[self._outputs(point, b) for b in self._batches] for point in self.points]
+            checks.check_repeatable(first, [np.asarray(x) for x in call(leaves, self._batches[0])])
+
+    def place_at(self, points: Iterable[Leaves], count: int = 2) -> None:
+        """Proves from now on at the first of these points at which the outputs are finite, and raises without any.
+
+        Args:
+          points: other than those of the sketch.
+          count: how many are taken.
+        """
+        self.points = []  # large ones are freed before others are drawn
+        self.points = finite_points(self._call, self._batches, points, count)
+        self._before = [self._finite_outputs(point) for point in self.points]
 
     def change(self, moved: Sequence[Leaves]) -> float:
         """Largest relative change of an output when the points are replaced."""
@@ -124,7 +134,7 @@ class Prover:
                     moved[k] |= result
                     for path, x in result.items():
                         size = np.sqrt(np.mean(np.square(np.asarray(x) - point[path])))
-                        shaken[k][path] = point[path] + size * rng.standard_normal(point[path].shape)
+                        shaken[k][path] = jax.device_put(point[path] + size * rng.standard_normal(point[path].shape))
                 yield self.change(moved) if free or self.change(shaken) > _NOTICED else np.inf
 
         results = proofs()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import gc
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -25,7 +26,7 @@ from gauge_optax.discovery.lift import in_double
 from gauge_optax.discovery.offsets import Flow, Shifts, flows, merged_reads, unread_bias_call
 from gauge_optax.discovery.prove import Held, Prover
 from gauge_optax.discovery.shrink import Small, smaller
-from gauge_optax.discovery.sketch import Function, Gradients, Leaves, generic_point
+from gauge_optax.discovery.sketch import Function, Gradients, Leaves, generic_point, squared_gradients
 from gauge_optax.discovery.stream import passed, rotation_call, stream_rotations
 from gauge_optax.discovery.trace import Trace, walk
 from gauge_optax.discovery.write import Unwritable, shift_call, write_shift_calls, written
@@ -247,8 +248,8 @@ def discover(
         report = _searched(by_leaves, tree, small.leaves, small.batches, trace, near, seed, bar)
         given = tree, small.leaves, small.batches, report.whole, seed, progress
         census = functools.partial(certified, by_leaves, *given)
-        leaves = jax.device_put(leaves)
-        report = _carried(report, small, by_leaves, params, leaves, batches, near, seed, bar)
+        del leaves
+        report = _carried(report, small, by_leaves, params, batches, near, seed, bar)
         return dataclasses.replace(report, census=census, axes=axes, outputs=outputs)
 
 
@@ -280,8 +281,9 @@ def _searched(
     def rng(*purpose: int) -> np.random.Generator:
         return np.random.default_rng([seed, *purpose])
 
-    prover = Prover(fn, params, batches, (generic_point(leaves, rng(1, k)) for k in range(100, 100 + _DRAWS)))
+    prover = Prover(fn, params, batches)
     prover.check_outputs(leaves)
+    prover.place_at(generic_point(leaves, rng(1, k)) for k in range(100, 100 + _DRAWS))
 
     bar.set_postfix_str("gradients")
     tried = search.candidates(trace, leaves)
@@ -424,8 +426,7 @@ def _turns(
 
 
 def _carried(
-    report: Report, small: Small, fn: Function, params: Any, leaves: Leaves, batches: Sequence[Any], near: float,
-    seed: int, bar: Any,
+    report: Report, small: Small, fn: Function, params: Any, batches: Sequence[Any], near: float, seed: int, bar: Any
 ) -> Report:
     """The report on a small instance as one on the large instance: every gauge is proved again there.
 
@@ -433,21 +434,26 @@ def _carried(
     """
     rng = np.random.default_rng([seed, 12])
     bar.set_postfix_str("the large instance")
-    # Arrays on the device are not copied at every call; of a tree of 1 GB that is the difference between 8 GB and 6.
-    drawn = (jax.device_put(generic_point(leaves, rng)) for _ in range(_DRAWS))
-    prover = Prover(fn, params, batches, drawn, count=1)
-    prover.check_outputs(leaves)
-    squares = {path: np.zeros(leaf.shape, np.float32) for path, leaf in leaves.items()}
-    gradients = Gradients(fn, batches)
-    for number in range(_REACH):
-        point = jax.device_put(generic_point(leaves, rng)) if number else prover.points[0]
-        for gradient in gradients.at(point, len(batches), rng):
-            for path, rows in gradient.items():
-                squares[path] += np.square(rows).sum(0)
-            del gradient
-        del point
+
+    def on_device(moved: Callable[[Leaves], Leaves]) -> Leaves:
+        """The given leaves in float64, moved and put on the device one after the other: a large tree is held once."""
+        gc.collect()  # what a trace captured is in cycles,
+        jax.device_put(0.0).block_until_ready()  # and jax frees what was deleted at its next call
+        gc.collect()
+        leaves, out = checks.double_leaves(params, seed), dict[str, Any]()
+        for path in list(leaves):
+            out |= jax.device_put(moved({path: leaves.pop(path)}))
+        return out
+
+    prover = Prover(fn, params, batches)
+    prover.check_outputs(on_device(lambda leaf: leaf))
+    squares = dict[str, np.ndarray]()
+    for _ in range(_REACH):
+        prover.place_at((on_device(lambda leaf: generic_point(leaf, rng)) for _ in range(_DRAWS)), count=1)
+        for path, square in squared_gradients(fn, batches, prover.points[0], rng).items():
+            squares[path] = squares[path] + square if path in squares else square
     _, dead, uncovered, _ = _unreached(prover, squares, rng)
-    del squares, gradients
+    del squares
     nearly, proved, failed = list[Held](), list[Held](), list[str]()
     for claims, limit, kept in ((report.held, STILL, proved), (report.nearly, 10 * near, nearly)):
         for one in claims:

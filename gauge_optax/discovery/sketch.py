@@ -6,10 +6,12 @@ points are generic because zeros, ones and equal leaves of an initialization mak
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from gauge_optax.xla import quick_options
@@ -58,6 +60,48 @@ def finite_points(
         if len(found) == count:
             break
     return found + [last] * (count - len(found))
+
+
+def squared_gradients(
+    fn: Function, batches: Sequence[Any], point: Mapping[str, Any], rng: np.random.Generator
+) -> Leaves:
+    """Sums over the batches of the squared gradient of one random projection each, of a large tree.
+
+    A gradient of all leaves at once would be another copy of the tree in float64, and the compiler holds one more. So
+    leaves are differentiated a few at a time, and their squares are returned in float32.
+
+    Args:
+      fn: (leaves, batch) to a tree of outputs.
+      batches: what it is called on.
+      point: float64 leaves by path.
+      rng: source of the projections.
+
+    Returns:
+      Arrays of the leaves' shapes by path; a gradient that is not finite counts as zero.
+    """
+
+    @functools.partial(jax.jit, compiler_options=quick_options())
+    def squares(some: Mapping[str, Any], others: Mapping[str, Any], batch: Any, projection: Any) -> Mapping[str, Any]:
+        _, backward = jax.vjp(lambda part: fn({**others, **part}, batch), some)
+        (gradient,) = backward(projection)
+        finite = functools.reduce(jnp.logical_and, [jnp.isfinite(x).all() for x in gradient.values()])
+        return {path: jnp.where(finite, x * x, 0.0).astype(jnp.float32) for path, x in gradient.items()}
+
+    groups, held = [list[str]()], 0
+    for path, leaf in point.items():
+        if groups[-1] and held + 8 * leaf.size > _CHUNK:
+            groups, held = [*groups, []], 0
+        groups[-1].append(path)
+        held += 8 * leaf.size
+    sums = {path: np.zeros(leaf.shape, np.float32) for path, leaf in point.items()}
+    for batch in batches:
+        outputs = jax.eval_shape(fn, point, batch)
+        projection = jax.tree.map(lambda x: rng.standard_normal(x.shape).astype(x.dtype), outputs)
+        for group in groups:
+            others = {path: leaf for path, leaf in point.items() if path not in group}
+            for path, x in squares({path: point[path] for path in group}, others, batch, projection).items():
+                sums[path] += np.asarray(x)
+    return sums
 
 
 class Gradients:

@@ -308,8 +308,7 @@ def _searched(
             squares = {path: x + np.square(gradient[path]).sum(0) for path, x in squares.items()}
             for n, flow in enumerate(offsets):
                 flow.observe(point, gradient, rng(9, k, n))
-            for one, element in zip(tried, elements, strict=True):
-                one.observe(point, element, gradient, first=chunk == 0)
+            search.observe(tried, point, elements, gradient, first=chunk == 0)
         bar.update(k < count)
     checks.check_gradients(seen, rows)
 

@@ -26,6 +26,7 @@ _PASSES = 8  # of thinning a basis; one or two suffice but for accidents
 BLUR = 1e-5  # what roundoff leaves of an entry that is zero, beside what nearly holds
 _DENOMINATOR = 6  # of exponents, at most
 _MATRIX = 128  # the largest basis on which a linear group is tried
+_MOTIONS = 2**26  # bytes of motions of a leaf that are held at a time
 Column = tuple[Piece, str]  # a piece and its mode
 
 
@@ -48,17 +49,6 @@ class Candidate:
     columns: list[Column]
     products: list[np.ndarray] = dataclasses.field(default_factory=list)
     lengths: np.ndarray | float = 0.0
-
-    def observe(self, point: Leaves, element: np.ndarray, gradients: Leaves, first: bool) -> None:
-        """Adds some gradients at a point; `first` says that they are the first ones there."""
-        products, lengths = [], []
-        for piece, mode in self.columns:
-            motion = direction(mode, piece.read(point[piece.path][None])[0], element)
-            rows = piece.read(gradients[piece.path])
-            products.append(rows.reshape(len(rows), -1) @ motion.reshape(-1))
-            lengths.append(np.square(motion).sum())
-        self.products.append(np.stack(products, 1))
-        self.lengths = self.lengths + np.array(lengths) * first
 
     def solve(self, squares: Leaves, dead: Mapping[str, np.ndarray], near: float) -> list[Copy]:
         """The symmetries whose residual is below `near`, on pieces that affect the outputs.
@@ -103,6 +93,45 @@ class Candidate:
                 along = _moved_along(terms, asleep)
                 symmetries.append(Copy(self.family, self.space, self.beside, terms, residual, along))
         return symmetries
+
+
+def observe(
+    candidates: Sequence[Candidate], point: Leaves, elements: Sequence[np.ndarray], gradients: Leaves, first: bool
+) -> None:
+    """Adds the products of some gradients at a point with every candidate's motions.
+
+    It goes leaf by leaf, because one matrix product of a leaf's gradients then serves all candidates: a model of 30
+    unrolled layers has thousands.
+
+    Args:
+      candidates: their products are extended, and their lengths too.
+      point: where the gradients were taken.
+      elements: one of each candidate's algebra.
+      gradients: (rows, *shape) by path.
+      first: whether these are the first gradients at that point.
+    """
+    of_leaf = dict[str, list[tuple[int, int]]]()
+    for n, one in enumerate(candidates):
+        for k, (piece, _) in enumerate(one.columns):
+            of_leaf.setdefault(piece.path, []).append((n, k))
+    rows = len(next(iter(gradients.values())))
+    products = [np.zeros((rows, len(one.columns))) for one in candidates]
+    lengths = [np.zeros(len(one.columns)) for one in candidates]
+    for path, columns in of_leaf.items():
+        leaf, flat = point[path], gradients[path].reshape(rows, -1)
+        at_once = max(1, _MOTIONS // max(1, leaf.nbytes))
+        for start in range(0, len(columns), at_once):
+            some = columns[start : start + at_once]
+            motions = np.zeros((len(some), leaf.size))
+            for motion, (n, k) in zip(motions, some, strict=True):
+                piece, mode = candidates[n].columns[k]
+                motion[piece.entries] = direction(mode, piece.read(leaf[None])[0], elements[n])
+                lengths[n][k] = motion @ motion
+            for column, (n, k) in zip((flat @ motions.T).T, some, strict=True):
+                products[n][:, k] = column
+    for one, product, length in zip(candidates, products, lengths, strict=True):
+        one.products.append(product)
+        one.lengths = one.lengths + length * first
 
 
 def spaces_with_companions(trace: Trace) -> dict[Space, set[Space]]:

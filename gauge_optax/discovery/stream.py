@@ -16,7 +16,7 @@ import numpy as np
 from gauge_optax.discovery.calls import Axes, Call, bound_copies, captured_blocks
 from gauge_optax.discovery.checks import check_gradients
 from gauge_optax.discovery.groups import ZERO, Copy, draw, independent
-from gauge_optax.discovery.search import candidates
+from gauge_optax.discovery.search import candidates, observe
 from gauge_optax.discovery.sketch import Gradients, Leaves, generic_point
 from gauge_optax.discovery.trace import Trace
 from gauge_optax.discovery.write import Unwritable, axes_text, joined, whole_leaves
@@ -61,8 +61,7 @@ def stream_rotations(
         for chunk, gradient in enumerate(gradients.at(point, at_once, rng(15, k))):
             seen += len(next(iter(gradient.values())))
             squares = {path: x + np.square(gradient[path]).sum(0) for path, x in squares.items()}
-            for one, element in zip(tried, elements, strict=True):
-                one.observe(point, element, gradient, first=chunk == 0)
+            observe(tried, point, elements, gradient, first=chunk == 0)
     check_gradients(seen, needed)
     symmetries = [symmetry for one in tried for symmetry in one.solve(squares, dead, 10 * ZERO)]
     point = _with_ones(generic_point(leaves, rng(13, 0)), ones)

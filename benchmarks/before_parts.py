@@ -74,9 +74,9 @@ def table(result: Mapping[str, Any]) -> str:
         "# What an update costs beside the package before its core became parts",
         "",
         f"`python -m benchmarks.before_parts`: {sizes['layers']} layers of d = {sizes['width']}, "
-        f"{sizes['parameters'] / 1e6:.1f} M parameters, float32, {result['host']}, jax {result['jax']}. The old package "
-        f"is commit {REVISION}, in the same process. A ratio is the median over rounds ({result['compiles']} of "
-        f"compiling, {result['repeats']} of updates) of this package's figure in units of the old one's of the same "
+        f"{sizes['parameters'] / 1e6:.1f} M parameters, float32, {result['host']}, jax {result['jax']}. The old "
+        f"package is commit {REVISION}, in the same process. A ratio is the median over rounds ({result['compiles']} "
+        f"of compiling, {result['repeats']} of updates) of this package's figure in units of the old one's of the same "
         "round, with its quartiles for updates. Compiling counts CPU seconds of all threads, tracing included; scratch "
         "is the memory that the compiled update takes beside its arguments and results.",
         "",

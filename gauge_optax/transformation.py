@@ -91,7 +91,6 @@ def transformation(
     update: Callable[..., tuple[Any, Any]],
     state_type: type,
     init_empty: Callable[[Any], Any],
-    needs_params: bool = True,
     gauges: Iterable[Any] = (),
     rules: Rules | None = None,
     preflight: Preflight | None = None,
@@ -105,7 +104,6 @@ def transformation(
         explicit axes the compiler chooses them inside, and results get the shardings of `updates` and `state`.
       state_type: the NamedTuple that `init` returns.
       init_empty: params → state, for trees without leaves: `optax.tree.map_params` calls `init` with one.
-      needs_params: whether `update` without params is an error.
       gauges: what it says of itself, see `GaugeTransformation`.
       rules: likewise.
       preflight: likewise.
@@ -118,8 +116,7 @@ def transformation(
         return init_empty(params) if is_empty(params) else init(params)
 
     def update_fn(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
-        if needs_params:
-            require_params(name, params)
+        require_params(name, params)
         require_gradients(name, updates)
         require_state(name, state, state_type)
 
@@ -128,8 +125,8 @@ def transformation(
 
         # Only the outermost transformation reports the gradient that it is given. Those inside it are given slice
         # gradients, which are zero for a norm's scale, and `go.check` would call that leaf frozen.
-        if not _RUNNING:
-            _tell(updates, None, None)
+        for heard in _LISTENING if not _RUNNING else ():
+            heard.append((updates, None, None))
         _RUNNING.append(None)
         try:
             return layout((updates, params)).run(plain, updates, state, params, extra, like=(updates, state))
@@ -154,7 +151,8 @@ def checked_inner(name: str, inner: Any) -> GaugeTransformation:
     def update_fn(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         with explain_state_mismatch(name, inner, state, params):
             steps, state = inner.update(updates, state, params, **extra)
-        _tell(updates, steps, params)
+        for heard in _LISTENING:
+            heard.append((updates, steps, params))
         return steps, state
 
     return GaugeTransformation(inner.init, update_fn, gauges, rules)
@@ -173,11 +171,6 @@ def listening() -> Iterator[list[tuple[Any, Any, Any]]]:
         yield _LISTENING[-1]
     finally:
         _LISTENING.pop()
-
-
-def _tell(updates: Any, steps: Any, point: Any) -> None:
-    for heard in _LISTENING:
-        heard.append((updates, steps, point))
 
 
 def in_computing_dtype(leaf: Any) -> jax.Array:

@@ -1,19 +1,19 @@
 """Path patterns and named axes, and what they mean on a concrete tree. Nothing in this folder holds an array."""
 
 from gauge_optax.binding.bind import Binding, Instance, bind, instance_key
-from gauge_optax.binding.blocks import Block, bind_leaf, overlap
-from gauge_optax.binding.paths import (
-    hidden_match,
+from gauge_optax.binding.leaves import (
+    Block,
+    bind_leaf,
     hidden_paths,
     is_empty,
     leaf_shape,
     leaves_by_path,
     mask_by_path,
-    match,
-    nearest,
+    overlap,
     values_at,
     with_leaves,
 )
+from gauge_optax.binding.paths import hidden_match, match, nearest
 from gauge_optax.binding.specs import Axes, BlockSpec, block_specs, check_specs, frozen_sizes, group_axes
 
 __all__ = [

@@ -4,7 +4,7 @@ A product M = A·Bᵀ is unchanged by (A, B) ↦ (A·S, B·S⁻ᵀ) for every in
 and outputs (rows of W_O), LoRA factors all have this form. S = Q·P has two parts:
 
 * P, symmetric positive, is a size: read at every step off A = Â·P, where Â has orthonormal columns (`parts.sizes`);
-* Q, a rotation of both factors, is a turn: read once and held (`parts.turns`).
+* Q, a rotation of both factors, is a turn: read once and held (`parts.heads`).
 
 With Gram matrices H_A = AᵀA and H_B = BᵀB, the least-norm point of an orbit is balanced, H_A = H_B, and reached by
 S = (H_A⁻¹ # H_B)^{1/2}, where # is the geometric mean. Tangents of the orbit are (A·Z, −B·Zᵀ), with d_h² dimensions
@@ -25,9 +25,8 @@ from gauge_optax.gauges.copies import Copy, Effect, drawn, label
 from gauge_optax.gauges.gauge import BlockGauge, block_gauge
 from gauge_optax.gauges.rotation import HeadRotation
 from gauge_optax.linalg import haar, inverse, matmul, matrix_exponential, symmetric_eigen, transpose
-from gauge_optax.parts.heads import BASIS, Side
+from gauge_optax.parts.heads import BASIS, Rotation, Side
 from gauge_optax.parts.sizes import Stretch
-from gauge_optax.parts.turns import Rotation
 
 
 def head_linear(

@@ -18,9 +18,8 @@ from gauge_optax.binding import Axes
 from gauge_optax.gauges.copies import Copy, Effect, drawn, label
 from gauge_optax.gauges.gauge import BlockGauge, block_gauge
 from gauge_optax.gauges.torus import Torus, check_pairing, planes, random_angles
-from gauge_optax.parts.heads import BASIS, PLANE
+from gauge_optax.parts.heads import BASIS, PLANE, Planes
 from gauge_optax.parts.sizes import Factor
-from gauge_optax.parts.turns import Planes
 
 
 def rope_linear(

@@ -2,7 +2,7 @@
 
 Scores q·kᵀ depend on W_Q·W_Kᵀ alone and outputs on W_V·W_O alone, so one orthogonal R that rotates the basis of both
 factors does not change the function. Stack the rows of all blocks to W (rows × d_h): a bias is one more row, W_O enters
-as its transpose. The vertical tangents are W·A for antisymmetric A: d_h(d_h−1)/2 dimensions per head. `parts.turns`
+as its transpose. The vertical tangents are W·A for antisymmetric A: d_h(d_h−1)/2 dimensions per head. `parts.heads`
 says how heads are read and held. Not a symmetry under rotary embeddings or QK-norm.
 Reference: the paper DDC (docs/design.md §4), §3.2 and B.8; Lemma 25 for grouped queries.
 """
@@ -18,8 +18,7 @@ from gauge_optax.binding import Axes
 from gauge_optax.gauges.copies import Copy, Effect, label, normal
 from gauge_optax.gauges.gauge import BlockGauge, block_gauge
 from gauge_optax.linalg import haar, matmul, nearly_orthogonal, skew, skew_exponential, transpose
-from gauge_optax.parts.heads import BASIS
-from gauge_optax.parts.turns import Rotation
+from gauge_optax.parts.heads import BASIS, Rotation
 
 
 def head_rotation(blocks: Mapping[str, Axes], *, sizes: Mapping[str, int] | None = None) -> BlockGauge:

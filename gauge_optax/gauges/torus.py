@@ -16,8 +16,7 @@ from gauge_optax.binding import Axes, Block
 from gauge_optax.errors import binding_error
 from gauge_optax.gauges.copies import Copy, Effect, drawn, label
 from gauge_optax.gauges.gauge import BlockGauge, block_gauge
-from gauge_optax.parts.heads import BASIS, PLANE, PlaneBlock
-from gauge_optax.parts.turns import Planes
+from gauge_optax.parts.heads import BASIS, PLANE, PlaneBlock, Planes
 
 _PAIRINGS = ("half", "interleaved")
 

@@ -17,7 +17,7 @@ from gauge_optax.gauges.bound import bound, require_nonzero_norms
 from gauge_optax.gauges.gauge import Gauge, Gauges, Product, product
 from gauge_optax.optimizers.rest import resting
 from gauge_optax.parts.part import Arrays
-from gauge_optax.slice import Elements, Entered, Frame, Slice, minus, plus
+from gauge_optax.slice import Elements, Entered, Frame, Slice
 from gauge_optax.transformation import (
     GaugeTransformation,
     at_once,
@@ -136,8 +136,8 @@ def quotient_for(
         extra = _extra_at(s, entered, seen, params, extra) if extra else extra
         u, inner_state = inner.update(seen_gradient, state.inner_state, with_leaves(params, seen.point), **extra)
         u = zero_frozen(u, state.frame.frozen) if state.frame.frozen else u
-        grown, after = s.fix(plus(entered.point, seen.push(s.vectors(u))), state.frame.live)  # θ̂′ = fix(θ̂ + B·u)
-        step = minus(after, entered.point)
+        grown, after = s.fix(optax.tree.add(entered.point, seen.push(s.vectors(u))), state.frame.live)  # fix(θ̂ + B·u)
+        step = optax.tree.sub(after, entered.point)
         step = s.hold(entered.point, step) if hold else step  # without rotations of heads
         step, frame = _rested(s, state.frame, grown, entered.point, step)
         out = with_leaves(u, cast_like(entered.push(step), updates))  # F·(θ̂′ − θ̂)
@@ -233,7 +233,7 @@ def _rested(s: Slice, frame: Frame, grown: Elements, point: Arrays, step: Arrays
     for part, _, _ in s.sizes:
         if part.label in s.following:
             elements[part.label] = part.compose(elements[part.label], grown[part.label])
-            step = minus(part.act(grown[part.label], plus(point, step)), point)
+            step = optax.tree.sub(part.act(grown[part.label], optax.tree.add(point, step)), point)
     return step, frame._replace(elements=elements)
 
 

@@ -4,12 +4,12 @@ from gauge_optax.binding.bind import Binding, Instance, bind, instance_key
 from gauge_optax.binding.leaves import (
     Block,
     bind_leaf,
-    hidden_paths,
     is_empty,
     leaf_shape,
     leaves_by_path,
     mask_by_path,
     overlap,
+    shown_and_hidden,
     values_at,
     with_leaves,
 )
@@ -18,6 +18,7 @@ from gauge_optax.binding.specs import Axes, BlockSpec, block_specs, check_specs,
 
 __all__ = [
     "Axes", "Binding", "Block", "BlockSpec", "Instance", "bind", "bind_leaf", "block_specs",
-    "check_specs", "frozen_sizes", "group_axes", "hidden_match", "hidden_paths", "instance_key", "is_empty",
-    "leaf_shape", "leaves_by_path", "mask_by_path", "match", "nearest", "overlap", "values_at", "with_leaves",
+    "check_specs", "frozen_sizes", "group_axes", "hidden_match", "instance_key", "is_empty",
+    "leaf_shape", "leaves_by_path", "mask_by_path", "match", "nearest", "overlap", "shown_and_hidden", "values_at",
+    "with_leaves",
 ]

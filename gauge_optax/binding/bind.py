@@ -37,11 +37,6 @@ class Instance:
     blocks: tuple[Block, ...]
     sizes: tuple[tuple[str, int], ...]
 
-    def shape(self, names: Sequence[str]) -> tuple[int, ...]:
-        """Lengths of the named axes, in that order."""
-        sizes = dict(self.sizes)
-        return tuple(sizes[name] for name in names)
-
 
 @dataclasses.dataclass(frozen=True)
 class Binding:

@@ -22,7 +22,6 @@ import optax
 from jax.tree_util import FlattenedIndexKey, GetAttrKey
 
 from gauge_optax.binding.axes import Ranges, Site, parse_axes, solve_lengths
-from gauge_optax.binding.paths import match
 from gauge_optax.binding.specs import BlockSpec
 from gauge_optax.errors import binding_error
 
@@ -63,7 +62,22 @@ def _flatten(tree: Any) -> tuple[list[str], list[Any], Any]:
 
 
 def shown_and_hidden(tree: Any) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Returns `leaves_by_path(tree)` and `hidden_paths(tree)`, but flattens the tree once."""
+    """Leaves by normalised path, and the paths at which a `MaskedNode` stands in place of a leaf or a subtree.
+
+    Args:
+      tree: any pytree; `optax.masked` and `optax.partition` make such nodes.
+
+    Returns:
+      `leaves_by_path(tree)`, and the other paths, in tree order.
+
+    Raises:
+      ValueError: two leaves have one normalised path.
+
+    >>> import optax
+    >>> from gauge_optax.binding import shown_and_hidden
+    >>> shown_and_hidden({"a": {"kernel": 1.0, "bias": optax.MaskedNode()}})
+    ({'a/kernel': 1.0}, ('a/bias',))
+    """
     paths, leaves, _ = _flatten(tree)
     shown = {path: leaf for path, leaf in zip(paths, leaves, strict=True) if not _is_masked(leaf)}
     return shown, tuple(path for path in paths if path not in shown)
@@ -86,26 +100,6 @@ def leaves_by_path(tree: Any) -> dict[str, Any]:
     {'mlp/0/kernel': 1.0, 'mlp/2/kernel': 2.0}
     """
     return shown_and_hidden(tree)[0]
-
-
-def hidden_paths(tree: Any) -> tuple[str, ...]:
-    """Paths at which `optax.masked` or `optax.partition` put a `MaskedNode` in place of a leaf or a subtree.
-
-    Args:
-      tree: any pytree.
-
-    Returns:
-      The normalised paths, in tree order.
-
-    Raises:
-      ValueError: two leaves have one normalised path.
-
-    >>> import optax
-    >>> from gauge_optax.binding import hidden_paths
-    >>> hidden_paths({"a": {"kernel": 1.0, "bias": optax.MaskedNode()}})
-    ('a/bias',)
-    """
-    return shown_and_hidden(tree)[1]
 
 
 def with_leaves(tree: Any, leaves: Mapping[str, Any]) -> Any:
@@ -503,8 +497,8 @@ def overlap(a: Block, b: Block) -> bool:
 def bind_leaf(
     gauge: str, spec: BlockSpec, path: str, shape: tuple[int, ...], sizes: Mapping[str, int],
     source: str = "the other blocks",
-) -> Block | None:
-    """Resolves one spec on one bare leaf.
+) -> Block:
+    """Resolves one spec on one bare leaf, whose path it matches.
 
     Args:
       gauge: name for errors.
@@ -515,7 +509,7 @@ def bind_leaf(
       source: where those are from, for errors.
 
     Returns:
-      The block, None if the pattern does not match.
+      The block.
 
     Raises:
       ValueError: wrong rank, lengths that disagree or stay unknown, an index out of range.
@@ -524,8 +518,6 @@ def bind_leaf(
     >>> bind_leaf("rescale", BlockSpec("up", "mlp/{i}", "_ channel"), "mlp/0", (4, 6), {}).labels
     ('_', 'channel')
     """
-    if match(gauge, spec.pattern, path) is None:
-        return None
     site = Site(spec.role, path, spec.axes, tuple(shape), parse_axes(gauge, spec.pattern, spec.axes))
     _, (split,) = solve_lengths(gauge, [site], sizes, source)
     return resolve_block(gauge, site, split)

@@ -118,7 +118,8 @@ def transformation(
     def update_fn(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         require_params(name, params)
         require_gradients(name, updates)
-        require_state(name, state, state_type)
+        if not all(hasattr(state, field) for field in getattr(state_type, "_fields", ())):
+            raise _not_a_state(name, state, state_type)
 
         def plain(updates: Any, state: Any, params: Any, extra: Any) -> tuple[Any, Any]:
             return update(updates, state, params, **extra)
@@ -401,17 +402,15 @@ def require_every(transformation: str, every: Any) -> None:
             "write every=1 for every step")
 
 
-def require_state(transformation: str, state: Any, kind: type) -> None:
-    """Raises ValueError unless a state has the fields of the class that `init` returns."""
-    if not all(hasattr(state, field) for field in getattr(kind, "_fields", ())):
-        if isinstance(state, Mapping | list) and not hasattr(state, "_fields"):
-            raise binding_error(
-                transformation, "a state that has lost its classes",
-                f"a {type(state).__name__}, as of a checkpoint that was restored without a target",
-                f"a {kind.__name__}",
-                "restore into jax.eval_shape(tx.init, params), for example "
-                "checkpointer.restore(path, target=jax.eval_shape(tx.init, params))")
-        raise _wrong_state(transformation, type(state).__name__, kind.__name__)
+def _not_a_state(transformation: str, state: Any, kind: type) -> ValueError:
+    """The error for a state without the fields of the class that `init` returns."""
+    if not isinstance(state, Mapping | list):
+        return _wrong_state(transformation, type(state).__name__, kind.__name__)
+    return binding_error(
+        transformation, "a state that has lost its classes",
+        f"a {type(state).__name__}, as of a checkpoint that was restored without a target", f"a {kind.__name__}",
+        "restore into jax.eval_shape(tx.init, params), for example "
+        "checkpointer.restore(path, target=jax.eval_shape(tx.init, params))")
 
 
 @contextlib.contextmanager

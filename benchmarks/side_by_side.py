@@ -36,7 +36,7 @@ import optax
 from tqdm import tqdm
 
 import gauge_optax as new
-from gauge_optax.binding.paths import leaves_by_path, match
+from gauge_optax.binding import leaves_by_path, match
 from tests.cases import FLAT_CASES, GAUGE_CASES, GaugeCase
 
 REVISION = "374c5b0"

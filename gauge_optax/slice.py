@@ -26,7 +26,7 @@ methods too. All of them are loops over parts. References: Fels and Olver 1999, 
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -261,11 +261,11 @@ class Slice:
                 )
         return {b.path: jnp.broadcast_to(jnp.asarray(leaves[b.path], dtype), b.shape) for b in self.blocks}
 
-    def check(self, labels: Collection[str]) -> None:
-        """Raises ValueError where a state with these labels was made with other gauges, or on other leaves."""
-        expected = {part.label for part in self.parts}
-        if set(labels) == expected:
-            return
+    def checked(self, frame: Frame) -> Elements:
+        """F. Raises ValueError for a frame that was made with other gauges, or on other leaves."""
+        labels, expected = frame.elements.keys(), {part.label for part in self.parts}
+        if labels == expected:
+            return frame.elements
         versions = {label.rpartition(".v")[2].split(" ")[0] for label in labels}
         if versions - {str(VERSION)}:
             found = f"states of version {', '.join(sorted(versions))}"
@@ -281,11 +281,6 @@ class Slice:
             "give the optimizer the gauges that its state was made with, on leaves of those shapes; "
             "or start anew by tx.init(params)",
         )
-
-    def checked(self, frame: Frame) -> Elements:
-        """F. Raises ValueError for the frame of other gauges."""
-        self.check(frame.elements)
-        return frame.elements
 
     def check_norms(self) -> None:
         """Raises ValueError for a turn that passes a norm's scale which no size makes 1. Optimizers need that."""
@@ -502,16 +497,6 @@ class Slice:
             e, _ = part.read(anchor, x, live[part.label], near=True)
             x = part.act(part.inverse(e), x)
         return x
-
-
-def plus(a: Arrays, b: Mapping[str, jax.Array]) -> Arrays:
-    """The sum of two points or tangents, over the leaves of the first."""
-    return {path: x + b[path] for path, x in a.items()}
-
-
-def minus(a: Arrays, b: Mapping[str, jax.Array]) -> Arrays:
-    """The difference of two points or tangents, over the leaves of the first."""
-    return {path: x - b[path] for path, x in a.items()}
 
 
 def _masked(x: Arrays, moved: Iterable[tuple[Any, Block]], known: Mapping[str, jax.Array]) -> Arrays:

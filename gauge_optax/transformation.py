@@ -91,7 +91,6 @@ def transformation(
     update: Callable[..., tuple[Any, Any]],
     state_type: type,
     init_empty: Callable[[Any], Any],
-    needs_params: bool = True,
     gauges: Iterable[Any] = (),
     rules: Rules | None = None,
     preflight: Preflight | None = None,
@@ -105,7 +104,6 @@ def transformation(
         explicit axes the compiler chooses them inside, and results get the shardings of `updates` and `state`.
       state_type: the NamedTuple that `init` returns.
       init_empty: params → state, for trees without leaves: `optax.tree.map_params` calls `init` with one.
-      needs_params: whether `update` without params is an error.
       gauges: what it says of itself, see `GaugeTransformation`.
       rules: likewise.
       preflight: likewise.
@@ -118,18 +116,18 @@ def transformation(
         return init_empty(params) if is_empty(params) else init(params)
 
     def update_fn(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
-        if needs_params:
-            require_params(name, params)
+        require_params(name, params)
         require_gradients(name, updates)
-        require_state(name, state, state_type)
+        if not all(hasattr(state, field) for field in getattr(state_type, "_fields", ())):
+            raise _not_a_state(name, state, state_type)
 
         def plain(updates: Any, state: Any, params: Any, extra: Any) -> tuple[Any, Any]:
             return update(updates, state, params, **extra)
 
         # Only the outermost transformation reports the gradient that it is given. Those inside it are given slice
         # gradients, which are zero for a norm's scale, and `go.check` would call that leaf frozen.
-        if not _RUNNING:
-            _tell(updates, None, None)
+        for heard in _LISTENING if not _RUNNING else ():
+            heard.append((updates, None, None))
         _RUNNING.append(None)
         try:
             return layout((updates, params)).run(plain, updates, state, params, extra, like=(updates, state))
@@ -154,7 +152,8 @@ def checked_inner(name: str, inner: Any) -> GaugeTransformation:
     def update_fn(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         with explain_state_mismatch(name, inner, state, params):
             steps, state = inner.update(updates, state, params, **extra)
-        _tell(updates, steps, params)
+        for heard in _LISTENING:
+            heard.append((updates, steps, params))
         return steps, state
 
     return GaugeTransformation(inner.init, update_fn, gauges, rules)
@@ -173,11 +172,6 @@ def listening() -> Iterator[list[tuple[Any, Any, Any]]]:
         yield _LISTENING[-1]
     finally:
         _LISTENING.pop()
-
-
-def _tell(updates: Any, steps: Any, point: Any) -> None:
-    for heard in _LISTENING:
-        heard.append((updates, steps, point))
 
 
 def in_computing_dtype(leaf: Any) -> jax.Array:
@@ -408,17 +402,15 @@ def require_every(transformation: str, every: Any) -> None:
             "write every=1 for every step")
 
 
-def require_state(transformation: str, state: Any, kind: type) -> None:
-    """Raises ValueError unless a state has the fields of the class that `init` returns."""
-    if not all(hasattr(state, field) for field in getattr(kind, "_fields", ())):
-        if isinstance(state, Mapping | list) and not hasattr(state, "_fields"):
-            raise binding_error(
-                transformation, "a state that has lost its classes",
-                f"a {type(state).__name__}, as of a checkpoint that was restored without a target",
-                f"a {kind.__name__}",
-                "restore into jax.eval_shape(tx.init, params), for example "
-                "checkpointer.restore(path, target=jax.eval_shape(tx.init, params))")
-        raise _wrong_state(transformation, type(state).__name__, kind.__name__)
+def _not_a_state(transformation: str, state: Any, kind: type) -> ValueError:
+    """The error for a state without the fields of the class that `init` returns."""
+    if not isinstance(state, Mapping | list):
+        return _wrong_state(transformation, type(state).__name__, kind.__name__)
+    return binding_error(
+        transformation, "a state that has lost its classes",
+        f"a {type(state).__name__}, as of a checkpoint that was restored without a target", f"a {kind.__name__}",
+        "restore into jax.eval_shape(tx.init, params), for example "
+        "checkpointer.restore(path, target=jax.eval_shape(tx.init, params))")
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ import optax
 import pytest
 
 import gauge_optax as go
-from gauge_optax.parts.turns import lyapunov
+from gauge_optax.linalg import lyapunov_by_products
 from models import lm
 from tests.quick import jit
 from tests.tolerances import tolerance
@@ -276,7 +276,7 @@ def test_what_holds_heads_takes_any_matrix() -> None:
     rows, k = draw(size=(500, 32, 4)), draw(size=(500, 4, 4))
     m, odd = np.swapaxes(rows, 1, 2) @ rows, k - np.swapaxes(k, 1, 2)
     for part in (k, odd / 2 + 1e-7 * (k - odd / 2)):
-        a = np.asarray(jit(lyapunov)(jnp.asarray(m, "float32"), jnp.asarray(part, "float32")), float)
+        a = np.asarray(jit(lyapunov_by_products)(jnp.asarray(m, "float32"), jnp.asarray(part, "float32")), float)
         left = np.linalg.norm(m @ a + a @ m - odd, axis=(1, 2)) / np.linalg.norm(odd, axis=(1, 2))
         assert np.max(left) <= tolerance("kernel", "float32")
 

@@ -17,16 +17,8 @@ import jax
 import jax.numpy as jnp
 
 from gauge_optax.binding.axes import Site, parse_axes, solve_lengths
-from gauge_optax.binding.blocks import Block, overlap, resolve_block
-from gauge_optax.binding.paths import (
-    captures_of,
-    hidden_match,
-    leaf_shape,
-    match,
-    natural_key,
-    no_match,
-    shown_and_hidden,
-)
+from gauge_optax.binding.leaves import Block, leaf_shape, overlap, resolve_block, shown_and_hidden
+from gauge_optax.binding.paths import captures_of, hidden_match, match, natural_key, no_match
 from gauge_optax.binding.specs import BlockSpec, Sizes, check_specs, group_axes
 from gauge_optax.errors import binding_error
 
@@ -44,11 +36,6 @@ class Instance:
     key: str
     blocks: tuple[Block, ...]
     sizes: tuple[tuple[str, int], ...]
-
-    def shape(self, names: Sequence[str]) -> tuple[int, ...]:
-        """Lengths of the named axes, in that order."""
-        sizes = dict(self.sizes)
-        return tuple(sizes[name] for name in names)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,7 +3,8 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from gauge_optax.binding.paths import leaf_shape, leaves_by_path, match, no_match, with_leaves
+from gauge_optax.binding.leaves import leaf_shape, leaves_by_path, with_leaves
+from gauge_optax.binding.paths import match, no_match
 from gauge_optax.errors import binding_error
 
 _NO_DEFAULT = object()  # None is a value that a user may want

@@ -11,7 +11,8 @@ from typing import Any
 
 import jax
 
-from gauge_optax.binding.paths import leaves_by_path, match, no_match
+from gauge_optax.binding.leaves import leaves_by_path
+from gauge_optax.binding.paths import match, no_match
 from gauge_optax.binding.specs import Axes
 from gauge_optax.errors import binding_error
 

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import optax
 
 from gauge_optax.binding import Block, leaves_by_path, overlap, with_leaves
-from gauge_optax.ddc.adam import Adam
+from gauge_optax.ddc.heads import Adam
 from gauge_optax.ddc.plain import (
     Channels,
     GaugeMoments,
@@ -40,10 +40,10 @@ from gauge_optax.linalg import direction_tolerance, rotation_2x2, transpose
 from gauge_optax.optimizers._quotient import QuotientState
 from gauge_optax.optimizers.polar import Polar
 from gauge_optax.parts.constants import Mean
+from gauge_optax.parts.heads import Planes, Rotation
 from gauge_optax.parts.part import Arrays, Constant, Part, Turn, changed
 from gauge_optax.parts.sizes import Factor
 from gauge_optax.parts.stream import Stream
-from gauge_optax.parts.turns import Planes, Rotation
 from gauge_optax.slice import Elements, Slice
 from gauge_optax.transformation import GaugeTransformation, cast_like, explain_state_mismatch, transformation
 from gauge_optax.xla import computed_twice, not_fused_with_spread
@@ -114,8 +114,8 @@ def fused_ddc(
         # The decay, the learning rate and the way back from the slice are the same in any basis of heads.
         u = with_leaves(slice_gradient, cast_like(step, slice_gradient))
         u, tail_state = tail.update(u, state.inner_state[1:], with_leaves(params, point), **extra)
-        _, after = s.fix(jax.tree.map(jnp.add, point, s.vectors(u)), state.frame.live)
-        step = entered.push(jax.tree.map(jnp.subtract, after, point))
+        _, after = s.fix(optax.tree.add(point, s.vectors(u)), state.frame.live)
+        step = entered.push(optax.tree.sub(after, point))
         return with_leaves(u, cast_like(step, updates)), QuotientState(state.frame, (ddc_state, *tail_state), {})
 
     said: dict[str, Any] = {"gauges": plain.gauges, "rules": plain.rules, "preflight": plain.preflight}

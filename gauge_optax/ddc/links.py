@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import optax
 
 from gauge_optax.binding import leaves_by_path, with_leaves
@@ -320,8 +319,8 @@ def gauge_retract(gauges: Gauges) -> GaugeTransformation:
         s = bound(group.gauges, params).slice
         entered = s.enter(s.checked(state.frame), s.values(params))
         tangent = entered.enter_step(s.vectors(updates))
-        _, after = s.fix(jax.tree.map(jnp.add, entered.point, tangent), state.frame.live)
-        step = entered.push(jax.tree.map(jnp.subtract, after, entered.point))
+        _, after = s.fix(optax.tree.add(entered.point, tangent), state.frame.live)
+        step = entered.push(optax.tree.sub(after, entered.point))
         return in_dtype_of(updates, step), state
 
     def init(params: optax.Params) -> GaugeRetractState:

@@ -25,8 +25,7 @@ import jax.numpy as jnp
 import optax
 
 from gauge_optax.binding import Block, leaves_by_path, overlap, with_leaves
-from gauge_optax.ddc.adam import Adam
-from gauge_optax.ddc.heads import V_MODES, HeadMoments, divided, in_bases, init_heads, refreshed
+from gauge_optax.ddc.heads import V_MODES, Adam, HeadMoments, divided, in_bases, init_heads, refreshed
 from gauge_optax.ddc.vertical import (
     VERTICAL,
     VerticalMoments,

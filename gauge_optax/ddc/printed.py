@@ -29,8 +29,7 @@ import jax.numpy as jnp
 import optax
 
 from gauge_optax.binding import Block, leaves_by_path, overlap, with_leaves
-from gauge_optax.ddc.adam import Adam
-from gauge_optax.ddc.heads import init_heads
+from gauge_optax.ddc.heads import Adam, init_heads
 from gauge_optax.ddc.plain import (
     Channels,
     GaugeMoments,

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from gauge_optax.ddc.adam import Adam
+from gauge_optax.ddc.heads import Adam
 from gauge_optax.gauges.by_action import OfUser
 from gauge_optax.linalg import direction_tolerance, real_dtype, skew
 from gauge_optax.parts.constants import Mean

@@ -391,7 +391,7 @@ def _reading(path: str, axes: Axes, shape: tuple[int, ...]) -> Reading | None:
     stacks: dict[Matrices, None] = {}
     for text in (axes,) if isinstance(axes, str) else axes:
         block = bind_leaf("discover", BlockSpec("neurons", path, text), path, shape, {}, "sizes")
-        if block is None or "token" in block.split_labels:
+        if "token" in block.split_labels:
             return None
         if (made := neuron_matrices(block)) is not None:
             stacks[made] = None

@@ -13,11 +13,9 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-import jax
-
 from gauge_optax.binding import Axes, Block
 from gauge_optax.errors import binding_error
-from gauge_optax.gauges.copies import Copy, label, normal
+from gauge_optax.gauges.copies import Copy, Found
 from gauge_optax.gauges.gauge import BlockGauge, block_gauge
 from gauge_optax.parts.constants import Absorption
 
@@ -78,22 +76,16 @@ class BiasAbsorption(Copy):
     breaks: ClassVar[str] = "a reader of the bias that is not listed, or an activation between bias and kernel"
 
     @classmethod
-    def of(
-        cls, gauge: str, key: str, named: tuple[str, ...], sizes: Mapping[str, int], blocks: Any, **options: Any
-    ) -> "BiasAbsorption":
-        source, kernels, targets = (tuple(b for b in blocks if b.role == role) for role in ("bias", "through", INTO))
+    def of(cls, found: Found, **options: Any) -> "BiasAbsorption":
+        source, kernels, targets = found.of_role("bias", "through", INTO)
         for kernel, target in zip(kernels, targets, strict=True):
-            free, of_target = (_free(block, named) for block in (kernel, target))
+            free, of_target = (_free(block, found.named) for block in (kernel, target))
             if free[len(free) - len(of_target) :] != of_target:
                 raise binding_error(
-                    gauge, f"'{target.path}' does not follow '{kernel.path}'", f"{target.view_shape}",
+                    found.gauge, f"'{target.path}' does not follow '{kernel.path}'", f"{target.view_shape}",
                     f"the last free axes of \"{kernel.axes}\", {free}", "pair every kernel with its own bias")
-        shape = tuple(sizes[name] for name in named)
-        part = Absorption(label(gauge, key, blocks), named, shape, (*source, *targets), kernels)
-        return cls(gauge, key, (part,))
-
-    def sample(self, key: jax.Array, scale: float, leaves: Mapping[str, Any]) -> jax.Array:
-        return normal(key, self.shape, scale)
+        part = Absorption(found.label(), found.named, found.shape, (*source, *targets), kernels)
+        return cls(found.key, (part,))
 
 
 def _free(block: Block, named: tuple[str, ...]) -> tuple[int, ...]:

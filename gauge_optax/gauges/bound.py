@@ -14,7 +14,8 @@ import optax
 
 from gauge_optax.binding import Block, leaf_shape, leaves_by_path, with_leaves
 from gauge_optax.binding.bind import require_no_absent_leaf
-from gauge_optax.binding.paths import match, shown_and_hidden
+from gauge_optax.binding.leaves import shown_and_hidden
+from gauge_optax.binding.paths import match
 from gauge_optax.errors import binding_error
 from gauge_optax.gauges.copies import Copy
 from gauge_optax.linalg import real_dtype, safe_divide

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from gauge_optax.binding import Block, leaves_by_path, with_leaves
 from gauge_optax.errors import binding_error
-from gauge_optax.gauges.copies import Copy, Effect
+from gauge_optax.gauges.copies import Copy, Effect, Found
 from gauge_optax.linalg import real_dtype
 from gauge_optax.parts.part import Anchor, Arrays, Size
 from gauge_optax.slice import VERSION
@@ -89,10 +89,10 @@ _BY_EFFECT: Mapping[Effect, type[OfUser]] = {
 class UserCopy(Copy):
     """The one copy of such a gauge on a tree."""
 
+    parts: tuple[OfUser]
+
     @classmethod
-    def of(
-        cls, gauge: str, key: str, named: tuple[str, ...], sizes: Mapping[str, int], blocks: Any, **options: Any
-    ) -> "UserCopy":
+    def of(cls, found: Found, **options: Any) -> "UserCopy":
         whole, params = options["whole"], options["params"]
         shapes = jax.eval_shape(lambda tree: tree, params)
         leaves, treedef = jax.tree.flatten(shapes)
@@ -105,33 +105,25 @@ class UserCopy(Copy):
         wrong = [path for path in paths if not jnp.issubdtype(by_path[path].dtype, jnp.floating)]
         if wrong or not paths:
             raise binding_error(
-                gauge, f"not on real numbers: '{wrong[0]}'" if wrong else "no leaf",
+                found.gauge, f"not on real numbers: '{wrong[0]}'" if wrong else "no leaf",
                 f"{by_path[wrong[0]].dtype}" if wrong else "an action that computes with no leaf",
                 "an action and a reading of some floating-point leaves", "leave all others as they are")
         bound = {path: _whole_leaf(path, by_path[path].shape) for path in paths}
         anchor = tuple(bound[path] for number, path in enumerate(by_path) if number in reading)
-        name = f"{gauge}[].{whole._checksum(bound.values())}.v{VERSION}"
+        name = f"{found.gauge}[].{whole._checksum(bound.values())}.v{VERSION}"
         kind = _BY_EFFECT.get(whole.effect, OfUser)
         part = kind(name, (), (), tuple(bound.values()), whole, treedef, tuple(leaves), anchor)
-        return cls(gauge, "", (part,))
-
-    @property
-    def part(self) -> OfUser:
-        """The one part."""
-        (part,) = self.parts
-        if not isinstance(part, OfUser):
-            raise TypeError(part)
-        return part
+        return cls("", (part,))
 
     @property
     def dim(self) -> int:
-        return int(self.part.gauge.dim(self.part.zeros()))
+        return int(self.parts[0].gauge.dim(self.parts[0].zeros()))
 
     def sample(self, key: jax.Array, scale: float, leaves: Mapping[str, Any]) -> Any:
-        return self.part.gauge.sample(key, self.part.tree(leaves), scale)
+        return self.parts[0].gauge.sample(key, self.parts[0].tree(leaves), scale)
 
     def coordinate(self, elements: Sequence[Any]) -> Any:
-        return self.part.gauge.logarithm(elements[0])
+        return self.parts[0].gauge.logarithm(elements[0])
 
 
 def broken_law(gauge: Any, params: Any) -> str | None:

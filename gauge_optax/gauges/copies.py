@@ -10,14 +10,14 @@ import math
 import operator
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from gauge_optax.binding import Block, BlockSpec
 from gauge_optax.linalg import real_dtype
-from gauge_optax.parts.part import Part
+from gauge_optax.parts.part import Part, name_of
 from gauge_optax.slice import VERSION
 
 Effect = Literal["still", "shift", "diagonal", "permutation", "orthogonal", "linear"]
@@ -27,17 +27,52 @@ A "shift" adds a constant to points, a "still" move leaves points unchanged too.
 """
 
 
+class Found(NamedTuple):
+    """What the patterns of a gauge have found for one copy.
+
+    Attributes:
+      gauge: the name of the gauge.
+      key: the captures, as in the keys of elements: "i=0", or "" for a gauge without captures.
+      named: names of the axes that index an element.
+      sizes: length of every named axis, reserved ones included.
+      blocks: the blocks, in the order in which they were written.
+    """
+
+    gauge: str
+    key: str
+    named: tuple[str, ...]
+    sizes: Mapping[str, int]
+    blocks: tuple[Block, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Lengths of the named axes."""
+        return tuple(self.sizes[name] for name in self.named)
+
+    def of_role(self, *roles: str) -> tuple[tuple[Block, ...], ...]:
+        """Per role, its blocks."""
+        return tuple(tuple(b for b in self.blocks if b.role == role) for role in roles)
+
+    def label(self, **options: Any) -> str:
+        """The label of a part: the gauge, its captures, a checksum of what it binds, and the version of states.
+
+        Args:
+          **options: further arguments of the gauge.
+        """
+        bound = sorted((b.path, b.role, b.axes, b.shape) for b in self.blocks)
+        checksum = zlib.crc32(f"{bound} {sorted(options.items())}".encode())
+        return f"{self.gauge}[{self.key}].{checksum:08x}.v{VERSION}"
+
+
 @dataclasses.dataclass(frozen=True)
 class Copy(abc.ABC):
     """One copy of a gauge on a tree. By default its group is addition, and its element is that of its one part.
 
     Attributes:
-      gauge: the name of the gauge.
-      key: the captures, as in the keys of elements: "i=0", or "" for a gauge without captures.
+      key: the captures, see `Found`.
       parts: what the gauge is on this tree.
     """
 
-    gauge: str
     key: str
     parts: tuple[Part[Any], ...]
 
@@ -54,10 +89,13 @@ class Copy(abc.ABC):
 
     @classmethod
     @abc.abstractmethod
-    def of(
-        cls, gauge: str, key: str, named: tuple[str, ...], sizes: Mapping[str, int], blocks: Any, **options: Any
-    ) -> "Copy":
-        """The copy that a binding's blocks make. Raises ValueError for blocks that do not fit each other."""
+    def of(cls, found: Found, **options: Any) -> "Copy":
+        """The copy that blocks make; the options are the gauge's. Raises ValueError for blocks that do not fit."""
+
+    @property
+    def gauge(self) -> str:
+        """The name of the gauge."""
+        return name_of(self.parts[0])
 
     @property
     def named(self) -> tuple[str, ...]:
@@ -79,9 +117,9 @@ class Copy(abc.ABC):
         """The dimension of the group, and of the orbit of a generic point."""
         return math.prod(self.shape)
 
-    @abc.abstractmethod
     def sample(self, key: jax.Array, scale: float, leaves: Mapping[str, Any]) -> Any:
         """A random public element. `leaves` are the parameters by path: the size of a shift follows theirs."""
+        return normal(key, self.shape, scale)
 
     # Public elements, and those of the parts ----------------------------------------------------------------
 
@@ -146,17 +184,16 @@ class Copy(abc.ABC):
         return cls.effect
 
 
-def label(gauge: str, key: str, blocks: Sequence[Block], **options: Any) -> str:
-    """The label of a part: the name of its gauge, its captures, a checksum of what it binds, and the version of states.
+@dataclasses.dataclass(frozen=True)
+class Compact(Copy):
+    """A copy of a group whose moves change no norm: it has no coordinate that drifts, and balance does not move it."""
 
-    Args:
-      gauge: the name of the gauge.
-      key: the captures.
-      blocks: what the gauge binds.
-      **options: further arguments of the gauge.
-    """
-    bound = sorted((b.path, b.role, b.axes, b.shape) for b in blocks)
-    return f"{gauge}[{key}].{zlib.crc32(f'{bound} {sorted(options.items())}'.encode()):08x}.v{VERSION}"
+    def coordinate(self, elements: Sequence[Any]) -> None:
+        return None
+
+    @staticmethod
+    def power(element: Any, exponent: float | jax.Array) -> Any:
+        return element
 
 
 def drawn(key: jax.Array, shape: tuple[int, ...], scale: float) -> jax.Array:

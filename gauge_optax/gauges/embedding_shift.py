@@ -10,10 +10,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-import jax
-
 from gauge_optax.binding import Axes
-from gauge_optax.gauges.copies import Copy, Effect, label, normal
+from gauge_optax.gauges.copies import Copy, Effect, Found
 from gauge_optax.gauges.gauge import BlockGauge, block_gauge
 from gauge_optax.parts.constants import Trade
 
@@ -55,11 +53,5 @@ class EmbeddingShift(Copy):
     breaks: ClassVar[str] = "inputs that read no row of a table, or several, a scale on one table, or a tied head"
 
     @classmethod
-    def of(
-        cls, gauge: str, key: str, named: tuple[str, ...], sizes: Mapping[str, int], blocks: Any, **options: Any
-    ) -> "EmbeddingShift":
-        shape = tuple(sizes[name] for name in named)
-        return cls(gauge, key, (Trade(label(gauge, key, blocks), named, shape, tuple(blocks)),))
-
-    def sample(self, key: jax.Array, scale: float, leaves: Mapping[str, Any]) -> jax.Array:
-        return normal(key, self.shape, scale)
+    def of(cls, found: Found, **options: Any) -> "EmbeddingShift":
+        return cls(found.key, (Trade(found.label(), found.named, found.shape, found.blocks),))

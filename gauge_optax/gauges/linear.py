@@ -4,7 +4,7 @@ A product M = A·Bᵀ is unchanged by (A, B) ↦ (A·S, B·S⁻ᵀ) for every in
 and outputs (rows of W_O), LoRA factors all have this form. S = Q·P has two parts:
 
 * P, symmetric positive, is a size: read at every step off A = Â·P, where Â has orthonormal columns (`parts.sizes`);
-* Q, a rotation of both factors, is a turn: read once and held (`parts.turns`).
+* Q, a rotation of both factors, is a turn: read once and held (`parts.heads`).
 
 With Gram matrices H_A = AᵀA and H_B = BᵀB, the least-norm point of an orbit is balanced, H_A = H_B, and reached by
 S = (H_A⁻¹ # H_B)^{1/2}, where # is the geometric mean. Tangents of the orbit are (A·Z, −B·Zᵀ), with d_h² dimensions
@@ -21,13 +21,12 @@ import jax
 import jax.numpy as jnp
 
 from gauge_optax.binding import Axes
-from gauge_optax.gauges.copies import Copy, Effect, drawn, label
+from gauge_optax.gauges.copies import Effect, Found, drawn
 from gauge_optax.gauges.gauge import BlockGauge, block_gauge
 from gauge_optax.gauges.rotation import HeadRotation
 from gauge_optax.linalg import haar, inverse, matmul, matrix_exponential, symmetric_eigen, transpose
-from gauge_optax.parts.heads import BASIS, Side
+from gauge_optax.parts.heads import BASIS, Rotation, Side
 from gauge_optax.parts.sizes import Stretch
-from gauge_optax.parts.turns import Rotation
 
 
 def head_linear(
@@ -63,29 +62,20 @@ def head_linear(
 
 
 @dataclasses.dataclass(frozen=True)
-class Linear(Copy):
+class Linear(HeadRotation):
     """One copy: S per head, (*shape, d_h, d_h). Its parts are the stretch and the rotation of S = Q·P."""
 
     effect: ClassVar[Effect] = "linear"
     balancing: ClassVar[Effect] = "linear"
-    axis: ClassVar[str | None] = BASIS
     breaks: ClassVar[str] = HeadRotation.breaks.replace("rope_torus", "rope_linear")
 
     @classmethod
-    def of(
-        cls, gauge: str, key: str, named: tuple[str, ...], sizes: Mapping[str, int], blocks: Any, **options: Any
-    ) -> "Linear":
-        shape, size, name = tuple(sizes[axis] for axis in named), sizes[BASIS], label(gauge, key, blocks)
-        of_role = (tuple(b for b in blocks if b.role == role) for role in ("left", "right"))
-        left, right = (Side(named, shape, side, size) for side in of_role)
-        stretch = Stretch(f"{name} stretch", named, shape, tuple(blocks), left, right)
+    def of(cls, found: Found, **options: Any) -> "Linear":
+        named, shape, size, name = found.named, found.shape, found.sizes[BASIS], found.label()
+        left, right = (Side(named, shape, side, size) for side in found.of_role("left", "right"))
+        stretch = Stretch(f"{name} stretch", named, shape, found.blocks, left, right)
         turn = Rotation(f"{name} rotation", named, shape, (*left.blocks, *right.blocks), size, of_linear=True)
-        return cls(gauge, key, (stretch, turn))
-
-    @property
-    def size(self) -> int:
-        """d_h."""
-        return int(self.parts[1].identity().shape[-1])
+        return cls(found.key, (stretch, turn))
 
     @property
     def dim(self) -> int:
@@ -104,12 +94,6 @@ class Linear(Copy):
         stretch, turn = elements
         return matmul(turn, stretch[..., 0, :, :])  # A ↦ (A·Q)·P
 
-    def coordinate(self, elements: Sequence[Any]) -> None:
-        return None
-
-    def algebra(self) -> jax.Array:
-        return 0.0 * self.identity()
-
     def exponential(self, coordinates: jax.Array, near: bool = False) -> jax.Array:
         return self.identity() + coordinates if near else matrix_exponential(coordinates)
 
@@ -117,13 +101,10 @@ class Linear(Copy):
     def inverse(element: jax.Array) -> jax.Array:
         return inverse(element)
 
-    @staticmethod
-    def compose(a: jax.Array, b: jax.Array) -> jax.Array:
-        return matmul(b, a)  # A ↦ (A·b)·a
+    def normalized(self, element: jax.Array) -> jax.Array:
+        return element
 
     @staticmethod
     def power(element: jax.Array, exponent: float | jax.Array) -> jax.Array:
         values, vectors = symmetric_eigen(element)  # balances are symmetric and positive
         return matmul(vectors * (values**exponent)[..., None, :], transpose(vectors))
-
-    axis_sizes = staticmethod(HeadRotation.axis_sizes)

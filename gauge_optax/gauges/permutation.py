@@ -21,7 +21,7 @@ import jax.numpy as jnp
 
 from gauge_optax.binding import Axes, group_axes
 from gauge_optax.errors import binding_error
-from gauge_optax.gauges.copies import Copy, Effect, label
+from gauge_optax.gauges.copies import Compact, Effect, Found
 from gauge_optax.gauges.gauge import BlockGauge, block_gauge
 from gauge_optax.linalg import real_dtype
 from gauge_optax.parts.permutation import Permutation
@@ -71,8 +71,10 @@ def permutation(
 
 
 @dataclasses.dataclass(frozen=True)
-class Order(Copy):
+class Order(Compact):
     """One copy: indices, (*shape, n)."""
+
+    parts: tuple[Permutation]
 
     effect: ClassVar[Effect] = "permutation"
     composes: ClassVar[bool] = False
@@ -82,19 +84,11 @@ class Order(Copy):
     )
 
     @classmethod
-    def of(
-        cls, gauge: str, key: str, named: tuple[str, ...], sizes: Mapping[str, int], blocks: Any, **options: Any
-    ) -> "Order":
-        axis = options.get("axis") or named[0]
-        others = tuple(name for name in named if name != axis)
-        shape = tuple(sizes[name] for name in others)
-        part = Permutation(label(gauge, key, blocks, axis=axis), others, shape, tuple(blocks), axis, sizes[axis])
-        return cls(gauge, key, (part,))
-
-    @property
-    def size(self) -> int:
-        """How many units are permuted."""
-        return int(getattr(self.parts[0], "size", 0))
+    def of(cls, found: Found, **options: Any) -> "Order":
+        axis = options.get("axis") or found.named[0]
+        others = found._replace(named=tuple(name for name in found.named if name != axis))
+        name, size = found.label(axis=axis), found.sizes[axis]
+        return cls(found.key, (Permutation(name, others.named, others.shape, found.blocks, axis, size),))
 
     @property
     def dim(self) -> int:
@@ -105,11 +99,9 @@ class Order(Copy):
         return jax.random.permutation(key, self.identity(), -1, independent=True)
 
     def join(self, elements: Sequence[Any]) -> jax.Array:
-        still = jnp.broadcast_to(jnp.arange(self.size, dtype=jnp.int32), (*self.shape, self.size))
+        size = self.parts[0].size
+        still = jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32), (*self.shape, size))
         return still if elements[0] is None else elements[0]
-
-    def coordinate(self, elements: Sequence[Any]) -> None:
-        return None
 
     def algebra(self) -> jax.Array:
         return jnp.zeros((0,), real_dtype())  # there are no elements near the identity
@@ -124,7 +116,3 @@ class Order(Copy):
     @staticmethod
     def compose(a: jax.Array, b: jax.Array) -> jax.Array:
         return jnp.take_along_axis(b, a, -1)  # (θ∘b)∘a
-
-    @staticmethod
-    def power(element: jax.Array, exponent: float | jax.Array) -> jax.Array:
-        return element

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 from gauge_optax.binding import Axes, Block
 from gauge_optax.errors import binding_error
-from gauge_optax.gauges.copies import Effect, label
+from gauge_optax.gauges.copies import Effect, Found
 from gauge_optax.gauges.gauge import BlockGauge, block_gauge
 from gauge_optax.gauges.shift import WriteShift
 from gauge_optax.parts.constants import CHANNEL, ReadShift
@@ -78,21 +78,17 @@ class NormReadShift(WriteShift):
     breaks: ClassVar[str] = "an RMSNorm, which does not subtract the mean, or a bias that is not listed"
 
     @classmethod
-    def of(
-        cls, gauge: str, key: str, named: tuple[str, ...], sizes: Mapping[str, int], blocks: Any, **options: Any
-    ) -> "NormReadShift":
-        roles = (READ, SCALE, BIAS, INTO)
-        kernels, scale, bias, behind = (tuple(b for b in blocks if b.role == role) for role in roles)
+    def of(cls, found: Found, **options: Any) -> "NormReadShift":
+        kernels, scale, bias, behind = found.of_role(READ, SCALE, BIAS, INTO)
         for kernel, target in zip(kernels, behind, strict=bool(behind)):
             outputs = tuple(n for n, x in zip(kernel.view_shape, kernel.labels, strict=True) if x != CHANNEL)
             if outputs != target.view_shape:
                 raise binding_error(
-                    gauge, f"'{target.path}' does not follow '{kernel.path}'", f"{target.view_shape}",
+                    found.gauge, f"'{target.path}' does not follow '{kernel.path}'", f"{target.view_shape}",
                     f"the axes of \"{kernel.axes}\" without channel, {outputs}", "pair every kernel with its own bias")
-        shape = tuple(sizes[name] for name in named)
-        name = label(gauge, key, blocks, kernels=[(b.path, b.axes) for b in kernels])  # elements have this order
-        part = ReadShift(name, named, shape, (*kernels, *behind), scale, bias, len(kernels))
-        return cls(gauge, key, (part,))
+        name = found.label(kernels=[(b.path, b.axes) for b in kernels])  # elements have this order
+        part = ReadShift(name, found.named, found.shape, (*kernels, *behind), scale, bias, len(kernels))
+        return cls(found.key, (part,))
 
     @property
     def shifted(self) -> tuple[Block, ...]:

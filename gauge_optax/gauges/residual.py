@@ -24,7 +24,7 @@ import jax.numpy as jnp
 
 from gauge_optax.binding import Axes, Block, overlap
 from gauge_optax.errors import binding_error
-from gauge_optax.gauges.copies import Copy, label
+from gauge_optax.gauges.copies import Copy, Found
 from gauge_optax.gauges.gauge import BlockGauge, Gauges, block_gauge, product
 from gauge_optax.gauges.rotation import HeadRotation, random_rotation
 from gauge_optax.gauges.scale import Scale
@@ -87,6 +87,8 @@ def residual_rotation(
 class ResidualRotation(HeadRotation):
     """The one copy: an orthogonal matrix, (d, d), for all layers."""
 
+    parts: tuple[Stream]
+
     joined: ClassVar[bool] = True
     composes: ClassVar[bool] = False
     breaks: ClassVar[str] = (
@@ -95,13 +97,13 @@ class ResidualRotation(HeadRotation):
     )
 
     @classmethod
-    def of(
-        cls, gauge: str, key: str, named: tuple[str, ...], sizes: Mapping[str, int], blocks: Any, **options: Any
-    ) -> "ResidualRotation":
+    def of(cls, found: Found, **options: Any) -> "ResidualRotation":
         norms, centred = options.get("norms", ()), bool(options.get("centred"))
-        if named:
+        gauge, blocks = found.gauge, found.blocks
+        if found.named:
             raise binding_error(
-                gauge, f"a named axis '{named[0]}'", f"axes {', '.join(named)}", "one rotation for the whole stream",
+                gauge, f"a named axis '{found.named[0]}'", f"axes {', '.join(found.named)}",
+                "one rotation for the whole stream",
                 "write '_' for every axis but basis; one rotation serves all layers and heads",
             )
         moved, scales = list(blocks), []
@@ -120,29 +122,23 @@ class ResidualRotation(HeadRotation):
             stream = _stream_axis(norm, blocks)
             moved += [dataclasses.replace(b, role=WRITE, labels=_renamed(b.labels, stream)) for b in biases]
             scales.append((scale, tuple(behind)))
-        name = label(gauge, "", [*moved, *(scale for scale, _ in scales)], centred=centred)
+        bound = found._replace(key="", blocks=(*moved, *(scale for scale, _ in scales)))
         held = bool(options.get("hold"))
-        part = Stream(name, (), (), tuple(moved), sizes[BASIS], tuple(scales), centred, held, tuple(moved))
-        return cls(gauge, "", (part,))
-
-    @property
-    def _stream(self) -> Stream:
-        (part,) = self.parts
-        if not isinstance(part, Stream):
-            raise TypeError(part)
-        return part
+        name, size, turned = bound.label(centred=centred), found.sizes[BASIS], tuple(moved)
+        part = Stream(name, (), (), turned, size, tuple(scales), centred, held, turned)
+        return cls("", (part,))
 
     @property
     def _free(self) -> int:
         """The size of the rotations that may be chosen."""
-        return self.size - self._stream.keeps_ones
+        return self.size - self.parts[0].keeps_ones
 
     @property
     def dim(self) -> int:
         return self._free * (self._free - 1) // 2
 
     def sample(self, key: jax.Array, scale: float, leaves: Mapping[str, Any]) -> jax.Array:
-        return self._stream.embedded(random_rotation(key, (self._free, self._free), scale))
+        return self.parts[0].embedded(random_rotation(key, (self._free, self._free), scale))
 
     def algebra(self) -> jax.Array:
         return jnp.zeros((self._free, self._free), real_dtype())
@@ -150,10 +146,10 @@ class ResidualRotation(HeadRotation):
     def exponential(self, coordinates: jax.Array, near: bool = False) -> jax.Array:
         generator = skew(coordinates)
         eye = jnp.eye(len(generator), dtype=generator.dtype)
-        return self._stream.embedded(eye + generator if near else skew_exponential(generator))
+        return self.parts[0].embedded(eye + generator if near else skew_exponential(generator))
 
     def normalized(self, element: jax.Array) -> jax.Array:
-        return self._stream.embedded(nearly_orthogonal(self._stream.restricted(element)))
+        return self.parts[0].embedded(nearly_orthogonal(self.parts[0].restricted(element)))
 
     @staticmethod
     def axis_sizes(named: tuple[str, ...], element: jax.Array) -> dict[str, int]:

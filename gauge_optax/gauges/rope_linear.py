@@ -15,12 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from gauge_optax.binding import Axes
-from gauge_optax.gauges.copies import Copy, Effect, drawn, label
+from gauge_optax.gauges.copies import Copy, Effect, Found, drawn
 from gauge_optax.gauges.gauge import BlockGauge, block_gauge
-from gauge_optax.gauges.torus import Torus, check_pairing, planes, random_angles
-from gauge_optax.parts.heads import BASIS, PLANE
+from gauge_optax.gauges.torus import Torus, check_pairing, in_planes, random_angles
+from gauge_optax.parts.heads import BASIS, Planes
 from gauge_optax.parts.sizes import Factor
-from gauge_optax.parts.turns import Planes
 
 
 def rope_linear(
@@ -65,15 +64,12 @@ class ComplexScale(Copy):
     breaks: ClassVar[str] = Torus.breaks
 
     @classmethod
-    def of(
-        cls, gauge: str, key: str, named: tuple[str, ...], sizes: Mapping[str, int], blocks: Any, **options: Any
-    ) -> "ComplexScale":
+    def of(cls, found: Found, **options: Any) -> "ComplexScale":
         # The moduli are read from the first block, whichever order the others have.
-        name = label(gauge, key, blocks, pairing=options["pairing"], anchor=[(b.path, b.axes) for b in blocks][:1])
-        shape = (*(sizes[axis] for axis in named), sizes[BASIS] // 2)
-        blocks, axes = planes(gauge, sizes, blocks, options["pairing"]), (*named, PLANE)
-        moduli = Factor(f"{name} moduli", axes, shape, blocks)
-        return cls(gauge, key, (moduli, Planes(f"{name} angles", axes, shape, blocks)))
+        name = found.label(pairing=options["pairing"], anchor=[(b.path, b.axes) for b in found.blocks][:1])
+        whole = in_planes(found, options["pairing"])
+        moduli = Factor(f"{name} moduli", whole.named, whole.shape, whole.blocks)
+        return cls(found.key, (moduli, Planes(f"{name} angles", whole.named, whole.shape, whole.blocks)))
 
     @property
     def dim(self) -> int:

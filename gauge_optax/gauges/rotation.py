@@ -2,24 +2,23 @@
 
 Scores q·kᵀ depend on W_Q·W_Kᵀ alone and outputs on W_V·W_O alone, so one orthogonal R that rotates the basis of both
 factors does not change the function. Stack the rows of all blocks to W (rows × d_h): a bias is one more row, W_O enters
-as its transpose. The vertical tangents are W·A for antisymmetric A: d_h(d_h−1)/2 dimensions per head. `parts.turns`
+as its transpose. The vertical tangents are W·A for antisymmetric A: d_h(d_h−1)/2 dimensions per head. `parts.heads`
 says how heads are read and held. Not a symmetry under rotary embeddings or QK-norm.
 Reference: the paper DDC (docs/design.md §4), §3.2 and B.8; Lemma 25 for grouped queries.
 """
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import jax
 
 from gauge_optax.binding import Axes
-from gauge_optax.gauges.copies import Copy, Effect, label, normal
+from gauge_optax.gauges.copies import Compact, Effect, Found, normal
 from gauge_optax.gauges.gauge import BlockGauge, block_gauge
 from gauge_optax.linalg import haar, matmul, nearly_orthogonal, skew, skew_exponential, transpose
-from gauge_optax.parts.heads import BASIS
-from gauge_optax.parts.turns import Rotation
+from gauge_optax.parts.heads import BASIS, Rotation
 
 
 def head_rotation(blocks: Mapping[str, Axes], *, sizes: Mapping[str, int] | None = None) -> BlockGauge:
@@ -47,7 +46,7 @@ def head_rotation(blocks: Mapping[str, Axes], *, sizes: Mapping[str, int] | None
 
 
 @dataclasses.dataclass(frozen=True)
-class HeadRotation(Copy):
+class HeadRotation(Compact):
     """One copy: an orthogonal matrix per head, (*shape, d_h, d_h)."""
 
     effect: ClassVar[Effect] = "orthogonal"
@@ -58,16 +57,13 @@ class HeadRotation(Copy):
     )
 
     @classmethod
-    def of(
-        cls, gauge: str, key: str, named: tuple[str, ...], sizes: Mapping[str, int], blocks: Any, **options: Any
-    ) -> "HeadRotation":
-        shape = tuple(sizes[name] for name in named)
-        return cls(gauge, key, (Rotation(label(gauge, key, blocks), named, shape, tuple(blocks), sizes[BASIS]),))
+    def of(cls, found: Found, **options: Any) -> "HeadRotation":
+        return cls(found.key, (Rotation(found.label(), found.named, found.shape, found.blocks, found.sizes[BASIS]),))
 
     @property
     def size(self) -> int:
         """d_h."""
-        return int(self.parts[0].identity().shape[-1])
+        return int(self.parts[-1].identity().shape[-1])
 
     @property
     def dim(self) -> int:
@@ -75,9 +71,6 @@ class HeadRotation(Copy):
 
     def sample(self, key: jax.Array, scale: float, leaves: Mapping[str, Any]) -> jax.Array:
         return random_rotation(key, (*self.shape, self.size, self.size), scale)
-
-    def coordinate(self, elements: Sequence[Any]) -> None:
-        return None
 
     def algebra(self) -> jax.Array:
         return 0.0 * self.identity()
@@ -96,10 +89,6 @@ class HeadRotation(Copy):
     @staticmethod
     def compose(a: jax.Array, b: jax.Array) -> jax.Array:
         return matmul(b, a)  # W ↦ (W·b)·a
-
-    @staticmethod
-    def power(element: jax.Array, exponent: float | jax.Array) -> jax.Array:
-        return element  # the balance of a rotation is the identity
 
     @staticmethod
     def axis_sizes(named: tuple[str, ...], element: jax.Array) -> dict[str, int]:

@@ -17,9 +17,8 @@ import jax.numpy as jnp
 
 from gauge_optax.binding import Axes
 from gauge_optax.errors import binding_error
-from gauge_optax.gauges.copies import Copy, Effect, drawn, label
+from gauge_optax.gauges.copies import Copy, Effect, Found, drawn
 from gauge_optax.gauges.gauge import BlockGauge, block_gauge
-from gauge_optax.parts.part import Anchor
 from gauge_optax.parts.sizes import Factor
 
 
@@ -195,22 +194,12 @@ class Scale(Copy):
     )
 
     @classmethod
-    def of(
-        cls, gauge: str, key: str, named: tuple[str, ...], sizes: Mapping[str, int], blocks: Any, **options: Any
-    ) -> "Scale":
-        blocks, degree = tuple(blocks), float(options.get("degree", 1))
-        anchor: Anchor = tuple(b for b in blocks if b.role == "up")[:1]
-        signed = bool(options.get("signed")) and all(b.entries(named) == 1 for b in anchor)
-        part = Factor(
-            label(gauge, key, blocks, degree=degree, anchor=[(b.path, b.axes) for b in anchor]),
-            named,
-            tuple(sizes[name] for name in named),
-            blocks,
-            degree,
-            bool(options.get("by_entry")),
-            signed,
-        )
-        return cls(gauge, key, (part,))
+    def of(cls, found: Found, **options: Any) -> "Scale":
+        (up,), degree = found.of_role("up"), float(options.get("degree", 1))
+        name = found.label(degree=degree, anchor=[(b.path, b.axes) for b in up[:1]])
+        signed = bool(options.get("signed")) and all(b.entries(found.named) == 1 for b in up[:1])
+        by_entry = bool(options.get("by_entry"))
+        return cls(found.key, (Factor(name, found.named, found.shape, found.blocks, degree, by_entry, signed),))
 
     def sample(self, key: jax.Array, scale: float, leaves: Mapping[str, Any]) -> jax.Array:
         return drawn(key, self.shape, scale)

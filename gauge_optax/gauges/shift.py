@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from gauge_optax.binding import Axes, Block, BlockSpec, instance_key, overlap
 from gauge_optax.binding.axes import parse_axes
 from gauge_optax.errors import binding_error
-from gauge_optax.gauges.copies import Copy, Effect, label, normal
+from gauge_optax.gauges.copies import Copy, Effect, Found, normal
 from gauge_optax.gauges.gauge import BlockGauge, block_gauge
 from gauge_optax.linalg import real_dtype
 from gauge_optax.parts.constants import CHANNEL, Logits, Mean
@@ -117,19 +117,17 @@ class Shift(Copy):
     )
 
     @classmethod
-    def of(
-        cls, gauge: str, key: str, named: tuple[str, ...], sizes: Mapping[str, int], blocks: Any, **options: Any
-    ) -> "Shift":
-        for at, block in enumerate(blocks):
-            for other in blocks[:at]:
+    def of(cls, found: Found, **options: Any) -> "Shift":
+        for at, block in enumerate(found.blocks):
+            for other in found.blocks[:at]:
                 if block.path == other.path and overlap(cls.one_along(block), cls.one_along(other)):
                     raise binding_error(
-                        gauge, f"two ranges of {cls.axis} on '{block.path}'", f"'{other.axes}' and '{block.axes}'",
-                        "one range per leaf in one gauge", f"write one {gauge} per range, as a list of gauges")
-        shape = tuple(sizes[name] for name in named)
+                        found.gauge, f"two ranges of {cls.axis} on '{block.path}'",
+                        f"'{other.axes}' and '{block.axes}'", "one range per leaf in one gauge",
+                        f"write one {found.gauge} per range, as a list of gauges")
         # A state has one array per block: in an order that does not depend on that of a dict.
-        blocks = tuple(sorted(blocks, key=lambda block: (block.path, block.axes)))
-        return cls(gauge, key, (cls.part(label(gauge, key, blocks), named, shape, blocks, axis=cls.axis),))
+        blocks = tuple(sorted(found.blocks, key=lambda block: (block.path, block.axes)))
+        return cls(found.key, (cls.part(found.label(), found.named, found.shape, blocks, axis=cls.axis),))
 
     @classmethod
     def one_along(cls, block: Block) -> Block:

@@ -7,17 +7,16 @@ queries.
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import jax
 
-from gauge_optax.binding import Axes, Block
+from gauge_optax.binding import Axes
 from gauge_optax.errors import binding_error
-from gauge_optax.gauges.copies import Copy, Effect, drawn, label
+from gauge_optax.gauges.copies import Compact, Effect, Found, drawn
 from gauge_optax.gauges.gauge import BlockGauge, block_gauge
-from gauge_optax.parts.heads import BASIS, PLANE, PlaneBlock
-from gauge_optax.parts.turns import Planes
+from gauge_optax.parts.heads import BASIS, PLANE, PlaneBlock, Planes
 
 _PAIRINGS = ("half", "interleaved")
 
@@ -58,19 +57,21 @@ def check_pairing(gauge: str, pairing: str) -> None:
         )
 
 
-def planes(gauge: str, sizes: Mapping[str, int], blocks: Sequence[Block], pairing: str) -> tuple[PlaneBlock, ...]:
-    """The blocks, with their basis split into rotary planes. Raises ValueError for a basis of odd length."""
-    if sizes[BASIS] % 2:
+def in_planes(found: Found, pairing: str) -> Found:
+    """The same with the basis split into rotary planes, which have a name. Raises ValueError for an odd basis."""
+    size = found.sizes[BASIS]
+    if size % 2:
         raise binding_error(
-            gauge, f"odd basis at '{blocks[0].path}'", f"basis of length {sizes[BASIS]}",
+            found.gauge, f"odd basis at '{found.blocks[0].path}'", f"basis of length {size}",
             "an even number of rotary coordinates",
             "bind the rotary range alone, e.g. 'basis=0:4', if only part of the head is rotary",
         )
-    return tuple(PlaneBlock.of(block, pairing) for block in blocks)
+    blocks = tuple(PlaneBlock.of(block, pairing) for block in found.blocks)
+    return found._replace(named=(*found.named, PLANE), sizes={**found.sizes, PLANE: size // 2}, blocks=blocks)
 
 
 @dataclasses.dataclass(frozen=True)
-class Torus(Copy):
+class Torus(Compact):
     """One copy: an angle per head and plane, (*shape); the last named axis is `plane`."""
 
     effect: ClassVar[Effect] = "orthogonal"
@@ -78,23 +79,12 @@ class Torus(Copy):
     breaks: ClassVar[str] = "the other pairing, a rotary part that is shorter than the basis (basis=0:32), or QK-norm"
 
     @classmethod
-    def of(
-        cls, gauge: str, key: str, named: tuple[str, ...], sizes: Mapping[str, int], blocks: Any, **options: Any
-    ) -> "Torus":
-        name = label(gauge, key, blocks, pairing=options["pairing"])
-        shape = (*(sizes[axis] for axis in named), sizes[BASIS] // 2)
-        blocks = planes(gauge, sizes, blocks, options["pairing"])
-        return cls(gauge, key, (Planes(name, (*named, PLANE), shape, blocks),))
+    def of(cls, found: Found, **options: Any) -> "Torus":
+        name, whole = found.label(pairing=options["pairing"]), in_planes(found, options["pairing"])
+        return cls(found.key, (Planes(name, whole.named, whole.shape, whole.blocks),))
 
     def sample(self, key: jax.Array, scale: float, leaves: Mapping[str, Any]) -> jax.Array:
         return random_angles(key, self.shape, scale)
-
-    def coordinate(self, elements: Sequence[Any]) -> None:
-        return None
-
-    @staticmethod
-    def power(element: jax.Array, exponent: float | jax.Array) -> jax.Array:
-        return element  # the balance of a rotation is the identity
 
     @staticmethod
     def axis_sizes(named: tuple[str, ...], element: jax.Array) -> dict[str, int]:

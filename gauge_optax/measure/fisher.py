@@ -1,8 +1,8 @@
 """Curvature at a point as linear operators: `Hessian`, `GGN`, `Fisher`, `EmpiricalFisher`, and its quotient.
 
 An operator is a symmetric matrix of one row per parameter, known by its products with vectors: one forward and one
-backward derivative each. `dense` and `blocks` make arrays of small ones; `lanczos`, `nystrom`, `trace` and
-`log_determinant` work without, by matfree, an extra. The names of the classes are those of curvlinops.
+backward derivative each. `dense` and `blocks` make arrays of small ones; `lanczos` and `trace` work without,
+by matfree, an extra. The names of the classes are those of curvlinops.
 
 The Fisher information F = E[s·sᵀ] takes the score s, the gradient of a log-likelihood, with labels that the *model*
 draws. `EmpiricalFisher` takes the labels of the data instead; away from interpolation it measures the residual as well
@@ -293,38 +293,6 @@ class Operator:
         values, leaves = jax.jit(run)(start, self._arrays)
         return Eigen(values, None) if leaves is None else Eigen(values[::-1], jax.vmap(self._flat)(leaves)[::-1])
 
-    def nystrom(self, key: jax.Array, rank: int) -> Eigen:
-        """A low-rank approximation from products with `rank` random vectors: its eigenvalues are at most the true ones.
-
-        Args:
-          key: a PRNG key.
-          rank: products, and vectors of d numbers in memory.
-
-        Returns:
-          Eigenvalues and eigenvectors of F·Ω·(Ωᵀ·F·Ω)⁺·Ωᵀ·F.
-
-        Raises:
-          ImportError: matfree is not installed.
-          ValueError: the operator is a `Hessian`, which may be indefinite.
-        """
-        if self._rule.curve is None:
-            raise binding_error(
-                self.name, "no Nyström approximation", "an operator with negative eigenvalues", "GGN, or a Fisher",
-                "call .lanczos(key, steps)",
-            )
-        approximate = _matfree("stochtrace").nystrom_eigh()
-        probes = jnp.stack([self._probe(x, jax.random.normal) for x in jax.random.split(key, rank)], 1)
-
-        @jax.custom_batching.sequential_vmap  # the activations of one vector at a time are in memory
-        def product_of(vector: jax.Array) -> jax.Array:
-            return self @ vector
-
-        left, _, shift = approximate(product_of, probes)
-        values, turn = symmetric_eigen(left.T @ left)
-        kept = values > jnp.finfo(values.dtype).eps * len(values) * values[0]
-        vectors = (left @ (turn / jnp.sqrt(jnp.where(kept, values, 1.0)))).T
-        return Eigen(jnp.where(kept, values - shift, 0.0), jnp.where(kept[:, None], vectors, 0.0))
-
     def trace(self, key: jax.Array, probes: int = 16) -> Estimate:
         """The trace by random signs (Hutchinson), one product and one vector in memory per probe.
 
@@ -342,36 +310,6 @@ class Operator:
         integrand = _matfree("stochtrace").monte_carlo_trace()
         run = jax.jit(lambda probe, arrays: integrand(self._rule.multiply, probe, arrays))
         return self._estimate(key, probes, run)
-
-    def log_determinant(self, key: jax.Array, damping: float, probes: int = 16, steps: int = 32) -> Estimate:
-        """log det(F + damping·1) by stochastic Lanczos quadrature; of a quotient, on its `dim` dimensions.
-
-        Args:
-          key: a PRNG key.
-          damping: added to every eigenvalue; dead directions count log(damping) each.
-          probes: at least 2.
-          steps: of Lanczos per probe, with two or three vectors of d numbers in memory each.
-
-        Returns:
-          The mean over probes and its standard error, which knows nothing of too few steps.
-
-        Raises:
-          ImportError: matfree is not installed.
-          ValueError: fewer than two probes; no damping.
-        """
-        if not damping > 0:
-            raise binding_error(
-                self.name, "no log-determinant", f"damping={damping}", "a positive number", "pass damping=1e-3"
-            )
-        decomp, funm = _matfree("decomp"), _matfree("funm")
-        steps = min(steps, self._most_steps())
-
-        def damped(vector: Leaves, arrays: _Arrays) -> Leaves:
-            return jax.tree.map(lambda x, y: x + damping * y, self._rule.multiply(vector, arrays), vector)
-
-        decompose = decomp.tridiag_sym(steps, materialize=True, custom_vjp=False)
-        integrand = funm.monte_carlo_funm_sym_logdet(decompose)
-        return self._estimate(key, probes, jax.jit(lambda probe, arrays: integrand(damped, probe, arrays)))
 
     # Inside -------------------------------------------------------------------------------------------------
 
@@ -601,7 +539,7 @@ class EmpiricalFisher(Operator):
 class Quotient(Operator):
     """What `quotient_fisher` returns: an operator at one point of the orbit, on the vectors perpendicular to the orbit.
 
-    Products, `lanczos`, `nystrom` and the estimates have vectors (d,) of all entries, and stay in that space.
+    Products, `lanczos` and `trace` have vectors (d,) of all entries, and stay in that space.
     `dense` and `eigenvalues` have `dim` rows: they are in an orthonormal basis of it, `basis()`.
 
     Attributes:

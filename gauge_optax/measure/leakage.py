@@ -17,11 +17,10 @@ import jax.numpy as jnp
 from gauge_optax.errors import binding_error
 from gauge_optax.gauges.gauge import Element, Gauges, product
 from gauge_optax.linalg import lyapunov, safe_divide, skew
-from gauge_optax.parts.heads import BASIS, PLANE
+from gauge_optax.parts.heads import BASIS, PLANE, Planes, Rotation
 from gauge_optax.parts.part import Part
 from gauge_optax.parts.sizes import Factor
 from gauge_optax.parts.stream import Stream
-from gauge_optax.parts.turns import Planes, Rotation
 from gauge_optax.transformation import require_choice
 
 Arrays = Mapping[str, jax.Array]

@@ -20,10 +20,10 @@ from gauge_optax.binding import (
     block_specs,
     frozen_sizes,
     hidden_match,
-    hidden_paths,
     leaves_by_path,
     match,
     overlap,
+    shown_and_hidden,
 )
 from gauge_optax.binding.axes import parse_axes
 from gauge_optax.errors import binding_error
@@ -120,7 +120,7 @@ def resolve(name: str, specs: Specs, tree: Any) -> list[Selection]:
     Raises:
       ValueError: no match, a hidden leaf, ranks or lengths that do not fit, or an entry in two vectors.
     """
-    leaves, hidden = leaves_by_path(tree), hidden_paths(tree)
+    leaves, hidden = shown_and_hidden(tree)
     by_path: dict[str, list[Selection]] = {}
     for spec, sizes in specs:
         paths = [path for path in leaves if match(name, spec.pattern, path) is not None]

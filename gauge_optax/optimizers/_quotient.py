@@ -17,7 +17,7 @@ from gauge_optax.gauges.bound import bound, require_nonzero_norms
 from gauge_optax.gauges.gauge import Gauge, Gauges, Product, product
 from gauge_optax.optimizers.rest import resting
 from gauge_optax.parts.part import Arrays
-from gauge_optax.slice import Elements, Entered, Frame, Slice, minus, plus
+from gauge_optax.slice import Elements, Entered, Frame, Slice
 from gauge_optax.transformation import (
     GaugeTransformation,
     at_once,
@@ -136,13 +136,13 @@ def quotient_for(
         extra = _extra_at(s, entered, seen, params, extra) if extra else extra
         u, inner_state = inner.update(seen_gradient, state.inner_state, with_leaves(params, seen.point), **extra)
         u = zero_frozen(u, state.frame.frozen) if state.frame.frozen else u
-        grown, after = s.fix(plus(entered.point, seen.push(s.vectors(u))), state.frame.live)  # θ̂′ = fix(θ̂ + B·u)
-        step = minus(after, entered.point)
+        grown, after = s.fix(optax.tree.add(entered.point, seen.push(s.vectors(u))), state.frame.live)  # fix(θ̂ + B·u)
+        step = optax.tree.sub(after, entered.point)
         step = s.hold(entered.point, step) if hold else step  # without rotations of heads
-        step, frame = _rested(s, state.frame, grown, entered.point, step)
+        step, frame, offset = _with_growth(s, state, grown, entered.point, step)
         out = with_leaves(u, cast_like(entered.push(step), updates))  # F·(θ̂′ − θ̂)
         out = zero_frozen(out, state.frame.frozen) if state.frame.frozen else out
-        return out, QuotientState(frame, inner_state, _offset_after(s, state.offset, grown))
+        return out, QuotientState(frame, inner_state, offset)
 
     def init(params: optax.Params) -> QuotientState:
         require_values(name, params)
@@ -203,12 +203,6 @@ def no_offset(s: Slice) -> Elements:
     return {part.label: part.identity() for part, _, _ in s.sizes if part.label not in s.alone}
 
 
-def _offset_after(s: Slice, offset: Elements, grown: Elements) -> Elements:
-    """The offset after a step: with θ̂ + B·u = e·θ̂′, the point that `inner` sees next is (e⁻¹·B)⁻¹·θ̂′."""
-    parts = {part.label: part for part, _, _ in s.sizes}
-    return {label: parts[label].compose(parts[label].inverse(grown[label]), b) for label, b in offset.items()}
-
-
 def _frame_of(name: str, s: Slice, state: QuotientState, pin: bool) -> Elements:
     """F. Raises ValueError for the state of other gauges, and for one that was made with another `pin`."""
     f = s.checked(state.frame)
@@ -224,17 +218,24 @@ def _frame_of(name: str, s: Slice, state: QuotientState, pin: bool) -> Elements:
     return f
 
 
-def _rested(s: Slice, frame: Frame, grown: Elements, point: Arrays, step: Arrays) -> tuple[Arrays, Frame]:
-    """The step and the frame, where the growth of some sizes rests on their anchor and F takes it.
+def _with_growth(
+    s: Slice, state: QuotientState, grown: Elements, point: Arrays, step: Arrays
+) -> tuple[Arrays, Frame, Elements]:
+    """The step on the slice, the frame and the offset, where a step has led to e·θ̂′, and `fix` has taken e off.
 
-    The stored step is then F·(e·θ̂′ − θ̂), and F becomes F·e. Neither the function nor `inner` sees it.
+    Where the growth of a size rests on its anchor, F takes it: the stored step is F·(e·θ̂′ − θ̂), and F becomes F·e.
+    Neither the function nor `inner` sees that. The point that `inner` sees next is B⁻¹·e·θ̂′, so that the offset becomes
+    e⁻¹·B.
     """
-    elements = dict(frame.elements)
+    elements, offset = dict(state.frame.elements), dict(state.offset)
     for part, _, _ in s.sizes:
-        if part.label in s.following:
-            elements[part.label] = part.compose(elements[part.label], grown[part.label])
-            step = minus(part.act(grown[part.label], plus(point, step)), point)
-    return step, frame._replace(elements=elements)
+        name = part.label
+        if name in s.following:
+            elements[name] = part.compose(elements[name], grown[name])
+            step = optax.tree.sub(part.act(grown[name], optax.tree.add(point, step)), point)
+        if name in offset:
+            offset[name] = part.compose(part.inverse(grown[name]), offset[name])
+    return step, state.frame._replace(elements=elements), offset
 
 
 def frame_and_slice_point(

@@ -141,8 +141,8 @@ class Polar:
         """Returns how the user's axes read a leaf, or a range of it."""
         block = bind_leaf(self.name, BlockSpec("labels", pattern, axes), path, shape, dict(self.sizes), "sizes")
         # A rotation says which matrices its own range holds.
-        rotated = turns and (block is None or not any(cuts_of(block)) or any(overlap(block, turn) for turn in turns))
-        reading = None if block is None or rotated else labelled_matrices(block)
+        rotated = turns and (not any(cuts_of(block)) or any(overlap(block, turn) for turn in turns))
+        reading = None if rotated else labelled_matrices(block)
         if reading is None:
             raise binding_error(
                 self.name, f"the label of '{path}' describes no matrices",

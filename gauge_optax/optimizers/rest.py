@@ -110,7 +110,7 @@ def resting(name: str, tx: GaugeTransformation, group: Product, rest: str) -> Ga
         step, after = tx.update(updates, state.quotient, params, **extra)
         s, f = bound(group.gauges, params, frozenset(after.frame.frozen)).slice, dict(after.frame.elements)
         before = s.values(params)
-        x = s.enter(f, jax.tree.map(jnp.add, before, s.vectors(step))).point
+        x = s.enter(f, optax.tree.add(before, s.vectors(step))).point
         held = dict(state.held)
         for part, _, _ in s.sizes:
             ratio, label = log_ratio(part, x), part.label
@@ -123,7 +123,7 @@ def resting(name: str, tx: GaugeTransformation, group: Product, rest: str) -> Ga
             f[label] = jnp.where(known, jnp.where(f[label] < 0, -size, size), f[label])
             # A channel that had a side of zeros until this step rests from now on where the step ends.
             held[label] = jnp.where(jnp.isfinite(held[label]), held[label], after_step)
-        moved = jax.tree.map(jnp.subtract, s.act(f, x), before)
+        moved = optax.tree.sub(s.act(f, x), before)
         out = cast_like({path: u for path, u in moved.items() if path not in after.frame.frozen}, updates)
         frame = after.frame._replace(elements=f)
         return with_leaves(step, out), RestedState(after._replace(frame=frame), held)

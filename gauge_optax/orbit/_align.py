@@ -27,11 +27,11 @@ from gauge_optax.binding import leaf_shape, leaves_by_path, overlap
 from gauge_optax.errors import binding_error
 from gauge_optax.gauges.bound import require_nonzero_norms
 from gauge_optax.gauges.gauge import Element, Gauges, bind
-from gauge_optax.gauges.statistics import require_no_statistics_behind
 from gauge_optax.linalg import real_dtype, roundoff
 from gauge_optax.orbit.kinds import Stage, is_compact, is_constant, stage
 from gauge_optax.orbit.nearest import nearest
 from gauge_optax.orbit.renumber import carried, matched, renumbers, responses
+from gauge_optax.orbit.statistics import require_no_statistics_behind
 from gauge_optax.parts.part import Arrays, Part, changed
 from gauge_optax.slice import Elements, Slice
 

@@ -248,7 +248,7 @@ class PackedLeaf:
         return self.layout.blocks[0].block.path
 
     def tree_flatten_with_keys(self) -> tuple[tuple[tuple[Any, Any], ...], Layout]:
-        """A single array is called `value`, which the path of a leaf does not name (`binding.paths`)."""
+        """A single array is called `value`, which the path of a leaf does not name (`binding.leaves`)."""
         count = len(self.layout.blocks)
         names = ["value"] if len(self.arrays) == 1 else [f"part{k}" for k in range(count)] + ["rest"]
         keys = [jax.tree_util.GetAttrKey(name) for name in names]

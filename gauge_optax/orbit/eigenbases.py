@@ -14,10 +14,9 @@ import jax.numpy as jnp
 
 from gauge_optax.binding import Block
 from gauge_optax.linalg import eigenbasis, equal_eigenvalues, transpose
-from gauge_optax.parts.heads import BASIS, Heads, by_size, stack_heads, unstack_heads
+from gauge_optax.parts.heads import BASIS, Heads, Planes, Rotation, by_size, stack_heads, unstack_heads
 from gauge_optax.parts.part import Arrays, Turn
 from gauge_optax.parts.stream import Stream, reflected
-from gauge_optax.parts.turns import Planes, Rotation
 
 
 @functools.singledispatch

@@ -28,12 +28,11 @@ from gauge_optax.linalg import (
     transpose,
 )
 from gauge_optax.orbit.renumber import assigned, renumbers
-from gauge_optax.parts.heads import Side
+from gauge_optax.parts.heads import Planes, Rotation, Side
 from gauge_optax.parts.part import Arrays, Part, changed
 from gauge_optax.parts.permutation import Permutation
 from gauge_optax.parts.sizes import Factor, Stretch
 from gauge_optax.parts.stream import Stream
-from gauge_optax.parts.turns import Planes, Rotation
 
 
 @functools.singledispatch

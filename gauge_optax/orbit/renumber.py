@@ -17,11 +17,11 @@ import numpy as np
 
 from gauge_optax.binding import overlap
 from gauge_optax.linalg import matmul, safe_divide, transpose
+from gauge_optax.parts.heads import Rotation
 from gauge_optax.parts.order import varies_along
 from gauge_optax.parts.part import Arrays, Part
 from gauge_optax.parts.permutation import Indices, Permutation
 from gauge_optax.parts.sizes import Stretch
-from gauge_optax.parts.turns import Rotation
 
 
 @functools.singledispatch

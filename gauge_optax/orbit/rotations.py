@@ -18,10 +18,10 @@ from gauge_optax.errors import binding_error
 from gauge_optax.gauges.torus import random_angles
 from gauge_optax.linalg import haar, matmul, transpose
 from gauge_optax.orbit.hadamard import hadamard_with_ones, randomized_hadamard, require_even
+from gauge_optax.parts.heads import Planes, Rotation
 from gauge_optax.parts.part import Anchor, Part, name_of
 from gauge_optax.parts.sizes import Stretch
 from gauge_optax.parts.stream import Stream
-from gauge_optax.parts.turns import Planes, Rotation
 
 
 @functools.singledispatch

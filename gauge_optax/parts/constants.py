@@ -88,9 +88,6 @@ class Mean(Translation):
         # Means along two axes of a leaf may be taken in any order, so that a mean need not wait for another: ().
         return self.blocks, ()
 
-    def _mean(self, b: Block, view: jax.Array) -> jax.Array:
-        return view if self.axis is None else jnp.mean(view, b.labels.index(self.axis), keepdims=True)
-
     def identity(self) -> tuple[jax.Array, ...]:
         return tuple(jnp.zeros(_without(b, self.axis), real_dtype()) for b in self.blocks)
 
@@ -101,7 +98,9 @@ class Mean(Translation):
         return out
 
     def read(self, anchor: Anchor, x: Arrays) -> tuple[jax.Array, ...]:
-        return tuple(self._mean(b, b.view(x[b.path])) for b in self.blocks)
+        views = [(b.view(x[b.path]), b.labels) for b in self.blocks]
+        axis = self.axis
+        return tuple(v if axis is None else jnp.mean(v, labels.index(axis), keepdims=True) for v, labels in views)
 
     def undo(self, e: Any, x: Arrays) -> Arrays:
         out = dict(x)

@@ -22,10 +22,9 @@ import numpy as np
 from gauge_optax.binding import Block
 from gauge_optax.binding.axes import Ranges
 from gauge_optax.errors import binding_error
-from gauge_optax.parts.heads import BASIS, PLANE
+from gauge_optax.parts.heads import BASIS, PLANE, Planes, Rotation
 from gauge_optax.parts.part import Part
 from gauge_optax.parts.sizes import Factor
-from gauge_optax.parts.turns import Planes, Rotation
 
 HEAD, TOKEN = "head", "token"
 COUNTING = ("layer", "expert")  # names of axes that count matrices where the axes of neurons say what a matrix is

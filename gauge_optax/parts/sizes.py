@@ -95,7 +95,7 @@ class Factor(Size[jax.Array]):
         read = within & (square > 0)
         size = jnp.sqrt(jax.lax.select(read, square / natural, jnp.ones_like(square)))
         size = size if anchor[0].role in ("up", "left") else size ** (-1.0 / self.degree)
-        if self.signed and anchor == self.anchors[0]:
+        if self.signed and anchor == self.up[:1]:
             size = jnp.where(read & (anchor[0].total(self.named, x[anchor[0].path]) < 0), -size, size)
         return size, read
 

@@ -19,10 +19,9 @@ import jax
 import jax.numpy as jnp
 
 from gauge_optax.binding import Block
-from gauge_optax.linalg import matmul, real_dtype, svd, transpose
+from gauge_optax.linalg import lyapunov_by_products, matmul, real_dtype, svd, transpose
 from gauge_optax.parts.heads import BASIS, Side
 from gauge_optax.parts.part import Anchor, Arrays, Part, Turn, changed, moves
-from gauge_optax.parts.turns import lyapunov
 
 READ, WRITE = "read", "write"
 _STEPS = 200
@@ -154,10 +153,10 @@ class Stream(Turn[jax.Array]):
             # A cotangent is multiplied where a tangent is divided.
             inside, values = turn.divided(out, x, back=dual), turn.divided(x, x)
             gram, moment = (turn.restricted(side.gram(values, y)) for side, y in ((seen, values), (measured, inside)))
-            generator = lyapunov(gram, -moment, steps=_STEPS)
+            generator = lyapunov_by_products(gram, -moment, steps=_STEPS)
             if turn.keeps_ones:
                 generator = turn.embedded(generator) - turn.embedded(jnp.zeros_like(generator))
-            out |= turn.divided(inside | moved.added(inside, values, generator), x, back=not dual)
+            out |= turn.divided(inside | moved.turned(values, generator, added_to=inside), x, back=not dual)
         return out
 
     @classmethod

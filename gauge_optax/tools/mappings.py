@@ -85,9 +85,7 @@ def _matrices(path: str, shape: tuple[int, ...], by_axes: Mapping[str, Any]) -> 
         if lengths is not None:
             named = [name for name, word in zip(names, text.split(), strict=True) if name != "_" and not _picks(word)]
             sizes = dict(zip(named, jnp.shape(lengths), strict=True))
-        block = bind_leaf("check", spec, path, shape, sizes, "sizes")
-        if block is not None:
-            found |= _kinds(block)
+        found |= _kinds(bind_leaf("check", spec, path, shape, sizes, "sizes"))
     return found
 
 

@@ -10,7 +10,7 @@ import dataclasses
 import json
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,6 @@ from gauge_optax.transformation import GaugeTransformation, LeafRule
 from gauge_optax.wrapped import walk
 from gauge_optax.xla import quick_options
 
-Unbound = Literal["allow", "warn", "error"]
 _ROUNDOFF = 1e-12  # of a leaf's norm, in float64
 _DECAY = (
     "decay per step: the share of a leaf's norm that the first step removes where the gradient is zero; "
@@ -156,8 +155,7 @@ class Plan:
 
 
 def plan(
-    tx_or_gauges: optax.GradientTransformation | Gauge | Sequence[Gauge], params: Any, *, unbound: Unbound = "allow",
-    report: Any = None,
+    tx_or_gauges: optax.GradientTransformation | Gauge | Sequence[Gauge], params: Any, *, report: Any = None
 ) -> Plan:
     """One table of what happens to every leaf: gauges, copies, matrices, rule, decay, state.
 
@@ -167,15 +165,13 @@ def plan(
     Args:
       tx_or_gauges: an optimizer with gauges, in any wrapper of optax, or a gauge or list of them.
       params: the tree: arrays, or ShapeDtypeStructs, for which decay is not measured.
-      unbound: what to do about leaves in no gauge: nothing, a warning, or an error.
       report: what `discover` returned for the function: the table gets a column of the axes that it uses.
 
     Returns:
       The plan: print it, or call `markdown()` or `json()`.
 
     Raises:
-      ValueError: a gauge does not fit the tree; an optimizer has no gauges; some leaf is in no gauge and `unbound` is
-        "error".
+      ValueError: a gauge does not fit the tree; an optimizer has no gauges.
 
     >>> params = {"up": jnp.ones((2, 3)), "down": jnp.ones((3, 4)), "bias": jnp.ones(4)}
     >>> gauges = [go.rescale({"up": "_ channel"}, {"down": "channel _"})]
@@ -190,9 +186,6 @@ def plan(
     <BLANKLINE>
     in no gauge: bias
     """
-    if unbound not in ("allow", "warn", "error"):
-        raise binding_error(
-            "plan", f"unknown unbound {unbound!r}", repr(unbound), "'allow', 'warn' or 'error'", "leave it out")
     tx = tx_or_gauges if isinstance(tx_or_gauges, optax.GradientTransformation) else None
     gauges = [] if not tx_or_gauges else list(product(tx_or_gauges).gauges) if tx is None else gauges_of(tx)
     if not gauges:
@@ -225,12 +218,6 @@ def plan(
     result = Plan(rows, gauge_plans, tuple(path for path in leaves if path not in labels))
     for text in result.warnings:
         warnings.warn(f"plan: {text}", stacklevel=2)
-    if result.unbound and unbound == "error":
-        raise binding_error(
-            "plan", f"{len(result.unbound)} leaves in no gauge", ", ".join(result.unbound[:6]), "a gauge on every leaf",
-            "bind them, or leave unbound='allow': the wrapped optimizer updates them as it would without gauges")
-    if result.unbound and unbound == "warn":
-        warnings.warn(f"plan: in no gauge: {', '.join(result.unbound)}", stacklevel=2)
     return result
 
 

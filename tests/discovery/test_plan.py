@@ -1,7 +1,6 @@
 """`go.plan`: what the table says of each leaf, and the mistakes that it names."""
 
 import json
-import warnings
 
 import jax
 import jax.numpy as jnp
@@ -116,21 +115,7 @@ def test_a_free_axis_in_place_of_layers_is_named() -> None:
     assert found.gauges[0].dim == LLAMA.d_ff
 
 
-def test_unbound_leaves_are_allowed_warned_of_or_refused() -> None:
-    params, gauges = llama(), lm.gauges(LLAMA)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        go.plan(gauges, params)
-    with pytest.warns(UserWarning, match="in no gauge: embed/embedding"):
-        go.plan(gauges, params, unbound="warn")
-    with pytest.raises(ValueError, match="1 leaves in no gauge") as error:
-        go.plan(gauges, params, unbound="error")
-    assert "remedy" in str(error.value)
-
-
 def test_what_has_no_gauges_is_refused() -> None:
     for thing, problem in ((optax.adam(0.1), "no gauges"), ([], "no gauges")):
         with pytest.raises(ValueError, match=problem):
             go.plan(thing, {"w": jnp.ones(3)})
-    with pytest.raises(ValueError, match="unknown unbound 'perhaps'"):
-        go.plan(lm.gauges(LLAMA), llama(), unbound="perhaps")  # type: ignore[arg-type]

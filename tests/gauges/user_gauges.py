@@ -56,11 +56,14 @@ class Translation(go.Gauge):
         tokens, positions = (jnp.asarray(b.view(leaves[b.path]), _REAL) for b in self._instance(params).blocks)
         return {"": (jnp.sum(positions, 0) - jnp.sum(tokens, 0)) / (len(tokens) + len(positions))}
 
+    def _shape(self, params: Tree) -> tuple[int, ...]:
+        return (dict(self._instance(params).sizes)["channel"],)
+
     def sample(self, key: jax.Array, params: Tree, scale: float = 1.0) -> Tree:
-        return {"": jax.random.uniform(key, self._instance(params).shape(("channel",)), _REAL, -scale, scale)}
+        return {"": jax.random.uniform(key, self._shape(params), _REAL, -scale, scale)}
 
     def identity(self, params: Tree) -> Tree:
-        return {"": jnp.zeros(self._instance(params).shape(("channel",)), _REAL)}
+        return {"": jnp.zeros(self._shape(params), _REAL)}
 
     def inverse(self, element: Tree) -> Tree:
         return {"": -element[""]}
@@ -69,7 +72,7 @@ class Translation(go.Gauge):
         return {"": a[""] + b[""]}
 
     def dim(self, params: Tree) -> int:
-        return math.prod(self._instance(params).shape(("channel",)))
+        return math.prod(self._shape(params))
 
 
 @dataclasses.dataclass(frozen=True)

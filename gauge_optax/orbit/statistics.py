@@ -74,10 +74,16 @@ def _bias_alone(part: Mean) -> tuple[int, ...]:
     return part.blocks[0].shape if part.axis is None else ()
 
 
-def _permutes_others_of(part: Part[Any], path: str) -> bool:
+@functools.singledispatch
+def permutes_others_of(part: Part[Any], path: str) -> bool:
     """Whether a part permutes other leaves of the norm that a statistic belongs to."""
+    return False
+
+
+@permutes_others_of.register
+def _with_the_statistic(part: Permutation, path: str) -> bool:
     own, *others = (_COLLECTIONS.sub("", _parent_and_name(p)[0]) for p in (path, *changed(part)))
-    return isinstance(part, Permutation) and own in others
+    return own in others
 
 
 def require_no_statistics_behind(name: str, s: Slice, params: Any) -> None:
@@ -93,7 +99,7 @@ def require_no_statistics_behind(name: str, s: Slice, params: Any) -> None:
         width = outputs_before_a_norm(part)[-1:]
         left = [
             p for p, shape in statistics.items()
-            if p not in changed(part) and ((width and shape[-1:] == width) or _permutes_others_of(part, p))
+            if p not in changed(part) and ((width and shape[-1:] == width) or permutes_others_of(part, p))
         ]
         if left:
             raise binding_error(

@@ -1,4 +1,10 @@
-"""`Block`, one axes string resolved on one leaf: what a gauge reads from the leaf and writes to it."""
+"""What a gauge reads from a tree and writes to it: leaves by their paths, and `Block`s, which are parts of leaves.
+
+The *normalised path* of a leaf is its key path joined by `/`. The key of a box that holds nothing else is left out: the
+attribute `value` (`nnx.Variable`, Linen's `Partitioned`, penzai's parameters) and the number of a node that names no
+keys (haliax's `NamedArray`). An optimizer's `init` often sees a boxed tree and its `update` a bare one, and leaves have
+the same paths in both. A block is one axes string resolved on one leaf.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +12,190 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
+from jax.tree_util import FlattenedIndexKey, GetAttrKey
 
 from gauge_optax.binding.axes import Ranges, Site, parse_axes, solve_lengths
-from gauge_optax.binding.paths import match
 from gauge_optax.binding.specs import BlockSpec
 from gauge_optax.errors import binding_error
+
+# Leaves by path ---------------------------------------------------------------------------------------
+
+
+def _is_masked(node: Any) -> bool:
+    return isinstance(node, optax.MaskedNode)
+
+
+def _only_children(treedef: Any, only: bool = False) -> Iterator[bool]:
+    """For each leaf in order: whether it is its parent's only child."""
+    # Key paths cannot tell: a field that is None has none, yet it shows that its parent is not a box of one thing.
+    if treedef.num_leaves == treedef.num_nodes == 1:
+        yield only
+        return
+    children = treedef.children()
+    for child in children:
+        yield from _only_children(child, len(children) == 1)
+
+
+def _flatten(tree: Any) -> tuple[list[str], list[Any], Any]:
+    """Normalised paths, leaves with every MaskedNode as a leaf, and the treedef."""
+    treedef: Any
+    pairs, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_masked)
+    paths = []
+    for (keys, _), only in zip(pairs, _only_children(treedef), strict=True):
+        # Keys of these two types only: a dict's key "value" and a list's index are names that the user gave.
+        if only and (keys[-1] == GetAttrKey("value") or isinstance(keys[-1], FlattenedIndexKey)):
+            keys = keys[:-1]
+        paths.append(jax.tree_util.keystr(keys, simple=True, separator="/"))
+    if len(set(paths)) < len(paths):
+        twice = next(path for k, path in enumerate(paths) if path in paths[:k])
+        raise binding_error(
+            "binding", f"two leaves share the path '{twice}'", "keys that contain '/' or print alike",
+            "one leaf per normalised path", "rename one of the keys")
+    return paths, [leaf for _, leaf in pairs], treedef
+
+
+def shown_and_hidden(tree: Any) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Leaves by normalised path, and the paths at which a `MaskedNode` stands in place of a leaf or a subtree.
+
+    Args:
+      tree: any pytree; `optax.masked` and `optax.partition` make such nodes.
+
+    Returns:
+      `leaves_by_path(tree)`, and the other paths, in tree order.
+
+    Raises:
+      ValueError: two leaves have one normalised path.
+
+    >>> import optax
+    >>> from gauge_optax.binding import shown_and_hidden
+    >>> shown_and_hidden({"a": {"kernel": 1.0, "bias": optax.MaskedNode()}})
+    ({'a/kernel': 1.0}, ('a/bias',))
+    """
+    paths, leaves, _ = _flatten(tree)
+    shown = {path: leaf for path, leaf in zip(paths, leaves, strict=True) if not _is_masked(leaf)}
+    return shown, tuple(path for path in paths if path not in shown)
+
+
+def leaves_by_path(tree: Any) -> dict[str, Any]:
+    """Leaves by normalised path, in tree order. `None` and `optax.MaskedNode` are left out.
+
+    Args:
+      tree: any pytree.
+
+    Returns:
+      A dict from path to leaf.
+
+    Raises:
+      ValueError: two leaves have one normalised path.
+
+    >>> from gauge_optax.binding import leaves_by_path
+    >>> leaves_by_path({"mlp": [{"kernel": 1.0}, None, {"kernel": 2.0}]})
+    {'mlp/0/kernel': 1.0, 'mlp/2/kernel': 2.0}
+    """
+    return shown_and_hidden(tree)[0]
+
+
+def with_leaves(tree: Any, leaves: Mapping[str, Any]) -> Any:
+    """The same tree with some leaves replaced.
+
+    Args:
+      tree: any pytree.
+      leaves: new leaves by normalised path; all other leaves stay, and so do `MaskedNode`s.
+
+    Returns:
+      A tree of the same structure.
+
+    Raises:
+      ValueError: a path that the tree does not have.
+
+    >>> from gauge_optax.binding import with_leaves
+    >>> with_leaves({"a": [1.0, 2.0]}, {"a/1": 5.0})
+    {'a': [1.0, 5.0]}
+    """
+    paths, old, treedef = _flatten(tree)
+    for path in set(leaves).difference(paths):
+        raise binding_error(
+            "binding", f"no leaf to replace at '{path}'", f"leaves {', '.join(paths[:6])}",
+            "paths of the same tree", "take the paths from leaves_by_path(tree)")
+    return treedef.unflatten([leaves.get(path, leaf) for path, leaf in zip(paths, old, strict=True)])
+
+
+def is_empty(tree: Any) -> bool:
+    """Whether a tree has neither leaves nor `MaskedNode`s.
+
+    `optax.tree.map_params` calls `init` with such a tree, and a gauge must not complain about missing leaves then.
+
+    Args:
+      tree: any pytree.
+
+    Returns:
+      True for a tree with nothing to bind to.
+
+    >>> import optax
+    >>> from gauge_optax.binding import is_empty
+    >>> is_empty({"a": None}), is_empty({"a": optax.MaskedNode()})
+    (True, False)
+    """
+    return not jax.tree_util.tree_leaves(tree, is_leaf=_is_masked)
+
+
+def leaf_shape(leaf: Any) -> tuple[int, ...]:
+    """Shape of a leaf.
+
+    Args:
+      leaf: an array, tracer, ShapeDtypeStruct, number, or anything else that a tree may hold.
+
+    Returns:
+      The shape, () for a leaf that has none.
+
+    >>> from gauge_optax.binding import leaf_shape
+    >>> leaf_shape(jnp.ones((2, 3))), leaf_shape(1.0)
+    ((2, 3), ())
+    """
+    shape = getattr(leaf, "shape", None)
+    return shape if isinstance(shape, tuple) else ()
+
+
+def mask_by_path(mask: Any, params: Any) -> dict[str, bool]:
+    """Leaf path → what a mask of Optax's form says of it.
+
+    Args:
+      mask: a tree or prefix of booleans, or a callable from parameters to one.
+      params: the tree.
+
+    >>> from gauge_optax.binding import mask_by_path
+    >>> mask_by_path({"up": True, "down": False}, {"up": {"kernel": 1.0}, "down": 2.0})
+    {'down': False, 'up/kernel': True}
+    """
+    whole = jax.tree.map(lambda flag, part: jax.tree.map(lambda _: bool(flag), part), values_at(mask, params), params)
+    return dict(zip(leaves_by_path(params), jax.tree.leaves(whole), strict=True))
+
+
+def values_at(mask: Any, params: Any) -> Any:
+    """Returns the tree of a mask, or of labels, that may be a function of the parameters.
+
+    The modules of some frameworks are trees that can be called (`eqx.Module`). So are masks of their structure, and
+    `callable` cannot tell them from functions.
+
+    Args:
+      mask: a tree, or a function from a tree to a tree.
+      params: what a function gets.
+
+    >>> from gauge_optax.binding import values_at
+    >>> values_at({"w": True}, {"w": 1.0}), values_at(lambda p: {"w": p["w"] > 2}, {"w": 1.0})
+    ({'w': True}, {'w': False})
+    """
+    return mask(params) if callable(mask) and jax.tree.leaves(mask) == [mask] else mask
+
+
+# Blocks -----------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -318,8 +497,8 @@ def overlap(a: Block, b: Block) -> bool:
 def bind_leaf(
     gauge: str, spec: BlockSpec, path: str, shape: tuple[int, ...], sizes: Mapping[str, int],
     source: str = "the other blocks",
-) -> Block | None:
-    """Resolves one spec on one bare leaf.
+) -> Block:
+    """Resolves one spec on one bare leaf, whose path it matches.
 
     Args:
       gauge: name for errors.
@@ -330,7 +509,7 @@ def bind_leaf(
       source: where those are from, for errors.
 
     Returns:
-      The block, None if the pattern does not match.
+      The block.
 
     Raises:
       ValueError: wrong rank, lengths that disagree or stay unknown, an index out of range.
@@ -339,8 +518,6 @@ def bind_leaf(
     >>> bind_leaf("rescale", BlockSpec("up", "mlp/{i}", "_ channel"), "mlp/0", (4, 6), {}).labels
     ('_', 'channel')
     """
-    if match(gauge, spec.pattern, path) is None:
-        return None
     site = Site(spec.role, path, spec.axes, tuple(shape), parse_axes(gauge, spec.pattern, spec.axes))
     _, (split,) = solve_lengths(gauge, [site], sizes, source)
     return resolve_block(gauge, site, split)

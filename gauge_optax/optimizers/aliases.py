@@ -224,8 +224,8 @@ def max_norm_muon(
     per start, from LeCun-normal kernels, from 0.02 and from zero outputs) a Muon whose Adam rate and decay were tuned
     apart ended at validation losses of 1.383, 1.388 and 1.383, and this at 1.416, 1.393 and 1.409 with a rate of 0.04,
     level or behind, and at 1.375, 1.355 and 1.374 with 0.02, 0.6 to 2.4 % ahead. Our own comparison with equal budgets
-    of tuning (benchmarks/results/tuned.md) has finished one start: 1.8 % below Muon from LeCun-normal kernels. In runs
-    of 200 and 400 steps the best rate was 0.04, and about 0.5/√d at widths d above 256
+    of tuning (benchmarks/results/tuned.md) has finished two starts: 1.8 % below Muon from LeCun-normal kernels and from
+    0.02. In runs of 200 and 400 steps the best rate was 0.04, and about 0.5/√d at widths d above 256
     (benchmarks/results/transfer.md).
 
     The unit of every step is the norm that a vector has at the usual start: 1 for a neuron, that is, for its weights of

@@ -203,10 +203,11 @@ class _Norm(NamedTuple):
     plus: float | None
 
     def inverse(self, point: Leaves) -> np.ndarray:
-        """1/γ; zero where γ is nearly."""
+        """1/γ; zero where γ is zero. A random γ may be small: the kernel's gradient there has the factor γ, so that no
+        product of the two is large."""
         values = _tensor(self.vector, point)
         scale = np.ones_like(values) if self.plus is None else values + self.plus
-        return 1.0 / np.where(np.abs(scale) > 1e-3, scale, np.inf)
+        return 1.0 / np.where(np.abs(scale) > 1e-9, scale, np.inf)
 
 
 def _hidden_by_norm(

@@ -259,6 +259,8 @@ def _axis_text(
             parts[-1] = (parts[-1][0], parts[-1][1] * atom.size)
         elif pairing is not None and name == target:
             pair = [("_", 2), (target, atom.size // 2)]
+            if pairing == "half" and parts and parts[-1][0] == "_":
+                pair[0] = ("_", 2 * parts.pop()[1])  # one free axis: of two side by side neither length is determined
             parts += pair if pairing == "half" else pair[::-1]
         else:
             parts.append((name, atom.size))
@@ -268,6 +270,8 @@ def _axis_text(
         span, parts = "", [(f"part{length // size}={window.start // size}", length // size), *parts]
     if len(parts) == 1:
         return parts[0][0] + span
+    if sum(name == "_" for name, _ in parts) > 1:
+        raise Unwritable("factors for an axis of which two parts are free, which no axes string can say")
     named = [name != "_" and ":" not in name for name, _ in parts]
     for k, (name, count) in enumerate(parts):
         # The length of the last axis follows by division where all others are named.

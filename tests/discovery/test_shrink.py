@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 
 import gauge_optax as go
+from gauge_optax.binding import leaves_by_path, with_leaves
 from gauge_optax.discovery import report as reports
-from gauge_optax.discovery import shrink
+from gauge_optax.discovery import shrink, sketch, write
 from gauge_optax.discovery.shrink import Small
+from gauge_optax.discovery.views import Atom, Window
 from models import lm
 from tests.discovery.nets import FORMS, Net
 from tests.discovery.test_layouts import HEADS, KEYS, fused, fused_params
@@ -93,6 +95,41 @@ def test_a_gauge_of_the_small_instance_alone_is_rejected(searched: list[Small | 
     report = go.discover(fn, params, list(rng.normal(size=(2, 7, 48))), outputs="loss", progress=False)
     assert searched[0] is not None
     assert not report.gauges and "rescale of up, down: moves the outputs by" in report.rejected[-1]
+
+
+def test_squared_gradients_are_those_of_whole_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leaf by leaf as all at once; a gradient that is not finite counts as zero."""
+    net = FORMS["unrolled"](lm.llama_config(**SIZES, kv_heads=8))
+    with jax.enable_x64(True):
+        leaves = {path: np.asarray(x, np.float64) for path, x in leaves_by_path(net.params).items()}
+
+        def fn(x: Any, batch: Any) -> Any:
+            return net.fn(with_leaves(net.params, x), batch)
+
+        def squares() -> dict[str, np.ndarray]:
+            return sketch.squared_gradients(fn, net.batches, leaves, np.random.default_rng(0))
+
+        whole = squares()
+        monkeypatch.setattr(sketch, "_CHUNK", 1)
+        apart = squares()
+        outputs, backward = jax.vjp(lambda x: fn(x, net.batches[0]), leaves)
+        noise = np.random.default_rng(0).standard_normal(outputs.shape).astype(outputs.dtype)
+        one = sketch.squared_gradients(fn, net.batches[:1], leaves, np.random.default_rng(0))
+        for path, expected in backward(noise)[0].items():
+            np.testing.assert_allclose(one[path], np.square(expected), rtol=1e-6, atol=1e-30)
+            np.testing.assert_allclose(apart[path], whole[path], rtol=1e-6, atol=1e-30)
+        rng, zeros = np.random.default_rng(0), {"a": np.zeros(3)}
+        root = sketch.squared_gradients(lambda x, _: jnp.sqrt(x["a"]), [0], zeros, rng)
+        assert not root["a"].any(), "the derivative of a square root at zero is infinite"
+
+
+def test_free_axes_side_by_side_are_written_as_one() -> None:
+    """A norm over all heads of which rotary planes share a factor: neither of two free lengths would be determined."""
+    heads, basis, sizes = Atom(("heads",), 2), Atom(("basis",), 4), dict[str, int]()
+    text = write._axis_text(8, Window(0, 8, (heads, basis)), ["_", "channel"], sizes, "half", "channel")
+    assert (text, sizes) == ("(_ channel)", {"channel": 2})
+    with pytest.raises(write.Unwritable, match="two parts are free"):
+        write._axis_text(8, Window(0, 8, (heads, basis)), ["_", "channel"], {}, "interleaved", "channel")
 
 
 def test_lengths_of_the_large_instance_follow_from_primes() -> None:

@@ -31,7 +31,7 @@ from tqdm import tqdm
 from benchmarks import compare
 from benchmarks.sizes import LABELS, SIZES, Case, Size
 from benchmarks.timing import update_step
-from examples import study
+from examples.studies import harness
 from models import lm
 
 Tree = Any
@@ -190,7 +190,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--show", action="store_true", help="compile nothing")
     args = parser.parse_args(argv)
     path = args.out / "counts.json"
-    result: dict[str, Any] = {"versions": study.versions(), "sizes": {}}
+    result: dict[str, Any] = {"versions": harness.versions(), "sizes": {}}
     if path.exists():
         kept = json.loads(path.read_text())
         result = kept if kept["versions"] == result["versions"] else result
@@ -205,7 +205,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
             by_row = result["sizes"].setdefault(title, {}).setdefault(platform, {})
             by_row[row] = counted(rows[row], sized.params, platform)
             result["sizes"][title][platform] = {x: by_row[x] for x in ROWS if x in by_row}
-            study.write(path, result)
+            harness.write(path, result)
     text = page(result)
     path.with_suffix(".md").write_text(text)
     print(text)

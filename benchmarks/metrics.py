@@ -1,16 +1,13 @@
 """What `go.measure.track` costs: whole training steps with it and without, in turns.
 
     python -m benchmarks.metrics                              # ten minutes on 2 CPU cores
-    python -m benchmarks.metrics --sizes "demo, 16 x 64"      # model, sequences x tokens
+    python -m benchmarks.metrics --only "demo, 16 x 64"       # model, sequences x tokens
 
 A step is loss, gradient, update and `apply_updates`, compiled as one, parameters and state donated. Every fourth step
 is a record here; the table says what that makes of the default, one record in `EVERY` steps. Writes
 benchmarks/results/metrics.json and metrics.md.
 """
 
-import argparse
-import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +18,7 @@ from tqdm import tqdm
 
 import gauge_optax as go
 from benchmarks.timing import host, prepared
-from examples import cli
+from examples.studies import harness
 from models import lm
 
 OUT = Path(__file__).parent / "results"
@@ -97,23 +94,10 @@ def page(result: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    """Time the chosen sizes; write JSON and table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=cli.Help)
-    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
-    parser.add_argument("--out", type=Path, default=OUT)
-    args = parser.parse_args(argv)
-    path = args.out / "metrics.json"
-    result = json.loads(path.read_text()) if path.exists() else {"sizes": {}}
-    result["host"] = host()
-    for name in args.sizes:
-        result["sizes"][name] = measured(SIZES[name])
-    args.out.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=1) + "\n")
-    (args.out / "metrics.md").write_text(page(result))
-    print(page(result))
-    return result
-
+STUDY = harness.Study(
+    __doc__, "metrics", harness.by_name(SIZES, lambda c, args, name: measured(SIZES[name]), "sizes"), page, page=page,
+    seeds=None, precision=None, head=lambda _: {"sizes": {}, "host": host()}, folder=OUT, partial=True,
+)
 
 if __name__ == "__main__":
-    main()
+    harness.main(STUDY)

@@ -29,6 +29,7 @@ from benchmarks import (
 from benchmarks.certificates import ROWS
 from benchmarks.render import page
 from examples import released
+from examples.studies import harness
 from gauge_optax.binding import leaves_by_path
 from models import lm
 from tests.test_presets import TREES
@@ -212,16 +213,14 @@ def test_discover_is_timed_case_by_case_and_resumed(tmp_path: Path, monkeypatch:
         return discover_times.measure(name)
 
     monkeypatch.setattr(discover_times, "alone", beside)  # a new process compiles for ten seconds
-    discover_times.main(["equinox", "--out", str(tmp_path)])
-    discover_times.main(["equinox", "linen_bfloat16", "--out", str(tmp_path)])
+    for names in (["equinox"], ["equinox", "linen_bfloat16"]):
+        harness.main(discover_times.STUDY, ["--only", *names, "--out", str(tmp_path)])
     assert measured == ["equinox", "linen_bfloat16"]
     result = json.loads((tmp_path / "discover.json").read_text())
-    for name, gauges in (("equinox", {"norm_scale", "rescale"}), ("linen_bfloat16", {"norm_scale", "head_rotation"})):
+    for name, gauges in (("equinox", {"norm_scale", "rescale"}), ("linen_bfloat16", {"norm_scale", "head_linear"})):
         row = result["cases"][name]
         assert gauges <= set(row["gauges"]) and 0 < row["seconds"] < 200 and row["peak_mib"] > 50
     assert (tmp_path / "discover.md").read_text() == discover_times.render(result)
-    with pytest.raises(SystemExit):
-        discover_times.main(["no such case", "--out", str(tmp_path)])
 
 
 def test_discover_rejects_nothing() -> None:
@@ -262,7 +261,7 @@ def test_outputs_stay_at_every_point_of_every_tree() -> None:
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads the peak of a process as Linux has it")
 def test_choices_of_a_point_are_timed(tmp_path: Path) -> None:
     size = ["--layers", "1", "--width", "64", "--vocab", "32"]
-    rows = orbit.main([*size, "--only", "R2", "--out", str(tmp_path)])["rows"]
+    rows = harness.main(orbit.STUDY, [*size, "--only", "*R2*", "--out", str(tmp_path)])["rows"]
     assert set(rows) == {"rotate, R1 and R2, untied", "rotate, R1 and R2, untied, donated"}
     assert all(row["seconds"] > 0 and row["change"] <= 1e-5 for row in rows.values())
 
@@ -295,8 +294,8 @@ ENTRY %main (a: f32[8]) -> f32[8] {
 
 def test_an_update_is_counted(tmp_path: Path) -> None:
     """AdamW moves what it has to and little more; the page has a row each."""
-    args = ["--platforms", "cpu", "--sizes", "toy", "--width", "16", "--layers", "1", "--only", "adamw"]
-    result = counts.main([*args, "--out", str(tmp_path)])
+    args = ["--platforms", "cpu", "--sizes", "toy", "--width", "16", "--layers", "1", "--only", "*adamw*"]
+    result = harness.main(counts.STUDY, [*args, "--out", str(tmp_path)])
     (rows,) = (by_platform["cpu"] for by_platform in result["sizes"].values())
     assert 1.0 <= rows["optax.adamw"]["gbyte"] / rows["optax.adamw"]["limit_gbyte"] < 2.0
     assert rows["quotient(optax.adamw)"]["kernels"] > rows["optax.adamw"]["kernels"]

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from examples.studies import baselines, grok_readings, harness, report
-from examples.studies.grok_readings import GROKKED, SHOWN, WINDOW, Rates
+from examples.studies.grok_readings import SHOWN, WINDOW, Rates
 from examples.studies.harness import Arm, Result, Training
 from examples.studies.report import Panel
 from models import grokking
@@ -88,26 +88,16 @@ figure = report.figure(
 def section(result: Result) -> str:
     """The table, and what it says."""
     c = Config(**result["settings"])
-    settled = report.settled
-    columns = {
-        f"{GROKKED:.0%} from step": grok_readings.grokked_column(result),
-        "accuracy": report.column(result, "test_accuracy", ".3f", settled),
-        "train loss": report.column(result, "train_loss", at=settled),
-        "test loss": report.column(result, "test_loss", at=settled),
-        "singular value": report.column(result, "activations", at=settled),
-    }
-    return "\n\n".join(
-        [
-            f"{grok_readings.sizes(c.network('gelu'))}, {c.steps:,} steps, weight decay {c.weight_decay}. "
-            f"{grok_readings.swept(result)} This rate, plain Muon's with GELU, is that of all arms. "
-            f"{report.made_with(result)}",
-            "Each column after the first is the median over the last quarter of the run. The singular value is the "
-            f"smallest one of the residual stream behind block {c.layers // 2}, over all pairs, divided by the root of "
-            "their number.",
-            report.table(result, columns),
-            _verdicts(result),
-        ]
-    )
+    return "\n\n".join([
+        f"{grok_readings.sizes(c.network('gelu'))}, {c.steps:,} steps, weight decay {c.weight_decay}. "
+        f"{grok_readings.swept(result)} This rate, plain Muon's with GELU, is that of all arms. "
+        f"{report.made_with(result)}",
+        "Each column after the first is the median over the last quarter of the run. The singular value is the "
+        f"smallest one of the residual stream behind block {c.layers // 2}, over all pairs, divided by the root of "
+        "their number.",
+        report.table(result, grok_readings.columns(result)),
+        _verdicts(result),
+    ])
 
 
 def _of_all(result: Result, optimizer: str, key: str) -> list[float]:

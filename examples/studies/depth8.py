@@ -98,30 +98,20 @@ figure = report.figure(
 def section(result: Result) -> str:
     """The table, and what it says."""
     c = Config(**result["settings"])
-    settled = report.settled
-    columns = {
-        f"{GROKKED:.0%} from step": grok_readings.grokked_column(result),
-        "accuracy": report.column(result, "test_accuracy", ".3f", settled),
-        "train loss": report.column(result, "train_loss", at=settled),
-        "test loss": report.column(result, "test_loss", at=settled),
-        "singular value": report.column(result, "activations", at=settled),
-        "Fisher": lambda arm: (
-            report.column(result, "fisher", at=settled)(arm) if arm in READ_AT_THE_MINIMUM else "not read"
-        ),
-    }
-    return "\n\n".join(
-        [
-            f"{grok_readings.sizes(c.network)}, {c.steps:,} steps, weight decay {c.weight_decay}. "
-            f"{grok_readings.swept(result)} {report.made_with(result)}",
-            "Each column after the first is the median over the last quarter of the run. The singular value is the "
-            "smallest one of the residual stream behind the last block, over all pairs, divided by the root of their "
-            "number; the Fisher column is the smallest eigenvalue of the Fisher information in the logits, without "
-            "their common shift.",
-            report.table(result, columns),
-            f"{_decomposition(result)} {_grokking(result)}",
-            _minimum(result),
-        ]
-    )
+    fisher = report.column(result, "fisher", at=report.settled)
+    columns = grok_readings.columns(result)
+    columns["Fisher"] = lambda arm: fisher(arm) if arm in READ_AT_THE_MINIMUM else "not read"
+    return "\n\n".join([
+        f"{grok_readings.sizes(c.network)}, {c.steps:,} steps, weight decay {c.weight_decay}. "
+        f"{grok_readings.swept(result)} {report.made_with(result)}",
+        "Each column after the first is the median over the last quarter of the run. The singular value is the "
+        "smallest one of the residual stream behind the last block, over all pairs, divided by the root of their "
+        "number; the Fisher column is the smallest eigenvalue of the Fisher information in the logits, without "
+        "their common shift.",
+        report.table(result, columns),
+        f"{_decomposition(result)} {_grokking(result)}",
+        _minimum(result),
+    ])
 
 
 def _accuracy(result: Result, arm: str) -> list[float]:
@@ -160,16 +150,14 @@ def _grokking(result: Result) -> str:
     groks = {arm: [x < float("inf") for x in grok_readings.grokked_at(result, arm)] for arm in result["arms"]}
     by = f"whether {GROKKED:.0%} stay for {grok_readings.KEPT} readings"
     each = ", ".join(f"{arm} {sum(count)}" for arm, count in groks.items())
-    return " ".join(
-        [
-            report.paper("with the RoPE-torus gauge all seeds grok", groks[TORUS], by),
-            report.paper("with the full rotation too", groks[FULL_ROTATION], by),
-            report.paper("Muon fails on two of three seeds", [not x for x in groks[MUON]], by),
-            f"Seeds that grok, of {len(result['seeds'])}: {each}.",
-            grok_readings.swings(result),
-            "Beside such swings a difference of some hundredths between medians says little.",
-        ]
-    )
+    return " ".join([
+        report.paper("with the RoPE-torus gauge all seeds grok", groks[TORUS], by),
+        report.paper("with the full rotation too", groks[FULL_ROTATION], by),
+        report.paper("Muon fails on two of three seeds", [not x for x in groks[MUON]], by),
+        f"Seeds that grok, of {len(result['seeds'])}: {each}.",
+        grok_readings.swings(result),
+        "Beside such swings a difference of some hundredths between medians says little.",
+    ])
 
 
 def off_the_floor(result: Result) -> str:
@@ -192,18 +180,16 @@ def _minimum(result: Result) -> str:
         return report.ratios(read[key][arm], read[key][MUON], least=1e-30)
 
     apart = [abs(a - b) for a, b in zip(*(read["test_accuracy"][arm] for arm in (MASKED, MUON)), strict=True)]
-    return " ".join(
-        [
-            off_the_floor(result),
-            report.paper("the gauge ends at a lower loss than Muon", [x < 1 for x in beside_muon("test_loss")],
-                         "test loss"),
-            report.paper("the gauge compresses the activations", [x < 1 for x in beside_muon("activations")],
-                         f"{LEAST} of the stream behind the last block"),
-            report.paper("masking dead directions ends where Muon does", [x <= NEAR for x in apart],
-                         f"{ACCURACY}, to {NEAR}"),
-            f"The masked arm's smallest eigenvalue is {report.listed(beside_muon('fisher', MASKED))} times Muon's.",
-        ]
-    )
+    return " ".join([
+        off_the_floor(result),
+        report.paper("the gauge ends at a lower loss than Muon", [x < 1 for x in beside_muon("test_loss")],
+                     "test loss"),
+        report.paper("the gauge compresses the activations", [x < 1 for x in beside_muon("activations")],
+                     f"{LEAST} of the stream behind the last block"),
+        report.paper("masking dead directions ends where Muon does", [x <= NEAR for x in apart],
+                     f"{ACCURACY}, to {NEAR}"),
+        f"The masked arm's smallest eigenvalue is {report.listed(beside_muon('fisher', MASKED))} times Muon's.",
+    ])
 
 STUDY = harness.Study(
     __doc__, "depth8", functools.partial(grok_readings.cells, build, BASES), section, figure, config=Config(), full=FULL

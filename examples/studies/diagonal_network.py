@@ -113,19 +113,17 @@ def section(result: Result) -> str:
         "smallest u·v on the way": report.column(result, "smallest_product", at=report.smallest),
     }
     drawn = f"AdamW{AS_DRAWN}", f"DDC{AS_DRAWN}"
-    return "\n\n".join(
-        [
-            f"{c.modes} coordinates, {c.nonzero} of them 1 in the target, the rest 0; {c.samples} samples, whitened; "
-            f"u·v = {c.start**2:g} at the start, log-scales within ±{c.asymmetry}; {c.steps:,} steps, learning rate "
-            f"{c.learning_rate} (SGD {c.sgd_rate}), no decay. {report.made_with(result)}",
-            report.table(result, columns),
-            f"{report.containment(result, *drawn, 'drift', 'log|u|', 'drawn_loss')} With whitened inputs: "
-            f"{report.containment(result, 'AdamW', 'DDC', 'drift', 'log|u|')} {_sgd(result)}",
-            f"In the paper's coordinate, {PAPERS}, {report.farther(result, 'DDC', 'AdamW', 'ratio')}: at the anchor's "
-            f"rest v takes all growth. {report.containment(result, 'AdamW', BALANCED, 'ratio', PAPERS)} "
-            f"{report.containment(result, 'AdamW', PRINTED, 'ratio', PAPERS)}",
-        ]
-    )
+    return "\n\n".join([
+        f"{c.modes} coordinates, {c.nonzero} of them 1 in the target, the rest 0; {c.samples} samples, whitened; "
+        f"u·v = {c.start**2:g} at the start, log-scales within ±{c.asymmetry}; {c.steps:,} steps, learning rate "
+        f"{c.learning_rate} (SGD {c.sgd_rate}), no decay. {report.made_with(result)}",
+        report.table(result, columns),
+        f"{report.containment(result, *drawn, 'drift', 'log|u|', 'drawn_loss')} With whitened inputs: "
+        f"{report.containment(result, 'AdamW', 'DDC', 'drift', 'log|u|')} {_sgd(result)}",
+        f"In the paper's coordinate, {PAPERS}, {report.farther(result, 'DDC', 'AdamW', 'ratio')}: at the anchor's "
+        f"rest v takes all growth. {report.containment(result, 'AdamW', BALANCED, 'ratio', PAPERS)} "
+        f"{report.containment(result, 'AdamW', PRINTED, 'ratio', PAPERS)}",
+    ])
 
 
 def _loss_of_arm(arm: str) -> str:

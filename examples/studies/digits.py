@@ -50,6 +50,21 @@ def warmed(rate: Any, steps: int, warmup: float, constant: bool) -> optax.Schedu
     return at
 
 
+def observed(
+    tx: optax.GradientTransformation, loss: Callable[..., jax.Array], observe: Callable[..., Any] | None
+) -> Callable[[tuple[Any, Any], Any], tuple[tuple[Any, Any], Any]]:
+    """A step to be scanned, which keeps what `observe` gives of (params, gradient, state, updates, state after)."""
+
+    def step(carry: tuple[Any, Any], batch: Any) -> tuple[tuple[Any, Any], Any]:
+        params, state = carry
+        grads = jax.grad(loss)(params, batch)
+        updates, after = tx.update(grads, state, params)
+        kept = None if observe is None else observe(params, grads, state, updates, after)
+        return (optax.apply_updates(params, updates), after), kept
+
+    return step
+
+
 class Trained(NamedTuple):
     """Of every pair of rate and decay, from every seed: arrays (pairs, seeds, …).
 
@@ -87,20 +102,12 @@ def train(
     targets = np.stack([_targets(labels[rows], task.label_noise, s) for rows, s in zip(order, seeds, strict=True)])
     params = jax.vmap(init)(jnp.stack([jax.random.key(s) for s in seeds]))
 
-    def loss(params: Params, images: jax.Array, labels: jax.Array) -> jax.Array:
-        return digits.cross_entropy(logits(params, images), labels)
+    def loss(params: Params, batch: tuple[jax.Array, jax.Array]) -> jax.Array:
+        return digits.cross_entropy(logits(params, jnp.asarray(images)[batch[0]]), batch[1])
 
     def one(params: Params, data: tuple[jax.Array, jax.Array], rate: Any, decay: Any) -> tuple[Any, Any, Any]:
         tx = make(task.schedule(rate), decay)
-
-        def step(carry: tuple[Any, Any], batch: tuple[jax.Array, jax.Array]) -> tuple[tuple[Any, Any], Any]:
-            params, state = carry
-            grads = jax.grad(loss)(params, jnp.asarray(images)[batch[0]], batch[1])
-            updates, after = tx.update(grads, state, params)
-            kept = None if observe is None else observe(params, grads, state, updates, after)
-            return (optax.apply_updates(params, updates), after), kept
-
-        (params, _), kept = jax.lax.scan(step, (params, tx.init(params)), data)
+        (params, _), kept = jax.lax.scan(observed(tx, loss, observe), (params, tx.init(params)), data)
         outputs = logits(params, held_out[0])
         right = jnp.mean(jnp.argmax(outputs, -1) == held_out[1])
         return digits.cross_entropy(outputs, held_out[1]), right, kept

@@ -188,6 +188,18 @@ def swept(result: Result) -> str:
     )
 
 
+def columns(result: Result) -> dict[str, Column]:
+    """Those of a deep network: when it groks, then medians over the last quarter of the run."""
+    settled = functools.partial(report.column, result, at=report.settled)
+    return {
+        f"{GROKKED:.0%} from step": grokked_column(result),
+        "accuracy": settled("test_accuracy", ".3f"),
+        "train loss": settled("train_loss"),
+        "test loss": settled("test_loss"),
+        "singular value": settled("activations"),
+    }
+
+
 def sizes(c: GrokConfig) -> str:
     """The network and its task, in words."""
     return (

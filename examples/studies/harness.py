@@ -80,6 +80,9 @@ class Study:
       seeds: by default; None for a study without seeds.
       settings: what of the sizes must agree before two runs may stand in one file.
       head: sizes → a header in place of the usual one.
+      folder: of the results by default, in place of outputs/studies.
+      precision: of matrix products. Elsewhere than on a CPU the device's default, None, is shorter floats, and twins
+        then differ by their rounding.
       digits: to which the numbers of a cell are rounded.
       partial: whether figure and section can do with some of the cells.
     """
@@ -95,6 +98,8 @@ class Study:
     seeds: Sequence[int] | None = SEEDS
     settings: Callable[[Any], Mapping[str, Any]] = lambda config: dataclasses.asdict(config) if config else {}
     head: Callable[[Any], Result] | None = None
+    folder: Path | None = None
+    precision: str | None = "highest"
     digits: int | None = None
     partial: bool = False
 
@@ -116,7 +121,8 @@ def find(name: str) -> Study:
 def parse(study: Study, argv: Sequence[str] | None) -> tuple[Any, argparse.Namespace]:
     """The sizes, each of which is an option, and the options that all studies have."""
     parser = argparse.ArgumentParser(description=study.doc, formatter_class=cli.Help)
-    parser.add_argument("--out", type=Path, help="folder of JSON and PNG; default: outputs/studies, or outputs/full")
+    places = study.folder or "outputs/studies, or outputs/full"
+    parser.add_argument("--out", type=Path, help=f"folder of what is written; default: {places}")
     if study.seeds is not None:
         parser.add_argument("--seeds", type=int, nargs="+", default=list(study.seeds))
     parser.add_argument("--only", nargs="+", metavar="CELL", help="patterns such as 'AdamW | *': the cells to make")
@@ -134,7 +140,7 @@ def parse(study: Study, argv: Sequence[str] | None) -> tuple[Any, argparse.Names
             parser.add_argument(option, type=type(size), help=f"default: {size}{more}")
     args = parser.parse_args(argv)
     at_full = getattr(args, "full", False)
-    args.out = args.out or Path("outputs") / ("full" if at_full else "studies")
+    args.out = args.out or study.folder or Path("outputs") / ("full" if at_full else "studies")
     given = {name: getattr(args, name) for name in sizes if getattr(args, name) is not None}
     config = study.full if at_full else study.config
     return (dataclasses.replace(config, **given) if given else config), args
@@ -144,22 +150,35 @@ def _fields(config: Any) -> tuple[dataclasses.Field[Any], ...]:
     return dataclasses.fields(config)
 
 
-# Elsewhere than on a CPU the default is shorter floats in matrix products, and twins that differ by their rounding.
-@jax.default_matmul_precision("highest")
 def main(study: Study, argv: Sequence[str] | None = None) -> Result:
     """Makes the missing cells, saving each; then draws and prints what is done."""
     config, args = parse(study, argv)
     path = args.out / f"{study.named(config)}.json"
     cells = study.cells(config, args)
     wanted = cells if callable(cells) else lambda result: cells
-    result = load(path, header(study, config, args, {} if callable(cells) else cells))
+    empty = header(study, config, args, {} if callable(cells) else cells)
+    result = load(path, {} if args.show and path.exists() else empty)
     if not args.show:
-        result = fill(path, result, wanted, args, study.digits)
+        with jax.default_matmul_precision(study.precision):
+            result = fill(path, result, wanted, args, study.digits)
     missing = [_label(address) for address in wanted(result) if not done(result, address)]
     if missing:
         print(f"{path}: {len(missing)} cells are not made, {missing[0]} the first of them")
-    if not missing or (study.partial and result["cells"]):
+    if not missing or (study.partial and result != empty):
         shown(study, path, result)
+    return result
+
+
+def once(
+    doc: str | None, name: str, measured: Callable[[Any], Result], page: Callable[[Result], str], config: Any,
+    folder: Path, argv: Sequence[str] | None = None,
+) -> Result:
+    """Measures a result that is no table of cells, with sizes from the command line; then writes and prints it."""
+    study = Study(doc, name, lambda config, args: {}, page, page=page, config=config, seeds=None, folder=folder)
+    config, args = parse(study, argv)
+    result, path = measured(config), args.out / f"{name}.json"
+    write(path, result)
+    shown(study, path, result)
     return result
 
 
@@ -312,8 +331,12 @@ def fill(
     return result
 
 
+TABLES = ("cells", "rows", "sizes", "cases")
+"""Keys of a result that have its main table, and no part in the name of a cell."""
+
+
 def _label(address: Address) -> str:
-    return " | ".join(address[1:] if address[0] == "cells" else address)
+    return " | ".join(address[1:] if address[0] in TABLES else address)
 
 
 def _chosen(cells: Cells, only: Sequence[str] | None) -> Cells:
@@ -337,12 +360,16 @@ def by_seed(
 
 
 def by_name(
-    names: Iterable[str], make: Callable[[Any, argparse.Namespace, str], Any]
+    names: Iterable[str], make: Callable[[Any, argparse.Namespace, str], Any], where: str = "cells"
 ) -> Callable[[Any, argparse.Namespace], Cells]:
-    """A cell per name, for all seeds at once: `make` takes the sizes, the command line and a name."""
+    """A cell per name, for all seeds at once: `make` takes the sizes, the command line and a name.
+
+    The cells stand in `where`, or, where this is "", in the result itself.
+    """
 
     def cells(config: Any, args: argparse.Namespace) -> Cells:
-        return {("cells", name): lambda run, name=name: make(config, args, name) for name in names}  # type: ignore[misc]
+        found = {((where, name) if where else (name,)): name for name in names}
+        return {x: lambda run, name=name: make(config, args, name) for x, name in found.items()}  # type: ignore[misc]
 
     return cells
 

@@ -107,18 +107,16 @@ def section(result: Result) -> str:
         "drift, largest channel": report.column(result, "largest_drift", at=report.largest),
         "log γ − log‖W‖, rms": report.column(result, "ratio", at=report.largest),
     }
-    return "\n\n".join(
-        [
-            f"{c.channels} channels into {c.outputs} outputs, {c.samples} samples, γ = {c.scale:g} at the start, "
-            f"{c.steps:,} steps, learning rate {c.learning_rate}, weight decay {c.weight_decay} (strong: "
-            f"{c.strong_decay}). {report.made_with(result)}",
-            report.table(result, columns),
-            f"{report.containment(result, 'AdamW', 'DDC', 'drift', 'log γ')} Under strong decay: "
-            f"{report.containment(result, 'AdamW, strong decay', 'DDC, strong decay', 'drift', 'log γ')}",
-            f"In the paper's coordinate, {PAPERS}, {report.farther(result, 'DDC', 'AdamW', 'ratio')}: at the anchor's "
-            f"rest W takes all growth. {report.containment(result, 'AdamW', BALANCED, 'ratio', PAPERS)} "
-            f"{report.containment(result, 'AdamW', PRINTED, 'ratio', PAPERS)}",
-        ]
-    )
+    return "\n\n".join([
+        f"{c.channels} channels into {c.outputs} outputs, {c.samples} samples, γ = {c.scale:g} at the start, "
+        f"{c.steps:,} steps, learning rate {c.learning_rate}, weight decay {c.weight_decay} (strong: "
+        f"{c.strong_decay}). {report.made_with(result)}",
+        report.table(result, columns),
+        f"{report.containment(result, 'AdamW', 'DDC', 'drift', 'log γ')} Under strong decay: "
+        f"{report.containment(result, 'AdamW, strong decay', 'DDC, strong decay', 'drift', 'log γ')}",
+        f"In the paper's coordinate, {PAPERS}, {report.farther(result, 'DDC', 'AdamW', 'ratio')}: at the anchor's "
+        f"rest W takes all growth. {report.containment(result, 'AdamW', BALANCED, 'ratio', PAPERS)} "
+        f"{report.containment(result, 'AdamW', PRINTED, 'ratio', PAPERS)}",
+    ])
 
 STUDY = harness.Study(__doc__, "layernorm_scale", harness.trained(build), section, figure, config=Config(), full=FULL)

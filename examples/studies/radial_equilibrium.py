@@ -150,15 +150,13 @@ def section(result: Result) -> str:
     }
     worst = max(abs(x) for seeds in off.values() for x in seeds)
     collapse = all(max(end) < -5 for arm, end in ends.items() if arm in slopes)
-    return "\n\n".join(
-        [
-            f"One unit, loss −log s, {c.steps:,} steps, learning rate {c.learning_rate}, weight decay "
-            f"{c.weight_decay}, b2 {c.b2}. {report.made_with(result)}",
-            report.table(result, columns),
-            f"The linear scale settles at √n/((p+1)·wd), or √n/((p²+1)·wd) with `horizontal`, to {worst:.0e} "
-            f"({'within' if worst < 0.02 else 'NOT within'} 2 %); the log scale "
-            f"{'collapses' if collapse else 'does NOT collapse'}.",
-        ]
-    )
+    return "\n\n".join([
+        f"One unit, loss −log s, {c.steps:,} steps, learning rate {c.learning_rate}, weight decay "
+        f"{c.weight_decay}, b2 {c.b2}. {report.made_with(result)}",
+        report.table(result, columns),
+        f"The linear scale settles at √n/((p+1)·wd), or √n/((p²+1)·wd) with `horizontal`, to {worst:.0e} "
+        f"({'within' if worst < 0.02 else 'NOT within'} 2 %); the log scale "
+        f"{'collapses' if collapse else 'does NOT collapse'}.",
+    ])
 
 STUDY = harness.Study(__doc__, "radial_equilibrium", harness.trained(build), section, figure, config=Config())

@@ -129,23 +129,21 @@ def section(result: Result) -> str:
     dead = [not math.isfinite(x) for x in report.largest(result, PRINTED_UNITS, "ratio")]
     ends = (report.final(result, arm, "loss") for arm in (PRINTED_UNITS, "DDC channel"))
     losses = [a / b for a, b in zip(*ends, strict=True)]
-    return "\n\n".join(
-        [
-            f"{c.inputs}-{c.hidden}-{c.outputs} ReLU network, {c.samples} samples, {c.steps:,} steps, learning rate "
-            f"{c.learning_rate}, weight decay {c.weight_decay}. {report.made_with(result)}",
-            report.table(result, columns),
-            f"{report.containment(result, 'AdamW', 'DDC block', 'block_drift', 'log‖W1‖ of the layer')} "
-            f"{report.containment(result, 'AdamW', 'DDC channel', 'channel_drift', 'log‖W1‖ per unit')} "
-            "Each binding holds its own coordinate: the one that is not bound is free to move.",
-            f"In the paper's coordinate, {PAPERS}, per unit, "
-            f"{report.farther(result, 'DDC channel', 'AdamW', 'ratio')}: at the anchor's rest W2 takes all growth. "
-            f"{report.containment(result, 'AdamW', BALANCED, 'ratio', f'{PAPERS} per unit')} "
-            f"As printed, with one number per layer, it moves by {report.span(printed)} where AdamW moves by "
-            f"{report.span(adamw)}: a relative step across a direction lengthens a tensor to second order. As printed "
-            f"and per unit, the ratio of some units becomes infinite {report.on_seeds(dead)} (they die), and the loss "
-            f"is {report.span(losses)} times that of *DDC channel*. Losses of one binding under both rests are equal "
-            "to rounding in float64 (`tests/test_rest.py`); after 4,000 steps in float32 they are those of the table.",
-        ]
-    )
+    return "\n\n".join([
+        f"{c.inputs}-{c.hidden}-{c.outputs} ReLU network, {c.samples} samples, {c.steps:,} steps, learning rate "
+        f"{c.learning_rate}, weight decay {c.weight_decay}. {report.made_with(result)}",
+        report.table(result, columns),
+        f"{report.containment(result, 'AdamW', 'DDC block', 'block_drift', 'log‖W1‖ of the layer')} "
+        f"{report.containment(result, 'AdamW', 'DDC channel', 'channel_drift', 'log‖W1‖ per unit')} "
+        "Each binding holds its own coordinate: the one that is not bound is free to move.",
+        f"In the paper's coordinate, {PAPERS}, per unit, "
+        f"{report.farther(result, 'DDC channel', 'AdamW', 'ratio')}: at the anchor's rest W2 takes all growth. "
+        f"{report.containment(result, 'AdamW', BALANCED, 'ratio', f'{PAPERS} per unit')} "
+        f"As printed, with one number per layer, it moves by {report.span(printed)} where AdamW moves by "
+        f"{report.span(adamw)}: a relative step across a direction lengthens a tensor to second order. As printed "
+        f"and per unit, the ratio of some units becomes infinite {report.on_seeds(dead)} (they die), and the loss "
+        f"is {report.span(losses)} times that of *DDC channel*. Losses of one binding under both rests are equal "
+        "to rounding in float64 (`tests/test_rest.py`); after 4,000 steps in float32 they are those of the table.",
+    ])
 
 STUDY = harness.Study(__doc__, "relu_rescale", harness.trained(build), section, figure, config=Config(), full=FULL)

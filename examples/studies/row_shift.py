@@ -157,18 +157,16 @@ def section(result: Result) -> str:
         "train loss, settled": report.column(result, "train_loss", at=report.settled),
         "test accuracy, settled": report.column(result, "test_accuracy", ".3f", report.settled),
     }
-    return "\n\n".join(
-        [
-            f"One block, p = {c.modulus}, d = {c.width}, {c.heads} heads, hidden {c.hidden}, trained on "
-            f"{c.train_share:.0%} of the pairs, {c.steps:,} steps, learning rate {c.learning_rate}, b2 {c.b2}, weight "
-            f"decay {c.weight_decay}; Z-loss {c.z_palm:g}, and {c.z_strong:g} as the strong one (the paper's is lost). "
-            f"{report.made_with(result)}",
-            "Drift and norm are relative to the norm at the start; settled is the median over the last quarter.",
-            report.table(result, columns),
-            f"{report.containment(result, 'AdamW', 'DDC', 'drift', MODE, 'train_loss', report.settled)} "
-            f"{_parted(result)} {_leak(result, c)} {_z_losses(result)}",
-        ]
-    )
+    return "\n\n".join([
+        f"One block, p = {c.modulus}, d = {c.width}, {c.heads} heads, hidden {c.hidden}, trained on "
+        f"{c.train_share:.0%} of the pairs, {c.steps:,} steps, learning rate {c.learning_rate}, b2 {c.b2}, weight "
+        f"decay {c.weight_decay}; Z-loss {c.z_palm:g}, and {c.z_strong:g} as the strong one (the paper's is lost). "
+        f"{report.made_with(result)}",
+        "Drift and norm are relative to the norm at the start; settled is the median over the last quarter.",
+        report.table(result, columns),
+        f"{report.containment(result, 'AdamW', 'DDC', 'drift', MODE, 'train_loss', report.settled)} "
+        f"{_parted(result)} {_leak(result, c)} {_z_losses(result)}",
+    ])
 
 
 def _parted(result: Result) -> str:
@@ -195,20 +193,18 @@ def _z_losses(result: Result) -> str:
     growth = {arm: _beside_adamw(result, arm) for arm in (palm, strong)}
     fails = [accuracy < GROKKED for accuracy in report.settled(result, strong, "test_accuracy")]
     contained = [small < 1 and fail for small, fail in zip(growth[strong], fails, strict=True)]
-    return " ".join(
-        [
-            f"The mode ends {report.span(growth[palm])} times as large under PaLM's Z-loss as under plain AdamW, "
-            f"{report.span(growth[strong])} times under the strong one, which fails to grok {report.on_seeds(fails)}.",
-            report.paper(
-                "PaLM's Z-loss grows the mode more than no remedy at all", [x > 1 for x in growth[palm]],
-                f"the norm of {MODE} at the end",
-            ),
-            report.paper(
-                "strong Z-loss contains the mode only by failing to grok", contained,
-                f"that norm, below AdamW's, and test accuracy, below {GROKKED}",
-            ),
-        ]
-    )
+    return " ".join([
+        f"The mode ends {report.span(growth[palm])} times as large under PaLM's Z-loss as under plain AdamW, "
+        f"{report.span(growth[strong])} times under the strong one, which fails to grok {report.on_seeds(fails)}.",
+        report.paper(
+            "PaLM's Z-loss grows the mode more than no remedy at all", [x > 1 for x in growth[palm]],
+            f"the norm of {MODE} at the end",
+        ),
+        report.paper(
+            "strong Z-loss contains the mode only by failing to grok", contained,
+            f"that norm, below AdamW's, and test accuracy, below {GROKKED}",
+        ),
+    ])
 
 
 def _beside_adamw(result: Result, arm: str) -> list[float]:

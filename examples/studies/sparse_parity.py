@@ -148,30 +148,26 @@ def section(result: Result) -> str:
         "drift at the end, rms over units": report.column(result, "drift"),
         "the same over live units": report.column(result, "live_drift"),
     }
-    return "\n\n".join(
-        [
-            f"Parity of {c.parity} of {c.bits} bits, {2**c.bits:,} inputs, {c.hidden} units, {c.steps:,} steps, "
-            f"learning rate {c.learning_rate}, weight decay {c.weight_decay}, dead below {c.dead:g}. "
-            f"{report.made_with(result)}",
-            report.table(result, columns),
-            f"{_split(result)} {_sweep(result)} {_muon(result)} {_leak(result)}",
-        ]
-    )
+    return "\n\n".join([
+        f"Parity of {c.parity} of {c.bits} bits, {2**c.bits:,} inputs, {c.hidden} units, {c.steps:,} steps, "
+        f"learning rate {c.learning_rate}, weight decay {c.weight_decay}, dead below {c.dead:g}. "
+        f"{report.made_with(result)}",
+        report.table(result, columns),
+        f"{_split(result)} {_sweep(result)} {_muon(result)} {_leak(result)}",
+    ])
 
 
 def _muon(result: Result) -> str:
     """Does it on a Muon base too?"""
     kept = [x > SOLVED for x in report.final(result, "DDC-Muon, linear", "accuracy")]
     accuracy, dead, gain = (report.final(result, "DDC-Muon, log", key) for key in ("accuracy", "dead", "gain"))
-    return " ".join(
-        [
-            report.paper("on a Muon base the linear scale keeps the block", kept, "final accuracy"),
-            report.paper("there the log scale drops accuracy to chance", [x < CHANCE for x in accuracy],
-                         "final accuracy"),
-            f"The log arm ends at accuracy {report.span(accuracy, '.3f')}, gain {report.span(gain)}, "
-            f"{report.span(dead, '.0%')} of units dead.",
-        ]
-    )
+    return " ".join([
+        report.paper("on a Muon base the linear scale keeps the block", kept, "final accuracy"),
+        report.paper("there the log scale drops accuracy to chance", [x < CHANCE for x in accuracy],
+                     "final accuracy"),
+        f"The log arm ends at accuracy {report.span(accuracy, '.3f')}, gain {report.span(gain)}, "
+        f"{report.span(dead, '.0%')} of units dead.",
+    ])
 
 
 def _split(result: Result) -> str:
@@ -179,16 +175,14 @@ def _split(result: Result) -> str:
     kept = [x > SOLVED for x in report.final(result, "DDC, linear", "accuracy")]
     lost = [abs(x / CHANCE_LOSS - 1) < NEAR for x in report.final(result, "DDC, log", "loss")]
     accuracy, dead, gain = (report.final(result, "DDC, log", key) for key in ("accuracy", "dead", "gain"))
-    return " ".join(
-        [
-            report.paper("the linear scale keeps the block at full accuracy", kept, "final accuracy"),
-            report.paper("the log scale collapses the block", lost, "final loss, at that of a coin, log 2"),
-            report.paper("there accuracy drops to chance too", [x < CHANCE for x in accuracy], "final accuracy"),
-            f"With {report.span(dead, '.0%')} of its units dead the log arm ends at accuracy "
-            f"{report.span(accuracy, '.3f')} and gain {report.span(gain)}; the larger of two logits can be read off "
-            "however small they are. " + _printed(result),
-        ]
-    )
+    return " ".join([
+        report.paper("the linear scale keeps the block at full accuracy", kept, "final accuracy"),
+        report.paper("the log scale collapses the block", lost, "final loss, at that of a coin, log 2"),
+        report.paper("there accuracy drops to chance too", [x < CHANCE for x in accuracy], "final accuracy"),
+        f"With {report.span(dead, '.0%')} of its units dead the log arm ends at accuracy "
+        f"{report.span(accuracy, '.3f')} and gain {report.span(gain)}; the larger of two logits can be read off "
+        "however small they are. " + _printed(result),
+    ])
 
 
 def _printed(result: Result) -> str:

@@ -16,7 +16,7 @@ import optax
 from flax import nnx
 
 from examples.studies import starts
-from examples.studies.digits import Make, warmed
+from examples.studies.digits import Make, observed, warmed
 from models import lm
 from models.weight_standardization import standardize
 
@@ -99,13 +99,7 @@ def train(
     @jax.jit
     def run(params: Params, batches: jax.Array, held_out: jax.Array, rate: Any, decay: Any) -> tuple[Any, Any]:
         tx = make(task.schedule(rate), decay)
-
-        def step(carry: tuple[Any, Any], tokens: jax.Array) -> tuple[tuple[Any, Any], Any]:
-            params, state = carry
-            grads = jax.grad(loss)(params, tokens)
-            updates, after = tx.update(grads, state, params)
-            kept = None if observe is None else observe(params, grads, state, updates, after)
-            return (optax.apply_updates(params, updates), after), kept
+        step = observed(tx, loss, observe)
 
         def window(carry: tuple[Any, Any], tokens: jax.Array) -> tuple[tuple[Any, Any], Any]:
             carry, kept = jax.lax.scan(step, carry, tokens)

@@ -90,7 +90,7 @@ def test_rows_of_digits_are_sums() -> None:
 
 @pytest.mark.parametrize("task", [digit_addition.MODULAR, digit_addition.DIGITS])
 def test_pruning_is_the_network_without_its_block(task: str) -> None:
-    of_task = digit_addition._studies(TINY)[task]
+    of_task = digit_addition.build(TINY).arms[f"{task}, {digit_addition.ADAMW}"]
     params, data = of_task.make(0)
     keys = iter(jax.random.split(jax.random.key(1), 99))
     params = jax.tree.map(lambda x: x + 0.2 * jax.random.normal(next(keys), x.shape, x.dtype), params)
@@ -104,7 +104,7 @@ def test_pruning_is_the_network_without_its_block(task: str) -> None:
 
 
 def test_no_gauge_changes_the_scale_of_the_block(x64: None) -> None:
-    of_task = digit_addition._studies(TINY)[digit_addition.MODULAR]
+    of_task = digit_addition.build(TINY).arms[f"{digit_addition.MODULAR}, {digit_addition.ADAMW}"]
     params, data = of_task.make(0)
     params = jax.tree.map(lambda x: x.astype(jnp.float64), params)
     group = go.product(digit_addition.grokking.gauges(digit_addition.GrokConfig(p=5, d_model=8, heads=2, d_ff=12,

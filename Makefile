@@ -4,7 +4,7 @@ VENV   := .venv
 PY     := $(VENV)/bin/python
 JOBS   ?= 2
 
-.PHONY: help test test-core test-parts test-studies notebooks test-all test-peers lint types docs wheel demo results bench bench-modes clean
+.PHONY: help test test-core test-parts test-studies notebooks test-all test-peers lint types docs wheel demo results bench clean
 
 help:
 	@echo "make demo      train twins under AdamW, quotient(adamw) and ddc_adamw, print the table, write outputs/demo/"
@@ -19,7 +19,6 @@ help:
 	@echo "make wheel     sdist and wheel in dist/"
 	@echo "make results   write examples/results/README.md from the JSON beside it"
 	@echo "make bench     our optimizers beside optax's, write benchmarks/results/ (PEERS=1: PyTorch's too)"
-	@echo "make bench-modes  ddc_adamw's update by mode and by gauge"
 	@echo "make clean     remove .venv, caches, build products and outputs/"
 
 $(PY):
@@ -84,13 +83,10 @@ demo: $(VENV)/.installed
 	$(PY) -m examples.demo
 
 results: $(VENV)/.installed
-	$(PY) -m examples.tables
+	$(PY) -m examples.studies.tables
 
 bench: $(VENV)/.installed$(if $(PEERS),-peers)
 	$(PY) -m benchmarks.compare
-
-bench-modes: $(VENV)/.installed
-	$(PY) -m benchmarks.update
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist outputs

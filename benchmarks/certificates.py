@@ -1,7 +1,7 @@
 """Certificates: dead directions of whole models, counted by the rank of a Jacobian, beside those that gauges explain.
 
     python -m benchmarks.certificates                # every row; five minutes on 2 CPU cores
-    python -m benchmarks.certificates --only llama   # rows whose name has this in it
+    python -m benchmarks.certificates --only "*Llama*"      # rows of this name
     python -m benchmarks.certificates --large        # in blocks, of 1.2 million parameters; half an hour
 
 Each row is a one-layer decoder (two layers where it says so) of `models/lm.py` at random weights, norms without eps, or
@@ -15,7 +15,6 @@ symmetry of d dimensions that no released architecture has. Its gauge, `StreamMe
 
 import argparse
 import dataclasses
-import json
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -25,9 +24,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from tqdm import tqdm
 
 import gauge_optax as go
+from examples.studies import harness
 from models import lm
 
 RESULTS = Path(__file__).parent / "results"
@@ -215,28 +214,26 @@ def large_decoder(seed: int = 0) -> Row:
     return Row(lambda p, t: nnx.merge(graph, p)(t), params, batches, lm.whole_gauges(config))
 
 
-def large() -> int:
-    """Censuses in blocks: with all gauges, and with one left out; 1 where all do not explain what is dead."""
-    row, path = large_decoder(), RESULTS / "census_large.json"
-    found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
-    for omitted in (name for name in OMITTED if name not in found):
-        gauges = [gauge for gauge in row.gauges if not omitted or not gauge._description.startswith(omitted)]
-        assert len(gauges) == len(row.gauges) - bool(omitted)
-        start = time.perf_counter()
-        counted = go.measure.census(row.fn, row.params, row.batches, gauges, probes=0 if omitted else 2)
-        found[omitted] = {
-            "unexplained": counted.unexplained, "printed": str(counted),
-            "seconds": round(time.perf_counter() - start),
-        }
-        path.write_text(json.dumps(found, indent=1) + "\n")
-        if omitted:
-            counted.plot().figure.savefig(RESULTS / "census_large.png", dpi=100)
+def large(omitted: str) -> dict[str, Any]:
+    """A census in blocks: with all gauges, or with one left out."""
+    row = large_decoder()
+    gauges = [gauge for gauge in row.gauges if not omitted or not gauge._description.startswith(omitted)]
+    assert len(gauges) == len(row.gauges) - bool(omitted)
+    start = time.perf_counter()
+    counted = go.measure.census(row.fn, row.params, row.batches, gauges, probes=0 if omitted else 2)
+    if omitted:
+        counted.plot().figure.savefig(RESULTS / "census_large.png", dpi=100)
+    seconds = round(time.perf_counter() - start)
+    return {"unexplained": counted.unexplained, "printed": str(counted), "seconds": seconds}
+
+
+def large_page(found: dict[str, dict[str, Any]]) -> str:
+    """The censuses in blocks as Markdown."""
     text = ["# A census of 1.2 million parameters", "", "`python -m benchmarks.certificates --large`."]
     for omitted, each in found.items():
         name = f"Without `{omitted})`" if omitted else "With all gauges"
         text += ["", f"## {name}: {each['seconds']} s", "", "```", each["printed"], "```"]
-    (RESULTS / "census_large.md").write_text("\n".join(text) + "\n")
-    return int(found[""]["unexplained"] > 0)
+    return "\n".join(text) + "\n"
 
 
 def page(rows: dict[str, dict[str, Any]]) -> str:
@@ -262,36 +259,43 @@ def page(rows: dict[str, dict[str, Any]]) -> str:
     return "\n".join([*lines, ""])
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Prints a census per row; 1 where a direction is unexplained."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="*", default=[], help="parts of names of rows")
-    parser.add_argument("--large", action="store_true", help="a large model, in blocks")
-    chosen = parser.parse_args(arguments)
-    if chosen.large:
-        return large()
-    path = RESULTS / "certificates.json"
-    rows: dict[str, dict[str, Any]] = json.loads(path.read_text()) if path.exists() else {}
-    makers: dict[str, Callable[[], Row]] = {"the design's block": design_block}
-    makers |= {name: lambda s=switches: decoder(s) for name, switches in ROWS.items()}  # type: ignore[misc]
-    makers = {k: v for k, v in makers.items() if not chosen.only or any(x.lower() in k.lower() for x in chosen.only)}
-    with tqdm(makers.items()) as bar:
-        for name, make in bar:
-            bar.set_description(name)
-            row, start = make(), time.perf_counter()
-            found = go.measure.census(row.fn, row.params, row.batches, row.gauges, progress=False)
-            bar.write(f"{name}\n{found}\n")
-            rows[name] = {
-                **{k: v for k, v in found._asdict().items() if k not in ("gauges", "by_leaf", "blocks", "bound")},
-                "seen": max(g.seen for g in found.gauges),
-                "by_gauge": {g.name: g.dim for g in found.gauges},
-                "seconds": round(time.perf_counter() - start, 1),
-            }
-            path.write_text(json.dumps(rows, indent=1) + "\n")
-            (RESULTS / "certificates.md").write_text(page(rows))
-    print(page({name: rows[name] for name in makers}))
-    return int(any(rows[name]["unexplained"] for name in makers))
+def certified(name: str) -> dict[str, Any]:
+    """A census of one row."""
+    row, start = design_block() if name == DESIGN else decoder(ROWS[name]), time.perf_counter()
+    found = go.measure.census(row.fn, row.params, row.batches, row.gauges, progress=False)
+    return {
+        **{k: v for k, v in found._asdict().items() if k not in ("gauges", "by_leaf", "blocks", "bound")},
+        "seen": max(g.seen for g in found.gauges),
+        "by_gauge": {g.name: g.dim for g in found.gauges},
+        "seconds": round(time.perf_counter() - start, 1),
+    }
 
+
+DESIGN = "the design's block"
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Whether the model is a large one, in blocks."""
+
+    large: bool = False
+
+
+def cells(c: Config, args: argparse.Namespace) -> harness.Cells:
+    """A census per row, or per gauge that is left out."""
+    names, make = (OMITTED, large) if c.large else ((DESIGN, *ROWS), certified)
+    return harness.by_name(names, lambda c, args, name: make(name), "")(c, args)
+
+
+def either_page(result: dict[str, Any]) -> str:
+    """The page of a result with or without `--large`."""
+    return large_page(result) if "" in result else page(result)
+
+
+STUDY = harness.Study(
+    __doc__, lambda c: "census_large" if c.large else "certificates", cells, either_page, page=either_page,
+    config=Config(), seeds=None, precision=None, head=lambda _: {}, folder=RESULTS, partial=True,
+)
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    harness.main(STUDY)

@@ -2,7 +2,7 @@
 
     pip install "jax[cuda12]" "jax[tpu]"                       # the compilers; both fit beside each other
     JAX_PLATFORMS=cpu python -m benchmarks.counts              # half an hour on a CPU core
-    JAX_PLATFORMS=cpu python -m benchmarks.counts --platforms tpu --sizes toy --only quotient
+    JAX_PLATFORMS=cpu python -m benchmarks.counts --platforms tpu --sizes toy --only "*quotient*"
     python -m benchmarks.counts --show
 
 XLA compiles ahead of time for a described device. What it reports are counts, not times: floating-point operations,
@@ -12,13 +12,14 @@ benchmarks/results/ after every row.
 """
 
 import argparse
+import dataclasses
 import functools
-import json
+import itertools
 import math
 import os
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +27,11 @@ import jax
 import optax
 from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
-from tqdm import tqdm
 
 from benchmarks import compare
 from benchmarks.sizes import LABELS, SIZES, Case, Size
 from benchmarks.timing import update_step
-from examples import study
+from examples.studies import harness
 from models import lm
 
 Tree = Any
@@ -178,39 +178,35 @@ def versions(result: Mapping[str, Any]) -> str:
     return ", ".join(f"{name} {number}" for name, number in result["versions"].items())
 
 
-def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    """Compiles what is asked for, row by row."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--platforms", nargs="+", choices=PLATFORMS, default=["cuda", "tpu"])
-    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["gpt2", "1b_layer"])
-    parser.add_argument("--only", nargs="*", default=[""], help="rows whose name contains one of these")
-    parser.add_argument("--layers", type=int, help="in place of a size's own")
-    parser.add_argument("--width", type=int, help="in place of a size's own")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
-    parser.add_argument("--show", action="store_true", help="compile nothing")
-    args = parser.parse_args(argv)
-    path = args.out / "counts.json"
-    result: dict[str, Any] = {"versions": study.versions(), "sizes": {}}
-    if path.exists():
-        kept = json.loads(path.read_text())
-        result = kept if kept["versions"] == result["versions"] else result
-    for name in [] if args.show else args.sizes:
-        size = SIZES[name].at(args.width, args.layers)
-        sized = shapes(size)
-        blocks = compare.blocks(sized)
-        rows = {row: tx for block in blocks.values() for row, tx in block.items() if row in ROWS}
-        title = f"{name}, {size.config.layers} layers of d = {size.config.d_model}"
-        wanted = [(p, row) for p in args.platforms for row in rows if any(part in row for part in args.only)]
-        for platform, row in tqdm(wanted, desc=title):
-            by_row = result["sizes"].setdefault(title, {}).setdefault(platform, {})
-            by_row[row] = counted(rows[row], sized.params, platform)
-            result["sizes"][title][platform] = {x: by_row[x] for x in ROWS if x in by_row}
-            study.write(path, result)
-    text = page(result)
-    path.with_suffix(".md").write_text(text)
-    print(text)
-    return result
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Names of platforms and sizes, and a width and a number of layers in place of a size's own, where not 0."""
 
+    platforms: str = "cuda tpu"
+    sizes: str = "gpt2 1b_layer"
+    width: int = 0
+    layers: int = 0
+
+
+def cells(c: Config, args: argparse.Namespace) -> harness.Cells:
+    """A cell per size, platform and row."""
+    found: dict[harness.Address, Callable[[harness.Run], Any]] = {}
+    for name in c.sizes.split():
+        size = SIZES[name].at(c.width or None, c.layers or None)
+        title = f"{name}, {size.config.layers} layers of d = {size.config.d_model}"
+        sized = shapes(size)
+        rows = {row: tx for block in compare.blocks(sized).values() for row, tx in block.items() if row in ROWS}
+        for platform, row in itertools.product(c.platforms.split(), (row for row in ROWS if row in rows)):
+            count = functools.partial(counted, rows[row], sized.params, platform)
+            found["sizes", title, platform, row] = lambda run, count=count: count()  # type: ignore[misc]
+    return found
+
+
+STUDY = harness.Study(
+    __doc__, "counts", cells, page, page=page, config=Config(), seeds=None, precision=None,
+    folder=Path("benchmarks/results"),
+    head=lambda _: {"versions": harness.versions(), "sizes": {}}, partial=True,
+)
 
 if __name__ == "__main__":
-    main()
+    harness.main(STUDY)

@@ -7,23 +7,22 @@ The Fisher has labels drawn from the model, 100 per parameter. Writes benchmarks
 curvature.md. Needs matfree, and Linux, which can say the peak of a process.
 """
 
-import argparse
-import json
+import dataclasses
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
 import gauge_optax as go
+from benchmarks import orbit
 from benchmarks.orbit import resident
 from benchmarks.timing import host
-from examples import cli
-from models import gpt2, lm
+from examples.studies import harness
+from models import lm
 
 OUT = Path(__file__).parent / "results"
 NAMES = {
@@ -36,16 +35,20 @@ NAMES = {
 }
 
 
-def measured(config: lm.LMConfig, tokens: np.ndarray, steps: int, probes: int) -> dict[str, Any]:
+@dataclasses.dataclass(frozen=True)
+class Config(orbit.Config):
+    """Sizes: tokens, steps of Lanczos, probes for the trace."""
+
+    tokens: int = 128
+    steps: int = 8
+    probes: int = 4
+
+
+def measured(c: Config) -> dict[str, Any]:
     """Seconds of every reading, what it read, and the peak of memory in units of the parameters."""
-    graphdef, state = nnx.split(nnx.eval_shape(lambda: lm.build(config, nnx.Rngs(0))))
-    rng = np.random.default_rng(0)
-
-    def drawn(x: Any) -> jax.Array:
-        noise = rng.standard_normal(x.shape, dtype=np.float32)
-        return jnp.asarray(0.02 * noise if x.ndim > 1 else 0.1 * noise + 1.0)
-
-    params = jax.tree.map(drawn, nnx.to_pure_dict(state))
+    config = c.model
+    tokens = np.random.default_rng(1).integers(0, c.vocab, (2, c.tokens // 2))
+    graphdef, params = orbit.drawn(config, np.random.default_rng(0))
     rows: dict[str, Any] = {}
     size = sum(x.size for x in jax.tree.leaves(params))
 
@@ -64,14 +67,15 @@ def measured(config: lm.LMConfig, tokens: np.ndarray, steps: int, probes: int) -
     fisher = made[0]
     gradient = fisher.ravel(params)
     row("product", lambda: fisher @ gradient)
-    top = row("Lanczos", lambda: fisher.lanczos(jax.random.key(1), steps))
-    trace = row("trace", lambda: tuple(fisher.trace(jax.random.key(2), probes)))
+    top = row("Lanczos", lambda: fisher.lanczos(jax.random.key(1), c.steps))
+    trace = row("trace", lambda: tuple(fisher.trace(jax.random.key(2), c.probes)))
     row("quotient", lambda: made.append(go.measure.quotient_fisher(fisher, lm.gauges(config))))
-    across = row("quotient Lanczos", lambda: made[1].lanczos(jax.random.key(1), steps))
+    across = row("quotient Lanczos", lambda: made[1].lanczos(jax.random.key(1), c.steps))
     rows["Lanczos"]["read"] = [float(x) for x in top.values[:3]]
     rows["quotient Lanczos"]["read"] = [float(x) for x in across.values[:3]]
     rows["trace"]["read"] = [float(x) for x in trace]
-    return dict(parameters=size, samples=fisher.samples, tokens=int(tokens.size), steps=steps, probes=probes, rows=rows)
+    about = dict(parameters=size, samples=fisher.samples, tokens=tokens.size, steps=c.steps, probes=c.probes)
+    return about | dict(rows=rows, host=host())
 
 
 def page(result: dict[str, Any]) -> str:
@@ -99,27 +103,8 @@ def page(result: dict[str, Any]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    """Measure, print and keep."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=cli.Help)
-    parser.add_argument("--layers", type=int, default=12)
-    parser.add_argument("--width", type=int, default=768, help="d_model, in heads of 64")
-    parser.add_argument("--vocab", type=int, default=50_304)
-    parser.add_argument("--tokens", type=int, default=128)
-    parser.add_argument("--steps", type=int, default=8, help="of Lanczos")
-    parser.add_argument("--probes", type=int, default=4, help="for the trace")
-    parser.add_argument("--out", type=Path, default=OUT)
-    args = parser.parse_args(argv)
-    heads = args.width // 64
-    config = gpt2.config(
-        layers=args.layers, vocab=args.vocab, d_model=args.width, heads=heads, kv_heads=heads, d_ff=4 * args.width
-    )
-    tokens = np.random.default_rng(1).integers(0, args.vocab, (2, args.tokens // 2))
-    result = measured(config, tokens, args.steps, args.probes) | dict(host=host())
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "curvature.json").write_text(json.dumps(result, indent=1) + "\n")
-    (args.out / "curvature.md").write_text(page(result))
-    print(page(result))
-    return result
+    """Measure, write JSON and page."""
+    return harness.once(__doc__, "curvature", measured, page, Config(), OUT, argv)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,10 @@
 """How long `go.discover` takes, and how much memory, on models of several sizes and libraries.
 
-    python -m benchmarks.discover_times            # or some of the cases: `... d64 equinox`
+    python -m benchmarks.discover_times            # or some of the cases: `... --only d64 equinox`
 
-Each case runs alone in a fresh process, which compiles everything anew. Finished cases stay in the JSON, unless
-`--again` is given; figures of another machine are dropped.
+Each case runs alone in a fresh process, which compiles everything anew. Finished cases stay in the JSON.
 """
 
-import argparse
 import json
 import os
 import resource
@@ -22,11 +20,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from tqdm import tqdm
 
 import gauge_optax as go
 from benchmarks.sizes import SIZES
 from benchmarks.timing import host
+from examples.studies import harness
 from models import lm
 
 OUT = Path(__file__).parent / "results"
@@ -201,7 +199,8 @@ def measure(name: str) -> dict[str, Any]:
 def alone(name: str) -> dict[str, Any]:
     """`measure` in a fresh process, without flags and caches of this one."""
     kept = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS" and not k.startswith("JAX_COMPILATION_CACHE")}
-    command = [sys.executable, "-m", "benchmarks.discover_times", "--measure", name]
+    source = f"import json; from benchmarks import discover_times as t; print(json.dumps(t.measure({name!r})))"
+    command = [sys.executable, "-c", source]
     done = subprocess.run(command, env=kept, stdout=subprocess.PIPE, text=True, check=True)
     row: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return row
@@ -229,31 +228,10 @@ def render(result: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Runs the cases that have no figures, writes JSON and page after each."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("cases", nargs="*", help=f"of {', '.join(CASES)}; all by default")
-    parser.add_argument("--again", action="store_true", help="measure finished cases too")
-    parser.add_argument("--measure", choices=CASES, help=argparse.SUPPRESS)
-    parser.add_argument("--out", type=Path, default=OUT)
-    args = parser.parse_args(argv)
-    if unknown := set(args.cases) - set(CASES):
-        parser.error(f"no case {', '.join(sorted(unknown))}: choose of {', '.join(CASES)}")
-    if args.measure:
-        print(json.dumps(measure(args.measure)))
-        return
-    path = args.out / "discover.json"
-    result = json.loads(path.read_text()) if path.exists() else {}
-    if result.get("host") != host():
-        result = {"host": host(), "cases": {}}
-    wanted = args.cases or list(CASES)
-    for name in tqdm([name for name in wanted if args.again or name not in result["cases"]]):
-        result["cases"][name] = alone(name)
-        args.out.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(result, indent=2) + "\n")
-        (args.out / "discover.md").write_text(render(result))
-    print(render(result))
-
+STUDY = harness.Study(
+    __doc__, "discover", harness.by_name(CASES, lambda c, args, name: alone(name), "cases"), render, page=render,
+    seeds=None, precision=None, head=lambda _: {"host": host(), "cases": {}}, folder=OUT, partial=True,
+)
 
 if __name__ == "__main__":
-    main()
+    harness.main(STUDY)

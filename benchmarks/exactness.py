@@ -2,7 +2,7 @@
 
     pip install "transformers<5" equinox
     python -m benchmarks.exactness                # an hour on 2 CPU cores; goes on where it was stopped
-    python -m benchmarks.exactness --only llama   # rows whose name has this in it
+    python -m benchmarks.exactness --only "*Llama*"      # rows of this name
 
 A row is a tree: the decoders of `benchmarks.certificates`, the trees of `models/presets`, and small random instances of
 released architectures with the gauges that `discover` found (examples/results/released.json). A cell is the largest
@@ -10,7 +10,6 @@ change of an output, divided by the largest output; log-probabilities where the 
 through the function as float64, whatever casts it has. Writes benchmarks/results/exactness.json and .md.
 """
 
-import argparse
 import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -21,12 +20,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from tqdm import tqdm
 
 import gauge_optax as go
 from benchmarks.certificates import ROWS, SIZES, decoder
 from benchmarks.timing import host
-from examples import cli, released
+from examples import released
+from examples.studies import harness
 from gauge_optax.binding import leaves_by_path, with_leaves
 from gauge_optax.discovery.lift import in_double
 from models import lm
@@ -117,7 +116,7 @@ def points(model: Model, params: Any, other: Any) -> dict[str, Callable[[], Any]
     return made
 
 
-def measured(model: Model, dtype: str) -> dict[str, float | str]:
+def moved_by(model: Model, dtype: str) -> dict[str, float | str]:
     """The change of outputs per function; the first line of the error where there is no such point."""
     with jax.enable_x64(dtype == "float64"):
         stored = leaves_by_path(model.params)
@@ -185,27 +184,24 @@ def models() -> dict[str, Callable[[], Model]]:
     return rows | {f"released {x}": functools.partial(of_released, x) for x in (*released.MODELS, "equinox")}
 
 
-def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    """Measure what has no result yet; write JSON and table."""
-    rows = models()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=cli.Help)
-    parser.add_argument("--only", default="", help="measure rows with this in their name, and keep the others")
-    parser.add_argument("--again", action="store_true", help="measure rows anew that have a result")
-    parser.add_argument("--out", type=Path, default=OUT)
-    args = parser.parse_args(argv)
-    kept = args.out / "exactness.json"
-    result: dict[str, Any] = json.loads(kept.read_text()) if kept.exists() else {"host": host(), "rows": {}}
-    args.out.mkdir(parents=True, exist_ok=True)
-    for name in tqdm([name for name in rows if args.only in name and (args.again or name not in result["rows"])]):
-        model = rows[name]()
-        result["rows"][name] = {dtype: measured(model, dtype) for dtype in LIMITS}
-        result["rows"] = {name: result["rows"][name] for name in rows if name in result["rows"]}
-        kept.write_text(json.dumps(result, indent=1) + "\n")
-        (args.out / "exactness.md").write_text(page(result))
-        jax.clear_caches()  # thousands of programs: their memory maps have a limit
-    print(page(result))
-    return result
+def measured(name: str) -> dict[str, Any]:
+    """A row; clears the caches after it: thousands of programs, whose memory maps have a limit."""
+    model = models()[name]()
+    row = {dtype: moved_by(model, dtype) for dtype in LIMITS}
+    jax.clear_caches()
+    return row
 
+
+def study(doc: str | None, name: str, row: Callable[[str], Any], page: Callable[[Any], str]) -> harness.Study:
+    """A row per tree."""
+    cells = harness.by_name(models(), lambda _, args, name: row(name), "rows")
+    head = lambda _: {"host": host(), "rows": {}}  # noqa: E731
+    return harness.Study(
+        doc, name, cells, page, page=page, seeds=None, precision=None, head=head, folder=OUT, partial=True
+    )
+
+
+STUDY = study(__doc__, "exactness", measured, page)
 
 if __name__ == "__main__":
-    main()
+    harness.main(STUDY)

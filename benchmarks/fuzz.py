@@ -2,7 +2,6 @@
 
     python -m benchmarks.fuzz                      # 200 functions, three seeds each
     python -m benchmarks.fuzz --first 200 --count 50
-    python -m benchmarks.fuzz --again 17 44        # some of them once more
 
 A number draws a function from the grammar `Spec`, whose parameters are random and whose sizes are tiny. Each function
 is searched with several seeds. All must give the same source for `report.gauges` and `report.whole`; and the
@@ -12,7 +11,6 @@ Finished numbers stay in results/fuzz.json.
 
 import argparse
 import dataclasses
-import json
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -23,8 +21,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import gauge_optax as go
+from examples.studies import harness
 
-OUT = Path(__file__).parent / "results" / "fuzz.json"
+OUT = Path(__file__).parent / "results"
 TOKENS = 6
 OUTLIER = 30.0  # how many times a channel of the residual stream is as large as the others
 
@@ -293,29 +292,38 @@ def tried(number: int, seeds: int, certificate: bool = True) -> dict[str, Any]:
     return row | {"wrong": wrong, "seconds": round(time.perf_counter() - started, 1)}
 
 
-def main() -> None:
-    """Tries what the command line asks for, and writes every row as it is finished."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--first", type=int, default=0)
-    parser.add_argument("--count", type=int, default=200)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--again", type=int, nargs="*", default=[], help="numbers to do once more")
-    parser.add_argument("--every", type=int, default=1, help="make the certificate of every so many functions")
-    parser.add_argument("--out", type=Path, default=OUT)
-    chosen = parser.parse_args()
-    rows = json.loads(chosen.out.read_text()) if chosen.out.exists() else {}
-    numbers = chosen.again or range(chosen.first, chosen.first + chosen.count)
-    for number in numbers:
-        if str(number) in rows and number not in chosen.again:
-            continue
-        rows[str(number)] = row = tried(number, chosen.seeds, number % chosen.every == 0)
-        print(number, f"{row['seconds']} s", row["wrong"] or "ok", flush=True)
-        rows = dict(sorted(rows.items(), key=lambda item: int(item[0])))
-        chosen.out.write_text(json.dumps(rows, indent=1) + "\n")
-        jax.clear_caches()
-    bad = [number for number in map(str, numbers) if rows[number]["wrong"]]
-    print(f"{len(list(numbers))} functions, {chosen.seeds} seeds each; {len(bad)} with a finding: {', '.join(bad)}")
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """The numbers to try, the seeds of each, and of how many functions one gets a certificate."""
 
+    first: int = 0
+    count: int = 200
+    seeds: int = 3
+    every: int = 1
+
+
+def cells(c: Config, args: argparse.Namespace) -> harness.Cells:
+    """A function per number; what it has compiled is forgotten after it."""
+
+    def make(c: Config, args: argparse.Namespace, name: str) -> dict[str, Any]:
+        row = tried(int(name), c.seeds, int(name) % c.every == 0)
+        jax.clear_caches()
+        return row
+
+    return harness.by_name(map(str, range(c.first, c.first + c.count)), make, "")(c, args)
+
+
+def section(rows: dict[str, Any]) -> str:
+    """How many functions have a finding, and which."""
+    bad = [number for number, row in rows.items() if row["wrong"]]
+    return "\n".join([*(f"{number}: {rows[number]['wrong']}" for number in bad),
+                      f"{len(rows)} functions; {len(bad)} with a finding: {', '.join(bad)}"])
+
+
+STUDY = harness.Study(
+    __doc__, "fuzz", cells, section, config=Config(), seeds=None, precision=None, head=lambda _: {}, folder=OUT,
+    partial=True,
+)
 
 if __name__ == "__main__":
-    main()
+    harness.main(STUDY)

@@ -7,8 +7,7 @@ two products by the condition of S. Time: one update of 24 pairs of width 768 an
 (`timing`). `peers` has PyTorch's side.
 """
 
-import argparse
-import json
+import dataclasses
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +22,7 @@ from tqdm import tqdm
 import gauge_optax as go
 from benchmarks import peers
 from benchmarks.timing import host, in_turns, prepared, quartiles
+from examples.studies import harness
 
 Products = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
@@ -183,23 +183,23 @@ def render(result: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def main() -> None:
-    """Runs both comparisons and writes them."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--seeds", type=int, default=10)
-    parser.add_argument("--rounds", type=int, default=15)
-    args = parser.parse_args()
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Seeds of equivariance, and rounds of timing."""
+
+    seeds: int = 10
+    rounds: int = 15
+
+
+def measured(c: Config) -> dict[str, Any]:
+    """Both comparisons."""
     if missing := peers.absent():
         raise SystemExit(missing)
-    result = {
-        "host": host(), "versions": peers.versions(), "seeds": args.seeds, "rounds": args.rounds,
-        "load": os.getloadavg()[0], "speed": speed(24, 768, args.rounds), "equivariance": equivariance(args.seeds),
+    return {
+        "host": host(), "versions": peers.versions(), "seeds": c.seeds, "rounds": c.rounds,
+        "load": os.getloadavg()[0], "speed": speed(24, 768, c.rounds), "equivariance": equivariance(c.seeds),
     }
-    OUT.mkdir(exist_ok=True)
-    (OUT / "lora.json").write_text(json.dumps(result, indent=2) + "\n")
-    (OUT / "lora.md").write_text(render(result))
-    print(render(result))
 
 
 if __name__ == "__main__":
-    main()
+    harness.once(__doc__, "lora", measured, render, Config(), OUT)

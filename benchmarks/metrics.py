@@ -1,16 +1,13 @@
 """What `go.measure.track` costs: whole training steps with it and without, in turns.
 
     python -m benchmarks.metrics                              # ten minutes on 2 CPU cores
-    python -m benchmarks.metrics --sizes "demo, 16 x 64"      # model, sequences x tokens
+    python -m benchmarks.metrics --only "demo, 16 x 64"       # model, sequences x tokens
 
 A step is loss, gradient, update and `apply_updates`, compiled as one, parameters and state donated. Every fourth step
 is a record here; the table says what that makes of the default, one record in `EVERY` steps. Writes
 benchmarks/results/metrics.json and metrics.md.
 """
 
-import argparse
-import json
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +18,7 @@ from tqdm import tqdm
 
 import gauge_optax as go
 from benchmarks.timing import host, prepared
-from examples import cli
+from examples.studies import harness
 from models import lm
 
 OUT = Path(__file__).parent / "results"
@@ -51,21 +48,14 @@ SIZES = {
 }
 
 
-Arms = dict[str, optax.GradientTransformation]
-
-
-def gauges_tracked(config: lm.LMConfig) -> Arms:
-    """`quotient_adamw`, and with `track` around it."""
-    gauges = lm.gauges(config)
-    plain = go.quotient_adamw(1e-4, gauges)
-    return {"plain": plain, "tracked": go.measure.track(plain, gauges, every=EACH)}
-
-
-def measured(size: Size, make: Callable[[lm.LMConfig], Arms] = gauges_tracked) -> dict[str, Any]:
+def measured(size: Size) -> dict[str, Any]:
     """Milliseconds of a plain step, a step that records, one that does not; and ratios to plain, in turns."""
     params, loss = lm.params_and_loss(size.config, jax.random.key(0))
     tokens = np.random.default_rng(0).integers(0, size.config.vocab, (size.batch, size.config.max_len + 1))
-    arms = {name: prepared(tx, params, tokens, loss) for name, tx in make(size.config).items()}
+    gauges = lm.gauges(size.config)
+    plain_tx = go.quotient_adamw(1e-4, gauges)
+    optimizers = {"plain": plain_tx, "tracked": go.measure.track(plain_tx, gauges, every=EACH)}
+    arms = {name: prepared(tx, params, tokens, loss) for name, tx in optimizers.items()}
     del params
     for number in tqdm(range(EACH * (size.periods + 1)), unit="step", desc=f"d = {size.config.d_model}"):
         for arm in arms.values():
@@ -86,56 +76,28 @@ def measured(size: Size, make: Callable[[lm.LMConfig], Arms] = gauges_tracked) -
 
 
 def page(result: dict[str, Any]) -> str:
-    """Markdown."""
-    return "\n".join([
-        "# What `go.measure.track` costs", "",
-        f"`python -m benchmarks.metrics`: {result['host']}; float32; `quotient_adamw` inside. {about()}", "",
-        *table(result["sizes"]), ""
-    ])
-
-
-def about(every: int = EVERY) -> str:
-    """What the table's columns are."""
-    about = "Times: whole steps, in units of the same step without it, in turns"
-    return f"{about}; held to {MOST} at one record in {every} steps."
-
-
-def table(sizes: dict[str, Any], every: int = EVERY) -> list[str]:
-    """A row per size; `every` is by default how many steps there are between records."""
+    """Markdown: a row per size."""
     lines = [
-        f"| model, batch | step ms | a record | other steps | each step | 10 | {every} | 100 | compile s, without and "
+        "# What `go.measure.track` costs", "",
+        f"`python -m benchmarks.metrics`: {result['host']}; float32; `quotient_adamw` inside. Times: whole steps, in "
+        f"units of the same step without it, in turns; held to {MOST} at one record in {EVERY} steps.", "",
+        f"| model, batch | step ms | a record | other steps | each step | 10 | {EVERY} | 100 | compile s, without and "
         "with |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
-    for name, ms in sizes.items():
-        mean = {n: (ms["record"] + (n - 1) * ms["other"]) / n for n in (1, 10, every, 100)}
-        ratios = [f"{mean[n]:.3f}" for n in (1, 10, every, 100)]
-        missed = " **missed**" if mean[every] > MOST else ""
+    for name, ms in result["sizes"].items():
+        mean = {n: (ms["record"] + (n - 1) * ms["other"]) / n for n in (1, 10, EVERY, 100)}
+        ratios = [f"{x:.3f}" + " **missed**" * (n == EVERY and x > MOST) for n, x in mean.items()]
         compiled = " and ".join(map(str, ms["compile_s"].values()))
-        lines.append(
-            f"| {name} | {ms['step_ms']:.1f} | {ms['record']:.3f} | {ms['other']:.3f} | {ratios[0]} | {ratios[1]} | "
-            f"{ratios[2]}{missed} | {ratios[3]} | {compiled} |"
-        )
-    return lines
+        cells = [name, f"{ms['step_ms']:.1f}", f"{ms['record']:.3f}", f"{ms['other']:.3f}", *ratios, compiled]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
 
 
-def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    """Time the chosen sizes; write JSON and table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=cli.Help)
-    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
-    parser.add_argument("--out", type=Path, default=OUT)
-    args = parser.parse_args(argv)
-    path = args.out / "metrics.json"
-    result = json.loads(path.read_text()) if path.exists() else {"sizes": {}}
-    result["host"] = host()
-    for name in args.sizes:
-        result["sizes"][name] = measured(SIZES[name])
-    args.out.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=1) + "\n")
-    (args.out / "metrics.md").write_text(page(result))
-    print(page(result))
-    return result
-
+STUDY = harness.Study(
+    __doc__, "metrics", harness.by_name(SIZES, lambda c, args, name: measured(SIZES[name]), "sizes"), page, page=page,
+    seeds=None, precision=None, head=lambda _: {"sizes": {}, "host": host()}, folder=OUT, partial=True,
+)
 
 if __name__ == "__main__":
-    main()
+    harness.main(STUDY)

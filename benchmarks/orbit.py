@@ -8,16 +8,14 @@ in units of the parameters: 1 is the parameters alone, 2 the parameters and the 
 Writes benchmarks/results/orbit.json and orbit.md. Needs Linux, which can say and reset the peak of a process.
 """
 
-import argparse
+import dataclasses
 import functools
 import gc
 import json
-import os
 import re
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,11 +26,28 @@ from flax import nnx
 
 import gauge_optax as go
 from benchmarks.timing import host
-from examples import cli
+from examples.studies import harness
 from models import gpt2, lm
 
 OUT = Path(__file__).parent / "results"
 ROTATIONS = ("residual_rotation", "head_rotation")
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Sizes of GPT-2; d_model is in heads of 64."""
+
+    layers: int = 12
+    vocab: int = 50_304
+    width: int = 768
+
+    @property
+    def model(self) -> lm.LMConfig:
+        """The model."""
+        heads = self.width // 64
+        return gpt2.config(
+            layers=self.layers, vocab=self.vocab, d_model=self.width, heads=heads, kv_heads=heads, d_ff=4 * self.width
+        )
 
 
 class Row(NamedTuple):
@@ -67,25 +82,27 @@ def resident(kind: str) -> float:
     return 1024.0 * float(found[1]) if found else float("nan")
 
 
-def measured(row: Row, sizes: dict[str, int]) -> dict[str, Any]:
-    """Seconds, peak and accuracy of one row, in this process."""
-    config = gpt2.config(**sizes, bias=True, tied=row.tied)
+def drawn(config: lm.LMConfig, rng: np.random.Generator) -> tuple[Any, Any]:
+    """A model's graph, and parameters drawn at random."""
     graphdef, state = nnx.split(nnx.eval_shape(lambda: lm.build(config, nnx.Rngs(0))))
-    rng = np.random.default_rng(0)
 
-    def drawn(x: Any) -> jax.Array:
+    def one(x: Any) -> jax.Array:
         noise = rng.standard_normal(x.shape, dtype=np.float32)
         return jnp.asarray(0.02 * noise if x.ndim > 1 else 0.1 * noise + 1.0)
 
-    def made() -> Any:
-        return jax.block_until_ready(jax.tree.map(drawn, nnx.to_pure_dict(state)))
+    return graphdef, jax.block_until_ready(jax.tree.map(one, nnx.to_pure_dict(state)))
 
+
+def measured(row: Row, c: Config) -> dict[str, Any]:
+    """Seconds, peak and accuracy of one row, in this process."""
+    config = dataclasses.replace(c.model, bias=True, tied=row.tied)
+    rng = np.random.default_rng(0)
     gauges = lm.whole_gauges(config, linear=row.linear)
     if row.function == "rotate":
         gauges = [gauge for gauge in gauges if gauge.name in ROTATIONS]
     tokens = jnp.asarray(rng.integers(0, config.vocab, (2, 64)))
+    graphdef, params = drawn(config, rng)
     logits = jax.jit(lambda p, x: jax.nn.log_softmax(nnx.merge(graphdef, p)(x)))
-    params = made()
     before = logits(params, tokens)
     twin = None
     if row.function == "align":
@@ -142,40 +159,19 @@ def page(result: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    """Measure every row; write JSON and table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=cli.Help)
-    parser.add_argument("--layers", type=int, default=12)
-    parser.add_argument("--vocab", type=int, default=50_304)
-    parser.add_argument("--width", type=int, default=768, help="d_model, in heads of 64")
-    parser.add_argument("--only", default="", help="measure rows with this in their name, and keep the others")
-    parser.add_argument("--row", help=argparse.SUPPRESS)  # what a child process measures
-    parser.add_argument("--out", type=Path, default=OUT)
-    args = parser.parse_args(argv)
-    heads = args.width // 64
-    sizes = dict(
-        layers=args.layers, vocab=args.vocab, d_model=args.width, heads=heads, kv_heads=heads, d_ff=4 * args.width
-    )
-    if args.row:
-        row = measured(ROWS[args.row], sizes)
-        print(json.dumps(row))
-        return row
-    kept = args.out / "orbit.json"
-    rows = json.loads(kept.read_text())["rows"] if args.only and kept.exists() else {}
-    for name in (name for name in ROWS if args.only in name):
-        given = [f"--{option}={getattr(args, option)}" for option in ("layers", "vocab", "width")]
-        command = [sys.executable, "-m", "benchmarks.orbit", *given, "--row", name]
-        done = subprocess.run(command, check=True, capture_output=True, text=True, env=os.environ)
-        rows[name] = json.loads(done.stdout.splitlines()[-1])
-        print(name, rows[name], flush=True)
-    rows = {name: rows[name] for name in ROWS if name in rows}
-    result = {"host": host(), "layers": args.layers, "width": args.width, "rows": rows}
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "orbit.json").write_text(json.dumps(result, indent=1) + "\n")
-    (args.out / "orbit.md").write_text(page(result))
-    print(page(result))
-    return result
+def in_a_process(c: Config, name: str) -> dict[str, Any]:
+    """`measured` in a new process."""
+    source = f"import json; from benchmarks.orbit import *; print(json.dumps(measured(ROWS[{name!r}], {c!r})))"
+    done = subprocess.run([sys.executable, "-c", source], check=True, capture_output=True, text=True)
+    row: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return row
 
+
+STUDY = harness.Study(
+    __doc__, "orbit", harness.by_name(ROWS, lambda c, args, name: in_a_process(c, name), "rows"), page, page=page,
+    config=Config(), seeds=None, precision=None, folder=OUT, partial=True,
+    head=lambda c: {"host": host(), "layers": c.layers, "width": c.width, "rows": {}},
+)
 
 if __name__ == "__main__":
-    main()
+    harness.main(STUDY)

@@ -10,8 +10,6 @@ Also: how far logits move, and whether a second round trip changes a bit. Writes
 packing.md.
 """
 
-import argparse
-import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -25,8 +23,9 @@ import optax
 from flax import nnx
 
 import gauge_optax as go
+from benchmarks import orbit
 from benchmarks.timing import host, in_turns, prepared, quartiles
-from examples import cli
+from examples.studies import harness
 from models import gpt2, lm
 
 OUT = Path(__file__).parent / "results"
@@ -86,8 +85,18 @@ def logits_of(graphdef: Any, packed_products: bool) -> Callable[[Any, jax.Array]
     return logits
 
 
-def measured(config: lm.LMConfig, batch: int, length: int, rounds: int) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Config(orbit.Config):
+    """Sizes, and rounds of timing."""
+
+    batch: int = 2
+    length: int = 128
+    rounds: int = 12
+
+
+def measured(c: Config) -> dict[str, Any]:
     """Counts, operations, times and differences, by layout."""
+    config, batch, length, rounds = c.model, c.batch, c.length, c.rounds
     graphdef, state = nnx.split(gpt2.build(config, nnx.Rngs(0), multiplied=False))
     params = nnx.to_pure_dict(state)
     gauges = [gauge for gauge in lm.gauges(config, linear=True) if gauge.name == "head_linear"]
@@ -101,7 +110,8 @@ def measured(config: lm.LMConfig, batch: int, length: int, rounds: int) -> dict[
     generator = np.random.default_rng(0)
     tokens = jnp.asarray(generator.integers(config.vocab, size=(batch, length + 1)))
     x = jnp.asarray(generator.normal(size=(batch * length, config.d_model)), jnp.float32)
-    result: dict[str, Any] = {"pack_seconds": seconds, "parameters": {}, "exact": {}, "work": {}}
+    result: dict[str, Any] = {"host": host(), "layers": c.layers, "batch": batch, "length": length}
+    result |= {"pack_seconds": seconds, "parameters": {}, "exact": {}, "work": {}}
     plain = sum(leaf.size for leaf in jax.tree.leaves(params))
     for name, tree in trees.items():
         count = sum(leaf.size for leaf in jax.tree.leaves(tree))
@@ -216,27 +226,8 @@ def page(result: dict[str, Any]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    """Time everything; write JSON and table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=cli.Help)
-    parser.add_argument("--layers", type=int, default=12)
-    parser.add_argument("--vocab", type=int, default=50_304)
-    parser.add_argument("--width", type=int, default=768, help="d_model, in heads of 64")
-    parser.add_argument("--batch", type=int, default=2)
-    parser.add_argument("--length", type=int, default=128)
-    parser.add_argument("--rounds", type=int, default=12)
-    parser.add_argument("--out", type=Path, default=OUT)
-    args = parser.parse_args(argv)
-    heads = args.width // 64
-    config = gpt2.config(
-        layers=args.layers, vocab=args.vocab, d_model=args.width, heads=heads, kv_heads=heads, d_ff=4 * args.width
-    )
-    about = {"host": host(), "layers": args.layers, "batch": args.batch, "length": args.length}
-    result = about | measured(config, args.batch, args.length, args.rounds)
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "packing.json").write_text(json.dumps(result, indent=1) + "\n")
-    (args.out / "packing.md").write_text(page(result))
-    print(page(result))
-    return result
+    """Measure, write JSON and page."""
+    return harness.once(__doc__, "packing", measured, page, Config(), OUT, argv)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
     pip install "transformers<5" equinox
     python -m benchmarks.preflight                # an hour on 2 CPU cores; goes on where it was stopped
-    python -m benchmarks.preflight --only llama   # rows whose name has this in it
+    python -m benchmarks.preflight --only "*Llama*"      # rows of this name
 
 A cell is the largest asymmetry of a gauge, or the first line of the error, which would be a false alarm. The loss is
 the cross-entropy where outputs are logits, and a squared error elsewhere. In float32 and bfloat16 leaves and
@@ -10,23 +10,17 @@ gradients have that precision, the computation too where the function allows; in
 by `loss_fn=`. Writes benchmarks/results/preflight.json and .md.
 """
 
-import argparse
-import json
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
-from tqdm import tqdm
 
 import gauge_optax as go
-from benchmarks.exactness import Model, models
-from benchmarks.timing import host
-from examples import cli
+from benchmarks.exactness import Model, models, study
+from examples.studies import harness
 
-OUT = Path(__file__).parent / "results"
 DTYPES = ("float64", "float32", "bfloat16")
 
 
@@ -86,26 +80,15 @@ def page(result: Mapping[str, Any]) -> str:
     return "\n".join([*lines, "", f"{len(cells)} cells, {len(alarms)} alarms."]) + "\n"
 
 
-def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    """Measure what has no result yet; write JSON and table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=cli.Help)
-    parser.add_argument("--only", default="", help="measure rows with this in their name, and keep the others")
-    parser.add_argument("--again", action="store_true", help="measure rows anew that have a result")
-    parser.add_argument("--out", type=Path, default=OUT)
-    args = parser.parse_args(argv)
-    rows, kept = models(), args.out / "preflight.json"
-    result: dict[str, Any] = json.loads(kept.read_text()) if kept.exists() else {"host": host(), "rows": {}}
-    args.out.mkdir(parents=True, exist_ok=True)
-    for name in tqdm([name for name in rows if args.only in name and (args.again or name not in result["rows"])]):
-        model = rows[name]()
-        result["rows"][name] = {dtype: checked(model, dtype) for dtype in DTYPES}
-        result["rows"] = {name: result["rows"][name] for name in rows if name in result["rows"]}
-        kept.write_text(json.dumps(result, indent=1) + "\n")
-        (args.out / "preflight.md").write_text(page(result))
-        jax.clear_caches()  # thousands of programs: their memory maps have a limit
-    print(page(result))
-    return result
+def measured(name: str) -> dict[str, float | str]:
+    """A row; clears the caches after it: thousands of programs, whose memory maps have a limit."""
+    model = models()[name]()
+    row = {dtype: checked(model, dtype) for dtype in DTYPES}
+    jax.clear_caches()
+    return row
 
+
+STUDY = study(__doc__, "preflight", measured, page)
 
 if __name__ == "__main__":
-    main()
+    harness.main(STUDY)

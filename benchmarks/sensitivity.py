@@ -1,25 +1,22 @@
 """How much optimizers notice which of many equivalent weight sets they train: tables of `measure.gauge_sensitivity`.
 
     python -m benchmarks.sensitivity
-    python -m benchmarks.sensitivity --optimizers optax.adamw optax.contrib.muon gauge_optax.ddc_adamw
-    python -m benchmarks.sensitivity --condition 10 --steps 5 --json sensitivity.json
+    python -m benchmarks.sensitivity --optimizers "optax.adamw optax.contrib.muon gauge_optax.ddc_adamw"
+    python -m benchmarks.sensitivity --condition 10 --steps 5 --out outputs/sensitivity
 
 Every optimizer trains one attention layer from several weight sets of one function. The table says by how much the
 steps differ in the products that the layer's function depends on: 0 if the optimizer sees the function alone. A second
-table does the same for clipping by the global norm, which differs between these weight sets, but not on the slice.
+table does the same for clipping by the global norm, which differs between these weight sets, but not on the slice. An
+optimizer is the dotted name of a function that takes a learning_rate; one with an argument `gauges` gets the layer's.
 """
 
-import argparse
-import difflib
+import dataclasses
 import importlib
 import inspect
-import itertools
-import json
 import math
-import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,10 +24,11 @@ import numpy as np
 import optax
 
 import gauge_optax as go
+from examples.studies import harness, report
+from examples.studies.harness import Result
 from gauge_optax.measure.sensitivity import Sensitivity
 
-Factory = Callable[..., optax.GradientTransformation]
-Json = dict[str, Any]
+Cell = dict[str, Any]
 
 OPTIMIZERS = (
     "optax.sgd",
@@ -118,165 +116,62 @@ def _einsum(spec: str, a: jax.Array, b: jax.Array) -> jax.Array:
     return jnp.einsum(spec, a, b, precision=jax.lax.Precision.HIGHEST)
 
 
-# The program --------------------------------------------------------------------------------------
-
-
-class Setting(NamedTuple):
-    """What every row of the tables shares.
-
-    Attributes:
-      model: the layer.
-      key: a PRNG key for the equivalent weights, which are the same in every row.
-      rate: the learning rate.
-      samples: how many equivalent weight sets.
-      scales: size of the group elements, by group.
-      names: what the groups are called in the tables.
-      steps: how many steps are taken before the difference is read.
-    """
-
-    model: Attention
-    key: jax.Array
-    rate: float
-    samples: int
-    scales: Mapping[str, float]
-    names: Mapping[str, str]
-    steps: int
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measures, prints the tables and writes the JSON.
-
-    Args:
-      argv: arguments; by default the process's.
-
-    Returns:
-      The exit code. Bad arguments raise `SystemExit` with code 2.
-    """
-    parser = _parser()
-    args = parser.parse_args(argv)
-    try:
-        if args.json is not None and not args.json.parent.is_dir():
-            raise ValueError(f"--json: no directory '{args.json.parent}'")
-        factories = {name: _optimizer(name) for name in args.optimizers}
-    except ValueError as error:
-        parser.error(str(error))
-    report: Json = {"arguments": {name: value for name, value in vars(args).items() if name != "json"}}
-    with jax.enable_x64(not args.float32):
-        layer, elements = jax.random.split(jax.random.key(args.seed))
-        scales = {"O": 1.0, "GL": 0.5 * math.log(args.condition)}
-        names = {"O": "O(d_h)", "GL": f"GL(d_h), condition <= {args.condition:g}"}
-        setting = Setting(attention(layer), elements, args.learning_rate, args.samples, scales, names, args.steps)
-        title = (
-            "Relative change of the represented motion between equivalent weights",
-            f"attention, {HEADS} heads of {HEAD}, {jnp.zeros(()).dtype.name}; equivalent weights: {args.samples}, "
-            f"steps: {args.steps}, learning rate: {args.learning_rate:g}, seed: {args.seed}",
-        )
-        for line in itertools.chain(title, _optimizers(setting, factories, report), _clipping(setting, report)):
-            sys.stdout.write(f"{line}\n")
-            sys.stdout.flush()
-    if args.json is not None:
-        args.json.write_text(json.dumps(report, indent=2) + "\n")
-    return 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.sensitivity",
-        description="How much optimizers notice the representative: relative change of what their steps do to the "
-        "head products of an attention layer, between weights that are one function.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    parser.add_argument(
-        "--optimizers", nargs="+", default=list(OPTIMIZERS), metavar="NAME",
-        help="dotted names of functions that take a learning_rate; those with an argument `gauges` get the layer's",
-    )
-    parser.add_argument("--learning-rate", type=_above(float, 0.0), default=1e-3, metavar="RATE", help="learning rate")
-    parser.add_argument("--samples", type=_above(int, 0), default=8, help="how many equivalent weights")
-    parser.add_argument(
-        "--condition", type=_above(float, 1.0), default=100.0,
-        help="largest condition number of the elements of GL(d_h); those of O(d_h) are uniform",
-    )
-    parser.add_argument("--steps", type=_above(int, 0), default=1, help="how many steps before the motion is read")
-    parser.add_argument("--seed", type=int, default=0, help="of the layer, its data and the equivalent weights")
-    parser.add_argument("--float32", action="store_true", help="measure in float32 instead of float64")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to this file, too")
-    return parser
-
-
-def _above(kind: type[int] | type[float], least: float) -> Callable[[str], float]:
-    """A parser of finite numbers above `least`; argparse reports the error that it raises."""
-
-    def parse(text: str) -> float:
-        try:
-            value = kind(text)
-        except ValueError:
-            value = math.nan
-        if not least < value < math.inf:
-            noun = "a whole number" if kind is int else "a number"
-            raise argparse.ArgumentTypeError(f"{text!r} is not {noun} above {least:g}")
-        return value
-
-    return parse
-
-
-def _optimizer(name: str) -> Factory:
-    """The function behind a dotted name, which a learning rate and gauges must be enough to call."""
-    path, _, last = name.rpartition(".")
-    if not path:
-        raise ValueError(f"no optimizer '{name}': write its module too, as in optax.{name or 'adamw'}")
-    try:
-        module = importlib.import_module(path)
-    except ModuleNotFoundError as error:
-        if not f"{path}.".startswith(f"{error.name}."):
-            raise
-        raise ValueError(f"no optimizer '{name}': there is no module '{error.name}'") from error
-    factory: Any = getattr(module, last, None)
-    if not callable(factory):
-        near = difflib.get_close_matches(last, [n for n, value in vars(module).items() if callable(value)], 1)
-        hint = f"; did you mean {path}.{near[0]}?" if near else ""
-        raise ValueError(f"no optimizer '{name}': '{path}' has no function '{last}'{hint}")
-    parameters = inspect.signature(factory).parameters
-    if "learning_rate" not in parameters:
-        raise ValueError(f"'{name}' is no optimizer: it takes no learning_rate")
-    rest = [p for p in parameters.values() if p.name not in ("learning_rate", "gauges")]
-    required = [p.name for p in rest if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    if required:
-        raise ValueError(f"'{name}' needs {', '.join(required)} too: write a function that takes a learning_rate only")
-    return cast(Factory, factory)
-
-
 # Measuring ----------------------------------------------------------------------------------------
 
 
-def _optimizers(setting: Setting, factories: Mapping[str, Factory], report: Json) -> Iterator[str]:
-    """The first table, a line as soon as it is measured; the figures go to the report."""
-    rows = report["optimizers"] = {}
-    yield from _head(setting.names.values(), factories)
-    for name, factory in factories.items():
-        rows[name] = {group: _cell(setting, group, factory) for group in setting.names}
-        yield _row(setting.names.values(), factories, name, rows[name].values())
-    for name, row in rows.items():
-        for group, cell in row.items():
-            if "refused" in cell:
-                yield f"\n{name} refused {setting.names[group]}: {cell['refused']}"
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Optimizers, and what their rows share; `condition` is the largest one of the elements of GL(d_h)."""
+
+    optimizers: str = " ".join(OPTIMIZERS)
+    learning_rate: float = 1e-3
+    samples: int = 8
+    condition: float = 100.0
+    steps: int = 1
+    seed: int = 0
+    float32: bool = False
+
+    @property
+    def scales(self) -> dict[str, float]:
+        """The size of group elements, by group."""
+        return {"O": 1.0, "GL": 0.5 * math.log(self.condition)}
 
 
-def _cell(setting: Setting, group: str, factory: Factory) -> Json:
+def measured(c: Config) -> Result:
+    """Both tables."""
+    with jax.enable_x64(not c.float32):
+        layer, elements = jax.random.split(jax.random.key(c.seed))
+        model = attention(layer)
+        return {
+            "arguments": dataclasses.asdict(c),
+            "dtype": jnp.zeros(()).dtype.name,
+            "optimizers": {
+                name: {group: row(c, model, elements, group, name) for group in c.scales}
+                for name in c.optimizers.split()
+            },
+            "clipping": clipping(c, model, elements),
+        }
+
+
+def row(c: Config, model: Attention, key: jax.Array, group: str, name: str) -> Cell:
     """One optimizer under one group, or the words in which the optimizer refused these gauges."""
-    gauges, names = setting.model.groups, inspect.signature(factory).parameters
-    options: Json = {"learning_rate": setting.rate}
+    module, _, last = name.rpartition(".")
+    factory = getattr(importlib.import_module(module), last)
+    names, options = inspect.signature(factory).parameters, dict[str, Any](learning_rate=c.learning_rate)
     if "gauges" in names:
-        options["gauges"] = gauges[group]
+        options["gauges"] = model.groups[group]
     if "muon_weight_dimension_numbers" in names:  # so that `optax.contrib.muon` reads every head as a matrix
-        options["muon_weight_dimension_numbers"] = go.product(gauges["O"]).muon_dimension_numbers
+        options["muon_weight_dimension_numbers"] = go.product(model.groups["O"]).muon_dimension_numbers
     try:
-        return _measured(setting, group, factory(**options))
+        return sensitivity(c, model, key, group, factory(**options))
     except ValueError as error:
         return {"refused": str(error)}
 
 
-def _measured(setting: Setting, group: str, tx: optax.GradientTransformation) -> Json:
-    def plain(result: Sensitivity) -> Json:
+def sensitivity(c: Config, model: Attention, key: jax.Array, group: str, tx: optax.GradientTransformation) -> Cell:
+    """How much the step's motion differs between equal weights."""
+
+    def plain(result: Sensitivity) -> Cell:
         return {
             "relative_change": np.asarray(result.relative_change, float).tolist(),
             "mean": float(result.mean),
@@ -284,23 +179,18 @@ def _measured(setting: Setting, group: str, tx: optax.GradientTransformation) ->
             "per_gauge": [plain(part) for part in result.per_gauge],
         }
 
-    model = setting.model
     return plain(go.measure.gauge_sensitivity(
-        tx, model.loss_fn, model.params, model.groups[group], represent=model.represent, key=setting.key,
-        num_samples=setting.samples, scale=setting.scales[group], steps=setting.steps,
+        tx, model.loss_fn, model.params, model.groups[group], represent=model.represent, key=key,
+        num_samples=c.samples, scale=c.scales[group], steps=c.steps,
     ))
 
 
-def _clipping(setting: Setting, report: Json) -> Iterator[str]:
+def clipping(c: Config, model: Attention, key: jax.Array) -> Cell:
     """The second table, under the linear changes of basis: rotations leave every norm alone."""
-    gauges = setting.model.groups["GL"]
-    raw, on_slice = _gradient_norms(setting)
+    gauges = model.groups["GL"]
+    raw, on_slice = gradient_norms(c, model, key)
     most = 0.5 * min(*raw, *on_slice)
-    report["clipping"] = {"raw_norms": raw, "slice_norms": on_slice, "max_norm": most, "optimizers": {}}
-    ranges = [f"{min(values):.3g} to {max(values):.3g}" for values in (raw, on_slice)]
-    yield f"\nClipping at norm {most:.2g}"
-    yield f"gradient norms of the equivalent weights under GL(d_h): raw {ranges[0]}, on the slice {ranges[1]}"
-    clip, sgd = optax.clip_by_global_norm(most), optax.sgd(setting.rate)
+    clip, sgd = optax.clip_by_global_norm(most), optax.sgd(c.learning_rate)
     chains = {
         "clip_by_global_norm, sgd": optax.chain(clip, sgd),
         "clip_by_global_norm, scale_by_opposite_gram, sgd": optax.chain(
@@ -308,16 +198,13 @@ def _clipping(setting: Setting, report: Json) -> Iterator[str]:
         ),
         "quotient(clip_by_global_norm, sgd)": go.quotient(optax.chain(clip, sgd), gauges),
     }
-    yield from _head([setting.names["GL"]], chains)
-    for name, tx in chains.items():
-        cell = report["clipping"]["optimizers"][name] = _measured(setting, "GL", tx)
-        yield _row([setting.names["GL"]], chains, name, [cell])
+    found = {name: sensitivity(c, model, key, "GL", tx) for name, tx in chains.items()}
+    return {"raw_norms": raw, "slice_norms": on_slice, "max_norm": most, "optimizers": found}
 
 
-def _gradient_norms(setting: Setting) -> tuple[list[float], list[float]]:
+def gradient_norms(c: Config, model: Attention, key: jax.Array) -> tuple[list[float], list[float]]:
     """The gradient's global norm, raw and on the slice, at θ and at all equivalent weights."""
-    model, group = setting.model, go.product(setting.model.groups["GL"])
-    keys = jax.random.split(setting.key, setting.samples)
+    group, keys = go.product(model.groups["GL"]), jax.random.split(key, c.samples)
     # The inner transformation keeps the norm of the gradient that it gets as its state.
     tx = go.quotient(
         optax.GradientTransformation(lambda _: jnp.zeros(()), lambda g, *_: (g, optax.tree.norm(g))), group
@@ -329,41 +216,50 @@ def _gradient_norms(setting: Setting) -> tuple[list[float], list[float]]:
         return optax.tree.norm(grads), state.inner_state
 
     def at_all_points(params: Any) -> tuple[jax.Array, jax.Array]:
-        twins = jax.vmap(lambda k: group.act(group.sample(k, params, setting.scales["GL"]), params))(keys)
+        twins = jax.vmap(lambda k: group.act(group.sample(k, params, c.scales["GL"]), params))(keys)
         return jax.vmap(norms)(jax.tree.map(lambda p, twin: jnp.concatenate([p[None], twin]), params, twins))
 
     raw, on_slice = jax.jit(at_all_points)(model.params)
     return np.asarray(raw, float).tolist(), np.asarray(on_slice, float).tolist()
 
 
-# The tables' lines: optimizers down; mean and maximum per group across ----------------------------
+# Page ---------------------------------------------------------------------------------------------
 
 
-def _head(groups: Iterable[str], names: Iterable[str]) -> Iterator[str]:
-    """An empty line, the groups, what stands below them."""
-    groups = list(groups)
-    width = max(map(len, ("optimizer", *names)))
-    yield f"\n{'':{width}}" + "".join(f"{group:>{_width(group) + 10}}" for group in groups)
-    yield f"{'optimizer':{width}}" + "".join(f"{'mean':>{_width(group)}}{'max':>10}" for group in groups)
+def page(result: Result) -> str:
+    """Both tables: optimizers down; mean and maximum per group across."""
+    c, clipped = Config(**result["arguments"]), result["clipping"]
+    general = f"GL(d_h), condition <= {c.condition:g}"
+    heads = [f"{group}, {x}" for group in ("O(d_h)", general) for x in ("mean", "max")]
+    rows = [
+        [name, *(x for cell in cells.values() for x in _shown(cell))] for name, cells in result["optimizers"].items()
+    ]
+    clips = [[name, *_shown(cell)] for name, cell in clipped["optimizers"].items()]
+    ranges = [f"{min(x):.3g} to {max(x):.3g}" for x in (clipped["raw_norms"], clipped["slice_norms"])]
+    refused = [
+        f"{name} refused {general if group == 'GL' else 'O(d_h)'}: {cell['refused']}"
+        for name, cells in result["optimizers"].items() for group, cell in cells.items() if "refused" in cell
+    ]
+    return "\n\n".join([
+        "# How much optimizers notice the representative",
+        f"Relative change of the represented motion between equivalent weights: attention, {HEADS} heads of {HEAD}, "
+        f"{result['dtype']}; {c.samples} equivalent weights, {c.steps} steps, learning rate {c.learning_rate:g}, seed "
+        f"{c.seed}.",
+        report.markdown([["optimizer", *heads], *rows]), *refused,
+        f"Clipping at norm {clipped['max_norm']:.2g}. Gradient norms of the equivalent weights under GL(d_h): raw "
+        f"{ranges[0]}, on the slice {ranges[1]}.",
+        report.markdown([["optimizer", *heads[2:]], *clips]),
+    ]) + "\n"
 
 
-def _row(groups: Iterable[str], names: Iterable[str], name: str, cells: Iterable[Json]) -> str:
-    """One optimizer."""
-
-    def entry(cell: Json, field: str) -> str:
-        return f"{cell[field]:.2g}" if field in cell else "refused"
-
-    columns = (
-        f"{entry(cell, 'mean'):>{_width(group)}}{entry(cell, 'max'):>10}"
-        for group, cell in zip(groups, cells, strict=True)
-    )
-    return f"{name:{max(map(len, ('optimizer', *names)))}}" + "".join(columns)
+def _shown(cell: Cell) -> list[str]:
+    return [f"{cell[field]:.2g}" if field in cell else "refused" for field in ("mean", "max")]
 
 
-def _width(group: str) -> int:
-    """Width of the first of a group's two columns, so that its heading fits above both."""
-    return max(10, len(group) + 2 - 10)
+def main(argv: Sequence[str] | None = None) -> Result:
+    """Measures, prints the tables, writes JSON and page."""
+    return harness.once(__doc__, "sensitivity", measured, page, Config(), Path("outputs/benchmarks"), argv)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -7,9 +7,9 @@ from typing import Any
 
 import jax
 import optax
-from optax.contrib import MuonDimensionNumbers
 
 import gauge_optax as go
+from examples.studies.starts import muon_axes
 from models import lm
 
 Tree = Any
@@ -150,34 +150,3 @@ def attention_gauges() -> list[go.Gauge]:
         go.head_rotation({f"{attn}/query/kernel": "_ head basis", f"{attn}/key/kernel": "_ head basis"}),
         go.head_rotation({f"{attn}/value/kernel": "_ head basis", f"{attn}/out/kernel": "head basis _"}),
     ]
-
-
-_FULL = {
-    **dict.fromkeys(("query", "key", "value"), MuonDimensionNumbers(0, (1, 2))),
-    "out": MuonDimensionNumbers((0, 1), 2),
-    **dict.fromkeys(("up", "gate", "down"), MuonDimensionNumbers(0, 1)),
-}
-_PER_HEAD = _FULL | {
-    **dict.fromkeys(("query", "key", "value"), MuonDimensionNumbers(0, 2)),
-    "out": MuonDimensionNumbers(1, 2),
-}
-
-
-def muon_axes(params: Tree, per_head: bool = False) -> Tree:
-    """Every leaf's axes for `optax.contrib.muon`; None where Adam takes it.
-
-    Args:
-      params: a tree of `case`.
-      per_head: each head's (d, d_head) is a matrix of its own, instead of the whole (d, heads·d_head).
-
-    Returns:
-      The kernels of attention and MLP have axes; embeddings, head, norms and biases have none.
-    """
-    axes = _PER_HEAD if per_head else _FULL
-
-    def of(path: tuple[Any, ...], leaf: Any) -> MuonDimensionNumbers | None:
-        del leaf
-        *_, module, name = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
-        return axes.get(module) if name == "kernel" else None
-
-    return jax.tree_util.tree_map_with_path(of, params)

@@ -1,7 +1,4 @@
-"""Times compiled updates in turns, reads their memory, and measures what the machine could do at best.
-
-`update` and `compare` say which updates.
-"""
+"""Times compiled updates in turns, and reads their memory; `compare` says which updates."""
 
 import os
 import platform
@@ -143,11 +140,6 @@ def quartiles(update: Timed, base: Timed) -> tuple[float, float, float]:
     return float(low), float(middle), float(high)
 
 
-def ratio(update: Timed, base: Timed) -> float:
-    """Median over rounds of the time in units of the base's in the same round."""
-    return quartiles(update, base)[1]
-
-
 def nbytes(tree: Tree) -> int:
     """Of all arrays in a tree."""
     return sum(x.nbytes for x in jax.tree.leaves(tree))
@@ -176,17 +168,6 @@ def device_peak(update: Update, given: Tree) -> int | None:
     return nbytes((update.params, update.state, given)) + count("peak_bytes_in_use") - before
 
 
-def best(call: Callable[[], Any], repeats: int = 7) -> float:
-    """Shortest wall time of several calls."""
-    jax.block_until_ready(call())
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        jax.block_until_ready(call())
-        times.append(time.perf_counter() - start)
-    return min(times)
-
-
 def cores() -> int:
     """How many this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -201,22 +182,3 @@ def host() -> str:
     return processor if device.platform == "cpu" else f"{processor}, {device.device_kind}"
 
 
-def machine() -> dict[str, float]:
-    """What the machine reaches at best: GB/s of memory (one array read and written in place), GFLOP/s of products."""
-    vector = jnp.ones(2**25)
-    add = jax.jit(lambda x: x + 1.0, donate_argnums=0)
-    jax.block_until_ready(add(vector))
-    times = []
-    vector = jnp.ones(2**25)
-    for _ in range(7):
-        start = time.perf_counter()
-        vector = jax.block_until_ready(add(vector))
-        times.append(time.perf_counter() - start)
-    large = jnp.ones((2048, 2048))
-    heads = jnp.ones((12, 768, 64)), jnp.ones((12, 64, 64))
-    square, turn = jax.jit(lambda a: a @ a), jax.jit(lambda w, u: w @ u)
-    return {
-        "memory_gb_s": 2 * 4 * 2**25 / min(times) / 1e9,
-        "product_gflop_s": 2 * 2048**3 / best(lambda: square(large)) / 1e9,
-        "heads_gflop_s": 2 * 12 * 768 * 64 * 64 / best(lambda: turn(*heads)) / 1e9,
-    }

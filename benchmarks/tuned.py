@@ -14,23 +14,24 @@ optimizer's best point of the first, and a stage without a budget runs that poin
 import argparse
 import hashlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 import optax
-from tqdm import tqdm
 
 import gauge_optax as go
 from benchmarks.track3 import optimizers as of
 from benchmarks.track3.arms import PLAIN, Arm, Gauges
 from benchmarks.track3.optimizers import NEURONS, TOKENS, Link, Rate
 from benchmarks.track3.runs import Task
-from examples import cli, data, starts, study
-from examples.starts import STARTS
-from examples.sweep import Cell, Result, key, markdown, save
+from examples import data
+from examples.studies import harness, starts
+from examples.studies.harness import Group as Cell
+from examples.studies.harness import Result, key
+from examples.studies.report import markdown
+from examples.studies.starts import STARTS
 from models import lm
 
 NAME = "tuned"
@@ -301,44 +302,25 @@ def section(result: Result) -> str:
     return f"{about}\n\n{markdown([heads, *rows(result)])}\n\n{unfinished}"
 
 
-# Command line -------------------------------------------------------------------------------------------
+# Study --------------------------------------------------------------------------------------------------
 
 
-def header() -> dict[str, Any]:
+def settings(_: None) -> dict[str, Any]:
     """What must agree before two runs may stand in one table."""
     texts = {name: hashlib.sha256(text.tobytes()).hexdigest()[:12]
              for name, text in (("sources", data.read_bytes()), ("prose", data.read_prose()))}
-    return {
-        "study": NAME, "settings": {"tuning_seed": TUNING_SEED, "texts": texts}, "seeds": list(SEEDS),
-        "machine": study.machine(), "versions": {"jax": jax.__version__, "optax": optax.__version__},
-    }
+    return {"tuning_seed": TUNING_SEED, "texts": texts}
 
 
-def main(argv: Sequence[str] | None = None) -> Result:
-    """Runs what is missing, stage by stage, then prints."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=cli.Help)
-    parser.add_argument("--out", type=Path, default=Path("outputs/tuned"))
-    parser.add_argument("--show", action="store_true", help="run nothing")
-    parser.add_argument("--stop-after", type=int, help="leave after this many runs")
-    args = parser.parse_args(argv)
-    path = args.out / f"{NAME}.json"
-    result = study.load(path, header())
-    if not args.show:
-        if not path.exists():
-            study.write(path, result)
-        with tqdm(unit="run", total=args.stop_after) as progress:
-            while (run := next_run(result)) is not None and (args.stop_after is None or progress.n < args.stop_after):
-                progress.set_description(key(run))
-                done = train(run)
-                result = save(path, run, done)
-                tqdm.write(f"{key(run)}: {done}")
-                progress.update()
-    text = section(result)
-    path.with_suffix(".md").write_text(f"# Optimizers with tuned rates\n\n`python -m benchmarks.tuned`. {text}\n")
-    print(text)
-    return result
+def cells(_: None, args: argparse.Namespace) -> Callable[[Result], harness.Cells]:
+    """The run that comes next, stage by stage."""
+    return lambda result: harness.keyed([run] if (run := next_run(result)) is not None else [], train)
 
+
+STUDY = harness.Study(
+    __doc__, NAME, cells, section, seeds=SEEDS, settings=settings, partial=True,
+    page=lambda result: f"# Optimizers with tuned rates\n\n`python -m benchmarks.tuned`. {section(result)}\n",
+)
 
 if __name__ == "__main__":
-    with jax.default_matmul_precision("highest"):
-        main()
+    harness.main(STUDY)

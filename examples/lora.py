@@ -1,8 +1,8 @@
 """Fine-tuning with LoRA: which optimizer, from which start, at which rank, at which rate?
 
     python -m examples.lora --out examples/results        # about two hours on one CPU core; killed, it goes on
-    python -m examples.lora --ranks 2 --steps 50 --arms adamw quotient_adamw            # to try it
-    python -m examples.lora --out examples/results --plan           # what is missing, without training
+    python -m examples.lora --steps 50 --only before "2 | * | adamw | *" "2 | * | quotient_adamw | *"   # to try it
+    python -m examples.lora --out examples/results --show           # the tables, without training
 
 A Llama of 2 layers is trained on the standard library's sources, then frozen; adapters on all its attention and MLP
 kernels learn the prose of the interpreter's own reference. Every start is the same function, the pretrained one: the
@@ -16,35 +16,28 @@ per byte, mean ± standard deviation over seeds.
 """
 
 import argparse
+import dataclasses
 import functools
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import matplotlib
 import numpy as np
 import optax
 
 import gauge_optax as go
-from examples import cli, data, study
 from examples.lora_rules import lora_muon, lora_rite
-from examples.sweep import RATIO, Cell, Result, Sweep, best, fill, key, markdown, trained
+from examples.studies import harness, report
+from examples.studies.harness import RATIO, SEEDS, Group, Result, Run, Schedule, Sweep, best, key
+from examples.studies.starts import BATCH, batches, held_out, model
 from models import lm
 
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
-
 Params = Any
-Group = tuple[int, str, str]
-"""Rank, start, arm: one sweep."""
-Schedule = Callable[[Any], Any]
-
-WIDTH, BATCH, LENGTH, HELD_OUT = 64, 8, 64, 8  # validation is on 8 batches 8 times as large
-PRETRAINING, STEPS, WARMUP = 600, 200, 10
-RANKS, SEEDS = (2, 8, 32), (42, 142, 242)
+WIDTH, HELD_OUT = 64, 8  # validation is on 8 batches twice as large
+WARMUP = 10
+RANKS = (2, 8, 32)
 STARTS = ("B = 0", "balanced", "badly scaled")
 DECAY, SIZE, LORA_PLUS = 0.1, 0.3, 16.0  # of the product; singular values of a balanced start's; LoRA+'s λ
 
@@ -104,30 +97,15 @@ ARMS = {
 # The model ----------------------------------------------------------------------------------------
 
 
-def model() -> lm.LMConfig:
-    """Heads of 16."""
-    sizes = dict(vocab=data.VOCAB, d_model=WIDTH, layers=2, heads=WIDTH // 16, kv_heads=WIDTH // 16, d_head=16)
-    return lm.llama_config(**sizes, d_ff=3 * WIDTH, max_len=LENGTH)
-
-
 @functools.cache
 def pretrained(steps: int) -> Params:
     """The weights that all cells begin with."""
-    params, loss = lm.params_and_loss(model(), jax.random.key(0))
+    params, loss = lm.params_and_loss(model(WIDTH), jax.random.key(0))
     rate = optax.warmup_cosine_decay_schedule(3e-4, 3e-3, warmup_steps=min(20, steps // 2), decay_steps=steps)
-    tx = optax.adamw(rate, weight_decay=0.1)
-    train = data.batches(LENGTH, 2 * BATCH)[0]
-
-    @jax.jit
-    def step(carry: Any, tokens: jax.Array) -> Any:
-        params, state = carry
-        updates, state = tx.update(jax.grad(loss)(params, tokens), state, params)
-        return optax.apply_updates(params, updates), state
-
-    carry = (params, tx.init(params))
-    for n in range(steps):
-        carry = step(carry, train[n])
-    return carry[0]
+    train = batches(steps, 0, 2 * BATCH)
+    return jax.jit(lambda params, train: harness.scanned(optax.adamw(rate, weight_decay=0.1), loss, params, train)[0])(
+        params, train
+    )
 
 
 def is_adapted(path: str) -> bool:
@@ -178,62 +156,39 @@ def adapted(base: Params, start: Params, factors: Params) -> Params:
 # Training -----------------------------------------------------------------------------------------
 
 
-@functools.cache
-def batches(steps: int, seed: int) -> np.ndarray:
-    """All batches of a run, stacked."""
-    train = data.batches(LENGTH, BATCH, seed=seed, tokens=data.read_prose())[0]
-    return np.stack([train[n] for n in range(steps)])
+def prose(steps: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """All batches of a run, and those of validation, which are the same for every cell."""
+    return batches(steps, seed, prose=True), held_out(batch=2 * HELD_OUT, prose=True)
 
 
 @functools.cache
-def held_out() -> np.ndarray:
-    """The same for every cell."""
-    return np.stack(data.batches(LENGTH, 2 * HELD_OUT, tokens=data.read_prose())[1])
-
-
-@functools.cache
-def program(arm: str, rank: int, steps: int, pretraining: int) -> Callable[..., tuple[jax.Array, jax.Array]]:
-    """Compiled once: (factors, batches, held-out batches, rate) → training losses, validation loss."""
-    base, (_, loss) = pretrained(pretraining), lm.params_and_loss(model(), jax.random.key(0))
-    shape = optax.warmup_cosine_decay_schedule(0.1, 1.0, warmup_steps=min(WARMUP, steps // 2), decay_steps=steps)
+def program(arm: str, rank: int, steps: int, pretraining: int) -> Callable[..., Any]:
+    """Compiled once for all rates, starts and seeds: (factors, batches, held-out batches, rate)."""
+    base, (_, loss) = pretrained(pretraining), lm.params_and_loss(model(WIDTH), jax.random.key(0))
     example = adapters(base, rank, STARTS[0], 0)
     gauges = go.lora(example)
 
-    def run(start: Params, batches: jax.Array, held_out: jax.Array, rate: jax.Array) -> tuple[jax.Array, jax.Array]:
-        tx = ARMS[arm].build(lambda n: rate * shape(n), gauges)
+    def of(start: Params) -> Callable[[Params, jax.Array], jax.Array]:
+        return lambda factors, tokens: loss(adapted(base, start, factors), tokens)
 
-        def of(factors: Params, tokens: jax.Array) -> jax.Array:
-            return loss(adapted(base, start, factors), tokens)
-
-        return trained(tx, of, start, batches, held_out)
-
-    tx = ARMS[arm].build(lambda n: ARMS[arm].first * shape(n), gauges)
-    grads = jax.grad(lambda factors: loss(adapted(base, example, factors), held_out()[0]))(example)
-    go.check(tx, tx.init(example), example, grads)
-    return jax.jit(run).lower(example, batches(steps, SEEDS[0]), held_out(), jnp.float32(0)).compile()
+    tx, inputs = ARMS[arm].build(lambda n: ARMS[arm].first, gauges), (example, *prose(steps, SEEDS[0]))
+    go.check(tx, tx.init(example), example, jax.grad(of(example))(example, inputs[2][0]))
+    return harness.at_rates(lambda rate: ARMS[arm].build(rate, gauges), of, inputs, WARMUP)
 
 
-def train_cell(cell: Cell, steps: int, pretraining: int) -> dict[str, Any]:
-    """Train once: losses, None where they are not finite; seconds of the CPU without compiling."""
+def train_cell(cell: Group, steps: int, pretraining: int) -> dict[str, Any]:
+    """Train once."""
     rank, start, arm, rate, seed = cell
-    run = program(arm, rank, steps, pretraining)
-    inputs = adapters(pretrained(pretraining), rank, start, seed), batches(steps, seed), held_out()
-    computed = time.process_time()
-    losses, validation = jax.device_get(run(*inputs, jnp.float32(rate)))
-    finite = bool(np.isfinite(losses).all() and np.isfinite(validation))
-    return {
-        "validation": float(validation) if finite else None,
-        "training": float(losses[-50:].mean()) if finite else None,
-        "finite": finite,
-        "cpu_seconds": round(time.process_time() - computed, 1),
-    }
+    inputs = adapters(pretrained(pretraining), rank, start, seed), *prose(steps, seed)
+    keys = "validation", "training", "finite", "cpu_seconds"
+    return harness.scored(program(arm, rank, steps, pretraining), inputs, rate, keys)
 
 
 # Results ------------------------------------------------------------------------------------------
 
 
 def swept(group: Group) -> Sweep:
-    """The sweep of a group."""
+    """The sweep of a rank, start and arm."""
     return Sweep(group, ARMS[group[2]].first)
 
 
@@ -259,7 +214,7 @@ def table(result: Result) -> str:
             runs = [result["cells"][key((rank, start, arm, rate, s))] for rate in losses for s in result["seeds"]]
             seconds += [cell["cpu_seconds"] for cell in runs]
         lines.append([str(rank), arm, *cells, f"{np.median(seconds):.1f}"])
-    return markdown(lines)
+    return report.markdown(lines)
 
 
 def transfer(result: Result) -> str:
@@ -279,7 +234,7 @@ def transfer(result: Result) -> str:
             arm, f"{at:g}", f"{np.mean(excess[at]):.1f} %", f"{np.max(excess[at]):.1f} %",
             f"{rates[0]:g}" if rates[0] == rates[-1] else f"{rates[0]:g} to {rates[-1]:g}",
         ])
-    return markdown(lines)
+    return report.markdown(lines)
 
 
 def section(result: Result) -> str:
@@ -298,65 +253,50 @@ def figure(result: Result, path: Path) -> None:
     """Validation loss by rate: a row per start, a column per rank, a line per arm."""
     done = groups(result)
     rows, columns = ([x for x in axis_values if any(x in g for g in done)] for axis_values in (STARTS, RANKS))
-    fig, axes = plt.subplots(
+    fig, axes = report.plt.subplots(
         len(rows), len(columns), figsize=(4.4 * len(columns), 3.2 * len(rows)), layout="constrained", squeeze=False,
         sharex=True, sharey=True,
     )
     for rank, start, arm in done:
         losses = swept((rank, start, arm)).losses(result)
-        axis, values = axes[rows.index(start), columns.index(rank)], np.array(list(losses.values()))
-        axis.plot(list(losses), values.mean(1), ".-", color=ARMS[arm].color, label=arm)
-        axis.fill_between(list(losses), values.min(1), values.max(1), color=ARMS[arm].color, alpha=0.2, lw=0)
-        axis.set(title=f"rank {rank}, {start}", xlabel="peak learning rate", ylabel="nats per byte", xscale="log")
-        axis.grid(alpha=0.3)
+        axis = axes[rows.index(start), columns.index(rank)]
+        report.by_rate(axis, losses, ARMS[arm].color, arm)
+        axis.set_title(f"rank {rank}, {start}")
     least = min(float(np.mean(x)) for group in done for x in swept(group).losses(result).values())
     axes[0, 0].set_ylim(least - 0.02, result["before"])
     axes[0, 0].legend(fontsize=8)
-    fig.savefig(path, dpi=100)
-    plt.close(fig)
+    report.save_as_is(fig, path)
 
 
 # Command line -------------------------------------------------------------------------------------
 
 
-# Elsewhere than on a CPU the default is shorter floats in matrix products.
-@jax.default_matmul_precision("highest")
-def main(argv: Sequence[str] | None = None) -> Result:
-    """Run what is missing, print the tables, write JSON and figure."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=cli.Help)
-    parser.add_argument("--out", type=Path, default=Path("outputs/lora"), help="JSON and PNG")
-    parser.add_argument("--ranks", type=int, nargs="+", choices=RANKS, default=list(RANKS))
-    parser.add_argument("--starts", nargs="+", choices=STARTS, default=list(STARTS))
-    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
-    parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS))
-    parser.add_argument("--steps", type=int, default=STEPS, help="of fine-tuning")
-    parser.add_argument("--pretraining", type=int, default=PRETRAINING, help="steps before")
-    parser.add_argument("--plan", action="store_true", help="print what is missing, and the tables of what is not")
-    args = parser.parse_args(argv)
-    chosen: list[Group] = [(rank, start, arm) for rank in args.ranks for start in args.starts for arm in args.arms]
-    path, settings = args.out / "lora.json", {"steps": args.steps, "pretraining": args.pretraining, "batch": BATCH}
-    head = {"study": "lora", "settings": settings, "seeds": args.seeds, "machine": study.machine()}
-    result = study.load(path, head | {"versions": {"jax": jax.__version__, "optax": optax.__version__}})
-    if args.plan:
-        for group in chosen:
-            print(f"{' | '.join(map(str, group))}: {len(swept(group).missing(result)) or 'nothing'} missing")
-    else:
-        if "before" not in result:
-            result["before"] = float(before(args.pretraining))
-            study.write(path, result)
-        sweeps = [swept(group) for group in chosen]
-        result = fill(path, result, sweeps, lambda cell: train_cell(cell, args.steps, args.pretraining))
-        figure(result, path.with_suffix(".png"))
-        print(f"wrote {path} and {path.with_suffix('.png')}")
-    print(f"{table(result)}\n\n{transfer(result)}")
-    return result
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Steps of fine-tuning, and those before it."""
+
+    steps: int = 200
+    pretraining: int = 600
 
 
-def before(pretraining: int) -> jax.Array:
+def before(run: Run, pretraining: int) -> float:
     """The pretrained model's validation loss on the prose."""
-    loss = lm.params_and_loss(model(), jax.random.key(0))[1]
-    return jax.jit(lambda p, x: jax.lax.map(functools.partial(loss, p), x).mean())(pretrained(pretraining), held_out())
+    loss = lm.params_and_loss(model(WIDTH), jax.random.key(0))[1]
+    mean = jax.jit(lambda p, x: jax.lax.map(functools.partial(loss, p), x).mean())
+    return float(mean(pretrained(pretraining), prose(1, 0)[1]))
 
+
+def cells(c: Config, args: argparse.Namespace) -> Callable[[Result], harness.Cells]:
+    """The loss before, and what the sweeps need next."""
+    sweeps = [swept((rank, start, arm)) for rank in RANKS for start in STARTS for arm in ARMS]
+    wanted = harness.swept(sweeps, lambda cell: train_cell(cell, c.steps, c.pretraining))
+    return lambda result: {("before",): functools.partial(before, pretraining=c.pretraining), **wanted(result)}
+
+
+STUDY = harness.Study(
+    __doc__, "lora", cells, section, figure, config=Config(), partial=True,
+    settings=lambda c: {"steps": c.steps, "pretraining": c.pretraining, "batch": BATCH},
+)
 
 if __name__ == "__main__":
-    main()
+    harness.main(STUDY)

@@ -1,7 +1,7 @@
 """Merging: how high the loss rises on the line between two networks, before and after alignment.
 
     python -m examples.merge --out examples/results      # a quarter of an hour on two CPU cores; killed, it goes on
-    python -m examples.merge --steps 20 --nets digits      # to try it
+    python -m examples.merge --steps 20 --only "digits: *"      # to try it
 
 Three networks: an MLP on digits (two ReLU layers of 64), a decoder on bytes of text with LayerNorms, ReLU and learned
 positions (2 layers, d = 64, 4 heads), and one with RMSNorms, rotary embeddings, SwiGLU and two query heads per key
@@ -13,7 +13,7 @@ loss above the chord, at λ = 0, 0.1, …, 1 (`go.measure.barrier`). Finished pa
 again; merge.png is drawn at the end, and the table printed.
 """
 
-import argparse
+import dataclasses
 import functools
 import time
 from collections.abc import Callable, Sequence
@@ -22,27 +22,22 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import matplotlib
 import numpy as np
 import optax
 from flax import nnx
-from tqdm import tqdm
 
 import gauge_optax as go
-from examples import baselines, cli, data, study
-from examples.sweep import markdown
+from examples import data
+from examples.studies import baselines, harness, report
+from examples.studies.harness import Result
+from examples.studies.starts import BATCH, DECAY, LENGTH, WARMUP, batches, held_out
 from models import digits, lm
 
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
-
 Params = Any
-Result = dict[str, Any]
 
-STEPS, RATE, DECAY, WARMUP = 400, 1.6e-3, 0.1, 20
+RATE = 1.6e-3
 MUON_RATE, LEARNED, LEARNING_RATE = 8e-3, 100, 3e-3
-SEEDS = (42, 142, 242)
-BATCH, LENGTH, MATCHED = 8, 64, 8  # sequences, tokens in each; batches that units are matched on
+MATCHED = 8  # batches that units are matched on
 GPT, LLAMA = lm.LMConfig(vocab=data.VOCAB), lm.llama_config(vocab=data.VOCAB, kv_heads=2)
 MLP = digits.DigitsConfig(norm="none")
 
@@ -73,18 +68,13 @@ class Net(NamedTuple):
 
 def decoder(config: lm.LMConfig) -> Net:
     """A decoder on bytes of text."""
-
-    def batches(steps: int, seed: int) -> np.ndarray:
-        train = data.batches(LENGTH, BATCH, seed=seed)[0]
-        return np.stack([train[n] for n in range(steps)])
-
     graph, _ = nnx.split(lm.build(config, nnx.Rngs(0)))
     return Net(
         lambda seed: lm.params_and_loss(config, jax.random.key(seed))[0],
         lambda params, tokens: nnx.merge(graph, params)(tokens[:, :-1]),
         lm.params_and_loss(config, jax.random.key(0))[1],
         batches,
-        np.stack(data.batches(LENGTH, 8 * BATCH)[1]),
+        held_out(),
         lm.permutations(config),
         [gauge for gauge in lm.gauges(config) if gauge.name in ("head_rotation", "rope_torus")],
         lm.whole_gauges(config),
@@ -140,13 +130,7 @@ def program(name: str, muon: bool = False) -> Callable[[Params, Any], Params]:
         rate = MUON_RATE if muon else RATE
         shape = optax.warmup_cosine_decay_schedule(0.0, rate, warmup_steps=min(WARMUP, steps // 2), decay_steps=steps)
         tx = baselines.muon(shape, DECAY) if muon else optax.adamw(shape, weight_decay=DECAY)
-
-        def step(carry: Any, batch: Any) -> tuple[Any, None]:
-            params, state = carry
-            updates, state = tx.update(jax.grad(net(name).loss)(params, batch), state, params)
-            return (optax.apply_updates(params, updates), state), None
-
-        return jax.lax.scan(step, (params, tx.init(params)), batches)[0][0]
+        return harness.scanned(tx, net(name).loss, params, batches)[0]
 
     return jax.jit(run)
 
@@ -192,15 +176,8 @@ def aligned(name: str, arm: str, a: Params, b: Params) -> Params:
     return group.act(element, b)
 
 
-def run_pair(name: str, pair: str, steps: int, done: dict[str, Any]) -> dict[str, Any]:
-    """Arm → losses along the line, the barrier, how far the weights are apart, and the seconds that alignment took.
-
-    Args:
-      name: of the network.
-      pair: one of `PAIRS`.
-      steps: of training.
-      done: what there is of the result.
-    """
+def run_pair(name: str, pair: str, steps: int) -> dict[str, Any]:
+    """Arm → losses along the line, the barrier, how far the weights are apart, and the seconds that alignment took."""
     a, b = networks(name, pair, steps)
 
     @jax.jit
@@ -210,8 +187,8 @@ def run_pair(name: str, pair: str, steps: int, done: dict[str, Any]) -> dict[str
     def norm(tree: Params) -> float:
         return float(optax.tree.norm(tree))
 
-    done = dict(done)
-    for arm in missing_arms(name, done):
+    done = {}
+    for arm in (arm for arm in ARMS if arm != "rotations per head" or net(name).inner):
         began = time.monotonic()
         end = aligned(name, arm, a, b)
         seconds = round(time.monotonic() - began, 1)
@@ -223,11 +200,6 @@ def run_pair(name: str, pair: str, steps: int, done: dict[str, Any]) -> dict[str
             "seconds": seconds,
         }
     return done
-
-
-def missing_arms(name: str, done: dict[str, Any]) -> list[str]:
-    """The arms of a network that have no result yet."""
-    return [arm for arm in ARMS if arm not in done and (arm != "rotations per head" or net(name).inner)]
 
 
 # Results ------------------------------------------------------------------------------------------
@@ -254,7 +226,7 @@ def table(result: Result) -> str:
             ends = np.mean([cell["plain"]["losses"][k] for cell in cells for k in (0, -1)])
             shown = [f"{found[arm].mean():.3f} ± {found[arm].std():.3f}" if arm in found else "" for arm in ARMS]
             lines.append([name, f"{len(cells)} of {kind}", f"{ends:.3f}", *shown])
-    return markdown(lines)
+    return report.markdown(lines)
 
 
 def section(result: Result) -> str:
@@ -295,7 +267,8 @@ def section(result: Result) -> str:
 def figure(result: Result, path: Path) -> None:
     """Loss along the line: a row per kind of pair, a column per net, a line per arm (mean over pairs)."""
     nets = [name for name in result["settings"]["nets"] if _of(result, name, "")]
-    fig, axes = plt.subplots(len(KINDS), len(nets), figsize=(4.4 * len(nets), 10), layout="constrained", squeeze=False)
+    size = (4.4 * len(nets), 10)
+    fig, axes = report.plt.subplots(len(KINDS), len(nets), figsize=size, layout="constrained", squeeze=False)
     for column, name in enumerate(nets):
         for row, kind in enumerate(KINDS):
             axis, cells = axes[row][column], _of(result, name, kind)
@@ -306,39 +279,27 @@ def figure(result: Result, path: Path) -> None:
                 axis.fill_between(np.linspace(0, 1, 11), curves.min(0), curves.max(0), color=color, alpha=0.12, lw=0)
             axis.set(title=f"{name}, {kind}", xlabel="λ", ylabel="held-out loss")
             axis.grid(alpha=0.3)
-    handles = {label: line for axis in axes.flat for line, label in zip(*axis.get_legend_handles_labels(), strict=True)}
-    fig.legend([handles[arm] for arm in ARMS if arm in handles], [arm for arm in ARMS if arm in handles],
-               loc="outside lower center", ncols=len(ARMS))
-    fig.savefig(path, dpi=100)
-    plt.close(fig)
+    report.save(fig, path)
 
 
-# Command line -------------------------------------------------------------------------------------
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Steps of training."""
+
+    steps: int = 400
 
 
-@jax.default_matmul_precision("highest")  # elsewhere than on a CPU the default is shorter floats
-def main(argv: Sequence[str] | None = None) -> Result:
-    """Run what is missing, print the table, write JSON and figure."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=cli.Help)
-    parser.add_argument("--out", type=Path, default=Path("outputs/merge"))
-    parser.add_argument("--nets", nargs="+", choices=NETS, default=list(NETS), metavar="NET", help=", ".join(NETS))
-    parser.add_argument("--pairs", nargs="+", choices=PAIRS, default=list(PAIRS), metavar="PAIR", help="; ".join(PAIRS))
-    parser.add_argument("--steps", type=int, default=STEPS)
-    args = parser.parse_args(argv)
-    settings = {"steps": args.steps, "nets": list(NETS), "rate": RATE, "decay": DECAY, "batch": BATCH, "length": LENGTH}
-    head = {"study": "merge", "settings": settings, "machine": study.machine()}
-    path = args.out / "merge.json"
-    result = study.load(path, head | {"versions": {"jax": jax.__version__, "optax": optax.__version__}})
-    cells = result["cells"]
-    missing = [(n, p) for n in args.nets for p in args.pairs if missing_arms(n, cells.get(f"{n}: {p}", {}))]
-    for name, pair in tqdm(missing, unit="pair"):
-        cells[f"{name}: {pair}"] = run_pair(name, pair, args.steps, cells.get(f"{name}: {pair}", {}))
-        study.write(path, result)
-    print(table(result))
-    figure(result, path.with_suffix(".png"))
-    print(f"wrote {path} and {path.with_suffix('.png')}")
-    return result
-
+STUDY = harness.Study(
+    __doc__, "merge",
+    harness.by_name(
+        [f"{name}: {pair}" for name in NETS for pair in PAIRS],
+        lambda c, args, name: run_pair(name.split(": ")[0], name.split(": ")[1], c.steps),
+    ),
+    section, figure, config=Config(), seeds=None, partial=True,
+    settings=lambda c: {
+        "steps": c.steps, "nets": list(NETS), "rate": RATE, "decay": DECAY, "batch": BATCH, "length": LENGTH,
+    },
+)
 
 if __name__ == "__main__":
-    main()
+    harness.main(STUDY)

@@ -1,7 +1,7 @@
 """Quantization: what a choice of weights on the orbit does to the loss after rounding to few bits.
 
     python -m examples.quantize --out examples/results    # an hour on two CPU cores; killed, it goes on
-    python -m examples.quantize --steps 20 --searched 3 --seeds 42 --optimizers adamw     # to try it
+    python -m examples.quantize --steps 20 --searched 3 --only "adamw: 42"     # to try it
 
 A small Llama (RMSNorm, rotary, SwiGLU, grouped queries) learns bytes of text, by AdamW and by Muon, from five seeds.
 Then its weights are moved along their orbit, so that the function stays, and rounded: symmetric grids, one per output
@@ -16,13 +16,13 @@ so that the stream itself has an outlier, which no norm's scale takes out. The a
 * R1: and the residual stream rotated by a random Hadamard matrix (`go.orbit.rotate`);
 * R1+R2: and the values of each head;
 * chosen: rotations and scales by gradient (`go.orbit.choose`), from R1+R2: 60 steps of Adam on the divergence between
-the
-  rounded and the exact network, with rounding taken as the identity in derivatives, on 8 sequences of training data.
+  the rounded and the exact network, with rounding taken as the identity in derivatives, on 8 sequences of the training
+  data.
 
 Finished runs are kept in quantize.json; quantize.png is drawn at the end, and the table printed.
 """
 
-import argparse
+import dataclasses
 import functools
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,26 +30,21 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import matplotlib
 import numpy as np
 import optax
-from tqdm import tqdm
 
 import gauge_optax as go
-from examples import baselines, cli, data, study
-from examples.sweep import markdown
+from examples import data
+from examples.studies import baselines, harness, report
+from examples.studies.harness import Result
 from models import lm
 
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
-
 Params = Any
-Result = dict[str, Any]
 
 CONFIG = lm.llama_config(vocab=data.VOCAB, d_model=64, layers=3, heads=4, kv_heads=2, d_head=16, d_ff=192)
 SEEDS = (42, 142, 242, 342, 442)
 RATES = {"adamw": 8e-3, "muon": 1.6e-2}
-STEPS, SEARCHED, BATCH, LENGTH, DECAY, WARMUP = 600, 60, 8, 64, 0.1, 30
+BATCH, LENGTH, DECAY, WARMUP = 8, 64, 0.1, 30
 FORMATS = {"W4A16": (4, 16), "W3A16": (3, 16), "W4A4": (4, 4), "W8A8": (8, 8)}
 ARMS = ("plain", "folded", "R1", "R1+R2", "chosen")
 STARTS = ("as trained", "planted", "grown")
@@ -163,13 +158,7 @@ def optimizer(name: str, steps: int) -> optax.GradientTransformation:
 def program(name: str, steps: int) -> Any:
     """Trains from parameters, over stacked batches; compiled once."""
     tx, plain = optimizer(name, steps), lm.params_and_loss(CONFIG, jax.random.key(0))[1]
-
-    def step(carry: Any, batch: Any) -> tuple[Any, None]:
-        params, state = carry
-        updates, state = tx.update(jax.grad(plain)(params, batch), state, params)
-        return (optax.apply_updates(params, updates), state), None
-
-    return jax.jit(lambda params, batches: jax.lax.scan(step, (params, tx.init(params)), batches)[0][0])
+    return jax.jit(lambda params, batches: harness.scanned(tx, plain, params, batches)[0])
 
 
 GAUGES = lm.whole_gauges(CONFIG, linear=False)
@@ -213,15 +202,15 @@ def chosen(params: Params, bits: tuple[int, int], batches: Sequence[jax.Array], 
     return group.act(element, params)
 
 
-def run_cell(name: str, seed: int, steps: int, searched: int, done: dict[str, Any]) -> dict[str, Any]:
-    """Start → the exact loss, and arm → the rise of the loss per format, and statistics; of starts not in `done`."""
+def run_cell(name: str, seed: int, steps: int, searched: int) -> dict[str, Any]:
+    """Start → the exact loss, and arm → the rise of the loss per format, and statistics."""
     train, held = data.batches(LENGTH, BATCH, seed=seed)
     stacked = np.stack([train[n] for n in range(steps)])
     initial = lm.params_and_loss(CONFIG, jax.random.key(seed))[0]
     embedding = {"embedding": initial["embed"]["embedding"].at[:, 0].set(_GROWN)}
     held_out, search = jnp.asarray(np.stack(held)), [jnp.asarray(train[steps + n]) for n in range(4)]
-    done = dict(done)
-    for start in (start for start in STARTS if start not in done):
+    done = {}
+    for start in STARTS:
         params = program(name, steps)(initial | {"embed": embedding} if start == "grown" else initial, stacked)
         params = planted(params) if start == "planted" else params
         exact = float(loss(params, held_out, (_EXACT, _EXACT)))
@@ -257,7 +246,7 @@ def table(result: Result) -> str:
                 found = rises(result, name, start, label)
                 if found:
                     lines.append([name, start, label, *(f"{x.mean():.4f} ± {x.std():.4f}" for x in found.values())])
-    return markdown(lines)
+    return report.markdown(lines)
 
 
 def spread(result: Result) -> str:
@@ -271,7 +260,7 @@ def spread(result: Result) -> str:
             for arm in ARMS[:-1] if cells else ():
                 values = [np.mean([cell[start]["arms"][arm][c] for cell in cells]) for c in columns]
                 lines.append([name, start, arm, *(f"{x:.1f}" for x in values)])
-    return markdown(lines)
+    return report.markdown(lines)
 
 
 def verdicts(result: Result) -> str:
@@ -340,7 +329,7 @@ def section(result: Result) -> str:
 def figure(result: Result, path: Path) -> None:
     """Rise of the loss: a row per start, a column per format, a bar per arm and optimizer."""
     names = [n for n in result["settings"]["optimizers"] if rises(result, n, STARTS[0], "W4A4")]
-    fig, axes = plt.subplots(len(STARTS), len(FORMATS), figsize=(12, 9), layout="constrained")
+    fig, axes = report.plt.subplots(len(STARTS), len(FORMATS), figsize=(12, 9), layout="constrained")
     for row, start in zip(axes, STARTS, strict=True):
         for axis, label in zip(row, FORMATS, strict=True):
             for k, name in enumerate(names):
@@ -354,41 +343,26 @@ def figure(result: Result, path: Path) -> None:
             axis.grid(axis="y", alpha=0.3)
         row[0].set_ylabel("rise of the held-out loss, nats")
     axes[0][0].legend(frameon=False)
-    fig.savefig(path, dpi=100)
-    plt.close(fig)
+    report.save_as_is(fig, path)
 
 
-# Command line -------------------------------------------------------------------------------------
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Steps of training, and of the search for a point."""
+
+    steps: int = 600
+    searched: int = 60
 
 
-@jax.default_matmul_precision("highest")  # elsewhere than on a CPU the default is shorter floats
-def main(argv: Sequence[str] | None = None) -> Result:
-    """Run what is missing, print the table, write JSON and figure."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=cli.Help)
-    parser.add_argument("--out", type=Path, default=Path("outputs/quantize"))
-    parser.add_argument("--optimizers", nargs="+", choices=RATES, default=list(RATES))
-    parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS))
-    parser.add_argument("--steps", type=int, default=STEPS)
-    parser.add_argument("--searched", type=int, default=SEARCHED, help="steps of the search for a point")
-    args = parser.parse_args(argv)
-    settings = {
-        "steps": args.steps, "searched": args.searched, "optimizers": list(RATES), "rates": RATES, "decay": DECAY,
+CELLS = {f"{name}: {seed}": (name, seed) for seed in SEEDS for name in RATES}
+STUDY = harness.Study(
+    __doc__, "quantize", harness.by_name(CELLS, lambda c, args, name: run_cell(*CELLS[name], c.steps, c.searched)),
+    section, figure, config=Config(), seeds=None, partial=True,
+    settings=lambda c: {
+        "steps": c.steps, "searched": c.searched, "optimizers": list(RATES), "rates": RATES, "decay": DECAY,
         "batch": BATCH, "length": LENGTH,
-    }
-    head = {"study": "quantize", "settings": settings, "machine": study.machine()}
-    path = args.out / "quantize.json"
-    result = study.load(path, head | {"versions": {"jax": jax.__version__, "optax": optax.__version__}})
-    cells = result["cells"]
-    runs = [(n, s) for s in args.seeds for n in args.optimizers]
-    missing = [(n, s) for n, s in runs if STARTS != tuple(cells.get(f"{n}: {s}", {}))]
-    for name, seed in tqdm(missing, unit="run"):
-        cells[f"{name}: {seed}"] = run_cell(name, seed, args.steps, args.searched, cells.get(f"{name}: {seed}", {}))
-        study.write(path, result)
-    print(table(result))
-    figure(result, path.with_suffix(".png"))
-    print(f"wrote {path} and {path.with_suffix('.png')}")
-    return result
-
+    },
+)
 
 if __name__ == "__main__":
-    main()
+    harness.main(STUDY)

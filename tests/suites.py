@@ -33,6 +33,7 @@ PATTERNS: dict[str, str] = {
     "test_examples.py*": "studies",
     "test_gaugefix_example.py*": "studies",
     "test_grokking.py*": "studies",
+    "test_harness.py*": "studies",
     "test_linen_multipliers.py*": "studies",
     "test_models.py*": "studies",
     "test_notebooks.py*": "studies",

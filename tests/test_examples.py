@@ -17,16 +17,13 @@ from examples import (
     live_metrics,
     lora,
     merge,
-    packed,
-    probe,
     quantize,
     released,
-    self_tests,
-    sweep,
     train_linen,
     train_nnx,
 )
-from examples.table3 import Config, build
+from examples.studies import harness, packed, probe, self_tests, tables
+from examples.studies.table3 import Config, build
 from models import lm
 
 TINY = ["--batch", "2", "--length", "8", "--width", "8", "--layers", "1"]
@@ -87,24 +84,11 @@ def test_records_of_a_killed_run_are_those_of_a_whole_one(tmp_path: Path, text: 
     assert (tmp_path / "whole" / "metrics.png").stat().st_size > 1000
 
 
-def test_a_sweep_ends_where_the_best_has_a_worse_neighbour_on_both_sides(tmp_path: Path) -> None:
-    one = sweep.Sweep(("a", 2), 1e-3)
-    trained = []
-
-    def train(cell: sweep.Cell) -> dict[str, Any]:
-        trained.append(cell)
-        return {"validation": abs(np.log(cell[2] / 0.04)), "finite": True}
-
-    result = sweep.fill(tmp_path / "x.json", {"seeds": [1, 2], "cells": {}}, [one], train)
-    assert sweep.best(one.losses(result)) == 0.039 and max(one.losses(result)) == 0.098
-    assert len(trained) == len(set(trained)) == 2 * 6 and not one.missing(result)
-    assert sweep.fill(tmp_path / "x.json", result, [one], train) == result and len(trained) == 12
-
-
 @pytest.mark.slow
 def test_lora_fills_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["--ranks", "2", "--starts", "balanced", "badly scaled", "--arms", "quotient_adamw", "--seeds", "1"]
-    result = lora.main([*options, "--steps", "3", "--pretraining", "2", "--out", str(tmp_path)])
+    cells = [f"2 | {start} | quotient_adamw | *" for start in ("balanced", "badly scaled")]
+    options = ["--only", "before", *cells, "--seeds", "1", "--steps", "3", "--pretraining", "2"]
+    result = harness.main(lora.STUDY, [*options, "--out", str(tmp_path)])
     losses = [lora.swept((2, start, "quotient_adamw")).losses(result) for start in ("balanced", "badly scaled")]
     common = set.intersection(*map(set, losses))
     assert len(common) >= 4, "two weight sets of one function"
@@ -140,25 +124,15 @@ def test_demo_writes_what_it_says(tmp_path: Path, text: Path, capsys: pytest.Cap
     assert [line.split() for line in demo.table(runs).splitlines()][1][1:5] == ["step", "1", "step", "10"]
 
 
-def test_self_tests_resume_and_tell_readings_of_the_reference_apart(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    options = ["--seeds", "42", "--only", "CE shift, bias", "|v·R|"]
-    broken = [*options, "--out", str(tmp_path / "broken")]
-    assert self_tests.main([*broken, "--stop-after", "1"]) is None
-    assert not (tmp_path / "broken" / "self_tests.png").exists()
-    result = self_tests.main(broken)
-    assert result == self_tests.main([*options, "--out", str(tmp_path / "whole")])
-    assert (tmp_path / "broken" / "self_tests.png").stat().st_size > 1000
-    shift, printed = (result["cells"][name]["42"]["float64"] for name in ("CE shift, bias", "B.8, |v·R|"))
+def test_self_tests_tell_readings_of_the_reference_apart() -> None:
+    shift, printed = (self_tests.cell(Config(), row, 42)["float64"] for row in ("CE shift, bias", "B.8, |v·R|"))
     assert len(shift["ours"]) == 21 and shift["ours"][-1] < 1e-8 < 1e-3 < shift["adamw"][-1]
     assert printed["ours"][1] < 1e-8 < 1e-3 < printed["ours"][-1]
-    assert "AdamW" in capsys.readouterr().out
 
 
 def test_every_gauge_of_the_self_tests_makes_one_run_of_twins() -> None:
     """The committed runs."""
-    result = json.loads((Path(self_tests.__file__).parent / "results" / "self_tests.json").read_text())
+    result = json.loads((tables.RESULTS / "self_tests.json").read_text())
     assert result["arms"] == list(build(Config()))
     for row in result["arms"]:
         ours, adamw = (max(self_tests.last(result, row, "float64", which)) for which in ("ours", "adamw"))
@@ -167,35 +141,34 @@ def test_every_gauge_of_the_self_tests_makes_one_run_of_twins() -> None:
 
 
 @pytest.mark.slow
-def test_packed_heads_train_and_resume(tmp_path: Path) -> None:
-    options = ["--arms", "plain", "packed", "--seeds", "42", "--steps", "2", "--out", str(tmp_path)]
-    result = packed.main(options)
+def test_packed_heads_train(tmp_path: Path) -> None:
+    options = ["--only", "plain | *", "packed | *", "--seeds", "42", "--steps", "2", "--out", str(tmp_path)]
+    result = harness.main(packed.STUDY, options)
     counts = {key.split(" | ")[0]: cell["parameters"] for key, cell in result["cells"].items()}
     assert counts["plain"] - counts["packed"] == 2 * 2 * 4 * 16**2
-    assert packed.main(options) == result  # nothing is trained again
     assert (tmp_path / "packed.png").stat().st_size > 1000
 
 
 def test_packed_heads_end_where_plain_ones_do() -> None:
     """The committed runs: within the standard deviation over three seeds."""
-    result = json.loads((Path(packed.__file__).parent / "results" / "packed.json").read_text())
+    result = json.loads((tables.RESULTS / "packed.json").read_text())
     found = packed.sweeps(result)
-    plain, own = (np.array(found[arm][sweep.best(found[arm])]) for arm in ("plain", "packed"))
+    plain, own = (np.array(found[arm][harness.best(found[arm])]) for arm in ("plain", "packed"))
     assert len(own) == 3 and abs(own.mean() - plain.mean()) <= np.hypot(own.std(), plain.std())
 
 
 @pytest.mark.slow
-def test_merging_resumes(tmp_path: Path) -> None:
-    options = ["--nets", "digits", "--pairs", "seeds 42, 142", "fine-tunings of 42", "--steps", "20"]
-    result = merge.main([*options, "--out", str(tmp_path)])
-    assert len(result["cells"]) == 2 and merge.main([*options, "--out", str(tmp_path)]) == result
+def test_networks_are_merged(tmp_path: Path) -> None:
+    options = ["--only", "digits: seeds 42, 142", "digits: fine-tunings of 42", "--steps", "20"]
+    result = harness.main(merge.STUDY, [*options, "--out", str(tmp_path)])
+    assert len(result["cells"]) == 2
     assert all(cell["all gauges"]["apart"] < cell["plain"]["apart"] for cell in result["cells"].values())
     assert (tmp_path / "merge.png").stat().st_size > 1000 and "*all gauges*" in merge.section(result).lower()
 
 
 def test_rotations_lower_barriers_that_permutations_leave() -> None:
     """The committed runs: between seeds of both decoders, all pairs."""
-    result = json.loads((Path(merge.__file__).parent / "results" / "merge.json").read_text())
+    result = json.loads((tables.RESULTS / "merge.json").read_text())
     for name in ("gpt", "llama"):
         found = merge.barriers(result, name, "seeds")
         assert len(found["plain"]) == 3 and np.all(found["all gauges"] < 0.7 * found["permutations"])
@@ -203,10 +176,10 @@ def test_rotations_lower_barriers_that_permutations_leave() -> None:
 
 
 @pytest.mark.slow
-def test_quantization_resumes(tmp_path: Path) -> None:
-    options = ["--optimizers", "muon", "--seeds", "42", "--steps", "10", "--searched", "2"]
-    result = quantize.main([*options, "--out", str(tmp_path)])
-    assert len(result["cells"]) == 1 and quantize.main([*options, "--out", str(tmp_path)]) == result
+def test_networks_are_rounded(tmp_path: Path) -> None:
+    options = ["--only", "muon: 42", "--steps", "10", "--searched", "2"]
+    result = harness.main(quantize.STUDY, [*options, "--out", str(tmp_path)])
+    assert len(result["cells"]) == 1
     assert (tmp_path / "quantize.png").stat().st_size > 1000 and "QuaRot" in quantize.section(result)
 
 
@@ -222,7 +195,7 @@ def test_the_network_that_rounds_is_the_model() -> None:
 
 def test_rotations_help_where_folding_leaves_principal_axes() -> None:
     """The committed runs: with planted outliers and four-bit activations, all seeds of both optimizers."""
-    result = json.loads((Path(quantize.__file__).parent / "results" / "quantize.json").read_text())
+    result = json.loads((tables.RESULTS / "quantize.json").read_text())
     for name in quantize.RATES:
         found = quantize.rises(result, name, "planted", "W4A4")
         assert len(found["plain"]) == 5 and np.all(found["R1"] < found["folded"])
@@ -231,23 +204,22 @@ def test_rotations_help_where_folding_leaves_principal_axes() -> None:
 
 def test_rotations_spread_an_outlier_of_the_stream() -> None:
     """The committed runs: four-bit activations of networks that grew with one, where folding does not help."""
-    result = json.loads((Path(quantize.__file__).parent / "results" / "quantize.json").read_text())
+    result = json.loads((tables.RESULTS / "quantize.json").read_text())
     for name in quantize.RATES:
         found = quantize.rises(result, name, "grown", "W4A4")
         assert np.all(found["R1"] < found["plain"]) and np.mean(found["folded"]) > np.mean(found["plain"])
 
 
 @pytest.mark.slow
-def test_probes_resume(tmp_path: Path) -> None:
-    options = ["--pairs", "twins of 42", "--steps", "10"]
-    result = probe.main([*options, "--out", str(tmp_path)])
-    assert probe.main([*options, "--out", str(tmp_path)]) == result
+def test_twins_are_probed(tmp_path: Path) -> None:
+    options = ["--only", "twins of 42", "--steps", "10"]
+    result = harness.main(probe.STUDY, [*options, "--out", str(tmp_path)])
     assert (tmp_path / "probe.png").stat().st_size > 1000 and "Twins:" in probe.section(result)
 
 
 def test_a_probe_is_carried_to_a_twin() -> None:
     """The committed runs: exactly to a twin, by alignment and by canonical weights; not by permutations."""
-    result = json.loads((Path(probe.__file__).parent / "results" / "probe.json").read_text())
+    result = json.loads((tables.RESULTS / "probe.json").read_text())
     found = probe.accuracies(result, "twins")
     for arm in ("all gauges", "canonical"):
         assert np.all(np.abs(found[arm] - found["trained there"]) <= 2e-3)

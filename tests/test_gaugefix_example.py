@@ -1,6 +1,5 @@
-"""`examples/gaugefix_lrm.py`: killed, either size goes on to the same numbers; what its committed table says."""
+"""The studies of GaugeFix-LRM: a killed run goes on to the same numbers; what the committed tables say."""
 
-import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import pytest
 from flax import nnx
 
 import gauge_optax as go
-from examples import gaugefix_lrm
+from examples.studies import gaugefix_lrm, gaugefix_networks, harness
 from models import gpt2, multipliers
 
 RESULT = Path(__file__).parent.parent / "examples" / "results" / "gaugefix_lrm.json"
@@ -30,18 +29,8 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _run(folder: Path, *more: str) -> dict[str, Any]:
-    arms = ["--arms", "A", "cap", "--precisions", "float32", "--seeds", "1", "--out", str(folder)]
-    return gaugefix_lrm.main([*arms, *more])
-
-
-@pytest.mark.slow
-def test_it_runs_and_goes_on_after_an_arm(tmp_path: Path, tiny: None) -> None:
-    steps = ["--steps", "40"]
-    half = _run(tmp_path / "one", *steps, "--stop-after", "1")
-    assert list(half["cells"]) == ["A, float32"]
-    whole, other = _run(tmp_path / "one", *steps), _run(tmp_path / "two", *steps)
-    assert whole["cells"] == other["cells"] and (tmp_path / "one" / "gaugefix_lrm.png").exists()
-    assert np.shape(whole["cells"]["cap, float32"]["curves"]["loss"]) == (20,)
+    arms = ["--only", "A, float32", "cap, float32", "--seeds", "1", "--out", str(folder)]
+    return harness.main(gaugefix_lrm.STUDY, [*arms, *more])
 
 
 @pytest.mark.slow
@@ -51,38 +40,40 @@ def test_a_full_run_goes_on_after_a_checkpoint(tmp_path: Path, tiny: None, monke
     files = [tmp_path / "train.bin", tmp_path / "val.bin"]
     for path in files:
         rng.integers(64, size=4_000).astype(np.uint16).tofile(path)
-    options = ["--steps", "4", "--full", *map(str, files)]
+    options = ["--steps", "4", "--train", str(files[0]), "--val", str(files[1])]
     monkeypatch.setattr(gaugefix_lrm, "_window", lambda steps, most: 2)
+    monkeypatch.setattr(harness, "SAVE_EVERY", 0.0)
     unbroken = _run(tmp_path / "one", *options)
     evaluate = gaugefix_lrm.trained
 
     class Killed(Exception):
         pass
 
-    def killed(run: Any, compiled: Any, seed: int, name: str) -> Any:
+    def killed(task: Any, compiled: Any, seed: int, saved: Path) -> Any:
         def batches(step: int, seed: int) -> np.ndarray:
             if step == 3:
                 raise Killed
-            return np.asarray(run.batches(step, seed))
+            return np.asarray(task.batches(step, seed))
 
-        return evaluate(run._replace(batches=batches), compiled, seed, name)
+        return evaluate(task._replace(batches=batches), compiled, seed, saved)
 
     monkeypatch.setattr(gaugefix_lrm, "trained", killed)
     with pytest.raises(Killed):
         _run(tmp_path / "two", *options)
+    assert len(list((tmp_path / "two").glob("*.npz"))) == 1
     monkeypatch.setattr(gaugefix_lrm, "trained", evaluate)
-    (tmp_path / "two" / "gaugefix_lrm_full.json").unlink(missing_ok=True)
-    with pytest.raises(ValueError, match="holds another run"):
+    with pytest.raises(ValueError, match="other settings"):
         _run(tmp_path / "two", "--steps", "6", *options[2:])
     assert _run(tmp_path / "two", *options)["cells"] == unbroken["cells"]
-    assert not list((tmp_path / "two" / "checkpoints").iterdir()), "gone with the last arm"
+    assert not list((tmp_path / "two").glob("*.npz"))
+    assert np.shape(unbroken["cells"]["cap, float32"]["curves"]["loss"]) == (2,)
 
 
 def test_a_batch_that_does_not_divide_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "tokens.bin"
     np.zeros(4_000, np.uint16).tofile(path)
     with pytest.raises(ValueError, match="does not divide a batch of 480"):
-        gaugefix_lrm.full([path, path], 2, 7, tmp_path)
+        gaugefix_lrm.full([path, path], 2, 7)
 
 
 def test_the_committed_table_says_what_is_written_below_it() -> None:
@@ -101,12 +92,12 @@ def test_the_committed_table_says_what_is_written_below_it() -> None:
 
 # Networks that drift --------------------------------------------------------------------------------------
 
-every_network = pytest.mark.parametrize("network", gaugefix_lrm.NETWORKS)
+every_network = pytest.mark.parametrize("network", gaugefix_networks.NETWORKS)
 
 
 def _parts(network: str) -> tuple[Any, Any, Any]:
     """A tiny one in general position: configuration, parameters, loss."""
-    switches = gaugefix_lrm.NETWORKS[network]
+    switches = gaugefix_networks.NETWORKS[network]
     config = FULL(**(TINY | {"vocab": 11} | switches | ({"kv_heads": 1} if "kv_heads" in switches else {})))
     graph, state = nnx.split(gpt2.build(config, nnx.Rngs(0)))
     leaves, treedef = jax.tree.flatten(nnx.to_pure_dict(state))
@@ -132,7 +123,7 @@ def test_the_gauges_of_every_network_hold(network: str, x64: None) -> None:
 def test_sums_of_gradients_agree_and_entries_do_in_the_plain_network_alone(network: str, x64: None) -> None:
     """And the coordinates move with the gauge: the ratios by twice log α, log s_Q by log α."""
     config, params, loss = _parts(network)
-    grads, read = jax.grad(loss)(params), gaugefix_lrm.observed(config)
+    grads, read = jax.grad(loss)(params), gaugefix_networks.observed(config)
     before = read(params, grads, params)
     assert np.max(before["sums"]) < 1e-12
     assert (np.max(before["entries"]) < 1e-12) == (network == "plain") and np.min(before["entries"]) < np.inf
@@ -146,33 +137,23 @@ def test_sums_of_gradients_agree_and_entries_do_in_the_plain_network_alone(netwo
 
 
 @pytest.mark.slow
-def test_networks_run_and_go_on(tmp_path: Path, tiny: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_networks_hold_what_their_gauges_read(tmp_path: Path, tiny: None, monkeypatch: pytest.MonkeyPatch) -> None:
     grouped_config = lambda vocab, **_: FULL(**(TINY | {"vocab": vocab, "kv_heads": 1}))  # noqa: E731
     monkeypatch.setattr(gaugefix_lrm.gpt2, "config", grouped_config)
-    runs = [("grouped", arm, 3e-3, 30) for arm in ("C", "quotient, balanced")]
-    monkeypatch.setattr(gaugefix_lrm, "NETWORK_RUNS", runs)
-    monkeypatch.setattr(gaugefix_lrm, "networks_figure", lambda result, path: path.write_bytes(b"png"))
-    monkeypatch.setattr(gaugefix_lrm, "networks_section", lambda result: "a section")
-    run = functools.partial(gaugefix_lrm.main, ["--networks", "--seeds", "1", "2", "--out", str(tmp_path)])
-    gaugefix_lrm.main(["--networks", "--seeds", "1", "2", "--out", str(tmp_path), "--stop-after", "1"])
-    result = run()
-    free, balanced = (result["cells"][gaugefix_lrm.cell_name(*x)] for x in runs)
+    free, balanced = (
+        gaugefix_networks.network_cell("grouped", arm, 3e-3, 30, [1, 2]) for arm in ("C", "quotient, balanced")
+    )
     assert len(free["loss"]) == 2 and max(free["ratio"]) > 1e-4
     assert max(balanced["ratio"]) < 1e-6 < 1e-4 < min(balanced["anchor"])
     np.testing.assert_allclose(free["loss"], balanced["loss"], rtol=1e-2)
 
 
-def test_networks_have_one_size(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="leave --steps out"):
-        gaugefix_lrm.main(["--networks", "--steps", "5", "--out", str(tmp_path)])
-
-
 def test_the_committed_networks_drift_where_their_section_says() -> None:
     cells = json.loads((RESULT.parent / "gaugefix_networks.json").read_text())["cells"]
-    assert list(cells) == [gaugefix_lrm.cell_name(*run) for run in gaugefix_lrm.NETWORK_RUNS]
+    assert list(cells) == [gaugefix_networks.cell_name(*run) for run in gaugefix_networks.NETWORK_RUNS]
     assert all(np.isfinite(cell["loss"]).all() and len(cell["loss"]) == 3 for cell in cells.values())
-    for network, arm, rate, steps in gaugefix_lrm.NETWORK_RUNS:
-        cell = cells[gaugefix_lrm.cell_name(network, arm, rate, steps)]
+    for network, arm, rate, steps in gaugefix_networks.NETWORK_RUNS:
+        cell = cells[gaugefix_networks.cell_name(network, arm, rate, steps)]
         assert max(cell["sums"]) < 1e-5
         if arm == "C":
             assert max(cell["ratio"]) < 1e-6 if network == "plain" else min(cell["ratio"]) > 1e-3
@@ -189,6 +170,6 @@ def test_the_docstring_has_the_measured_gaps_of_entries() -> None:
     cells = json.loads((RESULT.parent / "gaugefix_networks.json").read_text())["cells"]
     said = {"plain": 3e-7, "biases": 0.05, "rotary": 0.65, "grouped": 0.55}
     for network, gap in said.items():
-        name = gaugefix_lrm.cell_name(network, "C", gaugefix_lrm.RATE, gaugefix_lrm.SHORT)
+        name = gaugefix_networks.cell_name(network, "C", gaugefix_networks.RATE, gaugefix_networks.SHORT)
         assert max(cells[name]["entries"]) == pytest.approx(gap, rel=0.1), network
-    assert all(f"{x}" in (gaugefix_lrm.__doc__ or "") for x in ("3e-7", "5, 65 and 55 %"))
+    assert all(f"{x}" in (gaugefix_networks.__doc__ or "") for x in ("3e-7", "5, 65 and 55 %"))

@@ -2,8 +2,6 @@
 
 import functools
 import json
-import os
-import signal
 import subprocess
 import sys
 import time
@@ -17,8 +15,8 @@ import optax
 import pytest
 
 import gauge_optax as go
-from examples import baselines, study
-from examples import grokking as example
+from examples.studies import baselines, harness, tables
+from examples.studies import grokking as example
 from models import grokking
 from models.grokking import GrokConfig
 from models.lm import ACTIVATIONS, rotary
@@ -125,7 +123,7 @@ def test_grokking_is_sustained_and_falls_after_it_are_collapses() -> None:
 
 
 def test_the_page_says_which_runs_diverge_and_leaves_out_what_nan_weights_show() -> None:
-    result = json.loads((Path(example.__file__).parent / "results" / "grokking.json").read_text())
+    result = json.loads((tables.RESULTS / "grokking.json").read_text())
     final = result["cells"]["Muon"]["142"]["final"]
     assert "not finite" not in example.section(result | {"cells": {"Muon": result["cells"]["Muon"]}})
     final["train_loss"] = None
@@ -135,61 +133,58 @@ def test_the_page_says_which_runs_diverge_and_leaves_out_what_nan_weights_show()
     assert "2300, 6400, 10000" in row and f"{final['test_accuracy']:.3f}" not in row
 
 
-def test_the_best_cell_of_a_grid_is_known_when_the_grid_is_done(tmp_path: Path) -> None:
+def test_the_best_cell_of_a_grid_is_known_when_the_grid_is_done() -> None:
     first, *others = example.grid_cells("AdamW")
     assert len({first, *others}) == 6
-    for number, cell in enumerate(others):
-        study.write(tmp_path / f"{cell.name}.json", {"final": {"mean": 0.5 - 0.1 * abs(number - 2)}})
-    assert example.best(tmp_path, "AdamW") is None
-    study.write(tmp_path / f"{first.name}.json", {"final": {"mean": 0.1}})
-    assert example.best(tmp_path, "AdamW") == others[2]
+    means = {cell.name: {"final": {"mean": 0.5 - 0.1 * abs(number - 2)}} for number, cell in enumerate(others)}
+    assert example.best({"grid": {"AdamW": means}}, "AdamW") is None
+    means[first.name] = {"final": {"mean": 0.1}}
+    assert example.best({"grid": {"AdamW": means}}, "AdamW") == others[2]
 
 
 ARMS = ["AdamW", "DDC-AdamW"]
 SIZES = {"--p": 7, "--steps": 160, "--grid-steps": 40, "--every": 20, "--seeds": 1}
-OPTIONS = [*(str(x) for option in SIZES.items() for x in option), "--arms", *ARMS]
+OPTIONS = [*(str(x) for option in SIZES.items() for x in option), "--only", *(f"*{arm} | *" for arm in ARMS)]
 
 
 @pytest.mark.slow
 def test_a_queue_killed_at_any_moment_ends_with_the_same_numbers(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "examples.grokking", *OPTIONS]
+    """Two processes fill the second file, and are killed three times."""
+    command = [sys.executable, "-m", "examples.studies", "grokking", *OPTIONS]
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     subprocess.run([*command, "--out", str(whole)], check=True, capture_output=True, timeout=600)
     for wait in (12.0, 20.0, 28.0):
-        with subprocess.Popen([*command, "--out", str(broken)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-                              start_new_session=True) as running:
-            time.sleep(wait)
-            os.killpg(running.pid, signal.SIGKILL)
+        pair = [
+            subprocess.Popen([*command, "--out", str(broken)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            for _ in range(2)
+        ]
+        time.sleep(wait)
+        for running in pair:
+            running.kill()
+            running.wait()
     subprocess.run([*command, "--out", str(broken)], check=True, capture_output=True, timeout=600)
     one, two = (json.loads((folder / "grokking_7.json").read_text()) for folder in (whole, broken))
     assert one == two and set(one["cells"]) == set(ARMS) and (broken / "grokking_7.png").exists()
     assert all(len(grid) == 6 for grid in one["grid"].values())
     assert not list(broken.rglob("*.npz"))
-    elsewhere = tmp_path / "elsewhere"  # with the JSON alone, nothing is run again
-    study.write(elsewhere / "grokking_7.json", one)
-    subprocess.run([*command, "--show", "--out", str(elsewhere)], check=True, capture_output=True, timeout=600)
-    assert json.loads((elsewhere / "grokking_7.json").read_text()) == one
 
 
 def test_a_run_goes_on_from_its_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config, cell = example.Config(p=7, steps=60, every=20), example.Cell("DDC-AdamW", 1e-3, 1.0, 5)
-    monkeypatch.setattr(study, "SAVE_EVERY", 0.0)
-    assert example.run_cell(config, cell, tmp_path / "whole")
-    saves = 0
+    monkeypatch.setattr(harness, "SAVE_EVERY", 0.0)
+    whole = example.run_cell(harness.Run({}, tmp_path / "whole.npz"), config, cell)
+    saves, keep = 0, harness.keep
 
     def killed_after_two(path: Path, carry: Any, curves: Any) -> None:
         nonlocal saves
-        save(path, carry, curves)
+        keep(path, carry, curves)
         saves += 1
         if saves == 2:
             raise KeyboardInterrupt
 
-    save = study.save
-    monkeypatch.setattr(study, "save", killed_after_two)
-    with pytest.raises(KeyboardInterrupt):
-        example.run_cell(config, cell, tmp_path / "broken")
-    monkeypatch.setattr(study, "save", save)
-    assert example.run_cell(config, cell, tmp_path / "broken")
-    one, two = (json.loads((tmp_path / name / f"{cell.name}.json").read_text()) for name in ("whole", "broken"))
-    assert one == two and len(one["curves"]["train_loss"]) == 4
-    assert one["curves"]["train_loss"][-1] < one["curves"]["train_loss"][0]
+    run = harness.Run({}, tmp_path / "broken.npz")
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(harness, "keep", killed_after_two)
+        example.run_cell(run, config, cell)
+    assert example.run_cell(run, config, cell) == whole and len(whole["curves"]["train_loss"]) == 4
+    assert whole["curves"]["train_loss"][-1] < whole["curves"]["train_loss"][0]

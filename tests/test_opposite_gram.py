@@ -1,9 +1,7 @@
 """The opposite-Gram correction: the post's example, its formulas, cotangents in and tangents out, stale inverses."""
 
 import functools
-import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -13,7 +11,6 @@ import optax
 import pytest
 
 import gauge_optax as go
-from benchmarks import opposite_gram as bench
 from gauge_optax.linalg import inverse_gram
 from gauge_optax.states.moves import move_cotangent, move_tangent
 from tests.cases import GAUGE_CASES
@@ -21,6 +18,59 @@ from tests.quick import jit
 
 Tree = Any
 Numbers = np.ndarray
+
+
+WIDTH, HEADS, HEAD, LENGTH, BATCH, CONDITION = 16, 2, 4, 8, 4, 100.0
+GAUGES = (
+    go.head_linear({"{i}/query": "_ head basis"}, {"{i}/key": "_ head basis"}),
+    go.head_linear({"{i}/value": "_ head basis"}, {"{i}/out": "head basis _"}),
+)
+
+
+def kernels(layers: int, width: int, heads: int, head: int, dtype: Any) -> Tree:
+    """Attention kernels whose Gram matrices have eigenvalues near 1."""
+    rng = np.random.default_rng(0)
+
+    def drawn(*shape: int) -> jax.Array:
+        return jnp.asarray(rng.normal(size=shape) / width**0.5, dtype)
+
+    return {
+        str(i): {n: drawn(width, heads, head) for n in ("query", "key", "value")} | {"out": drawn(heads, head, width)}
+        for i in range(layers)
+    }
+
+
+def attention(kernel: Tree, x: jax.Array) -> jax.Array:
+    """One layer of softmax attention."""
+    query, key, value = (jnp.einsum("ntd,dhe->nthe", x, kernel[n]) for n in ("query", "key", "value"))
+    weights = jax.nn.softmax(jnp.einsum("nthe,nshe->nhts", query, key))
+    return jnp.einsum("nhts,nshe,hed->ntd", weights, value, kernel["out"])
+
+
+def problem() -> tuple[Tree, Tree, Callable[[Tree], jax.Array]]:
+    """Weights, their twin, and a loss: the outputs of another layer."""
+    params = kernels(1, WIDTH, HEADS, HEAD, jnp.float64)
+    rng = np.random.default_rng(1)
+    x = jnp.asarray(rng.normal(size=(BATCH, LENGTH, WIDTH)))
+    teacher = {n: jnp.asarray(rng.normal(size=k.shape) / WIDTH**0.5) for n, k in params["0"].items()}
+    target = attention(teacher, x)
+    sizes = np.geomspace(CONDITION**-0.5, CONDITION**0.5, HEAD)
+
+    def matrix() -> np.ndarray:
+        left, right = (np.linalg.qr(rng.normal(size=(HEADS, HEAD, HEAD)))[0] for _ in range(2))
+        return np.asarray(left * sizes @ right)
+
+    twin = params
+    for gauge in GAUGES:
+        twin = gauge.act({"i=0": jnp.asarray(matrix())}, twin)
+    return params, twin, lambda p: 0.5 * jnp.mean(jnp.sum(jnp.square(attention(p["0"], x) - target), -1))
+
+
+def represented(params: Tree) -> jax.Array:
+    """W_Q·W_Kᵀ and W_V·W_O of every head."""
+    layer = params["0"]
+    scores = jnp.einsum("dhe,fhe->hdf", layer["query"], layer["key"])
+    return jnp.stack((scores, jnp.einsum("dhe,hef->hdf", layer["value"], layer["out"])))
 
 
 def _noise(seed: int, *shape: int) -> Numbers:
@@ -215,19 +265,19 @@ def test_what_has_no_opposite_side_passes(x64: None) -> None:
 @functools.cache
 def _attention() -> tuple[Tree, Tree, Callable[[Tree], Tree]]:
     """Attention, its twin by matrices of condition 100, and the gradient; float64."""
-    params, twin, loss = bench.problem()
+    params, twin, loss = problem()
     return params, twin, jit(jax.grad(loss))
 
 
 def _motion(tx: optax.GradientTransformation, params: Tree, updates: Tree) -> jax.Array:
     """The represented first-order motion."""
     step, _ = tx.update(updates, tx.init(params), params)
-    return jax.jvp(bench.represented, (params,), (step,))[1]
+    return jax.jvp(represented, (params,), (step,))[1]
 
 
 def _motions_apart(**options: Any) -> float:
     params, twin, gradient = _attention()
-    motion = jit(functools.partial(_motion, go.links.scale_by_opposite_gram(bench.GAUGES, **options)))
+    motion = jit(functools.partial(_motion, go.links.scale_by_opposite_gram(GAUGES, **options)))
     return _apart(motion(twin, gradient(twin)), motion(params, gradient(params)))
 
 
@@ -260,14 +310,14 @@ def test_what_damping_and_diagonals_leave_exact(rule: str, matrix: Numbers, x64:
 def test_twins_stay_twins_under_averages_of_gradients(every: int, x64: None) -> None:
     """Momentum is a cotangent, and an old inverse still makes tangents."""
     params, twin, gradient = _attention()
-    tx = optax.chain(optax.trace(0.9), go.links.scale_by_opposite_gram(bench.GAUGES, every=every), optax.scale(-0.01))
+    tx = optax.chain(optax.trace(0.9), go.links.scale_by_opposite_gram(GAUGES, every=every), optax.scale(-0.01))
     step, ends = jit(tx.update), []
     for start in (params, twin):
         point, state = start, tx.init(start)
         for _ in range(5):
             updates, state = step(gradient(point), state, point)
             point = optax.apply_updates(point, updates)
-        ends.append(bench.represented(point) - bench.represented(start))
+        ends.append(represented(point) - represented(start))
     assert _apart(ends[1], ends[0]) <= 1e-9
 
 
@@ -425,16 +475,3 @@ def test_two_gauges_may_share_a_leaf_of_which_each_has_its_own_entries() -> None
         query, key, value = (parts["qkv"][:, k, head] for k in range(3))
         for k, (own, opposite) in enumerate(((query, key), (key, query), (value, parts["out"][head].T))):
             assert _apart(np.asarray(found["qkv"][:, k, head]), own @ _inverse(opposite)) <= 1e-4
-
-
-# The table ----------------------------------------------------------------------------------------
-
-
-def test_the_benchmark_says_what_it_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["--layers", "1", "--width", "64", "--repeats", "3", "--steps", "2", "--only", "literally every 2"]
-    bench.main([*options, "--out", str(tmp_path)])
-    result = json.loads((tmp_path / "opposite_gram.json").read_text())
-    row = result["rungs"]["literally every 2"]
-    assert row["sgd_once"]["error"] < 1e-10 < row["sgd"]["error"] and row["ratio"] > 0
-    page = (tmp_path / "opposite_gram.md").read_text()
-    assert page in capsys.readouterr().out and "| literally every 2 |" in page

@@ -11,8 +11,9 @@ import pytest
 import gauge_optax as go
 from benchmarks.track3 import __main__ as track3
 from benchmarks.track3 import arms
-from examples import demo, lora, starts
-from examples.sweep import best
+from examples import demo, lora
+from examples.studies import starts
+from examples.studies.harness import best
 
 OURS = ("max_norm_muon", arms.FREE)
 ROOT = Path(__file__).resolve().parent.parent

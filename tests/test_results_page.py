@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from examples import (
+from examples.studies import (
     depth8,
     depth24,
-    gaugefix_lrm,
+    gaugefix_networks,
     report,
     rotational_networks,
     rotational_rates,
@@ -150,7 +150,7 @@ def test_where_multipliers_drift() -> None:
         for cell in cells.values():
             cell["ratio"] = [1e-7 for _ in cell["ratio"]]
 
-    section = gaugefix_lrm.networks_section
+    section = gaugefix_networks.section
     claims = {
         "drift apart": ("shows here", "does NOT show"),
         "so do fixes 100": ("shows here only", "shows here on all"),

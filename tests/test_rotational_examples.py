@@ -1,4 +1,4 @@
-"""Studies of rotational equilibrium: what is killed goes on, nets are invariant where they say, claims hold."""
+"""Studies of rotational equilibrium: nets are invariant where they say, claims hold."""
 
 import json
 from pathlib import Path
@@ -11,42 +11,12 @@ import optax
 import pytest
 from flax import nnx
 
-from examples import digits, grid, rotational_balance, rotational_networks, rotational_walk, text
+from examples.studies import digits, rotational_balance, rotational_networks, rotational_walk, text
 from models import digits as nets
 from models import lm, random_walk
 from models.weight_standardization import WeightStandardized, standardize
 
 RESULTS = Path(__file__).parent.parent / "examples" / "results"
-
-
-# The loop -----------------------------------------------------------------------------------------------
-
-
-def _experiment(trained: list[str], rate: float = 1.0) -> grid.Experiment:
-    def cell(name: str) -> Any:
-        def train(seeds: Any) -> grid.Cell:
-            trained.append(name)
-            return {"loss": [rate * seed for seed in seeds], "curve": np.arange(3.0)}
-
-        return train
-
-    return grid.Experiment(
-        "tiny", {"rate": rate}, {name: cell(name) for name in "abc"}, lambda result, path: path.write_bytes(b"png"),
-        lambda result: "a section",
-    )
-
-
-def test_a_killed_experiment_goes_on(tmp_path: Path) -> None:
-    trained: list[str] = []
-    out = ["--out", str(tmp_path), "--seeds", "1", "2"]
-    grid.main("doc", _experiment(trained), [*out, "--stop-after", "2"])
-    assert trained == ["a", "b"] and not (tmp_path / "tiny.png").exists()
-    result = grid.main("doc", _experiment(trained), out)
-    assert trained == ["a", "b", "c"] and (tmp_path / "tiny.png").exists()
-    assert result["cells"]["c"] == {"loss": [1.0, 2.0], "curve": [0.0, 1.0, 2.0]}
-    assert json.loads((tmp_path / "tiny.json").read_text()) == result
-    with pytest.raises(ValueError, match="other settings or seeds"):
-        grid.main("doc", _experiment(trained, rate=2.0), out)
 
 
 # Nets ---------------------------------------------------------------------------------------------------

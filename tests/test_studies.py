@@ -1,6 +1,5 @@
-"""Studies run and resume, baselines do what they say, and the committed table says what the committed runs found."""
+"""Studies run, baselines do what they say, and the committed table says what the committed runs found."""
 
-import dataclasses
 import functools
 import json
 from collections.abc import Callable
@@ -14,25 +13,23 @@ import optax
 import pytest
 
 import gauge_optax as go
-from examples import (
+from examples.studies import (
     baselines,
     depth8,
     depth24,
     diagonal_network,
-    digit_addition,
     grok_readings,
+    harness,
     kronecker,
     layernorm_scale,
     lemmas,
     minimum,
-    overtraining_lm,
     radial_equilibrium,
     relu_rescale,
     report,
     row_shift,
     self_tests,
     sparse_parity,
-    study,
     table3,
     tables,
 )
@@ -72,91 +69,12 @@ def _committed(module: Any) -> dict[str, Any]:
 def test_a_tiny_study_leaves_json_figure_and_table(
     module: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    result = module.main([*TINY[module], "--steps", "3", "--seeds", "42", "--out", str(tmp_path)])
+    result = harness.main(module.STUDY, [*TINY[module], "--steps", "3", "--seeds", "42", "--out", str(tmp_path)])
     assert json.loads((tmp_path / f"{_name(module)}.json").read_text()) == result
     assert (tmp_path / f"{_name(module)}.png").stat().st_size > 1000
     assert all(np.isfinite(list(cells["42"]["final"].values())).all() for cells in result["cells"].values())
     shown = capsys.readouterr().out
     assert all(f"| {arm} |" in shown for arm in result["arms"])
-
-
-def test_a_killed_study_resumes_to_the_same_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    options = [*TINY[diagonal_network], "--steps", "3", "--seeds", "42", "142"]
-    whole, broken = tmp_path / "whole", tmp_path / "broken"
-    diagonal_network.main([*options, "--out", str(whole)])
-    assert diagonal_network.main([*options, "--out", str(broken), "--stop-after", "3"]) is None
-    halfway = json.loads((broken / "diagonal_network.json").read_text())
-    assert sum(len(cells) for cells in halfway["cells"].values()) == 3
-    made = _count_calls(monkeypatch, study, "run_cell")
-    diagonal_network.main([*options, "--out", str(broken)])
-    assert len(made) == 2 * len(halfway["arms"]) - 3
-    name = "diagonal_network.json"
-    assert (broken / name).read_text() == (whole / name).read_text()
-    assert not list(broken.glob("*.tmp"))
-
-
-def test_a_run_that_is_killed_half_way_resumes_to_the_same_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    options = [*TINY[diagonal_network], "--steps", "6", "--seeds", "42", "--arms", "AdamW"]
-    whole, broken = tmp_path / "whole", tmp_path / "broken"
-    diagonal_network.main([*options, "--out", str(whole)])
-    monkeypatch.setattr(study, "SAVE_EVERY", 0.0)
-    advance = study.advance
-
-    def killed_at_the_fourth(*args: Any) -> Any:
-        go_on = advance(*args)
-
-        def step(params: Any, state: Any, data: Any, first: int, last: int) -> Any:
-            if first == 3:
-                raise KeyboardInterrupt
-            return go_on(params, state, data, first, last)
-
-        return step
-
-    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(study, "advance", killed_at_the_fourth)
-        diagonal_network.main([*options, "--out", str(broken)])
-    assert len(list(broken.glob("*.npz"))) == 1
-    _, readings = study.restore(next(broken.glob("*.npz")), (jnp.zeros(()),) * 0)
-    assert len(readings) == 4
-    diagonal_network.main([*options, "--out", str(broken)])
-    assert (broken / "diagonal_network.json").read_text() == (whole / "diagonal_network.json").read_text()
-    assert not list(broken.glob("*.npz"))
-
-
-def test_an_arm_that_is_not_there_is_named_with_those_that_are(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match=r"unknown \['Adam'\]; the arms are \['.*AdamW"):
-        diagonal_network.main([*TINY[diagonal_network], "--arms", "Adam", "--out", str(tmp_path)])
-
-
-def _count_calls(monkeypatch: pytest.MonkeyPatch, module: Any, name: str) -> list[None]:
-    calls: list[None] = []
-    function = getattr(module, name)
-
-    def counted(*args: Any) -> Any:
-        calls.append(None)
-        return function(*args)
-
-    monkeypatch.setattr(module, name, counted)
-    return calls
-
-
-def test_runs_of_other_sizes_are_not_mixed(tmp_path: Path) -> None:
-    options = [*TINY[diagonal_network], "--seeds", "42", "--out", str(tmp_path), "--stop-after", "1"]
-    diagonal_network.main([*options, "--steps", "1"])
-    with pytest.raises(ValueError, match=r"other settings(.|\n)*found(.|\n)*expected(.|\n)*remedy"):
-        diagonal_network.main([*options, "--steps", "2"])
-
-
-@pytest.mark.parametrize(
-    "module", [*TINY, digit_addition, kronecker, lemmas, minimum, overtraining_lm, radial_equilibrium], ids=_name
-)
-def test_committed_runs_are_those_of_the_defaults(module: Any) -> None:
-    result = _committed(module)
-    assert result["settings"] == dataclasses.asdict(module.Config())
-    assert result["seeds"] == list(study.SEEDS)
-    assert all(list(cells) == [str(seed) for seed in study.SEEDS] for cells in result["cells"].values())
 
 
 # What was found ---------------------------------------------------------------------------------------
@@ -214,8 +132,7 @@ def test_the_fisher_in_the_logits_is_the_mean_over_labels_without_the_shift() ->
 def test_a_swept_rate_is_the_rate_of_the_run(tmp_path: Path) -> None:
     """A sweep has the rate in the optimizer's state, a run has it in the program: both train alike."""
     options = [*TINY[depth8], "--p", "11", "--steps", "40", "--sweep-steps", "40", "--seeds", "42"]
-    result = depth8.main([*options, "--arms", depth8.POLAR, "--out", str(tmp_path)])
-    assert result is not None
+    result = harness.main(depth8.STUDY, [*options, "--only", "rates*", f"{depth8.POLAR} | *", "--out", str(tmp_path)])
     scores = result["rates"]["scaled polar"]
     accuracy = result["cells"][depth8.POLAR]["42"]["curves"]["test_accuracy"]
     assert max(scores.values()) == pytest.approx(np.mean(accuracy), abs=2e-3) and len(set(accuracy)) > 1
@@ -235,8 +152,7 @@ def test_the_radial_coordinate_decides_whether_the_block_survives() -> None:
 
 def test_linear_settles_where_predicted_and_log_collapses(tmp_path: Path) -> None:
     options = ["--steps", "800", "--learning-rate", "0.01", "--b2", "0.95", "--seeds", "42"]
-    result = radial_equilibrium.main([*options, "--out", str(tmp_path)])
-    assert result is not None
+    result = harness.main(radial_equilibrium.STUDY, [*options, "--out", str(tmp_path)])
     assert max(abs(x) for errors in radial_equilibrium.errors(result).values() for x in errors) < 0.02
     for degree in radial_equilibrium.DEGREES:
         for match in radial_equilibrium.MATCHES:
@@ -254,29 +170,13 @@ def test_without_rounding_the_shift_gauge_changes_no_loss() -> None:
     observe, ends = jax.jit(case.observe), {}
     for name in ("AdamW", "DDC"):
         arm = case.arms[name]
-        params, _ = study.advance(case, arm)(start, jax.jit(arm.tx.init)(start), data, 0, config.steps)
+        params, _ = harness.advance(case, arm)(start, jax.jit(arm.tx.init)(start), data, 0, config.steps)
         ends[name] = observe(start, params, data)
     assert ends["DDC"]["drift"] < 1e-12 < 1e-3 < ends["AdamW"]["drift"]
     np.testing.assert_allclose(ends["DDC"]["train_loss"], ends["AdamW"]["train_loss"], rtol=1e-10)
 
 
 # What is read at a minimum ----------------------------------------------------------------------------
-
-
-def test_cells_that_are_there_are_not_made_again(tmp_path: Path) -> None:
-    made: list[tuple[str, int]] = []
-
-    def cell(arm: str, seed: int) -> dict[str, int]:
-        made.append((arm, seed))
-        return {"number": seed}
-
-    path, head = tmp_path / "x.json", {"arms": ["a", "b"], "seeds": [1, 2]}
-    assert study.fill(path, head, cell, stop_after=3) is None
-    assert made == [("a", 1), ("a", 2), ("b", 1)]
-    assert study.fill(path, head, cell) == json.loads(path.read_text())
-    assert made[3:] == [("b", 2)]
-    with pytest.raises(ValueError, match="other seeds"):
-        study.fill(path, head | {"seeds": [1]}, cell)
 
 
 def test_what_leaks_lies_where_the_fisher_is_zero() -> None:
@@ -297,7 +197,7 @@ def test_reads_of_a_minimum_leave_json_and_figure(module: Any, tmp_path: Path) -
             "--warmup", "1", "--twins", "2",
         ],
     }[module]
-    result = module.main([*options, "--seeds", "42", "--out", str(tmp_path)])
+    result = harness.main(module.STUDY, [*options, "--seeds", "42", "--out", str(tmp_path)])
     assert json.loads((tmp_path / f"{_name(module)}.json").read_text()) == result
     assert (tmp_path / f"{_name(module)}.png").stat().st_size > 1000
 
@@ -419,10 +319,6 @@ def test_orthogonal_gradient_turns_and_keeps_its_length() -> None:
 
 
 # The table --------------------------------------------------------------------------------------------
-
-
-def test_the_committed_table_is_that_of_the_committed_runs() -> None:
-    assert (tables.RESULTS / "README.md").read_text() == tables.page(tables.RESULTS)
 
 
 def test_every_committed_json_has_a_section() -> None:

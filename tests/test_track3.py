@@ -11,7 +11,8 @@ import pytest
 
 from benchmarks.track3 import __main__ as track3
 from benchmarks.track3 import arms, optimizers, transfer
-from examples.sweep import Result, key
+from examples.studies import harness
+from examples.studies.harness import Result, key
 from models import lm
 
 CONFIG = lm.llama_config(vocab=7, d_model=8, layers=1, heads=2, kv_heads=2, d_head=4, d_ff=12, max_len=5)
@@ -169,9 +170,9 @@ def test_a_run_is_saved_and_gone_on_from(tmp_path: Any, monkeypatch: pytest.Monk
     """Two runs, then one more; none twice."""
     trained = []
     monkeypatch.setattr(track3, "train", lambda cell: trained.append(cell) or {"validation": curve(cell), "seconds": 0})
-    args = ["--out", str(tmp_path), "--sizes", "64", "--starts", "lecun", "--arms", "Muon", "--ways", "plain"]
-    track3.main([*args, "--stop-after", "2"])
-    assert len(track3.main([*args, "--stop-after", "1"])["cells"]) == len(set(trained)) == 3
+    args = ["--out", str(tmp_path), "--only", "64 | lecun | Muon | plain | *"]
+    harness.main(track3.STUDY, [*args, "--stop-after", "2"])
+    assert len(harness.main(track3.STUDY, [*args, "--stop-after", "1"])["cells"]) == len(set(trained)) == 3
 
 
 # Transfer -----------------------------------------------------------------------------------------------
@@ -187,17 +188,13 @@ def made_up(of: transfer.Cell) -> dict[str, Any]:
 def test_transfer_says_how_far_the_best_rate_moves(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Under AdamW to an eighth, which costs 0.1·log(8)² to ignore; under muP not at all."""
     monkeypatch.setattr(transfer, "train", made_up)
-    args = ["--out", str(tmp_path), "--arms", "AdamW", "AdamW, muP"]
-    first = transfer.main([*args, "--stop-after", "5"])
-    assert len(first["cells"]) == 5
-    result = transfer.main(args)
+    args = ["--out", str(tmp_path), "--only", "* | AdamW | *", "* | AdamW, muP | *"]
+    result = harness.main(transfer.STUDY, args)
     rows = {(row[0], row[1]): row for row in transfer._rows(result)}
     for setting in transfer.SETTINGS:
         assert rows[setting.text, "AdamW"][-3:] == ["0.12", "0.432", "0.002, 0.192"]
         assert rows[setting.text, "AdamW, muP"][-3:] == ["1", "0.000", "0.004, 0.000"]
     assert (tmp_path / "transfer.png").stat().st_size > 10_000
-    monkeypatch.setattr(transfer, "train", lambda of: pytest.fail("everything is done"))
-    transfer.main(args)
 
 
 def test_mup_is_adamw_at_its_width_and_narrower_beyond() -> None:

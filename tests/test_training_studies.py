@@ -1,5 +1,6 @@
 """The small cousins of the paper's large runs: their data, their networks' symmetries, what they read, their pages."""
 
+import dataclasses
 import functools
 import json
 import subprocess
@@ -15,7 +16,7 @@ import pytest
 from PIL import Image
 
 import gauge_optax as go
-from examples import depth8, depth24, digit_addition, overtraining_lm, study, vit
+from examples.studies import depth8, depth24, digit_addition, harness, overtraining_lm, vit
 from models import vit as vit_model
 from models.vit import ViTConfig
 
@@ -89,7 +90,7 @@ def test_rows_of_digits_are_sums() -> None:
 
 @pytest.mark.parametrize("task", [digit_addition.MODULAR, digit_addition.DIGITS])
 def test_pruning_is_the_network_without_its_block(task: str) -> None:
-    of_task = digit_addition._studies(TINY)[task]
+    of_task = digit_addition.build(TINY).arms[f"{task}, {digit_addition.ADAMW}"]
     params, data = of_task.make(0)
     keys = iter(jax.random.split(jax.random.key(1), 99))
     params = jax.tree.map(lambda x: x + 0.2 * jax.random.normal(next(keys), x.shape, x.dtype), params)
@@ -103,7 +104,7 @@ def test_pruning_is_the_network_without_its_block(task: str) -> None:
 
 
 def test_no_gauge_changes_the_scale_of_the_block(x64: None) -> None:
-    of_task = digit_addition._studies(TINY)[digit_addition.MODULAR]
+    of_task = digit_addition.build(TINY).arms[f"{digit_addition.MODULAR}, {digit_addition.ADAMW}"]
     params, data = of_task.make(0)
     params = jax.tree.map(lambda x: x.astype(jnp.float64), params)
     group = go.product(digit_addition.grokking.gauges(digit_addition.GrokConfig(p=5, d_model=8, heads=2, d_ff=12,
@@ -131,7 +132,7 @@ def test_cells_are_readable_where_they_fall_as_a_power() -> None:
     curves = {"train_loss": (lengths**2).tolist()}
     for n in range(2):
         curves |= {f"smallest {n}": (lengths**1.5).tolist(), f"rank {n}": (1.0 / lengths).tolist()}
-    settings = study.dataclasses.asdict(overtraining_lm.Config(layers=2))
+    settings = dataclasses.asdict(overtraining_lm.Config(layers=2))
     result = {"settings": settings, "cells": {"AdamW": {"42": {"curves": curves}}}}
     assert overtraining_lm.readable(result, "AdamW") == [2]
 
@@ -152,7 +153,7 @@ def test_a_tiny_run_leaves_json_figure_and_table(
     module: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     name = module.__name__.split(".")[-1]
-    result = module.main([*WHOLE[module], "--steps", "3", "--seeds", "42", "--out", str(tmp_path)])
+    result = harness.main(module.STUDY, [*WHOLE[module], "--steps", "3", "--seeds", "42", "--out", str(tmp_path)])
     assert json.loads((tmp_path / f"{name}.json").read_text()) == result
     assert (tmp_path / f"{name}.png").stat().st_size > 1000 and not list(tmp_path.glob("*.npz"))
     shown = capsys.readouterr().out
@@ -168,7 +169,7 @@ KILLED: dict[Any, list[str]] = WHOLE | {depth8: SMALL_GROK, depth24: SMALL_GROK}
 def test_a_script_killed_three_times_ends_with_the_same_numbers(module: Any, tmp_path: Path) -> None:
     """`kill -9`, once there is a checkpoint, and each time a little later."""
     name = module.__name__.split(".")[-1]
-    source = f"from examples import study, {name}; study.SAVE_EVERY = 0.05; {name}.main()"
+    source = f"from examples.studies import harness, {name}; harness.SAVE_EVERY = 0.05; harness.main({name}.STUDY)"
     whole, broken = tmp_path / "whole", tmp_path / "broken"
 
     def command(out: Path) -> list[str]:

@@ -10,7 +10,8 @@ import pytest
 
 import gauge_optax as go
 from benchmarks import tuned
-from examples.sweep import Result, key
+from examples.studies import harness
+from examples.studies.harness import Result, key
 
 ROOT = Path(__file__).parent.parent
 
@@ -73,7 +74,7 @@ def test_a_run_is_saved_and_gone_on_from(tmp_path: Any, monkeypatch: pytest.Monk
     config = dataclasses.replace(tuned.PROBLEMS[tuned.FIRST].model, d_model=16, layers=1, d_ff=8, heads=1, kv_heads=1)
     monkeypatch.setattr(tuned, "PROBLEMS", {tuned.FIRST: tuned._task(config, steps=3)})
     for count in (1, 2):
-        result = tuned.main(["--out", str(tmp_path), "--stop-after", "1"])
+        result = harness.main(tuned.STUDY, ["--out", str(tmp_path), "--stop-after", "1"])
         assert len(result["cells"]) == count
     assert all(2 < run["validation"] < 7 for run in result["cells"].values())
     assert [name.split(" | ")[2] for name in result["cells"]] == list(tuned.STAGES[0].arms)

@@ -1,7 +1,7 @@
 """Optimizers from three starts: loss after a fixed number of steps, and fewest steps to a stated loss.
 
     python -m benchmarks.track3 --out benchmarks/results            # a day of one CPU core; killed, it goes on
-    python -m benchmarks.track3 --sizes 64 --arms AdamW Muon        # some of it
+    python -m benchmarks.track3 --only "64 | * | Muon | *"          # some of it
     python -m benchmarks.track3 --show                              # the tables and the figure of what is done
 
 The rule of modded-nanogpt's optimization track at the size of two CPU cores: architecture, data and batch are fixed,
@@ -11,28 +11,25 @@ rotation, or both (`arms.py`). A sweep takes one seed: first the peak rate, at a
 worse one on both sides, then the decay at that rate. Wider networks take the decay of the narrowest. The best pair runs
 with every seed. With `--ladder` it also runs
 with more or fewer steps, to find the fewest whose mean loss is below the target by 3.09 standard errors.
-
-Several processes may fill one file, if they are given different arms.
 """
 
 import argparse
+import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 from matplotlib.ticker import NullFormatter
-from tqdm import tqdm
 
 from benchmarks.track3 import arms
 from benchmarks.track3.arms import ARMS, WAYS
 from benchmarks.track3.runs import WARMUP, Task
-from examples import cli, report, starts, study
-from examples.starts import STARTS
-from examples.sweep import Result, best_for_all, climb, key, save
+from examples.studies import harness, report, starts
+from examples.studies.harness import Result, best_for_all, climb, key
+from examples.studies.starts import STARTS
 
 NAME = "track3"
 STEPS = {64: 400, 128: 200}
@@ -253,9 +250,8 @@ def section(result: Result) -> str:
             rows = list(_rows(result, size, start))
             if rows:
                 heads = ["optimizer", *WAYS, "rate, decay", "z to AdamW", "z to Muon"]
-                lines = [f"| {' | '.join(row)} |" for row in (heads, ["---"] * len(heads), *rows)]
-                spread = sigma(result, size)
-                parts.append(f"**d = {size}, {STEPS[size]} steps, {start}** (σ = {spread:.4f})\n\n" + "\n".join(lines))
+                title = f"**d = {size}, {STEPS[size]} steps, {start}** (σ = {sigma(result, size):.4f})"
+                parts.append(f"{title}\n\n{report.plain([heads, *rows])}")
     return "\n\n".join([*parts, *ladders(result), *sentences(result)])
 
 
@@ -277,8 +273,7 @@ def ladders(result: Result) -> Iterator[str]:
                 f"the best of {usual} steps, and the cosine ends with the run. Numbers of steps are a factor of "
                 f"2^(1/4) apart, from {round(usual * LADDER[0])} to {round(usual * LADDER[-1])}."
             )
-            rows = [["optimizer", *STARTS], ["---"] * (1 + len(STARTS)), *lines]
-            yield about + "\n\n" + "\n".join(f"| {' | '.join(row)} |" for row in rows)
+            yield f"{about}\n\n{report.plain([['optimizer', *STARTS], *lines])}"
 
 
 def _fewest(result: Result, group: Group) -> str:
@@ -353,14 +348,14 @@ def sentences(result: Result) -> Iterator[str]:
         return
     yield _listed("Ahead of both plain AdamW and plain Muon in every row, by 3.09 standard errors or more", ahead)
     yield _listed("Never behind the better of the two by as much", never)
-    lines = [["optimizer", "one rate", "costs at most"], ["---"] * 3]
+    lines = [["optimizer", "one rate", "costs at most"]]
     for arm, way in dict.fromkeys([("AdamW", arms.PLAIN), ("Muon", arms.PLAIN), *ahead]):
         found = one_rate(result, arm, way)
         if found is not None:
             lines.append([f"{arm} ({way})", f"{found[0]:g}", f"{found[1]:.3f}"])
     yield (
         "What one rate for all sizes and starts adds to the loss, where it adds most, against the best rate of each "
-        f"(seed {result['seeds'][0]}):\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines)
+        f"(seed {result['seeds'][0]}):\n\n{report.plain(lines)}"
     )
 
 
@@ -382,6 +377,8 @@ def leaders(result: Result, count: int = 3) -> list[tuple[str, str]]:
 
 def figure(result: Result, path: Path) -> None:
     """Loss over rate: a panel per size and start, the optimizers that lead over all places beside the plain ones."""
+    if not any(at_best(result, group) for group in groups()):
+        return
     shown = leaders(result)
     fig, axes = report.grid_of_panels(len(PLACES), "Validation loss over the peak rate, one seed", columns=len(STARTS))
     for axis, (size, start) in zip(axes, PLACES, strict=True):
@@ -394,61 +391,38 @@ def figure(result: Result, path: Path) -> None:
     report.save_as_is(fig, path)
 
 
-# Command line -------------------------------------------------------------------------------------------
+# Study --------------------------------------------------------------------------------------------------
 
 
-def header() -> Mapping[str, Any]:
-    """What must agree before two runs may stand in one table."""
-    settings = {"steps": {str(d): n for d, n in STEPS.items()}, "warmup": WARMUP, "sweep_decay": DECAY}
-    return {
-        "study": NAME, "settings": settings, "seeds": list(SEEDS), "machine": study.machine(),
-        "versions": study.versions(),
-    }
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Whether to find the fewest steps to the target too."""
+
+    ladder: bool = False
 
 
-def main(argv: Sequence[str] | None = None) -> Result:
-    """Runs what is missing, then prints and draws."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=cli.Help)
-    parser.add_argument("--out", type=Path, default=Path("outputs/track3"))
-    parser.add_argument("--sizes", type=int, nargs="+", choices=STEPS, default=list(STEPS), help="d_model")
-    parser.add_argument("--starts", nargs="+", choices=STARTS, default=STARTS)
-    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), metavar="ARM", help="; ".join(ARMS))
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS, metavar="WAY", help="; ".join(WAYS))
-    parser.add_argument("--ladder", action="store_true", help="also find the fewest steps to the target")
-    parser.add_argument("--show", action="store_true", help="run nothing")
-    parser.add_argument("--stop-after", type=int, help="leave after this many runs")
-    args = parser.parse_args(argv)
-    path = args.out / f"{NAME}.json"
-    result = study.load(path, dict(header()))
-    if not args.show:
-        if not path.exists():
-            study.write(path, result)
-        result = fill(path, result, groups(args.sizes, args.starts, args.arms, args.ways), args.ladder, args.stop_after)
-    text = section(result)
+def cells(c: Config, args: argparse.Namespace) -> Callable[[Result], harness.Cells]:
+    """What all groups need next; the ladder last, whose target needs other groups."""
+
+    def wanted(result: Result) -> harness.Cells:
+        found = [cell for group in groups() for cell in missing(result, group)]
+        if c.ladder and not found:
+            found = [cell for group in groups() for cell in missing(result, group, True)]
+        return harness.keyed(found, train)
+
+    return wanted
+
+
+def page(result: Result) -> str:
+    """Markdown."""
     picture = f"![Loss over rate, a panel per size and start]({NAME}.png)"
-    page = f"# Optimizers from three starts\n\n`python -m benchmarks.track3`. {text}\n\n{picture}\n"
-    path.with_suffix(".md").write_text(page)
-    print(text)
-    if any(at_best(result, group) for group in groups()):
-        figure(result, path.with_suffix(".png"))
-    return result
+    return f"# Optimizers from three starts\n\n`python -m benchmarks.track3`. {section(result)}\n\n{picture}\n"
 
 
-def fill(path: Path, result: Result, chosen: Sequence[Group], ladder: bool, stop_after: int | None) -> Result:
-    """Trains what is missing, group by group, saving every run; the ladder last, whose target needs other groups."""
-    passes = [(group, climb) for climb in ((False, True) if ladder else (False,)) for group in chosen]
-    number = 0
-    with tqdm(passes, unit="sweep") as progress:
-        for group, climb in progress:
-            progress.set_description(" | ".join(map(str, group)))
-            while cells := missing(result, group, climb):
-                if stop_after is not None and number >= stop_after:
-                    return result
-                result = save(path, cells[0], train(cells[0]))
-                number += 1
-    return result
-
+STUDY = harness.Study(
+    __doc__, NAME, cells, section, figure, page, config=Config(), seeds=SEEDS, partial=True,
+    settings=lambda _: {"steps": STEPS, "warmup": WARMUP, "sweep_decay": DECAY},
+)
 
 if __name__ == "__main__":
-    with jax.default_matmul_precision("highest"):
-        main()
+    harness.main(STUDY)

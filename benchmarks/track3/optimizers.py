@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import optax
 
 import gauge_optax as go
-from examples import kronecker
+from examples.studies import kronecker
 from gauge_optax import linalg
 
 Tree = Any

@@ -13,7 +13,7 @@ import optax
 
 from benchmarks.track3 import arms
 from benchmarks.track3.arms import Arm
-from examples import starts, study
+from examples.studies import harness, starts
 from models import lm
 
 WARMUP = 20
@@ -64,7 +64,7 @@ class Task(NamedTuple):
         compiled, began = program(self, arm, way), time.monotonic()
         loss = float(compiled(*inputs, jnp.asarray(rate, jnp.float32), jnp.float32(decay), jnp.int32(steps)))
         seconds = round(time.monotonic() - began, 1)
-        return {"validation": study.rounded(loss) if math.isfinite(loss) else None, "seconds": seconds}
+        return {"validation": harness.rounded(loss) if math.isfinite(loss) else None, "seconds": seconds}
 
 
 @functools.lru_cache(maxsize=3)

@@ -1,7 +1,7 @@
 """Does the best rate of a narrow network serve a wide one: loss over rate at four widths, two depths and three starts.
 
     python -m benchmarks.track3.transfer --out benchmarks/results      # a day of one CPU core; killed, it goes on
-    python -m benchmarks.track3.transfer --panels "depth 2, lecun"     # some of it
+    python -m benchmarks.track3.transfer --only "2 | lecun | *"        # some of it
     python -m benchmarks.track3.transfer --show                        # the table and the figure of what is done
 
 Networks and data are those of `benchmarks.track3`, with 200 steps at every width. A setting is a depth, a start, with
@@ -11,19 +11,17 @@ both sides; every width also runs at the best rate of the narrowest.
 
 import argparse
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
 from matplotlib.ticker import NullFormatter
-from tqdm import tqdm
 
 from benchmarks.track3.arms import ARMS, FALLING, FREE, MUP, PLAIN, QUOTIENT, Arm
 from benchmarks.track3.runs import WARMUP, Task
-from examples import cli, report, starts, study
-from examples.starts import STARTS
-from examples.sweep import Result, best_for_all, climb, key, save
+from examples.studies import harness, report, starts
+from examples.studies.harness import Result, best_for_all, climb, key
+from examples.studies.starts import STARTS
 
 NAME = "transfer"
 SIZES = (64, 128, 256, 512)
@@ -130,8 +128,7 @@ def section(result: Result) -> str:
         "*rate/√d* runs at √(64/d) times the rates that the table shows."
     )
     heads = ["setting", "optimizer", *(f"d = {size}" for size in SIZES), "moved", "cost", "one rate"]
-    lines = [heads, ["---"] * len(heads), *_rows(result)]
-    return about + "\n\n" + "\n".join(f"| {' | '.join(row)} |" for row in lines)
+    return f"{about}\n\n{report.plain([heads, *_rows(result)])}"
 
 
 def _rows(result: Result) -> Iterator[list[str]]:
@@ -160,6 +157,8 @@ def _at(of_size: Mapping[float, float]) -> float:
 def figure(result: Result, path: Path) -> None:
     """Loss over rate: a panel per setting and arm, a curve per width."""
     panels = [(s, a) for s in SETTINGS for a in COMPARED if complete(result, s, SIZES[0], a)]
+    if not panels:
+        return
     fig, axes = report.grid_of_panels(len(panels), "Loss over the peak rate: a curve per width", common=False)
     for axis, (setting, arm) in zip(axes, panels, strict=True):
         for size in SIZES:
@@ -174,65 +173,31 @@ def figure(result: Result, path: Path) -> None:
     report.save_as_is(fig, path)
 
 
-# Command line -------------------------------------------------------------------------------------------
+# Study --------------------------------------------------------------------------------------------------
 
 
-def header() -> dict[str, Any]:
-    """What must agree before two runs may stand in one table."""
-    settings = {"steps": STEPS, "decay": DECAY, "warmup": WARMUP}
-    return {
-        "study": NAME, "settings": settings, "seeds": [SEED], "machine": study.machine(), "versions": study.versions(),
-    }
+def cells(c: None, args: argparse.Namespace) -> Callable[[Result], harness.Cells]:
+    """What all sweeps need next, narrow networks first."""
+    sweeps = [(setting, size, arm) for size in SIZES for setting in SETTINGS for arm in COMPARED]
+
+    def wanted(result: Result) -> harness.Cells:
+        return harness.keyed([cell(*sweep, rate) for sweep in sweeps for rate in missing(result, *sweep)], train)
+
+    return wanted
 
 
-def main(argv: Sequence[str] | None = None) -> Result:
-    """Runs what is missing, narrow networks first, then prints and draws."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=cli.Help)
-    parser.add_argument("--out", type=Path, default=Path("outputs/track3"))
-    parser.add_argument("--sizes", type=int, nargs="+", choices=SIZES, default=SIZES, help="d_model")
-    panels = {setting.text: setting for setting in SETTINGS}
-    parser.add_argument("--panels", nargs="+", choices=panels, default=list(panels), metavar="PANEL",
-                        help="settings: " + "; ".join(panels))
-    parser.add_argument("--arms", nargs="+", choices=COMPARED, default=list(COMPARED), metavar="ARM")
-    parser.add_argument("--show", action="store_true", help="run nothing")
-    parser.add_argument("--stop-after", type=int, help="leave after this many runs")
-    args = parser.parse_args(argv)
-    path = args.out / f"{NAME}.json"
-    result = study.load(path, header())
-    if not args.show:
-        if not path.exists():
-            study.write(path, result)
-        result = fill(path, result, args.sizes, [panels[name] for name in args.panels], args.arms, args.stop_after)
-    text = section(result)
-    path.with_suffix(".md").write_text(
-        f"# Rates from narrow networks to wide ones\n\n`python -m benchmarks.track3.transfer`. {text}\n\n"
+def page(result: Result) -> str:
+    """Markdown."""
+    return (
+        f"# Rates from narrow networks to wide ones\n\n`python -m benchmarks.track3.transfer`. {section(result)}\n\n"
         f"![Loss over rate, a curve per width]({NAME}.png)\n"
     )
-    print(text)
-    if any(complete(result, setting, SIZES[0], arm) for setting in SETTINGS for arm in COMPARED):
-        figure(result, path.with_suffix(".png"))
-    return result
 
 
-def fill(
-    path: Path, result: Result, sizes: Sequence[int], settings: Sequence[Setting], names: Sequence[str],
-    stop_after: int | None,
-) -> Result:
-    """Trains what is missing, saving every run."""
-    chosen = [(size, s, arm) for size in sizes for s in settings for arm in names]
-    number = 0
-    with tqdm(chosen, unit="sweep") as progress:
-        for size, setting, arm in progress:
-            progress.set_description(f"d = {size}, {setting.text}, {arm}")
-            while rates := missing(result, setting, size, arm):
-                if stop_after is not None and number >= stop_after:
-                    return result
-                of = cell(setting, size, arm, rates[0])
-                result = save(path, of, train(of))
-                number += 1
-    return result
-
+STUDY = harness.Study(
+    __doc__, NAME, cells, section, figure, page, seeds=(SEED,), partial=True,
+    settings=lambda _: {"steps": STEPS, "decay": DECAY, "warmup": WARMUP},
+)
 
 if __name__ == "__main__":
-    with jax.default_matmul_precision("highest"):
-        main()
+    harness.main(STUDY)

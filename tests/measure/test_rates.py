@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import gauge_optax as go
-from examples import diagonal_network
+from examples.studies import diagonal_network
 from gauge_optax.measure.rates import KLOrder
 from tests.quick import jit
 

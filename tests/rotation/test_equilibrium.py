@@ -147,7 +147,7 @@ WALKS = {
 
 @pytest.mark.parametrize("kind", WALKS)
 def test_a_random_walk_rests_where_predicted(kind: str) -> None:
-    """Small ones; benchmark sizes are in examples/rotational_walk.py."""
+    """Small ones; benchmark sizes are in examples/studies/rotational_walk.py."""
     tx, more = WALKS[kind]
     found = _walk(tx, 6000 if kind == "lion" else 3000, 32)
     own = {"gradient_norm": np.sqrt(found["unit"].sum(1))} if kind == "sgdm" else {}

@@ -1,0 +1,454 @@
+"""Grokking with every control arm (DDC, §5.4-5.6, C.9, C.11, C.12): when an arm groks, and whether it stays there.
+
+    python -m examples.studies grokking --p 59            # some hours on 2 CPU cores
+    python -m examples.studies grokking                   # p = 113, the paper's network; idle hours, or a GPU
+    python -m examples.studies grokking --p 59 --show     # the figure and the table of the runs that are done
+    python -m examples.studies grokking --hidden 128      # the width sweep of C.9: a JSON per width
+
+A queue of runs, arm by arm. First an arm meets a grid of learning rates and weight decays with one seed, and its best
+cell is the one with the highest mean test accuracy along `--grid-steps` steps: accuracy swings, so that one reading, or
+the first long rise, says little. Then the arm trains `--steps` steps with every seed at its best cell. A run groks at
+the first reading of 95 % test accuracy that the next ten readings keep, and collapses where accuracy falls below 95 %
+after that.
+
+Several processes may fill one JSON. Two that keep to one core each (`XLA_FLAGS=--xla_cpu_multi_thread_eigen=false`) are
+faster than one on two.
+"""
+
+import argparse
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import gauge_optax as go
+from examples.studies import baselines, harness, report
+from examples.studies.grok_readings import GROKKED, grok_reading
+from examples.studies.harness import Result, Run
+from models import grokking
+from models.grokking import GrokConfig, Params
+
+NAME = "grokking"
+BEST_SEED = 42
+POINTS = 201  # of a curve that is kept
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Sizes of the study: `p` numbers, `hidden` units, readings every `every` steps."""
+
+    p: int = 113
+    mlp: str = "relu"
+    hidden: int = 512
+    steps: int = 20_000
+    grid_steps: int = 5_000
+    every: int = 100
+
+    @property
+    def network(self) -> GrokConfig:
+        """The network."""
+        return GrokConfig(p=self.p, mlp=self.mlp, d_ff=self.hidden)  # type: ignore[arg-type]
+
+    @property
+    def name(self) -> str:
+        """Of the JSON and the figure: what differs from the paper's network."""
+        differs = [getattr(self, key) for key in ("p", "mlp", "hidden") if getattr(self, key) != getattr(Config, key)]
+        return "_".join(map(str, [NAME, *differs]))
+
+
+class Cell(NamedTuple):
+    """One run."""
+
+    arm: str
+    rate: float
+    decay: float
+    seed: int
+
+    @property
+    def name(self) -> str:
+        """In the JSON."""
+        return f"{self.arm.replace(' ', '_').replace(',', '')}_{self.rate:g}_{self.decay:g}_{self.seed}"
+
+
+# Arms -------------------------------------------------------------------------------------------------
+
+Knob = Any
+"""A rate or a decay: a number, or an array, so that all cells of an arm share one program."""
+Maker = Callable[[GrokConfig, Knob, Knob], optax.GradientTransformation]
+B2 = 0.98
+
+
+def _adamw(rate: Knob, decay: Knob) -> optax.GradientTransformation:
+    return optax.adamw(rate, b2=B2, weight_decay=decay)
+
+
+def _muon(rate: Knob, decay: Knob, per_head: bool = False) -> optax.GradientTransformation:
+    return baselines.muon(rate, decay, per_head=per_head)
+
+
+NEURONS: Mapping[str, str] = {
+    **{f"blocks/{{i}}/attn/{name}/kernel": "_ head channel" for name in ("query", "key", "value")},
+    "blocks/{i}/attn/out/kernel": "_ _ channel",
+    "blocks/{i}/mlp/up/kernel": "_ channel",
+    "blocks/{i}/mlp/down/kernel": "_ channel",
+}
+ARMS: Mapping[str, Maker] = {
+    "AdamW": lambda c, rate, decay: _adamw(rate, decay),
+    "AdamW, logit shift alone": lambda c, rate, decay: go.quotient(_adamw(rate, decay), grokking.shift()),
+    "quotient AdamW": lambda c, rate, decay: go.quotient(_adamw(rate, decay), grokking.gauges(c)),
+    "DDC-AdamW": lambda c, rate, decay: go.ddc_adamw(rate, grokking.gauges(c), b2=B2, weight_decay=decay),
+    "DDC-AdamW, as printed": lambda c, rate, decay: go.ddc_adamw(
+        rate, grokking.gauges(c), b2=B2, weight_decay=decay, preset="paper"
+    ),
+    "rotational AdamW": lambda c, rate, decay: go.norms.rotational_adamw(rate, NEURONS, b2=B2, weight_decay=decay),
+    "Muon": lambda c, rate, decay: _muon(rate, decay),
+    "Muon, per head": lambda c, rate, decay: _muon(rate, decay, per_head=True),
+    "Muon, logit shift alone": lambda c, rate, decay: go.quotient(_muon(rate, decay), grokking.shift()),
+    "Muon, attention decay doubled": lambda c, rate, decay: optax.chain(
+        _muon(rate, decay), baselines.more_decay(rate * decay, lambda path: "/attn/" in path)
+    ),
+    "Muon, dead directions masked": lambda c, rate, decay: baselines.dead_directions_masked(
+        _muon(rate, decay), lambda path: "blocks" in path and path.endswith("kernel")
+    ),
+    "quotient Muon": lambda c, rate, decay: go.quotient(_muon(rate, decay), grokking.gauges(c), pin=False),
+    "quotient Muon, rotations not held": lambda c, rate, decay: go.quotient(
+        _muon(rate, decay), grokking.gauges(c), pin=False, hold=False
+    ),
+    "quotient Muon, pinned": lambda c, rate, decay: go.quotient(_muon(rate, decay), grokking.gauges(c)),
+    "DDC-Muon": lambda c, rate, decay: go.ddc_muon(
+        rate, grokking.gauges(c), weight_decay=decay, adam_weight_decay=decay, consistent_rms=0.2
+    ),
+}
+RATES, DECAYS = (1e-3, 3e-3, 1e-2), (1.0, 3.0)
+
+
+# One run ----------------------------------------------------------------------------------------------
+
+
+class Program(NamedTuple):
+    """What one arm compiles: `advance` over some steps, `read` the curves, `end` the last reading."""
+
+    init: Callable[..., Any]
+    advance: Callable[..., tuple[Params, Any]]
+    read: Callable[..., dict[str, jax.Array]]
+    end: Callable[..., dict[str, jax.Array]]
+
+
+@functools.cache
+def program(config: Config, arm: str) -> Program:
+    """The compiled program of one arm, whatever the rate, the decay and the seed."""
+    c = config.network
+
+    @jax.jit
+    def init(params: Params, rate: jax.Array, decay: jax.Array) -> Any:
+        return ARMS[arm](c, rate, decay).init(params)
+
+    @jax.jit
+    def advance(
+        params: Params, state: Any, train: grokking.Pairs, rate: jax.Array, decay: jax.Array
+    ) -> tuple[Params, Any]:
+        tx = ARMS[arm](c, rate, decay)
+
+        def step(_: jax.Array, carry: tuple[Params, Any]) -> tuple[Params, Any]:
+            params, state = carry
+            updates, state = tx.update(jax.grad(functools.partial(grokking.loss, c))(params, train), state, params)
+            return optax.apply_updates(params, updates), state
+
+        return jax.lax.fori_loop(0, config.every, step, (params, state))
+
+    return Program(
+        init, advance, jax.jit(functools.partial(reading, c)), jax.jit(functools.partial(last_reading, c))
+    )
+
+
+def reading(
+    c: GrokConfig, start: Params, params: Params, train: grokking.Pairs, test: grokking.Pairs
+) -> dict[str, jax.Array]:
+    """Losses, accuracies, and how far coordinates that no output shows have gone.
+
+    `anchor` is the root mean square change of what our gauges read, log γ and log ‖up‖ per channel; `ratio` that of the
+    paper's coordinates, log γ − log ‖up's row‖ and log ‖up's column‖ − p·log ‖down's row‖; `shift` the norm of the mean
+    over classes of the output kernel's change, relative to the kernel at the start.
+    """
+    scales = [gauge for gauge in grokking.gauges(c) if gauge.name in ("norm_scale", "rescale")]
+    moved = [x for element in go.measure.drift(start, params, scales) for x in jax.tree.leaves(element)]
+    ratios = [x - y for x, y in zip(_ratios(c, params), _ratios(c, start), strict=True)]
+    head, first = params["lm_head"]["kernel"], start["lm_head"]["kernel"]
+    shifted = jnp.mean(head - first, 1)
+    return {
+        "train_loss": grokking.loss(c, params, train),
+        "test_loss": grokking.loss(c, params, test),
+        "train_accuracy": grokking.accuracy(c, params, train),
+        "test_accuracy": grokking.accuracy(c, params, test),
+        "anchor": harness.rms(jnp.concatenate([x.ravel() for x in moved])),
+        "ratio": harness.rms(jnp.concatenate(ratios)),
+        "shift": jnp.linalg.norm(shifted) * c.p**0.5 / jnp.linalg.norm(first),
+    }
+
+
+def _ratios(c: GrokConfig, params: Params) -> list[jax.Array]:
+    """The paper's coordinates of scales: log ‖W₁‖ − p·log ‖W₂‖ per channel."""
+    ratios = []
+    for block in params["blocks"].values():
+        up, down = block["mlp"]["up"]["kernel"], block["mlp"]["down"]["kernel"]
+        gamma, unit, out = (
+            jnp.log(x + 1e-30)
+            for x in (jnp.abs(block["norm2"]["scale"]), jnp.linalg.norm(up, axis=0), jnp.linalg.norm(down, axis=1))
+        )
+        degree = 2 if c.mlp == "relu2" else 1
+        ratios += [gamma - jnp.log(jnp.linalg.norm(up, axis=1) + 1e-30), unit * degree - out]
+    return ratios
+
+
+def last_reading(c: GrokConfig, params: Params) -> dict[str, jax.Array]:
+    """Of the activations on all pairs: effective rank, dead units, and whether dead directions are axes."""
+    tokens = jnp.stack(jnp.divmod(jnp.arange(c.p**2), c.p), 1)
+    inside = grokking.features(c, params, tokens)
+    active = jax.nn.relu(inside["hidden"])
+    _, sizes, directions = jnp.linalg.svd(active.T @ active, hermitian=True)
+    dead = sizes < DEAD * sizes[0]
+    largest = jnp.max(jnp.square(directions), 1)
+    return {
+        "effective_rank": go.measure.effective_rank(inside["streams"][-1]),
+        "dead_units": jnp.mean(go.measure.dead_units(inside["hidden"])),
+        "dead_directions": jnp.mean(dead),
+        "alignment": jnp.sum(largest * dead) / jnp.maximum(jnp.sum(dead), 1),
+    }
+
+
+DEAD = 1e-8  # of the largest eigenvalue of the activations' Gram matrix
+
+
+def run_cell(run: Run, config: Config, cell: Cell, of_grid: bool = False) -> dict[str, Any]:
+    """Trains one run to its end, from its checkpoint if there is one.
+
+    Args:
+      run: where the checkpoint is.
+      config: sizes.
+      cell: the run.
+      of_grid: whether it is one of the grid, which is shorter and keeps no curves.
+    """
+    c, compiled = config.network, program(config, cell.arm)
+    steps = config.grid_steps if of_grid else config.steps
+    knobs = jnp.asarray(cell.rate, jnp.float32), jnp.asarray(cell.decay, jnp.float32)
+    start = jax.jit(functools.partial(grokking.init, c))(jax.random.key(cell.seed))
+    train, test = grokking.data(c, cell.seed)
+    (params, _), curves = harness.along(
+        range(0, steps + config.every, config.every)[: 1 + math.ceil(steps / config.every)],
+        (start, compiled.init(start, *knobs)), lambda carry, first, last: compiled.advance(*carry, train, *knobs),
+        lambda carry: {key: float(x) for key, x in compiled.read(start, carry[0], train, test).items()}, run.saved,
+    )
+    last = {key: float(x) for key, x in compiled.end(params).items()}
+    return record(config, cell, curves, last, with_curves=not of_grid)
+
+
+# What a run says --------------------------------------------------------------------------------------
+
+
+def record(
+    config: Config, cell: Cell, curves: Sequence[Mapping[str, float]], last: Mapping[str, float], with_curves: bool
+) -> dict[str, Any]:
+    """One run as the JSON keeps it: `final` in numbers, and thinned curves."""
+    final = {**summary([x["test_accuracy"] for x in curves], config.every), **curves[-1], **last}
+    kept: dict[str, Any] = {
+        "final": {key: _number(x) for key, x in final.items()} | {"rate": cell.rate, "decay": cell.decay}
+    }
+    if with_curves:
+        at = np.unique(np.linspace(0, len(curves) - 1, min(POINTS, len(curves))).astype(int)).tolist()
+        kept["curves"] = {"step": [k * config.every for k in at]} | {
+            key: [harness.rounded(curves[k][key]) for k in at] for key in curves[0]
+        }
+    return kept
+
+
+def summary(accuracy: Sequence[float], every: int) -> dict[str, float]:
+    """Mean test accuracy, steps to grok (inf), collapses, readings below 95 % and the lowest accuracy after it.
+
+    >>> summary([0.25, *[1.0] * 12, 0.5, 0.25, 1.0], 100)
+    {'mean': 0.875, 'grokked': 100, 'collapses': 1, 'below': 2, 'lowest': 0.25}
+    """
+    at, mean = grok_reading(accuracy), sum(accuracy) / len(accuracy)
+    if at is None:
+        return {"mean": mean, "grokked": math.inf, "collapses": 0, "below": 0, "lowest": math.nan}
+    up = [x >= GROKKED for x in accuracy[at:]]
+    falls = sum(before and not after for before, after in itertools.pairwise(up))
+    lowest = min(accuracy[at:])
+    return {"mean": mean, "grokked": at * every, "collapses": falls, "below": up.count(False), "lowest": lowest}
+
+
+def _number(x: float) -> float | None:
+    return float(f"{x:.6g}") if math.isfinite(x) else None
+
+
+# The queue --------------------------------------------------------------------------------------------
+
+
+def grid_cells(arm: str) -> list[Cell]:
+    """The runs of an arm's grid."""
+    return [Cell(arm, rate, decay, BEST_SEED) for rate, decay in itertools.product(RATES, DECAYS)]
+
+
+def best(result: Result, arm: str) -> Cell | None:
+    """The cell of an arm's grid with the highest mean accuracy; None before the grid is done."""
+    met, cells = result.get("grid", {}).get(arm, {}), grid_cells(arm)
+    if any(cell.name not in met for cell in cells):
+        return None
+    return max(cells, key=lambda cell: met[cell.name]["final"]["mean"])
+
+
+def queue(c: Config, args: argparse.Namespace) -> Callable[[Result], harness.Cells]:
+    """Arm by arm its grid, then its seeds."""
+
+    def wanted(result: Result) -> harness.Cells:
+        runs: dict[harness.Address, Callable[[Run], Any]] = {}
+        for arm in ARMS:
+            for cell in grid_cells(arm):
+                runs["grid", arm, cell.name] = functools.partial(run_cell, config=c, cell=cell, of_grid=True)
+            if (chosen := best(result, arm)) is not None:
+                for seed in args.seeds:
+                    own = chosen._replace(seed=seed)
+                    runs["cells", arm, str(seed)] = functools.partial(run_cell, config=c, cell=own)
+        return runs
+
+    return wanted
+
+
+# Figure and table -------------------------------------------------------------------------------------
+
+
+def figure(result: Result, path: Path) -> None:
+    """Test accuracy of each arm, a line per seed, with the collapses after it grokked."""
+    fig, axes = report.grid_of_panels(len(result["cells"]), "Test accuracy: when it rises, and whether it stays")
+    for axis, (arm, cells) in zip(axes, result["cells"].items(), strict=True):
+        for seed, cell in cells.items():
+            axis.plot(cell["curves"]["step"], cell["curves"]["test_accuracy"], lw=1.0, label=f"seed {seed}")
+        axis.axhline(GROKKED, color="0.7", lw=0.8, zorder=0)
+        axis.set_title(arm, fontsize=9)
+        axis.set_ylim(-0.02, 1.02)
+        axis.set_xlabel("steps")
+        axis.legend(fontsize=6, loc="lower right")
+    report.save_as_is(fig, path)
+
+
+def section(result: Result) -> str:
+    """The table, and what it says."""
+    c = Config(**result["settings"])
+    heads = (
+        "arm", "rate, decay", "seeds", "grokked at", "collapses", "readings below 95 %", "lowest after",
+        "final accuracy", "shift of logits", "drift, ours", "drift, paper's", "effective rank", "dead units",
+        "alignment",
+    )
+    rows = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for arm, cells in result["cells"].items():
+        finals = [cell["final"] for cell in cells.values()]
+
+        def shown(key: str, form: str, finals: Sequence[Mapping[str, Any]] = finals) -> str:
+            # What is read from weights that are NaN means nothing, even where a formula returns zero.
+            void = [x[key] is None or (diverged(x) and key not in OF_THE_CURVE) for x in finals]
+            return ", ".join("–" if no else format(x[key], form) for no, x in zip(void, finals, strict=True))
+
+        cells_of_row = [
+            arm, f"{finals[0]['rate']:g}, {finals[0]['decay']:g}", len(finals), shown("grokked", ".0f"),
+            shown("collapses", ".0f"), shown("below", ".0f"), shown("lowest", ".3f"), shown("test_accuracy", ".3f"),
+            shown("shift", ".1e"), shown("anchor", ".1e"), shown("ratio", ".1e"), shown("effective_rank", ".1f"),
+            shown("dead_units", ".2f"), shown("alignment", ".2f"),
+        ]
+        rows.append("| " + " | ".join(map(str, cells_of_row)) + " |")
+    rates, decays = (", ".join(f"{x:g}" for x in numbers) for numbers in (RATES, DECAYS))
+    about = (
+        f"Addition modulo {c.p} from {GrokConfig().share:.0%} of all pairs, full batch, one block of width "
+        f"{GrokConfig().d_model} with {c.hidden} units ({c.mlp}), {c.steps:,} steps, a reading every {c.every}. Rates "
+        f"{rates} and decays {decays}, chosen per arm by the mean accuracy along {c.grid_steps:,} steps with seed "
+        f"{BEST_SEED}. A number per seed. {report.made_with(result)}"
+    )
+    return "\n\n".join([about, "\n".join(rows), " ".join(sentences(result))])
+
+
+OF_THE_CURVE = ("grokked", "collapses", "below", "lowest")
+"""Statistics that a run has before it diverges; the others are read from its last weights."""
+
+
+def diverged(final: Mapping[str, Any]) -> bool:
+    """Whether a run ends with a loss that is not finite."""
+    return final["train_loss"] is None
+
+
+SHIFT = "the norm of the output kernel's mean over classes"
+
+
+def sentences(result: Result) -> Iterator[str]:
+    """What the numbers say of the paper's claims and of public runs."""
+    cells = result["cells"]
+
+    def finals(arm: str, key: str) -> list[float]:
+        return [x["final"][key] for x in cells.get(arm, {}).values()]
+
+    if {"AdamW", "DDC-AdamW"} <= cells.keys():
+        limit = [1e-4 * x for x in finals("AdamW", "shift")]
+        held = [x <= y for x, y in zip(finals("DDC-AdamW", "shift"), limit, strict=False)]
+        yield report.paper("DDC holds the logit shift", held, f"{SHIFT}, to 1e-4 of AdamW's")
+    never, falls, steady = [], [], []
+    for arm in cells:
+        grokked = [x is not None for x in finals(arm, "grokked")]
+        fell = [x > 0 for x in finals(arm, "collapses")]
+        if not all(grokked):
+            never.append(f"{arm} ({grokked.count(False)} of {len(grokked)} seeds)")
+        if any(fell):
+            falls.append(f"{arm} ({sum(fell)} of {sum(grokked)} seeds that grok)")
+        elif all(grokked):
+            steady.append(arm)
+    if {"DDC-Muon", MATCHED} <= cells.keys():
+        yield verdict(result)
+    if {HELD, TURNING} <= cells.keys():
+        last = [finals(arm, "test_accuracy") for arm in (HELD, TURNING)]
+        more = sum(x > y for x, y in zip(*last, strict=False))
+        yield (
+            f"Muon inside quotient ends at a test accuracy of {report.span(last[0])} where rotations of heads are held "
+            f"and {report.span(last[1])} where they are not: higher with them held on {more} of {len(last[0])} seeds."
+        )
+    yield on_the_grids(result)
+    yield f"Test accuracy falls below {GROKKED:.0%} again after grokking: {', '.join(falls) or 'in no arm'}."
+    yield f"Arms that grok with every seed and stay there: {', '.join(steady) or 'none'}."
+    ends = {arm: sum(diverged(x["final"]) for x in runs.values()) for arm, runs in cells.items()}
+    if told := ", ".join(f"{arm} ({n} of {len(cells[arm])} seeds)" for arm, n in ends.items() if n):
+        yield f"Arms whose loss is not finite in the end: {told}; what is read from their last weights is left out."
+    yield f"Arms that do not grok in {result['settings']['steps']:,} steps: {', '.join(never) or 'none'}."
+
+
+def on_the_grids(result: Result) -> str:
+    """In how many cells of its grid each arm groks, and in how many of these it never collapses."""
+    told = []
+    for arm, cells in result["grid"].items():
+        finals = [x["final"] for x in cells.values() if x["final"]["grokked"] is not None]
+        if len(cells) == len(grid_cells(arm)):
+            told.append(f"{arm} {len(finals)} and {sum(x['collapses'] == 0 for x in finals)}")
+    steps = result["settings"]["grid_steps"]
+    return (
+        f"Cells of the grid (of {len(RATES) * len(DECAYS)}) that grok in {steps:,} steps with seed {BEST_SEED}, and "
+        f"those of them that never collapse: {'; '.join(told) or 'no grid is done'}."
+    )
+
+
+HELD, TURNING = "quotient Muon", "quotient Muon, rotations not held"
+MATCHED = "Muon, attention decay doubled"
+
+
+def verdict(result: Result) -> str:
+    """Table 4's F2; needs both arms."""
+    both = [[x["final"]["alignment"] for x in result["cells"][arm].values()] for arm in ("DDC-Muon", MATCHED)]
+    higher = [a > b for a, b in zip(*both, strict=False)]
+    return report.paper(
+        "the gauge's dead directions lie nearer to axes than those of Muon with matched decay", higher,
+        "axis alignment of the hidden layer's dead directions",
+    )
+
+
+STUDY = harness.Study(__doc__, lambda c: c.name, queue, section, figure, config=Config(), partial=True)

@@ -1,0 +1,646 @@
+"""Runs a study: makes the cells that are missing, keeps each in a JSON as it is done, then draws and prints.
+
+    python -m examples.studies NAME --out examples/results       # killed, it goes on where it was
+    python -m examples.studies NAME --only "AdamW | *"           # some of the cells
+    python -m examples.studies NAME --show                       # the figure and the table of what is done
+
+A *study* compares arms on a problem; a *cell* is one result in its JSON, most often one arm from one seed. A module
+with a study has `STUDY`, which says what the cells are and what is made of them. Several processes may fill one file.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import fcntl
+import functools
+import importlib
+import itertools
+import json
+import math
+import os
+import re
+import time
+import tomllib
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from tqdm import tqdm
+
+from examples import cli
+
+Params = Any
+Data = Any
+Loss = Callable[[Params, Data], jax.Array]
+Observe = Callable[[Params, Params, Data], Mapping[str, jax.Array]]
+Schedule = Callable[[Any], Any]
+"""Step → rate."""
+Result = dict[str, Any]
+"""What the JSON holds: a header, and `cells`."""
+Address = tuple[str, ...]
+"""Where a cell stands in the result: keys from the outside in, such as ("cells", "AdamW", "42")."""
+
+SEEDS = (42, 142, 242)
+READINGS = 100
+DIGITS = 6
+SAVE_EVERY = 30.0
+"""Seconds between checkpoints of a run under way."""
+
+
+class Run(NamedTuple):
+    """What a cell is made with: the result as far as it is done, and where the cell may keep a checkpoint."""
+
+    result: Result
+    saved: Path
+
+
+Cells = Mapping[Address, Callable[[Run], Any]]
+"""What makes each cell."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Study:
+    """What is run, and what is made of it.
+
+    Attributes:
+      doc: the help text of the command line.
+      name: of the JSON and PNG files; a function of the sizes where these have files of their own.
+      cells: (sizes, command line) → the cells, or a function of the result so far that gives those to make next.
+      section: the Markdown of a result.
+      figure: draws a result to a path.
+      page: a Markdown page of its own, beside the JSON.
+      config: the sizes, a frozen dataclass; each is an option of the command line.
+      full: sizes for `--full`.
+      seeds: by default; None for a study without seeds.
+      settings: what of the sizes must agree before two runs may stand in one file.
+      head: sizes → a header in place of the usual one.
+      folder: of the results by default, in place of outputs/studies.
+      precision: of matrix products. Elsewhere than on a CPU the device's default, None, is shorter floats, and twins
+        then differ by their rounding.
+      digits: to which the numbers of a cell are rounded.
+      partial: whether figure and section can do with some of the cells.
+    """
+
+    doc: str | None
+    name: str | Callable[[Any], str]
+    cells: Callable[[Any, argparse.Namespace], Cells | Callable[[Result], Cells]]
+    section: Callable[[Result], str]
+    figure: Callable[[Result, Path], None] | None = None
+    page: Callable[[Result], str] | None = None
+    config: Any = None
+    full: Any = None
+    seeds: Sequence[int] | None = SEEDS
+    settings: Callable[[Any], Mapping[str, Any]] = lambda config: dataclasses.asdict(config) if config else {}
+    head: Callable[[Any], Result] | None = None
+    folder: Path | None = None
+    precision: str | None = "highest"
+    digits: int | None = None
+    partial: bool = False
+
+    def named(self, config: Any) -> str:
+        """The name, for these sizes."""
+        return self.name if isinstance(self.name, str) else self.name(config)
+
+
+def find(name: str) -> Study:
+    """The study of a module in `examples/studies`, or of an example."""
+    folder = "examples.studies" if (Path(__file__).parent / f"{name}.py").exists() else "examples"
+    study: Study = importlib.import_module(f"{folder}.{name}").STUDY
+    return study
+
+
+# Command line -------------------------------------------------------------------------------------------
+
+
+def parse(study: Study, argv: Sequence[str] | None) -> tuple[Any, argparse.Namespace]:
+    """The sizes, each of which is an option, and the options that all studies have."""
+    parser = argparse.ArgumentParser(description=study.doc, formatter_class=cli.Help)
+    places = study.folder or "outputs/studies, or outputs/full"
+    parser.add_argument("--out", type=Path, help=f"folder of what is written; default: {places}")
+    if study.seeds is not None:
+        parser.add_argument("--seeds", type=int, nargs="+", default=list(study.seeds))
+    parser.add_argument("--only", nargs="+", metavar="CELL", help="patterns such as 'AdamW | *': the cells to make")
+    parser.add_argument("--stop-after", type=int, help="leave after this many cells, as if killed")
+    parser.add_argument("--show", action="store_true", help="make no cell")
+    if study.full is not None:
+        parser.add_argument("--full", action="store_true", help="the paper's sizes")
+    sizes = {} if study.config is None else {x.name: getattr(study.config, x.name) for x in _fields(study.config)}
+    for name, size in sizes.items():
+        more = "" if study.full is None else f"; full: {getattr(study.full, name)}"
+        option = f"--{name.replace('_', '-')}"
+        if isinstance(size, bool):
+            parser.add_argument(option, action="store_const", const=True)
+        else:
+            parser.add_argument(option, type=type(size), help=f"default: {size}{more}")
+    args = parser.parse_args(argv)
+    at_full = getattr(args, "full", False)
+    args.out = args.out or study.folder or Path("outputs") / ("full" if at_full else "studies")
+    given = {name: getattr(args, name) for name in sizes if getattr(args, name) is not None}
+    config = study.full if at_full else study.config
+    return (dataclasses.replace(config, **given) if given else config), args
+
+
+def _fields(config: Any) -> tuple[dataclasses.Field[Any], ...]:
+    return dataclasses.fields(config)
+
+
+def main(study: Study, argv: Sequence[str] | None = None) -> Result:
+    """Makes the missing cells, saving each; then draws and prints what is done."""
+    config, args = parse(study, argv)
+    path = args.out / f"{study.named(config)}.json"
+    cells = study.cells(config, args)
+    wanted = cells if callable(cells) else lambda result: cells
+    empty = header(study, config, args, {} if callable(cells) else cells)
+    result = load(path, {} if args.show and path.exists() else empty)
+    if not args.show:
+        with jax.default_matmul_precision(study.precision):
+            result = fill(path, result, wanted, args, study.digits)
+    missing = [_label(address) for address in wanted(result) if not done(result, address)]
+    if missing:
+        print(f"{path}: {len(missing)} cells are not made, {missing[0]} the first of them")
+    if not missing or (study.partial and result != empty):
+        shown(study, path, result)
+    return result
+
+
+def once(
+    doc: str | None, name: str, measured: Callable[[Any], Result], page: Callable[[Result], str], config: Any,
+    folder: Path, argv: Sequence[str] | None = None,
+) -> Result:
+    """Measures a result that is no table of cells, with sizes from the command line; then writes and prints it."""
+    study = Study(doc, name, lambda config, args: {}, page, page=page, config=config, seeds=None, folder=folder)
+    config, args = parse(study, argv)
+    result, path = measured(config), args.out / f"{name}.json"
+    write(path, result)
+    shown(study, path, result)
+    return result
+
+
+def shown(study: Study, path: Path, result: Result) -> None:
+    """Draws the figure, writes the page, prints the section."""
+    text = study.section(result)
+    if study.figure is not None:
+        study.figure(result, path.with_suffix(".png"))
+    if study.page is not None:
+        path.with_suffix(".md").write_text(study.page(result))
+    print(text)
+    print(f"wrote {path}" + f" and {path.with_suffix('.png')}" * (study.figure is not None))
+
+
+# The file -------------------------------------------------------------------------------------------------
+
+
+def machine() -> str:
+    """The kind of machine, for a result's header."""
+    device = jax.devices()[0]
+    return f"{os.cpu_count()}-core CPU" if device.platform == "cpu" else device.device_kind
+
+
+def versions() -> dict[str, str]:
+    """Of jax, optax and the sources here: the examples run from a checkout, installed or not."""
+    project = Path(__file__).parents[2] / "pyproject.toml"
+    version = str(tomllib.loads(project.read_text())["project"]["version"])
+    return {"gauge_optax": version, "jax": jax.__version__, "optax": optax.__version__}
+
+
+def header(study: Study, config: Any, args: argparse.Namespace, cells: Cells) -> Result:
+    """Everything that must agree before two runs may stand in one table."""
+    if study.head is not None:
+        return study.head(config)
+    settings = json.loads(json.dumps(study.settings(config)))
+    head: Result = {"study": study.named(config), "settings": settings}
+    if arms := list(dict.fromkeys(arm for where, arm, *seed in cells if where == "cells" and seed)):
+        head["arms"] = arms
+    if study.seeds is not None:
+        head["seeds"] = args.seeds
+    return head | {"machine": machine(), "versions": versions(), "cells": {}}
+
+
+def load(path: Path, head: Result) -> Result:
+    """The finished cells at `path`, if there are any and they were made under this header.
+
+    Older files lack some keys of the header, and some versions; what they have must agree.
+    """
+    if not path.exists():
+        return head
+    result: Result = json.loads(path.read_text())
+
+    expected = {key: x for key, x in head.items() if key in result and not isinstance(x, dict)}
+    for key in ("settings", "versions"):
+        expected |= {key: {name: head[key].get(name) for name in result[key]}} if key in head and key in result else {}
+    other = [key for key in expected if result[key] != expected[key]]
+    if other:
+        raise ValueError(
+            f"{path} holds runs under other {' and '.join(other)}\n"
+            f"  found:    {[result[key] for key in other]}\n"
+            f"  expected: {[expected[key] for key in other]}\n"
+            f"  remedy:   delete it, or give another --out"
+        )
+    return result
+
+
+def write(path: Path, result: Result) -> None:
+    """Write all of it or nothing: a killed writer leaves the file before."""
+    text = json.dumps(result, indent=1)
+    text = re.sub(r"\[\s([^\[\]{}]*)\]", lambda numbers: f"[{' '.join(numbers[1].split())}]", text)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_suffix(".tmp")
+    unfinished.write_text(text + "\n")
+    os.replace(unfinished, path)
+
+
+def rounded(x: Any, digits: int | None = DIGITS) -> Any:
+    """Arrays, numbers and trees of them as JSON keeps them, floats to so many digits."""
+    if isinstance(x, Mapping):
+        return {key: rounded(y, digits) for key, y in x.items()}
+    if isinstance(x, list | tuple):
+        return [rounded(y, digits) for y in x]
+    if isinstance(x, np.ndarray | np.generic | jax.Array):
+        return rounded(np.asarray(x, float).tolist(), digits)
+    return float(f"{x:.{digits}g}") if isinstance(x, float) and digits is not None else x
+
+
+@contextlib.contextmanager
+def _locked(path: Path, wait: bool = True) -> Iterator[bool]:
+    """Holds a lock, which ends with the process however that ends; gives whether it is held."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+            return
+        yield True
+        path.unlink(missing_ok=True)
+
+
+def done(result: Result, address: Address) -> bool:
+    """Whether a result has this cell."""
+    for key in address:
+        if key not in result:
+            return False
+        result = result[key]
+    return True
+
+
+def save(path: Path, address: Address, cell: Any) -> Result:
+    """Adds a cell to the file as it is now: other processes may have added theirs."""
+    with _locked(path.with_suffix(".lock")):
+        result: Result = json.loads(path.read_text())
+        *outer, last = address
+        functools.reduce(lambda inside, key: inside.setdefault(key, {}), outer, result)[last] = cell
+        write(path, result)
+    return result
+
+
+# Cells ----------------------------------------------------------------------------------------------------
+
+
+def fill(
+    path: Path, result: Result, wanted: Callable[[Result], Cells], args: argparse.Namespace, digits: int | None = None
+) -> Result:
+    """Makes what is missing and nobody else is making, one cell after the other, or as many as told."""
+    if not path.exists():
+        write(path, result)
+    if args.only and not _chosen(wanted(result), args.only):
+        raise SystemExit(f"--only: no cell is called {args.only}; cells are {[_label(x) for x in wanted(result)][:40]}")
+    taken: set[Address] = set()
+    with tqdm(unit="cell", mininterval=1) as progress:
+        while todo := {x: make for x, make in _chosen(wanted(result), args.only).items() if not done(result, x)}:
+            progress.total = progress.n + len(todo)
+            address = next((x for x in todo if x not in taken), None)
+            if progress.n == args.stop_after or address is None:  # other processes make the rest
+                break
+            progress.set_description(_label(address))
+            own = f"{path.stem}-{zlib.crc32(_label(address).encode()):08x}"
+            with _locked(path.with_name(f"{own}.lock"), wait=False) as free:
+                result = json.loads(path.read_text())
+                if free and not done(result, address):
+                    saved = path.with_name(f"{own}.npz")
+                    result = save(path, address, rounded(todo[address](Run(result, saved)), digits))
+                    saved.unlink(missing_ok=True)
+                    progress.update()
+                elif not free:
+                    taken.add(address)
+    return result
+
+
+TABLES = ("cells", "rows", "sizes", "cases")
+"""Keys of a result that have its main table, and no part in the name of a cell."""
+
+
+def _label(address: Address) -> str:
+    return " | ".join(address[1:] if address[0] in TABLES else address)
+
+
+def _chosen(cells: Cells, only: Sequence[str] | None) -> Cells:
+    """The cells whose name fits one of the patterns."""
+    return {x: make for x, make in cells.items() if only is None or any(fnmatchcase(_label(x), p) for p in only)}
+
+
+def by_seed(
+    arms: Sequence[str] | Callable[[Any], Sequence[str]], make: Callable[[Any, str, int], Any]
+) -> Callable[[Any, argparse.Namespace], Cells]:
+    """A cell per arm and seed: `make` takes the sizes, an arm and a seed. The arms may depend on the sizes."""
+
+    def cells(config: Any, args: argparse.Namespace) -> Cells:
+        pairs = itertools.product(arms(config) if callable(arms) else arms, args.seeds)
+        return {
+            ("cells", arm, str(seed)): lambda run, arm=arm, seed=seed: make(config, arm, seed)  # type: ignore[misc]
+            for arm, seed in pairs
+        }
+
+    return cells
+
+
+def by_name(
+    names: Iterable[str], make: Callable[[Any, argparse.Namespace, str], Any], where: str = "cells"
+) -> Callable[[Any, argparse.Namespace], Cells]:
+    """A cell per name, for all seeds at once: `make` takes the sizes, the command line and a name.
+
+    The cells stand in `where`, or, where this is "", in the result itself.
+    """
+
+    def cells(config: Any, args: argparse.Namespace) -> Cells:
+        found = {((where, name) if where else (name,)): name for name in names}
+        return {x: lambda run, name=name: make(config, args, name) for x, name in found.items()}  # type: ignore[misc]
+
+    return cells
+
+
+# Training runs --------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Arm:
+    """An optimizer, and the loss it minimises, what is observed and where it starts where these are its own."""
+
+    tx: optax.GradientTransformation
+    loss: Loss | None = None
+    observe: Observe | None = None
+    make: Callable[[int], tuple[Params, Data]] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Training:
+    """Arms on one problem, each a run from every seed.
+
+    Attributes:
+      arms: by name, in the order of the table.
+      make: seed → initial parameters and data; shapes may not depend on the seed, so that seeds share one program.
+      loss: of (parameters, batch).
+      observe: (initial parameters, parameters, data) → named scalars, read some hundred times along a run.
+      batch: (data, step) → batch; by default everything, at each step.
+    """
+
+    arms: Mapping[str, Arm]
+    make: Callable[[int], tuple[Params, Data]]
+    loss: Loss
+    observe: Observe
+    batch: Callable[[Data, jax.Array], Any] = lambda data, step: data
+
+
+def trained(build: Callable[[Any], Training]) -> Callable[[Any, argparse.Namespace], Cells]:
+    """The cells of a study whose cells are training runs: `final`, the last reading, and `curves`, all readings."""
+
+    def cells(config: Any, args: argparse.Namespace) -> Cells:
+        training = build(config)
+        return runs_of(training, args.seeds, config.steps)
+
+    return cells
+
+
+def runs_of(training: Training, seeds: Sequence[int], steps: int) -> Cells:
+    """A training run per arm and seed."""
+    program = functools.cache(lambda name: advance(training, training.arms[name]))
+
+    def make(run: Run, name: str, seed: int) -> Any:
+        return run_cell(training, training.arms[name], program(name), seed, steps, run.saved)
+
+    pairs = itertools.product(training.arms, seeds)
+    return {("cells", name, str(seed)): functools.partial(make, name=name, seed=seed) for name, seed in pairs}
+
+
+def advance(training: Training, arm: Arm) -> Callable[..., tuple[Params, Any]]:
+    """One compiled program for any number of steps of one arm, whatever the seed."""
+    loss = arm.loss or training.loss
+
+    @jax.jit
+    def steps(params: Params, state: Any, data: Data, first: int, last: int) -> tuple[Params, Any]:
+        def step(n: jax.Array, carry: tuple[Params, Any]) -> tuple[Params, Any]:
+            params, state = carry
+            grads = jax.grad(loss)(params, training.batch(data, n))
+            updates, state = arm.tx.update(grads, state, params)
+            return optax.apply_updates(params, updates), state
+
+        return jax.lax.fori_loop(first, last, step, (params, state))
+
+    return steps
+
+
+def run_cell(training: Training, arm: Arm, go_on: Callable[..., Any], seed: int, steps: int, saved: Path) -> Any:
+    """Train one arm from one seed, reading what the study observes at equal distances; goes on from `saved`."""
+    start, data = (arm.make or training.make)(seed)
+    observe = jax.jit(arm.observe or training.observe)
+    at = np.unique(np.linspace(0, steps, min(READINGS, steps) + 1).astype(int)).tolist()
+    _, readings = along(
+        at, (start, jax.jit(arm.tx.init)(start)), lambda carry, first, last: go_on(*carry, data, first, last),
+        lambda carry: rounded(observe(start, carry[0], data)), saved,
+    )
+    curves = {key: [reading[key] for reading in readings] for key in readings[0]}
+    return {"final": {key: curve[-1] for key, curve in curves.items()}, "curves": {"step": at} | curves}
+
+
+def along(
+    at: Sequence[int], carry: Any, go_on: Callable[[Any, int, int], Any], read: Callable[[Any], dict[str, float]],
+    saved: Path,
+) -> tuple[Any, list[dict[str, float]]]:
+    """The end of a run, and readings at these steps; keeps a checkpoint and goes on from it."""
+    if saved.exists():
+        carry, readings = restore(saved, carry)
+    else:
+        readings = [read(carry)]
+    wrote = time.monotonic()
+    with tqdm(total=at[-1], initial=at[len(readings) - 1], unit="step", mininterval=1, leave=False) as progress:
+        for first, last in itertools.pairwise(at[len(readings) - 1 :]):
+            carry = go_on(carry, first, last)
+            readings.append(read(carry))
+            progress.update(last - first)
+            progress.set_postfix({key: f"{x:.3g}" for key, x in readings[-1].items() if "loss" in key})
+            if time.monotonic() - wrote > SAVE_EVERY:
+                keep(saved, carry, readings)
+                wrote = time.monotonic()
+    return carry, readings
+
+
+def keep(path: Path, carry: Any, readings: Sequence[Mapping[str, float]]) -> None:
+    """Writes a run's state and readings: all of it or nothing."""
+    unfinished = path.with_suffix(".tmp")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with unfinished.open("wb") as file:
+        np.savez(file, *map(np.asarray, jax.tree.leaves(carry)), readings=json.dumps(readings))
+    os.replace(unfinished, path)
+
+
+def restore(path: Path, like: Any) -> tuple[Any, list[dict[str, float]]]:
+    """The state and the readings that `keep` wrote."""
+    with np.load(path) as file:
+        readings = json.loads(str(file["readings"]))
+        leaves = [jnp.asarray(file[f"arr_{k}"]) for k in range(len(jax.tree.leaves(like)))]
+    return jax.tree.unflatten(jax.tree.structure(like), leaves), readings
+
+
+def rms(x: jax.Array) -> jax.Array:
+    """Root of the mean square."""
+    return jnp.sqrt(jnp.mean(jnp.square(x)))
+
+
+def scanned(
+    tx: optax.GradientTransformation, loss: Callable[..., jax.Array], params: Params, batches: Any
+) -> tuple[Params, jax.Array]:
+    """The end of a run over stacked batches, and the loss of each; to be traced."""
+
+    def step(carry: tuple[Any, Any], batch: Any) -> tuple[tuple[Any, Any], jax.Array]:
+        params, state = carry
+        value, grads = jax.value_and_grad(loss)(params, batch)
+        updates, state = tx.update(grads, state, params)
+        return (optax.apply_updates(params, updates), state), value
+
+    (params, _), losses = jax.lax.scan(step, (params, tx.init(params)), batches)
+    return params, losses
+
+
+# Sweeps of a rate -----------------------------------------------------------------------------------------
+
+Group = tuple[Any, ...]
+"""What one sweep is about: size, start, arm …"""
+RATIO, RATES, LONGER = 2.5, 4, 3  # of neighbouring rates; how many at first; how many may be added on either side
+
+
+class Sweep(NamedTuple):
+    """One group's sweep of a peak rate, which ends where the best has a worse neighbour on both sides."""
+
+    group: Group
+    first: float
+
+    def rates(self, low: int, high: int) -> list[float]:
+        """Rates number `low` to `high`, both included, to two digits."""
+        return [float(f"{self.first * RATIO**n:.2g}") for n in range(low, high + 1)]
+
+    def losses(self, result: Result) -> dict[float, list[float]]:
+        """Rate → validation losses, seed by seed, infinite where not finite; rates that lack a seed are left out."""
+        losses = {}
+        for rate in self.rates(-LONGER, RATES - 1 + LONGER):
+            cells = [result["cells"].get(key((*self.group, rate, seed))) for seed in result["seeds"]]
+            if all(cells):
+                losses[rate] = [cell["validation"] if cell["finite"] else math.inf for cell in cells]
+        return losses
+
+    def missing(self, result: Result) -> list[Group]:
+        """What to train next, group, rate and seed: the first rates, then one more where the best is the last."""
+        low, high, losses = 0, RATES - 1, self.losses(result)
+        while True:
+            wanted = self.rates(low, high)
+            cells = [(*self.group, rate, seed) for rate in wanted if rate not in losses for seed in result["seeds"]]
+            if cells:
+                return [cell for cell in cells if key(cell) not in result["cells"]]
+            at = best({rate: losses[rate] for rate in wanted})
+            if at == wanted[0] and low > -LONGER:
+                low -= 1
+            elif at == wanted[-1] and high < RATES - 1 + LONGER:
+                high += 1
+            else:
+                return []
+
+
+def at_rates(
+    build: Callable[[Schedule], optax.GradientTransformation], loss: Callable[[Params], Loss], inputs: Sequence[Any],
+    warmup: int,
+) -> Callable[..., Any]:
+    """Compiled once for all peak rates: (initial weights, batches, held-out batches, rate) → losses, validation loss.
+
+    Args:
+      build: the optimizer of a schedule: a warm-up from a tenth of the peak, and a cosine to zero.
+      loss: initial weights → the loss of weights and a batch.
+      inputs: examples of initial weights, batches and held-out batches.
+      warmup: steps, if the run is twice as long.
+    """
+    steps = len(inputs[1])
+    shape = optax.warmup_cosine_decay_schedule(0.1, 1.0, warmup_steps=min(warmup, steps // 2), decay_steps=steps)
+
+    def run(start: Params, batches: jax.Array, held_out: jax.Array, rate: jax.Array) -> tuple[jax.Array, jax.Array]:
+        own = loss(start)
+        params, losses = scanned(build(lambda n: rate * shape(n)), own, start, batches)
+        return losses, jax.lax.map(functools.partial(own, params), held_out).mean()
+
+    return jax.jit(run).lower(*inputs, jnp.float32(0)).compile()
+
+
+def scored(compiled: Callable[..., Any], inputs: Sequence[Any], rate: float, keys: Sequence[str]) -> dict[str, Any]:
+    """These numbers of one run of `at_rates`: losses, None where not finite; seconds of clock and CPU."""
+    began, computed = time.monotonic(), time.process_time()
+    losses, validation = jax.device_get(compiled(*inputs, jnp.float32(rate)))
+    finite = bool(np.isfinite(losses).all() and np.isfinite(validation))
+    found = {
+        "validation": float(validation) if finite else None,
+        "training": float(losses[-50:].mean()) if finite else None,
+        "finite": finite,
+        "seconds": round(time.monotonic() - began, 1),
+        "cpu_seconds": round(time.process_time() - computed, 1),
+    }
+    return {key: found[key] for key in keys}
+
+
+def swept(sweeps: Sequence[Sweep], train: Callable[[Group], Any]) -> Callable[[Result], Cells]:
+    """The cells that sweeps need next; `train` takes group, rate and seed."""
+    return lambda result: keyed([cell for sweep in sweeps for cell in sweep.missing(result)], train)
+
+
+def keyed(cells: Sequence[Group], train: Callable[[Group], Any]) -> Cells:
+    """Cells that stand under their keys."""
+    return {("cells", key(cell)): lambda run, cell=cell: train(cell) for cell in cells}  # type: ignore[misc]
+
+
+def key(cell: Group) -> str:
+    """The name in the JSON of a cell: a group, a rate and a seed."""
+    *group, rate, seed = cell
+    return " | ".join([*map(str, group), f"{rate:g}", str(seed)])
+
+
+def best(losses: Mapping[float, Sequence[float]]) -> float:
+    """The rate of least mean."""
+    return min(losses, key=lambda rate: float(np.mean(losses[rate])))
+
+
+def climb(losses: Mapping[int, float], first: int, most: int) -> list[int]:
+    """Which rates of a geometric grid to try next, by number; none once the best has a worse one on both sides.
+
+    Args:
+      losses: of the rates that are done.
+      first: where to begin.
+      most: the largest number on either side of zero.
+
+    >>> climb({}, 1, 3), climb({1: 2.0}, 1, 3), climb({0: 2.2, 1: 2.0, 2: 2.1}, 1, 3)
+    ([1], [0, 2], [])
+    """
+    best = min(losses, key=lambda n: losses[n]) if losses else first
+    wanted = (best - 1, best + 1) if losses else (best,)
+    return [n for n in wanted if abs(n) <= most and n not in losses]
+
+
+def best_for_all(swept: Sequence[Mapping[float, float]]) -> tuple[float, float]:
+    """The rate that serves all sweeps best, of those that all have run, and the most that it adds to a least loss.
+
+    >>> best_for_all([{0.1: 2.0, 0.2: 2.5}, {0.1: 1.25, 0.2: 1.0}])
+    (0.1, 0.25)
+    """
+    common = set.intersection(*(set(rates) for rates in swept))
+    worst = {rate: max(rates[rate] - min(rates.values()) for rates in swept) for rate in common}
+    rate = min(worst, key=lambda rate: worst[rate])
+    return rate, worst[rate]

@@ -1,0 +1,188 @@
+"""Heads packed for training: does a network with identity blocks in its heads end where the plain one ends?
+
+    python -m examples.studies packed --out examples/results      # half an hour on two CPU cores; killed, it goes on
+    python -m examples.studies packed --steps 30 --only "plain | *" "packed | *"       # to try it
+
+A decoder of 2 layers (LayerNorm, GELU, learned positions, biases, 4 heads of 16) on bytes of text. `go.orbit.pack`
+leaves d_h² numbers per head out of the queries and as many out of the values. AdamW then trains what is left, from the
+same function as the plain run. A cell is one arm, peak rate and seed (initial weights and order of the data). A sweep
+of rates goes on until the best mean over seeds has a worse neighbour on both sides. Finished cells are kept in
+packed.json and not trained again. packed.png is drawn at the end, and the table printed.
+
+"packed" is `go.orbit.pack` as it is by default. "shared" says that all heads leave out the same rows, "identity" that
+the block is exactly the identity (`size=1.0`). "quotient" is AdamW inside `go.quotient`, with the gauges that bind no
+packed leaf.
+"""
+
+import argparse
+import dataclasses
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import optax
+
+import gauge_optax as go
+from examples import data
+from examples.studies import harness, report
+from examples.studies.harness import RATIO, Group, Result, Sweep, best, key
+from examples.studies.starts import BATCH, DECAY, HELD_OUT, LENGTH, WARMUP, batches, held_out
+from models import lm
+
+CONFIG = lm.LMConfig(vocab=data.VOCAB, mlp="gelu")
+FIRST = 1.6e-3
+REFERENCE = "plain"
+
+
+class Arm(NamedTuple):
+    """How the heads are packed, None for not at all; whether AdamW is inside `quotient`; a colour."""
+
+    options: dict[str, Any] | None
+    quotient: bool
+    color: str
+
+
+ARMS = {
+    "plain": Arm(None, False, "tab:red"),
+    "packed": Arm({}, False, "tab:blue"),
+    "packed, identity": Arm({"size": 1.0}, False, "tab:cyan"),
+    "packed, shared": Arm({"shared": True}, False, "tab:green"),
+    "packed, shared, identity": Arm({"shared": True, "size": 1.0}, False, "tab:olive"),
+    "packed, quotient": Arm({}, True, "tab:purple"),
+}
+
+
+def gauges() -> tuple[list[go.Gauge], list[go.Gauge]]:
+    """The gauges that are packed away, and those of the others that bind no packed leaf."""
+    everything = lm.gauges(CONFIG, linear=True)
+    packed = [gauge for gauge in everything if gauge.name == "head_linear"]
+    leaves = ("attn/query", "attn/key", "attn/value", "attn/out")
+    kept = [gauge for gauge in everything if not any(name in repr(gauge) for name in leaves)]
+    return packed, kept
+
+
+@functools.cache
+def initial(arm: str, seed: int) -> Any:
+    """The initial parameters, packed if the arm says so."""
+    params, _ = lm.params_and_loss(CONFIG, jax.random.key(seed))
+    options = ARMS[arm].options
+    return params if options is None else go.orbit.pack(params, gauges()[0], **options)
+
+
+@functools.lru_cache(maxsize=4)
+def program(arm: str, seed: int, steps: int) -> Callable[..., Any]:
+    """Compiled once for all rates: packed leaves say what they have left out, which the seed decides."""
+    _, packed_loss = lm.params_and_loss(CONFIG, jax.random.key(0))
+
+    def loss(params: Any, tokens: jax.Array) -> jax.Array:
+        return packed_loss(go.orbit.unpack(params), tokens)
+
+    def build(rate: optax.ScalarOrSchedule) -> optax.GradientTransformation:
+        adamw = optax.adamw(rate, weight_decay=DECAY)
+        return go.quotient(adamw, gauges()[1]) if ARMS[arm].quotient else adamw
+
+    start = initial(arm, seed)
+    if ARMS[arm].quotient:
+        go.check(build(1e-3), build(1e-3).init(start), start, jax.grad(loss)(start, held_out()[0]))
+    return harness.at_rates(build, lambda _: loss, (start, batches(steps, seed), held_out()), WARMUP)
+
+
+def train_cell(cell: Group, steps: int) -> dict[str, Any]:
+    """Train once; how many numbers are trained."""
+    arm, rate, seed = cell
+    params = initial(arm, seed)
+    inputs, keys = (params, batches(steps, seed), held_out()), ("validation", "training", "finite", "seconds")
+    found = harness.scored(program(arm, seed, steps), inputs, rate, keys)
+    return found | {"parameters": sum(x.size for x in jax.tree.leaves(params))}
+
+
+# Results ------------------------------------------------------------------------------------------
+
+
+def sweeps(result: Result) -> dict[str, dict[float, list[float]]]:
+    """Arm → rate → validation losses, seed by seed, for arms with a finished rate."""
+    found = {arm: Sweep((arm,), FIRST).losses(result) for arm in ARMS}
+    return {arm: losses for arm, losses in found.items() if losses}
+
+
+def table(result: Result) -> str:
+    """Markdown: every arm at its best rate, beside the plain one at its own."""
+    lines = [["arm", "parameters", "rate", "validation loss", "to plain's, %", "not finite"]]
+    found = sweeps(result)
+    plain = np.array(found[REFERENCE][best(found[REFERENCE])]) if REFERENCE in found else np.nan
+    for arm, losses in found.items():
+        cells = [result["cells"][key((arm, rate, seed))] for rate in losses for seed in result["seeds"]]
+        at = np.array(losses[best(losses)])
+        change = 100 * (at / plain - 1)
+        lines.append([
+            arm, f"{cells[0]['parameters']:,}", f"{best(losses):g}", f"{at.mean():.4f} ± {at.std():.4f}",
+            "" if arm == REFERENCE else f"{change.mean():+.2f} ± {change.std():.2f}",
+            f"{sum(not cell['finite'] for cell in cells)} of {len(cells)}",
+        ])
+    return report.markdown(lines)
+
+
+def section(result: Result) -> str:
+    """Its part of the page of all results."""
+    found = sweeps(result)
+    plain = np.array(found[REFERENCE][best(found[REFERENCE])])
+    ends = {arm: np.array(losses[best(losses)]) for arm, losses in found.items() if arm != REFERENCE}
+    within = {arm: abs(np.mean(x) - np.mean(plain)) <= np.hypot(np.std(x), np.std(plain)) for arm, x in ends.items()}
+    saved = 2 * CONFIG.layers * CONFIG.heads * CONFIG.d_head**2
+    about = (
+        "A decoder of 2 layers and 4 heads of 16 (GELU, learned positions) on bytes of text, "
+        f"{result['settings']['steps']} steps, {len(result['seeds'])} seeds, {result['machine']}, float32. "
+        "`go.orbit.pack` "
+        f"leaves 2 · layers · heads · d_h² = {saved:,} numbers out, and AdamW trains what is left. By default every "
+        "head leaves out rows of its own, and `pack` chooses the number on the diagonal. *Shared*: all heads leave out "
+        "the same rows (`shared=True`). *Identity*: that number is 1 (`size=1.0`). *Quotient*: AdamW inside "
+        "`go.quotient`, with the gauges that bind no packed leaf. Every arm at the best rate of its own sweep (rates "
+        f"are a factor of {RATIO} apart), mean ± standard deviation over seeds."
+    )
+    inside = ", ".join(f"*{arm}*" for arm, holds in within.items() if holds) or "no arm"
+    outside = ", ".join(f"*{arm}*" for arm, holds in within.items() if not holds) or "no arm"
+    said = (
+        "An arm's mean loss differs from the plain one's by at most the standard deviation over seeds (of both runs "
+        f"together): {inside}. By more: {outside}."
+    )
+    return f"{about}\n\n{table(result)}\n\n{said}"
+
+
+def figure(result: Result, path: Path) -> None:
+    """Validation loss by rate, a line per arm and a band over seeds; and each arm at its best, seed by seed."""
+    found = sweeps(result)
+    fig, (left, right) = report.plt.subplots(1, 2, figsize=(12, 4.6), layout="constrained")
+    for number, (arm, losses) in enumerate(found.items()):
+        report.by_rate(left, losses, ARMS[arm].color, arm)
+        at = losses[best(losses)]
+        right.plot([number] * len(at), at, "o", color=ARMS[arm].color, alpha=0.7)
+        right.plot([number - 0.25, number + 0.25], [np.mean(at)] * 2, color=ARMS[arm].color)
+    lowest = min(float(np.mean(losses[best(losses)])) for losses in found.values())
+    left.set(title="validation loss by rate", ylim=(0.98 * lowest, 1.1 * lowest))
+    report.at_rates(left, [rate for losses in found.values() for rate in losses])
+    left.legend(loc="upper left")
+    right.set(title="at each arm's best rate: seeds, and their mean", ylabel="validation loss, nats per byte")
+    right.set_xticks(range(len(found)), list(found), rotation=20, ha="right")
+    right.grid(alpha=0.3)
+    report.save_as_is(fig, path)
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Steps of training."""
+
+    steps: int = 400
+
+
+def cells(c: Config, args: argparse.Namespace) -> Callable[[Result], harness.Cells]:
+    """What the sweeps need next."""
+    return harness.swept([Sweep((arm,), FIRST) for arm in ARMS], lambda cell: train_cell(cell, c.steps))
+
+
+STUDY = harness.Study(
+    __doc__, "packed", cells, section, figure, config=Config(), partial=True,
+    settings=lambda c: {"steps": c.steps, "batch": BATCH, "length": LENGTH, "held_out": HELD_OUT, "decay": DECAY},
+)

@@ -1,0 +1,250 @@
+"""Trained networks beside Table 1: norm and rotation per layer, with what explains the rest (Fig. 3, 10 to 12, 14, 15).
+
+    python -m examples.studies rotational_networks
+
+AdamW at a constant rate: the demo language model as it is and weight-standardized, and digits with batch norm (every
+filter scale-invariant), with weight standardization, and without any normalisation; with decay and without. Three in
+ten labels of digits are drawn anew at each step: with all of them learnt there would be no gradient to speak of.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import gauge_optax as go
+from examples.studies import digits, harness, report, text
+from examples.studies.harness import Result
+from gauge_optax.binding import leaves_by_path
+from models.digits import DigitsConfig, neurons
+
+Cell = dict[str, Any]
+
+LM_STEPS, DIGITS_STEPS, EVERY = 1_200, 3_000, 10
+NEAR, STILL = 0.1, 0.1
+FIGURES = ("norm", "rotation", "decay", "square", "weight_gradient", "gradient_momentum")
+
+
+class Net(NamedTuple):
+    """A network and its rates: `cnn` is None for the language model."""
+
+    cnn: DigitsConfig | None
+    standardized: bool
+    learning_rate: float
+    weight_decay: float
+
+
+CNN = DigitsConfig(kind="cnn", width=16, norm="batch")
+NETS = {
+    "LM": Net(None, False, 5e-3, 0.5),
+    "LM, standardized": Net(None, True, 5e-3, 0.5),
+    "LM, no decay": Net(None, False, 5e-3, 0.0),
+    "LM, standardized, no decay": Net(None, True, 5e-3, 0.0),
+    "digits, batch norm": Net(CNN, False, 1e-2, 0.1),
+    "digits, standardized": Net(DigitsConfig(kind="cnn", width=16, norm="none", standardized=True), True, 1e-2, 0.1),
+    "digits, no norm": Net(DigitsConfig(kind="cnn", width=16, norm="none"), False, 1e-2, 0.1),
+    "digits, batch norm, no decay": Net(CNN, False, 1e-2, 0.0),
+}
+
+
+def fan_in(axes: str) -> tuple[int, ...]:
+    """The axes of one neuron."""
+    return tuple(k for k, name in enumerate(axes.split()) if name == "_")
+
+
+def observer(net: Net, axes: Mapping[str, str]) -> Callable[..., dict[str, jax.Array]]:
+    """Of one step, path → means over neurons of `FIGURES`."""
+    rate = net.weight_decay if net.weight_decay else 1.0
+
+    def of(params: Any, grads: Any, state: Any, updates: Any, after: Any) -> dict[str, jax.Array]:
+        leaves, gradients, moves = (leaves_by_path(tree) for tree in (params, grads, updates))
+        before, square = (leaves_by_path(optax.tree.get(s, key)) for s, key in ((state, "mu"), (after, "nu")))
+        corrected = 1.0 - 0.999 ** jnp.asarray(optax.tree.get(after, "ScaleByAdamState").count, jnp.float32)
+        kept = {}
+        for path, over in axes.items():
+            w, g, move = leaves[path], gradients[path], moves[path]
+            fan = fan_in(over)
+
+            def dot(a: jax.Array, b: jax.Array, fan: tuple[int, ...] = fan) -> jax.Array:
+                return jnp.sum(a * b, fan)
+
+            scaled = g / (jnp.sqrt(square[path] / corrected) + 1e-8)
+            size, along = dot(w, w), dot(w, move) / dot(w, w)
+            across = jnp.sqrt(jnp.maximum(dot(move, move) - along**2 * size, 0.0))
+            entries = w.size / size.size
+            kept[path] = jnp.stack([
+                jnp.sqrt(size).mean(), jnp.arctan2(across, (1.0 + along) * jnp.sqrt(size)).mean(),
+                (net.weight_decay + dot(w, scaled) / size).mean() / rate, (dot(scaled, scaled) / entries).mean(),
+                _cosine(w, g, dot).mean(), _cosine(g, before[path], dot).mean(),
+            ])
+        return kept
+
+    return of
+
+
+def _cosine(a: jax.Array, b: jax.Array, dot: Callable[..., jax.Array]) -> jax.Array:
+    return dot(a, b) / jnp.sqrt(jnp.maximum(dot(a, a) * dot(b, b), 1e-38))
+
+
+def measured(name: str, seeds: Sequence[int]) -> Cell:
+    """Per layer: curves of the first seed, and means over the last third for every seed."""
+    net = NETS[name]
+    pair = [(net.learning_rate, net.weight_decay)]
+
+    def make(rate: optax.Schedule, decay: jax.Array) -> optax.GradientTransformation:
+        return optax.adamw(rate, weight_decay=decay, mask=text.kernels)
+
+    if net.cnn is None:
+        axes = _unrolled(text.neurons(net.standardized), 2)
+        task = text.Task(steps=LM_STEPS, constant=True, warmup=0.0, standardized=net.standardized)
+        _, kept = text.train(task, make, pair, seeds, observer(net, axes), EVERY)
+        entries = {path: int(np.prod([64 if "mlp/down" not in path else 256])) for path in axes}
+    else:
+        axes = neurons(net.cnn)
+        nets = digits.Task(net=net.cnn, steps=DIGITS_STEPS, constant=True, warmup=0.0, label_noise=0.3)
+        kept = digits.train(nets, make, pair, seeds, observer(net, axes)).observed
+        kept = {path: _windows(x) for path, x in kept.items()}
+        entries = {path: 9 if "/0/" in path else 9 * net.cnn.width for path in axes}
+    out: Cell = {"layers": {}}
+    for path, curves in kept.items():
+        last = curves.shape[2] * 2 // 3
+        rest = go.measure.predict_equilibrium(
+            "adamw", learning_rate=net.learning_rate, weight_decay=net.weight_decay or np.nan, dim=entries[path],
+            second_order=True,
+        )
+        means = curves[0, :, last:].mean(1)
+        out["layers"][path] = {key: means[:, k] for k, key in enumerate(FIGURES)} | {
+            "predicted": [float(rest.norm), float(rest.rotation)] if net.weight_decay else [],
+            "curves": {"norm": curves[0, 0, :, 0], "rotation": curves[0, 0, :, 1]},
+        }
+    return out
+
+
+def _unrolled(axes: Mapping[str, str], count: int) -> dict[str, str]:
+    return {path.replace("{i}", str(i)): axes_of_path for i in range(count) for path, axes_of_path in axes.items()}
+
+
+def _windows(x: np.ndarray) -> np.ndarray:
+    """(1, seeds, steps, figures) to means over windows."""
+    return x.reshape(*x.shape[:2], -1, EVERY, x.shape[-1]).mean(3)
+
+
+def ratios(layer: Cell, corrected: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Norm and rotation over the prediction, by seed; `corrected` by what λ_e and g/√v were (Eq. 96 to 98)."""
+    norm, rotation = layer["predicted"]
+    turn = np.sqrt(np.maximum(layer["decay"], 1e-6)) if corrected else 1.0
+    size = np.sqrt(layer["square"]) if corrected else 1.0
+    return np.asarray(layer["norm"]) / (norm * size / turn), np.asarray(layer["rotation"]) / (rotation * turn)
+
+
+def figure(result: Result, path: Path) -> None:
+    """Norm and rotation over the prediction along training, a line per layer."""
+    names = [name for name in NETS if "no decay" not in name]
+    fig, axes = report.plt.subplots(2, len(names), figsize=(3.2 * len(names), 5.4), layout="constrained", sharex="col")
+    for column, name in zip(axes.T, names, strict=True):
+        for layer, layer_result in result["cells"][name]["layers"].items():
+            for axis, key, rest in zip(column, ("norm", "rotation"), layer_result["predicted"], strict=True):
+                curve = np.asarray(layer_result["curves"][key])
+                axis.plot(np.arange(len(curve)) * EVERY, curve / rest, lw=0.9, label=layer.removesuffix("/kernel"))
+        for axis, key in zip(column, ("norm", "rotation"), strict=True):
+            axis.axhline(1.0, color="black", ls="--", lw=1)
+            axis.set_ylim(0, 2.5)
+            axis.set_title(name if key == "norm" else "", fontsize=10)
+        column[1].set_xlabel("step")
+    axes[0, 0].set_ylabel("norm / predicted")
+    axes[1, 0].set_ylabel("rotation / predicted")
+    report.save_as_is(fig, path)
+
+
+HEAD = (
+    "", "norm", "rotation", "norm, corrected", "rotation, corrected", "λ_e/λ", "E‖g/√v‖²/C", "cos(ω, g)", "cos(g, m)",
+)
+
+
+def _row(name: str, layers: Mapping[str, Cell]) -> list[str]:
+    pairs = [[ratios(layer, corrected) for layer in layers.values()] for corrected in (False, True)]
+    spans = [report.span(np.concatenate(x).tolist(), ".2f") for pair in pairs for x in zip(*pair, strict=True)]
+    by = [np.concatenate([np.asarray(layer[key]) for layer in layers.values()]).tolist() for key in FIGURES[2:]]
+    return [name, *spans, *(report.span(x, ".2f") for x in by)]
+
+
+def _without_decay(name: str, layers: Mapping[str, Cell]) -> str:
+    turned, norms = ([np.asarray(layer["curves"][key]) for layer in layers.values()] for key in ("rotation", "norm"))
+    left = report.span([x[-1] / x[len(x) // 20] for x in turned], ".2f")
+    times = report.span([x[-1] / x[0] for x in norms], ".1f")
+    return f"{name}: rotation falls to {left} of what it was after a twentieth of the run, norms grow {times}-fold"
+
+
+def section(result: Result) -> str:
+    """The tables, and what they say."""
+    cells = result["cells"]
+    rows = [_row(name, cell["layers"]) for name, cell in cells.items() if NETS[name].weight_decay]
+    still = [_without_decay(name, cell["layers"]) for name, cell in cells.items() if not NETS[name].weight_decay]
+    return "\n\n".join([
+        f"{len(result['seeds'])} seeds, float32, {result['machine']}; measured over predicted, smallest to largest "
+        "over layers and seeds, last third of the run. Corrected: by the λ_e and C_err measured (Eq. 96 to 98).",
+        report.plain([HEAD, *rows]),
+        " ".join(_verdicts(cells)),
+        "Without decay: " + ". ".join(still) + ". " + report.paper(
+            "without decay rotation approaches zero", _left(cells),
+            f"rotation at the end over that after a twentieth of the run, below {STILL:g}", "layers of the first seed",
+        ),
+    ])
+
+
+INVARIANT = ("LM, standardized", "digits, batch norm", "digits, standardized")
+"""Networks whose layers do not notice their neurons' sizes."""
+
+
+def _verdicts(cells: Mapping[str, Cell]) -> list[str]:
+    """What the paper says of layers with decay, case by case: a case is a layer and a seed."""
+    cases = "layers and seeds"
+
+    def off(names: Sequence[str], which: int, corrected: bool) -> np.ndarray:
+        """How far norm (0) or rotation (1) is from its prediction, as |log|."""
+        found = [ratios(layer, corrected)[which] for name in names for layer in cells[name]["layers"].values()]
+        return np.abs(np.log(np.concatenate(found)))
+
+    others = [name for name in cells if NETS[name].weight_decay and name not in INVARIANT]
+    said = [
+        report.paper(
+            "scale-invariant layers rest where Table 1 says", list(off(INVARIANT, k, False) <= np.log1p(NEAR)),
+            f"{key} over its prediction, within {NEAR:.0%}", cases,
+        )
+        for k, key in enumerate(("norm", "rotation"))
+    ]
+    said += [
+        report.paper(
+            "other layers are off by the radial part of their gradient",
+            list(off(others, k, True) < off(others, k, False)),
+            f"{key} over its prediction, nearer to 1 when corrected by λ_e and C_err", cases,
+        )
+        for k, key in enumerate(("norm", "rotation"))
+    ]
+    aligned = [np.asarray(layer["gradient_momentum"]) < 0 for layer in cells["LM"]["layers"].values()]
+    negative = list(np.concatenate(aligned))
+    return [*said, report.paper("a transformer's gradient is aligned negatively with its momentum", negative,
+                                "the sign of cos(g, m) of the LM", cases)]
+
+
+def _left(cells: Mapping[str, Cell]) -> list[bool]:
+    """Whether a layer without decay nearly stopped turning."""
+    curves = [
+        np.asarray(layer["curves"]["rotation"])
+        for name, cell in cells.items() if not NETS[name].weight_decay for layer in cell["layers"].values()
+    ]
+    return [bool(x[-1] < STILL * x[len(x) // 20]) for x in curves]
+
+
+STUDY = harness.Study(
+    __doc__, "rotational_networks", harness.by_name(NETS, lambda _, args, name: measured(name, args.seeds)), section,
+    figure, seeds=(0, 1, 2), digits=5,
+    settings=lambda _: {
+        "steps": [LM_STEPS, DIGITS_STEPS],
+        "nets": {name: [net.learning_rate, net.weight_decay] for name, net in NETS.items()},
+    },
+)

@@ -1,0 +1,215 @@
+"""Equivariance self-tests (DDC, C.15, Tables 3 and 7): does a run from g·θ take the same functions as a run from θ?
+
+    python -m examples.studies self_tests            # three minutes on one core
+    python -m examples.studies self_tests --full     # ten times the steps
+
+For every construction of Table 3, and for the gauges of gated layers, grouped queries (A.6) and rotary heads, one small
+problem with that gauge, trained from θ and from g·θ, g random: 20 steps in float64, 50 in float32. The gap is the
+largest relative difference of a leaf between g·θ_t and the other run; beside it stands AdamW's on the same twins.
+
+The reference keeps the second moment of a rotated head in the eigenbasis of its Gram matrix. At a new basis, with
+R = U_oldᵀ·U_new, its B.8 says: rotate by R, "m exact, v |.|". Read as v ← |v·R|, twins come apart as under AdamW, with
+signs pinned to the last basis: the first basis has the machine's signs. Read as v ← v·|R|, twins stay together, but the
+rows of |R| sum to more than 1, and v grows. The library takes v ← v·(R∘R). "B.8" below is that pseudocode, with each of
+the three. Prints the gap after the last step, the largest of three seeds (for AdamW the smallest, in float64):
+
+    construction                float64, 20 steps  float32, 50 steps  AdamW
+    CE shift, bias              3.7e-16            2.7e-07            1.3e-03
+    CE shift, row               3.0e-16            2.4e-07            1.1e-02
+    ReLU rescale                5.3e-16            5.9e-07            2.7e-01
+    SwiGLU rescale              7.3e-16            4.3e-07            2.2e-01
+    LayerNorm scale             2.0e-15            4.0e-07            2.7e-01
+    chained ReLU                1.5e-15            4.2e-07            1.4e-01
+    chained ReLU, per unit      1.1e-15            1.0e-06            2.7e-01
+    rotation, none              7.4e-16            3.9e-07            2.7e-01
+    rotation, per_head_scalar   6.8e-16            3.6e-07            2.7e-01
+    rotation, per_head_matrix   8.2e-16            4.2e-07            2.7e-01
+    rotation, body_frame        2.6e-15            1.5e-06            2.7e-01
+    rotation, body_frame_topk   2.6e-15            1.5e-06            2.7e-01
+    rotation, grouped queries   3.3e-15            1.7e-06            2.5e-01
+    torus of rotary heads       2.6e-15            2.0e-06            2.6e-01
+    B.8, |v·R|                  4.4e-01            3.4e-01            2.7e-01
+    B.8, v·|R|                  1.2e-15            2.3e-06            2.7e-01
+    B.8, v·(R∘R)                1.8e-15            1.7e-06            2.7e-01
+
+and writes self_tests.json and self_tests.png to outputs/self_tests. A shift is felt by AdamW through the decay alone.
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
+from matplotlib.ticker import MaxNLocator
+
+import gauge_optax as go
+from examples.studies import harness, report
+from examples.studies.harness import Result
+from examples.studies.table3 import FULL, TRANSPORTS, Config, Params, Problem, build
+
+Gaps = dict[str, dict[str, list[float]]]
+"""Of one construction from one seed: the gap after each step, per precision, "ours" and "adamw"."""
+
+PRECISIONS = ("float64", "float32")
+
+
+# Twins --------------------------------------------------------------------------------------------------
+
+
+def start(problem: Problem, seed: int) -> tuple[Params, Params, Any]:
+    """θ, g·θ and g, in this precision; drawn in numpy, so that both precisions start from the same numbers."""
+    draw = np.random.default_rng(seed).normal
+    params = {
+        name: jnp.asarray(draw(size=shape) / shape[-2:][0] ** 0.5 + (name == "scale"), float)
+        for name, shape in problem.shapes.items()
+    }
+    group = go.product(problem.gauges)
+    element = group.sample(jax.random.key(seed), params)
+    return params, group.act(element, params), element
+
+
+@functools.cache
+def program(c: Config, row: str, precision: str, which: str) -> Callable[[Params, Params, Any], jax.Array]:
+    """(θ, g·θ, g) → the gap before the first step and after each; compiled once for all seeds."""
+    problem, make = build(c)[row]
+    steps, rate = (c.steps64, c.rate64) if precision == "float64" else (c.steps32, c.rate32)
+    tx = optax.adamw(rate, weight_decay=c.weight_decay) if which == "adamw" else make(rate, problem.gauges)
+    group = go.product(problem.gauges)
+
+    def apart(element: Any, params: Params, twin: Params) -> jax.Array:
+        moved = group.act(element, params)
+        return jnp.max(jnp.stack([jnp.linalg.norm(moved[p] - twin[p]) / jnp.linalg.norm(moved[p]) for p in moved]))
+
+    def step(element: Any, twins: Any, _: None) -> tuple[Any, jax.Array]:
+        after = []
+        for params, state in twins:
+            updates, state = tx.update(jax.grad(problem.loss)(params), state, params)
+            after.append((optax.apply_updates(params, updates), state))
+        return after, apart(element, after[0][0], after[1][0])
+
+    @jax.jit
+    def run(ours: Params, theirs: Params, element: Any) -> jax.Array:
+        twins = [(params, tx.init(params)) for params in (ours, theirs)]
+        _, gaps = jax.lax.scan(functools.partial(step, element), twins, None, steps)
+        return jnp.concatenate([apart(element, ours, theirs)[None], gaps])
+
+    return run
+
+
+def cell(c: Config, row: str, seed: int) -> Gaps:
+    """One construction from one seed, and AdamW beside it, in both precisions."""
+    gaps_by_precision: Gaps = {}
+    for precision in PRECISIONS:
+        with jax.enable_x64(precision == "float64"):
+            begin = start(build(c)[row].problem, seed)
+            runs = {which: program(c, row, precision, which)(*begin) for which in ("ours", "adamw")}
+        gaps_by_precision[precision] = {which: np.asarray(gaps).tolist() for which, gaps in runs.items()}
+    return gaps_by_precision
+
+
+# Results ------------------------------------------------------------------------------------------------
+
+
+def last(result: Result, row: str, precision: str, which: str) -> list[float]:
+    """The gap after the last step, per seed."""
+    return [gaps[precision][which][-1] for gaps in result["cells"][row].values()]
+
+
+def lines(result: Result) -> Iterator[list[str]]:
+    """The table: the largest gap of all seeds, for AdamW the smallest."""
+    steps = [result["settings"][f"steps{precision[-2:]}"] for precision in PRECISIONS]
+    yield ["construction", *(f"{p}, {n} steps" for p, n in zip(PRECISIONS, steps, strict=True)), "AdamW"]
+    for row in result["arms"]:
+        worst = [max(last(result, row, precision, "ours")) for precision in PRECISIONS]
+        yield [row, *(f"{x:.1e}" for x in worst), f"{min(last(result, row, 'float64', 'adamw')):.1e}"]
+
+
+def section(result: Result) -> str:
+    """For a page."""
+    rows = [[cell.replace("|", r"\|") for cell in row] for row in lines(result)]
+    said = (
+        f"Twins θ and g·θ; the largest relative gap of a leaf after the last step, mapped back by g, over seeds "
+        f"{', '.join(map(str, result['seeds']))} (for AdamW the smallest, in float64). {_verdict(result)}"
+    )
+    return f"{said}\n\n{report.plain(rows)}"
+
+
+def _verdict(result: Result) -> str:
+    library = [row for row in result["arms"] if kind(row) == LIBRARY]
+    worst = [max(max(last(result, row, precision, "ours")) for row in library) for precision in PRECISIONS]
+    readings = [f"{how}: {report.span(last(result, f'B.8, {how}', 'float64', 'ours'))}" for how in TRANSPORTS]
+    return (
+        f"The library's worst is {worst[0]:.1e} in float64, {worst[1]:.1e} in float32. In float64, B.8 with its second "
+        f"moment carried as {'; as '.join(readings)}."
+    )
+
+
+# Figure -------------------------------------------------------------------------------------------------
+
+LIBRARY, ADAMW = "gauge_optax, every gauge", "AdamW, same twins"
+COLORS = {ADAMW: "tab:red", LIBRARY: "tab:blue", "|v·R|": "tab:orange", "v·|R|": "tab:green", "v·(R∘R)": "tab:purple"}
+LIMITS = {"float64": 1e-8, "float32": 1e-4}
+LEAST = 1e-17
+
+
+def kind(row: str) -> str:
+    """What a row's colour says: the library, or one of the readings of B.8."""
+    return row.removeprefix("B.8, ") if row.startswith("B.8") else LIBRARY
+
+
+def figure(result: Result, path: Path) -> None:
+    """The gap along the run, in each precision; and, by construction, after the last step."""
+    fig, (*runs, ends) = report.plt.subplots(1, 3, figsize=(17, 5.6), layout="constrained", width_ratios=(1, 1, 1.15))
+    fig.suptitle("θ and g·θ are one function. How far do their runs come apart?")
+    for axis, precision in zip(runs, PRECISIONS, strict=True):
+        _along(axis, result, precision)
+    _at_the_end(ends, result)
+    handles = [Line2D([], [], color=color, lw=2, label=_named(name)) for name, color in COLORS.items()]
+    handles.append(Line2D([], [], color="gray", ls=":", label="what the tests allow: 1e-8, 1e-4"))
+    fig.legend(handles=handles, loc="outside lower center", ncols=len(handles))
+    report.save_as_is(fig, path)
+
+
+def _named(name: str) -> str:
+    return f"B.8 with v ← {name}" if name in TRANSPORTS else name
+
+
+def _along(axis: Axes, result: Result, precision: str) -> None:
+    for row in result["arms"]:
+        for cell_gaps in result["cells"][row].values():
+            lines = {ADAMW: "adamw", kind(row): "ours"} if kind(row) == LIBRARY else {kind(row): "ours"}
+            for name, which in lines.items():
+                gaps = np.maximum(cell_gaps[precision][which], LEAST)
+                axis.plot(gaps, color=COLORS[name], lw=1, alpha=0.5)
+    axis.axhline(LIMITS[precision], color="gray", ls=":")
+    axis.set(title=f"{precision}, every seed", xlabel="step", yscale="log", ylim=(LEAST, 10))
+    axis.set_ylabel("largest relative gap of a leaf, mapped back by g")
+    axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axis.grid(alpha=0.3)
+
+
+def _at_the_end(axis: Axes, result: Result) -> None:
+    rows = list(result["arms"])
+    for at, row in enumerate(rows):
+        for precision, marker in zip(PRECISIONS, "os", strict=True):
+            for which, color in (("adamw", COLORS[ADAMW]), ("ours", COLORS[kind(row)])):
+                gaps = np.maximum(last(result, row, precision, which), LEAST)
+                axis.plot(gaps, [at] * len(gaps), marker, color=color, ms=5, alpha=0.6)
+    for precision in PRECISIONS:
+        axis.axvline(LIMITS[precision], color="gray", ls=":")
+    axis.set(title="After the last step: ● float64, ■ float32", xscale="log", xlim=(LEAST, 10), xlabel="gap")
+    axis.set_yticks(range(len(rows)), rows)
+    axis.invert_yaxis()
+    axis.grid(alpha=0.3)
+
+
+STUDY = harness.Study(
+    __doc__, "self_tests", harness.by_seed(lambda c: list(build(c)), cell), section, figure, config=Config(), full=FULL,
+    digits=3,
+)

@@ -66,7 +66,8 @@ minutes on one CPU core, those of deep networks in half an hour, with three seed
 run, unless a column says otherwise. A loss is *matched* if it is at most twice the other's. More runs: [released
 architectures](released.md), [times and memory of updates](../../benchmarks/results/compare_cpu.md), [LoRA
 factors](../../benchmarks/results/lora.md), [times of `discover`](../../benchmarks/results/discover.md), [time to the
-first step](../../benchmarks/results/first_step.md)."""
+first step](../../benchmarks/results/first_step.md), [times beside the core before its
+parts](../../benchmarks/results/before_parts.md)."""
 
 
 class Section(NamedTuple):

@@ -1,6 +1,7 @@
 """That the benchmarks run and say what they measured; their figures are not tested."""
 
 import json
+import subprocess
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 
 import gauge_optax as go
 from benchmarks import (
+    before_parts,
     compare,
     counts,
     curvature,
@@ -48,6 +50,18 @@ def test_a_row_is_timed_beside_adamw(tmp_path: Path, capsys: pytest.CaptureFixtu
         assert row["seconds"] > 0 and row["gbyte"] > 0 and row["refreshes"] == 0
     page = (tmp_path / "update.md").read_text()
     assert page in capsys.readouterr().out and "1 layers of d = 64" in page
+
+
+def test_both_packages_are_timed(tmp_path: Path) -> None:
+    if subprocess.run(["git", "cat-file", "-e", before_parts.REVISION], check=False, capture_output=True).returncode:
+        pytest.skip("the history has no old package, as in a shallow clone")
+    arguments = ["--layers", "1", "--width", "64", "--vocab", "32", "--repeats", "1", "--compiles", "1"]
+    for part in ("quotient_adamw, pin", "gauge_project"):
+        before_parts.main([*arguments, "--only", part, "--out", str(tmp_path)])
+    result = json.loads((tmp_path / "before_parts.json").read_text())
+    assert list(result["rows"]) == ["quotient_adamw, pin=False", "gauge_project"]
+    assert all(row["compile"] > 0 and row["update_s"]["this"] > 0 for row in result["rows"].values())
+    assert "| gauge_project |" in (tmp_path / "before_parts.md").read_text()
 
 
 def test_the_first_step_is_measured_in_a_new_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -31,13 +31,16 @@ PAGES = {
     "benchmarks/results/transfer.md": "/results/transfer.md",
     "benchmarks/results/tuned.md": "/results/tuned.md",
     "benchmarks/results/counts.md": "/results/counts.md",
+    "benchmarks/results/before_parts.md": "/results/before_parts.md",
     "released.md": "/results/released.md",
     "notebooks": "/notebooks/index.md",
     "CONTRIBUTING.md": "/contributing.md",
 }
 
 # Pages under the page of results, besides those of the examples.
-RESULTS = "released\ntuned\ntrack3\ntransfer\ncompare_cpu\ncounts\nlora_factors\ndiscover_times\nfirst_step"
+RESULTS = (
+    "released\ntuned\ntrack3\ntransfer\ncompare_cpu\ncounts\nlora_factors\ndiscover_times\nfirst_step\nbefore_parts"
+)
 
 project = "gauge_optax"
 author = "the gauge_optax authors"
@@ -122,6 +125,7 @@ def prepare(app: Any) -> None:
         "benchmarks/results/transfer.md": "results/transfer.md",
         "benchmarks/results/tuned.md": "results/tuned.md",
         "benchmarks/results/counts.md": "results/counts.md",
+        "benchmarks/results/before_parts.md": "results/before_parts.md",
     }.items():
         (DOCS / target).write_text(moved((ROOT / source).read_text(), target))
     notebooks = "\n".join(path.stem for path in sorted((ROOT / "notebooks").glob("*.ipynb")))

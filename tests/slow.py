@@ -245,6 +245,7 @@ SLOW: dict[str, str] = {
     "test_training_studies.py::test_no_gauge_changes_the_scale_of_the_block": LONG,
     "test_twins_benchmark.py::test_twins_part_plain_and_stay_inside_quotient[[]Adam]": LONG,
     "test_benchmarks.py::test_the_first_step_is_measured_in_a_new_process": LONG,
+    "test_benchmarks.py::test_both_packages_are_timed": LONG,
     "test_benchmarks.py::test_discover_is_timed_case_by_case_and_resumed": LONG,
     "test_ddc_fused.py::test_equal_on_every_row[[]product/llama]": OTHER_NET,
     "test_gaugefix_example.py::test_the_gauges_of_every_network_hold[[][!a]*": "that with all three is quick",

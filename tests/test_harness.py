@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from benchmarks import (
+    before_parts,
     certificates,
     counts,
     curvature,
@@ -197,7 +198,7 @@ PAGES = {
     "discover": discover_times.render, "exactness": exactness.page, "first_step": first_step.page, "lora": lora.render,
     "metrics": metrics.page, "orbit": orbit.page, "packing": packing.page, "preflight": preflight.page,
     "compare_cpu": render.page, "tuned": tuned.STUDY.page, "track3": track3.STUDY.page,
-    "transfer": transfer.STUDY.page, "census_large": certificates.large_page,
+    "before_parts": before_parts.table, "transfer": transfer.STUDY.page, "census_large": certificates.large_page,
 }
 
 

@@ -31,7 +31,8 @@ with `--full`. *Drift* is motion that changes no output: the largest distance fr
 of a run, unless a column says otherwise. A loss is *matched* if it is at most twice the other's. More runs: [released
 architectures](released.md), [times and memory of updates](../../benchmarks/results/compare_cpu.md), [LoRA
 factors](../../benchmarks/results/lora.md), [times of `discover`](../../benchmarks/results/discover.md), [time to the
-first step](../../benchmarks/results/first_step.md)."""
+first step](../../benchmarks/results/first_step.md), [times beside the core before its
+parts](../../benchmarks/results/before_parts.md)."""
 
 
 class Section(NamedTuple):

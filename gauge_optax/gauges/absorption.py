@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 from gauge_optax.binding import Axes, Block
 from gauge_optax.errors import binding_error
-from gauge_optax.gauges.copies import Copy, Found
+from gauge_optax.gauges.copies import Copy, Matched
 from gauge_optax.gauges.gauge import BlockGauge, block_gauge
 from gauge_optax.parts.constants import Absorption
 
@@ -76,7 +76,7 @@ class BiasAbsorption(Copy):
     breaks: ClassVar[str] = "a reader of the bias that is not listed, or an activation between bias and kernel"
 
     @classmethod
-    def of(cls, found: Found, **options: Any) -> "BiasAbsorption":
+    def of(cls, found: Matched, **options: Any) -> "BiasAbsorption":
         source, kernels, targets = found.of_role("bias", "through", INTO)
         for kernel, target in zip(kernels, targets, strict=True):
             free, of_target = (_free(block, found.named) for block in (kernel, target))

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from gauge_optax.binding import Block, leaves_by_path, with_leaves
 from gauge_optax.errors import binding_error
-from gauge_optax.gauges.copies import Copy, Effect, Found
+from gauge_optax.gauges.copies import Copy, Effect, Matched
 from gauge_optax.linalg import real_dtype
 from gauge_optax.parts.part import Anchor, Arrays, Size
 from gauge_optax.slice import VERSION
@@ -92,7 +92,7 @@ class UserCopy(Copy):
     parts: tuple[OfUser]
 
     @classmethod
-    def of(cls, found: Found, **options: Any) -> "UserCopy":
+    def of(cls, found: Matched, **options: Any) -> "UserCopy":
         whole, params = options["whole"], options["params"]
         shapes = jax.eval_shape(lambda tree: tree, params)
         leaves, treedef = jax.tree.flatten(shapes)

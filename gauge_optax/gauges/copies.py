@@ -27,8 +27,8 @@ A "shift" adds a constant to points, a "still" move leaves points unchanged too.
 """
 
 
-class Found(NamedTuple):
-    """What the patterns of a gauge have found for one copy.
+class Matched(NamedTuple):
+    """What the patterns of a gauge have matched for one copy.
 
     Attributes:
       gauge: the name of the gauge.
@@ -69,7 +69,7 @@ class Copy(abc.ABC):
     """One copy of a gauge on a tree. By default its group is addition, and its element is that of its one part.
 
     Attributes:
-      key: the captures, see `Found`.
+      key: the captures, see `Matched`.
       parts: what the gauge is on this tree.
     """
 
@@ -89,7 +89,7 @@ class Copy(abc.ABC):
 
     @classmethod
     @abc.abstractmethod
-    def of(cls, found: Found, **options: Any) -> "Copy":
+    def of(cls, found: Matched, **options: Any) -> "Copy":
         """The copy that blocks make; the options are the gauge's. Raises ValueError for blocks that do not fit."""
 
     @property

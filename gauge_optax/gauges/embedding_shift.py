@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from gauge_optax.binding import Axes
-from gauge_optax.gauges.copies import Copy, Effect, Found
+from gauge_optax.gauges.copies import Copy, Effect, Matched
 from gauge_optax.gauges.gauge import BlockGauge, block_gauge
 from gauge_optax.parts.constants import Trade
 
@@ -53,5 +53,5 @@ class EmbeddingShift(Copy):
     breaks: ClassVar[str] = "inputs that read no row of a table, or several, a scale on one table, or a tied head"
 
     @classmethod
-    def of(cls, found: Found, **options: Any) -> "EmbeddingShift":
+    def of(cls, found: Matched, **options: Any) -> "EmbeddingShift":
         return cls(found.key, (Trade(found.label(), found.named, found.shape, found.blocks),))

@@ -44,7 +44,7 @@ from gauge_optax.errors import binding_error
 from gauge_optax.gauges.balance import balanced_elements
 from gauge_optax.gauges.bound import Bound, bound, require_nonzero_norms
 from gauge_optax.gauges.by_action import UserCopy
-from gauge_optax.gauges.copies import Copy, Effect, Found
+from gauge_optax.gauges.copies import Copy, Effect, Matched
 from gauge_optax.parts.matrices import matrices_of, optax_axes
 
 Element = Any
@@ -313,7 +313,7 @@ class Gauge(abc.ABC):
 
     def _copies(self, params: Any) -> tuple[Copy, ...]:
         """The copies of this gauge on a tree. Raises ValueError where the binding does not fit it."""
-        return (UserCopy.of(Found(self.name, "", (), {}, ()), whole=self, params=params),)
+        return (UserCopy.of(Matched(self.name, "", (), {}, ()), whole=self, params=params),)
 
     def _bound(self, params: Any) -> Bound:
         """This gauge, or the gauges of a product, on a tree."""
@@ -439,7 +439,7 @@ class BlockGauge(SliceGauge):
         if "norms" in options:  # gauges that this one needs on the same tree
             options["norms"] = tuple(copy for norm in options["norms"] for copy in norm._copies(params))
         binding = bind_blocks(self.name, self.specs, self.sizes, params, self._reserved, kind.joined, kind.partial)
-        instances = [Found(self.name, i.key, binding.named, dict(i.sizes), i.blocks) for i in binding.instances]
+        instances = [Matched(self.name, i.key, binding.named, dict(i.sizes), i.blocks) for i in binding.instances]
         return tuple(kind.of(found, **options) for found in instances)
 
     def _join(self, copies: Sequence[Copy], values: Sequence[Any]) -> Element:
@@ -505,7 +505,7 @@ class BlockGauge(SliceGauge):
             matching = [spec for spec, hit in hits if hit is not None and (self.kind.joined or hit == key)]
             blocks = tuple(bind_leaf(self.name, spec, path, leaf.shape, sizes) for spec in matching)
             if blocks:
-                found = Found(self.name, key, named, sizes, blocks)
+                found = Matched(self.name, key, named, sizes, blocks)
                 copy = self.kind.of(found, **dict(self.options))
                 for part, e in reversed(list(zip(copy.parts, copy.split(x), strict=True))):
                     leaf = part.act(e, {path: leaf})[path]

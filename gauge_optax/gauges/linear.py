@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from gauge_optax.binding import Axes
-from gauge_optax.gauges.copies import Effect, Found, drawn
+from gauge_optax.gauges.copies import Effect, Matched, drawn
 from gauge_optax.gauges.gauge import BlockGauge, block_gauge
 from gauge_optax.gauges.rotation import HeadRotation
 from gauge_optax.linalg import haar, inverse, matmul, matrix_exponential, symmetric_eigen, transpose
@@ -70,7 +70,7 @@ class Linear(HeadRotation):
     breaks: ClassVar[str] = HeadRotation.breaks.replace("rope_torus", "rope_linear")
 
     @classmethod
-    def of(cls, found: Found, **options: Any) -> "Linear":
+    def of(cls, found: Matched, **options: Any) -> "Linear":
         named, shape, size, name = found.named, found.shape, found.sizes[BASIS], found.label()
         left, right = (Side(named, shape, side, size) for side in found.of_role("left", "right"))
         stretch = Stretch(f"{name} stretch", named, shape, found.blocks, left, right)

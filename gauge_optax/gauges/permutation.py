@@ -21,7 +21,7 @@ import jax.numpy as jnp
 
 from gauge_optax.binding import Axes, group_axes
 from gauge_optax.errors import binding_error
-from gauge_optax.gauges.copies import Compact, Effect, Found
+from gauge_optax.gauges.copies import Compact, Effect, Matched
 from gauge_optax.gauges.gauge import BlockGauge, block_gauge
 from gauge_optax.linalg import real_dtype
 from gauge_optax.parts.permutation import Permutation
@@ -84,7 +84,7 @@ class Order(Compact):
     )
 
     @classmethod
-    def of(cls, found: Found, **options: Any) -> "Order":
+    def of(cls, found: Matched, **options: Any) -> "Order":
         axis = options.get("axis") or found.named[0]
         others = found._replace(named=tuple(name for name in found.named if name != axis))
         name, size = found.label(axis=axis), found.sizes[axis]

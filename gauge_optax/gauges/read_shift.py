@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 from gauge_optax.binding import Axes, Block
 from gauge_optax.errors import binding_error
-from gauge_optax.gauges.copies import Effect, Found
+from gauge_optax.gauges.copies import Effect, Matched
 from gauge_optax.gauges.gauge import BlockGauge, block_gauge
 from gauge_optax.gauges.shift import WriteShift
 from gauge_optax.parts.constants import CHANNEL, ReadShift
@@ -78,7 +78,7 @@ class NormReadShift(WriteShift):
     breaks: ClassVar[str] = "an RMSNorm, which does not subtract the mean, or a bias that is not listed"
 
     @classmethod
-    def of(cls, found: Found, **options: Any) -> "NormReadShift":
+    def of(cls, found: Matched, **options: Any) -> "NormReadShift":
         kernels, scale, bias, behind = found.of_role(READ, SCALE, BIAS, INTO)
         for kernel, target in zip(kernels, behind, strict=bool(behind)):
             outputs = tuple(n for n, x in zip(kernel.view_shape, kernel.labels, strict=True) if x != CHANNEL)

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 
 from gauge_optax.binding import Axes, Block, overlap
 from gauge_optax.errors import binding_error
-from gauge_optax.gauges.copies import Copy, Found
+from gauge_optax.gauges.copies import Copy, Matched
 from gauge_optax.gauges.gauge import BlockGauge, Gauges, block_gauge, product
 from gauge_optax.gauges.rotation import HeadRotation, random_rotation
 from gauge_optax.gauges.scale import Scale
@@ -97,7 +97,7 @@ class ResidualRotation(HeadRotation):
     )
 
     @classmethod
-    def of(cls, found: Found, **options: Any) -> "ResidualRotation":
+    def of(cls, found: Matched, **options: Any) -> "ResidualRotation":
         norms, centred = options.get("norms", ()), bool(options.get("centred"))
         gauge, blocks = found.gauge, found.blocks
         if found.named:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gauge_optax.binding import Axes
-from gauge_optax.gauges.copies import Copy, Effect, Found, drawn
+from gauge_optax.gauges.copies import Copy, Effect, Matched, drawn
 from gauge_optax.gauges.gauge import BlockGauge, block_gauge
 from gauge_optax.gauges.torus import Torus, check_pairing, in_planes, random_angles
 from gauge_optax.parts.heads import BASIS, Planes
@@ -64,7 +64,7 @@ class ComplexScale(Copy):
     breaks: ClassVar[str] = Torus.breaks
 
     @classmethod
-    def of(cls, found: Found, **options: Any) -> "ComplexScale":
+    def of(cls, found: Matched, **options: Any) -> "ComplexScale":
         # The moduli are read from the first block, whichever order the others have.
         name = found.label(pairing=options["pairing"], anchor=[(b.path, b.axes) for b in found.blocks][:1])
         whole = in_planes(found, options["pairing"])

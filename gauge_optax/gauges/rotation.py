@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import jax
 
 from gauge_optax.binding import Axes
-from gauge_optax.gauges.copies import Compact, Effect, Found, normal
+from gauge_optax.gauges.copies import Compact, Effect, Matched, normal
 from gauge_optax.gauges.gauge import BlockGauge, block_gauge
 from gauge_optax.linalg import haar, matmul, nearly_orthogonal, skew, skew_exponential, transpose
 from gauge_optax.parts.heads import BASIS, Rotation
@@ -57,7 +57,7 @@ class HeadRotation(Compact):
     )
 
     @classmethod
-    def of(cls, found: Found, **options: Any) -> "HeadRotation":
+    def of(cls, found: Matched, **options: Any) -> "HeadRotation":
         return cls(found.key, (Rotation(found.label(), found.named, found.shape, found.blocks, found.sizes[BASIS]),))
 
     @property

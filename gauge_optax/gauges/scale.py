@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from gauge_optax.binding import Axes
 from gauge_optax.errors import binding_error
-from gauge_optax.gauges.copies import Copy, Effect, Found, drawn
+from gauge_optax.gauges.copies import Copy, Effect, Matched, drawn
 from gauge_optax.gauges.gauge import BlockGauge, block_gauge
 from gauge_optax.parts.sizes import Factor
 
@@ -194,7 +194,7 @@ class Scale(Copy):
     )
 
     @classmethod
-    def of(cls, found: Found, **options: Any) -> "Scale":
+    def of(cls, found: Matched, **options: Any) -> "Scale":
         (up,), degree = found.of_role("up"), float(options.get("degree", 1))
         name = found.label(degree=degree, anchor=[(b.path, b.axes) for b in up[:1]])
         signed = bool(options.get("signed")) and all(b.entries(found.named) == 1 for b in up[:1])

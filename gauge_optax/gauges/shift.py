@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from gauge_optax.binding import Axes, Block, BlockSpec, instance_key, overlap
 from gauge_optax.binding.axes import parse_axes
 from gauge_optax.errors import binding_error
-from gauge_optax.gauges.copies import Copy, Effect, Found, normal
+from gauge_optax.gauges.copies import Copy, Effect, Matched, normal
 from gauge_optax.gauges.gauge import BlockGauge, block_gauge
 from gauge_optax.linalg import real_dtype
 from gauge_optax.parts.constants import CHANNEL, Logits, Mean
@@ -117,7 +117,7 @@ class Shift(Copy):
     )
 
     @classmethod
-    def of(cls, found: Found, **options: Any) -> "Shift":
+    def of(cls, found: Matched, **options: Any) -> "Shift":
         for at, block in enumerate(found.blocks):
             for other in found.blocks[:at]:
                 if block.path == other.path and overlap(cls.one_along(block), cls.one_along(other)):

@@ -14,7 +14,7 @@ import jax
 
 from gauge_optax.binding import Axes
 from gauge_optax.errors import binding_error
-from gauge_optax.gauges.copies import Compact, Effect, Found, drawn
+from gauge_optax.gauges.copies import Compact, Effect, Matched, drawn
 from gauge_optax.gauges.gauge import BlockGauge, block_gauge
 from gauge_optax.parts.heads import BASIS, PLANE, PlaneBlock, Planes
 
@@ -57,7 +57,7 @@ def check_pairing(gauge: str, pairing: str) -> None:
         )
 
 
-def in_planes(found: Found, pairing: str) -> Found:
+def in_planes(found: Matched, pairing: str) -> Matched:
     """The same with the basis split into rotary planes, which have a name. Raises ValueError for an odd basis."""
     size = found.sizes[BASIS]
     if size % 2:
@@ -79,7 +79,7 @@ class Torus(Compact):
     breaks: ClassVar[str] = "the other pairing, a rotary part that is shorter than the basis (basis=0:32), or QK-norm"
 
     @classmethod
-    def of(cls, found: Found, **options: Any) -> "Torus":
+    def of(cls, found: Matched, **options: Any) -> "Torus":
         name, whole = found.label(pairing=options["pairing"]), in_planes(found, options["pairing"])
         return cls(found.key, (Planes(name, whole.named, whole.shape, whole.blocks),))
 

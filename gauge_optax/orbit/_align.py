@@ -31,9 +31,9 @@ from gauge_optax.linalg import real_dtype, roundoff
 from gauge_optax.orbit.kinds import Stage, is_compact, is_constant, stage
 from gauge_optax.orbit.nearest import nearest
 from gauge_optax.orbit.renumber import carried, matched, renumbers, responses
-from gauge_optax.orbit.statistics import require_no_statistics_behind
 from gauge_optax.parts.part import Arrays, Part, changed
 from gauge_optax.slice import Elements, Slice
+from gauge_optax.states.statistics import require_no_statistics_behind
 
 Fn = Callable[[Any, Any], Any]
 

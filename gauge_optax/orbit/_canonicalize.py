@@ -20,11 +20,11 @@ from gauge_optax.gauges.bound import require_nonzero_norms
 from gauge_optax.gauges.gauge import Gauges, bind
 from gauge_optax.linalg import matmul
 from gauge_optax.orbit.eigenbases import eigenbases
-from gauge_optax.orbit.statistics import require_no_statistics_behind
 from gauge_optax.parts.part import Arrays, Part
 from gauge_optax.parts.permutation import Permutation
 from gauge_optax.parts.sizes import Factor, Stretch
 from gauge_optax.slice import Elements, Slice
+from gauge_optax.states.statistics import require_no_statistics_behind
 
 Params = TypeVar("Params")
 Basis = Literal["eigenbasis", "anchor", "stored"]

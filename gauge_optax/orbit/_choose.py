@@ -22,7 +22,7 @@ from gauge_optax.errors import binding_error
 from gauge_optax.gauges.bound import require_nonzero_norms
 from gauge_optax.gauges.gauge import Element, Gauge, Gauges, product
 from gauge_optax.linalg import real_dtype
-from gauge_optax.orbit.statistics import require_no_statistics_behind
+from gauge_optax.states.statistics import require_no_statistics_behind
 
 _NAME = "choose"
 _SMOOTHING = 0.9  # of the average by which a stochastic objective is judged

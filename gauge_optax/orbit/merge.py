@@ -10,7 +10,7 @@ from gauge_optax.binding import leaves_by_path, with_leaves
 from gauge_optax.errors import binding_error
 from gauge_optax.gauges.gauge import Gauges, product
 from gauge_optax.orbit._align import align, check_same_tree
-from gauge_optax.orbit.statistics import require_no_statistics, require_no_statistics_behind
+from gauge_optax.states.statistics import require_no_statistics, require_no_statistics_behind
 
 Params = TypeVar("Params")
 

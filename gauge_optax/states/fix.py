@@ -19,10 +19,10 @@ from gauge_optax.frozen import frozen_beside_others
 from gauge_optax.gauges.balance import balanced_elements
 from gauge_optax.gauges.bound import bound
 from gauge_optax.gauges.gauge import Gauge, Gauges, Product, product
-from gauge_optax.orbit.statistics import require_no_statistics_behind
 from gauge_optax.parts.part import changed
 from gauge_optax.slice import Slice
 from gauge_optax.states.moves import Move, MovingPart
+from gauge_optax.states.statistics import require_no_statistics_behind
 from gauge_optax.states.transport import ON_UNKNOWN, transported_state
 from gauge_optax.transformation import (
     GaugeTransformation,

@@ -8,7 +8,7 @@ import optax
 import pytest
 
 import gauge_optax as go
-from gauge_optax.orbit.statistics import statistics_of
+from gauge_optax.states.statistics import statistics_of
 
 KEYS = jax.random.split(jax.random.key(0), 4)
 X = jax.random.normal(KEYS[0], (256, 6))

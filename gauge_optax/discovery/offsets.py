@@ -9,6 +9,7 @@ is its tangent.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -43,13 +44,14 @@ class Shifts:
                 labels = view.labels
                 once = [k for k, label in enumerate(labels) if label in searched and labels.count(label) == 1]
                 self._places += [(view, k) for k in once]
-        self._sums = np.zeros((len(self._places), 2))
+        self._sums = np.zeros((len(self._places), 3))
 
     def observe(self, gradients: Leaves) -> None:
         """Adds some gradients."""
         for k, (view, at) in enumerate(self._places):
             rows = view.read(gradients[view.path])
-            self._sums[k] += np.square(rows.sum(1 + at)).sum(), np.square(rows).sum()
+            total = rows.reshape(len(rows), -1).sum(1)
+            self._sums[k] += np.square(rows.sum(1 + at)).sum(), np.square(rows).sum(), np.square(total).sum()
 
     def solve(self, softmax: bool) -> list[tuple[list[tuple[View, int]], float]]:
         """Views and atoms by space, with the largest residual of each space.
@@ -59,13 +61,27 @@ class Shifts:
             others. A constant along another axis is hidden by a centred norm: it is no logit shift.
         """
         out: dict[Space, tuple[list[tuple[View, int]], float]] = {}
-        for (view, at), (along, whole) in zip(self._places, self._sums, strict=True):
+        for (view, at), (along, whole, _) in zip(self._places, self._sums, strict=True):
             residual = math.sqrt(along / whole) if whole > 0 else 1.0
             space = view.labels[at]
             if residual < ZERO and space is not None and (space in self._softmax) == softmax:
                 places, worst = out.get(space, ([], 0.0))
                 out[space] = [*places, (view, at)], max(worst, residual)
         return list(out.values())
+
+    def constants(self) -> list[str]:
+        """Leaves that may gain one constant in all entries, though not one along any single axis.
+
+        A tied table is one where a centred norm reads the stream: the norm hides what its rows gain, and the softmax
+        behind the head hides what all logits gain.
+        """
+        single, found = set[str](), dict[str, None]()
+        for (view, _), (along, whole, total) in zip(self._places, self._sums, strict=True):
+            if along <= ZERO**2 * whole:
+                single.add(view.path)
+            elif view.size == math.prod(view.shape) and total <= ZERO**2 * view.size * whole:
+                found[view.path] = None
+        return [path for path in found if path not in single]
 
 
 @dataclasses.dataclass
@@ -156,6 +172,8 @@ def flows(trace: Trace, leaves: Leaves) -> list[Flow]:
     for view in vectors + vector_parts:
         readers = [kernel for kernel in kernels if (view.path, kernel.path) in trace.vector_reads]
         tried.append(_absorbed(view, readers, behind, layers))
+        if len(readers) == 1 and not behind.get(readers[0].path):  # a bias behind would take up all of this one
+            tried += _mapped_to_zero(view, readers[0], layers)
         for vector in [v for v in vectors if v.module == view.module and v.labels == view.labels]:
             for norm in [_Norm(vector, None)] if vector is view else [_Norm(vector, 0.0), _Norm(vector, 1.0)]:
                 tried.append(_hidden_and_absorbed(view, norm, readers, behind, layers))
@@ -168,6 +186,43 @@ def flows(trace: Trace, leaves: Leaves) -> list[Flow]:
     for spaces in sorted(sorted(common) for common in shared if common):
         tried.append(_common_row(spaces, [view for view in views if labels[view.path] >= set(spaces)], layers))
     return [flow for flow in tried if 0 < flow.columns <= _MOST]
+
+
+def _mapped_to_zero(vector: View, kernel: View, layers: set[Space]) -> list[Flow]:
+    """The part of a bias that the kernel behind it maps to zero, or to a constant that centred norms hide.
+
+    There is none unless the bias is longer than the kernel's outputs, or as long.
+    """
+    stacked = [label for label in vector.labels if label in layers]
+    inputs = [label for label in vector.labels if label not in layers]
+    outputs = [label for label in kernel.labels if label not in vector.labels]
+    if len(outputs) != 1 or not set(vector.labels) < set(kernel.labels):
+        return []
+    to_rows = [kernel.labels.index(label) for label in (*stacked, *inputs, *outputs)]
+    to_vector = [vector.labels.index(label) for label in (*stacked, *inputs)]
+
+    def weights(point: Leaves, centred: bool) -> np.ndarray:
+        rows = _tensor(kernel, point).transpose(to_rows)
+        sizes = math.prod(rows.shape[: len(stacked)]), math.prod(rows.shape[len(stacked) : -1])
+        flat = rows.reshape(*sizes, rows.shape[-1])
+        # Of m centred columns m - 1 span all of them.
+        return (flat - flat.mean(-1, keepdims=True))[..., :-1] if centred else flat
+
+    def make(centred: bool, point: Leaves, rng: np.random.Generator) -> list[Motion]:
+        kept = np.linalg.qr(weights(point, centred))[0]
+        free = rng.standard_normal((*kept.shape[:2], 1))
+        free -= kept @ (kept.swapaxes(1, 2) @ free)
+        lengths = [_tensor(vector, point).shape[k] for k in to_vector]
+        return [_motion(vector, free.reshape(lengths).transpose(np.argsort(to_vector)))]
+
+    def write(taken: list[int], unread: list[int]) -> Call:
+        raise Unwritable(kind)
+
+    sizes = dict(zip(kernel.labels, [atom.size for atom in kernel.atoms.values()], strict=True))
+    spare = math.prod(sizes[label] for label in inputs) - sizes[outputs[0]]
+    kind, first = "a part of a bias that the kernel behind it maps to nothing that is read", _with_the_first(1)
+    ways = [centred for centred in (False, True) if spare + centred > 0]
+    return [Flow(kind, functools.partial(make, centred), 1, write, first) for centred in ways]
 
 
 def _absorbed(vector: View, kernels: Sequence[View], behind: Mapping[str, Sequence[View]], layers: set[Space]) -> Flow:

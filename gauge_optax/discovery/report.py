@@ -392,6 +392,9 @@ def _additions(
     for places, _ in shifts.solve(softmax=False):
         kind = "a constant along an axis that only centred norms read"
         additions += [_Addition(kind, call.paths[0], call, None) for call in write_shift_calls(places)]
+    for path in shifts.constants():
+        kind = "one constant on all entries of a table, which a centred norm and a softmax hide"
+        additions.append(_Addition(kind, path, None, functools.partial(_raised, path)))
     for k, flow in enumerate(offsets):
         for row in flow.solve():
             call = None
@@ -402,6 +405,11 @@ def _additions(
     unread = [unread_bias_call(trace, path, mask) for path, mask in dead.items() if mask.any()]
     additions += [_Addition("a bias without effect", one.paths[0], one, None) for one in unread if one is not None]
     return additions
+
+
+def _raised(path: str, point: Leaves) -> Leaves:
+    """A point with one constant, of the leaf's own size, on all entries of a leaf."""
+    return {**point, path: point[path] + np.sqrt(np.mean(np.square(point[path])))}
 
 
 def _turns(

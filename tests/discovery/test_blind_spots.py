@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
 import gauge_optax as go
 from tests.discovery.test_discover import near
@@ -186,3 +187,47 @@ def test_what_a_norm_behind_a_layer_hides_from_its_readers() -> None:
     with jax.enable_x64(True):
         point, tx = near(params, 5), go.quotient(optax.adamw(1e-2), report.gauges)
         go.testing.assert_equivariant_step(tx, loss, point, report.gauges, jax.random.key(0), rtol=1e-10)
+
+
+def _centred(x: jax.Array) -> jax.Array:
+    x = x - x.mean(-1, keepdims=True)
+    return x / jnp.sqrt((x * x).mean(-1, keepdims=True) + 1e-5)
+
+
+@pytest.mark.parametrize("between", [lambda x: x, lambda x: x + jnp.sin(_centred(x))])
+def test_a_constant_on_a_whole_tied_table_is_named(between: Any) -> None:
+    """GPT-2's table too: the norm hides what rows gain, the softmax what logits gain. An untied table has gauges."""
+    draw = np.random.default_rng(0)
+    params = {"table": jnp.asarray(draw.normal(size=(11, 6))), "scale": jnp.asarray(draw.uniform(0.5, 2.0, 6))}
+    tokens = list(draw.integers(11, size=(2, 3, 20)))
+
+    def tied(p: Any, batch: Any) -> jax.Array:
+        return (_centred(between(p["table"][batch])) * p["scale"]) @ p["table"].T
+
+    kind = "one constant on all entries of a table, which a centred norm and a softmax hide"
+    for seed in range(2):
+        assert go.discover(tied, params, tokens, "logits", seed=seed, progress=False).ungauged == {kind: ("table",)}
+
+    def untied(p: Any, batch: Any) -> jax.Array:
+        return (_centred(between(p["table"][batch])) * p["scale"]) @ p["head"]
+
+    report = go.discover(untied, params | {"head": params["table"].T + 0.1}, tokens, "logits", progress=False)
+    assert not report.ungauged and any(gauge.name == "norm_write_shift" for gauge in report.whole)
+
+
+@pytest.mark.parametrize(("norm", "width"), [("none", 5), ("centred", 8), ("none", 8), ("centred", 9)])
+def test_a_part_of_a_bias_that_its_kernel_maps_to_nothing_is_named(norm: str, width: int) -> None:
+    """A bias of 8 entries in front of a kernel with fewer outputs, or as many where a norm hides their mean."""
+    draw = np.random.default_rng(0)
+    sizes = {"up": (4, 8), "bias": (8,), "down": (8, width), "head": (width, 7)}
+    params = {name: jnp.asarray(draw.normal(size=size)) for name, size in sizes.items()}
+    inputs = list(draw.normal(size=(2, 40, 4)))
+
+    def fn(p: Any, x: Any) -> jax.Array:
+        y = jnp.tanh(x[:, :1]) * (x @ p["up"]) + p["bias"]
+        y = y @ p["down"]
+        return jnp.sin((_centred(y) if norm == "centred" else jnp.cos(y)) @ p["head"])
+
+    named = go.discover(fn, params, inputs, "predictions", progress=False).ungauged
+    kind = "a part of a bias that the kernel behind it maps to nothing that is read"
+    assert (kind in named) == (width < 8 or (norm == "centred" and width == 8))

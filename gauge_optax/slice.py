@@ -490,7 +490,7 @@ class Slice:
         return self.project_turning(x, jax.jvp(lambda y: self._fixed(y, live), (x,), (u,))[1])
 
     def _fixed(self, x: Arrays, live: Mapping[str, jax.Array]) -> Arrays:
-        """As `fix`, with a derivative everywhere, and for parts beside frozen leaves too."""
+        """The point of `fix`, with a derivative everywhere; the parts in `alone`, which `fix` skips, are fixed too."""
         for part, anchor, _ in self.constants:
             x = part.act(part.inverse(part.read(anchor, x)), x)
         for part, anchor, _ in self.sizes:

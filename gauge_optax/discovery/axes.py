@@ -163,7 +163,11 @@ class _Reader:
             {path: reading for path, reading in readings.items() if reading is not None}, undecided)
 
     def _resolve_pairs(self) -> None:
-        """Of parameters that are contracted with each other, those that are data are so with what is added to them."""
+        """Notes which is the kernel where two parameters are contracted with each other.
+
+        Where data is contracted with one of them elsewhere, as in x·(A·B), both are factors of a kernel. Where one is a
+        table, or is added to data, it is data, and the other is its kernel. Other pairs are left undecided.
+        """
         data = self.walk.added | {path for path, _ in self.walk.tables}
         contracted = {product.path for product in self.walk.products if self._inputs(product)}
         for one, other in (order for pair in self.walk.pairs for order in (pair, pair[::-1])):

@@ -85,7 +85,7 @@ class Places(NamedTuple):
         return Places(self.base, tuple(np.broadcast_to(x, n) if len(x) == 1 else x for x, n in pairs))
 
     def at(self, axes: Sequence[int], shape: Sequence[int]) -> Places:
-        """In an array of this shape, with the own axes at these places and the others repeated."""
+        """Broadcast to `shape`: axis k becomes axis `axes[k]`, as in `jax.lax.broadcast_in_dim`."""
         steps = [np.zeros(n, int) for n in shape]
         for k, x in zip(axes, self.steps, strict=True):
             steps[k] = np.broadcast_to(x, shape[k])

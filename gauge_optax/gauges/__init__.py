@@ -1,1 +1,1 @@
-"""One symmetry per file. `instance` and `gauge` say what a symmetry has; `heads` and `matrices` are shared kernels."""
+"""One kind of symmetry per file. `gauge` and `copies` say what a symmetry has; `gauge_optax.parts` computes."""

@@ -90,7 +90,7 @@ class Copy(abc.ABC):
     @classmethod
     @abc.abstractmethod
     def of(cls, found: Matched, **options: Any) -> "Copy":
-        """The copy that blocks make; the options are the gauge's. Raises ValueError for blocks that do not fit."""
+        """Makes the copy from matched blocks and the gauge's options. Raises ValueError for blocks that do not fit."""
 
     @property
     def gauge(self) -> str:

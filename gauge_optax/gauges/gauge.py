@@ -3,7 +3,7 @@
 A subclass works everywhere with two methods, its action and its reading, if its group is addition (of shifts, or of
 logs of scales). Another group also needs `identity`, `inverse` and `compose`, and its coordinates for `align` and
 `choose`. What transformations and measures need is derived from these (`by_action`). The gauges of this library are
-`BlockGauge`s: a frozen list of blocks and the class that makes parts of them (`symmetry`). Their methods are loops over
+`BlockGauge`s: a frozen list of blocks and the class that makes parts of them (`copies`). Their methods are loops over
 the copies of a gauge on a tree.
 
 `product` makes one gauge of several. Its turns act first, then its sizes, then its constants, whatever the order of the
@@ -156,7 +156,7 @@ class Gauge(abc.ABC):
         return self.identity(params)
 
     def power(self, element: Element, exponent: float | jax.Array) -> Element:
-        """The power of an element that `balance` returns: exponent times its logarithm in the group."""
+        """The element that goes a share of the way of one that `balance` returns: exp(exponent·log element)."""
         self._require_addition("power(element, exponent)")
         return jax.tree.map(lambda x: exponent * x, element)
 

@@ -26,7 +26,7 @@ def head_rotation(blocks: Mapping[str, Axes], *, sizes: Mapping[str, int] | None
 
     Args:
       blocks: path → axes of all leaves sharing the basis (queries with keys, or values with outputs, and biases). One
-        `basis` axis of length d_h; `head` indexes the group; `_` is summed.
+        `basis` axis of length d_h; `head` counts the heads; `_` is any other axis.
       sizes: lengths of axes inside `(a b)` that no other block fixes.
 
     Returns:

@@ -1,4 +1,6 @@
-"""How far both sides of a scale are apart, and how large they are together, in an optimizer's state.
+"""Records the sizes of both sides of a scale in an optimizer's state: their ratio, and their product.
+
+A scale is a gauge that multiplies one side (`up`) and divides the other (`down`), such as `rescale`.
 
 `gauge_fix` brings both sides together. Reference: GaugeFix-LRM §3.2, §4.4.
 """

@@ -177,9 +177,10 @@ def _chains(
     loss: Callable[[Any, Any], jax.Array], group: Product | None, counts: tuple[int, int, int], params: Any,
     stacked: Any, keys: jax.Array, sizes: tuple[float, float, float],
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Losses at the draws, (chains, draws), the loss at the start, and the losses that descents find.
+    """Losses at the draws, (chains, draws), the loss at the start, and the lowest losses that descents find.
 
-    The latter are from the start along the gradient and by steps, and from the end of every chain.
+    The latter are 2 + chains numbers: on the line from the start along its gradient, on a descent from the start, and
+    on a descent from the end of every chain.
     """
     num_draws, num_burnin_steps, num_steps_bw_draws = counts
     n_beta, lr, localization = sizes

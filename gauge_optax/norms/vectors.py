@@ -80,7 +80,7 @@ def parse(name: str, axes: Mapping[str, Axes], sizes: Mapping[str, int] | None) 
       sizes: lengths of axes that shapes do not fix.
 
     Returns:
-      One pair per axes string.
+      Per axes string, what was parsed, and the entries of `sizes` that it contains.
 
     Raises:
       ValueError: malformed axes, or a name in `sizes` that no axes string contains.

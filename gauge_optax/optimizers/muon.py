@@ -45,14 +45,16 @@ def muon(
     """Polar factors for matrices, momentum for the leaves that are named, Adam for all others.
 
     Args:
-      matrices: params → leaf path → how it is read, for the leaves that are matrices; shapes alone decide.
+      matrices: a function of params that returns leaf path → how the leaf is read, for the leaves that are matrices; it
+        reads shapes alone.
       polar: how matrices are stepped.
       nesterov: whether matrices have Nesterov momentum.
       mu_dtype: dtype of their first moment.
       matrix_tail: their decay and learning rate: what follows the polar factor in a chain.
       adam: the optimizer of every other leaf.
-      momentum: params → paths of the leaves that are stepped by their momentum, and their learning rate; None for no
-        such leaves. They have no decay, which would not be in proportion to a momentum: that has the size of gradients.
+      momentum: a function of params that returns the paths of the leaves that are stepped by their momentum, and what
+        multiplies them by a learning rate; None for no such leaves. They have no decay: a momentum has the size of
+        gradients, to which no decay is in proportion.
 
     Returns:
       A whole optimizer.

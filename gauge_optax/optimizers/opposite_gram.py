@@ -183,7 +183,7 @@ def scale_by_opposite_gram(
 
 
 def two_sides(s: Slice) -> tuple[list[Any], list[Any]]:
-    """Returns the parts with an opposite factor: scales, and those whose factors are matrices."""
+    """Returns the parts with two opposite sides: those that trade numbers, and those that trade matrices."""
     scales = [i for i in s.parts if channel_sides(i) is not None]
     return scales, [i for i in s.parts if matrix_sides(i) is not None]
 

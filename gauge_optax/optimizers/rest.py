@@ -1,9 +1,10 @@
 """`rest="balanced"`: the stored weights of a `quotient` end where both sides of a scale share its growth.
 
-A scale multiplies `up` by α and `down` by α⁻ᵖ, with p its degree, and `up` is its anchor. Which weights of the function
-a step ends at is free: no function and no inner optimizer sees it. With `rest="anchor"` ‖up‖ keeps its size: where a
-step would double it, `up` stays and `down` is doubled (p = 1). Here log ‖up‖ − p·log ‖down‖ stays, and both grow by √2:
-the coordinate that the figures of *Dead-Direction Conditioners* hold. The wrapper moves the weights after each step,
+A scale multiplies `up` by α and `down` by α⁻ᵖ, with p its degree, and `up` is its anchor. Many weights compute the
+function that a step leads to, and any of them may be stored: outputs and inner optimizer are the same for all. With
+`rest="anchor"` ‖up‖ keeps its size: where a step would double it, `up` stays and `down` is doubled (p = 1). With
+`rest="balanced"` log ‖up‖ − p·log ‖down‖ stays, so that both grow by √2. The figures of *Dead-Direction Conditioners*
+hold this coordinate. The wrapper moves the weights after each step,
 and the frame with them, so that the slice point stays.
 """
 

@@ -10,7 +10,7 @@ from gauge_optax.parts.stream import Stream
 
 
 class Stage(enum.IntEnum):
-    """When a part takes its turn in a round of alignment: what others are compared by comes first."""
+    """When a part takes its turn in a round of alignment: one comes before those whose answers depend on it."""
 
     STREAM = 0
     UNITS = 1

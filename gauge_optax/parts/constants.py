@@ -295,7 +295,7 @@ class ReadShift(Sum):
         return out
 
     def push(self, e: Any, u: Arrays, at: Arrays) -> Arrays:
-        """The difference of both points, as `act` is not affine in γ: 1/γ′ − 1/γ = −dγ/(γγ′), which is 0 if γ stays."""
+        """act(e, at + u) − act(e, at), as `act` is not affine in γ. With γ′ = γ + dγ, 1/γ′ − 1/γ is −dγ/(γγ′)."""
         (scale, bias), (ds, db) = self._of_norm(at, 1.0), self._of_norm(u, 0.0)
         after = scale + ds
         to_bias = safe_divide(db - safe_divide(bias, scale) * ds, after)

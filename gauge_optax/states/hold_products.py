@@ -102,11 +102,11 @@ def hold_products(
       \theta' = \theta + u(\theta), \qquad (up, down)_{new} = \sqrt{p / (s_{up} s_{down})} \cdot (up, down)',
 
     per channel, with s the root mean squares of both sides of θ' and p the product that `kind` asks for. A channel with
-    a side that is zero, before the step, after it or at `init`, stays where it is. Products are held at every step,
+    a side that is zero, before the step, after it or at `init`, has the factor 1. Products are held at every step,
     inside `gauge_fix(every=n)` too.
 
     Args:
-      inner: an optimizer, whole: its learning rate included. Channels with a leaf that it never changes stay.
+      inner: an optimizer, whole: its learning rate included. Channels with a leaf that it never changes have factor 1.
       gauges: `rescale` of degree 1, `norm_scale` or `multiplier_balance`, one or a sequence; no two may share a leaf.
       kind: what the product of a channel becomes: "init", what it was at `init`; "cap", a number below `cap`, by a
         smooth bound that changes nothing far below it; "decay", the share 1 − `decay` of what the step made it.

@@ -94,24 +94,24 @@ ARMS: Mapping[str, Tuned] = {
 # Problems and stages ------------------------------------------------------------------------------------
 
 
-def _llama(size: int = 128, layers: int = 3, **other: Any) -> lm.LMConfig:
+def llama(size: int = 128, layers: int = 3, **other: Any) -> lm.LMConfig:
     heads = size // 32
     sizes = dict(vocab=data.VOCAB, d_model=size, layers=layers, heads=heads, kv_heads=heads, d_head=32, max_len=128)
     return lm.llama_config(**sizes, d_ff=3 * size, **other)
 
 
-def _task(config: lm.LMConfig, steps: int = 1000, prose: bool = False) -> Task:
+def task_of(config: lm.LMConfig, steps: int = 1000, prose: bool = False) -> Task:
     return Task(
         config.d_model, config.layers, warmup=steps // 20, longest=steps, length=128, config=config, prose=prose)
 
 
 FIRST = "1,000 steps"
 PROBLEMS: Mapping[str, Task] = {
-    FIRST: _task(_llama()),
-    "another net and text": _task(_llama(norm="layernorm", bias=True, rope=False), prose=True),
-    "4,000 steps": _task(_llama(), steps=4000),
-    "width 256": _task(_llama(size=256)),
-    "depth 8": _task(_llama(layers=8)),
+    FIRST: task_of(llama()),
+    "another net and text": task_of(llama(norm="layernorm", bias=True, rope=False), prose=True),
+    "4,000 steps": task_of(llama(), steps=4000),
+    "width 256": task_of(llama(size=256)),
+    "depth 8": task_of(llama(layers=8)),
 }
 
 
@@ -134,8 +134,8 @@ class Stage(NamedTuple):
 BOTH = ("Muon", "max_norm_muon")
 STAGES = (
     Stage(FIRST, "lecun", BOTH), Stage(FIRST, "lecun", ("AdamW",)),
-    *(Stage(FIRST, start, (*BOTH, "AdamW")) for start in STARTS[1:]),
     Stage("another net and text", "lecun", (*BOTH, "AdamW"), budget=0),
+    *(Stage(FIRST, start, (*BOTH, "AdamW")) for start in STARTS[1:]),
     *(Stage(problem, "lecun", BOTH) for problem in ("4,000 steps", "width 256", "depth 8")),
     *(Stage(problem, "lecun", ("AdamW",)) for problem in ("4,000 steps", "width 256", "depth 8")),
 )

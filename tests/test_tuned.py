@@ -72,7 +72,7 @@ def test_the_table_has_means_errors_and_what_is_missing() -> None:
 def test_a_run_is_saved_and_gone_on_from(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three steps of one layer: a run, then one more of the other optimizer."""
     config = dataclasses.replace(tuned.PROBLEMS[tuned.FIRST].model, d_model=16, layers=1, d_ff=8, heads=1, kv_heads=1)
-    monkeypatch.setattr(tuned, "PROBLEMS", {tuned.FIRST: tuned._task(config, steps=3)})
+    monkeypatch.setattr(tuned, "PROBLEMS", {tuned.FIRST: tuned.task_of(config, steps=3)})
     for count in (1, 2):
         result = harness.main(tuned.STUDY, ["--out", str(tmp_path), "--stop-after", "1"])
         assert len(result["cells"]) == count

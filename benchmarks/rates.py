@@ -1,0 +1,95 @@
+"""The rule of rates of `max_norm_muon`: loss over its one rate, by number of steps, width and depth.
+
+    python -m benchmarks.rates --out benchmarks/results            # three hours of one CPU core; killed, it goes on
+    python -m benchmarks.rates --out benchmarks/results --show     # the table of what is done
+
+Networks, text and schedule are those of `benchmarks.tuned`; all leaves but matrices and tokens have half of the rate,
+as by default, and nothing decays. A sweep has five rates, a factor of 2 apart, and one seed. `rule` is the advice that
+the docstring of `max_norm_muon` gives; the table says what each sweep loses by it.
+"""
+
+import argparse
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from benchmarks import tuned
+from benchmarks.track3.arms import PLAIN
+from benchmarks.track3.runs import Task
+from examples.studies import harness
+from examples.studies.harness import Result, key
+from examples.studies.report import plain
+
+NAME = "rates"
+SEED = 42
+RATES = (0.005, 0.01, 0.02, 0.04, 0.08)
+PROBLEMS: Mapping[str, Task] = {
+    f"{steps:,} steps, width {width}, depth {depth}": tuned.task_of(tuned.llama(width, depth), steps)
+    for steps, width, depth in (
+        (250, 128, 3), (250, 64, 3), (1000, 64, 3), (500, 128, 3), (250, 256, 3), (250, 128, 8), (1000, 128, 3),
+        (1000, 128, 8), (1000, 256, 3), (4000, 128, 3),
+    )
+}
+
+
+def rule(task: Task) -> float:
+    """The advised peak rate: 0.02 at 1,000 steps, and by the root of 1,000 over the steps at others."""
+    return 0.02 * math.sqrt(1000 / task.longest)
+
+
+def train(of_run: tuple[str, float, int]) -> dict[str, Any]:
+    """One run."""
+    problem, rate, seed = of_run
+    task = PROBLEMS[problem]
+    return task.train(tuned.ARMS["max_norm_muon"].arm, PLAIN, "lecun", task.longest, 0.0, (rate, rate / 2), seed)
+
+
+def losses(result: Result, problem: str) -> dict[float, float]:
+    """Rate → loss of what is done, infinite where it diverged."""
+    cells = {rate: result["cells"].get(key((problem, rate, SEED))) for rate in RATES}
+    return {rate: x["validation"] or math.inf for rate, x in cells.items() if x is not None}
+
+
+def at(curve: Mapping[float, float], rate: float) -> float:
+    """The loss at a rate between those that were run: a parabola in log(rate) through the three nearest."""
+    nearest = sorted(curve, key=lambda x: abs(math.log(x / rate)))[:3]
+    x, y = np.log(nearest), [curve[r] for r in nearest]
+    return float(np.polyval(np.polyfit(x, y, 2), math.log(rate)))
+
+
+def rows(result: Result) -> Iterator[list[str]]:
+    """A row per sweep that is done."""
+    for problem, task in PROBLEMS.items():
+        curve = losses(result, problem)
+        if len(curve) == len(RATES):
+            best, advised = min(curve, key=lambda x: curve[x]), rule(task)
+            cost = max(0.0, at(curve, advised) / curve[best] - 1.0)
+            yield [problem, *(f"{curve[x]:.4f}" for x in RATES), f"{best:g}", f"{advised:.3g}", f"{100 * cost:.1f} %"]
+
+
+def section(result: Result) -> str:
+    """The table."""
+    about = (
+        f"A Llama on bytes of text, batches of 8 × 128, from LeCun-normal kernels, a warm-up over a twentieth of the "
+        f"steps and a cosine to zero; one seed ({SEED}), whose loss another seed changes by 0.2 %; float32, one thread "
+        f"of a {result['machine']}. Validation loss in nats per byte by peak rate; *best* of the five; *advised* by the "
+        "rule 0.02·√(1,000/steps); *cost*: what the advised rate, on a parabola through its three neighbours, adds to "
+        "the best of the five."
+    )
+    return f"{about}\n\n{plain([['sweep', *(f'{x:g}' for x in RATES), 'best', 'advised', 'cost'], *rows(result)])}"
+
+
+def cells(_: None, args: argparse.Namespace) -> harness.Cells:
+    """All sweeps, the short ones first."""
+    return harness.keyed([(problem, rate, SEED) for problem in PROBLEMS for rate in RATES], train)
+
+
+STUDY = harness.Study(
+    __doc__, NAME, cells, section, seeds=(SEED,), settings=lambda _: tuned.settings(None), partial=True,
+    page=lambda result: f"# Rates of max_norm_muon\n\n`python -m benchmarks.rates`. {section(result)}\n",
+)
+
+if __name__ == "__main__":
+    harness.main(STUDY)

@@ -60,23 +60,24 @@ def at(curve: Mapping[float, float], rate: float) -> float:
 
 
 def rows(result: Result) -> Iterator[list[str]]:
-    """A row per sweep that is done."""
+    """A row per sweep whose best rate has a worse one on both sides."""
     for problem, task in PROBLEMS.items():
-        curve = losses(result, problem)
-        if len(curve) == len(RATES):
-            best, advised = min(curve, key=lambda x: curve[x]), rule(task)
+        curve, advised = losses(result, problem), rule(task)
+        best = min(curve, key=lambda x: curve[x], default=math.nan)
+        if min(curve, default=math.nan) < best < max(curve, default=math.nan):
             cost = max(0.0, at(curve, advised) / curve[best] - 1.0)
-            yield [problem, *(f"{curve[x]:.4f}" for x in RATES), f"{best:g}", f"{advised:.3g}", f"{100 * cost:.1f} %"]
+            shown = (f"{curve[x]:.4f}" if x in curve else "–" for x in RATES)
+            yield [problem, *shown, f"{best:g}", f"{advised:.3g}", f"{100 * cost:.1f} %"]
 
 
 def section(result: Result) -> str:
     """The table."""
     about = (
         f"A Llama on bytes of text, batches of 8 × 128, from LeCun-normal kernels, a warm-up over a twentieth of the "
-        f"steps and a cosine to zero; one seed ({SEED}), whose loss another seed changes by 0.2 %; float32, one thread "
-        f"of a {result['machine']}. Validation loss in nats per byte by peak rate; *best* of the five; *advised* by the "
-        "rule 0.02·√(1,000/steps); *cost*: what the advised rate, on a parabola through its three neighbours, adds to "
-        "the best of the five."
+        f"steps and a cosine to zero; one seed ({SEED}); float32, one thread of a {result['machine']}. "
+        "Validation loss in nats per byte by peak rate; *best* of the five; *advised* by the rule "
+        "0.02·√(1,000/steps); *cost*: what the advised rate, on a parabola through its three neighbours, adds to the "
+        "best of the five."
     )
     return f"{about}\n\n{plain([['sweep', *(f'{x:g}' for x in RATES), 'best', 'advised', 'cost'], *rows(result)])}"
 

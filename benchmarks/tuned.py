@@ -95,12 +95,14 @@ ARMS: Mapping[str, Tuned] = {
 
 
 def llama(size: int = 128, layers: int = 3, **other: Any) -> lm.LMConfig:
+    """A Llama with heads of size 32 and an MLP three times as wide as the residual stream."""
     heads = size // 32
     sizes = dict(vocab=data.VOCAB, d_model=size, layers=layers, heads=heads, kv_heads=heads, d_head=32, max_len=128)
     return lm.llama_config(**sizes, d_ff=3 * size, **other)
 
 
 def task_of(config: lm.LMConfig, steps: int = 1000, prose: bool = False) -> Task:
+    """A problem of so many steps, a twentieth of which warm up."""
     return Task(
         config.d_model, config.layers, warmup=steps // 20, longest=steps, length=128, config=config, prose=prose)
 

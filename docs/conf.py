@@ -30,6 +30,7 @@ PAGES = {
     "benchmarks/results/track3.md": "/results/track3.md",
     "benchmarks/results/transfer.md": "/results/transfer.md",
     "benchmarks/results/tuned.md": "/results/tuned.md",
+    "benchmarks/results/rates.md": "/results/rates.md",
     "benchmarks/results/counts.md": "/results/counts.md",
     "benchmarks/results/before_parts.md": "/results/before_parts.md",
     "released.md": "/results/released.md",
@@ -39,7 +40,8 @@ PAGES = {
 
 # Pages under the page of results, besides those of the examples.
 RESULTS = (
-    "released\ntuned\ntrack3\ntransfer\ncompare_cpu\ncounts\nlora_factors\ndiscover_times\nfirst_step\nbefore_parts"
+    "released\ntuned\nrates\ntrack3\ntransfer\ncompare_cpu\ncounts\nlora_factors\ndiscover_times\nfirst_step\n"
+    "before_parts"
 )
 
 project = "gauge_optax"
@@ -124,6 +126,7 @@ def prepare(app: Any) -> None:
         "benchmarks/results/track3.md": "results/track3.md",
         "benchmarks/results/transfer.md": "results/transfer.md",
         "benchmarks/results/tuned.md": "results/tuned.md",
+        "benchmarks/results/rates.md": "results/rates.md",
         "benchmarks/results/counts.md": "results/counts.md",
         "benchmarks/results/before_parts.md": "results/before_parts.md",
     }.items():

@@ -25,6 +25,7 @@ from benchmarks import (
     orbit,
     packing,
     preflight,
+    rates,
     render,
     tuned,
 )
@@ -160,14 +161,14 @@ def test_the_command_line_lists_all_studies() -> None:
 
 NO_STUDY = {"demo", "released", "grokking_59", "grokking_59_128"}
 STUDIES = {section.name: harness.find(section.name) for section in tables.SECTIONS if section.name not in NO_STUDY}
-UNFINISHED = {"released_weights", "starts", "transfer", "tuned", "twins_benchmark"}
+UNFINISHED = {"rates", "released_weights", "starts", "transfer", "tuned", "twins_benchmark"}
 """Results that lack cells which their studies name."""
 SIZES = {"grokking_59": ["--p", "59"], "grokking_59_128": ["--p", "59", "--hidden", "128"]}
 SIZES = {name: [*sizes, "--steps", "8000", "--grid-steps", "2500"] for name, sizes in SIZES.items()}
 STORED = {
     **{name: (tables.RESULTS, study) for name, study in STUDIES.items()},
     **dict.fromkeys(SIZES, (tables.RESULTS, STUDIES["grokking"])),
-    **{study.name: (BENCHMARKS, study) for study in (track3.STUDY, transfer.STUDY, tuned.STUDY)},
+    **{study.name: (BENCHMARKS, study) for study in (track3.STUDY, transfer.STUDY, tuned.STUDY, rates.STUDY)},
 }
 
 
@@ -197,7 +198,7 @@ PAGES = {
     "certificates": certificates.page, "counts": counts.page, "curvature": curvature.page,
     "discover": discover_times.render, "exactness": exactness.page, "first_step": first_step.page, "lora": lora.render,
     "metrics": metrics.page, "orbit": orbit.page, "packing": packing.page, "preflight": preflight.page,
-    "compare_cpu": render.page, "tuned": tuned.STUDY.page, "track3": track3.STUDY.page,
+    "compare_cpu": render.page, "tuned": tuned.STUDY.page, "rates": rates.STUDY.page, "track3": track3.STUDY.page,
     "before_parts": before_parts.table, "transfer": transfer.STUDY.page, "census_large": certificates.large_page,
 }
 

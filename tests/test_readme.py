@@ -106,23 +106,15 @@ def test_what_adapters_and_a_step_cost_is_what_was_measured() -> None:
 INDEPENDENT = {"Muon": (1.383, 1.388, 1.383), "0.04": (1.416, 1.393, 1.409), "0.02": (1.375, 1.355, 1.374)}
 
 
-@pytest.mark.parametrize("text", [CHOOSE, go.max_norm_muon.__doc__], ids=["choose", "docstring"])
-def test_no_text_ranks_max_norm_muon_and_muon(text: str) -> None:
-    """Both give the losses of the independent run, what follows from them, and the rate to take."""
-    said = " ".join(text.split())
+def test_the_independent_run_stands_beside_our_own_comparison() -> None:
+    """The guide gives its losses; guide and docstring say how far ahead and behind it found `max_norm_muon`."""
+    guide, docstring = (" ".join(text.split()) for text in (CHOOSE, go.max_norm_muon.__doc__ or ""))
     for losses in INDEPENDENT.values():
-        assert "{}, {} and {}".format(*losses) in said
+        assert "{}, {} and {}".format(*losses) in guide
     ahead = [100 * (1 - ours / muon) for ours, muon in zip(INDEPENDENT["0.02"], INDEPENDENT["Muon"], strict=True)]
-    assert f"{min(ahead):.1f} to {max(ahead):.1f} % ahead" in said
     assert all(ours > muon for ours, muon in zip(INDEPENDENT["0.04"], INDEPENDENT["Muon"], strict=True))
-    assert "is not settled" in said and "runs of 1,000 steps or more" in said
-    assert not re.search(r"(nats|standard errors) below Muon|below both", said)
-
-
-def test_the_readme_ranks_neither() -> None:
-    said = " ".join(README.split())
-    assert "trains better than Muon is not settled" in said and "0.02, as the peak" in said
-    assert "runs of 1,000 steps or more" in said and "ahead" not in said
+    for said in (guide, docstring):
+        assert f"{min(ahead):.1f} to {max(ahead):.1f} % ahead" in said and "level or behind" in said
 
 
 def test_the_best_rate_of_short_runs_is_the_committed_one() -> None:
@@ -137,7 +129,6 @@ def test_the_best_rate_of_short_runs_is_the_committed_one() -> None:
         rates = sorted(losses)
         costs += [losses[rates[rates.index(rate) + k]] - losses[rate] for k in (-1, 1)]
     assert f"costs {min(costs):.2f} to {max(costs):.2f} nats there" in " ".join(CHOOSE.split())
-    assert "its best rate was 0.04 from every start" in " ".join(README.split())
 
 
 @pytest.mark.parametrize("link", sorted(set(re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", README))))

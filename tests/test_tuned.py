@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 import gauge_optax as go
-from benchmarks import tuned
+from benchmarks import rates, tuned
 from examples.studies import harness
 from examples.studies.harness import Result, key
+from examples.studies.starts import STARTS
 
 ROOT = Path(__file__).parent.parent
 
@@ -81,24 +82,56 @@ def test_a_run_is_saved_and_gone_on_from(tmp_path: Any, monkeypatch: pytest.Monk
     assert "1 of 15" in (tmp_path / "tuned.md").read_text()
 
 
-def test_pages_say_what_the_finished_part_shows() -> None:
-    """The sentence of the guide and the share that README and the docstring name, computed from the stored runs."""
+def said() -> dict[str, str]:
+    """What the pages and the docstring say, each as one line."""
+    texts = {page: (ROOT / page).read_text() for page in ("README.md", "docs/guides/choose.md")}
+    texts["max_norm_muon"] = go.max_norm_muon.__doc__ or ""
+    return {page: " ".join(text.split()) for page, text in texts.items()}
+
+
+def percent(share: float) -> str:
+    """As the pages write it."""
+    return f"{100 * share:.1f} %"
+
+
+def test_pages_say_what_the_finished_stages_show() -> None:
+    """Losses, shares and standard errors, computed from the stored runs."""
     result = json.loads((ROOT / "benchmarks" / "results" / "tuned.json").read_text())
-    said = {page: " ".join((ROOT / page).read_text().split()) for page in ("README.md", "docs/guides/choose.md")}
-    said["max_norm_muon"] = " ".join((go.max_norm_muon.__doc__ or "").split())
-    for start in ("lecun", "0.02"):
-        ends = {
-            arm: tuned.mean_and_error(
-                list(tuned.found(result, tuned.Stage(tuned.FIRST, start, (arm,)), arm).final.values()))
-            for arm in tuned.ARMS
-        }
-        share = f"{1.0 - ends['max_norm_muon'][0] / ends['Muon'][0]:.1%}".replace("%", " %")
-        assert all(f"{share} below Muon" in text for text in said.values()), start
+    guide, shares, errors = said()["docs/guides/choose.md"], [], []
+    other = "another net and text"
+    for problem, start in (*((tuned.FIRST, start) for start in STARTS), (other, "lecun")):
+        final = {arm: tuned.found(result, tuned.Stage(problem, start, (arm,), budget=tuned.BUDGET * (problem != other)),
+                                  arm).final for arm in tuned.ARMS}
+        ends = {arm: tuned.mean_and_error(list(losses.values())) for arm, losses in final.items()}
+        gap, error = tuned.mean_and_error([final["max_norm_muon"][x] - final["Muon"][x] for x in tuned.SEEDS])
+        assert gap < -3 * error, "by three standard errors"
+        shares.append(percent(1.0 - ends["max_norm_muon"][0] / ends["Muon"][0]))
+        errors.append(-gap / error)
         words = {arm: "{:.4f} ± {:.4f}".format(*end) for arm, end in ends.items()}
         assert (
             f"`max_norm_muon` ends at {words['max_norm_muon']} nats per byte, `optax.contrib.muon` at {words['Muon']} "
-            f"and AdamW at {words['AdamW']}" in said["docs/guides/choose.md"]
+            f"and AdamW at {words['AdamW']}" in guide
         ), start
-    third = tuned.Stage(tuned.FIRST, "zero outputs", ("Muon",))
-    finished = len(tuned.found(result, third, "Muon").final) == len(tuned.SEEDS)
-    assert not finished, "a third start is finished: say what it shows, here and on the pages"
+    first, second, third, last = shares
+    assert all(f"{first}, {second} and {third} below Muon" in text for text in said().values())
+    assert all(f"{last} below Muon" in text for text in said().values())
+    assert f"by at least {math.floor(min(errors))} standard errors" in guide
+
+
+def test_pages_say_what_the_rule_of_rates_costs() -> None:
+    """The most that the advised rate adds to the best of a sweep."""
+    result = json.loads((ROOT / "benchmarks" / "results" / "rates.json").read_text())
+    table = list(rates.rows(result))
+    assert len(table) == len(rates.PROBLEMS), "a sweep is not finished"
+    cost = max((row[-1] for row in table), key=lambda text: float(text.split()[0]))
+    assert f"costs at most {cost}" in said()["docs/guides/choose.md"]
+    assert f"costs at most {cost}" in said()["max_norm_muon"]
+    assert all("0.02·√(1,000/steps)" in text for text in said().values())
+    assert [rates.rule(tuned.task_of(tuned.llama(), steps)) for steps in (250, 1000, 4000)] == [0.04, 0.02, 0.01]
+
+
+def test_the_loss_between_two_rates_is_that_of_a_parabola() -> None:
+    """A curve that is one, at a rate between those of the sweep and at one of them."""
+    curve = {rate: 1.0 + 0.3 * math.log(rate / 0.025) ** 2 for rate in rates.RATES}
+    for rate in (0.02, 0.028, 0.06):
+        assert rates.at(curve, rate) == pytest.approx(1.0 + 0.3 * math.log(rate / 0.025) ** 2, rel=1e-9)

@@ -219,14 +219,12 @@ def max_norm_muon(
 ) -> GaugeTransformation:
     """`quotient` around `max_norm` around Muon: every weight vector steps by the learning rate, in a ball.
 
-    Begin with a peak rate of 0.02 in runs of 1,000 steps or more, from any start. Whether it trains better than Muon is
-    not settled: in an independent run of 1,000 steps (a Llama of 3 layers, width 128, 8 × 128 bytes per step, one seed
-    per start, from LeCun-normal kernels, from 0.02 and from zero outputs) a Muon whose Adam rate and decay were tuned
-    apart ended at validation losses of 1.383, 1.388 and 1.383, and this at 1.416, 1.393 and 1.409 with a rate of 0.04,
-    level or behind, and at 1.375, 1.355 and 1.374 with 0.02, 0.6 to 2.4 % ahead. Our own comparison with equal budgets
-    of tuning (benchmarks/results/tuned.md) has finished two starts: 1.8 % below Muon from LeCun-normal kernels and from
-    0.02. In runs of 200 and 400 steps the best rate was 0.04, and about 0.5/√d at widths d above 256
-    (benchmarks/results/transfer.md).
+    Take the peak rate 0.02·√(1,000/steps). In sweeps of five rates, in 250 to 4,000 steps of 8 × 128 bytes, at widths
+    64 to 256 and depths 3 and 8, it costs at most 0.0 % of the best of the five (benchmarks/results/rates.md). With
+    equal budgets of tuning, from three starts, the loss is 1.8 %, 1.8 % and 1.9 % below Muon's after 1,000 steps of a
+    Llama of 3 layers and width 128, and 3.4 % below Muon's, untuned, on another network and text
+    (benchmarks/results/tuned.md). In an independent run of that length, one seed per start, it was 0.6 to 2.4 % ahead
+    of a tuned Muon at a rate of 0.02, and level or behind at 0.04. Larger models were not tried.
 
     The unit of every step is the norm that a vector has at the usual start: 1 for a neuron, that is, for its weights of
     variance 1/inputs, and √d for the d entries of a token in a table of embeddings. No vector may outgrow `bound` of

@@ -185,6 +185,8 @@ def flows(trace: Trace, leaves: Leaves) -> list[Flow]:
     shared = {frozenset(one & other) for one, other in itertools.combinations(labels.values(), 2)}
     for spaces in sorted(sorted(common) for common in shared if common):
         tried.append(_common_row(spaces, [view for view in views if labels[view.path] >= set(spaces)], layers))
+    for space in sorted({space for own in labels.values() for space in own} - layers):
+        tried.append(_read_past_norms(space, [view for view in views if view.labels.count(space) == 1]))
     return [flow for flow in tried if 0 < flow.columns <= _MOST]
 
 
@@ -357,6 +359,34 @@ def _common_row(spaces: Sequence[Space], tables: Sequence[View], layers: set[Spa
         return frozenset.intersection(*(frozenset(tables[k].labels) for k in taken)) == set(spaces)
 
     return Flow("one vector on every row of several leaves", make, len(tables), write, belongs)
+
+
+def _read_past_norms(space: Space, views: Sequence[View]) -> Flow:
+    """(Wc)1ᵀ on the kernels W that write a stream, and −c(1ᵀW) on those that read it without a centred norm before.
+
+    They add c·x to every entry of the stream x, Σc = 0: its mean changes, which centred norms hide, and the readers
+    without a norm, such as a head behind no final norm, subtract it again.
+    """
+
+    def make(point: Leaves, rng: np.random.Generator) -> list[Motion]:
+        length, motions = _tensor(views[0], point).shape[views[0].labels.index(space)], list[Motion]()
+        free = rng.standard_normal((length,))
+        free -= free.mean()
+        for view, (seen, put) in itertools.product(views, [(free, np.ones_like(free)), (np.ones_like(free), -free)]):
+            tensor, axis = _tensor(view, point), view.labels.index(space)
+            total = np.expand_dims(np.tensordot(tensor, seen, (axis, 0)), axis)
+            motions.append(_motion(view, total * put.reshape([-1 if k == axis else 1 for k in range(tensor.ndim)])))
+        return motions
+
+    def write(taken: list[int], unread: list[int]) -> Call:
+        raise Unwritable(kind)
+
+    def belongs(taken: list[int]) -> bool:
+        """Some leaf writes, and another reads."""
+        return len({k % 2 for k in taken}) == 2 and len({k // 2 for k in taken}) > 1
+
+    kind = "the mean of a stream, which centred norms hide, and which a kernel without a norm before it reads"
+    return Flow(kind, make, 2 * len(views) if len(views) > 1 else 0, write, belongs)
 
 
 def _with_the_first(least: int) -> Callable[[list[int]], bool]:

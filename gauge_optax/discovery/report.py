@@ -337,7 +337,8 @@ def _searched(
     almost = [claim for claim in claims if any(claim.call is call and change <= 10 * near for call, change in failed)]
     rejected += [_refuted(call, change) for call, change in failed if change > 10 * near]
     nearly, _ = _proved(prover, [*almost, *_claims(close, trace, positive)[0]], 10 * near, rng(6))
-    additions = _additions(trace, masks, offsets, shifts, prover.points[0])
+    matrices = [set(symmetry.paths) for symmetry in exact if symmetry.family == "linear"]
+    additions = _additions(trace, masks, offsets, shifts, prover.points[0], matrices)
     norms = passed([one.call for one in proved if one.call.kind == "norm_scale"], params)
     turns = _turns(trace, leaves, gradients, at_once, norms, params, exact, masks, rng, ungauged)
     calls = merged_reads([addition.call for addition in additions if addition.call is not None])
@@ -377,7 +378,8 @@ class _Addition(NamedTuple):
 
 
 def _additions(
-    trace: Trace, dead: Mapping[str, np.ndarray], offsets: Sequence[Flow], shifts: Shifts, point: Leaves
+    trace: Trace, dead: Mapping[str, np.ndarray], offsets: Sequence[Flow], shifts: Shifts, point: Leaves,
+    matrices: Sequence[set[str]],
 ) -> list[_Addition]:
     """What gradients do not see of additions to leaves.
 
@@ -387,6 +389,7 @@ def _additions(
       offsets: additions, with what gradients see of them.
       shifts: constants along an axis, with what gradients see of them.
       point: where leaves are named at.
+      matrices: the leaves of each symmetry by all matrices, which contains what is found between the same leaves.
     """
     additions = []
     for places, _ in shifts.solve(softmax=False):
@@ -397,6 +400,8 @@ def _additions(
         additions.append(_Addition(kind, path, None, functools.partial(_raised, path)))
     for k, flow in enumerate(offsets):
         for row in flow.solve():
+            if set(flow.paths(row, point)) in matrices:
+                continue
             call = None
             with contextlib.suppress(Unwritable):
                 call = flow.call(row)

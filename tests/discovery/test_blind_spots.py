@@ -231,3 +231,25 @@ def test_a_part_of_a_bias_that_its_kernel_maps_to_nothing_is_named(norm: str, wi
     named = go.discover(fn, params, inputs, "predictions", progress=False).ungauged
     kind = "a part of a bias that the kernel behind it maps to nothing that is read"
     assert (kind in named) == (width < 8 or (norm == "centred" and width == 8))
+
+
+@pytest.mark.parametrize(("norm", "last", "named"), [("centred", False, True), ("centred", True, False),
+                                                     ("plain", False, False)])
+def test_the_mean_of_a_stream_that_a_head_reads_past_the_norms_is_named(norm: str, last: bool, named: bool) -> None:
+    """A stream of MLPs: with a centred norm before each and none before the head, x may gain c·x in every entry."""
+    draw = np.random.default_rng(0)
+    sizes = {"in": (5, 6), "up": (6, 7), "down": (7, 6), "wide": (6, 8), "narrow": (8, 6), "head": (6, 4)}
+    params = {name: jnp.asarray(draw.normal(size=size)) for name, size in sizes.items()}
+    inputs = list(draw.normal(size=(2, 60, 5)))
+    of = _centred if norm == "centred" else normalised
+
+    def fn(p: Any, x: Any) -> jax.Array:
+        x = jnp.tanh(x) @ p["in"]
+        x = x + jnp.sin(of(x) @ p["up"]) @ p["down"]
+        x = x + jnp.cos(of(x) @ p["wide"]) @ p["narrow"]
+        return jnp.sin((of(x) if last else x) @ p["head"])
+
+    kind = "the mean of a stream, which centred norms hide, and which a kernel without a norm before it reads"
+    for seed in range(2):
+        ungauged = go.discover(fn, params, inputs, "predictions", seed=seed, progress=False).ungauged
+        assert ungauged == ({kind: ("down + head + in + narrow",)} if named else {})

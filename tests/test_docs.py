@@ -26,6 +26,10 @@ CACHE_OPTIONS = (
     "jax_persistent_cache_min_entry_size_bytes",
 )
 GUIDES = sorted((ROOT / "docs" / "guides").glob("*.md"))
+NEEDED = {"trainers": ("torch", "transformers", "peft", "accelerate", "tunix", "qwix")}
+"""Packages of a guide that are no part of the environment for development; these warn of much as they are imported."""
+WARNS = pytest.mark.filterwarnings("ignore")
+RUN = [pytest.param(x, marks=WARNS if x.stem in NEEDED else (), id=x.stem) for x in GUIDES]
 
 
 def test_every_public_symbol_has_a_page(tmp_path: Path) -> None:
@@ -43,11 +47,13 @@ FIGURE = re.compile(r"\d(\.\d+)?e[+-]\d+")  # the last digits depend on the mach
 
 
 @pytest.mark.notebook
-@pytest.mark.parametrize("guide", GUIDES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("guide", RUN)
 def test_blocks_of_a_guide_run_and_print_what_is_shown(
     guide: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """One after the other; a block of text shows what the block of Python before it prints."""
+    for package in NEEDED.get(guide.stem, ()):
+        pytest.importorskip(package)
     blocks = re.findall(r"```(python|text)\n(.*?)```", guide.read_text(), re.S)
     assert any(language == "python" for language, _ in blocks)
     names: dict[str, Any] = {"__name__": "guide"}

@@ -560,22 +560,24 @@ class Sweep(NamedTuple):
 
 
 def at_rates(
-    build: Callable[[Schedule], optax.GradientTransformation], loss: Callable[[Params], Loss], inputs: Sequence[Any],
+    build: Callable[[Schedule], optax.GradientTransformation], loss: Callable[..., Loss], inputs: Sequence[Any],
     warmup: int,
 ) -> Callable[..., Any]:
     """Compiled once for all peak rates: (initial weights, batches, held-out batches, rate) → losses, validation loss.
 
     Args:
       build: the optimizer of a schedule: a warm-up from a tenth of the peak, and a cosine to zero.
-      loss: initial weights → the loss of weights and a batch.
-      inputs: examples of initial weights, batches and held-out batches.
+      loss: initial weights, and what else is given → the loss of weights and a batch.
+      inputs: examples of initial weights, batches and held-out batches; then of what else the loss is given, such as
+        weights that stay as they are.
       warmup: steps, if the run is twice as long.
     """
     steps = len(inputs[1])
     shape = optax.warmup_cosine_decay_schedule(0.1, 1.0, warmup_steps=min(warmup, steps // 2), decay_steps=steps)
 
-    def run(start: Params, batches: jax.Array, held_out: jax.Array, rate: jax.Array) -> tuple[jax.Array, jax.Array]:
-        own = loss(start)
+    def run(start: Params, batches: jax.Array, held_out: jax.Array, *more: Any) -> tuple[jax.Array, jax.Array]:
+        *given, rate = more
+        own = loss(start, *given)
         params, losses = scanned(build(lambda n: rate * shape(n)), own, start, batches)
         return losses, jax.lax.map(functools.partial(own, params), held_out).mean()
 

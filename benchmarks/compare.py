@@ -60,7 +60,10 @@ def blocks(sized: Case) -> dict[str, Block]:
             ),
             "ddc_adamw": go.ddc_adamw(RATE, sized.gauges, weight_decay=0.1),
         },
-        "muon": plain | {"quotient_muon": sized.quotient_muon(RATE), "ddc_muon": sized.ddc_muon(RATE)},
+        "muon": plain | {
+            "quotient_muon": sized.quotient_muon(RATE), "ddc_muon": sized.ddc_muon(RATE),
+            "max_norm_muon": sized.max_norm_muon(RATE),
+        },
     }
 
 

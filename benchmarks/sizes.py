@@ -1,6 +1,7 @@
 """What the optimizers are compared on: parameter trees, gauges, gradients, and which leaves are matrices to Muon."""
 
 import dataclasses
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,6 +10,7 @@ import jax
 import optax
 
 import gauge_optax as go
+from benchmarks.track3.optimizers import EMBEDDINGS, NEURONS, TOKENS, joined
 from examples.studies.starts import muon_axes
 from models import lm
 
@@ -110,6 +112,14 @@ class Case:
     def ddc_muon(self, rate: float) -> optax.GradientTransformation:
         """Ours on the same leaves."""
         return go.ddc_muon(rate, self.gauges, labels=self.labels)
+
+    def max_norm_muon(self, rate: float) -> optax.GradientTransformation:
+        """Ours on the same leaves and on the tables of tokens, which have a bound of their own."""
+        leaves = jax.tree_util.tree_leaves_with_path(self.params)
+        paths = {re.sub(r"/\d+/", "/{i}/", joined(path)) for path, _ in leaves}
+        neurons, tables = ({path: axes for path, axes in of.items() if path in paths} for of in (
+            {**NEURONS, **TOKENS}, EMBEDDINGS))
+        return go.max_norm_muon(rate, self.gauges, neurons, tables)
 
 
 def case(size: Size) -> Case:

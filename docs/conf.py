@@ -24,6 +24,7 @@ from docs import symbols
 PAGES = {
     "examples/results/README.md": "/results/index.md",
     "benchmarks/results/compare_cpu.md": "/results/compare_cpu.md",
+    "benchmarks/results/accelerator_h200.md": "/results/accelerator_h200.md",
     "benchmarks/results/lora.md": "/results/lora_factors.md",
     "benchmarks/results/discover.md": "/results/discover_times.md",
     "benchmarks/results/first_step.md": "/results/first_step.md",
@@ -40,7 +41,7 @@ PAGES = {
 
 # Pages under the page of results, besides those of the examples.
 RESULTS = (
-    "released\ntuned\nrates\ntrack3\ntransfer\ncompare_cpu\ncounts\nlora_factors\ndiscover_times\nfirst_step\n"
+    "released\ntuned\nrates\ntrack3\ntransfer\ncompare_cpu\naccelerator_h200\ncounts\nlora_factors\ndiscover_times\nfirst_step\n"
     "before_parts"
 )
 
@@ -120,6 +121,7 @@ def prepare(app: Any) -> None:
         "examples/results/README.md": "results/index.md",
         "examples/results/released.md": "results/released.md",
         "benchmarks/results/compare_cpu.md": "results/compare_cpu.md",
+        "benchmarks/results/accelerator_h200.md": "results/accelerator_h200.md",
         "benchmarks/results/lora.md": "results/lora_factors.md",
         "benchmarks/results/discover.md": "results/discover_times.md",
         "benchmarks/results/first_step.md": "results/first_step.md",

@@ -14,6 +14,7 @@ import numpy as np
 
 from gauge_optax.binding import leaves_by_path, mask_by_path, with_leaves
 from gauge_optax.errors import binding_error
+from gauge_optax.traced import loop_counts
 
 _HYPERPARAMETERS = "hyperparams"  # the field of Optax's states whose numbers users change between steps
 _ZERO_OF_FIRST = frozenset(
@@ -168,8 +169,7 @@ def _zeros_of(equation: Any, given: list[bool]) -> list[bool]:
         of_branches = [_closed(branch, given[1:]) for branch in options["branches"]]
         return [all(of_branch) for of_branch in zip(*of_branches, strict=True)]
     if kind == "scan":
-        constants, carried = options["num_consts"], options["num_carry"]
-        return _repeated(options["jaxpr"], given, constants, carried)
+        return _repeated(options["jaxpr"], given, *loop_counts(options))
     if kind == "while":
         constants = options["body_nconsts"]
         return _repeated(options["body_jaxpr"], given[options["cond_nconsts"] :], constants, len(given))

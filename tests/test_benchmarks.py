@@ -14,6 +14,7 @@ import pytest
 
 import gauge_optax as go
 from benchmarks import (
+    accelerator,
     before_parts,
     compare,
     counts,
@@ -83,6 +84,20 @@ def test_a_comparison_is_printed_and_kept(tmp_path: Path, capsys: pytest.Capture
     assert found["compile"]["blocks"]["rows"]["optax.adamw"]["ratio"] > 0
     text = (tmp_path / "compare_cpu.md").read_text()
     assert text in capsys.readouterr().out and "## toy" in text and "| ddc_muon |" in text
+
+
+def test_what_an_accelerator_is_asked_runs_here_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A cell of each kind, in small."""
+    small = ["--width", "32", "--layers", "1", "--repeats", "1", "--step-repeats", "1", "--steps", "2"]
+    kinds = ["update | toy | adam", "step | gpt2 | adam", "train | AdamW | 0.001", "twins | highest"]
+    harness.main(accelerator.STUDY, [*small, "--out", str(tmp_path), "--only", *kinds])
+    cells = json.loads((tmp_path / "accelerator_cpu.json").read_text())["cells"]
+    assert list(cells) == kinds
+    twins = cells["twins | highest"]
+    assert twins["optax.adamw"] > 100 * max(twins["quotient(optax.adamw)"], twins["quotient_muon"])
+    page = (tmp_path / "accelerator_cpu.md").read_text()
+    assert "Not run yet" not in page and "| quotient(optax.adamw) |" in page
+    assert "**Twins.**" in capsys.readouterr().out
 
 
 def test_figures_of_another_machine_are_not_mixed_in(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ exact symmetry from a near one. The jaxpr says which function of real numbers it
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +21,7 @@ from jax.extend import core
 from gauge_optax.discovery.sketch import Function, Leaves
 from gauge_optax.discovery.trace import called_jaxpr, source
 from gauge_optax.errors import binding_error
+from gauge_optax.traced import loop_counts
 
 _LEAVES, _BATCH, _DRAWN = 1, 2, 4  # marks: what a value depends on; the third is noise from a captured key
 _DRAWS = ("random_bits", "threefry2x32", "rng_bit_generator", "rng_uniform")
@@ -128,7 +130,7 @@ def _mark(jaxpr: core.Jaxpr, marks: Sequence[int], marked: list[tuple[Any, int, 
         if inlined := called_jaxpr(eqn):
             outs = _mark(inlined[0], ins[len(ins) - len(inlined[0].invars) :], marked, where)
         elif name == "scan":
-            first, carried = eqn.params["num_consts"], eqn.params["num_consts"] + eqn.params["num_carry"]
+            first, carried = itertools.accumulate(loop_counts(eqn.params))
             for _ in range(2):  # the second turn sees what the first brings into the carry
                 outs = _mark(eqn.params["jaxpr"].jaxpr, ins, marked, where)
                 ins[first:carried] = [a | b for a, b in zip(ins[first:carried], outs, strict=False)]
@@ -207,8 +209,7 @@ def _wide_param(x: Any) -> Any:
 
 
 def _scan(params: Mapping[str, Any], ins: list[Any]) -> Sequence[Any]:
-    body, first = params["jaxpr"], params["num_consts"]
-    split = first + params["num_carry"]
+    body, (first, split) = params["jaxpr"], itertools.accumulate(loop_counts(params))
 
     def step(carry: Any, xs: Any) -> Any:
         outs = _evaluate(body.jaxpr, body.consts, [*ins[:first], *carry, *xs])

@@ -20,6 +20,7 @@ from jax.extend import core
 
 from gauge_optax.discovery.places import FREE, Places, varying
 from gauge_optax.discovery.trace import called_jaxpr
+from gauge_optax.traced import loop_counts
 
 _CONSTANT = 100_000  # entries of index arithmetic that is evaluated
 
@@ -572,7 +573,7 @@ def _loop(walk: Walk, body: Any, consts: list[Value], carry: list[Value], xs: li
 
 
 def _scan(walk: Walk, eqn: Any, ins: list[Value]) -> list[Value]:
-    count, first = eqn.params["num_carry"], eqn.params["num_consts"]
+    first, count = loop_counts(eqn.params)
     slices = []
     for value in ins[first + count :]:
         if not value.data:

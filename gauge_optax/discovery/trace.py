@@ -17,6 +17,7 @@ from jax.extend import core
 
 from gauge_optax.discovery.rules import RULES, Axes, Value, default
 from gauge_optax.discovery.spaces import Axis, Space, Spaces
+from gauge_optax.traced import loop_counts
 
 # Primitives that move the entries of a parameter but compute nothing.
 _MOVES = {"transpose", "reshape", "convert_element_type", "squeeze", "slice", "split", "dynamic_slice",
@@ -231,8 +232,8 @@ def _loop(trace: Trace, body: Any, consts: list[Value], carry: list[Value], xs: 
 
 
 def _scan(trace: Trace, eqn: Any, ins: list[Value]) -> list[Value]:
-    count = eqn.params["num_carry"]
-    first, second = eqn.params["num_consts"], eqn.params["num_consts"] + count
+    first, count = loop_counts(eqn.params)
+    second = first + count
     lead = trace.spaces.unify(*(value.axes[0] for value in ins[second:]))
     if lead is not None:
         trace.stacked.append(lead)

@@ -196,8 +196,8 @@ def section(result: Mapping[str, Any]) -> str:
                 rows.append([label, method, *("–" if x is None else f"{x['loss']:.4f}" for x in found)])
     said = [
         f"SmolLM2-135M-Instruct, float32, {result['machine']}; held-out loss in nats per token, {jobs.HELD_OUT} "
-        f"windows of {jobs.LENGTH} tokens. GPTQ and AWQ are calibrated on {CALIBRATED} windows. *Chosen* is the point that "
-        f"`choose` finds for {CHOSEN} with rounding to nearest, on one draw of text.", report.markdown(rows)]
+        f"windows of {jobs.LENGTH} tokens. GPTQ and AWQ are calibrated on {CALIBRATED} windows. *Chosen* is the "
+        f"point that `choose` finds for {CHOSEN} with rounding to nearest, on one draw of text.", report.markdown(rows)]
     for method, labels in METHODS.items():
         for label in labels:
             own = {at: np.array(cells[method, label, at]["windows"]) for at in POINTS if (method, label, at) in cells}

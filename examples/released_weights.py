@@ -270,8 +270,8 @@ def batches_of(windows: np.ndarray) -> jax.Array:
     return jnp.asarray(windows.reshape(-1, BATCH, windows.shape[1]))
 
 
-def chooses(label: str, draw: int) -> dict[str, Any]:
-    """The held-out loss at the point that `choose` finds on one draw of calibration text.
+def chosen(label: str, draw: int) -> Params:
+    """SmolLM2's weights at the point that `choose` finds on one draw of calibration text.
 
     Scales of norms and of units are free, and rotations of values; so the function stays what it is.
     """
@@ -284,7 +284,12 @@ def chooses(label: str, draw: int) -> dict[str, Any]:
     group = go.product([*NORMS, *UNITS, *VALUES])
     tx = optax.adam(optax.cosine_decay_schedule(RATE, STEPS))
     element = go.orbit.choose(divergence, params, group, tx, steps=STEPS, batches=given, progress=False)
-    best, held_out = group.act(element, params), batches_of(text(True)[:HELD_OUT])
+    return group.act(element, params)
+
+
+def chooses(label: str, draw: int) -> dict[str, Any]:
+    """The held-out loss at the chosen point."""
+    best, held_out = chosen(label, draw), batches_of(text(True)[:HELD_OUT])
     found, exact = (losses(best, held_out, FORMATS[x]) for x in (label, "exact"))
     return {"loss": float(jnp.mean(found)), "exact": float(jnp.mean(exact)),
             "windows": [harness.rounded(x) for x in found]}

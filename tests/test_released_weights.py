@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 import gauge_optax as go
+from examples import lora_weights, qwix_weights, weights
 from examples import released_weights as jobs
-from examples import weights
+from examples.studies import harness
 
 
 def test_a_grid_spans_what_a_product_sums() -> None:
@@ -45,6 +46,72 @@ def test_the_tables_say_what_is_missing_and_whether_a_chosen_point_is_better(tmp
     assert "the chosen point's loss is higher" in jobs.section(result)
     jobs.figure(result, tmp_path / "figure.png")
     assert (tmp_path / "figure.png").stat().st_size > 1000
+
+
+def tiny() -> Any:
+    """A Llama of random weights in SmolLM2's tree."""
+    layers, d, heads, groups, e, f = 2, 8, 4, 2, 4, 12
+    shapes = {
+        "embed/embedding": (16, d), "final_norm/scale": (d,),
+        "blocks/norm1/scale": (layers, d), "blocks/norm2/scale": (layers, d),
+        "blocks/attn/query/kernel": (layers, d, heads, e), "blocks/attn/key/kernel": (layers, d, groups, e),
+        "blocks/attn/value/kernel": (layers, d, groups, e), "blocks/attn/out/kernel": (layers, heads, e, d),
+        "blocks/mlp/gate/kernel": (layers, d, f), "blocks/mlp/up/kernel": (layers, d, f),
+        "blocks/mlp/down/kernel": (layers, f, d),
+    }
+    draw = np.random.default_rng(0)
+    return weights.nested({path: draw.standard_normal(x).astype(np.float32) / 2 for path, x in shapes.items()})
+
+
+def test_factors_are_added_to_their_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At B = 0 they change nothing; the loss with other factors is that of kernels with the product in them."""
+    params, tokens = tiny(), jnp.arange(12) % 16
+    monkeypatch.setattr(jobs, "smollm2", lambda: (params, None))
+    factors = lora_weights.adapters(3, seed=0)
+    assert lora_weights.loss(params, factors, tokens) == lora_weights.loss(params, {}, tokens)
+    factors = jax.tree.map(lambda x: x + 0.1, factors)
+    merged = jax.tree.map(lambda x: x, params)
+    for name, pair in factors.items():
+        kernel = merged["blocks"]["attn"][name]["kernel"]
+        merged["blocks"]["attn"][name]["kernel"] = kernel + (pair["lora_a"] @ pair["lora_b"]).reshape(kernel.shape)
+    expected = lora_weights.loss(merged, {}, tokens)
+    np.testing.assert_allclose(lora_weights.loss(params, factors, tokens), expected, rtol=1e-5)
+    assert abs(float(expected - lora_weights.loss(params, {}, tokens))) > 1e-3
+
+
+def test_the_sweep_takes_equal_places_first_and_says_what_one_rate_costs(tmp_path: Path) -> None:
+    """Losses of made-up cells: rank 4 is best at the first rate, all others at the second, by 0.3."""
+    result: dict[str, Any] = {"cells": {}, "seeds": [1, 2], "machine": "none", "settings": {"steps": 5}, "before": 4.0}
+    first = lora_weights.missing(result)
+    assert [cell[:2] for cell in first[:16]] == lora_weights.GROUPS and len({cell[3] for cell in first[:48]}) == 1
+    for _ in range(9):
+        for cell in lora_weights.missing(result):
+            rank, arm, rate, seed = cell
+            place = np.log(rate / lora_weights.FIRST[arm]) / np.log(harness.RATIO)
+            loss = 3.0 + 0.3 * abs(round(place) - (rank > 4)) + 0.01 * seed
+            result["cells"][harness.key(cell)] = {"validation": loss, "finite": True, "cpu_seconds": 1.0}
+    text = lora_weights.section(result)
+    assert "All is done." in text and "an end of its sweep" not in text
+    assert text.count("| 0.3000 ") == 4 and "3.0150 ± 0.0071 at " in text
+    lora_weights.figure(result, tmp_path / "figure.png")
+    assert (tmp_path / "figure.png").stat().st_size > 1000
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_the_flax_model_is_the_model_and_qwix_rounds_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four bits by each of Qwix's methods change the loss; GPTQ reads the text and differs from plain rounding."""
+    params, tokens = tiny(), np.arange(8 * 9).reshape(8, 9) % 16
+    model, own = qwix_weights.flax_model(params)
+    x = model.apply({"params": own}, params["embed"]["embedding"][tokens])
+    logits = weights.rms_norm(x, params["final_norm"]["scale"]) @ params["embed"]["embedding"].T
+    np.testing.assert_allclose(logits, weights.llama_logits(params, jnp.asarray(tokens)), rtol=1e-4, atol=1e-4)
+    pytest.importorskip("qwix")
+    monkeypatch.setattr(jobs, "point", lambda at: params)
+    monkeypatch.setattr(jobs, "text", lambda held_out: tokens)
+    exact = float(jobs.losses(params, jobs.batches_of(tokens), jobs.FORMATS["exact"]).mean())
+    found = {method: qwix_weights.made(method, "W4A16", "released")["loss"] for method in qwix_weights.METHODS}
+    assert all(1e-4 < abs(loss - exact) < 1 for loss in found.values()), (exact, found)
+    assert len(set(found.values())) == len(found)
 
 
 @pytest.fixture(scope="module")

@@ -119,7 +119,7 @@ class Case:
         paths = {re.sub(r"/\d+/", "/{i}/", joined(path)) for path, _ in leaves}
         neurons, tables = ({path: axes for path, axes in of.items() if path in paths} for of in (
             {**NEURONS, **TOKENS}, EMBEDDINGS))
-        return go.max_norm_muon(rate, self.gauges, neurons, tables)
+        return go.max_norm_muon(rate, self.gauges, neurons, tables, adam_learning_rate=rate / 2)  # positions too
 
 
 def case(size: Size) -> Case:

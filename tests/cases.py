@@ -303,6 +303,12 @@ def _written_loss(p: Tree) -> jax.Array:
     return _square(jnp.tanh(_layer_normalised(jnp.einsum("nhe,hed->nd", x, p["out"]) + p["bias"])[:, :3]))
 
 
+def _tied_loss(p: Tree) -> jax.Array:
+    """A table that embeds and unembeds: a LayerNorm hides what rows gain, a softmax what all logits gain."""
+    x = _layer_normalised(p["table"] + jnp.tanh(_layer_normalised(p["table"]) @ p["up"]))
+    return _square(jax.nn.log_softmax((x * jnp.arange(1.0, 1.0 + x.shape[-1])) @ p["table"].T)[:3])
+
+
 def _centred_loss(p: Tree) -> jax.Array:
     leaf = p["up"]["kernel"]
     x = _layer_normalised(_inputs(leaf, 4, 6)) * (1.0 + p.get("scale", jnp.zeros(()))) + p.get("bias", 0.0)
@@ -788,6 +794,13 @@ FLAT_CASES: tuple[GaugeCase, ...] = (
         _params(out=(2, 4, 6), bias=(6,)),
         _written_loss,
         dim=9,
+    ),
+    GaugeCase(
+        "table_shift/tied",
+        lambda: [go.table_shift({"table": "vocab channel"})],
+        _params(table=(5, 4), up=(4, 4)),
+        _tied_loss,
+        dim=1,
     ),
     GaugeCase(
         "norm_read_shift/plain",

@@ -42,7 +42,8 @@ _DEAD = 1e-11  # an element whose gradient is smaller, relative to a typical one
 # The order in which a report lists kinds: first those that training takes, then those that make a step dearer.
 _TRAINING = ("norm_scale", "scale_invariant", "head_rotation", "head_linear", "rope_torus", "rope_linear", "rescale",
              "logit_shift")
-_REST = ("residual_rotation", "norm_read_shift", "norm_write_shift", "embedding_shift", "key_bias", "bias_absorption")
+_REST = ("residual_rotation", "norm_read_shift", "norm_write_shift", "embedding_shift", "table_shift", "key_bias",
+         "bias_absorption")
 
 
 class Uncovered(NamedTuple):
@@ -395,9 +396,6 @@ def _additions(
     for places, _ in shifts.solve(softmax=False):
         kind = "a constant along an axis that only centred norms read"
         additions += [_Addition(kind, call.paths[0], call, None) for call in write_shift_calls(places)]
-    for path in shifts.constants():
-        kind = "one constant on all entries of a table, which a centred norm and a softmax hide"
-        additions.append(_Addition(kind, path, None, functools.partial(_raised, path)))
     for k, flow in enumerate(offsets):
         for row in flow.solve():
             if set(flow.paths(row, point)) in matrices:
@@ -407,6 +405,15 @@ def _additions(
                 call = flow.call(row)
             where = " + ".join(flow.paths(row, point))
             additions.append(_Addition(flow.kind, where, call, functools.partial(flow.moved, row, seed=k)))
+    hidden = {path for one in additions if one.call is not None and one.call.kind == "norm_write_shift"
+              for path in one.call.paths}
+    traded = [one.call.paths for one in additions if one.call is not None and one.call.kind == "embedding_shift"]
+    for view, axes in shifts.constants():
+        if any(view.path in paths and hidden & set(paths) for paths in traded):
+            continue  # what the table gains the other one loses, whose loss a norm hides
+        kind = "one constant on all entries of a table, which a centred norm and a softmax hide"
+        call = Call("table_shift", {"table": {view.path: axes}}) if axes else None
+        additions.append(_Addition(kind, view.path, call, functools.partial(_raised, view.path)))
     unread = [unread_bias_call(trace, path, mask) for path, mask in dead.items() if mask.any()]
     additions += [_Addition("a bias without effect", one.paths[0], one, None) for one in unread if one is not None]
     return additions

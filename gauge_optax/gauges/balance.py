@@ -122,7 +122,7 @@ def _rounds(s: Slice, x: Arrays) -> tuple[Any, ...]:
             alone = part.act(new[number], point)
             e = balanced(part, alone)
             # A balanced matrix is exact as soon as all scales are, so that their changes alone decide convergence.
-            if part.along is None:
+            if not part.along:
                 changes = jax.tree.map(lambda y, z: jnp.max(jnp.abs(y / z - 1.0), initial=0.0), e, new[number])
                 moved = jnp.maximum(moved, jnp.max(jnp.stack(jax.tree.leaves(changes))))
             new[number], point = e, part.undo(e, alone)

@@ -35,8 +35,8 @@ class OfUser(Size[Any]):
     read_from: tuple[Block, ...] = ()
 
     @property
-    def along(self) -> str | None:
-        return None if self.gauge.commutes else ""
+    def along(self) -> tuple[str, ...]:
+        return () if self.gauge.commutes else ("",)
 
     @property
     def anchors(self) -> tuple[Anchor, ...]:

@@ -77,10 +77,10 @@ class Copy(abc.ABC):
     parts: tuple[Part[Any], ...]
 
     # What the binder has to know of axes and roles.
-    axis: ClassVar[str | None] = None  # the axis on which the group acts, whose name is reserved
+    acting: ClassVar[tuple[str, ...]] = ()  # the axes on which the group acts, whose names are reserved
     joined: ClassVar[bool] = False  # whether all captures belong to one copy: one element for all layers
     partial: ClassVar[tuple[str, ...]] = ()  # roles whose blocks may lack named axes
-    without_axis: ClassVar[tuple[str, ...]] = ()  # roles whose blocks lack `axis`
+    without_axis: ClassVar[tuple[str, ...]] = ()  # roles whose blocks lack these
     # What messages and states say of it.
     effect: ClassVar[Effect] = "linear"  # of a move on tangents and cotangents
     balancing: ClassVar[Effect] = "still"  # of the move to the point of least norm on the orbit

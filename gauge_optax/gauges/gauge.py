@@ -432,7 +432,7 @@ class BlockGauge(SliceGauge):
 
     @property
     def _reserved(self) -> tuple[str, ...]:
-        return () if self.kind.axis is None else (self.kind.axis,)
+        return self.kind.acting
 
     def _copies(self, params: Any) -> tuple[Copy, ...]:
         kind, options = self.kind, dict(self.options)
@@ -538,10 +538,9 @@ def block_gauge(
     Raises:
       ValueError: malformed paths, axes or sizes.
     """
-    reserved = () if kind.axis is None else (kind.axis,)
     specs = tuple(
         spec for role, blocks in roles.items()
-        for spec in block_specs(name, role, blocks, () if role in kind.without_axis else reserved, kind.joined)
+        for spec in block_specs(name, role, blocks, () if role in kind.without_axis else kind.acting, kind.joined)
     )
     frozen = frozen_sizes(name, sizes)
     check_specs(name, specs, frozen, kind.joined, kind.partial)

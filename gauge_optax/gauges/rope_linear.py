@@ -60,7 +60,7 @@ class ComplexScale(Copy):
 
     effect: ClassVar[Effect] = "linear"
     balancing: ClassVar[Effect] = "diagonal"
-    axis: ClassVar[str | None] = BASIS
+    acting: ClassVar[tuple[str, ...]] = (BASIS,)
     breaks: ClassVar[str] = Torus.breaks
 
     @classmethod

@@ -50,7 +50,7 @@ class HeadRotation(Compact):
     """One copy: an orthogonal matrix per head, (*shape, d_h, d_h)."""
 
     effect: ClassVar[Effect] = "orthogonal"
-    axis: ClassVar[str | None] = BASIS
+    acting: ClassVar[tuple[str, ...]] = (BASIS,)
     breaks: ClassVar[str] = (
         "rotary embeddings (rope_torus) or QK-norm (scale_invariant), a bias that is not listed, or the index or order "
         "of a fused kernel, qkv=1 for qkv=0, (basis head) for (head basis)"

@@ -5,6 +5,8 @@
   (docs/design.md §4), §3.2 and B.2–B.3.
 * `norm_write_shift`: a LayerNorm subtracts the mean of its input. Where LayerNorms alone read a residual stream, the
   mean over its channels never reaches the output. Reference: docs/design.md §5, "More dead directions"; van Nierop, §4.
+* `table_shift`: a tied table whose rows only LayerNorms read may gain one number in all entries: they subtract it from
+  the stream, and all logits gain the same. Reference: docs/design.md §5.
 * `key_bias`: the score of query q and key k + b is q·k + q·b. The second term is the same for all keys, so that softmax
   drops it, and every value of the bias gives one function. Reference: docs/design.md §5.
 
@@ -14,6 +16,7 @@ shape without the axis.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
@@ -80,6 +83,31 @@ def norm_write_shift(write: Mapping[str, Axes], *, sizes: Mapping[str, int] | No
     return block_gauge("norm_write_shift", WriteShift, {"write": write}, sizes)
 
 
+def table_shift(table: Mapping[str, Axes], *, sizes: Mapping[str, int] | None = None) -> BlockGauge:
+    """One number added to all entries of a tied table, which embeds tokens and gives logits, in a net of LayerNorms.
+
+    The LayerNorms subtract what a row gains, and the softmax drops what all logits gain.
+
+    Args:
+      table: path → axes of the table: `{"embed/embedding": "vocab channel"}`.
+      sizes: lengths of axes inside `(a b)` that no other block fixes.
+
+    Returns:
+      A frozen, hashable gauge; it holds no array. Elements are {leaf path: the number}.
+
+    Raises:
+      ValueError: malformed axes, at once; any mismatch with the tree, when it is first seen.
+
+    >>> gauge = go.table_shift({"embedding": "vocab channel"})
+    >>> gauge.read({"embedding": jnp.array([[1.0, 2.0], [3.0, 6.0]])})
+    {'embedding': Array(3., dtype=float32)}
+
+    Reference: docs/design.md §5. With a table of positions under the same norms, `embedding_shift` and that table's
+    `norm_write_shift` have this direction already.
+    """
+    return block_gauge("table_shift", TableShift, {"table": table}, sizes)
+
+
 def key_bias(blocks: Mapping[str, Axes], *, sizes: Mapping[str, int] | None = None) -> BlockGauge:
     """Any constant added to a bias that the function does not depend on, such as a key bias before softmax.
 
@@ -109,7 +137,7 @@ class Shift(Copy):
 
     effect: ClassVar[Effect] = "shift"
     balancing: ClassVar[Effect] = "shift"
-    axis: ClassVar[str | None] = VOCAB
+    acting: ClassVar[tuple[str, ...]] = (VOCAB,)
     part: ClassVar[type[Mean]] = Logits
     breaks: ClassVar[str] = (
         "logits themselves move: return the loss, or log-probabilities; else a tied head, soft-capping, or a loss that "
@@ -122,17 +150,17 @@ class Shift(Copy):
             for other in found.blocks[:at]:
                 if block.path == other.path and overlap(cls.one_along(block), cls.one_along(other)):
                     raise binding_error(
-                        found.gauge, f"two ranges of {cls.axis} on '{block.path}'",
+                        found.gauge, f"two ranges of {', '.join(cls.acting)} on '{block.path}'",
                         f"'{other.axes}' and '{block.axes}'", "one range per leaf in one gauge",
                         f"write one {found.gauge} per range, as a list of gauges")
         # A state has one array per block: in an order that does not depend on that of a dict.
         blocks = tuple(sorted(found.blocks, key=lambda block: (block.path, block.axes)))
-        return cls(found.key, (cls.part(found.label(), found.named, found.shape, blocks, axis=cls.axis),))
+        return cls(found.key, (cls.part(found.label(), found.named, found.shape, blocks, over=cls.acting),))
 
     @classmethod
     def one_along(cls, block: Block) -> Block:
-        """The block of one entry along the axis that a shift is constant along."""
-        return block if cls.axis is None else shift_block(block, cls.axis)
+        """The block of one entry along the axes that a shift is constant along."""
+        return functools.reduce(shift_block, cls.acting, block)
 
     @property
     def shifted(self) -> tuple[Block, ...]:
@@ -162,7 +190,7 @@ class Shift(Copy):
         out = {one.path: jnp.zeros(one.shape, real_dtype()) for _, one in ones}
         for (_, one), view in zip(ones, elements[0], strict=True):
             out[one.path] = one.write(out[one.path], view)
-        shapes = {block.path: _without(block, self.axis) for block in self.shifted}
+        shapes = {block.path: _without(block, self.acting) for block in self.shifted}
         return {path: x.reshape(shapes[path]) for path, x in out.items()}
 
     @classmethod
@@ -172,7 +200,7 @@ class Shift(Copy):
             spec = next(s for s in specs if instance_key(specs, s, path) is not None)
             lengths = iter(shift.shape)
             groups = parse_axes(cls.__name__, spec.pattern, spec.axes).groups
-            alone = [cls.axis is not None and [part.name for part in group] == [cls.axis] for group in groups]
+            alone = [len(group) == 1 and group[0].name in cls.acting for group in groups]
             return moved(path, shift.reshape([1 if one else next(lengths) for one in alone])).reshape(shift.shape)
 
         return {path: after(path, shift) for path, shift in element.items()}
@@ -186,16 +214,28 @@ class Shift(Copy):
 class WriteShift(Shift):
     """One copy: a number per row of each leaf."""
 
-    axis: ClassVar[str | None] = CHANNEL
+    acting: ClassVar[tuple[str, ...]] = (CHANNEL,)
     part: ClassVar[type[Mean]] = Mean
     breaks: ClassVar[str] = "a reader of the stream that does not subtract its mean, such as an RMSNorm, or a tied head"
+
+
+@dataclasses.dataclass(frozen=True)
+class TableShift(Shift):
+    """One copy: a number per table."""
+
+    acting: ClassVar[tuple[str, ...]] = (VOCAB, CHANNEL)
+    part: ClassVar[type[Mean]] = Mean
+    breaks: ClassVar[str] = (
+        "logits themselves move: return the loss, or log-probabilities; else a reader of the stream that does not "
+        "subtract its mean, such as an RMSNorm, or soft-capping"
+    )
 
 
 @dataclasses.dataclass(frozen=True)
 class Bias(Shift):
     """One copy: an array of the leaf's shape per block."""
 
-    axis: ClassVar[str | None] = None
+    acting: ClassVar[tuple[str, ...]] = ()
     part: ClassVar[type[Mean]] = Mean
     breaks: ClassVar[str] = "rotary embeddings or QK-norm between the bias and the scores, or no softmax"
 
@@ -218,10 +258,9 @@ def shift_block(block: Block, axis: str) -> Block:
     return dataclasses.replace(block, shape=shape, split=split, index=index, ranges=ranges)
 
 
-def _without(block: Block, axis: str | None) -> tuple[int, ...]:
-    """Shape of a shift in a public element: without the axis, or with length 1 for it in its group."""
-    if axis is None:
-        return block.shape
-    shape = shift_block(block, axis).shape
-    alone = [k for k, group in enumerate(block.groups) if [block.split_labels[i] for i in group] == [axis]]
+def _without(block: Block, axes: tuple[str, ...]) -> tuple[int, ...]:
+    """Shape of a shift in a public element: without these axes, or with length 1 for one in its group."""
+    shape = functools.reduce(shift_block, axes, block).shape
+    labels = [[block.split_labels[i] for i in group] for group in block.groups]
+    alone = [k for k, own in enumerate(labels) if len(own) == 1 and own[0] in axes]
     return tuple(n for k, n in enumerate(shape) if k not in alone)

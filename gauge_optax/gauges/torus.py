@@ -75,7 +75,7 @@ class Torus(Compact):
     """One copy: an angle per head and plane, (*shape); the last named axis is `plane`."""
 
     effect: ClassVar[Effect] = "orthogonal"
-    axis: ClassVar[str | None] = BASIS
+    acting: ClassVar[tuple[str, ...]] = (BASIS,)
     breaks: ClassVar[str] = "the other pairing, a rotary part that is shorter than the basis (basis=0:32), or QK-norm"
 
     @classmethod

@@ -1,7 +1,7 @@
 """Constants: what may be added to weights without a change of the function. An element is what is added.
 
-* `Mean`: one number along an axis of every block (logits along classes, writers of a centred stream along channels), or
-  a whole block (a key bias);
+* `Mean`: one number along some axes of every block (logits along classes, writers of a centred stream along channels,
+  a tied table along both), or one for each entry (a key bias);
 * `Trade`: a vector that the rows of some tables gain and those of others lose;
 * `Absorption`: a bias that moves through kernels into the biases behind them;
 * `ReadShift`: what a centred norm hides from the kernels that read it.
@@ -23,7 +23,7 @@ from gauge_optax.parts.part import Anchor, Arrays, Constant, Part, moves
 CHANNEL = "channel"
 
 
-def what_is_left(after: jax.Array, before: jax.Array, axis: int | tuple[int, ...] = ()) -> jax.Array:
+def what_is_left(after: jax.Array, before: jax.Array, axis: tuple[int, ...] = ()) -> jax.Array:
     """What a constant leaves: exactly zero where it was all there was, up to roundoff.
 
     The roundoff of a dead unit, or of a head that is constant over classes, would be read as a size or as a frame.
@@ -31,16 +31,16 @@ def what_is_left(after: jax.Array, before: jax.Array, axis: int | tuple[int, ...
     Args:
       after: the rows without the constant.
       before: the rows with it.
-      axis: the axis along which rows are judged as a whole.
+      axis: the axes along which rows are judged as a whole.
     """
     least = 8.0 * float(jnp.finfo(after.dtype).eps)
     sizes = [jnp.max(jnp.abs(x), axis, keepdims=True) for x in (after, before)]
     return jnp.where(sizes[0] <= least * sizes[1], 0.0, after)
 
 
-def _without(b: Block, axis: str | None) -> list[int]:
-    """The shape of a block's view with length 1 along an axis."""
-    return [1 if label == axis else n for n, label in zip(b.view_shape, b.labels, strict=True)]
+def _without(b: Block, axes: tuple[str, ...]) -> list[int]:
+    """The shape of a block's view with length 1 along some axes."""
+    return [1 if label in axes else n for n, label in zip(b.view_shape, b.labels, strict=True)]
 
 
 class Sum(Constant[Any]):
@@ -71,17 +71,17 @@ class Translation(Sum):
 
 @dataclasses.dataclass(frozen=True)
 class Mean(Translation):
-    """One number along an axis of every block, read as the mean. Elements are tuples of one array per block.
+    """One number along some axes of every block, read as the mean. Elements are tuples of one array per block.
 
     Attributes:
-      axis: the axis; None for whole blocks.
+      over: the axes; () for what is added entry by entry.
     """
 
-    axis: str | None = None
+    over: tuple[str, ...] = ()
 
     @property
-    def along(self) -> str | None:
-        return self.axis
+    def along(self) -> tuple[str, ...]:
+        return self.over
 
     @property
     def anchors(self) -> tuple[Anchor, ...]:
@@ -89,7 +89,7 @@ class Mean(Translation):
         return self.blocks, ()
 
     def identity(self) -> tuple[jax.Array, ...]:
-        return tuple(jnp.zeros(_without(b, self.axis), real_dtype()) for b in self.blocks)
+        return tuple(jnp.zeros(_without(b, self.over), real_dtype()) for b in self.blocks)
 
     def act(self, e: Any, x: Arrays) -> Arrays:
         out = dict(x)
@@ -98,15 +98,14 @@ class Mean(Translation):
         return out
 
     def read(self, anchor: Anchor, x: Arrays) -> tuple[jax.Array, ...]:
-        views = [(b.view(x[b.path]), b.labels) for b in self.blocks]
-        axis = self.axis
-        return tuple(v if axis is None else jnp.mean(v, labels.index(axis), keepdims=True) for v, labels in views)
+        views = [(b.view(x[b.path]), tuple(map(b.labels.index, self.over))) for b in self.blocks]
+        return tuple(jnp.mean(v, axes, keepdims=True) if axes else v for v, axes in views)
 
     def undo(self, e: Any, x: Arrays) -> Arrays:
         out = dict(x)
         for b, shift in zip(self.blocks, e, strict=True):
-            rows, axis = b.view(out[b.path]), () if self.axis is None else b.labels.index(self.axis)
-            out[b.path] = b.write(out[b.path], what_is_left(rows - shift, rows, axis))
+            rows = b.view(out[b.path])
+            out[b.path] = b.write(out[b.path], what_is_left(rows - shift, rows, tuple(map(b.labels.index, self.over))))
         return out
 
     def quiet(self, g: Arrays) -> Arrays:
@@ -149,7 +148,7 @@ class Trade(Translation):
         return tuple(b for b in self.blocks if b.role == role)
 
     def beside(self, others: Sequence[Part[Any]]) -> "Trade":
-        means = [part for part in others if isinstance(part, Mean) and part.axis in self.named]
+        means = [part for part in others if isinstance(part, Mean) and set(part.over) <= set(self.named)]
         down, up = (all(any(moves(m, (b,)) for m in means) for b in self._side(role)) for role in ("down", "up"))
         return dataclasses.replace(self, hidden=len(self.named) == 1 and down and not up)
 
@@ -235,8 +234,8 @@ class ReadShift(Sum):
     count: int = 1
 
     @property
-    def along(self) -> str:
-        return CHANNEL
+    def along(self) -> tuple[str, ...]:
+        return (CHANNEL,)
 
     @property
     def kernels(self) -> tuple[Block, ...]:
@@ -252,7 +251,7 @@ class ReadShift(Sum):
         return ((*self.kernels, *self.scale),)
 
     def identity(self) -> tuple[jax.Array, ...]:
-        return tuple(jnp.zeros(_without(b, CHANNEL), real_dtype()) for b in self.kernels)
+        return tuple(jnp.zeros(_without(b, (CHANNEL,)), real_dtype()) for b in self.kernels)
 
     def _of_norm(self, x: Arrays, if_absent: float) -> tuple[jax.Array, jax.Array]:
         """γ and β, (*named, channel) each; `if_absent` and zeros for a norm that lacks one."""
@@ -290,7 +289,7 @@ class ReadShift(Sum):
     def undo(self, e: Any, x: Arrays) -> Arrays:
         out = self.act(self.inverse(e), x)
         for b in self.blocks:
-            axis = b.labels.index(CHANNEL) if CHANNEL in b.labels else ()
+            axis = tuple(k for k, label in enumerate(b.labels) if label == CHANNEL)
             out[b.path] = b.write(out[b.path], what_is_left(b.view(out[b.path]), b.view(x[b.path]), axis))
         return out
 

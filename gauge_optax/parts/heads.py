@@ -331,8 +331,8 @@ class Rotation(Heads, Turn[jax.Array]):
     of_linear: bool = False
 
     @property
-    def along(self) -> str | None:
-        return BASIS
+    def along(self) -> tuple[str, ...]:
+        return (BASIS,)
 
     def identity(self) -> jax.Array:
         return jnp.broadcast_to(jnp.eye(self.size, dtype=real_dtype()), (*self.shape, self.size, self.size))
@@ -396,8 +396,8 @@ class Planes(Heads, Turn[jax.Array]):
     last: ClassVar[bool] = True
 
     @property
-    def along(self) -> str | None:
-        return BASIS
+    def along(self) -> tuple[str, ...]:
+        return (BASIS,)
 
     def identity(self) -> jax.Array:
         return jnp.zeros(self.shape, real_dtype())

@@ -118,7 +118,7 @@ def check_commute(parts: Sequence[Any]) -> None:
 
 def _clash(p: Any, a: Block, q: Any, b: Block) -> ValueError | None:
     """The error where a part does not act alike along the axis that another one needs; None where it does."""
-    if p is q or p.along is None or p.label.split(" ")[0] == q.label.split(" ")[0] or not overlaps(a, b):
+    if p is q or not p.along or p.label.split(" ")[0] == q.label.split(" ")[0] or not overlaps(a, b):
         return None  # a gauge may be two parts of the same blocks, which commute
     roles = Constant | Size | Turn
     # Constants are normal in the whole group: sizes that act alike, and rotations, map them to each other.
@@ -129,17 +129,17 @@ def _clash(p: Any, a: Block, q: Any, b: Block) -> ValueError | None:
         problem = f"does not commute with {name_of(q)} on '{a.path}'"
         return binding_error(name_of(p), problem, found, expected, "drop one of the two from this list")
 
-    if p.along == "":
+    if "" in p.along:
         return error(
             "a gauge known by its action alone, which cannot be told to commute",
             "leaves that no other gauge of the list binds, or a gauge that says `commutes = True`",
         )
-    if isinstance(p, Constant) and isinstance(q, roles) and q.along is not None:
+    if isinstance(p, Constant) and isinstance(q, roles) and q.along:
         return None
     if isinstance(q, Size) and {place_of((x,)) for x in p.passes} & {place_of(x) for x in q.anchors}:
         return None  # the part acts where this size is 1
-    named = q.named if not q.along else (*q.named, q.along)
-    if p.along not in a.names or not varies_along(b, named, a, p.along):
+    named = (*q.named, *filter(None, q.along))
+    if not any(axis in a.names and varies_along(b, named, a, axis) for axis in p.along):
         return None
     if not isinstance(q, roles):
         return binding_error(
@@ -149,10 +149,10 @@ def _clash(p: Any, a: Block, q: Any, b: Block) -> ValueError | None:
             "an axis that no other gauge mixes",
             f"drop one of the two: rotations contain the permutations, and {name_of(p)} stays",
         )
-    if q.along is None:
+    if not q.along:
         return error(
             f"the axis that {name_of(p)} needs constant is scaled entry by entry",
-            f"scales of {name_of(q)} constant along `{p.along}`",
+            f"scales of {name_of(q)} constant along `{'`, `'.join(p.along)}`",
         )
     return error("the same entries turned by two gauges", "at most one rotation or linear gauge per entry")
 

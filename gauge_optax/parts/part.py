@@ -66,13 +66,13 @@ class Part(abc.ABC, Generic[E]):
         return ()
 
     @property
-    def along(self) -> str | None:
-        """The axis of its blocks whose entries this part mixes, as a rotation mixes those of `basis`.
+    def along(self) -> tuple[str, ...]:
+        """The axes of its blocks whose entries this part mixes, as a rotation mixes those of `basis`.
 
-        Every other part on these blocks must multiply all entries along that axis by one number; a size that is read
-        from a block which this part passes is exempt. None: no condition. "": no other part may move these blocks.
+        Every other part on these blocks must multiply all entries along them by one number; a size that is read from a
+        block which this part passes is exempt. (): no condition. ("",): no other part may move these blocks.
         """
-        return None
+        return ()
 
     @property
     def anchors(self) -> tuple[Anchor, ...]:

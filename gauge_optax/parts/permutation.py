@@ -25,8 +25,8 @@ class Permutation(Part[Indices]):
     size: int = 0
 
     @property
-    def along(self) -> str:
-        return self.axis
+    def along(self) -> tuple[str, ...]:
+        return (self.axis,)
 
     def identity(self) -> Indices:
         return None

@@ -143,8 +143,8 @@ class Stretch(Size[jax.Array]):
     right: Any = None
 
     @property
-    def along(self) -> str:
-        return "basis"
+    def along(self) -> tuple[str, ...]:
+        return ("basis",)
 
     @property
     def size(self) -> int:

@@ -47,8 +47,8 @@ class Stream(Turn[jax.Array]):
     seen: tuple[Block, ...] = ()
 
     @property
-    def along(self) -> str | None:
-        return BASIS
+    def along(self) -> tuple[str, ...]:
+        return (BASIS,)
 
     @property
     def passes(self) -> tuple[Block, ...]:

@@ -71,7 +71,7 @@ def _scale_without_a_partner(part: Factor) -> tuple[int, ...]:
 
 @outputs_before_a_norm.register
 def _bias_alone(part: Mean) -> tuple[int, ...]:
-    return part.blocks[0].shape if part.axis is None else ()
+    return () if part.over else part.blocks[0].shape
 
 
 @functools.singledispatch

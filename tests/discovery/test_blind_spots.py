@@ -195,8 +195,8 @@ def _centred(x: jax.Array) -> jax.Array:
 
 
 @pytest.mark.parametrize("between", [lambda x: x, lambda x: x + jnp.sin(_centred(x))])
-def test_a_constant_on_a_whole_tied_table_is_named(between: Any) -> None:
-    """GPT-2's table too: the norm hides what rows gain, the softmax what logits gain. An untied table has gauges."""
+def test_a_constant_on_a_whole_tied_table_is_found(between: Any) -> None:
+    """The norm hides what rows gain, the softmax what logits gain. A table of positions makes it another gauge's."""
     draw = np.random.default_rng(0)
     params = {"table": jnp.asarray(draw.normal(size=(11, 6))), "scale": jnp.asarray(draw.uniform(0.5, 2.0, 6))}
     tokens = list(draw.integers(11, size=(2, 3, 20)))
@@ -204,9 +204,17 @@ def test_a_constant_on_a_whole_tied_table_is_named(between: Any) -> None:
     def tied(p: Any, batch: Any) -> jax.Array:
         return (_centred(between(p["table"][batch])) * p["scale"]) @ p["table"].T
 
-    kind = "one constant on all entries of a table, which a centred norm and a softmax hide"
     for seed in range(2):
-        assert go.discover(tied, params, tokens, "logits", seed=seed, progress=False).ungauged == {kind: ("table",)}
+        report = go.discover(tied, params, tokens, "logits", seed=seed, progress=False)
+        assert go.table_shift({"table": "vocab channel"}) in report.whole and not report.ungauged
+
+    def with_positions(p: Any, batch: Any) -> jax.Array:
+        return (_centred(between(p["table"][batch] + p["positions"])) * p["scale"]) @ p["table"].T
+
+    positions = {"positions": jnp.asarray(draw.normal(size=(20, 6)))}
+    report = go.discover(with_positions, params | positions, tokens, "logits", progress=False)
+    names = [gauge.name for gauge in report.whole]
+    assert "embedding_shift" in names and "table_shift" not in names and not report.ungauged
 
     def untied(p: Any, batch: Any) -> jax.Array:
         return (_centred(between(p["table"][batch])) * p["scale"]) @ p["head"]

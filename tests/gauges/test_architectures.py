@@ -25,6 +25,10 @@ def _rms(x: jax.Array) -> jax.Array:
     return x / jnp.sqrt(jnp.mean(x * x, -1, keepdims=True))
 
 
+def _layer(x: jax.Array) -> jax.Array:
+    return _rms(x - jnp.mean(x, -1, keepdims=True))
+
+
 def _rotary(x: jax.Array) -> jax.Array:
     angle = jnp.arange(float(TOKENS))[:, None, None] * 10.0 ** -jnp.arange(BASIS / 2)
     first, second = jnp.split(x, 2, -1)
@@ -95,10 +99,10 @@ def _parallel(p: Params) -> jax.Array:
     return _rms(x + mixed + jax.nn.relu(y @ p["up"]) @ p["down"] + p["down_bias"]) @ p["head"]
 
 
-def _tied(scaled: bool, bias: bool = False) -> Any:
+def _tied(scaled: bool, bias: bool = False, norm: Callable[[jax.Array], jax.Array] = _rms) -> Any:
     def fn(p: Params) -> jax.Array:
         x = p["embed"][:TOKENS]
-        x = _rms(x + jax.nn.relu(_rms(x) * p["norm"] @ p["up"]) @ p["down"])
+        x = norm(x + jax.nn.relu(norm(x) * p["norm"] @ p["up"]) @ p["down"])
         logits = (x * p["final"] if scaled else x) @ p["embed"].T
         return jax.nn.log_softmax(logits + p["head_bias"] if bias else logits)
 
@@ -141,6 +145,7 @@ PARALLEL_STREAM = go.residual_rotation(
     [BOTH],
 )
 TIED_STREAM = go.residual_rotation({"up": "basis _"}, WRITE, [NORM])
+TABLE = go.table_shift({"embed": "vocab channel"})
 LOGITS = go.logit_shift({"router": "_ vocab", "router_bias": "vocab"})
 
 
@@ -199,6 +204,8 @@ ROWS = [
         {"final": "channel"}, {"embed": "_ channel"}), False),
     Row("tied: no shift of logits by the kernel", _tied(True), go.logit_shift({"embed": "vocab _"}), False),
     Row("tied: a shift of logits by the bias", _tied(True, True), go.logit_shift({"head_bias": "vocab"}), True),
+    Row("tied, LayerNorms: one number in the whole table", _tied(True, norm=_layer), TABLE, True),
+    Row("tied, RMSNorms: not one number in the whole table", _tied(True), TABLE, False),
     Row("a softmax router, all experts", _experts(EXPERTS, False), LOGITS, True),
     Row("a softmax router, top 2", _experts(2, False), LOGITS, True),
     Row("a softmax router, top 2 renormalised", _experts(2, True), LOGITS, True),

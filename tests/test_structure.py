@@ -23,6 +23,7 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 # them. `discovery`, `measure`, `testing` and `tools` treat an optimizer as a black box.
 LAYERS: dict[str, int] = {
     "errors": -1,
+    "traced": -1,
     "binding": 0,
     "linalg": 1,
     "xla": 1,

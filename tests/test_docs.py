@@ -26,6 +26,7 @@ CACHE_OPTIONS = (
     "jax_persistent_cache_min_entry_size_bytes",
 )
 GUIDES = sorted((ROOT / "docs" / "guides").glob("*.md"))
+BACKGROUND = [ROOT / "docs" / "architecture.md", ROOT / "docs" / "design.md"]
 NEEDED = {"trainers": ("torch", "transformers", "peft", "accelerate", "tunix", "qwix")}
 """Packages of a guide that are no part of the environment for development; these warn of much as they are imported."""
 WARNS = pytest.mark.filterwarnings("ignore")
@@ -107,7 +108,7 @@ def test_the_index_lists_every_guide() -> None:
     assert set(re.findall(r"^guides/(\w+)$", index, re.M)) == {path.stem for path in GUIDES}
 
 
-@pytest.mark.parametrize("page", [*GUIDES, ROOT / "docs" / "design.md"], ids=lambda path: path.stem)
+@pytest.mark.parametrize("page", [*GUIDES, *BACKGROUND], ids=lambda path: path.stem)
 def test_lines_are_no_longer_than_120(page: Path) -> None:
     prose = re.sub(r"```.*?```", "", page.read_text(), flags=re.S)
     assert [line for line in prose.splitlines() if len(line) > 120 and not line.startswith(("|", "!"))] == []
@@ -125,7 +126,7 @@ def code(page: Path) -> Iterator[str]:
             yield from "".join(block).splitlines()
 
 
-PAGES = [ROOT / "README.md", ROOT / "docs" / "design.md", *GUIDES, *sorted((ROOT / "notebooks").glob("*.ipynb"))]
+PAGES = [ROOT / "README.md", *BACKGROUND, *GUIDES, *sorted((ROOT / "notebooks").glob("*.ipynb"))]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)

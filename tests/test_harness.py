@@ -199,7 +199,8 @@ PAGES = {
     "certificates": certificates.page, "counts": counts.page, "curvature": curvature.page,
     "discover": discover_times.render, "exactness": exactness.page, "first_step": first_step.page, "lora": lora.render,
     "metrics": metrics.page, "orbit": orbit.page, "packing": packing.page, "preflight": preflight.page,
-    "accelerator_h200": accelerator.STUDY.page, "compare_cpu": render.page, "tuned": tuned.STUDY.page, "rates": rates.STUDY.page, "track3": track3.STUDY.page,
+    "accelerator_h200": accelerator.STUDY.page, "compare_cpu": render.page,
+    "tuned": tuned.STUDY.page, "rates": rates.STUDY.page, "track3": track3.STUDY.page,
     "before_parts": before_parts.table, "transfer": transfer.STUDY.page, "census_large": certificates.large_page,
 }
 

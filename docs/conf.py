@@ -76,6 +76,7 @@ mathjax3_config = {"options": {"enableMenu": False}}
 html_theme = "sphinx_book_theme"
 html_title = "gauge_optax"
 html_static_path, html_css_files = ["_static"], ["site.css"]
+html_search_scorer = str(DOCS / "_static" / "scorer.js")  # guides before the changelog
 # The sidebar has the search field; on a phone, where it is folded away, the article's header has a button.
 navbar: dict[str, Any] = {f"navbar_{part}": [] for part in ("start", "center", "end", "persistent")}
 html_theme_options = {"show_toc_level": 2} | navbar

@@ -108,6 +108,14 @@ def test_the_index_lists_every_guide() -> None:
     assert set(re.findall(r"^guides/(\w+)$", index, re.M)) == {path.stem for path in GUIDES}
 
 
+def test_search_shows_every_guide_before_the_changelog() -> None:
+    """The least that Sphinx counts for a hit in a guide, 2, beats the most that it counts in the changelog, 100."""
+    weights = re.search(r"WEIGHTS = (\{.*?\});", Path(conf.html_search_scorer).read_text())
+    assert weights is not None
+    by_place = json.loads(weights[1])
+    assert 2 * by_place["guides/"] > max(2, 100 * by_place["changelog"]) and by_place["results/"] < 1
+
+
 @pytest.mark.parametrize("page", [*GUIDES, *BACKGROUND], ids=lambda path: path.stem)
 def test_lines_are_no_longer_than_120(page: Path) -> None:
     prose = re.sub(r"```.*?```", "", page.read_text(), flags=re.S)

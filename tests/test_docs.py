@@ -116,6 +116,22 @@ def test_search_shows_every_guide_before_the_changelog() -> None:
     assert 2 * by_place["guides/"] > max(2, 100 * by_place["changelog"]) and by_place["results/"] < 1
 
 
+def titles(folder: Path) -> Iterator[str]:
+    """What the site's menu shows: the heading of every page, and the labels of symbols."""
+    yield from re.findall(r"^(\S+) <.*>$", (folder / "index.md").read_text(), re.M)
+    results = [ROOT / source for source in conf.COPIED if source != "README.md"]
+    for page in (*GUIDES, *BACKGROUND, *results):
+        yield page.read_text().splitlines()[0].removeprefix("# ")
+    for path in (ROOT / "notebooks").glob("*.ipynb"):
+        yield nbformat.read(path, as_version=4).cells[0].source.splitlines()[0].removeprefix("# ")
+
+
+def test_titles_fit_the_menu_of_a_phone(tmp_path: Path) -> None:
+    symbols.write(tmp_path / "api")
+    listed = list(titles(tmp_path / "api"))
+    assert len(listed) > 150 and [title for title in listed if len(title) > 31] == []
+
+
 @pytest.mark.parametrize("page", [*GUIDES, *BACKGROUND], ids=lambda path: path.stem)
 def test_lines_are_no_longer_than_120(page: Path) -> None:
     prose = re.sub(r"```.*?```", "", page.read_text(), flags=re.S)

@@ -27,6 +27,7 @@ COPIED = {
     "CONTRIBUTING.md": "contributing.md",
     "notebooks/README.md": "notebooks/index.md",
     "examples/results/README.md": "results/index.md",
+    "benchmarks/results/training.md": "results/training.md",
     "examples/results/released.md": "results/released.md",
     "benchmarks/results/tuned.md": "results/tuned.md",
     "benchmarks/results/rates.md": "results/rates.md",

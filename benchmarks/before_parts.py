@@ -71,7 +71,7 @@ def table(result: Mapping[str, Any]) -> str:
     """The JSON as Markdown."""
     sizes = result["sizes"]
     lines = [
-        "# What an update costs beside the package before its core became parts",
+        "# Updates, new core and old",
         "",
         f"`python -m benchmarks.before_parts`: {sizes['layers']} layers of d = {sizes['width']}, "
         f"{sizes['parameters'] / 1e6:.1f} M parameters, float32, {result['host']}, jax {result['jax']}. The old "

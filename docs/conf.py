@@ -20,30 +20,36 @@ sys.path.insert(0, str(ROOT))
 
 from docs import symbols
 
-# Where a link of a page from elsewhere in the repository leads on the site; other files are named, not linked.
-PAGES = {
-    "examples/results/README.md": "/results/index.md",
-    "benchmarks/results/compare_cpu.md": "/results/compare_cpu.md",
-    "benchmarks/results/accelerator_h200.md": "/results/accelerator_h200.md",
-    "benchmarks/results/lora.md": "/results/lora_factors.md",
-    "benchmarks/results/discover.md": "/results/discover_times.md",
-    "benchmarks/results/first_step.md": "/results/first_step.md",
-    "benchmarks/results/track3.md": "/results/track3.md",
-    "benchmarks/results/transfer.md": "/results/transfer.md",
-    "benchmarks/results/tuned.md": "/results/tuned.md",
-    "benchmarks/results/rates.md": "/results/rates.md",
-    "benchmarks/results/counts.md": "/results/counts.md",
-    "benchmarks/results/before_parts.md": "/results/before_parts.md",
+# Pages from elsewhere in the repository → where they are on the site, in the order of the menu.
+COPIED = {
+    "README.md": "overview.md",
+    "CHANGELOG.md": "changelog.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "notebooks/README.md": "notebooks/index.md",
+    "examples/results/README.md": "results/index.md",
+    "benchmarks/results/training.md": "results/training.md",
+    "examples/results/released.md": "results/released.md",
+    "benchmarks/results/tuned.md": "results/tuned.md",
+    "benchmarks/results/rates.md": "results/rates.md",
+    "benchmarks/results/track3.md": "results/track3.md",
+    "benchmarks/results/transfer.md": "results/transfer.md",
+    "benchmarks/results/compare_cpu.md": "results/compare_cpu.md",
+    "benchmarks/results/accelerator_h200.md": "results/accelerator_h200.md",
+    "benchmarks/results/counts.md": "results/counts.md",
+    "benchmarks/results/lora.md": "results/lora_factors.md",
+    "benchmarks/results/discover.md": "results/discover_times.md",
+    "benchmarks/results/first_step.md": "results/first_step.md",
+    "benchmarks/results/before_parts.md": "results/before_parts.md",
+}
+
+# Where a link of these pages leads on the site; other files are named, not linked.
+PAGES = {source: f"/{target}" for source, target in COPIED.items() if target != "overview.md"} | {
     "released.md": "/results/released.md",
     "notebooks": "/notebooks/index.md",
-    "CONTRIBUTING.md": "/contributing.md",
 }
 
 # Pages under the page of results, besides those of the examples.
-RESULTS = (
-    "released\ntuned\nrates\ntrack3\ntransfer\ncompare_cpu\naccelerator_h200\ncounts\nlora_factors\ndiscover_times\nfirst_step\n"
-    "before_parts"
-)
+RESULTS = "\n".join(Path(x).stem for x in COPIED.values() if x.startswith("results/") and x != "results/index.md")
 
 project = "gauge_optax"
 author = "the gauge_optax authors"
@@ -76,6 +82,7 @@ mathjax3_config = {"options": {"enableMenu": False}}
 html_theme = "sphinx_book_theme"
 html_title = "gauge_optax"
 html_static_path, html_css_files = ["_static"], ["site.css"]
+html_search_scorer = str(DOCS / "_static" / "scorer.js")  # guides before the changelog
 # The sidebar has the search field; on a phone, where it is folded away, the article's header has a button.
 navbar: dict[str, Any] = {f"navbar_{part}": [] for part in ("start", "center", "end", "persistent")}
 html_theme_options = {"show_toc_level": 2} | navbar
@@ -113,25 +120,7 @@ def prepare(app: Any) -> None:
         (DOCS / folder).mkdir(exist_ok=True)
         for path in sources:
             shutil.copy(path, DOCS / folder)
-    for source, target in {
-        "README.md": "overview.md",
-        "CHANGELOG.md": "changelog.md",
-        "CONTRIBUTING.md": "contributing.md",
-        "notebooks/README.md": "notebooks/index.md",
-        "examples/results/README.md": "results/index.md",
-        "examples/results/released.md": "results/released.md",
-        "benchmarks/results/compare_cpu.md": "results/compare_cpu.md",
-        "benchmarks/results/accelerator_h200.md": "results/accelerator_h200.md",
-        "benchmarks/results/lora.md": "results/lora_factors.md",
-        "benchmarks/results/discover.md": "results/discover_times.md",
-        "benchmarks/results/first_step.md": "results/first_step.md",
-        "benchmarks/results/track3.md": "results/track3.md",
-        "benchmarks/results/transfer.md": "results/transfer.md",
-        "benchmarks/results/tuned.md": "results/tuned.md",
-        "benchmarks/results/rates.md": "results/rates.md",
-        "benchmarks/results/counts.md": "results/counts.md",
-        "benchmarks/results/before_parts.md": "results/before_parts.md",
-    }.items():
+    for source, target in COPIED.items():
         (DOCS / target).write_text(moved((ROOT / source).read_text(), target))
     notebooks = "\n".join(path.stem for path in sorted((ROOT / "notebooks").glob("*.ipynb")))
     with (DOCS / "notebooks" / "index.md").open("a") as page:

@@ -76,7 +76,7 @@ def write(folder: Path) -> None:
             members = "\n   :members:\n   :inherited-members:" if inspect.isclass(symbol) else ""
             text = f"# {title}\n\n```{{eval-rst}}\n.. {kind}:: {path}{members}\n```\n"
             (folder / f"{path}.md").write_text(text)
-            pages.append(path)
+            pages.append(f"{title.removeprefix('go.')} <{path}>")  # a phone's menu has room for 30 letters
         index.append("")
     index += ["```{toctree}", ":hidden:", "", *pages, "```", ""]
     (folder / "index.md").write_text("\n".join(index))

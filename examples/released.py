@@ -139,7 +139,7 @@ def markdown(results: Mapping[str, Any]) -> str:
         "`go.discover` finds the symmetries of a model. This page shows what it prints for small instances of\n"
         "released architectures: the gauges, what holds nearly, and symmetries that no gauge expresses."
     )
-    return "\n".join(["# What `discover` finds in released architectures", "", about, "", *reports])
+    return "\n".join(["# Released architectures", "", about, "", *reports])
 
 
 def main(arguments: list[str] | None = None) -> None:

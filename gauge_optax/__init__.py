@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from gauge_optax.gauges.rope_linear import rope_linear
     from gauge_optax.gauges.rotation import head_rotation
     from gauge_optax.gauges.scale import multiplier_balance, norm_scale, rescale, residual_scale, scale_invariant
-    from gauge_optax.gauges.shift import key_bias, logit_shift, norm_write_shift, table_shift
+    from gauge_optax.gauges.shift import key_bias, logit_shift, norm_write_shift
     from gauge_optax.gauges.torus import rope_torus
     from gauge_optax.optimizers._quotient import quotient
     from gauge_optax.optimizers.aliases import max_norm_muon, quotient_adamw, quotient_muon
@@ -44,7 +44,7 @@ else:
         "gauges.rope_linear": "rope_linear",
         "gauges.rotation": "head_rotation",
         "gauges.scale": "multiplier_balance norm_scale rescale residual_scale scale_invariant",
-        "gauges.shift": "key_bias logit_shift norm_write_shift table_shift",
+        "gauges.shift": "key_bias logit_shift norm_write_shift",
         "gauges.torus": "rope_torus",
         "optimizers._quotient": "quotient",
         "optimizers.aliases": "max_norm_muon quotient_adamw quotient_muon",
@@ -81,7 +81,7 @@ __all__ = [  # noqa: RUF022  by what a user wants
     # Say which symmetries a model has.
     "Gauge", "bind", "bias_absorption", "embedding_shift", "head_linear", "head_rotation", "key_bias", "logit_shift",
     "multiplier_balance", "norm_read_shift", "norm_scale", "norm_write_shift", "permutation", "product",
-    "rescale", "residual_rotation", "residual_scale", "rope_linear", "rope_torus", "scale_invariant", "table_shift",
+    "rescale", "residual_rotation", "residual_scale", "rope_linear", "rope_torus", "scale_invariant",
     # Find them, and look at a run before it starts.
     "discover", "lora", "plan", "check",
     # The links of DDC, in the order of a chain.

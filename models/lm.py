@@ -363,7 +363,7 @@ def _centring_gauges(c: LMConfig) -> list[go.Gauge]:
         if not (c.tied and path == "embed/embedding"):
             shifts.append(go.norm_write_shift({path: f"{axes}channel"}))
     if c.tied and c.rope:  # with learned positions, the vector that they trade with the embedding has this direction
-        shifts.append(go.table_shift({"embed/embedding": "vocab channel"}))
+        shifts.append(go.norm_write_shift(tied={"embed/embedding": "vocab channel"}))
     return shifts
 
 

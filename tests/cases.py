@@ -796,8 +796,8 @@ FLAT_CASES: tuple[GaugeCase, ...] = (
         dim=9,
     ),
     GaugeCase(
-        "table_shift/tied",
-        lambda: [go.table_shift({"table": "vocab channel"})],
+        "norm_write_shift/tied",
+        lambda: [go.norm_write_shift(tied={"table": "vocab channel"})],
         _params(table=(5, 4), up=(4, 4)),
         _tied_loss,
         dim=1,

@@ -26,6 +26,7 @@ CACHE_OPTIONS = (
     "jax_persistent_cache_min_entry_size_bytes",
 )
 GUIDES = sorted((ROOT / "docs" / "guides").glob("*.md"))
+BACKGROUND = [ROOT / "docs" / "architecture.md", ROOT / "docs" / "design.md"]
 NEEDED = {"trainers": ("torch", "transformers", "peft", "accelerate", "tunix", "qwix")}
 """Packages of a guide that are no part of the environment for development; these warn of much as they are imported."""
 WARNS = pytest.mark.filterwarnings("ignore")
@@ -107,7 +108,31 @@ def test_the_index_lists_every_guide() -> None:
     assert set(re.findall(r"^guides/(\w+)$", index, re.M)) == {path.stem for path in GUIDES}
 
 
-@pytest.mark.parametrize("page", [*GUIDES, ROOT / "docs" / "design.md"], ids=lambda path: path.stem)
+def test_search_shows_every_guide_before_the_changelog() -> None:
+    """The least that Sphinx counts for a hit in a guide, 2, beats the most that it counts in the changelog, 100."""
+    weights = re.search(r"WEIGHTS = (\{.*?\});", Path(conf.html_search_scorer).read_text())
+    assert weights is not None
+    by_place = json.loads(weights[1])
+    assert 2 * by_place["guides/"] > max(2, 100 * by_place["changelog"]) and by_place["results/"] < 1
+
+
+def titles(folder: Path) -> Iterator[str]:
+    """What the site's menu shows: the heading of every page, and the labels of symbols."""
+    yield from re.findall(r"^(\S+) <.*>$", (folder / "index.md").read_text(), re.M)
+    results = [ROOT / source for source in conf.COPIED if source != "README.md"]
+    for page in (*GUIDES, *BACKGROUND, *results):
+        yield page.read_text().splitlines()[0].removeprefix("# ")
+    for path in (ROOT / "notebooks").glob("*.ipynb"):
+        yield nbformat.read(path, as_version=4).cells[0].source.splitlines()[0].removeprefix("# ")
+
+
+def test_titles_fit_the_menu_of_a_phone(tmp_path: Path) -> None:
+    symbols.write(tmp_path / "api")
+    listed = list(titles(tmp_path / "api"))
+    assert len(listed) > 150 and [title for title in listed if len(title) > 31] == []
+
+
+@pytest.mark.parametrize("page", [*GUIDES, *BACKGROUND], ids=lambda path: path.stem)
 def test_lines_are_no_longer_than_120(page: Path) -> None:
     prose = re.sub(r"```.*?```", "", page.read_text(), flags=re.S)
     assert [line for line in prose.splitlines() if len(line) > 120 and not line.startswith(("|", "!"))] == []
@@ -125,7 +150,7 @@ def code(page: Path) -> Iterator[str]:
             yield from "".join(block).splitlines()
 
 
-PAGES = [ROOT / "README.md", ROOT / "docs" / "design.md", *GUIDES, *sorted((ROOT / "notebooks").glob("*.ipynb"))]
+PAGES = [ROOT / "README.md", *BACKGROUND, *GUIDES, *sorted((ROOT / "notebooks").glob("*.ipynb"))]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)

@@ -1,4 +1,4 @@
-"""The README: at most 130 lines, its Python blocks run, and its figures are those of the committed results."""
+"""The README and what it leads to: blocks of Python run, and figures are those of the committed results."""
 
 import json
 import re
@@ -19,6 +19,7 @@ OURS = ("max_norm_muon", arms.FREE)
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
 CHOOSE = (ROOT / "docs" / "guides" / "choose.md").read_text()
+TRAINING = (ROOT / "benchmarks" / "results" / "training.md").read_text()
 
 
 def result(path: str) -> Any:
@@ -27,6 +28,10 @@ def result(path: str) -> Any:
 
 def test_it_has_at_most_130_lines() -> None:
     assert README.count("\n") <= 130
+
+
+def test_the_guide_on_choosing_has_at_most_900_words() -> None:
+    assert len(CHOOSE.split()) <= 900
 
 
 def test_python_blocks_run_and_print_what_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
@@ -69,7 +74,7 @@ def gain(size: int, start: str, arm: str) -> tuple[str, str]:
     ],
 )
 def test_a_row_of_the_choice_is_what_was_measured(taken: str, arm: str, block: str, measured: str, plain: str) -> None:
-    row = re.search(rf"^\| `{re.escape(taken)}` \|((?:[^|]*\|){{6}}[^|]*)\|$", CHOOSE, re.M)
+    row = re.search(rf"^\| `{re.escape(taken)}` \|((?:[^|]*\|){{6}}[^|]*)\|$", TRAINING, re.M)
     assert row is not None
     cells = [cell.strip().replace("\N{NO-BREAK SPACE}", " ") for cell in row[1].split("|")][1:]
     assert cells[:3] == ["{} ± {}".format(*gain(128, start, arm)) for start in starts.STARTS]
@@ -79,9 +84,23 @@ def test_a_row_of_the_choice_is_what_was_measured(taken: str, arm: str, block: s
     assert cells[3:] == [f"{x:.2f}" for x in (step, update, ours["peak_mb"] / theirs["peak_mb"])]
 
 
+def test_times_of_updates_in_the_guide_on_choosing_are_what_was_measured() -> None:
+    """Medians, on two CPU cores and on one GPU."""
+    text, blocks = " ".join(CHOOSE.split()), result("benchmarks/results/compare_cpu.json")["sections"]["gpt2"]["blocks"]
+    adam, muon = ({name: row["ratio"][1] for name, row in blocks[block].items()} for block in ("adam", "muon"))
+    assert f"{adam['quotient(optax.adamw)']:.1f} × AdamW's ({adam['quotient(optax.adamw), hold=False']:.1f} " in text
+    assert f"| {adam['ddc_adamw']:.1f} × AdamW's" in text and f"| {muon['quotient_muon']:.2f} × `optax.cont" in text
+    assert f"takes {blocks['adam']['quotient(optax.adamw)']['step_ratio'][1]:.2f} × AdamW's with `quotient`" in text
+    gpu = result("benchmarks/results/accelerator_h200.json")["cells"]
+    adam, muon = ({name: row["ratio"][1] for name, row in gpu[f"update | gpt2 | {block}"].items()}
+                  for block in ("adam", "muon"))
+    assert f"`quotient(optax.adamw)` takes {adam['quotient(optax.adamw)']:.1f} × AdamW's" in text
+    assert f"take {muon['quotient_muon']:.1f} × and {muon['max_norm_muon']:.1f} × Muon's" in text
+
+
 def test_what_adapters_and_a_step_cost_is_what_was_measured() -> None:
     (a, b), (c, d), (e, f) = (gain(64, start, "quotient-adamw") for start in starts.STARTS)
-    assert f"{a} ± {b}, {c} ± {d} and {e} ± {f} %" in " ".join(CHOOSE.split())
+    assert f"{a} ± {b}, {c} ± {d} and {e} ± {f} %" in " ".join(TRAINING.split())
     rows = result("benchmarks/results/compare_cpu.json")["sections"]["gpt2"]["blocks"]["adam"]
     step = rows["quotient(optax.adamw)"]["step_ratio"][1] / rows["optax.adamw"]["step_ratio"][1]
     assert f"takes {step:.2f} times as long with `quotient(optax.adamw)`" in " ".join(README.split())
@@ -107,13 +126,13 @@ INDEPENDENT = {"Muon": (1.383, 1.388, 1.383), "0.04": (1.416, 1.393, 1.409), "0.
 
 
 def test_the_independent_run_stands_beside_our_own_comparison() -> None:
-    """The guide gives its losses; guide and docstring say how far ahead and behind it found `max_norm_muon`."""
-    guide, docstring = (" ".join(text.split()) for text in (CHOOSE, go.max_norm_muon.__doc__ or ""))
+    """The page on training has its losses; page, guide and docstring say how far ahead it found `max_norm_muon`."""
+    page, *others = (" ".join(text.split()) for text in (TRAINING, CHOOSE, go.max_norm_muon.__doc__ or ""))
     for losses in INDEPENDENT.values():
-        assert "{}, {} and {}".format(*losses) in guide
+        assert "{}, {} and {}".format(*losses) in page
     ahead = [100 * (1 - ours / muon) for ours, muon in zip(INDEPENDENT["0.02"], INDEPENDENT["Muon"], strict=True)]
     assert all(ours > muon for ours, muon in zip(INDEPENDENT["0.04"], INDEPENDENT["Muon"], strict=True))
-    for said in (guide, docstring):
+    for said in (page, *others):
         assert f"{min(ahead):.1f} to {max(ahead):.1f} % ahead" in said and "level or behind" in said
 
 
@@ -128,7 +147,7 @@ def test_the_best_rate_of_short_runs_is_the_committed_one() -> None:
         losses = track3.swept_rates(committed, group)[0]
         rates = sorted(losses)
         costs += [losses[rates[rates.index(rate) + k]] - losses[rate] for k in (-1, 1)]
-    assert f"costs {min(costs):.2f} to {max(costs):.2f} nats there" in " ".join(CHOOSE.split())
+    assert f"costs {min(costs):.2f} to {max(costs):.2f} nats there" in " ".join(TRAINING.split())
 
 
 @pytest.mark.parametrize("link", sorted(set(re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", README))))

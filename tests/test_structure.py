@@ -2,16 +2,21 @@
 
 import ast
 import inspect
+import re
+import sys
 import typing
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
+from types import FrameType, ModuleType
+from typing import Any
 
+import jax
 import optax
 import pytest
 
 import gauge_optax as go
-from docs import symbols
+from benchmarks import readability
+from docs import architecture, symbols
 from gauge_optax.gauges.gauge import Gauge
 from tests.cases import DISCRETE_CASES, FLAT_CASES, GAUGE_CASES, TRANSFORM_CASES
 
@@ -166,6 +171,40 @@ def test_nobody_but_gauges_and_parts_asks_of_what_kind_a_part_is() -> None:
     }
     assert {question for file, question in found if file in moves} == {"part.effect in effects"}
     assert list(questions("isinstance(part, Factor) or gauge.effect == 'shift'")) != []
+
+
+ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text()
+
+
+def test_the_picture_of_the_architecture_is_drawn_from_the_code() -> None:
+    """`python -m docs.architecture` draws it; the table names every folder, and every file beside the folders."""
+    edges = architecture.imports()
+    assert edges["slice"] == imported_parts(PACKAGE / "slice.py") and set(edges) == set(LAYERS) - {"__init__"}
+    assert architecture.PICTURE.read_text() == architecture.picture()
+    rows = [line.split("|")[1] for line in ARCHITECTURE.splitlines() if line.startswith("| `")]
+    assert set(re.findall(r"`(\w+)(?:/|\.py)`", " ".join(rows))) == set(LAYERS)
+
+
+def test_an_update_takes_the_steps_that_the_page_and_the_picture_name() -> None:
+    """In this order, by these functions of these files, and through no other folders than those in blue."""
+    gauges, params = readability.five_gauges()
+    tx = go.quotient(optax.adamw(3e-4), gauges)
+    state = jax.eval_shape(tx.init, params)
+    called: dict[tuple[str, str], None] = {}
+
+    def watch(frame: FrameType, event: str, _: Any) -> None:
+        if event == "call" and PACKAGE in (path := Path(frame.f_code.co_filename)).parents:
+            called[str(path.relative_to(PACKAGE)), frame.f_code.co_qualname.split(".<locals>")[0]] = None
+
+    sys.setprofile(watch)
+    try:
+        jax.eval_shape(tx.update, params, state, params)
+    finally:
+        sys.setprofile(None)
+    steps = [(step.file, step.function) for step in architecture.STEPS]
+    assert re.findall(r"\(`([\w/]+\.py)`, `([\w.]+)`\)", ARCHITECTURE) == steps == [x for x in called if x in steps]
+    assert {part_of(PACKAGE / file) for file, _ in called} == architecture.PASSED
+    assert {name for _, name in called} >= set(re.findall(r"`(Slice\.\w+)`", ARCHITECTURE))
 
 
 # Documentation ------------------------------------------------------------------------------------

@@ -189,7 +189,7 @@ def cells(c: None, args: argparse.Namespace) -> Callable[[Result], harness.Cells
 def page(result: Result) -> str:
     """Markdown."""
     return (
-        f"# Rates from narrow networks to wide ones\n\n`python -m benchmarks.track3.transfer`. {section(result)}\n\n"
+        f"# Rates from narrow to wide\n\n`python -m benchmarks.track3.transfer`. {section(result)}\n\n"
         f"![Loss over rate, a curve per width]({NAME}.png)\n"
     )
 

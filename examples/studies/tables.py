@@ -28,8 +28,9 @@ names, *Rotational Equilibrium* or *GaugeFix-LRM*. `python -m examples.studies <
 JSON and its figure again (delete the old JSON first: finished runs are kept). The studies of appendix C run in seconds
 to three minutes on one CPU core, those of deep networks in half an hour, with three seeds, and at the paper's sizes
 with `--full`. *Drift* is motion that changes no output: the largest distance from the start among some hundred readings
-of a run, unless a column says otherwise. A loss is *matched* if it is at most twice the other's. More runs: [released
-architectures](released.md), [times and memory of updates](../../benchmarks/results/compare_cpu.md), [LoRA
+of a run, unless a column says otherwise. A loss is *matched* if it is at most twice the other's. [What training
+gains](../../benchmarks/results/training.md) says what the runs mean for the choice of an optimizer. More runs:
+[released architectures](released.md), [times and memory of updates](../../benchmarks/results/compare_cpu.md), [LoRA
 factors](../../benchmarks/results/lora.md), [times of `discover`](../../benchmarks/results/discover.md), [time to the
 first step](../../benchmarks/results/first_step.md), [times beside the core before its
 parts](../../benchmarks/results/before_parts.md)."""

@@ -21,7 +21,7 @@ from gauge_optax.gauges.residual import residual_rotation
 from gauge_optax.gauges.rope_linear import rope_linear
 from gauge_optax.gauges.rotation import head_rotation
 from gauge_optax.gauges.scale import multiplier_balance, norm_scale, rescale, residual_scale, scale_invariant
-from gauge_optax.gauges.shift import key_bias, logit_shift, norm_write_shift, table_shift
+from gauge_optax.gauges.shift import key_bias, logit_shift, norm_write_shift
 from gauge_optax.gauges.torus import rope_torus
 from gauge_optax.parts.heads import PLANE
 
@@ -30,7 +30,7 @@ CONSTRUCTORS: Mapping[str, Callable[..., Gauge]] = {
     for constructor in (
         bias_absorption, embedding_shift, head_linear, head_rotation, key_bias, logit_shift, multiplier_balance,
         norm_read_shift, norm_scale, norm_write_shift, permutation, rescale, residual_rotation, residual_scale,
-        rope_linear, rope_torus, scale_invariant, table_shift,
+        rope_linear, rope_torus, scale_invariant,
     )
 }
 

@@ -73,7 +73,7 @@ class Shifts:
         """Views of leaves that may gain one constant in all entries, though not along any single axis, and their axes.
 
         A tied table is one where a centred norm reads the stream: the norm hides what its rows gain, and the softmax
-        behind the head hides what all logits gain. The axes are empty where `table_shift` does not fit.
+        behind the head hides what all logits gain. The axes are empty where `norm_write_shift` has no form for it.
         """
         single, found = set[str](), dict[str, tuple[View, str]]()
         for (view, _), (along, whole, total) in zip(self._places, self._sums, strict=True):

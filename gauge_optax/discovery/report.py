@@ -42,8 +42,7 @@ _DEAD = 1e-11  # an element whose gradient is smaller, relative to a typical one
 # The order in which a report lists kinds: first those that training takes, then those that make a step dearer.
 _TRAINING = ("norm_scale", "scale_invariant", "head_rotation", "head_linear", "rope_torus", "rope_linear", "rescale",
              "logit_shift")
-_REST = ("residual_rotation", "norm_read_shift", "norm_write_shift", "embedding_shift", "table_shift", "key_bias",
-         "bias_absorption")
+_REST = ("residual_rotation", "norm_read_shift", "norm_write_shift", "embedding_shift", "key_bias", "bias_absorption")
 
 
 class Uncovered(NamedTuple):
@@ -412,7 +411,7 @@ def _additions(
         if any(view.path in paths and hidden & set(paths) for paths in traded):
             continue  # what the table gains the other one loses, whose loss a norm hides
         kind = "one constant on all entries of a table, which a centred norm and a softmax hide"
-        call = Call("table_shift", {"table": {view.path: axes}}) if axes else None
+        call = Call("norm_write_shift", {"tied": {view.path: axes}}) if axes else None
         additions.append(_Addition(kind, view.path, call, functools.partial(_raised, view.path)))
     unread = [unread_bias_call(trace, path, mask) for path, mask in dead.items() if mask.any()]
     additions += [_Addition("a bias without effect", one.paths[0], one, None) for one in unread if one is not None]

@@ -4,9 +4,8 @@
   constant over classes. It is not a symmetry of a tied head or of soft-capped logits. Reference: the paper DDC
   (docs/design.md §4), §3.2 and B.2–B.3.
 * `norm_write_shift`: a LayerNorm subtracts the mean of its input. Where LayerNorms alone read a residual stream, the
-  mean over its channels never reaches the output. Reference: docs/design.md §5, "More dead directions"; van Nierop, §4.
-* `table_shift`: a tied table whose rows only LayerNorms read may gain one number in all entries: they subtract it from
-  the stream, and all logits gain the same. Reference: docs/design.md §5.
+  mean over its channels never reaches the output. A tied table gives the logits too, and only a number in all of its
+  entries adds the same to all logits. Reference: docs/design.md §5, "More dead directions"; van Nierop, §4.
 * `key_bias`: the score of query q and key k + b is q·k + q·b. The second term is the same for all keys, so that softmax
   drops it, and every value of the bias gives one function. Reference: docs/design.md §5.
 
@@ -58,54 +57,44 @@ def logit_shift(blocks: Mapping[str, Axes], *, sizes: Mapping[str, int] | None =
     return block_gauge("logit_shift", Shift, {"blocks": blocks}, sizes)
 
 
-def norm_write_shift(write: Mapping[str, Axes], *, sizes: Mapping[str, int] | None = None) -> BlockGauge:
+def norm_write_shift(
+    write: Mapping[str, Axes] | None = None, *, tied: Mapping[str, Axes] | None = None,
+    sizes: Mapping[str, int] | None = None,
+) -> BlockGauge:
     """A number added to all channels of what is written to a residual stream that only LayerNorms read.
 
     Args:
       write: path → axes of every leaf that writes to the stream; `channel` is the stream's axis:
         `{"embed/embedding": "_ channel", "blocks/{i}/mlp/down/kernel": "_ channel"}`. Leaves of different patterns may
         stand in one gauge each.
+      tied: path → axes of an embedding that also gives the logits, in place of `write`: `{"embed/embedding": "vocab
+        channel"}`. It has one number for all rows and channels: the softmax drops what all logits gain alike. With a
+        table of positions under the same norms, `embedding_shift` and that table's own shift have this direction.
       sizes: lengths of axes inside `(a b)` that no other block fixes.
 
     Returns:
-      A frozen, hashable gauge; it holds no array. Elements are {leaf path: shift, the leaf's shape without `channel`}.
+      A frozen, hashable gauge; it holds no array. Elements are {leaf path: shift, the leaf's shape without `channel` and
+      `vocab`}.
 
     Raises:
-      ValueError: malformed axes, at once; any mismatch with the tree, when it is first seen.
+      ValueError: malformed axes, or both or neither of `write` and `tied`, at once; any mismatch with the tree, when it
+        is first seen.
 
-    >>> gauge = go.norm_write_shift({"embedding": "_ channel"})
-    >>> gauge.dim({"embedding": jnp.ones((5, 4))})
+    >>> go.norm_write_shift({"embedding": "_ channel"}).dim({"embedding": jnp.ones((5, 4))})
     5
-
-    Reference: docs/design.md §5. Not a symmetry where an RMSNorm, or no norm, reads the stream, nor for an embedding
-    that is also the output kernel.
-    """
-    return block_gauge("norm_write_shift", WriteShift, {"write": write}, sizes)
-
-
-def table_shift(table: Mapping[str, Axes], *, sizes: Mapping[str, int] | None = None) -> BlockGauge:
-    """One number added to all entries of a tied table, which embeds tokens and gives logits, in a net of LayerNorms.
-
-    The LayerNorms subtract what a row gains, and the softmax drops what all logits gain.
-
-    Args:
-      table: path → axes of the table: `{"embed/embedding": "vocab channel"}`.
-      sizes: lengths of axes inside `(a b)` that no other block fixes.
-
-    Returns:
-      A frozen, hashable gauge; it holds no array. Elements are {leaf path: the number}.
-
-    Raises:
-      ValueError: malformed axes, at once; any mismatch with the tree, when it is first seen.
-
-    >>> gauge = go.table_shift({"embedding": "vocab channel"})
+    >>> gauge = go.norm_write_shift(tied={"embedding": "vocab channel"})
     >>> gauge.read({"embedding": jnp.array([[1.0, 2.0], [3.0, 6.0]])})
     {'embedding': Array(3., dtype=float32)}
 
-    Reference: docs/design.md §5. With a table of positions under the same norms, `embedding_shift` and that table's
-    `norm_write_shift` have this direction already.
+    Reference: docs/design.md §5. Not a symmetry where an RMSNorm, or no norm, reads the stream.
     """
-    return block_gauge("table_shift", TableShift, {"table": table}, sizes)
+    if (write is None) == (tied is None):
+        raise binding_error(
+            "norm_write_shift", "one of `write` and `tied` is needed", "both" if write is not None else "neither",
+            "leaves that only write to the stream, or tied embeddings", "write one gauge for each, as a list of gauges")
+    if tied is not None:
+        return block_gauge("norm_write_shift", TiedShift, {"tied": tied}, sizes)
+    return block_gauge("norm_write_shift", WriteShift, {"write": write or {}}, sizes)
 
 
 def key_bias(blocks: Mapping[str, Axes], *, sizes: Mapping[str, int] | None = None) -> BlockGauge:
@@ -220,7 +209,7 @@ class WriteShift(Shift):
 
 
 @dataclasses.dataclass(frozen=True)
-class TableShift(Shift):
+class TiedShift(Shift):
     """One copy: a number per table."""
 
     acting: ClassVar[tuple[str, ...]] = (VOCAB, CHANNEL)

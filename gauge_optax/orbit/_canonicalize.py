@@ -49,7 +49,7 @@ def canonicalize(
     * `rescale`, `multiplier_balance`: a column of the first leaf of `up` has the norm 1, a multiplier is 1 or −1.
     * `scale_invariant`, `residual_scale`: the first leaf has the root mean square that unit columns have.
     * `bias_absorption`, `key_bias`: the bias is zero; the biases behind its readers have what it had.
-    * `logit_shift`, `norm_write_shift`, `table_shift`: the mean over classes, over channels, over both is zero.
+    * `logit_shift`, `norm_write_shift`: the mean over classes, over the stream's channels, or over both is zero.
     * `norm_read_shift`, `embedding_shift`: the mean over rows of a reader, of the position table, is zero.
     * `head_rotation`: the Gram matrix of a head's rows is diagonal, entries descending.
     * `head_linear`: A·Bᵀ = U·Σ·Vᵀ: the left factor has the columns U, the right one V·Σ.

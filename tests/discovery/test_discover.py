@@ -49,7 +49,7 @@ def test_every_gauge_of_the_hand_list_by_span(name: str, form: str) -> None:
     assert eval(report.code(), {"go": go}) == report.gauges
     assert eval(report.code(report.whole), {"go": go}) == list(report.whole)
     dear = {"residual_rotation", "bias_absorption", "embedding_shift", "key_bias"}
-    dear |= {"norm_read_shift", "norm_write_shift", "table_shift"}
+    dear |= {"norm_read_shift", "norm_write_shift"}
     cheap = [gauge for gauge in report.whole if gauge.name not in dear]
     assert report.gauges == cheap
     assert not report.ungauged and not report.rejected

@@ -145,7 +145,7 @@ PARALLEL_STREAM = go.residual_rotation(
     [BOTH],
 )
 TIED_STREAM = go.residual_rotation({"up": "basis _"}, WRITE, [NORM])
-TABLE = go.table_shift({"embed": "vocab channel"})
+TABLE = go.norm_write_shift(tied={"embed": "vocab channel"})
 LOGITS = go.logit_shift({"router": "_ vocab", "router_bias": "vocab"})
 
 

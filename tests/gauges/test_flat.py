@@ -125,7 +125,7 @@ INNER: dict[str, Callable[[list[go.Gauge]], optax.GradientTransformation]] = {
 
 
 # A constant that is added changes no gradient, so that Adam's steps are those of the twin; decay shrinks the constant.
-ADAM_SEES_NOTHING = ("key_bias", "embedding_shift", "norm_write_shift", "norm_read_shift", "table_shift")
+ADAM_SEES_NOTHING = ("key_bias", "embedding_shift", "norm_write_shift", "norm_read_shift")
 # Rows of embeddings that all gain one number; all logits through all channels.
 OVERLAP = {"product/whole_gpt": 2, "product/whole_gpt_linear": 2}
 

@@ -91,6 +91,8 @@ def test_times_of_updates_in_the_guide_on_choosing_are_what_was_measured() -> No
     assert f"{adam['quotient(optax.adamw)']:.1f} × AdamW's ({adam['quotient(optax.adamw), hold=False']:.1f} " in text
     assert f"| {adam['ddc_adamw']:.1f} × AdamW's" in text and f"| {muon['quotient_muon']:.2f} × `optax.cont" in text
     assert f"takes {blocks['adam']['quotient(optax.adamw)']['step_ratio'][1]:.2f} × AdamW's with `quotient`" in text
+    recipe = result("benchmarks/results/accelerator_cpu.json")["cells"]["update | gpt2 | muon"]["max_norm_muon"]
+    assert f"| {recipe['ratio'][1]:.2f} × [Muon's](/results/accelerator_cpu.md) |" in CHOOSE
     gpu = result("benchmarks/results/accelerator_h200.json")["cells"]
     adam, muon = ({name: row["ratio"][1] for name, row in gpu[f"update | gpt2 | {block}"].items()}
                   for block in ("adam", "muon"))

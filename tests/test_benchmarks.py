@@ -92,7 +92,7 @@ def test_what_an_accelerator_is_asked_runs_here_too(tmp_path: Path, capsys: pyte
     kinds = ["update | toy | adam", "step | gpt2 | adam", "train | AdamW | 0.001", "twins | highest"]
     harness.main(accelerator.STUDY, [*small, "--out", str(tmp_path), "--only", *kinds])
     cells = json.loads((tmp_path / "accelerator_cpu.json").read_text())["cells"]
-    assert list(cells) == kinds
+    assert set(cells) == set(kinds)
     twins = cells["twins | highest"]
     assert twins["optax.adamw"] > 100 * max(twins["quotient(optax.adamw)"], twins["quotient_muon"])
     page = (tmp_path / "accelerator_cpu.md").read_text()

@@ -406,10 +406,14 @@ class BlockGauge(SliceGauge):
         roles: dict[str, dict[str, list[str]]] = {}
         for spec in self.specs:
             roles.setdefault(spec.role, {}).setdefault(spec.pattern, []).append(spec.axes)
-        blocks = [{path: x[0] if len(x) == 1 else tuple(x) for path, x in role.items()} for role in roles.values()]
+        blocks = {
+            role if role in self._parameters else parameter:
+            {path: x[0] if len(x) == 1 else tuple(x) for path, x in own.items()}
+            for (role, own), parameter in zip(roles.items(), self._parameters, strict=False)
+        }
         options = {name: value for name, value in self.options if name in self._parameters}
         sizes = {"sizes": dict(self.sizes)} if self.sizes else {}
-        return {**dict(zip(self._parameters, blocks, strict=False)), **options, **sizes}
+        return {**blocks, **options, **sizes}
 
     @property
     def _description(self) -> str:

@@ -73,8 +73,8 @@ def norm_write_shift(
       sizes: lengths of axes inside `(a b)` that no other block fixes.
 
     Returns:
-      A frozen, hashable gauge; it holds no array. Elements are {leaf path: shift}, a shift having the leaf's shape without
-      `channel` and `vocab`.
+      A frozen, hashable gauge; it holds no array. Elements are {leaf path: shift}, a shift having the leaf's shape
+      without `channel` and `vocab`.
 
     Raises:
       ValueError: malformed axes, or both or neither of `write` and `tied`, at once; any mismatch with the tree, when it

@@ -84,7 +84,7 @@ def norm_write_shift(
     5
     >>> gauge = go.norm_write_shift(tied={"embedding": "vocab channel"})
     >>> gauge.read({"embedding": jnp.array([[1.0, 2.0], [3.0, 6.0]])})
-    {'embedding': Array(3., dtype=float32)}
+    {'': {'embedding': Array(3., dtype=float32)}}
 
     Reference: docs/design.md §5. Not a symmetry where an RMSNorm, or no norm, reads the stream.
     """

@@ -2,7 +2,7 @@
 
     python -m benchmarks.accelerator --out benchmarks/results            # killed, it goes on where it was
     python -m benchmarks.accelerator --only "step | *"                   # some of the cells
-    python -m benchmarks.accelerator --width 64 --layers 1 --steps 4 --out /tmp/dry     # a dry run on a CPU
+    python -m benchmarks.accelerator --width 64 --layers 1 --steps 4 --out outputs/dry   # a dry run on a CPU
 
 `update` times an optimizer's update in turns with its base, and counts its memory; `step` times a training step of
 GPT-2 124M; `train` trains a Llama of 30M parameters on bytes of text, with each of four optimizers at each of three
@@ -228,7 +228,7 @@ def section(result: Result) -> str:
          "difference of their losses, by the precision of products.",
          ["precision", "optimizer", "difference"], twin_rows),
     )
-    parts = [f"{own['host']}; one process, float32."]
+    parts = [f"{own['host']}; float32; what is compared ran in one process."]
     for kind, about, heads, rows in tables:
         found = list(rows(result))
         parts += [about, markdown([heads, *found])] if found else [f"Not run yet: `{kind}`."]

@@ -69,21 +69,21 @@ class Shifts:
                 out[space] = [*places, (view, at)], max(worst, residual)
         return list(out.values())
 
-    def constants(self) -> list[tuple[View, str]]:
-        """Views of leaves that may gain one constant in all entries, though not along any single axis, and their axes.
+    def constants(self) -> list[tuple[str, str]]:
+        """Leaves that may gain one constant in all entries, though not one along any single axis, and their axes.
 
         A tied table is one where a centred norm reads the stream: the norm hides what its rows gain, and the softmax
         behind the head hides what all logits gain. The axes are empty where `norm_write_shift` has no form for it.
         """
-        single, found = set[str](), dict[str, tuple[View, str]]()
+        single, found = set[str](), dict[str, str]()
         for (view, _), (along, whole, total) in zip(self._places, self._sums, strict=True):
             if along <= ZERO**2 * whole:
                 single.add(view.path)
             elif view.size == math.prod(view.shape) and total <= ZERO**2 * view.size * whole:
                 names = ["vocab" if label in self._softmax else "channel" for label in view.labels]
                 fits = len(view.shape) == 2 and sorted(names) == ["channel", "vocab"]
-                found[view.path] = view, " ".join(names) if fits else ""
-        return [found[path] for path in found if path not in single]
+                found[view.path] = " ".join(names) if fits else ""
+        return [(path, axes) for path, axes in found.items() if path not in single]
 
 
 @dataclasses.dataclass

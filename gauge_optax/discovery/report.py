@@ -407,12 +407,12 @@ def _additions(
     hidden = {path for one in additions if one.call is not None and one.call.kind == "norm_write_shift"
               for path in one.call.paths}
     traded = [one.call.paths for one in additions if one.call is not None and one.call.kind == "embedding_shift"]
-    for view, axes in shifts.constants():
-        if any(view.path in paths and hidden & set(paths) for paths in traded):
+    for path, axes in shifts.constants():
+        if any(path in paths and hidden & set(paths) for paths in traded):
             continue  # what the table gains the other one loses, whose loss a norm hides
         kind = "one constant on all entries of a table, which a centred norm and a softmax hide"
-        call = Call("norm_write_shift", {"tied": {view.path: axes}}) if axes else None
-        additions.append(_Addition(kind, view.path, call, functools.partial(_raised, view.path)))
+        call = Call("norm_write_shift", {"tied": {path: axes}}) if axes else None
+        additions.append(_Addition(kind, path, call, functools.partial(_raised, path)))
     unread = [unread_bias_call(trace, path, mask) for path, mask in dead.items() if mask.any()]
     additions += [_Addition("a bias without effect", one.paths[0], one, None) for one in unread if one is not None]
     return additions

@@ -90,8 +90,9 @@ def norm_write_shift(
     """
     if (write is None) == (tied is None):
         raise binding_error(
-            "norm_write_shift", "one of `write` and `tied` is needed", "both" if write is not None else "neither",
-            "leaves that only write to the stream, or tied embeddings", "write one gauge for each, as a list of gauges")
+            "norm_write_shift", "takes either `write` or `tied`", "both" if write is not None else "neither",
+            "leaves that only write to the stream, or embeddings that also give the logits",
+            "[go.norm_write_shift({...}), go.norm_write_shift(tied={...})] for both kinds of leaves")
     if tied is not None:
         return block_gauge("norm_write_shift", TiedShift, {"tied": tied}, sizes)
     return block_gauge("norm_write_shift", WriteShift, {"write": write or {}}, sizes)

@@ -116,6 +116,12 @@ def test_leaves_keep_their_dtype(case: GaugeCase, dtype: str) -> None:
     assert {x.dtype for x in jax.tree.leaves((moved, across))} == {jnp.dtype(dtype)}
 
 
+@pytest.mark.parametrize("given", [{}, {"write": {"out": "_ channel"}, "tied": {"table": "vocab channel"}}])
+def test_a_write_shift_is_of_writers_or_of_tied_tables(given: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="takes either `write` or `tied`"):
+        go.norm_write_shift(**given)
+
+
 INNER: dict[str, Callable[[list[go.Gauge]], optax.GradientTransformation]] = {
     "adamw": lambda gauges: go.quotient(optax.adamw(1e-2, weight_decay=0.1), gauges),
     "lion": lambda gauges: go.quotient(optax.lion(1e-3), gauges),

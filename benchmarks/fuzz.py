@@ -59,8 +59,9 @@ class Spec:
 
     @property
     def vocab(self) -> int:
-        """How many tokens there are. The first parallel MLP sees tokens alone, of which it needs more than weights."""
-        return 61 if self.parallel else 13
+        """How many tokens there are. The first parallel MLP, and the first norm of all queries, see tokens alone: they
+        need more of them than a quadratic form of the stream has entries."""
+        return 71 if self.parallel or self.qk_norm == "wide" else 13
 
     @property
     def rotary(self) -> bool:
@@ -81,10 +82,11 @@ def drawn(number: int) -> Spec:
     kv_heads = heads if layout == "fused" else of(*(k for k in (1, 2, 4) if k <= heads))
     position = of("none", "learned", "half", "interleaved", "partial", p=(0.1, 0.2, 0.35, 0.2, 0.15))
     head = 8 if position == "partial" else of(4, 6, p=(0.75, 0.25))  # a single plane would be no axis
+    layers, width, hidden = of(1, 2), max(of(6, 8), head + 2), of(5, 7)
     # A head wider than its input, or fewer tokens than channels, would leave directions dead that no model has.
-    return Spec(
-        layers=of(1, 2), width=max(of(6, 8), head + 2), heads=heads, kv_heads=kv_heads, head=head,
-        hidden=of(5, 7), norm=norm, scale=of("plain", "one_plus", "none", p=(0.7, 0.15, 0.15)),
+    spec = Spec(
+        layers=layers, width=width, heads=heads, kv_heads=kv_heads, head=head, hidden=hidden, norm=norm,
+        scale=of("plain", "one_plus", "none", p=(0.7, 0.15, 0.15)),
         norm_bias=norm == "layer" and of(True, False), eps=of(0.0, 1e-6, 1e-5),
         place=of("before", "after", "both", p=(0.8, 0.05, 0.15)),
         qk_norm=of("none", "rms", "layer", "bare", "wide", p=(0.5, 0.25, 0.1, 0.1, 0.05)),
@@ -96,6 +98,8 @@ def drawn(number: int) -> Spec:
         final=of(True, False, p=(0.85, 0.15)), scanned=of(True, False, p=(0.3, 0.7)),
         outlier=of(True, False, p=(0.25, 0.75)),
     )
+    # So would an MLP whose few units leave the norm behind it with less than the stream.
+    return spec if spec.place == "before" else dataclasses.replace(spec, hidden=max(hidden, width))
 
 
 class Net(NamedTuple):
@@ -163,7 +167,7 @@ def built(spec: Spec) -> Net:
         params["layers"][0]["down"][:, 3] *= OUTLIER
     if spec.scanned:
         params["layers"] = jax.tree.map(lambda *x: np.stack(x), *params["layers"])
-    batches = rng.integers(0, spec.vocab, (2, 8 if spec.parallel else 4, TOKENS))
+    batches = rng.integers(0, spec.vocab, (2, max(8, 1 + spec.vocab // TOKENS), TOKENS))
     batches.ravel()[: spec.vocab] = np.arange(spec.vocab)  # every token occurs
     return Net(lambda p, tokens: _outputs(spec, p, tokens), params, list(batches))
 

@@ -28,6 +28,7 @@ from gauge_optax.discovery.write import Unwritable, axes_text
 
 Motion = tuple[str, np.ndarray]  # a leaf's path and what is added to it
 Labels = Sequence[Space | None]
+_PAST_NORMS = "the mean of a stream, which centred norms hide, and which a kernel without a norm before it reads"
 _MOST = 96  # columns of one flow: more of them mean a residual stream that everything writes to
 
 
@@ -174,7 +175,7 @@ def flows(trace: Trace, leaves: Leaves) -> list[Flow]:
     for view in vectors + vector_parts:
         readers = [kernel for kernel in kernels if (view.path, kernel.path) in trace.vector_reads]
         tried.append(_absorbed(view, readers, behind, layers))
-        if len(readers) == 1 and not behind.get(readers[0].path):  # a bias behind would take up all of this one
+        if len(readers) == 1:
             tried += _mapped_to_zero(view, readers[0], layers)
         for vector in [v for v in vectors if v.module == view.module and v.labels == view.labels]:
             for norm in [_Norm(vector, None)] if vector is view else [_Norm(vector, 0.0), _Norm(vector, 1.0)]:
@@ -188,7 +189,8 @@ def flows(trace: Trace, leaves: Leaves) -> list[Flow]:
     for spaces in sorted(sorted(common) for common in shared if common):
         tried.append(_common_row(spaces, [view for view in views if labels[view.path] >= set(spaces)], layers))
     for space in sorted({space for own in labels.values() for space in own} - layers):
-        tried.append(_read_past_norms(space, [view for view in views if view.labels.count(space) == 1]))
+        along = [view for view in views if view.labels.count(space) == 1]
+        tried += [_read_past_norms(space, along), *(_passed_on(space, along, behind, same) for same in (True, False))]
     return [flow for flow in tried if 0 < flow.columns <= _MOST]
 
 
@@ -381,14 +383,44 @@ def _read_past_norms(space: Space, views: Sequence[View]) -> Flow:
         return motions
 
     def write(taken: list[int], unread: list[int]) -> Call:
-        raise Unwritable(kind)
+        raise Unwritable(_PAST_NORMS)
 
     def belongs(taken: list[int]) -> bool:
         """Some leaf writes, and another reads."""
         return len({k % 2 for k in taken}) == 2 and len({k // 2 for k in taken}) > 1
 
-    kind = "the mean of a stream, which centred norms hide, and which a kernel without a norm before it reads"
-    return Flow(kind, make, 2 * len(views) if len(views) > 1 else 0, write, belongs)
+    return Flow(_PAST_NORMS, make, 2 * len(views) if len(views) > 1 else 0, write, belongs)
+
+
+def _passed_on(space: Space, views: Sequence[View], behind: Mapping[str, Sequence[View]], constant: bool) -> Flow:
+    """A vector that one leaf adds to a stream, and that another leaf or the biases behind readers take away again.
+
+    Args:
+      space: the stream's axis.
+      views: the leaves along it.
+      behind: kernels to the biases behind them.
+      constant: whether the vector has equal entries, which centred norms hide, or any.
+    """
+    pairs = [(kernel, b) for kernel in views for b in behind.get(kernel.path, []) if set(b.labels) < set(kernel.labels)]
+    kind = _PAST_NORMS if constant else "a vector on a stream, which later leaves and the biases between them take away"
+
+    def make(point: Leaves, rng: np.random.Generator) -> list[Motion]:
+        length = _tensor(views[0], point).shape[views[0].labels.index(space)]
+        vector, motions = np.ones((length,)) if constant else rng.standard_normal((length,)), list[Motion]()
+        for view in views:
+            tensor = _tensor(view, point)
+            motions.append(_motion(view, _einsum((space,), view.labels, view.labels, vector, np.ones(tensor.shape))))
+        flows = [_einsum((space,), kernel.labels, b.labels, vector, _tensor(kernel, point)) for kernel, b in pairs]
+        return motions + [_motion(b, flow) for (_, b), flow in zip(pairs, flows, strict=True)]
+
+    def write(taken: list[int], unread: list[int]) -> Call:
+        raise Unwritable(kind)
+
+    def belongs(taken: list[int]) -> bool:
+        """What one leaf adds and another takes away, without a bias behind a kernel, is a common row."""
+        return len(taken) > 1 and (constant or taken[-1] >= len(views))
+
+    return Flow(kind, make, len(views) + len(pairs) if len(views) > 1 else 0, write, belongs)
 
 
 def _with_the_first(least: int) -> Callable[[list[int]], bool]:

@@ -17,6 +17,8 @@ from gauge_optax.gauges.gauge import Gauge, product
 from gauge_optax.xla import quick_options
 
 _NOTICED = 1e-5  # relative change of the outputs that a move of the same size and no symmetry makes, at least
+_SHORT = 1e-5  # a step of this part of a move shows its direction
+_ALONG = 1e-3  # a slice point that moves by less of the step, moves by its square
 
 
 class Held(NamedTuple):
@@ -139,6 +141,27 @@ class Prover:
 
         results = proofs()
         return [np.inf if gauge is None else next(results) for gauge in gauges]
+
+    def spanned(self, held: Sequence[Held], moved: Leaves) -> bool:
+        """Whether the step from the first point to another one starts along the orbits of some gauges.
+
+        On an orbit the slice point is the same: it moves by the square of a small step, and off it by as much as that.
+        """
+        if not held:
+            return False
+        whole = product([h.gauge for h in held])._bound(self._params).slice
+
+        @functools.partial(jax.jit, compiler_options=quick_options())
+        def slice_point(leaves: Leaves) -> Mapping[str, jax.Array]:
+            x = whole.values(with_leaves(self._params, leaves))
+            return whole.enter(whole.read(x).elements, x).point
+
+        start = self.points[0]
+        near = {path: x + _SHORT * (moved[path] - x) for path, x in start.items()}
+        before, after = slice_point(start), slice_point(near)
+        step = sum(float(np.square(near[path] - x).sum()) for path, x in start.items())
+        change = sum(float(np.square(after[path] - x).sum()) for path, x in before.items())
+        return change < (_ALONG * _ALONG) * step
 
     def _bound(self, call: Call) -> Gauge | None:
         """The gauge of a call; None where it does not fit the tree."""

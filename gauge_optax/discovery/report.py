@@ -349,7 +349,8 @@ def _searched(
     additions = [one for one in additions if one.call is None or any(one.call.within(call) for call, _ in failed)]
     held, refused = prover.together(_sorted(proved))
     for addition in additions:
-        if addition.move is None or prover.change([addition.move(point) for point in prover.points]) <= STILL:
+        moved = [addition.move(point) for point in prover.points] if addition.move is not None else []
+        if not moved or (prover.change(moved) <= STILL and not prover.spanned(held, moved[0])):
             where = ungauged.setdefault(addition.kind, [])
             where += [addition.where] * (addition.where not in where)
     bar.update()

@@ -87,6 +87,8 @@ class Candidate:
         for row in (*exact, *close):
             residual = float(np.linalg.norm(products @ row) / np.linalg.norm(row * sizes))
             terms = tuple(Term(*columns[k], float(row[k])) for k in np.nonzero(row)[0].tolist())
+            if self.space == WHOLE and all(term.mode == "offset" for term in terms):
+                continue  # constants on whole leaves are no scale; `offsets` looks for them
             moved = [term.piece for term in terms if term.mode in ("vector", "covector")]
             # A piece that moves as vector and as covector: only a smaller family's part of that holds.
             if len(set(moved)) == len(moved):
@@ -171,7 +173,9 @@ def candidates(trace: Trace, leaves: Leaves, stream: bool = False) -> list[Candi
         halves = tuple(dict.fromkeys(space))
         spaces[space] |= spaces.get(halves, set()) if halves != space else set()
     whole = {view.path: Piece(view, None, ()) for view in reversed(views)}
-    tried = [] if stream else [Candidate("diagonal", WHOLE, (), [(piece, "scale") for piece in whole.values()])]
+    # A vector may be stored less one: its scale is then a constant added as well.
+    scales = [(piece, mode) for piece in whole.values() for mode in ("scale", "offset")[: 1 + piece.lone]]
+    tried = [] if stream else [Candidate("diagonal", WHOLE, (), scales)]
     for space, companions in sorted(spaces.items(), key=lambda item: (-len(item[0]), item[0])):
         near = companions | _beside_companions(space, companions, views)
         present = sorted(c for c in near if any({space, c} <= set(v.labels) for v in views))

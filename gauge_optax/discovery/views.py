@@ -262,14 +262,20 @@ def _grid_readings(
     """A grid with all choices of what is picked, and with a picked pair as the planes of its neighbour."""
     picked = [not trace.spaces.picked.isdisjoint(key) and len(key) <= _MOST_PICKED for key in keys]
     atoms = [Atom(key, len(key)) for key in keys]
-    choices = itertools.product(*(range(a.size) if p else (None,) for a, p in zip(atoms, picked, strict=True)))
-    main = [[a._replace(pick=q) for a, q in zip(atoms, choice, strict=True)] for choice in choices]
+
+    def chosen(grid: list[Atom]) -> Iterator[list[Atom]]:
+        """The grid with every choice of indices along the axes that are picked."""
+        choices = itertools.product(*(range(a.size) if p else (None,) for a, p in zip(grid, picked, strict=True)))
+        return ([a._replace(pick=q) for a, q in zip(grid, choice, strict=True)] for choice in choices)
+
+    main = list(chosen(atoms))
     others: list[list[list[Atom]]] = [[atoms]] if any(picked) else []
     for k, key in enumerate(keys):
         inner = [(w.start, w.stop) for w in _inner_windows(key, searched)]
         cut = [[*atoms[:k], Atom(key[a:b], b - a, None, (((a, b),), len(key))), *atoms[k + 1 :]] for a, b in inner]
-        others += [cut] if cut else []
-        others += [[[*atoms[:k], atom, *atoms[k + 1 :]]] for atom in _divided(key, searched)]
+        others += [[way for part in cut for way in chosen(part)]] if cut and not picked[k] else []
+        divided = [] if picked[k] else [[*atoms[:k], atom, *atoms[k + 1 :]] for atom in _divided(key, searched)]
+        others += [list(chosen(grid)) for grid in divided]
     for k, key in enumerate(keys):  # a pair of entries that are picked one by one: cosine and sine parts of a plane
         if picked[k] and len(key) == 2:
             if k > 0 and not picked[k - 1]:

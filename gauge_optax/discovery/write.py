@@ -122,8 +122,11 @@ def shift_call(places: Sequence[tuple[View, int]]) -> Call:
 
 def write_shift_calls(places: Sequence[tuple[View, int]]) -> list[Call]:
     """The gauges of a constant along an axis that only centred norms read: one for each leaf that has it."""
-    blocks, sizes = _constants(places, "channel")
-    return [Call("norm_write_shift", {"write": {path: axes}}, {}, sizes) for path, axes in blocks.items()]
+    calls = []
+    for path in dict.fromkeys(view.path for view, _ in places):
+        blocks, sizes = _constants([place for place in places if place[0].path == path], "channel")
+        calls.append(Call("norm_write_shift", {"write": blocks}, {}, sizes))
+    return calls
 
 
 def _constants(places: Sequence[tuple[View, int]], name: str) -> tuple[dict[str, Axes], dict[str, int]]:

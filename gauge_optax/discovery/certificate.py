@@ -20,6 +20,7 @@ _SECONDS = 600.0  # after which no further block is counted
 _DRAWS = 5  # of a point, until the function is finite there
 _POINTS = 6  # at one, a ReLU may be on for every input, or off, and leave directions dead that others do not have
 _PATIENCE = 60.0  # seconds after which no further point is tried
+_NEAR = 0.3
 _MARGIN = 2  # outputs per parameter: the outputs of one sequence depend on each other
 
 
@@ -51,7 +52,7 @@ def certified(
         call, started = jax.jit(fn, compiler_options=quick_options()), time.monotonic()
 
         def counted() -> Census:
-            drawn = (generic_point(leaves, rng) for _ in range(_DRAWS))
+            drawn = (_near_vectors(leaves, generic_point(leaves, rng)) for _ in range(_DRAWS))
             point = with_leaves(params, finite_points(call, batches, drawn, 1)[0])
             return census(by_tree, point, inputs, gauges, "loss", seed=seed, progress=progress, seconds=_SECONDS)
 
@@ -60,6 +61,15 @@ def certified(
             if best.unexplained and time.monotonic() - started < _PATIENCE:
                 best = min(best, counted(), key=lambda counts: counts.unexplained)
         return best
+
+
+def _near_vectors(leaves: Leaves, point: Leaves) -> Leaves:
+    """The point with vectors, and what is zero at the start as stacked biases are, a third as far from the given ones.
+
+    Large biases leave many a ReLU on for every input, or off.
+    """
+    near = {path for path, leaf in leaves.items() if leaf.ndim < 2 or not leaf.any()}
+    return {path: leaves[path] + _NEAR * (x - leaves[path]) if path in near else x for path, x in point.items()}
 
 
 def redrawn(batches: Sequence[Any], rng: np.random.Generator) -> Any:

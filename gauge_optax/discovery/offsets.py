@@ -197,25 +197,28 @@ def flows(trace: Trace, leaves: Leaves) -> list[Flow]:
 def _mapped_to_zero(vector: View, kernel: View, layers: set[Space]) -> list[Flow]:
     """The part of a bias that the kernel behind it maps to zero, or to a constant that centred norms hide.
 
-    There is none unless the bias is longer than the kernel's outputs, or as long.
+    There is none unless the bias is longer than the kernel's outputs, or as long. Query heads that share a value head
+    read one bias: their kernels add up.
     """
     stacked = [label for label in vector.labels if label in layers]
     inputs = [label for label in vector.labels if label not in layers]
-    outputs = [label for label in kernel.labels if label not in vector.labels]
-    if len(outputs) != 1 or not set(vector.labels) < set(kernel.labels):
+    others = [label for label in kernel.labels if label not in vector.labels]
+    if not set(vector.labels) < set(kernel.labels):
         return []
-    to_rows = [kernel.labels.index(label) for label in (*stacked, *inputs, *outputs)]
     to_vector = [vector.labels.index(label) for label in (*stacked, *inputs)]
+    kind, first = "a part of a bias that the kernel behind it maps to nothing that is read", _with_the_first(1)
 
-    def weights(point: Leaves, centred: bool) -> np.ndarray:
-        rows = _tensor(kernel, point).transpose(to_rows)
+    def weights(point: Leaves, output: Space | None, centred: bool) -> np.ndarray:
+        summed = [label for label in others if label != output]
+        order = [kernel.labels.index(label) for label in (*summed, *stacked, *inputs, output)]
+        rows = _tensor(kernel, point).transpose(order).sum(tuple(range(len(summed))))
         sizes = math.prod(rows.shape[: len(stacked)]), math.prod(rows.shape[len(stacked) : -1])
         flat = rows.reshape(*sizes, rows.shape[-1])
         # Of m centred columns m - 1 span all of them.
         return (flat - flat.mean(-1, keepdims=True))[..., :-1] if centred else flat
 
-    def make(centred: bool, point: Leaves, rng: np.random.Generator) -> list[Motion]:
-        kept = np.linalg.qr(weights(point, centred))[0]
+    def make(output: Space | None, centred: bool, point: Leaves, rng: np.random.Generator) -> list[Motion]:
+        kept = np.linalg.qr(weights(point, output, centred))[0]
         free = rng.standard_normal((*kept.shape[:2], 1))
         free -= kept @ (kept.swapaxes(1, 2) @ free)
         lengths = [_tensor(vector, point).shape[k] for k in to_vector]
@@ -225,10 +228,9 @@ def _mapped_to_zero(vector: View, kernel: View, layers: set[Space]) -> list[Flow
         raise Unwritable(kind)
 
     sizes = dict(zip(kernel.labels, [atom.size for atom in kernel.atoms.values()], strict=True))
-    spare = math.prod(sizes[label] for label in inputs) - sizes[outputs[0]]
-    kind, first = "a part of a bias that the kernel behind it maps to nothing that is read", _with_the_first(1)
-    ways = [centred for centred in (False, True) if spare + centred > 0]
-    return [Flow(kind, functools.partial(make, centred), 1, write, first) for centred in ways]
+    length = math.prod(sizes[label] for label in inputs)
+    ways = [(out, centred) for out in others for centred in (False, True) if length + centred > sizes[out]]
+    return [Flow(kind, functools.partial(make, *way), 1, write, first) for way in ways]
 
 
 def _absorbed(vector: View, kernels: Sequence[View], behind: Mapping[str, Sequence[View]], layers: set[Space]) -> Flow:

@@ -56,10 +56,19 @@ def in_double(fn: Function, leaves: Leaves, dtypes: Mapping[str, Any], batch: An
     def plain(leaves: Mapping[str, Any], batch: Any) -> Any:
         return given(leaves, jax.tree.map(_doubled, batch))
 
-    def lifted(leaves: Mapping[str, Any], batch: Any) -> Any:
+    # In the user's mode: where arrays are of 32 bits at most, so are the constants that fn makes, such as an arange.
+    wide = any(jnp.dtype(dtype).itemsize > 4 for dtype in dtypes.values())
+
+    def as_given(leaves: Mapping[str, Any], batch: Any) -> tuple[Any, Any]:
         shapes = {path: jax.ShapeDtypeStruct(x.shape, dtypes[path]) for path, x in leaves.items()}
-        closed, outputs = jax.make_jaxpr(given, return_shape=True)(shapes, batch)
-        flat = [_doubled(x) for x in jax.tree.leaves((leaves, batch))]
+        return shapes, batch if wide else jax.tree.map(_narrow, batch)
+
+    def lifted(leaves: Mapping[str, Any], batch: Any) -> Any:
+        with jax.enable_x64(wide):
+            closed, outputs = jax.make_jaxpr(given, return_shape=True)(*as_given(leaves, batch))
+        kinds = [x.aval.dtype for x in closed.jaxpr.invars]
+        given_numbers = jax.tree.leaves((leaves, batch))
+        flat = [_doubled(_of_kind(x, kind)) for x, kind in zip(given_numbers, kinds, strict=True)]
         return jax.tree.unflatten(jax.tree.structure(outputs), _evaluate(closed.jaxpr, closed.consts, flat))
 
     def low(eqn: Any) -> bool:
@@ -70,8 +79,9 @@ def in_double(fn: Function, leaves: Leaves, dtypes: Mapping[str, Any], batch: An
             return plain
     except (TypeError, ValueError):
         pass  # fn puts float64 beside a dtype that it fixes, such as that of a loop's carry
-    shapes = {path: jax.ShapeDtypeStruct(x.shape, dtypes[path]) for path, x in leaves.items()}
-    for eqn, where in _checked(given, shapes, batch):
+    with jax.enable_x64(wide):
+        checked = _checked(given, *as_given(leaves, batch))
+    for eqn, where in checked:
         if eqn.primitive.name in _FIXED:
             raise _fixed_precision(eqn, where)
         if eqn.primitive.name == "while" and _float_dtypes(eqn):
@@ -80,6 +90,19 @@ def in_double(fn: Function, leaves: Leaves, dtypes: Mapping[str, Any], batch: An
                 "a loop with a fixed number of steps, because derivatives that fn defines itself are in its precision",
                 "write jax.lax.scan or a fori_loop with constant bounds")
     return lifted
+
+
+def _narrow(x: Any) -> Any:
+    """The shape and dtype that an array has without x64; anything else as it is."""
+    dtype = getattr(x, "dtype", None)
+    if dtype is None or not isinstance(dtype, np.dtype) or dtype.itemsize < 8 or dtype.kind not in "iuf":
+        return x
+    return jax.ShapeDtypeStruct(np.shape(x), np.dtype(f"{dtype.kind}4"))
+
+
+def _of_kind(x: Any, dtype: Any) -> Any:
+    """Integers in the dtype that a jaxpr takes; anything else as it is."""
+    return jnp.asarray(x, dtype) if isinstance(dtype, np.dtype) and dtype.kind in "iu" else x
 
 
 def _checked(fn: Function, leaves: Any, batch: Any) -> list[tuple[Any, str]]:

@@ -190,7 +190,7 @@ def flows(trace: Trace, leaves: Leaves) -> list[Flow]:
         tried.append(_common_row(spaces, [view for view in views if labels[view.path] >= set(spaces)], layers))
     for space in sorted({space for own in labels.values() for space in own} - layers):
         along = [view for view in views if view.labels.count(space) == 1]
-        tried += [_read_past_norms(space, along), *(_passed_on(space, along, behind, same) for same in (True, False))]
+        tried += [_read_past_norms(space, along), *(_passed_on(space, along, behind, same) for same in (False, True))]
     return [flow for flow in tried if 0 < flow.columns <= _MOST]
 
 

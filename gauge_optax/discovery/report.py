@@ -349,10 +349,11 @@ def _searched(
     additions = [one for one in additions if one.call is None or any(one.call.within(call) for call, _ in failed)]
     held, refused = prover.together(_sorted(proved))
     for addition in additions:
+        if any(addition.where in where for where in ungauged.values()):
+            continue  # one vector on these leaves has the constants among its moves
         moved = [addition.move(point) for point in prover.points] if addition.move is not None else []
         if not moved or (prover.change(moved) <= STILL and not prover.spanned(held, moved[0])):
-            where = ungauged.setdefault(addition.kind, [])
-            where += [addition.where] * (addition.where not in where)
+            ungauged.setdefault(addition.kind, []).append(addition.where)
     bar.update()
     kinds = {kind: tuple(where) for kind, where in ungauged.items()}
     return Report(tuple(held), tuple(nearly), (*rejected, *refused), tuple(dead), tuple(uncovered), kinds)

@@ -191,6 +191,26 @@ def test_dropout_captured_through_merge_is_named() -> None:
     assert "dropout" in text and "model.set_attributes(deterministic=True)" in text
 
 
+def test_constants_have_the_width_that_they_have_for_the_user() -> None:
+    """An angle of `linspace` would be of 64 bits in the search, where a carry of 32 bits beside it is refused."""
+
+    def fn(p: Any, tokens: Any) -> jax.Array:
+        angles = jnp.linspace(0.1, 1.0, D // 2)[:, None] * jnp.arange(tokens.shape[1])
+        turned = jnp.sin(jnp.concatenate([angles, angles]).T)
+
+        def layer(x: jax.Array, _: None) -> tuple[jax.Array, None]:
+            y = jax.nn.dot_product_attention(*(z[:, :, None] for z in (x * turned, x * turned, x)))
+            return x + jax.nn.relu(y[:, :, 0] @ p["up"]) @ p["down"], None
+
+        return jax.lax.scan(layer, jnp.asarray(p["embed"][tokens], jnp.float32), None, 2)[0]
+
+    rng = np.random.default_rng(0)
+    shapes = {"embed": (11, D), "up": (D, 7), "down": (7, D)}
+    params = {path: jnp.asarray(rng.standard_normal(shape), jnp.float32) for path, shape in shapes.items()}
+    report = go.discover(fn, params, TOKENS, "predictions", progress=False)
+    assert report.gauges == [go.rescale({"up": "_ channel"}, {"down": "channel _"})]
+
+
 def test_a_float64_function_stays_as_it_is() -> None:
     with jax.enable_x64(True):
         leaves = {"up": np.ones((D, 5)), "down": np.ones((5, 3))}

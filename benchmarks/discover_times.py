@@ -119,7 +119,7 @@ def of_linen() -> Arguments:
     return Arguments(LinenGPT().apply, LinenGPT().init(jax.random.key(0), tokens[0]), tokens)
 
 
-def of_equinox() -> Arguments:
+def of_equinox(width: int = WIDTH, vocab: int = VOCAB) -> Arguments:
     """An equinox module, passed whole."""
     import equinox as eqx
 
@@ -131,9 +131,9 @@ def of_equinox() -> Arguments:
 
         def __init__(self, key: jax.Array) -> None:
             first, second = jax.random.split(key)
-            self.norm1, self.norm2 = eqx.nn.LayerNorm(WIDTH), eqx.nn.LayerNorm(WIDTH)
-            self.attn = eqx.nn.MultiheadAttention(HEADS, WIDTH, key=first)
-            self.mlp = eqx.nn.MLP(WIDTH, WIDTH, 4 * WIDTH, 1, key=second)
+            self.norm1, self.norm2 = eqx.nn.LayerNorm(width), eqx.nn.LayerNorm(width)
+            self.attn = eqx.nn.MultiheadAttention(HEADS, width, key=first)
+            self.mlp = eqx.nn.MLP(width, width, 4 * width, 1, key=second)
 
         def __call__(self, x: jax.Array) -> jax.Array:
             y, causal = jax.vmap(self.norm1)(x), jnp.tril(jnp.ones((len(x), len(x)), bool))
@@ -148,9 +148,9 @@ def of_equinox() -> Arguments:
 
         def __init__(self, key: jax.Array) -> None:
             keys = jax.random.split(key, LAYERS + 2)
-            self.embed = eqx.nn.Embedding(VOCAB, WIDTH, key=keys[0])
+            self.embed = eqx.nn.Embedding(vocab, width, key=keys[0])
             self.blocks = [EquinoxBlock(k) for k in keys[2:]]
-            self.norm, self.head = eqx.nn.LayerNorm(WIDTH), eqx.nn.Linear(WIDTH, VOCAB, key=keys[1])
+            self.norm, self.head = eqx.nn.LayerNorm(width), eqx.nn.Linear(width, vocab, key=keys[1])
 
         def __call__(self, tokens: jax.Array) -> jax.Array:
             x = jax.vmap(self.embed)(tokens)
@@ -158,7 +158,7 @@ def of_equinox() -> Arguments:
                 x = block(x)
             return jax.vmap(self.head)(jax.vmap(self.norm)(x))
 
-    return Arguments(lambda m, tokens: jax.vmap(m)(tokens), EquinoxGPT(jax.random.key(0)), _tokens(VOCAB))
+    return Arguments(lambda m, tokens: jax.vmap(m)(tokens), EquinoxGPT(jax.random.key(0)), _tokens(vocab))
 
 
 MIDDLE = lm.LMConfig(d_model=256, layers=6, heads=8, kv_heads=8, d_head=32, d_ff=1024)

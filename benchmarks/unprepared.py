@@ -22,6 +22,7 @@ import optax
 from flax import nnx
 
 import gauge_optax as go
+from benchmarks.discover_times import of_equinox
 from benchmarks.timing import Timed, host, in_turns, prepared, quartiles
 from examples.studies import harness
 
@@ -162,49 +163,6 @@ def _equinox(module: Any, batches: list[Any]) -> Model:
     return Model(lambda p, x: jax.vmap(eqx.combine(p, rest))(x), arrays, batches, "logits")
 
 
-class EquinoxBlock(eqx.Module):
-    """Equinox's layers as they are."""
-
-    norm1: eqx.nn.LayerNorm
-    norm2: eqx.nn.LayerNorm
-    attn: eqx.nn.MultiheadAttention
-    mlp: eqx.nn.MLP
-
-    def __init__(self, key: jax.Array) -> None:
-        first, second = jax.random.split(key)
-        self.norm1, self.norm2 = eqx.nn.LayerNorm(D), eqx.nn.LayerNorm(D)
-        self.attn = eqx.nn.MultiheadAttention(HEADS, D, key=first)
-        self.mlp = eqx.nn.MLP(D, D, 4 * D, 1, key=second)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """(time, d) to the same."""
-        y = jax.vmap(self.norm1)(x)
-        x = x + self.attn(y, y, y, mask=jnp.tril(jnp.ones((len(x), len(x)), bool)))
-        return x + jax.vmap(self.mlp)(jax.vmap(self.norm2)(x))
-
-
-class EquinoxGPT(eqx.Module):
-    """Tokens (time,) to logits."""
-
-    embed: eqx.nn.Embedding
-    blocks: list[EquinoxBlock]
-    norm: eqx.nn.LayerNorm
-    head: eqx.nn.Linear
-
-    def __init__(self, key: jax.Array) -> None:
-        keys = jax.random.split(key, LAYERS + 2)
-        self.embed = eqx.nn.Embedding(VOCAB, D, key=keys[0])
-        self.blocks = [EquinoxBlock(k) for k in keys[2:]]
-        self.norm, self.head = eqx.nn.LayerNorm(D), eqx.nn.Linear(D, VOCAB, key=keys[1])
-
-    def __call__(self, tokens: jax.Array) -> jax.Array:
-        """Logits (time, vocab)."""
-        x = jax.vmap(self.embed)(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return jax.vmap(self.head)(jax.vmap(self.norm)(x))
-
-
 class Mixer(eqx.Module):
     """One block of an MLP-Mixer: (time, d) to classes."""
 
@@ -312,7 +270,7 @@ def ssm() -> Model:
 
 MODELS: Mapping[str, Callable[[], Model]] = {
     "NNX GPT": nnx_gpt, "NNX Llama with QK-norm, scanned": nnx_llama, "Linen ViT": linen_vit,
-    "equinox transformer": lambda: _equinox(EquinoxGPT(jax.random.key(0)), TOKENS),
+    "equinox transformer": lambda: _equinox(of_equinox(D, VOCAB).params, TOKENS),
     "equinox MLP-Mixer": lambda: _equinox(Mixer(jax.random.key(0)), VECTORS), "NNX CNN with BatchNorm": nnx_cnn,
     "adaLN flow": flow, "mixture of experts": experts, "GRU": gru, "SSM": ssm,
 }

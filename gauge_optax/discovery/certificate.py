@@ -20,7 +20,7 @@ _SECONDS = 600.0  # after which no further block is counted
 _DRAWS = 5  # of a point, until the function is finite there
 _POINTS = 6  # at one, a ReLU may be on for every input, or off, and leave directions dead that others do not have
 _PATIENCE = 60.0  # seconds after which no further point is tried
-_NEAR = 0.3
+_NEAR = 0.3  # of the way to a generic point, for vectors
 _MARGIN = 2  # outputs per parameter: the outputs of one sequence depend on each other
 
 
@@ -64,7 +64,7 @@ def certified(
 
 
 def _near_vectors(leaves: Leaves, point: Leaves) -> Leaves:
-    """The point with vectors, and what is zero at the start as stacked biases are, a third as far from the given ones.
+    """The point with vectors, and what is zero at the start as stacked biases are, nearer to the given ones.
 
     Large biases leave many a ReLU on for every input, or off.
     """

@@ -28,7 +28,8 @@ from gauge_optax.discovery.write import Unwritable, axes_text
 
 Motion = tuple[str, np.ndarray]  # a leaf's path and what is added to it
 Labels = Sequence[Space | None]
-_PAST_NORMS = "the mean of a stream, which centred norms hide, and which a kernel without a norm before it reads"
+PAST_NORMS = "the mean of a stream, which centred norms hide, and which a kernel without a norm before it reads"
+ON_STREAM = "a vector on a stream, which later leaves and the biases between them take away"
 _MOST = 96  # columns of one flow: more of them mean a residual stream that everything writes to
 
 
@@ -385,13 +386,13 @@ def _read_past_norms(space: Space, views: Sequence[View]) -> Flow:
         return motions
 
     def write(taken: list[int], unread: list[int]) -> Call:
-        raise Unwritable(_PAST_NORMS)
+        raise Unwritable(PAST_NORMS)
 
     def belongs(taken: list[int]) -> bool:
         """Some leaf writes, and another reads."""
         return len({k % 2 for k in taken}) == 2 and len({k // 2 for k in taken}) > 1
 
-    return Flow(_PAST_NORMS, make, 2 * len(views) if len(views) > 1 else 0, write, belongs)
+    return Flow(PAST_NORMS, make, 2 * len(views) if len(views) > 1 else 0, write, belongs)
 
 
 def _passed_on(space: Space, views: Sequence[View], behind: Mapping[str, Sequence[View]], constant: bool) -> Flow:
@@ -404,7 +405,7 @@ def _passed_on(space: Space, views: Sequence[View], behind: Mapping[str, Sequenc
       constant: whether the vector has equal entries, which centred norms hide, or any.
     """
     pairs = [(kernel, b) for kernel in views for b in behind.get(kernel.path, []) if set(b.labels) < set(kernel.labels)]
-    kind = _PAST_NORMS if constant else "a vector on a stream, which later leaves and the biases between them take away"
+    kind = PAST_NORMS if constant else ON_STREAM
 
     def make(point: Leaves, rng: np.random.Generator) -> list[Motion]:
         length = _tensor(views[0], point).shape[views[0].labels.index(space)]

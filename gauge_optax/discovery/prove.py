@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -142,26 +142,32 @@ class Prover:
         results = proofs()
         return [np.inf if gauge is None else next(results) for gauge in gauges]
 
-    def spanned(self, held: Sequence[Held], moved: Leaves) -> bool:
-        """Whether the step from the first point to another one starts along the orbits of some gauges.
+    def along_orbits(self, held: Sequence[Held]) -> Callable[[Leaves], bool]:
+        """Whether a step from the first point starts along the orbits of some gauges, as a function of where it ends.
 
         On an orbit the slice point is the same: it moves by the square of a small step, and off it by as much as that.
         """
         if not held:
-            return False
-        whole = product([h.gauge for h in held])._bound(self._params).slice
+            return lambda moved: False
+        start, whole = self.points[0], product([h.gauge for h in held])._bound(self._params).slice
 
         @functools.partial(jax.jit, compiler_options=quick_options())
         def slice_point(leaves: Leaves) -> Mapping[str, jax.Array]:
             x = whole.values(with_leaves(self._params, leaves))
             return whole.enter(whole.read(x).elements, x).point
 
-        start = self.points[0]
-        near = {path: x + _SHORT * (moved[path] - x) for path, x in start.items()}
-        before, after = slice_point(start), slice_point(near)
-        step = sum(float(np.square(near[path] - x).sum()) for path, x in start.items())
-        change = sum(float(np.square(after[path] - x).sum()) for path, x in before.items())
-        return change < (_ALONG * _ALONG) * step
+        @functools.cache
+        def before() -> Mapping[str, jax.Array]:
+            return slice_point(start)
+
+        def along(moved: Leaves) -> bool:
+            near = {path: x + _SHORT * (moved[path] - x) for path, x in start.items()}
+            step = sum(float(np.square(near[path] - x).sum()) for path, x in start.items())
+            after = slice_point(near)
+            change = sum(float(np.square(after[path] - x).sum()) for path, x in before().items())
+            return change < (_ALONG * _ALONG) * step
+
+        return along
 
     def _bound(self, call: Call) -> Gauge | None:
         """The gauge of a call; None where it does not fit the tree."""

@@ -23,7 +23,15 @@ from gauge_optax.discovery.certificate import certified
 from gauge_optax.discovery.checks import Outputs
 from gauge_optax.discovery.groups import STILL, ZERO, Copy, draw, independent
 from gauge_optax.discovery.lift import in_double
-from gauge_optax.discovery.offsets import Flow, Shifts, flows, merged_reads, unread_bias_call
+from gauge_optax.discovery.offsets import (
+    ON_STREAM,
+    PAST_NORMS,
+    Flow,
+    Shifts,
+    flows,
+    merged_reads,
+    unread_bias_call,
+)
 from gauge_optax.discovery.prove import Held, Prover
 from gauge_optax.discovery.shrink import Small, smaller
 from gauge_optax.discovery.sketch import Function, Gradients, Leaves, generic_point, squared_gradients
@@ -348,12 +356,14 @@ def _searched(
     proved += more
     additions = [one for one in additions if one.call is None or any(one.call.within(call) for call, _ in failed)]
     held, refused = prover.together(_sorted(proved))
+    along_orbits = prover.along_orbits(held)
     for addition in additions:
-        if any(addition.where in where for where in ungauged.values()):
-            continue  # one vector on these leaves has the constants among its moves
+        where = ungauged.get(addition.kind, [])
+        if addition.where in where or (addition.kind == PAST_NORMS and addition.where in ungauged.get(ON_STREAM, [])):
+            continue  # a vector on these leaves has the constants among its moves
         moved = [addition.move(point) for point in prover.points] if addition.move is not None else []
-        if not moved or (prover.change(moved) <= STILL and not prover.spanned(held, moved[0])):
-            ungauged.setdefault(addition.kind, []).append(addition.where)
+        if not moved or (prover.change(moved) <= STILL and not along_orbits(moved[0])):
+            ungauged[addition.kind] = [*where, addition.where]
     bar.update()
     kinds = {kind: tuple(where) for kind, where in ungauged.items()}
     return Report(tuple(held), tuple(nearly), (*rejected, *refused), tuple(dead), tuple(uncovered), kinds)

@@ -263,6 +263,7 @@ def triangular_factor(rows: jax.Array) -> jax.Array:
     return serial(lambda x: jnp.linalg.qr(x, mode="r"), padded)
 
 
+@jax.jit  # outside jit, the loop would be compiled anew at every call
 def inverse(m: jax.Array) -> jax.Array:
     """Returns m⁻¹ of invertible matrices; see `serial`."""
     return serial(jnp.linalg.inv, m)
@@ -660,6 +661,7 @@ def _split_matmul(x: jax.Array, q: jax.Array, size: float) -> jax.Array:
 # Rotations and their generators -------------------------------------------------------------------
 
 
+@functools.partial(jax.jit, static_argnums=1)  # outside jit, the loop would be compiled anew at every call
 def haar(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """Returns random orthogonal matrices of this shape, (…, d, d), from the Haar measure on O(d)."""
     q, r = qr(jax.random.normal(key, shape, real_dtype()))

@@ -52,9 +52,11 @@ class Prover:
       fn: (leaves, batch) to a list of outputs.
       params: the tree that gauges bind to.
       batches: at least two.
+      large: whether moves run operation by operation: a program for many unrolled layers compiles for longer.
     """
 
-    def __init__(self, fn: Function, params: Any, batches: Sequence[Any]) -> None:
+    def __init__(self, fn: Function, params: Any, batches: Sequence[Any], large: bool = False) -> None:
+        self._large = large
         self._fn, self._params, self._batches = fn, params, list(batches)[:2]
         self._call = jax.jit(fn, compiler_options=quick_options())
         self.points: list[Leaves] = []
@@ -119,13 +121,15 @@ class Prover:
         accepted = [gauge for gauge in gauges if gauge is not None]
         unread = [call.kind == "key_bias" for call, gauge in zip(calls, gauges, strict=True) if gauge is not None]
 
-        @functools.partial(jax.jit, compiler_options=quick_options())
         def act(key: jax.Array, leaves: Mapping[str, Any]) -> list[Mapping[str, Any]]:
             tree, out = with_leaves(self._params, leaves), list[Mapping[str, Any]]()
             for gauge, k in zip(accepted, jax.random.split(key, len(accepted)), strict=True):
                 before, moved = leaves_by_path(tree), leaves_by_path(gauge.act(gauge.sample(k, tree), tree))
                 out.append({path: moved[path] for path in leaves if moved[path] is not before[path]})
             return out
+
+        if not self._large:
+            act = jax.jit(act, compiler_options=quick_options())
 
         def proofs() -> Iterator[float]:
             seeds = rng.integers(2**31, size=len(self.points))

@@ -22,6 +22,7 @@ from gauge_optax.discovery.census import Census
 from gauge_optax.discovery.certificate import certified
 from gauge_optax.discovery.checks import Outputs
 from gauge_optax.discovery.groups import STILL, ZERO, Copy, draw, independent
+from gauge_optax.discovery.layers import Shallow, Unlike, shallower
 from gauge_optax.discovery.lift import in_double
 from gauge_optax.discovery.offsets import (
     ON_STREAM,
@@ -33,7 +34,7 @@ from gauge_optax.discovery.offsets import (
     unread_bias_call,
 )
 from gauge_optax.discovery.prove import Held, Prover
-from gauge_optax.discovery.shrink import Small, smaller
+from gauge_optax.discovery.shrink import LARGE, smaller
 from gauge_optax.discovery.sketch import Function, Gradients, Leaves, generic_point, squared_gradients
 from gauge_optax.discovery.stream import passed, rotation_call, stream_rotations
 from gauge_optax.discovery.trace import Trace, walk
@@ -196,8 +197,8 @@ def discover(
     Args:
       fn: pure function (params, batch) to outputs, an array or a tree of them; called in float64.
       params: its parameters, any pytree, such as a dict, an NNX or an equinox module; shapes (`jax.eval_shape`) are
-        enough. Large trees are searched on a small instance, where `fn` accepts shorter axes, and every gauge is proved
-        on `params`.
+        enough. Large trees are searched on a small instance, where `fn` accepts shorter axes, and three of many layers
+        that are alike in a list or dict; every gauge is proved on `params`.
       batches: at least two values that `fn` accepts; together they should reach what training reaches.
       outputs: what `fn` returns. With "logits", outputs count as unchanged if one number is added to all entries along
         the last axis, because a softmax follows; with "predictions" (of a regression), "logprobs" or "loss", every
@@ -233,32 +234,92 @@ def discover(
     """
     batches = checks.checked_batches(batches, outputs, near, seed)
     checks.check_function(fn, params, batches)
+    tree = leaves_by_path(params)
+    shallow = shallower(fn, params, batches[0]) if sum(map(np.size, tree.values())) > LARGE else None
     with jax.enable_x64(True), tqdm(total=8, desc="discover", disable=not progress, leave=False) as bar:
-        leaves = checks.double_leaves(params, seed)
+        if shallow is not None:
+            with contextlib.suppress(Unlike):
+                return _discovered(fn, params, shallow, batches, outputs, near, seed, bar)
+            bar.reset(total=8)
+        return _discovered(fn, params, None, batches, outputs, near, seed, bar)
 
-        bar.set_postfix_str("tracing")
-        dtypes = {path: x.dtype for path, x in leaves_by_path(params).items() if path in leaves}
-        double = in_double(lambda x, batch: fn(with_leaves(params, x), batch), leaves, dtypes, batches[0])
-        outputs = outputs or checks.shown_outputs(double, leaves, batches[0])
 
-        def by_leaves(leaves: Mapping[str, Any], batch: Any) -> Any:
-            return checks.compared(double(leaves, batch), outputs)
+def _discovered(
+    fn: Callable[[Any, Any], Any], params: Any, shallow: Shallow | None, batches: Sequence[Any],
+    outputs: Outputs | None, near: float, seed: int, bar: Any,
+) -> Report:
+    """What `discover` returns, searched on fewer layers if there are any.
 
-        trace = _walked(by_leaves, leaves, batches[0])
-        axes = read_axes(by_leaves, leaves, batches[0], trace, asked=outputs is None)
-        small = smaller(by_leaves, trace, leaves, batches)
-        bar.update()
-        if small is None:
-            report = _searched(by_leaves, params, leaves, batches, trace, near, seed, bar)
-            census = functools.partial(certified, by_leaves, params, leaves, batches, report.whole, seed, progress)
-            return dataclasses.replace(report, census=census, axes=axes, outputs=outputs)
-        tree, trace = with_leaves(params, small.leaves), _walked(by_leaves, small.leaves, small.batches[0])
-        report = _searched(by_leaves, tree, small.leaves, small.batches, trace, near, seed, bar)
-        given = tree, small.leaves, small.batches, report.whole, seed, progress
-        census = functools.partial(certified, by_leaves, *given)
-        del leaves
-        report = _carried(report, small, by_leaves, params, batches, near, seed, bar)
-        return dataclasses.replace(report, census=census, axes=axes, outputs=outputs)
+    Args:
+      fn: function of params and a batch.
+      params: the whole tree.
+      shallow: the same with fewer layers.
+      batches: at least two.
+      outputs: what fn returns, as far as the user says it.
+      near: largest singular value of what nearly holds.
+      seed: of everything random.
+      bar: the progress bar.
+
+    Raises:
+      Unlike: what holds of fewer layers does not hold of all.
+    """
+    tree = params if shallow is None else shallow.tree
+    leaves = checks.double_leaves(tree, seed)
+    bar.set_postfix_str("tracing")
+    double = _in_double(fn, tree, leaves, batches[0])
+    outputs = outputs or checks.shown_outputs(double, leaves, batches[0])
+    by_leaves = _comparable(double, outputs)
+    trace = _walked(by_leaves, leaves, batches[0])
+    axes = read_axes(by_leaves, leaves, batches[0], trace, asked=outputs is None)
+    small, given = smaller(by_leaves, trace, leaves, batches), batches
+    bar.update()
+    if small is not None:
+        tree, leaves, given = with_leaves(tree, small.leaves), small.leaves, small.batches
+        trace = _walked(by_leaves, leaves, given[0])
+    report = _searched(by_leaves, tree, leaves, given, trace, near, seed, bar)
+    census = functools.partial(certified, by_leaves, tree, leaves, given, report.whole, seed, not bar.disable)
+    report = dataclasses.replace(report, census=census, axes=axes, outputs=outputs)
+    if small is None and shallow is None:
+        return report
+    del leaves
+    if shallow is not None:
+        shapes = {path: jax.ShapeDtypeStruct(x.shape, np.float64) for path, x in leaves_by_path(params).items()
+                  if checks.is_float(x)}
+        by_leaves = _comparable(_in_double(fn, params, shapes, batches[0]), outputs)
+        report = _of_all_layers(report, shallow, params)
+    carried = _carried(report, small.full if small is not None else int, by_leaves, params, batches, near, seed, bar)
+    if shallow is not None and len(carried.held) < len(report.held):
+        raise Unlike
+    return carried
+
+
+def _of_all_layers(report: Report, shallow: Shallow, params: Any) -> Report:
+    """The report on fewer layers as one on all of them, before its proof; raises `Unlike` where it singles out some.
+
+    Args:
+      report: that of the shallow tree.
+      shallow: the tree with fewer layers.
+      params: the whole tree.
+    """
+    held, nearly = (
+        tuple(one._replace(call=shallow.of_all_layers(one.call, params)) for one in listed)
+        for listed in (report.held, report.nearly))
+    rejected = tuple(dict.fromkeys(map(shallow.with_captures, report.rejected)))
+    ungauged = {kind: shallow.of_all(where) for kind, where in report.ungauged.items()}
+    return dataclasses.replace(
+        report, held=held, nearly=nearly, axes=shallow.axes(report.axes, params), ungauged=ungauged,
+        rejected=rejected)
+
+
+def _in_double(fn: Callable[[Any, Any], Any], tree: Any, shapes: Any, batch: Any) -> Function:
+    """A function of a tree as one of its leaves by path, in float64."""
+    dtypes = {path: x.dtype for path, x in leaves_by_path(tree).items() if path in shapes}
+    return in_double(lambda leaves, batch: fn(with_leaves(tree, leaves), batch), shapes, dtypes, batch)
+
+
+def _comparable(double: Function, outputs: Outputs | None) -> Function:
+    """A function as one to what is compared of its outputs."""
+    return lambda leaves, batch: checks.compared(double(leaves, batch), outputs)
 
 
 def _walked(fn: Function, leaves: Leaves, batch: Any) -> Trace:
@@ -456,11 +517,22 @@ def _turns(
 
 
 def _carried(
-    report: Report, small: Small, fn: Function, params: Any, batches: Sequence[Any], near: float, seed: int, bar: Any
+    report: Report, full: Callable[[int], int], fn: Function, params: Any, batches: Sequence[Any], near: float,
+    seed: int, bar: Any,
 ) -> Report:
     """The report on a small instance as one on the large instance: every gauge is proved again there.
 
     What no batch reaches is measured anew, because indices of the small instance stand for several of the large one.
+
+    Args:
+      report: that of the small instance, whose calls have captures for what it has fewer of.
+      full: the large instance's length that stands for one of the small instance's.
+      fn: (leaves, batch) to a list of outputs, in float64, of the large instance.
+      params: the large tree.
+      batches: of the large instance.
+      near: largest singular value of what nearly holds.
+      seed: of everything random.
+      bar: the progress bar.
     """
     rng = np.random.default_rng([seed, 12])
     bar.set_postfix_str("the large instance")
@@ -475,19 +547,23 @@ def _carried(
             out |= jax.device_put(moved({path: leaves.pop(path)}))
         return out
 
-    prover = Prover(fn, params, batches)
+    prover = Prover(fn, params, batches, large=True)
     prover.check_outputs(on_device(lambda leaf: leaf))
-    squares = dict[str, np.ndarray]()
+    squares, doubtful = dict[str, np.ndarray](), list(leaves_by_path(params))
     for _ in range(_REACH):
         prover.place_at((on_device(lambda leaf: generic_point(leaf, rng)) for _ in range(_DRAWS)), count=1)
-        for path, square in squared_gradients(fn, batches, prover.points[0], rng).items():
+        asked = [path for path in prover.points[0] if path in doubtful]
+        for path, square in squared_gradients(fn, batches, prover.points[0], rng, asked).items():
             squares[path] = squares[path] + square if path in squares else square
+        doubtful = [path for path, mask in _without_gradient(squares).items() if mask.any()]
+        if not doubtful:
+            break
     _, dead, uncovered, _ = _unreached(prover, squares, rng)
     del squares
     nearly, proved, failed = list[Held](), list[Held](), list[str]()
     for claims, limit, kept in ((report.held, STILL, proved), (report.nearly, 10 * near, nearly)):
         for one in claims:
-            call = one.call.scaled(small.full)
+            call = one.call.scaled(full)
             bar.set_postfix_str(f"finite move of {call.kind}: {call.paths[0]}")
             change = prover.changes([call], rng)[0]
             if change <= limit:
@@ -496,7 +572,9 @@ def _carried(
                 failed.append(_refuted(call, change))
     held, refused = prover.together(_sorted(proved))
     rejected = [*report.rejected, *failed, *refused]
-    return Report(tuple(held), tuple(nearly), tuple(rejected), tuple(dead), tuple(uncovered), report.ungauged)
+    return dataclasses.replace(
+        report, held=tuple(held), nearly=tuple(nearly), rejected=tuple(rejected), dead=tuple(dead),
+        uncovered=tuple(uncovered))
 
 
 def _unreached(
@@ -509,10 +587,7 @@ def _unreached(
       squares: sums of squared gradients by leaf.
       noise: source of the new values.
     """
-    step = 1 + sum(x.size for x in squares.values()) // 4_000_000  # of many entries some give the median
-    sample = np.sqrt(np.concatenate([x.ravel()[::step] for x in squares.values()]))
-    typical = np.median(sample[sample > 0]) if (sample > 0).any() else 0.0
-    masks = {path: np.sqrt(x) <= _DEAD * typical for path, x in squares.items()}
+    masks = _without_gradient(squares)
     dead, uncovered, rejected = list[str](), list[Uncovered](), list[str]()
     for path, mask in masks.items():
         if not mask.any():
@@ -526,6 +601,14 @@ def _unreached(
         else:
             uncovered.append(Uncovered(path, int(mask.sum()), mask.size))
     return masks, dead, uncovered, rejected
+
+
+def _without_gradient(squares: Leaves) -> dict[str, np.ndarray]:
+    """Masks of the entries whose gradients are nothing beside a typical one."""
+    step = 1 + sum(x.size for x in squares.values()) // 4_000_000  # of many entries some give the median
+    sample = np.sqrt(np.concatenate([x.ravel()[::step] for x in squares.values()]))
+    typical = np.median(sample[sample > 0]) if (sample > 0).any() else 0.0
+    return {path: np.sqrt(x) <= _DEAD * typical for path, x in squares.items()}
 
 
 def _refuted(call: Call, change: float) -> str:

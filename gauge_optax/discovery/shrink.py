@@ -19,7 +19,7 @@ from gauge_optax.discovery.calls import template
 from gauge_optax.discovery.sketch import Function, Leaves
 from gauge_optax.discovery.trace import Trace
 
-_LARGE = 400_000  # entries of all leaves; smaller trees are searched as they are
+LARGE = 400_000  # entries of all leaves; smaller trees are searched as they are
 _TABLE = 16  # rows that a table keeps at least, so that tokens stay different
 Atoms = dict[tuple[str, int], list[int]]  # by leaf and axis: the lengths of the components that the axis is a grid of
 
@@ -74,7 +74,7 @@ def smaller(fn: Function, trace: Trace, leaves: Leaves, batches: Sequence[Any]) 
       The small instance; None for small trees, and for functions that fix the lengths of their axes.
     """
     total = sum(leaf.size for leaf in leaves.values())
-    if total < _LARGE:
+    if total < LARGE:
         return None
     outputs = jax.eval_shape(fn, leaves, batches[0])
     atoms = {(path, k): _lengths(trace, path, k, n) for path, x in leaves.items() for k, n in enumerate(x.shape)}

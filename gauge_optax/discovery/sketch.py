@@ -6,7 +6,6 @@ points are generic because zeros, ones and equal leaves of an initialization mak
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -63,44 +62,45 @@ def finite_points(
 
 
 def squared_gradients(
-    fn: Function, batches: Sequence[Any], point: Mapping[str, Any], rng: np.random.Generator
+    fn: Function, batches: Sequence[Any], point: Mapping[str, Any], rng: np.random.Generator, paths: Sequence[str]
 ) -> Leaves:
     """Sums over the batches of the squared gradient of one random projection each, of a large tree.
 
-    A gradient of all leaves at once would be another copy of the tree in float64, and the compiler holds one more. So
-    leaves are differentiated a few at a time, and their squares are returned in float32.
+    A gradient of all leaves at once would be another copy of the tree in float64. So leaves are differentiated a few at
+    a time, and their squares are returned in float32. Operations run one by one: those of a further layer are compiled
+    already, where a program of many unrolled layers would compile for longer than it runs.
 
     Args:
       fn: (leaves, batch) to a tree of outputs.
       batches: what it is called on.
       point: float64 leaves by path.
       rng: source of the projections.
+      paths: the leaves whose gradients are asked for.
 
     Returns:
       Arrays of the leaves' shapes by path; a gradient that is not finite counts as zero.
     """
-
-    @functools.partial(jax.jit, compiler_options=quick_options())
-    def squares(some: Mapping[str, Any], others: Mapping[str, Any], batch: Any, projection: Any) -> Mapping[str, Any]:
-        _, backward = jax.vjp(lambda part: fn({**others, **part}, batch), some)
-        (gradient,) = backward(projection)
-        finite = functools.reduce(jnp.logical_and, [jnp.isfinite(x).all() for x in gradient.values()])
-        return {path: jnp.where(finite, x * x, 0.0).astype(jnp.float32) for path, x in gradient.items()}
-
     groups, held = [list[str]()], 0
-    for path, leaf in point.items():
-        if groups[-1] and held + 8 * leaf.size > _CHUNK:
+    for path in paths:
+        size = 8 * point[path].size
+        if groups[-1] and held + size > _CHUNK:
             groups, held = [*groups, []], 0
         groups[-1].append(path)
-        held += 8 * leaf.size
-    sums = {path: np.zeros(leaf.shape, np.float32) for path, leaf in point.items()}
+        held += size
+    sums = {path: np.zeros(point[path].shape, np.float32) for path in paths}
     for batch in batches:
         outputs = jax.eval_shape(fn, point, batch)
         projection = jax.tree.map(lambda x: rng.standard_normal(x.shape).astype(x.dtype), outputs)
         for group in groups:
             others = {path: leaf for path, leaf in point.items() if path not in group}
-            for path, x in squares({path: point[path] for path in group}, others, batch, projection).items():
-                sums[path] += np.asarray(x)
+
+            def of_some(some: Mapping[str, Any], others: Any = others, batch: Any = batch) -> Any:
+                return fn({**others, **some}, batch)
+
+            (gradient,) = jax.vjp(of_some, {path: point[path] for path in group})[1](projection)
+            if all(bool(jnp.isfinite(x).all()) for x in gradient.values()):
+                for path in group:
+                    sums[path] += np.square(np.asarray(gradient.pop(path)), dtype=np.float32)
     return sums
 
 

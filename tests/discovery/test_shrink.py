@@ -37,7 +37,7 @@ def searched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Small | None]]:
         instances.append(shrink.smaller(*args))
         return instances[-1]
 
-    monkeypatch.setattr(shrink, "_LARGE", 0)
+    monkeypatch.setattr(shrink, "LARGE", 0)
     monkeypatch.setattr(reports, "smaller", recorded)
     yield instances
 
@@ -54,7 +54,7 @@ def test_a_small_instance_has_the_same_gauges(
     small = found(net)
     (instance,) = searched
     assert instance is not None and len(instance.lengths) >= 3
-    monkeypatch.setattr(shrink, "_LARGE", 10**9)
+    monkeypatch.setattr(shrink, "LARGE", 10**9)
     whole = found(net)
     assert searched[1] is None
     sources = [sorted(repr(held.gauge) for held in one.held) for one in (small, whole)]
@@ -107,19 +107,19 @@ def test_squared_gradients_are_those_of_whole_leaves(monkeypatch: pytest.MonkeyP
             return net.fn(with_leaves(net.params, x), batch)
 
         def squares() -> dict[str, np.ndarray]:
-            return sketch.squared_gradients(fn, net.batches, leaves, np.random.default_rng(0))
+            return sketch.squared_gradients(fn, net.batches, leaves, np.random.default_rng(0), list(leaves))
 
         whole = squares()
         monkeypatch.setattr(sketch, "_CHUNK", 1)
         apart = squares()
         outputs, backward = jax.vjp(lambda x: fn(x, net.batches[0]), leaves)
         noise = np.random.default_rng(0).standard_normal(outputs.shape).astype(outputs.dtype)
-        one = sketch.squared_gradients(fn, net.batches[:1], leaves, np.random.default_rng(0))
+        one = sketch.squared_gradients(fn, net.batches[:1], leaves, np.random.default_rng(0), list(leaves))
         for path, expected in backward(noise)[0].items():
             np.testing.assert_allclose(one[path], np.square(expected), rtol=1e-6, atol=1e-30)
             np.testing.assert_allclose(apart[path], whole[path], rtol=1e-6, atol=1e-30)
         rng, zeros = np.random.default_rng(0), {"a": np.zeros(3)}
-        root = sketch.squared_gradients(lambda x, _: jnp.sqrt(x["a"]), [0], zeros, rng)
+        root = sketch.squared_gradients(lambda x, _: jnp.sqrt(x["a"]), [0], zeros, rng, ["a"])
         assert not root["a"].any(), "the derivative of a square root at zero is infinite"
 
 

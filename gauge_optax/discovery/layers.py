@@ -1,0 +1,193 @@
+"""Fewer layers: of a list of layers that are alike, three are searched, and what is found is carried to all of them.
+
+Equal shapes do not show that a function treats its layers alike. The operations in it do: each has to occur so many
+times more with every further layer.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+
+from gauge_optax.binding import leaves_by_path
+from gauge_optax.discovery.axes import LeafAxes
+from gauge_optax.discovery.calls import Axes, Call
+
+_KEPT = 3  # layers: a first one, a last one and one between them
+_NUMBERED = re.compile("([^0-9]*)([0-9]+)([^0-9]*)")
+_Operations = collections.Counter[tuple[str, ...]]
+
+
+class Unlike(Exception):
+    """What holds of three layers is not known to hold of all."""
+
+
+class _Layers(NamedTuple):
+    """The layers of one list: what their paths have before their number, and behind it up to the next slash."""
+
+    before: str
+    behind: str
+
+    def pattern(self) -> re.Pattern[str]:
+        """One layer's number in a path, or in a sentence with paths."""
+        before, behind = map(re.escape, self)
+        return re.compile(rf"(?<![\w/])({before})[0-9]+({behind})(?![\w])")
+
+
+@dataclasses.dataclass(frozen=True)
+class Shallow:
+    """A tree with fewer layers.
+
+    Attributes:
+      tree: the parameters without the other layers.
+      patterns: for each list that is shorter, a layer's number in a path.
+    """
+
+    tree: Any
+    patterns: tuple[re.Pattern[str], ...]
+
+    def names_one(self, text: str) -> bool:
+        """Whether a path, or a sentence with paths, names a single layer."""
+        return any(pattern.search(text) for pattern in self.patterns)
+
+    def of_all_layers(self, call: Call, params: Any) -> Call:
+        """A call that moves every layer alike as one on the whole tree; raises where it moves some of them alone.
+
+        Args:
+          call: on the shallow tree. Paths with captures stay; three paths, one for each kept layer, become all.
+          params: the whole tree.
+        """
+        of_pattern = dict[str, list[str]]()
+        for path in leaves_by_path(params):
+            of_pattern.setdefault(self.with_captures(path), []).append(path)
+        roles = {}
+        for role, blocks in call.roles.items():
+            counts = collections.Counter((self.with_captures(path), axes) for path, axes in blocks.items())
+            roles[role] = dict[str, Axes]()
+            for path, axes in blocks.items():
+                if not self.names_one(path):
+                    roles[role][path] = axes
+                elif counts[self.with_captures(path), axes] == _KEPT:
+                    roles[role] |= dict.fromkeys(of_pattern[self.with_captures(path)], axes)
+                else:
+                    raise Unlike
+        norms = tuple(self.of_all_layers(norm, params) for norm in call.norms)
+        return dataclasses.replace(call, roles=roles, norms=norms)
+
+    def with_captures(self, text: str) -> str:
+        """A path, or a sentence with paths, with `{i}` in place of a layer's number."""
+        for pattern in self.patterns:
+            text = pattern.sub(r"\1{i}\2", text)
+        return text
+
+    def of_all(self, texts: Sequence[str]) -> tuple[str, ...]:
+        """Lists of paths that together name every layer, with `{i}` for its number; raises where they name some."""
+        counts = collections.Counter(self.with_captures(part) for text in texts for part in text.split(", "))
+        if any(self.with_captures(part) != part and counts[self.with_captures(part)] % _KEPT
+               for text in texts for part in text.split(", ")):
+            raise Unlike
+        return tuple(dict.fromkeys(
+            ", ".join(dict.fromkeys(map(self.with_captures, text.split(", ")))) for text in texts))
+
+    def axes(self, axes: LeafAxes, params: Any) -> LeafAxes:
+        """The axes of the leaves of all layers; raises where those of the kept layers differ, or are undecided."""
+        if any(map(self.names_one, (*axes.neurons, *axes.embeddings, *axes.undecided))):
+            raise Unlike
+        readings = {self.with_captures(path): reading for path, reading in axes.readings.items()}
+        captured = {path: self.with_captures(path) for path in leaves_by_path(params)}
+        named = {path: readings[key] for path, key in captured.items() if key in readings}
+        return dataclasses.replace(axes, readings=named)
+
+
+def shallower(fn: Callable[[Any, Any], Any], params: Any, batch: Any) -> Shallow | None:
+    """A tree with three layers in place of more, if a function takes it and treats its layers alike.
+
+    Args:
+      fn: function of params and a batch.
+      params: any tree. Layers are the items of a list or tuple, or of a dict whose keys differ in one number.
+      batch: what fn is called on.
+
+    Returns:
+      The shorter tree. None where no list has more than three layers that are alike, where fn asks for all of them, and
+      where it treats some in another way.
+    """
+    lists = _lists(params)
+    if not lists:
+        return None
+    short = dict.fromkeys(lists, _KEPT)
+    try:
+        least, expected = _operations(fn, _cut(params, short), batch), _operations(fn, params, batch)
+        for name, count in lists.items():
+            one_more = _operations(fn, _cut(params, {**short, name: _KEPT + 1}), batch)
+            one_more.subtract(least)
+            expected.subtract({operation: (count - _KEPT) * n for operation, n in one_more.items()})
+    except Exception:  # whatever the user's code raises about a layer that is missing
+        return None
+    expected.subtract(least)
+    if any(expected.values()):
+        return None
+    return Shallow(_cut(params, short), tuple(name.pattern() for name in lists))
+
+
+def _operations(fn: Callable[[Any, Any], Any], params: Any, batch: Any) -> _Operations:
+    """How often each operation occurs in a function, on which shapes."""
+
+    def within(jaxpr: core.Jaxpr) -> Iterator[tuple[str, ...]]:
+        for eqn in jaxpr.eqns:
+            yield eqn.primitive.name, *(str(v.aval) for v in (*eqn.invars, *eqn.outvars))
+            for inner in core.jaxprs_in_params(eqn.params):
+                yield from within(inner)
+
+    return collections.Counter(within(jax.make_jaxpr(fn)(params, batch).jaxpr))
+
+
+def _alike(node: Any) -> dict[tuple[str, str], list[Any]]:
+    """Of every list of layers that are alike in a node of a tree: what is around a number, and their keys in order."""
+    if isinstance(node, Mapping):
+        matches = [(key, _NUMBERED.fullmatch(str(key)), child) for key, child in node.items()]
+        numbered = [((m[1], m[3]), int(m[2]), key, child) for key, m, child in matches if m is not None]
+    elif isinstance(node, Sequence) and not isinstance(node, str | bytes) and not hasattr(node, "_fields"):
+        numbered = [(("", ""), k, k, child) for k, child in enumerate(node)]
+    else:
+        return {}
+    layers = dict[tuple[str, str], list[tuple[int, Any]]]()
+    kinds = dict[tuple[str, str], set[Any]]()
+    for name, number, key, child in numbered:
+        layers.setdefault(name, []).append((number, key))
+        shapes = tuple((jnp.shape(x), jnp.result_type(x)) for x in jax.tree.leaves(child))
+        kinds.setdefault(name, set()).add((jax.tree.structure(child), shapes))
+    return {name: [key for _, key in sorted(pairs, key=lambda pair: pair[0])] for name, pairs in layers.items()
+            if len(pairs) > _KEPT and len(kinds[name]) == 1}
+
+
+def _lists(params: Any) -> dict[_Layers, int]:
+    """The lists of layers that are alike, none within another, each with its length."""
+    found = {}
+    nodes = jax.tree_util.tree_flatten_with_path(params, is_leaf=lambda node: bool(_alike(node)))[0]
+    for path, node in nodes:
+        for (before, behind), keys in _alike(node).items():
+            at = jax.tree_util.keystr(path, simple=True, separator="/")
+            found[_Layers(f"{at}/{before}" if at else before, behind)] = len(keys)
+    return found
+
+
+def _cut(params: Any, lengths: Mapping[_Layers, int]) -> Any:
+    """The tree with so many layers of every list."""
+
+    def cut(path: Any, node: Any) -> Any:
+        lists = _alike(node)
+        at = jax.tree_util.keystr(path, simple=True, separator="/")
+        gone = {key for (before, behind), keys in lists.items()
+                for key in keys[lengths[_Layers(f"{at}/{before}" if at else before, behind)] :]}
+        if isinstance(node, Mapping) and lists:
+            return type(node)({key: child for key, child in node.items() if key not in gone})  # type: ignore[call-arg]
+        return type(node)(child for k, child in enumerate(node) if k not in gone) if lists else node
+
+    return jax.tree_util.tree_map_with_path(cut, params, is_leaf=lambda node: bool(_alike(node)))

@@ -1,0 +1,155 @@
+"""Of many layers that are alike three are searched: the report is that on all of them."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import gauge_optax as go
+from gauge_optax.discovery import report as reports
+from gauge_optax.discovery.layers import shallower
+
+LAYERS = 6
+Search = Callable[..., tuple[reports.Report, list[int]]]
+
+
+def params(keys: Any = None) -> Any:
+    """A table and residual blocks, in a list or under these keys."""
+    rng = np.random.default_rng(0)
+    blocks = [
+        {"norm": {"scale": rng.uniform(0.5, 1.5, 4)}, "up": rng.normal(size=(4, 7)), "bias": rng.normal(size=7) / 5,
+         "down": rng.normal(size=(7, 4)) / 3} for _ in range(LAYERS)]
+    tables = {"embed": rng.normal(size=(11, 4)), "head": rng.normal(size=(4, 11))}
+    return {"blocks": dict(zip(keys, blocks, strict=True)) if keys else blocks, **tables}
+
+
+def forward(p: Any, tokens: Any, blocks: Any = None, active: Any = lambda h, k, count: jax.nn.relu(h)) -> Any:
+    """Logits; `active` takes units before their ReLU, the number of the layer, and that of all."""
+    x = p["embed"][tokens]
+    blocks = blocks or (p["blocks"] if isinstance(p["blocks"], list) else list(p["blocks"].values()))
+    for k, block in enumerate(blocks):
+        h = x / jnp.sqrt(jnp.square(x).mean(-1, keepdims=True) + 1e-6) * block["norm"]["scale"]
+        x = x + active(h @ block["up"] + block["bias"], k, len(blocks)) @ block["down"]
+    return x @ p["head"]
+
+
+def one_other(h: Any, k: int, count: int) -> Any:
+    """The fifth layer has the same operations, and no scale that a ReLU passes on."""
+    return jax.nn.relu(h - 0.3 * (k == 4)) + 0.0
+
+
+def first_and_last(h: Any, k: int, count: int) -> Any:
+    """The first half of the layers has another operation."""
+    return jnp.tanh(h) if k < count // 2 else jax.nn.relu(h)
+
+
+BATCHES = list(np.random.default_rng(1).integers(0, 11, (2, 6, 8)))
+
+
+@pytest.fixture
+def search(monkeypatch: pytest.MonkeyPatch) -> Search:
+    """`discover` on trees that count as large or as small, with the number of blocks in each instance searched."""
+    searched = list[int]()
+    plain = reports._searched
+
+    def recorded(fn: Any, tree: Any, *rest: Any) -> reports.Report:
+        searched.append(len(tree["blocks"]))
+        return plain(fn, tree, *rest)
+
+    monkeypatch.setattr(reports, "_searched", recorded)
+
+    def found(fn: Any, tree: Any, large: bool) -> tuple[reports.Report, list[int]]:
+        searched.clear()
+        monkeypatch.setattr(reports, "LARGE", 0 if large else 10**9)
+        return go.discover(fn, tree, BATCHES, "logits", progress=False), list(searched)
+
+    return found
+
+
+def said(report: reports.Report) -> Any:
+    """All that a report says but its numbers."""
+    matrices = sorted(report.matrices.items())
+    return (sorted(map(repr, report.whole)), str(report.axes), matrices, report.dead, report.uncovered, report.ungauged)
+
+
+@pytest.mark.parametrize("keys", [None, [f"layer_{k}" for k in range(1, LAYERS + 1)]])
+def test_three_layers_are_searched_for_all(search: Search, keys: Any) -> None:
+    tree = params(keys)
+    short, blocks = search(forward, tree, large=True)
+    assert blocks == [3]
+    whole, blocks = search(forward, tree, large=False)
+    assert blocks == [LAYERS]
+    assert said(short) == said(whole)
+    assert {"norm_scale", "rescale", "residual_rotation"} <= {gauge.name for gauge in short.whole}
+    assert len(short.matrices) == len(whole.matrices) == 2 * LAYERS
+    assert max(held.change for held in short.held) < 1e-12
+    assert short.certificate.parameters == 2 * 44 + 3 * 67
+
+
+def test_what_does_not_hold_of_all_layers_is_searched_on_all(search: Search) -> None:
+    """Constants do not show in the operations; the proof on the whole tree finds them."""
+
+    def fn(p: Any, tokens: Any) -> Any:
+        return forward(p, tokens, active=one_other)
+
+    tree = params()
+    for block in tree["blocks"]:
+        del block["bias"]
+
+    def unbiased(p: Any, tokens: Any) -> Any:
+        return fn({**p, "blocks": [{**block, "bias": jnp.zeros(7)} for block in p["blocks"]]}, tokens)
+
+    short, blocks = search(unbiased, tree, large=True)
+    assert blocks == [3, LAYERS]
+    whole, _ = search(unbiased, tree, large=False)
+    assert said(short) == said(whole)
+    moved = "".join(repr(gauge) for gauge in short.whole if gauge.name == "rescale")
+    assert "blocks/3/up" in moved and "blocks/4/up" not in moved
+
+
+def test_layers_that_are_not_alike_are_all_searched() -> None:
+    def fixed(p: Any, tokens: Any) -> Any:
+        return forward(p, tokens, [p["blocks"][k] for k in range(LAYERS)])
+
+    def halves(p: Any, tokens: Any) -> Any:
+        return forward(p, tokens, active=first_and_last)
+
+    def with_skips(p: Any, tokens: Any) -> Any:
+        kept = list[Any]()
+
+        def active(h: Any, k: int, count: int) -> Any:
+            kept.append(h)
+            return h if k < count // 2 else h * kept[count - 1 - k]
+
+        return forward(p, tokens, active=active)
+
+    def last_wider(p: Any, tokens: Any) -> Any:
+        return forward(p, tokens) + p["blocks"][-1]["bias"].sum()
+
+    tree = params()
+    assert shallower(forward, tree, BATCHES[0]) is not None
+    assert shallower(last_wider, tree, BATCHES[0]) is not None, "a last layer is among three, too"
+    assert shallower(fixed, tree, BATCHES[0]) is None
+    assert shallower(halves, tree, BATCHES[0]) is None
+    assert shallower(with_skips, tree, BATCHES[0]) is None
+    tree["blocks"][4]["up"] = np.ones((4, 8))
+    tree["blocks"][4]["bias"], tree["blocks"][4]["down"] = np.ones(8), np.ones((8, 4))
+    assert shallower(forward, tree, BATCHES[0]) is None
+
+
+def test_layers_within_other_nodes_are_cut() -> None:
+    """Tuples, dicts with numbers as keys, and a list beside another one, each with its own length."""
+    tree = {"a": tuple(np.ones((2, 2)) for _ in range(5)), "b": {"c": {k: np.ones((2, 2)) for k in range(7)}}}
+
+    def fn(p: Any, x: Any) -> Any:
+        for w in (*p["a"], *p["b"]["c"].values()):
+            x = jnp.tanh(x @ w)
+        return x
+
+    short = shallower(fn, tree, np.ones(2))
+    assert short is not None and len(short.tree["a"]) == 3 and list(short.tree["b"]["c"]) == [0, 1, 2]
+    assert isinstance(short.tree["a"], tuple)
+    assert short.with_captures("a/4, b/c/6 + b/d/1") == "a/{i}, b/c/{i} + b/d/1"

@@ -59,9 +59,10 @@ class Spec:
 
     @property
     def vocab(self) -> int:
-        """How many tokens there are. The first parallel MLP, and the first norm of all queries, see tokens alone: they
-        need more of them than a quadratic form of the stream has entries."""
-        return 71 if self.parallel or self.qk_norm == "wide" else 13
+        """How many tokens there are. The first parallel MLP, and the first norm of queries and keys where no position
+        is added, see tokens alone: they need more of them than a quadratic form of the stream has entries."""
+        normed = self.qk_norm == "wide" or (self.qk_norm != "none" and self.position in ("none", "partial"))
+        return 71 if self.parallel or normed else 13
 
     @property
     def rotary(self) -> bool:

@@ -21,6 +21,7 @@ _DRAWS = 5  # of a point, until the function is finite there
 _POINTS = 6  # at one, a ReLU may be on for every input, or off, and leave directions dead that others do not have
 _PATIENCE = 60.0  # seconds after which no further point is tried
 _NEAR = 0.3  # of the way to a generic point, for vectors
+_LEAST = 8  # batches that are drawn: a token that occurs once may stand where a norm hides a part of it
 _MARGIN = 2  # outputs per parameter: the outputs of one sequence depend on each other
 
 
@@ -47,7 +48,7 @@ def certified(
 
     with jax.enable_x64(True):
         outputs = sum(math.prod(x.shape) for x in jax.eval_shape(fn, leaves, batches[0]))
-        count = -(-_MARGIN * sum(leaf.size for leaf in leaves.values()) // max(1, outputs))
+        count = max(_LEAST, -(-_MARGIN * sum(leaf.size for leaf in leaves.values()) // max(1, outputs)))
         inputs = [*batches, *(redrawn(batches, rng) for _ in range(count))]
         call, started = jax.jit(fn, compiler_options=quick_options()), time.monotonic()
 

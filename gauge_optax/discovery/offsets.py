@@ -48,6 +48,10 @@ class Shifts:
                 self._places += [(view, k) for k in once]
         self._sums = np.zeros((len(self._places), 3))
 
+    def along(self, space: Space | None) -> list[tuple[View, int]]:
+        """All views with this space, and where in each it is."""
+        return [(view, at) for view, at in self._places if view.labels[at] == space]
+
     def observe(self, gradients: Leaves) -> None:
         """Adds some gradients."""
         for k, (view, at) in enumerate(self._places):

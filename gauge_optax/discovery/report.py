@@ -15,7 +15,7 @@ import numpy as np
 from tqdm import tqdm
 
 from gauge_optax.binding import leaves_by_path, with_leaves
-from gauge_optax.discovery import checks, search
+from gauge_optax.discovery import checks, scaled_products, search
 from gauge_optax.discovery.axes import LeafAxes, Mappings, read_axes
 from gauge_optax.discovery.calls import Call, merge_layers
 from gauge_optax.discovery.census import Census
@@ -468,6 +468,8 @@ def _additions(
     for places, _ in shifts.solve(softmax=False):
         kind = "a constant along an axis that only centred norms read"
         additions += [_Addition(kind, call.paths[0], call, None) for call in write_shift_calls(places)]
+        additions += [_Addition(scaled_products.KIND, where, None, move)
+                      for where, move in scaled_products.turned_products(shifts, places)]
     for k, flow in enumerate(offsets):
         for row in flow.solve():
             if set(flow.paths(row, point)) in matrices:

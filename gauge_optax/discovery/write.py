@@ -261,6 +261,11 @@ def _axis_text(
         elif name == "+" or (name == "_" and parts and parts[-1][0] == "_"):
             parts[-1] = (parts[-1][0], parts[-1][1] * atom.size)
         elif pairing is not None and name == target:
+            if atom.span is not None:  # planes of a part of every head: equal parts have a number
+                ((start, stop), *more), count = atom.span[0], atom.full // atom.size
+                if more or atom.full % atom.size or start % atom.size:
+                    raise Unwritable("factors for rotary planes in a part of an axis, which no axes string can say")
+                parts.append((f"part{count}={start // atom.size}", count))
             pair = [("_", 2), (target, atom.size // 2)]
             if pairing == "half" and parts and parts[-1][0] == "_":
                 pair[0] = ("_", 2 * parts.pop()[1])  # one free axis: of two side by side neither length is determined

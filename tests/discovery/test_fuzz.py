@@ -45,6 +45,16 @@ def test_what_has_no_gauge_is_named_once() -> None:
     assert report.certificate.unexplained == len(where)
 
 
+@pytest.mark.slow
+def test_factors_of_rotary_planes_that_no_axes_string_says_are_named() -> None:
+    """A norm of all queries at once and a partial rotation: they were written for other entries, and refuted."""
+    net = fuzz.built(fuzz.drawn(41))
+    report = go.discover(net.fn, net.params, net.batches, "logits", progress=False)
+    ((kind, where),) = report.ungauged.items()
+    assert kind.startswith("factors for") and where == ("layers/k_norm/scale, layers/q_norm/scale",)
+    assert not report.rejected and report.certificate.unexplained == 2
+
+
 def test_what_gauges_span_is_not_said_to_lack_one() -> None:
     """Two heads whose sizes are free turn into a mean of heads and back: no symmetry beside `scale_invariant`."""
     net = fuzz.built(fuzz.drawn(153))

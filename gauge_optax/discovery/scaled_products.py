@@ -1,0 +1,89 @@
+"""Queries and keys behind LayerNorms with scales, which turn together if the product of the scales changes with them.
+
+A centred norm leaves vectors q̂ and k̂ that sum to zero, and attention sees q̂ᵀ·D·k̂, with the product D of the two norms'
+scales. On such vectors D is a symmetric matrix of d − 1 eigenvalues, made of d numbers: along a curve of D these stay
+as they are, and the matrix turns. Where queries and keys turn as it does, no output changes. It has no gauge, because
+the turn depends on D.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+
+from gauge_optax.discovery.offsets import Shifts
+from gauge_optax.discovery.sketch import Leaves
+from gauge_optax.discovery.views import Piece, View
+
+KIND = "queries and keys turned behind norms that centre them, with another product of the norms' scales"
+_STEP = 0.1  # along the curve, relative to the scales
+_NEWTON = 20  # steps back to it
+
+
+def turned_products(
+    shifts: Shifts, kernels: Sequence[tuple[View, int]]
+) -> Iterator[tuple[str, Callable[[Leaves], Leaves]]]:
+    """The leaves that would turn together, in words, and a finite move of a point; the move may turn out to be none.
+
+    Args:
+      shifts: leaves with an axis along which constants may be hidden.
+      kernels: those that have it in one space, and the number of the axis: a centred norm reads what they write.
+    """
+    space, hidden = kernels[0][0].labels[kernels[0][1]], {view.path for view, _ in kernels}
+    vectors = [(view, at) for view, at in shifts.along(space) if view.path not in hidden]
+    layers = {frozenset(set(view.labels) - {space, None}) for view, _ in vectors}
+    if len(layers) != 1 or len(next(iter(layers))) > 1 or not 1 <= len(vectors) <= 2 or len(hidden) < 2:
+        return
+    (beside,) = layers
+    pieces = [Piece(view, at, tuple(view.labels.index(x) for x in beside)) for view, at in (*vectors, *kernels)
+              if beside <= set(view.labels)]
+    scales, others = pieces[: len(vectors)], pieces[len(vectors) :]
+    if len(pieces) == len(vectors) + len(kernels) and all(scale.vector for scale in scales):
+        for stored_less in (0.0, 1.0):
+            yield " + ".join(sorted({piece.path for piece in pieces})), functools.partial(
+                _turned, scales, others, stored_less)
+
+
+def _turned(scales: Sequence[Piece], kernels: Sequence[Piece], stored_less: float, point: Leaves) -> Leaves:
+    """The point after a finite step along the curve, with scales that are stored less a constant."""
+    moved = {piece.path: point[piece.path].copy().ravel() for piece in (*scales, *kernels)}
+    factors = [moved[piece.path][piece.entries][..., 0] + stored_less for piece in scales]  # (layers, d)
+    product = factors[0] * factors[-1]
+    steps = [along_the_curve(row) for row in product]
+    turns, after = np.stack([turn for _, turn in steps]), np.stack([row for row, _ in steps])
+    # One norm for both has the square root of the product, the first of two norms has what the second lacks.
+    new = after / factors[1] if len(factors) > 1 else np.sign(factors[0]) * np.sqrt(np.abs(after))
+    moved[scales[0].path][scales[0].entries] = new[..., None] - stored_less
+    for piece in kernels:
+        moved[piece.path][piece.entries] = turns @ moved[piece.path][piece.entries]
+    return {**point, **{path: x.reshape(point[path].shape) for path, x in moved.items()}}
+
+
+def along_the_curve(product: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Other scales with the same eigenvalues on vectors that sum to zero, and the rotation that maps one to the other.
+
+    Args:
+      product: the product of the scales, (d,).
+
+    Returns:
+      Products (d,), and an orthogonal matrix A (d, d) that keeps the vector of ones: Aᵀ·D′·A is D on vectors that sum
+      to zero.
+    """
+    size = len(product)
+    centred = np.linalg.qr(np.eye(size) - 1 / size)[0][:, : size - 1]
+
+    def spectrum(scales: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        values, vectors = np.linalg.eigh(centred.T * scales @ centred)
+        return values, centred @ vectors
+
+    values, vectors = spectrum(product)
+    along = np.linalg.svd(np.square(vectors.T))[2][-1]  # ∂λ_a/∂D_i = v_a(i)²
+    after = product + _STEP * np.linalg.norm(product) * along
+    for _ in range(_NEWTON):
+        now, turned = spectrum(after)
+        after = after + np.linalg.lstsq(np.square(turned.T), values - now)[0]
+    turned = spectrum(after)[1]
+    turned *= np.sign((turned * vectors).sum(0))
+    return after, turned @ vectors.T + 1 / size

@@ -39,6 +39,7 @@ COPIED = {
     "benchmarks/results/counts.md": "results/counts.md",
     "benchmarks/results/lora.md": "results/lora_factors.md",
     "benchmarks/results/discover.md": "results/discover_times.md",
+    "benchmarks/results/unprepared.md": "results/unprepared.md",
     "benchmarks/results/first_step.md": "results/first_step.md",
     "benchmarks/results/before_parts.md": "results/before_parts.md",
 }

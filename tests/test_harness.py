@@ -29,6 +29,7 @@ from benchmarks import (
     rates,
     render,
     tuned,
+    unprepared,
 )
 from benchmarks.track3 import __main__ as track3
 from benchmarks.track3 import transfer
@@ -202,6 +203,7 @@ PAGES = {
     "accelerator_h200": accelerator.STUDY.page, "accelerator_cpu": accelerator.STUDY.page, "compare_cpu": render.page,
     "tuned": tuned.STUDY.page, "rates": rates.STUDY.page, "track3": track3.STUDY.page,
     "before_parts": before_parts.table, "transfer": transfer.STUDY.page, "census_large": certificates.large_page,
+    "unprepared": unprepared.render,
 }
 
 

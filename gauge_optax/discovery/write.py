@@ -262,7 +262,7 @@ def _axis_text(
             parts[-1] = (parts[-1][0], parts[-1][1] * atom.size)
         elif pairing is not None and name == target:
             if atom.span is not None:  # planes of a part of every head: equal parts have a number
-                ((start, stop), *more), count = atom.span[0], atom.full // atom.size
+                ((start, _), *more), count = atom.span[0], atom.full // atom.size
                 if more or atom.full % atom.size or start % atom.size:
                     raise Unwritable("factors for rotary planes in a part of an axis, which no axes string can say")
                 parts.append((f"part{count}={start // atom.size}", count))

@@ -99,8 +99,8 @@ def drawn(number: int) -> Spec:
         final=of(True, False, p=(0.85, 0.15)), scanned=of(True, False, p=(0.3, 0.7)),
         outlier=of(True, False, p=(0.25, 0.75)),
     )
-    # So would an MLP whose few units leave the norm behind it with less than the stream, and one block with centred norms
-    # behind its sublayers: the head alone reads what the second of these norms writes (docs/design.md §8).
+    # So would an MLP whose few units leave the norm behind it with less than the stream, and one block with centred
+    # norms behind its sublayers: the head alone reads what the second of them writes (docs/design.md §8).
     layers = 2 if spec.place == "after" and spec.norm == "layer" else layers
     return spec if spec.place == "before" else dataclasses.replace(spec, hidden=max(hidden, width), layers=layers)
 

@@ -35,6 +35,12 @@ class _Layers(NamedTuple):
     before: str
     behind: str
 
+    @classmethod
+    def at(cls, keys: Any, name: tuple[str, str]) -> _Layers:
+        """Those in a node with these keys, of which the node knows what stands around their number."""
+        path = jax.tree_util.keystr(keys, simple=True, separator="/")
+        return cls(f"{path}/{name[0]}" if path else name[0], name[1])
+
     def pattern(self) -> re.Pattern[str]:
         """One layer's number in a path, or in a sentence with paths."""
         before, behind = map(re.escape, self)
@@ -133,7 +139,10 @@ def shallower(fn: Callable[[Any, Any], Any], params: Any, batch: Any) -> Shallow
     expected.subtract(least)
     if any(expected.values()):
         return None
-    return Shallow(_cut(params, short), tuple(name.pattern() for name in lists))
+    found = Shallow(_cut(params, short), tuple(name.pattern() for name in lists))
+    # A path that the patterns miss would stand for one layer alone.
+    named = [set(map(found.with_captures, leaves_by_path(tree))) for tree in (params, found.tree)]
+    return found if named[0] == named[1] else None
 
 
 def _operations(fn: Callable[[Any, Any], Any], params: Any, batch: Any) -> _Operations:
@@ -169,23 +178,19 @@ def _alike(node: Any) -> dict[tuple[str, str], list[Any]]:
 
 def _lists(params: Any) -> dict[_Layers, int]:
     """The lists of layers that are alike, none within another, each with its length."""
-    found = {}
+    found = dict[_Layers, int]()
     nodes = jax.tree_util.tree_flatten_with_path(params, is_leaf=lambda node: bool(_alike(node)))[0]
-    for path, node in nodes:
-        for (before, behind), keys in _alike(node).items():
-            at = jax.tree_util.keystr(path, simple=True, separator="/")
-            found[_Layers(f"{at}/{before}" if at else before, behind)] = len(keys)
+    for keys, node in nodes:
+        found |= {_Layers.at(keys, name): len(layers) for name, layers in _alike(node).items()}
     return found
 
 
 def _cut(params: Any, lengths: Mapping[_Layers, int]) -> Any:
     """The tree with so many layers of every list."""
 
-    def cut(path: Any, node: Any) -> Any:
+    def cut(keys: Any, node: Any) -> Any:
         lists = _alike(node)
-        at = jax.tree_util.keystr(path, simple=True, separator="/")
-        gone = {key for (before, behind), keys in lists.items()
-                for key in keys[lengths[_Layers(f"{at}/{before}" if at else before, behind)] :]}
+        gone = {key for name, layers in lists.items() for key in layers[lengths[_Layers.at(keys, name)] :]}
         if isinstance(node, Mapping) and lists:
             return type(node)({key: child for key, child in node.items() if key not in gone})  # type: ignore[call-arg]
         return type(node)(child for k, child in enumerate(node) if k not in gone) if lists else node

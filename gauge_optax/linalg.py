@@ -527,10 +527,15 @@ def polar(m: jax.Array, ns_coeffs: Coefficients = "standard", ns_steps: int = 5,
     >>> polar(jnp.diag(jnp.array([4.0, 1.0, 0.05])), "sharp").round(2).tolist()
     [[1.0, 0.0, 0.0], [0.0, 1.0, 0.0], [0.0, 0.0, 1.0]]
     """
+    return _polar(ns_schedule(ns_coeffs, ns_steps), m, eps)
+
+
+@functools.partial(jax.jit, static_argnums=0)  # so that matrices of one shape, as those of many layers, are traced once
+def _polar(schedule: Schedule, m: jax.Array, eps: Scalar) -> jax.Array:
     wide = m.shape[-2] < m.shape[-1]
     x = (transpose(m) if wide else m).astype(jnp.promote_types(m.dtype, jnp.float32))
     x = safe_divide(x, jnp.linalg.norm(x, axis=(-2, -1), keepdims=True) + eps)
-    x = _orthogonalised(ns_schedule(ns_coeffs, ns_steps), x.reshape(-1, *x.shape[-2:])).reshape(x.shape)
+    x = _orthogonalised(schedule, x.reshape(-1, *x.shape[-2:])).reshape(x.shape)
     return (transpose(x) if wide else x).astype(m.dtype)
 
 

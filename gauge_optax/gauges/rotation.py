@@ -63,7 +63,7 @@ class HeadRotation(Compact):
     @property
     def size(self) -> int:
         """d_h."""
-        return int(self.parts[-1].identity().shape[-1])
+        return int(jax.eval_shape(self.parts[-1].identity).shape[-1])
 
     @property
     def dim(self) -> int:

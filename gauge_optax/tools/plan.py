@@ -9,7 +9,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import jax
@@ -198,8 +199,11 @@ def plan(
     gauge_plans = tuple(_gauge_plan(gauge, params, leaves, labels) for gauge in gauges)
     with warnings.catch_warnings(record=True) as told:  # `init` is called twice
         warnings.simplefilter("always")
-        rules, sizes = ({}, {}) if tx is None else _state_of(tx, params, leaves)
-        decay = {} if tx is None else _decay_of(tx, params, leaves)
+        # XLA compiles in a thread of its own while the state is traced here, which a fifth of the time goes into.
+        with ThreadPoolExecutor(1) as compiler:
+            still = None if tx is None else _without_gradient(tx, params, compiler)
+            rules, sizes = ({}, {}) if tx is None else _state_of(tx, params, leaves)
+            decay = {} if still is None else _decay_of(still(), leaves)
     for text in dict.fromkeys(str(warning.message) for warning in told):
         warnings.warn(text, stacklevel=2)
     # How an optimizer reads a matrix is not in its state: gauges say how `quotient_muon` would.
@@ -333,22 +337,33 @@ def _state_of(
     return rules, sizes
 
 
-def _decay_of(tx: Any, params: Any, leaves: Mapping[str, Any]) -> dict[str, float]:
-    """The share of each leaf's norm that the first step removes where gradients are zero.
+def _without_gradient(tx: Any, params: Any, compiler: Executor) -> Callable[[], Any] | None:
+    """Returns what gives the first update where gradients are zero, in float64; None for shapes without values.
 
-    A leaf that is zero has no share, even if it will decay later, and neither has a shape without values.
+    It is traced here, compiled by `compiler`, and run by the caller.
     """
-    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves.values()):
-        return {}
+    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(params)):
+        return None
 
     def double(leaf: Any) -> Any:
         return np.asarray(leaf, np.float64) if jnp.issubdtype(jnp.result_type(leaf), jnp.floating) else leaf
 
     first = lambda p: tx.update(jax.tree.map(jnp.zeros_like, p), tx.init(p), p)[0]  # noqa: E731
-    still = jax.jit(first, compiler_options=quick_options())
+    doubles = jax.tree.map(double, params)
     with jax.enable_x64(True):  # float32 cannot tell a decay of 1e-6 per step from roundoff
-        update = still(jax.tree.map(double, params))
-        steps = {path: float(np.linalg.norm(np.asarray(step))) for path, step in leaves_by_path(update).items()}
+        traced = jax.jit(first).lower(doubles)
+    program = compiler.submit(traced.compile, compiler_options=quick_options())
+
+    def run() -> Any:
+        with jax.enable_x64(True):
+            return jax.tree.map(np.asarray, program.result()(doubles))
+
+    return run
+
+
+def _decay_of(update: Any, leaves: Mapping[str, Any]) -> dict[str, float]:
+    """The share of each leaf's norm that an update removes. A leaf that is zero today has none, even if it will decay."""
+    steps = {path: float(np.linalg.norm(step)) for path, step in leaves_by_path(update).items()}
     shares = {}
     for path, leaf in leaves.items():
         size = float(np.linalg.norm(np.asarray(leaf, np.float64)))

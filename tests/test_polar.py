@@ -232,12 +232,14 @@ def test_long_heads_are_equivariant_too(name: str) -> None:
 
 def test_one_gram_matrix_is_not_enough(preset: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The checks above can fail: without a fresh Gram matrix float32 loses equivariance."""
+    monkeypatch.setattr(linalg, "_polar", linalg._polar.__wrapped__)  # jit would not see the change
     monkeypatch.setattr(linalg, "_phases", lambda schedule, most: [schedule])
     once = jit(functools.partial(linalg.polar), static_argnames="ns_coeffs")  # a new object: jit caches by function
     assert max(unequal((64, 64), "float32", preset, once).values()) > tolerance("oracle", "float32")
 
 
 def test_a_steep_preset_needs_the_split_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linalg, "_polar", linalg._polar.__wrapped__)  # jit would not see the change
     monkeypatch.setattr(linalg, "_split_matmul", lambda x, q, size: linalg.matmul(x, q))
     plain = jit(functools.partial(linalg.polar), static_argnames="ns_coeffs")
     assert unequal((64, 64), "float32", "polar_express", plain)["rank one"] > tolerance("oracle", "float32")

@@ -362,7 +362,7 @@ def _without_gradient(tx: Any, params: Any, compiler: Executor) -> Callable[[], 
 
 
 def _decay_of(update: Any, leaves: Mapping[str, Any]) -> dict[str, float]:
-    """The share of each leaf's norm that an update removes. A leaf that is zero today has none, even if it will decay."""
+    """The share of each leaf's norm that an update removes. A leaf that is zero has none though it may decay later."""
     steps = {path: float(np.linalg.norm(step)) for path, step in leaves_by_path(update).items()}
     shares = {}
     for path, leaf in leaves.items():

@@ -267,6 +267,12 @@ def _semidirect_loss(p: Tree) -> jax.Array:
     return _cross_entropy(x @ p["kernel"] + p["bias"])
 
 
+def _carried_bias_loss(p: Tree) -> jax.Array:
+    stream = 0.1 * jnp.arange(18.0).reshape(3, 6) ** 0.5 + p["bias"]
+    hidden = jnp.tanh(stream @ p["up"]["kernel"] + p["up"]["bias"])
+    return _square(stream + hidden @ p["down"]["kernel"] + p["down"]["bias"])
+
+
 def _absorbed_loss(p: Tree) -> jax.Array:
     x = _normalised(_inputs(p["bias"], 4, 6)) + p["bias"]
     query = _project(p, "query", x)
@@ -755,6 +761,17 @@ FLAT_CASES: tuple[GaugeCase, ...] = (
         _params(bias=(2, 6), up__kernel=(2, 6, 5), up__bias=(2, 5)),
         lambda p: _square(jnp.tanh(jnp.einsum("lc,lcf->lf", 0.3 + p["bias"], p["up"]["kernel"]) + p["up"]["bias"])),
         dim=12,
+    ),
+    GaugeCase(
+        "bias_absorption/residual",  # a norm behind a sublayer: the stream carries its bias past the next one
+        lambda: [
+            go.bias_absorption(
+                {"bias": "channel"}, {"up/kernel": "channel _"}, {"up/bias": "_"}, residual={"down/bias": "channel"}
+            )
+        ],
+        _params(bias=(6,), up__kernel=(6, 5), up__bias=(5,), down__kernel=(5, 6), down__bias=(6,)),
+        _carried_bias_loss,
+        dim=6,
     ),
     GaugeCase(
         "bias_absorption/value_gqa",  # two query heads read each value head

@@ -28,6 +28,7 @@ from gauge_optax.discovery.write import Unwritable, axes_text
 
 Motion = tuple[str, np.ndarray]  # a leaf's path and what is added to it
 Labels = Sequence[Space | None]
+Coefficients = Mapping[int, float]  # by the number of a column
 PAST_NORMS = "the mean of a stream, which centred norms hide, and which a kernel without a norm before it reads"
 ON_STREAM = "a vector on a stream, which later leaves and the biases between them take away"
 _MOST = 96  # columns of one flow: more of them mean a residual stream that everything writes to
@@ -100,7 +101,7 @@ class Flow:
       kind: what it is, in words.
       make: (point, generator) to motions, in a fixed order.
       columns: how many motions.
-      write: (columns that take part, columns that nothing depends on) to the gauge that moves them so. A key bias, on
+      write: (coefficients of columns that take part, columns that nothing depends on) to their gauge. A key bias, on
         which nothing depends, takes up a norm's bias as the query's does.
       belongs: whether a combination of these columns belongs to this flow and not to another.
       products: products of gradients with the motions, chunk after chunk.
@@ -110,7 +111,7 @@ class Flow:
     kind: str
     make: Callable[[Leaves, np.random.Generator], list[Motion]]
     columns: int
-    write: Callable[[list[int], list[int]], Call]
+    write: Callable[[Coefficients, list[int]], Call]
     belongs: Callable[[list[int]], bool]
     products: list[np.ndarray] = dataclasses.field(default_factory=list)
     squares: np.ndarray | float = 0.0
@@ -142,7 +143,8 @@ class Flow:
 
     def call(self, row: np.ndarray) -> Call:
         """The gauge of a combination. Raises `Unwritable` if there is none."""
-        return self.write(np.nonzero(row)[0].tolist(), [k for k in range(len(row)) if k not in self._alive])
+        taken = {int(k): float(row[k]) for k in np.nonzero(row)[0]}
+        return self.write(taken, [k for k in range(len(row)) if k not in self._alive])
 
     def moved(self, row: np.ndarray, point: Leaves, seed: int) -> Leaves:
         """A point moved along a combination by a random amount."""
@@ -195,7 +197,8 @@ def flows(trace: Trace, leaves: Leaves) -> list[Flow]:
         tried.append(_common_row(spaces, [view for view in views if labels[view.path] >= set(spaces)], layers))
     for space in sorted({space for own in labels.values() for space in own} - layers):
         along = [view for view in views if view.labels.count(space) == 1]
-        tried += [_read_past_norms(space, along), *(_passed_on(space, along, behind, same) for same in (False, True))]
+        tried += [_read_past_norms(space, along)]
+        tried += [_passed_on(space, along, behind, trace, same) for same in (False, True)]
     return [flow for flow in tried if 0 < flow.columns <= _MOST]
 
 
@@ -229,7 +232,7 @@ def _mapped_to_zero(vector: View, kernel: View, layers: set[Space]) -> list[Flow
         lengths = [_tensor(vector, point).shape[k] for k in to_vector]
         return [_motion(vector, free.reshape(lengths).transpose(np.argsort(to_vector)))]
 
-    def write(taken: list[int], unread: list[int]) -> Call:
+    def write(taken: Coefficients, unread: list[int]) -> Call:
         raise Unwritable(kind)
 
     sizes = dict(zip(kernel.labels, [atom.size for atom in kernel.atoms.values()], strict=True))
@@ -254,8 +257,8 @@ def _absorbed(vector: View, kernels: Sequence[View], behind: Mapping[str, Sequen
             _motion(b, _einsum(vector.labels, k.labels, b.labels, shift, _tensor(k, point))) for k, b in pairs
         ]
 
-    def write(taken: list[int], unread: list[int]) -> Call:
-        used = [pairs[k - 1] for k in sorted(taken + unread) if k > 0]
+    def write(taken: Coefficients, unread: list[int]) -> Call:
+        used = [pairs[k - 1] for k in sorted([*taken, *unread]) if k > 0]
         names = _axis_names(vector, layers)
         blocks = {"bias": [vector], "through": [k for k, _ in used], "into": [b for _, b in used]}
         return _call("bias_absorption", blocks, names)
@@ -299,7 +302,7 @@ def _hidden_by_norm(
             motions.append(_motion(b, _einsum(stacked, rest, b.labels, total, free)))
         return motions
 
-    def write(taken: list[int], unread: list[int]) -> Call:
+    def write(taken: Coefficients, unread: list[int]) -> Call:
         used = [pairs[k - 1] for k in taken if k > 0]
         used += [pair for k in unread if k > 0 and (pair := pairs[k - 1])[0].module == vector.module]
         blocks = {"read": [kernel]} | ({"scale": [vector]} if scaled else {})
@@ -337,7 +340,7 @@ def _hidden_and_absorbed(
                 motions.append(_motion(kernel, _einsum(norm.vector.labels, out, kernel.labels, inverse, taken)))
         return motions
 
-    def write(taken: list[int], unread: list[int]) -> Call:
+    def write(taken: Coefficients, unread: list[int]) -> Call:
         raise Unwritable(kind)
 
     kind = "a norm's bias that the kernels without a bias behind it take up in the direction that the norm hides"
@@ -357,7 +360,7 @@ def _common_row(spaces: Sequence[Space], tables: Sequence[View], layers: set[Spa
             motions.append(_motion(view, _einsum(spaces, view.labels, view.labels, row, ones)))
         return motions
 
-    def write(taken: list[int], unread: list[int]) -> Call:
+    def write(taken: Coefficients, unread: list[int]) -> Call:
         if len(taken) != 2:
             raise Unwritable("one vector on every row of more than two leaves")
         token, position = (tables[k] for k in taken)
@@ -389,7 +392,7 @@ def _read_past_norms(space: Space, views: Sequence[View]) -> Flow:
             motions.append(_motion(view, total * put.reshape([-1 if k == axis else 1 for k in range(tensor.ndim)])))
         return motions
 
-    def write(taken: list[int], unread: list[int]) -> Call:
+    def write(taken: Coefficients, unread: list[int]) -> Call:
         raise Unwritable(PAST_NORMS)
 
     def belongs(taken: list[int]) -> bool:
@@ -399,13 +402,16 @@ def _read_past_norms(space: Space, views: Sequence[View]) -> Flow:
     return Flow(PAST_NORMS, make, 2 * len(views) if len(views) > 1 else 0, write, belongs)
 
 
-def _passed_on(space: Space, views: Sequence[View], behind: Mapping[str, Sequence[View]], constant: bool) -> Flow:
+def _passed_on(
+    space: Space, views: Sequence[View], behind: Mapping[str, Sequence[View]], trace: Trace, constant: bool
+) -> Flow:
     """A vector that one leaf adds to a stream, and that another leaf or the biases behind readers take away again.
 
     Args:
       space: the stream's axis.
       views: the leaves along it.
       behind: kernels to the biases behind them.
+      trace: the walk.
       constant: whether the vector has equal entries, which centred norms hide, or any.
     """
     pairs = [(kernel, b) for kernel in views for b in behind.get(kernel.path, []) if set(b.labels) < set(kernel.labels)]
@@ -420,8 +426,21 @@ def _passed_on(space: Space, views: Sequence[View], behind: Mapping[str, Sequenc
         flows = [_einsum((space,), kernel.labels, b.labels, vector, _tensor(kernel, point)) for kernel, b in pairs]
         return motions + [_motion(b, flow) for (_, b), flow in zip(pairs, flows, strict=True)]
 
-    def write(taken: list[int], unread: list[int]) -> Call:
-        raise Unwritable(kind)
+    def write(taken: Coefficients, unread: list[int]) -> Call:
+        pairings = {k: pairs[k - len(views)] for k in sorted([*taken, *unread]) if k >= len(views)}
+        added = {k: views[k] for k in taken if k < len(views)}
+        layers = {label for view in added.values() for label in view.labels} & trace.layer_spaces()
+        vectors = all(set(view.labels) == {space} | layers for view in added.values())
+        # Readers take away what the first of two biases adds, and so does the second.
+        signs = {np.sign(taken[k]) for k in pairings if k in taken}
+        source, later = ([view for k, view in added.items() if (np.sign(taken[k]) in signs) == same]
+                         for same in (False, True))
+        if constant or not vectors or len(signs) != 1 or len(source) != 1 or len(later) != 1:
+            raise Unwritable(kind)
+        used = [pair for k, pair in pairings.items()
+                if k in taken or (source[0].path, pair[0].path) in trace.vector_reads]
+        blocks = {"bias": source, "through": [k for k, _ in used], "into": [b for _, b in used], "residual": later}
+        return _call("bias_absorption", blocks, _axis_names(source[0], trace.layer_spaces()))
 
     def belongs(taken: list[int]) -> bool:
         """What one leaf adds and another takes away, without a bias behind a kernel, is a common row."""

@@ -2,8 +2,10 @@
 
 Let a layer read x + b through a kernel W and add a bias c, so that it computes (x + b)·W + c. For any t, b ↦ b + t and
 c ↦ c − t·W change nothing. A norm's bias moves so into the biases of its readers; a value bias moves through the output
-projection into the output bias, because the weights of attention sum to 1. The group is Rⁿ under addition, n being the
-number of entries of b. A point reads as b itself: on the slice b is zero, and c carries all of it.
+projection into the output bias, because the weights of attention sum to 1. Where a residual stream carries x + b on, as
+behind a norm that stands after its sublayer, the bias of the next sublayer is added to the same stream: it becomes
+c ↦ c − t. The group is Rⁿ under addition, n being the number of entries of b. A point reads as b itself: on the slice b
+is zero, and c carries all of it.
 
 A move adds −t·dW to the tangent dc, so that it changes tangents, unlike a shift. Reference: docs/design.md §5, "More
 dead directions"; the symmetry is not in the papers.
@@ -27,6 +29,7 @@ def bias_absorption(
     through: Mapping[str, Axes],
     into: Mapping[str, Axes],
     *,
+    residual: Mapping[str, Axes] | None = None,
     sizes: Mapping[str, int] | None = None,
 ) -> BlockGauge:
     """A constant moved from a bias, through the kernels that read it, into the biases that follow these kernels.
@@ -38,6 +41,8 @@ def bias_absorption(
         lacks are summed.
       into: path → axes of the bias behind each of these kernels, in the same order: `{"query/bias": "_ _"}`. Its axes
         are the last free axes of its kernel, after the axis of stacked layers, which all three name.
+      residual: path → axes of the bias that the residual stream gains next, if it carries b on, with the same named
+        axes: `{"down/bias": "channel"}`.
       sizes: lengths of axes inside `(a b)` that no other block fixes.
 
     Returns:
@@ -55,7 +60,8 @@ def bias_absorption(
 
     Reference: docs/design.md §5. Not a symmetry where one reader has no bias, or reads the bias through an activation.
     """
-    gauge = block_gauge("bias_absorption", BiasAbsorption, {"bias": bias, "through": through, INTO: into}, sizes)
+    roles = {"bias": bias, "through": through, INTO: into, "residual": residual or {}}
+    gauge = block_gauge("bias_absorption", BiasAbsorption, roles, sizes)
     counts = {role: sum(spec.role == role for spec in gauge.specs) for role in ("bias", "through", INTO)}
     if counts["bias"] != 1 or counts["through"] != counts[INTO]:
         raise binding_error(
@@ -77,14 +83,14 @@ class BiasAbsorption(Copy):
 
     @classmethod
     def of(cls, found: Matched, **options: Any) -> "BiasAbsorption":
-        source, kernels, targets = found.of_role("bias", "through", INTO)
+        source, kernels, targets, carried = found.of_role("bias", "through", INTO, "residual")
         for kernel, target in zip(kernels, targets, strict=True):
             free, of_target = (_free(block, found.named) for block in (kernel, target))
             if free[len(free) - len(of_target) :] != of_target:
                 raise binding_error(
                     found.gauge, f"'{target.path}' does not follow '{kernel.path}'", f"{target.view_shape}",
                     f"the last free axes of \"{kernel.axes}\", {free}", "pair every kernel with its own bias")
-        part = Absorption(found.label(), found.named, found.shape, (*source, *targets), kernels)
+        part = Absorption(found.label(), found.named, found.shape, (*source, *targets, *carried), kernels)
         return cls(found.key, (part,))
 
 

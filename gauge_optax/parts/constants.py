@@ -8,6 +8,7 @@
 """
 
 import dataclasses
+import itertools
 import operator
 import string
 from collections.abc import Sequence
@@ -174,7 +175,8 @@ class Absorption(Sum):
     """b ↦ b + t, c ↦ c − t·W: a bias that moves through kernels into the biases behind them.
 
     Attributes:
-      kernels: the kernels that read the bias, one per further block.
+      kernels: the kernels that read the bias, one per further block. Blocks after these are biases that a residual
+        stream gains later: c ↦ c − t.
     """
 
     kernels: tuple[Block, ...] = ()
@@ -193,15 +195,19 @@ class Absorption(Sum):
 
     def act(self, e: jax.Array, x: Arrays) -> Arrays:
         source, *targets = self.blocks
-        moved = source.view(x[source.path]) + e.transpose([self.named.index(name) for name in source.labels])
+        moved = source.view(x[source.path]) + self._laid_out(e, source)
         out = x | {source.path: source.write(x[source.path], moved)}
-        for w, c in zip(self.kernels, targets, strict=True):
-            out[c.path] = c.write(out[c.path], c.view(out[c.path]) - self._through(e, w, c, x[w.path]))
+        for w, c in itertools.zip_longest(self.kernels, targets):
+            t = self._laid_out(e, c) if w is None else self._through(e, w, c, x[w.path])
+            out[c.path] = c.write(out[c.path], c.view(out[c.path]) - t)
         return out
 
     def undo(self, e: jax.Array, x: Arrays) -> Arrays:
         out = self.act(self.inverse(e), x)
         return out | {p: what_is_left(out[p], x[p]) for p in dict.fromkeys(b.path for b in self.blocks[1:])}
+
+    def _laid_out(self, e: jax.Array, block: Block) -> jax.Array:
+        return e.transpose([self.named.index(name) for name in block.labels])
 
     def _through(self, e: jax.Array, kernel: Block, target: Block, leaf: jax.Array) -> jax.Array:
         """t·W, laid out like the bias behind this kernel."""

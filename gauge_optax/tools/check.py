@@ -396,14 +396,17 @@ def _require_none_frozen_unseen(
         return heard
 
     try:
-        heard = _one_program(update)(grads, state, params) if gauges else []
+        program = _one_program(update)
+        heard = program(grads, state, params) if gauges else []
+        # A step that roundoff makes zero is not zero for another gradient. A mask is.
+        others = program(jax.tree.map(_negative, grads), state, params) if gauges else []
     except Exception as error:  # whatever an optimizer asks for: further arguments, or a loop around it
         return [f"frozen leaves were not looked for beyond what states say: the update raised {type(error).__name__}"]
     most = {path: _most(leaf) for path, leaf in leaves_by_path(grads).items()}
     zero = {path for path, leaf in leaves_by_path(params).items() if not _most(leaf)}
     notes = dict[str, None]()
-    for number, (given, steps, point) in enumerate(heard):
-        g, u, at = (leaves_by_path(tree) if tree is not None else {} for tree in (given, steps, point))
+    for number, ((given, steps, point), (_, other, _)) in enumerate(zip(heard, others, strict=True)):
+        g, u, v, at = (leaves_by_path(tree) if tree is not None else {} for tree in (given, steps, other, point))
         for gauge in gauges:
             for copy in bound((gauge,), params).copies[0]:
                 paths = [p for p in dict.fromkeys(p for part in copy.parts for p in changed(part)) if p in g]
@@ -421,7 +424,7 @@ def _require_none_frozen_unseen(
                 moves = {p: _most(u[p]) for p in paths}
                 for p in (p for p in paths if max(moves.values()) and sizes[p] > 0 and p not in zero):
                     share = moves[p] / max(moves.values())
-                    x, y = np.asarray(g[p]), np.asarray(u[p])
+                    x, y = np.asarray(g[p]), np.maximum(np.abs(np.asarray(u[p])), np.abs(np.asarray(v[p])))
                     # An average of weights returns differences, where small steps are rounded to zero.
                     seen = moves[p] > _TIMES_ROUNDOFF * float(jnp.finfo(real_dtype()).eps) * np.abs(np.asarray(at[p]))
                     if 0 < share < _QUIET * min(1.0, sizes[p] / max(sizes.values())):
@@ -431,6 +434,10 @@ def _require_none_frozen_unseen(
                     if not moves[p]:
                         notes[f"the first step of '{p}' is zero; if it stays so, {_say_frozen(p)}"] = None
     return list(notes)
+
+
+def _negative(leaf: Any) -> Any:
+    return -leaf if _is_real(leaf) else leaf
 
 
 def _most(leaf: Any) -> float:

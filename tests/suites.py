@@ -50,7 +50,7 @@ PATTERNS: dict[str, str] = {
     "test_twins_benchmark.py*": "studies",
 }
 SUITES = ("core", "parts", "studies")
-ONE_IN = 8  # of the tests of the other suites is in the sample of `make test`
+ONE_IN = 16  # of the tests of the other suites is in the sample of `make test`
 
 
 def suite_of(test: str) -> str:

@@ -220,9 +220,10 @@ def test_a_dead_unit_behind_a_read_shift_has_no_size(x64: None) -> None:
         if path in leaves:
             leaves[path] = leaves[path].at[..., 0].set(0.0)
     gauges = lm.whole_gauges(config, linear=False)
-    twin = go.bind(gauges, params).random_twin(jax.random.key(2), with_leaves(params, leaves), 0.5)
+    bound = go.bind(gauges, params)
+    twin = jit(lambda p: bound.random_twin(jax.random.key(2), p, 0.5))(with_leaves(params, leaves))
     for start in (with_leaves(params, leaves), twin):
-        point = go.bind(gauges, params).slice_point(start)
+        point = jit(bound.slice_point)(start)
         largest = max(float(jnp.max(jnp.abs(x))) for x in jax.tree.leaves(point))
         assert largest < 1e3, largest
 

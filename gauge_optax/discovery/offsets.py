@@ -181,7 +181,7 @@ def flows(trace: Trace, leaves: Leaves) -> list[Flow]:
     tried = []
     for view in vectors + vector_parts:
         readers = [kernel for kernel in kernels if (view.path, kernel.path) in trace.vector_reads]
-        tried.append(_absorbed(view, readers, behind, layers))
+        tried += [_absorbed(view, readers, behind, layers), _carried_on(view, readers, behind, vectors, layers)]
         if len(readers) == 1:
             tried += _mapped_to_zero(view, readers[0], layers)
         for vector in [v for v in vectors if v.module == view.module and v.labels == view.labels]:
@@ -197,8 +197,7 @@ def flows(trace: Trace, leaves: Leaves) -> list[Flow]:
         tried.append(_common_row(spaces, [view for view in views if labels[view.path] >= set(spaces)], layers))
     for space in sorted({space for own in labels.values() for space in own} - layers):
         along = [view for view in views if view.labels.count(space) == 1]
-        tried += [_read_past_norms(space, along)]
-        tried += [_passed_on(space, along, behind, trace, same) for same in (False, True)]
+        tried += [_read_past_norms(space, along), *(_passed_on(space, along, behind, same) for same in (False, True))]
     return [flow for flow in tried if 0 < flow.columns <= _MOST]
 
 
@@ -243,6 +242,52 @@ def _mapped_to_zero(vector: View, kernel: View, layers: set[Space]) -> list[Flow
 
 def _absorbed(vector: View, kernels: Sequence[View], behind: Mapping[str, Sequence[View]], layers: set[Space]) -> Flow:
     """A shift of a vector, undone behind the kernels that read it."""
+    pairs = _pairs(vector, kernels, behind, layers)
+
+    def make(point: Leaves, rng: np.random.Generator) -> list[Motion]:
+        return _shifted_behind(vector, pairs, rng.standard_normal(_tensor(vector, point).shape), point)
+
+    def write(taken: Coefficients, unread: list[int]) -> Call:
+        used = [pairs[k - 1] for k in sorted([*taken, *unread]) if k > 0]
+        blocks = {"bias": [vector], "through": [k for k, _ in used], "into": [b for _, b in used]}
+        return _call("bias_absorption", blocks, _axis_names(vector, layers))
+
+    kind, count = "a bias that flows into the biases behind it", 1 + len(pairs) if pairs else 0
+    return Flow(kind, make, count, write, _with_the_first(2))
+
+
+def _carried_on(
+    vector: View, kernels: Sequence[View], behind: Mapping[str, Sequence[View]], vectors: Sequence[View],
+    layers: set[Space],
+) -> Flow:
+    """As `_absorbed`, of a vector that a residual stream carries on, until a later bias takes it away as it stands."""
+    pairs = _pairs(vector, kernels, behind, layers)
+    later = [view for view in vectors if view.path != vector.path and set(view.labels) == set(vector.labels)]
+    first = 1 + len(pairs)
+
+    def make(point: Leaves, rng: np.random.Generator) -> list[Motion]:
+        shift = rng.standard_normal(_tensor(vector, point).shape)
+        same = [_motion(view, _einsum(vector.labels, (), view.labels, shift, np.ones(()))) for view in later]
+        return _shifted_behind(vector, pairs, shift, point) + same
+
+    def write(taken: Coefficients, unread: list[int]) -> Call:
+        # A key bias, on which nothing depends, need not take up anything either.
+        used, gained = [pairs[k - 1] for k in taken if 0 < k < first], [later[k - first] for k in taken if k >= first]
+        if len(gained) != 1 or any(abs(taken[k] + taken[0]) > 1e-6 * abs(taken[0]) for k in taken if k):
+            raise Unwritable(ON_STREAM)
+        blocks = {"bias": [vector], "through": [k for k, _ in used], "into": [b for _, b in used], "residual": gained}
+        return _call("bias_absorption", blocks, _axis_names(vector, layers))
+
+    def belongs(taken: list[int]) -> bool:
+        return len(taken) > 2 and taken[0] == 0 and taken[1] < first <= taken[-1]
+
+    return Flow(ON_STREAM, make, first + len(later) if pairs and later else 0, write, belongs)
+
+
+def _pairs(
+    vector: View, kernels: Sequence[View], behind: Mapping[str, Sequence[View]], layers: set[Space]
+) -> list[tuple[View, View]]:
+    """Kernels that read a vector, each with a bias behind it."""
     shape, pairs = set(vector.labels), list[tuple[View, View]]()
     for kernel in kernels:
         # The bias has the kernel's output axes; stacked layers are an axis of all three. Axes that it lacks are summed:
@@ -250,21 +295,16 @@ def _absorbed(vector: View, kernels: Sequence[View], behind: Mapping[str, Sequen
         rest, stacked = set(kernel.labels) - shape, shape & layers
         biases = [b for b in behind.get(kernel.path, []) if stacked <= set(b.labels) <= rest | stacked]
         pairs += [(kernel, b) for b in biases if shape < set(kernel.labels) and set(b.labels) - stacked]
+    return pairs
 
-    def make(point: Leaves, rng: np.random.Generator) -> list[Motion]:
-        shift = rng.standard_normal(_tensor(vector, point).shape)
-        return [_motion(vector, shift)] + [
-            _motion(b, _einsum(vector.labels, k.labels, b.labels, shift, _tensor(k, point))) for k, b in pairs
-        ]
 
-    def write(taken: Coefficients, unread: list[int]) -> Call:
-        used = [pairs[k - 1] for k in sorted([*taken, *unread]) if k > 0]
-        names = _axis_names(vector, layers)
-        blocks = {"bias": [vector], "through": [k for k, _ in used], "into": [b for _, b in used]}
-        return _call("bias_absorption", blocks, names)
-
-    kind, count = "a bias that flows into the biases behind it", 1 + len(pairs) if pairs else 0
-    return Flow(kind, make, count, write, _with_the_first(2))
+def _shifted_behind(
+    vector: View, pairs: Sequence[tuple[View, View]], shift: np.ndarray, point: Leaves
+) -> list[Motion]:
+    """A shift of a vector, and what it adds behind each kernel."""
+    return [_motion(vector, shift)] + [
+        _motion(b, _einsum(vector.labels, k.labels, b.labels, shift, _tensor(k, point))) for k, b in pairs
+    ]
 
 
 class _Norm(NamedTuple):
@@ -402,16 +442,13 @@ def _read_past_norms(space: Space, views: Sequence[View]) -> Flow:
     return Flow(PAST_NORMS, make, 2 * len(views) if len(views) > 1 else 0, write, belongs)
 
 
-def _passed_on(
-    space: Space, views: Sequence[View], behind: Mapping[str, Sequence[View]], trace: Trace, constant: bool
-) -> Flow:
+def _passed_on(space: Space, views: Sequence[View], behind: Mapping[str, Sequence[View]], constant: bool) -> Flow:
     """A vector that one leaf adds to a stream, and that another leaf or the biases behind readers take away again.
 
     Args:
       space: the stream's axis.
       views: the leaves along it.
       behind: kernels to the biases behind them.
-      trace: the walk.
       constant: whether the vector has equal entries, which centred norms hide, or any.
     """
     pairs = [(kernel, b) for kernel in views for b in behind.get(kernel.path, []) if set(b.labels) < set(kernel.labels)]
@@ -427,20 +464,7 @@ def _passed_on(
         return motions + [_motion(b, flow) for (_, b), flow in zip(pairs, flows, strict=True)]
 
     def write(taken: Coefficients, unread: list[int]) -> Call:
-        pairings = {k: pairs[k - len(views)] for k in sorted([*taken, *unread]) if k >= len(views)}
-        added = {k: views[k] for k in taken if k < len(views)}
-        layers = {label for view in added.values() for label in view.labels} & trace.layer_spaces()
-        vectors = all(set(view.labels) == {space} | layers for view in added.values())
-        # Readers take away what the first of two biases adds, and so does the second.
-        signs = {np.sign(taken[k]) for k in pairings if k in taken}
-        source, later = ([view for k, view in added.items() if (np.sign(taken[k]) in signs) == same]
-                         for same in (False, True))
-        if constant or not vectors or len(signs) != 1 or len(source) != 1 or len(later) != 1:
-            raise Unwritable(kind)
-        used = [pair for k, pair in pairings.items()
-                if k in taken or (source[0].path, pair[0].path) in trace.vector_reads]
-        blocks = {"bias": source, "through": [k for k, _ in used], "into": [b for _, b in used], "residual": later}
-        return _call("bias_absorption", blocks, _axis_names(source[0], trace.layer_spaces()))
+        raise Unwritable(kind)
 
     def belongs(taken: list[int]) -> bool:
         """What one leaf adds and another takes away, without a bias behind a kernel, is a common row."""

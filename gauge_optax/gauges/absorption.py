@@ -60,7 +60,7 @@ def bias_absorption(
 
     Reference: docs/design.md §5. Not a symmetry where one reader has no bias, or reads the bias through an activation.
     """
-    roles = {"bias": bias, "through": through, INTO: into, "residual": residual or {}}
+    roles = {"bias": bias, "through": through, INTO: into} | ({"residual": residual} if residual else {})
     gauge = block_gauge("bias_absorption", BiasAbsorption, roles, sizes)
     counts = {role: sum(spec.role == role for spec in gauge.specs) for role in ("bias", "through", INTO)}
     if counts["bias"] != 1 or counts["through"] != counts[INTO]:

@@ -261,3 +261,31 @@ def test_the_mean_of_a_stream_that_a_head_reads_past_the_norms_is_named(norm: st
     for seed in range(2):
         ungauged = go.discover(fn, params, inputs, "predictions", seed=seed, progress=False).ungauged
         assert ungauged == ({kind: ("down + head + in + narrow",)} if named else {})
+
+
+def test_a_norm_behind_a_sublayer_gives_its_bias_to_the_next_sublayers(x64: None) -> None:
+    """As in BERT: the stream carries the bias of a norm on, to the biases behind its readers and of the next sublayer."""
+    d, hidden, blocks = 5, 6, 2
+
+    def normed(x: jax.Array) -> jax.Array:
+        return normalised(x - x.mean(-1, keepdims=True))
+
+    params = {"embed": normal(9, d), "head": normal(d, 7), "head_bias": normal(7), "norm": normal(d), "bias": normal(d)}
+    for k in range(blocks):
+        params |= {f"up{k}": normal(d, hidden), f"up_bias{k}": normal(hidden), f"down{k}": normal(hidden, d),
+                   f"down_bias{k}": normal(d), f"norm{k}": normal(d), f"bias{k}": normal(d)}
+
+    def fn(p: dict[str, jax.Array], inputs: np.ndarray) -> jax.Array:
+        x = normed(inputs @ p["embed"]) * p["norm"] + p["bias"]
+        for k in range(blocks):
+            written = jnp.tanh(x @ p[f"up{k}"] + p[f"up_bias{k}"]) @ p[f"down{k}"] + p[f"down_bias{k}"]
+            x = normed(x + written) * p[f"norm{k}"] + p[f"bias{k}"]
+        return x @ p["head"] + p["head_bias"]
+
+    batches = list(np.random.default_rng(1).normal(size=(2, 60, 9)))
+    report = go.discover(fn, params, batches, "logits", progress=False)
+    assert not report.ungauged
+    group = go.product(report.whole)
+    moved = [{spec.pattern for spec in gauge.specs} for gauge in group.gauges if gauge.name == "bias_absorption"]
+    assert {"bias", "up0", "up_bias0", "down_bias0"} in moved and {"bias0", "up1", "up_bias1", "down_bias1"} in moved
+    assert go.census(fn, params, batches, group, progress=False).unexplained == 0

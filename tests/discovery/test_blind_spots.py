@@ -264,7 +264,7 @@ def test_the_mean_of_a_stream_that_a_head_reads_past_the_norms_is_named(norm: st
 
 
 def test_a_norm_behind_a_sublayer_gives_its_bias_to_the_next_sublayers(x64: None) -> None:
-    """As in BERT: the stream carries the bias of a norm on, to the biases behind its readers and of the next sublayer."""
+    """As in BERT: the stream carries its bias on, to the biases behind its readers and to that of the next sublayer."""
     d, hidden, blocks = 5, 6, 2
 
     def normed(x: jax.Array) -> jax.Array:

@@ -1,6 +1,7 @@
 """What no single test can see: who imports whom, what is documented, what is registered."""
 
 import ast
+import functools
 import inspect
 import re
 import sys
@@ -134,6 +135,7 @@ def test_files_say_what_they_are(path: Path) -> None:
     assert ast.get_docstring(ast.parse(path.read_text()))
 
 
+@functools.cache
 def kinds() -> set[str]:
     """Names of the classes of parts and of symmetries, and of all gauges but the two that a caller may hold."""
     files = [*(PACKAGE / "parts").rglob("*.py"), *(PACKAGE / "gauges").rglob("*.py")]
@@ -143,15 +145,14 @@ def kinds() -> set[str]:
 
 def questions(source: str) -> Iterator[str]:
     """Where a source asks of what kind something is: `isinstance` of a kind, or a comparison of `effect`."""
-    asked = kinds()
     for node in ast.walk(ast.parse(source)):
-        names = {leaf.id for leaf in ast.walk(node) if isinstance(leaf, ast.Name)}
-        attributes = {leaf.attr for leaf in ast.walk(node) if isinstance(leaf, ast.Attribute)}
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "isinstance":
-            if names & asked:
+            if kinds() & {leaf.id for leaf in ast.walk(node) if isinstance(leaf, ast.Name)}:
                 yield ast.unparse(node)
-        elif isinstance(node, ast.Compare) and {"effect", "kind"} & attributes and "dtype" not in attributes:
-            yield ast.unparse(node)
+        elif isinstance(node, ast.Compare):
+            attributes = {leaf.attr for leaf in ast.walk(node) if isinstance(leaf, ast.Attribute)}
+            if {"effect", "kind"} & attributes and "dtype" not in attributes:
+                yield ast.unparse(node)
 
 
 def test_nobody_but_gauges_and_parts_asks_of_what_kind_a_part_is() -> None:

@@ -159,7 +159,7 @@ def cells(sizes: Sizes, args: argparse.Namespace) -> harness.Cells:
         for rate in rates:
             asked[f"train | {arm} | {rate:g}"] = functools.partial(train, sizes, arm, rate)
     for name, block in (("1b_layer", "adam"), ("1b_layer", "muon"), ("attention", "muon"), ("toy", "adam"),
-                        ("toy", "muon")):
+                        ("toy", "muon"), ("gpt2", "beside")):
         asked[f"update | {name} | {block}"] = functools.partial(updates, sizes, name, block)
     return {("cells", name): lambda run, make=make: make() for name, make in asked.items()}  # type: ignore[misc]
 

@@ -51,20 +51,26 @@ def blocks(sized: Case) -> dict[str, Block]:
     if jax.default_backend() != "cpu":
         # The base's products are TF32 there, ours float32, as equivariance needs.
         plain["optax.contrib.muon, float32 products"] = at_highest(sized.muon(RATE))
+    adamw = optax.adamw(RATE, weight_decay=0.1)
+    beside: Block = {
+        "optax.adamw": adamw,
+        "rotational_adamw": sized.rotational_adamw(RATE),
+        "compress_second_moments(optax.adamw)": go.links.compress_second_moments(adamw),
+        "compress_second_moments(optax.adamw) in uint8": go.links.compress_second_moments(adamw, "uint8"),
+        "hold_products(optax.adamw)": sized.hold_products(adamw),
+    }
     return {
         "adam": {
-            "optax.adamw": optax.adamw(RATE, weight_decay=0.1),
-            "quotient(optax.adamw)": go.quotient(optax.adamw(RATE, weight_decay=0.1), sized.gauges),
-            "quotient(optax.adamw), hold=False": go.quotient(
-                optax.adamw(RATE, weight_decay=0.1), sized.gauges, hold=False
-            ),
+            "optax.adamw": adamw,
+            "quotient(optax.adamw)": go.quotient(adamw, sized.gauges),
+            "quotient(optax.adamw), hold=False": go.quotient(adamw, sized.gauges, hold=False),
             "ddc_adamw": go.ddc_adamw(RATE, sized.gauges, weight_decay=0.1),
         },
         "muon": plain | {
             "quotient_muon": sized.quotient_muon(RATE), "ddc_muon": sized.ddc_muon(RATE),
             "max_norm_muon": sized.max_norm_muon(RATE),
         },
-    }
+    } | ({"beside": beside} if sized.tokens is not None else {})
 
 
 def at_highest(tx: optax.GradientTransformation) -> optax.GradientTransformation:

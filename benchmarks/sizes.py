@@ -115,11 +115,22 @@ class Case:
 
     def max_norm_muon(self, rate: float) -> optax.GradientTransformation:
         """Ours on the same leaves and on the tables of tokens, which have a bound of their own."""
+        neurons, tables = (self._present(of) for of in ({**NEURONS, **TOKENS}, EMBEDDINGS))
+        return go.max_norm_muon(rate, self.gauges, neurons, tables, adam_learning_rate=rate / 2)  # positions too
+
+    def rotational_adamw(self, rate: float) -> optax.GradientTransformation:
+        """Every neuron of the kernels turns; the rest is AdamW's."""
+        return go.norms.rotational_adamw(rate, self._present(NEURONS), weight_decay=0.1)
+
+    def hold_products(self, inner: optax.GradientTransformation) -> optax.GradientTransformation:
+        """A bound on the products of norms' scales with the kernels that read them."""
+        scales = [gauge for gauge in self.gauges if gauge.name == "norm_scale"]
+        return go.orbit.hold_products(inner, scales, "cap", cap=10.0)
+
+    def _present(self, axes: Mapping[str, str]) -> dict[str, str]:
         leaves = jax.tree_util.tree_leaves_with_path(self.params)
         paths = {re.sub(r"/\d+/", "/{i}/", joined(path)) for path, _ in leaves}
-        neurons, tables = ({path: axes for path, axes in of.items() if path in paths} for of in (
-            {**NEURONS, **TOKENS}, EMBEDDINGS))
-        return go.max_norm_muon(rate, self.gauges, neurons, tables, adam_learning_rate=rate / 2)  # positions too
+        return {path: text for path, text in axes.items() if path in paths}
 
 
 def case(size: Size) -> Case:

@@ -91,8 +91,13 @@ def test_times_of_updates_in_the_guide_on_choosing_are_what_was_measured() -> No
     assert f"{adam['quotient(optax.adamw)']:.1f} × AdamW's ({adam['quotient(optax.adamw), hold=False']:.1f} " in text
     assert f"| {adam['ddc_adamw']:.1f} × AdamW's" in text and f"| {muon['quotient_muon']:.2f} × `optax.cont" in text
     assert f"takes {blocks['adam']['quotient(optax.adamw)']['step_ratio'][1]:.2f} × AdamW's with `quotient`" in text
-    recipe = result("benchmarks/results/accelerator_cpu.json")["cells"]["update | gpt2 | muon"]["max_norm_muon"]
-    assert f"| {recipe['ratio'][1]:.2f} × [Muon's](/results/accelerator_cpu.md) |" in CHOOSE
+    cells = result("benchmarks/results/accelerator_cpu.json")["cells"]
+    beside = {name: row["ratio"][1] for name, row in cells["update | gpt2 | beside"].items()}
+    assert f"| {cells['update | gpt2 | muon']['max_norm_muon']['ratio'][1]:.2f} × Muon's |" in CHOOSE
+    short, shorter = (beside[f"compress_second_moments(optax.adamw){kind}"] for kind in ("", " in uint8"))
+    assert f"| {short:.1f} × AdamW's with bfloat16, {shorter:.1f} × with uint8 |" in CHOOSE
+    assert f"QK-clip | the ratio of both sides | {beside['hold_products(optax.adamw)']:.1f} × AdamW's |" in CHOOSE
+    assert f"a step | {beside['rotational_adamw']:.1f} × AdamW's |" in CHOOSE
     gpu = result("benchmarks/results/accelerator_h200.json")["cells"]
     adam, muon = ({name: row["ratio"][1] for name, row in gpu[f"update | gpt2 | {block}"].items()}
                   for block in ("adam", "muon"))

@@ -18,6 +18,7 @@ from gauge_optax.xla import quick_options
 
 _NOTICED = 1e-5  # relative change of the outputs that a move of the same size and no symmetry makes, at least
 _SHORT = 1e-5  # a step of this part of a move shows its direction
+_MANY = 60  # copies of gauges whose moves compile for longer than they run
 _ALONG = 1e-3  # a slice point that moves by less of the step, moves by its square
 
 
@@ -52,7 +53,8 @@ class Prover:
       fn: (leaves, batch) to a list of outputs.
       params: the tree that gauges bind to.
       batches: at least two.
-      large: whether moves run operation by operation: a program for many unrolled layers compiles for longer.
+      large: whether moves run operation by operation, as those of many copies do: a program for many unrolled layers
+        compiles for longer than it runs.
     """
 
     def __init__(self, fn: Function, params: Any, batches: Sequence[Any], large: bool = False) -> None:
@@ -128,7 +130,8 @@ class Prover:
                 out.append({path: moved[path] for path in leaves if moved[path] is not before[path]})
             return out
 
-        if not self._large:
+        copies = sum(len(of_one) for gauge in accepted for of_one in gauge._bound(self._params).copies)
+        if not self._large and copies <= _MANY:
             act = jax.jit(act, compiler_options=quick_options())
 
         def proofs() -> Iterator[float]:

@@ -11,9 +11,9 @@ import pytest
 import gauge_optax as go
 from benchmarks.track3 import __main__ as track3
 from benchmarks.track3 import arms
-from examples import demo, lora
+from examples import demo, lora, lora_weights
 from examples.studies import starts
-from examples.studies.harness import best
+from examples.studies.harness import best, best_for_all
 
 OURS = ("max_norm_muon", arms.FREE)
 ROOT = Path(__file__).resolve().parent.parent
@@ -125,6 +125,19 @@ def test_what_adapters_and_a_step_cost_is_what_was_measured() -> None:
         assert ours[0] == pytest.approx(ours[1], rel=1e-4)
     speed = result("benchmarks/results/lora.json")["speed"]
     assert f"takes {speed['quotient_adamw']['median_ms'] / speed['optax.adamw']['median_ms']:.1f} times" in guide
+
+
+def test_what_adapters_of_a_released_model_lose_by_one_rate_is_what_was_measured() -> None:
+    committed = result("examples/results/lora_weights.json")
+    sweeps = {arm: [{rate: x[0] for rate, x in lora_weights.swept(committed, (rank, arm)).items()}
+                    for rank in lora_weights.RANKS] for arm in ("adamw", "quotient_muon")}
+    assert best_for_all(sweeps["quotient_muon"]) == (0.0063, 0.0)
+    rates = [min(x, key=x.__getitem__) for x in sweeps["adamw"]]
+    first, *_, last = (min(a.values()) - min(b.values()) for a, b in zip(*sweeps.values(), strict=True))
+    guide = " ".join((ROOT / "docs" / "guides" / "lora.md").read_text().split())
+    assert f"falls from {max(rates):g} to {min(rates):g}" in guide and rates == sorted(rates, reverse=True)
+    assert f"costs {best_for_all(sweeps['adamw'])[1]:.3f} nats" in guide
+    assert f"{-first:.3f} nats behind AdamW at rank 4 and {last:.3f} ahead at rank 256" in guide
 
 
 # Validation losses of an independent run, whose records are not part of the repository: from LeCun-normal kernels, from

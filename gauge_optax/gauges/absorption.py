@@ -90,6 +90,11 @@ class BiasAbsorption(Copy):
                 raise binding_error(
                     found.gauge, f"'{target.path}' does not follow '{kernel.path}'", f"{target.view_shape}",
                     f"the last free axes of \"{kernel.axes}\", {free}", "pair every kernel with its own bias")
+        for block in (*source, *carried):
+            if _free(block, found.named):
+                raise binding_error(
+                    found.gauge, f"'{block.path}' has an axis without a name", f'"{block.axes}" in `{block.role}`',
+                    "a bias whose axes all have names", "name every axis, or take the bias that has no other axes")
         part = Absorption(found.label(), found.named, found.shape, (*source, *targets, *carried), kernels)
         return cls(found.key, (part,))
 

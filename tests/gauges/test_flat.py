@@ -291,6 +291,16 @@ def test_a_bias_that_does_not_follow_its_kernel_is_refused() -> None:
         gauge.dim({"b": jnp.zeros(3), "w": jnp.zeros((3, 4)), "c": jnp.zeros(5)})
 
 
+@pytest.mark.parametrize(("bias", "residual"), [("table", "b"), ("b", "table")])
+def test_a_bias_with_an_axis_without_a_name_is_refused(bias: str, residual: str) -> None:
+    """It was accepted, and its first move raised an error of a tuple."""
+    axes = {"table": "_ channel", "b": "channel"}
+    gauge = go.bias_absorption(
+        {bias: axes[bias]}, {"w": "channel _"}, {"c": "_"}, residual={residual: axes[residual]})
+    with pytest.raises(ValueError, match=r"(?s)'table' has an axis without a name.*name every axis"):
+        gauge.dim({"b": jnp.zeros(3), "table": jnp.zeros((2, 3)), "w": jnp.zeros((3, 4)), "c": jnp.zeros(4)})
+
+
 
 def test_transport_through_norms_with_scales_is_refused() -> None:
     gauges = lm.whole_gauges(GPT, linear=False)

@@ -83,6 +83,7 @@ class BiasAbsorption(Copy):
 
     @classmethod
     def of(cls, found: Matched, **options: Any) -> "BiasAbsorption":
+        found.require_named("bias", "residual")
         source, kernels, targets, carried = found.of_role("bias", "through", INTO, "residual")
         for kernel, target in zip(kernels, targets, strict=True):
             free, of_target = (_free(block, found.named) for block in (kernel, target))
@@ -90,11 +91,6 @@ class BiasAbsorption(Copy):
                 raise binding_error(
                     found.gauge, f"'{target.path}' does not follow '{kernel.path}'", f"{target.view_shape}",
                     f"the last free axes of \"{kernel.axes}\", {free}", "pair every kernel with its own bias")
-        for block in (*source, *carried):
-            if _free(block, found.named):
-                raise binding_error(
-                    found.gauge, f"'{block.path}' has an axis without a name", f'"{block.axes}" in `{block.role}`',
-                    "a bias whose axes all have names", "name every axis, or take the bias that has no other axes")
         part = Absorption(found.label(), found.named, found.shape, (*source, *targets, *carried), kernels)
         return cls(found.key, (part,))
 

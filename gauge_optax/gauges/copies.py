@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from gauge_optax.binding import Block, BlockSpec
+from gauge_optax.errors import binding_error
 from gauge_optax.linalg import real_dtype
 from gauge_optax.parts.part import Part, name_of
 from gauge_optax.slice import VERSION
@@ -52,6 +53,14 @@ class Matched(NamedTuple):
     def of_role(self, *roles: str) -> tuple[tuple[Block, ...], ...]:
         """Per role, its blocks."""
         return tuple(tuple(b for b in self.blocks if b.role == role) for role in roles)
+
+    def require_named(self, *roles: str) -> None:
+        """Raises ValueError for a block of these roles, vectors, with an axis that has no name."""
+        for block in (b for blocks in self.of_role(*roles) for b in blocks):
+            if "_" in block.labels:
+                raise binding_error(
+                    self.gauge, f"'{block.path}' has an axis without a name", f'"{block.axes}" in `{block.role}`',
+                    "a leaf whose axes all have names", "name every axis, or take the leaf that has no other axes")
 
     def label(self, **options: Any) -> str:
         """The label of a part: the gauge, its captures, a checksum of what it binds, and the version of states.

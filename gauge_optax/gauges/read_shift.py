@@ -79,6 +79,7 @@ class NormReadShift(WriteShift):
 
     @classmethod
     def of(cls, found: Matched, **options: Any) -> "NormReadShift":
+        found.require_named(SCALE, BIAS)
         kernels, scale, bias, behind = found.of_role(READ, SCALE, BIAS, INTO)
         for kernel, target in zip(kernels, behind, strict=bool(behind)):
             outputs = tuple(n for n, x in zip(kernel.view_shape, kernel.labels, strict=True) if x != CHANNEL)

@@ -291,14 +291,17 @@ def test_a_bias_that_does_not_follow_its_kernel_is_refused() -> None:
         gauge.dim({"b": jnp.zeros(3), "w": jnp.zeros((3, 4)), "c": jnp.zeros(5)})
 
 
-@pytest.mark.parametrize(("bias", "residual"), [("table", "b"), ("b", "table")])
-def test_a_bias_with_an_axis_without_a_name_is_refused(bias: str, residual: str) -> None:
-    """It was accepted, and its first move raised an error of a tuple."""
-    axes = {"table": "_ channel", "b": "channel"}
-    gauge = go.bias_absorption(
-        {bias: axes[bias]}, {"w": "channel _"}, {"c": "_"}, residual={residual: axes[residual]})
+@pytest.mark.parametrize("gauge", [
+    go.bias_absorption({"table": "_ channel"}, {"w": "channel _"}, {"c": "_"}),
+    go.bias_absorption({"b": "channel"}, {"w": "channel _"}, {"c": "_"}, residual={"table": "_ channel"}),
+    go.norm_read_shift({"w": "channel _"}, {"table": "_ channel"}),
+    go.norm_read_shift({"w": "channel _"}, {"b": "channel"}, {"table": "_ channel"}, {"c": "_"}),
+])
+def test_a_vector_with_an_axis_without_a_name_is_refused(gauge: go.Gauge) -> None:
+    """It was accepted, and its first move raised an error of a tuple or of a transpose."""
     with pytest.raises(ValueError, match=r"(?s)'table' has an axis without a name.*name every axis"):
         gauge.dim({"b": jnp.zeros(3), "table": jnp.zeros((2, 3)), "w": jnp.zeros((3, 4)), "c": jnp.zeros(4)})
+
 
 
 

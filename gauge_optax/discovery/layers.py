@@ -1,12 +1,14 @@
 """Fewer layers: of a list of layers that are alike, three are searched, and what is found is carried to all of them.
 
 Equal shapes do not show that a function treats its layers alike. The operations in it do: each has to occur so many
-times more with every further layer.
+times more with every further layer. Of a function that counts its layers, and so takes no tree with fewer, the
+operations of the other layers are cut out (`cut`).
 """
 
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,17 +18,14 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from gauge_optax.binding import leaves_by_path
+from gauge_optax.binding import leaves_by_path, with_leaves
 from gauge_optax.discovery.axes import LeafAxes
 from gauge_optax.discovery.calls import Axes, Call
+from gauge_optax.discovery.cut import Unlike, Value, without_layers
 
 _KEPT = 3  # layers: a first one, a last one and one between them
 _NUMBERED = re.compile("([^0-9]*)([0-9]+)([^0-9]*)")
 _Operations = collections.Counter[tuple[str, ...]]
-
-
-class Unlike(Exception):
-    """What holds of three layers is not known to hold of all."""
 
 
 class _Layers(NamedTuple):
@@ -49,13 +48,15 @@ class _Layers(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Shallow:
-    """A tree with fewer layers.
+    """A function with fewer layers, and its tree.
 
     Attributes:
+      fn: function of the tree and a batch.
       tree: the parameters without the other layers.
       patterns: for each list that is shorter, a layer's number in a path.
     """
 
+    fn: Callable[[Any, Any], Any]
     tree: Any
     patterns: tuple[re.Pattern[str], ...]
 
@@ -113,7 +114,7 @@ class Shallow:
 
 
 def shallower(fn: Callable[[Any, Any], Any], params: Any, batch: Any) -> Shallow | None:
-    """A tree with three layers in place of more, if a function takes it and treats its layers alike.
+    """A function with three layers in place of more, if it treats its layers alike.
 
     Args:
       fn: function of params and a batch.
@@ -121,12 +122,22 @@ def shallower(fn: Callable[[Any, Any], Any], params: Any, batch: Any) -> Shallow
       batch: what fn is called on.
 
     Returns:
-      The shorter tree. None where no list has more than three layers that are alike, where fn asks for all of them, and
-      where it treats some in another way.
+      The function on the shorter tree: fn where it takes that tree, else what is left of its operations. None where no
+      list has more than three layers that are alike, and where fn treats some in another way.
     """
     lists = _lists(params)
     if not lists:
         return None
+    found = Shallow(fn, _cut(params, dict.fromkeys(lists, _KEPT)), tuple(name.pattern() for name in lists))
+    # A path that the patterns miss would stand for one layer alone.
+    named = [set(map(found.with_captures, leaves_by_path(tree))) for tree in (params, found.tree)]
+    if named[0] != named[1]:
+        return None
+    return found if _takes_fewer(fn, params, batch, lists) else _counting(found, params, batch, list(lists.values()))
+
+
+def _takes_fewer(fn: Callable[[Any, Any], Any], params: Any, batch: Any, lists: Mapping[_Layers, int]) -> bool:
+    """Whether a function takes trees with fewer layers, and every further layer adds the same operations."""
     short = dict.fromkeys(lists, _KEPT)
     try:
         least, expected = _operations(fn, _cut(params, short), batch), _operations(fn, params, batch)
@@ -135,14 +146,85 @@ def shallower(fn: Callable[[Any, Any], Any], params: Any, batch: Any) -> Shallow
             one_more.subtract(least)
             expected.subtract({operation: (count - _KEPT) * n for operation, n in one_more.items()})
     except Exception:  # whatever the user's code raises about a layer that is missing
-        return None
+        return False
     expected.subtract(least)
-    if any(expected.values()):
-        return None
-    found = Shallow(_cut(params, short), tuple(name.pattern() for name in lists))
-    # A path that the patterns miss would stand for one layer alone.
-    named = [set(map(found.with_captures, leaves_by_path(tree))) for tree in (params, found.tree)]
-    return found if named[0] == named[1] else None
+    return not any(expected.values())
+
+
+# Functions that count their layers ------------------------------------------------------------------------
+
+
+def _counting(short: Shallow, params: Any, batch: Any, counts: Sequence[int]) -> Shallow | None:
+    """What is left, of three layers, of a function that takes all of them; None where it treats some in another way.
+
+    Args:
+      short: the function of the whole tree, and the shorter tree.
+      params: the whole tree.
+      batch: what the function is called on.
+      counts: of each list, how many layers it has.
+    """
+    # Lists that are equally long may be run through at once, as `attention_0`, `mlp_0`, `attention_1` are, or each by
+    # itself, as an encoder's and a decoder's.
+    at_once = [[k for k, n in enumerate(counts) if n == count] for count in sorted(set(counts))]
+    for groups in (at_once, [[k] for k in range(len(counts))]):
+        fn = _cut_function(short, params, [(group, counts[group[0]]) for group in groups])
+        with contextlib.suppress(Unlike):
+            jax.eval_shape(fn, short.tree, batch)
+            return dataclasses.replace(short, fn=fn)
+    return None
+
+
+def _cut_function(
+    short: Shallow, params: Any, groups: Sequence[tuple[Sequence[int], int]]
+) -> Callable[[Any, Any], Any]:
+    """A function of the shorter tree, traced on a whole one whose other layers have the middle layer's shapes.
+
+    Args:
+      short: the function of the whole tree, and the shorter tree.
+      params: the whole tree.
+      groups: lists that are run through at once, as places in `short.patterns`, with the number of their layers.
+    """
+    paths = list(leaves_by_path(params))
+    places = [_places(paths, short, group) for group, _ in groups]
+    stands_for = {path: path for path in paths}
+    for (_, count), of in zip(groups, places, strict=True):
+        kept = {value: path for path, value in of.items() if value.layer < _KEPT}
+        for path, value in of.items():
+            layer = 0 if value.layer == 0 else 2 if value.layer == count - 1 else 1
+            stands_for[path] = kept[value._replace(layer=layer)]
+    traced = dict[Any, tuple[core.ClosedJaxpr, Any]]()
+
+    def fn(tree: Any, batch: Any) -> Any:
+        given = leaves_by_path(tree)
+        flat, structure = jax.tree.flatten(([given[stands_for[path]] for path in paths], batch))
+        shapes = tuple((jnp.shape(x), jnp.result_type(x)) for x in flat)
+        called_on = (structure, shapes, jax.config.jax_enable_x64)
+        if called_on not in traced:
+            leaves, other = structure.unflatten([jax.ShapeDtypeStruct(*shape) for shape in shapes])
+            closed, out = jax.make_jaxpr(
+                lambda leaves, batch: short.fn(with_leaves(params, dict(zip(paths, leaves, strict=True))), batch),
+                return_shape=True)(leaves, other)
+            for (_, count), of in zip(groups, places, strict=True):
+                others = [None] * (len(flat) - len(paths))
+                closed = without_layers(closed, [*map(of.get, paths), *others], count)
+            traced[called_on] = closed, jax.tree.structure(out)
+        closed, outputs = traced[called_on]
+        return outputs.unflatten(core.jaxpr_as_fun(closed)(*flat))
+
+    return fn
+
+
+def _places(paths: Sequence[str], short: Shallow, group: Sequence[int]) -> dict[str, Value]:
+    """The layer that each leaf of these lists belongs to, counted from 0, and its name there."""
+    found = dict[str, Value]()
+    for pattern in (short.patterns[k] for k in group):
+        numbers = {path: int(path[m.end(1) : m.start(2)]) for path in paths if (m := pattern.search(path))}
+        order = sorted(set(numbers.values()))
+        found |= {path: Value(order.index(number), short.with_captures(path)) for path, number in numbers.items()}
+    return found
+
+
+# Operations and lists -------------------------------------------------------------------------------------
 
 
 def _operations(fn: Callable[[Any, Any], Any], params: Any, batch: Any) -> _Operations:

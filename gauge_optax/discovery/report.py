@@ -21,8 +21,9 @@ from gauge_optax.discovery.calls import Call, merge_layers
 from gauge_optax.discovery.census import Census
 from gauge_optax.discovery.certificate import certified
 from gauge_optax.discovery.checks import Outputs
+from gauge_optax.discovery.cut import Unlike
 from gauge_optax.discovery.groups import STILL, ZERO, Copy, draw, independent
-from gauge_optax.discovery.layers import Shallow, Unlike, shallower
+from gauge_optax.discovery.layers import Shallow, shallower
 from gauge_optax.discovery.lift import in_double
 from gauge_optax.discovery.offsets import (
     ON_STREAM,
@@ -253,7 +254,7 @@ def _discovered(
     Args:
       fn: function of params and a batch.
       params: the whole tree.
-      shallow: the same with fewer layers.
+      shallow: the function and its tree with fewer layers.
       batches: at least two.
       outputs: what fn returns, as far as the user says it.
       near: largest singular value of what nearly holds.
@@ -263,10 +264,10 @@ def _discovered(
     Raises:
       Unlike: what holds of fewer layers does not hold of all.
     """
-    tree = params if shallow is None else shallow.tree
+    searched, tree = (fn, params) if shallow is None else (shallow.fn, shallow.tree)
     leaves = checks.double_leaves(tree, seed)
     bar.set_postfix_str("tracing")
-    double = _in_double(fn, tree, leaves, batches[0])
+    double = _in_double(searched, tree, leaves, batches[0])
     outputs = outputs or checks.shown_outputs(double, leaves, batches[0])
     by_leaves = _comparable(double, outputs)
     trace = _walked(by_leaves, leaves, batches[0])

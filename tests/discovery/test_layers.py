@@ -111,9 +111,6 @@ def test_what_does_not_hold_of_all_layers_is_searched_on_all(search: Search) -> 
 
 
 def test_layers_that_are_not_alike_are_all_searched() -> None:
-    def fixed(p: Any, tokens: Any) -> Any:
-        return forward(p, tokens, [p["blocks"][k] for k in range(LAYERS)])
-
     def halves(p: Any, tokens: Any) -> Any:
         return forward(p, tokens, active=first_and_last)
 
@@ -132,7 +129,6 @@ def test_layers_that_are_not_alike_are_all_searched() -> None:
     tree = params()
     assert shallower(forward, tree, BATCHES[0]) is not None
     assert shallower(last_wider, tree, BATCHES[0]) is not None, "a last layer is among three, too"
-    assert shallower(fixed, tree, BATCHES[0]) is None
     assert shallower(halves, tree, BATCHES[0]) is None
     assert shallower(with_skips, tree, BATCHES[0]) is None
     tree["blocks"][4]["up"] = np.ones((4, 8))
@@ -153,3 +149,151 @@ def test_layers_within_other_nodes_are_cut() -> None:
     assert short is not None and len(short.tree["a"]) == 3 and list(short.tree["b"]["c"]) == [0, 1, 2]
     assert isinstance(short.tree["a"], tuple)
     assert short.with_captures("a/4, b/c/6 + b/d/1") == "a/{i}, b/c/{i} + b/d/1"
+
+
+# Functions that count their layers ------------------------------------------------------------------------
+
+
+def counting(p: Any, tokens: Any, active: Any = lambda h, k, count: jax.nn.relu(h), count: int = LAYERS) -> Any:
+    return forward(p, tokens, [p["blocks"][k] for k in range(count)], active)
+
+
+def merged(p: Any, tokens: Any) -> Any:
+    """An NNX module's way: the tree is put together from as many leaves as it was taken apart into."""
+    return forward(jax.tree.unflatten(jax.tree.structure(params()), jax.tree.leaves(p)), tokens)
+
+
+def rematerialized(p: Any, tokens: Any) -> Any:
+    """Each layer under a checkpoint, and what takes all layers under `jit`."""
+
+    def block(x: Any, layer: Any) -> Any:
+        h = x / jnp.sqrt(jnp.square(x).mean(-1, keepdims=True) + 1e-6) * layer["norm"]["scale"]
+        return x + jax.nn.relu(h @ layer["up"] + layer["bias"]) @ layer["down"]
+
+    x = p["embed"][tokens]
+    for k in range(LAYERS):
+        x = jax.checkpoint(block)(x, p["blocks"][k])
+    return x @ p["head"]
+
+
+COUNTING = {
+    "counting": counting, "merged": merged, "jitted": jax.jit(counting), "rematerialized": rematerialized,
+    "rematerialized and jitted": jax.jit(rematerialized),
+}
+
+
+@pytest.mark.parametrize("fn", COUNTING.values(), ids=COUNTING)
+def test_a_function_that_counts_its_layers_is_cut(fn: Any) -> None:
+    tree = params()
+    short = shallower(fn, tree, BATCHES[0])
+    assert short is not None and short.fn is not fn and len(short.tree["blocks"]) == 3
+    of_three = forward(short.tree, BATCHES[0])
+    np.testing.assert_allclose(short.fn(short.tree, BATCHES[0]), of_three, rtol=2e-5)
+    narrow = np.asarray(BATCHES[0])[:2, :5]  # other shapes are traced anew
+    np.testing.assert_allclose(short.fn(short.tree, narrow), forward(short.tree, narrow), rtol=2e-5)
+    program = str(jax.make_jaxpr(short.fn)(short.tree, BATCHES[0]))
+    assert program.count("rsqrt") + program.count("sqrt") <= 2 * 3, "nothing of the other layers is left"
+
+
+@pytest.mark.parametrize("fn", [counting, merged], ids=["counting", "merged"])
+def test_three_layers_of_a_function_that_counts_them_are_searched(search: Search, fn: Any) -> None:
+    tree = params()
+    short, blocks = search(fn, tree, large=True)
+    assert blocks == [3]
+    whole, _ = search(fn, tree, large=False)
+    assert said(short) == said(whole)
+    assert max(held.change for held in short.held) < 1e-12
+    assert short.certificate.parameters == 2 * 44 + 3 * 67
+
+
+def test_layers_that_read_the_first_or_what_no_layer_made_are_cut() -> None:
+    """A mask that every layer makes anew, and a value of the first layer that all add."""
+
+    def fn(p: Any, tokens: Any, count: int = LAYERS) -> Any:
+        first = list[Any]()
+
+        def active(h: Any, k: int, _: int) -> Any:
+            h = jnp.tril(jnp.ones((8, 8))) @ h
+            first.append(h)
+            return jnp.tanh(h + first[0])
+
+        return counting(p, tokens, active, count)
+
+    short = shallower(fn, params(), BATCHES[0])
+    assert short is not None
+    np.testing.assert_allclose(short.fn(short.tree, BATCHES[0]), fn(short.tree, BATCHES[0], count=3), rtol=2e-5)
+
+
+def test_layers_that_differ_are_not_cut() -> None:
+    def of_all(p: Any, tokens: Any) -> Any:
+        seen = list[Any]()
+
+        def active(h: Any, k: int, _: int) -> Any:
+            seen.append(h)
+            return jax.nn.relu(h)
+
+        return counting(p, tokens, active), seen
+
+    def from_two_before(p: Any, tokens: Any) -> Any:
+        seen = list[Any]()
+
+        def active(h: Any, k: int, _: int) -> Any:
+            seen.append(h)
+            return jax.nn.relu(h + seen[max(k - 2, 0)])
+
+        return counting(p, tokens, active)
+
+    def swapped(p: Any, tokens: Any) -> Any:
+        """The second layer reads of the first another value than all others read of the one before them."""
+        seen = list[Any]()
+
+        def active(h: Any, k: int, _: int) -> Any:
+            seen.append((h, jnp.tanh(h)))
+            return jax.nn.relu(h) + seen[max(k - 1, 0)][k == 1] + seen[max(k - 1, 0)][0]
+
+        return counting(p, tokens, active)
+
+    def by_table(p: Any, tokens: Any) -> Any:
+        """A constant for each layer that is an array."""
+        table = np.linspace(0.5, 1.5, 7 * LAYERS).reshape(LAYERS, 7)
+        return counting(p, tokens, lambda h, k, _: jax.nn.relu(h) * jnp.asarray(table[k]))
+
+    def within_jit(p: Any, tokens: Any) -> Any:
+        """The constant stands in a function that is called."""
+        return counting(p, tokens, lambda h, k, _: jax.jit(lambda h: jnp.where(h > k, h, 0.0))(h))
+
+    def transposed(p: Any, tokens: Any) -> Any:
+        """What differs is a parameter of an operation: along which axis it sums."""
+        return counting(p, tokens, lambda h, k, _: jax.nn.relu(h - jax.lax.cumsum(h, axis=1, reverse=k == 3)))
+
+    tree = params()
+    for fn in (of_all, from_two_before, swapped, by_table, within_jit, transposed,
+               lambda p, x: counting(p, x, active=one_other), lambda p, x: counting(p, x, active=first_and_last)):
+        jax.eval_shape(fn, tree, BATCHES[0])
+        assert shallower(fn, tree, BATCHES[0]) is None
+
+
+def test_lists_that_count_are_cut_at_once_or_one_after_the_other() -> None:
+    """Attention and MLP that take turns; and an encoder before a decoder that reads its end."""
+    rng = np.random.default_rng(0)
+    tree = {f"{name}_{k}": rng.normal(size=(4, 4)) / 2 for name in ("a", "b") for k in range(1, 6)}
+    x = rng.normal(size=(3, 4))
+
+    def in_turn(p: Any, x: Any, numbers: Any = range(1, 6)) -> Any:
+        for k in numbers:
+            x = jnp.tanh(x @ p[f"a_{k}"]) + x
+            x = jax.nn.relu(x @ p[f"b_{k}"]) + x
+        return x
+
+    def after(p: Any, x: Any, numbers: Any = range(1, 6)) -> Any:
+        read = x
+        for k in numbers:
+            read = jnp.tanh(read @ p[f"a_{k}"]) + read
+        for k in numbers:
+            x = jax.nn.relu(x @ p[f"b_{k}"]) * read
+        return x
+
+    for fn in (in_turn, after):
+        short = shallower(fn, tree, x)
+        assert short is not None and len(short.tree) == 6
+        np.testing.assert_allclose(short.fn(short.tree, x), fn(short.tree, x, range(1, 4)), rtol=1e-5)

@@ -1,0 +1,236 @@
+"""A traced function with fewer layers: its equations without those of all layers between the second and the last.
+
+A function that counts its layers cannot be called on a tree with fewer. Its equations can be told apart: each belongs
+to the last layer whose leaves its inputs depend on. Which leaves make layers is decided in `layers`.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.extend import core
+
+from gauge_optax.discovery.trace import called_jaxpr
+
+_ALL = -1  # in place of a layer's number: what depends on no layer
+
+
+class Unlike(Exception):
+    """What holds of three layers is not known to hold of all."""
+
+
+class Value(NamedTuple):
+    """A value in a traced function: two with the same name are one value, or stand in one place of two layers.
+
+    Attributes:
+      layer: the last layer that it depends on.
+      name: of a leaf, its path with a capture in place of the layer's number.
+    """
+
+    layer: int
+    name: Hashable
+
+
+class _Seen(NamedTuple):
+    """A value as a layer sees it.
+
+    Attributes:
+      of: what it depends on: "itself", the layer "before", the "first" layer, or "none".
+      name: its name there.
+    """
+
+    of: str
+    name: Hashable
+
+
+class _Step(NamedTuple):
+    """An equation of a layer: what it computes, and of which values."""
+
+    does: Hashable
+    reads: tuple[_Seen, ...]
+
+
+def without_layers(closed: core.ClosedJaxpr, leaves: Sequence[Value | None], count: int) -> core.ClosedJaxpr:
+    """The function with three layers, the first two and the last; the inputs of the others stay, without effect.
+
+    Args:
+      closed: a function of leaves and other inputs.
+      leaves: for every input the layer's leaf that it is; None for all others.
+      count: the number of layers, four or more.
+
+    Returns:
+      The function that reads for the last layer but one the second.
+
+    Raises:
+      Unlike: the layers between the first and the last compute different things, or read others than the first, the
+        one before them, and themselves.
+    """
+    closed = _opened(closed, leaves)
+    jaxpr, last = closed.jaxpr, count - 1
+    values, variables, steps = dict[Any, Value](), dict[Value, Any](), [list[_Step]() for _ in range(count)]
+    said, numbers, kept = _Said(), dict[Hashable, int](), list[tuple[Any, int]]()
+
+    def note(variable: Any, value: Value) -> bool:
+        values[variable] = value
+        return variables.setdefault(value, variable) is variable
+
+    def read(atom: Any) -> Value:
+        return Value(_ALL, (str(atom.aval), said(atom.val))) if isinstance(atom, core.Literal) else values[atom]
+
+    for variable, constant in zip(jaxpr.constvars, closed.consts, strict=True):
+        note(variable, Value(_ALL, said(constant)))
+    for k, (variable, leaf) in enumerate(zip(jaxpr.invars, leaves, strict=True)):
+        note(variable, leaf or Value(_ALL, f"input {k}"))
+    for eqn in jaxpr.eqns:
+        of = tuple(map(read, eqn.invars))
+        layer = max((value.layer for value in of), default=_ALL)
+        does = (eqn.primitive.name, said(eqn.params), tuple(str(v.aval) for v in eqn.outvars))
+        if layer == _ALL:  # such as a mask that every layer makes: one name for all of them
+            place: Hashable = numbers.setdefault((does, of), len(numbers))
+        else:
+            place = len(steps[layer])
+            steps[layer].append(_Step(does, tuple(_seen(layer, value) for value in of)))
+        new = [note(variable, Value(layer, (place, k))) for k, variable in enumerate(eqn.outvars)]
+        if all(new) and layer in (_ALL, 0, 1, last):
+            kept.append((eqn, layer))
+
+    _check_alike(steps)
+
+    def renamed(atom: Any, layer: int) -> Any:
+        if isinstance(atom, core.Literal):
+            return atom
+        value = values[atom]
+        if layer == last and value.layer == last - 1:
+            value = value._replace(layer=1)
+        if value.layer not in (_ALL, 0, 1, last):
+            raise Unlike
+        return variables[value]
+
+    outputs = [renamed(atom, last) for atom in jaxpr.outvars]
+    needed, eqns = {atom for atom in outputs if not isinstance(atom, core.Literal)}, list[Any]()
+    for eqn, layer in reversed(kept):
+        if needed.isdisjoint(eqn.outvars):
+            continue
+        invars = [renamed(atom, layer) for atom in eqn.invars]
+        needed |= {atom for atom in invars if not isinstance(atom, core.Literal)}
+        eqns.append(eqn.replace(invars=invars))
+    return core.ClosedJaxpr(jaxpr.replace(eqns=eqns[::-1], outvars=outputs), closed.consts)
+
+
+def _seen(layer: int, value: Value) -> _Seen:
+    if value.layer == _ALL:
+        return _Seen("none", value.name)
+    if value.layer >= layer - 1:
+        return _Seen("itself" if value.layer == layer else "before", value.name)
+    if value.layer == 0:
+        return _Seen("first", value.name)
+    raise Unlike
+
+
+def _check_alike(steps: Sequence[Sequence[_Step]]) -> None:
+    """Raises unless all layers between the first and the last take the same steps.
+
+    The layer before the second one is the first, which may name its values in another way. So what the second reads
+    there has to be always the same value where the others read the same value of the layer before them.
+    """
+    second, third, *others = steps[1:-1]
+    if any(other != third for other in others) or len(second) != len(third):
+        raise Unlike
+    before = dict[Hashable, Hashable]()
+    for one, other in zip(second, third, strict=True):
+        if one.does != other.does:
+            raise Unlike
+        for seen, same in zip(one.reads, other.reads, strict=True):
+            if same.of == "first":
+                same = same._replace(of="before")
+            elif seen.of == same.of == "before":
+                same = same._replace(name=before.setdefault(same.name, seen.name))
+            if seen != same:
+                raise Unlike
+
+
+# Calls --------------------------------------------------------------------------------------------------
+
+
+def _opened(closed: core.ClosedJaxpr, leaves: Sequence[Value | None]) -> core.ClosedJaxpr:
+    """The function without calls, such as `jax.jit`'s, that take leaves of several layers: their contents instead."""
+
+    def run(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], layers: Sequence[int | None]) -> list[Any]:
+        values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
+        layer_of = _layers(jaxpr, layers)
+        for eqn in jaxpr.eqns:
+            ins = [atom.val if isinstance(atom, core.Literal) else values[atom] for atom in eqn.invars]
+            if called := _called_with_several(eqn, layer_of):
+                first = len(ins) - len(called[0].invars)
+                of = [None if isinstance(x, core.Literal) else layer_of.get(x) for x in eqn.invars[first:]]
+                outs = run(*called, ins[first:], of)
+            else:
+                given = [x for x in eqn.invars if not isinstance(x, core.Literal)]
+                alone = jaxpr.replace(constvars=(), invars=given, outvars=eqn.outvars, eqns=[eqn])
+                outs = core.jaxpr_as_fun(core.ClosedJaxpr(alone, ()))(*map(values.__getitem__, given))
+            values.update(zip(eqn.outvars, outs, strict=True))
+        return [atom.val if isinstance(atom, core.Literal) else values[atom] for atom in jaxpr.outvars]
+
+    layers = [None if leaf is None else leaf.layer for leaf in leaves]
+    layer_of = _layers(closed.jaxpr, layers)
+    if not any(_called_with_several(eqn, layer_of) for eqn in closed.jaxpr.eqns):
+        return closed
+    return jax.make_jaxpr(lambda *args: run(closed.jaxpr, closed.consts, args, layers))(*closed.in_avals)
+
+
+def _layers(jaxpr: Any, layers: Sequence[int | None]) -> dict[Any, int]:
+    """The layer of every variable that is made of one layer's leaves alone, given that of the inputs."""
+    layer_of = {v: layer for v, layer in zip(jaxpr.invars, layers, strict=True) if layer is not None}
+    for eqn in jaxpr.eqns:
+        of = {layer_of.get(atom) for atom in eqn.invars if not isinstance(atom, core.Literal)}
+        if len(of) == 1 and (layer := of.pop()) is not None:
+            layer_of.update(dict.fromkeys(eqn.outvars, layer))
+    return layer_of
+
+
+def _called_with_several(eqn: Any, layer_of: Mapping[Any, int]) -> tuple[Any, Sequence[Any]] | None:
+    """The function that an equation calls with leaves of several layers, if it does."""
+    layers = {layer_of[atom] for atom in eqn.invars if not isinstance(atom, core.Literal) and atom in layer_of}
+    return called_jaxpr(eqn) if len(layers) > 1 else None
+
+
+# Equality -----------------------------------------------------------------------------------------------
+
+
+class _Said:
+    """What a parameter of an equation, or a constant, says: equal for two that say the same."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[Any, Hashable]] = {}  # with the object, so that its id stays its own
+
+    def __call__(self, x: Any) -> Hashable:
+        if id(x) not in self._known:
+            self._known[id(x)] = x, self._text(x)
+        return self._known[id(x)][1]
+
+    def _text(self, x: Any) -> Hashable:
+        if isinstance(x, core.ClosedJaxpr):
+            return self(x.jaxpr), tuple(map(self, x.consts))
+        if isinstance(x, core.Jaxpr):
+            return _no_address(str(x)), tuple(self(eqn.params) for eqn in x.eqns if _has_constants(eqn))
+        if isinstance(x, Mapping):
+            return tuple((key, self(value)) for key, value in sorted(x.items()))
+        if isinstance(x, tuple | list):
+            return tuple(map(self, x))
+        if isinstance(x, np.ndarray | jax.Array):
+            keys = jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended)
+            array = np.asarray(jax.random.key_data(x) if keys else x)
+            return str(x.dtype), array.shape, array.tobytes()
+        return _no_address(str(x))
+
+
+def _has_constants(eqn: Any) -> bool:
+    return any(isinstance(x, core.ClosedJaxpr) for x in jax.tree.leaves(list(eqn.params.values())))
+
+
+_no_address = functools.partial(re.compile(" at 0x[0-9a-f]+").sub, "")

@@ -198,9 +198,9 @@ def _cut_function(
         given = leaves_by_path(tree)
         flat, structure = jax.tree.flatten(([given[stands_for[path]] for path in paths], batch))
         shapes = tuple((jnp.shape(x), jnp.result_type(x)) for x in flat)
-        called_on = (structure, shapes, jax.config.jax_enable_x64)
+        called_on = (structure, shapes, jax.config.read("jax_enable_x64"))
         if called_on not in traced:
-            leaves, other = structure.unflatten([jax.ShapeDtypeStruct(*shape) for shape in shapes])
+            leaves, other = jax.tree.unflatten(structure, [jax.ShapeDtypeStruct(*shape) for shape in shapes])
             closed, out = jax.make_jaxpr(
                 lambda leaves, batch: short.fn(with_leaves(params, dict(zip(paths, leaves, strict=True))), batch),
                 return_shape=True)(leaves, other)
@@ -209,7 +209,7 @@ def _cut_function(
                 closed = without_layers(closed, [*map(of.get, paths), *others], count)
             traced[called_on] = closed, jax.tree.structure(out)
         closed, outputs = traced[called_on]
-        return outputs.unflatten(core.jaxpr_as_fun(closed)(*flat))
+        return jax.tree.unflatten(outputs, core.jaxpr_as_fun(closed)(*flat))
 
     return fn
 

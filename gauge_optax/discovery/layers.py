@@ -77,14 +77,18 @@ class Shallow:
         roles = {}
         for role, blocks in call.roles.items():
             counts = collections.Counter((self.with_captures(path), axes) for path, axes in blocks.items())
-            roles[role] = dict[str, Axes]()
-            for path, axes in blocks.items():
+            # Kernels come before scales, each in the order of paths: so they do in a search of all layers.
+            runs = [dict[str, Axes]()]
+            for before, (path, axes) in zip(("", *blocks), blocks.items(), strict=False):
+                if path < before:
+                    runs.append({})
                 if not self.names_one(path):
-                    roles[role][path] = axes
+                    runs[-1][path] = axes
                 elif counts[self.with_captures(path), axes] == _KEPT:
-                    roles[role] |= dict.fromkeys(of_pattern[self.with_captures(path)], axes)
+                    runs[-1] |= dict.fromkeys(of_pattern[self.with_captures(path)], axes)
                 else:
                     raise Unlike
+            roles[role] = {path: run[path] for run in runs for path in sorted(run)}
         norms = tuple(self.of_all_layers(norm, params) for norm in call.norms)
         return dataclasses.replace(call, roles=roles, norms=norms)
 

@@ -10,6 +10,7 @@ import pytest
 
 import gauge_optax as go
 from gauge_optax.discovery import report as reports
+from gauge_optax.discovery.calls import Call
 from gauge_optax.discovery.layers import shallower
 
 LAYERS = 6
@@ -69,24 +70,50 @@ def search(monkeypatch: pytest.MonkeyPatch) -> Search:
     return found
 
 
+@pytest.fixture(scope="module")
+def whole() -> reports.Report:
+    """What all layers say, in a list."""
+    return go.discover(forward, params(), BATCHES, "logits", progress=False)
+
+
 def said(report: reports.Report) -> Any:
     """All that a report says but its numbers."""
     matrices = sorted(report.matrices.items())
     return (sorted(map(repr, report.whole)), str(report.axes), matrices, report.dead, report.uncovered, report.ungauged)
 
 
-@pytest.mark.parametrize("keys", [None, [f"layer_{k}" for k in range(1, LAYERS + 1)]])
-def test_three_layers_are_searched_for_all(search: Search, keys: Any) -> None:
-    tree = params(keys)
-    short, blocks = search(forward, tree, large=True)
+def test_three_layers_are_searched_for_all(search: Search, whole: reports.Report) -> None:
+    short, blocks = search(forward, params(), large=True)
     assert blocks == [3]
-    whole, blocks = search(forward, tree, large=False)
-    assert blocks == [LAYERS]
     assert said(short) == said(whole)
     assert {"norm_scale", "rescale", "residual_rotation"} <= {gauge.name for gauge in short.whole}
     assert len(short.matrices) == len(whole.matrices) == 2 * LAYERS
     assert max(held.change for held in short.held) < 1e-12
-    assert short.certificate.parameters == 2 * 44 + 3 * 67
+
+
+def test_a_certificate_is_made_on_three_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reports, "LARGE", 0)
+    rng = np.random.default_rng(0)
+    tree, (x, y) = [rng.normal(size=(3, 3)) for _ in range(5)], rng.normal(size=(2, 20, 3))
+
+    def fn(p: Any, x: Any) -> Any:
+        for w in p:
+            x = x + jax.nn.relu(x @ w)
+        return x
+
+    report = go.discover(fn, tree, [x, y], "predictions", progress=False)
+    assert report.certificate.parameters == 3 * 9
+    assert report.certificate.unexplained == 0
+
+
+def test_layers_that_are_numbered_keys_are_found(search: Search, whole: reports.Report) -> None:
+    short, blocks = search(forward, params([f"layer_{k}" for k in range(1, LAYERS + 1)]), large=True)
+    assert blocks == [3]
+    named = {f"blocks/layer_{k + 1}/": f"blocks/{k}/" for k in range(LAYERS)} | {"blocks/layer_{i}/": "blocks/{i}/"}
+    gauges = sorted(map(repr, short.whole))
+    for name, number in named.items():
+        gauges = [text.replace(name, number) for text in gauges]
+    assert sorted(gauges) == sorted(map(repr, whole.whole))
 
 
 def test_what_does_not_hold_of_all_layers_is_searched_on_all(search: Search) -> None:
@@ -151,6 +178,21 @@ def test_layers_within_other_nodes_are_cut() -> None:
     assert short.with_captures("a/4, b/c/6 + b/d/1") == "a/{i}, b/c/{i} + b/d/1"
 
 
+def test_leaves_of_all_layers_stand_in_the_order_of_a_whole_search() -> None:
+    """Kernels by path, then vectors by path; a leaf of no layer between them."""
+    matrix = np.ones((2, 2))
+    tree = {"l": [{"a": matrix, "b": np.ones(2), "c": matrix} for _ in range(4)], "z": matrix}
+    short = shallower(lambda p, x: x @ p["z"] + sum(x @ q["a"] @ q["c"] + q["b"] for q in p["l"]), tree, np.ones(2))
+    assert short is not None
+
+    def blocks(layers: int) -> dict[str, str]:
+        kernels = {f"l/{k}/{name}": "_ _" for k in range(layers) for name in "ac"}
+        return {**kernels, "z": "_ _", **{f"l/{k}/b": "_" for k in range(layers)}}
+
+    call = short.of_all_layers(Call("scale_invariant", {"blocks": blocks(3)}), tree)
+    assert list(call.roles["blocks"].items()) == list(blocks(4).items())
+
+
 # Functions that count their layers ------------------------------------------------------------------------
 
 
@@ -195,15 +237,11 @@ def test_a_function_that_counts_its_layers_is_cut(fn: Any) -> None:
     assert program.count("rsqrt") + program.count("sqrt") <= 2 * 3, "nothing of the other layers is left"
 
 
-@pytest.mark.parametrize("fn", [counting, merged], ids=["counting", "merged"])
-def test_three_layers_of_a_function_that_counts_them_are_searched(search: Search, fn: Any) -> None:
-    tree = params()
-    short, blocks = search(fn, tree, large=True)
+def test_three_layers_of_a_function_that_counts_them_are_searched(search: Search, whole: reports.Report) -> None:
+    short, blocks = search(merged, params(), large=True)
     assert blocks == [3]
-    whole, _ = search(fn, tree, large=False)
     assert said(short) == said(whole)
     assert max(held.change for held in short.held) < 1e-12
-    assert short.certificate.parameters == 2 * 44 + 3 * 67
 
 
 def test_layers_that_read_the_first_or_what_no_layer_made_are_cut() -> None:

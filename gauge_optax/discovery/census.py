@@ -221,7 +221,7 @@ def census(
         )
     with jax.enable_x64(True):
         stored = {p: np.asarray(x, np.float64) for p, x in leaves_by_path(params).items() if _floating(x)}
-        total, parts = sum(x.size for x in stored.values()), product(gauges).gauges
+        total, parts = sum(x.size for x in stored.values()), product(gauges).gauges if gauges else ()
         dtypes = {path: x.dtype for path, x in leaves_by_path(params).items() if path in stored}
         plain = in_double(lambda x, batch: fn(with_leaves(params, x), batch), stored, dtypes, batches[0])
         if outputs is None and any(part.name == "logit_shift" for part in parts):

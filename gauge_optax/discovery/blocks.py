@@ -43,6 +43,7 @@ _BYTES = 2**28  # of gradients that are held at once
 _INSIDE = 1e-6  # relative distance from the span of the orbits up to which a direction lies in it
 _ROUNDS, _SOLVED = 60, 1e-11  # of the projection onto the span: iterations, and the relative size of what may be left
 _EXHAUSTED = 1e-9  # relative size of an off-diagonal of Lanczos' matrix that says that no direction is left
+_ROUNDOFF, _GAP = 1e-16, 1e3  # relative size of a singular value that is zero; a gap that tells it from others
 _MOST = 8  # unexplained directions of a block that are counted; then it says "or more"
 _FOR_NORMS = 24  # random rows from which the sizes of the Jacobian's columns are estimated
 
@@ -194,11 +195,12 @@ def rows_of(
         _, pull = jax.vjp(lambda p: list(fn(p, batch)), leaves)
         return jax.vmap(lambda w: pull(w)[0])(weights)
 
-    chunk = min(count, max(1, _BYTES // (8 * sum(x.size for x in leaves.values()))))
+    # Of each batch in proportion to its outputs: many small batches give a few rows each.
+    wanted = [-(-count * size // sum(sizes)) for size in sizes]
+    chunk = min(max(wanted), max(1, _BYTES // (8 * sum(x.size for x in leaves.values()))))
     parts: list[list[np.ndarray]] = [[] for _ in blocks]
     with tqdm(total=count, desc="census", unit="row", disable=not progress, leave=False) as bar:
-        for batch, size in zip(batches, sizes, strict=True):
-            left = -(-count * size // sum(sizes))
+        for batch, size, left in zip(batches, sizes, wanted, strict=True):
             shapes = jax.eval_shape(fn, leaves, batch)
             while left > 0 and time.monotonic() < deadline:
                 weights = [rng.standard_normal((chunk, *x.shape)) / size**0.5 for x in shapes]
@@ -220,10 +222,27 @@ def null_space(rows: np.ndarray, cutoff: float) -> tuple[np.ndarray, np.ndarray,
     # Columns of equal size: then directions that are only flat are farther from dead ones.
     upper = np.linalg.qr(rows[:, reached] / norms[reached], mode="r")
     _, sizes, right = np.linalg.svd(upper)
-    rank = int((sizes > cutoff * sizes[0]).sum())
+    rank = rank_of(sizes, cutoff)
     dead = np.linalg.qr((right[rank:] / norms[reached]).T)[0].T
     gap = float(sizes[rank] / sizes[0]) if rank < len(sizes) else 0.0, float(sizes[rank - 1] / sizes[0])
     return dead, reached, gap
+
+
+def rank_of(sizes: np.ndarray, cutoff: float) -> int:
+    """How many singular values are no zeros.
+
+    Args:
+      sizes: singular values, descending.
+      cutoff: those above this share of the largest are none. Below it may be some that are small and no zeros: the
+        widest gap between two neighbours tells them from zeros, unless there is one at the cutoff.
+
+    >>> rank_of(np.array([1.0, 1e-9, 1e-11, 1e-16]), 1e-10), rank_of(np.array([1.0, 1e-3, 1e-15, 1e-16]), 1e-10)
+    (3, 2)
+    """
+    rank = int((sizes > cutoff * sizes[0]).sum())
+    known = np.maximum(sizes, _ROUNDOFF * sizes[0])
+    gaps = known[rank - 1 : -1] / known[rank:] if rank else np.zeros(0)
+    return rank if not len(gaps) or gaps[0] >= _GAP else rank + int(np.argmax(gaps))
 
 
 def spread(block: Block, reached: np.ndarray, direction: np.ndarray, leaves: Leaves) -> np.ndarray:

@@ -19,7 +19,16 @@ from tqdm import tqdm
 
 from gauge_optax.binding import leaves_by_path, with_leaves
 from gauge_optax.discovery import checks
-from gauge_optax.discovery.blocks import BlockCount, Span, blocks_of, null_space, rows_of, unexplained_in, upper_bound
+from gauge_optax.discovery.blocks import (
+    BlockCount,
+    Span,
+    blocks_of,
+    null_space,
+    rank_of,
+    rows_of,
+    unexplained_in,
+    upper_bound,
+)
 from gauge_optax.discovery.checks import Outputs
 from gauge_optax.discovery.lift import in_double
 from gauge_optax.discovery.trace import walk
@@ -183,7 +192,8 @@ def census(
       gauges: the gauges that should explain the dead directions.
       outputs: as in `discover`: with "logits", a number that is added to all entries along the last axis is no change.
         By default they are logits if the gauges have a `logit_shift`, else what the function shows.
-      cutoff: singular values below this share of the largest count as zero.
+      cutoff: singular values below this share of the largest count as zero; where none is near it, as in a model with
+        directions that are only flat, those below the widest gap under it.
       block: the most entries of a block, for models of more than 12,000 parameters. Time grows with its cube.
       probes: random directions for an upper bound of all dead directions, at least 2; 0 for no bound. The bound counts
         flat directions as well as dead ones: it is useful for thousands of parameters, and says little about a million.
@@ -248,8 +258,8 @@ def _whole(
     total = sum(x.size for x in stored.values())
     jacobian = _jacobian(fn, stored, batches, total, rng, progress)
     sizes, right = _right_vectors(jacobian)
-    kept = sizes > cutoff * sizes[0]
-    rank, dead = int(kept.sum()), right[int(kept.sum()) :]
+    rank = rank_of(sizes, cutoff)
+    dead = right[rank:]
     orbits = [_orbit(gauge, point, stored, rng) for gauge in gauges]
     scale = float(np.linalg.norm(jacobian)) / math.sqrt(total)
     counts = _counts(gauges, orbits, jacobian, scale)

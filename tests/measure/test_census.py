@@ -15,7 +15,7 @@ import gauge_optax as go
 from benchmarks.certificates import LLAMA, Row, decoder, design_block
 from gauge_optax.binding import leaves_by_path, with_leaves
 from gauge_optax.discovery import census as dense
-from gauge_optax.discovery.blocks import blocks_of, upper_bound
+from gauge_optax.discovery.blocks import Block, blocks_of, rank_of, rows_of, upper_bound
 from gauge_optax.discovery.trace import walk
 
 GROUPED = LLAMA | dict(kv_heads=1)
@@ -173,3 +173,19 @@ def test_a_gauge_of_the_streams_mean_makes_an_optimizer_blind_to_it(x64: None) -
         go.testing.assert_equivariant_step(optax.adamw(1e-2), loss, row.params, gauge, jax.random.key(3), rtol=1e-10)
     tx, none = go.quotient(optax.adamw(1e-2), gauge), ["key/bias"]  # whose gradient is roundoff
     go.testing.assert_equivariant_step(tx, loss, row.params, gauge, jax.random.key(3), ignore=none, rtol=1e-10)
+
+
+def test_rows_are_shared_out_over_batches() -> None:
+    """Of forty small batches a few rows each: not as many of each as there are in all."""
+    leaves = {"w": np.ones((3, 4))}
+    batches = list(np.random.default_rng(0).normal(size=(40, 2, 3)))
+    block = Block("w", {"w": np.arange(12)})
+    (rows,) = rows_of(lambda p, x: [x @ p["w"]], leaves, batches, [block], 60, np.random.default_rng(1), False)
+    assert 60 <= len(rows) <= 80 and np.linalg.matrix_rank(rows) == 12
+
+
+def test_what_is_flat_is_told_from_what_is_dead_by_a_gap() -> None:
+    assert rank_of(np.array([1.0, 2e-10, 9e-11, 3e-11, 2e-16, 1e-16]), 1e-10) == 4
+    assert rank_of(np.array([1.0, 1e-9, 1e-15, 1e-18]), 1e-10) == 2, "zeros among each other have no gap"
+    assert rank_of(np.array([1.0, 0.5]), 1e-10) == 2
+    assert rank_of(np.zeros(2), 1e-10) == 0

@@ -192,8 +192,8 @@ def census(
       gauges: the gauges that should explain the dead directions.
       outputs: as in `discover`: with "logits", a number that is added to all entries along the last axis is no change.
         By default they are logits if the gauges have a `logit_shift`, else what the function shows.
-      cutoff: singular values below this share of the largest count as zero; where none is near it, as in a model with
-        directions that are only flat, those below the widest gap under it.
+      cutoff: singular values below this share of the largest count as zero. Where there is no gap at it, because a
+        model has directions that are only flat, those below the widest gap under it do.
       block: the most entries of a block, for models of more than 12,000 parameters. Time grows with its cube.
       probes: random directions for an upper bound of all dead directions, at least 2; 0 for no bound. The bound counts
         flat directions as well as dead ones: it is useful for thousands of parameters, and says little about a million.

@@ -8,7 +8,6 @@ operations of the other layers are cut out (`cut`).
 from __future__ import annotations
 
 import collections
-import contextlib
 import dataclasses
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -172,9 +171,13 @@ def _counting(short: Shallow, params: Any, batch: Any, counts: Sequence[int]) ->
     at_once = [[k for k, n in enumerate(counts) if n == count] for count in sorted(set(counts))]
     for groups in (at_once, [[k] for k in range(len(counts))]):
         fn = _cut_function(short, params, [(group, counts[group[0]]) for group in groups])
-        with contextlib.suppress(Unlike):
+        try:
             jax.eval_shape(fn, short.tree, batch)
-            return dataclasses.replace(short, fn=fn)
+        except Unlike:
+            continue
+        except Exception:  # whatever the user's code raises about a leaf that is traced, such as int(params["heads"])
+            return None
+        return dataclasses.replace(short, fn=fn)
     return None
 
 

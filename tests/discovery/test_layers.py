@@ -311,6 +311,19 @@ def test_layers_that_differ_are_not_cut() -> None:
         assert shallower(fn, tree, BATCHES[0]) is None
 
 
+def test_a_leaf_that_is_no_number_to_trace_is_left_to_a_search_of_all_layers(search: Search) -> None:
+    """Integers among the parameters stay as they are in a search; a cut would trace them."""
+
+    def fn(p: Any, tokens: Any) -> Any:
+        return counting(p, tokens, count=int(p["count"]))
+
+    tree = {**params(), "count": np.int32(LAYERS)}
+    assert shallower(fn, tree, BATCHES[0]) is None
+    report, blocks = search(fn, tree, large=True)
+    assert blocks == [LAYERS]
+    assert "residual_rotation" in {gauge.name for gauge in report.whole}
+
+
 def test_lists_that_count_are_cut_at_once_or_one_after_the_other() -> None:
     """Attention and MLP that take turns; and an encoder before a decoder that reads its end."""
     rng = np.random.default_rng(0)

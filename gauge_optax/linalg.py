@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+import scipy.linalg
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -364,6 +365,30 @@ def rotation_2x2(angle: jax.Array) -> jax.Array:
     """Returns [[cos, −sin], [sin, cos]] for every angle (radians)."""
     c, s = jnp.cos(angle), jnp.sin(angle)
     return jnp.stack([jnp.stack([c, -s], -1), jnp.stack([s, c], -1)], -2)
+
+
+# On the host --------------------------------------------------------------------------------------
+
+
+def singular_vectors(rows: np.ndarray, full: bool = True) -> tuple[np.ndarray, np.ndarray]:
+    """Singular values and right singular vectors of one large matrix of NumPy.
+
+    Args:
+      rows: (m, n), finite.
+      full: whether to return as many values and vectors as columns, of which the last are zeros; else min(m, n).
+
+    Returns:
+      Values, descending, and vectors as rows.
+    """
+    if len(rows) > rows.shape[1]:
+        rows = np.asarray(np.linalg.qr(rows, mode="r"))  # has the same ones, and no row too many
+    try:
+        _, values, right = np.linalg.svd(rows, full_matrices=full)
+    except np.linalg.LinAlgError:
+        # LAPACK's fast routine did not converge on a finite matrix of 1,848 columns on two threads. The slower one,
+        # which NumPy lacks, takes ten times as long.
+        _, values, right = scipy.linalg.svd(rows, full_matrices=full, lapack_driver="gesvd")
+    return np.concatenate([values, np.zeros(len(right) - len(values))]), right
 
 
 # The Lyapunov equation ----------------------------------------------------------------------------

@@ -341,3 +341,24 @@ def test_division_by_zero_is_zero() -> None:
 
 def test_kernels_compute_in_the_process_precision(dtype: str) -> None:
     assert linalg.real_dtype() == jnp.dtype(dtype)
+
+
+@pytest.mark.parametrize("shape, full, count", [((9, 5), True, 5), ((4, 7), True, 7), ((4, 7), False, 4)])
+def test_singular_vectors_where_the_fast_routine_fails(
+    shape: tuple[int, int], full: bool, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = np.random.default_rng(0).normal(size=shape)
+    sizes, right = linalg.singular_vectors(rows, full)
+    assert sizes.shape == (count,) and right.shape == (count, shape[1])
+    np.testing.assert_allclose(np.linalg.norm(rows @ right.T, axis=0), sizes, atol=1e-12)
+
+    def fails(*args: Any, **options: Any) -> Any:
+        raise np.linalg.LinAlgError("SVD did not converge")
+
+    monkeypatch.setattr(np.linalg, "svd", fails)
+    slow, turned = linalg.singular_vectors(rows, full)
+    np.testing.assert_allclose(slow, sizes, atol=1e-12)
+    live = sizes > 1e-12
+    np.testing.assert_allclose(np.abs(turned[live] @ right[live].T), np.eye(live.sum()), atol=1e-9)
+    with pytest.raises(ValueError, match="infs or NaNs"):
+        linalg.singular_vectors(rows * np.nan)

@@ -35,6 +35,7 @@ from gauge_optax.binding import leaves_by_path, with_leaves
 from gauge_optax.discovery.calls import template
 from gauge_optax.discovery.trace import Trace
 from gauge_optax.gauges.gauge import Gauge, product
+from gauge_optax.linalg import singular_vectors
 
 Leaves = Mapping[str, np.ndarray]
 Function = Callable[[Any, Any], Sequence[jax.Array]]
@@ -220,8 +221,7 @@ def null_space(rows: np.ndarray, cutoff: float) -> tuple[np.ndarray, np.ndarray,
     if not len(reached):
         return np.zeros((0, 0)), reached, (0.0, 1.0)
     # Columns of equal size: then directions that are only flat are farther from dead ones.
-    upper = np.linalg.qr(rows[:, reached] / norms[reached], mode="r")
-    _, sizes, right = np.linalg.svd(upper)
+    sizes, right = singular_vectors(rows[:, reached] / norms[reached])
     rank = rank_of(sizes, cutoff)
     dead = np.linalg.qr((right[rank:] / norms[reached]).T)[0].T
     gap = float(sizes[rank] / sizes[0]) if rank < len(sizes) else 0.0, float(sizes[rank - 1] / sizes[0])

@@ -34,6 +34,7 @@ from gauge_optax.discovery.lift import in_double
 from gauge_optax.discovery.trace import walk
 from gauge_optax.errors import binding_error
 from gauge_optax.gauges.gauge import Gauge, Gauges, product
+from gauge_optax.linalg import singular_vectors
 
 _CHUNK = 128  # rows of the Jacobian that are computed at once
 _MOST = 12_000  # parameters of which the whole Jacobian is made; of larger models, blocks of it
@@ -171,6 +172,7 @@ def census(
     outputs: Outputs | None = None,
     *,
     cutoff: float = 1e-10,
+    whole: int = _MOST,
     block: int = 2_000,
     probes: int = 0,
     seed: int = 0,
@@ -179,7 +181,7 @@ def census(
 ) -> Census:
     """Counts the dead directions of a function at a point, and those that gauges explain.
 
-    Up to 12,000 parameters, all of them are counted. In a larger model, the directions along orbits are checked, and
+    Up to `whole` parameters, all of them are counted. In a larger model, the directions along orbits are checked, and
     dead directions are counted in *blocks* of entries while all other entries are held: some indices of every hidden
     space in all leaves that have it, and the small leaves of a layer. Blocks find a symmetry whose moves fit in one;
     they miss what moves all entries at once, such as a rotation of a wide residual stream.
@@ -194,14 +196,16 @@ def census(
         By default they are logits if the gauges have a `logit_shift`, else what the function shows.
       cutoff: singular values below this share of the largest count as zero. Where there is no gap at it, because a
         model has directions that are only flat, those below the widest gap under it do.
-      block: the most entries of a block, for models of more than 12,000 parameters. Time grows with its cube.
+      whole: the most parameters that are counted at once. Time grows with the cube of their number, from a minute for
+        6,000 to ten minutes and 7 GiB for 12,000.
+      block: the most entries of a block, for models of more parameters than that. Time grows with its cube.
       probes: random directions for an upper bound of all dead directions, at least 2; 0 for no bound. The bound counts
         flat directions as well as dead ones: it is useful for thousands of parameters, and says little about a million.
         It needs `matfree`, which `pip install "gauge_optax[measure]"` installs.
       seed: of projections and directions.
       progress: whether to show a bar.
       seconds: after which no further block is counted. The census then says that its count is a lower bound, and names
-        the blocks that it lacks. A model of up to 12,000 parameters is counted whole, however long that takes.
+        the blocks that it lacks. A model of up to `whole` parameters is counted at once, however long that takes.
 
     Returns:
       The counts; `print` shows them as a table, `.plot()` draws them.
@@ -242,7 +246,7 @@ def census(
             return checks.compared(plain(leaves, batch), outputs)
 
         rng, point = np.random.default_rng(seed), with_leaves(params, stored)
-        counted = _in_blocks if total > _MOST else _whole
+        counted = _in_blocks if total > whole else _whole
         deadline = time.monotonic() + seconds
         result = counted(double, stored, point, batches, parts, cutoff, block, rng, progress, deadline)
         if probes:
@@ -257,7 +261,7 @@ def _whole(
     """The census of all parameters at once."""
     total = sum(x.size for x in stored.values())
     jacobian = _jacobian(fn, stored, batches, total, rng, progress)
-    sizes, right = _right_vectors(jacobian)
+    sizes, right = singular_vectors(jacobian)
     rank = rank_of(sizes, cutoff)
     dead = right[rank:]
     orbits = [_orbit(gauge, point, stored, rng) for gauge in gauges]
@@ -265,11 +269,11 @@ def _whole(
     counts = _counts(gauges, orbits, jacobian, scale)
 
     basis = _basis(orbits, total)
-    inside = int(np.linalg.matrix_rank(basis @ dead.T, _SPAN)) if len(basis) and len(dead) else 0
+    inside = len(_basis([basis @ dead.T], len(dead)))
     unreached = np.flatnonzero(np.abs(jacobian).max(0) <= cutoff * scale)
     wider = _basis([basis, np.eye(total)[unreached]], total)
     rest = _basis([dead - (dead @ wider.T) @ wider], total, absolute=1e-6)
-    singular = np.concatenate([sizes, np.zeros(total - len(sizes))]) / sizes[0]
+    singular = sizes / sizes[0]
     return Census(
         total, rank, total - rank, inside, sum(len(x) for x in orbits) - len(basis),
         total - rank - inside - len(rest), len(rest), _by_leaf(rest, stored), tuple(counts),
@@ -383,14 +387,6 @@ def _jacobian(
     return np.concatenate(rows)
 
 
-def _right_vectors(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Singular values, descending, and all right singular vectors as rows."""
-    # A QR first: R has as many rows as there are parameters, which halves the work.
-    upper = np.linalg.qr(matrix, mode="r")
-    _, sizes, right = np.linalg.svd(upper, full_matrices=True)
-    return sizes, right
-
-
 def _orbit(gauge: Gauge, params: Any, stored: Mapping[str, np.ndarray], rng: np.random.Generator) -> np.ndarray:
     """An orthonormal basis of a gauge's orbit directions at a point, as rows."""
     count = gauge.dim(params) + 8
@@ -410,7 +406,7 @@ def _basis(parts: Sequence[np.ndarray], total: int, absolute: float = 0.0) -> np
     rows = np.concatenate([*parts, np.zeros((0, total))])
     if not len(rows) or not np.abs(rows).max(initial=0.0):
         return np.zeros((0, total))
-    _, sizes, right = np.linalg.svd(rows, full_matrices=False)
+    sizes, right = singular_vectors(rows, full=False)
     basis: np.ndarray = right[sizes > max(_SPAN * sizes[0], absolute)]
     return basis
 

@@ -16,6 +16,7 @@ from gauge_optax.discovery.sketch import Function, Leaves, finite_points, generi
 from gauge_optax.gauges.gauge import Gauge
 from gauge_optax.xla import quick_options
 
+_WHOLE = 6_000  # parameters that are counted at once, which takes a minute; of more, blocks
 _SECONDS = 600.0  # after which no further block is counted
 _DRAWS = 5  # of a point, until the function is finite there
 _POINTS = 6  # at one, a ReLU may be on for every input, or off, and leave directions dead that others do not have
@@ -55,11 +56,15 @@ def certified(
         def counted() -> Census:
             drawn = (_near_vectors(leaves, generic_point(leaves, rng)) for _ in range(_DRAWS))
             point = with_leaves(params, finite_points(call, batches, drawn, 1)[0])
-            return census(by_tree, point, inputs, gauges, "loss", seed=seed, progress=progress, seconds=_SECONDS)
+            return census(
+                by_tree, point, inputs, gauges, "loss", whole=_WHOLE, seed=seed, progress=progress, seconds=_SECONDS
+            )
 
         best = counted()
         for _ in range(_POINTS - 1):
             if best.unexplained and time.monotonic() - started < _PATIENCE:
+                # Scores of a head are known only at the pairs of tokens that occur: twice as many inputs show more.
+                inputs += [redrawn(batches, rng) for _ in inputs]
                 best = min(best, counted(), key=lambda counts: counts.unexplained)
         return best
 

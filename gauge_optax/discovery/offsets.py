@@ -19,12 +19,13 @@ import numpy as np
 
 from gauge_optax.discovery.calls import Axes, Call
 from gauge_optax.discovery.groups import ZERO
-from gauge_optax.discovery.search import BLUR, echelon, singular_vectors, spaces_with_companions, sparse
+from gauge_optax.discovery.search import BLUR, echelon, spaces_with_companions, sparse
 from gauge_optax.discovery.sketch import Leaves
 from gauge_optax.discovery.spaces import Space
 from gauge_optax.discovery.trace import Trace
 from gauge_optax.discovery.views import Atom, View, views_of
 from gauge_optax.discovery.write import Unwritable, axes_text
+from gauge_optax.linalg import singular_vectors
 
 Motion = tuple[str, np.ndarray]  # a leaf's path and what is added to it
 Labels = Sequence[Space | None]

@@ -102,11 +102,11 @@ class Report(Mappings):
     def certificate(self) -> Census:
         """How many dead directions the function has at a generic point, and how many of them the gauges explain.
 
-        It is computed when it is first asked for, by `go.measure.census`: seconds for 2,000 parameters, minutes for
-        12,000; of more parameters, the directions in blocks of entries are counted. For a large tree it is that of the
-        small instance on which gauges were searched. Its inputs are new ones, drawn from the numbers that the batches
-        hold. It shows a bar if `discover` does. After ten minutes it counts no further block, and says that its count
-        is a lower bound. Raises what `go.measure.census` raises.
+        It is computed when it is first asked for, by `go.measure.census`: seconds for 2,000 parameters, a minute for
+        6,000; of more parameters, the directions in blocks of entries are counted, a lower bound. For a large tree it
+        is that of the small instance on which gauges were searched. Its inputs are new ones, drawn from the numbers
+        that the batches hold. It shows a bar if `discover` does. After ten minutes it counts no further block, and says
+        that its count is a lower bound. Raises what `go.measure.census` raises.
         """
         if self.census is None:
             raise ValueError("a report that `discover` did not make has no certificate; call go.measure.census")
@@ -295,20 +295,23 @@ def _discovered(
 
 
 def _of_all_layers(report: Report, shallow: Shallow, params: Any) -> Report:
-    """The report on fewer layers as one on all of them, before its proof; raises `Unlike` where it singles out some.
+    """The report on three layers as one on all, before its proof; raises `Unlike` where a gauge singles out some.
 
     Args:
       report: that of the shallow tree.
       shallow: the tree with fewer layers.
       params: the whole tree.
     """
-    held, nearly = (
-        tuple(one._replace(call=shallow.of_all_layers(one.call, params)) for one in listed)
-        for listed in (report.held, report.nearly))
+    held = [one._replace(call=shallow.of_all_layers(one.call, params)) for one in report.held]
+    nearly = []
+    for one in report.nearly:
+        # What nearly holds, and moves some of three layers alike, is chance: it says nothing about all of them.
+        with contextlib.suppress(Unlike):
+            nearly.append(one._replace(call=shallow.of_all_layers(one.call, params)))
     rejected = tuple(dict.fromkeys(map(shallow.with_captures, report.rejected)))
     ungauged = {kind: shallow.of_all(where) for kind, where in report.ungauged.items()}
     return dataclasses.replace(
-        report, held=held, nearly=nearly, axes=shallow.axes(report.axes, params), ungauged=ungauged,
+        report, held=tuple(held), nearly=tuple(nearly), axes=shallow.axes(report.axes, params), ungauged=ungauged,
         rejected=rejected)
 
 

@@ -16,6 +16,7 @@ import numpy as np
 from gauge_optax.discovery.offsets import Shifts
 from gauge_optax.discovery.sketch import Leaves
 from gauge_optax.discovery.views import Piece, View
+from gauge_optax.linalg import singular_vectors
 
 KIND = "queries and keys turned behind norms that centre them, with another product of the norms' scales"
 _STEP = 0.1  # along the curve, relative to the scales
@@ -79,7 +80,7 @@ def along_the_curve(product: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         return values, centred @ vectors
 
     values, vectors = spectrum(product)
-    along = np.linalg.svd(np.square(vectors.T))[2][-1]  # ∂λ_a/∂D_i = v_a(i)²
+    along = singular_vectors(np.square(vectors.T))[1][-1]  # ∂λ_a/∂D_i = v_a(i)²
     after = product + _STEP * np.linalg.norm(product) * along
     for _ in range(_NEWTON):
         now, turned = spectrum(after)

@@ -20,6 +20,7 @@ from gauge_optax.discovery.sketch import Leaves
 from gauge_optax.discovery.spaces import Space
 from gauge_optax.discovery.trace import Trace
 from gauge_optax.discovery.views import Piece, View, part, runs, views_of
+from gauge_optax.linalg import singular_vectors
 
 _MOST_NEAR = 16  # null vectors of what nearly holds, per candidate
 _PASSES = 8  # of thinning a basis; one or two suffice but for accidents
@@ -226,14 +227,6 @@ def _is_planes(space: Space) -> bool:
 # Null spaces --------------------------------------------------------------------------------------
 
 
-def singular_vectors(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Singular values, as many as columns, and right singular vectors."""
-    if len(rows) > rows.shape[1]:
-        rows = np.asarray(np.linalg.qr(rows, mode="r"))  # has the same ones, and no row too many
-    _, values, right = np.linalg.svd(rows, full_matrices=True)
-    return np.concatenate([values, np.zeros(rows.shape[1] - len(values))]), right
-
-
 def echelon(null: np.ndarray, sizes: np.ndarray, zero: float) -> tuple[np.ndarray, list[int]]:
     """The reduced echelon form of a space of exponents, which belongs to the space and not to the rows that span it.
 
@@ -250,7 +243,7 @@ def echelon(null: np.ndarray, sizes: np.ndarray, zero: float) -> tuple[np.ndarra
     rows, pivots = list[np.ndarray](), list[int]()
     for j in range(null.shape[1]):
         if len(null) and np.linalg.norm(null[:, j]) > zero:
-            turned = np.linalg.svd(null[None, :, j])[2] @ null  # only the first of these rows has this column
+            turned = singular_vectors(null[None, :, j])[1] @ null  # only the first of these rows has this column
             rows, pivots, null = [*rows, turned[0]], [*pivots, j], turned[1:]
     basis = np.array(rows).reshape(len(rows), len(sizes))
     for i in reversed(range(len(basis))):

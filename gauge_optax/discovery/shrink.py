@@ -10,7 +10,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -61,6 +61,18 @@ class _Group:
     table: bool
 
 
+class _Short(NamedTuple):
+    """A set of axes that is short: its unit becomes a prime, or a small multiple of one."""
+
+    group: _Group
+    prime: int
+    times: int = 1
+
+    @property
+    def unit(self) -> int:
+        return self.prime * self.times
+
+
 def smaller(fn: Function, trace: Trace, leaves: Leaves, batches: Sequence[Any]) -> Small | None:
     """An instance with every axis short that the function lets be short, or None where it is not much smaller.
 
@@ -83,35 +95,70 @@ def smaller(fn: Function, trace: Trace, leaves: Leaves, batches: Sequence[Any]) 
     longest = max(of_batches, default=1)
     taken = of_batches | {n for lengths in atoms.values() for n in lengths}
 
-    def shortened(group: _Group, chosen: Sequence[tuple[_Group, int]]) -> list[tuple[_Group, int]]:
-        """What is chosen, with a prime for this group that no other length has; the same where it is short already."""
-        least = max(_TABLE, longest) if group.table else 5 if group.unit < 48 else 11
-        used = {prime for _, prime in chosen}
-        prime = next(p for p in itertools.count(least) if _is_prime(p) and p not in used and all(n % p for n in taken))
-        return [*chosen, (group, prime)] if group.unit > 1.5 * prime else list(chosen)
+    def shortened(group: _Group, chosen: Sequence[_Short]) -> list[_Short]:
+        """What is chosen, with a prime for this group that no other length has; the same where it is short already.
 
-    def instance(chosen: Sequence[tuple[_Group, int]]) -> Small | None:
+        It stays longer than what it is longer than: a vocabulary shorter than the stream hides directions of the
+        stream, and a basis of heads longer than the stream has directions that nothing reads.
+        """
+        least = max(_TABLE, longest) if group.table else 5 if group.unit < 48 else 11
+        least = max([least, *(one.unit for one in chosen if one.group.unit < group.unit)])
+        used = {one.prime for one in chosen}
+        prime = next(p for p in itertools.count(least) if _is_prime(p) and p not in used and all(n % p for n in taken))
+        return [*chosen, _Short(group, prime)] if group.unit > 1.5 * prime else list(chosen)
+
+    def paired(group: _Group, other: _Group, chosen: Sequence[_Short]) -> list[_Short]:
+        """What is chosen, with two groups that the function lets be short only in one ratio; the same where it cannot.
+
+        The function says that they are tied where it reshapes the values of a head as those of a query, without one
+        index that both have. An even length stays even, for the planes of a rotary embedding.
+        """
+        ratio, rest = divmod(group.unit, other.unit)
+        if rest or any(one.group in (group, other) for one in chosen):
+            return list(chosen)
+        places = {*group.places, *other.places, *(place for one in chosen for place in one.group.places)}
+        components = (((path, k, i), n) for (path, k), lengths in atoms.items() for i, n in enumerate(lengths))
+        left = of_batches | {n for place, n in components if place not in places}
+        used = {one.prime for one in chosen}
+        prime = next(p for p in itertools.count(3) if _is_prime(p) and p not in used and all(n % p for n in left))
+        even = 2 - other.unit % 2
+        longer = [*chosen, _Short(other, prime, even), _Short(group, prime, even * ratio)]
+        return longer if other.unit > 1.5 * even * prime else list(chosen)
+
+    def instance(chosen: Sequence[_Short]) -> Small | None:
         """The instance with these groups shortened; None where the function refuses it."""
         small = _cut(leaves, atoms, chosen)
-        rows = min((prime for group, prime in chosen if group.table), default=None)
+        rows = min((one.unit for one in chosen if one.group.table), default=None)
         short = [jax.tree.map(lambda x: _within(x, rows), batch) for batch in batches]
         try:
             shapes = jax.eval_shape(fn, small, short[0])
         except Exception:  # whatever the user's code raises about a shape
             return None
         same = jax.tree.map(lambda x, y: x.ndim == y.ndim, shapes, outputs)
-        return Small(small, short, {p: g.unit for g, p in chosen}) if all(jax.tree.leaves(same)) else None
+        lengths = {one.prime: one.group.unit // one.times for one in chosen}
+        return Small(small, short, lengths) if all(jax.tree.leaves(same)) else None
 
-    chosen: list[tuple[_Group, int]] = []
+    chosen: list[_Short] = []
     for group in groups:
         chosen = shortened(group, chosen)
     best = instance(chosen) if chosen else None
     if best is None:  # some lengths are written in the function: one set of axes after the other, longest first
-        accepted: list[tuple[_Group, int]] = []
+        accepted: list[_Short] = []
         for group in reversed(groups):
             longer = shortened(group, accepted)
             if len(longer) > len(accepted) and (attempt := instance(longer)):
                 accepted, best = longer, attempt
+        singles = [one.group for one in accepted]
+        for two in itertools.permutations(reversed(groups), 2):
+            longer = paired(*two, accepted)
+            if len(longer) > len(accepted) and (attempt := instance(longer)):
+                accepted, best = longer, attempt
+        # Primes of single groups once more, now in the order of their lengths.
+        ordered = accepted[len(singles) :]
+        for group in groups:
+            ordered = shortened(group, ordered) if group in singles else ordered
+        if len(ordered) == len(accepted) and (attempt := instance(ordered)):
+            best = attempt
     if best is None or 2 * sum(leaf.size for leaf in best.leaves.values()) > total:
         return None
     return best
@@ -159,9 +206,9 @@ def _groups(trace: Trace, atoms: Atoms) -> list[_Group]:
     return groups
 
 
-def _cut(leaves: Leaves, atoms: Atoms, chosen: Sequence[tuple[_Group, int]]) -> Leaves:
+def _cut(leaves: Leaves, atoms: Atoms, chosen: Sequence[_Short]) -> Leaves:
     """The leaves, of which every chosen component keeps its first entries."""
-    kept = {place: (group.unit, prime) for group, prime in chosen for place in group.places}
+    kept = {place: (one.group.unit, one.unit) for one in chosen for place in one.group.places}
     out = {}
     for path, leaf in leaves.items():
         shape: list[int] = []
@@ -170,8 +217,8 @@ def _cut(leaves: Leaves, atoms: Atoms, chosen: Sequence[tuple[_Group, int]]) -> 
         for axis in range(leaf.ndim):
             sizes = []
             for number, n in enumerate(atoms[path, axis]):
-                unit, prime = kept.get((path, axis, number), (1, 1))
-                sizes.append(n // unit * prime)
+                unit, short = kept.get((path, axis, number), (1, 1))
+                sizes.append(n // unit * short)
             cuts += [slice(n) for n in sizes]
             shape.append(math.prod(sizes))
         out[path] = np.ascontiguousarray(grid[tuple(cuts)]).reshape(shape)

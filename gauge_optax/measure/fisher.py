@@ -29,7 +29,7 @@ from gauge_optax.binding import leaves_by_path, with_leaves
 from gauge_optax.binding.paths import match
 from gauge_optax.errors import binding_error
 from gauge_optax.gauges.gauge import Gauges, Product, product
-from gauge_optax.linalg import symmetric_eigen
+from gauge_optax.linalg import singular_vectors, symmetric_eigen
 from gauge_optax.measure._metric import across, across_dual, check_at, perpendicular, point_of, tangent_of
 from gauge_optax.xla import summed_apart
 
@@ -572,7 +572,7 @@ class Quotient(Operator):
             ]
             along = np.asarray(eye - jnp.concatenate(across), np.float64)  # the transpose of R
             # R is a projection: its singular values are 0 or at least 1.
-            _, sizes, right = np.linalg.svd(along)
+            sizes, right = singular_vectors(along)
             self._basis = jnp.asarray(right[sizes < 0.5], self._dtype)
         return self._basis
 

@@ -16,7 +16,7 @@ from gauge_optax.discovery.shrink import Small
 from gauge_optax.discovery.views import Atom, Window
 from models import lm
 from tests.discovery.nets import FORMS, Net
-from tests.discovery.test_layouts import HEADS, KEYS, fused, fused_params
+from tests.discovery.test_layouts import HEADS, KEYS, fused, fused_params, half, interleaved, norm
 
 SIZES: dict[str, Any] = dict(vocab=59, d_model=24, layers=2, heads=16, d_head=16, d_ff=40, max_len=6)
 NETS: dict[str, Callable[[], Net]] = {
@@ -80,6 +80,36 @@ def test_a_function_that_fixes_its_lengths_is_searched_as_it_is(searched: list[S
     tokens = list(np.random.default_rng(1).integers(0, 11, (2, 2, 6)))
     go.discover(fused, fused_params(), tokens, progress=False)
     assert searched == [None] and HEADS > KEYS
+
+
+@pytest.mark.parametrize("turn, values", [(half, 40), pytest.param(interleaved, 20, marks=pytest.mark.slow)])
+def test_lengths_that_only_a_reshape_ties_are_short_together(
+    turn: Callable[[jax.Array], jax.Array], values: int, searched: list[Small | None]
+) -> None:
+    """Values take the shape of queries, or half of it: no index ties both bases, and one alone cannot be short."""
+
+    def fn(p: Any, tokens: Any) -> jax.Array:
+        x = p["embed"][tokens]
+        q, k, v = (jnp.einsum("btd,dhe->bthe", norm(x, jnp.ones(())), p[name]) for name in ("query", "key", "value"))
+        scores = jnp.einsum("btkge,bske->bkgts", turn(q).reshape(*x.shape[:2], 1, -1, q.shape[-1]), turn(k))
+        scores = jnp.where(jnp.tri(x.shape[1], dtype=bool), scores, -jnp.inf)
+        mixed = jnp.einsum("bkgts,bske->btkge", jax.nn.softmax(scores), v)
+        mixed = mixed.reshape(*q.shape[:3], q.shape[-1] * values // 40)
+        return norm(x + jnp.einsum("bthe,hed->btd", mixed, p["out"]), jnp.ones(())) @ p["head"]
+
+    shapes: dict[str, tuple[int, ...]] = dict(embed=(59, 52), query=(52, 2, 40), key=(52, 1, 40))
+    shapes |= dict(value=(52, 1, values), out=(2, values, 52), head=(52, 61))
+    rng = np.random.default_rng(0)
+    params = {name: rng.normal(size=shape) / 4 for name, shape in shapes.items()}
+    report = go.discover(fn, params, list(rng.integers(0, 59, (2, 6, 9))), "logits", progress=False)
+    (instance,) = searched
+    assert instance is not None
+    short = {name: instance.leaves[name].shape[-1] for name in ("value", "query")}
+    assert short["query"] * values == short["value"] * 40 < 40 * values
+    assert instance.full(short["value"]) == values and instance.full(short["query"]) == 40
+    counts = report.certificate
+    assert counts.unexplained == 0 and counts.explained > 0
+    assert {held.call.kind for held in report.held} >= {"head_linear", "rope_linear"}
 
 
 def test_a_gauge_of_the_small_instance_alone_is_rejected(searched: list[Small | None]) -> None:

@@ -14,18 +14,11 @@ import pytest
 import gauge_optax as go
 from benchmarks.certificates import LLAMA, Row, decoder, design_block
 from gauge_optax.binding import leaves_by_path, with_leaves
-from gauge_optax.discovery import census as dense
 from gauge_optax.discovery.blocks import Block, blocks_of, rank_of, rows_of, upper_bound
 from gauge_optax.discovery.trace import walk
 
 GROUPED = LLAMA | dict(kv_heads=1)
 NAMES = ["residual_rotation", "norm1", "norm2", "final_norm", "query", "value", "rescale", "logits", "residual_scale"]
-
-
-@pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Models of any size are counted in blocks."""
-    monkeypatch.setattr(dense, "_MOST", 10)
 
 
 @functools.cache
@@ -34,10 +27,11 @@ def _llama() -> Row:
 
 
 def _counted(row: Row, gauges: Any, **options: Any) -> Any:
-    return go.measure.census(row.fn, row.params, row.batches, gauges, block=250, progress=False, **options)
+    """In blocks, although the model is small."""
+    return go.measure.census(row.fn, row.params, row.batches, gauges, whole=10, block=250, progress=False, **options)
 
 
-def test_a_block_has_the_dead_directions_that_the_whole_jacobian_has_in_it(small: None, x64: None) -> None:
+def test_a_block_has_the_dead_directions_that_the_whole_jacobian_has_in_it(x64: None) -> None:
     row = _llama()
     found = _counted(row, row.gauges)
     leaves = {path: np.asarray(x) for path, x in leaves_by_path(row.params).items()}
@@ -69,7 +63,7 @@ def test_a_block_has_the_dead_directions_that_the_whole_jacobian_has_in_it(small
     # It moves all entries of the stream's writers: no block has them.
     pytest.param("residual_scale", 0, marks=pytest.mark.slow),
 ])
-def test_blocks_find_a_gauge_that_is_left_out(small: None, omitted: str, expected: int) -> None:
+def test_blocks_find_a_gauge_that_is_left_out(omitted: str, expected: int) -> None:
     row = _llama()
     gauges = [gauge for name, gauge in zip(NAMES, row.gauges, strict=True) if name != omitted]
     found = _counted(row, gauges)
@@ -81,7 +75,7 @@ def test_blocks_find_a_gauge_that_is_left_out(small: None, omitted: str, expecte
 
 
 @pytest.mark.slow
-def test_gauges_that_share_leaves_explain_all_blocks(small: None) -> None:
+def test_gauges_that_share_leaves_explain_all_blocks() -> None:
     row = decoder({"mlp": "gelu"})
     found = _counted(row, row.gauges)
     assert found.unexplained == 0 and sum(count.dead for count in found.blocks) > 200
@@ -89,7 +83,7 @@ def test_gauges_that_share_leaves_explain_all_blocks(small: None) -> None:
     assert _counted(row, missing).unexplained == 8
 
 
-def test_without_time_the_count_says_that_it_is_a_lower_bound(small: None) -> None:
+def test_without_time_the_count_says_that_it_is_a_lower_bound() -> None:
     """Orbits are counted whatever the time; every block is named as one that is lacking."""
     row = _llama()
     gauges = [gauge for name, gauge in zip(NAMES, row.gauges, strict=True) if name != "rescale"]
@@ -100,7 +94,7 @@ def test_without_time_the_count_says_that_it_is_a_lower_bound(small: None) -> No
     assert "at least" in str(found)
 
 
-def test_the_upper_bound_is_above_the_count(small: None) -> None:
+def test_the_upper_bound_is_above_the_count() -> None:
     pytest.importorskip("matfree")
     row = _llama()
     found = _counted(row, row.gauges, probes=4)
@@ -120,13 +114,13 @@ def test_the_bound_is_sharp_after_as_many_steps_as_there_are_parameters(x64: Non
     assert abs(mean - 6) <= 3 * error and error < 0.3
 
 
-def test_a_bound_without_matfree_says_what_to_install(small: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bound_without_matfree_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matfree", None)
     with pytest.raises(ImportError, match=r'pip install "gauge_optax\[measure\]"'):
         _counted(_llama(), _llama().gauges, probes=2)
 
 
-def test_the_figure_names_gauges_and_leaves(small: None) -> None:
+def test_the_figure_names_gauges_and_leaves() -> None:
     matplotlib = pytest.importorskip("matplotlib")
     matplotlib.use("Agg")
     row = _llama()
@@ -138,10 +132,10 @@ def test_the_figure_names_gauges_and_leaves(small: None) -> None:
     matplotlib.pyplot.close(axes.figure)
 
 
-def test_too_few_outputs_for_a_block_are_refused(small: None) -> None:
+def test_too_few_outputs_for_a_block_are_refused() -> None:
     row = _llama()
     with pytest.raises(ValueError, match="pass more batches"):
-        go.measure.census(row.fn, row.params, [np.zeros((1, 5), int)], row.gauges, block=250, progress=False)
+        go.measure.census(row.fn, row.params, [np.zeros((1, 5), int)], row.gauges, whole=10, progress=False)
 
 
 def test_the_designs_block_has_a_gauge_for_all_its_dead_directions(x64: None) -> None:

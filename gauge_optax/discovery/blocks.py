@@ -41,6 +41,7 @@ Leaves = Mapping[str, np.ndarray]
 Function = Callable[[Any, Any], Sequence[jax.Array]]
 
 _BYTES = 2**28  # of gradients that are held at once
+_ERRORS = 100.0  # of a singular vector, in units of roundoff over the gap
 _INSIDE = 1e-6  # relative distance from the span of the orbits up to which a direction lies in it
 _ROUNDS, _SOLVED = 60, 1e-11  # of the projection onto the span: iterations, and the relative size of what may be left
 _EXHAUSTED = 1e-9  # relative size of an off-diagonal of Lanczos' matrix that says that no direction is left
@@ -245,6 +246,23 @@ def rank_of(sizes: np.ndarray, cutoff: float) -> int:
     return rank if not len(gaps) or gaps[0] >= _GAP else rank + int(np.argmax(gaps))
 
 
+def inaccuracy(least: float) -> float:
+    """How far a computed dead direction may lie from a dead one.
+
+    Roundoff mixes directions into it that are only flat, by its own size over their singular value (Wedin, 1972).
+
+    Args:
+      least: the smallest singular value that counts as none, in units of the largest.
+
+    Returns:
+      A distance between unit vectors, at least 1e-6 and at most 0.1.
+
+    >>> inaccuracy(1e-3), inaccuracy(1e-11) > 1e-3, inaccuracy(1e-15)
+    (1e-06, True, 0.1)
+    """
+    return float(np.clip(_ERRORS * np.finfo(float).eps / max(least, np.finfo(float).tiny), _INSIDE, 0.1))
+
+
 def spread(block: Block, reached: np.ndarray, direction: np.ndarray, leaves: Leaves) -> np.ndarray:
     """A direction of a block's reached entries as one of all parameters, flat."""
     inside = np.zeros(block.size)
@@ -279,7 +297,8 @@ class Span:
         for apart in itertools.chain(few, [smallest]):
             together = [gauge for gauge in gauges if not any(gauge is other for other in apart)]
             try:
-                product(together)._bound(params)
+                if together:
+                    product(together)._bound(params)
                 break
             except ValueError:
                 continue
@@ -324,16 +343,27 @@ class Span:
 
 
 def unexplained_in(
-    block: Block, dead: np.ndarray, reached: np.ndarray, span: Span, leaves: Leaves, rng: np.random.Generator
+    block: Block, dead: np.ndarray, reached: np.ndarray, least: float, span: Span, leaves: Leaves,
+    rng: np.random.Generator,
 ) -> np.ndarray:
-    """What the orbits lack of a block's dead directions, an orthonormal basis as rows: at most `_MOST`."""
+    """What the orbits lack of a block's dead directions, an orthonormal basis as rows: at most `_MOST`.
+
+    Args:
+      block: the block.
+      dead: a basis of its dead directions.
+      reached: its entries that `dead` has.
+      least: the smallest singular value of a direction of it that is not dead, in units of the largest.
+      span: the orbits.
+      leaves: float64 leaves by path.
+      rng: draws combinations.
+    """
     rest = np.zeros((0, sum(x.size for x in leaves.values())))
     # Random combinations: the first that adds nothing says that none would.
     for _ in range(min(_MOST, len(dead))):
         direction = spread(block, reached, rng.standard_normal(len(dead)) @ dead, leaves)
         new = span.outside(direction)
         new = new - rest.T @ (rest @ new)
-        if np.linalg.norm(new) <= _INSIDE * np.linalg.norm(direction):
+        if np.linalg.norm(new) <= inaccuracy(least) * np.linalg.norm(direction):
             break
         rest = np.concatenate([rest, new[None] / np.linalg.norm(new)])
     return rest

@@ -23,6 +23,7 @@ from gauge_optax.discovery.blocks import (
     BlockCount,
     Span,
     blocks_of,
+    inaccuracy,
     null_space,
     rank_of,
     rows_of,
@@ -272,8 +273,8 @@ def _whole(
     inside = len(_basis([basis @ dead.T], len(dead)))
     unreached = np.flatnonzero(np.abs(jacobian).max(0) <= cutoff * scale)
     wider = _basis([basis, np.eye(total)[unreached]], total)
-    rest = _basis([dead - (dead @ wider.T) @ wider], total, absolute=1e-6)
     singular = sizes / sizes[0]
+    rest = _basis([dead - (dead @ wider.T) @ wider], total, absolute=inaccuracy(float(singular[rank - 1])))
     return Census(
         total, rank, total - rank, inside, sum(len(x) for x in orbits) - len(basis),
         total - rank - inside - len(rest), len(rest), _by_leaf(rest, stored), tuple(counts),
@@ -301,7 +302,7 @@ def _in_blocks(
             skipped.append(each.name)
             continue
         dead, reached, gap = null_space(rows, cutoff)
-        lost = unexplained_in(each, dead, reached, span, stored, rng)
+        lost = unexplained_in(each, dead, reached, gap[1], span, stored, rng)
         unreached = each.size - len(reached)
         counts.append(BlockCount(each.name, each.size, len(dead) + unreached, unreached, len(lost), gap))
         rest = np.concatenate([rest, lost])

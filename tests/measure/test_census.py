@@ -132,6 +132,26 @@ def test_the_figure_names_gauges_and_leaves() -> None:
     matplotlib.pyplot.close(axes.figure)
 
 
+@pytest.mark.parametrize("whole", [12_000, 10])
+def test_roundoff_of_dead_directions_beside_flat_ones_needs_no_gauge(whole: int) -> None:
+    """Singular vectors of 3e-12 and of zero mix by 1e-4: dead directions seem to lie outside the orbits by that."""
+
+    def fn(p: Any, x: Any) -> jax.Array:
+        bias = p["a"] + (1 + 1e-10 * jnp.square(x[:, :1])) * p["b"]  # a and b are nearly one
+        return jax.nn.relu(x @ p["up"] + bias) @ p["down"]
+
+    rng = np.random.default_rng(0)
+    params = {"up": rng.normal(size=(5, 7)), "down": rng.normal(size=(7, 4))}
+    params |= {name: rng.normal(size=7) / 9 for name in "ab"}
+    gauge = go.rescale({"up": "_ channel", "a": "channel", "b": "channel"}, {"down": "channel _"})
+    batches = [rng.normal(size=(90, 5))]
+    options: Any = dict(outputs="loss", cutoff=1e-13, whole=whole, progress=False)
+    found = go.measure.census(fn, params, batches, gauge, **options)
+    assert 1e-13 < found.gap[1] < 1e-11
+    assert (found.dead, found.explained, found.unreached, found.unexplained) == (7, 7, 0, 0)
+    assert go.measure.census(fn, params, batches, [], **options).unexplained == 7
+
+
 def test_too_few_outputs_for_a_block_are_refused() -> None:
     row = _llama()
     with pytest.raises(ValueError, match="pass more batches"):

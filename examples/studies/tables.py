@@ -80,6 +80,7 @@ SECTIONS = [
     Section("quantize", "Rounding to few bits from other points of the orbit", ("rise of the held-out loss",)),
     Section("released_weights", "Two released models, job by job"),
     Section("lora_weights", "LoRA on a released model: one rate for all ranks?"),
+    Section("qwix_weights", "Qwix rounds a released model at points of one orbit"),
     Section("probe", "One probe for two networks"),
     Section("packed", "Packed heads: training what a gauge leaves"),
     Section("rotational_walk", "Rotational equilibrium: a random walk", ("norm and rotation over the prediction",)),

@@ -30,6 +30,8 @@ from gauge_optax.errors import binding_error
 from gauge_optax.gauges.gauge import Gauges, Product, product
 from gauge_optax.measure._metric import Leaves, stored, ways
 
+_LARGE = 10**7  # parameters of which one chain after the other runs: all at once would need several times the memory
+
 
 class LLC(NamedTuple):
     """Estimates of a local learning coefficient.
@@ -247,7 +249,9 @@ def _chains(
 
         return jnp.nanmin(jax.lax.map(after, sizes))
 
-    ends, losses = jax.vmap(chain)(keys)
+    large = sum(x.size for x in chart.start.values()) > _LARGE
+    each: Callable[..., Any] = jax.lax.map if large else lambda function, of: jax.vmap(function)(of)
+    ends, losses = each(chain, keys)
     starts = jax.tree.map(lambda x, end: jnp.concatenate([x[None], end]), chart.start, ends)
-    found = jax.vmap(descend)(starts, jax.random.split(jax.random.fold_in(keys[0], 0), len(keys) + 1))
+    found = each(lambda x: descend(*x), (starts, jax.random.split(jax.random.fold_in(keys[0], 0), len(keys) + 1)))
     return losses, full(chart.start), jnp.concatenate([along_gradient()[None], found])

@@ -3,6 +3,7 @@
 import functools
 import itertools
 import math
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -255,3 +256,20 @@ def test_the_flag_of_twins_is_one(x64: None) -> None:
         found = [go.measure.llc(_loss, p, [_product(params)], KEY, gauges, **options) for p in (point, twin)]
         assert [bool(x.at_minimum) for x in found] == [expected] * 2
         np.testing.assert_allclose(found[0].lowest_loss, found[1].lowest_loss, rtol=1e-6, atol=1e-12)
+
+
+def test_chains_of_a_large_model_run_one_after_the_other(x64: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the same numbers as all at once."""
+    params, batch = {"up": jnp.ones((2, 3)), "down": jnp.full((3, 1), 0.5)}, jnp.ones((4, 2))
+    gauge = go.rescale({"up": "_ channel"}, {"down": "channel _"})
+
+    def estimate() -> Any:
+        return go.measure.llc(
+            lambda p, x: jnp.mean((x @ p["up"] @ p["down"]) ** 2), params, [batch], jax.random.key(0), gauge,
+            n_beta=10.0, lr=1e-3, num_draws=5, num_burnin_steps=2)
+
+    at_once = estimate()
+    monkeypatch.setattr(sys.modules["gauge_optax.measure.llc"], "_LARGE", 1)  # the package has a function of this name
+    jax.clear_caches()
+    np.testing.assert_allclose(estimate().losses, at_once.losses, rtol=1e-12)
+    np.testing.assert_allclose(estimate().lowest_loss, at_once.lowest_loss, rtol=1e-12)

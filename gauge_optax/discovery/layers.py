@@ -21,6 +21,7 @@ from gauge_optax.binding import leaves_by_path, with_leaves
 from gauge_optax.discovery.axes import LeafAxes
 from gauge_optax.discovery.calls import Axes, Call
 from gauge_optax.discovery.cut import Unlike, Value, without_layers
+from gauge_optax.traced import traced_once
 
 _KEPT = 3  # layers: a first one, a last one and one between them
 _NUMBERED = re.compile("([^0-9]*)([0-9]+)([^0-9]*)")
@@ -199,26 +200,19 @@ def _cut_function(
         for path, value in of.items():
             layer = 0 if value.layer == 0 else 2 if value.layer == count - 1 else 1
             stands_for[path] = kept[value._replace(layer=layer)]
-    traced = dict[Any, tuple[core.ClosedJaxpr, Any]]()
 
     def fn(tree: Any, batch: Any) -> Any:
         given = leaves_by_path(tree)
         flat, structure = jax.tree.flatten(([given[stands_for[path]] for path in paths], batch))
-        shapes = tuple((jnp.shape(x), jnp.result_type(x)) for x in flat)
-        called_on = (structure, shapes, jax.config.read("jax_enable_x64"))
-        if called_on not in traced:
-            leaves, other = jax.tree.unflatten(structure, [jax.ShapeDtypeStruct(*shape) for shape in shapes])
-            closed, out = jax.make_jaxpr(
-                lambda leaves, batch: short.fn(with_leaves(params, dict(zip(paths, leaves, strict=True))), batch),
-                return_shape=True)(leaves, other)
-            for (_, count), of in zip(groups, places, strict=True):
-                others = [None] * (len(flat) - len(paths))
-                closed = without_layers(closed, [*map(of.get, paths), *others], count)
-            traced[called_on] = closed, jax.tree.structure(out)
-        closed, outputs = traced[called_on]
-        return jax.tree.unflatten(outputs, core.jaxpr_as_fun(closed)(*flat))
+        closed, out = jax.make_jaxpr(
+            lambda leaves, batch: short.fn(with_leaves(params, dict(zip(paths, leaves, strict=True))), batch),
+            return_shape=True)(*jax.tree.unflatten(structure, flat))
+        for (_, count), of in zip(groups, places, strict=True):
+            others = [None] * (len(flat) - len(paths))
+            closed = without_layers(closed, [*map(of.get, paths), *others], count)
+        return jax.tree.unflatten(jax.tree.structure(out), core.jaxpr_as_fun(closed)(*flat))
 
-    return fn
+    return traced_once(fn)
 
 
 def _places(paths: Sequence[str], short: Shallow, group: Sequence[int]) -> dict[str, Value]:

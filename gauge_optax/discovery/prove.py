@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -78,7 +79,7 @@ class Prover:
         """Raises where the outputs of the given leaves are not finite or differ between two calls."""
         first = self._finite_outputs(leaves)[0]
         # A second trace draws anew whatever fn reads outside its arguments, such as a key or a counter.
-        again = jax.jit(lambda p, b: self._fn(p, b), compiler_options=quick_options())
+        again = jax.jit(lambda p, b: inspect.unwrap(self._fn)(p, b), compiler_options=quick_options())
         for call in (self._call, again):
             checks.check_repeatable(first, [np.asarray(x) for x in call(leaves, self._batches[0])])
 

@@ -42,6 +42,7 @@ from gauge_optax.discovery.trace import Trace, walk
 from gauge_optax.discovery.write import Unwritable, shift_call, write_shift_calls, written
 from gauge_optax.errors import binding_error
 from gauge_optax.gauges.gauge import Gauge
+from gauge_optax.traced import traced_once
 
 _POINTS = 5  # one alone can have dead units, whose null vectors are accidents
 _DRAWS = 5  # of a point, until the function is finite there
@@ -198,8 +199,8 @@ def discover(
     Args:
       fn: pure function (params, batch) to outputs, an array or a tree of them; called in float64.
       params: its parameters, any pytree, such as a dict, an NNX or an equinox module; shapes (`jax.eval_shape`) are
-        enough. Large trees are searched on a small instance, where `fn` accepts shorter axes, and three of many layers
-        that are alike in a list or dict; every gauge is proved on `params`.
+        enough. Large trees are searched on a small instance, with shorter axes and with three of many layers that are
+        alike in a list or dict; every gauge is proved on `params`.
       batches: at least two values that `fn` accepts; together they should reach what training reaches.
       outputs: what `fn` returns. With "logits", outputs count as unchanged if one number is added to all entries along
         the last axis, because a softmax follows; with "predictions" (of a regression), "logprobs" or "loss", every
@@ -272,13 +273,13 @@ def _discovered(
     by_leaves = _comparable(double, outputs)
     trace = _walked(by_leaves, leaves, batches[0])
     axes = read_axes(by_leaves, leaves, batches[0], trace, asked=outputs is None)
-    small, given = smaller(by_leaves, trace, leaves, batches), batches
+    small, on_few, given = smaller(by_leaves, trace, leaves, batches), by_leaves, batches
     bar.update()
     if small is not None:
-        tree, leaves, given = with_leaves(tree, small.leaves), small.leaves, small.batches
-        trace = _walked(by_leaves, leaves, given[0])
-    report = _searched(by_leaves, tree, leaves, given, trace, near, seed, bar)
-    census = functools.partial(certified, by_leaves, tree, leaves, given, report.whole, seed, not bar.disable)
+        tree, leaves, given, on_few = with_leaves(tree, small.leaves), small.leaves, small.batches, small.fn
+        trace = _walked(on_few, leaves, given[0])
+    report = _searched(on_few, tree, leaves, given, trace, near, seed, bar)
+    census = functools.partial(certified, on_few, tree, leaves, given, report.whole, seed, not bar.disable)
     report = dataclasses.replace(report, census=census, axes=axes, outputs=outputs)
     if small is None and shallow is None:
         return report
@@ -323,7 +324,7 @@ def _in_double(fn: Callable[[Any, Any], Any], tree: Any, shapes: Any, batch: Any
 
 def _comparable(double: Function, outputs: Outputs | None) -> Function:
     """A function as one to what is compared of its outputs."""
-    return lambda leaves, batch: checks.compared(double(leaves, batch), outputs)
+    return traced_once(lambda leaves, batch: checks.compared(double(leaves, batch), outputs))
 
 
 def _walked(fn: Function, leaves: Leaves, batch: Any) -> Trace:

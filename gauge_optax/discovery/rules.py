@@ -196,7 +196,10 @@ def _dynamic_slice(trace: Trace, eqn: Any, ins: list[Value]) -> list[Axes]:
     return [out]
 
 
-@rule("dynamic_update_slice", "scatter", "scatter-add", "scatter-mul", "scatter-max", "scatter-min")
+SCATTERS = ("scatter", "scatter-add", "scatter-mul", "scatter-max", "scatter-min")
+
+
+@rule("dynamic_update_slice", *SCATTERS)
 def _update(trace: Trace, eqn: Any, ins: list[Value]) -> list[Axes]:
     at = 1 if eqn.primitive.name == "dynamic_update_slice" else 2
     target, update = shapes(eqn.invars)[0], shapes(eqn.invars)[at]
@@ -387,3 +390,8 @@ def _sort(trace: Trace, eqn: Any, ins: list[Value]) -> list[Axes]:
         trace.summed += [] if axes[at] is None else [axes[at]]
         axes[at] = None
     return (outs * len(eqn.outvars))[: len(eqn.outvars)]
+
+
+def is_elementwise(name: str) -> bool:
+    """Whether entries of a primitive's results depend on the entries of its operands in the same places."""
+    return RULES.get(name, default) in (default, _product, _compare, _same)

@@ -1,4 +1,4 @@
-"""A small instance of a function: the same code, called with shorter axes wherever it allows that.
+"""A small instance of a function: the same code, called with shorter axes, or its operations on shorter axes.
 
 The walk over the jaxpr tells which axes have one length. Their common length becomes a small prime, another for every
 set of axes, so that a length of the small instance says which lengths of the large one it stands for.
@@ -6,6 +6,7 @@ set of axes, so that a length of the small instance says which lengths of the la
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import math
@@ -16,6 +17,7 @@ import jax
 import numpy as np
 
 from gauge_optax.discovery.calls import template
+from gauge_optax.discovery.shorten import Refused, shorter
 from gauge_optax.discovery.sketch import Function, Leaves
 from gauge_optax.discovery.trace import Trace
 
@@ -29,11 +31,13 @@ class Small:
     """A small instance.
 
     Attributes:
+      fn: the function of these leaves.
       leaves: float64 leaves by path.
       batches: batches whose indices are within the shorter axes.
       lengths: prime of the small instance → length of the large one, per set of axes that were shortened.
     """
 
+    fn: Function
     leaves: Leaves
     batches: list[Any]
     lengths: Mapping[int, int]
@@ -52,29 +56,31 @@ class _Group:
 
     Attributes:
       places: leaf, axis and number of every component.
+      length: of the longest of them.
       unit: the common divisor of their lengths; the basis of rotary planes is twice as long as the planes are many.
       table: whether rows are taken from it by index, as from an embedding.
     """
 
     places: list[tuple[str, int, int]]
+    length: int
     unit: int
     table: bool
 
 
 class _Short(NamedTuple):
-    """A set of axes that is short: its unit becomes a prime, or a small multiple of one."""
+    """A set of axes that is short: its unit becomes a prime."""
 
     group: _Group
-    prime: int
-    times: int = 1
+    unit: int
 
     @property
-    def unit(self) -> int:
-        return self.prime * self.times
+    def length(self) -> int:
+        """Of the longest component, now."""
+        return self.group.length // self.group.unit * self.unit
 
 
 def smaller(fn: Function, trace: Trace, leaves: Leaves, batches: Sequence[Any]) -> Small | None:
-    """An instance with every axis short that the function lets be short, or None where it is not much smaller.
+    """An instance with every axis short, or None where it is not much smaller.
 
     Args:
       fn: (leaves, batch) to outputs.
@@ -83,85 +89,107 @@ def smaller(fn: Function, trace: Trace, leaves: Leaves, batches: Sequence[Any]) 
       batches: what it is called on.
 
     Returns:
-      The small instance; None for small trees, and for functions that fix the lengths of their axes.
+      The small instance; None for small trees, and for functions whose operations have no shorter form. Its function is
+      fn, called on shorter axes; for a function that refuses these, its traced operations on them (`shorten`).
     """
     total = sum(leaf.size for leaf in leaves.values())
     if total < LARGE:
         return None
-    outputs = jax.eval_shape(fn, leaves, batches[0])
-    atoms = {(path, k): _lengths(trace, path, k, n) for path, x in leaves.items() for k, n in enumerate(x.shape)}
-    groups = sorted(_groups(trace, atoms), key=lambda group: group.unit)
+    atoms = _atoms(trace, leaves)
     of_batches = {n for x in jax.tree.leaves(batches) for n in np.shape(x)}
-    longest = max(of_batches, default=1)
-    taken = of_batches | {n for lengths in atoms.values() for n in lengths}
 
-    def shortened(group: _Group, chosen: Sequence[_Short]) -> list[_Short]:
-        """What is chosen, with a prime for this group that no other length has; the same where it is short already.
-
-        It stays longer than what it is longer than: a vocabulary shorter than the stream hides directions of the
-        stream, and a basis of heads longer than the stream has directions that nothing reads.
-        """
-        least = max(_TABLE, longest) if group.table else 5 if group.unit < 48 else 11
-        least = max([least, *(one.unit for one in chosen if one.group.unit < group.unit)])
-        used = {one.prime for one in chosen}
-        prime = next(p for p in itertools.count(least) if _is_prime(p) and p not in used and all(n % p for n in taken))
-        return [*chosen, _Short(group, prime)] if group.unit > 1.5 * prime else list(chosen)
-
-    def paired(group: _Group, other: _Group, chosen: Sequence[_Short]) -> list[_Short]:
-        """What is chosen, with two groups that the function lets be short only in one ratio; the same where it cannot.
-
-        The function says that they are tied where it reshapes the values of a head as those of a query, without one
-        index that both have. An even length stays even, for the planes of a rotary embedding.
-        """
-        ratio, rest = divmod(group.unit, other.unit)
-        if rest or any(one.group in (group, other) for one in chosen):
-            return list(chosen)
-        places = {*group.places, *other.places, *(place for one in chosen for place in one.group.places)}
-        components = (((path, k, i), n) for (path, k), lengths in atoms.items() for i, n in enumerate(lengths))
-        left = of_batches | {n for place, n in components if place not in places}
-        used = {one.prime for one in chosen}
-        prime = next(p for p in itertools.count(3) if _is_prime(p) and p not in used and all(n % p for n in left))
-        even = 2 - other.unit % 2
-        longer = [*chosen, _Short(other, prime, even), _Short(group, prime, even * ratio)]
-        return longer if other.unit > 1.5 * even * prime else list(chosen)
-
-    def instance(chosen: Sequence[_Short]) -> Small | None:
-        """The instance with these groups shortened; None where the function refuses it."""
-        small = _cut(leaves, atoms, chosen)
+    def instance(on_few: Function, small: Leaves, chosen: Sequence[_Short]) -> Small:
+        """The instance with these groups shortened; raises what the function raises about it."""
         rows = min((one.unit for one in chosen if one.group.table), default=None)
         short = [jax.tree.map(lambda x: _within(x, rows), batch) for batch in batches]
-        try:
-            shapes = jax.eval_shape(fn, small, short[0])
-        except Exception:  # whatever the user's code raises about a shape
-            return None
-        same = jax.tree.map(lambda x, y: x.ndim == y.ndim, shapes, outputs)
-        lengths = {one.prime: one.group.unit // one.times for one in chosen}
-        return Small(small, short, lengths) if all(jax.tree.leaves(same)) else None
+        shapes, outputs = jax.eval_shape(on_few, small, short[0]), jax.eval_shape(fn, leaves, batches[0])
+        if any(x.ndim != y.ndim for x, y in zip(shapes, outputs, strict=True)):
+            raise ValueError("outputs of other ranks")
+        return Small(on_few, small, short, {one.unit: one.group.unit for one in chosen})
 
-    chosen: list[_Short] = []
-    for group in groups:
-        chosen = shortened(group, chosen)
-    best = instance(chosen) if chosen else None
-    if best is None:  # some lengths are written in the function: one set of axes after the other, longest first
-        accepted: list[_Short] = []
-        for group in reversed(groups):
-            longer = shortened(group, accepted)
-            if len(longer) > len(accepted) and (attempt := instance(longer)):
-                accepted, best = longer, attempt
-        singles = [one.group for one in accepted]
-        for two in itertools.permutations(reversed(groups), 2):
-            longer = paired(*two, accepted)
-            if len(longer) > len(accepted) and (attempt := instance(longer)):
-                accepted, best = longer, attempt
-        # Primes of single groups once more, now in the order of their lengths.
-        ordered = accepted[len(singles) :]
-        for group in groups:
-            ordered = shortened(group, ordered) if group in singles else ordered
-        if len(ordered) == len(accepted) and (attempt := instance(ordered)):
-            best = attempt
-    if best is None or 2 * sum(leaf.size for leaf in best.leaves.values()) > total:
-        return None
-    return best
+    def called() -> Small:
+        """The function itself, on leaves of which every chosen component keeps its first entries."""
+        chosen = _chosen(_groups(trace, atoms), atoms, of_batches)
+        return instance(fn, _cut(leaves, atoms, chosen), chosen)
+
+    def evaluated() -> Small:
+        """The operations that the function is traced to, without some indices of their axes."""
+        chosen: list[_Short] = []
+
+        def dropped(walked: Trace) -> set[int]:
+            own = _atoms(walked, leaves)
+            groups = []
+            for group in _groups(walked, own):
+                counts = [len(_ids(walked, place)) for place in group.places]
+                groups.append(dataclasses.replace(group, unit=math.gcd(group.unit, *counts)))
+            while True:
+                chosen[:] = _chosen(groups, own, of_batches)
+                split = [(one.group, *_split(walked, one)) for one in chosen]
+                gone = {x for _, _, rest in split for x in rest}
+                # An axis that is part of another in a different place stays whole.
+                clashing = [group for group, first, _ in split if not first.isdisjoint(gone)]
+                if not clashing:
+                    return gone
+                groups = [group for group in groups if group not in clashing]
+
+        function, small = shorter(fn, leaves, batches[0], dropped)
+        return instance(function, small, chosen)
+
+    best = None
+    try:
+        best = called()
+    except Exception:  # whatever the user's code raises about a shape
+        with contextlib.suppress(Refused):
+            best = evaluated()
+    return best if best is not None and 2 * sum(leaf.size for leaf in best.leaves.values()) <= total else None
+
+
+def _chosen(groups: Sequence[_Group], atoms: Atoms, of_batches: set[int]) -> list[_Short]:
+    """The groups that can be shorter, each with a prime that no other length has.
+
+    The longer axis stays the longer one: a vocabulary shorter than the stream hides directions of the stream, and a
+    basis of heads longer than the stream has directions that nothing reads. Planes of a rotary embedding come first,
+    because there must be fewer of them than tokens: scores tell no more planes apart.
+    """
+
+    def shortened(group: _Group, chosen: Sequence[_Short], stay: set[int]) -> list[_Short]:
+        least = max(_TABLE, *of_batches) if group.table else 5 if group.unit < 48 else 11
+        before = [one.length for one in chosen if one.group.length < group.length]
+        least = max([least, *(-(-n * group.unit // group.length) for n in before)])
+        used = {*of_batches, *(one.unit for one in chosen)}
+        prime = next(p for p in itertools.count(least) if _is_prime(p) and p not in used and all(n % p for n in stay))
+        return [*chosen, _Short(group, prime)] if group.unit > 1.5 * prime else list(chosen)
+
+    stay = {n for lengths in atoms.values() for n in lengths}
+    for _ in range(2):  # what is short in the first round does not stand in the way of primes in the second
+        chosen = list[_Short]()
+        for group in sorted(groups, key=lambda group: (group.unit == group.length, group.length)):
+            chosen = shortened(group, chosen, stay)
+        short = {place for one in chosen for place in one.group.places}
+        stay = {n for (path, k), lengths in atoms.items() for i, n in enumerate(lengths) if (path, k, i) not in short}
+    return chosen
+
+
+def _split(trace: Trace, one: _Short) -> tuple[set[int], set[int]]:
+    """The indices of a group that are kept, and all others."""
+    first, every = set[int](), set[int]()
+    for place in one.group.places:
+        ids = _ids(trace, place)
+        first |= set(ids[: len(ids) // one.group.unit * one.unit])
+        every |= set(ids)
+    return first, every - first
+
+
+def _atoms(trace: Trace, leaves: Leaves) -> Atoms:
+    return {(path, k): _lengths(trace, path, k, n) for path, x in leaves.items() for k, n in enumerate(x.shape)}
+
+
+def _ids(trace: Trace, place: tuple[str, int, int]) -> list[int]:
+    """The indices of a component of an axis, each once, in their order."""
+    path, axis, number = place
+    ids = trace.leaves[path][axis]
+    atoms = [] if ids is None else trace.spaces.atoms(ids)
+    return list(dict.fromkeys(trace.spaces.canon(atoms[number]).tolist()))
 
 
 def _lengths(trace: Trace, path: str, axis: int, length: int) -> list[int]:
@@ -200,9 +228,9 @@ def _groups(trace: Trace, atoms: Atoms) -> list[_Group]:
     groups = []
     for names in by_places.values():
         members = [place for name in names for place in sorted(families[name])]
-        unit = math.gcd(*(atoms[path, axis][number] for path, axis, number in members))
-        if unit > 1 and fixed.isdisjoint(names):
-            groups.append(_Group(members, unit, not rows.isdisjoint(names)))
+        lengths = [atoms[path, axis][number] for path, axis, number in members]
+        if (unit := math.gcd(*lengths)) > 1 and fixed.isdisjoint(names):
+            groups.append(_Group(members, max(lengths), unit, not rows.isdisjoint(names)))
     return groups
 
 

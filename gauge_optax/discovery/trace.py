@@ -28,7 +28,7 @@ _CONTRACTIONS = {"dot_general", "conv_general_dilated"}
 # Primitives of which tables of cosines and sines are made.
 _TABLES = {*_MOVES, "mul", "div", "neg", "exp", "log", "pow", "integer_pow", "cos", "sin", "concatenate", "iota",
            "dot_general", "add", "sub"}
-_PASSES = 6  # walks, at most; two or three reach the fixed point
+PASSES = 6  # walks, at most; two or three reach the fixed point
 _MOST_CONSTANT = 100_000  # entries of index arithmetic that is evaluated
 
 
@@ -101,15 +101,15 @@ class Trace:
 
     def run(self, jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[Value]) -> list[Value]:
         """Walks a jaxpr."""
-        values: dict[Any, Value] = dict(zip(jaxpr.constvars, map(_literal, consts), strict=True))
+        values: dict[Any, Value] = dict(zip(jaxpr.constvars, map(literal, consts), strict=True))
         values.update(zip(jaxpr.invars, args, strict=True))
 
         def read(atom: Any) -> Value:
-            return _literal(atom.val) if isinstance(atom, core.Literal) else values[atom]
+            return literal(atom.val) if isinstance(atom, core.Literal) else values[atom]
 
         for eqn in jaxpr.eqns:
             ins = [read(atom) for atom in eqn.invars]
-            outs = self._outputs(eqn, ins)
+            outs = self.outputs(eqn, ins)
             depends = any(value.depends for value in ins)
             leaf = next((value.leaf for value in ins if value.leaf), "") if eqn.primitive.name in _MOVES else ""
             writers, vectors = self._parameters_in(eqn.primitive.name, ins)
@@ -140,7 +140,7 @@ class Trace:
         linear = name in _LINEAR or (name in ("mul", "div") and not product)
         return (writers if linear else frozenset(), vectors if linear or product else frozenset())
 
-    def _outputs(self, eqn: Any, ins: list[Value]) -> list[Value]:
+    def outputs(self, eqn: Any, ins: list[Value]) -> list[Value]:
         name = eqn.primitive.name
         if name in _CONTROL:
             return _CONTROL[name](self, eqn, ins)
@@ -149,8 +149,9 @@ class Trace:
         integer = all(jnp.issubdtype(a.dtype, jnp.integer) or jnp.issubdtype(a.dtype, jnp.bool_) for a in avals)
         constant = all(value.constant is not None for value in ins)
         if (integer or name in _TABLES) and constant and sum(math.prod(a.shape) for a in avals) <= _MOST_CONSTANT:
-            outs = eqn.primitive.bind(*[jnp.asarray(value.constant) for value in ins], **eqn.params)
-            return [_literal(np.asarray(x)) for x in (outs if eqn.primitive.multiple_results else [outs])]
+            with jax.ensure_compile_time_eval():  # `shorten` walks while it traces
+                outs = eqn.primitive.bind(*[jnp.asarray(value.constant) for value in ins], **eqn.params)
+            return [literal(np.asarray(x)) for x in (outs if eqn.primitive.multiple_results else [outs])]
         if inlined := called_jaxpr(eqn):
             return self.run(*inlined, ins[len(ins) - len(inlined[0].invars) :])
         return [Value(axes) for axes in RULES.get(name, default)(self, eqn, ins)]
@@ -169,7 +170,7 @@ def walk(closed: core.ClosedJaxpr, paths: Sequence[str]) -> Trace:
     spaces = Spaces()
     axes = [[spaces.fresh(n) if n > 1 else None for n in v.aval.shape] for v in closed.jaxpr.invars]
     before = -1
-    for _ in range(_PASSES):
+    for _ in range(PASSES):
         if before == spaces.changes:
             break
         before, trace = spaces.changes, Trace(spaces, dict(zip(paths, axes, strict=True)))
@@ -201,7 +202,8 @@ def source(eqn: Any) -> str:
     return f" at {frames[0].file_name}:{frames[0].line_num}, in {frames[0].function_name}" if frames else ""
 
 
-def _literal(number: Any) -> Value:
+def literal(number: Any) -> Value:
+    """A constant: its numbers, where they are few."""
     small = np.size(number) <= _MOST_CONSTANT and not jnp.issubdtype(jnp.result_type(number), jax.dtypes.extended)
     return Value([None] * np.ndim(number), np.asarray(number) if small else None)
 

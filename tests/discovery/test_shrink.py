@@ -83,10 +83,10 @@ def test_a_function_that_fixes_its_lengths_is_searched_as_it_is(searched: list[S
 
 
 @pytest.mark.parametrize("turn, values", [(half, 40), pytest.param(interleaved, 20, marks=pytest.mark.slow)])
-def test_lengths_that_only_a_reshape_ties_are_short_together(
+def test_lengths_that_only_a_reshape_ties_are_short(
     turn: Callable[[jax.Array], jax.Array], values: int, searched: list[Small | None]
 ) -> None:
-    """Values take the shape of queries, or half of it: no index ties both bases, and one alone cannot be short."""
+    """Values take the shape of queries, or half of it, by a reshape: neither basis can be short in a call alone."""
 
     def fn(p: Any, tokens: Any) -> jax.Array:
         x = p["embed"][tokens]
@@ -105,7 +105,7 @@ def test_lengths_that_only_a_reshape_ties_are_short_together(
     (instance,) = searched
     assert instance is not None
     short = {name: instance.leaves[name].shape[-1] for name in ("value", "query")}
-    assert short["query"] * values == short["value"] * 40 < 40 * values
+    assert 1.5 * short["query"] < 40 and 1.5 * short["value"] < values
     assert instance.full(short["value"]) == values and instance.full(short["query"]) == 40
     assert {held.call.kind for held in report.held} >= {"head_linear", "rope_linear"}
     if values < 40:
@@ -164,5 +164,5 @@ def test_free_axes_side_by_side_are_written_as_one() -> None:
 
 
 def test_lengths_of_the_large_instance_follow_from_primes() -> None:
-    small = Small({}, [], {5: 12, 13: 768})
+    small = Small(lambda leaves, batch: [], {}, [], {5: 12, 13: 768})
     assert [small.full(n) for n in (5, 13, 65, 26, 3, 130)] == [12, 768, 9216, 1536, 3, 18432]

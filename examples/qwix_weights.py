@@ -153,8 +153,7 @@ def made(method: str, label: str, at: str) -> dict[str, Any]:
     """The loss on held-out text, in nats per token."""
     params, held_out = point(at), jobs.batches_of(jobs.text(True)[: jobs.HELD_OUT])
     if method == OURS:
-        bits = tuple(16 if x == "A16" else int(x[1:]) for x in (label[:2], label[2:]))
-        found = np.asarray(jobs.losses(params, held_out, bits))
+        found = np.asarray(jobs.losses(params, held_out, jobs.FORMATS[label]))
     else:
         import qwix
         from qwix.contrib import awq

@@ -6,7 +6,8 @@
 SmolLM2-135M-Instruct and all-MiniLM-L6-v2 are read from the installed packages (`examples/weights.py`). The text is the
 docstrings of Python's standard library: those with even numbers calibrate, those with odd numbers are held out.
 Rounding is to nearest, in every product by a kernel of a block: weights on a grid per output, activations on a grid per
-token; the table of embeddings, logits and attention's scores are exact. Writes released_weights.json and .png.
+token; the table of embeddings, logits and attention's scores are exact. KV4 rounds what a cache of attention holds
+instead: turned keys, and values, on a grid per token and head. Writes released_weights.json and .png.
 """
 
 import functools
@@ -34,9 +35,12 @@ Params = Any
 Gauges = list[go.Gauge]
 NAME = "released_weights"
 LENGTH, HELD_OUT, BATCH = 128, 16, 4  # tokens of a window; windows; windows at a time
-FORMATS = {"exact": (16, 16), "W8A8": (8, 8), "W4A16": (4, 16), "W16A4": (16, 4), "W4A8": (4, 8), "W4A4": (4, 4)}
+FORMATS = {"exact": (16, 16, 16), "W8A8": (8, 8, 16), "W4A16": (4, 16, 16), "W3A16": (3, 16, 16),
+           "W16A4": (16, 4, 16), "W4A8": (4, 8, 16), "W4A4": (4, 4, 16), "KV4": (16, 16, 4)}
+"""Bits of weights, activations, and keys and values; 16 for no rounding."""
 POINTS = ("released", "folded", "R1", "R1 and R2")
-CHOSEN = {"W4A8": "released", "W4A4": "R1 and R2"}  # format → where the search begins
+CHOSEN = {"W4A8": "released", "W4A4": "R1 and R2", "W3A16": "released", "KV4": "R1 and R2"}  # where searches begin
+ENCODED = [label for label in FORMATS if label != "KV4"]  # an encoder keeps no keys and values
 DRAWS, STEPS, RATE, SEARCHED = 5, 20, 0.03, (4, 64)  # of calibration text; of a search; windows and tokens of a step
 
 # Symmetries ---------------------------------------------------------------------------------------------
@@ -52,6 +56,9 @@ FINAL: Gauges = [go.norm_scale({"final_norm/scale": "channel"}, {"lm_head/kernel
 VALUES: Gauges = [go.head_rotation({ATTN["value"]: "layer _ head basis", ATTN["out"]: "layer (head _) basis _"})]
 PLANES: Gauges = [
     go.rope_torus({ATTN["query"]: "layer _ (head _) basis", ATTN["key"]: "layer _ head basis"}, pairing="interleaved")]
+KEYS: Gauges = [
+    go.rope_linear({ATTN["query"]: "layer _ (head _) basis"}, {ATTN["key"]: "layer _ head basis"},
+                   pairing="interleaved")]
 UNITS: Gauges = [go.rescale({MLP["up"]: "layer _ channel"}, {MLP["down"]: "layer channel _"})]
 TIED = [*NORMS, *PLANES, *VALUES, *UNITS]
 """SmolLM2's symmetries as it is released; what `find` finds is the same with invertible matrices for rotations."""
@@ -132,7 +139,7 @@ def halved(params: Params) -> Params:
 # A model that rounds ------------------------------------------------------------------------------------
 
 
-def rounding(bits: tuple[Any, Any]) -> weights.Product:
+def rounding(bits: tuple[Any, ...]) -> weights.Product:
     """A product of a rounded kernel, a grid per output, and rounded activations, a grid per token."""
 
     def product(equation: str, x: jax.Array, kernel: jax.Array) -> jax.Array:
@@ -146,21 +153,27 @@ def rounding(bits: tuple[Any, Any]) -> weights.Product:
     return product
 
 
+def logits(params: Params, tokens: jax.Array, bits: tuple[Any, ...]) -> jax.Array:
+    """SmolLM2's, with rounding."""
+    cache = functools.partial(rounded, axes=-1, bits=jnp.asarray(bits[2]))
+    return weights.llama_logits(params, tokens, rounding(bits), cache)
+
+
 @jax.jit
-def losses(params: Params, batches: jax.Array, bits: tuple[Any, Any]) -> jax.Array:
+def losses(params: Params, batches: jax.Array, bits: tuple[Any, ...]) -> jax.Array:
     """Loss of each window, in nats per token; batches (number, windows, tokens)."""
 
     def of(tokens: jax.Array) -> jax.Array:
-        out = weights.llama_logits(params, tokens[:, :-1], rounding(bits))
+        out = logits(params, tokens[:, :-1], bits)
         return optax.softmax_cross_entropy_with_integer_labels(out, tokens[:, 1:]).mean(-1)
 
     return jax.lax.map(of, batches).reshape(-1)
 
 
-def divergence(params: Params, batch: tuple[jax.Array, jax.Array, tuple[Any, Any]]) -> jax.Array:
+def divergence(params: Params, batch: tuple[jax.Array, jax.Array, tuple[Any, ...]]) -> jax.Array:
     """Mean of KL(exact ‖ rounded) per token, given tokens, exact log-probabilities and bits."""
     tokens, exact, bits = batch
-    found = jax.nn.log_softmax(weights.llama_logits(params, tokens, rounding(bits)))
+    found = jax.nn.log_softmax(logits(params, tokens, bits))
     return jnp.mean(jnp.sum(jnp.exp(exact) * (exact - found), -1))
 
 
@@ -171,7 +184,7 @@ def log_probabilities(params: Params, tokens: jax.Array) -> jax.Array:
 
 
 @jax.jit
-def embeddings(params: Params, batch: Any, bits: tuple[Any, Any]) -> jax.Array:
+def embeddings(params: Params, batch: Any, bits: tuple[Any, ...]) -> jax.Array:
     """MiniLM's, with rounding."""
     return weights.bert_embeddings(params, batch, rounding(bits))
 
@@ -233,7 +246,11 @@ def find(model: str) -> dict[str, Any]:
 
 
 def moved(model: str, name: str, double: bool) -> dict[str, Any]:
-    """How far one function of `go.orbit` moves log-probabilities, or MiniLM's embeddings, and some leaf of weights."""
+    """How far one function of `go.orbit` moves log-probabilities, or MiniLM's embeddings, and some leaf of weights.
+
+    Roundoff of an evaluation in float32 moves them as well, without any function: that of the weights as they were is
+    measured, and the weights before and after are evaluated in float64, too.
+    """
     batch: Any
     if model == "SmolLM2":
         params, move, batch = smollm2()[0], LLAMA_MOVES[name], jnp.asarray(text(True)[:2, :-1])
@@ -247,10 +264,15 @@ def moved(model: str, name: str, double: bool) -> dict[str, Any]:
         after = jax.block_until_ready(move(params))
         seconds = time.monotonic() - began
         change = float(jnp.max(jnp.abs(outputs(after, batch) - before)))
+    with jax.enable_x64(True):
+        ends = [outputs(jax.tree.map(lambda x: jnp.asarray(np.asarray(x), jnp.float64), p), batch)
+                for p in (params, after)]
+        exact, roundoff = (float(jnp.max(jnp.abs(ends[0] - x))) for x in (ends[1], np.asarray(before)))
         pairs = [(x, y) for x, y in zip(jax.tree.leaves(params), jax.tree.leaves(after), strict=False)
                  if x.shape == y.shape]
         weight = max(float(jnp.linalg.norm(y - x) / jnp.linalg.norm(x)) for x, y in pairs)
-    return {"moved": change, "weights": harness.rounded(weight), "seconds": round(seconds, 1)}
+    figures = {"moved": change, "exact": exact, "roundoff": roundoff, "weights": weight}
+    return harness.rounded(figures, 3) | {"seconds": round(seconds, 1)}
 
 
 def rounds(model: str, at: str, label: str) -> dict[str, Any]:
@@ -273,15 +295,16 @@ def batches_of(windows: np.ndarray) -> jax.Array:
 def chosen(label: str, draw: int) -> Params:
     """SmolLM2's weights at the point that `choose` finds on one draw of calibration text.
 
-    Scales of norms and of units are free, and rotations of values; so the function stays what it is.
+    Scales of norms and of units are free, and rotations of values; for a cache, these rotations, and scales and angles
+    of the planes of keys. So the function stays what it is.
     """
     params, bits = point(CHOSEN[label]), FORMATS[label]
     count, length = SEARCHED
+    group = go.product([*KEYS, *VALUES] if label == "KV4" else [*NORMS, *UNITS, *VALUES])
     windows = text(False, length)
     order = np.random.default_rng(draw).permutation(len(windows))[: 4 * count].reshape(4, count)
     tokens = [jnp.asarray(windows[rows, :-1]) for rows in order]
     given = [(x, log_probabilities(params, x), bits) for x in tokens]
-    group = go.product([*NORMS, *UNITS, *VALUES])
     tx = optax.adam(optax.cosine_decay_schedule(RATE, STEPS))
     element = go.orbit.choose(divergence, params, group, tx, steps=STEPS, batches=given, progress=False)
     return group.act(element, params)
@@ -305,7 +328,7 @@ def tasks() -> dict[str, Callable[[], dict[str, Any]]]:
                     moved, model, name, precision == "float64")
         points = POINTS if model == "SmolLM2" else ("released", *(x for x in moves if x.startswith("rotate")))
         for at in points:
-            for label in FORMATS:
+            for label in FORMATS if model == "SmolLM2" else ENCODED:
                 found[f"round | {model} | {at} | {label}"] = functools.partial(rounds, model, at, label)
     found |= {f"find | {model}": functools.partial(find, model) for model in ("MiniLM", "SmolLM2")}
     for draw in range(DRAWS):
@@ -323,20 +346,26 @@ def section(result: Mapping[str, Any]) -> str:
     parts = [
         f"SmolLM2-135M-Instruct and all-MiniLM-L6-v2, float32, {result['machine']}. Text: {HELD_OUT} windows of "
         f"{LENGTH} tokens of docstrings; losses in nats per token. Rounding to nearest: weights on a grid per output, "
-        "activations on a grid per token."
+        "activations on a grid per token; KV4: keys and values, on a grid per token and head."
     ]
-    rows = [["model", "precision", "function of `go.orbit`", "a leaf moves by", "outputs move by", "seconds"]]
+    rows = [["model", "weights", "function of `go.orbit`", "a leaf moves by", "outputs move by", "evaluated in float64",
+             "seconds"]]
     for key, cell in cells.items():
         job, model, *rest = key.split(" | ")
         if job == "move":
-            shown = f"{100 * cell['weights']:.0f} %", f"{cell['moved']:.1e}", f"{cell['seconds']:g}"
+            shown = (f"{100 * cell['weights']:.0f} %", f"{cell['moved']:.1e}", f"{cell['exact']:.1e}",
+                     f"{cell['seconds']:g}")
             rows.append([model, rest[1], rest[0], *shown])
     parts.append(markdown(rows))
+    if noise := {key.split(" | ")[1]: cell["roundoff"] for key, cell in cells.items() if key.endswith("| float32")}:
+        parts.append("An evaluation in float32 of the weights as released is itself off by "
+                     + " and ".join(f"{x:.1e} ({model})" for model, x in noise.items()) + ", beside one in float64.")
     for model, measure in (("SmolLM2", "loss"), ("MiniLM", "cosine")):
         keys = [key.split(" | ")[2:] for key in cells if key.startswith(f"round | {model} ")]
-        rows = [[f"{model}, {measure}", *FORMATS]]
+        formats = [x for x in FORMATS if x in {label for _, label in keys}]
+        rows = [[f"{model}, {measure}", *formats]]
         for at in dict.fromkeys(at for at, _ in keys):
-            own = [cells.get(f"round | {model} | {at} | {label}") for label in FORMATS]
+            own = [cells.get(f"round | {model} | {at} | {label}") for label in formats]
             rows.append([at, *("–" if x is None else f"{x[measure]:.4f}" for x in own)])
         parts.append(markdown(rows))
     parts += [x for x in map(functools.partial(verdict, cells), CHOSEN) if x]
@@ -355,7 +384,7 @@ def verdict(cells: Mapping[str, Any], label: str) -> str:
     error = float(after.std(ddof=1) / len(after) ** 0.5)
     said = "lower" if after.mean() + error < best else "higher" if after.mean() - error > best else "the same"
     return (
-        f"{label}: scales and rotations of values that are chosen from *{CHOSEN[label]}*, {STEPS} steps on draws of "
+        f"{label}: scales and rotations that are chosen from *{CHOSEN[label]}*, {STEPS} steps on draws of "
         f"{4 * SEARCHED[0]} × {SEARCHED[1]} tokens, end at {after.mean():.4f} ± {error:.4f} on held-out text (mean and "
         f"standard error over {DRAWS} draws), from {start:.4f}; the best point of the table has {best:.4f}. By its "
         f"standard error the chosen point's loss is {said}."

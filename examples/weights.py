@@ -37,6 +37,8 @@ import numpy as np
 Params = Any
 Product = Callable[[str, jax.Array, jax.Array], jax.Array]
 """An einsum of activations and a kernel."""
+Cache = Callable[[jax.Array], jax.Array]
+"""What attention reads in place of keys and of values, (batch, time, heads, e)."""
 
 
 def folder(package: str) -> Path:
@@ -126,23 +128,34 @@ def rotary(x: jax.Array) -> jax.Array:
     return jnp.stack([first * cos - second * sin, second * cos + first * sin], -1).reshape(x.shape)
 
 
-def llama_logits(params: Params, tokens: jax.Array, product: Product = plain) -> jax.Array:
-    """Logits (batch, time, V) for the token after each prefix; `product` multiplies by the kernels of blocks."""
+def llama_logits(params: Params, tokens: jax.Array, product: Product = plain, cache: Cache = lambda x: x) -> jax.Array:
+    """Logits (batch, time, V) for the token after each prefix; see `llama_stream`."""
+    head = params["lm_head"]["kernel"] if "lm_head" in params else params["embed"]["embedding"].T
+    return llama_stream(params, tokens, product, cache) @ head
+
+
+def llama_stream(params: Params, tokens: jax.Array, product: Product = plain, cache: Cache = lambda x: x) -> jax.Array:
+    """What logits are read from: the stream behind the final norm, (batch, time, d).
+
+    Args:
+      params: SmolLM2's tree.
+      tokens: (batch, time).
+      product: multiplies by the kernels of blocks.
+      cache: how keys, which positions have turned, and values are stored.
+    """
 
     def block(x: jax.Array, p: Params) -> tuple[jax.Array, None]:
         attn, mlp = p["attn"], p["mlp"]
         h = rms_norm(x, p["norm1"]["scale"])
         query, key, value = (product("btd,dhe->bthe", h, attn[name]["kernel"]) for name in ("query", "key", "value"))
-        out = attention(rotary(query), rotary(key), value, causal=True)
+        out = attention(rotary(query), cache(rotary(key)), cache(value), causal=True)
         x = x + product("bthe,hed->btd", out, attn["out"]["kernel"])
         h = rms_norm(x, p["norm2"]["scale"])
         gate, up = (product("btd,df->btf", h, mlp[name]["kernel"]) for name in ("gate", "up"))
         return x + product("btf,fd->btd", jax.nn.silu(gate) * up, mlp["down"]["kernel"]), None
 
-    table = params["embed"]["embedding"]
-    x, _ = jax.lax.scan(block, table[tokens], params["blocks"])
-    head = params["lm_head"]["kernel"] if "lm_head" in params else table.T
-    return rms_norm(x, params["final_norm"]["scale"]) @ head
+    x, _ = jax.lax.scan(block, params["embed"]["embedding"][tokens], params["blocks"])
+    return rms_norm(x, params["final_norm"]["scale"])
 
 
 def attention(

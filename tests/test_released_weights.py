@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import gauge_optax as go
-from examples import lora_weights, qwix_weights, weights
+from examples import lora_weights, measure_weights, qwix_weights, weights
 from examples import released_weights as jobs
 from examples.studies import harness
 
@@ -21,26 +21,28 @@ def test_a_grid_spans_what_a_product_sums() -> None:
     kernel = jax.random.normal(jax.random.key(1), (4, 5, 6)) * jnp.arange(1, 7)
     equation = "bthe,hed->btd"
     exact = jnp.einsum(equation, x, kernel)
-    np.testing.assert_allclose(jobs.rounding((16, 16))(equation, x, kernel), exact, rtol=1e-6)
+    np.testing.assert_allclose(jobs.rounding((16, 16, 16))(equation, x, kernel), exact, rtol=1e-6)
     by_hand = []
     for array, axes in ((x, (2, 3)), (kernel, (0, 1))):
         step = jnp.max(jnp.abs(array), axes, keepdims=True) / 7
         by_hand.append(jnp.round(array / step) * step)
-    found = jobs.rounding((4, 4))(equation, x, kernel)
+    found = jobs.rounding((4, 4, 16))(equation, x, kernel)
     np.testing.assert_allclose(found, jnp.einsum(equation, *by_hand), rtol=1e-4, atol=1e-4)
     assert float(jnp.max(jnp.abs(found - exact))) > 0.1
 
 
 def test_the_tables_say_what_is_missing_and_whether_a_chosen_point_is_better(tmp_path: Path) -> None:
     """Losses of made-up draws, below and above the best point of the table."""
-    cells: dict[str, Any] = {"move | MiniLM | random twin | float32": {"moved": 1e-7, "weights": 0.5, "seconds": 1.0}}
+    cells: dict[str, Any] = {"move | MiniLM | random twin | float32": {
+        "moved": 1e-7, "exact": 2e-8, "roundoff": 3e-7, "weights": 0.5, "seconds": 1.0}}
     for n, at in enumerate(jobs.POINTS):
         cells[f"round | SmolLM2 | {at} | W4A8"] = {"loss": 4.0 + n, "windows": []}
     for draw in range(jobs.DRAWS):
         cells[f"choose | SmolLM2 | W4A8 | {draw}"] = {"loss": 3.5 + 0.01 * draw}
     result = {"cells": cells, "machine": "none"}
     text = jobs.section(result)
-    assert "| 50 %" in text and "1.0e-07" in text and "the chosen point's loss is lower" in text
+    assert "| 50 %" in text and "1.0e-07 | 2.0e-08" in text.replace("  ", "") and "off by 3.0e-07 (MiniLM)" in text
+    assert "the chosen point's loss is lower" in text
     assert "Not run: answer | SmolLM2; " in text
     cells["round | SmolLM2 | released | W4A8"]["loss"] = 3.0
     assert "the chosen point's loss is higher" in jobs.section(result)
@@ -112,6 +114,57 @@ def test_the_flax_model_is_the_model_and_qwix_rounds_it(monkeypatch: pytest.Monk
     found = {method: qwix_weights.made(method, "W4A16", "released")["loss"] for method in qwix_weights.METHODS}
     assert all(1e-4 < abs(loss - exact) < 1 for loss in found.values()), (exact, found)
     assert len(set(found.values())) == len(found)
+
+
+def test_a_cache_is_rounded_after_positions_have_turned_keys() -> None:
+    """Four bits per token and head of keys and values, by hand; sixteen leave the logits as they are."""
+    params, tokens = tiny(), jnp.arange(12).reshape(2, 6)
+    exact = weights.llama_logits(params, tokens)
+    np.testing.assert_array_equal(jobs.logits(params, tokens, (16, 16, 16)), exact)
+    seen: list[jax.Array] = []
+
+    def by_hand(x: jax.Array) -> jax.Array:
+        step = jnp.max(jnp.abs(x), -1, keepdims=True) / 7
+        seen.append(x)
+        return jnp.round(x / step) * step
+
+    expected = weights.llama_logits(params, tokens, cache=by_hand)
+    np.testing.assert_allclose(jobs.logits(params, tokens, (16, 16, 4)), expected, rtol=1e-4, atol=1e-4)
+    assert float(jnp.max(jnp.abs(expected - exact))) > 1e-3 and {x.shape for x in seen} == {(2, 6, 2, 4)}
+
+
+def test_merging_tools_arithmetic_by_hand() -> None:
+    """Half-way on a quarter of a circle; of ten changes the largest two are kept, those of the sign that outweighs."""
+    a, b = {"w": jnp.array([2.0, 0.0])}, {"w": jnp.array([0.0, 2.0])}
+    np.testing.assert_allclose(measure_weights.spherical({}, a, b)["w"], [2**0.5, 2**0.5], rtol=1e-6)
+    np.testing.assert_allclose(measure_weights.spherical({}, a, a)["w"], a["w"])
+    base, first, second = np.ones(10), np.arange(10) / 10, np.zeros(10)
+    second[[9, 0]] = -0.5, 0.3
+    given = ({"w": jnp.asarray(x, jnp.float32)} for x in (base, base + first, base + second))
+    merged = measure_weights.task_vectors(*given)["w"] - 1
+    np.testing.assert_allclose(merged, [0.3, *[0.0] * 7, 0.8, 0.9], atol=1e-6)
+
+
+def test_what_is_measured_is_said(tmp_path: Path) -> None:
+    """A page and a figure of made-up cells, and what is missing."""
+    record = {"relevant_share": 0.5, "drift": {"rescale": 0.2, "norm_scale": 0.1}}
+    cells: dict[str, Any] = {
+        "count | orbits": {"parameters": 1000, "formula": 30, "gauges": {"rescale('up', 'down')": 30}},
+        "census | a hidden unit": {"parameters": 9, "dead": 1, "explained": 1, "unexplained": 0, "gap": [1e-16, 1e-5]},
+        "tune | nothing": {"losses": {"docstrings": 3.0, "code": 2.0}},
+        "tune | AdamW | code": {"losses": {"docstrings": 2.9, "code": 1.9},
+                                "records": [record | {"step": step} for step in (0, 5, 10)]},
+        "sample | released": {"mean": 7.0, "per_chain": [6.0, 8.0], "initial_loss": 3.0, "lowest_loss": 2.5,
+                              "at_minimum": False},
+    }
+    for method in measure_weights.MERGES:
+        for moved in ("as trained", "moved"):
+            cells[f"merge | {method} | {moved}"] = {"losses": {"docstrings": 2.5, "code": 1.5}}
+    text = measure_weights.section({"cells": cells, "machine": "none"})
+    assert "1,000 parameters 30 (3.00 %)" in text and "2.0e-01, rescale | 0.5000" in text
+    assert "no number above is a learning coefficient" in text and "sample | a random twin" in text
+    measure_weights.figure({"cells": cells}, tmp_path / "figure.png")
+    assert (tmp_path / "figure.png").stat().st_size > 1000
 
 
 @pytest.fixture(scope="module")

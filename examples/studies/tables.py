@@ -81,6 +81,7 @@ SECTIONS = [
     Section("released_weights", "Two released models, job by job"),
     Section("lora_weights", "LoRA on a released model: one rate for all ranks?"),
     Section("qwix_weights", "Qwix rounds a released model at points of one orbit"),
+    Section("measure_weights", "A released model, counted, fine-tuned and merged"),
     Section("probe", "One probe for two networks"),
     Section("packed", "Packed heads: training what a gauge leaves"),
     Section("rotational_walk", "Rotational equilibrium: a random walk", ("norm and rotation over the prediction",)),

@@ -21,7 +21,7 @@ from gauge_optax.binding import leaves_by_path, with_leaves
 from gauge_optax.discovery.axes import LeafAxes
 from gauge_optax.discovery.calls import Axes, Call
 from gauge_optax.discovery.cut import Unlike, Value, without_layers
-from gauge_optax.traced import traced_once
+from gauge_optax.discovery.trace import traced_once
 
 _KEPT = 3  # layers: a first one, a last one and one between them
 _NUMBERED = re.compile("([^0-9]*)([0-9]+)([^0-9]*)")

@@ -38,11 +38,10 @@ from gauge_optax.discovery.prove import Held, Prover
 from gauge_optax.discovery.shrink import LARGE, smaller
 from gauge_optax.discovery.sketch import Function, Gradients, Leaves, generic_point, squared_gradients
 from gauge_optax.discovery.stream import passed, rotation_call, stream_rotations
-from gauge_optax.discovery.trace import Trace, walk
+from gauge_optax.discovery.trace import Trace, traced_once, walk
 from gauge_optax.discovery.write import Unwritable, shift_call, write_shift_calls, written
 from gauge_optax.errors import binding_error
 from gauge_optax.gauges.gauge import Gauge
-from gauge_optax.traced import traced_once
 
 _POINTS = 5  # one alone can have dead units, whose null vectors are accidents
 _DRAWS = 5  # of a point, until the function is finite there

@@ -22,8 +22,8 @@ from jax.extend import core
 from gauge_optax.discovery.rules import SCATTERS, Axes, Value, is_elementwise
 from gauge_optax.discovery.sketch import Function, Leaves
 from gauge_optax.discovery.spaces import Axis, Spaces
-from gauge_optax.discovery.trace import PASSES, Trace, called_jaxpr, literal
-from gauge_optax.traced import loop_counts, traced_once
+from gauge_optax.discovery.trace import PASSES, Trace, called_jaxpr, literal, traced_once
+from gauge_optax.traced import loop_counts
 
 _MEANS = {"broadcast_in_dim", "reshape", "squeeze", "transpose", "convert_element_type", "copy", "neg"}
 
@@ -134,7 +134,7 @@ def _times(summed: tuple[int, int], shape: Sequence[int], left: Sequence[int], a
     return summed[0] * math.prod(shape[k] for k in axes), summed[1] * math.prod(left[k] for k in axes)
 
 
-# Operations ---------------------------------------------------------------------------------------------
+# A walk that evaluates ------------------------------------------------------------------------------------
 
 
 class _Evaluation:
@@ -180,15 +180,15 @@ class _Evaluation:
 
     def _checked(self, name: str, out: Short, aval: Any) -> Short:
         """The value, if its array has the entries that its axes say."""
-        if getattr(aval, "shape", None) is not None and jnp.shape(out.array) != self._shape(out.value.axes, aval.shape):
-            raise Refused(f"{name}: {jnp.shape(out.array)} in place of {self._shape(out.value.axes, aval.shape)}")
+        if getattr(aval, "shape", None) is not None and jnp.shape(out.array) != self.left(out.value.axes, aval.shape):
+            raise Refused(f"{name}: {jnp.shape(out.array)} in place of {self.left(out.value.axes, aval.shape)}")
         return out
 
-    def _shape(self, axes: Axes, shape: Sequence[int]) -> tuple[int, ...]:
+    def left(self, axes: Axes, shape: Sequence[int]) -> tuple[int, ...]:
         """The shape that is left."""
         return tuple(n if axis is None else len(self.kept(axis)) for axis, n in zip(axes, shape, strict=True))
 
-    def _aligned(self, x: Short, axes: Sequence[Axis]) -> Any:
+    def aligned(self, x: Short, axes: Sequence[Axis]) -> Any:
         """An array without the entries that others drop along axes of which it has no ids."""
         array = x.array
         for k, (own, axis) in enumerate(zip(x.value.axes, axes, strict=True)):
@@ -196,103 +196,22 @@ class _Evaluation:
                 array = jnp.take(jnp.asarray(array), self.kept(axis), k)
         return array
 
-    def _arrays(self, eqn: Any, ins: list[Short], outs: list[Axes]) -> Sequence[Any]:
-        """What an equation computes, on what is kept of its inputs."""
-        name, params = eqn.primitive.name, dict(eqn.params)
-        full = [tuple(getattr(v.aval, "shape", ())) for v in eqn.invars]
-        shape = self._shape(outs[0], eqn.outvars[0].aval.shape) if outs else ()
-        arrays: list[Any] = [x.array for x in ins]
-        if name in ("slice", "split"):
-            return self._parts(eqn, ins[0])
-        if name == "while" and any(self.kept.cuts(axis) for x in ins for axis in x.value.axes):
-            raise Refused("a loop with a condition")
-        if name == "broadcast_in_dim":
-            params["shape"] = shape
-        elif name == "reshape":
-            params["new_sizes"] = shape
-        elif name == "dot_general":
-            (left, right), (left_batch, right_batch) = params["dimension_numbers"]
-            pairs = [*zip(left, right, strict=True), *zip(left_batch, right_batch, strict=True)]
-            arrays = [self._aligned(x, self._paired(x, y, [pair[::way] for pair in pairs]))
-                      for x, y, way in ((ins[0], ins[1], 1), (ins[1], ins[0], -1))]
-        elif name == "conv_general_dilated":
-            numbers, groups = params["dimension_numbers"], params["feature_group_count"]
-            inner, columns = numbers.lhs_spec[1], numbers.rhs_spec[0]
-            if groups == 1:
-                arrays[0] = self._aligned(ins[0], self._paired(ins[0], ins[1], [(inner, numbers.rhs_spec[1])]))
-                arrays[1] = self._aligned(ins[1], self._paired(ins[1], ins[0], [(numbers.rhs_spec[1], inner)]))
-            elif full[1][columns] == groups:
-                params["feature_group_count"] = jnp.shape(arrays[1])[columns]
-        elif name == "gather":
-            table, index, sizes = ins[0].value.axes, ins[1], list(params["slice_sizes"])
-            numbers = params["dimension_numbers"]
-            for k, size in enumerate(sizes):
-                if size == full[0][k]:
-                    sizes[k] = jnp.shape(arrays[0])[k]
-                elif self.kept.cuts(table[k]) and (size > 1 or self._beyond(index, numbers, k, table[k])):
-                    raise Refused("constant rows of a table that are dropped")
-            params["slice_sizes"] = tuple(sizes)
-            batching = zip(numbers.start_indices_batching_dims, numbers.operand_batching_dims, strict=True)
-            arrays[1] = self._aligned(index, self._paired(index, ins[0], list(batching)))
-        elif name == "dynamic_slice":
-            for k, size in enumerate(params["slice_sizes"]):
-                if size < full[0][k] and size > 1 and self.kept.cuts(ins[0].value.axes[k]):
-                    raise Refused("a part of an axis")
-            params["slice_sizes"] = tuple(
-                n if size == length else size
-                for size, length, n in zip(params["slice_sizes"], full[0], jnp.shape(arrays[0]), strict=True))
-        elif name in ("dynamic_update_slice", *SCATTERS):
-            at = 1 if name == "dynamic_update_slice" else 2
-            if len(full[0]) == len(full[at]):
-                arrays[0], arrays[at] = (self._aligned(ins[k], outs[0]) for k in (0, at))
-        elif name == "concatenate":
-            others = [None if k == params["dimension"] else axis for k, axis in enumerate(outs[0])]
-            arrays = [self._aligned(x, others) for x in ins]
-        elif name == "stack":
-            arrays = [self._aligned(x, [a for k, a in enumerate(outs[0]) if k != params["axis"]]) for x in ins]
-        elif outs and is_elementwise(name):
-            arrays = [self._aligned(x, outs[0]) if s else x.array for x, s in zip(ins, full, strict=True)]
-        out = eqn.primitive.bind(*map(jnp.asarray, arrays), **params)
-        return out if eqn.primitive.multiple_results else [out]
-
-    def _paired(self, x: Short, other: Short, pairs: Sequence[tuple[int, int]]) -> Axes:
-        """For each axis of x, the axis of another value that it meets."""
+    def meeting(self, x: Short, other: Short, pairs: Sequence[tuple[int, int]]) -> Any:
+        """An array without what another value drops along the axes at which the two meet, each an axis of either."""
         axes: Axes = [None] * len(x.value.axes)
         for mine, its in pairs:
             axes[mine] = other.value.axes[its]
-        return axes
+        return self.aligned(x, axes)
 
-    def _beyond(self, index: Short, numbers: Any, axis: int, table: Any) -> bool:
-        """Whether a constant index takes rows that are dropped."""
-        if index.value.constant is None or axis not in numbers.start_index_map:
-            return False
-        rows = np.asarray(index.value.constant)[..., numbers.start_index_map.index(axis)]
-        return not np.isin(rows % len(table), self.kept(table)).all() or self.kept(table)[-1] >= len(self.kept(table))
-
-    def _parts(self, eqn: Any, x: Short) -> list[Any]:
-        """What is kept of the parts that a slice or split takes."""
-        params, full = eqn.params, eqn.invars[0].aval.shape
-        if eqn.primitive.name == "split":
-            ends, at = np.cumsum([0, *params["sizes"]]).tolist(), params["axis"]
-            wanted = [[range(a, b) if k == at else range(n) for k, n in enumerate(full)]
-                      for a, b in itertools.pairwise(ends)]
-        else:
-            strides = params["strides"] or [1] * len(full)
-            wanted = [list(map(range, params["start_indices"], params["limit_indices"], strides))]
-        parts = []
-        for ranges in wanted:
-            array = x.array
-            for k, (axis, taken) in enumerate(zip(x.value.axes, ranges, strict=True)):
-                if len(taken) == full[k]:
-                    continue
-                kept = np.arange(full[k]) if axis is None else self.kept(axis)
-                at = np.flatnonzero(np.isin(kept, taken))  # where entries of the part stand among those that are kept
-                step = int(at[1] - at[0]) if len(at) > 1 else 1
-                if not len(at) or (np.diff(at) != step).any():
-                    raise Refused("a part of an axis")
-                array = jax.lax.slice_in_dim(array, int(at[0]), int(at[-1]) + 1, step, k)
-            parts.append(array)
-        return parts
+    def _arrays(self, eqn: Any, ins: list[Short], outs: list[Axes]) -> Sequence[Any]:
+        """What an equation computes, on what is kept of its inputs."""
+        name = eqn.primitive.name
+        if name in _PARTS:
+            return _PARTS[name](self.kept, eqn, ins[0])
+        default = _elementwise if is_elementwise(name) else _unchanged
+        arrays, params = _SHORTER.get(name, default)(self, eqn, ins, outs)
+        out = eqn.primitive.bind(*map(jnp.asarray, arrays), **{**eqn.params, **params})
+        return out if eqn.primitive.multiple_results else [out]
 
     def _summed(self, eqn: Any, ins: list[Short]) -> tuple[int, int]:
         """Over how many entries the result is a sum, of all and of those that are kept."""
@@ -329,9 +248,9 @@ class _Evaluation:
         consts, carry, xs = ins[:first], ins[first : first + count], ins[first + count :]
         outs = self.trace.outputs(eqn, [x.value for x in ins])
         body = eqn.params["jaxpr"]
-        start = [self._aligned(x, value.axes) for x, value in zip(carry, outs, strict=False)]
+        start = [self.aligned(x, value.axes) for x, value in zip(carry, outs, strict=False)]
         lead = self.trace.spaces.unify(*(x.value.axes[0] for x in xs))
-        slices = [self._aligned(x, [lead, *x.value.axes[1:]]) for x in xs]
+        slices = [self.aligned(x, [lead, *x.value.axes[1:]]) for x in xs]
         inner = [value._replace(axes=value.axes[1:]) for value in outs[count:]]
 
         def step(arrays: Any, slices: Any) -> Any:
@@ -339,7 +258,7 @@ class _Evaluation:
             taken = [Short(x.value._replace(axes=x.value.axes[1:], constant=None), y)
                      for x, y in zip(xs, slices, strict=True)]
             found = self.run(body.jaxpr, body.consts, [*consts, *before, *taken])
-            ends = [self._aligned(x, value.axes) for x, value in zip(found, [*outs[:count], *inner], strict=True)]
+            ends = [self.aligned(x, value.axes) for x, value in zip(found, [*outs[:count], *inner], strict=True)]
             return ends[:count], ends[count:]
 
         length = eqn.params["length"] if lead is None else len(self.kept(lead))
@@ -355,10 +274,147 @@ class _Evaluation:
             def run(*arrays: Any) -> Any:
                 found = self.run(branch.jaxpr, branch.consts, [x._replace(array=y) for x, y in zip(
                     ins[1:], arrays, strict=True)])
-                return [self._aligned(x, value.axes) for x, value in zip(found, outs, strict=True)]
+                return [self.aligned(x, value.axes) for x, value in zip(found, outs, strict=True)]
 
             return run
 
         found = jax.lax.switch(ins[0].array, list(map(of, eqn.params["branches"])), *(x.array for x in ins[1:]))
         return [self._checked("cond", Short(value, x), variable.aval)
                 for value, x, variable in zip(outs, found, eqn.outvars, strict=True)]
+
+
+# Operations that name lengths, or whose operands meet along other axes than the results' ------------------
+
+Operands = tuple[Sequence[Any], dict[str, Any]]
+"""An operation's operands without what is dropped, and those of its parameters that change."""
+Rule = Callable[["_Evaluation", Any, list[Short], list[Axes]], Operands]
+_SHORTER: dict[str, Rule] = {}
+
+
+def _operation(*names: str) -> Callable[[Rule], Rule]:
+    def register(function: Rule) -> Rule:
+        _SHORTER.update(dict.fromkeys(names, function))
+        return function
+
+    return register
+
+
+def _unchanged(run: _Evaluation, eqn: Any, ins: list[Short], outs: list[Axes]) -> Operands:
+    """Whether the results have the entries that they should is seen from their shapes."""
+    return [x.array for x in ins], {}
+
+
+def _elementwise(run: _Evaluation, eqn: Any, ins: list[Short], outs: list[Axes]) -> Operands:
+    return [run.aligned(x, outs[0]) if x.value.axes else x.array for x in ins], {}
+
+
+@_operation("while")
+def _while(run: _Evaluation, eqn: Any, ins: list[Short], outs: list[Axes]) -> Operands:
+    if any(run.kept.cuts(axis) for x in ins for axis in x.value.axes):
+        raise Refused("a loop with a condition")
+    return _unchanged(run, eqn, ins, outs)
+
+
+@_operation("broadcast_in_dim", "reshape")
+def _shaped(run: _Evaluation, eqn: Any, ins: list[Short], outs: list[Axes]) -> Operands:
+    name = "shape" if "shape" in eqn.params else "new_sizes"
+    return [x.array for x in ins], {name: run.left(outs[0], eqn.outvars[0].aval.shape)}
+
+
+@_operation("dot_general")
+def _dot(run: _Evaluation, eqn: Any, ins: list[Short], outs: list[Axes]) -> Operands:
+    (left, right), (left_batch, right_batch) = eqn.params["dimension_numbers"]
+    pairs = [*zip(left, right, strict=True), *zip(left_batch, right_batch, strict=True)]
+    return [run.meeting(ins[0], ins[1], pairs), run.meeting(ins[1], ins[0], [pair[::-1] for pair in pairs])], {}
+
+
+@_operation("conv_general_dilated")
+def _convolution(run: _Evaluation, eqn: Any, ins: list[Short], outs: list[Axes]) -> Operands:
+    numbers, groups = eqn.params["dimension_numbers"], eqn.params["feature_group_count"]
+    if groups == 1:
+        pair = numbers.lhs_spec[1], numbers.rhs_spec[1]
+        return [run.meeting(ins[0], ins[1], [pair]), run.meeting(ins[1], ins[0], [pair[::-1]])], {}
+    columns, arrays = numbers.rhs_spec[0], [x.array for x in ins]
+    depthwise = eqn.invars[1].aval.shape[columns] == groups
+    return arrays, {"feature_group_count": jnp.shape(arrays[1])[columns]} if depthwise else {}
+
+
+@_operation("gather")
+def _gather(run: _Evaluation, eqn: Any, ins: list[Short], outs: list[Axes]) -> Operands:
+    numbers, (table, index) = eqn.params["dimension_numbers"], ins
+    sizes = []
+    for k, (size, length) in enumerate(zip(eqn.params["slice_sizes"], eqn.invars[0].aval.shape, strict=True)):
+        sizes.append(jnp.shape(table.array)[k] if size == length else size)
+        if size < length and (axis := table.value.axes[k]) is not None and run.kept.cuts(axis):
+            # Rows that are computed, such as tokens, are within the shorter table. Of constant rows, all have to be
+            # there, in their places.
+            rows, left = index.value.constant, len(run.kept(axis))
+            there = rows is None or (run.kept(axis)[-1] < left and np.all((rows >= 0) & (rows < left)))
+            if size > 1 or not there:
+                raise Refused("rows of a table that are dropped")
+    batching = list(zip(numbers.start_indices_batching_dims, numbers.operand_batching_dims, strict=True))
+    return [table.array, run.meeting(index, table, batching)], {"slice_sizes": tuple(sizes)}
+
+
+@_operation("dynamic_slice")
+def _dynamic_slice(run: _Evaluation, eqn: Any, ins: list[Short], outs: list[Axes]) -> Operands:
+    found, lengths = list(eqn.params["slice_sizes"]), eqn.invars[0].aval.shape
+    for k, (size, axis) in enumerate(zip(found, ins[0].value.axes, strict=True)):
+        if size == lengths[k]:
+            found[k] = jnp.shape(ins[0].array)[k]
+        elif size > 1 and run.kept.cuts(axis):
+            raise Refused("a part of an axis")
+    return [x.array for x in ins], {"slice_sizes": tuple(found)}
+
+
+@_operation("dynamic_update_slice", *SCATTERS)
+def _update(run: _Evaluation, eqn: Any, ins: list[Short], outs: list[Axes]) -> Operands:
+    arrays, at = [x.array for x in ins], 1 if eqn.primitive.name == "dynamic_update_slice" else 2
+    if len(ins[0].value.axes) == len(ins[at].value.axes):
+        arrays[0], arrays[at] = (run.aligned(ins[k], outs[0]) for k in (0, at))
+    return arrays, {}
+
+
+@_operation("concatenate")
+def _concatenate(run: _Evaluation, eqn: Any, ins: list[Short], outs: list[Axes]) -> Operands:
+    others = [None if k == eqn.params["dimension"] else axis for k, axis in enumerate(outs[0])]
+    return [run.aligned(x, others) for x in ins], {}
+
+
+@_operation("stack")
+def _stack(run: _Evaluation, eqn: Any, ins: list[Short], outs: list[Axes]) -> Operands:
+    return [run.aligned(x, [axis for k, axis in enumerate(outs[0]) if k != eqn.params["axis"]]) for x in ins], {}
+
+
+# Parts of axes --------------------------------------------------------------------------------------------
+
+
+def _slice(kept: _Kept, eqn: Any, x: Short) -> list[Any]:
+    params, full = eqn.params, eqn.invars[0].aval.shape
+    strides = params["strides"] or [1] * len(full)
+    return [_part(kept, x, full, list(map(range, params["start_indices"], params["limit_indices"], strides)))]
+
+
+def _split(kept: _Kept, eqn: Any, x: Short) -> list[Any]:
+    full, ends = eqn.invars[0].aval.shape, np.cumsum([0, *eqn.params["sizes"]]).tolist()
+    taken = [[range(*part) if k == eqn.params["axis"] else range(n) for k, n in enumerate(full)]
+             for part in itertools.pairwise(ends)]
+    return [_part(kept, x, full, ranges) for ranges in taken]
+
+
+_PARTS = {"slice": _slice, "split": _split}
+
+
+def _part(kept: _Kept, x: Short, full: Sequence[int], ranges: Sequence[range]) -> Any:
+    """What is kept of some entries of every axis."""
+    array = x.array
+    for k, (axis, taken) in enumerate(zip(x.value.axes, ranges, strict=True)):
+        if len(taken) == full[k]:
+            continue
+        entries = np.arange(full[k]) if axis is None else kept(axis)
+        at = np.flatnonzero(np.isin(entries, taken))  # where the part stands among the entries that are kept
+        step = int(at[1] - at[0]) if len(at) > 1 else 1
+        if not len(at) or (np.diff(at) != step).any():
+            raise Refused("a part of an axis")
+        array = jax.lax.slice_in_dim(array, int(at[0]), int(at[-1]) + 1, step, k)
+    return array

@@ -6,8 +6,9 @@ control flow is below.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -181,6 +182,40 @@ def walk(closed: core.ClosedJaxpr, paths: Sequence[str]) -> Trace:
                 trace.returned += [axis] if axis is not None else []
         spaces.close()
     return trace
+
+
+def traced_once(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of trees of arrays, traced once for all arguments of the same shapes.
+
+    Tracing a module takes up to seconds, and every `jit`, `grad` and `vmap` of a function traces it again.
+
+    Args:
+      fn: a pure function.
+
+    Returns:
+      The function, as its equations say it. `inspect.unwrap` gives fn itself.
+
+    >>> from gauge_optax.discovery.trace import traced_once
+    >>> calls = []
+    >>> twice = traced_once(lambda x: calls.append("traced") or 2.0 * x)
+    >>> float(jax.jit(twice)(jnp.ones(()))), float(jax.grad(twice)(jnp.ones(()))), calls
+    (2.0, 2.0, ['traced'])
+    """
+    programs = dict[Any, tuple[core.ClosedJaxpr, Any]]()
+
+    @functools.wraps(fn)
+    def function(*args: Any) -> Any:
+        flat, structure = jax.tree.flatten(args)
+        shapes = tuple((jnp.shape(x), jnp.result_type(x)) for x in flat)
+        called_on = (structure, shapes, jax.config.read("jax_enable_x64"))
+        if called_on not in programs:
+            given = jax.tree.unflatten(structure, [jax.ShapeDtypeStruct(*shape) for shape in shapes])
+            closed, out = jax.make_jaxpr(fn, return_shape=True)(*given)
+            programs[called_on] = closed, jax.tree.structure(out)
+        closed, outputs = programs[called_on]
+        return jax.tree.unflatten(outputs, core.jaxpr_as_fun(closed)(*flat))
+
+    return function
 
 
 def called_jaxpr(eqn: Any) -> tuple[core.Jaxpr, Sequence[Any]] | None:

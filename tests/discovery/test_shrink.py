@@ -128,6 +128,25 @@ def test_a_gauge_of_the_small_instance_alone_is_rejected(searched: list[Small | 
     assert not report.gauges and "rescale of up, down: moves the outputs by" in report.rejected[-1]
 
 
+@pytest.mark.parametrize("change, kept", [(5e-12, True), (2e-11, False)])
+def test_roundoff_at_full_size_is_no_refutation(
+    change: float, kept: bool, searched: list[Small | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sums are longer there than in the small instance, where a gauge has to hold to 1e-12."""
+    changes = reports.Prover.changes
+
+    def at_size(self: Any, calls: Any, *args: Any) -> list[float]:
+        return [change] * len(calls) if self._large else changes(self, calls, *args)
+
+    monkeypatch.setattr(reports.Prover, "changes", at_size)
+    rng = np.random.default_rng(0)
+    params = {"up": rng.normal(size=(48, 64)), "down": rng.normal(size=(64, 48))}
+    report = go.discover(lambda p, x: jax.nn.relu(x @ p["up"]) @ p["down"], params,
+                         list(rng.normal(size=(2, 7, 48))), outputs="loss", progress=False)
+    assert searched[0] is not None and [gauge.name for gauge in report.gauges] == ["rescale"] * kept
+    assert kept or "moves the outputs by 2.0e-11" in report.rejected[-1]
+
+
 def test_squared_gradients_are_those_of_whole_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leaf by leaf as all at once; a gradient that is not finite counts as zero."""
     net = FORMS["unrolled"](lm.llama_config(**SIZES, kv_heads=8))

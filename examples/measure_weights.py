@@ -41,8 +41,8 @@ OPTIMIZERS: dict[str, Callable[[optax.Schedule], optax.GradientTransformation]] 
 }
 STEPS, RATE, WINDOWS, EVERY = 60, 3e-5, 2, 5  # of a fine-tuning; windows of a step; steps between records
 MERGED = [("AdamW", text) for text in TEXTS]
-CHAIN = {"n_beta": 250.0, "lr": 1e-7, "localization": 100.0, "num_chains": 2, "num_draws": 10, "num_burnin_steps": 10}
-READ = 16  # windows that a chain draws from
+CHAIN = {"n_beta": 250.0, "lr": 1e-6, "localization": 100.0, "num_chains": 2, "num_draws": 20, "num_burnin_steps": 20}
+READ = 4  # windows that a chain reads, at once: the loss of single ones is too noisy for a short chain
 
 
 # Text and losses ----------------------------------------------------------------------------------
@@ -176,12 +176,17 @@ def coefficient(at: str) -> dict[str, Any]:
     """The invariant learning coefficient on docstrings of the last two layers, while all other weights are held."""
     params = weights_of(at)
     first, last = (jax.tree.map(lambda x, part=part: x[part], params["blocks"]) for part in (np.s_[:-2], np.s_[-2:]))
+    table, final = params["embed"]["embedding"], params["final_norm"]["scale"]
+    before = jax.jit(weights.llama_blocks)
 
-    def of_last(last: Params, tokens: jax.Array) -> jax.Array:
-        blocks = jax.tree.map(lambda x, y: jnp.concatenate([x, y]), first, last["blocks"])
-        return loss(params | {"blocks": blocks}, tokens)
+    def of_last(last: Params, batch: tuple[jax.Array, jax.Array]) -> jax.Array:
+        x, tokens = batch
+        out = weights.rms_norm(weights.llama_blocks(last["blocks"], x), final) @ table.T
+        return optax.softmax_cross_entropy_with_integer_labels(out, tokens).mean()
 
-    batches = [jnp.asarray(row[None, :65]) for row in text("docstrings", False)[:READ]]
+    rows = jnp.asarray(text("docstrings", False)[:READ, :65])
+    batches = [(before(first, table[rows[:, :-1]]), rows[:, 1:])]
+    del params, first
     key = jax.random.key(0)
     found = go.measure.llc(of_last, {"blocks": last}, batches, key, GAUGES, **CHAIN)  # type: ignore[arg-type]
     return {"mean": float(found.mean), "per_chain": found.per_chain, "initial_loss": float(found.initial_loss),

@@ -143,6 +143,12 @@ def llama_stream(params: Params, tokens: jax.Array, product: Product = plain, ca
       product: multiplies by the kernels of blocks.
       cache: how keys, which positions have turned, and values are stored.
     """
+    x = llama_blocks(params["blocks"], params["embed"]["embedding"][tokens], product, cache)
+    return rms_norm(x, params["final_norm"]["scale"])
+
+
+def llama_blocks(blocks: Params, x: jax.Array, product: Product = plain, cache: Cache = lambda x: x) -> jax.Array:
+    """The stream (batch, time, d) behind stacked blocks; see `llama_stream`."""
 
     def block(x: jax.Array, p: Params) -> tuple[jax.Array, None]:
         attn, mlp = p["attn"], p["mlp"]
@@ -154,8 +160,7 @@ def llama_stream(params: Params, tokens: jax.Array, product: Product = plain, ca
         gate, up = (product("btd,df->btf", h, mlp[name]["kernel"]) for name in ("gate", "up"))
         return x + product("btf,fd->btd", jax.nn.silu(gate) * up, mlp["down"]["kernel"]), None
 
-    x, _ = jax.lax.scan(block, params["embed"]["embedding"][tokens], params["blocks"])
-    return rms_norm(x, params["final_norm"]["scale"])
+    return jax.lax.scan(block, x, blocks)[0]
 
 
 def attention(

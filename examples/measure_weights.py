@@ -91,7 +91,7 @@ def counted() -> dict[str, Any]:
         layers=layers, d_model=d, heads=heads, d_head=size, d_ff=params["blocks"]["mlp"]["up"]["kernel"].shape[-1],
         vocab=vocab, kv_heads=kv, norm="rmsnorm", bias=False, rope=True, mlp="swiglu", tied=True)
     return {"parameters": formula.parameters, "formula": formula.total, "paper": formula.paper,
-            "gauges": {gauge._description: go.measure.redundancy(gauge, params) for gauge in WHOLE}}
+            "gauges": {f"{n}. {gauge.name}": go.measure.redundancy(gauge, params) for n, gauge in enumerate(WHOLE, 1)}}
 
 
 PARTS: dict[str, tuple[Mapping[str, tuple[str, Any]], go.Gauge]] = {

@@ -7,7 +7,7 @@ it never makes a false gauge. Control flow is in `trace`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -43,14 +43,23 @@ Rule = Callable[["Trace", Any, list[Value]], list[Axes]]
 RULES: dict[str, Rule] = {}
 
 
-def rule(*names: str) -> Callable[[Rule], Rule]:
-    """Registers a rule for primitives."""
+_Function = TypeVar("_Function")
 
-    def register(function: Rule) -> Rule:
-        RULES.update(dict.fromkeys(names, function))
-        return function
 
-    return register
+def registering(registry: dict[str, _Function]) -> Callable[..., Callable[[_Function], _Function]]:
+    """A decorator of functions, which takes the names of the primitives that they are registered for."""
+
+    def rule(*names: str) -> Callable[[_Function], _Function]:
+        def register(function: _Function) -> _Function:
+            registry.update(dict.fromkeys(names, function))
+            return function
+
+        return register
+
+    return rule
+
+
+rule = registering(RULES)
 
 
 def shapes(atoms: Sequence[Any]) -> list[tuple[int, ...]]:

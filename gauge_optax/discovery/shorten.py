@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from gauge_optax.discovery.rules import SCATTERS, Axes, Value, is_elementwise
+from gauge_optax.discovery.rules import SCATTERS, Axes, Value, is_elementwise, registering
 from gauge_optax.discovery.sketch import Function, Leaves
 from gauge_optax.discovery.spaces import Axis, Spaces
 from gauge_optax.discovery.trace import PASSES, Trace, called_jaxpr, literal, traced_once
@@ -158,7 +158,10 @@ class _Evaluation:
     def _equation(self, eqn: Any, ins: list[Short]) -> list[Short]:
         name = eqn.primitive.name
         if name in ("scan", "cond"):
-            return (self._scan if name == "scan" else self._cond)(eqn, ins)
+            try:
+                return (self._scan if name == "scan" else self._cond)(eqn, ins)
+            except (TypeError, ValueError, IndexError) as error:
+                raise Refused(f"{name}: {error}") from error
         if inlined := called_jaxpr(eqn):
             return self.run(*inlined, ins[len(ins) - len(inlined[0].invars) :])
         found = self.trace.outputs(eqn, [x.value for x in ins])
@@ -289,14 +292,7 @@ Operands = tuple[Sequence[Any], dict[str, Any]]
 """An operation's operands without what is dropped, and those of its parameters that change."""
 Rule = Callable[["_Evaluation", Any, list[Short], list[Axes]], Operands]
 _SHORTER: dict[str, Rule] = {}
-
-
-def _operation(*names: str) -> Callable[[Rule], Rule]:
-    def register(function: Rule) -> Rule:
-        _SHORTER.update(dict.fromkeys(names, function))
-        return function
-
-    return register
+_operation = registering(_SHORTER)
 
 
 def _unchanged(run: _Evaluation, eqn: Any, ins: list[Short], outs: list[Axes]) -> Operands:

@@ -107,11 +107,6 @@ def smaller(fn: Function, trace: Trace, leaves: Leaves, batches: Sequence[Any]) 
             raise ValueError("outputs of other ranks")
         return Small(on_few, small, short, {one.unit: one.group.unit for one in chosen})
 
-    def called() -> Small:
-        """The function itself, on leaves of which every chosen component keeps its first entries."""
-        chosen = _chosen(_groups(trace, atoms), atoms, of_batches)
-        return instance(fn, _cut(leaves, atoms, chosen), chosen)
-
     def evaluated() -> Small:
         """The operations that the function is traced to, without some indices of their axes."""
         chosen: list[_Short] = []
@@ -135,9 +130,11 @@ def smaller(fn: Function, trace: Trace, leaves: Leaves, batches: Sequence[Any]) 
         function, small = shorter(fn, leaves, batches[0], dropped)
         return instance(function, small, chosen)
 
+    chosen = _chosen(_groups(trace, atoms), atoms, of_batches)
+    first = _cut(leaves, atoms, chosen)  # every chosen component keeps its first entries
     best = None
     try:
-        best = called()
+        best = instance(fn, first, chosen)
     except Exception:  # whatever the user's code raises about a shape
         with contextlib.suppress(Refused):
             best = evaluated()

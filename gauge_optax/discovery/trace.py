@@ -142,6 +142,7 @@ class Trace:
         return (writers if linear else frozenset(), vectors if linear or product else frozenset())
 
     def outputs(self, eqn: Any, ins: list[Value]) -> list[Value]:
+        """The results of an equation."""
         name = eqn.primitive.name
         if name in _CONTROL:
             return _CONTROL[name](self, eqn, ins)

@@ -110,6 +110,23 @@ def test_outputs_are_those_of_a_call_on_shorter_axes(name: str) -> None:
             np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("error", [TypeError, ValueError])
+def test_an_error_within_a_loop_is_a_refusal(error: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole tree is searched where JAX cannot take the shorter loop."""
+
+    def failing(*args: Any, **options: Any) -> Any:
+        raise error("carry")
+
+    def fn(p: Any, tokens: Any) -> jax.Array:
+        return BLOCKS["loop"](p, p["embed"][tokens])
+
+    with jax.enable_x64(True):
+        function, small = short_of(fn, drawn(embed=(ROWS, D), square=(D, D)), {"embed": (1, 5)})
+        monkeypatch.setattr("gauge_optax.discovery.shorten._Evaluation._scan", failing)
+        with pytest.raises(Refused, match="scan: carry"):
+            function(small, batch())
+
+
 REFUSED: dict[str, Callable[[Any, jax.Array], jax.Array]] = {
     "sort": lambda p, x: jnp.sort(x, -1),
     "loop with a condition": lambda p, x: jax.lax.while_loop(lambda x: jnp.sum(x) < 1, lambda x: x + p["scale"], x),
@@ -135,10 +152,13 @@ def test_a_transformer_gives_the_same_logits(form: str, monkeypatch: pytest.Monk
     instances = []
 
     def recorded(fn: Any, trace: Any, leaves: Any, batches: Any) -> Any:
-        with monkeypatch.context() as patch:  # the function refuses every smaller tree
-            patch.setattr(shrink, "_cut", lambda *args: (_ for _ in ()).throw(TypeError))
-            small = shrink.smaller(fn, trace, leaves, batches)
-        assert small is not None and small.fn is not fn
+        def refusing(given: Any, batch: Any) -> Any:
+            if jax.tree.map(jnp.shape, dict(given)) != jax.tree.map(jnp.shape, dict(leaves)):
+                raise TypeError
+            return fn(given, batch)
+
+        small = shrink.smaller(refusing, trace, leaves, batches)
+        assert small is not None and small.fn is not refusing
         for given in small.batches:
             for x, y in zip(small.fn(small.leaves, given), fn(small.leaves, given), strict=True):
                 np.testing.assert_allclose(x, y, rtol=1e-11, atol=1e-11)

@@ -12,6 +12,7 @@ optimizer's best point of the first, and a stage without a budget runs that poin
 """
 
 import argparse
+import functools
 import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,7 +24,8 @@ import optax
 
 import gauge_optax as go
 from benchmarks.track3 import optimizers as of
-from benchmarks.track3.arms import PLAIN, Arm, Gauges
+from benchmarks.track3 import recent
+from benchmarks.track3.arms import PLAIN, Arm, Gauges, Start
 from benchmarks.track3.optimizers import NEURONS, TOKENS, Link, Rate
 from benchmarks.track3.runs import Task
 from examples import data
@@ -83,12 +85,29 @@ class Tuned(NamedTuple):
         return first, second, DECAYS[point[2]]
 
 
+def _recent(
+    make: Callable[[Rate, jax.Array], Link], rates: tuple[float, float], start: Start = lambda params, name: params
+) -> Tuned:
+    return Tuned(Arm(lambda rate, decay, gauges: make(rate, decay), math.nan, start=start, kinds=2), rates, 2)
+
+
 ARMS: Mapping[str, Tuned] = {
     "Muon": Tuned(Arm(_muon, math.nan, kinds=2), (0.02, 0.02), 2),
     "max_norm_muon": Tuned(Arm(_max_norm_muon, math.nan, kinds=2), (0.02, 0.01), 0),
     "AdamW": Tuned(Arm(_adamw, math.nan, kinds=2), (4e-3, 4e-3), 2),
+    "Muown": _recent(recent.muown, (6e-3, 0.02)),
+    "NorMuon": _recent(recent.normuon, (0.02, 0.02)),
+    "MuonH": _recent(recent.muonh, (0.02, 0.02), recent.its_start),
+    "NorMuonH": _recent(functools.partial(recent.muonh, neurons=True), (0.02, 0.02), recent.its_start),
+    "Aurora": _recent(recent.aurora, (0.02, 0.02)),
+    "Scion": _recent(recent.scion, (0.02, 0.04)),
+    "symmetry-compatible": _recent(recent.symmetric, (0.02, 0.02)),
+    "Muon, EMA-Nesterov": Tuned(Arm(recent.ahead(_muon), math.nan, kinds=2), (0.0141, 0.0283), 2),
+    "Muon, tail average": Tuned(Arm(recent.averaged(_muon), math.nan, kinds=2), (0.0141, 0.0283), 2),
+    "max_norm_muon, tail average": Tuned(Arm(recent.averaged(_max_norm_muon), math.nan, kinds=2), (0.02, 0.02), 0),
 }
-"""AdamW and Optax's Muon with b2 = 0.95 of Adam, and decay on every leaf; `max_norm_muon` decays matrices."""
+"""AdamW and Optax's Muon with b2 = 0.95 of Adam, and decay on every leaf; `max_norm_muon` decays matrices, MuonH and
+NorMuonH all leaves but matrices. The last three begin where the search of the optimizer that they wrap ended."""
 
 
 # Problems and stages ------------------------------------------------------------------------------------
@@ -134,11 +153,15 @@ class Stage(NamedTuple):
 
 
 BOTH = ("Muon", "max_norm_muon")
+RECENT = ("Muown", "MuonH", "NorMuon", "NorMuonH", "Aurora", "symmetry-compatible", "Muon, EMA-Nesterov", "Scion")
 STAGES = (
     Stage(FIRST, "lecun", BOTH), Stage(FIRST, "lecun", ("AdamW",)),
     Stage("another net and text", "lecun", (*BOTH, "AdamW"), budget=0),
     *(Stage(FIRST, start, (*BOTH, "AdamW")) for start in STARTS[1:]),
-    *(Stage(problem, "lecun", BOTH) for problem in ("4,000 steps", "width 256", "depth 8")),
+    *(Stage(problem, "lecun", BOTH) for problem in ("4,000 steps", "width 256")),
+    *(Stage(FIRST, "lecun", (arm,)) for arm in RECENT),
+    Stage(FIRST, "lecun", ("Muon, tail average", "max_norm_muon, tail average"), budget=0),
+    Stage("depth 8", "lecun", BOTH),
     *(Stage(problem, "lecun", ("AdamW",)) for problem in ("4,000 steps", "width 256", "depth 8")),
 )
 
@@ -217,7 +240,7 @@ class Found(NamedTuple):
 def found(result: Result, stage: Stage, arm: str) -> Found:
     """Replays a search on what is done."""
     origin = (0, 0, ARMS[arm].decay)
-    first = Stage(FIRST, STARTS[0], (arm,))
+    first = next(other for other in STAGES if arm in other.arms)._replace(arms=(arm,))
     if stage._replace(arms=(arm,)) != first:
         known = found(result, first, arm)
         if known.point is None:

@@ -38,6 +38,7 @@ PATTERNS: dict[str, str] = {
     "test_models.py*": "studies",
     "test_notebooks.py*": "studies",
     "test_readme.py*": "studies",
+    "test_recent_optimizers.py*": "studies",
     "test_released_weights.py*": "studies",
     "test_results_page.py*": "studies",
     "test_rotational_examples.py*": "studies",

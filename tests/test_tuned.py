@@ -102,7 +102,7 @@ def test_pages_say_what_the_finished_stages_show() -> None:
     other = "another net and text"
     for problem, start in (*((tuned.FIRST, start) for start in STARTS), (other, "lecun")):
         final = {arm: tuned.found(result, tuned.Stage(problem, start, (arm,), budget=tuned.BUDGET * (problem != other)),
-                                  arm).final for arm in tuned.ARMS}
+                                  arm).final for arm in (*tuned.BOTH, "AdamW")}
         ends = {arm: tuned.mean_and_error(list(losses.values())) for arm, losses in final.items()}
         gap, error = tuned.mean_and_error([final["max_norm_muon"][x] - final["Muon"][x] for x in tuned.SEEDS])
         assert gap < -3 * error, "by three standard errors"

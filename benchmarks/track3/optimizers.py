@@ -326,11 +326,12 @@ def as_matrices(inner: Link) -> Link:
     return optax.GradientTransformation(lambda params: inner.init(flat(params)), update)
 
 
-def symmetric(rate: Rate, decay: jax.Array) -> Link:
+def symmetric(rate: Rate, decay: jax.Array, others: Rate | None = None) -> Link:
     """Rules that commute with each leaf's symmetry: Muon in attention, and orders of units and of tokens elsewhere.
 
     Gate and up are orthogonalised and their units made alike, down likewise along its inputs; rows of the embedding and
-    columns of the head, which are tokens, step by their momentum over its root mean square. Vectors get AdamW.
+    columns of the head, which are tokens, step by their momentum over its root mean square. Vectors get AdamW. Tokens
+    and vectors step by `others`, by default at a share of the rate.
 
     Reference: Lau and Su 2026, arXiv 2605.18106. Their variants are many; this is the one with a rule per leaf.
     """
@@ -342,7 +343,7 @@ def symmetric(rate: Rate, decay: jax.Array) -> Link:
     def of_tokens(path: str) -> int | None:
         return {"embedding": 0, "kernel": 1}.get(path.split("/")[-1])
 
-    share = lambda n: ADAM_SHARE * rate(n)  # noqa: E731
+    share = others or (lambda n: ADAM_SHARE * rate(n))
     # A unit's update of root mean square 1 is √inputs as long as that of an orthogonal matrix.
     evened = optax.chain(rows_alike(of_units), by_path(_as_long_as_orthogonal))
     matrices = optax.chain(

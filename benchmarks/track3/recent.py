@@ -1,0 +1,270 @@
+"""Optimizers of 2025 and 2026 for the tuned comparison, written from their papers' and public pages' descriptions.
+
+A schedule returns two rates, of matrices and of all other leaves, as in `benchmarks.tuned`. `optimizers.py` has the
+optimizers of the older comparison, whose schedule returns one.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import gauge_optax as go
+from benchmarks.track3 import optimizers as of
+from benchmarks.track3.optimizers import Link, Rate, Tree
+from gauge_optax import linalg
+
+
+def other_leaves(matrices: Link, rate: Rate, decay: jax.Array) -> Link:
+    """One optimizer for matrices, and AdamW at the second rate for all other leaves."""
+    return of.split(matrices, of.adamw(lambda n: rate(n)[1], decay))
+
+
+def _stepped(links: list[Link], rate: Rate, decay: jax.Array) -> Link:
+    return optax.chain(*links, optax.add_decayed_weights(decay), optax.scale_by_learning_rate(lambda n: rate(n)[0]))
+
+
+def normuon(rate: Rate, decay: jax.Array) -> Link:
+    """Muon, each neuron's update over its own running size. Reference: Li et al. 2025, arXiv 2510.05491."""
+    return other_leaves(_stepped([of.momentum(), of.orthogonalised(), of.neurons_alike()], rate, decay), rate, decay)
+
+
+def muonh(rate: Rate, decay: jax.Array, neurons: bool = False) -> Link:
+    """Muon on spheres of the kernels' Frobenius norms. With `neurons`, neurons are made alike before (NorMuonH).
+
+    Reference: Wen et al. 2026, arXiv 2606.16899; `its_start` has the initial kernels of their public runs.
+    """
+    links = [of.momentum(), of.orthogonalised(), *([of.neurons_alike()] if neurons else [])]
+    first = lambda n: rate(n)[0]  # noqa: E731
+    links += [optax.scale_by_learning_rate(first), go.norms.hyperball(of.MATRICES, learning_rate=first)]
+    return other_leaves(optax.chain(*links), rate, decay)
+
+
+def its_start(params: Tree, start: str) -> Tree:
+    """Kernels as MuonH's public runs draw them: attention's output times 1.25, an MLP's first layer 1.5, its last 3.
+
+    They multiply PyTorch's default, whose standard deviation is 1/√(3·inputs); the last layer's factor is their 3 over
+    that default. Other starts stay as they are.
+    """
+    if start != "lecun":
+        return params
+    factors = {"attn/out": 1.25, "mlp/up": 1.5, "mlp/gate": 1.5, "mlp/down": 3.0}
+
+    def one(path: Any, x: jax.Array) -> jax.Array:
+        if not of.is_matrix(path):
+            return x
+        name = "/".join(of.joined(path).split("/")[2:4])
+        return x * factors.get(name, 1.0) / 3**0.5
+
+    return jax.tree_util.tree_map_with_path(one, params)
+
+
+def symmetric(rate: Rate, decay: jax.Array) -> Link:
+    """`of.symmetric` with the second rate for tokens and vectors."""
+    return of.symmetric(lambda n: rate(n)[0], decay, lambda n: rate(n)[1])
+
+
+# Muown ------------------------------------------------------------------------------------------------
+
+
+class MuownState(NamedTuple):
+    """The factors of every kernel, inputs × outputs, and their moments."""
+
+    gain: Tree
+    direction: Tree
+    momentum: Tree
+    adam: optax.OptState
+
+
+def muown(rate: Rate, decay: jax.Array, beta: float = of.MOMENTUM) -> Link:
+    """Each neuron's weights are a gain times a direction over its norm: Adam steps gains, Muon steps directions.
+
+    The directions' norms grow as they step, so that they turn by less and less; a step is 0.2·√max(inputs, outputs)
+    times the polar factor. Gains step by the second rate, and the decay shrinks them.
+
+    Reference: Lion et al. 2026, arXiv 2605.10797. Their later runs also set the norms of directions by a schedule,
+    which this leaves out.
+    """
+    adam = optax.chain(
+        optax.scale_by_adam(b1=0.9, b2=0.95), optax.add_decayed_weights(decay),
+        optax.scale_by_learning_rate(lambda n: rate(n)[1]),
+    )
+    step = optax.chain(of.by_path(lambda path, x: linalg.polar(x) * 0.2 * max(x.shape) ** 0.5),
+                       optax.scale_by_learning_rate(lambda n: rate(n)[0]))
+
+    def init(params: Tree) -> tuple[MuownState, optax.OptState]:
+        gain = jax.tree.map(_norms, params)
+        return MuownState(gain, params, jax.tree.map(jnp.zeros_like, params), adam.init(gain)), step.init(params)
+
+    def update(updates: Tree, state: tuple[MuownState, Any], params: Tree = None) -> tuple[Tree, Any]:
+        (gain, direction, momentum, moments), steps = state
+        norms = jax.tree.map(_norms, direction)
+        unit = jax.tree.map(linalg.safe_divide, direction, norms)
+        along = jax.tree.map(lambda g, u: jnp.sum(g * u, 0, keepdims=True), updates, unit)
+        across = jax.tree.map(
+            lambda g, u, a, c, r: (g - u * a) * linalg.safe_divide(c, r), updates, unit, along, gain, norms)
+        momentum = jax.tree.map(lambda m, g: beta * m + g, momentum, across)
+        moves, steps = step.update(jax.tree.map(lambda m, g: beta * m + g, momentum, across), steps)
+        direction = optax.apply_updates(direction, moves)
+        changes, moments = adam.update(along, moments, gain)
+        gain = optax.apply_updates(gain, changes)
+        new = jax.tree.map(lambda c, v: c * linalg.safe_divide(v, _norms(v)), gain, direction)
+        return jax.tree.map(jnp.subtract, new, params), (MuownState(gain, direction, momentum, moments), steps)
+
+    return other_leaves(of.as_matrices(optax.GradientTransformation(init, update)), rate, decay)
+
+
+def _norms(x: jax.Array) -> jax.Array:
+    """Of the columns of a matrix, inputs × outputs."""
+    return jnp.linalg.norm(x, axis=0, keepdims=True)
+
+
+# Aurora, Scion ----------------------------------------------------------------------------------------
+
+
+def aurora(rate: Rate, decay: jax.Array) -> Link:
+    """Muon whose polar factor has rows (or columns) of one length where the matrix is not square.
+
+    Reference: the description of Aurora's record in the public comparison of optimizers (May 2026): polar(D·G) of a
+    tall G with a diagonal D from a damped fixed point; three rounds, an exponent of 0.25.
+    """
+
+    def one(path: str, x: jax.Array) -> jax.Array:
+        inputs, outputs = x.shape
+        tall = x if inputs >= outputs else x.T
+        factor = _leverage_free(tall) if inputs != outputs else linalg.polar(tall)
+        return (factor if inputs >= outputs else factor.T) * max(1.0, outputs / inputs) ** 0.5
+
+    return other_leaves(of.as_matrices(_stepped([of.momentum(), of.by_path(one)], rate, decay)), rate, decay)
+
+
+def _leverage_free(tall: jax.Array, rounds: int = 3, exponent: float = 0.25) -> jax.Array:
+    rows, columns = tall.shape
+    scale = linalg.safe_divide(jnp.ones(()), jnp.linalg.norm(tall, axis=1, keepdims=True))
+    factor = linalg.polar(scale * tall)
+    for _ in range(rounds - 1):
+        squares = jnp.sum(jnp.square(factor), 1, keepdims=True)
+        scale = scale * linalg.safe_divide(jnp.full((), columns / rows), squares) ** exponent
+        factor = linalg.polar(scale * tall)
+    return factor
+
+
+def scion(rate: Rate, decay: jax.Array) -> Link:
+    """Steps of unit length in a norm per kind of leaf: spectral for kernels, √mean square of a token's embedding, and
+    the largest entry, times the width, for the head.
+
+    Reference: Pethick et al. 2025, arXiv 2502.07529, with their average over ten gradients; the decay makes it the
+    constrained variant, whose radius is one over the decay.
+    """
+
+    def of_other(path: str, x: jax.Array) -> jax.Array:
+        if path.startswith("lm_head"):
+            return jnp.sign(x) / x.shape[0]
+        return linalg.safe_divide(x, jnp.sqrt(jnp.mean(jnp.square(x), -1, keepdims=True)))
+
+    average = optax.ema(0.9, debias=False)
+    rest = optax.chain(average, of.by_path(of_other), optax.add_decayed_weights(decay),
+                       optax.scale_by_learning_rate(lambda n: rate(n)[1]))
+    return of.split(_stepped([average, of.orthogonalised()], rate, decay), rest)
+
+
+# Averages of weights ----------------------------------------------------------------------------------
+
+
+class LookaheadState(NamedTuple):
+    """The inner state, the average of steps, how far weights are ahead of it, and the largest rate so far."""
+
+    inner: optax.OptState
+    average: Tree
+    ahead: jax.Array
+    peak: jax.Array
+    count: jax.Array  # type: ignore[assignment]
+
+
+def ema_nesterov(inner: Link, rate: Rate, reach: float = 0.6, gamma: float = 0.99) -> Link:
+    """Gradients are taken ahead of the weights, by a long average of their steps.
+
+    The reach is proportional to the rate, while the rate falls from 0.97 to 0.15 of its peak: the window of the public
+    runs (16 to 76 % of the steps), read on a cosine. Outside of it, weights are not ahead.
+
+    Reference: arXiv 2605.25395, and the description of its record with Muon in the public comparison.
+    """
+
+    def init(params: Tree) -> LookaheadState:
+        zero = jnp.zeros(())
+        return LookaheadState(
+            inner.init(params), jax.tree.map(jnp.zeros_like, params), zero, zero, jnp.zeros((), jnp.int32))
+
+    def update(updates: Tree, state: LookaheadState, params: Tree = None) -> tuple[Tree, LookaheadState]:
+        moves, wrapped = inner.update(updates, state.inner, params)
+        # The inner step is taken from the point ahead; what the weights themselves have moved since the last step:
+        moved = jax.tree.map(lambda move, m: move + state.ahead * m, moves, state.average)
+        average = jax.tree.map(lambda m, x: gamma * m + (1 - gamma) * x, state.average, moved)
+        count = state.count + 1
+        now = rate(count)[0]
+        peak = jnp.maximum(state.peak, now)
+        share = now / peak
+        ahead = jnp.where((share < 0.97) & (share > 0.15), reach * share, 0.0)
+        return jax.tree.map(lambda move, m: move + ahead * m, moves, average), LookaheadState(
+            wrapped, average, ahead, peak, count)
+
+    return optax.GradientTransformation(init, update)
+
+
+class TailState(NamedTuple):
+    """The inner state, the average, the step at which it began (0 before), the largest rate, and the count."""
+
+    inner: optax.OptState
+    average: Tree
+    began: jax.Array
+    peak: jax.Array
+    count: jax.Array  # type: ignore[assignment]
+
+
+def tail_average(inner: Link, rate: Rate, blend: float = 0.6) -> Link:
+    """The last step moves weights towards their average over the end of the run.
+
+    The average begins when the rate has fallen to 0.06 of its peak (a cosine at 84 % of the steps), forgets over a
+    sixteenth of the steps until then, and leaves out the embedding.
+
+    Reference: the description of "Tail-EMA" in the public comparison of optimizers (June 2026).
+    """
+
+    def init(params: Tree) -> TailState:
+        zero = jnp.zeros((), jnp.int32)
+        return TailState(inner.init(params), params, zero, jnp.zeros(()), zero)
+
+    def update(updates: Tree, state: TailState, params: Tree = None) -> tuple[Tree, TailState]:
+        moves, wrapped = inner.update(updates, state.inner, params)
+        weights = optax.apply_updates(params, moves)
+        count = state.count + 1
+        now = rate(count)[0]
+        peak = jnp.maximum(state.peak, now)
+        begins = (state.began == 0) & (now < 0.06 * peak)
+        began = jnp.where(begins, count, state.began)
+        pace = jnp.where(begins | (began == 0), 1.0, 16.0 / jnp.maximum(began, 16))
+        average = jax.tree.map(lambda e, x: e + pace * (x - e), state.average, weights)
+        share = jnp.where(now <= 1e-6 * peak, blend, 0.0)
+
+        def last(path: Any, move: jax.Array, e: jax.Array, x: jax.Array) -> jax.Array:
+            return move if of.joined(path).startswith("embed") else move + share * (e - x)
+
+        return jax.tree_util.tree_map_with_path(last, moves, average, weights), TailState(
+            wrapped, average, began, peak, count)
+
+    return optax.GradientTransformation(init, update)
+
+
+Build = Callable[[Rate, jax.Array, Any], Link]
+
+
+def ahead(build: Build) -> Build:
+    """An arm's optimizer inside `ema_nesterov`."""
+    return lambda rate, decay, gauges: ema_nesterov(build(rate, decay, gauges), rate)
+
+
+def averaged(build: Build) -> Build:
+    """An arm's optimizer inside `tail_average`."""
+    return lambda rate, decay, gauges: tail_average(build(rate, decay, gauges), rate)
